@@ -1,0 +1,99 @@
+//! Errors of the transport, by whose fault they are.
+
+use std::time::Duration;
+
+use crate::transport::{Progress, Rank, Tag};
+
+/// Why a transport call ended without its value.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TransportError {
+    /// The group has been aborted; the same [`Abort`] on every rank unless the coordinator died.
+    #[error("{abort}{}", .pending.as_ref().map(|pending| format!("; {pending}")).unwrap_or_default())]
+    Aborted {
+        /// Who failed, and why.
+        abort: Abort,
+        /// The call of this rank that the abort ended, if one was outstanding.
+        pending: Option<Pending>,
+    },
+    /// A rank refused before any data moved (see [`crate::Vote::Refuse`]), or the ranks were about to run different plans.
+    #[error("{text}")]
+    Refused {
+        /// The lowest refusing rank.
+        rank: Rank,
+        /// Exit code asked for.
+        exit: u8,
+        /// The refusing rank's own line.
+        text: String,
+    },
+    /// A call did not end in time, and no rank is known to have died.
+    #[error("{pending} after {waited:?}, and no rank is known to have died")]
+    Deadline {
+        /// The call that was not done.
+        pending: Pending,
+        /// How long it waited.
+        waited: Duration,
+    },
+    /// A peer sent something that the protocol does not allow.
+    #[error("rank {peer} broke the protocol: {text}")]
+    PeerMisbehaved {
+        /// Who.
+        peer: Rank,
+        /// What, with both sides of the mismatch.
+        text: String,
+    },
+    /// The group could not be formed.
+    #[error("{text}")]
+    Bootstrap {
+        /// What failed and what to do about it.
+        text: String,
+    },
+    /// A call that this transport's contract does not allow; found by reading the caller's code.
+    #[error("{text}")]
+    Misuse {
+        /// What was called wrongly.
+        text: String,
+    },
+    /// The transport was closed while the call was outstanding.
+    #[error("the transport was closed")]
+    Closed,
+}
+
+/// An outstanding call, and how far it got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{operation} {} rank {peer} ({tag}) had {bytes_done} of {bytes_expected} bytes", if *.operation == "send" { "to" } else { "from" })]
+pub struct Pending {
+    /// `send`, `receive` or `agree`.
+    pub operation: &'static str,
+    /// The other side.
+    pub peer: Rank,
+    /// Which message.
+    pub tag: Tag,
+    /// Bytes that had moved.
+    pub bytes_done: u64,
+    /// Bytes that should have.
+    pub bytes_expected: u64,
+}
+
+/// Why a group was aborted, and by whom.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("rank {culprit} {cause} (operation {}, step {})", .progress.op, .progress.step)]
+pub struct Abort {
+    /// The rank that failed or died.
+    pub culprit: Rank,
+    /// What happened to it.
+    pub cause: AbortCause,
+    /// Where the culprit was when it was last heard of.
+    pub progress: Progress,
+}
+
+/// What happened to the rank that caused an abort.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AbortCause {
+    /// Its process or its link is gone.
+    #[error("died: {0}")]
+    Died(String),
+    /// It reported an error of its own.
+    #[error("failed: {0}")]
+    Failed(String),
+}
