@@ -1,1 +1,37 @@
-//! Being written.
+//! Exact attention over a sequence that is split across ranks.
+//!
+//! A parallel strategy is a pure function from a problem, a mesh and a placement to a [`plan::Plan`] for each rank:
+//! a list of steps over named buffers. The same plan is checked, explained and executed.
+//!
+//! ```text
+//! problem + mesh + placement ── strategy ──> plan ──┬─> check     proves it over all ranks
+//!                                                   ├─> explain   prints it
+//!                                                   └─> exec      runs it on any Backend and Collective
+//! ```
+//!
+//! # Contract
+//!
+//! - **Who validates.** Constructors refuse ([`AttentionProblem::new`], [`Mesh::new`], [`Placement::new`]);
+//!   [`plan::check`] proves the plans of a world. Backends and the executor trust both.
+//! - **Errors** are one enum, [`Error`], by whose fault they are.
+//! - **Blocking.** Nothing here blocks on a future. The executor is an `async fn` without `Send` bounds; native
+//!   callers give each rank a thread of its own ([`local`]).
+//! - **Shapes** are `[batch, seq, heads, dim]`; scores, softmax and running state are f32 whatever the storage type.
+
+pub mod backend;
+mod dtype;
+mod error;
+mod lower;
+mod mask;
+mod problem;
+mod tokens;
+
+pub use dtype::Dtype;
+pub use error::Error;
+pub use lower::{BlockWork, MaskClass, RowSpan, TileRun, TileShape};
+pub use mask::Mask;
+pub use problem::AttentionProblem;
+pub use tokens::{Run, TokenRuns};
+
+/// The result type of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,0 +1,326 @@
+//! Which keys a query may see, as a function of global positions.
+//!
+//! Every mask of today is, for one batch entry and one query position, an *interval* of key positions: causal and
+//! window bound it on both sides, key padding from above, documents on both sides; intersecting masks intersects
+//! the intervals. So a mask is stored in that normal form, and everything downstream (tile classes, kernels,
+//! proofs) asks for the interval of a row and knows no mask kinds. A union of slices is several such intervals.
+
+use crate::{Error, Result, RowSpan};
+
+/// The intersection of any number of causal, window, key-padding and document masks, in normal form.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
+pub struct Mask {
+    /// Keys further left of the query than this are hidden; `None` is unbounded.
+    left: Option<u32>,
+    /// Keys further right of the query than this are hidden; `None` is unbounded, `Some(0)` is causal.
+    right: Option<u32>,
+    /// Keys at or above this are hidden; empty: none are. One value for all batch entries, or one for each.
+    valid: Vec<u32>,
+    /// Ascending cumulative boundaries of documents, `0` first; empty: one document that holds everything.
+    documents: Vec<u32>,
+}
+
+impl Mask {
+    /// Every key is visible.
+    pub fn full() -> Self {
+        Self::default()
+    }
+
+    /// A query sees the keys at its own position and before.
+    pub fn causal() -> Self {
+        Self {
+            right: Some(0),
+            ..Self::default()
+        }
+    }
+
+    /// A query at `q` sees the keys `q − left ..= q + right`; `None` is unbounded.
+    pub fn window(left: Option<u32>, right: Option<u32>) -> Self {
+        Self {
+            left,
+            right,
+            ..Self::default()
+        }
+    }
+
+    /// Keys at position `valid[batch]` and above are hidden; one value serves all batch entries.
+    pub fn key_padding(valid: Vec<u32>) -> Self {
+        Self {
+            valid,
+            ..Self::default()
+        }
+    }
+
+    /// Queries see keys of their own document only. `boundaries` are cumulative: `0, 8, 24` is a document of 8
+    /// tokens and one of 16.
+    ///
+    /// # Errors
+    /// [`Error::Request`] unless the boundaries start at 0 and ascend.
+    pub fn documents(boundaries: Vec<u32>) -> Result<Self> {
+        if boundaries.first() != Some(&0) || boundaries.len() < 2 || !boundaries.is_sorted_by(|a, b| a < b) {
+            return Err(Error::request(
+                format!("document boundaries {boundaries:?} do not ascend from 0"),
+                "give cumulative boundaries from 0 to the sequence length, such as documents:0,8,24",
+            ));
+        }
+        Ok(Self {
+            documents: boundaries,
+            ..Self::default()
+        })
+    }
+
+    /// What both masks show.
+    ///
+    /// # Errors
+    /// [`Error::Request`] where both have key padding for different numbers of batch entries.
+    pub fn and(mut self, other: Self) -> Result<Self> {
+        let tighter = |a: Option<u32>, b: Option<u32>| match (a, b) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+        self.left = tighter(self.left, other.left);
+        self.right = tighter(self.right, other.right);
+        self.valid = match (self.valid.len(), other.valid.len()) {
+            (0, _) => other.valid,
+            (_, 0) => self.valid,
+            (1, _) => other.valid.iter().map(|n| (*n).min(self.valid[0])).collect(),
+            (_, 1) => self.valid.iter().map(|n| (*n).min(other.valid[0])).collect(),
+            (a, b) if a == b => self
+                .valid
+                .iter()
+                .zip(&other.valid)
+                .map(|(a, b)| *a.min(b))
+                .collect(),
+            (a, b) => {
+                return Err(Error::request(
+                    format!("one key padding has {a} batch entries, the other {b}"),
+                    "give one value, or one for each batch entry",
+                ));
+            }
+        };
+        self.documents = match (self.documents.is_empty(), other.documents.is_empty()) {
+            (true, _) => other.documents,
+            (_, true) => self.documents,
+            _ => {
+                // Two tokens share a document of the intersection when no boundary of either lies between them;
+                // past the shorter list's end nobody sees anything.
+                let end = *self.documents.last().min(other.documents.last()).unwrap_or(&0);
+                let mut all: Vec<u32> = self
+                    .documents
+                    .iter()
+                    .chain(&other.documents)
+                    .copied()
+                    .filter(|b| *b <= end)
+                    .collect();
+                all.sort_unstable();
+                all.dedup();
+                all
+            }
+        };
+        Ok(self)
+    }
+
+    /// Whether every query sees every key, whatever the lengths.
+    pub fn is_full(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Refuses what does not fit a problem of `batch` entries and `kv_len` keys.
+    pub(crate) fn fits(&self, batch: u32, kv_len: u32) -> Result<()> {
+        if self.valid.len() > 1 && self.valid.len() != batch as usize {
+            return Err(Error::request(
+                format!(
+                    "key padding has {} values, the batch has {batch} entries",
+                    self.valid.len()
+                ),
+                "give valid:N for all, or one value for each batch entry",
+            ));
+        }
+        if let Some(above) = self.valid.iter().find(|n| **n > kv_len) {
+            return Err(Error::request(
+                format!("key padding keeps {above} keys, the problem has {kv_len}"),
+                format!("use values from 0 to {kv_len}"),
+            ));
+        }
+        match self.documents.last() {
+            Some(end) if *end != kv_len => Err(Error::request(
+                format!("the documents end at {end}, the keys at {kv_len}"),
+                format!("let the last boundary be {kv_len}"),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Number of different masks over the batch: 1, or one for each entry where key padding differs.
+    pub(crate) fn batch_classes(&self) -> usize {
+        self.valid.len().max(1)
+    }
+
+    /// The key positions that the query at global position `q` of batch entry `batch` sees, of keys `0..kv_len`.
+    pub fn visible(&self, batch: usize, q: u32, kv_len: u32) -> RowSpan {
+        let (mut lo, mut hi) = (0, kv_len);
+        if let Some(left) = self.left {
+            lo = lo.max(q.saturating_sub(left));
+        }
+        if let Some(right) = self.right {
+            hi = hi.min(q.saturating_add(right).saturating_add(1));
+        }
+        if let Some(valid) = self.valid.get(if self.valid.len() > 1 { batch } else { 0 }) {
+            hi = hi.min(*valid);
+        }
+        if !self.documents.is_empty() {
+            // The document that holds q: boundaries[next - 1] <= q < boundaries[next]. Past the end there is none.
+            let next = self.documents.partition_point(|boundary| *boundary <= q);
+            match self.documents.get(next) {
+                Some(end) => {
+                    lo = lo.max(self.documents[next - 1]);
+                    hi = hi.min(*end);
+                }
+                None => hi = 0,
+            }
+        }
+        if lo < hi {
+            RowSpan { lo, hi }
+        } else {
+            RowSpan::EMPTY
+        }
+    }
+}
+
+/// The command line's notation (design section 6): `full|causal|window:L,R|documents:0,8,24|valid:N[,N…]`, joined by `+`.
+impl std::str::FromStr for Mask {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        text.split('+')
+            .map(parse_term)
+            .try_fold(Self::full(), |mask, term| mask.and(term?))
+    }
+}
+
+impl std::fmt::Display for Mask {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let list = |values: &[u32]| values.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+        let bound = |bound: Option<u32>| bound.map_or("-1".to_owned(), |n| n.to_string());
+        let mut terms = Vec::new();
+        match (self.left, self.right) {
+            (None, None) => {}
+            (None, Some(0)) => terms.push("causal".to_owned()),
+            (left, right) => terms.push(format!("window:{},{}", bound(left), bound(right))),
+        }
+        if !self.documents.is_empty() {
+            terms.push(format!("documents:{}", list(&self.documents)));
+        }
+        if !self.valid.is_empty() {
+            terms.push(format!("valid:{}", list(&self.valid)));
+        }
+        f.write_str(if terms.is_empty() { "full" } else { "" })?;
+        f.write_str(&terms.join("+"))
+    }
+}
+
+fn parse_term(term: &str) -> Result<Mask> {
+    let wrong = |why: &str| {
+        Error::request(
+            format!("mask `{term}` {why}"),
+            "use full, causal, window:L,R, documents:0,8,24 or valid:N[,N…], joined by +",
+        )
+    };
+    let (kind, arguments) = term
+        .split_once(':')
+        .map_or((term, None), |(kind, rest)| (kind, Some(rest)));
+    let numbers = || -> Result<Vec<i64>> {
+        arguments
+            .ok_or_else(|| wrong("has no numbers"))?
+            .split(',')
+            .map(|n| {
+                n.parse::<i64>()
+                    .map_err(|_| wrong(&format!("has `{n}` where a whole number belongs")))
+            })
+            .collect()
+    };
+    let unsigned = |n: i64| u32::try_from(n).map_err(|_| wrong(&format!("has {n}, which is out of range")));
+    match (kind, arguments) {
+        ("full", None) => Ok(Mask::full()),
+        ("causal", None) => Ok(Mask::causal()),
+        ("window", _) => match numbers()?[..] {
+            [left, right] => {
+                let side = |n: i64| if n == -1 { Ok(None) } else { unsigned(n).map(Some) };
+                Ok(Mask::window(side(left)?, side(right)?))
+            }
+            _ => Err(wrong("needs two numbers, left and right, -1 for unbounded")),
+        },
+        ("documents", _) => Mask::documents(numbers()?.into_iter().map(unsigned).collect::<Result<_>>()?),
+        ("valid", _) => Ok(Mask::key_padding(
+            numbers()?.into_iter().map(unsigned).collect::<Result<_>>()?,
+        )),
+        _ => Err(wrong("is not known")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn span(lo: u32, hi: u32) -> RowSpan {
+        RowSpan { lo, hi }
+    }
+
+    #[test]
+    fn every_kind_shows_its_interval() {
+        let at = |text: &str, batch, q| text.parse::<Mask>().unwrap().visible(batch, q, 24);
+        assert_eq!(at("full", 0, 3), span(0, 24));
+        assert_eq!(at("causal", 0, 3), span(0, 4));
+        assert_eq!(at("causal", 0, 30), span(0, 24));
+        assert_eq!(at("window:2,1", 0, 3), span(1, 5));
+        assert_eq!(at("window:-1,1", 0, 3), span(0, 5));
+        assert_eq!(at("window:2,-1", 0, 3), span(1, 24));
+        assert_eq!(at("window:2,0", 0, 40), RowSpan::EMPTY);
+        assert_eq!(at("documents:0,8,24", 0, 7), span(0, 8));
+        assert_eq!(at("documents:0,8,24", 0, 8), span(8, 24));
+        assert_eq!(at("documents:0,8,24", 0, 24), RowSpan::EMPTY);
+        assert_eq!(at("valid:5,9", 1, 0), span(0, 9));
+        assert_eq!(at("valid:0", 0, 0), RowSpan::EMPTY);
+        assert_eq!(
+            at("causal+documents:0,8,24+window:3,-1+valid:20", 0, 22),
+            span(19, 20)
+        );
+    }
+
+    #[test]
+    fn what_is_shown_parses_back_to_the_same_mask() {
+        for text in [
+            "full",
+            "causal",
+            "window:3,-1",
+            "window:3,0+documents:0,8,24+valid:3,4",
+            "valid:0",
+        ] {
+            let mask: Mask = text.parse().unwrap();
+            assert_eq!(mask.to_string(), text);
+            assert_eq!(mask.to_string().parse::<Mask>().unwrap(), mask);
+        }
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_a_remedy() {
+        for text in [
+            "",
+            "casual",
+            "causal:1",
+            "window:1",
+            "window:-2,0",
+            "documents:1,2",
+            "documents:0,5,5",
+            "valid:-1",
+            "valid:x",
+            "valid",
+            "valid:4294967296",
+            "valid:1,2+valid:1,2,3",
+            "causal+",
+        ] {
+            let error = text.parse::<Mask>().unwrap_err();
+            assert_eq!(error.exit_code(), 2, "{text}: {error}");
+        }
+    }
+}

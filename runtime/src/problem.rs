@@ -1,0 +1,212 @@
+//! What is to be computed, without data.
+
+use crate::{Dtype, Error, Mask, Result};
+
+/// One attention call: `o = softmax(scale · q kᵀ, masked) v`, and the log-sum-exp of every row.
+///
+/// q is `[batch, q_len, q_heads, head_dim]`, k and v are `[batch, kv_len, kv_heads, head_dim]`.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct AttentionProblem {
+    /// Batch entries.
+    pub batch: u32,
+    /// Query tokens.
+    pub q_len: u32,
+    /// Key and value tokens.
+    pub kv_len: u32,
+    /// Query heads.
+    pub q_heads: u32,
+    /// Key and value heads; divides `q_heads`.
+    pub kv_heads: u32,
+    /// Elements of one head of q, k and v; a multiple of 8.
+    pub head_dim: u32,
+    /// Storage type of q, k, v and o.
+    #[serde(serialize_with = "dtype_by_name")]
+    pub dtype: Dtype,
+    /// Which keys a query sees, by global position.
+    pub mask: Mask,
+    /// Global position of query 0; key 0 is at position 0.
+    pub q_offset: u32,
+    /// Factor on q·k.
+    pub scale: f32,
+    /// `Some(c)`: logits become `c · tanh(logit / c)` before the mask.
+    pub softcap: Option<f32>,
+}
+
+impl AttentionProblem {
+    /// A problem with `scale = 1/√head_dim`, no offset and no softcap.
+    ///
+    /// `shape` is `[batch, seq, q_heads, kv_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// [`Error::Request`] where the parts do not fit each other.
+    pub fn new(shape: [u32; 5], dtype: Dtype, mask: Mask) -> Result<Self> {
+        let [batch, seq, q_heads, kv_heads, head_dim] = shape;
+        #[expect(clippy::cast_precision_loss, reason = "head dims are small")]
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        Self {
+            batch,
+            q_len: seq,
+            kv_len: seq,
+            q_heads,
+            kv_heads,
+            head_dim,
+            dtype,
+            mask,
+            q_offset: 0,
+            scale,
+            softcap: None,
+        }
+        .checked()
+    }
+
+    /// This problem with `q_len` queries, the first of them at global position `q_offset`.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_queries(self, q_len: u32, q_offset: u32) -> Result<Self> {
+        Self {
+            q_len,
+            q_offset,
+            ..self
+        }
+        .checked()
+    }
+
+    /// This problem with another factor on q·k, and with a softcap.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_logits(self, scale: f32, softcap: Option<f32>) -> Result<Self> {
+        Self {
+            scale,
+            softcap,
+            ..self
+        }
+        .checked()
+    }
+
+    /// Query heads that share one KV head.
+    pub fn group(&self) -> u32 {
+        self.q_heads / self.kv_heads
+    }
+
+    /// Global position of query `token`.
+    pub fn q_position(&self, token: u32) -> u32 {
+        token + self.q_offset
+    }
+
+    fn checked(self) -> Result<Self> {
+        let Self {
+            batch,
+            q_len,
+            kv_len,
+            q_heads,
+            kv_heads,
+            head_dim,
+            q_offset,
+            ..
+        } = self;
+        for (name, value) in [
+            ("batch", batch),
+            ("query heads", q_heads),
+            ("kv heads", kv_heads),
+            ("head dim", head_dim),
+        ] {
+            if value == 0 {
+                return Err(Error::request(
+                    format!("{name} is 0"),
+                    "every extent but the sequence is at least 1",
+                ));
+            }
+        }
+        if !q_heads.is_multiple_of(kv_heads) {
+            return Err(Error::request(
+                format!("{q_heads} query heads cannot share {kv_heads} kv heads evenly"),
+                "let the number of kv heads divide the number of query heads",
+            ));
+        }
+        if !head_dim.is_multiple_of(8) || head_dim > MAX_HEAD_DIM {
+            return Err(Error::request(
+                format!("head dim {head_dim} is not supported"),
+                format!("use a multiple of 8 up to {MAX_HEAD_DIM}"),
+            ));
+        }
+        if !self.scale.is_finite() {
+            return Err(Error::request(
+                format!("scale {} is not finite", self.scale),
+                "use a finite scale",
+            ));
+        }
+        if self.softcap.is_some_and(|cap| !(cap.is_finite() && cap > 0.0)) {
+            return Err(Error::request(
+                format!(
+                    "softcap {} is not a positive number",
+                    self.softcap.unwrap_or_default()
+                ),
+                "use a positive softcap, or none",
+            ));
+        }
+        let positions = u64::from(q_len) + u64::from(q_offset);
+        if positions.max(u64::from(kv_len)) > u64::from(MAX_POSITION) {
+            return Err(Error::request(
+                format!(
+                    "the sequence reaches position {}",
+                    positions.max(u64::from(kv_len))
+                ),
+                format!("positions stay below {MAX_POSITION}"),
+            ));
+        }
+        let elements =
+            u128::from(batch) * u128::from(q_len.max(kv_len)) * u128::from(q_heads) * u128::from(head_dim);
+        if elements > MAX_ELEMENTS {
+            return Err(Error::request(
+                format!("a tensor of this shape has {elements} elements"),
+                format!(
+                    "one tensor holds at most {MAX_ELEMENTS} elements; use fewer tokens, heads or batch entries"
+                ),
+            ));
+        }
+        self.mask.fits(batch, kv_len)?;
+        Ok(self)
+    }
+}
+
+fn dtype_by_name<S: serde::Serializer>(dtype: &Dtype, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(dtype.name())
+}
+
+/// Positions are handed to kernels as u32 and compared there with one to spare.
+const MAX_POSITION: u32 = 1 << 31;
+/// So that byte counts of f32 state fit 63 bits with room to add them up.
+const MAX_ELEMENTS: u128 = 1 << 56;
+/// Beyond this no kernel has been tried.
+const MAX_HEAD_DIM: u32 = 512;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_problem_that_does_not_fit_itself_is_refused() {
+        let make = |shape| AttentionProblem::new(shape, Dtype::F32, Mask::full());
+        assert!(make([1, 0, 8, 2, 64]).is_ok(), "no tokens is a sequence too");
+        for shape in [
+            [0, 8, 8, 2, 64],
+            [1, 8, 8, 3, 64],
+            [1, 8, 8, 0, 64],
+            [1, 8, 8, 2, 60],
+            [1, 8, 8, 2, 0],
+            [1, u32::MAX, 8, 2, 64],
+            [u32::MAX, 1 << 30, 1 << 20, 1, 512],
+            [1, 8, 2, 4, 64],
+        ] {
+            assert_eq!(make(shape).unwrap_err().exit_code(), 2, "{shape:?}");
+        }
+        let problem = make([2, 8, 8, 2, 64]).unwrap();
+        assert!(problem.clone().with_logits(f32::NAN, None).is_err());
+        assert!(problem.clone().with_logits(1.0, Some(0.0)).is_err());
+        assert!(problem.clone().with_queries(8, u32::MAX - 3).is_err());
+        let mask = "valid:1,2,3".parse().unwrap();
+        assert!(AttentionProblem::new([2, 8, 8, 2, 64], Dtype::F32, mask).is_err());
+    }
+}

@@ -1,0 +1,202 @@
+//! Which global tokens, in which order: used alike by placement, check and lowering.
+
+/// `count` tokens: `start`, `start + stride`, `start + 2·stride`, …
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+pub struct Run {
+    /// First global token.
+    pub start: u32,
+    /// How many.
+    pub count: u32,
+    /// Distance between two, at least 1.
+    pub stride: u32,
+}
+
+/// An ordered list of global tokens. Lists of the same tokens in the same order are equal, whatever runs they are
+/// made of.
+#[derive(Clone, Debug, Default, serde::Serialize)]
+#[serde(transparent)]
+pub struct TokenRuns {
+    runs: Vec<Run>,
+}
+
+impl PartialEq for TokenRuns {
+    fn eq(&self, other: &Self) -> bool {
+        self.runs == other.runs || self.iter().eq(other.iter())
+    }
+}
+
+impl Eq for TokenRuns {}
+
+impl TokenRuns {
+    /// The tokens `range`, ascending.
+    pub fn contiguous(range: std::ops::Range<u32>) -> Self {
+        let mut tokens = Self::default();
+        tokens.push(Run {
+            start: range.start,
+            count: range.end.saturating_sub(range.start),
+            stride: 1,
+        });
+        tokens
+    }
+
+    /// The list of these tokens, in this order.
+    pub fn from_positions(positions: impl IntoIterator<Item = u32>) -> Self {
+        let mut tokens = Self::default();
+        for start in positions {
+            tokens.push(Run {
+                start,
+                count: 1,
+                stride: 1,
+            });
+        }
+        tokens
+    }
+
+    /// Appends a run, joining it to the last one where the two continue each other.
+    pub fn push(&mut self, run: Run) {
+        if run.count == 0 {
+            return;
+        }
+        // A run of one has no stride of its own.
+        let run = Run {
+            stride: if run.count == 1 { 1 } else { run.stride },
+            ..run
+        };
+        if let Some(last) = self.runs.last_mut() {
+            let gap = run.start.wrapping_sub(last.end_position());
+            let stride_fits = |stride: u32, count: u32| count == 1 || stride == gap;
+            if run.start > last.end_position()
+                && stride_fits(last.stride, last.count)
+                && stride_fits(run.stride, run.count)
+            {
+                last.stride = gap;
+                last.count += run.count;
+                return;
+            }
+        }
+        self.runs.push(run);
+    }
+
+    /// Appends all tokens of `other`.
+    pub fn extend(&mut self, other: &Self) {
+        for run in &other.runs {
+            self.push(*run);
+        }
+    }
+
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.runs.iter().map(|run| run.count as usize).sum()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+
+    /// The runs, in order.
+    pub fn runs(&self) -> &[Run] {
+        &self.runs
+    }
+
+    /// The tokens, in order.
+    pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
+        self.runs
+            .iter()
+            .flat_map(|run| (0..run.count).map(|i| run.start + i * run.stride))
+    }
+
+    /// The tokens at the list positions `range`, in order.
+    pub fn slice(&self, range: std::ops::Range<usize>) -> Self {
+        let mut out = Self::default();
+        let mut at = 0;
+        for run in &self.runs {
+            let (begin, end) = (at, at + run.count as usize);
+            at = end;
+            let (from, to) = (range.start.max(begin), range.end.min(end));
+            if from < to {
+                out.push(Run {
+                    start: run.start + (from - begin) as u32 * run.stride,
+                    count: (to - from) as u32,
+                    stride: run.stride,
+                });
+            }
+        }
+        out
+    }
+}
+
+impl Run {
+    /// The last token of the run.
+    fn end_position(&self) -> u32 {
+        self.start + (self.count - 1) * self.stride
+    }
+}
+
+impl std::fmt::Display for TokenRuns {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.runs.is_empty() {
+            return f.write_str("none");
+        }
+        for (i, run) in self.runs.iter().enumerate() {
+            if i == 4 && self.runs.len() > 5 {
+                return write!(f, " … {} runs", self.runs.len());
+            }
+            let space = if i == 0 { "" } else { " " };
+            match (run.count, run.stride) {
+                (1, _) => write!(f, "{space}{}", run.start)?,
+                (_, 1) => write!(f, "{space}{}..{}", run.start, run.start + run.count)?,
+                (_, stride) => write!(f, "{space}{}..{}:{stride}", run.start, run.end_position() + 1)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_token_lists_are_equal_however_they_were_built() {
+        let whole = TokenRuns::contiguous(3..9);
+        let mut parts = TokenRuns::contiguous(3..4);
+        parts.extend(&TokenRuns::contiguous(4..7));
+        parts.extend(&TokenRuns::contiguous(7..9));
+        assert_eq!(whole, parts);
+        assert_eq!(whole, TokenRuns::from_positions(3..9));
+        let mut parts = TokenRuns::from_positions([0, 5, 6, 7]);
+        assert_eq!(parts, {
+            let mut other = TokenRuns::contiguous(0..1);
+            other.extend(&TokenRuns::contiguous(5..8));
+            other
+        });
+        parts.push(Run {
+            start: 2,
+            count: 1,
+            stride: 1,
+        });
+        assert_ne!(parts, TokenRuns::from_positions([0, 5, 6, 7]));
+        assert_eq!(
+            TokenRuns::from_positions([0, 4, 8]).runs(),
+            &[Run {
+                start: 0,
+                count: 3,
+                stride: 4
+            }]
+        );
+    }
+
+    #[test]
+    fn a_slice_of_a_list_is_the_list_of_the_slice() {
+        let positions: Vec<u32> = (0..7).chain((20..40).step_by(3)).chain([5, 100]).collect();
+        let tokens = TokenRuns::from_positions(positions.iter().copied());
+        assert_eq!(tokens.iter().collect::<Vec<_>>(), positions);
+        for from in 0..=positions.len() {
+            for to in from..=positions.len() {
+                let slice: Vec<u32> = tokens.slice(from..to).iter().collect();
+                assert_eq!(slice, &positions[from..to]);
+            }
+        }
+    }
+}
