@@ -19,18 +19,37 @@
 //! - **Shapes** are `[batch, seq, heads, dim]`; scores, softmax and running state are f32 whatever the storage type.
 
 pub mod backend;
+mod clock;
+pub mod collective;
 mod dtype;
 mod error;
+mod exec;
+pub mod host;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod local;
 mod lower;
 mod mask;
+mod mesh;
+mod meter;
+mod placement;
+pub mod plan;
 mod problem;
+mod strategy;
 mod tokens;
 
+pub use clock::Clock;
+#[cfg(not(target_arch = "wasm32"))]
+pub use clock::SystemClock;
 pub use dtype::Dtype;
 pub use error::Error;
+pub use exec::{Executor, Inputs, NoObserver, Observer, RankOutput, RunOptions};
 pub use lower::{BlockWork, MaskClass, RowSpan, TileRun, TileShape};
 pub use mask::Mask;
+pub use mesh::{MAX_WORLD, Mesh};
+pub use meter::{Lane, Meter, RankReport, Span};
+pub use placement::{Placement, PlacementKind, Split};
 pub use problem::AttentionProblem;
+pub use strategy::{Strategy, meshes_by_bytes, plan as plan_world};
 pub use tokens::{Run, TokenRuns};
 
 /// The result type of this crate.

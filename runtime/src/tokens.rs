@@ -127,6 +127,13 @@ impl TokenRuns {
 }
 
 impl Run {
+    /// Whether a token of the run lies in `lo..hi`.
+    pub fn meets(&self, lo: u32, hi: u32) -> bool {
+        // The first token of the run that is not below `lo`.
+        let steps = lo.saturating_sub(self.start).div_ceil(self.stride);
+        steps < self.count && self.start + steps * self.stride < hi
+    }
+
     /// The last token of the run.
     fn end_position(&self) -> u32 {
         self.start + (self.count - 1) * self.stride

@@ -1,0 +1,134 @@
+//! Host tensors: from the whole sequence to a rank's tokens, and back.
+
+use bytes::{Bytes, BytesMut};
+
+use crate::{Error, Result, TokenRuns};
+
+/// Extents of a host tensor `[batch, tokens, …]` whose tokens have `token_bytes` adjacent bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostLayout {
+    /// Batch entries.
+    pub batch: usize,
+    /// Tokens of the whole sequence.
+    pub tokens: usize,
+    /// Bytes of one token: heads × dim × element.
+    pub token_bytes: usize,
+}
+
+impl HostLayout {
+    /// Bytes of the whole tensor.
+    pub fn bytes(self) -> usize {
+        self.batch * self.tokens * self.token_bytes
+    }
+
+    /// The tokens `tokens` of `whole`, in their order. Shares memory where they are one piece of it.
+    ///
+    /// # Errors
+    /// [`Error::Request`] when `whole` has not the size of this layout.
+    pub fn gather(self, whole: &Bytes, tokens: &TokenRuns) -> Result<Bytes> {
+        self.fits(whole.len())?;
+        let one_piece = match tokens.runs() {
+            [] => Some(0..0),
+            [run] if run.stride == 1 && (self.batch == 1 || run.count as usize == self.tokens) => {
+                let end = run.start as usize + run.count as usize * self.batch;
+                Some(run.start as usize * self.token_bytes..end * self.token_bytes)
+            }
+            _ => None,
+        };
+        if let Some(range) = one_piece {
+            return Ok(whole.slice(range));
+        }
+        let mut part = BytesMut::with_capacity(self.batch * tokens.len() * self.token_bytes);
+        self.for_each_run(tokens, |range| part.extend_from_slice(&whole[range]));
+        Ok(part.freeze())
+    }
+
+    /// Puts `part`, which holds the tokens `tokens` in their order, to their places in `whole`.
+    ///
+    /// # Errors
+    /// [`Error::Request`] when `part` or `whole` has the wrong size.
+    pub fn scatter(self, part: &[u8], tokens: &TokenRuns, whole: &mut [u8]) -> Result<()> {
+        self.fits(whole.len())?;
+        Self {
+            tokens: tokens.len(),
+            ..self
+        }
+        .fits(part.len())?;
+        let mut at = 0;
+        self.for_each_run(tokens, |range| {
+            let size = range.len();
+            whole[range].copy_from_slice(&part[at..at + size]);
+            at += size;
+        });
+        Ok(())
+    }
+
+    fn fits(self, bytes: usize) -> Result<()> {
+        if bytes == self.bytes() {
+            return Ok(());
+        }
+        Err(Error::request(
+            format!("a tensor has {bytes} bytes, its shape needs {}", self.bytes()),
+            "give tensors of the problem's shape and dtype",
+        ))
+    }
+
+    /// Calls `each` with the byte range of every piece, batch by batch, in the order of the tokens.
+    fn for_each_run(self, tokens: &TokenRuns, mut each: impl FnMut(std::ops::Range<usize>)) {
+        for batch in 0..self.batch {
+            for run in tokens.runs() {
+                let at = |token: u32| (batch * self.tokens + token as usize) * self.token_bytes;
+                if run.stride == 1 {
+                    each(at(run.start)..at(run.start) + run.count as usize * self.token_bytes);
+                } else {
+                    for i in 0..run.count {
+                        let start = at(run.start + i * run.stride);
+                        each(start..start + self.token_bytes);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// From a rank's lse `[batch, tokens, heads]` to its places in the whole `[batch, heads, seq]`.
+pub fn scatter_lse(part: &[f32], batch: usize, heads: usize, tokens: &TokenRuns, whole: &mut [f32]) {
+    let seq = whole.len() / (batch * heads).max(1);
+    let positions: Vec<usize> = tokens.iter().map(|token| token as usize).collect();
+    for (index, row) in part.chunks_exact(heads).enumerate() {
+        let (batch, position) = (index / positions.len(), positions[index % positions.len()]);
+        for (head, lse) in row.iter().enumerate() {
+            whole[(batch * heads + head) * seq + position] = *lse;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scatter_undoes_gather_for_any_token_order() {
+        let layout = HostLayout {
+            batch: 2,
+            tokens: 9,
+            token_bytes: 3,
+        };
+        let whole = Bytes::from((0..layout.bytes() as u8).collect::<Vec<_>>());
+        let lists = [vec![0, 1, 2, 6, 7, 8], vec![3, 5], vec![4], vec![]];
+        let mut back = vec![0xEE; layout.bytes()];
+        for list in &lists {
+            let tokens = TokenRuns::from_positions(list.iter().copied());
+            let part = layout.gather(&whole, &tokens).unwrap();
+            assert_eq!(part.len(), 2 * list.len() * 3);
+            layout.scatter(&part, &tokens, &mut back).unwrap();
+        }
+        assert_eq!(back, whole);
+        assert!(layout.gather(&whole.slice(1..), &TokenRuns::default()).is_err());
+        assert!(
+            layout
+                .scatter(&whole[1..], &TokenRuns::contiguous(0..9), &mut back)
+                .is_err()
+        );
+    }
+}

@@ -1,0 +1,161 @@
+//! Ranks on threads of this process, and the task of one rank wherever it runs.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kyklos_transport::{Rank, Transport};
+
+use crate::backend::Backend;
+use crate::collective::HostStaged;
+use crate::host::HostLayout;
+use crate::plan::{World, check, plan_hash};
+use crate::{Executor, RankOutput, Result, RunOptions};
+
+/// Everything one rank needs but a device.
+#[derive(Debug)]
+pub struct RankTask<'a> {
+    /// The plans of all ranks.
+    pub world: &'a World,
+    /// This rank's way to the others.
+    pub transport: Arc<dyn Transport>,
+    /// Hash of what all ranks are about to run.
+    pub plan_hash: [u8; 32],
+    /// Peak bytes that the proof found for this rank.
+    pub peak_bytes: u64,
+    /// The rank's own queries, `[batch, tokens, q_heads, dim]`.
+    pub q: Bytes,
+    /// The rank's own keys, `[batch, tokens, kv_heads, dim]`.
+    pub k: Bytes,
+    /// The rank's own values, like `k`.
+    pub v: Bytes,
+    /// How often to run; operations are numbered from 0.
+    pub repeat: u64,
+    /// After which time a message or an agreement that is not done is an error.
+    pub deadline: Duration,
+    /// Clock, observer and the like.
+    pub options: RunOptions,
+}
+
+impl RankTask<'_> {
+    /// Runs the rank's plan on `backend`, on this thread; `each` sees the output of every run.
+    ///
+    /// # Errors
+    /// Any; an error of this rank ends the operation on all ranks.
+    pub fn run_on<B: Backend>(self, backend: &B, mut each: impl FnMut(u64, RankOutput)) -> Result<()> {
+        let rank = self.transport.rank();
+        let collective = HostStaged::new(self.transport, self.deadline);
+        let executor = Executor::new(
+            backend,
+            &collective,
+            self.world,
+            rank,
+            self.plan_hash,
+            self.peak_bytes,
+            self.options,
+        );
+        pollster::block_on(async {
+            let mut inputs = executor.load(self.q, self.k, self.v)?;
+            for op in 0..self.repeat {
+                each(op, executor.run(op, &mut inputs).await?);
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Whole host tensors of a problem.
+#[derive(Clone, Debug)]
+pub struct Tensors {
+    /// `[batch, q_len, q_heads, dim]`.
+    pub q: Bytes,
+    /// `[batch, kv_len, kv_heads, dim]`.
+    pub k: Bytes,
+    /// Like `k`.
+    pub v: Bytes,
+}
+
+/// Runs all ranks of `world`, each on a thread of its own with one of `transports`; `run` brings a rank's task to a
+/// device (see [`RankTask::run_on`]). Returns what `run` returned, by rank.
+///
+/// # Errors
+/// [`crate::Error::Plan`] when the proof of the plans fails, [`crate::Error::Request`] when the tensors do not have
+/// the problem's shape. Errors of ranks are in the result.
+///
+/// # Panics
+/// When `run` panics on any rank (the other ranks end with an error first).
+pub fn run_ranks<T: Send>(
+    world: &World,
+    transports: Vec<Arc<dyn Transport>>,
+    tensors: &Tensors,
+    repeat: u64,
+    deadline: Duration,
+    options: &RunOptions,
+    run: impl Fn(RankTask<'_>) -> T + Sync,
+) -> Result<Vec<T>> {
+    let checks = check(world)?;
+    let identities: Vec<String> = (0..world.mesh.world())
+        .map(|rank| format!("rank-{rank}.in-process"))
+        .collect();
+    let hash = plan_hash(world, &identities);
+    let mut tasks = Vec::with_capacity(transports.len());
+    for (transport, check) in transports.into_iter().zip(&checks) {
+        let (q, k, v) = shard(world, transport.rank(), tensors)?;
+        tasks.push(RankTask {
+            world,
+            transport,
+            plan_hash: hash,
+            peak_bytes: check.peak_bytes,
+            q,
+            k,
+            v,
+            repeat,
+            deadline,
+            options: options.clone(),
+        });
+    }
+    let run = &run;
+    Ok(std::thread::scope(|scope| {
+        // The task owns the rank's transport: a rank that panics drops it, and the others hear of it.
+        let threads: Vec<_> = tasks
+            .into_iter()
+            .map(|task| scope.spawn(move || run(task)))
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
+            .collect()
+    }))
+}
+
+/// A rank's own q, k and v.
+///
+/// # Errors
+/// [`crate::Error::Request`] when the tensors do not have the problem's shape.
+pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<(Bytes, Bytes, Bytes)> {
+    let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), world.kv_placement.of_rank(rank));
+    let (q, kv) = layouts(world);
+    Ok((
+        q.gather(&tensors.q, q_tokens)?,
+        kv.gather(&tensors.k, kv_tokens)?,
+        kv.gather(&tensors.v, kv_tokens)?,
+    ))
+}
+
+/// Layouts of the whole q (and o), and of the whole k and v.
+pub fn layouts(world: &World) -> (HostLayout, HostLayout) {
+    let problem = &world.problem;
+    let layout = |tokens: u32, heads: u32| HostLayout {
+        batch: problem.batch as usize,
+        tokens: tokens as usize,
+        token_bytes: heads as usize * problem.head_dim as usize * problem.dtype.bytes(),
+    };
+    (
+        layout(problem.q_len, problem.q_heads),
+        layout(problem.kv_len, problem.kv_heads),
+    )
+}

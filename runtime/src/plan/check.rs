@@ -1,0 +1,614 @@
+//! The proof of a world's plans, without running them.
+//!
+//! 1. **Each plan by itself**, step by step: what is read has been written, what is written is written once, nothing
+//!    is freed that a message still needs, copies and merges join like with like, and every state that becomes
+//!    output has met every key that its rows can see exactly once.
+//! 2. **All plans together**: every message that is sent is received, and is what the receiver declared.
+//! 3. **No deadlock**, though a send completes only when its receive has been posted.
+//!
+//! Since every buffer says which tokens and heads of what it holds and every step preserves that, a rank whose
+//! output is written whole has the right output.
+
+use std::collections::{HashMap, HashSet};
+
+use kyklos_transport::Rank;
+
+use super::step::{BufferId, Content, Plan, Slice, Step, World};
+use crate::mesh::kv_heads_for;
+use crate::{Error, Result, TokenRuns};
+
+/// What the proof found out about one rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct RankCheck {
+    /// Most bytes of buffers alive at once, the rank's input and output among them.
+    pub peak_bytes: u64,
+    /// Plan payload sent, in bytes.
+    pub bytes_sent: u64,
+    /// Messages sent.
+    pub messages_sent: u64,
+}
+
+/// Proves the plans of `world`.
+///
+/// # Errors
+/// [`Error::Plan`] that says which rank, which step and what is wrong.
+pub fn check(world: &World) -> Result<Vec<RankCheck>> {
+    owners(world)?;
+    let mut checks = Vec::with_capacity(world.plans.len());
+    for (rank, plan) in (0..).map(Rank).zip(&world.plans) {
+        if plan.rank != rank.0 {
+            return Err(Error::plan(
+                rank,
+                None,
+                format!("the plan says it is of rank {}", plan.rank),
+            ));
+        }
+        let peak_bytes = RankProof::new(world, plan).run()?;
+        let (bytes_sent, messages_sent) = plan.volume(&world.problem);
+        checks.push(RankCheck {
+            peak_bytes,
+            bytes_sent,
+            messages_sent,
+        });
+    }
+    messages_meet(world)?;
+    nobody_waits_for_ever(world)?;
+    Ok(checks)
+}
+
+/// Every token has exactly one owner.
+fn owners(world: &World) -> Result<()> {
+    for (what, placement, total) in [
+        ("query", &world.q_placement, world.problem.q_len),
+        ("key", &world.kv_placement, world.problem.kv_len),
+    ] {
+        let mut owner: Vec<Option<u32>> = vec![None; total as usize];
+        for (rank, tokens) in (0u32..).zip(placement.ranks()) {
+            for token in tokens.iter() {
+                let fault = match owner.get_mut(token as usize) {
+                    Some(owner @ None) => {
+                        *owner = Some(rank);
+                        continue;
+                    }
+                    Some(Some(other)) => format!("{what} {token} is also rank {other}'s"),
+                    None => format!("{what} {token} does not exist, there are {total}"),
+                };
+                return Err(Error::plan(Rank(rank), None, fault));
+            }
+        }
+        if let Some(token) = owner.iter().position(Option::is_none) {
+            return Err(Error::plan(Rank(0), None, format!("{what} {token} has no owner")));
+        }
+    }
+    Ok(())
+}
+
+/// A rectangle of a buffer that has been written: list positions × heads.
+type Area = (std::ops::Range<usize>, std::ops::Range<u32>);
+
+#[derive(Default)]
+struct Life {
+    /// Written parts, disjoint.
+    written: Vec<Area>,
+    /// Exchanges that still read it.
+    sending: HashSet<u32>,
+    /// The exchange that is still writing it.
+    arriving: Option<u32>,
+    /// For a state: how often each key has been met.
+    met: Vec<u8>,
+    live: bool,
+    freed: bool,
+    consumed: bool,
+}
+
+struct RankProof<'a> {
+    world: &'a World,
+    plan: &'a Plan,
+    step: Option<usize>,
+    lives: Vec<Life>,
+    exchanges: HashMap<u32, bool>,
+    live_bytes: u64,
+    peak_bytes: u64,
+}
+
+impl<'a> RankProof<'a> {
+    fn new(world: &'a World, plan: &'a Plan) -> Self {
+        let lives = plan.buffers.iter().map(|_| Life::default()).collect();
+        Self {
+            world,
+            plan,
+            step: None,
+            lives,
+            exchanges: HashMap::new(),
+            live_bytes: 0,
+            peak_bytes: 0,
+        }
+    }
+
+    fn run(mut self) -> Result<u64> {
+        self.declarations()?;
+        for (index, step) in self.plan.steps.iter().enumerate() {
+            self.step = Some(index);
+            self.step(step)?;
+        }
+        self.step = None;
+        if let Some(id) = self
+            .exchanges
+            .iter()
+            .find(|(_, waited)| !**waited)
+            .map(|(id, _)| id)
+        {
+            return self.fault(format!("exchange {id} is never waited for"));
+        }
+        self.must_be_written(&self.plan.whole(self.plan.output))?;
+        let own = [self.plan.q, self.plan.kv, self.plan.output];
+        let left = (0..self.lives.len()).map(BufferId).find(|id| {
+            self.lives[id.0].live && !own.contains(id) && self.plan.buffer(*id).bytes(&self.world.problem) > 0
+        });
+        match left {
+            Some(id) => self.fault(format!("{} is never freed", self.name(id))),
+            None => Ok(self.peak_bytes),
+        }
+    }
+
+    /// The rank's own buffers are what the placement says, and its inputs are there from the start.
+    fn declarations(&mut self) -> Result<()> {
+        let (problem, rank) = (&self.world.problem, Rank(self.plan.rank));
+        let (q_tokens, kv_tokens) = (
+            self.world.q_placement.of_rank(rank),
+            self.world.kv_placement.of_rank(rank),
+        );
+        for (id, content, tokens, heads) in [
+            (self.plan.q, Content::Query, q_tokens, problem.q_heads),
+            (self.plan.kv, Content::KeyValue, kv_tokens, problem.kv_heads),
+            (self.plan.output, Content::Output, q_tokens, problem.q_heads),
+        ] {
+            let buffer = self.plan.buffers.get(id.0).filter(|buffer| {
+                buffer.content == content && buffer.tokens == *tokens && buffer.heads == (0..heads)
+            });
+            if buffer.is_none() {
+                return self.fault(format!("buffer {} is not the rank's own {content:?}", id.0));
+            }
+            if id != self.plan.output {
+                self.bring_to_life(id);
+                self.lives[id.0].written = vec![(0..tokens.len(), 0..heads)];
+            }
+        }
+        Ok(())
+    }
+
+    fn step(&mut self, step: &Step) -> Result<()> {
+        match step {
+            Step::Repack { from, into } => {
+                self.same_meaning(from, into)?;
+                self.must_be_written(from)?;
+                self.write(into)
+            }
+            Step::Exchange { id, sends, recvs } => {
+                if self.exchanges.insert(*id, false).is_some() {
+                    return self.fault(format!("exchange {id} is posted twice"));
+                }
+                self.peers(sends.iter().map(|send| send.to).collect(), "sends to")?;
+                self.peers(recvs.iter().map(|recv| recv.from).collect(), "receives from")?;
+                for part in sends.iter().flat_map(|send| &send.parts) {
+                    self.must_be_written(part)?;
+                    if !self.plan.is_one_piece(&self.world.problem, part) {
+                        return self
+                            .fault(format!("the part of {} is not one piece", self.name(part.buffer)));
+                    }
+                    if self.plan.slice_bytes(&self.world.problem, part) == 0 {
+                        return self.fault(format!("an empty part of {} is sent", self.name(part.buffer)));
+                    }
+                    self.lives[part.buffer.0].sending.insert(*id);
+                }
+                for part in recvs.iter().flat_map(|recv| &recv.parts) {
+                    self.exists(*part)?;
+                    self.write(&self.plan.whole(*part))?;
+                    self.lives[part.0].arriving = Some(*id);
+                }
+                Ok(())
+            }
+            Step::Wait { id } => {
+                match self.exchanges.get_mut(id) {
+                    None => return self.fault(format!("exchange {id} has not been posted")),
+                    Some(true) => return self.fault(format!("exchange {id} has been waited for before")),
+                    Some(waited) => *waited = true,
+                }
+                for life in &mut self.lives {
+                    life.sending.remove(id);
+                    life.arriving = life.arriving.filter(|arriving| arriving != id);
+                }
+                Ok(())
+            }
+            Step::Attend { q, kv, state } => self.attend(q, kv, *state),
+            Step::Merge { from, into } => self.merge(*from, *into),
+            Step::Finalize { state, into } => {
+                self.exists(*into)?;
+                self.same_meaning_but_content(*state, *into, Content::State, Content::Output)?;
+                self.state(*state)?;
+                self.every_visible_key_once(*state)?;
+                self.lives[state.0].consumed = true;
+                self.write(&self.plan.whole(*into))
+            }
+            Step::Free { buffer } => self.free(*buffer),
+        }
+    }
+
+    fn attend(&mut self, q: &Slice, kv: &Slice, state: BufferId) -> Result<()> {
+        self.must_be_written(q)?;
+        self.must_be_written(kv)?;
+        self.state(state)?;
+        for (slice, content) in [(q, Content::Query), (kv, Content::KeyValue)] {
+            if self.plan.buffer(slice.buffer).content != content {
+                return self.fault(format!("{} is no {content:?}", self.name(slice.buffer)));
+            }
+        }
+        let (q_heads, kv_heads) = (self.plan.slice_heads(q), self.plan.slice_heads(kv));
+        let declared = self.plan.buffer(state);
+        if declared.tokens != self.plan.slice_tokens(q) || declared.heads != q_heads {
+            return self.fault(format!(
+                "{} is not of the queries' tokens and heads",
+                self.name(state)
+            ));
+        }
+        let needed = kv_heads_for(&self.world.problem, &q_heads);
+        if needed.start < kv_heads.start || needed.end > kv_heads.end {
+            return self.fault(format!(
+                "query heads {q_heads:?} need kv heads {needed:?}, there are {kv_heads:?}"
+            ));
+        }
+        for key in self.plan.slice_tokens(kv).iter() {
+            let met = &mut self.lives[state.0].met[key as usize];
+            *met += 1;
+            if *met > 1 {
+                return self.fault(format!("{} meets key {key} twice", self.name(state)));
+            }
+        }
+        Ok(())
+    }
+
+    fn merge(&mut self, from: BufferId, into: BufferId) -> Result<()> {
+        self.state(from)?;
+        self.state(into)?;
+        self.same_meaning_but_content(from, into, Content::State, Content::State)?;
+        if from == into {
+            return self.fault(format!("{} is merged into itself", self.name(from)));
+        }
+        self.lives[from.0].consumed = true;
+        let other = std::mem::take(&mut self.lives[from.0].met);
+        for (key, (met, more)) in self.lives[into.0].met.iter_mut().zip(other).enumerate() {
+            *met += more;
+            if *met > 1 {
+                return self.fault(format!("{} meets key {key} twice by a merge", self.name(into)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Every key that a row of `state` can see has been met once; keys that were not met are invisible to all rows.
+    fn every_visible_key_once(&self, state: BufferId) -> Result<()> {
+        let (problem, met) = (&self.world.problem, &self.lives[state.0].met);
+        // missing[k]: how many keys below k have not been met.
+        let mut missing = vec![0u32];
+        for met in met {
+            missing.push(missing[missing.len() - 1] + u32::from(*met == 0));
+        }
+        for batch in 0..problem.mask.batch_classes() {
+            for token in self.plan.buffer(state).tokens.iter() {
+                let span = problem
+                    .mask
+                    .visible(batch, problem.q_position(token), problem.kv_len);
+                let lost = missing[span.hi as usize] - missing[span.lo as usize];
+                if lost > 0 {
+                    return self.fault(format!(
+                        "query {token} of batch {batch} sees keys {}..{}, of which {lost} were never met",
+                        span.lo, span.hi
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// `id` can be used as a running state; its first use brings it to life.
+    fn state(&mut self, id: BufferId) -> Result<()> {
+        self.exists(id)?;
+        if self.plan.buffer(id).content != Content::State {
+            return self.fault(format!("{} is no running state", self.name(id)));
+        }
+        if self.lives[id.0].consumed {
+            return self.fault(format!("{} has been consumed", self.name(id)));
+        }
+        if !self.lives[id.0].live {
+            self.bring_to_life(id);
+            self.lives[id.0].met = vec![0; self.world.problem.kv_len as usize];
+        }
+        Ok(())
+    }
+
+    fn free(&mut self, id: BufferId) -> Result<()> {
+        self.exists(id)?;
+        if [self.plan.q, self.plan.kv, self.plan.output].contains(&id) {
+            return self.fault(format!("{} is the caller's and cannot be freed", self.name(id)));
+        }
+        let life = &mut self.lives[id.0];
+        if let Some(exchange) = life.sending.iter().next().or(life.arriving.as_ref()) {
+            let exchange = *exchange;
+            return self.fault(format!(
+                "{} is freed while exchange {exchange} uses it",
+                self.name(id)
+            ));
+        }
+        if life.live {
+            self.live_bytes -= self.plan.buffer(id).bytes(&self.world.problem);
+        }
+        life.live = false;
+        life.freed = true;
+        Ok(())
+    }
+
+    fn must_be_written(&self, slice: &Slice) -> Result<()> {
+        self.in_bounds(slice)?;
+        let life = &self.lives[slice.buffer.0];
+        if let Some(exchange) = life.arriving {
+            return self.fault(format!(
+                "{} is read before exchange {exchange} is done",
+                self.name(slice.buffer)
+            ));
+        }
+        // Written areas are disjoint, so the slice is written when their intersections with it fill it.
+        let size = |area: &Area| area.0.len() as u64 * u64::from(area.1.end.saturating_sub(area.1.start));
+        let wanted: Area = (slice.tokens.clone(), slice.heads.clone());
+        let there: u64 = life
+            .written
+            .iter()
+            .map(|area| size(&overlap(area, &wanted)))
+            .sum();
+        if there == size(&wanted) {
+            return Ok(());
+        }
+        self.fault(format!(
+            "{} is read before it is written",
+            self.name(slice.buffer)
+        ))
+    }
+
+    fn write(&mut self, slice: &Slice) -> Result<()> {
+        self.in_bounds(slice)?;
+        let id = slice.buffer;
+        if id == self.plan.q || id == self.plan.kv {
+            return self.fault(format!("{} is the caller's and cannot be written", self.name(id)));
+        }
+        if self.plan.buffer(id).content == Content::State {
+            return self.fault(format!(
+                "{} is a running state and cannot be copied to",
+                self.name(id)
+            ));
+        }
+        let area: Area = (slice.tokens.clone(), slice.heads.clone());
+        if self.lives[id.0].written.iter().any(|other| {
+            let (tokens, heads) = overlap(other, &area);
+            !tokens.is_empty() && !heads.is_empty()
+        }) {
+            return self.fault(format!("{} is written twice", self.name(id)));
+        }
+        if !self.lives[id.0].live {
+            self.bring_to_life(id);
+        }
+        self.lives[id.0].written.push(area);
+        Ok(())
+    }
+
+    fn same_meaning(&self, from: &Slice, into: &Slice) -> Result<()> {
+        self.in_bounds(from)?;
+        self.in_bounds(into)?;
+        let content = |slice: &Slice| self.plan.buffer(slice.buffer).content;
+        if content(from) == content(into)
+            && self.plan.slice_tokens(from) == self.plan.slice_tokens(into)
+            && self.plan.slice_heads(from) == self.plan.slice_heads(into)
+        {
+            return Ok(());
+        }
+        self.fault(format!(
+            "{} (tokens {}, heads {:?}) is copied to {} (tokens {}, heads {:?})",
+            self.name(from.buffer),
+            self.plan.slice_tokens(from),
+            self.plan.slice_heads(from),
+            self.name(into.buffer),
+            self.plan.slice_tokens(into),
+            self.plan.slice_heads(into),
+        ))
+    }
+
+    fn same_meaning_but_content(
+        &self,
+        from: BufferId,
+        into: BufferId,
+        is: Content,
+        becomes: Content,
+    ) -> Result<()> {
+        self.exists(from)?;
+        self.exists(into)?;
+        let (a, b) = (self.plan.buffer(from), self.plan.buffer(into));
+        if a.content == is && b.content == becomes && a.tokens == b.tokens && a.heads == b.heads {
+            return Ok(());
+        }
+        self.fault(format!("{} does not fit {}", self.name(from), self.name(into)))
+    }
+
+    fn in_bounds(&self, slice: &Slice) -> Result<()> {
+        self.exists(slice.buffer)?;
+        let buffer = self.plan.buffer(slice.buffer);
+        let fits = slice.tokens.start <= slice.tokens.end
+            && slice.tokens.end <= buffer.tokens.len()
+            && slice.heads.start <= slice.heads.end
+            && slice.heads.end <= buffer.head_count();
+        if fits {
+            Ok(())
+        } else {
+            self.fault(format!("a slice reaches outside of {}", self.name(slice.buffer)))
+        }
+    }
+
+    fn exists(&self, id: BufferId) -> Result<()> {
+        match self.lives.get(id.0) {
+            None => self.fault(format!("there is no buffer {}", id.0)),
+            Some(life) if life.freed => self.fault(format!("{} is used after it was freed", self.name(id))),
+            Some(_) => Ok(()),
+        }
+    }
+
+    fn peers(&self, mut peers: Vec<u32>, verb: &str) -> Result<()> {
+        peers.sort_unstable();
+        let wrong = peers
+            .iter()
+            .find(|peer| **peer == self.plan.rank || **peer >= self.world.mesh.world());
+        let twice = peers
+            .windows(2)
+            .find(|pair| pair[0] == pair[1])
+            .map(|pair| &pair[0]);
+        match wrong.or(twice) {
+            Some(peer) => self.fault(format!(
+                "an exchange {verb} rank {peer}, which is itself, unknown or named twice"
+            )),
+            None => Ok(()),
+        }
+    }
+
+    fn bring_to_life(&mut self, id: BufferId) {
+        self.lives[id.0].live = true;
+        self.live_bytes += self.plan.buffer(id).bytes(&self.world.problem);
+        self.peak_bytes = self.peak_bytes.max(self.live_bytes);
+    }
+
+    fn name(&self, id: BufferId) -> String {
+        format!("`{}`", self.plan.buffer(id).name)
+    }
+
+    fn fault<T>(&self, fault: String) -> Result<T> {
+        Err(Error::plan(Rank(self.plan.rank), self.step, fault))
+    }
+}
+
+fn overlap(a: &Area, b: &Area) -> Area {
+    (
+        a.0.start.max(b.0.start)..a.0.end.min(b.0.end),
+        a.1.start.max(b.1.start)..a.1.end.min(b.1.end),
+    )
+}
+
+/// Every message that is sent is received, and holds what the receiver declared.
+fn messages_meet(world: &World) -> Result<()> {
+    let mut sent = HashMap::new();
+    for plan in &world.plans {
+        for (index, step) in plan.steps.iter().enumerate() {
+            if let Step::Exchange { id, sends, .. } = step {
+                for send in sends {
+                    sent.insert((plan.rank, send.to, *id), (index, &send.parts));
+                }
+            }
+        }
+    }
+    for plan in &world.plans {
+        for (index, step) in plan.steps.iter().enumerate() {
+            let Step::Exchange { id, recvs, .. } = step else {
+                continue;
+            };
+            for recv in recvs {
+                let fault = |fault: String| Err(Error::plan(Rank(plan.rank), Some(index), fault));
+                let Some((_, parts)) = sent.remove(&(recv.from, plan.rank, *id)) else {
+                    return fault(format!(
+                        "waits for a message from rank {}, which sends none",
+                        recv.from
+                    ));
+                };
+                let sender = &world.plans[recv.from as usize];
+                let what = |slice: &Slice| {
+                    let content = sender.buffer(slice.buffer).content;
+                    (content, sender.slice_tokens(slice), sender.slice_heads(slice))
+                };
+                let declared = |id: &BufferId| {
+                    let buffer = plan.buffer(*id);
+                    (buffer.content, buffer.tokens.clone(), buffer.heads.clone())
+                };
+                let says = |(content, tokens, heads): &(Content, TokenRuns, std::ops::Range<u32>)| {
+                    format!("{content:?} of tokens {tokens}, heads {heads:?}")
+                };
+                let (theirs, ours): (Vec<_>, Vec<_>) = (
+                    parts.iter().map(what).collect(),
+                    recv.parts.iter().map(declared).collect(),
+                );
+                if theirs != ours {
+                    return fault(format!(
+                        "rank {} sends [{}], this rank expects [{}]",
+                        recv.from,
+                        theirs.iter().map(says).collect::<Vec<_>>().join("; "),
+                        ours.iter().map(says).collect::<Vec<_>>().join("; "),
+                    ));
+                }
+            }
+        }
+    }
+    match sent.into_iter().min_by_key(|(key, _)| *key) {
+        Some(((from, to, id), (index, _))) => Err(Error::plan(
+            Rank(from),
+            Some(index),
+            format!("sends rank {to} a message in exchange {id} that rank {to} never receives"),
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Runs all plans in step: a wait passes when every message of its exchange has been posted on the other side too.
+fn nobody_waits_for_ever(world: &World) -> Result<()> {
+    let mut at = vec![0; world.plans.len()];
+    let mut posted: HashSet<(u32, u32)> = HashSet::new();
+    loop {
+        let mut moved = false;
+        for (rank, plan) in world.plans.iter().enumerate() {
+            while let Some(step) = plan.steps.get(at[rank]) {
+                match step {
+                    Step::Exchange { id, .. } => {
+                        posted.insert((plan.rank, *id));
+                    }
+                    Step::Wait { id } if !peers_of(plan, *id).all(|peer| posted.contains(&(peer, *id))) => {
+                        break;
+                    }
+                    _ => {}
+                }
+                at[rank] += 1;
+                moved = true;
+            }
+        }
+        if !moved {
+            break;
+        }
+    }
+    match world
+        .plans
+        .iter()
+        .find(|plan| at[plan.rank as usize] < plan.steps.len())
+    {
+        Some(plan) => Err(Error::plan(
+            Rank(plan.rank),
+            Some(at[plan.rank as usize]),
+            "waits for ever: the other side posts the exchange only after this rank has gone on".to_owned(),
+        )),
+        None => Ok(()),
+    }
+}
+
+fn peers_of(plan: &Plan, exchange: u32) -> impl Iterator<Item = u32> + '_ {
+    plan.steps
+        .iter()
+        .filter_map(move |step| match step {
+            Step::Exchange { id, sends, recvs } if *id == exchange => Some((sends, recvs)),
+            _ => None,
+        })
+        .flat_map(|(sends, recvs)| {
+            sends
+                .iter()
+                .map(|send| send.to)
+                .chain(recvs.iter().map(|recv| recv.from))
+        })
+}

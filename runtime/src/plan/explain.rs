@@ -1,0 +1,179 @@
+//! Plans for people: a table, and JSON.
+
+use std::fmt::Write;
+
+use kyklos_transport::Rank;
+
+use super::check::RankCheck;
+use super::step::{BufferId, Plan, Slice, Step, World};
+
+/// The world as a table of ranks, then the steps of `rank` (of all ranks where it is `None`).
+pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> String {
+    let problem = &world.problem;
+    let mut out = String::new();
+    let queries = if problem.q_len == problem.kv_len {
+        format!("S {}", problem.kv_len)
+    } else {
+        format!("Sq {} Skv {}", problem.q_len, problem.kv_len)
+    };
+    let _ = writeln!(
+        out,
+        "problem    B {} {queries} Hq {} Hkv {} D {} {}, mask {}",
+        problem.batch, problem.q_heads, problem.kv_heads, problem.head_dim, problem.dtype, problem.mask
+    );
+    let _ = writeln!(
+        out,
+        "mesh       {} (ulysses x ring), {} ranks",
+        world.mesh,
+        world.mesh.world()
+    );
+    let _ = writeln!(
+        out,
+        "strategy   {}, {} placement",
+        world.strategy,
+        world.q_placement.kind()
+    );
+    let _ = writeln!(out);
+    let rows = world.plans.iter().zip(checks).map(|(plan, check)| {
+        let queries = &world.q_placement.of_rank(Rank(plan.rank));
+        vec![
+            plan.rank.to_string(),
+            queries.len().to_string(),
+            queries.to_string(),
+            plan.steps
+                .iter()
+                .filter(|step| matches!(step, Step::Attend { .. }))
+                .count()
+                .to_string(),
+            check.messages_sent.to_string(),
+            bytes(check.bytes_sent),
+            bytes(check.peak_bytes),
+        ]
+    });
+    out.push_str(&table(
+        &["rank", "tokens", "which", "blocks", "messages", "sent", "peak"],
+        rows.collect(),
+    ));
+    for plan in &world.plans {
+        if rank.is_none_or(|rank| rank.0 == plan.rank) {
+            let _ = writeln!(out, "\nsteps of rank {}", plan.rank);
+            for (index, step) in plan.steps.iter().enumerate() {
+                let _ = writeln!(out, "{index:>4}  {}", describe(world, plan, step));
+            }
+        }
+    }
+    out
+}
+
+/// The world as JSON: the problem, the mesh, and every rank's buffers, steps and proof.
+pub fn explain_json(world: &World, checks: &[RankCheck]) -> serde_json::Value {
+    serde_json::json!({
+        "problem": world.problem,
+        "mesh": world.mesh.to_string(),
+        "ranks": world.mesh.world(),
+        "strategy": world.strategy,
+        "placement": world.q_placement.kind(),
+        "plans": world.plans.iter().zip(checks).map(|(plan, check)| serde_json::json!({
+            "rank": plan.rank,
+            "tokens": world.q_placement.of_rank(Rank(plan.rank)),
+            "check": check,
+            "buffers": plan.buffers,
+            "steps": plan.steps,
+        })).collect::<Vec<_>>(),
+    })
+}
+
+/// One step in words.
+pub(crate) fn describe(world: &World, plan: &Plan, step: &Step) -> String {
+    let name = |id: &BufferId| plan.buffer(*id).name.clone();
+    let size = |slice: &Slice| bytes(plan.slice_bytes(&world.problem, slice));
+    match step {
+        Step::Repack { from, into } => {
+            format!(
+                "repack    {} -> {}, {}",
+                name(&from.buffer),
+                name(&into.buffer),
+                size(from)
+            )
+        }
+        Step::Exchange { id, sends, recvs } => {
+            let sends = sends.iter().map(|send| {
+                let parts: Vec<_> = send.parts.iter().map(|part| name(&part.buffer)).collect();
+                let sum = send
+                    .parts
+                    .iter()
+                    .map(|part| plan.slice_bytes(&world.problem, part))
+                    .sum();
+                format!("{} to rank {} ({})", parts.join("+"), send.to, bytes(sum))
+            });
+            let recvs = recvs.iter().map(|recv| {
+                let parts: Vec<_> = recv.parts.iter().map(name).collect();
+                format!("{} from rank {}", parts.join("+"), recv.from)
+            });
+            format!(
+                "exchange  #{id} {}",
+                sends.chain(recvs).collect::<Vec<_>>().join(", ")
+            )
+        }
+        Step::Wait { id } => format!("wait      #{id}"),
+        Step::Attend { q, kv, state } => format!(
+            "attend    {} ({} tokens, heads {:?}) x {} ({} tokens) -> {}",
+            name(&q.buffer),
+            q.tokens.len(),
+            plan.slice_heads(q),
+            name(&kv.buffer),
+            kv.tokens.len(),
+            name(state)
+        ),
+        Step::Merge { from, into } => format!("merge     {} -> {}", name(from), name(into)),
+        Step::Finalize { state, into } => format!("finalize  {} -> {}", name(state), name(into)),
+        Step::Free { buffer } => format!("free      {}", name(buffer)),
+    }
+}
+
+/// Bytes in the unit that keeps three or four digits.
+pub fn bytes(bytes: u64) -> String {
+    #[expect(clippy::cast_precision_loss, reason = "rounded for reading")]
+    let value = bytes as f64;
+    match bytes {
+        0..1_024 => format!("{bytes} B"),
+        1_024..1_048_576 => format!("{:.1} KiB", value / 1024.0),
+        1_048_576..1_073_741_824 => format!("{:.1} MiB", value / 1_048_576.0),
+        _ => format!("{:.2} GiB", value / 1_073_741_824.0),
+    }
+}
+
+/// Columns as wide as their widest cell, numbers to the right.
+pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
+    let mut all = vec![header.iter().map(|cell| (*cell).to_owned()).collect::<Vec<_>>()];
+    all.extend(rows);
+    let width = |column: usize| {
+        all.iter()
+            .map(|row| row[column].chars().count())
+            .max()
+            .unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..header.len()).map(width).collect();
+    let numeric = |column: usize| {
+        all.len() > 1
+            && all[1..]
+                .iter()
+                .all(|row| row[column].starts_with(|c: char| c.is_ascii_digit() || c == '-'))
+    };
+    let right: Vec<bool> = (0..header.len()).map(numeric).collect();
+    let mut out = String::new();
+    for row in &all {
+        let mut line = String::new();
+        for (column, cell) in row.iter().enumerate() {
+            let pad = " ".repeat(widths[column] - cell.chars().count());
+            let _ = if right[column] {
+                write!(line, "{pad}{cell}  ")
+            } else {
+                write!(line, "{cell}{pad}  ")
+            };
+        }
+        out.push_str(line.trim_end());
+        out.push('\n');
+    }
+    out
+}

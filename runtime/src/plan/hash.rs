@@ -1,0 +1,50 @@
+//! The plan hash: what all ranks compare before the first byte moves.
+
+use crate::plan::World;
+
+/// BLAKE3 of everything that makes the plans of all ranks: format version, problem and mask, mesh, every rank's
+/// token list, strategy, wire dtype, and who each rank is.
+///
+/// The canonical encoding is JSON with fixed field order; floats are written so that they read back to the same bits.
+pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
+    #[derive(serde::Serialize)]
+    struct Canonical<'a> {
+        format: u32,
+        problem: &'a crate::AttentionProblem,
+        mesh: String,
+        strategy: &'a str,
+        placement: &'a str,
+        q_tokens: Vec<Vec<(u32, u32, u32)>>,
+        kv_tokens: Vec<Vec<(u32, u32, u32)>>,
+        wire_dtype: &'a str,
+        identities: &'a [String],
+    }
+    // Rebuilt token by token, so that equal lists give equal runs.
+    let lists = |placement: &crate::Placement| {
+        let runs = |tokens: &crate::TokenRuns| {
+            let tokens = crate::TokenRuns::from_positions(tokens.iter());
+            tokens
+                .runs()
+                .iter()
+                .map(|run| (run.start, run.count, run.stride))
+                .collect()
+        };
+        placement.ranks().iter().map(runs).collect()
+    };
+    let canonical = Canonical {
+        format: FORMAT,
+        problem: &world.problem,
+        mesh: world.mesh.to_string(),
+        strategy: world.strategy.name(),
+        placement: world.q_placement.kind().name(),
+        q_tokens: lists(&world.q_placement),
+        kv_tokens: lists(&world.kv_placement),
+        wire_dtype: world.problem.dtype.name(),
+        identities,
+    };
+    let text = serde_json::to_vec(&canonical).expect("plain data without maps always serialises");
+    *blake3::hash(&text).as_bytes()
+}
+
+/// Raised whenever the same inputs would make other plans.
+const FORMAT: u32 = 1;

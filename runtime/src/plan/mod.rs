@@ -1,0 +1,17 @@
+//! Plans: what a rank does, as data.
+//!
+//! A [`Plan`] is a list of [`Step`]s over declared buffers. Each buffer is written once and freed when its last
+//! reader is done; what a buffer holds (which tokens, which heads, of what) is part of its declaration, so a plan
+//! can be proved without running it ([`check`]) and printed without knowing where it came from ([`explain`]).
+
+mod check;
+mod explain;
+mod hash;
+mod step;
+
+pub use check::{RankCheck, check};
+pub(crate) use explain::describe;
+pub use explain::{bytes, explain, explain_json, table};
+pub use hash::plan_hash;
+pub(crate) use step::Tensor;
+pub use step::{Buffer, BufferId, Content, Plan, Recv, Send, Slice, Step, World};

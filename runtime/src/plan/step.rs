@@ -1,0 +1,283 @@
+//! The words of a plan.
+
+use std::ops::Range;
+
+use kyklos_transport::Rank;
+
+use crate::backend::StateShape;
+use crate::{AttentionProblem, Mesh, Placement, Strategy, TokenRuns};
+
+/// The plans of all ranks, and what they were made from.
+#[derive(Clone, Debug)]
+pub struct World {
+    /// What is computed.
+    pub problem: AttentionProblem,
+    /// On which mesh.
+    pub mesh: Mesh,
+    /// Who holds which queries (and gets their output).
+    pub q_placement: Placement,
+    /// Who holds which keys and values.
+    pub kv_placement: Placement,
+    /// By which strategy.
+    pub strategy: Strategy,
+    /// One plan for each rank.
+    pub plans: Vec<Plan>,
+}
+
+/// What one rank does.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Plan {
+    /// Whose plan this is.
+    pub rank: u32,
+    /// Every buffer that the steps name.
+    pub buffers: Vec<Buffer>,
+    /// The rank's own queries: borrowed, never written.
+    pub q: BufferId,
+    /// The rank's own keys and values: borrowed, never written.
+    pub kv: BufferId,
+    /// Where the rank's own output ends up.
+    pub output: BufferId,
+    /// What happens, in issue order.
+    pub steps: Vec<Step>,
+}
+
+/// Index into [`Plan::buffers`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[serde(transparent)]
+pub struct BufferId(pub usize);
+
+/// What a buffer holds, from its first write to its end.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Buffer {
+    /// For people.
+    pub name: String,
+    /// Of what.
+    pub content: Content,
+    /// Which global tokens, in this order.
+    pub tokens: TokenRuns,
+    /// Which global heads: KV heads for [`Content::KeyValue`], query heads otherwise.
+    pub heads: Range<u32>,
+}
+
+/// Kind of tensors in a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Content {
+    /// q: `[batch, tokens, heads, dim]`.
+    Query,
+    /// k, then v: two tensors `[batch, tokens, heads, dim]`.
+    KeyValue,
+    /// Running state: `a` `[batch, tokens, heads, dim]` and `ml` `[batch, heads, tokens, 2]`, f32.
+    State,
+    /// o `[batch, tokens, heads, dim]`, then lse f32 `[batch, tokens, heads]`.
+    Output,
+}
+
+/// A range of a buffer's tokens (by list position) × a range of its heads (counted from its first).
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Slice {
+    /// Of which buffer.
+    pub buffer: BufferId,
+    /// List positions in the buffer's tokens.
+    pub tokens: Range<usize>,
+    /// Heads, counted from the buffer's first.
+    pub heads: Range<u32>,
+}
+
+/// One message to a peer.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Send {
+    /// To whom.
+    pub to: u32,
+    /// Slices that are each one piece of memory.
+    pub parts: Vec<Slice>,
+}
+
+/// One message from a peer.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Recv {
+    /// From whom.
+    pub from: u32,
+    /// Buffers that come into being with the message, one for each part.
+    pub parts: Vec<BufferId>,
+}
+
+/// One thing a rank does. Steps are issued in order; only [`Step::Wait`] waits.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Step {
+    /// Copies one slice to another that holds the same tokens and heads: packing for a message, unpacking from
+    /// one, and the piece that a rank keeps.
+    Repack {
+        /// What.
+        from: Slice,
+        /// Where to.
+        into: Slice,
+    },
+    /// Posts messages as one group: a ring hop, or an all-to-all. Never waits.
+    Exchange {
+        /// Names the exchange on all ranks alike, and the [`Step::Wait`] that ends it.
+        id: u32,
+        /// At most one to each peer.
+        sends: Vec<Send>,
+        /// At most one from each peer.
+        recvs: Vec<Recv>,
+    },
+    /// Ends an exchange: what was sent may be freed, what was received may be read.
+    Wait {
+        /// Which.
+        id: u32,
+    },
+    /// Attention of a slice of queries against a slice of keys and values, into a running state.
+    Attend {
+        /// Queries: the tokens and heads of `state`.
+        q: Slice,
+        /// Keys and values: whatever heads the queries need.
+        kv: Slice,
+        /// Running state; the first step that names it finds it empty.
+        state: BufferId,
+    },
+    /// Merges one running state into another of the same tokens and heads, over other keys.
+    Merge {
+        /// Consumed.
+        from: BufferId,
+        /// Changed.
+        into: BufferId,
+    },
+    /// Turns a running state into output.
+    Finalize {
+        /// Consumed.
+        state: BufferId,
+        /// Output of the same tokens and heads.
+        into: BufferId,
+    },
+    /// Ends a buffer's life.
+    Free {
+        /// Whose.
+        buffer: BufferId,
+    },
+}
+
+/// One tensor of a buffer: rows of `row_bytes` adjacent bytes, `[batch, tokens, heads]` of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Tensor {
+    pub(crate) row_bytes: usize,
+}
+
+impl Plan {
+    /// The buffer that `id` names.
+    pub fn buffer(&self, id: BufferId) -> &Buffer {
+        &self.buffers[id.0]
+    }
+
+    /// The whole of a buffer.
+    pub fn whole(&self, id: BufferId) -> Slice {
+        let buffer = self.buffer(id);
+        Slice {
+            buffer: id,
+            tokens: 0..buffer.tokens.len(),
+            heads: 0..buffer.head_count(),
+        }
+    }
+
+    /// The global tokens of a slice.
+    pub fn slice_tokens(&self, slice: &Slice) -> TokenRuns {
+        self.buffer(slice.buffer).tokens.slice(slice.tokens.clone())
+    }
+
+    /// The global heads of a slice.
+    pub fn slice_heads(&self, slice: &Slice) -> Range<u32> {
+        let first = self.buffer(slice.buffer).heads.start;
+        first + slice.heads.start..first + slice.heads.end
+    }
+
+    /// Bytes of a slice, all its tensors together.
+    pub fn slice_bytes(&self, problem: &AttentionProblem, slice: &Slice) -> u64 {
+        let rows = u64::from(problem.batch)
+            * slice.tokens.len() as u64
+            * u64::from(slice.heads.end - slice.heads.start);
+        rows * self.buffer(slice.buffer).content.row_bytes(problem)
+    }
+
+    /// Whether each tensor of the slice is one piece of memory.
+    pub(crate) fn is_one_piece(&self, problem: &AttentionProblem, slice: &Slice) -> bool {
+        let buffer = self.buffer(slice.buffer);
+        let all_tokens = slice.tokens == (0..buffer.tokens.len());
+        let all_heads = slice.heads == (0..buffer.head_count());
+        slice.tokens.is_empty() || (all_heads && (all_tokens || problem.batch == 1))
+    }
+
+    /// Plan payload that this rank sends, in bytes and in messages (design section 8.10).
+    pub fn volume(&self, problem: &AttentionProblem) -> (u64, u64) {
+        let sends = self.steps.iter().flat_map(|step| match step {
+            Step::Exchange { sends, .. } => sends.as_slice(),
+            _ => &[],
+        });
+        sends.fold((0, 0), |(bytes, messages), send| {
+            (
+                bytes
+                    + send
+                        .parts
+                        .iter()
+                        .map(|part| self.slice_bytes(problem, part))
+                        .sum::<u64>(),
+                messages + 1,
+            )
+        })
+    }
+}
+
+impl Buffer {
+    /// Number of heads.
+    pub fn head_count(&self) -> u32 {
+        self.heads.end - self.heads.start
+    }
+
+    /// Bytes, all tensors together.
+    pub fn bytes(&self, problem: &AttentionProblem) -> u64 {
+        u64::from(problem.batch)
+            * self.tokens.len() as u64
+            * u64::from(self.head_count())
+            * self.content.row_bytes(problem)
+    }
+
+    pub(crate) fn state_shape(&self, problem: &AttentionProblem) -> StateShape {
+        StateShape {
+            batch: problem.batch as usize,
+            rows: self.tokens.len(),
+            heads: self.head_count() as usize,
+            dim: problem.head_dim as usize,
+        }
+    }
+}
+
+impl Content {
+    /// The tensors of a buffer with this content, in order. A state's `ml` is not token-major, and is never sliced.
+    pub(crate) fn tensors(self, problem: &AttentionProblem) -> Vec<Tensor> {
+        let dim = problem.head_dim as usize;
+        let stored = Tensor {
+            row_bytes: dim * problem.dtype.bytes(),
+        };
+        match self {
+            Self::Query => vec![stored],
+            Self::KeyValue => vec![stored, stored],
+            Self::State => vec![Tensor { row_bytes: dim * 4 }, Tensor { row_bytes: 8 }],
+            Self::Output => vec![stored, Tensor { row_bytes: 4 }],
+        }
+    }
+
+    /// Bytes of one token of one head, all tensors together.
+    fn row_bytes(self, problem: &AttentionProblem) -> u64 {
+        self.tensors(problem)
+            .iter()
+            .map(|tensor| tensor.row_bytes as u64)
+            .sum()
+    }
+}
+
+impl World {
+    /// The plan of `rank`.
+    pub fn plan(&self, rank: Rank) -> &Plan {
+        &self.plans[rank.0 as usize]
+    }
+}

@@ -1,0 +1,181 @@
+//! Builds one rank's plan step by step, with names for the patterns that strategies share.
+
+use std::ops::Range;
+
+use kyklos_transport::Rank;
+
+use crate::mesh::kv_heads_for;
+use crate::plan::{Buffer, BufferId, Content, Plan, Recv, Send, Slice, Step, World};
+use crate::{TokenRuns, lower};
+
+pub(super) struct PlanBuilder<'a> {
+    pub(super) world: &'a World,
+    pub(super) rank: Rank,
+    plan: Plan,
+    exchanges: u32,
+}
+
+impl<'a> PlanBuilder<'a> {
+    /// A plan with the rank's inputs and its output declared, and no steps.
+    pub(super) fn new(world: &'a World, rank: Rank) -> Self {
+        let problem = &world.problem;
+        let q_tokens = world.q_placement.of_rank(rank).clone();
+        let kv_tokens = world.kv_placement.of_rank(rank).clone();
+        let plan = Plan {
+            rank: rank.0,
+            buffers: Vec::new(),
+            q: BufferId(0),
+            kv: BufferId(1),
+            output: BufferId(2),
+            steps: Vec::new(),
+        };
+        let mut builder = Self {
+            world,
+            rank,
+            plan,
+            exchanges: 0,
+        };
+        builder.declare(
+            "q".to_owned(),
+            Content::Query,
+            q_tokens.clone(),
+            0..problem.q_heads,
+        );
+        builder.declare("kv".to_owned(), Content::KeyValue, kv_tokens, 0..problem.kv_heads);
+        builder.declare("o".to_owned(), Content::Output, q_tokens, 0..problem.q_heads);
+        builder
+    }
+
+    pub(super) fn inputs(&self) -> (BufferId, BufferId) {
+        (self.plan.q, self.plan.kv)
+    }
+
+    pub(super) fn output(&self) -> BufferId {
+        self.plan.output
+    }
+
+    pub(super) fn buffer(&self, id: BufferId) -> &Buffer {
+        self.plan.buffer(id)
+    }
+
+    /// Query heads of Ulysses piece `u`.
+    pub(super) fn q_heads(&self, u: u32) -> Range<u32> {
+        self.world.mesh.q_heads(&self.world.problem)[u as usize].clone()
+    }
+
+    /// KV heads that the query heads of Ulysses piece `u` need.
+    pub(super) fn kv_heads(&self, u: u32) -> Range<u32> {
+        kv_heads_for(&self.world.problem, &self.q_heads(u))
+    }
+
+    pub(super) fn declare(
+        &mut self,
+        name: String,
+        content: Content,
+        tokens: TokenRuns,
+        heads: Range<u32>,
+    ) -> BufferId {
+        self.plan.buffers.push(Buffer {
+            name,
+            content,
+            tokens,
+            heads,
+        });
+        BufferId(self.plan.buffers.len() - 1)
+    }
+
+    /// All tokens of the heads `heads` (global) of `buffer`.
+    pub(super) fn heads_of(&self, buffer: BufferId, heads: &Range<u32>) -> Slice {
+        let first = self.buffer(buffer).heads.start;
+        Slice {
+            heads: heads.start - first..heads.end - first,
+            ..self.plan.whole(buffer)
+        }
+    }
+
+    /// All heads of the tokens at the list positions `tokens` of `buffer`.
+    pub(super) fn tokens_of(&self, buffer: BufferId, tokens: Range<usize>) -> Slice {
+        Slice {
+            tokens,
+            ..self.plan.whole(buffer)
+        }
+    }
+
+    pub(super) fn repack(&mut self, from: Slice, into: Slice) {
+        if !from.tokens.is_empty() {
+            self.plan.steps.push(Step::Repack { from, into });
+        }
+    }
+
+    /// A slice that can be sent as it is: `slice` itself where it is one piece of memory, else a packed copy of it,
+    /// which is added to `packed`.
+    pub(super) fn sendable(&mut self, slice: Slice, name: &str, packed: &mut Vec<BufferId>) -> Slice {
+        if self.is_one_piece(&slice) {
+            return slice;
+        }
+        let (tokens, heads) = (self.plan.slice_tokens(&slice), self.plan.slice_heads(&slice));
+        let content = self.buffer(slice.buffer).content;
+        let copy = self.declare(name.to_owned(), content, tokens, heads);
+        let whole = self.plan.whole(copy);
+        self.repack(slice, whole.clone());
+        packed.push(copy);
+        whole
+    }
+
+    /// Unpacks a received buffer to its place, and ends it.
+    pub(super) fn unpack(&mut self, received: BufferId, into: Slice) {
+        let whole = self.plan.whole(received);
+        self.repack(whole, into);
+        self.free(received);
+    }
+
+    /// Posts an exchange and returns its id. Ids count alike on all ranks, also where nothing is sent: an exchange
+    /// without messages takes its id and no step.
+    pub(super) fn exchange(&mut self, sends: Vec<Send>, recvs: Vec<Recv>) -> Option<u32> {
+        let id = self.exchanges;
+        self.exchanges += 1;
+        if sends.is_empty() && recvs.is_empty() {
+            return None;
+        }
+        self.plan.steps.push(Step::Exchange { id, sends, recvs });
+        Some(id)
+    }
+
+    pub(super) fn wait(&mut self, id: Option<u32>) {
+        if let Some(id) = id {
+            self.plan.steps.push(Step::Wait { id });
+        }
+    }
+
+    /// Attention of all of `q` against all of `kv`; no step where the mask hides every pair.
+    pub(super) fn attend(&mut self, q: BufferId, kv: BufferId, state: BufferId) {
+        if lower::any_visible(
+            &self.world.problem,
+            &self.buffer(q).tokens,
+            &self.buffer(kv).tokens,
+        ) {
+            let (q, kv) = (self.plan.whole(q), self.plan.whole(kv));
+            self.plan.steps.push(Step::Attend { q, kv, state });
+        }
+    }
+
+    pub(super) fn finalize(&mut self, state: BufferId, into: BufferId) {
+        self.plan.steps.push(Step::Finalize { state, into });
+        self.free(state);
+    }
+
+    /// Ends a buffer; the rank's inputs and output are the caller's and stay.
+    pub(super) fn free(&mut self, buffer: BufferId) {
+        if ![self.plan.q, self.plan.kv, self.plan.output].contains(&buffer) {
+            self.plan.steps.push(Step::Free { buffer });
+        }
+    }
+
+    pub(super) fn finish(self) -> Plan {
+        self.plan
+    }
+
+    fn is_one_piece(&self, slice: &Slice) -> bool {
+        self.plan.is_one_piece(&self.world.problem, slice)
+    }
+}

@@ -1,0 +1,196 @@
+//! Strategies: pure functions from a problem, a mesh and placements to the plan of every rank.
+//!
+//! A plan has up to three phases: an all-to-all that trades tokens for heads inside the Ulysses group
+//! ([`ulysses`]), a ring over the shards ([`ring`]), and the all-to-all back. A mesh with U = 1 has only the ring,
+//! one with R = 1 only the trade, and one rank has neither.
+
+mod build;
+mod ring;
+mod ulysses;
+
+use std::fmt;
+use std::str::FromStr;
+
+use kyklos_transport::Rank;
+
+use crate::plan::{Content, Plan, World};
+use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Split};
+use build::PlanBuilder;
+
+/// How the work is shared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Strategy {
+    /// One rank does everything.
+    Dense,
+    /// Keys and values go round, queries stay.
+    Ring,
+    /// Tokens are traded for heads, each rank attends to the whole sequence for some of the heads, and back.
+    Ulysses,
+    /// Ulysses inside, ring outside. Takes any mesh.
+    Unified,
+}
+
+impl Strategy {
+    /// All of them, for tests and help texts.
+    pub const ALL: [Self; 4] = [Self::Dense, Self::Ring, Self::Ulysses, Self::Unified];
+
+    /// What a mesh says by itself: 1x1 dense, 1xR ring, Ux1 ulysses, else unified.
+    pub fn of_mesh(mesh: Mesh) -> Self {
+        match (mesh.ulysses(), mesh.ring()) {
+            (1, 1) => Self::Dense,
+            (1, _) => Self::Ring,
+            (_, 1) => Self::Ulysses,
+            _ => Self::Unified,
+        }
+    }
+
+    /// Refuses a mesh that contradicts this strategy.
+    ///
+    /// # Errors
+    /// [`Error::Request`].
+    pub fn accepts(self, mesh: Mesh) -> Result<()> {
+        let fits = match self {
+            Self::Dense => mesh.world() == 1,
+            Self::Ring => mesh.ulysses() == 1,
+            Self::Ulysses => mesh.ring() == 1,
+            Self::Unified => true,
+        };
+        if fits {
+            return Ok(());
+        }
+        Err(Error::request(
+            format!("strategy {self} does not run on mesh {mesh}"),
+            "dense is 1x1, ring 1xR, ulysses Ux1; unified takes any mesh",
+        ))
+    }
+
+    /// The name used on the command line and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Dense => "dense",
+            Self::Ring => "ring",
+            Self::Ulysses => "ulysses",
+            Self::Unified => "unified",
+        }
+    }
+}
+
+impl fmt::Display for Strategy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Strategy {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|strategy| strategy.name() == text)
+            .ok_or_else(|| {
+                Error::request(
+                    format!("strategy `{text}` is not known"),
+                    "use dense, ring, ulysses, unified or auto",
+                )
+            })
+    }
+}
+
+/// The plans of all ranks of `mesh` for `problem`.
+///
+/// # Errors
+/// [`Error::Request`] when the problem, the mesh, the placement and the strategy do not fit together.
+pub fn plan(
+    problem: &AttentionProblem,
+    mesh: Mesh,
+    placement: PlacementKind,
+    split: &Split,
+    strategy: Strategy,
+) -> Result<World> {
+    strategy.accepts(mesh)?;
+    mesh.fits(problem)?;
+    if matches!(split, Split::Tokens(_)) && problem.q_len != problem.kv_len {
+        return Err(Error::request(
+            format!(
+                "exact token counts for {} queries and {} keys",
+                problem.q_len, problem.kv_len
+            ),
+            "use weights (--split) where the two lengths differ",
+        ));
+    }
+    let q_placement = Placement::new(placement, mesh, problem.q_len, split)?;
+    let kv_placement = Placement::new(placement, mesh, problem.kv_len, split)?;
+    let mut world = World {
+        problem: problem.clone(),
+        mesh,
+        q_placement,
+        kv_placement,
+        strategy,
+        plans: Vec::with_capacity(mesh.world() as usize),
+    };
+    for rank in 0..mesh.world() {
+        world.plans.push(plan_rank(&world, Rank(rank)));
+    }
+    Ok(world)
+}
+
+/// All meshes of `ranks` ranks that `problem` fits, the one that sends fewest bytes first; the more Ulysses the
+/// earlier among equals.
+pub fn meshes_by_bytes(
+    problem: &AttentionProblem,
+    ranks: u32,
+    placement: PlacementKind,
+    split: &Split,
+    strategy: Option<Strategy>,
+) -> Result<Vec<(Mesh, u64)>> {
+    let mut priced = Vec::new();
+    let mut refusal = None;
+    for ulysses in (1..=ranks).rev().filter(|u| ranks.is_multiple_of(*u)) {
+        let mesh = Mesh::new(ulysses, ranks / ulysses)?;
+        match plan(
+            problem,
+            mesh,
+            placement,
+            split,
+            strategy.unwrap_or(Strategy::Unified),
+        ) {
+            Ok(world) => {
+                priced.push((mesh, world.plans.iter().map(|plan| plan.volume(problem).0).sum()));
+            }
+            Err(error) => refusal = refusal.or(Some(error)),
+        }
+    }
+    priced.sort_by_key(|(_, bytes)| *bytes);
+    match refusal {
+        Some(error) if priced.is_empty() => Err(error),
+        _ => Ok(priced),
+    }
+}
+
+fn plan_rank(world: &World, rank: Rank) -> Plan {
+    let (_, u) = world.mesh.coordinates(rank);
+    let mut builder = PlanBuilder::new(world, rank);
+    let alone = world.mesh.ulysses() == 1;
+    let (q, kv) = if alone {
+        builder.inputs()
+    } else {
+        ulysses::trade_tokens_for_heads(&mut builder)
+    };
+    let state = ring::attend_round(&mut builder, q, kv);
+    if alone {
+        builder.finalize(state, builder.output());
+    } else {
+        let (tokens, heads) = (builder.buffer(q).tokens.clone(), builder.q_heads(u));
+        let mine = builder.declare(
+            format!("o of heads {}..{}", heads.start, heads.end),
+            Content::Output,
+            tokens,
+            heads,
+        );
+        builder.finalize(state, mine);
+        ulysses::trade_heads_for_tokens(&mut builder, mine);
+    }
+    builder.finish()
+}
