@@ -33,7 +33,8 @@ pub trait Transport: Send + Sync + fmt::Debug {
     ///
     /// The parts arrive in memory aligned to at least 16 bytes unless the sender's own memory is handed over
     /// (in-process), in which case they have the sender's alignment.
-    fn post_recv(&self, from: Rank, tag: Tag, part_bytes: &[usize], deadline: Duration) -> Posted<Vec<Bytes>>;
+    fn post_recv(&self, from: Rank, tag: Tag, part_bytes: &[usize], deadline: Duration)
+    -> Posted<Vec<Bytes>>;
 
     /// Exchanges votes before an operation: every rank brings [`Vote::Ready`] with the hash of what it is about to
     /// run, or refuses. Completes with `Ok(())` on all ranks if all are ready and all hashes are equal, and with
@@ -126,12 +127,6 @@ impl<T> Posted<T> {
     pub(crate) fn pair() -> (Completer<T>, Self) {
         let (sender, receiver) = oneshot::channel();
         (Completer { sender }, Self { receiver })
-    }
-
-    pub(crate) fn ready(value: Result<T, TransportError>) -> Self {
-        let (completer, posted) = Self::pair();
-        completer.complete(value);
-        posted
     }
 }
 
