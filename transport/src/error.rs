@@ -1,7 +1,9 @@
 //! Errors of the transport, by whose fault they are.
 
+use std::fmt;
 use std::time::Duration;
 
+use crate::ballot::Refusal;
 use crate::transport::{Progress, Rank, Tag};
 
 /// Why a transport call ended without its value.
@@ -59,20 +61,50 @@ pub enum TransportError {
     Closed,
 }
 
+impl From<Refusal> for TransportError {
+    fn from(Refusal { rank, exit, text }: Refusal) -> Self {
+        Self::Refused { rank, exit, text }
+    }
+}
+
 /// An outstanding call, and how far it got.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{operation} {} rank {peer} ({tag}) had {bytes_done} of {bytes_expected} bytes", if *.operation == "send" { "to" } else { "from" })]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pending {
-    /// `send`, `receive` or `agree`.
+    /// `send`, `receive`, `agree` or `close`.
     pub operation: &'static str,
-    /// The other side.
+    /// The other side: of an `agree` or a `close` the rank that was waited for, as far as it is known.
     pub peer: Rank,
-    /// Which message.
+    /// Which message. Of an `agree`, `op` is the number of the agreement.
     pub tag: Tag,
     /// Bytes that had moved.
     pub bytes_done: u64,
     /// Bytes that should have.
     pub bytes_expected: u64,
+}
+
+impl std::error::Error for Pending {}
+
+impl fmt::Display for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            operation,
+            peer,
+            tag,
+            bytes_done,
+            bytes_expected,
+        } = self;
+        match *operation {
+            "agree" => write!(f, "agreement {} waited for rank {peer}", tag.op),
+            "close" => write!(f, "close waited for rank {peer}"),
+            _ => {
+                let direction = if *operation == "send" { "to" } else { "from" };
+                write!(
+                    f,
+                    "{operation} {direction} rank {peer} ({tag}) had {bytes_done} of {bytes_expected} bytes"
+                )
+            }
+        }
+    }
 }
 
 /// Why a group was aborted, and by whom.

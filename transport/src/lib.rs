@@ -16,10 +16,17 @@
 //!   [`Transport::stop_flag`] rises so that long computations can give up between two pieces.
 #![forbid(unsafe_code)]
 
+mod ballot;
+#[cfg_attr(
+    target_family = "wasm",
+    expect(dead_code, reason = "deadlines are not watched where there are no threads")
+)]
+mod deadline;
 mod error;
-
+mod in_process;
+mod misuse;
 mod transport;
 
 pub use error::{Abort, AbortCause, Pending, TransportError};
-
+pub use in_process::in_process_group;
 pub use transport::{Posted, Progress, Rank, Tag, Transport, Vote};

@@ -128,12 +128,6 @@ impl<T> Posted<T> {
         let (sender, receiver) = oneshot::channel();
         (Completer { sender }, Self { receiver })
     }
-
-    pub(crate) fn ready(value: Result<T, TransportError>) -> Self {
-        let (completer, posted) = Self::pair();
-        completer.complete(value);
-        posted
-    }
 }
 
 impl<T> Completer<T> {

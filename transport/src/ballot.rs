@@ -1,0 +1,162 @@
+//! Counting of votes: the pure half of [`crate::Transport::agree`], shared by all implementations.
+
+use std::collections::BTreeMap;
+
+use crate::transport::{Rank, Vote};
+
+/// How a round ended: all ready with one plan, or the refusal that becomes everyone's error.
+pub(crate) type Verdict = Result<(), Refusal>;
+
+/// The refusal that a round ended with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Refusal {
+    pub(crate) rank: Rank,
+    pub(crate) exit: u8,
+    pub(crate) text: String,
+}
+
+/// Votes of all ranks. Rounds are counted per rank: the n-th vote of one rank meets the n-th of the others.
+#[derive(Debug)]
+pub(crate) struct Ballot {
+    /// Round that each rank votes in next.
+    next_round: Vec<u64>,
+    /// Rounds that lack votes, with the votes they have.
+    open: BTreeMap<u64, Vec<Option<Vote>>>,
+}
+
+impl Ballot {
+    pub(crate) fn new(world: u32) -> Self {
+        Self {
+            next_round: vec![0; world as usize],
+            open: BTreeMap::new(),
+        }
+    }
+
+    /// Counts a vote of `rank` and returns its round, with the verdict if it was the round's last vote.
+    ///
+    /// Fails when `rank` is more than [`MAX_OPEN_ROUNDS`] rounds ahead of the slowest rank: memory is bounded
+    /// whatever a peer sends.
+    pub(crate) fn cast(&mut self, rank: Rank, vote: Vote) -> Result<(u64, Option<Verdict>), String> {
+        let round = self.next_round[rank.0 as usize];
+        if !self.open.contains_key(&round) && self.open.len() >= MAX_OPEN_ROUNDS {
+            return Err(format!(
+                "voted in {MAX_OPEN_ROUNDS} rounds that other ranks have not voted in"
+            ));
+        }
+        self.next_round[rank.0 as usize] += 1;
+        let world = self.next_round.len();
+        let votes = self.open.entry(round).or_insert_with(|| vec![None; world]);
+        votes[rank.0 as usize] = Some(vote);
+        if votes.iter().any(Option::is_none) {
+            return Ok((round, None));
+        }
+        let votes: Vec<Vote> = self.open.remove(&round).into_iter().flatten().flatten().collect();
+        Ok((round, Some(count(&votes))))
+    }
+
+    /// The lowest rank that has not voted in `round`.
+    pub(crate) fn missing(&self, round: u64) -> Option<Rank> {
+        let rank = self.next_round.iter().position(|&next| next <= round)?;
+        u32::try_from(rank).ok().map(Rank)
+    }
+}
+
+/// The verdict over one vote per rank.
+fn count(votes: &[Vote]) -> Verdict {
+    let ranks = (0..).map(Rank);
+    for (rank, vote) in ranks.clone().zip(votes) {
+        if let Vote::Refuse { exit, text } = vote {
+            return Err(Refusal {
+                rank,
+                exit: *exit,
+                text: text.clone(),
+            });
+        }
+    }
+    let hashes = || {
+        votes.iter().filter_map(|vote| {
+            if let Vote::Ready { plan_hash } = vote {
+                Some(plan_hash)
+            } else {
+                None
+            }
+        })
+    };
+    let Some(first) = hashes().next() else {
+        return Ok(());
+    };
+    for (rank, hash) in ranks.zip(hashes()) {
+        if hash != first {
+            let text = format!(
+                "the ranks are about to run different plans: rank 0 has plan {}, rank {rank} has plan {}; \
+                 start every rank with the same options and the same inputs",
+                short_hex(first),
+                short_hex(hash),
+            );
+            return Err(Refusal {
+                rank,
+                exit: EXIT_REQUEST_IS_WRONG,
+                text,
+            });
+        }
+    }
+    Ok(())
+}
+
+fn short_hex(hash: &[u8; 32]) -> String {
+    hash.iter().take(6).map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Most rounds that may be open at once.
+const MAX_OPEN_ROUNDS: usize = 1024;
+
+/// The program's exit code for requests that cannot be right.
+const EXIT_REQUEST_IS_WRONG: u8 = 2;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ready(first_byte: u8) -> Vote {
+        let mut plan_hash = [0; 32];
+        plan_hash[0] = first_byte;
+        Vote::Ready { plan_hash }
+    }
+
+    #[test]
+    fn a_rank_that_is_rounds_ahead_meets_the_others_in_order() {
+        let mut ballot = Ballot::new(2);
+        assert_eq!(ballot.cast(Rank(1), ready(1)), Ok((0, None)));
+        assert_eq!(ballot.cast(Rank(1), ready(2)), Ok((1, None)));
+        assert_eq!(ballot.missing(0), Some(Rank(0)));
+        assert_eq!(ballot.cast(Rank(0), ready(1)), Ok((0, Some(Ok(())))));
+        assert_eq!(ballot.cast(Rank(0), ready(2)), Ok((1, Some(Ok(())))));
+        assert!(ballot.open.is_empty());
+    }
+
+    #[test]
+    fn the_lowest_refusal_wins_over_a_hash_mismatch() {
+        let refuse = |text: &str| Vote::Refuse {
+            exit: 1,
+            text: text.into(),
+        };
+        let verdict = count(&[ready(1), refuse("first"), ready(2), refuse("second")]);
+        assert_eq!(
+            verdict,
+            Err(Refusal {
+                rank: Rank(1),
+                exit: 1,
+                text: "first".into()
+            })
+        );
+    }
+
+    #[test]
+    fn open_rounds_are_bounded() {
+        let mut ballot = Ballot::new(2);
+        for _ in 0..MAX_OPEN_ROUNDS {
+            assert!(ballot.cast(Rank(1), ready(0)).is_ok());
+        }
+        assert!(ballot.cast(Rank(1), ready(0)).is_err());
+    }
+}

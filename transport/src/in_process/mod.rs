@@ -1,0 +1,114 @@
+//! Ranks of one process: the reference implementation of the contract, with no bytes copied.
+//!
+//! All ranks share one hub behind a mutex. A message is handed over at the moment both sides have posted it. On
+//! targets without threads (wasm) nothing watches the deadlines: there all ranks share one cooperative executor,
+//! so a rank that does not post is a bug that the plan's check finds, not a fault of a network.
+
+#[cfg_attr(
+    target_family = "wasm",
+    expect(dead_code, reason = "deadlines are not watched where there are no threads")
+)]
+mod hub;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use crate::error::Abort;
+use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
+use hub::Hub;
+
+/// Makes a group of `world` ranks in this process; the n-th element belongs to rank n.
+///
+/// # Panics
+///
+/// If `world` is 0: a group has at least one rank.
+pub fn in_process_group(world: u32) -> Vec<Arc<dyn Transport>> {
+    assert!(world > 0, "a group has at least one rank");
+    let hub = Arc::new(Hub::new(world));
+    (0..world)
+        .map(|rank| {
+            Arc::new(InProcess {
+                rank: Rank(rank),
+                hub: Arc::clone(&hub),
+            }) as Arc<dyn Transport>
+        })
+        .collect()
+}
+
+/// One rank's end of a hub. Dropping it without [`Transport::close`] means that the rank died.
+struct InProcess {
+    rank: Rank,
+    hub: Arc<Hub>,
+}
+
+impl fmt::Debug for InProcess {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("InProcess")
+            .field("rank", &self.rank)
+            .field("world", &self.hub.world())
+            .finish()
+    }
+}
+
+impl Transport for InProcess {
+    fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn world(&self) -> u32 {
+        self.hub.world()
+    }
+
+    fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<()> {
+        let (completer, posted) = Posted::pair();
+        self.hub.send(self.rank, to, tag, parts, deadline, completer);
+        posted
+    }
+
+    fn post_recv(
+        &self,
+        from: Rank,
+        tag: Tag,
+        part_bytes: &[usize],
+        deadline: Duration,
+    ) -> Posted<Vec<Bytes>> {
+        let (completer, posted) = Posted::pair();
+        self.hub
+            .recv(self.rank, from, tag, part_bytes, deadline, completer);
+        posted
+    }
+
+    fn agree(&self, vote: Vote, deadline: Duration) -> Posted<()> {
+        let (completer, posted) = Posted::pair();
+        self.hub.agree(self.rank, vote, deadline, completer);
+        posted
+    }
+
+    fn abort(&self, abort: Abort) {
+        self.hub.abort(abort);
+    }
+
+    fn report_progress(&self, progress: Progress) {
+        self.hub.report_progress(self.rank, progress);
+    }
+
+    fn stop_flag(&self) -> Arc<AtomicBool> {
+        self.hub.stop_flag()
+    }
+
+    fn close(&self, deadline: Duration) -> Posted<()> {
+        let (completer, posted) = Posted::pair();
+        self.hub.close(self.rank, deadline, completer);
+        posted
+    }
+}
+
+impl Drop for InProcess {
+    fn drop(&mut self) {
+        self.hub.dropped(self.rank);
+    }
+}
