@@ -49,7 +49,7 @@ pub use mesh::{MAX_WORLD, Mesh};
 pub use meter::{Lane, Meter, RankReport, Span};
 pub use placement::{Placement, PlacementKind, Split};
 pub use problem::AttentionProblem;
-pub use strategy::{Strategy, meshes_by_bytes, plan as plan_world};
+pub use strategy::{Strategy, meshes_by_bytes, plan as plan_world, plan_rows};
 pub use tokens::{Run, TokenRuns};
 
 /// The result type of this crate.

@@ -66,6 +66,15 @@ impl Placement {
         Ok(Self { kind, mesh, ranks })
     }
 
+    /// One rank that holds these tokens, which need not be all.
+    pub(crate) fn some(tokens: TokenRuns) -> Result<Self> {
+        Ok(Self {
+            kind: PlacementKind::Contiguous,
+            mesh: Mesh::new(1, 1)?,
+            ranks: vec![tokens],
+        })
+    }
+
     /// How the tokens were dealt.
     pub fn kind(&self) -> PlacementKind {
         self.kind

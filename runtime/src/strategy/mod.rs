@@ -14,7 +14,7 @@ use std::str::FromStr;
 use kyklos_transport::Rank;
 
 use crate::plan::{Content, Plan, World};
-use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Split};
+use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
 use build::PlanBuilder;
 
 /// How the work is shared.
@@ -133,6 +133,31 @@ pub fn plan(
     for rank in 0..mesh.world() {
         world.plans.push(plan_rank(&world, Rank(rank)));
     }
+    Ok(world)
+}
+
+/// One rank that attends from the queries `rows` only, to all keys: the single-device run that a parallel one is
+/// held against. Not for [`crate::plan::check`], which wants every query to have an owner.
+///
+/// # Errors
+/// [`Error::Request`] when a row does not exist.
+pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
+    if let Some(row) = rows.iter().find(|row| *row >= problem.q_len) {
+        return Err(Error::request(
+            format!("row {row} of {} queries", problem.q_len),
+            "name rows that exist",
+        ));
+    }
+    let mesh = Mesh::new(1, 1)?;
+    let mut world = World {
+        problem: problem.clone(),
+        mesh,
+        q_placement: Placement::some(rows)?,
+        kv_placement: Placement::new(PlacementKind::Contiguous, mesh, problem.kv_len, &Split::Even)?,
+        strategy: Strategy::Dense,
+        plans: Vec::new(),
+    };
+    world.plans.push(plan_rank(&world, Rank(0)));
     Ok(world)
 }
 
