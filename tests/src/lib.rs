@@ -4,9 +4,11 @@
 //!
 //! - [`oracle`] is attention in f64 as one would write it on a blackboard. It shares no code and no algorithm with
 //!   the product and must stay that way: no tiles, no running state, no merge, no dependency on `kyklos`.
+//! - [`inputs`] makes the same tensors for every number of ranks.
 //!
 //! Nothing here blocks, starts a thread or does I/O. Constructors refuse what is malformed with an
 //! [`oracle::OracleError`]; an index outside a tensor is a bug of the caller and panics.
 #![forbid(unsafe_code)]
 
+pub mod inputs;
 pub mod oracle;
