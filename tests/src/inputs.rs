@@ -1,4 +1,4 @@
-//! Made-up tensors that are the same for every number of ranks.
+//! Made-up tensors that are the same for every number of ranks, and the problems all suites run.
 //!
 //! # Definition
 //!
@@ -18,10 +18,12 @@
 //! platform to another. After rounding to f32 that changes about one element in 10⁸, by one ulp; within one
 //! platform there is no difference at all. A test must not demand equal bytes from two platforms.
 
+mod cases;
 mod philox;
 
 use std::{collections::BTreeSet, f64::consts::TAU, ops::Range};
 
+pub use cases::{Case, Inputs, Poison, cases};
 pub use philox::philox4x32_10;
 
 use crate::oracle::{Element, OracleProblem, RowId};
@@ -201,5 +203,22 @@ mod tests {
             let sample = sums[index] / N as f64;
             assert!((sample - mean).abs() < bound, "moment {}: {sample}", index + 1);
         }
+    }
+
+    #[test]
+    fn sampled_rows_are_distinct_sorted_and_fixed_by_the_seed() {
+        let problem = OracleProblem {
+            q_len: 1000,
+            ..cases()[0].problem.clone()
+        };
+        let rows = sample_rows(&problem, 256, 5);
+        assert_eq!(rows.len(), 256);
+        assert!(rows.is_sorted_by(|a, b| a < b));
+        assert_eq!(rows, sample_rows(&problem, 256, 5));
+        assert_ne!(rows, sample_rows(&problem, 256, 6));
+        let all = problem.row_ids();
+        assert_eq!((rows[0], rows[255]), (all[0], all[all.len() - 1]));
+        assert_eq!(sample_rows(&problem, usize::MAX, 5), all);
+        assert_eq!(sample_rows(&problem, 1, 5), all[..1]);
     }
 }

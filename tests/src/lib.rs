@@ -6,7 +6,7 @@
 //!   the product and must stay that way: no tiles, no running state, no merge, no dependency on `kyklos`.
 //! - [`tolerance`] is the only place where a tolerance is computed. A suite that needs a number takes a
 //!   [`tolerance::Limit`]; a literal `1e-5` in a test is a bug.
-//! - [`inputs`] makes the same tensors for every number of ranks.
+//! - [`inputs`] makes the same tensors for every number of ranks, and lists the awkward problems all suites run.
 //!
 //! Nothing here blocks, starts a thread or does I/O. Constructors refuse what is malformed with an
 //! [`oracle::OracleError`]; an index outside a tensor is a bug of the caller and panics.
