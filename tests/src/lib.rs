@@ -15,3 +15,6 @@
 pub mod inputs;
 pub mod oracle;
 pub mod tolerance;
+
+#[cfg(test)]
+mod seeded_faults;
