@@ -26,6 +26,7 @@ mod error;
 mod in_process;
 mod misuse;
 mod transport;
+pub mod wire;
 
 pub use error::{Abort, AbortCause, Pending, TransportError};
 pub use in_process::in_process_group;
