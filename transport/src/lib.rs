@@ -25,6 +25,8 @@ mod deadline;
 mod error;
 mod in_process;
 mod misuse;
+#[cfg(feature = "quic")]
+pub mod quic;
 mod transport;
 pub mod wire;
 
