@@ -221,24 +221,17 @@ fn must_be_caught(prepared: &Prepared, right: &Comparison, broken: &Whole, bug: 
     ratio.unwrap_or_else(|error| panic!("{bug}: {error}"));
 }
 
-fn controls() -> (Prepared, World, Comparison) {
+fn controls(kind: PlacementKind) -> (Prepared, World, Comparison) {
     let prepared = case("two rows beyond four tiles");
     let mesh = Mesh::new(1, 4).unwrap();
-    let world = plan_world(
-        &prepared.problem,
-        mesh,
-        PlacementKind::Zigzag,
-        &Split::Even,
-        Strategy::Ring,
-    )
-    .unwrap();
+    let world = plan_world(&prepared.problem, mesh, kind, &Split::Even, Strategy::Ring).unwrap();
     let right = prepared.judge(&run_unproved(&world, &prepared), "no bug");
     (prepared, world, right)
 }
 
 #[test]
 fn a_dropped_hop_is_caught() {
-    let (prepared, mut world, right) = controls();
+    let (prepared, mut world, right) = controls(PlacementKind::Zigzag);
     let steps = &mut world.plans[2].steps;
     let last = steps
         .iter()
@@ -255,7 +248,7 @@ fn a_dropped_hop_is_caught() {
 
 #[test]
 fn a_mask_that_is_off_by_one_is_caught() {
-    let (prepared, mut world, right) = controls();
+    let (prepared, mut world, right) = controls(PlacementKind::Zigzag);
     let q_len = world.problem.q_len;
     world.problem = world.problem.with_queries(q_len, 1).unwrap();
     must_be_caught(
@@ -268,7 +261,8 @@ fn a_mask_that_is_off_by_one_is_caught() {
 
 #[test]
 fn a_block_under_the_wrong_owner_is_caught() {
-    let (prepared, mut world, right) = controls();
+    let (prepared, mut world, right) = controls(PlacementKind::Striped);
+    // Zigzag and contiguous blocks are seen whole or not at all, whoever owns them; striped ones have a diagonal.
     // Rank 1 mistakes the last two shards that arrive, which are of one size, for each other.
     let plan = &mut world.plans[1];
     let arrived: Vec<usize> = (0..plan.buffers.len())
@@ -290,7 +284,7 @@ fn a_block_under_the_wrong_owner_is_caught() {
 
 #[test]
 fn a_missing_rescale_is_caught() {
-    let (prepared, world, right) = controls();
+    let (prepared, world, right) = controls(PlacementKind::Zigzag);
     let group = in_process_group(world.mesh.world());
     let run = |task: RankTask<'_>| {
         let mut last = None;
