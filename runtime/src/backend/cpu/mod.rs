@@ -1,13 +1,14 @@
 //! The CPU backend: every core, exact f32 softmax, no S × S memory.
 //!
-//! Query rows lie in SIMD lanes (module `job`), the scheduler hands jobs of a few Q tiles to rayon's pool longest
-//! first (module `attend`), and results depend neither on the number of threads nor on timing.
+//! Query rows lie in SIMD lanes (module `job`), keys and values are packed once for all query heads that share
+//! them (module `keys`), the scheduler hands Q tiles to rayon's pool longest first (module `attend`), and results depend neither on the number of threads nor on timing.
 
 mod attend;
 mod buffer;
 mod exp;
 mod job;
 mod kernel;
+mod keys;
 mod pack;
 mod panel;
 mod repack;
@@ -34,7 +35,8 @@ pub struct CpuBackend {
     level: simd::Level,
     /// `None`: the pool of the process.
     pool: Option<Arc<rayon::ThreadPool>>,
-    scratch: scratch::ScratchPool,
+    scratch: scratch::Spare<scratch::Scratch>,
+    packed: scratch::Spare<keys::PackedKeys>,
     rate: attend::Rate,
 }
 
@@ -64,15 +66,10 @@ impl CpuBackend {
             },
             level,
             pool,
-            scratch: scratch::ScratchPool::default(),
+            scratch: scratch::Spare::default(),
+            packed: scratch::Spare::default(),
             rate: attend::Rate::default(),
         }
-    }
-
-    fn threads(&self) -> usize {
-        self.pool
-            .as_ref()
-            .map_or_else(rayon::current_num_threads, |pool| pool.current_num_threads())
     }
 
     fn install<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {

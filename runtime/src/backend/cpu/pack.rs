@@ -104,7 +104,7 @@ pub(super) fn pack_keys<const MR: usize>(
     }
 }
 
-/// `into[d / MR][key][d % MR]`, `stride` keys to a group. Says whether every element is finite.
+/// `into[d / MR][key][d % MR]`, `stride` keys to a group, the last group padded with 0. Says whether every element is finite.
 #[inline(always)]
 pub(super) fn pack_values<const MR: usize>(
     tensor: &Tensor<'_>,
@@ -121,9 +121,15 @@ pub(super) fn pack_values<const MR: usize>(
         for bits in cast_slice::<f32, u32>(row) {
             largest = largest.max(bits & 0x7fff_ffff);
         }
-        for (group, chunk) in row.as_chunks::<MR>().0.iter().enumerate() {
+        let (whole, rest) = row.as_chunks::<MR>();
+        for (group, chunk) in whole.iter().enumerate() {
             let at = (group * stride + key) * MR;
             into[at..at + MR].copy_from_slice(chunk);
+        }
+        if !rest.is_empty() {
+            let at = (whole.len() * stride + key) * MR;
+            into[at..at + MR].fill(0.0);
+            into[at..at + rest.len()].copy_from_slice(rest);
         }
     }
     largest < f32::INFINITY.to_bits()

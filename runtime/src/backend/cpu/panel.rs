@@ -4,22 +4,8 @@ use pulp::Simd;
 
 use super::exp::{exp2, mul_add, tanh};
 use super::kernel::add_outer_products;
+use super::keys::KeyTile;
 use crate::RowSpan;
-
-/// A packed KV tile.
-#[derive(Debug)]
-pub(super) struct Keys<'a, const MR: usize> {
-    /// `[key / MR][dim][MR]`.
-    pub(super) k: &'a [[f32; MR]],
-    /// `[dim / MR][key][MR]`.
-    pub(super) v: &'a [[f32; MR]],
-    /// Keys in a group of `v`.
-    pub(super) stride: usize,
-    /// Global position of each key.
-    pub(super) positions: &'a [u32],
-    /// Whether v holds neither NaN nor ∞.
-    pub(super) finite: bool,
-}
 
 /// `NV` vectors of query rows.
 pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
@@ -46,7 +32,7 @@ struct Visible<S: Simd, const NV: usize> {
 impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     /// Takes the tile into the panel's state.
     #[inline(always)]
-    pub(super) fn attend(self, simd: S, keys: &Keys<'_, MR>) {
+    pub(super) fn attend(self, simd: S, keys: &KeyTile<'_, MR>) {
         let Some((range, visible)) = self.visible(simd, keys.positions) else {
             return;
         };

@@ -22,6 +22,12 @@ impl Level {
         Self(None)
     }
 
+    /// Runs `op` with this level's kernel.
+    #[inline(always)]
+    pub(super) fn run<Op: WithKernel>(self, op: Op) -> Op::Output {
+        self.dispatch(Kernel(op))
+    }
+
     /// Runs `op`, compiled for this level.
     #[inline(always)]
     pub(super) fn dispatch<Op: WithSimd>(self, op: Op) -> Op::Output {
@@ -47,5 +53,57 @@ impl Level {
             Some(Arch::Neon(_)) => "NEON",
             _ => "portable 4-wide",
         }
+    }
+}
+
+/// Work that is written for any SIMD level and any shape of [`super::kernel::add_outer_products`].
+pub(super) trait WithKernel {
+    type Output;
+
+    fn with_kernel<S: Simd, const MR: usize, const NV: usize>(self, simd: S) -> Self::Output;
+}
+
+struct Kernel<Op>(Op);
+
+impl<Op: WithKernel> WithSimd for Kernel<Op> {
+    type Output = Op::Output;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> Op::Output {
+        if S::REGISTER_COUNT >= 32 {
+            self.0.with_kernel::<S, 8, 3>(simd)
+        } else {
+            self.0.with_kernel::<S, 6, 2>(simd)
+        }
+    }
+}
+
+/// The kernel's shape on one SIMD level.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KernelShape {
+    /// Broadcast values of a step.
+    pub(super) mr: usize,
+    /// Rows of a panel.
+    pub(super) lanes: usize,
+}
+
+impl KernelShape {
+    pub(super) fn of<S: Simd, const MR: usize, const NV: usize>() -> Self {
+        Self {
+            mr: MR,
+            lanes: NV * S::F32_LANES,
+        }
+    }
+}
+
+/// Asks for a level's [`KernelShape`].
+pub(super) struct AskShape;
+
+impl WithKernel for AskShape {
+    type Output = KernelShape;
+
+    #[inline(always)]
+    fn with_kernel<S: Simd, const MR: usize, const NV: usize>(self, _: S) -> KernelShape {
+        KernelShape::of::<S, MR, NV>()
     }
 }
