@@ -134,7 +134,7 @@ impl<'a> Job<'a> {
         };
         #[expect(clippy::cast_possible_truncation, reason = "rounded once, on purpose")]
         let factor = factor as f32;
-        let row = &mut lines_mut(&mut scratch.row)[..dim];
+        let row = &mut lines_mut(&mut scratch.row)[..lanes * dim];
         let q = lines_mut(&mut scratch.q).chunks_exact_mut(lanes * dim);
         for (from, q) in (0..rows).step_by(lanes).zip(q) {
             let at = [self.batch, first + from, self.head];

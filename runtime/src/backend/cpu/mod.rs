@@ -2,6 +2,13 @@
 //!
 //! Query rows lie in SIMD lanes (module `job`), keys and values are packed once for all query heads that share
 //! them (module `keys`), the scheduler hands Q tiles to rayon's pool longest first (module `attend`), and results depend neither on the number of threads nor on timing.
+//!
+//! The tiles are not multiplied by a GEMM crate. On one AVX2 core with a peak of 102 GFLOP/s and tiles of 96 × 120, in
+//! one process: `gemm` 0.19 reached 75 to 78 GFLOP/s in K·Qᵀ and 90 to 92 in Vᵀ·P, module `kernel` 95 to 101 and 98;
+//! and its operands stay packed, scores get their mask and maximum while in registers, and nothing is unsafe.
+//!
+//! A row whose every visible logit is −∞ counts as one that saw nothing (o = 0, lse = −∞): that is what the finite
+//! `m` of an empty state makes of it however the keys are cut into blocks. A logit of +∞ or NaN makes its row NaN.
 
 mod attend;
 mod buffer;

@@ -71,11 +71,12 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             self.scores[from..from + MR].copy_from_slice(&s);
         }
 
+        // One vector of rows after the other: the polynomial's constants need the registers.
         let mut sum = [simd.splat_f32s(0.0); NV];
-        for p in &mut self.scores[range.clone()] {
-            for ((p, m), sum) in p.iter_mut().zip(&m).zip(&mut sum) {
-                *p = exp2(simd, simd.sub_f32s(*p, *m));
-                *sum = simd.add_f32s(*sum, *p);
+        for (j, sum) in sum.iter_mut().enumerate() {
+            for p in &mut self.scores[range.clone()] {
+                p[j] = exp2(simd, simd.sub_f32s(p[j], m[j]));
+                *sum = simd.add_f32s(*sum, p[j]);
             }
         }
         let [old_m, l] = self.ml else {
