@@ -9,7 +9,7 @@ use std::ops::Range;
 use pulp::Simd;
 
 use super::keys::PackedKeys;
-use super::pack::{Tensor, pack_lanes};
+use super::pack::{MAX_LANES, Tensor, pack_lanes};
 use super::panel::Panel;
 use super::scratch::{Line, Scratch};
 use super::simd::{KernelShape, WithKernel};
@@ -148,43 +148,67 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Merges what the job found into the caller's state (`reference`: Milakov & Gimelshein 2018, §3.1). A row that
-    /// saw nothing, or nothing but −∞, is not touched.
+    /// Merges what the job found into the caller's state (Milakov & Gimelshein 2018, §3.1). A row that saw nothing, or
+    /// nothing but −∞, is not touched.
     #[inline(always)]
     fn end(&mut self, dim: usize, padded: usize, lanes: usize, scratch: &Scratch) {
-        for (r, (a, ml)) in self.a.iter_mut().zip(self.ml.as_chunks_mut::<2>().0).enumerate() {
-            let (panel, lane) = (r / lanes, r % lanes);
-            let found = &lines(&scratch.ml)[panel * lanes * 2..];
-            let (m2, l) = (found[lane], found[lanes + lane]);
-            if l == 0.0 && m2 == EMPTY_M {
-                continue;
+        let rows = self.a.chunks_mut(lanes).zip(self.ml.chunks_mut(2 * lanes));
+        let found = lines(&scratch.ml).chunks_exact(2 * lanes);
+        let panels = lines(&scratch.o).chunks_exact(lanes * padded);
+        for (((a, ml), found), o) in rows.zip(found).zip(panels) {
+            let mut weights = [Merge::Nothing; MAX_LANES];
+            for (lane, ml) in ml.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                weights[lane] = Merge::of(ml, found[lane], found[lanes + lane]);
             }
-            let column = lines(&scratch.o)[panel * lanes * padded..][..lanes * dim]
-                .chunks_exact(lanes)
-                .map(|d| d[lane]);
-            let old = *ml;
-            let empty = old[1] == 0.0 && old[0] == EMPTY_M;
-            let m = if empty {
-                m2 * std::f32::consts::LN_2
-            } else {
-                old[0].max(m2 * std::f32::consts::LN_2)
-            };
-            // In f64, for m is rounded to natural units and this weight makes up for the rounding.
-            #[expect(clippy::cast_possible_truncation, reason = "a weight in 0..=1")]
-            let weight = (f64::from(m2) - f64::from(m) * std::f64::consts::LOG2_E).exp2() as f32;
-            if empty {
-                *ml = [m, l * weight];
-                for (a, o) in a.iter_mut().zip(column) {
-                    *a = o * weight;
-                }
-            } else {
-                let keep = (old[0] - m).exp();
-                *ml = [m, old[1] * keep + l * weight];
-                for (a, o) in a.iter_mut().zip(column) {
-                    *a = *a * keep + o * weight;
+            // A few elements of all rows, then the next few: each line of o is read once.
+            for (d, o) in (0..dim).step_by(8).zip(o.chunks_exact(8 * lanes)) {
+                for (lane, (a, weights)) in a.iter_mut().zip(&weights).enumerate() {
+                    let a = a[d..d + 8].iter_mut().zip(o[lane..].iter().step_by(lanes));
+                    match *weights {
+                        Merge::Nothing => {}
+                        Merge::Write { found } => a.for_each(|(a, o)| *a = o * found),
+                        Merge::Add { keep, found } => {
+                            a.for_each(|(a, o)| *a = *a * keep + o * found);
+                        }
+                    }
                 }
             }
         }
+    }
+}
+
+/// How a row found by a job enters the caller's accumulator.
+#[derive(Clone, Copy)]
+enum Merge {
+    Nothing,
+    Write { found: f32 },
+    Add { keep: f32, found: f32 },
+}
+
+impl Merge {
+    /// Merges (m in base-2 units, l) into `ml`.
+    #[inline(always)]
+    fn of(ml: &mut [f32; 2], m2: f32, l: f32) -> Self {
+        if l == 0.0 && m2 == EMPTY_M {
+            return Self::Nothing;
+        }
+        let [old_m, old_l] = *ml;
+        let natural = m2 * std::f32::consts::LN_2;
+        // In f64, for m is rounded to natural units and this weight makes up for the rounding.
+        let weight = |m: f32| {
+            #[expect(clippy::cast_possible_truncation, reason = "a weight in 0..=1, or NaN")]
+            let weight = (f64::from(m2) - f64::from(m) * std::f64::consts::LOG2_E).exp2() as f32;
+            weight
+        };
+        if old_l == 0.0 && old_m == EMPTY_M {
+            let found = weight(natural);
+            *ml = [natural, l * found];
+            return Self::Write { found };
+        }
+        let m = old_m.max(natural);
+        let (keep, found) = ((old_m - m).exp(), weight(m));
+        *ml = [m, old_l * keep + l * found];
+        Self::Add { keep, found }
     }
 }
 

@@ -83,7 +83,7 @@ pub(super) fn pack_lanes(
 }
 
 /// Rows of a panel, at most: three vectors of sixteen.
-const MAX_LANES: usize = 48;
+pub(super) const MAX_LANES: usize = 48;
 
 /// `into[key / MR][d][key % MR]`; keys from `keys` to the end of their group are 0.
 #[inline(always)]

@@ -4,34 +4,58 @@ use pulp::{Arch, Scalar128b, Simd, WithSimd};
 
 /// An instruction set found on this machine, or portable code in vectors of four that any compiler target can lower.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Level(Option<Arch>);
+pub(super) struct Level {
+    /// `None`: portable.
+    arch: Option<Arch>,
+    /// The kernel for 32 registers whatever there is: tests run it where no such machine is.
+    #[cfg(test)]
+    wide: bool,
+}
 
 impl Level {
     /// The best one that this machine has.
     pub(super) fn detect() -> Self {
-        match Arch::new() {
+        Self::of(match Arch::new() {
             // Not pulp's one lane at a time: four at a time become whatever vectors the target has.
-            Arch::Scalar => Self(None),
-            arch => Self(Some(arch)),
-        }
+            Arch::Scalar => None,
+            arch => Some(arch),
+        })
     }
 
     /// The one that every machine has.
     #[cfg(test)]
     pub(super) fn portable() -> Self {
-        Self(None)
+        Self::of(None)
+    }
+
+    /// This one with the kernel for 32 registers.
+    #[cfg(test)]
+    pub(super) fn wide(self) -> Self {
+        Self { wide: true, ..self }
+    }
+
+    fn of(arch: Option<Arch>) -> Self {
+        Self {
+            arch,
+            #[cfg(test)]
+            wide: false,
+        }
     }
 
     /// Runs `op` with this level's kernel.
     #[inline(always)]
     pub(super) fn run<Op: WithKernel>(self, op: Op) -> Op::Output {
-        self.dispatch(Kernel(op))
+        self.dispatch(Kernel {
+            op,
+            #[cfg(test)]
+            wide: self.wide,
+        })
     }
 
     /// Runs `op`, compiled for this level.
     #[inline(always)]
     pub(super) fn dispatch<Op: WithSimd>(self, op: Op) -> Op::Output {
-        match self.0 {
+        match self.arch {
             #[cfg(target_arch = "x86_64")]
             Some(Arch::V4(simd)) => Simd::vectorize(simd, op),
             #[cfg(target_arch = "x86_64")]
@@ -44,7 +68,7 @@ impl Level {
 
     /// Its name, for reports.
     pub(super) fn name(self) -> &'static str {
-        match self.0 {
+        match self.arch {
             #[cfg(target_arch = "x86_64")]
             Some(Arch::V4(_)) => "AVX-512",
             #[cfg(target_arch = "x86_64")]
@@ -63,17 +87,25 @@ pub(super) trait WithKernel {
     fn with_kernel<S: Simd, const MR: usize, const NV: usize>(self, simd: S) -> Self::Output;
 }
 
-struct Kernel<Op>(Op);
+struct Kernel<Op> {
+    op: Op,
+    #[cfg(test)]
+    wide: bool,
+}
 
 impl<Op: WithKernel> WithSimd for Kernel<Op> {
     type Output = Op::Output;
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> Op::Output {
+        #[cfg(test)]
+        if self.wide {
+            return self.op.with_kernel::<S, 8, 3>(simd);
+        }
         if S::REGISTER_COUNT >= 32 {
-            self.0.with_kernel::<S, 8, 3>(simd)
+            self.op.with_kernel::<S, 8, 3>(simd)
         } else {
-            self.0.with_kernel::<S, 6, 2>(simd)
+            self.op.with_kernel::<S, 6, 2>(simd)
         }
     }
 }
