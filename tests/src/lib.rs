@@ -1,1 +1,20 @@
-//! Being written.
+//! The yardstick of Kyklos: what the right answer is, how far from it an answer may be, and on which inputs.
+//!
+//! # Contract
+//!
+//! - [`oracle`] is attention in f64 as one would write it on a blackboard. It shares no code and no algorithm with
+//!   the product and must stay that way: no tiles, no running state, no merge, no dependency on `kyklos`.
+//! - [`tolerance`] is the only place where a tolerance is computed. A suite that needs a number takes a
+//!   [`tolerance::Limit`]; a literal `1e-5` in a test is a bug.
+//! - [`inputs`] makes the same tensors for every number of ranks, and lists the awkward problems all suites run.
+//!
+//! Nothing here blocks, starts a thread or does I/O. Constructors refuse what is malformed with an
+//! [`oracle::OracleError`]; an index outside a tensor is a bug of the caller and panics.
+#![forbid(unsafe_code)]
+
+pub mod inputs;
+pub mod oracle;
+pub mod tolerance;
+
+#[cfg(test)]
+mod seeded_faults;

@@ -1,0 +1,355 @@
+//! Attention in f64, written the way it is defined.
+//!
+//! For one query row and head: the scores of all visible keys, their maximum, exponentials, their sum, the
+//! weighted mean of the values. Each row is on its own, keys are visited in ascending order, and everything is
+//! f64, whose rounding (2⁻⁵³) is far below any error that is measured with it.
+
+mod mask;
+mod values;
+
+use std::{error::Error, fmt};
+
+pub use mask::{OracleMask, OracleTerm};
+pub use values::{Dtype, Element, Tensor4, Values};
+
+/// What is computed: sizes, score function and mask. Shapes are `[batch, seq, heads, dim]` throughout.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OracleProblem {
+    /// Independent sequences.
+    pub batch: usize,
+    /// Query tokens of each sequence.
+    pub q_len: usize,
+    /// Key and value tokens of each sequence.
+    pub kv_len: usize,
+    /// Query heads, a multiple of `kv_heads`.
+    pub q_heads: usize,
+    /// Key and value heads; query head `h` reads key/value head `h / (q_heads / kv_heads)`.
+    pub kv_heads: usize,
+    /// Length of the vectors of q, k and v.
+    pub head_dim: usize,
+    /// A score is `scale · q·k`.
+    pub scale: f64,
+    /// A score `x` becomes `c · tanh(x / c)`, after the scale and before the mask.
+    pub softcap: Option<f64>,
+    /// Which keys a query sees.
+    pub mask: OracleMask,
+    /// The global position of query 0; key 0 is at position 0.
+    pub q_offset: u64,
+}
+
+impl OracleProblem {
+    /// Shape of q and of the output: `[batch, q_len, q_heads, head_dim]`.
+    pub fn q_shape(&self) -> [usize; 4] {
+        [self.batch, self.q_len, self.q_heads, self.head_dim]
+    }
+
+    /// Shape of k and of v: `[batch, kv_len, kv_heads, head_dim]`.
+    pub fn kv_shape(&self) -> [usize; 4] {
+        [self.batch, self.kv_len, self.kv_heads, self.head_dim]
+    }
+
+    /// Shape of the log-sum-exp: `[batch, q_heads, q_len]`.
+    pub fn lse_shape(&self) -> [usize; 3] {
+        [self.batch, self.q_heads, self.q_len]
+    }
+
+    /// All rows in the order of the output's memory: batch, then query, then head.
+    pub fn row_ids(&self) -> Vec<RowId> {
+        let mut ids = Vec::with_capacity(self.batch * self.q_len * self.q_heads);
+        for batch in 0..self.batch {
+            for row in 0..self.q_len {
+                ids.extend((0..self.q_heads).map(|head| RowId { batch, row, head }));
+            }
+        }
+        ids
+    }
+
+    /// Whether a query row sees the key token at index `key`.
+    pub fn sees(&self, batch: usize, row: usize, key: usize) -> bool {
+        self.mask.visible(batch, row as u64 + self.q_offset, key as u64)
+    }
+
+    /// The key/value head that a query head reads.
+    pub fn kv_head(&self, q_head: usize) -> usize {
+        q_head / (self.q_heads / self.kv_heads)
+    }
+
+    /// Where a row's vector begins in the linear order of the output `[batch, q_len, q_heads, head_dim]`.
+    pub fn o_index(&self, id: RowId) -> usize {
+        ((id.batch * self.q_len + id.row) * self.q_heads + id.head) * self.head_dim
+    }
+
+    /// Where a row's log-sum-exp is in the linear order of `[batch, q_heads, q_len]`.
+    pub fn lse_index(&self, id: RowId) -> usize {
+        (id.batch * self.q_heads + id.head) * self.q_len + id.row
+    }
+
+    /// Refuses sizes, numbers and masks that define no attention.
+    pub fn check(&self) -> Result<(), OracleError> {
+        if self.kv_heads == 0 || !self.q_heads.is_multiple_of(self.kv_heads) {
+            return Err(OracleError::Heads {
+                q_heads: self.q_heads,
+                kv_heads: self.kv_heads,
+            });
+        }
+        if !self.scale.is_finite() || self.softcap.is_some_and(|cap| !(cap.is_finite() && cap > 0.0)) {
+            return Err(OracleError::Score {
+                scale: self.scale,
+                softcap: self.softcap,
+            });
+        }
+        self.mask.check(self.batch)
+    }
+}
+
+/// On one line, as a failing test prints it.
+impl fmt::Display for OracleProblem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "batch {}, q {} x {} heads, kv {} x {} heads, dim {}, scale {}, mask {}",
+            self.batch,
+            self.q_len,
+            self.q_heads,
+            self.kv_len,
+            self.kv_heads,
+            self.head_dim,
+            self.scale,
+            self.mask
+        )?;
+        if let Some(cap) = self.softcap {
+            write!(f, ", softcap {cap}")?;
+        }
+        if self.q_offset != 0 {
+            write!(f, ", q offset {}", self.q_offset)?;
+        }
+        Ok(())
+    }
+}
+
+/// Names one row of the output: a query token of a batch entry, seen through one head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RowId {
+    /// Batch entry.
+    pub batch: usize,
+    /// Query index within the sequence; its position is this plus the problem's `q_offset`.
+    pub row: usize,
+    /// Query head.
+    pub head: usize,
+}
+
+/// One row of output, wherever it comes from: oracle, yardstick or product.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Row {
+    /// Which row.
+    pub id: RowId,
+    /// The output vector `[head_dim]`.
+    pub o: Vec<f64>,
+    /// Natural logarithm of the sum of the exponentials of the scores; -∞ if no key is visible.
+    pub lse: f64,
+}
+
+/// The right answer to one problem on given tensors, computed when asked for, row by row.
+///
+/// # Corners
+///
+/// - A row that sees no key has o = 0 and lse = -∞.
+/// - A key that a row cannot see is not read for it: whatever is in its key and value vectors has no effect.
+/// - NaN and ∞ in what a row does see propagate by plain IEEE arithmetic. A NaN or +∞ score makes the row NaN; a
+///   score of -∞ has weight 0 beside finite ones; if *all* visible scores are -∞ the row is 0/0, NaN.
+#[derive(Clone, Copy, Debug)]
+pub struct Oracle<'a> {
+    problem: &'a OracleProblem,
+    q: Tensor4<'a>,
+    k: Tensor4<'a>,
+    v: Tensor4<'a>,
+}
+
+impl<'a> Oracle<'a> {
+    /// An oracle over q `[batch, q_len, q_heads, head_dim]` and k, v `[batch, kv_len, kv_heads, head_dim]` in
+    /// linear order, already rounded to their storage type. Refuses what does not fit the problem.
+    pub fn new(
+        problem: &'a OracleProblem,
+        q: Values<'a>,
+        k: Values<'a>,
+        v: Values<'a>,
+    ) -> Result<Self, OracleError> {
+        problem.check()?;
+        Ok(Self {
+            problem,
+            q: Tensor4::new(problem.q_shape(), q)?,
+            k: Tensor4::new(problem.kv_shape(), k)?,
+            v: Tensor4::new(problem.kv_shape(), v)?,
+        })
+    }
+
+    /// The problem this answers.
+    pub fn problem(&self) -> &'a OracleProblem {
+        self.problem
+    }
+
+    /// The tensors q, k, v.
+    pub fn tensors(&self) -> [Tensor4<'a>; 3] {
+        [self.q, self.k, self.v]
+    }
+
+    /// Output vector `[head_dim]` and log-sum-exp of one row. Panics outside the problem.
+    pub fn row(&self, batch: usize, row: usize, head: usize) -> (Vec<f64>, f64) {
+        let problem = self.problem;
+        let kv_head = problem.kv_head(head);
+        let mut q = vec![0.0; problem.head_dim];
+        let mut vector = vec![0.0; problem.head_dim];
+        let mut o = vec![0.0; problem.head_dim];
+        self.q.read_vector(batch, row, head, &mut q);
+
+        let mut scores = Vec::new();
+        for key in 0..problem.kv_len {
+            if problem.sees(batch, row, key) {
+                self.k.read_vector(batch, key, kv_head, &mut vector);
+                let dot: f64 = q.iter().zip(&vector).map(|(q, k)| q * k).sum();
+                let score = problem.scale * dot;
+                scores.push((
+                    key,
+                    problem.softcap.map_or(score, |cap| cap * (score / cap).tanh()),
+                ));
+            }
+        }
+        if scores.is_empty() {
+            return (o, f64::NEG_INFINITY);
+        }
+
+        // `f64::max` passes over NaN; the exponential below brings it back.
+        let max = scores
+            .iter()
+            .map(|&(_, score)| score)
+            .fold(f64::NEG_INFINITY, f64::max);
+        let mut sum = 0.0;
+        for (key, score) in scores {
+            let weight = (score - max).exp();
+            sum += weight;
+            self.v.read_vector(batch, key, kv_head, &mut vector);
+            for (o, v) in o.iter_mut().zip(&vector) {
+                *o += weight * v;
+            }
+        }
+        for o in &mut o {
+            *o /= sum;
+        }
+        (o, max + sum.ln())
+    }
+
+    /// The chosen rows, in the order given.
+    pub fn rows(&self, ids: &[RowId]) -> Vec<Row> {
+        ids.iter()
+            .map(|&id| {
+                let (o, lse) = self.row(id.batch, id.row, id.head);
+                Row { id, o, lse }
+            })
+            .collect()
+    }
+
+    /// All rows, in the order of [`OracleProblem::row_ids`].
+    pub fn all_rows(&self) -> Vec<Row> {
+        self.rows(&self.problem.row_ids())
+    }
+}
+
+/// What the oracle refuses to compute.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum OracleError {
+    /// A tensor has not as many elements as its shape `[batch, seq, heads, dim]` says.
+    Length {
+        /// The shape wanted.
+        shape: [usize; 4],
+        /// Its number of elements.
+        elements: usize,
+        /// The number of elements given.
+        actual: usize,
+    },
+    /// The query heads cannot be shared out evenly over the key/value heads.
+    Heads {
+        /// Query heads.
+        q_heads: usize,
+        /// Key and value heads.
+        kv_heads: usize,
+    },
+    /// The scale is not finite, or the softcap is not a positive finite number.
+    Score {
+        /// The scale given.
+        scale: f64,
+        /// The softcap given.
+        softcap: Option<f64>,
+    },
+    /// A side of a window is below -1.
+    Window {
+        /// The left side given.
+        left: i64,
+        /// The right side given.
+        right: i64,
+    },
+    /// Document boundaries are fewer than two or descend.
+    Documents {
+        /// The boundaries given.
+        boundaries: Vec<u64>,
+    },
+    /// There is neither one valid length nor one for each batch entry.
+    Valid {
+        /// How many lengths were given.
+        lengths: usize,
+        /// Batch entries of the problem.
+        batch: usize,
+    },
+}
+
+impl fmt::Display for OracleError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Length {
+                shape,
+                elements,
+                actual,
+            } => {
+                write!(
+                    f,
+                    "a tensor of shape {shape:?} has {elements} elements, {actual} were given"
+                )
+            }
+            Self::Heads { q_heads, kv_heads } => {
+                write!(
+                    f,
+                    "{q_heads} query heads are no multiple of {kv_heads} key/value heads"
+                )
+            }
+            Self::Score { scale, softcap } => {
+                write!(
+                    f,
+                    "scale {scale} must be finite and softcap {softcap:?} positive and finite"
+                )
+            }
+            Self::Window { left, right } => {
+                write!(
+                    f,
+                    "window {left},{right}: a side is a number of tokens, or -1 for no bound"
+                )
+            }
+            Self::Documents { boundaries } => {
+                write!(
+                    f,
+                    "document boundaries {boundaries:?} must be two or more and never descend"
+                )
+            }
+            Self::Valid { lengths, batch } => {
+                write!(
+                    f,
+                    "{lengths} valid lengths for a batch of {batch}: give one, or one for each entry"
+                )
+            }
+        }
+    }
+}
+
+impl Error for OracleError {}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,203 @@
+//! Who sees whom, decided for one (query, key) pair at a time.
+//!
+//! No ranges, no blocks, no shortcuts: those are what the product does, and what this is here to check.
+
+use std::fmt;
+
+use super::OracleError;
+
+/// One condition on a pair of global positions. A key is visible where all conditions of a mask hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum OracleTerm {
+    /// `k <= q`.
+    Causal,
+    /// `q - left <= k <= q + right`, both ends included; -1 means no bound on that side.
+    Window {
+        /// Tokens before the query, or -1.
+        left: i64,
+        /// Tokens after the query, or -1.
+        right: i64,
+    },
+    /// Query and key lie in the same `boundaries[i]..boundaries[i + 1]`. A position outside all of them sees
+    /// nothing and is seen by nobody.
+    Documents(Vec<u64>),
+    /// `k < n`: one `n` for all batch entries, or one for each.
+    Valid(Vec<u64>),
+}
+
+impl OracleTerm {
+    fn allows(&self, batch: usize, q_position: u64, k_position: u64) -> bool {
+        let (q, k) = (i128::from(q_position), i128::from(k_position));
+        match self {
+            Self::Causal => k <= q,
+            Self::Window { left, right } => {
+                (*left == -1 || q - i128::from(*left) <= k) && (*right == -1 || k <= q + i128::from(*right))
+            }
+            Self::Documents(boundaries) => boundaries.windows(2).any(|ends| {
+                let document = ends[0]..ends[1];
+                document.contains(&q_position) && document.contains(&k_position)
+            }),
+            Self::Valid(lengths) => {
+                k_position
+                    < if lengths.len() == 1 {
+                        lengths[0]
+                    } else {
+                        lengths[batch]
+                    }
+            }
+        }
+    }
+}
+
+/// The intersection of its terms; without terms every key is visible.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OracleMask {
+    /// The conditions, in any order.
+    pub terms: Vec<OracleTerm>,
+}
+
+impl OracleMask {
+    /// The mask that hides nothing.
+    pub fn full() -> Self {
+        Self::default()
+    }
+
+    /// `k <= q`.
+    pub fn causal() -> Self {
+        Self::full().and(OracleTerm::Causal)
+    }
+
+    /// This mask and one more condition.
+    #[must_use]
+    pub fn and(mut self, term: OracleTerm) -> Self {
+        self.terms.push(term);
+        self
+    }
+
+    /// Whether the query at global position `q_position` sees the key at global position `k_position` in this
+    /// batch entry.
+    pub fn visible(&self, batch: usize, q_position: u64, k_position: u64) -> bool {
+        self.terms
+            .iter()
+            .all(|term| term.allows(batch, q_position, k_position))
+    }
+
+    /// Refuses a mask that says nothing definite for a problem of `batch` entries.
+    pub(super) fn check(&self, batch: usize) -> Result<(), OracleError> {
+        for term in &self.terms {
+            match term {
+                OracleTerm::Causal => {}
+                OracleTerm::Window { left, right } => {
+                    if *left < -1 || *right < -1 {
+                        return Err(OracleError::Window {
+                            left: *left,
+                            right: *right,
+                        });
+                    }
+                }
+                OracleTerm::Documents(boundaries) => {
+                    if boundaries.len() < 2 || !boundaries.is_sorted() {
+                        return Err(OracleError::Documents {
+                            boundaries: boundaries.clone(),
+                        });
+                    }
+                }
+                OracleTerm::Valid(lengths) => {
+                    if lengths.len() != 1 && lengths.len() != batch {
+                        return Err(OracleError::Valid {
+                            lengths: lengths.len(),
+                            batch,
+                        });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// In the words of the command line: `causal+window:4,-1`.
+impl fmt::Display for OracleMask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let list = |numbers: &[u64]| numbers.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
+        if self.terms.is_empty() {
+            return f.write_str("full");
+        }
+        for (index, term) in self.terms.iter().enumerate() {
+            if index > 0 {
+                f.write_str("+")?;
+            }
+            match term {
+                OracleTerm::Causal => f.write_str("causal")?,
+                OracleTerm::Window { left, right } => write!(f, "window:{left},{right}")?,
+                OracleTerm::Documents(boundaries) => write!(f, "documents:{}", list(boundaries))?,
+                OracleTerm::Valid(lengths) => write!(f, "valid:{}", list(lengths))?,
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The keys of `0..8` that the query sees, as a picture.
+    fn picture(mask: &OracleMask, batch: usize, q: u64) -> String {
+        (0..8)
+            .map(|k| if mask.visible(batch, q, k) { '#' } else { '.' })
+            .collect()
+    }
+
+    #[test]
+    fn each_term_shows_the_keys_that_its_definition_names() {
+        let window = |left, right| OracleMask::full().and(OracleTerm::Window { left, right });
+        let documents = OracleMask::full().and(OracleTerm::Documents(vec![0, 3, 3, 8]));
+        assert_eq!(picture(&OracleMask::full(), 0, 0), "########");
+        assert_eq!(picture(&OracleMask::causal(), 0, 0), "#.......");
+        assert_eq!(picture(&OracleMask::causal(), 0, 3), "####....");
+        assert_eq!(picture(&OracleMask::causal(), 0, 99), "########");
+        assert_eq!(picture(&window(2, 1), 0, 0), "##......");
+        assert_eq!(picture(&window(2, 1), 0, 4), "..####..");
+        assert_eq!(picture(&window(-1, 0), 0, 2), "###.....");
+        assert_eq!(picture(&window(0, -1), 0, 6), "......##");
+        assert_eq!(picture(&window(0, 0), 0, 6), "......#.");
+        assert_eq!(picture(&window(1, 1), 0, 20), "........");
+        assert_eq!(picture(&documents, 0, 2), "###.....");
+        assert_eq!(picture(&documents, 0, 3), "...#####");
+        assert_eq!(picture(&documents, 0, 8), "........");
+    }
+
+    #[test]
+    fn valid_takes_one_length_or_one_for_each_batch_entry() {
+        let each = OracleMask::full().and(OracleTerm::Valid(vec![2, 0]));
+        assert_eq!(picture(&each, 0, 7), "##......");
+        assert_eq!(picture(&each, 1, 7), "........");
+        let one = OracleMask::full().and(OracleTerm::Valid(vec![3]));
+        assert_eq!(picture(&one, 5, 0), "###.....");
+        assert_eq!(each.check(2), Ok(()));
+        assert_eq!(each.check(3), Err(OracleError::Valid { lengths: 2, batch: 3 }));
+        assert_eq!(one.check(3), Ok(()));
+    }
+
+    #[test]
+    fn terms_intersect() {
+        let mask = OracleMask::causal()
+            .and(OracleTerm::Window { left: 3, right: -1 })
+            .and(OracleTerm::Documents(vec![0, 4, 8]))
+            .and(OracleTerm::Valid(vec![6]));
+        assert_eq!(picture(&mask, 0, 2), "###.....");
+        assert_eq!(picture(&mask, 0, 5), "....##..");
+        assert_eq!(picture(&mask, 0, 7), "....##..");
+        assert_eq!(mask.to_string(), "causal+window:3,-1+documents:0,4,8+valid:6");
+    }
+
+    #[test]
+    fn an_indefinite_mask_is_refused() {
+        let refused = |term| OracleMask::full().and(term).check(1).is_err();
+        assert!(refused(OracleTerm::Window { left: -2, right: 0 }));
+        assert!(refused(OracleTerm::Documents(vec![0])));
+        assert!(refused(OracleTerm::Documents(vec![0, 5, 4])));
+        assert!(refused(OracleTerm::Valid(vec![])));
+    }
+}

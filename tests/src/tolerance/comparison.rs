@@ -1,0 +1,317 @@
+//! How far an answer is from the oracle's, and where.
+
+use std::fmt;
+
+use super::{Limit, Vacuous};
+use crate::oracle::{Dtype, OracleProblem, Row, RowId, Values};
+
+/// Who computed what, so that a failure can be run again from its message alone.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Context {
+    /// The case, or what else the inputs are called.
+    pub case: String,
+    /// The seed of the inputs.
+    pub seed: u64,
+    /// Backend and device, with mesh and strategy where there are several ranks.
+    pub backend: String,
+    /// The command that runs this again.
+    pub rerun: String,
+}
+
+/// One output value beside the one it should be.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Worst {
+    /// The row.
+    pub at: RowId,
+    /// The component of the output vector; `None` for a log-sum-exp.
+    pub dim: Option<usize>,
+    /// What was computed.
+    pub actual: f64,
+    /// What the oracle says.
+    pub expected: f64,
+    /// `|actual - expected|`, ∞ where one is NaN or infinite and the other is not the same.
+    pub error: f64,
+    /// How many numbers of the output's type lie between them (f32 for a log-sum-exp).
+    pub ulps: Option<u64>,
+}
+
+/// The distance between an answer and the oracle's over a set of rows.
+///
+/// NaN equals NaN and an infinity equals itself; any other pair with a non-finite member has infinite error. A
+/// row that sees no key is exact by definition: anything but o = 0 and lse = -∞ there has infinite error too.
+#[derive(Clone, Debug)]
+#[must_use = "a comparison proves nothing until it is held to a limit"]
+pub struct Comparison {
+    /// Rows compared.
+    pub rows: usize,
+    /// The largest error of o.
+    pub max_abs_error: f64,
+    /// Where it is; `None` if all of o is equal.
+    pub worst: Option<Worst>,
+    /// Root mean square of the error of o.
+    pub rms_error: f64,
+    /// Root mean square of the right o, over the rows that see a key.
+    pub rms_signal: f64,
+    /// Frobenius norm of the error of o relative to that of the right o.
+    pub relative_error: f64,
+    /// The largest magnitude in the right o.
+    pub max_abs_o: f64,
+    /// The largest error of the log-sum-exp.
+    pub max_lse_error: f64,
+    /// Where it is; `None` if all are equal.
+    pub worst_lse: Option<Worst>,
+    /// The largest finite magnitude among the right log-sum-exps.
+    pub max_abs_lse: f64,
+    /// How many values of o and lse have infinite error.
+    pub mismatched_nonfinite: usize,
+    /// How many values of the right o are finite, in the rows that see a key: those that the norms are over.
+    pub finite_values: usize,
+    /// The output's storage type.
+    pub dtype: Dtype,
+    problem: String,
+    context: Context,
+}
+
+/// Compares whole outputs with the oracle's rows: `o` `[batch, q_len, q_heads, head_dim]` and `lse`
+/// `[batch, q_heads, q_len]`, both in linear order, of which only the rows in `expected` are looked at.
+///
+/// Panics if an output has not the length that the problem says.
+pub fn compare(
+    problem: &OracleProblem,
+    o: Values<'_>,
+    lse: Values<'_>,
+    expected: &[Row],
+    context: &Context,
+) -> Comparison {
+    assert_eq!(
+        o.len(),
+        problem.q_shape().iter().product::<usize>(),
+        "elements of o for {problem}"
+    );
+    assert_eq!(
+        lse.len(),
+        problem.lse_shape().iter().product::<usize>(),
+        "elements of lse for {problem}"
+    );
+    let actual: Vec<Row> = expected
+        .iter()
+        .map(|row| {
+            let mut vector = vec![0.0; problem.head_dim];
+            o.read_into(problem.o_index(row.id), &mut vector);
+            Row {
+                id: row.id,
+                o: vector,
+                lse: lse.get(problem.lse_index(row.id)),
+            }
+        })
+        .collect();
+    compare_rows(problem, o.dtype(), &actual, expected, context)
+}
+
+/// Compares rows with the oracle's, one by one in the same order; `dtype` is what the rows' o is stored in.
+///
+/// Panics if the two lists do not name the same rows.
+pub fn compare_rows(
+    problem: &OracleProblem,
+    dtype: Dtype,
+    actual: &[Row],
+    expected: &[Row],
+    context: &Context,
+) -> Comparison {
+    assert_eq!(actual.len(), expected.len(), "rows to compare");
+    let mut comparison = Comparison {
+        rows: expected.len(),
+        max_abs_error: 0.0,
+        worst: None,
+        rms_error: 0.0,
+        rms_signal: 0.0,
+        relative_error: 0.0,
+        max_abs_o: 0.0,
+        max_lse_error: 0.0,
+        worst_lse: None,
+        max_abs_lse: 0.0,
+        mismatched_nonfinite: 0,
+        finite_values: 0,
+        dtype,
+        problem: problem.to_string(),
+        context: context.clone(),
+    };
+    let (mut squared_error, mut squared_signal) = (0.0, 0.0);
+    for (actual, expected) in actual.iter().zip(expected) {
+        assert_eq!(actual.id, expected.id, "the same row on both sides");
+        assert_eq!(
+            actual.o.len(),
+            expected.o.len(),
+            "the same vector length on both sides"
+        );
+        let sees_a_key = expected.lse != f64::NEG_INFINITY;
+        for (dim, (&a, &e)) in actual.o.iter().zip(&expected.o).enumerate() {
+            // 0 is the definition here and not a result: the smallest deviation means that state leaked in.
+            let error = if sees_a_key || a == 0.0 {
+                distance(a, e)
+            } else {
+                f64::INFINITY
+            };
+            comparison.note(expected.id, Some(dim), a, e, error);
+            squared_error += error * error;
+            if sees_a_key && e.is_finite() {
+                squared_signal += e * e;
+                comparison.finite_values += 1;
+                comparison.max_abs_o = comparison.max_abs_o.max(e.abs());
+            }
+        }
+        comparison.note(
+            expected.id,
+            None,
+            actual.lse,
+            expected.lse,
+            distance(actual.lse, expected.lse),
+        );
+        if expected.lse.is_finite() {
+            comparison.max_abs_lse = comparison.max_abs_lse.max(expected.lse.abs());
+        }
+    }
+    let values = comparison.finite_values.max(1) as f64;
+    comparison.rms_signal = (squared_signal / values).sqrt();
+    comparison.rms_error = (squared_error / values).sqrt();
+    if comparison.rms_error > 0.0 {
+        comparison.relative_error = comparison.rms_error / comparison.rms_signal;
+    }
+    comparison
+}
+
+fn distance(actual: f64, expected: f64) -> f64 {
+    if actual == expected || actual.is_nan() && expected.is_nan() {
+        0.0
+    } else if actual.is_finite() && expected.is_finite() {
+        (actual - expected).abs()
+    } else {
+        f64::INFINITY
+    }
+}
+
+impl Comparison {
+    /// Whether this is within the limit; refuses a limit that could not tell a right answer from a wrong one.
+    pub fn within(&self, limit: &Limit) -> Result<(), Box<Failure>> {
+        if let Some(vacuous) = limit.vacuous_for(self) {
+            return Err(self.failure(Cause::Vacuous(vacuous), limit));
+        }
+        let o = self.max_abs_error <= limit.o_abs() && self.relative_error <= limit.o_relative();
+        if self.mismatched_nonfinite == 0 && o && self.max_lse_error <= limit.lse_abs() {
+            return Ok(());
+        }
+        Err(self.failure(Cause::Exceeded, limit))
+    }
+
+    /// Panics with the whole story unless [`Comparison::within`] the limit.
+    #[track_caller]
+    pub fn assert_within(&self, limit: &Limit) {
+        if let Err(failure) = self.within(limit) {
+            panic!("{failure}");
+        }
+    }
+
+    fn failure(&self, cause: Cause, limit: &Limit) -> Box<Failure> {
+        Box::new(Failure {
+            cause,
+            limit: *limit,
+            comparison: self.clone(),
+        })
+    }
+
+    fn note(&mut self, at: RowId, dim: Option<usize>, actual: f64, expected: f64, error: f64) {
+        if error.is_infinite() {
+            self.mismatched_nonfinite += 1;
+        }
+        let (dtype, max, worst) = match dim {
+            Some(_) => (self.dtype, &mut self.max_abs_error, &mut self.worst),
+            None => (Dtype::F32, &mut self.max_lse_error, &mut self.worst_lse),
+        };
+        if error > *max {
+            *max = error;
+            *worst = Some(Worst {
+                at,
+                dim,
+                actual,
+                expected,
+                error,
+                ulps: dtype.ulps(actual, expected),
+            });
+        }
+    }
+}
+
+impl fmt::Display for Worst {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let RowId { batch, row, head } = self.at;
+        write!(f, "{:.3e} at batch {batch}, row {row}, head {head}", self.error)?;
+        if let Some(dim) = self.dim {
+            write!(f, ", dim {dim}")?;
+        }
+        write!(f, ": got {:?}, expected {:?}", self.actual, self.expected)?;
+        match self.ulps {
+            Some(ulps) => write!(f, " ({ulps} ulp)"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for Comparison {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let worst = |worst: &Option<Worst>| worst.map_or("none".to_owned(), |worst| worst.to_string());
+        writeln!(f, "  o   error {}", worst(&self.worst))?;
+        writeln!(f, "  lse error {}", worst(&self.worst_lse))?;
+        writeln!(
+            f,
+            "  {} rows of {}: rms error {:.3e}, rms signal {:.3e}, relative {:.3e}; infinite errors: {}",
+            self.rows,
+            self.dtype,
+            self.rms_error,
+            self.rms_signal,
+            self.relative_error,
+            self.mismatched_nonfinite
+        )?;
+        writeln!(f, "  problem: {}", self.problem)?;
+        let Context {
+            case,
+            seed,
+            backend,
+            rerun,
+        } = &self.context;
+        writeln!(f, "  case: {case}, seed {seed}, backend: {backend}")?;
+        write!(f, "  rerun: {rerun}")
+    }
+}
+
+/// Why an answer is not accepted. Its `Display` has everything that is needed to look into it.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    /// What is wrong: the answer or the limit.
+    pub cause: Cause,
+    /// What it was held to.
+    pub limit: Limit,
+    /// What was measured.
+    pub comparison: Comparison,
+}
+
+/// What is wrong: the answer or the limit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Cause {
+    /// The answer is further from the oracle's than the limit allows.
+    Exceeded,
+    /// The limit is so wide that being within it means nothing.
+    Vacuous(Vacuous),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.cause {
+            Cause::Exceeded => f.write_str("the answer is wrong")?,
+            Cause::Vacuous(vacuous) => write!(f, "the limit proves nothing: {vacuous}")?,
+        }
+        write!(f, "\n  limit: {}\n{}", self.limit, self.comparison)
+    }
+}
+
+impl std::error::Error for Failure {}

@@ -1,0 +1,66 @@
+//! Attention in f32 without any care, as a measure of what f32 costs on given inputs.
+//!
+//! It is not a reference for the answer, only for the size of the error: a kernel that keeps scores, weights and
+//! sums in f32 has no excuse to be more than twice as far from the oracle as this.
+
+use crate::oracle::{Oracle, Row, RowId};
+
+/// The chosen rows with every operation in f32: one accumulator for each sum, keys in ascending order, the
+/// output left unrounded in f32.
+pub fn naive_f32_rows(oracle: &Oracle<'_>, ids: &[RowId]) -> Vec<Row> {
+    ids.iter().map(|&id| naive_f32_row(oracle, id)).collect()
+}
+
+fn naive_f32_row(oracle: &Oracle<'_>, id: RowId) -> Row {
+    let problem = oracle.problem();
+    let [q, k, v] = oracle.tensors();
+    let kv_head = problem.kv_head(id.head);
+    let mut wide = vec![0.0; problem.head_dim];
+    let mut narrow = |tensor: crate::oracle::Tensor4<'_>, token, head| -> Vec<f32> {
+        tensor.read_vector(id.batch, token, head, &mut wide);
+        wide.iter().map(|&value| value as f32).collect()
+    };
+
+    let query = narrow(q, id.row, id.head);
+    let keys: Vec<usize> = (0..problem.kv_len)
+        .filter(|&key| problem.sees(id.batch, id.row, key))
+        .collect();
+    let scores: Vec<f32> = keys
+        .iter()
+        .map(|&key| {
+            let key = narrow(k, key, kv_head);
+            let mut dot = 0.0_f32;
+            for dim in 0..problem.head_dim {
+                dot += query[dim] * key[dim];
+            }
+            let score = dot * problem.scale as f32;
+            match problem.softcap {
+                Some(cap) => cap as f32 * (score / cap as f32).tanh(),
+                None => score,
+            }
+        })
+        .collect();
+
+    let mut o = vec![0.0_f32; problem.head_dim];
+    if keys.is_empty() {
+        return Row {
+            id,
+            o: vec![0.0; problem.head_dim],
+            lse: f64::NEG_INFINITY,
+        };
+    }
+    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let mut sum = 0.0_f32;
+    for (&key, score) in keys.iter().zip(scores) {
+        let weight = (score - max).exp();
+        sum += weight;
+        for (o, v) in o.iter_mut().zip(narrow(v, key, kv_head)) {
+            *o += weight * v;
+        }
+    }
+    Row {
+        id,
+        o: o.iter().map(|&o| f64::from(o / sum)).collect(),
+        lse: f64::from(max + sum.ln()),
+    }
+}
