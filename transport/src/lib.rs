@@ -25,7 +25,10 @@ mod deadline;
 mod error;
 mod in_process;
 mod misuse;
+#[cfg(feature = "quic")]
+pub mod quic;
 mod transport;
+pub mod wire;
 
 pub use error::{Abort, AbortCause, Pending, TransportError};
 pub use in_process::in_process_group;

@@ -1,0 +1,446 @@
+//! The star of control connections: heartbeats, votes, and the one abort that counts.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use quinn::{ApplicationClose, ConnectionError, VarInt};
+use tokio::time::MissedTickBehavior;
+
+use super::core::{AgreeCall, COORDINATOR, Core, Patience};
+use super::frames::{FrameError, FrameReader};
+use crate::ballot::{Ballot, Refusal, Verdict};
+use crate::error::{Abort, AbortCause, TransportError};
+use crate::transport::{Completer, Progress, Rank, Vote};
+use crate::wire::Frame;
+
+/// Why a connection is closed, as the code of its close.
+pub(crate) mod close_code {
+    use super::VarInt;
+
+    /// The rank has left in order.
+    pub(crate) const LEFT: VarInt = VarInt::from_u32(1);
+    /// The group has been aborted; the reason is the abort's frame.
+    pub(crate) const ABORTED: VarInt = VarInt::from_u32(2);
+    /// The rank's endpoint was dropped without a goodbye.
+    pub(crate) const DROPPED: VarInt = VarInt::from_u32(3);
+    /// The rank is not taken into the group; the reason says why.
+    pub(crate) const REJECTED: VarInt = VarInt::from_u32(4);
+}
+
+/// Heartbeats that may stay out before a rank counts as dead.
+///
+/// Counted in this rank's own ticks, not in time: a rank whose own I/O thread did not run for a while has not
+/// listened, and must not conclude anything from silence.
+const SILENT_TICKS: u32 = 12;
+
+/// What the coordinator knows; empty on other ranks.
+#[derive(Debug)]
+pub(crate) struct Coordinator {
+    state: Mutex<CoordinatorState>,
+}
+
+#[derive(Debug)]
+struct CoordinatorState {
+    ballot: Ballot,
+    members: Vec<Member>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Member {
+    progress: Progress,
+    silent_ticks: u32,
+    left: bool,
+}
+
+impl Coordinator {
+    pub(crate) fn new(world: u32) -> Self {
+        let members = vec![Member::default(); world as usize];
+        Self {
+            state: Mutex::new(CoordinatorState {
+                ballot: Ballot::new(world),
+                members,
+            }),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, CoordinatorState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The lowest rank, other than this one, that has not left.
+    pub(crate) fn lowest_present(&self) -> Option<Rank> {
+        let state = self.lock();
+        let mut ranks = (0..).map(Rank).zip(&state.members).skip(1);
+        ranks.find(|(_, member)| !member.left).map(|(rank, _)| rank)
+    }
+
+    fn heard(&self, rank: Rank, progress: Option<Progress>) {
+        let mut state = self.lock();
+        let member = &mut state.members[rank.0 as usize];
+        member.silent_ticks = 0;
+        if let Some(progress) = progress {
+            member.progress = progress;
+        }
+    }
+
+    fn left(&self, rank: Rank) -> bool {
+        self.lock().members[rank.0 as usize].left
+    }
+
+    /// Counts a tick of silence for everyone, and returns a rank that has been silent for too long.
+    fn tick(&self) -> Option<Rank> {
+        let mut state = self.lock();
+        let mut dead = None;
+        for (rank, member) in (0..).map(Rank).zip(&mut state.members).skip(1) {
+            member.silent_ticks += 1;
+            if !member.left && member.silent_ticks >= SILENT_TICKS {
+                dead = dead.or(Some(rank));
+            }
+        }
+        dead
+    }
+}
+
+impl Core {
+    /// Of every rank: starts this rank's part in the next agreement.
+    pub(crate) fn agree(
+        &self,
+        coordinator: Option<&Coordinator>,
+        vote: Vote,
+        patience: Duration,
+        completer: Completer<()>,
+    ) {
+        let mut state = self.lock();
+        if let Err(error) = state.may_post() {
+            return completer.complete(Err(error));
+        }
+        let round = state.next_round;
+        state.next_round += 1;
+        state.agrees.insert(
+            round,
+            AgreeCall {
+                completer,
+                patience: Patience::of(patience),
+            },
+        );
+        drop(state);
+        self.changed.notify_waiters();
+        match (coordinator, self.control(COORDINATOR)) {
+            (Some(coordinator), _) => self.count_vote(coordinator, self.me, vote),
+            (None, Some(control)) => control.say(Frame::Vote { vote }),
+            (None, None) => {}
+        }
+    }
+
+    fn agreed(&self, round: u64, verdict: Verdict) {
+        let call = self.lock().agrees.remove(&round);
+        if let Some(call) = call {
+            call.completer.complete(verdict.map_err(TransportError::from));
+        }
+        self.changed.notify_waiters();
+    }
+
+    /// Of the coordinator: counts a vote, and tells the verdict if it was the last one of its round.
+    fn count_vote(&self, coordinator: &Coordinator, rank: Rank, vote: Vote) {
+        let mut state = coordinator.lock();
+        let (round, verdict) = match state.ballot.cast(rank, vote) {
+            Ok(counted) => counted,
+            Err(text) => {
+                drop(state);
+                return self.failed(rank, text);
+            }
+        };
+        let leaver = state
+            .ballot
+            .missing(round)
+            .filter(|missing| state.members[missing.0 as usize].left);
+        drop(state);
+        if let Some(verdict) = verdict {
+            let refusal = verdict
+                .clone()
+                .err()
+                .map(|Refusal { rank, exit, text }| (rank, exit, text));
+            for member in self.control.iter().flatten() {
+                member.say(Frame::Verdict {
+                    round,
+                    refusal: refusal.clone(),
+                });
+            }
+            self.agreed(round, verdict);
+        } else if let Some(leaver) = leaver {
+            self.failed(
+                leaver,
+                format!("left the group while rank {rank} waited for its vote"),
+            );
+        }
+    }
+
+    /// Of the coordinator: makes an abort that a rank asks for everyone's, with what was last heard of the culprit.
+    fn decide_for(&self, coordinator: &Coordinator, mut abort: Abort, asker: Rank) {
+        if asker != abort.culprit
+            && let Some(member) = coordinator.lock().members.get(abort.culprit.0 as usize)
+        {
+            abort.progress = member.progress;
+        }
+        self.decide(abort);
+    }
+
+    fn died(&self, coordinator: &Coordinator, rank: Rank, text: String) {
+        let progress = coordinator.lock().members[rank.0 as usize].progress;
+        self.decide(Abort {
+            culprit: rank,
+            cause: AbortCause::Died(text),
+            progress,
+        });
+    }
+
+    /// Of the coordinator: handles the frames of one rank's control connection until it ends.
+    pub(crate) async fn read_member(
+        self: Arc<Self>,
+        coordinator: Arc<Coordinator>,
+        rank: Rank,
+        mut frames: FrameReader,
+    ) {
+        loop {
+            let frame = frames.next().await;
+            coordinator.heard(rank, None);
+            match frame {
+                Ok(Some(Frame::Ping { progress })) => coordinator.heard(rank, Some(progress)),
+                Ok(Some(Frame::Vote { vote })) => self.count_vote(&coordinator, rank, vote),
+                Ok(Some(Frame::Abort { abort })) if abort.culprit.0 < self.world => {
+                    self.decide_for(&coordinator, abort, rank);
+                }
+                Ok(Some(Frame::LinkLost { peer, text })) if peer.0 < self.world => {
+                    // A rank that has left in order owes nothing: the other side would have said so otherwise.
+                    if peer == self.me || !coordinator.left(peer) {
+                        let text = format!("rank {rank} lost its link to it: {text}");
+                        self.died(&coordinator, peer, text);
+                    }
+                }
+                Ok(Some(Frame::Leave)) => {
+                    coordinator.lock().members[rank.0 as usize].left = true;
+                    if let Some(control) = self.control(rank) {
+                        control.say(Frame::Goodbye);
+                    }
+                    self.changed.notify_waiters();
+                    self.check_open_rounds(&coordinator, rank);
+                }
+                Ok(Some(other)) => return self.failed(rank, format!("broke the protocol: {other:?}")),
+                Err(FrameError::Wire(error)) => {
+                    return self.failed(rank, format!("broke the protocol: {error}"));
+                }
+                Ok(None) | Err(FrameError::Stream(_)) => break,
+            }
+        }
+        let Some(control) = self.control(rank) else { return };
+        let reason = control.connection.closed().await;
+        if !coordinator.left(rank) {
+            self.died(&coordinator, rank, describe(&reason));
+        }
+    }
+
+    /// Somebody may wait for the vote of a rank that has just left.
+    fn check_open_rounds(&self, coordinator: &Coordinator, leaver: Rank) {
+        let first_open = self.lock().agrees.keys().next().copied();
+        let missing = first_open.and_then(|round| coordinator.lock().ballot.missing(round));
+        if missing == Some(leaver) {
+            self.failed(
+                leaver,
+                format!("left the group while rank {} waited for its vote", self.me),
+            );
+        }
+    }
+
+    /// Of every other rank: handles the frames of the control connection until it ends.
+    pub(crate) async fn read_coordinator(self: Arc<Self>, heard: Arc<Silence>, mut frames: FrameReader) {
+        loop {
+            let frame = frames.next().await;
+            heard.reset();
+            match frame {
+                Ok(Some(Frame::Pong)) => {}
+                Ok(Some(Frame::Verdict { round, refusal })) => {
+                    let verdict = match refusal {
+                        None => Ok(()),
+                        Some((rank, exit, text)) => Err(Refusal { rank, exit, text }),
+                    };
+                    self.agreed(round, verdict);
+                }
+                Ok(Some(Frame::Abort { abort })) => self.aborted(abort),
+                Ok(Some(Frame::Goodbye)) => {
+                    self.lock().goodbye = true;
+                    self.changed.notify_waiters();
+                }
+                Ok(Some(other)) => return self.coordinator_failed(format!("broke the protocol: {other:?}")),
+                Err(FrameError::Wire(error)) => {
+                    return self.coordinator_failed(format!("broke the protocol: {error}"));
+                }
+                Ok(None) | Err(FrameError::Stream(_)) => break,
+            }
+        }
+        let Some(control) = self.control(COORDINATOR) else {
+            return;
+        };
+        let reason = control.connection.closed().await;
+        if self.lock().goodbye {
+            return;
+        }
+        if let Some(abort) = abort_in(&reason) {
+            return self.aborted(abort);
+        }
+        self.coordinator_died(describe(&reason));
+    }
+
+    fn coordinator_failed(&self, text: String) {
+        let progress = Progress::default();
+        self.aborted(Abort {
+            culprit: COORDINATOR,
+            cause: AbortCause::Failed(text),
+            progress,
+        });
+    }
+
+    fn coordinator_died(&self, text: String) {
+        let progress = Progress::default();
+        self.aborted(Abort {
+            culprit: COORDINATOR,
+            cause: AbortCause::Died(text),
+            progress,
+        });
+    }
+
+    /// Of the coordinator: tells everyone that it lives, and listens for silence.
+    pub(crate) async fn beat_as_coordinator(self: Arc<Self>, coordinator: Arc<Coordinator>) {
+        let mut ticks = ticks(self.heartbeat);
+        let mut over = self.over.subscribe();
+        loop {
+            tokio::select! {
+                _ = ticks.tick() => {}
+                _ = over.wait_for(|over| *over) => return,
+            }
+            for (rank, member) in (0..).map(Rank).zip(&self.control) {
+                if let Some(member) = member
+                    && !coordinator.left(rank)
+                {
+                    member.say(Frame::Pong);
+                }
+            }
+            if let Some(rank) = coordinator.tick() {
+                self.died(&coordinator, rank, self.silence());
+            }
+        }
+    }
+
+    /// Of every other rank: tells the coordinator what this rank is doing, and listens for silence.
+    pub(crate) async fn beat_as_member(self: Arc<Self>, heard: Arc<Silence>) {
+        let mut ticks = ticks(self.heartbeat);
+        let mut over = self.over.subscribe();
+        loop {
+            tokio::select! {
+                _ = ticks.tick() => {}
+                _ = over.wait_for(|over| *over) => return,
+            }
+            if self.lock().goodbye {
+                return;
+            }
+            if let Some(control) = self.control(COORDINATOR) {
+                control.say(Frame::Ping {
+                    progress: self.progress(),
+                });
+            }
+            if heard.tick() >= SILENT_TICKS {
+                self.coordinator_died(self.silence());
+            }
+        }
+    }
+
+    fn silence(&self) -> String {
+        format!(
+            "nothing heard of it for {:.1} s",
+            (self.heartbeat * SILENT_TICKS).as_secs_f64()
+        )
+    }
+
+    /// A data connection has ended.
+    pub(crate) fn link_ended(&self, peer: Rank, reason: &ConnectionError) {
+        match reason {
+            ConnectionError::LocallyClosed => {}
+            ConnectionError::ApplicationClosed(ApplicationClose { error_code, .. })
+                if *error_code == close_code::LEFT =>
+            {
+                self.peer_left(peer);
+            }
+            // The abort itself comes from the coordinator, or its silence does.
+            ConnectionError::ApplicationClosed(ApplicationClose { error_code, .. })
+                if *error_code == close_code::ABORTED => {}
+            _ => {
+                if self.lock().peers[peer.0 as usize].left {
+                    return;
+                }
+                let text = describe(reason);
+                if self.is_coordinator() {
+                    let cause = AbortCause::Died(format!("rank 0 lost its link to it: {text}"));
+                    self.decide(Abort {
+                        culprit: peer,
+                        cause,
+                        progress: Progress::default(),
+                    });
+                } else if let Some(control) = self.control(COORDINATOR) {
+                    control.say(Frame::LinkLost { peer, text });
+                }
+            }
+        }
+    }
+}
+
+/// Ticks for which the coordinator has been silent.
+#[derive(Debug, Default)]
+pub(crate) struct Silence(std::sync::atomic::AtomicU32);
+
+impl Silence {
+    fn reset(&self) {
+        self.0.store(0, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    fn tick(&self) -> u32 {
+        self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1
+    }
+}
+
+fn ticks(heartbeat: Duration) -> tokio::time::Interval {
+    let mut ticks = tokio::time::interval(heartbeat);
+    // After a stall the next tick is a whole period away: the frames that have queued up are read first.
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
+}
+
+/// The abort that a coordinator put into the close of a connection.
+fn abort_in(reason: &ConnectionError) -> Option<Abort> {
+    let ConnectionError::ApplicationClosed(close) = reason else {
+        return None;
+    };
+    if close.error_code != close_code::ABORTED {
+        return None;
+    }
+    match Frame::decode(&close.reason) {
+        Ok(Some((Frame::Abort { abort }, _))) => Some(abort),
+        _ => None,
+    }
+}
+
+/// What the end of a connection says about its other side.
+pub(crate) fn describe(reason: &ConnectionError) -> String {
+    match reason {
+        ConnectionError::ApplicationClosed(close) if close.error_code == close_code::DROPPED => {
+            "its endpoint was dropped without close".into()
+        }
+        ConnectionError::ApplicationClosed(close) if close.error_code == close_code::LEFT => {
+            "it left before the others had finished".into()
+        }
+        ConnectionError::ApplicationClosed(close) if close.error_code == close_code::REJECTED => {
+            String::from_utf8_lossy(&close.reason).into_owned()
+        }
+        ConnectionError::TimedOut => "its connection timed out".into(),
+        ConnectionError::Reset => "its process does not know the connection any more".into(),
+        other => other.to_string(),
+    }
+}

@@ -1,0 +1,84 @@
+//! Control frames over a QUIC stream.
+
+use quinn::{RecvStream, SendStream};
+use tokio::sync::mpsc;
+
+use crate::wire::{Frame, WireError};
+
+/// Why no more frames come.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum FrameError {
+    /// What came is not a frame.
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    /// The stream or its connection is gone.
+    #[error("{0}")]
+    Stream(quinn::ReadError),
+}
+
+/// Reads frames; holds at most one of them.
+#[derive(Debug)]
+pub(crate) struct FrameReader {
+    stream: RecvStream,
+    pending: Vec<u8>,
+}
+
+impl FrameReader {
+    pub(crate) fn new(stream: RecvStream) -> Self {
+        Self {
+            stream,
+            pending: Vec::new(),
+        }
+    }
+
+    /// The next frame, or `None` at the end of the stream. Cancel-safe.
+    pub(crate) async fn next(&mut self) -> Result<Option<Frame>, FrameError> {
+        loop {
+            if let Some((frame, taken)) = Frame::decode(&self.pending)? {
+                self.pending.drain(..taken);
+                return Ok(Some(frame));
+            }
+            match self
+                .stream
+                .read_chunk(READ_BYTES, true)
+                .await
+                .map_err(FrameError::Stream)?
+            {
+                Some(chunk) => self.pending.extend_from_slice(&chunk.bytes),
+                None if self.pending.is_empty() => return Ok(None),
+                None => return Err(WireError::UnexpectedEnd.into()),
+            }
+        }
+    }
+}
+
+/// Most bytes taken from the stream at once.
+const READ_BYTES: usize = 4096;
+
+/// The sending end of a link's frames.
+///
+/// Unbounded, because only this rank's own calls put frames in: at most a few per outstanding call and heartbeat.
+pub(crate) type FrameSender = mpsc::UnboundedSender<Frame>;
+
+/// Writes frames as they come, and ends the stream once all senders are gone and the peer has it all.
+pub(crate) async fn write_frames(mut stream: SendStream, mut frames: mpsc::UnboundedReceiver<Frame>) {
+    // Small and urgent: ahead of payload on the same connection.
+    let _ = stream.set_priority(10);
+    let mut batch = Vec::new();
+    while let Some(frame) = frames.recv().await {
+        batch.clear();
+        batch.extend_from_slice(&frame.encode());
+        while batch.len() < READ_BYTES
+            && let Ok(frame) = frames.try_recv()
+        {
+            batch.extend_from_slice(&frame.encode());
+        }
+        // A connection that is gone is noticed, with its reason, by whoever watches it.
+        if stream.write_all(&batch).await.is_err() {
+            return;
+        }
+    }
+    if stream.finish().is_ok() {
+        let _ = stream.stopped().await;
+    }
+}

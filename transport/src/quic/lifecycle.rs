@@ -1,0 +1,280 @@
+//! How a rank starts to work, says goodbye, or goes without.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use quinn::{Endpoint, VarInt};
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::QuicConfig;
+use super::bootstrap::{Joined, Mesh};
+use super::control::{Coordinator, Silence, close_code};
+use super::core::{COORDINATOR, Core, Group, Link, Patience, Phase};
+use super::frames::{FrameReader, write_frames};
+use crate::error::{Abort, AbortCause, Pending, TransportError};
+use crate::transport::{Completer, Rank, Tag};
+use crate::wire::Frame;
+
+/// Turns the connections of a rank into a working core. Must be called in a tokio context.
+pub(crate) fn start(
+    config: &QuicConfig,
+    endpoint: Endpoint,
+    mesh: Mesh,
+) -> (Arc<Core>, Option<Arc<Coordinator>>) {
+    let mut links = Vec::new();
+    let mut readers = Vec::new();
+    for joined in [mesh.data, mesh.control] {
+        let mut by_rank: Vec<Option<Link>> = (0..config.world).map(|_| None).collect();
+        let mut frames = Vec::new();
+        for joined in joined {
+            let (rank, link, reader) = link(joined);
+            by_rank[rank.0 as usize] = Some(link);
+            frames.push((rank, reader));
+        }
+        links.push(by_rank);
+        readers.push(frames);
+    }
+    let (control, data) = (links.pop().unwrap_or_default(), links.pop().unwrap_or_default());
+    let (control_frames, data_frames) = (
+        readers.pop().unwrap_or_default(),
+        readers.pop().unwrap_or_default(),
+    );
+    let core = Arc::new(Core::new(Group {
+        me: config.rank,
+        world: config.world,
+        job: config.job,
+        epoch: config.epoch,
+        heartbeat: config.heartbeat,
+        endpoint,
+        links: data,
+        control,
+    }));
+    tokio::spawn(Arc::clone(&core).watch_deadlines());
+    for (rank, frames) in data_frames {
+        tokio::spawn(Arc::clone(&core).read_link(rank, frames));
+        tokio::spawn(Arc::clone(&core).accept_messages(rank));
+    }
+    if config.rank == COORDINATOR {
+        let coordinator = Arc::new(Coordinator::new(config.world));
+        tokio::spawn(Arc::clone(&core).beat_as_coordinator(Arc::clone(&coordinator)));
+        for (rank, frames) in control_frames {
+            tokio::spawn(Arc::clone(&core).read_member(Arc::clone(&coordinator), rank, frames));
+        }
+        (core, Some(coordinator))
+    } else {
+        let silence = Arc::new(Silence::default());
+        tokio::spawn(Arc::clone(&core).beat_as_member(Arc::clone(&silence)));
+        for (_, frames) in control_frames {
+            tokio::spawn(Arc::clone(&core).read_coordinator(Arc::clone(&silence), frames));
+        }
+        (core, None)
+    }
+}
+
+fn link(joined: Joined) -> (Rank, Link, FrameReader) {
+    let Joined {
+        rank,
+        connection,
+        send,
+        frames,
+    } = joined;
+    let (sender, receiver) = mpsc::unbounded_channel();
+    let (flushed, is_flushed) = watch::channel(false);
+    tokio::spawn(async move {
+        write_frames(send, receiver).await;
+        let _ = flushed.send(true);
+    });
+    (rank, Link::new(connection, sender, is_flushed), frames)
+}
+
+impl Core {
+    /// Starts to say goodbye; the completion ends when this rank has gone.
+    pub(crate) fn close(
+        self: &Arc<Self>,
+        coordinator: Option<Arc<Coordinator>>,
+        patience: Duration,
+        completer: Completer<()>,
+    ) {
+        let mut state = self.lock();
+        if state.phase != Phase::Open {
+            return completer.complete(Err(TransportError::Closed));
+        }
+        state.phase = Phase::Closing;
+        state.end_receives();
+        drop(state);
+        let core = Arc::clone(self);
+        self.runtime.spawn(async move {
+            let patience = Patience::of(patience);
+            let result = core.say_goodbye(coordinator.as_deref(), patience).await;
+            let code = if core.lock().abort.is_some() {
+                close_code::ABORTED
+            } else {
+                close_code::LEFT
+            };
+            core.hang_up(code, patience.until).await;
+            completer.complete(result);
+        });
+    }
+
+    async fn say_goodbye(
+        &self,
+        coordinator: Option<&Coordinator>,
+        patience: Patience,
+    ) -> Result<(), TransportError> {
+        // Peers first get what they were sent.
+        self.until(patience, || {
+            let state = self.lock();
+            let (&(to, tag), call) = state.sends.iter().next()?;
+            Some(Pending {
+                operation: "close",
+                ..call.pending(to, tag)
+            })
+        })
+        .await?;
+        for link in self.links.iter().flatten() {
+            link.say(Frame::Leave);
+        }
+        match coordinator {
+            // The coordinator goes last: the others need it to find out about each other.
+            Some(coordinator) => {
+                self.until(patience, || coordinator.lowest_present().map(pending_close))
+                    .await
+            }
+            None => {
+                if let Some(control) = self.control(COORDINATOR) {
+                    control.say(Frame::Leave);
+                }
+                self.until(patience, || {
+                    (!self.lock().goodbye).then(|| pending_close(COORDINATOR))
+                })
+                .await
+            }
+        }
+    }
+
+    /// Waits until nothing is `pending` any more, the group is aborted, or patience ends.
+    async fn until(
+        &self,
+        patience: Patience,
+        pending: impl Fn() -> Option<Pending>,
+    ) -> Result<(), TransportError> {
+        loop {
+            let mut changed = std::pin::pin!(self.changed.notified());
+            changed.as_mut().enable();
+            let Some(pending) = pending() else { return Ok(()) };
+            if let Some(abort) = self.lock().abort.clone() {
+                return Err(TransportError::Aborted {
+                    abort,
+                    pending: Some(pending),
+                });
+            }
+            if timeout_at(patience.until, changed).await.is_err() {
+                return Err(TransportError::Deadline {
+                    pending,
+                    waited: patience.asked,
+                });
+            }
+        }
+    }
+
+    /// Closes all connections, after the peers have read what was said, and ends all tasks.
+    async fn hang_up(&self, code: VarInt, until: Instant) {
+        let flush_until = until
+            .max(Instant::now() + SHORTEST_FLUSH)
+            .min(Instant::now() + LONGEST_FLUSH);
+        let links: Vec<&Link> = self.all_links().collect();
+        for link in &links {
+            link.hang_up();
+        }
+        for link in &links {
+            let mut flushed = link.flushed.clone();
+            let _ = timeout_at(flush_until, flushed.wait_for(|flushed| *flushed)).await;
+        }
+        let reason = match self.lock().abort.clone() {
+            Some(abort) if code == close_code::ABORTED => short(abort),
+            _ => Vec::new(),
+        };
+        for link in &links {
+            link.connection.close(code, &reason);
+        }
+        self.end_tasks().await;
+    }
+
+    async fn end_tasks(&self) {
+        {
+            let mut state = self.lock();
+            state.phase = Phase::Closed;
+            for peer in &mut state.peers {
+                peer.early.clear();
+            }
+            for (_, call) in state.sends.drain() {
+                call.task.abort();
+                call.completer.complete(Err(TransportError::Closed));
+            }
+            state.end_receives();
+        }
+        self.over.send_replace(true);
+        self.endpoint.close(close_code::LEFT, b"");
+        let _ = timeout(LONGEST_DRAIN, self.endpoint.wait_idle()).await;
+    }
+
+    /// The owner of this rank is gone without a goodbye: for the others it has died.
+    pub(crate) fn dropped(self: &Arc<Self>) {
+        let phase = self.lock().phase;
+        if phase != Phase::Open {
+            return;
+        }
+        let aborted_before = self.lock().abort.is_some();
+        let cause = AbortCause::Died("its endpoint was dropped without close".into());
+        let abort = Abort {
+            culprit: self.me,
+            cause,
+            progress: self.progress(),
+        };
+        if self.is_coordinator() {
+            self.decide(abort);
+        } else {
+            self.aborted(abort);
+        }
+        self.lock().phase = Phase::Closing;
+        let code = if aborted_before || self.is_coordinator() {
+            close_code::ABORTED
+        } else {
+            close_code::DROPPED
+        };
+        let core = Arc::clone(self);
+        self.runtime
+            .spawn(async move { core.hang_up(code, Instant::now() + LONGEST_FLUSH).await });
+    }
+}
+
+/// The frame of an abort, cut so that it fits the close of a connection.
+fn short(mut abort: Abort) -> Vec<u8> {
+    let (AbortCause::Died(text) | AbortCause::Failed(text)) = &mut abort.cause;
+    let mut end = text.len().min(600);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    text.truncate(end);
+    Frame::Abort { abort }.encode()
+}
+
+fn pending_close(peer: Rank) -> Pending {
+    Pending {
+        operation: "close",
+        peer,
+        tag: Tag { op: 0, message: 0 },
+        bytes_done: 0,
+        bytes_expected: 0,
+    }
+}
+
+/// Even a close whose deadline has passed gives its last frames this long.
+const SHORTEST_FLUSH: Duration = Duration::from_millis(300);
+
+/// A peer that does not acknowledge last frames for this long is not going to.
+const LONGEST_FLUSH: Duration = Duration::from_secs(1);
+
+/// For the last packets to leave this host.
+const LONGEST_DRAIN: Duration = Duration::from_millis(300);

@@ -1,0 +1,503 @@
+//! Payload: one stream per message, sent when it is wanted, read when it was posted.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use quinn::{ReadError, RecvStream, SendStream, VarInt};
+use tokio::sync::oneshot;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::assembly::Assembly;
+use super::core::{Core, Ended, Patience, REMEMBERED_OPS, RecvCall, SendCall};
+use super::frames::{FrameError, FrameReader};
+use crate::error::TransportError;
+use crate::misuse;
+use crate::transport::{Completer, Rank, Tag};
+use crate::wire::{Frame, HEADER_BYTES, MessageHeader, part_digest};
+
+/// Larger messages are sent only when the receiver has asked for them.
+const EARLY_BYTES: u64 = 64 << 10;
+
+/// Messages that may be under way to one rank without having been asked for. With [`EARLY_BYTES`] they fill neither
+/// the connection's window nor its streams, so what is wanted always gets through.
+const EARLY_MESSAGES: usize = 64;
+
+/// Wishes of one rank for messages that have not been posted here.
+const MOST_WANTS: usize = 1 << 16;
+
+/// Payload is hashed and handed to QUIC in pieces of this size: large enough to be few, small enough to stay in cache.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// The sender's call ended before the message was sent.
+const WITHDRAWN: VarInt = VarInt::from_u32(1);
+
+/// The receiver does not take the message.
+const TURNED_AWAY: VarInt = VarInt::from_u32(2);
+
+impl Core {
+    pub(crate) fn send(
+        self: &Arc<Self>,
+        to: Rank,
+        tag: Tag,
+        parts: Vec<Bytes>,
+        patience: Duration,
+        completer: Completer<()>,
+    ) {
+        let total = match misuse::check_message(self.me, self.world, to, tag, parts.iter().map(Bytes::len)) {
+            Ok(total) => total,
+            Err(error) => return completer.complete(Err(error)),
+        };
+        let mut state = self.lock();
+        if let Err(error) = state.may_post() {
+            return completer.complete(Err(error));
+        }
+        if state.sends.contains_key(&(to, tag)) {
+            return completer.complete(Err(misuse::outstanding_already("send", to, tag)));
+        }
+        let peer = &mut state.peers[to.0 as usize];
+        let wanted_already = peer.wants.remove(&tag);
+        let unwanted = !wanted_already && total <= EARLY_BYTES && peer.unwanted < EARLY_MESSAGES;
+        if unwanted {
+            peer.unwanted += 1;
+        }
+        let peer_left = peer.left;
+        let (wanted, wish) = if wanted_already || unwanted {
+            (None, None)
+        } else {
+            let (sender, receiver) = oneshot::channel();
+            (Some(sender), Some(receiver))
+        };
+        let moved = Arc::new(AtomicU64::new(0));
+        let task = Arc::clone(self).send_message(to, tag, parts, total, Arc::clone(&moved), wish);
+        let task = self.runtime.spawn(task).abort_handle();
+        let patience = Patience::of(patience);
+        state.sends.insert(
+            (to, tag),
+            SendCall {
+                completer,
+                total,
+                moved,
+                patience,
+                wanted,
+                unwanted,
+                task,
+            },
+        );
+        drop(state);
+        if peer_left {
+            self.peer_left(to);
+        }
+        self.changed.notify_waiters();
+    }
+
+    pub(crate) fn recv(
+        self: &Arc<Self>,
+        from: Rank,
+        tag: Tag,
+        part_bytes: &[usize],
+        patience: Duration,
+        completer: Completer<Vec<Bytes>>,
+    ) {
+        let total = match misuse::check_message(self.me, self.world, from, tag, part_bytes.iter().copied()) {
+            Ok(total) => total,
+            Err(error) => return completer.complete(Err(error)),
+        };
+        let mut state = self.lock();
+        if let Err(error) = state.may_post() {
+            return completer.complete(Err(error));
+        }
+        let peer = &mut state.peers[from.0 as usize];
+        if peer.ended.contains_key(&tag) {
+            let text =
+                format!("{tag} from rank {from} has been received or given up already; a tag is used once");
+            return completer.complete(Err(TransportError::Misuse { text }));
+        }
+        peer.latest_op = peer.latest_op.max(tag.op);
+        let early = peer.early.remove(&tag);
+        let peer_left = peer.left;
+        if state.recvs.contains_key(&(from, tag)) {
+            return completer.complete(Err(misuse::outstanding_already("receive", from, tag)));
+        }
+        let call = RecvCall {
+            completer,
+            part_bytes: part_bytes.to_vec(),
+            total,
+            moved: Arc::new(AtomicU64::new(0)),
+            patience: Patience::of(patience),
+            reading: None,
+        };
+        state.recvs.insert((from, tag), call);
+        drop(state);
+        if let Some(link) = self.link(from) {
+            link.say(Frame::Want { tag });
+        }
+        if let Some(early) = early {
+            let _ = early.send(());
+        }
+        if peer_left {
+            self.peer_left(from);
+        }
+        self.changed.notify_waiters();
+    }
+
+    /// Sends one message. Its call ends when the receiver says that it has it; a lost connection is noticed by the
+    /// watcher of the link.
+    async fn send_message(
+        self: Arc<Self>,
+        to: Rank,
+        tag: Tag,
+        parts: Vec<Bytes>,
+        total: u64,
+        moved: Arc<AtomicU64>,
+        wish: Option<oneshot::Receiver<()>>,
+    ) {
+        if let Some(wish) = wish
+            && wish.await.is_err()
+        {
+            return;
+        }
+        let Some(link) = self.link(to) else { return };
+        let Ok(stream) = link.connection.open_uni().await else {
+            return;
+        };
+        let header = MessageHeader {
+            job_low: self.job.low(),
+            epoch: self.epoch,
+            from: self.me,
+            to,
+            tag,
+            // A list of parts that has more than 2^32 entries does not exist.
+            part_count: u32::try_from(parts.len()).unwrap_or(u32::MAX),
+            part_digest: part_digest(parts.iter().map(Bytes::len)),
+            total_bytes: total,
+        };
+        let _ = write_message(
+            &mut Outgoing {
+                stream,
+                finished: false,
+            },
+            &header,
+            parts,
+            &moved,
+        )
+        .await;
+    }
+
+    /// Handles the frames of a data connection until it ends.
+    pub(crate) async fn read_link(self: Arc<Self>, peer: Rank, mut frames: FrameReader) {
+        loop {
+            match frames.next().await {
+                Ok(Some(Frame::Want { tag })) => {
+                    if self.wanted(peer, tag).is_err() {
+                        return self.misbehaved(peer, None, "wants more messages than any plan has".into());
+                    }
+                }
+                Ok(Some(Frame::Done { tag })) => {
+                    if let Some(call) = self.lock().take_send(peer, tag) {
+                        call.completer.complete(Ok(()));
+                    }
+                    self.changed.notify_waiters();
+                }
+                Ok(Some(Frame::Refuse { tag, text })) => {
+                    if let Some(call) = self.lock().take_send(peer, tag) {
+                        call.task.abort();
+                        call.completer
+                            .complete(Err(TransportError::PeerMisbehaved { peer, text }));
+                    }
+                    self.changed.notify_waiters();
+                }
+                Ok(Some(Frame::Leave)) => self.peer_left(peer),
+                Ok(Some(other)) => {
+                    return self.misbehaved(
+                        peer,
+                        None,
+                        format!("{other:?} does not belong on a data connection"),
+                    );
+                }
+                Err(FrameError::Wire(error)) => return self.misbehaved(peer, None, error.to_string()),
+                // The end of the stream follows a leave; the end of the connection has a watcher.
+                Ok(None) | Err(FrameError::Stream(_)) => return,
+            }
+        }
+    }
+
+    fn wanted(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
+        let mut state = self.lock();
+        let Some(call) = state.sends.get_mut(&(peer, tag)) else {
+            let wants = &mut state.peers[peer.0 as usize].wants;
+            wants.insert(tag);
+            return if wants.len() > MOST_WANTS { Err(()) } else { Ok(()) };
+        };
+        if let Some(wanted) = call.wanted.take() {
+            let _ = wanted.send(());
+        }
+        if std::mem::take(&mut call.unwanted) {
+            state.peers[peer.0 as usize].unwanted -= 1;
+        }
+        Ok(())
+    }
+
+    /// Takes message streams of a data connection until it ends, and then says why it did.
+    pub(crate) async fn accept_messages(self: Arc<Self>, peer: Rank) {
+        let Some(link) = self.link(peer) else { return };
+        // At most as many at once as the peer may have streams open.
+        while let Ok(stream) = link.connection.accept_uni().await {
+            tokio::spawn(Arc::clone(&self).receive_message(peer, stream));
+        }
+        let reason = link.connection.closed().await;
+        self.link_ended(peer, &reason);
+    }
+
+    async fn receive_message(self: Arc<Self>, from: Rank, mut stream: RecvStream) {
+        let mut header = [0; HEADER_BYTES];
+        match stream.read_exact(&mut header).await {
+            Ok(()) => {}
+            Err(quinn::ReadExactError::FinishedEarly(_)) => {
+                return self.misbehaved(from, None, "a message that ends within its header".into());
+            }
+            // Withdrawn, or the connection is gone.
+            Err(quinn::ReadExactError::ReadError(_)) => return,
+        }
+        let header = match MessageHeader::decode(&header) {
+            Ok(header) => header,
+            Err(error) => return self.misbehaved(from, None, error.to_string()),
+        };
+        if let Err(text) = self.check_addresses(from, &header) {
+            return self.misbehaved(from, None, text);
+        }
+        let tag = header.tag;
+        let claim = loop {
+            match self.claim(from, &header) {
+                Claim::Granted(claim) => break claim,
+                Claim::Early(posted) => {
+                    if posted.await.is_err() {
+                        return;
+                    }
+                }
+                Claim::TooLate => {
+                    let _ = stream.stop(TURNED_AWAY);
+                    return;
+                }
+                Claim::Wrong(text) => {
+                    let _ = stream.stop(TURNED_AWAY);
+                    return self.misbehaved(from, Some(tag), text);
+                }
+            }
+        };
+        match read_message(&mut stream, claim).await {
+            Ok(parts) => {
+                let call = {
+                    let mut state = self.lock();
+                    state.peers[from.0 as usize].ended(tag, Ended::Received);
+                    state.recvs.remove(&(from, tag))
+                };
+                let Some(call) = call else { return };
+                if let Some(link) = self.link(from) {
+                    link.say(Frame::Done { tag });
+                }
+                call.completer.complete(Ok(parts));
+                self.changed.notify_waiters();
+            }
+            Err(ReadEnd::Cancelled) => {
+                let _ = stream.stop(TURNED_AWAY);
+            }
+            Err(ReadEnd::ConnectionLost) => {}
+            Err(ReadEnd::Withdrawn) => {
+                let call = {
+                    let mut state = self.lock();
+                    state.peers[from.0 as usize].ended(tag, Ended::GivenUp);
+                    state.recvs.remove(&(from, tag))
+                };
+                if let Some(call) = call {
+                    let text = format!("withdrew a message: {}", call.pending(from, tag));
+                    call.completer
+                        .complete(Err(TransportError::PeerMisbehaved { peer: from, text }));
+                }
+                self.changed.notify_waiters();
+            }
+            Err(ReadEnd::Broken(text)) => self.misbehaved(from, Some(tag), format!("{tag} has {text}")),
+        }
+    }
+
+    fn check_addresses(&self, from: Rank, header: &MessageHeader) -> Result<(), String> {
+        if header.from != from || header.to != self.me {
+            let MessageHeader {
+                from: said_from, to, ..
+            } = header;
+            return Err(format!(
+                "a message from rank {said_from} to rank {to} on the connection from rank {from} to rank {}",
+                self.me
+            ));
+        }
+        if header.job_low != self.job.low() || header.epoch != self.epoch {
+            return Err(format!(
+                "{} of another job or epoch ({})",
+                header.tag, header.epoch
+            ));
+        }
+        Ok(())
+    }
+
+    /// Looks for the receive that a header belongs to.
+    fn claim(&self, from: Rank, header: &MessageHeader) -> Claim {
+        let tag = header.tag;
+        let mut state = self.lock();
+        if let Some(call) = state.recvs.get_mut(&(from, tag)) {
+            if call.reading.is_some() {
+                return Claim::Wrong(format!("{tag} was sent twice"));
+            }
+            let expected = (
+                call.part_bytes.len(),
+                call.total,
+                part_digest(call.part_bytes.iter().copied()),
+            );
+            if (header.part_count as usize, header.total_bytes, header.part_digest) != expected {
+                return Claim::Wrong(format!(
+                    "{tag}: rank {from} sends {} parts of {} bytes in all, rank {} expects parts of {:?} bytes",
+                    header.part_count, header.total_bytes, self.me, call.part_bytes
+                ));
+            }
+            let (reading, cancelled) = oneshot::channel();
+            call.reading = Some(reading);
+            let (part_bytes, moved) = (call.part_bytes.clone(), Arc::clone(&call.moved));
+            return Claim::Granted(Granted {
+                part_bytes,
+                moved,
+                cancelled,
+            });
+        }
+        let peer = &mut state.peers[from.0 as usize];
+        match peer.ended.get(&tag) {
+            Some(Ended::Received) => return Claim::Wrong(format!("{tag} was sent twice")),
+            Some(Ended::GivenUp) => return Claim::TooLate,
+            None => {}
+        }
+        if tag.op.saturating_add(REMEMBERED_OPS) < peer.latest_op {
+            return Claim::Wrong(format!(
+                "{tag} is of the past: operation {} is under way",
+                peer.latest_op
+            ));
+        }
+        if header.total_bytes > EARLY_BYTES {
+            return Claim::Wrong(format!(
+                "{} bytes of {tag} were sent before they were asked for",
+                header.total_bytes
+            ));
+        }
+        let (sender, posted) = oneshot::channel();
+        if peer.early.insert(tag, sender).is_some() {
+            return Claim::Wrong(format!("{tag} was sent twice"));
+        }
+        Claim::Early(posted)
+    }
+}
+
+/// What a header is entitled to.
+enum Claim {
+    Granted(Granted),
+    /// Nothing yet: wait until the receive is posted, and look again.
+    Early(oneshot::Receiver<()>),
+    /// This rank waits for it no longer.
+    TooLate,
+    Wrong(String),
+}
+
+struct Granted {
+    part_bytes: Vec<usize>,
+    moved: Arc<AtomicU64>,
+    /// Ends with an error when the call has ended.
+    cancelled: oneshot::Receiver<std::convert::Infallible>,
+}
+
+enum ReadEnd {
+    /// The call has ended.
+    Cancelled,
+    ConnectionLost,
+    /// The sender's call has ended.
+    Withdrawn,
+    Broken(&'static str),
+}
+
+async fn read_message(stream: &mut RecvStream, granted: Granted) -> Result<Vec<Bytes>, ReadEnd> {
+    let Granted {
+        part_bytes,
+        moved,
+        mut cancelled,
+    } = granted;
+    let mut assembly = Assembly::new(&part_bytes);
+    let mut chunks: [Bytes; 32] = std::array::from_fn(|_| Bytes::new());
+    loop {
+        // `read_chunks` is cancel-safe.
+        let read = tokio::select! {
+            read = stream.read_chunks(&mut chunks) => read,
+            _ = &mut cancelled => return Err(ReadEnd::Cancelled),
+        };
+        let count = match read {
+            Ok(Some(count)) => count,
+            Ok(None) => return assembly.finish().map_err(ReadEnd::Broken),
+            Err(ReadError::Reset(_)) => return Err(ReadEnd::Withdrawn),
+            Err(_) => return Err(ReadEnd::ConnectionLost),
+        };
+        for chunk in &mut chunks[..count] {
+            let payload_bytes = assembly.push(&std::mem::take(chunk)).map_err(ReadEnd::Broken)?;
+            moved.fetch_add(payload_bytes as u64, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A stream that is reset, not ended, when its message is given up half-way.
+struct Outgoing {
+    stream: SendStream,
+    finished: bool,
+}
+
+impl Drop for Outgoing {
+    fn drop(&mut self) {
+        if !self.finished {
+            let _ = self.stream.reset(WITHDRAWN);
+        }
+    }
+}
+
+async fn write_message(
+    out: &mut Outgoing,
+    header: &MessageHeader,
+    parts: Vec<Bytes>,
+    moved: &AtomicU64,
+) -> Result<(), quinn::WriteError> {
+    write_piece(&mut out.stream, Bytes::copy_from_slice(&header.encode()), None).await?;
+    let mut checksum = Xxh3::new();
+    for mut part in parts {
+        while !part.is_empty() {
+            let piece = part.split_to(part.len().min(PIECE_BYTES));
+            checksum.update(&piece);
+            write_piece(&mut out.stream, piece, Some(moved)).await?;
+        }
+    }
+    write_piece(
+        &mut out.stream,
+        Bytes::copy_from_slice(&checksum.digest().to_le_bytes()),
+        None,
+    )
+    .await?;
+    out.finished = out.stream.finish().is_ok();
+    Ok(())
+}
+
+/// Hands a piece to QUIC, which keeps a reference and copies nothing until it builds packets.
+async fn write_piece(
+    stream: &mut SendStream,
+    piece: Bytes,
+    moved: Option<&AtomicU64>,
+) -> Result<(), quinn::WriteError> {
+    let mut pieces = [piece];
+    while !pieces[0].is_empty() {
+        let written = stream.write_chunks(&mut pieces).await?;
+        if let Some(moved) = moved {
+            moved.fetch_add(written.bytes as u64, Ordering::Relaxed);
+        }
+    }
+    Ok(())
+}

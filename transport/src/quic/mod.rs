@@ -1,0 +1,270 @@
+//! Ranks in different processes, over QUIC with certificates on both sides.
+//!
+//! Rank 0 listens on the coordinator's address and is the coordinator of the group. Every two ranks have a data
+//! connection; every rank has a control connection to rank 0, so that heartbeats and aborts never queue behind
+//! payload. All I/O of a rank runs on one thread of its own ([`QuicTransport::connect`]), or in the caller's tokio
+//! context ([`QuicTransport::form`]).
+//!
+//! The coordinator's [`Transport::close`] ends when all other ranks have left, because they need it until then. After
+//! an abort, close the transport before the process ends: that is when the others are sure to have heard of it.
+
+mod assembly;
+mod bootstrap;
+mod control;
+mod core;
+mod frames;
+mod identity;
+mod io_thread;
+mod lifecycle;
+mod messages;
+mod socket;
+mod tls;
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use self::control::Coordinator;
+use self::core::{COORDINATOR, Core};
+pub use self::identity::{ClusterAuthority, Identity, JobId, VALID_DAYS};
+use self::io_thread::{Alive, IoThread};
+use crate::error::{Abort, TransportError};
+use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
+
+/// How a rank finds its group, and proves that it belongs to it.
+#[derive(Clone, Debug)]
+pub struct QuicConfig {
+    /// This rank.
+    pub rank: Rank,
+    /// Number of ranks in the group, at most 2048.
+    pub world: u32,
+    /// The job; must be the job of the identity.
+    pub job: JobId,
+    /// Counts re-formations of the group within one job: ranks of different epochs refuse each other.
+    pub epoch: u32,
+    /// Where rank 0 listens (UDP).
+    pub coordinator: SocketAddr,
+    /// What this rank proves itself with.
+    pub identity: Identity,
+    /// Local address: of rank 0 to listen on, with the coordinator's port; of others to dial from, with any port.
+    pub bind: IpAddr,
+    /// How long the group may take to form.
+    pub connect_deadline: Duration,
+    /// Period of heartbeats; a rank counts as dead after twelve silent ones.
+    pub heartbeat: Duration,
+}
+
+impl QuicConfig {
+    /// The usual settings: 20 s to connect, heartbeats every 300 ms, bound to loopback if that is where the
+    /// coordinator is and to all addresses otherwise.
+    pub fn new(rank: Rank, world: u32, job: JobId, coordinator: SocketAddr, identity: Identity) -> Self {
+        let bind = match coordinator.ip() {
+            ip if ip.is_loopback() => ip,
+            IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+            IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+        };
+        Self {
+            rank,
+            world,
+            job,
+            epoch: 0,
+            coordinator,
+            identity,
+            bind,
+            connect_deadline: Duration::from_secs(20),
+            heartbeat: Duration::from_millis(300),
+        }
+    }
+
+    /// Where this rank's socket is bound.
+    fn local_address(&self) -> SocketAddr {
+        let port = if self.rank == COORDINATOR {
+            self.coordinator.port()
+        } else {
+            0
+        };
+        SocketAddr::new(self.bind, port)
+    }
+}
+
+/// One rank's end of a group over QUIC. Dropping it without [`Transport::close`] means that the rank died.
+pub struct QuicTransport {
+    core: Arc<Core>,
+    coordinator: Option<Arc<Coordinator>>,
+}
+
+impl QuicTransport {
+    /// Forms the group and returns this rank's end of it, with all I/O on a thread of its own. Blocks until every
+    /// rank is there.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Bootstrap`] if the group is not complete by the connect deadline, or this rank is refused.
+    pub fn connect(config: QuicConfig) -> Result<Arc<dyn Transport>, TransportError> {
+        let socket = bind(&config)?;
+        let thread = IoThread::start()?;
+        let alive = thread.alive();
+        thread.run(async move {
+            let transport: Arc<dyn Transport> = Arc::new(Self::form_on(config, socket, Some(alive)).await?);
+            Ok(transport)
+        })?
+    }
+
+    /// The same in the caller's tokio context, which must have I/O and time and must outlive the transport.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::connect`].
+    pub async fn form(config: QuicConfig) -> Result<Arc<dyn Transport>, TransportError> {
+        let socket = bind(&config)?;
+        Ok(Arc::new(Self::form_on(config, socket, None).await?))
+    }
+
+    async fn form_on(
+        config: QuicConfig,
+        socket: std::net::UdpSocket,
+        alive: Option<Alive>,
+    ) -> Result<Self, TransportError> {
+        let tls = tls::TlsConfigs::new(&config.identity)?;
+        let endpoint = socket::endpoint(socket, tls::Path::of_endpoint(config.bind), &tls)?;
+        let mesh = bootstrap::form(&config, &endpoint, &tls).await?;
+        let (core, coordinator) = lifecycle::start(&config, endpoint, mesh);
+        if let Some(alive) = alive {
+            // The I/O thread runs until this rank has gone, whoever still holds its transport.
+            let mut over = core.over.subscribe();
+            tokio::spawn(async move {
+                let _ = over.wait_for(|over| *over).await;
+                tokio::time::sleep(LAST_PACKETS).await;
+                drop(alive);
+            });
+        }
+        Ok(Self { core, coordinator })
+    }
+}
+
+/// How long the I/O thread outlives a rank that has gone, for its last packets.
+const LAST_PACKETS: Duration = Duration::from_millis(400);
+
+fn bind(config: &QuicConfig) -> Result<std::net::UdpSocket, TransportError> {
+    bootstrap::check(config)?;
+    socket::bind(config.local_address())
+}
+
+/// Makes a group of `world` ranks in this process over real sockets on loopback, with one I/O thread for all.
+///
+/// # Errors
+///
+/// [`TransportError::Bootstrap`] if sockets or keys cannot be made.
+pub fn quic_loopback_group(world: u32) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
+    let job = JobId::random()?;
+    let authority = ClusterAuthority::new(job)?;
+    let mut coordinator = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let mut ranks = Vec::new();
+    for rank in (0..world).map(Rank) {
+        let config = QuicConfig::new(rank, world, job, coordinator, authority.issue(rank)?);
+        let socket = bind(&config)?;
+        if rank == COORDINATOR {
+            let cannot = |error| TransportError::Bootstrap {
+                text: format!("cannot listen on loopback: {error}"),
+            };
+            coordinator = socket.local_addr().map_err(cannot)?;
+        }
+        ranks.push((
+            QuicConfig {
+                coordinator,
+                ..config
+            },
+            socket,
+        ));
+    }
+    let thread = IoThread::start()?;
+    let alive = thread.alive();
+    thread.run(async move {
+        let forming: Vec<_> = ranks
+            .into_iter()
+            .map(|(config, socket)| tokio::spawn(QuicTransport::form_on(config, socket, Some(alive.clone()))))
+            .collect();
+        let mut group: Vec<Arc<dyn Transport>> = Vec::new();
+        for rank in forming {
+            let formed = rank.await.map_err(|error| TransportError::Bootstrap {
+                text: error.to_string(),
+            })?;
+            group.push(Arc::new(formed?));
+        }
+        Ok(group)
+    })?
+}
+
+impl fmt::Debug for QuicTransport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Core { me, world, job, .. } = &*self.core;
+        f.debug_struct("QuicTransport")
+            .field("rank", me)
+            .field("world", world)
+            .field("job", job)
+            .finish()
+    }
+}
+
+impl Transport for QuicTransport {
+    fn rank(&self) -> Rank {
+        self.core.me
+    }
+
+    fn world(&self) -> u32 {
+        self.core.world
+    }
+
+    fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<()> {
+        let (completer, posted) = Posted::pair();
+        self.core.send(to, tag, parts, deadline, completer);
+        posted
+    }
+
+    fn post_recv(
+        &self,
+        from: Rank,
+        tag: Tag,
+        part_bytes: &[usize],
+        deadline: Duration,
+    ) -> Posted<Vec<Bytes>> {
+        let (completer, posted) = Posted::pair();
+        self.core.recv(from, tag, part_bytes, deadline, completer);
+        posted
+    }
+
+    fn agree(&self, vote: Vote, deadline: Duration) -> Posted<()> {
+        let (completer, posted) = Posted::pair();
+        self.core
+            .agree(self.coordinator.as_deref(), vote, deadline, completer);
+        posted
+    }
+
+    fn abort(&self, abort: Abort) {
+        self.core.ask_for_abort(abort);
+    }
+
+    fn report_progress(&self, progress: Progress) {
+        self.core.report_progress(progress);
+    }
+
+    fn stop_flag(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.core.stop_flag)
+    }
+
+    fn close(&self, deadline: Duration) -> Posted<()> {
+        let (completer, posted) = Posted::pair();
+        self.core.close(self.coordinator.clone(), deadline, completer);
+        posted
+    }
+}
+
+impl Drop for QuicTransport {
+    fn drop(&mut self) {
+        self.core.dropped();
+    }
+}

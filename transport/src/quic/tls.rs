@@ -1,0 +1,201 @@
+//! TLS and QUIC settings of both sides.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use quinn::congestion::CubicConfig;
+use quinn::crypto::rustls::{HandshakeData, QuicClientConfig, QuicServerConfig};
+use quinn::{ClientConfig, Connection, ServerConfig, TransportConfig, VarInt};
+use rustls::RootCertStore;
+use rustls::pki_types::CertificateDer;
+use rustls::server::WebPkiClientVerifier;
+
+use super::identity::{self, Identity, JobId};
+use crate::error::TransportError;
+use crate::transport::Rank;
+use crate::wire::Purpose;
+
+/// What both sides of a connection run, made once per endpoint.
+#[derive(Clone)]
+pub(crate) struct TlsConfigs {
+    control: Arc<QuicClientConfig>,
+    data: Arc<QuicClientConfig>,
+    server: Arc<QuicServerConfig>,
+}
+
+impl TlsConfigs {
+    pub(crate) fn new(identity: &Identity) -> Result<Self, TransportError> {
+        let client = |purpose| Ok::<_, TransportError>(Arc::new(client_config(identity, purpose)?));
+        Ok(Self {
+            control: client(Purpose::Control)?,
+            data: client(Purpose::Data)?,
+            server: Arc::new(server_config(identity)?),
+        })
+    }
+
+    pub(crate) fn client(&self, purpose: Purpose, path: Path) -> ClientConfig {
+        let crypto = match purpose {
+            Purpose::Control => Arc::clone(&self.control),
+            Purpose::Data => Arc::clone(&self.data),
+        };
+        let mut config = ClientConfig::new(crypto);
+        config.transport_config(Arc::new(transport_config(path)));
+        config
+    }
+
+    pub(crate) fn server(&self, path: Path) -> ServerConfig {
+        let mut config = ServerConfig::with_crypto(Arc::<QuicServerConfig>::clone(&self.server));
+        config.transport_config(Arc::new(transport_config(path)));
+        config.migration(false);
+        // Strangers can only fill these; members need a handful.
+        config
+            .max_incoming(256)
+            .incoming_buffer_size(64 << 10)
+            .incoming_buffer_size_total(8 << 20);
+        config
+    }
+}
+
+/// The kind of path between two addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Path {
+    /// Both ends on this host, where one packet may be as large as UDP allows.
+    Loopback,
+    /// Anything else: packets that every Ethernet carries.
+    Network,
+}
+
+impl Path {
+    /// What an endpoint bound to `bind` can assume.
+    ///
+    /// Loopback interfaces of other systems than Linux carry smaller datagrams.
+    pub(crate) fn of_endpoint(bind: IpAddr) -> Self {
+        if cfg!(target_os = "linux") && bind.is_loopback() {
+            Self::Loopback
+        } else {
+            Self::Network
+        }
+    }
+
+    /// Largest UDP payload that is sent.
+    pub(crate) fn mtu(self) -> u16 {
+        match self {
+            Self::Loopback => LOOPBACK_MTU,
+            Self::Network => NETWORK_MTU,
+        }
+    }
+}
+
+/// UDP payload over loopback; the largest that IPv4 allows is 65,507.
+const LOOPBACK_MTU: u16 = 65_000;
+
+/// UDP payload in one Ethernet packet, as quinn's own MTU discovery would find.
+const NETWORK_MTU: u16 = 1452;
+
+/// Streams that a peer may have open towards us: messages that we asked for and small ones that come early.
+const STREAMS: u32 = 256;
+
+fn transport_config(path: Path) -> TransportConfig {
+    let mut cubic = CubicConfig::default();
+    cubic.initial_window(1 << 20);
+    let mut config = TransportConfig::default();
+    config
+        .stream_receive_window(VarInt::from_u32(16 << 20))
+        // quinn's default is unlimited; this is what bounds a peer's hold on our memory.
+        .receive_window(VarInt::from_u32(64 << 20))
+        .send_window(32 << 20)
+        .max_concurrent_uni_streams(VarInt::from_u32(STREAMS))
+        .max_concurrent_bidi_streams(VarInt::from_u32(1))
+        .datagram_receive_buffer_size(None)
+        .congestion_controller_factory(Arc::new(cubic))
+        .keep_alive_interval(Some(IDLE_TIMEOUT / 4))
+        .max_idle_timeout(quinn::IdleTimeout::try_from(IDLE_TIMEOUT).ok())
+        .initial_rtt(Duration::from_millis(50));
+    match path {
+        // Without a floor, a burst of loss on a busy host would look like a path that carries small packets only.
+        Path::Loopback => config
+            .initial_mtu(LOOPBACK_MTU)
+            .min_mtu(LOOPBACK_MTU)
+            .mtu_discovery_config(None)
+            .enable_segmentation_offload(false),
+        // The default discovery probes up to NETWORK_MTU and falls back when the path drops such packets.
+        Path::Network => config.initial_mtu(1200),
+    };
+    config
+}
+
+/// A connection without any packet for this long is dead. Heartbeats notice a dead rank before that.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
+
+fn alpn(purpose: Purpose) -> Vec<u8> {
+    match purpose {
+        Purpose::Control => b"kyklos-ctl/1".to_vec(),
+        Purpose::Data => b"kyklos/1".to_vec(),
+    }
+}
+
+fn client_config(identity: &Identity, purpose: Purpose) -> Result<QuicClientConfig, TransportError> {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut config = rustls::ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(cannot_set_up)?
+        .with_root_certificates(roots(identity)?)
+        .with_client_auth_cert(vec![identity.certificate.clone()], identity.key.clone_key())
+        .map_err(cannot_set_up)?;
+    config.alpn_protocols = vec![alpn(purpose)];
+    // No session is ever resumed, so no early data can be replayed.
+    config.resumption = rustls::client::Resumption::disabled();
+    QuicClientConfig::try_from(config).map_err(cannot_set_up)
+}
+
+fn server_config(identity: &Identity) -> Result<QuicServerConfig, TransportError> {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let verifier =
+        WebPkiClientVerifier::builder_with_provider(Arc::new(roots(identity)?), Arc::clone(&provider))
+            .build()
+            .map_err(cannot_set_up)?;
+    let mut config = rustls::ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(cannot_set_up)?
+        .with_client_cert_verifier(verifier)
+        .with_single_cert(vec![identity.certificate.clone()], identity.key.clone_key())
+        .map_err(cannot_set_up)?;
+    config.alpn_protocols = vec![alpn(Purpose::Control), alpn(Purpose::Data)];
+    config.send_tls13_tickets = 0;
+    QuicServerConfig::try_from(config).map_err(cannot_set_up)
+}
+
+fn roots(identity: &Identity) -> Result<RootCertStore, TransportError> {
+    let mut roots = RootCertStore::empty();
+    roots.add(identity.authority.clone()).map_err(cannot_set_up)?;
+    Ok(roots)
+}
+
+/// The rank and the job that the peer proved in the handshake.
+pub(crate) fn proven_identity(connection: &Connection) -> Result<(Rank, JobId), TransportError> {
+    let chain = connection
+        .peer_identity()
+        .and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
+    match chain.as_deref().map(Vec::as_slice) {
+        Some([certificate, ..]) => identity::rank_and_job_of(certificate),
+        _ => Err(TransportError::Bootstrap {
+            text: "a peer without a certificate".into(),
+        }),
+    }
+}
+
+/// What the peer said the connection is for, in the handshake.
+pub(crate) fn negotiated_purpose(connection: &Connection) -> Option<Purpose> {
+    let data = connection.handshake_data()?.downcast::<HandshakeData>().ok()?;
+    let protocol = data.protocol?;
+    [Purpose::Control, Purpose::Data]
+        .into_iter()
+        .find(|purpose| alpn(*purpose) == protocol)
+}
+
+fn cannot_set_up(error: impl std::fmt::Display) -> TransportError {
+    TransportError::Bootstrap {
+        text: format!("cannot set up TLS: {error}"),
+    }
+}

@@ -1,0 +1,520 @@
+//! Control frames: everything that is said between ranks except payload.
+
+use std::net::{IpAddr, SocketAddr};
+
+use super::codec::{Reader, WireError, put_text};
+use crate::error::{Abort, AbortCause};
+use crate::transport::{Progress, Rank, Tag, Vote};
+
+/// Largest frame on the wire, envelope included.
+pub const MAX_FRAME_BYTES: usize = 64 * 1024;
+
+/// Longest text in a frame, in bytes of UTF-8; longer ones are cut.
+pub const MAX_TEXT_BYTES: u16 = 4096;
+
+/// Largest group: its address table fits one frame.
+pub const MAX_WORLD: u32 = 2048;
+
+/// A control frame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Frame {
+    /// First frame of whoever dialled.
+    Hello {
+        /// Protocol version that the sender speaks.
+        protocol: u16,
+        /// What the connection is for.
+        purpose: Purpose,
+        /// 128-bit number of the job.
+        job: [u8; 16],
+        /// Counts re-formations of the group within one job.
+        epoch: u32,
+        /// Who dials.
+        rank: Rank,
+        /// Number of ranks that the sender was told.
+        world: u32,
+    },
+    /// The dialled side takes the connection.
+    Welcome {
+        /// Protocol version that the sender speaks.
+        protocol: u16,
+    },
+    /// The dialled side refuses, and closes.
+    Reject {
+        /// Why, for programs.
+        code: RejectCode,
+        /// Why, for people.
+        text: String,
+    },
+    /// Where every rank can be reached, by rank.
+    AddressTable {
+        /// One address per rank.
+        addresses: Vec<SocketAddr>,
+    },
+    /// The sender has a connection to every other rank.
+    Meshed,
+    /// Every rank is meshed: the group exists.
+    Start,
+    /// A rank's vote in its next round.
+    Vote {
+        /// The vote.
+        vote: Vote,
+    },
+    /// How a round of votes ended.
+    Verdict {
+        /// Rounds are counted from 0.
+        round: u64,
+        /// The refusal, if the round did not end well: rank, exit code, text.
+        refusal: Option<(Rank, u8, String)>,
+    },
+    /// The sender is alive, and this is what it is doing.
+    Ping {
+        /// Of the sender.
+        progress: Progress,
+    },
+    /// Answer to a ping.
+    Pong,
+    /// The group is aborted; from a rank to the coordinator it is a request.
+    Abort {
+        /// Who failed, and why.
+        abort: Abort,
+    },
+    /// The sender has lost its connection to a rank.
+    LinkLost {
+        /// The other side.
+        peer: Rank,
+        /// What the connection said.
+        text: String,
+    },
+    /// The sender has everything it needs and goes.
+    Leave,
+    /// Answer to a leave.
+    Goodbye,
+    /// The sender has posted the receive of this message: it may be sent.
+    Want {
+        /// Which message, from the receiver of this frame.
+        tag: Tag,
+    },
+    /// The sender has received this message, and its checksum fits.
+    Done {
+        /// Which message, from the receiver of this frame.
+        tag: Tag,
+    },
+    /// The sender cannot take this message.
+    Refuse {
+        /// Which message, from the receiver of this frame.
+        tag: Tag,
+        /// Why.
+        text: String,
+    },
+}
+
+/// What a connection is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// Control frames between a rank and the coordinator.
+    Control,
+    /// Messages between two ranks.
+    Data,
+}
+
+/// Why a connection was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RejectCode {
+    /// Another protocol version.
+    Version,
+    /// Another job or epoch.
+    Job,
+    /// The rank it names is not the rank of its certificate, or not in the group.
+    Rank,
+    /// It was told another number of ranks.
+    World,
+    /// This rank is here already.
+    Duplicate,
+    /// The frame was not what was due.
+    Protocol,
+}
+
+/// The one table of frame numbers.
+mod number {
+    pub(super) const HELLO: u8 = 1;
+    pub(super) const WELCOME: u8 = 2;
+    pub(super) const REJECT: u8 = 3;
+    pub(super) const ADDRESS_TABLE: u8 = 4;
+    pub(super) const MESHED: u8 = 5;
+    pub(super) const START: u8 = 6;
+    pub(super) const VOTE: u8 = 7;
+    pub(super) const VERDICT: u8 = 8;
+    pub(super) const PING: u8 = 9;
+    pub(super) const PONG: u8 = 10;
+    pub(super) const ABORT: u8 = 11;
+    pub(super) const LINK_LOST: u8 = 12;
+    pub(super) const LEAVE: u8 = 13;
+    pub(super) const GOODBYE: u8 = 14;
+    pub(super) const WANT: u8 = 15;
+    pub(super) const DONE: u8 = 16;
+    pub(super) const REFUSE: u8 = 17;
+}
+
+/// Layout version of every frame so far; a frame that changes gets a new one of its own.
+const LAYOUT: u8 = 1;
+
+/// Bytes before the body: its length.
+const LENGTH_BYTES: usize = 4;
+
+/// Bytes after the body: CRC-32C of length and body.
+const CHECKSUM_BYTES: usize = 4;
+
+impl Frame {
+    /// The frame as it goes over the wire: length of the body (u32), body, CRC-32C of both. Cannot fail.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = vec![0; LENGTH_BYTES];
+        self.put_body(&mut out);
+        // A body is bounded by MAX_FRAME_BYTES: texts are cut, and a table has at most MAX_WORLD entries.
+        let body_bytes = u32::try_from(out.len() - LENGTH_BYTES).unwrap_or(u32::MAX);
+        out[..LENGTH_BYTES].copy_from_slice(&body_bytes.to_le_bytes());
+        let checksum = crc32c::crc32c(&out);
+        out.extend_from_slice(&checksum.to_le_bytes());
+        out
+    }
+
+    /// Decodes the frame at the start of `bytes`: the frame and the bytes it took, or `None` if more must come first.
+    ///
+    /// # Errors
+    ///
+    /// Any [`WireError`]; the stream cannot be read on after one.
+    pub fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, WireError> {
+        let Some(length) = bytes.first_chunk::<LENGTH_BYTES>() else {
+            return Ok(None);
+        };
+        let length = u32::from_le_bytes(*length);
+        let body_bytes = usize::try_from(length).unwrap_or(usize::MAX);
+        if body_bytes > MAX_FRAME_BYTES - LENGTH_BYTES - CHECKSUM_BYTES {
+            return Err(WireError::TooLong(u64::from(length)));
+        }
+        let covered_bytes = LENGTH_BYTES + body_bytes;
+        let Some((covered, rest)) = bytes.split_at_checked(covered_bytes) else {
+            return Ok(None);
+        };
+        let Some(checksum) = rest.first_chunk::<CHECKSUM_BYTES>() else {
+            return Ok(None);
+        };
+        let (found, computed) = (u32::from_le_bytes(*checksum), crc32c::crc32c(covered));
+        if found != computed {
+            return Err(WireError::Checksum { found, computed });
+        }
+        let frame = Self::decode_body(&covered[LENGTH_BYTES..])?;
+        Ok(Some((frame, covered_bytes + CHECKSUM_BYTES)))
+    }
+
+    fn number(&self) -> u8 {
+        match self {
+            Self::Hello { .. } => number::HELLO,
+            Self::Welcome { .. } => number::WELCOME,
+            Self::Reject { .. } => number::REJECT,
+            Self::AddressTable { .. } => number::ADDRESS_TABLE,
+            Self::Meshed => number::MESHED,
+            Self::Start => number::START,
+            Self::Vote { .. } => number::VOTE,
+            Self::Verdict { .. } => number::VERDICT,
+            Self::Ping { .. } => number::PING,
+            Self::Pong => number::PONG,
+            Self::Abort { .. } => number::ABORT,
+            Self::LinkLost { .. } => number::LINK_LOST,
+            Self::Leave => number::LEAVE,
+            Self::Goodbye => number::GOODBYE,
+            Self::Want { .. } => number::WANT,
+            Self::Done { .. } => number::DONE,
+            Self::Refuse { .. } => number::REFUSE,
+        }
+    }
+
+    fn put_body(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&[self.number(), LAYOUT]);
+        match self {
+            Self::Hello {
+                protocol,
+                purpose,
+                job,
+                epoch,
+                rank,
+                world,
+            } => {
+                out.extend_from_slice(&protocol.to_le_bytes());
+                out.push(match purpose {
+                    Purpose::Control => 0,
+                    Purpose::Data => 1,
+                });
+                out.extend_from_slice(job);
+                out.extend_from_slice(&epoch.to_le_bytes());
+                out.extend_from_slice(&rank.0.to_le_bytes());
+                out.extend_from_slice(&world.to_le_bytes());
+            }
+            Self::Welcome { protocol } => out.extend_from_slice(&protocol.to_le_bytes()),
+            Self::Reject { code, text } => {
+                out.push(code.number());
+                put_text(out, text, MAX_TEXT_BYTES);
+            }
+            Self::AddressTable { addresses } => {
+                let count = addresses.len().min(MAX_WORLD as usize);
+                out.extend_from_slice(&u32::try_from(count).unwrap_or(MAX_WORLD).to_le_bytes());
+                for address in addresses.iter().take(count) {
+                    put_address(out, *address);
+                }
+            }
+            Self::Meshed | Self::Start | Self::Pong | Self::Leave | Self::Goodbye => {}
+            Self::Vote {
+                vote: Vote::Ready { plan_hash },
+            } => {
+                out.push(0);
+                out.extend_from_slice(plan_hash);
+            }
+            Self::Vote {
+                vote: Vote::Refuse { exit, text },
+            } => {
+                out.extend_from_slice(&[1, *exit]);
+                put_text(out, text, MAX_TEXT_BYTES);
+            }
+            Self::Verdict { round, refusal } => {
+                out.extend_from_slice(&round.to_le_bytes());
+                match refusal {
+                    None => out.push(0),
+                    Some((rank, exit, text)) => {
+                        out.push(1);
+                        out.extend_from_slice(&rank.0.to_le_bytes());
+                        out.push(*exit);
+                        put_text(out, text, MAX_TEXT_BYTES);
+                    }
+                }
+            }
+            Self::Ping { progress } => put_progress(out, *progress),
+            Self::Abort {
+                abort:
+                    Abort {
+                        culprit,
+                        cause,
+                        progress,
+                    },
+            } => {
+                out.extend_from_slice(&culprit.0.to_le_bytes());
+                let (number, text) = match cause {
+                    AbortCause::Died(text) => (0, text),
+                    AbortCause::Failed(text) => (1, text),
+                };
+                out.push(number);
+                put_progress(out, *progress);
+                put_text(out, text, MAX_TEXT_BYTES);
+            }
+            Self::LinkLost { peer, text } => {
+                out.extend_from_slice(&peer.0.to_le_bytes());
+                put_text(out, text, MAX_TEXT_BYTES);
+            }
+            Self::Want { tag } | Self::Done { tag } => put_tag(out, *tag),
+            Self::Refuse { tag, text } => {
+                put_tag(out, *tag);
+                put_text(out, text, MAX_TEXT_BYTES);
+            }
+        }
+    }
+
+    fn decode_body(body: &[u8]) -> Result<Self, WireError> {
+        let mut reader = Reader::new(body);
+        let number = reader.u8()?;
+        let layout = reader.u8()?;
+        if layout != LAYOUT {
+            return Err(WireError::UnknownVersion {
+                what: "a frame",
+                found: u16::from(layout),
+            });
+        }
+        let frame = match number {
+            number::HELLO => Self::Hello {
+                protocol: reader.u16()?,
+                purpose: match reader.u8()? {
+                    0 => Purpose::Control,
+                    1 => Purpose::Data,
+                    value => {
+                        return Err(WireError::BadValue {
+                            field: "purpose",
+                            value: u64::from(value),
+                        });
+                    }
+                },
+                job: reader.array()?,
+                epoch: reader.u32()?,
+                rank: Rank(reader.u32()?),
+                world: reader.u32()?,
+            },
+            number::WELCOME => Self::Welcome {
+                protocol: reader.u16()?,
+            },
+            number::REJECT => Self::Reject {
+                code: RejectCode::read(&mut reader)?,
+                text: reader.text()?,
+            },
+            number::ADDRESS_TABLE => {
+                let count = reader.u32()?;
+                if count > MAX_WORLD {
+                    return Err(WireError::BadValue {
+                        field: "address count",
+                        value: u64::from(count),
+                    });
+                }
+                // Grows as addresses are really there; the count alone reserves nothing.
+                let mut addresses = Vec::new();
+                for _ in 0..count {
+                    addresses.push(read_address(&mut reader)?);
+                }
+                Self::AddressTable { addresses }
+            }
+            number::MESHED => Self::Meshed,
+            number::START => Self::Start,
+            number::VOTE => Self::Vote {
+                vote: match reader.u8()? {
+                    0 => Vote::Ready {
+                        plan_hash: reader.array()?,
+                    },
+                    1 => Vote::Refuse {
+                        exit: reader.u8()?,
+                        text: reader.text()?,
+                    },
+                    value => {
+                        return Err(WireError::BadValue {
+                            field: "vote",
+                            value: u64::from(value),
+                        });
+                    }
+                },
+            },
+            number::VERDICT => Self::Verdict {
+                round: reader.u64()?,
+                refusal: match reader.u8()? {
+                    0 => None,
+                    1 => Some((Rank(reader.u32()?), reader.u8()?, reader.text()?)),
+                    value => {
+                        return Err(WireError::BadValue {
+                            field: "verdict",
+                            value: u64::from(value),
+                        });
+                    }
+                },
+            },
+            number::PING => Self::Ping {
+                progress: read_progress(&mut reader)?,
+            },
+            number::PONG => Self::Pong,
+            number::ABORT => {
+                let culprit = Rank(reader.u32()?);
+                let cause = reader.u8()?;
+                let progress = read_progress(&mut reader)?;
+                let text = reader.text()?;
+                let cause = match cause {
+                    0 => AbortCause::Died(text),
+                    1 => AbortCause::Failed(text),
+                    value => {
+                        return Err(WireError::BadValue {
+                            field: "cause",
+                            value: u64::from(value),
+                        });
+                    }
+                };
+                Self::Abort {
+                    abort: Abort {
+                        culprit,
+                        cause,
+                        progress,
+                    },
+                }
+            }
+            number::LINK_LOST => Self::LinkLost {
+                peer: Rank(reader.u32()?),
+                text: reader.text()?,
+            },
+            number::LEAVE => Self::Leave,
+            number::GOODBYE => Self::Goodbye,
+            number::WANT => Self::Want {
+                tag: read_tag(&mut reader)?,
+            },
+            number::DONE => Self::Done {
+                tag: read_tag(&mut reader)?,
+            },
+            number::REFUSE => Self::Refuse {
+                tag: read_tag(&mut reader)?,
+                text: reader.text()?,
+            },
+            unknown => return Err(WireError::UnknownFrame(unknown)),
+        };
+        reader.finish()?;
+        Ok(frame)
+    }
+}
+
+impl RejectCode {
+    fn number(self) -> u8 {
+        match self {
+            Self::Version => 1,
+            Self::Job => 2,
+            Self::Rank => 3,
+            Self::World => 4,
+            Self::Duplicate => 5,
+            Self::Protocol => 6,
+        }
+    }
+
+    fn read(reader: &mut Reader<'_>) -> Result<Self, WireError> {
+        Ok(match reader.u8()? {
+            1 => Self::Version,
+            2 => Self::Job,
+            3 => Self::Rank,
+            4 => Self::World,
+            5 => Self::Duplicate,
+            6 => Self::Protocol,
+            value => {
+                return Err(WireError::BadValue {
+                    field: "reject code",
+                    value: u64::from(value),
+                });
+            }
+        })
+    }
+}
+
+/// IPv4 addresses travel as IPv4-mapped IPv6 ones, so that every entry has 18 bytes.
+fn put_address(out: &mut Vec<u8>, address: SocketAddr) {
+    let ip = match address.ip() {
+        IpAddr::V4(ip) => ip.to_ipv6_mapped(),
+        IpAddr::V6(ip) => ip,
+    };
+    out.extend_from_slice(&ip.octets());
+    out.extend_from_slice(&address.port().to_le_bytes());
+}
+
+fn read_address(reader: &mut Reader<'_>) -> Result<SocketAddr, WireError> {
+    let ip = IpAddr::from(reader.array::<16>()?).to_canonical();
+    Ok(SocketAddr::new(ip, reader.u16()?))
+}
+
+fn put_tag(out: &mut Vec<u8>, tag: Tag) {
+    out.extend_from_slice(&tag.op.to_le_bytes());
+    out.extend_from_slice(&tag.message.to_le_bytes());
+}
+
+fn read_tag(reader: &mut Reader<'_>) -> Result<Tag, WireError> {
+    Ok(Tag {
+        op: reader.u64()?,
+        message: reader.u32()?,
+    })
+}
+
+fn put_progress(out: &mut Vec<u8>, progress: Progress) {
+    out.extend_from_slice(&progress.op.to_le_bytes());
+    out.extend_from_slice(&progress.step.to_le_bytes());
+}
+
+fn read_progress(reader: &mut Reader<'_>) -> Result<Progress, WireError> {
+    Ok(Progress {
+        op: reader.u64()?,
+        step: reader.u32()?,
+    })
+}

@@ -1,0 +1,184 @@
+//! Whatever comes in, decoding ends with a value or an error; whatever goes out comes back the same.
+
+use std::net::SocketAddr;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::error::{Abort, AbortCause};
+use crate::transport::{Progress, Rank, Tag, Vote};
+
+fn any_tag() -> impl Strategy<Value = Tag> {
+    (any::<u64>(), any::<u32>()).prop_map(|(op, message)| Tag { op, message })
+}
+
+fn any_progress() -> impl Strategy<Value = Progress> {
+    (any::<u64>(), any::<u32>()).prop_map(|(op, step)| Progress { op, step })
+}
+
+fn any_address() -> impl Strategy<Value = SocketAddr> {
+    prop_oneof![
+        (any::<[u8; 4]>(), any::<u16>()).prop_map(|(ip, port)| SocketAddr::from((ip, port))),
+        (any::<[u8; 16]>(), any::<u16>()).prop_map(|(mut ip, port)| {
+            ip[0] |= 0x20; // never an IPv4-mapped address, which would come back as IPv4
+            SocketAddr::from((ip, port))
+        }),
+    ]
+}
+
+fn any_frame() -> impl Strategy<Value = Frame> {
+    let purpose = prop_oneof![Just(Purpose::Control), Just(Purpose::Data)];
+    let code = prop_oneof![
+        Just(RejectCode::Version),
+        Just(RejectCode::Job),
+        Just(RejectCode::Rank),
+        Just(RejectCode::World),
+        Just(RejectCode::Duplicate),
+        Just(RejectCode::Protocol),
+    ];
+    let vote = prop_oneof![
+        any::<[u8; 32]>().prop_map(|plan_hash| Vote::Ready { plan_hash }),
+        (any::<u8>(), ".{0,40}").prop_map(|(exit, text)| Vote::Refuse { exit, text }),
+    ];
+    let cause = prop_oneof![
+        ".{0,40}".prop_map(AbortCause::Died),
+        ".{0,40}".prop_map(AbortCause::Failed)
+    ];
+    let refusal = proptest::option::of((any::<u32>().prop_map(Rank), any::<u8>(), ".{0,40}"));
+    prop_oneof![
+        (
+            any::<u16>(),
+            purpose,
+            any::<[u8; 16]>(),
+            any::<u32>(),
+            any::<u32>(),
+            any::<u32>()
+        )
+            .prop_map(|(protocol, purpose, job, epoch, rank, world)| Frame::Hello {
+                protocol,
+                purpose,
+                job,
+                epoch,
+                rank: Rank(rank),
+                world
+            }),
+        any::<u16>().prop_map(|protocol| Frame::Welcome { protocol }),
+        (code, ".{0,40}").prop_map(|(code, text)| Frame::Reject { code, text }),
+        proptest::collection::vec(any_address(), 0..20)
+            .prop_map(|addresses| Frame::AddressTable { addresses }),
+        prop_oneof![
+            Just(Frame::Meshed),
+            Just(Frame::Start),
+            Just(Frame::Pong),
+            Just(Frame::Leave),
+            Just(Frame::Goodbye)
+        ],
+        vote.prop_map(|vote| Frame::Vote { vote }),
+        (any::<u64>(), refusal).prop_map(|(round, refusal)| Frame::Verdict { round, refusal }),
+        any_progress().prop_map(|progress| Frame::Ping { progress }),
+        (any::<u32>(), cause, any_progress()).prop_map(|(culprit, cause, progress)| Frame::Abort {
+            abort: Abort {
+                culprit: Rank(culprit),
+                cause,
+                progress
+            }
+        }),
+        (any::<u32>(), ".{0,40}").prop_map(|(peer, text)| Frame::LinkLost {
+            peer: Rank(peer),
+            text
+        }),
+        any_tag().prop_map(|tag| Frame::Want { tag }),
+        any_tag().prop_map(|tag| Frame::Done { tag }),
+        (any_tag(), ".{0,40}").prop_map(|(tag, text)| Frame::Refuse { tag, text }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_frame_comes_back_the_same_and_is_never_taken_early(frame in any_frame()) {
+        let bytes = frame.encode();
+        prop_assert!(bytes.len() <= MAX_FRAME_BYTES);
+        prop_assert_eq!(Frame::decode(&bytes), Ok(Some((frame, bytes.len()))));
+        for end in 0..bytes.len() {
+            prop_assert_eq!(Frame::decode(&bytes[..end]), Ok(None));
+        }
+    }
+
+    #[test]
+    fn every_corrupted_byte_of_a_frame_is_noticed(frame in any_frame(), flip in 1_u8..) {
+        let bytes = frame.encode();
+        for at in 0..bytes.len() {
+            let mut corrupt = bytes.clone();
+            corrupt[at] ^= flip;
+            // A corrupted length may ask for more bytes; it must never yield a frame.
+            let decoded = Frame::decode(&corrupt);
+            prop_assert!(!matches!(decoded, Ok(Some(_))), "byte {} of {:?}: {:?}", at, frame, decoded);
+        }
+    }
+
+    #[test]
+    fn every_corrupted_byte_of_a_header_is_noticed(job_low: u64, op: u64, message: u32, total_bytes: u64, flip in 1_u8..) {
+        let header = MessageHeader {
+            job_low, epoch: 1, from: Rank(0), to: Rank(1), tag: Tag { op, message },
+            part_count: 2, part_digest: 3, total_bytes,
+        };
+        let bytes = header.encode();
+        prop_assert_eq!(MessageHeader::decode(&bytes), Ok(header));
+        for at in 0..bytes.len() {
+            let mut corrupt = bytes;
+            corrupt[at] ^= flip;
+            prop_assert!(MessageHeader::decode(&corrupt).is_err(), "byte {at}");
+            prop_assert!(MessageHeader::decode(&bytes[..at]).is_err(), "cut at {at}");
+        }
+    }
+
+    #[test]
+    fn random_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        let _ = Frame::decode(&bytes);
+        let _ = MessageHeader::decode(&bytes);
+        // The same bytes in a valid envelope reach the body's decoder.
+        let mut framed = (bytes.len() as u32).to_le_bytes().to_vec();
+        framed.extend_from_slice(&bytes);
+        framed.extend_from_slice(&crc32c::crc32c(&framed).to_le_bytes());
+        let _ = Frame::decode(&framed);
+        // And with a valid number and layout they reach the fields.
+        if let [number, layout, ..] = &mut framed[4..] {
+            (*number, *layout) = (*number % 20, 1);
+            let covered = framed.len() - 4;
+            let checksum = crc32c::crc32c(&framed[..covered]);
+            framed[covered..].copy_from_slice(&checksum.to_le_bytes());
+            if let Ok(Some((frame, _))) = Frame::decode(&framed) {
+                prop_assert_eq!(frame.encode(), framed);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_largest_table_and_the_longest_text_fit_a_frame() {
+    let addresses = vec![SocketAddr::from(([1, 2, 3, 4], 5)); MAX_WORLD as usize];
+    let table = Frame::AddressTable { addresses };
+    assert_eq!(Frame::decode(&table.encode()).unwrap().unwrap().0, table);
+
+    let text = "é".repeat(100_000);
+    let bytes = Frame::Refuse {
+        tag: Tag { op: 0, message: 0 },
+        text,
+    }
+    .encode();
+    let Ok(Some((Frame::Refuse { text, .. }, _))) = Frame::decode(&bytes) else {
+        panic!("not a refusal")
+    };
+    assert_eq!(text.len(), usize::from(MAX_TEXT_BYTES));
+}
+
+#[test]
+fn a_length_beyond_the_limit_is_refused_before_its_bytes_come() {
+    let length = MAX_FRAME_BYTES as u32;
+    assert_eq!(
+        Frame::decode(&length.to_le_bytes()),
+        Err(WireError::TooLong(u64::from(length)))
+    );
+}

@@ -1,0 +1,229 @@
+//! The bytes of the wire, pinned. A change here is a change of the protocol: raise a version and change `WIRE.md`.
+
+use super::*;
+use crate::error::{Abort, AbortCause};
+use crate::transport::{Progress, Rank, Tag, Vote};
+
+/// Bytes of hex text; spaces are ignored.
+fn hex(text: &str) -> Vec<u8> {
+    let digits: Vec<u8> = text
+        .chars()
+        .filter_map(|c| c.to_digit(16))
+        .map(|digit| digit as u8)
+        .collect();
+    digits.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect()
+}
+
+/// Length, body, checksum. The checksum is recomputed here: it is the fields that are pinned.
+#[track_caller]
+fn pinned(frame: &Frame, body: &[&str]) {
+    let body = hex(&body.concat());
+    let mut expected = (body.len() as u32).to_le_bytes().to_vec();
+    expected.extend_from_slice(&body);
+    expected.extend_from_slice(&crc32c::crc32c(&expected).to_le_bytes());
+    assert_eq!(frame.encode(), expected, "{frame:?}");
+    assert_eq!(
+        Frame::decode(&expected),
+        Ok(Some((frame.clone(), expected.len())))
+    );
+}
+
+#[test]
+fn whole_envelope_is_pinned() {
+    let pong = hex(concat!(
+        "02000000", // length of the body
+        "0a",       // frame number: pong
+        "01",       // layout version
+        "1cac9cc4", // crc32c of the six bytes before
+    ));
+    assert_eq!(Frame::Pong.encode(), pong);
+}
+
+#[test]
+fn frames_without_fields_are_pinned() {
+    pinned(&Frame::Meshed, &["05", "01"]);
+    pinned(&Frame::Start, &["06", "01"]);
+    pinned(&Frame::Pong, &["0a", "01"]);
+    pinned(&Frame::Leave, &["0d", "01"]);
+    pinned(&Frame::Goodbye, &["0e", "01"]);
+}
+
+#[test]
+fn frames_of_the_bootstrap_are_pinned() {
+    let mut job = [0; 16];
+    job[0] = 0xaa;
+    job[15] = 0xbb;
+    let hello = Frame::Hello {
+        protocol: 1,
+        purpose: Purpose::Data,
+        job,
+        epoch: 7,
+        rank: Rank(3),
+        world: 4,
+    };
+    pinned(
+        &hello,
+        &[
+            "01",                               // frame number
+            "01",                               // layout
+            "0100",                             // protocol
+            "01",                               // purpose: data
+            "aa0000000000000000000000000000bb", // job
+            "07000000",                         // epoch
+            "03000000",                         // rank
+            "04000000",                         // world
+        ],
+    );
+    pinned(&Frame::Welcome { protocol: 1 }, &["02", "01", "0100"]);
+    pinned(
+        &Frame::Reject {
+            code: RejectCode::Duplicate,
+            text: "no".into(),
+        },
+        &[
+            "03", "01",   // number, layout
+            "05",   // code: duplicate
+            "0200", // bytes of the text
+            "6e6f", // text
+        ],
+    );
+    let addresses = vec![
+        "127.0.0.1:7000".parse().unwrap(),
+        "[2001:db8::1]:258".parse().unwrap(),
+    ];
+    pinned(
+        &Frame::AddressTable { addresses },
+        &[
+            "04",
+            "01",
+            "02000000",                         // count
+            "00000000000000000000ffff7f000001", // 127.0.0.1, mapped into IPv6
+            "581b",                             // port 7000
+            "20010db8000000000000000000000001", // 2001:db8::1
+            "0201",                             // port 258
+        ],
+    );
+}
+
+#[test]
+fn frames_of_a_running_group_are_pinned() {
+    let tag = Tag { op: 9, message: 5 };
+    let progress = Progress { op: 9, step: 2 };
+    pinned(
+        &Frame::Vote {
+            vote: Vote::Ready {
+                plan_hash: [0xcd; 32],
+            },
+        },
+        &["07", "01", "00", &"cd".repeat(32)], // number, layout, ready, hash
+    );
+    pinned(
+        &Frame::Vote {
+            vote: Vote::Refuse {
+                exit: 2,
+                text: "é".into(),
+            },
+        },
+        &["07", "01", "01", "02", "0200", "c3a9"], // number, layout, refuse, exit, bytes of the text, text
+    );
+    pinned(
+        &Frame::Verdict {
+            round: 1,
+            refusal: None,
+        },
+        &["08", "01", "0100000000000000", "00"],
+    );
+    pinned(
+        &Frame::Verdict {
+            round: 1,
+            refusal: Some((Rank(2), 2, "x".into())),
+        },
+        &[
+            "08",
+            "01",
+            "0100000000000000", // round
+            "01",               // refused
+            "02000000",         // rank
+            "02",               // exit code
+            "0100",             // bytes of the text
+            "78",               // text
+        ],
+    );
+    pinned(
+        &Frame::Ping { progress },
+        &["09", "01", "0900000000000000", "02000000"],
+    ); // op, step
+    pinned(
+        &Frame::Abort {
+            abort: Abort {
+                culprit: Rank(1),
+                cause: AbortCause::Failed("oom".into()),
+                progress,
+            },
+        },
+        &[
+            "0b",
+            "01",
+            "01000000",         // culprit
+            "01",               // cause: failed
+            "0900000000000000", // progress: op
+            "02000000",         // progress: step
+            "0300",             // bytes of the text
+            "6f6f6d",           // text
+        ],
+    );
+    pinned(
+        &Frame::LinkLost {
+            peer: Rank(6),
+            text: String::new(),
+        },
+        &["0c", "01", "06000000", "0000"], // number, layout, peer, bytes of the text
+    );
+    pinned(
+        &Frame::Want { tag },
+        &["0f", "01", "0900000000000000", "05000000"],
+    ); // op, message
+    pinned(
+        &Frame::Done { tag },
+        &["10", "01", "0900000000000000", "05000000"],
+    );
+    pinned(
+        &Frame::Refuse {
+            tag,
+            text: "a".into(),
+        },
+        &["11", "01", "0900000000000000", "05000000", "0100", "61"],
+    );
+}
+
+#[test]
+fn message_header_is_pinned() {
+    let header = MessageHeader {
+        job_low: 0x1122_3344_5566_7788,
+        epoch: 7,
+        from: Rank(1),
+        to: Rank(2),
+        tag: Tag { op: 9, message: 5 },
+        part_count: 2,
+        part_digest: part_digest([16, 3].into_iter()),
+        total_bytes: 19,
+    };
+    let expected = hex(concat!(
+        "4b594b31",         // magic "KYK1"
+        "01",               // layout
+        "01",               // kind: parts
+        "0000",             // reserved
+        "8877665544332211", // job, low 64 bits
+        "07000000",         // epoch
+        "01000000",         // from
+        "02000000",         // to
+        "0900000000000000", // op
+        "05000000",         // message
+        "02000000",         // number of parts
+        "3c35128f",         // digest of their lengths
+        "1300000000000000", // bytes of all parts
+        "06e7b2fb",         // crc32c of all bytes before
+    ));
+    assert_eq!(header.encode().to_vec(), expected);
+    assert_eq!(MessageHeader::decode(&expected), Ok(header));
+}

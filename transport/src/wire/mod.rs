@@ -1,0 +1,21 @@
+//! Bytes on the wire: control frames, and the header before each message. `WIRE.md` beside this crate's sources
+//! shows the layout; the golden tests hold both to the same bytes.
+//!
+//! Decoding returns a `Result`, never panics and never allocates by a length that the wire names without having
+//! the bytes in hand. Encoding cannot fail: texts are cut to [`MAX_TEXT_BYTES`].
+
+mod codec;
+mod frame;
+mod header;
+
+#[cfg(test)]
+mod garbage;
+#[cfg(test)]
+mod golden;
+
+pub use codec::WireError;
+pub use frame::{Frame, MAX_FRAME_BYTES, MAX_TEXT_BYTES, MAX_WORLD, Purpose, RejectCode};
+pub use header::{HEADER_BYTES, MessageHeader, part_digest};
+
+/// Version of everything on the wire. Peers with another version refuse each other.
+pub const PROTOCOL_VERSION: u16 = 1;
