@@ -154,6 +154,16 @@ impl<'a> RankProof<'a> {
     /// The rank's own buffers are what the placement says, and its inputs are there from the start.
     fn declarations(&mut self) -> Result<()> {
         let (problem, rank) = (&self.world.problem, Rank(self.plan.rank));
+        for (index, buffer) in self.plan.buffers.iter().enumerate() {
+            let (tokens, heads) = match buffer.content {
+                Content::KeyValue => (problem.kv_len, problem.kv_heads),
+                Content::Query | Content::State | Content::Output => (problem.q_len, problem.q_heads),
+            };
+            let heads_fit = buffer.heads.start <= buffer.heads.end && buffer.heads.end <= heads;
+            if !heads_fit || buffer.tokens.iter().any(|token| token >= tokens) {
+                return self.fault(format!("buffer {index} `{}` holds what does not exist", buffer.name));
+            }
+        }
         let (q_tokens, kv_tokens) = (
             self.world.q_placement.of_rank(rank),
             self.world.kv_placement.of_rank(rank),
