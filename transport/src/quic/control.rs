@@ -74,6 +74,15 @@ impl Coordinator {
         ranks.find(|(_, member)| !member.left).map(|(rank, _)| rank)
     }
 
+    /// What was last heard of a rank's work.
+    pub(crate) fn progress(&self, rank: Rank) -> Progress {
+        self.lock()
+            .members
+            .get(rank.0 as usize)
+            .map(|member| member.progress)
+            .unwrap_or_default()
+    }
+
     fn heard(&self, rank: Rank, progress: Option<Progress>) {
         let mut state = self.lock();
         let member = &mut state.members[rank.0 as usize];
@@ -103,13 +112,7 @@ impl Coordinator {
 
 impl Core {
     /// Of every rank: starts this rank's part in the next agreement.
-    pub(crate) fn agree(
-        &self,
-        coordinator: Option<&Coordinator>,
-        vote: Vote,
-        patience: Duration,
-        completer: Completer<()>,
-    ) {
+    pub(crate) fn agree(&self, vote: Vote, patience: Duration, completer: Completer<()>) {
         let mut state = self.lock();
         if let Err(error) = state.may_post() {
             return completer.complete(Err(error));
@@ -125,7 +128,7 @@ impl Core {
         );
         drop(state);
         self.changed.notify_waiters();
-        match (coordinator, self.control(COORDINATOR)) {
+        match (&self.coordinator, self.control(COORDINATOR)) {
             (Some(coordinator), _) => self.count_vote(coordinator, self.me, vote),
             (None, Some(control)) => control.say(Frame::Vote { vote }),
             (None, None) => {}
@@ -175,46 +178,33 @@ impl Core {
         }
     }
 
-    /// Of the coordinator: makes an abort that a rank asks for everyone's, with what was last heard of the culprit.
-    fn decide_for(&self, coordinator: &Coordinator, mut abort: Abort, asker: Rank) {
-        if asker != abort.culprit
-            && let Some(member) = coordinator.lock().members.get(abort.culprit.0 as usize)
-        {
-            abort.progress = member.progress;
-        }
-        self.decide(abort);
-    }
-
-    fn died(&self, coordinator: &Coordinator, rank: Rank, text: String) {
-        let progress = coordinator.lock().members[rank.0 as usize].progress;
+    fn died(&self, rank: Rank, text: String) {
         self.decide(Abort {
             culprit: rank,
             cause: AbortCause::Died(text),
-            progress,
+            progress: Progress::default(),
         });
     }
 
     /// Of the coordinator: handles the frames of one rank's control connection until it ends.
-    pub(crate) async fn read_member(
-        self: Arc<Self>,
-        coordinator: Arc<Coordinator>,
-        rank: Rank,
-        mut frames: FrameReader,
-    ) {
+    pub(crate) async fn read_member(self: Arc<Self>, rank: Rank, mut frames: FrameReader) {
+        let Some(coordinator) = &self.coordinator else {
+            return;
+        };
         loop {
             let frame = frames.next().await;
             coordinator.heard(rank, None);
             match frame {
                 Ok(Some(Frame::Ping { progress })) => coordinator.heard(rank, Some(progress)),
-                Ok(Some(Frame::Vote { vote })) => self.count_vote(&coordinator, rank, vote),
+                Ok(Some(Frame::Vote { vote })) => self.count_vote(coordinator, rank, vote),
                 Ok(Some(Frame::Abort { abort })) if abort.culprit.0 < self.world => {
-                    self.decide_for(&coordinator, abort, rank);
+                    self.decide(abort);
                 }
                 Ok(Some(Frame::LinkLost { peer, text })) if peer.0 < self.world => {
                     // A rank that has left in order owes nothing: the other side would have said so otherwise.
                     if peer == self.me || !coordinator.left(peer) {
                         let text = format!("rank {rank} lost its link to it: {text}");
-                        self.died(&coordinator, peer, text);
+                        self.died(peer, text);
                     }
                 }
                 Ok(Some(Frame::Leave)) => {
@@ -223,7 +213,7 @@ impl Core {
                         control.say(Frame::Goodbye);
                     }
                     self.changed.notify_waiters();
-                    self.check_open_rounds(&coordinator, rank);
+                    self.check_open_rounds(coordinator, rank);
                 }
                 Ok(Some(other)) => return self.failed(rank, format!("broke the protocol: {other:?}")),
                 Err(FrameError::Wire(error)) => {
@@ -235,7 +225,7 @@ impl Core {
         let Some(control) = self.control(rank) else { return };
         let reason = control.connection.closed().await;
         if !coordinator.left(rank) {
-            self.died(&coordinator, rank, describe(&reason));
+            self.died(rank, describe(&reason));
         }
     }
 
@@ -309,7 +299,10 @@ impl Core {
     }
 
     /// Of the coordinator: tells everyone that it lives, and listens for silence.
-    pub(crate) async fn beat_as_coordinator(self: Arc<Self>, coordinator: Arc<Coordinator>) {
+    pub(crate) async fn beat_as_coordinator(self: Arc<Self>) {
+        let Some(coordinator) = &self.coordinator else {
+            return;
+        };
         let mut ticks = ticks(self.heartbeat);
         let mut over = self.over.subscribe();
         loop {
@@ -325,7 +318,7 @@ impl Core {
                 }
             }
             if let Some(rank) = coordinator.tick() {
-                self.died(&coordinator, rank, self.silence());
+                self.died(rank, self.silence());
             }
         }
     }

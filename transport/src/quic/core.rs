@@ -16,6 +16,7 @@ use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
+use super::control::Coordinator;
 use super::frames::FrameSender;
 use super::identity::JobId;
 use crate::error::{Abort, AbortCause, Pending, TransportError};
@@ -36,6 +37,8 @@ pub(crate) struct Core {
     pub(crate) links: Vec<Option<Link>>,
     /// Control connections: of rank 0 to every other rank, of another rank to rank 0.
     pub(crate) control: Vec<Option<Link>>,
+    /// Of rank 0.
+    pub(crate) coordinator: Option<Coordinator>,
     pub(crate) runtime: Handle,
     /// Wakes who waits for calls to end, or for a deadline that has become earlier.
     pub(crate) changed: Notify,
@@ -238,6 +241,7 @@ impl Core {
             endpoint,
             links,
             control,
+            coordinator: (me == COORDINATOR).then(|| Coordinator::new(world)),
             runtime: Handle::current(),
             changed: Notify::new(),
             over: watch::Sender::new(false),
@@ -323,9 +327,14 @@ impl Core {
     }
 
     /// Of the coordinator: makes an abort everyone's, unless there is one already.
-    pub(crate) fn decide(&self, abort: Abort) {
+    pub(crate) fn decide(&self, mut abort: Abort) {
         if self.lock().abort.is_some() {
             return;
+        }
+        if abort.progress == Progress::default()
+            && let Some(coordinator) = &self.coordinator
+        {
+            abort.progress = coordinator.progress(abort.culprit);
         }
         self.aborted(abort);
         // Two ranks may have come here at once: what is said is what was kept.

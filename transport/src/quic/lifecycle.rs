@@ -9,7 +9,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::QuicConfig;
 use super::bootstrap::{Joined, Mesh};
-use super::control::{Coordinator, Silence, close_code};
+use super::control::{Silence, close_code};
 use super::core::{COORDINATOR, Core, Group, Link, Patience, Phase};
 use super::frames::{FrameReader, write_frames};
 use crate::error::{Abort, AbortCause, Pending, TransportError};
@@ -17,11 +17,7 @@ use crate::transport::{Completer, Rank, Tag};
 use crate::wire::Frame;
 
 /// Turns the connections of a rank into a working core. Must be called in a tokio context.
-pub(crate) fn start(
-    config: &QuicConfig,
-    endpoint: Endpoint,
-    mesh: Mesh,
-) -> (Arc<Core>, Option<Arc<Coordinator>>) {
+pub(crate) fn start(config: &QuicConfig, endpoint: Endpoint, mesh: Mesh) -> Arc<Core> {
     let mut links = Vec::new();
     let mut readers = Vec::new();
     for joined in [mesh.data, mesh.control] {
@@ -56,20 +52,18 @@ pub(crate) fn start(
         tokio::spawn(Arc::clone(&core).accept_messages(rank));
     }
     if config.rank == COORDINATOR {
-        let coordinator = Arc::new(Coordinator::new(config.world));
-        tokio::spawn(Arc::clone(&core).beat_as_coordinator(Arc::clone(&coordinator)));
+        tokio::spawn(Arc::clone(&core).beat_as_coordinator());
         for (rank, frames) in control_frames {
-            tokio::spawn(Arc::clone(&core).read_member(Arc::clone(&coordinator), rank, frames));
+            tokio::spawn(Arc::clone(&core).read_member(rank, frames));
         }
-        (core, Some(coordinator))
     } else {
         let silence = Arc::new(Silence::default());
         tokio::spawn(Arc::clone(&core).beat_as_member(Arc::clone(&silence)));
         for (_, frames) in control_frames {
             tokio::spawn(Arc::clone(&core).read_coordinator(Arc::clone(&silence), frames));
         }
-        (core, None)
     }
+    core
 }
 
 fn link(joined: Joined) -> (Rank, Link, FrameReader) {
@@ -90,12 +84,7 @@ fn link(joined: Joined) -> (Rank, Link, FrameReader) {
 
 impl Core {
     /// Starts to say goodbye; the completion ends when this rank has gone.
-    pub(crate) fn close(
-        self: &Arc<Self>,
-        coordinator: Option<Arc<Coordinator>>,
-        patience: Duration,
-        completer: Completer<()>,
-    ) {
+    pub(crate) fn close(self: &Arc<Self>, patience: Duration, completer: Completer<()>) {
         let mut state = self.lock();
         if state.phase != Phase::Open {
             return completer.complete(Err(TransportError::Closed));
@@ -106,7 +95,7 @@ impl Core {
         let core = Arc::clone(self);
         self.runtime.spawn(async move {
             let patience = Patience::of(patience);
-            let result = core.say_goodbye(coordinator.as_deref(), patience).await;
+            let result = core.say_goodbye(patience).await;
             let code = if core.lock().abort.is_some() {
                 close_code::ABORTED
             } else {
@@ -117,11 +106,7 @@ impl Core {
         });
     }
 
-    async fn say_goodbye(
-        &self,
-        coordinator: Option<&Coordinator>,
-        patience: Patience,
-    ) -> Result<(), TransportError> {
+    async fn say_goodbye(&self, patience: Patience) -> Result<(), TransportError> {
         // Peers first get what they were sent.
         self.until(patience, || {
             let state = self.lock();
@@ -135,7 +120,7 @@ impl Core {
         for link in self.links.iter().flatten() {
             link.say(Frame::Leave);
         }
-        match coordinator {
+        match &self.coordinator {
             // The coordinator goes last: the others need it to find out about each other.
             Some(coordinator) => {
                 self.until(patience, || coordinator.lowest_present().map(pending_close))

@@ -28,7 +28,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use self::control::Coordinator;
 use self::core::{COORDINATOR, Core};
 pub use self::identity::{ClusterAuthority, Identity, JobId, VALID_DAYS};
 use self::io_thread::{Alive, IoThread};
@@ -94,7 +93,6 @@ impl QuicConfig {
 /// One rank's end of a group over QUIC. Dropping it without [`Transport::close`] means that the rank died.
 pub struct QuicTransport {
     core: Arc<Core>,
-    coordinator: Option<Arc<Coordinator>>,
 }
 
 impl QuicTransport {
@@ -132,7 +130,7 @@ impl QuicTransport {
         let tls = tls::TlsConfigs::new(&config.identity)?;
         let endpoint = socket::endpoint(socket, tls::Path::of_endpoint(config.bind), &tls)?;
         let mesh = bootstrap::form(&config, &endpoint, &tls).await?;
-        let (core, coordinator) = lifecycle::start(&config, endpoint, mesh);
+        let core = lifecycle::start(&config, endpoint, mesh);
         if let Some(alive) = alive {
             // The I/O thread runs until this rank has gone, whoever still holds its transport.
             let mut over = core.over.subscribe();
@@ -142,7 +140,7 @@ impl QuicTransport {
                 drop(alive);
             });
         }
-        Ok(Self { core, coordinator })
+        Ok(Self { core })
     }
 }
 
@@ -239,8 +237,7 @@ impl Transport for QuicTransport {
 
     fn agree(&self, vote: Vote, deadline: Duration) -> Posted<()> {
         let (completer, posted) = Posted::pair();
-        self.core
-            .agree(self.coordinator.as_deref(), vote, deadline, completer);
+        self.core.agree(vote, deadline, completer);
         posted
     }
 
@@ -258,7 +255,7 @@ impl Transport for QuicTransport {
 
     fn close(&self, deadline: Duration) -> Posted<()> {
         let (completer, posted) = Posted::pair();
-        self.core.close(self.coordinator.clone(), deadline, completer);
+        self.core.close(deadline, completer);
         posted
     }
 }

@@ -90,6 +90,9 @@ impl Path {
 /// UDP payload over loopback; the largest that IPv4 allows is 65,507.
 const LOOPBACK_MTU: u16 = 65_000;
 
+/// Handshake packets are padded to the floor, and quinn-proto panics on those of 16,384 bytes and more.
+const LOOPBACK_MTU_FLOOR: u16 = 16_000;
+
 /// UDP payload in one Ethernet packet, as quinn's own MTU discovery would find.
 const NETWORK_MTU: u16 = 1452;
 
@@ -116,7 +119,7 @@ fn transport_config(path: Path) -> TransportConfig {
         // Without a floor, a burst of loss on a busy host would look like a path that carries small packets only.
         Path::Loopback => config
             .initial_mtu(LOOPBACK_MTU)
-            .min_mtu(LOOPBACK_MTU)
+            .min_mtu(LOOPBACK_MTU_FLOOR)
             .mtu_discovery_config(None)
             .enable_segmentation_offload(false),
         // The default discovery probes up to NETWORK_MTU and falls back when the path drops such packets.
