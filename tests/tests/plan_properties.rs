@@ -12,7 +12,12 @@ struct Drawn(World);
 
 impl std::fmt::Debug for Drawn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let World { problem, mesh, q_placement, .. } = &self.0;
+        let World {
+            problem,
+            mesh,
+            q_placement,
+            ..
+        } = &self.0;
         let tokens: Vec<usize> = q_placement.ranks().iter().map(|tokens| tokens.len()).collect();
         write!(f, "{problem:?} on {mesh}, {} {tokens:?}", q_placement.kind())
     }
@@ -20,7 +25,13 @@ impl std::fmt::Debug for Drawn {
 
 /// A problem, a mesh and a split that fit each other.
 fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
-    let shape = (1u32..4, 0u32..70, 1u32..5, 1u32..5, prop::sample::select(vec![8u32, 16, 24]));
+    let shape = (
+        1u32..4,
+        0u32..70,
+        1u32..5,
+        1u32..5,
+        prop::sample::select(vec![8u32, 16, 24]),
+    );
     let mesh = (1u32..5, 1u32..6);
     let kind = prop::sample::select(PlacementKind::ALL.to_vec());
     let dtype = prop::sample::select(Dtype::ALL.to_vec());
@@ -29,13 +40,17 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
             let (q_heads, ulysses) = (kv_heads * group, ulysses.min(kv_heads * group));
             let mut random = Random(seed);
             let mask = mask_number(mask, batch, seq, &mut random);
-            let problem =
-                AttentionProblem::new([batch, seq, q_heads, kv_heads, dim], dtype, mask).expect("drawn to fit");
+            let problem = AttentionProblem::new([batch, seq, q_heads, kv_heads, dim], dtype, mask)
+                .expect("drawn to fit");
             let problem = problem.with_queries(seq, offset).expect("drawn to fit");
             let mesh = Mesh::new(ulysses, ring).expect("drawn to fit");
             let split = match random.below(3) {
                 0 => Split::Even,
-                1 => Split::Weights((0..mesh.world()).map(|i| f64::from(i == 0) + f64::from(random.below(4))).collect()),
+                1 => Split::Weights(
+                    (0..mesh.world())
+                        .map(|i| f64::from(i == 0) + f64::from(random.below(4)))
+                        .collect(),
+                ),
                 _ => Split::Tokens(random.shares(seq, mesh.world())),
             };
             Drawn(plan_world(&problem, mesh, kind, &split, Strategy::Unified).expect("drawn to fit"))
@@ -47,16 +62,24 @@ fn mask_number(kind: usize, batch: u32, seq: u32, random: &mut Random) -> Mask {
     let window = |random: &mut Random| Mask::window(Some(random.below(seq + 1)), Some(random.below(4)));
     let documents = |random: &mut Random| {
         let middle = 1 + random.below(seq.max(2) - 1);
-        if seq < 2 { Mask::full() } else { Mask::documents(vec![0, middle, seq]).expect("ascending") }
+        if seq < 2 {
+            Mask::full()
+        } else {
+            Mask::documents(vec![0, middle, seq]).expect("ascending")
+        }
     };
-    let padding = |random: &mut Random| Mask::key_padding((0..batch).map(|_| random.below(seq + 1)).collect());
+    let padding =
+        |random: &mut Random| Mask::key_padding((0..batch).map(|_| random.below(seq + 1)).collect());
     match kind {
         0 => Mask::full(),
         1 => Mask::causal(),
         2 => window(random),
         3 => documents(random),
         4 => padding(random),
-        _ => Mask::causal().and(documents(random)).and_then(|mask| mask.and(padding(random))).expect("fits"),
+        _ => Mask::causal()
+            .and(documents(random))
+            .and_then(|mask| mask.and(padding(random)))
+            .expect("fits"),
     }
 }
 
@@ -91,7 +114,8 @@ fn closed_form(world: &World, rank: u32) -> (u64, u64) {
     let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
     let q_heads = |u: u32| u64::from(first(u + 1) - first(u));
     let kv_heads = |u: u32| {
-        let heads: std::collections::BTreeSet<u32> = (first(u)..first(u + 1)).map(|h| h / problem.group()).collect();
+        let heads: std::collections::BTreeSet<u32> =
+            (first(u)..first(u + 1)).map(|h| h / problem.group()).collect();
         heads.len() as u64
     };
     let (batch, element) = (u64::from(problem.batch), problem.dtype.bytes() as u64);
@@ -167,10 +191,13 @@ const FAULTS: &[Fault] = &[
     |world, random| {
         let (rank, step) = pick(world, random, |step| matches!(step, Step::Repack { .. }))?;
         let plan = &mut world.plans[rank];
-        let Step::Repack { into, .. } = plan.steps.remove(step) else { return None };
+        let Step::Repack { into, .. } = plan.steps.remove(step) else {
+            return None;
+        };
         // Where a mask hides everything, nobody reads the copy and nothing is lost.
         let read = |step: &Step| uses(step, into.buffer) && !matches!(step, Step::Repack { .. });
-        (into.buffer == plan.output || plan.steps[step..].iter().any(read)).then_some("a copy that is missing")
+        (into.buffer == plan.output || plan.steps[step..].iter().any(read))
+            .then_some("a copy that is missing")
     },
     |world, random| {
         let (rank, step) = pick(world, random, |step| matches!(step, Step::Free { .. }))?;
@@ -183,7 +210,9 @@ const FAULTS: &[Fault] = &[
             return Some("a buffer that is never freed");
         }
         // Before its last use.
-        let last = world.plans[rank].steps[..step].iter().rposition(|step| uses(step, *buffer))?;
+        let last = world.plans[rank].steps[..step]
+            .iter()
+            .rposition(|step| uses(step, *buffer))?;
         world.plans[rank].steps.insert(last, free);
         Some("a buffer freed before its last use")
     },
@@ -205,23 +234,33 @@ const FAULTS: &[Fault] = &[
         Some("a block under the wrong owner")
     },
     |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Exchange { sends, .. } if !sends.is_empty()))?;
+        let (rank, step) = pick(
+            world,
+            random,
+            |step| matches!(step, Step::Exchange { sends, .. } if !sends.is_empty()),
+        )?;
         let (count, me) = (world.mesh.world(), world.plans[rank].rank);
-        let Step::Exchange { sends, .. } = &mut world.plans[rank].steps[step] else { return None };
+        let Step::Exchange { sends, .. } = &mut world.plans[rank].steps[step] else {
+            return None;
+        };
         let to = sends[0].to;
         sends[0].to = (0..count).find(|other| *other != to && *other != me)?;
         Some("a message to the wrong rank")
     },
     |world, random| {
         let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { .. }))?;
-        let Step::Attend { q, .. } = &mut world.plans[rank].steps[step] else { return None };
+        let Step::Attend { q, .. } = &mut world.plans[rank].steps[step] else {
+            return None;
+        };
         q.tokens.end -= 1;
         Some("a query row left out")
     },
     |world, random| {
         let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { .. }))?;
         let buffers = world.plans[rank].buffers.clone();
-        let Step::Attend { kv, .. } = &mut world.plans[rank].steps[step] else { return None };
+        let Step::Attend { kv, .. } = &mut world.plans[rank].steps[step] else {
+            return None;
+        };
         if buffers[kv.buffer.0].content != Content::KeyValue || !world.problem.mask.is_full() {
             return None;
         }
@@ -233,8 +272,12 @@ const FAULTS: &[Fault] = &[
         let rank = random.below(world.plans.len() as u32) as usize;
         let steps = &mut world.plans[rank].steps;
         let wait = steps.iter().position(|step| matches!(step, Step::Wait { .. }))?;
-        let Step::Wait { id } = steps[wait] else { return None };
-        let post = steps.iter().position(|step| matches!(step, Step::Exchange { id: posted, .. } if *posted == id))?;
+        let Step::Wait { id } = steps[wait] else {
+            return None;
+        };
+        let post = steps
+            .iter()
+            .position(|step| matches!(step, Step::Exchange { id: posted, .. } if *posted == id))?;
         steps.swap(post, wait);
         Some("a wait before its post")
     },
@@ -252,9 +295,14 @@ fn pick(world: &World, random: &mut Random, wanted: fn(&Step) -> bool) -> Option
 fn uses(step: &Step, buffer: kyklos::plan::BufferId) -> bool {
     match step {
         Step::Repack { from, into } => from.buffer == buffer || into.buffer == buffer,
-        Step::Exchange { sends, .. } => sends.iter().flat_map(|send| &send.parts).any(|part| part.buffer == buffer),
+        Step::Exchange { sends, .. } => sends
+            .iter()
+            .flat_map(|send| &send.parts)
+            .any(|part| part.buffer == buffer),
         Step::Attend { q, kv, state } => q.buffer == buffer || kv.buffer == buffer || *state == buffer,
-        Step::Merge { from, into } | Step::Finalize { state: from, into } => *from == buffer || *into == buffer,
+        Step::Merge { from, into } | Step::Finalize { state: from, into } => {
+            *from == buffer || *into == buffer
+        }
         Step::Wait { .. } | Step::Free { .. } => false,
     }
 }
@@ -263,15 +311,39 @@ fn uses(step: &Step, buffer: kyklos::plan::BufferId) -> bool {
 fn a_deadlock_between_two_ranks_is_found() {
     let problem = AttentionProblem::new([1, 8, 1, 1, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(1, 2).unwrap();
-    let mut world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
+    let mut world = plan_world(
+        &problem,
+        mesh,
+        PlacementKind::Contiguous,
+        &Split::Even,
+        Strategy::Ring,
+    )
+    .unwrap();
     // Cut the hop in two exchanges on both ranks: each first waits for what the other only sends afterwards.
     for plan in &mut world.plans {
-        let Step::Exchange { sends, recvs, .. } = plan.steps[0].clone() else { panic!("the ring posts first") };
+        let Step::Exchange { sends, recvs, .. } = plan.steps[0].clone() else {
+            panic!("the ring posts first")
+        };
         let (first, second) = if plan.rank == 0 { (0, 1) } else { (1, 0) };
-        plan.steps[0] = Step::Exchange { id: first, sends: vec![], recvs };
+        plan.steps[0] = Step::Exchange {
+            id: first,
+            sends: vec![],
+            recvs,
+        };
         plan.steps.insert(1, Step::Wait { id: first });
-        plan.steps.insert(2, Step::Exchange { id: second, sends, recvs: vec![] });
-        let old = plan.steps.iter().rposition(|step| matches!(step, Step::Wait { .. })).unwrap();
+        plan.steps.insert(
+            2,
+            Step::Exchange {
+                id: second,
+                sends,
+                recvs: vec![],
+            },
+        );
+        let old = plan
+            .steps
+            .iter()
+            .rposition(|step| matches!(step, Step::Wait { .. }))
+            .unwrap();
         plan.steps[old] = Step::Wait { id: second };
     }
     let error = check(&world).unwrap_err().to_string();
@@ -285,7 +357,14 @@ fn bytes_on_known_meshes_are_the_published_ones() {
     let problem = AttentionProblem::new([1, seq, heads, heads, dim], Dtype::F32, Mask::full()).unwrap();
     for (ulysses, units) in [(8, 1.75), (4, 2.5), (2, 4.0), (1, 7.0)] {
         let mesh = Mesh::new(ulysses, 8 / ulysses).unwrap();
-        let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Unified).unwrap();
+        let world = plan_world(
+            &problem,
+            mesh,
+            PlacementKind::Contiguous,
+            &Split::Even,
+            Strategy::Unified,
+        )
+        .unwrap();
         let lse = u64::from(seq / 8 * heads / ulysses * (ulysses - 1) * 4);
         let unit = f64::from(2 * seq * heads / 8 * dim * 4);
         for check in check(&world).unwrap() {
@@ -298,7 +377,14 @@ fn bytes_on_known_meshes_are_the_published_ones() {
 fn ulysses_wider_than_the_heads_is_refused_with_a_mesh_that_works() {
     let problem = AttentionProblem::new([1, 12, 3, 3, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(4, 1).unwrap();
-    let error = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ulysses).unwrap_err();
+    let error = plan_world(
+        &problem,
+        mesh,
+        PlacementKind::Contiguous,
+        &Split::Even,
+        Strategy::Ulysses,
+    )
+    .unwrap_err();
     assert_eq!(
         error.to_string(),
         "ulysses = 4 needs at least 4 query heads, the problem has 3: use --mesh 2x2, or a ring"
@@ -327,21 +413,41 @@ fn strategies_refuse_meshes_that_contradict_them() {
 fn the_hash_sees_everything_that_makes_a_plan_and_nothing_else() {
     let make = |shape, mask: &str, mesh: (u32, u32), kind, split: Split| {
         let problem = AttentionProblem::new(shape, Dtype::F32, mask.parse().unwrap()).unwrap();
-        plan_world(&problem, Mesh::new(mesh.0, mesh.1).unwrap(), kind, &split, Strategy::Unified).unwrap()
+        plan_world(
+            &problem,
+            Mesh::new(mesh.0, mesh.1).unwrap(),
+            kind,
+            &split,
+            Strategy::Unified,
+        )
+        .unwrap()
     };
     let (shape, kind) = ([1, 16, 4, 2, 8], PlacementKind::Contiguous);
     let names = |n: u32| (0..n).map(|rank| format!("rank-{rank}")).collect::<Vec<_>>();
     let base = plan_hash(&make(shape, "causal", (2, 2), kind, Split::Even), &names(4));
     let same = make(shape, "window:-1,0", (2, 2), kind, Split::Tokens(vec![4; 4]));
-    assert_eq!(base, plan_hash(&same, &names(4)), "the same mask and tokens in other words");
+    assert_eq!(
+        base,
+        plan_hash(&same, &names(4)),
+        "the same mask and tokens in other words"
+    );
     let mut wider = make(shape, "causal", (2, 2), kind, Split::Even);
     wider.problem.scale = 0.25;
     let others = [
-        plan_hash(&make([1, 16, 4, 4, 8], "causal", (2, 2), kind, Split::Even), &names(4)),
+        plan_hash(
+            &make([1, 16, 4, 4, 8], "causal", (2, 2), kind, Split::Even),
+            &names(4),
+        ),
         plan_hash(&make(shape, "full", (2, 2), kind, Split::Even), &names(4)),
         plan_hash(&make(shape, "causal", (1, 4), kind, Split::Even), &names(4)),
-        plan_hash(&make(shape, "causal", (2, 2), PlacementKind::Zigzag, Split::Even), &names(4)),
-        plan_hash(&make(shape, "causal", (2, 2), kind, Split::Tokens(vec![5, 3, 4, 4])), &names(4)),
+        plan_hash(
+            &make(shape, "causal", (2, 2), PlacementKind::Zigzag, Split::Even),
+            &names(4),
+        ),
+        plan_hash(
+            &make(shape, "causal", (2, 2), kind, Split::Tokens(vec![5, 3, 4, 4])),
+            &names(4),
+        ),
         plan_hash(&make(shape, "causal", (2, 2), kind, Split::Even), &names(3)),
         plan_hash(&wider, &names(4)),
     ];
@@ -354,7 +460,14 @@ fn the_hash_sees_everything_that_makes_a_plan_and_nothing_else() {
 fn a_plan_explains_itself_the_same_way_every_time() {
     let problem = AttentionProblem::new([1, 4096, 8, 2, 64], Dtype::F32, Mask::causal()).unwrap();
     let mesh = Mesh::new(2, 2).unwrap();
-    let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified).unwrap();
+    let world = plan_world(
+        &problem,
+        mesh,
+        PlacementKind::Zigzag,
+        &Split::Even,
+        Strategy::Unified,
+    )
+    .unwrap();
     let checks = check(&world).unwrap();
     let text = explain(&world, &checks, Some(kyklos_transport::Rank(1)));
     let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/golden/plan_2x2_zigzag.txt");
@@ -362,8 +475,14 @@ fn a_plan_explains_itself_the_same_way_every_time() {
         std::fs::write(golden, &text).unwrap();
     }
     let expected = std::fs::read_to_string(golden).unwrap_or_default();
-    assert_eq!(text, expected, "if the change is wanted, run with KYKLOS_BLESS=1 and review {golden}");
+    assert_eq!(
+        text, expected,
+        "if the change is wanted, run with KYKLOS_BLESS=1 and review {golden}"
+    );
     let json = explain_json(&world, &checks);
     assert_eq!(json["plans"].as_array().unwrap().len(), 4);
-    assert_eq!(json["plans"][1]["check"]["messages_sent"], checks[1].messages_sent);
+    assert_eq!(
+        json["plans"][1]["check"]["messages_sent"],
+        checks[1].messages_sent
+    );
 }

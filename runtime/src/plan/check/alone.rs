@@ -1,87 +1,12 @@
-//! The proof of a world's plans, without running them.
-//!
-//! 1. **Each plan by itself**, step by step: what is read has been written, what is written is written once, nothing
-//!    is freed that a message still needs, copies and merges join like with like, and every state that becomes
-//!    output has met every key that its rows can see exactly once.
-//! 2. **All plans together**: every message that is sent is received, and is what the receiver declared.
-//! 3. **No deadlock**, though a send completes only when its receive has been posted.
-//!
-//! Since every buffer says which tokens and heads of what it holds and every step preserves that, a rank whose
-//! output is written whole has the right output.
+//! One rank's plan by itself, step by step.
 
 use std::collections::{HashMap, HashSet};
 
 use kyklos_transport::Rank;
 
-use super::step::{BufferId, Content, Plan, Slice, Step, World};
 use crate::mesh::kv_heads_for;
-use crate::{Error, Result, TokenRuns};
-
-/// What the proof found out about one rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct RankCheck {
-    /// Most bytes of buffers alive at once, the rank's input and output among them.
-    pub peak_bytes: u64,
-    /// Plan payload sent, in bytes.
-    pub bytes_sent: u64,
-    /// Messages sent.
-    pub messages_sent: u64,
-}
-
-/// Proves the plans of `world`.
-///
-/// # Errors
-/// [`Error::Plan`] that says which rank, which step and what is wrong.
-pub fn check(world: &World) -> Result<Vec<RankCheck>> {
-    owners(world)?;
-    let mut checks = Vec::with_capacity(world.plans.len());
-    for (rank, plan) in (0..).map(Rank).zip(&world.plans) {
-        if plan.rank != rank.0 {
-            return Err(Error::plan(
-                rank,
-                None,
-                format!("the plan says it is of rank {}", plan.rank),
-            ));
-        }
-        let peak_bytes = RankProof::new(world, plan).run()?;
-        let (bytes_sent, messages_sent) = plan.volume(&world.problem);
-        checks.push(RankCheck {
-            peak_bytes,
-            bytes_sent,
-            messages_sent,
-        });
-    }
-    messages_meet(world)?;
-    nobody_waits_for_ever(world)?;
-    Ok(checks)
-}
-
-/// Every token has exactly one owner.
-fn owners(world: &World) -> Result<()> {
-    for (what, placement, total) in [
-        ("query", &world.q_placement, world.problem.q_len),
-        ("key", &world.kv_placement, world.problem.kv_len),
-    ] {
-        let mut owner: Vec<Option<u32>> = vec![None; total as usize];
-        for (rank, tokens) in (0u32..).zip(placement.ranks()) {
-            for token in tokens.iter() {
-                let fault = match owner.get_mut(token as usize) {
-                    Some(owner @ None) => {
-                        *owner = Some(rank);
-                        continue;
-                    }
-                    Some(Some(other)) => format!("{what} {token} is also rank {other}'s"),
-                    None => format!("{what} {token} does not exist, there are {total}"),
-                };
-                return Err(Error::plan(Rank(rank), None, fault));
-            }
-        }
-        if let Some(token) = owner.iter().position(Option::is_none) {
-            return Err(Error::plan(Rank(0), None, format!("{what} {token} has no owner")));
-        }
-    }
-    Ok(())
-}
+use crate::plan::{BufferId, Content, Plan, Slice, Step, World};
+use crate::{Error, Result};
 
 /// A rectangle of a buffer that has been written: list positions × heads.
 type Area = (std::ops::Range<usize>, std::ops::Range<u32>);
@@ -101,7 +26,8 @@ struct Life {
     consumed: bool,
 }
 
-struct RankProof<'a> {
+/// Walks a plan and keeps, for every buffer, what has happened to it.
+pub(super) struct RankProof<'a> {
     world: &'a World,
     plan: &'a Plan,
     step: Option<usize>,
@@ -112,7 +38,7 @@ struct RankProof<'a> {
 }
 
 impl<'a> RankProof<'a> {
-    fn new(world: &'a World, plan: &'a Plan) -> Self {
+    pub(super) fn new(world: &'a World, plan: &'a Plan) -> Self {
         let lives = plan.buffers.iter().map(|_| Life::default()).collect();
         Self {
             world,
@@ -125,7 +51,8 @@ impl<'a> RankProof<'a> {
         }
     }
 
-    fn run(mut self) -> Result<u64> {
+    /// Peak bytes of buffers alive at once.
+    pub(super) fn run(mut self) -> Result<u64> {
         self.declarations()?;
         for (index, step) in self.plan.steps.iter().enumerate() {
             self.step = Some(index);
@@ -161,7 +88,10 @@ impl<'a> RankProof<'a> {
             };
             let heads_fit = buffer.heads.start <= buffer.heads.end && buffer.heads.end <= heads;
             if !heads_fit || buffer.tokens.iter().any(|token| token >= tokens) {
-                return self.fault(format!("buffer {index} `{}` holds what does not exist", buffer.name));
+                return self.fault(format!(
+                    "buffer {index} `{}` holds what does not exist",
+                    buffer.name
+                ));
             }
         }
         let (q_tokens, kv_tokens) = (
@@ -505,120 +435,4 @@ fn overlap(a: &Area, b: &Area) -> Area {
         a.0.start.max(b.0.start)..a.0.end.min(b.0.end),
         a.1.start.max(b.1.start)..a.1.end.min(b.1.end),
     )
-}
-
-/// Every message that is sent is received, and holds what the receiver declared.
-fn messages_meet(world: &World) -> Result<()> {
-    let mut sent = HashMap::new();
-    for plan in &world.plans {
-        for (index, step) in plan.steps.iter().enumerate() {
-            if let Step::Exchange { id, sends, .. } = step {
-                for send in sends {
-                    sent.insert((plan.rank, send.to, *id), (index, &send.parts));
-                }
-            }
-        }
-    }
-    for plan in &world.plans {
-        for (index, step) in plan.steps.iter().enumerate() {
-            let Step::Exchange { id, recvs, .. } = step else {
-                continue;
-            };
-            for recv in recvs {
-                let fault = |fault: String| Err(Error::plan(Rank(plan.rank), Some(index), fault));
-                let Some((_, parts)) = sent.remove(&(recv.from, plan.rank, *id)) else {
-                    return fault(format!(
-                        "waits for a message from rank {}, which sends none",
-                        recv.from
-                    ));
-                };
-                let sender = &world.plans[recv.from as usize];
-                let what = |slice: &Slice| {
-                    let content = sender.buffer(slice.buffer).content;
-                    (content, sender.slice_tokens(slice), sender.slice_heads(slice))
-                };
-                let declared = |id: &BufferId| {
-                    let buffer = plan.buffer(*id);
-                    (buffer.content, buffer.tokens.clone(), buffer.heads.clone())
-                };
-                let says = |(content, tokens, heads): &(Content, TokenRuns, std::ops::Range<u32>)| {
-                    format!("{content:?} of tokens {tokens}, heads {heads:?}")
-                };
-                let (theirs, ours): (Vec<_>, Vec<_>) = (
-                    parts.iter().map(what).collect(),
-                    recv.parts.iter().map(declared).collect(),
-                );
-                if theirs != ours {
-                    return fault(format!(
-                        "rank {} sends [{}], this rank expects [{}]",
-                        recv.from,
-                        theirs.iter().map(says).collect::<Vec<_>>().join("; "),
-                        ours.iter().map(says).collect::<Vec<_>>().join("; "),
-                    ));
-                }
-            }
-        }
-    }
-    match sent.into_iter().min_by_key(|(key, _)| *key) {
-        Some(((from, to, id), (index, _))) => Err(Error::plan(
-            Rank(from),
-            Some(index),
-            format!("sends rank {to} a message in exchange {id} that rank {to} never receives"),
-        )),
-        None => Ok(()),
-    }
-}
-
-/// Runs all plans in step: a wait passes when every message of its exchange has been posted on the other side too.
-fn nobody_waits_for_ever(world: &World) -> Result<()> {
-    let mut at = vec![0; world.plans.len()];
-    let mut posted: HashSet<(u32, u32)> = HashSet::new();
-    loop {
-        let mut moved = false;
-        for (rank, plan) in world.plans.iter().enumerate() {
-            while let Some(step) = plan.steps.get(at[rank]) {
-                match step {
-                    Step::Exchange { id, .. } => {
-                        posted.insert((plan.rank, *id));
-                    }
-                    Step::Wait { id } if !peers_of(plan, *id).all(|peer| posted.contains(&(peer, *id))) => {
-                        break;
-                    }
-                    _ => {}
-                }
-                at[rank] += 1;
-                moved = true;
-            }
-        }
-        if !moved {
-            break;
-        }
-    }
-    match world
-        .plans
-        .iter()
-        .find(|plan| at[plan.rank as usize] < plan.steps.len())
-    {
-        Some(plan) => Err(Error::plan(
-            Rank(plan.rank),
-            Some(at[plan.rank as usize]),
-            "waits for ever: the other side posts the exchange only after this rank has gone on".to_owned(),
-        )),
-        None => Ok(()),
-    }
-}
-
-fn peers_of(plan: &Plan, exchange: u32) -> impl Iterator<Item = u32> + '_ {
-    plan.steps
-        .iter()
-        .filter_map(move |step| match step {
-            Step::Exchange { id, sends, recvs } if *id == exchange => Some((sends, recvs)),
-            _ => None,
-        })
-        .flat_map(|(sends, recvs)| {
-            sends
-                .iter()
-                .map(|send| send.to)
-                .chain(recvs.iter().map(|recv| recv.from))
-        })
 }

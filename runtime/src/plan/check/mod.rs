@@ -1,0 +1,86 @@
+//! The proof of a world's plans, without running them.
+//!
+//! 1. **Each plan by itself**, step by step: what is read has been written, what is written is written once, nothing
+//!    is freed that a message still needs, copies and merges join like with like, and every state that becomes
+//!    output has met every key that its rows can see exactly once.
+//! 2. **All plans together**: every message that is sent is received, and is what the receiver declared.
+//! 3. **No deadlock**, though a send completes only when its receive has been posted.
+//!
+//! Since every buffer says which tokens and heads of what it holds and every step preserves that, a rank whose
+//! output is written whole has the right output.
+
+mod alone;
+mod together;
+
+use kyklos_transport::Rank;
+
+use super::step::World;
+use crate::{Error, Result};
+use alone::RankProof;
+use together::{messages_meet, nobody_waits_for_ever};
+
+/// What the proof found out about one rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct RankCheck {
+    /// Most bytes of buffers alive at once, the rank's input and output among them.
+    pub peak_bytes: u64,
+    /// Plan payload sent, in bytes.
+    pub bytes_sent: u64,
+    /// Messages sent.
+    pub messages_sent: u64,
+}
+
+/// Proves the plans of `world`.
+///
+/// # Errors
+/// [`Error::Plan`] that says which rank, which step and what is wrong.
+pub fn check(world: &World) -> Result<Vec<RankCheck>> {
+    owners(world)?;
+    let mut checks = Vec::with_capacity(world.plans.len());
+    for (rank, plan) in (0..).map(Rank).zip(&world.plans) {
+        if plan.rank != rank.0 {
+            return Err(Error::plan(
+                rank,
+                None,
+                format!("the plan says it is of rank {}", plan.rank),
+            ));
+        }
+        let peak_bytes = RankProof::new(world, plan).run()?;
+        let (bytes_sent, messages_sent) = plan.volume(&world.problem);
+        checks.push(RankCheck {
+            peak_bytes,
+            bytes_sent,
+            messages_sent,
+        });
+    }
+    messages_meet(world)?;
+    nobody_waits_for_ever(world)?;
+    Ok(checks)
+}
+
+/// Every token has exactly one owner.
+fn owners(world: &World) -> Result<()> {
+    for (what, placement, total) in [
+        ("query", &world.q_placement, world.problem.q_len),
+        ("key", &world.kv_placement, world.problem.kv_len),
+    ] {
+        let mut owner: Vec<Option<u32>> = vec![None; total as usize];
+        for (rank, tokens) in (0u32..).zip(placement.ranks()) {
+            for token in tokens.iter() {
+                let fault = match owner.get_mut(token as usize) {
+                    Some(owner @ None) => {
+                        *owner = Some(rank);
+                        continue;
+                    }
+                    Some(Some(other)) => format!("{what} {token} is also rank {other}'s"),
+                    None => format!("{what} {token} does not exist, there are {total}"),
+                };
+                return Err(Error::plan(Rank(rank), None, fault));
+            }
+        }
+        if let Some(token) = owner.iter().position(Option::is_none) {
+            return Err(Error::plan(Rank(0), None, format!("{what} {token} has no owner")));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Builds what is missing and passes all the tests. On Debian and Ubuntu it installs the software Vulkan driver where
+# no Vulkan driver is there; elsewhere it says what to install.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+have_vulkan() { compgen -G '/usr/share/vulkan/icd.d/*.json' >/dev/null || compgen -G '/etc/vulkan/icd.d/*.json' >/dev/null; }
+
+if [ "$(uname)" = Linux ] && ! have_vulkan; then
+    if command -v apt-get >/dev/null; then
+        echo "no Vulkan driver found: installing the software one (mesa-vulkan-drivers)"
+        as_root=()
+        [ "$(id -u)" = 0 ] || as_root=(sudo)
+        "${as_root[@]}" apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends mesa-vulkan-drivers
+    else
+        echo "no Vulkan driver found: install one (Fedora: mesa-vulkan-drivers, Arch: vulkan-swrast)."
+        echo "GPU tests will be reported as ignored."
+    fi
+fi
+
+# The driver wants a private folder, and keeps compiled shaders for the next run.
+if [ -z "${XDG_RUNTIME_DIR:-}" ]; then
+    XDG_RUNTIME_DIR=$(mktemp -d)
+    export XDG_RUNTIME_DIR
+    trap 'rm -rf "$XDG_RUNTIME_DIR"' EXIT
+fi
+export MESA_SHADER_CACHE_DIR=${MESA_SHADER_CACHE_DIR:-$PWD/target/shader-cache}
+mkdir -p "$MESA_SHADER_CACHE_DIR"
+
+cargo test --workspace --all-features "$@"

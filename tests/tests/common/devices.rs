@@ -1,0 +1,91 @@
+//! Backends that are broken on purpose.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::{Attend, Backend, Control, DeviceInfo, Extent, Layout, State, StateMut};
+use kyklos::{Dtype, Result, TileShape};
+
+type Buffer = <CpuBackend as Backend>::Buffer;
+
+/// Adds the blocks of a running state up as if their maxima were all the same.
+#[derive(Debug)]
+pub struct WithoutRescale(pub CpuBackend);
+
+impl WithoutRescale {
+    async fn floats(&self, buffer: &mut Buffer, bytes: usize) -> Result<Vec<f32>> {
+        Ok(bytemuck::pod_collect_to_vec(&self.0.download(buffer, 0..bytes).await?))
+    }
+}
+
+impl Backend for WithoutRescale {
+    type Buffer = Buffer;
+    type Download = <CpuBackend as Backend>::Download;
+
+    async fn attend(&self, args: Attend<'_, Buffer>, control: &Control) -> Result<()> {
+        let shape = args.state.shape;
+        let (a_bytes, ml_bytes) = (shape.a_bytes(), shape.ml_bytes());
+        let (mut a, mut ml) = (self.0.alloc("a", a_bytes)?, self.0.alloc("ml", ml_bytes)?);
+        self.0.reset_state(&mut StateMut { a: &mut a, ml: &mut ml, shape })?;
+        let StateMut { a: old_a, ml: old_ml, .. } = args.state;
+        let block = Attend { state: StateMut { a: &mut a, ml: &mut ml, shape }, ..args };
+        self.0.attend(block, control).await?;
+        self.0.wait().await?;
+
+        let sum = |old: Vec<f32>, new: Vec<f32>| old.iter().zip(new).map(|(x, y)| x + y).collect::<Vec<f32>>();
+        let new_a = sum(self.floats(old_a, a_bytes).await?, self.floats(&mut a, a_bytes).await?);
+        let (old_ml_values, block_ml) = (self.floats(old_ml, ml_bytes).await?, self.floats(&mut ml, ml_bytes).await?);
+        let new_ml: Vec<f32> = old_ml_values
+            .chunks(2)
+            .zip(block_ml.chunks(2))
+            .flat_map(|(old, new)| [old[0].max(new[0]), old[1] + new[1]])
+            .collect();
+        self.0.write(old_a, 0, bytemuck::cast_slice(&new_a))?;
+        self.0.write(old_ml, 0, bytemuck::cast_slice(&new_ml))
+    }
+
+    fn info(&self) -> &DeviceInfo {
+        self.0.info()
+    }
+
+    fn tile_shape(&self, dtype: Dtype, head_dim: u32) -> TileShape {
+        self.0.tile_shape(dtype, head_dim)
+    }
+
+    fn alloc(&self, label: &str, bytes: usize) -> Result<Buffer> {
+        self.0.alloc(label, bytes)
+    }
+
+    fn upload(&self, label: &str, data: Bytes) -> Result<Buffer> {
+        self.0.upload(label, data)
+    }
+
+    fn write(&self, buffer: &mut Buffer, offset: usize, data: &[u8]) -> Result<()> {
+        self.0.write(buffer, offset, data)
+    }
+
+    fn download(&self, buffer: &mut Buffer, range: Range<usize>) -> Self::Download {
+        self.0.download(buffer, range)
+    }
+
+    fn reset_state(&self, state: &mut StateMut<'_, Buffer>) -> Result<()> {
+        self.0.reset_state(state)
+    }
+
+    fn merge(&self, into: &mut StateMut<'_, Buffer>, from: &State<'_, Buffer>) -> Result<()> {
+        self.0.merge(into, from)
+    }
+
+    fn finalize(&self, state: &State<'_, Buffer>, dtype: Dtype, o: &mut Buffer, lse: &mut Buffer) -> Result<()> {
+        self.0.finalize(state, dtype, o, lse)
+    }
+
+    fn repack(&self, from: (&Buffer, Layout), into: (&mut Buffer, Layout), extent: Extent) -> Result<()> {
+        self.0.repack(from, into, extent)
+    }
+
+    async fn wait(&self) -> Result<()> {
+        self.0.wait().await
+    }
+}

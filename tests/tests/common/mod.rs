@@ -1,0 +1,197 @@
+//! What the suites share: from a case to a run on real backends, and from its output to the oracle.
+
+#![allow(dead_code, reason = "each suite uses its part")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kyklos::backend::Backend;
+use kyklos::local::{RankTask, Tensors, layouts, run_ranks};
+use kyklos::plan::World;
+use kyklos::{AttentionProblem, Dtype, Mask, NoObserver, RankOutput, RunOptions, SystemClock};
+use kyklos_tests::inputs::Case;
+use kyklos_tests::oracle::{self, Element, Oracle, OracleProblem, OracleTerm, Row, RowId, Values};
+use kyklos_tests::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
+use kyklos_transport::Transport;
+
+pub mod conformance;
+pub mod devices;
+
+/// Long enough for a loaded machine, short enough that a hang is a failure.
+pub const DEADLINE: Duration = Duration::from_secs(60);
+
+/// The product's words for a case, in storage type `dtype`.
+pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
+    let oracle = &case.problem;
+    let small = |n: usize| u32::try_from(n).unwrap();
+    let mask = oracle.mask.terms.iter().fold(Mask::full(), |mask, term| mask.and(mask_of(term)).unwrap());
+    let shape = [oracle.batch, oracle.kv_len, oracle.q_heads, oracle.kv_heads, oracle.head_dim].map(small);
+    AttentionProblem::new(shape, dtype, mask)
+        .and_then(|problem| problem.with_queries(small(oracle.q_len), oracle.q_offset as u32))
+        .and_then(|problem| problem.with_logits(oracle.scale as f32, oracle.softcap.map(|cap| cap as f32)))
+        .unwrap()
+}
+
+fn mask_of(term: &OracleTerm) -> Mask {
+    let small = |n: &u64| u32::try_from(*n).unwrap();
+    let side = |n: i64| u32::try_from(n).ok();
+    match term {
+        OracleTerm::Causal => Mask::causal(),
+        OracleTerm::Window { left, right } => Mask::window(side(*left), side(*right)),
+        OracleTerm::Documents(boundaries) => Mask::documents(boundaries.iter().map(small).collect()).unwrap(),
+        OracleTerm::Valid(lengths) => Mask::key_padding(lengths.iter().map(small).collect()),
+    }
+}
+
+/// A case in one storage type: its tensors, what is right, and how far from it one device may be.
+pub struct Prepared {
+    pub case: Case,
+    pub oracle: OracleProblem,
+    pub problem: AttentionProblem,
+    pub tensors: Tensors,
+    pub expected: Vec<Row>,
+    pub naive: Comparison,
+}
+
+impl Prepared {
+    pub fn new(case: Case, dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => Self::typed::<f32>(case, dtype),
+            Dtype::F16 => Self::typed::<half::f16>(case, dtype),
+            Dtype::Bf16 => Self::typed::<half::bf16>(case, dtype),
+        }
+    }
+
+    fn typed<E: Element + bytemuck::Pod>(case: Case, dtype: Dtype) -> Self {
+        let problem = problem_of(&case, dtype);
+        // The oracle judges the numbers that the product is given: its f32 scale and softcap.
+        let oracle = OracleProblem {
+            scale: f64::from(problem.scale),
+            softcap: problem.softcap.map(f64::from),
+            ..case.problem.clone()
+        };
+        let inputs = case.inputs::<E>();
+        let (q, k, v) = (E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v));
+        let truth = Oracle::new(&oracle, q, k, v).unwrap();
+        let rows = rows_to_judge(&case, &oracle);
+        let (expected, plain) = (truth.rows(&rows), naive_f32_rows(&truth, &rows));
+        let naive = kyklos_tests::tolerance::compare_rows(&oracle, E::DTYPE, &plain, &expected, &Context::default());
+        let bytes = |values: &[E]| Bytes::copy_from_slice(bytemuck::cast_slice(values));
+        let tensors = Tensors { q: bytes(&inputs.q), k: bytes(&inputs.k), v: bytes(&inputs.v) };
+        Self { case, oracle, problem, tensors, expected, naive }
+    }
+
+    /// Compares a whole output with the oracle.
+    pub fn judge(&self, output: &Whole, backend: &str) -> Comparison {
+        let context = Context {
+            case: self.case.name.to_owned(),
+            seed: self.case.seed,
+            backend: backend.to_owned(),
+            rerun: format!("cargo test -p kyklos-tests -- '{backend}'"),
+        };
+        let o = output.o_values(self.problem.dtype);
+        compare(&self.oracle, o.values(), Values::F32(&output.lse), &self.expected, &context)
+    }
+
+    pub fn dense_limit(&self) -> Limit {
+        Limit::dense(oracle_dtype(self.problem.dtype), &self.naive)
+    }
+
+    pub fn parallel_limit(&self, dense: &Comparison) -> Limit {
+        Limit::parallel(oracle_dtype(self.problem.dtype), &[dense])
+    }
+}
+
+/// Rows that see a NaN or ∞ are judged by a test of their own: everything else about them is unspecified.
+fn rows_to_judge(case: &Case, oracle: &OracleProblem) -> Vec<RowId> {
+    oracle.row_ids().into_iter().filter(|id| !case.sees_poison(*id)).collect()
+}
+
+pub fn oracle_dtype(dtype: Dtype) -> oracle::Dtype {
+    match dtype {
+        Dtype::F32 => oracle::Dtype::F32,
+        Dtype::F16 => oracle::Dtype::F16,
+        Dtype::Bf16 => oracle::Dtype::Bf16,
+    }
+}
+
+/// The whole result, in the input's token order.
+pub struct Whole {
+    /// `[batch, seq, heads, dim]`.
+    pub o: Vec<u8>,
+    /// `[batch, heads, seq]`.
+    pub lse: Vec<f32>,
+}
+
+/// Typed elements of an output.
+pub enum Typed {
+    F32(Vec<f32>),
+    F16(Vec<half::f16>),
+    Bf16(Vec<half::bf16>),
+}
+
+impl Whole {
+    pub fn new(world: &World) -> Self {
+        let problem = &world.problem;
+        let rows = problem.batch as usize * problem.q_heads as usize * problem.q_len as usize;
+        // Poisoned: what no rank wrote shows.
+        Self { o: vec![0xFF; layouts(world).0.bytes()], lse: vec![f32::NAN; rows] }
+    }
+
+    pub fn add(&mut self, world: &World, rank: usize, output: &RankOutput) {
+        let (problem, tokens) = (&world.problem, &world.q_placement.ranks()[rank]);
+        layouts(world).0.scatter(&output.o, tokens, &mut self.o).unwrap();
+        let lse: Vec<f32> = bytemuck::pod_collect_to_vec(&output.lse);
+        kyklos::host::scatter_lse(&lse, problem.batch as usize, problem.q_heads as usize, tokens, &mut self.lse);
+    }
+
+    pub fn o_values(&self, dtype: Dtype) -> Typed {
+        match dtype {
+            Dtype::F32 => Typed::F32(bytemuck::pod_collect_to_vec(&self.o)),
+            Dtype::F16 => Typed::F16(bytemuck::pod_collect_to_vec(&self.o)),
+            Dtype::Bf16 => Typed::Bf16(bytemuck::pod_collect_to_vec(&self.o)),
+        }
+    }
+}
+
+impl Typed {
+    pub fn values(&self) -> Values<'_> {
+        match self {
+            Self::F32(values) => Values::F32(values),
+            Self::F16(values) => Values::F16(values),
+            Self::Bf16(values) => Values::Bf16(values),
+        }
+    }
+}
+
+pub fn options() -> RunOptions {
+    RunOptions {
+        clock: Arc::new(SystemClock::new()),
+        observer: Arc::new(NoObserver),
+        trace: false,
+        poison: true,
+    }
+}
+
+/// Runs a world with each rank on a backend of its own making, and puts the result together.
+pub fn run_world<B: Backend>(
+    world: &World,
+    transports: Vec<Arc<dyn Transport>>,
+    tensors: &Tensors,
+    make: impl Fn() -> B + Sync,
+) -> (Whole, Vec<RankOutput>) {
+    let run = |task: RankTask<'_>| {
+        let mut last = None;
+        task.run_on(&make(), |_, output| last = Some(output)).map(|()| last.expect("one run"))
+    };
+    let outputs = run_ranks(world, transports, tensors, 1, DEADLINE, &options(), run).unwrap();
+    let mut whole = Whole::new(world);
+    let mut all = Vec::new();
+    for (rank, output) in outputs.into_iter().enumerate() {
+        let output = output.unwrap_or_else(|error| panic!("rank {rank}: {error}"));
+        whole.add(world, rank, &output);
+        all.push(output);
+    }
+    (whole, all)
+}
