@@ -1,1 +1,32 @@
-//! Being written.
+//! WGSL attention kernels and what they mean. No GPU API: a backend compiles the text, fills the bindings and
+//! dispatches.
+//!
+//! # Contract
+//!
+//! - A [`Kernel`] is a value; [`Kernel::source`] is its text, [`Kernel::bindings`] and [`Kernel::uniform`] are its
+//!   interface, [`Kernel::workgroup_size`] and [`Kernel::workgroup_bytes`] its demands. The same value gives the same
+//!   text.
+//! - All kernels but those that [`Kernel::needs_subgroups`] stay within WebGPU's default limits and need no feature.
+//! - Storage is f32, f16 or bf16, 16-bit elements packed in u32 words; all arithmetic is f32.
+//! - Masks do not occur: kernels read an interval of key positions for each query row, a position for each key, and a
+//!   list of runs of tiles. The layout of both is described in [`AttendParams`] and in the module of the kernels:
+//!   positions hold, in this order, the KV head of each query head, key positions from `keys_at`, spans `lo, hi` of
+//!   each class and row from `spans_at`; work holds, for each class, `2·q_tiles + 1` starts (first full run, first
+//!   partial run of each Q tile, and the end), and from `runs_at` on the runs `first key, end key`.
+//! - Kernels trust what they are given: extents above zero, indices in bounds.
+
+#![forbid(unsafe_code)]
+
+mod attend;
+mod finish;
+mod kernel;
+mod repack;
+mod storage;
+mod text;
+mod uniforms;
+
+pub use kernel::{
+    Access, AttendKernel, AttendVariant, Binding, Dialect, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM, Tile,
+};
+pub use storage::Storage;
+pub use uniforms::{AttendParams, Field, FinalizeParams, MergeParams, RepackParams, ResetParams, Uniform};

@@ -1,0 +1,108 @@
+//! Attention of one block of queries against one block of keys, into a running state.
+//!
+//! For a query row with running state (m, l, a), and for each key j that it sees:
+//!
+//! ```text
+//! x  = scale · q·k_j          (softcap c: c · tanh(x / c))
+//! m' = max(m, x),  l' = l·e^(m − m') + e^(x − m'),  a' = a·e^(m − m') + e^(x − m')·v_j
+//! ```
+//!
+//! (Milakov & Gimelshein 2018, §3.1.) Inside, logits are in base-2 units: log2 e is folded into the factor on q, and
+//! m is converted where state is read and written.
+//!
+//! # Bindings
+//!
+//! | number | name | holds |
+//! |---|---|---|
+//! | 0 | params | [`AttendParams`](crate::AttendParams) |
+//! | 1, 2, 3 | q, k, v | `[batch, rows, heads, dim]`, strided, in 16-byte units |
+//! | 4 | state_a | f32 `[batch, rows, heads, dim]`, dense |
+//! | 5 | state_ml | f32 `[batch, heads, rows, 2]`, dense: m (natural logarithm) and l |
+//! | 6 | positions | u32: for each query head its KV head; from `keys_at` for each key its position; from `spans_at` for each class and query row the visible positions lo..hi as two words |
+//! | 7 | work | u32: for each class `2·q_tiles + 1` starts; from `runs_at` the runs, two words each |
+//!
+//! # Work list
+//!
+//! A run is a range of keys `first..end`, `first` a multiple of the KV tile. For Q tile t of class c, with
+//! `s = c·starts_class + 2t`, the runs `starts[s]..starts[s+1]` are full: every row of the tile sees every key, and
+//! nothing is tested. The runs `starts[s+1]..starts[s+2]` are partial: each element tests `lo <= position < hi`.
+//! What is in no run costs nothing. For [`portable`] a run whose end is not a multiple of the KV tile must be partial.
+//!
+//! # NaN and infinity
+//!
+//! They flow through multiplications, additions and exp2 to the rows that see them. In partial runs an invisible
+//! element is replaced by selection before it meets a number of the row: its logit by [`EMPTY_M`](crate::EMPTY_M), its
+//! weight by 0, its value by 0 (0 · NaN would be NaN). A row that saw no key in the whole call is not written.
+
+use crate::kernel::{AttendKernel, EMPTY_M, Kernel};
+use crate::text::Text;
+
+pub(crate) mod portable;
+pub(crate) mod subgroup;
+
+/// Declarations and functions that both variants use.
+fn prelude(kernel: AttendKernel) -> String {
+    let mut text = format!(
+        "{}\nconst EMPTY_M: f32 = {EMPTY_M:?}f;\n\n{}\n\n",
+        Kernel::Attend(kernel).declarations(),
+        kernel.storage.unpack_functions()
+    );
+    text.push_str(&format!(
+        "// m is kept in natural-log units outside and in base-2 units inside; EMPTY_M is the same in both.
+fn base2_of(m: f32) -> f32 {{ return select(m * {:?}f, m, m == EMPTY_M); }}
+fn natural_of(m: f32) -> f32 {{ return select(m * {:?}f, m, m == EMPTY_M); }}\n\n",
+        std::f32::consts::LOG2_E,
+        std::f32::consts::LN_2
+    ));
+    if kernel.softcap {
+        text.push_str(CAPPED);
+        text.push('\n');
+    }
+    text
+}
+
+/// `cap · tanh(t)`, with a relative error of a few ulp where WGSL's own `tanh` promises 1e-5 absolute and overflows on
+/// some drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN, so NaN goes around.
+const CAPPED: &str = "fn capped(t: f32) -> f32 {
+    let size = min(abs(t), 16.0f);
+    let large = 1.0f - 2.0f / (exp2(size * 2.8853900f) + 1.0f);
+    let z = size * size;
+    let tail = (((-5.7049887e-3f * z + 2.0639088e-2f) * z - 5.3739715e-2f) * z + 1.3331442e-1f) * z - 3.3333282e-1f;
+    let value = params.cap * select(large, size + size * z * tail, size < 0.625f);
+    let result = select(value, -value, t < 0.0f);
+    return select(result, t, (bitcast<u32>(t) & 0x7fffffffu) > 0x7f800000u);
+}
+";
+
+/// What every workgroup finds out first: its Q tile, batch entry, heads and runs. Returns where there is nothing to do.
+fn item(t: &mut Text) {
+    t.lines(
+        "
+let group = group_id.x + group_id.y * params.grid_width;
+if (group >= params.items) { return; }
+let item = params.first_item + group;
+let tile = params.tile_first + params.tile_count - 1u - item % params.tile_count;
+let batch_head = item / params.tile_count;
+let batch = params.batch_first + batch_head / params.heads;
+let head = batch_head % params.heads;
+let kv_head = positions[head];
+let class_index = min(batch, params.last_class);
+let starts = class_index * params.starts_class + 2u * tile;
+let full_runs = work[starts];
+let partial_runs = work[starts + 1u];
+let runs_end = work[starts + 2u];
+if (full_runs == runs_end) { return; }
+let spans = params.spans_at + 2u * class_index * params.rows;
+let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
+let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;",
+    );
+}
+
+/// `for` over the runs of one kind, with `first` and `end` in scope.
+fn runs(t: &mut Text, from: &str, to: &str, body: impl FnOnce(&mut Text)) {
+    t.block(format!("for (var run = {from}; run < {to}; run++)"), |t| {
+        t.line("let first = max(work[params.runs_at + 2u * run], params.key_begin);");
+        t.line("let end = min(work[params.runs_at + 2u * run + 1u], params.key_end);");
+        body(t);
+    });
+}

@@ -1,0 +1,233 @@
+//! Uniform structs: one list of fields makes the Rust struct, its WGSL declaration and the table that a test holds
+//! against naga's offsets.
+
+use bytemuck::{Pod, Zeroable};
+
+/// A field of a uniform struct.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Field {
+    /// Its name in Rust and in WGSL.
+    pub name: &'static str,
+    /// Its type in Rust and in WGSL: `u32` or `f32`.
+    pub ty: &'static str,
+    /// Byte offset in the Rust struct.
+    pub offset: usize,
+}
+
+/// A uniform struct as data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Uniform {
+    /// Name of the type in Rust and in WGSL.
+    pub name: &'static str,
+    /// Its fields in order.
+    pub fields: &'static [Field],
+    /// Bytes of the Rust struct.
+    pub bytes: usize,
+}
+
+impl Uniform {
+    /// The WGSL declaration.
+    pub(crate) fn declaration(&self) -> String {
+        let fields: String = self
+            .fields
+            .iter()
+            .map(|field| format!("    {}: {},\n", field.name, field.ty))
+            .collect();
+        format!("struct {} {{\n{fields}}}", self.name)
+    }
+}
+
+macro_rules! uniform {
+    ($(#[$about:meta])* $name:ident { $($(#[$doc:meta])* $field:ident: $ty:ident,)* }) => {
+        $(#[$about])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+        pub struct $name {
+            $($(#[$doc])* pub $field: $ty,)*
+        }
+
+        impl $name {
+            /// This struct as data.
+            pub const UNIFORM: Uniform = Uniform {
+                name: stringify!($name),
+                fields: &[$(Field {
+                    name: stringify!($field),
+                    ty: stringify!($ty),
+                    offset: std::mem::offset_of!($name, $field),
+                },)*],
+                bytes: size_of::<Self>(),
+            };
+        }
+    };
+}
+
+uniform! {
+    /// What [`Kernel::Attend`](crate::Kernel::Attend) is told.
+    ///
+    /// Offsets and strides of q, k, v and a count 16-byte units, those of ml 8-byte units. An offset may be
+    /// "negative" by wrapping: sums wrap too, so a binding may start behind the first element of its tensor as long
+    /// as the rows in use lie inside.
+    AttendParams {
+        /// Where (batch 0, row 0, head 0) of q is.
+        q_offset: u32,
+        /// Distance of batch entries in q.
+        q_batch: u32,
+        /// Distance of rows in q.
+        q_row: u32,
+        /// Distance of heads in q.
+        q_head: u32,
+        /// Where (batch 0, row 0, head 0) of k is.
+        k_offset: u32,
+        /// Distance of batch entries in k.
+        k_batch: u32,
+        /// Distance of rows in k.
+        k_row: u32,
+        /// Distance of heads in k.
+        k_head: u32,
+        /// Where (batch 0, row 0, head 0) of v is.
+        v_offset: u32,
+        /// Distance of batch entries in v.
+        v_batch: u32,
+        /// Distance of rows in v.
+        v_row: u32,
+        /// Distance of heads in v.
+        v_head: u32,
+        /// Where (batch 0, row 0, head 0) of the state's a is; it is dense.
+        a_offset: u32,
+        /// Where (batch 0, head 0, row 0) of the state's ml is; it is dense.
+        ml_offset: u32,
+        /// Query rows.
+        rows: u32,
+        /// Query heads.
+        heads: u32,
+        /// First key to use; a multiple of the KV tile.
+        key_begin: u32,
+        /// One past the last key to use.
+        key_end: u32,
+        /// First Q tile of this dispatch.
+        tile_first: u32,
+        /// Q tiles of this dispatch, for each batch entry and head.
+        tile_count: u32,
+        /// First batch entry of this dispatch.
+        batch_first: u32,
+        /// First item: item i is Q tile `tile_first + tile_count - 1 - i % tile_count` of the i / tile_count-th
+        /// (batch entry, head). The last tiles come first: under a causal mask they are the longest.
+        first_item: u32,
+        /// Items, one workgroup each.
+        items: u32,
+        /// Workgroups in the x direction of the dispatch.
+        grid_width: u32,
+        /// Mask classes less one: batch entry b is of class min(b, last_class).
+        last_class: u32,
+        /// Distance of classes in the starts of the work list.
+        starts_class: u32,
+        /// Where the runs start in the work list.
+        runs_at: u32,
+        /// Where the key positions start in the positions.
+        keys_at: u32,
+        /// Where the row spans start in the positions.
+        spans_at: u32,
+        /// Factor on q: scale · log2 e; with softcap c, scale / c.
+        q_scale: f32,
+        /// With softcap c: c · log2 e.
+        cap: f32,
+        /// Not used; makes the size a multiple of 16.
+        pad: u32,
+    }
+}
+
+uniform! {
+    /// What [`Kernel::Merge`](crate::Kernel::Merge) is told. Row-heads are (batch, row, head) triples in this order.
+    MergeParams {
+        /// First row-head of this dispatch.
+        first: u32,
+        /// One past its last row-head.
+        end: u32,
+        /// Query rows of the state.
+        rows: u32,
+        /// Query heads of the state.
+        heads: u32,
+        /// Workgroups in the x direction of the dispatch.
+        grid_width: u32,
+        /// 16-byte units of the a of `into` that lie before its binding.
+        into_skipped: u32,
+        /// 16-byte units of the a of `from` that lie before its binding.
+        from_skipped: u32,
+        /// Not used; makes the size a multiple of 16.
+        pad: u32,
+    }
+}
+
+uniform! {
+    /// What [`Kernel::Finalize`](crate::Kernel::Finalize) is told. Row-heads are (batch, row, head) triples in this order.
+    FinalizeParams {
+        /// First row-head of this dispatch.
+        first: u32,
+        /// One past its last row-head.
+        end: u32,
+        /// Query rows of the state.
+        rows: u32,
+        /// Query heads of the state.
+        heads: u32,
+        /// Workgroups in the x direction of the dispatch.
+        grid_width: u32,
+        /// 16-byte units of a that lie before its binding.
+        a_skipped: u32,
+        /// 16-byte units of o that lie before its binding.
+        o_skipped: u32,
+        /// Not used; makes the size a multiple of 16.
+        pad: u32,
+    }
+}
+
+uniform! {
+    /// What [`Kernel::Repack`](crate::Kernel::Repack) is told; everything counts copied units.
+    RepackParams {
+        /// Where (0, 0, 0) of the source is.
+        from_offset: u32,
+        /// Distance of batch entries in the source.
+        from_batch: u32,
+        /// Distance of rows in the source.
+        from_row: u32,
+        /// Distance of heads in the source.
+        from_head: u32,
+        /// Where (0, 0, 0) of the destination is.
+        into_offset: u32,
+        /// Distance of batch entries in the destination.
+        into_batch: u32,
+        /// Distance of rows in the destination.
+        into_row: u32,
+        /// Distance of heads in the destination.
+        into_head: u32,
+        /// Units in one head of one row.
+        row_units: u32,
+        /// Heads.
+        heads: u32,
+        /// Rows.
+        rows: u32,
+        /// Units in all.
+        units: u32,
+        /// Workgroups in the x direction of the dispatch.
+        grid_width: u32,
+        /// Not used; makes the size a multiple of 16.
+        pad0: u32,
+        /// Not used.
+        pad1: u32,
+        /// Not used.
+        pad2: u32,
+    }
+}
+
+uniform! {
+    /// What [`Kernel::ResetState`](crate::Kernel::ResetState) is told.
+    ResetParams {
+        /// (batch, head, row) triples.
+        row_heads: u32,
+        /// Workgroups in the x direction of the dispatch.
+        grid_width: u32,
+        /// Not used; makes the size a multiple of 16.
+        pad0: u32,
+        /// Not used.
+        pad1: u32,
+    }
+}

@@ -1,0 +1,450 @@
+// attend, portable, bf16, head dim 16: 32 query rows x 32 keys, 12288 bytes of workgroup memory
+struct AttendParams {
+    q_offset: u32,
+    q_batch: u32,
+    q_row: u32,
+    q_head: u32,
+    k_offset: u32,
+    k_batch: u32,
+    k_row: u32,
+    k_head: u32,
+    v_offset: u32,
+    v_batch: u32,
+    v_row: u32,
+    v_head: u32,
+    a_offset: u32,
+    ml_offset: u32,
+    rows: u32,
+    heads: u32,
+    key_begin: u32,
+    key_end: u32,
+    tile_first: u32,
+    tile_count: u32,
+    batch_first: u32,
+    first_item: u32,
+    items: u32,
+    grid_width: u32,
+    last_class: u32,
+    starts_class: u32,
+    runs_at: u32,
+    keys_at: u32,
+    spans_at: u32,
+    q_scale: f32,
+    cap: f32,
+    pad: u32,
+}
+@group(0) @binding(0) var<uniform> params: AttendParams;
+@group(0) @binding(1) var<storage, read> q: array<vec4<u32>>;
+@group(0) @binding(2) var<storage, read> k: array<vec4<u32>>;
+@group(0) @binding(3) var<storage, read> v: array<vec4<u32>>;
+@group(0) @binding(4) var<storage, read_write> state_a: array<vec4<f32>>;
+@group(0) @binding(5) var<storage, read_write> state_ml: array<vec2<f32>>;
+@group(0) @binding(6) var<storage, read> positions: array<u32>;
+@group(0) @binding(7) var<storage, read> work: array<u32>;
+
+const EMPTY_M: f32 = -2.3819763e38f;
+
+fn pair(word: u32) -> vec2<f32> {
+    return vec2<f32>(bitcast<f32>(word << 16u), bitcast<f32>(word & 0xffff0000u));
+}
+fn chunk_0(unit: vec4<u32>) -> vec4<f32> { return vec4<f32>(pair(unit.x), pair(unit.y)); }
+fn chunk_1(unit: vec4<u32>) -> vec4<f32> { return vec4<f32>(pair(unit.z), pair(unit.w)); }
+
+// m is kept in natural-log units outside and in base-2 units inside; EMPTY_M is the same in both.
+fn base2_of(m: f32) -> f32 { return select(m * 1.442695f, m, m == EMPTY_M); }
+fn natural_of(m: f32) -> f32 { return select(m * 0.6931472f, m, m == EMPTY_M); }
+
+fn capped(t: f32) -> f32 {
+    let size = min(abs(t), 16.0f);
+    let large = 1.0f - 2.0f / (exp2(size * 2.8853900f) + 1.0f);
+    let z = size * size;
+    let tail = (((-5.7049887e-3f * z + 2.0639088e-2f) * z - 5.3739715e-2f) * z + 1.3331442e-1f) * z - 3.3333282e-1f;
+    let value = params.cap * select(large, size + size * z * tail, size < 0.625f);
+    let result = select(value, -value, t < 0.0f);
+    return select(result, t, (bitcast<u32>(t) & 0x7fffffffu) > 0x7f800000u);
+}
+fn load_q(at: u32, chunk: u32) -> vec4<f32> {
+    let unit = q[at + (min(chunk, 3u) >> 1u)];
+    let value = select(chunk_0(unit), chunk_1(unit), (chunk & 1u) == 1u);
+    return select(vec4<f32>(), value, chunk < 4u);
+}
+fn load_k(at: u32, chunk: u32) -> vec4<f32> {
+    let unit = k[at + (min(chunk, 3u) >> 1u)];
+    let value = select(chunk_0(unit), chunk_1(unit), (chunk & 1u) == 1u);
+    return select(vec4<f32>(), value, chunk < 4u);
+}
+fn load_v(at: u32, chunk: u32) -> vec4<f32> {
+    let unit = v[at + (min(chunk, 3u) >> 1u)];
+    let value = select(chunk_0(unit), chunk_1(unit), (chunk & 1u) == 1u);
+    return select(vec4<f32>(), value, chunk < 4u);
+}
+var<workgroup> tile_q: array<vec4<f32>, 256>;
+var<workgroup> tile_kv: array<vec4<f32>, 256>;
+var<workgroup> tile_p: array<vec4<f32>, 256>;
+
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+    let group = group_id.x + group_id.y * params.grid_width;
+    if (group >= params.items) { return; }
+    let item = params.first_item + group;
+    let tile = params.tile_first + params.tile_count - 1u - item % params.tile_count;
+    let batch_head = item / params.tile_count;
+    let batch = params.batch_first + batch_head / params.heads;
+    let head = batch_head % params.heads;
+    let kv_head = positions[head];
+    let class_index = min(batch, params.last_class);
+    let starts = class_index * params.starts_class + 2u * tile;
+    let full_runs = work[starts];
+    let partial_runs = work[starts + 1u];
+    let runs_end = work[starts + 2u];
+    if (full_runs == runs_end) { return; }
+    let spans = params.spans_at + 2u * class_index * params.rows;
+    let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
+    let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
+    let tr = thread >> 3u;
+    let tc = thread & 7u;
+    let row0 = tile * 32u + 0u + tr;
+    let in0 = row0 < params.rows;
+    let safe0 = min(row0, params.rows - 1u);
+    let lo0 = positions[spans + 2u * safe0];
+    let hi0 = positions[spans + 2u * safe0 + 1u];
+    let q_at0 = params.q_offset + batch * params.q_batch + safe0 * params.q_row + head * params.q_head;
+    let a_at0 = params.a_offset + ((batch * params.rows + safe0) * params.heads + head) * 4u;
+    let ml_at0 = params.ml_offset + (batch * params.heads + head) * params.rows + safe0;
+    let ml0 = state_ml[ml_at0];
+    var m0 = base2_of(ml0.x);
+    var l0 = select(0.0f, ml0.y, tc == 0u);
+    var seen0 = full_runs < partial_runs;
+    var a0_0 = vec4<f32>();
+    if (0u + tc < 4u) {
+        a0_0 = state_a[a_at0 + 0u + tc];
+    }
+    let row1 = tile * 32u + 8u + tr;
+    let in1 = row1 < params.rows;
+    let safe1 = min(row1, params.rows - 1u);
+    let lo1 = positions[spans + 2u * safe1];
+    let hi1 = positions[spans + 2u * safe1 + 1u];
+    let q_at1 = params.q_offset + batch * params.q_batch + safe1 * params.q_row + head * params.q_head;
+    let a_at1 = params.a_offset + ((batch * params.rows + safe1) * params.heads + head) * 4u;
+    let ml_at1 = params.ml_offset + (batch * params.heads + head) * params.rows + safe1;
+    let ml1 = state_ml[ml_at1];
+    var m1 = base2_of(ml1.x);
+    var l1 = select(0.0f, ml1.y, tc == 0u);
+    var seen1 = full_runs < partial_runs;
+    var a1_0 = vec4<f32>();
+    if (0u + tc < 4u) {
+        a1_0 = state_a[a_at1 + 0u + tc];
+    }
+    let row2 = tile * 32u + 16u + tr;
+    let in2 = row2 < params.rows;
+    let safe2 = min(row2, params.rows - 1u);
+    let lo2 = positions[spans + 2u * safe2];
+    let hi2 = positions[spans + 2u * safe2 + 1u];
+    let q_at2 = params.q_offset + batch * params.q_batch + safe2 * params.q_row + head * params.q_head;
+    let a_at2 = params.a_offset + ((batch * params.rows + safe2) * params.heads + head) * 4u;
+    let ml_at2 = params.ml_offset + (batch * params.heads + head) * params.rows + safe2;
+    let ml2 = state_ml[ml_at2];
+    var m2 = base2_of(ml2.x);
+    var l2 = select(0.0f, ml2.y, tc == 0u);
+    var seen2 = full_runs < partial_runs;
+    var a2_0 = vec4<f32>();
+    if (0u + tc < 4u) {
+        a2_0 = state_a[a_at2 + 0u + tc];
+    }
+    let row3 = tile * 32u + 24u + tr;
+    let in3 = row3 < params.rows;
+    let safe3 = min(row3, params.rows - 1u);
+    let lo3 = positions[spans + 2u * safe3];
+    let hi3 = positions[spans + 2u * safe3 + 1u];
+    let q_at3 = params.q_offset + batch * params.q_batch + safe3 * params.q_row + head * params.q_head;
+    let a_at3 = params.a_offset + ((batch * params.rows + safe3) * params.heads + head) * 4u;
+    let ml_at3 = params.ml_offset + (batch * params.heads + head) * params.rows + safe3;
+    let ml3 = state_ml[ml_at3];
+    var m3 = base2_of(ml3.x);
+    var l3 = select(0.0f, ml3.y, tc == 0u);
+    var seen3 = full_runs < partial_runs;
+    var a3_0 = vec4<f32>();
+    if (0u + tc < 4u) {
+        a3_0 = state_a[a_at3 + 0u + tc];
+    }
+    for (var g = 0u; g < 1u; g++) {
+        tile_q[(g * 8u + tc) * 32u + 0u + tr] = load_q(q_at0, g * 8u + tc) * params.q_scale;
+        tile_q[(g * 8u + tc) * 32u + 8u + tr] = load_q(q_at1, g * 8u + tc) * params.q_scale;
+        tile_q[(g * 8u + tc) * 32u + 16u + tr] = load_q(q_at2, g * 8u + tc) * params.q_scale;
+        tile_q[(g * 8u + tc) * 32u + 24u + tr] = load_q(q_at3, g * 8u + tc) * params.q_scale;
+    }
+    for (var run = full_runs; run < partial_runs; run++) {
+        let first = max(work[params.runs_at + 2u * run], params.key_begin);
+        let end = min(work[params.runs_at + 2u * run + 1u], params.key_end);
+        for (var key = first; key < end; key += 32u) {
+            var x0 = vec4<f32>();
+            var x1 = vec4<f32>();
+            var x2 = vec4<f32>();
+            var x3 = vec4<f32>();
+            for (var g = 0u; g < 1u; g++) {
+                workgroupBarrier();
+                tile_kv[tc * 32u + 0u + tr] = load_k(k_base + (key + 0u + tr) * params.k_row, g * 8u + tc);
+                tile_kv[tc * 32u + 8u + tr] = load_k(k_base + (key + 8u + tr) * params.k_row, g * 8u + tc);
+                tile_kv[tc * 32u + 16u + tr] = load_k(k_base + (key + 16u + tr) * params.k_row, g * 8u + tc);
+                tile_kv[tc * 32u + 24u + tr] = load_k(k_base + (key + 24u + tr) * params.k_row, g * 8u + tc);
+                workgroupBarrier();
+                for (var c = 0u; c < 8u; c++) {
+                    let k0 = tile_kv[c * 32u + 0u + tc];
+                    let k1 = tile_kv[c * 32u + 8u + tc];
+                    let k2 = tile_kv[c * 32u + 16u + tc];
+                    let k3 = tile_kv[c * 32u + 24u + tc];
+                    let q0 = tile_q[(g * 8u + c) * 32u + 0u + tr];
+                    x0 += vec4<f32>(dot(q0, k0), dot(q0, k1), dot(q0, k2), dot(q0, k3));
+                    let q1 = tile_q[(g * 8u + c) * 32u + 8u + tr];
+                    x1 += vec4<f32>(dot(q1, k0), dot(q1, k1), dot(q1, k2), dot(q1, k3));
+                    let q2 = tile_q[(g * 8u + c) * 32u + 16u + tr];
+                    x2 += vec4<f32>(dot(q2, k0), dot(q2, k1), dot(q2, k2), dot(q2, k3));
+                    let q3 = tile_q[(g * 8u + c) * 32u + 24u + tr];
+                    x3 += vec4<f32>(dot(q3, k0), dot(q3, k1), dot(q3, k2), dot(q3, k3));
+                }
+            }
+            x0 = vec4<f32>(capped(x0.x), capped(x0.y), capped(x0.z), capped(x0.w));
+            x1 = vec4<f32>(capped(x1.x), capped(x1.y), capped(x1.z), capped(x1.w));
+            x2 = vec4<f32>(capped(x2.x), capped(x2.y), capped(x2.z), capped(x2.w));
+            x3 = vec4<f32>(capped(x3.x), capped(x3.y), capped(x3.z), capped(x3.w));
+            tile_p[tc * 32u + 0u + tr] = vec4<f32>(max(max(x0.x, x0.y), max(x0.z, x0.w)));
+            tile_p[tc * 32u + 8u + tr] = vec4<f32>(max(max(x1.x, x1.y), max(x1.z, x1.w)));
+            tile_p[tc * 32u + 16u + tr] = vec4<f32>(max(max(x2.x, x2.y), max(x2.z, x2.w)));
+            tile_p[tc * 32u + 24u + tr] = vec4<f32>(max(max(x3.x, x3.y), max(x3.z, x3.w)));
+            workgroupBarrier();
+            var n0 = m0;
+            var n1 = m1;
+            var n2 = m2;
+            var n3 = m3;
+            for (var c = 0u; c < 8u; c++) {
+                n0 = max(n0, tile_p[c * 32u + 0u + tr].x);
+                n1 = max(n1, tile_p[c * 32u + 8u + tr].x);
+                n2 = max(n2, tile_p[c * 32u + 16u + tr].x);
+                n3 = max(n3, tile_p[c * 32u + 24u + tr].x);
+            }
+            workgroupBarrier();
+            let corr0 = exp2(m0 - n0);
+            m0 = n0;
+            let p0 = exp2(x0 - vec4<f32>(n0));
+            let kept0 = p0;
+            tile_p[tc * 32u + 0u + tr] = p0;
+            l0 = l0 * corr0 + ((kept0.x + kept0.y) + (kept0.z + kept0.w));
+            let corr1 = exp2(m1 - n1);
+            m1 = n1;
+            let p1 = exp2(x1 - vec4<f32>(n1));
+            let kept1 = p1;
+            tile_p[tc * 32u + 8u + tr] = p1;
+            l1 = l1 * corr1 + ((kept1.x + kept1.y) + (kept1.z + kept1.w));
+            let corr2 = exp2(m2 - n2);
+            m2 = n2;
+            let p2 = exp2(x2 - vec4<f32>(n2));
+            let kept2 = p2;
+            tile_p[tc * 32u + 16u + tr] = p2;
+            l2 = l2 * corr2 + ((kept2.x + kept2.y) + (kept2.z + kept2.w));
+            let corr3 = exp2(m3 - n3);
+            m3 = n3;
+            let p3 = exp2(x3 - vec4<f32>(n3));
+            let kept3 = p3;
+            tile_p[tc * 32u + 24u + tr] = p3;
+            l3 = l3 * corr3 + ((kept3.x + kept3.y) + (kept3.z + kept3.w));
+            let slot0_0 = 0u + tr;
+            tile_kv[slot0_0 * 8u + tc] = load_v(v_base + (key + (slot0_0 & 3u) * 8u + (slot0_0 >> 2u)) * params.v_row, 0u + tc);
+            let slot0_1 = 8u + tr;
+            tile_kv[slot0_1 * 8u + tc] = load_v(v_base + (key + (slot0_1 & 3u) * 8u + (slot0_1 >> 2u)) * params.v_row, 0u + tc);
+            let slot0_2 = 16u + tr;
+            tile_kv[slot0_2 * 8u + tc] = load_v(v_base + (key + (slot0_2 & 3u) * 8u + (slot0_2 >> 2u)) * params.v_row, 0u + tc);
+            let slot0_3 = 24u + tr;
+            tile_kv[slot0_3 * 8u + tc] = load_v(v_base + (key + (slot0_3 & 3u) * 8u + (slot0_3 >> 2u)) * params.v_row, 0u + tc);
+            workgroupBarrier();
+            a0_0 *= corr0;
+            a1_0 *= corr1;
+            a2_0 *= corr2;
+            a3_0 *= corr3;
+            for (var s = 0u; s < 8u; s++) {
+                let v0 = tile_kv[(s * 4u + 0u) * 8u + tc];
+                let v1 = tile_kv[(s * 4u + 1u) * 8u + tc];
+                let v2 = tile_kv[(s * 4u + 2u) * 8u + tc];
+                let v3 = tile_kv[(s * 4u + 3u) * 8u + tc];
+                let p0 = tile_p[s * 32u + 0u + tr];
+                a0_0 += (v0 * p0.x + v1 * p0.y) + (v2 * p0.z + v3 * p0.w);
+                let p1 = tile_p[s * 32u + 8u + tr];
+                a1_0 += (v0 * p1.x + v1 * p1.y) + (v2 * p1.z + v3 * p1.w);
+                let p2 = tile_p[s * 32u + 16u + tr];
+                a2_0 += (v0 * p2.x + v1 * p2.y) + (v2 * p2.z + v3 * p2.w);
+                let p3 = tile_p[s * 32u + 24u + tr];
+                a3_0 += (v0 * p3.x + v1 * p3.y) + (v2 * p3.z + v3 * p3.w);
+            }
+        }
+    }
+    for (var run = partial_runs; run < runs_end; run++) {
+        let first = max(work[params.runs_at + 2u * run], params.key_begin);
+        let end = min(work[params.runs_at + 2u * run + 1u], params.key_end);
+        for (var key = first; key < end; key += 32u) {
+            var x0 = vec4<f32>();
+            var x1 = vec4<f32>();
+            var x2 = vec4<f32>();
+            var x3 = vec4<f32>();
+            for (var g = 0u; g < 1u; g++) {
+                workgroupBarrier();
+                tile_kv[tc * 32u + 0u + tr] = select(vec4<f32>(), load_k(k_base + min(key + 0u + tr, end - 1u) * params.k_row, g * 8u + tc), key + 0u + tr < end);
+                tile_kv[tc * 32u + 8u + tr] = select(vec4<f32>(), load_k(k_base + min(key + 8u + tr, end - 1u) * params.k_row, g * 8u + tc), key + 8u + tr < end);
+                tile_kv[tc * 32u + 16u + tr] = select(vec4<f32>(), load_k(k_base + min(key + 16u + tr, end - 1u) * params.k_row, g * 8u + tc), key + 16u + tr < end);
+                tile_kv[tc * 32u + 24u + tr] = select(vec4<f32>(), load_k(k_base + min(key + 24u + tr, end - 1u) * params.k_row, g * 8u + tc), key + 24u + tr < end);
+                workgroupBarrier();
+                for (var c = 0u; c < 8u; c++) {
+                    let k0 = tile_kv[c * 32u + 0u + tc];
+                    let k1 = tile_kv[c * 32u + 8u + tc];
+                    let k2 = tile_kv[c * 32u + 16u + tc];
+                    let k3 = tile_kv[c * 32u + 24u + tc];
+                    let q0 = tile_q[(g * 8u + c) * 32u + 0u + tr];
+                    x0 += vec4<f32>(dot(q0, k0), dot(q0, k1), dot(q0, k2), dot(q0, k3));
+                    let q1 = tile_q[(g * 8u + c) * 32u + 8u + tr];
+                    x1 += vec4<f32>(dot(q1, k0), dot(q1, k1), dot(q1, k2), dot(q1, k3));
+                    let q2 = tile_q[(g * 8u + c) * 32u + 16u + tr];
+                    x2 += vec4<f32>(dot(q2, k0), dot(q2, k1), dot(q2, k2), dot(q2, k3));
+                    let q3 = tile_q[(g * 8u + c) * 32u + 24u + tr];
+                    x3 += vec4<f32>(dot(q3, k0), dot(q3, k1), dot(q3, k2), dot(q3, k3));
+                }
+            }
+            x0 = vec4<f32>(capped(x0.x), capped(x0.y), capped(x0.z), capped(x0.w));
+            x1 = vec4<f32>(capped(x1.x), capped(x1.y), capped(x1.z), capped(x1.w));
+            x2 = vec4<f32>(capped(x2.x), capped(x2.y), capped(x2.z), capped(x2.w));
+            x3 = vec4<f32>(capped(x3.x), capped(x3.y), capped(x3.z), capped(x3.w));
+            let keys = vec4<u32>(key + 0u + tc, key + 8u + tc, key + 16u + tc, key + 24u + tc);
+            let at = vec4<u32>(params.keys_at) + min(keys, vec4<u32>(end - 1u));
+            let pos = vec4<u32>(positions[at.x], positions[at.y], positions[at.z], positions[at.w]);
+            let inside = keys < vec4<u32>(end);
+            let vis0 = (vec4<u32>(lo0) <= pos) & (pos < vec4<u32>(hi0)) & inside;
+            x0 = select(vec4<f32>(EMPTY_M), x0, vis0);
+            seen0 = seen0 || any(vis0);
+            let vis1 = (vec4<u32>(lo1) <= pos) & (pos < vec4<u32>(hi1)) & inside;
+            x1 = select(vec4<f32>(EMPTY_M), x1, vis1);
+            seen1 = seen1 || any(vis1);
+            let vis2 = (vec4<u32>(lo2) <= pos) & (pos < vec4<u32>(hi2)) & inside;
+            x2 = select(vec4<f32>(EMPTY_M), x2, vis2);
+            seen2 = seen2 || any(vis2);
+            let vis3 = (vec4<u32>(lo3) <= pos) & (pos < vec4<u32>(hi3)) & inside;
+            x3 = select(vec4<f32>(EMPTY_M), x3, vis3);
+            seen3 = seen3 || any(vis3);
+            tile_p[tc * 32u + 0u + tr] = vec4<f32>(max(max(x0.x, x0.y), max(x0.z, x0.w)));
+            tile_p[tc * 32u + 8u + tr] = vec4<f32>(max(max(x1.x, x1.y), max(x1.z, x1.w)));
+            tile_p[tc * 32u + 16u + tr] = vec4<f32>(max(max(x2.x, x2.y), max(x2.z, x2.w)));
+            tile_p[tc * 32u + 24u + tr] = vec4<f32>(max(max(x3.x, x3.y), max(x3.z, x3.w)));
+            workgroupBarrier();
+            var n0 = m0;
+            var n1 = m1;
+            var n2 = m2;
+            var n3 = m3;
+            for (var c = 0u; c < 8u; c++) {
+                n0 = max(n0, tile_p[c * 32u + 0u + tr].x);
+                n1 = max(n1, tile_p[c * 32u + 8u + tr].x);
+                n2 = max(n2, tile_p[c * 32u + 16u + tr].x);
+                n3 = max(n3, tile_p[c * 32u + 24u + tr].x);
+            }
+            workgroupBarrier();
+            let corr0 = exp2(m0 - n0);
+            m0 = n0;
+            let p0 = exp2(x0 - vec4<f32>(n0));
+            let kept0 = select(vec4<f32>(), p0, vis0);
+            tile_p[tc * 32u + 0u + tr] = select(vec4<f32>(-1.0f), p0, vis0);
+            l0 = l0 * corr0 + ((kept0.x + kept0.y) + (kept0.z + kept0.w));
+            let corr1 = exp2(m1 - n1);
+            m1 = n1;
+            let p1 = exp2(x1 - vec4<f32>(n1));
+            let kept1 = select(vec4<f32>(), p1, vis1);
+            tile_p[tc * 32u + 8u + tr] = select(vec4<f32>(-1.0f), p1, vis1);
+            l1 = l1 * corr1 + ((kept1.x + kept1.y) + (kept1.z + kept1.w));
+            let corr2 = exp2(m2 - n2);
+            m2 = n2;
+            let p2 = exp2(x2 - vec4<f32>(n2));
+            let kept2 = select(vec4<f32>(), p2, vis2);
+            tile_p[tc * 32u + 16u + tr] = select(vec4<f32>(-1.0f), p2, vis2);
+            l2 = l2 * corr2 + ((kept2.x + kept2.y) + (kept2.z + kept2.w));
+            let corr3 = exp2(m3 - n3);
+            m3 = n3;
+            let p3 = exp2(x3 - vec4<f32>(n3));
+            let kept3 = select(vec4<f32>(), p3, vis3);
+            tile_p[tc * 32u + 24u + tr] = select(vec4<f32>(-1.0f), p3, vis3);
+            l3 = l3 * corr3 + ((kept3.x + kept3.y) + (kept3.z + kept3.w));
+            let slot0_0 = 0u + tr;
+            tile_kv[slot0_0 * 8u + tc] = select(vec4<f32>(), load_v(v_base + min(key + (slot0_0 & 3u) * 8u + (slot0_0 >> 2u), end - 1u) * params.v_row, 0u + tc), key + (slot0_0 & 3u) * 8u + (slot0_0 >> 2u) < end);
+            let slot0_1 = 8u + tr;
+            tile_kv[slot0_1 * 8u + tc] = select(vec4<f32>(), load_v(v_base + min(key + (slot0_1 & 3u) * 8u + (slot0_1 >> 2u), end - 1u) * params.v_row, 0u + tc), key + (slot0_1 & 3u) * 8u + (slot0_1 >> 2u) < end);
+            let slot0_2 = 16u + tr;
+            tile_kv[slot0_2 * 8u + tc] = select(vec4<f32>(), load_v(v_base + min(key + (slot0_2 & 3u) * 8u + (slot0_2 >> 2u), end - 1u) * params.v_row, 0u + tc), key + (slot0_2 & 3u) * 8u + (slot0_2 >> 2u) < end);
+            let slot0_3 = 24u + tr;
+            tile_kv[slot0_3 * 8u + tc] = select(vec4<f32>(), load_v(v_base + min(key + (slot0_3 & 3u) * 8u + (slot0_3 >> 2u), end - 1u) * params.v_row, 0u + tc), key + (slot0_3 & 3u) * 8u + (slot0_3 >> 2u) < end);
+            workgroupBarrier();
+            a0_0 *= corr0;
+            a1_0 *= corr1;
+            a2_0 *= corr2;
+            a3_0 *= corr3;
+            for (var s = 0u; s < 8u; s++) {
+                let v0 = tile_kv[(s * 4u + 0u) * 8u + tc];
+                let v1 = tile_kv[(s * 4u + 1u) * 8u + tc];
+                let v2 = tile_kv[(s * 4u + 2u) * 8u + tc];
+                let v3 = tile_kv[(s * 4u + 3u) * 8u + tc];
+                let p0 = tile_p[s * 32u + 0u + tr];
+                a0_0 += (select(v0 * p0.x, vec4<f32>(), p0.x < 0.0f) + select(v1 * p0.y, vec4<f32>(), p0.y < 0.0f)) + (select(v2 * p0.z, vec4<f32>(), p0.z < 0.0f) + select(v3 * p0.w, vec4<f32>(), p0.w < 0.0f));
+                let p1 = tile_p[s * 32u + 8u + tr];
+                a1_0 += (select(v0 * p1.x, vec4<f32>(), p1.x < 0.0f) + select(v1 * p1.y, vec4<f32>(), p1.y < 0.0f)) + (select(v2 * p1.z, vec4<f32>(), p1.z < 0.0f) + select(v3 * p1.w, vec4<f32>(), p1.w < 0.0f));
+                let p2 = tile_p[s * 32u + 16u + tr];
+                a2_0 += (select(v0 * p2.x, vec4<f32>(), p2.x < 0.0f) + select(v1 * p2.y, vec4<f32>(), p2.y < 0.0f)) + (select(v2 * p2.z, vec4<f32>(), p2.z < 0.0f) + select(v3 * p2.w, vec4<f32>(), p2.w < 0.0f));
+                let p3 = tile_p[s * 32u + 24u + tr];
+                a3_0 += (select(v0 * p3.x, vec4<f32>(), p3.x < 0.0f) + select(v1 * p3.y, vec4<f32>(), p3.y < 0.0f)) + (select(v2 * p3.z, vec4<f32>(), p3.z < 0.0f) + select(v3 * p3.w, vec4<f32>(), p3.w < 0.0f));
+            }
+        }
+    }
+    workgroupBarrier();
+    tile_p[tc * 32u + 0u + tr] = vec4<f32>(l0, select(0.0f, 1.0f, seen0), 0.0f, 0.0f);
+    tile_p[tc * 32u + 8u + tr] = vec4<f32>(l1, select(0.0f, 1.0f, seen1), 0.0f, 0.0f);
+    tile_p[tc * 32u + 16u + tr] = vec4<f32>(l2, select(0.0f, 1.0f, seen2), 0.0f, 0.0f);
+    tile_p[tc * 32u + 24u + tr] = vec4<f32>(l3, select(0.0f, 1.0f, seen3), 0.0f, 0.0f);
+    workgroupBarrier();
+    var sum0 = vec4<f32>();
+    var sum1 = vec4<f32>();
+    var sum2 = vec4<f32>();
+    var sum3 = vec4<f32>();
+    for (var c = 0u; c < 8u; c++) {
+        sum0 += tile_p[c * 32u + 0u + tr];
+        sum1 += tile_p[c * 32u + 8u + tr];
+        sum2 += tile_p[c * 32u + 16u + tr];
+        sum3 += tile_p[c * 32u + 24u + tr];
+    }
+    if (in0 && sum0.y > 0.0f) {
+        if (0u + tc < 4u) {
+            state_a[a_at0 + 0u + tc] = a0_0;
+        }
+        if (tc == 0u) {
+            let m = select(natural_of(m0), ml0.x, m0 == base2_of(ml0.x));
+            state_ml[ml_at0] = vec2<f32>(m, sum0.x);
+        }
+    }
+    if (in1 && sum1.y > 0.0f) {
+        if (0u + tc < 4u) {
+            state_a[a_at1 + 0u + tc] = a1_0;
+        }
+        if (tc == 0u) {
+            let m = select(natural_of(m1), ml1.x, m1 == base2_of(ml1.x));
+            state_ml[ml_at1] = vec2<f32>(m, sum1.x);
+        }
+    }
+    if (in2 && sum2.y > 0.0f) {
+        if (0u + tc < 4u) {
+            state_a[a_at2 + 0u + tc] = a2_0;
+        }
+        if (tc == 0u) {
+            let m = select(natural_of(m2), ml2.x, m2 == base2_of(ml2.x));
+            state_ml[ml_at2] = vec2<f32>(m, sum2.x);
+        }
+    }
+    if (in3 && sum3.y > 0.0f) {
+        if (0u + tc < 4u) {
+            state_a[a_at3 + 0u + tc] = a3_0;
+        }
+        if (tc == 0u) {
+            let m = select(natural_of(m3), ml3.x, m3 == base2_of(ml3.x));
+            state_ml[ml_at3] = vec2<f32>(m, sum3.x);
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! Every kernel in every variant is valid, translates to the languages of all platforms, stays within the limits that
+//! it claims and agrees with the Rust side; a few texts are pinned.
+
+use kyklos_shaders::{
+    Access, AttendKernel, AttendVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM, Storage,
+};
+use naga::back::{hlsl, msl, spv};
+use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
+
+const HEAD_DIMS: [u32; 11] = [8, 32, 64, 72, 80, 96, 128, 192, 256, 264, MAX_HEAD_DIM];
+
+/// WebGPU's default limits.
+const MAX_STORAGE_BUFFERS: usize = 8;
+const MAX_WORKGROUP_BYTES: u32 = 16384;
+const MAX_INVOCATIONS: u32 = 256;
+
+fn every_kernel() -> Vec<Kernel> {
+    let mut kernels = vec![
+        Kernel::Repack { words: 1 },
+        Kernel::Repack { words: 4 },
+        Kernel::ResetState,
+    ];
+    for head_dim in HEAD_DIMS {
+        kernels.push(Kernel::Merge { head_dim });
+        for storage in Storage::ALL {
+            kernels.push(Kernel::Finalize { storage, head_dim });
+            let variants = AttendVariant::SUBGROUP_SIZES
+                .map(|size| AttendVariant::subgroup_broadcast(size, head_dim))
+                .into_iter()
+                .chain([AttendVariant::Portable]);
+            for variant in variants {
+                for softcap in [false, true] {
+                    kernels.push(Kernel::Attend(AttendKernel {
+                        variant,
+                        storage,
+                        head_dim,
+                        softcap,
+                    }));
+                }
+            }
+        }
+    }
+    kernels
+}
+
+fn parsed(kernel: &Kernel) -> naga::Module {
+    let source = kernel.source(Dialect::Naga);
+    naga::front::wgsl::parse_str(&source)
+        .unwrap_or_else(|error| panic!("{}: {}\n{source}", kernel.name(), error.emit_to_string(&source)))
+}
+
+fn validated(kernel: &Kernel, module: &naga::Module) -> ModuleInfo {
+    // What WebGPU has without features (reading packed f16 as f32 is part of it), and subgroups where they are needed.
+    let mut capabilities = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
+    if kernel.needs_subgroups() {
+        capabilities |= Capabilities::SUBGROUP;
+    }
+    let mut validator = Validator::new(ValidationFlags::all(), capabilities);
+    if kernel.needs_subgroups() {
+        validator
+            .subgroup_stages(naga::valid::ShaderStages::COMPUTE)
+            .subgroup_operations(naga::valid::SubgroupOperationSet::all());
+    }
+    validator
+        .validate(module)
+        .unwrap_or_else(|error| panic!("{}: {error:?}", kernel.name()))
+}
+
+#[test]
+fn every_kernel_is_valid_and_translates_to_spirv_msl_and_hlsl() {
+    for kernel in every_kernel() {
+        let module = parsed(&kernel);
+        let info = validated(&kernel, &module);
+        let name = kernel.name();
+        spv::write_vec(
+            &module,
+            &info,
+            &spv::Options {
+                lang_version: (1, 3),
+                ..Default::default()
+            },
+            None,
+        )
+        .unwrap_or_else(|error| panic!("{name} to SPIR-V: {error}"));
+        msl::write_string(
+            &module,
+            &info,
+            &msl::Options {
+                lang_version: (2, 4),
+                fake_missing_bindings: true,
+                ..Default::default()
+            },
+            &msl::PipelineOptions::default(),
+        )
+        .unwrap_or_else(|error| panic!("{name} to MSL: {error}"));
+        let mut text = String::new();
+        let options = hlsl::Options {
+            shader_model: if kernel.needs_subgroups() {
+                hlsl::ShaderModel::V6_0
+            } else {
+                hlsl::ShaderModel::V5_1
+            },
+            fake_missing_bindings: true,
+            ..Default::default()
+        };
+        hlsl::Writer::new(&mut text, &options, &hlsl::PipelineOptions::default())
+            .write(&module, &info, None)
+            .unwrap_or_else(|error| panic!("{name} to HLSL: {error}"));
+    }
+}
+
+#[test]
+fn every_kernel_stays_within_webgpus_default_limits() {
+    for kernel in every_kernel() {
+        let module = parsed(&kernel);
+        let name = kernel.name();
+        let storage_buffers = kernel
+            .bindings()
+            .iter()
+            .filter(|binding| binding.access != Access::Uniform)
+            .count();
+        assert!(storage_buffers <= MAX_STORAGE_BUFFERS, "{name}");
+        let [entry] = &module.entry_points[..] else {
+            panic!("{name}: one entry point");
+        };
+        assert_eq!(entry.name, ENTRY_POINT);
+        assert_eq!(entry.workgroup_size, [kernel.workgroup_size(), 1, 1], "{name}");
+        assert!(kernel.workgroup_size() <= MAX_INVOCATIONS, "{name}");
+        let workgroup_bytes: u32 = module
+            .global_variables
+            .iter()
+            .filter(|(_, variable)| variable.space == naga::AddressSpace::WorkGroup)
+            .map(|(_, variable)| module.types[variable.ty].inner.size(module.to_ctx()))
+            .sum();
+        assert_eq!(workgroup_bytes, kernel.workgroup_bytes(), "{name}");
+        assert!(
+            workgroup_bytes <= MAX_WORKGROUP_BYTES,
+            "{name}: {workgroup_bytes} bytes"
+        );
+    }
+}
+
+#[test]
+fn uniforms_and_bindings_are_the_same_in_rust_and_wgsl() {
+    for kernel in every_kernel() {
+        let module = parsed(&kernel);
+        let name = kernel.name();
+        let bindings = kernel.bindings();
+        let bound: Vec<_> = module
+            .global_variables
+            .iter()
+            .filter_map(|(_, variable)| variable.binding.as_ref().map(|binding| (binding, variable)))
+            .collect();
+        assert_eq!(bound.len(), bindings.len(), "{name}");
+        for (place, variable) in bound {
+            assert_eq!(place.group, 0);
+            let binding = bindings[place.binding as usize];
+            assert_eq!(variable.name.as_deref(), Some(binding.name), "{name}");
+            let access = match variable.space {
+                naga::AddressSpace::Uniform => Access::Uniform,
+                naga::AddressSpace::Storage { access } if access.contains(naga::StorageAccess::STORE) => {
+                    Access::ReadWrite
+                }
+                naga::AddressSpace::Storage { .. } => Access::Read,
+                other => panic!("{name}: {other:?}"),
+            };
+            assert_eq!(access, binding.access, "{name}: {}", binding.name);
+            if access != Access::Uniform {
+                continue;
+            }
+            let uniform = kernel.uniform();
+            let naga::TypeInner::Struct { members, span } = &module.types[variable.ty].inner else {
+                panic!("{name}: the uniform is a struct");
+            };
+            assert_eq!(*span as usize, uniform.bytes, "{name}");
+            assert_eq!(uniform.bytes % 16, 0, "{name}: uniform structs end on 16 bytes");
+            assert_eq!(members.len(), uniform.fields.len(), "{name}");
+            for (member, field) in members.iter().zip(uniform.fields) {
+                assert_eq!(member.name.as_deref(), Some(field.name), "{name}");
+                assert_eq!(member.offset as usize, field.offset, "{name}: {}", field.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn names_tell_kernels_apart() {
+    let kernels = every_kernel();
+    let names: std::collections::HashSet<_> = kernels.iter().map(Kernel::name).collect();
+    let distinct: std::collections::HashSet<_> = kernels.iter().collect();
+    assert_eq!(names.len(), distinct.len());
+}
+
+#[test]
+fn only_the_browsers_dialect_enables_subgroups() {
+    for kernel in every_kernel() {
+        let tint = kernel.source(Dialect::Tint);
+        assert_eq!(tint.starts_with("enable subgroups;"), kernel.needs_subgroups());
+        assert!(tint.ends_with(&kernel.source(Dialect::Naga)));
+    }
+}
+
+#[test]
+fn the_empty_maximum_survives_printing() {
+    let source = Kernel::ResetState.source(Dialect::Naga);
+    let printed = source
+        .split("vec2<f32>(")
+        .nth(1)
+        .and_then(|rest| rest.split('f').next())
+        .expect("reset writes a literal");
+    assert_eq!(printed.parse::<f32>().map(f32::to_bits), Ok(EMPTY_M.to_bits()));
+}
+
+/// Set `KYKLOS_BLESS=1` to write the files anew.
+#[test]
+fn pinned_texts_have_not_changed() {
+    let attend = |variant, storage, softcap| {
+        Kernel::Attend(AttendKernel {
+            variant,
+            storage,
+            head_dim: 16,
+            softcap,
+        })
+    };
+    let broadcast = AttendVariant::SubgroupBroadcast {
+        subgroup_size: 4,
+        rows_per_lane: 2,
+    };
+    for kernel in [
+        attend(AttendVariant::Portable, Storage::Bf16, true),
+        attend(broadcast, Storage::F32, false),
+        Kernel::Finalize {
+            storage: Storage::F16,
+            head_dim: 16,
+        },
+    ] {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("tests/golden")
+            .join(format!("{}.wgsl", kernel.name()));
+        let source = kernel.source(Dialect::Naga);
+        if std::env::var_os("KYKLOS_BLESS").is_some() {
+            std::fs::create_dir_all(path.parent().expect("joined above")).unwrap();
+            std::fs::write(&path, &source).unwrap();
+        }
+        let pinned = std::fs::read_to_string(&path)
+            .unwrap_or_else(|error| panic!("{}: {error}; run with KYKLOS_BLESS=1", path.display()));
+        assert!(
+            pinned == source,
+            "{} differs; if that is meant, run with KYKLOS_BLESS=1 and look at the diff",
+            path.display()
+        );
+    }
+}
