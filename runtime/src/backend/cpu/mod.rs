@@ -1,1 +1,172 @@
-//! The CPU backend.
+//! The CPU backend: every core, exact f32 softmax, no S × S memory.
+//!
+//! Query rows lie in SIMD lanes (module `job`), the scheduler hands jobs of a few Q tiles to rayon's pool longest
+//! first (module `attend`), and results depend neither on the number of threads nor on timing.
+
+mod attend;
+mod buffer;
+mod exp;
+mod job;
+mod kernel;
+mod pack;
+mod panel;
+mod repack;
+mod scratch;
+mod simd;
+mod state;
+#[cfg(test)]
+mod tests;
+
+use std::future::{Ready, ready};
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+pub use self::buffer::CpuBuffer;
+use super::{Attend, Backend, Control, DeviceClass, DeviceInfo, Extent, Layout, State, StateMut};
+use crate::{Dtype, Result, TileShape};
+
+/// The host's cores.
+#[derive(Debug)]
+pub struct CpuBackend {
+    info: DeviceInfo,
+    level: simd::Level,
+    /// `None`: the pool of the process.
+    pool: Option<Arc<rayon::ThreadPool>>,
+    scratch: scratch::ScratchPool,
+    rate: attend::Rate,
+}
+
+impl CpuBackend {
+    /// On rayon's global pool, which all ranks of a process share.
+    pub fn new() -> Self {
+        Self::on(None)
+    }
+
+    /// On a pool of its own.
+    pub fn with_pool(pool: Arc<rayon::ThreadPool>) -> Self {
+        Self::on(Some(pool))
+    }
+
+    fn on(pool: Option<Arc<rayon::ThreadPool>>) -> Self {
+        let level = simd::Level::detect();
+        let threads = pool
+            .as_ref()
+            .map_or_else(rayon::current_num_threads, |pool| pool.current_num_threads());
+        Self {
+            info: DeviceInfo {
+                backend: "cpu",
+                name: brand(),
+                driver: format!("{}, {threads} threads", level.name()),
+                class: DeviceClass::Cpu,
+                kernel: "rows in lanes".to_owned(),
+            },
+            level,
+            pool,
+            scratch: scratch::ScratchPool::default(),
+            rate: attend::Rate::default(),
+        }
+    }
+
+    fn threads(&self) -> usize {
+        self.pool
+            .as_ref()
+            .map_or_else(rayon::current_num_threads, |pool| pool.current_num_threads())
+    }
+
+    fn install<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        match &self.pool {
+            Some(pool) => pool.install(work),
+            None => work(),
+        }
+    }
+}
+
+impl Default for CpuBackend {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Backend for CpuBackend {
+    type Buffer = CpuBuffer;
+    type Download = Ready<Result<Bytes>>;
+
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn tile_shape(&self, _dtype: Dtype, _head_dim: u32) -> TileShape {
+        attend::TILE
+    }
+
+    fn alloc(&self, label: &str, bytes: usize) -> Result<CpuBuffer> {
+        CpuBuffer::zeroed(label, bytes)
+    }
+
+    fn upload(&self, label: &str, data: Bytes) -> Result<CpuBuffer> {
+        CpuBuffer::adopt(label, data)
+    }
+
+    fn write(&self, buffer: &mut CpuBuffer, offset: usize, data: &[u8]) -> Result<()> {
+        buffer.bytes_mut()?[offset..offset + data.len()].copy_from_slice(data);
+        Ok(())
+    }
+
+    fn download(&self, buffer: &mut CpuBuffer, range: Range<usize>) -> Self::Download {
+        ready(Ok(buffer.share().slice(range)))
+    }
+
+    fn reset_state(&self, state: &mut StateMut<'_, CpuBuffer>) -> Result<()> {
+        state::reset(state)
+    }
+
+    async fn attend(&self, args: Attend<'_, CpuBuffer>, control: &Control) -> Result<()> {
+        attend::attend(self, args, control).await
+    }
+
+    fn merge(&self, into: &mut StateMut<'_, CpuBuffer>, from: &State<'_, CpuBuffer>) -> Result<()> {
+        self.install(|| state::merge(into, from))
+    }
+
+    fn finalize(
+        &self,
+        state: &State<'_, CpuBuffer>,
+        dtype: Dtype,
+        o: &mut CpuBuffer,
+        lse: &mut CpuBuffer,
+    ) -> Result<()> {
+        self.install(|| state::finalize(state, dtype, o, lse))
+    }
+
+    fn repack(
+        &self,
+        (from, from_layout): (&CpuBuffer, Layout),
+        (into, into_layout): (&mut CpuBuffer, Layout),
+        extent: Extent,
+    ) -> Result<()> {
+        repack::repack(
+            (from.bytes(), from_layout),
+            (into.bytes_mut()?, into_layout),
+            extent,
+        );
+        Ok(())
+    }
+
+    async fn wait(&self) -> Result<()> {
+        // Every method is done when it returns.
+        Ok(())
+    }
+}
+
+/// What the processor calls itself where that is cheap to learn, else its architecture.
+fn brand() -> String {
+    std::fs::read_to_string("/proc/cpuinfo")
+        .ok()
+        .and_then(|text| {
+            let line = text.lines().find(|line| line.starts_with("model name"))?;
+            Some(line.split_once(':')?.1.trim().to_owned())
+        })
+        .unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+}

@@ -1,0 +1,182 @@
+//! Exponential and hyperbolic tangent on SIMD vectors.
+
+use pulp::Simd;
+
+/// `a · b + c`, fused where the instruction set can, in two roundings where only a library call could.
+#[inline(always)]
+pub(super) fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, c: S::f32s) -> S::f32s {
+    // The fallback's vectors are 16 bytes; of the real ones only NEON's are, which has FMA.
+    if size_of::<S::f32s>() > 16 || cfg!(target_arch = "aarch64") {
+        simd.mul_add_e_f32s(a, b, c)
+    } else {
+        simd.add_f32s(simd.mul_f32s(a, b), c)
+    }
+}
+
+/// `2^x` for `x <= 127`, to 1 ulp (2 without FMA). Below 2^-126 it is exactly 0, NaN stays NaN, and 2^0 is exactly 1.
+///
+/// Splits `x` into an integer and a rest in ±½ (by adding 1.5·2²³, which rounds), a minimax polynomial for the rest.
+#[inline(always)]
+pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    // 127 more than the rounding constant, so that the low bits of the sum are the biased exponent.
+    let rounder = simd.splat_f32s(12_582_912.0 + 127.0);
+    let shifted = simd.add_f32s(x, rounder);
+    let rest = simd.sub_f32s(x, simd.sub_f32s(shifted, rounder));
+    let mut p = simd.splat_f32s(POWERS[0]);
+    for c in &POWERS[1..] {
+        p = mul_add(simd, p, rest, simd.splat_f32s(*c));
+    }
+    // Multiplying keeps a NaN a NaN, adding to the exponent's bits would not.
+    let power = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
+    let value = simd.mul_f32s(p, simd.transmute_f32s_u32s(power));
+    let tiny = simd.less_than_f32s(x, simd.splat_f32s(-126.0));
+    simd.select_f32s(tiny, simd.splat_f32s(0.0), value)
+}
+
+/// `tanh x` to about 2 ulp; NaN stays NaN.
+#[inline(always)]
+pub(super) fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    let magnitude = simd.abs_f32s(x);
+    // Small: x + x³·p(x²), for 1 − 2/(e^2x + 1) cancels there.
+    let square = simd.mul_f32s(x, x);
+    let mut p = simd.splat_f32s(TANH[0]);
+    for c in &TANH[1..] {
+        p = mul_add(simd, p, square, simd.splat_f32s(*c));
+    }
+    let small = mul_add(simd, simd.mul_f32s(p, square), x, x);
+    // From 10 on it is 1 in f32. A comparison, not a minimum, so that NaN passes on every instruction set.
+    let ten = simd.splat_f32s(10.0);
+    let bounded = simd.select_f32s(simd.less_than_f32s(ten, magnitude), ten, magnitude);
+    let e = exp2(
+        simd,
+        simd.mul_f32s(bounded, simd.splat_f32s(2.0 * std::f32::consts::LOG2_E)),
+    );
+    let one = simd.splat_f32s(1.0);
+    let fraction = simd.div_f32s(simd.splat_f32s(2.0), simd.add_f32s(e, one));
+    let large = simd.sub_f32s(one, fraction);
+    let signed = simd.select_f32s(
+        simd.less_than_f32s(x, simd.splat_f32s(0.0)),
+        simd.neg_f32s(large),
+        large,
+    );
+    simd.select_f32s(
+        simd.less_than_f32s(magnitude, simd.splat_f32s(0.625)),
+        small,
+        signed,
+    )
+}
+
+/// Minimax for 2^x on ±½ with the constant held at 1, highest power first; relative error below 4e-9.
+const POWERS: [f32; 7] = [
+    1.535_334_2e-4,
+    1.339_887_2e-3,
+    9.618_438e-3,
+    5.550_332_4e-2,
+    2.402_264_8e-1,
+    6.931_472e-1,
+    1.0,
+];
+/// Minimax for (tanh x − x) / x³ in x² on ±0.625, highest power first (Cephes, S. L. Moshier).
+const TANH: [f32; 5] = [
+    -5.704_988_7e-3,
+    2.063_908_9e-2,
+    -5.373_971_6e-2,
+    1.333_144_2e-1,
+    -3.333_328e-1,
+];
+
+#[cfg(test)]
+mod tests {
+    use super::super::simd::Level;
+    use super::*;
+
+    struct Map<'a> {
+        values: &'a mut [f32],
+        tanh: bool,
+    }
+
+    impl pulp::WithSimd for Map<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) {
+            let (vectors, rest) = S::as_mut_simd_f32s(self.values);
+            assert!(rest.is_empty(), "the test feeds whole vectors");
+            for v in vectors {
+                *v = if self.tanh { tanh(simd, *v) } else { exp2(simd, *v) };
+            }
+        }
+    }
+
+    fn map(level: Level, values: &[f32], tanh: bool) -> Vec<f32> {
+        let mut out = values.to_vec();
+        out.resize(values.len().next_multiple_of(16), 0.0);
+        level.dispatch(Map {
+            values: &mut out,
+            tanh,
+        });
+        out.truncate(values.len());
+        out
+    }
+
+    fn worst_ulp(level: Level, values: &[f32], tanh: bool, exact: fn(f64) -> f64) -> f64 {
+        let got = map(level, values, tanh);
+        values
+            .iter()
+            .zip(got)
+            .map(|(x, y)| {
+                let exact = exact(f64::from(*x));
+                let ulp = f64::from((exact as f32).abs().next_up()) - f64::from((exact as f32).abs());
+                (f64::from(y) - exact).abs() / ulp
+            })
+            .fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn exp2_is_within_an_ulp_of_f64_over_its_range() {
+        let values: Vec<f32> = (0..2_000_000).map(|i| -126.0 + i as f32 * 126.7e-6).collect();
+        for (level, allowed) in [(Level::detect(), 1.1), (Level::portable(), 2.0)] {
+            let worst = worst_ulp(level, &values, false, f64::exp2);
+            assert!(worst <= allowed, "{level:?}: {worst} ulp");
+        }
+    }
+
+    #[test]
+    fn exp2_keeps_nan_and_underflows_to_exact_zero() {
+        let quiet_payload = f32::from_bits(0x7fc0_0001);
+        let input = [
+            0.0,
+            -0.0,
+            f32::NEG_INFINITY,
+            -126.5,
+            -1e30,
+            f32::MIN,
+            f32::NAN,
+            quiet_payload,
+            1.0,
+            -1.0,
+        ];
+        for level in [Level::detect(), Level::portable()] {
+            let got = map(level, &input, false);
+            assert_eq!(got[..6], [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
+            assert!(got[6].is_nan() && got[7].is_nan());
+            assert_eq!(got[8..], [2.0, 0.5]);
+        }
+    }
+
+    #[test]
+    fn tanh_is_within_three_ulp_of_f64_and_ends_at_one() {
+        let values: Vec<f32> = (0..400_001).map(|i| (i as f32 - 200_000.0) * 6e-5).collect();
+        for level in [Level::detect(), Level::portable()] {
+            let worst = worst_ulp(level, &values, true, f64::tanh);
+            assert!(worst <= 3.0, "{level:?}: {worst} ulp");
+            let got = map(
+                level,
+                &[f32::INFINITY, f32::NEG_INFINITY, 1e30, f32::NAN, 0.0],
+                true,
+            );
+            assert_eq!(got[..3], [1.0, -1.0, 1.0]);
+            assert!(got[3].is_nan());
+            assert_eq!(got[4], 0.0);
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Tiles in the order in which the kernel reads them, as f32.
+
+use bytemuck::cast_slice;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+use super::CpuBuffer;
+use crate::Dtype;
+use crate::backend::{Layout, Operand};
+
+/// A strided `[batch, rows, heads, dim]` tensor to be read as f32.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tensor<'a> {
+    elements: Elements<'a>,
+    layout: Layout,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Elements<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+    Bf16(&'a [bf16]),
+}
+
+impl<'a> Tensor<'a> {
+    pub(super) fn new(dtype: Dtype, operand: Operand<'a, CpuBuffer>) -> Self {
+        Self {
+            elements: match dtype {
+                Dtype::F32 => Elements::F32(operand.buffer.elements()),
+                Dtype::F16 => Elements::F16(operand.buffer.elements()),
+                Dtype::Bf16 => Elements::Bf16(operand.buffer.elements()),
+            },
+            layout: operand.layout,
+        }
+    }
+
+    /// One head of one row: itself, or converted into `space`, which has its length.
+    fn row<'s>(&self, [batch, row, head]: [usize; 3], space: &'s mut [f32]) -> &'s [f32]
+    where
+        'a: 's,
+    {
+        let layout = &self.layout;
+        let at =
+            layout.offset + batch * layout.batch_stride + row * layout.row_stride + head * layout.head_stride;
+        match self.elements {
+            Elements::F32(all) => return &all[at..at + space.len()],
+            Elements::F16(all) => all[at..at + space.len()].convert_to_f32_slice(space),
+            Elements::Bf16(all) => all[at..at + space.len()].convert_to_f32_slice(space),
+        }
+        space
+    }
+}
+
+/// `into[d][lane]` = row `first + lane` times `factor`; lanes from `rows` on are 0. One head, `lanes` wide.
+#[inline(always)]
+pub(super) fn pack_lanes(
+    tensor: &Tensor<'_>,
+    [batch, first, head]: [usize; 3],
+    rows: usize,
+    lanes: usize,
+    factor: f32,
+    space: &mut [f32],
+    into: &mut [f32],
+) {
+    if rows < lanes {
+        into.fill(0.0);
+    }
+    for lane in 0..rows {
+        let row = tensor.row([batch, first + lane, head], space);
+        for (into, value) in into.chunks_exact_mut(lanes).zip(row) {
+            into[lane] = value * factor;
+        }
+    }
+}
+
+/// `into[key / MR][d][key % MR]`; keys from `keys` to the end of their group are 0.
+#[inline(always)]
+pub(super) fn pack_keys<const MR: usize>(
+    tensor: &Tensor<'_>,
+    [batch, first, head]: [usize; 3],
+    keys: usize,
+    space: &mut [f32],
+    into: &mut [f32],
+) {
+    let dim = space.len() / MR;
+    for (group, into) in into.chunks_exact_mut(MR * dim).enumerate() {
+        let from = group * MR;
+        if from >= keys {
+            break;
+        }
+        let mut spaces = space.chunks_exact_mut(dim);
+        let rows: [&[f32]; MR] = std::array::from_fn(|i| {
+            let space = spaces.next().expect("space has MR rows");
+            if from + i < keys {
+                &tensor.row([batch, first + from + i, head], space)[..dim]
+            } else {
+                space.fill(0.0);
+                space
+            }
+        });
+        for (d, into) in into.as_chunks_mut::<MR>().0.iter_mut().enumerate() {
+            *into = std::array::from_fn(|i| rows[i][d]);
+        }
+    }
+}
+
+/// `into[d / MR][key][d % MR]`, `stride` keys to a group. Says whether every element is finite.
+#[inline(always)]
+pub(super) fn pack_values<const MR: usize>(
+    tensor: &Tensor<'_>,
+    [batch, first, head]: [usize; 3],
+    keys: usize,
+    stride: usize,
+    space: &mut [f32],
+    into: &mut [f32],
+) -> bool {
+    let mut largest = 0_u32;
+    for key in 0..keys {
+        let row = tensor.row([batch, first + key, head], space);
+        // An integer test: it stays one instruction for each vector, and no float rule can fold it away.
+        for bits in cast_slice::<f32, u32>(row) {
+            largest = largest.max(bits & 0x7fff_ffff);
+        }
+        for (group, chunk) in row.as_chunks::<MR>().0.iter().enumerate() {
+            let at = (group * stride + key) * MR;
+            into[at..at + MR].copy_from_slice(chunk);
+        }
+    }
+    largest < f32::INFINITY.to_bits()
+}

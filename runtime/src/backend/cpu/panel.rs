@@ -1,0 +1,189 @@
+//! One panel of query rows against one KV tile: scores, online softmax, weighted sum.
+
+use pulp::Simd;
+
+use super::exp::{exp2, mul_add, tanh};
+use super::kernel::add_outer_products;
+use crate::RowSpan;
+
+/// A packed KV tile.
+#[derive(Debug)]
+pub(super) struct Keys<'a, const MR: usize> {
+    /// `[key / MR][dim][MR]`.
+    pub(super) k: &'a [[f32; MR]],
+    /// `[dim / MR][key][MR]`.
+    pub(super) v: &'a [[f32; MR]],
+    /// Keys in a group of `v`.
+    pub(super) stride: usize,
+    /// Global position of each key.
+    pub(super) positions: &'a [u32],
+    /// Whether v holds neither NaN nor ∞.
+    pub(super) finite: bool,
+}
+
+/// `NV` vectors of query rows.
+pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
+    pub(super) dim: usize,
+    pub(super) softcap: Option<f32>,
+    /// `[dim]`, scaled.
+    pub(super) q: &'a [[S::f32s; NV]],
+    /// `[dim]`, un-normalised.
+    pub(super) o: &'a mut [[S::f32s; NV]],
+    /// `[m, l]`, m in base-2 units.
+    pub(super) ml: &'a mut [[S::f32s; NV]],
+    /// `[key]`, space.
+    pub(super) scores: &'a mut [[S::f32s; NV]],
+    /// What each row sees; `None`: all of the tile.
+    pub(super) spans: Option<&'a [RowSpan]>,
+}
+
+/// What each lane sees: `position − lo < width`, unsigned.
+struct Visible<S: Simd, const NV: usize> {
+    lo: [S::u32s; NV],
+    width: [S::u32s; NV],
+}
+
+impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
+    /// Takes the tile into the panel's state.
+    #[inline(always)]
+    pub(super) fn attend(self, simd: S, keys: &Keys<'_, MR>) {
+        let Some((range, visible)) = self.visible(simd, keys.positions) else {
+            return;
+        };
+        let first_group = range.start / MR;
+        let mut m = self.ml[0];
+        for (group, k) in keys.k.chunks_exact(self.dim).enumerate().skip(first_group) {
+            let from = group * MR;
+            if from >= range.end {
+                break;
+            }
+            let zero = [[simd.splat_f32s(0.0); NV]; MR];
+            let mut s = add_outer_products(simd, zero, k, self.q);
+            if let Some(cap) = self.softcap {
+                let cap = simd.splat_f32s(cap * std::f32::consts::LOG2_E);
+                for s in s.as_flattened_mut() {
+                    *s = simd.mul_f32s(cap, tanh(simd, *s));
+                }
+            }
+            if let Some(visible) = &visible {
+                for (s, position) in s.iter_mut().zip(keys.positions.get(from..).unwrap_or_default()) {
+                    let sees = visible.test(simd, *position);
+                    for (s, sees) in s.iter_mut().zip(sees) {
+                        // Replaced, not added to: a hidden score may be NaN.
+                        *s = simd.select_f32s(sees, *s, simd.splat_f32s(f32::NEG_INFINITY));
+                    }
+                }
+            }
+            let present = keys.positions.len().min(from + MR) - from;
+            for (i, s) in s.iter().enumerate() {
+                if i < present {
+                    for (m, s) in m.iter_mut().zip(s) {
+                        *m = simd.max_f32s(*m, *s);
+                    }
+                }
+            }
+            self.scores[from..from + MR].copy_from_slice(&s);
+        }
+
+        let mut sum = [simd.splat_f32s(0.0); NV];
+        for p in &mut self.scores[range.clone()] {
+            for ((p, m), sum) in p.iter_mut().zip(&m).zip(&mut sum) {
+                *p = exp2(simd, simd.sub_f32s(*p, *m));
+                *sum = simd.add_f32s(*sum, *p);
+            }
+        }
+        let [old_m, l] = self.ml else {
+            unreachable!("m and l")
+        };
+        let mut keep = *old_m;
+        for ((keep, m), (l, sum)) in keep.iter_mut().zip(&m).zip(l.iter_mut().zip(&sum)) {
+            *keep = exp2(simd, simd.sub_f32s(*keep, *m));
+            *l = mul_add(simd, *l, *keep, *sum);
+        }
+        *old_m = m;
+
+        let select = if keys.finite { None } else { visible.as_ref() };
+        let groups = self.o.as_chunks_mut::<MR>().0.iter_mut();
+        for (o, v) in groups.zip(keys.v.chunks_exact(keys.stride)) {
+            for o in o.iter_mut() {
+                for (o, keep) in o.iter_mut().zip(&keep) {
+                    *o = simd.mul_f32s(*o, *keep);
+                }
+            }
+            let (v, p) = (&v[range.clone()], &self.scores[range.clone()]);
+            match select {
+                None => *o = add_outer_products(simd, *o, v, p),
+                Some(visible) => {
+                    add_where_seen(simd, o, v, p, visible, &keys.positions[range.clone()]);
+                }
+            }
+        }
+    }
+
+    /// The keys of the tile that any row sees, and the test for those that not every row sees.
+    #[inline(always)]
+    fn visible(
+        &self,
+        simd: S,
+        positions: &[u32],
+    ) -> Option<(std::ops::Range<usize>, Option<Visible<S, NV>>)> {
+        let all = 0..positions.len();
+        let Some(spans) = self.spans else {
+            return Some((all, None));
+        };
+        let seeing = || spans.iter().filter(|span| **span != RowSpan::EMPTY);
+        let union = RowSpan {
+            lo: seeing().map(|span| span.lo).min()?,
+            hi: seeing().map(|span| span.hi).max()?,
+        };
+        let first = positions.iter().position(|p| union.sees(*p))?;
+        let last = positions.iter().rposition(|p| union.sees(*p))?;
+        let range = first..last + 1;
+        let common = RowSpan {
+            lo: spans.iter().map(|span| span.lo).max()?,
+            hi: spans.iter().map(|span| span.hi).min()?,
+        };
+        // Scores come in groups of MR keys, of which all those before the range's end are looked at.
+        let looked_at = first / MR * MR..(last + 1).next_multiple_of(MR).min(positions.len());
+        if positions[looked_at].iter().all(|p| common.sees(*p)) {
+            return Some((range, None));
+        }
+        let mut lo = [simd.splat_u32s(0); NV];
+        let mut width = [simd.splat_u32s(0); NV];
+        for (lane, span) in spans.iter().enumerate() {
+            let (vector, lane) = (lane / S::U32_LANES, lane % S::U32_LANES);
+            bytemuck::cast_slice_mut::<S::u32s, u32>(&mut lo[vector..=vector])[lane] = span.lo;
+            bytemuck::cast_slice_mut::<S::u32s, u32>(&mut width[vector..=vector])[lane] = span.hi - span.lo;
+        }
+        Some((range, Some(Visible { lo, width })))
+    }
+}
+
+impl<S: Simd, const NV: usize> Visible<S, NV> {
+    #[inline(always)]
+    fn test(&self, simd: S, position: u32) -> [S::m32s; NV] {
+        let position = simd.splat_u32s(position);
+        std::array::from_fn(|j| simd.less_than_u32s(simd.sub_u32s(position, self.lo[j]), self.width[j]))
+    }
+}
+
+/// As [`add_outer_products`], leaving alone what a row does not see: 0 · NaN is NaN.
+#[inline(always)]
+fn add_where_seen<S: Simd, const MR: usize, const NV: usize>(
+    simd: S,
+    o: &mut [[S::f32s; NV]; MR],
+    v: &[[f32; MR]],
+    p: &[[S::f32s; NV]],
+    visible: &Visible<S, NV>,
+    positions: &[u32],
+) {
+    for ((v, p), position) in v.iter().zip(p).zip(positions) {
+        let sees = visible.test(simd, *position);
+        for (o, v) in o.iter_mut().zip(v) {
+            let v = simd.splat_f32s(*v);
+            for ((o, p), sees) in o.iter_mut().zip(p).zip(&sees) {
+                *o = simd.select_f32s(*sees, mul_add(simd, v, *p, *o), *o);
+            }
+        }
+    }
+}

@@ -1,0 +1,549 @@
+//! Against a naive f64 reference written here. The wide suite is in the `tests` crate.
+
+use half::{bf16, f16};
+
+use super::*;
+use crate::backend::{EMPTY_M, Operand, StateShape};
+use crate::{AttentionProblem, BlockWork, Error, Mask, TokenRuns};
+
+/// Host tensors of one attention call.
+#[derive(Clone)]
+struct Case {
+    problem: AttentionProblem,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+/// What came out: o `[batch, rows, heads, dim]`, lse `[batch, rows, heads]`.
+struct Output {
+    o: Vec<f32>,
+    lse: Vec<f32>,
+    state: (Bytes, Bytes),
+}
+
+fn case(shape: [u32; 5], dtype: Dtype, mask: &str) -> Case {
+    let problem = AttentionProblem::new(shape, dtype, mask.parse::<Mask>().unwrap()).unwrap();
+    let [b, s, hq, hkv, d] = shape.map(|n| n as usize);
+    let mut seed = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut random = |n: usize| -> Vec<f32> {
+        (0..n)
+            .map(|_| {
+                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                round(dtype, (seed >> 40) as f32 / (1 << 22) as f32 - 2.0)
+            })
+            .collect()
+    };
+    Case {
+        q: random(b * s * hq * d),
+        k: random(b * s * hkv * d),
+        v: random(b * s * hkv * d),
+        problem,
+    }
+}
+
+fn round(dtype: Dtype, x: f32) -> f32 {
+    match dtype {
+        Dtype::F32 => x,
+        Dtype::F16 => f16::from_f32(x).to_f32(),
+        Dtype::Bf16 => bf16::from_f32(x).to_f32(),
+    }
+}
+
+fn encode(dtype: Dtype, values: &[f32]) -> Bytes {
+    values
+        .iter()
+        .flat_map(|x| match dtype {
+            Dtype::F32 => x.to_le_bytes().to_vec(),
+            Dtype::F16 => f16::from_f32(*x).to_le_bytes().to_vec(),
+            Dtype::Bf16 => bf16::from_f32(*x).to_le_bytes().to_vec(),
+        })
+        .collect::<Vec<u8>>()
+        .into()
+}
+
+fn decode(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
+    bytes
+        .chunks_exact(dtype.bytes())
+        .map(|x| match dtype {
+            Dtype::F32 => f32::from_le_bytes([x[0], x[1], x[2], x[3]]),
+            Dtype::F16 => f16::from_le_bytes([x[0], x[1]]).to_f32(),
+            Dtype::Bf16 => bf16::from_le_bytes([x[0], x[1]]).to_f32(),
+        })
+        .collect()
+}
+
+fn backends() -> Vec<CpuBackend> {
+    let mut portable = CpuBackend::new();
+    portable.level = simd::Level::portable();
+    vec![CpuBackend::new(), portable]
+}
+
+fn dense(rows: usize, heads: usize, dim: usize) -> Layout {
+    Layout {
+        offset: 0,
+        batch_stride: rows * heads * dim,
+        row_stride: heads * dim,
+        head_stride: dim,
+    }
+}
+
+/// Runs the case with its keys cut into these blocks, each attended on top of the last.
+fn run(backend: &CpuBackend, case: &Case, kv_blocks: &[TokenRuns]) -> Output {
+    let p = &case.problem;
+    let (b, sq, skv) = (p.batch as usize, p.q_len as usize, p.kv_len as usize);
+    let (hq, hkv, d) = (p.q_heads as usize, p.kv_heads as usize, p.head_dim as usize);
+    let shape = StateShape {
+        batch: b,
+        rows: sq,
+        heads: hq,
+        dim: d,
+    };
+    let q = backend.upload("q", encode(p.dtype, &case.q)).unwrap();
+    let mut a = backend.alloc("a", shape.a_bytes()).unwrap();
+    let mut ml = backend.alloc("ml", shape.ml_bytes()).unwrap();
+    for buffer in [&mut a, &mut ml] {
+        buffer.bytes_mut().unwrap().fill(0xff);
+    }
+    let mut state = StateMut {
+        a: &mut a,
+        ml: &mut ml,
+        shape,
+    };
+    backend.reset_state(&mut state).unwrap();
+    let kv_head_of: Vec<u32> = (0..p.q_heads).map(|h| h / p.group()).collect();
+    let queries = TokenRuns::contiguous(0..p.q_len);
+    for block in kv_blocks {
+        let pick = |all: &[f32]| -> Vec<f32> {
+            (0..b)
+                .flat_map(|batch| block.iter().map(move |t| (batch * skv + t as usize) * hkv * d))
+                .flat_map(|at| all[at..at + hkv * d].to_vec())
+                .collect()
+        };
+        let k = backend.upload("k", encode(p.dtype, &pick(&case.k))).unwrap();
+        let v = backend.upload("v", encode(p.dtype, &pick(&case.v))).unwrap();
+        let work = BlockWork::new(p, &queries, block, backend.tile_shape(p.dtype, p.head_dim));
+        let args = Attend {
+            dtype: p.dtype,
+            scale: p.scale,
+            softcap: p.softcap,
+            q: Operand {
+                buffer: &q,
+                layout: dense(sq, hq, d),
+            },
+            k: Operand {
+                buffer: &k,
+                layout: dense(block.len(), hkv, d),
+            },
+            v: Operand {
+                buffer: &v,
+                layout: dense(block.len(), hkv, d),
+            },
+            kv_head_of: &kv_head_of,
+            work: &work,
+            state: StateMut {
+                a: &mut a,
+                ml: &mut ml,
+                shape,
+            },
+        };
+        pollster::block_on(backend.attend(args, &Control::default())).unwrap();
+    }
+    finish(backend, p.dtype, a, ml, shape)
+}
+
+fn finish(
+    backend: &CpuBackend,
+    dtype: Dtype,
+    mut a: CpuBuffer,
+    mut ml: CpuBuffer,
+    shape: StateShape,
+) -> Output {
+    let elements = shape.batch * shape.rows * shape.heads;
+    let mut o = backend.alloc("o", elements * shape.dim * dtype.bytes()).unwrap();
+    let mut lse = backend.alloc("lse", elements * 4).unwrap();
+    let state = State {
+        a: &a,
+        ml: &ml,
+        shape,
+    };
+    backend.finalize(&state, dtype, &mut o, &mut lse).unwrap();
+    Output {
+        o: decode(dtype, &o.share()),
+        lse: decode(Dtype::F32, &lse.share()),
+        state: (a.share(), ml.share()),
+    }
+}
+
+fn all_keys(case: &Case) -> Vec<TokenRuns> {
+    vec![TokenRuns::contiguous(0..case.problem.kv_len)]
+}
+
+/// One row of one head by the definition, in f64: o and lse.
+fn naive(case: &Case, [batch, row, head]: [usize; 3]) -> (Vec<f64>, f64) {
+    let p = &case.problem;
+    let (sq, skv) = (p.q_len as usize, p.kv_len as usize);
+    let (hq, hkv, d) = (p.q_heads as usize, p.kv_heads as usize, p.head_dim as usize);
+    let kv_head = head / p.group() as usize;
+    let span = p.mask.visible(batch, p.q_position(row as u32), p.kv_len);
+    let q = &case.q[((batch * sq + row) * hq + head) * d..][..d];
+    let at = |key: u32| ((batch * skv + key as usize) * hkv + kv_head) * d;
+    let logits: Vec<f64> = (span.lo..span.hi)
+        .map(|key| {
+            let dot: f64 = q
+                .iter()
+                .zip(&case.k[at(key)..])
+                .map(|(q, k)| f64::from(*q) * f64::from(*k))
+                .sum();
+            let x = dot * f64::from(p.scale);
+            p.softcap.map_or(x, |c| f64::from(c) * (x / f64::from(c)).tanh())
+        })
+        .collect();
+    let m = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let l: f64 = logits.iter().map(|x| (x - m).exp()).sum();
+    let mut o = vec![0.0; d];
+    for (key, x) in (span.lo..span.hi).zip(&logits) {
+        for (o, v) in o.iter_mut().zip(&case.v[at(key)..]) {
+            *o += (x - m).exp() / l * f64::from(*v);
+        }
+    }
+    (o, m + l.ln())
+}
+
+/// Compares every `step`-th row with the definition.
+fn check(case: &Case, output: &Output, step: usize, tolerance: f64, what: &str) {
+    let p = &case.problem;
+    let (sq, hq, d) = (p.q_len as usize, p.q_heads as usize, p.head_dim as usize);
+    let rows = p.batch as usize * sq * hq;
+    for at in (0..rows).step_by(step) {
+        let (batch, row, head) = (at / hq / sq, at / hq % sq, at % hq);
+        let (o, lse) = naive(case, [batch, row, head]);
+        let got = f64::from(output.lse[at]);
+        assert!(
+            got == lse || (got - lse).abs() <= 4e-6 * (1.0 + lse.abs()),
+            "{what}: lse of {batch},{row},{head} is {got}, not {lse}"
+        );
+        for (i, (exact, got)) in o.iter().zip(&output.o[at * d..]).enumerate() {
+            let error = (exact - f64::from(*got)).abs();
+            assert!(
+                error <= tolerance,
+                "{what}: o of {batch},{row},{head},{i} is {got}, not {exact}"
+            );
+        }
+    }
+}
+
+fn tolerance(dtype: Dtype) -> f64 {
+    match dtype {
+        Dtype::F32 => 6e-6,
+        Dtype::F16 => 1e-3,
+        Dtype::Bf16 => 8e-3,
+    }
+}
+
+#[test]
+fn shapes_masks_and_types_agree_with_the_definition() {
+    let shapes = [
+        [1, 1, 1, 1, 8],
+        [2, 37, 2, 2, 24],
+        [1, 300, 8, 1, 64],
+        [2, 200, 4, 2, 128],
+        [1, 129, 2, 1, 512],
+    ];
+    let masks = |s: u32| {
+        vec![
+            "full".to_owned(),
+            "causal".to_owned(),
+            "window:5,3".to_owned(),
+            "window:40,-1".to_owned(),
+            format!("valid:{}", s / 2),
+            "valid:0".to_owned(),
+            format!("causal+documents:0,{s}"),
+        ]
+    };
+    for backend in backends() {
+        for shape in shapes {
+            for mask in masks(shape[1]) {
+                for dtype in Dtype::ALL {
+                    let case = case(shape, dtype, &mask);
+                    let output = run(&backend, &case, &all_keys(&case));
+                    let what = format!("{} {shape:?} {mask} {dtype}", backend.info.driver);
+                    check(&case, &output, 7, tolerance(dtype), &what);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn softcap_scale_and_offset_agree_with_the_definition() {
+    for backend in backends() {
+        for (scale, softcap) in [(1.3, Some(3.0)), (0.02, Some(50.0)), (-0.4, None)] {
+            let mut case = case([1, 150, 2, 1, 32], Dtype::F32, "causal");
+            case.problem = case.problem.with_logits(scale, softcap).unwrap();
+            case.problem = case.problem.with_queries(70, 80).unwrap();
+            case.q.truncate(70 * 2 * 32);
+            let output = run(&backend, &case, &all_keys(&case));
+            check(
+                &case,
+                &output,
+                1,
+                6e-6,
+                &format!("scale {scale} softcap {softcap:?}"),
+            );
+        }
+    }
+}
+
+#[test]
+fn blocks_of_keys_in_any_order_accumulate_to_the_whole() {
+    let backend = CpuBackend::new();
+    let case = case([2, 211, 4, 2, 64], Dtype::F32, "causal");
+    let blocks = [
+        TokenRuns::from_positions((100..211).rev()),
+        TokenRuns::contiguous(0..0),
+        TokenRuns::from_positions((0..100).step_by(2)),
+        TokenRuns::from_positions((1..100).step_by(2)),
+    ];
+    let output = run(&backend, &case, &blocks);
+    check(&case, &output, 1, 2e-6, "four blocks");
+}
+
+#[test]
+fn merging_two_states_is_attending_to_both() {
+    let backend = CpuBackend::new();
+    let case = case([2, 130, 2, 1, 40], Dtype::F32, "causal");
+    let halves = [TokenRuns::contiguous(0..64), TokenRuns::contiguous(64..130)];
+    let parts = halves.map(|half| run(&backend, &case, &[half]).state);
+    let shape = StateShape {
+        batch: 2,
+        rows: 130,
+        heads: 2,
+        dim: 40,
+    };
+    let [(mut a, mut ml), (from_a, from_ml)] =
+        parts.map(|(a, ml)| (backend.upload("a", a).unwrap(), backend.upload("ml", ml).unwrap()));
+    let mut into = StateMut {
+        a: &mut a,
+        ml: &mut ml,
+        shape,
+    };
+    let from = State {
+        a: &from_a,
+        ml: &from_ml,
+        shape,
+    };
+    backend.merge(&mut into, &from).unwrap();
+    let output = finish(&backend, Dtype::F32, a, ml, shape);
+    check(&case, &output, 1, 2e-6, "merged");
+}
+
+#[test]
+fn strided_operands_are_read_where_they_are() {
+    let backend = CpuBackend::new();
+    let case = case([2, 50, 4, 2, 16], Dtype::F32, "causal");
+    let expected = run(&backend, &case, &all_keys(&case));
+    // Head-major with gaps of NaN: [batch, heads, rows, dim + 8].
+    let spread = |data: &[f32], heads: usize| {
+        let mut out = vec![f32::NAN; 3 + 2 * heads * 50 * 24];
+        for (at, row) in data.chunks_exact(16).enumerate() {
+            let (batch, token, head) = (at / heads / 50, at / heads % 50, at % heads);
+            out[3 + ((batch * heads + head) * 50 + token) * 24..][..16].copy_from_slice(row);
+        }
+        let layout = Layout {
+            offset: 3,
+            batch_stride: heads * 50 * 24,
+            row_stride: 24,
+            head_stride: 50 * 24,
+        };
+        (backend.upload("x", encode(Dtype::F32, &out)).unwrap(), layout)
+    };
+    let [q, k, v] = [spread(&case.q, 4), spread(&case.k, 2), spread(&case.v, 2)];
+    let shape = StateShape {
+        batch: 2,
+        rows: 50,
+        heads: 4,
+        dim: 16,
+    };
+    let mut a = backend.alloc("a", shape.a_bytes()).unwrap();
+    let mut ml = backend.alloc("ml", shape.ml_bytes()).unwrap();
+    backend
+        .reset_state(&mut StateMut {
+            a: &mut a,
+            ml: &mut ml,
+            shape,
+        })
+        .unwrap();
+    let tokens = TokenRuns::contiguous(0..50);
+    let work = BlockWork::new(
+        &case.problem,
+        &tokens,
+        &tokens,
+        backend.tile_shape(Dtype::F32, 16),
+    );
+    let args = Attend {
+        dtype: Dtype::F32,
+        scale: case.problem.scale,
+        softcap: None,
+        q: Operand {
+            buffer: &q.0,
+            layout: q.1,
+        },
+        k: Operand {
+            buffer: &k.0,
+            layout: k.1,
+        },
+        v: Operand {
+            buffer: &v.0,
+            layout: v.1,
+        },
+        kv_head_of: &[0, 0, 1, 1],
+        work: &work,
+        state: StateMut {
+            a: &mut a,
+            ml: &mut ml,
+            shape,
+        },
+    };
+    pollster::block_on(backend.attend(args, &Control::default())).unwrap();
+    let output = finish(&backend, Dtype::F32, a, ml, shape);
+    assert_eq!(output.state, expected.state);
+}
+
+#[test]
+fn what_a_row_cannot_see_does_not_reach_it_whatever_it_holds() {
+    for backend in backends() {
+        for mask in ["causal", "window:20,4", "valid:130", "documents:0,60,150"] {
+            let clean = case([1, 150, 2, 1, 32], Dtype::F32, mask);
+            let expected = run(&backend, &clean, &all_keys(&clean));
+            for poison in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let key = 140;
+                let mut dirty = clean.clone();
+                dirty.k[key * 32..key * 32 + 32].fill(poison);
+                dirty.v[key * 32..key * 32 + 32].fill(poison);
+                let got = run(&backend, &dirty, &all_keys(&dirty));
+                for at in 0..150 * 2 {
+                    let sees = clean
+                        .problem
+                        .mask
+                        .visible(0, (at / 2) as u32, 150)
+                        .sees(key as u32);
+                    let o = at * 32..at * 32 + 32;
+                    if sees {
+                        assert!(
+                            got.o[o].iter().all(|x| !x.is_finite()),
+                            "{mask} {poison}: row {} sees it",
+                            at / 2
+                        );
+                    } else {
+                        assert_eq!(got.o[o.clone()], expected.o[o], "{mask} {poison}: row {}", at / 2);
+                        assert_eq!(got.lse[at].to_bits(), expected.lse[at].to_bits());
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn an_infinite_logit_makes_its_row_nan_and_a_row_of_minus_infinities_saw_nothing() {
+    for backend in backends() {
+        let mut case = case([1, 70, 1, 1, 8], Dtype::F32, "full");
+        case.q.fill(1.0);
+        case.q[8..16].fill(-1.0);
+        case.k[8 * 3..8 * 4].fill(f32::INFINITY);
+        let blocks = [TokenRuns::contiguous(0..30), TokenRuns::contiguous(30..70)];
+        let output = run(&backend, &case, &blocks);
+        assert!(output.lse[0].is_nan() && output.o[..8].iter().all(|x| x.is_nan()));
+        assert!(
+            output.lse[1].is_finite(),
+            "its logit of that key is -inf: weight 0"
+        );
+        assert!(output.o[8..16].iter().all(|x| x.is_finite()));
+        // All logits −∞: no weight anywhere, and the empty state says exactly that.
+        case.k.fill(f32::INFINITY);
+        let output = run(&backend, &case, &blocks);
+        assert_eq!(output.lse[1], f32::NEG_INFINITY);
+        assert_eq!(output.o[8..16], [0.0; 8]);
+        assert!(output.lse[2].is_nan());
+    }
+}
+
+#[test]
+fn rows_that_see_nothing_keep_their_state_bit_for_bit() {
+    let backend = CpuBackend::new();
+    let case = case([1, 200, 1, 1, 16], Dtype::F32, "causal");
+    let first = run(&backend, &case, &[TokenRuns::contiguous(0..100)]);
+    let both = run(
+        &backend,
+        &case,
+        &[TokenRuns::contiguous(0..100), TokenRuns::contiguous(100..200)],
+    );
+    // Rows 0..100 see none of the second block; the tile that holds row 96 is partial.
+    assert_eq!(first.state.0[..100 * 16 * 4], both.state.0[..100 * 16 * 4]);
+    assert_eq!(first.state.1[..100 * 8], both.state.1[..100 * 8]);
+    assert_ne!(first.state.1[100 * 8..], both.state.1[100 * 8..]);
+    let nothing = run(&backend, &case, &[]);
+    assert!(nothing.lse.iter().all(|x| *x == f32::NEG_INFINITY));
+    assert_eq!(decode(Dtype::F32, &nothing.state.1)[..2], [EMPTY_M, 0.0]);
+}
+
+#[test]
+fn the_same_bytes_come_out_whatever_the_number_of_threads() {
+    let case = case([1, 700, 3, 1, 64], Dtype::F32, "causal");
+    let expected = run(&CpuBackend::new(), &case, &all_keys(&case)).state;
+    for threads in [1, 3, 8] {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build()
+            .unwrap();
+        let backend = CpuBackend::with_pool(Arc::new(pool));
+        for _ in 0..3 {
+            assert_eq!(
+                run(&backend, &case, &all_keys(&case)).state,
+                expected,
+                "{threads} threads"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_raised_cancel_token_ends_the_call() {
+    let backend = CpuBackend::new();
+    let case = case([1, 64, 1, 1, 8], Dtype::F32, "full");
+    let tokens = TokenRuns::contiguous(0..64);
+    let work = BlockWork::new(&case.problem, &tokens, &tokens, backend.tile_shape(Dtype::F32, 8));
+    let x = backend.upload("x", encode(Dtype::F32, &case.q)).unwrap();
+    let shape = StateShape {
+        batch: 1,
+        rows: 64,
+        heads: 1,
+        dim: 8,
+    };
+    let mut a = backend.alloc("a", shape.a_bytes()).unwrap();
+    let mut ml = backend.alloc("ml", shape.ml_bytes()).unwrap();
+    let operand = || Operand {
+        buffer: &x,
+        layout: dense(64, 1, 8),
+    };
+    let args = Attend {
+        dtype: Dtype::F32,
+        scale: 1.0,
+        softcap: None,
+        q: operand(),
+        k: operand(),
+        v: operand(),
+        kv_head_of: &[0],
+        work: &work,
+        state: StateMut {
+            a: &mut a,
+            ml: &mut ml,
+            shape,
+        },
+    };
+    let control = Control::new(Arc::new(true.into()));
+    let error = pollster::block_on(backend.attend(args, &control)).unwrap_err();
+    assert_eq!(error, Error::Cancelled);
+    assert_eq!(control.pieces_done(), 1);
+}
