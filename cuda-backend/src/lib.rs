@@ -9,5 +9,7 @@
 /// # Errors
 /// The reason why it cannot, for people. Never panics.
 pub fn availability() -> Result<(), &'static str> {
-    Err("this version of Kyklos has no CUDA backend: use a wgpu device (Vulkan reaches NVIDIA GPUs) or the CPU")
+    Err(
+        "this version of Kyklos has no CUDA backend: use a wgpu device (Vulkan reaches NVIDIA GPUs) or the CPU",
+    )
 }

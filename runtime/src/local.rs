@@ -38,7 +38,8 @@ pub struct RankTask<'a> {
 }
 
 impl RankTask<'_> {
-    /// Runs the rank's plan on `backend`, on this thread; `each` sees the output of every run.
+    /// Runs the rank's plan on `backend`, on this thread; `each` sees the output of every run. The transport stays
+    /// open for what the caller may want to send afterwards.
     ///
     /// # Errors
     /// Any; an error of this rank ends the operation on all ranks.
@@ -129,10 +130,18 @@ pub fn run_ranks<T: Send>(
     }
     let run = &run;
     Ok(std::thread::scope(|scope| {
-        // The task owns the rank's transport: a rank that panics drops it, and the others hear of it.
+        // The thread owns the rank's transport: a rank that panics drops it, and the others hear of it.
         let threads: Vec<_> = tasks
             .into_iter()
-            .map(|task| scope.spawn(move || run(task)))
+            .map(|task| {
+                scope.spawn(move || {
+                    let transport = task.transport.clone();
+                    let done = run(task);
+                    // Only what peers have not fetched yet could still go wrong, and they would say so themselves.
+                    let _ = pollster::block_on(transport.close(deadline));
+                    done
+                })
+            })
             .collect();
         threads
             .into_iter()

@@ -52,17 +52,18 @@ impl Mask {
     }
 
     /// Queries see keys of their own document only. `boundaries` are cumulative: `0, 8, 24` is a document of 8
-    /// tokens and one of 16.
+    /// tokens and one of 16. Documents without tokens are allowed.
     ///
     /// # Errors
     /// [`Error::Request`] unless the boundaries start at 0 and ascend.
-    pub fn documents(boundaries: Vec<u32>) -> Result<Self> {
-        if boundaries.first() != Some(&0) || boundaries.len() < 2 || !boundaries.is_sorted_by(|a, b| a < b) {
+    pub fn documents(mut boundaries: Vec<u32>) -> Result<Self> {
+        if boundaries.first() != Some(&0) || boundaries.len() < 2 || !boundaries.is_sorted() {
             return Err(Error::request(
                 format!("document boundaries {boundaries:?} do not ascend from 0"),
                 "give cumulative boundaries from 0 to the sequence length, such as documents:0,8,24",
             ));
         }
+        boundaries.dedup();
         Ok(Self {
             documents: boundaries,
             ..Self::default()
@@ -311,7 +312,7 @@ mod tests {
             "window:1",
             "window:-2,0",
             "documents:1,2",
-            "documents:0,5,5",
+            "documents:0,5,4",
             "valid:-1",
             "valid:x",
             "valid",

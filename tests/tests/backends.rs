@@ -2,6 +2,8 @@
 //!
 //! A backend that cannot run here is reported as ignored with its reason, and fails under `KYKLOS_REQUIRE_GPU=1`.
 
+#![expect(unreachable_pub, reason = "`common` is shared by several suites")]
+
 mod common;
 
 use kyklos::backend::Backend;
@@ -10,8 +12,7 @@ use libtest_mimic::{Arguments, Failed, Trial};
 
 fn main() {
     let arguments = Arguments::from_args();
-    let mut trials = suite("cpu", || Ok(CpuBackend::new()));
-    trials.extend(wgpu_trials());
+    let trials = suite("cpu", || Ok(CpuBackend::new()));
     libtest_mimic::run(&arguments, trials).exit();
 }
 

@@ -1,5 +1,6 @@
 //! Ranks in processes of their own, and what the others say when one of them is killed.
 #![cfg(feature = "quic")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::Path;

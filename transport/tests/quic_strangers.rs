@@ -1,5 +1,6 @@
 //! Who may join a group over QUIC, and who may not, and that those who may not harm nobody.
 #![cfg(feature = "quic")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;

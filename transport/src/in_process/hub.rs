@@ -405,10 +405,11 @@ impl State {
         for rank in 0..self.ranks.len() {
             let owes = self.sends.keys().any(|meeting| meeting.from.0 as usize == rank);
             let phase = &mut self.ranks[rank].phase;
-            if !owes && matches!(phase, Phase::Leaving { .. }) {
-                if let Phase::Leaving { completer, .. } = std::mem::replace(phase, Phase::Left) {
-                    completer.complete(Ok(()));
-                }
+            if !owes
+                && let Phase::Leaving { .. } = phase
+                && let Phase::Leaving { completer, .. } = std::mem::replace(phase, Phase::Left)
+            {
+                completer.complete(Ok(()));
             }
         }
     }
@@ -474,13 +475,13 @@ impl State {
                 .complete(Err(error(pending_agree(&self.ballot, round))));
         }
         for rank in &mut self.ranks {
-            if matches!(rank.phase, Phase::Leaving { .. }) {
-                if let Phase::Leaving { completer, .. } = std::mem::replace(&mut rank.phase, Phase::Left) {
-                    completer.complete(Err(TransportError::Aborted {
-                        abort: abort.clone(),
-                        pending: None,
-                    }));
-                }
+            if let Phase::Leaving { .. } = rank.phase
+                && let Phase::Leaving { completer, .. } = std::mem::replace(&mut rank.phase, Phase::Left)
+            {
+                completer.complete(Err(TransportError::Aborted {
+                    abort: abort.clone(),
+                    pending: None,
+                }));
             }
         }
     }

@@ -6,8 +6,9 @@ use std::time::Duration;
 use quinn::{ApplicationClose, ConnectionError, VarInt};
 use tokio::time::MissedTickBehavior;
 
-use super::core::{AgreeCall, COORDINATOR, Core, Patience};
+use super::core::{COORDINATOR, Core};
 use super::frames::{FrameError, FrameReader};
+use super::state::{AgreeCall, Patience};
 use crate::ballot::{Ballot, Refusal, Verdict};
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::transport::{Completer, Progress, Rank, Vote};

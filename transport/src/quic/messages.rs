@@ -10,8 +10,9 @@ use tokio::sync::oneshot;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::assembly::Assembly;
-use super::core::{Core, Ended, Patience, REMEMBERED_OPS, RecvCall, SendCall};
+use super::core::Core;
 use super::frames::{FrameError, FrameReader};
+use super::state::{Ended, Patience, REMEMBERED_OPS, RecvCall, SendCall};
 use crate::error::TransportError;
 use crate::misuse;
 use crate::transport::{Completer, Rank, Tag};
@@ -201,7 +202,12 @@ impl Core {
                     self.changed.notify_waiters();
                 }
                 Ok(Some(Frame::Refuse { tag, text })) => {
-                    if let Some(call) = self.lock().take_send(peer, tag) {
+                    let call = {
+                        let mut state = self.lock();
+                        state.peers[peer.0 as usize].wants.remove(&tag);
+                        state.take_send(peer, tag)
+                    };
+                    if let Some(call) = call {
                         call.task.abort();
                         call.completer
                             .complete(Err(TransportError::PeerMisbehaved { peer, text }));

@@ -12,12 +12,14 @@ mod assembly;
 mod bootstrap;
 mod control;
 mod core;
+mod door;
 mod frames;
 mod identity;
 mod io_thread;
 mod lifecycle;
 mod messages;
 mod socket;
+mod state;
 mod tls;
 
 use std::fmt;

@@ -90,6 +90,10 @@ impl Path {
 /// UDP payload over loopback; the largest that IPv4 allows is 65,507.
 const LOOPBACK_MTU: u16 = 65_000;
 
+/// Bytes under way to one rank over loopback. There the only queue is the receiver's socket buffer, usually of 4 to
+/// 16 MiB: more than it holds is lost and sent again.
+const LOOPBACK_WINDOW_BYTES: u64 = 4 << 20;
+
 /// Handshake packets are padded to the floor, and quinn-proto panics on those of 16,384 bytes and more.
 const LOOPBACK_MTU_FLOOR: u16 = 16_000;
 
@@ -118,6 +122,7 @@ fn transport_config(path: Path) -> TransportConfig {
     match path {
         // Without a floor, a burst of loss on a busy host would look like a path that carries small packets only.
         Path::Loopback => config
+            .send_window(LOOPBACK_WINDOW_BYTES)
             .initial_mtu(LOOPBACK_MTU)
             .min_mtu(LOOPBACK_MTU_FLOOR)
             .mtu_discovery_config(None)

@@ -72,7 +72,7 @@ pub enum Frame {
         /// Of the sender.
         progress: Progress,
     },
-    /// Answer to a ping.
+    /// The coordinator is alive.
     Pong,
     /// The group is aborted; from a rank to the coordinator it is a request.
     Abort {

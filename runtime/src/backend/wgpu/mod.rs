@@ -1,1 +1,188 @@
-//! The wgpu backend.
+//! Attention on whatever wgpu reaches: Vulkan, Metal, DX12, and WebGPU in a browser.
+//!
+//! - **Errors.** What the driver reports late (uncaptured errors, a lost device) is kept and returned by the next call
+//!   or by [`wait`](Backend::wait); a lost device stays lost.
+//! - **Memory.** A buffer is refused beyond the device's largest. Tensors beyond the largest *binding* (128 MiB on
+//!   some software drivers and in browsers) are worked on in pieces that bind what they need.
+//! - **Threads.** Natively one thread for each device waits for submissions and resolves futures; it sleeps while
+//!   nothing is in flight. In a browser callbacks come by themselves.
+
+mod adapter;
+mod attend;
+mod clock;
+mod completion;
+mod device;
+mod dispatch;
+mod download;
+mod ops;
+mod pieces;
+mod region;
+mod work;
+
+use std::ops::Range;
+
+use bytes::Bytes;
+use kyklos_shaders::{AttendKernel, AttendVariant, Storage};
+
+pub use adapter::{KernelChoice, WgpuOptions};
+pub use download::Download;
+
+use super::{Attend, Backend, Control, DeviceInfo, Extent, Layout, State, StateMut};
+use crate::{Dtype, Error, Result, TileShape};
+use device::Gpu;
+use pieces::Pace;
+
+/// One device behind wgpu.
+#[derive(Debug)]
+pub struct WgpuBackend {
+    info: DeviceInfo,
+    gpu: Gpu,
+    /// `Some(size)`: subgroups of this size, and the kernel made for them.
+    broadcast: Option<u32>,
+    pace: Pace,
+}
+
+/// Linear memory on a wgpu device.
+#[derive(Debug)]
+pub struct WgpuBuffer {
+    raw: wgpu::Buffer,
+    /// As asked for; the buffer itself is a little larger and never empty.
+    bytes: usize,
+}
+
+impl WgpuBackend {
+    fn attend_kernel(&self, dtype: Dtype, head_dim: u32, softcap: bool) -> AttendKernel {
+        AttendKernel {
+            variant: match self.broadcast {
+                Some(size) => AttendVariant::subgroup_broadcast(size, head_dim),
+                None => AttendVariant::Portable,
+            },
+            storage: storage(dtype),
+            head_dim,
+            softcap,
+        }
+    }
+}
+
+impl Backend for WgpuBackend {
+    type Buffer = WgpuBuffer;
+    type Download = Download;
+
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn tile_shape(&self, dtype: Dtype, head_dim: u32) -> TileShape {
+        let tile = self.attend_kernel(dtype, head_dim, false).tile();
+        TileShape {
+            q_rows: tile.q_rows,
+            kv_cols: tile.kv_cols,
+        }
+    }
+
+    fn alloc(&self, label: &str, bytes: usize) -> Result<WgpuBuffer> {
+        self.gpu.check()?;
+        self.gpu.buffer(label, bytes)
+    }
+
+    fn upload(&self, label: &str, data: Bytes) -> Result<WgpuBuffer> {
+        self.gpu.check()?;
+        self.gpu.buffer_with(label, &data)
+    }
+
+    fn write(&self, buffer: &mut WgpuBuffer, offset: usize, data: &[u8]) -> Result<()> {
+        self.gpu.check()?;
+        if !offset.is_multiple_of(4) || !data.len().is_multiple_of(4) {
+            return Err(Error::request(
+                format!("a write of {} bytes at byte {offset}", data.len()),
+                "write whole 32-bit words",
+            ));
+        }
+        if !data.is_empty() {
+            self.gpu.queue.write_buffer(&buffer.raw, offset as u64, data);
+        }
+        Ok(())
+    }
+
+    fn download(&self, buffer: &mut WgpuBuffer, range: Range<usize>) -> Download {
+        Download::start(&self.gpu, buffer, range)
+    }
+
+    fn reset_state(&self, state: &mut StateMut<'_, WgpuBuffer>) -> Result<()> {
+        self.gpu.check()?;
+        ops::reset_state(&self.gpu, state)
+    }
+
+    async fn attend(&self, args: Attend<'_, WgpuBuffer>, control: &Control) -> Result<()> {
+        self.gpu.check()?;
+        attend::attend(self, args, control).await
+    }
+
+    fn merge(&self, into: &mut StateMut<'_, WgpuBuffer>, from: &State<'_, WgpuBuffer>) -> Result<()> {
+        self.gpu.check()?;
+        ops::merge(&self.gpu, into, from)
+    }
+
+    fn finalize(
+        &self,
+        state: &State<'_, WgpuBuffer>,
+        dtype: Dtype,
+        o: &mut WgpuBuffer,
+        lse: &mut WgpuBuffer,
+    ) -> Result<()> {
+        self.gpu.check()?;
+        ops::finalize(&self.gpu, state, storage(dtype), o, lse)
+    }
+
+    fn repack(
+        &self,
+        from: (&WgpuBuffer, Layout),
+        into: (&mut WgpuBuffer, Layout),
+        extent: Extent,
+    ) -> Result<()> {
+        self.gpu.check()?;
+        ops::repack(&self.gpu, from, (into.0, into.1), extent)
+    }
+
+    async fn wait(&self) -> Result<()> {
+        self.gpu.check()?;
+        // An empty submission flushes writes that nothing was submitted after.
+        let done = self.gpu.submit(None);
+        done.finished().await;
+        self.gpu.check()
+    }
+}
+
+fn storage(dtype: Dtype) -> Storage {
+    match dtype {
+        Dtype::F32 => Storage::F32,
+        Dtype::F16 => Storage::F16,
+        Dtype::Bf16 => Storage::Bf16,
+    }
+}
+
+/// Bytes as the 64-bit sizes of the API.
+fn wide(bytes: usize) -> u64 {
+    bytes as u64
+}
+
+/// An index for a kernel. Kernels count 16-byte units in u32; what they bind is far below that.
+fn narrow(what: &str, value: usize) -> Result<u32> {
+    u32::try_from(value).map_err(|_| {
+        Error::request(
+            format!("{what} is {value}"),
+            "kernels count in 32 bits: use smaller pieces",
+        )
+    })
+}
+
+/// Head dims are checked by the problem; a backend used alone says so itself.
+fn checked_dim(dim: usize) -> Result<u32> {
+    match u32::try_from(dim) {
+        Ok(dim) if dim > 0 && dim.is_multiple_of(8) && dim <= kyklos_shaders::MAX_HEAD_DIM => Ok(dim),
+        _ => Err(Error::request(
+            format!("head dim {dim} is not supported"),
+            format!("use a multiple of 8 up to {}", kyklos_shaders::MAX_HEAD_DIM),
+        )),
+    }
+}

@@ -1,0 +1,187 @@
+//! Finding devices, and opening one.
+
+use std::sync::Arc;
+
+use kyklos_shaders::AttendVariant;
+
+use super::WgpuBackend;
+use super::device::Gpu;
+use super::pieces::Pace;
+use crate::backend::{DeviceClass, DeviceInfo};
+use crate::{Error, Result};
+
+/// Which attention kernel is used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KernelChoice {
+    /// The one that suits the device.
+    #[default]
+    Auto,
+    /// The one that runs everywhere.
+    Portable,
+    /// The one for software drivers with subgroups; refused elsewhere.
+    SubgroupBroadcast,
+}
+
+/// How a device is opened.
+#[derive(Clone, Debug, Default)]
+pub struct WgpuOptions {
+    /// Which attention kernel is used.
+    pub kernel: KernelChoice,
+}
+
+impl WgpuBackend {
+    /// The devices of this machine, in the order in which [`Self::new`] counts them; none where there is no driver.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn enumerate() -> Vec<DeviceInfo> {
+        adapters()
+            .iter()
+            .map(|adapter| describe(adapter, broadcast_size(adapter)))
+            .collect()
+    }
+
+    /// Opens the device of this index.
+    ///
+    /// # Errors
+    /// [`Error::Request`] when there is no such device, [`Error::Device`] when it cannot be opened.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn new(index: usize) -> Result<Self> {
+        Self::with_options(index, &WgpuOptions::default())
+    }
+
+    /// Opens the device of this index as `options` say.
+    ///
+    /// # Errors
+    /// As [`Self::new`]; [`Error::Request`] when the device cannot run the kernel asked for.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn with_options(index: usize, options: &WgpuOptions) -> Result<Self> {
+        let adapters = adapters();
+        let Some(adapter) = adapters.get(index) else {
+            let count = adapters.len();
+            return Err(Error::request(
+                format!("there is no wgpu device {index}: this machine has {count}"),
+                if count == 0 {
+                    "install a Vulkan, Metal or DX12 driver, or use the CPU".to_owned()
+                } else {
+                    format!("use 0 to {}", count - 1)
+                },
+            ));
+        };
+        pollster::block_on(Self::open(adapter, options))
+    }
+
+    /// Opens the device that the browser prefers.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when there is none or it cannot be opened.
+    #[cfg(target_arch = "wasm32")]
+    pub async fn request(options: &WgpuOptions) -> Result<Self> {
+        let instance = instance();
+        let adapter = instance
+            .request_adapter(&wgpu::RequestAdapterOptions {
+                power_preference: wgpu::PowerPreference::HighPerformance,
+                ..Default::default()
+            })
+            .await
+            .map_err(|error| Error::Device {
+                device: "wgpu".to_owned(),
+                operation: "find an adapter".to_owned(),
+                native: error.to_string(),
+            })?;
+        Self::open(&adapter, options).await
+    }
+
+    /// Opens the device behind `adapter`.
+    ///
+    /// # Errors
+    /// As [`Self::with_options`].
+    pub async fn open(adapter: &wgpu::Adapter, options: &WgpuOptions) -> Result<Self> {
+        let suitable = broadcast_size(adapter);
+        let broadcast = match options.kernel {
+            KernelChoice::Portable => None,
+            KernelChoice::Auto => suitable,
+            KernelChoice::SubgroupBroadcast if suitable.is_some() => suitable,
+            KernelChoice::SubgroupBroadcast => {
+                let info = adapter.get_info();
+                return Err(Error::request(
+                    format!(
+                        "{} cannot run the subgroup-broadcast kernel: a {:?} with subgroups of {} to {}",
+                        info.name, info.device_type, info.subgroup_min_size, info.subgroup_max_size
+                    ),
+                    "it is for software drivers with subgroups of 4, 8 or 16; use the portable kernel",
+                ));
+            }
+        };
+        let info = describe(adapter, broadcast);
+        let opened = adapter
+            .request_device(&wgpu::DeviceDescriptor {
+                label: Some("kyklos"),
+                required_features: if broadcast.is_some() {
+                    wgpu::Features::SUBGROUP
+                } else {
+                    wgpu::Features::empty()
+                },
+                required_limits: adapter.limits(),
+                ..Default::default()
+            })
+            .await;
+        let (device, queue) = opened.map_err(|error| Error::Device {
+            device: info.name.clone(),
+            operation: "open the device".to_owned(),
+            native: error.to_string(),
+        })?;
+        Ok(Self {
+            gpu: Gpu::new(Arc::from(info.name.as_str()), device, queue),
+            pace: Pace::new(info.class),
+            info,
+            broadcast,
+        })
+    }
+}
+
+fn instance() -> wgpu::Instance {
+    wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle())
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+fn adapters() -> Vec<wgpu::Adapter> {
+    pollster::block_on(instance().enumerate_adapters(wgpu::Backends::PRIMARY))
+}
+
+/// The subgroup size for the broadcast kernel, where it pays off: drivers that compute on the host's cores.
+fn broadcast_size(adapter: &wgpu::Adapter) -> Option<u32> {
+    let info = adapter.get_info();
+    let size = info.subgroup_min_size;
+    (class(&info) == DeviceClass::SoftwareGpu
+        && adapter.features().contains(wgpu::Features::SUBGROUP)
+        && size == info.subgroup_max_size
+        && AttendVariant::SUBGROUP_SIZES.contains(&size))
+    .then_some(size)
+}
+
+fn describe(adapter: &wgpu::Adapter, broadcast: Option<u32>) -> DeviceInfo {
+    let info = adapter.get_info();
+    let driver = [info.backend.to_str(), &info.driver, &info.driver_info]
+        .into_iter()
+        .filter(|part| !part.is_empty())
+        .collect::<Vec<_>>()
+        .join(" ");
+    DeviceInfo {
+        backend: "wgpu",
+        class: class(&info),
+        driver,
+        kernel: match broadcast {
+            Some(size) => format!("subgroup-broadcast-{size}"),
+            None => "portable".to_owned(),
+        },
+        name: info.name,
+    }
+}
+
+fn class(info: &wgpu::AdapterInfo) -> DeviceClass {
+    match info.device_type {
+        wgpu::DeviceType::Cpu => DeviceClass::SoftwareGpu,
+        wgpu::DeviceType::DiscreteGpu => DeviceClass::DiscreteGpu,
+        wgpu::DeviceType::IntegratedGpu => DeviceClass::IntegratedGpu,
+        wgpu::DeviceType::VirtualGpu | wgpu::DeviceType::Other => DeviceClass::OtherGpu,
+    }
+}

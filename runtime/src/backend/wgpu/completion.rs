@@ -1,0 +1,147 @@
+//! Learning that the device is done, without blocking anyone's thread.
+
+use futures_channel::oneshot;
+
+use super::clock::now_s;
+use super::device::Health;
+
+/// Resolves when everything up to one submission is done.
+#[derive(Debug)]
+pub(super) struct Done(oneshot::Receiver<f64>);
+
+impl Done {
+    /// The moment at which it was done; `None` when the device was lost first.
+    pub(super) async fn finished(self) -> Option<f64> {
+        self.0.await.ok()
+    }
+}
+
+pub(super) fn done(queue: &wgpu::Queue) -> Done {
+    let (sender, receiver) = oneshot::channel();
+    queue.on_submitted_work_done(move || {
+        // Nobody waits any more: fine.
+        let _ = sender.send(now_s());
+    });
+    Done(receiver)
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+pub(super) use native::Poller;
+#[cfg(target_arch = "wasm32")]
+pub(super) use web::Poller;
+
+#[cfg(target_arch = "wasm32")]
+mod web {
+    use super::Health;
+
+    /// In a browser callbacks come by themselves.
+    #[derive(Debug)]
+    pub(crate) struct Poller;
+
+    impl Poller {
+        pub(crate) fn start(_: &wgpu::Device, _: &std::sync::Arc<Health>) -> Self {
+            Self
+        }
+
+        pub(crate) fn submitted(&self, _: wgpu::SubmissionIndex) {}
+    }
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+mod native {
+    use std::collections::VecDeque;
+    use std::panic::AssertUnwindSafe;
+    use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+    use std::time::Duration;
+
+    use super::Health;
+
+    /// A thread that waits for submissions one by one, in order, so that callbacks run promptly.
+    #[derive(Debug)]
+    pub(crate) struct Poller(Arc<Shared>);
+
+    #[derive(Debug, Default)]
+    struct Shared {
+        queue: Mutex<Queue>,
+        changed: Condvar,
+    }
+
+    #[derive(Debug, Default)]
+    struct Queue {
+        submissions: VecDeque<wgpu::SubmissionIndex>,
+        closed: bool,
+    }
+
+    /// How often a waiting thread looks whether anybody is still interested.
+    const PATIENCE: Duration = Duration::from_secs(1);
+
+    impl Poller {
+        pub(crate) fn start(device: &wgpu::Device, health: &Arc<Health>) -> Self {
+            let shared = Arc::new(Shared::default());
+            let thread = std::thread::Builder::new().name("kyklos-wgpu".to_owned());
+            let started = thread.spawn({
+                let (shared, device, health) = (shared.clone(), device.clone(), health.clone());
+                move || shared.run(&device, &health)
+            });
+            if let Err(error) = started {
+                health.lost("start a thread", error.to_string());
+            }
+            Self(shared)
+        }
+
+        pub(crate) fn submitted(&self, index: wgpu::SubmissionIndex) {
+            self.0.lock().submissions.push_back(index);
+            self.0.changed.notify_one();
+        }
+    }
+
+    impl Drop for Poller {
+        /// What is in flight is still waited for: a download may outlive its backend.
+        fn drop(&mut self) {
+            self.0.lock().closed = true;
+            self.0.changed.notify_one();
+        }
+    }
+
+    impl Shared {
+        fn lock(&self) -> MutexGuard<'_, Queue> {
+            self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        }
+
+        /// The next submission; `None` when there will be none.
+        fn next(&self) -> Option<wgpu::SubmissionIndex> {
+            let mut queue = self
+                .changed
+                .wait_while(self.lock(), |queue| queue.submissions.is_empty() && !queue.closed)
+                .unwrap_or_else(PoisonError::into_inner);
+            queue.submissions.pop_front()
+        }
+
+        fn run(&self, device: &wgpu::Device, health: &Health) {
+            while let Some(index) = self.next() {
+                loop {
+                    let poll = || {
+                        device.poll(wgpu::PollType::Wait {
+                            submission_index: Some(index.clone()),
+                            timeout: Some(PATIENCE),
+                        })
+                    };
+                    // wgpu panics here when the device is lost while it waits.
+                    match std::panic::catch_unwind(AssertUnwindSafe(poll)) {
+                        Ok(Err(wgpu::PollError::Timeout)) if !self.lock().closed => {}
+                        Ok(Err(wgpu::PollError::Timeout)) => return,
+                        Ok(Err(error)) => {
+                            health.lost("wait for the device", error.to_string());
+                            break;
+                        }
+                        Ok(Ok(_)) => break,
+                        Err(_) => {
+                            health.lost("wait for the device", "the driver gave up".to_owned());
+                            return;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

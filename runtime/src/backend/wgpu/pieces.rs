@@ -1,0 +1,138 @@
+//! How much is submitted at a time: about [`PIECE_S`] of the device's time, found out by measuring.
+
+use std::collections::HashMap;
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use kyklos_shaders::AttendKernel;
+
+use super::completion::Done;
+use crate::backend::DeviceClass;
+
+/// What one submission should take: below what a watchdog or a user notices, above what submitting costs.
+const PIECE_S: f64 = 0.08;
+/// Submissions between the host and the end of the queue: one runs, one waits.
+const IN_FLIGHT: usize = 2;
+
+/// Keys below which loading and storing the state would be felt.
+const FEWEST_KEYS: usize = 2048;
+
+/// Measured speed, and what is in flight.
+#[derive(Debug)]
+pub(super) struct Pace {
+    /// Where nothing was measured yet.
+    first_flops_per_s: f64,
+    /// Workgroups that it takes to keep the device busy.
+    busy_groups: u64,
+    /// Operations beyond which so many workgroups get their keys in several turns.
+    most_flops: f64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    flops_per_s: HashMap<AttendKernel, f64>,
+    flights: VecDeque<Flight>,
+    /// When the last measured submission was done.
+    done_s: f64,
+}
+
+/// A submission under way.
+#[derive(Debug)]
+pub(super) struct Flight {
+    pub(super) kernel: AttendKernel,
+    pub(super) flops: f64,
+    pub(super) submitted_s: f64,
+    pub(super) done: Done,
+}
+
+impl Pace {
+    pub(super) fn new(class: DeviceClass) -> Self {
+        // Too little only makes the first piece short; too much could trip a watchdog of 2 s.
+        let (first_flops_per_s, busy_groups, most_flops) = match class {
+            DeviceClass::SoftwareGpu | DeviceClass::Cpu => (4e9, 32, 3e9),
+            _ => (1e11, 512, 3e11),
+        };
+        Self {
+            first_flops_per_s,
+            busy_groups,
+            most_flops,
+            state: Mutex::default(),
+        }
+    }
+
+    /// Operations of the next piece.
+    pub(super) fn piece_flops(&self, kernel: &AttendKernel) -> f64 {
+        let state = self.lock();
+        PIECE_S * state.flops_per_s.get(kernel).unwrap_or(&self.first_flops_per_s)
+    }
+
+    /// Operations of one workgroup for one key.
+    pub(super) fn flops_per_key(kernel: &AttendKernel) -> f64 {
+        4.0 * f64::from(kernel.tile().q_rows) * f64::from(kernel.head_dim)
+    }
+
+    /// How many keys `items` workgroups may be given in one piece. Depends on nothing measured.
+    pub(super) fn keys_at_once(&self, kernel: &AttendKernel, items: u64) -> usize {
+        let groups = u32::try_from(items.clamp(1, self.busy_groups)).expect("busy_groups is small");
+        let keys = self.most_flops / (f64::from(groups) * Self::flops_per_key(kernel));
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "positive, and far below 2^52"
+        )]
+        let keys = keys as usize;
+        keys.max(FEWEST_KEYS)
+    }
+
+    pub(super) fn submitted(&self, flight: Flight) {
+        self.lock().flights.push_back(flight);
+    }
+
+    /// Waits until there is room for another submission.
+    pub(super) async fn room(&self) {
+        loop {
+            // Taken out before it is awaited: no lock is held over an await.
+            let flight = {
+                let mut state = self.lock();
+                if state.flights.len() < IN_FLIGHT {
+                    return;
+                }
+                state.flights.pop_front()
+            };
+            if let Some(flight) = flight {
+                self.landed(flight).await;
+            }
+        }
+    }
+
+    async fn landed(&self, flight: Flight) {
+        let Some(done_s) = flight.done.finished().await else {
+            return; // the device is lost; the next check says so
+        };
+        let mut state = self.lock();
+        let took_s = done_s - flight.submitted_s.max(state.done_s);
+        state.done_s = state.done_s.max(done_s);
+        // Shorter ones measure the submission, not the device.
+        if took_s > 1e-3 {
+            let measured = flight.flops / took_s;
+            let rate = state.flops_per_s.entry(flight.kernel).or_insert(measured);
+            // Slower at once, faster by and by.
+            *rate = if measured < *rate {
+                measured
+            } else {
+                0.5 * (*rate + measured)
+            };
+        } else if took_s > 0.0 {
+            let rate = state
+                .flops_per_s
+                .entry(flight.kernel)
+                .or_insert(self.first_flops_per_s);
+            *rate = rate.max(flight.flops / 1e-3);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

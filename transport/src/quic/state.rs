@@ -1,0 +1,294 @@
+//! What one rank remembers: its outstanding calls, and what its peers have said of messages.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+
+use super::core::COORDINATOR;
+use crate::error::{Abort, Pending, TransportError};
+use crate::transport::{Completer, Rank, Tag};
+
+/// Changed under the core's lock.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) phase: Phase,
+    pub(crate) abort: Option<Abort>,
+    pub(crate) sends: HashMap<(Rank, Tag), SendCall>,
+    pub(crate) recvs: HashMap<(Rank, Tag), RecvCall>,
+    pub(crate) agrees: BTreeMap<u64, AgreeCall>,
+    pub(crate) next_round: u64,
+    pub(crate) peers: Vec<Peer>,
+    /// The coordinator has seen this rank's leave.
+    pub(crate) goodbye: bool,
+}
+
+/// Where a rank is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Open,
+    Closing,
+    /// Its connections are closed, or about to be.
+    Closed,
+}
+
+#[derive(Debug)]
+pub(crate) struct SendCall {
+    pub(crate) completer: Completer<()>,
+    pub(crate) total: u64,
+    pub(crate) moved: Arc<AtomicU64>,
+    pub(crate) patience: Patience,
+    /// Told when the receiver wants the message.
+    pub(crate) wanted: Option<oneshot::Sender<()>>,
+    /// Counts against the messages that may be under way unwanted.
+    pub(crate) unwanted: bool,
+    pub(crate) task: AbortHandle,
+}
+
+#[derive(Debug)]
+pub(crate) struct RecvCall {
+    pub(crate) completer: Completer<Vec<Bytes>>,
+    pub(crate) part_bytes: Vec<usize>,
+    pub(crate) total: u64,
+    pub(crate) moved: Arc<AtomicU64>,
+    pub(crate) patience: Patience,
+    /// While a stream is being read; dropped to stop the reading.
+    pub(crate) reading: Option<oneshot::Sender<Infallible>>,
+}
+
+#[derive(Debug)]
+pub(crate) struct AgreeCall {
+    pub(crate) completer: Completer<()>,
+    pub(crate) patience: Patience,
+}
+
+/// When a call must end, and what its caller asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    pub(crate) until: Instant,
+    pub(crate) asked: Duration,
+}
+
+impl Patience {
+    pub(crate) fn of(asked: Duration) -> Self {
+        let now = Instant::now();
+        let until = now
+            .checked_add(asked)
+            .unwrap_or_else(|| now + Duration::from_secs(365 * 24 * 3600));
+        Self { until, asked }
+    }
+}
+
+/// What is known of the messages between this rank and another one.
+#[derive(Debug, Default)]
+pub(crate) struct Peer {
+    /// It said goodbye.
+    pub(crate) left: bool,
+    /// Messages it wants that have not been posted here.
+    pub(crate) wants: HashSet<Tag>,
+    /// Messages from it that came before their receive was posted.
+    pub(crate) early: HashMap<Tag, oneshot::Sender<()>>,
+    /// Receives that have ended, of recent operations.
+    pub(crate) ended: BTreeMap<Tag, Ended>,
+    /// Latest operation of which a message was received or expected here.
+    pub(crate) latest_op: u64,
+    /// Messages under way to it that it has not asked for.
+    pub(crate) unwanted: usize,
+}
+
+/// How a receive ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    Received,
+    /// Its deadline passed, or this rank closed; what comes late is turned away.
+    GivenUp,
+}
+
+/// Operations for which ended receives are remembered; what belongs to an older one is refused.
+pub(crate) const REMEMBERED_OPS: u64 = 64;
+
+impl Peer {
+    /// Notes that the receive of `tag` ended, and forgets old ones.
+    pub(crate) fn ended(&mut self, tag: Tag, ended: Ended) {
+        self.ended.insert(tag, ended);
+        let oldest = Tag {
+            op: self.latest_op.saturating_sub(REMEMBERED_OPS),
+            message: 0,
+        };
+        if self
+            .ended
+            .first_key_value()
+            .is_some_and(|(&first, _)| first < oldest)
+        {
+            self.ended = self.ended.split_off(&oldest);
+        }
+    }
+}
+
+impl State {
+    pub(crate) fn new(world: u32) -> Self {
+        Self {
+            phase: Phase::Open,
+            abort: None,
+            sends: HashMap::new(),
+            recvs: HashMap::new(),
+            agrees: BTreeMap::new(),
+            next_round: 0,
+            peers: (0..world).map(|_| Peer::default()).collect(),
+            goodbye: false,
+        }
+    }
+
+    /// Whether a new call may start.
+    pub(crate) fn may_post(&self) -> Result<(), TransportError> {
+        match (self.phase, &self.abort) {
+            (Phase::Open, None) => Ok(()),
+            (Phase::Open, Some(abort)) => Err(TransportError::Aborted {
+                abort: abort.clone(),
+                pending: None,
+            }),
+            (Phase::Closing | Phase::Closed, _) => Err(TransportError::Closed),
+        }
+    }
+
+    /// What this rank still needs of a rank that has left.
+    pub(crate) fn still_needs(&self, peer: Rank, me: Rank) -> Option<String> {
+        if let Some((_, tag)) = self.recvs.keys().find(|(from, _)| *from == peer) {
+            return Some(format!(
+                "left the group while rank {me} still expected {tag} from it"
+            ));
+        }
+        let (_, tag) = self.sends.keys().find(|(to, _)| *to == peer)?;
+        Some(format!("left the group while rank {me} still had {tag} for it"))
+    }
+
+    /// Removes a send and what hangs on it.
+    pub(crate) fn take_send(&mut self, to: Rank, tag: Tag) -> Option<SendCall> {
+        let call = self.sends.remove(&(to, tag))?;
+        if call.unwanted {
+            self.peers[to.0 as usize].unwanted -= 1;
+        }
+        Some(call)
+    }
+
+    pub(crate) fn fail_everything(&mut self) {
+        let Some(abort) = self.abort.clone() else { return };
+        let error = |pending| TransportError::Aborted {
+            abort: abort.clone(),
+            pending: Some(pending),
+        };
+        for ((to, tag), call) in self.sends.drain() {
+            call.task.abort();
+            let pending = call.pending(to, tag);
+            call.completer.complete(Err(error(pending)));
+        }
+        for ((from, tag), call) in self.recvs.drain() {
+            let pending = call.pending(from, tag);
+            call.completer.complete(Err(error(pending)));
+        }
+        for (round, call) in std::mem::take(&mut self.agrees) {
+            call.completer.complete(Err(error(pending_agree(round))));
+        }
+    }
+
+    /// This rank closes: it waits for nothing any more.
+    pub(crate) fn end_receives(&mut self) {
+        for ((from, tag), call) in self.recvs.drain() {
+            self.peers[from.0 as usize].ended(tag, Ended::GivenUp);
+            call.completer.complete(Err(TransportError::Closed));
+        }
+        for (_, call) in std::mem::take(&mut self.agrees) {
+            call.completer.complete(Err(TransportError::Closed));
+        }
+    }
+
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        (self.sends.values().map(|call| call.patience.until))
+            .chain(self.recvs.values().map(|call| call.patience.until))
+            .chain(self.agrees.values().map(|call| call.patience.until))
+            .min()
+    }
+
+    /// Ends late calls, and returns the receives among them.
+    pub(crate) fn end_calls_past(&mut self, now: Instant) -> Vec<(Rank, Tag)> {
+        let late = |pending, patience: Patience| TransportError::Deadline {
+            pending,
+            waited: patience.asked,
+        };
+        for ((to, tag), call) in self.sends.extract_if(|_, call| call.patience.until <= now) {
+            if call.unwanted {
+                self.peers[to.0 as usize].unwanted -= 1;
+            }
+            call.task.abort();
+            let pending = call.pending(to, tag);
+            call.completer.complete(Err(late(pending, call.patience)));
+        }
+        let mut given_up = Vec::new();
+        for ((from, tag), call) in self.recvs.extract_if(|_, call| call.patience.until <= now) {
+            self.peers[from.0 as usize].ended(tag, Ended::GivenUp);
+            given_up.push((from, tag));
+            let pending = call.pending(from, tag);
+            call.completer.complete(Err(late(pending, call.patience)));
+        }
+        let rounds: Vec<u64> = self
+            .agrees
+            .iter()
+            .filter(|(_, call)| call.patience.until <= now)
+            .map(|(&round, _)| round)
+            .collect();
+        for round in rounds {
+            if let Some(call) = self.agrees.remove(&round) {
+                call.completer
+                    .complete(Err(late(pending_agree(round), call.patience)));
+            }
+        }
+        given_up
+    }
+}
+
+impl SendCall {
+    pub(crate) fn pending(&self, peer: Rank, tag: Tag) -> Pending {
+        let bytes_done = self.moved.load(Ordering::Relaxed);
+        Pending {
+            operation: "send",
+            peer,
+            tag,
+            bytes_done,
+            bytes_expected: self.total,
+        }
+    }
+}
+
+impl RecvCall {
+    pub(crate) fn pending(&self, peer: Rank, tag: Tag) -> Pending {
+        let bytes_done = self.moved.load(Ordering::Relaxed);
+        Pending {
+            operation: "receive",
+            peer,
+            tag,
+            bytes_done,
+            bytes_expected: self.total,
+        }
+    }
+}
+
+/// Only the coordinator knows who has not voted; others wait for its verdict.
+fn pending_agree(round: u64) -> Pending {
+    let tag = Tag {
+        op: round,
+        message: 0,
+    };
+    Pending {
+        operation: "agree",
+        peer: COORDINATOR,
+        tag,
+        bytes_done: 0,
+        bytes_expected: 0,
+    }
+}
