@@ -6,16 +6,19 @@ use std::time::Instant;
 
 use rayon::iter::{ParallelBridge, ParallelIterator};
 
-use super::job::{Call, Job, Run, Unit};
+use super::job::{Call, Job, Run};
+use super::keys::PackedKeys;
 use super::pack::Tensor;
+use super::simd::AskShape;
 use super::{CpuBackend, CpuBuffer};
-use crate::backend::{Attend, Control, yield_now};
-use crate::{BlockWork, Result, TileShape};
+use crate::backend::{Attend, Control, StateShape, yield_now};
+use crate::{BlockWork, MaskClass, Result, TileShape};
 
-/// The tiles of this backend. Q tiles hold whole panels on every instruction set: 96 is a multiple of 12, 24 and 48.
+/// The tiles of this backend. Q tiles hold whole panels on every instruction set: 96 is a multiple of 8, 12, 16
+/// and 48. KV tiles hold whole groups of 6 or 8 keys.
 pub(super) const TILE: TileShape = TileShape {
     q_rows: 96,
-    kv_cols: 128,
+    kv_cols: 120,
 };
 
 /// Multiply-adds in a second, as last measured; decides how much goes into one piece, never a result.
@@ -60,91 +63,129 @@ pub(super) async fn attend(
         softcap: args.softcap,
     };
     let shape = args.state.shape;
-    if work.is_empty() || shape.rows == 0 {
+    if work.is_empty() {
         return control.piece_done();
     }
     let a = bytemuck::cast_slice_mut(args.state.a.bytes_mut()?);
     let ml = bytemuck::cast_slice_mut(args.state.ml.bytes_mut()?);
-    let units = units(work, shape.rows, shape.heads, dim, a, ml);
-    let mut jobs = group(units, args.kv_head_of, dim, backend.threads(), &call);
+    let mut jobs = jobs(work, args.kv_head_of, shape, a, ml);
+    let kv_heads = args.kv_head_of.iter().max().map_or(0, |head| *head as usize + 1);
+    let kernel = backend.level.run(AskShape);
 
-    // A job's rows against all keys may take long, so keys are cut too: at the same places whatever the speed and the
-    // number of threads, so that results are the same.
-    let tile_cost = (work.tile.q_rows * work.tile.kv_cols) as u64 * dim as u64 * 2;
+    // Keys are taken a stretch at a time, so that no job is long, and KV heads a few at a time, so that what is packed
+    // stays small. Both at the same places whatever the speed and the number of threads: results are the same.
     let tiles = u32::try_from(work.kv_positions.len().div_ceil(work.tile.kv_cols as usize))
         .expect("positions are u32, so tiles are");
-    let tiles_at_once = u32::try_from(JOB_COST / (tile_cost * UNITS_AT_ONCE as u64))
+    let tile_cost = u64::from(work.tile.q_rows * work.tile.kv_cols) * dim as u64 * 2;
+    let stretch = u32::try_from(JOB_COST / tile_cost)
         .unwrap_or(u32::MAX)
-        .max(1);
-    for first in (0..tiles).step_by(tiles_at_once as usize) {
-        let range = first..tiles.min(first + tiles_at_once);
-        let cost = |job: &Job<'_>| job.units.iter().map(|unit| unit.count(&range)).sum::<u64>() * tile_cost;
-        // Longest first: the short ones at the end let threads finish together.
-        jobs.sort_by_cached_key(|job| std::cmp::Reverse(cost(job)));
-        let mut rest = &mut jobs[..];
-        while let Some(head) = rest.first() {
-            if cost(head) == 0 {
-                break;
+        .clamp(1, tiles);
+    let stretch_bytes = PackedKeys::tile_bytes(&call, kernel) * stretch as usize;
+    let heads_at_once = (PACKED_BYTES / stretch_bytes).max(1);
+    let mut keys = backend.packed.take();
+    let mut later = &mut jobs[..];
+    while let Some(first) = later.first() {
+        let first = first.kv_slot(kv_heads);
+        let heads = first..(first + heads_at_once).min(shape.batch * kv_heads);
+        let count = later.partition_point(|job| job.kv_slot(kv_heads) < heads.end);
+        let (now, rest) = later.split_at_mut(count);
+        later = rest;
+        for from in (0..tiles).step_by(stretch as usize) {
+            let range = from..tiles.min(from + stretch);
+            // Longest first: the short ones at the end let threads finish together.
+            now.sort_by_cached_key(|job| std::cmp::Reverse(job.tiles_in(&range)));
+            if now.first().is_none_or(|job| job.tiles_in(&range) == 0) {
+                continue;
             }
-            let budget = backend.rate.piece_budget();
-            let mut sum = 0;
-            let count = rest
-                .iter()
-                .take_while(|job| {
-                    let fits = sum < budget;
-                    sum += if fits { cost(job) } else { 0 };
-                    fits
-                })
-                .count()
-                .max(1);
-            let (piece, later) = rest.split_at_mut(count);
-            rest = later;
-            let start = Instant::now();
-            run_piece(backend, &call, piece, &range);
-            backend.rate.measured(sum, start);
-            control.piece_done()?;
-            yield_now().await;
+            let wanted = wanted(work, &range);
+            backend.install(|| {
+                let wanted = |batch: usize, tile: u32| {
+                    wanted[batch.min(wanted.len() - 1)][(tile - range.start) as usize]
+                };
+                keys.pack(
+                    backend.level,
+                    kernel,
+                    &call,
+                    kv_heads,
+                    &heads,
+                    &range,
+                    wanted,
+                    &backend.scratch,
+                );
+            });
+            attend_pieces(backend, &call, now, &keys, tile_cost, control).await?;
         }
+    }
+    backend.packed.give(keys);
+    Ok(())
+}
+
+/// Runs jobs, sorted by falling cost, in pieces.
+async fn attend_pieces(
+    backend: &CpuBackend,
+    call: &Call<'_>,
+    jobs: &mut [Job<'_>],
+    keys: &PackedKeys,
+    tile_cost: u64,
+    control: &Control,
+) -> Result<()> {
+    let cost = |job: &Job<'_>| job.tiles_in(&keys.tiles) * tile_cost;
+    let mut rest = jobs;
+    while rest.first().is_some_and(|job| cost(job) > 0) {
+        let budget = backend.rate.piece_budget();
+        let mut sum = 0;
+        let mut count = 0;
+        while count < rest.len() && (count == 0 || sum < budget) {
+            sum += cost(&rest[count]);
+            count += 1;
+        }
+        let (piece, later) = rest.split_at_mut(count);
+        rest = later;
+        let start = Instant::now();
+        backend.install(|| {
+            // In order, each thread taking the next job when it is free.
+            piece.iter_mut().par_bridge().for_each(|job| {
+                let mut scratch = backend.scratch.take();
+                backend.level.run(Run {
+                    call,
+                    job,
+                    keys,
+                    scratch: &mut scratch,
+                });
+                backend.scratch.give(scratch);
+            });
+        });
+        backend.rate.measured(sum, start);
+        control.piece_done()?;
+        yield_now().await;
     }
     Ok(())
 }
 
-fn run_piece(backend: &CpuBackend, call: &Call<'_>, piece: &mut [Job<'_>], tiles: &Range<u32>) {
-    backend.install(|| {
-        // In order, each thread taking the next job when it is free.
-        piece.iter_mut().par_bridge().for_each(|job| {
-            backend.scratch.with(|scratch| {
-                backend.level.dispatch(Run {
-                    call,
-                    job,
-                    tiles: tiles.clone(),
-                    scratch,
-                });
-            });
-        });
-    });
-}
-
-/// One unit for each (batch entry, query head, Q tile), in this order.
-fn units<'a>(
+/// One job for each (batch entry, query head, Q tile), ordered by the KV head that it reads.
+fn jobs<'a>(
     work: &'a BlockWork,
-    rows: usize,
-    heads: usize,
-    dim: usize,
+    kv_head_of: &[u32],
+    shape: StateShape,
     a: &'a mut [f32],
     ml: &'a mut [f32],
-) -> Vec<Unit<'a>> {
+) -> Vec<Job<'a>> {
+    let StateShape { rows, heads, dim, .. } = shape;
     let q_rows = work.tile.q_rows as usize;
     let tiles = rows.div_ceil(q_rows);
-    let mut units: Vec<Unit<'a>> = ml
+    let mut jobs: Vec<Job<'a>> = ml
         .chunks_exact_mut(rows * 2)
         .enumerate()
         .flat_map(|(batch_head, ml)| {
-            let class = work.class_of(batch_head / heads);
-            ml.chunks_mut(q_rows * 2).enumerate().map(move |(tile, ml)| Unit {
+            let (batch, head) = (batch_head / heads, batch_head % heads);
+            let kv_head = kv_head_of[head] as usize;
+            let class = work.class_of(batch);
+            ml.chunks_mut(q_rows * 2).enumerate().map(move |(tile, ml)| Job {
                 class,
+                batch,
                 tile,
-                head: batch_head % heads,
+                head,
+                kv_head,
                 a: Vec::with_capacity(ml.len() / 2),
                 ml,
             })
@@ -152,60 +193,34 @@ fn units<'a>(
         .collect();
     for (i, a) in a.chunks_exact_mut(dim).enumerate() {
         let (head, row, batch) = (i % heads, i / heads % rows, i / heads / rows);
-        if let Some(unit) = units.get_mut((batch * heads + head) * tiles + row / q_rows) {
-            unit.a.push(a);
+        if let Some(job) = jobs.get_mut((batch * heads + head) * tiles + row / q_rows) {
+            job.a.push(a);
         }
     }
-    units
+    jobs.sort_by_key(|job| (job.batch, job.kv_head));
+    jobs
 }
 
-/// Units that share keys, together: enough of them that packing a KV tile pays, few enough that their state stays in
-/// the second-level cache and every thread has several jobs.
-fn group<'a>(
-    units: Vec<Unit<'a>>,
-    kv_head_of: &[u32],
-    dim: usize,
-    threads: usize,
-    call: &Call<'_>,
-) -> Vec<Job<'a>> {
-    let per_batch = kv_head_of.len() * call.work.q_tiles();
-    let mut keyed: Vec<([usize; 4], Unit<'a>)> = units
-        .into_iter()
-        .enumerate()
-        .map(|(i, unit)| {
-            let kv_head = kv_head_of[unit.head] as usize;
-            ([i / per_batch, kv_head, unit.tile, unit.head], unit)
-        })
-        .collect();
-    keyed.sort_unstable_by_key(|(key, _)| *key);
-    let unit_bytes = 2 * 4 * call.work.tile.q_rows as usize * dim;
-    let most = (CACHE_BYTES / unit_bytes).clamp(1, UNITS_AT_ONCE);
-    let size = (keyed.len() / (threads * JOBS_PER_THREAD)).clamp(1, most);
-    let mut jobs: Vec<Job<'a>> = Vec::with_capacity(keyed.len() / size + 1);
-    for ([batch, kv_head, ..], unit) in keyed {
-        match jobs.last_mut() {
-            Some(job) if job.batch == batch && job.kv_head == kv_head && job.units.len() < size => {
-                job.units.push(unit);
+/// For each mask class, which of the KV tiles `tiles` any row sees.
+fn wanted(work: &BlockWork, tiles: &Range<u32>) -> Vec<Vec<bool>> {
+    let of_class = |class: &MaskClass| {
+        let mut wanted = vec![false; tiles.len()];
+        for run in &class.runs {
+            let end = (run.kv_tile + run.count).min(tiles.end);
+            for tile in run.kv_tile.max(tiles.start)..end {
+                wanted[(tile - tiles.start) as usize] = true;
             }
-            _ => jobs.push(Job {
-                batch,
-                kv_head,
-                units: vec![unit],
-            }),
         }
-    }
-    jobs
+        wanted
+    };
+    work.classes.iter().map(of_class).collect()
 }
 
 /// Multiply-adds in a second before anything was measured: little, so that the first piece of a slow machine is short.
 const FIRST_RATE: u64 = 5_000_000_000;
 /// Aim of a piece, below the contract's 100 ms for what the measurement misses.
 const PIECE_MS: u64 = 60;
-/// Multiply-adds that a job may have: some 10 ms of one core.
-const JOB_COST: u64 = 500_000_000;
-/// Units of a job, at most.
-const UNITS_AT_ONCE: usize = 6;
-/// Second-level cache that packed q and accumulators of a job may fill.
-const CACHE_BYTES: usize = 256 << 10;
-/// Jobs that a thread should find at least, so that all end at about the same time.
-const JOBS_PER_THREAD: usize = 6;
+/// Multiply-adds that a job may have: some milliseconds of one core.
+const JOB_COST: u64 = 128_000_000;
+/// Packed keys and values of one call, at most, where one KV head does not need more.
+const PACKED_BYTES: usize = 64 << 20;

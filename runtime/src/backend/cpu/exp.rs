@@ -79,7 +79,7 @@ const POWERS: [f32; 7] = [
 /// Minimax for (tanh x − x) / x³ in x² on ±0.625, highest power first (Cephes, S. L. Moshier).
 const TANH: [f32; 5] = [
     -5.704_988_7e-3,
-    2.063_908_9e-2,
+    2.063_909e-2,
     -5.373_971_6e-2,
     1.333_144_2e-1,
     -3.333_328e-1,

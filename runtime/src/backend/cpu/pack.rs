@@ -51,7 +51,7 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// `into[d][lane]` = row `first + lane` times `factor`; lanes from `rows` on are 0. One head, `lanes` wide.
+/// `into[d][lane]` = row `first + lane` times `factor`; lanes from `rows` on are 0. `space` holds `lanes` rows.
 #[inline(always)]
 pub(super) fn pack_lanes(
     tensor: &Tensor<'_>,
@@ -62,16 +62,28 @@ pub(super) fn pack_lanes(
     space: &mut [f32],
     into: &mut [f32],
 ) {
+    let dim = into.len() / lanes;
     if rows < lanes {
         into.fill(0.0);
     }
-    for lane in 0..rows {
-        let row = tensor.row([batch, first + lane, head], space);
-        for (into, value) in into.chunks_exact_mut(lanes).zip(row) {
-            into[lane] = value * factor;
+    let mut sources: [&[f32]; MAX_LANES] = [&[]; MAX_LANES];
+    let spaces = space.chunks_exact_mut(dim);
+    for ((lane, source), space) in sources[..rows].iter_mut().enumerate().zip(spaces) {
+        *source = tensor.row([batch, first + lane, head], space);
+    }
+    // A few elements of all rows, then the next few: the rows' cache misses overlap.
+    for d in (0..dim).step_by(8) {
+        let into = &mut into[d * lanes..(d + 8) * lanes];
+        for (lane, source) in sources[..rows].iter().enumerate() {
+            for (i, value) in source[d..d + 8].iter().enumerate() {
+                into[i * lanes + lane] = value * factor;
+            }
         }
     }
 }
+
+/// Rows of a panel, at most: three vectors of sixteen.
+pub(super) const MAX_LANES: usize = 48;
 
 /// `into[key / MR][d][key % MR]`; keys from `keys` to the end of their group are 0.
 #[inline(always)]
@@ -104,7 +116,7 @@ pub(super) fn pack_keys<const MR: usize>(
     }
 }
 
-/// `into[d / MR][key][d % MR]`, `stride` keys to a group. Says whether every element is finite.
+/// `into[d / MR][key][d % MR]`, `stride` keys to a group, the last group padded with 0. Says whether every element is finite.
 #[inline(always)]
 pub(super) fn pack_values<const MR: usize>(
     tensor: &Tensor<'_>,
@@ -121,9 +133,15 @@ pub(super) fn pack_values<const MR: usize>(
         for bits in cast_slice::<f32, u32>(row) {
             largest = largest.max(bits & 0x7fff_ffff);
         }
-        for (group, chunk) in row.as_chunks::<MR>().0.iter().enumerate() {
+        let (whole, rest) = row.as_chunks::<MR>();
+        for (group, chunk) in whole.iter().enumerate() {
             let at = (group * stride + key) * MR;
             into[at..at + MR].copy_from_slice(chunk);
+        }
+        if !rest.is_empty() {
+            let at = (whole.len() * stride + key) * MR;
+            into[at..at + MR].fill(0.0);
+            into[at..at + rest.len()].copy_from_slice(rest);
         }
     }
     largest < f32::INFINITY.to_bits()

@@ -4,22 +4,8 @@ use pulp::Simd;
 
 use super::exp::{exp2, mul_add, tanh};
 use super::kernel::add_outer_products;
+use super::keys::KeyTile;
 use crate::RowSpan;
-
-/// A packed KV tile.
-#[derive(Debug)]
-pub(super) struct Keys<'a, const MR: usize> {
-    /// `[key / MR][dim][MR]`.
-    pub(super) k: &'a [[f32; MR]],
-    /// `[dim / MR][key][MR]`.
-    pub(super) v: &'a [[f32; MR]],
-    /// Keys in a group of `v`.
-    pub(super) stride: usize,
-    /// Global position of each key.
-    pub(super) positions: &'a [u32],
-    /// Whether v holds neither NaN nor ∞.
-    pub(super) finite: bool,
-}
 
 /// `NV` vectors of query rows.
 pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
@@ -46,7 +32,7 @@ struct Visible<S: Simd, const NV: usize> {
 impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     /// Takes the tile into the panel's state.
     #[inline(always)]
-    pub(super) fn attend(self, simd: S, keys: &Keys<'_, MR>) {
+    pub(super) fn attend(self, simd: S, keys: &KeyTile<'_, MR>) {
         let Some((range, visible)) = self.visible(simd, keys.positions) else {
             return;
         };
@@ -58,38 +44,45 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                 break;
             }
             let zero = [[simd.splat_f32s(0.0); NV]; MR];
-            let mut s = add_outer_products(simd, zero, k, self.q);
-            if let Some(cap) = self.softcap {
-                let cap = simd.splat_f32s(cap * std::f32::consts::LOG2_E);
-                for s in s.as_flattened_mut() {
-                    *s = simd.mul_f32s(cap, tanh(simd, *s));
+            let s = add_outer_products(simd, zero, k, self.q);
+            let stored = &mut self.scores[from..from + MR];
+            stored.copy_from_slice(&s);
+            let present = keys.positions.len().min(from + MR) - from;
+            if self.softcap.is_none() && visible.is_none() && present == MR {
+                for s in &s {
+                    for (m, s) in m.iter_mut().zip(s) {
+                        *m = simd.max_f32s(*m, *s);
+                    }
                 }
+                continue;
             }
-            if let Some(visible) = &visible {
-                for (s, position) in s.iter_mut().zip(keys.positions.get(from..).unwrap_or_default()) {
+            // In memory, for an index that is not constant would keep the fast path's scores out of registers too.
+            for (s, position) in stored.iter_mut().zip(&keys.positions[from..]) {
+                if let Some(cap) = self.softcap {
+                    let cap = simd.splat_f32s(cap * std::f32::consts::LOG2_E);
+                    for s in s.iter_mut() {
+                        *s = simd.mul_f32s(cap, tanh(simd, *s));
+                    }
+                }
+                if let Some(visible) = &visible {
                     let sees = visible.test(simd, *position);
                     for (s, sees) in s.iter_mut().zip(sees) {
                         // Replaced, not added to: a hidden score may be NaN.
                         *s = simd.select_f32s(sees, *s, simd.splat_f32s(f32::NEG_INFINITY));
                     }
                 }
-            }
-            let present = keys.positions.len().min(from + MR) - from;
-            for (i, s) in s.iter().enumerate() {
-                if i < present {
-                    for (m, s) in m.iter_mut().zip(s) {
-                        *m = simd.max_f32s(*m, *s);
-                    }
+                for (m, s) in m.iter_mut().zip(s) {
+                    *m = simd.max_f32s(*m, *s);
                 }
             }
-            self.scores[from..from + MR].copy_from_slice(&s);
         }
 
+        // One vector of rows after the other: the polynomial's constants need the registers.
         let mut sum = [simd.splat_f32s(0.0); NV];
-        for p in &mut self.scores[range.clone()] {
-            for ((p, m), sum) in p.iter_mut().zip(&m).zip(&mut sum) {
-                *p = exp2(simd, simd.sub_f32s(*p, *m));
-                *sum = simd.add_f32s(*sum, *p);
+        for (j, sum) in sum.iter_mut().enumerate() {
+            for p in &mut self.scores[range.clone()] {
+                p[j] = exp2(simd, simd.sub_f32s(p[j], m[j]));
+                *sum = simd.add_f32s(*sum, p[j]);
             }
         }
         let [old_m, l] = self.ml else {
@@ -105,18 +98,20 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         let select = if keys.finite { None } else { visible.as_ref() };
         let groups = self.o.as_chunks_mut::<MR>().0.iter_mut();
         for (o, v) in groups.zip(keys.v.chunks_exact(keys.stride)) {
-            for o in o.iter_mut() {
-                for (o, keep) in o.iter_mut().zip(&keep) {
-                    *o = simd.mul_f32s(*o, *keep);
+            let mut sum = *o;
+            for sum in &mut sum {
+                for (sum, keep) in sum.iter_mut().zip(&keep) {
+                    *sum = simd.mul_f32s(*sum, *keep);
                 }
             }
             let (v, p) = (&v[range.clone()], &self.scores[range.clone()]);
-            match select {
-                None => *o = add_outer_products(simd, *o, v, p),
+            *o = match select {
+                None => add_outer_products(simd, sum, v, p),
                 Some(visible) => {
-                    add_where_seen(simd, o, v, p, visible, &keys.positions[range.clone()]);
+                    let positions = &keys.positions[range.clone()];
+                    add_where_seen(simd, sum, v, p, visible, positions)
                 }
-            }
+            };
         }
     }
 
@@ -171,12 +166,12 @@ impl<S: Simd, const NV: usize> Visible<S, NV> {
 #[inline(always)]
 fn add_where_seen<S: Simd, const MR: usize, const NV: usize>(
     simd: S,
-    o: &mut [[S::f32s; NV]; MR],
+    mut o: [[S::f32s; NV]; MR],
     v: &[[f32; MR]],
     p: &[[S::f32s; NV]],
     visible: &Visible<S, NV>,
     positions: &[u32],
-) {
+) -> [[S::f32s; NV]; MR] {
     for ((v, p), position) in v.iter().zip(p).zip(positions) {
         let sees = visible.test(simd, *position);
         for (o, v) in o.iter_mut().zip(v) {
@@ -186,4 +181,5 @@ fn add_where_seen<S: Simd, const MR: usize, const NV: usize>(
             }
         }
     }
+    o
 }

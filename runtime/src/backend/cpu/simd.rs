@@ -4,28 +4,58 @@ use pulp::{Arch, Scalar128b, Simd, WithSimd};
 
 /// An instruction set found on this machine, or portable code in vectors of four that any compiler target can lower.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Level(Option<Arch>);
+pub(super) struct Level {
+    /// `None`: portable.
+    arch: Option<Arch>,
+    /// The kernel for 32 registers whatever there is: tests run it where no such machine is.
+    #[cfg(test)]
+    wide: bool,
+}
 
 impl Level {
     /// The best one that this machine has.
     pub(super) fn detect() -> Self {
-        match Arch::new() {
+        Self::of(match Arch::new() {
             // Not pulp's one lane at a time: four at a time become whatever vectors the target has.
-            Arch::Scalar => Self(None),
-            arch => Self(Some(arch)),
-        }
+            Arch::Scalar => None,
+            arch => Some(arch),
+        })
     }
 
     /// The one that every machine has.
     #[cfg(test)]
     pub(super) fn portable() -> Self {
-        Self(None)
+        Self::of(None)
+    }
+
+    /// This one with the kernel for 32 registers.
+    #[cfg(test)]
+    pub(super) fn wide(self) -> Self {
+        Self { wide: true, ..self }
+    }
+
+    fn of(arch: Option<Arch>) -> Self {
+        Self {
+            arch,
+            #[cfg(test)]
+            wide: false,
+        }
+    }
+
+    /// Runs `op` with this level's kernel.
+    #[inline(always)]
+    pub(super) fn run<Op: WithKernel>(self, op: Op) -> Op::Output {
+        self.dispatch(Kernel {
+            op,
+            #[cfg(test)]
+            wide: self.wide,
+        })
     }
 
     /// Runs `op`, compiled for this level.
     #[inline(always)]
     pub(super) fn dispatch<Op: WithSimd>(self, op: Op) -> Op::Output {
-        match self.0 {
+        match self.arch {
             #[cfg(target_arch = "x86_64")]
             Some(Arch::V4(simd)) => Simd::vectorize(simd, op),
             #[cfg(target_arch = "x86_64")]
@@ -38,7 +68,7 @@ impl Level {
 
     /// Its name, for reports.
     pub(super) fn name(self) -> &'static str {
-        match self.0 {
+        match self.arch {
             #[cfg(target_arch = "x86_64")]
             Some(Arch::V4(_)) => "AVX-512",
             #[cfg(target_arch = "x86_64")]
@@ -47,5 +77,65 @@ impl Level {
             Some(Arch::Neon(_)) => "NEON",
             _ => "portable 4-wide",
         }
+    }
+}
+
+/// Work that is written for any SIMD level and any shape of [`super::kernel::add_outer_products`].
+pub(super) trait WithKernel {
+    type Output;
+
+    fn with_kernel<S: Simd, const MR: usize, const NV: usize>(self, simd: S) -> Self::Output;
+}
+
+struct Kernel<Op> {
+    op: Op,
+    #[cfg(test)]
+    wide: bool,
+}
+
+impl<Op: WithKernel> WithSimd for Kernel<Op> {
+    type Output = Op::Output;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> Op::Output {
+        #[cfg(test)]
+        if self.wide {
+            return self.op.with_kernel::<S, 8, 3>(simd);
+        }
+        if S::REGISTER_COUNT >= 32 {
+            self.op.with_kernel::<S, 8, 3>(simd)
+        } else {
+            self.op.with_kernel::<S, 6, 2>(simd)
+        }
+    }
+}
+
+/// The kernel's shape on one SIMD level.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KernelShape {
+    /// Broadcast values of a step.
+    pub(super) mr: usize,
+    /// Rows of a panel.
+    pub(super) lanes: usize,
+}
+
+impl KernelShape {
+    pub(super) fn of<S: Simd, const MR: usize, const NV: usize>() -> Self {
+        Self {
+            mr: MR,
+            lanes: NV * S::F32_LANES,
+        }
+    }
+}
+
+/// Asks for a level's [`KernelShape`].
+pub(super) struct AskShape;
+
+impl WithKernel for AskShape {
+    type Output = KernelShape;
+
+    #[inline(always)]
+    fn with_kernel<S: Simd, const MR: usize, const NV: usize>(self, _: S) -> KernelShape {
+        KernelShape::of::<S, MR, NV>()
     }
 }

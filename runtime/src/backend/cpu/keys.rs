@@ -1,0 +1,160 @@
+//! Packed keys and values of some heads: packed once, read by every Q tile of every query head that shares them.
+
+use std::ops::Range;
+
+use pulp::Simd;
+use rayon::iter::{IndexedParallelIterator, IntoParallelRefMutIterator, ParallelIterator};
+use rayon::slice::ParallelSliceMut;
+
+use super::job::Call;
+use super::pack::{pack_keys, pack_values};
+use super::scratch::{Line, Scratch, Spare, grow};
+use super::simd::{KernelShape, Level, WithKernel};
+
+/// Packed KV tiles `tiles` of some (batch entry, KV head), f32 whatever the storage type.
+#[derive(Debug, Default)]
+pub(super) struct PackedKeys {
+    /// Which tiles.
+    pub(super) tiles: Range<u32>,
+    /// The first (batch · KV heads + KV head), and the number of KV heads.
+    first: usize,
+    kv_heads: usize,
+    /// Lines of one tile of k and of v.
+    tile_lines: [usize; 2],
+    /// `heads × tiles × [key / MR][dim][MR]`.
+    k: Vec<Line>,
+    /// `heads × tiles × [dim / MR][key][MR]`.
+    v: Vec<Line>,
+    /// `heads × tiles`: whether v holds neither NaN nor ∞.
+    finite: Vec<bool>,
+}
+
+/// One packed KV tile.
+#[derive(Debug)]
+pub(super) struct KeyTile<'a, const MR: usize> {
+    /// `[key / MR][dim][MR]`.
+    pub(super) k: &'a [[f32; MR]],
+    /// `[dim / MR][key][MR]`.
+    pub(super) v: &'a [[f32; MR]],
+    /// Keys in a group of `v`.
+    pub(super) stride: usize,
+    /// Global position of each key.
+    pub(super) positions: &'a [u32],
+    /// Whether v holds neither NaN nor ∞.
+    pub(super) finite: bool,
+}
+
+impl PackedKeys {
+    /// Bytes of one tile, packed.
+    pub(super) fn tile_bytes(call: &Call<'_>, shape: KernelShape) -> usize {
+        tile_lines(call, shape).iter().sum::<usize>() * size_of::<Line>()
+    }
+
+    /// Packs the tiles `tiles` that `wanted` says of the heads `heads` (batch · KV heads + KV head).
+    pub(super) fn pack(
+        &mut self,
+        level: Level,
+        shape: KernelShape,
+        call: &Call<'_>,
+        kv_heads: usize,
+        heads: &Range<usize>,
+        tiles: &Range<u32>,
+        wanted: impl Fn(usize, u32) -> bool + Sync,
+        scratch: &Spare<Scratch>,
+    ) {
+        self.tiles = tiles.clone();
+        self.first = heads.start;
+        self.kv_heads = kv_heads;
+        self.tile_lines = tile_lines(call, shape);
+        let [k_lines, v_lines] = self.tile_lines;
+        let count = heads.len() * tiles.len();
+        grow(&mut self.k, count * k_lines * 16);
+        grow(&mut self.v, count * v_lines * 16);
+        self.finite.clear();
+        self.finite.resize(count, true);
+        self.k
+            .par_chunks_exact_mut(k_lines)
+            .zip(self.v.par_chunks_exact_mut(v_lines))
+            .zip(self.finite.par_iter_mut())
+            .enumerate()
+            .for_each(|(i, ((k, v), finite))| {
+                let head = heads.start + i / tiles.len();
+                let tile = tiles.start + (i % tiles.len()) as u32;
+                if wanted(head / kv_heads, tile) {
+                    let mut space = scratch.take();
+                    *finite = level.run(Pack {
+                        call,
+                        at: [head / kv_heads, head % kv_heads],
+                        tile,
+                        k: bytemuck::cast_slice_mut(k),
+                        v: bytemuck::cast_slice_mut(v),
+                        scratch: &mut space,
+                    });
+                    scratch.give(space);
+                }
+            });
+    }
+
+    /// One of the packed tiles.
+    pub(super) fn tile<'t, const MR: usize>(
+        &'t self,
+        call: &Call<'t>,
+        batch: usize,
+        kv_head: usize,
+        tile: u32,
+    ) -> KeyTile<'t, MR> {
+        let slot = batch * self.kv_heads + kv_head - self.first;
+        let at = slot * self.tiles.len() + (tile - self.tiles.start) as usize;
+        let [k, v] = self.tile_lines;
+        let k = bytemuck::cast_slice::<Line, f32>(&self.k[at * k..(at + 1) * k]);
+        let v = bytemuck::cast_slice::<Line, f32>(&self.v[at * v..(at + 1) * v]);
+        KeyTile {
+            k: k.as_chunks().0,
+            v: v.as_chunks().0,
+            stride: (call.work.tile.kv_cols as usize).next_multiple_of(MR),
+            positions: positions(call, tile),
+            finite: self.finite[at],
+        }
+    }
+}
+
+struct Pack<'a> {
+    call: &'a Call<'a>,
+    /// Batch entry and KV head.
+    at: [usize; 2],
+    tile: u32,
+    k: &'a mut [f32],
+    v: &'a mut [f32],
+    scratch: &'a mut Scratch,
+}
+
+impl WithKernel for Pack<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn with_kernel<S: Simd, const MR: usize, const NV: usize>(self, _: S) -> bool {
+        let call = self.call;
+        let shape = KernelShape::of::<S, MR, NV>();
+        self.scratch.fit(call.work.tile, call.dim, shape);
+        let row = &mut bytemuck::cast_slice_mut(&mut self.scratch.row)[..call.dim * MR];
+        let keys = positions(call, self.tile).len();
+        let first = self.tile as usize * call.work.tile.kv_cols as usize;
+        let at = [self.at[0], first, self.at[1]];
+        let stride = (call.work.tile.kv_cols as usize).next_multiple_of(MR);
+        pack_keys::<MR>(&call.k, at, keys, row, self.k);
+        pack_values::<MR>(&call.v, at, keys, stride, &mut row[..call.dim], self.v)
+    }
+}
+
+/// Positions of the keys of a tile.
+fn positions<'a>(call: &Call<'a>, tile: u32) -> &'a [u32] {
+    let all = &call.work.kv_positions;
+    let width = call.work.tile.kv_cols as usize;
+    let first = tile as usize * width;
+    &all[first..all.len().min(first + width)]
+}
+
+fn tile_lines(call: &Call<'_>, shape: KernelShape) -> [usize; 2] {
+    let keys = (call.work.tile.kv_cols as usize).next_multiple_of(shape.mr);
+    [call.dim, call.dim.next_multiple_of(shape.mr)].map(|dim| (keys * dim).div_ceil(16))
+}
