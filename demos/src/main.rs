@@ -1,2 +1,70 @@
-//! Being written.
-fn main() {}
+//! The `kyklos` program.
+//!
+//! Exit codes: 0 done, 1 the run failed (a device or driver that is not there among it), 2 the request is wrong.
+//! A wrong request is one line on standard error.
+#![forbid(unsafe_code)]
+
+#[cfg(target_endian = "big")]
+compile_error!("tensor files are little-endian, and so must be the machine");
+
+mod alone;
+mod args;
+mod attend;
+mod demo;
+mod device;
+mod devices;
+mod failure;
+mod group;
+mod input;
+mod interrupt;
+mod launch;
+mod output;
+mod plan;
+mod positioned;
+mod progress;
+mod rank;
+mod report;
+mod request;
+mod trace;
+mod verify;
+
+use std::process::ExitCode;
+
+use args::Command;
+use failure::{Failure, note, print};
+
+fn main() -> ExitCode {
+    let cli = match args::parse(std::env::args_os()) {
+        Ok(cli) => cli,
+        Err(help) if !help.use_stderr() => {
+            return end(print(&help.render().to_string()));
+        }
+        Err(error) => {
+            return end(Err(Failure {
+                exit: 2,
+                ..Failure::run(args::one_line(&error))
+            }));
+        }
+    };
+    end(match cli.command {
+        None => demo::demo(),
+        Some(Command::Devices(args)) => devices::devices(&args),
+        Some(Command::Attend(args)) => attend::attend(&args),
+        Some(Command::Plan(args)) => plan::plan(&args),
+        Some(Command::Launch(args)) => return launch::launch(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from),
+    })
+}
+
+fn end(result: failure::Result<()>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            let text = match failure.exit {
+                2 => failure.text.split_whitespace().collect::<Vec<_>>().join(" "),
+                _ => failure.text,
+            };
+            note(&format!("error: {text}"));
+            ExitCode::from(failure.exit)
+        }
+    }
+}

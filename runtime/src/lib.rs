@@ -20,6 +20,7 @@
 
 pub mod backend;
 mod clock;
+pub mod collect;
 pub mod collective;
 mod dtype;
 mod error;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kyklos_transport::{Rank, Transport};
+use kyklos_transport::{Rank, Transport, Vote};
 
 use crate::backend::Backend;
 use crate::collective::HostStaged;
@@ -45,6 +45,7 @@ impl RankTask<'_> {
     /// Any; an error of this rank ends the operation on all ranks.
     pub fn run_on<B: Backend>(self, backend: &B, mut each: impl FnMut(u64, RankOutput)) -> Result<()> {
         let rank = self.transport.rank();
+        let transport = self.transport.clone();
         let collective = HostStaged::new(self.transport, self.deadline);
         let executor = Executor::new(
             backend,
@@ -56,7 +57,19 @@ impl RankTask<'_> {
             self.options,
         );
         pollster::block_on(async {
-            let mut inputs = executor.load(self.q, self.k, self.v)?;
+            let loaded = executor.load(self.q, self.k, self.v);
+            let mut inputs = match loaded {
+                Ok(inputs) => inputs,
+                Err(error) => {
+                    // The others are about to agree: they learn from this rank's vote why it cannot.
+                    let vote = Vote::Refuse {
+                        exit: error.exit_code(),
+                        text: format!("rank {rank}: {error}"),
+                    };
+                    transport.agree(vote, self.deadline).await?;
+                    return Err(error);
+                }
+            };
             for op in 0..self.repeat {
                 each(op, executor.run(op, &mut inputs).await?);
             }

@@ -1,0 +1,327 @@
+//! The command line. Its names are a contract: scripts use them.
+
+use std::fmt;
+use std::num::{NonZeroU32, NonZeroU64};
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind, Strategy};
+
+use crate::device::DeviceRequest;
+
+/// Exact attention over a sequence that is split across ranks. Without a command: a short demonstration.
+#[derive(Debug, Parser)]
+#[command(name = "kyklos", version, disable_help_subcommand = true)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Option<Command>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Lists the devices of this machine and what each reached in a short probe
+    Devices(DevicesArgs),
+    /// Computes attention over a file or made-up tensors, on one or many ranks
+    Attend(AttendArgs),
+    /// Explains what `attend` would run, and what it would send and hold; needs no device
+    Plan(PlanArgs),
+    /// Runs `attend` with one process per rank on this host, joined over QUIC
+    Launch(LaunchArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DevicesArgs {
+    /// Print one JSON array
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What is computed, and how it is shared: common to `attend` and `plan`.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct ProblemArgs {
+    /// safetensors file with q, k, v, each [batch, seq, heads, dim]
+    #[arg(long, value_name = "F")]
+    pub(crate) input: Option<PathBuf>,
+    /// Made-up tensors: batch, tokens, query heads, kv heads, head dim
+    #[arg(long, value_name = "B,S,HQ,HKV,D", conflicts_with = "input")]
+    pub(crate) shape: Option<Shape>,
+    /// Number of ranks in this process [default: the mesh's, else 1]
+    #[arg(long, value_name = "N")]
+    pub(crate) ranks: Option<NonZeroU32>,
+    /// Ulysses x ring, or auto: the mesh that sends fewest bytes
+    #[arg(long, value_name = "UxR|auto", default_value = "auto")]
+    pub(crate) mesh: OrAuto<Mesh>,
+    /// dense, ring, ulysses, unified or auto: what the mesh says
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub(crate) strategy: OrAuto<StrategyName>,
+    /// contiguous, zigzag, striped or auto: zigzag where a ring's mask works like causal
+    #[arg(long, value_name = "KIND", default_value = "auto")]
+    pub(crate) placement: OrAuto<PlacementKind>,
+    /// Share the tokens by these weights, one for each rank
+    #[arg(long, value_name = "W,W,…", conflicts_with = "tokens")]
+    pub(crate) split: Option<List<f64>>,
+    /// Share the tokens exactly like this, one number for each rank
+    #[arg(long, value_name = "N,N,…")]
+    pub(crate) tokens: Option<List<u32>>,
+    /// full, causal, window:L,R, documents:0,8,24, valid:N[,N…], joined by +
+    #[arg(long, value_name = "MASK", default_value = "full")]
+    pub(crate) mask: MaskArg,
+    /// Global position of query 0; key 0 is at position 0
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) q_offset: u32,
+    /// Factor on q·k [default: 1/√dim]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub(crate) scale: Option<f32>,
+    /// Logits become X·tanh(logit/X)
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub(crate) softcap: Option<f32>,
+    /// f32, f16 or bf16 [default: the input's, else f32]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) dtype: Option<Dtype>,
+}
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct AttendArgs {
+    #[command(flatten)]
+    pub(crate) problem: ProblemArgs,
+    /// safetensors file to write o and lse to; with {rank} in its name every rank writes its own part
+    #[arg(long, value_name = "F")]
+    pub(crate) output: Option<PathBuf>,
+    /// Seed of made-up tensors
+    #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "input")]
+    pub(crate) seed: u64,
+    /// auto, cpu, wgpu[:i] or cuda[:i]; a comma list goes by rank, its last entry repeats
+    #[arg(long, value_name = "D,D,…", default_value = "auto")]
+    pub(crate) device: List<DeviceRequest>,
+    /// How ranks talk [default: in-process for --ranks, quic under a launcher]
+    #[arg(long, value_enum)]
+    pub(crate) transport: Option<TransportName>,
+    /// Run N times; figures are those of the last run
+    #[arg(long, value_name = "N", default_value = "1")]
+    pub(crate) repeat: NonZeroU64,
+    /// Seconds after which a message that has not come is an error
+    #[arg(long, value_name = "SECONDS", default_value = "600")]
+    pub(crate) deadline: NonZeroU32,
+    /// auto: a bar on a terminal; json: lines on standard error
+    #[arg(long, value_enum, default_value_t = ProgressKind::Auto)]
+    pub(crate) progress: ProgressKind,
+    /// Compare sampled rows with the f64 oracle; a result outside the tolerance ends with exit code 1
+    #[arg(long)]
+    pub(crate) verify: bool,
+    /// Write the timeline of every rank as Perfetto/Chrome trace JSON
+    #[arg(long, value_name = "F")]
+    pub(crate) trace: Option<PathBuf>,
+    /// Print one JSON object instead of the table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    #[command(flatten)]
+    pub(crate) problem: ProblemArgs,
+    /// Show the steps of this rank only [default: of all up to 4 ranks, else of rank 0]
+    #[arg(long, value_name = "R")]
+    pub(crate) rank: Option<u32>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// One process per rank on this host.
+///
+/// The processes find each other through RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
+/// the names that torchrun uses; those of Slurm, Kubernetes and MPI are not read. KYKLOS_IDENTITY is the path of the
+/// file with which a process proves its rank to the others. Lines that a rank writes to standard error are prefixed
+/// with its rank, except JSON progress, which names it; standard output passes unchanged.
+#[derive(Debug, Args)]
+pub(crate) struct LaunchArgs {
+    /// Number of processes
+    #[arg(short = 'n', value_name = "N")]
+    pub(crate) ranks: NonZeroU32,
+    /// `attend` and its options, after --
+    #[arg(last = true, required = true, value_name = "attend …")]
+    pub(crate) command: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TransportName {
+    /// Channels inside this process
+    InProcess,
+    /// QUIC with mutual authentication; between ranks of one process over loopback sockets
+    Quic,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ProgressKind {
+    Auto,
+    Json,
+    None,
+}
+
+/// A value, or the program's choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OrAuto<T> {
+    Auto,
+    Is(T),
+}
+
+impl<T: FromStr> FromStr for OrAuto<T> {
+    type Err = T::Err;
+
+    fn from_str(text: &str) -> Result<Self, T::Err> {
+        if text == "auto" {
+            return Ok(Self::Auto);
+        }
+        text.parse().map(Self::Is)
+    }
+}
+
+impl<T> OrAuto<T> {
+    pub(crate) fn chosen(self) -> Option<T> {
+        match self {
+            Self::Auto => None,
+            Self::Is(value) => Some(value),
+        }
+    }
+}
+
+/// A strategy of this build. One that is planned but not there is refused by its own name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StrategyName(pub(crate) Strategy);
+
+impl FromStr for StrategyName {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        if text == "bidirectional" {
+            return Err(Error::request(
+                "strategy `bidirectional` is not part of this build",
+                "use ring, which sends the same bytes in one direction, ulysses, unified or auto",
+            ));
+        }
+        text.parse().map(Self)
+    }
+}
+
+/// `B,S,HQ,HKV,D`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shape(pub(crate) [u32; 5]);
+
+impl FromStr for Shape {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let List(numbers) = text.parse::<List<u32>>()?;
+        let count = numbers.len();
+        numbers.try_into().map(Self).map_err(|_| {
+            Error::request(
+                format!("shape `{text}` has {count} numbers"),
+                "give five: batch, tokens, query heads, kv heads, head dim, such as 1,4096,8,2,64",
+            )
+        })
+    }
+}
+
+/// A mask with the words it was given in: the oracle reads those for itself.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct MaskArg {
+    pub(crate) text: String,
+    pub(crate) mask: Mask,
+}
+
+impl FromStr for MaskArg {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        Ok(Self {
+            text: text.to_owned(),
+            mask: text.parse()?,
+        })
+    }
+}
+
+/// Values joined by commas.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct List<T>(pub(crate) Vec<T>);
+
+impl<T: ListItem> FromStr for List<T> {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        text.split(',').map(T::item).collect::<Result<_, _>>().map(Self)
+    }
+}
+
+/// What a [`List`] can hold.
+pub(crate) trait ListItem: Sized {
+    fn item(text: &str) -> Result<Self, Error>;
+}
+
+impl ListItem for u32 {
+    fn item(text: &str) -> Result<Self, Error> {
+        text.parse().map_err(|_| {
+            Error::request(
+                format!("`{text}` is not a whole number"),
+                format!("use numbers from 0 to {} joined by commas", Self::MAX),
+            )
+        })
+    }
+}
+
+impl ListItem for f64 {
+    fn item(text: &str) -> Result<Self, Error> {
+        text.parse().map_err(|_| {
+            Error::request(
+                format!("`{text}` is not a number"),
+                "use numbers joined by commas, such as 3,1",
+            )
+        })
+    }
+}
+
+impl ListItem for DeviceRequest {
+    fn item(text: &str) -> Result<Self, Error> {
+        text.parse()
+    }
+}
+
+impl<T: fmt::Display> fmt::Display for List<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, item) in self.0.iter().enumerate() {
+            write!(f, "{}{item}", if index == 0 { "" } else { "," })?;
+        }
+        Ok(())
+    }
+}
+
+/// Parses the arguments of the program, its name first.
+///
+/// # Errors
+/// What clap says, help and version among it.
+pub(crate) fn parse(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Result<Cli, clap::Error> {
+    Cli::try_parse_from(arguments)
+}
+
+/// clap's refusal on one line: what is wrong, its tips, and where to read more.
+pub(crate) fn one_line(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let mut parts: Vec<&str> = Vec::new();
+    for line in text.lines().map(str::trim) {
+        if line.starts_with("Usage:") || line.starts_with("For more information") {
+            break;
+        }
+        if !line.is_empty() {
+            parts.push(line.strip_prefix("error: ").unwrap_or(line));
+        }
+    }
+    let (first, rest) = parts.split_first().map_or(("", &[][..]), |(first, rest)| (*first, rest));
+    let joined = rest.iter().fold(first.to_owned(), |mut all, part| {
+        all.push_str(if all.ends_with(':') { " " } else { "; " });
+        all.push_str(part);
+        all
+    });
+    format!("{joined}; kyklos --help and kyklos <command> --help list what there is")
+}
+

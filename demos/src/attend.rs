@@ -1,0 +1,226 @@
+//! `kyklos attend`: as one rank of a launcher's, or with all ranks in this process.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kyklos::{Mesh, RunOptions, SystemClock, plan};
+use kyklos_transport::quic::quic_loopback_group;
+use kyklos_transport::{Transport, in_process_group};
+
+use crate::args::{AttendArgs, OrAuto, TransportName};
+use crate::device::{self, DeviceId};
+use crate::failure::{Failure, Result, note, print};
+use crate::group::Launched;
+use crate::interrupt;
+use crate::output::{OutputTarget, RANK};
+use crate::progress::Watch;
+use crate::rank::{self, Job, RankDone};
+use crate::request::Request;
+use crate::trace;
+use crate::verify::Sample;
+
+/// Runs the command.
+pub(crate) fn attend(args: &AttendArgs) -> Result<()> {
+    match Launched::from_environment()? {
+        Some(launched) if launched.by_kyklos || args.problem.ranks.is_none() => as_rank(args, &launched),
+        Some(launched) => {
+            note(&format!(
+                "warning: --ranks puts all ranks into this process; the launcher's WORLD_SIZE={} is not used",
+                launched.world
+            ));
+            here(args)
+        }
+        None => here(args),
+    }
+}
+
+/// What a launched `attend` is, refusing what only makes sense without a launcher.
+pub(crate) fn launched_request(args: &AttendArgs, world: u32) -> Result<Request> {
+    if let Some(ranks) = args.problem.ranks {
+        return Err(Failure::request(
+            format!("--ranks {ranks} under a launcher that starts {world} processes"),
+            "leave --ranks away: every process is one rank",
+        ));
+    }
+    if args.transport == Some(TransportName::InProcess) {
+        return Err(Failure::request(
+            format!("--transport in-process between {world} processes"),
+            "leave it away, or use quic",
+        ));
+    }
+    if let Some(path) = &args.trace
+        && world > 1
+        && !holds_rank(path)
+    {
+        return Err(Failure::request(
+            format!("--trace {} would be written by {world} processes", path.display()),
+            "put {rank} into the name, such as trace-{rank}.json",
+        ));
+    }
+    Request::new(&args.problem, args.seed, Some(world))
+}
+
+fn as_rank(args: &AttendArgs, launched: &Launched) -> Result<()> {
+    launched.end_with_launcher();
+    interrupt::end_on_interrupt()?;
+    let transport = launched.connect()?;
+    let refuse = |failure| {
+        let failure = rank::refuse(&*transport, failure);
+        let _ = pollster::block_on(transport.close(Duration::from_secs(3)));
+        failure
+    };
+    let job = launched_request(args, launched.world)
+        .and_then(|request| job(args, request, launched.local_world))
+        .map_err(refuse)?;
+    if launched.rank == 0
+        && let Some(warning) = job.request.source.warning()
+    {
+        note(&warning);
+    }
+    let device = device::choose(&args.device.0, launched.local_rank as usize);
+    let done = rank::run(&job, &transport, device);
+    job.watch.phase(None);
+    tell(args, &job, vec![(launched.rank, done?)])
+}
+
+fn here(args: &AttendArgs) -> Result<()> {
+    let ranks = args.problem.ranks.map_or(1, std::num::NonZeroU32::get);
+    let ranks = ranks.max(match args.problem.mesh {
+        OrAuto::Is(mesh) => Mesh::world(mesh),
+        OrAuto::Auto => 1,
+    });
+    if ranks > MAX_RANKS_HERE {
+        return Err(Failure::request(
+            format!("{ranks} ranks in one process"),
+            format!("use at most {MAX_RANKS_HERE}, or more processes with kyklos launch"),
+        ));
+    }
+    let request = Request::new(&args.problem, args.seed, None)?;
+    let world = request.mesh.world();
+    if args.device.0.len() > world as usize {
+        return Err(Failure::request(
+            format!("{} devices for {world} ranks", args.device.0.len()),
+            "give at most one for each rank",
+        ));
+    }
+    let job = job(args, request, world)?;
+    if let Some(warning) = job.request.source.warning() {
+        note(&warning);
+    }
+    let devices = (0..world as usize)
+        .map(|rank| device::choose(&args.device.0, rank))
+        .collect::<Result<Vec<_>>>()?;
+    interrupt::end_on_interrupt()?;
+    let transports = match args.transport {
+        Some(TransportName::Quic) => quic_loopback_group(world)?,
+        Some(TransportName::InProcess) | None => in_process_group(world),
+    };
+    let done = run_here(&job, transports, &devices)?;
+    tell(args, &job, (0..).zip(done).collect())
+}
+
+/// Plans, proves and prepares; `here` ranks share this machine's memory.
+fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
+    request.fits_in_memory(here)?;
+    let output = match &args.output {
+        Some(path) => Some(OutputTarget::new(path, request.source.path())?),
+        None => None,
+    };
+    let sample = match args.verify {
+        true => Some(Sample::new(&request)?),
+        false => None,
+    };
+    let (world, checks) = request.plan()?;
+    let steps = world.plans.iter().map(|plan| plan.steps.len() as u64).sum::<u64>();
+    let clock = Arc::new(SystemClock::new());
+    let ranks = world.mesh.world();
+    let here_steps = steps * args.repeat.get() * u64::from(here.min(ranks)) / u64::from(ranks.max(1));
+    let watch = Arc::new(Watch::new(args.progress, clock.clone(), ranks, here_steps));
+    let identities: Vec<String> = (0..ranks).map(|rank| format!("rank-{rank}")).collect();
+    Ok(Job {
+        plan_hash: plan::plan_hash(&world, &identities),
+        request,
+        world,
+        checks,
+        repeat: args.repeat.get(),
+        deadline: Duration::from_secs(u64::from(args.deadline.get())),
+        sample,
+        output,
+        options: RunOptions {
+            clock,
+            observer: watch.clone(),
+            trace: args.trace.is_some(),
+            poison: false,
+        },
+        watch,
+    })
+}
+
+/// Runs every rank on a thread of its own. Returns the error of the rank that is to blame, if any failed.
+pub(crate) fn run_here(
+    job: &Job,
+    transports: Vec<Arc<dyn Transport>>,
+    devices: &[DeviceId],
+) -> Result<Vec<RankDone>> {
+    let results: Vec<Result<RankDone>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = transports
+            .into_iter()
+            .zip(devices)
+            .map(|(transport, device)| scope.spawn(move || rank::run(job, &transport, Ok(*device))))
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|_| Err(Failure::run("a rank panicked: this is a bug")))
+            })
+            .collect()
+    });
+    job.watch.phase(None);
+    let blame = results
+        .iter()
+        .filter_map(|result| result.as_ref().err())
+        .min_by_key(|failure| failure.of_group);
+    match blame {
+        Some(failure) => Err(failure.clone()),
+        None => results.into_iter().collect(),
+    }
+}
+
+/// Prints and writes what is to be known of a run.
+fn tell(args: &AttendArgs, job: &Job, mut done: Vec<(u32, RankDone)>) -> Result<()> {
+    if let Some(path) = &args.trace {
+        let mut tracks: Vec<_> = done
+            .iter_mut()
+            .map(|(rank, done)| (*rank, done.device.clone(), std::mem::take(&mut done.spans)))
+            .collect();
+        if holds_rank(path) {
+            for track in &mut tracks {
+                let name = path.to_string_lossy().replace(RANK, &track.0.to_string());
+                trace::write(Path::new(&name), std::slice::from_ref(track))?;
+            }
+        } else {
+            trace::write(path, &tracks)?;
+        }
+    }
+    for summary in done.into_iter().filter_map(|(_, done)| done.summary) {
+        print(&if args.json {
+            summary.json(&job.request)?
+        } else {
+            summary.table(&job.request)
+        })?;
+        if let Some(failure) = summary.verdict.and_then(|verdict| verdict.failure) {
+            return Err(Failure::run(format!("verification failed: {failure}")));
+        }
+    }
+    Ok(())
+}
+
+fn holds_rank(path: &Path) -> bool {
+    path.to_string_lossy().contains(RANK)
+}
+
+/// Each rank here is a thread.
+const MAX_RANKS_HERE: u32 = 256;

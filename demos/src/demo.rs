@@ -1,0 +1,175 @@
+//! The demonstration: one attention call shared by everything this machine has.
+
+use std::num::NonZeroU64;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kyklos::{
+    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, RunOptions, Split, Strategy, SystemClock, TokenRuns,
+    plan, plan_world,
+};
+use kyklos_transport::in_process_group;
+
+use crate::alone;
+use crate::args::ProgressKind;
+use crate::attend::run_here;
+use crate::device::{self, AnyBackend, DeviceId};
+use crate::devices::{probe, quiet};
+use crate::failure::{Failure, Result, note, print};
+use crate::input::{Source, Which};
+use crate::interrupt;
+use crate::progress::Watch;
+use crate::rank::Job;
+use crate::report::{duration, headline, verdict_line};
+use crate::request::Request;
+use crate::verify::Sample;
+
+/// Runs the demonstration.
+pub(crate) fn demo() -> Result<()> {
+    interrupt::end_on_interrupt()?;
+    print(
+        "Exact attention over one sequence that is split across ranks.\n\
+         Keys and values travel round a ring; every rank attends from its own tokens to all of them.\n\n",
+    )?;
+    let (devices, speeds) = take_part()?;
+    let total: f64 = speeds.iter().sum();
+    let world = u32::try_from(devices.len()).map_err(|_| Failure::run("too many devices"))?;
+    let problem = AttentionProblem::new([1, tokens_for(total), HEADS, KV_HEADS, DIM], Dtype::F32, Mask::causal())?;
+    let request = Request {
+        problem,
+        mask_text: "causal".to_owned(),
+        source: Source::MadeUp { seed: 0 },
+        mesh: Mesh::new(1, world)?,
+        strategy: Strategy::of_mesh(Mesh::new(1, world)?),
+        placement: PlacementKind::Zigzag,
+        split: Split::Weights(speeds.clone()),
+    };
+    print(&headline(&request))?;
+    for ((rank, device), speed) in devices.iter().enumerate().zip(&speeds) {
+        let share = 100.0 * speed / total;
+        print(&format!("rank {rank}     {device}, {speed:.0} GFLOP/s in a probe: {share:.0} % of the tokens\n"))?;
+    }
+    print("\n")?;
+
+    let (world, checks) = request.plan()?;
+    let clock = Arc::new(SystemClock::new());
+    let steps = world.plans.iter().map(|plan| plan.steps.len() as u64).sum::<u64>();
+    let watch = Arc::new(Watch::new(
+        ProgressKind::Auto,
+        clock.clone(),
+        world.mesh.world(),
+        steps * REPEAT.get(),
+    ));
+    let job = Job {
+        plan_hash: plan::plan_hash(&world, &[]),
+        sample: Some(Sample::new(&request)?),
+        request,
+        checks,
+        repeat: REPEAT.get(),
+        deadline: Duration::from_secs(120),
+        output: None,
+        options: RunOptions {
+            clock,
+            observer: watch.clone(),
+            ..quiet()
+        },
+        watch,
+        world,
+    };
+    let done = run_here(&job, in_process_group(job.world.mesh.world()), &devices)?;
+    let summary = done
+        .into_iter()
+        .find_map(|done| done.summary)
+        .ok_or_else(|| Failure::run("rank 0 gave no summary"))?;
+    let mut out = summary.rank_table();
+    out.push('\n');
+    let verdict = summary.verdict.as_ref();
+    if let Some(verdict) = verdict {
+        out.push_str(&verdict_line(verdict));
+    }
+    print(&out)?;
+
+    let best = (0..devices.len())
+        .max_by(|a, b| speeds[*a].total_cmp(&speeds[*b]))
+        .unwrap_or(0);
+    let alone_s = alone_on(devices[best], &job.request)?;
+    let ratio = alone_s / summary.wall_s.max(1e-9);
+    print(&format!(
+        "time       {} together, {} on {} alone: {ratio:.2} x\n",
+        duration(summary.wall_s),
+        duration(alone_s),
+        devices[best],
+    ))?;
+    if devices.iter().all(|device| *device == DeviceId::Cpu) {
+        print(
+            "           No GPU was found: both ranks shared the same cores, so sharing cannot be faster here.\n\
+             \x20          Run kyklos devices to see what there is.\n",
+        )?;
+    }
+    match verdict.and_then(|verdict| verdict.failure.clone()) {
+        Some(failure) => Err(Failure::run(format!("verification failed: {failure}"))),
+        None => Ok(()),
+    }
+}
+
+/// Every hardware GPU and the CPU, or the CPU twice, with the GFLOP/s of each.
+fn take_part() -> Result<(Vec<DeviceId>, Vec<f64>)> {
+    let gpus = device::hardware_gpus().into_iter().map(|(index, _)| DeviceId::Wgpu(index));
+    let mut devices = Vec::new();
+    let mut speeds = Vec::new();
+    for id in gpus.chain([DeviceId::Cpu]) {
+        match AnyBackend::open(id).and_then(|backend| probe(&backend)) {
+            Ok(speed) => {
+                devices.push(id);
+                speeds.push(speed);
+            }
+            // One broken driver does not end the demonstration for the others.
+            Err(failure) if id != DeviceId::Cpu => note(&format!("{id} does not take part: {}", failure.text)),
+            Err(failure) => return Err(failure),
+        }
+    }
+    if devices.len() == 1 {
+        devices.push(DeviceId::Cpu);
+        speeds = vec![speeds[0] / 2.0; 2];
+    }
+    Ok((devices, speeds))
+}
+
+/// Tokens that keep everything busy for a short while.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "clamped to a range of u32"
+)]
+fn tokens_for(gflops: f64) -> u32 {
+    // Causal: half of 4·S²·H·D.
+    let per_square = 2.0 * f64::from(HEADS * DIM);
+    let tokens = (SECONDS * gflops * 1e9 / per_square).sqrt();
+    (tokens.clamp(1024.0, 32_768.0) as u32).next_multiple_of(256)
+}
+
+fn alone_on(device: DeviceId, request: &Request) -> Result<f64> {
+    let problem = &request.problem;
+    let world = plan_world(
+        problem,
+        Mesh::new(1, 1)?,
+        PlacementKind::Contiguous,
+        &Split::Even,
+        Strategy::Dense,
+    )?;
+    let all = TokenRuns::contiguous(0..problem.kv_len);
+    let tensors = [
+        request.source.read(problem, Which::Q, &all)?,
+        request.source.read(problem, Which::K, &all)?,
+        request.source.read(problem, Which::V, &all)?,
+    ];
+    Ok(alone::run(&AnyBackend::open(device)?, &world, tensors, REPEAT.get(), &quiet())?.wall_s)
+}
+
+const HEADS: u32 = 8;
+const KV_HEADS: u32 = 2;
+const DIM: u32 = 64;
+/// How long one run is meant to take.
+const SECONDS: f64 = 0.5;
+/// The first run warms up.
+const REPEAT: NonZeroU64 = NonZeroU64::MIN.saturating_add(1);

@@ -1,0 +1,196 @@
+//! Devices: what was asked for, what there is, and the one enum over backends.
+
+use std::fmt;
+use std::str::FromStr;
+
+use kyklos::Error;
+use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::wgpu::WgpuBackend;
+use kyklos::backend::{DeviceClass, DeviceInfo};
+use kyklos::local::RankTask;
+use kyklos::RankOutput;
+
+use crate::failure::{Failure, Result};
+use crate::report::Device;
+
+/// One entry of `--device`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DeviceRequest {
+    Auto,
+    Cpu,
+    Wgpu(Option<usize>),
+}
+
+impl FromStr for DeviceRequest {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let (kind, index) = text
+            .split_once(':')
+            .map_or((text, None), |(kind, index)| (kind, Some(index)));
+        let number = |index: &str| {
+            index.parse().map_err(|_| {
+                Error::request(
+                    format!("device `{text}` has no number after the colon"),
+                    "write it like wgpu:0; kyklos devices lists the numbers",
+                )
+            })
+        };
+        match (kind, index) {
+            ("auto", None) => Ok(Self::Auto),
+            ("cpu", None) => Ok(Self::Cpu),
+            ("wgpu", index) => index.map(number).transpose().map(Self::Wgpu),
+            ("cuda", _) => Err(Error::request(
+                format!("device `{text}`: the CUDA backend is not part of this build"),
+                "use wgpu, which reaches NVIDIA GPUs through their Vulkan driver, or cpu",
+            )),
+            _ => Err(Error::request(
+                format!("device `{text}` is not known"),
+                "use auto, cpu, wgpu or wgpu:0, joined by commas",
+            )),
+        }
+    }
+}
+
+impl fmt::Display for DeviceRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Wgpu(None) => f.write_str("wgpu"),
+            Self::Wgpu(Some(index)) => write!(f, "wgpu:{index}"),
+        }
+    }
+}
+
+/// A device of this machine that can be opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum DeviceId {
+    Cpu,
+    Wgpu(usize),
+}
+
+impl fmt::Display for DeviceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Wgpu(index) => write!(f, "wgpu:{index}"),
+        }
+    }
+}
+
+/// Resolves `--device` for the rank with this place in its process or on its host. Asks drivers only where a GPU may be meant.
+pub(crate) fn choose(requests: &[DeviceRequest], place: usize) -> Result<DeviceId> {
+    let request = requests
+        .get(place)
+        .or(requests.last())
+        .copied()
+        .unwrap_or(DeviceRequest::Auto);
+    match request {
+        DeviceRequest::Cpu => Ok(DeviceId::Cpu),
+        DeviceRequest::Auto => {
+            let hardware = hardware_gpus();
+            // Several GPUs of the best class share the ranks.
+            let best = hardware.iter().map(|(_, class)| *class).min();
+            let peers: Vec<usize> = hardware
+                .iter()
+                .filter(|(_, class)| Some(*class) == best)
+                .map(|(index, _)| *index)
+                .collect();
+            Ok(if peers.is_empty() {
+                DeviceId::Cpu
+            } else {
+                DeviceId::Wgpu(peers[place % peers.len()])
+            })
+        }
+        DeviceRequest::Wgpu(None) => {
+            let adapters = WgpuBackend::enumerate();
+            let best = adapters
+                .iter()
+                .enumerate()
+                .min_by_key(|(_, info)| info.class)
+                .ok_or_else(no_driver)?;
+            Ok(DeviceId::Wgpu(best.0))
+        }
+        DeviceRequest::Wgpu(Some(index)) => {
+            let found = WgpuBackend::enumerate().len();
+            if found == 0 {
+                return Err(no_driver());
+            }
+            if index >= found {
+                return Err(Failure::run(format!(
+                    "device wgpu:{index} does not exist, this machine has {found}: use a number below {found}; \
+                     kyklos devices lists them"
+                )));
+            }
+            Ok(DeviceId::Wgpu(index))
+        }
+    }
+}
+
+/// Indices and classes of the adapters that are not software.
+pub(crate) fn hardware_gpus() -> Vec<(usize, DeviceClass)> {
+    WgpuBackend::enumerate()
+        .into_iter()
+        .enumerate()
+        .filter(|(_, info)| info.class < DeviceClass::Cpu)
+        .map(|(index, info)| (index, info.class))
+        .collect()
+}
+
+/// Everything that can be opened here, GPUs first.
+pub(crate) fn all() -> Vec<DeviceId> {
+    (0..WgpuBackend::enumerate().len())
+        .map(DeviceId::Wgpu)
+        .chain([DeviceId::Cpu])
+        .collect()
+}
+
+fn no_driver() -> Failure {
+    Failure::run(
+        "no device for wgpu: no Vulkan, Metal or DX12 driver was found: install the GPU's driver, or use --device cpu",
+    )
+}
+
+/// The one place where a backend is chosen at run time.
+#[derive(Debug)]
+pub(crate) enum AnyBackend {
+    Cpu(CpuBackend),
+    Wgpu(WgpuBackend),
+}
+
+impl AnyBackend {
+    pub(crate) fn open(device: DeviceId) -> Result<Self> {
+        Ok(match device {
+            DeviceId::Cpu => Self::Cpu(CpuBackend::new()),
+            DeviceId::Wgpu(index) => Self::Wgpu(WgpuBackend::new(index)?),
+        })
+    }
+
+    pub(crate) fn info(&self) -> &DeviceInfo {
+        use kyklos::backend::Backend;
+        match self {
+            Self::Cpu(backend) => backend.info(),
+            Self::Wgpu(backend) => backend.info(),
+        }
+    }
+
+    /// Runs a rank's plan on this device, on this thread.
+    pub(crate) fn run(&self, task: RankTask<'_>, each: impl FnMut(u64, RankOutput)) -> Result<(), Error> {
+        match self {
+            Self::Cpu(backend) => task.run_on(backend, each),
+            Self::Wgpu(backend) => task.run_on(backend, each),
+        }
+    }
+}
+
+/// What is known of a device that could not be opened.
+pub(crate) fn info_of(device: DeviceId) -> Device {
+    match device {
+        DeviceId::Cpu => Device::default(),
+        DeviceId::Wgpu(index) => WgpuBackend::enumerate()
+            .get(index)
+            .map(Device::new)
+            .unwrap_or_default(),
+    }
+}

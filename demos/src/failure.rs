@@ -1,0 +1,77 @@
+//! How the program ends when it does not end well.
+
+use std::fmt;
+use std::io::{self, Write};
+use std::path::Path;
+
+use kyklos_transport::TransportError;
+
+/// What goes to standard error, and the exit code.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure {
+    pub(crate) exit: u8,
+    pub(crate) text: String,
+    /// Another rank is the cause, or may be.
+    pub(crate) of_group: bool,
+}
+
+/// The result type of this program.
+pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
+
+impl Failure {
+    /// The run failed.
+    pub(crate) fn run(text: impl Into<String>) -> Self {
+        Self {
+            exit: 1,
+            text: text.into(),
+            of_group: false,
+        }
+    }
+
+    /// The request is wrong: what does not fit, and what would.
+    pub(crate) fn request(mismatch: impl fmt::Display, remedy: impl fmt::Display) -> Self {
+        Self {
+            exit: 2,
+            text: format!("{mismatch}: {remedy}"),
+            of_group: false,
+        }
+    }
+
+    /// A file that cannot be used, by its own name.
+    pub(crate) fn file(what: &str, path: &Path, error: &io::Error) -> Self {
+        Self::run(format!("cannot {what} {}: {error}", path.display()))
+    }
+}
+
+impl From<kyklos::Error> for Failure {
+    fn from(error: kyklos::Error) -> Self {
+        Self {
+            exit: error.exit_code(),
+            text: error.to_string(),
+            of_group: matches!(error, kyklos::Error::Group { .. } | kyklos::Error::Transport(_)),
+        }
+    }
+}
+
+impl From<TransportError> for Failure {
+    fn from(error: TransportError) -> Self {
+        kyklos::Error::from(error).into()
+    }
+}
+
+/// Writes to standard output. A reader that has gone away is no failure.
+pub(crate) fn print(text: &str) -> Result<()> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::run(format!("cannot write to standard output: {error}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Writes one line to standard error, if anybody reads it.
+pub(crate) fn note(line: &str) {
+    // One call, so that lines of several ranks do not mix.
+    let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
+}

@@ -1,0 +1,55 @@
+//! Ctrl-C and termination: files that are not complete go, and so do child processes.
+
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use crate::failure::{Failure, Result};
+
+/// A path that is removed when the program is interrupted, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Doomed {
+    path: PathBuf,
+}
+
+impl Doomed {
+    pub(crate) fn file(path: &Path) -> Self {
+        paths().push(path.to_owned());
+        Self {
+            path: path.to_owned(),
+        }
+    }
+}
+
+impl Drop for Doomed {
+    fn drop(&mut self) {
+        paths().retain(|path| *path != self.path);
+    }
+}
+
+/// From now on an interruption removes what is doomed and ends the process.
+pub(crate) fn end_on_interrupt() -> Result<()> {
+    on_interrupt(|| end(EXIT_INTERRUPTED))
+}
+
+/// From now on an interruption calls `then`, on a thread of its own. Once in a process.
+pub(crate) fn on_interrupt(then: impl FnMut() + Send + 'static) -> Result<()> {
+    ctrlc::set_handler(then).map_err(|error| Failure::run(format!("cannot handle Ctrl-C: {error}")))
+}
+
+/// Removes what is doomed and ends the process.
+pub(crate) fn end(exit: u8) {
+    for path in paths().iter() {
+        let _ = std::fs::remove_file(path);
+    }
+    std::process::exit(i32::from(exit));
+}
+
+fn paths() -> std::sync::MutexGuard<'static, Vec<PathBuf>> {
+    // A panic while the list was held cannot have left it half changed.
+    PATHS.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+static PATHS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// What shells say of a process that Ctrl-C ended.
+pub(crate) const EXIT_INTERRUPTED: u8 = 130;

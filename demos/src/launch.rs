@@ -1,0 +1,232 @@
+//! `kyklos launch`: one process per rank on this host, with an identity for each that lasts as long as the job.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, UdpSocket};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kyklos_transport::Rank;
+use kyklos_transport::quic::{ClusterAuthority, JobId};
+
+use crate::args::{self, LaunchArgs};
+use crate::attend::launched_request;
+use crate::failure::{Failure, Result, note};
+use crate::group::{IDENTITY, JOB_ID, LAUNCH};
+use crate::interrupt::{self, EXIT_INTERRUPTED};
+
+/// Runs the command; returns the exit code.
+pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
+    let ranks = args.ranks.get();
+    refuse_early(args)?;
+    let interrupted = Arc::new(AtomicBool::new(false));
+    let raise = interrupted.clone();
+    interrupt::on_interrupt(move || raise.store(true, Ordering::Relaxed))?;
+
+    let mut builder = tempfile::Builder::new();
+    builder.prefix("kyklos-");
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700));
+    let folder = builder
+        .tempdir()
+        .map_err(|error| Failure::run(format!("cannot make a folder for the job's identity: {error}")))?;
+    let job = JobId::random()?;
+    let authority = ClusterAuthority::new(job)?;
+    let port = free_port()?;
+    let program = std::env::current_exe()
+        .map_err(|error| Failure::run(format!("cannot find this program again: {error}")))?;
+    let mut children = Children::default();
+    for rank in 0..ranks {
+        let identity = folder.path().join(format!("rank-{rank}.pem"));
+        authority.issue(Rank(rank))?.write_file(&identity)?;
+        let child = Command::new(&program)
+            .args(&args.command)
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", ranks.to_string())
+            .env("LOCAL_RANK", rank.to_string())
+            .env("LOCAL_WORLD_SIZE", ranks.to_string())
+            .env("MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string())
+            .env("MASTER_PORT", port.to_string())
+            .env(JOB_ID, job.to_string())
+            .env(IDENTITY, &identity)
+            .env(LAUNCH, "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(|error| Failure::run(format!("cannot start rank {rank}: {error}")))?;
+        children.take(rank, child);
+    }
+    let exit = children.watch(&interrupted);
+    // Explicit, because a folder that stays behind holds keys.
+    if let Err(error) = folder.close() {
+        note(&format!("warning: the job's identity could not be removed: {error}"));
+    }
+    Ok(exit)
+}
+
+/// What is wrong with the options is said once, before any process is there to say it.
+fn refuse_early(args: &LaunchArgs) -> Result<()> {
+    let ranks = args.ranks.get();
+    if ranks > MAX_RANKS {
+        return Err(Failure::request(
+            format!("{ranks} processes on one host"),
+            format!("use at most {MAX_RANKS}"),
+        ));
+    }
+    let inner = std::iter::once("kyklos".into()).chain(args.command.iter().map(Into::into));
+    let inner = args::parse(inner).map_err(|error| Failure {
+        exit: 2,
+        ..Failure::run(args::one_line(&error))
+    })?;
+    match inner.command {
+        Some(args::Command::Attend(attend)) => launched_request(&attend, ranks)?.fits_in_memory(ranks),
+        _ => Err(Failure::request(
+            format!("launch cannot run `{}`", args.command.join(" ")),
+            "write kyklos launch -n 4 -- attend and its options",
+        )),
+    }
+}
+
+/// A UDP port of loopback that nobody uses now.
+fn free_port() -> Result<u16> {
+    UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))
+        .and_then(|socket| socket.local_addr())
+        .map(|address| address.port())
+        .map_err(|error| Failure::run(format!("cannot find a free port on loopback: {error}")))
+}
+
+/// The processes of the job. Dropping them ends them.
+#[derive(Debug, Default)]
+struct Children {
+    running: Vec<Running>,
+    ended: Vec<(u32, ExitStatus)>,
+    readers: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Running {
+    rank: u32,
+    child: Child,
+    /// A process ends when this does.
+    lifeline: Option<ChildStdin>,
+}
+
+impl Children {
+    fn take(&mut self, rank: u32, mut child: Child) {
+        if let Some(stdout) = child.stdout.take() {
+            self.readers.push(std::thread::spawn(move || pass_on(stdout, io::stdout(), |_| String::new())));
+        }
+        if let Some(stderr) = child.stderr.take() {
+            let prefix = move |line: &[u8]| match line {
+                [b'{', ..] => String::new(),
+                _ => format!("[{rank}] "),
+            };
+            self.readers.push(std::thread::spawn(move || pass_on(stderr, io::stderr(), prefix)));
+        }
+        self.running.push(Running {
+            rank,
+            lifeline: child.stdin.take(),
+            child,
+        });
+    }
+
+    /// Waits for all of them; when one fails the others have [`SURVIVORS`] to end by themselves.
+    fn watch(&mut self, interrupted: &AtomicBool) -> u8 {
+        let mut patience: Option<Instant> = None;
+        let mut asked_to_end = false;
+        while !self.running.is_empty() {
+            self.reap();
+            if interrupted.load(Ordering::Relaxed) && !asked_to_end {
+                asked_to_end = true;
+                patience = Some(Instant::now() + INTERRUPTED);
+                self.running.iter_mut().for_each(|running| running.lifeline = None);
+            }
+            let failed = self.ended.iter().any(|(_, status)| !status.success());
+            if failed && patience.is_none() {
+                patience = Some(Instant::now() + SURVIVORS);
+            }
+            if patience.is_some_and(|until| Instant::now() >= until) {
+                for running in &self.running {
+                    note(&format!("launch: rank {} did not end by itself and is ended", running.rank));
+                }
+                self.end_all();
+                break;
+            }
+            std::thread::sleep(POLL);
+        }
+        for reader in self.readers.drain(..) {
+            let _ = reader.join();
+        }
+        self.ended.sort_by_key(|(rank, _)| *rank);
+        for (rank, status) in &self.ended {
+            if !status.success() && status.code().is_none_or(|code| code != 2) {
+                note(&format!("launch: rank {rank} ended with {status}"));
+            }
+        }
+        if asked_to_end {
+            EXIT_INTERRUPTED
+        } else if self.ended.iter().all(|(_, status)| status.success()) {
+            0
+        } else if self.ended.iter().all(|(_, status)| status.code() == Some(2)) {
+            2
+        } else {
+            1
+        }
+    }
+
+    fn reap(&mut self) {
+        let ended = &mut self.ended;
+        self.running.retain_mut(|running| match running.child.try_wait() {
+            Ok(Some(status)) => {
+                ended.push((running.rank, status));
+                false
+            }
+            _ => true,
+        });
+    }
+
+    fn end_all(&mut self) {
+        for mut running in self.running.drain(..) {
+            let _ = running.child.kill();
+            if let Ok(status) = running.child.wait() {
+                self.ended.push((running.rank, status));
+            }
+        }
+    }
+}
+
+impl Drop for Children {
+    fn drop(&mut self) {
+        self.end_all();
+    }
+}
+
+/// Copies lines until the other side closes; goes on reading when nobody wants them.
+fn pass_on(from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String) {
+    let mut from = BufReader::new(from);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match from.read_until(b'\n', &mut line) {
+            Ok(0) | Err(_) => return,
+            Ok(_) => {
+                let mut whole = prefix(&line).into_bytes();
+                whole.extend_from_slice(&line);
+                // One call, so that lines of several ranks do not mix.
+                let _ = to.write_all(&whole).and_then(|()| to.flush());
+            }
+        }
+    }
+}
+
+/// How long the others may take to end by themselves when one rank has failed.
+const SURVIVORS: Duration = Duration::from_secs(15);
+/// The same after an interruption.
+const INTERRUPTED: Duration = Duration::from_secs(3);
+/// How often the processes are looked at.
+const POLL: Duration = Duration::from_millis(20);
+/// More processes than this on one host are a typing mistake.
+const MAX_RANKS: u32 = 256;

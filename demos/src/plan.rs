@@ -1,0 +1,42 @@
+//! `kyklos plan`: what `attend` would run. No device is touched.
+
+use kyklos::plan::{explain, explain_json};
+use kyklos_transport::Rank;
+
+use crate::args::PlanArgs;
+use crate::failure::{Failure, Result, note, print};
+use crate::request::Request;
+
+/// Runs the command.
+pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
+    let request = Request::new(&args.problem, 0, None)?;
+    if let Some(warning) = request.source.warning() {
+        note(&warning);
+    }
+    let world = request.mesh.world();
+    if let Some(rank) = args.rank.filter(|rank| *rank >= world) {
+        return Err(Failure::request(
+            format!("--rank {rank} of {world} ranks"),
+            format!("use a rank from 0 to {}", world - 1),
+        ));
+    }
+    if world > MAX_RANKS {
+        return Err(Failure::request(
+            format!("a plan of {world} ranks"),
+            format!("use at most {MAX_RANKS}"),
+        ));
+    }
+    let (plans, checks) = request.plan()?;
+    if args.json {
+        let json = serde_json::to_string_pretty(&explain_json(&plans, &checks))
+            .map_err(|error| Failure::run(format!("cannot print the plan: {error}")))?;
+        return print(&(json + "\n"));
+    }
+    let shown = args.rank.or((world > FEW).then_some(0)).map(Rank);
+    print(&explain(&plans, &checks, shown))
+}
+
+/// The steps of so many ranks are shown without being asked for.
+const FEW: u32 = 4;
+/// Plans of a ring grow with the square of its ranks.
+const MAX_RANKS: u32 = 1024;

@@ -1,0 +1,364 @@
+//! One rank, from its own tokens to everyone's result. The same for ranks of one process and for a rank that is one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kyklos::collect::{receive_output, send_output};
+use kyklos::local::RankTask;
+use kyklos::plan::{RankCheck, World};
+use kyklos::{Error, RankOutput, RunOptions, Span};
+use kyklos_tests::oracle::Row;
+use kyklos_transport::{Abort, AbortCause, Progress, Rank, Tag, Transport, TransportError, Vote};
+
+use crate::device::{AnyBackend, DeviceId};
+use crate::failure::{Failure, Result, note};
+use crate::input::Which;
+use crate::output::{OutputFile, OutputTarget};
+use crate::progress::Watch;
+use crate::report::{NOTE_BYTES, RankNote, Summary};
+use crate::request::Request;
+use crate::verify::{Sample, Verdict};
+
+/// Everything that all ranks agree on.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) request: Request,
+    pub(crate) world: World,
+    pub(crate) checks: Vec<RankCheck>,
+    pub(crate) plan_hash: [u8; 32],
+    pub(crate) repeat: u64,
+    pub(crate) deadline: Duration,
+    pub(crate) sample: Option<Sample>,
+    pub(crate) output: Option<OutputTarget>,
+    pub(crate) options: RunOptions,
+    pub(crate) watch: Arc<Watch>,
+}
+
+/// What a rank leaves behind.
+#[derive(Debug)]
+pub(crate) struct RankDone {
+    pub(crate) device: String,
+    pub(crate) spans: Vec<Span>,
+    /// On rank 0.
+    pub(crate) summary: Option<Summary>,
+}
+
+/// What a rank has before it meets the others.
+struct Ready {
+    backend: AnyBackend,
+    q: Bytes,
+    k: Bytes,
+    v: Bytes,
+    file: Option<OutputFile>,
+}
+
+/// Runs a rank, tells the others if it fails, and leaves the group.
+pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<DeviceId>) -> Result<RankDone> {
+    let result = device
+        .and_then(|device| job.prepare(transport.rank(), device))
+        .map_err(|failure| refuse(&**transport, failure))
+        .and_then(|ready| job.go(transport, ready));
+    let left = pollster::block_on(transport.close(if result.is_ok() { job.deadline } else { LEAVE }));
+    match (&result, left) {
+        // The work is done: who leaves rudely afterwards takes nothing away.
+        (Ok(_), Err(error)) => note(&format!("warning: rank {}: {error}", transport.rank())),
+        _ => {}
+    }
+    result
+}
+
+/// Refuses the operation on all ranks. Returns what became everyone's error.
+pub(crate) fn refuse(transport: &dyn Transport, failure: Failure) -> Failure {
+    let vote = Vote::Refuse {
+        exit: failure.exit,
+        text: failure.text.clone(),
+    };
+    match pollster::block_on(transport.agree(vote, REFUSE)) {
+        Err(error) => error.into(),
+        Ok(()) => failure,
+    }
+}
+
+impl Job {
+    fn prepare(&self, rank: Rank, device: DeviceId) -> Result<Ready> {
+        let Request { problem, source, .. } = &self.request;
+        let (q_tokens, kv_tokens) = (
+            self.world.q_placement.of_rank(rank),
+            self.world.kv_placement.of_rank(rank),
+        );
+        let ready = || {
+            Ok(Ready {
+                backend: AnyBackend::open(device)?,
+                q: source.read(problem, Which::Q, q_tokens)?,
+                k: source.read(problem, Which::K, kv_tokens)?,
+                v: source.read(problem, Which::V, kv_tokens)?,
+                file: match &self.output {
+                    Some(target) => target.open(&self.world, rank)?,
+                    None => None,
+                },
+            })
+        };
+        // A wrong request is wrong everywhere; what failed, failed here.
+        ready().map_err(|failure: Failure| match failure.exit {
+            2 => failure,
+            _ if self.world.mesh.world() == 1 => failure,
+            _ => Failure {
+                text: format!("rank {rank}: {}", failure.text),
+                ..failure
+            },
+        })
+    }
+
+    fn go(&self, transport: &Arc<dyn Transport>, ready: Ready) -> Result<RankDone> {
+        let rank = transport.rank();
+        let Ready { backend, q, k, v, file } = ready;
+        let task = RankTask {
+            world: &self.world,
+            transport: transport.clone(),
+            plan_hash: self.plan_hash,
+            peak_bytes: self.checks[rank.0 as usize].peak_bytes,
+            q,
+            k,
+            v,
+            repeat: self.repeat,
+            deadline: self.deadline,
+            options: self.options.clone(),
+        };
+        let mut spans = Vec::new();
+        let mut last = None;
+        backend.run(task, |op, mut output| {
+            let wall_ns = self.watch.since_start_ns(rank);
+            self.watch.done(rank, op);
+            spans.append(&mut output.spans);
+            last = Some((output, wall_ns));
+        })?;
+        let (output, wall_ns) = last.ok_or_else(|| Failure::run("no run took place"))?;
+        let summary = self
+            .finish(transport, &backend, &output, wall_ns, file)
+            .map_err(|failure| self.give_up(&**transport, failure))?;
+        Ok(RankDone {
+            device: backend.info().name.clone(),
+            spans,
+            summary,
+        })
+    }
+
+    /// Ends the group after a failure that only this rank knows of.
+    fn give_up(&self, transport: &dyn Transport, failure: Failure) -> Failure {
+        transport.abort(Abort {
+            culprit: transport.rank(),
+            cause: AbortCause::Failed(failure.text.clone()),
+            progress: Progress {
+                op: self.repeat,
+                step: 0,
+            },
+        });
+        failure
+    }
+
+    /// Reports, sampled rows and output go to rank 0.
+    fn finish(
+        &self,
+        transport: &Arc<dyn Transport>,
+        backend: &AnyBackend,
+        output: &RankOutput,
+        wall_ns: u64,
+        file: Option<OutputFile>,
+    ) -> Result<Option<Summary>> {
+        let lines = Lines {
+            transport: &**transport,
+            op: self.repeat,
+            deadline: self.deadline,
+        };
+        let mine = RankNote::new(backend.info(), &output.report, wall_ns);
+        let rank = transport.rank();
+        if rank.0 != 0 {
+            lines.send(Rank(0), NOTE, mine.encode()?.into())?;
+            if let Some(sample) = &self.sample {
+                self.send_rows(&lines, sample, backend, output)?;
+            }
+            match (&self.output, file) {
+                (_, Some(file)) => self.write_part(file, output)?,
+                (Some(OutputTarget::Whole(_)), None) => {
+                    self.watch.phase(Some("sending the output"));
+                    pollster::block_on(send_output(
+                        lines.transport,
+                        &self.world,
+                        self.repeat + 1,
+                        &output.o,
+                        &output.lse,
+                        self.deadline,
+                    ))?;
+                }
+                _ => {}
+            }
+            return Ok(None);
+        }
+
+        let mut ranks = vec![mine];
+        for other in (1..transport.world()).map(Rank) {
+            ranks.push(RankNote::decode(&lines.recv(other, NOTE, NOTE_BYTES)?)?);
+        }
+        let verdict = match &self.sample {
+            Some(sample) => Some(self.verify(&lines, sample, backend, output, &ranks)?),
+            None => None,
+        };
+        let mut output_bytes = 0;
+        match (&self.output, file) {
+            (Some(OutputTarget::Parts(_)), Some(file)) => self.write_part(file, output)?,
+            (Some(OutputTarget::Whole(_)), Some(file)) => {
+                self.watch.phase(Some("writing the output"));
+                pollster::block_on(receive_output::<Failure>(
+                    lines.transport,
+                    &self.world,
+                    self.repeat + 1,
+                    &output.o,
+                    &output.lse,
+                    self.deadline,
+                    |piece| {
+                        if piece.rank.0 != 0 {
+                            output_bytes += (piece.o.len() + piece.lse.len()) as u64;
+                        }
+                        file.write_piece(&self.world, &piece)
+                    },
+                ))?;
+                // A result that is known to be wrong gets no name.
+                if verdict.as_ref().is_none_or(|verdict| verdict.failure.is_none()) {
+                    file.commit()?;
+                }
+            }
+            _ => {}
+        }
+        Ok(Some(Summary {
+            wall_s: ranks.iter().map(|rank| rank.wall_s).fold(0.0, f64::max),
+            ranks,
+            verdict,
+            output_bytes,
+        }))
+    }
+
+    fn write_part(&self, file: OutputFile, output: &RankOutput) -> Result<()> {
+        self.watch.phase(Some("writing the output"));
+        file.write_part(&output.o, &output.lse)?;
+        file.commit()
+    }
+
+    /// A rank's part in the verification: its sampled rows, and all of them computed alone if rank 0 wants that.
+    fn send_rows(
+        &self,
+        lines: &Lines<'_>,
+        sample: &Sample,
+        backend: &AnyBackend,
+        output: &RankOutput,
+    ) -> Result<()> {
+        let tokens = self.world.q_placement.of_rank(lines.transport.rank());
+        let rows = sample.extract(tokens, &output.o, &output.lse);
+        if !rows.is_empty() {
+            lines.send(Rank(0), ROWS, rows)?;
+        }
+        let asked = lines.recv(Rank(0), ALONE, 1)?;
+        if asked[..] == [1] {
+            self.watch.phase(Some("computing the sampled rows alone"));
+            let rows = sample.dense(backend, &sample.whole_kv()?, &self.quiet())?;
+            if !rows.is_empty() {
+                lines.send(Rank(0), ALONE_ROWS, rows)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Rank 0's part: everybody's rows against the oracle, within what the devices reach alone.
+    fn verify(
+        &self,
+        lines: &Lines<'_>,
+        sample: &Sample,
+        backend: &AnyBackend,
+        output: &RankOutput,
+        ranks: &[RankNote],
+    ) -> Result<Verdict> {
+        self.watch.phase(Some("verifying"));
+        let others = || (1..lines.transport.world()).map(Rank);
+        let mut rows: Vec<Row> = Vec::new();
+        for rank in std::iter::once(Rank(0)).chain(others()) {
+            let ids = sample.rows_of(&self.world, rank);
+            let bytes = match (rank.0, ids.len()) {
+                (_, 0) => continue,
+                (0, _) => sample.extract(self.world.q_placement.of_rank(rank), &output.o, &output.lse),
+                (_, count) => lines.recv(rank, ROWS, sample.row_bytes(count))?,
+            };
+            rows.extend(sample.decode(&ids, &bytes));
+        }
+        // One rank of every kind of device computes alone.
+        let mut seen = vec![&ranks[0].device];
+        let mut asked = Vec::new();
+        for (rank, note) in others().zip(&ranks[1..]) {
+            let first = !seen.contains(&&note.device);
+            lines.send(rank, ALONE, vec![u8::from(first)].into())?;
+            if first {
+                seen.push(&note.device);
+                asked.push((rank, note));
+            }
+        }
+        let kv = sample.whole_kv()?;
+        let alone = sample.dense(backend, &kv, &self.quiet())?;
+        let mut dense = vec![(ranks[0].device.label(), sample.decode(sample.rows(), &alone))];
+        for (rank, note) in asked {
+            let bytes = match sample.row_bytes(sample.rows().len()) {
+                0 => Bytes::new(),
+                size => lines.recv(rank, ALONE_ROWS, size)?,
+            };
+            dense.push((note.device.label(), sample.decode(sample.rows(), &bytes)));
+        }
+        let shared = format!("{} on {} ranks, mesh {}", self.request.strategy, ranks.len(), self.request.mesh);
+        sample.judge(rows, &dense, &kv, &shared)
+    }
+
+    /// Options for runs that nobody watches.
+    fn quiet(&self) -> RunOptions {
+        RunOptions {
+            observer: Arc::new(kyklos::NoObserver),
+            trace: false,
+            ..self.options.clone()
+        }
+    }
+}
+
+/// Small messages of an operation of their own.
+struct Lines<'a> {
+    transport: &'a dyn Transport,
+    op: u64,
+    deadline: Duration,
+}
+
+impl Lines<'_> {
+    fn send(&self, to: Rank, message: u32, bytes: Bytes) -> Result<()> {
+        let tag = Tag { op: self.op, message };
+        Ok(pollster::block_on(self.transport.post_send(to, tag, vec![bytes], self.deadline))?)
+    }
+
+    fn recv(&self, from: Rank, message: u32, bytes: usize) -> Result<Bytes> {
+        let tag = Tag { op: self.op, message };
+        let mut parts = pollster::block_on(self.transport.post_recv(from, tag, &[bytes], self.deadline))?;
+        parts.pop().ok_or_else(|| {
+            Error::from(TransportError::PeerMisbehaved {
+                peer: from,
+                text: "an empty message".to_owned(),
+            })
+            .into()
+        })
+    }
+}
+
+/// A rank's [`RankNote`].
+const NOTE: u32 = 0;
+/// Whether a rank is asked to compute the sample alone.
+const ALONE: u32 = 1;
+/// The sampled rows that a rank owns.
+const ROWS: u32 = 2;
+/// All sampled rows, computed alone.
+const ALONE_ROWS: u32 = 3;
+/// How long a refusal waits for the others' votes: as long as they may take to get there.
+const REFUSE: Duration = Duration::from_secs(60);
+/// How long a rank that failed waits for the others to hear of it.
+const LEAVE: Duration = Duration::from_secs(3);

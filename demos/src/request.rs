@@ -1,0 +1,200 @@
+//! From options to a problem on a mesh: everything that can be refused before a device is touched.
+
+use std::sync::Arc;
+
+use kyklos::{
+    AttentionProblem, Dtype, MAX_WORLD, Mesh, PlacementKind, Split, Strategy, meshes_by_bytes, plan,
+    plan_world,
+};
+
+use crate::args::{OrAuto, ProblemArgs};
+use crate::failure::{Failure, Result};
+use crate::input::{InputFile, Source};
+
+/// Something definite to compute, shared in a definite way.
+#[derive(Clone, Debug)]
+pub(crate) struct Request {
+    pub(crate) problem: AttentionProblem,
+    /// The mask in the words of the command line.
+    pub(crate) mask_text: String,
+    pub(crate) source: Source,
+    pub(crate) mesh: Mesh,
+    pub(crate) strategy: Strategy,
+    pub(crate) placement: PlacementKind,
+    pub(crate) split: Split,
+}
+
+impl Request {
+    /// Reads the options, and the header of the input file. `launched` is the number of processes that a launcher
+    /// has started, where one has.
+    pub(crate) fn new(args: &ProblemArgs, seed: u64, launched: Option<u32>) -> Result<Self> {
+        let (problem, source) = problem(args, seed)?;
+        let split = match (&args.split, &args.tokens) {
+            (Some(weights), _) => Split::Weights(weights.0.clone()),
+            (_, Some(tokens)) => Split::Tokens(tokens.0.clone()),
+            _ => Split::Even,
+        };
+        let ranks = ranks(args, launched)?;
+        let strategy = args.strategy.chosen().map(|name| name.0);
+        let kind = args.placement.chosen();
+        let mesh = match args.mesh {
+            OrAuto::Is(mesh) => mesh,
+            OrAuto::Auto => {
+                let kind = kind.unwrap_or_else(|| placement_for(&problem));
+                let priced = meshes_by_bytes(&problem, ranks, kind, &split, strategy)?;
+                priced.first().map_or_else(|| Mesh::new(1, ranks), |(mesh, _)| Ok(*mesh))?
+            }
+        };
+        let strategy = strategy.unwrap_or_else(|| Strategy::of_mesh(mesh));
+        let placement = match kind {
+            Some(kind) => kind,
+            None if mesh.ring() > 1 => placement_for(&problem),
+            None => PlacementKind::Contiguous,
+        };
+        Ok(Self {
+            problem,
+            mask_text: args.mask.text.clone(),
+            source,
+            mesh,
+            strategy,
+            placement,
+            split,
+        })
+    }
+
+    /// The plans of all ranks, proved.
+    pub(crate) fn plan(&self) -> Result<(plan::World, Vec<plan::RankCheck>)> {
+        let world = plan_world(&self.problem, self.mesh, self.placement, &self.split, self.strategy)?;
+        let checks = plan::check(&world)?;
+        Ok((world, checks))
+    }
+
+    /// Refuses what this machine could never hold: the inputs and outputs of `ranks` of its ranks.
+    pub(crate) fn fits_in_memory(&self, ranks: u32) -> Result<()> {
+        let problem = &self.problem;
+        let rows = |tokens: u32, heads: u32| {
+            u128::from(problem.batch) * u128::from(tokens) * u128::from(heads) * u128::from(problem.head_dim)
+        };
+        let elements = 2 * (rows(problem.q_len, problem.q_heads) + rows(problem.kv_len, problem.kv_heads));
+        let share = elements * problem.dtype.bytes() as u128 * u128::from(ranks) / u128::from(self.mesh.world());
+        match memory_bytes() {
+            Some(memory) if share > u128::from(memory) => Err(Failure::request(
+                format!(
+                    "q, k, v and o of the ranks here take {}, this machine has {}",
+                    plan::bytes(u64::try_from(share).unwrap_or(u64::MAX)),
+                    plan::bytes(memory)
+                ),
+                "use fewer tokens, heads or batch entries",
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Ranks in all, from the one place that may say it.
+fn ranks(args: &ProblemArgs, launched: Option<u32>) -> Result<u32> {
+    let of_mesh = args.mesh.chosen().map(Mesh::world);
+    let here = args.ranks.map(std::num::NonZeroU32::get);
+    let (ranks, said) = match (here, launched) {
+        (Some(ranks), _) => (ranks, "--ranks says"),
+        (None, Some(ranks)) => (ranks, "the launcher started"),
+        (None, None) => (of_mesh.unwrap_or(1), "there are"),
+    };
+    if ranks > MAX_WORLD {
+        return Err(Failure::request(
+            format!("{said} {ranks} ranks"),
+            format!("use at most {MAX_WORLD}"),
+        ));
+    }
+    match (args.mesh, of_mesh) {
+        (OrAuto::Is(mesh), Some(world)) if world != ranks => Err(Failure::request(
+            format!("mesh {mesh} has {world} ranks, {said} {ranks}"),
+            format!("use a mesh of {ranks} ranks, such as --mesh 1x{ranks}, or {world} ranks"),
+        )),
+        _ => Ok(ranks),
+    }
+}
+
+fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> {
+    let mask = args.mask.mask.clone();
+    let (problem, source) = match (&args.input, args.shape) {
+        (Some(path), _) => {
+            let file = InputFile::open(path)?;
+            if let Some(dtype) = args.dtype.filter(|dtype| *dtype != file.dtype) {
+                return Err(Failure::request(
+                    format!("--dtype {dtype}, but {} holds {}", path.display(), file.dtype),
+                    "leave --dtype away, or convert the file",
+                ));
+            }
+            let shape = [file.batch, file.kv_len, file.q_heads, file.kv_heads, file.head_dim];
+            let problem = AttentionProblem::new(shape, file.dtype, mask)?.with_queries(file.q_len, args.q_offset)?;
+            (problem, Source::File(Arc::new(file)))
+        }
+        (None, Some(shape)) => {
+            let problem = AttentionProblem::new(shape.0, args.dtype.unwrap_or(Dtype::F32), mask)?;
+            let queries = problem.q_len;
+            (problem.with_queries(queries, args.q_offset)?, Source::MadeUp { seed })
+        }
+        (None, None) => {
+            return Err(Failure::request(
+                "neither --input nor --shape is given",
+                "name a safetensors file with q, k, v, or make tensors up with --shape 1,4096,8,2,64",
+            ));
+        }
+    };
+    let scale = args.scale.unwrap_or(problem.scale);
+    Ok((problem.with_logits(scale, args.softcap)?, source))
+}
+
+/// Zigzag where later queries have clearly more work than earlier ones, as under a causal mask; else contiguous,
+/// which keeps neighbours together.
+fn placement_for(problem: &AttentionProblem) -> PlacementKind {
+    const SAMPLES: u64 = 64;
+    let work = |half: u64| -> u64 {
+        (0..SAMPLES)
+            .map(|i| (2 * i + 1 + half * 2 * SAMPLES) * u64::from(problem.q_len) / (4 * SAMPLES))
+            .filter_map(|token| u32::try_from(token).ok())
+            .filter(|token| *token < problem.q_len)
+            .map(|token| {
+                let seen = problem
+                    .mask
+                    .visible(0, problem.q_position(token), problem.kv_len);
+                u64::from(seen.hi - seen.lo)
+            })
+            .sum()
+    };
+    let (front, back) = (work(0), work(1));
+    if back * 4 > front * 5 {
+        PlacementKind::Zigzag
+    } else {
+        PlacementKind::Contiguous
+    }
+}
+
+/// Memory of this machine, where it is easy to find out.
+fn memory_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
+    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn placement_of(mask: &str) -> PlacementKind {
+        placement_for(&AttentionProblem::new([1, 4096, 8, 2, 64], Dtype::F32, mask.parse().unwrap()).unwrap())
+    }
+
+    #[test]
+    fn zigzag_is_for_masks_whose_work_grows_along_the_sequence() {
+        assert_eq!(placement_of("causal"), PlacementKind::Zigzag);
+        assert_eq!(placement_of("causal+window:3000,-1"), PlacementKind::Zigzag);
+        assert_eq!(placement_of("full"), PlacementKind::Contiguous);
+        assert_eq!(placement_of("window:64,0"), PlacementKind::Contiguous);
+        assert_eq!(placement_of("window:0,-1"), PlacementKind::Contiguous);
+        let empty = AttentionProblem::new([1, 0, 1, 1, 8], Dtype::F32, kyklos::Mask::causal()).unwrap();
+        assert_eq!(placement_for(&empty), PlacementKind::Contiguous);
+    }
+}

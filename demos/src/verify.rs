@@ -1,0 +1,307 @@
+//! The result against the f64 oracle, on sampled rows.
+//!
+//! The tolerance is measured, not chosen: every kind of device that took part computes the sampled rows alone, and
+//! the shared result may be twice as wrong as the worst of them, plus a rounding allowance (`kyklos_tests::tolerance`).
+
+use std::collections::HashMap;
+
+use bytes::{Bytes, BytesMut};
+use half::{bf16, f16};
+use kyklos::plan::World;
+use kyklos::{AttentionProblem, Dtype, RunOptions, TokenRuns, plan_rows};
+use kyklos_tests::inputs::sample_rows;
+use kyklos_tests::oracle::{self, Oracle, OracleMask, OracleProblem, OracleTerm, Row, RowId, Values};
+use kyklos_tests::tolerance::{Comparison, Context, Limit, compare_rows};
+use kyklos_transport::Rank;
+
+use crate::alone;
+use crate::device::AnyBackend;
+use crate::failure::{Failure, Result};
+use crate::input::{Source, Which};
+use crate::request::Request;
+
+/// The rows that are looked at.
+#[derive(Clone, Debug)]
+pub(crate) struct Sample {
+    problem: AttentionProblem,
+    source: Source,
+    oracle: OracleProblem,
+    rows: Vec<RowId>,
+}
+
+/// How the result compares.
+#[derive(Clone, Debug)]
+pub(crate) struct Verdict {
+    pub(crate) rows: usize,
+    pub(crate) max_abs_error: f64,
+    pub(crate) tolerance: f64,
+    /// The largest error of a device alone.
+    pub(crate) dense_error: f64,
+    /// What is wrong, if anything is.
+    pub(crate) failure: Option<String>,
+}
+
+/// All keys and values.
+#[derive(Clone, Debug)]
+pub(crate) struct WholeKv {
+    k: Bytes,
+    v: Bytes,
+}
+
+impl Sample {
+    pub(crate) fn new(request: &Request) -> Result<Self> {
+        let problem = &request.problem;
+        let oracle = OracleProblem {
+            batch: problem.batch as usize,
+            q_len: problem.q_len as usize,
+            kv_len: problem.kv_len as usize,
+            q_heads: problem.q_heads as usize,
+            kv_heads: problem.kv_heads as usize,
+            head_dim: problem.head_dim as usize,
+            scale: f64::from(problem.scale),
+            softcap: problem.softcap.map(f64::from),
+            mask: oracle_mask(&request.mask_text)?,
+            q_offset: u64::from(problem.q_offset),
+        };
+        let rows = sample_rows(&oracle, ROWS, SEED);
+        Ok(Self {
+            problem: problem.clone(),
+            source: request.source.clone(),
+            oracle,
+            rows,
+        })
+    }
+
+    /// The sampled rows that `rank` owns.
+    pub(crate) fn rows_of(&self, world: &World, rank: Rank) -> Vec<RowId> {
+        let places = self.places(world.q_placement.of_rank(rank));
+        self.rows
+            .iter()
+            .filter(|id| places.contains_key(&id.row))
+            .copied()
+            .collect()
+    }
+
+    /// All sampled rows.
+    pub(crate) fn rows(&self) -> &[RowId] {
+        &self.rows
+    }
+
+    /// Bytes of so many rows on their way to rank 0: o, then lse.
+    pub(crate) fn row_bytes(&self, rows: usize) -> usize {
+        rows * (self.problem.head_dim as usize * self.problem.dtype.bytes() + 4)
+    }
+
+    /// The sampled rows out of the output of a rank that owns `tokens`.
+    pub(crate) fn extract(&self, tokens: &TokenRuns, o: &Bytes, lse: &Bytes) -> Bytes {
+        let places = self.places(tokens);
+        let (heads, row_bytes) = (
+            self.oracle.q_heads,
+            self.problem.head_dim as usize * self.problem.dtype.bytes(),
+        );
+        let mut out = BytesMut::new();
+        for id in &self.rows {
+            if let Some(place) = places.get(&id.row) {
+                let row = (id.batch * tokens.len() + place) * heads + id.head;
+                out.extend_from_slice(&o[row * row_bytes..(row + 1) * row_bytes]);
+                out.extend_from_slice(&lse[row * 4..(row + 1) * 4]);
+            }
+        }
+        out.freeze()
+    }
+
+    /// What [`Self::extract`] packed.
+    pub(crate) fn decode(&self, ids: &[RowId], bytes: &[u8]) -> Vec<Row> {
+        let dim = self.oracle.head_dim;
+        let element = self.problem.dtype.bytes();
+        let row_bytes = self.row_bytes(1).max(1);
+        ids.iter()
+            .zip(bytes.chunks_exact(row_bytes))
+            .map(|(id, row)| Row {
+                id: *id,
+                o: row[..dim * element]
+                    .chunks_exact(element)
+                    .map(|bytes| element_value(self.problem.dtype, bytes))
+                    .collect(),
+                lse: element_value(Dtype::F32, &row[dim * element..]),
+            })
+            .collect()
+    }
+
+    /// Reads all keys and values.
+    pub(crate) fn whole_kv(&self) -> Result<WholeKv> {
+        let all = TokenRuns::contiguous(0..self.problem.kv_len);
+        Ok(WholeKv {
+            k: self.source.read(&self.problem, Which::K, &all)?,
+            v: self.source.read(&self.problem, Which::V, &all)?,
+        })
+    }
+
+    /// The sampled rows, computed by one device alone.
+    pub(crate) fn dense(&self, backend: &AnyBackend, kv: &WholeKv, options: &RunOptions) -> Result<Bytes> {
+        let mut tokens: Vec<u32> = self
+            .rows
+            .iter()
+            .filter_map(|id| u32::try_from(id.row).ok())
+            .collect();
+        tokens.sort_unstable();
+        tokens.dedup();
+        let tokens = TokenRuns::from_positions(tokens);
+        let world = plan_rows(&self.problem, tokens.clone())?;
+        let q = self.source.read(&self.problem, Which::Q, &tokens)?;
+        let alone = alone::run(backend, &world, [q, kv.k.clone(), kv.v.clone()], 1, options)?;
+        Ok(self.extract(&tokens, &alone.output.o, &alone.output.lse))
+    }
+
+    /// Holds `actual` to the oracle, and to what the devices did alone.
+    pub(crate) fn judge(
+        &self,
+        mut actual: Vec<Row>,
+        dense: &[(String, Vec<Row>)],
+        kv: &WholeKv,
+        backend: &str,
+    ) -> Result<Verdict> {
+        actual.sort_by_key(|row| row.id);
+        let expected = self.expected(kv)?;
+        let dtype = oracle_dtype(self.problem.dtype);
+        let context = |backend: &str| Context {
+            case: match self.source.path() {
+                Some(path) => path.display().to_string(),
+                None => "made-up tensors".to_owned(),
+            },
+            seed: match self.source {
+                Source::MadeUp { seed } => seed,
+                Source::File(_) => 0,
+            },
+            backend: backend.to_owned(),
+            rerun: std::env::args().collect::<Vec<_>>().join(" "),
+        };
+        let dense: Vec<Comparison> = dense
+            .iter()
+            .map(|(device, rows)| compare_rows(&self.oracle, dtype, rows, &expected, &context(device)))
+            .collect();
+        let limit = Limit::parallel(dtype, &dense.iter().collect::<Vec<_>>());
+        let shared = compare_rows(&self.oracle, dtype, &actual, &expected, &context(backend));
+        Ok(Verdict {
+            rows: expected.len(),
+            max_abs_error: shared.max_abs_error,
+            tolerance: limit.o_abs(),
+            dense_error: dense.iter().map(|dense| dense.max_abs_error).fold(0.0, f64::max),
+            failure: shared.within(&limit).err().map(|failure| failure.to_string()),
+        })
+    }
+
+    /// The oracle's rows, on all cores.
+    fn expected(&self, kv: &WholeKv) -> Result<Vec<Row>> {
+        let workers = std::thread::available_parallelism().map_or(1, usize::from);
+        let share = self.rows.len().div_ceil(workers).max(1);
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = self
+                .rows
+                .chunks(share)
+                .map(|rows| scope.spawn(move || rows.iter().map(|id| self.expect(*id, kv)).collect::<Result<Vec<_>>>()))
+                .collect();
+            let mut all = Vec::with_capacity(self.rows.len());
+            for thread in threads {
+                all.extend(
+                    thread
+                        .join()
+                        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))?,
+                );
+            }
+            Ok(all)
+        })
+    }
+
+    /// One row: a problem of one query, so that no other query need be read.
+    fn expect(&self, id: RowId, kv: &WholeKv) -> Result<Row> {
+        let token = u32::try_from(id.row).map_err(|_| Failure::run("a row beyond all positions"))?;
+        let q = self
+            .source
+            .read(&self.problem, Which::Q, &TokenRuns::contiguous(token..token + 1))?;
+        let problem = OracleProblem {
+            q_len: 1,
+            q_offset: self.oracle.q_offset + id.row as u64,
+            ..self.oracle.clone()
+        };
+        let dtype = self.problem.dtype;
+        let oracle = Oracle::new(&problem, values(dtype, &q), values(dtype, &kv.k), values(dtype, &kv.v))
+            .map_err(|error| Failure::run(format!("the oracle refuses the problem: {error}")))?;
+        let (o, lse) = oracle.row(id.batch, 0, id.head);
+        Ok(Row { id, o, lse })
+    }
+
+    /// List position of every sampled token among `tokens`.
+    fn places(&self, tokens: &TokenRuns) -> HashMap<usize, usize> {
+        let mut wanted: Vec<usize> = self.rows.iter().map(|id| id.row).collect();
+        wanted.sort_unstable();
+        tokens
+            .iter()
+            .enumerate()
+            .map(|(place, token)| (token as usize, place))
+            .filter(|(token, _)| wanted.binary_search(token).is_ok())
+            .collect()
+    }
+}
+
+/// The mask as the oracle understands it: read from the command line's words, not from the product's normal form.
+fn oracle_mask(text: &str) -> Result<OracleMask> {
+    let unreadable = || Failure::run(format!("mask `{text}` cannot be read for the oracle"));
+    let mut mask = OracleMask::full();
+    for term in text.split('+') {
+        let (kind, arguments) = term.split_once(':').unwrap_or((term, ""));
+        let numbers = || -> Result<Vec<i64>> {
+            arguments
+                .split(',')
+                .map(|number| number.parse().map_err(|_| unreadable()))
+                .collect()
+        };
+        let unsigned = || -> Result<Vec<u64>> {
+            numbers()?
+                .into_iter()
+                .map(|number| u64::try_from(number).map_err(|_| unreadable()))
+                .collect()
+        };
+        mask = match kind {
+            "full" => mask,
+            "causal" => mask.and(OracleTerm::Causal),
+            "window" => match numbers()?[..] {
+                [left, right] => mask.and(OracleTerm::Window { left, right }),
+                _ => return Err(unreadable()),
+            },
+            "documents" => mask.and(OracleTerm::Documents(unsigned()?)),
+            "valid" => mask.and(OracleTerm::Valid(unsigned()?)),
+            _ => return Err(unreadable()),
+        };
+    }
+    Ok(mask)
+}
+
+fn values(dtype: Dtype, bytes: &Bytes) -> Values<'_> {
+    match dtype {
+        Dtype::F32 => Values::F32(bytemuck::cast_slice(bytes)),
+        Dtype::F16 => Values::F16(bytemuck::cast_slice(bytes)),
+        Dtype::Bf16 => Values::Bf16(bytemuck::cast_slice(bytes)),
+    }
+}
+
+fn element_value(dtype: Dtype, bytes: &[u8]) -> f64 {
+    match dtype {
+        Dtype::F32 => f64::from(bytemuck::pod_read_unaligned::<f32>(bytes)),
+        Dtype::F16 => bytemuck::pod_read_unaligned::<f16>(bytes).to_f64(),
+        Dtype::Bf16 => bytemuck::pod_read_unaligned::<bf16>(bytes).to_f64(),
+    }
+}
+
+fn oracle_dtype(dtype: Dtype) -> oracle::Dtype {
+    match dtype {
+        Dtype::F32 => oracle::Dtype::F32,
+        Dtype::F16 => oracle::Dtype::F16,
+        Dtype::Bf16 => oracle::Dtype::Bf16,
+    }
+}
+
+/// Rows of a sample.
+const ROWS: usize = 256;
+/// The same rows for every run of the same problem.
+const SEED: u64 = 0x6b79_6b6c_6f73;

@@ -1,0 +1,199 @@
+//! Attention in one process.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use crate::support::*;
+
+#[test]
+fn every_strategy_passes_its_own_verification() {
+    for (mesh, placement, mask) in [
+        ("1x1", "auto", "causal"),
+        ("1x3", "zigzag", "causal"),
+        ("2x1", "striped", "window:30,0"),
+        ("2x2", "contiguous", "causal+valid:180"),
+        ("1x4", "striped", "documents:0,50,200"),
+    ] {
+        let output = kyklos(&[
+            "attend", "--shape", "1,200,4,2,16", "--mesh", mesh, "--placement", placement, "--mask", mask, "--verify",
+            "--json", "--device", "cpu",
+        ]);
+        let json = json(&output);
+        assert_eq!(stderr(&output), "", "quiet in a pipe");
+        assert!(
+            json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap(),
+            "{json}"
+        );
+        assert_eq!(json["mesh"], mesh);
+    }
+}
+
+#[test]
+fn the_json_object_has_the_fields_that_scripts_use() {
+    let output = kyklos(&[
+        "attend", "--shape", "2,64,4,2,8", "--ranks", "2", "--strategy", "ring", "--device", "cpu", "--json",
+    ]);
+    let json = json(&output);
+    let mut fields: Vec<&str> = json.as_object().unwrap().keys().map(String::as_str).collect();
+    fields.sort_unstable();
+    assert_eq!(
+        fields,
+        [
+            "devices", "max_abs_error", "mesh", "per_rank", "placement", "predicted_s", "ranks", "strategy",
+            "tolerance", "wall_s"
+        ]
+    );
+    assert_eq!((&json["ranks"], &json["mesh"], &json["strategy"]), (&2.into(), &"1x2".into(), &"ring".into()));
+    assert!(json["max_abs_error"].is_null() && json["predicted_s"].is_null());
+    assert_eq!(json["devices"].as_array().unwrap().len(), 2);
+    for rank in json["per_rank"].as_array().unwrap() {
+        let mut fields: Vec<&str> = rank.as_object().unwrap().keys().map(String::as_str).collect();
+        fields.sort_unstable();
+        assert_eq!(
+            fields,
+            ["bytes_sent", "compute_s", "copy_s", "messages_sent", "peak_bytes", "tokens", "wait_s"]
+        );
+        // One hop of 32 keys and values of 2 heads of 8 f32, for 2 batch entries.
+        assert_eq!(rank["bytes_sent"], 2 * 2 * 32 * 2 * 8 * 4);
+        assert_eq!((&rank["messages_sent"], &rank["tokens"]), (&1.into(), &32.into()));
+    }
+}
+
+#[test]
+fn auto_takes_the_mesh_that_sends_least_and_what_the_mesh_says() {
+    let of = |arguments: &[&str]| {
+        let mut all = vec!["attend", "--device", "cpu", "--json"];
+        all.extend(arguments);
+        let json = json(&kyklos(&all));
+        ["mesh", "strategy", "placement"].map(|field| json[field].as_str().unwrap().to_owned())
+    };
+    assert_eq!(of(&["--shape", "1,64,4,2,8"]), ["1x1", "dense", "contiguous"]);
+    assert_eq!(
+        of(&["--shape", "1,64,4,2,8", "--mesh", "2x2", "--mask", "causal"]),
+        ["2x2", "unified", "zigzag"]
+    );
+    assert_eq!(
+        of(&["--shape", "1,64,1,1,8", "--ranks", "2", "--mask", "causal"]),
+        ["1x2", "ring", "zigzag"]
+    );
+    assert_eq!(
+        of(&["--shape", "1,64,4,2,8", "--ranks", "2", "--strategy", "ulysses"]),
+        ["2x1", "ulysses", "contiguous"]
+    );
+}
+
+#[test]
+fn loopback_quic_gives_the_bytes_that_channels_give() {
+    let folder = tempfile::tempdir().unwrap();
+    let result = |transport: &str| {
+        let path = folder.path().join(transport);
+        let output = kyklos(&[
+            "attend", "--shape", "1,96,4,2,16", "--mesh", "2x2", "--mask", "causal", "--transport", transport,
+            "--device", "cpu", "--output", path.to_str().unwrap(),
+        ]);
+        succeeds(&output);
+        std::fs::read(path).unwrap()
+    };
+    assert!(result("quic") == result("in-process"));
+}
+
+#[test]
+fn uneven_splits_give_each_rank_its_tokens() {
+    let tokens = |option: &str, value: &str| -> Vec<u64> {
+        let output = kyklos(&[
+            "attend", "--shape", "1,100,2,2,8", "--ranks", "3", "--strategy", "ring", option, value, "--device",
+            "cpu,cpu", "--json", "--verify",
+        ]);
+        json(&output)["per_rank"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|rank| rank["tokens"].as_u64().unwrap())
+            .collect()
+    };
+    assert_eq!(tokens("--split", "2,1,1"), [50, 25, 25]);
+    assert_eq!(tokens("--tokens", "0,99,1"), [0, 99, 1]);
+}
+
+#[test]
+fn the_table_names_ranks_devices_and_the_verdict() {
+    let output = kyklos(&[
+        "attend", "--shape", "1,128,4,2,16", "--ranks", "2", "--mask", "causal", "--device", "cpu", "--verify",
+    ]);
+    succeeds(&output);
+    let text = stdout(&output);
+    for word in ["128 tokens", "mask causal", "rank", "computed", "waited", "copied", "sent", "verified", "tolerance"] {
+        assert!(text.contains(word), "`{word}` is not in:\n{text}");
+    }
+}
+
+#[test]
+fn progress_lines_and_traces_are_json() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("trace.json");
+    let output = kyklos(&[
+        "attend", "--shape", "1,64,4,2,8", "--ranks", "2", "--strategy", "ring", "--repeat", "2", "--device", "cpu",
+        "--progress", "json", "--trace", trace.to_str().unwrap(),
+    ]);
+    succeeds(&output);
+    let mut seen = std::collections::BTreeSet::new();
+    for line in stderr(&output).lines() {
+        let event: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert!(event["pid"].is_u64(), "{event}");
+        if event["event"] == "step" {
+            assert!(event["step"].as_u64() < event["of"].as_u64() && event["doing"].is_string());
+        }
+        seen.insert((event["event"].to_string(), event["rank"].as_u64(), event["op"].as_u64()));
+    }
+    assert_eq!(seen.len(), 8, "step and done of 2 ranks in 2 runs: {seen:?}");
+    let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    for rank in 0..2 {
+        for category in ["compute", "wait"] {
+            assert!(
+                events.iter().any(|event| event["tid"] == rank && event["cat"] == category),
+                "{category} of rank {rank}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_failure() {
+    let mut child = command(&["plan", "--shape", "1,4096,8,2,64", "--mesh", "1x64", "--json"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = finish(child, Duration::from_secs(60));
+    succeeds(&output);
+    assert_eq!(stderr(&output), "");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn sixteen_thousand_tokens_stay_far_below_the_memory_of_a_laptop() {
+    let child = command(&[
+        "attend", "--shape", "1,16384,8,2,64", "--mask", "causal", "--device", "cpu", "--json",
+    ])
+    .stdout(Stdio::piped())
+    .stderr(Stdio::piped())
+    .spawn()
+    .unwrap();
+    let status = format!("/proc/{}/status", child.id());
+    let watcher = std::thread::spawn(move || {
+        let mut peak_kib = 0;
+        while let Ok(text) = std::fs::read_to_string(&status) {
+            let line = text.lines().find(|line| line.starts_with("VmHWM:"));
+            // A process that has ended and was not waited for has no memory any more.
+            let Some(line) = line else { break };
+            peak_kib = line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap();
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        peak_kib
+    });
+    succeeds(&finish(child, Duration::from_secs(120)));
+    let peak_kib = watcher.join().unwrap();
+    assert!(peak_kib < 512 << 10, "{peak_kib} KiB");
+}

@@ -1,0 +1,192 @@
+//! Files in and out, good ones and hostile ones.
+
+use std::path::Path;
+
+use crate::support::*;
+
+#[test]
+fn a_file_goes_round_and_comes_back_right() {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, output) = (folder.path().join("in"), folder.path().join("out"));
+    let q = Tensor::made(&[2, 37, 4, 8], 1);
+    let (k, v) = (Tensor::made(&[2, 37, 2, 8], 2), Tensor::made(&[2, 37, 2, 8], 3));
+    write(&input, &[("q", &q), ("k", &k), ("v", &v), ("extra", &k)]);
+    // Rows 30.. of batch entry 1 see no key at all.
+    let (o, lse) = attention(&q, &k, &v, |b, i, j| j <= i && i - j <= 3 && j < [37, 26][b]);
+    for (mesh, placement) in [("1x1", "auto"), ("1x3", "zigzag"), ("2x2", "striped"), ("4x1", "contiguous")] {
+        let result = kyklos(&[
+            "attend", "--input", input.to_str().unwrap(), "--output", output.to_str().unwrap(), "--mask",
+            "causal+window:3,-1+valid:37,26", "--mesh", mesh, "--placement", placement, "--device", "cpu", "--verify",
+        ]);
+        succeeds(&result);
+        assert!(stderr(&result).contains("extra"), "a tensor that is not used is named");
+        assert_close(&read(&output, "o"), &o);
+        assert_close(&read(&output, "lse"), &lse);
+        std::fs::remove_file(&output).unwrap();
+    }
+    assert!(lse.data.contains(&f32::NEG_INFINITY));
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "nothing but the input is left");
+}
+
+#[test]
+fn queries_may_be_fewer_than_keys() {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, output) = (folder.path().join("in"), folder.path().join("out"));
+    let q = Tensor::made(&[1, 5, 2, 8], 4);
+    let (k, v) = (Tensor::made(&[1, 23, 1, 8], 5), Tensor::made(&[1, 23, 1, 8], 6));
+    write(&input, &[("q", &q), ("k", &k), ("v", &v)]);
+    let result = kyklos(&[
+        "attend", "--input", input.to_str().unwrap(), "--output", output.to_str().unwrap(), "--mask", "causal",
+        "--q-offset", "18", "--ranks", "2", "--device", "cpu", "--verify",
+    ]);
+    succeeds(&result);
+    let (o, lse) = attention(&q, &k, &v, |_, i, j| j <= i + 18);
+    assert_close(&read(&output, "o"), &o);
+    assert_close(&read(&output, "lse"), &lse);
+}
+
+#[test]
+fn parts_say_which_positions_they_hold() {
+    let folder = tempfile::tempdir().unwrap();
+    let name = |rank: &str| folder.path().join(format!("part-{rank}"));
+    let whole = folder.path().join("whole");
+    let run = |output: &Path| {
+        succeeds(&kyklos(&[
+            "attend", "--shape", "2,21,4,2,8", "--mask", "causal", "--mesh", "1x3", "--output",
+            output.to_str().unwrap(), "--device", "cpu",
+        ]));
+    };
+    run(&name("{rank}"));
+    run(&whole);
+    let (o, lse) = (read(&whole, "o"), read(&whole, "lse"));
+    let mut seen = Vec::new();
+    for rank in ["0", "1", "2"] {
+        let path = name(rank);
+        let (part_o, part_lse, positions) = (read(&path, "o"), read(&path, "lse"), positions(&path));
+        let n = positions.len();
+        assert_eq!((part_o.shape, part_lse.shape), (vec![2, n, 4, 8], vec![2, 4, n]));
+        for (row, position) in positions.iter().enumerate() {
+            let position = *position as usize;
+            for b in 0..2 {
+                let (from, to) = ((b * n + row) * 32, (b * 21 + position) * 32);
+                assert_eq!(part_o.data[from..from + 32], o.data[to..to + 32]);
+                for h in 0..4 {
+                    assert_eq!(part_lse.data[(b * 4 + h) * n + row], lse.data[(b * 4 + h) * 21 + position]);
+                }
+            }
+        }
+        seen.extend(positions);
+    }
+    seen.sort_unstable();
+    assert_eq!(seen, (0..21).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_result_that_cannot_be_written_is_an_error_and_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("missing/out");
+    let result = kyklos(&[
+        "attend", "--shape", "1,32,2,2,8", "--ranks", "2", "--device", "cpu", "--output", target.to_str().unwrap(),
+    ]);
+    assert_eq!(result.status.code(), Some(1), "{}", stderr(&result));
+    assert!(stderr(&result).contains("missing"), "{}", stderr(&result));
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn hostile_files_are_refused_with_a_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("hostile");
+    let header = |json: &str, data: usize| {
+        let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(json.as_bytes());
+        bytes.resize(bytes.len() + data, 0);
+        bytes
+    };
+    let tensor = |name: &str, dtype: &str, shape: &str, from: usize, to: usize| {
+        format!(r#""{name}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{from},{to}]}}"#)
+    };
+    let three = |q: (&str, &str), k: (&str, &str), v: (&str, &str), sizes: [usize; 3]| {
+        let [a, b, c] = [sizes[0], sizes[0] + sizes[1], sizes.iter().sum()];
+        let json = format!(
+            "{{{},{},{}}}",
+            tensor("q", q.0, q.1, 0, a),
+            tensor("k", k.0, k.1, a, b),
+            tensor("v", v.0, v.1, b, c)
+        );
+        header(&json, c)
+    };
+    let good = ("F32", "[1,2,1,8]");
+    let size = [64, 64, 64];
+    let whole = three(good, good, good, size);
+    let extra = |name: &str| {
+        let json = format!(
+            "{{{},{},{},{}}}",
+            tensor("q", "F32", "[1,2,1,8]", 0, 64),
+            tensor("k", "F32", "[1,2,1,8]", 64, 128),
+            tensor("v", "F32", "[1,2,1,8]", 128, 192),
+            tensor(name, "F32", "[2]", 192, 200)
+        );
+        header(&json, 200)
+    };
+    let cases: Vec<(Vec<u8>, &[&str])> = vec![
+        (vec![], &["not a safetensors file"]),
+        (vec![1, 2, 3], &["not a safetensors file"]),
+        (u64::MAX.to_le_bytes().to_vec(), &["header"]),
+        ((1_u64 << 40).to_le_bytes().to_vec(), &["header"]),
+        (1000_u64.to_le_bytes().to_vec(), &["ends inside its header"]),
+        (header("{", 0), &["not a safetensors file"]),
+        (header("[]", 0), &["not a safetensors file"]),
+        (header("{}", 0), &["no tensor `q`"]),
+        (header(&"[".repeat(100_000), 0), &["not a safetensors file"]),
+        (whole[..whole.len() - 1].to_vec(), &["truncated"]),
+        ([&whole[..], &[0]].concat(), &["follow the last tensor"]),
+        (three(("F64", "[1,2,1,8]"), good, good, [128, 64, 64]), &["F64", "F32, F16 or BF16"]),
+        (three(("F16", "[1,2,1,8]"), good, good, [32, 64, 64]), &["one dtype"]),
+        (three(("F32", "[2,8]"), good, good, size), &["[2, 8]", "four extents"]),
+        (three(("F32", "[1,2,1,16]"), good, good, [128, 64, 64]), &["batch and dim"]),
+        (three(good, good, ("F32", "[1,4,1,8]"), [64, 64, 128]), &["k with shape", "v with shape"]),
+        (three(good, ("F32", "[1,2,2,8]"), ("F32", "[1,2,2,8]"), [64, 128, 128]), &["heads"]),
+        (three(good, ("F32", "[1,4,1,8]"), good, size), &["not a safetensors file"]),
+        (three(("F32", "[4294967296,0,1,8]"), good, good, [0, 64, 64]), &["four extents"]),
+        (
+            three(("F32", "[4294967296,4294967296,4294967296,8]"), good, good, size),
+            &["not a safetensors file"],
+        ),
+        (
+            header(
+                &format!("{{{},{},{}}}", tensor("q", "F32", "[1,2,1,8]", 0, 64), tensor("k", "F32", "[1,2,1,8]", 0, 64), tensor("v", "F32", "[1,2,1,8]", 64, 128)),
+                128,
+            ),
+            &["not a safetensors file"],
+        ),
+        (
+            header(&format!("{{{}}}", tensor("q", "F32", "[1,2,1,8]", 64, 18_446_744_073_709_551_615)), 64),
+            &["not a safetensors file"],
+        ),
+        (extra("mask"), &["`mask`", "--mask"]),
+        (extra("sinks"), &["`sinks`"]),
+        (extra("bias"), &["`bias`"]),
+    ];
+    for (bytes, words) in cases {
+        std::fs::write(&path, &bytes).unwrap();
+        refused(
+            &kyklos(&["attend", "--input", path.to_str().unwrap(), "--device", "cpu"]),
+            words,
+        );
+    }
+    std::fs::write(&path, whole).unwrap();
+    succeeds(&kyklos(&["attend", "--input", path.to_str().unwrap(), "--device", "cpu"]));
+    refused(
+        &kyklos(&["attend", "--input", path.to_str().unwrap(), "--dtype", "f16"]),
+        &["--dtype f16", "f32"],
+    );
+    refused(
+        &kyklos(&[
+            "attend", "--input", path.to_str().unwrap(), "--output", path.to_str().unwrap(),
+        ]),
+        &["is the input"],
+    );
+    refused(&kyklos(&["attend", "--input", folder.path().to_str().unwrap()]), &["regular file"]);
+    refused(&kyklos(&["attend", "--input", "no/such/file"]), &["no/such/file"]);
+}

@@ -1,0 +1,210 @@
+//! One process per rank.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use crate::support::*;
+
+const PROBLEM: [&str; 6] = ["--shape", "1,512,8,2,64", "--mask", "causal", "--device", "cpu"];
+
+#[test]
+fn four_processes_compute_what_one_computes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (there, here) = (folder.path().join("there"), folder.path().join("here"));
+    let launched = kyklos(
+        &[
+            &["launch", "-n", "4", "--", "attend"][..],
+            &PROBLEM,
+            &["--mesh", "2x2", "--transport", "quic", "--verify", "--json", "--output", there.to_str().unwrap()],
+        ]
+        .concat(),
+    );
+    let json = json(&launched);
+    assert_eq!((&json["ranks"], &json["mesh"]), (&4.into(), &"2x2".into()));
+    assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap());
+    assert_eq!(stderr(&launched), "");
+    succeeds(&kyklos(
+        &[
+            &["attend"][..],
+            &PROBLEM,
+            &["--mesh", "2x2", "--output", here.to_str().unwrap()],
+        ]
+        .concat(),
+    ));
+    assert!(std::fs::read(there).unwrap() == std::fs::read(here).unwrap());
+}
+
+#[test]
+fn a_launched_rank_can_write_its_own_part() {
+    let folder = tempfile::tempdir().unwrap();
+    let name = folder.path().join("part-{rank}");
+    succeeds(&kyklos(
+        &[
+            &["launch", "-n", "2", "--", "attend"][..],
+            &PROBLEM,
+            &["--output", name.to_str().unwrap()],
+        ]
+        .concat(),
+    ));
+    let mut all: Vec<i64> = ["part-0", "part-1"]
+        .iter()
+        .flat_map(|part| positions(&folder.path().join(part)))
+        .collect();
+    all.sort_unstable();
+    assert_eq!(all, (0..512).collect::<Vec<_>>());
+}
+
+#[test]
+fn when_one_rank_refuses_all_ranks_say_the_same() {
+    // Only rank 1's device does not exist; nobody knows before it looks.
+    let output = kyklos(
+        &[
+            &["launch", "-n", "2", "--", "attend", "--shape", "1,64,8,2,64"][..],
+            &["--device", "cpu,wgpu:99"],
+        ]
+        .concat(),
+    );
+    assert_eq!(output.status.code(), Some(1));
+    let text = stderr(&output);
+    let lines: Vec<&str> = ["[0] ", "[1] "]
+        .iter()
+        .map(|prefix| {
+            text.lines()
+                .find_map(|line| line.strip_prefix(prefix))
+                .unwrap_or_else(|| panic!("no line with {prefix}: {text}"))
+        })
+        .collect();
+    assert_eq!(lines[0], lines[1], "{text}");
+    assert!(lines[0].contains("wgpu"), "{text}");
+}
+
+/// A job that runs for long, with its folder for temporary files, once every rank has begun to compute.
+struct LongJob {
+    launch: Child,
+    pids: [u32; 4],
+    lines: mpsc::Receiver<String>,
+    temporary: tempfile::TempDir,
+}
+
+impl LongJob {
+    fn start() -> Self {
+        let temporary = tempfile::tempdir().unwrap();
+        let mut launch = command(
+            &[
+                &["launch", "-n", "4", "--", "attend", "--shape", "1,8192,8,2,64", "--mask", "causal"][..],
+                &["--device", "cpu", "--mesh", "2x2", "--repeat", "100000", "--progress", "json"],
+            ]
+            .concat(),
+        )
+        .env("TMPDIR", temporary.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+        let stderr = BufReader::new(launch.stderr.take().unwrap());
+        let (sender, lines) = mpsc::channel();
+        std::thread::spawn(move || {
+            for line in stderr.lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        let mut pids = [0; 4];
+        while pids.contains(&0) {
+            let line = lines.recv_timeout(Duration::from_secs(60)).unwrap();
+            let event: serde_json::Value = serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line}"));
+            if event["doing"].as_str().is_some_and(|doing| doing.starts_with("attend")) {
+                pids[event["rank"].as_u64().unwrap() as usize] = event["pid"].as_u64().unwrap() as u32;
+            }
+        }
+        Self {
+            launch,
+            pids,
+            lines,
+            temporary,
+        }
+    }
+
+    /// Waits for the end. Returns the exit code, how long it took and the lines that are no progress.
+    fn end(mut self) -> (Option<i32>, Duration, Vec<String>) {
+        let started = Instant::now();
+        let status = loop {
+            if let Some(status) = self.launch.try_wait().unwrap() {
+                break status;
+            }
+            if started.elapsed() > Duration::from_secs(60) {
+                self.launch.kill().unwrap();
+                self.launch.wait().unwrap();
+                panic!("the job did not end");
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        let took = started.elapsed();
+        for pid in self.pids {
+            assert!(!is_alive(pid), "process {pid} is still there");
+        }
+        let left = std::fs::read_dir(self.temporary.path()).unwrap().count();
+        assert_eq!(left, 0, "files are left behind");
+        let lines = self.lines.iter().filter(|line| !line.starts_with('{')).collect();
+        (status.code(), took, lines)
+    }
+}
+
+fn is_alive(pid: u32) -> bool {
+    Path::new(&format!("/proc/{pid}")).exists()
+}
+
+fn signal(name: &str, pid: u32) {
+    let sent = Command::new("kill").args([name, &pid.to_string()]).status().unwrap();
+    assert!(sent.success());
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn when_one_rank_is_killed_the_others_end_and_name_it() {
+    let job = LongJob::start();
+    signal("-KILL", job.pids[2]);
+    let (code, took, lines) = job.end();
+    eprintln!("{}", lines.join("\n"));
+    assert_eq!(code, Some(1));
+    assert!(took < Duration::from_secs(10), "{took:?}");
+    for rank in [0, 1, 3] {
+        let prefix = format!("[{rank}] error: ");
+        let line = lines
+            .iter()
+            .find(|line| line.starts_with(&prefix))
+            .unwrap_or_else(|| panic!("rank {rank} says nothing: {lines:#?}"));
+        for word in ["rank 2 died", "step"] {
+            assert!(line.contains(word), "`{word}` is not in: {line}");
+        }
+    }
+    assert!(lines.iter().any(|line| line.contains("bytes")), "{lines:#?}");
+    assert!(lines.iter().any(|line| line.starts_with("launch: rank 2 ended")), "{lines:#?}");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn interrupting_the_launcher_ends_its_processes() {
+    let job = LongJob::start();
+    signal("-INT", job.launch.id());
+    let (code, took, _) = job.end();
+    assert_eq!(code, Some(130));
+    assert!(took < Duration::from_secs(10), "{took:?}");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn ranks_do_not_outlive_a_launcher_that_is_killed() {
+    let mut job = LongJob::start();
+    job.launch.kill().unwrap();
+    job.launch.wait().unwrap();
+    let until = Instant::now() + Duration::from_secs(10);
+    while job.pids.iter().any(|pid| is_alive(*pid)) {
+        assert!(Instant::now() < until, "ranks outlive their launcher");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

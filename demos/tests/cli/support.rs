@@ -1,0 +1,227 @@
+//! Running the program with a time limit, and small tensors to run it on.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+
+/// What a launcher would set: none of it may leak into a test from outside.
+const LAUNCHER: [&str; 9] = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "KYKLOS_JOB_ID",
+    "KYKLOS_IDENTITY",
+    "KYKLOS_LAUNCH",
+];
+
+pub fn command(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kyklos"));
+    command.args(arguments).stdin(Stdio::null());
+    for name in LAUNCHER {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// Runs the program to its end, which must come within two minutes.
+pub fn kyklos(arguments: &[&str]) -> Output {
+    finish(
+        command(arguments)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap(),
+        Duration::from_secs(120),
+    )
+}
+
+/// Waits for a process; one that does not end is ended, and the test fails.
+pub fn finish(mut child: Child, limit: Duration) -> Output {
+    let pid = child.id();
+    let (mut stdout, mut stderr) = (child.stdout.take(), child.stderr.take());
+    let read = |stream: Option<Box<dyn std::io::Read + Send>>| {
+        thread::spawn(move || {
+            let mut all = Vec::new();
+            if let Some(mut stream) = stream {
+                let _ = stream.read_to_end(&mut all);
+            }
+            all
+        })
+    };
+    let out = read(stdout.take().map(|s| Box::new(s) as Box<dyn std::io::Read + Send>));
+    let err = read(stderr.take().map(|s| Box::new(s) as Box<dyn std::io::Read + Send>));
+    let until = Instant::now() + limit;
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        if Instant::now() > until {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            panic!("process {pid} did not end within {limit:?}");
+        }
+        thread::sleep(Duration::from_millis(5));
+    };
+    Output {
+        status,
+        stdout: out.join().unwrap(),
+        stderr: err.join().unwrap(),
+    }
+}
+
+pub fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+pub fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+#[track_caller]
+pub fn succeeds(output: &Output) {
+    assert_eq!(output.status.code(), Some(0), "{}{}", stdout(output), stderr(output));
+}
+
+/// Exit code 2, nothing on standard output, and one line on standard error that holds all of `words`.
+#[track_caller]
+pub fn refused(output: &Output, words: &[&str]) {
+    let text = stderr(output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert_eq!(stdout(output), "");
+    assert_eq!(text.lines().count(), 1, "{text}");
+    for word in words {
+        assert!(text.contains(word), "`{word}` is not in: {text}");
+    }
+}
+
+pub fn json(output: &Output) -> serde_json::Value {
+    succeeds(output);
+    serde_json::from_str(&stdout(output)).unwrap()
+}
+
+/// A tensor as the tests handle it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tensor {
+    pub shape: Vec<usize>,
+    pub data: Vec<f32>,
+}
+
+impl Tensor {
+    /// Numbers without a pattern that attention could hide in.
+    pub fn made(shape: &[usize], seed: u32) -> Self {
+        let mut state = u64::from(seed) * 0x9E37_79B9_7F4A_7C15 + 1;
+        let mut next = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * 2.0
+        };
+        Self {
+            shape: shape.to_vec(),
+            data: (0..shape.iter().product()).map(|_| next()).collect(),
+        }
+    }
+}
+
+pub fn write(path: &Path, tensors: &[(&str, &Tensor)]) {
+    let bytes: HashMap<&str, Vec<u8>> = tensors
+        .iter()
+        .map(|(name, tensor)| (*name, tensor.data.iter().flat_map(|x| x.to_le_bytes()).collect()))
+        .collect();
+    let views: Vec<(&str, TensorView<'_>)> = tensors
+        .iter()
+        .map(|(name, tensor)| {
+            (
+                *name,
+                TensorView::new(Dtype::F32, tensor.shape.clone(), &bytes[name]).unwrap(),
+            )
+        })
+        .collect();
+    std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+pub fn read(path: &Path, name: &str) -> Tensor {
+    let bytes = std::fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let view = file.tensor(name).unwrap();
+    assert_eq!(view.dtype(), Dtype::F32);
+    Tensor {
+        shape: view.shape().to_vec(),
+        data: view
+            .data()
+            .chunks_exact(4)
+            .map(|x| f32::from_le_bytes(x.try_into().unwrap()))
+            .collect(),
+    }
+}
+
+pub fn positions(path: &Path) -> Vec<i64> {
+    let bytes = std::fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let view = file.tensor("positions").unwrap();
+    assert_eq!(view.dtype(), Dtype::I64);
+    view.data()
+        .chunks_exact(8)
+        .map(|x| i64::from_le_bytes(x.try_into().unwrap()))
+        .collect()
+}
+
+/// Attention by its definition, in f64; o `[batch, seq, heads, dim]` and lse `[batch, heads, seq]`.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, sees: impl Fn(usize, usize, usize) -> bool) -> (Tensor, Tensor) {
+    let [batch, q_len, q_heads, dim] = q.shape[..] else { panic!() };
+    let [_, kv_len, kv_heads, _] = k.shape[..] else { panic!() };
+    let mut o = vec![0.0; q.data.len()];
+    let mut lse = vec![f32::NEG_INFINITY; batch * q_heads * q_len];
+    for b in 0..batch {
+        for i in 0..q_len {
+            for h in 0..q_heads {
+                let q_at = ((b * q_len + i) * q_heads + h) * dim;
+                let kv_at = |j: usize| ((b * kv_len + j) * kv_heads + h / (q_heads / kv_heads)) * dim;
+                let weights: Vec<(usize, f64)> = (0..kv_len)
+                    .filter(|j| sees(b, i, *j))
+                    .map(|j| {
+                        let dot: f64 = (0..dim)
+                            .map(|d| f64::from(q.data[q_at + d]) * f64::from(k.data[kv_at(j) + d]))
+                            .sum();
+                        (j, (dot / (dim as f64).sqrt()).exp())
+                    })
+                    .collect();
+                let sum: f64 = weights.iter().map(|(_, w)| w).sum();
+                if weights.is_empty() {
+                    continue;
+                }
+                lse[(b * q_heads + h) * q_len + i] = sum.ln() as f32;
+                for d in 0..dim {
+                    let x: f64 = weights.iter().map(|(j, w)| w * f64::from(v.data[kv_at(*j) + d])).sum();
+                    o[q_at + d] = (x / sum) as f32;
+                }
+            }
+        }
+    }
+    (
+        Tensor {
+            shape: q.shape.clone(),
+            data: o,
+        },
+        Tensor {
+            shape: vec![batch, q_heads, q_len],
+            data: lse,
+        },
+    )
+}
+
+/// The same shape, and values within what f32 sums of so few terms can lose.
+#[track_caller]
+pub fn assert_close(actual: &Tensor, expected: &Tensor) {
+    assert_eq!(actual.shape, expected.shape);
+    for (index, (a, e)) in actual.data.iter().zip(&expected.data).enumerate() {
+        assert!(a == e || (a - e).abs() < 4e-6, "element {index}: {a}, expected {e}");
+    }
+}
