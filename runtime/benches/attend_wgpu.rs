@@ -51,7 +51,7 @@ fn main() -> Result<(), Error> {
     let info = backend.info();
     println!("# {} ({}), kernel {}", info.name, info.driver, info.kernel);
     println!(
-        "batch,seq,q_heads,kv_heads,dim,dtype,mask,first_ms,median_ms,min_ms,max_ms,gflops_median,gflops_best,cpu_ms"
+        "batch,seq,q_heads,kv_heads,dim,dtype,mask,first_ms,median_ms,min_ms,max_ms,gflops_median,gflops_best,cpu_median_ms,cpu_min_ms"
     );
     let (shapes, repeats) = if has("--short") {
         (&SHAPES[..1], 7)
@@ -126,7 +126,8 @@ fn measure(backend: &WgpuBackend, (shape, dtype, mask): &Shape, repeats: usize) 
     let (first_s, _) = call()?;
     let mut samples = (0..repeats).map(|_| call()).collect::<Result<Vec<_>, _>>()?;
     samples.sort_by(|x, y| x.0.total_cmp(&y.0));
-    let cpu_s = samples.iter().map(|sample| sample.1).sum::<f64>() / repeats as f64;
+    let mut cpu: Vec<f64> = samples.iter().map(|sample| sample.1).collect();
+    cpu.sort_by(f64::total_cmp);
     let (min, median, max) = (samples[0].0, samples[repeats / 2].0, samples[repeats - 1].0);
     // Half of the square is counted for a causal mask.
     let share = if *mask == "causal" { 0.5 } else { 1.0 };
@@ -138,14 +139,15 @@ fn measure(backend: &WgpuBackend, (shape, dtype, mask): &Shape, repeats: usize) 
         * f64::from(seq)
         * f64::from(dim);
     println!(
-        "{batch},{seq},{q_heads},{kv_heads},{dim},{dtype},{mask},{:.1},{:.2},{:.2},{:.2},{:.1},{:.1},{:.1}",
+        "{batch},{seq},{q_heads},{kv_heads},{dim},{dtype},{mask},{:.1},{:.2},{:.2},{:.2},{:.1},{:.1},{:.1},{:.1}",
         first_s * 1e3,
         median * 1e3,
         min * 1e3,
         max * 1e3,
         gflop / median,
         gflop / min,
-        cpu_s * 1e3
+        cpu[repeats / 2] * 1e3,
+        cpu[0] * 1e3
     );
     Ok(())
 }

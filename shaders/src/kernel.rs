@@ -35,9 +35,8 @@ impl AttendVariant {
     pub const fn subgroup_broadcast(subgroup_size: u32, head_dim: u32) -> Self {
         // Unrolled statements grow with rows × dim; beyond some hundred, compile time and spills take over.
         let rows_per_lane = match head_dim {
-            0..=64 => 4,
-            65..=96 => 3,
-            97..=192 => 2,
+            0..=64 => 3,
+            65..=128 => 2,
             _ => 1,
         };
         Self::SubgroupBroadcast {
@@ -134,6 +133,8 @@ pub enum Access {
     Read,
     /// Storage that is read and written.
     ReadWrite,
+    /// A read-only storage texture of four u32 in a texel.
+    Texture,
 }
 
 /// A binding of group 0; its number is its index in [`Kernel::bindings`].
@@ -236,11 +237,19 @@ impl Kernel {
             access: Access::Uniform,
             element: self.uniform().name,
         }];
+        let key_value = |name, variant, storage: Storage| match variant {
+            AttendVariant::Portable => read(name, storage.unit_type()),
+            AttendVariant::SubgroupBroadcast { .. } => Binding {
+                name,
+                access: Access::Texture,
+                element: "texture_storage_2d<rgba32uint, read>",
+            },
+        };
         bindings.extend(match *self {
-            Self::Attend(AttendKernel { storage, .. }) => vec![
+            Self::Attend(AttendKernel { variant, storage, .. }) => vec![
                 read("q", storage.unit_type()),
-                read("k", storage.unit_type()),
-                read("v", storage.unit_type()),
+                key_value("k", variant, storage),
+                key_value("v", variant, storage),
                 write("state_a", "vec4<f32>"),
                 write("state_ml", "vec2<f32>"),
                 read("positions", "u32"),
@@ -319,12 +328,13 @@ impl Kernel {
         text.push('\n');
         for (index, binding) in self.bindings().iter().enumerate() {
             let (space, ty) = match binding.access {
-                Access::Uniform => ("uniform", binding.element.to_owned()),
-                Access::Read => ("storage, read", format!("array<{}>", binding.element)),
-                Access::ReadWrite => ("storage, read_write", format!("array<{}>", binding.element)),
+                Access::Uniform => ("<uniform>", binding.element.to_owned()),
+                Access::Read => ("<storage, read>", format!("array<{}>", binding.element)),
+                Access::ReadWrite => ("<storage, read_write>", format!("array<{}>", binding.element)),
+                Access::Texture => ("", binding.element.to_owned()),
             };
             text.push_str(&format!(
-                "@group(0) @binding({index}) var<{space}> {}: {ty};\n",
+                "@group(0) @binding({index}) var{space} {}: {ty};\n",
                 binding.name
             ));
         }

@@ -67,6 +67,17 @@ fn chunk_1(unit: vec4<u32>) -> vec4<f32> { return vec4<f32>(pair(unit.z), pair(u
         }
     }
 
+    /// Functions `texel_0(texel)` and, for 16-bit types, `texel_1(texel)`: the same for a unit read as four words.
+    pub(crate) const fn texel_functions(self) -> &'static str {
+        match self {
+            Self::F32 => "fn texel_0(texel: vec4<u32>) -> vec4<f32> { return bitcast<vec4<f32>>(texel); }",
+            Self::F16 | Self::Bf16 => {
+                "fn texel_0(texel: vec4<u32>) -> vec4<f32> { return chunk_0(texel); }
+fn texel_1(texel: vec4<u32>) -> vec4<f32> { return chunk_1(texel); }"
+            }
+        }
+    }
+
     /// For 16-bit types, `rounded(x)`: the bits of x rounded to nearest, ties to even. `pack2x16float` may truncate,
     /// and promises nothing for what overflows.
     pub(crate) const fn round_function(self) -> &'static str {

@@ -92,9 +92,7 @@ let full_runs = work[starts];
 let partial_runs = work[starts + 1u];
 let runs_end = work[starts + 2u];
 if (full_runs == runs_end) { return; }
-let spans = params.spans_at + 2u * class_index * params.rows;
-let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
-let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;",
+let spans = params.spans_at + 2u * class_index * params.rows;",
     );
 }
 

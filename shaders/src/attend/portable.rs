@@ -155,6 +155,11 @@ impl Shape {
     fn begin(&self, t: &mut Text) {
         t.line("let tr = thread >> 3u;");
         t.line("let tc = thread & 7u;");
+        for x in ["k", "v"] {
+            t.line(format!(
+                "let {x}_base = params.{x}_offset + batch * params.{x}_batch + kv_head * params.{x}_head;"
+            ));
+        }
         for i in 0..self.rows {
             t.lines(&format!(
                 "let row{i} = tile * {}u + {}u + tr;

@@ -1,16 +1,22 @@
 //! Attention for drivers that compute on the host's cores: one subgroup is one workgroup, and one SIMD register there.
 //!
 //! Each lane carries whole query rows in named registers, all lanes walk the same keys. A key's row is fetched by the
-//! subgroup together, lane l taking units l, l + size, …, and each chunk is then broadcast from a constant lane: such
-//! drivers turn a load into a loop over the lanes whatever the addresses are, and a broadcast into one shuffle. There
-//! is no workgroup memory, no barrier, no private array and no branch in the loop, each of which costs more there than
-//! the arithmetic it could save; hence also the unconditional rescaling.
+//! subgroup together, lane l taking units l, l + size, …, and each element is then broadcast from a constant lane,
+//! which is one shuffle. There is no workgroup memory, no barrier, no private array and no branch in the loop, each of
+//! which costs more on such drivers than the arithmetic it could save; hence also the unconditional rescaling.
+//!
+//! K and V are textures of 16-byte texels: x = KV head · units of a head + unit, y = (batch entry − `batch_first`) ·
+//! `k_batch` + key − `key_begin` (`v_batch` for v; their other offsets and strides are not used). These drivers read a
+//! texel in a few instructions, but turn a load from a buffer into a loop over lanes and components that goes through
+//! memory: 20 times slower without AVX-512.
 
 use crate::kernel::AttendKernel;
 use crate::text::Text;
 
-/// Keys in which the work list counts; the kernel takes them one by one.
+/// Keys in which the work list counts; a multiple of the keys that one turn of the loop over full runs takes.
 pub(crate) const KV_COLS: u32 = 32;
+
+const COMPONENTS: [&str; 4] = ["x", "y", "z", "w"];
 
 pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
     let shape = Shape {
@@ -19,6 +25,7 @@ pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
         rows,
         chunks: kernel.head_dim / 4,
         units: kernel.head_dim / kernel.storage.unit_elements(),
+        keys_at_once: if kernel.head_dim <= 256 { 2 } else { 1 },
     };
     let mut t = Text::default();
     t.line(format!(
@@ -27,14 +34,19 @@ pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
         kernel.head_dim
     ));
     t.lines(&super::prelude(kernel));
+    t.line("");
+    t.lines(kernel.storage.texel_functions());
+    t.line("");
     t.line(format!("@compute @workgroup_size({lanes})"));
     t.block(
         "fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation_id) lane: u32)",
         |t| {
             super::item(t);
             shape.begin(t);
-            super::runs(t, "full_runs", "partial_runs", |t| shape.keys(t, false));
-            super::runs(t, "partial_runs", "runs_end", |t| shape.keys(t, true));
+            super::runs(t, "full_runs", "partial_runs", |t| {
+                shape.keys(t, shape.keys_at_once, false)
+            });
+            super::runs(t, "partial_runs", "runs_end", |t| shape.keys(t, 1, true));
             shape.end(t);
         },
     );
@@ -51,6 +63,8 @@ struct Shape {
     chunks: u32,
     /// 16-byte units in a head.
     units: u32,
+    /// Keys in one turn of the loop over full runs.
+    keys_at_once: u32,
 }
 
 impl Shape {
@@ -59,11 +73,14 @@ impl Shape {
         for load in 0..self.loads() {
             // Behind the head, lanes fetch its last unit again, and nobody asks them for it.
             t.line(format!(
-                "let unit{load} = min(lane + {}u, {}u);",
+                "let unit{load} = kv_head * {}u + min(lane + {}u, {}u);",
+                self.units,
                 load * self.lanes,
                 self.units - 1
             ));
         }
+        t.line("let k_y = (batch - params.batch_first) * params.k_batch - params.key_begin;");
+        t.line("let v_y = (batch - params.batch_first) * params.v_batch - params.key_begin;");
         for r in 0..self.rows {
             t.lines(&format!(
                 "let row{r} = tile * {}u + {}u + lane;
@@ -92,76 +109,136 @@ var seen{r} = full_runs < partial_runs;",
                 }
             }
             for c in 0..self.chunks {
-                t.line(format!("var a{r}_{c} = state_a[a_at{r} + {c}u];"));
+                for component in COMPONENTS {
+                    t.line(format!("var a{r}_{c}{component} = 0.0f;"));
+                }
             }
-        }
-    }
-
-    /// The keys of one run.
-    fn keys(&self, t: &mut Text, partial: bool) {
-        t.line("var k_at = k_base + first * params.k_row;");
-        t.line("var v_at = v_base + first * params.v_row;");
-        t.block("for (var key = first; key < end; key++)", |t| {
-            self.fetch(t, "k");
-            for c in 0..self.chunks {
-                t.line(format!("let kb{c} = {};", self.broadcast("k", c)));
-                for r in 0..self.rows {
-                    if c == 0 {
-                        t.line(format!("var s{r} = q{r}_0 * kb0;"));
-                    } else {
-                        t.line(format!("s{r} = fma(q{r}_{c}, kb{c}, s{r});"));
+            // Where nothing was seen yet a is 0, and such drivers skip loads that no lane asks for.
+            t.block(format!("if (ml{r}.x != EMPTY_M)"), |t| {
+                for c in 0..self.chunks {
+                    t.line(format!("let a{r}_{c} = state_a[a_at{r} + {c}u];"));
+                    for component in COMPONENTS {
+                        t.line(format!("a{r}_{c}{component} = a{r}_{c}.{component};"));
                     }
                 }
-            }
-            if partial {
-                t.line("let position = positions[params.keys_at + key];");
-            }
-            for r in 0..self.rows {
-                self.weight(t, partial, r);
-            }
-            self.fetch(t, "v");
-            for c in 0..self.chunks {
-                t.line(format!("let vb{c} = {};", self.broadcast("v", c)));
-                for r in 0..self.rows {
-                    let value = if partial {
-                        format!("select(vec4<f32>(), vb{c}, vis{r})")
-                    } else {
-                        format!("vb{c}")
-                    };
-                    t.line(format!(
-                        "a{r}_{c} = fma({value}, vec4<f32>(p{r}), a{r}_{c} * corr{r});"
-                    ));
-                }
-            }
-            t.line("k_at += params.k_row;");
-            t.line("v_at += params.v_row;");
-        });
+            });
+        }
     }
 
-    /// Logit, maximum and weight of one row.
-    fn weight(&self, t: &mut Text, partial: bool, r: u32) {
-        t.line(format!("let dot{r} = (s{r}.x + s{r}.y) + (s{r}.z + s{r}.w);"));
-        let logit = if self.kernel.softcap {
-            format!("capped(dot{r})")
-        } else {
-            format!("dot{r}")
-        };
-        if partial {
-            t.line(format!("let vis{r} = lo{r} <= position && position < hi{r};"));
-            t.line(format!("let x{r} = select(EMPTY_M, {logit}, vis{r});"));
-            t.line(format!("seen{r} = seen{r} || vis{r};"));
-        } else {
-            t.line(format!("let x{r} = {logit};"));
+    /// The keys of one run, `at_once` of them in a turn of the loop.
+    ///
+    /// Written component by component, so that few values live at a time: what does not fit the processor's registers
+    /// goes through memory, and costs more than the arithmetic.
+    fn keys(&self, t: &mut Text, at_once: u32, partial: bool) {
+        t.block(
+            format!("for (var key = first; key < end; key += {at_once}u)"),
+            |t| {
+                for j in 0..at_once {
+                    self.fetch(t, "k", j);
+                }
+                let chains = self.chains(at_once);
+                for c in 0..self.chunks {
+                    for (x, component) in COMPONENTS.iter().enumerate() {
+                        let chain = (4 * c + x as u32) % chains;
+                        for j in 0..at_once {
+                            t.line(format!(
+                                "let k{j}_{c}{component} = {};",
+                                self.broadcast("k", j, c, component)
+                            ));
+                        }
+                        for r in 0..self.rows {
+                            for j in 0..at_once {
+                                let s = format!("s{r}_{j}_{chain}");
+                                if 4 * c + (x as u32) < chains {
+                                    t.line(format!("var {s} = q{r}_{c}.{component} * k{j}_{c}{component};"));
+                                } else {
+                                    t.line(format!(
+                                        "{s} = fma(q{r}_{c}.{component}, k{j}_{c}{component}, {s});"
+                                    ));
+                                }
+                            }
+                        }
+                    }
+                }
+                if partial {
+                    t.line("let position = positions[params.keys_at + key];");
+                }
+                for r in 0..self.rows {
+                    self.weights(t, at_once, partial, r);
+                }
+                for j in 0..at_once {
+                    self.fetch(t, "v", j);
+                }
+                for c in 0..self.chunks {
+                    for component in COMPONENTS {
+                        for j in 0..at_once {
+                            t.line(format!(
+                                "let v{j}_{c}{component} = {};",
+                                self.broadcast("v", j, c, component)
+                            ));
+                        }
+                        for r in 0..self.rows {
+                            let a = format!("a{r}_{c}{component}");
+                            let sum = (0..at_once).fold(format!("{a} * corr{r}"), |sum, j| {
+                                let value = if partial {
+                                    format!("select(0.0f, v{j}_{c}{component}, vis{r})")
+                                } else {
+                                    format!("v{j}_{c}{component}")
+                                };
+                                format!("fma({value}, p{r}_{j}, {sum})")
+                            });
+                            t.line(format!("{a} = {sum};"));
+                        }
+                    }
+                }
+            },
+        );
+    }
+
+    /// Independent sums in a dot product: enough for additions to overlap.
+    fn chains(&self, at_once: u32) -> u32 {
+        (8 / (self.rows * at_once)).clamp(1, 4)
+    }
+
+    /// Logits, maximum and weights of one row.
+    fn weights(&self, t: &mut Text, at_once: u32, partial: bool, r: u32) {
+        for j in 0..at_once {
+            let sum = (0..self.chains(at_once))
+                .map(|chain| format!("s{r}_{j}_{chain}"))
+                .collect::<Vec<_>>()
+                .join(" + ");
+            t.line(format!("let dot{r}_{j} = {sum};"));
+            let logit = if self.kernel.softcap {
+                format!("capped(dot{r}_{j})")
+            } else {
+                format!("dot{r}_{j}")
+            };
+            if partial {
+                t.line(format!("let vis{r} = lo{r} <= position && position < hi{r};"));
+                t.line(format!("let x{r}_{j} = select(EMPTY_M, {logit}, vis{r});"));
+                t.line(format!("seen{r} = seen{r} || vis{r};"));
+            } else {
+                t.line(format!("let x{r}_{j} = {logit};"));
+            }
         }
-        t.line(format!("let n{r} = max(m{r}, x{r});"));
+        let max = (0..at_once).fold(format!("m{r}"), |max, j| format!("max({max}, x{r}_{j})"));
+        t.line(format!("let n{r} = {max};"));
         t.line(format!("let corr{r} = exp2(m{r} - n{r});"));
-        if partial {
-            t.line(format!("let p{r} = select(0.0f, exp2(x{r} - n{r}), vis{r});"));
-        } else {
-            t.line(format!("let p{r} = exp2(x{r} - n{r});"));
+        for j in 0..at_once {
+            if partial {
+                t.line(format!(
+                    "let p{r}_{j} = select(0.0f, exp2(x{r}_{j} - n{r}), vis{r});"
+                ));
+            } else {
+                t.line(format!("let p{r}_{j} = exp2(x{r}_{j} - n{r});"));
+            }
         }
         t.line(format!("m{r} = n{r};"));
-        t.line(format!("l{r} = fma(l{r}, corr{r}, p{r});"));
+        let sum = (0..at_once)
+            .map(|j| format!("p{r}_{j}"))
+            .collect::<Vec<_>>()
+            .join(" + ");
+        t.line(format!("l{r} = fma(l{r}, corr{r}, {sum});"));
     }
 
     /// Writes the state of rows that saw a key.
@@ -169,7 +246,10 @@ var seen{r} = full_runs < partial_runs;",
         for r in 0..self.rows {
             t.block(format!("if (in{r} && seen{r})"), |t| {
                 for c in 0..self.chunks {
-                    t.line(format!("state_a[a_at{r} + {c}u] = a{r}_{c};"));
+                    let [x, y, z, w] = COMPONENTS.map(|component| format!("a{r}_{c}{component}"));
+                    t.line(format!(
+                        "state_a[a_at{r} + {c}u] = vec4<f32>({x}, {y}, {z}, {w});"
+                    ));
                 }
                 t.line(format!(
                     "let m = select(natural_of(m{r}), ml{r}.x, m{r} == base2_of(ml{r}.x));"
@@ -179,25 +259,25 @@ var seen{r} = full_runs < partial_runs;",
         }
     }
 
-    /// Fetches the row at `k_at` or `v_at`: this lane's units, unpacked before they are broadcast.
-    fn fetch(&self, t: &mut Text, tensor: &str) {
+    /// Fetches the row of key `key + j`: this lane's units, unpacked before they are broadcast.
+    fn fetch(&self, t: &mut Text, tensor: &str, j: u32) {
         for load in 0..self.loads() {
             t.line(format!(
-                "let {tensor}_unit{load} = {tensor}[{tensor}_at + unit{load}];"
+                "let {tensor}{j}_unit{load} = textureLoad({tensor}, vec2<u32>(unit{load}, {tensor}_y + key + {j}u));"
             ));
             for half in 0..self.unit_chunks() {
                 t.line(format!(
-                    "let {tensor}_own{load}_{half} = chunk_{half}({tensor}_unit{load});"
+                    "let {tensor}{j}_own{load}_{half} = texel_{half}({tensor}{j}_unit{load});"
                 ));
             }
         }
     }
 
     /// Chunk `c` of the fetched row, in every lane.
-    fn broadcast(&self, tensor: &str, c: u32) -> String {
+    fn broadcast(&self, tensor: &str, j: u32, c: u32, component: &str) -> String {
         let unit = c / self.unit_chunks();
         format!(
-            "subgroupBroadcast({tensor}_own{}_{}, {}u)",
+            "subgroupBroadcast({tensor}{j}_own{}_{}.{component}, {}u)",
             unit / self.lanes,
             c % self.unit_chunks(),
             unit % self.lanes

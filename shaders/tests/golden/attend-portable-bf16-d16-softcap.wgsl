@@ -99,10 +99,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let runs_end = work[starts + 2u];
     if (full_runs == runs_end) { return; }
     let spans = params.spans_at + 2u * class_index * params.rows;
-    let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
-    let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
     let tr = thread >> 3u;
     let tc = thread & 7u;
+    let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
+    let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
     let row0 = tile * 32u + 0u + tr;
     let in0 = row0 < params.rows;
     let safe0 = min(row0, params.rows - 1u);

@@ -5,11 +5,11 @@ use std::ops::Range;
 use kyklos_shaders::{AttendKernel, AttendParams, Kernel};
 
 use super::clock::now_s;
-use super::dispatch::Window;
+use super::dispatch::{Bound, Window};
 use super::pieces::{Flight, Pace};
 use super::region::{Strided, cut};
 use super::work::WorkList;
-use super::{WgpuBackend, WgpuBuffer, checked_dim, narrow};
+use super::{WgpuBackend, WgpuBuffer, checked_dim, narrow, texture};
 use crate::backend::{Attend, Control, Layout, Operand, yield_now};
 use crate::{Error, Result};
 
@@ -62,10 +62,21 @@ struct Region {
 /// The tensors of a region.
 struct Windows<'a> {
     q: Window<'a>,
-    k: Window<'a>,
-    v: Window<'a>,
+    kv: KeysValues<'a>,
     a: Window<'a>,
     ml: Window<'a>,
+}
+
+/// Keys and values, as the kernel's variant reads them.
+enum KeysValues<'a> {
+    Buffers {
+        k: Window<'a>,
+        v: Window<'a>,
+    },
+    Textures {
+        k: wgpu::TextureView,
+        v: wgpu::TextureView,
+    },
 }
 
 impl<'a> Call<'a> {
@@ -120,14 +131,20 @@ impl<'a> Call<'a> {
         let tile = self.kernel.tile();
         let (q_rows, kv_cols) = (tile.q_rows as usize, tile.kv_cols as usize);
         let all = [&self.q, &self.k, &self.v, &self.a];
-        let batch_step = if all.iter().all(|tensor| tensor.fits(limit)) {
+        let mut batch_step = if all.iter().all(|tensor| tensor.fits(limit)) {
             shape.batch
         } else {
             1
         };
         let rows = self.q.rows_within(limit).min(self.a.rows_within(limit));
         let tile_step = (rows / q_rows).max(1);
-        let keys = self.k.rows_within(limit).min(self.v.rows_within(limit));
+        let mut keys = self.k.rows_within(limit).min(self.v.rows_within(limit));
+        if self.backend.broadcast.is_some() {
+            // One row of a texture for each key of each batch entry.
+            let most = self.backend.gpu.limits.max_texture_dimension_2d as usize;
+            batch_step = batch_step.min((most / self.args.work.kv_positions.len()).max(1));
+            keys = keys.min(most);
+        }
         let tiles = self.args.work.q_tiles();
         let items = (batch_step * shape.heads * tiles.min(tile_step)) as u64;
         let key_step = keys
@@ -162,8 +179,20 @@ impl<'a> Call<'a> {
         let ml = Strided::dense_f32([shape.batch, shape.heads, shape.rows, 2]);
         Ok(Windows {
             q: gpu.window("q", args.q.buffer, self.q.bytes(batch, &rows))?,
-            k: gpu.window("k", args.k.buffer, self.k.bytes(batch, &keys))?,
-            v: gpu.window("v", args.v.buffer, self.v.bytes(batch, &keys))?,
+            kv: if self.backend.broadcast.is_some() {
+                let texture = |label, operand: &Operand<'_, WgpuBuffer>, tensor: &Strided| {
+                    texture::texture(gpu, label, tensor.source(operand.buffer), batch, &keys)
+                };
+                KeysValues::Textures {
+                    k: texture("k", &args.k, &self.k)?,
+                    v: texture("v", &args.v, &self.v)?,
+                }
+            } else {
+                KeysValues::Buffers {
+                    k: gpu.window("k", args.k.buffer, self.k.bytes(batch, &keys))?,
+                    v: gpu.window("v", args.v.buffer, self.v.bytes(batch, &keys))?,
+                }
+            },
             a: gpu.window("state a", args.state.a, self.a.bytes(batch, &rows))?,
             ml: gpu.window("state ml", args.state.ml, ml.bytes(batch, &(0..shape.heads)))?,
         })
@@ -177,19 +206,23 @@ impl<'a> Call<'a> {
         params.first_item = narrow(items.start)?;
         params.items = narrow(items.end - items.start)?;
         params.grid_width = grid.width;
+        let [k, v] = match &windows.kv {
+            KeysValues::Buffers { k, v } => [Bound::Buffer(*k), Bound::Buffer(*v)],
+            KeysValues::Textures { k, v } => [Bound::Texture(k), Bound::Texture(v)],
+        };
         let mut encoder = gpu.encoder("attend");
         gpu.record(
             &mut encoder,
             Kernel::Attend(self.kernel),
             bytemuck::bytes_of(&params),
             &[
-                windows.q,
-                windows.k,
-                windows.v,
-                windows.a,
-                windows.ml,
-                gpu.whole("positions", &self.positions)?,
-                gpu.whole("work list", &self.work)?,
+                windows.q.into(),
+                k,
+                v,
+                windows.a.into(),
+                windows.ml.into(),
+                gpu.whole("positions", &self.positions)?.into(),
+                gpu.whole("work list", &self.work)?.into(),
             ],
             grid,
         )?;
@@ -209,8 +242,12 @@ impl<'a> Call<'a> {
         let (args, shape) = (self.args, self.args.state.shape);
         let unit = self.kernel.storage.unit_elements() as usize;
         let q = units(&args.q.layout, unit, windows.q)?;
-        let k = units(&args.k.layout, unit, windows.k)?;
-        let v = units(&args.v.layout, unit, windows.v)?;
+        let [k, v] = match &windows.kv {
+            KeysValues::Buffers { k, v } => {
+                [units(&args.k.layout, unit, *k)?, units(&args.v.layout, unit, *v)?]
+            }
+            KeysValues::Textures { .. } => [[0, narrow("the number of keys", region.keys.len())?, 0, 0]; 2],
+        };
         let (q_scale, cap) = match args.softcap {
             Some(cap) => (args.scale / cap, cap * std::f32::consts::LOG2_E),
             None => (args.scale * std::f32::consts::LOG2_E, 0.0),

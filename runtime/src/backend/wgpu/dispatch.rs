@@ -30,6 +30,19 @@ pub(super) struct Window<'a> {
     size: u64,
 }
 
+/// What a kernel is given.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Bound<'a> {
+    Buffer(Window<'a>),
+    Texture(&'a wgpu::TextureView),
+}
+
+impl<'a> From<Window<'a>> for Bound<'a> {
+    fn from(window: Window<'a>) -> Self {
+        Self::Buffer(window)
+    }
+}
+
 impl Window<'_> {
     /// 16-byte units of the buffer that lie before the window. Kernels subtract them, wrapping.
     pub(super) fn skipped_units(&self) -> Result<u32> {
@@ -72,15 +85,7 @@ impl Gpu {
             .map(|(binding, bound)| wgpu::BindGroupLayoutEntry {
                 binding,
                 visibility: wgpu::ShaderStages::COMPUTE,
-                ty: wgpu::BindingType::Buffer {
-                    ty: match bound.access {
-                        Access::Uniform => wgpu::BufferBindingType::Uniform,
-                        Access::Read => wgpu::BufferBindingType::Storage { read_only: true },
-                        Access::ReadWrite => wgpu::BufferBindingType::Storage { read_only: false },
-                    },
-                    has_dynamic_offset: false,
-                    min_binding_size: None,
-                },
+                ty: binding_type(bound.access),
                 count: None,
             })
             .collect();
@@ -185,26 +190,29 @@ impl Gpu {
         encoder: &mut wgpu::CommandEncoder,
         kernel: Kernel,
         params: &[u8],
-        storage: &[Window<'_>],
+        bound: &[Bound<'_>],
         grid: Grid,
     ) -> Result<()> {
         let pipeline = self.pipeline(kernel)?;
         let label = Some(pipeline.label.as_str());
         let uniform = self.uniform(&pipeline.label, params)?;
-        let uniform = Window {
+        let uniform = Bound::Buffer(Window {
             buffer: &uniform,
             offset: 0,
             size: uniform.size(),
-        };
+        });
         let entries: Vec<_> = (0..)
-            .zip(std::iter::once(&uniform).chain(storage))
-            .map(|(binding, window)| wgpu::BindGroupEntry {
+            .zip(std::iter::once(&uniform).chain(bound))
+            .map(|(binding, bound)| wgpu::BindGroupEntry {
                 binding,
-                resource: wgpu::BindingResource::Buffer(wgpu::BufferBinding {
-                    buffer: window.buffer,
-                    offset: window.offset,
-                    size: std::num::NonZeroU64::new(window.size),
-                }),
+                resource: match *bound {
+                    Bound::Buffer(window) => wgpu::BindingResource::Buffer(wgpu::BufferBinding {
+                        buffer: window.buffer,
+                        offset: window.offset,
+                        size: std::num::NonZeroU64::new(window.size),
+                    }),
+                    Bound::Texture(view) => wgpu::BindingResource::TextureView(view),
+                },
             })
             .collect();
         let group = self.device.create_bind_group(&wgpu::BindGroupDescriptor {
@@ -225,6 +233,24 @@ impl Gpu {
     pub(super) fn encoder(&self, label: &str) -> wgpu::CommandEncoder {
         self.device
             .create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some(label) })
+    }
+}
+
+fn binding_type(access: Access) -> wgpu::BindingType {
+    let buffer = |ty| wgpu::BindingType::Buffer {
+        ty,
+        has_dynamic_offset: false,
+        min_binding_size: None,
+    };
+    match access {
+        Access::Uniform => buffer(wgpu::BufferBindingType::Uniform),
+        Access::Read => buffer(wgpu::BufferBindingType::Storage { read_only: true }),
+        Access::ReadWrite => buffer(wgpu::BufferBindingType::Storage { read_only: false }),
+        Access::Texture => wgpu::BindingType::StorageTexture {
+            access: wgpu::StorageTextureAccess::ReadOnly,
+            format: wgpu::TextureFormat::Rgba32Uint,
+            view_dimension: wgpu::TextureViewDimension::D2,
+        },
     }
 }
 

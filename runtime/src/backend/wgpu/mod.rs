@@ -17,6 +17,7 @@ mod download;
 mod ops;
 mod pieces;
 mod region;
+mod texture;
 mod work;
 
 use std::ops::Range;

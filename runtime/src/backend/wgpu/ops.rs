@@ -23,7 +23,13 @@ pub(super) fn reset_state(gpu: &Gpu, state: &mut StateMut<'_, WgpuBuffer>) -> Re
     let ml = gpu.whole("state ml", state.ml)?;
     let mut encoder = gpu.encoder("reset state");
     encoder.clear_buffer(&state.a.raw, 0, Some(state.shape.a_bytes() as u64));
-    gpu.record(&mut encoder, kernel, bytemuck::bytes_of(&params), &[ml], grid)?;
+    gpu.record(
+        &mut encoder,
+        kernel,
+        bytemuck::bytes_of(&params),
+        &[ml.into()],
+        grid,
+    )?;
     gpu.submit(Some(encoder.finish()));
     Ok(())
 }
@@ -59,7 +65,7 @@ pub(super) fn merge(
             &mut encoder,
             kernel,
             bytemuck::bytes_of(&params),
-            &[into_a, into_ml, from_a, from_ml],
+            &[into_a, into_ml, from_a, from_ml].map(Into::into),
             grid,
         )?;
     }
@@ -101,7 +107,7 @@ pub(super) fn finalize(
             &mut encoder,
             kernel,
             bytemuck::bytes_of(&params),
-            &[a, ml, o, lse],
+            &[a, ml, o, lse].map(Into::into),
             grid,
         )?;
     }
@@ -176,7 +182,7 @@ pub(super) fn repack(
                 &mut encoder,
                 kernel,
                 bytemuck::bytes_of(&params),
-                &[source, target],
+                &[source.into(), target.into()],
                 grid,
             )?;
         }

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use super::wide;
+use super::texture::Source;
+use super::{WgpuBuffer, wide};
 use crate::backend::Layout;
 
 /// A strided `[batch, rows, heads, ·]` tensor, in bytes.
@@ -11,6 +12,8 @@ pub(super) struct Strided {
     layout: Layout,
     batch: usize,
     rows: usize,
+    heads: usize,
+    head_bytes: usize,
     /// From the first byte of a row to the last of its last head.
     row_reach: usize,
 }
@@ -29,6 +32,8 @@ impl Strided {
             layout,
             batch,
             rows,
+            heads,
+            head_bytes: dim * element_bytes,
         }
     }
 
@@ -55,6 +60,16 @@ impl Strided {
     pub(super) fn fits(&self, limit: u64) -> bool {
         let all = self.bytes(&(0..self.batch), &(0..self.rows));
         all.end - all.start <= limit
+    }
+
+    /// It, in `buffer`, as what a texture is made of.
+    pub(super) fn source<'a>(&self, buffer: &'a WgpuBuffer) -> Source<'a> {
+        Source {
+            buffer,
+            layout: self.layout,
+            heads: self.heads,
+            head_bytes: self.head_bytes,
+        }
     }
 
     /// How many rows of one batch entry a window of `limit` bytes holds, at least one.
