@@ -8,11 +8,13 @@ mod common;
 
 use kyklos::backend::Backend;
 use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 fn main() {
     let arguments = Arguments::from_args();
-    let trials = suite("cpu", || Ok(CpuBackend::new()));
+    let mut trials = suite("cpu", || Ok(CpuBackend::new()));
+    trials.extend(wgpu_trials());
     libtest_mimic::run(&arguments, trials).exit();
 }
 
@@ -31,4 +33,40 @@ fn suite<B: Backend + 'static>(
         })
     });
     trials.collect()
+}
+
+/// The suite for every kernel variant of every adapter. Without an adapter each claim is ignored, with the reason, or
+/// fails where a GPU was promised.
+fn wgpu_trials() -> Vec<Trial> {
+    let adapters = WgpuBackend::enumerate();
+    if adapters.is_empty() {
+        let promised = std::env::var_os("KYKLOS_REQUIRE_GPU").is_some_and(|value| value == "1");
+        let reason =
+            "no Vulkan, Metal or DX12 driver here: scripts/test.sh installs a software one on Debian";
+        let claims = common::conformance::checks::<WgpuBackend>();
+        let trials = claims.into_iter().map(|(claim, _)| {
+            Trial::test(format!("wgpu: {claim} [{reason}]"), move || {
+                Err(Failed::from(reason))
+            })
+            .with_ignored_flag(!promised)
+        });
+        return trials.collect();
+    }
+    let mut trials = Vec::new();
+    for (index, adapter) in adapters.iter().enumerate() {
+        for (variant, kernel) in [
+            ("portable", KernelChoice::Portable),
+            ("subgroup", KernelChoice::SubgroupBroadcast),
+        ] {
+            let make = move || {
+                WgpuBackend::with_options(index, &WgpuOptions { kernel }).map_err(|error| error.to_string())
+            };
+            // Not every adapter has subgroups of a size that the kernel can use.
+            if make().is_ok() {
+                let who: &'static str = format!("wgpu {index} {variant} ({})", adapter.name).leak();
+                trials.extend(suite(who, make));
+            }
+        }
+    }
+    trials
 }

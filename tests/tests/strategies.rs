@@ -265,7 +265,12 @@ fn a_block_under_the_wrong_owner_is_caught() {
     // Zigzag and contiguous blocks are seen whole or not at all, whoever owns them; striped ones have a diagonal.
     // Rank 1 takes the block of the shard after it for that of the shard before it.
     let plan = &mut world.plans[1];
-    let block = |name: &str| plan.buffers.iter().position(|buffer| buffer.name == name).unwrap();
+    let block = |name: &str| {
+        plan.buffers
+            .iter()
+            .position(|buffer| buffer.name == name)
+            .unwrap()
+    };
     let (theirs, mistaken) = (block("kv of shard 2"), block("kv of shard 0"));
     let count = plan.buffers[theirs].tokens.len();
     plan.buffers[theirs].tokens = plan.buffers[mistaken].tokens.slice(0..count);

@@ -14,6 +14,32 @@
 //! - Failure is collective. The first failure that the coordinator (rank 0) sees becomes everyone's: all
 //!   completions that are outstanding and all later calls end with [`TransportError::Aborted`], and the flag of
 //!   [`Transport::stop_flag`] rises so that long computations can give up between two pieces.
+//! - A deadline ends its own call only; whoever sees it decides whether the operation goes on, and calls
+//!   [`Transport::abort`] if not.
+//! - A rank that leaves with [`Transport::close`] is not dead: the others go on without it, unless they still
+//!   expected something of it. After an abort, close too: over QUIC that is when the others are sure to have heard.
+//!
+//! # Implementations
+//!
+//! - [`in_process_group`]: ranks as threads (or tasks) of one process; hands payload over without copying it. The
+//!   reference implementation, and the only one on wasm, where nothing watches deadlines.
+//! - `quic` (feature `quic`): ranks as processes, over UDP, with certificates on both sides. `WIRE.md` has its bytes,
+//!   `LEFT_OUT.md` what it does not do yet.
+//!
+//! One conformance suite (`tests/conformance`) holds both to this contract.
+//!
+//! ```
+//! use std::time::Duration;
+//! use kyklos_transport::{Rank, Tag, in_process_group};
+//!
+//! let group = in_process_group(2);
+//! let (tag, second) = (Tag { op: 0, message: 0 }, Duration::from_secs(1));
+//! let sent = group[0].post_send(Rank(1), tag, vec!["to rank 1".into()], second);
+//! let received = group[1].post_recv(Rank(0), tag, &[9], second);
+//! assert_eq!(pollster::block_on(received)?, ["to rank 1"]);
+//! pollster::block_on(sent)?;
+//! # Ok::<(), kyklos_transport::TransportError>(())
+//! ```
 #![forbid(unsafe_code)]
 
 mod ballot;
