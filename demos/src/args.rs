@@ -5,6 +5,7 @@ use std::num::{NonZeroU32, NonZeroU64};
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind, Strategy};
 
@@ -316,12 +317,18 @@ pub(crate) fn one_line(error: &clap::Error) -> String {
             parts.push(line.strip_prefix("error: ").unwrap_or(line));
         }
     }
-    let (first, rest) = parts.split_first().map_or(("", &[][..]), |(first, rest)| (*first, rest));
+    let (first, rest) = parts
+        .split_first()
+        .map_or(("", &[][..]), |(first, rest)| (*first, rest));
     let joined = rest.iter().fold(first.to_owned(), |mut all, part| {
         all.push_str(if all.ends_with(':') { " " } else { "; " });
         all.push_str(part);
         all
     });
-    format!("{joined}; kyklos --help and kyklos <command> --help list what there is")
+    match error.kind() {
+        ErrorKind::UnknownArgument | ErrorKind::InvalidSubcommand | ErrorKind::MissingRequiredArgument => {
+            format!("{joined}; kyklos --help and kyklos <command> --help list what there is")
+        }
+        _ => joined,
+    }
 }
-

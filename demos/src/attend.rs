@@ -132,7 +132,11 @@ fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
         false => None,
     };
     let (world, checks) = request.plan()?;
-    let steps = world.plans.iter().map(|plan| plan.steps.len() as u64).sum::<u64>();
+    let steps = world
+        .plans
+        .iter()
+        .map(|plan| plan.steps.len() as u64)
+        .sum::<u64>();
     let clock = Arc::new(SystemClock::new());
     let ranks = world.mesh.world();
     let here_steps = steps * args.repeat.get() * u64::from(here.min(ranks)) / u64::from(ranks.max(1));

@@ -34,7 +34,11 @@ pub(crate) fn demo() -> Result<()> {
     let (devices, speeds) = take_part()?;
     let total: f64 = speeds.iter().sum();
     let world = u32::try_from(devices.len()).map_err(|_| Failure::run("too many devices"))?;
-    let problem = AttentionProblem::new([1, tokens_for(total), HEADS, KV_HEADS, DIM], Dtype::F32, Mask::causal())?;
+    let problem = AttentionProblem::new(
+        [1, tokens_for(total), HEADS, KV_HEADS, DIM],
+        Dtype::F32,
+        Mask::causal(),
+    )?;
     let request = Request {
         problem,
         mask_text: "causal".to_owned(),
@@ -47,13 +51,19 @@ pub(crate) fn demo() -> Result<()> {
     print(&headline(&request))?;
     for ((rank, device), speed) in devices.iter().enumerate().zip(&speeds) {
         let share = 100.0 * speed / total;
-        print(&format!("rank {rank}     {device}, {speed:.0} GFLOP/s in a probe: {share:.0} % of the tokens\n"))?;
+        print(&format!(
+            "rank {rank}     {device}, {speed:.0} GFLOP/s in a probe: {share:.0} % of the tokens\n"
+        ))?;
     }
     print("\n")?;
 
     let (world, checks) = request.plan()?;
     let clock = Arc::new(SystemClock::new());
-    let steps = world.plans.iter().map(|plan| plan.steps.len() as u64).sum::<u64>();
+    let steps = world
+        .plans
+        .iter()
+        .map(|plan| plan.steps.len() as u64)
+        .sum::<u64>();
     let watch = Arc::new(Watch::new(
         ProgressKind::Auto,
         clock.clone(),
@@ -102,8 +112,8 @@ pub(crate) fn demo() -> Result<()> {
     ))?;
     if devices.iter().all(|device| *device == DeviceId::Cpu) {
         print(
-            "           No GPU was found: both ranks shared the same cores, so sharing cannot be faster here.\n\
-             \x20          Run kyklos devices to see what there is.\n",
+            "           No GPU was found: both ranks shared the same cores, so about 1 x is all there can be.\n\
+             \x20          kyklos devices lists what there is.\n",
         )?;
     }
     match verdict.and_then(|verdict| verdict.failure.clone()) {
@@ -114,7 +124,9 @@ pub(crate) fn demo() -> Result<()> {
 
 /// Every hardware GPU and the CPU, or the CPU twice, with the GFLOP/s of each.
 fn take_part() -> Result<(Vec<DeviceId>, Vec<f64>)> {
-    let gpus = device::hardware_gpus().into_iter().map(|(index, _)| DeviceId::Wgpu(index));
+    let gpus = device::hardware_gpus()
+        .into_iter()
+        .map(|(index, _)| DeviceId::Wgpu(index));
     let mut devices = Vec::new();
     let mut speeds = Vec::new();
     for id in gpus.chain([DeviceId::Cpu]) {
@@ -124,7 +136,9 @@ fn take_part() -> Result<(Vec<DeviceId>, Vec<f64>)> {
                 speeds.push(speed);
             }
             // One broken driver does not end the demonstration for the others.
-            Err(failure) if id != DeviceId::Cpu => note(&format!("{id} does not take part: {}", failure.text)),
+            Err(failure) if id != DeviceId::Cpu => {
+                note(&format!("{id} does not take part: {}", failure.text))
+            }
             Err(failure) => return Err(failure),
         }
     }
@@ -163,7 +177,14 @@ fn alone_on(device: DeviceId, request: &Request) -> Result<f64> {
         request.source.read(problem, Which::K, &all)?,
         request.source.read(problem, Which::V, &all)?,
     ];
-    Ok(alone::run(&AnyBackend::open(device)?, &world, tensors, REPEAT.get(), &quiet())?.wall_s)
+    Ok(alone::run(
+        &AnyBackend::open(device)?,
+        &world,
+        tensors,
+        REPEAT.get(),
+        &quiet(),
+    )?
+    .wall_s)
 }
 
 const HEADS: u32 = 8;

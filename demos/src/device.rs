@@ -2,13 +2,14 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::OnceLock;
 
 use kyklos::Error;
+use kyklos::RankOutput;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::wgpu::WgpuBackend;
 use kyklos::backend::{DeviceClass, DeviceInfo};
 use kyklos::local::RankTask;
-use kyklos::RankOutput;
 
 use crate::failure::{Failure, Result};
 use crate::report::Device;
@@ -104,8 +105,7 @@ pub(crate) fn choose(requests: &[DeviceRequest], place: usize) -> Result<DeviceI
             })
         }
         DeviceRequest::Wgpu(None) => {
-            let adapters = WgpuBackend::enumerate();
-            let best = adapters
+            let best = adapters()
                 .iter()
                 .enumerate()
                 .min_by_key(|(_, info)| info.class)
@@ -113,7 +113,7 @@ pub(crate) fn choose(requests: &[DeviceRequest], place: usize) -> Result<DeviceI
             Ok(DeviceId::Wgpu(best.0))
         }
         DeviceRequest::Wgpu(Some(index)) => {
-            let found = WgpuBackend::enumerate().len();
+            let found = adapters().len();
             if found == 0 {
                 return Err(no_driver());
             }
@@ -130,8 +130,8 @@ pub(crate) fn choose(requests: &[DeviceRequest], place: usize) -> Result<DeviceI
 
 /// Indices and classes of the adapters that are not software.
 pub(crate) fn hardware_gpus() -> Vec<(usize, DeviceClass)> {
-    WgpuBackend::enumerate()
-        .into_iter()
+    adapters()
+        .iter()
         .enumerate()
         .filter(|(_, info)| info.class < DeviceClass::Cpu)
         .map(|(index, info)| (index, info.class))
@@ -140,10 +140,16 @@ pub(crate) fn hardware_gpus() -> Vec<(usize, DeviceClass)> {
 
 /// Everything that can be opened here, GPUs first.
 pub(crate) fn all() -> Vec<DeviceId> {
-    (0..WgpuBackend::enumerate().len())
+    (0..adapters().len())
         .map(DeviceId::Wgpu)
         .chain([DeviceId::Cpu])
         .collect()
+}
+
+/// What the drivers of this machine offer. Asked once: loading a driver takes long, and some of them talk.
+fn adapters() -> &'static [DeviceInfo] {
+    static ADAPTERS: OnceLock<Vec<DeviceInfo>> = OnceLock::new();
+    ADAPTERS.get_or_init(WgpuBackend::enumerate)
 }
 
 fn no_driver() -> Failure {
@@ -188,9 +194,6 @@ impl AnyBackend {
 pub(crate) fn info_of(device: DeviceId) -> Device {
     match device {
         DeviceId::Cpu => Device::default(),
-        DeviceId::Wgpu(index) => WgpuBackend::enumerate()
-            .get(index)
-            .map(Device::new)
-            .unwrap_or_default(),
+        DeviceId::Wgpu(index) => adapters().get(index).map(Device::new).unwrap_or_default(),
     }
 }

@@ -95,7 +95,10 @@ impl Launched {
         let (named, job) = identity.rank_and_job()?;
         if named != Rank(self.rank) {
             return Err(Failure::request(
-                format!("the identity in {IDENTITY} is that of rank {named}, this is rank {}", self.rank),
+                format!(
+                    "the identity in {IDENTITY} is that of rank {named}, this is rank {}",
+                    self.rank
+                ),
                 "give every rank its own file",
             ));
         }
@@ -171,10 +174,23 @@ mod tests {
     fn torchruns_names_are_read_and_contradictions_refused() {
         assert_eq!(read(&[]).unwrap(), None);
         assert_eq!(read(&[("LOCAL_RANK", "3")]).unwrap(), None);
-        let launched = read(&[("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")])
-            .unwrap()
-            .unwrap();
-        assert_eq!((launched.rank, launched.world, launched.local_rank, launched.local_world), (5, 8, 1, 4));
+        let launched = read(&[
+            ("RANK", "5"),
+            ("WORLD_SIZE", "8"),
+            ("LOCAL_RANK", "1"),
+            ("LOCAL_WORLD_SIZE", "4"),
+        ])
+        .unwrap()
+        .unwrap();
+        assert_eq!(
+            (
+                launched.rank,
+                launched.world,
+                launched.local_rank,
+                launched.local_world
+            ),
+            (5, 8, 1, 4)
+        );
         assert!(!launched.by_kyklos);
         for wrong in [
             &[("RANK", "5")][..],

@@ -88,9 +88,17 @@ impl Source {
         match self {
             Self::File(file) if !file.ignored.is_empty() => {
                 let (path, count) = (file.path.display(), file.ignored.len());
-                let names = file.ignored.iter().take(4).cloned().collect::<Vec<_>>().join(", ");
+                let names = file
+                    .ignored
+                    .iter()
+                    .take(4)
+                    .cloned()
+                    .collect::<Vec<_>>()
+                    .join(", ");
                 let more = if count > 4 { ", …" } else { "" };
-                Some(format!("warning: {path}: {count} more tensors are ignored: {names}{more}"))
+                Some(format!(
+                    "warning: {path}: {count} more tensors are ignored: {names}{more}"
+                ))
             }
             _ => None,
         }
@@ -116,7 +124,10 @@ struct Shard<'a> {
 
 impl Shard<'_> {
     /// Calls `each` with every range of adjacent elements of the whole tensor, in order.
-    fn for_each_range<E>(&self, mut each: impl FnMut(std::ops::Range<u64>) -> Result<(), E>) -> Result<(), E> {
+    fn for_each_range<E>(
+        &self,
+        mut each: impl FnMut(std::ops::Range<u64>) -> Result<(), E>,
+    ) -> Result<(), E> {
         for batch in 0..u64::from(self.batch) {
             let first = batch * u64::from(self.seq);
             for run in self.tokens.runs() {
@@ -185,7 +196,10 @@ impl InputFile {
             Failure::request(format!("{} {mismatch}", path.display()), remedy)
         };
         if !metadata.is_file() {
-            return Err(wrong("is not a regular file".to_owned(), "name a safetensors file"));
+            return Err(wrong(
+                "is not a regular file".to_owned(),
+                "name a safetensors file",
+            ));
         }
         let file_bytes = metadata.len();
         let not_safetensors = |why: String| {
@@ -213,7 +227,8 @@ impl InputFile {
         }
         // Bounded by MAX_HEADER_BYTES above.
         let mut header = vec![0; header_bytes as usize];
-        read_exact_at(&file, &mut header, LENGTH_BYTES).map_err(|error| Failure::file("read", path, &error))?;
+        read_exact_at(&file, &mut header, LENGTH_BYTES)
+            .map_err(|error| Failure::file("read", path, &error))?;
         let tensors: Metadata =
             serde_json::from_slice(&header).map_err(|error| not_safetensors(error.to_string()))?;
         let data_start = LENGTH_BYTES + header_bytes;
@@ -230,7 +245,8 @@ impl InputFile {
                 file_bytes - needed
             )));
         }
-        Self::from_header(path, file, &tensors, data_start).map_err(|(mismatch, remedy)| wrong(mismatch, &remedy))
+        Self::from_header(path, file, &tensors, data_start)
+            .map_err(|(mismatch, remedy)| wrong(mismatch, &remedy))
     }
 
     fn from_header(
@@ -272,9 +288,17 @@ impl InputFile {
                     ));
                 }
             };
-            let shape: Option<[u32; 4]> = <[usize; 4]>::try_from(info.shape.as_slice())
-                .ok()
-                .and_then(|shape| Some([to_u32(shape[0])?, to_u32(shape[1])?, to_u32(shape[2])?, to_u32(shape[3])?]));
+            let shape: Option<[u32; 4]> =
+                <[usize; 4]>::try_from(info.shape.as_slice())
+                    .ok()
+                    .and_then(|shape| {
+                        Some([
+                            to_u32(shape[0])?,
+                            to_u32(shape[1])?,
+                            to_u32(shape[2])?,
+                            to_u32(shape[3])?,
+                        ])
+                    });
             let shape = shape.ok_or_else(|| {
                 (
                     format!("holds `{name}` with shape {:?}", info.shape),

@@ -62,7 +62,9 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
     let exit = children.watch(&interrupted);
     // Explicit, because a folder that stays behind holds keys.
     if let Err(error) = folder.close() {
-        note(&format!("warning: the job's identity could not be removed: {error}"));
+        note(&format!(
+            "warning: the job's identity could not be removed: {error}"
+        ));
     }
     Ok(exit)
 }
@@ -117,14 +119,17 @@ struct Running {
 impl Children {
     fn take(&mut self, rank: u32, mut child: Child) {
         if let Some(stdout) = child.stdout.take() {
-            self.readers.push(std::thread::spawn(move || pass_on(stdout, io::stdout(), |_| String::new())));
+            self.readers.push(std::thread::spawn(move || {
+                pass_on(stdout, io::stdout(), |_| String::new())
+            }));
         }
         if let Some(stderr) = child.stderr.take() {
             let prefix = move |line: &[u8]| match line {
                 [b'{', ..] => String::new(),
                 _ => format!("[{rank}] "),
             };
-            self.readers.push(std::thread::spawn(move || pass_on(stderr, io::stderr(), prefix)));
+            self.readers
+                .push(std::thread::spawn(move || pass_on(stderr, io::stderr(), prefix)));
         }
         self.running.push(Running {
             rank,
@@ -142,7 +147,9 @@ impl Children {
             if interrupted.load(Ordering::Relaxed) && !asked_to_end {
                 asked_to_end = true;
                 patience = Some(Instant::now() + INTERRUPTED);
-                self.running.iter_mut().for_each(|running| running.lifeline = None);
+                self.running
+                    .iter_mut()
+                    .for_each(|running| running.lifeline = None);
             }
             let failed = self.ended.iter().any(|(_, status)| !status.success());
             if failed && patience.is_none() {
@@ -150,7 +157,10 @@ impl Children {
             }
             if patience.is_some_and(|until| Instant::now() >= until) {
                 for running in &self.running {
-                    note(&format!("launch: rank {} did not end by itself and is ended", running.rank));
+                    note(&format!(
+                        "launch: rank {} did not end by itself and is ended",
+                        running.rank
+                    ));
                 }
                 self.end_all();
                 break;

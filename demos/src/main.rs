@@ -51,7 +51,9 @@ fn main() -> ExitCode {
         Some(Command::Devices(args)) => devices::devices(&args),
         Some(Command::Attend(args)) => attend::attend(&args),
         Some(Command::Plan(args)) => plan::plan(&args),
-        Some(Command::Launch(args)) => return launch::launch(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from),
+        Some(Command::Launch(args)) => {
+            return launch::launch(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
+        }
     })
 }
 

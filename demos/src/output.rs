@@ -84,7 +84,12 @@ impl OutputFile {
         Self::create(path, problem, tokens.len(), Some(tokens))
     }
 
-    fn create(path: &Path, problem: &AttentionProblem, seq: usize, positions: Option<&TokenRuns>) -> Result<Self> {
+    fn create(
+        path: &Path,
+        problem: &AttentionProblem,
+        seq: usize,
+        positions: Option<&TokenRuns>,
+    ) -> Result<Self> {
         let (batch, heads, dim) = (
             problem.batch as usize,
             problem.q_heads as usize,
@@ -113,15 +118,26 @@ impl OutputFile {
             ));
             start as u64
         };
-        let positions_start = positions
-            .map(|tokens| declare("positions", safetensors::Dtype::I64, vec![tokens.len()], tokens.len() * 8));
+        let positions_start = positions.map(|tokens| {
+            declare(
+                "positions",
+                safetensors::Dtype::I64,
+                vec![tokens.len()],
+                tokens.len() * 8,
+            )
+        });
         let lse = declare(
             "lse",
             safetensors::Dtype::F32,
             vec![batch, heads, seq],
             batch * heads * seq * 4,
         );
-        let o = declare("o", dtype, vec![batch, seq, heads, dim], batch * seq * o_row_bytes);
+        let o = declare(
+            "o",
+            dtype,
+            vec![batch, seq, heads, dim],
+            batch * seq * o_row_bytes,
+        );
         let header = header(tensors)?;
         let data = LENGTH_BYTES + header.len() as u64;
 
@@ -151,7 +167,10 @@ impl OutputFile {
         this.put(&(header.len() as u64).to_le_bytes(), 0)?;
         this.put(&header, LENGTH_BYTES)?;
         if let (Some(tokens), Some(start)) = (positions, positions_start) {
-            let values: Vec<i64> = tokens.iter().map(|token| i64::from(problem.q_position(token))).collect();
+            let values: Vec<i64> = tokens
+                .iter()
+                .map(|token| i64::from(problem.q_position(token)))
+                .collect();
             this.put(bytemuck::cast_slice(&values), data + start)?;
         }
         Ok(this)

@@ -1,5 +1,6 @@
 //! `kyklos plan`: what `attend` would run. No device is touched.
 
+use kyklos::Mesh;
 use kyklos::plan::{explain, explain_json};
 use kyklos_transport::Rank;
 
@@ -9,6 +10,14 @@ use crate::request::Request;
 
 /// Runs the command.
 pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
+    let asked = args.problem.ranks.map_or(1, std::num::NonZeroU32::get);
+    let asked = asked.max(args.problem.mesh.chosen().map_or(1, Mesh::world));
+    if asked > MAX_RANKS {
+        return Err(Failure::request(
+            format!("a plan of {asked} ranks"),
+            format!("use at most {MAX_RANKS}"),
+        ));
+    }
     let request = Request::new(&args.problem, 0, None)?;
     if let Some(warning) = request.source.warning() {
         note(&warning);
@@ -18,12 +27,6 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         return Err(Failure::request(
             format!("--rank {rank} of {world} ranks"),
             format!("use a rank from 0 to {}", world - 1),
-        ));
-    }
-    if world > MAX_RANKS {
-        return Err(Failure::request(
-            format!("a plan of {world} ranks"),
-            format!("use at most {MAX_RANKS}"),
         ));
     }
     let (plans, checks) = request.plan()?;

@@ -26,7 +26,9 @@ impl Watch {
     pub(crate) fn new(kind: ProgressKind, clock: Arc<dyn Clock>, world: u32, steps: u64) -> Self {
         let bar = (kind == ProgressKind::Auto && std::io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::new(steps);
-            if let Ok(style) = ProgressStyle::with_template("{bar:32} {pos}/{len} steps, {elapsed}  {wide_msg}") {
+            if let Ok(style) =
+                ProgressStyle::with_template("{bar:32} {pos}/{len} steps, {elapsed}  {wide_msg}")
+            {
                 bar.set_style(style);
             }
             bar

@@ -57,7 +57,7 @@ struct Ready {
 pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<DeviceId>) -> Result<RankDone> {
     let result = device
         .and_then(|device| job.prepare(transport.rank(), device))
-        .map_err(|failure| refuse(&**transport, failure))
+        .map_err(|failure| refuse(&**transport, job.named(transport.rank(), failure)))
         .and_then(|ready| job.go(transport, ready));
     let left = pollster::block_on(transport.close(if result.is_ok() { job.deadline } else { LEAVE }));
     match (&result, left) {
@@ -75,8 +75,9 @@ pub(crate) fn refuse(transport: &dyn Transport, failure: Failure) -> Failure {
         text: failure.text.clone(),
     };
     match pollster::block_on(transport.agree(vote, REFUSE)) {
-        Err(error) => error.into(),
-        Ok(()) => failure,
+        Err(refused @ TransportError::Refused { .. }) => refused.into(),
+        // Whatever became of the others, this rank knows its own reason.
+        _ => failure,
     }
 }
 
@@ -87,32 +88,38 @@ impl Job {
             self.world.q_placement.of_rank(rank),
             self.world.kv_placement.of_rank(rank),
         );
-        let ready = || {
-            Ok(Ready {
-                backend: AnyBackend::open(device)?,
-                q: source.read(problem, Which::Q, q_tokens)?,
-                k: source.read(problem, Which::K, kv_tokens)?,
-                v: source.read(problem, Which::V, kv_tokens)?,
-                file: match &self.output {
-                    Some(target) => target.open(&self.world, rank)?,
-                    None => None,
-                },
-            })
-        };
-        // A wrong request is wrong everywhere; what failed, failed here.
-        ready().map_err(|failure: Failure| match failure.exit {
-            2 => failure,
-            _ if self.world.mesh.world() == 1 => failure,
-            _ => Failure {
-                text: format!("rank {rank}: {}", failure.text),
-                ..failure
+        Ok(Ready {
+            backend: AnyBackend::open(device)?,
+            q: source.read(problem, Which::Q, q_tokens)?,
+            k: source.read(problem, Which::K, kv_tokens)?,
+            v: source.read(problem, Which::V, kv_tokens)?,
+            file: match &self.output {
+                Some(target) => target.open(&self.world, rank)?,
+                None => None,
             },
         })
     }
 
+    /// A wrong request is wrong everywhere; what failed, failed on this rank.
+    fn named(&self, rank: Rank, failure: Failure) -> Failure {
+        if failure.exit == 2 || self.world.mesh.world() == 1 {
+            return failure;
+        }
+        Failure {
+            text: format!("rank {rank}: {}", failure.text),
+            ..failure
+        }
+    }
+
     fn go(&self, transport: &Arc<dyn Transport>, ready: Ready) -> Result<RankDone> {
         let rank = transport.rank();
-        let Ready { backend, q, k, v, file } = ready;
+        let Ready {
+            backend,
+            q,
+            k,
+            v,
+            file,
+        } = ready;
         let task = RankTask {
             world: &self.world,
             transport: transport.clone(),
@@ -310,7 +317,12 @@ impl Job {
             };
             dense.push((note.device.label(), sample.decode(sample.rows(), &bytes)));
         }
-        let shared = format!("{} on {} ranks, mesh {}", self.request.strategy, ranks.len(), self.request.mesh);
+        let shared = format!(
+            "{} on {} ranks, mesh {}",
+            self.request.strategy,
+            ranks.len(),
+            self.request.mesh
+        );
         sample.judge(rows, &dense, &kv, &shared)
     }
 
@@ -334,7 +346,12 @@ struct Lines<'a> {
 impl Lines<'_> {
     fn send(&self, to: Rank, message: u32, bytes: Bytes) -> Result<()> {
         let tag = Tag { op: self.op, message };
-        Ok(pollster::block_on(self.transport.post_send(to, tag, vec![bytes], self.deadline))?)
+        Ok(pollster::block_on(self.transport.post_send(
+            to,
+            tag,
+            vec![bytes],
+            self.deadline,
+        ))?)
     }
 
     fn recv(&self, from: Rank, message: u32, bytes: usize) -> Result<Bytes> {
@@ -359,6 +376,6 @@ const ROWS: u32 = 2;
 /// All sampled rows, computed alone.
 const ALONE_ROWS: u32 = 3;
 /// How long a refusal waits for the others' votes: as long as they may take to get there.
-const REFUSE: Duration = Duration::from_secs(60);
+const REFUSE: Duration = Duration::from_secs(600);
 /// How long a rank that failed waits for the others to hear of it.
 const LEAVE: Duration = Duration::from_secs(3);

@@ -1,8 +1,8 @@
 //! What a run has to tell: a table for people, an object for programs.
 
+use kyklos::RankReport;
 use kyklos::backend::DeviceInfo;
 use kyklos::plan::{bytes, table};
-use kyklos::RankReport;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Result};
@@ -168,7 +168,9 @@ impl Summary {
             ]
         });
         table(
-            &["rank", "device", "tokens", "computed", "waited", "copied", "sent", "messages", "peak"],
+            &[
+                "rank", "device", "tokens", "computed", "waited", "copied", "sent", "messages", "peak",
+            ],
             rows.collect(),
         )
     }

@@ -42,7 +42,9 @@ impl Request {
             OrAuto::Auto => {
                 let kind = kind.unwrap_or_else(|| placement_for(&problem));
                 let priced = meshes_by_bytes(&problem, ranks, kind, &split, strategy)?;
-                priced.first().map_or_else(|| Mesh::new(1, ranks), |(mesh, _)| Ok(*mesh))?
+                priced
+                    .first()
+                    .map_or_else(|| Mesh::new(1, ranks), |(mesh, _)| Ok(*mesh))?
             }
         };
         let strategy = strategy.unwrap_or_else(|| Strategy::of_mesh(mesh));
@@ -64,7 +66,13 @@ impl Request {
 
     /// The plans of all ranks, proved.
     pub(crate) fn plan(&self) -> Result<(plan::World, Vec<plan::RankCheck>)> {
-        let world = plan_world(&self.problem, self.mesh, self.placement, &self.split, self.strategy)?;
+        let world = plan_world(
+            &self.problem,
+            self.mesh,
+            self.placement,
+            &self.split,
+            self.strategy,
+        )?;
         let checks = plan::check(&world)?;
         Ok((world, checks))
     }
@@ -76,7 +84,8 @@ impl Request {
             u128::from(problem.batch) * u128::from(tokens) * u128::from(heads) * u128::from(problem.head_dim)
         };
         let elements = 2 * (rows(problem.q_len, problem.q_heads) + rows(problem.kv_len, problem.kv_heads));
-        let share = elements * problem.dtype.bytes() as u128 * u128::from(ranks) / u128::from(self.mesh.world());
+        let share =
+            elements * problem.dtype.bytes() as u128 * u128::from(ranks) / u128::from(self.mesh.world());
         match memory_bytes() {
             Some(memory) if share > u128::from(memory) => Err(Failure::request(
                 format!(
@@ -126,14 +135,24 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
                     "leave --dtype away, or convert the file",
                 ));
             }
-            let shape = [file.batch, file.kv_len, file.q_heads, file.kv_heads, file.head_dim];
-            let problem = AttentionProblem::new(shape, file.dtype, mask)?.with_queries(file.q_len, args.q_offset)?;
+            let shape = [
+                file.batch,
+                file.kv_len,
+                file.q_heads,
+                file.kv_heads,
+                file.head_dim,
+            ];
+            let problem =
+                AttentionProblem::new(shape, file.dtype, mask)?.with_queries(file.q_len, args.q_offset)?;
             (problem, Source::File(Arc::new(file)))
         }
         (None, Some(shape)) => {
             let problem = AttentionProblem::new(shape.0, args.dtype.unwrap_or(Dtype::F32), mask)?;
             let queries = problem.q_len;
-            (problem.with_queries(queries, args.q_offset)?, Source::MadeUp { seed })
+            (
+                problem.with_queries(queries, args.q_offset)?,
+                Source::MadeUp { seed },
+            )
         }
         (None, None) => {
             return Err(Failure::request(
@@ -156,9 +175,7 @@ fn placement_for(problem: &AttentionProblem) -> PlacementKind {
             .filter_map(|token| u32::try_from(token).ok())
             .filter(|token| *token < problem.q_len)
             .map(|token| {
-                let seen = problem
-                    .mask
-                    .visible(0, problem.q_position(token), problem.kv_len);
+                let seen = problem.mask.visible(0, problem.q_position(token), problem.kv_len);
                 u64::from(seen.hi - seen.lo)
             })
             .sum()

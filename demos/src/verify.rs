@@ -199,7 +199,13 @@ impl Sample {
             let threads: Vec<_> = self
                 .rows
                 .chunks(share)
-                .map(|rows| scope.spawn(move || rows.iter().map(|id| self.expect(*id, kv)).collect::<Result<Vec<_>>>()))
+                .map(|rows| {
+                    scope.spawn(move || {
+                        rows.iter()
+                            .map(|id| self.expect(*id, kv))
+                            .collect::<Result<Vec<_>>>()
+                    })
+                })
                 .collect();
             let mut all = Vec::with_capacity(self.rows.len());
             for thread in threads {
@@ -225,8 +231,13 @@ impl Sample {
             ..self.oracle.clone()
         };
         let dtype = self.problem.dtype;
-        let oracle = Oracle::new(&problem, values(dtype, &q), values(dtype, &kv.k), values(dtype, &kv.v))
-            .map_err(|error| Failure::run(format!("the oracle refuses the problem: {error}")))?;
+        let oracle = Oracle::new(
+            &problem,
+            values(dtype, &q),
+            values(dtype, &kv.k),
+            values(dtype, &kv.v),
+        )
+        .map_err(|error| Failure::run(format!("the oracle refuses the problem: {error}")))?;
         let (o, lse) = oracle.row(id.batch, 0, id.head);
         Ok(Row { id, o, lse })
     }

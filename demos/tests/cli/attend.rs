@@ -15,8 +15,19 @@ fn every_strategy_passes_its_own_verification() {
         ("1x4", "striped", "documents:0,50,200"),
     ] {
         let output = kyklos(&[
-            "attend", "--shape", "1,200,4,2,16", "--mesh", mesh, "--placement", placement, "--mask", mask, "--verify",
-            "--json", "--device", "cpu",
+            "attend",
+            "--shape",
+            "1,200,4,2,16",
+            "--mesh",
+            mesh,
+            "--placement",
+            placement,
+            "--mask",
+            mask,
+            "--verify",
+            "--json",
+            "--device",
+            "cpu",
         ]);
         let json = json(&output);
         assert_eq!(stderr(&output), "", "quiet in a pipe");
@@ -31,7 +42,16 @@ fn every_strategy_passes_its_own_verification() {
 #[test]
 fn the_json_object_has_the_fields_that_scripts_use() {
     let output = kyklos(&[
-        "attend", "--shape", "2,64,4,2,8", "--ranks", "2", "--strategy", "ring", "--device", "cpu", "--json",
+        "attend",
+        "--shape",
+        "2,64,4,2,8",
+        "--ranks",
+        "2",
+        "--strategy",
+        "ring",
+        "--device",
+        "cpu",
+        "--json",
     ]);
     let json = json(&output);
     let mut fields: Vec<&str> = json.as_object().unwrap().keys().map(String::as_str).collect();
@@ -39,11 +59,22 @@ fn the_json_object_has_the_fields_that_scripts_use() {
     assert_eq!(
         fields,
         [
-            "devices", "max_abs_error", "mesh", "per_rank", "placement", "predicted_s", "ranks", "strategy",
-            "tolerance", "wall_s"
+            "devices",
+            "max_abs_error",
+            "mesh",
+            "per_rank",
+            "placement",
+            "predicted_s",
+            "ranks",
+            "strategy",
+            "tolerance",
+            "wall_s"
         ]
     );
-    assert_eq!((&json["ranks"], &json["mesh"], &json["strategy"]), (&2.into(), &"1x2".into(), &"ring".into()));
+    assert_eq!(
+        (&json["ranks"], &json["mesh"], &json["strategy"]),
+        (&2.into(), &"1x2".into(), &"ring".into())
+    );
     assert!(json["max_abs_error"].is_null() && json["predicted_s"].is_null());
     assert_eq!(json["devices"].as_array().unwrap().len(), 2);
     for rank in json["per_rank"].as_array().unwrap() {
@@ -51,7 +82,15 @@ fn the_json_object_has_the_fields_that_scripts_use() {
         fields.sort_unstable();
         assert_eq!(
             fields,
-            ["bytes_sent", "compute_s", "copy_s", "messages_sent", "peak_bytes", "tokens", "wait_s"]
+            [
+                "bytes_sent",
+                "compute_s",
+                "copy_s",
+                "messages_sent",
+                "peak_bytes",
+                "tokens",
+                "wait_s"
+            ]
         );
         // One hop of 32 keys and values of 2 heads of 8 f32, for 2 batch entries.
         assert_eq!(rank["bytes_sent"], 2 * 2 * 32 * 2 * 8 * 4);
@@ -88,8 +127,19 @@ fn loopback_quic_gives_the_bytes_that_channels_give() {
     let result = |transport: &str| {
         let path = folder.path().join(transport);
         let output = kyklos(&[
-            "attend", "--shape", "1,96,4,2,16", "--mesh", "2x2", "--mask", "causal", "--transport", transport,
-            "--device", "cpu", "--output", path.to_str().unwrap(),
+            "attend",
+            "--shape",
+            "1,96,4,2,16",
+            "--mesh",
+            "2x2",
+            "--mask",
+            "causal",
+            "--transport",
+            transport,
+            "--device",
+            "cpu",
+            "--output",
+            path.to_str().unwrap(),
         ]);
         succeeds(&output);
         std::fs::read(path).unwrap()
@@ -101,8 +151,19 @@ fn loopback_quic_gives_the_bytes_that_channels_give() {
 fn uneven_splits_give_each_rank_its_tokens() {
     let tokens = |option: &str, value: &str| -> Vec<u64> {
         let output = kyklos(&[
-            "attend", "--shape", "1,100,2,2,8", "--ranks", "3", "--strategy", "ring", option, value, "--device",
-            "cpu,cpu", "--json", "--verify",
+            "attend",
+            "--shape",
+            "1,100,2,2,8",
+            "--ranks",
+            "3",
+            "--strategy",
+            "ring",
+            option,
+            value,
+            "--device",
+            "cpu,cpu",
+            "--json",
+            "--verify",
         ]);
         json(&output)["per_rank"]
             .as_array()
@@ -118,11 +179,30 @@ fn uneven_splits_give_each_rank_its_tokens() {
 #[test]
 fn the_table_names_ranks_devices_and_the_verdict() {
     let output = kyklos(&[
-        "attend", "--shape", "1,128,4,2,16", "--ranks", "2", "--mask", "causal", "--device", "cpu", "--verify",
+        "attend",
+        "--shape",
+        "1,128,4,2,16",
+        "--ranks",
+        "2",
+        "--mask",
+        "causal",
+        "--device",
+        "cpu",
+        "--verify",
     ]);
     succeeds(&output);
     let text = stdout(&output);
-    for word in ["128 tokens", "mask causal", "rank", "computed", "waited", "copied", "sent", "verified", "tolerance"] {
+    for word in [
+        "128 tokens",
+        "mask causal",
+        "rank",
+        "computed",
+        "waited",
+        "copied",
+        "sent",
+        "verified",
+        "tolerance",
+    ] {
         assert!(text.contains(word), "`{word}` is not in:\n{text}");
     }
 }
@@ -132,8 +212,21 @@ fn progress_lines_and_traces_are_json() {
     let folder = tempfile::tempdir().unwrap();
     let trace = folder.path().join("trace.json");
     let output = kyklos(&[
-        "attend", "--shape", "1,64,4,2,8", "--ranks", "2", "--strategy", "ring", "--repeat", "2", "--device", "cpu",
-        "--progress", "json", "--trace", trace.to_str().unwrap(),
+        "attend",
+        "--shape",
+        "1,64,4,2,8",
+        "--ranks",
+        "2",
+        "--strategy",
+        "ring",
+        "--repeat",
+        "2",
+        "--device",
+        "cpu",
+        "--progress",
+        "json",
+        "--trace",
+        trace.to_str().unwrap(),
     ]);
     succeeds(&output);
     let mut seen = std::collections::BTreeSet::new();
@@ -143,7 +236,11 @@ fn progress_lines_and_traces_are_json() {
         if event["event"] == "step" {
             assert!(event["step"].as_u64() < event["of"].as_u64() && event["doing"].is_string());
         }
-        seen.insert((event["event"].to_string(), event["rank"].as_u64(), event["op"].as_u64()));
+        seen.insert((
+            event["event"].to_string(),
+            event["rank"].as_u64(),
+            event["op"].as_u64(),
+        ));
     }
     assert_eq!(seen.len(), 8, "step and done of 2 ranks in 2 runs: {seen:?}");
     let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
@@ -151,7 +248,9 @@ fn progress_lines_and_traces_are_json() {
     for rank in 0..2 {
         for category in ["compute", "wait"] {
             assert!(
-                events.iter().any(|event| event["tid"] == rank && event["cat"] == category),
+                events
+                    .iter()
+                    .any(|event| event["tid"] == rank && event["cat"] == category),
                 "{category} of rank {rank}"
             );
         }
@@ -175,7 +274,14 @@ fn a_reader_that_goes_away_is_no_failure() {
 #[cfg(target_os = "linux")]
 fn sixteen_thousand_tokens_stay_far_below_the_memory_of_a_laptop() {
     let child = command(&[
-        "attend", "--shape", "1,16384,8,2,64", "--mask", "causal", "--device", "cpu", "--json",
+        "attend",
+        "--shape",
+        "1,16384,8,2,64",
+        "--mask",
+        "causal",
+        "--device",
+        "cpu",
+        "--json",
     ])
     .stdout(Stdio::piped())
     .stderr(Stdio::piped())

@@ -11,7 +11,8 @@ fn the_demonstration_says_who_did_what_and_how_it_compares() {
     succeeds(&output);
     let text = stdout(&output);
     for word in [
-        "rank 0", "rank 1", "GFLOP/s", "computed", "waited", "copied", "verified", "oracle", "together", "alone",
+        "rank 0", "rank 1", "GFLOP/s", "computed", "waited", "copied", "verified", "oracle", "together",
+        "alone",
     ] {
         assert!(text.contains(word), "`{word}` is not in:\n{text}");
     }

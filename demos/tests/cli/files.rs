@@ -13,19 +13,43 @@ fn a_file_goes_round_and_comes_back_right() {
     write(&input, &[("q", &q), ("k", &k), ("v", &v), ("extra", &k)]);
     // Rows 30.. of batch entry 1 see no key at all.
     let (o, lse) = attention(&q, &k, &v, |b, i, j| j <= i && i - j <= 3 && j < [37, 26][b]);
-    for (mesh, placement) in [("1x1", "auto"), ("1x3", "zigzag"), ("2x2", "striped"), ("4x1", "contiguous")] {
+    for (mesh, placement) in [
+        ("1x1", "auto"),
+        ("1x3", "zigzag"),
+        ("2x2", "striped"),
+        ("4x1", "contiguous"),
+    ] {
         let result = kyklos(&[
-            "attend", "--input", input.to_str().unwrap(), "--output", output.to_str().unwrap(), "--mask",
-            "causal+window:3,-1+valid:37,26", "--mesh", mesh, "--placement", placement, "--device", "cpu", "--verify",
+            "attend",
+            "--input",
+            input.to_str().unwrap(),
+            "--output",
+            output.to_str().unwrap(),
+            "--mask",
+            "causal+window:3,-1+valid:37,26",
+            "--mesh",
+            mesh,
+            "--placement",
+            placement,
+            "--device",
+            "cpu",
+            "--verify",
         ]);
         succeeds(&result);
-        assert!(stderr(&result).contains("extra"), "a tensor that is not used is named");
+        assert!(
+            stderr(&result).contains("extra"),
+            "a tensor that is not used is named"
+        );
         assert_close(&read(&output, "o"), &o);
         assert_close(&read(&output, "lse"), &lse);
         std::fs::remove_file(&output).unwrap();
     }
     assert!(lse.data.contains(&f32::NEG_INFINITY));
-    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "nothing but the input is left");
+    assert_eq!(
+        std::fs::read_dir(folder.path()).unwrap().count(),
+        1,
+        "nothing but the input is left"
+    );
 }
 
 #[test]
@@ -36,8 +60,20 @@ fn queries_may_be_fewer_than_keys() {
     let (k, v) = (Tensor::made(&[1, 23, 1, 8], 5), Tensor::made(&[1, 23, 1, 8], 6));
     write(&input, &[("q", &q), ("k", &k), ("v", &v)]);
     let result = kyklos(&[
-        "attend", "--input", input.to_str().unwrap(), "--output", output.to_str().unwrap(), "--mask", "causal",
-        "--q-offset", "18", "--ranks", "2", "--device", "cpu", "--verify",
+        "attend",
+        "--input",
+        input.to_str().unwrap(),
+        "--output",
+        output.to_str().unwrap(),
+        "--mask",
+        "causal",
+        "--q-offset",
+        "18",
+        "--ranks",
+        "2",
+        "--device",
+        "cpu",
+        "--verify",
     ]);
     succeeds(&result);
     let (o, lse) = attention(&q, &k, &v, |_, i, j| j <= i + 18);
@@ -52,8 +88,17 @@ fn parts_say_which_positions_they_hold() {
     let whole = folder.path().join("whole");
     let run = |output: &Path| {
         succeeds(&kyklos(&[
-            "attend", "--shape", "2,21,4,2,8", "--mask", "causal", "--mesh", "1x3", "--output",
-            output.to_str().unwrap(), "--device", "cpu",
+            "attend",
+            "--shape",
+            "2,21,4,2,8",
+            "--mask",
+            "causal",
+            "--mesh",
+            "1x3",
+            "--output",
+            output.to_str().unwrap(),
+            "--device",
+            "cpu",
         ]));
     };
     run(&name("{rank}"));
@@ -71,7 +116,10 @@ fn parts_say_which_positions_they_hold() {
                 let (from, to) = ((b * n + row) * 32, (b * 21 + position) * 32);
                 assert_eq!(part_o.data[from..from + 32], o.data[to..to + 32]);
                 for h in 0..4 {
-                    assert_eq!(part_lse.data[(b * 4 + h) * n + row], lse.data[(b * 4 + h) * 21 + position]);
+                    assert_eq!(
+                        part_lse.data[(b * 4 + h) * n + row],
+                        lse.data[(b * 4 + h) * 21 + position]
+                    );
                 }
             }
         }
@@ -86,7 +134,15 @@ fn a_result_that_cannot_be_written_is_an_error_and_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("missing/out");
     let result = kyklos(&[
-        "attend", "--shape", "1,32,2,2,8", "--ranks", "2", "--device", "cpu", "--output", target.to_str().unwrap(),
+        "attend",
+        "--shape",
+        "1,32,2,2,8",
+        "--ranks",
+        "2",
+        "--device",
+        "cpu",
+        "--output",
+        target.to_str().unwrap(),
     ]);
     assert_eq!(result.status.code(), Some(1), "{}", stderr(&result));
     assert!(stderr(&result).contains("missing"), "{}", stderr(&result));
@@ -141,27 +197,62 @@ fn hostile_files_are_refused_with_a_reason() {
         (header(&"[".repeat(100_000), 0), &["not a safetensors file"]),
         (whole[..whole.len() - 1].to_vec(), &["truncated"]),
         ([&whole[..], &[0]].concat(), &["follow the last tensor"]),
-        (three(("F64", "[1,2,1,8]"), good, good, [128, 64, 64]), &["F64", "F32, F16 or BF16"]),
-        (three(("F16", "[1,2,1,8]"), good, good, [32, 64, 64]), &["one dtype"]),
-        (three(("F32", "[2,8]"), good, good, size), &["[2, 8]", "four extents"]),
-        (three(("F32", "[1,2,1,16]"), good, good, [128, 64, 64]), &["batch and dim"]),
-        (three(good, good, ("F32", "[1,4,1,8]"), [64, 64, 128]), &["k with shape", "v with shape"]),
-        (three(good, ("F32", "[1,2,2,8]"), ("F32", "[1,2,2,8]"), [64, 128, 128]), &["heads"]),
-        (three(good, ("F32", "[1,4,1,8]"), good, size), &["not a safetensors file"]),
-        (three(("F32", "[4294967296,0,1,8]"), good, good, [0, 64, 64]), &["four extents"]),
+        (
+            three(("F64", "[1,2,1,8]"), good, good, [128, 64, 64]),
+            &["F64", "F32, F16 or BF16"],
+        ),
+        (
+            three(("F16", "[1,2,1,8]"), good, good, [32, 64, 64]),
+            &["one dtype"],
+        ),
+        (
+            three(("F32", "[2,8]"), good, good, size),
+            &["[2, 8]", "four extents"],
+        ),
+        (
+            three(("F32", "[1,2,1,16]"), good, good, [128, 64, 64]),
+            &["batch and dim"],
+        ),
+        (
+            three(good, good, ("F32", "[1,4,1,8]"), [64, 64, 128]),
+            &["k with shape", "v with shape"],
+        ),
+        (
+            three(good, ("F32", "[1,2,2,8]"), ("F32", "[1,2,2,8]"), [64, 128, 128]),
+            &["heads"],
+        ),
+        (
+            three(good, ("F32", "[1,4,1,8]"), good, size),
+            &["not a safetensors file"],
+        ),
+        (
+            three(("F32", "[4294967296,0,1,8]"), good, good, [0, 64, 64]),
+            &["four extents"],
+        ),
         (
             three(("F32", "[4294967296,4294967296,4294967296,8]"), good, good, size),
             &["not a safetensors file"],
         ),
         (
             header(
-                &format!("{{{},{},{}}}", tensor("q", "F32", "[1,2,1,8]", 0, 64), tensor("k", "F32", "[1,2,1,8]", 0, 64), tensor("v", "F32", "[1,2,1,8]", 64, 128)),
+                &format!(
+                    "{{{},{},{}}}",
+                    tensor("q", "F32", "[1,2,1,8]", 0, 64),
+                    tensor("k", "F32", "[1,2,1,8]", 0, 64),
+                    tensor("v", "F32", "[1,2,1,8]", 64, 128)
+                ),
                 128,
             ),
             &["not a safetensors file"],
         ),
         (
-            header(&format!("{{{}}}", tensor("q", "F32", "[1,2,1,8]", 64, 18_446_744_073_709_551_615)), 64),
+            header(
+                &format!(
+                    "{{{}}}",
+                    tensor("q", "F32", "[1,2,1,8]", 64, 18_446_744_073_709_551_615)
+                ),
+                64,
+            ),
             &["not a safetensors file"],
         ),
         (extra("mask"), &["`mask`", "--mask"]),
@@ -176,17 +267,30 @@ fn hostile_files_are_refused_with_a_reason() {
         );
     }
     std::fs::write(&path, whole).unwrap();
-    succeeds(&kyklos(&["attend", "--input", path.to_str().unwrap(), "--device", "cpu"]));
+    succeeds(&kyklos(&[
+        "attend",
+        "--input",
+        path.to_str().unwrap(),
+        "--device",
+        "cpu",
+    ]));
     refused(
         &kyklos(&["attend", "--input", path.to_str().unwrap(), "--dtype", "f16"]),
         &["--dtype f16", "f32"],
     );
     refused(
         &kyklos(&[
-            "attend", "--input", path.to_str().unwrap(), "--output", path.to_str().unwrap(),
+            "attend",
+            "--input",
+            path.to_str().unwrap(),
+            "--output",
+            path.to_str().unwrap(),
         ]),
         &["is the input"],
     );
-    refused(&kyklos(&["attend", "--input", folder.path().to_str().unwrap()]), &["regular file"]);
+    refused(
+        &kyklos(&["attend", "--input", folder.path().to_str().unwrap()]),
+        &["regular file"],
+    );
     refused(&kyklos(&["attend", "--input", "no/such/file"]), &["no/such/file"]);
 }

@@ -18,7 +18,16 @@ fn four_processes_compute_what_one_computes() {
         &[
             &["launch", "-n", "4", "--", "attend"][..],
             &PROBLEM,
-            &["--mesh", "2x2", "--transport", "quic", "--verify", "--json", "--output", there.to_str().unwrap()],
+            &[
+                "--mesh",
+                "2x2",
+                "--transport",
+                "quic",
+                "--verify",
+                "--json",
+                "--output",
+                there.to_str().unwrap(),
+            ],
         ]
         .concat(),
     );
@@ -73,12 +82,14 @@ fn when_one_rank_refuses_all_ranks_say_the_same() {
         .iter()
         .map(|prefix| {
             text.lines()
-                .find_map(|line| line.strip_prefix(prefix))
+                .filter_map(|line| line.strip_prefix(prefix))
+                // Drivers may talk of their own.
+                .find(|line| line.contains("wgpu"))
                 .unwrap_or_else(|| panic!("no line with {prefix}: {text}"))
         })
         .collect();
     assert_eq!(lines[0], lines[1], "{text}");
-    assert!(lines[0].contains("wgpu"), "{text}");
+    assert!(lines[0].contains("rank 1"), "{text}");
 }
 
 /// A job that runs for long, with its folder for temporary files, once every rank has begun to compute.
@@ -94,8 +105,27 @@ impl LongJob {
         let temporary = tempfile::tempdir().unwrap();
         let mut launch = command(
             &[
-                &["launch", "-n", "4", "--", "attend", "--shape", "1,8192,8,2,64", "--mask", "causal"][..],
-                &["--device", "cpu", "--mesh", "2x2", "--repeat", "100000", "--progress", "json"],
+                &[
+                    "launch",
+                    "-n",
+                    "4",
+                    "--",
+                    "attend",
+                    "--shape",
+                    "1,8192,8,2,64",
+                    "--mask",
+                    "causal",
+                ][..],
+                &[
+                    "--device",
+                    "cpu",
+                    "--mesh",
+                    "2x2",
+                    "--repeat",
+                    "100000",
+                    "--progress",
+                    "json",
+                ],
             ]
             .concat(),
         )
@@ -117,7 +147,10 @@ impl LongJob {
         while pids.contains(&0) {
             let line = lines.recv_timeout(Duration::from_secs(60)).unwrap();
             let event: serde_json::Value = serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line}"));
-            if event["doing"].as_str().is_some_and(|doing| doing.starts_with("attend")) {
+            if event["doing"]
+                .as_str()
+                .is_some_and(|doing| doing.starts_with("attend"))
+            {
                 pids[event["rank"].as_u64().unwrap() as usize] = event["pid"].as_u64().unwrap() as u32;
             }
         }
@@ -159,7 +192,10 @@ fn is_alive(pid: u32) -> bool {
 }
 
 fn signal(name: &str, pid: u32) {
-    let sent = Command::new("kill").args([name, &pid.to_string()]).status().unwrap();
+    let sent = Command::new("kill")
+        .args([name, &pid.to_string()])
+        .status()
+        .unwrap();
     assert!(sent.success());
 }
 
@@ -183,7 +219,10 @@ fn when_one_rank_is_killed_the_others_end_and_name_it() {
         }
     }
     assert!(lines.iter().any(|line| line.contains("bytes")), "{lines:#?}");
-    assert!(lines.iter().any(|line| line.starts_with("launch: rank 2 ended")), "{lines:#?}");
+    assert!(
+        lines.iter().any(|line| line.starts_with("launch: rank 2 ended")),
+        "{lines:#?}"
+    );
 }
 
 #[test]

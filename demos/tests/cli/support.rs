@@ -21,7 +21,7 @@ const LAUNCHER: [&str; 9] = [
     "KYKLOS_LAUNCH",
 ];
 
-pub fn command(arguments: &[&str]) -> Command {
+pub(crate) fn command(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kyklos"));
     command.args(arguments).stdin(Stdio::null());
     for name in LAUNCHER {
@@ -31,7 +31,7 @@ pub fn command(arguments: &[&str]) -> Command {
 }
 
 /// Runs the program to its end, which must come within two minutes.
-pub fn kyklos(arguments: &[&str]) -> Output {
+pub(crate) fn kyklos(arguments: &[&str]) -> Output {
     finish(
         command(arguments)
             .stdout(Stdio::piped())
@@ -43,7 +43,7 @@ pub fn kyklos(arguments: &[&str]) -> Output {
 }
 
 /// Waits for a process; one that does not end is ended, and the test fails.
-pub fn finish(mut child: Child, limit: Duration) -> Output {
+pub(crate) fn finish(mut child: Child, limit: Duration) -> Output {
     let pid = child.id();
     let (mut stdout, mut stderr) = (child.stdout.take(), child.stderr.take());
     let read = |stream: Option<Box<dyn std::io::Read + Send>>| {
@@ -55,8 +55,16 @@ pub fn finish(mut child: Child, limit: Duration) -> Output {
             all
         })
     };
-    let out = read(stdout.take().map(|s| Box::new(s) as Box<dyn std::io::Read + Send>));
-    let err = read(stderr.take().map(|s| Box::new(s) as Box<dyn std::io::Read + Send>));
+    let out = read(
+        stdout
+            .take()
+            .map(|s| Box::new(s) as Box<dyn std::io::Read + Send>),
+    );
+    let err = read(
+        stderr
+            .take()
+            .map(|s| Box::new(s) as Box<dyn std::io::Read + Send>),
+    );
     let until = Instant::now() + limit;
     let status = loop {
         if let Some(status) = child.try_wait().unwrap() {
@@ -76,22 +84,28 @@ pub fn finish(mut child: Child, limit: Duration) -> Output {
     }
 }
 
-pub fn stdout(output: &Output) -> String {
+pub(crate) fn stdout(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).unwrap()
 }
 
-pub fn stderr(output: &Output) -> String {
+pub(crate) fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
 #[track_caller]
-pub fn succeeds(output: &Output) {
-    assert_eq!(output.status.code(), Some(0), "{}{}", stdout(output), stderr(output));
+pub(crate) fn succeeds(output: &Output) {
+    assert_eq!(
+        output.status.code(),
+        Some(0),
+        "{}{}",
+        stdout(output),
+        stderr(output)
+    );
 }
 
 /// Exit code 2, nothing on standard output, and one line on standard error that holds all of `words`.
 #[track_caller]
-pub fn refused(output: &Output, words: &[&str]) {
+pub(crate) fn refused(output: &Output, words: &[&str]) {
     let text = stderr(output);
     assert_eq!(output.status.code(), Some(2), "{text}");
     assert_eq!(stdout(output), "");
@@ -101,21 +115,21 @@ pub fn refused(output: &Output, words: &[&str]) {
     }
 }
 
-pub fn json(output: &Output) -> serde_json::Value {
+pub(crate) fn json(output: &Output) -> serde_json::Value {
     succeeds(output);
     serde_json::from_str(&stdout(output)).unwrap()
 }
 
 /// A tensor as the tests handle it.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Tensor {
-    pub shape: Vec<usize>,
-    pub data: Vec<f32>,
+pub(crate) struct Tensor {
+    pub(crate) shape: Vec<usize>,
+    pub(crate) data: Vec<f32>,
 }
 
 impl Tensor {
     /// Numbers without a pattern that attention could hide in.
-    pub fn made(shape: &[usize], seed: u32) -> Self {
+    pub(crate) fn made(shape: &[usize], seed: u32) -> Self {
         let mut state = u64::from(seed) * 0x9E37_79B9_7F4A_7C15 + 1;
         let mut next = || {
             state ^= state << 13;
@@ -130,7 +144,7 @@ impl Tensor {
     }
 }
 
-pub fn write(path: &Path, tensors: &[(&str, &Tensor)]) {
+pub(crate) fn write(path: &Path, tensors: &[(&str, &Tensor)]) {
     let bytes: HashMap<&str, Vec<u8>> = tensors
         .iter()
         .map(|(name, tensor)| (*name, tensor.data.iter().flat_map(|x| x.to_le_bytes()).collect()))
@@ -147,7 +161,7 @@ pub fn write(path: &Path, tensors: &[(&str, &Tensor)]) {
     std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-pub fn read(path: &Path, name: &str) -> Tensor {
+pub(crate) fn read(path: &Path, name: &str) -> Tensor {
     let bytes = std::fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let view = file.tensor(name).unwrap();
@@ -162,7 +176,7 @@ pub fn read(path: &Path, name: &str) -> Tensor {
     }
 }
 
-pub fn positions(path: &Path) -> Vec<i64> {
+pub(crate) fn positions(path: &Path) -> Vec<i64> {
     let bytes = std::fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let view = file.tensor("positions").unwrap();
@@ -174,9 +188,18 @@ pub fn positions(path: &Path) -> Vec<i64> {
 }
 
 /// Attention by its definition, in f64; o `[batch, seq, heads, dim]` and lse `[batch, heads, seq]`.
-pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, sees: impl Fn(usize, usize, usize) -> bool) -> (Tensor, Tensor) {
-    let [batch, q_len, q_heads, dim] = q.shape[..] else { panic!() };
-    let [_, kv_len, kv_heads, _] = k.shape[..] else { panic!() };
+pub(crate) fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sees: impl Fn(usize, usize, usize) -> bool,
+) -> (Tensor, Tensor) {
+    let [batch, q_len, q_heads, dim] = q.shape[..] else {
+        panic!()
+    };
+    let [_, kv_len, kv_heads, _] = k.shape[..] else {
+        panic!()
+    };
     let mut o = vec![0.0; q.data.len()];
     let mut lse = vec![f32::NEG_INFINITY; batch * q_heads * q_len];
     for b in 0..batch {
@@ -199,7 +222,10 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, sees: impl Fn(usize, usize,
                 }
                 lse[(b * q_heads + h) * q_len + i] = sum.ln() as f32;
                 for d in 0..dim {
-                    let x: f64 = weights.iter().map(|(j, w)| w * f64::from(v.data[kv_at(*j) + d])).sum();
+                    let x: f64 = weights
+                        .iter()
+                        .map(|(j, w)| w * f64::from(v.data[kv_at(*j) + d]))
+                        .sum();
                     o[q_at + d] = (x / sum) as f32;
                 }
             }
@@ -219,9 +245,12 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, sees: impl Fn(usize, usize,
 
 /// The same shape, and values within what f32 sums of so few terms can lose.
 #[track_caller]
-pub fn assert_close(actual: &Tensor, expected: &Tensor) {
+pub(crate) fn assert_close(actual: &Tensor, expected: &Tensor) {
     assert_eq!(actual.shape, expected.shape);
     for (index, (a, e)) in actual.data.iter().zip(&expected.data).enumerate() {
-        assert!(a == e || (a - e).abs() < 4e-6, "element {index}: {a}, expected {e}");
+        assert!(
+            a == e || (a - e).abs() < 4e-6,
+            "element {index}: {a}, expected {e}"
+        );
     }
 }
