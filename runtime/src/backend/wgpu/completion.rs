@@ -116,10 +116,7 @@ mod native {
         fn run(&self, device: &wgpu::Device, health: &Health) {
             while let Some(index) = self.next() {
                 // Without a time limit: where one passes, wgpu 30 may panic on a submission that has no commands.
-                let wait = wgpu::PollType::Wait {
-                    submission_index: Some(index),
-                    timeout: None,
-                };
+                let wait = wgpu::PollType::Wait { submission_index: Some(index), timeout: None };
                 // wgpu panics here when the device is lost while it waits.
                 match std::panic::catch_unwind(AssertUnwindSafe(|| device.poll(wait))) {
                     Ok(Ok(_)) => {}
