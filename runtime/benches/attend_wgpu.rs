@@ -46,6 +46,7 @@ fn main() -> Result<(), Error> {
         } else {
             KernelChoice::Auto
         },
+        ..WgpuOptions::default()
     };
     let backend = WgpuBackend::with_options(device, &options)?;
     let info = backend.info();

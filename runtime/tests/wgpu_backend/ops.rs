@@ -9,7 +9,7 @@ use pollster::block_on;
 use crate::Test;
 use crate::naive::{Random, loaded, stored};
 
-pub const ALL: &[(&str, Test)] = &[
+pub(crate) const ALL: &[(&str, Test)] = &[
     (
         "merge_equals_f64_and_keeps_empty_states",
         merge_equals_f64_and_keeps_empty_states,
