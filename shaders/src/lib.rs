@@ -7,6 +7,8 @@
 //!   interface, [`Kernel::workgroup_size`] and [`Kernel::workgroup_bytes`] its demands. The same value gives the same
 //!   text.
 //! - All kernels but those that [`Kernel::needs_subgroups`] stay within WebGPU's default limits and need no feature.
+//! - The subgroup-broadcast kernel reads k and v from read-only storage textures: x = KV head · units of a head + unit,
+//!   y = (batch entry − `batch_first`) · `k_batch` (or `v_batch`) + key − `key_begin`.
 //! - Storage is f32, f16 or bf16, 16-bit elements packed in u32 words; all arithmetic is f32.
 //! - Masks do not occur: kernels read an interval of key positions for each query row, a position for each key, and a
 //!   list of runs of tiles. The layout of both is described in [`AttendParams`] and in the module of the kernels:

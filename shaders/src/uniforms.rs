@@ -61,7 +61,8 @@ macro_rules! uniform {
 uniform! {
     /// What [`Kernel::Attend`](crate::Kernel::Attend) is told.
     ///
-    /// Offsets and strides of q, k, v and a count 16-byte units, those of ml 8-byte units. An offset may be
+    /// Offsets and strides of q, k, v and a count 16-byte units, those of ml 8-byte units. (Where k and v are textures,
+    /// `k_batch` and `v_batch` count texel rows, and the other offsets and strides of both are not used.) An offset may be
     /// "negative" by wrapping: sums wrap too, so a binding may start behind the first element of its tensor as long
     /// as the rows in use lie inside.
     AttendParams {

@@ -4,11 +4,11 @@ use half::{bf16, f16};
 use kyklos::{AttentionProblem, Dtype};
 
 /// A small generator: tests need numbers without structure, not good ones.
-pub struct Random(pub u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     /// About normal, mean 0, variance 1.
-    pub fn normal(&mut self) -> f32 {
+    pub(crate) fn normal(&mut self) -> f32 {
         (0..12).map(|_| self.unit()).sum::<f32>() - 6.0
     }
 
@@ -17,12 +17,12 @@ impl Random {
         (self.0 >> 40) as f32 / (1u64 << 24) as f32
     }
 
-    pub fn tensor(&mut self, dtype: Dtype, elements: usize) -> Vec<f32> {
+    pub(crate) fn tensor(&mut self, dtype: Dtype, elements: usize) -> Vec<f32> {
         (0..elements).map(|_| rounded(dtype, self.normal())).collect()
     }
 }
 
-pub fn rounded(dtype: Dtype, x: f32) -> f32 {
+pub(crate) fn rounded(dtype: Dtype, x: f32) -> f32 {
     match dtype {
         Dtype::F32 => x,
         Dtype::F16 => f16::from_f32(x).to_f32(),
@@ -30,7 +30,7 @@ pub fn rounded(dtype: Dtype, x: f32) -> f32 {
     }
 }
 
-pub fn stored(dtype: Dtype, values: &[f32]) -> Vec<u8> {
+pub(crate) fn stored(dtype: Dtype, values: &[f32]) -> Vec<u8> {
     match dtype {
         Dtype::F32 => bytemuck::cast_slice(values).to_vec(),
         Dtype::F16 => values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect(),
@@ -38,7 +38,7 @@ pub fn stored(dtype: Dtype, values: &[f32]) -> Vec<u8> {
     }
 }
 
-pub fn loaded(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
+pub(crate) fn loaded(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
     let pairs = || bytes.chunks_exact(2).map(|pair| [pair[0], pair[1]]);
     match dtype {
         Dtype::F32 => bytes
@@ -51,7 +51,7 @@ pub fn loaded(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
 }
 
 /// Output and log-sum-exp of one row of one head; dense `[batch, seq, heads, dim]` tensors.
-pub fn row(
+pub(crate) fn row(
     problem: &AttentionProblem,
     [q, k, v]: [&[f32]; 3],
     batch: usize,

@@ -15,7 +15,8 @@
 //! | number | name | holds |
 //! |---|---|---|
 //! | 0 | params | [`AttendParams`](crate::AttendParams) |
-//! | 1, 2, 3 | q, k, v | `[batch, rows, heads, dim]`, strided, in 16-byte units |
+//! | 1 | q | `[batch, rows, heads, dim]`, strided, in 16-byte units |
+//! | 2, 3 | k, v | the same; in the broadcast variant textures whose texels are such units (see [`subgroup`]) |
 //! | 4 | state_a | f32 `[batch, rows, heads, dim]`, dense |
 //! | 5 | state_ml | f32 `[batch, heads, rows, 2]`, dense: m (natural logarithm) and l |
 //! | 6 | positions | u32: for each query head its KV head; from `keys_at` for each key its position; from `spans_at` for each class and query row the visible positions lo..hi as two words |

@@ -27,6 +27,8 @@ pub enum KernelChoice {
 pub struct WgpuOptions {
     /// Which attention kernel is used.
     pub kernel: KernelChoice,
+    /// Largest binding to use, where that is less than the device allows: makes a device behave like a smaller one.
+    pub max_binding_bytes: Option<u64>,
 }
 
 impl WgpuBackend {
@@ -109,6 +111,10 @@ impl WgpuBackend {
             }
         };
         let info = describe(adapter, broadcast);
+        let mut limits = adapter.limits();
+        if let Some(most) = options.max_binding_bytes {
+            limits.max_storage_buffer_binding_size = limits.max_storage_buffer_binding_size.min(most);
+        }
         let opened = adapter
             .request_device(&wgpu::DeviceDescriptor {
                 label: Some("kyklos"),
@@ -117,7 +123,7 @@ impl WgpuBackend {
                 } else {
                     wgpu::Features::empty()
                 },
-                required_limits: adapter.limits(),
+                required_limits: limits,
                 ..Default::default()
             })
             .await;
