@@ -28,4 +28,4 @@ fi
 export MESA_SHADER_CACHE_DIR=${MESA_SHADER_CACHE_DIR:-$PWD/target/shader-cache}
 mkdir -p "$MESA_SHADER_CACHE_DIR"
 
-cargo test --workspace --all-features "$@"
+cargo test --release --workspace --all-features "$@"

@@ -26,9 +26,8 @@ pub(crate) fn run(
     repeat: u64,
     options: &RunOptions,
 ) -> Result<Alone> {
-    let transport = in_process_group(1)
-        .pop()
-        .ok_or_else(|| Failure::run("a group of one rank has no rank"))?;
+    let transport =
+        in_process_group(1).pop().ok_or_else(|| Failure::run("a group of one rank has no rank"))?;
     let task = RankTask {
         world,
         transport,

@@ -236,10 +236,7 @@ impl FromStr for MaskArg {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        Ok(Self {
-            text: text.to_owned(),
-            mask: text.parse()?,
-        })
+        Ok(Self { text: text.to_owned(), mask: text.parse()? })
     }
 }
 
@@ -274,10 +271,7 @@ impl ListItem for u32 {
 impl ListItem for f64 {
     fn item(text: &str) -> Result<Self, Error> {
         text.parse().map_err(|_| {
-            Error::request(
-                format!("`{text}` is not a number"),
-                "use numbers joined by commas, such as 3,1",
-            )
+            Error::request(format!("`{text}` is not a number"), "use numbers joined by commas, such as 3,1")
         })
     }
 }
@@ -317,9 +311,7 @@ pub(crate) fn one_line(error: &clap::Error) -> String {
             parts.push(line.strip_prefix("error: ").unwrap_or(line));
         }
     }
-    let (first, rest) = parts
-        .split_first()
-        .map_or(("", &[][..]), |(first, rest)| (*first, rest));
+    let (first, rest) = parts.split_first().map_or(("", &[][..]), |(first, rest)| (*first, rest));
     let joined = rest.iter().fold(first.to_owned(), |mut all, part| {
         all.push_str(if all.ends_with(':') { " " } else { "; " });
         all.push_str(part);

@@ -108,9 +108,8 @@ fn here(args: &AttendArgs) -> Result<()> {
     if let Some(warning) = job.request.source.warning() {
         note(&warning);
     }
-    let devices = (0..world as usize)
-        .map(|rank| device::choose(&args.device.0, rank))
-        .collect::<Result<Vec<_>>>()?;
+    let devices =
+        (0..world as usize).map(|rank| device::choose(&args.device.0, rank)).collect::<Result<Vec<_>>>()?;
     interrupt::end_on_interrupt()?;
     let transports = match args.transport {
         Some(TransportName::Quic) => quic_loopback_group(world)?,
@@ -132,11 +131,7 @@ fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
         false => None,
     };
     let (world, checks) = request.plan()?;
-    let steps = world
-        .plans
-        .iter()
-        .map(|plan| plan.steps.len() as u64)
-        .sum::<u64>();
+    let steps = world.plans.iter().map(|plan| plan.steps.len() as u64).sum::<u64>();
     let clock = Arc::new(SystemClock::new());
     let ranks = world.mesh.world();
     let here_steps = steps * args.repeat.get() * u64::from(here.min(ranks)) / u64::from(ranks.max(1));
@@ -151,12 +146,7 @@ fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
         deadline: Duration::from_secs(u64::from(args.deadline.get())),
         sample,
         output,
-        options: RunOptions {
-            clock,
-            observer: watch.clone(),
-            trace: args.trace.is_some(),
-            poison: false,
-        },
+        options: RunOptions { clock, observer: watch.clone(), trace: args.trace.is_some(), poison: false },
         watch,
     })
 }
@@ -176,17 +166,13 @@ pub(crate) fn run_here(
         threads
             .into_iter()
             .map(|thread| {
-                thread
-                    .join()
-                    .unwrap_or_else(|_| Err(Failure::run("a rank panicked: this is a bug")))
+                thread.join().unwrap_or_else(|_| Err(Failure::run("a rank panicked: this is a bug")))
             })
             .collect()
     });
     job.watch.phase(None);
-    let blame = results
-        .iter()
-        .filter_map(|result| result.as_ref().err())
-        .min_by_key(|failure| failure.of_group);
+    let blame =
+        results.iter().filter_map(|result| result.as_ref().err()).min_by_key(|failure| failure.of_group);
     match blame {
         Some(failure) => Err(failure.clone()),
         None => results.into_iter().collect(),
@@ -210,11 +196,7 @@ fn tell(args: &AttendArgs, job: &Job, mut done: Vec<(u32, RankDone)>) -> Result<
         }
     }
     for summary in done.into_iter().filter_map(|(_, done)| done.summary) {
-        print(&if args.json {
-            summary.json(&job.request)?
-        } else {
-            summary.table(&job.request)
-        })?;
+        print(&if args.json { summary.json(&job.request)? } else { summary.table(&job.request) })?;
         if let Some(failure) = summary.verdict.and_then(|verdict| verdict.failure) {
             return Err(Failure::run(format!("verification failed: {failure}")));
         }

@@ -34,11 +34,8 @@ pub(crate) fn demo() -> Result<()> {
     let (devices, speeds) = take_part()?;
     let total: f64 = speeds.iter().sum();
     let world = u32::try_from(devices.len()).map_err(|_| Failure::run("too many devices"))?;
-    let problem = AttentionProblem::new(
-        [1, tokens_for(total), HEADS, KV_HEADS, DIM],
-        Dtype::F32,
-        Mask::causal(),
-    )?;
+    let problem =
+        AttentionProblem::new([1, tokens_for(total), HEADS, KV_HEADS, DIM], Dtype::F32, Mask::causal())?;
     let request = Request {
         problem,
         mask_text: "causal".to_owned(),
@@ -59,17 +56,9 @@ pub(crate) fn demo() -> Result<()> {
 
     let (world, checks) = request.plan()?;
     let clock = Arc::new(SystemClock::new());
-    let steps = world
-        .plans
-        .iter()
-        .map(|plan| plan.steps.len() as u64)
-        .sum::<u64>();
-    let watch = Arc::new(Watch::new(
-        ProgressKind::Auto,
-        clock.clone(),
-        world.mesh.world(),
-        steps * REPEAT.get(),
-    ));
+    let steps = world.plans.iter().map(|plan| plan.steps.len() as u64).sum::<u64>();
+    let watch =
+        Arc::new(Watch::new(ProgressKind::Auto, clock.clone(), world.mesh.world(), steps * REPEAT.get()));
     let job = Job {
         plan_hash: plan::plan_hash(&world, &[]),
         sample: Some(Sample::new(&request)?),
@@ -78,11 +67,7 @@ pub(crate) fn demo() -> Result<()> {
         repeat: REPEAT.get(),
         deadline: Duration::from_secs(120),
         output: None,
-        options: RunOptions {
-            clock,
-            observer: watch.clone(),
-            ..quiet()
-        },
+        options: RunOptions { clock, observer: watch.clone(), ..quiet() },
         watch,
         world,
     };
@@ -99,9 +84,7 @@ pub(crate) fn demo() -> Result<()> {
     }
     print(&out)?;
 
-    let best = (0..devices.len())
-        .max_by(|a, b| speeds[*a].total_cmp(&speeds[*b]))
-        .unwrap_or(0);
+    let best = (0..devices.len()).max_by(|a, b| speeds[*a].total_cmp(&speeds[*b])).unwrap_or(0);
     let alone_s = alone_on(devices[best], &job.request)?;
     let ratio = alone_s / summary.wall_s.max(1e-9);
     print(&format!(
@@ -124,9 +107,7 @@ pub(crate) fn demo() -> Result<()> {
 
 /// Every hardware GPU and the CPU, or the CPU twice, with the GFLOP/s of each.
 fn take_part() -> Result<(Vec<DeviceId>, Vec<f64>)> {
-    let gpus = device::hardware_gpus()
-        .into_iter()
-        .map(|(index, _)| DeviceId::Wgpu(index));
+    let gpus = device::hardware_gpus().into_iter().map(|(index, _)| DeviceId::Wgpu(index));
     let mut devices = Vec::new();
     let mut speeds = Vec::new();
     for id in gpus.chain([DeviceId::Cpu]) {
@@ -150,11 +131,7 @@ fn take_part() -> Result<(Vec<DeviceId>, Vec<f64>)> {
 }
 
 /// Tokens that keep everything busy for a short while.
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "clamped to a range of u32"
-)]
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped to a range of u32")]
 fn tokens_for(gflops: f64) -> u32 {
     // Causal: half of 4·S²·H·D.
     let per_square = 2.0 * f64::from(HEADS * DIM);
@@ -164,27 +141,15 @@ fn tokens_for(gflops: f64) -> u32 {
 
 fn alone_on(device: DeviceId, request: &Request) -> Result<f64> {
     let problem = &request.problem;
-    let world = plan_world(
-        problem,
-        Mesh::new(1, 1)?,
-        PlacementKind::Contiguous,
-        &Split::Even,
-        Strategy::Dense,
-    )?;
+    let world =
+        plan_world(problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?;
     let all = TokenRuns::contiguous(0..problem.kv_len);
     let tensors = [
         request.source.read(problem, Which::Q, &all)?,
         request.source.read(problem, Which::K, &all)?,
         request.source.read(problem, Which::V, &all)?,
     ];
-    Ok(alone::run(
-        &AnyBackend::open(device)?,
-        &world,
-        tensors,
-        REPEAT.get(),
-        &quiet(),
-    )?
-    .wall_s)
+    Ok(alone::run(&AnyBackend::open(device)?, &world, tensors, REPEAT.get(), &quiet())?.wall_s)
 }
 
 const HEADS: u32 = 8;

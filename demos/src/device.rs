@@ -26,9 +26,7 @@ impl FromStr for DeviceRequest {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let (kind, index) = text
-            .split_once(':')
-            .map_or((text, None), |(kind, index)| (kind, Some(index)));
+        let (kind, index) = text.split_once(':').map_or((text, None), |(kind, index)| (kind, Some(index)));
         let number = |index: &str| {
             index.parse().map_err(|_| {
                 Error::request(
@@ -82,34 +80,20 @@ impl fmt::Display for DeviceId {
 
 /// Resolves `--device` for the rank with this place in its process or on its host. Asks drivers only where a GPU may be meant.
 pub(crate) fn choose(requests: &[DeviceRequest], place: usize) -> Result<DeviceId> {
-    let request = requests
-        .get(place)
-        .or(requests.last())
-        .copied()
-        .unwrap_or(DeviceRequest::Auto);
+    let request = requests.get(place).or(requests.last()).copied().unwrap_or(DeviceRequest::Auto);
     match request {
         DeviceRequest::Cpu => Ok(DeviceId::Cpu),
         DeviceRequest::Auto => {
             let hardware = hardware_gpus();
             // Several GPUs of the best class share the ranks.
             let best = hardware.iter().map(|(_, class)| *class).min();
-            let peers: Vec<usize> = hardware
-                .iter()
-                .filter(|(_, class)| Some(*class) == best)
-                .map(|(index, _)| *index)
-                .collect();
-            Ok(if peers.is_empty() {
-                DeviceId::Cpu
-            } else {
-                DeviceId::Wgpu(peers[place % peers.len()])
-            })
+            let peers: Vec<usize> =
+                hardware.iter().filter(|(_, class)| Some(*class) == best).map(|(index, _)| *index).collect();
+            Ok(if peers.is_empty() { DeviceId::Cpu } else { DeviceId::Wgpu(peers[place % peers.len()]) })
         }
         DeviceRequest::Wgpu(None) => {
-            let best = adapters()
-                .iter()
-                .enumerate()
-                .min_by_key(|(_, info)| info.class)
-                .ok_or_else(no_driver)?;
+            let best =
+                adapters().iter().enumerate().min_by_key(|(_, info)| info.class).ok_or_else(no_driver)?;
             Ok(DeviceId::Wgpu(best.0))
         }
         DeviceRequest::Wgpu(Some(index)) => {
@@ -140,10 +124,7 @@ pub(crate) fn hardware_gpus() -> Vec<(usize, DeviceClass)> {
 
 /// Everything that can be opened here, GPUs first.
 pub(crate) fn all() -> Vec<DeviceId> {
-    (0..adapters().len())
-        .map(DeviceId::Wgpu)
-        .chain([DeviceId::Cpu])
-        .collect()
+    (0..adapters().len()).map(DeviceId::Wgpu).chain([DeviceId::Cpu]).collect()
 }
 
 /// What the drivers of this machine offer. Asked once: loading a driver takes long, and some of them talk.

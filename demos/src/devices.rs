@@ -66,10 +66,7 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
             },
         ]
     });
-    let mut out = table(
-        &["device", "name", "class", "driver", "kernel", "probe"],
-        rows.collect(),
-    );
+    let mut out = table(&["device", "name", "class", "driver", "kernel", "probe"], rows.collect());
     if !gpus {
         out.push_str("\nno GPU: no Vulkan, Metal or DX12 driver was found\n");
     }
@@ -81,13 +78,8 @@ pub(crate) fn probe(backend: &AnyBackend) -> Result<f64> {
     let mut tokens = FIRST_TOKENS;
     loop {
         let problem = AttentionProblem::new([1, tokens, HEADS, HEADS, DIM], Dtype::F32, Mask::full())?;
-        let world = plan_world(
-            &problem,
-            Mesh::new(1, 1)?,
-            PlacementKind::Contiguous,
-            &Split::Even,
-            Strategy::Dense,
-        )?;
+        let world =
+            plan_world(&problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?;
         let (source, all) = (Source::MadeUp { seed: 0 }, TokenRuns::contiguous(0..tokens));
         let tensors = [
             source.read(&problem, Which::Q, &all)?,

@@ -21,20 +21,12 @@ pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
 impl Failure {
     /// The run failed.
     pub(crate) fn run(text: impl Into<String>) -> Self {
-        Self {
-            exit: 1,
-            text: text.into(),
-            of_group: false,
-        }
+        Self { exit: 1, text: text.into(), of_group: false }
     }
 
     /// The request is wrong: what does not fit, and what would.
     pub(crate) fn request(mismatch: impl fmt::Display, remedy: impl fmt::Display) -> Self {
-        Self {
-            exit: 2,
-            text: format!("{mismatch}: {remedy}"),
-            of_group: false,
-        }
+        Self { exit: 2, text: format!("{mismatch}: {remedy}"), of_group: false }
     }
 
     /// A file that cannot be used, by its own name.

@@ -47,11 +47,8 @@ impl Launched {
             (None, None) => return Ok(None),
             (Some(rank), Some(world)) => (rank, world),
             (rank, _) => {
-                let (set, unset) = if rank.is_some() {
-                    ("RANK", "WORLD_SIZE")
-                } else {
-                    ("WORLD_SIZE", "RANK")
-                };
+                let (set, unset) =
+                    if rank.is_some() { ("RANK", "WORLD_SIZE") } else { ("WORLD_SIZE", "RANK") };
                 return Err(Failure::request(
                     format!("{set} is set in the environment and {unset} is not"),
                     "set both, as torchrun and kyklos launch do, or none",
@@ -76,9 +73,7 @@ impl Launched {
     /// Joins the group.
     pub(crate) fn connect(&self) -> Result<Arc<dyn Transport>> {
         if self.world == 1 {
-            return in_process_group(1)
-                .pop()
-                .ok_or_else(|| Failure::run("a group of one rank has no rank"));
+            return in_process_group(1).pop().ok_or_else(|| Failure::run("a group of one rank has no rank"));
         }
         let needed = |name: &str, what: &str| {
             env::var(name).map_err(|_| {
@@ -95,10 +90,7 @@ impl Launched {
         let (named, job) = identity.rank_and_job()?;
         if named != Rank(self.rank) {
             return Err(Failure::request(
-                format!(
-                    "the identity in {IDENTITY} is that of rank {named}, this is rank {}",
-                    self.rank
-                ),
+                format!("the identity in {IDENTITY} is that of rank {named}, this is rank {}", self.rank),
                 "give every rank its own file",
             ));
         }
@@ -110,13 +102,7 @@ impl Launched {
                 "use the files that were issued for this job",
             ));
         }
-        let config = QuicConfig::new(
-            Rank(self.rank),
-            self.world,
-            job,
-            resolve(&address, &port)?,
-            identity,
-        );
+        let config = QuicConfig::new(Rank(self.rank), self.world, job, resolve(&address, &port)?, identity);
         Ok(QuicTransport::connect(config)?)
     }
 
@@ -140,9 +126,7 @@ fn resolve(address: &str, port: &str) -> Result<SocketAddr> {
             "name a host and a UDP port that all ranks can reach",
         )
     };
-    let port: u16 = port
-        .parse()
-        .map_err(|_| wrong("the port is not a number up to 65535".to_owned()))?;
+    let port: u16 = port.parse().map_err(|_| wrong("the port is not a number up to 65535".to_owned()))?;
     (address, port)
         .to_socket_addrs()
         .map_err(|error| wrong(error.to_string()))?
@@ -163,10 +147,7 @@ mod tests {
 
     fn read(variables: &[(&str, &str)]) -> Result<Option<Launched>> {
         Launched::read(|name| {
-            variables
-                .iter()
-                .find(|(key, _)| *key == name)
-                .map(|(_, value)| (*value).to_owned())
+            variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
         })
     }
 
@@ -174,23 +155,11 @@ mod tests {
     fn torchruns_names_are_read_and_contradictions_refused() {
         assert_eq!(read(&[]).unwrap(), None);
         assert_eq!(read(&[("LOCAL_RANK", "3")]).unwrap(), None);
-        let launched = read(&[
-            ("RANK", "5"),
-            ("WORLD_SIZE", "8"),
-            ("LOCAL_RANK", "1"),
-            ("LOCAL_WORLD_SIZE", "4"),
-        ])
-        .unwrap()
-        .unwrap();
-        assert_eq!(
-            (
-                launched.rank,
-                launched.world,
-                launched.local_rank,
-                launched.local_world
-            ),
-            (5, 8, 1, 4)
-        );
+        let launched =
+            read(&[("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")])
+                .unwrap()
+                .unwrap();
+        assert_eq!((launched.rank, launched.world, launched.local_rank, launched.local_world), (5, 8, 1, 4));
         assert!(!launched.by_kyklos);
         for wrong in [
             &[("RANK", "5")][..],

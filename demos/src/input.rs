@@ -88,17 +88,9 @@ impl Source {
         match self {
             Self::File(file) if !file.ignored.is_empty() => {
                 let (path, count) = (file.path.display(), file.ignored.len());
-                let names = file
-                    .ignored
-                    .iter()
-                    .take(4)
-                    .cloned()
-                    .collect::<Vec<_>>()
-                    .join(", ");
+                let names = file.ignored.iter().take(4).cloned().collect::<Vec<_>>().join(", ");
                 let more = if count > 4 { ", …" } else { "" };
-                Some(format!(
-                    "warning: {path}: {count} more tensors are ignored: {names}{more}"
-                ))
+                Some(format!("warning: {path}: {count} more tensors are ignored: {names}{more}"))
             }
             _ => None,
         }
@@ -169,9 +161,7 @@ impl<E: bytemuck::Pod> AsRef<[u8]> for Elements<E> {
 
 fn zeroed<E: Clone>(elements: usize, zero: E) -> Result<Vec<E>> {
     let mut values = Vec::new();
-    values
-        .try_reserve_exact(elements)
-        .map_err(|_| too_large(elements as u64))?;
+    values.try_reserve_exact(elements).map_err(|_| too_large(elements as u64))?;
     values.resize(elements, zero);
     Ok(values)
 }
@@ -185,21 +175,14 @@ fn too_large(elements: u64) -> Failure {
 impl InputFile {
     /// Opens a file and checks its header.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|error| Failure {
-            exit: 2,
-            ..Failure::file("open", path, &error)
-        })?;
-        let metadata = file
-            .metadata()
-            .map_err(|error| Failure::file("read", path, &error))?;
+        let file =
+            File::open(path).map_err(|error| Failure { exit: 2, ..Failure::file("open", path, &error) })?;
+        let metadata = file.metadata().map_err(|error| Failure::file("read", path, &error))?;
         let wrong = |mismatch: String, remedy: &str| {
             Failure::request(format!("{} {mismatch}", path.display()), remedy)
         };
         if !metadata.is_file() {
-            return Err(wrong(
-                "is not a regular file".to_owned(),
-                "name a safetensors file",
-            ));
+            return Err(wrong("is not a regular file".to_owned(), "name a safetensors file"));
         }
         let file_bytes = metadata.len();
         let not_safetensors = |why: String| {
@@ -240,10 +223,7 @@ impl InputFile {
             ));
         }
         if needed < file_bytes {
-            return Err(not_safetensors(format!(
-                "{} bytes follow the last tensor",
-                file_bytes - needed
-            )));
+            return Err(not_safetensors(format!("{} bytes follow the last tensor", file_bytes - needed)));
         }
         Self::from_header(path, file, &tensors, data_start)
             .map_err(|(mismatch, remedy)| wrong(mismatch, &remedy))
@@ -289,16 +269,9 @@ impl InputFile {
                 }
             };
             let shape: Option<[u32; 4]> =
-                <[usize; 4]>::try_from(info.shape.as_slice())
-                    .ok()
-                    .and_then(|shape| {
-                        Some([
-                            to_u32(shape[0])?,
-                            to_u32(shape[1])?,
-                            to_u32(shape[2])?,
-                            to_u32(shape[3])?,
-                        ])
-                    });
+                <[usize; 4]>::try_from(info.shape.as_slice()).ok().and_then(|shape| {
+                    Some([to_u32(shape[0])?, to_u32(shape[1])?, to_u32(shape[2])?, to_u32(shape[3])?])
+                });
             let shape = shape.ok_or_else(|| {
                 (
                     format!("holds `{name}` with shape {:?}", info.shape),
@@ -368,18 +341,11 @@ fn to_u32(extent: usize) -> Option<u32> {
 
 /// A name from a file, safe to print.
 fn shown(name: &str) -> String {
-    name.chars()
-        .take(40)
-        .map(|c| if c.is_control() { '?' } else { c })
-        .collect()
+    name.chars().take(40).map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
 fn list_or_none(names: &[String]) -> String {
-    if names.is_empty() {
-        "none at all".to_owned()
-    } else {
-        names.join(", ")
-    }
+    if names.is_empty() { "none at all".to_owned() } else { names.join(", ") }
 }
 
 /// The header's length comes first, as a little-endian u64.

@@ -14,9 +14,7 @@ pub(crate) struct Doomed {
 impl Doomed {
     pub(crate) fn file(path: &Path) -> Self {
         paths().push(path.to_owned());
-        Self {
-            path: path.to_owned(),
-        }
+        Self { path: path.to_owned() }
     }
 }
 

@@ -62,9 +62,7 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
     let exit = children.watch(&interrupted);
     // Explicit, because a folder that stays behind holds keys.
     if let Err(error) = folder.close() {
-        note(&format!(
-            "warning: the job's identity could not be removed: {error}"
-        ));
+        note(&format!("warning: the job's identity could not be removed: {error}"));
     }
     Ok(exit)
 }
@@ -79,10 +77,8 @@ fn refuse_early(args: &LaunchArgs) -> Result<()> {
         ));
     }
     let inner = std::iter::once("kyklos".into()).chain(args.command.iter().map(Into::into));
-    let inner = args::parse(inner).map_err(|error| Failure {
-        exit: 2,
-        ..Failure::run(args::one_line(&error))
-    })?;
+    let inner =
+        args::parse(inner).map_err(|error| Failure { exit: 2, ..Failure::run(args::one_line(&error)) })?;
     match inner.command {
         Some(args::Command::Attend(attend)) => launched_request(&attend, ranks)?.fits_in_memory(ranks),
         _ => Err(Failure::request(
@@ -119,23 +115,16 @@ struct Running {
 impl Children {
     fn take(&mut self, rank: u32, mut child: Child) {
         if let Some(stdout) = child.stdout.take() {
-            self.readers.push(std::thread::spawn(move || {
-                pass_on(stdout, io::stdout(), |_| String::new())
-            }));
+            self.readers.push(std::thread::spawn(move || pass_on(stdout, io::stdout(), |_| String::new())));
         }
         if let Some(stderr) = child.stderr.take() {
             let prefix = move |line: &[u8]| match line {
                 [b'{', ..] => String::new(),
                 _ => format!("[{rank}] "),
             };
-            self.readers
-                .push(std::thread::spawn(move || pass_on(stderr, io::stderr(), prefix)));
+            self.readers.push(std::thread::spawn(move || pass_on(stderr, io::stderr(), prefix)));
         }
-        self.running.push(Running {
-            rank,
-            lifeline: child.stdin.take(),
-            child,
-        });
+        self.running.push(Running { rank, lifeline: child.stdin.take(), child });
     }
 
     /// Waits for all of them; when one fails the others have [`SURVIVORS`] to end by themselves.
@@ -147,9 +136,7 @@ impl Children {
             if interrupted.load(Ordering::Relaxed) && !asked_to_end {
                 asked_to_end = true;
                 patience = Some(Instant::now() + INTERRUPTED);
-                self.running
-                    .iter_mut()
-                    .for_each(|running| running.lifeline = None);
+                self.running.iter_mut().for_each(|running| running.lifeline = None);
             }
             let failed = self.ended.iter().any(|(_, status)| !status.success());
             if failed && patience.is_none() {
@@ -157,10 +144,7 @@ impl Children {
             }
             if patience.is_some_and(|until| Instant::now() >= until) {
                 for running in &self.running {
-                    note(&format!(
-                        "launch: rank {} did not end by itself and is ended",
-                        running.rank
-                    ));
+                    note(&format!("launch: rank {} did not end by itself and is ended", running.rank));
                 }
                 self.end_all();
                 break;

@@ -40,10 +40,7 @@ fn main() -> ExitCode {
             return end(print(&help.render().to_string()));
         }
         Err(error) => {
-            return end(Err(Failure {
-                exit: 2,
-                ..Failure::run(args::one_line(&error))
-            }));
+            return end(Err(Failure { exit: 2, ..Failure::run(args::one_line(&error)) }));
         }
     };
     end(match cli.command {

@@ -90,11 +90,8 @@ impl OutputFile {
         seq: usize,
         positions: Option<&TokenRuns>,
     ) -> Result<Self> {
-        let (batch, heads, dim) = (
-            problem.batch as usize,
-            problem.q_heads as usize,
-            problem.head_dim as usize,
-        );
+        let (batch, heads, dim) =
+            (problem.batch as usize, problem.q_heads as usize, problem.head_dim as usize);
         let dtype = match problem.dtype {
             Dtype::F32 => safetensors::Dtype::F32,
             Dtype::F16 => safetensors::Dtype::F16,
@@ -108,36 +105,14 @@ impl OutputFile {
             let start = end;
             end += bytes;
             let data_offsets = (start, end);
-            tensors.push((
-                name.to_owned(),
-                TensorInfo {
-                    dtype,
-                    shape,
-                    data_offsets,
-                },
-            ));
+            tensors.push((name.to_owned(), TensorInfo { dtype, shape, data_offsets }));
             start as u64
         };
         let positions_start = positions.map(|tokens| {
-            declare(
-                "positions",
-                safetensors::Dtype::I64,
-                vec![tokens.len()],
-                tokens.len() * 8,
-            )
+            declare("positions", safetensors::Dtype::I64, vec![tokens.len()], tokens.len() * 8)
         });
-        let lse = declare(
-            "lse",
-            safetensors::Dtype::F32,
-            vec![batch, heads, seq],
-            batch * heads * seq * 4,
-        );
-        let o = declare(
-            "o",
-            dtype,
-            vec![batch, seq, heads, dim],
-            batch * seq * o_row_bytes,
-        );
+        let lse = declare("lse", safetensors::Dtype::F32, vec![batch, heads, seq], batch * heads * seq * 4);
+        let o = declare("o", dtype, vec![batch, seq, heads, dim], batch * seq * o_row_bytes);
         let header = header(tensors)?;
         let data = LENGTH_BYTES + header.len() as u64;
 
@@ -167,10 +142,7 @@ impl OutputFile {
         this.put(&(header.len() as u64).to_le_bytes(), 0)?;
         this.put(&header, LENGTH_BYTES)?;
         if let (Some(tokens), Some(start)) = (positions, positions_start) {
-            let values: Vec<i64> = tokens
-                .iter()
-                .map(|token| i64::from(problem.q_position(token)))
-                .collect();
+            let values: Vec<i64> = tokens.iter().map(|token| i64::from(problem.q_position(token))).collect();
             this.put(bytemuck::cast_slice(&values), data + start)?;
         }
         Ok(this)
@@ -208,10 +180,7 @@ impl OutputFile {
     fn write_rows(&self, piece: &OutputPiece, first: usize, token: u32, count: usize) -> Result<()> {
         let (o_row, lse_row) = (self.o_row_bytes as usize, self.heads as usize * 4);
         let at = u64::from(piece.batch) * self.seq + u64::from(token);
-        self.put(
-            &piece.o[first * o_row..(first + count) * o_row],
-            self.o_start + at * self.o_row_bytes,
-        )?;
+        self.put(&piece.o[first * o_row..(first + count) * o_row], self.o_start + at * self.o_row_bytes)?;
         let lse = &piece.lse[first * lse_row..(first + count) * lse_row];
         self.write_lse(lse, u64::from(piece.batch), u64::from(token), count)
     }
@@ -240,9 +209,7 @@ impl OutputFile {
     /// Gives the file its name. Until then nobody has seen it.
     pub(crate) fn commit(self) -> Result<()> {
         let Self { target, file, .. } = self;
-        file.persist(&target)
-            .map(drop)
-            .map_err(|error| Failure::file("write", &target, &error.error))
+        file.persist(&target).map(drop).map_err(|error| Failure::file("write", &target, &error.error))
     }
 }
 

@@ -13,10 +13,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     let asked = args.problem.ranks.map_or(1, std::num::NonZeroU32::get);
     let asked = asked.max(args.problem.mesh.chosen().map_or(1, Mesh::world));
     if asked > MAX_RANKS {
-        return Err(Failure::request(
-            format!("a plan of {asked} ranks"),
-            format!("use at most {MAX_RANKS}"),
-        ));
+        return Err(Failure::request(format!("a plan of {asked} ranks"), format!("use at most {MAX_RANKS}")));
     }
     let request = Request::new(&args.problem, 0, None)?;
     if let Some(warning) = request.source.warning() {

@@ -69,10 +69,7 @@ pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<Devi
 
 /// Refuses the operation on all ranks. Returns what became everyone's error.
 pub(crate) fn refuse(transport: &dyn Transport, failure: Failure) -> Failure {
-    let vote = Vote::Refuse {
-        exit: failure.exit,
-        text: failure.text.clone(),
-    };
+    let vote = Vote::Refuse { exit: failure.exit, text: failure.text.clone() };
     match pollster::block_on(transport.agree(vote, REFUSE)) {
         Err(refused @ TransportError::Refused { .. }) => refused.into(),
         // Whatever became of the others, this rank knows its own reason.
@@ -83,10 +80,8 @@ pub(crate) fn refuse(transport: &dyn Transport, failure: Failure) -> Failure {
 impl Job {
     fn prepare(&self, rank: Rank, device: DeviceId) -> Result<Ready> {
         let Request { problem, source, .. } = &self.request;
-        let (q_tokens, kv_tokens) = (
-            self.world.q_placement.of_rank(rank),
-            self.world.kv_placement.of_rank(rank),
-        );
+        let (q_tokens, kv_tokens) =
+            (self.world.q_placement.of_rank(rank), self.world.kv_placement.of_rank(rank));
         Ok(Ready {
             backend: AnyBackend::open(device)?,
             q: source.read(problem, Which::Q, q_tokens)?,
@@ -104,21 +99,12 @@ impl Job {
         if failure.exit == 2 || self.world.mesh.world() == 1 {
             return failure;
         }
-        Failure {
-            text: format!("rank {rank}: {}", failure.text),
-            ..failure
-        }
+        Failure { text: format!("rank {rank}: {}", failure.text), ..failure }
     }
 
     fn go(&self, transport: &Arc<dyn Transport>, ready: Ready) -> Result<RankDone> {
         let rank = transport.rank();
-        let Ready {
-            backend,
-            q,
-            k,
-            v,
-            file,
-        } = ready;
+        let Ready { backend, q, k, v, file } = ready;
         let task = RankTask {
             world: &self.world,
             transport: transport.clone(),
@@ -143,11 +129,7 @@ impl Job {
         let summary = self
             .finish(transport, &backend, &output, wall_ns, file)
             .map_err(|failure| self.give_up(&**transport, failure))?;
-        Ok(RankDone {
-            device: backend.info().name.clone(),
-            spans,
-            summary,
-        })
+        Ok(RankDone { device: backend.info().name.clone(), spans, summary })
     }
 
     /// Ends the group after a failure that only this rank knows of.
@@ -155,10 +137,7 @@ impl Job {
         transport.abort(Abort {
             culprit: transport.rank(),
             cause: AbortCause::Failed(failure.text.clone()),
-            progress: Progress {
-                op: self.repeat,
-                step: 0,
-            },
+            progress: Progress { op: self.repeat, step: 0 },
         });
         failure
     }
@@ -172,11 +151,7 @@ impl Job {
         wall_ns: u64,
         file: Option<OutputFile>,
     ) -> Result<Option<Summary>> {
-        let lines = Lines {
-            transport: &**transport,
-            op: self.repeat,
-            deadline: self.deadline,
-        };
+        let lines = Lines { transport: &**transport, op: self.repeat, deadline: self.deadline };
         let mine = RankNote::new(backend.info(), &output.report, wall_ns);
         let rank = transport.rank();
         if rank.0 != 0 {
@@ -316,22 +291,14 @@ impl Job {
             };
             dense.push((note.device.label(), sample.decode(sample.rows(), &bytes)));
         }
-        let shared = format!(
-            "{} on {} ranks, mesh {}",
-            self.request.strategy,
-            ranks.len(),
-            self.request.mesh
-        );
+        let shared =
+            format!("{} on {} ranks, mesh {}", self.request.strategy, ranks.len(), self.request.mesh);
         sample.judge(rows, &dense, &kv, &shared)
     }
 
     /// Options for runs that nobody watches.
     fn quiet(&self) -> RunOptions {
-        RunOptions {
-            observer: Arc::new(kyklos::NoObserver),
-            trace: false,
-            ..self.options.clone()
-        }
+        RunOptions { observer: Arc::new(kyklos::NoObserver), trace: false, ..self.options.clone() }
     }
 }
 
@@ -345,23 +312,15 @@ struct Lines<'a> {
 impl Lines<'_> {
     fn send(&self, to: Rank, message: u32, bytes: Bytes) -> Result<()> {
         let tag = Tag { op: self.op, message };
-        Ok(pollster::block_on(self.transport.post_send(
-            to,
-            tag,
-            vec![bytes],
-            self.deadline,
-        ))?)
+        Ok(pollster::block_on(self.transport.post_send(to, tag, vec![bytes], self.deadline))?)
     }
 
     fn recv(&self, from: Rank, message: u32, bytes: usize) -> Result<Bytes> {
         let tag = Tag { op: self.op, message };
         let mut parts = pollster::block_on(self.transport.post_recv(from, tag, &[bytes], self.deadline))?;
         parts.pop().ok_or_else(|| {
-            Error::from(TransportError::PeerMisbehaved {
-                peer: from,
-                text: "an empty message".to_owned(),
-            })
-            .into()
+            Error::from(TransportError::PeerMisbehaved { peer: from, text: "an empty message".to_owned() })
+                .into()
         })
     }
 }

@@ -168,9 +168,7 @@ impl Summary {
             ]
         });
         table(
-            &[
-                "rank", "device", "tokens", "computed", "waited", "copied", "sent", "messages", "peak",
-            ],
+            &["rank", "device", "tokens", "computed", "waited", "copied", "sent", "messages", "peak"],
             rows.collect(),
         )
     }

@@ -42,9 +42,7 @@ impl Request {
             OrAuto::Auto => {
                 let kind = kind.unwrap_or_else(|| placement_for(&problem));
                 let priced = meshes_by_bytes(&problem, ranks, kind, &split, strategy)?;
-                priced
-                    .first()
-                    .map_or_else(|| Mesh::new(1, ranks), |(mesh, _)| Ok(*mesh))?
+                priced.first().map_or_else(|| Mesh::new(1, ranks), |(mesh, _)| Ok(*mesh))?
             }
         };
         let strategy = strategy.unwrap_or_else(|| Strategy::of_mesh(mesh));
@@ -53,26 +51,12 @@ impl Request {
             None if mesh.ring() > 1 => placement_for(&problem),
             None => PlacementKind::Contiguous,
         };
-        Ok(Self {
-            problem,
-            mask_text: args.mask.text.clone(),
-            source,
-            mesh,
-            strategy,
-            placement,
-            split,
-        })
+        Ok(Self { problem, mask_text: args.mask.text.clone(), source, mesh, strategy, placement, split })
     }
 
     /// The plans of all ranks, proved.
     pub(crate) fn plan(&self) -> Result<(plan::World, Vec<plan::RankCheck>)> {
-        let world = plan_world(
-            &self.problem,
-            self.mesh,
-            self.placement,
-            &self.split,
-            self.strategy,
-        )?;
+        let world = plan_world(&self.problem, self.mesh, self.placement, &self.split, self.strategy)?;
         let checks = plan::check(&world)?;
         Ok((world, checks))
     }
@@ -110,10 +94,7 @@ fn ranks(args: &ProblemArgs, launched: Option<u32>) -> Result<u32> {
         (None, None) => (of_mesh.unwrap_or(1), "there are"),
     };
     if ranks > MAX_WORLD {
-        return Err(Failure::request(
-            format!("{said} {ranks} ranks"),
-            format!("use at most {MAX_WORLD}"),
-        ));
+        return Err(Failure::request(format!("{said} {ranks} ranks"), format!("use at most {MAX_WORLD}")));
     }
     match (args.mesh, of_mesh) {
         (OrAuto::Is(mesh), Some(world)) if world != ranks => Err(Failure::request(
@@ -135,13 +116,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
                     "leave --dtype away, or convert the file",
                 ));
             }
-            let shape = [
-                file.batch,
-                file.kv_len,
-                file.q_heads,
-                file.kv_heads,
-                file.head_dim,
-            ];
+            let shape = [file.batch, file.kv_len, file.q_heads, file.kv_heads, file.head_dim];
             let problem =
                 AttentionProblem::new(shape, file.dtype, mask)?.with_queries(file.q_len, args.q_offset)?;
             (problem, Source::File(Arc::new(file)))
@@ -149,10 +124,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
         (None, Some(shape)) => {
             let problem = AttentionProblem::new(shape.0, args.dtype.unwrap_or(Dtype::F32), mask)?;
             let queries = problem.q_len;
-            (
-                problem.with_queries(queries, args.q_offset)?,
-                Source::MadeUp { seed },
-            )
+            (problem.with_queries(queries, args.q_offset)?, Source::MadeUp { seed })
         }
         (None, None) => {
             return Err(Failure::request(
@@ -181,11 +153,7 @@ fn placement_for(problem: &AttentionProblem) -> PlacementKind {
             .sum()
     };
     let (front, back) = (work(0), work(1));
-    if back * 4 > front * 5 {
-        PlacementKind::Zigzag
-    } else {
-        PlacementKind::Contiguous
-    }
+    if back * 4 > front * 5 { PlacementKind::Zigzag } else { PlacementKind::Contiguous }
 }
 
 /// Memory of this machine, where it is easy to find out.

@@ -64,22 +64,13 @@ impl Sample {
             q_offset: u64::from(problem.q_offset),
         };
         let rows = sample_rows(&oracle, ROWS, SEED);
-        Ok(Self {
-            problem: problem.clone(),
-            source: request.source.clone(),
-            oracle,
-            rows,
-        })
+        Ok(Self { problem: problem.clone(), source: request.source.clone(), oracle, rows })
     }
 
     /// The sampled rows that `rank` owns.
     pub(crate) fn rows_of(&self, world: &World, rank: Rank) -> Vec<RowId> {
         let places = self.places(world.q_placement.of_rank(rank));
-        self.rows
-            .iter()
-            .filter(|id| places.contains_key(&id.row))
-            .copied()
-            .collect()
+        self.rows.iter().filter(|id| places.contains_key(&id.row)).copied().collect()
     }
 
     /// All sampled rows.
@@ -95,10 +86,8 @@ impl Sample {
     /// The sampled rows out of the output of a rank that owns `tokens`.
     pub(crate) fn extract(&self, tokens: &TokenRuns, o: &Bytes, lse: &Bytes) -> Bytes {
         let places = self.places(tokens);
-        let (heads, row_bytes) = (
-            self.oracle.q_heads,
-            self.problem.head_dim as usize * self.problem.dtype.bytes(),
-        );
+        let (heads, row_bytes) =
+            (self.oracle.q_heads, self.problem.head_dim as usize * self.problem.dtype.bytes());
         let mut out = BytesMut::new();
         for id in &self.rows {
             if let Some(place) = places.get(&id.row) {
@@ -139,11 +128,7 @@ impl Sample {
 
     /// The sampled rows, computed by one device alone.
     pub(crate) fn dense(&self, backend: &AnyBackend, kv: &WholeKv, options: &RunOptions) -> Result<Bytes> {
-        let mut tokens: Vec<u32> = self
-            .rows
-            .iter()
-            .filter_map(|id| u32::try_from(id.row).ok())
-            .collect();
+        let mut tokens: Vec<u32> = self.rows.iter().filter_map(|id| u32::try_from(id.row).ok()).collect();
         tokens.sort_unstable();
         tokens.dedup();
         let tokens = TokenRuns::from_positions(tokens);
@@ -200,20 +185,13 @@ impl Sample {
                 .rows
                 .chunks(share)
                 .map(|rows| {
-                    scope.spawn(move || {
-                        rows.iter()
-                            .map(|id| self.expect(*id, kv))
-                            .collect::<Result<Vec<_>>>()
-                    })
+                    scope
+                        .spawn(move || rows.iter().map(|id| self.expect(*id, kv)).collect::<Result<Vec<_>>>())
                 })
                 .collect();
             let mut all = Vec::with_capacity(self.rows.len());
             for thread in threads {
-                all.extend(
-                    thread
-                        .join()
-                        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))?,
-                );
+                all.extend(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?);
             }
             Ok(all)
         })
@@ -222,22 +200,12 @@ impl Sample {
     /// One row: a problem of one query, so that no other query need be read.
     fn expect(&self, id: RowId, kv: &WholeKv) -> Result<Row> {
         let token = u32::try_from(id.row).map_err(|_| Failure::run("a row beyond all positions"))?;
-        let q = self
-            .source
-            .read(&self.problem, Which::Q, &TokenRuns::contiguous(token..token + 1))?;
-        let problem = OracleProblem {
-            q_len: 1,
-            q_offset: self.oracle.q_offset + id.row as u64,
-            ..self.oracle.clone()
-        };
+        let q = self.source.read(&self.problem, Which::Q, &TokenRuns::contiguous(token..token + 1))?;
+        let problem =
+            OracleProblem { q_len: 1, q_offset: self.oracle.q_offset + id.row as u64, ..self.oracle.clone() };
         let dtype = self.problem.dtype;
-        let oracle = Oracle::new(
-            &problem,
-            values(dtype, &q),
-            values(dtype, &kv.k),
-            values(dtype, &kv.v),
-        )
-        .map_err(|error| Failure::run(format!("the oracle refuses the problem: {error}")))?;
+        let oracle = Oracle::new(&problem, values(dtype, &q), values(dtype, &kv.k), values(dtype, &kv.v))
+            .map_err(|error| Failure::run(format!("the oracle refuses the problem: {error}")))?;
         let (o, lse) = oracle.row(id.batch, 0, id.head);
         Ok(Row { id, o, lse })
     }
@@ -262,16 +230,10 @@ fn oracle_mask(text: &str) -> Result<OracleMask> {
     for term in text.split('+') {
         let (kind, arguments) = term.split_once(':').unwrap_or((term, ""));
         let numbers = || -> Result<Vec<i64>> {
-            arguments
-                .split(',')
-                .map(|number| number.parse().map_err(|_| unreadable()))
-                .collect()
+            arguments.split(',').map(|number| number.parse().map_err(|_| unreadable())).collect()
         };
         let unsigned = || -> Result<Vec<u64>> {
-            numbers()?
-                .into_iter()
-                .map(|number| u64::try_from(number).map_err(|_| unreadable()))
-                .collect()
+            numbers()?.into_iter().map(|number| u64::try_from(number).map_err(|_| unreadable())).collect()
         };
         mask = match kind {
             "full" => mask,

@@ -19,17 +19,11 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let has = |name: &str| arguments.iter().any(|a| a == name);
     let values = |name: &str| -> Vec<String> {
-        arguments
-            .windows(2)
-            .filter(|pair| pair[0] == name)
-            .map(|pair| pair[1].clone())
-            .collect()
+        arguments.windows(2).filter(|pair| pair[0] == name).map(|pair| pair[1].clone()).collect()
     };
     let number = |text: &String| text.parse::<usize>().expect("a whole number");
     let all = std::thread::available_parallelism().map_or(1, usize::from);
-    let runs = values("--runs")
-        .last()
-        .map_or(if has("--short") { 5 } else { 15 }, number);
+    let runs = values("--runs").last().map_or(if has("--short") { 5 } else { 15 }, number);
     let threads: Vec<usize> = values("--threads").last().map_or_else(
         || if all > 1 { vec![1, all] } else { vec![1] },
         |list| list.split(',').map(|n| number(&n.to_owned())).collect(),
@@ -51,10 +45,7 @@ fn main() {
         );
     }
     for threads in threads {
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .build()
-            .expect("a thread pool");
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a thread pool");
         let pool = Arc::new(pool);
         let backend = CpuBackend::with_pool(Arc::clone(&pool));
         for case in &cases {
@@ -127,12 +118,8 @@ impl Case {
         #[expect(clippy::cast_possible_truncation, reason = "made-up data")]
         let bytes: Vec<u8> = match p.dtype {
             Dtype::F32 => (0..count).flat_map(|_| (normal() as f32).to_ne_bytes()).collect(),
-            Dtype::F16 => (0..count)
-                .flat_map(|_| f16::from_f64(normal()).to_ne_bytes())
-                .collect(),
-            Dtype::Bf16 => (0..count)
-                .flat_map(|_| bf16::from_f64(normal()).to_ne_bytes())
-                .collect(),
+            Dtype::F16 => (0..count).flat_map(|_| f16::from_f64(normal()).to_ne_bytes()).collect(),
+            Dtype::Bf16 => (0..count).flat_map(|_| bf16::from_f64(normal()).to_ne_bytes()).collect(),
         };
         bytes.into()
     }
@@ -162,17 +149,10 @@ impl Case {
             row_stride: heads as usize * shape.dim,
             head_stride: shape.dim,
         };
-        let operand = |buffer, heads| Operand {
-            buffer,
-            layout: layout(heads),
-        };
+        let operand = |buffer, heads| Operand { buffer, layout: layout(heads) };
         let mut once = || {
             let start = Instant::now();
-            let mut state = StateMut {
-                a: &mut a,
-                ml: &mut ml,
-                shape,
-            };
+            let mut state = StateMut { a: &mut a, ml: &mut ml, shape };
             backend.reset_state(&mut state).expect("reset");
             let args = Attend {
                 dtype: p.dtype,
@@ -186,14 +166,8 @@ impl Case {
                 state,
             };
             pollster::block_on(backend.attend(args, &Control::default())).expect("attend");
-            let state = State {
-                a: &a,
-                ml: &ml,
-                shape,
-            };
-            backend
-                .finalize(&state, p.dtype, &mut o, &mut lse)
-                .expect("finalize");
+            let state = State { a: &a, ml: &ml, shape };
+            backend.finalize(&state, p.dtype, &mut o, &mut lse).expect("finalize");
             start.elapsed().as_secs_f64() * 1e3
         };
         once();
@@ -208,10 +182,7 @@ fn peak_gflops(pool: &rayon::ThreadPool, threads: usize) -> f64 {
         type Output = f64;
         #[inline(always)]
         fn with_simd<S: Simd>(self, simd: S) -> f64 {
-            let (x, y) = (
-                simd.splat_f32s(black_box(0.999)),
-                simd.splat_f32s(black_box(1e-3)),
-            );
+            let (x, y) = (simd.splat_f32s(black_box(0.999)), simd.splat_f32s(black_box(1e-3)));
             let mut c = [simd.splat_f32s(1.0); 12];
             let start = Instant::now();
             for _ in 0..PEAK_STEPS {
@@ -227,21 +198,12 @@ fn peak_gflops(pool: &rayon::ThreadPool, threads: usize) -> f64 {
         }
     }
     (0..3)
-        .map(|_| {
-            pool.broadcast(|_| pulp::Arch::new().dispatch(Peak))
-                .into_iter()
-                .take(threads)
-                .sum::<f64>()
-        })
+        .map(|_| pool.broadcast(|_| pulp::Arch::new().dispatch(Peak)).into_iter().take(threads).sum::<f64>())
         .fold(0.0, f64::max)
 }
 
 const PEAK_STEPS: usize = 3_000_000;
-const SHORT: &[&str] = &[
-    "1,1024,8,8,64,full,f32",
-    "1,1024,8,8,64,causal,f32",
-    "1,1024,8,2,128,full,bf16",
-];
+const SHORT: &[&str] = &["1,1024,8,8,64,full,f32", "1,1024,8,8,64,causal,f32", "1,1024,8,2,128,full,bf16"];
 const LONG: &[&str] = &[
     "1,1024,8,8,64,full,f32",
     "1,1024,8,8,64,causal,f32",

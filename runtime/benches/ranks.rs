@@ -23,14 +23,8 @@ fn main() {
         let problem = AttentionProblem::new([1, seq, 8, 8, 64], Dtype::F32, mask).expect("a fixed problem");
         let world = |ulysses, ring| {
             let mesh = Mesh::new(ulysses, ring).expect("a fixed mesh");
-            plan_world(
-                &problem,
-                mesh,
-                PlacementKind::Zigzag,
-                &Split::Even,
-                Strategy::Unified,
-            )
-            .expect("it fits")
+            plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified)
+                .expect("it fits")
         };
         let worlds = [world(1, 1), world(1, 4), world(4, 1), world(2, 2)];
         let tensors = tensors(&worlds[0]);
@@ -71,24 +65,12 @@ fn run(world: &World, tensors: &Tensors) -> f64 {
     };
     let transports = in_process_group(world.mesh.world());
     let deadline = Duration::from_secs(60);
-    let ends = run_ranks(
-        world,
-        transports,
-        tensors,
-        2,
-        deadline,
-        &options,
-        |task: RankTask<'_>| {
-            let mut ends = Vec::new();
-            task.run_on(&CpuBackend::new(), |_, _| ends.push(Instant::now()))
-                .map(|()| ends)
-        },
-    )
+    let ends = run_ranks(world, transports, tensors, 2, deadline, &options, |task: RankTask<'_>| {
+        let mut ends = Vec::new();
+        task.run_on(&CpuBackend::new(), |_, _| ends.push(Instant::now())).map(|()| ends)
+    })
     .expect("the plans hold");
-    let ends: Vec<Vec<Instant>> = ends
-        .into_iter()
-        .map(|ends| ends.expect("no rank fails"))
-        .collect();
+    let ends: Vec<Vec<Instant>> = ends.into_iter().map(|ends| ends.expect("no rank fails")).collect();
     // A rank starts the second run when it has ended the first; the run starts with the last of them.
     let start = ends.iter().map(|ends| ends[0]).max().expect("at least one rank");
     let end = ends.iter().map(|ends| ends[1]).max().expect("at least one rank");
@@ -107,9 +89,5 @@ fn tensors(world: &World) -> Tensors {
         let values: Vec<f32> = (0..bytes / 4).map(|_| next()).collect();
         Bytes::copy_from_slice(bytemuck::cast_slice(&values))
     };
-    Tensors {
-        q: make(q.bytes(), 1),
-        k: make(kv.bytes(), 2),
-        v: make(kv.bytes(), 3),
-    }
+    Tensors { q: make(q.bytes(), 1), k: make(kv.bytes(), 2), v: make(kv.bytes(), 3) }
 }

@@ -40,11 +40,7 @@ fn main() {
     });
     let tex = dev.create_texture(&wgpu::TextureDescriptor {
         label: None,
-        size: wgpu::Extent3d {
-            width: 4096,
-            height: 64,
-            depth_or_array_layers: 1,
-        },
+        size: wgpu::Extent3d { width: 4096, height: 64, depth_or_array_layers: 1 },
         mip_level_count: 1,
         sample_count: 1,
         dimension: wgpu::TextureDimension::D2,
@@ -66,11 +62,7 @@ fn main() {
             },
         },
         tex.as_image_copy(),
-        wgpu::Extent3d {
-            width: 4096,
-            height: 64,
-            depth_or_array_layers: 1,
-        },
+        wgpu::Extent3d { width: 4096, height: 64, depth_or_array_layers: 1 },
     );
     q.submit([e.finish()]);
     for file in std::env::args().skip(1) {
@@ -87,15 +79,9 @@ fn main() {
             compilation_options: Default::default(),
             cache: None,
         });
-        let mut entries = vec![wgpu::BindGroupEntry {
-            binding: 0,
-            resource: out.as_entire_binding(),
-        }];
+        let mut entries = vec![wgpu::BindGroupEntry { binding: 0, resource: out.as_entire_binding() }];
         if src.contains("binding(1)") {
-            entries.push(wgpu::BindGroupEntry {
-                binding: 1,
-                resource: buf.as_entire_binding(),
-            });
+            entries.push(wgpu::BindGroupEntry { binding: 1, resource: buf.as_entire_binding() });
         }
         if src.contains("binding(2)") {
             entries.push(wgpu::BindGroupEntry {
@@ -104,10 +90,7 @@ fn main() {
             });
         }
         if src.contains("binding(3)") {
-            entries.push(wgpu::BindGroupEntry {
-                binding: 3,
-                resource: ubo.as_entire_binding(),
-            });
+            entries.push(wgpu::BindGroupEntry { binding: 3, resource: ubo.as_entire_binding() });
         }
         let bg = dev.create_bind_group(&wgpu::BindGroupDescriptor {
             label: None,
@@ -128,10 +111,7 @@ fn main() {
             dev.poll(wgpu::PollType::wait_indefinitely()).unwrap();
             best = best.min(cpu() - t);
         }
-        println!(
-            "{file}: {:.1} ns cpu per iteration",
-            best * 1e9 / f64::from(n_groups * iters)
-        );
+        println!("{file}: {:.1} ns cpu per iteration", best * 1e9 / f64::from(n_groups * iters));
     }
 }
 fn cpu() -> f64 {

@@ -19,9 +19,7 @@ pub struct SystemClock {
 impl SystemClock {
     /// A clock that starts at 0 now.
     pub fn new() -> Self {
-        Self {
-            start: std::time::Instant::now(),
-        }
+        Self { start: std::time::Instant::now() }
     }
 }
 

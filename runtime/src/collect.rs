@@ -78,10 +78,8 @@ pub async fn receive_output<E: From<Error>>(
         let parts = piece.cut(world, o, lse);
         sink(piece.with(Rank(0), parts))?;
     }
-    let mut ranks: Vec<_> = (1..world.mesh.world())
-        .map(Rank)
-        .map(|rank| (rank, (0..).zip(pieces(world, rank))))
-        .collect();
+    let mut ranks: Vec<_> =
+        (1..world.mesh.world()).map(Rank).map(|rank| (rank, (0..).zip(pieces(world, rank)))).collect();
     let mut outstanding: VecDeque<(Rank, Cut, Posted<Vec<Bytes>>)> = VecDeque::new();
     while !ranks.is_empty() {
         let mut still = Vec::with_capacity(ranks.len());

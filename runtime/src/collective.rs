@@ -123,17 +123,12 @@ impl<B: Backend> Collective<B> for HostStaged {
         // Receives first: a peer may be waiting for them already.
         let recvs: Vec<_> = recvs
             .iter()
-            .map(|recv| {
-                self.transport
-                    .post_recv(recv.from, tag, &recv.piece_bytes, self.deadline)
-            })
+            .map(|recv| self.transport.post_recv(recv.from, tag, &recv.piece_bytes, self.deadline))
             .map(|posted| async move {
                 let pieces = posted.await.map_err(ExchangeError::Transport)?;
                 let copying = meter.start();
-                let uploaded: crate::Result<Vec<_>> = pieces
-                    .into_iter()
-                    .map(|piece| backend.upload("received", piece))
-                    .collect();
+                let uploaded: crate::Result<Vec<_>> =
+                    pieces.into_iter().map(|piece| backend.upload("received", piece)).collect();
                 meter.end(copying, Lane::Copy, || format!("upload {tag}"));
                 uploaded.map_err(ExchangeError::Own)
             })
@@ -160,9 +155,7 @@ impl<B: Backend> Collective<B> for HostStaged {
             })
             .collect();
         Box::pin(async move {
-            try_join(try_join_all(sends), try_join_all(recvs))
-                .await
-                .map(|(_, arrived)| arrived)
+            try_join(try_join_all(sends), try_join_all(recvs)).await.map(|(_, arrived)| arrived)
         })
     }
 
@@ -191,10 +184,7 @@ impl HostStaged {
         tag: Tag,
         pieces: Vec<crate::Result<Bytes>>,
     ) -> Result<Posted<()>, ExchangeError> {
-        let pieces = pieces
-            .into_iter()
-            .collect::<crate::Result<Vec<_>>>()
-            .map_err(ExchangeError::Own)?;
+        let pieces = pieces.into_iter().collect::<crate::Result<Vec<_>>>().map_err(ExchangeError::Own)?;
         meter.sent(pieces.iter().map(|piece| piece.len() as u64).sum());
         Ok(self.transport.post_send(to, tag, pieces, self.deadline))
     }
@@ -203,9 +193,7 @@ impl HostStaged {
 impl<Buffer> Memory<Buffer> {
     /// No memory for any of `count` buffers.
     pub(crate) fn new(count: usize) -> Self {
-        Self {
-            buffers: (0..count).map(|_| None).collect(),
-        }
+        Self { buffers: (0..count).map(|_| None).collect() }
     }
 
     /// One tensor of a buffer that is alive.
@@ -217,9 +205,7 @@ impl<Buffer> Memory<Buffer> {
     }
 
     pub(crate) fn tensors(&mut self, buffer: BufferId) -> &mut Vec<Buffer> {
-        self.buffers[buffer.0]
-            .as_mut()
-            .expect("a checked plan uses buffers only while they are alive")
+        self.buffers[buffer.0].as_mut().expect("a checked plan uses buffers only while they are alive")
     }
 
     pub(crate) fn view(&self, buffer: BufferId, tensor: usize) -> &Buffer {

@@ -69,18 +69,11 @@ pub enum Error {
 impl Error {
     /// A wrong request: what does not fit, and what would.
     pub fn request(mismatch: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self::Request {
-            mismatch: mismatch.into(),
-            remedy: remedy.into(),
-        }
+        Self::Request { mismatch: mismatch.into(), remedy: remedy.into() }
     }
 
     pub(crate) fn plan(rank: Rank, step: Option<usize>, fault: impl Into<String>) -> Self {
-        Self::Plan {
-            rank: rank.0,
-            step,
-            fault: fault.into(),
-        }
+        Self::Plan { rank: rank.0, step, fault: fault.into() }
     }
 
     /// The program's exit code for this error: 2 when the request is wrong, 1 when the run failed.
@@ -88,10 +81,7 @@ impl Error {
         match self {
             Self::Request { .. } => 2,
             Self::Transport(TransportError::Refused { exit, .. })
-            | Self::Group {
-                source: TransportError::Refused { exit, .. },
-                ..
-            } => *exit,
+            | Self::Group { source: TransportError::Refused { exit, .. }, .. } => *exit,
             _ => 1,
         }
     }

@@ -92,25 +92,13 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         let (plan, problem) = (world.plan(rank), &world.problem);
         let tile = backend.tile_shape(problem.dtype, problem.head_dim);
         let lower = |step: &Step| match step {
-            Step::Attend { q, kv, .. } => Some(BlockWork::new(
-                problem,
-                &plan.slice_tokens(q),
-                &plan.slice_tokens(kv),
-                tile,
-            )),
+            Step::Attend { q, kv, .. } => {
+                Some(BlockWork::new(problem, &plan.slice_tokens(q), &plan.slice_tokens(kv), tile))
+            }
             _ => None,
         };
         let works = plan.steps.iter().map(lower).collect();
-        Self {
-            backend,
-            collective,
-            world,
-            plan,
-            plan_hash,
-            peak_bytes,
-            works,
-            options,
-        }
+        Self { backend, collective, world, plan, plan_hash, peak_bytes, works, options }
     }
 
     /// Brings the rank's own tensors, `[batch, tokens, heads, dim]` in the problem's dtype, to its device.
@@ -119,11 +107,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     /// [`Error::OutOfMemory`], [`Error::Device`].
     pub fn load(&self, q: Bytes, k: Bytes, v: Bytes) -> Result<Inputs<B::Buffer>> {
         let upload = |name, data| self.backend.upload(name, data).map(Some);
-        Ok(Inputs {
-            q: upload("q", q)?,
-            k: upload("k", k)?,
-            v: upload("v", v)?,
-        })
+        Ok(Inputs { q: upload("q", q)?, k: upload("k", k)?, v: upload("v", v)? })
     }
 
     /// Agrees with all ranks that they are about to run the same plan, runs it as operation `op`, and brings the
@@ -132,25 +116,13 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     /// # Errors
     /// Any; [`Error::Group`] when another rank is the cause.
     pub async fn run(&self, op: u64, inputs: &mut Inputs<B::Buffer>) -> Result<RankOutput> {
-        self.collective
-            .agree(Vote::Ready {
-                plan_hash: self.plan_hash,
-            })
-            .await?;
+        self.collective.agree(Vote::Ready { plan_hash: self.plan_hash }).await?;
         let meter = Meter::new(self.options.clock.clone(), self.options.trace);
-        let mut run = Run {
-            executor: self,
-            op,
-            meter: &meter,
-            memory: Memory::new(self.plan.buffers.len()),
-            step: 0,
-        };
+        let mut run =
+            Run { executor: self, op, meter: &meter, memory: Memory::new(self.plan.buffers.len()), step: 0 };
         // The inputs are lent to the run's memory and come back whatever happens.
         run.memory.put(self.plan.q, inputs.q.take().into_iter().collect());
-        run.memory.put(
-            self.plan.kv,
-            inputs.k.take().into_iter().chain(inputs.v.take()).collect(),
-        );
+        run.memory.put(self.plan.kv, inputs.k.take().into_iter().chain(inputs.v.take()).collect());
         let result = run.execute().await;
         inputs.q = run.memory.take(self.plan.q).and_then(|mut q| q.pop());
         let mut kv = run.memory.take(self.plan.kv).unwrap_or_default();
@@ -159,31 +131,14 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         if let Err(error) = &result
             && !matches!(error, Error::Group { .. })
         {
-            let progress = Progress {
-                op,
-                step: u32::try_from(run.step).unwrap_or(u32::MAX),
-            };
+            let progress = Progress { op, step: u32::try_from(run.step).unwrap_or(u32::MAX) };
             let cause = AbortCause::Failed(error.to_string());
-            self.collective.abort(Abort {
-                culprit: Rank(self.plan.rank),
-                cause,
-                progress,
-            });
+            self.collective.abort(Abort { culprit: Rank(self.plan.rank), cause, progress });
         }
         let (o, lse, pieces) = result?;
         let tokens = self.plan.buffer(self.plan.q).tokens.len() as u64;
-        let report = RankReport {
-            tokens,
-            peak_bytes: self.peak_bytes,
-            pieces,
-            ..meter.report()
-        };
-        Ok(RankOutput {
-            o,
-            lse,
-            report,
-            spans: meter.spans(),
-        })
+        let report = RankReport { tokens, peak_bytes: self.peak_bytes, pieces, ..meter.report() };
+        Ok(RankOutput { o, lse, report, spans: meter.spans() })
     }
 }
 
@@ -206,26 +161,15 @@ struct InFlight<'r, Buffer> {
 
 impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
     async fn execute(&mut self) -> Result<(Bytes, Bytes, u64)> {
-        let Executor {
-            backend,
-            collective,
-            plan,
-            works,
-            options,
-            ..
-        } = self.executor;
+        let Executor { backend, collective, plan, works, options, .. } = self.executor;
         let control = Control::new(collective.stop_flag());
         let mut in_flight: Vec<InFlight<'r, B::Buffer>> = Vec::new();
         for (index, step) in plan.steps.iter().enumerate() {
             self.step = index;
             let words = || describe(self.executor.world, plan, step);
-            options
-                .observer
-                .step(Rank(plan.rank), self.op, index, plan.steps.len(), &words);
-            collective.report_progress(Progress {
-                op: self.op,
-                step: u32::try_from(index).unwrap_or(u32::MAX),
-            });
+            options.observer.step(Rank(plan.rank), self.op, index, plan.steps.len(), &words);
+            collective
+                .report_progress(Progress { op: self.op, step: u32::try_from(index).unwrap_or(u32::MAX) });
             let started = self.meter.start();
             match step {
                 Step::Repack { from, into } => {
@@ -251,10 +195,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                                 .collect(),
                         })
                         .collect();
-                    let tag = Tag {
-                        op: self.op,
-                        message: *id,
-                    };
+                    let tag = Tag { op: self.op, message: *id };
                     let arrivals = collective.post_exchange(
                         backend,
                         self.meter,
@@ -263,12 +204,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                         &sends,
                         &expects,
                     );
-                    in_flight.push(InFlight {
-                        id: *id,
-                        recvs,
-                        arrivals,
-                        ended: None,
-                    });
+                    in_flight.push(InFlight { id: *id, recvs, arrivals, ended: None });
                 }
                 Step::Wait { id } => {
                     self.wait_for(*id, &mut in_flight).await?;
@@ -292,10 +228,8 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 Step::Merge { from, into } => {
                     let (from_tensors, mut into_tensors) = (self.state(*from)?, self.state(*into)?);
                     let shape = self.shape(*into);
-                    let merged = backend.merge(
-                        &mut state_mut(&mut into_tensors, shape),
-                        &state_ref(&from_tensors, shape),
-                    );
+                    let merged = backend
+                        .merge(&mut state_mut(&mut into_tensors, shape), &state_ref(&from_tensors, shape));
                     self.memory.put(*from, from_tensors);
                     self.memory.put(*into, into_tensors);
                     merged?;
@@ -325,8 +259,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         let sizes = self.tensor_bytes(plan.output);
         let o = backend.download(&mut output[0], 0..sizes[0]).await?;
         let lse = backend.download(&mut output[1], 0..sizes[1]).await?;
-        self.meter
-            .end(started, Lane::Copy, || "download the output".to_owned());
+        self.meter.end(started, Lane::Copy, || "download the output".to_owned());
         Ok((o, lse, control.pieces_done()))
     }
 
@@ -345,10 +278,8 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             move |buffer| Operand { buffer, layout }
         };
         let kv_first = plan.slice_heads(kv).start;
-        let kv_head_of: Vec<u32> = plan
-            .slice_heads(q)
-            .map(|head| head / problem.group() - kv_first)
-            .collect();
+        let kv_head_of: Vec<u32> =
+            plan.slice_heads(q).map(|head| head / problem.group() - kv_first).collect();
         let args = Attend {
             dtype: problem.dtype,
             scale: problem.scale,
@@ -377,10 +308,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 heads: (from.heads.end - from.heads.start) as usize,
                 row_bytes: tensor.row_bytes,
             };
-            let source = (
-                self.memory.view(from.buffer, index),
-                self.layout(from, tensor.row_bytes),
-            );
+            let source = (self.memory.view(from.buffer, index), self.layout(from, tensor.row_bytes));
             let target = (&mut target[index], self.layout(into, tensor.row_bytes));
             self.executor.backend.repack(source, target, extent)?;
         }
@@ -420,14 +348,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             }
         }
         // Nothing was outstanding: any call tells.
-        match self
-            .executor
-            .collective
-            .agree(Vote::Ready {
-                plan_hash: self.executor.plan_hash,
-            })
-            .await
-        {
+        match self.executor.collective.agree(Vote::Ready { plan_hash: self.executor.plan_hash }).await {
             Err(error) => self.explain(ExchangeError::Transport(error)),
             Ok(()) => Error::Cancelled,
         }
@@ -444,12 +365,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         let plan = self.executor.plan;
         let doing = describe(self.executor.world, plan, &plan.steps[self.step]);
         let doing = doing.split_whitespace().collect::<Vec<_>>().join(" ");
-        Error::Group {
-            rank: plan.rank,
-            step: self.step,
-            doing,
-            source,
-        }
+        Error::Group { rank: plan.rank, step: self.step, doing, source }
     }
 
     /// Takes a state's tensors out of memory; one that is not there yet has seen nothing.
@@ -458,9 +374,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             return Ok(tensors);
         }
         let mut tensors = self.allocate(id)?;
-        self.executor
-            .backend
-            .reset_state(&mut state_mut(&mut tensors, self.shape(id)))?;
+        self.executor.backend.reset_state(&mut state_mut(&mut tensors, self.shape(id)))?;
         Ok(tensors)
     }
 
@@ -480,10 +394,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
     }
 
     fn shape(&self, state: BufferId) -> StateShape {
-        self.executor
-            .plan
-            .buffer(state)
-            .state_shape(&self.executor.world.problem)
+        self.executor.plan.buffer(state).state_shape(&self.executor.world.problem)
     }
 
     fn content(&self, buffer: BufferId) -> Content {
@@ -494,12 +405,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
     fn tensor_bytes(&self, id: BufferId) -> Vec<usize> {
         let (buffer, problem) = (self.executor.plan.buffer(id), &self.executor.world.problem);
         let rows = problem.batch as usize * buffer.tokens.len() * buffer.head_count() as usize;
-        buffer
-            .content
-            .tensors(problem)
-            .into_iter()
-            .map(|tensor| rows * tensor.row_bytes)
-            .collect()
+        buffer.content.tensors(problem).into_iter().map(|tensor| rows * tensor.row_bytes).collect()
     }
 
     /// The memory of a slice that is one piece in each tensor.
@@ -507,21 +413,12 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
         let heads = plan.buffer(slice.buffer).head_count() as usize;
         let whole = slice.tokens == (0..plan.buffer(slice.buffer).tokens.len());
-        let tensors = plan
-            .buffer(slice.buffer)
-            .content
-            .tensors(problem)
-            .into_iter()
-            .enumerate();
+        let tensors = plan.buffer(slice.buffer).content.tensors(problem).into_iter().enumerate();
         let pieces = tensors.map(|(tensor, Tensor { row_bytes })| {
             let token = heads * row_bytes;
             let batch = if whole { problem.batch as usize } else { 1 };
             let end = slice.tokens.start + slice.tokens.len() * batch;
-            Piece {
-                buffer: slice.buffer,
-                tensor,
-                bytes: slice.tokens.start * token..end * token,
-            }
+            Piece { buffer: slice.buffer, tensor, bytes: slice.tokens.start * token..end * token }
         });
         pieces.collect()
     }
@@ -555,25 +452,15 @@ async fn drive<T, Buffer>(in_flight: &mut [InFlight<'_, Buffer>], future: impl F
 
 fn state_mut<Buffer>(tensors: &mut [Buffer], shape: StateShape) -> StateMut<'_, Buffer> {
     let (a, ml) = tensors.split_at_mut(1);
-    StateMut {
-        a: &mut a[0],
-        ml: &mut ml[0],
-        shape,
-    }
+    StateMut { a: &mut a[0], ml: &mut ml[0], shape }
 }
 
 fn state_ref<Buffer>(tensors: &[Buffer], shape: StateShape) -> State<'_, Buffer> {
-    State {
-        a: &tensors[0],
-        ml: &tensors[1],
-        shape,
-    }
+    State { a: &tensors[0], ml: &tensors[1], shape }
 }
 
 impl<B: Backend, C> std::fmt::Debug for Executor<'_, B, C> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Executor")
-            .field("rank", &self.plan.rank)
-            .finish_non_exhaustive()
+        f.debug_struct("Executor").field("rank", &self.plan.rank).finish_non_exhaustive()
     }
 }

@@ -49,11 +49,7 @@ impl HostLayout {
     /// [`Error::Request`] when `part` or `whole` has the wrong size.
     pub fn scatter(self, part: &[u8], tokens: &TokenRuns, whole: &mut [u8]) -> Result<()> {
         self.fits(whole.len())?;
-        Self {
-            tokens: tokens.len(),
-            ..self
-        }
-        .fits(part.len())?;
+        Self { tokens: tokens.len(), ..self }.fits(part.len())?;
         let mut at = 0;
         self.for_each_run(tokens, |range| {
             let size = range.len();
@@ -109,11 +105,7 @@ mod tests {
 
     #[test]
     fn scatter_undoes_gather_for_any_token_order() {
-        let layout = HostLayout {
-            batch: 2,
-            tokens: 9,
-            token_bytes: 3,
-        };
+        let layout = HostLayout { batch: 2, tokens: 9, token_bytes: 3 };
         let whole = Bytes::from((0..layout.bytes() as u8).collect::<Vec<_>>());
         let lists = [vec![0, 1, 2, 6, 7, 8], vec![3, 5], vec![4], vec![]];
         let mut back = vec![0xEE; layout.bytes()];
@@ -125,10 +117,6 @@ mod tests {
         }
         assert_eq!(back, whole);
         assert!(layout.gather(&whole.slice(1..), &TokenRuns::default()).is_err());
-        assert!(
-            layout
-                .scatter(&whole[1..], &TokenRuns::contiguous(0..9), &mut back)
-                .is_err()
-        );
+        assert!(layout.scatter(&whole[1..], &TokenRuns::contiguous(0..9), &mut back).is_err());
     }
 }

@@ -62,10 +62,8 @@ impl RankTask<'_> {
                 Ok(inputs) => inputs,
                 Err(error) => {
                     // The others are about to agree: they learn from this rank's vote why it cannot.
-                    let vote = Vote::Refuse {
-                        exit: error.exit_code(),
-                        text: format!("rank {rank}: {error}"),
-                    };
+                    let vote =
+                        Vote::Refuse { exit: error.exit_code(), text: format!("rank {rank}: {error}") };
                     transport.agree(vote, self.deadline).await?;
                     return Err(error);
                 }
@@ -108,9 +106,8 @@ pub fn run_ranks<T: Send>(
     run: impl Fn(RankTask<'_>) -> T + Sync,
 ) -> Result<Vec<T>> {
     let checks = check(world)?;
-    let identities: Vec<String> = (0..world.mesh.world())
-        .map(|rank| format!("rank-{rank}.in-process"))
-        .collect();
+    let identities: Vec<String> =
+        (0..world.mesh.world()).map(|rank| format!("rank-{rank}.in-process")).collect();
     let hash = plan_hash(world, &identities);
     let mut tasks = Vec::with_capacity(transports.len());
     for (transport, check) in transports.into_iter().zip(&checks) {
@@ -145,11 +142,7 @@ pub fn run_ranks<T: Send>(
             .collect();
         threads
             .into_iter()
-            .map(|thread| {
-                thread
-                    .join()
-                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            })
+            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             .collect()
     }))
 }
@@ -176,8 +169,5 @@ pub fn layouts(world: &World) -> (HostLayout, HostLayout) {
         tokens: tokens as usize,
         token_bytes: heads as usize * problem.head_dim as usize * problem.dtype.bytes(),
     };
-    (
-        layout(problem.q_len, problem.q_heads),
-        layout(problem.kv_len, problem.kv_heads),
-    )
+    (layout(problem.q_len, problem.q_heads), layout(problem.kv_len, problem.kv_heads))
 }

@@ -76,29 +76,13 @@ impl BlockWork {
         let kv_positions: Vec<u32> = kv_tokens.iter().collect();
         let kv_bounds: Vec<(u32, u32)> = kv_positions
             .chunks(tile.kv_cols as usize)
-            .map(|tile| {
-                tile.iter()
-                    .fold((u32::MAX, 0), |(lo, hi), p| (lo.min(*p), hi.max(*p)))
-            })
+            .map(|tile| tile.iter().fold((u32::MAX, 0), |(lo, hi), p| (lo.min(*p), hi.max(*p))))
             .collect();
         let q_positions: Vec<u32> = q_tokens.iter().map(|token| problem.q_position(token)).collect();
         let classes = (0..problem.mask.batch_classes())
-            .map(|batch| {
-                MaskClass::new(
-                    &problem.mask,
-                    batch,
-                    problem.kv_len,
-                    &q_positions,
-                    &kv_bounds,
-                    tile,
-                )
-            })
+            .map(|batch| MaskClass::new(&problem.mask, batch, problem.kv_len, &q_positions, &kv_bounds, tile))
             .collect();
-        Self {
-            tile,
-            kv_positions,
-            classes,
-        }
+        Self { tile, kv_positions, classes }
     }
 
     /// The class of batch entry `batch`.
@@ -118,15 +102,7 @@ impl BlockWork {
 
     /// (query, key) tiles that are not empty, over `batch` entries and one head: the work, in tiles.
     pub fn tiles(&self, batch: usize) -> u64 {
-        (0..batch)
-            .map(|b| {
-                self.class_of(b)
-                    .runs
-                    .iter()
-                    .map(|run| u64::from(run.count))
-                    .sum::<u64>()
-            })
-            .sum()
+        (0..batch).map(|b| self.class_of(b).runs.iter().map(|run| u64::from(run.count)).sum::<u64>()).sum()
     }
 }
 
@@ -134,9 +110,7 @@ impl BlockWork {
 pub(crate) fn any_visible(problem: &AttentionProblem, q_tokens: &TokenRuns, kv_tokens: &TokenRuns) -> bool {
     (0..problem.mask.batch_classes()).any(|batch| {
         q_tokens.iter().any(|token| {
-            let span = problem
-                .mask
-                .visible(batch, problem.q_position(token), problem.kv_len);
+            let span = problem.mask.visible(batch, problem.q_position(token), problem.kv_len);
             span != RowSpan::EMPTY && kv_tokens.runs().iter().any(|run| run.meets(span.lo, span.hi))
         })
     })
@@ -151,25 +125,18 @@ impl MaskClass {
         kv_bounds: &[(u32, u32)],
         tile: TileShape,
     ) -> Self {
-        let rows: Vec<RowSpan> = q_positions
-            .iter()
-            .map(|q| mask.visible(batch, *q, kv_len))
-            .collect();
+        let rows: Vec<RowSpan> = q_positions.iter().map(|q| mask.visible(batch, *q, kv_len)).collect();
         let mut starts = vec![0];
         let mut runs: Vec<TileRun> = Vec::new();
         for tile_rows in rows.chunks(tile.q_rows as usize) {
             // Over the rows that see anything: the union of what they see, and the intersection. A row that sees
             // nothing keeps a tile from being full.
             let seeing = || tile_rows.iter().filter(|row| **row != RowSpan::EMPTY);
-            let union = (
-                seeing().map(|r| r.lo).min().unwrap_or(0),
-                seeing().map(|r| r.hi).max().unwrap_or(0),
-            );
+            let union =
+                (seeing().map(|r| r.lo).min().unwrap_or(0), seeing().map(|r| r.hi).max().unwrap_or(0));
             let all_see = seeing().count() == tile_rows.len();
-            let common = (
-                seeing().map(|r| r.lo).max().unwrap_or(0),
-                seeing().map(|r| r.hi).min().unwrap_or(0),
-            );
+            let common =
+                (seeing().map(|r| r.lo).max().unwrap_or(0), seeing().map(|r| r.hi).min().unwrap_or(0));
             let first = runs.len();
             for (kv_tile, (lo, hi)) in kv_bounds.iter().enumerate() {
                 if *hi < union.0 || *lo >= union.1 {
@@ -179,11 +146,7 @@ impl MaskClass {
                 let full = all_see && common.0 <= *lo && *hi < common.1;
                 match runs[first..].last_mut() {
                     Some(run) if run.full == full && run.kv_tile + run.count == kv_tile => run.count += 1,
-                    _ => runs.push(TileRun {
-                        kv_tile,
-                        count: 1,
-                        full,
-                    }),
+                    _ => runs.push(TileRun { kv_tile, count: 1, full }),
                 }
             }
             starts.push(u32::try_from(runs.len()).expect("at most one run for each pair of tiles"));
@@ -201,59 +164,20 @@ mod tests {
     fn causal_tiles_are_full_below_the_diagonal_and_absent_above() {
         let problem = AttentionProblem::new([1, 64, 1, 1, 8], Dtype::F32, Mask::causal()).unwrap();
         let tokens = TokenRuns::contiguous(0..64);
-        let work = BlockWork::new(
-            &problem,
-            &tokens,
-            &tokens,
-            TileShape {
-                q_rows: 16,
-                kv_cols: 16,
-            },
-        );
+        let work = BlockWork::new(&problem, &tokens, &tokens, TileShape { q_rows: 16, kv_cols: 16 });
         let class = &work.classes[0];
         assert_eq!(class.starts, [0, 1, 3, 5, 7]);
-        assert_eq!(
-            class.runs[0],
-            TileRun {
-                kv_tile: 0,
-                count: 1,
-                full: false
-            }
-        );
-        assert_eq!(
-            class.runs[5],
-            TileRun {
-                kv_tile: 0,
-                count: 3,
-                full: true
-            }
-        );
-        assert_eq!(
-            class.runs[6],
-            TileRun {
-                kv_tile: 3,
-                count: 1,
-                full: false
-            }
-        );
+        assert_eq!(class.runs[0], TileRun { kv_tile: 0, count: 1, full: false });
+        assert_eq!(class.runs[5], TileRun { kv_tile: 0, count: 3, full: true });
+        assert_eq!(class.runs[6], TileRun { kv_tile: 3, count: 1, full: false });
         assert_eq!(work.tiles(1), 10);
     }
 
     #[test]
     fn tile_kinds_agree_with_the_mask_element_by_element() {
-        let masks = [
-            "full",
-            "causal",
-            "window:5,3",
-            "documents:0,9,30,61",
-            "valid:17",
-            "valid:0",
-            "causal+valid:40",
-        ];
-        let tile = TileShape {
-            q_rows: 7,
-            kv_cols: 5,
-        };
+        let masks =
+            ["full", "causal", "window:5,3", "documents:0,9,30,61", "valid:17", "valid:0", "causal+valid:40"];
+        let tile = TileShape { q_rows: 7, kv_cols: 5 };
         for mask in masks {
             let problem = AttentionProblem::new([1, 61, 1, 1, 8], Dtype::F32, mask.parse().unwrap()).unwrap();
             let q = TokenRuns::from_positions((0..20).chain(45..61));
@@ -266,21 +190,12 @@ mod tests {
                         .iter()
                         .find(|run| (run.kv_tile..run.kv_tile + run.count).contains(&(kv_tile as u32)))
                         .map(|run| run.full);
-                    let seen = rows
-                        .iter()
-                        .flat_map(|row| keys.iter().map(|key| row.sees(*key)))
-                        .collect::<Vec<_>>();
+                    let seen =
+                        rows.iter().flat_map(|row| keys.iter().map(|key| row.sees(*key))).collect::<Vec<_>>();
                     if kind.is_none() {
-                        assert!(
-                            !seen.contains(&true),
-                            "{mask}: tile {q_tile},{kv_tile} is not empty"
-                        );
+                        assert!(!seen.contains(&true), "{mask}: tile {q_tile},{kv_tile} is not empty");
                     }
-                    assert_eq!(
-                        kind == Some(true),
-                        !seen.contains(&false),
-                        "{mask}: tile {q_tile},{kv_tile}"
-                    );
+                    assert_eq!(kind == Some(true), !seen.contains(&false), "{mask}: tile {q_tile},{kv_tile}");
                 }
             }
         }

@@ -28,27 +28,17 @@ impl Mask {
 
     /// A query sees the keys at its own position and before.
     pub fn causal() -> Self {
-        Self {
-            right: Some(0),
-            ..Self::default()
-        }
+        Self { right: Some(0), ..Self::default() }
     }
 
     /// A query at `q` sees the keys `q − left ..= q + right`; `None` is unbounded.
     pub fn window(left: Option<u32>, right: Option<u32>) -> Self {
-        Self {
-            left,
-            right,
-            ..Self::default()
-        }
+        Self { left, right, ..Self::default() }
     }
 
     /// Keys at position `valid[batch]` and above are hidden; one value serves all batch entries.
     pub fn key_padding(valid: Vec<u32>) -> Self {
-        Self {
-            valid,
-            ..Self::default()
-        }
+        Self { valid, ..Self::default() }
     }
 
     /// Queries see keys of their own document only. `boundaries` are cumulative: `0, 8, 24` is a document of 8
@@ -64,10 +54,7 @@ impl Mask {
             ));
         }
         boundaries.dedup();
-        Ok(Self {
-            documents: boundaries,
-            ..Self::default()
-        })
+        Ok(Self { documents: boundaries, ..Self::default() })
     }
 
     /// What both masks show.
@@ -86,12 +73,7 @@ impl Mask {
             (_, 0) => self.valid,
             (1, _) => other.valid.iter().map(|n| (*n).min(self.valid[0])).collect(),
             (_, 1) => self.valid.iter().map(|n| (*n).min(other.valid[0])).collect(),
-            (a, b) if a == b => self
-                .valid
-                .iter()
-                .zip(&other.valid)
-                .map(|(a, b)| *a.min(b))
-                .collect(),
+            (a, b) if a == b => self.valid.iter().zip(&other.valid).map(|(a, b)| *a.min(b)).collect(),
             (a, b) => {
                 return Err(Error::request(
                     format!("one key padding has {a} batch entries, the other {b}"),
@@ -106,13 +88,8 @@ impl Mask {
                 // Two tokens share a document of the intersection when no boundary of either lies between them;
                 // past the shorter list's end nobody sees anything.
                 let end = *self.documents.last().min(other.documents.last()).unwrap_or(&0);
-                let mut all: Vec<u32> = self
-                    .documents
-                    .iter()
-                    .chain(&other.documents)
-                    .copied()
-                    .filter(|b| *b <= end)
-                    .collect();
+                let mut all: Vec<u32> =
+                    self.documents.iter().chain(&other.documents).copied().filter(|b| *b <= end).collect();
                 all.sort_unstable();
                 all.dedup();
                 all
@@ -130,10 +107,7 @@ impl Mask {
     pub(crate) fn fits(&self, batch: u32, kv_len: u32) -> Result<()> {
         if self.valid.len() > 1 && self.valid.len() != batch as usize {
             return Err(Error::request(
-                format!(
-                    "key padding has {} values, the batch has {batch} entries",
-                    self.valid.len()
-                ),
+                format!("key padding has {} values, the batch has {batch} entries", self.valid.len()),
                 "give valid:N for all, or one value for each batch entry",
             ));
         }
@@ -180,11 +154,7 @@ impl Mask {
                 None => hi = 0,
             }
         }
-        if lo < hi {
-            RowSpan { lo, hi }
-        } else {
-            RowSpan::EMPTY
-        }
+        if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
     }
 }
 
@@ -193,9 +163,7 @@ impl std::str::FromStr for Mask {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        text.split('+')
-            .map(parse_term)
-            .try_fold(Self::full(), |mask, term| mask.and(term?))
+        text.split('+').map(parse_term).try_fold(Self::full(), |mask, term| mask.and(term?))
     }
 }
 
@@ -227,17 +195,12 @@ fn parse_term(term: &str) -> Result<Mask> {
             "use full, causal, window:L,R, documents:0,8,24 or valid:N[,N…], joined by +",
         )
     };
-    let (kind, arguments) = term
-        .split_once(':')
-        .map_or((term, None), |(kind, rest)| (kind, Some(rest)));
+    let (kind, arguments) = term.split_once(':').map_or((term, None), |(kind, rest)| (kind, Some(rest)));
     let numbers = || -> Result<Vec<i64>> {
         arguments
             .ok_or_else(|| wrong("has no numbers"))?
             .split(',')
-            .map(|n| {
-                n.parse::<i64>()
-                    .map_err(|_| wrong(&format!("has `{n}` where a whole number belongs")))
-            })
+            .map(|n| n.parse::<i64>().map_err(|_| wrong(&format!("has `{n}` where a whole number belongs"))))
             .collect()
     };
     let unsigned = |n: i64| u32::try_from(n).map_err(|_| wrong(&format!("has {n}, which is out of range")));
@@ -252,9 +215,7 @@ fn parse_term(term: &str) -> Result<Mask> {
             _ => Err(wrong("needs two numbers, left and right, -1 for unbounded")),
         },
         ("documents", _) => Mask::documents(numbers()?.into_iter().map(unsigned).collect::<Result<_>>()?),
-        ("valid", _) => Ok(Mask::key_padding(
-            numbers()?.into_iter().map(unsigned).collect::<Result<_>>()?,
-        )),
+        ("valid", _) => Ok(Mask::key_padding(numbers()?.into_iter().map(unsigned).collect::<Result<_>>()?)),
         _ => Err(wrong("is not known")),
     }
 }
@@ -282,21 +243,12 @@ mod tests {
         assert_eq!(at("documents:0,8,24", 0, 24), RowSpan::EMPTY);
         assert_eq!(at("valid:5,9", 1, 0), span(0, 9));
         assert_eq!(at("valid:0", 0, 0), RowSpan::EMPTY);
-        assert_eq!(
-            at("causal+documents:0,8,24+window:3,-1+valid:20", 0, 22),
-            span(19, 20)
-        );
+        assert_eq!(at("causal+documents:0,8,24+window:3,-1+valid:20", 0, 22), span(19, 20));
     }
 
     #[test]
     fn what_is_shown_parses_back_to_the_same_mask() {
-        for text in [
-            "full",
-            "causal",
-            "window:3,-1",
-            "window:3,0+documents:0,8,24+valid:3,4",
-            "valid:0",
-        ] {
+        for text in ["full", "causal", "window:3,-1", "window:3,0+documents:0,8,24+valid:3,4", "valid:0"] {
             let mask: Mask = text.parse().unwrap();
             assert_eq!(mask.to_string(), text);
             assert_eq!(mask.to_string().parse::<Mask>().unwrap(), mask);

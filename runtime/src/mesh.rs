@@ -104,10 +104,7 @@ impl FromStr for Mesh {
         text.split_once('x')
             .and_then(|(ulysses, ring)| Some((ulysses.parse().ok()?, ring.parse().ok()?)))
             .ok_or_else(|| {
-                Error::request(
-                    format!("mesh `{text}` is not UxR"),
-                    "write it like 2x4: ulysses 2, ring 4",
-                )
+                Error::request(format!("mesh `{text}` is not UxR"), "write it like 2x4: ulysses 2, ring 4")
             })
             .and_then(|(ulysses, ring)| Self::new(ulysses, ring))
     }

@@ -82,10 +82,7 @@ impl Meter {
 
     /// Starts a stretch of `lane`; it ends when the result is given to [`Self::end`].
     pub(crate) fn start(&self) -> Started {
-        Started {
-            at_ns: self.clock.now_ns(),
-            copied_ns: self.lanes[Lane::Copy as usize].get(),
-        }
+        Started { at_ns: self.clock.now_ns(), copied_ns: self.lanes[Lane::Copy as usize].get() }
     }
 
     pub(crate) fn end(&self, started: Started, lane: Lane, name: impl FnOnce() -> String) {
@@ -96,12 +93,7 @@ impl Meter {
         let cell = &self.lanes[lane as usize];
         cell.set(cell.get() + (end_ns - started.at_ns).saturating_sub(inside));
         if let Some(spans) = &self.spans {
-            spans.borrow_mut().push(Span {
-                lane,
-                name: name(),
-                start_ns: started.at_ns,
-                end_ns,
-            });
+            spans.borrow_mut().push(Span { lane, name: name(), start_ns: started.at_ns, end_ns });
         }
     }
 
@@ -119,10 +111,7 @@ impl Meter {
 
     /// The spans so far, if they are kept.
     pub fn spans(&self) -> Vec<Span> {
-        self.spans
-            .as_ref()
-            .map(|spans| spans.borrow().clone())
-            .unwrap_or_default()
+        self.spans.as_ref().map(|spans| spans.borrow().clone()).unwrap_or_default()
     }
 }
 

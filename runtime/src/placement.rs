@@ -68,11 +68,7 @@ impl Placement {
 
     /// One rank that holds these tokens, which need not be all.
     pub(crate) fn some(tokens: TokenRuns) -> Result<Self> {
-        Ok(Self {
-            kind: PlacementKind::Contiguous,
-            mesh: Mesh::new(1, 1)?,
-            ranks: vec![tokens],
-        })
+        Ok(Self { kind: PlacementKind::Contiguous, mesh: Mesh::new(1, 1)?, ranks: vec![tokens] })
     }
 
     /// How the tokens were dealt.
@@ -115,9 +111,9 @@ impl Split {
             )
         };
         match self {
-            Self::Even => Ok((0..world)
-                .map(|rank| total / world + u32::from(rank < total % world))
-                .collect()),
+            Self::Even => {
+                Ok((0..world).map(|rank| total / world + u32::from(rank < total % world)).collect())
+            }
             Self::Weights(weights) if weights.len() != world as usize => {
                 Err(wrong_length("weights", weights.len()))
             }
@@ -207,11 +203,7 @@ fn striped(sizes: &[u32]) -> Vec<TokenRuns> {
         let open: Vec<usize> = (0..sizes.len()).filter(|r| sizes[*r] > done).collect();
         let stride = u32::try_from(open.len()).expect("no more shards than ranks");
         for (start, r) in (next..).zip(&open) {
-            shards[*r].push(Run {
-                start,
-                count: level - done,
-                stride,
-            });
+            shards[*r].push(Run { start, count: level - done, stride });
         }
         next += stride * (level - done);
         done = level;
@@ -243,15 +235,9 @@ impl FromStr for PlacementKind {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|kind| kind.name() == text)
-            .ok_or_else(|| {
-                Error::request(
-                    format!("placement `{text}` is not known"),
-                    "use contiguous, zigzag or striped",
-                )
-            })
+        Self::ALL.into_iter().find(|kind| kind.name() == text).ok_or_else(|| {
+            Error::request(format!("placement `{text}` is not known"), "use contiguous, zigzag or striped")
+        })
     }
 }
 
@@ -261,47 +247,22 @@ mod tests {
 
     fn place(kind: PlacementKind, mesh: (u32, u32), total: u32, split: Split) -> Vec<Vec<u32>> {
         let placement = Placement::new(kind, Mesh::new(mesh.0, mesh.1).unwrap(), total, &split).unwrap();
-        placement
-            .ranks()
-            .iter()
-            .map(|tokens| tokens.iter().collect())
-            .collect()
+        placement.ranks().iter().map(|tokens| tokens.iter().collect()).collect()
     }
 
     #[test]
     fn tokens_are_dealt_as_the_design_says() {
         use PlacementKind::*;
-        assert_eq!(
-            place(Contiguous, (1, 3), 7, Split::Even),
-            [vec![0, 1, 2], vec![3, 4], vec![5, 6]]
-        );
-        assert_eq!(
-            place(Zigzag, (1, 2), 7, Split::Even),
-            [vec![0, 1, 5, 6], vec![2, 3, 4]]
-        );
-        assert_eq!(
-            place(Zigzag, (3, 1), 5, Split::Even),
-            [vec![0, 1], vec![2, 3], vec![4]]
-        );
+        assert_eq!(place(Contiguous, (1, 3), 7, Split::Even), [vec![0, 1, 2], vec![3, 4], vec![5, 6]]);
+        assert_eq!(place(Zigzag, (1, 2), 7, Split::Even), [vec![0, 1, 5, 6], vec![2, 3, 4]]);
+        assert_eq!(place(Zigzag, (3, 1), 5, Split::Even), [vec![0, 1], vec![2, 3], vec![4]]);
         // The pieces of a shard are consecutive in the shard's own order, also across its two chunks.
-        assert_eq!(
-            place(Zigzag, (2, 2), 8, Split::Even),
-            [vec![0, 1], vec![6, 7], vec![2, 3], vec![4, 5]]
-        );
-        assert_eq!(
-            place(Striped, (1, 3), 8, Split::Even),
-            [vec![0, 3, 6], vec![1, 4, 7], vec![2, 5]]
-        );
+        assert_eq!(place(Zigzag, (2, 2), 8, Split::Even), [vec![0, 1], vec![6, 7], vec![2, 3], vec![4, 5]]);
+        assert_eq!(place(Striped, (1, 3), 8, Split::Even), [vec![0, 3, 6], vec![1, 4, 7], vec![2, 5]]);
         let uneven = Split::Tokens(vec![4, 0, 2]);
-        assert_eq!(
-            place(Striped, (1, 3), 6, uneven),
-            [vec![0, 2, 4, 5], vec![], vec![1, 3]]
-        );
+        assert_eq!(place(Striped, (1, 3), 6, uneven), [vec![0, 2, 4, 5], vec![], vec![1, 3]]);
         let weights = Split::Weights(vec![1.0, 0.0, 1.0, 1.0]);
-        assert_eq!(
-            place(Contiguous, (1, 4), 4, weights),
-            [vec![0, 1], vec![], vec![2], vec![3]]
-        );
+        assert_eq!(place(Contiguous, (1, 4), 4, weights), [vec![0, 1], vec![], vec![2], vec![3]]);
     }
 
     #[test]

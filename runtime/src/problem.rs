@@ -64,12 +64,7 @@ impl AttentionProblem {
     /// # Errors
     /// As [`Self::new`].
     pub fn with_queries(self, q_len: u32, q_offset: u32) -> Result<Self> {
-        Self {
-            q_len,
-            q_offset,
-            ..self
-        }
-        .checked()
+        Self { q_len, q_offset, ..self }.checked()
     }
 
     /// This problem with another factor on q·k, and with a softcap.
@@ -77,12 +72,7 @@ impl AttentionProblem {
     /// # Errors
     /// As [`Self::new`].
     pub fn with_logits(self, scale: f32, softcap: Option<f32>) -> Result<Self> {
-        Self {
-            scale,
-            softcap,
-            ..self
-        }
-        .checked()
+        Self { scale, softcap, ..self }.checked()
     }
 
     /// Query heads that share one KV head.
@@ -96,22 +86,10 @@ impl AttentionProblem {
     }
 
     fn checked(self) -> Result<Self> {
-        let Self {
-            batch,
-            q_len,
-            kv_len,
-            q_heads,
-            kv_heads,
-            head_dim,
-            q_offset,
-            ..
-        } = self;
-        for (name, value) in [
-            ("batch", batch),
-            ("query heads", q_heads),
-            ("kv heads", kv_heads),
-            ("head dim", head_dim),
-        ] {
+        let Self { batch, q_len, kv_len, q_heads, kv_heads, head_dim, q_offset, .. } = self;
+        for (name, value) in
+            [("batch", batch), ("query heads", q_heads), ("kv heads", kv_heads), ("head dim", head_dim)]
+        {
             if value == 0 {
                 return Err(Error::request(
                     format!("{name} is 0"),
@@ -132,27 +110,18 @@ impl AttentionProblem {
             ));
         }
         if !self.scale.is_finite() {
-            return Err(Error::request(
-                format!("scale {} is not finite", self.scale),
-                "use a finite scale",
-            ));
+            return Err(Error::request(format!("scale {} is not finite", self.scale), "use a finite scale"));
         }
         if self.softcap.is_some_and(|cap| !(cap.is_finite() && cap > 0.0)) {
             return Err(Error::request(
-                format!(
-                    "softcap {} is not a positive number",
-                    self.softcap.unwrap_or_default()
-                ),
+                format!("softcap {} is not a positive number", self.softcap.unwrap_or_default()),
                 "use a positive softcap, or none",
             ));
         }
         let positions = u64::from(q_len) + u64::from(q_offset);
         if positions.max(u64::from(kv_len)) > u64::from(MAX_POSITION) {
             return Err(Error::request(
-                format!(
-                    "the sequence reaches position {}",
-                    positions.max(u64::from(kv_len))
-                ),
+                format!("the sequence reaches position {}", positions.max(u64::from(kv_len))),
                 format!("positions stay below {MAX_POSITION}"),
             ));
         }

@@ -31,11 +31,7 @@ impl TokenRuns {
     /// The tokens `range`, ascending.
     pub fn contiguous(range: std::ops::Range<u32>) -> Self {
         let mut tokens = Self::default();
-        tokens.push(Run {
-            start: range.start,
-            count: range.end.saturating_sub(range.start),
-            stride: 1,
-        });
+        tokens.push(Run { start: range.start, count: range.end.saturating_sub(range.start), stride: 1 });
         tokens
     }
 
@@ -43,11 +39,7 @@ impl TokenRuns {
     pub fn from_positions(positions: impl IntoIterator<Item = u32>) -> Self {
         let mut tokens = Self::default();
         for start in positions {
-            tokens.push(Run {
-                start,
-                count: 1,
-                stride: 1,
-            });
+            tokens.push(Run { start, count: 1, stride: 1 });
         }
         tokens
     }
@@ -58,10 +50,7 @@ impl TokenRuns {
             return;
         }
         // A run of one has no stride of its own.
-        let run = Run {
-            stride: if run.count == 1 { 1 } else { run.stride },
-            ..run
-        };
+        let run = Run { stride: if run.count == 1 { 1 } else { run.stride }, ..run };
         if let Some(last) = self.runs.last_mut() {
             let gap = run.start.wrapping_sub(last.end_position());
             let stride_fits = |stride: u32, count: u32| count == 1 || stride == gap;
@@ -101,9 +90,7 @@ impl TokenRuns {
 
     /// The tokens, in order.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
-        self.runs
-            .iter()
-            .flat_map(|run| (0..run.count).map(|i| run.start + i * run.stride))
+        self.runs.iter().flat_map(|run| (0..run.count).map(|i| run.start + i * run.stride))
     }
 
     /// The tokens at the list positions `range`, in order.
@@ -178,20 +165,9 @@ mod tests {
             other.extend(&TokenRuns::contiguous(5..8));
             other
         });
-        parts.push(Run {
-            start: 2,
-            count: 1,
-            stride: 1,
-        });
+        parts.push(Run { start: 2, count: 1, stride: 1 });
         assert_ne!(parts, TokenRuns::from_positions([0, 5, 6, 7]));
-        assert_eq!(
-            TokenRuns::from_positions([0, 4, 8]).runs(),
-            &[Run {
-                start: 0,
-                count: 3,
-                stride: 4
-            }]
-        );
+        assert_eq!(TokenRuns::from_positions([0, 4, 8]).runs(), &[Run { start: 0, count: 3, stride: 4 }]);
     }
 
     #[test]

@@ -26,9 +26,7 @@ const MAIN: &str =
 pub(crate) fn merge(head_dim: u32) -> String {
     let chunks = head_dim / 4;
     let mut t = Text::default();
-    t.line(format!(
-        "// merge, head dim {head_dim}: 8 threads for each row and head"
-    ));
+    t.line(format!("// merge, head dim {head_dim}: 8 threads for each row and head"));
     t.lines(&Kernel::Merge { head_dim }.declarations());
     t.line("");
     // The exponent is at most 0; below -150 the power is 0 in f32, and the product with log2 e cannot overflow.
@@ -69,10 +67,7 @@ if (lane == 0u) {{
 /// (f32 bits, `[batch, rows, heads]`).
 pub(crate) fn finalize(storage: Storage, head_dim: u32) -> String {
     let mut t = Text::default();
-    t.line(format!(
-        "// finalize, {}, head dim {head_dim}: 8 threads for each row and head",
-        storage.name()
-    ));
+    t.line(format!("// finalize, {}, head dim {head_dim}: 8 threads for each row and head", storage.name()));
     t.lines(&Kernel::Finalize { storage, head_dim }.declarations());
     t.line("");
     t.lines(storage.round_function());
@@ -151,9 +146,7 @@ pub(crate) fn reset_state() -> String {
     t.line("@compute @workgroup_size(64)");
     t.block(MAIN, |t| {
         t.line("let at = (group_id.x + group_id.y * params.grid_width) * 64u + thread;");
-        t.line(format!(
-            "if (at < params.row_heads) {{ state_ml[at] = vec2<f32>({EMPTY_M:?}f, 0.0f); }}"
-        ));
+        t.line(format!("if (at < params.row_heads) {{ state_ml[at] = vec2<f32>({EMPTY_M:?}f, 0.0f); }}"));
     });
     t.finish()
 }

@@ -39,20 +39,16 @@ impl AttendVariant {
             65..=128 => 2,
             _ => 1,
         };
-        Self::SubgroupBroadcast {
-            subgroup_size,
-            rows_per_lane,
-        }
+        Self::SubgroupBroadcast { subgroup_size, rows_per_lane }
     }
 
     /// Name for reports.
     pub fn name(self) -> String {
         match self {
             Self::Portable => "portable".to_owned(),
-            Self::SubgroupBroadcast {
-                subgroup_size,
-                rows_per_lane,
-            } => format!("subgroup-broadcast-{subgroup_size}x{rows_per_lane}"),
+            Self::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
+                format!("subgroup-broadcast-{subgroup_size}x{rows_per_lane}")
+            }
         }
     }
 }
@@ -83,17 +79,12 @@ impl AttendKernel {
     /// The tiles of this kernel.
     pub const fn tile(&self) -> Tile {
         match self.variant {
-            AttendVariant::Portable => Tile {
-                q_rows: attend::portable::q_rows(self.head_dim),
-                kv_cols: attend::portable::KV_COLS,
-            },
-            AttendVariant::SubgroupBroadcast {
-                subgroup_size,
-                rows_per_lane,
-            } => Tile {
-                q_rows: subgroup_size * rows_per_lane,
-                kv_cols: attend::subgroup::KV_COLS,
-            },
+            AttendVariant::Portable => {
+                Tile { q_rows: attend::portable::q_rows(self.head_dim), kv_cols: attend::portable::KV_COLS }
+            }
+            AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
+                Tile { q_rows: subgroup_size * rows_per_lane, kv_cols: attend::subgroup::KV_COLS }
+            }
         }
     }
 }
@@ -185,10 +176,9 @@ impl Kernel {
                 assert_head_dim(kernel.head_dim);
                 let body = match kernel.variant {
                     AttendVariant::Portable => attend::portable::source(kernel),
-                    AttendVariant::SubgroupBroadcast {
-                        subgroup_size,
-                        rows_per_lane,
-                    } => attend::subgroup::source(kernel, subgroup_size, rows_per_lane),
+                    AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
+                        attend::subgroup::source(kernel, subgroup_size, rows_per_lane)
+                    }
                 };
                 if self.needs_subgroups() && dialect == Dialect::Tint {
                     format!("enable subgroups;\n\n{body}")
@@ -222,28 +212,15 @@ impl Kernel {
 
     /// Its bindings in group 0, in order.
     pub fn bindings(&self) -> Vec<Binding> {
-        let read = |name, element| Binding {
-            name,
-            access: Access::Read,
-            element,
-        };
-        let write = |name, element| Binding {
-            name,
-            access: Access::ReadWrite,
-            element,
-        };
-        let mut bindings = vec![Binding {
-            name: "params",
-            access: Access::Uniform,
-            element: self.uniform().name,
-        }];
+        let read = |name, element| Binding { name, access: Access::Read, element };
+        let write = |name, element| Binding { name, access: Access::ReadWrite, element };
+        let mut bindings =
+            vec![Binding { name: "params", access: Access::Uniform, element: self.uniform().name }];
         let key_value = |name, variant, storage: Storage| match variant {
             AttendVariant::Portable => read(name, storage.unit_type()),
-            AttendVariant::SubgroupBroadcast { .. } => Binding {
-                name,
-                access: Access::Texture,
-                element: "texture_storage_2d<rgba32uint, read>",
-            },
+            AttendVariant::SubgroupBroadcast { .. } => {
+                Binding { name, access: Access::Texture, element: "texture_storage_2d<rgba32uint, read>" }
+            }
         };
         bindings.extend(match *self {
             Self::Attend(AttendKernel { variant, storage, .. }) => vec![
@@ -291,12 +268,9 @@ impl Kernel {
     /// Bytes of workgroup memory.
     pub const fn workgroup_bytes(&self) -> u32 {
         match self {
-            Self::Attend(
-                kernel @ AttendKernel {
-                    variant: AttendVariant::Portable,
-                    ..
-                },
-            ) => attend::portable::workgroup_bytes(kernel.head_dim),
+            Self::Attend(kernel @ AttendKernel { variant: AttendVariant::Portable, .. }) => {
+                attend::portable::workgroup_bytes(kernel.head_dim)
+            }
             _ => 0,
         }
     }
@@ -313,13 +287,7 @@ impl Kernel {
 
     /// Whether the device must have subgroups.
     pub const fn needs_subgroups(&self) -> bool {
-        matches!(
-            self,
-            Self::Attend(AttendKernel {
-                variant: AttendVariant::SubgroupBroadcast { .. },
-                ..
-            })
-        )
+        matches!(self, Self::Attend(AttendKernel { variant: AttendVariant::SubgroupBroadcast { .. }, .. }))
     }
 
     /// Declarations of the uniform struct and of all bindings.
@@ -333,10 +301,7 @@ impl Kernel {
                 Access::ReadWrite => ("<storage, read_write>", format!("array<{}>", binding.element)),
                 Access::Texture => ("", binding.element.to_owned()),
             };
-            text.push_str(&format!(
-                "@group(0) @binding({index}) var{space} {}: {ty};\n",
-                binding.name
-            ));
+            text.push_str(&format!("@group(0) @binding({index}) var{space} {}: {ty};\n", binding.name));
         }
         text
     }

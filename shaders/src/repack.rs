@@ -6,9 +6,7 @@ use crate::text::Text;
 /// Bindings: source, destination, both arrays of units of `words` 32-bit words.
 pub(crate) fn source(words: u32) -> String {
     let mut t = Text::default();
-    t.line(format!(
-        "// repack, units of {words} words: one thread for each unit"
-    ));
+    t.line(format!("// repack, units of {words} words: one thread for each unit"));
     t.lines(&Kernel::Repack { words }.declarations());
     t.line("");
     t.line("@compute @workgroup_size(64)");

@@ -28,11 +28,8 @@ pub struct Uniform {
 impl Uniform {
     /// The WGSL declaration.
     pub(crate) fn declaration(&self) -> String {
-        let fields: String = self
-            .fields
-            .iter()
-            .map(|field| format!("    {}: {},\n", field.name, field.ty))
-            .collect();
+        let fields: String =
+            self.fields.iter().map(|field| format!("    {}: {},\n", field.name, field.ty)).collect();
         format!("struct {} {{\n{fields}}}", self.name)
     }
 }

@@ -15,11 +15,7 @@ const MAX_WORKGROUP_BYTES: u32 = 16384;
 const MAX_INVOCATIONS: u32 = 256;
 
 fn every_kernel() -> Vec<Kernel> {
-    let mut kernels = vec![
-        Kernel::Repack { words: 1 },
-        Kernel::Repack { words: 4 },
-        Kernel::ResetState,
-    ];
+    let mut kernels = vec![Kernel::Repack { words: 1 }, Kernel::Repack { words: 4 }, Kernel::ResetState];
     for head_dim in HEAD_DIMS {
         kernels.push(Kernel::Merge { head_dim });
         for storage in Storage::ALL {
@@ -30,12 +26,7 @@ fn every_kernel() -> Vec<Kernel> {
                 .chain([AttendVariant::Portable]);
             for variant in variants {
                 for softcap in [false, true] {
-                    kernels.push(Kernel::Attend(AttendKernel {
-                        variant,
-                        storage,
-                        head_dim,
-                        softcap,
-                    }));
+                    kernels.push(Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap }));
                 }
             }
         }
@@ -61,9 +52,7 @@ fn validated(kernel: &Kernel, module: &naga::Module) -> ModuleInfo {
             .subgroup_stages(naga::valid::ShaderStages::COMPUTE)
             .subgroup_operations(naga::valid::SubgroupOperationSet::all());
     }
-    validator
-        .validate(module)
-        .unwrap_or_else(|error| panic!("{}: {error:?}", kernel.name()))
+    validator.validate(module).unwrap_or_else(|error| panic!("{}: {error:?}", kernel.name()))
 }
 
 #[test]
@@ -72,24 +61,12 @@ fn every_kernel_is_valid_and_translates_to_spirv_msl_and_hlsl() {
         let module = parsed(&kernel);
         let info = validated(&kernel, &module);
         let name = kernel.name();
-        spv::write_vec(
-            &module,
-            &info,
-            &spv::Options {
-                lang_version: (1, 3),
-                ..Default::default()
-            },
-            None,
-        )
-        .unwrap_or_else(|error| panic!("{name} to SPIR-V: {error}"));
+        spv::write_vec(&module, &info, &spv::Options { lang_version: (1, 3), ..Default::default() }, None)
+            .unwrap_or_else(|error| panic!("{name} to SPIR-V: {error}"));
         msl::write_string(
             &module,
             &info,
-            &msl::Options {
-                lang_version: (2, 4),
-                fake_missing_bindings: true,
-                ..Default::default()
-            },
+            &msl::Options { lang_version: (2, 4), fake_missing_bindings: true, ..Default::default() },
             &msl::PipelineOptions::default(),
         )
         .unwrap_or_else(|error| panic!("{name} to MSL: {error}"));
@@ -133,10 +110,7 @@ fn every_kernel_stays_within_webgpus_default_limits() {
             .map(|(_, variable)| module.types[variable.ty].inner.size(module.to_ctx()))
             .sum();
         assert_eq!(workgroup_bytes, kernel.workgroup_bytes(), "{name}");
-        assert!(
-            workgroup_bytes <= MAX_WORKGROUP_BYTES,
-            "{name}: {workgroup_bytes} bytes"
-        );
+        assert!(workgroup_bytes <= MAX_WORKGROUP_BYTES, "{name}: {workgroup_bytes} bytes");
     }
 }
 
@@ -215,25 +189,13 @@ fn the_empty_maximum_survives_printing() {
 /// Set `KYKLOS_BLESS=1` to write the files anew.
 #[test]
 fn pinned_texts_have_not_changed() {
-    let attend = |variant, storage, softcap| {
-        Kernel::Attend(AttendKernel {
-            variant,
-            storage,
-            head_dim: 16,
-            softcap,
-        })
-    };
-    let broadcast = AttendVariant::SubgroupBroadcast {
-        subgroup_size: 4,
-        rows_per_lane: 1,
-    };
+    let attend =
+        |variant, storage, softcap| Kernel::Attend(AttendKernel { variant, storage, head_dim: 16, softcap });
+    let broadcast = AttendVariant::SubgroupBroadcast { subgroup_size: 4, rows_per_lane: 1 };
     for kernel in [
         attend(AttendVariant::Portable, Storage::Bf16, true),
         attend(broadcast, Storage::F32, false),
-        Kernel::Finalize {
-            storage: Storage::F16,
-            head_dim: 16,
-        },
+        Kernel::Finalize { storage: Storage::F16, head_dim: 16 },
     ] {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("tests/golden")

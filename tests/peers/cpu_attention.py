@@ -212,6 +212,7 @@ def main():
 
     program = bench_program()
     rows = []
+    load = os.getloadavg()[0]
     print(f"torch {torch.__version__}, onnxruntime {onnxruntime.__version__}, {options.threads} threads, medians in ms")
     print(f"{'case':26} {'kyklos':>8} {'torch':>8} {'ort':>8} {'torch/k':>8} {'ort/k':>8} {'% peak':>7}")
     for text in options.case or CASES:
@@ -246,7 +247,8 @@ def main():
     with output.open("w", newline="") as file:
         print(
             f"# {platform.processor() or platform.machine()}, torch {torch.__version__},"
-            f" onnxruntime {onnxruntime.__version__}; medians of {options.runs} runs a round",
+            f" onnxruntime {onnxruntime.__version__}; medians of {options.runs} runs a round;"
+            f" load average {load:.1f} before, {os.getloadavg()[0]:.1f} after",
             file=file,
         )
         writer = csv.writer(file)

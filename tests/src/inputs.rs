@@ -64,11 +64,7 @@ pub fn normal(seed: u64, tensor: TensorId, index: u64) -> f32 {
 ///
 /// Panics if `out` is not as long as `range`.
 pub fn fill<E: Element>(seed: u64, tensor: TensorId, range: Range<u64>, out: &mut [E]) {
-    assert_eq!(
-        range.end.saturating_sub(range.start),
-        out.len() as u64,
-        "room for the elements {range:?}"
-    );
+    assert_eq!(range.end.saturating_sub(range.start), out.len() as u64, "room for the elements {range:?}");
     for (index, out) in range.zip(out) {
         *out = E::from_f32(normal(seed, tensor, index));
     }
@@ -100,10 +96,7 @@ pub fn sample_rows(problem: &OracleProblem, count: usize, seed: u64) -> Vec<RowI
 }
 
 fn block(seed: u64, stream: u32, index: u64) -> [u32; 4] {
-    philox4x32_10(
-        [index as u32, (index >> 32) as u32, stream, 0],
-        [seed as u32, (seed >> 32) as u32],
-    )
+    philox4x32_10([index as u32, (index >> 32) as u32, stream, 0], [seed as u32, (seed >> 32) as u32])
 }
 
 fn join(low: u32, high: u32) -> u64 {
@@ -166,21 +159,12 @@ mod tests {
         let expected = ((-2.0 * u.ln()).sqrt() * (TAU * w).cos()) as f32;
         assert_eq!(normal(0, TensorId::Q, 0), expected);
         // The rest of the definition, worked out by a separate program.
-        let tensors = [
-            (0, TensorId::Q, 0),
-            (0, TensorId::K, 1),
-            (u64::MAX, TensorId::V, 1 << 40),
-        ];
+        let tensors = [(0, TensorId::Q, 0), (0, TensorId::K, 1), (u64::MAX, TensorId::V, 1 << 40)];
         for ((seed, tensor, index), expected) in
-            tensors
-                .into_iter()
-                .zip([-0.397_667_53, -0.510_419_5, 0.388_884_2])
+            tensors.into_iter().zip([-0.397_667_53, -0.510_419_5, 0.388_884_2])
         {
             let ulps = Dtype::F32.ulps(f64::from(normal(seed, tensor, index)), expected);
-            assert!(
-                ulps.is_some_and(|ulps| ulps <= 1),
-                "{tensor:?} at {index}: {ulps:?} ulp"
-            );
+            assert!(ulps.is_some_and(|ulps| ulps <= 1), "{tensor:?} at {index}: {ulps:?} ulp");
         }
     }
 
@@ -195,9 +179,8 @@ mod tests {
             }
         }
         // Five standard deviations of each sample moment: variances of x, x², x³, x⁴ are 1, 2, 15, 96.
-        for (index, (mean, variance)) in [(0.0, 1.0), (1.0, 2.0), (0.0, 15.0), (3.0, 96.0_f64)]
-            .into_iter()
-            .enumerate()
+        for (index, (mean, variance)) in
+            [(0.0, 1.0), (1.0, 2.0), (0.0, 15.0), (3.0, 96.0_f64)].into_iter().enumerate()
         {
             let bound = 5.0 * (variance / N as f64).sqrt();
             let sample = sums[index] / N as f64;
@@ -207,10 +190,7 @@ mod tests {
 
     #[test]
     fn sampled_rows_are_distinct_sorted_and_fixed_by_the_seed() {
-        let problem = OracleProblem {
-            q_len: 1000,
-            ..cases()[0].problem.clone()
-        };
+        let problem = OracleProblem { q_len: 1000, ..cases()[0].problem.clone() };
         let rows = sample_rows(&problem, 256, 5);
         assert_eq!(rows.len(), 256);
         assert!(rows.is_sorted_by(|a, b| a < b));

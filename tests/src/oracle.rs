@@ -87,16 +87,10 @@ impl OracleProblem {
     /// Refuses sizes, numbers and masks that define no attention.
     pub fn check(&self) -> Result<(), OracleError> {
         if self.kv_heads == 0 || !self.q_heads.is_multiple_of(self.kv_heads) {
-            return Err(OracleError::Heads {
-                q_heads: self.q_heads,
-                kv_heads: self.kv_heads,
-            });
+            return Err(OracleError::Heads { q_heads: self.q_heads, kv_heads: self.kv_heads });
         }
         if !self.scale.is_finite() || self.softcap.is_some_and(|cap| !(cap.is_finite() && cap > 0.0)) {
-            return Err(OracleError::Score {
-                scale: self.scale,
-                softcap: self.softcap,
-            });
+            return Err(OracleError::Score { scale: self.scale, softcap: self.softcap });
         }
         self.mask.check(self.batch)
     }
@@ -208,10 +202,7 @@ impl<'a> Oracle<'a> {
                 self.k.read_vector(batch, key, kv_head, &mut vector);
                 let dot: f64 = q.iter().zip(&vector).map(|(q, k)| q * k).sum();
                 let score = problem.scale * dot;
-                scores.push((
-                    key,
-                    problem.softcap.map_or(score, |cap| cap * (score / cap).tanh()),
-                ));
+                scores.push((key, problem.softcap.map_or(score, |cap| cap * (score / cap).tanh())));
             }
         }
         if scores.is_empty() {
@@ -219,10 +210,7 @@ impl<'a> Oracle<'a> {
         }
 
         // `f64::max` passes over NaN; the exponential below brings it back.
-        let max = scores
-            .iter()
-            .map(|&(_, score)| score)
-            .fold(f64::NEG_INFINITY, f64::max);
+        let max = scores.iter().map(|&(_, score)| score).fold(f64::NEG_INFINITY, f64::max);
         let mut sum = 0.0;
         for (key, score) in scores {
             let weight = (score - max).exp();
@@ -305,45 +293,23 @@ pub enum OracleError {
 impl fmt::Display for OracleError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Length {
-                shape,
-                elements,
-                actual,
-            } => {
-                write!(
-                    f,
-                    "a tensor of shape {shape:?} has {elements} elements, {actual} were given"
-                )
+            Self::Length { shape, elements, actual } => {
+                write!(f, "a tensor of shape {shape:?} has {elements} elements, {actual} were given")
             }
             Self::Heads { q_heads, kv_heads } => {
-                write!(
-                    f,
-                    "{q_heads} query heads are no multiple of {kv_heads} key/value heads"
-                )
+                write!(f, "{q_heads} query heads are no multiple of {kv_heads} key/value heads")
             }
             Self::Score { scale, softcap } => {
-                write!(
-                    f,
-                    "scale {scale} must be finite and softcap {softcap:?} positive and finite"
-                )
+                write!(f, "scale {scale} must be finite and softcap {softcap:?} positive and finite")
             }
             Self::Window { left, right } => {
-                write!(
-                    f,
-                    "window {left},{right}: a side is a number of tokens, or -1 for no bound"
-                )
+                write!(f, "window {left},{right}: a side is a number of tokens, or -1 for no bound")
             }
             Self::Documents { boundaries } => {
-                write!(
-                    f,
-                    "document boundaries {boundaries:?} must be two or more and never descend"
-                )
+                write!(f, "document boundaries {boundaries:?} must be two or more and never descend")
             }
             Self::Valid { lengths, batch } => {
-                write!(
-                    f,
-                    "{lengths} valid lengths for a batch of {batch}: give one, or one for each entry"
-                )
+                write!(f, "{lengths} valid lengths for a batch of {batch}: give one, or one for each entry")
             }
         }
     }

@@ -67,11 +67,7 @@ fn blockwise(oracle: &Oracle<'_>, dtype: Dtype, fault: Option<Fault>) -> Vec<Row
                     continue;
                 }
                 k.read_vector(id.batch, key, kv_head, &mut vector);
-                let dot: f32 = query
-                    .iter()
-                    .zip(&vector)
-                    .map(|(q, k)| (*q as f32) * (*k as f32))
-                    .sum();
+                let dot: f32 = query.iter().zip(&vector).map(|(q, k)| (*q as f32) * (*k as f32)).sum();
                 let score = dot * problem.scale as f32;
                 if score > m {
                     if fault != Some(Fault::MissingRescale) {
@@ -84,36 +80,14 @@ fn blockwise(oracle: &Oracle<'_>, dtype: Dtype, fault: Option<Fault>) -> Vec<Row
                 let weight = (score - m).exp();
                 l += weight;
                 let swapped = fault == Some(Fault::SwappedValues) && key + BLOCK < problem.kv_len;
-                v.read_vector(
-                    id.batch,
-                    if swapped { key + BLOCK } else { key },
-                    kv_head,
-                    &mut vector,
-                );
-                a.iter_mut()
-                    .zip(&vector)
-                    .for_each(|(a, v)| *a += weight * *v as f32);
+                v.read_vector(id.batch, if swapped { key + BLOCK } else { key }, kv_head, &mut vector);
+                a.iter_mut().zip(&vector).for_each(|(a, v)| *a += weight * *v as f32);
             }
         }
-        let divisor = if fault == Some(Fault::NotNormalised) {
-            1.0
-        } else {
-            l
-        };
-        let o = a
-            .iter()
-            .map(|a| f64::from(dtype.round(if l > 0.0 { a / divisor } else { 0.0 })))
-            .collect();
-        let lse = if l > 0.0 {
-            f64::from(m + l.ln())
-        } else {
-            f64::NEG_INFINITY
-        };
-        let lse = if fault == Some(Fault::BinaryLse) {
-            lse * std::f64::consts::LOG2_E
-        } else {
-            lse
-        };
+        let divisor = if fault == Some(Fault::NotNormalised) { 1.0 } else { l };
+        let o = a.iter().map(|a| f64::from(dtype.round(if l > 0.0 { a / divisor } else { 0.0 }))).collect();
+        let lse = if l > 0.0 { f64::from(m + l.ln()) } else { f64::NEG_INFINITY };
+        let lse = if fault == Some(Fault::BinaryLse) { lse * std::f64::consts::LOG2_E } else { lse };
         rows.push(Row { id, o, lse });
     }
     rows
@@ -129,30 +103,17 @@ fn causal_case() -> Case {
             && case.problem.kv_heads > 1
             && case.problem.kv_len == 31
     };
-    cases()
-        .into_iter()
-        .find(wanted)
-        .expect("a small causal case with several key heads")
+    cases().into_iter().find(wanted).expect("a small causal case with several key heads")
 }
 
 fn every_fault_is_refused<E: Element>() {
     let case = causal_case();
     let inputs = case.inputs::<E>();
     let problem = &case.problem;
-    let oracle = Oracle::new(
-        problem,
-        E::values(&inputs.q),
-        E::values(&inputs.k),
-        E::values(&inputs.v),
-    )
-    .unwrap();
+    let oracle =
+        Oracle::new(problem, E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v)).unwrap();
     let right = oracle.all_rows();
-    let naive = held(
-        problem,
-        Dtype::F32,
-        &naive_f32_rows(&oracle, &problem.row_ids()),
-        &right,
-    );
+    let naive = held(problem, Dtype::F32, &naive_f32_rows(&oracle, &problem.row_ids()), &right);
     let dense_limit = Limit::dense(E::DTYPE, &naive);
     let sound = held(problem, E::DTYPE, &blockwise(&oracle, E::DTYPE, None), &right);
     sound.assert_within(&dense_limit);
@@ -160,27 +121,14 @@ fn every_fault_is_refused<E: Element>() {
     sound.assert_within(&parallel_limit);
 
     for fault in FAULTS {
-        let broken = held(
-            problem,
-            E::DTYPE,
-            &blockwise(&oracle, E::DTYPE, Some(fault)),
-            &right,
-        );
+        let broken = held(problem, E::DTYPE, &blockwise(&oracle, E::DTYPE, Some(fault)), &right);
         for limit in [&dense_limit, &parallel_limit] {
-            let failure = broken
-                .within(limit)
-                .expect_err(&format!("{fault:?} in {}", E::DTYPE));
+            let failure = broken.within(limit).expect_err(&format!("{fault:?} in {}", E::DTYPE));
             assert_eq!(failure.cause, Cause::Exceeded, "{fault:?}");
         }
         if fault == Fault::BinaryLse {
-            assert_eq!(
-                broken.max_abs_error, sound.max_abs_error,
-                "only lse shows this one"
-            );
-            assert!(
-                broken.max_lse_error > 100.0 * parallel_limit.lse_abs(),
-                "{broken}"
-            );
+            assert_eq!(broken.max_abs_error, sound.max_abs_error, "only lse shows this one");
+            assert!(broken.max_lse_error > 100.0 * parallel_limit.lse_abs(), "{broken}");
         } else if let Err(indistinct) = discriminates(sound.max_abs_error, broken.max_abs_error, E::DTYPE) {
             panic!("{fault:?} in {}: {indistinct}", E::DTYPE);
         }
@@ -207,13 +155,8 @@ fn whole_outputs_are_read_in_their_own_layouts() {
     let case = causal_case();
     let inputs = case.inputs::<f32>();
     let problem = &case.problem;
-    let oracle = Oracle::new(
-        problem,
-        f32::values(&inputs.q),
-        f32::values(&inputs.k),
-        f32::values(&inputs.v),
-    )
-    .unwrap();
+    let oracle =
+        Oracle::new(problem, f32::values(&inputs.q), f32::values(&inputs.k), f32::values(&inputs.v)).unwrap();
     let rows = blockwise(&oracle, Dtype::F32, None);
     let mut o = vec![0.0_f32; problem.q_shape().iter().product()];
     let mut lse = vec![0.0_f32; problem.lse_shape().iter().product()];
@@ -225,23 +168,10 @@ fn whole_outputs_are_read_in_their_own_layouts() {
     }
     let right = oracle.all_rows();
     let limit = Limit::parallel(Dtype::F32, &[&held(problem, Dtype::F32, &rows, &right)]);
-    compare(
-        problem,
-        f32::values(&o),
-        f32::values(&lse),
-        &right,
-        &Context::default(),
-    )
-    .assert_within(&limit);
+    compare(problem, f32::values(&o), f32::values(&lse), &right, &Context::default()).assert_within(&limit);
 
     // The same numbers in the other layout, [batch, seq, heads], are wrong.
     let transposed: Vec<f32> = rows.iter().map(|row| row.lse as f32).collect();
-    let wrong = compare(
-        problem,
-        f32::values(&o),
-        f32::values(&transposed),
-        &right,
-        &Context::default(),
-    );
+    let wrong = compare(problem, f32::values(&o), f32::values(&transposed), &right, &Context::default());
     assert!(wrong.within(&limit).is_err());
 }

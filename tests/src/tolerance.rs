@@ -91,10 +91,7 @@ impl Limit {
     ///
     /// Panics without a dense comparison.
     pub fn parallel(dtype: Dtype, dense: &[&Comparison]) -> Self {
-        assert!(
-            !dense.is_empty(),
-            "a parallel result is held to at least one single-device result"
-        );
+        assert!(!dense.is_empty(), "a parallel result is held to at least one single-device result");
         let largest = |of: fn(&Comparison) -> f64| dense.iter().map(|&c| of(c)).fold(0.0, f64::max);
         Self {
             o_abs: 2.0 * largest(|c| c.max_abs_error) + additive(dtype),
@@ -136,15 +133,10 @@ impl Limit {
         let signal = comparison.rms_signal;
         // Rows that see no key, and NaN, are exact in any case; where there is nothing else no limit is used.
         if comparison.finite_values > 0 && self.o_abs > SIGNAL_FRACTION * signal {
-            return Some(Vacuous::Output {
-                limit: self.o_abs,
-                rms_signal: signal,
-            });
+            return Some(Vacuous::Output { limit: self.o_abs, rms_signal: signal });
         }
         if self.o_relative > SIGNAL_FRACTION {
-            return Some(Vacuous::Relative {
-                limit: self.o_relative,
-            });
+            return Some(Vacuous::Relative { limit: self.o_relative });
         }
         (self.lse_abs > LSE_CEILING).then_some(Vacuous::Lse { limit: self.lse_abs })
     }
@@ -156,16 +148,8 @@ fn lse_limit(reference_error: f64, max_abs_lse: f64) -> f64 {
 
 impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            o_abs,
-            o_relative,
-            lse_abs,
-            rule,
-        } = self;
-        write!(
-            f,
-            "o {o_abs:.3e}, relative {o_relative:.3e}, lse {lse_abs:.3e} ({rule})"
-        )
+        let Self { o_abs, o_relative, lse_abs, rule } = self;
+        write!(f, "o {o_abs:.3e}, relative {o_relative:.3e}, lse {lse_abs:.3e} ({rule})")
     }
 }
 
@@ -206,10 +190,7 @@ impl fmt::Display for Vacuous {
                 )
             }
             Self::Lse { limit } => {
-                write!(
-                    f,
-                    "{limit:.3e} for lse; the result it derives from is wrong itself"
-                )
+                write!(f, "{limit:.3e} for lse; the result it derives from is wrong itself")
             }
         }
     }
@@ -232,11 +213,7 @@ pub fn discriminates(
     if tolerance.is_finite() && ratio > required {
         Ok(ratio)
     } else {
-        Err(Indistinct {
-            ratio,
-            required,
-            tolerance,
-        })
+        Err(Indistinct { ratio, required, tolerance })
     }
 }
 
@@ -253,11 +230,7 @@ pub struct Indistinct {
 
 impl fmt::Display for Indistinct {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            ratio,
-            required,
-            tolerance,
-        } = self;
+        let Self { ratio, required, tolerance } = self;
         write!(
             f,
             "without the feature the error is {ratio:.3} x the tolerance {tolerance:.3e}, not more than {required} x: \

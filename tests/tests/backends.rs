@@ -45,19 +45,16 @@ fn wgpu_trials() -> Vec<Trial> {
             "no Vulkan, Metal or DX12 driver here: scripts/test.sh installs a software one on Debian";
         let claims = common::conformance::checks::<WgpuBackend>();
         let trials = claims.into_iter().map(|(claim, _)| {
-            Trial::test(format!("wgpu: {claim} [{reason}]"), move || {
-                Err(Failed::from(reason))
-            })
-            .with_ignored_flag(!promised)
+            Trial::test(format!("wgpu: {claim} [{reason}]"), move || Err(Failed::from(reason)))
+                .with_ignored_flag(!promised)
         });
         return trials.collect();
     }
     let mut trials = Vec::new();
     for (index, adapter) in adapters.iter().enumerate() {
-        for (variant, kernel) in [
-            ("portable", KernelChoice::Portable),
-            ("subgroup", KernelChoice::SubgroupBroadcast),
-        ] {
+        for (variant, kernel) in
+            [("portable", KernelChoice::Portable), ("subgroup", KernelChoice::SubgroupBroadcast)]
+        {
             let make = move || {
                 WgpuBackend::with_options(index, &WgpuOptions { kernel }).map_err(|error| error.to_string())
             };

@@ -12,12 +12,7 @@ struct Drawn(World);
 
 impl std::fmt::Debug for Drawn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let World {
-            problem,
-            mesh,
-            q_placement,
-            ..
-        } = &self.0;
+        let World { problem, mesh, q_placement, .. } = &self.0;
         let tokens: Vec<usize> = q_placement.ranks().iter().map(|tokens| tokens.len()).collect();
         write!(f, "{problem:?} on {mesh}, {} {tokens:?}", q_placement.kind())
     }
@@ -25,13 +20,7 @@ impl std::fmt::Debug for Drawn {
 
 /// A problem, a mesh and a split that fit each other.
 fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
-    let shape = (
-        1u32..4,
-        0u32..70,
-        1u32..5,
-        1u32..5,
-        prop::sample::select(vec![8u32, 16, 24]),
-    );
+    let shape = (1u32..4, 0u32..70, 1u32..5, 1u32..5, prop::sample::select(vec![8u32, 16, 24]));
     let mesh = (1u32..5, 1u32..6);
     let kind = prop::sample::select(PlacementKind::ALL.to_vec());
     let dtype = prop::sample::select(Dtype::ALL.to_vec());
@@ -47,9 +36,7 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
             let split = match random.below(3) {
                 0 => Split::Even,
                 1 => Split::Weights(
-                    (0..mesh.world())
-                        .map(|i| f64::from(i == 0) + f64::from(random.below(4)))
-                        .collect(),
+                    (0..mesh.world()).map(|i| f64::from(i == 0) + f64::from(random.below(4))).collect(),
                 ),
                 _ => Split::Tokens(random.shares(seq, mesh.world())),
             };
@@ -62,11 +49,7 @@ fn mask_number(kind: usize, batch: u32, seq: u32, random: &mut Random) -> Mask {
     let window = |random: &mut Random| Mask::window(Some(random.below(seq + 1)), Some(random.below(4)));
     let documents = |random: &mut Random| {
         let middle = 1 + random.below(seq.max(2) - 1);
-        if seq < 2 {
-            Mask::full()
-        } else {
-            Mask::documents(vec![0, middle, seq]).expect("ascending")
-        }
+        if seq < 2 { Mask::full() } else { Mask::documents(vec![0, middle, seq]).expect("ascending") }
     };
     let padding =
         |random: &mut Random| Mask::key_padding((0..batch).map(|_| random.below(seq + 1)).collect());
@@ -76,10 +59,7 @@ fn mask_number(kind: usize, batch: u32, seq: u32, random: &mut Random) -> Mask {
         2 => window(random),
         3 => documents(random),
         4 => padding(random),
-        _ => Mask::causal()
-            .and(documents(random))
-            .and_then(|mask| mask.and(padding(random)))
-            .expect("fits"),
+        _ => Mask::causal().and(documents(random)).and_then(|mask| mask.and(padding(random))).expect("fits"),
     }
 }
 
@@ -210,9 +190,7 @@ const FAULTS: &[Fault] = &[
             return Some("a buffer that is never freed");
         }
         // Before its last use.
-        let last = world.plans[rank].steps[..step]
-            .iter()
-            .rposition(|step| uses(step, *buffer))?;
+        let last = world.plans[rank].steps[..step].iter().rposition(|step| uses(step, *buffer))?;
         world.plans[rank].steps.insert(last, free);
         Some("a buffer freed before its last use")
     },
@@ -234,11 +212,8 @@ const FAULTS: &[Fault] = &[
         Some("a block under the wrong owner")
     },
     |world, random| {
-        let (rank, step) = pick(
-            world,
-            random,
-            |step| matches!(step, Step::Exchange { sends, .. } if !sends.is_empty()),
-        )?;
+        let (rank, step) =
+            pick(world, random, |step| matches!(step, Step::Exchange { sends, .. } if !sends.is_empty()))?;
         let (count, me) = (world.mesh.world(), world.plans[rank].rank);
         let Step::Exchange { sends, .. } = &mut world.plans[rank].steps[step] else {
             return None;
@@ -285,9 +260,8 @@ const FAULTS: &[Fault] = &[
 
 fn pick(world: &World, random: &mut Random, wanted: fn(&Step) -> bool) -> Option<(usize, usize)> {
     let rank = random.below(world.plans.len() as u32) as usize;
-    let found: Vec<usize> = (0..world.plans[rank].steps.len())
-        .filter(|step| wanted(&world.plans[rank].steps[*step]))
-        .collect();
+    let found: Vec<usize> =
+        (0..world.plans[rank].steps.len()).filter(|step| wanted(&world.plans[rank].steps[*step])).collect();
     let index = random.below(found.len() as u32) as usize;
     found.get(index).map(|step| (rank, *step))
 }
@@ -295,10 +269,9 @@ fn pick(world: &World, random: &mut Random, wanted: fn(&Step) -> bool) -> Option
 fn uses(step: &Step, buffer: kyklos::plan::BufferId) -> bool {
     match step {
         Step::Repack { from, into } => from.buffer == buffer || into.buffer == buffer,
-        Step::Exchange { sends, .. } => sends
-            .iter()
-            .flat_map(|send| &send.parts)
-            .any(|part| part.buffer == buffer),
+        Step::Exchange { sends, .. } => {
+            sends.iter().flat_map(|send| &send.parts).any(|part| part.buffer == buffer)
+        }
         Step::Attend { q, kv, state } => q.buffer == buffer || kv.buffer == buffer || *state == buffer,
         Step::Merge { from, into } | Step::Finalize { state: from, into } => {
             *from == buffer || *into == buffer
@@ -311,39 +284,18 @@ fn uses(step: &Step, buffer: kyklos::plan::BufferId) -> bool {
 fn a_deadlock_between_two_ranks_is_found() {
     let problem = AttentionProblem::new([1, 8, 1, 1, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(1, 2).unwrap();
-    let mut world = plan_world(
-        &problem,
-        mesh,
-        PlacementKind::Contiguous,
-        &Split::Even,
-        Strategy::Ring,
-    )
-    .unwrap();
+    let mut world =
+        plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
     // Cut the hop in two exchanges on both ranks: each first waits for what the other only sends afterwards.
     for plan in &mut world.plans {
         let Step::Exchange { sends, recvs, .. } = plan.steps[0].clone() else {
             panic!("the ring posts first")
         };
         let (first, second) = if plan.rank == 0 { (0, 1) } else { (1, 0) };
-        plan.steps[0] = Step::Exchange {
-            id: first,
-            sends: vec![],
-            recvs,
-        };
+        plan.steps[0] = Step::Exchange { id: first, sends: vec![], recvs };
         plan.steps.insert(1, Step::Wait { id: first });
-        plan.steps.insert(
-            2,
-            Step::Exchange {
-                id: second,
-                sends,
-                recvs: vec![],
-            },
-        );
-        let old = plan
-            .steps
-            .iter()
-            .rposition(|step| matches!(step, Step::Wait { .. }))
-            .unwrap();
+        plan.steps.insert(2, Step::Exchange { id: second, sends, recvs: vec![] });
+        let old = plan.steps.iter().rposition(|step| matches!(step, Step::Wait { .. })).unwrap();
         plan.steps[old] = Step::Wait { id: second };
     }
     let error = check(&world).unwrap_err().to_string();
@@ -357,14 +309,8 @@ fn bytes_on_known_meshes_are_the_published_ones() {
     let problem = AttentionProblem::new([1, seq, heads, heads, dim], Dtype::F32, Mask::full()).unwrap();
     for (ulysses, units) in [(8, 1.75), (4, 2.5), (2, 4.0), (1, 7.0)] {
         let mesh = Mesh::new(ulysses, 8 / ulysses).unwrap();
-        let world = plan_world(
-            &problem,
-            mesh,
-            PlacementKind::Contiguous,
-            &Split::Even,
-            Strategy::Unified,
-        )
-        .unwrap();
+        let world =
+            plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Unified).unwrap();
         let lse = u64::from(seq / 8 * heads / ulysses * (ulysses - 1) * 4);
         let unit = f64::from(2 * seq * heads / 8 * dim * 4);
         for check in check(&world).unwrap() {
@@ -377,14 +323,8 @@ fn bytes_on_known_meshes_are_the_published_ones() {
 fn ulysses_wider_than_the_heads_is_refused_with_a_mesh_that_works() {
     let problem = AttentionProblem::new([1, 12, 3, 3, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(4, 1).unwrap();
-    let error = plan_world(
-        &problem,
-        mesh,
-        PlacementKind::Contiguous,
-        &Split::Even,
-        Strategy::Ulysses,
-    )
-    .unwrap_err();
+    let error =
+        plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ulysses).unwrap_err();
     assert_eq!(
         error.to_string(),
         "ulysses = 4 needs at least 4 query heads, the problem has 3: use --mesh 2x2, or a ring"
@@ -413,41 +353,21 @@ fn strategies_refuse_meshes_that_contradict_them() {
 fn the_hash_sees_everything_that_makes_a_plan_and_nothing_else() {
     let make = |shape, mask: &str, mesh: (u32, u32), kind, split: Split| {
         let problem = AttentionProblem::new(shape, Dtype::F32, mask.parse().unwrap()).unwrap();
-        plan_world(
-            &problem,
-            Mesh::new(mesh.0, mesh.1).unwrap(),
-            kind,
-            &split,
-            Strategy::Unified,
-        )
-        .unwrap()
+        plan_world(&problem, Mesh::new(mesh.0, mesh.1).unwrap(), kind, &split, Strategy::Unified).unwrap()
     };
     let (shape, kind) = ([1, 16, 4, 2, 8], PlacementKind::Contiguous);
     let names = |n: u32| (0..n).map(|rank| format!("rank-{rank}")).collect::<Vec<_>>();
     let base = plan_hash(&make(shape, "causal", (2, 2), kind, Split::Even), &names(4));
     let same = make(shape, "window:-1,0", (2, 2), kind, Split::Tokens(vec![4; 4]));
-    assert_eq!(
-        base,
-        plan_hash(&same, &names(4)),
-        "the same mask and tokens in other words"
-    );
+    assert_eq!(base, plan_hash(&same, &names(4)), "the same mask and tokens in other words");
     let mut wider = make(shape, "causal", (2, 2), kind, Split::Even);
     wider.problem.scale = 0.25;
     let others = [
-        plan_hash(
-            &make([1, 16, 4, 4, 8], "causal", (2, 2), kind, Split::Even),
-            &names(4),
-        ),
+        plan_hash(&make([1, 16, 4, 4, 8], "causal", (2, 2), kind, Split::Even), &names(4)),
         plan_hash(&make(shape, "full", (2, 2), kind, Split::Even), &names(4)),
         plan_hash(&make(shape, "causal", (1, 4), kind, Split::Even), &names(4)),
-        plan_hash(
-            &make(shape, "causal", (2, 2), PlacementKind::Zigzag, Split::Even),
-            &names(4),
-        ),
-        plan_hash(
-            &make(shape, "causal", (2, 2), kind, Split::Tokens(vec![5, 3, 4, 4])),
-            &names(4),
-        ),
+        plan_hash(&make(shape, "causal", (2, 2), PlacementKind::Zigzag, Split::Even), &names(4)),
+        plan_hash(&make(shape, "causal", (2, 2), kind, Split::Tokens(vec![5, 3, 4, 4])), &names(4)),
         plan_hash(&make(shape, "causal", (2, 2), kind, Split::Even), &names(3)),
         plan_hash(&wider, &names(4)),
     ];
@@ -460,14 +380,7 @@ fn the_hash_sees_everything_that_makes_a_plan_and_nothing_else() {
 fn a_plan_explains_itself_the_same_way_every_time() {
     let problem = AttentionProblem::new([1, 4096, 8, 2, 64], Dtype::F32, Mask::causal()).unwrap();
     let mesh = Mesh::new(2, 2).unwrap();
-    let world = plan_world(
-        &problem,
-        mesh,
-        PlacementKind::Zigzag,
-        &Split::Even,
-        Strategy::Unified,
-    )
-    .unwrap();
+    let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified).unwrap();
     let checks = check(&world).unwrap();
     let text = explain(&world, &checks, Some(kyklos_transport::Rank(1)));
     let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/golden/plan_2x2_zigzag.txt");
@@ -475,14 +388,8 @@ fn a_plan_explains_itself_the_same_way_every_time() {
         std::fs::write(golden, &text).unwrap();
     }
     let expected = std::fs::read_to_string(golden).unwrap_or_default();
-    assert_eq!(
-        text, expected,
-        "if the change is wanted, run with KYKLOS_BLESS=1 and review {golden}"
-    );
+    assert_eq!(text, expected, "if the change is wanted, run with KYKLOS_BLESS=1 and review {golden}");
     let json = explain_json(&world, &checks);
     assert_eq!(json["plans"].as_array().unwrap().len(), 4);
-    assert_eq!(
-        json["plans"][1]["check"]["messages_sent"],
-        checks[1].messages_sent
-    );
+    assert_eq!(json["plans"][1]["check"]["messages_sent"], checks[1].messages_sent);
 }

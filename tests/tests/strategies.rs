@@ -18,33 +18,16 @@ use kyklos_transport::{Transport, in_process_group};
 
 fn dense(problem: &AttentionProblem) -> World {
     let mesh = Mesh::new(1, 1).unwrap();
-    plan_world(
-        problem,
-        mesh,
-        PlacementKind::Contiguous,
-        &Split::Even,
-        Strategy::Dense,
-    )
-    .unwrap()
+    plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
 }
 
 fn run_on_cpu(world: &World, prepared: &Prepared) -> Whole {
-    run_world(
-        world,
-        in_process_group(world.mesh.world()),
-        &prepared.tensors,
-        CpuBackend::new,
-    )
-    .0
+    run_world(world, in_process_group(world.mesh.world()), &prepared.tensors, CpuBackend::new).0
 }
 
 /// Uneven weights for a world of `ranks`; from four ranks on, one of them has nothing.
 fn uneven(ranks: u32) -> Split {
-    Split::Weights(
-        (0..ranks)
-            .map(|rank| if rank == 3 { 0.0 } else { f64::from(1 + rank % 3) })
-            .collect(),
-    )
+    Split::Weights((0..ranks).map(|rank| if rank == 3 { 0.0 } else { f64::from(1 + rank % 3) }).collect())
 }
 
 fn every_world_agrees(dtype: Dtype) {
@@ -104,20 +87,10 @@ fn ranks_send_exactly_what_their_plans_say() {
     for (ulysses, ring) in [(1, 4), (4, 1), (2, 3)] {
         let mesh = Mesh::new(ulysses, ring).unwrap();
         let kind = PlacementKind::Zigzag;
-        let world = plan_world(
-            &prepared.problem,
-            mesh,
-            kind,
-            &uneven(mesh.world()),
-            Strategy::Unified,
-        )
-        .unwrap();
-        let (_, outputs) = run_world(
-            &world,
-            in_process_group(mesh.world()),
-            &prepared.tensors,
-            CpuBackend::new,
-        );
+        let world =
+            plan_world(&prepared.problem, mesh, kind, &uneven(mesh.world()), Strategy::Unified).unwrap();
+        let (_, outputs) =
+            run_world(&world, in_process_group(mesh.world()), &prepared.tensors, CpuBackend::new);
         for (output, planned) in outputs.iter().zip(check(&world).unwrap()) {
             assert_eq!(output.report.bytes_sent, planned.bytes_sent, "{mesh}");
             assert_eq!(output.report.messages_sent, planned.messages_sent, "{mesh}");
@@ -129,14 +102,8 @@ fn ranks_send_exactly_what_their_plans_say() {
 fn the_same_plan_gives_the_same_bytes() {
     let prepared = case("two rows beyond four tiles");
     let mesh = Mesh::new(2, 2).unwrap();
-    let world = plan_world(
-        &prepared.problem,
-        mesh,
-        PlacementKind::Zigzag,
-        &Split::Even,
-        Strategy::Unified,
-    )
-    .unwrap();
+    let world =
+        plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified).unwrap();
     let first = run_on_cpu(&world, &prepared);
     for _ in 0..4 {
         let again = run_on_cpu(&world, &prepared);
@@ -151,14 +118,8 @@ fn sockets_and_channels_give_the_same_bytes() {
     for (ulysses, ring) in [(1, 3), (2, 1), (2, 2)] {
         let mesh = Mesh::new(ulysses, ring).unwrap();
         let kind = PlacementKind::Zigzag;
-        let world = plan_world(
-            &prepared.problem,
-            mesh,
-            kind,
-            &uneven(mesh.world()),
-            Strategy::Unified,
-        )
-        .unwrap();
+        let world =
+            plan_world(&prepared.problem, mesh, kind, &uneven(mesh.world()), Strategy::Unified).unwrap();
         let over_channels = run_on_cpu(&world, &prepared);
         let sockets = kyklos_transport::quic::quic_loopback_group(mesh.world()).unwrap();
         let (over_sockets, outputs) = run_world(&world, sockets, &prepared.tensors, CpuBackend::new);
@@ -193,8 +154,7 @@ fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
                         options: options(),
                     };
                     let mut last = None;
-                    task.run_on(&CpuBackend::new(), |_, output| last = Some(output))
-                        .unwrap();
+                    task.run_on(&CpuBackend::new(), |_, output| last = Some(output)).unwrap();
                     pollster::block_on(transport.close(DEADLINE)).unwrap();
                     last.unwrap()
                 })
@@ -213,11 +173,7 @@ fn must_be_caught(prepared: &Prepared, right: &Comparison, broken: &Whole, bug: 
     let wrong = prepared.judge(broken, bug);
     let limit = prepared.parallel_limit(right);
     assert!(wrong.within(&limit).is_err(), "{bug} passes: {wrong}");
-    let ratio = discriminates(
-        right.max_abs_error,
-        wrong.max_abs_error,
-        common::oracle_dtype(Dtype::F32),
-    );
+    let ratio = discriminates(right.max_abs_error, wrong.max_abs_error, common::oracle_dtype(Dtype::F32));
     ratio.unwrap_or_else(|error| panic!("{bug}: {error}"));
 }
 
@@ -233,17 +189,9 @@ fn controls(kind: PlacementKind) -> (Prepared, World, Comparison) {
 fn a_dropped_hop_is_caught() {
     let (prepared, mut world, right) = controls(PlacementKind::Zigzag);
     let steps = &mut world.plans[2].steps;
-    let last = steps
-        .iter()
-        .rposition(|step| matches!(step, Step::Attend { .. }))
-        .unwrap();
+    let last = steps.iter().rposition(|step| matches!(step, Step::Attend { .. })).unwrap();
     steps.remove(last);
-    must_be_caught(
-        &prepared,
-        &right,
-        &run_unproved(&world, &prepared),
-        "a dropped hop",
-    );
+    must_be_caught(&prepared, &right, &run_unproved(&world, &prepared), "a dropped hop");
 }
 
 #[test]
@@ -251,12 +199,7 @@ fn a_mask_that_is_off_by_one_is_caught() {
     let (prepared, mut world, right) = controls(PlacementKind::Zigzag);
     let q_len = world.problem.q_len;
     world.problem = world.problem.with_queries(q_len, 1).unwrap();
-    must_be_caught(
-        &prepared,
-        &right,
-        &run_unproved(&world, &prepared),
-        "a mask off by one",
-    );
+    must_be_caught(&prepared, &right, &run_unproved(&world, &prepared), "a mask off by one");
 }
 
 #[test]
@@ -265,21 +208,11 @@ fn a_block_under_the_wrong_owner_is_caught() {
     // Zigzag and contiguous blocks are seen whole or not at all, whoever owns them; striped ones have a diagonal.
     // Rank 1 takes the block of the shard after it for that of the shard before it.
     let plan = &mut world.plans[1];
-    let block = |name: &str| {
-        plan.buffers
-            .iter()
-            .position(|buffer| buffer.name == name)
-            .unwrap()
-    };
+    let block = |name: &str| plan.buffers.iter().position(|buffer| buffer.name == name).unwrap();
     let (theirs, mistaken) = (block("kv of shard 2"), block("kv of shard 0"));
     let count = plan.buffers[theirs].tokens.len();
     plan.buffers[theirs].tokens = plan.buffers[mistaken].tokens.slice(0..count);
-    must_be_caught(
-        &prepared,
-        &right,
-        &run_unproved(&world, &prepared),
-        "a wrong owner",
-    );
+    must_be_caught(&prepared, &right, &run_unproved(&world, &prepared), "a wrong owner");
 }
 
 #[test]
@@ -304,36 +237,20 @@ fn a_missing_rescale_is_caught() {
 fn what_a_row_cannot_see_does_not_change_it() {
     for poisoned in cases().into_iter().filter(|case: &Case| !case.poison.is_empty()) {
         let name = poisoned.name;
-        let clean = Case {
-            poison: Vec::new(),
-            ..cases().into_iter().find(|case| case.name == name).unwrap()
-        };
+        let clean =
+            Case { poison: Vec::new(), ..cases().into_iter().find(|case| case.name == name).unwrap() };
         let ids = poisoned.problem.row_ids();
-        let seeing: Vec<_> = ids
-            .iter()
-            .filter(|id| poisoned.sees_poison(**id))
-            .copied()
-            .collect();
-        let (bad, good) = (
-            Prepared::new(poisoned, Dtype::F32),
-            Prepared::new(clean, Dtype::F32),
-        );
+        let seeing: Vec<_> = ids.iter().filter(|id| poisoned.sees_poison(**id)).copied().collect();
+        let (bad, good) = (Prepared::new(poisoned, Dtype::F32), Prepared::new(clean, Dtype::F32));
         for (ulysses, ring) in [(1, 1), (1, 3)] {
             let mesh = Mesh::new(ulysses, ring).unwrap();
-            let world = plan_world(
-                &bad.problem,
-                mesh,
-                PlacementKind::Zigzag,
-                &Split::Even,
-                Strategy::Unified,
-            )
-            .unwrap();
+            let world =
+                plan_world(&bad.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified)
+                    .unwrap();
             let (with, without) = (run_on_cpu(&world, &bad), run_on_cpu(&world, &good));
             let dim = bad.problem.head_dim as usize;
-            let (with_o, without_o): (Vec<f32>, Vec<f32>) = (
-                bytemuck::pod_collect_to_vec(&with.o),
-                bytemuck::pod_collect_to_vec(&without.o),
-            );
+            let (with_o, without_o): (Vec<f32>, Vec<f32>) =
+                (bytemuck::pod_collect_to_vec(&with.o), bytemuck::pod_collect_to_vec(&without.o));
             for id in &ids {
                 let at = bad.oracle.o_index(*id);
                 let row = at..at + dim;
@@ -343,10 +260,7 @@ fn what_a_row_cannot_see_does_not_change_it() {
                     .all(|(a, b)| a.to_bits() == b.to_bits());
                 if seeing.contains(id) {
                     let lost = with_o[row].iter().all(|x| x.is_finite());
-                    assert!(
-                        !lost,
-                        "{name} {mesh}: {id:?} sees a NaN or infinity and does not show it"
-                    );
+                    assert!(!lost, "{name} {mesh}: {id:?} sees a NaN or infinity and does not show it");
                 } else {
                     assert!(same, "{name} {mesh}: {id:?} changed by what it cannot see");
                 }

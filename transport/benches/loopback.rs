@@ -16,13 +16,7 @@ fn main() {
     let short = std::env::args().any(|argument| argument == "--short");
     println!("transport,bytes,ranks,repeats,seconds,mib_per_s_per_direction,us_per_exchange");
     for world in [2, 4] {
-        for (bytes, repeats) in [
-            (64, 500),
-            (4 << 10, 500),
-            (64 << 10, 300),
-            (1 << 20, 100),
-            (16 << 20, 40),
-        ] {
+        for (bytes, repeats) in [(64, 500), (4 << 10, 500), (64 << 10, 300), (1 << 20, 100), (16 << 20, 40)] {
             let repeats = if short { repeats / 10 } else { repeats };
             measure("in-process", &in_process_group(world), bytes, repeats);
             let group = quic::quic_loopback_group(world).expect("a group over loopback");
@@ -35,15 +29,8 @@ fn main() {
 fn measure(name: &str, group: &[Arc<dyn Transport>], bytes: usize, repeats: u32) {
     let world = group.len() as u32;
     let slowest = std::thread::scope(|scope| {
-        let ranks: Vec<_> = group
-            .iter()
-            .map(|me| scope.spawn(move || ring(&**me, bytes, repeats)))
-            .collect();
-        ranks
-            .into_iter()
-            .filter_map(|rank| rank.join().ok())
-            .max()
-            .unwrap_or_default()
+        let ranks: Vec<_> = group.iter().map(|me| scope.spawn(move || ring(&**me, bytes, repeats))).collect();
+        ranks.into_iter().filter_map(|rank| rank.join().ok()).max().unwrap_or_default()
     });
     let seconds = slowest.as_secs_f64();
     let mib_per_s = bytes as f64 * f64::from(repeats) / f64::from(1 << 20) / seconds;
@@ -65,10 +52,7 @@ fn ring(me: &dyn Transport, bytes: usize, repeats: u32) -> Duration {
         if message == warm_up {
             started = Instant::now();
         }
-        let tag = Tag {
-            op: u64::from(message),
-            message,
-        };
+        let tag = Tag { op: u64::from(message), message };
         let received = me.post_recv(Rank((rank + world - 1) % world), tag, &[bytes], LONG);
         let sent = me.post_send(Rank((rank + 1) % world), tag, vec![payload.clone()], LONG);
         block_on(received).expect("receive");

@@ -26,10 +26,7 @@ pub(crate) struct Ballot {
 
 impl Ballot {
     pub(crate) fn new(world: u32) -> Self {
-        Self {
-            next_round: vec![0; world as usize],
-            open: BTreeMap::new(),
-        }
+        Self { next_round: vec![0; world as usize], open: BTreeMap::new() }
     }
 
     /// Counts a vote of `rank` and returns its round, with the verdict if it was the round's last vote.
@@ -39,9 +36,7 @@ impl Ballot {
     pub(crate) fn cast(&mut self, rank: Rank, vote: Vote) -> Result<(u64, Option<Verdict>), String> {
         let round = self.next_round[rank.0 as usize];
         if !self.open.contains_key(&round) && self.open.len() >= MAX_OPEN_ROUNDS {
-            return Err(format!(
-                "voted in {MAX_OPEN_ROUNDS} rounds that other ranks have not voted in"
-            ));
+            return Err(format!("voted in {MAX_OPEN_ROUNDS} rounds that other ranks have not voted in"));
         }
         self.next_round[rank.0 as usize] += 1;
         let world = self.next_round.len();
@@ -66,21 +61,15 @@ fn count(votes: &[Vote]) -> Verdict {
     let ranks = (0..).map(Rank);
     for (rank, vote) in ranks.clone().zip(votes) {
         if let Vote::Refuse { exit, text } = vote {
-            return Err(Refusal {
-                rank,
-                exit: *exit,
-                text: text.clone(),
-            });
+            return Err(Refusal { rank, exit: *exit, text: text.clone() });
         }
     }
     let hashes = || {
-        votes.iter().filter_map(|vote| {
-            if let Vote::Ready { plan_hash } = vote {
-                Some(plan_hash)
-            } else {
-                None
-            }
-        })
+        votes.iter().filter_map(
+            |vote| {
+                if let Vote::Ready { plan_hash } = vote { Some(plan_hash) } else { None }
+            },
+        )
     };
     let Some(first) = hashes().next() else {
         return Ok(());
@@ -93,11 +82,7 @@ fn count(votes: &[Vote]) -> Verdict {
                 short_hex(first),
                 short_hex(hash),
             );
-            return Err(Refusal {
-                rank,
-                exit: EXIT_REQUEST_IS_WRONG,
-                text,
-            });
+            return Err(Refusal { rank, exit: EXIT_REQUEST_IS_WRONG, text });
         }
     }
     Ok(())
@@ -136,19 +121,9 @@ mod tests {
 
     #[test]
     fn the_lowest_refusal_wins_over_a_hash_mismatch() {
-        let refuse = |text: &str| Vote::Refuse {
-            exit: 1,
-            text: text.into(),
-        };
+        let refuse = |text: &str| Vote::Refuse { exit: 1, text: text.into() };
         let verdict = count(&[ready(1), refuse("first"), ready(2), refuse("second")]);
-        assert_eq!(
-            verdict,
-            Err(Refusal {
-                rank: Rank(1),
-                exit: 1,
-                text: "first".into()
-            })
-        );
+        assert_eq!(verdict, Err(Refusal { rank: Rank(1), exit: 1, text: "first".into() }));
     }
 
     #[test]

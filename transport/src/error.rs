@@ -86,13 +86,7 @@ impl std::error::Error for Pending {}
 
 impl fmt::Display for Pending {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            operation,
-            peer,
-            tag,
-            bytes_done,
-            bytes_expected,
-        } = self;
+        let Self { operation, peer, tag, bytes_done, bytes_expected } = self;
         match *operation {
             "agree" => write!(f, "agreement {} waited for rank {peer}", tag.op),
             "close" => write!(f, "close waited for rank {peer}"),

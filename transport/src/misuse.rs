@@ -13,14 +13,10 @@ pub(crate) fn check_message(
 ) -> Result<u64, TransportError> {
     let misuse = |text: String| Err(TransportError::Misuse { text });
     if peer.0 >= world {
-        return misuse(format!(
-            "rank {peer} is not in the group of {world} ranks ({tag})"
-        ));
+        return misuse(format!("rank {peer} is not in the group of {world} ranks ({tag})"));
     }
     if peer == me {
-        return misuse(format!(
-            "rank {me} must not send to or receive from itself ({tag})"
-        ));
+        return misuse(format!("rank {me} must not send to or receive from itself ({tag})"));
     }
     let mut total = 0_u64;
     for bytes in part_bytes {
@@ -36,7 +32,5 @@ pub(crate) fn check_message(
 
 /// The call reuses a name that is outstanding.
 pub(crate) fn outstanding_already(operation: &str, peer: Rank, tag: Tag) -> TransportError {
-    TransportError::Misuse {
-        text: format!("a {operation} with rank {peer} of {tag} is outstanding already"),
-    }
+    TransportError::Misuse { text: format!("a {operation} with rank {peer} of {tag} is outstanding already") }
 }

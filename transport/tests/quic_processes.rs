@@ -45,34 +45,18 @@ impl Job {
                 .unwrap();
         }
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        Self {
-            world,
-            coordinator: socket.local_addr().unwrap(),
-            folder,
-        }
+        Self { world, coordinator: socket.local_addr().unwrap(), folder }
     }
 
     fn start(&self, task: &str) -> Vec<Process> {
         let start = |rank| {
             let identity = self.folder.path().join(format!("{rank}.pem"));
-            let what = format!(
-                "{rank} {} {} {} {task}",
-                self.world,
-                self.coordinator,
-                identity.display()
-            );
+            let what = format!("{rank} {} {} {} {task}", self.world, self.coordinator, identity.display());
             let log = std::fs::File::create(self.log(rank)).unwrap();
             let mut command = Command::new(std::env::current_exe().unwrap());
-            command
-                .args(["--exact", "a_rank_of_its_own", "--ignored", "--nocapture"])
-                .env(RANK, what);
+            command.args(["--exact", "a_rank_of_its_own", "--ignored", "--nocapture"]).env(RANK, what);
             Process(
-                command
-                    .stdin(Stdio::null())
-                    .stdout(log.try_clone().unwrap())
-                    .stderr(log)
-                    .spawn()
-                    .unwrap(),
+                command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap(),
             )
         };
         (0..self.world).map(start).collect()
@@ -90,11 +74,7 @@ impl Job {
     fn wait_for(&self, rank: u32, words: &str) {
         let started = Instant::now();
         while !self.said(rank).contains(words) {
-            assert!(
-                started.elapsed() < LONG,
-                "rank {rank} never said {words:?}:\n{}",
-                self.said(rank)
-            );
+            assert!(started.elapsed() < LONG, "rank {rank} never said {words:?}:\n{}", self.said(rank));
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -116,13 +96,7 @@ fn a_rank_of_its_own() {
     let (proven, job) = identity.rank_and_job().unwrap();
     let (rank, world): (u32, u32) = (rank.parse().unwrap(), world.parse().unwrap());
     assert_eq!(proven, Rank(rank));
-    let me = join(QuicConfig::new(
-        Rank(rank),
-        world,
-        job,
-        coordinator.parse().unwrap(),
-        identity,
-    ));
+    let me = join(QuicConfig::new(Rank(rank), world, job, coordinator.parse().unwrap(), identity));
     println!("joined");
     match task {
         "ring" => ring(&*me),
@@ -155,10 +129,7 @@ fn endless(me: &dyn Transport) {
     let bytes = 8 << 20;
     let payload = Bytes::from(vec![rank as u8; bytes]);
     for message in 0.. {
-        me.report_progress(Progress {
-            op: 7,
-            step: message + 1,
-        });
+        me.report_progress(Progress { op: 7, step: message + 1 });
         let tag = Tag { op: 7, message };
         let sent = me.post_send(Rank((rank + 1) % world), tag, vec![payload.clone()], LONG);
         let received = me.post_recv(Rank((rank + world - 1) % world), tag, &[bytes], LONG);
@@ -188,10 +159,7 @@ fn processes_exchange_and_leave_in_order() {
     for (rank, mut process) in (0..).zip(job.start("ring")) {
         let status = process.0.wait().unwrap();
         let said = job.said(rank);
-        assert!(
-            status.success() && said.contains("closed in order"),
-            "rank {rank}: {said}"
-        );
+        assert!(status.success() && said.contains("closed in order"), "rank {rank}: {said}");
     }
 }
 
@@ -211,10 +179,7 @@ fn survivors_of_a_killed_rank_name_it_within_seconds() {
             job.wait_for(rank, "culprit");
             let took = killed.elapsed();
             let said = job.said(rank);
-            assert!(
-                said.contains(&format!("culprit {victim} pending true")),
-                "rank {rank}: {said}"
-            );
+            assert!(said.contains(&format!("culprit {victim} pending true")), "rank {rank}: {said}");
             assert!(took < Duration::from_secs(8), "rank {rank} took {took:?}");
             println!(
                 "rank {rank} knew after {took:?}: {}",
@@ -223,16 +188,8 @@ fn survivors_of_a_killed_rank_name_it_within_seconds() {
         }
         for &rank in &survivors {
             let status = ranks[rank as usize].0.wait().unwrap();
-            assert!(
-                status.success() && job.said(rank).contains("survived"),
-                "{}",
-                job.said(rank)
-            );
-            assert!(
-                killed.elapsed() < Duration::from_secs(12),
-                "{:?}",
-                killed.elapsed()
-            );
+            assert!(status.success() && job.said(rank).contains("survived"), "{}", job.said(rank));
+            assert!(killed.elapsed() < Duration::from_secs(12), "{:?}", killed.elapsed());
         }
     }
 }

@@ -27,11 +27,7 @@ impl Job {
     fn new() -> Self {
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let id = JobId::random().unwrap();
-        Self {
-            id,
-            authority: ClusterAuthority::new(id).unwrap(),
-            coordinator: socket.local_addr().unwrap(),
-        }
+        Self { id, authority: ClusterAuthority::new(id).unwrap(), coordinator: socket.local_addr().unwrap() }
     }
 
     fn config(&self, rank: u32, world: u32) -> QuicConfig {
@@ -46,9 +42,7 @@ impl Job {
         std::thread::sleep(Duration::from_millis(100));
         let disturbed = disturb();
         ranks.extend((1..world).map(|rank| connect(self.config(rank, world))));
-        let group = ranks
-            .into_iter()
-            .map(|rank| rank.join().unwrap().expect("an honest rank joins"));
+        let group = ranks.into_iter().map(|rank| rank.join().unwrap().expect("an honest rank joins"));
         (group.collect(), disturbed)
     }
 }
@@ -59,10 +53,7 @@ fn connect(config: QuicConfig) -> JoinHandle<Formed> {
 
 /// Connects with a deadline short enough for a test of those who never get in.
 fn refused(config: QuicConfig) -> String {
-    let config = QuicConfig {
-        connect_deadline: Duration::from_secs(6),
-        ..config
-    };
+    let config = QuicConfig { connect_deadline: Duration::from_secs(6), ..config };
     match connect(config).join().unwrap() {
         Err(TransportError::Bootstrap { text }) => text,
         other => panic!("a stranger got {other:?}"),
@@ -98,17 +89,11 @@ fn works(group: Vec<Arc<dyn Transport>>) {
 #[test]
 fn ranks_may_come_in_any_order_and_late() {
     let job = Job::new();
-    let early: Vec<_> = [2, 1]
-        .map(|rank| connect(job.config(rank, 3)))
-        .into_iter()
-        .collect();
+    let early: Vec<_> = [2, 1].map(|rank| connect(job.config(rank, 3))).into_iter().collect();
     std::thread::sleep(Duration::from_millis(800));
     let coordinator = connect(job.config(0, 3));
     let mut group = vec![coordinator.join().unwrap().unwrap()];
-    let mut others: Vec<_> = early
-        .into_iter()
-        .map(|rank| rank.join().unwrap().unwrap())
-        .collect();
+    let mut others: Vec<_> = early.into_iter().map(|rank| rank.join().unwrap().unwrap()).collect();
     others.sort_by_key(|rank| rank.rank());
     group.extend(others);
     works(group);
@@ -118,15 +103,9 @@ fn ranks_may_come_in_any_order_and_late() {
 fn an_identity_of_another_authority_is_refused() {
     let job = Job::new();
     let forged = ClusterAuthority::new(job.id).unwrap().issue(Rank(1)).unwrap();
-    let stranger = QuicConfig {
-        identity: forged,
-        ..job.config(1, 2)
-    };
+    let stranger = QuicConfig { identity: forged, ..job.config(1, 2) };
     let (group, text) = job.form_while(2, || refused(stranger));
-    assert!(
-        text.contains("rank 0") && text.to_lowercase().contains("certificate"),
-        "{text}"
-    );
+    assert!(text.contains("rank 0") && text.to_lowercase().contains("certificate"), "{text}");
     works(group);
 }
 
@@ -136,19 +115,13 @@ fn another_job_of_the_same_authority_finds_another_name() {
     let (job, other) = (Job::new(), JobId::random().unwrap());
     let mut stranger = job.config(1, 2);
     stranger.job = other;
-    assert!(
-        refused(stranger).contains("the identity is of job"),
-        "found before anything is sent"
-    );
+    assert!(refused(stranger).contains("the identity is of job"), "found before anything is sent");
 }
 
 #[test]
 fn an_identity_of_another_rank_is_refused_before_anything_is_sent() {
     let job = Job::new();
-    let stranger = QuicConfig {
-        rank: Rank(2),
-        ..job.config(1, 3)
-    };
+    let stranger = QuicConfig { rank: Rank(2), ..job.config(1, 3) };
     let text = refused(stranger);
     assert!(text.contains("rank 2") && text.contains("rank 1"), "{text}");
 }
@@ -164,10 +137,7 @@ fn a_rank_that_was_told_another_world_is_refused_and_told_both_numbers() {
 #[test]
 fn another_epoch_is_refused() {
     let job = Job::new();
-    let stale = QuicConfig {
-        epoch: 3,
-        ..job.config(1, 2)
-    };
+    let stale = QuicConfig { epoch: 3, ..job.config(1, 2) };
     let (group, text) = job.form_while(2, || refused(stale));
     assert!(text.contains("epoch"), "{text}");
     works(group);
@@ -182,9 +152,7 @@ fn a_second_process_of_the_same_rank_is_refused_and_the_first_one_stays() {
     let text = refused(job.config(1, 3));
     assert!(text.contains("rank 1 is here already"), "{text}");
     let last = connect(job.config(2, 3));
-    let group: Vec<_> = [coordinator, first, last]
-        .map(|rank| rank.join().unwrap().unwrap())
-        .into();
+    let group: Vec<_> = [coordinator, first, last].map(|rank| rank.join().unwrap().unwrap()).into();
     // And again when the group is complete.
     let text = refused(job.config(1, 3));
     assert!(text.contains("rank 1 is here already"), "{text}");
@@ -195,48 +163,22 @@ fn a_second_process_of_the_same_rank_is_refused_and_the_first_one_stays() {
 fn a_coordinator_that_never_comes_is_named_with_its_address() {
     let job = Job::new();
     let started = Instant::now();
-    let config = QuicConfig {
-        connect_deadline: Duration::from_secs(2),
-        ..job.config(1, 2)
-    };
+    let config = QuicConfig { connect_deadline: Duration::from_secs(2), ..job.config(1, 2) };
     let error = connect(config).join().unwrap().unwrap_err().to_string();
-    assert!(
-        error.contains("rank 0") && error.contains(&job.coordinator.to_string()),
-        "{error}"
-    );
-    assert!(
-        started.elapsed() < Duration::from_secs(5),
-        "{:?}",
-        started.elapsed()
-    );
+    assert!(error.contains("rank 0") && error.contains(&job.coordinator.to_string()), "{error}");
+    assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
 }
 
 #[test]
 fn ranks_that_never_come_are_named() {
     let job = Job::new();
-    let short = |rank| QuicConfig {
-        connect_deadline: Duration::from_secs(2),
-        ..job.config(rank, 4)
-    };
-    let ranks = [
-        connect(short(0)),
-        connect(QuicConfig {
-            connect_deadline: LONG,
-            ..job.config(2, 4)
-        }),
-    ];
+    let short = |rank| QuicConfig { connect_deadline: Duration::from_secs(2), ..job.config(rank, 4) };
+    let ranks = [connect(short(0)), connect(QuicConfig { connect_deadline: LONG, ..job.config(2, 4) })];
     let started = Instant::now();
     let [zero, two] = ranks.map(|rank| rank.join().unwrap().unwrap_err().to_string());
     assert!(zero.contains("rank 1, 3 did not come"), "{zero}");
-    assert!(
-        two.contains("rank 1, 3 did not come"),
-        "the others hear it from rank 0: {two}"
-    );
-    assert!(
-        started.elapsed() < Duration::from_secs(8),
-        "{:?}",
-        started.elapsed()
-    );
+    assert!(two.contains("rank 1, 3 did not come"), "the others hear it from rank 0: {two}");
+    assert!(started.elapsed() < Duration::from_secs(8), "{:?}", started.elapsed());
 }
 
 #[test]
@@ -278,11 +220,7 @@ mod by_hand {
     ) -> Result<T, quinn::ConnectionError> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("identity.pem");
-        job.authority
-            .issue(Rank(certificate_of.unwrap_or(9)))
-            .unwrap()
-            .write_file(&path)
-            .unwrap();
+        job.authority.issue(Rank(certificate_of.unwrap_or(9))).unwrap().write_file(&path).unwrap();
         let pem = std::fs::read(&path).unwrap();
         let mut certificates = CertificateDer::pem_slice_iter(&pem).map(Result::unwrap);
         let (leaf, authority) = (certificates.next().unwrap(), certificates.next().unwrap());
@@ -301,17 +239,11 @@ mod by_hand {
         };
         tls.alpn_protocols = vec![protocol.as_bytes().to_vec()];
         let config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).unwrap()));
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let endpoint = quinn::Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
             let name = format!("rank-0.{}.kyklos.internal", job.id);
-            let connection = endpoint
-                .connect_with(config, job.coordinator, &name)
-                .unwrap()
-                .await?;
+            let connection = endpoint.connect_with(config, job.coordinator, &name).unwrap().await?;
             let result = talk(connection).await;
             endpoint.close(0_u32.into(), b"");
             endpoint.wait_idle().await;
@@ -332,15 +264,7 @@ mod by_hand {
 
     fn hello(job: &Job, rank: u32, protocol: u16) -> Vec<u8> {
         let (purpose, rank) = (Purpose::Control, Rank(rank));
-        Frame::Hello {
-            protocol,
-            purpose,
-            job: job.id.0,
-            epoch: 0,
-            rank,
-            world: 2,
-        }
-        .encode()
+        Frame::Hello { protocol, purpose, job: job.id.0, epoch: 0, rank, world: 2 }.encode()
     }
 
     async fn say(connection: &quinn::Connection, bytes: &[u8]) {
@@ -354,9 +278,7 @@ mod by_hand {
         let job = Job::new();
         let (group, reason) = job.form_while(2, || {
             // The client is done before the server has looked at its empty certificate: the refusal comes as a close.
-            match dial(&job, None, "kyklos-ctl/1", async |connection| {
-                verdict(&connection).await
-            }) {
+            match dial(&job, None, "kyklos-ctl/1", async |connection| verdict(&connection).await) {
                 Ok(reason) => reason,
                 Err(error) => error.to_string(),
             }
@@ -383,10 +305,7 @@ mod by_hand {
             })
         });
         let reason = reason.unwrap();
-        assert!(
-            reason.contains("says it is rank 1") && reason.contains("rank 5"),
-            "{reason}"
-        );
+        assert!(reason.contains("says it is rank 1") && reason.contains("rank 5"), "{reason}");
         works(group);
     }
 

@@ -31,10 +31,7 @@ fn every_strategy_passes_its_own_verification() {
         ]);
         let json = json(&output);
         assert_eq!(stderr(&output), "", "quiet in a pipe");
-        assert!(
-            json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap(),
-            "{json}"
-        );
+        assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap(), "{json}");
         assert_eq!(json["mesh"], mesh);
     }
 }
@@ -82,15 +79,7 @@ fn the_json_object_has_the_fields_that_scripts_use() {
         fields.sort_unstable();
         assert_eq!(
             fields,
-            [
-                "bytes_sent",
-                "compute_s",
-                "copy_s",
-                "messages_sent",
-                "peak_bytes",
-                "tokens",
-                "wait_s"
-            ]
+            ["bytes_sent", "compute_s", "copy_s", "messages_sent", "peak_bytes", "tokens", "wait_s"]
         );
         // One hop of 32 keys and values of 2 heads of 8 f32, for 2 batch entries.
         assert_eq!(rank["bytes_sent"], 2 * 2 * 32 * 2 * 8 * 4);
@@ -111,10 +100,7 @@ fn auto_takes_the_mesh_that_sends_least_and_what_the_mesh_says() {
         of(&["--shape", "1,64,4,2,8", "--mesh", "2x2", "--mask", "causal"]),
         ["2x2", "unified", "zigzag"]
     );
-    assert_eq!(
-        of(&["--shape", "1,64,1,1,8", "--ranks", "2", "--mask", "causal"]),
-        ["1x2", "ring", "zigzag"]
-    );
+    assert_eq!(of(&["--shape", "1,64,1,1,8", "--ranks", "2", "--mask", "causal"]), ["1x2", "ring", "zigzag"]);
     assert_eq!(
         of(&["--shape", "1,64,4,2,8", "--ranks", "2", "--strategy", "ulysses"]),
         ["2x1", "ulysses", "contiguous"]
@@ -192,17 +178,9 @@ fn the_table_names_ranks_devices_and_the_verdict() {
     ]);
     succeeds(&output);
     let text = stdout(&output);
-    for word in [
-        "128 tokens",
-        "mask causal",
-        "rank",
-        "computed",
-        "waited",
-        "copied",
-        "sent",
-        "verified",
-        "tolerance",
-    ] {
+    for word in
+        ["128 tokens", "mask causal", "rank", "computed", "waited", "copied", "sent", "verified", "tolerance"]
+    {
         assert!(text.contains(word), "`{word}` is not in:\n{text}");
     }
 }
@@ -236,11 +214,7 @@ fn progress_lines_and_traces_are_json() {
         if event["event"] == "step" {
             assert!(event["step"].as_u64() < event["of"].as_u64() && event["doing"].is_string());
         }
-        seen.insert((
-            event["event"].to_string(),
-            event["rank"].as_u64(),
-            event["op"].as_u64(),
-        ));
+        seen.insert((event["event"].to_string(), event["rank"].as_u64(), event["op"].as_u64()));
     }
     assert_eq!(seen.len(), 8, "step and done of 2 ranks in 2 runs: {seen:?}");
     let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
@@ -248,9 +222,7 @@ fn progress_lines_and_traces_are_json() {
     for rank in 0..2 {
         for category in ["compute", "wait"] {
             assert!(
-                events
-                    .iter()
-                    .any(|event| event["tid"] == rank && event["cat"] == category),
+                events.iter().any(|event| event["tid"] == rank && event["cat"] == category),
                 "{category} of rank {rank}"
             );
         }
@@ -273,20 +245,12 @@ fn a_reader_that_goes_away_is_no_failure() {
 #[test]
 #[cfg(target_os = "linux")]
 fn sixteen_thousand_tokens_stay_far_below_the_memory_of_a_laptop() {
-    let child = command(&[
-        "attend",
-        "--shape",
-        "1,16384,8,2,64",
-        "--mask",
-        "causal",
-        "--device",
-        "cpu",
-        "--json",
-    ])
-    .stdout(Stdio::piped())
-    .stderr(Stdio::piped())
-    .spawn()
-    .unwrap();
+    let child =
+        command(&["attend", "--shape", "1,16384,8,2,64", "--mask", "causal", "--device", "cpu", "--json"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
     let status = format!("/proc/{}/status", child.id());
     let watcher = std::thread::spawn(move || {
         let mut peak_kib = 0;

@@ -13,12 +13,7 @@ fn a_file_goes_round_and_comes_back_right() {
     write(&input, &[("q", &q), ("k", &k), ("v", &v), ("extra", &k)]);
     // Rows 30.. of batch entry 1 see no key at all.
     let (o, lse) = attention(&q, &k, &v, |b, i, j| j <= i && i - j <= 3 && j < [37, 26][b]);
-    for (mesh, placement) in [
-        ("1x1", "auto"),
-        ("1x3", "zigzag"),
-        ("2x2", "striped"),
-        ("4x1", "contiguous"),
-    ] {
+    for (mesh, placement) in [("1x1", "auto"), ("1x3", "zigzag"), ("2x2", "striped"), ("4x1", "contiguous")] {
         let result = kyklos(&[
             "attend",
             "--input",
@@ -36,20 +31,13 @@ fn a_file_goes_round_and_comes_back_right() {
             "--verify",
         ]);
         succeeds(&result);
-        assert!(
-            stderr(&result).contains("extra"),
-            "a tensor that is not used is named"
-        );
+        assert!(stderr(&result).contains("extra"), "a tensor that is not used is named");
         assert_close(&read(&output, "o"), &o);
         assert_close(&read(&output, "lse"), &lse);
         std::fs::remove_file(&output).unwrap();
     }
     assert!(lse.data.contains(&f32::NEG_INFINITY));
-    assert_eq!(
-        std::fs::read_dir(folder.path()).unwrap().count(),
-        1,
-        "nothing but the input is left"
-    );
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "nothing but the input is left");
 }
 
 #[test]
@@ -116,10 +104,7 @@ fn parts_say_which_positions_they_hold() {
                 let (from, to) = ((b * n + row) * 32, (b * 21 + position) * 32);
                 assert_eq!(part_o.data[from..from + 32], o.data[to..to + 32]);
                 for h in 0..4 {
-                    assert_eq!(
-                        part_lse.data[(b * 4 + h) * n + row],
-                        lse.data[(b * 4 + h) * 21 + position]
-                    );
+                    assert_eq!(part_lse.data[(b * 4 + h) * n + row], lse.data[(b * 4 + h) * 21 + position]);
                 }
             }
         }
@@ -197,38 +182,14 @@ fn hostile_files_are_refused_with_a_reason() {
         (header(&"[".repeat(100_000), 0), &["not a safetensors file"]),
         (whole[..whole.len() - 1].to_vec(), &["truncated"]),
         ([&whole[..], &[0]].concat(), &["follow the last tensor"]),
-        (
-            three(("F64", "[1,2,1,8]"), good, good, [128, 64, 64]),
-            &["F64", "F32, F16 or BF16"],
-        ),
-        (
-            three(("F16", "[1,2,1,8]"), good, good, [32, 64, 64]),
-            &["one dtype"],
-        ),
-        (
-            three(("F32", "[2,8]"), good, good, size),
-            &["[2, 8]", "four extents"],
-        ),
-        (
-            three(("F32", "[1,2,1,16]"), good, good, [128, 64, 64]),
-            &["batch and dim"],
-        ),
-        (
-            three(good, good, ("F32", "[1,4,1,8]"), [64, 64, 128]),
-            &["k with shape", "v with shape"],
-        ),
-        (
-            three(good, ("F32", "[1,2,2,8]"), ("F32", "[1,2,2,8]"), [64, 128, 128]),
-            &["heads"],
-        ),
-        (
-            three(good, ("F32", "[1,4,1,8]"), good, size),
-            &["not a safetensors file"],
-        ),
-        (
-            three(("F32", "[4294967296,0,1,8]"), good, good, [0, 64, 64]),
-            &["four extents"],
-        ),
+        (three(("F64", "[1,2,1,8]"), good, good, [128, 64, 64]), &["F64", "F32, F16 or BF16"]),
+        (three(("F16", "[1,2,1,8]"), good, good, [32, 64, 64]), &["one dtype"]),
+        (three(("F32", "[2,8]"), good, good, size), &["[2, 8]", "four extents"]),
+        (three(("F32", "[1,2,1,16]"), good, good, [128, 64, 64]), &["batch and dim"]),
+        (three(good, good, ("F32", "[1,4,1,8]"), [64, 64, 128]), &["k with shape", "v with shape"]),
+        (three(good, ("F32", "[1,2,2,8]"), ("F32", "[1,2,2,8]"), [64, 128, 128]), &["heads"]),
+        (three(good, ("F32", "[1,4,1,8]"), good, size), &["not a safetensors file"]),
+        (three(("F32", "[4294967296,0,1,8]"), good, good, [0, 64, 64]), &["four extents"]),
         (
             three(("F32", "[4294967296,4294967296,4294967296,8]"), good, good, size),
             &["not a safetensors file"],
@@ -246,13 +207,7 @@ fn hostile_files_are_refused_with_a_reason() {
             &["not a safetensors file"],
         ),
         (
-            header(
-                &format!(
-                    "{{{}}}",
-                    tensor("q", "F32", "[1,2,1,8]", 64, 18_446_744_073_709_551_615)
-                ),
-                64,
-            ),
+            header(&format!("{{{}}}", tensor("q", "F32", "[1,2,1,8]", 64, 18_446_744_073_709_551_615)), 64),
             &["not a safetensors file"],
         ),
         (extra("mask"), &["`mask`", "--mask"]),
@@ -261,36 +216,18 @@ fn hostile_files_are_refused_with_a_reason() {
     ];
     for (bytes, words) in cases {
         std::fs::write(&path, &bytes).unwrap();
-        refused(
-            &kyklos(&["attend", "--input", path.to_str().unwrap(), "--device", "cpu"]),
-            words,
-        );
+        refused(&kyklos(&["attend", "--input", path.to_str().unwrap(), "--device", "cpu"]), words);
     }
     std::fs::write(&path, whole).unwrap();
-    succeeds(&kyklos(&[
-        "attend",
-        "--input",
-        path.to_str().unwrap(),
-        "--device",
-        "cpu",
-    ]));
+    succeeds(&kyklos(&["attend", "--input", path.to_str().unwrap(), "--device", "cpu"]));
     refused(
         &kyklos(&["attend", "--input", path.to_str().unwrap(), "--dtype", "f16"]),
         &["--dtype f16", "f32"],
     );
     refused(
-        &kyklos(&[
-            "attend",
-            "--input",
-            path.to_str().unwrap(),
-            "--output",
-            path.to_str().unwrap(),
-        ]),
+        &kyklos(&["attend", "--input", path.to_str().unwrap(), "--output", path.to_str().unwrap()]),
         &["is the input"],
     );
-    refused(
-        &kyklos(&["attend", "--input", folder.path().to_str().unwrap()]),
-        &["regular file"],
-    );
+    refused(&kyklos(&["attend", "--input", folder.path().to_str().unwrap()]), &["regular file"]);
     refused(&kyklos(&["attend", "--input", "no/such/file"]), &["no/such/file"]);
 }

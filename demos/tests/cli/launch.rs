@@ -36,12 +36,7 @@ fn four_processes_compute_what_one_computes() {
     assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap());
     assert_eq!(stderr(&launched), "");
     succeeds(&kyklos(
-        &[
-            &["attend"][..],
-            &PROBLEM,
-            &["--mesh", "2x2", "--output", here.to_str().unwrap()],
-        ]
-        .concat(),
+        &[&["attend"][..], &PROBLEM, &["--mesh", "2x2", "--output", here.to_str().unwrap()]].concat(),
     ));
     assert!(std::fs::read(there).unwrap() == std::fs::read(here).unwrap());
 }
@@ -51,17 +46,11 @@ fn a_launched_rank_can_write_its_own_part() {
     let folder = tempfile::tempdir().unwrap();
     let name = folder.path().join("part-{rank}");
     succeeds(&kyklos(
-        &[
-            &["launch", "-n", "2", "--", "attend"][..],
-            &PROBLEM,
-            &["--output", name.to_str().unwrap()],
-        ]
-        .concat(),
+        &[&["launch", "-n", "2", "--", "attend"][..], &PROBLEM, &["--output", name.to_str().unwrap()]]
+            .concat(),
     ));
-    let mut all: Vec<i64> = ["part-0", "part-1"]
-        .iter()
-        .flat_map(|part| positions(&folder.path().join(part)))
-        .collect();
+    let mut all: Vec<i64> =
+        ["part-0", "part-1"].iter().flat_map(|part| positions(&folder.path().join(part))).collect();
     all.sort_unstable();
     assert_eq!(all, (0..512).collect::<Vec<_>>());
 }
@@ -70,11 +59,8 @@ fn a_launched_rank_can_write_its_own_part() {
 fn when_one_rank_refuses_all_ranks_say_the_same() {
     // Only rank 1's device does not exist; nobody knows before it looks.
     let output = kyklos(
-        &[
-            &["launch", "-n", "2", "--", "attend", "--shape", "1,64,8,2,64"][..],
-            &["--device", "cpu,wgpu:99"],
-        ]
-        .concat(),
+        &[&["launch", "-n", "2", "--", "attend", "--shape", "1,64,8,2,64"][..], &["--device", "cpu,wgpu:99"]]
+            .concat(),
     );
     assert_eq!(output.status.code(), Some(1));
     let text = stderr(&output);
@@ -105,27 +91,8 @@ impl LongJob {
         let temporary = tempfile::tempdir().unwrap();
         let mut launch = command(
             &[
-                &[
-                    "launch",
-                    "-n",
-                    "4",
-                    "--",
-                    "attend",
-                    "--shape",
-                    "1,8192,8,2,64",
-                    "--mask",
-                    "causal",
-                ][..],
-                &[
-                    "--device",
-                    "cpu",
-                    "--mesh",
-                    "2x2",
-                    "--repeat",
-                    "100000",
-                    "--progress",
-                    "json",
-                ],
+                &["launch", "-n", "4", "--", "attend", "--shape", "1,8192,8,2,64", "--mask", "causal"][..],
+                &["--device", "cpu", "--mesh", "2x2", "--repeat", "100000", "--progress", "json"],
             ]
             .concat(),
         )
@@ -147,19 +114,11 @@ impl LongJob {
         while pids.contains(&0) {
             let line = lines.recv_timeout(Duration::from_secs(60)).unwrap();
             let event: serde_json::Value = serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line}"));
-            if event["doing"]
-                .as_str()
-                .is_some_and(|doing| doing.starts_with("attend"))
-            {
+            if event["doing"].as_str().is_some_and(|doing| doing.starts_with("attend")) {
                 pids[event["rank"].as_u64().unwrap() as usize] = event["pid"].as_u64().unwrap() as u32;
             }
         }
-        Self {
-            launch,
-            pids,
-            lines,
-            temporary,
-        }
+        Self { launch, pids, lines, temporary }
     }
 
     /// Waits for the end. Returns the exit code, how long it took and the lines that are no progress.
@@ -192,10 +151,7 @@ fn is_alive(pid: u32) -> bool {
 }
 
 fn signal(name: &str, pid: u32) {
-    let sent = Command::new("kill")
-        .args([name, &pid.to_string()])
-        .status()
-        .unwrap();
+    let sent = Command::new("kill").args([name, &pid.to_string()]).status().unwrap();
     assert!(sent.success());
 }
 
@@ -219,10 +175,7 @@ fn when_one_rank_is_killed_the_others_end_and_name_it() {
         }
     }
     assert!(lines.iter().any(|line| line.contains("bytes")), "{lines:#?}");
-    assert!(
-        lines.iter().any(|line| line.starts_with("launch: rank 2 ended")),
-        "{lines:#?}"
-    );
+    assert!(lines.iter().any(|line| line.starts_with("launch: rank 2 ended")), "{lines:#?}");
 }
 
 #[test]

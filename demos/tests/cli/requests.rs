@@ -14,68 +14,32 @@ fn wrong_requests_are_refused_on_one_line() {
         ("attend --shape 1,-64,8,2,64", &["-64"]),
         ("attend --shape 1,99999999999,8,2,64", &["99999999999"]),
         ("attend --shape 1,4294967295,8,2,64", &["position"]),
-        (
-            "attend --shape 4294967295,1073741824,1048576,1,512",
-            &["elements"],
-        ),
+        ("attend --shape 4294967295,1073741824,1048576,1,512", &["elements"]),
         ("attend --shape 1,2000000000,64,64,512", &["machine has"]),
-        (
-            "attend --shape 1,64,3,3,64 --mesh 4x1",
-            &["ulysses = 4", "4 query heads", "has 3", "--mesh"],
-        ),
+        ("attend --shape 1,64,3,3,64 --mesh 4x1", &["ulysses = 4", "4 query heads", "has 3", "--mesh"]),
         ("attend --shape 1,64,8,2,64 --mesh 0x4", &["0x4"]),
         ("attend --shape 1,64,8,2,64 --mesh 2", &["UxR"]),
         ("attend --shape 1,64,8,2,64 --mesh 100000x100000", &["at most"]),
         ("attend --shape 1,64,8,2,64 --mesh 64x64", &["at most 256"]),
-        (
-            "attend --shape 1,64,8,2,64 --ranks 3 --mesh 2x2",
-            &["4 ranks", "3 ranks"],
-        ),
+        ("attend --shape 1,64,8,2,64 --ranks 3 --mesh 2x2", &["4 ranks", "3 ranks"]),
         ("attend --shape 1,64,8,2,64 --ranks 0", &["--ranks"]),
         ("attend --shape 1,64,8,2,64 --ranks 1000000", &["1000000"]),
-        (
-            "attend --shape 1,64,8,2,64 --ranks 2 --strategy dense",
-            &["dense"],
-        ),
-        (
-            "attend --shape 1,64,8,2,64 --mesh 2x2 --strategy ring",
-            &["ring", "2x2"],
-        ),
-        (
-            "attend --shape 1,64,8,2,64 --strategy spiral",
-            &["spiral", "unified"],
-        ),
-        (
-            "attend --shape 1,64,8,2,64 --ranks 2 --strategy bidirectional",
-            &["bidirectional"],
-        ),
-        (
-            "attend --shape 1,64,8,2,64 --placement diagonal",
-            &["diagonal", "zigzag"],
-        ),
-        (
-            "attend --shape 1,64,8,2,64 --ranks 2 --split 1",
-            &["1 weights", "2 ranks"],
-        ),
+        ("attend --shape 1,64,8,2,64 --ranks 2 --strategy dense", &["dense"]),
+        ("attend --shape 1,64,8,2,64 --mesh 2x2 --strategy ring", &["ring", "2x2"]),
+        ("attend --shape 1,64,8,2,64 --strategy spiral", &["spiral", "unified"]),
+        ("attend --shape 1,64,8,2,64 --ranks 2 --strategy bidirectional", &["bidirectional"]),
+        ("attend --shape 1,64,8,2,64 --placement diagonal", &["diagonal", "zigzag"]),
+        ("attend --shape 1,64,8,2,64 --ranks 2 --split 1", &["1 weights", "2 ranks"]),
         ("attend --shape 1,64,8,2,64 --ranks 2 --split 0,0", &["weights"]),
         ("attend --shape 1,64,8,2,64 --ranks 2 --split 1,x", &["`x`"]),
         ("attend --shape 1,64,8,2,64 --ranks 2 --split 1,nan", &["weights"]),
-        (
-            "attend --shape 1,64,8,2,64 --ranks 2 --tokens 30,30",
-            &["60", "64"],
-        ),
-        (
-            "attend --shape 1,64,8,2,64 --ranks 2 --tokens 32,32 --split 1,1",
-            &["--tokens", "--split"],
-        ),
+        ("attend --shape 1,64,8,2,64 --ranks 2 --tokens 30,30", &["60", "64"]),
+        ("attend --shape 1,64,8,2,64 --ranks 2 --tokens 32,32 --split 1,1", &["--tokens", "--split"]),
         ("attend --shape 1,64,8,2,64 --mask casual", &["casual", "causal"]),
         ("attend --shape 1,64,8,2,64 --mask window:1", &["two numbers"]),
         ("attend --shape 1,64,8,2,64 --mask documents:0,32", &["32", "64"]),
         ("attend --shape 1,64,8,2,64 --mask valid:65", &["65"]),
-        (
-            "attend --shape 2,64,8,2,64 --mask valid:1,2,3",
-            &["3 values", "2 entries"],
-        ),
+        ("attend --shape 2,64,8,2,64 --mask valid:1,2,3", &["3 values", "2 entries"]),
         ("attend --shape 1,64,8,2,64 --mask bias", &["bias"]),
         ("attend --shape 1,64,8,2,64 --dtype f64", &["f64", "bf16"]),
         ("attend --shape 1,64,8,2,64 --scale inf", &["scale"]),
@@ -84,10 +48,7 @@ fn wrong_requests_are_refused_on_one_line() {
         ("attend --shape 1,64,8,2,64 --device cuda", &["CUDA", "wgpu"]),
         ("attend --shape 1,64,8,2,64 --device tpu", &["tpu"]),
         ("attend --shape 1,64,8,2,64 --device wgpu:x", &["wgpu:x"]),
-        (
-            "attend --shape 1,64,8,2,64 --device cpu,cpu",
-            &["2 devices", "1 ranks"],
-        ),
+        ("attend --shape 1,64,8,2,64 --device cpu,cpu", &["2 devices", "1 ranks"]),
         ("attend --shape 1,64,8,2,64 --transport tcp", &["tcp", "quic"]),
         ("attend --shape 1,64,8,2,64 --progress loud", &["loud", "json"]),
         ("attend --shape 1,64,8,2,64 --input x", &["--input", "--shape"]),
@@ -103,27 +64,12 @@ fn wrong_requests_are_refused_on_one_line() {
         ("launch -n 0 -- attend --shape 1,64,8,2,64", &["-n"]),
         ("launch -n 9999 -- attend --shape 1,64,8,2,64", &["at most 256"]),
         ("launch -n 2 -- devices", &["attend"]),
-        (
-            "launch -n 2 -- attend --shape 1,64,8,2,64 --ranks 2",
-            &["--ranks"],
-        ),
-        (
-            "launch -n 2 -- attend --shape 1,64,8,2,64 --transport in-process",
-            &["in-process"],
-        ),
-        (
-            "launch -n 2 -- attend --shape 1,64,8,2,64 --mesh 2x2",
-            &["4 ranks", "2 ranks"],
-        ),
-        (
-            "launch -n 2 -- attend --shape 1,64,8,2,64 --trace t.json",
-            &["{rank}"],
-        ),
+        ("launch -n 2 -- attend --shape 1,64,8,2,64 --ranks 2", &["--ranks"]),
+        ("launch -n 2 -- attend --shape 1,64,8,2,64 --transport in-process", &["in-process"]),
+        ("launch -n 2 -- attend --shape 1,64,8,2,64 --mesh 2x2", &["4 ranks", "2 ranks"]),
+        ("launch -n 2 -- attend --shape 1,64,8,2,64 --trace t.json", &["{rank}"]),
         ("launch -n 2 -- attend --shape 1,64,8,3,64", &["3 kv heads"]),
-        (
-            "launch -n 2 -- attend --shape 1,64,8,2,64 --nonsense",
-            &["--nonsense"],
-        ),
+        ("launch -n 2 -- attend --shape 1,64,8,2,64 --nonsense", &["--nonsense"]),
         ("fly", &["fly"]),
         ("--nonsense", &["--nonsense"]),
     ];
@@ -137,12 +83,7 @@ fn wrong_requests_are_refused_on_one_line() {
 
 #[test]
 fn help_and_version_are_no_errors() {
-    for arguments in [
-        &["--help"][..],
-        &["--version"],
-        &["attend", "--help"],
-        &["launch", "--help"],
-    ] {
+    for arguments in [&["--help"][..], &["--version"], &["attend", "--help"], &["launch", "--help"]] {
         let output = kyklos(arguments);
         succeeds(&output);
         assert!(!stdout(&output).is_empty());
@@ -151,27 +92,11 @@ fn help_and_version_are_no_errors() {
 
 #[test]
 fn plans_are_explained_and_proved_without_a_device() {
-    let arguments = [
-        "plan",
-        "--shape",
-        "1,4096,8,2,64",
-        "--mask",
-        "causal",
-        "--mesh",
-        "2x2",
-    ];
+    let arguments = ["plan", "--shape", "1,4096,8,2,64", "--mask", "causal", "--mesh", "2x2"];
     let output = kyklos(&arguments);
     succeeds(&output);
     let text = stdout(&output);
-    for word in [
-        "unified",
-        "2x2",
-        "peak",
-        "steps of rank 0",
-        "steps of rank 3",
-        "exchange",
-        "attend",
-    ] {
+    for word in ["unified", "2x2", "peak", "steps of rank 0", "steps of rank 3", "exchange", "attend"] {
         assert!(text.contains(word), "`{word}` is not in:\n{text}");
     }
     let json = json(&kyklos(&[&arguments[..], &["--json"]].concat()));
@@ -189,15 +114,9 @@ fn a_launchers_environment_is_read_or_refused() {
     let attend = ["attend", "--shape", "1,64,8,2,64", "--device", "cpu", "--json"];
     refused(&run(&[("RANK", "0")], &attend), &["WORLD_SIZE"]);
     refused(&run(&[("RANK", "2"), ("WORLD_SIZE", "2")], &attend), &["RANK=2"]);
-    refused(
-        &run(&[("RANK", "0"), ("WORLD_SIZE", "2")], &attend),
-        &["MASTER_ADDR"],
-    );
+    refused(&run(&[("RANK", "0"), ("WORLD_SIZE", "2")], &attend), &["MASTER_ADDR"]);
     succeeds(&run(&[("RANK", "0"), ("WORLD_SIZE", "1")], &attend));
-    let output = run(
-        &[("RANK", "0"), ("WORLD_SIZE", "2")],
-        &[&attend[..], &["--ranks", "2"]].concat(),
-    );
+    let output = run(&[("RANK", "0"), ("WORLD_SIZE", "2")], &[&attend[..], &["--ranks", "2"]].concat());
     assert_eq!(json(&output)["ranks"], 2);
     assert!(stderr(&output).contains("WORLD_SIZE=2"), "{}", stderr(&output));
 }

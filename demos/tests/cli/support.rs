@@ -33,11 +33,7 @@ pub(crate) fn command(arguments: &[&str]) -> Command {
 /// Runs the program to its end, which must come within two minutes.
 pub(crate) fn kyklos(arguments: &[&str]) -> Output {
     finish(
-        command(arguments)
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap(),
+        command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap(),
         Duration::from_secs(120),
     )
 }
@@ -55,16 +51,8 @@ pub(crate) fn finish(mut child: Child, limit: Duration) -> Output {
             all
         })
     };
-    let out = read(
-        stdout
-            .take()
-            .map(|s| Box::new(s) as Box<dyn std::io::Read + Send>),
-    );
-    let err = read(
-        stderr
-            .take()
-            .map(|s| Box::new(s) as Box<dyn std::io::Read + Send>),
-    );
+    let out = read(stdout.take().map(|s| Box::new(s) as Box<dyn std::io::Read + Send>));
+    let err = read(stderr.take().map(|s| Box::new(s) as Box<dyn std::io::Read + Send>));
     let until = Instant::now() + limit;
     let status = loop {
         if let Some(status) = child.try_wait().unwrap() {
@@ -77,11 +65,7 @@ pub(crate) fn finish(mut child: Child, limit: Duration) -> Output {
         }
         thread::sleep(Duration::from_millis(5));
     };
-    Output {
-        status,
-        stdout: out.join().unwrap(),
-        stderr: err.join().unwrap(),
-    }
+    Output { status, stdout: out.join().unwrap(), stderr: err.join().unwrap() }
 }
 
 pub(crate) fn stdout(output: &Output) -> String {
@@ -94,13 +78,7 @@ pub(crate) fn stderr(output: &Output) -> String {
 
 #[track_caller]
 pub(crate) fn succeeds(output: &Output) {
-    assert_eq!(
-        output.status.code(),
-        Some(0),
-        "{}{}",
-        stdout(output),
-        stderr(output)
-    );
+    assert_eq!(output.status.code(), Some(0), "{}{}", stdout(output), stderr(output));
 }
 
 /// Exit code 2, nothing on standard output, and one line on standard error that holds all of `words`.
@@ -137,10 +115,7 @@ impl Tensor {
             state ^= state << 17;
             ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * 2.0
         };
-        Self {
-            shape: shape.to_vec(),
-            data: (0..shape.iter().product()).map(|_| next()).collect(),
-        }
+        Self { shape: shape.to_vec(), data: (0..shape.iter().product()).map(|_| next()).collect() }
     }
 }
 
@@ -152,10 +127,7 @@ pub(crate) fn write(path: &Path, tensors: &[(&str, &Tensor)]) {
     let views: Vec<(&str, TensorView<'_>)> = tensors
         .iter()
         .map(|(name, tensor)| {
-            (
-                *name,
-                TensorView::new(Dtype::F32, tensor.shape.clone(), &bytes[name]).unwrap(),
-            )
+            (*name, TensorView::new(Dtype::F32, tensor.shape.clone(), &bytes[name]).unwrap())
         })
         .collect();
     std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
@@ -168,11 +140,7 @@ pub(crate) fn read(path: &Path, name: &str) -> Tensor {
     assert_eq!(view.dtype(), Dtype::F32);
     Tensor {
         shape: view.shape().to_vec(),
-        data: view
-            .data()
-            .chunks_exact(4)
-            .map(|x| f32::from_le_bytes(x.try_into().unwrap()))
-            .collect(),
+        data: view.data().chunks_exact(4).map(|x| f32::from_le_bytes(x.try_into().unwrap())).collect(),
     }
 }
 
@@ -181,10 +149,7 @@ pub(crate) fn positions(path: &Path) -> Vec<i64> {
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let view = file.tensor("positions").unwrap();
     assert_eq!(view.dtype(), Dtype::I64);
-    view.data()
-        .chunks_exact(8)
-        .map(|x| i64::from_le_bytes(x.try_into().unwrap()))
-        .collect()
+    view.data().chunks_exact(8).map(|x| i64::from_le_bytes(x.try_into().unwrap())).collect()
 }
 
 /// Attention by its definition, in f64; o `[batch, seq, heads, dim]` and lse `[batch, heads, seq]`.
@@ -194,12 +159,8 @@ pub(crate) fn attention(
     v: &Tensor,
     sees: impl Fn(usize, usize, usize) -> bool,
 ) -> (Tensor, Tensor) {
-    let [batch, q_len, q_heads, dim] = q.shape[..] else {
-        panic!()
-    };
-    let [_, kv_len, kv_heads, _] = k.shape[..] else {
-        panic!()
-    };
+    let [batch, q_len, q_heads, dim] = q.shape[..] else { panic!() };
+    let [_, kv_len, kv_heads, _] = k.shape[..] else { panic!() };
     let mut o = vec![0.0; q.data.len()];
     let mut lse = vec![f32::NEG_INFINITY; batch * q_heads * q_len];
     for b in 0..batch {
@@ -222,25 +183,13 @@ pub(crate) fn attention(
                 }
                 lse[(b * q_heads + h) * q_len + i] = sum.ln() as f32;
                 for d in 0..dim {
-                    let x: f64 = weights
-                        .iter()
-                        .map(|(j, w)| w * f64::from(v.data[kv_at(*j) + d]))
-                        .sum();
+                    let x: f64 = weights.iter().map(|(j, w)| w * f64::from(v.data[kv_at(*j) + d])).sum();
                     o[q_at + d] = (x / sum) as f32;
                 }
             }
         }
     }
-    (
-        Tensor {
-            shape: q.shape.clone(),
-            data: o,
-        },
-        Tensor {
-            shape: vec![batch, q_heads, q_len],
-            data: lse,
-        },
-    )
+    (Tensor { shape: q.shape.clone(), data: o }, Tensor { shape: vec![batch, q_heads, q_len], data: lse })
 }
 
 /// The same shape, and values within what f32 sums of so few terms can lose.
@@ -248,9 +197,6 @@ pub(crate) fn attention(
 pub(crate) fn assert_close(actual: &Tensor, expected: &Tensor) {
     assert_eq!(actual.shape, expected.shape);
     for (index, (a, e)) in actual.data.iter().zip(&expected.data).enumerate() {
-        assert!(
-            a == e || (a - e).abs() < 4e-6,
-            "element {index}: {a}, expected {e}"
-        );
+        assert!(a == e || (a - e).abs() < 4e-6, "element {index}: {a}, expected {e}");
     }
 }

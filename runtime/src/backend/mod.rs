@@ -276,10 +276,7 @@ pub struct Control {
 impl Control {
     /// A control that is cancelled when `cancel` rises.
     pub fn new(cancel: Arc<AtomicBool>) -> Self {
-        Self {
-            cancel,
-            pieces: Arc::default(),
-        }
+        Self { cancel, pieces: Arc::default() }
     }
 
     /// Called by backends between two pieces.
@@ -288,11 +285,7 @@ impl Control {
     /// [`Error::Cancelled`] when the token has risen.
     pub fn piece_done(&self) -> Result<()> {
         self.pieces.fetch_add(1, Ordering::Relaxed);
-        if self.cancel.load(Ordering::Relaxed) {
-            Err(Error::Cancelled)
-        } else {
-            Ok(())
-        }
+        if self.cancel.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { Ok(()) }
     }
 
     /// Pieces done so far, over all calls with this control.

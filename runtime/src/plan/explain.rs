@@ -21,18 +21,8 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
         "problem    B {} {queries} Hq {} Hkv {} D {} {}, mask {}",
         problem.batch, problem.q_heads, problem.kv_heads, problem.head_dim, problem.dtype, problem.mask
     );
-    let _ = writeln!(
-        out,
-        "mesh       {} (ulysses x ring), {} ranks",
-        world.mesh,
-        world.mesh.world()
-    );
-    let _ = writeln!(
-        out,
-        "strategy   {}, {} placement",
-        world.strategy,
-        world.q_placement.kind()
-    );
+    let _ = writeln!(out, "mesh       {} (ulysses x ring), {} ranks", world.mesh, world.mesh.world());
+    let _ = writeln!(out, "strategy   {}, {} placement", world.strategy, world.q_placement.kind());
     let _ = writeln!(out);
     let rows = world.plans.iter().zip(checks).map(|(plan, check)| {
         let queries = &world.q_placement.of_rank(Rank(plan.rank));
@@ -40,20 +30,13 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
             plan.rank.to_string(),
             queries.len().to_string(),
             queries.to_string(),
-            plan.steps
-                .iter()
-                .filter(|step| matches!(step, Step::Attend { .. }))
-                .count()
-                .to_string(),
+            plan.steps.iter().filter(|step| matches!(step, Step::Attend { .. })).count().to_string(),
             check.messages_sent.to_string(),
             bytes(check.bytes_sent),
             bytes(check.peak_bytes),
         ]
     });
-    out.push_str(&table(
-        &["rank", "tokens", "which", "blocks", "messages", "sent", "peak"],
-        rows.collect(),
-    ));
+    out.push_str(&table(&["rank", "tokens", "which", "blocks", "messages", "sent", "peak"], rows.collect()));
     for plan in &world.plans {
         if rank.is_none_or(|rank| rank.0 == plan.rank) {
             let _ = writeln!(out, "\nsteps of rank {}", plan.rank);
@@ -89,31 +72,19 @@ pub(crate) fn describe(world: &World, plan: &Plan, step: &Step) -> String {
     let size = |slice: &Slice| bytes(plan.slice_bytes(&world.problem, slice));
     match step {
         Step::Repack { from, into } => {
-            format!(
-                "repack    {} -> {}, {}",
-                name(&from.buffer),
-                name(&into.buffer),
-                size(from)
-            )
+            format!("repack    {} -> {}, {}", name(&from.buffer), name(&into.buffer), size(from))
         }
         Step::Exchange { id, sends, recvs } => {
             let sends = sends.iter().map(|send| {
                 let parts: Vec<_> = send.parts.iter().map(|part| name(&part.buffer)).collect();
-                let sum = send
-                    .parts
-                    .iter()
-                    .map(|part| plan.slice_bytes(&world.problem, part))
-                    .sum();
+                let sum = send.parts.iter().map(|part| plan.slice_bytes(&world.problem, part)).sum();
                 format!("{} to rank {} ({})", parts.join("+"), send.to, bytes(sum))
             });
             let recvs = recvs.iter().map(|recv| {
                 let parts: Vec<_> = recv.parts.iter().map(name).collect();
                 format!("{} from rank {}", parts.join("+"), recv.from)
             });
-            format!(
-                "exchange  #{id} {}",
-                sends.chain(recvs).collect::<Vec<_>>().join(", ")
-            )
+            format!("exchange  #{id} {}", sends.chain(recvs).collect::<Vec<_>>().join(", "))
         }
         Step::Wait { id } => format!("wait      #{id}"),
         Step::Attend { q, kv, state } => format!(
@@ -147,18 +118,11 @@ pub fn bytes(bytes: u64) -> String {
 pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
     let mut all = vec![header.iter().map(|cell| (*cell).to_owned()).collect::<Vec<_>>()];
     all.extend(rows);
-    let width = |column: usize| {
-        all.iter()
-            .map(|row| row[column].chars().count())
-            .max()
-            .unwrap_or(0)
-    };
+    let width = |column: usize| all.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..header.len()).map(width).collect();
     let numeric = |column: usize| {
         all.len() > 1
-            && all[1..]
-                .iter()
-                .all(|row| row[column].starts_with(|c: char| c.is_ascii_digit() || c == '-'))
+            && all[1..].iter().all(|row| row[column].starts_with(|c: char| c.is_ascii_digit() || c == '-'))
     };
     let right: Vec<bool> = (0..header.len()).map(numeric).collect();
     let mut out = String::new();
@@ -166,11 +130,7 @@ pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
         let mut line = String::new();
         for (column, cell) in row.iter().enumerate() {
             let pad = " ".repeat(widths[column] - cell.chars().count());
-            let _ = if right[column] {
-                write!(line, "{pad}{cell}  ")
-            } else {
-                write!(line, "{cell}{pad}  ")
-            };
+            let _ = if right[column] { write!(line, "{pad}{cell}  ") } else { write!(line, "{cell}{pad}  ") };
         }
         out.push_str(line.trim_end());
         out.push('\n');

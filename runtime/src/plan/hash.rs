@@ -23,11 +23,7 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
     let lists = |placement: &crate::Placement| {
         let runs = |tokens: &crate::TokenRuns| {
             let tokens = crate::TokenRuns::from_positions(tokens.iter());
-            tokens
-                .runs()
-                .iter()
-                .map(|run| (run.start, run.count, run.stride))
-                .collect()
+            tokens.runs().iter().map(|run| (run.start, run.count, run.stride)).collect()
         };
         placement.ranks().iter().map(runs).collect()
     };

@@ -173,11 +173,7 @@ impl Plan {
     /// The whole of a buffer.
     pub fn whole(&self, id: BufferId) -> Slice {
         let buffer = self.buffer(id);
-        Slice {
-            buffer: id,
-            tokens: 0..buffer.tokens.len(),
-            heads: 0..buffer.head_count(),
-        }
+        Slice { buffer: id, tokens: 0..buffer.tokens.len(), heads: 0..buffer.head_count() }
     }
 
     /// The global tokens of a slice.
@@ -214,15 +210,7 @@ impl Plan {
             _ => &[],
         });
         sends.fold((0, 0), |(bytes, messages), send| {
-            (
-                bytes
-                    + send
-                        .parts
-                        .iter()
-                        .map(|part| self.slice_bytes(problem, part))
-                        .sum::<u64>(),
-                messages + 1,
-            )
+            (bytes + send.parts.iter().map(|part| self.slice_bytes(problem, part)).sum::<u64>(), messages + 1)
         })
     }
 }
@@ -255,9 +243,7 @@ impl Content {
     /// The tensors of a buffer with this content, in order. A state's `ml` is not token-major, and is never sliced.
     pub(crate) fn tensors(self, problem: &AttentionProblem) -> Vec<Tensor> {
         let dim = problem.head_dim as usize;
-        let stored = Tensor {
-            row_bytes: dim * problem.dtype.bytes(),
-        };
+        let stored = Tensor { row_bytes: dim * problem.dtype.bytes() };
         match self {
             Self::Query => vec![stored],
             Self::KeyValue => vec![stored, stored],
@@ -268,10 +254,7 @@ impl Content {
 
     /// Bytes of one token of one head, all tensors together.
     fn row_bytes(self, problem: &AttentionProblem) -> u64 {
-        self.tensors(problem)
-            .iter()
-            .map(|tensor| tensor.row_bytes as u64)
-            .sum()
+        self.tensors(problem).iter().map(|tensor| tensor.row_bytes as u64).sum()
     }
 }
 

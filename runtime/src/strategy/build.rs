@@ -29,18 +29,8 @@ impl<'a> PlanBuilder<'a> {
             output: BufferId(2),
             steps: Vec::new(),
         };
-        let mut builder = Self {
-            world,
-            rank,
-            plan,
-            exchanges: 0,
-        };
-        builder.declare(
-            "q".to_owned(),
-            Content::Query,
-            q_tokens.clone(),
-            0..problem.q_heads,
-        );
+        let mut builder = Self { world, rank, plan, exchanges: 0 };
+        builder.declare("q".to_owned(), Content::Query, q_tokens.clone(), 0..problem.q_heads);
         builder.declare("kv".to_owned(), Content::KeyValue, kv_tokens, 0..problem.kv_heads);
         builder.declare("o".to_owned(), Content::Output, q_tokens, 0..problem.q_heads);
         builder
@@ -75,30 +65,19 @@ impl<'a> PlanBuilder<'a> {
         tokens: TokenRuns,
         heads: Range<u32>,
     ) -> BufferId {
-        self.plan.buffers.push(Buffer {
-            name,
-            content,
-            tokens,
-            heads,
-        });
+        self.plan.buffers.push(Buffer { name, content, tokens, heads });
         BufferId(self.plan.buffers.len() - 1)
     }
 
     /// All tokens of the heads `heads` (global) of `buffer`.
     pub(super) fn heads_of(&self, buffer: BufferId, heads: &Range<u32>) -> Slice {
         let first = self.buffer(buffer).heads.start;
-        Slice {
-            heads: heads.start - first..heads.end - first,
-            ..self.plan.whole(buffer)
-        }
+        Slice { heads: heads.start - first..heads.end - first, ..self.plan.whole(buffer) }
     }
 
     /// All heads of the tokens at the list positions `tokens` of `buffer`.
     pub(super) fn tokens_of(&self, buffer: BufferId, tokens: Range<usize>) -> Slice {
-        Slice {
-            tokens,
-            ..self.plan.whole(buffer)
-        }
+        Slice { tokens, ..self.plan.whole(buffer) }
     }
 
     pub(super) fn repack(&mut self, from: Slice, into: Slice) {
@@ -149,11 +128,7 @@ impl<'a> PlanBuilder<'a> {
 
     /// Attention of all of `q` against all of `kv`; no step where the mask hides every pair.
     pub(super) fn attend(&mut self, q: BufferId, kv: BufferId, state: BufferId) {
-        if lower::any_visible(
-            &self.world.problem,
-            &self.buffer(q).tokens,
-            &self.buffer(kv).tokens,
-        ) {
+        if lower::any_visible(&self.world.problem, &self.buffer(q).tokens, &self.buffer(kv).tokens) {
             let (q, kv) = (self.plan.whole(q), self.plan.whole(kv));
             self.plan.steps.push(Step::Attend { q, kv, state });
         }

@@ -86,15 +86,12 @@ impl FromStr for Strategy {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|strategy| strategy.name() == text)
-            .ok_or_else(|| {
-                Error::request(
-                    format!("strategy `{text}` is not known"),
-                    "use dense, ring, ulysses, unified or auto",
-                )
-            })
+        Self::ALL.into_iter().find(|strategy| strategy.name() == text).ok_or_else(|| {
+            Error::request(
+                format!("strategy `{text}` is not known"),
+                "use dense, ring, ulysses, unified or auto",
+            )
+        })
     }
 }
 
@@ -113,10 +110,7 @@ pub fn plan(
     mesh.fits(problem)?;
     if matches!(split, Split::Tokens(_)) && problem.q_len != problem.kv_len {
         return Err(Error::request(
-            format!(
-                "exact token counts for {} queries and {} keys",
-                problem.q_len, problem.kv_len
-            ),
+            format!("exact token counts for {} queries and {} keys", problem.q_len, problem.kv_len),
             "use weights (--split) where the two lengths differ",
         ));
     }
@@ -174,13 +168,7 @@ pub fn meshes_by_bytes(
     let mut refusal = None;
     for ulysses in (1..=ranks).rev().filter(|u| ranks.is_multiple_of(*u)) {
         let mesh = Mesh::new(ulysses, ranks / ulysses)?;
-        match plan(
-            problem,
-            mesh,
-            placement,
-            split,
-            strategy.unwrap_or(Strategy::Unified),
-        ) {
+        match plan(problem, mesh, placement, split, strategy.unwrap_or(Strategy::Unified)) {
             Ok(world) => {
                 priced.push((mesh, world.plans.iter().map(|plan| plan.volume(problem).0).sum()));
             }
@@ -198,11 +186,7 @@ fn plan_rank(world: &World, rank: Rank) -> Plan {
     let (_, u) = world.mesh.coordinates(rank);
     let mut builder = PlanBuilder::new(world, rank);
     let alone = world.mesh.ulysses() == 1;
-    let (q, kv) = if alone {
-        builder.inputs()
-    } else {
-        ulysses::trade_tokens_for_heads(&mut builder)
-    };
+    let (q, kv) = if alone { builder.inputs() } else { ulysses::trade_tokens_for_heads(&mut builder) };
     let state = ring::attend_round(&mut builder, q, kv);
     if alone {
         builder.finalize(state, builder.output());

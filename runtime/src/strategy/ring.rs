@@ -14,11 +14,7 @@ use crate::plan::{BufferId, Content, Recv, Send};
 pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, q: BufferId, kv: BufferId) -> BufferId {
     let mesh = builder.world.mesh;
     let (r, u) = mesh.coordinates(builder.rank);
-    let (ring, next, previous) = (
-        mesh.ring(),
-        mesh.rank((r + 1) % mesh.ring(), u),
-        before(builder, r, u, 1),
-    );
+    let (ring, next, previous) = (mesh.ring(), mesh.rank((r + 1) % mesh.ring(), u), before(builder, r, u, 1));
     let (tokens, heads) = (builder.buffer(q).tokens.clone(), builder.q_heads(u));
     let kv_heads = builder.buffer(kv).heads.clone();
     let state = builder.declare("state".to_owned(), Content::State, tokens, heads);
@@ -43,10 +39,7 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, q: BufferId, kv: Buffe
                     kv_heads.clone(),
                 ));
             }
-            let recvs = arriving.map(|kv| Recv {
-                from: previous.0,
-                parts: vec![kv],
-            });
+            let recvs = arriving.map(|kv| Recv { from: previous.0, parts: vec![kv] });
             exchange = builder.exchange(sends.into_iter().collect(), recvs.into_iter().collect());
         }
         if let Some(kv) = held {

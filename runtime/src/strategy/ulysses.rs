@@ -37,10 +37,7 @@ pub(super) fn trade_tokens_for_heads(builder: &mut PlanBuilder<'_>) -> (BufferId
             sends.push(Send { to: peer.0, parts });
         }
         if !came.is_empty() {
-            recvs.push(Recv {
-                from: peer.0,
-                parts: came.clone(),
-            });
+            recvs.push(Recv { from: peer.0, parts: came.clone() });
             arriving.extend(came.into_iter().map(|buffer| (peer_u, buffer)));
         }
     }
@@ -49,10 +46,7 @@ pub(super) fn trade_tokens_for_heads(builder: &mut PlanBuilder<'_>) -> (BufferId
     // The piece that stays is copied while the others travel.
     let mut whole = Vec::new();
     for (own, content) in [(q, Content::Query), (kv, Content::KeyValue)] {
-        let (tokens, mine) = (
-            placement(builder, content).of_shard(r),
-            heads(builder, content, u),
-        );
+        let (tokens, mine) = (placement(builder, content).of_shard(r), heads(builder, content, u));
         let label = format!("{} of heads {}..{}", name(content), mine.start, mine.end);
         let shard = builder.declare(label, content, tokens, mine.clone());
         let into = piece(builder, shard, content, u);
@@ -81,23 +75,13 @@ pub(super) fn trade_heads_for_tokens(builder: &mut PlanBuilder<'_>, mine: Buffer
         let slice = piece(builder, mine, Content::Output, peer_u);
         if !slice.tokens.is_empty() {
             let part = builder.sendable(slice, &format!("o for rank {peer}"), &mut packed);
-            sends.push(Send {
-                to: peer.0,
-                parts: vec![part],
-            });
+            sends.push(Send { to: peer.0, parts: vec![part] });
         }
         if !own_tokens.is_empty() {
             let theirs = builder.q_heads(peer_u);
-            let buffer = builder.declare(
-                format!("o from rank {peer}"),
-                Content::Output,
-                own_tokens.clone(),
-                theirs,
-            );
-            recvs.push(Recv {
-                from: peer.0,
-                parts: vec![buffer],
-            });
+            let buffer =
+                builder.declare(format!("o from rank {peer}"), Content::Output, own_tokens.clone(), theirs);
+            recvs.push(Recv { from: peer.0, parts: vec![buffer] });
             arriving.push(buffer);
         }
     }
@@ -119,10 +103,7 @@ pub(super) fn trade_heads_for_tokens(builder: &mut PlanBuilder<'_>, mine: Buffer
 fn peers(builder: &PlanBuilder<'_>) -> Vec<(u32, Rank)> {
     let mesh = builder.world.mesh;
     let (r, u) = mesh.coordinates(builder.rank);
-    (1..mesh.ulysses())
-        .map(|round| (u + round) % mesh.ulysses())
-        .map(|u| (u, mesh.rank(r, u)))
-        .collect()
+    (1..mesh.ulysses()).map(|round| (u + round) % mesh.ulysses()).map(|u| (u, mesh.rank(r, u))).collect()
 }
 
 /// The list positions of Ulysses piece `u` in a buffer that holds a whole shard's tokens, with all the buffer's heads.

@@ -23,16 +23,13 @@ fn main() {
     let devices = WgpuBackend::enumerate();
     let Some(device) = devices.first() else {
         let required = std::env::var_os("KYKLOS_REQUIRE_GPU").is_some_and(|value| value == "1");
-        let trial = Trial::test(
-            "no wgpu device: install a Vulkan, Metal or DX12 driver",
-            move || {
-                if required {
-                    Err(Failed::from("KYKLOS_REQUIRE_GPU=1, and there is no wgpu device"))
-                } else {
-                    Ok(())
-                }
-            },
-        );
+        let trial = Trial::test("no wgpu device: install a Vulkan, Metal or DX12 driver", move || {
+            if required {
+                Err(Failed::from("KYKLOS_REQUIRE_GPU=1, and there is no wgpu device"))
+            } else {
+                Ok(())
+            }
+        });
         libtest_mimic::run(&arguments, vec![trial.with_ignored_flag(!required)]).exit();
     };
     let mut choices = vec![("portable", KernelChoice::Portable)];
@@ -54,9 +51,7 @@ fn main() {
     }
     if device.class == DeviceClass::SoftwareGpu && std::env::var_os(WIDTH).is_none() {
         for bits in ["128", "256", "512"] {
-            trials.push(Trial::test(format!("subgroups of {bits} bits"), move || {
-                passes_with_width(bits)
-            }));
+            trials.push(Trial::test(format!("subgroups of {bits} bits"), move || passes_with_width(bits)));
         }
     }
     libtest_mimic::run(&arguments, trials).exit();

@@ -13,10 +13,7 @@ impl Random {
     }
 
     fn unit(&mut self) -> f32 {
-        self.0 = self
-            .0
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (self.0 >> 40) as f32 / (1u64 << 24) as f32
     }
 
@@ -36,14 +33,8 @@ pub fn rounded(dtype: Dtype, x: f32) -> f32 {
 pub fn stored(dtype: Dtype, values: &[f32]) -> Vec<u8> {
     match dtype {
         Dtype::F32 => bytemuck::cast_slice(values).to_vec(),
-        Dtype::F16 => values
-            .iter()
-            .flat_map(|x| f16::from_f32(*x).to_le_bytes())
-            .collect(),
-        Dtype::Bf16 => values
-            .iter()
-            .flat_map(|x| bf16::from_f32(*x).to_le_bytes())
-            .collect(),
+        Dtype::F16 => values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect(),
+        Dtype::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
     }
 }
 
@@ -67,32 +58,22 @@ pub fn row(
     token: usize,
     head: usize,
 ) -> (Vec<f64>, f64) {
-    let [q_len, kv_len, q_heads, kv_heads, dim] = [
-        problem.q_len,
-        problem.kv_len,
-        problem.q_heads,
-        problem.kv_heads,
-        problem.head_dim,
-    ]
-    .map(|n| n as usize);
+    let [q_len, kv_len, q_heads, kv_heads, dim] =
+        [problem.q_len, problem.kv_len, problem.q_heads, problem.kv_heads, problem.head_dim]
+            .map(|n| n as usize);
     let kv_head = head / (q_heads / kv_heads);
     let q_row = &q[((batch * q_len + token) * q_heads + head) * dim..][..dim];
     let kv_row = |tensor: &'static str, key: usize| {
         let data = if tensor == "k" { k } else { v };
         &data[((batch * kv_len + key) * kv_heads + kv_head) * dim..][..dim]
     };
-    let span = problem
-        .mask
-        .visible(batch, problem.q_position(token as u32), problem.kv_len);
+    let span = problem.mask.visible(batch, problem.q_position(token as u32), problem.kv_len);
     let keys: Vec<usize> = (0..kv_len).filter(|key| span.sees(*key as u32)).collect();
     let logits: Vec<f64> = keys
         .iter()
         .map(|key| {
-            let dot: f64 = q_row
-                .iter()
-                .zip(kv_row("k", *key))
-                .map(|(q, k)| f64::from(*q) * f64::from(*k))
-                .sum();
+            let dot: f64 =
+                q_row.iter().zip(kv_row("k", *key)).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
             let logit = dot * f64::from(problem.scale);
             match problem.softcap.map(f64::from) {
                 Some(cap) => cap * (logit / cap).tanh(),

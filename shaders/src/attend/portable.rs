@@ -36,11 +36,7 @@ const fn chunk_groups(head_dim: u32) -> u32 {
 
 /// Chunks of each Q row in workgroup memory: all where they fit into 16 KiB, else those of one pass.
 const fn q_chunks(head_dim: u32) -> u32 {
-    if q_resident(head_dim) {
-        chunk_groups(head_dim) * SIDE
-    } else {
-        SIDE
-    }
+    if q_resident(head_dim) { chunk_groups(head_dim) * SIDE } else { SIDE }
 }
 
 const fn q_resident(head_dim: u32) -> bool {
@@ -62,18 +58,9 @@ pub(crate) fn source(kernel: AttendKernel) -> String {
     for tensor in ["q", "k", "v"] {
         shape.load_function(&mut t, tensor);
     }
-    t.line(format!(
-        "var<workgroup> tile_q: array<vec4<f32>, {}>;",
-        q_chunks(kernel.head_dim) * shape.q_rows
-    ));
-    t.line(format!(
-        "var<workgroup> tile_kv: array<vec4<f32>, {}>;",
-        SIDE * KV_COLS
-    ));
-    t.line(format!(
-        "var<workgroup> tile_p: array<vec4<f32>, {}>;",
-        SIDE * shape.q_rows
-    ));
+    t.line(format!("var<workgroup> tile_q: array<vec4<f32>, {}>;", q_chunks(kernel.head_dim) * shape.q_rows));
+    t.line(format!("var<workgroup> tile_kv: array<vec4<f32>, {}>;", SIDE * KV_COLS));
+    t.line(format!("var<workgroup> tile_p: array<vec4<f32>, {}>;", SIDE * shape.q_rows));
     t.line("");
     t.line(format!("@compute @workgroup_size({THREADS})"));
     t.block(
@@ -123,32 +110,23 @@ impl Shape {
 
     /// `load_x(at, chunk)`: a chunk of the row at unit `at`, zero beyond the head.
     fn load_function(&self, t: &mut Text, tensor: &str) {
-        t.block(
-            format!("fn load_{tensor}(at: u32, chunk: u32) -> vec4<f32>"),
-            |t| {
-                let inside = if self.ragged() {
-                    format!("min(chunk, {}u)", self.chunks - 1)
-                } else {
-                    "chunk".to_owned()
-                };
-                let value = if self.kernel.storage.unit_chunks() == 1 {
-                    t.line(format!("let value = chunk_0({tensor}[at + {inside}]);"));
-                    "value"
-                } else {
-                    t.line(format!("let unit = {tensor}[at + ({inside} >> 1u)];"));
-                    t.line("let value = select(chunk_0(unit), chunk_1(unit), (chunk & 1u) == 1u);");
-                    "value"
-                };
-                if self.ragged() {
-                    t.line(format!(
-                        "return select(vec4<f32>(), {value}, chunk < {}u);",
-                        self.chunks
-                    ));
-                } else {
-                    t.line(format!("return {value};"));
-                }
-            },
-        );
+        t.block(format!("fn load_{tensor}(at: u32, chunk: u32) -> vec4<f32>"), |t| {
+            let inside =
+                if self.ragged() { format!("min(chunk, {}u)", self.chunks - 1) } else { "chunk".to_owned() };
+            let value = if self.kernel.storage.unit_chunks() == 1 {
+                t.line(format!("let value = chunk_0({tensor}[at + {inside}]);"));
+                "value"
+            } else {
+                t.line(format!("let unit = {tensor}[at + ({inside} >> 1u)];"));
+                t.line("let value = select(chunk_0(unit), chunk_1(unit), (chunk & 1u) == 1u);");
+                "value"
+            };
+            if self.ragged() {
+                t.line(format!("return select(vec4<f32>(), {value}, chunk < {}u);", self.chunks));
+            } else {
+                t.line(format!("return {value};"));
+            }
+        });
     }
 
     /// Rows, spans, Q and the state.
@@ -214,16 +192,13 @@ var seen{i} = full_runs < partial_runs;",
 
     /// The tiles of one run.
     fn tiles(&self, t: &mut Text, partial: bool) {
-        t.block(
-            format!("for (var key = first; key < end; key += {KV_COLS}u)"),
-            |t| {
-                self.scores(t, partial);
-                self.weights(t, partial);
-                for g in 0..self.groups {
-                    self.accumulate(t, partial, g);
-                }
-            },
-        );
+        t.block(format!("for (var key = first; key < end; key += {KV_COLS}u)"), |t| {
+            self.scores(t, partial);
+            self.weights(t, partial);
+            for g in 0..self.groups {
+                self.accumulate(t, partial, g);
+            }
+        });
     }
 
     fn scores(&self, t: &mut Text, partial: bool) {
@@ -239,26 +214,16 @@ var seen{i} = full_runs < partial_runs;",
             }
             for it in 0..KV_COLS / SIDE {
                 let load = load_row("k", &format!("key + {}u + tr", SIDE * it), "g * 8u + tc", partial);
-                t.line(format!(
-                    "tile_kv[tc * {KV_COLS}u + {}u + tr] = {load};",
-                    SIDE * it
-                ));
+                t.line(format!("tile_kv[tc * {KV_COLS}u + {}u + tr] = {load};", SIDE * it));
             }
             t.line("workgroupBarrier();");
             t.block(format!("for (var c = 0u; c < {SIDE}u; c++)"), |t| {
                 for j in 0..4 {
-                    t.line(format!(
-                        "let k{j} = tile_kv[c * {KV_COLS}u + {}u + tc];",
-                        SIDE * j
-                    ));
+                    t.line(format!("let k{j} = tile_kv[c * {KV_COLS}u + {}u + tc];", SIDE * j));
                 }
                 let chunk = if self.resident { "(g * 8u + c)" } else { "c" };
                 for i in 0..self.rows {
-                    t.line(format!(
-                        "let q{i} = tile_q[{chunk} * {}u + {}u + tr];",
-                        self.q_rows,
-                        SIDE * i
-                    ));
+                    t.line(format!("let q{i} = tile_q[{chunk} * {}u + {}u + tr];", self.q_rows, SIDE * i));
                     t.line(format!(
                         "x{i} += vec4<f32>(dot(q{i}, k0), dot(q{i}, k1), dot(q{i}, k2), dot(q{i}, k3));"
                     ));
@@ -278,10 +243,7 @@ var seen{i} = full_runs < partial_runs;",
     fn weights(&self, t: &mut Text, partial: bool) {
         if partial {
             let each = |f: &dyn Fn(u32) -> String| (0..4).map(f).collect::<Vec<_>>().join(", ");
-            t.line(format!(
-                "let keys = vec4<u32>({});",
-                each(&|j| format!("key + {}u + tc", SIDE * j))
-            ));
+            t.line(format!("let keys = vec4<u32>({});", each(&|j| format!("key + {}u + tc", SIDE * j))));
             t.line("let at = vec4<u32>(params.keys_at) + min(keys, vec4<u32>(end - 1u));");
             t.line(
                 "let pos = vec4<u32>(positions[at.x], positions[at.y], positions[at.z], positions[at.w]);",
@@ -307,11 +269,7 @@ var seen{i} = full_runs < partial_runs;",
         }
         t.block(format!("for (var c = 0u; c < {SIDE}u; c++)"), |t| {
             for i in 0..self.rows {
-                t.line(format!(
-                    "n{i} = max(n{i}, tile_p[c * {}u + {}u + tr].x);",
-                    self.q_rows,
-                    SIDE * i
-                ));
+                t.line(format!("n{i} = max(n{i}, tile_p[c * {}u + {}u + tr].x);", self.q_rows, SIDE * i));
             }
         });
         t.line("workgroupBarrier();");
@@ -321,17 +279,12 @@ var seen{i} = full_runs < partial_runs;",
             t.line(format!("let p{i} = exp2(x{i} - vec4<f32>(n{i}));"));
             if partial {
                 t.line(format!("let kept{i} = select(vec4<f32>(), p{i}, vis{i});"));
-                t.line(format!(
-                    "tile_p[{}] = select(vec4<f32>(-1.0f), p{i}, vis{i});",
-                    self.p_index(i)
-                ));
+                t.line(format!("tile_p[{}] = select(vec4<f32>(-1.0f), p{i}, vis{i});", self.p_index(i)));
             } else {
                 t.line(format!("let kept{i} = p{i};"));
                 t.line(format!("tile_p[{}] = p{i};", self.p_index(i)));
             }
-            t.line(format!(
-                "l{i} = l{i} * corr{i} + ((kept{i}.x + kept{i}.y) + (kept{i}.z + kept{i}.w));"
-            ));
+            t.line(format!("l{i} = l{i} * corr{i} + ((kept{i}.x + kept{i}.y) + (kept{i}.z + kept{i}.w));"));
         }
     }
 
@@ -356,11 +309,7 @@ var seen{i} = full_runs < partial_runs;",
                 t.line(format!("let v{j} = tile_kv[(s * 4u + {j}u) * {SIDE}u + tc];"));
             }
             for i in 0..self.rows {
-                t.line(format!(
-                    "let p{i} = tile_p[s * {}u + {}u + tr];",
-                    self.q_rows,
-                    SIDE * i
-                ));
+                t.line(format!("let p{i} = tile_p[s * {}u + {}u + tr];", self.q_rows, SIDE * i));
                 let term = |j: usize| {
                     let lane = ["x", "y", "z", "w"][j];
                     if partial {
@@ -370,13 +319,7 @@ var seen{i} = full_runs < partial_runs;",
                         format!("v{j} * p{i}.{lane}")
                     }
                 };
-                t.line(format!(
-                    "a{i}_{g} += ({} + {}) + ({} + {});",
-                    term(0),
-                    term(1),
-                    term(2),
-                    term(3)
-                ));
+                t.line(format!("a{i}_{g} += ({} + {}) + ({} + {});", term(0), term(1), term(2), term(3)));
             }
         });
     }
@@ -396,11 +339,7 @@ var seen{i} = full_runs < partial_runs;",
         }
         t.block(format!("for (var c = 0u; c < {SIDE}u; c++)"), |t| {
             for i in 0..self.rows {
-                t.line(format!(
-                    "sum{i} += tile_p[c * {}u + {}u + tr];",
-                    self.q_rows,
-                    SIDE * i
-                ));
+                t.line(format!("sum{i} += tile_p[c * {}u + {}u + tr];", self.q_rows, SIDE * i));
             }
         });
         for i in 0..self.rows {
@@ -415,9 +354,7 @@ var seen{i} = full_runs < partial_runs;",
                     }
                 }
                 t.block("if (tc == 0u)", |t| {
-                    t.line(format!(
-                        "let m = select(natural_of(m{i}), ml{i}.x, m{i} == base2_of(ml{i}.x));"
-                    ));
+                    t.line(format!("let m = select(natural_of(m{i}), ml{i}.x, m{i} == base2_of(ml{i}.x));"));
                     t.line(format!("state_ml[ml_at{i}] = vec2<f32>(m, sum{i}.x);"));
                 });
             });

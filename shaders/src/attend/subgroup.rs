@@ -43,9 +43,7 @@ pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
         |t| {
             super::item(t);
             shape.begin(t);
-            super::runs(t, "full_runs", "partial_runs", |t| {
-                shape.keys(t, shape.keys_at_once, false)
-            });
+            super::runs(t, "full_runs", "partial_runs", |t| shape.keys(t, shape.keys_at_once, false));
             super::runs(t, "partial_runs", "runs_end", |t| shape.keys(t, 1, true));
             shape.end(t);
         },
@@ -103,9 +101,7 @@ var seen{r} = full_runs < partial_runs;",
                 t.line(format!("let q_unit{r}_{u} = q[q_at{r} + {u}u];"));
                 for half in 0..self.unit_chunks() {
                     let c = u * self.unit_chunks() + half;
-                    t.line(format!(
-                        "let q{r}_{c} = chunk_{half}(q_unit{r}_{u}) * params.q_scale;"
-                    ));
+                    t.line(format!("let q{r}_{c} = chunk_{half}(q_unit{r}_{u}) * params.q_scale;"));
                 }
             }
             for c in 0..self.chunks {
@@ -130,69 +126,64 @@ var seen{r} = full_runs < partial_runs;",
     /// Written component by component, so that few values live at a time: what does not fit the processor's registers
     /// goes through memory, and costs more than the arithmetic.
     fn keys(&self, t: &mut Text, at_once: u32, partial: bool) {
-        t.block(
-            format!("for (var key = first; key < end; key += {at_once}u)"),
-            |t| {
-                for j in 0..at_once {
-                    self.fetch(t, "k", j);
-                }
-                let chains = self.chains(at_once);
-                for c in 0..self.chunks {
-                    for (x, component) in COMPONENTS.iter().enumerate() {
-                        let chain = (4 * c + x as u32) % chains;
+        t.block(format!("for (var key = first; key < end; key += {at_once}u)"), |t| {
+            for j in 0..at_once {
+                self.fetch(t, "k", j);
+            }
+            let chains = self.chains(at_once);
+            for c in 0..self.chunks {
+                for (x, component) in COMPONENTS.iter().enumerate() {
+                    let chain = (4 * c + x as u32) % chains;
+                    for j in 0..at_once {
+                        t.line(format!(
+                            "let k{j}_{c}{component} = {};",
+                            self.broadcast("k", j, c, component)
+                        ));
+                    }
+                    for r in 0..self.rows {
                         for j in 0..at_once {
-                            t.line(format!(
-                                "let k{j}_{c}{component} = {};",
-                                self.broadcast("k", j, c, component)
-                            ));
-                        }
-                        for r in 0..self.rows {
-                            for j in 0..at_once {
-                                let s = format!("s{r}_{j}_{chain}");
-                                if 4 * c + (x as u32) < chains {
-                                    t.line(format!("var {s} = q{r}_{c}.{component} * k{j}_{c}{component};"));
-                                } else {
-                                    t.line(format!(
-                                        "{s} = fma(q{r}_{c}.{component}, k{j}_{c}{component}, {s});"
-                                    ));
-                                }
+                            let s = format!("s{r}_{j}_{chain}");
+                            if 4 * c + (x as u32) < chains {
+                                t.line(format!("var {s} = q{r}_{c}.{component} * k{j}_{c}{component};"));
+                            } else {
+                                t.line(format!("{s} = fma(q{r}_{c}.{component}, k{j}_{c}{component}, {s});"));
                             }
                         }
                     }
                 }
-                if partial {
-                    t.line("let position = positions[params.keys_at + key];");
-                }
-                for r in 0..self.rows {
-                    self.weights(t, at_once, partial, r);
-                }
-                for j in 0..at_once {
-                    self.fetch(t, "v", j);
-                }
-                for c in 0..self.chunks {
-                    for component in COMPONENTS {
-                        for j in 0..at_once {
-                            t.line(format!(
-                                "let v{j}_{c}{component} = {};",
-                                self.broadcast("v", j, c, component)
-                            ));
-                        }
-                        for r in 0..self.rows {
-                            let a = format!("a{r}_{c}{component}");
-                            let sum = (0..at_once).fold(format!("{a} * corr{r}"), |sum, j| {
-                                let value = if partial {
-                                    format!("select(0.0f, v{j}_{c}{component}, vis{r})")
-                                } else {
-                                    format!("v{j}_{c}{component}")
-                                };
-                                format!("fma({value}, p{r}_{j}, {sum})")
-                            });
-                            t.line(format!("{a} = {sum};"));
-                        }
+            }
+            if partial {
+                t.line("let position = positions[params.keys_at + key];");
+            }
+            for r in 0..self.rows {
+                self.weights(t, at_once, partial, r);
+            }
+            for j in 0..at_once {
+                self.fetch(t, "v", j);
+            }
+            for c in 0..self.chunks {
+                for component in COMPONENTS {
+                    for j in 0..at_once {
+                        t.line(format!(
+                            "let v{j}_{c}{component} = {};",
+                            self.broadcast("v", j, c, component)
+                        ));
+                    }
+                    for r in 0..self.rows {
+                        let a = format!("a{r}_{c}{component}");
+                        let sum = (0..at_once).fold(format!("{a} * corr{r}"), |sum, j| {
+                            let value = if partial {
+                                format!("select(0.0f, v{j}_{c}{component}, vis{r})")
+                            } else {
+                                format!("v{j}_{c}{component}")
+                            };
+                            format!("fma({value}, p{r}_{j}, {sum})")
+                        });
+                        t.line(format!("{a} = {sum};"));
                     }
                 }
-            },
-        );
+            }
+        });
     }
 
     /// Independent sums in a dot product: enough for additions to overlap.
@@ -208,11 +199,8 @@ var seen{r} = full_runs < partial_runs;",
                 .collect::<Vec<_>>()
                 .join(" + ");
             t.line(format!("let dot{r}_{j} = {sum};"));
-            let logit = if self.kernel.softcap {
-                format!("capped(dot{r}_{j})")
-            } else {
-                format!("dot{r}_{j}")
-            };
+            let logit =
+                if self.kernel.softcap { format!("capped(dot{r}_{j})") } else { format!("dot{r}_{j}") };
             if partial {
                 t.line(format!("let vis{r} = lo{r} <= position && position < hi{r};"));
                 t.line(format!("let x{r}_{j} = select(EMPTY_M, {logit}, vis{r});"));
@@ -226,18 +214,13 @@ var seen{r} = full_runs < partial_runs;",
         t.line(format!("let corr{r} = exp2(m{r} - n{r});"));
         for j in 0..at_once {
             if partial {
-                t.line(format!(
-                    "let p{r}_{j} = select(0.0f, exp2(x{r}_{j} - n{r}), vis{r});"
-                ));
+                t.line(format!("let p{r}_{j} = select(0.0f, exp2(x{r}_{j} - n{r}), vis{r});"));
             } else {
                 t.line(format!("let p{r}_{j} = exp2(x{r}_{j} - n{r});"));
             }
         }
         t.line(format!("m{r} = n{r};"));
-        let sum = (0..at_once)
-            .map(|j| format!("p{r}_{j}"))
-            .collect::<Vec<_>>()
-            .join(" + ");
+        let sum = (0..at_once).map(|j| format!("p{r}_{j}")).collect::<Vec<_>>().join(" + ");
         t.line(format!("l{r} = fma(l{r}, corr{r}, {sum});"));
     }
 
@@ -247,13 +230,9 @@ var seen{r} = full_runs < partial_runs;",
             t.block(format!("if (in{r} && seen{r})"), |t| {
                 for c in 0..self.chunks {
                     let [x, y, z, w] = COMPONENTS.map(|component| format!("a{r}_{c}{component}"));
-                    t.line(format!(
-                        "state_a[a_at{r} + {c}u] = vec4<f32>({x}, {y}, {z}, {w});"
-                    ));
+                    t.line(format!("state_a[a_at{r} + {c}u] = vec4<f32>({x}, {y}, {z}, {w});"));
                 }
-                t.line(format!(
-                    "let m = select(natural_of(m{r}), ml{r}.x, m{r} == base2_of(ml{r}.x));"
-                ));
+                t.line(format!("let m = select(natural_of(m{r}), ml{r}.x, m{r} == base2_of(ml{r}.x));"));
                 t.line(format!("state_ml[ml_at{r}] = vec2<f32>(m, l{r});"));
             });
         }
@@ -266,9 +245,7 @@ var seen{r} = full_runs < partial_runs;",
                 "let {tensor}{j}_unit{load} = textureLoad({tensor}, vec2<u32>(unit{load}, {tensor}_y + key + {j}u));"
             ));
             for half in 0..self.unit_chunks() {
-                t.line(format!(
-                    "let {tensor}{j}_own{load}_{half} = texel_{half}({tensor}{j}_unit{load});"
-                ));
+                t.line(format!("let {tensor}{j}_own{load}_{half} = texel_{half}({tensor}{j}_unit{load});"));
             }
         }
     }

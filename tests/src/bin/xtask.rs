@@ -10,9 +10,7 @@ use std::process::{Command, ExitCode};
 
 fn main() -> ExitCode {
     let verb = std::env::args().nth(1).unwrap_or_default();
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .parent()
-        .expect("the tests crate lies in the workspace");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests crate lies in the workspace");
     let faults = match verb.as_str() {
         "layers" => layers(root),
         "sizes" => sizes(root),
@@ -37,16 +35,7 @@ const CRATES: [(&str, &[&str]); 6] = [
     ("runtime", &["kyklos-shaders", "kyklos-transport"]),
     ("cuda-backend", &["kyklos"]),
     ("tests", &[]),
-    (
-        "demos",
-        &[
-            "kyklos",
-            "kyklos-shaders",
-            "kyklos-transport",
-            "kyklos-cuda",
-            "kyklos-tests",
-        ],
-    ),
+    ("demos", &["kyklos", "kyklos-shaders", "kyklos-transport", "kyklos-cuda", "kyklos-tests"]),
 ];
 
 /// Inside the runtime: what each module may use of the others (`error` and `Result` are everybody's). The order is
@@ -60,43 +49,15 @@ const MODULES: [(&str, &[&str]); 17] = [
     ("lower", &["mask", "problem", "tokens"]),
     ("mesh", &["error", "problem"]),
     ("placement", &["error", "mesh", "tokens"]),
-    (
-        "plan",
-        &[
-            "error",
-            "mesh",
-            "placement",
-            "problem",
-            "tokens",
-            "strategy",
-            "backend",
-        ],
-    ),
-    (
-        "strategy",
-        &["error", "lower", "mesh", "placement", "plan", "problem", "tokens"],
-    ),
+    ("plan", &["error", "mesh", "placement", "problem", "tokens", "strategy", "backend"]),
+    ("strategy", &["error", "lower", "mesh", "placement", "plan", "problem", "tokens"]),
     ("host", &["error", "tokens"]),
     ("clock", &[]),
     ("meter", &["clock"]),
     ("backend", &["dtype", "error", "lower"]),
     ("collective", &["backend", "error", "meter", "plan"]),
-    (
-        "exec",
-        &[
-            "backend",
-            "clock",
-            "collective",
-            "error",
-            "lower",
-            "meter",
-            "plan",
-        ],
-    ),
-    (
-        "local",
-        &["backend", "collective", "error", "exec", "host", "plan"],
-    ),
+    ("exec", &["backend", "clock", "collective", "error", "lower", "meter", "plan"]),
+    ("local", &["backend", "collective", "error", "exec", "host", "plan"]),
 ];
 
 fn layers(root: &Path) -> Vec<String> {
@@ -117,9 +78,7 @@ fn layers(root: &Path) -> Vec<String> {
     let source = root.join("runtime/src");
     let exports = exports(&read(&source.join("lib.rs")));
     for (module, allowed) in MODULES {
-        for file in rust_files(&source.join(module))
-            .into_iter()
-            .chain([source.join(format!("{module}.rs"))])
+        for file in rust_files(&source.join(module)).into_iter().chain([source.join(format!("{module}.rs"))])
         {
             if !file.exists() {
                 continue;
@@ -129,10 +88,7 @@ fn layers(root: &Path) -> Vec<String> {
             let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
             for used in uses(text, &exports) {
                 if used != module && used != "error" && !allowed.contains(&used.as_str()) {
-                    faults.push(format!(
-                        "{}: module {module} may not use {used}",
-                        relative(root, &file)
-                    ));
+                    faults.push(format!("{}: module {module} may not use {used}", relative(root, &file)));
                 }
             }
         }
@@ -140,9 +96,7 @@ fn layers(root: &Path) -> Vec<String> {
     let known: BTreeSet<&str> = MODULES.iter().map(|(module, _)| *module).collect();
     for module in modules(&read(&source.join("lib.rs"))) {
         if !known.contains(module.as_str()) {
-            faults.push(format!(
-                "runtime/src/lib.rs: module {module} has no place in the arrows of xtask"
-            ));
+            faults.push(format!("runtime/src/lib.rs: module {module} has no place in the arrows of xtask"));
         }
     }
     faults
@@ -150,12 +104,8 @@ fn layers(root: &Path) -> Vec<String> {
 
 /// Modules declared in a lib.rs.
 fn modules(lib: &str) -> Vec<String> {
-    let declared = lib
-        .lines()
-        .filter_map(|line| line.trim_start_matches("pub ").strip_prefix("mod "));
-    declared
-        .map(|name| name.trim_end_matches(';').to_owned())
-        .collect()
+    let declared = lib.lines().filter_map(|line| line.trim_start_matches("pub ").strip_prefix("mod "));
+    declared.map(|name| name.trim_end_matches(';').to_owned()).collect()
 }
 
 /// From a name that lib.rs re-exports to the module it comes from.
@@ -184,15 +134,10 @@ fn uses(text: &str, exports: &[(String, String)]) -> BTreeSet<String> {
                 None => vec![path],
             };
             for name in names {
-                let name = name
-                    .trim()
-                    .split(|c: char| !c.is_alphanumeric() && c != '_')
-                    .next()
-                    .unwrap_or_default();
-                let module = exports
-                    .iter()
-                    .find(|(export, _)| export == name)
-                    .map(|(_, module)| module.as_str());
+                let name =
+                    name.trim().split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default();
+                let module =
+                    exports.iter().find(|(export, _)| export == name).map(|(_, module)| module.as_str());
                 let module = module.unwrap_or(name);
                 if !module.is_empty() && module != "Result" {
                     used.insert(module.to_owned());
@@ -207,14 +152,7 @@ fn uses(text: &str, exports: &[(String, String)]) -> BTreeSet<String> {
 const MOST_LINES: usize = 600;
 
 fn sizes(root: &Path) -> Vec<String> {
-    let folders = [
-        "shaders",
-        "transport",
-        "runtime",
-        "cuda-backend",
-        "tests",
-        "demos",
-    ];
+    let folders = ["shaders", "transport", "runtime", "cuda-backend", "tests", "demos"];
     let files = folders.iter().flat_map(|folder| rust_files(&root.join(folder)));
     files
         .filter_map(|file| {
@@ -232,10 +170,7 @@ fn deps(root: &Path) -> Vec<String> {
             &["-p", "kyklos", "--no-default-features", "--features", "cpu,wgpu"][..],
             &["quinn", "tokio", "rustls"][..],
         ),
-        (
-            &["-p", "kyklos", "--no-default-features"][..],
-            &["wgpu", "rayon", "kyklos-shaders"][..],
-        ),
+        (&["-p", "kyklos", "--no-default-features"][..], &["wgpu", "rayon", "kyklos-shaders"][..]),
         (
             &["-p", "kyklos-transport", "--no-default-features"][..],
             &["quinn", "tokio", "rustls", "rcgen"][..],
@@ -244,9 +179,7 @@ fn deps(root: &Path) -> Vec<String> {
     ] {
         let output = Command::new(env!("CARGO"))
             .current_dir(root)
-            .args([
-                "tree", "--quiet", "--edges", "normal", "--prefix", "none", "--format", "{p}",
-            ])
+            .args(["tree", "--quiet", "--edges", "normal", "--prefix", "none", "--format", "{p}"])
             .args(arguments)
             .output();
         let Ok(output) = output else {
@@ -254,18 +187,12 @@ fn deps(root: &Path) -> Vec<String> {
             continue;
         };
         if !output.status.success() {
-            faults.push(format!(
-                "cargo tree {arguments:?}: {}",
-                String::from_utf8_lossy(&output.stderr)
-            ));
+            faults.push(format!("cargo tree {arguments:?}: {}", String::from_utf8_lossy(&output.stderr)));
         }
         let tree = String::from_utf8_lossy(&output.stdout).into_owned();
         for name in absent {
             if tree.lines().any(|line| line.split(' ').next() == Some(name)) {
-                faults.push(format!(
-                    "cargo tree {}: {name} must be absent",
-                    arguments.join(" ")
-                ));
+                faults.push(format!("cargo tree {}: {name} must be absent", arguments.join(" ")));
             }
         }
     }

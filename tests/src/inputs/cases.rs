@@ -54,11 +54,7 @@ impl Case {
         let [_, tokens, heads, dim] = self.problem.kv_shape();
         for poison in &self.poison {
             let index = ((poison.batch * tokens + poison.token) * heads + poison.kv_head) * dim + poison.dim;
-            let tensor = if poison.tensor == TensorId::K {
-                &mut inputs.k
-            } else {
-                &mut inputs.v
-            };
+            let tensor = if poison.tensor == TensorId::K { &mut inputs.k } else { &mut inputs.v };
             tensor[index] = E::from_f32(poison.value);
         }
         inputs
@@ -108,12 +104,7 @@ impl Case {
             mask,
             q_offset: 0,
         };
-        Self {
-            name,
-            seed,
-            problem,
-            poison: Vec::new(),
-        }
+        Self { name, seed, problem, poison: Vec::new() }
     }
 
     fn q_offset(mut self, q_offset: u64) -> Self {
@@ -135,14 +126,7 @@ impl Case {
     fn poisoned(mut self, batch: usize, token: usize, kv_head: usize, value: f32) -> Self {
         let last = self.problem.head_dim - 1;
         for (tensor, dim) in [(TensorId::K, 0), (TensorId::V, last)] {
-            self.poison.push(Poison {
-                tensor,
-                batch,
-                token,
-                kv_head,
-                dim,
-                value,
-            });
+            self.poison.push(Poison { tensor, batch, token, kv_head, dim, value });
         }
         self
     }
@@ -169,25 +153,10 @@ fn sizes() -> Vec<Case> {
         Case::new("one row beyond two tiles", [1, 65, 65], [4, 1, 64], causal()),
         Case::new("two rows beyond four tiles", [1, 130, 130], [2, 1, 32], causal()),
         Case::new("three batch entries", [3, 33, 31], [2, 1, 16], full()),
-        Case::new(
-            "eight query heads to a key head",
-            [1, 33, 33],
-            [8, 1, 16],
-            causal(),
-        ),
+        Case::new("eight query heads to a key head", [1, 33, 33], [8, 1, 16], causal()),
         Case::new("groups of eight", [1, 7, 31], [16, 2, 8], full()),
-        Case::new(
-            "three heads, odd over any split",
-            [1, 31, 31],
-            [3, 3, 16],
-            causal(),
-        ),
-        Case::new(
-            "six query heads in groups of two",
-            [1, 33, 33],
-            [6, 3, 16],
-            causal(),
-        ),
+        Case::new("three heads, odd over any split", [1, 31, 31], [3, 3, 16], causal()),
+        Case::new("six query heads in groups of two", [1, 33, 33], [6, 3, 16], causal()),
         Case::new("head dim 72", [1, 33, 33], [2, 1, 72], causal()),
         Case::new("head dim 80", [1, 31, 33], [2, 2, 80], full()),
         Case::new("head dim 96", [1, 33, 31], [2, 1, 96], causal()),
@@ -205,129 +174,35 @@ fn masks() -> Vec<Case> {
     let documents = |ends: &[u64]| OracleTerm::Documents(ends.to_vec());
     let valid = |lengths: &[u64]| OracleTerm::Valid(lengths.to_vec());
     vec![
-        Case::new(
-            "window on both sides",
-            [1, 65, 65],
-            [2, 1, 32],
-            full().and(window(5, 3)),
-        ),
-        Case::new(
-            "window to the left",
-            [1, 65, 65],
-            [2, 1, 32],
-            full().and(window(7, 0)),
-        ),
-        Case::new(
-            "window to the right",
-            [1, 65, 65],
-            [2, 1, 32],
-            full().and(window(0, 9)),
-        ),
-        Case::new(
-            "window without left bound",
-            [1, 33, 33],
-            [2, 2, 16],
-            full().and(window(-1, 4)),
-        ),
-        Case::new(
-            "window without right bound",
-            [1, 33, 33],
-            [2, 2, 16],
-            full().and(window(4, -1)),
-        ),
-        Case::new(
-            "window of the key itself",
-            [1, 33, 33],
-            [2, 1, 16],
-            full().and(window(0, 0)),
-        ),
-        Case::new(
-            "causal window wider than a tile",
-            [1, 130, 130],
-            [2, 1, 32],
-            causal().and(window(40, -1)),
-        ),
-        Case::new(
-            "documents",
-            [1, 65, 65],
-            [4, 2, 32],
-            full().and(documents(&[0, 1, 20, 33, 65])),
-        ),
-        Case::new(
-            "causal documents",
-            [2, 65, 65],
-            [2, 1, 32],
-            causal().and(documents(&[0, 31, 33, 64, 65])),
-        ),
-        Case::new(
-            "an empty document",
-            [1, 31, 31],
-            [2, 1, 16],
-            full().and(documents(&[0, 12, 12, 31])),
-        ),
-        Case::new(
-            "one valid length",
-            [2, 33, 33],
-            [2, 2, 32],
-            full().and(valid(&[19])),
-        ),
-        Case::new(
-            "a valid length for each entry",
-            [3, 33, 65],
-            [2, 1, 32],
-            full().and(valid(&[65, 1, 34])),
-        ),
-        Case::new(
-            "an entry without a valid key",
-            [3, 31, 33],
-            [4, 2, 16],
-            full().and(valid(&[33, 0, 17])),
-        ),
-        Case::new(
-            "causal with valid lengths",
-            [2, 33, 33],
-            [2, 1, 16],
-            causal().and(valid(&[12, 33])),
-        ),
+        Case::new("window on both sides", [1, 65, 65], [2, 1, 32], full().and(window(5, 3))),
+        Case::new("window to the left", [1, 65, 65], [2, 1, 32], full().and(window(7, 0))),
+        Case::new("window to the right", [1, 65, 65], [2, 1, 32], full().and(window(0, 9))),
+        Case::new("window without left bound", [1, 33, 33], [2, 2, 16], full().and(window(-1, 4))),
+        Case::new("window without right bound", [1, 33, 33], [2, 2, 16], full().and(window(4, -1))),
+        Case::new("window of the key itself", [1, 33, 33], [2, 1, 16], full().and(window(0, 0))),
+        Case::new("causal window wider than a tile", [1, 130, 130], [2, 1, 32], causal().and(window(40, -1))),
+        Case::new("documents", [1, 65, 65], [4, 2, 32], full().and(documents(&[0, 1, 20, 33, 65]))),
+        Case::new("causal documents", [2, 65, 65], [2, 1, 32], causal().and(documents(&[0, 31, 33, 64, 65]))),
+        Case::new("an empty document", [1, 31, 31], [2, 1, 16], full().and(documents(&[0, 12, 12, 31]))),
+        Case::new("one valid length", [2, 33, 33], [2, 2, 32], full().and(valid(&[19]))),
+        Case::new("a valid length for each entry", [3, 33, 65], [2, 1, 32], full().and(valid(&[65, 1, 34]))),
+        Case::new("an entry without a valid key", [3, 31, 33], [4, 2, 16], full().and(valid(&[33, 0, 17]))),
+        Case::new("causal with valid lengths", [2, 33, 33], [2, 1, 16], causal().and(valid(&[12, 33]))),
         Case::new(
             "all masks at once",
             [2, 65, 65],
             [4, 2, 32],
-            causal()
-                .and(window(9, -1))
-                .and(documents(&[0, 24, 40, 65]))
-                .and(valid(&[60, 33])),
+            causal().and(window(9, -1)).and(documents(&[0, 24, 40, 65])).and(valid(&[60, 33])),
         ),
-        Case::new(
-            "decoding into a cache with room",
-            [2, 1, 130],
-            [8, 2, 64],
-            causal().and(window(60, -1)),
-        )
-        .q_offset(99),
+        Case::new("decoding into a cache with room", [2, 1, 130], [8, 2, 64], causal().and(window(60, -1)))
+            .q_offset(99),
         Case::new("a chunk after a cache", [1, 33, 65], [4, 2, 32], causal()).q_offset(32),
         Case::new("offset into the middle", [1, 31, 130], [2, 1, 32], causal()).q_offset(50),
-        Case::new(
-            "offset in documents",
-            [1, 31, 65],
-            [2, 1, 32],
-            full().and(documents(&[0, 40, 65])),
-        )
-        .q_offset(30),
-        Case::new(
-            "rows beyond the keys of a window",
-            [1, 33, 31],
-            [2, 1, 16],
-            full().and(window(3, 3)),
-        )
-        .q_offset(12),
-        Case::new(
-            "no row sees a key",
-            [1, 7, 33],
-            [2, 1, 16],
-            full().and(window(2, 2)),
-        )
-        .q_offset(100),
+        Case::new("offset in documents", [1, 31, 65], [2, 1, 32], full().and(documents(&[0, 40, 65])))
+            .q_offset(30),
+        Case::new("rows beyond the keys of a window", [1, 33, 31], [2, 1, 16], full().and(window(3, 3)))
+            .q_offset(12),
+        Case::new("no row sees a key", [1, 7, 33], [2, 1, 16], full().and(window(2, 2))).q_offset(100),
     ]
 }
 
@@ -336,21 +211,11 @@ fn scores() -> Vec<Case> {
     let causal = OracleMask::causal;
     vec![
         Case::new("thirty times the usual scores", [1, 65, 65], [2, 1, 64], full()).scaled(30.0),
-        Case::new(
-            "thirty times the usual scores, causal",
-            [1, 130, 130],
-            [4, 2, 32],
-            causal(),
-        )
-        .scaled(30.0),
+        Case::new("thirty times the usual scores, causal", [1, 130, 130], [4, 2, 32], causal()).scaled(30.0),
         Case::new("negative scale", [1, 33, 33], [2, 1, 32], causal()).scaled(-1.0),
         Case::new("scale zero", [1, 33, 33], [2, 1, 32], causal()).scaled(0.0),
-        Case::new("softcap", [1, 65, 65], [4, 2, 32], causal())
-            .scaled(3.0)
-            .softcap(1.5),
-        Case::new("softcap on extreme scores", [1, 33, 33], [2, 1, 64], full())
-            .scaled(30.0)
-            .softcap(20.0),
+        Case::new("softcap", [1, 65, 65], [4, 2, 32], causal()).scaled(3.0).softcap(1.5),
+        Case::new("softcap on extreme scores", [1, 33, 33], [2, 1, 64], full()).scaled(30.0).softcap(20.0),
     ]
 }
 
@@ -374,20 +239,18 @@ fn poison() -> Vec<Case> {
             0,
             f32::NAN,
         ),
-        Case::new(
-            "NaN in the last key, causal",
-            [1, 65, 65],
-            [4, 2, 32],
-            OracleMask::causal(),
-        )
-        .poisoned(0, 64, 1, f32::NAN),
-        Case::new(
-            "infinity in the middle, causal",
-            [1, 65, 65],
-            [2, 1, 32],
-            OracleMask::causal(),
-        )
-        .poisoned(0, 40, 0, f32::INFINITY),
+        Case::new("NaN in the last key, causal", [1, 65, 65], [4, 2, 32], OracleMask::causal()).poisoned(
+            0,
+            64,
+            1,
+            f32::NAN,
+        ),
+        Case::new("infinity in the middle, causal", [1, 65, 65], [2, 1, 32], OracleMask::causal()).poisoned(
+            0,
+            40,
+            0,
+            f32::INFINITY,
+        ),
         Case::new("NaN in one document", [1, 33, 33], [2, 1, 16], documents).poisoned(0, 19, 0, f32::NAN),
         Case::new("NaN that leaves the window", [1, 65, 65], [4, 2, 16], window)
             .poisoned(0, 32, 0, f32::NAN)

@@ -37,14 +37,7 @@ impl OracleTerm {
                 let document = ends[0]..ends[1];
                 document.contains(&q_position) && document.contains(&k_position)
             }),
-            Self::Valid(lengths) => {
-                k_position
-                    < if lengths.len() == 1 {
-                        lengths[0]
-                    } else {
-                        lengths[batch]
-                    }
-            }
+            Self::Valid(lengths) => k_position < if lengths.len() == 1 { lengths[0] } else { lengths[batch] },
         }
     }
 }
@@ -77,9 +70,7 @@ impl OracleMask {
     /// Whether the query at global position `q_position` sees the key at global position `k_position` in this
     /// batch entry.
     pub fn visible(&self, batch: usize, q_position: u64, k_position: u64) -> bool {
-        self.terms
-            .iter()
-            .all(|term| term.allows(batch, q_position, k_position))
+        self.terms.iter().all(|term| term.allows(batch, q_position, k_position))
     }
 
     /// Refuses a mask that says nothing definite for a problem of `batch` entries.
@@ -89,25 +80,17 @@ impl OracleMask {
                 OracleTerm::Causal => {}
                 OracleTerm::Window { left, right } => {
                     if *left < -1 || *right < -1 {
-                        return Err(OracleError::Window {
-                            left: *left,
-                            right: *right,
-                        });
+                        return Err(OracleError::Window { left: *left, right: *right });
                     }
                 }
                 OracleTerm::Documents(boundaries) => {
                     if boundaries.len() < 2 || !boundaries.is_sorted() {
-                        return Err(OracleError::Documents {
-                            boundaries: boundaries.clone(),
-                        });
+                        return Err(OracleError::Documents { boundaries: boundaries.clone() });
                     }
                 }
                 OracleTerm::Valid(lengths) => {
                     if lengths.len() != 1 && lengths.len() != batch {
-                        return Err(OracleError::Valid {
-                            lengths: lengths.len(),
-                            batch,
-                        });
+                        return Err(OracleError::Valid { lengths: lengths.len(), batch });
                     }
                 }
             }
@@ -144,9 +127,7 @@ mod tests {
 
     /// The keys of `0..8` that the query sees, as a picture.
     fn picture(mask: &OracleMask, batch: usize, q: u64) -> String {
-        (0..8)
-            .map(|k| if mask.visible(batch, q, k) { '#' } else { '.' })
-            .collect()
+        (0..8).map(|k| if mask.visible(batch, q, k) { '#' } else { '.' }).collect()
     }
 
     #[test]

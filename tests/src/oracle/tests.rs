@@ -26,19 +26,13 @@ fn oracle<'a>(problem: &'a OracleProblem, q: &'a [f32], k: &'a [f32], v: &'a [f3
 
 #[track_caller]
 fn assert_close(actual: f64, expected: f64) {
-    assert!(
-        (actual - expected).abs() <= 1e-14 * expected.abs().max(1.0),
-        "{actual} is not {expected}"
-    );
+    assert!((actual - expected).abs() <= 1e-14 * expected.abs().max(1.0), "{actual} is not {expected}");
 }
 
 #[test]
 fn two_keys_by_hand() {
     // Scores ln 1 and ln 3 after the scale: weights 1/4 and 3/4, sum 4.
-    let problem = OracleProblem {
-        scale: 3.0_f64.ln() / 2.0,
-        ..plain(1, 2, 1)
-    };
+    let problem = OracleProblem { scale: 3.0_f64.ln() / 2.0, ..plain(1, 2, 1) };
     let (o, lse) = oracle(&problem, &[2.0], &[0.0, 1.0], &[8.0, 4.0]).row(0, 0, 0);
     assert_close(o[0], 5.0);
     assert_close(lse, 4.0_f64.ln());
@@ -61,10 +55,7 @@ fn one_visible_key_gives_its_value_and_its_score() {
         ..plain(3, 3, 1)
     };
     let oracle = oracle(&problem, &[2.0, 3.0, 4.0], &[5.0, 6.0, 7.0], &[0.1, 0.2, 0.3]);
-    for (row, (value, score)) in [(0.1_f32, 10.0), (0.2, 18.0), (0.3, 28.0)]
-        .into_iter()
-        .enumerate()
-    {
+    for (row, (value, score)) in [(0.1_f32, 10.0), (0.2, 18.0), (0.3, 28.0)].into_iter().enumerate() {
         assert_eq!(oracle.row(0, row, 0), (vec![f64::from(value)], score));
     }
 }
@@ -72,10 +63,7 @@ fn one_visible_key_gives_its_value_and_its_score() {
 #[test]
 fn causal_row_zero_is_the_first_value_and_an_offset_shows_more() {
     let (q, k, v) = ([0.0; 2], [1.0; 4], [1.0, 2.0, 3.0, 4.0]);
-    let mut problem = OracleProblem {
-        mask: OracleMask::causal(),
-        ..plain(2, 4, 1)
-    };
+    let mut problem = OracleProblem { mask: OracleMask::causal(), ..plain(2, 4, 1) };
     assert_eq!(oracle(&problem, &q, &k, &v).row(0, 0, 0), (vec![1.0], 0.0));
     assert_close(oracle(&problem, &q, &k, &v).row(0, 1, 0).0[0], 1.5);
     problem.q_offset = 2;
@@ -86,28 +74,17 @@ fn causal_row_zero_is_the_first_value_and_an_offset_shows_more() {
 #[test]
 fn a_row_without_keys_is_zero_and_minus_infinity() {
     let mask = OracleMask::full().and(OracleTerm::Valid(vec![0]));
-    let problem = OracleProblem {
-        mask,
-        ..plain(1, 2, 2)
-    };
+    let problem = OracleProblem { mask, ..plain(1, 2, 2) };
     let answer = oracle(&problem, &[1.0; 2], &[f32::NAN; 4], &[f32::INFINITY; 4]).row(0, 0, 0);
     assert_eq!(answer, (vec![0.0, 0.0], f64::NEG_INFINITY));
     let none = plain(1, 0, 2);
-    assert_eq!(
-        oracle(&none, &[1.0; 2], &[], &[]).row(0, 0, 0),
-        (vec![0.0, 0.0], f64::NEG_INFINITY)
-    );
+    assert_eq!(oracle(&none, &[1.0; 2], &[], &[]).row(0, 0, 0), (vec![0.0, 0.0], f64::NEG_INFINITY));
 }
 
 #[test]
 fn softcap_bends_the_scaled_score_before_the_mask() {
     let mask = OracleMask::full().and(OracleTerm::Valid(vec![1]));
-    let problem = OracleProblem {
-        scale: 0.5,
-        softcap: Some(2.0),
-        mask,
-        ..plain(1, 2, 1)
-    };
+    let problem = OracleProblem { scale: 0.5, softcap: Some(2.0), mask, ..plain(1, 2, 1) };
     let (o, lse) = oracle(&problem, &[3.0], &[4.0, 100.0], &[7.0, 9.0]).row(0, 0, 0);
     assert_eq!(o, [7.0]);
     assert_close(lse, 2.0 * 3.0_f64.tanh());
@@ -116,12 +93,7 @@ fn softcap_bends_the_scaled_score_before_the_mask() {
 #[test]
 fn grouped_heads_read_their_own_key_head_and_batches_do_not_mix() {
     // Values say where they come from: 10 · batch + kv head. All weights are equal, so the mean is the value.
-    let problem = OracleProblem {
-        batch: 2,
-        q_heads: 4,
-        kv_heads: 2,
-        ..plain(2, 3, 1)
-    };
+    let problem = OracleProblem { batch: 2, q_heads: 4, kv_heads: 2, ..plain(2, 3, 1) };
     let v = [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 10.0, 11.0, 10.0, 11.0, 10.0, 11.0];
     let rows = oracle(&problem, &[0.0; 16], &[0.0; 12], &v).all_rows();
     assert_eq!(rows.len(), 16);
@@ -133,10 +105,7 @@ fn grouped_heads_read_their_own_key_head_and_batches_do_not_mix() {
 
 #[test]
 fn what_a_row_cannot_see_does_not_reach_it_and_what_it_sees_does() {
-    let mut problem = OracleProblem {
-        mask: OracleMask::causal(),
-        ..plain(3, 3, 1)
-    };
+    let mut problem = OracleProblem { mask: OracleMask::causal(), ..plain(3, 3, 1) };
     let (q, k, v) = ([1.0; 3], [1.0, 1.0, f32::NAN], [1.0, 3.0, f32::INFINITY]);
     let rows = oracle(&problem, &q, &k, &v).all_rows();
     assert_close(rows[1].o[0], 2.0);
@@ -145,12 +114,7 @@ fn what_a_row_cannot_see_does_not_reach_it_and_what_it_sees_does() {
     problem.mask = OracleMask::full();
     let minus = oracle(&problem, &q, &[1.0, 1.0, f32::NEG_INFINITY], &[1.0, 3.0, 50.0]).row(0, 0, 0);
     assert_close(minus.0[0], 2.0);
-    assert!(
-        oracle(&problem, &q, &[1.0, 1.0, f32::INFINITY], &[1.0; 3])
-            .row(0, 0, 0)
-            .1
-            .is_nan()
-    );
+    assert!(oracle(&problem, &q, &[1.0, 1.0, f32::INFINITY], &[1.0; 3]).row(0, 0, 0).1.is_nan());
     let all = oracle(&problem, &q, &[f32::NEG_INFINITY; 3], &[1.0; 3]).row(0, 0, 0);
     assert!(all.0[0].is_nan() && all.1.is_nan());
 }
@@ -168,12 +132,7 @@ fn adding_a_constant_to_all_scores_moves_only_the_lse() {
 
 #[test]
 fn chosen_rows_and_indices_agree_with_all_rows() {
-    let problem = OracleProblem {
-        batch: 2,
-        q_heads: 2,
-        kv_heads: 1,
-        ..plain(3, 2, 2)
-    };
+    let problem = OracleProblem { batch: 2, q_heads: 2, kv_heads: 1, ..plain(3, 2, 2) };
     let q: Vec<f16> = (0..24).map(|n| f16::from_f32(n as f32 / 7.0)).collect();
     let kv: Vec<f16> = (0..8).map(|n| f16::from_f32(1.0 - n as f32 / 3.0)).collect();
     let oracle = Oracle::new(&problem, Values::F16(&q), Values::F16(&kv), Values::F16(&kv)).unwrap();
@@ -185,46 +144,20 @@ fn chosen_rows_and_indices_agree_with_all_rows() {
     let mut lse_indices: Vec<_> = all.iter().map(|row| problem.lse_index(row.id)).collect();
     lse_indices.sort_unstable();
     assert_eq!(lse_indices, (0..12).collect::<Vec<_>>());
-    assert_eq!(
-        problem.lse_index(RowId {
-            batch: 0,
-            row: 2,
-            head: 1
-        }),
-        5
-    );
+    assert_eq!(problem.lse_index(RowId { batch: 0, row: 2, head: 1 }), 5);
 }
 
 #[test]
 fn what_defines_no_attention_is_refused_with_both_sides_named() {
     let refuse = |problem: &OracleProblem| {
-        Oracle::new(
-            problem,
-            Values::F32(&[0.0]),
-            Values::F32(&[0.0]),
-            Values::F32(&[0.0]),
-        )
-        .unwrap_err()
+        Oracle::new(problem, Values::F32(&[0.0]), Values::F32(&[0.0]), Values::F32(&[0.0])).unwrap_err()
     };
-    let heads = refuse(&OracleProblem {
-        q_heads: 3,
-        kv_heads: 2,
-        ..plain(1, 1, 1)
-    });
-    assert_eq!(
-        heads.to_string(),
-        "3 query heads are no multiple of 2 key/value heads"
-    );
+    let heads = refuse(&OracleProblem { q_heads: 3, kv_heads: 2, ..plain(1, 1, 1) });
+    assert_eq!(heads.to_string(), "3 query heads are no multiple of 2 key/value heads");
     let length = refuse(&plain(2, 1, 1));
-    assert_eq!(
-        length.to_string(),
-        "a tensor of shape [1, 2, 1, 1] has 2 elements, 1 were given"
-    );
+    assert_eq!(length.to_string(), "a tensor of shape [1, 2, 1, 1] has 2 elements, 1 were given");
     assert!(matches!(
-        refuse(&OracleProblem {
-            softcap: Some(0.0),
-            ..plain(1, 1, 1)
-        }),
+        refuse(&OracleProblem { softcap: Some(0.0), ..plain(1, 1, 1) }),
         OracleError::Score { .. }
     ));
 }

@@ -199,11 +199,7 @@ impl<'a> Tensor4<'a> {
     pub fn new(shape: [usize; 4], values: Values<'a>) -> Result<Self, OracleError> {
         let elements = shape.iter().product();
         if values.len() != elements {
-            return Err(OracleError::Length {
-                shape,
-                elements,
-                actual: values.len(),
-            });
+            return Err(OracleError::Length { shape, elements, actual: values.len() });
         }
         Ok(Self { shape, values })
     }
@@ -227,8 +223,7 @@ impl<'a> Tensor4<'a> {
             out.len(),
             self.shape
         );
-        self.values
-            .read_into(((batch * tokens + token) * heads + head) * dim, out);
+        self.values.read_into(((batch * tokens + token) * heads + head) * dim, out);
     }
 }
 
@@ -240,10 +235,7 @@ mod tests {
     fn ulps_count_neighbours_across_zero_and_binades() {
         assert_eq!(Dtype::F32.ulps(1.0, f64::from(1.0_f32.next_up())), Some(1));
         assert_eq!(Dtype::F32.ulps(-0.0, 0.0), Some(0));
-        assert_eq!(
-            Dtype::F32.ulps(f64::from(f32::from_bits(1)), -f64::from(f32::from_bits(1))),
-            Some(2)
-        );
+        assert_eq!(Dtype::F32.ulps(f64::from(f32::from_bits(1)), -f64::from(f32::from_bits(1))), Some(2));
         assert_eq!(Dtype::F16.ulps(1.0, 2.0), Some(1 << 10));
         assert_eq!(Dtype::Bf16.ulps(1.0, 2.0), Some(1 << 7));
         assert_eq!(Dtype::F32.ulps(f64::NAN, 0.0), None);
@@ -268,31 +260,16 @@ mod tests {
             f32::values(&numbers),
             f16::values(&halves),
             bf16::values(&brains),
-            Values::Read {
-                dtype: Dtype::F32,
-                len: 3,
-                read: &read,
-            },
+            Values::Read { dtype: Dtype::F32, len: 3, read: &read },
         ] {
             assert_eq!(values.len(), 3);
-            assert_eq!(
-                [values.get(0), values.get(1), values.get(2)],
-                [0.5, -1.25, 3.0],
-                "{values:?}"
-            );
+            assert_eq!([values.get(0), values.get(1), values.get(2)], [0.5, -1.25, 3.0], "{values:?}");
         }
     }
 
     #[test]
     fn a_tensor_of_the_wrong_length_is_refused() {
         let error = Tensor4::new([1, 2, 1, 2], Values::F32(&[0.0; 3])).unwrap_err();
-        assert_eq!(
-            error,
-            OracleError::Length {
-                shape: [1, 2, 1, 2],
-                elements: 4,
-                actual: 3
-            }
-        );
+        assert_eq!(error, OracleError::Length { shape: [1, 2, 1, 2], elements: 4, actual: 3 });
     }
 }

@@ -83,26 +83,14 @@ pub fn compare(
     expected: &[Row],
     context: &Context,
 ) -> Comparison {
-    assert_eq!(
-        o.len(),
-        problem.q_shape().iter().product::<usize>(),
-        "elements of o for {problem}"
-    );
-    assert_eq!(
-        lse.len(),
-        problem.lse_shape().iter().product::<usize>(),
-        "elements of lse for {problem}"
-    );
+    assert_eq!(o.len(), problem.q_shape().iter().product::<usize>(), "elements of o for {problem}");
+    assert_eq!(lse.len(), problem.lse_shape().iter().product::<usize>(), "elements of lse for {problem}");
     let actual: Vec<Row> = expected
         .iter()
         .map(|row| {
             let mut vector = vec![0.0; problem.head_dim];
             o.read_into(problem.o_index(row.id), &mut vector);
-            Row {
-                id: row.id,
-                o: vector,
-                lse: lse.get(problem.lse_index(row.id)),
-            }
+            Row { id: row.id, o: vector, lse: lse.get(problem.lse_index(row.id)) }
         })
         .collect();
     compare_rows(problem, o.dtype(), &actual, expected, context)
@@ -139,19 +127,11 @@ pub fn compare_rows(
     let (mut squared_error, mut squared_signal) = (0.0, 0.0);
     for (actual, expected) in actual.iter().zip(expected) {
         assert_eq!(actual.id, expected.id, "the same row on both sides");
-        assert_eq!(
-            actual.o.len(),
-            expected.o.len(),
-            "the same vector length on both sides"
-        );
+        assert_eq!(actual.o.len(), expected.o.len(), "the same vector length on both sides");
         let sees_a_key = expected.lse != f64::NEG_INFINITY;
         for (dim, (&a, &e)) in actual.o.iter().zip(&expected.o).enumerate() {
             // 0 is the definition here and not a result: the smallest deviation means that state leaked in.
-            let error = if sees_a_key || a == 0.0 {
-                distance(a, e)
-            } else {
-                f64::INFINITY
-            };
+            let error = if sees_a_key || a == 0.0 { distance(a, e) } else { f64::INFINITY };
             comparison.note(expected.id, Some(dim), a, e, error);
             squared_error += error * error;
             if sees_a_key && e.is_finite() {
@@ -160,13 +140,7 @@ pub fn compare_rows(
                 comparison.max_abs_o = comparison.max_abs_o.max(e.abs());
             }
         }
-        comparison.note(
-            expected.id,
-            None,
-            actual.lse,
-            expected.lse,
-            distance(actual.lse, expected.lse),
-        );
+        comparison.note(expected.id, None, actual.lse, expected.lse, distance(actual.lse, expected.lse));
         if expected.lse.is_finite() {
             comparison.max_abs_lse = comparison.max_abs_lse.max(expected.lse.abs());
         }
@@ -212,11 +186,7 @@ impl Comparison {
     }
 
     fn failure(&self, cause: Cause, limit: &Limit) -> Box<Failure> {
-        Box::new(Failure {
-            cause,
-            limit: *limit,
-            comparison: self.clone(),
-        })
+        Box::new(Failure { cause, limit: *limit, comparison: self.clone() })
     }
 
     fn note(&mut self, at: RowId, dim: Option<usize>, actual: f64, expected: f64, error: f64) {
@@ -229,14 +199,7 @@ impl Comparison {
         };
         if error > *max {
             *max = error;
-            *worst = Some(Worst {
-                at,
-                dim,
-                actual,
-                expected,
-                error,
-                ulps: dtype.ulps(actual, expected),
-            });
+            *worst = Some(Worst { at, dim, actual, expected, error, ulps: dtype.ulps(actual, expected) });
         }
     }
 }
@@ -272,12 +235,7 @@ impl fmt::Display for Comparison {
             self.mismatched_nonfinite
         )?;
         writeln!(f, "  problem: {}", self.problem)?;
-        let Context {
-            case,
-            seed,
-            backend,
-            rerun,
-        } = &self.context;
+        let Context { case, seed, backend, rerun } = &self.context;
         writeln!(f, "  case: {case}, seed {seed}, backend: {backend}")?;
         write!(f, "  rerun: {rerun}")
     }

@@ -22,9 +22,7 @@ fn naive_f32_row(oracle: &Oracle<'_>, id: RowId) -> Row {
     };
 
     let query = narrow(q, id.row, id.head);
-    let keys: Vec<usize> = (0..problem.kv_len)
-        .filter(|&key| problem.sees(id.batch, id.row, key))
-        .collect();
+    let keys: Vec<usize> = (0..problem.kv_len).filter(|&key| problem.sees(id.batch, id.row, key)).collect();
     let scores: Vec<f32> = keys
         .iter()
         .map(|&key| {
@@ -43,11 +41,7 @@ fn naive_f32_row(oracle: &Oracle<'_>, id: RowId) -> Row {
 
     let mut o = vec![0.0_f32; problem.head_dim];
     if keys.is_empty() {
-        return Row {
-            id,
-            o: vec![0.0; problem.head_dim],
-            lse: f64::NEG_INFINITY,
-        };
+        return Row { id, o: vec![0.0; problem.head_dim], lse: f64::NEG_INFINITY };
     }
     let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let mut sum = 0.0_f32;
@@ -58,9 +52,5 @@ fn naive_f32_row(oracle: &Oracle<'_>, id: RowId) -> Row {
             *o += weight * v;
         }
     }
-    Row {
-        id,
-        o: o.iter().map(|&o| f64::from(o / sum)).collect(),
-        lse: f64::from(max + sum.ln()),
-    }
+    Row { id, o: o.iter().map(|&o| f64::from(o / sum)).collect(), lse: f64::from(max + sum.ln()) }
 }

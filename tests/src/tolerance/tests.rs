@@ -20,16 +20,12 @@ fn problem(kv_len: usize) -> OracleProblem {
 }
 
 fn made(problem: &OracleProblem) -> [Vec<f32>; 3] {
-    [
-        (TensorId::Q, problem.q_shape()),
-        (TensorId::K, problem.kv_shape()),
-        (TensorId::V, problem.kv_shape()),
-    ]
-    .map(|(tensor, shape)| {
-        let mut values = vec![0.0; shape.iter().product()];
-        fill(1, tensor, 0..values.len() as u64, &mut values);
-        values
-    })
+    [(TensorId::Q, problem.q_shape()), (TensorId::K, problem.kv_shape()), (TensorId::V, problem.kv_shape())]
+        .map(|(tensor, shape)| {
+            let mut values = vec![0.0; shape.iter().product()];
+            fill(1, tensor, 0..values.len() as u64, &mut values);
+            values
+        })
 }
 
 fn rows_of(problem: &OracleProblem) -> (Vec<Row>, Vec<Row>) {
@@ -53,10 +49,7 @@ fn naive_f32_is_close_and_within_the_limit_it_sets() {
     let problem = problem(64);
     let (right, naive) = rows_of(&problem);
     let comparison = compared(&problem, &naive, &right);
-    assert!(
-        comparison.max_abs_error > 0.0 && comparison.max_abs_error < 1e-6,
-        "{comparison}"
-    );
+    assert!(comparison.max_abs_error > 0.0 && comparison.max_abs_error < 1e-6, "{comparison}");
     comparison.assert_within(&Limit::dense(Dtype::F32, &comparison));
     comparison.assert_within(&Limit::parallel(Dtype::F32, &[&comparison]));
 }
@@ -67,21 +60,12 @@ fn the_limit_is_twice_the_worst_device_plus_a() {
     let (right, naive) = rows_of(&problem);
     let mut worse = naive.clone();
     worse[1].o[3] = right[1].o[3] + 3e-5;
-    let (good, bad) = (
-        compared(&problem, &naive, &right),
-        compared(&problem, &worse, &right),
-    );
+    let (good, bad) = (compared(&problem, &naive, &right), compared(&problem, &worse, &right));
     let limit = Limit::parallel(Dtype::F32, &[&good, &bad]);
     assert!((limit.o_abs() - (2.0 * 3e-5 + 1e-6)).abs() < 1e-12, "{limit}");
-    assert_eq!(
-        Limit::parallel(Dtype::Bf16, &[&good]).o_abs(),
-        2.0 * good.max_abs_error + 2e-3
-    );
+    assert_eq!(Limit::parallel(Dtype::Bf16, &[&good]).o_abs(), 2.0 * good.max_abs_error + 2e-3);
     let dense = Limit::dense(Dtype::F16, &good);
-    assert_eq!(
-        dense.o_abs(),
-        2.0 * good.max_abs_error + good.max_abs_o / 2048.0 + 2e-3
-    );
+    assert_eq!(dense.o_abs(), 2.0 * good.max_abs_error + good.max_abs_o / 2048.0 + 2e-3);
     assert!(dense.lse_abs() < 1e-5, "lse is f32 whatever o is: {dense}");
 }
 
@@ -94,17 +78,7 @@ fn a_failure_prints_all_that_is_needed_to_look_into_it() {
     wrong[1].o[3] = right[1].o[3] + 1e-3;
     let comparison = compared(&problem, &wrong, &right);
     let worst = comparison.worst.unwrap();
-    assert_eq!(
-        (worst.at, worst.dim),
-        (
-            RowId {
-                batch: 0,
-                row: 1,
-                head: 0
-            },
-            Some(3)
-        )
-    );
+    assert_eq!((worst.at, worst.dim), (RowId { batch: 0, row: 1, head: 0 }, Some(3)));
     assert_eq!((worst.actual, worst.expected), (wrong[1].o[3], right[1].o[3]));
     let failure = comparison.within(&limit).unwrap_err();
     assert_eq!(failure.cause, Cause::Exceeded);
@@ -125,11 +99,7 @@ fn a_failure_prints_all_that_is_needed_to_look_into_it() {
 #[test]
 fn nan_infinity_and_touched_empty_rows_are_infinitely_wrong() {
     let mask = OracleMask::full().and(OracleTerm::Window { left: 0, right: -1 });
-    let problem = OracleProblem {
-        kv_len: 1,
-        mask,
-        ..problem(1)
-    };
+    let problem = OracleProblem { kv_len: 1, mask, ..problem(1) };
     let (right, naive) = rows_of(&problem);
     assert_eq!(right[1].lse, f64::NEG_INFINITY, "row 1 sees nothing");
     let limit = Limit::dense(Dtype::F32, &compared(&problem, &naive, &right));
@@ -140,13 +110,7 @@ fn nan_infinity_and_touched_empty_rows_are_infinitely_wrong() {
         change(&mut rows);
         let comparison = compared(&problem, &rows, &right);
         assert_eq!(comparison.mismatched_nonfinite, 1, "{comparison}");
-        assert!(
-            comparison
-                .max_abs_error
-                .max(comparison.max_lse_error)
-                .is_infinite(),
-            "{comparison}"
-        );
+        assert!(comparison.max_abs_error.max(comparison.max_lse_error).is_infinite(), "{comparison}");
         assert_eq!(comparison.within(&limit).unwrap_err().cause, Cause::Exceeded);
     };
     broken(|rows| rows[0].o[0] = f64::NAN);
@@ -174,44 +138,26 @@ fn a_limit_that_garbage_would_pass_is_refused() {
     let problem = problem(64);
     let (right, naive) = rows_of(&problem);
     let good = compared(&problem, &naive, &right);
-    let zeros: Vec<Row> = right
-        .iter()
-        .map(|row| Row {
-            o: vec![0.0; 8],
-            ..row.clone()
-        })
-        .collect();
+    let zeros: Vec<Row> = right.iter().map(|row| Row { o: vec![0.0; 8], ..row.clone() }).collect();
     let garbage = Limit::parallel(Dtype::F32, &[&compared(&problem, &zeros, &right)]);
-    assert!(matches!(
-        good.within(&garbage).unwrap_err().cause,
-        Cause::Vacuous(Vacuous::Output { .. })
-    ));
+    assert!(matches!(good.within(&garbage).unwrap_err().cause, Cause::Vacuous(Vacuous::Output { .. })));
 
     let mut nan = naive.clone();
     nan[0].o[0] = f64::NAN;
     let infinite = Limit::parallel(Dtype::F32, &[&compared(&problem, &nan, &right)]);
-    assert!(matches!(
-        good.within(&infinite).unwrap_err().cause,
-        Cause::Vacuous(_)
-    ));
+    assert!(matches!(good.within(&infinite).unwrap_err().cause, Cause::Vacuous(_)));
 
     let mut lse = naive;
     lse[0].lse += 0.1;
     let loose = Limit::parallel(Dtype::F32, &[&compared(&problem, &lse, &right)]);
-    assert!(matches!(
-        good.within(&loose).unwrap_err().cause,
-        Cause::Vacuous(Vacuous::Lse { .. })
-    ));
+    assert!(matches!(good.within(&loose).unwrap_err().cause, Cause::Vacuous(Vacuous::Lse { .. })));
 }
 
 #[test]
 fn negative_controls_must_exceed_the_tolerance_by_the_factor() {
     assert!(discriminates(0.0, 1.01e-4, Dtype::F32).is_ok());
     assert!(discriminates(0.0, 0.99e-4, Dtype::F32).is_err());
-    assert!(
-        discriminates(1e-6, 2e-4, Dtype::F32).is_err(),
-        "the measured error counts"
-    );
+    assert!(discriminates(1e-6, 2e-4, Dtype::F32).is_err(), "the measured error counts");
     assert!(discriminates(0.0, 0.021, Dtype::Bf16).is_ok());
     assert!(discriminates(0.0, 0.019, Dtype::F16).is_err());
     assert_eq!(discriminates(0.0, f64::INFINITY, Dtype::F32), Ok(f64::INFINITY));
@@ -240,11 +186,7 @@ fn tiled_f32_rows(problem: &OracleProblem, [q, k, v]: &[Vec<f32>; 3]) -> Vec<Row
             sum += tile_sum;
             o.iter_mut().zip(tile_o).for_each(|(o, tile)| *o += tile);
         }
-        Row {
-            id,
-            o: o.iter().map(|o| f64::from(o / sum)).collect(),
-            lse: f64::from(max + sum.ln()),
-        }
+        Row { id, o: o.iter().map(|o| f64::from(o / sum)).collect(), lse: f64::from(max + sum.ln()) }
     };
     problem.row_ids().into_iter().map(attend).collect()
 }
@@ -267,18 +209,10 @@ fn one_accumulator_outgrows_a_millionth_and_tiles_do_not() {
 
 #[test]
 fn extreme_scores_outgrow_a_millionth_at_any_length() {
-    let problem = OracleProblem {
-        q_len: 65,
-        head_dim: 256,
-        scale: 30.0 / 16.0,
-        ..problem(64)
-    };
+    let problem = OracleProblem { q_len: 65, head_dim: 256, scale: 30.0 / 16.0, ..problem(64) };
     let (right, naive) = rows_of(&problem);
     let comparison = compared(&problem, &naive, &right);
-    println!(
-        "relative error of naive f32 at 30 times the scores: {}",
-        comparison.relative_error
-    );
+    println!("relative error of naive f32 at 30 times the scores: {}", comparison.relative_error);
     assert!(comparison.relative_error > 1e-6, "{comparison}");
 }
 

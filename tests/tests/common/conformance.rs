@@ -23,12 +23,8 @@ pub type Check<B> = (&'static str, fn(&B, &str));
 
 pub fn checks<B: Backend>() -> Vec<Check<B>> {
     vec![
-        ("agrees with the oracle on every case in f32", |backend, who| {
-            dense_cases(backend, who, Dtype::F32)
-        }),
-        ("agrees with the oracle on every case in f16", |backend, who| {
-            dense_cases(backend, who, Dtype::F16)
-        }),
+        ("agrees with the oracle on every case in f32", |backend, who| dense_cases(backend, who, Dtype::F32)),
+        ("agrees with the oracle on every case in f16", |backend, who| dense_cases(backend, who, Dtype::F16)),
         ("agrees with the oracle on every case in bf16", |backend, who| {
             dense_cases(backend, who, Dtype::Bf16)
         }),
@@ -36,14 +32,8 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
         ("trades heads for tokens", ulysses_cases),
         ("lets nothing leak from what a row cannot see", no_leaks),
         ("gives the same bytes every time", same_bytes),
-        (
-            "merges two states as if it had attended to both",
-            merge_is_attending_to_both,
-        ),
-        (
-            "leaves the state of rows that see nothing alone",
-            unseen_rows_keep_their_state,
-        ),
+        ("merges two states as if it had attended to both", merge_is_attending_to_both),
+        ("leaves the state of rows that see nothing alone", unseen_rows_keep_their_state),
         ("gives back what was put in", bytes_come_back),
         ("copies exactly the rows it is told to", repack_is_exact),
         ("refuses memory that is not there", absurd_memory),
@@ -68,21 +58,13 @@ fn run_alone<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> Who
         options: options(),
     };
     let mut whole = Whole::new(world);
-    task.run_on(backend, |_, output| whole.add(world, 0, &output))
-        .unwrap();
+    task.run_on(backend, |_, output| whole.add(world, 0, &output)).unwrap();
     whole
 }
 
 fn dense_world(problem: &AttentionProblem) -> World {
     let mesh = Mesh::new(1, 1).unwrap();
-    plan_world(
-        problem,
-        mesh,
-        PlacementKind::Contiguous,
-        &Split::Even,
-        Strategy::Dense,
-    )
-    .unwrap()
+    plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
 }
 
 fn dense_cases<B: Backend>(backend: &B, who: &str, dtype: Dtype) {
@@ -124,22 +106,12 @@ fn on_mesh<B: Backend>(backend: &B, who: &str, ulysses: u32, ring: u32) {
             let prepared = Prepared::new(case, dtype);
             let ulysses = ulysses.min(prepared.problem.q_heads);
             let mesh = Mesh::new(ulysses, ring).unwrap();
-            let world = plan_world(
-                &prepared.problem,
-                mesh,
-                PlacementKind::Zigzag,
-                &Split::Even,
-                Strategy::Unified,
-            )
-            .unwrap();
-            let alone = prepared.judge(
-                &run_alone(backend, &dense_world(&prepared.problem), &prepared),
-                who,
-            );
-            let together = prepared.judge(
-                &run_together(backend, &world, &prepared),
-                &format!("{who} {mesh}"),
-            );
+            let world =
+                plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified)
+                    .unwrap();
+            let alone = prepared.judge(&run_alone(backend, &dense_world(&prepared.problem), &prepared), who);
+            let together =
+                prepared.judge(&run_together(backend, &world, &prepared), &format!("{who} {mesh}"));
             together.assert_within(&prepared.parallel_limit(&alone));
         }
     }
@@ -156,26 +128,16 @@ fn ulysses_cases<B: Backend>(backend: &B, who: &str) {
 fn no_leaks<B: Backend>(backend: &B, who: &str) {
     for dtype in Dtype::ALL {
         for poisoned in cases().into_iter().filter(|case| !case.poison.is_empty()) {
-            let unseen: Vec<_> = poisoned
-                .problem
-                .row_ids()
-                .into_iter()
-                .filter(|id| !poisoned.sees_poison(*id))
-                .collect();
+            let unseen: Vec<_> =
+                poisoned.problem.row_ids().into_iter().filter(|id| !poisoned.sees_poison(*id)).collect();
             let clean = Case {
                 poison: Vec::new(),
-                ..cases()
-                    .into_iter()
-                    .find(|case| case.name == poisoned.name)
-                    .unwrap()
+                ..cases().into_iter().find(|case| case.name == poisoned.name).unwrap()
             };
             let name = poisoned.name;
             let (bad, good) = (Prepared::new(poisoned, dtype), Prepared::new(clean, dtype));
             let world = dense_world(&bad.problem);
-            let (with, without) = (
-                run_alone(backend, &world, &bad),
-                run_alone(backend, &world, &good),
-            );
+            let (with, without) = (run_alone(backend, &world, &bad), run_alone(backend, &world, &good));
             let row_bytes = bad.problem.head_dim as usize * dtype.bytes();
             for id in unseen {
                 let at = bad.oracle.o_index(id) * dtype.bytes();
@@ -190,10 +152,7 @@ fn no_leaks<B: Backend>(backend: &B, who: &str) {
 }
 
 fn same_bytes<B: Backend>(backend: &B, who: &str) {
-    let case = cases()
-        .into_iter()
-        .find(|case| case.name == "two rows beyond four tiles")
-        .unwrap();
+    let case = cases().into_iter().find(|case| case.name == "two rows beyond four tiles").unwrap();
     let prepared = Prepared::new(case, Dtype::F32);
     let world = dense_world(&prepared.problem);
     let first = run_alone(backend, &world, &prepared);
@@ -203,12 +162,7 @@ fn same_bytes<B: Backend>(backend: &B, who: &str) {
     }
 }
 
-const SHAPE: StateShape = StateShape {
-    batch: 2,
-    rows: 37,
-    heads: 4,
-    dim: 24,
-};
+const SHAPE: StateShape = StateShape { batch: 2, rows: 37, heads: 4, dim: 24 };
 const KEYS: usize = 53;
 const KV_HEADS: usize = 2;
 
@@ -221,38 +175,24 @@ struct OnDevice<B: Backend> {
 impl<B: Backend> OnDevice<B> {
     fn empty(backend: &B) -> Self {
         let poison = |bytes| backend.upload("state", Bytes::from(vec![0xFF; bytes])).unwrap();
-        let mut state = Self {
-            a: poison(SHAPE.a_bytes()),
-            ml: poison(SHAPE.ml_bytes()),
-        };
+        let mut state = Self { a: poison(SHAPE.a_bytes()), ml: poison(SHAPE.ml_bytes()) };
         backend.reset_state(&mut state.edit()).unwrap();
         state
     }
 
     fn edit(&mut self) -> StateMut<'_, B::Buffer> {
-        StateMut {
-            a: &mut self.a,
-            ml: &mut self.ml,
-            shape: SHAPE,
-        }
+        StateMut { a: &mut self.a, ml: &mut self.ml, shape: SHAPE }
     }
 
     fn view(&self) -> State<'_, B::Buffer> {
-        State {
-            a: &self.a,
-            ml: &self.ml,
-            shape: SHAPE,
-        }
+        State { a: &self.a, ml: &self.ml, shape: SHAPE }
     }
 
     fn floats(&mut self, backend: &B) -> (Vec<f32>, Vec<f32>) {
         let read = |buffer: &mut B::Buffer, bytes| {
             bytemuck::pod_collect_to_vec(&pollster::block_on(backend.download(buffer, 0..bytes)).unwrap())
         };
-        (
-            read(&mut self.a, SHAPE.a_bytes()),
-            read(&mut self.ml, SHAPE.ml_bytes()),
-        )
+        (read(&mut self.a, SHAPE.a_bytes()), read(&mut self.ml, SHAPE.ml_bytes()))
     }
 }
 
@@ -308,18 +248,9 @@ fn attend_with<B: Backend>(
         dtype: Dtype::F32,
         scale: problem.scale,
         softcap: None,
-        q: Operand {
-            buffer: &q,
-            layout: layout(SHAPE.rows, 4, 0),
-        },
-        k: Operand {
-            buffer: &k,
-            layout: layout(KEYS, KV_HEADS, first),
-        },
-        v: Operand {
-            buffer: &v,
-            layout: layout(KEYS, KV_HEADS, first),
-        },
+        q: Operand { buffer: &q, layout: layout(SHAPE.rows, 4, 0) },
+        k: Operand { buffer: &k, layout: layout(KEYS, KV_HEADS, first) },
+        v: Operand { buffer: &v, layout: layout(KEYS, KV_HEADS, first) },
         kv_head_of: &[0, 0, 1, 1],
         work: &work,
         state: state.edit(),
@@ -332,10 +263,7 @@ fn attend_with<B: Backend>(
 
 fn close(a: &[f32], b: &[f32], what: &str) {
     for (index, (a, b)) in a.iter().zip(b).enumerate() {
-        assert!(
-            (a - b).abs() <= 1e-5 * (1.0 + b.abs()),
-            "{what} {index}: {a} and {b}"
-        );
+        assert!((a - b).abs() <= 1e-5 * (1.0 + b.abs()), "{what} {index}: {a} and {b}");
     }
 }
 
@@ -344,9 +272,7 @@ fn finalized<B: Backend>(backend: &B, state: &OnDevice<B>) -> (Vec<f32>, Vec<f32
     let rows = SHAPE.batch * SHAPE.rows * SHAPE.heads;
     let poison = |bytes: usize| backend.upload("output", Bytes::from(vec![0xFF; bytes])).unwrap();
     let (mut o, mut lse) = (poison(rows * SHAPE.dim * 4), poison(rows * 4));
-    backend
-        .finalize(&state.view(), Dtype::F32, &mut o, &mut lse)
-        .unwrap();
+    backend.finalize(&state.view(), Dtype::F32, &mut o, &mut lse).unwrap();
     let read = |buffer: &mut B::Buffer, bytes| {
         bytemuck::pod_collect_to_vec(&pollster::block_on(backend.download(buffer, 0..bytes)).unwrap())
     };
@@ -355,10 +281,7 @@ fn finalized<B: Backend>(backend: &B, state: &OnDevice<B>) -> (Vec<f32>, Vec<f32
 
 fn merge_is_attending_to_both<B: Backend>(backend: &B, who: &str) {
     let problem = problem(Mask::causal());
-    let blocks = [
-        TokenRuns::contiguous(0..20),
-        TokenRuns::contiguous(20..KEYS as u32),
-    ];
+    let blocks = [TokenRuns::contiguous(0..20), TokenRuns::contiguous(20..KEYS as u32)];
     let mut both = OnDevice::empty(backend);
     let mut parts = Vec::new();
     for keys in blocks {
@@ -376,15 +299,9 @@ fn merge_is_attending_to_both<B: Backend>(backend: &B, who: &str) {
     // A state that has seen nothing changes nothing, on either side.
     let mut empty = OnDevice::empty(backend);
     backend.merge(&mut empty.edit(), &last.view()).unwrap();
-    assert_eq!(
-        empty.floats(backend),
-        last.floats(backend),
-        "{who}: into an empty state"
-    );
+    assert_eq!(empty.floats(backend), last.floats(backend), "{who}: into an empty state");
     let before = last.floats(backend);
-    backend
-        .merge(&mut last.edit(), &OnDevice::empty(backend).view())
-        .unwrap();
+    backend.merge(&mut last.edit(), &OnDevice::empty(backend).view()).unwrap();
     assert_eq!(last.floats(backend), before, "{who}: from an empty state");
 }
 
@@ -394,13 +311,7 @@ fn unseen_rows_keep_their_state<B: Backend>(backend: &B, who: &str) {
     let mut state = OnDevice::empty(backend);
     attend(backend, &problem, TokenRuns::contiguous(0..20), &mut state).unwrap();
     let (a, ml) = state.floats(backend);
-    attend(
-        backend,
-        &problem,
-        TokenRuns::contiguous(20..KEYS as u32),
-        &mut state,
-    )
-    .unwrap();
+    attend(backend, &problem, TokenRuns::contiguous(20..KEYS as u32), &mut state).unwrap();
     let (later_a, later_ml) = state.floats(backend);
     for batch in 0..SHAPE.batch {
         for row in 0..SHAPE.rows {
@@ -409,11 +320,7 @@ fn unseen_rows_keep_their_state<B: Backend>(backend: &B, who: &str) {
                 let kept = a[at..at + SHAPE.dim] == later_a[at..at + SHAPE.dim];
                 assert_eq!(kept, row < 20, "{who}: row {row} head {head}");
                 let at = ((batch * SHAPE.heads + head) * SHAPE.rows + row) * 2;
-                assert_eq!(
-                    ml[at..at + 2] == later_ml[at..at + 2],
-                    row < 20,
-                    "{who}: row {row} head {head}"
-                );
+                assert_eq!(ml[at..at + 2] == later_ml[at..at + 2], row < 20, "{who}: row {row} head {head}");
             }
         }
     }
@@ -438,19 +345,11 @@ fn bytes_come_back<B: Backend>(backend: &B, who: &str) {
         // Downloaded bytes stay what they were when the buffer changes afterwards, and the buffer does change.
         let kept = read(&mut buffer, 0..size);
         if size >= 16 {
-            assert_eq!(
-                read(&mut buffer, 4..12),
-                data[4..12],
-                "{who}: the middle of {size} bytes"
-            );
+            assert_eq!(read(&mut buffer, 4..12), data[4..12], "{who}: the middle of {size} bytes");
             backend.write(&mut buffer, 8, &[0xAB; 4]).unwrap();
             let mut expected = data.to_vec();
             expected[8..12].fill(0xAB);
-            assert_eq!(
-                read(&mut buffer, 0..size),
-                expected,
-                "{who}: a write into {size} bytes"
-            );
+            assert_eq!(read(&mut buffer, 0..size), expected, "{who}: a write into {size} bytes");
             assert_eq!(kept, data, "{who}: a download of {size} bytes");
         }
         let mut fresh = backend.alloc("fresh", size).unwrap();
@@ -461,24 +360,9 @@ fn bytes_come_back<B: Backend>(backend: &B, who: &str) {
 
 fn repack_is_exact<B: Backend>(backend: &B, who: &str) {
     // A 2 x 5 x 3 window of rows of 24 bytes, from one layout to another; everything else stays poison.
-    let extent = Extent {
-        batch: 2,
-        rows: 5,
-        heads: 3,
-        row_bytes: 24,
-    };
-    let from = Layout {
-        offset: 48,
-        batch_stride: 1200,
-        row_stride: 120,
-        head_stride: 24,
-    };
-    let into = Layout {
-        offset: 24,
-        batch_stride: 1440,
-        row_stride: 240,
-        head_stride: 48,
-    };
+    let extent = Extent { batch: 2, rows: 5, heads: 3, row_bytes: 24 };
+    let from = Layout { offset: 48, batch_stride: 1200, row_stride: 120, head_stride: 24 };
+    let into = Layout { offset: 24, batch_stride: 1440, row_stride: 240, head_stride: 48 };
     let source: Vec<u8> = (0..2400usize).map(|i| (i % 251) as u8).collect();
     let mut expected = vec![0xEE; 2880];
     for batch in 0..2 {
@@ -496,9 +380,7 @@ fn repack_is_exact<B: Backend>(backend: &B, who: &str) {
     }
     let source = backend.upload("source", Bytes::from(source)).unwrap();
     let mut target = backend.upload("target", Bytes::from(vec![0xEE; 2880])).unwrap();
-    backend
-        .repack((&source, from), (&mut target, into), extent)
-        .unwrap();
+    backend.repack((&source, from), (&mut target, into), extent).unwrap();
     let copied = pollster::block_on(backend.download(&mut target, 0..2880)).unwrap();
     assert!(copied == expected, "{who}");
 }

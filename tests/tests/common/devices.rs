@@ -15,9 +15,7 @@ pub struct WithoutRescale(pub CpuBackend);
 
 impl WithoutRescale {
     async fn floats(&self, buffer: &mut Buffer, bytes: usize) -> Result<Vec<f32>> {
-        Ok(bytemuck::pod_collect_to_vec(
-            &self.0.download(buffer, 0..bytes).await?,
-        ))
+        Ok(bytemuck::pod_collect_to_vec(&self.0.download(buffer, 0..bytes).await?))
     }
 }
 
@@ -29,35 +27,17 @@ impl Backend for WithoutRescale {
         let shape = args.state.shape;
         let (a_bytes, ml_bytes) = (shape.a_bytes(), shape.ml_bytes());
         let (mut a, mut ml) = (self.0.alloc("a", a_bytes)?, self.0.alloc("ml", ml_bytes)?);
-        self.0.reset_state(&mut StateMut {
-            a: &mut a,
-            ml: &mut ml,
-            shape,
-        })?;
-        let StateMut {
-            a: old_a, ml: old_ml, ..
-        } = args.state;
-        let block = Attend {
-            state: StateMut {
-                a: &mut a,
-                ml: &mut ml,
-                shape,
-            },
-            ..args
-        };
+        self.0.reset_state(&mut StateMut { a: &mut a, ml: &mut ml, shape })?;
+        let StateMut { a: old_a, ml: old_ml, .. } = args.state;
+        let block = Attend { state: StateMut { a: &mut a, ml: &mut ml, shape }, ..args };
         self.0.attend(block, control).await?;
         self.0.wait().await?;
 
         let sum =
             |old: Vec<f32>, new: Vec<f32>| old.iter().zip(new).map(|(x, y)| x + y).collect::<Vec<f32>>();
-        let new_a = sum(
-            self.floats(old_a, a_bytes).await?,
-            self.floats(&mut a, a_bytes).await?,
-        );
-        let (old_ml_values, block_ml) = (
-            self.floats(old_ml, ml_bytes).await?,
-            self.floats(&mut ml, ml_bytes).await?,
-        );
+        let new_a = sum(self.floats(old_a, a_bytes).await?, self.floats(&mut a, a_bytes).await?);
+        let (old_ml_values, block_ml) =
+            (self.floats(old_ml, ml_bytes).await?, self.floats(&mut ml, ml_bytes).await?);
         let new_ml: Vec<f32> = old_ml_values
             .chunks(2)
             .zip(block_ml.chunks(2))

@@ -25,19 +25,8 @@ pub const DEADLINE: Duration = Duration::from_secs(60);
 pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
     let oracle = &case.problem;
     let small = |n: usize| u32::try_from(n).unwrap();
-    let mask = oracle
-        .mask
-        .terms
-        .iter()
-        .fold(Mask::full(), |mask, term| mask.and(mask_of(term)).unwrap());
-    let shape = [
-        oracle.batch,
-        oracle.kv_len,
-        oracle.q_heads,
-        oracle.kv_heads,
-        oracle.head_dim,
-    ]
-    .map(small);
+    let mask = oracle.mask.terms.iter().fold(Mask::full(), |mask, term| mask.and(mask_of(term)).unwrap());
+    let shape = [oracle.batch, oracle.kv_len, oracle.q_heads, oracle.kv_heads, oracle.head_dim].map(small);
     AttentionProblem::new(shape, dtype, mask)
         .and_then(|problem| problem.with_queries(small(oracle.q_len), oracle.q_offset as u32))
         .and_then(|problem| problem.with_logits(oracle.scale as f32, oracle.softcap.map(|cap| cap as f32)))
@@ -90,19 +79,8 @@ impl Prepared {
         let naive =
             kyklos_tests::tolerance::compare_rows(&oracle, E::DTYPE, &plain, &expected, &Context::default());
         let bytes = |values: &[E]| Bytes::copy_from_slice(bytemuck::cast_slice(values));
-        let tensors = Tensors {
-            q: bytes(&inputs.q),
-            k: bytes(&inputs.k),
-            v: bytes(&inputs.v),
-        };
-        Self {
-            case,
-            oracle,
-            problem,
-            tensors,
-            expected,
-            naive,
-        }
+        let tensors = Tensors { q: bytes(&inputs.q), k: bytes(&inputs.k), v: bytes(&inputs.v) };
+        Self { case, oracle, problem, tensors, expected, naive }
     }
 
     /// Compares a whole output with the oracle.
@@ -114,13 +92,7 @@ impl Prepared {
             rerun: format!("cargo test -p kyklos-tests -- '{backend}'"),
         };
         let o = output.o_values(self.problem.dtype);
-        compare(
-            &self.oracle,
-            o.values(),
-            Values::F32(&output.lse),
-            &self.expected,
-            &context,
-        )
+        compare(&self.oracle, o.values(), Values::F32(&output.lse), &self.expected, &context)
     }
 
     pub fn dense_limit(&self) -> Limit {
@@ -134,11 +106,7 @@ impl Prepared {
 
 /// Rows that see a NaN or ∞ are judged by a test of their own: everything else about them is unspecified.
 fn rows_to_judge(case: &Case, oracle: &OracleProblem) -> Vec<RowId> {
-    oracle
-        .row_ids()
-        .into_iter()
-        .filter(|id| !case.sees_poison(*id))
-        .collect()
+    oracle.row_ids().into_iter().filter(|id| !case.sees_poison(*id)).collect()
 }
 
 pub fn oracle_dtype(dtype: Dtype) -> oracle::Dtype {
@@ -169,10 +137,7 @@ impl Whole {
         let problem = &world.problem;
         let rows = problem.batch as usize * problem.q_heads as usize * problem.q_len as usize;
         // Poisoned: what no rank wrote shows.
-        Self {
-            o: vec![0xFF; layouts(world).0.bytes()],
-            lse: vec![f32::NAN; rows],
-        }
+        Self { o: vec![0xFF; layouts(world).0.bytes()], lse: vec![f32::NAN; rows] }
     }
 
     pub fn add(&mut self, world: &World, rank: usize, output: &RankOutput) {
@@ -225,8 +190,7 @@ pub fn run_world<B: Backend>(
 ) -> (Whole, Vec<RankOutput>) {
     let run = |task: RankTask<'_>| {
         let mut last = None;
-        task.run_on(&make(), |_, output| last = Some(output))
-            .map(|()| last.expect("one run"))
+        task.run_on(&make(), |_, output| last = Some(output)).map(|()| last.expect("one run"))
     };
     let outputs = run_ranks(world, transports, tensors, 1, DEADLINE, &options(), run).unwrap();
     let mut whole = Whole::new(world);

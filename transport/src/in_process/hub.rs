@@ -93,12 +93,8 @@ enum Phase {
 
 impl Hub {
     pub(crate) fn new(world: u32) -> Self {
-        let ranks = (0..world)
-            .map(|_| RankState {
-                phase: Phase::Active,
-                progress: Progress::default(),
-            })
-            .collect();
+        let ranks =
+            (0..world).map(|_| RankState { phase: Phase::Active, progress: Progress::default() }).collect();
         let state = State {
             sends: HashMap::new(),
             recvs: HashMap::new(),
@@ -114,11 +110,7 @@ impl Hub {
             #[cfg(not(target_family = "wasm"))]
             changed: std::sync::Condvar::new(),
         };
-        Self {
-            world,
-            stop_flag: Arc::new(AtomicBool::new(false)),
-            shared: Arc::new(shared),
-        }
+        Self { world, stop_flag: Arc::new(AtomicBool::new(false)), shared: Arc::new(shared) }
     }
 
     pub(crate) fn world(&self) -> u32 {
@@ -150,12 +142,7 @@ impl Hub {
         if state.sends.contains_key(&meeting) {
             return completer.complete(Err(misuse::outstanding_already("send", to, tag)));
         }
-        let call = SendCall {
-            parts,
-            total,
-            deadline: Deadline::after(patience),
-            completer,
-        };
+        let call = SendCall { parts, total, deadline: Deadline::after(patience), completer };
         state.sends.insert(meeting, call);
         self.settle(state, meeting, to);
     }
@@ -182,12 +169,7 @@ impl Hub {
             return completer.complete(Err(misuse::outstanding_already("receive", from, tag)));
         }
         let part_bytes = part_bytes.to_vec();
-        let call = RecvCall {
-            part_bytes,
-            total,
-            deadline: Deadline::after(patience),
-            completer,
-        };
+        let call = RecvCall { part_bytes, total, deadline: Deadline::after(patience), completer };
         state.recvs.insert(meeting, call);
         self.settle(state, meeting, from);
     }
@@ -215,18 +197,10 @@ impl Hub {
         let (round, verdict) = match state.ballot.cast(me, vote) {
             Ok(counted) => counted,
             Err(text) => {
-                return completer.complete(Err(TransportError::Misuse {
-                    text: format!("rank {me} {text}"),
-                }));
+                return completer.complete(Err(TransportError::Misuse { text: format!("rank {me} {text}") }));
             }
         };
-        state.agrees.insert(
-            (me, round),
-            AgreeCall {
-                deadline: Deadline::after(patience),
-                completer,
-            },
-        );
+        state.agrees.insert((me, round), AgreeCall { deadline: Deadline::after(patience), completer });
         match verdict {
             Some(verdict) => {
                 let result = verdict.map_err(TransportError::from);
@@ -258,10 +232,7 @@ impl Hub {
             return completer.complete(Err(error));
         }
         state.end_receives_of(me);
-        state.ranks[me.0 as usize].phase = Phase::Leaving {
-            deadline: Deadline::after(patience),
-            completer,
-        };
+        state.ranks[me.0 as usize].phase = Phase::Leaving { deadline: Deadline::after(patience), completer };
         state.let_leavers_go();
         self.abort_if_somebody_waits_for_a_leaver(&mut state);
         self.watch(&mut state);
@@ -273,14 +244,7 @@ impl Hub {
         if matches!(state.ranks[me.0 as usize].phase, Phase::Active) {
             let progress = state.ranks[me.0 as usize].progress;
             let cause = AbortCause::Died("its endpoint was dropped without close".into());
-            self.abort_locked(
-                &mut state,
-                Abort {
-                    culprit: me,
-                    cause,
-                    progress,
-                },
-            );
+            self.abort_locked(&mut state, Abort { culprit: me, cause, progress });
             state.ranks[me.0 as usize].phase = Phase::Gone;
         }
         #[cfg(not(target_family = "wasm"))]
@@ -345,11 +309,7 @@ impl Shared {
             };
             state.watched_until = Some(next);
             let pause = next.saturating_duration_since(std::time::Instant::now());
-            state = self
-                .changed
-                .wait_timeout(state, pause)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            state = self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
@@ -358,10 +318,7 @@ impl State {
     fn may_post(&self, me: Rank) -> Result<(), TransportError> {
         match self.ranks[me.0 as usize].phase {
             Phase::Active => match &self.abort {
-                Some(abort) => Err(TransportError::Aborted {
-                    abort: abort.clone(),
-                    pending: None,
-                }),
+                Some(abort) => Err(TransportError::Aborted { abort: abort.clone(), pending: None }),
                 None => Ok(()),
             },
             Phase::Leaving { .. } | Phase::Left | Phase::Gone => Err(TransportError::Closed),
@@ -384,20 +341,10 @@ impl State {
             "{tag}: rank {from} sends parts of {sent:?} bytes, rank {to} expects parts of {:?} bytes",
             recv.part_bytes
         );
-        send.completer.complete(Err(TransportError::PeerMisbehaved {
-            peer: to,
-            text: text.clone(),
-        }));
-        recv.completer.complete(Err(TransportError::PeerMisbehaved {
-            peer: from,
-            text: text.clone(),
-        }));
+        send.completer.complete(Err(TransportError::PeerMisbehaved { peer: to, text: text.clone() }));
+        recv.completer.complete(Err(TransportError::PeerMisbehaved { peer: from, text: text.clone() }));
         let progress = self.ranks[from.0 as usize].progress;
-        Err(Abort {
-            culprit: from,
-            cause: AbortCause::Failed(text),
-            progress,
-        })
+        Err(Abort { culprit: from, cause: AbortCause::Failed(text), progress })
     }
 
     /// Lets ranks go whose messages have all been taken.
@@ -418,32 +365,22 @@ impl State {
         let left = |rank: Rank| matches!(self.ranks[rank.0 as usize].phase, Phase::Left);
         let recv = self.recvs.keys().find(|meeting| left(meeting.from));
         let send = self.sends.keys().find(|meeting| left(meeting.to));
-        let agree = self
-            .agrees
-            .keys()
-            .filter_map(|&(rank, round)| Some((rank, self.ballot.missing(round)?)));
+        let agree = self.agrees.keys().filter_map(|&(rank, round)| Some((rank, self.ballot.missing(round)?)));
         let agree = { agree }.find(|&(_, missing)| left(missing));
         let (culprit, text) = match (recv, send, agree) {
-            (Some(Meeting { from, to, tag }), _, _) => (
-                *from,
-                format!("left the group while rank {to} still expected {tag} from it"),
-            ),
-            (_, Some(Meeting { from, to, tag }), _) => (
-                *to,
-                format!("left the group while rank {from} still had {tag} for it"),
-            ),
-            (_, _, Some((rank, missing))) => (
-                missing,
-                format!("left the group while rank {rank} waited for its vote"),
-            ),
+            (Some(Meeting { from, to, tag }), _, _) => {
+                (*from, format!("left the group while rank {to} still expected {tag} from it"))
+            }
+            (_, Some(Meeting { from, to, tag }), _) => {
+                (*to, format!("left the group while rank {from} still had {tag} for it"))
+            }
+            (_, _, Some((rank, missing))) => {
+                (missing, format!("left the group while rank {rank} waited for its vote"))
+            }
             (None, None, None) => return None,
         };
         let progress = self.ranks[culprit.0 as usize].progress;
-        Some(Abort {
-            culprit,
-            cause: AbortCause::Failed(text),
-            progress,
-        })
+        Some(Abort { culprit, cause: AbortCause::Failed(text), progress })
     }
 
     fn end_receives_of(&mut self, me: Rank) {
@@ -458,30 +395,21 @@ impl State {
     /// Ends every outstanding call with the abort.
     fn fail_everything(&mut self) {
         let Some(abort) = self.abort.clone() else { return };
-        let error = |pending| TransportError::Aborted {
-            abort: abort.clone(),
-            pending: Some(pending),
-        };
+        let error = |pending| TransportError::Aborted { abort: abort.clone(), pending: Some(pending) };
         for (meeting, call) in self.sends.drain() {
-            call.completer
-                .complete(Err(error(meeting.pending_send(call.total))));
+            call.completer.complete(Err(error(meeting.pending_send(call.total))));
         }
         for (meeting, call) in self.recvs.drain() {
-            call.completer
-                .complete(Err(error(meeting.pending_recv(call.total))));
+            call.completer.complete(Err(error(meeting.pending_recv(call.total))));
         }
         for ((_, round), call) in self.agrees.drain() {
-            call.completer
-                .complete(Err(error(pending_agree(&self.ballot, round))));
+            call.completer.complete(Err(error(pending_agree(&self.ballot, round))));
         }
         for rank in &mut self.ranks {
             if let Phase::Leaving { .. } = rank.phase
                 && let Phase::Leaving { completer, .. } = std::mem::replace(&mut rank.phase, Phase::Left)
             {
-                completer.complete(Err(TransportError::Aborted {
-                    abort: abort.clone(),
-                    pending: None,
-                }));
+                completer.complete(Err(TransportError::Aborted { abort: abort.clone(), pending: None }));
             }
         }
     }
@@ -503,21 +431,16 @@ impl State {
     }
 
     fn end_calls_past(&mut self, now: std::time::Instant) {
-        let late = |pending, deadline: Deadline| TransportError::Deadline {
-            pending,
-            waited: deadline.patience(),
-        };
+        let late =
+            |pending, deadline: Deadline| TransportError::Deadline { pending, waited: deadline.patience() };
         for (meeting, call) in self.sends.extract_if(|_, call| call.deadline.at() <= now) {
-            call.completer
-                .complete(Err(late(meeting.pending_send(call.total), call.deadline)));
+            call.completer.complete(Err(late(meeting.pending_send(call.total), call.deadline)));
         }
         for (meeting, call) in self.recvs.extract_if(|_, call| call.deadline.at() <= now) {
-            call.completer
-                .complete(Err(late(meeting.pending_recv(call.total), call.deadline)));
+            call.completer.complete(Err(late(meeting.pending_recv(call.total), call.deadline)));
         }
         for ((_, round), call) in self.agrees.extract_if(|_, call| call.deadline.at() <= now) {
-            call.completer
-                .complete(Err(late(pending_agree(&self.ballot, round), call.deadline)));
+            call.completer.complete(Err(late(pending_agree(&self.ballot, round), call.deadline)));
         }
         for index in 0..self.ranks.len() {
             let phase = &mut self.ranks[index].phase;
@@ -525,16 +448,10 @@ impl State {
                 continue;
             }
             if let Phase::Leaving { deadline, completer } = std::mem::replace(phase, Phase::Left) {
-                let owed = self
-                    .sends
-                    .iter()
-                    .find(|(meeting, _)| meeting.from.0 as usize == index);
+                let owed = self.sends.iter().find(|(meeting, _)| meeting.from.0 as usize == index);
                 let pending = owed.map_or_else(
                     || pending_close(Rank(0)),
-                    |(meeting, call)| Pending {
-                        operation: "close",
-                        ..meeting.pending_send(call.total)
-                    },
+                    |(meeting, call)| Pending { operation: "close", ..meeting.pending_send(call.total) },
                 );
                 completer.complete(Err(late(pending, deadline)));
             }
@@ -545,47 +462,20 @@ impl State {
 
 impl Meeting {
     fn pending_send(self, total: u64) -> Pending {
-        Pending {
-            operation: "send",
-            peer: self.to,
-            tag: self.tag,
-            bytes_done: 0,
-            bytes_expected: total,
-        }
+        Pending { operation: "send", peer: self.to, tag: self.tag, bytes_done: 0, bytes_expected: total }
     }
 
     fn pending_recv(self, total: u64) -> Pending {
-        Pending {
-            operation: "receive",
-            peer: self.from,
-            tag: self.tag,
-            bytes_done: 0,
-            bytes_expected: total,
-        }
+        Pending { operation: "receive", peer: self.from, tag: self.tag, bytes_done: 0, bytes_expected: total }
     }
 }
 
 fn pending_agree(ballot: &Ballot, round: u64) -> Pending {
     let peer = ballot.missing(round).unwrap_or(Rank(0));
-    Pending {
-        operation: "agree",
-        peer,
-        tag: Tag {
-            op: round,
-            message: 0,
-        },
-        bytes_done: 0,
-        bytes_expected: 0,
-    }
+    Pending { operation: "agree", peer, tag: Tag { op: round, message: 0 }, bytes_done: 0, bytes_expected: 0 }
 }
 
 #[cfg(not(target_family = "wasm"))]
 fn pending_close(peer: Rank) -> Pending {
-    Pending {
-        operation: "close",
-        peer,
-        tag: Tag { op: 0, message: 0 },
-        bytes_done: 0,
-        bytes_expected: 0,
-    }
+    Pending { operation: "close", peer, tag: Tag { op: 0, message: 0 }, bytes_done: 0, bytes_expected: 0 }
 }

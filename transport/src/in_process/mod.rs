@@ -30,12 +30,7 @@ pub fn in_process_group(world: u32) -> Vec<Arc<dyn Transport>> {
     assert!(world > 0, "a group has at least one rank");
     let hub = Arc::new(Hub::new(world));
     (0..world)
-        .map(|rank| {
-            Arc::new(InProcess {
-                rank: Rank(rank),
-                hub: Arc::clone(&hub),
-            }) as Arc<dyn Transport>
-        })
+        .map(|rank| Arc::new(InProcess { rank: Rank(rank), hub: Arc::clone(&hub) }) as Arc<dyn Transport>)
         .collect()
 }
 
@@ -47,10 +42,7 @@ struct InProcess {
 
 impl fmt::Debug for InProcess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("InProcess")
-            .field("rank", &self.rank)
-            .field("world", &self.hub.world())
-            .finish()
+        f.debug_struct("InProcess").field("rank", &self.rank).field("world", &self.hub.world()).finish()
     }
 }
 
@@ -77,8 +69,7 @@ impl Transport for InProcess {
         deadline: Duration,
     ) -> Posted<Vec<Bytes>> {
         let (completer, posted) = Posted::pair();
-        self.hub
-            .recv(self.rank, from, tag, part_bytes, deadline, completer);
+        self.hub.recv(self.rank, from, tag, part_bytes, deadline, completer);
         posted
     }
 

@@ -60,8 +60,7 @@ impl Assembly {
             }
             (self.part, self.filled) = (self.part + 1, 0);
         }
-        self.trailer
-            .extend_from_slice(&bytes[..bytes.len().min(TRAILER_BYTES + 1)]);
+        self.trailer.extend_from_slice(&bytes[..bytes.len().min(TRAILER_BYTES + 1)]);
         if self.trailer.len() > TRAILER_BYTES {
             Err("more bytes than its header says")
         } else {
@@ -91,9 +90,7 @@ mod tests {
     use xxhash_rust::xxh3::xxh3_64;
 
     fn message(part_bytes: &[usize]) -> (Vec<u8>, Vec<u8>) {
-        let payload: Vec<u8> = (0..part_bytes.iter().sum())
-            .map(|at: usize| (at % 251) as u8)
-            .collect();
+        let payload: Vec<u8> = (0..part_bytes.iter().sum()).map(|at: usize| (at % 251) as u8).collect();
         let mut stream = payload.clone();
         stream.extend_from_slice(&xxh3_64(&payload).to_le_bytes());
         (payload, stream)
@@ -105,18 +102,13 @@ mod tests {
             let (payload, stream) = message(part_bytes);
             for piece in [1, 7, 64, 10_000] {
                 let mut assembly = Assembly::new(part_bytes);
-                let taken: usize = stream
-                    .chunks(piece)
-                    .map(|bytes| assembly.push(bytes).unwrap())
-                    .sum();
+                let taken: usize = stream.chunks(piece).map(|bytes| assembly.push(bytes).unwrap()).sum();
                 assert_eq!(taken, payload.len());
                 let parts = assembly.finish().unwrap();
                 assert_eq!(parts.iter().map(Bytes::len).collect::<Vec<_>>(), part_bytes);
                 assert_eq!(parts.concat(), payload);
                 assert!(
-                    parts
-                        .iter()
-                        .all(|part| part.is_empty() || part.as_ptr().align_offset(ALIGNMENT) == 0)
+                    parts.iter().all(|part| part.is_empty() || part.as_ptr().align_offset(ALIGNMENT) == 0)
                 );
             }
         }

@@ -48,19 +48,9 @@ pub(crate) async fn form(
     if config.world == 1 {
         return Ok(Mesh::default());
     }
-    let mut forming = Forming {
-        config,
-        endpoint,
-        tls,
-        deadline,
-        arrivals,
-        early_data: Vec::new(),
-    };
-    let formed = if config.rank == COORDINATOR {
-        forming.as_coordinator().await
-    } else {
-        forming.as_member().await
-    };
+    let mut forming = Forming { config, endpoint, tls, deadline, arrivals, early_data: Vec::new() };
+    let formed =
+        if config.rank == COORDINATOR { forming.as_coordinator().await } else { forming.as_member().await };
     if let Err(error) = &formed {
         // Those who wait for this rank learn why they need not.
         endpoint.close(close_code::REJECTED, cut(&error.to_string()).as_bytes());
@@ -71,14 +61,7 @@ pub(crate) async fn form(
 
 /// Checks that need no network.
 pub(crate) fn check(config: &QuicConfig) -> Result<(), TransportError> {
-    let QuicConfig {
-        rank,
-        world,
-        job,
-        identity,
-        heartbeat,
-        ..
-    } = config;
+    let QuicConfig { rank, world, job, identity, heartbeat, .. } = config;
     if *world == 0 || *world > MAX_WORLD {
         return Err(failed(format!("a group has 1 to {MAX_WORLD} ranks, not {world}")));
     }
@@ -90,14 +73,10 @@ pub(crate) fn check(config: &QuicConfig) -> Result<(), TransportError> {
     }
     let (proven_rank, proven_job) = identity.rank_and_job()?;
     if proven_rank != *rank {
-        return Err(failed(format!(
-            "this is rank {rank}, but its identity is rank {proven_rank}'s"
-        )));
+        return Err(failed(format!("this is rank {rank}, but its identity is rank {proven_rank}'s")));
     }
     if proven_job != *job {
-        return Err(failed(format!(
-            "this is job {job}, but the identity is of job {proven_job}"
-        )));
+        return Err(failed(format!("this is job {job}, but the identity is of job {proven_job}")));
     }
     Ok(())
 }
@@ -117,9 +96,7 @@ impl Forming<'_> {
         let world = self.config.world;
         let mut control: Vec<Option<Joined>> = (0..world).map(|_| None).collect();
         let missing = |control: &[Option<Joined>]| {
-            (1..world)
-                .filter(|&rank| control[rank as usize].is_none())
-                .collect::<Vec<_>>()
+            (1..world).filter(|&rank| control[rank as usize].is_none()).collect::<Vec<_>>()
         };
         while !missing(&control).is_empty() {
             match timeout_at(self.deadline, self.arrivals.recv()).await {
@@ -155,28 +132,20 @@ impl Forming<'_> {
         let addresses = match self.next_frame(&mut control).await? {
             Frame::AddressTable { addresses } if addresses.len() == self.config.world as usize => addresses,
             other => {
-                return Err(failed(format!(
-                    "rank 0 sent {other:?} instead of the address table"
-                )));
+                return Err(failed(format!("rank 0 sent {other:?} instead of the address table")));
             }
         };
         let mut data = Vec::new();
         for rank in (0..self.config.rank.0).map(Rank) {
             // This rank reached the coordinator under the address it was given; the table may hold another one.
-            let address = if rank == COORDINATOR {
-                self.config.coordinator
-            } else {
-                addresses[rank.0 as usize]
-            };
+            let address =
+                if rank == COORDINATOR { self.config.coordinator } else { addresses[rank.0 as usize] };
             data.push(self.dial(rank, address, Purpose::Data).await?);
         }
         let data = self.collect_data(data).await?;
         self.say(&mut control, &Frame::Meshed).await?;
         self.expect(&mut control, &Frame::Start).await?;
-        Ok(Mesh {
-            control: vec![control],
-            data,
-        })
+        Ok(Mesh { control: vec![control], data })
     }
 
     /// Rank 0 may start later than this rank: tries again until the deadline.
@@ -222,27 +191,14 @@ impl Forming<'_> {
         };
         let refused = |what: String| failed(format!("rank {rank} at {address} refused this rank: {what}"));
         let lost = |connection: &Connection, error: String| {
-            refused(
-                connection
-                    .close_reason()
-                    .map_or(error, |reason| describe(&reason)),
-            )
+            refused(connection.close_reason().map_or(error, |reason| describe(&reason)))
         };
         if tls::proven_identity(&connection)? != (rank, self.config.job) {
-            return Err(failed(format!(
-                "whoever answers at {address} is not rank {rank} of this job"
-            )));
+            return Err(failed(format!("whoever answers at {address} is not rank {rank} of this job")));
         }
-        let (send, recv) = connection
-            .open_bi()
-            .await
-            .map_err(|error| lost(&connection, error.to_string()))?;
-        let mut joined = Joined {
-            rank,
-            connection,
-            send,
-            frames: FrameReader::new(recv),
-        };
+        let (send, recv) =
+            connection.open_bi().await.map_err(|error| lost(&connection, error.to_string()))?;
+        let mut joined = Joined { rank, connection, send, frames: FrameReader::new(recv) };
         let hello = Frame::Hello {
             protocol: PROTOCOL_VERSION,
             purpose,
@@ -254,9 +210,7 @@ impl Forming<'_> {
         let written = joined.send.write_all(&hello.encode()).await;
         written.map_err(|error| lost(&joined.connection, error.to_string()))?;
         match timeout_at(self.deadline, joined.frames.next()).await {
-            Ok(Ok(Some(Frame::Welcome {
-                protocol: PROTOCOL_VERSION,
-            }))) => Ok(joined),
+            Ok(Ok(Some(Frame::Welcome { protocol: PROTOCOL_VERSION }))) => Ok(joined),
             Ok(Ok(Some(Frame::Reject { text, .. }))) => Err(refused(text)),
             Ok(Ok(Some(other))) => Err(failed(format!("rank {rank} answered {other:?} to a hello"))),
             Ok(Ok(None)) => Err(refused("it ended the conversation".into())),
@@ -305,10 +259,7 @@ impl Forming<'_> {
             Ok(Ok(Some(frame))) => Ok(frame),
             Ok(Ok(None) | Err(_)) => Err(self.lost(from)),
             Err(_) => {
-                let text = format!(
-                    "the group was not complete within {:?}",
-                    self.config.connect_deadline
-                );
+                let text = format!("the group was not complete within {:?}", self.config.connect_deadline);
                 Err(failed(text))
             }
         }
@@ -317,32 +268,20 @@ impl Forming<'_> {
     async fn expect(&self, from: &mut Joined, expected: &Frame) -> Result<(), TransportError> {
         match self.next_frame(from).await? {
             frame if frame == *expected => Ok(()),
-            other => Err(failed(format!(
-                "rank {} sent {other:?} instead of {expected:?}",
-                from.rank
-            ))),
+            other => Err(failed(format!("rank {} sent {other:?} instead of {expected:?}", from.rank))),
         }
     }
 
     fn lost(&self, joined: &Joined) -> TransportError {
-        let reason = joined
-            .connection
-            .close_reason()
-            .map_or_else(|| "no answer".into(), |reason| describe(&reason));
-        failed(format!(
-            "rank {} was lost before the group was complete: {reason}",
-            joined.rank
-        ))
+        let reason =
+            joined.connection.close_reason().map_or_else(|| "no answer".into(), |reason| describe(&reason));
+        failed(format!("rank {} was lost before the group was complete: {reason}", joined.rank))
     }
 
     fn too_late(&self, missing: &[u32]) -> TransportError {
         let shown: Vec<String> = missing.iter().take(8).map(u32::to_string).collect();
         let more = missing.len() - shown.len();
-        let more = if more > 0 {
-            format!(" and {more} more")
-        } else {
-            String::new()
-        };
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         failed(format!(
             "rank {}{more} did not come within {:?} (this is rank {} of {})",
             shown.join(", "),

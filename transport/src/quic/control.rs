@@ -56,12 +56,7 @@ struct Member {
 impl Coordinator {
     pub(crate) fn new(world: u32) -> Self {
         let members = vec![Member::default(); world as usize];
-        Self {
-            state: Mutex::new(CoordinatorState {
-                ballot: Ballot::new(world),
-                members,
-            }),
-        }
+        Self { state: Mutex::new(CoordinatorState { ballot: Ballot::new(world), members }) }
     }
 
     fn lock(&self) -> MutexGuard<'_, CoordinatorState> {
@@ -77,11 +72,7 @@ impl Coordinator {
 
     /// What was last heard of a rank's work.
     pub(crate) fn progress(&self, rank: Rank) -> Progress {
-        self.lock()
-            .members
-            .get(rank.0 as usize)
-            .map(|member| member.progress)
-            .unwrap_or_default()
+        self.lock().members.get(rank.0 as usize).map(|member| member.progress).unwrap_or_default()
     }
 
     fn heard(&self, rank: Rank, progress: Option<Progress>) {
@@ -120,13 +111,7 @@ impl Core {
         }
         let round = state.next_round;
         state.next_round += 1;
-        state.agrees.insert(
-            round,
-            AgreeCall {
-                completer,
-                patience: Patience::of(patience),
-            },
-        );
+        state.agrees.insert(round, AgreeCall { completer, patience: Patience::of(patience) });
         drop(state);
         self.changed.notify_waiters();
         match (&self.coordinator, self.control(COORDINATOR)) {
@@ -154,37 +139,21 @@ impl Core {
                 return self.failed(rank, text);
             }
         };
-        let leaver = state
-            .ballot
-            .missing(round)
-            .filter(|missing| state.members[missing.0 as usize].left);
+        let leaver = state.ballot.missing(round).filter(|missing| state.members[missing.0 as usize].left);
         drop(state);
         if let Some(verdict) = verdict {
-            let refusal = verdict
-                .clone()
-                .err()
-                .map(|Refusal { rank, exit, text }| (rank, exit, text));
+            let refusal = verdict.clone().err().map(|Refusal { rank, exit, text }| (rank, exit, text));
             for member in self.control.iter().flatten() {
-                member.say(Frame::Verdict {
-                    round,
-                    refusal: refusal.clone(),
-                });
+                member.say(Frame::Verdict { round, refusal: refusal.clone() });
             }
             self.agreed(round, verdict);
         } else if let Some(leaver) = leaver {
-            self.failed(
-                leaver,
-                format!("left the group while rank {rank} waited for its vote"),
-            );
+            self.failed(leaver, format!("left the group while rank {rank} waited for its vote"));
         }
     }
 
     fn died(&self, rank: Rank, text: String) {
-        self.decide(Abort {
-            culprit: rank,
-            cause: AbortCause::Died(text),
-            progress: Progress::default(),
-        });
+        self.decide(Abort { culprit: rank, cause: AbortCause::Died(text), progress: Progress::default() });
     }
 
     /// Of the coordinator: handles the frames of one rank's control connection until it ends.
@@ -235,10 +204,7 @@ impl Core {
         let first_open = self.lock().agrees.keys().next().copied();
         let missing = first_open.and_then(|round| coordinator.lock().ballot.missing(round));
         if missing == Some(leaver) {
-            self.failed(
-                leaver,
-                format!("left the group while rank {} waited for its vote", self.me),
-            );
+            self.failed(leaver, format!("left the group while rank {} waited for its vote", self.me));
         }
     }
 
@@ -283,20 +249,12 @@ impl Core {
 
     fn coordinator_failed(&self, text: String) {
         let progress = Progress::default();
-        self.aborted(Abort {
-            culprit: COORDINATOR,
-            cause: AbortCause::Failed(text),
-            progress,
-        });
+        self.aborted(Abort { culprit: COORDINATOR, cause: AbortCause::Failed(text), progress });
     }
 
     fn coordinator_died(&self, text: String) {
         let progress = Progress::default();
-        self.aborted(Abort {
-            culprit: COORDINATOR,
-            cause: AbortCause::Died(text),
-            progress,
-        });
+        self.aborted(Abort { culprit: COORDINATOR, cause: AbortCause::Died(text), progress });
     }
 
     /// Of the coordinator: tells everyone that it lives, and listens for silence.
@@ -337,9 +295,7 @@ impl Core {
                 return;
             }
             if let Some(control) = self.control(COORDINATOR) {
-                control.say(Frame::Ping {
-                    progress: self.progress(),
-                });
+                control.say(Frame::Ping { progress: self.progress() });
             }
             if heard.tick() >= SILENT_TICKS {
                 self.coordinator_died(self.silence());
@@ -348,10 +304,7 @@ impl Core {
     }
 
     fn silence(&self) -> String {
-        format!(
-            "nothing heard of it for {:.1} s",
-            (self.heartbeat * SILENT_TICKS).as_secs_f64()
-        )
+        format!("nothing heard of it for {:.1} s", (self.heartbeat * SILENT_TICKS).as_secs_f64())
     }
 
     /// A data connection has ended.
@@ -373,11 +326,7 @@ impl Core {
                 let text = describe(reason);
                 if self.is_coordinator() {
                     let cause = AbortCause::Died(format!("rank 0 lost its link to it: {text}"));
-                    self.decide(Abort {
-                        culprit: peer,
-                        cause,
-                        progress: Progress::default(),
-                    });
+                    self.decide(Abort { culprit: peer, cause, progress: Progress::default() });
                 } else if let Some(control) = self.control(COORDINATOR) {
                     control.say(Frame::LinkLost { peer, text });
                 }

@@ -57,11 +57,7 @@ pub(crate) struct Link {
 
 impl Link {
     pub(crate) fn new(connection: Connection, frames: FrameSender, flushed: watch::Receiver<bool>) -> Self {
-        Self {
-            connection,
-            frames: Mutex::new(Some(frames)),
-            flushed,
-        }
+        Self { connection, frames: Mutex::new(Some(frames)), flushed }
     }
 
     /// Queues a frame. A link that is gone drops it: its watcher knows.
@@ -93,16 +89,7 @@ pub(crate) struct Group {
 impl Core {
     /// Must be called in a tokio context.
     pub(crate) fn new(group: Group) -> Self {
-        let Group {
-            me,
-            world,
-            job,
-            epoch,
-            heartbeat,
-            endpoint,
-            links,
-            control,
-        } = group;
+        let Group { me, world, job, epoch, heartbeat, endpoint, links, control } = group;
         Self {
             me,
             world,
@@ -156,8 +143,7 @@ impl Core {
     pub(crate) fn report_progress(&self, progress: Progress) {
         // A heartbeat between the two stores may quote a step of the operation before: good enough for an error text.
         self.progress_op.store(progress.op, Ordering::Relaxed);
-        self.progress_step
-            .store(u64::from(progress.step), Ordering::Relaxed);
+        self.progress_step.store(u64::from(progress.step), Ordering::Relaxed);
     }
 
     /// The group is aborted, as far as this rank is concerned: everything outstanding ends. The first one counts.
@@ -176,16 +162,8 @@ impl Core {
 
     /// `culprit` cannot go on; its last known progress is filled in by the coordinator.
     pub(crate) fn failed(&self, culprit: Rank, text: String) {
-        let progress = if culprit == self.me {
-            self.progress()
-        } else {
-            Progress::default()
-        };
-        self.ask_for_abort(Abort {
-            culprit,
-            cause: AbortCause::Failed(text),
-            progress,
-        });
+        let progress = if culprit == self.me { self.progress() } else { Progress::default() };
+        self.ask_for_abort(Abort { culprit, cause: AbortCause::Failed(text), progress });
     }
 
     /// Rank 0 decides; every other rank asks it to.
@@ -223,16 +201,10 @@ impl Core {
         if let Some(tag) = tag {
             let call = self.lock().recvs.remove(&(peer, tag));
             if let Some(call) = call {
-                call.completer.complete(Err(TransportError::PeerMisbehaved {
-                    peer,
-                    text: text.clone(),
-                }));
+                call.completer.complete(Err(TransportError::PeerMisbehaved { peer, text: text.clone() }));
             }
             if let Some(link) = self.link(peer) {
-                link.say(Frame::Refuse {
-                    tag,
-                    text: text.clone(),
-                });
+                link.say(Frame::Refuse { tag, text: text.clone() });
             }
         }
         self.failed(peer, format!("broke the protocol: {text}"));
@@ -262,10 +234,8 @@ impl Core {
                 drop(state);
                 for (peer, tag) in given_up {
                     if let Some(link) = self.link(peer) {
-                        let text = format!(
-                            "rank {} gave up waiting for {tag}: its deadline has passed",
-                            self.me
-                        );
+                        let text =
+                            format!("rank {} gave up waiting for {tag}: its deadline has passed", self.me);
                         link.say(Frame::Refuse { tag, text });
                     }
                 }

@@ -64,9 +64,7 @@ impl Door {
     async fn receive(&self, incoming: Incoming) -> Result<(), String> {
         let config = Arc::new(self.tls.server(Path::of_endpoint(self.config.bind)));
         let connecting = incoming.accept_with(config).map_err(|error| error.to_string())?;
-        let connection = timeout(VISIT_PATIENCE, connecting)
-            .await
-            .map_err(|_| "slow handshake")?;
+        let connection = timeout(VISIT_PATIENCE, connecting).await.map_err(|_| "slow handshake")?;
         let connection = connection.map_err(|error| error.to_string())?;
         let talk = timeout(VISIT_PATIENCE, self.talk(&connection)).await;
         let refusal = match talk {
@@ -80,10 +78,7 @@ impl Door {
             }
             Ok(Err(Refusal { answer, code, text })) => {
                 if let Some(mut answer) = answer {
-                    let reject = Frame::Reject {
-                        code,
-                        text: text.clone(),
-                    };
+                    let reject = Frame::Reject { code, text: text.clone() };
                     if answer.write_all(&reject.encode()).await.is_ok() && answer.finish().is_ok() {
                         let _ = timeout(GOODBYE_PATIENCE, answer.stopped()).await;
                     }
@@ -97,27 +92,15 @@ impl Door {
     }
 
     async fn talk(&self, connection: &Connection) -> Result<(Purpose, Joined), Refusal> {
-        let silent = |code, text: String| Refusal {
-            answer: None,
-            code,
-            text,
-        };
+        let silent = |code, text: String| Refusal { answer: None, code, text };
         let (proven_rank, proven_job) =
             tls::proven_identity(connection).map_err(|error| silent(RejectCode::Rank, error.to_string()))?;
         let purpose = tls::negotiated_purpose(connection);
-        let (send, recv) = connection
-            .accept_bi()
-            .await
-            .map_err(|error| silent(RejectCode::Protocol, error.to_string()))?;
+        let (send, recv) =
+            connection.accept_bi().await.map_err(|error| silent(RejectCode::Protocol, error.to_string()))?;
         let mut frames = FrameReader::new(recv);
         let hello = frames.next().await;
-        let QuicConfig {
-            rank: me,
-            world,
-            job,
-            epoch,
-            ..
-        } = &self.config;
+        let QuicConfig { rank: me, world, job, epoch, .. } = &self.config;
         let complaint = match hello {
             Ok(Some(Frame::Hello {
                 protocol,
@@ -150,10 +133,7 @@ impl Door {
                         format!("rank {rank} has no place here: this is rank {me} of {world}"),
                     ))
                 } else if Some(said) != purpose || (said == Purpose::Control && *me != COORDINATOR) {
-                    Some((
-                        RejectCode::Protocol,
-                        format!("rank {me} does not take a connection for {said:?}"),
-                    ))
+                    Some((RejectCode::Protocol, format!("rank {me} does not take a connection for {said:?}")))
                 } else if !self.take(said, rank, connection) {
                     Some((
                         RejectCode::Duplicate,
@@ -167,23 +147,11 @@ impl Door {
             Err(error) => Some((RejectCode::Protocol, error.to_string())),
         };
         if let Some((code, text)) = complaint {
-            return Err(Refusal {
-                answer: Some(send),
-                code,
-                text,
-            });
+            return Err(Refusal { answer: Some(send), code, text });
         }
         let purpose = purpose.unwrap_or(Purpose::Data);
-        let mut joined = Joined {
-            rank: proven_rank,
-            connection: connection.clone(),
-            send,
-            frames,
-        };
-        let welcome = Frame::Welcome {
-            protocol: PROTOCOL_VERSION,
-        }
-        .encode();
+        let mut joined = Joined { rank: proven_rank, connection: connection.clone(), send, frames };
+        let welcome = Frame::Welcome { protocol: PROTOCOL_VERSION }.encode();
         match joined.send.write_all(&welcome).await {
             Ok(()) => Ok((purpose, joined)),
             Err(error) => Err(silent(RejectCode::Protocol, error.to_string())),
@@ -194,10 +162,7 @@ impl Door {
     fn take(&self, purpose: Purpose, rank: Rank, connection: &Connection) -> bool {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (purpose == Purpose::Control, rank);
-        if taken
-            .get(&key)
-            .is_some_and(|earlier| earlier.close_reason().is_none())
-        {
+        if taken.get(&key).is_some_and(|earlier| earlier.close_reason().is_none()) {
             return false;
         }
         taken.insert(key, connection.clone());

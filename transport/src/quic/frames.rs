@@ -25,10 +25,7 @@ pub(crate) struct FrameReader {
 
 impl FrameReader {
     pub(crate) fn new(stream: RecvStream) -> Self {
-        Self {
-            stream,
-            pending: Vec::new(),
-        }
+        Self { stream, pending: Vec::new() }
     }
 
     /// The next frame, or `None` at the end of the stream. Cancel-safe.
@@ -38,12 +35,7 @@ impl FrameReader {
                 self.pending.drain(..taken);
                 return Ok(Some(frame));
             }
-            match self
-                .stream
-                .read_chunk(READ_BYTES, true)
-                .await
-                .map_err(FrameError::Stream)?
-            {
+            match self.stream.read_chunk(READ_BYTES, true).await.map_err(FrameError::Stream)? {
                 Some(chunk) => self.pending.extend_from_slice(&chunk.bytes),
                 None if self.pending.is_empty() => return Ok(None),
                 None => return Err(WireError::UnexpectedEnd.into()),

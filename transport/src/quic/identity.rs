@@ -31,10 +31,7 @@ impl JobId {
     pub fn random() -> Result<Self, TransportError> {
         let mut bytes = [0; 16];
         let provider = rustls::crypto::aws_lc_rs::default_provider();
-        provider
-            .secure_random
-            .fill(&mut bytes)
-            .map_err(|_| bootstrap("no randomness for a job number"))?;
+        provider.secure_random.fill(&mut bytes).map_err(|_| bootstrap("no randomness for a job number"))?;
         Ok(Self(bytes))
     }
 
@@ -70,9 +67,7 @@ impl FromStr for JobId {
         if text.len() != 32 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             return Err(wrong());
         }
-        u128::from_str_radix(text, 16)
-            .map(|number| Self(number.to_be_bytes()))
-            .map_err(|_| wrong())
+        u128::from_str_radix(text, 16).map(|number| Self(number.to_be_bytes())).map_err(|_| wrong())
     }
 }
 
@@ -85,9 +80,7 @@ pub struct ClusterAuthority {
 
 impl fmt::Debug for ClusterAuthority {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ClusterAuthority")
-            .field("job", &self.job)
-            .finish_non_exhaustive()
+        f.debug_struct("ClusterAuthority").field("job", &self.job).finish_non_exhaustive()
     }
 }
 
@@ -99,19 +92,13 @@ impl ClusterAuthority {
     /// [`TransportError::Bootstrap`] if keys cannot be made.
     pub fn new(job: JobId) -> Result<Self, TransportError> {
         let mut params = CertificateParams::default();
-        params
-            .distinguished_name
-            .push(DnType::CommonName, format!("kyklos job {job}"));
+        params.distinguished_name.push(DnType::CommonName, format!("kyklos job {job}"));
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         set_validity(&mut params);
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(cannot_issue)?;
         let certificate = params.self_signed(&key).map_err(cannot_issue)?.der().clone();
-        Ok(Self {
-            job,
-            certificate,
-            issuer: Issuer::new(params, key),
-        })
+        Ok(Self { job, certificate, issuer: Issuer::new(params, key) })
     }
 
     /// The identity of one rank, valid for [`VALID_DAYS`] days.
@@ -121,28 +108,16 @@ impl ClusterAuthority {
     /// [`TransportError::Bootstrap`] if keys cannot be made.
     pub fn issue(&self, rank: Rank) -> Result<Identity, TransportError> {
         let mut params = CertificateParams::new(vec![rank_name(rank, self.job)]).map_err(cannot_issue)?;
-        params
-            .distinguished_name
-            .push(DnType::CommonName, format!("kyklos rank {rank}"));
+        params.distinguished_name.push(DnType::CommonName, format!("kyklos rank {rank}"));
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![
-            ExtendedKeyUsagePurpose::ServerAuth,
-            ExtendedKeyUsagePurpose::ClientAuth,
-        ];
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         params.use_authority_key_identifier_extension = true;
         set_validity(&mut params);
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(cannot_issue)?;
-        let certificate = params
-            .signed_by(&key, &self.issuer)
-            .map_err(cannot_issue)?
-            .der()
-            .clone();
+        let certificate = params.signed_by(&key, &self.issuer).map_err(cannot_issue)?.der().clone();
         let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der()));
-        Ok(Identity {
-            authority: self.certificate.clone(),
-            certificate,
-            key,
-        })
+        Ok(Identity { authority: self.certificate.clone(), certificate, key })
     }
 }
 
@@ -168,13 +143,8 @@ impl Clone for Identity {
 
 impl fmt::Debug for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (rank, job) = self
-            .rank_and_job()
-            .map_or((None, None), |(rank, job)| (Some(rank), Some(job)));
-        f.debug_struct("Identity")
-            .field("rank", &rank)
-            .field("job", &job)
-            .finish_non_exhaustive()
+        let (rank, job) = self.rank_and_job().map_or((None, None), |(rank, job)| (Some(rank), Some(job)));
+        f.debug_struct("Identity").field("rank", &rank).field("job", &job).finish_non_exhaustive()
     }
 }
 
@@ -205,9 +175,7 @@ impl Identity {
             pem_block("CERTIFICATE", &self.authority),
             pem_block("PRIVATE KEY", self.key.secret_der()),
         ];
-        file.write_all(pem.concat().as_bytes())
-            .and_then(|()| file.sync_all())
-            .map_err(cannot)
+        file.write_all(pem.concat().as_bytes()).and_then(|()| file.sync_all()).map_err(cannot)
     }
 
     /// Reads what [`Self::write_file`] wrote.
@@ -232,10 +200,7 @@ impl Identity {
             }
         }
         if metadata.len() > LONGEST_FILE_BYTES {
-            return Err(bootstrap(format!(
-                "{shown} is too long for an identity: {} bytes",
-                metadata.len()
-            )));
+            return Err(bootstrap(format!("{shown} is too long for an identity: {} bytes", metadata.len())));
         }
         let mut pem = Vec::new();
         std::io::Read::read_to_end(&mut std::io::Read::take(file, LONGEST_FILE_BYTES), &mut pem)
@@ -247,14 +212,8 @@ impl Identity {
         let [certificate, authority] = <[_; 2]>::try_from(certificates)
             .map_err(|found| garbage(&format!("it holds {} certificates instead of 2", found.len())))?;
         let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|_| garbage("it holds no private key"))?;
-        let identity = Self {
-            authority,
-            certificate,
-            key,
-        };
-        identity
-            .rank_and_job()
-            .map_err(|error| garbage(&error.to_string()))?;
+        let identity = Self { authority, certificate, key };
+        identity.rank_and_job().map_err(|error| garbage(&error.to_string()))?;
         Ok(identity)
     }
 }
@@ -268,10 +227,7 @@ pub(crate) fn rank_name(rank: Rank, job: JobId) -> String {
 pub(crate) fn rank_and_job_of(certificate: &CertificateDer<'_>) -> Result<(Rank, JobId), TransportError> {
     let unreadable = || bootstrap("a certificate that cannot be read");
     let (_, parsed) = X509Certificate::from_der(certificate).map_err(|_| unreadable())?;
-    let names = parsed
-        .subject_alternative_name()
-        .map_err(|_| unreadable())?
-        .ok_or_else(unreadable)?;
+    let names = parsed.subject_alternative_name().map_err(|_| unreadable())?.ok_or_else(unreadable)?;
     let [GeneralName::DNSName(name)] = names.value.general_names.as_slice() else {
         return Err(bootstrap("a certificate that does not have exactly one DNS name"));
     };
@@ -281,10 +237,7 @@ pub(crate) fn rank_and_job_of(certificate: &CertificateDer<'_>) -> Result<(Rank,
 
 fn parse_rank_name(name: &str) -> Option<(Rank, JobId)> {
     let (rank, rest) = name.strip_prefix("rank-")?.split_once('.')?;
-    let parsed = (
-        Rank(rank.parse().ok()?),
-        rest.strip_suffix(".kyklos.internal")?.parse().ok()?,
-    );
+    let parsed = (Rank(rank.parse().ok()?), rest.strip_suffix(".kyklos.internal")?.parse().ok()?);
     // Only the spelling that is issued: no leading zeros, no capitals.
     (rank_name(parsed.0, parsed.1) == name).then_some(parsed)
 }
@@ -306,11 +259,7 @@ fn pem_block(label: &str, der: &[u8]) -> String {
             let bits = byte(0) << 16 | byte(1) << 8 | byte(2);
             for digit in 0..4 {
                 let index = (bits >> (18 - 6 * digit) & 63) as usize;
-                out.push(if digit > group.len() {
-                    '='
-                } else {
-                    char::from(ALPHABET[index])
-                });
+                out.push(if digit > group.len() { '=' } else { char::from(ALPHABET[index]) });
             }
         }
         out.push('\n');
@@ -346,31 +295,19 @@ mod tests {
         assert_eq!(read.certificate, identity.certificate);
         assert_eq!(read.authority, identity.authority);
         assert_eq!(read.key, identity.key);
-        assert!(
-            identity.write_file(&path).is_err(),
-            "an existing file must not be overwritten"
-        );
-        assert!(
-            !format!("{identity:?}").contains("key"),
-            "Debug must not show the key"
-        );
+        assert!(identity.write_file(&path).is_err(), "an existing file must not be overwritten");
+        assert!(!format!("{identity:?}").contains("key"), "Debug must not show the key");
     }
 
     #[cfg(unix)]
     #[test]
     fn an_identity_that_others_can_read_is_refused_with_the_remedy() {
         use std::os::unix::fs::PermissionsExt;
-        let identity = ClusterAuthority::new(JobId([1; 16]))
-            .unwrap()
-            .issue(Rank(0))
-            .unwrap();
+        let identity = ClusterAuthority::new(JobId([1; 16])).unwrap().issue(Rank(0)).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("identity.pem");
         identity.write_file(&path).unwrap();
-        assert_eq!(
-            std::fs::metadata(&path).unwrap().permissions().mode() & 0o777,
-            0o600
-        );
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o640)).unwrap();
         let error = Identity::read_file(&path).unwrap_err().to_string();
         assert!(error.contains("640") && error.contains("chmod 600"), "{error}");
@@ -379,18 +316,12 @@ mod tests {
     #[test]
     fn garbage_is_not_an_identity() {
         let folder = tempfile::tempdir().unwrap();
-        let identity = ClusterAuthority::new(JobId([1; 16]))
-            .unwrap()
-            .issue(Rank(0))
-            .unwrap();
+        let identity = ClusterAuthority::new(JobId([1; 16])).unwrap().issue(Rank(0)).unwrap();
         let whole = folder.path().join("whole.pem");
         identity.write_file(&whole).unwrap();
         let whole = std::fs::read_to_string(whole).unwrap();
         let cut = &whole[..whole.len() / 2];
-        for (index, text) in ["", "hello", cut, &whole.replace("PRIVATE", "PUBLIC")]
-            .iter()
-            .enumerate()
-        {
+        for (index, text) in ["", "hello", cut, &whole.replace("PRIVATE", "PUBLIC")].iter().enumerate() {
             let path = folder.path().join(format!("{index}.pem"));
             let mut options = std::fs::OpenOptions::new();
             options.write(true).create_new(true);

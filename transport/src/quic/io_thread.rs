@@ -20,13 +20,9 @@ pub(crate) struct IoThread {
 
 impl IoThread {
     pub(crate) fn start() -> Result<Self, TransportError> {
-        let cannot = |error| TransportError::Bootstrap {
-            text: format!("cannot start the I/O thread: {error}"),
-        };
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(cannot)?;
+        let cannot =
+            |error| TransportError::Bootstrap { text: format!("cannot start the I/O thread: {error}") };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(cannot)?;
         let handle = runtime.handle().clone();
         let (alive, mut all_gone) = mpsc::channel::<Infallible>(1);
         let thread = std::thread::Builder::new().name("kyklos-io".into());
@@ -35,10 +31,7 @@ impl IoThread {
                 runtime.block_on(all_gone.recv());
             })
             .map_err(cannot)?;
-        Ok(Self {
-            runtime: handle,
-            alive,
-        })
+        Ok(Self { runtime: handle, alive })
     }
 
     pub(crate) fn alive(&self) -> Alive {
@@ -54,8 +47,6 @@ impl IoThread {
         self.runtime.spawn(async move {
             let _ = result.send(future.await);
         });
-        ended.recv().map_err(|_| TransportError::Bootstrap {
-            text: "the I/O thread has ended".into(),
-        })
+        ended.recv().map_err(|_| TransportError::Bootstrap { text: "the I/O thread has ended".into() })
     }
 }

@@ -33,10 +33,8 @@ pub(crate) fn start(config: &QuicConfig, endpoint: Endpoint, mesh: Mesh) -> Arc<
         readers.push(frames);
     }
     let (control, data) = (links.pop().unwrap_or_default(), links.pop().unwrap_or_default());
-    let (control_frames, data_frames) = (
-        readers.pop().unwrap_or_default(),
-        readers.pop().unwrap_or_default(),
-    );
+    let (control_frames, data_frames) =
+        (readers.pop().unwrap_or_default(), readers.pop().unwrap_or_default());
     let core = Arc::new(Core::new(Group {
         me: config.rank,
         world: config.world,
@@ -68,12 +66,7 @@ pub(crate) fn start(config: &QuicConfig, endpoint: Endpoint, mesh: Mesh) -> Arc<
 }
 
 fn link(joined: Joined) -> (Rank, Link, FrameReader) {
-    let Joined {
-        rank,
-        connection,
-        send,
-        frames,
-    } = joined;
+    let Joined { rank, connection, send, frames } = joined;
     let (sender, receiver) = mpsc::unbounded_channel();
     let (flushed, is_flushed) = watch::channel(false);
     tokio::spawn(async move {
@@ -97,11 +90,7 @@ impl Core {
         self.runtime.spawn(async move {
             let patience = Patience::of(patience);
             let result = core.say_goodbye(patience).await;
-            let code = if core.lock().abort.is_some() {
-                close_code::ABORTED
-            } else {
-                close_code::LEFT
-            };
+            let code = if core.lock().abort.is_some() { close_code::ABORTED } else { close_code::LEFT };
             core.hang_up(code, patience.until).await;
             completer.complete(result);
         });
@@ -112,10 +101,7 @@ impl Core {
         self.until(patience, || {
             let state = self.lock();
             let (&(to, tag), call) = state.sends.iter().next()?;
-            Some(Pending {
-                operation: "close",
-                ..call.pending(to, tag)
-            })
+            Some(Pending { operation: "close", ..call.pending(to, tag) })
         })
         .await?;
         for link in self.links.iter().flatten() {
@@ -124,17 +110,13 @@ impl Core {
         match &self.coordinator {
             // The coordinator goes last: the others need it to find out about each other.
             Some(coordinator) => {
-                self.until(patience, || coordinator.lowest_present().map(pending_close))
-                    .await
+                self.until(patience, || coordinator.lowest_present().map(pending_close)).await
             }
             None => {
                 if let Some(control) = self.control(COORDINATOR) {
                     control.say(Frame::Leave);
                 }
-                self.until(patience, || {
-                    (!self.lock().goodbye).then(|| pending_close(COORDINATOR))
-                })
-                .await
+                self.until(patience, || (!self.lock().goodbye).then(|| pending_close(COORDINATOR))).await
             }
         }
     }
@@ -150,25 +132,17 @@ impl Core {
             changed.as_mut().enable();
             let Some(pending) = pending() else { return Ok(()) };
             if let Some(abort) = self.lock().abort.clone() {
-                return Err(TransportError::Aborted {
-                    abort,
-                    pending: Some(pending),
-                });
+                return Err(TransportError::Aborted { abort, pending: Some(pending) });
             }
             if timeout_at(patience.until, changed).await.is_err() {
-                return Err(TransportError::Deadline {
-                    pending,
-                    waited: patience.asked,
-                });
+                return Err(TransportError::Deadline { pending, waited: patience.asked });
             }
         }
     }
 
     /// Closes all connections, after the peers have read what was said, and ends all tasks.
     async fn hang_up(&self, code: VarInt, until: Instant) {
-        let flush_until = until
-            .max(Instant::now() + SHORTEST_FLUSH)
-            .min(Instant::now() + LONGEST_FLUSH);
+        let flush_until = until.max(Instant::now() + SHORTEST_FLUSH).min(Instant::now() + LONGEST_FLUSH);
         let links: Vec<&Link> = self.all_links().collect();
         for link in &links {
             link.hang_up();
@@ -213,25 +187,17 @@ impl Core {
         }
         let aborted_before = self.lock().abort.is_some();
         let cause = AbortCause::Died("its endpoint was dropped without close".into());
-        let abort = Abort {
-            culprit: self.me,
-            cause,
-            progress: self.progress(),
-        };
+        let abort = Abort { culprit: self.me, cause, progress: self.progress() };
         if self.is_coordinator() {
             self.decide(abort);
         } else {
             self.aborted(abort);
         }
         self.lock().phase = Phase::Closing;
-        let code = if aborted_before || self.is_coordinator() {
-            close_code::ABORTED
-        } else {
-            close_code::DROPPED
-        };
+        let code =
+            if aborted_before || self.is_coordinator() { close_code::ABORTED } else { close_code::DROPPED };
         let core = Arc::clone(self);
-        self.runtime
-            .spawn(async move { core.hang_up(code, Instant::now() + LONGEST_FLUSH).await });
+        self.runtime.spawn(async move { core.hang_up(code, Instant::now() + LONGEST_FLUSH).await });
     }
 }
 
@@ -247,13 +213,7 @@ fn short(mut abort: Abort) -> Vec<u8> {
 }
 
 fn pending_close(peer: Rank) -> Pending {
-    Pending {
-        operation: "close",
-        peer,
-        tag: Tag { op: 0, message: 0 },
-        bytes_done: 0,
-        bytes_expected: 0,
-    }
+    Pending { operation: "close", peer, tag: Tag { op: 0, message: 0 }, bytes_done: 0, bytes_expected: 0 }
 }
 
 /// Even a close whose deadline has passed gives its last frames this long.

@@ -74,18 +74,7 @@ impl Core {
         let task = Arc::clone(self).send_message(to, tag, parts, total, Arc::clone(&moved), wish);
         let task = self.runtime.spawn(task).abort_handle();
         let patience = Patience::of(patience);
-        state.sends.insert(
-            (to, tag),
-            SendCall {
-                completer,
-                total,
-                moved,
-                patience,
-                wanted,
-                unwanted,
-                task,
-            },
-        );
+        state.sends.insert((to, tag), SendCall { completer, total, moved, patience, wanted, unwanted, task });
         drop(state);
         if peer_left {
             self.peer_left(to);
@@ -174,16 +163,7 @@ impl Core {
             part_digest: part_digest(parts.iter().map(Bytes::len)),
             total_bytes: total,
         };
-        let _ = write_message(
-            &mut Outgoing {
-                stream,
-                finished: false,
-            },
-            &header,
-            parts,
-            &moved,
-        )
-        .await;
+        let _ = write_message(&mut Outgoing { stream, finished: false }, &header, parts, &moved).await;
     }
 
     /// Handles the frames of a data connection until it ends.
@@ -209,8 +189,7 @@ impl Core {
                     };
                     if let Some(call) = call {
                         call.task.abort();
-                        call.completer
-                            .complete(Err(TransportError::PeerMisbehaved { peer, text }));
+                        call.completer.complete(Err(TransportError::PeerMisbehaved { peer, text }));
                     }
                     self.changed.notify_waiters();
                 }
@@ -318,8 +297,7 @@ impl Core {
                 };
                 if let Some(call) = call {
                     let text = format!("withdrew a message: {}", call.pending(from, tag));
-                    call.completer
-                        .complete(Err(TransportError::PeerMisbehaved { peer: from, text }));
+                    call.completer.complete(Err(TransportError::PeerMisbehaved { peer: from, text }));
                 }
                 self.changed.notify_waiters();
             }
@@ -329,19 +307,14 @@ impl Core {
 
     fn check_addresses(&self, from: Rank, header: &MessageHeader) -> Result<(), String> {
         if header.from != from || header.to != self.me {
-            let MessageHeader {
-                from: said_from, to, ..
-            } = header;
+            let MessageHeader { from: said_from, to, .. } = header;
             return Err(format!(
                 "a message from rank {said_from} to rank {to} on the connection from rank {from} to rank {}",
                 self.me
             ));
         }
         if header.job_low != self.job.low() || header.epoch != self.epoch {
-            return Err(format!(
-                "{} of another job or epoch ({})",
-                header.tag, header.epoch
-            ));
+            return Err(format!("{} of another job or epoch ({})", header.tag, header.epoch));
         }
         Ok(())
     }
@@ -354,11 +327,7 @@ impl Core {
             if call.reading.is_some() {
                 return Claim::Wrong(format!("{tag} was sent twice"));
             }
-            let expected = (
-                call.part_bytes.len(),
-                call.total,
-                part_digest(call.part_bytes.iter().copied()),
-            );
+            let expected = (call.part_bytes.len(), call.total, part_digest(call.part_bytes.iter().copied()));
             if (header.part_count as usize, header.total_bytes, header.part_digest) != expected {
                 return Claim::Wrong(format!(
                     "{tag}: rank {from} sends {} parts of {} bytes in all, rank {} expects parts of {:?} bytes",
@@ -368,11 +337,7 @@ impl Core {
             let (reading, cancelled) = oneshot::channel();
             call.reading = Some(reading);
             let (part_bytes, moved) = (call.part_bytes.clone(), Arc::clone(&call.moved));
-            return Claim::Granted(Granted {
-                part_bytes,
-                moved,
-                cancelled,
-            });
+            return Claim::Granted(Granted { part_bytes, moved, cancelled });
         }
         let peer = &mut state.peers[from.0 as usize];
         match peer.ended.get(&tag) {
@@ -381,10 +346,7 @@ impl Core {
             None => {}
         }
         if tag.op.saturating_add(REMEMBERED_OPS) < peer.latest_op {
-            return Claim::Wrong(format!(
-                "{tag} is of the past: operation {} is under way",
-                peer.latest_op
-            ));
+            return Claim::Wrong(format!("{tag} is of the past: operation {} is under way", peer.latest_op));
         }
         if header.total_bytes > EARLY_BYTES {
             return Claim::Wrong(format!(
@@ -427,11 +389,7 @@ enum ReadEnd {
 }
 
 async fn read_message(stream: &mut RecvStream, granted: Granted) -> Result<Vec<Bytes>, ReadEnd> {
-    let Granted {
-        part_bytes,
-        moved,
-        mut cancelled,
-    } = granted;
+    let Granted { part_bytes, moved, mut cancelled } = granted;
     let mut assembly = Assembly::new(&part_bytes);
     let mut chunks: [Bytes; 32] = std::array::from_fn(|_| Bytes::new());
     loop {
@@ -482,12 +440,7 @@ async fn write_message(
             write_piece(&mut out.stream, piece, Some(moved)).await?;
         }
     }
-    write_piece(
-        &mut out.stream,
-        Bytes::copy_from_slice(&checksum.digest().to_le_bytes()),
-        None,
-    )
-    .await?;
+    write_piece(&mut out.stream, Bytes::copy_from_slice(&checksum.digest().to_le_bytes()), None).await?;
     out.finished = out.stream.finish().is_ok();
     Ok(())
 }

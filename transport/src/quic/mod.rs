@@ -83,11 +83,7 @@ impl QuicConfig {
 
     /// Where this rank's socket is bound.
     fn local_address(&self) -> SocketAddr {
-        let port = if self.rank == COORDINATOR {
-            self.coordinator.port()
-        } else {
-            0
-        };
+        let port = if self.rank == COORDINATOR { self.coordinator.port() } else { 0 };
         SocketAddr::new(self.bind, port)
     }
 }
@@ -168,18 +164,11 @@ pub fn quic_loopback_group(world: u32) -> Result<Vec<Arc<dyn Transport>>, Transp
         let config = QuicConfig::new(rank, world, job, coordinator, authority.issue(rank)?);
         let socket = bind(&config)?;
         if rank == COORDINATOR {
-            let cannot = |error| TransportError::Bootstrap {
-                text: format!("cannot listen on loopback: {error}"),
-            };
+            let cannot =
+                |error| TransportError::Bootstrap { text: format!("cannot listen on loopback: {error}") };
             coordinator = socket.local_addr().map_err(cannot)?;
         }
-        ranks.push((
-            QuicConfig {
-                coordinator,
-                ..config
-            },
-            socket,
-        ));
+        ranks.push((QuicConfig { coordinator, ..config }, socket));
     }
     let thread = IoThread::start()?;
     let alive = thread.alive();
@@ -190,9 +179,7 @@ pub fn quic_loopback_group(world: u32) -> Result<Vec<Arc<dyn Transport>>, Transp
             .collect();
         let mut group: Vec<Arc<dyn Transport>> = Vec::new();
         for rank in forming {
-            let formed = rank.await.map_err(|error| TransportError::Bootstrap {
-                text: error.to_string(),
-            })?;
+            let formed = rank.await.map_err(|error| TransportError::Bootstrap { text: error.to_string() })?;
             group.push(Arc::new(formed?));
         }
         Ok(group)
@@ -202,11 +189,7 @@ pub fn quic_loopback_group(world: u32) -> Result<Vec<Arc<dyn Transport>>, Transp
 impl fmt::Debug for QuicTransport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Core { me, world, job, .. } = &*self.core;
-        f.debug_struct("QuicTransport")
-            .field("rank", me)
-            .field("world", world)
-            .field("job", job)
-            .finish()
+        f.debug_struct("QuicTransport").field("rank", me).field("world", world).field("job", job).finish()
     }
 }
 

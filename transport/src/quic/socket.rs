@@ -29,10 +29,7 @@ pub(crate) fn bind(address: SocketAddr) -> Result<std::net::UdpSocket, Transport
     // Systems clamp what they do not allow; what was granted is read back below.
     let _ = socket.set_recv_buffer_size(BUFFER_BYTES);
     let _ = socket.set_send_buffer_size(BUFFER_BYTES);
-    let granted = (
-        socket.recv_buffer_size().unwrap_or(0),
-        socket.send_buffer_size().unwrap_or(0),
-    );
+    let granted = (socket.recv_buffer_size().unwrap_or(0), socket.send_buffer_size().unwrap_or(0));
     if granted.0.min(granted.1) < LITTLE_BYTES {
         tracing::warn!(
             receive_bytes = granted.0,
@@ -40,11 +37,7 @@ pub(crate) fn bind(address: SocketAddr) -> Result<std::net::UdpSocket, Transport
             "the system grants small socket buffers: expect packet loss; raise net.core.rmem_max and wmem_max to 16 MiB"
         );
     } else {
-        tracing::debug!(
-            receive_bytes = granted.0,
-            send_bytes = granted.1,
-            "socket buffers"
-        );
+        tracing::debug!(receive_bytes = granted.0, send_bytes = granted.1, "socket buffers");
     }
     socket.set_nonblocking(true).map_err(cannot)?;
     socket.bind(&address.into()).map_err(cannot)?;
@@ -61,12 +54,8 @@ pub(crate) fn endpoint(
         text: format!("cannot set up the QUIC endpoint: {error}"),
     };
     let mut config = EndpointConfig::default();
-    config
-        .max_udp_payload_size(path.mtu().max(1472))
-        .map_err(|error| cannot(&error))?;
-    let mut socket = TokioRuntime
-        .wrap_udp_socket(socket)
-        .map_err(|error| cannot(&error))?;
+    config.max_udp_payload_size(path.mtu().max(1472)).map_err(|error| cannot(&error))?;
+    let mut socket = TokioRuntime.wrap_udp_socket(socket).map_err(|error| cannot(&error))?;
     if path == Path::Loopback {
         socket = Arc::new(WholePackets(socket));
     }

@@ -78,9 +78,7 @@ pub(crate) struct Patience {
 impl Patience {
     pub(crate) fn of(asked: Duration) -> Self {
         let now = Instant::now();
-        let until = now
-            .checked_add(asked)
-            .unwrap_or_else(|| now + Duration::from_secs(365 * 24 * 3600));
+        let until = now.checked_add(asked).unwrap_or_else(|| now + Duration::from_secs(365 * 24 * 3600));
         Self { until, asked }
     }
 }
@@ -117,15 +115,8 @@ impl Peer {
     /// Notes that the receive of `tag` ended, and forgets old ones.
     pub(crate) fn ended(&mut self, tag: Tag, ended: Ended) {
         self.ended.insert(tag, ended);
-        let oldest = Tag {
-            op: self.latest_op.saturating_sub(REMEMBERED_OPS),
-            message: 0,
-        };
-        if self
-            .ended
-            .first_key_value()
-            .is_some_and(|(&first, _)| first < oldest)
-        {
+        let oldest = Tag { op: self.latest_op.saturating_sub(REMEMBERED_OPS), message: 0 };
+        if self.ended.first_key_value().is_some_and(|(&first, _)| first < oldest) {
             self.ended = self.ended.split_off(&oldest);
         }
     }
@@ -149,10 +140,9 @@ impl State {
     pub(crate) fn may_post(&self) -> Result<(), TransportError> {
         match (self.phase, &self.abort) {
             (Phase::Open, None) => Ok(()),
-            (Phase::Open, Some(abort)) => Err(TransportError::Aborted {
-                abort: abort.clone(),
-                pending: None,
-            }),
+            (Phase::Open, Some(abort)) => {
+                Err(TransportError::Aborted { abort: abort.clone(), pending: None })
+            }
             (Phase::Closing | Phase::Closed, _) => Err(TransportError::Closed),
         }
     }
@@ -160,9 +150,7 @@ impl State {
     /// What this rank still needs of a rank that has left.
     pub(crate) fn still_needs(&self, peer: Rank, me: Rank) -> Option<String> {
         if let Some((_, tag)) = self.recvs.keys().find(|(from, _)| *from == peer) {
-            return Some(format!(
-                "left the group while rank {me} still expected {tag} from it"
-            ));
+            return Some(format!("left the group while rank {me} still expected {tag} from it"));
         }
         let (_, tag) = self.sends.keys().find(|(to, _)| *to == peer)?;
         Some(format!("left the group while rank {me} still had {tag} for it"))
@@ -179,10 +167,7 @@ impl State {
 
     pub(crate) fn fail_everything(&mut self) {
         let Some(abort) = self.abort.clone() else { return };
-        let error = |pending| TransportError::Aborted {
-            abort: abort.clone(),
-            pending: Some(pending),
-        };
+        let error = |pending| TransportError::Aborted { abort: abort.clone(), pending: Some(pending) };
         for ((to, tag), call) in self.sends.drain() {
             call.task.abort();
             let pending = call.pending(to, tag);
@@ -217,10 +202,7 @@ impl State {
 
     /// Ends late calls, and returns the receives among them.
     pub(crate) fn end_calls_past(&mut self, now: Instant) -> Vec<(Rank, Tag)> {
-        let late = |pending, patience: Patience| TransportError::Deadline {
-            pending,
-            waited: patience.asked,
-        };
+        let late = |pending, patience: Patience| TransportError::Deadline { pending, waited: patience.asked };
         for ((to, tag), call) in self.sends.extract_if(|_, call| call.patience.until <= now) {
             if call.unwanted {
                 self.peers[to.0 as usize].unwanted -= 1;
@@ -244,8 +226,7 @@ impl State {
             .collect();
         for round in rounds {
             if let Some(call) = self.agrees.remove(&round) {
-                call.completer
-                    .complete(Err(late(pending_agree(round), call.patience)));
+                call.completer.complete(Err(late(pending_agree(round), call.patience)));
             }
         }
         given_up
@@ -255,40 +236,19 @@ impl State {
 impl SendCall {
     pub(crate) fn pending(&self, peer: Rank, tag: Tag) -> Pending {
         let bytes_done = self.moved.load(Ordering::Relaxed);
-        Pending {
-            operation: "send",
-            peer,
-            tag,
-            bytes_done,
-            bytes_expected: self.total,
-        }
+        Pending { operation: "send", peer, tag, bytes_done, bytes_expected: self.total }
     }
 }
 
 impl RecvCall {
     pub(crate) fn pending(&self, peer: Rank, tag: Tag) -> Pending {
         let bytes_done = self.moved.load(Ordering::Relaxed);
-        Pending {
-            operation: "receive",
-            peer,
-            tag,
-            bytes_done,
-            bytes_expected: self.total,
-        }
+        Pending { operation: "receive", peer, tag, bytes_done, bytes_expected: self.total }
     }
 }
 
 /// Only the coordinator knows who has not voted; others wait for its verdict.
 fn pending_agree(round: u64) -> Pending {
-    let tag = Tag {
-        op: round,
-        message: 0,
-    };
-    Pending {
-        operation: "agree",
-        peer: COORDINATOR,
-        tag,
-        bytes_done: 0,
-        bytes_expected: 0,
-    }
+    let tag = Tag { op: round, message: 0 };
+    Pending { operation: "agree", peer: COORDINATOR, tag, bytes_done: 0, bytes_expected: 0 }
 }

@@ -49,10 +49,7 @@ impl TlsConfigs {
         config.transport_config(Arc::new(transport_config(path)));
         config.migration(false);
         // Strangers can only fill these; members need a handful.
-        config
-            .max_incoming(256)
-            .incoming_buffer_size(64 << 10)
-            .incoming_buffer_size_total(8 << 20);
+        config.max_incoming(256).incoming_buffer_size(64 << 10).incoming_buffer_size_total(8 << 20);
         config
     }
 }
@@ -71,11 +68,7 @@ impl Path {
     ///
     /// Loopback interfaces of other systems than Linux carry smaller datagrams.
     pub(crate) fn of_endpoint(bind: IpAddr) -> Self {
-        if cfg!(target_os = "linux") && bind.is_loopback() {
-            Self::Loopback
-        } else {
-            Self::Network
-        }
+        if cfg!(target_os = "linux") && bind.is_loopback() { Self::Loopback } else { Self::Network }
     }
 
     /// Largest UDP payload that is sent.
@@ -182,14 +175,11 @@ fn roots(identity: &Identity) -> Result<RootCertStore, TransportError> {
 
 /// The rank and the job that the peer proved in the handshake.
 pub(crate) fn proven_identity(connection: &Connection) -> Result<(Rank, JobId), TransportError> {
-    let chain = connection
-        .peer_identity()
-        .and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
+    let chain =
+        connection.peer_identity().and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
     match chain.as_deref().map(Vec::as_slice) {
         Some([certificate, ..]) => identity::rank_and_job_of(certificate),
-        _ => Err(TransportError::Bootstrap {
-            text: "a peer without a certificate".into(),
-        }),
+        _ => Err(TransportError::Bootstrap { text: "a peer without a certificate".into() }),
     }
 }
 
@@ -197,13 +187,9 @@ pub(crate) fn proven_identity(connection: &Connection) -> Result<(Rank, JobId), 
 pub(crate) fn negotiated_purpose(connection: &Connection) -> Option<Purpose> {
     let data = connection.handshake_data()?.downcast::<HandshakeData>().ok()?;
     let protocol = data.protocol?;
-    [Purpose::Control, Purpose::Data]
-        .into_iter()
-        .find(|purpose| alpn(*purpose) == protocol)
+    [Purpose::Control, Purpose::Data].into_iter().find(|purpose| alpn(*purpose) == protocol)
 }
 
 fn cannot_set_up(error: impl std::fmt::Display) -> TransportError {
-    TransportError::Bootstrap {
-        text: format!("cannot set up TLS: {error}"),
-    }
+    TransportError::Bootstrap { text: format!("cannot set up TLS: {error}") }
 }

@@ -60,19 +60,13 @@ impl<'a> Reader<'a> {
     }
 
     pub(crate) fn bytes(&mut self, count: usize) -> Result<&'a [u8], WireError> {
-        let (taken, rest) = self
-            .rest
-            .split_at_checked(count)
-            .ok_or(WireError::UnexpectedEnd)?;
+        let (taken, rest) = self.rest.split_at_checked(count).ok_or(WireError::UnexpectedEnd)?;
         self.rest = rest;
         Ok(taken)
     }
 
     pub(crate) fn array<const N: usize>(&mut self) -> Result<[u8; N], WireError> {
-        let (taken, rest) = self
-            .rest
-            .split_first_chunk::<N>()
-            .ok_or(WireError::UnexpectedEnd)?;
+        let (taken, rest) = self.rest.split_first_chunk::<N>().ok_or(WireError::UnexpectedEnd)?;
         self.rest = rest;
         Ok(*taken)
     }
@@ -97,17 +91,11 @@ impl<'a> Reader<'a> {
     pub(crate) fn text(&mut self) -> Result<String, WireError> {
         let length = self.u16()?;
         let bytes = self.bytes(usize::from(length))?;
-        std::str::from_utf8(bytes)
-            .map(str::to_owned)
-            .map_err(|_| WireError::BadText)
+        std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| WireError::BadText)
     }
 
     pub(crate) fn finish(self) -> Result<(), WireError> {
-        if self.rest.is_empty() {
-            Ok(())
-        } else {
-            Err(WireError::TrailingBytes(self.rest.len()))
-        }
+        if self.rest.is_empty() { Ok(()) } else { Err(WireError::TrailingBytes(self.rest.len())) }
     }
 }
 

@@ -233,14 +233,7 @@ impl Frame {
     fn put_body(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&[self.number(), LAYOUT]);
         match self {
-            Self::Hello {
-                protocol,
-                purpose,
-                job,
-                epoch,
-                rank,
-                world,
-            } => {
+            Self::Hello { protocol, purpose, job, epoch, rank, world } => {
                 out.extend_from_slice(&protocol.to_le_bytes());
                 out.push(match purpose {
                     Purpose::Control => 0,
@@ -264,15 +257,11 @@ impl Frame {
                 }
             }
             Self::Meshed | Self::Start | Self::Pong | Self::Leave | Self::Goodbye => {}
-            Self::Vote {
-                vote: Vote::Ready { plan_hash },
-            } => {
+            Self::Vote { vote: Vote::Ready { plan_hash } } => {
                 out.push(0);
                 out.extend_from_slice(plan_hash);
             }
-            Self::Vote {
-                vote: Vote::Refuse { exit, text },
-            } => {
+            Self::Vote { vote: Vote::Refuse { exit, text } } => {
                 out.extend_from_slice(&[1, *exit]);
                 put_text(out, text, MAX_TEXT_BYTES);
             }
@@ -289,14 +278,7 @@ impl Frame {
                 }
             }
             Self::Ping { progress } => put_progress(out, *progress),
-            Self::Abort {
-                abort:
-                    Abort {
-                        culprit,
-                        cause,
-                        progress,
-                    },
-            } => {
+            Self::Abort { abort: Abort { culprit, cause, progress } } => {
                 out.extend_from_slice(&culprit.0.to_le_bytes());
                 let (number, text) = match cause {
                     AbortCause::Died(text) => (0, text),
@@ -323,10 +305,7 @@ impl Frame {
         let number = reader.u8()?;
         let layout = reader.u8()?;
         if layout != LAYOUT {
-            return Err(WireError::UnknownVersion {
-                what: "a frame",
-                found: u16::from(layout),
-            });
+            return Err(WireError::UnknownVersion { what: "a frame", found: u16::from(layout) });
         }
         let frame = match number {
             number::HELLO => Self::Hello {
@@ -335,10 +314,7 @@ impl Frame {
                     0 => Purpose::Control,
                     1 => Purpose::Data,
                     value => {
-                        return Err(WireError::BadValue {
-                            field: "purpose",
-                            value: u64::from(value),
-                        });
+                        return Err(WireError::BadValue { field: "purpose", value: u64::from(value) });
                     }
                 },
                 job: reader.array()?,
@@ -346,20 +322,12 @@ impl Frame {
                 rank: Rank(reader.u32()?),
                 world: reader.u32()?,
             },
-            number::WELCOME => Self::Welcome {
-                protocol: reader.u16()?,
-            },
-            number::REJECT => Self::Reject {
-                code: RejectCode::read(&mut reader)?,
-                text: reader.text()?,
-            },
+            number::WELCOME => Self::Welcome { protocol: reader.u16()? },
+            number::REJECT => Self::Reject { code: RejectCode::read(&mut reader)?, text: reader.text()? },
             number::ADDRESS_TABLE => {
                 let count = reader.u32()?;
                 if count > MAX_WORLD {
-                    return Err(WireError::BadValue {
-                        field: "address count",
-                        value: u64::from(count),
-                    });
+                    return Err(WireError::BadValue { field: "address count", value: u64::from(count) });
                 }
                 // Grows as addresses are really there; the count alone reserves nothing.
                 let mut addresses = Vec::new();
@@ -372,18 +340,10 @@ impl Frame {
             number::START => Self::Start,
             number::VOTE => Self::Vote {
                 vote: match reader.u8()? {
-                    0 => Vote::Ready {
-                        plan_hash: reader.array()?,
-                    },
-                    1 => Vote::Refuse {
-                        exit: reader.u8()?,
-                        text: reader.text()?,
-                    },
+                    0 => Vote::Ready { plan_hash: reader.array()? },
+                    1 => Vote::Refuse { exit: reader.u8()?, text: reader.text()? },
                     value => {
-                        return Err(WireError::BadValue {
-                            field: "vote",
-                            value: u64::from(value),
-                        });
+                        return Err(WireError::BadValue { field: "vote", value: u64::from(value) });
                     }
                 },
             },
@@ -393,16 +353,11 @@ impl Frame {
                     0 => None,
                     1 => Some((Rank(reader.u32()?), reader.u8()?, reader.text()?)),
                     value => {
-                        return Err(WireError::BadValue {
-                            field: "verdict",
-                            value: u64::from(value),
-                        });
+                        return Err(WireError::BadValue { field: "verdict", value: u64::from(value) });
                     }
                 },
             },
-            number::PING => Self::Ping {
-                progress: read_progress(&mut reader)?,
-            },
+            number::PING => Self::Ping { progress: read_progress(&mut reader)? },
             number::PONG => Self::Pong,
             number::ABORT => {
                 let culprit = Rank(reader.u32()?);
@@ -413,36 +368,17 @@ impl Frame {
                     0 => AbortCause::Died(text),
                     1 => AbortCause::Failed(text),
                     value => {
-                        return Err(WireError::BadValue {
-                            field: "cause",
-                            value: u64::from(value),
-                        });
+                        return Err(WireError::BadValue { field: "cause", value: u64::from(value) });
                     }
                 };
-                Self::Abort {
-                    abort: Abort {
-                        culprit,
-                        cause,
-                        progress,
-                    },
-                }
+                Self::Abort { abort: Abort { culprit, cause, progress } }
             }
-            number::LINK_LOST => Self::LinkLost {
-                peer: Rank(reader.u32()?),
-                text: reader.text()?,
-            },
+            number::LINK_LOST => Self::LinkLost { peer: Rank(reader.u32()?), text: reader.text()? },
             number::LEAVE => Self::Leave,
             number::GOODBYE => Self::Goodbye,
-            number::WANT => Self::Want {
-                tag: read_tag(&mut reader)?,
-            },
-            number::DONE => Self::Done {
-                tag: read_tag(&mut reader)?,
-            },
-            number::REFUSE => Self::Refuse {
-                tag: read_tag(&mut reader)?,
-                text: reader.text()?,
-            },
+            number::WANT => Self::Want { tag: read_tag(&mut reader)? },
+            number::DONE => Self::Done { tag: read_tag(&mut reader)? },
+            number::REFUSE => Self::Refuse { tag: read_tag(&mut reader)?, text: reader.text()? },
             unknown => return Err(WireError::UnknownFrame(unknown)),
         };
         reader.finish()?;
@@ -471,10 +407,7 @@ impl RejectCode {
             5 => Self::Duplicate,
             6 => Self::Protocol,
             value => {
-                return Err(WireError::BadValue {
-                    field: "reject code",
-                    value: u64::from(value),
-                });
+                return Err(WireError::BadValue { field: "reject code", value: u64::from(value) });
             }
         })
     }
@@ -501,10 +434,7 @@ fn put_tag(out: &mut Vec<u8>, tag: Tag) {
 }
 
 fn read_tag(reader: &mut Reader<'_>) -> Result<Tag, WireError> {
-    Ok(Tag {
-        op: reader.u64()?,
-        message: reader.u32()?,
-    })
+    Ok(Tag { op: reader.u64()?, message: reader.u32()? })
 }
 
 fn put_progress(out: &mut Vec<u8>, progress: Progress) {
@@ -513,8 +443,5 @@ fn put_progress(out: &mut Vec<u8>, progress: Progress) {
 }
 
 fn read_progress(reader: &mut Reader<'_>) -> Result<Progress, WireError> {
-    Ok(Progress {
-        op: reader.u64()?,
-        step: reader.u32()?,
-    })
+    Ok(Progress { op: reader.u64()?, step: reader.u32()? })
 }

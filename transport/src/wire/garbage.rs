@@ -40,28 +40,19 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         any::<[u8; 32]>().prop_map(|plan_hash| Vote::Ready { plan_hash }),
         (any::<u8>(), ".{0,40}").prop_map(|(exit, text)| Vote::Refuse { exit, text }),
     ];
-    let cause = prop_oneof![
-        ".{0,40}".prop_map(AbortCause::Died),
-        ".{0,40}".prop_map(AbortCause::Failed)
-    ];
+    let cause = prop_oneof![".{0,40}".prop_map(AbortCause::Died), ".{0,40}".prop_map(AbortCause::Failed)];
     let refusal = proptest::option::of((any::<u32>().prop_map(Rank), any::<u8>(), ".{0,40}"));
     prop_oneof![
-        (
-            any::<u16>(),
-            purpose,
-            any::<[u8; 16]>(),
-            any::<u32>(),
-            any::<u32>(),
-            any::<u32>()
-        )
-            .prop_map(|(protocol, purpose, job, epoch, rank, world)| Frame::Hello {
+        (any::<u16>(), purpose, any::<[u8; 16]>(), any::<u32>(), any::<u32>(), any::<u32>()).prop_map(
+            |(protocol, purpose, job, epoch, rank, world)| Frame::Hello {
                 protocol,
                 purpose,
                 job,
                 epoch,
                 rank: Rank(rank),
                 world
-            }),
+            }
+        ),
         any::<u16>().prop_map(|protocol| Frame::Welcome { protocol }),
         (code, ".{0,40}").prop_map(|(code, text)| Frame::Reject { code, text }),
         proptest::collection::vec(any_address(), 0..20)
@@ -77,16 +68,9 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         (any::<u64>(), refusal).prop_map(|(round, refusal)| Frame::Verdict { round, refusal }),
         any_progress().prop_map(|progress| Frame::Ping { progress }),
         (any::<u32>(), cause, any_progress()).prop_map(|(culprit, cause, progress)| Frame::Abort {
-            abort: Abort {
-                culprit: Rank(culprit),
-                cause,
-                progress
-            }
+            abort: Abort { culprit: Rank(culprit), cause, progress }
         }),
-        (any::<u32>(), ".{0,40}").prop_map(|(peer, text)| Frame::LinkLost {
-            peer: Rank(peer),
-            text
-        }),
+        (any::<u32>(), ".{0,40}").prop_map(|(peer, text)| Frame::LinkLost { peer: Rank(peer), text }),
         any_tag().prop_map(|tag| Frame::Want { tag }),
         any_tag().prop_map(|tag| Frame::Done { tag }),
         (any_tag(), ".{0,40}").prop_map(|(tag, text)| Frame::Refuse { tag, text }),
@@ -163,22 +147,13 @@ fn the_largest_table_and_the_longest_text_fit_a_frame() {
     assert_eq!(Frame::decode(&table.encode()).unwrap().unwrap().0, table);
 
     let text = "é".repeat(100_000);
-    let bytes = Frame::Refuse {
-        tag: Tag { op: 0, message: 0 },
-        text,
-    }
-    .encode();
-    let Ok(Some((Frame::Refuse { text, .. }, _))) = Frame::decode(&bytes) else {
-        panic!("not a refusal")
-    };
+    let bytes = Frame::Refuse { tag: Tag { op: 0, message: 0 }, text }.encode();
+    let Ok(Some((Frame::Refuse { text, .. }, _))) = Frame::decode(&bytes) else { panic!("not a refusal") };
     assert_eq!(text.len(), usize::from(MAX_TEXT_BYTES));
 }
 
 #[test]
 fn a_length_beyond_the_limit_is_refused_before_its_bytes_come() {
     let length = MAX_FRAME_BYTES as u32;
-    assert_eq!(
-        Frame::decode(&length.to_le_bytes()),
-        Err(WireError::TooLong(u64::from(length)))
-    );
+    assert_eq!(Frame::decode(&length.to_le_bytes()), Err(WireError::TooLong(u64::from(length))));
 }

@@ -6,11 +6,7 @@ use crate::transport::{Progress, Rank, Tag, Vote};
 
 /// Bytes of hex text; spaces are ignored.
 fn hex(text: &str) -> Vec<u8> {
-    let digits: Vec<u8> = text
-        .chars()
-        .filter_map(|c| c.to_digit(16))
-        .map(|digit| digit as u8)
-        .collect();
+    let digits: Vec<u8> = text.chars().filter_map(|c| c.to_digit(16)).map(|digit| digit as u8).collect();
     digits.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect()
 }
 
@@ -22,10 +18,7 @@ fn pinned(frame: &Frame, body: &[&str]) {
     expected.extend_from_slice(&body);
     expected.extend_from_slice(&crc32c::crc32c(&expected).to_le_bytes());
     assert_eq!(frame.encode(), expected, "{frame:?}");
-    assert_eq!(
-        Frame::decode(&expected),
-        Ok(Some((frame.clone(), expected.len())))
-    );
+    assert_eq!(Frame::decode(&expected), Ok(Some((frame.clone(), expected.len()))));
 }
 
 #[test]
@@ -53,14 +46,7 @@ fn frames_of_the_bootstrap_are_pinned() {
     let mut job = [0; 16];
     job[0] = 0xaa;
     job[15] = 0xbb;
-    let hello = Frame::Hello {
-        protocol: 1,
-        purpose: Purpose::Data,
-        job,
-        epoch: 7,
-        rank: Rank(3),
-        world: 4,
-    };
+    let hello = Frame::Hello { protocol: 1, purpose: Purpose::Data, job, epoch: 7, rank: Rank(3), world: 4 };
     pinned(
         &hello,
         &[
@@ -76,10 +62,7 @@ fn frames_of_the_bootstrap_are_pinned() {
     );
     pinned(&Frame::Welcome { protocol: 1 }, &["02", "01", "0100"]);
     pinned(
-        &Frame::Reject {
-            code: RejectCode::Duplicate,
-            text: "no".into(),
-        },
+        &Frame::Reject { code: RejectCode::Duplicate, text: "no".into() },
         &[
             "03", "01",   // number, layout
             "05",   // code: duplicate
@@ -87,10 +70,7 @@ fn frames_of_the_bootstrap_are_pinned() {
             "6e6f", // text
         ],
     );
-    let addresses = vec![
-        "127.0.0.1:7000".parse().unwrap(),
-        "[2001:db8::1]:258".parse().unwrap(),
-    ];
+    let addresses = vec!["127.0.0.1:7000".parse().unwrap(), "[2001:db8::1]:258".parse().unwrap()];
     pinned(
         &Frame::AddressTable { addresses },
         &[
@@ -110,34 +90,16 @@ fn frames_of_a_running_group_are_pinned() {
     let tag = Tag { op: 9, message: 5 };
     let progress = Progress { op: 9, step: 2 };
     pinned(
-        &Frame::Vote {
-            vote: Vote::Ready {
-                plan_hash: [0xcd; 32],
-            },
-        },
+        &Frame::Vote { vote: Vote::Ready { plan_hash: [0xcd; 32] } },
         &["07", "01", "00", &"cd".repeat(32)], // number, layout, ready, hash
     );
     pinned(
-        &Frame::Vote {
-            vote: Vote::Refuse {
-                exit: 2,
-                text: "é".into(),
-            },
-        },
+        &Frame::Vote { vote: Vote::Refuse { exit: 2, text: "é".into() } },
         &["07", "01", "01", "02", "0200", "c3a9"], // number, layout, refuse, exit, bytes of the text, text
     );
+    pinned(&Frame::Verdict { round: 1, refusal: None }, &["08", "01", "0100000000000000", "00"]);
     pinned(
-        &Frame::Verdict {
-            round: 1,
-            refusal: None,
-        },
-        &["08", "01", "0100000000000000", "00"],
-    );
-    pinned(
-        &Frame::Verdict {
-            round: 1,
-            refusal: Some((Rank(2), 2, "x".into())),
-        },
+        &Frame::Verdict { round: 1, refusal: Some((Rank(2), 2, "x".into())) },
         &[
             "08",
             "01",
@@ -149,17 +111,10 @@ fn frames_of_a_running_group_are_pinned() {
             "78",               // text
         ],
     );
-    pinned(
-        &Frame::Ping { progress },
-        &["09", "01", "0900000000000000", "02000000"],
-    ); // op, step
+    pinned(&Frame::Ping { progress }, &["09", "01", "0900000000000000", "02000000"]); // op, step
     pinned(
         &Frame::Abort {
-            abort: Abort {
-                culprit: Rank(1),
-                cause: AbortCause::Failed("oom".into()),
-                progress,
-            },
+            abort: Abort { culprit: Rank(1), cause: AbortCause::Failed("oom".into()), progress },
         },
         &[
             "0b",
@@ -173,25 +128,13 @@ fn frames_of_a_running_group_are_pinned() {
         ],
     );
     pinned(
-        &Frame::LinkLost {
-            peer: Rank(6),
-            text: String::new(),
-        },
+        &Frame::LinkLost { peer: Rank(6), text: String::new() },
         &["0c", "01", "06000000", "0000"], // number, layout, peer, bytes of the text
     );
+    pinned(&Frame::Want { tag }, &["0f", "01", "0900000000000000", "05000000"]); // op, message
+    pinned(&Frame::Done { tag }, &["10", "01", "0900000000000000", "05000000"]);
     pinned(
-        &Frame::Want { tag },
-        &["0f", "01", "0900000000000000", "05000000"],
-    ); // op, message
-    pinned(
-        &Frame::Done { tag },
-        &["10", "01", "0900000000000000", "05000000"],
-    );
-    pinned(
-        &Frame::Refuse {
-            tag,
-            text: "a".into(),
-        },
+        &Frame::Refuse { tag, text: "a".into() },
         &["11", "01", "0900000000000000", "05000000", "0100", "61"],
     );
 }

@@ -70,10 +70,7 @@ impl MessageHeader {
         }
         let layout = reader.u8()?;
         if layout != LAYOUT {
-            return Err(WireError::UnknownVersion {
-                what: "the message header",
-                found: u16::from(layout),
-            });
+            return Err(WireError::UnknownVersion { what: "the message header", found: u16::from(layout) });
         }
         let kind = reader.u8()?;
         let reserved = reader.u16()?;
@@ -82,10 +79,7 @@ impl MessageHeader {
             epoch: reader.u32()?,
             from: Rank(reader.u32()?),
             to: Rank(reader.u32()?),
-            tag: Tag {
-                op: reader.u64()?,
-                message: reader.u32()?,
-            },
+            tag: Tag { op: reader.u64()?, message: reader.u32()? },
             part_count: reader.u32()?,
             part_digest: reader.u32()?,
             total_bytes: reader.u64()?,
@@ -97,16 +91,10 @@ impl MessageHeader {
             return Err(WireError::Checksum { found, computed });
         }
         if kind != KIND_PARTS {
-            return Err(WireError::BadValue {
-                field: "kind of message",
-                value: u64::from(kind),
-            });
+            return Err(WireError::BadValue { field: "kind of message", value: u64::from(kind) });
         }
         if reserved != 0 {
-            return Err(WireError::BadValue {
-                field: "reserved field",
-                value: u64::from(reserved),
-            });
+            return Err(WireError::BadValue { field: "reserved field", value: u64::from(reserved) });
         }
         Ok(header)
     }
@@ -114,7 +102,5 @@ impl MessageHeader {
 
 /// CRC-32C over the lengths of the parts, each as u64: two sides whose plans cut a message differently notice.
 pub fn part_digest(part_bytes: impl Iterator<Item = usize>) -> u32 {
-    part_bytes.fold(0, |digest, bytes| {
-        crc32c::crc32c_append(digest, &(bytes as u64).to_le_bytes())
-    })
+    part_bytes.fold(0, |digest, bytes| crc32c::crc32c_append(digest, &(bytes as u64).to_le_bytes()))
 }

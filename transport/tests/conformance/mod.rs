@@ -22,9 +22,7 @@ pub(crate) fn payload(bytes: usize, seed: u64) -> Bytes {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut out = Vec::with_capacity(bytes + 8);
     while out.len() < bytes {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         out.extend_from_slice(&state.to_le_bytes());
     }
     out.truncate(bytes);
@@ -32,9 +30,7 @@ pub(crate) fn payload(bytes: usize, seed: u64) -> Bytes {
 }
 
 pub(crate) fn ready(byte: u8) -> Vote {
-    Vote::Ready {
-        plan_hash: [byte; 32],
-    }
+    Vote::Ready { plan_hash: [byte; 32] }
 }
 
 /// Closes all ranks at once, as their programs would.
@@ -69,10 +65,8 @@ pub(crate) fn payloads_of_all_sizes_and_part_counts_arrive_unchanged(make: fn(u3
     for (message, part_bytes) in messages.iter().enumerate() {
         for receive_first in [true, false] {
             let tag = tag(u64::from(receive_first), message as u32);
-            let parts: Vec<Bytes> = (0..)
-                .zip(*part_bytes)
-                .map(|(seed, &bytes)| payload(bytes, seed))
-                .collect();
+            let parts: Vec<Bytes> =
+                (0..).zip(*part_bytes).map(|(seed, &bytes)| payload(bytes, seed)).collect();
             let (sent, received);
             if receive_first {
                 received = group[1].post_recv(Rank(0), tag, part_bytes, LONG);
@@ -152,10 +146,7 @@ pub(crate) fn tags_are_matched_in_any_order(make: fn(u32) -> Group) {
         .collect();
     for message in (0..300).rev() {
         let received = group[1].post_recv(Rank(0), tag(0, message), &[bytes(message)], LONG);
-        assert!(
-            block_on(received).unwrap() == [payload(bytes(message), u64::from(message))],
-            "{message}"
-        );
+        assert!(block_on(received).unwrap() == [payload(bytes(message), u64::from(message))], "{message}");
     }
     for sent in sent {
         block_on(sent).unwrap();
@@ -171,10 +162,7 @@ pub(crate) fn a_send_waits_for_its_receive(make: fn(u32) -> Group) {
         let early = block_on(std::future::poll_fn(|context| {
             std::task::Poll::Ready(std::pin::Pin::new(&mut sent).poll(context).is_ready())
         }));
-        assert!(
-            !early,
-            "a send of {bytes} bytes ended before its receive was posted"
-        );
+        assert!(!early, "a send of {bytes} bytes ended before its receive was posted");
         block_on(group[1].post_recv(Rank(0), tag(0, message), &[bytes], LONG)).unwrap();
         block_on(sent).unwrap();
     }
@@ -196,27 +184,11 @@ pub(crate) fn ranks_agree_when_all_are_ready_with_one_plan(make: fn(u32) -> Grou
 
 pub(crate) fn the_lowest_refusal_is_everyones_error_and_the_group_goes_on(make: fn(u32) -> Group) {
     let group = make(4);
-    let refuse = |exit, text: &str| Vote::Refuse {
-        exit,
-        text: text.into(),
-    };
-    let ballots = [
-        ready(1),
-        refuse(2, "3 heads are too few"),
-        ready(9),
-        refuse(1, "out of memory"),
-    ];
-    let votes: Vec<_> = group
-        .iter()
-        .zip(ballots)
-        .map(|(rank, vote)| rank.agree(vote, LONG))
-        .collect();
+    let refuse = |exit, text: &str| Vote::Refuse { exit, text: text.into() };
+    let ballots = [ready(1), refuse(2, "3 heads are too few"), ready(9), refuse(1, "out of memory")];
+    let votes: Vec<_> = group.iter().zip(ballots).map(|(rank, vote)| rank.agree(vote, LONG)).collect();
     for vote in votes {
-        let expected = TransportError::Refused {
-            rank: Rank(1),
-            exit: 2,
-            text: "3 heads are too few".into(),
-        };
+        let expected = TransportError::Refused { rank: Rank(1), exit: 2, text: "3 heads are too few".into() };
         assert_eq!(block_on(vote), Err(expected));
     }
     let votes: Vec<_> = group.iter().map(|rank| rank.agree(ready(7), LONG)).collect();
@@ -226,18 +198,11 @@ pub(crate) fn the_lowest_refusal_is_everyones_error_and_the_group_goes_on(make: 
 
 pub(crate) fn different_plans_are_noticed_by_everyone(make: fn(u32) -> Group) {
     let group = make(3);
-    let votes: Vec<_> = group
-        .iter()
-        .map(|rank| rank.agree(ready(u8::from(rank.rank() == Rank(2))), LONG))
-        .collect();
-    let errors: Vec<_> = votes
-        .into_iter()
-        .map(|vote| block_on(vote).unwrap_err())
-        .collect();
+    let votes: Vec<_> =
+        group.iter().map(|rank| rank.agree(ready(u8::from(rank.rank() == Rank(2))), LONG)).collect();
+    let errors: Vec<_> = votes.into_iter().map(|vote| block_on(vote).unwrap_err()).collect();
     assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
-    let TransportError::Refused { rank, exit, text } = &errors[0] else {
-        panic!("{errors:?}")
-    };
+    let TransportError::Refused { rank, exit, text } = &errors[0] else { panic!("{errors:?}") };
     assert_eq!((*rank, *exit), (Rank(2), 2));
     assert!(text.contains("000000") && text.contains("010101"), "{text}");
     close(group);
@@ -262,18 +227,9 @@ pub(crate) fn an_abort_ends_everything_everywhere_and_names_one_culprit(make: fn
     let mut seen = Vec::new();
     for (me, receive) in receives.into_iter().enumerate() {
         let error = block_on(receive).unwrap_err();
-        let TransportError::Aborted {
-            pending: Some(pending),
-            ..
-        } = &error
-        else {
-            panic!("{error:?}")
-        };
+        let TransportError::Aborted { pending: Some(pending), .. } = &error else { panic!("{error:?}") };
         assert_eq!(pending.operation, "receive");
-        assert_eq!(
-            (pending.peer, pending.tag),
-            (Rank((me as u32 + 1) % 4), tag(5, 1))
-        );
+        assert_eq!((pending.peer, pending.tag), (Rank((me as u32 + 1) % 4), tag(5, 1)));
         assert_eq!((pending.bytes_done, pending.bytes_expected), (0, 100));
         seen.push(abort_of(error));
     }
@@ -284,19 +240,13 @@ pub(crate) fn an_abort_ends_everything_everywhere_and_names_one_culprit(make: fn
     group[2].abort(abort(2, "out of memory"));
     for rank in &group {
         let peer = Rank((rank.rank().0 + 1) % 4);
-        seen.push(abort_of(
-            block_on(rank.post_recv(peer, tag(6, 0), &[1], LONG)).unwrap_err(),
-        ));
+        seen.push(abort_of(block_on(rank.post_recv(peer, tag(6, 0), &[1], LONG)).unwrap_err()));
         seen.push(abort_of(
             block_on(rank.post_send(peer, tag(6, 0), vec![payload(1, 0)], LONG)).unwrap_err(),
         ));
         seen.push(abort_of(block_on(rank.agree(ready(0), LONG)).unwrap_err()));
     }
-    assert!(
-        started.elapsed() < Duration::from_secs(5),
-        "{:?}",
-        started.elapsed()
-    );
+    assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
     for one in seen {
         assert_eq!(one, abort(2, "out of memory"));
     }
@@ -324,11 +274,7 @@ pub(crate) fn a_dropped_rank_has_died(make: fn(u32) -> Group) {
             assert_eq!(abort.progress, Progress { op: 4, step: 2 }, "{text}");
             assert!(text.contains("0 of 1048576 bytes"), "{text}");
         }
-        assert!(
-            started.elapsed() < Duration::from_secs(5),
-            "{:?}",
-            started.elapsed()
-        );
+        assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
     }
 }
 
@@ -340,18 +286,10 @@ pub(crate) fn a_deadline_ends_a_call_and_says_how_far_it_got(make: fn(u32) -> Gr
     let send = group[0].post_send(Rank(1), tag(1, 3), vec![payload(1 << 20, 0)], short);
     let vote = group[0].agree(ready(0), short);
     let text = block_on(receive).unwrap_err().to_string();
-    assert!(
-        text.contains("receive from rank 1 (op 1 message 2) had 0 of 11 bytes after 200ms"),
-        "{text}"
-    );
+    assert!(text.contains("receive from rank 1 (op 1 message 2) had 0 of 11 bytes after 200ms"), "{text}");
     let error = block_on(send).unwrap_err();
-    let TransportError::Deadline { pending, waited } = error else {
-        panic!("{error:?}")
-    };
-    assert_eq!(
-        (pending.operation, pending.peer, pending.tag),
-        ("send", Rank(1), tag(1, 3))
-    );
+    let TransportError::Deadline { pending, waited } = error else { panic!("{error:?}") };
+    assert_eq!((pending.operation, pending.peer, pending.tag), ("send", Rank(1), tag(1, 3)));
     assert_eq!((pending.bytes_expected, waited), (1 << 20, short));
     let error = block_on(vote).unwrap_err();
     assert!(matches!(error, TransportError::Deadline { .. }), "{error:?}");
@@ -380,10 +318,7 @@ pub(crate) fn ranks_that_finish_early_may_leave(make: fn(u32) -> Group) {
     block_on(sent).unwrap();
     let first = group[0].close(LONG);
     std::thread::sleep(Duration::from_millis(300));
-    assert!(
-        !group[1].stop_flag().load(Ordering::Acquire),
-        "a rank that left in order is not dead"
-    );
+    assert!(!group[1].stop_flag().load(Ordering::Acquire), "a rank that left in order is not dead");
     block_on(group[1].close(LONG)).unwrap();
     block_on(first).unwrap();
 }
@@ -409,32 +344,22 @@ pub(crate) fn a_rank_that_leaves_while_it_is_needed_is_an_error(make: fn(u32) ->
     let _leaving = group[1].close(LONG);
     let abort = abort_of(block_on(needed).unwrap_err());
     assert_eq!(abort.culprit, Rank(1));
-    let AbortCause::Failed(text) = &abort.cause else {
-        panic!("{abort}")
-    };
-    assert!(
-        text.contains("left") && text.contains("rank 2") && text.contains("message 7"),
-        "{text}"
-    );
+    let AbortCause::Failed(text) = &abort.cause else { panic!("{abort}") };
+    assert!(text.contains("left") && text.contains("rank 2") && text.contains("message 7"), "{text}");
     let later = group[0].post_recv(Rank(2), tag(0, 8), &[10], LONG);
     assert_eq!(abort_of(block_on(later).unwrap_err()).culprit, Rank(1));
 }
 
 pub(crate) fn parts_of_other_lengths_than_expected_are_a_broken_protocol(make: fn(u32) -> Group) {
-    for (sends, expects) in [
-        (vec![4, 6], vec![6, 4]),
-        (vec![10], vec![11]),
-        (vec![10], vec![5, 5]),
-        (vec![200_000], vec![7]),
-    ] {
+    for (sends, expects) in
+        [(vec![4, 6], vec![6, 4]), (vec![10], vec![11]), (vec![10], vec![5, 5]), (vec![200_000], vec![7])]
+    {
         let group = make(2);
         let received = group[1].post_recv(Rank(0), tag(0, 0), &expects, LONG);
         let parts = sends.iter().map(|&bytes| payload(bytes, 0)).collect();
         let sent = group[0].post_send(Rank(1), tag(0, 0), parts, LONG);
         let error = block_on(received).unwrap_err();
-        let TransportError::PeerMisbehaved { peer, text } = &error else {
-            panic!("{error:?}")
-        };
+        let TransportError::PeerMisbehaved { peer, text } = &error else { panic!("{error:?}") };
         assert_eq!(*peer, Rank(0));
         assert!(text.contains(&format!("{expects:?}")), "{text}");
         // The sender hears it from the receiver, or through the coordinator.
@@ -450,46 +375,20 @@ pub(crate) fn parts_of_other_lengths_than_expected_are_a_broken_protocol(make: f
 pub(crate) fn calls_that_cannot_be_right_are_refused_and_harm_nothing(make: fn(u32) -> Group) {
     let group = make(2);
     let misuse = |error: TransportError, words: &str| {
-        let TransportError::Misuse { text } = &error else {
-            panic!("{error:?}")
-        };
+        let TransportError::Misuse { text } = &error else { panic!("{error:?}") };
         assert!(text.contains(words), "{text}");
     };
     let one = || vec![payload(1, 0)];
-    misuse(
-        block_on(group[0].post_send(Rank(2), tag(0, 0), one(), LONG)).unwrap_err(),
-        "group of 2",
-    );
-    misuse(
-        block_on(group[0].post_recv(Rank(7), tag(0, 0), &[1], LONG)).unwrap_err(),
-        "group of 2",
-    );
-    misuse(
-        block_on(group[1].post_send(Rank(1), tag(0, 0), one(), LONG)).unwrap_err(),
-        "itself",
-    );
-    misuse(
-        block_on(group[1].post_recv(Rank(1), tag(0, 0), &[1], LONG)).unwrap_err(),
-        "itself",
-    );
-    misuse(
-        block_on(group[0].post_send(Rank(1), tag(0, 0), vec![], LONG)).unwrap_err(),
-        "empty",
-    );
-    misuse(
-        block_on(group[0].post_recv(Rank(1), tag(0, 0), &[0, 0], LONG)).unwrap_err(),
-        "empty",
-    );
+    misuse(block_on(group[0].post_send(Rank(2), tag(0, 0), one(), LONG)).unwrap_err(), "group of 2");
+    misuse(block_on(group[0].post_recv(Rank(7), tag(0, 0), &[1], LONG)).unwrap_err(), "group of 2");
+    misuse(block_on(group[1].post_send(Rank(1), tag(0, 0), one(), LONG)).unwrap_err(), "itself");
+    misuse(block_on(group[1].post_recv(Rank(1), tag(0, 0), &[1], LONG)).unwrap_err(), "itself");
+    misuse(block_on(group[0].post_send(Rank(1), tag(0, 0), vec![], LONG)).unwrap_err(), "empty");
+    misuse(block_on(group[0].post_recv(Rank(1), tag(0, 0), &[0, 0], LONG)).unwrap_err(), "empty");
     let first = group[0].post_send(Rank(1), tag(0, 0), one(), LONG);
-    misuse(
-        block_on(group[0].post_send(Rank(1), tag(0, 0), one(), LONG)).unwrap_err(),
-        "outstanding",
-    );
+    misuse(block_on(group[0].post_send(Rank(1), tag(0, 0), one(), LONG)).unwrap_err(), "outstanding");
     let first_receive = group[0].post_recv(Rank(1), tag(0, 0), &[1], LONG);
-    misuse(
-        block_on(group[0].post_recv(Rank(1), tag(0, 0), &[1], LONG)).unwrap_err(),
-        "outstanding",
-    );
+    misuse(block_on(group[0].post_recv(Rank(1), tag(0, 0), &[1], LONG)).unwrap_err(), "outstanding");
     block_on(group[1].post_recv(Rank(0), tag(0, 0), &[1], LONG)).unwrap();
     block_on(first).unwrap();
     block_on(group[1].post_send(Rank(0), tag(0, 0), one(), LONG)).unwrap();

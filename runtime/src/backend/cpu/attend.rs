@@ -16,10 +16,7 @@ use crate::{BlockWork, MaskClass, Result, TileShape};
 
 /// The tiles of this backend. Q tiles hold whole panels on every instruction set: 96 is a multiple of 8, 12, 16
 /// and 48. KV tiles hold whole groups of 6 or 8 keys.
-pub(super) const TILE: TileShape = TileShape {
-    q_rows: 96,
-    kv_cols: 120,
-};
+pub(super) const TILE: TileShape = TileShape { q_rows: 96, kv_cols: 120 };
 
 /// Multiply-adds in a second, as last measured; decides how much goes into one piece, never a result.
 #[derive(Debug)]
@@ -77,9 +74,7 @@ pub(super) async fn attend(
     let tiles = u32::try_from(work.kv_positions.len().div_ceil(work.tile.kv_cols as usize))
         .expect("positions are u32, so tiles are");
     let tile_cost = u64::from(work.tile.q_rows * work.tile.kv_cols) * dim as u64 * 2;
-    let stretch = u32::try_from(JOB_COST / tile_cost)
-        .unwrap_or(u32::MAX)
-        .clamp(1, tiles);
+    let stretch = u32::try_from(JOB_COST / tile_cost).unwrap_or(u32::MAX).clamp(1, tiles);
     let stretch_bytes = PackedKeys::tile_bytes(&call, kernel) * stretch as usize;
     let heads_at_once = (PACKED_BYTES / stretch_bytes).max(1);
     let mut keys = backend.packed.take();
@@ -102,16 +97,7 @@ pub(super) async fn attend(
                 let wanted = |batch: usize, tile: u32| {
                     wanted[batch.min(wanted.len() - 1)][(tile - range.start) as usize]
                 };
-                keys.pack(
-                    backend.level,
-                    kernel,
-                    &call,
-                    kv_heads,
-                    &heads,
-                    &range,
-                    wanted,
-                    &backend.scratch,
-                );
+                keys.pack(backend.level, kernel, &call, kv_heads, &heads, &range, wanted, &backend.scratch);
             });
             attend_pieces(backend, &call, now, &keys, tile_cost, control).await?;
         }
@@ -146,12 +132,7 @@ async fn attend_pieces(
             // In order, each thread taking the next job when it is free.
             piece.iter_mut().par_bridge().for_each(|job| {
                 let mut scratch = backend.scratch.take();
-                backend.level.run(Run {
-                    call,
-                    job,
-                    keys,
-                    scratch: &mut scratch,
-                });
+                backend.level.run(Run { call, job, keys, scratch: &mut scratch });
                 backend.scratch.give(scratch);
             });
         });

@@ -24,10 +24,7 @@ enum Storage {
 impl CpuBuffer {
     /// Zeroed memory.
     pub(super) fn zeroed(label: &str, bytes: usize) -> Result<Self> {
-        Ok(Self {
-            label: label.to_owned(),
-            storage: Storage::zeroed(label, bytes)?,
-        })
+        Ok(Self { label: label.to_owned(), storage: Storage::zeroed(label, bytes)? })
     }
 
     /// `data` itself where f32 can be read out of it, else a copy.
@@ -37,10 +34,7 @@ impl CpuBuffer {
         } else {
             Storage::copied(label, &data)?
         };
-        Ok(Self {
-            label: label.to_owned(),
-            storage,
-        })
+        Ok(Self { label: label.to_owned(), storage })
     }
 
     /// Contents.
@@ -91,18 +85,13 @@ impl Storage {
         let words = bytes.div_ceil(4);
         // Asking first turns what would abort the process into an error. The vector itself then comes zeroed from the
         // allocator, which is free for fresh pages, where growing the first one would touch them all.
-        Vec::<u32>::new()
-            .try_reserve_exact(words)
-            .map_err(|_| Error::OutOfMemory {
-                device: "cpu".to_owned(),
-                what: label.to_owned(),
-                asked_bytes: bytes as u64,
-                allowed_bytes: isize::MAX as u64,
-            })?;
-        Ok(Self::Owned {
-            words: vec![0; words],
-            bytes,
-        })
+        Vec::<u32>::new().try_reserve_exact(words).map_err(|_| Error::OutOfMemory {
+            device: "cpu".to_owned(),
+            what: label.to_owned(),
+            asked_bytes: bytes as u64,
+            allowed_bytes: isize::MAX as u64,
+        })?;
+        Ok(Self::Owned { words: vec![0; words], bytes })
     }
 
     fn copied(label: &str, data: &[u8]) -> Result<Self> {
@@ -136,10 +125,7 @@ mod tests {
     fn sizes_that_no_machine_has_are_an_error() {
         for bytes in [usize::MAX, isize::MAX as usize, 1 << 62] {
             let error = CpuBuffer::zeroed("k of hop 3", bytes).unwrap_err();
-            assert!(
-                matches!(&error, Error::OutOfMemory { what, .. } if what == "k of hop 3"),
-                "{error}"
-            );
+            assert!(matches!(&error, Error::OutOfMemory { what, .. } if what == "k of hop 3"), "{error}");
         }
     }
 

@@ -47,43 +47,19 @@ pub(super) fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     // From 10 on it is 1 in f32. A comparison, not a minimum, so that NaN passes on every instruction set.
     let ten = simd.splat_f32s(10.0);
     let bounded = simd.select_f32s(simd.less_than_f32s(ten, magnitude), ten, magnitude);
-    let e = exp2(
-        simd,
-        simd.mul_f32s(bounded, simd.splat_f32s(2.0 * std::f32::consts::LOG2_E)),
-    );
+    let e = exp2(simd, simd.mul_f32s(bounded, simd.splat_f32s(2.0 * std::f32::consts::LOG2_E)));
     let one = simd.splat_f32s(1.0);
     let fraction = simd.div_f32s(simd.splat_f32s(2.0), simd.add_f32s(e, one));
     let large = simd.sub_f32s(one, fraction);
-    let signed = simd.select_f32s(
-        simd.less_than_f32s(x, simd.splat_f32s(0.0)),
-        simd.neg_f32s(large),
-        large,
-    );
-    simd.select_f32s(
-        simd.less_than_f32s(magnitude, simd.splat_f32s(0.625)),
-        small,
-        signed,
-    )
+    let signed = simd.select_f32s(simd.less_than_f32s(x, simd.splat_f32s(0.0)), simd.neg_f32s(large), large);
+    simd.select_f32s(simd.less_than_f32s(magnitude, simd.splat_f32s(0.625)), small, signed)
 }
 
 /// Minimax for 2^x on ±½ with the constant held at 1, highest power first; relative error below 4e-9.
-const POWERS: [f32; 7] = [
-    1.535_334_2e-4,
-    1.339_887_2e-3,
-    9.618_438e-3,
-    5.550_332_4e-2,
-    2.402_264_8e-1,
-    6.931_472e-1,
-    1.0,
-];
+const POWERS: [f32; 7] =
+    [1.535_334_2e-4, 1.339_887_2e-3, 9.618_438e-3, 5.550_332_4e-2, 2.402_264_8e-1, 6.931_472e-1, 1.0];
 /// Minimax for (tanh x − x) / x³ in x² on ±0.625, highest power first (Cephes, S. L. Moshier).
-const TANH: [f32; 5] = [
-    -5.704_988_7e-3,
-    2.063_909e-2,
-    -5.373_971_6e-2,
-    1.333_144_2e-1,
-    -3.333_328e-1,
-];
+const TANH: [f32; 5] = [-5.704_988_7e-3, 2.063_909e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328e-1];
 
 #[cfg(test)]
 mod tests {
@@ -110,10 +86,7 @@ mod tests {
     fn map(level: Level, values: &[f32], tanh: bool) -> Vec<f32> {
         let mut out = values.to_vec();
         out.resize(values.len().next_multiple_of(16), 0.0);
-        level.dispatch(Map {
-            values: &mut out,
-            tanh,
-        });
+        level.dispatch(Map { values: &mut out, tanh });
         out.truncate(values.len());
         out
     }
@@ -143,18 +116,8 @@ mod tests {
     #[test]
     fn exp2_keeps_nan_and_underflows_to_exact_zero() {
         let quiet_payload = f32::from_bits(0x7fc0_0001);
-        let input = [
-            0.0,
-            -0.0,
-            f32::NEG_INFINITY,
-            -126.5,
-            -1e30,
-            f32::MIN,
-            f32::NAN,
-            quiet_payload,
-            1.0,
-            -1.0,
-        ];
+        let input =
+            [0.0, -0.0, f32::NEG_INFINITY, -126.5, -1e30, f32::MIN, f32::NAN, quiet_payload, 1.0, -1.0];
         for level in [Level::detect(), Level::portable()] {
             let got = map(level, &input, false);
             assert_eq!(got[..6], [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
@@ -169,11 +132,7 @@ mod tests {
         for level in [Level::detect(), Level::portable()] {
             let worst = worst_ulp(level, &values, true, f64::tanh);
             assert!(worst <= 3.0, "{level:?}: {worst} ulp");
-            let got = map(
-                level,
-                &[f32::INFINITY, f32::NEG_INFINITY, 1e30, f32::NAN, 0.0],
-                true,
-            );
+            let got = map(level, &[f32::INFINITY, f32::NEG_INFINITY, 1e30, f32::NAN, 0.0], true);
             assert_eq!(got[..3], [1.0, -1.0, 1.0]);
             assert!(got[3].is_nan());
             assert_eq!(got[4], 0.0);

@@ -55,12 +55,7 @@ impl WithKernel for Run<'_, '_> {
 
     #[inline(always)]
     fn with_kernel<S: Simd, const MR: usize, const NV: usize>(self, simd: S) {
-        let Self {
-            call,
-            job,
-            keys,
-            scratch,
-        } = self;
+        let Self { call, job, keys, scratch } = self;
         let shape = KernelShape::of::<S, MR, NV>();
         let (lanes, dim) = (shape.lanes, call.dim);
         let padded = dim.next_multiple_of(MR);

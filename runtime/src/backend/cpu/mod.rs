@@ -60,9 +60,8 @@ impl CpuBackend {
 
     fn on(pool: Option<Arc<rayon::ThreadPool>>) -> Self {
         let level = simd::Level::detect();
-        let threads = pool
-            .as_ref()
-            .map_or_else(rayon::current_num_threads, |pool| pool.current_num_threads());
+        let threads =
+            pool.as_ref().map_or_else(rayon::current_num_threads, |pool| pool.current_num_threads());
         Self {
             info: DeviceInfo {
                 backend: "cpu",
@@ -150,11 +149,7 @@ impl Backend for CpuBackend {
         (into, into_layout): (&mut CpuBuffer, Layout),
         extent: Extent,
     ) -> Result<()> {
-        repack::repack(
-            (from.bytes(), from_layout),
-            (into.bytes_mut()?, into_layout),
-            extent,
-        );
+        repack::repack((from.bytes(), from_layout), (into.bytes_mut()?, into_layout), extent);
         Ok(())
     }
 

@@ -85,9 +85,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                 *sum = simd.add_f32s(*sum, p[j]);
             }
         }
-        let [old_m, l] = self.ml else {
-            unreachable!("m and l")
-        };
+        let [old_m, l] = self.ml else { unreachable!("m and l") };
         let mut keep = *old_m;
         for ((keep, m), (l, sum)) in keep.iter_mut().zip(&m).zip(l.iter_mut().zip(&sum)) {
             *keep = exp2(simd, simd.sub_f32s(*keep, *m));
@@ -127,10 +125,8 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             return Some((all, None));
         };
         let seeing = || spans.iter().filter(|span| **span != RowSpan::EMPTY);
-        let union = RowSpan {
-            lo: seeing().map(|span| span.lo).min()?,
-            hi: seeing().map(|span| span.hi).max()?,
-        };
+        let union =
+            RowSpan { lo: seeing().map(|span| span.lo).min()?, hi: seeing().map(|span| span.hi).max()? };
         let first = positions.iter().position(|p| union.sees(*p))?;
         let last = positions.iter().rposition(|p| union.sees(*p))?;
         let range = first..last + 1;

@@ -4,12 +4,7 @@ use crate::backend::{Extent, Layout};
 
 /// Copies `extent` rows of bytes from one layout to another.
 pub(super) fn repack(from: (&[u8], Layout), into: (&mut [u8], Layout), extent: Extent) {
-    let Extent {
-        batch,
-        mut rows,
-        mut heads,
-        mut row_bytes,
-    } = extent;
+    let Extent { batch, mut rows, mut heads, mut row_bytes } = extent;
     let (source, from) = from;
     let (target, into) = into;
     let dense = |stride: fn(&Layout) -> usize, inner: usize| stride(&from) == inner && stride(&into) == inner;
@@ -47,25 +42,10 @@ mod tests {
 
     #[test]
     fn a_round_trip_through_head_major_order_gives_the_same_bytes() {
-        let extent = Extent {
-            batch: 2,
-            rows: 3,
-            heads: 4,
-            row_bytes: 8,
-        };
+        let extent = Extent { batch: 2, rows: 3, heads: 4, row_bytes: 8 };
         let source: Vec<u8> = (0..2 * 3 * 4 * 8 + 16).map(|i| i as u8).collect();
-        let dense = |offset| Layout {
-            offset,
-            batch_stride: 96,
-            row_stride: 32,
-            head_stride: 8,
-        };
-        let head_major = Layout {
-            offset: 4,
-            batch_stride: 96,
-            row_stride: 8,
-            head_stride: 24,
-        };
+        let dense = |offset| Layout { offset, batch_stride: 96, row_stride: 32, head_stride: 8 };
+        let head_major = Layout { offset: 4, batch_stride: 96, row_stride: 8, head_stride: 24 };
         let mut middle = vec![0xff; 200];
         let mut back = vec![0xff; 192 + 16];
         repack((&source, dense(16)), (&mut middle, head_major), extent);

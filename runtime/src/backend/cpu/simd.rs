@@ -121,10 +121,7 @@ pub(super) struct KernelShape {
 
 impl KernelShape {
     pub(super) fn of<S: Simd, const MR: usize, const NV: usize>() -> Self {
-        Self {
-            mr: MR,
-            lanes: NV * S::F32_LANES,
-        }
+        Self { mr: MR, lanes: NV * S::F32_LANES }
     }
 }
 

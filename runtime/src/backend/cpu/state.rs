@@ -54,20 +54,11 @@ pub(super) fn merge(into: &mut StateMut<'_, CpuBuffer>, from: &State<'_, CpuBuff
                 }
             });
     }
-    for (ours, theirs) in ml
-        .as_chunks_mut::<2>()
-        .0
-        .iter_mut()
-        .zip(from_ml.as_chunks::<2>().0)
-    {
+    for (ours, theirs) in ml.as_chunks_mut::<2>().0.iter_mut().zip(from_ml.as_chunks::<2>().0) {
         match weights(*ours, *theirs) {
             Weights::KeepOurs => {}
             Weights::TakeTheirs => *ours = *theirs,
-            Weights::Both {
-                m,
-                ours: a,
-                theirs: b,
-            } => *ours = [m, ours[1] * a + theirs[1] * b],
+            Weights::Both { m, ours: a, theirs: b } => *ours = [m, ours[1] * a + theirs[1] * b],
         }
     }
     Ok(())
@@ -138,11 +129,7 @@ fn weights(ours: [f32; 2], theirs: [f32; 2]) -> Weights {
     } else {
         // A row that saw +∞ or NaN has NaN in l already; whatever these weights are, it keeps it.
         let m = ours[0].max(theirs[0]);
-        Weights::Both {
-            m,
-            ours: (ours[0] - m).exp(),
-            theirs: (theirs[0] - m).exp(),
-        }
+        Weights::Both { m, ours: (ours[0] - m).exp(), theirs: (theirs[0] - m).exp() }
     }
 }
 
@@ -154,11 +141,7 @@ fn ml_at(shape: StateShape, batch_row: usize, head: usize) -> usize {
 
 /// The first `bytes` of a buffer, all of it about to be overwritten: what is behind them is kept.
 fn whole(buffer: &mut CpuBuffer, bytes: usize) -> Result<&mut [u8]> {
-    let all = if buffer.bytes().len() == bytes {
-        buffer.overwrite()
-    } else {
-        buffer.bytes_mut()
-    };
+    let all = if buffer.bytes().len() == bytes { buffer.overwrite() } else { buffer.bytes_mut() };
     all.map(|all| &mut all[..bytes])
 }
 

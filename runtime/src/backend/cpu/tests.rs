@@ -36,12 +36,7 @@ fn case(shape: [u32; 5], dtype: Dtype, mask: &str) -> Case {
             })
             .collect()
     };
-    Case {
-        q: random(b * s * hq * d),
-        k: random(b * s * hkv * d),
-        v: random(b * s * hkv * d),
-        problem,
-    }
+    Case { q: random(b * s * hq * d), k: random(b * s * hkv * d), v: random(b * s * hkv * d), problem }
 }
 
 fn round(dtype: Dtype, x: f32) -> f32 {
@@ -78,26 +73,13 @@ fn decode(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
 /// One for each instruction set and kernel shape that can run here.
 fn backends() -> Vec<CpuBackend> {
     let level = simd::Level::detect();
-    [
-        level,
-        level.wide(),
-        simd::Level::portable(),
-        simd::Level::portable().wide(),
-    ]
-    .map(|level| CpuBackend {
-        level,
-        ..CpuBackend::new()
-    })
-    .into()
+    [level, level.wide(), simd::Level::portable(), simd::Level::portable().wide()]
+        .map(|level| CpuBackend { level, ..CpuBackend::new() })
+        .into()
 }
 
 fn dense(rows: usize, heads: usize, dim: usize) -> Layout {
-    Layout {
-        offset: 0,
-        batch_stride: rows * heads * dim,
-        row_stride: heads * dim,
-        head_stride: dim,
-    }
+    Layout { offset: 0, batch_stride: rows * heads * dim, row_stride: heads * dim, head_stride: dim }
 }
 
 /// Runs the case with its keys cut into these blocks, each attended on top of the last.
@@ -105,23 +87,14 @@ fn run(backend: &CpuBackend, case: &Case, kv_blocks: &[TokenRuns]) -> Output {
     let p = &case.problem;
     let (b, sq, skv) = (p.batch as usize, p.q_len as usize, p.kv_len as usize);
     let (hq, hkv, d) = (p.q_heads as usize, p.kv_heads as usize, p.head_dim as usize);
-    let shape = StateShape {
-        batch: b,
-        rows: sq,
-        heads: hq,
-        dim: d,
-    };
+    let shape = StateShape { batch: b, rows: sq, heads: hq, dim: d };
     let q = backend.upload("q", encode(p.dtype, &case.q)).unwrap();
     let mut a = backend.alloc("a", shape.a_bytes()).unwrap();
     let mut ml = backend.alloc("ml", shape.ml_bytes()).unwrap();
     for buffer in [&mut a, &mut ml] {
         buffer.bytes_mut().unwrap().fill(0xff);
     }
-    let mut state = StateMut {
-        a: &mut a,
-        ml: &mut ml,
-        shape,
-    };
+    let mut state = StateMut { a: &mut a, ml: &mut ml, shape };
     backend.reset_state(&mut state).unwrap();
     let kv_head_of: Vec<u32> = (0..p.q_heads).map(|h| h / p.group()).collect();
     let queries = TokenRuns::contiguous(0..p.q_len);
@@ -139,25 +112,12 @@ fn run(backend: &CpuBackend, case: &Case, kv_blocks: &[TokenRuns]) -> Output {
             dtype: p.dtype,
             scale: p.scale,
             softcap: p.softcap,
-            q: Operand {
-                buffer: &q,
-                layout: dense(sq, hq, d),
-            },
-            k: Operand {
-                buffer: &k,
-                layout: dense(block.len(), hkv, d),
-            },
-            v: Operand {
-                buffer: &v,
-                layout: dense(block.len(), hkv, d),
-            },
+            q: Operand { buffer: &q, layout: dense(sq, hq, d) },
+            k: Operand { buffer: &k, layout: dense(block.len(), hkv, d) },
+            v: Operand { buffer: &v, layout: dense(block.len(), hkv, d) },
             kv_head_of: &kv_head_of,
             work: &work,
-            state: StateMut {
-                a: &mut a,
-                ml: &mut ml,
-                shape,
-            },
+            state: StateMut { a: &mut a, ml: &mut ml, shape },
         };
         pollster::block_on(backend.attend(args, &Control::default())).unwrap();
     }
@@ -174,11 +134,7 @@ fn finish(
     let elements = shape.batch * shape.rows * shape.heads;
     let mut o = backend.alloc("o", elements * shape.dim * dtype.bytes()).unwrap();
     let mut lse = backend.alloc("lse", elements * 4).unwrap();
-    let state = State {
-        a: &a,
-        ml: &ml,
-        shape,
-    };
+    let state = State { a: &a, ml: &ml, shape };
     backend.finalize(&state, dtype, &mut o, &mut lse).unwrap();
     Output {
         o: decode(dtype, &o.share()),
@@ -202,11 +158,7 @@ fn naive(case: &Case, [batch, row, head]: [usize; 3]) -> (Vec<f64>, f64) {
     let at = |key: u32| ((batch * skv + key as usize) * hkv + kv_head) * d;
     let logits: Vec<f64> = (span.lo..span.hi)
         .map(|key| {
-            let dot: f64 = q
-                .iter()
-                .zip(&case.k[at(key)..])
-                .map(|(q, k)| f64::from(*q) * f64::from(*k))
-                .sum();
+            let dot: f64 = q.iter().zip(&case.k[at(key)..]).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
             let x = dot * f64::from(p.scale);
             p.softcap.map_or(x, |c| f64::from(c) * (x / f64::from(c)).tanh())
         })
@@ -237,10 +189,7 @@ fn check(case: &Case, output: &Output, step: usize, tolerance: f64, what: &str) 
         );
         for (i, (exact, got)) in o.iter().zip(&output.o[at * d..]).enumerate() {
             let error = (exact - f64::from(*got)).abs();
-            assert!(
-                error <= tolerance,
-                "{what}: o of {batch},{row},{head},{i} is {got}, not {exact}"
-            );
+            assert!(error <= tolerance, "{what}: o of {batch},{row},{head},{i} is {got}, not {exact}");
         }
     }
 }
@@ -255,13 +204,8 @@ fn tolerance(dtype: Dtype) -> f64 {
 
 #[test]
 fn shapes_masks_and_types_agree_with_the_definition() {
-    let shapes = [
-        [1, 1, 1, 1, 8],
-        [2, 37, 2, 2, 24],
-        [1, 300, 8, 1, 64],
-        [2, 200, 4, 2, 128],
-        [1, 129, 2, 1, 512],
-    ];
+    let shapes =
+        [[1, 1, 1, 1, 8], [2, 37, 2, 2, 24], [1, 300, 8, 1, 64], [2, 200, 4, 2, 128], [1, 129, 2, 1, 512]];
     let masks = |s: u32| {
         vec![
             "full".to_owned(),
@@ -296,13 +240,7 @@ fn softcap_scale_and_offset_agree_with_the_definition() {
             case.problem = case.problem.with_queries(70, 80).unwrap();
             case.q.truncate(70 * 2 * 32);
             let output = run(&backend, &case, &all_keys(&case));
-            check(
-                &case,
-                &output,
-                1,
-                6e-6,
-                &format!("scale {scale} softcap {softcap:?}"),
-            );
+            check(&case, &output, 1, 6e-6, &format!("scale {scale} softcap {softcap:?}"));
         }
     }
 }
@@ -327,24 +265,11 @@ fn merging_two_states_is_attending_to_both() {
     let case = case([2, 130, 2, 1, 40], Dtype::F32, "causal");
     let halves = [TokenRuns::contiguous(0..64), TokenRuns::contiguous(64..130)];
     let parts = halves.map(|half| run(&backend, &case, &[half]).state);
-    let shape = StateShape {
-        batch: 2,
-        rows: 130,
-        heads: 2,
-        dim: 40,
-    };
+    let shape = StateShape { batch: 2, rows: 130, heads: 2, dim: 40 };
     let [(mut a, mut ml), (from_a, from_ml)] =
         parts.map(|(a, ml)| (backend.upload("a", a).unwrap(), backend.upload("ml", ml).unwrap()));
-    let mut into = StateMut {
-        a: &mut a,
-        ml: &mut ml,
-        shape,
-    };
-    let from = State {
-        a: &from_a,
-        ml: &from_ml,
-        shape,
-    };
+    let mut into = StateMut { a: &mut a, ml: &mut ml, shape };
+    let from = State { a: &from_a, ml: &from_ml, shape };
     backend.merge(&mut into, &from).unwrap();
     let output = finish(&backend, Dtype::F32, a, ml, shape);
     check(&case, &output, 1, 2e-6, "merged");

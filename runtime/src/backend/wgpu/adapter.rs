@@ -33,10 +33,7 @@ impl WgpuBackend {
     /// The devices of this machine, in the order in which [`Self::new`] counts them; none where there is no driver.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn enumerate() -> Vec<DeviceInfo> {
-        adapters()
-            .iter()
-            .map(|adapter| describe(adapter, broadcast_size(adapter)))
-            .collect()
+        adapters().iter().map(|adapter| describe(adapter, broadcast_size(adapter))).collect()
     }
 
     /// Opens the device of this index.

@@ -69,14 +69,8 @@ struct Windows<'a> {
 
 /// Keys and values, as the kernel's variant reads them.
 enum KeysValues<'a> {
-    Buffers {
-        k: Window<'a>,
-        v: Window<'a>,
-    },
-    Textures {
-        k: wgpu::TextureView,
-        v: wgpu::TextureView,
-    },
+    Buffers { k: Window<'a>, v: Window<'a> },
+    Textures { k: wgpu::TextureView, v: wgpu::TextureView },
 }
 
 impl<'a> Call<'a> {
@@ -87,10 +81,7 @@ impl<'a> Call<'a> {
         let tile = kernel.tile();
         if (args.work.tile.q_rows, args.work.tile.kv_cols) != (tile.q_rows, tile.kv_cols) {
             return Err(Error::request(
-                format!(
-                    "the work list is in tiles of {:?}, the kernel's are {tile:?}",
-                    args.work.tile
-                ),
+                format!("the work list is in tiles of {:?}, the kernel's are {tile:?}", args.work.tile),
                 "lower the mask with this backend's tile_shape",
             ));
         }
@@ -99,11 +90,7 @@ impl<'a> Call<'a> {
         let upload = |label, words: &[u32]| gpu.buffer_with(label, bytemuck::cast_slice(words));
         let kv_heads = 1 + args.kv_head_of.iter().max().copied().unwrap_or(0) as usize;
         let strided = |operand: &Operand<'_, WgpuBuffer>, rows, heads| {
-            Strided::new(
-                operand.layout,
-                args.dtype.bytes(),
-                [shape.batch, rows, heads, shape.dim],
-            )
+            Strided::new(operand.layout, args.dtype.bytes(), [shape.batch, rows, heads, shape.dim])
         };
         let keys = args.work.kv_positions.len();
         Ok(Self {
@@ -131,11 +118,7 @@ impl<'a> Call<'a> {
         let tile = self.kernel.tile();
         let (q_rows, kv_cols) = (tile.q_rows as usize, tile.kv_cols as usize);
         let all = [&self.q, &self.k, &self.v, &self.a];
-        let mut batch_step = if all.iter().all(|tensor| tensor.fits(limit)) {
-            shape.batch
-        } else {
-            1
-        };
+        let mut batch_step = if all.iter().all(|tensor| tensor.fits(limit)) { shape.batch } else { 1 };
         let rows = self.q.rows_within(limit).min(self.a.rows_within(limit));
         let tile_step = (rows / q_rows).max(1);
         let mut keys = self.k.rows_within(limit).min(self.v.rows_within(limit));
@@ -147,11 +130,8 @@ impl<'a> Call<'a> {
         }
         let tiles = self.args.work.q_tiles();
         let items = (batch_step * shape.heads * tiles.min(tile_step)) as u64;
-        let key_step = keys
-            .min(self.backend.pace.keys_at_once(&self.kernel, items))
-            .max(kv_cols)
-            / kv_cols
-            * kv_cols;
+        let key_step =
+            keys.min(self.backend.pace.keys_at_once(&self.kernel, items)).max(kv_cols) / kv_cols * kv_cols;
         let keys = self.args.work.kv_positions.len();
         let mut regions = Vec::new();
         for batch in cut(0..shape.batch, batch_step) {
@@ -228,12 +208,7 @@ impl<'a> Call<'a> {
         )?;
         let submitted_s = now_s();
         let done = gpu.submit(Some(encoder.finish()));
-        self.backend.pace.submitted(Flight {
-            kernel: self.kernel,
-            flops,
-            submitted_s,
-            done,
-        });
+        self.backend.pace.submitted(Flight { kernel: self.kernel, flops, submitted_s, done });
         Ok(())
     }
 
@@ -289,12 +264,7 @@ impl<'a> Call<'a> {
 /// Offset and strides of a layout in 16-byte units, the offset relative to a window.
 fn units(layout: &Layout, unit: usize, window: Window<'_>) -> Result<[u32; 4]> {
     let mut units = [0; 4];
-    let elements = [
-        layout.offset,
-        layout.batch_stride,
-        layout.row_stride,
-        layout.head_stride,
-    ];
+    let elements = [layout.offset, layout.batch_stride, layout.row_stride, layout.head_stride];
     for (units, elements) in units.iter_mut().zip(elements) {
         if !elements.is_multiple_of(unit) {
             return Err(Error::request(
@@ -323,9 +293,7 @@ impl Pieces {
     fn new(call: &Call<'_>, region: &Region) -> Self {
         let tile_keys = |class| {
             let tiles = region.tiles.clone().rev();
-            tiles
-                .map(|tile| call.list.keys_of(class, tile, &region.keys))
-                .collect()
+            tiles.map(|tile| call.list.keys_of(class, tile, &region.keys)).collect()
         };
         let heads = call.args.state.shape.heads;
         Self {

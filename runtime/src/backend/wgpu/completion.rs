@@ -52,7 +52,6 @@ mod native {
     use std::collections::VecDeque;
     use std::panic::AssertUnwindSafe;
     use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-    use std::time::Duration;
 
     use super::Health;
 
@@ -71,9 +70,6 @@ mod native {
         submissions: VecDeque<wgpu::SubmissionIndex>,
         closed: bool,
     }
-
-    /// How often a waiting thread looks whether anybody is still interested.
-    const PATIENCE: Duration = Duration::from_secs(1);
 
     impl Poller {
         pub(crate) fn start(device: &wgpu::Device, health: &Arc<Health>) -> Self {
@@ -119,26 +115,15 @@ mod native {
 
         fn run(&self, device: &wgpu::Device, health: &Health) {
             while let Some(index) = self.next() {
-                loop {
-                    let poll = || {
-                        device.poll(wgpu::PollType::Wait {
-                            submission_index: Some(index.clone()),
-                            timeout: Some(PATIENCE),
-                        })
-                    };
-                    // wgpu panics here when the device is lost while it waits.
-                    match std::panic::catch_unwind(AssertUnwindSafe(poll)) {
-                        Ok(Err(wgpu::PollError::Timeout)) if !self.lock().closed => {}
-                        Ok(Err(wgpu::PollError::Timeout)) => return,
-                        Ok(Err(error)) => {
-                            health.lost("wait for the device", error.to_string());
-                            break;
-                        }
-                        Ok(Ok(_)) => break,
-                        Err(_) => {
-                            health.lost("wait for the device", "the driver gave up".to_owned());
-                            return;
-                        }
+                // Without a time limit: where one passes, wgpu 30 may panic on a submission that has no commands.
+                let wait = wgpu::PollType::Wait { submission_index: Some(index), timeout: None };
+                // wgpu panics here when the device is lost while it waits.
+                match std::panic::catch_unwind(AssertUnwindSafe(|| device.poll(wait))) {
+                    Ok(Ok(_)) => {}
+                    Ok(Err(error)) => health.lost("wait for the device", error.to_string()),
+                    Err(_) => {
+                        health.lost("wait for the device", "the driver gave up".to_owned());
+                        return;
                     }
                 }
             }

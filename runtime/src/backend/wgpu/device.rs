@@ -21,10 +21,7 @@ pub(super) struct Gpu {
 
 impl Gpu {
     pub(super) fn new(name: Arc<str>, device: wgpu::Device, queue: wgpu::Queue) -> Self {
-        let health = Arc::new(Health {
-            device: name.clone(),
-            state: Mutex::default(),
-        });
+        let health = Arc::new(Health { device: name.clone(), state: Mutex::default() });
         device.set_device_lost_callback({
             let health = health.clone();
             move |reason, text| health.lost("use the device", format!("{reason:?}: {text}"))
@@ -128,9 +125,8 @@ impl Gpu {
     /// Fills a buffer that was created mapped.
     fn fill(&self, buffer: &wgpu::Buffer, data: &[u8]) -> Result<()> {
         if !data.is_empty() {
-            let mut mapped = buffer
-                .get_mapped_range_mut(..)
-                .map_err(|error| self.error("fill a new buffer", error))?;
+            let mut mapped =
+                buffer.get_mapped_range_mut(..).map_err(|error| self.error("fill a new buffer", error))?;
             mapped.slice(..data.len()).copy_from_slice(data);
         }
         buffer.unmap();
@@ -138,9 +134,8 @@ impl Gpu {
     }
 }
 
-const STORAGE: wgpu::BufferUsages = wgpu::BufferUsages::STORAGE
-    .union(wgpu::BufferUsages::COPY_SRC)
-    .union(wgpu::BufferUsages::COPY_DST);
+const STORAGE: wgpu::BufferUsages =
+    wgpu::BufferUsages::STORAGE.union(wgpu::BufferUsages::COPY_SRC).union(wgpu::BufferUsages::COPY_DST);
 
 /// What the driver said behind our back.
 #[derive(Debug)]
@@ -177,11 +172,7 @@ impl Health {
     }
 
     fn error(&self, operation: &str, native: String) -> Error {
-        Error::Device {
-            device: self.device.to_string(),
-            operation: operation.to_owned(),
-            native,
-        }
+        Error::Device { device: self.device.to_string(), operation: operation.to_owned(), native }
     }
 
     fn lock(&self) -> MutexGuard<'_, Ailment> {

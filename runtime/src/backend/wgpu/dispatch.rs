@@ -46,10 +46,7 @@ impl<'a> From<Window<'a>> for Bound<'a> {
 impl Window<'_> {
     /// 16-byte units of the buffer that lie before the window. Kernels subtract them, wrapping.
     pub(super) fn skipped_units(&self) -> Result<u32> {
-        narrow(
-            "a buffer offset",
-            usize::try_from(self.offset / 16).unwrap_or(usize::MAX),
-        )
+        narrow("a buffer offset", usize::try_from(self.offset / 16).unwrap_or(usize::MAX))
     }
 }
 
@@ -89,33 +86,27 @@ impl Gpu {
                 count: None,
             })
             .collect();
-        let layout = self
-            .device
-            .create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor {
-                label: Some(&label),
-                entries: &entries,
-            });
-        let pipeline_layout = self
-            .device
-            .create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
-                label: Some(&label),
-                bind_group_layouts: &[Some(&layout)],
-                immediate_size: 0,
-            });
-        let raw = self
-            .device
-            .create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
-                label: Some(&label),
-                layout: Some(&pipeline_layout),
-                module: &module,
-                entry_point: Some(ENTRY_POINT),
-                compilation_options: wgpu::PipelineCompilationOptions {
-                    // Every kernel writes its workgroup memory before it reads it.
-                    zero_initialize_workgroup_memory: false,
-                    ..Default::default()
-                },
-                cache: None,
-            });
+        let layout = self.device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor {
+            label: Some(&label),
+            entries: &entries,
+        });
+        let pipeline_layout = self.device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
+            label: Some(&label),
+            bind_group_layouts: &[Some(&layout)],
+            immediate_size: 0,
+        });
+        let raw = self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+            label: Some(&label),
+            layout: Some(&pipeline_layout),
+            module: &module,
+            entry_point: Some(ENTRY_POINT),
+            compilation_options: wgpu::PipelineCompilationOptions {
+                // Every kernel writes its workgroup memory before it reads it.
+                zero_initialize_workgroup_memory: false,
+                ..Default::default()
+            },
+            cache: None,
+        });
         Pipeline { label, raw, layout }
     }
 
@@ -138,18 +129,11 @@ impl Gpu {
         }
         if offset + size > buffer.raw.size() {
             return Err(Error::request(
-                format!(
-                    "{what} reaches to byte {} of a buffer of {}",
-                    range.end, buffer.bytes
-                ),
+                format!("{what} reaches to byte {} of a buffer of {}", range.end, buffer.bytes),
                 "use a layout that stays inside its buffer",
             ));
         }
-        Ok(Window {
-            buffer: &buffer.raw,
-            offset,
-            size,
-        })
+        Ok(Window { buffer: &buffer.raw, offset, size })
     }
 
     /// The whole buffer as a binding.
@@ -178,10 +162,7 @@ impl Gpu {
             ));
         }
         let narrow = |n| u32::try_from(n).expect("at most a u32 limit");
-        Ok(Grid {
-            width: narrow(width),
-            height: narrow(height),
-        })
+        Ok(Grid { width: narrow(width), height: narrow(height) })
     }
 
     /// Records one dispatch of `kernel`.
@@ -196,11 +177,7 @@ impl Gpu {
         let pipeline = self.pipeline(kernel)?;
         let label = Some(pipeline.label.as_str());
         let uniform = self.uniform(&pipeline.label, params)?;
-        let uniform = Bound::Buffer(Window {
-            buffer: &uniform,
-            offset: 0,
-            size: uniform.size(),
-        });
+        let uniform = Bound::Buffer(Window { buffer: &uniform, offset: 0, size: uniform.size() });
         let entries: Vec<_> = (0..)
             .zip(std::iter::once(&uniform).chain(bound))
             .map(|(binding, bound)| wgpu::BindGroupEntry {
@@ -220,10 +197,8 @@ impl Gpu {
             layout: &pipeline.layout,
             entries: &entries,
         });
-        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
-            label,
-            timestamp_writes: None,
-        });
+        let mut pass =
+            encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label, timestamp_writes: None });
         pass.set_pipeline(&pipeline.raw);
         pass.set_bind_group(0, &group, &[]);
         pass.dispatch_workgroups(grid.width, grid.height, 1);
@@ -231,17 +206,12 @@ impl Gpu {
     }
 
     pub(super) fn encoder(&self, label: &str) -> wgpu::CommandEncoder {
-        self.device
-            .create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some(label) })
+        self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some(label) })
     }
 }
 
 fn binding_type(access: Access) -> wgpu::BindingType {
-    let buffer = |ty| wgpu::BindingType::Buffer {
-        ty,
-        has_dynamic_offset: false,
-        min_binding_size: None,
-    };
+    let buffer = |ty| wgpu::BindingType::Buffer { ty, has_dynamic_offset: false, min_binding_size: None };
     match access {
         Access::Uniform => buffer(wgpu::BufferBindingType::Uniform),
         Access::Read => buffer(wgpu::BufferBindingType::Storage { read_only: true }),
@@ -255,8 +225,4 @@ fn binding_type(access: Access) -> wgpu::BindingType {
 }
 
 /// wgpu hands WGSL to naga natively and to the browser on the web.
-const DIALECT: Dialect = if cfg!(target_arch = "wasm32") {
-    Dialect::Tint
-} else {
-    Dialect::Naga
-};
+const DIALECT: Dialect = if cfg!(target_arch = "wasm32") { Dialect::Tint } else { Dialect::Naga };

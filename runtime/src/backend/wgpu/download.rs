@@ -71,9 +71,7 @@ impl Download {
                     return Err(failed("the device went away".to_owned()));
                 }
             }
-            let mapped = staging
-                .get_mapped_range(..)
-                .map_err(|error| failed(error.to_string()))?;
+            let mapped = staging.get_mapped_range(..).map_err(|error| failed(error.to_string()))?;
             let bytes = Bytes::copy_from_slice(&mapped[wanted]);
             health.check()?;
             Ok(bytes)

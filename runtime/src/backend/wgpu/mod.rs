@@ -75,10 +75,7 @@ impl Backend for WgpuBackend {
 
     fn tile_shape(&self, dtype: Dtype, head_dim: u32) -> TileShape {
         let tile = self.attend_kernel(dtype, head_dim, false).tile();
-        TileShape {
-            q_rows: tile.q_rows,
-            kv_cols: tile.kv_cols,
-        }
+        TileShape { q_rows: tile.q_rows, kv_cols: tile.kv_cols }
     }
 
     fn alloc(&self, label: &str, bytes: usize) -> Result<WgpuBuffer> {
@@ -170,10 +167,7 @@ fn wide(bytes: usize) -> u64 {
 /// An index for a kernel. Kernels count 16-byte units in u32; what they bind is far below that.
 fn narrow(what: &str, value: usize) -> Result<u32> {
     u32::try_from(value).map_err(|_| {
-        Error::request(
-            format!("{what} is {value}"),
-            "kernels count in 32 bits: use smaller pieces",
-        )
+        Error::request(format!("{what} is {value}"), "kernels count in 32 bits: use smaller pieces")
     })
 }
 

@@ -23,13 +23,7 @@ pub(super) fn reset_state(gpu: &Gpu, state: &mut StateMut<'_, WgpuBuffer>) -> Re
     let ml = gpu.whole("state ml", state.ml)?;
     let mut encoder = gpu.encoder("reset state");
     encoder.clear_buffer(&state.a.raw, 0, Some(state.shape.a_bytes() as u64));
-    gpu.record(
-        &mut encoder,
-        kernel,
-        bytemuck::bytes_of(&params),
-        &[ml.into()],
-        grid,
-    )?;
+    gpu.record(&mut encoder, kernel, bytemuck::bytes_of(&params), &[ml.into()], grid)?;
     gpu.submit(Some(encoder.finish()));
     Ok(())
 }
@@ -143,11 +137,7 @@ pub(super) fn repack(
     let shape = [extent.batch, extent.rows, extent.heads, extent.row_bytes];
     let sides = [&from_layout, &into_layout].map(|layout| Strided::new(*layout, 1, shape));
     let limit = gpu.window_bytes();
-    let batch_step = if sides.iter().all(|side| side.fits(limit)) {
-        extent.batch
-    } else {
-        1
-    };
+    let batch_step = if sides.iter().all(|side| side.fits(limit)) { extent.batch } else { 1 };
     let row_step = sides[0].rows_within(limit).min(sides[1].rows_within(limit));
     for batch in cut(0..extent.batch, batch_step) {
         for rows in cut(0..extent.rows, row_step) {

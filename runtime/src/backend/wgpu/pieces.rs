@@ -53,12 +53,7 @@ impl Pace {
             DeviceClass::SoftwareGpu | DeviceClass::Cpu => (4e9, 32, 3e9),
             _ => (1e11, 512, 3e11),
         };
-        Self {
-            first_flops_per_s,
-            busy_groups,
-            most_flops,
-            state: Mutex::default(),
-        }
+        Self { first_flops_per_s, busy_groups, most_flops, state: Mutex::default() }
     }
 
     /// Operations of the next piece.
@@ -118,16 +113,9 @@ impl Pace {
             let measured = flight.flops / took_s;
             let rate = state.flops_per_s.entry(flight.kernel).or_insert(measured);
             // Slower at once, faster by and by.
-            *rate = if measured < *rate {
-                measured
-            } else {
-                0.5 * (*rate + measured)
-            };
+            *rate = if measured < *rate { measured } else { 0.5 * (*rate + measured) };
         } else if took_s > 0.0 {
-            let rate = state
-                .flops_per_s
-                .entry(flight.kernel)
-                .or_insert(self.first_flops_per_s);
+            let rate = state.flops_per_s.entry(flight.kernel).or_insert(self.first_flops_per_s);
             *rate = rate.max(flight.flops / 1e-3);
         }
     }

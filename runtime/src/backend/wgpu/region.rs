@@ -39,12 +39,8 @@ impl Strided {
 
     /// A dense one of f32.
     pub(super) fn dense_f32([batch, rows, heads, dim]: [usize; 4]) -> Self {
-        let layout = Layout {
-            offset: 0,
-            batch_stride: rows * heads * dim,
-            row_stride: heads * dim,
-            head_stride: dim,
-        };
+        let layout =
+            Layout { offset: 0, batch_stride: rows * heads * dim, row_stride: heads * dim, head_stride: dim };
         Self::new(layout, 4, [batch, rows, heads, dim])
     }
 
@@ -64,12 +60,7 @@ impl Strided {
 
     /// It, in `buffer`, as what a texture is made of.
     pub(super) fn source<'a>(&self, buffer: &'a WgpuBuffer) -> Source<'a> {
-        Source {
-            buffer,
-            layout: self.layout,
-            heads: self.heads,
-            head_bytes: self.head_bytes,
-        }
+        Source { buffer, layout: self.layout, heads: self.heads, head_bytes: self.head_bytes }
     }
 
     /// How many rows of one batch entry a window of `limit` bytes holds, at least one.
@@ -85,9 +76,7 @@ impl Strided {
 /// `range` cut into pieces of `step`.
 pub(super) fn cut(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
-    range
-        .step_by(step)
-        .map(move |start| start..end.min(start.saturating_add(step)))
+    range.step_by(step).map(move |start| start..end.min(start.saturating_add(step)))
 }
 
 #[cfg(test)]

@@ -62,10 +62,7 @@ pub(super) fn texture(
             head_stride: source.head_bytes,
         };
         let buffer = gpu.buffer(label, batch.len() * aligned.batch_stride)?;
-        let from = Layout {
-            offset: at(&source.layout, batch.start, keys.start, 0),
-            ..source.layout
-        };
+        let from = Layout { offset: at(&source.layout, batch.start, keys.start, 0), ..source.layout };
         let extent = Extent {
             batch: batch.len(),
             rows: keys.len(),
@@ -73,17 +70,10 @@ pub(super) fn texture(
             row_bytes: source.head_bytes,
         };
         ops::repack(gpu, (source.buffer, from), (&buffer, aligned), extent)?;
-        let source = Source {
-            buffer: &buffer,
-            layout: aligned,
-            ..source
-        };
+        let source = Source { buffer: &buffer, layout: aligned, ..source };
         copy(gpu, label, source, &(0..batch.len()), &(0..keys.len()), &texture)?;
     }
-    Ok(texture.create_view(&wgpu::TextureViewDescriptor {
-        label: Some(label),
-        ..Default::default()
-    }))
+    Ok(texture.create_view(&wgpu::TextureViewDescriptor { label: Some(label), ..Default::default() }))
 }
 
 /// Copies whole rows where heads are adjacent, else head by head.
@@ -96,11 +86,8 @@ fn copy(
     texture: &wgpu::Texture,
 ) -> Result<()> {
     let adjacent = source.heads == 1 || source.layout.head_stride == source.head_bytes;
-    let (parts, part_bytes) = if adjacent {
-        (1, source.heads * source.head_bytes)
-    } else {
-        (source.heads, source.head_bytes)
-    };
+    let (parts, part_bytes) =
+        if adjacent { (1, source.heads * source.head_bytes) } else { (source.heads, source.head_bytes) };
     let rows = narrow("the number of keys", keys.len())?;
     let mut encoder = gpu.encoder(label);
     for (b, y) in batch.clone().zip((0..).step_by(keys.len())) {
@@ -108,10 +95,7 @@ fn copy(
             let offset = at(&source.layout, b, keys.start, part);
             if !offset.is_multiple_of(TEXEL) {
                 return Err(Error::request(
-                    format!(
-                        "{:?} (in bytes) does not keep heads on 16-byte boundaries",
-                        source.layout
-                    ),
+                    format!("{:?} (in bytes) does not keep heads on 16-byte boundaries", source.layout),
                     "use offsets and strides that are multiples of 16 bytes",
                 ));
             }

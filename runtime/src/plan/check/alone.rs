@@ -40,15 +40,7 @@ pub(super) struct RankProof<'a> {
 impl<'a> RankProof<'a> {
     pub(super) fn new(world: &'a World, plan: &'a Plan) -> Self {
         let lives = plan.buffers.iter().map(|_| Life::default()).collect();
-        Self {
-            world,
-            plan,
-            step: None,
-            lives,
-            exchanges: HashMap::new(),
-            live_bytes: 0,
-            peak_bytes: 0,
-        }
+        Self { world, plan, step: None, lives, exchanges: HashMap::new(), live_bytes: 0, peak_bytes: 0 }
     }
 
     /// Peak bytes of buffers alive at once.
@@ -59,12 +51,7 @@ impl<'a> RankProof<'a> {
             self.step(step)?;
         }
         self.step = None;
-        if let Some(id) = self
-            .exchanges
-            .iter()
-            .find(|(_, waited)| !**waited)
-            .map(|(id, _)| id)
-        {
+        if let Some(id) = self.exchanges.iter().find(|(_, waited)| !**waited).map(|(id, _)| id) {
             return self.fault(format!("exchange {id} is never waited for"));
         }
         self.must_be_written(&self.plan.whole(self.plan.output))?;
@@ -88,16 +75,11 @@ impl<'a> RankProof<'a> {
             };
             let heads_fit = buffer.heads.start <= buffer.heads.end && buffer.heads.end <= heads;
             if !heads_fit || buffer.tokens.iter().any(|token| token >= tokens) {
-                return self.fault(format!(
-                    "buffer {index} `{}` holds what does not exist",
-                    buffer.name
-                ));
+                return self.fault(format!("buffer {index} `{}` holds what does not exist", buffer.name));
             }
         }
-        let (q_tokens, kv_tokens) = (
-            self.world.q_placement.of_rank(rank),
-            self.world.kv_placement.of_rank(rank),
-        );
+        let (q_tokens, kv_tokens) =
+            (self.world.q_placement.of_rank(rank), self.world.kv_placement.of_rank(rank));
         for (id, content, tokens, heads) in [
             (self.plan.q, Content::Query, q_tokens, problem.q_heads),
             (self.plan.kv, Content::KeyValue, kv_tokens, problem.kv_heads),
@@ -186,16 +168,12 @@ impl<'a> RankProof<'a> {
         let (q_heads, kv_heads) = (self.plan.slice_heads(q), self.plan.slice_heads(kv));
         let declared = self.plan.buffer(state);
         if declared.tokens != self.plan.slice_tokens(q) || declared.heads != q_heads {
-            return self.fault(format!(
-                "{} is not of the queries' tokens and heads",
-                self.name(state)
-            ));
+            return self.fault(format!("{} is not of the queries' tokens and heads", self.name(state)));
         }
         let needed = kv_heads_for(&self.world.problem, &q_heads);
         if needed.start < kv_heads.start || needed.end > kv_heads.end {
-            return self.fault(format!(
-                "query heads {q_heads:?} need kv heads {needed:?}, there are {kv_heads:?}"
-            ));
+            return self
+                .fault(format!("query heads {q_heads:?} need kv heads {needed:?}, there are {kv_heads:?}"));
         }
         for key in self.plan.slice_tokens(kv).iter() {
             let met = &mut self.lives[state.0].met[key as usize];
@@ -235,9 +213,7 @@ impl<'a> RankProof<'a> {
         }
         for batch in 0..problem.mask.batch_classes() {
             for token in self.plan.buffer(state).tokens.iter() {
-                let span = problem
-                    .mask
-                    .visible(batch, problem.q_position(token), problem.kv_len);
+                let span = problem.mask.visible(batch, problem.q_position(token), problem.kv_len);
                 let lost = missing[span.hi as usize] - missing[span.lo as usize];
                 if lost > 0 {
                     return self.fault(format!(
@@ -274,10 +250,7 @@ impl<'a> RankProof<'a> {
         let life = &mut self.lives[id.0];
         if let Some(exchange) = life.sending.iter().next().or(life.arriving.as_ref()) {
             let exchange = *exchange;
-            return self.fault(format!(
-                "{} is freed while exchange {exchange} uses it",
-                self.name(id)
-            ));
+            return self.fault(format!("{} is freed while exchange {exchange} uses it", self.name(id)));
         }
         if life.live {
             self.live_bytes -= self.plan.buffer(id).bytes(&self.world.problem);
@@ -291,26 +264,17 @@ impl<'a> RankProof<'a> {
         self.in_bounds(slice)?;
         let life = &self.lives[slice.buffer.0];
         if let Some(exchange) = life.arriving {
-            return self.fault(format!(
-                "{} is read before exchange {exchange} is done",
-                self.name(slice.buffer)
-            ));
+            return self
+                .fault(format!("{} is read before exchange {exchange} is done", self.name(slice.buffer)));
         }
         // Written areas are disjoint, so the slice is written when their intersections with it fill it.
         let size = |area: &Area| area.0.len() as u64 * u64::from(area.1.end.saturating_sub(area.1.start));
         let wanted: Area = (slice.tokens.clone(), slice.heads.clone());
-        let there: u64 = life
-            .written
-            .iter()
-            .map(|area| size(&overlap(area, &wanted)))
-            .sum();
+        let there: u64 = life.written.iter().map(|area| size(&overlap(area, &wanted))).sum();
         if there == size(&wanted) {
             return Ok(());
         }
-        self.fault(format!(
-            "{} is read before it is written",
-            self.name(slice.buffer)
-        ))
+        self.fault(format!("{} is read before it is written", self.name(slice.buffer)))
     }
 
     fn write(&mut self, slice: &Slice) -> Result<()> {
@@ -320,10 +284,7 @@ impl<'a> RankProof<'a> {
             return self.fault(format!("{} is the caller's and cannot be written", self.name(id)));
         }
         if self.plan.buffer(id).content == Content::State {
-            return self.fault(format!(
-                "{} is a running state and cannot be copied to",
-                self.name(id)
-            ));
+            return self.fault(format!("{} is a running state and cannot be copied to", self.name(id)));
         }
         let area: Area = (slice.tokens.clone(), slice.heads.clone());
         if self.lives[id.0].written.iter().any(|other| {
@@ -400,17 +361,12 @@ impl<'a> RankProof<'a> {
 
     fn peers(&self, mut peers: Vec<u32>, verb: &str) -> Result<()> {
         peers.sort_unstable();
-        let wrong = peers
-            .iter()
-            .find(|peer| **peer == self.plan.rank || **peer >= self.world.mesh.world());
-        let twice = peers
-            .windows(2)
-            .find(|pair| pair[0] == pair[1])
-            .map(|pair| &pair[0]);
+        let wrong = peers.iter().find(|peer| **peer == self.plan.rank || **peer >= self.world.mesh.world());
+        let twice = peers.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| &pair[0]);
         match wrong.or(twice) {
-            Some(peer) => self.fault(format!(
-                "an exchange {verb} rank {peer}, which is itself, unknown or named twice"
-            )),
+            Some(peer) => {
+                self.fault(format!("an exchange {verb} rank {peer}, which is itself, unknown or named twice"))
+            }
             None => Ok(()),
         }
     }
@@ -431,8 +387,5 @@ impl<'a> RankProof<'a> {
 }
 
 fn overlap(a: &Area, b: &Area) -> Area {
-    (
-        a.0.start.max(b.0.start)..a.0.end.min(b.0.end),
-        a.1.start.max(b.1.start)..a.1.end.min(b.1.end),
-    )
+    (a.0.start.max(b.0.start)..a.0.end.min(b.0.end), a.1.start.max(b.1.start)..a.1.end.min(b.1.end))
 }

@@ -39,19 +39,11 @@ pub fn check(world: &World) -> Result<Vec<RankCheck>> {
     let mut checks = Vec::with_capacity(world.plans.len());
     for (rank, plan) in (0..).map(Rank).zip(&world.plans) {
         if plan.rank != rank.0 {
-            return Err(Error::plan(
-                rank,
-                None,
-                format!("the plan says it is of rank {}", plan.rank),
-            ));
+            return Err(Error::plan(rank, None, format!("the plan says it is of rank {}", plan.rank)));
         }
         let peak_bytes = RankProof::new(world, plan).run()?;
         let (bytes_sent, messages_sent) = plan.volume(&world.problem);
-        checks.push(RankCheck {
-            peak_bytes,
-            bytes_sent,
-            messages_sent,
-        });
+        checks.push(RankCheck { peak_bytes, bytes_sent, messages_sent });
     }
     messages_meet(world)?;
     nobody_waits_for_ever(world)?;

@@ -27,10 +27,7 @@ pub(super) fn messages_meet(world: &World) -> Result<()> {
             for recv in recvs {
                 let fault = |fault: String| Err(Error::plan(Rank(plan.rank), Some(index), fault));
                 let Some((_, parts)) = sent.remove(&(recv.from, plan.rank, *id)) else {
-                    return fault(format!(
-                        "waits for a message from rank {}, which sends none",
-                        recv.from
-                    ));
+                    return fault(format!("waits for a message from rank {}, which sends none", recv.from));
                 };
                 let sender = &world.plans[recv.from as usize];
                 let what = |slice: &Slice| {
@@ -44,10 +41,8 @@ pub(super) fn messages_meet(world: &World) -> Result<()> {
                 let says = |(content, tokens, heads): &(Content, TokenRuns, std::ops::Range<u32>)| {
                     format!("{content:?} of tokens {tokens}, heads {heads:?}")
                 };
-                let (theirs, ours): (Vec<_>, Vec<_>) = (
-                    parts.iter().map(what).collect(),
-                    recv.parts.iter().map(declared).collect(),
-                );
+                let (theirs, ours): (Vec<_>, Vec<_>) =
+                    (parts.iter().map(what).collect(), recv.parts.iter().map(declared).collect());
                 if theirs != ours {
                     return fault(format!(
                         "rank {} sends [{}], this rank expects [{}]",
@@ -94,11 +89,7 @@ pub(super) fn nobody_waits_for_ever(world: &World) -> Result<()> {
             break;
         }
     }
-    match world
-        .plans
-        .iter()
-        .find(|plan| at[plan.rank as usize] < plan.steps.len())
-    {
+    match world.plans.iter().find(|plan| at[plan.rank as usize] < plan.steps.len()) {
         Some(plan) => Err(Error::plan(
             Rank(plan.rank),
             Some(at[plan.rank as usize]),
@@ -115,10 +106,5 @@ fn peers_of(plan: &Plan, exchange: u32) -> impl Iterator<Item = u32> + '_ {
             Step::Exchange { id, sends, recvs } if *id == exchange => Some((sends, recvs)),
             _ => None,
         })
-        .flat_map(|(sends, recvs)| {
-            sends
-                .iter()
-                .map(|send| send.to)
-                .chain(recvs.iter().map(|recv| recv.from))
-        })
+        .flat_map(|(sends, recvs)| sends.iter().map(|send| send.to).chain(recvs.iter().map(|recv| recv.from)))
 }

@@ -11,13 +11,8 @@ fn oracle_rows<E: Element>(problem: &OracleProblem, inputs: &Inputs<E>) -> Vec<R
 }
 
 fn oracle<'a, E: Element>(problem: &'a OracleProblem, inputs: &'a Inputs<E>) -> Oracle<'a> {
-    Oracle::new(
-        problem,
-        E::values(&inputs.q),
-        E::values(&inputs.k),
-        E::values(&inputs.v),
-    )
-    .expect("a case fits")
+    Oracle::new(problem, E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v))
+        .expect("a case fits")
 }
 
 fn compared(problem: &OracleProblem, actual: &[Row], expected: &[Row]) -> Comparison {
@@ -45,27 +40,17 @@ fn names_and_seeds_are_distinct_and_every_problem_is_well_formed() {
 #[test]
 fn the_list_covers_the_sizes_it_promises() {
     let all = |of: fn(&OracleProblem) -> usize| {
-        cases()
-            .iter()
-            .map(|case| of(&case.problem))
-            .collect::<BTreeSet<_>>()
+        cases().iter().map(|case| of(&case.problem)).collect::<BTreeSet<_>>()
     };
     for (what, found, promised) in [
-        (
-            "head dims",
-            all(|p| p.head_dim),
-            vec![8, 16, 32, 64, 72, 80, 96, 128, 256],
-        ),
+        ("head dims", all(|p| p.head_dim), vec![8, 16, 32, 64, 72, 80, 96, 128, 256]),
         ("group sizes", all(|p| p.q_heads / p.kv_heads), vec![1, 2, 4, 8]),
         ("key heads", all(|p| p.kv_heads), vec![1, 2]),
         ("batches", all(|p| p.batch), vec![1, 2, 3]),
         ("query rows", all(|p| p.q_len), vec![1, 7, 31, 33, 65, 130]),
         ("key rows", all(|p| p.kv_len), vec![1, 7, 31, 33, 65, 130]),
     ] {
-        assert!(
-            promised.iter().all(|size| found.contains(size)),
-            "{what}: {found:?}"
-        );
+        assert!(promised.iter().all(|size| found.contains(size)), "{what}: {found:?}");
     }
 }
 
@@ -90,16 +75,10 @@ fn without_one_feature(problem: &OracleProblem) -> Vec<OracleProblem> {
         changed.push(without);
     }
     if problem.q_offset != 0 {
-        changed.push(OracleProblem {
-            q_offset: 0,
-            ..problem.clone()
-        });
+        changed.push(OracleProblem { q_offset: 0, ..problem.clone() });
     }
     if problem.softcap.is_some() {
-        changed.push(OracleProblem {
-            softcap: None,
-            ..problem.clone()
-        });
+        changed.push(OracleProblem { softcap: None, ..problem.clone() });
     }
     changed
 }
@@ -114,12 +93,7 @@ fn every_feature_of_every_case_shows_in_every_dtype() {
         for changed in without_one_feature(&case.problem) {
             let without = compared(&case.problem, &oracle_rows(&changed, &inputs), &right).max_abs_error;
             if let Err(indistinct) = discriminates(with, without, E::DTYPE) {
-                blind.push(format!(
-                    "{} as {} in {}: {indistinct}",
-                    case.name,
-                    changed,
-                    E::DTYPE
-                ));
+                blind.push(format!("{} as {} in {}: {indistinct}", case.name, changed, E::DTYPE));
             }
         }
     }
@@ -142,12 +116,7 @@ fn poison_changes_the_rows_that_see_it_and_no_others() {
         for (clean, poisoned) in clean.iter().zip(&poisoned) {
             assert!(clean.o.iter().all(|o| o.is_finite()), "{}", case.name);
             if case.sees_poison(clean.id) {
-                assert!(
-                    poisoned.o.iter().any(|o| !o.is_finite()),
-                    "{}: {:?}",
-                    case.name,
-                    clean.id
-                );
+                assert!(poisoned.o.iter().any(|o| !o.is_finite()), "{}: {:?}", case.name, clean.id);
             } else {
                 assert_eq!(clean, poisoned, "{}", case.name);
                 kept += 1;
@@ -159,13 +128,8 @@ fn poison_changes_the_rows_that_see_it_and_no_others() {
 
 #[test]
 fn poison_survives_the_half_types() {
-    let case = cases()
-        .into_iter()
-        .find(|case| !case.poison.is_empty())
-        .expect("there are poisoned cases");
+    let case = cases().into_iter().find(|case| !case.poison.is_empty()).expect("there are poisoned cases");
     let inputs = case.inputs::<half::bf16>();
-    let nan = (0..inputs.k.len())
-        .filter(|&index| Values::Bf16(&inputs.k).get(index).is_nan())
-        .count();
+    let nan = (0..inputs.k.len()).filter(|&index| Values::Bf16(&inputs.k).get(index).is_nan()).count();
     assert_eq!(nan, case.poison.len() / 2);
 }

@@ -17,11 +17,7 @@ fn what_a_row_cannot_see_does_not_reach_it_whatever_it_holds() {
                 dirty.v[key * 32..key * 32 + 32].fill(poison);
                 let got = run(&backend, &dirty, &all_keys(&dirty));
                 for at in 0..150 * 2 {
-                    let sees = clean
-                        .problem
-                        .mask
-                        .visible(0, (at / 2) as u32, 150)
-                        .sees(key as u32);
+                    let sees = clean.problem.mask.visible(0, (at / 2) as u32, 150).sees(key as u32);
                     let o = at * 32..at * 32 + 32;
                     if sees {
                         assert!(
@@ -49,10 +45,7 @@ fn an_infinite_logit_makes_its_row_nan_and_a_row_of_minus_infinities_saw_nothing
         let blocks = [TokenRuns::contiguous(0..30), TokenRuns::contiguous(30..70)];
         let output = run(&backend, &case, &blocks);
         assert!(output.lse[0].is_nan() && output.o[..8].iter().all(|x| x.is_nan()));
-        assert!(
-            output.lse[1].is_finite(),
-            "its logit of that key is -inf: weight 0"
-        );
+        assert!(output.lse[1].is_finite(), "its logit of that key is -inf: weight 0");
         assert!(output.o[8..16].iter().all(|x| x.is_finite()));
         // All logits −∞: no weight anywhere, and the empty state says exactly that.
         case.k.fill(f32::INFINITY);
@@ -68,11 +61,7 @@ fn rows_that_see_nothing_keep_their_state_bit_for_bit() {
     let backend = CpuBackend::new();
     let case = case([1, 200, 1, 1, 16], Dtype::F32, "causal");
     let first = run(&backend, &case, &[TokenRuns::contiguous(0..100)]);
-    let both = run(
-        &backend,
-        &case,
-        &[TokenRuns::contiguous(0..100), TokenRuns::contiguous(100..200)],
-    );
+    let both = run(&backend, &case, &[TokenRuns::contiguous(0..100), TokenRuns::contiguous(100..200)]);
     // Rows 0..100 see none of the second block; the tile that holds row 96 is partial.
     assert_eq!(first.state.0[..100 * 16 * 4], both.state.0[..100 * 16 * 4]);
     assert_eq!(first.state.1[..100 * 8], both.state.1[..100 * 8]);
@@ -87,17 +76,10 @@ fn the_same_bytes_come_out_whatever_the_number_of_threads() {
     let case = case([1, 700, 3, 1, 64], Dtype::F32, "causal");
     let expected = run(&CpuBackend::new(), &case, &all_keys(&case)).state;
     for threads in [1, 3, 8] {
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .build()
-            .unwrap();
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let backend = CpuBackend::with_pool(Arc::new(pool));
         for _ in 0..3 {
-            assert_eq!(
-                run(&backend, &case, &all_keys(&case)).state,
-                expected,
-                "{threads} threads"
-            );
+            assert_eq!(run(&backend, &case, &all_keys(&case)).state, expected, "{threads} threads");
         }
     }
 }
@@ -109,18 +91,10 @@ fn a_raised_cancel_token_ends_the_call() {
     let tokens = TokenRuns::contiguous(0..64);
     let work = BlockWork::new(&case.problem, &tokens, &tokens, backend.tile_shape(Dtype::F32, 8));
     let x = backend.upload("x", encode(Dtype::F32, &case.q)).unwrap();
-    let shape = StateShape {
-        batch: 1,
-        rows: 64,
-        heads: 1,
-        dim: 8,
-    };
+    let shape = StateShape { batch: 1, rows: 64, heads: 1, dim: 8 };
     let mut a = backend.alloc("a", shape.a_bytes()).unwrap();
     let mut ml = backend.alloc("ml", shape.ml_bytes()).unwrap();
-    let operand = || Operand {
-        buffer: &x,
-        layout: dense(64, 1, 8),
-    };
+    let operand = || Operand { buffer: &x, layout: dense(64, 1, 8) };
     let args = Attend {
         dtype: Dtype::F32,
         scale: 1.0,
@@ -130,11 +104,7 @@ fn a_raised_cancel_token_ends_the_call() {
         v: operand(),
         kv_head_of: &[0],
         work: &work,
-        state: StateMut {
-            a: &mut a,
-            ml: &mut ml,
-            shape,
-        },
+        state: StateMut { a: &mut a, ml: &mut ml, shape },
     };
     let control = Control::new(Arc::new(true.into()));
     let error = pollster::block_on(backend.attend(args, &control)).unwrap_err();
@@ -154,60 +124,27 @@ fn strided_operands_are_read_where_they_are() {
             let (batch, token, head) = (at / heads / 50, at / heads % 50, at % heads);
             out[3 + ((batch * heads + head) * 50 + token) * 24..][..16].copy_from_slice(row);
         }
-        let layout = Layout {
-            offset: 3,
-            batch_stride: heads * 50 * 24,
-            row_stride: 24,
-            head_stride: 50 * 24,
-        };
+        let layout =
+            Layout { offset: 3, batch_stride: heads * 50 * 24, row_stride: 24, head_stride: 50 * 24 };
         (backend.upload("x", encode(Dtype::F32, &out)).unwrap(), layout)
     };
     let [q, k, v] = [spread(&case.q, 4), spread(&case.k, 2), spread(&case.v, 2)];
-    let shape = StateShape {
-        batch: 2,
-        rows: 50,
-        heads: 4,
-        dim: 16,
-    };
+    let shape = StateShape { batch: 2, rows: 50, heads: 4, dim: 16 };
     let mut a = backend.alloc("a", shape.a_bytes()).unwrap();
     let mut ml = backend.alloc("ml", shape.ml_bytes()).unwrap();
-    backend
-        .reset_state(&mut StateMut {
-            a: &mut a,
-            ml: &mut ml,
-            shape,
-        })
-        .unwrap();
+    backend.reset_state(&mut StateMut { a: &mut a, ml: &mut ml, shape }).unwrap();
     let tokens = TokenRuns::contiguous(0..50);
-    let work = BlockWork::new(
-        &case.problem,
-        &tokens,
-        &tokens,
-        backend.tile_shape(Dtype::F32, 16),
-    );
+    let work = BlockWork::new(&case.problem, &tokens, &tokens, backend.tile_shape(Dtype::F32, 16));
     let args = Attend {
         dtype: Dtype::F32,
         scale: case.problem.scale,
         softcap: None,
-        q: Operand {
-            buffer: &q.0,
-            layout: q.1,
-        },
-        k: Operand {
-            buffer: &k.0,
-            layout: k.1,
-        },
-        v: Operand {
-            buffer: &v.0,
-            layout: v.1,
-        },
+        q: Operand { buffer: &q.0, layout: q.1 },
+        k: Operand { buffer: &k.0, layout: k.1 },
+        v: Operand { buffer: &v.0, layout: v.1 },
         kv_head_of: &[0, 0, 1, 1],
         work: &work,
-        state: StateMut {
-            a: &mut a,
-            ml: &mut ml,
-            shape,
-        },
+        state: StateMut { a: &mut a, ml: &mut ml, shape },
     };
     pollster::block_on(backend.attend(args, &Control::default())).unwrap();
     let output = finish(&backend, Dtype::F32, a, ml, shape);
