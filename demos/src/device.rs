@@ -143,14 +143,14 @@ fn no_driver() -> Failure {
 #[derive(Debug)]
 pub(crate) enum AnyBackend {
     Cpu(CpuBackend),
-    Wgpu(WgpuBackend),
+    Wgpu(Box<WgpuBackend>),
 }
 
 impl AnyBackend {
     pub(crate) fn open(device: DeviceId) -> Result<Self> {
         Ok(match device {
             DeviceId::Cpu => Self::Cpu(CpuBackend::new()),
-            DeviceId::Wgpu(index) => Self::Wgpu(WgpuBackend::new(index)?),
+            DeviceId::Wgpu(index) => Self::Wgpu(Box::new(WgpuBackend::new(index)?)),
         })
     }
 
@@ -166,7 +166,7 @@ impl AnyBackend {
     pub(crate) fn run(&self, task: RankTask<'_>, each: impl FnMut(u64, RankOutput)) -> Result<(), Error> {
         match self {
             Self::Cpu(backend) => task.run_on(backend, each),
-            Self::Wgpu(backend) => task.run_on(backend, each),
+            Self::Wgpu(backend) => task.run_on(&**backend, each),
         }
     }
 }

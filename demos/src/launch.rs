@@ -156,7 +156,7 @@ impl Children {
         }
         self.ended.sort_by_key(|(rank, _)| *rank);
         for (rank, status) in &self.ended {
-            if !status.success() && status.code().is_none_or(|code| code != 2) {
+            if !asked_to_end && !status.success() && status.code() != Some(2) {
                 note(&format!("launch: rank {rank} ended with {status}"));
             }
         }

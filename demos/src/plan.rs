@@ -39,4 +39,4 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
 /// The steps of so many ranks are shown without being asked for.
 const FEW: u32 = 4;
 /// Plans of a ring grow with the square of its ranks.
-const MAX_RANKS: u32 = 1024;
+const MAX_RANKS: u32 = 512;

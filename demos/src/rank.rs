@@ -60,10 +60,9 @@ pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<Devi
         .map_err(|failure| refuse(&**transport, job.named(transport.rank(), failure)))
         .and_then(|ready| job.go(transport, ready));
     let left = pollster::block_on(transport.close(if result.is_ok() { job.deadline } else { LEAVE }));
-    match (&result, left) {
-        // The work is done: who leaves rudely afterwards takes nothing away.
-        (Ok(_), Err(error)) => note(&format!("warning: rank {}: {error}", transport.rank())),
-        _ => {}
+    // The work is done: who leaves rudely afterwards takes nothing away.
+    if let (Ok(_), Err(error)) = (&result, left) {
+        note(&format!("warning: rank {}: {error}", transport.rank()));
     }
     result
 }

@@ -162,3 +162,61 @@ fn row_bytes(world: &World) -> (usize, usize) {
 const PIECE_BYTES: usize = 8 << 20;
 /// Pieces under way at once.
 const IN_FLIGHT: usize = 3;
+
+#[cfg(test)]
+mod tests {
+    use kyklos_transport::in_process_group;
+
+    use super::*;
+    use crate::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
+
+    #[test]
+    fn every_row_of_every_rank_arrives_once_and_no_piece_is_large() {
+        let problem = AttentionProblem::new([2, 1100, 8, 8, 512], Dtype::F32, Mask::full()).unwrap();
+        let split = Split::Tokens(vec![300, 800, 0]);
+        let world =
+            plan_world(&problem, Mesh::new(1, 3).unwrap(), PlacementKind::Striped, &split, Strategy::Ring)
+                .unwrap();
+        // Every byte of a row says whose row it is and which.
+        let output = |rank: u32| {
+            let rows = 2 * world.q_placement.of_rank(Rank(rank)).len();
+            let fill = |bytes: usize| -> Bytes {
+                (0..rows)
+                    .flat_map(|row| std::iter::repeat_n((row * 3 + rank as usize) as u8, bytes))
+                    .collect::<Vec<u8>>()
+                    .into()
+            };
+            (fill(8 * 512 * 4), fill(8 * 4))
+        };
+        let mut group = in_process_group(3).into_iter();
+        let first = group.next().unwrap();
+        let wait = Duration::from_secs(20);
+        let mut seen = vec![0; 3];
+        std::thread::scope(|scope| {
+            for transport in group {
+                let (world, (o, lse)) = (&world, output(transport.rank().0));
+                scope.spawn(move || {
+                    let sent =
+                        pollster::block_on(send_output(&*transport, world, 7, &o, &lse, wait)).unwrap();
+                    assert_eq!(sent, (o.len() + lse.len()) as u64);
+                    pollster::block_on(transport.close(wait)).unwrap();
+                });
+            }
+            let (o, lse) = output(0);
+            pollster::block_on(receive_output(&*first, &world, 7, &o, &lse, wait, |piece| {
+                assert!(piece.o.len() + piece.lse.len() <= PIECE_BYTES);
+                let owned = world.q_placement.of_rank(piece.rank).len();
+                for (index, token) in piece.tokens.clone().enumerate() {
+                    let row = piece.batch as usize * owned + token;
+                    let byte = (row * 3 + piece.rank.0 as usize) as u8;
+                    assert!(piece.o[index * 16_384..(index + 1) * 16_384].iter().all(|b| *b == byte));
+                    assert!(piece.lse[index * 32..(index + 1) * 32].iter().all(|b| *b == byte));
+                }
+                seen[piece.rank.0 as usize] += piece.tokens.len();
+                Ok::<(), Error>(())
+            }))
+            .unwrap();
+        });
+        assert_eq!(seen, [600, 1600, 0]);
+    }
+}
