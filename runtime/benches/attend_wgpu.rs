@@ -41,11 +41,7 @@ fn main() -> Result<(), Error> {
         return Ok(());
     }
     let options = WgpuOptions {
-        kernel: if has("--portable") {
-            KernelChoice::Portable
-        } else {
-            KernelChoice::Auto
-        },
+        kernel: if has("--portable") { KernelChoice::Portable } else { KernelChoice::Auto },
         ..WgpuOptions::default()
     };
     let backend = WgpuBackend::with_options(device, &options)?;
@@ -54,11 +50,7 @@ fn main() -> Result<(), Error> {
     println!(
         "batch,seq,q_heads,kv_heads,dim,dtype,mask,first_ms,median_ms,min_ms,max_ms,gflops_median,gflops_best,cpu_median_ms,cpu_min_ms"
     );
-    let (shapes, repeats) = if has("--short") {
-        (&SHAPES[..1], 7)
-    } else {
-        (SHAPES, 15)
-    };
+    let (shapes, repeats) = if has("--short") { (&SHAPES[..1], 7) } else { (SHAPES, 15) };
     for shape in shapes {
         measure(&backend, shape, repeats)?;
     }
@@ -79,12 +71,8 @@ fn measure(backend: &WgpuBackend, (shape, dtype, mask): &Shape, repeats: usize) 
         backend.upload(label, Bytes::from(made_up(*dtype, elements)))
     };
     let (q, k, v) = (fill("q", q_heads)?, fill("k", kv_heads)?, fill("v", kv_heads)?);
-    let state_shape = StateShape {
-        batch: batch as usize,
-        rows: seq as usize,
-        heads: q_heads as usize,
-        dim: dim as usize,
-    };
+    let state_shape =
+        StateShape { batch: batch as usize, rows: seq as usize, heads: q_heads as usize, dim: dim as usize };
     let mut a = backend.alloc("a", state_shape.a_bytes())?;
     let mut ml = backend.alloc("ml", state_shape.ml_bytes())?;
     let tokens = TokenRuns::contiguous(0..seq);
@@ -92,11 +80,7 @@ fn measure(backend: &WgpuBackend, (shape, dtype, mask): &Shape, repeats: usize) 
     let kv_head_of: Vec<u32> = (0..q_heads).map(|head| head / problem.group()).collect();
     let control = Control::default();
     let mut call = || -> Result<(f64, f64), Error> {
-        let mut state = StateMut {
-            a: &mut a,
-            ml: &mut ml,
-            shape: state_shape,
-        };
+        let mut state = StateMut { a: &mut a, ml: &mut ml, shape: state_shape };
         backend.reset_state(&mut state)?;
         block_on(backend.wait())?;
         let (start, start_cpu_s) = (Instant::now(), cpu_s());
@@ -104,18 +88,9 @@ fn measure(backend: &WgpuBackend, (shape, dtype, mask): &Shape, repeats: usize) 
             dtype: *dtype,
             scale: problem.scale,
             softcap: None,
-            q: Operand {
-                buffer: &q,
-                layout: dense(q_heads),
-            },
-            k: Operand {
-                buffer: &k,
-                layout: dense(kv_heads),
-            },
-            v: Operand {
-                buffer: &v,
-                layout: dense(kv_heads),
-            },
+            q: Operand { buffer: &q, layout: dense(q_heads) },
+            k: Operand { buffer: &k, layout: dense(kv_heads) },
+            v: Operand { buffer: &v, layout: dense(kv_heads) },
             kv_head_of: &kv_head_of,
             work: &work,
             state,
@@ -158,12 +133,8 @@ fn made_up(dtype: Dtype, elements: usize) -> Vec<u8> {
     let values = (0..elements).map(|i| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5);
     match dtype {
         Dtype::F32 => values.flat_map(f32::to_le_bytes).collect(),
-        Dtype::F16 => values
-            .flat_map(|x| half::f16::from_f32(x).to_le_bytes())
-            .collect(),
-        Dtype::Bf16 => values
-            .flat_map(|x| half::bf16::from_f32(x).to_le_bytes())
-            .collect(),
+        Dtype::F16 => values.flat_map(|x| half::f16::from_f32(x).to_le_bytes()).collect(),
+        Dtype::Bf16 => values.flat_map(|x| half::bf16::from_f32(x).to_le_bytes()).collect(),
     }
 }
 

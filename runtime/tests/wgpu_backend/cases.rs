@@ -13,31 +13,13 @@ use crate::Test;
 use crate::naive::{self, Random, loaded, rounded, stored};
 
 pub(crate) const ALL: &[(&str, Test)] = &[
-    (
-        "every_dtype_and_head_dim_equals_f64",
-        every_dtype_and_head_dim_equals_f64,
-    ),
-    (
-        "every_mask_equals_f64_over_any_tokens",
-        every_mask_equals_f64_over_any_tokens,
-    ),
-    (
-        "softcap_and_large_logits_equal_f64",
-        softcap_and_large_logits_equal_f64,
-    ),
+    ("every_dtype_and_head_dim_equals_f64", every_dtype_and_head_dim_equals_f64),
+    ("every_mask_equals_f64_over_any_tokens", every_mask_equals_f64_over_any_tokens),
+    ("softcap_and_large_logits_equal_f64", softcap_and_large_logits_equal_f64),
     ("large_heads_equal_f64", large_heads_equal_f64),
-    (
-        "nan_reaches_exactly_the_rows_that_see_it",
-        nan_reaches_exactly_the_rows_that_see_it,
-    ),
-    (
-        "a_row_that_sees_nothing_keeps_its_state",
-        a_row_that_sees_nothing_keeps_its_state,
-    ),
-    (
-        "long_work_goes_in_pieces_and_can_be_cancelled",
-        long_work_goes_in_pieces_and_can_be_cancelled,
-    ),
+    ("nan_reaches_exactly_the_rows_that_see_it", nan_reaches_exactly_the_rows_that_see_it),
+    ("a_row_that_sees_nothing_keeps_its_state", a_row_that_sees_nothing_keeps_its_state),
+    ("long_work_goes_in_pieces_and_can_be_cancelled", long_work_goes_in_pieces_and_can_be_cancelled),
     ("a_wrong_request_is_an_error", a_wrong_request_is_an_error),
 ];
 
@@ -119,11 +101,7 @@ impl Case {
         let shape = self.shape();
         let mut a = poisoned(backend, shape.a_bytes());
         let mut ml = poisoned(backend, shape.ml_bytes());
-        let mut state = StateMut {
-            a: &mut a,
-            ml: &mut ml,
-            shape,
-        };
+        let mut state = StateMut { a: &mut a, ml: &mut ml, shape };
         backend.reset_state(&mut state).unwrap();
         for kv_tokens in &self.kv_blocks {
             block_on(self.attend(backend, kv_tokens, &mut a, &mut ml, &Control::default())).unwrap();
@@ -150,25 +128,12 @@ impl Case {
             dtype: p.dtype,
             scale: p.scale,
             softcap: p.softcap,
-            q: Operand {
-                buffer: &q,
-                layout: q_layout,
-            },
-            k: Operand {
-                buffer: &k,
-                layout: k_layout,
-            },
-            v: Operand {
-                buffer: &v,
-                layout: v_layout,
-            },
+            q: Operand { buffer: &q, layout: q_layout },
+            k: Operand { buffer: &k, layout: k_layout },
+            v: Operand { buffer: &v, layout: v_layout },
             kv_head_of: &kv_head_of,
             work: &work,
-            state: StateMut {
-                a,
-                ml,
-                shape: self.shape(),
-            },
+            state: StateMut { a, ml, shape: self.shape() },
         };
         backend.attend(args, control).await
     }
@@ -179,11 +144,7 @@ impl Case {
         let shape = self.shape();
         let mut o = poisoned(backend, shape.a_bytes() / 4 * dtype.bytes());
         let mut lse = poisoned(backend, shape.ml_bytes() / 2);
-        let state = State {
-            a: &a,
-            ml: &ml,
-            shape,
-        };
+        let state = State { a: &a, ml: &ml, shape };
         backend.finalize(&state, dtype, &mut o, &mut lse).unwrap();
         let o = read(backend, &mut o, shape.a_bytes() / 4 * dtype.bytes());
         let lse = read(backend, &mut lse, shape.ml_bytes() / 2);
@@ -236,11 +197,7 @@ impl Case {
         if self.problem.dtype != Dtype::F32 {
             let (narrow, _) = self.output(backend, self.problem.dtype);
             for (at, (narrow, o)) in narrow.iter().zip(&o).enumerate() {
-                assert_eq!(
-                    *narrow,
-                    rounded(self.problem.dtype, *o),
-                    "{what}: o rounded at {at}"
-                );
+                assert_eq!(*narrow, rounded(self.problem.dtype, *o), "{what}: o rounded at {at}");
             }
         }
     }
@@ -251,9 +208,7 @@ const TOLERANCE: f64 = 3e-6;
 
 /// Memory full of NaN.
 fn poisoned(backend: &WgpuBackend, bytes: usize) -> WgpuBuffer {
-    backend
-        .upload("poisoned", Bytes::from(vec![0xff; bytes]))
-        .unwrap()
+    backend.upload("poisoned", Bytes::from(vec![0xff; bytes])).unwrap()
 }
 
 fn read(backend: &WgpuBackend, buffer: &mut WgpuBuffer, bytes: usize) -> Bytes {
@@ -262,11 +217,8 @@ fn read(backend: &WgpuBackend, buffer: &mut WgpuBuffer, bytes: usize) -> Bytes {
 
 fn every_dtype_and_head_dim_equals_f64(backend: &WgpuBackend) {
     // Head dims of all kinds: below, at and above a subgroup's worth of units; with a ragged last pass; of two passes.
-    let dims: [(Dtype, &[u32]); 3] = [
-        (Dtype::F32, &[8, 64, 72, 128]),
-        (Dtype::F16, &[32, 80]),
-        (Dtype::Bf16, &[64, 96]),
-    ];
+    let dims: [(Dtype, &[u32]); 3] =
+        [(Dtype::F32, &[8, 64, 72, 128]), (Dtype::F16, &[32, 80]), (Dtype::Bf16, &[64, 96])];
     for (dtype, dims) in dims {
         for dim in dims {
             let case = Case::new([2, 67, 6, 2, *dim], dtype, "causal");
@@ -367,10 +319,7 @@ fn nan_reaches_exactly_the_rows_that_see_it(backend: &WgpuBackend) {
                         let (got, want) = (&o[at * 64..][..64], &clean_o[at * 64..][..64]);
                         if !sees {
                             assert_eq!(lse[at].to_bits(), clean_lse[at].to_bits(), "{what}");
-                            assert!(
-                                got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()),
-                                "{what}"
-                            );
+                            assert!(got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()), "{what}");
                         } else if in_key {
                             assert!(lse[at].is_nan(), "{what}: lse {}", lse[at]);
                             assert!(got.iter().all(|x| x.is_nan()), "{what}");
@@ -391,11 +340,7 @@ fn a_row_that_sees_nothing_keeps_its_state(backend: &WgpuBackend) {
     let mut random = Random(3);
     let a_before = random.tensor(Dtype::F32, shape.a_bytes() / 4);
     let ml_before: Vec<f32> = (0..shape.ml_bytes() / 4).map(|_| random.normal().abs()).collect();
-    let upload = |data: &[f32]| {
-        backend
-            .upload("state", Bytes::from(stored(Dtype::F32, data)))
-            .unwrap()
-    };
+    let upload = |data: &[f32]| backend.upload("state", Bytes::from(stored(Dtype::F32, data))).unwrap();
     let (mut a, mut ml) = (upload(&a_before), upload(&ml_before));
     // Keys 33, 34, …: rows below 33 see none of them.
     let late = TokenRuns::contiguous(33..70);
@@ -407,11 +352,7 @@ fn a_row_that_sees_nothing_keeps_its_state(backend: &WgpuBackend) {
         assert_eq!(kept, row < 33, "a of row {row}");
         for head in 0..2 {
             let at = 2 * (head * 70 + row);
-            assert_eq!(
-                ml[at..at + 2] == ml_before[at..at + 2],
-                row < 33,
-                "ml of row {row}"
-            );
+            assert_eq!(ml[at..at + 2] == ml_before[at..at + 2], row < 33, "ml of row {row}");
         }
     }
 }
@@ -419,10 +360,7 @@ fn a_row_that_sees_nothing_keeps_its_state(backend: &WgpuBackend) {
 fn long_work_goes_in_pieces_and_can_be_cancelled(backend: &WgpuBackend) {
     let case = Case::new([1, 1500, 4, 4, 64], Dtype::F32, "full");
     let shape = case.shape();
-    let (mut a, mut ml) = (
-        poisoned(backend, shape.a_bytes()),
-        poisoned(backend, shape.ml_bytes()),
-    );
+    let (mut a, mut ml) = (poisoned(backend, shape.a_bytes()), poisoned(backend, shape.ml_bytes()));
     let control = Control::default();
     let tokens = &case.kv_blocks[0];
     block_on(case.attend(backend, tokens, &mut a, &mut ml, &control)).unwrap();
@@ -435,20 +373,12 @@ fn long_work_goes_in_pieces_and_can_be_cancelled(backend: &WgpuBackend) {
 }
 
 fn a_wrong_request_is_an_error(backend: &WgpuBackend) {
-    assert!(matches!(
-        backend.alloc("everything", usize::MAX / 2),
-        Err(Error::OutOfMemory { .. })
-    ));
+    assert!(matches!(backend.alloc("everything", usize::MAX / 2), Err(Error::OutOfMemory { .. })));
     let mut buffer = backend.alloc("a buffer", 64).unwrap();
     assert!(block_on(backend.download(&mut buffer, 60..68)).is_err());
     assert!(backend.write(&mut buffer, 3, &[0; 4]).is_err());
     let none = backend.upload("nothing", Bytes::new());
-    assert_eq!(
-        block_on(backend.download(&mut none.unwrap(), 0..0))
-            .unwrap()
-            .len(),
-        0
-    );
+    assert_eq!(block_on(backend.download(&mut none.unwrap(), 0..0)).unwrap().len(), 0);
     drop(backend.download(&mut buffer, 0..64));
     block_on(backend.wait()).unwrap();
     assert!(WgpuBackend::new(1000).is_err());

@@ -28,16 +28,13 @@ fn main() {
     let devices = WgpuBackend::enumerate();
     let Some(device) = devices.first() else {
         let required = std::env::var_os("KYKLOS_REQUIRE_GPU").is_some_and(|value| value == "1");
-        let trial = Trial::test(
-            "no wgpu device: install a Vulkan, Metal or DX12 driver",
-            move || {
-                if required {
-                    Err(Failed::from("KYKLOS_REQUIRE_GPU=1, and there is no wgpu device"))
-                } else {
-                    Ok(())
-                }
-            },
-        );
+        let trial = Trial::test("no wgpu device: install a Vulkan, Metal or DX12 driver", move || {
+            if required {
+                Err(Failed::from("KYKLOS_REQUIRE_GPU=1, and there is no wgpu device"))
+            } else {
+                Ok(())
+            }
+        });
         libtest_mimic::run(&arguments, vec![trial.with_ignored_flag(!required)]).exit();
     };
     let mut choices = vec![("portable", KernelChoice::Portable)];
@@ -54,32 +51,24 @@ fn main() {
                 Ok(())
             }));
         }
-        trials.push(Trial::test(
-            format!("{kernel}::tensors_beyond_one_binding_equal_f64"),
-            move || {
-                cases::tensors_beyond_one_binding_equal_f64(&open(choice, Some(65536))?);
-                Ok(())
-            },
-        ));
+        trials.push(Trial::test(format!("{kernel}::tensors_beyond_one_binding_equal_f64"), move || {
+            cases::tensors_beyond_one_binding_equal_f64(&open(choice, Some(65536))?);
+            Ok(())
+        }));
     }
     if device.class == DeviceClass::SoftwareGpu && std::env::var_os(WIDTH).is_none() {
         let others = [("128", 4), ("256", 8), ("512", 16)]
             .into_iter()
             .filter(|(_, size)| !device.kernel.ends_with(&format!("-{size}")));
         for (bits, _) in others {
-            trials.push(Trial::test(format!("subgroups of {bits} bits"), move || {
-                passes_with_width(bits)
-            }));
+            trials.push(Trial::test(format!("subgroups of {bits} bits"), move || passes_with_width(bits)));
         }
     }
     libtest_mimic::run(&arguments, trials).exit();
 }
 
 fn open(kernel: KernelChoice, max_binding_bytes: Option<u64>) -> Result<WgpuBackend, Failed> {
-    let options = WgpuOptions {
-        kernel,
-        max_binding_bytes,
-    };
+    let options = WgpuOptions { kernel, max_binding_bytes };
     WgpuBackend::with_options(0, &options).map_err(|error| Failed::from(error.to_string()))
 }
 

@@ -10,30 +10,13 @@ use crate::Test;
 use crate::naive::{Random, loaded, stored};
 
 pub(crate) const ALL: &[(&str, Test)] = &[
-    (
-        "merge_equals_f64_and_keeps_empty_states",
-        merge_equals_f64_and_keeps_empty_states,
-    ),
-    (
-        "finalize_divides_and_marks_empty_rows",
-        finalize_divides_and_marks_empty_rows,
-    ),
-    (
-        "repack_moves_every_byte_and_no_other",
-        repack_moves_every_byte_and_no_other,
-    ),
-    (
-        "a_download_holds_what_was_there_at_the_call",
-        a_download_holds_what_was_there_at_the_call,
-    ),
+    ("merge_equals_f64_and_keeps_empty_states", merge_equals_f64_and_keeps_empty_states),
+    ("finalize_divides_and_marks_empty_rows", finalize_divides_and_marks_empty_rows),
+    ("repack_moves_every_byte_and_no_other", repack_moves_every_byte_and_no_other),
+    ("a_download_holds_what_was_there_at_the_call", a_download_holds_what_was_there_at_the_call),
 ];
 
-const SHAPE: StateShape = StateShape {
-    batch: 2,
-    rows: 5,
-    heads: 3,
-    dim: 24,
-};
+const SHAPE: StateShape = StateShape { batch: 2, rows: 5, heads: 3, dim: 24 };
 
 fn upload(backend: &WgpuBackend, data: &[f32]) -> WgpuBuffer {
     let bytes = Bytes::from(stored(Dtype::F32, data));
@@ -66,10 +49,7 @@ fn state(seed: u64, empty: bool) -> (Vec<f32>, Vec<f32>) {
 
 /// Where a row's elements are in a and in ml.
 fn at(b: usize, r: usize, h: usize) -> (usize, usize) {
-    (
-        ((b * SHAPE.rows + r) * SHAPE.heads + h) * SHAPE.dim,
-        2 * ((b * SHAPE.heads + h) * SHAPE.rows + r),
-    )
+    (((b * SHAPE.rows + r) * SHAPE.heads + h) * SHAPE.dim, 2 * ((b * SHAPE.heads + h) * SHAPE.rows + r))
 }
 
 fn merge_equals_f64_and_keeps_empty_states(backend: &WgpuBackend) {
@@ -78,16 +58,8 @@ fn merge_equals_f64_and_keeps_empty_states(backend: &WgpuBackend) {
         let (a2, ml2) = state(2, second_empty);
         let (mut a, mut ml) = (upload(backend, &a1), upload(backend, &ml1));
         let (from_a, from_ml) = (upload(backend, &a2), upload(backend, &ml2));
-        let mut into = StateMut {
-            a: &mut a,
-            ml: &mut ml,
-            shape: SHAPE,
-        };
-        let from = State {
-            a: &from_a,
-            ml: &from_ml,
-            shape: SHAPE,
-        };
+        let mut into = StateMut { a: &mut a, ml: &mut ml, shape: SHAPE };
+        let from = State { a: &from_a, ml: &from_ml, shape: SHAPE };
         backend.merge(&mut into, &from).unwrap();
         let a = read(backend, &mut a, a1.len());
         let ml = read(backend, &mut ml, ml1.len());
@@ -125,15 +97,9 @@ fn finalize_divides_and_marks_empty_rows(backend: &WgpuBackend) {
     let (a_buffer, ml_buffer) = (upload(backend, &a), upload(backend, &ml));
     for dtype in Dtype::ALL {
         let elements = a.len();
-        let mut o = backend
-            .upload("o", Bytes::from(vec![0xff; elements * dtype.bytes()]))
-            .unwrap();
+        let mut o = backend.upload("o", Bytes::from(vec![0xff; elements * dtype.bytes()])).unwrap();
         let mut lse = upload(backend, &vec![f32::NAN; ml.len() / 2]);
-        let from = State {
-            a: &a_buffer,
-            ml: &ml_buffer,
-            shape: SHAPE,
-        };
+        let from = State { a: &a_buffer, ml: &ml_buffer, shape: SHAPE };
         backend.finalize(&from, dtype, &mut o, &mut lse).unwrap();
         let bytes = block_on(backend.download(&mut o, 0..elements * dtype.bytes())).unwrap();
         let o = loaded(dtype, &bytes);
@@ -171,12 +137,7 @@ fn finalize_divides_and_marks_empty_rows(backend: &WgpuBackend) {
 fn repack_moves_every_byte_and_no_other(backend: &WgpuBackend) {
     // (row_bytes, gap): rows of whole vectors, of single words, and nothing but one dense piece.
     for (row_bytes, gap) in [(48, 16), (12, 4), (16, 0)] {
-        let extent = Extent {
-            batch: 2,
-            rows: 7,
-            heads: 3,
-            row_bytes,
-        };
+        let extent = Extent { batch: 2, rows: 7, heads: 3, row_bytes };
         let spread = |offset: usize, gap: usize| Layout {
             offset,
             head_stride: row_bytes + gap,
@@ -184,17 +145,12 @@ fn repack_moves_every_byte_and_no_other(backend: &WgpuBackend) {
             batch_stride: 7 * (3 * (row_bytes + gap) + gap) + 2 * gap,
         };
         let (from, into) = (spread(gap, gap), spread(2 * gap, 2 * gap));
-        let from_bytes: Vec<u8> = (0..from.offset + 2 * from.batch_stride)
-            .map(|i| (i * 7 + 3) as u8)
-            .collect();
+        let from_bytes: Vec<u8> =
+            (0..from.offset + 2 * from.batch_stride).map(|i| (i * 7 + 3) as u8).collect();
         let into_len = into.offset + 2 * into.batch_stride;
         let source = backend.upload("source", Bytes::from(from_bytes.clone())).unwrap();
-        let mut target = backend
-            .upload("target", Bytes::from(vec![0xee; into_len]))
-            .unwrap();
-        backend
-            .repack((&source, from), (&mut target, into), extent)
-            .unwrap();
+        let mut target = backend.upload("target", Bytes::from(vec![0xee; into_len])).unwrap();
+        backend.repack((&source, from), (&mut target, into), extent).unwrap();
         let got = block_on(backend.download(&mut target, 0..into_len)).unwrap();
         let mut want = vec![0xee; into_len];
         for b in 0..2 {
