@@ -98,7 +98,7 @@ pub(crate) struct AttendArgs {
     /// How ranks talk [default: in-process for --ranks, quic under a launcher]
     #[arg(long, value_enum)]
     pub(crate) transport: Option<TransportName>,
-    /// Run N times; figures are those of the last run
+    /// Run N times; the wall time is the median, the other figures are those of the last run
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) repeat: NonZeroU64,
     /// Seconds after which a message that has not come is an error

@@ -13,6 +13,7 @@ mod attend;
 mod demo;
 mod device;
 mod devices;
+mod driver;
 mod failure;
 mod group;
 mod input;
@@ -34,6 +35,7 @@ use args::Command;
 use failure::{Failure, note, print};
 
 fn main() -> ExitCode {
+    driver::give_a_runtime_folder();
     let cli = match args::parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(help) if !help.use_stderr() => {

@@ -57,7 +57,8 @@ fn wgpu_trials() -> Vec<Trial> {
             [("portable", KernelChoice::Portable), ("subgroup", KernelChoice::SubgroupBroadcast)]
         {
             let make = move || {
-                WgpuBackend::with_options(index, &WgpuOptions { kernel }).map_err(|error| error.to_string())
+                WgpuBackend::with_options(index, &WgpuOptions { kernel, ..WgpuOptions::default() })
+                    .map_err(|error| error.to_string())
             };
             // Not every adapter has subgroups of a size that the kernel can use.
             if make().is_ok() {

@@ -12,6 +12,7 @@
 //! - **Errors.** A device failure surfaces at the call or at any later call, at the latest at `wait`.
 //! - **Non-finite values.** NaN and ∞ in q, k, v reach exactly the rows that see them. A NaN or ∞ in a key or value
 //!   that a row cannot see leaves that row bit for bit as it was.
+//!   A row whose every visible logit is −∞ has seen nothing: `o = 0`, `lse = −∞`.
 //!
 //! # Running state
 //!

@@ -103,7 +103,7 @@ impl Gpu {
         mapped: bool,
     ) -> Result<WgpuBuffer> {
         // Whole 16-byte units, which is what kernels bind; and nothing may be bound that is empty.
-        let size = wide(bytes).max(1).next_multiple_of(16);
+        let size = wide(bytes).max(1).checked_next_multiple_of(16).unwrap_or(u64::MAX);
         if size > self.limits.max_buffer_size {
             return Err(self.out_of_memory(label, wide(bytes), self.limits.max_buffer_size));
         }
