@@ -92,7 +92,7 @@ pub(crate) struct AttendArgs {
     /// Seed of made-up tensors
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "input")]
     pub(crate) seed: u64,
-    /// auto, cpu, wgpu[:i] or cuda[:i]; a comma list goes by rank, its last entry repeats
+    /// auto, cpu, wgpu or cuda, the last two also by number (wgpu:1); a comma list goes by rank, its last entry repeats
     #[arg(long, value_name = "D,D,…", default_value = "auto")]
     pub(crate) device: List<DeviceRequest>,
     /// How ranks talk [default: in-process for --ranks, quic under a launcher]

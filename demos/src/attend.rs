@@ -13,7 +13,7 @@ use crate::device::{self, DeviceId};
 use crate::failure::{Failure, Result, note, print};
 use crate::group::Launched;
 use crate::interrupt;
-use crate::output::{OutputTarget, RANK};
+use crate::output::{OutputTarget, RANK, keep_apart};
 use crate::progress::Watch;
 use crate::rank::{self, Job, RankDone};
 use crate::request::Request;
@@ -36,7 +36,7 @@ pub(crate) fn attend(args: &AttendArgs) -> Result<()> {
 }
 
 /// What a launched `attend` is, refusing what only makes sense without a launcher.
-pub(crate) fn launched_request(args: &AttendArgs, world: u32) -> Result<Request> {
+pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) -> Result<Request> {
     if let Some(ranks) = args.problem.ranks {
         return Err(Failure::request(
             format!("--ranks {ranks} under a launcher that starts {world} processes"),
@@ -58,6 +58,7 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32) -> Result<Request>
             "put {rank} into the name, such as trace-{rank}.json",
         ));
     }
+    devices_fit(args, local_world)?;
     Request::new(&args.problem, args.seed, Some(world))
 }
 
@@ -70,7 +71,7 @@ fn as_rank(args: &AttendArgs, launched: &Launched) -> Result<()> {
         let _ = pollster::block_on(transport.close(Duration::from_secs(3)));
         failure
     };
-    let job = launched_request(args, launched.world)
+    let job = launched_request(args, launched.world, launched.local_world)
         .and_then(|request| job(args, request, launched.local_world))
         .map_err(refuse)?;
     if launched.rank == 0
@@ -82,6 +83,18 @@ fn as_rank(args: &AttendArgs, launched: &Launched) -> Result<()> {
     let done = rank::run(&job, &transport, device);
     job.watch.phase(None);
     tell(args, &job, vec![(launched.rank, done?)])
+}
+
+/// A device that no rank would use is a mistake.
+fn devices_fit(args: &AttendArgs, ranks: u32) -> Result<()> {
+    let devices = args.device.0.len();
+    if devices <= ranks as usize {
+        return Ok(());
+    }
+    Err(Failure::request(
+        format!("{devices} devices for {ranks} ranks here"),
+        "give at most one for each rank",
+    ))
 }
 
 fn here(args: &AttendArgs) -> Result<()> {
@@ -98,12 +111,7 @@ fn here(args: &AttendArgs) -> Result<()> {
     }
     let request = Request::new(&args.problem, args.seed, None)?;
     let world = request.mesh.world();
-    if args.device.0.len() > world as usize {
-        return Err(Failure::request(
-            format!("{} devices for {world} ranks", args.device.0.len()),
-            "give at most one for each rank",
-        ));
-    }
+    devices_fit(args, world)?;
     let job = job(args, request, world)?;
     if let Some(warning) = job.request.source.warning() {
         note(&warning);
@@ -123,9 +131,14 @@ fn here(args: &AttendArgs) -> Result<()> {
 fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
     request.fits_in_memory(here)?;
     let output = match &args.output {
-        Some(path) => Some(OutputTarget::new(path, request.source.path())?),
+        Some(path) => Some(OutputTarget::new(path, request.source.path(), request.mesh.world())?),
         None => None,
     };
+    if let Some(trace) = &args.trace {
+        let ranks = request.mesh.world();
+        keep_apart(("--trace", trace), ("the input", request.source.path()), ranks)?;
+        keep_apart(("--trace", trace), ("the output", args.output.as_deref()), ranks)?;
+    }
     let sample = match args.verify {
         true => Some(Sample::new(&request)?),
         false => None,
@@ -136,7 +149,20 @@ fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
     let ranks = world.mesh.world();
     let here_steps = steps * args.repeat.get() * u64::from(here.min(ranks)) / u64::from(ranks.max(1));
     let watch = Arc::new(Watch::new(args.progress, clock.clone(), ranks, here_steps));
-    let identities: Vec<String> = (0..ranks).map(|rank| format!("rank-{rank}")).collect();
+    let mut identities: Vec<String> = (0..ranks).map(|rank| format!("rank-{rank}")).collect();
+    // What else must be the same everywhere, or the ranks would wait for each other in vain or mix their inputs.
+    let input_bytes = request.source.path().map(|path| std::fs::metadata(path).map_or(0, |file| file.len()));
+    identities.push(format!(
+        "input of {input_bytes:?} bytes, seed {:?}, {} times, verify {}, output {}",
+        args.seed,
+        args.repeat,
+        args.verify,
+        match &output {
+            None => "none",
+            Some(OutputTarget::Whole(_)) => "whole",
+            Some(OutputTarget::Parts(_)) => "parts",
+        },
+    ));
     Ok(Job {
         plan_hash: plan::plan_hash(&world, &identities),
         request,

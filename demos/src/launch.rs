@@ -80,7 +80,7 @@ fn refuse_early(args: &LaunchArgs) -> Result<()> {
     let inner =
         args::parse(inner).map_err(|error| Failure { exit: 2, ..Failure::run(args::one_line(&error)) })?;
     match inner.command {
-        Some(args::Command::Attend(attend)) => launched_request(&attend, ranks)?.fits_in_memory(ranks),
+        Some(args::Command::Attend(attend)) => launched_request(&attend, ranks, ranks)?.fits_in_memory(ranks),
         _ => Err(Failure::request(
             format!("launch cannot run `{}`", args.command.join(" ")),
             "write kyklos launch -n 4 -- attend and its options",

@@ -24,18 +24,9 @@ pub(crate) enum OutputTarget {
 }
 
 impl OutputTarget {
-    /// Reads `--output`; refuses to overwrite the input.
-    pub(crate) fn new(path: &Path, input: Option<&Path>) -> Result<Self> {
-        let same = |input: &Path| match (input.canonicalize(), path.canonicalize()) {
-            (Ok(input), Ok(output)) => input == output,
-            _ => false,
-        };
-        if input.is_some_and(same) {
-            return Err(Failure::request(
-                format!("--output {} is the input", path.display()),
-                "name another file",
-            ));
-        }
+    /// Reads `--output`; refuses to overwrite the input, under the name of any of `ranks` ranks.
+    pub(crate) fn new(path: &Path, input: Option<&Path>, ranks: u32) -> Result<Self> {
+        keep_apart(("--output", path), ("the input", input), ranks)?;
         if path.is_dir() || path.file_name().is_none() {
             return Err(Failure::request(
                 format!("--output {} is no file name", path.display()),
@@ -58,6 +49,32 @@ impl OutputTarget {
                 OutputFile::part(&path, &world.problem, world.q_placement.of_rank(rank)).map(Some)
             }
         }
+    }
+}
+
+/// Refuses a file to be written that is another one of the call, under any rank's name.
+pub(crate) fn keep_apart(
+    (option, written): (&str, &Path),
+    (what, kept): (&str, Option<&Path>),
+    ranks: u32,
+) -> Result<()> {
+    let names = |path: &Path| -> Vec<PathBuf> {
+        let name = path.to_string_lossy();
+        let each = (0..if name.contains(RANK) { ranks } else { 1 })
+            .map(|rank| name.replace(RANK, &rank.to_string()));
+        // A file that is not there yet has no canonical name, but may be named twice all the same.
+        each.map(|name| {
+            Path::new(&name).canonicalize().or_else(|_| std::path::absolute(&name)).unwrap_or(name.into())
+        })
+        .collect()
+    };
+    let kept = kept.map(names).unwrap_or_default();
+    match names(written).into_iter().find(|name| kept.contains(name)) {
+        Some(name) => Err(Failure::request(
+            format!("{option} would overwrite {what}, {}", name.display()),
+            "name another file",
+        )),
+        None => Ok(()),
     }
 }
 

@@ -26,6 +26,13 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
             format!("use a rank from 0 to {}", world - 1),
         ));
     }
+    let tokens = request.problem.q_len.max(request.problem.kv_len);
+    if tokens > MAX_TOKENS {
+        return Err(Failure::request(
+            format!("a plan over {tokens} tokens"),
+            format!("plans are proved token by token, for at most {MAX_TOKENS}"),
+        ));
+    }
     let (plans, checks) = request.plan()?;
     if args.json {
         let json = serde_json::to_string_pretty(&explain_json(&plans, &checks))
@@ -38,5 +45,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
 
 /// The steps of so many ranks are shown without being asked for.
 const FEW: u32 = 4;
+/// The proof keeps some bytes for each token.
+const MAX_TOKENS: u32 = 1 << 26;
 /// Plans of a ring grow with the square of its ranks.
 const MAX_RANKS: u32 = 512;

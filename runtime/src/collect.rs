@@ -2,7 +2,7 @@
 //!
 //! A piece is a range of tokens of one batch entry: its rows of o and of lse travel as the two parts of one message.
 //! Rank 0 takes the pieces in one fixed order, the first of every rank, then the second of every rank and so on, and
-//! has at most [`IN_FLIGHT`] of them in memory; so no rank waits for all the others to be done. The bytes are no plan
+//! has at most `IN_FLIGHT` of them in memory; so no rank waits for all the others to be done. The bytes are no plan
 //! payload and are counted apart.
 
 use std::collections::VecDeque;

@@ -104,8 +104,19 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     /// Brings the rank's own tensors, `[batch, tokens, heads, dim]` in the problem's dtype, to its device.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::Device`].
+    /// [`Error::Request`] when a tensor has not the size of the rank's tokens, [`Error::OutOfMemory`],
+    /// [`Error::Device`].
     pub fn load(&self, q: Bytes, k: Bytes, v: Bytes) -> Result<Inputs<B::Buffer>> {
+        let wanted = [self.tensor_bytes(self.plan.q), self.tensor_bytes(self.plan.kv)].concat();
+        for ((name, tensor), wanted) in [("q", &q), ("k", &k), ("v", &v)].into_iter().zip(wanted) {
+            if tensor.len() != wanted {
+                let (rank, given) = (self.plan.rank, tensor.len());
+                return Err(Error::request(
+                    format!("{name} of rank {rank} has {given} bytes, its tokens need {wanted}"),
+                    "give each rank the tensors of its own tokens, in the problem's dtype",
+                ));
+            }
+        }
         let upload = |name, data| self.backend.upload(name, data).map(Some);
         Ok(Inputs { q: upload("q", q)?, k: upload("k", k)?, v: upload("v", v)? })
     }
@@ -116,7 +127,11 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     /// # Errors
     /// Any; [`Error::Group`] when another rank is the cause.
     pub async fn run(&self, op: u64, inputs: &mut Inputs<B::Buffer>) -> Result<RankOutput> {
-        self.collective.agree(Vote::Ready { plan_hash: self.plan_hash }).await?;
+        if let Err(error) = self.collective.agree(Vote::Ready { plan_hash: self.plan_hash }).await {
+            let error = Error::from(error);
+            self.end_for_all(op, 0, &error);
+            return Err(error);
+        }
         let meter = Meter::new(self.options.clock.clone(), self.options.trace);
         let mut run =
             Run { executor: self, op, meter: &meter, memory: Memory::new(self.plan.buffers.len()), step: 0 };
@@ -128,17 +143,40 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         let mut kv = run.memory.take(self.plan.kv).unwrap_or_default();
         (inputs.v, inputs.k) = (kv.pop(), kv.pop());
 
-        if let Err(error) = &result
-            && !matches!(error, Error::Group { .. })
-        {
-            let progress = Progress { op, step: u32::try_from(run.step).unwrap_or(u32::MAX) };
-            let cause = AbortCause::Failed(error.to_string());
-            self.collective.abort(Abort { culprit: Rank(self.plan.rank), cause, progress });
+        if let Err(error) = &result {
+            self.end_for_all(op, run.step, error);
         }
         let (o, lse, pieces) = result?;
         let tokens = self.plan.buffer(self.plan.q).tokens.len() as u64;
         let report = RankReport { tokens, peak_bytes: self.peak_bytes, pieces, ..meter.report() };
         Ok(RankOutput { o, lse, report, spans: meter.spans() })
+    }
+
+    /// Ends the operation on every rank, unless it is another rank's failure that has ended it here.
+    fn end_for_all(&self, op: u64, step: usize, error: &Error) {
+        let me = Rank(self.plan.rank);
+        let culprit = match error {
+            Error::Group { source, .. } | Error::Transport(source) => match source {
+                // A transport ends the group by itself when a peer misbehaves: it knows who did.
+                TransportError::Aborted { .. }
+                | TransportError::Refused { .. }
+                | TransportError::PeerMisbehaved { .. }
+                | TransportError::Closed => return,
+                // Nobody is known to have died, but everybody would wait for that rank next.
+                TransportError::Deadline { pending, .. } => pending.peer,
+                _ => me,
+            },
+            _ => me,
+        };
+        let progress = Progress { op, step: u32::try_from(step).unwrap_or(u32::MAX) };
+        self.collective.abort(Abort { culprit, cause: AbortCause::Failed(error.to_string()), progress });
+    }
+
+    /// Bytes of each tensor of a buffer.
+    fn tensor_bytes(&self, id: BufferId) -> Vec<usize> {
+        let (buffer, problem) = (self.plan.buffer(id), &self.world.problem);
+        let rows = problem.batch as usize * buffer.tokens.len() * buffer.head_count() as usize;
+        buffer.content.tensors(problem).into_iter().map(|tensor| rows * tensor.row_bytes).collect()
     }
 }
 
@@ -401,11 +439,8 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         self.executor.plan.buffer(buffer).content
     }
 
-    /// Bytes of each tensor of a buffer.
     fn tensor_bytes(&self, id: BufferId) -> Vec<usize> {
-        let (buffer, problem) = (self.executor.plan.buffer(id), &self.executor.world.problem);
-        let rows = problem.batch as usize * buffer.tokens.len() * buffer.head_count() as usize;
-        buffer.content.tensors(problem).into_iter().map(|tensor| rows * tensor.row_bytes).collect()
+        self.executor.tensor_bytes(id)
     }
 
     /// The memory of a slice that is one piece in each tensor.

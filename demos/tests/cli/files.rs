@@ -226,7 +226,7 @@ fn hostile_files_are_refused_with_a_reason() {
     );
     refused(
         &kyklos(&["attend", "--input", path.to_str().unwrap(), "--output", path.to_str().unwrap()]),
-        &["is the input"],
+        &["overwrite the input"],
     );
     refused(&kyklos(&["attend", "--input", folder.path().to_str().unwrap()]), &["regular file"]);
     refused(&kyklos(&["attend", "--input", "no/such/file"]), &["no/such/file"]);

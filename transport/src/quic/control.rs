@@ -178,7 +178,11 @@ impl Core {
                     }
                 }
                 Ok(Some(Frame::Leave)) => {
-                    coordinator.lock().members[rank.0 as usize].left = true;
+                    let before =
+                        std::mem::replace(&mut coordinator.lock().members[rank.0 as usize].left, true);
+                    if before {
+                        return self.failed(rank, "broke the protocol: it left twice".to_owned());
+                    }
                     if let Some(control) = self.control(rank) {
                         control.say(Frame::Goodbye);
                     }

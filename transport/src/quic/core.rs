@@ -207,7 +207,10 @@ impl Core {
                 link.say(Frame::Refuse { tag, text: text.clone() });
             }
         }
-        self.failed(peer, format!("broke the protocol: {text}"));
+        // Once is enough: a peer that goes on misbehaving must not fill queues.
+        if self.lock().abort.is_none() {
+            self.failed(peer, format!("broke the protocol: {text}"));
+        }
     }
 
     /// A rank has left in order. Whoever still needs it would wait in vain.
@@ -229,17 +232,9 @@ impl Core {
             changed.as_mut().enable();
             let next = {
                 let mut state = self.lock();
-                let given_up = state.end_calls_past(Instant::now());
-                let next = state.next_deadline();
-                drop(state);
-                for (peer, tag) in given_up {
-                    if let Some(link) = self.link(peer) {
-                        let text =
-                            format!("rank {} gave up waiting for {tag}: its deadline has passed", self.me);
-                        link.say(Frame::Refuse { tag, text });
-                    }
-                }
-                next
+                // A deadline ends the call it belongs to; the other side has its own.
+                state.end_calls_past(Instant::now());
+                state.next_deadline()
             };
             let sleep = async {
                 match next {

@@ -288,19 +288,9 @@ impl Core {
             Err(ReadEnd::Cancelled) => {
                 let _ = stream.stop(TURNED_AWAY);
             }
-            Err(ReadEnd::ConnectionLost) => {}
-            Err(ReadEnd::Withdrawn) => {
-                let call = {
-                    let mut state = self.lock();
-                    state.peers[from.0 as usize].ended(tag, Ended::GivenUp);
-                    state.recvs.remove(&(from, tag))
-                };
-                if let Some(call) = call {
-                    let text = format!("withdrew a message: {}", call.pending(from, tag));
-                    call.completer.complete(Err(TransportError::PeerMisbehaved { peer: from, text }));
-                }
-                self.changed.notify_waiters();
-            }
+            // Who withdraws a message has given up or is being aborted; an abort is on its way then, and knows whose
+            // fault it is. If not, the receive has its own deadline.
+            Err(ReadEnd::ConnectionLost | ReadEnd::Withdrawn) => {}
             Err(ReadEnd::Broken(text)) => self.misbehaved(from, Some(tag), format!("{tag} has {text}")),
         }
     }

@@ -200,8 +200,8 @@ impl State {
             .min()
     }
 
-    /// Ends late calls, and returns the receives among them.
-    pub(crate) fn end_calls_past(&mut self, now: Instant) -> Vec<(Rank, Tag)> {
+    /// Ends late calls.
+    pub(crate) fn end_calls_past(&mut self, now: Instant) {
         let late = |pending, patience: Patience| TransportError::Deadline { pending, waited: patience.asked };
         for ((to, tag), call) in self.sends.extract_if(|_, call| call.patience.until <= now) {
             if call.unwanted {
@@ -211,10 +211,8 @@ impl State {
             let pending = call.pending(to, tag);
             call.completer.complete(Err(late(pending, call.patience)));
         }
-        let mut given_up = Vec::new();
         for ((from, tag), call) in self.recvs.extract_if(|_, call| call.patience.until <= now) {
             self.peers[from.0 as usize].ended(tag, Ended::GivenUp);
-            given_up.push((from, tag));
             let pending = call.pending(from, tag);
             call.completer.complete(Err(late(pending, call.patience)));
         }
@@ -229,7 +227,6 @@ impl State {
                 call.completer.complete(Err(late(pending_agree(round), call.patience)));
             }
         }
-        given_up
     }
 }
 

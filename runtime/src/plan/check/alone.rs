@@ -102,6 +102,10 @@ impl<'a> RankProof<'a> {
     fn step(&mut self, step: &Step) -> Result<()> {
         match step {
             Step::Repack { from, into } => {
+                if from.buffer == into.buffer {
+                    return self.fault(format!("{} is copied into itself", self.name(from.buffer)));
+                }
+                self.not_empty(from)?;
                 self.same_meaning(from, into)?;
                 self.must_be_written(from)?;
                 self.write(into)
@@ -112,6 +116,11 @@ impl<'a> RankProof<'a> {
                 }
                 self.peers(sends.iter().map(|send| send.to).collect(), "sends to")?;
                 self.peers(recvs.iter().map(|recv| recv.from).collect(), "receives from")?;
+                if sends.iter().any(|send| send.parts.is_empty())
+                    || recvs.iter().any(|recv| recv.parts.is_empty())
+                {
+                    return self.fault(format!("exchange {id} has a message without parts"));
+                }
                 for part in sends.iter().flat_map(|send| &send.parts) {
                     self.must_be_written(part)?;
                     if !self.plan.is_one_piece(&self.world.problem, part) {
@@ -157,8 +166,10 @@ impl<'a> RankProof<'a> {
     }
 
     fn attend(&mut self, q: &Slice, kv: &Slice, state: BufferId) -> Result<()> {
-        self.must_be_written(q)?;
-        self.must_be_written(kv)?;
+        for slice in [q, kv] {
+            self.not_empty(slice)?;
+            self.must_be_written(slice)?;
+        }
         self.state(state)?;
         for (slice, content) in [(q, Content::Query), (kv, Content::KeyValue)] {
             if self.plan.buffer(slice.buffer).content != content {
@@ -349,6 +360,14 @@ impl<'a> RankProof<'a> {
         } else {
             self.fault(format!("a slice reaches outside of {}", self.name(slice.buffer)))
         }
+    }
+
+    fn not_empty(&self, slice: &Slice) -> Result<()> {
+        self.in_bounds(slice)?;
+        if slice.tokens.is_empty() || slice.heads.is_empty() {
+            return self.fault(format!("a slice of {} is empty", self.name(slice.buffer)));
+        }
+        Ok(())
     }
 
     fn exists(&self, id: BufferId) -> Result<()> {

@@ -35,6 +35,13 @@ pub struct RankCheck {
 /// # Errors
 /// [`Error::Plan`] that says which rank, which step and what is wrong.
 pub fn check(world: &World) -> Result<Vec<RankCheck>> {
+    let ranks = world.mesh.world() as usize;
+    let lists = [world.plans.len(), world.q_placement.ranks().len(), world.kv_placement.ranks().len()];
+    if lists != [ranks; 3] {
+        let fault =
+            format!("{ranks} ranks have {} plans and {} and {} token lists", lists[0], lists[1], lists[2]);
+        return Err(Error::plan(Rank(0), None, fault));
+    }
     owners(world)?;
     let mut checks = Vec::with_capacity(world.plans.len());
     for (rank, plan) in (0..).map(Rank).zip(&world.plans) {
