@@ -303,6 +303,30 @@ fn a_deadlock_between_two_ranks_is_found() {
 }
 
 #[test]
+fn worlds_that_are_no_worlds_are_refused() {
+    let problem = AttentionProblem::new([1, 8, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
+    let mesh = Mesh::new(1, 1).unwrap();
+    let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
+    let refused = |change: fn(&mut World)| {
+        let mut world = world.clone();
+        change(&mut world);
+        check(&world).unwrap_err().to_string()
+    };
+    assert!(refused(|world| world.plans.clear()).contains("0 plans"));
+    let empty_heads = refused(|world| {
+        let attend = world.plans[0].steps.iter_mut().find(|step| matches!(step, Step::Attend { .. }));
+        let Some(Step::Attend { q, .. }) = attend else { panic!("a dense plan attends") };
+        q.heads = 0..0;
+    });
+    assert!(empty_heads.contains("is empty"), "{empty_heads}");
+    let itself = refused(|world| {
+        let whole = world.plans[0].whole(world.plans[0].q);
+        world.plans[0].steps.insert(0, Step::Repack { from: whole.clone(), into: whole });
+    });
+    assert!(itself.contains("into itself"), "{itself}");
+}
+
+#[test]
 fn bytes_on_known_meshes_are_the_published_ones() {
     // MHA, 8 ranks, in units of 2·S·H/N elements: U8R1 1.75, U4R2 2.5, U2R4 4, U1R8 7 (lse not counted).
     let (seq, heads, dim) = (1024u32, 8u32, 64u32);

@@ -228,6 +228,27 @@ fn hostile_files_are_refused_with_a_reason() {
         &kyklos(&["attend", "--input", path.to_str().unwrap(), "--output", path.to_str().unwrap()]),
         &["overwrite the input"],
     );
+    let before = std::fs::read(&path).unwrap();
+    refused(
+        &kyklos(&["attend", "--input", path.to_str().unwrap(), "--trace", path.to_str().unwrap()]),
+        &["--trace would overwrite the input"],
+    );
+    let ours = folder.path().join("part-1.safetensors");
+    std::fs::write(&ours, &before).unwrap();
+    let every = folder.path().join("part-{rank}.safetensors");
+    refused(
+        &kyklos(&[
+            "attend",
+            "--ranks",
+            "2",
+            "--input",
+            ours.to_str().unwrap(),
+            "--output",
+            every.to_str().unwrap(),
+        ]),
+        &["--output would overwrite the input"],
+    );
+    assert_eq!(std::fs::read(&ours).unwrap(), before);
     refused(&kyklos(&["attend", "--input", folder.path().to_str().unwrap()]), &["regular file"]);
     refused(&kyklos(&["attend", "--input", "no/such/file"]), &["no/such/file"]);
 }
