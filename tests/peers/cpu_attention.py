@@ -5,7 +5,7 @@ on sample rows against f64 numpy. Set-up: tests/peers/setup.sh. Run from the rep
 
     target/peers/bin/python tests/peers/cpu_attention.py [--rounds 5] [--threads 2] [--case B,S,H,D,mask,dtype]...
 
-Raw rounds go to docs/results/cpu-attention-peers.csv (--output). `--stand-ins` is the set-up's second half.
+Raw rounds go to target/cpu_attention_peers.csv (--output). `--stand-ins` is the set-up's second half.
 """
 
 import argparse
@@ -203,7 +203,7 @@ def main():
     parser.add_argument("--runs", type=int, default=7, help="runs of each peer in a round")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--case", action="append")
-    parser.add_argument("--output", default="docs/results/cpu-attention-peers.csv")
+    parser.add_argument("--output", default="target/cpu_attention_peers.csv")
     options = parser.parse_args()
     if options.stand_ins:
         return make_stand_ins()
