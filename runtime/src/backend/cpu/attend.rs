@@ -116,12 +116,14 @@ async fn attend_pieces(
     control: &Control,
 ) -> Result<()> {
     let cost = |job: &Job<'_>| job.tiles_in(&keys.tiles) * tile_cost;
+    let threads = backend.threads();
     let mut rest = jobs;
     while rest.first().is_some_and(|job| cost(job) > 0) {
         let budget = backend.rate.piece_budget();
         let mut sum = 0;
         let mut count = 0;
-        while count < rest.len() && (count == 0 || sum < budget) {
+        // As many for each thread, so that equal jobs end together.
+        while count < rest.len() && (sum < budget || !count.is_multiple_of(threads)) {
             sum += cost(&rest[count]);
             count += 1;
         }

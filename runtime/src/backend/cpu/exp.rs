@@ -13,24 +13,55 @@ pub(super) fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, c: S::f32s) -> S
     }
 }
 
-/// `2^x` for `x <= 127`, to 1 ulp (2 without FMA). Below 2^-126 it is exactly 0, NaN stays NaN, and 2^0 is exactly 1.
+/// `2^x` for `x <= 127`, to 1 ulp (2 without FMA). Below −126.5 it is exactly 0, NaN stays NaN, and 2^0 is exactly 1.
+#[inline(always)]
+pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    let [[y]] = exp2_each(simd, [[x]]);
+    y
+}
+
+/// [`exp2`] of several vectors side by side: one alone is a chain of dependent instructions longer than a core looks
+/// ahead, four keep its multipliers busy.
 ///
 /// Splits `x` into an integer and a rest in ±½ (by adding 1.5·2²³, which rounds), a minimax polynomial for the rest.
 #[inline(always)]
-pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+pub(super) fn exp2_each<S: Simd, const N: usize, const M: usize>(
+    simd: S,
+    mut x: [[S::f32s; N]; M],
+) -> [[S::f32s; N]; M] {
     // 127 more than the rounding constant, so that the low bits of the sum are the biased exponent.
     let rounder = simd.splat_f32s(12_582_912.0 + 127.0);
-    let shifted = simd.add_f32s(x, rounder);
-    let rest = simd.sub_f32s(x, simd.sub_f32s(shifted, rounder));
-    let mut p = simd.splat_f32s(POWERS[0]);
-    for c in &POWERS[1..] {
-        p = mul_add(simd, p, rest, simd.splat_f32s(*c));
+    let mut shifted = x;
+    for (x, shifted) in x.as_flattened_mut().iter_mut().zip(shifted.as_flattened_mut()) {
+        // At −127 the biased exponent is 0, and with it the power.
+        *x = at_least(simd, simd.splat_f32s(-127.0), *x);
+        *shifted = simd.add_f32s(*x, rounder);
+        *x = simd.sub_f32s(*x, simd.sub_f32s(*shifted, rounder));
     }
-    // Multiplying keeps a NaN a NaN, adding to the exponent's bits would not.
-    let power = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
-    let value = simd.mul_f32s(p, simd.transmute_f32s_u32s(power));
-    let tiny = simd.less_than_f32s(x, simd.splat_f32s(-126.0));
-    simd.select_f32s(tiny, simd.splat_f32s(0.0), value)
+    let mut p = [[simd.splat_f32s(POWERS[0]); N]; M];
+    for c in &POWERS[1..] {
+        let c = simd.splat_f32s(*c);
+        for (p, x) in p.as_flattened_mut().iter_mut().zip(x.as_flattened()) {
+            *p = mul_add(simd, *p, *x, c);
+        }
+    }
+    for (p, shifted) in p.as_flattened_mut().iter_mut().zip(shifted.as_flattened()) {
+        // Multiplying keeps a NaN a NaN, adding to the exponent's bits would not.
+        let power = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(*shifted), simd.splat_u32s(23));
+        *p = simd.mul_f32s(*p, simd.transmute_f32s_u32s(power));
+    }
+    p
+}
+
+/// The larger one; NaN where `x` is NaN.
+#[inline(always)]
+fn at_least<S: Simd>(simd: S, bound: S::f32s, x: S::f32s) -> S::f32s {
+    // x86 returns the second operand when either is NaN, NEON a NaN; the fallback's f32::max the one that is none.
+    if size_of::<S::f32s>() > 16 || cfg!(target_arch = "aarch64") {
+        simd.max_f32s(bound, x)
+    } else {
+        simd.select_f32s(simd.less_than_f32s(x, bound), bound, x)
+    }
 }
 
 /// `tanh x` to about 2 ulp; NaN stays NaN.

@@ -9,7 +9,7 @@ use std::ops::Range;
 use pulp::Simd;
 
 use super::keys::PackedKeys;
-use super::pack::{MAX_LANES, Tensor, pack_lanes};
+use super::pack::{MAX_LANES, Tensor, pack_lanes, transposed};
 use super::panel::Panel;
 use super::scratch::{Line, Scratch};
 use super::simd::{KernelShape, WithKernel};
@@ -157,13 +157,19 @@ impl<'a> Job<'a> {
             }
             // A few elements of all rows, then the next few: each line of o is read once.
             for (d, o) in (0..dim).step_by(8).zip(o.chunks_exact(8 * lanes)) {
-                for (lane, (a, weights)) in a.iter_mut().zip(&weights).enumerate() {
-                    let a = a[d..d + 8].iter_mut().zip(o[lane..].iter().step_by(lanes));
-                    match *weights {
-                        Merge::Nothing => {}
-                        Merge::Write { found } => a.for_each(|(a, o)| *a = o * found),
-                        Merge::Add { keep, found } => {
-                            a.for_each(|(a, o)| *a = *a * keep + o * found);
+                for (lane, a) in (0..).step_by(4).zip(a.chunks_mut(4)) {
+                    let columns: [[f32; 4]; 8] = std::array::from_fn(|i| {
+                        *o[i * lanes + lane..].first_chunk().expect("panels hold a multiple of four")
+                    });
+                    for ((a, weights), o) in a.iter_mut().zip(&weights[lane..]).zip(transposed(columns)) {
+                        let a: &mut [f32; 8] =
+                            a[d..].first_chunk_mut().expect("head dimensions are multiples of eight");
+                        match *weights {
+                            Merge::Nothing => {}
+                            Merge::Write { found } => *a = o.map(|o| o * found),
+                            Merge::Add { keep, found } => {
+                                *a = std::array::from_fn(|i| a[i] * keep + o[i] * found);
+                            }
                         }
                     }
                 }

@@ -16,16 +16,17 @@ use super::simd::{KernelShape, Level, WithKernel};
 pub(super) struct PackedKeys {
     /// Which tiles.
     pub(super) tiles: Range<u32>,
-    /// The first (batch · KV heads + KV head), and the number of KV heads.
+    /// The first (batch · KV heads + KV head), how many of them, and the number of KV heads.
     first: usize,
+    heads: usize,
     kv_heads: usize,
     /// Lines of one tile of k and of v.
     tile_lines: [usize; 2],
-    /// `heads × tiles × [key / MR][dim][MR]`.
+    /// `tiles × heads × [key / MR][dim][MR]`.
     k: Vec<Line>,
-    /// `heads × tiles × [dim / MR][key][MR]`.
+    /// `tiles × heads × [dim / MR][key][MR]`.
     v: Vec<Line>,
-    /// `heads × tiles`: whether v holds neither NaN nor ∞.
+    /// `tiles × heads`: whether v holds neither NaN nor ∞.
     finite: Vec<bool>,
 }
 
@@ -64,6 +65,7 @@ impl PackedKeys {
     ) {
         self.tiles = tiles.clone();
         self.first = heads.start;
+        self.heads = heads.len();
         self.kv_heads = kv_heads;
         self.tile_lines = tile_lines(call, shape);
         let [k_lines, v_lines] = self.tile_lines;
@@ -78,8 +80,9 @@ impl PackedKeys {
             .zip(self.finite.par_iter_mut())
             .enumerate()
             .for_each(|(i, ((k, v), finite))| {
-                let head = heads.start + i / tiles.len();
-                let tile = tiles.start + (i % tiles.len()) as u32;
+                // Heads of a token lie side by side in memory: one after the other, what was read ahead is used.
+                let head = heads.start + i % heads.len();
+                let tile = tiles.start + (i / heads.len()) as u32;
                 if wanted(head / kv_heads, tile) {
                     let mut space = scratch.take();
                     *finite = level.run(Pack {
@@ -104,7 +107,7 @@ impl PackedKeys {
         tile: u32,
     ) -> KeyTile<'t, MR> {
         let slot = batch * self.kv_heads + kv_head - self.first;
-        let at = slot * self.tiles.len() + (tile - self.tiles.start) as usize;
+        let at = (tile - self.tiles.start) as usize * self.heads + slot;
         let [k, v] = self.tile_lines;
         let k = bytemuck::cast_slice::<Line, f32>(&self.k[at * k..(at + 1) * k]);
         let v = bytemuck::cast_slice::<Line, f32>(&self.v[at * v..(at + 1) * v]);

@@ -60,8 +60,7 @@ impl CpuBackend {
 
     fn on(pool: Option<Arc<rayon::ThreadPool>>) -> Self {
         let level = simd::Level::detect();
-        let threads =
-            pool.as_ref().map_or_else(rayon::current_num_threads, |pool| pool.current_num_threads());
+        let threads = threads(pool.as_deref());
         Self {
             info: DeviceInfo {
                 backend: "cpu",
@@ -76,6 +75,10 @@ impl CpuBackend {
             packed: scratch::Spare::default(),
             rate: attend::Rate::default(),
         }
+    }
+
+    fn threads(&self) -> usize {
+        threads(self.pool.as_deref())
     }
 
     fn install<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
@@ -157,6 +160,11 @@ impl Backend for CpuBackend {
         // Every method is done when it returns.
         Ok(())
     }
+}
+
+/// Of `pool`, or of the process's.
+fn threads(pool: Option<&rayon::ThreadPool>) -> usize {
+    pool.map_or_else(rayon::current_num_threads, rayon::ThreadPool::current_num_threads)
 }
 
 /// What the processor calls itself where that is cheap to learn, else its architecture.

@@ -63,26 +63,40 @@ pub(super) fn pack_lanes(
     into: &mut [f32],
 ) {
     let dim = into.len() / lanes;
-    if rows < lanes {
-        into.fill(0.0);
-    }
     let mut sources: [&[f32]; MAX_LANES] = [&[]; MAX_LANES];
     let spaces = space.chunks_exact_mut(dim);
     for ((lane, source), space) in sources[..rows].iter_mut().enumerate().zip(spaces) {
         *source = tensor.row([batch, first + lane, head], space);
     }
+    let sources = &sources[..lanes];
     // A few elements of all rows, then the next few: the rows' cache misses overlap.
-    for d in (0..dim).step_by(8) {
-        let into = &mut into[d * lanes..(d + 8) * lanes];
-        for (lane, source) in sources[..rows].iter().enumerate() {
-            for (i, value) in source[d..d + 8].iter().enumerate() {
-                into[i * lanes + lane] = value * factor;
+    for (d, into) in (0..dim).step_by(8).zip(into.chunks_exact_mut(8 * lanes)) {
+        for (lane, sources) in (0..).step_by(4).zip(sources.as_chunks::<4>().0) {
+            // Loops, not array::map, which the compiler leaves out of line.
+            let mut block = [[0.0; 8]; 4];
+            for (to, row) in block.iter_mut().zip(sources) {
+                if let Some(row) = row.get(d..d + 8) {
+                    to.copy_from_slice(row);
+                }
+            }
+            for (i, column) in transposed(block).into_iter().enumerate() {
+                for (into, value) in into[i * lanes + lane..][..4].iter_mut().zip(column) {
+                    *into = value * factor;
+                }
             }
         }
     }
 }
 
-/// Rows of a panel, at most: three vectors of sixteen.
+/// Columns of a small matrix; the compiler makes shuffles of it.
+#[inline(always)]
+pub(super) fn transposed<const ROWS: usize, const COLUMNS: usize>(
+    rows: [[f32; COLUMNS]; ROWS],
+) -> [[f32; ROWS]; COLUMNS] {
+    std::array::from_fn(|i| std::array::from_fn(|j| rows[j][i]))
+}
+
+/// Rows of a panel, at most: three vectors of sixteen. Panels hold a multiple of four.
 pub(super) const MAX_LANES: usize = 48;
 
 /// `into[key / MR][d][key % MR]`; keys from `keys` to the end of their group are 0.

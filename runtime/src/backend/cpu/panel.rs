@@ -2,7 +2,7 @@
 
 use pulp::Simd;
 
-use super::exp::{exp2, mul_add, tanh};
+use super::exp::{exp2, exp2_each, mul_add, tanh};
 use super::kernel::add_outer_products;
 use super::keys::KeyTile;
 use crate::RowSpan;
@@ -27,6 +27,8 @@ pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
 struct Visible<S: Simd, const NV: usize> {
     lo: [S::u32s; NV],
     width: [S::u32s; NV],
+    /// What all of them see.
+    common: RowSpan,
 }
 
 impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
@@ -47,8 +49,9 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             let s = add_outer_products(simd, zero, k, self.q);
             let stored = &mut self.scores[from..from + MR];
             stored.copy_from_slice(&s);
-            let present = keys.positions.len().min(from + MR) - from;
-            if self.softcap.is_none() && visible.is_none() && present == MR {
+            let positions = &keys.positions[from..keys.positions.len().min(from + MR)];
+            let hidden = visible.as_ref().filter(|visible| !visible.common_to(positions));
+            if self.softcap.is_none() && hidden.is_none() && positions.len() == MR {
                 for s in &s {
                     for (m, s) in m.iter_mut().zip(s) {
                         *m = simd.max_f32s(*m, *s);
@@ -57,14 +60,14 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                 continue;
             }
             // In memory, for an index that is not constant would keep the fast path's scores out of registers too.
-            for (s, position) in stored.iter_mut().zip(&keys.positions[from..]) {
+            for (s, position) in stored.iter_mut().zip(positions) {
                 if let Some(cap) = self.softcap {
                     let cap = simd.splat_f32s(cap * std::f32::consts::LOG2_E);
                     for s in s.iter_mut() {
                         *s = simd.mul_f32s(cap, tanh(simd, *s));
                     }
                 }
-                if let Some(visible) = &visible {
+                if let Some(visible) = hidden {
                     let sees = visible.test(simd, *position);
                     for (s, sees) in s.iter_mut().zip(sees) {
                         // Replaced, not added to: a hidden score may be NaN.
@@ -77,13 +80,21 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             }
         }
 
-        // One vector of rows after the other: the polynomial's constants need the registers.
+        // A maximum that grew by little is not worth a rescaling of o: weights then exceed 1, by a factor that f32 has
+        // room for (the idea of FlashAttention-4).
+        let mut grew = false;
+        for (m, old) in m.iter_mut().zip(&self.ml[0]) {
+            let far = simd.less_than_f32s(simd.add_f32s(*old, simd.splat_f32s(SLACK)), *m);
+            grew |= simd.first_true_m32s(far) < S::F32_LANES;
+            *m = simd.select_f32s(far, *m, *old);
+        }
         let mut sum = [simd.splat_f32s(0.0); NV];
-        for (j, sum) in sum.iter_mut().enumerate() {
-            for p in &mut self.scores[range.clone()] {
-                p[j] = exp2(simd, simd.sub_f32s(p[j], m[j]));
-                *sum = simd.add_f32s(*sum, p[j]);
-            }
+        let (pairs, last) = self.scores[range.clone()].as_chunks_mut::<2>();
+        for pair in pairs {
+            weigh(simd, pair, &m, &mut sum);
+        }
+        if let [last] = last {
+            weigh(simd, std::array::from_mut(last), &m, &mut sum);
         }
         let [old_m, l] = self.ml else { unreachable!("m and l") };
         let mut keep = *old_m;
@@ -97,9 +108,11 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         let groups = self.o.as_chunks_mut::<MR>().0.iter_mut();
         for (o, v) in groups.zip(keys.v.chunks_exact(keys.stride)) {
             let mut sum = *o;
-            for sum in &mut sum {
-                for (sum, keep) in sum.iter_mut().zip(&keep) {
-                    *sum = simd.mul_f32s(*sum, *keep);
+            if grew {
+                for sum in &mut sum {
+                    for (sum, keep) in sum.iter_mut().zip(&keep) {
+                        *sum = simd.mul_f32s(*sum, *keep);
+                    }
                 }
             }
             let (v, p) = (&v[range.clone()], &self.scores[range.clone()]);
@@ -146,15 +159,38 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             bytemuck::cast_slice_mut::<S::u32s, u32>(&mut lo[vector..=vector])[lane] = span.lo;
             bytemuck::cast_slice_mut::<S::u32s, u32>(&mut width[vector..=vector])[lane] = span.hi - span.lo;
         }
-        Some((range, Some(Visible { lo, width })))
+        Some((range, Some(Visible { lo, width, common })))
     }
 }
 
 impl<S: Simd, const NV: usize> Visible<S, NV> {
+    /// Whether every row sees all of `positions`.
+    #[inline(always)]
+    fn common_to(&self, positions: &[u32]) -> bool {
+        positions.iter().all(|position| self.common.sees(*position))
+    }
+
     #[inline(always)]
     fn test(&self, simd: S, position: u32) -> [S::m32s; NV] {
         let position = simd.splat_u32s(position);
         std::array::from_fn(|j| simd.less_than_u32s(simd.sub_u32s(position, self.lo[j]), self.width[j]))
+    }
+}
+
+/// Scores of some keys become weights, which are added to `sum`.
+#[inline(always)]
+fn weigh<S: Simd, const NV: usize, const KEYS: usize>(
+    simd: S,
+    scores: &mut [[S::f32s; NV]; KEYS],
+    m: &[S::f32s; NV],
+    sum: &mut [S::f32s; NV],
+) {
+    let shifted = scores.map(|s| std::array::from_fn(|j| simd.sub_f32s(s[j], m[j])));
+    *scores = exp2_each(simd, shifted);
+    for p in scores {
+        for (sum, p) in sum.iter_mut().zip(p) {
+            *sum = simd.add_f32s(*sum, *p);
+        }
     }
 }
 
@@ -179,3 +215,6 @@ fn add_where_seen<S: Simd, const MR: usize, const NV: usize>(
     }
     o
 }
+
+/// How far a score may lie above `m`, as a power of two.
+const SLACK: f32 = 8.0;

@@ -274,3 +274,25 @@ fn merging_two_states_is_attending_to_both() {
     let output = finish(&backend, Dtype::F32, a, ml, shape);
     check(&case, &output, 1, 2e-6, "merged");
 }
+
+#[test]
+fn logits_that_grow_from_tile_to_tile_by_little_or_by_much_agree_with_the_definition() {
+    // Steps below the kernel's slack, around it, and far above it; and falling ones.
+    for backend in backends() {
+        for step in [0.9_f32, 5.4, 5.7, 60.0, -3.0] {
+            let mut case = case([1, 600, 1, 1, 16], Dtype::F32, "full");
+            case.problem = case.problem.with_logits(1.0, None).unwrap();
+            for q in case.q.as_chunks_mut::<16>().0 {
+                q[0] = 1.0;
+                q[1..].iter_mut().for_each(|q| *q *= 0.1);
+            }
+            for (key, k) in case.k.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+                k[0] += step * (key / 100) as f32;
+            }
+            let output = run(&backend, &case, &all_keys(&case));
+            // The magnitude of a logit is the magnitude of its rounding, and of the weight's relative error.
+            let tolerance = 6e-6 * (1.0 + 6.0 * f64::from(step.abs()));
+            check(&case, &output, 5, tolerance, &format!("{:?} step {step}", backend.level));
+        }
+    }
+}
