@@ -1,6 +1,6 @@
 //! Time of one `attend` on a wgpu device, as CSV.
 //!
-//! `--short` runs one shape a few times; `--device N` picks a device; `--portable` forces the portable kernel.
+//! `--short` runs one shape a few times; `--device N` picks a device; `--portable` and `--cooperative` force those kernels.
 //! Wall time wobbles on a shared machine; processor seconds of this process (all threads; on a software driver that is
 //! the whole computation) do not.
 
@@ -41,7 +41,11 @@ fn main() -> Result<(), Error> {
         return Ok(());
     }
     let options = WgpuOptions {
-        kernel: if has("--portable") { KernelChoice::Portable } else { KernelChoice::Auto },
+        kernel: match () {
+            () if has("--portable") => KernelChoice::Portable,
+            () if has("--cooperative") => KernelChoice::Cooperative,
+            () => KernelChoice::Auto,
+        },
         ..WgpuOptions::default()
     };
     let backend = WgpuBackend::with_options(device, &options)?;

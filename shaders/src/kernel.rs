@@ -25,6 +25,16 @@ pub enum AttendVariant {
         /// Query rows that one lane carries in registers.
         rows_per_lane: u32,
     },
+    /// Products on matrix units, f16 times f16 summed in f32; needs the native extensions for that, subgroups of
+    /// exactly this size, f16 storage, and a head dim that is a multiple of the matrices' size.
+    Cooperative {
+        /// Rows and columns of a matrix: 8 or 16.
+        size: u32,
+        /// Lanes of a subgroup: a multiple of `size`, at most its square.
+        subgroup_size: u32,
+        /// Subgroups of a workgroup.
+        subgroups: u32,
+    },
 }
 
 impl AttendVariant {
@@ -42,12 +52,33 @@ impl AttendVariant {
         Self::SubgroupBroadcast { subgroup_size, rows_per_lane }
     }
 
+    /// The matrix variant for a device's matrices and subgroups, where it can be made for these tensors.
+    pub const fn cooperative(
+        size: u32,
+        subgroup_size: u32,
+        subgroups: u32,
+        storage: Storage,
+        head_dim: u32,
+    ) -> Option<Self> {
+        let made = matches!(storage, Storage::F16)
+            && head_dim <= attend::cooperative::MAX_HEAD_DIM
+            && head_dim.is_multiple_of(size)
+            && (size == 8 || size == 16)
+            && subgroup_size.is_multiple_of(size)
+            && subgroup_size <= size * size
+            && subgroups > 0;
+        if made { Some(Self::Cooperative { size, subgroup_size, subgroups }) } else { None }
+    }
+
     /// Name for reports.
     pub fn name(self) -> String {
         match self {
             Self::Portable => "portable".to_owned(),
             Self::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
                 format!("subgroup-broadcast-{subgroup_size}x{rows_per_lane}")
+            }
+            Self::Cooperative { size, subgroup_size, subgroups } => {
+                format!("cooperative-{size}x{size}-{subgroup_size}x{subgroups}")
             }
         }
     }
@@ -84,6 +115,9 @@ impl AttendKernel {
             }
             AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
                 Tile { q_rows: subgroup_size * rows_per_lane, kv_cols: attend::subgroup::KV_COLS }
+            }
+            AttendVariant::Cooperative { size, subgroups, .. } => {
+                Tile { q_rows: size * subgroups, kv_cols: attend::cooperative::kv_cols(self.head_dim) }
             }
         }
     }
@@ -179,6 +213,9 @@ impl Kernel {
                     AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
                         attend::subgroup::source(kernel, subgroup_size, rows_per_lane)
                     }
+                    AttendVariant::Cooperative { size, subgroup_size, subgroups } => {
+                        attend::cooperative::source(kernel, size, subgroup_size, subgroups)
+                    }
                 };
                 if self.needs_subgroups() && dialect == Dialect::Tint {
                     format!("enable subgroups;\n\n{body}")
@@ -217,7 +254,7 @@ impl Kernel {
         let mut bindings =
             vec![Binding { name: "params", access: Access::Uniform, element: self.uniform().name }];
         let key_value = |name, variant, storage: Storage| match variant {
-            AttendVariant::Portable => read(name, storage.unit_type()),
+            AttendVariant::Portable | AttendVariant::Cooperative { .. } => read(name, storage.unit_type()),
             AttendVariant::SubgroupBroadcast { .. } => {
                 Binding { name, access: Access::Texture, element: "texture_storage_2d<rgba32uint, read>" }
             }
@@ -260,6 +297,10 @@ impl Kernel {
                 variant: AttendVariant::SubgroupBroadcast { subgroup_size, .. },
                 ..
             }) => *subgroup_size,
+            Self::Attend(AttendKernel {
+                variant: AttendVariant::Cooperative { subgroup_size, subgroups, .. },
+                ..
+            }) => *subgroup_size * *subgroups,
             Self::Attend(_) => attend::portable::THREADS,
             Self::Merge { .. } | Self::Finalize { .. } | Self::Repack { .. } | Self::ResetState => 64,
         }
@@ -271,6 +312,11 @@ impl Kernel {
             Self::Attend(kernel @ AttendKernel { variant: AttendVariant::Portable, .. }) => {
                 attend::portable::workgroup_bytes(kernel.head_dim)
             }
+            Self::Attend(AttendKernel {
+                variant: AttendVariant::Cooperative { size, subgroups, .. },
+                head_dim,
+                ..
+            }) => attend::cooperative::workgroup_bytes(*head_dim, *size, *subgroups),
             _ => 0,
         }
     }
@@ -287,7 +333,19 @@ impl Kernel {
 
     /// Whether the device must have subgroups.
     pub const fn needs_subgroups(&self) -> bool {
-        matches!(self, Self::Attend(AttendKernel { variant: AttendVariant::SubgroupBroadcast { .. }, .. }))
+        matches!(
+            self,
+            Self::Attend(AttendKernel {
+                variant: AttendVariant::SubgroupBroadcast { .. } | AttendVariant::Cooperative { .. },
+                ..
+            })
+        )
+    }
+
+    /// Whether the device must have matrix units and f16 arithmetic. No browser has the former, and of the compilers
+    /// only naga knows the text, which it translates to SPIR-V and MSL alone.
+    pub const fn needs_matrices(&self) -> bool {
+        matches!(self, Self::Attend(AttendKernel { variant: AttendVariant::Cooperative { .. }, .. }))
     }
 
     /// Declarations of the uniform struct and of all bindings.

@@ -9,9 +9,14 @@ use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 
 const HEAD_DIMS: [u32; 11] = [8, 32, 64, 72, 80, 96, 128, 192, 256, 264, MAX_HEAD_DIM];
 
+/// Size of matrices, of subgroups, and number of these: software Vulkan, Apple, NVIDIA, AMD.
+const MATRICES: [[u32; 3]; 5] = [[8, 8, 1], [8, 32, 4], [16, 32, 4], [16, 64, 2], [8, 64, 1]];
+
 /// WebGPU's default limits.
 const MAX_STORAGE_BUFFERS: usize = 8;
 const MAX_WORKGROUP_BYTES: u32 = 16384;
+/// What every native platform with matrix units has.
+const NATIVE_WORKGROUP_BYTES: u32 = 32768;
 const MAX_INVOCATIONS: u32 = 256;
 
 fn every_kernel() -> Vec<Kernel> {
@@ -23,7 +28,10 @@ fn every_kernel() -> Vec<Kernel> {
             let variants = AttendVariant::SUBGROUP_SIZES
                 .map(|size| AttendVariant::subgroup_broadcast(size, head_dim))
                 .into_iter()
-                .chain([AttendVariant::Portable]);
+                .chain([AttendVariant::Portable])
+                .chain(MATRICES.into_iter().filter_map(|[size, lanes, subgroups]| {
+                    AttendVariant::cooperative(size, lanes, subgroups, storage, head_dim)
+                }));
             for variant in variants {
                 for softcap in [false, true] {
                     kernels.push(Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap }));
@@ -45,6 +53,9 @@ fn validated(kernel: &Kernel, module: &naga::Module) -> ModuleInfo {
     let mut capabilities = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
     if kernel.needs_subgroups() {
         capabilities |= Capabilities::SUBGROUP;
+    }
+    if kernel.needs_matrices() {
+        capabilities |= Capabilities::COOPERATIVE_MATRIX | Capabilities::SHADER_FLOAT16;
     }
     let mut validator = Validator::new(ValidationFlags::all(), capabilities);
     if kernel.needs_subgroups() {
@@ -70,6 +81,9 @@ fn every_kernel_is_valid_and_translates_to_spirv_msl_and_hlsl() {
             &msl::PipelineOptions::default(),
         )
         .unwrap_or_else(|error| panic!("{name} to MSL: {error}"));
+        if kernel.needs_matrices() {
+            continue;
+        }
         let mut text = String::new();
         let options = hlsl::Options {
             shader_model: if kernel.needs_subgroups() {
@@ -110,7 +124,8 @@ fn every_kernel_stays_within_webgpus_default_limits() {
             .map(|(_, variable)| module.types[variable.ty].inner.size(module.to_ctx()))
             .sum();
         assert_eq!(workgroup_bytes, kernel.workgroup_bytes(), "{name}");
-        assert!(workgroup_bytes <= MAX_WORKGROUP_BYTES, "{name}: {workgroup_bytes} bytes");
+        let most = if kernel.needs_matrices() { NATIVE_WORKGROUP_BYTES } else { MAX_WORKGROUP_BYTES };
+        assert!(workgroup_bytes <= most, "{name}: {workgroup_bytes} bytes");
     }
 }
 

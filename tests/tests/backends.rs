@@ -53,14 +53,16 @@ fn wgpu_trials() -> Vec<Trial> {
     }
     let mut trials = Vec::new();
     for (index, adapter) in adapters.iter().enumerate() {
-        for (variant, kernel) in
-            [("portable", KernelChoice::Portable), ("subgroup", KernelChoice::SubgroupBroadcast)]
-        {
+        for (variant, kernel) in [
+            ("portable", KernelChoice::Portable),
+            ("subgroup", KernelChoice::SubgroupBroadcast),
+            ("cooperative", KernelChoice::Cooperative),
+        ] {
             let make = move || {
                 WgpuBackend::with_options(index, &WgpuOptions { kernel, ..WgpuOptions::default() })
                     .map_err(|error| error.to_string())
             };
-            // Not every adapter has subgroups of a size that the kernel can use.
+            // Not every adapter has the subgroups or the matrices that a kernel needs.
             if make().is_ok() {
                 let who: &'static str = format!("wgpu {index} {variant} ({})", adapter.name).leak();
                 trials.extend(suite(who, make));

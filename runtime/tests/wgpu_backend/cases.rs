@@ -151,12 +151,23 @@ impl Case {
         (loaded(dtype, &o), loaded(Dtype::F32, &lse))
     }
 
+    /// Matrix units take weights in f16: each is off by 2^-11 of itself, and o by as much of the largest value.
+    fn weight_rounding(&self, backend: &WgpuBackend) -> f64 {
+        if self.problem.dtype == Dtype::F16 && backend.info().kernel.starts_with("cooperative") {
+            let largest = self.v.iter().map(|v| f64::from(v.abs())).filter(|v| v.is_finite());
+            largest.fold(0.0, f64::max) / 2048.0
+        } else {
+            0.0
+        }
+    }
+
     /// Compares with f64, and the rounded output with the output rounded.
     fn check(&self, backend: &WgpuBackend, what: &str) {
         self.check_within(TOLERANCE, backend, what);
     }
 
     fn check_within(&self, tolerance: f64, backend: &WgpuBackend, what: &str) {
+        let tolerance = tolerance + self.weight_rounding(backend);
         let (o, lse) = self.output(backend, Dtype::F32);
         let shape = self.shape();
         let mut worst = (0.0, String::new());
@@ -319,13 +330,25 @@ fn nan_reaches_exactly_the_rows_that_see_it(backend: &WgpuBackend) {
                         let (got, want) = (&o[at * 64..][..64], &clean_o[at * 64..][..64]);
                         if !sees {
                             assert_eq!(lse[at].to_bits(), clean_lse[at].to_bits(), "{what}");
-                            assert!(got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()), "{what}");
+                            let same = |a: f32, b: f32| {
+                                a.to_bits() == b.to_bits()
+                                    || clean.weight_rounding(backend) > 0.0 && (a - b).abs() <= 1e-5 * b.abs()
+                            };
+                            assert!(got.iter().zip(want).all(|(a, b)| same(*a, *b)), "{what}");
                         } else if in_key {
                             assert!(lse[at].is_nan(), "{what}: lse {}", lse[at]);
                             assert!(got.iter().all(|x| x.is_nan()), "{what}");
                         } else {
                             assert!(!got[13].is_finite(), "{what}: o {}", got[13]);
-                            assert_eq!(got[12].to_bits(), want[12].to_bits(), "{what}");
+                            // Matrix units give way to another order of summation where a value is not finite.
+                            let allowed =
+                                if case.weight_rounding(backend) > 0.0 { 1e-5 * want[12].abs() } else { 0.0 };
+                            assert!(
+                                (got[12] - want[12]).abs() <= allowed,
+                                "{what}: {} {}",
+                                got[12],
+                                want[12]
+                            );
                         }
                     }
                 }

@@ -41,6 +41,9 @@ fn main() {
     if device.kernel.starts_with("subgroup") {
         choices.push(("subgroup", KernelChoice::SubgroupBroadcast));
     }
+    if open(KernelChoice::Cooperative, None).is_ok() {
+        choices.push(("cooperative", KernelChoice::Cooperative));
+    }
     let tests: Vec<(&str, Test)> = [cases::ALL, ops::ALL].concat();
     let mut trials = Vec::new();
     for (kernel, choice) in choices {

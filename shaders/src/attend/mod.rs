@@ -27,7 +27,7 @@
 //! A run is a range of keys `first..end`, `first` a multiple of the KV tile. For Q tile t of class c, with
 //! `s = c·starts_class + 2t`, the runs `starts[s]..starts[s+1]` are full: every row of the tile sees every key, and
 //! nothing is tested. The runs `starts[s+1]..starts[s+2]` are partial: each element tests `lo <= position < hi`.
-//! What is in no run costs nothing. For [`portable`] a run whose end is not a multiple of the KV tile must be partial.
+//! What is in no run costs nothing. For all but [`subgroup`] a run whose end is not a multiple of the KV tile must be partial.
 //!
 //! # NaN and infinity
 //!
@@ -38,10 +38,11 @@
 use crate::kernel::{AttendKernel, EMPTY_M, Kernel};
 use crate::text::Text;
 
+pub(crate) mod cooperative;
 pub(crate) mod portable;
 pub(crate) mod subgroup;
 
-/// Declarations and functions that both variants use.
+/// Declarations and functions that all variants use.
 fn prelude(kernel: AttendKernel) -> String {
     let mut text = format!(
         "{}\nconst EMPTY_M: f32 = {EMPTY_M:?}f;\n\n{}\n\n",

@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 
-use kyklos_shaders::AttendVariant;
-
 use super::WgpuBackend;
 use super::device::Gpu;
 use super::pieces::Pace;
+use super::variant::Variants;
 use crate::backend::{DeviceClass, DeviceInfo};
 use crate::{Error, Result};
 
@@ -20,6 +19,10 @@ pub enum KernelChoice {
     Portable,
     /// The one for software drivers with subgroups; refused elsewhere.
     SubgroupBroadcast,
+    /// The one for matrix units, where the tensors allow it (f16, a head dim that is a multiple of the matrices'
+    /// size, at most 256), and the portable one for others; refused on devices without f16 matrices that sum in f32.
+    /// Not chosen by [`Self::Auto`]: it has run on a software driver only, and what it needs of wgpu is experimental.
+    Cooperative,
 }
 
 /// How a device is opened.
@@ -35,7 +38,7 @@ impl WgpuBackend {
     /// The devices of this machine, in the order in which [`Self::new`] counts them; none where there is no driver.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn enumerate() -> Vec<DeviceInfo> {
-        adapters().iter().map(|adapter| describe(adapter, broadcast_size(adapter))).collect()
+        adapters().iter().map(|adapter| describe(adapter, Variants::auto(adapter))).collect()
     }
 
     /// Opens the device of this index.
@@ -94,23 +97,8 @@ impl WgpuBackend {
     /// # Errors
     /// As [`Self::with_options`].
     pub async fn open(adapter: &wgpu::Adapter, options: &WgpuOptions) -> Result<Self> {
-        let suitable = broadcast_size(adapter);
-        let broadcast = match options.kernel {
-            KernelChoice::Portable => None,
-            KernelChoice::Auto => suitable,
-            KernelChoice::SubgroupBroadcast if suitable.is_some() => suitable,
-            KernelChoice::SubgroupBroadcast => {
-                let info = adapter.get_info();
-                return Err(Error::request(
-                    format!(
-                        "{} cannot run the subgroup-broadcast kernel: a {:?} with subgroups of {} to {}",
-                        info.name, info.device_type, info.subgroup_min_size, info.subgroup_max_size
-                    ),
-                    "it is for software drivers with subgroups of 4, 8 or 16; use the portable kernel",
-                ));
-            }
-        };
-        let info = describe(adapter, broadcast);
+        let variants = Variants::chosen(adapter, options.kernel)?;
+        let info = describe(adapter, variants);
         let mut limits = adapter.limits();
         if let Some(most) = options.max_binding_bytes {
             limits.max_storage_buffer_binding_size = limits.max_storage_buffer_binding_size.min(most);
@@ -118,11 +106,8 @@ impl WgpuBackend {
         let opened = adapter
             .request_device(&wgpu::DeviceDescriptor {
                 label: Some("kyklos"),
-                required_features: if broadcast.is_some() {
-                    wgpu::Features::SUBGROUP
-                } else {
-                    wgpu::Features::empty()
-                },
+                required_features: variants.features(),
+                experimental_features: variants.experimental(),
                 required_limits: limits,
                 ..Default::default()
             })
@@ -136,7 +121,7 @@ impl WgpuBackend {
             gpu: Gpu::new(Arc::from(info.name.as_str()), device, queue),
             pace: Pace::new(info.class),
             info,
-            broadcast,
+            variants,
         })
     }
 }
@@ -150,37 +135,17 @@ fn adapters() -> Vec<wgpu::Adapter> {
     pollster::block_on(instance().enumerate_adapters(wgpu::Backends::PRIMARY))
 }
 
-/// The subgroup size for the broadcast kernel, where it pays off: drivers that compute on the host's cores.
-fn broadcast_size(adapter: &wgpu::Adapter) -> Option<u32> {
-    let info = adapter.get_info();
-    let size = info.subgroup_min_size;
-    (class(&info) == DeviceClass::SoftwareGpu
-        && adapter.features().contains(wgpu::Features::SUBGROUP)
-        && size == info.subgroup_max_size
-        && AttendVariant::SUBGROUP_SIZES.contains(&size))
-    .then_some(size)
-}
-
-fn describe(adapter: &wgpu::Adapter, broadcast: Option<u32>) -> DeviceInfo {
+fn describe(adapter: &wgpu::Adapter, variants: Variants) -> DeviceInfo {
     let info = adapter.get_info();
     let driver = [info.backend.to_str(), &info.driver, &info.driver_info]
         .into_iter()
         .filter(|part| !part.is_empty())
         .collect::<Vec<_>>()
         .join(" ");
-    DeviceInfo {
-        backend: "wgpu",
-        class: class(&info),
-        driver,
-        kernel: match broadcast {
-            Some(size) => format!("subgroup-broadcast-{size}"),
-            None => "portable".to_owned(),
-        },
-        name: info.name,
-    }
+    DeviceInfo { backend: "wgpu", class: class(&info), driver, kernel: variants.name(), name: info.name }
 }
 
-fn class(info: &wgpu::AdapterInfo) -> DeviceClass {
+pub(super) fn class(info: &wgpu::AdapterInfo) -> DeviceClass {
     match info.device_type {
         wgpu::DeviceType::Cpu => DeviceClass::SoftwareGpu,
         wgpu::DeviceType::DiscreteGpu => DeviceClass::DiscreteGpu,

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kyklos_shaders::{AttendKernel, AttendParams, Kernel};
+use kyklos_shaders::{AttendKernel, AttendParams, AttendVariant, Kernel};
 
 use super::clock::now_s;
 use super::dispatch::{Bound, Window};
@@ -122,7 +122,7 @@ impl<'a> Call<'a> {
         let rows = self.q.rows_within(limit).min(self.a.rows_within(limit));
         let tile_step = (rows / q_rows).max(1);
         let mut keys = self.k.rows_within(limit).min(self.v.rows_within(limit));
-        if self.backend.broadcast.is_some() {
+        if self.reads_textures() {
             // One row of a texture for each key of each batch entry.
             let most = self.backend.gpu.limits.max_texture_dimension_2d as usize;
             batch_step = batch_step.min((most / self.args.work.kv_positions.len()).max(1));
@@ -149,6 +149,11 @@ impl<'a> Call<'a> {
         regions
     }
 
+    /// Whether the kernel has k and v as textures.
+    fn reads_textures(&self) -> bool {
+        matches!(self.kernel.variant, AttendVariant::SubgroupBroadcast { .. })
+    }
+
     fn windows(&self, region: &Region) -> Result<Windows<'_>> {
         let gpu = &self.backend.gpu;
         let (args, shape) = (self.args, self.args.state.shape);
@@ -159,7 +164,7 @@ impl<'a> Call<'a> {
         let ml = Strided::dense_f32([shape.batch, shape.heads, shape.rows, 2]);
         Ok(Windows {
             q: gpu.window("q", args.q.buffer, self.q.bytes(batch, &rows))?,
-            kv: if self.backend.broadcast.is_some() {
+            kv: if self.reads_textures() {
                 let texture = |label, operand: &Operand<'_, WgpuBuffer>, tensor: &Strided| {
                     texture::texture(gpu, label, tensor.source(operand.buffer), batch, &keys)
                 };

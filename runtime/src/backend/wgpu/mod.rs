@@ -18,12 +18,13 @@ mod ops;
 mod pieces;
 mod region;
 mod texture;
+mod variant;
 mod work;
 
 use std::ops::Range;
 
 use bytes::Bytes;
-use kyklos_shaders::{AttendKernel, AttendVariant, Storage};
+use kyklos_shaders::{AttendKernel, Storage};
 
 pub use adapter::{KernelChoice, WgpuOptions};
 pub use download::Download;
@@ -32,14 +33,14 @@ use super::{Attend, Backend, Control, DeviceInfo, Extent, Layout, State, StateMu
 use crate::{Dtype, Error, Result, TileShape};
 use device::Gpu;
 use pieces::Pace;
+use variant::Variants;
 
 /// One device behind wgpu.
 #[derive(Debug)]
 pub struct WgpuBackend {
     info: DeviceInfo,
     gpu: Gpu,
-    /// `Some(size)`: subgroups of this size, and the kernel made for them.
-    broadcast: Option<u32>,
+    variants: Variants,
     pace: Pace,
 }
 
@@ -53,15 +54,8 @@ pub struct WgpuBuffer {
 
 impl WgpuBackend {
     fn attend_kernel(&self, dtype: Dtype, head_dim: u32, softcap: bool) -> AttendKernel {
-        AttendKernel {
-            variant: match self.broadcast {
-                Some(size) => AttendVariant::subgroup_broadcast(size, head_dim),
-                None => AttendVariant::Portable,
-            },
-            storage: storage(dtype),
-            head_dim,
-            softcap,
-        }
+        let storage = storage(dtype);
+        AttendKernel { variant: self.variants.of(storage, head_dim), storage, head_dim, softcap }
     }
 }
 
