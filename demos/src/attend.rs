@@ -11,7 +11,7 @@ use kyklos_transport::{Transport, in_process_group};
 use crate::args::{AttendArgs, OrAuto, TransportName};
 use crate::device::{self, DeviceId};
 use crate::failure::{Failure, Result, note, print};
-use crate::group::Launched;
+use crate::group::{Environment, Launched};
 use crate::interrupt;
 use crate::output::{OutputTarget, RANK, keep_apart};
 use crate::progress::Watch;
@@ -22,15 +22,17 @@ use crate::verify::Sample;
 
 /// Runs the command.
 pub(crate) fn attend(args: &AttendArgs) -> Result<()> {
-    match Launched::from_environment()? {
-        Some(launched) if launched.by_kyklos || args.problem.ranks.is_none() => as_rank(args, &launched),
-        Some(launched) => {
+    let environment = Environment::of_this_process();
+    if args.problem.ranks.is_some() && !environment.by_kyklos() {
+        if let Some(said) = environment.rank_and_world() {
             note(&format!(
-                "warning: --ranks puts all ranks into this process; the launcher's WORLD_SIZE={} is not used",
-                launched.world
+                "warning: --ranks puts all ranks into this process; {said} in the environment is not used"
             ));
-            here(args)
         }
+        return here(args);
+    }
+    match environment.launched()? {
+        Some(launched) => as_rank(args, &launched),
         None => here(args),
     }
 }

@@ -119,4 +119,12 @@ fn a_launchers_environment_is_read_or_refused() {
     let output = run(&[("RANK", "0"), ("WORLD_SIZE", "2")], &[&attend[..], &["--ranks", "2"]].concat());
     assert_eq!(json(&output)["ranks"], 2);
     assert!(stderr(&output).contains("WORLD_SIZE=2"), "{}", stderr(&output));
+    // --ranks wins over whatever is there, whether or not it makes sense.
+    for (variable, value) in [("RANK", "0"), ("WORLD_SIZE", "2"), ("RANK", "first")] {
+        let output = run(&[(variable, value)], &[&attend[..], &["--ranks", "2"]].concat());
+        assert_eq!(json(&output)["ranks"], 2);
+        let warning = stderr(&output);
+        assert!(warning.starts_with("warning: --ranks "), "{warning}");
+        assert!(warning.contains(&format!("{variable}={value}")), "{warning}");
+    }
 }
