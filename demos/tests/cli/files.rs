@@ -252,3 +252,29 @@ fn hostile_files_are_refused_with_a_reason() {
     refused(&kyklos(&["attend", "--input", folder.path().to_str().unwrap()]), &["regular file"]);
     refused(&kyklos(&["attend", "--input", "no/such/file"]), &["no/such/file"]);
 }
+
+#[test]
+#[cfg(unix)]
+fn what_is_no_regular_file_is_refused_and_left_alone() {
+    use std::os::unix::fs::FileTypeExt;
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let folder_name = folder.path().to_str().unwrap();
+    // Opening the pipe would wait for somebody to write to it.
+    for input in [pipe.to_str().unwrap(), "/dev/zero", folder_name] {
+        for command in ["attend", "plan"] {
+            refused(&kyklos(&[command, "--input", input]), &[input, "not a regular file"]);
+        }
+    }
+    // A finished result replaces what has its name: with enough rights also /dev/null itself, hence the link.
+    let (null, pipe1) = (folder.path().join("null"), folder.path().join("pipe1"));
+    std::os::unix::fs::symlink("/dev/null", &null).unwrap();
+    std::fs::rename(&pipe, &pipe1).unwrap();
+    for output in ["null", "pipe{rank}"] {
+        let output = folder.path().join(output);
+        let attend = ["attend", "--shape", "1,64,8,2,64", "--ranks", "2", "--device", "cpu", "--output"];
+        refused(&kyklos(&[&attend[..], &[output.to_str().unwrap()]].concat()), &["not a regular file"]);
+    }
+    assert!(null.is_symlink() && std::fs::metadata(pipe1).unwrap().file_type().is_fifo());
+}
