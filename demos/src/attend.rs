@@ -223,13 +223,13 @@ fn tell(args: &AttendArgs, job: &Job, mut done: Vec<(u32, RankDone)>) -> Result<
             trace::write(path, &tracks)?;
         }
     }
-    for summary in done.into_iter().filter_map(|(_, done)| done.summary) {
+    for summary in done.iter().filter_map(|(_, done)| done.summary.as_ref()) {
         print(&if args.json { summary.json(&job.request)? } else { summary.table(&job.request) })?;
-        if let Some(failure) = summary.verdict.and_then(|verdict| verdict.failure) {
-            return Err(Failure::run(format!("verification failed: {failure}")));
-        }
     }
-    Ok(())
+    match done.into_iter().find_map(|(_, done)| done.rejected) {
+        Some(failure) => Err(failure),
+        None => Ok(()),
+    }
 }
 
 fn holds_rank(path: &Path) -> bool {
