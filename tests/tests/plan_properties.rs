@@ -132,6 +132,19 @@ proptest! {
     }
 
     #[test]
+    fn meshes_are_priced_at_what_their_plans_send(Drawn(world) in worlds()) {
+        let World { problem, mesh, q_placement, .. } = &world;
+        let split = Split::Tokens(q_placement.ranks().iter().map(|tokens| tokens.len() as u32).collect());
+        let priced = meshes_by_bytes(problem, mesh.world(), q_placement.kind(), &split, None).expect("fits");
+        prop_assert!(priced.is_sorted_by_key(|(_, bytes)| *bytes));
+        for (mesh, bytes) in priced {
+            let world = plan_world(problem, mesh, q_placement.kind(), &split, Strategy::Unified).expect("fits");
+            let sent: u64 = world.plans.iter().map(|plan| plan.volume(problem).0).sum();
+            prop_assert_eq!(sent, bytes, "{}", mesh);
+        }
+    }
+
+    #[test]
     fn no_seeded_fault_passes_the_proof(Drawn(world) in worlds(), seed in any::<u64>()) {
         let mut random = Random(seed);
         for fault in FAULTS {
