@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use kyklos_transport::Rank;
 
-use crate::backend::StateShape;
 use crate::{AttentionProblem, Mesh, Placement, Strategy, TokenRuns};
 
 /// The plans of all ranks, and what they were made from.
@@ -227,15 +226,6 @@ impl Buffer {
             * self.tokens.len() as u64
             * u64::from(self.head_count())
             * self.content.row_bytes(problem)
-    }
-
-    pub(crate) fn state_shape(&self, problem: &AttentionProblem) -> StateShape {
-        StateShape {
-            batch: problem.batch as usize,
-            rows: self.tokens.len(),
-            heads: self.head_count() as usize,
-            dim: problem.head_dim as usize,
-        }
     }
 }
 
