@@ -28,6 +28,11 @@ pub(crate) enum Command {
     /// Explains what `attend` would run, and what it would send and hold; needs no device
     Plan(PlanArgs),
     /// Runs `attend` with one process per rank on this host, joined over QUIC
+    ///
+    /// The processes find each other through RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
+    /// the names that torchrun uses; those of Slurm, Kubernetes and MPI are not read. KYKLOS_IDENTITY is the path of the
+    /// file with which a process proves its rank to the others. Lines that a rank writes to standard error are prefixed
+    /// with its rank, except JSON progress, which names it; standard output passes unchanged.
     Launch(LaunchArgs),
 }
 
@@ -130,19 +135,14 @@ pub(crate) struct PlanArgs {
     pub(crate) json: bool,
 }
 
-/// One process per rank on this host.
-///
-/// The processes find each other through RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
-/// the names that torchrun uses; those of Slurm, Kubernetes and MPI are not read. KYKLOS_IDENTITY is the path of the
-/// file with which a process proves its rank to the others. Lines that a rank writes to standard error are prefixed
-/// with its rank, except JSON progress, which names it; standard output passes unchanged.
+/// How many processes, and of what.
 #[derive(Debug, Args)]
 pub(crate) struct LaunchArgs {
     /// Number of processes
-    #[arg(short = 'n', value_name = "N")]
+    #[arg(short = 'n', long, value_name = "N")]
     pub(crate) ranks: NonZeroU32,
-    /// `attend` and its options, after --
-    #[arg(last = true, required = true, value_name = "attend …")]
+    /// `attend` and its options
+    #[arg(trailing_var_arg = true, required = true, value_name = "attend …")]
     pub(crate) command: Vec<String>,
 }
 

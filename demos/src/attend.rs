@@ -11,7 +11,7 @@ use kyklos_transport::{Transport, in_process_group};
 use crate::args::{AttendArgs, OrAuto, TransportName};
 use crate::device::{self, DeviceId};
 use crate::failure::{Failure, Result, note, print};
-use crate::group::Launched;
+use crate::group::{Environment, Launched};
 use crate::interrupt;
 use crate::output::{OutputTarget, RANK, keep_apart};
 use crate::progress::Watch;
@@ -22,15 +22,17 @@ use crate::verify::Sample;
 
 /// Runs the command.
 pub(crate) fn attend(args: &AttendArgs) -> Result<()> {
-    match Launched::from_environment()? {
-        Some(launched) if launched.by_kyklos || args.problem.ranks.is_none() => as_rank(args, &launched),
-        Some(launched) => {
+    let environment = Environment::of_this_process();
+    if args.problem.ranks.is_some() && !environment.by_kyklos() {
+        if let Some(said) = environment.rank_and_world() {
             note(&format!(
-                "warning: --ranks puts all ranks into this process; the launcher's WORLD_SIZE={} is not used",
-                launched.world
+                "warning: --ranks puts all ranks into this process; {said} in the environment is not used"
             ));
-            here(args)
         }
+        return here(args);
+    }
+    match environment.launched()? {
+        Some(launched) => as_rank(args, &launched),
         None => here(args),
     }
 }
@@ -221,13 +223,13 @@ fn tell(args: &AttendArgs, job: &Job, mut done: Vec<(u32, RankDone)>) -> Result<
             trace::write(path, &tracks)?;
         }
     }
-    for summary in done.into_iter().filter_map(|(_, done)| done.summary) {
+    for summary in done.iter().filter_map(|(_, done)| done.summary.as_ref()) {
         print(&if args.json { summary.json(&job.request)? } else { summary.table(&job.request) })?;
-        if let Some(failure) = summary.verdict.and_then(|verdict| verdict.failure) {
-            return Err(Failure::run(format!("verification failed: {failure}")));
-        }
     }
-    Ok(())
+    match done.into_iter().find_map(|(_, done)| done.rejected) {
+        Some(failure) => Err(failure),
+        None => Ok(()),
+    }
 }
 
 fn holds_rank(path: &Path) -> bool {

@@ -32,6 +32,8 @@ pub(crate) fn demo() -> Result<()> {
          Keys and values travel round a ring; every rank attends from its own tokens to all of them.\n\n",
     )?;
     let (devices, speeds) = take_part()?;
+    // Then there are two ranks, which share one device.
+    let all_cpu = devices.iter().all(|device| *device == DeviceId::Cpu);
     let total: f64 = speeds.iter().sum();
     let world = u32::try_from(devices.len()).map_err(|_| Failure::run("too many devices"))?;
     let problem =
@@ -48,9 +50,11 @@ pub(crate) fn demo() -> Result<()> {
     print(&headline(&request))?;
     for ((rank, device), speed) in devices.iter().enumerate().zip(&speeds) {
         let share = 100.0 * speed / total;
-        print(&format!(
-            "rank {rank}     {device}, {speed:.0} GFLOP/s in a probe: {share:.0} % of the tokens\n"
-        ))?;
+        let probed = match all_cpu {
+            true => format!("half of {total:.0} GFLOP/s"),
+            false => format!("{speed:.0} GFLOP/s"),
+        };
+        print(&format!("rank {rank}     {device}, {probed} in a probe: {share:.0} % of the tokens\n"))?;
     }
     print("\n")?;
 
@@ -93,7 +97,7 @@ pub(crate) fn demo() -> Result<()> {
         duration(alone_s),
         devices[best],
     ))?;
-    if devices.iter().all(|device| *device == DeviceId::Cpu) {
+    if all_cpu {
         print(
             "           No GPU was found: both ranks shared the same cores, so about 1 x is all there can be.\n\
              \x20          kyklos devices lists what there is.\n",

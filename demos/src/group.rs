@@ -24,15 +24,34 @@ pub(crate) struct Launched {
     pub(crate) by_kyklos: bool,
 }
 
-impl Launched {
-    /// Reads the environment; `None` where there is no launcher.
-    pub(crate) fn from_environment() -> Result<Option<Self>> {
-        Self::read(|name| env::var(name).ok())
+/// The environment's variables, looked up by name.
+pub(crate) struct Environment<F>(F);
+
+impl Environment<fn(&str) -> Option<String>> {
+    pub(crate) fn of_this_process() -> Self {
+        Self(|name| env::var(name).ok())
+    }
+}
+
+impl<F: Fn(&str) -> Option<String>> Environment<F> {
+    /// Whether `kyklos launch` made it.
+    pub(crate) fn by_kyklos(&self) -> bool {
+        (self.0)(LAUNCH).is_some()
     }
 
-    fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+    /// What it says of rank and world, whether or not that makes sense; `None` where it says nothing.
+    pub(crate) fn rank_and_world(&self) -> Option<String> {
+        let said: Vec<String> = ["RANK", "WORLD_SIZE"]
+            .iter()
+            .filter_map(|name| (self.0)(name).map(|value| format!("{name}={value}")))
+            .collect();
+        (!said.is_empty()).then(|| said.join(" "))
+    }
+
+    /// Which rank a launcher has made of this process; `None` where there is no launcher.
+    pub(crate) fn launched(&self) -> Result<Option<Launched>> {
         let number = |name: &str| -> Result<Option<u32>> {
-            variable(name)
+            (self.0)(name)
                 .map(|text| {
                     text.parse().map_err(|_| {
                         Failure::request(
@@ -61,15 +80,17 @@ impl Launched {
                 "ranks go from 0 to the world's size less one",
             ));
         }
-        Ok(Some(Self {
+        Ok(Some(Launched {
             rank,
             world,
             local_rank: number("LOCAL_RANK")?.unwrap_or(rank),
             local_world: number("LOCAL_WORLD_SIZE")?.unwrap_or(1).max(1),
-            by_kyklos: variable(LAUNCH).is_some(),
+            by_kyklos: self.by_kyklos(),
         }))
     }
+}
 
+impl Launched {
     /// Joins the group.
     pub(crate) fn connect(&self) -> Result<Arc<dyn Transport>> {
         if self.world == 1 {
@@ -146,9 +167,10 @@ mod tests {
     use super::*;
 
     fn read(variables: &[(&str, &str)]) -> Result<Option<Launched>> {
-        Launched::read(|name| {
+        Environment(|name: &str| {
             variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
         })
+        .launched()
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! A file is checked by its header alone: sizes are bounded, and every dtype, shape and offset fits the others and
 //! the length of the file, before anything is allocated for tensors.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use half::{bf16, f16};
 use kyklos::{AttentionProblem, Dtype, TokenRuns};
 use kyklos_tests::inputs::{TensorId, fill};
 use kyklos_tests::oracle::Element;
-use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::tensor::{Metadata as Tensors, TensorInfo};
 
 use crate::failure::{Failure, Result};
 use crate::positioned::read_exact_at;
@@ -175,15 +175,19 @@ fn too_large(elements: u64) -> Failure {
 impl InputFile {
     /// Opens a file and checks its header.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let file =
-            File::open(path).map_err(|error| Failure { exit: 2, ..Failure::file("open", path, &error) })?;
-        let metadata = file.metadata().map_err(|error| Failure::file("read", path, &error))?;
         let wrong = |mismatch: String, remedy: &str| {
             Failure::request(format!("{} {mismatch}", path.display()), remedy)
         };
-        if !metadata.is_file() {
-            return Err(wrong("is not a regular file".to_owned(), "name a safetensors file"));
-        }
+        let cannot_open = |error| Failure { exit: 2, ..Failure::file("open", path, &error) };
+        let regular = |metadata: &Metadata| match metadata.is_file() {
+            true => Ok(()),
+            false => Err(wrong("is not a regular file".to_owned(), "name a safetensors file")),
+        };
+        // Before it is opened: opening a pipe waits for somebody to write to it.
+        regular(&std::fs::metadata(path).map_err(cannot_open)?)?;
+        let file = File::open(path).map_err(cannot_open)?;
+        let metadata = file.metadata().map_err(|error| Failure::file("read", path, &error))?;
+        regular(&metadata)?;
         let file_bytes = metadata.len();
         let not_safetensors = |why: String| {
             wrong(
@@ -212,7 +216,7 @@ impl InputFile {
         let mut header = vec![0; header_bytes as usize];
         read_exact_at(&file, &mut header, LENGTH_BYTES)
             .map_err(|error| Failure::file("read", path, &error))?;
-        let tensors: Metadata =
+        let tensors: Tensors =
             serde_json::from_slice(&header).map_err(|error| not_safetensors(error.to_string()))?;
         let data_start = LENGTH_BYTES + header_bytes;
         let needed = data_start.saturating_add(tensors.data_len() as u64);
@@ -232,7 +236,7 @@ impl InputFile {
     fn from_header(
         path: &Path,
         file: File,
-        tensors: &Metadata,
+        tensors: &Tensors,
         data_start: u64,
     ) -> Result<Self, (String, String)> {
         let names = tensors.offset_keys();

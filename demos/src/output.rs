@@ -33,6 +33,15 @@ impl OutputTarget {
                 "name a file, such as result.safetensors",
             ));
         }
+        for name in names(path, ranks) {
+            // A finished result replaces what has its name, and a pipe or a device is not to be replaced.
+            if std::fs::metadata(&name).is_ok_and(|there| !there.is_file()) {
+                return Err(Failure::request(
+                    format!("--output would replace {}, which is not a regular file", name.display()),
+                    "name another file",
+                ));
+            }
+        }
         match path.to_str() {
             Some(text) if text.contains(RANK) => Ok(Self::Parts(text.to_owned())),
             _ => Ok(Self::Whole(path.to_owned())),
@@ -58,23 +67,28 @@ pub(crate) fn keep_apart(
     (what, kept): (&str, Option<&Path>),
     ranks: u32,
 ) -> Result<()> {
-    let names = |path: &Path| -> Vec<PathBuf> {
-        let name = path.to_string_lossy();
-        let each = (0..if name.contains(RANK) { ranks } else { 1 })
-            .map(|rank| name.replace(RANK, &rank.to_string()));
-        // A file that is not there yet has no canonical name, but may be named twice all the same.
-        each.map(|name| {
-            Path::new(&name).canonicalize().or_else(|_| std::path::absolute(&name)).unwrap_or(name.into())
-        })
-        .collect()
+    // A file that is not there yet has no canonical name, but may be named twice all the same.
+    let canonical = |path: &Path| -> Vec<PathBuf> {
+        let one = |name: PathBuf| name.canonicalize().or_else(|_| std::path::absolute(&name)).unwrap_or(name);
+        names(path, ranks).into_iter().map(one).collect()
     };
-    let kept = kept.map(names).unwrap_or_default();
-    match names(written).into_iter().find(|name| kept.contains(name)) {
+    let kept = kept.map(canonical).unwrap_or_default();
+    match canonical(written).into_iter().find(|name| kept.contains(name)) {
         Some(name) => Err(Failure::request(
             format!("{option} would overwrite {what}, {}", name.display()),
             "name another file",
         )),
         None => Ok(()),
+    }
+}
+
+/// The name of each rank's file, or the one name that all share. One that is not text holds no `{rank}`.
+fn names(path: &Path, ranks: u32) -> Vec<PathBuf> {
+    match path.to_str() {
+        Some(text) if text.contains(RANK) => {
+            (0..ranks).map(|rank| text.replace(RANK, &rank.to_string()).into()).collect()
+        }
+        _ => vec![path.to_owned()],
     }
 }
 

@@ -48,4 +48,4 @@ const FEW: u32 = 4;
 /// The proof keeps some bytes for each token.
 const MAX_TOKENS: u32 = 1 << 26;
 /// Plans of a ring grow with the square of its ranks.
-const MAX_RANKS: u32 = 512;
+const MAX_RANKS: u32 = 1024;

@@ -42,6 +42,8 @@ pub(crate) struct RankDone {
     pub(crate) spans: Vec<Span>,
     /// On rank 0.
     pub(crate) summary: Option<Summary>,
+    /// Why the result is not to be used, though it was computed.
+    pub(crate) rejected: Option<Failure>,
 }
 
 /// What a rank has before it meets the others.
@@ -59,9 +61,10 @@ pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<Devi
         .and_then(|device| job.prepare(transport.rank(), device))
         .map_err(|failure| refuse(&**transport, job.named(transport.rank(), failure)))
         .and_then(|ready| job.go(transport, ready));
-    let left = pollster::block_on(transport.close(if result.is_ok() { job.deadline } else { LEAVE }));
+    let well = result.as_ref().is_ok_and(|done| done.rejected.is_none());
+    let left = pollster::block_on(transport.close(if well { job.deadline } else { LEAVE }));
     // The work is done: who leaves rudely afterwards takes nothing away.
-    if let (Ok(_), Err(error)) = (&result, left) {
+    if let (true, Err(error)) = (well, left) {
         note(&format!("warning: rank {}: {error}", transport.rank()));
     }
     result
@@ -129,10 +132,10 @@ impl Job {
         // The median over the repetitions: the first one pays for memory and shaders, the last one is any other.
         walls_ns.sort_unstable();
         let wall_ns = walls_ns[walls_ns.len() / 2];
-        let summary = self
+        let (summary, rejected) = self
             .finish(transport, &backend, &output, wall_ns, file)
             .map_err(|failure| self.give_up(&**transport, failure))?;
-        Ok(RankDone { device: backend.info().name.clone(), spans, summary })
+        Ok(RankDone { device: backend.info().name.clone(), spans, summary, rejected })
     }
 
     /// Ends the group after a failure that only this rank knows of.
@@ -145,7 +148,7 @@ impl Job {
         failure
     }
 
-    /// Reports, sampled rows and output go to rank 0.
+    /// Reports, sampled rows and output go to rank 0. Returns rank 0's summary, and why the result is rejected if it is.
     fn finish(
         &self,
         transport: &Arc<dyn Transport>,
@@ -153,7 +156,7 @@ impl Job {
         output: &RankOutput,
         wall_ns: u64,
         file: Option<OutputFile>,
-    ) -> Result<Option<Summary>> {
+    ) -> Result<(Option<Summary>, Option<Failure>)> {
         let lines = Lines { transport: &**transport, op: self.repeat, deadline: self.deadline };
         let mine = RankNote::new(backend.info(), &output.report, wall_ns);
         let rank = transport.rank();
@@ -162,8 +165,8 @@ impl Job {
             if let Some(sample) = &self.sample {
                 self.send_rows(&lines, sample, backend, output)?;
             }
-            match (&self.output, file) {
-                (_, Some(file)) => self.write_part(file, output)?,
+            let rejected = match (&self.output, file) {
+                (_, Some(file)) => self.write_part(&**transport, file, output, None),
                 (Some(OutputTarget::Whole(_)), None) => {
                     self.watch.phase(Some("sending the output"));
                     pollster::block_on(send_output(
@@ -174,10 +177,11 @@ impl Job {
                         &output.lse,
                         self.deadline,
                     ))?;
+                    None
                 }
-                _ => {}
-            }
-            return Ok(None);
+                _ => None,
+            };
+            return Ok((None, rejected));
         }
 
         let mut ranks = vec![mine];
@@ -188,9 +192,11 @@ impl Job {
             Some(sample) => Some(self.verify(&lines, sample, backend, output, &ranks)?),
             None => None,
         };
+        let wrong = verdict.as_ref().and_then(|verdict| verdict.failure.as_ref());
+        let wrong = wrong.map(|failure| Failure::run(format!("verification failed: {failure}")));
         let mut output_bytes = 0;
-        match (&self.output, file) {
-            (Some(OutputTarget::Parts(_)), Some(file)) => self.write_part(file, output)?,
+        let rejected = match (&self.output, file) {
+            (Some(OutputTarget::Parts(_)), Some(file)) => self.write_part(&**transport, file, output, wrong),
             (Some(OutputTarget::Whole(_)), Some(file)) => {
                 self.watch.phase(Some("writing the output"));
                 pollster::block_on(receive_output::<Failure>(
@@ -208,24 +214,45 @@ impl Job {
                     },
                 ))?;
                 // A result that is known to be wrong gets no name.
-                if verdict.as_ref().is_none_or(|verdict| verdict.failure.is_none()) {
+                if wrong.is_none() {
                     file.commit()?;
                 }
+                wrong
             }
-            _ => {}
-        }
-        Ok(Some(Summary {
+            _ => wrong,
+        };
+        let summary = Summary {
             wall_s: ranks.iter().map(|rank| rank.wall_s).fold(0.0, f64::max),
             ranks,
             verdict,
             output_bytes,
-        }))
+        };
+        Ok((Some(summary), rejected))
     }
 
-    fn write_part(&self, file: OutputFile, output: &RankOutput) -> Result<()> {
+    /// Writes this rank's part, and names it once all ranks have written theirs and rank 0 has found nothing `wrong`.
+    /// Returns what came between: to every rank the same reason, except that rank 0 tells its own in full.
+    fn write_part(
+        &self,
+        transport: &dyn Transport,
+        file: OutputFile,
+        output: &RankOutput,
+        wrong: Option<Failure>,
+    ) -> Option<Failure> {
         self.watch.phase(Some("writing the output"));
-        file.write_part(&output.o, &output.lse)?;
-        file.commit()
+        if let Some(wrong) = wrong {
+            refuse(transport, Failure::run("verification failed, rank 0 says how: no part is kept"));
+            return Some(wrong);
+        }
+        if let Err(failure) = file.write_part(&output.o, &output.lse) {
+            return Some(refuse(transport, self.named(transport.rank(), failure)));
+        }
+        let vote = Vote::Ready { plan_hash: self.plan_hash };
+        // Rank 0 votes after it has verified, which no deadline for messages has anything to do with.
+        match pollster::block_on(transport.agree(vote, self.deadline.max(REFUSE))) {
+            Ok(()) => file.commit().map_err(|failure| self.named(transport.rank(), failure)).err(),
+            Err(error) => Some(error.into()),
+        }
     }
 
     /// A rank's part in the verification: its sampled rows, and all of them computed alone if rank 0 wants that.

@@ -52,9 +52,9 @@ impl TokenRuns {
         // A run of one has no stride of its own.
         let run = Run { stride: if run.count == 1 { 1 } else { run.stride }, ..run };
         if let Some(last) = self.runs.last_mut() {
-            let gap = run.start.wrapping_sub(last.end_position());
+            let gap = run.start.wrapping_sub(last.last());
             let stride_fits = |stride: u32, count: u32| count == 1 || stride == gap;
-            if run.start > last.end_position()
+            if run.start > last.last()
                 && stride_fits(last.stride, last.count)
                 && stride_fits(run.stride, run.count)
             {
@@ -121,8 +121,8 @@ impl Run {
         steps < self.count && self.start + steps * self.stride < hi
     }
 
-    /// The last token of the run.
-    fn end_position(&self) -> u32 {
+    /// The last token of the run, of which there is at least one.
+    pub(crate) fn last(&self) -> u32 {
         self.start + (self.count - 1) * self.stride
     }
 }
@@ -140,7 +140,7 @@ impl std::fmt::Display for TokenRuns {
             match (run.count, run.stride) {
                 (1, _) => write!(f, "{space}{}", run.start)?,
                 (_, 1) => write!(f, "{space}{}..{}", run.start, run.start + run.count)?,
-                (_, stride) => write!(f, "{space}{}..{}:{stride}", run.start, run.end_position() + 1)?,
+                (_, stride) => write!(f, "{space}{}..{}:{stride}", run.start, run.last() + 1)?,
             }
         }
         Ok(())

@@ -1,8 +1,10 @@
 //! Plans over random problems, meshes, splits and masks: every one is proved, sends exactly the bytes that a second
 //! closed form says, and no seeded fault slips through the proof.
 
-use kyklos::plan::{Content, Step, World, check, explain, explain_json, plan_hash};
-use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos::plan::{Content, Recv, Send, Step, World, check, explain, explain_json, plan_hash};
+use kyklos::{
+    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, meshes_by_bytes, plan_world,
+};
 use proptest::prelude::*;
 use proptest::strategy::Strategy as _;
 
@@ -126,6 +128,19 @@ proptest! {
         let checks = check(&world).map_err(|error| TestCaseError::fail(error.to_string()))?;
         for (rank, check) in (0u32..).zip(&checks) {
             prop_assert_eq!((check.bytes_sent, check.messages_sent), closed_form(&world, rank), "rank {}", rank);
+        }
+    }
+
+    #[test]
+    fn meshes_are_priced_at_what_their_plans_send(Drawn(world) in worlds()) {
+        let World { problem, mesh, q_placement, .. } = &world;
+        let split = Split::Tokens(q_placement.ranks().iter().map(|tokens| tokens.len() as u32).collect());
+        let priced = meshes_by_bytes(problem, mesh.world(), q_placement.kind(), &split, None).expect("fits");
+        prop_assert!(priced.is_sorted_by_key(|(_, bytes)| *bytes));
+        for (mesh, bytes) in priced {
+            let world = plan_world(problem, mesh, q_placement.kind(), &split, Strategy::Unified).expect("fits");
+            let sent: u64 = world.plans.iter().map(|plan| plan.volume(problem).0).sum();
+            prop_assert_eq!(sent, bytes, "{}", mesh);
         }
     }
 
@@ -256,6 +271,20 @@ const FAULTS: &[Fault] = &[
         steps.swap(post, wait);
         Some("a wait before its post")
     },
+    |world, random| {
+        // On both sides, so that nothing else is wrong with it.
+        let from = random.below(world.mesh.world());
+        let to = (0..world.mesh.world()).find(|to| *to != from)?;
+        let id = u32::MAX;
+        for (rank, sends, recvs) in [
+            (from, vec![Send { to, parts: Vec::new() }], Vec::new()),
+            (to, Vec::new(), vec![Recv { from, parts: Vec::new() }]),
+        ] {
+            let steps = &mut world.plans[rank as usize].steps;
+            steps.splice(0..0, [Step::Exchange { id, sends, recvs }, Step::Wait { id }]);
+        }
+        Some("a message without parts")
+    },
 ];
 
 fn pick(world: &World, random: &mut Random, wanted: fn(&Step) -> bool) -> Option<(usize, usize)> {
@@ -300,6 +329,23 @@ fn a_deadlock_between_two_ranks_is_found() {
     }
     let error = check(&world).unwrap_err().to_string();
     assert!(error.contains("waits for ever"), "{error}");
+}
+
+#[test]
+fn a_message_without_parts_is_refused() {
+    let problem = AttentionProblem::new([1, 8, 1, 1, 8], Dtype::F32, Mask::full()).unwrap();
+    let mesh = Mesh::new(1, 2).unwrap();
+    let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
+    for only in [0, 1] {
+        let mut broken = world.clone();
+        let exchange = match only {
+            0 => Step::Exchange { id: 9, sends: vec![Send { to: 1, parts: vec![] }], recvs: vec![] },
+            _ => Step::Exchange { id: 9, sends: vec![], recvs: vec![Recv { from: 0, parts: vec![] }] },
+        };
+        broken.plans[only].steps.splice(0..0, [exchange, Step::Wait { id: 9 }]);
+        let error = check(&broken).unwrap_err().to_string();
+        assert!(error.contains("a message without parts"), "{error}");
+    }
 }
 
 #[test]

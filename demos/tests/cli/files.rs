@@ -114,6 +114,59 @@ fn parts_say_which_positions_they_hold() {
     assert_eq!(seen, (0..21).collect::<Vec<_>>());
 }
 
+/// Scores beyond the largest f32: every device is wrong about them, and the oracle, in f64, is not.
+const WRONG: [&str; 8] =
+    ["--shape", "1,64,4,2,8", "--scale", "3e38", "--verify", "--json", "--device", "cpu"];
+
+#[test]
+fn a_result_that_is_known_to_be_wrong_gets_no_name() {
+    let folder = tempfile::tempdir().unwrap();
+    for (command, ranks) in
+        [(&["attend"][..], &["--ranks", "3"][..]), (&["launch", "-n", "3", "--", "attend"], &[])]
+    {
+        for name in ["whole", "part-{rank}"] {
+            let target = folder.path().join(name);
+            let output = ["--output", target.to_str().unwrap()];
+            let result = kyklos(&[command, &WRONG, ranks, &output].concat());
+            let text = stderr(&result);
+            assert_eq!(result.status.code(), Some(1), "{text}");
+            assert!(text.contains("verification failed"), "{text}");
+            // What was measured is told all the same.
+            let report: serde_json::Value = serde_json::from_str(&stdout(&result)).unwrap();
+            assert_eq!(report["ranks"], 3);
+            if command[0] == "launch" && name.contains("{rank}") {
+                for rank in 0..3 {
+                    let own = format!("[{rank}] error: verification failed");
+                    assert!(text.contains(&own), "a rank without its part has failed: {text}");
+                }
+            }
+            assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "{command:?} leaves {name}");
+        }
+    }
+}
+
+#[test]
+fn parts_get_their_names_together_or_not_at_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("{rank}/part");
+    // Rank 1 has nowhere to write to.
+    std::fs::create_dir(folder.path().join("0")).unwrap();
+    let result = kyklos(&[
+        "attend",
+        "--shape",
+        "1,32,2,2,8",
+        "--ranks",
+        "2",
+        "--device",
+        "cpu",
+        "--output",
+        target.to_str().unwrap(),
+    ]);
+    assert_eq!(result.status.code(), Some(1), "{}", stderr(&result));
+    assert!(stderr(&result).contains("rank 1: cannot write"), "{}", stderr(&result));
+    assert_eq!(std::fs::read_dir(folder.path().join("0")).unwrap().count(), 0);
+}
+
 #[test]
 fn a_result_that_cannot_be_written_is_an_error_and_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -251,4 +304,30 @@ fn hostile_files_are_refused_with_a_reason() {
     assert_eq!(std::fs::read(&ours).unwrap(), before);
     refused(&kyklos(&["attend", "--input", folder.path().to_str().unwrap()]), &["regular file"]);
     refused(&kyklos(&["attend", "--input", "no/such/file"]), &["no/such/file"]);
+}
+
+#[test]
+#[cfg(unix)]
+fn what_is_no_regular_file_is_refused_and_left_alone() {
+    use std::os::unix::fs::FileTypeExt;
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let folder_name = folder.path().to_str().unwrap();
+    // Opening the pipe would wait for somebody to write to it.
+    for input in [pipe.to_str().unwrap(), "/dev/zero", folder_name] {
+        for command in ["attend", "plan"] {
+            refused(&kyklos(&[command, "--input", input]), &[input, "not a regular file"]);
+        }
+    }
+    // A finished result replaces what has its name: with enough rights also /dev/null itself, hence the link.
+    let (null, pipe1) = (folder.path().join("null"), folder.path().join("pipe1"));
+    std::os::unix::fs::symlink("/dev/null", &null).unwrap();
+    std::fs::rename(&pipe, &pipe1).unwrap();
+    for output in ["null", "pipe{rank}"] {
+        let output = folder.path().join(output);
+        let attend = ["attend", "--shape", "1,64,8,2,64", "--ranks", "2", "--device", "cpu", "--output"];
+        refused(&kyklos(&[&attend[..], &[output.to_str().unwrap()]].concat()), &["not a regular file"]);
+    }
+    assert!(null.is_symlink() && std::fs::metadata(pipe1).unwrap().file_type().is_fifo());
 }

@@ -60,8 +60,8 @@ fn wrong_requests_are_refused_on_one_line() {
         ("plan --shape 1,64,8,2,64 --rank 1", &["--rank 1"]),
         ("plan --shape 1,64,8,2,64 --verify", &["--verify"]),
         ("launch -n 2", &["attend"]),
-        ("launch -- attend --shape 1,64,8,2,64", &["-n"]),
-        ("launch -n 0 -- attend --shape 1,64,8,2,64", &["-n"]),
+        ("launch -- attend --shape 1,64,8,2,64", &["--ranks <N>"]),
+        ("launch -n 0 -- attend --shape 1,64,8,2,64", &["--ranks <N>"]),
         ("launch -n 9999 -- attend --shape 1,64,8,2,64", &["at most 256"]),
         ("launch -n 2 -- devices", &["attend"]),
         ("launch -n 2 -- attend --shape 1,64,8,2,64 --ranks 2", &["--ranks"]),
@@ -119,4 +119,12 @@ fn a_launchers_environment_is_read_or_refused() {
     let output = run(&[("RANK", "0"), ("WORLD_SIZE", "2")], &[&attend[..], &["--ranks", "2"]].concat());
     assert_eq!(json(&output)["ranks"], 2);
     assert!(stderr(&output).contains("WORLD_SIZE=2"), "{}", stderr(&output));
+    // --ranks wins over whatever is there, whether or not it makes sense.
+    for (variable, value) in [("RANK", "0"), ("WORLD_SIZE", "2"), ("RANK", "first")] {
+        let output = run(&[(variable, value)], &[&attend[..], &["--ranks", "2"]].concat());
+        assert_eq!(json(&output)["ranks"], 2);
+        let warning = stderr(&output);
+        assert!(warning.starts_with("warning: --ranks "), "{warning}");
+        assert!(warning.contains(&format!("{variable}={value}")), "{warning}");
+    }
 }

@@ -21,7 +21,9 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
         "problem    B {} {queries} Hq {} Hkv {} D {} {}, mask {}",
         problem.batch, problem.q_heads, problem.kv_heads, problem.head_dim, problem.dtype, problem.mask
     );
-    let _ = writeln!(out, "mesh       {} (ulysses x ring), {} ranks", world.mesh, world.mesh.world());
+    let ranks = world.mesh.world();
+    let plural = if ranks == 1 { "" } else { "s" };
+    let _ = writeln!(out, "mesh       {} (ulysses x ring), {ranks} rank{plural}", world.mesh);
     let _ = writeln!(out, "strategy   {}, {} placement", world.strategy, world.q_placement.kind());
     let _ = writeln!(out);
     let rows = world.plans.iter().zip(checks).map(|(plan, check)| {
@@ -78,11 +80,11 @@ pub(crate) fn describe(world: &World, plan: &Plan, step: &Step) -> String {
             let sends = sends.iter().map(|send| {
                 let parts: Vec<_> = send.parts.iter().map(|part| name(&part.buffer)).collect();
                 let sum = send.parts.iter().map(|part| plan.slice_bytes(&world.problem, part)).sum();
-                format!("{} to rank {} ({})", parts.join("+"), send.to, bytes(sum))
+                format!("to rank {}: {} ({})", send.to, parts.join(" + "), bytes(sum))
             });
             let recvs = recvs.iter().map(|recv| {
                 let parts: Vec<_> = recv.parts.iter().map(name).collect();
-                format!("{} from rank {}", parts.join("+"), recv.from)
+                format!("from rank {}: {}", recv.from, parts.join(" + "))
             });
             format!("exchange  #{id} {}", sends.chain(recvs).collect::<Vec<_>>().join(", "))
         }

@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use kyklos_transport::Rank;
 
-use crate::backend::StateShape;
 use crate::{AttentionProblem, Mesh, Placement, Strategy, TokenRuns};
 
 /// The plans of all ranks, and what they were made from.
@@ -228,33 +227,31 @@ impl Buffer {
             * u64::from(self.head_count())
             * self.content.row_bytes(problem)
     }
-
-    pub(crate) fn state_shape(&self, problem: &AttentionProblem) -> StateShape {
-        StateShape {
-            batch: problem.batch as usize,
-            rows: self.tokens.len(),
-            heads: self.head_count() as usize,
-            dim: problem.head_dim as usize,
-        }
-    }
 }
 
 impl Content {
     /// The tensors of a buffer with this content, in order. A state's `ml` is not token-major, and is never sliced.
     pub(crate) fn tensors(self, problem: &AttentionProblem) -> Vec<Tensor> {
+        let (first, second) = self.one_or_two_tensors(problem);
+        std::iter::once(first).chain(second).collect()
+    }
+
+    fn one_or_two_tensors(self, problem: &AttentionProblem) -> (Tensor, Option<Tensor>) {
         let dim = problem.head_dim as usize;
         let stored = Tensor { row_bytes: dim * problem.dtype.bytes() };
         match self {
-            Self::Query => vec![stored],
-            Self::KeyValue => vec![stored, stored],
-            Self::State => vec![Tensor { row_bytes: dim * 4 }, Tensor { row_bytes: 8 }],
-            Self::Output => vec![stored, Tensor { row_bytes: 4 }],
+            Self::Query => (stored, None),
+            Self::KeyValue => (stored, Some(stored)),
+            Self::State => (Tensor { row_bytes: dim * 4 }, Some(Tensor { row_bytes: 8 })),
+            Self::Output => (stored, Some(Tensor { row_bytes: 4 })),
         }
     }
 
     /// Bytes of one token of one head, all tensors together.
     fn row_bytes(self, problem: &AttentionProblem) -> u64 {
-        self.tensors(problem).iter().map(|tensor| tensor.row_bytes as u64).sum()
+        // Asked at every step of a proof, so without the list.
+        let (first, second) = self.one_or_two_tensors(problem);
+        (first.row_bytes + second.map_or(0, |second| second.row_bytes)) as u64
     }
 }
 

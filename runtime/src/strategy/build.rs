@@ -21,13 +21,15 @@ impl<'a> PlanBuilder<'a> {
         let problem = &world.problem;
         let q_tokens = world.q_placement.of_rank(rank).clone();
         let kv_tokens = world.kv_placement.of_rank(rank).clone();
+        // A hop is one buffer and four steps, a peer of the trades up to eight of each.
+        let (hops, peers) = (world.mesh.ring() as usize, world.mesh.ulysses() as usize - 1);
         let plan = Plan {
             rank: rank.0,
-            buffers: Vec::new(),
+            buffers: Vec::with_capacity(8 + hops + 8 * peers),
             q: BufferId(0),
             kv: BufferId(1),
             output: BufferId(2),
-            steps: Vec::new(),
+            steps: Vec::with_capacity(8 + 4 * hops + 8 * peers),
         };
         let mut builder = Self { world, rank, plan, exchanges: 0 };
         builder.declare("q".to_owned(), Content::Query, q_tokens.clone(), 0..problem.q_heads);

@@ -5,6 +5,7 @@
 //! one with R = 1 only the trade, and one rank has neither.
 
 mod build;
+mod price;
 mod ring;
 mod ulysses;
 
@@ -106,16 +107,7 @@ pub fn plan(
     split: &Split,
     strategy: Strategy,
 ) -> Result<World> {
-    strategy.accepts(mesh)?;
-    mesh.fits(problem)?;
-    if matches!(split, Split::Tokens(_)) && problem.q_len != problem.kv_len {
-        return Err(Error::request(
-            format!("exact token counts for {} queries and {} keys", problem.q_len, problem.kv_len),
-            "use weights (--split) where the two lengths differ",
-        ));
-    }
-    let q_placement = Placement::new(placement, mesh, problem.q_len, split)?;
-    let kv_placement = Placement::new(placement, mesh, problem.kv_len, split)?;
+    let (q_placement, kv_placement) = placements(problem, mesh, placement, split, strategy)?;
     let mut world = World {
         problem: problem.clone(),
         mesh,
@@ -128,6 +120,27 @@ pub fn plan(
         world.plans.push(plan_rank(&world, Rank(rank)));
     }
     Ok(world)
+}
+
+/// Who holds which queries, and who which keys, if all fits together.
+fn placements(
+    problem: &AttentionProblem,
+    mesh: Mesh,
+    kind: PlacementKind,
+    split: &Split,
+    strategy: Strategy,
+) -> Result<(Placement, Placement)> {
+    strategy.accepts(mesh)?;
+    mesh.fits(problem)?;
+    if matches!(split, Split::Tokens(_)) && problem.q_len != problem.kv_len {
+        return Err(Error::request(
+            format!("exact token counts for {} queries and {} keys", problem.q_len, problem.kv_len),
+            "use weights (--split) where the two lengths differ",
+        ));
+    }
+    let q_placement = Placement::new(kind, mesh, problem.q_len, split)?;
+    let kv_placement = Placement::new(kind, mesh, problem.kv_len, split)?;
+    Ok((q_placement, kv_placement))
 }
 
 /// One rank that attends from the queries `rows` only, to all keys: the single-device run that a parallel one is
@@ -156,7 +169,7 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
 }
 
 /// All meshes of `ranks` ranks that `problem` fits, the one that sends fewest bytes first; the more Ulysses the
-/// earlier among equals.
+/// earlier among equals. Makes no plans.
 pub fn meshes_by_bytes(
     problem: &AttentionProblem,
     ranks: u32,
@@ -168,10 +181,8 @@ pub fn meshes_by_bytes(
     let mut refusal = None;
     for ulysses in (1..=ranks).rev().filter(|u| ranks.is_multiple_of(*u)) {
         let mesh = Mesh::new(ulysses, ranks / ulysses)?;
-        match plan(problem, mesh, placement, split, strategy.unwrap_or(Strategy::Unified)) {
-            Ok(world) => {
-                priced.push((mesh, world.plans.iter().map(|plan| plan.volume(problem).0).sum()));
-            }
+        match placements(problem, mesh, placement, split, strategy.unwrap_or(Strategy::Unified)) {
+            Ok((q, kv)) => priced.push((mesh, price::bytes_sent(problem, &q, &kv))),
             Err(error) => refusal = refusal.or(Some(error)),
         }
     }

@@ -40,7 +40,7 @@ const CRATES: [(&str, &[&str]); 6] = [
 
 /// Inside the runtime: what each module may use of the others (`error` and `Result` are everybody's). The order is
 /// from the bottom to the top; whoever is missing may be used by nobody below.
-const MODULES: [(&str, &[&str]); 18] = [
+const MODULES: [(&str, &[&str]); 19] = [
     ("dtype", &["error"]),
     ("error", &[]),
     ("tokens", &[]),
@@ -49,12 +49,13 @@ const MODULES: [(&str, &[&str]); 18] = [
     ("lower", &["mask", "problem", "tokens"]),
     ("mesh", &["error", "problem"]),
     ("placement", &["error", "mesh", "tokens"]),
-    ("plan", &["error", "mesh", "placement", "problem", "tokens", "strategy", "backend"]),
+    ("plan", &["error", "mesh", "placement", "problem", "tokens", "strategy"]),
     ("strategy", &["error", "lower", "mesh", "placement", "plan", "problem", "tokens"]),
     ("host", &["error", "tokens"]),
     ("clock", &[]),
     ("meter", &["clock"]),
     ("backend", &["dtype", "error", "lower"]),
+    ("extents", &["backend", "plan", "problem"]),
     ("collective", &["backend", "error", "meter", "plan"]),
     ("exec", &["backend", "clock", "collective", "error", "lower", "meter", "plan"]),
     ("collect", &["error", "host", "plan", "tokens"]),

@@ -1,12 +1,14 @@
 //! One rank's plan by itself, step by step.
 
-use std::collections::{HashMap, HashSet};
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kyklos_transport::Rank;
 
+use super::met::MetKeys;
 use crate::mesh::kv_heads_for;
-use crate::plan::{BufferId, Content, Plan, Slice, Step, World};
-use crate::{Error, Result};
+use crate::plan::{BufferId, Content, Plan, Recv, Send, Slice, Step, World};
+use crate::{Error, Result, TokenRuns};
 
 /// A rectangle of a buffer that has been written: list positions × heads.
 type Area = (std::ops::Range<usize>, std::ops::Range<u32>);
@@ -16,14 +18,21 @@ struct Life {
     /// Written parts, disjoint.
     written: Vec<Area>,
     /// Exchanges that still read it.
-    sending: HashSet<u32>,
+    sending: Vec<u32>,
     /// The exchange that is still writing it.
     arriving: Option<u32>,
-    /// For a state: how often each key has been met.
-    met: Vec<u8>,
+    /// For a state: the keys it has met.
+    met: MetKeys,
     live: bool,
     freed: bool,
     consumed: bool,
+}
+
+/// An exchange that has been posted.
+struct Posted<'a> {
+    waited: bool,
+    sends: &'a [Send],
+    recvs: &'a [Recv],
 }
 
 /// Walks a plan and keeps, for every buffer, what has happened to it.
@@ -32,7 +41,7 @@ pub(super) struct RankProof<'a> {
     plan: &'a Plan,
     step: Option<usize>,
     lives: Vec<Life>,
-    exchanges: HashMap<u32, bool>,
+    exchanges: BTreeMap<u32, Posted<'a>>,
     live_bytes: u64,
     peak_bytes: u64,
 }
@@ -40,7 +49,7 @@ pub(super) struct RankProof<'a> {
 impl<'a> RankProof<'a> {
     pub(super) fn new(world: &'a World, plan: &'a Plan) -> Self {
         let lives = plan.buffers.iter().map(|_| Life::default()).collect();
-        Self { world, plan, step: None, lives, exchanges: HashMap::new(), live_bytes: 0, peak_bytes: 0 }
+        Self { world, plan, step: None, lives, exchanges: BTreeMap::new(), live_bytes: 0, peak_bytes: 0 }
     }
 
     /// Peak bytes of buffers alive at once.
@@ -51,7 +60,7 @@ impl<'a> RankProof<'a> {
             self.step(step)?;
         }
         self.step = None;
-        if let Some(id) = self.exchanges.iter().find(|(_, waited)| !**waited).map(|(id, _)| id) {
+        if let Some((id, _)) = self.exchanges.iter().find(|(_, posted)| !posted.waited) {
             return self.fault(format!("exchange {id} is never waited for"));
         }
         self.must_be_written(&self.plan.whole(self.plan.output))?;
@@ -74,7 +83,7 @@ impl<'a> RankProof<'a> {
                 Content::Query | Content::State | Content::Output => (problem.q_len, problem.q_heads),
             };
             let heads_fit = buffer.heads.start <= buffer.heads.end && buffer.heads.end <= heads;
-            if !heads_fit || buffer.tokens.iter().any(|token| token >= tokens) {
+            if !heads_fit || buffer.tokens.runs().iter().any(|run| run.last() >= tokens) {
                 return self.fault(format!("buffer {index} `{}` holds what does not exist", buffer.name));
             }
         }
@@ -93,13 +102,13 @@ impl<'a> RankProof<'a> {
             }
             if id != self.plan.output {
                 self.bring_to_life(id);
-                self.lives[id.0].written = vec![(0..tokens.len(), 0..heads)];
+                self.lives[id.0].written.push((0..tokens.len(), 0..heads));
             }
         }
         Ok(())
     }
 
-    fn step(&mut self, step: &Step) -> Result<()> {
+    fn step(&mut self, step: &'a Step) -> Result<()> {
         match step {
             Step::Repack { from, into } => {
                 if from.buffer == into.buffer {
@@ -111,11 +120,11 @@ impl<'a> RankProof<'a> {
                 self.write(into)
             }
             Step::Exchange { id, sends, recvs } => {
-                if self.exchanges.insert(*id, false).is_some() {
+                if self.exchanges.insert(*id, Posted { waited: false, sends, recvs }).is_some() {
                     return self.fault(format!("exchange {id} is posted twice"));
                 }
-                self.peers(sends.iter().map(|send| send.to).collect(), "sends to")?;
-                self.peers(recvs.iter().map(|recv| recv.from).collect(), "receives from")?;
+                self.peers(sends.iter().map(|send| send.to), "sends to")?;
+                self.peers(recvs.iter().map(|recv| recv.from), "receives from")?;
                 if sends.iter().any(|send| send.parts.is_empty())
                     || recvs.iter().any(|recv| recv.parts.is_empty())
                 {
@@ -130,7 +139,7 @@ impl<'a> RankProof<'a> {
                     if self.plan.slice_bytes(&self.world.problem, part) == 0 {
                         return self.fault(format!("an empty part of {} is sent", self.name(part.buffer)));
                     }
-                    self.lives[part.buffer.0].sending.insert(*id);
+                    self.lives[part.buffer.0].sending.push(*id);
                 }
                 for part in recvs.iter().flat_map(|recv| &recv.parts) {
                     self.exists(*part)?;
@@ -140,14 +149,22 @@ impl<'a> RankProof<'a> {
                 Ok(())
             }
             Step::Wait { id } => {
-                match self.exchanges.get_mut(id) {
+                let (sends, recvs) = match self.exchanges.get_mut(id) {
                     None => return self.fault(format!("exchange {id} has not been posted")),
-                    Some(true) => return self.fault(format!("exchange {id} has been waited for before")),
-                    Some(waited) => *waited = true,
+                    Some(Posted { waited: true, .. }) => {
+                        return self.fault(format!("exchange {id} has been waited for before"));
+                    }
+                    Some(posted) => {
+                        posted.waited = true;
+                        (posted.sends, posted.recvs)
+                    }
+                };
+                // Nothing else has to do with the exchange; a plan has many buffers and many waits.
+                for part in sends.iter().flat_map(|send| &send.parts) {
+                    self.lives[part.buffer.0].sending.retain(|sending| sending != id);
                 }
-                for life in &mut self.lives {
-                    life.sending.remove(id);
-                    life.arriving = life.arriving.filter(|arriving| arriving != id);
+                for part in recvs.iter().flat_map(|recv| &recv.parts) {
+                    self.lives[part.0].arriving = None;
                 }
                 Ok(())
             }
@@ -178,7 +195,7 @@ impl<'a> RankProof<'a> {
         }
         let (q_heads, kv_heads) = (self.plan.slice_heads(q), self.plan.slice_heads(kv));
         let declared = self.plan.buffer(state);
-        if declared.tokens != self.plan.slice_tokens(q) || declared.heads != q_heads {
+        if declared.tokens != *self.tokens(q) || declared.heads != q_heads {
             return self.fault(format!("{} is not of the queries' tokens and heads", self.name(state)));
         }
         let needed = kv_heads_for(&self.world.problem, &q_heads);
@@ -186,14 +203,11 @@ impl<'a> RankProof<'a> {
             return self
                 .fault(format!("query heads {q_heads:?} need kv heads {needed:?}, there are {kv_heads:?}"));
         }
-        for key in self.plan.slice_tokens(kv).iter() {
-            let met = &mut self.lives[state.0].met[key as usize];
-            *met += 1;
-            if *met > 1 {
-                return self.fault(format!("{} meets key {key} twice", self.name(state)));
-            }
+        let keys = self.tokens(kv);
+        match self.lives[state.0].met.meet(&keys) {
+            Some(key) => self.fault(format!("{} meets key {key} twice", self.name(state))),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     fn merge(&mut self, from: BufferId, into: BufferId) -> Result<()> {
@@ -205,30 +219,22 @@ impl<'a> RankProof<'a> {
         }
         self.lives[from.0].consumed = true;
         let other = std::mem::take(&mut self.lives[from.0].met);
-        for (key, (met, more)) in self.lives[into.0].met.iter_mut().zip(other).enumerate() {
-            *met += more;
-            if *met > 1 {
-                return self.fault(format!("{} meets key {key} twice by a merge", self.name(into)));
-            }
+        match self.lives[into.0].met.merge(&other) {
+            Some(key) => self.fault(format!("{} meets key {key} twice by a merge", self.name(into))),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Every key that a row of `state` can see has been met once; keys that were not met are invisible to all rows.
     fn every_visible_key_once(&self, state: BufferId) -> Result<()> {
-        let (problem, met) = (&self.world.problem, &self.lives[state.0].met);
-        // missing[k]: how many keys below k have not been met.
-        let mut missing = vec![0u32];
-        for met in met {
-            missing.push(missing[missing.len() - 1] + u32::from(*met == 0));
-        }
+        let problem = &self.world.problem;
+        let gaps = self.lives[state.0].met.gaps();
         for batch in 0..problem.mask.batch_classes() {
             for token in self.plan.buffer(state).tokens.iter() {
                 let span = problem.mask.visible(batch, problem.q_position(token), problem.kv_len);
-                let lost = missing[span.hi as usize] - missing[span.lo as usize];
-                if lost > 0 {
+                if let Some(key) = gaps.first_in(span.lo..span.hi) {
                     return self.fault(format!(
-                        "query {token} of batch {batch} sees keys {}..{}, of which {lost} were never met",
+                        "query {token} of batch {batch} sees keys {}..{}, of which {key} was never met",
                         span.lo, span.hi
                     ));
                 }
@@ -248,7 +254,7 @@ impl<'a> RankProof<'a> {
         }
         if !self.lives[id.0].live {
             self.bring_to_life(id);
-            self.lives[id.0].met = vec![0; self.world.problem.kv_len as usize];
+            self.lives[id.0].met = MetKeys::none(self.world.problem.kv_len);
         }
         Ok(())
     }
@@ -259,7 +265,7 @@ impl<'a> RankProof<'a> {
             return self.fault(format!("{} is the caller's and cannot be freed", self.name(id)));
         }
         let life = &mut self.lives[id.0];
-        if let Some(exchange) = life.sending.iter().next().or(life.arriving.as_ref()) {
+        if let Some(exchange) = life.sending.first().or(life.arriving.as_ref()) {
             let exchange = *exchange;
             return self.fault(format!("{} is freed while exchange {exchange} uses it", self.name(id)));
         }
@@ -307,8 +313,20 @@ impl<'a> RankProof<'a> {
         if !self.lives[id.0].live {
             self.bring_to_life(id);
         }
-        self.lives[id.0].written.push(area);
+        let written = &mut self.lives[id.0].written;
+        // Most buffers are written whole, by one message.
+        written.reserve_exact(usize::from(written.is_empty()));
+        written.push(area);
         Ok(())
+    }
+
+    /// The global tokens of a slice; nearly always all of its buffer's.
+    fn tokens(&self, slice: &Slice) -> Cow<'a, TokenRuns> {
+        let tokens = &self.plan.buffer(slice.buffer).tokens;
+        match slice.tokens == (0..tokens.len()) {
+            true => Cow::Borrowed(tokens),
+            false => Cow::Owned(tokens.slice(slice.tokens.clone())),
+        }
     }
 
     fn same_meaning(&self, from: &Slice, into: &Slice) -> Result<()> {
@@ -316,7 +334,7 @@ impl<'a> RankProof<'a> {
         self.in_bounds(into)?;
         let content = |slice: &Slice| self.plan.buffer(slice.buffer).content;
         if content(from) == content(into)
-            && self.plan.slice_tokens(from) == self.plan.slice_tokens(into)
+            && self.tokens(from) == self.tokens(into)
             && self.plan.slice_heads(from) == self.plan.slice_heads(into)
         {
             return Ok(());
@@ -378,11 +396,15 @@ impl<'a> RankProof<'a> {
         }
     }
 
-    fn peers(&self, mut peers: Vec<u32>, verb: &str) -> Result<()> {
-        peers.sort_unstable();
-        let wrong = peers.iter().find(|peer| **peer == self.plan.rank || **peer >= self.world.mesh.world());
-        let twice = peers.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| &pair[0]);
-        match wrong.or(twice) {
+    fn peers(&self, peers: impl ExactSizeIterator<Item = u32> + Clone, verb: &str) -> Result<()> {
+        let wrong = |peer: &u32| *peer == self.plan.rank || *peer >= self.world.mesh.world();
+        let mut known = BTreeSet::new();
+        // A ring has one peer each way, which needs no list of those that are known.
+        let twice = match peers.len() {
+            0 | 1 => None,
+            _ => peers.clone().find(|peer| !known.insert(*peer)),
+        };
+        match { peers }.find(wrong).or(twice) {
             Some(peer) => {
                 self.fault(format!("an exchange {verb} rank {peer}, which is itself, unknown or named twice"))
             }

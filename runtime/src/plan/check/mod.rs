@@ -10,6 +10,7 @@
 //! output is written whole has the right output.
 
 mod alone;
+mod met;
 mod together;
 
 use kyklos_transport::Rank;

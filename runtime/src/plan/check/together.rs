@@ -1,85 +1,119 @@
 //! All plans together: messages meet, and nobody waits for ever.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
+use std::ops::Range;
 
 use kyklos_transport::Rank;
 
-use crate::plan::{BufferId, Content, Plan, Slice, Step, World};
+use crate::plan::{BufferId, Content, Plan, Recv, Send, Slice, Step, World};
 use crate::{Error, Result, TokenRuns};
 
 /// Every message that is sent is received, and holds what the receiver declared.
 pub(super) fn messages_meet(world: &World) -> Result<()> {
-    let mut sent = HashMap::new();
+    let mut inboxes: Vec<Vec<Message<'_>>> = world.plans.iter().map(|_| Vec::new()).collect();
     for plan in &world.plans {
-        for (index, step) in plan.steps.iter().enumerate() {
-            if let Step::Exchange { id, sends, .. } = step {
-                for send in sends {
-                    sent.insert((plan.rank, send.to, *id), (index, &send.parts));
-                }
+        for (step, id, sends, _) in exchanges(plan) {
+            for Send { to, parts } in sends {
+                inboxes[*to as usize].push(Message { id, from: plan.rank, step, parts });
             }
         }
     }
-    for plan in &world.plans {
-        for (index, step) in plan.steps.iter().enumerate() {
-            let Step::Exchange { id, recvs, .. } = step else {
-                continue;
-            };
+    let mut never_received = Vec::new();
+    for (plan, inbox) in world.plans.iter().zip(&mut inboxes) {
+        // One exchange has at most one message from each rank, so none is found twice.
+        inbox.sort_unstable_by_key(Message::key);
+        let mut received = 0;
+        for (step, id, _, recvs) in exchanges(plan) {
             for recv in recvs {
-                let fault = |fault: String| Err(Error::plan(Rank(plan.rank), Some(index), fault));
-                let Some((_, parts)) = sent.remove(&(recv.from, plan.rank, *id)) else {
+                let fault = |fault: String| Err(Error::plan(Rank(plan.rank), Some(step), fault));
+                let Ok(found) = inbox.binary_search_by_key(&(id, recv.from), Message::key) else {
                     return fault(format!("waits for a message from rank {}, which sends none", recv.from));
                 };
+                received += 1;
+                let parts = inbox[found].parts;
                 let sender = &world.plans[recv.from as usize];
-                let what = |slice: &Slice| {
-                    let content = sender.buffer(slice.buffer).content;
-                    (content, sender.slice_tokens(slice), sender.slice_heads(slice))
+                let fits = |(slice, id): (&Slice, &BufferId)| {
+                    let (theirs, ours) = (sender.buffer(slice.buffer), plan.buffer(*id));
+                    theirs.content == ours.content
+                        && sender.slice_heads(slice) == ours.heads
+                        && sender.slice_tokens(slice) == ours.tokens
                 };
-                let declared = |id: &BufferId| {
-                    let buffer = plan.buffer(*id);
-                    (buffer.content, buffer.tokens.clone(), buffer.heads.clone())
-                };
-                let says = |(content, tokens, heads): &(Content, TokenRuns, std::ops::Range<u32>)| {
-                    format!("{content:?} of tokens {tokens}, heads {heads:?}")
-                };
-                let (theirs, ours): (Vec<_>, Vec<_>) =
-                    (parts.iter().map(what).collect(), recv.parts.iter().map(declared).collect());
-                if theirs != ours {
+                if parts.len() != recv.parts.len() || !parts.iter().zip(&recv.parts).all(fits) {
+                    let says = |content: Content, tokens: &TokenRuns, heads: &Range<u32>| {
+                        format!("{content:?} of tokens {tokens}, heads {heads:?}")
+                    };
+                    let theirs = parts.iter().map(|slice| {
+                        let content = sender.buffer(slice.buffer).content;
+                        says(content, &sender.slice_tokens(slice), &sender.slice_heads(slice))
+                    });
+                    let ours = recv.parts.iter().map(|id| {
+                        let buffer = plan.buffer(*id);
+                        says(buffer.content, &buffer.tokens, &buffer.heads)
+                    });
                     return fault(format!(
                         "rank {} sends [{}], this rank expects [{}]",
                         recv.from,
-                        theirs.iter().map(says).collect::<Vec<_>>().join("; "),
-                        ours.iter().map(says).collect::<Vec<_>>().join("; "),
+                        theirs.collect::<Vec<_>>().join("; "),
+                        ours.collect::<Vec<_>>().join("; "),
                     ));
                 }
             }
         }
+        if received < inbox.len() {
+            let awaited: HashSet<(u32, u32)> = exchanges(plan)
+                .flat_map(|(_, id, _, recvs)| recvs.iter().map(move |recv| (id, recv.from)))
+                .collect();
+            let lost = inbox.iter().find(|message| !awaited.contains(&message.key()));
+            never_received.extend(lost.map(|message| (message.from, plan.rank, message.id, message.step)));
+        }
     }
-    match sent.into_iter().min_by_key(|(key, _)| *key) {
-        Some(((from, to, id), (index, _))) => Err(Error::plan(
+    match never_received.into_iter().min() {
+        Some((from, to, id, step)) => Err(Error::plan(
             Rank(from),
-            Some(index),
+            Some(step),
             format!("sends rank {to} a message in exchange {id} that rank {to} never receives"),
         )),
         None => Ok(()),
     }
 }
 
+/// A message on its way to a rank.
+struct Message<'a> {
+    id: u32,
+    from: u32,
+    /// The sender's.
+    step: usize,
+    parts: &'a [Slice],
+}
+
+impl Message<'_> {
+    fn key(&self) -> (u32, u32) {
+        (self.id, self.from)
+    }
+}
+
+/// The exchanges of a plan: step, id, sends and receives.
+fn exchanges(plan: &Plan) -> impl Iterator<Item = (usize, u32, &[Send], &[Recv])> {
+    plan.steps.iter().enumerate().filter_map(|(index, step)| match step {
+        Step::Exchange { id, sends, recvs } => Some((index, *id, sends.as_slice(), recvs.as_slice())),
+        _ => None,
+    })
+}
+
 /// Runs all plans in step: a wait passes when every message of its exchange has been posted on the other side too.
 pub(super) fn nobody_waits_for_ever(world: &World) -> Result<()> {
+    let schedules: Vec<Schedule<'_>> = world.plans.iter().map(Schedule::new).collect();
+    // What a rank has posted is what lies behind the step it is at.
     let mut at = vec![0; world.plans.len()];
-    let mut posted: HashSet<(u32, u32)> = HashSet::new();
     loop {
         let mut moved = false;
         for (rank, plan) in world.plans.iter().enumerate() {
             while let Some(step) = plan.steps.get(at[rank]) {
-                match step {
-                    Step::Exchange { id, .. } => {
-                        posted.insert((plan.rank, *id));
-                    }
-                    Step::Wait { id } if !peers_of(plan, *id).all(|peer| posted.contains(&(peer, *id))) => {
+                if let Step::Wait { id } = step {
+                    let behind = |peer: usize| schedules[peer].post(*id).is_some_and(|step| step < at[peer]);
+                    if !schedules[rank].peers_of(*id).all(behind) {
                         break;
                     }
-                    _ => {}
                 }
                 at[rank] += 1;
                 moved = true;
@@ -99,12 +133,37 @@ pub(super) fn nobody_waits_for_ever(world: &World) -> Result<()> {
     }
 }
 
-fn peers_of(plan: &Plan, exchange: u32) -> impl Iterator<Item = u32> + '_ {
-    plan.steps
-        .iter()
-        .filter_map(move |step| match step {
-            Step::Exchange { id, sends, recvs } if *id == exchange => Some((sends, recvs)),
-            _ => None,
-        })
-        .flat_map(|(sends, recvs)| sends.iter().map(|send| send.to).chain(recvs.iter().map(|recv| recv.from)))
+/// Where a plan posts its exchanges.
+struct Schedule<'a> {
+    plan: &'a Plan,
+    /// Id and step, by id.
+    posts: Vec<(u32, u32)>,
+}
+
+impl<'a> Schedule<'a> {
+    fn new(plan: &'a Plan) -> Self {
+        let posts = exchanges(plan).map(|(step, id, ..)| (id, u32::try_from(step).expect("steps are few")));
+        let mut posts: Vec<_> = posts.collect();
+        posts.sort_unstable_by_key(|(id, _)| *id);
+        Self { plan, posts }
+    }
+
+    /// The step that posts `exchange`.
+    fn post(&self, exchange: u32) -> Option<usize> {
+        // Ids count from 0, with gaps only where a rank has no part in an exchange.
+        let guess = self.posts.get(exchange as usize).filter(|(id, _)| *id == exchange);
+        let found = guess.or_else(|| {
+            self.posts.binary_search_by_key(&exchange, |(id, _)| *id).ok().map(|found| &self.posts[found])
+        });
+        found.map(|(_, step)| *step as usize)
+    }
+
+    fn peers_of(&self, exchange: u32) -> impl Iterator<Item = usize> {
+        let (sends, recvs) = match self.post(exchange).map(|step| &self.plan.steps[step]) {
+            Some(Step::Exchange { sends, recvs, .. }) => (sends.as_slice(), recvs.as_slice()),
+            _ => (&[][..], &[][..]),
+        };
+        let peers = sends.iter().map(|send| send.to).chain(recvs.iter().map(|recv| recv.from));
+        peers.map(|peer| peer as usize)
+    }
 }

@@ -1,0 +1,145 @@
+//! Which keys a running state has met. Every state of every rank is asked of every key, so keys are looked at in
+//! ranges and not one by one where they lie side by side.
+
+use std::ops::Range;
+
+use crate::{Run, TokenRuns};
+
+/// A set of keys.
+#[derive(Default)]
+pub(super) struct MetKeys {
+    /// For each key 0 or 1.
+    met: Vec<u8>,
+}
+
+/// The keys that were not met, ascending, apart from each other.
+pub(super) struct Gaps(Vec<Range<u32>>);
+
+impl MetKeys {
+    /// None of the keys `0..kv_len`.
+    pub(super) fn none(kv_len: u32) -> Self {
+        Self { met: vec![0; kv_len as usize] }
+    }
+
+    /// Adds `keys`; returns one that was there before, if any was.
+    pub(super) fn meet(&mut self, keys: &TokenRuns) -> Option<u32> {
+        for run in keys.runs() {
+            let again = match run {
+                Run { start, count, stride: 1 } => self.meet_range(*start..*start + *count),
+                run => (0..run.count)
+                    .map(|i| run.start + i * run.stride)
+                    .find(|key| std::mem::replace(&mut self.met[*key as usize], 1) == 1),
+            };
+            if again.is_some() {
+                return again;
+            }
+        }
+        None
+    }
+
+    fn meet_range(&mut self, keys: Range<u32>) -> Option<u32> {
+        let met = &mut self.met[keys.start as usize..keys.end as usize];
+        if any(met) {
+            return keys.zip(met).find(|(_, met)| **met == 1).map(|(key, _)| key);
+        }
+        met.fill(1);
+        None
+    }
+
+    /// Adds all keys of `other`; returns one that was there before, if any was.
+    pub(super) fn merge(&mut self, other: &Self) -> Option<u32> {
+        let mut again = None;
+        for (key, (met, more)) in (0..).zip(self.met.iter_mut().zip(&other.met)) {
+            if *met & *more == 1 {
+                again = again.or(Some(key));
+            }
+            *met |= more;
+        }
+        again
+    }
+
+    /// What is not in the set.
+    pub(super) fn gaps(&self) -> Gaps {
+        let mut gaps: Vec<Range<u32>> = Vec::new();
+        let mut add = |keys: Range<u32>| match gaps.last_mut() {
+            Some(last) if last.end == keys.start => last.end = keys.end,
+            _ => gaps.push(keys),
+        };
+        let mut start = 0;
+        for piece in self.met.chunks(PIECE) {
+            let end = start + u32::try_from(piece.len()).expect("keys are counted in u32");
+            if !any(piece) {
+                add(start..end);
+            } else if !all(piece) {
+                (start..end).zip(piece).filter(|(_, met)| **met == 0).for_each(|(key, _)| add(key..key + 1));
+            }
+            start = end;
+        }
+        Gaps(gaps)
+    }
+}
+
+impl Gaps {
+    /// The first of `keys` that was not met.
+    pub(super) fn first_in(&self, keys: Range<u32>) -> Option<u32> {
+        let gap = self.0.get(self.0.partition_point(|gap| gap.end <= keys.start))?;
+        Some(gap.start.max(keys.start)).filter(|key| *key < keys.end)
+    }
+}
+
+/// Without a way out in the middle, so that it is compiled to wide instructions; so is [`all`].
+fn any(met: &[u8]) -> bool {
+    met.iter().fold(0, |any, met| any | met) == 1
+}
+
+fn all(met: &[u8]) -> bool {
+    met.iter().fold(1, |all, met| all & met) == 1
+}
+
+/// Keys that are looked at together in search of gaps.
+const PIECE: usize = 256;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gaps_are_what_was_not_met() {
+        // Pieces that are full, empty and mixed; ranges across their edges, and keys in strides.
+        let mut runs = TokenRuns::contiguous(0..2 * PIECE as u32 + 3);
+        runs.push(Run { start: 1000, count: 40, stride: 3 });
+        runs.extend(&TokenRuns::contiguous(2000..2001));
+        runs.extend(&TokenRuns::contiguous(1500..1700));
+        let mut met = MetKeys::none(2100);
+        assert_eq!(met.meet(&runs), None);
+        let there: Vec<u32> = runs.iter().collect();
+        let gaps = met.gaps();
+        for lo in (0..2100).step_by(7) {
+            for hi in (lo..2100).step_by(31) {
+                let expected = (lo..hi).find(|key| !there.contains(key));
+                assert_eq!(gaps.first_in(lo..hi), expected, "{lo}..{hi}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_key_that_is_met_twice_is_found() {
+        let some = TokenRuns::contiguous(10..20);
+        for (again, expected) in [
+            (TokenRuns::contiguous(0..10), None),
+            (TokenRuns::contiguous(20..30), None),
+            (TokenRuns::contiguous(5..11), Some(10)),
+            (TokenRuns::contiguous(19..25), Some(19)),
+            (TokenRuns::from_positions([1, 4, 7, 10, 13]), Some(10)),
+            (TokenRuns::from_positions([3, 3]), Some(3)),
+        ] {
+            let mut met = MetKeys::none(30);
+            assert_eq!(met.meet(&some), None);
+            assert_eq!(met.meet(&again), expected, "{again}");
+        }
+        let (mut a, mut b) = (MetKeys::none(30), MetKeys::none(30));
+        assert_eq!((a.meet(&some), b.meet(&TokenRuns::contiguous(20..30))), (None, None));
+        assert_eq!((a.merge(&b), a.merge(&b)), (None, Some(20)));
+        assert_eq!(a.gaps().first_in(10..30), None);
+    }
+}
