@@ -12,7 +12,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
-use super::control::Coordinator;
+use super::coordinator::Coordinator;
 use super::frames::FrameSender;
 use super::identity::JobId;
 use super::state::State;

@@ -8,9 +8,11 @@
 //! The coordinator's [`Transport::close`] ends when all other ranks have left, because they need it until then. After
 //! an abort, close the transport before the process ends: that is when the others are sure to have heard of it.
 
+mod agreement;
 mod assembly;
 mod bootstrap;
 mod control;
+mod coordinator;
 mod core;
 mod door;
 mod frames;
