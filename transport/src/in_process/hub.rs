@@ -1,7 +1,7 @@
 //! The meeting place of the ranks of one process.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -34,13 +34,15 @@ impl Hub {
     pub(crate) fn new(world: u32) -> Self {
         let ranks =
             (0..world).map(|_| RankState { phase: Phase::Active, progress: Progress::default() }).collect();
+        let stop_flag = Arc::new(AtomicBool::new(false));
         let state = State {
+            stop_flag: Arc::clone(&stop_flag),
             sends: HashMap::new(),
             recvs: HashMap::new(),
             agrees: HashMap::new(),
             ballot: Ballot::new(world),
             ranks,
-            abort: None,
+            aborted: None,
             #[cfg(not(target_family = "wasm"))]
             watched_until: None,
         };
@@ -49,7 +51,7 @@ impl Hub {
             #[cfg(not(target_family = "wasm"))]
             changed: std::sync::Condvar::new(),
         };
-        Self { world, stop_flag: Arc::new(AtomicBool::new(false)), shared: Arc::new(shared) }
+        Self { world, stop_flag, shared: Arc::new(shared) }
     }
 
     pub(crate) fn world(&self) -> u32 {
@@ -117,12 +119,12 @@ impl Hub {
     fn settle(&self, mut state: MutexGuard<'_, State>, meeting: Meeting, peer: Rank) {
         if state.sends.contains_key(&meeting) && state.recvs.contains_key(&meeting) {
             if let Err(abort) = state.hand_over(meeting) {
-                self.abort_locked(&mut state, abort);
+                state.abort(abort);
             }
             state.let_leavers_go();
-            self.abort_if_somebody_waits_for_a_leaver(&mut state);
+            state.abort_if_somebody_waits_for_a_leaver();
         } else if matches!(state.ranks[peer.0 as usize].phase, Phase::Left) {
-            self.abort_if_somebody_waits_for_a_leaver(&mut state);
+            state.abort_if_somebody_waits_for_a_leaver();
         } else {
             self.watch(&mut state);
         }
@@ -150,15 +152,14 @@ impl Hub {
                 }
             }
             None => {
-                self.abort_if_somebody_waits_for_a_leaver(&mut state);
+                state.abort_if_somebody_waits_for_a_leaver();
                 self.watch(&mut state);
             }
         }
     }
 
     pub(crate) fn abort(&self, abort: Abort) {
-        let mut state = self.shared.lock();
-        self.abort_locked(&mut state, abort);
+        self.shared.lock().abort(abort);
     }
 
     pub(crate) fn report_progress(&self, me: Rank, progress: Progress) {
@@ -173,7 +174,7 @@ impl Hub {
         state.end_receives_of(me);
         state.ranks[me.0 as usize].phase = Phase::Leaving { deadline: Deadline::after(patience), completer };
         state.let_leavers_go();
-        self.abort_if_somebody_waits_for_a_leaver(&mut state);
+        state.abort_if_somebody_waits_for_a_leaver();
         self.watch(&mut state);
     }
 
@@ -183,28 +184,11 @@ impl Hub {
         if matches!(state.ranks[me.0 as usize].phase, Phase::Active) {
             let progress = state.ranks[me.0 as usize].progress;
             let cause = AbortCause::Died("its endpoint was dropped without close".into());
-            self.abort_locked(&mut state, Abort { culprit: me, cause, progress });
+            state.abort(Abort { culprit: me, cause, progress });
             state.ranks[me.0 as usize].phase = Phase::Gone;
         }
         #[cfg(not(target_family = "wasm"))]
         self.shared.changed.notify_all();
-    }
-
-    /// A rank that left cannot take part in anything any more; whoever still needs it would wait in vain.
-    fn abort_if_somebody_waits_for_a_leaver(&self, state: &mut State) {
-        if let Some(abort) = state.somebody_waits_for_a_leaver() {
-            self.abort_locked(state, abort);
-        }
-    }
-
-    fn abort_locked(&self, state: &mut State, abort: Abort) {
-        if state.abort.is_some() {
-            return;
-        }
-        self.stop_flag.store(true, Ordering::Release);
-        tracing::debug!(%abort, "group aborted");
-        state.abort = Some(abort);
-        state.fail_everything();
     }
 
     #[cfg(not(target_family = "wasm"))]

@@ -1,6 +1,8 @@
 //! What the hub remembers of its ranks and their outstanding calls.
 
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 
@@ -16,7 +18,8 @@ pub(super) struct State {
     pub(super) agrees: HashMap<(Rank, u64), AgreeCall>,
     pub(super) ballot: Ballot,
     pub(super) ranks: Vec<RankState>,
-    pub(super) abort: Option<Abort>,
+    pub(super) aborted: Option<Abort>,
+    pub(super) stop_flag: Arc<AtomicBool>,
     /// When the watchdog, if it runs, wakes next.
     #[cfg(not(target_family = "wasm"))]
     pub(super) watched_until: Option<std::time::Instant>,
@@ -74,7 +77,7 @@ pub(super) enum Phase {
 impl State {
     pub(super) fn may_post(&self, me: Rank) -> Result<(), TransportError> {
         match self.ranks[me.0 as usize].phase {
-            Phase::Active => match &self.abort {
+            Phase::Active => match &self.aborted {
                 Some(abort) => Err(TransportError::Aborted { abort: abort.clone(), pending: None }),
                 None => Ok(()),
             },
@@ -118,7 +121,25 @@ impl State {
         }
     }
 
-    pub(super) fn somebody_waits_for_a_leaver(&self) -> Option<Abort> {
+    /// A rank that left cannot take part in anything any more; whoever still needs it would wait in vain.
+    pub(super) fn abort_if_somebody_waits_for_a_leaver(&mut self) {
+        if let Some(abort) = self.somebody_waits_for_a_leaver() {
+            self.abort(abort);
+        }
+    }
+
+    /// Makes an abort everyone's, unless there is one already.
+    pub(super) fn abort(&mut self, abort: Abort) {
+        if self.aborted.is_some() {
+            return;
+        }
+        self.stop_flag.store(true, Ordering::Release);
+        tracing::debug!(%abort, "group aborted");
+        self.aborted = Some(abort);
+        self.fail_everything();
+    }
+
+    fn somebody_waits_for_a_leaver(&self) -> Option<Abort> {
         let left = |rank: Rank| matches!(self.ranks[rank.0 as usize].phase, Phase::Left);
         let recv = self.recvs.keys().find(|meeting| left(meeting.from));
         let send = self.sends.keys().find(|meeting| left(meeting.to));
@@ -150,8 +171,8 @@ impl State {
     }
 
     /// Ends every outstanding call with the abort.
-    pub(super) fn fail_everything(&mut self) {
-        let Some(abort) = self.abort.clone() else { return };
+    fn fail_everything(&mut self) {
+        let Some(abort) = self.aborted.clone() else { return };
         let error = |pending| TransportError::Aborted { abort: abort.clone(), pending: Some(pending) };
         for (meeting, call) in self.sends.drain() {
             call.completer.complete(Err(error(meeting.pending_send(call.total))));
@@ -214,6 +235,7 @@ impl State {
             }
         }
         self.let_leavers_go();
+        self.abort_if_somebody_waits_for_a_leaver();
     }
 }
 

@@ -149,3 +149,17 @@ pub(crate) fn a_rank_that_leaves_while_it_is_needed_is_an_error(make: fn(u32) ->
     let later = group[0].post_recv(Rank(2), tag(0, 8), &[10], LONG);
     assert_eq!(abort_of(block_on(later).unwrap_err()).culprit, Rank(1));
 }
+
+pub(crate) fn a_rank_whose_goodbye_came_to_its_deadline_has_left_all_the_same(make: fn(u32) -> Group) {
+    let group = make(3);
+    let needed = group[2].post_recv(Rank(1), tag(0, 7), &[10], LONG);
+    // Nobody takes this: it is what keeps rank 1 from leaving in order.
+    let untaken = group[1].post_send(Rank(0), tag(0, 8), vec![payload(1 << 20, 0)], LONG);
+    let error = block_on(group[1].close(Duration::from_millis(200))).unwrap_err();
+    let TransportError::Deadline { pending, .. } = &error else { panic!("{error:?}") };
+    assert_eq!((pending.operation, pending.peer, pending.tag), ("close", Rank(0), tag(0, 8)));
+    let abort = abort_of(block_on(needed).unwrap_err());
+    assert_eq!(abort.culprit, Rank(1));
+    assert!(abort.to_string().contains("left"), "{abort}");
+    block_on(untaken).unwrap_err();
+}

@@ -82,6 +82,7 @@ macro_rules! conformance_tests {
             ranks_that_finish_early_may_leave
             close_waits_until_the_receiver_has_what_was_sent
             a_rank_that_leaves_while_it_is_needed_is_an_error
+            a_rank_whose_goodbye_came_to_its_deadline_has_left_all_the_same
             parts_of_other_lengths_than_expected_are_a_broken_protocol
             calls_that_cannot_be_right_are_refused_and_harm_nothing
         }
