@@ -39,6 +39,7 @@ impl Hub {
             stop_flag: Arc::clone(&stop_flag),
             sends: HashMap::new(),
             recvs: HashMap::new(),
+            histories: HashMap::new(),
             agrees: HashMap::new(),
             ballot: Ballot::new(world),
             ranks,
@@ -83,6 +84,9 @@ impl Hub {
         if state.sends.contains_key(&meeting) {
             return completer.complete(Err(misuse::outstanding_already("send", to, tag)));
         }
+        if let Err(error) = state.histories.entry((me, to)).or_default().sent.post("send", to, tag) {
+            return completer.complete(Err(error));
+        }
         let call = SendCall { parts, total, deadline: Deadline::after(patience), completer };
         state.sends.insert(meeting, call);
         self.settle(state, meeting, to);
@@ -108,6 +112,10 @@ impl Hub {
         let meeting = Meeting { from, to: me, tag };
         if state.recvs.contains_key(&meeting) {
             return completer.complete(Err(misuse::outstanding_already("receive", from, tag)));
+        }
+        if let Err(error) = state.histories.entry((from, me)).or_default().received.post("receive", from, tag)
+        {
+            return completer.complete(Err(error));
         }
         let part_bytes = part_bytes.to_vec();
         let call = RecvCall { part_bytes, total, deadline: Deadline::after(patience), completer };

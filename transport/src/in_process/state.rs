@@ -9,12 +9,14 @@ use bytes::Bytes;
 use crate::ballot::Ballot;
 use crate::deadline::Deadline;
 use crate::error::{Abort, AbortCause, Pending, TransportError};
+use crate::history::{Ended, History};
 use crate::transport::{Completer, Progress, Rank, Tag};
 
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) sends: HashMap<Meeting, SendCall>,
     pub(super) recvs: HashMap<Meeting, RecvCall>,
+    pub(super) histories: HashMap<(Rank, Rank), Histories>,
     pub(super) agrees: HashMap<(Rank, u64), AgreeCall>,
     pub(super) ballot: Ballot,
     pub(super) ranks: Vec<RankState>,
@@ -55,6 +57,13 @@ pub(super) struct AgreeCall {
     pub(super) completer: Completer<()>,
 }
 
+/// Calls between a sender and a receiver that have ended.
+#[derive(Debug, Default)]
+pub(super) struct Histories {
+    pub(super) sent: History,
+    pub(super) received: History,
+}
+
 #[derive(Debug)]
 pub(super) struct RankState {
     pub(super) phase: Phase,
@@ -90,6 +99,9 @@ impl State {
         let (Some(send), Some(recv)) = (self.sends.remove(&meeting), self.recvs.remove(&meeting)) else {
             return Ok(());
         };
+        let histories = self.histories.entry((meeting.from, meeting.to)).or_default();
+        histories.sent.end(meeting.tag, Ended::Done);
+        histories.received.end(meeting.tag, Ended::Done);
         let sent: Vec<usize> = send.parts.iter().map(Bytes::len).collect();
         if sent == recv.part_bytes {
             recv.completer.complete(Ok(send.parts));
@@ -212,9 +224,13 @@ impl State {
         let late =
             |pending, deadline: Deadline| TransportError::Deadline { pending, waited: deadline.patience() };
         for (meeting, call) in self.sends.extract_if(|_, call| call.deadline.at() <= now) {
+            let histories = self.histories.entry((meeting.from, meeting.to)).or_default();
+            histories.sent.end(meeting.tag, Ended::GivenUp);
             call.completer.complete(Err(late(meeting.pending_send(call.total), call.deadline)));
         }
         for (meeting, call) in self.recvs.extract_if(|_, call| call.deadline.at() <= now) {
+            let histories = self.histories.entry((meeting.from, meeting.to)).or_default();
+            histories.received.end(meeting.tag, Ended::GivenUp);
             call.completer.complete(Err(late(meeting.pending_recv(call.total), call.deadline)));
         }
         for ((_, round), call) in self.agrees.extract_if(|_, call| call.deadline.at() <= now) {

@@ -12,8 +12,9 @@ use xxhash_rust::xxh3::Xxh3;
 use super::assembly::Assembly;
 use super::core::Core;
 use super::frames::{FrameError, FrameReader};
-use super::state::{Ended, Patience, REMEMBERED_OPS, RecvCall, SendCall};
+use super::state::{Patience, RecvCall, SendCall};
 use crate::error::TransportError;
+use crate::history::Ended;
 use crate::misuse;
 use crate::transport::{Completer, Rank, Tag};
 use crate::wire::{Frame, HEADER_BYTES, MessageHeader, part_digest};
@@ -58,6 +59,9 @@ impl Core {
             return completer.complete(Err(misuse::outstanding_already("send", to, tag)));
         }
         let peer = &mut state.peers[to.0 as usize];
+        if let Err(error) = peer.sent.post("send", to, tag) {
+            return completer.complete(Err(error));
+        }
         let wanted_already = peer.wants.remove(&tag);
         let unwanted = !wanted_already && total <= EARLY_BYTES && peer.unwanted < EARLY_MESSAGES;
         if unwanted {
@@ -99,12 +103,9 @@ impl Core {
             return completer.complete(Err(error));
         }
         let peer = &mut state.peers[from.0 as usize];
-        if peer.ended.contains_key(&tag) {
-            let text =
-                format!("{tag} from rank {from} has been received or given up already; a tag is used once");
-            return completer.complete(Err(TransportError::Misuse { text }));
+        if let Err(error) = peer.received.post("receive", from, tag) {
+            return completer.complete(Err(error));
         }
-        peer.latest_op = peer.latest_op.max(tag.op);
         let early = peer.early.remove(&tag);
         let peer_left = peer.left;
         if state.recvs.contains_key(&(from, tag)) {
@@ -176,7 +177,7 @@ impl Core {
                     }
                 }
                 Ok(Some(Frame::Done { tag })) => {
-                    if let Some(call) = self.lock().take_send(peer, tag) {
+                    if let Some(call) = self.lock().take_send(peer, tag, Ended::Done) {
                         call.completer.complete(Ok(()));
                     }
                     self.changed.notify_waiters();
@@ -185,7 +186,7 @@ impl Core {
                     let call = {
                         let mut state = self.lock();
                         state.peers[peer.0 as usize].wants.remove(&tag);
-                        state.take_send(peer, tag)
+                        state.take_send(peer, tag, Ended::GivenUp)
                     };
                     if let Some(call) = call {
                         call.task.abort();
@@ -211,9 +212,12 @@ impl Core {
     fn wanted(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
         let mut state = self.lock();
         let Some(call) = state.sends.get_mut(&(peer, tag)) else {
-            let wants = &mut state.peers[peer.0 as usize].wants;
-            wants.insert(tag);
-            return if wants.len() > MOST_WANTS { Err(()) } else { Ok(()) };
+            let peer = &mut state.peers[peer.0 as usize];
+            // A wish for a message that was given up comes too late, and nobody would ever look at it.
+            if peer.sent.of(tag).is_none() {
+                peer.wants.insert(tag);
+            }
+            return if peer.wants.len() > MOST_WANTS { Err(()) } else { Ok(()) };
         };
         if let Some(wanted) = call.wanted.take() {
             let _ = wanted.send(());
@@ -275,7 +279,7 @@ impl Core {
             Ok(parts) => {
                 let call = {
                     let mut state = self.lock();
-                    state.peers[from.0 as usize].ended(tag, Ended::Received);
+                    state.peers[from.0 as usize].received.end(tag, Ended::Done);
                     state.recvs.remove(&(from, tag))
                 };
                 let Some(call) = call else { return };
@@ -330,13 +334,13 @@ impl Core {
             return Claim::Granted(Granted { part_bytes, moved, cancelled });
         }
         let peer = &mut state.peers[from.0 as usize];
-        match peer.ended.get(&tag) {
-            Some(Ended::Received) => return Claim::Wrong(format!("{tag} was sent twice")),
+        match peer.received.of(tag) {
+            Some(Ended::Done) => return Claim::Wrong(format!("{tag} was sent twice")),
             Some(Ended::GivenUp) => return Claim::TooLate,
             None => {}
         }
-        if tag.op.saturating_add(REMEMBERED_OPS) < peer.latest_op {
-            return Claim::Wrong(format!("{tag} is of the past: operation {} is under way", peer.latest_op));
+        if let Some(latest_op) = peer.received.is_past(tag) {
+            return Claim::Wrong(format!("{tag} is of the past: operation {latest_op} is under way"));
         }
         if header.total_bytes > EARLY_BYTES {
             return Claim::Wrong(format!(

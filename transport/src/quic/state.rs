@@ -13,6 +13,7 @@ use tokio::time::Instant;
 
 use super::core::COORDINATOR;
 use crate::error::{Abort, Pending, TransportError};
+use crate::history::{Ended, History};
 use crate::transport::{Completer, Rank, Tag};
 
 /// Changed under the core's lock.
@@ -92,33 +93,20 @@ pub(crate) struct Peer {
     pub(crate) wants: HashSet<Tag>,
     /// Messages from it that came before their receive was posted.
     pub(crate) early: HashMap<Tag, oneshot::Sender<()>>,
-    /// Receives that have ended, of recent operations.
-    pub(crate) ended: BTreeMap<Tag, Ended>,
-    /// Latest operation of which a message was received or expected here.
-    pub(crate) latest_op: u64,
+    /// Receives from it that have ended.
+    pub(crate) received: History,
+    /// Sends to it that have ended.
+    pub(crate) sent: History,
     /// Messages under way to it that it has not asked for.
     pub(crate) unwanted: usize,
 }
 
-/// How a receive ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ended {
-    Received,
-    /// Its deadline passed, or this rank closed; what comes late is turned away.
-    GivenUp,
-}
-
-/// Operations for which ended receives are remembered; what belongs to an older one is refused.
-pub(crate) const REMEMBERED_OPS: u64 = 64;
-
 impl Peer {
-    /// Notes that the receive of `tag` ended, and forgets old ones.
-    pub(crate) fn ended(&mut self, tag: Tag, ended: Ended) {
-        self.ended.insert(tag, ended);
-        let oldest = Tag { op: self.latest_op.saturating_sub(REMEMBERED_OPS), message: 0 };
-        if self.ended.first_key_value().is_some_and(|(&first, _)| first < oldest) {
-            self.ended = self.ended.split_off(&oldest);
+    fn send_ended(&mut self, tag: Tag, call: &SendCall, ended: Ended) {
+        if call.unwanted {
+            self.unwanted -= 1;
         }
+        self.sent.end(tag, ended);
     }
 }
 
@@ -156,12 +144,10 @@ impl State {
         Some(format!("left the group while rank {me} still had {tag} for it"))
     }
 
-    /// Removes a send and what hangs on it.
-    pub(crate) fn take_send(&mut self, to: Rank, tag: Tag) -> Option<SendCall> {
+    /// Removes a send that has ended, and what hangs on it.
+    pub(crate) fn take_send(&mut self, to: Rank, tag: Tag, ended: Ended) -> Option<SendCall> {
         let call = self.sends.remove(&(to, tag))?;
-        if call.unwanted {
-            self.peers[to.0 as usize].unwanted -= 1;
-        }
+        self.peers[to.0 as usize].send_ended(tag, &call, ended);
         Some(call)
     }
 
@@ -185,7 +171,7 @@ impl State {
     /// This rank closes: it waits for nothing any more.
     pub(crate) fn end_receives(&mut self) {
         for ((from, tag), call) in self.recvs.drain() {
-            self.peers[from.0 as usize].ended(tag, Ended::GivenUp);
+            self.peers[from.0 as usize].received.end(tag, Ended::GivenUp);
             call.completer.complete(Err(TransportError::Closed));
         }
         for (_, call) in std::mem::take(&mut self.agrees) {
@@ -204,15 +190,13 @@ impl State {
     pub(crate) fn end_calls_past(&mut self, now: Instant) {
         let late = |pending, patience: Patience| TransportError::Deadline { pending, waited: patience.asked };
         for ((to, tag), call) in self.sends.extract_if(|_, call| call.patience.until <= now) {
-            if call.unwanted {
-                self.peers[to.0 as usize].unwanted -= 1;
-            }
+            self.peers[to.0 as usize].send_ended(tag, &call, Ended::GivenUp);
             call.task.abort();
             let pending = call.pending(to, tag);
             call.completer.complete(Err(late(pending, call.patience)));
         }
         for ((from, tag), call) in self.recvs.extract_if(|_, call| call.patience.until <= now) {
-            self.peers[from.0 as usize].ended(tag, Ended::GivenUp);
+            self.peers[from.0 as usize].received.end(tag, Ended::GivenUp);
             let pending = call.pending(from, tag);
             call.completer.complete(Err(late(pending, call.patience)));
         }

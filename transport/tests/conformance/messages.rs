@@ -174,3 +174,28 @@ pub(crate) fn calls_that_cannot_be_right_are_refused_and_harm_nothing(make: fn(u
     block_on(first_receive).unwrap();
     close(group);
 }
+
+pub(crate) fn a_tag_is_used_once(make: fn(u32) -> Group) {
+    let group = make(2);
+    let misuse = |error: TransportError| {
+        let TransportError::Misuse { text } = &error else { panic!("{error:?}") };
+        assert!(text.contains("op 3 message 4") && text.contains("a tag is used once"), "{text}");
+    };
+    let receive = |patience| group[1].post_recv(Rank(0), tag(3, 4), &[2], patience);
+    let send = |patience| group[0].post_send(Rank(1), tag(3, 4), vec![payload(2, 1)], patience);
+    let (sent, received) = (send(LONG), receive(LONG));
+    assert!(block_on(received).unwrap() == [payload(2, 1)]);
+    block_on(sent).unwrap();
+    misuse(block_on(receive(LONG)).unwrap_err());
+    misuse(block_on(send(LONG)).unwrap_err());
+    // Also by a call that has ended without its message. The other direction has tags of its own.
+    let short = Duration::from_millis(50);
+    let receive = |patience| group[0].post_recv(Rank(1), tag(3, 4), &[2], patience);
+    assert!(matches!(block_on(receive(short)).unwrap_err(), TransportError::Deadline { .. }));
+    misuse(block_on(receive(LONG)).unwrap_err());
+    // None of this has harmed the group.
+    let received = group[0].post_recv(Rank(1), tag(3, 5), &[2], LONG);
+    block_on(group[1].post_send(Rank(0), tag(3, 5), vec![payload(2, 2)], LONG)).unwrap();
+    assert!(block_on(received).unwrap() == [payload(2, 2)]);
+    close(group);
+}

@@ -85,6 +85,7 @@ macro_rules! conformance_tests {
             a_rank_whose_goodbye_came_to_its_deadline_has_left_all_the_same
             parts_of_other_lengths_than_expected_are_a_broken_protocol
             calls_that_cannot_be_right_are_refused_and_harm_nothing
+            a_tag_is_used_once
         }
     };
 }
