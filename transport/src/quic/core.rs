@@ -181,10 +181,11 @@ impl Core {
         if self.lock().abort.is_some() {
             return;
         }
-        if abort.progress == Progress::default()
-            && let Some(coordinator) = &self.coordinator
-        {
-            abort.progress = coordinator.progress(abort.culprit);
+        if abort.progress == Progress::default() {
+            abort.progress = match &self.coordinator {
+                Some(coordinator) if abort.culprit != self.me => coordinator.progress(abort.culprit),
+                _ => self.progress(),
+            };
         }
         self.aborted(abort);
         // Two ranks may have come here at once: what is said is what was kept.

@@ -138,16 +138,21 @@ pub(crate) fn close_waits_until_the_receiver_has_what_was_sent(make: fn(u32) -> 
 }
 
 pub(crate) fn a_rank_that_leaves_while_it_is_needed_is_an_error(make: fn(u32) -> Group) {
-    let group = make(3);
-    let needed = group[2].post_recv(Rank(1), tag(0, 7), &[10], LONG);
-    std::thread::sleep(Duration::from_millis(100));
-    let _leaving = group[1].close(LONG);
-    let abort = abort_of(block_on(needed).unwrap_err());
-    assert_eq!(abort.culprit, Rank(1));
-    let AbortCause::Failed(text) = &abort.cause else { panic!("{abort}") };
-    assert!(text.contains("left") && text.contains("rank 2") && text.contains("message 7"), "{text}");
-    let later = group[0].post_recv(Rank(2), tag(0, 8), &[10], LONG);
-    assert_eq!(abort_of(block_on(later).unwrap_err()).culprit, Rank(1));
+    for (leaver, other) in [(1, 0), (0, 1)] {
+        let group = make(3);
+        let progress = Progress { op: 6, step: 3 };
+        group[leaver as usize].report_progress(progress);
+        let needed = group[2].post_recv(Rank(leaver), tag(0, 7), &[10], LONG);
+        // Long enough for a heartbeat to carry the progress.
+        std::thread::sleep(Duration::from_millis(700));
+        let _leaving = group[leaver as usize].close(LONG);
+        let abort = abort_of(block_on(needed).unwrap_err());
+        assert_eq!((abort.culprit, abort.progress), (Rank(leaver), progress), "{abort}");
+        let AbortCause::Failed(text) = &abort.cause else { panic!("{abort}") };
+        assert!(text.contains("left") && text.contains("rank 2") && text.contains("message 7"), "{text}");
+        let later = group[other].post_recv(Rank(2), tag(0, 8), &[10], LONG);
+        assert_eq!(abort_of(block_on(later).unwrap_err()).culprit, Rank(leaver));
+    }
 }
 
 pub(crate) fn a_rank_whose_goodbye_came_to_its_deadline_has_left_all_the_same(make: fn(u32) -> Group) {
