@@ -155,8 +155,8 @@ impl State {
         let left = |rank: Rank| matches!(self.ranks[rank.0 as usize].phase, Phase::Left);
         let recv = self.recvs.keys().find(|meeting| left(meeting.from));
         let send = self.sends.keys().find(|meeting| left(meeting.to));
-        let agree = self.agrees.keys().filter_map(|&(rank, round)| Some((rank, self.ballot.missing(round)?)));
-        let agree = { agree }.find(|&(_, missing)| left(missing));
+        let gone = |round| self.ballot.missing(round).find(|&missing| left(missing));
+        let agree = self.agrees.keys().find_map(|&(rank, round)| Some((rank, gone(round)?)));
         let (culprit, text) = match (recv, send, agree) {
             (Some(Meeting { from, to, tag }), _, _) => {
                 (*from, format!("left the group while rank {to} still expected {tag} from it"))
@@ -266,7 +266,7 @@ impl Meeting {
 }
 
 fn pending_agree(ballot: &Ballot, round: u64) -> Pending {
-    let peer = ballot.missing(round).unwrap_or(Rank(0));
+    let peer = ballot.missing(round).next().unwrap_or(Rank(0));
     Pending { operation: "agree", peer, tag: Tag { op: round, message: 0 }, bytes_done: 0, bytes_expected: 0 }
 }
 

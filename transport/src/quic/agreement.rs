@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::coordinator::Coordinator;
+use super::coordinator::{Coordinator, Lacking};
 use super::core::{COORDINATOR, Core};
 use super::state::{AgreeCall, Patience};
 use crate::ballot::{Refusal, Verdict};
@@ -19,7 +19,9 @@ impl Core {
         }
         let round = state.next_round;
         state.next_round += 1;
-        state.agrees.insert(round, AgreeCall { completer, patience: Patience::of(patience) });
+        state
+            .agrees
+            .insert(round, AgreeCall { completer, patience: Patience::of(patience), missing: COORDINATOR });
         drop(state);
         self.changed.notify_waiters();
         match (&self.coordinator, self.control(COORDINATOR)) {
@@ -39,33 +41,49 @@ impl Core {
 
     /// Of the coordinator: counts a vote, and tells the verdict if it was the last one of its round.
     pub(crate) fn count_vote(&self, coordinator: &Coordinator, rank: Rank, vote: Vote) {
-        let mut state = coordinator.lock();
-        let (round, verdict) = match state.ballot.cast(rank, vote) {
-            Ok(counted) => counted,
-            Err(text) => {
-                drop(state);
-                return self.failed(rank, text);
+        let counted = coordinator.lock().ballot.cast(rank, vote);
+        match counted {
+            Err(text) => self.failed(rank, text),
+            Ok((round, Some(verdict))) => {
+                let refusal = verdict.clone().err().map(|Refusal { rank, exit, text }| (rank, exit, text));
+                for member in self.control.iter().flatten() {
+                    member.say(Frame::Verdict { round, refusal: refusal.clone() });
+                }
+                self.agreed(round, verdict);
             }
-        };
-        let leaver = state.ballot.missing(round).filter(|missing| state.members[missing.0 as usize].left);
-        drop(state);
-        if let Some(verdict) = verdict {
-            let refusal = verdict.clone().err().map(|Refusal { rank, exit, text }| (rank, exit, text));
-            for member in self.control.iter().flatten() {
-                member.say(Frame::Verdict { round, refusal: refusal.clone() });
-            }
-            self.agreed(round, verdict);
-        } else if let Some(leaver) = leaver {
-            self.failed(leaver, format!("left the group while rank {rank} waited for its vote"));
+            // The others hear of it with the next heartbeat.
+            Ok((round, None)) => self.tell(coordinator.lacking(round).map(|lacking| (rank, lacking))),
         }
     }
 
-    /// Somebody may wait for the vote of a rank that has just left.
-    pub(crate) fn check_open_rounds(&self, coordinator: &Coordinator, leaver: Rank) {
-        let first_open = self.lock().agrees.keys().next().copied();
-        let missing = first_open.and_then(|round| coordinator.lock().ballot.missing(round));
-        if missing == Some(leaver) {
-            self.failed(leaver, format!("left the group while rank {} waited for its vote", self.me));
+    /// Of the coordinator: a rank has left, maybe one whose vote somebody waits for.
+    pub(crate) fn check_open_rounds(&self, coordinator: &Coordinator) {
+        self.tell(coordinator.lacking_anywhere());
+    }
+
+    /// Of the coordinator: tells ranks whose vote they are waiting for.
+    pub(crate) fn tell(&self, lacking: impl IntoIterator<Item = (Rank, Lacking)>) {
+        for (voter, lacking) in lacking {
+            if voter == self.me {
+                self.lacks(lacking);
+            } else if let Some(control) = self.control(voter) {
+                let Lacking { round, rank, left } = lacking;
+                control.say(Frame::Missing { round, rank, left });
+            }
+        }
+    }
+
+    /// Of every rank: the coordinator has said whose vote a round lacks.
+    ///
+    /// Only the voter knows whether it is still waiting, so it is the one to end a wait in vain.
+    pub(crate) fn lacks(&self, Lacking { round, rank, left }: Lacking) {
+        let waits = {
+            let mut state = self.lock();
+            let call = state.agrees.get_mut(&round);
+            call.map(|call| call.missing = rank).is_some()
+        };
+        if waits && left {
+            self.failed(rank, format!("left the group while rank {} waited for its vote", self.me));
         }
     }
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use quinn::{ApplicationClose, ConnectionError, VarInt};
 use tokio::time::MissedTickBehavior;
 
+use super::coordinator::Lacking;
 use super::core::{COORDINATOR, Core};
 use super::frames::{FrameError, FrameReader};
 use crate::ballot::Refusal;
@@ -60,16 +61,14 @@ impl Core {
                     }
                 }
                 Ok(Some(Frame::Leave)) => {
-                    let before =
-                        std::mem::replace(&mut coordinator.lock().members[rank.0 as usize].left, true);
-                    if before {
+                    if coordinator.leaves(rank) {
                         return self.failed(rank, "broke the protocol: it left twice".to_owned());
                     }
                     if let Some(control) = self.control(rank) {
                         control.say(Frame::Goodbye);
                     }
                     self.changed.notify_waiters();
-                    self.check_open_rounds(coordinator, rank);
+                    self.check_open_rounds(coordinator);
                 }
                 Ok(Some(other)) => return self.failed(rank, format!("broke the protocol: {other:?}")),
                 Err(FrameError::Wire(error)) => {
@@ -98,6 +97,9 @@ impl Core {
                         Some((rank, exit, text)) => Err(Refusal { rank, exit, text }),
                     };
                     self.agreed(round, verdict);
+                }
+                Ok(Some(Frame::Missing { round, rank, left })) if rank.0 < self.world => {
+                    self.lacks(Lacking { round, rank, left });
                 }
                 Ok(Some(Frame::Abort { abort })) => self.aborted(abort),
                 Ok(Some(Frame::Goodbye)) => {
@@ -153,6 +155,7 @@ impl Core {
                     member.say(Frame::Pong);
                 }
             }
+            self.tell(coordinator.lacking_first());
             if let Some(rank) = coordinator.tick() {
                 self.died(rank, self.silence());
             }

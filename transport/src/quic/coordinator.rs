@@ -60,6 +60,26 @@ impl Coordinator {
         self.lock().members[rank.0 as usize].left
     }
 
+    /// Notes that a rank has left, and returns whether it had left before.
+    pub(crate) fn leaves(&self, rank: Rank) -> bool {
+        std::mem::replace(&mut self.lock().members[rank.0 as usize].left, true)
+    }
+
+    /// Whose vote an open round lacks.
+    pub(crate) fn lacking(&self, round: u64) -> Option<Lacking> {
+        self.lock().lacking(round)
+    }
+
+    /// For those who wait in the first open round: whose vote it lacks.
+    pub(crate) fn lacking_first(&self) -> Vec<(Rank, Lacking)> {
+        self.lock().lacking_in(1)
+    }
+
+    /// For those who wait in any open round: whose vote it lacks.
+    pub(crate) fn lacking_anywhere(&self) -> Vec<(Rank, Lacking)> {
+        self.lock().lacking_in(usize::MAX)
+    }
+
     /// Counts a tick of silence for everyone, and returns a rank that has been silent for too long.
     pub(crate) fn tick(&self) -> Option<Rank> {
         let mut state = self.lock();
@@ -72,4 +92,30 @@ impl Coordinator {
         }
         dead
     }
+}
+
+impl CoordinatorState {
+    /// A rank that has left is named before one that may still come.
+    fn lacking(&self, round: u64) -> Option<Lacking> {
+        let left = |rank: &Rank| self.members[rank.0 as usize].left;
+        let gone = self.ballot.missing(round).find(left);
+        let rank = gone.or_else(|| self.ballot.missing(round).next())?;
+        Some(Lacking { round, rank, left: gone.is_some() })
+    }
+
+    fn lacking_in(&self, most_rounds: usize) -> Vec<(Rank, Lacking)> {
+        let rounds = self.ballot.open_rounds().take(most_rounds);
+        let lacking = rounds.filter_map(|round| self.lacking(round));
+        lacking.flat_map(|one| self.ballot.voted(one.round).map(move |voter| (voter, one))).collect()
+    }
+}
+
+/// A vote that an open round lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Lacking {
+    pub(crate) round: u64,
+    /// Whose.
+    pub(crate) rank: Rank,
+    /// It will never come.
+    pub(crate) left: bool,
 }

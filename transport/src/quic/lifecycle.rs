@@ -110,6 +110,8 @@ impl Core {
         match &self.coordinator {
             // The coordinator goes last: the others need it to find out about each other.
             Some(coordinator) => {
+                coordinator.leaves(self.me);
+                self.check_open_rounds(coordinator);
                 self.until(patience, || coordinator.lowest_present().map(pending_close)).await
             }
             None => {

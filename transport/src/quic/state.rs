@@ -11,7 +11,6 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-use super::core::COORDINATOR;
 use crate::error::{Abort, Pending, TransportError};
 use crate::history::{Ended, History};
 use crate::transport::{Completer, Rank, Tag};
@@ -67,6 +66,8 @@ pub(crate) struct RecvCall {
 pub(crate) struct AgreeCall {
     pub(crate) completer: Completer<()>,
     pub(crate) patience: Patience,
+    /// Whose vote is missing, as the coordinator last said; the coordinator itself until it has.
+    pub(crate) missing: Rank,
 }
 
 /// When a call must end, and what its caller asked for.
@@ -164,7 +165,8 @@ impl State {
             call.completer.complete(Err(error(pending)));
         }
         for (round, call) in std::mem::take(&mut self.agrees) {
-            call.completer.complete(Err(error(pending_agree(round))));
+            let pending = call.pending(round);
+            call.completer.complete(Err(error(pending)));
         }
     }
 
@@ -208,7 +210,8 @@ impl State {
             .collect();
         for round in rounds {
             if let Some(call) = self.agrees.remove(&round) {
-                call.completer.complete(Err(late(pending_agree(round), call.patience)));
+                let pending = call.pending(round);
+                call.completer.complete(Err(late(pending, call.patience)));
             }
         }
     }
@@ -228,8 +231,9 @@ impl RecvCall {
     }
 }
 
-/// Only the coordinator knows who has not voted; others wait for its verdict.
-fn pending_agree(round: u64) -> Pending {
-    let tag = Tag { op: round, message: 0 };
-    Pending { operation: "agree", peer: COORDINATOR, tag, bytes_done: 0, bytes_expected: 0 }
+impl AgreeCall {
+    fn pending(&self, round: u64) -> Pending {
+        let tag = Tag { op: round, message: 0 };
+        Pending { operation: "agree", peer: self.missing, tag, bytes_done: 0, bytes_expected: 0 }
+    }
 }

@@ -67,6 +67,15 @@ pub enum Frame {
         /// The refusal, if the round did not end well: rank, exit code, text.
         refusal: Option<(Rank, u8, String)>,
     },
+    /// Whose vote a round lacks, for a rank that has voted in it.
+    Missing {
+        /// Rounds are counted from 0.
+        round: u64,
+        /// One rank that has not voted.
+        rank: Rank,
+        /// That rank has left: the round will never end.
+        left: bool,
+    },
     /// The sender is alive, and this is what it is doing.
     Ping {
         /// Of the sender.
@@ -155,6 +164,7 @@ mod number {
     pub(super) const WANT: u8 = 15;
     pub(super) const DONE: u8 = 16;
     pub(super) const REFUSE: u8 = 17;
+    pub(super) const MISSING: u8 = 18;
 }
 
 /// Layout version of every frame so far; a frame that changes gets a new one of its own.
@@ -227,6 +237,7 @@ impl Frame {
             Self::Want { .. } => number::WANT,
             Self::Done { .. } => number::DONE,
             Self::Refuse { .. } => number::REFUSE,
+            Self::Missing { .. } => number::MISSING,
         }
     }
 
@@ -276,6 +287,11 @@ impl Frame {
                         put_text(out, text, MAX_TEXT_BYTES);
                     }
                 }
+            }
+            Self::Missing { round, rank, left } => {
+                out.extend_from_slice(&round.to_le_bytes());
+                out.extend_from_slice(&rank.0.to_le_bytes());
+                out.push(u8::from(*left));
             }
             Self::Ping { progress } => put_progress(out, *progress),
             Self::Abort { abort: Abort { culprit, cause, progress } } => {
@@ -354,6 +370,17 @@ impl Frame {
                     1 => Some((Rank(reader.u32()?), reader.u8()?, reader.text()?)),
                     value => {
                         return Err(WireError::BadValue { field: "verdict", value: u64::from(value) });
+                    }
+                },
+            },
+            number::MISSING => Self::Missing {
+                round: reader.u64()?,
+                rank: Rank(reader.u32()?),
+                left: match reader.u8()? {
+                    0 => false,
+                    1 => true,
+                    value => {
+                        return Err(WireError::BadValue { field: "left", value: u64::from(value) });
                     }
                 },
             },

@@ -66,6 +66,11 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         ],
         vote.prop_map(|vote| Frame::Vote { vote }),
         (any::<u64>(), refusal).prop_map(|(round, refusal)| Frame::Verdict { round, refusal }),
+        (any::<u64>(), any::<u32>(), any::<bool>()).prop_map(|(round, rank, left)| Frame::Missing {
+            round,
+            rank: Rank(rank),
+            left
+        }),
         any_progress().prop_map(|progress| Frame::Ping { progress }),
         (any::<u32>(), cause, any_progress()).prop_map(|(culprit, cause, progress)| Frame::Abort {
             abort: Abort { culprit: Rank(culprit), cause, progress }

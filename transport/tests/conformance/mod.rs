@@ -76,6 +76,8 @@ macro_rules! conformance_tests {
             ranks_agree_when_all_are_ready_with_one_plan
             the_lowest_refusal_is_everyones_error_and_the_group_goes_on
             different_plans_are_noticed_by_everyone
+            an_agreement_that_ends_at_its_deadline_names_who_did_not_vote
+            a_rank_that_leaves_instead_of_voting_is_an_error
             an_abort_ends_everything_everywhere_and_names_one_culprit
             a_dropped_rank_has_died
             a_deadline_ends_a_call_and_says_how_far_it_got
