@@ -231,12 +231,16 @@ impl Core {
         loop {
             let mut changed = std::pin::pin!(self.changed.notified());
             changed.as_mut().enable();
-            let next = {
+            let (withdrawn, next) = {
                 let mut state = self.lock();
                 // A deadline ends the call it belongs to; the other side has its own.
-                state.end_calls_past(Instant::now());
-                state.next_deadline()
+                (state.end_calls_past(Instant::now()), state.next_deadline())
             };
+            for (to, tag) in withdrawn {
+                if let Some(link) = self.link(to) {
+                    link.say(Frame::Withdraw { tag });
+                }
+            }
             let sleep = async {
                 match next {
                     Some(next) => tokio::time::sleep_until(next).await,

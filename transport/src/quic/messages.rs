@@ -26,8 +26,8 @@ const EARLY_BYTES: u64 = 64 << 10;
 /// the connection's window nor its streams, so what is wanted always gets through.
 const EARLY_MESSAGES: usize = 64;
 
-/// Wishes of one rank for messages that have not been posted here.
-const MOST_WANTS: usize = 1 << 16;
+/// Wishes of one rank for messages that have not been posted here, and messages that it took back before they came.
+const MOST_NOTES: usize = 1 << 16;
 
 /// Payload is hashed and handed to QUIC in pieces of this size: large enough to be few, small enough to stay in cache.
 const PIECE_BYTES: usize = 1 << 20;
@@ -194,6 +194,15 @@ impl Core {
                     }
                     self.changed.notify_waiters();
                 }
+                Ok(Some(Frame::Withdraw { tag })) => {
+                    if self.withdrawn(peer, tag).is_err() {
+                        return self.misbehaved(
+                            peer,
+                            None,
+                            "takes back more messages than any plan has".into(),
+                        );
+                    }
+                }
                 Ok(Some(Frame::Leave)) => self.peer_left(peer),
                 Ok(Some(other)) => {
                     return self.misbehaved(
@@ -217,7 +226,7 @@ impl Core {
             if peer.sent.of(tag).is_none() {
                 peer.wants.insert(tag);
             }
-            return if peer.wants.len() > MOST_WANTS { Err(()) } else { Ok(()) };
+            return if peer.wants.len() > MOST_NOTES { Err(()) } else { Ok(()) };
         };
         if let Some(wanted) = call.wanted.take() {
             let _ = wanted.send(());
@@ -226,6 +235,19 @@ impl Core {
             state.peers[peer.0 as usize].unwanted -= 1;
         }
         Ok(())
+    }
+
+    /// The sender of a message that came early, or will, has given it up: its stream must not be kept.
+    fn withdrawn(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
+        let mut state = self.lock();
+        let posted = state.recvs.contains_key(&(peer, tag));
+        let peer = &mut state.peers[peer.0 as usize];
+        // Who waits for the stream then lets go of it. If it is not here yet, it is turned away when it comes; if
+        // its receive is posted, it is read or reset.
+        if peer.early.remove(&tag).is_none() && !posted && peer.received.of(tag).is_none() {
+            peer.withdrawn.insert(tag);
+        }
+        if peer.withdrawn.len() > MOST_NOTES { Err(()) } else { Ok(()) }
     }
 
     /// Takes message streams of a data connection until it ends, and then says why it did.
@@ -339,6 +361,9 @@ impl Core {
             Some(Ended::GivenUp) => return Claim::TooLate,
             None => {}
         }
+        if peer.withdrawn.remove(&tag) {
+            return Claim::TooLate;
+        }
         if let Some(latest_op) = peer.received.is_past(tag) {
             return Claim::Wrong(format!("{tag} is of the past: operation {latest_op} is under way"));
         }
@@ -361,7 +386,7 @@ enum Claim {
     Granted(Granted),
     /// Nothing yet: wait until the receive is posted, and look again.
     Early(oneshot::Receiver<()>),
-    /// This rank waits for it no longer.
+    /// Its receiver or its sender has given it up.
     TooLate,
     Wrong(String),
 }

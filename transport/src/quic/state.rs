@@ -94,6 +94,8 @@ pub(crate) struct Peer {
     pub(crate) wants: HashSet<Tag>,
     /// Messages from it that came before their receive was posted.
     pub(crate) early: HashMap<Tag, oneshot::Sender<()>>,
+    /// Messages that it took back before they came.
+    pub(crate) withdrawn: HashSet<Tag>,
     /// Receives from it that have ended.
     pub(crate) received: History,
     /// Sends to it that have ended.
@@ -188,11 +190,15 @@ impl State {
             .min()
     }
 
-    /// Ends late calls.
-    pub(crate) fn end_calls_past(&mut self, now: Instant) {
+    /// Ends late calls. Returns messages that may be under way unwanted: their receivers must not keep them.
+    pub(crate) fn end_calls_past(&mut self, now: Instant) -> Vec<(Rank, Tag)> {
+        let mut unwanted = Vec::new();
         let late = |pending, patience: Patience| TransportError::Deadline { pending, waited: patience.asked };
         for ((to, tag), call) in self.sends.extract_if(|_, call| call.patience.until <= now) {
             self.peers[to.0 as usize].send_ended(tag, &call, Ended::GivenUp);
+            if call.unwanted {
+                unwanted.push((to, tag));
+            }
             call.task.abort();
             let pending = call.pending(to, tag);
             call.completer.complete(Err(late(pending, call.patience)));
@@ -214,6 +220,7 @@ impl State {
                 call.completer.complete(Err(late(pending, call.patience)));
             }
         }
+        unwanted
     }
 }
 

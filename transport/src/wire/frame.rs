@@ -109,6 +109,11 @@ pub enum Frame {
         /// Which message, from the receiver of this frame.
         tag: Tag,
     },
+    /// The sender has given up this message, which may have left before it was wanted.
+    Withdraw {
+        /// Which message, to the receiver of this frame.
+        tag: Tag,
+    },
     /// The sender cannot take this message.
     Refuse {
         /// Which message, from the receiver of this frame.
@@ -165,6 +170,7 @@ mod number {
     pub(super) const DONE: u8 = 16;
     pub(super) const REFUSE: u8 = 17;
     pub(super) const MISSING: u8 = 18;
+    pub(super) const WITHDRAW: u8 = 19;
 }
 
 /// Layout version of every frame so far; a frame that changes gets a new one of its own.
@@ -238,6 +244,7 @@ impl Frame {
             Self::Done { .. } => number::DONE,
             Self::Refuse { .. } => number::REFUSE,
             Self::Missing { .. } => number::MISSING,
+            Self::Withdraw { .. } => number::WITHDRAW,
         }
     }
 
@@ -308,7 +315,7 @@ impl Frame {
                 out.extend_from_slice(&peer.0.to_le_bytes());
                 put_text(out, text, MAX_TEXT_BYTES);
             }
-            Self::Want { tag } | Self::Done { tag } => put_tag(out, *tag),
+            Self::Want { tag } | Self::Done { tag } | Self::Withdraw { tag } => put_tag(out, *tag),
             Self::Refuse { tag, text } => {
                 put_tag(out, *tag);
                 put_text(out, text, MAX_TEXT_BYTES);
@@ -405,6 +412,7 @@ impl Frame {
             number::GOODBYE => Self::Goodbye,
             number::WANT => Self::Want { tag: read_tag(&mut reader)? },
             number::DONE => Self::Done { tag: read_tag(&mut reader)? },
+            number::WITHDRAW => Self::Withdraw { tag: read_tag(&mut reader)? },
             number::REFUSE => Self::Refuse { tag: read_tag(&mut reader)?, text: reader.text()? },
             unknown => return Err(WireError::UnknownFrame(unknown)),
         };

@@ -78,6 +78,7 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         (any::<u32>(), ".{0,40}").prop_map(|(peer, text)| Frame::LinkLost { peer: Rank(peer), text }),
         any_tag().prop_map(|tag| Frame::Want { tag }),
         any_tag().prop_map(|tag| Frame::Done { tag }),
+        any_tag().prop_map(|tag| Frame::Withdraw { tag }),
         (any_tag(), ".{0,40}").prop_map(|(tag, text)| Frame::Refuse { tag, text }),
     ]
 }

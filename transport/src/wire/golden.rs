@@ -137,6 +137,7 @@ fn frames_of_a_running_group_are_pinned() {
     );
     pinned(&Frame::Want { tag }, &["0f", "01", "0900000000000000", "05000000"]); // op, message
     pinned(&Frame::Done { tag }, &["10", "01", "0900000000000000", "05000000"]);
+    pinned(&Frame::Withdraw { tag }, &["13", "01", "0900000000000000", "05000000"]);
     pinned(
         &Frame::Refuse { tag, text: "a".into() },
         &["11", "01", "0900000000000000", "05000000", "0100", "61"],

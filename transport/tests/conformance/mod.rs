@@ -88,6 +88,7 @@ macro_rules! conformance_tests {
             parts_of_other_lengths_than_expected_are_a_broken_protocol
             calls_that_cannot_be_right_are_refused_and_harm_nothing
             a_tag_is_used_once
+            messages_that_were_given_up_are_not_in_the_way
         }
     };
 }
