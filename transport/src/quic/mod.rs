@@ -20,6 +20,7 @@ mod identity;
 mod io_thread;
 mod lifecycle;
 mod messages;
+mod payload;
 mod socket;
 mod state;
 mod tls;
