@@ -127,6 +127,15 @@ fn an_identity_of_another_rank_is_refused_before_anything_is_sent() {
 }
 
 #[test]
+fn a_heartbeat_that_cannot_be_kept_is_refused() {
+    let job = Job::new();
+    for heartbeat in [Duration::ZERO, Duration::MAX] {
+        let text = refused(QuicConfig { heartbeat, ..job.config(1, 2) });
+        assert!(text.contains("heartbeat"), "{text}");
+    }
+}
+
+#[test]
 fn a_rank_that_was_told_another_world_is_refused_and_told_both_numbers() {
     let job = Job::new();
     let (group, text) = job.form_while(2, || refused(job.config(2, 4)));

@@ -58,7 +58,7 @@ pub struct QuicConfig {
     pub bind: IpAddr,
     /// How long the group may take to form.
     pub connect_deadline: Duration,
-    /// Period of heartbeats; a rank counts as dead after twelve silent ones.
+    /// Period of heartbeats, at most an hour; a rank counts as dead after twelve silent ones. Best the same on all ranks.
     pub heartbeat: Duration,
 }
 
@@ -128,7 +128,7 @@ impl QuicTransport {
         socket: std::net::UdpSocket,
         alive: Option<Alive>,
     ) -> Result<Self, TransportError> {
-        let tls = tls::TlsConfigs::new(&config.identity)?;
+        let tls = tls::TlsConfigs::new(&config.identity, config.heartbeat)?;
         let endpoint = socket::endpoint(socket, tls::Path::of_endpoint(config.bind), &tls)?;
         let mesh = bootstrap::form(&config, &endpoint, &tls).await?;
         let core = lifecycle::start(&config, endpoint, mesh);
