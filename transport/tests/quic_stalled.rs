@@ -4,12 +4,16 @@
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kyklos_transport::quic::{ClusterAuthority, JobId, QuicConfig, QuicTransport};
-use kyklos_transport::{Rank, Tag, Transport};
+use kyklos_transport::{Rank, Tag, Transport, TransportError};
+use pollster::block_on;
 
 const LONG: Duration = Duration::from_secs(40);
+
+/// Far more than all windows between two ranks hold.
+const LARGE: usize = 64 << 20;
 
 const TAG: Tag = Tag { op: 2, message: 1 };
 
@@ -64,4 +68,32 @@ fn a_rank_that_stood_still_for_less_than_its_silence_is_not_dead() {
     let received = group.still.post_recv(Rank(0), TAG, &[10], LONG);
     assert_eq!(group.drive_until(received).unwrap(), ["still here"]);
     group.drive_until(sent).unwrap();
+}
+
+#[test]
+fn a_goodbye_to_a_rank_that_stands_still_ends_by_its_deadline() {
+    let patience = Duration::from_secs(1);
+    // The best of three: a busy machine delays one or the other.
+    let overrun = (0..3).map(|_| {
+        let group = Group::new(2, Duration::from_secs(3));
+        let started = Instant::now();
+        let error = block_on(group.rank(0).close(patience)).unwrap_err();
+        let overrun = started.elapsed().saturating_sub(patience);
+        let TransportError::Deadline { pending, waited } = &error else { panic!("{error:?}") };
+        assert_eq!((pending.operation, pending.peer, *waited), ("close", Rank(1), patience));
+        overrun
+    });
+    let overrun = overrun.min().unwrap();
+    assert!(overrun < Duration::from_millis(200), "{overrun:?}");
+}
+
+#[test]
+fn a_rank_that_stood_still_hears_of_a_goodbye_that_came_to_its_deadline() {
+    let group = Group::new(2, Duration::from_secs(3));
+    let needed = group.still.post_recv(Rank(0), TAG, &[LARGE], LONG);
+    block_on(group.rank(0).close(Duration::from_millis(300))).unwrap_err();
+    let error = group.drive_until(needed).unwrap_err();
+    let TransportError::Aborted { abort, .. } = &error else { panic!("{error:?}") };
+    assert_eq!(abort.culprit, Rank(0), "{abort}");
+    assert!(abort.to_string().contains("left"), "{abort}");
 }
