@@ -53,6 +53,48 @@ pub(crate) fn an_abort_ends_everything_everywhere_and_names_one_culprit(make: fn
     assert!(flags.iter().all(|flag| flag.load(Ordering::Acquire)));
 }
 
+/// Messages from rank 0 to rank 1, some of them on their way when `end` ends the group, and one that is never sent.
+/// Returns how the calls ended that did not come to their end: all of them with one abort.
+fn ends_in_flight(mut group: Group, end: impl FnOnce(&mut Group)) -> Abort {
+    const BYTES: usize = 8 << 20;
+    let receive = |message| group[1].post_recv(Rank(0), tag(1, message), &[BYTES], LONG);
+    let mut receives: Vec<_> = (0..9).map(receive).collect();
+    let send = |message| group[0].post_send(Rank(1), tag(1, message), vec![payload(BYTES, 1)], LONG);
+    let sends: Vec<_> = (0..8).map(send).collect();
+    let never = receives.pop().unwrap();
+    let mut receives = receives.into_iter();
+    assert!(block_on(receives.next().unwrap()).unwrap() == [payload(BYTES, 1)]);
+    end(&mut group);
+    let abort = abort_of(block_on(never).unwrap_err());
+    for received in receives {
+        match block_on(received) {
+            Ok(parts) => assert!(parts == [payload(BYTES, 1)]),
+            Err(error) => assert_eq!(abort_of(error), abort),
+        }
+    }
+    for sent in sends {
+        if let Err(error) = block_on(sent) {
+            assert_eq!(abort_of(error).culprit, abort.culprit);
+        }
+    }
+    abort
+}
+
+pub(crate) fn an_abort_of_a_third_rank_ends_messages_in_flight(make: fn(u32) -> Group) {
+    let third = Abort {
+        culprit: Rank(2),
+        cause: AbortCause::Failed("out of memory".into()),
+        progress: Progress { op: 1, step: 9 },
+    };
+    assert_eq!(ends_in_flight(make(3), |group| group[2].abort(third.clone())), third);
+}
+
+pub(crate) fn a_sender_that_is_dropped_ends_messages_in_flight(make: fn(u32) -> Group) {
+    let abort = ends_in_flight(make(3), |group| drop(group.remove(0)));
+    assert_eq!(abort.culprit, Rank(0));
+    assert!(matches!(abort.cause, AbortCause::Died(_)), "{abort}");
+}
+
 pub(crate) fn a_dropped_rank_has_died(make: fn(u32) -> Group) {
     for victim in [2, 0] {
         let mut group = make(3);
@@ -102,6 +144,33 @@ pub(crate) fn a_deadline_ends_a_call_and_says_how_far_it_got(make: fn(u32) -> Gr
     let received = group[1].post_recv(Rank(0), tag(2, 0), &[3], LONG);
     block_on(group[0].post_send(Rank(1), tag(2, 0), vec![payload(3, 3)], LONG)).unwrap();
     assert!(block_on(received).unwrap() == [payload(3, 3)]);
+}
+
+pub(crate) fn a_deadline_that_a_rank_makes_everyones_ends_the_whole_group(make: fn(u32) -> Group) {
+    let group = make(3);
+    let flags: Vec<_> = group.iter().map(|rank| rank.stop_flag()).collect();
+    let receive = group[0].post_recv(Rank(1), tag(0, 0), &[10], LONG);
+    let send = group[1].post_send(Rank(0), tag(0, 1), vec![payload(1 << 20, 0)], LONG);
+    let vote = group[2].agree(ready(0), LONG);
+    let late = group[1].post_recv(Rank(2), tag(0, 2), &[10], Duration::from_millis(200));
+    let error = block_on(late).unwrap_err();
+    let TransportError::Deadline { pending, .. } = &error else { panic!("{error:?}") };
+    assert!(
+        flags.iter().all(|flag| !flag.load(Ordering::Acquire)),
+        "a deadline alone ends its own call only"
+    );
+    // What an executor does then: it names whom it waited for.
+    let cause = AbortCause::Failed(error.to_string());
+    let abort = Abort { culprit: pending.peer, cause, progress: Progress { op: 0, step: 4 } };
+    group[1].abort(abort.clone());
+    assert_eq!(abort_of(block_on(receive).unwrap_err()), abort);
+    assert_eq!(abort_of(block_on(send).unwrap_err()), abort);
+    assert_eq!(abort_of(block_on(vote).unwrap_err()), abort);
+    assert_eq!(abort.culprit, Rank(2));
+    assert!(flags.iter().all(|flag| flag.load(Ordering::Acquire)));
+    for rank in &group {
+        assert_eq!(abort_of(block_on(rank.agree(ready(1), LONG)).unwrap_err()), abort);
+    }
 }
 
 pub(crate) fn ranks_that_finish_early_may_leave(make: fn(u32) -> Group) {

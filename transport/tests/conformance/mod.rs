@@ -79,8 +79,11 @@ macro_rules! conformance_tests {
             an_agreement_that_ends_at_its_deadline_names_who_did_not_vote
             a_rank_that_leaves_instead_of_voting_is_an_error
             an_abort_ends_everything_everywhere_and_names_one_culprit
+            an_abort_of_a_third_rank_ends_messages_in_flight
+            a_sender_that_is_dropped_ends_messages_in_flight
             a_dropped_rank_has_died
             a_deadline_ends_a_call_and_says_how_far_it_got
+            a_deadline_that_a_rank_makes_everyones_ends_the_whole_group
             ranks_that_finish_early_may_leave
             close_waits_until_the_receiver_has_what_was_sent
             a_rank_that_leaves_while_it_is_needed_is_an_error
