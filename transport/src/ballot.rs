@@ -49,10 +49,23 @@ impl Ballot {
         Ok((round, Some(count(&votes))))
     }
 
-    /// The lowest rank that has not voted in `round`.
-    pub(crate) fn missing(&self, round: u64) -> Option<Rank> {
-        let rank = self.next_round.iter().position(|&next| next <= round)?;
-        u32::try_from(rank).ok().map(Rank)
+    /// The ranks that have not voted in `round`, lowest first.
+    pub(crate) fn missing(&self, round: u64) -> impl Iterator<Item = Rank> {
+        (0..).map(Rank).zip(&self.next_round).filter(move |&(_, &next)| next <= round).map(|(rank, _)| rank)
+    }
+}
+
+/// What a rank that counts for the others must tell them.
+#[cfg(feature = "quic")]
+impl Ballot {
+    /// The ranks that have voted in `round`, lowest first.
+    pub(crate) fn voted(&self, round: u64) -> impl Iterator<Item = Rank> {
+        (0..).map(Rank).zip(&self.next_round).filter(move |&(_, &next)| next > round).map(|(rank, _)| rank)
+    }
+
+    /// The rounds that lack votes, earliest first.
+    pub(crate) fn open_rounds(&self) -> impl Iterator<Item = u64> {
+        self.open.keys().copied()
     }
 }
 
@@ -113,7 +126,7 @@ mod tests {
         let mut ballot = Ballot::new(2);
         assert_eq!(ballot.cast(Rank(1), ready(1)), Ok((0, None)));
         assert_eq!(ballot.cast(Rank(1), ready(2)), Ok((1, None)));
-        assert_eq!(ballot.missing(0), Some(Rank(0)));
+        assert_eq!(ballot.missing(0).collect::<Vec<_>>(), [Rank(0)]);
         assert_eq!(ballot.cast(Rank(0), ready(1)), Ok((0, Some(Ok(())))));
         assert_eq!(ballot.cast(Rank(0), ready(2)), Ok((1, Some(Ok(())))));
         assert!(ballot.open.is_empty());

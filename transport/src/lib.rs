@@ -49,6 +49,7 @@ mod ballot;
 )]
 mod deadline;
 mod error;
+mod history;
 mod in_process;
 mod misuse;
 #[cfg(feature = "quic")]

@@ -69,7 +69,8 @@ impl fmt::Display for Rank {
     }
 }
 
-/// Names a message between two ranks. A (source, destination, tag) triple is used once in the life of a group.
+/// Names a message between two ranks. A (source, destination, tag) triple is used once in the life of a group;
+/// a call that uses one again is refused, as far as its operation is one of the last 64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tag {
     /// Which operation (attention call, output collection, …) of this group, counted from 0 on every rank alike.

@@ -110,12 +110,11 @@ fn an_identity_of_another_authority_is_refused() {
 }
 
 #[test]
-fn another_job_of_the_same_authority_finds_another_name() {
-    // The stranger's certificate is genuine, but it looks for rank 0 of its own job.
+fn an_identity_of_another_job_is_refused_before_anything_is_sent() {
     let (job, other) = (Job::new(), JobId::random().unwrap());
-    let mut stranger = job.config(1, 2);
-    stranger.job = other;
-    assert!(refused(stranger).contains("the identity is of job"), "found before anything is sent");
+    let stranger = QuicConfig { job: other, ..job.config(1, 2) };
+    let text = refused(stranger);
+    assert!(text.contains(&format!("this is job {other}, but the identity is of job {}", job.id)), "{text}");
 }
 
 #[test]
@@ -124,6 +123,15 @@ fn an_identity_of_another_rank_is_refused_before_anything_is_sent() {
     let stranger = QuicConfig { rank: Rank(2), ..job.config(1, 3) };
     let text = refused(stranger);
     assert!(text.contains("rank 2") && text.contains("rank 1"), "{text}");
+}
+
+#[test]
+fn a_heartbeat_that_cannot_be_kept_is_refused() {
+    let job = Job::new();
+    for heartbeat in [Duration::ZERO, Duration::MAX] {
+        let text = refused(QuicConfig { heartbeat, ..job.config(1, 2) });
+        assert!(text.contains("heartbeat"), "{text}");
+    }
 }
 
 #[test]
@@ -262,9 +270,9 @@ mod by_hand {
         }
     }
 
-    fn hello(job: &Job, rank: u32, protocol: u16) -> Vec<u8> {
+    fn hello(job: JobId, rank: u32, protocol: u16) -> Vec<u8> {
         let (purpose, rank) = (Purpose::Control, Rank(rank));
-        Frame::Hello { protocol, purpose, job: job.id.0, epoch: 0, rank, world: 2 }.encode()
+        Frame::Hello { protocol, purpose, job: job.0, epoch: 0, rank, world: 2 }.encode()
     }
 
     async fn say(connection: &quinn::Connection, bytes: &[u8]) {
@@ -300,7 +308,7 @@ mod by_hand {
         let job = Job::new();
         let (group, reason) = job.form_while(2, || {
             dial(&job, Some(5), "kyklos-ctl/1", async |connection| {
-                say(&connection, &hello(&job, 1, PROTOCOL_VERSION)).await;
+                say(&connection, &hello(job.id, 1, PROTOCOL_VERSION)).await;
                 verdict(&connection).await
             })
         });
@@ -310,11 +318,25 @@ mod by_hand {
     }
 
     #[test]
+    fn a_rank_of_this_job_that_speaks_for_another_one_is_refused() {
+        let (job, other) = (Job::new(), JobId::random().unwrap());
+        let (group, reason) = job.form_while(2, || {
+            dial(&job, Some(1), "kyklos-ctl/1", async |connection| {
+                say(&connection, &hello(other, 1, PROTOCOL_VERSION)).await;
+                verdict(&connection).await
+            })
+        });
+        let reason = reason.unwrap();
+        assert!(reason.contains("another job") && reason.contains(&job.id.to_string()), "{reason}");
+        works(group);
+    }
+
+    #[test]
     fn another_protocol_version_is_refused_with_both_numbers() {
         let job = Job::new();
         let (group, reason) = job.form_while(2, || {
             dial(&job, Some(1), "kyklos-ctl/1", async |connection| {
-                say(&connection, &hello(&job, 1, 77)).await;
+                say(&connection, &hello(job.id, 1, 77)).await;
                 verdict(&connection).await
             })
         });

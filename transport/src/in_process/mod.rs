@@ -4,11 +4,12 @@
 //! targets without threads (wasm) nothing watches the deadlines: there all ranks share one cooperative executor,
 //! so a rank that does not post is a bug that the plan's check finds, not a fault of a network.
 
+mod hub;
 #[cfg_attr(
     target_family = "wasm",
     expect(dead_code, reason = "deadlines are not watched where there are no threads")
 )]
-mod hub;
+mod state;
 
 use std::fmt;
 use std::sync::Arc;

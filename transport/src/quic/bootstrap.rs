@@ -68,8 +68,11 @@ pub(crate) fn check(config: &QuicConfig) -> Result<(), TransportError> {
     if rank.0 >= *world {
         return Err(failed(format!("rank {rank} is not in a group of {world} ranks")));
     }
-    if heartbeat.is_zero() {
-        return Err(failed("a heartbeat needs a period longer than 0"));
+    if heartbeat.is_zero() || *heartbeat > LONGEST_HEARTBEAT {
+        let text = format!(
+            "the period of a heartbeat is more than 0 and at most {LONGEST_HEARTBEAT:?}, not {heartbeat:?}"
+        );
+        return Err(failed(text));
     }
     let (proven_rank, proven_job) = identity.rank_and_job()?;
     if proven_rank != *rank {
@@ -308,6 +311,9 @@ pub(crate) fn cut(text: &str) -> &str {
     }
     &text[..end]
 }
+
+/// Multiples of it must be times that a clock can express.
+const LONGEST_HEARTBEAT: Duration = Duration::from_secs(3600);
 
 /// How long one attempt at a handshake may take before the next one.
 const DIAL_PATIENCE: Duration = Duration::from_secs(4);

@@ -1,17 +1,17 @@
-//! The star of control connections: heartbeats, votes, and the one abort that counts.
+//! The star of control connections: heartbeats, and the one abort that counts.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use quinn::{ApplicationClose, ConnectionError, VarInt};
 use tokio::time::MissedTickBehavior;
 
+use super::coordinator::Lacking;
 use super::core::{COORDINATOR, Core};
 use super::frames::{FrameError, FrameReader};
-use super::state::{AgreeCall, Patience};
-use crate::ballot::{Ballot, Refusal, Verdict};
-use crate::error::{Abort, AbortCause, TransportError};
-use crate::transport::{Completer, Progress, Rank, Vote};
+use crate::ballot::Refusal;
+use crate::error::{Abort, AbortCause};
+use crate::transport::{Progress, Rank};
 use crate::wire::Frame;
 
 /// Why a connection is closed, as the code of its close.
@@ -32,126 +32,9 @@ pub(crate) mod close_code {
 ///
 /// Counted in this rank's own ticks, not in time: a rank whose own I/O thread did not run for a while has not
 /// listened, and must not conclude anything from silence.
-const SILENT_TICKS: u32 = 12;
-
-/// What the coordinator knows; empty on other ranks.
-#[derive(Debug)]
-pub(crate) struct Coordinator {
-    state: Mutex<CoordinatorState>,
-}
-
-#[derive(Debug)]
-struct CoordinatorState {
-    ballot: Ballot,
-    members: Vec<Member>,
-}
-
-#[derive(Clone, Debug, Default)]
-struct Member {
-    progress: Progress,
-    silent_ticks: u32,
-    left: bool,
-}
-
-impl Coordinator {
-    pub(crate) fn new(world: u32) -> Self {
-        let members = vec![Member::default(); world as usize];
-        Self { state: Mutex::new(CoordinatorState { ballot: Ballot::new(world), members }) }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, CoordinatorState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The lowest rank, other than this one, that has not left.
-    pub(crate) fn lowest_present(&self) -> Option<Rank> {
-        let state = self.lock();
-        let mut ranks = (0..).map(Rank).zip(&state.members).skip(1);
-        ranks.find(|(_, member)| !member.left).map(|(rank, _)| rank)
-    }
-
-    /// What was last heard of a rank's work.
-    pub(crate) fn progress(&self, rank: Rank) -> Progress {
-        self.lock().members.get(rank.0 as usize).map(|member| member.progress).unwrap_or_default()
-    }
-
-    fn heard(&self, rank: Rank, progress: Option<Progress>) {
-        let mut state = self.lock();
-        let member = &mut state.members[rank.0 as usize];
-        member.silent_ticks = 0;
-        if let Some(progress) = progress {
-            member.progress = progress;
-        }
-    }
-
-    fn left(&self, rank: Rank) -> bool {
-        self.lock().members[rank.0 as usize].left
-    }
-
-    /// Counts a tick of silence for everyone, and returns a rank that has been silent for too long.
-    fn tick(&self) -> Option<Rank> {
-        let mut state = self.lock();
-        let mut dead = None;
-        for (rank, member) in (0..).map(Rank).zip(&mut state.members).skip(1) {
-            member.silent_ticks += 1;
-            if !member.left && member.silent_ticks >= SILENT_TICKS {
-                dead = dead.or(Some(rank));
-            }
-        }
-        dead
-    }
-}
+pub(crate) const SILENT_TICKS: u32 = 12;
 
 impl Core {
-    /// Of every rank: starts this rank's part in the next agreement.
-    pub(crate) fn agree(&self, vote: Vote, patience: Duration, completer: Completer<()>) {
-        let mut state = self.lock();
-        if let Err(error) = state.may_post() {
-            return completer.complete(Err(error));
-        }
-        let round = state.next_round;
-        state.next_round += 1;
-        state.agrees.insert(round, AgreeCall { completer, patience: Patience::of(patience) });
-        drop(state);
-        self.changed.notify_waiters();
-        match (&self.coordinator, self.control(COORDINATOR)) {
-            (Some(coordinator), _) => self.count_vote(coordinator, self.me, vote),
-            (None, Some(control)) => control.say(Frame::Vote { vote }),
-            (None, None) => {}
-        }
-    }
-
-    fn agreed(&self, round: u64, verdict: Verdict) {
-        let call = self.lock().agrees.remove(&round);
-        if let Some(call) = call {
-            call.completer.complete(verdict.map_err(TransportError::from));
-        }
-        self.changed.notify_waiters();
-    }
-
-    /// Of the coordinator: counts a vote, and tells the verdict if it was the last one of its round.
-    fn count_vote(&self, coordinator: &Coordinator, rank: Rank, vote: Vote) {
-        let mut state = coordinator.lock();
-        let (round, verdict) = match state.ballot.cast(rank, vote) {
-            Ok(counted) => counted,
-            Err(text) => {
-                drop(state);
-                return self.failed(rank, text);
-            }
-        };
-        let leaver = state.ballot.missing(round).filter(|missing| state.members[missing.0 as usize].left);
-        drop(state);
-        if let Some(verdict) = verdict {
-            let refusal = verdict.clone().err().map(|Refusal { rank, exit, text }| (rank, exit, text));
-            for member in self.control.iter().flatten() {
-                member.say(Frame::Verdict { round, refusal: refusal.clone() });
-            }
-            self.agreed(round, verdict);
-        } else if let Some(leaver) = leaver {
-            self.failed(leaver, format!("left the group while rank {rank} waited for its vote"));
-        }
-    }
-
     fn died(&self, rank: Rank, text: String) {
         self.decide(Abort { culprit: rank, cause: AbortCause::Died(text), progress: Progress::default() });
     }
@@ -178,16 +61,14 @@ impl Core {
                     }
                 }
                 Ok(Some(Frame::Leave)) => {
-                    let before =
-                        std::mem::replace(&mut coordinator.lock().members[rank.0 as usize].left, true);
-                    if before {
+                    if coordinator.leaves(rank) {
                         return self.failed(rank, "broke the protocol: it left twice".to_owned());
                     }
                     if let Some(control) = self.control(rank) {
                         control.say(Frame::Goodbye);
                     }
                     self.changed.notify_waiters();
-                    self.check_open_rounds(coordinator, rank);
+                    self.check_open_rounds(coordinator);
                 }
                 Ok(Some(other)) => return self.failed(rank, format!("broke the protocol: {other:?}")),
                 Err(FrameError::Wire(error)) => {
@@ -200,15 +81,6 @@ impl Core {
         let reason = control.connection.closed().await;
         if !coordinator.left(rank) {
             self.died(rank, describe(&reason));
-        }
-    }
-
-    /// Somebody may wait for the vote of a rank that has just left.
-    fn check_open_rounds(&self, coordinator: &Coordinator, leaver: Rank) {
-        let first_open = self.lock().agrees.keys().next().copied();
-        let missing = first_open.and_then(|round| coordinator.lock().ballot.missing(round));
-        if missing == Some(leaver) {
-            self.failed(leaver, format!("left the group while rank {} waited for its vote", self.me));
         }
     }
 
@@ -225,6 +97,9 @@ impl Core {
                         Some((rank, exit, text)) => Err(Refusal { rank, exit, text }),
                     };
                     self.agreed(round, verdict);
+                }
+                Ok(Some(Frame::Missing { round, rank, left })) if rank.0 < self.world => {
+                    self.lacks(Lacking { round, rank, left });
                 }
                 Ok(Some(Frame::Abort { abort })) => self.aborted(abort),
                 Ok(Some(Frame::Goodbye)) => {
@@ -280,6 +155,7 @@ impl Core {
                     member.say(Frame::Pong);
                 }
             }
+            self.tell(coordinator.lacking_first());
             if let Some(rank) = coordinator.tick() {
                 self.died(rank, self.silence());
             }

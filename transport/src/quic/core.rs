@@ -12,7 +12,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
-use super::control::Coordinator;
+use super::coordinator::Coordinator;
 use super::frames::FrameSender;
 use super::identity::JobId;
 use super::state::State;
@@ -181,10 +181,11 @@ impl Core {
         if self.lock().abort.is_some() {
             return;
         }
-        if abort.progress == Progress::default()
-            && let Some(coordinator) = &self.coordinator
-        {
-            abort.progress = coordinator.progress(abort.culprit);
+        if abort.progress == Progress::default() {
+            abort.progress = match &self.coordinator {
+                Some(coordinator) if abort.culprit != self.me => coordinator.progress(abort.culprit),
+                _ => self.progress(),
+            };
         }
         self.aborted(abort);
         // Two ranks may have come here at once: what is said is what was kept.
@@ -230,12 +231,16 @@ impl Core {
         loop {
             let mut changed = std::pin::pin!(self.changed.notified());
             changed.as_mut().enable();
-            let next = {
+            let (withdrawn, next) = {
                 let mut state = self.lock();
                 // A deadline ends the call it belongs to; the other side has its own.
-                state.end_calls_past(Instant::now());
-                state.next_deadline()
+                (state.end_calls_past(Instant::now()), state.next_deadline())
             };
+            for (to, tag) in withdrawn {
+                if let Some(link) = self.link(to) {
+                    link.say(Frame::Withdraw { tag });
+                }
+            }
             let sleep = async {
                 match next {
                     Some(next) => tokio::time::sleep_until(next).await,

@@ -107,7 +107,12 @@ impl ClusterAuthority {
     ///
     /// [`TransportError::Bootstrap`] if keys cannot be made.
     pub fn issue(&self, rank: Rank) -> Result<Identity, TransportError> {
-        let mut params = CertificateParams::new(vec![rank_name(rank, self.job)]).map_err(cannot_issue)?;
+        self.issue_named(rank_name(rank, self.job), rank)
+    }
+
+    /// An identity of any name. Only tests have a use for one that is not of this job.
+    pub(super) fn issue_named(&self, name: String, rank: Rank) -> Result<Identity, TransportError> {
+        let mut params = CertificateParams::new(vec![name]).map_err(cannot_issue)?;
         params.distinguished_name.push(DnType::CommonName, format!("kyklos rank {rank}"));
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages =

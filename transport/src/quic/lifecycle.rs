@@ -87,12 +87,19 @@ impl Core {
         state.end_receives();
         drop(state);
         let core = Arc::clone(self);
+        let patience = Patience::of(patience);
         self.runtime.spawn(async move {
-            let patience = Patience::of(patience);
-            let result = core.say_goodbye(patience).await;
+            // The end of the patience belongs to the last frames and packets.
+            let farewell = (SHORTEST_FLUSH + LONGEST_DRAIN).min(patience.asked / 2);
+            let result = core.say_goodbye(Patience { until: patience.until - farewell, ..patience }).await;
             let code = if core.lock().abort.is_some() { close_code::ABORTED } else { close_code::LEFT };
-            core.hang_up(code, patience.until).await;
+            let mut hanging_up = std::pin::pin!(core.hang_up(code, patience.until - farewell / 2));
+            let late = timeout_at(patience.until, &mut hanging_up).await.is_err();
             completer.complete(result);
+            if late {
+                // The caller waits no longer; the peers may still hear why.
+                hanging_up.await;
+            }
         });
     }
 
@@ -110,6 +117,8 @@ impl Core {
         match &self.coordinator {
             // The coordinator goes last: the others need it to find out about each other.
             Some(coordinator) => {
+                coordinator.leaves(self.me);
+                self.check_open_rounds(coordinator);
                 self.until(patience, || coordinator.lowest_present().map(pending_close)).await
             }
             None => {
@@ -216,7 +225,7 @@ fn pending_close(peer: Rank) -> Pending {
     Pending { operation: "close", peer, tag: Tag { op: 0, message: 0 }, bytes_done: 0, bytes_expected: 0 }
 }
 
-/// Even a close whose deadline has passed gives its last frames this long.
+/// Even a close whose deadline has passed gives its last frames this long, though its caller is not kept waiting.
 const SHORTEST_FLUSH: Duration = Duration::from_millis(300);
 
 /// A peer that does not acknowledge last frames for this long is not going to.

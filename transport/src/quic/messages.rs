@@ -1,19 +1,19 @@
-//! Payload: one stream per message, sent when it is wanted, read when it was posted.
+//! Messages: one stream each, sent when it is wanted, read when it was posted.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use bytes::Bytes;
-use quinn::{ReadError, RecvStream, SendStream, VarInt};
+use quinn::{RecvStream, VarInt};
 use tokio::sync::oneshot;
-use xxhash_rust::xxh3::Xxh3;
 
-use super::assembly::Assembly;
 use super::core::Core;
 use super::frames::{FrameError, FrameReader};
-use super::state::{Ended, Patience, REMEMBERED_OPS, RecvCall, SendCall};
+use super::payload::{Granted, Outgoing, ReadEnd, read_message, write_message};
+use super::state::{Patience, RecvCall, SendCall};
 use crate::error::TransportError;
+use crate::history::Ended;
 use crate::misuse;
 use crate::transport::{Completer, Rank, Tag};
 use crate::wire::{Frame, HEADER_BYTES, MessageHeader, part_digest};
@@ -25,14 +25,8 @@ const EARLY_BYTES: u64 = 64 << 10;
 /// the connection's window nor its streams, so what is wanted always gets through.
 const EARLY_MESSAGES: usize = 64;
 
-/// Wishes of one rank for messages that have not been posted here.
-const MOST_WANTS: usize = 1 << 16;
-
-/// Payload is hashed and handed to QUIC in pieces of this size: large enough to be few, small enough to stay in cache.
-const PIECE_BYTES: usize = 1 << 20;
-
-/// The sender's call ended before the message was sent.
-const WITHDRAWN: VarInt = VarInt::from_u32(1);
+/// Wishes of one rank for messages that have not been posted here, and messages that it took back before they came.
+const MOST_NOTES: usize = 1 << 16;
 
 /// The receiver does not take the message.
 const TURNED_AWAY: VarInt = VarInt::from_u32(2);
@@ -58,6 +52,9 @@ impl Core {
             return completer.complete(Err(misuse::outstanding_already("send", to, tag)));
         }
         let peer = &mut state.peers[to.0 as usize];
+        if let Err(error) = peer.sent.post("send", to, tag) {
+            return completer.complete(Err(error));
+        }
         let wanted_already = peer.wants.remove(&tag);
         let unwanted = !wanted_already && total <= EARLY_BYTES && peer.unwanted < EARLY_MESSAGES;
         if unwanted {
@@ -99,12 +96,9 @@ impl Core {
             return completer.complete(Err(error));
         }
         let peer = &mut state.peers[from.0 as usize];
-        if peer.ended.contains_key(&tag) {
-            let text =
-                format!("{tag} from rank {from} has been received or given up already; a tag is used once");
-            return completer.complete(Err(TransportError::Misuse { text }));
+        if let Err(error) = peer.received.post("receive", from, tag) {
+            return completer.complete(Err(error));
         }
-        peer.latest_op = peer.latest_op.max(tag.op);
         let early = peer.early.remove(&tag);
         let peer_left = peer.left;
         if state.recvs.contains_key(&(from, tag)) {
@@ -163,7 +157,7 @@ impl Core {
             part_digest: part_digest(parts.iter().map(Bytes::len)),
             total_bytes: total,
         };
-        let _ = write_message(&mut Outgoing { stream, finished: false }, &header, parts, &moved).await;
+        let _ = write_message(&mut Outgoing::new(stream), &header, parts, &moved).await;
     }
 
     /// Handles the frames of a data connection until it ends.
@@ -176,7 +170,7 @@ impl Core {
                     }
                 }
                 Ok(Some(Frame::Done { tag })) => {
-                    if let Some(call) = self.lock().take_send(peer, tag) {
+                    if let Some(call) = self.lock().take_send(peer, tag, Ended::Done) {
                         call.completer.complete(Ok(()));
                     }
                     self.changed.notify_waiters();
@@ -185,13 +179,22 @@ impl Core {
                     let call = {
                         let mut state = self.lock();
                         state.peers[peer.0 as usize].wants.remove(&tag);
-                        state.take_send(peer, tag)
+                        state.take_send(peer, tag, Ended::GivenUp)
                     };
                     if let Some(call) = call {
                         call.task.abort();
                         call.completer.complete(Err(TransportError::PeerMisbehaved { peer, text }));
                     }
                     self.changed.notify_waiters();
+                }
+                Ok(Some(Frame::Withdraw { tag })) => {
+                    if self.withdrawn(peer, tag).is_err() {
+                        return self.misbehaved(
+                            peer,
+                            None,
+                            "takes back more messages than any plan has".into(),
+                        );
+                    }
                 }
                 Ok(Some(Frame::Leave)) => self.peer_left(peer),
                 Ok(Some(other)) => {
@@ -211,9 +214,12 @@ impl Core {
     fn wanted(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
         let mut state = self.lock();
         let Some(call) = state.sends.get_mut(&(peer, tag)) else {
-            let wants = &mut state.peers[peer.0 as usize].wants;
-            wants.insert(tag);
-            return if wants.len() > MOST_WANTS { Err(()) } else { Ok(()) };
+            let peer = &mut state.peers[peer.0 as usize];
+            // A wish for a message that was given up comes too late, and nobody would ever look at it.
+            if peer.sent.of(tag).is_none() {
+                peer.wants.insert(tag);
+            }
+            return if peer.wants.len() > MOST_NOTES { Err(()) } else { Ok(()) };
         };
         if let Some(wanted) = call.wanted.take() {
             let _ = wanted.send(());
@@ -222,6 +228,19 @@ impl Core {
             state.peers[peer.0 as usize].unwanted -= 1;
         }
         Ok(())
+    }
+
+    /// The sender of a message that came early, or will, has given it up: its stream must not be kept.
+    fn withdrawn(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
+        let mut state = self.lock();
+        let posted = state.recvs.contains_key(&(peer, tag));
+        let peer = &mut state.peers[peer.0 as usize];
+        // Who waits for the stream then lets go of it. If it is not here yet, it is turned away when it comes; if
+        // its receive is posted, it is read or reset.
+        if peer.early.remove(&tag).is_none() && !posted && peer.received.of(tag).is_none() {
+            peer.withdrawn.insert(tag);
+        }
+        if peer.withdrawn.len() > MOST_NOTES { Err(()) } else { Ok(()) }
     }
 
     /// Takes message streams of a data connection until it ends, and then says why it did.
@@ -275,7 +294,7 @@ impl Core {
             Ok(parts) => {
                 let call = {
                     let mut state = self.lock();
-                    state.peers[from.0 as usize].ended(tag, Ended::Received);
+                    state.peers[from.0 as usize].received.end(tag, Ended::Done);
                     state.recvs.remove(&(from, tag))
                 };
                 let Some(call) = call else { return };
@@ -330,13 +349,16 @@ impl Core {
             return Claim::Granted(Granted { part_bytes, moved, cancelled });
         }
         let peer = &mut state.peers[from.0 as usize];
-        match peer.ended.get(&tag) {
-            Some(Ended::Received) => return Claim::Wrong(format!("{tag} was sent twice")),
+        match peer.received.of(tag) {
+            Some(Ended::Done) => return Claim::Wrong(format!("{tag} was sent twice")),
             Some(Ended::GivenUp) => return Claim::TooLate,
             None => {}
         }
-        if tag.op.saturating_add(REMEMBERED_OPS) < peer.latest_op {
-            return Claim::Wrong(format!("{tag} is of the past: operation {} is under way", peer.latest_op));
+        if peer.withdrawn.remove(&tag) {
+            return Claim::TooLate;
+        }
+        if let Some(latest_op) = peer.received.is_past(tag) {
+            return Claim::Wrong(format!("{tag} is of the past: operation {latest_op} is under way"));
         }
         if header.total_bytes > EARLY_BYTES {
             return Claim::Wrong(format!(
@@ -357,96 +379,7 @@ enum Claim {
     Granted(Granted),
     /// Nothing yet: wait until the receive is posted, and look again.
     Early(oneshot::Receiver<()>),
-    /// This rank waits for it no longer.
+    /// Its receiver or its sender has given it up.
     TooLate,
     Wrong(String),
-}
-
-struct Granted {
-    part_bytes: Vec<usize>,
-    moved: Arc<AtomicU64>,
-    /// Ends with an error when the call has ended.
-    cancelled: oneshot::Receiver<std::convert::Infallible>,
-}
-
-enum ReadEnd {
-    /// The call has ended.
-    Cancelled,
-    ConnectionLost,
-    /// The sender's call has ended.
-    Withdrawn,
-    Broken(&'static str),
-}
-
-async fn read_message(stream: &mut RecvStream, granted: Granted) -> Result<Vec<Bytes>, ReadEnd> {
-    let Granted { part_bytes, moved, mut cancelled } = granted;
-    let mut assembly = Assembly::new(&part_bytes);
-    let mut chunks: [Bytes; 32] = std::array::from_fn(|_| Bytes::new());
-    loop {
-        // `read_chunks` is cancel-safe.
-        let read = tokio::select! {
-            read = stream.read_chunks(&mut chunks) => read,
-            _ = &mut cancelled => return Err(ReadEnd::Cancelled),
-        };
-        let count = match read {
-            Ok(Some(count)) => count,
-            Ok(None) => return assembly.finish().map_err(ReadEnd::Broken),
-            Err(ReadError::Reset(_)) => return Err(ReadEnd::Withdrawn),
-            Err(_) => return Err(ReadEnd::ConnectionLost),
-        };
-        for chunk in &mut chunks[..count] {
-            let payload_bytes = assembly.push(&std::mem::take(chunk)).map_err(ReadEnd::Broken)?;
-            moved.fetch_add(payload_bytes as u64, Ordering::Relaxed);
-        }
-    }
-}
-
-/// A stream that is reset, not ended, when its message is given up half-way.
-struct Outgoing {
-    stream: SendStream,
-    finished: bool,
-}
-
-impl Drop for Outgoing {
-    fn drop(&mut self) {
-        if !self.finished {
-            let _ = self.stream.reset(WITHDRAWN);
-        }
-    }
-}
-
-async fn write_message(
-    out: &mut Outgoing,
-    header: &MessageHeader,
-    parts: Vec<Bytes>,
-    moved: &AtomicU64,
-) -> Result<(), quinn::WriteError> {
-    write_piece(&mut out.stream, Bytes::copy_from_slice(&header.encode()), None).await?;
-    let mut checksum = Xxh3::new();
-    for mut part in parts {
-        while !part.is_empty() {
-            let piece = part.split_to(part.len().min(PIECE_BYTES));
-            checksum.update(&piece);
-            write_piece(&mut out.stream, piece, Some(moved)).await?;
-        }
-    }
-    write_piece(&mut out.stream, Bytes::copy_from_slice(&checksum.digest().to_le_bytes()), None).await?;
-    out.finished = out.stream.finish().is_ok();
-    Ok(())
-}
-
-/// Hands a piece to QUIC, which keeps a reference and copies nothing until it builds packets.
-async fn write_piece(
-    stream: &mut SendStream,
-    piece: Bytes,
-    moved: Option<&AtomicU64>,
-) -> Result<(), quinn::WriteError> {
-    let mut pieces = [piece];
-    while !pieces[0].is_empty() {
-        let written = stream.write_chunks(&mut pieces).await?;
-        if let Some(moved) = moved {
-            moved.fetch_add(written.bytes as u64, Ordering::Relaxed);
-        }
-    }
-    Ok(())
 }

@@ -5,12 +5,15 @@
 //! payload. All I/O of a rank runs on one thread of its own ([`QuicTransport::connect`]), or in the caller's tokio
 //! context ([`QuicTransport::form`]).
 //!
-//! The coordinator's [`Transport::close`] ends when all other ranks have left, because they need it until then. After
+//! The coordinator's [`Transport::close`] ends when all other ranks have left, because they need it until then. The
+//! last 0.6 s of a close's deadline (half of it, if it is short) are for the last packets rather than for peers. After
 //! an abort, close the transport before the process ends: that is when the others are sure to have heard of it.
 
+mod agreement;
 mod assembly;
 mod bootstrap;
 mod control;
+mod coordinator;
 mod core;
 mod door;
 mod frames;
@@ -18,6 +21,7 @@ mod identity;
 mod io_thread;
 mod lifecycle;
 mod messages;
+mod payload;
 mod socket;
 mod state;
 mod tls;
@@ -55,7 +59,7 @@ pub struct QuicConfig {
     pub bind: IpAddr,
     /// How long the group may take to form.
     pub connect_deadline: Duration,
-    /// Period of heartbeats; a rank counts as dead after twelve silent ones.
+    /// Period of heartbeats, at most an hour; a rank counts as dead after twelve silent ones. Best the same on all ranks.
     pub heartbeat: Duration,
 }
 
@@ -125,7 +129,7 @@ impl QuicTransport {
         socket: std::net::UdpSocket,
         alive: Option<Alive>,
     ) -> Result<Self, TransportError> {
-        let tls = tls::TlsConfigs::new(&config.identity)?;
+        let tls = tls::TlsConfigs::new(&config.identity, config.heartbeat)?;
         let endpoint = socket::endpoint(socket, tls::Path::of_endpoint(config.bind), &tls)?;
         let mesh = bootstrap::form(&config, &endpoint, &tls).await?;
         let core = lifecycle::start(&config, endpoint, mesh);

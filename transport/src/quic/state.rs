@@ -11,8 +11,8 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-use super::core::COORDINATOR;
 use crate::error::{Abort, Pending, TransportError};
+use crate::history::{Ended, History};
 use crate::transport::{Completer, Rank, Tag};
 
 /// Changed under the core's lock.
@@ -66,6 +66,8 @@ pub(crate) struct RecvCall {
 pub(crate) struct AgreeCall {
     pub(crate) completer: Completer<()>,
     pub(crate) patience: Patience,
+    /// Whose vote is missing, as the coordinator last said; the coordinator itself until it has.
+    pub(crate) missing: Rank,
 }
 
 /// When a call must end, and what its caller asked for.
@@ -92,33 +94,22 @@ pub(crate) struct Peer {
     pub(crate) wants: HashSet<Tag>,
     /// Messages from it that came before their receive was posted.
     pub(crate) early: HashMap<Tag, oneshot::Sender<()>>,
-    /// Receives that have ended, of recent operations.
-    pub(crate) ended: BTreeMap<Tag, Ended>,
-    /// Latest operation of which a message was received or expected here.
-    pub(crate) latest_op: u64,
+    /// Messages that it took back before they came.
+    pub(crate) withdrawn: HashSet<Tag>,
+    /// Receives from it that have ended.
+    pub(crate) received: History,
+    /// Sends to it that have ended.
+    pub(crate) sent: History,
     /// Messages under way to it that it has not asked for.
     pub(crate) unwanted: usize,
 }
 
-/// How a receive ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ended {
-    Received,
-    /// Its deadline passed, or this rank closed; what comes late is turned away.
-    GivenUp,
-}
-
-/// Operations for which ended receives are remembered; what belongs to an older one is refused.
-pub(crate) const REMEMBERED_OPS: u64 = 64;
-
 impl Peer {
-    /// Notes that the receive of `tag` ended, and forgets old ones.
-    pub(crate) fn ended(&mut self, tag: Tag, ended: Ended) {
-        self.ended.insert(tag, ended);
-        let oldest = Tag { op: self.latest_op.saturating_sub(REMEMBERED_OPS), message: 0 };
-        if self.ended.first_key_value().is_some_and(|(&first, _)| first < oldest) {
-            self.ended = self.ended.split_off(&oldest);
+    fn send_ended(&mut self, tag: Tag, call: &SendCall, ended: Ended) {
+        if call.unwanted {
+            self.unwanted -= 1;
         }
+        self.sent.end(tag, ended);
     }
 }
 
@@ -156,12 +147,10 @@ impl State {
         Some(format!("left the group while rank {me} still had {tag} for it"))
     }
 
-    /// Removes a send and what hangs on it.
-    pub(crate) fn take_send(&mut self, to: Rank, tag: Tag) -> Option<SendCall> {
+    /// Removes a send that has ended, and what hangs on it.
+    pub(crate) fn take_send(&mut self, to: Rank, tag: Tag, ended: Ended) -> Option<SendCall> {
         let call = self.sends.remove(&(to, tag))?;
-        if call.unwanted {
-            self.peers[to.0 as usize].unwanted -= 1;
-        }
+        self.peers[to.0 as usize].send_ended(tag, &call, ended);
         Some(call)
     }
 
@@ -178,14 +167,15 @@ impl State {
             call.completer.complete(Err(error(pending)));
         }
         for (round, call) in std::mem::take(&mut self.agrees) {
-            call.completer.complete(Err(error(pending_agree(round))));
+            let pending = call.pending(round);
+            call.completer.complete(Err(error(pending)));
         }
     }
 
     /// This rank closes: it waits for nothing any more.
     pub(crate) fn end_receives(&mut self) {
         for ((from, tag), call) in self.recvs.drain() {
-            self.peers[from.0 as usize].ended(tag, Ended::GivenUp);
+            self.peers[from.0 as usize].received.end(tag, Ended::GivenUp);
             call.completer.complete(Err(TransportError::Closed));
         }
         for (_, call) in std::mem::take(&mut self.agrees) {
@@ -200,19 +190,21 @@ impl State {
             .min()
     }
 
-    /// Ends late calls.
-    pub(crate) fn end_calls_past(&mut self, now: Instant) {
+    /// Ends late calls. Returns messages that may be under way unwanted: their receivers must not keep them.
+    pub(crate) fn end_calls_past(&mut self, now: Instant) -> Vec<(Rank, Tag)> {
+        let mut unwanted = Vec::new();
         let late = |pending, patience: Patience| TransportError::Deadline { pending, waited: patience.asked };
         for ((to, tag), call) in self.sends.extract_if(|_, call| call.patience.until <= now) {
+            self.peers[to.0 as usize].send_ended(tag, &call, Ended::GivenUp);
             if call.unwanted {
-                self.peers[to.0 as usize].unwanted -= 1;
+                unwanted.push((to, tag));
             }
             call.task.abort();
             let pending = call.pending(to, tag);
             call.completer.complete(Err(late(pending, call.patience)));
         }
         for ((from, tag), call) in self.recvs.extract_if(|_, call| call.patience.until <= now) {
-            self.peers[from.0 as usize].ended(tag, Ended::GivenUp);
+            self.peers[from.0 as usize].received.end(tag, Ended::GivenUp);
             let pending = call.pending(from, tag);
             call.completer.complete(Err(late(pending, call.patience)));
         }
@@ -224,9 +216,11 @@ impl State {
             .collect();
         for round in rounds {
             if let Some(call) = self.agrees.remove(&round) {
-                call.completer.complete(Err(late(pending_agree(round), call.patience)));
+                let pending = call.pending(round);
+                call.completer.complete(Err(late(pending, call.patience)));
             }
         }
+        unwanted
     }
 }
 
@@ -244,8 +238,9 @@ impl RecvCall {
     }
 }
 
-/// Only the coordinator knows who has not voted; others wait for its verdict.
-fn pending_agree(round: u64) -> Pending {
-    let tag = Tag { op: round, message: 0 };
-    Pending { operation: "agree", peer: COORDINATOR, tag, bytes_done: 0, bytes_expected: 0 }
+impl AgreeCall {
+    fn pending(&self, round: u64) -> Pending {
+        let tag = Tag { op: round, message: 0 };
+        Pending { operation: "agree", peer: self.missing, tag, bytes_done: 0, bytes_expected: 0 }
+    }
 }

@@ -11,6 +11,7 @@ use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
 use rustls::server::WebPkiClientVerifier;
 
+use super::control::SILENT_TICKS;
 use super::identity::{self, Identity, JobId};
 use crate::error::TransportError;
 use crate::transport::Rank;
@@ -22,15 +23,17 @@ pub(crate) struct TlsConfigs {
     control: Arc<QuicClientConfig>,
     data: Arc<QuicClientConfig>,
     server: Arc<QuicServerConfig>,
+    idle_timeout: Duration,
 }
 
 impl TlsConfigs {
-    pub(crate) fn new(identity: &Identity) -> Result<Self, TransportError> {
+    pub(crate) fn new(identity: &Identity, heartbeat: Duration) -> Result<Self, TransportError> {
         let client = |purpose| Ok::<_, TransportError>(Arc::new(client_config(identity, purpose)?));
         Ok(Self {
             control: client(Purpose::Control)?,
             data: client(Purpose::Data)?,
             server: Arc::new(server_config(identity)?),
+            idle_timeout: idle_timeout(heartbeat),
         })
     }
 
@@ -40,13 +43,13 @@ impl TlsConfigs {
             Purpose::Data => Arc::clone(&self.data),
         };
         let mut config = ClientConfig::new(crypto);
-        config.transport_config(Arc::new(transport_config(path)));
+        config.transport_config(Arc::new(transport_config(path, self.idle_timeout)));
         config
     }
 
     pub(crate) fn server(&self, path: Path) -> ServerConfig {
         let mut config = ServerConfig::with_crypto(Arc::<QuicServerConfig>::clone(&self.server));
-        config.transport_config(Arc::new(transport_config(path)));
+        config.transport_config(Arc::new(transport_config(path, self.idle_timeout)));
         config.migration(false);
         // Strangers can only fill these; members need a handful.
         config.max_incoming(256).incoming_buffer_size(64 << 10).incoming_buffer_size_total(8 << 20);
@@ -96,7 +99,7 @@ const NETWORK_MTU: u16 = 1452;
 /// Streams that a peer may have open towards us: messages that we asked for and small ones that come early.
 const STREAMS: u32 = 256;
 
-fn transport_config(path: Path) -> TransportConfig {
+fn transport_config(path: Path, idle_timeout: Duration) -> TransportConfig {
     let mut cubic = CubicConfig::default();
     cubic.initial_window(1 << 20);
     let mut config = TransportConfig::default();
@@ -109,8 +112,8 @@ fn transport_config(path: Path) -> TransportConfig {
         .max_concurrent_bidi_streams(VarInt::from_u32(1))
         .datagram_receive_buffer_size(None)
         .congestion_controller_factory(Arc::new(cubic))
-        .keep_alive_interval(Some(IDLE_TIMEOUT / 4))
-        .max_idle_timeout(quinn::IdleTimeout::try_from(IDLE_TIMEOUT).ok())
+        .keep_alive_interval(Some(idle_timeout / 4))
+        .max_idle_timeout(quinn::IdleTimeout::try_from(idle_timeout).ok())
         .initial_rtt(Duration::from_millis(50));
     match path {
         // Without a floor, a burst of loss on a busy host would look like a path that carries small packets only.
@@ -126,8 +129,16 @@ fn transport_config(path: Path) -> TransportConfig {
     config
 }
 
-/// A connection without any packet for this long is dead. Heartbeats notice a dead rank before that.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a connection may be without any packet.
+///
+/// Half as long again as the silence after which a rank counts as dead: heartbeats notice that first, and unlike this
+/// clock they do not count the time in which this rank itself stood still. Two ranks use the lower of their values.
+fn idle_timeout(heartbeat: Duration) -> Duration {
+    heartbeat.saturating_mul(SILENT_TICKS + SILENT_TICKS / 2).max(SHORTEST_IDLE_TIMEOUT)
+}
+
+/// The same clock runs during the handshake, which may take longer than a short heartbeat's silence.
+const SHORTEST_IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn alpn(purpose: Purpose) -> Vec<u8> {
     match purpose {

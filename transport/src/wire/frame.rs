@@ -67,6 +67,15 @@ pub enum Frame {
         /// The refusal, if the round did not end well: rank, exit code, text.
         refusal: Option<(Rank, u8, String)>,
     },
+    /// Whose vote a round lacks, for a rank that has voted in it.
+    Missing {
+        /// Rounds are counted from 0.
+        round: u64,
+        /// One rank that has not voted.
+        rank: Rank,
+        /// That rank has left: the round will never end.
+        left: bool,
+    },
     /// The sender is alive, and this is what it is doing.
     Ping {
         /// Of the sender.
@@ -98,6 +107,11 @@ pub enum Frame {
     /// The sender has received this message, and its checksum fits.
     Done {
         /// Which message, from the receiver of this frame.
+        tag: Tag,
+    },
+    /// The sender has given up this message, which may have left before it was wanted.
+    Withdraw {
+        /// Which message, to the receiver of this frame.
         tag: Tag,
     },
     /// The sender cannot take this message.
@@ -155,6 +169,8 @@ mod number {
     pub(super) const WANT: u8 = 15;
     pub(super) const DONE: u8 = 16;
     pub(super) const REFUSE: u8 = 17;
+    pub(super) const MISSING: u8 = 18;
+    pub(super) const WITHDRAW: u8 = 19;
 }
 
 /// Layout version of every frame so far; a frame that changes gets a new one of its own.
@@ -227,6 +243,8 @@ impl Frame {
             Self::Want { .. } => number::WANT,
             Self::Done { .. } => number::DONE,
             Self::Refuse { .. } => number::REFUSE,
+            Self::Missing { .. } => number::MISSING,
+            Self::Withdraw { .. } => number::WITHDRAW,
         }
     }
 
@@ -277,6 +295,11 @@ impl Frame {
                     }
                 }
             }
+            Self::Missing { round, rank, left } => {
+                out.extend_from_slice(&round.to_le_bytes());
+                out.extend_from_slice(&rank.0.to_le_bytes());
+                out.push(u8::from(*left));
+            }
             Self::Ping { progress } => put_progress(out, *progress),
             Self::Abort { abort: Abort { culprit, cause, progress } } => {
                 out.extend_from_slice(&culprit.0.to_le_bytes());
@@ -292,7 +315,7 @@ impl Frame {
                 out.extend_from_slice(&peer.0.to_le_bytes());
                 put_text(out, text, MAX_TEXT_BYTES);
             }
-            Self::Want { tag } | Self::Done { tag } => put_tag(out, *tag),
+            Self::Want { tag } | Self::Done { tag } | Self::Withdraw { tag } => put_tag(out, *tag),
             Self::Refuse { tag, text } => {
                 put_tag(out, *tag);
                 put_text(out, text, MAX_TEXT_BYTES);
@@ -357,6 +380,17 @@ impl Frame {
                     }
                 },
             },
+            number::MISSING => Self::Missing {
+                round: reader.u64()?,
+                rank: Rank(reader.u32()?),
+                left: match reader.u8()? {
+                    0 => false,
+                    1 => true,
+                    value => {
+                        return Err(WireError::BadValue { field: "left", value: u64::from(value) });
+                    }
+                },
+            },
             number::PING => Self::Ping { progress: read_progress(&mut reader)? },
             number::PONG => Self::Pong,
             number::ABORT => {
@@ -378,6 +412,7 @@ impl Frame {
             number::GOODBYE => Self::Goodbye,
             number::WANT => Self::Want { tag: read_tag(&mut reader)? },
             number::DONE => Self::Done { tag: read_tag(&mut reader)? },
+            number::WITHDRAW => Self::Withdraw { tag: read_tag(&mut reader)? },
             number::REFUSE => Self::Refuse { tag: read_tag(&mut reader)?, text: reader.text()? },
             unknown => return Err(WireError::UnknownFrame(unknown)),
         };

@@ -66,6 +66,11 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         ],
         vote.prop_map(|vote| Frame::Vote { vote }),
         (any::<u64>(), refusal).prop_map(|(round, refusal)| Frame::Verdict { round, refusal }),
+        (any::<u64>(), any::<u32>(), any::<bool>()).prop_map(|(round, rank, left)| Frame::Missing {
+            round,
+            rank: Rank(rank),
+            left
+        }),
         any_progress().prop_map(|progress| Frame::Ping { progress }),
         (any::<u32>(), cause, any_progress()).prop_map(|(culprit, cause, progress)| Frame::Abort {
             abort: Abort { culprit: Rank(culprit), cause, progress }
@@ -73,6 +78,7 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         (any::<u32>(), ".{0,40}").prop_map(|(peer, text)| Frame::LinkLost { peer: Rank(peer), text }),
         any_tag().prop_map(|tag| Frame::Want { tag }),
         any_tag().prop_map(|tag| Frame::Done { tag }),
+        any_tag().prop_map(|tag| Frame::Withdraw { tag }),
         (any_tag(), ".{0,40}").prop_map(|(tag, text)| Frame::Refuse { tag, text }),
     ]
 }

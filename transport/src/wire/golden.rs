@@ -111,6 +111,10 @@ fn frames_of_a_running_group_are_pinned() {
             "78",               // text
         ],
     );
+    pinned(
+        &Frame::Missing { round: 1, rank: Rank(2), left: true },
+        &["12", "01", "0100000000000000", "02000000", "01"], // number, layout, round, rank, it has left
+    );
     pinned(&Frame::Ping { progress }, &["09", "01", "0900000000000000", "02000000"]); // op, step
     pinned(
         &Frame::Abort {
@@ -133,6 +137,7 @@ fn frames_of_a_running_group_are_pinned() {
     );
     pinned(&Frame::Want { tag }, &["0f", "01", "0900000000000000", "05000000"]); // op, message
     pinned(&Frame::Done { tag }, &["10", "01", "0900000000000000", "05000000"]);
+    pinned(&Frame::Withdraw { tag }, &["13", "01", "0900000000000000", "05000000"]);
     pinned(
         &Frame::Refuse { tag, text: "a".into() },
         &["11", "01", "0900000000000000", "05000000", "0100", "61"],
