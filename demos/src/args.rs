@@ -7,6 +7,7 @@ use std::str::FromStr;
 
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use kyklos::backend::wgpu::KernelChoice;
 use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind, Strategy};
 
 use crate::device::DeviceRequest;
@@ -27,6 +28,11 @@ pub(crate) enum Command {
     Attend(AttendArgs),
     /// Explains what `attend` would run, and what it would send and hold; needs no device
     Plan(PlanArgs),
+    /// Times attention kernels on the devices of this machine; each is checked against the f64 oracle before its time counts
+    ///
+    /// Every device runs every kernel on every shape, mask and dtype. Tensors are on the device already; a run is reset,
+    /// attend and finalize, until the device is done. GFLOP/s count 4 x head dim for each visible pair and head.
+    Bench(BenchArgs),
     /// Runs `attend` with one process per rank on this host, joined over QUIC
     ///
     /// The processes find each other through RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
@@ -133,6 +139,67 @@ pub(crate) struct PlanArgs {
     /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// What is timed: every combination.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct BenchArgs {
+    /// auto, cpu or wgpu, the last also by number
+    #[arg(long, value_name = "D,D,…", default_value = "auto")]
+    pub(crate) device: List<DeviceRequest>,
+    /// auto, portable, subgroup, cooperative; the last three are kernels of wgpu devices
+    #[arg(long, value_name = "K,K,…", default_value = "auto")]
+    pub(crate) kernel: List<KernelName>,
+    /// Batch, tokens, query heads, kv heads, head dim; may be given again
+    #[arg(long, value_name = "B,S,HQ,HKV,D", default_values = ["1,1024,8,8,64", "1,1024,8,2,128"])]
+    pub(crate) shape: Vec<Shape>,
+    /// As for `attend`; may be given again
+    #[arg(long, value_name = "MASK", default_values = ["full", "causal"])]
+    pub(crate) mask: Vec<MaskArg>,
+    /// f32, f16, bf16; may be given again
+    #[arg(long, value_name = "NAME", default_values = ["f32", "f16"])]
+    pub(crate) dtype: Vec<Dtype>,
+    /// Only the last N tokens are queries: 1 is the shape of decoding
+    #[arg(long, value_name = "N")]
+    pub(crate) queries: Option<NonZeroU32>,
+    /// Timed runs of each combination, after the first one
+    #[arg(long, value_name = "N", default_value = "9")]
+    pub(crate) repeat: NonZeroU32,
+    /// Print one JSON array
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// An entry of `--kernel`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct KernelName(pub(crate) KernelChoice);
+
+impl ListItem for KernelName {
+    fn item(text: &str) -> Result<Self, Error> {
+        Ok(Self(match text {
+            "auto" => KernelChoice::Auto,
+            "portable" => KernelChoice::Portable,
+            "subgroup" => KernelChoice::SubgroupBroadcast,
+            "cooperative" => KernelChoice::Cooperative,
+            _ => {
+                return Err(Error::request(
+                    format!("kernel `{text}` is not known"),
+                    "use auto, portable, subgroup or cooperative, joined by commas",
+                ));
+            }
+        }))
+    }
+}
+
+impl fmt::Display for KernelName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 {
+            KernelChoice::Auto => "auto",
+            KernelChoice::Portable => "portable",
+            KernelChoice::SubgroupBroadcast => "subgroup",
+            KernelChoice::Cooperative => "cooperative",
+        })
+    }
 }
 
 /// How many processes, and of what.

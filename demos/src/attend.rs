@@ -142,7 +142,7 @@ fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
         keep_apart(("--trace", trace), ("the output", args.output.as_deref()), ranks)?;
     }
     let sample = match args.verify {
-        true => Some(Sample::new(&request)?),
+        true => Some(Sample::of(&request)?),
         false => None,
     };
     let (world, checks) = request.plan()?;

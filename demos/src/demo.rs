@@ -65,7 +65,7 @@ pub(crate) fn demo() -> Result<()> {
         Arc::new(Watch::new(ProgressKind::Auto, clock.clone(), world.mesh.world(), steps * REPEAT.get()));
     let job = Job {
         plan_hash: plan::plan_hash(&world, &[]),
-        sample: Some(Sample::new(&request)?),
+        sample: Some(Sample::of(&request)?),
         request,
         checks,
         repeat: REPEAT.get(),

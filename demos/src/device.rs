@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use kyklos::Error;
 use kyklos::RankOutput;
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::backend::wgpu::WgpuBackend;
+use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{DeviceClass, DeviceInfo};
 use kyklos::local::RankTask;
 
@@ -148,9 +148,17 @@ pub(crate) enum AnyBackend {
 
 impl AnyBackend {
     pub(crate) fn open(device: DeviceId) -> Result<Self> {
+        Self::open_with(device, KernelChoice::Auto)
+    }
+
+    /// With this kernel, where it is a device that has several.
+    pub(crate) fn open_with(device: DeviceId, kernel: KernelChoice) -> Result<Self> {
         Ok(match device {
             DeviceId::Cpu => Self::Cpu(CpuBackend::new()),
-            DeviceId::Wgpu(index) => Self::Wgpu(Box::new(WgpuBackend::new(index)?)),
+            DeviceId::Wgpu(index) => {
+                let options = WgpuOptions { kernel, ..WgpuOptions::default() };
+                Self::Wgpu(Box::new(WgpuBackend::with_options(index, &options)?))
+            }
         })
     }
 

@@ -10,6 +10,7 @@ compile_error!("tensor files are little-endian, and so must be the machine");
 mod alone;
 mod args;
 mod attend;
+mod bench;
 mod demo;
 mod device;
 mod devices;
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
         Some(Command::Devices(args)) => devices::devices(&args),
         Some(Command::Attend(args)) => attend::attend(&args),
         Some(Command::Plan(args)) => plan::plan(&args),
+        Some(Command::Bench(args)) => bench::bench(&args),
         Some(Command::Launch(args)) => {
             return launch::launch(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
         }

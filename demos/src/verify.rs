@@ -11,7 +11,7 @@ use kyklos::plan::World;
 use kyklos::{AttentionProblem, Dtype, RunOptions, TokenRuns, plan_rows};
 use kyklos_tests::inputs::sample_rows;
 use kyklos_tests::oracle::{self, Oracle, OracleMask, OracleProblem, OracleTerm, Row, RowId, Values};
-use kyklos_tests::tolerance::{Comparison, Context, Limit, compare_rows};
+use kyklos_tests::tolerance::{Comparison, Context, Limit, compare_rows, naive_f32_rows};
 use kyklos_transport::Rank;
 
 use crate::alone;
@@ -49,8 +49,12 @@ pub(crate) struct WholeKv {
 }
 
 impl Sample {
-    pub(crate) fn new(request: &Request) -> Result<Self> {
-        let problem = &request.problem;
+    pub(crate) fn of(request: &Request) -> Result<Self> {
+        Self::new(&request.problem, &request.source, &request.mask_text)
+    }
+
+    /// `mask_text` is the problem's mask in words.
+    pub(crate) fn new(problem: &AttentionProblem, source: &Source, mask_text: &str) -> Result<Self> {
         let oracle = OracleProblem {
             batch: problem.batch as usize,
             q_len: problem.q_len as usize,
@@ -60,11 +64,11 @@ impl Sample {
             head_dim: problem.head_dim as usize,
             scale: f64::from(problem.scale),
             softcap: problem.softcap.map(f64::from),
-            mask: oracle_mask(&request.mask_text)?,
+            mask: oracle_mask(mask_text)?,
             q_offset: u64::from(problem.q_offset),
         };
         let rows = sample_rows(&oracle, ROWS, SEED);
-        Ok(Self { problem: problem.clone(), source: request.source.clone(), oracle, rows })
+        Ok(Self { problem: problem.clone(), source: source.clone(), oracle, rows })
     }
 
     /// The sampled rows that `rank` owns.
@@ -149,7 +153,52 @@ impl Sample {
         actual.sort_by_key(|row| row.id);
         let expected = self.expected(kv)?;
         let dtype = oracle_dtype(self.problem.dtype);
-        let context = |backend: &str| Context {
+        let dense: Vec<Comparison> = dense
+            .iter()
+            .map(|(device, rows)| compare_rows(&self.oracle, dtype, rows, &expected, &self.context(device)))
+            .collect();
+        let limit = Limit::parallel(dtype, &dense.iter().collect::<Vec<_>>());
+        let shared = compare_rows(&self.oracle, dtype, &actual, &expected, &self.context(backend));
+        Ok(Verdict {
+            rows: expected.len(),
+            max_abs_error: shared.max_abs_error,
+            tolerance: limit.o_abs(),
+            dense_error: dense.iter().map(|dense| dense.max_abs_error).fold(0.0, f64::max),
+            failure: shared.within(&limit).err().map(|failure| failure.to_string()),
+        })
+    }
+
+    /// Holds what one device computed alone, all tokens of it, to the oracle. The tolerance comes from plain f32
+    /// arithmetic on the same rows.
+    pub(crate) fn judge_alone(&self, o: &Bytes, lse: &Bytes, backend: &str) -> Result<Verdict> {
+        let kv = self.whole_kv()?;
+        let tokens = TokenRuns::contiguous(0..self.problem.q_len);
+        let mut actual = self.decode(&self.rows, &self.extract(&tokens, o, lse));
+        actual.sort_by_key(|row| row.id);
+        let q = self.source.read(&self.problem, Which::Q, &tokens)?;
+        let dtype = self.problem.dtype;
+        let oracle = Oracle::new(&self.oracle, values(dtype, &q), values(dtype, &kv.k), values(dtype, &kv.v))
+            .map_err(|error| Failure::run(format!("the oracle refuses the problem: {error}")))?;
+        let ids: Vec<RowId> = actual.iter().map(|row| row.id).collect();
+        let expected = oracle.rows(&ids);
+        let dtype = oracle_dtype(dtype);
+        let naive = naive_f32_rows(&oracle, &ids);
+        let naive =
+            compare_rows(&self.oracle, oracle::Dtype::F32, &naive, &expected, &self.context("plain f32"));
+        let limit = Limit::dense(dtype, &naive);
+        let actual = compare_rows(&self.oracle, dtype, &actual, &expected, &self.context(backend));
+        Ok(Verdict {
+            rows: expected.len(),
+            max_abs_error: actual.max_abs_error,
+            tolerance: limit.o_abs(),
+            dense_error: naive.max_abs_error,
+            failure: actual.within(&limit).err().map(|failure| failure.to_string()),
+        })
+    }
+
+    /// What a failed comparison says about itself.
+    fn context(&self, backend: &str) -> Context {
+        Context {
             case: match self.source.path() {
                 Some(path) => path.display().to_string(),
                 None => "made-up tensors".to_owned(),
@@ -160,20 +209,7 @@ impl Sample {
             },
             backend: backend.to_owned(),
             rerun: std::env::args().collect::<Vec<_>>().join(" "),
-        };
-        let dense: Vec<Comparison> = dense
-            .iter()
-            .map(|(device, rows)| compare_rows(&self.oracle, dtype, rows, &expected, &context(device)))
-            .collect();
-        let limit = Limit::parallel(dtype, &dense.iter().collect::<Vec<_>>());
-        let shared = compare_rows(&self.oracle, dtype, &actual, &expected, &context(backend));
-        Ok(Verdict {
-            rows: expected.len(),
-            max_abs_error: shared.max_abs_error,
-            tolerance: limit.o_abs(),
-            dense_error: dense.iter().map(|dense| dense.max_abs_error).fold(0.0, f64::max),
-            failure: shared.within(&limit).err().map(|failure| failure.to_string()),
-        })
+        }
     }
 
     /// The oracle's rows, on all cores.

@@ -6,6 +6,10 @@ use crate::support::*;
 fn wrong_requests_are_refused_on_one_line() {
     let cases: &[(&str, &[&str])] = &[
         ("attend", &["--input", "--shape"]),
+        ("bench --device cpu --kernel fast", &["fast", "cooperative"]),
+        ("bench --device cpu --shape 1,16,2,2,8 --queries 17", &["--queries 17", "16 tokens"]),
+        ("bench --device cpu --shape 1,16,3,2,8", &["3 query heads", "2 kv heads"]),
+        ("bench --device cpu --repeat 0", &["--repeat"]),
         ("attend --shape 1,64,8,3,64", &["8 query heads", "3 kv heads"]),
         ("attend --shape 1,64,8,2,60", &["head dim 60", "multiple of 8"]),
         ("attend --shape 0,64,8,2,64", &["batch is 0"]),

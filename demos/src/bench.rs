@@ -1,0 +1,335 @@
+//! `kyklos bench`: attention kernels on resident data, timed and checked.
+
+use std::time::Instant;
+
+use bytes::Bytes;
+use kyklos::backend::wgpu::KernelChoice;
+use kyklos::backend::{Attend, Backend, Control, Layout, Operand, State, StateMut, StateShape};
+use kyklos::plan::table;
+use kyklos::{AttentionProblem, BlockWork, Dtype, TokenRuns};
+use serde::Serialize;
+
+use crate::args::{BenchArgs, KernelName, List, MaskArg, Shape};
+use crate::device::{self, AnyBackend, DeviceId};
+use crate::failure::{Failure, Result, note, print};
+use crate::input::{Source, Which};
+use crate::verify::Sample;
+
+/// One combination.
+#[derive(Serialize)]
+struct Line {
+    device: String,
+    name: String,
+    driver: String,
+    kernel: String,
+    shape: [u32; 5],
+    queries: u32,
+    mask: String,
+    dtype: String,
+    #[serde(flatten)]
+    measured: Option<Measured>,
+    /// Why there is no time.
+    error: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Measured {
+    /// The first run: kernels are compiled in it.
+    first_ms: f64,
+    median_ms: f64,
+    min_ms: f64,
+    max_ms: f64,
+    gflop_per_s: f64,
+    max_abs_error: f64,
+    tolerance: f64,
+}
+
+/// Runs the command.
+pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
+    let List(requests) = &args.device;
+    let mut devices = Vec::new();
+    for place in 0..requests.len() {
+        let device = device::choose(requests, place)?;
+        if !devices.contains(&device) {
+            devices.push(device);
+        }
+    }
+    let cases = cases(args)?;
+    let mut lines = Vec::new();
+    for device in devices {
+        let mut seen = Vec::new();
+        for kernel in &args.kernel.0 {
+            match open(device, *kernel) {
+                // auto is one of the others, and need not be timed twice.
+                Ok(backend) if seen.contains(&backend.info().kernel) => {}
+                Ok(backend) => {
+                    seen.push(backend.info().kernel.clone());
+                    lines.extend(cases.iter().map(|case| case.line(device, &backend, args.repeat.get())));
+                }
+                Err(failure) => lines.extend(cases.iter().map(|case| {
+                    let info = device::info_of(device);
+                    case.empty_line(device, (info.name, info.driver, kernel.to_string()), &failure)
+                })),
+            }
+        }
+    }
+    print(&if args.json { json(&lines)? } else { text(&lines) })?;
+    match lines.iter().filter(|line| line.error.is_some()).count() {
+        0 => Ok(()),
+        count => Err(Failure::run(format!("{count} of {} combinations have no time", lines.len()))),
+    }
+}
+
+fn open(device: DeviceId, KernelName(kernel): KernelName) -> Result<AnyBackend> {
+    if device == DeviceId::Cpu && kernel != KernelChoice::Auto {
+        return Err(Failure::run("the cpu has one kernel: use --kernel auto"));
+    }
+    AnyBackend::open_with(device, kernel)
+}
+
+/// A shape, mask and dtype.
+struct Case {
+    problem: AttentionProblem,
+    shape: [u32; 5],
+    mask: MaskArg,
+}
+
+fn cases(args: &BenchArgs) -> Result<Vec<Case>> {
+    let mut cases = Vec::new();
+    for Shape(shape) in &args.shape {
+        for mask in &args.mask {
+            for dtype in &args.dtype {
+                let mut problem = AttentionProblem::new(*shape, *dtype, mask.mask.clone())?;
+                if let Some(queries) = args.queries {
+                    let tokens = problem.kv_len;
+                    let first = tokens.checked_sub(queries.get()).ok_or_else(|| {
+                        Failure::request(
+                            format!("--queries {queries} of {tokens} tokens"),
+                            format!("use at most {tokens}"),
+                        )
+                    })?;
+                    problem = problem.with_queries(queries.get(), first)?;
+                }
+                cases.push(Case { problem, shape: *shape, mask: mask.clone() });
+            }
+        }
+    }
+    Ok(cases)
+}
+
+impl Case {
+    fn line(&self, device: DeviceId, backend: &AnyBackend, repeat: u32) -> Line {
+        let info = backend.info();
+        note(&format!(
+            "{device} {}: {:?} {} {}",
+            info.kernel, self.shape, self.mask.text, self.problem.dtype
+        ));
+        let measured = match backend {
+            AnyBackend::Cpu(backend) => self.measure(backend, repeat),
+            AnyBackend::Wgpu(backend) => self.measure(&**backend, repeat),
+        };
+        let names = (info.name.clone(), info.driver.clone(), info.kernel.clone());
+        match measured {
+            Ok(measured) => Line {
+                measured: Some(measured),
+                error: None,
+                ..self.empty_line(device, names, &Failure::run(""))
+            },
+            Err(failure) => self.empty_line(device, names, &failure),
+        }
+    }
+
+    fn empty_line(
+        &self,
+        device: DeviceId,
+        (name, driver, kernel): (String, String, String),
+        why: &Failure,
+    ) -> Line {
+        Line {
+            device: device.to_string(),
+            name,
+            driver,
+            kernel,
+            shape: self.shape,
+            queries: self.problem.q_len,
+            mask: self.mask.text.clone(),
+            dtype: self.problem.dtype.to_string(),
+            measured: None,
+            error: Some(why.text.clone()),
+        }
+    }
+
+    fn measure<B: Backend>(&self, backend: &B, repeat: u32) -> Result<Measured> {
+        let resident = Resident::new(backend, &self.problem)?;
+        let (mut times_ms, (o, lse)) = resident.run(backend, &self.problem, repeat)?;
+        let sample = Sample::new(&self.problem, &Source::MadeUp { seed: SEED }, &self.mask.text)?;
+        let verdict = sample.judge_alone(&o, &lse, &backend.info().kernel)?;
+        if let Some(failure) = verdict.failure {
+            return Err(Failure::run(format!("wrong result: {failure}")));
+        }
+        let first_ms = times_ms.remove(0);
+        times_ms.sort_by(f64::total_cmp);
+        let median_ms = times_ms[times_ms.len() / 2];
+        Ok(Measured {
+            first_ms,
+            median_ms,
+            min_ms: times_ms[0],
+            max_ms: times_ms[times_ms.len() - 1],
+            gflop_per_s: self.flops() / median_ms / 1e6,
+            max_abs_error: verdict.max_abs_error,
+            tolerance: verdict.tolerance,
+        })
+    }
+
+    /// A multiply-add counts as two.
+    fn flops(&self) -> f64 {
+        let p = &self.problem;
+        let row = |batch: u32, row: u32| {
+            let span = p.mask.visible(batch as usize, p.q_position(row), p.kv_len);
+            f64::from(span.hi - span.lo)
+        };
+        let pairs: f64 = (0..p.batch).flat_map(|b| (0..p.q_len).map(move |r| row(b, r))).sum();
+        4.0 * pairs * f64::from(p.head_dim) * f64::from(p.q_heads)
+    }
+}
+
+/// Tensors and results on a device.
+struct Resident<Buffer> {
+    q: Buffer,
+    k: Buffer,
+    v: Buffer,
+    a: Buffer,
+    ml: Buffer,
+    o: Buffer,
+    lse: Buffer,
+    shape: StateShape,
+}
+
+impl<Buffer> Resident<Buffer> {
+    fn new<B: Backend<Buffer = Buffer>>(backend: &B, problem: &AttentionProblem) -> Result<Self> {
+        let source = Source::MadeUp { seed: SEED };
+        let upload = |label, which, tokens| -> Result<Buffer> {
+            Ok(backend.upload(label, source.read(problem, which, &TokenRuns::contiguous(0..tokens))?)?)
+        };
+        let shape = StateShape {
+            batch: problem.batch as usize,
+            rows: problem.q_len as usize,
+            heads: problem.q_heads as usize,
+            dim: problem.head_dim as usize,
+        };
+        Ok(Self {
+            q: upload("q", Which::Q, problem.q_len)?,
+            k: upload("k", Which::K, problem.kv_len)?,
+            v: upload("v", Which::V, problem.kv_len)?,
+            a: backend.alloc("a", shape.a_bytes())?,
+            ml: backend.alloc("ml", shape.ml_bytes())?,
+            o: backend.alloc("o", o_bytes(&shape, problem.dtype))?,
+            lse: backend.alloc("lse", shape.ml_bytes() / 2)?,
+            shape,
+        })
+    }
+
+    /// One run more than `repeat`, and what the last one gave.
+    fn run<B: Backend<Buffer = Buffer>>(
+        mut self,
+        backend: &B,
+        problem: &AttentionProblem,
+        repeat: u32,
+    ) -> Result<(Vec<f64>, (Bytes, Bytes))> {
+        let queries = TokenRuns::contiguous(0..problem.q_len);
+        let keys = TokenRuns::contiguous(0..problem.kv_len);
+        let work =
+            BlockWork::new(problem, &queries, &keys, backend.tile_shape(problem.dtype, problem.head_dim));
+        let kv_head_of: Vec<u32> = (0..problem.q_heads).map(|head| head / problem.group()).collect();
+        let layout = |tokens: u32, heads: u32| {
+            let [tokens, heads] = [tokens as usize, heads as usize];
+            let row_stride = heads * self.shape.dim;
+            Layout { offset: 0, batch_stride: tokens * row_stride, row_stride, head_stride: self.shape.dim }
+        };
+        let (q_layout, kv_layout) =
+            (layout(problem.q_len, problem.q_heads), layout(problem.kv_len, problem.kv_heads));
+        let mut times_ms = Vec::new();
+        for _ in 0..=repeat {
+            let started = Instant::now();
+            let mut state = StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape };
+            backend.reset_state(&mut state)?;
+            let args = Attend {
+                dtype: problem.dtype,
+                scale: problem.scale,
+                softcap: problem.softcap,
+                q: Operand { buffer: &self.q, layout: q_layout },
+                k: Operand { buffer: &self.k, layout: kv_layout },
+                v: Operand { buffer: &self.v, layout: kv_layout },
+                kv_head_of: &kv_head_of,
+                work: &work,
+                state,
+            };
+            pollster::block_on(backend.attend(args, &Control::default()))?;
+            let state = State { a: &self.a, ml: &self.ml, shape: self.shape };
+            backend.finalize(&state, problem.dtype, &mut self.o, &mut self.lse)?;
+            pollster::block_on(backend.wait())?;
+            times_ms.push(started.elapsed().as_secs_f64() * 1e3);
+        }
+        let o = backend.download(&mut self.o, 0..o_bytes(&self.shape, problem.dtype));
+        let lse = backend.download(&mut self.lse, 0..self.shape.ml_bytes() / 2);
+        Ok((times_ms, (pollster::block_on(o)?, pollster::block_on(lse)?)))
+    }
+}
+
+fn o_bytes(shape: &StateShape, dtype: Dtype) -> usize {
+    shape.a_bytes() / 4 * dtype.bytes()
+}
+
+fn json(lines: &[Line]) -> Result<String> {
+    serde_json::to_string_pretty(lines)
+        .map(|json| json + "\n")
+        .map_err(|error| Failure::run(format!("cannot print the table: {error}")))
+}
+
+fn text(lines: &[Line]) -> String {
+    let header = [
+        "device",
+        "kernel",
+        "shape",
+        "queries",
+        "mask",
+        "dtype",
+        "first ms",
+        "median ms",
+        "min ms",
+        "max ms",
+        "GFLOP/s",
+        "error",
+        "tolerance",
+    ];
+    let rows = lines.iter().filter_map(|line| {
+        let m = line.measured.as_ref()?;
+        let names = [&line.device, &line.kernel].map(String::clone);
+        let case = [line.shape_text(), line.queries.to_string(), line.mask.clone(), line.dtype.clone()];
+        let ms = [m.first_ms, m.median_ms, m.min_ms, m.max_ms].map(|ms| format!("{ms:.2}"));
+        let errors = [m.max_abs_error, m.tolerance].map(|error| format!("{error:.1e}"));
+        Some([&names[..], &case, &ms, &[format!("{:.1}", m.gflop_per_s)], &errors].concat())
+    });
+    let mut out = table(&header, rows.collect());
+    // What stopped a kernel altogether is told once.
+    let mut told = Vec::new();
+    for line in lines {
+        let Some(error) = &line.error else { continue };
+        let key = (&line.device, &line.kernel, error);
+        if !told.contains(&key) {
+            let (device, kernel, shape) = (&line.device, &line.kernel, line.shape_text());
+            out.push_str(&format!("\n{device} {kernel}, {shape} {} {}: {error}\n", line.mask, line.dtype));
+            told.push(key);
+        }
+    }
+    out
+}
+
+impl Line {
+    fn shape_text(&self) -> String {
+        self.shape.map(|n| n.to_string()).join(",")
+    }
+}
+
+/// Seed of the tensors.
+const SEED: u64 = 0;
