@@ -431,8 +431,15 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             .collect()
     }
 
+    /// The extents of the running state that a buffer holds.
     fn shape(&self, state: BufferId) -> StateShape {
-        self.executor.plan.buffer(state).state_shape(&self.executor.world.problem)
+        let (buffer, problem) = (self.executor.plan.buffer(state), &self.executor.world.problem);
+        StateShape {
+            batch: problem.batch as usize,
+            rows: buffer.tokens.len(),
+            heads: buffer.head_count() as usize,
+            dim: problem.head_dim as usize,
+        }
     }
 
     fn content(&self, buffer: BufferId) -> Content {

@@ -25,7 +25,6 @@ pub mod collective;
 mod dtype;
 mod error;
 mod exec;
-mod extents;
 pub mod host;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod local;

@@ -40,7 +40,7 @@ const CRATES: [(&str, &[&str]); 6] = [
 
 /// Inside the runtime: what each module may use of the others (`error` and `Result` are everybody's). The order is
 /// from the bottom to the top; whoever is missing may be used by nobody below.
-const MODULES: [(&str, &[&str]); 19] = [
+const MODULES: [(&str, &[&str]); 18] = [
     ("dtype", &["error"]),
     ("error", &[]),
     ("tokens", &[]),
@@ -55,7 +55,6 @@ const MODULES: [(&str, &[&str]); 19] = [
     ("clock", &[]),
     ("meter", &["clock"]),
     ("backend", &["dtype", "error", "lower"]),
-    ("extents", &["backend", "plan", "problem"]),
     ("collective", &["backend", "error", "meter", "plan"]),
     ("exec", &["backend", "clock", "collective", "error", "lower", "meter", "plan"]),
     ("collect", &["error", "host", "plan", "tokens"]),
