@@ -56,8 +56,8 @@ pub(super) fn exp2_each<S: Simd, const N: usize, const M: usize>(
 /// The larger one; NaN where `x` is NaN.
 #[inline(always)]
 fn at_least<S: Simd>(simd: S, bound: S::f32s, x: S::f32s) -> S::f32s {
-    // x86 returns the second operand when either is NaN, NEON a NaN; the fallback's f32::max the one that is none.
-    if size_of::<S::f32s>() > 16 || cfg!(target_arch = "aarch64") {
+    // One instruction on x86, which returns the second operand when either is NaN; elsewhere a maximum may be the number.
+    if size_of::<S::f32s>() > 16 && cfg!(any(target_arch = "x86", target_arch = "x86_64")) {
         simd.max_f32s(bound, x)
     } else {
         simd.select_f32s(simd.less_than_f32s(x, bound), bound, x)
