@@ -1,16 +1,11 @@
 //! Every kernel in every variant is valid, translates to the languages of all platforms, stays within the limits that
 //! it claims and agrees with the Rust side; a few texts are pinned.
 
-use kyklos_shaders::{
-    Access, AttendKernel, AttendVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM, Storage,
-};
+mod catalogue;
+
+use catalogue::{every_kernel, parsed, validated};
+use kyklos_shaders::{Access, AttendKernel, AttendVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel, Storage};
 use naga::back::{hlsl, msl, spv};
-use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
-
-const HEAD_DIMS: [u32; 11] = [8, 32, 64, 72, 80, 96, 128, 192, 256, 264, MAX_HEAD_DIM];
-
-/// Size of matrices, of subgroups, and number of these: software Vulkan, Apple, NVIDIA, AMD.
-const MATRICES: [[u32; 3]; 5] = [[8, 8, 1], [8, 32, 4], [16, 32, 4], [16, 64, 2], [8, 64, 1]];
 
 /// WebGPU's default limits.
 const MAX_STORAGE_BUFFERS: usize = 8;
@@ -18,53 +13,6 @@ const MAX_WORKGROUP_BYTES: u32 = 16384;
 /// What every native platform with matrix units has.
 const NATIVE_WORKGROUP_BYTES: u32 = 32768;
 const MAX_INVOCATIONS: u32 = 256;
-
-fn every_kernel() -> Vec<Kernel> {
-    let mut kernels = vec![Kernel::Repack { words: 1 }, Kernel::Repack { words: 4 }, Kernel::ResetState];
-    for head_dim in HEAD_DIMS {
-        kernels.push(Kernel::Merge { head_dim });
-        for storage in Storage::ALL {
-            kernels.push(Kernel::Finalize { storage, head_dim });
-            let variants = AttendVariant::SUBGROUP_SIZES
-                .map(|size| AttendVariant::subgroup_broadcast(size, head_dim))
-                .into_iter()
-                .chain([AttendVariant::Portable])
-                .chain(MATRICES.into_iter().filter_map(|[size, lanes, subgroups]| {
-                    AttendVariant::cooperative(size, lanes, subgroups, storage, head_dim)
-                }));
-            for variant in variants {
-                for softcap in [false, true] {
-                    kernels.push(Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap }));
-                }
-            }
-        }
-    }
-    kernels
-}
-
-fn parsed(kernel: &Kernel) -> naga::Module {
-    let source = kernel.source(Dialect::Naga);
-    naga::front::wgsl::parse_str(&source)
-        .unwrap_or_else(|error| panic!("{}: {}\n{source}", kernel.name(), error.emit_to_string(&source)))
-}
-
-fn validated(kernel: &Kernel, module: &naga::Module) -> ModuleInfo {
-    // What WebGPU has without features (reading packed f16 as f32 is part of it), and subgroups where they are needed.
-    let mut capabilities = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
-    if kernel.needs_subgroups() {
-        capabilities |= Capabilities::SUBGROUP;
-    }
-    if kernel.needs_matrices() {
-        capabilities |= Capabilities::COOPERATIVE_MATRIX | Capabilities::SHADER_FLOAT16;
-    }
-    let mut validator = Validator::new(ValidationFlags::all(), capabilities);
-    if kernel.needs_subgroups() {
-        validator
-            .subgroup_stages(naga::valid::ShaderStages::COMPUTE)
-            .subgroup_operations(naga::valid::SubgroupOperationSet::all());
-    }
-    validator.validate(module).unwrap_or_else(|error| panic!("{}: {error:?}", kernel.name()))
-}
 
 #[test]
 fn every_kernel_is_valid_and_translates_to_spirv_msl_and_hlsl() {

@@ -238,11 +238,13 @@ var seen{r} = full_runs < partial_runs;",
         }
     }
 
-    /// Fetches the row of key `key + j`: this lane's units, unpacked before they are broadcast.
+    /// Fetches the row of key `key + j`: this lane's units, unpacked before they are broadcast. Coordinates are signed
+    /// because naga, where it has to clamp them itself, makes invalid SPIR-V of unsigned ones.
     fn fetch(&self, t: &mut Text, tensor: &str, j: u32) {
         for load in 0..self.loads() {
             t.line(format!(
-                "let {tensor}{j}_unit{load} = textureLoad({tensor}, vec2<u32>(unit{load}, {tensor}_y + key + {j}u));"
+                "let {tensor}{j}_unit{load} = \
+                 textureLoad({tensor}, vec2<i32>(vec2<u32>(unit{load}, {tensor}_y + key + {j}u)));"
             ));
             for half in 0..self.unit_chunks() {
                 t.line(format!("let {tensor}{j}_own{load}_{half} = texel_{half}({tensor}{j}_unit{load});"));

@@ -134,9 +134,9 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
         let first = max(work[params.runs_at + 2u * run], params.key_begin);
         let end = min(work[params.runs_at + 2u * run + 1u], params.key_end);
         for (var key = first; key < end; key += 2u) {
-            let k0_unit0 = textureLoad(k, vec2<u32>(unit0, k_y + key + 0u));
+            let k0_unit0 = textureLoad(k, vec2<i32>(vec2<u32>(unit0, k_y + key + 0u)));
             let k0_own0_0 = texel_0(k0_unit0);
-            let k1_unit0 = textureLoad(k, vec2<u32>(unit0, k_y + key + 1u));
+            let k1_unit0 = textureLoad(k, vec2<i32>(vec2<u32>(unit0, k_y + key + 1u)));
             let k1_own0_0 = texel_0(k1_unit0);
             let k0_0x = subgroupBroadcast(k0_own0_0.x, 0u);
             let k1_0x = subgroupBroadcast(k1_own0_0.x, 0u);
@@ -212,9 +212,9 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             let p0_1 = exp2(x0_1 - n0);
             m0 = n0;
             l0 = fma(l0, corr0, p0_0 + p0_1);
-            let v0_unit0 = textureLoad(v, vec2<u32>(unit0, v_y + key + 0u));
+            let v0_unit0 = textureLoad(v, vec2<i32>(vec2<u32>(unit0, v_y + key + 0u)));
             let v0_own0_0 = texel_0(v0_unit0);
-            let v1_unit0 = textureLoad(v, vec2<u32>(unit0, v_y + key + 1u));
+            let v1_unit0 = textureLoad(v, vec2<i32>(vec2<u32>(unit0, v_y + key + 1u)));
             let v1_own0_0 = texel_0(v1_unit0);
             let v0_0x = subgroupBroadcast(v0_own0_0.x, 0u);
             let v1_0x = subgroupBroadcast(v1_own0_0.x, 0u);
@@ -270,7 +270,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
         let first = max(work[params.runs_at + 2u * run], params.key_begin);
         let end = min(work[params.runs_at + 2u * run + 1u], params.key_end);
         for (var key = first; key < end; key += 1u) {
-            let k0_unit0 = textureLoad(k, vec2<u32>(unit0, k_y + key + 0u));
+            let k0_unit0 = textureLoad(k, vec2<i32>(vec2<u32>(unit0, k_y + key + 0u)));
             let k0_own0_0 = texel_0(k0_unit0);
             let k0_0x = subgroupBroadcast(k0_own0_0.x, 0u);
             var s0_0_0 = q0_0.x * k0_0x;
@@ -314,7 +314,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             let p0_0 = select(0.0f, exp2(x0_0 - n0), vis0);
             m0 = n0;
             l0 = fma(l0, corr0, p0_0);
-            let v0_unit0 = textureLoad(v, vec2<u32>(unit0, v_y + key + 0u));
+            let v0_unit0 = textureLoad(v, vec2<i32>(vec2<u32>(unit0, v_y + key + 0u)));
             let v0_own0_0 = texel_0(v0_unit0);
             let v0_0x = subgroupBroadcast(v0_own0_0.x, 0u);
             a0_0x = fma(select(0.0f, v0_0x, vis0), p0_0, a0_0x * corr0);
