@@ -2,7 +2,8 @@
 //! it claims and agrees with the Rust side; a few texts are pinned.
 
 use kyklos_shaders::{
-    Access, AttendKernel, AttendVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM, Storage,
+    Access, AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel,
+    MAX_HEAD_DIM, Storage,
 };
 use naga::back::{hlsl, msl, spv};
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
@@ -23,6 +24,7 @@ fn every_kernel() -> Vec<Kernel> {
     let mut kernels = vec![Kernel::Repack { words: 1 }, Kernel::Repack { words: 4 }, Kernel::ResetState];
     for head_dim in HEAD_DIMS {
         kernels.push(Kernel::Merge { head_dim });
+        kernels.push(Kernel::MergeParts { head_dim });
         for storage in Storage::ALL {
             kernels.push(Kernel::Finalize { storage, head_dim });
             let variants = AttendVariant::SUBGROUP_SIZES
@@ -35,6 +37,14 @@ fn every_kernel() -> Vec<Kernel> {
             for variant in variants {
                 for softcap in [false, true] {
                     kernels.push(Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap }));
+                }
+            }
+            let lanes =
+                AttendVariant::SUBGROUP_SIZES.map(|subgroup_size| DecodeVariant::Lanes { subgroup_size });
+            for variant in [DecodeVariant::Portable].into_iter().chain(lanes) {
+                let most = variant.most_slots(head_dim);
+                for (slots, softcap) in [(1, false), (most.min(3), true), (most, false)] {
+                    kernels.push(Kernel::Decode(DecodeKernel { variant, storage, head_dim, slots, softcap }));
                 }
             }
         }
@@ -210,6 +220,14 @@ fn pinned_texts_have_not_changed() {
     for kernel in [
         attend(AttendVariant::Portable, Storage::Bf16, true),
         attend(broadcast, Storage::F32, false),
+        Kernel::Decode(DecodeKernel {
+            variant: DecodeVariant::Portable,
+            storage: Storage::F16,
+            head_dim: 16,
+            slots: 2,
+            softcap: false,
+        }),
+        Kernel::MergeParts { head_dim: 24 },
         Kernel::Finalize { storage: Storage::F16, head_dim: 16 },
     ] {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
