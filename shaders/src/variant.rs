@@ -127,7 +127,8 @@ pub enum DecodeVariant {
 }
 
 impl DecodeVariant {
-    /// Query rows, counted over all heads of a workgroup, that it is made for.
+    /// Query rows, counted over all heads of a workgroup, that it is made for; 0 where heads are too
+    /// large for it.
     pub const fn most_slots(self, head_dim: u32) -> u32 {
         match self {
             Self::Portable => decode::portable_slots(head_dim),

@@ -43,6 +43,9 @@ fn every_kernel() -> Vec<Kernel> {
                 AttendVariant::SUBGROUP_SIZES.map(|subgroup_size| DecodeVariant::Lanes { subgroup_size });
             for variant in [DecodeVariant::Portable].into_iter().chain(lanes) {
                 let most = variant.most_slots(head_dim);
+                if most == 0 {
+                    continue;
+                }
                 for (slots, softcap) in [(1, false), (most.min(3), true), (most, false)] {
                     kernels.push(Kernel::Decode(DecodeKernel { variant, storage, head_dim, slots, softcap }));
                 }

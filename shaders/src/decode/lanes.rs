@@ -10,9 +10,9 @@ use crate::variant::DecodeKernel;
 
 const COMPONENTS: [&str; 4] = ["x", "y", "z", "w"];
 
-/// Unrolled statements grow with slots × dim; beyond some hundred, compile time takes over.
+/// Unrolled statements grow with slots × dim; beyond some hundred, compilation takes seconds.
 pub(crate) const fn most_slots(head_dim: u32) -> u32 {
-    match 512 / head_dim {
+    match 256 / head_dim {
         slots if slots < MAX_SLOTS => slots,
         _ => MAX_SLOTS,
     }
