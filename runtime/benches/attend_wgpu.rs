@@ -1,6 +1,6 @@
 //! Time of one `attend` on a wgpu device, as CSV.
 //!
-//! `--short` runs one shape a few times; `--device N` picks a device; `--portable` and `--cooperative` force those kernels.
+//! `--short` runs one shape a few times, `--decode` the shapes of few query rows; `--device N` picks a device; `--portable` and `--cooperative` force those kernels.
 //! Wall time wobbles on a shared machine; processor seconds of this process (all threads; on a software driver that is
 //! the whole computation) do not.
 
@@ -12,20 +12,26 @@ use kyklos::backend::{Attend, Backend, Control, Layout, Operand, StateMut, State
 use kyklos::{AttentionProblem, BlockWork, Dtype, Error, TokenRuns};
 use pollster::block_on;
 
-/// Batch, sequence, query heads, kv heads, head dim; dtype; mask.
-type Shape = ([u32; 5], Dtype, &'static str);
+/// Batch, keys, query heads, kv heads, head dim; dtype; mask; query rows, the last of the sequence.
+type Shape = ([u32; 5], Dtype, &'static str, u32);
 
 const SHAPES: &[Shape] = &[
-    ([1, 1024, 8, 8, 64], Dtype::F32, "full"),
-    ([1, 1024, 8, 8, 64], Dtype::F32, "causal"),
-    ([1, 1024, 8, 8, 64], Dtype::F16, "full"),
-    ([1, 1024, 8, 8, 64], Dtype::Bf16, "causal"),
-    ([1, 1024, 8, 2, 128], Dtype::F32, "full"),
-    ([1, 1024, 8, 2, 128], Dtype::F16, "causal"),
-    ([1, 1024, 8, 8, 96], Dtype::F32, "full"),
-    ([1, 1024, 8, 8, 32], Dtype::F32, "full"),
-    ([1, 512, 8, 8, 256], Dtype::F32, "full"),
-    ([1, 4096, 8, 8, 64], Dtype::F32, "causal"),
+    ([1, 1024, 8, 8, 64], Dtype::F32, "full", 1024),
+    ([1, 1024, 8, 8, 64], Dtype::F32, "causal", 1024),
+    ([1, 1024, 8, 8, 64], Dtype::F16, "full", 1024),
+    ([1, 1024, 8, 8, 64], Dtype::Bf16, "causal", 1024),
+    ([1, 1024, 8, 2, 128], Dtype::F32, "full", 1024),
+    ([1, 1024, 8, 2, 128], Dtype::F16, "causal", 1024),
+    ([1, 1024, 8, 8, 96], Dtype::F32, "full", 1024),
+    ([1, 1024, 8, 8, 32], Dtype::F32, "full", 1024),
+    ([1, 512, 8, 8, 256], Dtype::F32, "full", 512),
+    ([1, 4096, 8, 8, 64], Dtype::F32, "causal", 4096),
+    ([1, 4096, 8, 2, 64], Dtype::F32, "causal", 1),
+    ([1, 4096, 8, 2, 64], Dtype::F16, "causal", 1),
+    ([1, 4096, 8, 8, 64], Dtype::F32, "causal", 1),
+    ([1, 4096, 8, 2, 128], Dtype::Bf16, "causal", 1),
+    ([1, 4096, 8, 2, 64], Dtype::F32, "causal", 4),
+    ([1, 32768, 8, 2, 64], Dtype::F16, "causal", 1),
 ];
 
 fn main() -> Result<(), Error> {
@@ -52,35 +58,43 @@ fn main() -> Result<(), Error> {
     let info = backend.info();
     println!("# {} ({}), kernel {}", info.name, info.driver, info.kernel);
     println!(
-        "batch,seq,q_heads,kv_heads,dim,dtype,mask,first_ms,median_ms,min_ms,max_ms,gflops_median,gflops_best,cpu_median_ms,cpu_min_ms"
+        "batch,rows,keys,q_heads,kv_heads,dim,dtype,mask,first_ms,median_ms,min_ms,max_ms,gflops_median,gflops_best,cpu_median_ms,cpu_min_ms"
     );
     let (shapes, repeats) = if has("--short") { (&SHAPES[..1], 7) } else { (SHAPES, 15) };
     for shape in shapes {
-        measure(&backend, shape, repeats)?;
+        let [_, keys, ..] = shape.0;
+        if !has("--decode") || shape.3 < keys {
+            measure(&backend, shape, repeats)?;
+        }
     }
     Ok(())
 }
 
-fn measure(backend: &WgpuBackend, (shape, dtype, mask): &Shape, repeats: usize) -> Result<(), Error> {
+fn measure(backend: &WgpuBackend, (shape, dtype, mask, rows): &Shape, repeats: usize) -> Result<(), Error> {
     let [batch, seq, q_heads, kv_heads, dim] = *shape;
-    let problem = AttentionProblem::new(*shape, *dtype, mask.parse()?)?;
-    let dense = |heads: u32| Layout {
+    let problem = AttentionProblem::new(*shape, *dtype, mask.parse()?)?.with_queries(*rows, seq - *rows)?;
+    let dense = |heads: u32, tokens: u32| Layout {
         offset: 0,
-        batch_stride: (seq * heads * dim) as usize,
+        batch_stride: (tokens * heads * dim) as usize,
         row_stride: (heads * dim) as usize,
         head_stride: dim as usize,
     };
-    let fill = |label: &str, heads: u32| {
-        let elements = (batch * seq * heads * dim) as usize;
+    let fill = |label: &str, heads: u32, tokens: u32| {
+        let elements = (batch * tokens * heads * dim) as usize;
         backend.upload(label, Bytes::from(made_up(*dtype, elements)))
     };
-    let (q, k, v) = (fill("q", q_heads)?, fill("k", kv_heads)?, fill("v", kv_heads)?);
-    let state_shape =
-        StateShape { batch: batch as usize, rows: seq as usize, heads: q_heads as usize, dim: dim as usize };
+    let (q, k, v) = (fill("q", q_heads, *rows)?, fill("k", kv_heads, seq)?, fill("v", kv_heads, seq)?);
+    let state_shape = StateShape {
+        batch: batch as usize,
+        rows: *rows as usize,
+        heads: q_heads as usize,
+        dim: dim as usize,
+    };
     let mut a = backend.alloc("a", state_shape.a_bytes())?;
     let mut ml = backend.alloc("ml", state_shape.ml_bytes())?;
-    let tokens = TokenRuns::contiguous(0..seq);
-    let work = BlockWork::new(&problem, &tokens, &tokens, backend.tile_shape(*dtype, dim));
+    // Query tokens are counted from the first row.
+    let (queries, keys) = (TokenRuns::contiguous(0..*rows), TokenRuns::contiguous(0..seq));
+    let work = BlockWork::new(&problem, &queries, &keys, backend.tile_shape(*dtype, dim));
     let kv_head_of: Vec<u32> = (0..q_heads).map(|head| head / problem.group()).collect();
     let control = Control::default();
     let mut call = || -> Result<(f64, f64), Error> {
@@ -92,9 +106,9 @@ fn measure(backend: &WgpuBackend, (shape, dtype, mask): &Shape, repeats: usize) 
             dtype: *dtype,
             scale: problem.scale,
             softcap: None,
-            q: Operand { buffer: &q, layout: dense(q_heads) },
-            k: Operand { buffer: &k, layout: dense(kv_heads) },
-            v: Operand { buffer: &v, layout: dense(kv_heads) },
+            q: Operand { buffer: &q, layout: dense(q_heads, *rows) },
+            k: Operand { buffer: &k, layout: dense(kv_heads, seq) },
+            v: Operand { buffer: &v, layout: dense(kv_heads, seq) },
             kv_head_of: &kv_head_of,
             work: &work,
             state,
@@ -109,17 +123,17 @@ fn measure(backend: &WgpuBackend, (shape, dtype, mask): &Shape, repeats: usize) 
     let mut cpu: Vec<f64> = samples.iter().map(|sample| sample.1).collect();
     cpu.sort_by(f64::total_cmp);
     let (min, median, max) = (samples[0].0, samples[repeats / 2].0, samples[repeats - 1].0);
-    // Half of the square is counted for a causal mask.
-    let share = if *mask == "causal" { 0.5 } else { 1.0 };
+    // Half of the square is counted for a causal mask; few rows at the end see all.
+    let share = if *mask == "causal" && *rows == seq { 0.5 } else { 1.0 };
     let gflop = 4e-9
         * share
         * f64::from(batch)
         * f64::from(q_heads)
-        * f64::from(seq)
+        * f64::from(*rows)
         * f64::from(seq)
         * f64::from(dim);
     println!(
-        "{batch},{seq},{q_heads},{kv_heads},{dim},{dtype},{mask},{:.1},{:.2},{:.2},{:.2},{:.1},{:.1},{:.1},{:.1}",
+        "{batch},{rows},{seq},{q_heads},{kv_heads},{dim},{dtype},{mask},{:.1},{:.2},{:.2},{:.2},{:.1},{:.1},{:.1},{:.1}",
         first_s * 1e3,
         median * 1e3,
         min * 1e3,

@@ -8,7 +8,7 @@ use crate::text::Text;
 pub(crate) const THREADS_PER_ROW: u32 = 8;
 
 /// Finds `row_head` (its index in `[batch, rows, heads]`), `ml_at` and `lane`; `inside` tells whether there is one.
-const ROW_HEAD: &str = "
+pub(crate) const ROW_HEAD: &str = "
 let group = group_id.x + group_id.y * params.grid_width;
 let row_head = params.first + group * 8u + (thread >> 3u);
 let lane = thread & 7u;
@@ -19,7 +19,7 @@ let row = (safe / params.heads) % params.rows;
 let batch = safe / params.heads / params.rows;
 let ml_at = (batch * params.heads + head) * params.rows + row;";
 
-const MAIN: &str =
+pub(crate) const MAIN: &str =
     "fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32)";
 
 /// m = max(m₁, m₂), l = l₁e^(m₁−m) + l₂e^(m₂−m), a likewise. Bindings: state `into` (a, ml), state `from` (a, ml).

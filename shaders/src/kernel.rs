@@ -1,7 +1,11 @@
 //! The catalogue: which kernels there are, what they bind and what they need.
 
-use crate::uniforms::{AttendParams, FinalizeParams, MergeParams, RepackParams, ResetParams, Uniform};
-use crate::{Storage, attend, finish, repack};
+use crate::uniforms::{
+    AttendParams, DecodeParams, FinalizeParams, MergeParams, MergePartsParams, RepackParams, ResetParams,
+    Uniform,
+};
+use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant};
+use crate::{Storage, attend, decode, finish, repack};
 
 /// Which compiler the text is for: they disagree about how a use of subgroups is announced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -12,122 +16,18 @@ pub enum Dialect {
     Tint,
 }
 
-/// How attention is computed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum AttendVariant {
-    /// Tiles in workgroup memory; runs within WebGPU's default limits and needs no feature.
-    Portable,
-    /// One subgroup is one workgroup, query rows lie in its lanes, keys and values are broadcast from lane to lane.
-    /// Made for drivers that compute on the host's cores; needs subgroups of exactly this size.
-    SubgroupBroadcast {
-        /// Lanes of a subgroup.
-        subgroup_size: u32,
-        /// Query rows that one lane carries in registers.
-        rows_per_lane: u32,
-    },
-    /// Products on matrix units, f16 times f16 summed in f32; needs the native extensions for that, subgroups of
-    /// exactly this size, f16 storage, and a head dim that is a multiple of the matrices' size.
-    Cooperative {
-        /// Rows and columns of a matrix: 8 or 16.
-        size: u32,
-        /// Lanes of a subgroup: a multiple of `size`, at most its square.
-        subgroup_size: u32,
-        /// Subgroups of a workgroup.
-        subgroups: u32,
-    },
-}
-
-impl AttendVariant {
-    /// Sizes for which the broadcast variant is made.
-    pub const SUBGROUP_SIZES: [u32; 3] = [4, 8, 16];
-
-    /// The broadcast variant with as many rows in a lane as pay off for heads of `head_dim` elements.
-    pub const fn subgroup_broadcast(subgroup_size: u32, head_dim: u32) -> Self {
-        // Unrolled statements grow with rows × dim; beyond some hundred, compile time and spills take over.
-        let rows_per_lane = match head_dim {
-            0..=64 => 3,
-            65..=128 => 2,
-            _ => 1,
-        };
-        Self::SubgroupBroadcast { subgroup_size, rows_per_lane }
-    }
-
-    /// The matrix variant for a device's matrices and subgroups, where it can be made for these tensors.
-    pub const fn cooperative(
-        size: u32,
-        subgroup_size: u32,
-        subgroups: u32,
-        storage: Storage,
-        head_dim: u32,
-    ) -> Option<Self> {
-        let made = matches!(storage, Storage::F16)
-            && head_dim <= attend::cooperative::MAX_HEAD_DIM
-            && head_dim.is_multiple_of(size)
-            && (size == 8 || size == 16)
-            && subgroup_size.is_multiple_of(size)
-            && subgroup_size <= size * size
-            && subgroups > 0;
-        if made { Some(Self::Cooperative { size, subgroup_size, subgroups }) } else { None }
-    }
-
-    /// Name for reports.
-    pub fn name(self) -> String {
-        match self {
-            Self::Portable => "portable".to_owned(),
-            Self::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
-                format!("subgroup-broadcast-{subgroup_size}x{rows_per_lane}")
-            }
-            Self::Cooperative { size, subgroup_size, subgroups } => {
-                format!("cooperative-{size}x{size}-{subgroup_size}x{subgroups}")
-            }
-        }
-    }
-}
-
-/// Parameters of an attention kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct AttendKernel {
-    /// How it is computed.
-    pub variant: AttendVariant,
-    /// Storage type of q, k, v.
-    pub storage: Storage,
-    /// Elements of a head: a multiple of 8 up to [`MAX_HEAD_DIM`].
-    pub head_dim: u32,
-    /// Whether logits pass c · tanh(x / c).
-    pub softcap: bool,
-}
-
-/// Extent of the tiles that an attention kernel works on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tile {
-    /// Query rows of one workgroup.
-    pub q_rows: u32,
-    /// Keys in which its work list counts.
-    pub kv_cols: u32,
-}
-
-impl AttendKernel {
-    /// The tiles of this kernel.
-    pub const fn tile(&self) -> Tile {
-        match self.variant {
-            AttendVariant::Portable => {
-                Tile { q_rows: attend::portable::q_rows(self.head_dim), kv_cols: attend::portable::KV_COLS }
-            }
-            AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
-                Tile { q_rows: subgroup_size * rows_per_lane, kv_cols: attend::subgroup::KV_COLS }
-            }
-            AttendVariant::Cooperative { size, subgroups, .. } => {
-                Tile { q_rows: size * subgroups, kv_cols: attend::cooperative::kv_cols(self.head_dim) }
-            }
-        }
-    }
-}
-
 /// Any kernel of this crate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kernel {
     /// One block of queries against one block of keys, into a running state.
     Attend(AttendKernel),
+    /// Few rows of queries against one block of keys, split by split, into parts.
+    Decode(DecodeKernel),
+    /// The parts of [`Self::Decode`] into a running state.
+    MergeParts {
+        /// Elements of a head.
+        head_dim: u32,
+    },
     /// A running state into another of the same rows.
     Merge {
         /// Elements of a head.
@@ -193,6 +93,15 @@ impl Kernel {
                 kernel.head_dim,
                 if kernel.softcap { "-softcap" } else { "" }
             ),
+            Self::Decode(kernel) => format!(
+                "decode-{}-{}-d{}x{}{}",
+                kernel.variant.name(),
+                kernel.storage.name(),
+                kernel.head_dim,
+                kernel.slots,
+                if kernel.softcap { "-softcap" } else { "" }
+            ),
+            Self::MergeParts { head_dim } => format!("merge-parts-d{head_dim}"),
             Self::Merge { head_dim } => format!("merge-d{head_dim}"),
             Self::Finalize { storage, head_dim } => format!("finalize-{}-d{head_dim}", storage.name()),
             Self::Repack { words } => format!("repack-{words}"),
@@ -203,12 +112,13 @@ impl Kernel {
     /// The WGSL text; the same kernel gives the same text.
     ///
     /// # Panics
-    /// On a head dim that is not a multiple of 8 up to [`MAX_HEAD_DIM`].
+    /// On a head dim that is not a multiple of 8 up to [`MAX_HEAD_DIM`], or more slots than
+    /// [`DecodeVariant::most_slots`] allows.
     pub fn source(&self, dialect: Dialect) -> String {
         match *self {
             Self::Attend(kernel) => {
                 assert_head_dim(kernel.head_dim);
-                let body = match kernel.variant {
+                let text = match kernel.variant {
                     AttendVariant::Portable => attend::portable::source(kernel),
                     AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
                         attend::subgroup::source(kernel, subgroup_size, rows_per_lane)
@@ -217,11 +127,21 @@ impl Kernel {
                         attend::cooperative::source(kernel, size, subgroup_size, subgroups)
                     }
                 };
-                if self.needs_subgroups() && dialect == Dialect::Tint {
-                    format!("enable subgroups;\n\n{body}")
-                } else {
-                    body
-                }
+                self.announced(dialect, text)
+            }
+            Self::Decode(kernel) => {
+                assert_head_dim(kernel.head_dim);
+                let most = kernel.variant.most_slots(kernel.head_dim);
+                assert!((1..=most).contains(&kernel.slots), "{} slots, at most {most}", kernel.slots);
+                let text = match kernel.variant {
+                    DecodeVariant::Portable => decode::portable(kernel),
+                    DecodeVariant::Lanes { subgroup_size } => decode::lanes(kernel, subgroup_size),
+                };
+                self.announced(dialect, text)
+            }
+            Self::MergeParts { head_dim } => {
+                assert_head_dim(head_dim);
+                decode::merge_parts(head_dim)
             }
             Self::Merge { head_dim } => {
                 assert_head_dim(head_dim);
@@ -236,10 +156,21 @@ impl Kernel {
         }
     }
 
+    /// `text`, behind the announcement of subgroups where `dialect` wants one.
+    fn announced(&self, dialect: Dialect, text: String) -> String {
+        if self.needs_subgroups() && dialect == Dialect::Tint {
+            format!("enable subgroups;\n\n{text}")
+        } else {
+            text
+        }
+    }
+
     /// Its uniform struct: binding 0.
     pub const fn uniform(&self) -> Uniform {
         match self {
             Self::Attend(_) => AttendParams::UNIFORM,
+            Self::Decode(_) => DecodeParams::UNIFORM,
+            Self::MergeParts { .. } => MergePartsParams::UNIFORM,
             Self::Merge { .. } => MergeParams::UNIFORM,
             Self::Finalize { .. } => FinalizeParams::UNIFORM,
             Self::Repack { .. } => RepackParams::UNIFORM,
@@ -253,17 +184,33 @@ impl Kernel {
         let write = |name, element| Binding { name, access: Access::ReadWrite, element };
         let mut bindings =
             vec![Binding { name: "params", access: Access::Uniform, element: self.uniform().name }];
-        let key_value = |name, variant, storage: Storage| match variant {
-            AttendVariant::Portable | AttendVariant::Cooperative { .. } => read(name, storage.unit_type()),
-            AttendVariant::SubgroupBroadcast { .. } => {
+        let key_value = |name, storage: Storage| {
+            if self.reads_textures() {
                 Binding { name, access: Access::Texture, element: "texture_storage_2d<rgba32uint, read>" }
+            } else {
+                read(name, storage.unit_type())
             }
         };
         bindings.extend(match *self {
-            Self::Attend(AttendKernel { variant, storage, .. }) => vec![
+            Self::Decode(DecodeKernel { storage, .. }) => vec![
                 read("q", storage.unit_type()),
-                key_value("k", variant, storage),
-                key_value("v", variant, storage),
+                key_value("k", storage),
+                key_value("v", storage),
+                write("part_a", "vec4<f32>"),
+                write("part_ml", "vec2<f32>"),
+                read("positions", "u32"),
+                read("work", "u32"),
+            ],
+            Self::MergeParts { .. } => vec![
+                write("state_a", "vec4<f32>"),
+                write("state_ml", "vec2<f32>"),
+                read("part_a", "vec4<f32>"),
+                read("part_ml", "vec2<f32>"),
+            ],
+            Self::Attend(AttendKernel { storage, .. }) => vec![
+                read("q", storage.unit_type()),
+                key_value("k", storage),
+                key_value("v", storage),
                 write("state_a", "vec4<f32>"),
                 write("state_ml", "vec2<f32>"),
                 read("positions", "u32"),
@@ -302,7 +249,15 @@ impl Kernel {
                 ..
             }) => *subgroup_size * *subgroups,
             Self::Attend(_) => attend::portable::THREADS,
-            Self::Merge { .. } | Self::Finalize { .. } | Self::Repack { .. } | Self::ResetState => 64,
+            Self::Decode(kernel) => match kernel.variant {
+                DecodeVariant::Portable => decode::THREADS,
+                DecodeVariant::Lanes { subgroup_size } => subgroup_size,
+            },
+            Self::MergeParts { .. }
+            | Self::Merge { .. }
+            | Self::Finalize { .. }
+            | Self::Repack { .. }
+            | Self::ResetState => 64,
         }
     }
 
@@ -317,16 +272,21 @@ impl Kernel {
                 head_dim,
                 ..
             }) => attend::cooperative::workgroup_bytes(*head_dim, *size, *subgroups),
+            Self::Decode(kernel @ DecodeKernel { variant: DecodeVariant::Portable, .. }) => {
+                decode::portable_bytes(kernel)
+            }
             _ => 0,
         }
     }
 
     /// Threads, or groups of them, that share one (batch, row, head) triple or copy one unit: how many of those a
-    /// workgroup of [`Self::Merge`], [`Self::Finalize`], [`Self::Repack`] or [`Self::ResetState`] handles.
+    /// workgroup of [`Self::MergeParts`], [`Self::Merge`], [`Self::Finalize`], [`Self::Repack`] or [`Self::ResetState`] handles.
     pub const fn rows_per_workgroup(&self) -> u32 {
         match self {
-            Self::Attend(_) => 1,
-            Self::Merge { .. } | Self::Finalize { .. } => self.workgroup_size() / finish::THREADS_PER_ROW,
+            Self::Attend(_) | Self::Decode(_) => 1,
+            Self::MergeParts { .. } | Self::Merge { .. } | Self::Finalize { .. } => {
+                self.workgroup_size() / finish::THREADS_PER_ROW
+            }
             Self::Repack { .. } | Self::ResetState => self.workgroup_size(),
         }
     }
@@ -338,7 +298,16 @@ impl Kernel {
             Self::Attend(AttendKernel {
                 variant: AttendVariant::SubgroupBroadcast { .. } | AttendVariant::Cooperative { .. },
                 ..
-            })
+            }) | Self::Decode(DecodeKernel { variant: DecodeVariant::Lanes { .. }, .. })
+        )
+    }
+
+    /// Whether k and v are textures.
+    pub const fn reads_textures(&self) -> bool {
+        matches!(
+            self,
+            Self::Attend(AttendKernel { variant: AttendVariant::SubgroupBroadcast { .. }, .. })
+                | Self::Decode(DecodeKernel { variant: DecodeVariant::Lanes { .. }, .. })
         )
     }
 

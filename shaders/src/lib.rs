@@ -7,7 +7,9 @@
 //!   interface, [`Kernel::workgroup_size`] and [`Kernel::workgroup_bytes`] its demands. The same value gives the same
 //!   text.
 //! - All kernels but those that [`Kernel::needs_subgroups`] stay within WebGPU's default limits and need no feature.
-//! - The subgroup-broadcast kernel reads k and v from read-only storage textures: x = KV head · units of a head + unit,
+//! - For few query rows there is a second way: [`Kernel::Decode`] splits the keys over workgroups, each of which takes
+//!   all rows that share a KV head, and [`Kernel::MergeParts`] takes what they found into the running state.
+//! - Kernels that [`Kernel::reads_textures`] says so of, those for software drivers, read k and v from read-only storage textures: x = KV head · units of a head + unit,
 //!   y = (batch entry − `batch_first`) · `k_batch` (or `v_batch`) + key − `key_begin`.
 //! - Storage is f32, f16 or bf16, 16-bit elements packed in u32 words; all arithmetic is f32.
 //! - Masks do not occur: kernels read an interval of key positions for each query row, a position for each key, and a
@@ -20,15 +22,19 @@
 #![forbid(unsafe_code)]
 
 mod attend;
+mod decode;
 mod finish;
 mod kernel;
 mod repack;
 mod storage;
 mod text;
 mod uniforms;
+mod variant;
 
-pub use kernel::{
-    Access, AttendKernel, AttendVariant, Binding, Dialect, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM, Tile,
-};
+pub use kernel::{Access, Binding, Dialect, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM};
 pub use storage::Storage;
-pub use uniforms::{AttendParams, Field, FinalizeParams, MergeParams, RepackParams, ResetParams, Uniform};
+pub use uniforms::{
+    AttendParams, DecodeParams, Field, FinalizeParams, MergeParams, MergePartsParams, RepackParams,
+    ResetParams, Uniform,
+};
+pub use variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile};

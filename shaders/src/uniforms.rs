@@ -135,6 +135,107 @@ uniform! {
 }
 
 uniform! {
+    /// What [`Kernel::Decode`](crate::Kernel::Decode) is told; units are those of [`AttendParams`].
+    DecodeParams {
+        /// Where (batch 0, row 0, head 0) of q is.
+        q_offset: u32,
+        /// Distance of batch entries in q.
+        q_batch: u32,
+        /// Distance of rows in q.
+        q_row: u32,
+        /// Distance of heads in q.
+        q_head: u32,
+        /// Where (batch 0, row 0, head 0) of k is.
+        k_offset: u32,
+        /// Distance of batch entries in k.
+        k_batch: u32,
+        /// Distance of rows in k.
+        k_row: u32,
+        /// Distance of heads in k.
+        k_head: u32,
+        /// Where (batch 0, row 0, head 0) of v is.
+        v_offset: u32,
+        /// Distance of batch entries in v.
+        v_batch: u32,
+        /// Distance of rows in v.
+        v_row: u32,
+        /// Distance of heads in v.
+        v_head: u32,
+        /// Query rows.
+        rows: u32,
+        /// Query heads of a workgroup; they lie next to each other and have the same KV head.
+        group_heads: u32,
+        /// Workgroups that it takes for the heads of a batch entry.
+        groups: u32,
+        /// First key of the first split.
+        key_begin: u32,
+        /// One past the last key to use.
+        key_end: u32,
+        /// Splits of the keys.
+        splits: u32,
+        /// Keys of a split; the last may have fewer.
+        split_keys: u32,
+        /// First batch entry of item 0.
+        batch_first: u32,
+        /// First item of this dispatch: item i is split `i % splits` of the i / splits-th (batch entry, group).
+        first_item: u32,
+        /// Items, one workgroup each.
+        items: u32,
+        /// Workgroups in the x direction of the dispatch.
+        grid_width: u32,
+        /// Mask classes less one: batch entry b is of class min(b, last_class).
+        last_class: u32,
+        /// Distance of classes in the starts of the work list.
+        starts_class: u32,
+        /// Where the runs start in the work list.
+        runs_at: u32,
+        /// Where the key positions start in the positions.
+        keys_at: u32,
+        /// Where the row spans start in the positions.
+        spans_at: u32,
+        /// Factor on q: scale · log2 e; with softcap c, scale / c.
+        q_scale: f32,
+        /// With softcap c: c · log2 e.
+        cap: f32,
+        /// Not used; makes the size a multiple of 16.
+        pad0: u32,
+        /// Not used.
+        pad1: u32,
+    }
+}
+
+uniform! {
+    /// What [`Kernel::MergeParts`](crate::Kernel::MergeParts) is told. Row-heads are (batch, row, head) triples in this
+    /// order.
+    MergePartsParams {
+        /// First row-head of this dispatch.
+        first: u32,
+        /// One past its last row-head.
+        end: u32,
+        /// Query rows of the state.
+        rows: u32,
+        /// Query heads of the state.
+        heads: u32,
+        /// Workgroups in the x direction of the dispatch.
+        grid_width: u32,
+        /// 16-byte units of the state's a that lie before its binding.
+        a_skipped: u32,
+        /// 8-byte units of the state's ml that lie before its binding.
+        ml_skipped: u32,
+        /// First batch entry that has parts.
+        batch_first: u32,
+        /// As in [`DecodeParams`].
+        group_heads: u32,
+        /// As in [`DecodeParams`].
+        splits: u32,
+        /// Slots of a part.
+        slots: u32,
+        /// Not used; makes the size a multiple of 16.
+        pad: u32,
+    }
+}
+
+uniform! {
     /// What [`Kernel::Merge`](crate::Kernel::Merge) is told. Row-heads are (batch, row, head) triples in this order.
     MergeParams {
         /// First row-head of this dispatch.

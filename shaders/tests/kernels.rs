@@ -4,7 +4,10 @@
 mod catalogue;
 
 use catalogue::{every_kernel, parsed, validated};
-use kyklos_shaders::{Access, AttendKernel, AttendVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel, Storage};
+use kyklos_shaders::{
+    Access, AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel,
+    Storage,
+};
 use naga::back::{hlsl, msl, spv};
 
 /// WebGPU's default limits.
@@ -158,6 +161,14 @@ fn pinned_texts_have_not_changed() {
     for kernel in [
         attend(AttendVariant::Portable, Storage::Bf16, true),
         attend(broadcast, Storage::F32, false),
+        Kernel::Decode(DecodeKernel {
+            variant: DecodeVariant::Portable,
+            storage: Storage::F16,
+            head_dim: 16,
+            slots: 2,
+            softcap: false,
+        }),
+        Kernel::MergeParts { head_dim: 24 },
         Kernel::Finalize { storage: Storage::F16, head_dim: 16 },
     ] {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -24,13 +24,13 @@ pub(crate) const ALL: &[(&str, Test)] = &[
 ];
 
 /// A problem with data, and how it is cut into blocks.
-struct Case {
-    problem: AttentionProblem,
+pub(crate) struct Case {
+    pub(crate) problem: AttentionProblem,
     q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
+    pub(crate) k: Vec<f32>,
+    pub(crate) v: Vec<f32>,
     q_tokens: TokenRuns,
-    kv_blocks: Vec<TokenRuns>,
+    pub(crate) kv_blocks: Vec<TokenRuns>,
 }
 
 impl Case {
@@ -39,7 +39,7 @@ impl Case {
         Self::of(problem)
     }
 
-    fn of(problem: AttentionProblem) -> Self {
+    pub(crate) fn of(problem: AttentionProblem) -> Self {
         let mut random = Random(7);
         let elements = |seq: u32, heads: u32| (problem.batch * seq * heads * problem.head_dim) as usize;
         Self {
@@ -52,7 +52,7 @@ impl Case {
         }
     }
 
-    fn shape(&self) -> StateShape {
+    pub(crate) fn shape(&self) -> StateShape {
         StateShape {
             batch: self.problem.batch as usize,
             rows: self.q_tokens.len(),
@@ -109,7 +109,7 @@ impl Case {
         (a, ml)
     }
 
-    async fn attend(
+    pub(crate) async fn attend(
         &self,
         backend: &WgpuBackend,
         kv_tokens: &TokenRuns,
@@ -139,7 +139,7 @@ impl Case {
     }
 
     /// Output in `dtype` and log-sum-exp, `[batch, rows, heads, ·]`.
-    fn output(&self, backend: &WgpuBackend, dtype: Dtype) -> (Vec<f32>, Vec<f32>) {
+    pub(crate) fn output(&self, backend: &WgpuBackend, dtype: Dtype) -> (Vec<f32>, Vec<f32>) {
         let (a, ml) = self.state(backend);
         let shape = self.shape();
         let mut o = poisoned(backend, shape.a_bytes() / 4 * dtype.bytes());
@@ -162,11 +162,11 @@ impl Case {
     }
 
     /// Compares with f64, and the rounded output with the output rounded.
-    fn check(&self, backend: &WgpuBackend, what: &str) {
+    pub(crate) fn check(&self, backend: &WgpuBackend, what: &str) {
         self.check_within(TOLERANCE, backend, what);
     }
 
-    fn check_within(&self, tolerance: f64, backend: &WgpuBackend, what: &str) {
+    pub(crate) fn check_within(&self, tolerance: f64, backend: &WgpuBackend, what: &str) {
         let tolerance = tolerance + self.weight_rounding(backend);
         let (o, lse) = self.output(backend, Dtype::F32);
         let shape = self.shape();
@@ -215,14 +215,14 @@ impl Case {
 }
 
 /// For outputs of size 1 from sums of some hundred keys in f32.
-const TOLERANCE: f64 = 3e-6;
+pub(crate) const TOLERANCE: f64 = 3e-6;
 
 /// Memory full of NaN.
 fn poisoned(backend: &WgpuBackend, bytes: usize) -> WgpuBuffer {
     backend.upload("poisoned", Bytes::from(vec![0xff; bytes])).unwrap()
 }
 
-fn read(backend: &WgpuBackend, buffer: &mut WgpuBuffer, bytes: usize) -> Bytes {
+pub(crate) fn read(backend: &WgpuBackend, buffer: &mut WgpuBuffer, bytes: usize) -> Bytes {
     block_on(backend.download(buffer, 0..bytes)).unwrap()
 }
 

@@ -9,6 +9,7 @@
 )]
 
 mod cases;
+mod decode;
 mod naive;
 mod ops;
 
@@ -44,7 +45,7 @@ fn main() {
     if open(KernelChoice::Cooperative, None).is_ok() {
         choices.push(("cooperative", KernelChoice::Cooperative));
     }
-    let tests: Vec<(&str, Test)> = [cases::ALL, ops::ALL].concat();
+    let tests: Vec<(&str, Test)> = [cases::ALL, decode::ALL, ops::ALL].concat();
     let mut trials = Vec::new();
     for (kernel, choice) in choices {
         for (name, test) in &tests {
@@ -55,7 +56,9 @@ fn main() {
             }));
         }
         trials.push(Trial::test(format!("{kernel}::tensors_beyond_one_binding_equal_f64"), move || {
-            cases::tensors_beyond_one_binding_equal_f64(&open(choice, Some(65536))?);
+            let small = open(choice, Some(65536))?;
+            cases::tensors_beyond_one_binding_equal_f64(&small);
+            decode::keys_beyond_one_binding_decode_as_f64_does(&small);
             Ok(())
         }));
     }

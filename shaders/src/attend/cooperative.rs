@@ -12,8 +12,8 @@
 //! 0 · NaN is NaN in a matrix unit too. From the first partial tile on in which some value is not finite, the second
 //! product of partial tiles is computed element by element.
 
-use crate::kernel::AttendKernel;
 use crate::text::Text;
+use crate::variant::AttendKernel;
 
 /// Query rows that a subgroup owns at most, and largest head.
 pub(crate) const MAX_HEAD_DIM: u32 = 256;
@@ -73,7 +73,7 @@ pub(crate) fn source(kernel: AttendKernel, size: u32, lanes: u32, subgroups: u32
         kernel.head_dim,
         workgroup_bytes(kernel.head_dim, size, subgroups)
     ));
-    t.lines(&super::prelude(kernel));
+    t.lines(&super::kernel_prelude(kernel));
     t.lines(LOAD_Q);
     t.line("");
     let rows = size * subgroups;

@@ -35,32 +35,44 @@
 //! element is replaced by selection before it meets a number of the row: its logit by [`EMPTY_M`](crate::EMPTY_M), its
 //! weight by 0, its value by 0 (0 · NaN would be NaN). A row that saw no key in the whole call is not written.
 
-use crate::kernel::{AttendKernel, EMPTY_M, Kernel};
+use crate::Storage;
+use crate::kernel::{EMPTY_M, Kernel};
 use crate::text::Text;
+use crate::variant::AttendKernel;
 
 pub(crate) mod cooperative;
 pub(crate) mod portable;
 pub(crate) mod subgroup;
 
 /// Declarations and functions that all variants use.
-fn prelude(kernel: AttendKernel) -> String {
-    let mut text = format!(
-        "{}\nconst EMPTY_M: f32 = {EMPTY_M:?}f;\n\n{}\n\n",
-        Kernel::Attend(kernel).declarations(),
-        kernel.storage.unpack_functions()
-    );
-    text.push_str(&format!(
-        "// m is kept in natural-log units outside and in base-2 units inside; EMPTY_M is the same in both.
-fn base2_of(m: f32) -> f32 {{ return select(m * {:?}f, m, m == EMPTY_M); }}
-fn natural_of(m: f32) -> f32 {{ return select(m * {:?}f, m, m == EMPTY_M); }}\n\n",
-        std::f32::consts::LOG2_E,
-        std::f32::consts::LN_2
-    ));
-    if kernel.softcap {
+fn kernel_prelude(kernel: AttendKernel) -> String {
+    prelude(Kernel::Attend(kernel), kernel.storage, kernel.softcap)
+}
+
+/// The same for any kernel that computes logits.
+pub(crate) fn prelude(kernel: Kernel, storage: Storage, softcap: bool) -> String {
+    let mut text = format!("{}\n{}\n\n", kernel.declarations(), empty_m());
+    text.push_str(&format!("{}\n\n{}\n\n", storage.unpack_functions(), units_of_m()));
+    if softcap {
         text.push_str(CAPPED);
         text.push('\n');
     }
     text
+}
+
+pub(crate) fn empty_m() -> String {
+    format!("const EMPTY_M: f32 = {EMPTY_M:?}f;")
+}
+
+/// Functions that convert m. They use `EMPTY_M`.
+pub(crate) fn units_of_m() -> String {
+    format!(
+        "// m is kept in natural-log units outside and in base-2 units inside; EMPTY_M is the same in both.
+fn base2_of(m: f32) -> f32 {{ return select(m * {:?}f, m, m == EMPTY_M); }}
+fn natural_of(m: f32) -> f32 {{ return select(m * {:?}f, m, m == EMPTY_M); }}",
+        std::f32::consts::LOG2_E,
+        std::f32::consts::LN_2
+    )
 }
 
 /// `cap · tanh(t)`, with a relative error of a few ulp where WGSL's own `tanh` promises 1e-5 absolute and overflows on

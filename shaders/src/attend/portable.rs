@@ -9,8 +9,8 @@
 //!
 //! Invisible elements carry weight −1 in workgroup memory; weights are never negative otherwise.
 
-use crate::kernel::AttendKernel;
 use crate::text::Text;
+use crate::variant::AttendKernel;
 
 pub(crate) const THREADS: u32 = 64;
 pub(crate) const KV_COLS: u32 = 32;
@@ -54,7 +54,7 @@ pub(crate) fn source(kernel: AttendKernel) -> String {
         q_rows(kernel.head_dim),
         workgroup_bytes(kernel.head_dim)
     ));
-    t.lines(&super::prelude(kernel));
+    t.lines(&super::kernel_prelude(kernel));
     for tensor in ["q", "k", "v"] {
         shape.load_function(&mut t, tensor);
     }

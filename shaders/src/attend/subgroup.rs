@@ -10,8 +10,8 @@
 //! texel in a few instructions, but turn a load from a buffer into a loop over lanes and components that goes through
 //! memory: 20 times slower without AVX-512.
 
-use crate::kernel::AttendKernel;
 use crate::text::Text;
+use crate::variant::AttendKernel;
 
 /// Keys in which the work list counts; a multiple of the keys that one turn of the loop over full runs takes.
 pub(crate) const KV_COLS: u32 = 32;
@@ -33,7 +33,7 @@ pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
         kernel.storage.name(),
         kernel.head_dim
     ));
-    t.lines(&super::prelude(kernel));
+    t.lines(&super::kernel_prelude(kernel));
     t.line("");
     t.lines(kernel.storage.texel_functions());
     t.line("");

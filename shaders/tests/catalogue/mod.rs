@@ -1,7 +1,9 @@
 //! Every kernel in every variant that is checked, and how naga reads them. The tests and the example that writes the
 //! kernels for other compilers share this list.
 
-use kyklos_shaders::{AttendKernel, AttendVariant, Dialect, Kernel, MAX_HEAD_DIM, Storage};
+use kyklos_shaders::{
+    AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Dialect, Kernel, MAX_HEAD_DIM, Storage,
+};
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 
 const HEAD_DIMS: [u32; 11] = [8, 32, 64, 72, 80, 96, 128, 192, 256, 264, MAX_HEAD_DIM];
@@ -13,6 +15,7 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
     let mut kernels = vec![Kernel::Repack { words: 1 }, Kernel::Repack { words: 4 }, Kernel::ResetState];
     for head_dim in HEAD_DIMS {
         kernels.push(Kernel::Merge { head_dim });
+        kernels.push(Kernel::MergeParts { head_dim });
         for storage in Storage::ALL {
             kernels.push(Kernel::Finalize { storage, head_dim });
             let variants = AttendVariant::SUBGROUP_SIZES
@@ -25,6 +28,17 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
             for variant in variants {
                 for softcap in [false, true] {
                     kernels.push(Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap }));
+                }
+            }
+            let lanes =
+                AttendVariant::SUBGROUP_SIZES.map(|subgroup_size| DecodeVariant::Lanes { subgroup_size });
+            for variant in [DecodeVariant::Portable].into_iter().chain(lanes) {
+                let most = variant.most_slots(head_dim);
+                if most == 0 {
+                    continue;
+                }
+                for (slots, softcap) in [(1, false), (most.min(3), true), (most, false)] {
+                    kernels.push(Kernel::Decode(DecodeKernel { variant, storage, head_dim, slots, softcap }));
                 }
             }
         }

@@ -2,15 +2,16 @@
 
 use std::ops::Range;
 
-use kyklos_shaders::{AttendKernel, AttendParams, AttendVariant, Kernel};
+use kyklos_shaders::{AttendKernel, AttendParams, Kernel};
 
 use super::clock::now_s;
-use super::dispatch::{Bound, Window};
+use super::dispatch::Window;
+use super::operands::{KeysValues, Operands, factors, units};
 use super::pieces::{Flight, Pace};
-use super::region::{Strided, cut};
+use super::region::cut;
 use super::work::WorkList;
-use super::{WgpuBackend, WgpuBuffer, checked_dim, narrow, texture};
-use crate::backend::{Attend, Control, Layout, Operand, yield_now};
+use super::{WgpuBackend, WgpuBuffer, checked_dim, decode, narrow};
+use crate::backend::{Attend, Control, yield_now};
 use crate::{Error, Result};
 
 pub(super) async fn attend(
@@ -22,11 +23,14 @@ pub(super) async fn attend(
     if shape.batch == 0 || shape.rows == 0 || shape.heads == 0 || args.work.is_empty() {
         return Ok(());
     }
+    if let Some(decode) = decode::decode(backend, &args)? {
+        return decode.run(control).await;
+    }
     let call = Call::new(backend, &args)?;
     for region in call.regions() {
         let mut pieces = Pieces::new(&call, &region);
         let windows = call.windows(&region)?;
-        while let Some((items, flops)) = pieces.next(backend.pace.piece_flops(&call.kernel)) {
+        while let Some((items, flops)) = pieces.next(backend.pace.piece_flops(&Kernel::Attend(call.kernel))) {
             backend.pace.room().await;
             backend.gpu.check()?;
             call.submit(&region, &windows, items, flops)?;
@@ -45,10 +49,7 @@ struct Call<'a> {
     list: WorkList,
     positions: WgpuBuffer,
     work: WgpuBuffer,
-    q: Strided,
-    k: Strided,
-    v: Strided,
-    a: Strided,
+    operands: Operands,
 }
 
 /// Batch entries, Q tiles and keys whose tensors can be bound together.
@@ -67,12 +68,6 @@ struct Windows<'a> {
     ml: Window<'a>,
 }
 
-/// Keys and values, as the kernel's variant reads them.
-enum KeysValues<'a> {
-    Buffers { k: Window<'a>, v: Window<'a> },
-    Textures { k: wgpu::TextureView, v: wgpu::TextureView },
-}
-
 impl<'a> Call<'a> {
     fn new(backend: &'a WgpuBackend, args: &'a Attend<'a, WgpuBuffer>) -> Result<Self> {
         let shape = args.state.shape;
@@ -88,16 +83,8 @@ impl<'a> Call<'a> {
         let list = WorkList::new(args.work, args.kv_head_of)?;
         let gpu = &backend.gpu;
         let upload = |label, words: &[u32]| gpu.buffer_with(label, bytemuck::cast_slice(words));
-        let kv_heads = 1 + args.kv_head_of.iter().max().copied().unwrap_or(0) as usize;
-        let strided = |operand: &Operand<'_, WgpuBuffer>, rows, heads| {
-            Strided::new(operand.layout, args.dtype.bytes(), [shape.batch, rows, heads, shape.dim])
-        };
-        let keys = args.work.kv_positions.len();
         Ok(Self {
-            q: strided(&args.q, shape.rows, shape.heads),
-            k: strided(&args.k, keys, kv_heads),
-            v: strided(&args.v, keys, kv_heads),
-            a: Strided::dense_f32([shape.batch, shape.rows, shape.heads, shape.dim]),
+            operands: Operands::new(args),
             positions: upload("attend positions", &list.positions)?,
             work: upload("attend work list", &list.work)?,
             backend,
@@ -117,12 +104,12 @@ impl<'a> Call<'a> {
         let shape = self.args.state.shape;
         let tile = self.kernel.tile();
         let (q_rows, kv_cols) = (tile.q_rows as usize, tile.kv_cols as usize);
-        let all = [&self.q, &self.k, &self.v, &self.a];
-        let mut batch_step = if all.iter().all(|tensor| tensor.fits(limit)) { shape.batch } else { 1 };
-        let rows = self.q.rows_within(limit).min(self.a.rows_within(limit));
+        let operands = &self.operands;
+        let mut batch_step = if operands.fit(limit) { shape.batch } else { 1 };
+        let rows = operands.q.rows_within(limit).min(operands.a.rows_within(limit));
         let tile_step = (rows / q_rows).max(1);
-        let mut keys = self.k.rows_within(limit).min(self.v.rows_within(limit));
-        if self.reads_textures() {
+        let mut keys = operands.k.rows_within(limit).min(operands.v.rows_within(limit));
+        if Kernel::Attend(self.kernel).reads_textures() {
             // One row of a texture for each key of each batch entry.
             let most = self.backend.gpu.limits.max_texture_dimension_2d as usize;
             batch_step = batch_step.min((most / self.args.work.kv_positions.len()).max(1));
@@ -149,11 +136,6 @@ impl<'a> Call<'a> {
         regions
     }
 
-    /// Whether the kernel has k and v as textures.
-    fn reads_textures(&self) -> bool {
-        matches!(self.kernel.variant, AttendVariant::SubgroupBroadcast { .. })
-    }
-
     fn windows(&self, region: &Region) -> Result<Windows<'_>> {
         let gpu = &self.backend.gpu;
         let (args, shape) = (self.args, self.args.state.shape);
@@ -161,25 +143,18 @@ impl<'a> Call<'a> {
         let rows = region.tiles.start * q_rows..shape.rows.min(region.tiles.end * q_rows);
         let keys = region.keys.start as usize..region.keys.end as usize;
         let batch = &region.batch;
-        let ml = Strided::dense_f32([shape.batch, shape.heads, shape.rows, 2]);
         Ok(Windows {
-            q: gpu.window("q", args.q.buffer, self.q.bytes(batch, &rows))?,
-            kv: if self.reads_textures() {
-                let texture = |label, operand: &Operand<'_, WgpuBuffer>, tensor: &Strided| {
-                    texture::texture(gpu, label, tensor.source(operand.buffer), batch, &keys)
-                };
-                KeysValues::Textures {
-                    k: texture("k", &args.k, &self.k)?,
-                    v: texture("v", &args.v, &self.v)?,
-                }
-            } else {
-                KeysValues::Buffers {
-                    k: gpu.window("k", args.k.buffer, self.k.bytes(batch, &keys))?,
-                    v: gpu.window("v", args.v.buffer, self.v.bytes(batch, &keys))?,
-                }
-            },
-            a: gpu.window("state a", args.state.a, self.a.bytes(batch, &rows))?,
-            ml: gpu.window("state ml", args.state.ml, ml.bytes(batch, &(0..shape.heads)))?,
+            q: gpu.window("q", args.q.buffer, self.operands.q.bytes(batch, &rows))?,
+            kv: KeysValues::new(
+                gpu,
+                args,
+                &self.operands,
+                batch,
+                &keys,
+                Kernel::Attend(self.kernel).reads_textures(),
+            )?,
+            a: gpu.window("state a", args.state.a, self.operands.a.bytes(batch, &rows))?,
+            ml: gpu.window("state ml", args.state.ml, self.operands.ml.bytes(batch, &(0..shape.heads)))?,
         })
     }
 
@@ -191,10 +166,7 @@ impl<'a> Call<'a> {
         params.first_item = narrow(items.start)?;
         params.items = narrow(items.end - items.start)?;
         params.grid_width = grid.width;
-        let [k, v] = match &windows.kv {
-            KeysValues::Buffers { k, v } => [Bound::Buffer(*k), Bound::Buffer(*v)],
-            KeysValues::Textures { k, v } => [Bound::Texture(k), Bound::Texture(v)],
-        };
+        let [k, v] = windows.kv.bound();
         let mut encoder = gpu.encoder("attend");
         gpu.record(
             &mut encoder,
@@ -213,7 +185,7 @@ impl<'a> Call<'a> {
         )?;
         let submitted_s = now_s();
         let done = gpu.submit(Some(encoder.finish()));
-        self.backend.pace.submitted(Flight { kernel: self.kernel, flops, submitted_s, done });
+        self.backend.pace.submitted(Flight { kernel: Kernel::Attend(self.kernel), flops, submitted_s, done });
         Ok(())
     }
 
@@ -222,16 +194,8 @@ impl<'a> Call<'a> {
         let (args, shape) = (self.args, self.args.state.shape);
         let unit = self.kernel.storage.unit_elements() as usize;
         let q = units(&args.q.layout, unit, windows.q)?;
-        let [k, v] = match &windows.kv {
-            KeysValues::Buffers { k, v } => {
-                [units(&args.k.layout, unit, *k)?, units(&args.v.layout, unit, *v)?]
-            }
-            KeysValues::Textures { .. } => [[0, narrow("the number of keys", region.keys.len())?, 0, 0]; 2],
-        };
-        let (q_scale, cap) = match args.softcap {
-            Some(cap) => (args.scale / cap, cap * std::f32::consts::LOG2_E),
-            None => (args.scale * std::f32::consts::LOG2_E, 0.0),
-        };
+        let [k, v] = windows.kv.units(args, unit)?;
+        let (q_scale, cap) = factors(args);
         Ok(AttendParams {
             q_offset: q[0],
             q_batch: q[1],
@@ -264,23 +228,6 @@ impl<'a> Call<'a> {
             ..AttendParams::default()
         })
     }
-}
-
-/// Offset and strides of a layout in 16-byte units, the offset relative to a window.
-fn units(layout: &Layout, unit: usize, window: Window<'_>) -> Result<[u32; 4]> {
-    let mut units = [0; 4];
-    let elements = [layout.offset, layout.batch_stride, layout.row_stride, layout.head_stride];
-    for (units, elements) in units.iter_mut().zip(elements) {
-        if !elements.is_multiple_of(unit) {
-            return Err(Error::request(
-                format!("{layout:?} does not keep heads on 16-byte boundaries"),
-                format!("use offsets and strides that are multiples of {unit} elements"),
-            ));
-        }
-        *units = narrow("an offset or a stride", elements / unit)?;
-    }
-    units[0] = units[0].wrapping_sub(window.skipped_units()?);
-    Ok(units)
 }
 
 /// The items of a region, a budget at a time.

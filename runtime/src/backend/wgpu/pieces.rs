@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kyklos_shaders::AttendKernel;
+use kyklos_shaders::{AttendKernel, Kernel};
 
 use super::completion::Done;
 use crate::backend::DeviceClass;
@@ -24,6 +24,8 @@ pub(super) struct Pace {
     first_flops_per_s: f64,
     /// Workgroups that it takes to keep the device busy.
     busy_groups: u64,
+    /// The same of the small ones that few query rows make.
+    decode_groups: usize,
     /// Operations beyond which so many workgroups get their keys in several turns.
     most_flops: f64,
     state: Mutex<State>,
@@ -31,7 +33,7 @@ pub(super) struct Pace {
 
 #[derive(Debug, Default)]
 struct State {
-    flops_per_s: HashMap<AttendKernel, f64>,
+    flops_per_s: HashMap<Kernel, f64>,
     flights: VecDeque<Flight>,
     /// When the last measured submission was done.
     done_s: f64,
@@ -40,7 +42,7 @@ struct State {
 /// A submission under way.
 #[derive(Debug)]
 pub(super) struct Flight {
-    pub(super) kernel: AttendKernel,
+    pub(super) kernel: Kernel,
     pub(super) flops: f64,
     pub(super) submitted_s: f64,
     pub(super) done: Done,
@@ -49,15 +51,16 @@ pub(super) struct Flight {
 impl Pace {
     pub(super) fn new(class: DeviceClass) -> Self {
         // Too little only makes the first piece short; too much could trip a watchdog of 2 s.
-        let (first_flops_per_s, busy_groups, most_flops) = match class {
-            DeviceClass::SoftwareGpu | DeviceClass::Cpu => (4e9, 32, 3e9),
-            _ => (1e11, 512, 3e11),
+        let (first_flops_per_s, busy_groups, decode_groups, most_flops) = match class {
+            DeviceClass::SoftwareGpu | DeviceClass::Cpu => (4e9, 32, 16, 3e9),
+            DeviceClass::IntegratedGpu => (1e11, 512, 96, 3e11),
+            _ => (1e11, 512, 256, 3e11),
         };
-        Self { first_flops_per_s, busy_groups, most_flops, state: Mutex::default() }
+        Self { first_flops_per_s, busy_groups, decode_groups, most_flops, state: Mutex::default() }
     }
 
     /// Operations of the next piece.
-    pub(super) fn piece_flops(&self, kernel: &AttendKernel) -> f64 {
+    pub(super) fn piece_flops(&self, kernel: &Kernel) -> f64 {
         let state = self.lock();
         PIECE_S * state.flops_per_s.get(kernel).unwrap_or(&self.first_flops_per_s)
     }
@@ -78,6 +81,11 @@ impl Pace {
         )]
         let keys = keys as usize;
         keys.max(FEWEST_KEYS)
+    }
+
+    /// How many workgroups the splits of the keys should make. Depends on nothing measured.
+    pub(super) fn decode_groups(&self) -> usize {
+        self.decode_groups
     }
 
     pub(super) fn submitted(&self, flight: Flight) {

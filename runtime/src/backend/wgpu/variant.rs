@@ -1,6 +1,6 @@
 //! Which attention kernels a device runs.
 
-use kyklos_shaders::{AttendKernel, AttendVariant, Kernel, Storage};
+use kyklos_shaders::{AttendKernel, AttendVariant, DecodeVariant, Kernel, Storage};
 
 use super::KernelChoice;
 use super::adapter::class;
@@ -79,6 +79,14 @@ impl Variants {
             Self::Cooperative(matrices) => {
                 matrices.variant(storage, head_dim).unwrap_or(AttendVariant::Portable)
             }
+        }
+    }
+
+    /// The variant for few query rows, of any tensors.
+    pub(super) fn decode(self) -> DecodeVariant {
+        match self {
+            Self::Portable | Self::Cooperative(_) => DecodeVariant::Portable,
+            Self::Broadcast(subgroup_size) => DecodeVariant::Lanes { subgroup_size },
         }
     }
 

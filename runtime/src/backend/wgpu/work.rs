@@ -61,6 +61,15 @@ impl WorkList {
         self.tiles.len() - 1
     }
 
+    /// From the first to the last key that Q tile `tile` of any of these batch entries works on.
+    pub(super) fn key_range(&self, batch: &Range<usize>, tile: usize) -> Range<usize> {
+        let classes = batch.start.min(self.last_class())..=(batch.end - 1).min(self.last_class());
+        let runs = || self.tiles[classes.clone()].iter().flat_map(|class| &class[tile]);
+        let start = runs().map(|run| run.start).min().unwrap_or(0);
+        let end = runs().map(|run| run.end).max().unwrap_or(0);
+        start as usize..end as usize
+    }
+
     /// How many of the keys `range` Q tile `tile` of batch entry `batch` works on.
     pub(super) fn keys_of(&self, batch: usize, tile: usize, range: &Range<u32>) -> u32 {
         self.tiles[batch.min(self.last_class())][tile]
@@ -105,6 +114,7 @@ mod tests {
         assert_eq!(list.positions[..4], [0, 0, 0, 1]);
         assert_eq!(list.positions[72..74], [0, 70]);
         assert_eq!(list.keys_of(0, 1, &(0..70)), 70);
+        assert_eq!(list.key_range(&(0..3), 1), 0..70);
         assert_eq!(list.keys_of(3, 1, &(32..66)), 34);
     }
 }

@@ -1,0 +1,221 @@
+// decode, portable, f16, head dim 16: 2 rows of one KV head, 64 keys at a time
+struct DecodeParams {
+    q_offset: u32,
+    q_batch: u32,
+    q_row: u32,
+    q_head: u32,
+    k_offset: u32,
+    k_batch: u32,
+    k_row: u32,
+    k_head: u32,
+    v_offset: u32,
+    v_batch: u32,
+    v_row: u32,
+    v_head: u32,
+    rows: u32,
+    group_heads: u32,
+    groups: u32,
+    key_begin: u32,
+    key_end: u32,
+    splits: u32,
+    split_keys: u32,
+    batch_first: u32,
+    first_item: u32,
+    items: u32,
+    grid_width: u32,
+    last_class: u32,
+    starts_class: u32,
+    runs_at: u32,
+    keys_at: u32,
+    spans_at: u32,
+    q_scale: f32,
+    cap: f32,
+    pad0: u32,
+    pad1: u32,
+}
+@group(0) @binding(0) var<uniform> params: DecodeParams;
+@group(0) @binding(1) var<storage, read> q: array<vec4<u32>>;
+@group(0) @binding(2) var<storage, read> k: array<vec4<u32>>;
+@group(0) @binding(3) var<storage, read> v: array<vec4<u32>>;
+@group(0) @binding(4) var<storage, read_write> part_a: array<vec4<f32>>;
+@group(0) @binding(5) var<storage, read_write> part_ml: array<vec2<f32>>;
+@group(0) @binding(6) var<storage, read> positions: array<u32>;
+@group(0) @binding(7) var<storage, read> work: array<u32>;
+
+const EMPTY_M: f32 = -2.3819763e38f;
+
+fn chunk_0(unit: vec4<u32>) -> vec4<f32> {
+    return vec4<f32>(unpack2x16float(unit.x), unpack2x16float(unit.y));
+}
+fn chunk_1(unit: vec4<u32>) -> vec4<f32> {
+    return vec4<f32>(unpack2x16float(unit.z), unpack2x16float(unit.w));
+}
+
+// m is kept in natural-log units outside and in base-2 units inside; EMPTY_M is the same in both.
+fn base2_of(m: f32) -> f32 { return select(m * 1.442695f, m, m == EMPTY_M); }
+fn natural_of(m: f32) -> f32 { return select(m * 0.6931472f, m, m == EMPTY_M); }
+
+const UNSEEN: f32 = -1.0f;
+// By bits, so that NaN counts as seen.
+fn is_unseen(l: f32) -> bool { return bitcast<u32>(l) == 0xbf800000u; }
+var<workgroup> queries: array<vec4<f32>, 8>;
+// Logits, then weights, and at the end each thread's part of l.
+var<workgroup> weights: array<f32, 128>;
+var<workgroup> tops: array<f32, 16>;
+// For each slot its maximum, and by what its sums shrink for that.
+var<workgroup> maxima: array<vec2<f32>, 2>;
+var<workgroup> sums: array<vec4<f32>, 128>;
+
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+    let group = group_id.x + group_id.y * params.grid_width;
+    if (group >= params.items) { return; }
+    let item = params.first_item + group;
+    let batch_group = item / params.splits;
+    let batch = params.batch_first + batch_group / params.groups;
+    let first_head = (batch_group % params.groups) * params.group_heads;
+    let kv_head = positions[first_head];
+    let split_begin = params.key_begin + (item % params.splits) * params.split_keys;
+    let split_end = min(split_begin + params.split_keys, params.key_end);
+    let class_index = min(batch, params.last_class);
+    let starts = class_index * params.starts_class;
+    let spans = params.spans_at + 2u * class_index * params.rows;
+    let row0 = 0u / params.group_heads;
+    let lo0 = positions[spans + 2u * row0];
+    let hi0 = positions[spans + 2u * row0 + 1u];
+    let row1 = 1u / params.group_heads;
+    let lo1 = positions[spans + 2u * row1];
+    let hi1 = positions[spans + 2u * row1 + 1u];
+    let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
+    let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
+    let column = thread % 2u;
+    let slice = thread / 2u;
+    for (var i = thread; i < 4u; i += 64u) {
+        let slot = i / 2u;
+        let q_row = (slot / params.group_heads) * params.q_row;
+        let q_head = (first_head + slot % params.group_heads) * params.q_head;
+        let unit = q[params.q_offset + batch * params.q_batch + q_row + q_head + i % 2u];
+        queries[i * 2u + 0u] = chunk_0(unit) * params.q_scale;
+        queries[i * 2u + 1u] = chunk_1(unit) * params.q_scale;
+    }
+    if (thread < 2u) { maxima[thread] = vec2<f32>(EMPTY_M, 1.0f); }
+    var l0 = 0.0f;
+    var seen0 = false;
+    var a0_0_0 = vec4<f32>();
+    var a0_0_1 = vec4<f32>();
+    var l1 = 0.0f;
+    var seen1 = false;
+    var a1_0_0 = vec4<f32>();
+    var a1_0_1 = vec4<f32>();
+    workgroupBarrier();
+    for (var run = work[starts]; run < work[starts + 2u]; run++) {
+        let first = max(work[params.runs_at + 2u * run], split_begin);
+        let end = min(work[params.runs_at + 2u * run + 1u], split_end);
+        for (var key = first; key < end; key += 64u) {
+            let own = min(key + thread, end - 1u);
+            let inside = key + thread < end;
+            let position = positions[params.keys_at + own];
+            let k_at = k_base + own * params.k_row;
+            var x0 = 0.0f;
+            var x1 = 0.0f;
+            for (var u = 0u; u < 2u; u++) {
+                let unit = k[k_at + u];
+                let k_0 = chunk_0(unit);
+                x0 += dot(queries[0u + u * 2u + 0u], k_0);
+                x1 += dot(queries[4u + u * 2u + 0u], k_0);
+                let k_1 = chunk_1(unit);
+                x0 += dot(queries[0u + u * 2u + 1u], k_1);
+                x1 += dot(queries[4u + u * 2u + 1u], k_1);
+            }
+            // The weights of the keys before these have been read.
+            workgroupBarrier();
+            let vis0 = inside && lo0 <= position && position < hi0;
+            seen0 = seen0 || vis0;
+            weights[0u + thread] = select(EMPTY_M, x0, vis0);
+            let vis1 = inside && lo1 <= position && position < hi1;
+            seen1 = seen1 || vis1;
+            weights[64u + thread] = select(EMPTY_M, x1, vis1);
+            workgroupBarrier();
+            if (thread < 16u) {
+                var top = EMPTY_M;
+                for (var i = thread % 8u; i < 64u; i += 8u) {
+                    top = max(top, weights[(thread / 8u) * 64u + i]);
+                }
+                tops[thread] = top;
+            }
+            workgroupBarrier();
+            if (thread < 2u) {
+                let before = maxima[thread].x;
+                var top = before;
+                for (var i = 0u; i < 8u; i++) { top = max(top, tops[thread * 8u + i]); }
+                maxima[thread] = vec2<f32>(top, exp2(before - top));
+            }
+            workgroupBarrier();
+            let max0 = maxima[0];
+            let p0 = select(0.0f, exp2(x0 - max0.x), vis0);
+            l0 = l0 * max0.y + p0;
+            weights[0u + thread] = select(-1.0f, p0, vis0);
+            let max1 = maxima[1];
+            let p1 = select(0.0f, exp2(x1 - max1.x), vis1);
+            l1 = l1 * max1.y + p1;
+            weights[64u + thread] = select(-1.0f, p1, vis1);
+            workgroupBarrier();
+            a0_0_0 *= max0.y;
+            a0_0_1 *= max0.y;
+            a1_0_0 *= max1.y;
+            a1_0_1 *= max1.y;
+            let first_own = select(64u, slice, slice < 32u);
+            let here = min(end - key, 64u);
+            for (var i = first_own; i < here; i += 32u) {
+                let v_at = v_base + (key + i) * params.v_row + column;
+                let w0 = weights[0u + i];
+                let w1 = weights[64u + i];
+                let unit0 = v[v_at + 0u];
+                let v0_0 = chunk_0(unit0);
+                a0_0_0 += select(v0_0 * w0, vec4<f32>(), w0 < 0.0f);
+                a1_0_0 += select(v0_0 * w1, vec4<f32>(), w1 < 0.0f);
+                let v0_1 = chunk_1(unit0);
+                a0_0_1 += select(v0_1 * w0, vec4<f32>(), w0 < 0.0f);
+                a1_0_1 += select(v0_1 * w1, vec4<f32>(), w1 < 0.0f);
+            }
+        }
+    }
+    workgroupBarrier();
+    weights[0u + thread] = select(UNSEEN, l0, seen0);
+    weights[64u + thread] = select(UNSEEN, l1, seen1);
+    workgroupBarrier();
+    if (thread < 2u) {
+        var l = 0.0f;
+        var seen = false;
+        for (var i = 0u; i < 64u; i++) {
+            let own_l = weights[thread * 64u + i];
+            if (!is_unseen(own_l)) {
+                l += own_l;
+                seen = true;
+            }
+        }
+        part_ml[item * 2u + thread] = vec2<f32>(maxima[thread].x, select(UNSEEN, l, seen));
+    }
+    if (slice < 32u) {
+        sums[slice * 4u + column * 2u + 0u] = a0_0_0;
+        sums[slice * 4u + column * 2u + 1u] = a0_0_1;
+    }
+    workgroupBarrier();
+    if (thread < 4u) {
+        var sum0 = vec4<f32>();
+        for (var i = 0u; i < 32u; i++) { sum0 += sums[i * 4u + thread]; }
+        part_a[(item * 2u + 0u) * 4u + thread] = sum0;
+    }
+    workgroupBarrier();
+    if (slice < 32u) {
+        sums[slice * 4u + column * 2u + 0u] = a1_0_0;
+        sums[slice * 4u + column * 2u + 1u] = a1_0_1;
+    }
+    workgroupBarrier();
+    if (thread < 4u) {
+        var sum1 = vec4<f32>();
+        for (var i = 0u; i < 32u; i++) { sum1 += sums[i * 4u + thread]; }
+        part_a[(item * 2u + 1u) * 4u + thread] = sum1;
+    }
+    workgroupBarrier();
+}
