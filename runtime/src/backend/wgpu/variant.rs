@@ -114,7 +114,10 @@ impl Variants {
         match self {
             Self::Portable => "portable".to_owned(),
             Self::Broadcast(size) => format!("subgroup-broadcast-{size}"),
-            Self::Cooperative(Matrices { size, .. }) => format!("cooperative-{size}x{size}"),
+            // Which of the two a call gets, its tensors say.
+            Self::Cooperative(Matrices { size, .. }) => {
+                format!("cooperative-{size}x{size} (f16), else portable")
+            }
         }
     }
 }
