@@ -24,10 +24,10 @@ fetch() {
 }
 fetch update
 fetch install -y --download-only mesa-vulkan-drivers libvulkan1 libstdc++6 libgcc-s1 libatomic1 > /dev/null
-for package in "$apt"/archives/*.deb; do dpkg -x "$package" "$folder/root"; done
+for package in "$apt"/archives/*.deb; do dpkg -x "$package" "$folder/tree"; done
 rm -rf "$apt"
 
-libraries=$folder/root/usr/lib/x86_64-linux-gnu
+libraries=$folder/tree/usr/lib/x86_64-linux-gnu
 cat > "$folder/driver.json" <<END
 {"file_format_version": "1.0.1", "ICD": {"api_version": "1.4.0", "library_path": "$libraries/libvulkan_lvp.so"}}
 END

@@ -80,7 +80,7 @@ def hide_subgroups(mesa):
     driver.write_text(json.dumps({"file_format_version": "1.0.1",
                                   "ICD": {"api_version": "1.3.0", "library_path": str(library)}}))
     return {"KYKLOS_DRIVER": str(driver),
-            "WRAPPED_DRIVER": str(mesa / "root/usr/lib/x86_64-linux-gnu/libvulkan_lvp.so")}
+            "WRAPPED_DRIVER": str(mesa / "tree/usr/lib/x86_64-linux-gnu/libvulkan_lvp.so")}
 
 
 def main():
