@@ -88,7 +88,8 @@ fn passes_with_width(bits: &str) -> Result<(), Failed> {
         return Ok(());
     }
     Err(Failed::from(format!(
-        "{}{}",
+        "{}\n{}{}",
+        output.status,
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr)
     )))

@@ -126,8 +126,21 @@ impl WgpuBackend {
     }
 }
 
-fn instance() -> wgpu::Instance {
+fn new_instance() -> wgpu::Instance {
     wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle())
+}
+
+#[cfg(target_arch = "wasm32")]
+fn instance() -> wgpu::Instance {
+    new_instance()
+}
+
+/// The one instance of the process, which is never dropped: with its last instance the Vulkan loader unloads the
+/// drivers, and a process that ends while another thread does that jumps into code that is gone.
+#[cfg(not(target_arch = "wasm32"))]
+fn instance() -> &'static wgpu::Instance {
+    static INSTANCE: std::sync::OnceLock<wgpu::Instance> = std::sync::OnceLock::new();
+    INSTANCE.get_or_init(new_instance)
 }
 
 #[cfg(not(target_arch = "wasm32"))]
