@@ -76,7 +76,7 @@ pub(crate) struct ProblemArgs {
     /// Share the tokens exactly like this, one number for each rank
     #[arg(long, value_name = "N,N,…")]
     pub(crate) tokens: Option<List<u32>>,
-    /// full, causal, window:L,R, documents:0,8,24, valid:N[,N…], joined by +
+    /// full, causal, window:L,R, documents:0,8,24, valid:N[,N…], slices:Q..QxK..K[/causal|inverse|both],…, joined by +
     #[arg(long, value_name = "MASK", default_value = "full")]
     pub(crate) mask: MaskArg,
     /// Global position of query 0; key 0 is at position 0
@@ -88,6 +88,9 @@ pub(crate) struct ProblemArgs {
     /// Logits become X·tanh(logit/X)
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub(crate) softcap: Option<f32>,
+    /// With made-up tensors: make up a sink for each query head too (an input file brings its own as `sinks`)
+    #[arg(long, conflicts_with = "input")]
+    pub(crate) sinks: bool,
     /// f32, f16 or bf16 [default: the input's, else f32]
     #[arg(long, value_name = "NAME")]
     pub(crate) dtype: Option<Dtype>,

@@ -184,10 +184,8 @@ impl Case {
     /// A multiply-add counts as two.
     fn flops(&self) -> f64 {
         let p = &self.problem;
-        let row = |batch: u32, row: u32| {
-            let span = p.mask.visible(batch as usize, p.q_position(row), p.kv_len);
-            f64::from(span.hi - span.lo)
-        };
+        let row =
+            |batch: u32, row: u32| p.mask.visible(batch as usize, p.q_position(row), p.kv_len).keys() as f64;
         let pairs: f64 = (0..p.batch).flat_map(|b| (0..p.q_len).map(move |r| row(b, r))).sum();
         4.0 * pairs * f64::from(p.head_dim) * f64::from(p.q_heads)
     }
@@ -238,8 +236,8 @@ impl<Buffer> Resident<Buffer> {
     ) -> Result<(Vec<f64>, (Bytes, Bytes))> {
         let queries = TokenRuns::contiguous(0..problem.q_len);
         let keys = TokenRuns::contiguous(0..problem.kv_len);
-        let work =
-            BlockWork::new(problem, &queries, &keys, backend.tile_shape(problem.dtype, problem.head_dim));
+        let tile = backend.tile_shape(problem.dtype, problem.head_dim);
+        let layers = BlockWork::layers(problem, &queries, &keys, tile);
         let kv_head_of: Vec<u32> = (0..problem.q_heads).map(|head| head / problem.group()).collect();
         let layout = |tokens: u32, heads: u32| {
             let [tokens, heads] = [tokens as usize, heads as usize];
@@ -253,20 +251,22 @@ impl<Buffer> Resident<Buffer> {
             let started = Instant::now();
             let mut state = StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape };
             backend.reset_state(&mut state)?;
-            let args = Attend {
-                dtype: problem.dtype,
-                scale: problem.scale,
-                softcap: problem.softcap,
-                q: Operand { buffer: &self.q, layout: q_layout },
-                k: Operand { buffer: &self.k, layout: kv_layout },
-                v: Operand { buffer: &self.v, layout: kv_layout },
-                kv_head_of: &kv_head_of,
-                work: &work,
-                state,
-            };
-            pollster::block_on(backend.attend(args, &Control::default()))?;
+            for work in &layers {
+                let args = Attend {
+                    dtype: problem.dtype,
+                    scale: problem.scale,
+                    softcap: problem.softcap,
+                    q: Operand { buffer: &self.q, layout: q_layout },
+                    k: Operand { buffer: &self.k, layout: kv_layout },
+                    v: Operand { buffer: &self.v, layout: kv_layout },
+                    kv_head_of: &kv_head_of,
+                    work,
+                    state: StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape },
+                };
+                pollster::block_on(backend.attend(args, &Control::default()))?;
+            }
             let state = State { a: &self.a, ml: &self.ml, shape: self.shape };
-            backend.finalize(&state, problem.dtype, &mut self.o, &mut self.lse)?;
+            backend.finalize(&state, &problem.sinks, problem.dtype, &mut self.o, &mut self.lse)?;
             pollster::block_on(backend.wait())?;
             times_ms.push(started.elapsed().as_secs_f64() * 1e3);
         }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use half::{bf16, f16};
 use kyklos::{AttentionProblem, Dtype, TokenRuns};
-use kyklos_tests::inputs::{TensorId, fill};
+use kyklos_tests::inputs::{TensorId, fill, normal};
 use kyklos_tests::oracle::Element;
 use safetensors::tensor::{Metadata as Tensors, TensorInfo};
 
@@ -46,6 +46,8 @@ pub(crate) struct InputFile {
     pub(crate) q_heads: u32,
     pub(crate) kv_heads: u32,
     pub(crate) head_dim: u32,
+    /// One for each query head, or none.
+    pub(crate) sinks: Vec<f32>,
     /// Names of tensors that are not looked at.
     ignored: Vec<String>,
 }
@@ -81,6 +83,11 @@ impl Source {
                 }
             }
         }
+    }
+
+    /// Made-up sinks: one for each query head, about as large as a row's largest logit.
+    pub(crate) fn made_up_sinks(seed: u64, q_heads: u32) -> Vec<f32> {
+        (0..q_heads).map(|head| normal(seed, TensorId::Sinks, u64::from(head)) + 2.0).collect()
     }
 
     /// What a user should know about the file, if anything.
@@ -243,8 +250,8 @@ impl InputFile {
         let mut ignored = Vec::new();
         for name in &names {
             match name.as_str() {
-                "q" | "k" | "v" => {}
-                "sinks" | "bias" | "mask" => {
+                "q" | "k" | "v" | "sinks" => {}
+                "bias" | "mask" => {
                     return Err((
                         format!("holds the tensor `{name}`, which this build cannot honour"),
                         format!("take `{name}` out, and say masks with --mask"),
@@ -261,17 +268,7 @@ impl InputFile {
                     "name the three tensors q, k and v".to_owned(),
                 )
             })?;
-            let dtype = match info.dtype {
-                safetensors::Dtype::F32 => Dtype::F32,
-                safetensors::Dtype::F16 => Dtype::F16,
-                safetensors::Dtype::BF16 => Dtype::Bf16,
-                other => {
-                    return Err((
-                        format!("holds `{name}` as {other:?}"),
-                        "convert q, k and v to F32, F16 or BF16".to_owned(),
-                    ));
-                }
-            };
+            let dtype = dtype_of(name, info)?;
             let shape: Option<[u32; 4]> =
                 <[usize; 4]>::try_from(info.shape.as_slice()).ok().and_then(|shape| {
                     Some([to_u32(shape[0])?, to_u32(shape[1])?, to_u32(shape[2])?, to_u32(shape[3])?])
@@ -309,7 +306,6 @@ impl InputFile {
         Ok(Self {
             path: path.to_owned(),
             starts: [start(q), start(k), start(v)],
-            file,
             dtype,
             batch,
             q_len,
@@ -317,6 +313,8 @@ impl InputFile {
             q_heads,
             kv_heads: k_shape[2],
             head_dim,
+            sinks: read_sinks(&file, tensors, data_start, q_heads)?,
+            file,
             ignored,
         })
     }
@@ -336,6 +334,43 @@ impl InputFile {
                 .map_err(|error| Failure::file("read", &self.path, &error))
         })?;
         Ok(Bytes::from_owner(Elements(words)).slice(..bytes))
+    }
+}
+
+/// The tensor `sinks`, `[query heads]`, if there is one.
+fn read_sinks(
+    file: &File,
+    tensors: &Tensors,
+    data_start: u64,
+    q_heads: u32,
+) -> Result<Vec<f32>, (String, String)> {
+    let Some(info) = tensors.info("sinks") else { return Ok(Vec::new()) };
+    if info.shape != [q_heads as usize] {
+        return Err((
+            format!("holds `sinks` with shape {:?} for {q_heads} query heads", info.shape),
+            format!("give one sink for each query head: [{q_heads}]"),
+        ));
+    }
+    let dtype = dtype_of("sinks", info)?;
+    // As many as q has heads, and the header's offsets are inside the file.
+    let mut bytes = vec![0; info.data_offsets.1 - info.data_offsets.0];
+    read_exact_at(file, &mut bytes, data_start + info.data_offsets.0 as u64)
+        .map_err(|error| (format!("cannot be read: {error}"), "copy the whole file".to_owned()))?;
+    Ok(match dtype {
+        Dtype::F32 => bytemuck::pod_collect_to_vec(&bytes),
+        Dtype::F16 => bytemuck::pod_collect_to_vec::<_, f16>(&bytes).into_iter().map(f16::to_f32).collect(),
+        Dtype::Bf16 => {
+            bytemuck::pod_collect_to_vec::<_, bf16>(&bytes).into_iter().map(bf16::to_f32).collect()
+        }
+    })
+}
+
+fn dtype_of(name: &str, info: &TensorInfo) -> Result<Dtype, (String, String)> {
+    match info.dtype {
+        safetensors::Dtype::F32 => Ok(Dtype::F32),
+        safetensors::Dtype::F16 => Ok(Dtype::F16),
+        safetensors::Dtype::BF16 => Ok(Dtype::Bf16),
+        other => Err((format!("holds `{name}` as {other:?}"), format!("convert {name} to F32, F16 or BF16"))),
     }
 }
 

@@ -183,7 +183,7 @@ pub(crate) fn headline(request: &Request) -> String {
         format!("{} queries to {} keys", problem.q_len, problem.kv_len)
     };
     format!(
-        "problem    {} x {tokens}, {} query heads, {} kv heads, dim {}, {}, mask {}\n\
+        "problem    {} x {tokens}, {} query heads, {} kv heads, dim {}, {}, mask {}{}\n\
          shared     {} over {} (ulysses x ring), {} placement\n",
         problem.batch,
         problem.q_heads,
@@ -191,6 +191,7 @@ pub(crate) fn headline(request: &Request) -> String {
         problem.head_dim,
         problem.dtype,
         problem.mask,
+        if problem.sinks.is_empty() { "" } else { ", sinks" },
         request.strategy,
         request.mesh,
         request.placement

@@ -119,12 +119,13 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
             let shape = [file.batch, file.kv_len, file.q_heads, file.kv_heads, file.head_dim];
             let problem =
                 AttentionProblem::new(shape, file.dtype, mask)?.with_queries(file.q_len, args.q_offset)?;
-            (problem, Source::File(Arc::new(file)))
+            (problem.with_sinks(file.sinks.clone())?, Source::File(Arc::new(file)))
         }
         (None, Some(shape)) => {
             let problem = AttentionProblem::new(shape.0, args.dtype.unwrap_or(Dtype::F32), mask)?;
             let queries = problem.q_len;
-            (problem.with_queries(queries, args.q_offset)?, Source::MadeUp { seed })
+            let sinks = if args.sinks { Source::made_up_sinks(seed, problem.q_heads) } else { Vec::new() };
+            (problem.with_queries(queries, args.q_offset)?.with_sinks(sinks)?, Source::MadeUp { seed })
         }
         (None, None) => {
             return Err(Failure::request(
@@ -146,10 +147,7 @@ fn placement_for(problem: &AttentionProblem) -> PlacementKind {
             .map(|i| (2 * i + 1 + half * 2 * SAMPLES) * u64::from(problem.q_len) / (4 * SAMPLES))
             .filter_map(|token| u32::try_from(token).ok())
             .filter(|token| *token < problem.q_len)
-            .map(|token| {
-                let seen = problem.mask.visible(0, problem.q_position(token), problem.kv_len);
-                u64::from(seen.hi - seen.lo)
-            })
+            .map(|token| problem.mask.visible(0, problem.q_position(token), problem.kv_len).keys())
             .sum()
     };
     let (front, back) = (work(0), work(1));

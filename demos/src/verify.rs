@@ -10,7 +10,9 @@ use half::{bf16, f16};
 use kyklos::plan::World;
 use kyklos::{AttentionProblem, Dtype, RunOptions, TokenRuns, plan_rows};
 use kyklos_tests::inputs::sample_rows;
-use kyklos_tests::oracle::{self, Oracle, OracleMask, OracleProblem, OracleTerm, Row, RowId, Values};
+use kyklos_tests::oracle::{
+    self, Oracle, OracleMask, OracleProblem, OracleSlice, OracleTerm, Row, RowId, Values,
+};
 use kyklos_tests::tolerance::{Comparison, Context, Limit, compare_rows, naive_f32_rows};
 use kyklos_transport::Rank;
 
@@ -66,6 +68,7 @@ impl Sample {
             softcap: problem.softcap.map(f64::from),
             mask: oracle_mask(mask_text)?,
             q_offset: u64::from(problem.q_offset),
+            sinks: problem.sinks.iter().copied().map(f64::from).collect(),
         };
         let rows = sample_rows(&oracle, ROWS, SEED);
         Ok(Self { problem: problem.clone(), source: source.clone(), oracle, rows })
@@ -280,10 +283,31 @@ fn oracle_mask(text: &str) -> Result<OracleMask> {
             },
             "documents" => mask.and(OracleTerm::Documents(unsigned()?)),
             "valid" => mask.and(OracleTerm::Valid(unsigned()?)),
+            "slices" => {
+                let slices = arguments.split(',').map(|slice| oracle_slice(slice).ok_or_else(unreadable));
+                mask.and(OracleTerm::Slices(slices.collect::<Result<_>>()?))
+            }
             _ => return Err(unreadable()),
         };
     }
     Ok(mask)
+}
+
+fn oracle_slice(text: &str) -> Option<OracleSlice> {
+    let (area, part) = text.split_once('/').unwrap_or((text, "full"));
+    let (q, k) = area.split_once('x')?;
+    let range = |text: &str| {
+        let (begin, end) = text.split_once("..")?;
+        Some(begin.parse().ok()?..end.parse().ok()?)
+    };
+    let (causal, inverse) = match part {
+        "full" => (false, false),
+        "causal" => (true, false),
+        "inverse" => (false, true),
+        "both" => (true, true),
+        _ => return None,
+    };
+    Some(OracleSlice { q: range(q)?, k: range(k)?, causal, inverse })
 }
 
 fn values(dtype: Dtype, bytes: &Bytes) -> Values<'_> {

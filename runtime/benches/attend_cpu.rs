@@ -96,7 +96,7 @@ impl Case {
         let p = &self.problem;
         let pairs: f64 = (0..p.batch)
             .flat_map(|b| (0..p.q_len).map(move |q| p.mask.visible(b as usize, q, p.kv_len)))
-            .map(|span| f64::from(span.hi - span.lo))
+            .map(|spans| spans.keys() as f64)
             .sum();
         4.0 * pairs * f64::from(p.head_dim) * f64::from(p.q_heads)
     }
@@ -141,7 +141,7 @@ impl Case {
         let mut o = alloc("o", shape.a_bytes() / 4 * p.dtype.bytes());
         let mut lse = alloc("lse", shape.ml_bytes() / 2);
         let tokens = TokenRuns::contiguous(0..p.q_len);
-        let work = BlockWork::new(p, &tokens, &tokens, backend.tile_shape(p.dtype, p.head_dim));
+        let work = &BlockWork::layers(p, &tokens, &tokens, backend.tile_shape(p.dtype, p.head_dim))[0];
         let kv_head_of: Vec<u32> = (0..p.q_heads).map(|h| h / p.group()).collect();
         let layout = |heads: u32| Layout {
             offset: 0,
@@ -162,12 +162,12 @@ impl Case {
                 k: operand(&k, p.kv_heads),
                 v: operand(&v, p.kv_heads),
                 kv_head_of: &kv_head_of,
-                work: &work,
+                work,
                 state,
             };
             pollster::block_on(backend.attend(args, &Control::default())).expect("attend");
             let state = State { a: &a, ml: &ml, shape };
-            backend.finalize(&state, p.dtype, &mut o, &mut lse).expect("finalize");
+            backend.finalize(&state, &[], p.dtype, &mut o, &mut lse).expect("finalize");
             start.elapsed().as_secs_f64() * 1e3
         };
         once();

@@ -25,8 +25,8 @@ pub struct Executor<'a, B: Backend, C> {
     plan: &'a Plan,
     plan_hash: [u8; 32],
     peak_bytes: u64,
-    /// For each attend step, its lowered masks and positions.
-    works: Vec<Option<BlockWork>>,
+    /// For each attend step, its lowered masks and positions, layer by layer; for other steps nothing.
+    works: Vec<Vec<BlockWork>>,
     options: RunOptions,
 }
 
@@ -93,9 +93,9 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         let tile = backend.tile_shape(problem.dtype, problem.head_dim);
         let lower = |step: &Step| match step {
             Step::Attend { q, kv, .. } => {
-                Some(BlockWork::new(problem, &plan.slice_tokens(q), &plan.slice_tokens(kv), tile))
+                BlockWork::layers(problem, &plan.slice_tokens(q), &plan.slice_tokens(kv), tile)
             }
-            _ => None,
+            _ => Vec::new(),
         };
         let works = plan.steps.iter().map(lower).collect();
         Self { backend, collective, world, plan, plan_hash, peak_bytes, works, options }
@@ -249,12 +249,15 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                     self.meter.end(started, Lane::Wait, words);
                 }
                 Step::Attend { q, kv, state } => {
-                    let work = works[index].as_ref().expect("every attend step was lowered");
                     let mut tensors = self.state(*state)?;
-                    let attended = {
+                    let mut attended = Ok(());
+                    for work in &works[index] {
                         let attend = self.attend(q, kv, work, *state, &mut tensors, &control);
-                        drive(&mut in_flight, attend).await
-                    };
+                        attended = drive(&mut in_flight, attend).await;
+                        if attended.is_err() {
+                            break;
+                        }
+                    }
                     self.memory.put(*state, tensors);
                     if let Err(Error::Cancelled) = attended {
                         return Err(self.why_stopped(&mut in_flight).await);
@@ -279,7 +282,8 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                     let (o, lse) = output.split_at_mut(1);
                     let shape = self.shape(*state);
                     let dtype = self.executor.world.problem.dtype;
-                    backend.finalize(&state_ref(&tensors, shape), dtype, &mut o[0], &mut lse[0])?;
+                    let sinks = self.sinks(*state);
+                    backend.finalize(&state_ref(&tensors, shape), sinks, dtype, &mut o[0], &mut lse[0])?;
                     self.memory.put(*state, tensors);
                     self.memory.put(*into, output);
                     drive(&mut in_flight, backend.wait()).await?;
@@ -299,6 +303,12 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         let lse = backend.download(&mut output[1], 0..sizes[1]).await?;
         self.meter.end(started, Lane::Copy, || "download the output".to_owned());
         Ok((o, lse, control.pieces_done()))
+    }
+
+    /// The sinks of a state's heads; none where the problem has none.
+    fn sinks(&self, state: BufferId) -> &'r [f32] {
+        let heads = &self.executor.plan.buffer(state).heads;
+        self.executor.world.problem.sinks.get(heads.start as usize..heads.end as usize).unwrap_or_default()
     }
 
     async fn attend(

@@ -45,7 +45,7 @@ pub use dtype::Dtype;
 pub use error::Error;
 pub use exec::{Executor, Inputs, NoObserver, Observer, RankOutput, RunOptions};
 pub use lower::{BlockWork, MaskClass, RowSpan, TileRun, TileShape};
-pub use mask::Mask;
+pub use mask::{Mask, MaskSlice, SlicePart, Spans};
 pub use mesh::{MAX_WORLD, Mesh};
 pub use meter::{Lane, Meter, RankReport, Span};
 pub use placement::{Placement, PlacementKind, Split};

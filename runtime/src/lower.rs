@@ -1,7 +1,8 @@
 //! Lowering of masks and token lists to what kernels read: an interval of key positions for each query row, a
-//! position for each key, and a list of tiles that are not empty.
+//! position for each key, and a list of tiles that are not empty. Where a mask shows rows several intervals, there are
+//! as many layers of that, over different keys for each row, and a block is attended to layer by layer.
 
-use crate::{AttentionProblem, Mask, TokenRuns};
+use crate::{AttentionProblem, TokenRuns};
 
 /// The key positions `lo..hi` that one query row sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, bytemuck::Pod, bytemuck::Zeroable)]
@@ -66,23 +67,32 @@ pub struct BlockWork {
 }
 
 impl BlockWork {
-    /// Lowers `problem`'s mask for the queries `q_tokens` against the keys `kv_tokens`.
-    pub fn new(
+    /// Lowers `problem`'s mask for the queries `q_tokens` against the keys `kv_tokens`. There is at least one layer; a
+    /// mask without slices has no more.
+    pub fn layers(
         problem: &AttentionProblem,
         q_tokens: &TokenRuns,
         kv_tokens: &TokenRuns,
         tile: TileShape,
-    ) -> Self {
+    ) -> Vec<Self> {
         let kv_positions: Vec<u32> = kv_tokens.iter().collect();
         let kv_bounds: Vec<(u32, u32)> = kv_positions
             .chunks(tile.kv_cols as usize)
             .map(|tile| tile.iter().fold((u32::MAX, 0), |(lo, hi), p| (lo.min(*p), hi.max(*p))))
             .collect();
-        let q_positions: Vec<u32> = q_tokens.iter().map(|token| problem.q_position(token)).collect();
-        let classes = (0..problem.mask.batch_classes())
-            .map(|batch| MaskClass::new(&problem.mask, batch, problem.kv_len, &q_positions, &kv_bounds, tile))
-            .collect();
-        Self { tile, kv_positions, classes }
+        let layers_of = |batch| row_layers(problem, batch, q_tokens, kv_tokens);
+        let mut rows: Vec<Vec<Vec<RowSpan>>> = (0..problem.mask.batch_classes()).map(layers_of).collect();
+        let layers = rows.iter().map(Vec::len).max().unwrap_or(0);
+        (0..layers)
+            .map(|layer| {
+                let rows = rows.iter_mut().map(|layers| match layers.get_mut(layer) {
+                    Some(rows) => std::mem::take(rows),
+                    None => vec![RowSpan::EMPTY; q_tokens.len()],
+                });
+                let classes = rows.map(|rows| MaskClass::new(rows, &kv_bounds, tile)).collect();
+                Self { tile, kv_positions: kv_positions.clone(), classes }
+            })
+            .collect()
     }
 
     /// The class of batch entry `batch`.
@@ -110,24 +120,46 @@ impl BlockWork {
 pub(crate) fn any_visible(problem: &AttentionProblem, q_tokens: &TokenRuns, kv_tokens: &TokenRuns) -> bool {
     (0..problem.mask.batch_classes()).any(|batch| {
         let sees = |token: u32| {
-            let span = problem.mask.visible(batch, problem.q_position(token), problem.kv_len);
-            span != RowSpan::EMPTY && kv_tokens.runs().iter().any(|run| run.meets(span.lo, span.hi))
+            let spans = problem.mask.visible(batch, problem.q_position(token), problem.kv_len);
+            spans.iter().any(|span| meets(kv_tokens, *span))
         };
         // Most blocks are seen by the last of some queries in a row, and need no look at the others.
         q_tokens.runs().iter().any(|run| sees(run.last())) || q_tokens.iter().any(sees)
     })
 }
 
+fn meets(kv_tokens: &TokenRuns, span: RowSpan) -> bool {
+    kv_tokens.runs().iter().any(|run| run.meets(span.lo, span.hi))
+}
+
+/// The interval of every query row in each layer. Of several intervals of a row only those take up a layer that hold
+/// keys of the block.
+fn row_layers(
+    problem: &AttentionProblem,
+    batch: usize,
+    q_tokens: &TokenRuns,
+    kv_tokens: &TokenRuns,
+) -> Vec<Vec<RowSpan>> {
+    let mut layers = vec![vec![RowSpan::EMPTY; q_tokens.len()]];
+    for (row, token) in q_tokens.iter().enumerate() {
+        match &*problem.mask.visible(batch, problem.q_position(token), problem.kv_len) {
+            [] => {}
+            [span] => layers[0][row] = *span,
+            spans => {
+                for (layer, span) in spans.iter().filter(|span| meets(kv_tokens, **span)).enumerate() {
+                    if layer == layers.len() {
+                        layers.push(vec![RowSpan::EMPTY; q_tokens.len()]);
+                    }
+                    layers[layer][row] = *span;
+                }
+            }
+        }
+    }
+    layers
+}
+
 impl MaskClass {
-    fn new(
-        mask: &Mask,
-        batch: usize,
-        kv_len: u32,
-        q_positions: &[u32],
-        kv_bounds: &[(u32, u32)],
-        tile: TileShape,
-    ) -> Self {
-        let rows: Vec<RowSpan> = q_positions.iter().map(|q| mask.visible(batch, *q, kv_len)).collect();
+    fn new(rows: Vec<RowSpan>, kv_bounds: &[(u32, u32)], tile: TileShape) -> Self {
         let mut starts = vec![0];
         let mut runs: Vec<TileRun> = Vec::new();
         for tile_rows in rows.chunks(tile.q_rows as usize) {
@@ -160,13 +192,13 @@ impl MaskClass {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Dtype;
+    use crate::{Dtype, Mask};
 
     #[test]
     fn causal_tiles_are_full_below_the_diagonal_and_absent_above() {
         let problem = AttentionProblem::new([1, 64, 1, 1, 8], Dtype::F32, Mask::causal()).unwrap();
         let tokens = TokenRuns::contiguous(0..64);
-        let work = BlockWork::new(&problem, &tokens, &tokens, TileShape { q_rows: 16, kv_cols: 16 });
+        let work = &BlockWork::layers(&problem, &tokens, &tokens, TileShape { q_rows: 16, kv_cols: 16 })[0];
         let class = &work.classes[0];
         assert_eq!(class.starts, [0, 1, 3, 5, 7]);
         assert_eq!(class.runs[0], TileRun { kv_tile: 0, count: 1, full: false });
@@ -184,7 +216,7 @@ mod tests {
             let problem = AttentionProblem::new([1, 61, 1, 1, 8], Dtype::F32, mask.parse().unwrap()).unwrap();
             let q = TokenRuns::from_positions((0..20).chain(45..61));
             let kv = TokenRuns::from_positions((1..61).step_by(2));
-            let work = BlockWork::new(&problem, &q, &kv, tile);
+            let [work] = &BlockWork::layers(&problem, &q, &kv, tile)[..] else { panic!("{mask}: one layer") };
             let class = &work.classes[0];
             for (q_tile, rows) in class.rows.chunks(7).enumerate() {
                 for (kv_tile, keys) in work.kv_positions.chunks(5).enumerate() {
@@ -201,5 +233,26 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn layers_show_every_visible_pair_of_a_union_once() {
+        let mask = "slices:0..40x0..10,0..40x20..30,10..61x28..50/causal,30..61x55..61,5..6x0..61+valid:58";
+        let problem = AttentionProblem::new([1, 61, 1, 1, 8], Dtype::F32, mask.parse().unwrap()).unwrap();
+        let q = TokenRuns::from_positions((0..20).chain(45..61));
+        for kv in [TokenRuns::from_positions((1..61).step_by(2)), TokenRuns::contiguous(0..61)] {
+            let layers = BlockWork::layers(&problem, &q, &kv, TileShape { q_rows: 7, kv_cols: 5 });
+            assert!(layers.len() > 1);
+            for (row, token) in q.iter().enumerate() {
+                for key in kv.iter() {
+                    let times = layers.iter().filter(|work| work.classes[0].rows[row].sees(key)).count();
+                    assert_eq!(times == 1, problem.mask.visible(0, token, 61).sees(key), "{token} {key}");
+                    assert!(times <= 1);
+                }
+            }
+        }
+        // A block that holds keys of one interval only has one layer.
+        let one = TokenRuns::contiguous(20..30);
+        assert_eq!(BlockWork::layers(&problem, &q, &one, TileShape { q_rows: 7, kv_cols: 5 }).len(), 1);
     }
 }

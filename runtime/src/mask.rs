@@ -1,13 +1,16 @@
 //! Which keys a query may see, as a function of global positions.
 //!
-//! Every mask of today is, for one batch entry and one query position, an *interval* of key positions: causal and
-//! window bound it on both sides, key padding from above, documents on both sides; intersecting masks intersects
-//! the intervals. So a mask is stored in that normal form, and everything downstream (tile classes, kernels,
-//! proofs) asks for the interval of a row and knows no mask kinds. A union of slices is several such intervals.
+//! For one batch entry and one query position, a mask is a few *intervals* of key positions: causal and window bound
+//! one on both sides, key padding from above, documents on both sides; a union of slices is several; intersecting
+//! masks intersects the intervals. So a mask is stored in that normal form, and everything downstream (tile classes,
+//! kernels, proofs) asks for the intervals of a row and knows no mask kinds.
+
+mod slices;
 
 use crate::{Error, Result, RowSpan};
+pub use slices::{MaskSlice, SlicePart, Spans};
 
-/// The intersection of any number of causal, window, key-padding and document masks, in normal form.
+/// The intersection of any number of causal, window, key-padding, document and slice masks, in normal form.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 pub struct Mask {
     /// Keys further left of the query than this are hidden; `None` is unbounded.
@@ -18,6 +21,8 @@ pub struct Mask {
     valid: Vec<u32>,
     /// Ascending cumulative boundaries of documents, `0` first; empty: one document that holds everything.
     documents: Vec<u32>,
+    /// Unions of slices, each ascending; what is visible is in every one of them.
+    unions: Vec<Vec<MaskSlice>>,
 }
 
 impl Mask {
@@ -55,6 +60,13 @@ impl Mask {
         }
         boundaries.dedup();
         Ok(Self { documents: boundaries, ..Self::default() })
+    }
+
+    /// A query sees the keys that any of these slices shows it; where slices overlap, once.
+    pub fn slices(mut slices: Vec<MaskSlice>) -> Self {
+        slices.sort_unstable();
+        slices.dedup();
+        Self { unions: vec![slices], ..Self::default() }
     }
 
     /// What both masks show.
@@ -95,6 +107,9 @@ impl Mask {
                 all
             }
         };
+        self.unions.extend(other.unions);
+        self.unions.sort_unstable();
+        self.unions.dedup();
         Ok(self)
     }
 
@@ -117,6 +132,12 @@ impl Mask {
                 format!("use values from 0 to {kv_len}"),
             ));
         }
+        if let Some(slice) = self.unions.iter().flatten().find(|slice| slice.k_end > kv_len) {
+            return Err(Error::request(
+                format!("the slice {slice} reaches key {}, the problem has {kv_len}", slice.k_end),
+                format!("let key ranges end at {kv_len} or before"),
+            ));
+        }
         match self.documents.last() {
             Some(end) if *end != kv_len => Err(Error::request(
                 format!("the documents end at {end}, the keys at {kv_len}"),
@@ -132,7 +153,13 @@ impl Mask {
     }
 
     /// The key positions that the query at global position `q` of batch entry `batch` sees, of keys `0..kv_len`.
-    pub fn visible(&self, batch: usize, q: u32, kv_len: u32) -> RowSpan {
+    pub fn visible(&self, batch: usize, q: u32, kv_len: u32) -> Spans {
+        let bounds = Spans::one(self.bounds(batch, q, kv_len));
+        self.unions.iter().fold(bounds, |spans, slices| spans.within(slices, q))
+    }
+
+    /// The interval that all but the slices leave.
+    fn bounds(&self, batch: usize, q: u32, kv_len: u32) -> RowSpan {
         let (mut lo, mut hi) = (0, kv_len);
         if let Some(left) = self.left {
             lo = lo.max(q.saturating_sub(left));
@@ -158,7 +185,8 @@ impl Mask {
     }
 }
 
-/// The command line's notation (design section 6): `full|causal|window:L,R|documents:0,8,24|valid:N[,N…]`, joined by `+`.
+/// The command line's notation (design section 6): `full|causal|window:L,R|documents:0,8,24|valid:N[,N…]|slices:Q..QxK..K[/part],…`, joined
+/// by `+`.
 impl std::str::FromStr for Mask {
     type Err = Error;
 
@@ -183,6 +211,10 @@ impl std::fmt::Display for Mask {
         if !self.valid.is_empty() {
             terms.push(format!("valid:{}", list(&self.valid)));
         }
+        for slices in &self.unions {
+            let slices: Vec<String> = slices.iter().map(MaskSlice::to_string).collect();
+            terms.push(format!("slices:{}", slices.join(",")));
+        }
         f.write_str(if terms.is_empty() { "full" } else { "" })?;
         f.write_str(&terms.join("+"))
     }
@@ -192,7 +224,7 @@ fn parse_term(term: &str) -> Result<Mask> {
     let wrong = |why: &str| {
         Error::request(
             format!("mask `{term}` {why}"),
-            "use full, causal, window:L,R, documents:0,8,24 or valid:N[,N…], joined by +",
+            "use full, causal, window:L,R, documents:0,8,24, valid:N[,N…] or slices:0..8x0..24/causal,…, joined by +",
         )
     };
     let (kind, arguments) = term.split_once(':').map_or((term, None), |(kind, rest)| (kind, Some(rest)));
@@ -215,6 +247,9 @@ fn parse_term(term: &str) -> Result<Mask> {
             _ => Err(wrong("needs two numbers, left and right, -1 for unbounded")),
         },
         ("documents", _) => Mask::documents(numbers()?.into_iter().map(unsigned).collect::<Result<_>>()?),
+        ("slices", Some(slices)) => {
+            Ok(Mask::slices(slices.split(',').map(str::parse).collect::<Result<_>>()?))
+        }
         ("valid", _) => Ok(Mask::key_padding(numbers()?.into_iter().map(unsigned).collect::<Result<_>>()?)),
         _ => Err(wrong("is not known")),
     }
@@ -224,8 +259,12 @@ fn parse_term(term: &str) -> Result<Mask> {
 mod tests {
     use super::*;
 
-    fn span(lo: u32, hi: u32) -> RowSpan {
-        RowSpan { lo, hi }
+    fn span(lo: u32, hi: u32) -> Spans {
+        Spans::one(RowSpan { lo, hi })
+    }
+
+    fn spans(ends: &[(u32, u32)]) -> Spans {
+        Spans::Many(ends.iter().map(|(lo, hi)| RowSpan { lo: *lo, hi: *hi }).collect())
     }
 
     #[test]
@@ -237,18 +276,45 @@ mod tests {
         assert_eq!(at("window:2,1", 0, 3), span(1, 5));
         assert_eq!(at("window:-1,1", 0, 3), span(0, 5));
         assert_eq!(at("window:2,-1", 0, 3), span(1, 24));
-        assert_eq!(at("window:2,0", 0, 40), RowSpan::EMPTY);
+        assert_eq!(at("window:2,0", 0, 40), spans(&[]));
         assert_eq!(at("documents:0,8,24", 0, 7), span(0, 8));
         assert_eq!(at("documents:0,8,24", 0, 8), span(8, 24));
-        assert_eq!(at("documents:0,8,24", 0, 24), RowSpan::EMPTY);
+        assert_eq!(at("documents:0,8,24", 0, 24), spans(&[]));
         assert_eq!(at("valid:5,9", 1, 0), span(0, 9));
-        assert_eq!(at("valid:0", 0, 0), RowSpan::EMPTY);
+        assert_eq!(at("valid:0", 0, 0), spans(&[]));
         assert_eq!(at("causal+documents:0,8,24+window:3,-1+valid:20", 0, 22), span(19, 20));
     }
 
     #[test]
+    fn slices_show_their_union() {
+        let at = |text: &str, q| text.parse::<Mask>().unwrap().visible(0, q, 24);
+        assert_eq!(at("slices:0..8x0..24", 7), span(0, 24));
+        assert_eq!(at("slices:0..8x0..24", 8), spans(&[]));
+        let two = "slices:0..8x0..4,0..8x10..12,4..8x3..6";
+        assert_eq!(at(two, 3), spans(&[(0, 4), (10, 12)]));
+        assert_eq!(at(two, 4), spans(&[(0, 6), (10, 12)]));
+        assert_eq!(at(&format!("{two}+causal"), 5), spans(&[(0, 6)]));
+        assert_eq!(at(&format!("{two}+slices:0..8x2..11"), 0), spans(&[(2, 4), (10, 11)]));
+        // Four queries and eight keys: the last query sees the last key, the first query the first.
+        let part = |part, q| at(&format!("slices:2..6x10..18/{part}"), q);
+        assert_eq!([2, 3, 5].map(|q| part("causal", q)), [span(10, 15), span(10, 16), span(10, 18)]);
+        assert_eq!([2, 3, 5].map(|q| part("inverse", q)), [span(10, 18), span(11, 18), span(13, 18)]);
+        assert_eq!([2, 3, 5].map(|q| part("both", q)), [span(10, 15), span(11, 16), span(13, 18)]);
+        // More queries than keys: the first of them see nothing of the causal part.
+        assert_eq!([0, 3, 4].map(|q| at("slices:0..6x0..2/causal", q)), [spans(&[]), spans(&[]), span(0, 1)]);
+        assert_eq!([1, 2].map(|q| at("slices:0..6x0..2/inverse", q)), [span(1, 2), spans(&[])]);
+    }
+
+    #[test]
     fn what_is_shown_parses_back_to_the_same_mask() {
-        for text in ["full", "causal", "window:3,-1", "window:3,0+documents:0,8,24+valid:3,4", "valid:0"] {
+        for text in [
+            "full",
+            "causal",
+            "window:3,-1",
+            "window:3,0+documents:0,8,24+valid:3,4",
+            "valid:0",
+            "slices:0..4x2..9,0..4x10..12/both+slices:0..9x0..9/causal",
+        ] {
             let mask: Mask = text.parse().unwrap();
             assert_eq!(mask.to_string(), text);
             assert_eq!(mask.to_string().parse::<Mask>().unwrap(), mask);
@@ -271,6 +337,12 @@ mod tests {
             "valid:4294967296",
             "valid:1,2+valid:1,2,3",
             "causal+",
+            "slices",
+            "slices:",
+            "slices:0..8",
+            "slices:0..8x0..9/some",
+            "slices:8..0x0..9",
+            "slices:0..8x-1..9",
         ] {
             let error = text.parse::<Mask>().unwrap_err();
             assert_eq!(error.exit_code(), 2, "{text}: {error}");

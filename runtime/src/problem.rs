@@ -30,6 +30,9 @@ pub struct AttentionProblem {
     pub scale: f32,
     /// `Some(c)`: logits become `c · tanh(logit / c)` before the mask.
     pub softcap: Option<f32>,
+    /// For each query head one logit without a value, which takes part in the softmax of every row, also of one that
+    /// sees no key; empty: none. The log-sum-exp counts it.
+    pub sinks: Vec<f32>,
 }
 
 impl AttentionProblem {
@@ -55,6 +58,7 @@ impl AttentionProblem {
             q_offset: 0,
             scale,
             softcap: None,
+            sinks: Vec::new(),
         }
         .checked()
     }
@@ -73,6 +77,14 @@ impl AttentionProblem {
     /// As [`Self::new`].
     pub fn with_logits(self, scale: f32, softcap: Option<f32>) -> Result<Self> {
         Self { scale, softcap, ..self }.checked()
+    }
+
+    /// This problem with sinks: one logit for each query head, or none.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_sinks(self, sinks: Vec<f32>) -> Result<Self> {
+        Self { sinks, ..self }.checked()
     }
 
     /// Query heads that share one KV head.
@@ -116,6 +128,18 @@ impl AttentionProblem {
             return Err(Error::request(
                 format!("softcap {} is not a positive number", self.softcap.unwrap_or_default()),
                 "use a positive softcap, or none",
+            ));
+        }
+        if !self.sinks.is_empty() && self.sinks.len() != q_heads as usize {
+            return Err(Error::request(
+                format!("{} sinks for {q_heads} query heads", self.sinks.len()),
+                "give one sink for each query head, or none",
+            ));
+        }
+        if let Some(sink) = self.sinks.iter().find(|sink| !sink.is_finite()) {
+            return Err(Error::request(
+                format!("a sink is {sink}"),
+                "use finite sinks; a head without one is far below its logits, such as -1e30",
             ));
         }
         let positions = u64::from(q_len) + u64::from(q_offset);
@@ -175,6 +199,9 @@ mod tests {
         assert!(problem.clone().with_logits(f32::NAN, None).is_err());
         assert!(problem.clone().with_logits(1.0, Some(0.0)).is_err());
         assert!(problem.clone().with_queries(8, u32::MAX - 3).is_err());
+        assert!(problem.clone().with_sinks(vec![0.0; 7]).is_err());
+        assert!(problem.clone().with_sinks(vec![f32::NAN; 8]).is_err());
+        assert!(problem.clone().with_sinks(vec![0.0; 8]).is_ok());
         let mask = "valid:1,2,3".parse().unwrap();
         assert!(AttentionProblem::new([2, 8, 8, 2, 64], Dtype::F32, mask).is_err());
     }

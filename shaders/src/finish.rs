@@ -29,13 +29,7 @@ pub(crate) fn merge(head_dim: u32) -> String {
     t.line(format!("// merge, head dim {head_dim}: 8 threads for each row and head"));
     t.lines(&Kernel::Merge { head_dim }.declarations());
     t.line("");
-    // The exponent is at most 0; below -150 the power is 0 in f32, and the product with log2 e cannot overflow.
-    t.block("fn power(exponent: f32) -> f32", |t| {
-        t.line(format!(
-            "return select(exp2(exponent * {:?}f), 0.0f, exponent < -150.0f);",
-            std::f32::consts::LOG2_E
-        ));
-    });
+    power(&mut t);
     t.line("");
     t.line("@compute @workgroup_size(64)");
     t.block(MAIN, |t| {
@@ -63,13 +57,28 @@ if (lane == 0u) {{
     t.finish()
 }
 
+/// `power(exponent)`: e^exponent, where the exponent is at most 0.
+fn power(t: &mut Text) {
+    // Below -150 the power is 0 in f32, and the product with log2 e cannot overflow.
+    t.block("fn power(exponent: f32) -> f32", |t| {
+        t.line(format!(
+            "return select(exp2(exponent * {:?}f), 0.0f, exponent < -150.0f);",
+            std::f32::consts::LOG2_E
+        ));
+    });
+}
+
 /// o = a / l in the storage type and lse = m + ln l; where l is 0, o = 0 and lse = −∞. Bindings: a, ml, o, lse
-/// (f32 bits, `[batch, rows, heads]`).
-pub(crate) fn finalize(storage: Storage, head_dim: u32) -> String {
+/// (f32 bits, `[batch, rows, heads]`), and where there are `sinks`, one logit for each head that l counts as well.
+pub(crate) fn finalize(storage: Storage, head_dim: u32, sinks: bool) -> String {
     let mut t = Text::default();
     t.line(format!("// finalize, {}, head dim {head_dim}: 8 threads for each row and head", storage.name()));
-    t.lines(&Kernel::Finalize { storage, head_dim }.declarations());
+    t.lines(&Kernel::Finalize { storage, head_dim, sinks }.declarations());
     t.line("");
+    if sinks {
+        power(&mut t);
+        t.line("");
+    }
     t.lines(storage.round_function());
     t.line("");
     t.lines(LN);
@@ -82,19 +91,30 @@ pub(crate) fn finalize(storage: Storage, head_dim: u32) -> String {
 if (!inside) { return; }
 let ml = state_ml[ml_at];
 // By bits: NaN must not count as empty.
-let empty = (bitcast<u32>(ml.y) & 0x7fffffffu) == 0u;
-let divisor = select(ml.y, 1.0f, empty);
+let empty = (bitcast<u32>(ml.y) & 0x7fffffffu) == 0u;",
+        );
+        t.lines(if sinks {
+            "let sink = sinks[head];
+let m = max(ml.x, sink);
+let weight = power(ml.x - m);
+let divisor = select(ml.y * weight + power(sink - m), 1.0f, empty);
+if (lane == 0u) {
+    lse[row_head] = bitcast<u32>(select(m + ln(divisor), sink, empty));
+}"
+        } else {
+            "let divisor = select(ml.y, 1.0f, empty);
 if (lane == 0u) {
     lse[row_head] = select(bitcast<u32>(ml.x + ln(divisor)), 0xff800000u, empty);
-}",
-        );
+}"
+        });
         let units = head_dim / storage.unit_elements();
         t.block(format!("for (var u = lane; u < {units}u; u += 8u)"), |t| {
             let load = |c: u32| {
                 format!(
-                    "select(state_a[row_head * {}u + u * {}u + {c}u - params.a_skipped] / divisor, vec4<f32>(), empty)",
+                    "select(state_a[row_head * {}u + u * {}u + {c}u - params.a_skipped]{} / divisor, vec4<f32>(), empty)",
                     head_dim / 4,
-                    storage.unit_chunks()
+                    storage.unit_chunks(),
+                    if sinks { " * weight" } else { "" }
                 )
             };
             if storage == Storage::F32 {

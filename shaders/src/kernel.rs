@@ -39,6 +39,8 @@ pub enum Kernel {
         storage: Storage,
         /// Elements of a head.
         head_dim: u32,
+        /// Whether each head has a sink.
+        sinks: bool,
     },
     /// A strided copy.
     Repack {
@@ -103,7 +105,9 @@ impl Kernel {
             ),
             Self::MergeParts { head_dim } => format!("merge-parts-d{head_dim}"),
             Self::Merge { head_dim } => format!("merge-d{head_dim}"),
-            Self::Finalize { storage, head_dim } => format!("finalize-{}-d{head_dim}", storage.name()),
+            Self::Finalize { storage, head_dim, sinks } => {
+                format!("finalize-{}-d{head_dim}{}", storage.name(), if *sinks { "-sinks" } else { "" })
+            }
             Self::Repack { words } => format!("repack-{words}"),
             Self::ResetState => "reset-state".to_owned(),
         }
@@ -147,9 +151,9 @@ impl Kernel {
                 assert_head_dim(head_dim);
                 finish::merge(head_dim)
             }
-            Self::Finalize { storage, head_dim } => {
+            Self::Finalize { storage, head_dim, sinks } => {
                 assert_head_dim(head_dim);
-                finish::finalize(storage, head_dim)
+                finish::finalize(storage, head_dim, sinks)
             }
             Self::Repack { words } => repack::source(words),
             Self::ResetState => finish::reset_state(),
@@ -222,12 +226,16 @@ impl Kernel {
                 read("from_a", "vec4<f32>"),
                 read("from_ml", "vec2<f32>"),
             ],
-            Self::Finalize { storage, .. } => vec![
-                read("state_a", "vec4<f32>"),
-                read("state_ml", "vec2<f32>"),
-                write("o", storage.unit_type()),
-                write("lse", "u32"),
-            ],
+            Self::Finalize { storage, sinks, .. } => {
+                let mut bindings = vec![
+                    read("state_a", "vec4<f32>"),
+                    read("state_ml", "vec2<f32>"),
+                    write("o", storage.unit_type()),
+                    write("lse", "u32"),
+                ];
+                bindings.extend(sinks.then(|| read("sinks", "f32")));
+                bindings
+            }
             Self::Repack { words } => {
                 let unit = if words == 4 { "vec4<u32>" } else { "u32" };
                 vec![read("source", unit), write("destination", unit)]

@@ -169,7 +169,7 @@ fn pinned_texts_have_not_changed() {
             softcap: false,
         }),
         Kernel::MergeParts { head_dim: 24 },
-        Kernel::Finalize { storage: Storage::F16, head_dim: 16 },
+        Kernel::Finalize { storage: Storage::F16, head_dim: 16, sinks: true },
     ] {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("tests/golden")

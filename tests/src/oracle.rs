@@ -9,7 +9,7 @@ mod values;
 
 use std::{error::Error, fmt};
 
-pub use mask::{OracleMask, OracleTerm};
+pub use mask::{OracleMask, OracleSlice, OracleTerm};
 pub use values::{Dtype, Element, Tensor4, Values};
 
 /// What is computed: sizes, score function and mask. Shapes are `[batch, seq, heads, dim]` throughout.
@@ -35,6 +35,8 @@ pub struct OracleProblem {
     pub mask: OracleMask,
     /// The global position of query 0; key 0 is at position 0.
     pub q_offset: u64,
+    /// One score for each query head that takes part in every row's softmax and has no value; empty: none.
+    pub sinks: Vec<f64>,
 }
 
 impl OracleProblem {
@@ -92,6 +94,9 @@ impl OracleProblem {
         if !self.scale.is_finite() || self.softcap.is_some_and(|cap| !(cap.is_finite() && cap > 0.0)) {
             return Err(OracleError::Score { scale: self.scale, softcap: self.softcap });
         }
+        if !self.sinks.is_empty() && self.sinks.len() != self.q_heads {
+            return Err(OracleError::Sinks { sinks: self.sinks.len(), q_heads: self.q_heads });
+        }
         self.mask.check(self.batch)
     }
 }
@@ -117,6 +122,9 @@ impl fmt::Display for OracleProblem {
         if self.q_offset != 0 {
             write!(f, ", q offset {}", self.q_offset)?;
         }
+        if !self.sinks.is_empty() {
+            write!(f, ", sinks {:?}", self.sinks)?;
+        }
         Ok(())
     }
 }
@@ -139,7 +147,7 @@ pub struct Row {
     pub id: RowId,
     /// The output vector `[head_dim]`.
     pub o: Vec<f64>,
-    /// Natural logarithm of the sum of the exponentials of the scores; -∞ if no key is visible.
+    /// Natural logarithm of the sum of the exponentials of the scores, the sink's among them; -∞ if there are none.
     pub lse: f64,
 }
 
@@ -147,7 +155,7 @@ pub struct Row {
 ///
 /// # Corners
 ///
-/// - A row that sees no key has o = 0 and lse = -∞.
+/// - A row that sees no key has o = 0 and lse = -∞; with a sink, o = 0 and lse is the sink.
 /// - A key that a row cannot see is not read for it: whatever is in its key and value vectors has no effect.
 /// - NaN and ∞ in what a row does see propagate by plain IEEE arithmetic. A NaN or +∞ score makes the row NaN; a
 ///   score of -∞ has weight 0 beside finite ones; if *all* visible scores are -∞ the row is 0/0, NaN.
@@ -205,13 +213,14 @@ impl<'a> Oracle<'a> {
                 scores.push((key, problem.softcap.map_or(score, |cap| cap * (score / cap).tanh())));
             }
         }
+        let sink = problem.sinks.get(head).copied();
         if scores.is_empty() {
-            return (o, f64::NEG_INFINITY);
+            return (o, sink.unwrap_or(f64::NEG_INFINITY));
         }
 
         // `f64::max` passes over NaN; the exponential below brings it back.
-        let max = scores.iter().map(|&(_, score)| score).fold(f64::NEG_INFINITY, f64::max);
-        let mut sum = 0.0;
+        let max = scores.iter().map(|&(_, score)| score).chain(sink).fold(f64::NEG_INFINITY, f64::max);
+        let mut sum = sink.map_or(0.0, |sink| (sink - max).exp());
         for (key, score) in scores {
             let weight = (score - max).exp();
             sum += weight;
@@ -269,6 +278,13 @@ pub enum OracleError {
         /// The softcap given.
         softcap: Option<f64>,
     },
+    /// There is neither no sink nor one for each query head.
+    Sinks {
+        /// How many sinks were given.
+        sinks: usize,
+        /// Query heads of the problem.
+        q_heads: usize,
+    },
     /// A side of a window is below -1.
     Window {
         /// The left side given.
@@ -301,6 +317,9 @@ impl fmt::Display for OracleError {
             }
             Self::Score { scale, softcap } => {
                 write!(f, "scale {scale} must be finite and softcap {softcap:?} positive and finite")
+            }
+            Self::Sinks { sinks, q_heads } => {
+                write!(f, "{sinks} sinks for {q_heads} query heads: give one for each, or none")
             }
             Self::Window { left, right } => {
                 write!(f, "window {left},{right}: a side is a number of tokens, or -1 for no bound")

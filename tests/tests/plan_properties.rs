@@ -3,7 +3,8 @@
 
 use kyklos::plan::{Content, Recv, Send, Step, World, check, explain, explain_json, plan_hash};
 use kyklos::{
-    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, meshes_by_bytes, plan_world,
+    AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PlacementKind, SlicePart, Split, Strategy,
+    meshes_by_bytes, plan_world,
 };
 use proptest::prelude::*;
 use proptest::strategy::Strategy as _;
@@ -26,7 +27,7 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
     let mesh = (1u32..5, 1u32..6);
     let kind = prop::sample::select(PlacementKind::ALL.to_vec());
     let dtype = prop::sample::select(Dtype::ALL.to_vec());
-    (shape, mesh, kind, dtype, 0usize..6, 0u32..9, any::<u64>()).prop_map(
+    (shape, mesh, kind, dtype, 0usize..7, 0u32..9, any::<u64>()).prop_map(
         |((batch, seq, kv_heads, group, dim), (ulysses, ring), kind, dtype, mask, offset, seed)| {
             let (q_heads, ulysses) = (kv_heads * group, ulysses.min(kv_heads * group));
             let mut random = Random(seed);
@@ -61,6 +62,18 @@ fn mask_number(kind: usize, batch: u32, seq: u32, random: &mut Random) -> Mask {
         2 => window(random),
         3 => documents(random),
         4 => padding(random),
+        5 => {
+            let slice = |random: &mut Random| {
+                let mut range = || {
+                    let (a, b) = (random.below(seq + 1), random.below(seq + 1));
+                    a.min(b)..a.max(b)
+                };
+                let (q, k) = (range(), range());
+                let parts = [SlicePart::Full, SlicePart::Causal, SlicePart::Inverse, SlicePart::Both];
+                MaskSlice::new(q, k, parts[random.below(4) as usize]).expect("ascending")
+            };
+            Mask::slices((0..random.below(6)).map(|_| slice(random)).collect())
+        }
         _ => Mask::causal().and(documents(random)).and_then(|mask| mask.and(padding(random))).expect("fits"),
     }
 }

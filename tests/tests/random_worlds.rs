@@ -8,15 +8,15 @@ mod common;
 use common::{Prepared, run_world};
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
-use kyklos_tests::inputs::Case;
-use kyklos_tests::oracle::{OracleMask, OracleProblem, OracleTerm};
+use kyklos_tests::inputs::{Case, TensorId, normal};
+use kyklos_tests::oracle::{OracleMask, OracleProblem, OracleSlice, OracleTerm};
 use kyklos_tests::tolerance::{Cause, Failure};
 use kyklos_transport::in_process_group;
 use proptest::prelude::*;
 
 /// One or two terms of a mask, whose numbers are drawn as fractions of the sequence.
 fn masks() -> impl proptest::strategy::Strategy<Value = Vec<(u8, f64, f64)>> {
-    prop::collection::vec((0u8..5, 0.0..1.0, 0.0..1.0), 0..3)
+    prop::collection::vec((0u8..6, 0.0..1.0, 0.0..1.0), 0..3)
 }
 
 fn mask(terms: &[(u8, f64, f64)], batch: usize, seq: usize) -> OracleMask {
@@ -27,11 +27,25 @@ fn mask(terms: &[(u8, f64, f64)], batch: usize, seq: usize) -> OracleMask {
             1 => OracleTerm::Window { left: at(*a) as i64, right: at(*b) as i64 - 1 },
             2 => OracleTerm::Documents(vec![0, at(*a).min(seq as u64), seq as u64]),
             3 => OracleTerm::Valid(vec![at(*a)]),
+            4 => {
+                // Two columns with a gap, and a diagonal piece that may touch either.
+                let (a, b, seq) = (at(*a).min(seq as u64), at(*b).min(seq as u64), seq as u64);
+                let slice = |q, k, causal, inverse| OracleSlice { q, k, causal, inverse };
+                OracleTerm::Slices(vec![
+                    slice(0..200, 0..a.min(b) / 2, false, false),
+                    slice(0..200, a.max(b)..seq, false, a > b),
+                    slice(a..a + b, a / 2..(a + b).min(seq).max(a / 2), true, b > a),
+                ])
+            }
             _ => OracleTerm::Valid(
                 (0..batch).map(|entry| if entry % 2 == 0 { at(*a) } else { at(*b) }).collect(),
             ),
         })
     })
+}
+
+fn sink(seed: u64, head: usize) -> f64 {
+    f64::from(normal(seed, TensorId::Sinks, head as u64)) + 2.0
 }
 
 proptest! {
@@ -57,6 +71,7 @@ proptest! {
             softcap: None,
             mask: mask(&terms, batch, seq),
             q_offset: offset,
+            sinks: if seed % 2 == 0 { vec![] } else { (0..q_heads).map(|head| sink(seed, head)).collect() },
         };
         let prepared = Prepared::new(Case { name: "a random world", seed, problem, poison: Vec::new() }, dtype);
         let mesh = Mesh::new(ulysses.min(q_heads as u32), ring).unwrap();

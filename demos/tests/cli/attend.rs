@@ -13,6 +13,7 @@ fn every_strategy_passes_its_own_verification() {
         ("2x1", "striped", "window:30,0"),
         ("2x2", "contiguous", "causal+valid:180"),
         ("1x4", "striped", "documents:0,50,200"),
+        ("2x2", "zigzag", "slices:0..200x0..20,60..200x50..130/causal,0..40x90..120+valid:190"),
     ] {
         let output = kyklos(&[
             "attend",

@@ -41,6 +41,44 @@ fn a_file_goes_round_and_comes_back_right() {
 }
 
 #[test]
+fn sinks_of_a_file_are_counted_once_in_every_mesh() {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, output) = (folder.path().join("in"), folder.path().join("out"));
+    let q = Tensor::made(&[2, 21, 4, 8], 1);
+    let (k, v) = (Tensor::made(&[2, 21, 2, 8], 2), Tensor::made(&[2, 21, 2, 8], 3));
+    let sinks = Tensor { shape: vec![4], data: vec![0.5, -3.0, 2.0, 6.0] };
+    write(&input, &[("q", &q), ("k", &k), ("v", &v), ("sinks", &sinks)]);
+    // Batch entry 1 has no valid key: nothing but its sinks.
+    let (mut o, mut lse) = attention(&q, &k, &v, |b, i, j| j <= i && b == 0);
+    // A sink is one more exponential in the denominator.
+    for (row, lse) in lse.data.iter_mut().enumerate() {
+        let (batch, head, token) = (row / 21 / 4, row / 21 % 4, row % 21);
+        let with = (lse.exp() + sinks.data[head].exp()).ln();
+        let at = ((batch * 21 + token) * 4 + head) * 8;
+        o.data[at..at + 8].iter_mut().for_each(|o| *o *= (*lse - with).exp());
+        *lse = with;
+    }
+    for mesh in ["1x1", "1x3", "2x2", "4x1"] {
+        succeeds(&kyklos(&[
+            "attend",
+            "--input",
+            input.to_str().unwrap(),
+            "--output",
+            output.to_str().unwrap(),
+            "--mask",
+            "causal+valid:21,0",
+            "--mesh",
+            mesh,
+            "--device",
+            "cpu",
+            "--verify",
+        ]));
+        assert_close(&read(&output, "o"), &o);
+        assert_close(&read(&output, "lse"), &lse);
+    }
+}
+
+#[test]
 fn queries_may_be_fewer_than_keys() {
     let folder = tempfile::tempdir().unwrap();
     let (input, output) = (folder.path().join("in"), folder.path().join("out"));
@@ -264,7 +302,7 @@ fn hostile_files_are_refused_with_a_reason() {
             &["not a safetensors file"],
         ),
         (extra("mask"), &["`mask`", "--mask"]),
-        (extra("sinks"), &["`sinks`"]),
+        (extra("sinks"), &["`sinks` with shape", "one sink for each query head"]),
         (extra("bias"), &["`bias`"]),
     ];
     for (bytes, words) in cases {

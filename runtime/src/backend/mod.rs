@@ -97,6 +97,10 @@ pub trait Backend {
 
     /// `o = a / l` rounded to `dtype` and `lse = m + ln l`; a row that saw no key gets `o = 0`, `lse = −∞`.
     ///
+    /// `sinks` are finite, one for each head of the state, or none. A sink `s` is a key with this logit and the value 0:
+    /// `l` becomes `l + exp(s − m)`, and a row that saw no key gets `o = 0`, `lse = s`. It enters here and nowhere else,
+    /// so that it counts once however many states were merged.
+    ///
     /// `o` is `[batch, rows, heads, dim]`, `lse` is f32 `[batch, rows, heads]`: token-major like `o`, so that a range
     /// of tokens is one piece of both.
     ///
@@ -105,6 +109,7 @@ pub trait Backend {
     fn finalize(
         &self,
         state: &State<'_, Self::Buffer>,
+        sinks: &[f32],
         dtype: Dtype,
         o: &mut Self::Buffer,
         lse: &mut Self::Buffer,

@@ -18,8 +18,14 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
     };
     let _ = writeln!(
         out,
-        "problem    B {} {queries} Hq {} Hkv {} D {} {}, mask {}",
-        problem.batch, problem.q_heads, problem.kv_heads, problem.head_dim, problem.dtype, problem.mask
+        "problem    B {} {queries} Hq {} Hkv {} D {} {}, mask {}{}",
+        problem.batch,
+        problem.q_heads,
+        problem.kv_heads,
+        problem.head_dim,
+        problem.dtype,
+        problem.mask,
+        if problem.sinks.is_empty() { "" } else { ", sinks" }
     );
     let ranks = world.mesh.world();
     let plural = if ranks == 1 { "" } else { "s" };

@@ -122,7 +122,7 @@ impl Case {
         let (k, k_layout) = self.operand(backend, &self.k, kv_tokens, p.kv_len, p.kv_heads);
         let (v, v_layout) = self.operand(backend, &self.v, kv_tokens, p.kv_len, p.kv_heads);
         let tile = backend.tile_shape(p.dtype, p.head_dim);
-        let work = BlockWork::new(p, &self.q_tokens, kv_tokens, tile);
+        let work = &BlockWork::layers(p, &self.q_tokens, kv_tokens, tile)[0];
         let kv_head_of: Vec<u32> = (0..p.q_heads).map(|head| head / p.group()).collect();
         let args = Attend {
             dtype: p.dtype,
@@ -132,7 +132,7 @@ impl Case {
             k: Operand { buffer: &k, layout: k_layout },
             v: Operand { buffer: &v, layout: v_layout },
             kv_head_of: &kv_head_of,
-            work: &work,
+            work,
             state: StateMut { a, ml, shape: self.shape() },
         };
         backend.attend(args, control).await
@@ -145,7 +145,7 @@ impl Case {
         let mut o = poisoned(backend, shape.a_bytes() / 4 * dtype.bytes());
         let mut lse = poisoned(backend, shape.ml_bytes() / 2);
         let state = State { a: &a, ml: &ml, shape };
-        backend.finalize(&state, dtype, &mut o, &mut lse).unwrap();
+        backend.finalize(&state, &[], dtype, &mut o, &mut lse).unwrap();
         let o = read(backend, &mut o, shape.a_bytes() / 4 * dtype.bytes());
         let lse = read(backend, &mut lse, shape.ml_bytes() / 2);
         (loaded(dtype, &o), loaded(Dtype::F32, &lse))

@@ -100,7 +100,7 @@ fn finalize_divides_and_marks_empty_rows(backend: &WgpuBackend) {
         let mut o = backend.upload("o", Bytes::from(vec![0xff; elements * dtype.bytes()])).unwrap();
         let mut lse = upload(backend, &vec![f32::NAN; ml.len() / 2]);
         let from = State { a: &a_buffer, ml: &ml_buffer, shape: SHAPE };
-        backend.finalize(&from, dtype, &mut o, &mut lse).unwrap();
+        backend.finalize(&from, &[], dtype, &mut o, &mut lse).unwrap();
         let bytes = block_on(backend.download(&mut o, 0..elements * dtype.bytes())).unwrap();
         let o = loaded(dtype, &bytes);
         let lse = read(backend, &mut lse, ml.len() / 2);

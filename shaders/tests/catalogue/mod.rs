@@ -17,7 +17,9 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
         kernels.push(Kernel::Merge { head_dim });
         kernels.push(Kernel::MergeParts { head_dim });
         for storage in Storage::ALL {
-            kernels.push(Kernel::Finalize { storage, head_dim });
+            for sinks in [false, true] {
+                kernels.push(Kernel::Finalize { storage, head_dim, sinks });
+            }
             let variants = AttendVariant::SUBGROUP_SIZES
                 .map(|size| AttendVariant::subgroup_broadcast(size, head_dim))
                 .into_iter()

@@ -3,8 +3,8 @@
 //! Data only. Sizes avoid multiples of any tile, and every mask matters on its inputs: a test below takes each
 //! feature out and looks for the difference.
 
-use super::{TensorId, fill};
-use crate::oracle::{Element, OracleMask, OracleProblem, OracleTerm, RowId};
+use super::{TensorId, fill, normal};
+use crate::oracle::{Element, OracleMask, OracleProblem, OracleSlice, OracleTerm, RowId};
 
 /// One problem with its inputs.
 #[derive(Clone, Debug, PartialEq)]
@@ -103,12 +103,20 @@ impl Case {
             softcap: None,
             mask,
             q_offset: 0,
+            sinks: Vec::new(),
         };
         Self { name, seed, problem, poison: Vec::new() }
     }
 
     fn q_offset(mut self, q_offset: u64) -> Self {
         self.problem.q_offset = q_offset;
+        self
+    }
+
+    /// Made-up sinks, moved by `shift`.
+    fn sinks(mut self, shift: f32) -> Self {
+        let sink = |head: usize| f64::from(normal(self.seed, TensorId::Sinks, head as u64) + shift);
+        self.problem.sinks = (0..self.problem.q_heads).map(sink).collect();
         self
     }
 
@@ -196,6 +204,36 @@ fn masks() -> Vec<Case> {
         ),
         Case::new("decoding into a cache with room", [2, 1, 130], [8, 2, 64], causal().and(window(60, -1)))
             .q_offset(99),
+        Case::new(
+            "slices: two runs of keys for a row",
+            [1, 65, 65],
+            [4, 2, 32],
+            full().and(slices(&["0..65x0..7", "0..40x20..33", "40..65x30..61/causal"])),
+        ),
+        Case::new(
+            "slices of every part",
+            [2, 65, 65],
+            [2, 1, 16],
+            full().and(slices(&[
+                "0..20x5..40/inverse",
+                "10..50x33..60/both",
+                "20..65x0..30/causal",
+                "3..4x0..65",
+            ])),
+        ),
+        Case::new(
+            "slices that share a prefix, padded",
+            [2, 33, 65],
+            [6, 2, 32],
+            causal().and(slices(&["0..50x0..12", "32..45x32..45", "45..65x45..65"])).and(valid(&[65, 50])),
+        )
+        .q_offset(32),
+        Case::new(
+            "slices, one query over many keys",
+            [1, 1, 130],
+            [8, 2, 64],
+            full().and(slices(&["0..1x0..20", "0..1x70..101", "0..1x110..129"])),
+        ),
         Case::new("a chunk after a cache", [1, 33, 65], [4, 2, 32], causal()).q_offset(32),
         Case::new("offset into the middle", [1, 31, 130], [2, 1, 32], causal()).q_offset(50),
         Case::new("offset in documents", [1, 31, 65], [2, 1, 32], full().and(documents(&[0, 40, 65])))
@@ -209,6 +247,7 @@ fn masks() -> Vec<Case> {
 fn scores() -> Vec<Case> {
     let full = OracleMask::full;
     let causal = OracleMask::causal;
+    let valid = |lengths: &[u64]| OracleTerm::Valid(lengths.to_vec());
     vec![
         Case::new("thirty times the usual scores", [1, 65, 65], [2, 1, 64], full()).scaled(30.0),
         Case::new("thirty times the usual scores, causal", [1, 130, 130], [4, 2, 32], causal()).scaled(30.0),
@@ -216,7 +255,32 @@ fn scores() -> Vec<Case> {
         Case::new("scale zero", [1, 33, 33], [2, 1, 32], causal()).scaled(0.0),
         Case::new("softcap", [1, 65, 65], [4, 2, 32], causal()).scaled(3.0).softcap(1.5),
         Case::new("softcap on extreme scores", [1, 33, 33], [2, 1, 64], full()).scaled(30.0).softcap(20.0),
+        Case::new("sinks, causal", [2, 33, 33], [6, 2, 32], causal()).sinks(1.0),
+        Case::new("sinks where rows see nothing", [2, 31, 33], [4, 2, 16], full().and(valid(&[33, 0])))
+            .sinks(0.0),
+        Case::new("sinks above all scores", [1, 65, 65], [3, 1, 64], full()).sinks(5.0),
+        Case::new("sinks below extreme scores", [1, 33, 33], [2, 2, 32], causal()).scaled(10.0).sinks(4.0),
+        Case::new("sinks, one query over many keys", [1, 1, 130], [8, 2, 64], full()).sinks(3.0),
     ]
+}
+
+/// Slices in the words of the command line.
+fn slices(texts: &[&str]) -> OracleTerm {
+    let range = |text: &str| {
+        let (begin, end) = text.split_once("..").expect("a range");
+        begin.parse().expect("a number")..end.parse().expect("a number")
+    };
+    let slice = |text: &&str| {
+        let (area, part) = text.split_once('/').unwrap_or((text, ""));
+        let (q, k) = area.split_once('x').expect("queries x keys");
+        OracleSlice {
+            q: range(q),
+            k: range(k),
+            causal: matches!(part, "causal" | "both"),
+            inverse: matches!(part, "inverse" | "both"),
+        }
+    };
+    OracleTerm::Slices(texts.iter().map(slice).collect())
 }
 
 /// Poison lies in one key head only: with grouped heads, rows of the other must not change either.
@@ -255,6 +319,14 @@ fn poison() -> Vec<Case> {
         Case::new("NaN that leaves the window", [1, 65, 65], [4, 2, 16], window)
             .poisoned(0, 32, 0, f32::NAN)
             .poisoned(0, 0, 1, f32::NEG_INFINITY),
+        Case::new(
+            "NaN between the slices of a row",
+            [1, 65, 65],
+            [4, 2, 16],
+            OracleMask::full().and(slices(&["0..65x0..20", "0..30x40..65", "50..65x20..26"])),
+        )
+        .poisoned(0, 30, 0, f32::NAN)
+        .poisoned(0, 23, 1, f32::INFINITY),
     ]
 }
 

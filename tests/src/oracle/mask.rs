@@ -23,6 +23,31 @@ pub enum OracleTerm {
     Documents(Vec<u64>),
     /// `k < n`: one `n` for all batch entries, or one for each.
     Valid(Vec<u64>),
+    /// One of the slices shows the key.
+    Slices(Vec<OracleSlice>),
+}
+
+/// A part of a rectangle of queries and keys.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OracleSlice {
+    /// Positions of the queries.
+    pub q: std::ops::Range<u64>,
+    /// Positions of the keys.
+    pub k: std::ops::Range<u64>,
+    /// Hides what lies above the diagonal through the last query and the last key.
+    pub causal: bool,
+    /// Hides what lies below the diagonal through the first query and the first key.
+    pub inverse: bool,
+}
+
+impl OracleSlice {
+    fn shows(&self, q: u64, k: u64) -> bool {
+        // Keys left of the end, queries before the end; keys behind the begin, queries behind the begin.
+        self.q.contains(&q)
+            && self.k.contains(&k)
+            && (!self.causal || self.k.end - k >= self.q.end - q)
+            && (!self.inverse || k - self.k.start >= q - self.q.start)
+    }
 }
 
 impl OracleTerm {
@@ -37,6 +62,7 @@ impl OracleTerm {
                 let document = ends[0]..ends[1];
                 document.contains(&q_position) && document.contains(&k_position)
             }),
+            Self::Slices(slices) => slices.iter().any(|slice| slice.shows(q_position, k_position)),
             Self::Valid(lengths) => k_position < if lengths.len() == 1 { lengths[0] } else { lengths[batch] },
         }
     }
@@ -88,6 +114,7 @@ impl OracleMask {
                         return Err(OracleError::Documents { boundaries: boundaries.clone() });
                     }
                 }
+                OracleTerm::Slices(_) => {}
                 OracleTerm::Valid(lengths) => {
                     if lengths.len() != 1 && lengths.len() != batch {
                         return Err(OracleError::Valid { lengths: lengths.len(), batch });
@@ -96,6 +123,20 @@ impl OracleMask {
             }
         }
         Ok(())
+    }
+}
+
+/// In the words of the command line: `0..8x0..24/causal`.
+impl fmt::Display for OracleSlice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { q, k, causal, inverse } = self;
+        write!(f, "{}..{}x{}..{}", q.start, q.end, k.start, k.end)?;
+        f.write_str(match (causal, inverse) {
+            (false, false) => "",
+            (true, false) => "/causal",
+            (false, true) => "/inverse",
+            (true, true) => "/both",
+        })
     }
 }
 
@@ -115,6 +156,10 @@ impl fmt::Display for OracleMask {
                 OracleTerm::Window { left, right } => write!(f, "window:{left},{right}")?,
                 OracleTerm::Documents(boundaries) => write!(f, "documents:{}", list(boundaries))?,
                 OracleTerm::Valid(lengths) => write!(f, "valid:{}", list(lengths))?,
+                OracleTerm::Slices(slices) => {
+                    let slices: Vec<String> = slices.iter().map(OracleSlice::to_string).collect();
+                    write!(f, "slices:{}", slices.join(","))?;
+                }
             }
         }
         Ok(())
@@ -147,6 +192,25 @@ mod tests {
         assert_eq!(picture(&documents, 0, 2), "###.....");
         assert_eq!(picture(&documents, 0, 3), "...#####");
         assert_eq!(picture(&documents, 0, 8), "........");
+    }
+
+    #[test]
+    fn slices_show_what_any_of_them_shows() {
+        let slice = |q, k, causal, inverse| OracleSlice { q, k, causal, inverse };
+        let of = |slices| OracleMask::full().and(OracleTerm::Slices(slices));
+        let causal = of(vec![slice(0..3, 2..7, true, false)]);
+        assert_eq!(
+            [0, 1, 2, 3].map(|q| picture(&causal, 0, q)),
+            ["..###...", "..####..", "..#####.", "........"]
+        );
+        let inverse = of(vec![slice(0..3, 2..7, false, true)]);
+        assert_eq!([0, 1, 2].map(|q| picture(&inverse, 0, q)), ["..#####.", "...####.", "....###."]);
+        let both = of(vec![slice(0..3, 2..7, true, true)]);
+        assert_eq!([0, 1, 2].map(|q| picture(&both, 0, q)), ["..###...", "...###..", "....###."]);
+        let two = of(vec![slice(0..3, 0..3, false, false), slice(1..2, 2..5, false, false)]);
+        assert_eq!([0, 1].map(|q| picture(&two, 0, q)), ["###.....", "#####..."]);
+        assert_eq!(two.to_string(), "slices:0..3x0..3,1..2x2..5");
+        assert_eq!(both.to_string(), "slices:0..3x2..7/both");
     }
 
     #[test]

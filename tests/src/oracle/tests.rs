@@ -17,6 +17,7 @@ fn plain(q_len: usize, kv_len: usize, head_dim: usize) -> OracleProblem {
         softcap: None,
         mask: OracleMask::full(),
         q_offset: 0,
+        sinks: Vec::new(),
     }
 }
 

@@ -40,11 +40,13 @@ fn naive_f32_row(oracle: &Oracle<'_>, id: RowId) -> Row {
         .collect();
 
     let mut o = vec![0.0_f32; problem.head_dim];
+    let sink = problem.sinks.get(id.head).map(|&sink| sink as f32);
     if keys.is_empty() {
-        return Row { id, o: vec![0.0; problem.head_dim], lse: f64::NEG_INFINITY };
+        let lse = sink.map_or(f64::NEG_INFINITY, f64::from);
+        return Row { id, o: vec![0.0; problem.head_dim], lse };
     }
-    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let mut sum = 0.0_f32;
+    let max = scores.iter().copied().chain(sink).fold(f32::NEG_INFINITY, f32::max);
+    let mut sum = sink.map_or(0.0_f32, |sink| (sink - max).exp());
     for (&key, score) in keys.iter().zip(scores) {
         let weight = (score - max).exp();
         sum += weight;

@@ -16,6 +16,7 @@ fn problem(kv_len: usize) -> OracleProblem {
         softcap: None,
         mask: OracleMask::full(),
         q_offset: 0,
+        sinks: Vec::new(),
     }
 }
 

@@ -230,12 +230,12 @@ fn attend_with<B: Backend>(
         backend.upload("k", tensor(TensorId::K, 2 * KEYS * KV_HEADS * 24))?,
         backend.upload("v", tensor(TensorId::V, 2 * KEYS * KV_HEADS * 24))?,
     );
-    let work = BlockWork::new(
+    let work = &BlockWork::layers(
         problem,
         &TokenRuns::contiguous(0..SHAPE.rows as u32),
         &keys,
         backend.tile_shape(Dtype::F32, 24),
-    );
+    )[0];
     // The keys lie in the middle of the whole tensor: an offset and strides that are not those of a dense block.
     let first = keys.iter().next().unwrap_or(0) as usize;
     let layout = |tokens: usize, heads: usize, first: usize| Layout {
@@ -252,7 +252,7 @@ fn attend_with<B: Backend>(
         k: Operand { buffer: &k, layout: layout(KEYS, KV_HEADS, first) },
         v: Operand { buffer: &v, layout: layout(KEYS, KV_HEADS, first) },
         kv_head_of: &[0, 0, 1, 1],
-        work: &work,
+        work,
         state: state.edit(),
     };
     pollster::block_on(async {
@@ -272,7 +272,7 @@ fn finalized<B: Backend>(backend: &B, state: &OnDevice<B>) -> (Vec<f32>, Vec<f32
     let rows = SHAPE.batch * SHAPE.rows * SHAPE.heads;
     let poison = |bytes: usize| backend.upload("output", Bytes::from(vec![0xFF; bytes])).unwrap();
     let (mut o, mut lse) = (poison(rows * SHAPE.dim * 4), poison(rows * 4));
-    backend.finalize(&state.view(), Dtype::F32, &mut o, &mut lse).unwrap();
+    backend.finalize(&state.view(), &[], Dtype::F32, &mut o, &mut lse).unwrap();
     let read = |buffer: &mut B::Buffer, bytes| {
         bytemuck::pod_collect_to_vec(&pollster::block_on(backend.download(buffer, 0..bytes)).unwrap())
     };

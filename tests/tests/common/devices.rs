@@ -82,11 +82,12 @@ impl Backend for WithoutRescale {
     fn finalize(
         &self,
         state: &State<'_, Buffer>,
+        sinks: &[f32],
         dtype: Dtype,
         o: &mut Buffer,
         lse: &mut Buffer,
     ) -> Result<()> {
-        self.0.finalize(state, dtype, o, lse)
+        self.0.finalize(state, sinks, dtype, o, lse)
     }
 
     fn repack(&self, from: (&Buffer, Layout), into: (&mut Buffer, Layout), extent: Extent) -> Result<()> {

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "each suite uses its part")]
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +10,9 @@ use bytes::Bytes;
 use kyklos::backend::Backend;
 use kyklos::local::{RankTask, Tensors, layouts, run_ranks};
 use kyklos::plan::World;
-use kyklos::{AttentionProblem, Dtype, Mask, NoObserver, RankOutput, RunOptions, SystemClock};
+use kyklos::{
+    AttentionProblem, Dtype, Mask, MaskSlice, NoObserver, RankOutput, RunOptions, SlicePart, SystemClock,
+};
 use kyklos_tests::inputs::Case;
 use kyklos_tests::oracle::{self, Element, Oracle, OracleProblem, OracleTerm, Row, RowId, Values};
 use kyklos_tests::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
@@ -30,6 +33,7 @@ pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
     AttentionProblem::new(shape, dtype, mask)
         .and_then(|problem| problem.with_queries(small(oracle.q_len), oracle.q_offset as u32))
         .and_then(|problem| problem.with_logits(oracle.scale as f32, oracle.softcap.map(|cap| cap as f32)))
+        .and_then(|problem| problem.with_sinks(oracle.sinks.iter().map(|sink| *sink as f32).collect()))
         .unwrap()
 }
 
@@ -40,6 +44,21 @@ fn mask_of(term: &OracleTerm) -> Mask {
         OracleTerm::Causal => Mask::causal(),
         OracleTerm::Window { left, right } => Mask::window(side(*left), side(*right)),
         OracleTerm::Documents(boundaries) => Mask::documents(boundaries.iter().map(small).collect()).unwrap(),
+        OracleTerm::Slices(slices) => Mask::slices(
+            slices
+                .iter()
+                .map(|slice| {
+                    let part = match (slice.causal, slice.inverse) {
+                        (false, false) => SlicePart::Full,
+                        (true, false) => SlicePart::Causal,
+                        (false, true) => SlicePart::Inverse,
+                        (true, true) => SlicePart::Both,
+                    };
+                    let range = |range: &Range<u64>| small(&range.start)..small(&range.end);
+                    MaskSlice::new(range(&slice.q), range(&slice.k), part).unwrap()
+                })
+                .collect(),
+        ),
         OracleTerm::Valid(lengths) => Mask::key_padding(lengths.iter().map(small).collect()),
     }
 }
@@ -69,6 +88,7 @@ impl Prepared {
         let oracle = OracleProblem {
             scale: f64::from(problem.scale),
             softcap: problem.softcap.map(f64::from),
+            sinks: problem.sinks.iter().copied().map(f64::from).collect(),
             ..case.problem.clone()
         };
         let inputs = case.inputs::<E>();

@@ -139,11 +139,12 @@ impl Backend for CpuBackend {
     fn finalize(
         &self,
         state: &State<'_, CpuBuffer>,
+        sinks: &[f32],
         dtype: Dtype,
         o: &mut CpuBuffer,
         lse: &mut CpuBuffer,
     ) -> Result<()> {
-        self.install(|| state::finalize(state, dtype, o, lse))
+        self.install(|| state::finalize(state, sinks, dtype, o, lse))
     }
 
     fn repack(

@@ -67,6 +67,7 @@ pub(super) fn merge(into: &mut StateMut<'_, CpuBuffer>, from: &State<'_, CpuBuff
 /// `o` and `lse` of a state.
 pub(super) fn finalize(
     state: &State<'_, CpuBuffer>,
+    sinks: &[f32],
     dtype: Dtype,
     o: &mut CpuBuffer,
     lse: &mut CpuBuffer,
@@ -92,15 +93,25 @@ pub(super) fn finalize(
                     let at = ml_at(shape, i, head);
                     let (m, l) = (ml[at], ml[at + 1]);
                     let a = &a[i * row + head * shape.dim..][..shape.dim];
+                    let sink = sinks.get(head).copied();
                     // A NaN in l is not 0, and goes on into o and lse.
                     if l == 0.0 {
                         o.fill(0);
-                        *lse = f32::NEG_INFINITY;
+                        *lse = sink.unwrap_or(f32::NEG_INFINITY);
                         continue;
                     }
+                    // What m, l and a are once the sink has been met; a loses `weight` on the way.
+                    let (m, l, weight) = match sink {
+                        None => (m, l, 1.0),
+                        Some(sink) => {
+                            let most = m.max(sink);
+                            let weight = (m - most).exp();
+                            (most, l * weight + (sink - most).exp(), weight)
+                        }
+                    };
                     *lse = m + l.ln();
                     for (space, a) in space.iter_mut().zip(a) {
-                        *space = a / l;
+                        *space = a * weight / l;
                     }
                     match dtype {
                         Dtype::F32 => o.copy_from_slice(bytemuck::cast_slice(space)),

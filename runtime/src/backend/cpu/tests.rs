@@ -107,7 +107,7 @@ fn run(backend: &CpuBackend, case: &Case, kv_blocks: &[TokenRuns]) -> Output {
         };
         let k = backend.upload("k", encode(p.dtype, &pick(&case.k))).unwrap();
         let v = backend.upload("v", encode(p.dtype, &pick(&case.v))).unwrap();
-        let work = BlockWork::new(p, &queries, block, backend.tile_shape(p.dtype, p.head_dim));
+        let work = &BlockWork::layers(p, &queries, block, backend.tile_shape(p.dtype, p.head_dim))[0];
         let args = Attend {
             dtype: p.dtype,
             scale: p.scale,
@@ -116,7 +116,7 @@ fn run(backend: &CpuBackend, case: &Case, kv_blocks: &[TokenRuns]) -> Output {
             k: Operand { buffer: &k, layout: dense(block.len(), hkv, d) },
             v: Operand { buffer: &v, layout: dense(block.len(), hkv, d) },
             kv_head_of: &kv_head_of,
-            work: &work,
+            work,
             state: StateMut { a: &mut a, ml: &mut ml, shape },
         };
         pollster::block_on(backend.attend(args, &Control::default())).unwrap();
@@ -135,7 +135,7 @@ fn finish(
     let mut o = backend.alloc("o", elements * shape.dim * dtype.bytes()).unwrap();
     let mut lse = backend.alloc("lse", elements * 4).unwrap();
     let state = State { a: &a, ml: &ml, shape };
-    backend.finalize(&state, dtype, &mut o, &mut lse).unwrap();
+    backend.finalize(&state, &[], dtype, &mut o, &mut lse).unwrap();
     Output {
         o: decode(dtype, &o.share()),
         lse: decode(Dtype::F32, &lse.share()),
@@ -153,10 +153,11 @@ fn naive(case: &Case, [batch, row, head]: [usize; 3]) -> (Vec<f64>, f64) {
     let (sq, skv) = (p.q_len as usize, p.kv_len as usize);
     let (hq, hkv, d) = (p.q_heads as usize, p.kv_heads as usize, p.head_dim as usize);
     let kv_head = head / p.group() as usize;
-    let span = p.mask.visible(batch, p.q_position(row as u32), p.kv_len);
+    let spans = p.mask.visible(batch, p.q_position(row as u32), p.kv_len);
     let q = &case.q[((batch * sq + row) * hq + head) * d..][..d];
     let at = |key: u32| ((batch * skv + key as usize) * hkv + kv_head) * d;
-    let logits: Vec<f64> = (span.lo..span.hi)
+    let seen = || (0..p.kv_len).filter(|key| spans.sees(*key));
+    let logits: Vec<f64> = seen()
         .map(|key| {
             let dot: f64 = q.iter().zip(&case.k[at(key)..]).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
             let x = dot * f64::from(p.scale);
@@ -166,7 +167,7 @@ fn naive(case: &Case, [batch, row, head]: [usize; 3]) -> (Vec<f64>, f64) {
     let m = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let l: f64 = logits.iter().map(|x| (x - m).exp()).sum();
     let mut o = vec![0.0; d];
-    for (key, x) in (span.lo..span.hi).zip(&logits) {
+    for (key, x) in seen().zip(&logits) {
         for (o, v) in o.iter_mut().zip(&case.v[at(key)..]) {
             *o += (x - m).exp() / l * f64::from(*v);
         }

@@ -120,12 +120,13 @@ impl Backend for WgpuBackend {
     fn finalize(
         &self,
         state: &State<'_, WgpuBuffer>,
+        sinks: &[f32],
         dtype: Dtype,
         o: &mut WgpuBuffer,
         lse: &mut WgpuBuffer,
     ) -> Result<()> {
         self.gpu.check()?;
-        ops::finalize(&self.gpu, state, storage(dtype), o, lse)
+        ops::finalize(&self.gpu, state, sinks, storage(dtype), o, lse)
     }
 
     fn repack(

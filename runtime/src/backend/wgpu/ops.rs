@@ -3,6 +3,7 @@
 use kyklos_shaders::{FinalizeParams, Kernel, MergeParams, RepackParams, ResetParams, Storage};
 
 use super::device::Gpu;
+use super::dispatch::Bound;
 use super::region::{Strided, cut};
 use super::{WgpuBuffer, checked_dim, narrow};
 use crate::backend::{Extent, Layout, State, StateMut, StateShape};
@@ -70,6 +71,7 @@ pub(super) fn merge(
 pub(super) fn finalize(
     gpu: &Gpu,
     state: &State<'_, WgpuBuffer>,
+    sinks: &[f32],
     storage: Storage,
     o: &WgpuBuffer,
     lse: &WgpuBuffer,
@@ -77,7 +79,11 @@ pub(super) fn finalize(
     let shape = state.shape;
     let row_heads = row_heads(shape);
     let head_dim = checked_dim(shape.dim)?;
-    let kernel = Kernel::Finalize { storage, head_dim };
+    let kernel = Kernel::Finalize { storage, head_dim, sinks: !sinks.is_empty() };
+    let sinks = match sinks {
+        [] => None,
+        sinks => Some(gpu.buffer_with("sinks", bytemuck::cast_slice(sinks))?),
+    };
     let o_row_bytes = shape.dim * 16 / storage.unit_elements() as usize;
     let mut encoder = gpu.encoder("finalize");
     for part in cut(0..row_heads, row_heads_within(gpu, shape.dim)) {
@@ -97,13 +103,11 @@ pub(super) fn finalize(
         };
         let ml = gpu.whole("state ml", state.ml)?;
         let lse = gpu.whole("lse", lse)?;
-        gpu.record(
-            &mut encoder,
-            kernel,
-            bytemuck::bytes_of(&params),
-            &[a, ml, o, lse].map(Into::into),
-            grid,
-        )?;
+        let mut bound: Vec<Bound<'_>> = [a, ml, o, lse].map(Into::into).to_vec();
+        if let Some(sinks) = &sinks {
+            bound.push(gpu.whole("sinks", sinks)?.into());
+        }
+        gpu.record(&mut encoder, kernel, bytemuck::bytes_of(&params), &bound, grid)?;
     }
     gpu.submit(Some(encoder.finish()));
     Ok(())

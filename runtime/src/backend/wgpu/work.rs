@@ -107,7 +107,7 @@ mod tests {
         let problem = AttentionProblem::new([1, 70, 2, 1, 8], Dtype::F32, Mask::full()).unwrap();
         let tokens = TokenRuns::contiguous(0..70);
         let tile = TileShape { q_rows: 64, kv_cols: 32 };
-        let list = WorkList::new(&BlockWork::new(&problem, &tokens, &tokens, tile), &[0, 0]).unwrap();
+        let list = WorkList::new(&BlockWork::layers(&problem, &tokens, &tokens, tile)[0], &[0, 0]).unwrap();
         // Two tiles, one class: five starts, then the runs 0..64 (full) and 64..70 (partial) of each tile.
         assert_eq!(list.work, [0, 1, 2, 3, 4, 0, 64, 64, 70, 0, 64, 64, 70]);
         assert_eq!((list.starts_class, list.runs_at, list.keys_at, list.spans_at), (5, 5, 2, 72));

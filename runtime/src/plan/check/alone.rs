@@ -231,12 +231,13 @@ impl<'a> RankProof<'a> {
         let gaps = self.lives[state.0].met.gaps();
         for batch in 0..problem.mask.batch_classes() {
             for token in self.plan.buffer(state).tokens.iter() {
-                let span = problem.mask.visible(batch, problem.q_position(token), problem.kv_len);
-                if let Some(key) = gaps.first_in(span.lo..span.hi) {
-                    return self.fault(format!(
-                        "query {token} of batch {batch} sees keys {}..{}, of which {key} was never met",
-                        span.lo, span.hi
-                    ));
+                for span in problem.mask.visible(batch, problem.q_position(token), problem.kv_len).iter() {
+                    if let Some(key) = gaps.first_in(span.lo..span.hi) {
+                        return self.fault(format!(
+                            "query {token} of batch {batch} sees keys {}..{}, of which {key} was never met",
+                            span.lo, span.hi
+                        ));
+                    }
                 }
             }
         }

@@ -80,6 +80,12 @@ fn without_one_feature(problem: &OracleProblem) -> Vec<OracleProblem> {
     if problem.softcap.is_some() {
         changed.push(OracleProblem { softcap: None, ..problem.clone() });
     }
+    if !problem.sinks.is_empty() {
+        changed.push(OracleProblem { sinks: Vec::new(), ..problem.clone() });
+        // As if each of two blocks of keys had brought it.
+        let twice = problem.sinks.iter().map(|sink| sink + std::f64::consts::LN_2).collect();
+        changed.push(OracleProblem { sinks: twice, ..problem.clone() });
+    }
     changed
 }
 

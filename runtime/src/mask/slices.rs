@@ -1,0 +1,176 @@
+//! Unions of slices, and what a row sees of them: several runs of keys.
+
+use std::fmt;
+use std::ops::{Deref, Range};
+
+use crate::{Error, Result, RowSpan};
+
+/// A rectangle of queries × keys by global position, and which part of it is visible.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+pub struct MaskSlice {
+    /// First query position.
+    pub q_begin: u32,
+    /// One past the last query position.
+    pub q_end: u32,
+    /// First key position.
+    pub k_begin: u32,
+    /// One past the last key position.
+    pub k_end: u32,
+    /// Which part.
+    pub part: SlicePart,
+}
+
+/// Which part of a slice's rectangle is visible; `q` and `k` are global positions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SlicePart {
+    /// All of it.
+    Full,
+    /// `k_end − k >= q_end − q`: causal, with the last query seeing the last key.
+    Causal,
+    /// `k − k_begin >= q − q_begin`: from the diagonal on which the first query sees the first key, to the right.
+    Inverse,
+    /// Both: the band between the two diagonals.
+    Both,
+}
+
+impl MaskSlice {
+    /// The part `part` of the queries `q` against the keys `k`.
+    ///
+    /// # Errors
+    /// [`Error::Request`] where a range ends before it begins.
+    pub fn new(q: Range<u32>, k: Range<u32>, part: SlicePart) -> Result<Self> {
+        if q.start > q.end || k.start > k.end {
+            return Err(Error::request(
+                format!("the slice {}..{}x{}..{} ends before it begins", q.start, q.end, k.start, k.end),
+                "give ranges from their first position to one past their last",
+            ));
+        }
+        Ok(Self { q_begin: q.start, q_end: q.end, k_begin: k.start, k_end: k.end, part })
+    }
+
+    /// What the query at `q` sees of the slice.
+    fn span(&self, q: u32) -> RowSpan {
+        if q < self.q_begin || self.q_end <= q {
+            return RowSpan::EMPTY;
+        }
+        let (mut lo, mut hi) = (self.k_begin, self.k_end);
+        if matches!(self.part, SlicePart::Causal | SlicePart::Both) {
+            hi = (hi + 1).saturating_sub(self.q_end - q);
+        }
+        if matches!(self.part, SlicePart::Inverse | SlicePart::Both) {
+            lo = lo.saturating_add(q - self.q_begin);
+        }
+        if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
+    }
+}
+
+impl SlicePart {
+    const ALL: [Self; 4] = [Self::Full, Self::Causal, Self::Inverse, Self::Both];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Full => "full",
+            Self::Causal => "causal",
+            Self::Inverse => "inverse",
+            Self::Both => "both",
+        }
+    }
+}
+
+/// `0..8x0..24/causal`; a part that is not said is full.
+impl std::str::FromStr for MaskSlice {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let wrong = || {
+            Error::request(
+                format!("`{text}` is no slice of a mask"),
+                "write queries x keys, and full, causal, inverse or both: 0..8x0..24/causal",
+            )
+        };
+        let (area, part) = text.split_once('/').unwrap_or((text, "full"));
+        let part = SlicePart::ALL.into_iter().find(|known| known.name() == part).ok_or_else(wrong)?;
+        let (q, k) = area.split_once('x').ok_or_else(wrong)?;
+        let range = |text: &str| -> Result<Range<u32>> {
+            let (begin, end) = text.split_once("..").ok_or_else(wrong)?;
+            Ok(begin.parse().map_err(|_| wrong())?..end.parse().map_err(|_| wrong())?)
+        };
+        Self::new(range(q)?, range(k)?, part)
+    }
+}
+
+impl fmt::Display for MaskSlice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}..{}x{}..{}", self.q_begin, self.q_end, self.k_begin, self.k_end)?;
+        if self.part == SlicePart::Full { Ok(()) } else { write!(f, "/{}", self.part.name()) }
+    }
+}
+
+/// The key positions that a row sees: runs that are not empty, ascending, with hidden keys between them.
+#[derive(Clone, Debug)]
+pub enum Spans {
+    /// At most one run; [`RowSpan::EMPTY`] is none.
+    One([RowSpan; 1]),
+    /// Any number of them.
+    Many(Vec<RowSpan>),
+}
+
+impl Spans {
+    /// The run `span`, if it is not empty.
+    pub(super) const fn one(span: RowSpan) -> Self {
+        Self::One([span])
+    }
+
+    /// What these runs and the union of `slices` (ascending) both show the query at `q`.
+    pub(super) fn within(&self, slices: &[MaskSlice], q: u32) -> Self {
+        let mut shown: Vec<RowSpan> = slices
+            .iter()
+            .take_while(|slice| slice.q_begin <= q)
+            .map(|slice| slice.span(q))
+            .filter(|span| *span != RowSpan::EMPTY)
+            .collect();
+        shown.sort_unstable_by_key(|span| (span.lo, span.hi));
+        shown.dedup_by(|next, last| {
+            let joined = next.lo <= last.hi;
+            if joined {
+                last.hi = last.hi.max(next.hi);
+            }
+            joined
+        });
+        let both = self.iter().flat_map(|a| {
+            shown.iter().map(|b| RowSpan { lo: a.lo.max(b.lo), hi: a.hi.min(b.hi) }).filter(|c| c.lo < c.hi)
+        });
+        Self::Many(both.collect())
+    }
+
+    /// How many keys are visible.
+    pub fn keys(&self) -> u64 {
+        self.iter().map(|span| u64::from(span.hi - span.lo)).sum()
+    }
+
+    /// Whether the key at `position` is visible.
+    pub fn sees(&self, position: u32) -> bool {
+        self.iter().any(|span| span.sees(position))
+    }
+}
+
+impl Deref for Spans {
+    type Target = [RowSpan];
+
+    fn deref(&self) -> &[RowSpan] {
+        match self {
+            Self::One([RowSpan::EMPTY]) => &[],
+            Self::One(span) => span,
+            Self::Many(spans) => spans,
+        }
+    }
+}
+
+impl PartialEq for Spans {
+    fn eq(&self, other: &Self) -> bool {
+        **self == **other
+    }
+}
+
+impl Eq for Spans {}
