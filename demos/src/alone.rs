@@ -2,8 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use kyklos::local::RankTask;
+use kyklos::local::{RankTask, Tensors};
 use kyklos::plan::World;
 use kyklos::{RankOutput, RunOptions};
 use kyklos_transport::in_process_group;
@@ -22,7 +21,7 @@ pub(crate) struct Alone {
 pub(crate) fn run(
     backend: &AnyBackend,
     world: &World,
-    [q, k, v]: [Bytes; 3],
+    Tensors { q, k, v, pairs }: Tensors,
     repeat: u64,
     options: &RunOptions,
 ) -> Result<Alone> {
@@ -36,6 +35,7 @@ pub(crate) fn run(
         q,
         k,
         v,
+        pairs,
         repeat,
         deadline: Duration::from_secs(60),
         options: options.clone(),

@@ -236,7 +236,7 @@ impl<Buffer> Resident<Buffer> {
     ) -> Result<(Vec<f64>, (Bytes, Bytes))> {
         let queries = TokenRuns::contiguous(0..problem.q_len);
         let keys = TokenRuns::contiguous(0..problem.kv_len);
-        let tile = backend.tile_shape(problem.dtype, problem.head_dim);
+        let tile = backend.tile_shape(problem);
         let layers = BlockWork::layers(problem, &queries, &keys, tile);
         let kv_head_of: Vec<u32> = (0..problem.q_heads).map(|head| head / problem.group()).collect();
         let layout = |tokens: u32, heads: u32| {
@@ -261,6 +261,7 @@ impl<Buffer> Resident<Buffer> {
                     v: Operand { buffer: &self.v, layout: kv_layout },
                     kv_head_of: &kv_head_of,
                     work,
+                    pairs: None,
                     state: StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape },
                 };
                 pollster::block_on(backend.attend(args, &Control::default()))?;

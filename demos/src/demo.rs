@@ -16,7 +16,7 @@ use crate::attend::run_here;
 use crate::device::{self, AnyBackend, DeviceId};
 use crate::devices::{probe, quiet};
 use crate::failure::{Failure, Result, note, print};
-use crate::input::{Source, Which};
+use crate::input::Source;
 use crate::interrupt;
 use crate::progress::Watch;
 use crate::rank::Job;
@@ -148,11 +148,7 @@ fn alone_on(device: DeviceId, request: &Request) -> Result<f64> {
     let world =
         plan_world(problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?;
     let all = TokenRuns::contiguous(0..problem.kv_len);
-    let tensors = [
-        request.source.read(problem, Which::Q, &all)?,
-        request.source.read(problem, Which::K, &all)?,
-        request.source.read(problem, Which::V, &all)?,
-    ];
+    let tensors = request.source.all(problem, &all, &all)?;
     Ok(alone::run(&AnyBackend::open(device)?, &world, tensors, REPEAT.get(), &quiet())?.wall_s)
 }
 

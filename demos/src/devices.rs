@@ -13,7 +13,7 @@ use crate::alone;
 use crate::args::DevicesArgs;
 use crate::device::{self, AnyBackend, DeviceId};
 use crate::failure::{Failure, Result, print};
-use crate::input::{Source, Which};
+use crate::input::Source;
 use crate::report::Device;
 
 #[derive(Serialize)]
@@ -81,11 +81,7 @@ pub(crate) fn probe(backend: &AnyBackend) -> Result<f64> {
         let world =
             plan_world(&problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?;
         let (source, all) = (Source::MadeUp { seed: 0 }, TokenRuns::contiguous(0..tokens));
-        let tensors = [
-            source.read(&problem, Which::Q, &all)?,
-            source.read(&problem, Which::K, &all)?,
-            source.read(&problem, Which::V, &all)?,
-        ];
+        let tensors = source.all(&problem, &all, &all)?;
         // The first run compiles kernels and wakes the device.
         let alone = alone::run(backend, &world, tensors, 2, &quiet())?;
         let flops = 4.0 * f64::from(tokens).powi(2) * f64::from(HEADS * DIM);

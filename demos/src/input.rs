@@ -3,18 +3,20 @@
 //! A file is checked by its header alone: sizes are bounded, and every dtype, shape and offset fits the others and
 //! the length of the file, before anything is allocated for tensors.
 
-use std::fs::{File, Metadata};
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
 use half::{bf16, f16};
+use kyklos::local::Tensors;
 use kyklos::{AttentionProblem, Dtype, TokenRuns};
 use kyklos_tests::inputs::{TensorId, fill, normal};
 use kyklos_tests::oracle::Element;
-use safetensors::tensor::{Metadata as Tensors, TensorInfo};
+use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::failure::{Failure, Result};
+use crate::pairs::FilePairs;
 use crate::positioned::read_exact_at;
 
 /// Where tensors come from.
@@ -48,11 +50,27 @@ pub(crate) struct InputFile {
     pub(crate) head_dim: u32,
     /// One for each query head, or none.
     pub(crate) sinks: Vec<f32>,
+    pub(crate) pairs: Option<FilePairs>,
     /// Names of tensors that are not looked at.
     ignored: Vec<String>,
 }
 
 impl Source {
+    /// The queries `q_tokens` and the keys `kv_tokens` of all tensors.
+    pub(crate) fn all(
+        &self,
+        problem: &AttentionProblem,
+        q_tokens: &TokenRuns,
+        kv_tokens: &TokenRuns,
+    ) -> Result<Tensors> {
+        Ok(Tensors {
+            q: self.read(problem, Which::Q, q_tokens)?,
+            k: self.read(problem, Which::K, kv_tokens)?,
+            v: self.read(problem, Which::V, kv_tokens)?,
+            pairs: self.read_pairs(problem, q_tokens)?,
+        })
+    }
+
     /// The tokens `tokens` of a tensor, `[batch, tokens, heads, dim]`, in their order.
     pub(crate) fn read(&self, problem: &AttentionProblem, which: Which, tokens: &TokenRuns) -> Result<Bytes> {
         let (seq, heads) = match which {
@@ -81,6 +99,16 @@ impl Source {
                     Dtype::F16 => shard.make_up::<f16>(*seed, id, f16::ZERO),
                     Dtype::Bf16 => shard.make_up::<bf16>(*seed, id, bf16::ZERO),
                 }
+            }
+        }
+    }
+
+    /// The rows of the queries `tokens` in the problem's pair tensor, if it has one.
+    pub(crate) fn read_pairs(&self, problem: &AttentionProblem, tokens: &TokenRuns) -> Result<Option<Bytes>> {
+        match self {
+            Self::MadeUp { .. } => Ok(None),
+            Self::File(file) => {
+                file.pairs.map(|pairs| pairs.read(&file.file, &file.path, problem, tokens)).transpose()
             }
         }
     }
@@ -186,7 +214,7 @@ impl InputFile {
             Failure::request(format!("{} {mismatch}", path.display()), remedy)
         };
         let cannot_open = |error| Failure { exit: 2, ..Failure::file("open", path, &error) };
-        let regular = |metadata: &Metadata| match metadata.is_file() {
+        let regular = |metadata: &fs::Metadata| match metadata.is_file() {
             true => Ok(()),
             false => Err(wrong("is not a regular file".to_owned(), "name a safetensors file")),
         };
@@ -223,7 +251,7 @@ impl InputFile {
         let mut header = vec![0; header_bytes as usize];
         read_exact_at(&file, &mut header, LENGTH_BYTES)
             .map_err(|error| Failure::file("read", path, &error))?;
-        let tensors: Tensors =
+        let tensors: Metadata =
             serde_json::from_slice(&header).map_err(|error| not_safetensors(error.to_string()))?;
         let data_start = LENGTH_BYTES + header_bytes;
         let needed = data_start.saturating_add(tensors.data_len() as u64);
@@ -243,20 +271,14 @@ impl InputFile {
     fn from_header(
         path: &Path,
         file: File,
-        tensors: &Tensors,
+        tensors: &Metadata,
         data_start: u64,
     ) -> Result<Self, (String, String)> {
         let names = tensors.offset_keys();
         let mut ignored = Vec::new();
         for name in &names {
             match name.as_str() {
-                "q" | "k" | "v" | "sinks" => {}
-                "bias" | "mask" => {
-                    return Err((
-                        format!("holds the tensor `{name}`, which this build cannot honour"),
-                        format!("take `{name}` out, and say masks with --mask"),
-                    ));
-                }
+                "q" | "k" | "v" | "sinks" | "mask" | "bias" => {}
                 _ => ignored.push(shown(name)),
             }
         }
@@ -314,6 +336,7 @@ impl InputFile {
             kv_heads: k_shape[2],
             head_dim,
             sinks: read_sinks(&file, tensors, data_start, q_heads)?,
+            pairs: FilePairs::find(tensors, data_start, [batch, q_len, q_heads, k_shape[1]], dtype)?,
             file,
             ignored,
         })
@@ -340,7 +363,7 @@ impl InputFile {
 /// The tensor `sinks`, `[query heads]`, if there is one.
 fn read_sinks(
     file: &File,
-    tensors: &Tensors,
+    tensors: &Metadata,
     data_start: u64,
     q_heads: u32,
 ) -> Result<Vec<f32>, (String, String)> {

@@ -21,6 +21,7 @@ mod input;
 mod interrupt;
 mod launch;
 mod output;
+mod pairs;
 mod plan;
 mod positioned;
 mod progress;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kyklos::collect::{receive_output, send_output};
-use kyklos::local::RankTask;
+use kyklos::local::{RankTask, Tensors};
 use kyklos::plan::{RankCheck, World};
 use kyklos::{Error, RankOutput, RunOptions, Span};
 use kyklos_tests::oracle::Row;
@@ -13,7 +13,6 @@ use kyklos_transport::{Abort, AbortCause, Progress, Rank, Tag, Transport, Transp
 
 use crate::device::{AnyBackend, DeviceId};
 use crate::failure::{Failure, Result, note};
-use crate::input::Which;
 use crate::output::{OutputFile, OutputTarget};
 use crate::progress::Watch;
 use crate::report::{NOTE_BYTES, RankNote, Summary};
@@ -49,9 +48,7 @@ pub(crate) struct RankDone {
 /// What a rank has before it meets the others.
 struct Ready {
     backend: AnyBackend,
-    q: Bytes,
-    k: Bytes,
-    v: Bytes,
+    tensors: Tensors,
     file: Option<OutputFile>,
 }
 
@@ -87,9 +84,7 @@ impl Job {
             (self.world.q_placement.of_rank(rank), self.world.kv_placement.of_rank(rank));
         Ok(Ready {
             backend: AnyBackend::open(device)?,
-            q: source.read(problem, Which::Q, q_tokens)?,
-            k: source.read(problem, Which::K, kv_tokens)?,
-            v: source.read(problem, Which::V, kv_tokens)?,
+            tensors: source.all(problem, q_tokens, kv_tokens)?,
             file: match &self.output {
                 Some(target) => target.open(&self.world, rank)?,
                 None => None,
@@ -107,7 +102,7 @@ impl Job {
 
     fn go(&self, transport: &Arc<dyn Transport>, ready: Ready) -> Result<RankDone> {
         let rank = transport.rank();
-        let Ready { backend, q, k, v, file } = ready;
+        let Ready { backend, tensors: Tensors { q, k, v, pairs }, file } = ready;
         let task = RankTask {
             world: &self.world,
             transport: transport.clone(),
@@ -116,6 +111,7 @@ impl Job {
             q,
             k,
             v,
+            pairs,
             repeat: self.repeat,
             deadline: self.deadline,
             options: self.options.clone(),

@@ -68,12 +68,18 @@ impl Request {
             u128::from(problem.batch) * u128::from(tokens) * u128::from(heads) * u128::from(problem.head_dim)
         };
         let elements = 2 * (rows(problem.q_len, problem.q_heads) + rows(problem.kv_len, problem.kv_heads));
-        let share =
-            elements * problem.dtype.bytes() as u128 * u128::from(ranks) / u128::from(self.mesh.world());
+        let pairs = problem.pairs.map_or(0, |pairs| {
+            u128::from(pairs.batch)
+                * u128::from(pairs.heads)
+                * u128::from(problem.q_len)
+                * pairs.row_bytes(problem.dtype, problem.kv_len) as u128
+        });
+        let bytes = elements * problem.dtype.bytes() as u128 + pairs;
+        let share = bytes * u128::from(ranks) / u128::from(self.mesh.world());
         match memory_bytes() {
             Some(memory) if share > u128::from(memory) => Err(Failure::request(
                 format!(
-                    "q, k, v and o of the ranks here take {}, this machine has {}",
+                    "the tensors of the ranks here take {}, this machine has {}",
                     plan::bytes(u64::try_from(share).unwrap_or(u64::MAX)),
                     plan::bytes(memory)
                 ),
@@ -119,7 +125,9 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
             let shape = [file.batch, file.kv_len, file.q_heads, file.kv_heads, file.head_dim];
             let problem =
                 AttentionProblem::new(shape, file.dtype, mask)?.with_queries(file.q_len, args.q_offset)?;
-            (problem.with_sinks(file.sinks.clone())?, Source::File(Arc::new(file)))
+            let problem =
+                problem.with_sinks(file.sinks.clone())?.with_pairs(file.pairs.map(|pairs| pairs.tensor))?;
+            (problem, Source::File(Arc::new(file)))
         }
         (None, Some(shape)) => {
             let problem = AttentionProblem::new(shape.0, args.dtype.unwrap_or(Dtype::F32), mask)?;

@@ -7,11 +7,13 @@ use std::collections::HashMap;
 
 use bytes::{Bytes, BytesMut};
 use half::{bf16, f16};
+use kyklos::local::Tensors;
 use kyklos::plan::World;
 use kyklos::{AttentionProblem, Dtype, RunOptions, TokenRuns, plan_rows};
 use kyklos_tests::inputs::sample_rows;
 use kyklos_tests::oracle::{
-    self, Oracle, OracleMask, OracleProblem, OracleSlice, OracleTerm, Row, RowId, Values,
+    self, Oracle, OracleError, OracleMask, OraclePairs, OracleProblem, OracleSlice, OracleTerm, Row, RowId,
+    Values,
 };
 use kyklos_tests::tolerance::{Comparison, Context, Limit, compare_rows, naive_f32_rows};
 use kyklos_transport::Rank;
@@ -20,6 +22,7 @@ use crate::alone;
 use crate::device::AnyBackend;
 use crate::failure::{Failure, Result};
 use crate::input::{Source, Which};
+use crate::pairs::OracleRows;
 use crate::request::Request;
 
 /// The rows that are looked at.
@@ -141,7 +144,9 @@ impl Sample {
         let tokens = TokenRuns::from_positions(tokens);
         let world = plan_rows(&self.problem, tokens.clone())?;
         let q = self.source.read(&self.problem, Which::Q, &tokens)?;
-        let alone = alone::run(backend, &world, [q, kv.k.clone(), kv.v.clone()], 1, options)?;
+        let pairs = self.source.read_pairs(&self.problem, &tokens)?;
+        let tensors = Tensors { q, k: kv.k.clone(), v: kv.v.clone(), pairs };
+        let alone = alone::run(backend, &world, tensors, 1, options)?;
         Ok(self.extract(&tokens, &alone.output.o, &alone.output.lse))
     }
 
@@ -239,12 +244,21 @@ impl Sample {
     /// One row: a problem of one query, so that no other query need be read.
     fn expect(&self, id: RowId, kv: &WholeKv) -> Result<Row> {
         let token = u32::try_from(id.row).map_err(|_| Failure::run("a row beyond all positions"))?;
-        let q = self.source.read(&self.problem, Which::Q, &TokenRuns::contiguous(token..token + 1))?;
+        let tokens = TokenRuns::contiguous(token..token + 1);
+        let q = self.source.read(&self.problem, Which::Q, &tokens)?;
+        let pairs = self.source.read_pairs(&self.problem, &tokens)?.zip(self.problem.pairs);
+        let pairs = pairs.map(|(bytes, tensor)| (tensor, OracleRows::new(tensor, &self.problem, &bytes)));
         let problem =
             OracleProblem { q_len: 1, q_offset: self.oracle.q_offset + id.row as u64, ..self.oracle.clone() };
         let dtype = self.problem.dtype;
-        let oracle = Oracle::new(&problem, values(dtype, &q), values(dtype, &kv.k), values(dtype, &kv.v))
-            .map_err(|error| Failure::run(format!("the oracle refuses the problem: {error}")))?;
+        let refused = |error: OracleError| Failure::run(format!("the oracle refuses the problem: {error}"));
+        let mut oracle = Oracle::new(&problem, values(dtype, &q), values(dtype, &kv.k), values(dtype, &kv.v))
+            .map_err(refused)?;
+        if let Some((tensor, rows)) = &pairs {
+            let (batch, heads) = (tensor.batch as usize, tensor.heads as usize);
+            oracle =
+                oracle.with_pairs(OraclePairs { values: rows.values(), batch, heads }).map_err(refused)?;
+        }
         let (o, lse) = oracle.row(id.batch, 0, id.head);
         Ok(Row { id, o, lse })
     }

@@ -11,7 +11,7 @@ use std::task::Poll;
 use bytes::Bytes;
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Tag, TransportError, Vote};
 
-use crate::backend::{Attend, Backend, Control, Extent, Layout, Operand, State, StateMut, StateShape};
+use crate::backend::{Attend, Backend, Control, Extent, Layout, Operand, Pairs, State, StateMut, StateShape};
 use crate::collective::{Arrivals, Collective, ExchangeError, Incoming, Memory, Outgoing, Piece};
 use crate::meter::{Lane, Meter, RankReport, Span};
 use crate::plan::{BufferId, Content, Plan, Recv, Slice, Step, Tensor, World, describe};
@@ -63,6 +63,7 @@ pub struct Inputs<Buffer> {
     q: Option<Buffer>,
     k: Option<Buffer>,
     v: Option<Buffer>,
+    pairs: Option<Buffer>,
 }
 
 /// What a rank gets out of one run.
@@ -90,7 +91,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         options: RunOptions,
     ) -> Self {
         let (plan, problem) = (world.plan(rank), &world.problem);
-        let tile = backend.tile_shape(problem.dtype, problem.head_dim);
+        let tile = backend.tile_shape(problem);
         let lower = |step: &Step| match step {
             Step::Attend { q, kv, .. } => {
                 BlockWork::layers(problem, &plan.slice_tokens(q), &plan.slice_tokens(kv), tile)
@@ -101,14 +102,20 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         Self { backend, collective, world, plan, plan_hash, peak_bytes, works, options }
     }
 
-    /// Brings the rank's own tensors, `[batch, tokens, heads, dim]` in the problem's dtype, to its device.
+    /// Brings the rank's own tensors, `[batch, tokens, heads, dim]` in the problem's dtype, to its device, and its rows
+    /// of the problem's pair tensor if there is one, as [`PairTensor`](crate::PairTensor) says.
     ///
     /// # Errors
     /// [`Error::Request`] when a tensor has not the size of the rank's tokens, [`Error::OutOfMemory`],
     /// [`Error::Device`].
-    pub fn load(&self, q: Bytes, k: Bytes, v: Bytes) -> Result<Inputs<B::Buffer>> {
-        let wanted = [self.tensor_bytes(self.plan.q), self.tensor_bytes(self.plan.kv)].concat();
-        for ((name, tensor), wanted) in [("q", &q), ("k", &k), ("v", &v)].into_iter().zip(wanted) {
+    pub fn load(&self, q: Bytes, k: Bytes, v: Bytes, pairs: Option<Bytes>) -> Result<Inputs<B::Buffer>> {
+        let [own_q, own_kv, own_pairs] = [Some(self.plan.q), Some(self.plan.kv), self.plan.pairs]
+            .map(|id| id.map_or_else(Vec::new, |id| self.tensor_bytes(id)));
+        let wanted = [own_q, own_kv, own_pairs].concat();
+        let none = Bytes::new();
+        let given = [("q", &q), ("k", &k), ("v", &v), ("the pair tensor", pairs.as_ref().unwrap_or(&none))];
+        for (index, (name, tensor)) in given.into_iter().enumerate() {
+            let wanted = wanted.get(index).copied().unwrap_or(0);
             if tensor.len() != wanted {
                 let (rank, given) = (self.plan.rank, tensor.len());
                 return Err(Error::request(
@@ -118,7 +125,15 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
             }
         }
         let upload = |name, data| self.backend.upload(name, data).map(Some);
-        Ok(Inputs { q: upload("q", q)?, k: upload("k", k)?, v: upload("v", v)? })
+        Ok(Inputs {
+            q: upload("q", q)?,
+            k: upload("k", k)?,
+            v: upload("v", v)?,
+            pairs: match pairs.filter(|_| self.plan.pairs.is_some()) {
+                Some(pairs) => upload("pairs", pairs)?,
+                None => None,
+            },
+        })
     }
 
     /// Agrees with all ranks that they are about to run the same plan, runs it as operation `op`, and brings the
@@ -138,7 +153,13 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         // The inputs are lent to the run's memory and come back whatever happens.
         run.memory.put(self.plan.q, inputs.q.take().into_iter().collect());
         run.memory.put(self.plan.kv, inputs.k.take().into_iter().chain(inputs.v.take()).collect());
+        if let Some(id) = self.plan.pairs {
+            run.memory.put(id, inputs.pairs.take().into_iter().collect());
+        }
         let result = run.execute().await;
+        if let Some(id) = self.plan.pairs {
+            inputs.pairs = run.memory.take(id).and_then(|mut pairs| pairs.pop());
+        }
         inputs.q = run.memory.take(self.plan.q).and_then(|mut q| q.pop());
         let mut kv = run.memory.take(self.plan.kv).unwrap_or_default();
         (inputs.v, inputs.k) = (kv.pop(), kv.pop());
@@ -175,7 +196,8 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     /// Bytes of each tensor of a buffer.
     fn tensor_bytes(&self, id: BufferId) -> Vec<usize> {
         let (buffer, problem) = (self.plan.buffer(id), &self.world.problem);
-        let rows = problem.batch as usize * buffer.tokens.len() * buffer.head_count() as usize;
+        let batch = buffer.content.batch(problem) as usize;
+        let rows = batch * buffer.tokens.len() * buffer.head_count() as usize;
         buffer.content.tensors(problem).into_iter().map(|tensor| rows * tensor.row_bytes).collect()
     }
 }
@@ -248,11 +270,12 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                     self.wait_for(*id, &mut in_flight).await?;
                     self.meter.end(started, Lane::Wait, words);
                 }
-                Step::Attend { q, kv, state } => {
+                Step::Attend { q, kv, state, pairs } => {
                     let mut tensors = self.state(*state)?;
                     let mut attended = Ok(());
                     for work in &works[index] {
-                        let attend = self.attend(q, kv, work, *state, &mut tensors, &control);
+                        let attend =
+                            self.attend([q, kv], pairs.as_ref(), work, *state, &mut tensors, &control);
                         attended = drive(&mut in_flight, attend).await;
                         if attended.is_err() {
                             break;
@@ -313,8 +336,8 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
 
     async fn attend(
         &self,
-        q: &Slice,
-        kv: &Slice,
+        [q, kv]: [&Slice; 2],
+        pairs: Option<&Slice>,
         work: &BlockWork,
         state: BufferId,
         tensors: &mut [B::Buffer],
@@ -337,6 +360,19 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             v: element(kv)(self.memory.view(kv.buffer, 1)),
             kv_head_of: &kv_head_of,
             work,
+            pairs: pairs.zip(problem.pairs).map(|(slice, tensor)| {
+                let layout = self.layout(slice, tensor.row_elements(problem.dtype, problem.kv_len));
+                let shared = |stride, shared| if shared { 0 } else { stride };
+                Pairs {
+                    kind: tensor.kind,
+                    buffer: self.memory.view(slice.buffer, 0),
+                    layout: Layout {
+                        batch_stride: shared(layout.batch_stride, tensor.batch == 1),
+                        head_stride: shared(layout.head_stride, tensor.heads == 1),
+                        ..layout
+                    },
+                }
+            }),
             state: state_mut(tensors, self.shape(state)),
         };
         self.executor.backend.attend(args, control).await
@@ -351,7 +387,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         let mut target = self.memory.take(into.buffer).expect("it is alive now");
         for (index, tensor) in self.content(from.buffer).tensors(problem).into_iter().enumerate() {
             let extent = Extent {
-                batch: problem.batch as usize,
+                batch: self.content(from.buffer).batch(problem) as usize,
                 rows: from.tokens.len(),
                 heads: (from.heads.end - from.heads.start) as usize,
                 row_bytes: tensor.row_bytes,
@@ -468,7 +504,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         let tensors = plan.buffer(slice.buffer).content.tensors(problem).into_iter().enumerate();
         let pieces = tensors.map(|(tensor, Tensor { row_bytes })| {
             let token = heads * row_bytes;
-            let batch = if whole { problem.batch as usize } else { 1 };
+            let batch = if whole { self.content(slice.buffer).batch(problem) as usize } else { 1 };
             let end = slice.tokens.start + slice.tokens.len() * batch;
             Piece { buffer: slice.buffer, tensor, bytes: slice.tokens.start * token..end * token }
         });

@@ -29,6 +29,8 @@ pub struct RankTask<'a> {
     pub k: Bytes,
     /// The rank's own values, like `k`.
     pub v: Bytes,
+    /// The rank's own rows of the problem's pair tensor, `[its batch, tokens, its heads, row]`.
+    pub pairs: Option<Bytes>,
     /// How often to run; operations are numbered from 0.
     pub repeat: u64,
     /// After which time a message or an agreement that is not done is an error.
@@ -57,7 +59,7 @@ impl RankTask<'_> {
             self.options,
         );
         pollster::block_on(async {
-            let loaded = executor.load(self.q, self.k, self.v);
+            let loaded = executor.load(self.q, self.k, self.v, self.pairs);
             let mut inputs = match loaded {
                 Ok(inputs) => inputs,
                 Err(error) => {
@@ -85,6 +87,8 @@ pub struct Tensors {
     pub k: Bytes,
     /// Like `k`.
     pub v: Bytes,
+    /// The problem's pair tensor, `[its batch, q_len, its heads, row]`, as [`PairTensor`](crate::PairTensor) says.
+    pub pairs: Option<Bytes>,
 }
 
 /// Runs all ranks of `world`, each on a thread of its own with one of `transports`; `run` brings a rank's task to a
@@ -111,7 +115,7 @@ pub fn run_ranks<T: Send>(
     let hash = plan_hash(world, &identities);
     let mut tasks = Vec::with_capacity(transports.len());
     for (transport, check) in transports.into_iter().zip(&checks) {
-        let (q, k, v) = shard(world, transport.rank(), tensors)?;
+        let Tensors { q, k, v, pairs } = shard(world, transport.rank(), tensors)?;
         tasks.push(RankTask {
             world,
             transport,
@@ -120,6 +124,7 @@ pub fn run_ranks<T: Send>(
             q,
             k,
             v,
+            pairs,
             repeat,
             deadline,
             options: options.clone(),
@@ -147,18 +152,30 @@ pub fn run_ranks<T: Send>(
     }))
 }
 
-/// A rank's own q, k and v.
+/// A rank's own part of the tensors.
 ///
 /// # Errors
 /// [`crate::Error::Request`] when the tensors do not have the problem's shape.
-pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<(Bytes, Bytes, Bytes)> {
+pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
     let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), world.kv_placement.of_rank(rank));
     let (q, kv) = layouts(world);
-    Ok((
-        q.gather(&tensors.q, q_tokens)?,
-        kv.gather(&tensors.k, kv_tokens)?,
-        kv.gather(&tensors.v, kv_tokens)?,
-    ))
+    let pairs = pair_layout(world).zip(tensors.pairs.as_ref());
+    Ok(Tensors {
+        q: q.gather(&tensors.q, q_tokens)?,
+        k: kv.gather(&tensors.k, kv_tokens)?,
+        v: kv.gather(&tensors.v, kv_tokens)?,
+        pairs: pairs.map(|(layout, pairs)| layout.gather(pairs, q_tokens)).transpose()?,
+    })
+}
+
+/// Layout of the whole pair tensor, if the problem has one.
+pub fn pair_layout(world: &World) -> Option<HostLayout> {
+    let problem = &world.problem;
+    problem.pairs.map(|pairs| HostLayout {
+        batch: pairs.batch as usize,
+        tokens: problem.q_len as usize,
+        token_bytes: pairs.heads as usize * pairs.row_bytes(problem.dtype, problem.kv_len),
+    })
 }
 
 /// Layouts of the whole q (and o), and of the whole k and v.

@@ -1,6 +1,6 @@
 //! What is to be computed, without data.
 
-use crate::{Dtype, Error, Mask, Result};
+use crate::{Dtype, Error, Mask, PairTensor, Result};
 
 /// One attention call: `o = softmax(scale · q kᵀ, masked) v`, and the log-sum-exp of every row.
 ///
@@ -33,6 +33,8 @@ pub struct AttentionProblem {
     /// For each query head one logit without a value, which takes part in the softmax of every row, also of one that
     /// sees no key; empty: none. The log-sum-exp counts it.
     pub sinks: Vec<f32>,
+    /// A tensor over (query, key) pairs that hides keys or is added to logits.
+    pub pairs: Option<PairTensor>,
 }
 
 impl AttentionProblem {
@@ -59,6 +61,7 @@ impl AttentionProblem {
             scale,
             softcap: None,
             sinks: Vec::new(),
+            pairs: None,
         }
         .checked()
     }
@@ -85,6 +88,14 @@ impl AttentionProblem {
     /// As [`Self::new`].
     pub fn with_sinks(self, sinks: Vec<f32>) -> Result<Self> {
         Self { sinks, ..self }.checked()
+    }
+
+    /// This problem with a pair tensor, or without.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_pairs(self, pairs: Option<PairTensor>) -> Result<Self> {
+        Self { pairs, ..self }.checked()
     }
 
     /// Query heads that share one KV head.
@@ -158,6 +169,9 @@ impl AttentionProblem {
                     "one tensor holds at most {MAX_ELEMENTS} elements; use fewer tokens, heads or batch entries"
                 ),
             ));
+        }
+        if let Some(pairs) = self.pairs {
+            pairs.fits(batch, q_heads, kv_len)?;
         }
         self.mask.fits(batch, kv_len)?;
         Ok(self)

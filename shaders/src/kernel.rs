@@ -89,19 +89,21 @@ impl Kernel {
     pub fn name(&self) -> String {
         match self {
             Self::Attend(kernel) => format!(
-                "attend-{}-{}-d{}{}",
+                "attend-{}-{}-d{}{}{}",
                 kernel.variant.name(),
                 kernel.storage.name(),
                 kernel.head_dim,
-                if kernel.softcap { "-softcap" } else { "" }
+                if kernel.softcap { "-softcap" } else { "" },
+                kernel.pairs.suffix()
             ),
             Self::Decode(kernel) => format!(
-                "decode-{}-{}-d{}x{}{}",
+                "decode-{}-{}-d{}x{}{}{}",
                 kernel.variant.name(),
                 kernel.storage.name(),
                 kernel.head_dim,
                 kernel.slots,
-                if kernel.softcap { "-softcap" } else { "" }
+                if kernel.softcap { "-softcap" } else { "" },
+                kernel.pairs.suffix()
             ),
             Self::MergeParts { head_dim } => format!("merge-parts-d{head_dim}"),
             Self::Merge { head_dim } => format!("merge-d{head_dim}"),
@@ -116,8 +118,8 @@ impl Kernel {
     /// The WGSL text; the same kernel gives the same text.
     ///
     /// # Panics
-    /// On a head dim that is not a multiple of 8 up to [`MAX_HEAD_DIM`], or more slots than
-    /// [`DecodeVariant::most_slots`] allows.
+    /// On a head dim that is not a multiple of 8 up to [`MAX_HEAD_DIM`], more slots than
+    /// [`DecodeVariant::most_slots`] allows, or a matrix variant that would read pairs.
     pub fn source(&self, dialect: Dialect) -> String {
         match *self {
             Self::Attend(kernel) => {
@@ -128,6 +130,7 @@ impl Kernel {
                         attend::subgroup::source(kernel, subgroup_size, rows_per_lane)
                     }
                     AttendVariant::Cooperative { size, subgroup_size, subgroups } => {
+                        assert!(!kernel.pairs.any(), "the matrix variant reads no pairs");
                         attend::cooperative::source(kernel, size, subgroup_size, subgroups)
                     }
                 };
@@ -196,7 +199,7 @@ impl Kernel {
             }
         };
         bindings.extend(match *self {
-            Self::Decode(DecodeKernel { storage, .. }) => vec![
+            Self::Decode(DecodeKernel { storage, pairs, .. }) => vec![
                 read("q", storage.unit_type()),
                 key_value("k", storage),
                 key_value("v", storage),
@@ -204,14 +207,17 @@ impl Kernel {
                 write("part_ml", "vec2<f32>"),
                 read("positions", "u32"),
                 read("work", "u32"),
-            ],
+            ]
+            .into_iter()
+            .chain(pairs.any().then(|| read("pairs", "u32")))
+            .collect(),
             Self::MergeParts { .. } => vec![
                 write("state_a", "vec4<f32>"),
                 write("state_ml", "vec2<f32>"),
                 read("part_a", "vec4<f32>"),
                 read("part_ml", "vec2<f32>"),
             ],
-            Self::Attend(AttendKernel { storage, .. }) => vec![
+            Self::Attend(AttendKernel { storage, pairs, .. }) => vec![
                 read("q", storage.unit_type()),
                 key_value("k", storage),
                 key_value("v", storage),
@@ -219,7 +225,10 @@ impl Kernel {
                 write("state_ml", "vec2<f32>"),
                 read("positions", "u32"),
                 read("work", "u32"),
-            ],
+            ]
+            .into_iter()
+            .chain(pairs.any().then(|| read("pairs", "u32")))
+            .collect(),
             Self::Merge { .. } => vec![
                 write("into_a", "vec4<f32>"),
                 write("into_ml", "vec2<f32>"),

@@ -25,6 +25,7 @@ mod attend;
 mod decode;
 mod finish;
 mod kernel;
+mod pairs;
 mod repack;
 mod storage;
 mod text;
@@ -32,6 +33,7 @@ mod uniforms;
 mod variant;
 
 pub use kernel::{Access, Binding, Dialect, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM};
+pub use pairs::Pairs;
 pub use storage::Storage;
 pub use uniforms::{
     AttendParams, DecodeParams, Field, FinalizeParams, MergeParams, MergePartsParams, RepackParams,

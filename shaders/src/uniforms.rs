@@ -129,6 +129,14 @@ uniform! {
         q_scale: f32,
         /// With softcap c: c · log2 e.
         cap: f32,
+        /// Where (batch 0, row 0, head 0) of the pairs is, in words or, of a bias, in elements.
+        pairs_offset: u32,
+        /// Distance of batch entries in the pairs; 0 where they share one.
+        pairs_batch: u32,
+        /// Distance of rows in the pairs.
+        pairs_row: u32,
+        /// Distance of heads in the pairs; 0 where they share one.
+        pairs_head: u32,
         /// Not used; makes the size a multiple of 16.
         pad: u32,
     }
@@ -197,6 +205,14 @@ uniform! {
         q_scale: f32,
         /// With softcap c: c · log2 e.
         cap: f32,
+        /// Where (batch 0, row 0, head 0) of the pairs is, in words or, of a bias, in elements.
+        pairs_offset: u32,
+        /// Distance of batch entries in the pairs; 0 where they share one.
+        pairs_batch: u32,
+        /// Distance of rows in the pairs.
+        pairs_row: u32,
+        /// Distance of heads in the pairs; 0 where they share one.
+        pairs_head: u32,
         /// Not used; makes the size a multiple of 16.
         pad0: u32,
         /// Not used.

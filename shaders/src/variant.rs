@@ -1,6 +1,6 @@
 //! How attention is computed, for many query rows and for few.
 
-use crate::{Storage, attend, decode};
+use crate::{Pairs, Storage, attend, decode};
 
 /// How attention is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -85,6 +85,8 @@ pub struct AttendKernel {
     pub head_dim: u32,
     /// Whether logits pass c · tanh(x / c).
     pub softcap: bool,
+    /// What is read for each (query, key) pair. The matrix variant reads nothing.
+    pub pairs: Pairs,
 }
 
 /// Extent of the tiles that an attention kernel works on.
@@ -166,4 +168,6 @@ pub struct DecodeKernel {
     pub slots: u32,
     /// Whether logits pass c · tanh(x / c).
     pub softcap: bool,
+    /// What is read for each (query, key) pair. The matrix variant reads nothing.
+    pub pairs: Pairs,
 }

@@ -6,7 +6,7 @@ mod catalogue;
 use catalogue::{every_kernel, parsed, validated};
 use kyklos_shaders::{
     Access, AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel,
-    Storage,
+    Pairs, Storage,
 };
 use naga::back::{hlsl, msl, spv};
 
@@ -155,18 +155,21 @@ fn the_empty_maximum_survives_printing() {
 /// Set `KYKLOS_BLESS=1` to write the files anew.
 #[test]
 fn pinned_texts_have_not_changed() {
-    let attend =
-        |variant, storage, softcap| Kernel::Attend(AttendKernel { variant, storage, head_dim: 16, softcap });
+    let attend = |variant, storage, softcap, pairs| {
+        Kernel::Attend(AttendKernel { variant, storage, head_dim: 16, softcap, pairs })
+    };
     let broadcast = AttendVariant::SubgroupBroadcast { subgroup_size: 4, rows_per_lane: 1 };
     for kernel in [
-        attend(AttendVariant::Portable, Storage::Bf16, true),
-        attend(broadcast, Storage::F32, false),
+        attend(AttendVariant::Portable, Storage::Bf16, true, Pairs::None),
+        attend(broadcast, Storage::F32, false, Pairs::None),
+        attend(broadcast, Storage::F16, false, Pairs::Bias),
         Kernel::Decode(DecodeKernel {
             variant: DecodeVariant::Portable,
             storage: Storage::F16,
             head_dim: 16,
             slots: 2,
             softcap: false,
+            pairs: Pairs::Visible,
         }),
         Kernel::MergeParts { head_dim: 24 },
         Kernel::Finalize { storage: Storage::F16, head_dim: 16, sinks: true },

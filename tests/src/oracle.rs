@@ -165,6 +165,27 @@ pub struct Oracle<'a> {
     q: Tensor4<'a>,
     k: Tensor4<'a>,
     v: Tensor4<'a>,
+    pairs: Option<OraclePairs<'a>>,
+}
+
+/// A tensor over (query, key) pairs, `[batch, heads, q_len, kv_len]` in linear order.
+#[derive(Clone, Copy, Debug)]
+pub struct OraclePairs<'a> {
+    /// Its elements.
+    pub values: PairValues<'a>,
+    /// Batch entries: the problem's, or 1 that serves all.
+    pub batch: usize,
+    /// Heads: the problem's query heads, or 1 that serves all.
+    pub heads: usize,
+}
+
+/// Elements of [`OraclePairs`].
+#[derive(Clone, Copy, Debug)]
+pub enum PairValues<'a> {
+    /// Where false the key is hidden.
+    Visible(&'a [bool]),
+    /// Added to the score behind the softcap; -∞ hides the key.
+    Bias(Values<'a>),
 }
 
 impl<'a> Oracle<'a> {
@@ -182,7 +203,41 @@ impl<'a> Oracle<'a> {
             q: Tensor4::new(problem.q_shape(), q)?,
             k: Tensor4::new(problem.kv_shape(), k)?,
             v: Tensor4::new(problem.kv_shape(), v)?,
+            pairs: None,
         })
+    }
+
+    /// This oracle with a pair tensor. Refuses one that does not fit the problem.
+    pub fn with_pairs(self, pairs: OraclePairs<'a>) -> Result<Self, OracleError> {
+        let problem = self.problem;
+        let shape = [pairs.batch, pairs.heads, problem.q_len, problem.kv_len];
+        let elements = shape.iter().product();
+        let actual = match pairs.values {
+            PairValues::Visible(values) => values.len(),
+            PairValues::Bias(values) => values.len(),
+        };
+        let extents =
+            [1, problem.batch].contains(&pairs.batch) && [1, problem.q_heads].contains(&pairs.heads);
+        if !extents || actual != elements {
+            return Err(OracleError::Length { shape, elements, actual });
+        }
+        Ok(Self { pairs: Some(pairs), ..self })
+    }
+
+    /// What is added to the score of a key that a row sees; `None` where it does not see it.
+    pub fn term(&self, id: RowId, key: usize) -> Option<f64> {
+        if !self.problem.sees(id.batch, id.row, key) {
+            return None;
+        }
+        let Some(pairs) = self.pairs else { return Some(0.0) };
+        let batch = if pairs.batch == 1 { 0 } else { id.batch };
+        let head = if pairs.heads == 1 { 0 } else { id.head };
+        let row = (batch * pairs.heads + head) * self.problem.q_len + id.row;
+        let index = row * self.problem.kv_len + key;
+        match pairs.values {
+            PairValues::Visible(values) => values[index].then_some(0.0),
+            PairValues::Bias(values) => Some(values.get(index)).filter(|bias| *bias != f64::NEG_INFINITY),
+        }
     }
 
     /// The problem this answers.
@@ -206,11 +261,11 @@ impl<'a> Oracle<'a> {
 
         let mut scores = Vec::new();
         for key in 0..problem.kv_len {
-            if problem.sees(batch, row, key) {
+            if let Some(term) = self.term(RowId { batch, row, head }, key) {
                 self.k.read_vector(batch, key, kv_head, &mut vector);
                 let dot: f64 = q.iter().zip(&vector).map(|(q, k)| q * k).sum();
                 let score = problem.scale * dot;
-                scores.push((key, problem.softcap.map_or(score, |cap| cap * (score / cap).tanh())));
+                scores.push((key, problem.softcap.map_or(score, |cap| cap * (score / cap).tanh()) + term));
             }
         }
         let sink = problem.sinks.get(head).copied();

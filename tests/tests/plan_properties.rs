@@ -314,7 +314,10 @@ fn uses(step: &Step, buffer: kyklos::plan::BufferId) -> bool {
         Step::Exchange { sends, .. } => {
             sends.iter().flat_map(|send| &send.parts).any(|part| part.buffer == buffer)
         }
-        Step::Attend { q, kv, state } => q.buffer == buffer || kv.buffer == buffer || *state == buffer,
+        Step::Attend { q, kv, state, pairs } => {
+            [q.buffer, kv.buffer, *state].contains(&buffer)
+                || pairs.as_ref().is_some_and(|pairs| pairs.buffer == buffer)
+        }
         Step::Merge { from, into } | Step::Finalize { state: from, into } => {
             *from == buffer || *into == buffer
         }

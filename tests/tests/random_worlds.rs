@@ -8,7 +8,7 @@ mod common;
 use common::{Prepared, run_world};
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
-use kyklos_tests::inputs::{Case, TensorId, normal};
+use kyklos_tests::inputs::{Case, CasePairs, TensorId, normal};
 use kyklos_tests::oracle::{OracleMask, OracleProblem, OracleSlice, OracleTerm};
 use kyklos_tests::tolerance::{Cause, Failure};
 use kyklos_transport::in_process_group;
@@ -73,7 +73,12 @@ proptest! {
             q_offset: offset,
             sinks: if seed % 2 == 0 { vec![] } else { (0..q_heads).map(|head| sink(seed, head)).collect() },
         };
-        let prepared = Prepared::new(Case { name: "a random world", seed, problem, poison: Vec::new() }, dtype);
+        let pairs = (seed % 3 == 0).then_some(CasePairs {
+            bias: seed % 2 == 0,
+            batch: if seed % 5 == 0 { 1 } else { batch },
+            heads: if seed % 7 < 4 { 1 } else { q_heads },
+        });
+        let prepared = Prepared::new(Case { name: "a random world", seed, problem, poison: Vec::new(), pairs }, dtype);
         let mesh = Mesh::new(ulysses.min(q_heads as u32), ring).unwrap();
         let mut weights: Vec<f64> = weights[..mesh.world() as usize].iter().map(|weight| f64::from(*weight)).collect();
         weights[0] += 1.0;

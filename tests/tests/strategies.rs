@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use common::{DEADLINE, Prepared, Whole, options, run_world};
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::local::{RankTask, run_ranks};
+use kyklos::local::{RankTask, Tensors, run_ranks};
 use kyklos::plan::{Step, World, check};
 use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
 use kyklos_tests::inputs::{Case, cases};
@@ -140,7 +140,8 @@ fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
         let ranks: Vec<_> = group
             .into_iter()
             .map(|transport| {
-                let (q, k, v) = kyklos::local::shard(world, transport.rank(), &prepared.tensors).unwrap();
+                let Tensors { q, k, v, pairs } =
+                    kyklos::local::shard(world, transport.rank(), &prepared.tensors).unwrap();
                 scope.spawn(move || {
                     let task = RankTask {
                         world,
@@ -150,6 +151,7 @@ fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
                         q,
                         k,
                         v,
+                        pairs,
                         repeat: 1,
                         deadline: DEADLINE,
                         options: options(),

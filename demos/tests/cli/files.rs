@@ -79,6 +79,57 @@ fn sinks_of_a_file_are_counted_once_in_every_mesh() {
 }
 
 #[test]
+fn a_mask_or_a_bias_of_a_file_is_honoured_in_every_mesh() {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, output) = (folder.path().join("in"), folder.path().join("out"));
+    let q = Tensor::made(&[2, 21, 4, 8], 1);
+    let (k, v) = (Tensor::made(&[2, 35, 2, 8], 2), Tensor::made(&[2, 35, 2, 8], 3));
+    for (name, batch, heads) in [("mask", 2, 1), ("bias", 1, 4)] {
+        let mut pairs = Tensor::made(&[batch, heads, 21, 35], 7);
+        for (index, x) in pairs.data.iter_mut().enumerate() {
+            let hidden = *x > 1.0 || index / 35 % 21 == 5;
+            *x = match (name, hidden) {
+                ("mask", _) => f32::from(u8::from(!hidden)),
+                (_, true) => f32::NEG_INFINITY,
+                (_, false) => *x,
+            };
+        }
+        write(&input, &[("q", &q), ("k", &k), ("v", &v), (name, &pairs)]);
+        let (o, lse) = attention_with(&q, &k, &v, |b, h, i, j| {
+            let row = ((b % batch) * heads + h % heads) * 21 + i;
+            let x = pairs.data[row * 35 + j];
+            let (hidden, term) = if name == "mask" { (x == 0.0, 0.0) } else { (x == f32::NEG_INFINITY, x) };
+            (j <= i + 10 && !hidden).then_some(term)
+        });
+        for (mesh, placement) in
+            [("1x1", "auto"), ("1x3", "zigzag"), ("2x2", "striped"), ("3x1", "contiguous")]
+        {
+            succeeds(&kyklos(&[
+                "attend",
+                "--input",
+                input.to_str().unwrap(),
+                "--output",
+                output.to_str().unwrap(),
+                "--mask",
+                "causal",
+                "--q-offset",
+                "10",
+                "--mesh",
+                mesh,
+                "--placement",
+                placement,
+                "--device",
+                "cpu",
+                "--verify",
+            ]));
+            assert_close(&read(&output, "o"), &o);
+            assert_close(&read(&output, "lse"), &lse);
+        }
+        assert!(lse.data.contains(&f32::NEG_INFINITY), "row 5 sees nothing");
+    }
+}
+
+#[test]
 fn queries_may_be_fewer_than_keys() {
     let folder = tempfile::tempdir().unwrap();
     let (input, output) = (folder.path().join("in"), folder.path().join("out"));
@@ -301,9 +352,9 @@ fn hostile_files_are_refused_with_a_reason() {
             header(&format!("{{{}}}", tensor("q", "F32", "[1,2,1,8]", 64, 18_446_744_073_709_551_615)), 64),
             &["not a safetensors file"],
         ),
-        (extra("mask"), &["`mask`", "--mask"]),
+        (extra("mask"), &["`mask` as F32", "BOOL"]),
         (extra("sinks"), &["`sinks` with shape", "one sink for each query head"]),
-        (extra("bias"), &["`bias`"]),
+        (extra("bias"), &["`bias` with shape [2]", "[1 or 1, 1 or 1, 2, 2]"]),
     ];
     for (bytes, words) in cases {
         std::fs::write(&path, &bytes).unwrap();

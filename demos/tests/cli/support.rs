@@ -119,15 +119,20 @@ impl Tensor {
     }
 }
 
+/// All tensors as F32, but `mask` as BOOL.
 pub(crate) fn write(path: &Path, tensors: &[(&str, &Tensor)]) {
     let bytes: HashMap<&str, Vec<u8>> = tensors
         .iter()
-        .map(|(name, tensor)| (*name, tensor.data.iter().flat_map(|x| x.to_le_bytes()).collect()))
+        .map(|(name, tensor)| match *name {
+            "mask" => (*name, tensor.data.iter().map(|x| u8::from(*x != 0.0)).collect()),
+            _ => (*name, tensor.data.iter().flat_map(|x| x.to_le_bytes()).collect()),
+        })
         .collect();
     let views: Vec<(&str, TensorView<'_>)> = tensors
         .iter()
         .map(|(name, tensor)| {
-            (*name, TensorView::new(Dtype::F32, tensor.shape.clone(), &bytes[name]).unwrap())
+            let dtype = if *name == "mask" { Dtype::BOOL } else { Dtype::F32 };
+            (*name, TensorView::new(dtype, tensor.shape.clone(), &bytes[name]).unwrap())
         })
         .collect();
     std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
@@ -159,6 +164,16 @@ pub(crate) fn attention(
     v: &Tensor,
     sees: impl Fn(usize, usize, usize) -> bool,
 ) -> (Tensor, Tensor) {
+    attention_with(q, k, v, |b, _, i, j| sees(b, i, j).then_some(0.0))
+}
+
+/// The same with what (batch, head, query) adds to the logit of a key; `None` hides it.
+pub(crate) fn attention_with(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    term: impl Fn(usize, usize, usize, usize) -> Option<f32>,
+) -> (Tensor, Tensor) {
     let [batch, q_len, q_heads, dim] = q.shape[..] else { panic!() };
     let [_, kv_len, kv_heads, _] = k.shape[..] else { panic!() };
     let mut o = vec![0.0; q.data.len()];
@@ -169,12 +184,12 @@ pub(crate) fn attention(
                 let q_at = ((b * q_len + i) * q_heads + h) * dim;
                 let kv_at = |j: usize| ((b * kv_len + j) * kv_heads + h / (q_heads / kv_heads)) * dim;
                 let weights: Vec<(usize, f64)> = (0..kv_len)
-                    .filter(|j| sees(b, i, *j))
-                    .map(|j| {
+                    .filter_map(|j| Some((j, term(b, h, i, j)?)))
+                    .map(|(j, term)| {
                         let dot: f64 = (0..dim)
                             .map(|d| f64::from(q.data[q_at + d]) * f64::from(k.data[kv_at(j) + d]))
                             .sum();
-                        (j, (dot / (dim as f64).sqrt()).exp())
+                        (j, (dot / (dim as f64).sqrt() + f64::from(term)).exp())
                     })
                     .collect();
                 let sum: f64 = weights.iter().map(|(_, w)| w).sum();

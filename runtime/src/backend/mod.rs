@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bytes::Bytes;
 
-use crate::{BlockWork, Dtype, Error, Result, TileShape};
+use crate::{AttentionProblem, BlockWork, Dtype, Error, PairKind, Result, TileShape};
 
 #[cfg(feature = "cpu")]
 pub mod cpu;
@@ -52,8 +52,8 @@ pub trait Backend {
     /// What this device is.
     fn info(&self) -> &DeviceInfo;
 
-    /// The tiles in which this backend wants [`BlockWork`] for a problem with these heads.
-    fn tile_shape(&self, dtype: Dtype, head_dim: u32) -> TileShape;
+    /// The tiles in which this backend wants [`BlockWork`] for such a problem.
+    fn tile_shape(&self, problem: &AttentionProblem) -> TileShape;
 
     /// `bytes` of memory with unspecified contents; `label` names it in errors and debuggers.
     ///
@@ -266,8 +266,23 @@ pub struct Attend<'a, Buffer> {
     pub kv_head_of: &'a [u32],
     /// What the queries see of the keys, in this backend's tiles. Rows: `work.classes[..].rows`; keys: `work.kv_positions`.
     pub work: &'a BlockWork,
+    /// A tensor over the pairs of these rows and of all key positions, which hides keys or is added to logits.
+    pub pairs: Option<Pairs<'a, Buffer>>,
     /// The running state of exactly these rows and heads.
     pub state: StateMut<'a, Buffer>,
+}
+
+/// Rows of a [`PairTensor`](crate::PairTensor): `[batch, q rows, q heads, key positions]`. Columns are positions, not
+/// places in a block of keys.
+#[derive(Clone, Copy, Debug)]
+pub struct Pairs<'a, Buffer> {
+    /// What it does.
+    pub kind: PairKind,
+    /// Where it lives.
+    pub buffer: &'a Buffer,
+    /// How it lies there, in 32-bit words of [`PairKind::Visible`], in elements of [`PairKind::Bias`]. A stride of 0
+    /// serves all batch entries, or all heads, alike.
+    pub layout: Layout,
 }
 
 /// How the outside reaches into a long computation, and looks at it.

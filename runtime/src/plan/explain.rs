@@ -6,6 +6,7 @@ use kyklos_transport::Rank;
 
 use super::check::RankCheck;
 use super::step::{BufferId, Plan, Slice, Step, World};
+use crate::PairKind;
 
 /// The world as a table of ranks, then the steps of `rank` (of all ranks where it is `None`).
 pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> String {
@@ -18,14 +19,19 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
     };
     let _ = writeln!(
         out,
-        "problem    B {} {queries} Hq {} Hkv {} D {} {}, mask {}{}",
+        "problem    B {} {queries} Hq {} Hkv {} D {} {}, mask {}{}{}",
         problem.batch,
         problem.q_heads,
         problem.kv_heads,
         problem.head_dim,
         problem.dtype,
         problem.mask,
-        if problem.sinks.is_empty() { "" } else { ", sinks" }
+        if problem.sinks.is_empty() { "" } else { ", sinks" },
+        match problem.pairs.map(|pairs| pairs.kind) {
+            None => "",
+            Some(PairKind::Visible) => ", mask tensor",
+            Some(PairKind::Bias) => ", bias",
+        }
     );
     let ranks = world.mesh.world();
     let plural = if ranks == 1 { "" } else { "s" };
@@ -95,13 +101,14 @@ pub(crate) fn describe(world: &World, plan: &Plan, step: &Step) -> String {
             format!("exchange  #{id} {}", sends.chain(recvs).collect::<Vec<_>>().join(", "))
         }
         Step::Wait { id } => format!("wait      #{id}"),
-        Step::Attend { q, kv, state } => format!(
-            "attend    {} ({} tokens, heads {:?}) x {} ({} tokens) -> {}",
+        Step::Attend { q, kv, state, pairs } => format!(
+            "attend    {} ({} tokens, heads {:?}) x {} ({} tokens){} -> {}",
             name(&q.buffer),
             q.tokens.len(),
             plan.slice_heads(q),
             name(&kv.buffer),
             kv.tokens.len(),
+            pairs.as_ref().map_or_else(String::new, |pairs| format!(" with {}", name(&pairs.buffer))),
             name(state)
         ),
         Step::Merge { from, into } => format!("merge     {} -> {}", name(from), name(into)),

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use kyklos_transport::Rank;
 
-use crate::{AttentionProblem, Mesh, Placement, Strategy, TokenRuns};
+use crate::{AttentionProblem, Mesh, PairTensor, Placement, Strategy, TokenRuns};
 
 /// The plans of all ranks, and what they were made from.
 #[derive(Clone, Debug)]
@@ -36,6 +36,8 @@ pub struct Plan {
     pub kv: BufferId,
     /// Where the rank's own output ends up.
     pub output: BufferId,
+    /// The rank's own rows of the problem's pair tensor: borrowed, never written.
+    pub pairs: Option<BufferId>,
     /// What happens, in issue order.
     pub steps: Vec<Step>,
 }
@@ -54,7 +56,8 @@ pub struct Buffer {
     pub content: Content,
     /// Which global tokens, in this order.
     pub tokens: TokenRuns,
-    /// Which global heads: KV heads for [`Content::KeyValue`], query heads otherwise.
+    /// Which global heads: KV heads for [`Content::KeyValue`], the pair tensor's for [`Content::Pairs`], query heads
+    /// otherwise.
     pub heads: Range<u32>,
 }
 
@@ -70,6 +73,8 @@ pub enum Content {
     State,
     /// o `[batch, tokens, heads, dim]`, then lse f32 `[batch, tokens, heads]`.
     Output,
+    /// The pair tensor: `[its batch, query tokens, its heads, keys]`.
+    Pairs,
 }
 
 /// A range of a buffer's tokens (by list position) × a range of its heads (counted from its first).
@@ -135,6 +140,8 @@ pub enum Step {
         kv: Slice,
         /// Running state; the first step that names it finds it empty.
         state: BufferId,
+        /// The queries' rows of the pair tensor, where the problem has one: of the queries' heads, or of its only one.
+        pairs: Option<Slice>,
     },
     /// Merges one running state into another of the same tokens and heads, over other keys.
     Merge {
@@ -175,6 +182,11 @@ impl Plan {
         Slice { buffer: id, tokens: 0..buffer.tokens.len(), heads: 0..buffer.head_count() }
     }
 
+    /// Whether the buffer is the caller's: an input, or the output.
+    pub(crate) fn is_own(&self, id: BufferId) -> bool {
+        [self.q, self.kv, self.output].contains(&id) || self.pairs == Some(id)
+    }
+
     /// The global tokens of a slice.
     pub fn slice_tokens(&self, slice: &Slice) -> TokenRuns {
         self.buffer(slice.buffer).tokens.slice(slice.tokens.clone())
@@ -188,10 +200,11 @@ impl Plan {
 
     /// Bytes of a slice, all its tensors together.
     pub fn slice_bytes(&self, problem: &AttentionProblem, slice: &Slice) -> u64 {
-        let rows = u64::from(problem.batch)
+        let content = self.buffer(slice.buffer).content;
+        let rows = u64::from(content.batch(problem))
             * slice.tokens.len() as u64
             * u64::from(slice.heads.end - slice.heads.start);
-        rows * self.buffer(slice.buffer).content.row_bytes(problem)
+        rows * content.row_bytes(problem)
     }
 
     /// Whether each tensor of the slice is one piece of memory.
@@ -199,7 +212,7 @@ impl Plan {
         let buffer = self.buffer(slice.buffer);
         let all_tokens = slice.tokens == (0..buffer.tokens.len());
         let all_heads = slice.heads == (0..buffer.head_count());
-        slice.tokens.is_empty() || (all_heads && (all_tokens || problem.batch == 1))
+        slice.tokens.is_empty() || (all_heads && (all_tokens || buffer.content.batch(problem) == 1))
     }
 
     /// Plan payload that this rank sends, in bytes and in messages (design section 8.10).
@@ -222,7 +235,7 @@ impl Buffer {
 
     /// Bytes, all tensors together.
     pub fn bytes(&self, problem: &AttentionProblem) -> u64 {
-        u64::from(problem.batch)
+        u64::from(self.content.batch(problem))
             * self.tokens.len() as u64
             * u64::from(self.head_count())
             * self.content.row_bytes(problem)
@@ -230,6 +243,14 @@ impl Buffer {
 }
 
 impl Content {
+    /// Batch entries of a buffer's tensors.
+    pub(crate) fn batch(self, problem: &AttentionProblem) -> u32 {
+        match (self, problem.pairs) {
+            (Self::Pairs, Some(pairs)) => pairs.batch,
+            _ => problem.batch,
+        }
+    }
+
     /// The tensors of a buffer with this content, in order. A state's `ml` is not token-major, and is never sliced.
     pub(crate) fn tensors(self, problem: &AttentionProblem) -> Vec<Tensor> {
         let (first, second) = self.one_or_two_tensors(problem);
@@ -244,6 +265,10 @@ impl Content {
             Self::KeyValue => (stored, Some(stored)),
             Self::State => (Tensor { row_bytes: dim * 4 }, Some(Tensor { row_bytes: 8 })),
             Self::Output => (stored, Some(Tensor { row_bytes: 4 })),
+            Self::Pairs => {
+                let row_bytes = |pairs: PairTensor| pairs.row_bytes(problem.dtype, problem.kv_len);
+                (Tensor { row_bytes: problem.pairs.map_or(0, row_bytes) }, None)
+            }
         }
     }
 

@@ -8,6 +8,14 @@ use crate::mesh::kv_heads_for;
 use crate::plan::{Buffer, BufferId, Content, Plan, Recv, Send, Slice, Step, World};
 use crate::{TokenRuns, lower};
 
+/// What a rank attends with.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Inputs {
+    pub(super) q: BufferId,
+    pub(super) kv: BufferId,
+    pub(super) pairs: Option<BufferId>,
+}
+
 pub(super) struct PlanBuilder<'a> {
     pub(super) world: &'a World,
     pub(super) rank: Rank,
@@ -29,17 +37,21 @@ impl<'a> PlanBuilder<'a> {
             q: BufferId(0),
             kv: BufferId(1),
             output: BufferId(2),
+            pairs: None,
             steps: Vec::with_capacity(8 + 4 * hops + 8 * peers),
         };
         let mut builder = Self { world, rank, plan, exchanges: 0 };
         builder.declare("q".to_owned(), Content::Query, q_tokens.clone(), 0..problem.q_heads);
         builder.declare("kv".to_owned(), Content::KeyValue, kv_tokens, 0..problem.kv_heads);
-        builder.declare("o".to_owned(), Content::Output, q_tokens, 0..problem.q_heads);
+        builder.declare("o".to_owned(), Content::Output, q_tokens.clone(), 0..problem.q_heads);
+        builder.plan.pairs = problem
+            .pairs
+            .map(|pairs| builder.declare("pairs".to_owned(), Content::Pairs, q_tokens, 0..pairs.heads));
         builder
     }
 
-    pub(super) fn inputs(&self) -> (BufferId, BufferId) {
-        (self.plan.q, self.plan.kv)
+    pub(super) fn inputs(&self) -> Inputs {
+        Inputs { q: self.plan.q, kv: self.plan.kv, pairs: self.plan.pairs }
     }
 
     pub(super) fn output(&self) -> BufferId {
@@ -58,6 +70,14 @@ impl<'a> PlanBuilder<'a> {
     /// KV heads that the query heads of Ulysses piece `u` need.
     pub(super) fn kv_heads(&self, u: u32) -> Range<u32> {
         kv_heads_for(&self.world.problem, &self.q_heads(u))
+    }
+
+    /// Heads of the pair tensor that the query heads of Ulysses piece `u` need.
+    pub(super) fn pair_heads(&self, u: u32) -> Range<u32> {
+        match self.world.problem.pairs {
+            Some(pairs) if pairs.heads > 1 => self.q_heads(u),
+            _ => 0..1,
+        }
     }
 
     pub(super) fn declare(
@@ -128,11 +148,12 @@ impl<'a> PlanBuilder<'a> {
         }
     }
 
-    /// Attention of all of `q` against all of `kv`; no step where the mask hides every pair.
-    pub(super) fn attend(&mut self, q: BufferId, kv: BufferId, state: BufferId) {
+    /// Attention of all of `q` against all of `kv`, with all of `pairs`; no step where the mask hides every pair.
+    pub(super) fn attend(&mut self, Inputs { q, kv, pairs }: Inputs, state: BufferId) {
         if lower::any_visible(&self.world.problem, &self.buffer(q).tokens, &self.buffer(kv).tokens) {
             let (q, kv) = (self.plan.whole(q), self.plan.whole(kv));
-            self.plan.steps.push(Step::Attend { q, kv, state });
+            let pairs = pairs.map(|pairs| self.plan.whole(pairs));
+            self.plan.steps.push(Step::Attend { q, kv, state, pairs });
         }
     }
 
@@ -143,7 +164,7 @@ impl<'a> PlanBuilder<'a> {
 
     /// Ends a buffer; the rank's inputs and output are the caller's and stay.
     pub(super) fn free(&mut self, buffer: BufferId) {
-        if ![self.plan.q, self.plan.kv, self.plan.output].contains(&buffer) {
+        if !self.plan.is_own(buffer) {
             self.plan.steps.push(Step::Free { buffer });
         }
     }

@@ -197,12 +197,13 @@ fn plan_rank(world: &World, rank: Rank) -> Plan {
     let (_, u) = world.mesh.coordinates(rank);
     let mut builder = PlanBuilder::new(world, rank);
     let alone = world.mesh.ulysses() == 1;
-    let (q, kv) = if alone { builder.inputs() } else { ulysses::trade_tokens_for_heads(&mut builder) };
-    let state = ring::attend_round(&mut builder, q, kv);
+    let inputs = if alone { builder.inputs() } else { ulysses::trade_tokens_for_heads(&mut builder) };
+    let tokens = builder.buffer(inputs.q).tokens.clone();
+    let state = ring::attend_round(&mut builder, inputs);
     if alone {
         builder.finalize(state, builder.output());
     } else {
-        let (tokens, heads) = (builder.buffer(q).tokens.clone(), builder.q_heads(u));
+        let heads = builder.q_heads(u);
         let mine = builder.declare(
             format!("o of heads {}..{}", heads.start, heads.end),
             Content::Output,

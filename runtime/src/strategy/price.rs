@@ -22,6 +22,11 @@ pub(super) fn bytes_sent(problem: &AttentionProblem, q: &Placement, kv: &Placeme
         let foreign = u128::from(problem.q_heads) - heads.len() as u128;
         bytes += of_piece(q) * foreign * (row + row + lse);
         bytes += of_piece(kv) * (all_kv_heads - kv_heads) * 2 * row;
+        if let Some(pairs) = problem.pairs {
+            let row = u128::from(pairs.batch) * pairs.row_bytes(problem.dtype, problem.kv_len) as u128;
+            let copies = if pairs.heads > 1 { foreign } else { u128::from(mesh.ulysses()) - 1 };
+            bytes += of_piece(q) * copies * row;
+        }
     }
     // The ring: every shard moves once for each hop.
     bytes += u128::from(mesh.ring() - 1) * u128::from(problem.kv_len) * all_kv_heads * 2 * row;

@@ -5,13 +5,14 @@
 
 use kyklos_transport::Rank;
 
-use super::build::PlanBuilder;
+use super::build::{Inputs, PlanBuilder};
 use crate::TokenRuns;
 use crate::plan::{BufferId, Content, Recv, Send};
 
-/// Attention of `q` against the keys and values of every shard, of which `kv` is this rank's. Ends both buffers,
+/// Attention of the queries against the keys and values of every shard, of which `kv` is this rank's. Ends all inputs,
 /// returns the running state.
-pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, q: BufferId, kv: BufferId) -> BufferId {
+pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> BufferId {
+    let Inputs { q, kv, pairs } = inputs;
     let mesh = builder.world.mesh;
     let (r, u) = mesh.coordinates(builder.rank);
     let (ring, next, previous) = (mesh.ring(), mesh.rank((r + 1) % mesh.ring(), u), before(builder, r, u, 1));
@@ -43,7 +44,7 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, q: BufferId, kv: Buffe
             exchange = builder.exchange(sends.into_iter().collect(), recvs.into_iter().collect());
         }
         if let Some(kv) = held {
-            builder.attend(q, kv, state);
+            builder.attend(Inputs { kv, ..inputs }, state);
         }
         builder.wait(exchange);
         if let Some(kv) = held {
@@ -52,6 +53,9 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, q: BufferId, kv: Buffe
         held = arriving;
     }
     builder.free(q);
+    if let Some(pairs) = pairs {
+        builder.free(pairs);
+    }
     state
 }
 

@@ -1,23 +1,25 @@
 //! The Ulysses trade: all tokens of some heads for some tokens of all heads, inside one shard's group of U ranks
 //! (Jacobs et al. 2023, arXiv 2309.14509).
 //!
-//! One message to each peer and direction: q, k and v together on the way in, o and lse on the way back. A rank
+//! One message to each peer and direction: q, k, v and the rows of a pair tensor together on the way in, o and lse on the way back. A rank
 //! gets every KV head that its query heads need and no other, so KV heads are never repeated within a message.
 
 use kyklos_transport::Rank;
 
-use super::build::PlanBuilder;
+use super::build::{Inputs, PlanBuilder};
 use crate::plan::{BufferId, Content, Recv, Send};
 
-/// From the rank's own tokens with all heads to the shard's tokens with the rank's heads. Returns (q, kv).
-pub(super) fn trade_tokens_for_heads(builder: &mut PlanBuilder<'_>) -> (BufferId, BufferId) {
+/// From the rank's own tokens with all heads to the shard's tokens with the rank's heads.
+pub(super) fn trade_tokens_for_heads(builder: &mut PlanBuilder<'_>) -> Inputs {
     let (r, u) = builder.world.mesh.coordinates(builder.rank);
-    let (q, kv) = builder.inputs();
+    let Inputs { q, kv, pairs } = builder.inputs();
+    let mut inputs = vec![(q, Content::Query), (kv, Content::KeyValue)];
+    inputs.extend(pairs.map(|pairs| (pairs, Content::Pairs)));
     let (mut sends, mut recvs, mut packed, mut arriving) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for (peer_u, peer) in peers(builder) {
         let mut parts = Vec::new();
         let mut came = Vec::new();
-        for (own, content) in [(q, Content::Query), (kv, Content::KeyValue)] {
+        for &(own, content) in &inputs {
             let (theirs, mine) = (heads(builder, content, peer_u), heads(builder, content, u));
             let slice = builder.heads_of(own, &theirs);
             if !slice.tokens.is_empty() {
@@ -45,25 +47,27 @@ pub(super) fn trade_tokens_for_heads(builder: &mut PlanBuilder<'_>) -> (BufferId
 
     // The piece that stays is copied while the others travel.
     let mut whole = Vec::new();
-    for (own, content) in [(q, Content::Query), (kv, Content::KeyValue)] {
+    for (own, content) in inputs {
         let (tokens, mine) = (placement(builder, content).of_shard(r), heads(builder, content, u));
         let label = format!("{} of heads {}..{}", name(content), mine.start, mine.end);
         let shard = builder.declare(label, content, tokens, mine.clone());
         let into = piece(builder, shard, content, u);
         builder.repack(builder.heads_of(own, &mine), into);
-        whole.push(shard);
+        whole.push((content, shard));
     }
+    let shard_of = |content| whole.iter().find(|(of, _)| *of == content).map(|(_, shard)| *shard);
     builder.wait(exchange);
     for buffer in packed {
         builder.free(buffer);
     }
     for (peer_u, buffer) in arriving {
         let content = builder.buffer(buffer).content;
-        let shard = whole[usize::from(content == Content::KeyValue)];
+        let shard = shard_of(content).expect("what peers send is of the kinds that this rank has");
         let into = piece(builder, shard, content, peer_u);
         builder.unpack(buffer, into);
     }
-    (whole[0], whole[1])
+    let [(_, q), (_, kv), ..] = whole[..] else { unreachable!("q and kv are always there") };
+    Inputs { q, kv, pairs: shard_of(Content::Pairs) }
 }
 
 /// From the output of the shard's tokens with the rank's heads to the rank's own tokens with all heads. Ends `mine`.
@@ -118,7 +122,7 @@ fn piece(builder: &PlanBuilder<'_>, shard: BufferId, content: Content, u: u32) -
 fn placement<'a>(builder: &PlanBuilder<'a>, content: Content) -> &'a crate::Placement {
     match content {
         Content::KeyValue => &builder.world.kv_placement,
-        Content::Query | Content::State | Content::Output => &builder.world.q_placement,
+        Content::Query | Content::State | Content::Output | Content::Pairs => &builder.world.q_placement,
     }
 }
 
@@ -126,6 +130,7 @@ fn heads(builder: &PlanBuilder<'_>, content: Content, u: u32) -> std::ops::Range
     match content {
         Content::KeyValue => builder.kv_heads(u),
         Content::Query | Content::State | Content::Output => builder.q_heads(u),
+        Content::Pairs => builder.pair_heads(u),
     }
 }
 
@@ -135,5 +140,6 @@ fn name(content: Content) -> &'static str {
         Content::KeyValue => "kv",
         Content::State => "state",
         Content::Output => "o",
+        Content::Pairs => "pairs",
     }
 }

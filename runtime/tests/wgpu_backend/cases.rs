@@ -121,7 +121,7 @@ impl Case {
         let (q, q_layout) = self.operand(backend, &self.q, &self.q_tokens, p.q_len, p.q_heads);
         let (k, k_layout) = self.operand(backend, &self.k, kv_tokens, p.kv_len, p.kv_heads);
         let (v, v_layout) = self.operand(backend, &self.v, kv_tokens, p.kv_len, p.kv_heads);
-        let tile = backend.tile_shape(p.dtype, p.head_dim);
+        let tile = backend.tile_shape(p);
         let work = &BlockWork::layers(p, &self.q_tokens, kv_tokens, tile)[0];
         let kv_head_of: Vec<u32> = (0..p.q_heads).map(|head| head / p.group()).collect();
         let args = Attend {
@@ -133,6 +133,7 @@ impl Case {
             v: Operand { buffer: &v, layout: v_layout },
             kv_head_of: &kv_head_of,
             work,
+            pairs: None,
             state: StateMut { a, ml, shape: self.shape() },
         };
         backend.attend(args, control).await

@@ -21,12 +21,14 @@
 //! | 5 | state_ml | f32 `[batch, heads, rows, 2]`, dense: m (natural logarithm) and l |
 //! | 6 | positions | u32: for each query head its KV head; from `keys_at` for each key its position; from `spans_at` for each class and query row the visible positions lo..hi as two words |
 //! | 7 | work | u32: for each class `2·q_tiles + 1` starts; from `runs_at` the runs, two words each |
+//! | 8 | pairs | where the kernel reads [`Pairs`]: `[batch, rows, heads, row]`, strided, in words or elements; columns are positions |
 //!
 //! # Work list
 //!
 //! A run is a range of keys `first..end`, `first` a multiple of the KV tile. For Q tile t of class c, with
 //! `s = c·starts_class + 2t`, the runs `starts[s]..starts[s+1]` are full: every row of the tile sees every key, and
 //! nothing is tested. The runs `starts[s+1]..starts[s+2]` are partial: each element tests `lo <= position < hi`.
+//! A kernel that reads pairs tests in full runs as in partial ones.
 //! What is in no run costs nothing. For all but [`subgroup`] a run whose end is not a multiple of the KV tile must be partial.
 //!
 //! # NaN and infinity
@@ -35,10 +37,10 @@
 //! element is replaced by selection before it meets a number of the row: its logit by [`EMPTY_M`](crate::EMPTY_M), its
 //! weight by 0, its value by 0 (0 · NaN would be NaN). A row that saw no key in the whole call is not written.
 
-use crate::Storage;
 use crate::kernel::{EMPTY_M, Kernel};
 use crate::text::Text;
 use crate::variant::AttendKernel;
+use crate::{Pairs, Storage};
 
 pub(crate) mod cooperative;
 pub(crate) mod portable;
@@ -46,15 +48,19 @@ pub(crate) mod subgroup;
 
 /// Declarations and functions that all variants use.
 fn kernel_prelude(kernel: AttendKernel) -> String {
-    prelude(Kernel::Attend(kernel), kernel.storage, kernel.softcap)
+    prelude(Kernel::Attend(kernel), kernel.storage, kernel.softcap, kernel.pairs)
 }
 
 /// The same for any kernel that computes logits.
-pub(crate) fn prelude(kernel: Kernel, storage: Storage, softcap: bool) -> String {
+pub(crate) fn prelude(kernel: Kernel, storage: Storage, softcap: bool, pairs: Pairs) -> String {
     let mut text = format!("{}\n{}\n\n", kernel.declarations(), empty_m());
     text.push_str(&format!("{}\n\n{}\n\n", storage.unpack_functions(), units_of_m()));
     if softcap {
         text.push_str(CAPPED);
+        text.push('\n');
+    }
+    if pairs.any() {
+        text.push_str(&pairs.functions(storage));
         text.push('\n');
     }
     text
@@ -108,6 +114,29 @@ let runs_end = work[starts + 2u];
 if (full_runs == runs_end) { return; }
 let spans = params.spans_at + 2u * class_index * params.rows;",
     );
+}
+
+/// All runs: the full ones, and the partial ones, whose elements are tested. Where the kernel reads pairs, those of the
+/// full runs are tested as well. `body` is told whether it has to test.
+fn all_runs(t: &mut Text, pairs: Pairs, body: impl Fn(&mut Text, bool)) {
+    if pairs.any() {
+        runs(t, "full_runs", "runs_end", |t| body(t, true));
+    } else {
+        runs(t, "full_runs", "partial_runs", |t| body(t, false));
+        runs(t, "partial_runs", "runs_end", |t| body(t, true));
+    }
+}
+
+/// Whether a row has seen a key once all full runs are done, to begin with.
+const fn seen_at_first(pairs: Pairs) -> &'static str {
+    if pairs.any() { "false" } else { "full_runs < partial_runs" }
+}
+
+/// Where row `row` of the pairs starts.
+fn pair_row(row: &str) -> String {
+    format!(
+        "params.pairs_offset + batch * params.pairs_batch + {row} * params.pairs_row + head * params.pairs_head"
+    )
 }
 
 /// `for` over the runs of one kind, with `first` and `end` in scope.

@@ -68,8 +68,7 @@ pub(crate) fn source(kernel: AttendKernel) -> String {
         |t| {
             super::item(t);
             shape.begin(t);
-            super::runs(t, "full_runs", "partial_runs", |t| shape.tiles(t, false));
-            super::runs(t, "partial_runs", "runs_end", |t| shape.tiles(t, true));
+            super::all_runs(t, kernel.pairs, |t, partial| shape.tiles(t, partial));
             shape.end(t);
         },
     );
@@ -151,11 +150,15 @@ let ml_at{i} = params.ml_offset + (batch * params.heads + head) * params.rows + 
 let ml{i} = state_ml[ml_at{i}];
 var m{i} = base2_of(ml{i}.x);
 var l{i} = select(0.0f, ml{i}.y, tc == 0u);
-var seen{i} = full_runs < partial_runs;",
+var seen{i} = {};",
                 self.q_rows,
                 SIDE * i,
-                self.chunks
+                self.chunks,
+                super::seen_at_first(self.kernel.pairs)
             ));
+            if self.kernel.pairs.any() {
+                t.line(format!("let pair_row{i} = {};", super::pair_row(&format!("safe{i}"))));
+            }
             for g in 0..self.groups {
                 let chunk = format!("{}u + tc", g * SIDE);
                 if self.beyond(g) {
@@ -250,10 +253,16 @@ var seen{i} = full_runs < partial_runs;",
             );
             t.line("let inside = keys < vec4<u32>(end);");
             for i in 0..self.rows {
-                t.line(format!(
-                    "let vis{i} = (vec4<u32>(lo{i}) <= pos) & (pos < vec4<u32>(hi{i})) & inside;"
-                ));
-                t.line(format!("x{i} = select(vec4<f32>(EMPTY_M), x{i}, vis{i});"));
+                let span = format!("(vec4<u32>(lo{i}) <= pos) & (pos < vec4<u32>(hi{i})) & inside");
+                if self.kernel.pairs.any() {
+                    let terms = ["x", "y", "z", "w"].map(|x| format!("pair_term(pair_row{i}, pos.{x})"));
+                    t.line(format!("let term{i} = vec4<f32>({});", terms.join(", ")));
+                    t.line(format!("let vis{i} = {span} & (term{i} != vec4<f32>(HIDDEN));"));
+                    t.line(format!("x{i} = select(vec4<f32>(EMPTY_M), x{i} + term{i}, vis{i});"));
+                } else {
+                    t.line(format!("let vis{i} = {span};"));
+                    t.line(format!("x{i} = select(vec4<f32>(EMPTY_M), x{i}, vis{i});"));
+                }
                 t.line(format!("seen{i} = seen{i} || any(vis{i});"));
             }
         }

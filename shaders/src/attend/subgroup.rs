@@ -43,8 +43,9 @@ pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
         |t| {
             super::item(t);
             shape.begin(t);
-            super::runs(t, "full_runs", "partial_runs", |t| shape.keys(t, shape.keys_at_once, false));
-            super::runs(t, "partial_runs", "runs_end", |t| shape.keys(t, 1, true));
+            super::all_runs(t, kernel.pairs, |t, partial| {
+                shape.keys(t, if partial { 1 } else { shape.keys_at_once }, partial);
+            });
             shape.end(t);
         },
     );
@@ -92,11 +93,15 @@ let ml_at{r} = params.ml_offset + (batch * params.heads + head) * params.rows + 
 let ml{r} = state_ml[ml_at{r}];
 var m{r} = base2_of(ml{r}.x);
 var l{r} = ml{r}.y;
-var seen{r} = full_runs < partial_runs;",
+var seen{r} = {};",
                 self.lanes * self.rows,
                 self.lanes * r,
-                self.chunks
+                self.chunks,
+                super::seen_at_first(self.kernel.pairs)
             ));
+            if self.kernel.pairs.any() {
+                t.line(format!("let pair_row{r} = {};", super::pair_row(&format!("safe{r}"))));
+            }
             for u in 0..self.units {
                 t.line(format!("let q_unit{r}_{u} = q[q_at{r} + {u}u];"));
                 for half in 0..self.unit_chunks() {
@@ -202,8 +207,15 @@ var seen{r} = full_runs < partial_runs;",
             let logit =
                 if self.kernel.softcap { format!("capped(dot{r}_{j})") } else { format!("dot{r}_{j}") };
             if partial {
-                t.line(format!("let vis{r} = lo{r} <= position && position < hi{r};"));
-                t.line(format!("let x{r}_{j} = select(EMPTY_M, {logit}, vis{r});"));
+                let span = format!("lo{r} <= position && position < hi{r}");
+                if self.kernel.pairs.any() {
+                    t.line(format!("let term{r} = pair_term(pair_row{r}, position);"));
+                    t.line(format!("let vis{r} = {span} && term{r} != HIDDEN;"));
+                    t.line(format!("let x{r}_{j} = select(EMPTY_M, {logit} + term{r}, vis{r});"));
+                } else {
+                    t.line(format!("let vis{r} = {span};"));
+                    t.line(format!("let x{r}_{j} = select(EMPTY_M, {logit}, vis{r});"));
+                }
                 t.line(format!("seen{r} = seen{r} || vis{r};"));
             } else {
                 t.line(format!("let x{r}_{j} = {logit};"));

@@ -4,7 +4,7 @@
 //! end. There is no workgroup memory and no barrier. K and V are textures as in [`attend`](crate::attend)'s broadcast
 //! kernel, for the same reason.
 
-use super::{MAX_SLOTS, item, prelude, runs};
+use super::{MAX_SLOTS, item, prelude, runs, visible};
 use crate::text::Text;
 use crate::variant::DecodeKernel;
 
@@ -36,7 +36,7 @@ pub(crate) fn source(kernel: DecodeKernel, lanes: u32) -> String {
     t.block(
         "fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation_id) lane: u32)",
         |t| {
-            item(t, slots);
+            item(t, kernel);
             t.line(format!("let unit = kv_head * {units}u;"));
             for x in ["k", "v"] {
                 t.line(format!(
@@ -94,9 +94,9 @@ fn keys(t: &mut Text, kernel: DecodeKernel, unit_chunks: u32, units: u32) {
     for s in 0..slots {
         let dot = format!("(x{s}.x + x{s}.y) + (x{s}.z + x{s}.w)");
         let logit = if kernel.softcap { format!("capped({dot})") } else { dot };
+        let logit = visible(t, kernel, s, &logit);
         t.lines(&format!(
-            "let vis{s} = inside && lo{s} <= position && position < hi{s};
-seen{s} |= select(0u, 1u, vis{s});
+            "seen{s} |= select(0u, 1u, vis{s});
 let logit{s} = select(EMPTY_M, {logit}, vis{s});
 let n{s} = max(m{s}, logit{s});
 let corr{s} = exp2(m{s} - n{s});

@@ -7,7 +7,7 @@
 //!
 //! # Bindings
 //!
-//! As those of [`attend`](crate::attend), but the state is not among them: 4 is `part_a`, f32 `[item, slot, dim]`, and 5
+//! As those of [`attend`](crate::attend), the pairs included, but the state is not among them: 4 is `part_a`, f32 `[item, slot, dim]`, and 5
 //! `part_ml`, f32 `[item, slot, 2]`, both dense, m in base-2 units. Where l is [`UNSEEN`] the slot saw no key of the
 //! split, and its m and a mean nothing; no sum of weights is negative.
 //!
@@ -40,14 +40,15 @@ fn is_unseen(l: f32) -> bool { return bitcast<u32>(l) == 0xbf800000u; }";
 
 /// Declarations and functions that both variants use.
 fn prelude(kernel: DecodeKernel) -> String {
-    let mut text = crate::attend::prelude(Kernel::Decode(kernel), kernel.storage, kernel.softcap);
+    let mut text =
+        crate::attend::prelude(Kernel::Decode(kernel), kernel.storage, kernel.softcap, kernel.pairs);
     text.push_str(UNSEEN);
     text.push('\n');
     text
 }
 
 /// What every workgroup finds out first: its split of the keys, batch entry, heads and runs, and the span of each slot.
-fn item(t: &mut Text, slots: u32) {
+fn item(t: &mut Text, kernel: DecodeKernel) {
     t.lines(
         "
 let group = group_id.x + group_id.y * params.grid_width;
@@ -63,10 +64,30 @@ let class_index = min(batch, params.last_class);
 let starts = class_index * params.starts_class;
 let spans = params.spans_at + 2u * class_index * params.rows;",
     );
-    for s in 0..slots {
+    for s in 0..kernel.slots {
         t.line(format!("let row{s} = {s}u / params.group_heads;"));
         t.line(format!("let lo{s} = positions[spans + 2u * row{s}];"));
         t.line(format!("let hi{s} = positions[spans + 2u * row{s} + 1u];"));
+        if kernel.pairs.any() {
+            t.line(format!(
+                "let pair_row{s} = params.pairs_offset + batch * params.pairs_batch + row{s} * params.pairs_row + \
+                 (first_head + {s}u % params.group_heads) * params.pairs_head;"
+            ));
+        }
+    }
+}
+
+/// `term{s}` and `vis{s}`: whether slot `s` sees its key at `position`, which is one of the split where `inside`.
+/// Returns what its logit `x` is with the term.
+fn visible(t: &mut Text, kernel: DecodeKernel, s: u32, x: &str) -> String {
+    let span = format!("inside && lo{s} <= position && position < hi{s}");
+    if kernel.pairs.any() {
+        t.line(format!("let term{s} = pair_term(pair_row{s}, position);"));
+        t.line(format!("let vis{s} = {span} && term{s} != HIDDEN;"));
+        format!("{x} + term{s}")
+    } else {
+        t.line(format!("let vis{s} = {span};"));
+        x.to_owned()
     }
 }
 

@@ -6,7 +6,7 @@
 //!
 //! Invisible elements carry weight −1 in workgroup memory; weights are never negative otherwise.
 
-use super::{MAX_SLOTS, item, prelude, runs};
+use super::{MAX_SLOTS, item, prelude, runs, visible};
 use crate::text::Text;
 use crate::variant::DecodeKernel;
 
@@ -48,7 +48,7 @@ pub(crate) fn source(kernel: DecodeKernel) -> String {
     t.block(
         "fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32)",
         |t| {
-            item(t, slots);
+            item(t, kernel);
             shape.begin(t);
             runs(t, |t| {
                 t.block(format!("for (var key = first; key < end; key += {THREADS}u)"), |t| {
@@ -164,7 +164,10 @@ let k_at = k_base + own * params.k_row;",
             if self.kernel.softcap {
                 t.line(format!("x{s} = capped(x{s});"));
             }
-            t.line(format!("let vis{s} = inside && lo{s} <= position && position < hi{s};"));
+            let x = visible(t, self.kernel, s, &format!("x{s}"));
+            if self.kernel.pairs.any() {
+                t.line(format!("x{s} = {x};"));
+            }
             t.line(format!("seen{s} = seen{s} || vis{s};"));
             t.line(format!("weights[{}u + thread] = select(EMPTY_M, x{s}, vis{s});", s * THREADS));
         }

@@ -2,7 +2,7 @@
 //! kernels for other compilers share this list.
 
 use kyklos_shaders::{
-    AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Dialect, Kernel, MAX_HEAD_DIM, Storage,
+    AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Dialect, Kernel, MAX_HEAD_DIM, Pairs, Storage,
 };
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 
@@ -10,6 +10,10 @@ const HEAD_DIMS: [u32; 11] = [8, 32, 64, 72, 80, 96, 128, 192, 256, 264, MAX_HEA
 
 /// Size of matrices, of subgroups, and number of these: software Vulkan, Apple, NVIDIA, AMD.
 const MATRICES: [[u32; 3]; 5] = [[8, 8, 1], [8, 32, 4], [16, 32, 4], [16, 64, 2], [8, 64, 1]];
+
+/// Softcap, and what is read for each pair.
+const OPTIONS: [(bool, Pairs); 4] =
+    [(false, Pairs::None), (true, Pairs::None), (true, Pairs::Visible), (false, Pairs::Bias)];
 
 pub(crate) fn every_kernel() -> Vec<Kernel> {
     let mut kernels = vec![Kernel::Repack { words: 1 }, Kernel::Repack { words: 4 }, Kernel::ResetState];
@@ -28,8 +32,9 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
                     AttendVariant::cooperative(size, lanes, subgroups, storage, head_dim)
                 }));
             for variant in variants {
-                for softcap in [false, true] {
-                    kernels.push(Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap }));
+                let matrices = matches!(variant, AttendVariant::Cooperative { .. });
+                for (softcap, pairs) in OPTIONS.into_iter().filter(|(_, pairs)| !(matrices && pairs.any())) {
+                    kernels.push(Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap, pairs }));
                 }
             }
             let lanes =
@@ -39,8 +44,10 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
                 if most == 0 {
                     continue;
                 }
-                for (slots, softcap) in [(1, false), (most.min(3), true), (most, false)] {
-                    kernels.push(Kernel::Decode(DecodeKernel { variant, storage, head_dim, slots, softcap }));
+                let slots = [1, most.min(3), most.min(2), most];
+                for (slots, (softcap, pairs)) in slots.into_iter().zip(OPTIONS) {
+                    let kernel = DecodeKernel { variant, storage, head_dim, slots, softcap, pairs };
+                    kernels.push(Kernel::Decode(kernel));
                 }
             }
         }

@@ -4,7 +4,9 @@
 //! feature out and looks for the difference.
 
 use super::{TensorId, fill, normal};
-use crate::oracle::{Element, OracleMask, OracleProblem, OracleSlice, OracleTerm, RowId};
+use crate::oracle::{
+    Element, OracleMask, OraclePairs, OracleProblem, OracleSlice, OracleTerm, PairValues, RowId,
+};
 
 /// One problem with its inputs.
 #[derive(Clone, Debug, PartialEq)]
@@ -17,6 +19,19 @@ pub struct Case {
     pub problem: OracleProblem,
     /// Elements of k and v that are overwritten after the tensors are made.
     pub poison: Vec<Poison>,
+    /// A pair tensor, made up from the seed.
+    pub pairs: Option<CasePairs>,
+}
+
+/// A made-up pair tensor.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CasePairs {
+    /// Added to scores, rather than only hiding keys.
+    pub bias: bool,
+    /// Batch entries: the problem's, or 1.
+    pub batch: usize,
+    /// Heads: the problem's query heads, or 1.
+    pub heads: usize,
 }
 
 /// One element of k or v that is replaced by something a row must not read unless it sees the key.
@@ -45,6 +60,29 @@ pub struct Inputs<E> {
     pub k: Vec<E>,
     /// `[batch, kv_len, kv_heads, head_dim]`.
     pub v: Vec<E>,
+    /// The pair tensor `[its batch, its heads, q_len, kv_len]`.
+    pub pairs: Option<PairInputs<E>>,
+}
+
+/// Elements of a pair tensor.
+#[derive(Clone, Debug)]
+pub enum PairInputs<E> {
+    /// Whether a key is seen.
+    Visible(Vec<bool>),
+    /// What is added to a score.
+    Bias(Vec<E>),
+}
+
+impl<E: Element> Inputs<E> {
+    /// The pair tensor as the oracle reads it.
+    pub fn oracle_pairs(&self, case: &Case) -> Option<OraclePairs<'_>> {
+        let (inputs, pairs) = (self.pairs.as_ref()?, case.pairs?);
+        let values = match inputs {
+            PairInputs::Visible(values) => PairValues::Visible(values),
+            PairInputs::Bias(values) => PairValues::Bias(E::values(values)),
+        };
+        Some(OraclePairs { values, batch: pairs.batch, heads: pairs.heads })
+    }
 }
 
 impl Case {
@@ -71,7 +109,26 @@ impl Case {
             q: make(TensorId::Q, self.problem.q_shape()),
             k: make(TensorId::K, self.problem.kv_shape()),
             v: make(TensorId::V, self.problem.kv_shape()),
+            pairs: self.pairs.map(|pairs| {
+                let (q_len, kv_len) = (self.problem.q_len, self.problem.kv_len);
+                let all = 0..pairs.batch * pairs.heads * q_len * kv_len;
+                let term =
+                    |index: usize| self.pair_term(index / kv_len % q_len, index % kv_len, index as u64);
+                if pairs.bias {
+                    let bias = |index| E::from_f32(term(index).unwrap_or(f32::NEG_INFINITY));
+                    PairInputs::Bias(all.map(bias).collect())
+                } else {
+                    PairInputs::Visible(all.map(|index| term(index).is_some()).collect())
+                }
+            }),
         }
+    }
+
+    /// An element of the pair tensor; `None` hides the key. Single keys are hidden here and there, and stretches of keys
+    /// from stretches of rows.
+    fn pair_term(&self, row: usize, key: usize, index: u64) -> Option<f32> {
+        let made = normal(self.seed, TensorId::Bias, index);
+        (made < 1.0 && (row / 40 + key / 32) % 3 != 1).then_some(made * 1.5)
     }
 
     /// Whether a row sees a poisoned key. Only such rows may differ from what the clean inputs give; what they
@@ -81,6 +138,13 @@ impl Case {
             poison.batch == id.batch
                 && poison.kv_head == self.problem.kv_head(id.head)
                 && self.problem.sees(id.batch, id.row, poison.token)
+                && self.pairs.is_none_or(|pairs| {
+                    let batch = if pairs.batch == 1 { 0 } else { id.batch };
+                    let head = if pairs.heads == 1 { 0 } else { id.head };
+                    let row = (batch * pairs.heads + head) * self.problem.q_len + id.row;
+                    let index = row * self.problem.kv_len + poison.token;
+                    self.pair_term(id.row, poison.token, index as u64).is_some()
+                })
         })
     }
 
@@ -105,11 +169,21 @@ impl Case {
             q_offset: 0,
             sinks: Vec::new(),
         };
-        Self { name, seed, problem, poison: Vec::new() }
+        Self { name, seed, problem, poison: Vec::new(), pairs: None }
     }
 
     fn q_offset(mut self, q_offset: u64) -> Self {
         self.problem.q_offset = q_offset;
+        self
+    }
+
+    fn mask_tensor(mut self, batch: usize, heads: usize) -> Self {
+        self.pairs = Some(CasePairs { bias: false, batch, heads });
+        self
+    }
+
+    fn bias(mut self, batch: usize, heads: usize) -> Self {
+        self.pairs = Some(CasePairs { bias: true, batch, heads });
         self
     }
 
@@ -146,7 +220,47 @@ pub fn cases() -> Vec<Case> {
     all.extend(masks());
     all.extend(scores());
     all.extend(poison());
+    all.extend(pairs());
     all
+}
+
+fn pairs() -> Vec<Case> {
+    let full = OracleMask::full;
+    let causal = OracleMask::causal;
+    let valid = |lengths: &[u64]| OracleTerm::Valid(lengths.to_vec());
+    vec![
+        Case::new("mask tensor", [1, 65, 65], [4, 2, 32], full()).mask_tensor(1, 1),
+        Case::new("mask tensor for each head, causal", [2, 33, 33], [6, 2, 16], causal()).mask_tensor(2, 6),
+        Case::new("mask tensor, fewer queries", [2, 31, 65], [3, 1, 64], causal())
+            .q_offset(20)
+            .mask_tensor(2, 1),
+        Case::new("bias for each head", [1, 33, 33], [4, 2, 32], full()).bias(1, 4),
+        Case::new(
+            "bias for each batch entry, causal and padded",
+            [3, 33, 33],
+            [2, 1, 16],
+            causal().and(valid(&[33, 20, 0])),
+        )
+        .bias(3, 1),
+        Case::new("bias, softcap and sinks", [1, 65, 65], [4, 1, 64], causal())
+            .scaled(3.0)
+            .softcap(2.0)
+            .sinks(2.0)
+            .bias(1, 1),
+        Case::new("bias, one query over many keys", [2, 1, 300], [8, 2, 64], full()).bias(2, 8),
+        Case::new("mask tensor, two queries over many keys", [1, 2, 270], [4, 2, 32], full())
+            .mask_tensor(1, 4),
+        Case::new("NaN that a mask tensor hides", [1, 65, 65], [4, 2, 16], full())
+            .mask_tensor(1, 4)
+            .poisoned(0, 40, 0, f32::NAN)
+            .poisoned(0, 64, 1, f32::INFINITY),
+        Case::new("NaN that a bias hides", [1, 65, 65], [2, 1, 32], causal()).bias(1, 1).poisoned(
+            0,
+            33,
+            0,
+            f32::NAN,
+        ),
+    ]
 }
 
 fn sizes() -> Vec<Case> {
@@ -230,9 +344,9 @@ fn masks() -> Vec<Case> {
         .q_offset(32),
         Case::new(
             "slices, one query over many keys",
-            [1, 1, 130],
+            [1, 1, 300],
             [8, 2, 64],
-            full().and(slices(&["0..1x0..20", "0..1x70..101", "0..1x110..129"])),
+            full().and(slices(&["0..1x0..20", "0..1x70..131", "0..1x210..297"])),
         ),
         Case::new("a chunk after a cache", [1, 33, 65], [4, 2, 32], causal()).q_offset(32),
         Case::new("offset into the middle", [1, 31, 130], [2, 1, 32], causal()).q_offset(50),

@@ -22,20 +22,23 @@ fn naive_f32_row(oracle: &Oracle<'_>, id: RowId) -> Row {
     };
 
     let query = narrow(q, id.row, id.head);
-    let keys: Vec<usize> = (0..problem.kv_len).filter(|&key| problem.sees(id.batch, id.row, key)).collect();
-    let scores: Vec<f32> = keys
+    let seen: Vec<(usize, f64)> =
+        (0..problem.kv_len).filter_map(|key| Some((key, oracle.term(id, key)?))).collect();
+    let keys: Vec<usize> = seen.iter().map(|&(key, _)| key).collect();
+    let scores: Vec<f32> = seen
         .iter()
-        .map(|&key| {
+        .map(|&(key, term)| {
             let key = narrow(k, key, kv_head);
             let mut dot = 0.0_f32;
             for dim in 0..problem.head_dim {
                 dot += query[dim] * key[dim];
             }
             let score = dot * problem.scale as f32;
-            match problem.softcap {
+            let capped = match problem.softcap {
                 Some(cap) => cap as f32 * (score / cap as f32).tanh(),
                 None => score,
-            }
+            };
+            capped + term as f32
         })
         .collect();
 

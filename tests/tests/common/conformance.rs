@@ -7,7 +7,7 @@ use bytes::Bytes;
 use kyklos::backend::{
     Attend, Backend, Control, EMPTY_M, Extent, Layout, Operand, State, StateMut, StateShape,
 };
-use kyklos::local::RankTask;
+use kyklos::local::{RankTask, Tensors, shard};
 use kyklos::plan::World;
 use kyklos::{
     AttentionProblem, BlockWork, Dtype, Error, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns,
@@ -53,6 +53,7 @@ fn run_alone<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> Who
         q: tensors.q,
         k: tensors.k,
         v: tensors.v,
+        pairs: tensors.pairs,
         repeat: 1,
         deadline: DEADLINE,
         options: options(),
@@ -87,8 +88,8 @@ fn run_together<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> 
     let ranks = collectives.iter().zip(0..).map(|(collective, rank)| async move {
         let rank = kyklos_transport::Rank(rank);
         let executor = Executor::new(backend, collective, world, rank, [0; 32], 0, options());
-        let (q, k, v) = kyklos::local::shard(world, rank, &prepared.tensors).unwrap();
-        let mut inputs = executor.load(q, k, v).unwrap();
+        let Tensors { q, k, v, pairs } = shard(world, rank, &prepared.tensors).unwrap();
+        let mut inputs = executor.load(q, k, v, pairs).unwrap();
         executor.run(0, &mut inputs).await.unwrap()
     });
     let outputs = pollster::block_on(futures_util::future::join_all(ranks));
@@ -234,7 +235,7 @@ fn attend_with<B: Backend>(
         problem,
         &TokenRuns::contiguous(0..SHAPE.rows as u32),
         &keys,
-        backend.tile_shape(Dtype::F32, 24),
+        backend.tile_shape(problem),
     )[0];
     // The keys lie in the middle of the whole tensor: an offset and strides that are not those of a dense block.
     let first = keys.iter().next().unwrap_or(0) as usize;
@@ -253,6 +254,7 @@ fn attend_with<B: Backend>(
         v: Operand { buffer: &v, layout: layout(KEYS, KV_HEADS, first) },
         kv_head_of: &[0, 0, 1, 1],
         work,
+        pairs: None,
         state: state.edit(),
     };
     pollster::block_on(async {

@@ -11,9 +11,10 @@ use kyklos::backend::Backend;
 use kyklos::local::{RankTask, Tensors, layouts, run_ranks};
 use kyklos::plan::World;
 use kyklos::{
-    AttentionProblem, Dtype, Mask, MaskSlice, NoObserver, RankOutput, RunOptions, SlicePart, SystemClock,
+    AttentionProblem, Dtype, Mask, MaskSlice, NoObserver, PairKind, PairTensor, RankOutput, RunOptions,
+    SlicePart, SystemClock,
 };
-use kyklos_tests::inputs::Case;
+use kyklos_tests::inputs::{Case, PairInputs};
 use kyklos_tests::oracle::{self, Element, Oracle, OracleProblem, OracleTerm, Row, RowId, Values};
 use kyklos_tests::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
 use kyklos_transport::Transport;
@@ -33,6 +34,13 @@ pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
     AttentionProblem::new(shape, dtype, mask)
         .and_then(|problem| problem.with_queries(small(oracle.q_len), oracle.q_offset as u32))
         .and_then(|problem| problem.with_logits(oracle.scale as f32, oracle.softcap.map(|cap| cap as f32)))
+        .and_then(|problem| {
+            problem.with_pairs(case.pairs.map(|pairs| PairTensor {
+                kind: if pairs.bias { PairKind::Bias } else { PairKind::Visible },
+                batch: small(pairs.batch),
+                heads: small(pairs.heads),
+            }))
+        })
         .and_then(|problem| problem.with_sinks(oracle.sinks.iter().map(|sink| *sink as f32).collect()))
         .unwrap()
 }
@@ -93,13 +101,17 @@ impl Prepared {
         };
         let inputs = case.inputs::<E>();
         let (q, k, v) = (E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v));
-        let truth = Oracle::new(&oracle, q, k, v).unwrap();
+        let mut truth = Oracle::new(&oracle, q, k, v).unwrap();
+        if let Some(pairs) = inputs.oracle_pairs(&case) {
+            truth = truth.with_pairs(pairs).unwrap();
+        }
         let rows = rows_to_judge(&case, &oracle);
         let (expected, plain) = (truth.rows(&rows), naive_f32_rows(&truth, &rows));
         let naive =
             kyklos_tests::tolerance::compare_rows(&oracle, E::DTYPE, &plain, &expected, &Context::default());
         let bytes = |values: &[E]| Bytes::copy_from_slice(bytemuck::cast_slice(values));
-        let tensors = Tensors { q: bytes(&inputs.q), k: bytes(&inputs.k), v: bytes(&inputs.v) };
+        let pairs = inputs.pairs.as_ref().map(|pairs| stored_pairs(&case, pairs));
+        let tensors = Tensors { q: bytes(&inputs.q), k: bytes(&inputs.k), v: bytes(&inputs.v), pairs };
         Self { case, oracle, problem, tensors, expected, naive }
     }
 
@@ -122,6 +134,30 @@ impl Prepared {
     pub fn parallel_limit(&self, dense: &Comparison) -> Limit {
         Limit::parallel(oracle_dtype(self.problem.dtype), &[dense])
     }
+}
+
+/// A pair tensor `[batch, heads, q_len, kv_len]` as the product takes it: `[batch, q_len, heads, row]`.
+fn stored_pairs<E: Element + bytemuck::Pod>(case: &Case, inputs: &PairInputs<E>) -> Bytes {
+    let (pairs, problem) = (case.pairs.unwrap(), &case.problem);
+    let mut stored = Vec::new();
+    for batch in 0..pairs.batch {
+        for row in 0..problem.q_len {
+            for head in 0..pairs.heads {
+                let from = ((batch * pairs.heads + head) * problem.q_len + row) * problem.kv_len;
+                match inputs {
+                    PairInputs::Visible(all) => {
+                        let words = PairTensor::pack(all[from..from + problem.kv_len].iter().copied());
+                        stored.extend_from_slice(bytemuck::cast_slice(&words));
+                    }
+                    PairInputs::Bias(all) => {
+                        stored.extend_from_slice(bytemuck::cast_slice(&all[from..from + problem.kv_len]));
+                        stored.resize(stored.len().next_multiple_of(4), 0xFF);
+                    }
+                }
+            }
+        }
+    }
+    stored.into()
 }
 
 /// Rows that see a NaN or ∞ are judged by a test of their own: everything else about them is unspecified.

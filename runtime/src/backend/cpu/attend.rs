@@ -9,6 +9,7 @@ use rayon::iter::{ParallelBridge, ParallelIterator};
 use super::job::{Call, Job, Run};
 use super::keys::PackedKeys;
 use super::pack::Tensor;
+use super::pairs::PairRows;
 use super::simd::AskShape;
 use super::{CpuBackend, CpuBuffer};
 use crate::backend::{Attend, Control, StateShape, yield_now};
@@ -58,6 +59,7 @@ pub(super) async fn attend(
         dim,
         scale: args.scale,
         softcap: args.softcap,
+        pairs: args.pairs.as_ref().map(|pairs| PairRows::new(args.dtype, pairs)),
     };
     let shape = args.state.shape;
     if work.is_empty() {

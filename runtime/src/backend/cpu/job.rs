@@ -10,6 +10,7 @@ use pulp::Simd;
 
 use super::keys::PackedKeys;
 use super::pack::{MAX_LANES, Tensor, pack_lanes, transposed};
+use super::pairs::PairRows;
 use super::panel::Panel;
 use super::scratch::{Line, Scratch};
 use super::simd::{KernelShape, WithKernel};
@@ -26,6 +27,7 @@ pub(super) struct Call<'a> {
     pub(super) dim: usize,
     pub(super) scale: f32,
     pub(super) softcap: Option<f32>,
+    pub(super) pairs: Option<PairRows<'a>>,
 }
 
 /// One Q tile of one query head, and the running state of its rows.
@@ -67,6 +69,13 @@ impl WithKernel for Run<'_, '_> {
             for tile in run.kv_tile.max(keys.tiles.start)..last {
                 let tile = keys.tile::<MR>(call, job.batch, job.kv_head, tile);
                 for (p, spans) in spans.chunks(lanes).enumerate() {
+                    if let Some(pairs) = &call.pairs {
+                        let first = job.tile * call.work.tile.q_rows as usize + p * lanes;
+                        for lane in 0..spans.len() {
+                            let row = [job.batch, first + lane, job.head];
+                            pairs.terms(row, tile.positions, (lane, lanes), lines_mut(&mut scratch.terms));
+                        }
+                    }
                     Panel::<S, MR, NV> {
                         dim,
                         softcap: call.softcap,
@@ -78,6 +87,7 @@ impl WithKernel for Run<'_, '_> {
                             &mut lines_mut(&mut scratch.ml)[p * lanes * 2..][..lanes * 2],
                         ),
                         scores: vectors_mut::<S, NV>(lines_mut(&mut scratch.scores)),
+                        terms: call.pairs.is_some().then(|| vectors::<S, NV>(lines(&scratch.terms))),
                         spans: if run.full { None } else { Some(spans) },
                     }
                     .attend(simd, &tile);

@@ -17,6 +17,7 @@ mod job;
 mod kernel;
 mod keys;
 mod pack;
+mod pairs;
 mod panel;
 mod repack;
 mod scratch;
@@ -33,7 +34,7 @@ use bytes::Bytes;
 
 pub use self::buffer::CpuBuffer;
 use super::{Attend, Backend, Control, DeviceClass, DeviceInfo, Extent, Layout, State, StateMut};
-use crate::{Dtype, Result, TileShape};
+use crate::{AttentionProblem, Dtype, Result, TileShape};
 
 /// The host's cores.
 #[derive(Debug)]
@@ -103,7 +104,7 @@ impl Backend for CpuBackend {
         &self.info
     }
 
-    fn tile_shape(&self, _dtype: Dtype, _head_dim: u32) -> TileShape {
+    fn tile_shape(&self, _problem: &AttentionProblem) -> TileShape {
         attend::TILE
     }
 

@@ -19,6 +19,8 @@ pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
     pub(super) ml: &'a mut [[S::f32s; NV]],
     /// `[key]`, space.
     pub(super) scores: &'a mut [[S::f32s; NV]],
+    /// `[key]`, what is added to the scores; −∞ hides a key.
+    pub(super) terms: Option<&'a [[S::f32s; NV]]>,
     /// What each row sees; `None`: all of the tile.
     pub(super) spans: Option<&'a [RowSpan]>,
 }
@@ -51,7 +53,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             stored.copy_from_slice(&s);
             let positions = &keys.positions[from..keys.positions.len().min(from + MR)];
             let hidden = visible.as_ref().filter(|visible| !visible.common_to(positions));
-            if self.softcap.is_none() && hidden.is_none() && positions.len() == MR {
+            if self.softcap.is_none() && hidden.is_none() && self.terms.is_none() && positions.len() == MR {
                 for s in &s {
                     for (m, s) in m.iter_mut().zip(s) {
                         *m = simd.max_f32s(*m, *s);
@@ -60,11 +62,18 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                 continue;
             }
             // In memory, for an index that is not constant would keep the fast path's scores out of registers too.
-            for (s, position) in stored.iter_mut().zip(positions) {
+            for (key, (s, position)) in (from..).zip(stored.iter_mut().zip(positions)) {
                 if let Some(cap) = self.softcap {
                     let cap = simd.splat_f32s(cap * std::f32::consts::LOG2_E);
                     for s in s.iter_mut() {
                         *s = simd.mul_f32s(cap, tanh(simd, *s));
+                    }
+                }
+                if let Some(terms) = self.terms {
+                    let hides = simd.splat_f32s(f32::NEG_INFINITY);
+                    for (s, term) in s.iter_mut().zip(&terms[key]) {
+                        let hidden = simd.equal_f32s(*term, hides);
+                        *s = simd.select_f32s(hidden, hides, simd.add_f32s(*s, *term));
                     }
                 }
                 if let Some(visible) = hidden {
@@ -104,7 +113,8 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         }
         *old_m = m;
 
-        let select = if keys.finite { None } else { visible.as_ref() };
+        let terms = self.terms.map(|terms| &terms[range.clone()]);
+        let select = !keys.finite && (visible.is_some() || terms.is_some());
         let groups = self.o.as_chunks_mut::<MR>().0.iter_mut();
         for (o, v) in groups.zip(keys.v.chunks_exact(keys.stride)) {
             let mut sum = *o;
@@ -116,12 +126,11 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                 }
             }
             let (v, p) = (&v[range.clone()], &self.scores[range.clone()]);
-            *o = match select {
-                None => add_outer_products(simd, sum, v, p),
-                Some(visible) => {
-                    let positions = &keys.positions[range.clone()];
-                    add_where_seen(simd, sum, v, p, visible, positions)
-                }
+            *o = if select {
+                let positions = &keys.positions[range.clone()];
+                add_where_seen(simd, sum, v, p, visible.as_ref(), terms, positions)
+            } else {
+                add_outer_products(simd, sum, v, p)
             };
         }
     }
@@ -201,15 +210,24 @@ fn add_where_seen<S: Simd, const MR: usize, const NV: usize>(
     mut o: [[S::f32s; NV]; MR],
     v: &[[f32; MR]],
     p: &[[S::f32s; NV]],
-    visible: &Visible<S, NV>,
+    visible: Option<&Visible<S, NV>>,
+    terms: Option<&[[S::f32s; NV]]>,
     positions: &[u32],
 ) -> [[S::f32s; NV]; MR] {
-    for ((v, p), position) in v.iter().zip(p).zip(positions) {
-        let sees = visible.test(simd, *position);
+    let hides = simd.splat_f32s(f32::NEG_INFINITY);
+    for (key, ((v, p), position)) in v.iter().zip(p).zip(positions).enumerate() {
+        let sees = visible.map(|visible| visible.test(simd, *position));
         for (o, v) in o.iter_mut().zip(v) {
             let v = simd.splat_f32s(*v);
-            for ((o, p), sees) in o.iter_mut().zip(p).zip(&sees) {
-                *o = simd.select_f32s(*sees, mul_add(simd, v, *p, *o), *o);
+            for (j, (o, p)) in o.iter_mut().zip(p).enumerate() {
+                let mut sum = mul_add(simd, v, *p, *o);
+                if let Some(sees) = &sees {
+                    sum = simd.select_f32s(sees[j], sum, *o);
+                }
+                if let Some(terms) = terms {
+                    sum = simd.select_f32s(simd.equal_f32s(terms[key][j], hides), *o, sum);
+                }
+                *o = sum;
             }
         }
     }

@@ -21,6 +21,8 @@ pub(super) struct Scratch {
     pub(super) ml: Vec<Line>,
     /// Scores, then weights, of a panel: `[key][lane]`.
     pub(super) scores: Vec<Line>,
+    /// Terms of a panel's logits from a pair tensor: `[key][lane]`.
+    pub(super) terms: Vec<Line>,
     /// Rows of one head while they are converted: as many as are packed side by side.
     pub(super) row: Vec<Line>,
 }
@@ -34,6 +36,7 @@ impl Scratch {
         grow(&mut self.o, rows * dim.next_multiple_of(shape.mr));
         grow(&mut self.ml, rows * 2);
         grow(&mut self.scores, keys * shape.lanes);
+        grow(&mut self.terms, keys * shape.lanes);
         grow(&mut self.row, shape.mr.max(shape.lanes) * dim);
     }
 }

@@ -107,7 +107,7 @@ fn run(backend: &CpuBackend, case: &Case, kv_blocks: &[TokenRuns]) -> Output {
         };
         let k = backend.upload("k", encode(p.dtype, &pick(&case.k))).unwrap();
         let v = backend.upload("v", encode(p.dtype, &pick(&case.v))).unwrap();
-        let work = &BlockWork::layers(p, &queries, block, backend.tile_shape(p.dtype, p.head_dim))[0];
+        let work = &BlockWork::layers(p, &queries, block, backend.tile_shape(p))[0];
         let args = Attend {
             dtype: p.dtype,
             scale: p.scale,
@@ -117,6 +117,7 @@ fn run(backend: &CpuBackend, case: &Case, kv_blocks: &[TokenRuns]) -> Output {
             v: Operand { buffer: &v, layout: dense(block.len(), hkv, d) },
             kv_head_of: &kv_head_of,
             work,
+            pairs: None,
             state: StateMut { a: &mut a, ml: &mut ml, shape },
         };
         pollster::block_on(backend.attend(args, &Control::default())).unwrap();

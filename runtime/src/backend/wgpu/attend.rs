@@ -6,7 +6,7 @@ use kyklos_shaders::{AttendKernel, AttendParams, Kernel};
 
 use super::clock::now_s;
 use super::dispatch::Window;
-use super::operands::{KeysValues, Operands, factors, units};
+use super::operands::{KeysValues, Operands, PairRows, factors, pair_kind, units};
 use super::pieces::{Flight, Pace};
 use super::region::cut;
 use super::work::WorkList;
@@ -66,13 +66,14 @@ struct Windows<'a> {
     kv: KeysValues<'a>,
     a: Window<'a>,
     ml: Window<'a>,
+    pairs: Option<PairRows<'a>>,
 }
 
 impl<'a> Call<'a> {
     fn new(backend: &'a WgpuBackend, args: &'a Attend<'a, WgpuBuffer>) -> Result<Self> {
         let shape = args.state.shape;
         let softcap = args.softcap.is_some();
-        let kernel = backend.attend_kernel(args.dtype, checked_dim(shape.dim)?, softcap);
+        let kernel = backend.attend_kernel(args.dtype, checked_dim(shape.dim)?, softcap, pair_kind(args));
         let tile = kernel.tile();
         if (args.work.tile.q_rows, args.work.tile.kv_cols) != (tile.q_rows, tile.kv_cols) {
             return Err(Error::request(
@@ -106,7 +107,7 @@ impl<'a> Call<'a> {
         let (q_rows, kv_cols) = (tile.q_rows as usize, tile.kv_cols as usize);
         let operands = &self.operands;
         let mut batch_step = if operands.fit(limit) { shape.batch } else { 1 };
-        let rows = operands.q.rows_within(limit).min(operands.a.rows_within(limit));
+        let rows = operands.q_rows_within(limit);
         let tile_step = (rows / q_rows).max(1);
         let mut keys = operands.k.rows_within(limit).min(operands.v.rows_within(limit));
         if Kernel::Attend(self.kernel).reads_textures() {
@@ -155,6 +156,7 @@ impl<'a> Call<'a> {
             )?,
             a: gpu.window("state a", args.state.a, self.operands.a.bytes(batch, &rows))?,
             ml: gpu.window("state ml", args.state.ml, self.operands.ml.bytes(batch, &(0..shape.heads)))?,
+            pairs: PairRows::new(gpu, args, &self.operands, batch, &rows)?,
         })
     }
 
@@ -168,21 +170,17 @@ impl<'a> Call<'a> {
         params.grid_width = grid.width;
         let [k, v] = windows.kv.bound();
         let mut encoder = gpu.encoder("attend");
-        gpu.record(
-            &mut encoder,
-            Kernel::Attend(self.kernel),
-            bytemuck::bytes_of(&params),
-            &[
-                windows.q.into(),
-                k,
-                v,
-                windows.a.into(),
-                windows.ml.into(),
-                gpu.whole("positions", &self.positions)?.into(),
-                gpu.whole("work list", &self.work)?.into(),
-            ],
-            grid,
-        )?;
+        let mut bound = vec![
+            windows.q.into(),
+            k,
+            v,
+            windows.a.into(),
+            windows.ml.into(),
+            gpu.whole("positions", &self.positions)?.into(),
+            gpu.whole("work list", &self.work)?.into(),
+        ];
+        bound.extend(windows.pairs.map(|pairs| pairs.bound()));
+        gpu.record(&mut encoder, Kernel::Attend(self.kernel), bytemuck::bytes_of(&params), &bound, grid)?;
         let submitted_s = now_s();
         let done = gpu.submit(Some(encoder.finish()));
         self.backend.pace.submitted(Flight { kernel: Kernel::Attend(self.kernel), flops, submitted_s, done });
@@ -196,6 +194,7 @@ impl<'a> Call<'a> {
         let q = units(&args.q.layout, unit, windows.q)?;
         let [k, v] = windows.kv.units(args, unit)?;
         let (q_scale, cap) = factors(args);
+        let pairs = windows.pairs.map_or(Ok([0; 4]), |pairs| pairs.units())?;
         Ok(AttendParams {
             q_offset: q[0],
             q_batch: q[1],
@@ -225,6 +224,10 @@ impl<'a> Call<'a> {
             spans_at: self.list.spans_at,
             q_scale,
             cap,
+            pairs_offset: pairs[0],
+            pairs_batch: pairs[1],
+            pairs_row: pairs[2],
+            pairs_head: pairs[3],
             ..AttendParams::default()
         })
     }

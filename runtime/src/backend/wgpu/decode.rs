@@ -10,7 +10,7 @@ use kyklos_shaders::{DecodeKernel, DecodeParams, Kernel, MergePartsParams};
 
 use super::clock::now_s;
 use super::dispatch::Window;
-use super::operands::{KeysValues, Operands, factors, units};
+use super::operands::{KeysValues, Operands, PairRows, factors, pair_kind, units};
 use super::pieces::Flight;
 use super::region::cut;
 use super::work::WorkList;
@@ -48,7 +48,7 @@ pub(super) fn decode<'a>(
         .expect("one head divides all, and its rows are within the most");
     let operands = Operands::new(args);
     let limit = backend.gpu.window_bytes();
-    if operands.q.rows_within(limit).min(operands.a.rows_within(limit)) < shape.rows {
+    if operands.q_rows_within(limit) < shape.rows {
         return Ok(None);
     }
     let list = WorkList::new(args.work, args.kv_head_of)?;
@@ -61,6 +61,7 @@ pub(super) fn decode<'a>(
             head_dim,
             slots: narrow("the number of rows", shape.rows * group_heads)?,
             softcap: args.softcap.is_some(),
+            pairs: pair_kind(args),
         },
         group_heads,
         groups: shape.heads / group_heads,
@@ -130,6 +131,7 @@ struct Bindings<'a> {
     ml: Window<'a>,
     part_a: WgpuBuffer,
     part_ml: WgpuBuffer,
+    pairs: Option<PairRows<'a>>,
 }
 
 impl Decode<'_> {
@@ -200,6 +202,7 @@ impl Decode<'_> {
             ml: gpu.window("state ml", args.state.ml, operands.ml.bytes(batch, &(0..shape.heads)))?,
             part_a: gpu.buffer("decode parts", slots * shape.dim * 4)?,
             part_ml: gpu.buffer("decode parts", slots * 8)?,
+            pairs: PairRows::new(gpu, args, operands, batch, &rows)?,
         })
     }
 
@@ -223,21 +226,17 @@ impl Decode<'_> {
         let part_a = gpu.whole("decode parts", &bindings.part_a)?;
         let part_ml = gpu.whole("decode parts", &bindings.part_ml)?;
         let mut encoder = gpu.encoder("decode");
-        gpu.record(
-            &mut encoder,
-            kernel,
-            bytemuck::bytes_of(&params),
-            &[
-                bindings.q.into(),
-                k,
-                v,
-                part_a.into(),
-                part_ml.into(),
-                gpu.whole("positions", &self.positions)?.into(),
-                gpu.whole("work list", &self.work)?.into(),
-            ],
-            grid,
-        )?;
+        let mut bound = vec![
+            bindings.q.into(),
+            k,
+            v,
+            part_a.into(),
+            part_ml.into(),
+            gpu.whole("positions", &self.positions)?.into(),
+            gpu.whole("work list", &self.work)?.into(),
+        ];
+        bound.extend(bindings.pairs.map(|pairs| pairs.bound()));
+        gpu.record(&mut encoder, kernel, bytemuck::bytes_of(&params), &bound, grid)?;
         if last {
             let shape = self.args.state.shape;
             let merge = Kernel::MergeParts { head_dim: self.kernel.head_dim };
@@ -274,6 +273,7 @@ impl Decode<'_> {
         let q = units(&args.q.layout, unit, bindings.q)?;
         let [k, v] = bindings.kv.units(args, unit)?;
         let (q_scale, cap) = factors(args);
+        let pairs = bindings.pairs.map_or(Ok([0; 4]), |pairs| pairs.units())?;
         Ok(DecodeParams {
             q_offset: q[0],
             q_batch: q[1],
@@ -302,6 +302,10 @@ impl Decode<'_> {
             spans_at: self.list.spans_at,
             q_scale,
             cap,
+            pairs_offset: pairs[0],
+            pairs_batch: pairs[1],
+            pairs_row: pairs[2],
+            pairs_head: pairs[3],
             ..DecodeParams::default()
         })
     }

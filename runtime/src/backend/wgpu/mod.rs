@@ -26,13 +26,13 @@ mod work;
 use std::ops::Range;
 
 use bytes::Bytes;
-use kyklos_shaders::{AttendKernel, Storage};
+use kyklos_shaders::{AttendKernel, AttendVariant, Pairs, Storage};
 
 pub use adapter::{KernelChoice, WgpuOptions};
 pub use download::Download;
 
 use super::{Attend, Backend, Control, DeviceInfo, Extent, Layout, State, StateMut};
-use crate::{Dtype, Error, Result, TileShape};
+use crate::{AttentionProblem, Dtype, Error, Result, TileShape};
 use device::Gpu;
 use pieces::Pace;
 use variant::Variants;
@@ -55,9 +55,14 @@ pub struct WgpuBuffer {
 }
 
 impl WgpuBackend {
-    fn attend_kernel(&self, dtype: Dtype, head_dim: u32, softcap: bool) -> AttendKernel {
+    fn attend_kernel(&self, dtype: Dtype, head_dim: u32, softcap: bool, pairs: Pairs) -> AttendKernel {
         let storage = storage(dtype);
-        AttendKernel { variant: self.variants.of(storage, head_dim), storage, head_dim, softcap }
+        let variant = match self.variants.of(storage, head_dim) {
+            // It reads none.
+            AttendVariant::Cooperative { .. } if pairs.any() => AttendVariant::Portable,
+            variant => variant,
+        };
+        AttendKernel { variant, storage, head_dim, softcap, pairs }
     }
 }
 
@@ -69,8 +74,9 @@ impl Backend for WgpuBackend {
         &self.info
     }
 
-    fn tile_shape(&self, dtype: Dtype, head_dim: u32) -> TileShape {
-        let tile = self.attend_kernel(dtype, head_dim, false).tile();
+    fn tile_shape(&self, problem: &AttentionProblem) -> TileShape {
+        let pairs = operands::pairs_of(problem.pairs.map(|pairs| pairs.kind));
+        let tile = self.attend_kernel(problem.dtype, problem.head_dim, false, pairs).tile();
         TileShape { q_rows: tile.q_rows, kv_cols: tile.kv_cols }
     }
 

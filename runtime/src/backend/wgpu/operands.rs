@@ -7,7 +7,7 @@ use super::dispatch::{Bound, Window};
 use super::region::Strided;
 use super::{WgpuBuffer, narrow, texture};
 use crate::backend::{Attend, Layout, Operand};
-use crate::{Error, Result};
+use crate::{Error, PairKind, Result};
 
 /// Where the elements of a call's tensors are.
 #[derive(Clone, Copy, Debug)]
@@ -17,6 +17,7 @@ pub(super) struct Operands {
     pub(super) v: Strided,
     pub(super) a: Strided,
     pub(super) ml: Strided,
+    pub(super) pairs: Option<Strided>,
 }
 
 impl Operands {
@@ -33,12 +34,82 @@ impl Operands {
             v: strided(&args.v, keys, kv_heads),
             a: Strided::dense_f32([shape.batch, shape.rows, shape.heads, shape.dim]),
             ml: Strided::dense_f32([shape.batch, shape.heads, shape.rows, 2]),
+            pairs: args.pairs.as_ref().map(|pairs| {
+                // As far as any key of the block reaches.
+                let keys = args.work.kv_positions.iter().max().map_or(0, |last| *last as usize + 1);
+                let (element_bytes, elements) = match pairs.kind {
+                    PairKind::Visible => (4, keys.div_ceil(32)),
+                    PairKind::Bias => (args.dtype.bytes(), keys),
+                };
+                let extents = [shape.batch, shape.rows, shape.heads, elements];
+                Strided::new(pairs.layout, element_bytes, extents)
+            }),
         }
     }
 
     /// Whether one window of `limit` bytes holds each of those with rows of their own.
     pub(super) fn fit(&self, limit: u64) -> bool {
-        [&self.q, &self.k, &self.v, &self.a].iter().all(|tensor| tensor.fits(limit))
+        let mut tensors = [&self.q, &self.k, &self.v, &self.a].into_iter().chain(&self.pairs);
+        tensors.all(|tensor| tensor.fits(limit))
+    }
+
+    /// Query rows of one batch entry whose tensors windows of `limit` bytes hold, at least one.
+    pub(super) fn q_rows_within(&self, limit: u64) -> usize {
+        let tensors = [&self.q, &self.a].into_iter().chain(&self.pairs);
+        tensors.map(|tensor| tensor.rows_within(limit)).min().unwrap_or(1)
+    }
+}
+
+/// The rows of a pair tensor that a region reads.
+#[derive(Clone, Copy)]
+pub(super) struct PairRows<'a> {
+    window: Window<'a>,
+    layout: Layout,
+    element_bytes: usize,
+}
+
+impl<'a> PairRows<'a> {
+    pub(super) fn new(
+        gpu: &Gpu,
+        args: &Attend<'a, WgpuBuffer>,
+        operands: &Operands,
+        batch: &Range<usize>,
+        rows: &Range<usize>,
+    ) -> Result<Option<Self>> {
+        let Some((pairs, tensor)) = args.pairs.as_ref().zip(operands.pairs) else { return Ok(None) };
+        let element_bytes = match pairs.kind {
+            PairKind::Visible => 4,
+            PairKind::Bias => args.dtype.bytes(),
+        };
+        let window = gpu.window("pairs", pairs.buffer, tensor.bytes(batch, rows))?;
+        Ok(Some(Self { window, layout: pairs.layout, element_bytes }))
+    }
+
+    pub(super) fn bound(&self) -> Bound<'a> {
+        Bound::Buffer(self.window)
+    }
+
+    /// Offset and strides as the kernel counts them.
+    pub(super) fn units(&self) -> Result<[u32; 4]> {
+        let Layout { offset, batch_stride, row_stride, head_stride } = self.layout;
+        let [offset, batch, row, head] = [offset, batch_stride, row_stride, head_stride]
+            .map(|elements| narrow("an offset or a stride of the pairs", elements));
+        let per_unit = narrow("the elements of 16 bytes", 16 / self.element_bytes)?;
+        Ok([offset?.wrapping_sub(self.window.skipped_units()?.wrapping_mul(per_unit)), batch?, row?, head?])
+    }
+}
+
+/// What a call's kernel reads for each pair.
+pub(super) fn pair_kind(args: &Attend<'_, WgpuBuffer>) -> kyklos_shaders::Pairs {
+    pairs_of(args.pairs.as_ref().map(|pairs| pairs.kind))
+}
+
+/// What kernels call a kind of pair tensor.
+pub(super) fn pairs_of(kind: Option<PairKind>) -> kyklos_shaders::Pairs {
+    match kind {
+        None => kyklos_shaders::Pairs::None,
+        Some(PairKind::Visible) => kyklos_shaders::Pairs::Visible,
+        Some(PairKind::Bias) => kyklos_shaders::Pairs::Bias,
     }
 }
 

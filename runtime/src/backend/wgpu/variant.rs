@@ -1,6 +1,6 @@
 //! Which attention kernels a device runs.
 
-use kyklos_shaders::{AttendKernel, AttendVariant, DecodeVariant, Kernel, Storage};
+use kyklos_shaders::{AttendKernel, AttendVariant, DecodeVariant, Kernel, Pairs, Storage};
 
 use super::KernelChoice;
 use super::adapter::class;
@@ -126,7 +126,8 @@ impl Matrices {
     fn variant(self, storage: Storage, head_dim: u32) -> Option<AttendVariant> {
         let variant =
             AttendVariant::cooperative(self.size, self.subgroup_size, self.subgroups, storage, head_dim)?;
-        let kernel = Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap: false });
+        let kernel =
+            Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap: false, pairs: Pairs::None });
         (kernel.workgroup_bytes() <= self.workgroup_bytes).then_some(variant)
     }
 }

@@ -64,9 +64,10 @@ impl<'a> RankProof<'a> {
             return self.fault(format!("exchange {id} is never waited for"));
         }
         self.must_be_written(&self.plan.whole(self.plan.output))?;
-        let own = [self.plan.q, self.plan.kv, self.plan.output];
         let left = (0..self.lives.len()).map(BufferId).find(|id| {
-            self.lives[id.0].live && !own.contains(id) && self.plan.buffer(*id).bytes(&self.world.problem) > 0
+            self.lives[id.0].live
+                && !self.plan.is_own(*id)
+                && self.plan.buffer(*id).bytes(&self.world.problem) > 0
         });
         match left {
             Some(id) => self.fault(format!("{} is never freed", self.name(id))),
@@ -81,6 +82,7 @@ impl<'a> RankProof<'a> {
             let (tokens, heads) = match buffer.content {
                 Content::KeyValue => (problem.kv_len, problem.kv_heads),
                 Content::Query | Content::State | Content::Output => (problem.q_len, problem.q_heads),
+                Content::Pairs => (problem.q_len, problem.pairs.map_or(0, |pairs| pairs.heads)),
             };
             let heads_fit = buffer.heads.start <= buffer.heads.end && buffer.heads.end <= heads;
             if !heads_fit || buffer.tokens.runs().iter().any(|run| run.last() >= tokens) {
@@ -89,11 +91,19 @@ impl<'a> RankProof<'a> {
         }
         let (q_tokens, kv_tokens) =
             (self.world.q_placement.of_rank(rank), self.world.kv_placement.of_rank(rank));
+        if self.plan.pairs.is_some() != problem.pairs.is_some() {
+            return self
+                .fault("the plan and the problem do not agree whether there is a pair tensor".to_owned());
+        }
+        let pairs = self.plan.pairs.zip(problem.pairs);
         for (id, content, tokens, heads) in [
             (self.plan.q, Content::Query, q_tokens, problem.q_heads),
             (self.plan.kv, Content::KeyValue, kv_tokens, problem.kv_heads),
             (self.plan.output, Content::Output, q_tokens, problem.q_heads),
-        ] {
+        ]
+        .into_iter()
+        .chain(pairs.map(|(id, pairs)| (id, Content::Pairs, q_tokens, pairs.heads)))
+        {
             let buffer = self.plan.buffers.get(id.0).filter(|buffer| {
                 buffer.content == content && buffer.tokens == *tokens && buffer.heads == (0..heads)
             });
@@ -168,7 +178,10 @@ impl<'a> RankProof<'a> {
                 }
                 Ok(())
             }
-            Step::Attend { q, kv, state } => self.attend(q, kv, *state),
+            Step::Attend { q, kv, state, pairs } => {
+                self.attend(q, kv, *state)?;
+                self.pairs(q, pairs.as_ref())
+            }
             Step::Merge { from, into } => self.merge(*from, *into),
             Step::Finalize { state, into } => {
                 self.exists(*into)?;
@@ -208,6 +221,29 @@ impl<'a> RankProof<'a> {
             Some(key) => self.fault(format!("{} meets key {key} twice", self.name(state))),
             None => Ok(()),
         }
+    }
+
+    /// The pair tensor's rows are there, and are those of the queries.
+    fn pairs(&self, q: &Slice, pairs: Option<&Slice>) -> Result<()> {
+        let (tensor, slice) = match (self.world.problem.pairs, pairs) {
+            (None, None) => return Ok(()),
+            (Some(tensor), Some(slice)) => (tensor, slice),
+            (None, Some(_)) => {
+                return self.fault("attends with a pair tensor that the problem has not".to_owned());
+            }
+            (Some(_), None) => return self.fault("attends without the problem's pair tensor".to_owned()),
+        };
+        self.not_empty(slice)?;
+        self.must_be_written(slice)?;
+        let heads = if tensor.heads > 1 { self.plan.slice_heads(q) } else { 0..1 };
+        if self.plan.buffer(slice.buffer).content != Content::Pairs
+            || self.tokens(slice) != self.tokens(q)
+            || self.plan.slice_heads(slice) != heads
+        {
+            return self
+                .fault(format!("{} is not of the queries' tokens and heads", self.name(slice.buffer)));
+        }
+        Ok(())
     }
 
     fn merge(&mut self, from: BufferId, into: BufferId) -> Result<()> {
@@ -262,7 +298,7 @@ impl<'a> RankProof<'a> {
 
     fn free(&mut self, id: BufferId) -> Result<()> {
         self.exists(id)?;
-        if [self.plan.q, self.plan.kv, self.plan.output].contains(&id) {
+        if self.plan.is_own(id) {
             return self.fault(format!("{} is the caller's and cannot be freed", self.name(id)));
         }
         let life = &mut self.lives[id.0];
@@ -298,7 +334,7 @@ impl<'a> RankProof<'a> {
     fn write(&mut self, slice: &Slice) -> Result<()> {
         self.in_bounds(slice)?;
         let id = slice.buffer;
-        if id == self.plan.q || id == self.plan.kv {
+        if self.plan.is_own(id) && id != self.plan.output {
             return self.fault(format!("{} is the caller's and cannot be written", self.name(id)));
         }
         if self.plan.buffer(id).content == Content::State {

@@ -6,13 +6,18 @@ use super::*;
 use crate::oracle::{Dtype, Oracle, Row, Values};
 use crate::tolerance::{Comparison, Context, Limit, compare_rows, discriminates, naive_f32_rows};
 
-fn oracle_rows<E: Element>(problem: &OracleProblem, inputs: &Inputs<E>) -> Vec<Row> {
-    oracle(problem, inputs).all_rows()
+/// The rows of `problem`, which may be the case's with something taken out.
+fn oracle_rows<E: Element>(case: &Case, problem: &OracleProblem, inputs: &Inputs<E>) -> Vec<Row> {
+    oracle(case, problem, inputs).all_rows()
 }
 
-fn oracle<'a, E: Element>(problem: &'a OracleProblem, inputs: &'a Inputs<E>) -> Oracle<'a> {
-    Oracle::new(problem, E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v))
-        .expect("a case fits")
+fn oracle<'a, E: Element>(case: &Case, problem: &'a OracleProblem, inputs: &'a Inputs<E>) -> Oracle<'a> {
+    let oracle = Oracle::new(problem, E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v))
+        .expect("a case fits");
+    match inputs.oracle_pairs(case) {
+        Some(pairs) => oracle.with_pairs(pairs).expect("a case fits"),
+        None => oracle,
+    }
 }
 
 fn compared(problem: &OracleProblem, actual: &[Row], expected: &[Row]) -> Comparison {
@@ -58,8 +63,8 @@ fn the_list_covers_the_sizes_it_promises() {
 fn naive_f32_passes_every_clean_case() {
     for case in cases() {
         let inputs = case.clean_inputs::<f32>();
-        let naive = naive_f32_rows(&oracle(&case.problem, &inputs), &case.problem.row_ids());
-        let comparison = compared(&case.problem, &naive, &oracle_rows(&case.problem, &inputs));
+        let naive = naive_f32_rows(&oracle(&case, &case.problem, &inputs), &case.problem.row_ids());
+        let comparison = compared(&case.problem, &naive, &oracle_rows(&case, &case.problem, &inputs));
         if let Err(failure) = comparison.within(&Limit::dense(Dtype::F32, &comparison)) {
             panic!("{}: {failure}", case.name);
         }
@@ -93,11 +98,21 @@ fn without_one_feature(problem: &OracleProblem) -> Vec<OracleProblem> {
 fn every_feature_of_every_case_shows_in_every_dtype() {
     fn check<E: Element>(case: &Case, blind: &mut Vec<String>) {
         let inputs = case.clean_inputs::<E>();
-        let right = oracle_rows(&case.problem, &inputs);
-        let naive = naive_f32_rows(&oracle(&case.problem, &inputs), &case.problem.row_ids());
+        let right = oracle_rows(case, &case.problem, &inputs);
+        let naive = naive_f32_rows(&oracle(case, &case.problem, &inputs), &case.problem.row_ids());
         let with = compared(&case.problem, &naive, &right).max_abs_error;
+        if case.pairs.is_some() {
+            let inputs = Inputs { pairs: None, ..inputs.clone() };
+            let rows = oracle_rows(case, &case.problem, &inputs);
+            if let Err(indistinct) =
+                discriminates(with, compared(&case.problem, &rows, &right).max_abs_error, E::DTYPE)
+            {
+                blind.push(format!("{} without pairs in {}: {indistinct}", case.name, E::DTYPE));
+            }
+        }
         for changed in without_one_feature(&case.problem) {
-            let without = compared(&case.problem, &oracle_rows(&changed, &inputs), &right).max_abs_error;
+            let without =
+                compared(&case.problem, &oracle_rows(case, &changed, &inputs), &right).max_abs_error;
             if let Err(indistinct) = discriminates(with, without, E::DTYPE) {
                 blind.push(format!("{} as {} in {}: {indistinct}", case.name, changed, E::DTYPE));
             }
@@ -117,8 +132,8 @@ fn every_feature_of_every_case_shows_in_every_dtype() {
 fn poison_changes_the_rows_that_see_it_and_no_others() {
     let mut kept = 0;
     for case in cases().iter().filter(|case| !case.poison.is_empty()) {
-        let clean = oracle_rows(&case.problem, &case.clean_inputs::<f32>());
-        let poisoned = oracle_rows(&case.problem, &case.inputs::<f32>());
+        let clean = oracle_rows(case, &case.problem, &case.clean_inputs::<f32>());
+        let poisoned = oracle_rows(case, &case.problem, &case.inputs::<f32>());
         for (clean, poisoned) in clean.iter().zip(&poisoned) {
             assert!(clean.o.iter().all(|o| o.is_finite()), "{}", case.name);
             if case.sees_poison(clean.id) {

@@ -89,7 +89,7 @@ fn a_raised_cancel_token_ends_the_call() {
     let backend = CpuBackend::new();
     let case = case([1, 64, 1, 1, 8], Dtype::F32, "full");
     let tokens = TokenRuns::contiguous(0..64);
-    let work = &BlockWork::layers(&case.problem, &tokens, &tokens, backend.tile_shape(Dtype::F32, 8))[0];
+    let work = &BlockWork::layers(&case.problem, &tokens, &tokens, backend.tile_shape(&case.problem))[0];
     let x = backend.upload("x", encode(Dtype::F32, &case.q)).unwrap();
     let shape = StateShape { batch: 1, rows: 64, heads: 1, dim: 8 };
     let mut a = backend.alloc("a", shape.a_bytes()).unwrap();
@@ -104,6 +104,7 @@ fn a_raised_cancel_token_ends_the_call() {
         v: operand(),
         kv_head_of: &[0],
         work,
+        pairs: None,
         state: StateMut { a: &mut a, ml: &mut ml, shape },
     };
     let control = Control::new(Arc::new(true.into()));
@@ -134,7 +135,7 @@ fn strided_operands_are_read_where_they_are() {
     let mut ml = backend.alloc("ml", shape.ml_bytes()).unwrap();
     backend.reset_state(&mut StateMut { a: &mut a, ml: &mut ml, shape }).unwrap();
     let tokens = TokenRuns::contiguous(0..50);
-    let work = &BlockWork::layers(&case.problem, &tokens, &tokens, backend.tile_shape(Dtype::F32, 16))[0];
+    let work = &BlockWork::layers(&case.problem, &tokens, &tokens, backend.tile_shape(&case.problem))[0];
     let args = Attend {
         dtype: Dtype::F32,
         scale: case.problem.scale,
@@ -144,6 +145,7 @@ fn strided_operands_are_read_where_they_are() {
         v: Operand { buffer: &v.0, layout: v.1 },
         kv_head_of: &[0, 0, 1, 1],
         work,
+        pairs: None,
         state: StateMut { a: &mut a, ml: &mut ml, shape },
     };
     pollster::block_on(backend.attend(args, &Control::default())).unwrap();

@@ -30,6 +30,10 @@ struct DecodeParams {
     spans_at: u32,
     q_scale: f32,
     cap: f32,
+    pairs_offset: u32,
+    pairs_batch: u32,
+    pairs_row: u32,
+    pairs_head: u32,
     pad0: u32,
     pad1: u32,
 }
@@ -41,6 +45,7 @@ struct DecodeParams {
 @group(0) @binding(5) var<storage, read_write> part_ml: array<vec2<f32>>;
 @group(0) @binding(6) var<storage, read> positions: array<u32>;
 @group(0) @binding(7) var<storage, read> work: array<u32>;
+@group(0) @binding(8) var<storage, read> pairs: array<u32>;
 
 const EMPTY_M: f32 = -2.3819763e38f;
 
@@ -54,6 +59,12 @@ fn chunk_1(unit: vec4<u32>) -> vec4<f32> {
 // m is kept in natural-log units outside and in base-2 units inside; EMPTY_M is the same in both.
 fn base2_of(m: f32) -> f32 { return select(m * 1.442695f, m, m == EMPTY_M); }
 fn natural_of(m: f32) -> f32 { return select(m * 0.6931472f, m, m == EMPTY_M); }
+
+const HIDDEN: f32 = -3e38f;
+fn pair_term(row: u32, position: u32) -> f32 {
+    let bit = (pairs[row + (position >> 5u)] >> (position & 31u)) & 1u;
+    return select(HIDDEN, 0.0f, bit == 1u);
+}
 
 const UNSEEN: f32 = -1.0f;
 // By bits, so that NaN counts as seen.
@@ -83,9 +94,11 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let row0 = 0u / params.group_heads;
     let lo0 = positions[spans + 2u * row0];
     let hi0 = positions[spans + 2u * row0 + 1u];
+    let pair_row0 = params.pairs_offset + batch * params.pairs_batch + row0 * params.pairs_row + (first_head + 0u % params.group_heads) * params.pairs_head;
     let row1 = 1u / params.group_heads;
     let lo1 = positions[spans + 2u * row1];
     let hi1 = positions[spans + 2u * row1 + 1u];
+    let pair_row1 = params.pairs_offset + batch * params.pairs_batch + row1 * params.pairs_row + (first_head + 1u % params.group_heads) * params.pairs_head;
     let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
     let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
     let column = thread % 2u;
@@ -129,10 +142,14 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             }
             // The weights of the keys before these have been read.
             workgroupBarrier();
-            let vis0 = inside && lo0 <= position && position < hi0;
+            let term0 = pair_term(pair_row0, position);
+            let vis0 = inside && lo0 <= position && position < hi0 && term0 != HIDDEN;
+            x0 = x0 + term0;
             seen0 = seen0 || vis0;
             weights[0u + thread] = select(EMPTY_M, x0, vis0);
-            let vis1 = inside && lo1 <= position && position < hi1;
+            let term1 = pair_term(pair_row1, position);
+            let vis1 = inside && lo1 <= position && position < hi1 && term1 != HIDDEN;
+            x1 = x1 + term1;
             seen1 = seen1 || vis1;
             weights[64u + thread] = select(EMPTY_M, x1, vis1);
             workgroupBarrier();

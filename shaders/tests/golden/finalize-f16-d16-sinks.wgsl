@@ -14,6 +14,11 @@ struct FinalizeParams {
 @group(0) @binding(2) var<storage, read> state_ml: array<vec2<f32>>;
 @group(0) @binding(3) var<storage, read_write> o: array<vec4<u32>>;
 @group(0) @binding(4) var<storage, read_write> lse: array<u32>;
+@group(0) @binding(5) var<storage, read> sinks: array<f32>;
+
+fn power(exponent: f32) -> f32 {
+    return select(exp2(exponent * 1.442695f), 0.0f, exponent < -150.0f);
+}
 
 fn rounded(x: f32) -> u32 {
     let bits = bitcast<u32>(x);
@@ -62,13 +67,16 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let ml = state_ml[ml_at];
     // By bits: NaN must not count as empty.
     let empty = (bitcast<u32>(ml.y) & 0x7fffffffu) == 0u;
-    let divisor = select(ml.y, 1.0f, empty);
+    let sink = sinks[head];
+    let m = max(ml.x, sink);
+    let weight = power(ml.x - m);
+    let divisor = select(ml.y * weight + power(sink - m), 1.0f, empty);
     if (lane == 0u) {
-        lse[row_head] = select(bitcast<u32>(ml.x + ln(divisor)), 0xff800000u, empty);
+        lse[row_head] = bitcast<u32>(select(m + ln(divisor), sink, empty));
     }
     for (var u = lane; u < 2u; u += 8u) {
-        let x = select(state_a[row_head * 4u + u * 2u + 0u - params.a_skipped] / divisor, vec4<f32>(), empty);
-        let y = select(state_a[row_head * 4u + u * 2u + 1u - params.a_skipped] / divisor, vec4<f32>(), empty);
+        let x = select(state_a[row_head * 4u + u * 2u + 0u - params.a_skipped] * weight / divisor, vec4<f32>(), empty);
+        let y = select(state_a[row_head * 4u + u * 2u + 1u - params.a_skipped] * weight / divisor, vec4<f32>(), empty);
         o[row_head * 2u + u - params.o_skipped] = vec4<u32>(rounded(x.x) | (rounded(x.y) << 16u), rounded(x.z) | (rounded(x.w) << 16u), rounded(y.x) | (rounded(y.y) << 16u), rounded(y.z) | (rounded(y.w) << 16u));
     }
 }

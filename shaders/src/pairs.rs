@@ -1,0 +1,80 @@
+//! Tensors over (query, key) pairs, which hide keys or are added to logits.
+
+use crate::Storage;
+use crate::text::Text;
+
+/// What a kernel reads for each (query, key) pair, if anything.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Pairs {
+    /// Nothing.
+    #[default]
+    None,
+    /// A bit: bit `k % 32` of word `k / 32` of a row is 0 where the row does not see the key at position k.
+    Visible,
+    /// A number in the storage type of q, k and v, added to the logit; −∞ hides the key.
+    Bias,
+}
+
+impl Pairs {
+    /// Whether there is something to read.
+    pub const fn any(self) -> bool {
+        !matches!(self, Self::None)
+    }
+
+    /// Part of a kernel's name.
+    pub(crate) const fn suffix(self) -> &'static str {
+        match self {
+            Self::None => "",
+            Self::Visible => "-visible",
+            Self::Bias => "-bias",
+        }
+    }
+
+    /// `HIDDEN`, and `pair_term(row, position)`: what the row that starts at `row` of the binding adds to its base-2
+    /// logit of the key at `position`, or `HIDDEN`. Adding `HIDDEN` itself is never meant.
+    pub(crate) fn functions(self, storage: Storage) -> String {
+        let mut t = Text::default();
+        match self {
+            Self::None => return String::new(),
+            Self::Visible => {
+                t.line(HIDDEN);
+                t.block("fn pair_term(row: u32, position: u32) -> f32", |t| {
+                    t.line("let bit = (pairs[row + (position >> 5u)] >> (position & 31u)) & 1u;");
+                    t.line("return select(HIDDEN, 0.0f, bit == 1u);");
+                });
+            }
+            Self::Bias => {
+                t.line(HIDDEN);
+                t.block("fn pair_term(row: u32, position: u32) -> f32", |t| {
+                    match storage {
+                        Storage::F32 => t.lines(
+                            "let bits = pairs[row + position];
+let bias = bitcast<f32>(bits);
+let hidden = bits == 0xff800000u;",
+                        ),
+                        Storage::F16 => t.lines(
+                            "let word = pairs[(row + position) >> 1u];
+let bits = (word >> (((row + position) & 1u) * 16u)) & 0xffffu;
+let bias = unpack2x16float(bits).x;
+let hidden = bits == 0xfc00u;",
+                        ),
+                        Storage::Bf16 => t.lines(
+                            "let word = pairs[(row + position) >> 1u];
+let bits = (word >> (((row + position) & 1u) * 16u)) << 16u;
+let bias = bitcast<f32>(bits);
+let hidden = bits == 0xff800000u;",
+                        ),
+                    }
+                    t.line("// `max` may drop a NaN, so NaN goes around; what is smaller than -1e38 could not be scaled.");
+                    t.line("let is_nan = (bitcast<u32>(bias) & 0x7fffffffu) > 0x7f800000u;");
+                    t.line("let kept = select(max(bias, -1e38f), bias, is_nan);");
+                    t.line(format!("return select(kept * {:?}f, HIDDEN, hidden);", std::f32::consts::LOG2_E));
+                });
+            }
+        }
+        t.finish()
+    }
+}
+
+/// Below every logit that a bias makes, and finite, because WGSL promises nothing about infinities.
+const HIDDEN: &str = "const HIDDEN: f32 = -3e38f;";
