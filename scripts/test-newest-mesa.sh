@@ -56,7 +56,7 @@ export KYKLOS_REQUIRE_GPU=1 KYKLOS_REQUIRE_KERNELS=portable,subgroup-broadcast-8
 export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER=$PWD/$folder/run
 
 # As scripts/test.sh builds them: nothing is compiled twice.
-tests=(cargo test --quiet --release --workspace --all-features --test wgpu_backend)
+tests=(cargo test --release --workspace --all-features --test wgpu_backend)
 run() { "${tests[@]}" -- "$@"; }
 "${tests[@]}" --no-run
 
@@ -69,7 +69,7 @@ log=target/newest-mesa-cooperative.log
 KYKLOS_TEST_MOST_HEAD_DIM=32 run cooperative::every_f16_head_dim_equals_f64 --exact >"$log" 2>&1 &
 cooperative=$!
 failed=0
-KYKLOS_TEST_MOST_HEAD_DIM=64 run --skip cooperative:: || failed=1
+KYKLOS_TEST_MOST_HEAD_DIM=64 run --skip cooperative:: --skip large_heads || failed=1
 wait "$cooperative" || failed=1
 cat "$log"
 exit "$failed"

@@ -88,7 +88,10 @@ fn main() -> ExitCode {
         trials.push(Trial::ignorable_test("no memory left", passes_with_little_memory));
     }
     let conclusion = libtest_mimic::run(&arguments, trials);
-    if std::env::var_os(REQUIRED).is_some() && !arguments.list && conclusion.num_passed == 0 {
+    if std::env::var_os(REQUIRED).is_some()
+        && !arguments.list
+        && conclusion.num_passed + conclusion.num_failed == 0
+    {
         eprintln!("{REQUIRED}: nothing ran");
         return ExitCode::FAILURE;
     }
