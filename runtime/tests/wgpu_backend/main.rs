@@ -10,24 +10,31 @@
 
 mod cases;
 mod decode;
+mod device;
 mod naive;
 mod ops;
 
-use std::process::Command;
+use std::ffi::OsString;
+use std::process::{Command, ExitCode, Output};
 
-use kyklos::backend::DeviceClass;
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
-use libtest_mimic::{Arguments, Failed, Trial};
+use kyklos::backend::{Backend, DeviceClass};
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 type Test = fn(&WgpuBackend);
 
 /// Mesa's software driver makes its subgroups as wide as this says, in bits.
 const WIDTH: &str = "LP_NATIVE_VECTOR_WIDTH";
+/// Kernels that must be there, by the beginnings of their names, with commas between: without one of them, or where
+/// nothing ran, this program fails.
+const REQUIRED: &str = "KYKLOS_REQUIRE_KERNELS";
+/// Set in the processes that this one starts, to what they are for.
+const CHILD: &str = "KYKLOS_TEST_CHILD";
 
-fn main() {
+fn main() -> ExitCode {
     let arguments = Arguments::from_args();
     let devices = WgpuBackend::enumerate();
-    let Some(device) = devices.first() else {
+    let Some(first) = devices.first() else {
         let required = std::env::var_os("KYKLOS_REQUIRE_GPU").is_some_and(|value| value == "1");
         let trial = Trial::test("no wgpu device: install a Vulkan, Metal or DX12 driver", move || {
             if required {
@@ -36,18 +43,18 @@ fn main() {
                 Ok(())
             }
         });
-        libtest_mimic::run(&arguments, vec![trial.with_ignored_flag(!required)]).exit();
+        return libtest_mimic::run(&arguments, vec![trial.with_ignored_flag(!required)]).exit_code();
     };
-    let mut choices = vec![("portable", KernelChoice::Portable)];
-    if device.kernel.starts_with("subgroup") {
-        choices.push(("subgroup", KernelChoice::SubgroupBroadcast));
+    let (kernels, missing) = kernels();
+    for kernel in &missing {
+        eprintln!("{REQUIRED}: {} ({}) has no kernel {kernel}", first.name, first.driver);
     }
-    if open(KernelChoice::Cooperative, None).is_ok() {
-        choices.push(("cooperative", KernelChoice::Cooperative));
+    if !missing.is_empty() {
+        return ExitCode::FAILURE;
     }
-    let tests: Vec<(&str, Test)> = [cases::ALL, decode::ALL, ops::ALL].concat();
+    let tests: Vec<(&str, Test)> = [cases::ALL, decode::ALL, ops::ALL, device::ALL].concat();
     let mut trials = Vec::new();
-    for (kernel, choice) in choices {
+    for (kernel, choice) in kernels {
         for (name, test) in &tests {
             let test = *test;
             trials.push(Trial::test(format!("{kernel}::{name}"), move || {
@@ -62,28 +69,108 @@ fn main() {
             Ok(())
         }));
     }
-    if device.class == DeviceClass::SoftwareGpu && std::env::var_os(WIDTH).is_none() {
+    let child = std::env::var(CHILD).ok();
+    if first.class == DeviceClass::SoftwareGpu && child.is_none() {
         let others = [("128", 4), ("256", 8), ("512", 16)]
             .into_iter()
-            .filter(|(_, size)| !device.kernel.ends_with(&format!("-{size}")));
-        for (bits, _) in others {
-            trials.push(Trial::test(format!("subgroups of {bits} bits"), move || passes_with_width(bits)));
+            .filter(|(_, size)| !first.kernel.ends_with(&format!("-{size}")));
+        for (bits, size) in others {
+            trials.push(Trial::test(format!("subgroups of {bits} bits"), move || {
+                passes_with_width(bits, size)
+            }));
         }
     }
-    libtest_mimic::run(&arguments, trials).exit();
+    if child.as_deref() == Some(NO_MEMORY) {
+        trials.push(Trial::ignorable_test(NO_MEMORY, || {
+            Ok(device::memory_that_the_driver_has_not_is_an_error(&open(KernelChoice::Auto, None)?))
+        }));
+    } else if first.class == DeviceClass::SoftwareGpu && cfg!(target_os = "linux") && child.is_none() {
+        trials.push(Trial::ignorable_test("no memory left", passes_with_little_memory));
+    }
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    if std::env::var_os(REQUIRED).is_some()
+        && !arguments.list
+        && conclusion.num_passed + conclusion.num_failed == 0
+    {
+        eprintln!("{REQUIRED}: nothing ran");
+        return ExitCode::FAILURE;
+    }
+    conclusion.exit_code()
+}
+
+/// The kernels that the first device can run, and those that it must and cannot.
+fn kernels() -> (Vec<(&'static str, KernelChoice)>, Vec<String>) {
+    let mut choices = vec![
+        ("portable", KernelChoice::Portable),
+        ("subgroup", KernelChoice::SubgroupBroadcast),
+        ("cooperative", KernelChoice::Cooperative),
+    ];
+    let mut names = Vec::new();
+    choices.retain(|(_, choice)| match open(*choice, None) {
+        Ok(backend) => {
+            names.push(backend.info().kernel.clone());
+            true
+        }
+        Err(_) => false,
+    });
+    let required = std::env::var(REQUIRED).unwrap_or_default();
+    let required = required.split(',').filter(|kernel| !kernel.is_empty());
+    let is_missing = |kernel: &&str| !names.iter().any(|name| name.starts_with(kernel));
+    (choices, required.filter(is_missing).map(str::to_owned).collect())
 }
 
 fn open(kernel: KernelChoice, max_binding_bytes: Option<u64>) -> Result<WgpuBackend, Failed> {
-    let options = WgpuOptions { kernel, max_binding_bytes };
+    let options = WgpuOptions { kernel, max_binding_bytes, ..WgpuOptions::default() };
     WgpuBackend::with_options(0, &options).map_err(|error| Failed::from(error.to_string()))
 }
 
 /// Runs the main subgroup tests in a process of their own: the driver reads the width once.
-fn passes_with_width(bits: &str) -> Result<(), Failed> {
-    let output = Command::new(std::env::current_exe()?)
-        .args(["subgroup::every", "--test-threads=1"])
-        .env(WIDTH, bits)
-        .output()?;
+fn passes_with_width(bits: &str, size: u32) -> Result<(), Failed> {
+    let mut command = myself(&[])?;
+    command.args(["subgroup::every", "--test-threads=1"]).env(WIDTH, bits).env(CHILD, "width");
+    // Also when the driver does not make such subgroups: then nothing would run, and nothing fail.
+    passed(&command.env(REQUIRED, format!("subgroup-broadcast-{size}")).output()?)
+}
+
+const NO_MEMORY: &str = "memory_that_the_driver_has_not_is_an_error";
+
+/// Runs the test of a driver without memory in a process of its own that may have only so much of it.
+fn passes_with_little_memory() -> Result<Completion, Failed> {
+    // In KiB: what the driver and its compiler map, and two of the buffers that the test makes.
+    let limited = ["/bin/sh", "-c", "ulimit -v 6000000 && exec \"$@\"", "sh"];
+    let mut command = myself(&limited)?;
+    let output =
+        command.args([NO_MEMORY, "--test-threads=1"]).env(CHILD, NO_MEMORY).env_remove(REQUIRED).output()?;
+    passed(&output)?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    if said.contains(" 1 passed") {
+        Ok(Completion::Completed)
+    } else if said.contains(" 1 ignored") {
+        Ok(Completion::ignored_with("this driver takes memory when it is written, not when it is asked for"))
+    } else {
+        Err(Failed::from(format!("the test did not run: {said}")))
+    }
+}
+
+/// This program, started by the program and arguments in `before`.
+///
+/// Under a loader that is called by name, as by the `run` of an unpacked driver, the program of this process is the
+/// loader: whoever calls it so says in `KYKLOS_RUNNER` with what programs are to be started.
+fn myself(before: &[&str]) -> Result<Command, Failed> {
+    let mut words: Vec<OsString> = before.iter().map(OsString::from).collect();
+    match std::env::var_os("KYKLOS_RUNNER") {
+        Some(runner) => {
+            words.push(runner);
+            words.push(std::env::args_os().next().ok_or("this program was started without a name")?);
+        }
+        None => words.push(std::env::current_exe()?.into()),
+    }
+    let mut command = Command::new(&words[0]);
+    command.args(&words[1..]);
+    Ok(command)
+}
+
+fn passed(output: &Output) -> Result<(), Failed> {
     if output.status.success() {
         return Ok(());
     }

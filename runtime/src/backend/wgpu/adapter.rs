@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::WgpuBackend;
 use super::device::Gpu;
+use super::memory::Budget;
 use super::pieces::Pace;
 use super::variant::Variants;
 use crate::backend::{DeviceClass, DeviceInfo};
@@ -32,6 +33,9 @@ pub struct WgpuOptions {
     pub kernel: KernelChoice,
     /// Largest binding to use, where that is less than the device allows: makes a device behave like a smaller one.
     pub max_binding_bytes: Option<u64>,
+    /// Bytes that the backend's buffers may hold together; more is [`Error::OutOfMemory`]. Left out, it is the memory of
+    /// the host where the device computes in it (Linux only), and what the driver gives elsewhere.
+    pub max_memory_bytes: Option<u64>,
 }
 
 impl WgpuBackend {
@@ -106,7 +110,7 @@ impl WgpuBackend {
         let opened = adapter
             .request_device(&wgpu::DeviceDescriptor {
                 label: Some("kyklos"),
-                required_features: variants.features(),
+                required_features: variants.features() | shared_memory_features(adapter, info.class),
                 experimental_features: variants.experimental(),
                 required_limits: limits,
                 ..Default::default()
@@ -118,7 +122,12 @@ impl WgpuBackend {
             native: error.to_string(),
         })?;
         Ok(Self {
-            gpu: Gpu::new(Arc::from(info.name.as_str()), device, queue),
+            gpu: Gpu::new(
+                Arc::from(info.name.as_str()),
+                device,
+                queue,
+                Budget::new(options.max_memory_bytes, info.class),
+            ),
             pace: Pace::new(info.class),
             info,
             variants,
@@ -156,6 +165,17 @@ fn describe(adapter: &wgpu::Adapter, variants: Variants) -> DeviceInfo {
         .collect::<Vec<_>>()
         .join(" ");
     DeviceInfo { backend: "wgpu", class: class(&info), driver, kernel: variants.name(), name: info.name }
+}
+
+/// Buffers that can be filled where they are, on devices that share the host's memory. On others such memory would be
+/// slow for the device.
+fn shared_memory_features(adapter: &wgpu::Adapter, class: DeviceClass) -> wgpu::Features {
+    match class {
+        DeviceClass::SoftwareGpu | DeviceClass::IntegratedGpu => {
+            adapter.features() & wgpu::Features::MAPPABLE_PRIMARY_BUFFERS
+        }
+        _ => wgpu::Features::empty(),
+    }
 }
 
 pub(super) fn class(info: &wgpu::AdapterInfo) -> DeviceClass {

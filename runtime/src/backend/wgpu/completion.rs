@@ -3,26 +3,29 @@
 use futures_channel::oneshot;
 
 use super::clock::now_s;
-use super::device::Health;
+use super::health::{Health, Loss};
 
-/// Resolves when everything up to one submission is done.
+/// Resolves when everything up to one submission is done, or the device is lost.
 #[derive(Debug)]
-pub(super) struct Done(oneshot::Receiver<f64>);
+pub(super) struct Done {
+    receiver: oneshot::Receiver<f64>,
+    loss: Loss,
+}
 
 impl Done {
     /// The moment at which it was done; `None` when the device was lost first.
     pub(super) async fn finished(self) -> Option<f64> {
-        self.0.await.ok()
+        self.loss.or(self.receiver).await
     }
 }
 
-pub(super) fn done(queue: &wgpu::Queue) -> Done {
+pub(super) fn done(queue: &wgpu::Queue, loss: Loss) -> Done {
     let (sender, receiver) = oneshot::channel();
     queue.on_submitted_work_done(move || {
         // Nobody waits any more: fine.
         let _ = sender.send(now_s());
     });
-    Done(receiver)
+    Done { receiver, loss }
 }
 
 #[cfg(not(target_arch = "wasm32"))]
@@ -44,6 +47,8 @@ mod web {
         }
 
         pub(crate) fn submitted(&self, _: wgpu::SubmissionIndex) {}
+
+        pub(crate) fn close(&self) {}
     }
 }
 
@@ -89,13 +94,17 @@ mod native {
             self.0.lock().submissions.push_back(index);
             self.0.changed.notify_one();
         }
+
+        /// Ends the thread. What is in flight is still waited for: a download may outlive its backend.
+        pub(crate) fn close(&self) {
+            self.0.lock().closed = true;
+            self.0.changed.notify_one();
+        }
     }
 
     impl Drop for Poller {
-        /// What is in flight is still waited for: a download may outlive its backend.
         fn drop(&mut self) {
-            self.0.lock().closed = true;
-            self.0.changed.notify_one();
+            self.close();
         }
     }
 
@@ -127,6 +136,8 @@ mod native {
                     }
                 }
             }
+            // A device that was destroyed frees its memory now. Nothing waits, so nothing can fail.
+            let _ = std::panic::catch_unwind(AssertUnwindSafe(|| device.poll(wgpu::PollType::Poll)));
         }
     }
 }

@@ -1,9 +1,12 @@
 //! The device, its memory and its health.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use super::completion::{self, Done, Poller};
 use super::dispatch::Pipelines;
+use super::health::Health;
+use super::memory::Budget;
+use super::staging::{StagingPool, class_bytes};
 use super::{WgpuBuffer, wide};
 use crate::{Error, Result};
 
@@ -16,12 +19,19 @@ pub(super) struct Gpu {
     pub(super) limits: wgpu::Limits,
     pub(super) health: Arc<Health>,
     pub(super) pipelines: Pipelines,
+    pub(super) staging: Arc<StagingPool>,
+    budget: Budget,
+    /// Buffers can be filled where they are: host and device share their memory.
+    shared_memory: bool,
+    /// Held to submit, and alone to destroy the device.
+    submitting: RwLock<()>,
     poller: Poller,
 }
 
 impl Gpu {
-    pub(super) fn new(name: Arc<str>, device: wgpu::Device, queue: wgpu::Queue) -> Self {
-        let health = Arc::new(Health { device: name.clone(), state: Mutex::default() });
+    pub(super) fn new(name: Arc<str>, device: wgpu::Device, queue: wgpu::Queue, budget: Budget) -> Self {
+        let health = Arc::new(Health::new(name.clone()));
+        let staging = Arc::new(StagingPool::default());
         device.set_device_lost_callback({
             let health = health.clone();
             move |reason, text| health.lost("use the device", format!("{reason:?}: {text}"))
@@ -34,6 +44,10 @@ impl Gpu {
             poller: Poller::start(&device, &health),
             limits: device.limits(),
             pipelines: Pipelines::default(),
+            staging,
+            budget,
+            shared_memory: device.features().contains(wgpu::Features::MAPPABLE_PRIMARY_BUFFERS),
+            submitting: RwLock::default(),
             name,
             device,
             queue,
@@ -43,14 +57,35 @@ impl Gpu {
 
     /// What went wrong since the last call, if anything.
     pub(super) fn check(&self) -> Result<()> {
-        self.health.check()
+        self.health.check().inspect_err(|_| self.let_go())
+    }
+
+    /// Where the device is lost, its staging buffers are of no use, and would keep it alive.
+    fn let_go(&self) {
+        if self.health.is_lost() {
+            self.staging.close();
+        }
     }
 
     pub(super) fn submit(&self, commands: Option<wgpu::CommandBuffer>) -> Done {
+        let _submitting = self.submitting.read().unwrap_or_else(PoisonError::into_inner);
         let index = self.queue.submit(commands);
-        let done = completion::done(&self.queue);
+        let done = completion::done(&self.queue, self.health.loss());
         self.poller.submitted(index);
         done
+    }
+
+    /// Ends the device. Whoever waits for it hears of it at once; its memory is freed when what is in flight is done.
+    pub(super) fn destroy(&self) {
+        // First, so that nobody begins anything new.
+        self.health.lost("use the device", "WgpuBackend::destroy ended it".to_owned());
+        {
+            // Submitting runs callbacks, which read mapped memory; a destroyed device frees it under them.
+            let _alone = self.submitting.write().unwrap_or_else(PoisonError::into_inner);
+            self.device.destroy();
+        }
+        self.staging.close();
+        self.poller.close();
     }
 
     /// A buffer for storage and copies.
@@ -60,7 +95,10 @@ impl Gpu {
 
     /// A buffer for storage and copies that holds `data`.
     pub(super) fn buffer_with(&self, label: &str, data: &[u8]) -> Result<WgpuBuffer> {
-        let buffer = self.create(label, data.len(), STORAGE, true)?;
+        // One that can be mapped is filled where it is; others are filled through a copy on the device.
+        let mappable =
+            if self.shared_memory { wgpu::BufferUsages::MAP_WRITE } else { wgpu::BufferUsages::empty() };
+        let buffer = self.create(label, data.len(), STORAGE | mappable, true)?;
         self.fill(&buffer.raw, data)?;
         Ok(buffer)
     }
@@ -72,10 +110,13 @@ impl Gpu {
         Ok(buffer.raw)
     }
 
-    /// A buffer to read results from.
-    pub(super) fn staging(&self, label: &str, bytes: usize) -> Result<wgpu::Buffer> {
+    /// A buffer of at least `bytes` to read results from, for the pool to take back.
+    pub(super) fn staging_buffer(&self, label: &str, bytes: usize) -> Result<WgpuBuffer> {
+        if let Some(buffer) = self.staging.take(bytes) {
+            return Ok(buffer);
+        }
         let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
-        Ok(self.create(label, bytes, usage, false)?.raw)
+        self.create(label, class_bytes(bytes), usage, false)
     }
 
     pub(super) fn out_of_memory(&self, what: &str, asked: u64, allowed: u64) -> Error {
@@ -88,11 +129,7 @@ impl Gpu {
     }
 
     pub(super) fn error(&self, operation: &str, native: impl ToString) -> Error {
-        Error::Device {
-            device: self.name.to_string(),
-            operation: operation.to_owned(),
-            native: native.to_string(),
-        }
+        self.health.error(operation, native)
     }
 
     fn create(
@@ -107,19 +144,50 @@ impl Gpu {
         if size > self.limits.max_buffer_size {
             return Err(self.out_of_memory(label, wide(bytes), self.limits.max_buffer_size));
         }
+        let take = || self.budget.take(size);
+        let lease = take().or_else(|left| if self.staging.shrink() { take() } else { Err(left) });
+        let lease = lease.map_err(|left| self.out_of_memory(label, wide(bytes), left))?;
+        let raw = |size| {
+            self.within_memory(|device| {
+                device.create_buffer(&wgpu::BufferDescriptor {
+                    label: Some(label),
+                    size,
+                    usage,
+                    mapped_at_creation: mapped,
+                })
+            })
+        };
+        let raw = raw(size).or_else(|| if self.staging.shrink() { raw(size) } else { None });
+        let raw = raw.ok_or_else(|| self.out_of_memory(label, wide(bytes), self.largest_bytes(size)))?;
+        Ok(WgpuBuffer { raw, bytes, _lease: lease })
+    }
+
+    /// What `create` makes; `None` when the driver has not the memory for it.
+    pub(super) fn within_memory<T>(&self, create: impl FnOnce(&wgpu::Device) -> T) -> Option<T> {
         let scope = self.device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
-        let raw = self.device.create_buffer(&wgpu::BufferDescriptor {
-            label: Some(label),
-            size,
-            usage,
-            mapped_at_creation: mapped,
-        });
+        let made = create(&self.device);
         // Natively the answer is there at once. In a browser a failure shows when the buffer is used.
-        let answer = futures_util::FutureExt::now_or_never(scope.pop());
-        if let Some(Some(_)) = answer {
-            return Err(self.out_of_memory(label, wide(bytes), 0));
+        match futures_util::FutureExt::now_or_never(scope.pop()) {
+            Some(Some(_)) => None,
+            _ => Some(made),
         }
-        Ok(WgpuBuffer { raw, bytes })
+    }
+
+    /// Bytes that the driver still gives in one buffer, below `refused` ones which it did not: it tells only when it is
+    /// asked, so they are found by halving.
+    pub(super) fn largest_bytes(&self, refused: u64) -> u64 {
+        let sizes = std::iter::successors(Some(refused / 32 * 16), |size| Some(size / 32 * 16));
+        let mut sizes = sizes.take_while(|size| *size > 0);
+        let given = sizes.find(|size| {
+            let descriptor = wgpu::BufferDescriptor {
+                label: None,
+                size: *size,
+                usage: STORAGE,
+                mapped_at_creation: false,
+            };
+            self.within_memory(|device| device.create_buffer(&descriptor)).is_some()
+        });
+        given.unwrap_or(0)
     }
 
     /// Fills a buffer that was created mapped.
@@ -134,48 +202,11 @@ impl Gpu {
     }
 }
 
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        self.let_go();
+    }
+}
+
 const STORAGE: wgpu::BufferUsages =
     wgpu::BufferUsages::STORAGE.union(wgpu::BufferUsages::COPY_SRC).union(wgpu::BufferUsages::COPY_DST);
-
-/// What the driver said behind our back.
-#[derive(Debug)]
-pub(super) struct Health {
-    device: Arc<str>,
-    state: Mutex<Ailment>,
-}
-
-#[derive(Debug, Default)]
-struct Ailment {
-    /// Ended the device: every later call fails.
-    lost: Option<Error>,
-    /// To be told once.
-    failed: Option<Error>,
-}
-
-impl Health {
-    pub(super) fn lost(&self, operation: &str, native: String) {
-        let error = self.error(operation, native);
-        self.lock().lost.get_or_insert(error);
-    }
-
-    fn failed(&self, operation: &str, native: String) {
-        let error = self.error(operation, native);
-        self.lock().failed.get_or_insert(error);
-    }
-
-    pub(super) fn check(&self) -> Result<()> {
-        let mut state = self.lock();
-        match state.failed.take().or_else(|| state.lost.clone()) {
-            Some(error) => Err(error),
-            None => Ok(()),
-        }
-    }
-
-    fn error(&self, operation: &str, native: String) -> Error {
-        Error::Device { device: self.device.to_string(), operation: operation.to_owned(), native }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Ailment> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}

@@ -1,4 +1,14 @@
 //! Copies to the host.
+//!
+//! A download is two copies: the device's into a staging buffer at once, so that the range is what it was whatever is
+//! submitted afterwards, and the host's out of it. The second is made where the driver says that the first is done,
+//! which natively is mostly the thread that looks after the device: the rank's own thread is not held up, and a download
+//! that was dropped gives its staging buffer back like any other.
+//!
+//! Both are needed. Mapping the buffer itself, where memory is shared, would forbid the device to use it until the bytes
+//! are no longer needed, and the block that travels is the one that is being attended to. Handing out the mapped staging
+//! buffer instead of a copy of it is unsound: `wgpu::Device::destroy` frees the memory of mapped buffers under the views
+//! of them (wgpu 30; `release_gpu_resources` in wgpu-core).
 
 use std::fmt;
 use std::future::Future;
@@ -39,44 +49,56 @@ impl Download {
         // Copies are of whole words.
         let start = range.start / 4 * 4;
         let size = (range.end - start).next_multiple_of(4);
-        let staging = gpu.staging("download", size)?;
+        let skip = range.start - start;
+        let wanted = skip..skip + range.len();
+
+        let staging = gpu.staging_buffer("download", size)?;
         let mut encoder = gpu.encoder("download");
-        encoder.copy_buffer_to_buffer(&buffer.raw, start as u64, &staging, 0, Some(size as u64));
+        encoder.copy_buffer_to_buffer(&buffer.raw, start as u64, &staging.raw, 0, Some(size as u64));
         // Resolved through the mapping; the submission itself needs no one to wait for it.
         let _ = gpu.submit(Some(encoder.finish()));
         let (sender, receiver) = oneshot::channel();
-        staging.map_async(wgpu::MapMode::Read, .., move |mapped| {
-            // Nobody waits any more: fine.
-            let _ = sender.send(mapped);
+        let raw = staging.raw.clone();
+        let (pool, number) = (gpu.staging.clone(), gpu.staging.fly(staging));
+        raw.map_async(wgpu::MapMode::Read, ..size as u64, move |mapped| {
+            let Some(staging) = pool.landed(number) else {
+                return; // the device is lost, and whoever waits hears of it
+            };
+            let bytes = match mapped {
+                // Nobody waits any more: fine.
+                Ok(()) if sender.is_canceled() => None,
+                Ok(()) => Some(read(&staging.raw, size, wanted)),
+                // Not put back: who knows what state it is in.
+                Err(error) => {
+                    let _ = sender.send(Err(error.to_string()));
+                    return;
+                }
+            };
+            staging.raw.unmap();
+            pool.put(staging);
+            if let Some(bytes) = bytes {
+                let _ = sender.send(bytes);
+            }
         });
         // Mapping begins behind the copy's submission: have the device looked after once more.
         let _ = gpu.submit(None);
-        let (health, name) = (gpu.health.clone(), gpu.name.clone());
-        let skip = range.start - start;
-        let wanted = skip..skip + range.len();
+        let health = gpu.health.clone();
         Ok(Self(Box::pin(async move {
-            let failed = |native: String| Error::Device {
-                device: name.to_string(),
-                operation: "copy to the host".to_owned(),
-                native,
-            };
-            match receiver.await {
-                Ok(Ok(())) => {}
-                Ok(Err(error)) => {
-                    health.check()?;
-                    return Err(failed(error.to_string()));
-                }
-                Err(oneshot::Canceled) => {
-                    health.check()?;
-                    return Err(failed("the device went away".to_owned()));
-                }
-            }
-            let mapped = staging.get_mapped_range(..).map_err(|error| failed(error.to_string()))?;
-            let bytes = Bytes::copy_from_slice(&mapped[wanted]);
+            let got = health.loss().or(receiver).await;
             health.check()?;
-            Ok(bytes)
+            let native = match got {
+                Some(Ok(bytes)) => return Ok(bytes),
+                Some(Err(native)) => native,
+                None => "the device went away".to_owned(),
+            };
+            Err(health.error("copy to the host", native))
         })))
     }
+}
+
+fn read(staging: &wgpu::Buffer, size: usize, wanted: Range<usize>) -> Result<Bytes, String> {
+    let view = staging.get_mapped_range(..size as u64).map_err(|error| error.to_string())?;
+    Ok(Bytes::copy_from_slice(&view[wanted]))
 }
 
 impl Future for Download {

@@ -1,9 +1,13 @@
 //! Attention on whatever wgpu reaches: Vulkan, Metal, DX12, and WebGPU in a browser.
 //!
 //! - **Errors.** What the driver reports late (uncaptured errors, a lost device) is kept and returned by the next call
-//!   or by [`wait`](Backend::wait); a lost device stays lost.
-//! - **Memory.** A buffer is refused beyond the device's largest. Tensors beyond the largest *binding* (128 MiB on
-//!   some software drivers and in browsers) are worked on in pieces that bind what they need.
+//!   or by [`wait`](Backend::wait). A lost device stays lost: every call says so, and every future that waits for it
+//!   ends. Open the device anew, [`WgpuBackend::new`] asks the driver for it afresh, and upload again.
+//! - **Memory.** A buffer is refused beyond the device's largest, beyond [`WgpuOptions::max_memory_bytes`] together
+//!   with all others, and where the driver has none left. Tensors beyond the largest *binding* (128 MiB on some
+//!   software drivers and in browsers) are worked on in pieces that bind what they need.
+//! - **Copies.** Downloads go through staging buffers that are pooled and mapped while the device works on; uploads go
+//!   straight into the buffer where host and device share memory, and through the driver's staging elsewhere.
 //! - **Threads.** Natively one thread for each device waits for submissions and resolves futures; it sleeps while
 //!   nothing is in flight. In a browser callbacks come by themselves.
 
@@ -15,10 +19,13 @@ mod decode;
 mod device;
 mod dispatch;
 mod download;
+mod health;
+mod memory;
 mod operands;
 mod ops;
 mod pieces;
 mod region;
+mod staging;
 mod texture;
 mod variant;
 mod work;
@@ -34,6 +41,7 @@ pub use download::Download;
 use super::{Attend, Backend, Control, DeviceInfo, Extent, Layout, State, StateMut};
 use crate::{AttentionProblem, Dtype, Error, Result, TileShape};
 use device::Gpu;
+use memory::Lease;
 use pieces::Pace;
 use variant::Variants;
 
@@ -52,9 +60,17 @@ pub struct WgpuBuffer {
     raw: wgpu::Buffer,
     /// As asked for; the buffer itself is a little larger and never empty.
     bytes: usize,
+    _lease: Lease,
 }
 
 impl WgpuBackend {
+    /// Ends the device and frees its memory, whatever still refers to it: for a program that lives on and wants the
+    /// memory for something else, and to see what it makes of a device that is lost. Every later call fails as after a
+    /// reset by the driver, and every future that waits for the device ends. What is in flight on it is done first.
+    pub fn destroy(&self) {
+        self.gpu.destroy();
+    }
+
     fn attend_kernel(&self, dtype: Dtype, head_dim: u32, softcap: bool, pairs: Pairs) -> AttendKernel {
         let storage = storage(dtype);
         let variant = match self.variants.of(storage, head_dim) {

@@ -40,7 +40,7 @@ pub(super) fn texture(
         let most_bytes = u64::from(most) * TEXEL as u64;
         return Err(gpu.out_of_memory(&format!("a row of {label}"), row_bytes as u64, most_bytes));
     }
-    let texture = gpu.device.create_texture(&wgpu::TextureDescriptor {
+    let descriptor = wgpu::TextureDescriptor {
         label: Some(label),
         size,
         mip_level_count: 1,
@@ -49,7 +49,11 @@ pub(super) fn texture(
         format: wgpu::TextureFormat::Rgba32Uint,
         usage: wgpu::TextureUsages::STORAGE_BINDING | wgpu::TextureUsages::COPY_DST,
         view_formats: &[],
-    });
+    };
+    let texture = gpu.within_memory(|device| device.create_texture(&descriptor)).ok_or_else(|| {
+        let bytes = row_bytes as u64 * u64::from(size.height);
+        gpu.out_of_memory(label, bytes, gpu.largest_bytes(bytes))
+    })?;
     if source.layout.row_stride.is_multiple_of(ROW_ALIGNMENT) || keys.len() == 1 {
         copy(gpu, label, source, batch, keys, &texture)?;
     } else {

@@ -1,0 +1,147 @@
+//! What the driver says behind our back, and who must hear of it.
+
+use std::convert::Infallible;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use futures_channel::oneshot;
+use futures_util::FutureExt;
+use futures_util::future::{Either, Shared, select};
+
+use crate::{Error, Result};
+
+/// Whether a device still works.
+#[derive(Debug)]
+pub(super) struct Health {
+    device: Arc<str>,
+    state: Mutex<Ailment>,
+    loss: Loss,
+}
+
+/// Resolves when the device is lost. Where a driver dies, wgpu forgets the callbacks of what was in flight: whoever
+/// waits for one waits for this as well.
+#[derive(Clone, Debug)]
+pub(super) struct Loss(Shared<oneshot::Receiver<Infallible>>);
+
+#[derive(Debug)]
+struct Ailment {
+    /// Ended the device: every later call fails.
+    lost: Option<Error>,
+    /// To be told once.
+    failed: Option<Error>,
+    /// Dropped when the device is lost.
+    alive: Option<oneshot::Sender<Infallible>>,
+}
+
+impl Health {
+    pub(super) fn new(device: Arc<str>) -> Self {
+        let (alive, loss) = oneshot::channel();
+        Self {
+            device,
+            state: Mutex::new(Ailment { lost: None, failed: None, alive: Some(alive) }),
+            loss: Loss(loss.shared()),
+        }
+    }
+
+    /// The device is gone; the first reason is kept.
+    pub(super) fn lost(&self, operation: &str, native: String) {
+        let error = self.error(operation, native);
+        let alive = {
+            let mut state = self.lock();
+            state.lost.get_or_insert(error);
+            state.alive.take()
+        };
+        // Wakes those who wait, which must not find the lock taken.
+        drop(alive);
+    }
+
+    pub(super) fn failed(&self, operation: &str, native: String) {
+        let error = self.error(operation, native);
+        self.lock().failed.get_or_insert(error);
+    }
+
+    /// What went wrong since the last call, if anything.
+    pub(super) fn check(&self) -> Result<()> {
+        let mut state = self.lock();
+        match state.failed.take().or_else(|| state.lost.clone()) {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.lock().lost.is_some()
+    }
+
+    /// Resolves when the device is lost.
+    pub(super) fn loss(&self) -> Loss {
+        self.loss.clone()
+    }
+
+    pub(super) fn error(&self, operation: &str, native: impl ToString) -> Error {
+        Error::Device {
+            device: self.device.to_string(),
+            operation: operation.to_owned(),
+            native: native.to_string(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Ailment> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Loss {
+    /// What `receiver` gets; `None` when the device is lost before.
+    pub(super) async fn or<T>(self, receiver: oneshot::Receiver<T>) -> Option<T> {
+        match select(receiver, self.0).await {
+            Either::Left((got, _)) => got.ok(),
+            Either::Right(_) => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt;
+
+    use super::*;
+
+    fn health() -> Health {
+        Health::new(Arc::from("a device"))
+    }
+
+    #[test]
+    fn a_loss_ends_every_wait_and_stays() {
+        let health = health();
+        let (_forgotten, first) = oneshot::channel::<()>();
+        let (_forgotten_too, second) = oneshot::channel::<()>();
+        let (mut first, mut second) = (Box::pin(health.loss().or(first)), Box::pin(health.loss().or(second)));
+        assert_eq!((&mut first).now_or_never(), None);
+        assert_eq!((&mut second).now_or_never(), None);
+        health.lost("wait for the device", "it was reset".to_owned());
+        health.lost("use the device", "a consequence".to_owned());
+        assert_eq!(first.now_or_never(), Some(None));
+        assert_eq!(second.now_or_never(), Some(None));
+        for _ in 0..2 {
+            let text = health.check().expect_err("the device is lost").to_string();
+            assert_eq!(text, "a device: wait for the device failed: it was reset");
+        }
+    }
+
+    #[test]
+    fn what_arrived_before_the_loss_is_not_lost() {
+        let health = health();
+        let (sender, receiver) = oneshot::channel();
+        sender.send(7).expect("the receiver lives");
+        health.lost("use the device", "gone".to_owned());
+        assert_eq!(health.loss().or(receiver).now_or_never(), Some(Some(7)));
+    }
+
+    #[test]
+    fn a_failure_is_told_once() {
+        let health = health();
+        health.failed("use the device", "a bad call".to_owned());
+        assert!(health.check().is_err());
+        assert_eq!(health.check(), Ok(()));
+    }
+}
