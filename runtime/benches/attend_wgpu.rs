@@ -94,7 +94,7 @@ fn measure(backend: &WgpuBackend, (shape, dtype, mask, rows): &Shape, repeats: u
     let mut ml = backend.alloc("ml", state_shape.ml_bytes())?;
     // Query tokens are counted from the first row.
     let (queries, keys) = (TokenRuns::contiguous(0..*rows), TokenRuns::contiguous(0..seq));
-    let work = BlockWork::new(&problem, &queries, &keys, backend.tile_shape(*dtype, dim));
+    let work = BlockWork::new(&problem, &queries, &keys, backend.tile_shape(*dtype, state_shape));
     let kv_head_of: Vec<u32> = (0..q_heads).map(|head| head / problem.group()).collect();
     let control = Control::default();
     let mut call = || -> Result<(f64, f64), Error> {

@@ -52,8 +52,8 @@ pub trait Backend {
     /// What this device is.
     fn info(&self) -> &DeviceInfo;
 
-    /// The tiles in which this backend wants [`BlockWork`] for a problem with these heads.
-    fn tile_shape(&self, dtype: Dtype, head_dim: u32) -> TileShape;
+    /// The tiles in which this backend wants [`BlockWork`] for a call of [`Self::attend`] on a state of this shape.
+    fn tile_shape(&self, dtype: Dtype, shape: StateShape) -> TileShape;
 
     /// `bytes` of memory with unspecified contents; `label` names it in errors and debuggers.
     ///

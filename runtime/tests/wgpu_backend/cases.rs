@@ -34,7 +34,7 @@ pub(crate) struct Case {
 }
 
 impl Case {
-    fn new(shape: [u32; 5], dtype: Dtype, mask: &str) -> Self {
+    pub(crate) fn new(shape: [u32; 5], dtype: Dtype, mask: &str) -> Self {
         let problem = AttentionProblem::new(shape, dtype, mask.parse().unwrap()).unwrap();
         Self::of(problem)
     }
@@ -121,7 +121,7 @@ impl Case {
         let (q, q_layout) = self.operand(backend, &self.q, &self.q_tokens, p.q_len, p.q_heads);
         let (k, k_layout) = self.operand(backend, &self.k, kv_tokens, p.kv_len, p.kv_heads);
         let (v, v_layout) = self.operand(backend, &self.v, kv_tokens, p.kv_len, p.kv_heads);
-        let tile = backend.tile_shape(p.dtype, p.head_dim);
+        let tile = backend.tile_shape(p.dtype, self.shape());
         let work = BlockWork::new(p, &self.q_tokens, kv_tokens, tile);
         let kv_head_of: Vec<u32> = (0..p.q_heads).map(|head| head / p.group()).collect();
         let args = Attend {

@@ -12,6 +12,7 @@ mod cases;
 mod decode;
 mod naive;
 mod ops;
+mod tuning;
 
 use std::process::Command;
 
@@ -62,6 +63,7 @@ fn main() {
             Ok(())
         }));
     }
+    trials.extend(tuning::ALL.map(|(name, test)| Trial::test(format!("tuning::{name}"), test)));
     if device.class == DeviceClass::SoftwareGpu && std::env::var_os(WIDTH).is_none() {
         let others = [("128", 4), ("256", 8), ("512", 16)]
             .into_iter()
@@ -74,7 +76,7 @@ fn main() {
 }
 
 fn open(kernel: KernelChoice, max_binding_bytes: Option<u64>) -> Result<WgpuBackend, Failed> {
-    let options = WgpuOptions { kernel, max_binding_bytes };
+    let options = WgpuOptions { kernel, max_binding_bytes, ..WgpuOptions::default() };
     WgpuBackend::with_options(0, &options).map_err(|error| Failed::from(error.to_string()))
 }
 

@@ -234,7 +234,7 @@ fn attend_with<B: Backend>(
         problem,
         &TokenRuns::contiguous(0..SHAPE.rows as u32),
         &keys,
-        backend.tile_shape(Dtype::F32, 24),
+        backend.tile_shape(Dtype::F32, SHAPE),
     );
     // The keys lie in the middle of the whole tensor: an offset and strides that are not those of a dense block.
     let first = keys.iter().next().unwrap_or(0) as usize;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::backend::{Attend, Backend, Control, DeviceInfo, Extent, Layout, State, StateMut};
+use kyklos::backend::{Attend, Backend, Control, DeviceInfo, Extent, Layout, State, StateMut, StateShape};
 use kyklos::{Dtype, Result, TileShape};
 
 type Buffer = <CpuBackend as Backend>::Buffer;
@@ -51,8 +51,8 @@ impl Backend for WithoutRescale {
         self.0.info()
     }
 
-    fn tile_shape(&self, dtype: Dtype, head_dim: u32) -> TileShape {
-        self.0.tile_shape(dtype, head_dim)
+    fn tile_shape(&self, dtype: Dtype, shape: StateShape) -> TileShape {
+        self.0.tile_shape(dtype, shape)
     }
 
     fn alloc(&self, label: &str, bytes: usize) -> Result<Buffer> {

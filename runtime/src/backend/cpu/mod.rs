@@ -32,7 +32,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 pub use self::buffer::CpuBuffer;
-use super::{Attend, Backend, Control, DeviceClass, DeviceInfo, Extent, Layout, State, StateMut};
+use super::{Attend, Backend, Control, DeviceClass, DeviceInfo, Extent, Layout, State, StateMut, StateShape};
 use crate::{Dtype, Result, TileShape};
 
 /// The host's cores.
@@ -103,7 +103,7 @@ impl Backend for CpuBackend {
         &self.info
     }
 
-    fn tile_shape(&self, _dtype: Dtype, _head_dim: u32) -> TileShape {
+    fn tile_shape(&self, _dtype: Dtype, _shape: StateShape) -> TileShape {
         attend::TILE
     }
 

@@ -107,7 +107,7 @@ fn run(backend: &CpuBackend, case: &Case, kv_blocks: &[TokenRuns]) -> Output {
         };
         let k = backend.upload("k", encode(p.dtype, &pick(&case.k))).unwrap();
         let v = backend.upload("v", encode(p.dtype, &pick(&case.v))).unwrap();
-        let work = BlockWork::new(p, &queries, block, backend.tile_shape(p.dtype, p.head_dim));
+        let work = BlockWork::new(p, &queries, block, backend.tile_shape(p.dtype, shape));
         let args = Attend {
             dtype: p.dtype,
             scale: p.scale,

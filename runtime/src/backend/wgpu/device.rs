@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::completion::{self, Done, Poller};
 use super::dispatch::Pipelines;
+use super::stopwatch::Stopwatch;
 use super::{WgpuBuffer, wide};
 use crate::{Error, Result};
 
@@ -16,6 +17,8 @@ pub(super) struct Gpu {
     pub(super) limits: wgpu::Limits,
     pub(super) health: Arc<Health>,
     pub(super) pipelines: Pipelines,
+    /// Where the device was opened with its clock.
+    pub(super) stopwatch: Option<Stopwatch>,
     poller: Poller,
 }
 
@@ -33,6 +36,7 @@ impl Gpu {
         Self {
             poller: Poller::start(&device, &health),
             limits: device.limits(),
+            stopwatch: Stopwatch::new(&device, &queue),
             pipelines: Pipelines::default(),
             name,
             device,
