@@ -2,17 +2,17 @@
 
 use std::time::Instant;
 
-use bytes::Bytes;
+use kyklos::AttentionProblem;
 use kyklos::backend::wgpu::KernelChoice;
-use kyklos::backend::{Attend, Backend, Control, Layout, Operand, State, StateMut, StateShape};
+use kyklos::backend::{Backend, Control};
 use kyklos::plan::table;
-use kyklos::{AttentionProblem, BlockWork, Dtype, TokenRuns};
 use serde::Serialize;
 
 use crate::args::{BenchArgs, KernelName, List, MaskArg, Shape};
 use crate::device::{self, AnyBackend, DeviceId};
 use crate::failure::{Failure, Result, note, print};
-use crate::input::{Source, Which};
+use crate::input::Source;
+use crate::resident::{Resident, state_shape};
 use crate::verify::Sample;
 
 /// One combination.
@@ -128,7 +128,7 @@ impl Case {
             AnyBackend::Cpu(backend) => self.measure(backend, repeat),
             AnyBackend::Wgpu(backend) => self.measure(&**backend, repeat),
         };
-        let names = (info.name.clone(), info.driver.clone(), info.kernel.clone());
+        let names = (info.name.clone(), info.driver.clone(), self.kernel(backend));
         match measured {
             Ok(measured) => Line {
                 measured: Some(measured),
@@ -136,6 +136,16 @@ impl Case {
                 ..self.empty_line(device, names, &Failure::run(""))
             },
             Err(failure) => self.empty_line(device, names, &failure),
+        }
+    }
+
+    /// The device's kernel, and where a tuned choice displaces the built-in one, that.
+    fn kernel(&self, backend: &AnyBackend) -> String {
+        let device_wide = backend.info().kernel.clone();
+        let AnyBackend::Wgpu(wgpu) = backend else { return device_wide };
+        match wgpu.attend_variant(self.problem.dtype, state_shape(&self.problem)) {
+            Ok((variant, true)) => format!("{} (tuned)", variant.name()),
+            _ => device_wide,
         }
     }
 
@@ -160,8 +170,14 @@ impl Case {
     }
 
     fn measure<B: Backend>(&self, backend: &B, repeat: u32) -> Result<Measured> {
-        let resident = Resident::new(backend, &self.problem)?;
-        let (mut times_ms, (o, lse)) = resident.run(backend, &self.problem, repeat)?;
+        let mut resident = Resident::new(backend, &self.problem, SEED)?;
+        let mut times_ms = Vec::new();
+        for _ in 0..=repeat {
+            let started = Instant::now();
+            resident.run(backend, &Control::default())?;
+            times_ms.push(started.elapsed().as_secs_f64() * 1e3);
+        }
+        let (o, lse) = resident.results(backend)?;
         let sample = Sample::new(&self.problem, &Source::MadeUp { seed: SEED }, &self.mask.text)?;
         let verdict = sample.judge_alone(&o, &lse, &backend.info().kernel)?;
         if let Some(failure) = verdict.failure {
@@ -189,96 +205,6 @@ impl Case {
         let pairs: f64 = (0..p.batch).flat_map(|b| (0..p.q_len).map(move |r| row(b, r))).sum();
         4.0 * pairs * f64::from(p.head_dim) * f64::from(p.q_heads)
     }
-}
-
-/// Tensors and results on a device.
-struct Resident<Buffer> {
-    q: Buffer,
-    k: Buffer,
-    v: Buffer,
-    a: Buffer,
-    ml: Buffer,
-    o: Buffer,
-    lse: Buffer,
-    shape: StateShape,
-}
-
-impl<Buffer> Resident<Buffer> {
-    fn new<B: Backend<Buffer = Buffer>>(backend: &B, problem: &AttentionProblem) -> Result<Self> {
-        let source = Source::MadeUp { seed: SEED };
-        let upload = |label, which, tokens| -> Result<Buffer> {
-            Ok(backend.upload(label, source.read(problem, which, &TokenRuns::contiguous(0..tokens))?)?)
-        };
-        let shape = StateShape {
-            batch: problem.batch as usize,
-            rows: problem.q_len as usize,
-            heads: problem.q_heads as usize,
-            dim: problem.head_dim as usize,
-        };
-        Ok(Self {
-            q: upload("q", Which::Q, problem.q_len)?,
-            k: upload("k", Which::K, problem.kv_len)?,
-            v: upload("v", Which::V, problem.kv_len)?,
-            a: backend.alloc("a", shape.a_bytes())?,
-            ml: backend.alloc("ml", shape.ml_bytes())?,
-            o: backend.alloc("o", o_bytes(&shape, problem.dtype))?,
-            lse: backend.alloc("lse", shape.ml_bytes() / 2)?,
-            shape,
-        })
-    }
-
-    /// One run more than `repeat`, and what the last one gave.
-    fn run<B: Backend<Buffer = Buffer>>(
-        mut self,
-        backend: &B,
-        problem: &AttentionProblem,
-        repeat: u32,
-    ) -> Result<(Vec<f64>, (Bytes, Bytes))> {
-        let queries = TokenRuns::contiguous(0..problem.q_len);
-        let keys = TokenRuns::contiguous(0..problem.kv_len);
-        let tile = backend.tile_shape(problem);
-        let layers = BlockWork::layers(problem, &queries, &keys, tile);
-        let kv_head_of: Vec<u32> = (0..problem.q_heads).map(|head| head / problem.group()).collect();
-        let layout = |tokens: u32, heads: u32| {
-            let [tokens, heads] = [tokens as usize, heads as usize];
-            let row_stride = heads * self.shape.dim;
-            Layout { offset: 0, batch_stride: tokens * row_stride, row_stride, head_stride: self.shape.dim }
-        };
-        let (q_layout, kv_layout) =
-            (layout(problem.q_len, problem.q_heads), layout(problem.kv_len, problem.kv_heads));
-        let mut times_ms = Vec::new();
-        for _ in 0..=repeat {
-            let started = Instant::now();
-            let mut state = StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape };
-            backend.reset_state(&mut state)?;
-            for work in &layers {
-                let args = Attend {
-                    dtype: problem.dtype,
-                    scale: problem.scale,
-                    softcap: problem.softcap,
-                    q: Operand { buffer: &self.q, layout: q_layout },
-                    k: Operand { buffer: &self.k, layout: kv_layout },
-                    v: Operand { buffer: &self.v, layout: kv_layout },
-                    kv_head_of: &kv_head_of,
-                    work,
-                    pairs: None,
-                    state: StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape },
-                };
-                pollster::block_on(backend.attend(args, &Control::default()))?;
-            }
-            let state = State { a: &self.a, ml: &self.ml, shape: self.shape };
-            backend.finalize(&state, &problem.sinks, problem.dtype, &mut self.o, &mut self.lse)?;
-            pollster::block_on(backend.wait())?;
-            times_ms.push(started.elapsed().as_secs_f64() * 1e3);
-        }
-        let o = backend.download(&mut self.o, 0..o_bytes(&self.shape, problem.dtype));
-        let lse = backend.download(&mut self.lse, 0..self.shape.ml_bytes() / 2);
-        Ok((times_ms, (pollster::block_on(o)?, pollster::block_on(lse)?)))
-    }
-}
-
-fn o_bytes(shape: &StateShape, dtype: Dtype) -> usize {
-    shape.a_bytes() / 4 * dtype.bytes()
 }
 
 fn json(lines: &[Line]) -> Result<String> {

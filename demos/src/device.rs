@@ -13,6 +13,7 @@ use kyklos::local::RankTask;
 
 use crate::failure::{Failure, Result};
 use crate::report::Device;
+use crate::tuned;
 
 /// One entry of `--device`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,6 +128,11 @@ pub(crate) fn all() -> Vec<DeviceId> {
     (0..adapters().len()).map(DeviceId::Wgpu).chain([DeviceId::Cpu]).collect()
 }
 
+/// Whether there is a device that `wgpu` could mean.
+pub(crate) fn has_wgpu() -> bool {
+    !adapters().is_empty()
+}
+
 /// What the drivers of this machine offer. Asked once: loading a driver takes long, and some of them talk.
 fn adapters() -> &'static [DeviceInfo] {
     static ADAPTERS: OnceLock<Vec<DeviceInfo>> = OnceLock::new();
@@ -156,7 +162,10 @@ impl AnyBackend {
         Ok(match device {
             DeviceId::Cpu => Self::Cpu(CpuBackend::new()),
             DeviceId::Wgpu(index) => {
-                let options = WgpuOptions { kernel, ..WgpuOptions::default() };
+                // Who names one variant gets that one.
+                let exactly = matches!(kernel, KernelChoice::Exactly(_));
+                let tuned = if exactly { None } else { tuned::for_runs()? };
+                let options = WgpuOptions { kernel, tuned, ..WgpuOptions::default() };
                 Self::Wgpu(Box::new(WgpuBackend::with_options(index, &options)?))
             }
         })

@@ -219,7 +219,7 @@ impl InputFile {
             false => Err(wrong("is not a regular file".to_owned(), "name a safetensors file")),
         };
         // Before it is opened: opening a pipe waits for somebody to write to it.
-        regular(&std::fs::metadata(path).map_err(cannot_open)?)?;
+        regular(&fs::metadata(path).map_err(cannot_open)?)?;
         let file = File::open(path).map_err(cannot_open)?;
         let metadata = file.metadata().map_err(|error| Failure::file("read", path, &error))?;
         regular(&metadata)?;

@@ -28,7 +28,10 @@ mod progress;
 mod rank;
 mod report;
 mod request;
+mod resident;
 mod trace;
+mod tune;
+mod tuned;
 mod verify;
 
 use std::process::ExitCode;
@@ -47,12 +50,17 @@ fn main() -> ExitCode {
             return end(Err(Failure { exit: 2, ..Failure::run(args::one_line(&error)) }));
         }
     };
+    // Whatever the command: a switch that is set wrongly is refused.
+    if let Err(failure) = tuned::is_off() {
+        return end(Err(failure));
+    }
     end(match cli.command {
         None => demo::demo(),
         Some(Command::Devices(args)) => devices::devices(&args),
         Some(Command::Attend(args)) => attend::attend(&args),
         Some(Command::Plan(args)) => plan::plan(&args),
         Some(Command::Bench(args)) => bench::bench(&args),
+        Some(Command::Tune(args)) => tune::tune(&args),
         Some(Command::Launch(args)) => {
             return launch::launch(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
         }

@@ -141,7 +141,7 @@ impl Case {
         let mut o = alloc("o", shape.a_bytes() / 4 * p.dtype.bytes());
         let mut lse = alloc("lse", shape.ml_bytes() / 2);
         let tokens = TokenRuns::contiguous(0..p.q_len);
-        let work = &BlockWork::layers(p, &tokens, &tokens, backend.tile_shape(p))[0];
+        let work = &BlockWork::layers(p, &tokens, &tokens, backend.tile_shape(p, shape))[0];
         let kv_head_of: Vec<u32> = (0..p.q_heads).map(|h| h / p.group()).collect();
         let layout = |heads: u32| Layout {
             offset: 0,

@@ -94,7 +94,7 @@ fn measure(backend: &WgpuBackend, (shape, dtype, mask, rows): &Shape, repeats: u
     let mut ml = backend.alloc("ml", state_shape.ml_bytes())?;
     // Query tokens are counted from the first row.
     let (queries, keys) = (TokenRuns::contiguous(0..*rows), TokenRuns::contiguous(0..seq));
-    let work = &BlockWork::layers(&problem, &queries, &keys, backend.tile_shape(&problem))[0];
+    let work = &BlockWork::layers(&problem, &queries, &keys, backend.tile_shape(&problem, state_shape))[0];
     let kv_head_of: Vec<u32> = (0..q_heads).map(|head| head / problem.group()).collect();
     let control = Control::default();
     let mut call = || -> Result<(f64, f64), Error> {

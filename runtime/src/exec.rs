@@ -91,9 +91,9 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         options: RunOptions,
     ) -> Self {
         let (plan, problem) = (world.plan(rank), &world.problem);
-        let tile = backend.tile_shape(problem);
         let lower = |step: &Step| match step {
-            Step::Attend { q, kv, .. } => {
+            Step::Attend { q, kv, state, .. } => {
+                let tile = backend.tile_shape(problem, state_shape(world, plan, *state));
                 BlockWork::layers(problem, &plan.slice_tokens(q), &plan.slice_tokens(kv), tile)
             }
             _ => Vec::new(),
@@ -479,13 +479,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
 
     /// The extents of the running state that a buffer holds.
     fn shape(&self, state: BufferId) -> StateShape {
-        let (buffer, problem) = (self.executor.plan.buffer(state), &self.executor.world.problem);
-        StateShape {
-            batch: problem.batch as usize,
-            rows: buffer.tokens.len(),
-            heads: buffer.head_count() as usize,
-            dim: problem.head_dim as usize,
-        }
+        state_shape(self.executor.world, self.executor.plan, state)
     }
 
     fn content(&self, buffer: BufferId) -> Content {
@@ -536,6 +530,17 @@ async fn drive<T, Buffer>(in_flight: &mut [InFlight<'_, Buffer>], future: impl F
         future.as_mut().poll(context)
     })
     .await
+}
+
+/// Extents of a running state of a plan.
+fn state_shape(world: &World, plan: &Plan, state: BufferId) -> StateShape {
+    let (buffer, problem) = (plan.buffer(state), &world.problem);
+    StateShape {
+        batch: problem.batch as usize,
+        rows: buffer.tokens.len(),
+        heads: buffer.head_count() as usize,
+        dim: problem.head_dim as usize,
+    }
 }
 
 fn state_mut<Buffer>(tensors: &mut [Buffer], shape: StateShape) -> StateMut<'_, Buffer> {

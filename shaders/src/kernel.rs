@@ -125,7 +125,9 @@ impl Kernel {
             Self::Attend(kernel) => {
                 assert_head_dim(kernel.head_dim);
                 let text = match kernel.variant {
-                    AttendVariant::Portable => attend::portable::source(kernel),
+                    AttendVariant::Portable { rows_per_thread } => {
+                        attend::portable::source(kernel, rows_per_thread)
+                    }
                     AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
                         attend::subgroup::source(kernel, subgroup_size, rows_per_lane)
                     }
@@ -281,9 +283,11 @@ impl Kernel {
     /// Bytes of workgroup memory.
     pub const fn workgroup_bytes(&self) -> u32 {
         match self {
-            Self::Attend(kernel @ AttendKernel { variant: AttendVariant::Portable, .. }) => {
-                attend::portable::workgroup_bytes(kernel.head_dim)
-            }
+            Self::Attend(AttendKernel {
+                variant: AttendVariant::Portable { rows_per_thread },
+                head_dim,
+                ..
+            }) => attend::portable::workgroup_bytes(*head_dim, *rows_per_thread),
             Self::Attend(AttendKernel {
                 variant: AttendVariant::Cooperative { size, subgroups, .. },
                 head_dim,

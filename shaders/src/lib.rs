@@ -39,4 +39,4 @@ pub use uniforms::{
     AttendParams, DecodeParams, Field, FinalizeParams, MergeParams, MergePartsParams, RepackParams,
     ResetParams, Uniform,
 };
-pub use variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile};
+pub use variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile, UnknownVariant};

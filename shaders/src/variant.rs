@@ -1,12 +1,18 @@
 //! How attention is computed, for many query rows and for few.
 
+use std::fmt;
+use std::str::FromStr;
+
 use crate::{Pairs, Storage, attend, decode};
 
 /// How attention is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AttendVariant {
     /// Tiles in workgroup memory; runs within WebGPU's default limits and needs no feature.
-    Portable,
+    Portable {
+        /// Query rows of one thread: 1, 2 or 4.
+        rows_per_thread: u32,
+    },
     /// One subgroup is one workgroup, query rows lie in its lanes, keys and values are broadcast from lane to lane.
     /// Made for drivers that compute on the host's cores; needs subgroups of exactly this size.
     SubgroupBroadcast {
@@ -30,6 +36,20 @@ pub enum AttendVariant {
 impl AttendVariant {
     /// Sizes for which the broadcast variant is made.
     pub const SUBGROUP_SIZES: [u32; 3] = [4, 8, 16];
+    /// Rows in a thread for which the portable variant is made: 8 would not fit WebGPU's default workgroup memory.
+    pub const ROWS_PER_THREAD: [u32; 3] = [1, 2, 4];
+    // The built-in table: what is used where nobody measured. Two functions, so that nobody must tune.
+
+    /// The portable variant with as many rows in a thread as suit heads of `head_dim` elements.
+    pub const fn portable(head_dim: u32) -> Self {
+        // Fewer for large heads, so that the accumulator stays in registers.
+        let rows_per_thread = match head_dim {
+            0..=128 => 4,
+            129..=256 => 2,
+            _ => 1,
+        };
+        Self::Portable { rows_per_thread }
+    }
 
     /// The broadcast variant with as many rows in a lane as pay off for heads of `head_dim` elements.
     pub const fn subgroup_broadcast(subgroup_size: u32, head_dim: u32) -> Self {
@@ -40,6 +60,19 @@ impl AttendVariant {
             _ => 1,
         };
         Self::SubgroupBroadcast { subgroup_size, rows_per_lane }
+    }
+
+    /// The portable variants that there are. With 8 rows in a thread a tile would not fit WebGPU's default workgroup
+    /// memory.
+    pub fn portable_choices() -> impl Iterator<Item = Self> {
+        [1, 2, 4].into_iter().map(|rows_per_thread| Self::Portable { rows_per_thread })
+    }
+
+    /// The broadcast variants for heads of `head_dim` elements whose unrolled text compiles in seconds.
+    pub fn subgroup_broadcast_choices(subgroup_size: u32, head_dim: u32) -> impl Iterator<Item = Self> {
+        (1..=4)
+            .filter(move |rows| *rows == 1 || rows * head_dim <= MOST_UNROLLED)
+            .map(move |rows_per_lane| Self::SubgroupBroadcast { subgroup_size, rows_per_lane })
     }
 
     /// The matrix variant for a device's matrices and subgroups, where it can be made for these tensors.
@@ -60,10 +93,10 @@ impl AttendVariant {
         if made { Some(Self::Cooperative { size, subgroup_size, subgroups }) } else { None }
     }
 
-    /// Name for reports.
+    /// Name for reports and files; [`FromStr`] reads it.
     pub fn name(self) -> String {
         match self {
-            Self::Portable => "portable".to_owned(),
+            Self::Portable { rows_per_thread } => format!("portable-{rows_per_thread}"),
             Self::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
                 format!("subgroup-broadcast-{subgroup_size}x{rows_per_lane}")
             }
@@ -73,6 +106,57 @@ impl AttendVariant {
         }
     }
 }
+
+impl FromStr for AttendVariant {
+    type Err = UnknownVariant;
+
+    /// Reads what [`Self::name`] writes, and nothing else. Whether there is such a kernel for some device and tensors is
+    /// another question.
+    fn from_str(text: &str) -> Result<Self, UnknownVariant> {
+        let unknown = || UnknownVariant { text: text.to_owned() };
+        let (family, numbers) = ["portable-", "subgroup-broadcast-", "cooperative-"]
+            .iter()
+            .find_map(|family| Some((*family, text.strip_prefix(family)?)))
+            .ok_or_else(unknown)?;
+        let numbers: Vec<u32> = numbers
+            .split(['x', '-'])
+            .map(|number| number.parse().map_err(|_| unknown()))
+            .collect::<Result<_, _>>()?;
+        let variant = match (family, &numbers[..]) {
+            ("portable-", [rows]) => Self::Portable { rows_per_thread: *rows },
+            ("subgroup-broadcast-", [size, rows]) => {
+                Self::SubgroupBroadcast { subgroup_size: *size, rows_per_lane: *rows }
+            }
+            ("cooperative-", [rows, cols, lanes, subgroups]) if rows == cols => {
+                Self::Cooperative { size: *rows, subgroup_size: *lanes, subgroups: *subgroups }
+            }
+            _ => return Err(unknown()),
+        };
+        // Signs and leading zeros parse too.
+        if variant.name() == text { Ok(variant) } else { Err(unknown()) }
+    }
+}
+
+/// Query rows of a lane times elements of a head beyond which the broadcast variant's text takes long to compile.
+const MOST_UNROLLED: u32 = 384;
+
+/// A text that is not the name of an attention variant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnknownVariant {
+    text: String,
+}
+
+impl fmt::Display for UnknownVariant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "kernel `{}` is not known: use a name like portable-4, subgroup-broadcast-8x3 or cooperative-16x16-32x4",
+            self.text
+        )
+    }
+}
+
+impl std::error::Error for UnknownVariant {}
 
 /// Parameters of an attention kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -102,8 +186,8 @@ impl AttendKernel {
     /// The tiles of this kernel.
     pub const fn tile(&self) -> Tile {
         match self.variant {
-            AttendVariant::Portable => {
-                Tile { q_rows: attend::portable::q_rows(self.head_dim), kv_cols: attend::portable::KV_COLS }
+            AttendVariant::Portable { rows_per_thread } => {
+                Tile { q_rows: attend::portable::q_rows(rows_per_thread), kv_cols: attend::portable::KV_COLS }
             }
             AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
                 Tile { q_rows: subgroup_size * rows_per_lane, kv_cols: attend::subgroup::KV_COLS }

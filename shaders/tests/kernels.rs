@@ -160,7 +160,7 @@ fn pinned_texts_have_not_changed() {
     };
     let broadcast = AttendVariant::SubgroupBroadcast { subgroup_size: 4, rows_per_lane: 1 };
     for kernel in [
-        attend(AttendVariant::Portable, Storage::Bf16, true, Pairs::None),
+        attend(AttendVariant::portable(16), Storage::Bf16, true, Pairs::None),
         attend(broadcast, Storage::F32, false, Pairs::None),
         attend(broadcast, Storage::F16, false, Pairs::Bias),
         Kernel::Decode(DecodeKernel {
@@ -189,5 +189,31 @@ fn pinned_texts_have_not_changed() {
             "{} differs; if that is meant, run with KYKLOS_BLESS=1 and look at the diff",
             path.display()
         );
+    }
+}
+
+#[test]
+fn names_of_attention_variants_are_read_again_and_others_refused() {
+    for kernel in every_kernel() {
+        if let Kernel::Attend(kernel) = kernel {
+            assert_eq!(kernel.variant.name().parse(), Ok(kernel.variant));
+        }
+    }
+    let others = [
+        "",
+        "portable",
+        "portable-",
+        "portable-04",
+        "portable-+4",
+        "portable-4x1",
+        "subgroup-broadcast-8",
+        "subgroup-broadcast-8x3x1",
+        "cooperative-8x16-8x1",
+        "cooperative-8x8",
+        "lanes-8",
+        "portable-99999999999",
+    ];
+    for other in others {
+        assert!(other.parse::<AttendVariant>().is_err(), "{other}");
     }
 }

@@ -52,8 +52,9 @@ pub trait Backend {
     /// What this device is.
     fn info(&self) -> &DeviceInfo;
 
-    /// The tiles in which this backend wants [`BlockWork`] for such a problem.
-    fn tile_shape(&self, problem: &AttentionProblem) -> TileShape;
+    /// The tiles in which this backend wants [`BlockWork`] for a call of [`Self::attend`] of `problem` on a state of this
+    /// shape.
+    fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape;
 
     /// `bytes` of memory with unspecified contents; `label` names it in errors and debuggers.
     ///

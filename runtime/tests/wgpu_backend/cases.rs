@@ -35,7 +35,7 @@ pub(crate) struct Case {
 }
 
 impl Case {
-    fn new(shape: [u32; 5], dtype: Dtype, mask: &str) -> Self {
+    pub(crate) fn new(shape: [u32; 5], dtype: Dtype, mask: &str) -> Self {
         let problem = AttentionProblem::new(shape, dtype, mask.parse().unwrap()).unwrap();
         Self::of(problem)
     }
@@ -122,7 +122,7 @@ impl Case {
         let (q, q_layout) = self.operand(backend, &self.q, &self.q_tokens, p.q_len, p.q_heads)?;
         let (k, k_layout) = self.operand(backend, &self.k, kv_tokens, p.kv_len, p.kv_heads)?;
         let (v, v_layout) = self.operand(backend, &self.v, kv_tokens, p.kv_len, p.kv_heads)?;
-        let tile = backend.tile_shape(p);
+        let tile = backend.tile_shape(p, self.shape());
         let work = &BlockWork::layers(p, &self.q_tokens, kv_tokens, tile)[0];
         let kv_head_of: Vec<u32> = (0..p.q_heads).map(|head| head / p.group()).collect();
         let args = Attend {

@@ -153,7 +153,7 @@ fn every_call_on_a_lost_device_names_it(backend: &WgpuBackend) {
             names(&name, block_on(backend.download(&mut a, 0..16)));
             names(&name, backend.reset_state(&mut StateMut { a: &mut a, ml: &mut ml, shape }));
             names(&name, backend.merge(&mut StateMut { a: &mut a, ml: &mut ml, shape }, &from));
-            names(&name, backend.finalize(&from, Dtype::F32, &mut o, &mut lse));
+            names(&name, backend.finalize(&from, &[], Dtype::F32, &mut o, &mut lse));
             let layout = Layout { offset: 0, batch_stride: 64, row_stride: 32, head_stride: 16 };
             let extent = Extent { batch: 1, rows: 2, heads: 2, row_bytes: 16 };
             names(&name, backend.repack((&from_a, layout), (&mut a, layout), extent));

@@ -13,6 +13,7 @@ mod decode;
 mod device;
 mod naive;
 mod ops;
+mod tuning;
 
 use std::ffi::OsString;
 use std::process::{Command, ExitCode, Output};
@@ -69,6 +70,7 @@ fn main() -> ExitCode {
             Ok(())
         }));
     }
+    trials.extend(tuning::ALL.map(|(name, test)| Trial::test(format!("tuning::{name}"), test)));
     let child = std::env::var(CHILD).ok();
     if first.class == DeviceClass::SoftwareGpu && child.is_none() {
         let others = [("128", 4), ("256", 8), ("512", 16)]

@@ -1,6 +1,6 @@
 //! Attention within WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
 //!
-//! 64 threads are a grid of 8 × 8. For a tile of `q_rows` × 32 scores, thread (tr, tc) holds `q_rows / 8` × 4 of them:
+//! 64 threads are a grid of 8 × 8. For a tile of `q_rows` × 32 scores, thread (tr, tc) holds `rows_per_thread` × 4:
 //! rows tr, tr + 8, …, keys tc, tc + 8, …. Of the accumulator it holds the same rows and 4-element chunks tc, tc + 8, ….
 //! The 8 threads of a row agree on its maximum through workgroup memory and keep their own part of l until the end.
 //! Q (where it fits: once, else chunk by chunk) and K lie there chunk-major, so that neighbouring threads read
@@ -17,48 +17,46 @@ pub(crate) const KV_COLS: u32 = 32;
 /// Threads in a row of the grid, rows of threads, and chunks of q, k or v that are in workgroup memory at a time.
 const SIDE: u32 = 8;
 
-/// Query rows of a tile: fewer for large heads, so that the accumulator stays in registers.
-pub(crate) const fn q_rows(head_dim: u32) -> u32 {
-    match head_dim {
-        0..=128 => 4 * SIDE,
-        129..=256 => 2 * SIDE,
-        _ => SIDE,
-    }
+/// Query rows of a tile.
+pub(crate) const fn q_rows(rows_per_thread: u32) -> u32 {
+    rows_per_thread * SIDE
 }
 
-pub(crate) const fn workgroup_bytes(head_dim: u32) -> u32 {
-    16 * (q_chunks(head_dim) * q_rows(head_dim) + SIDE * KV_COLS + SIDE * q_rows(head_dim))
+pub(crate) const fn workgroup_bytes(head_dim: u32, rows_per_thread: u32) -> u32 {
+    let q_chunks = if q_resident(head_dim, rows_per_thread) { chunk_groups(head_dim) * SIDE } else { SIDE };
+    bytes_with(q_chunks, rows_per_thread)
+}
+
+/// Bytes with so many chunks of each Q row.
+const fn bytes_with(q_chunks: u32, rows_per_thread: u32) -> u32 {
+    16 * (q_chunks * q_rows(rows_per_thread) + SIDE * KV_COLS + SIDE * q_rows(rows_per_thread))
 }
 
 const fn chunk_groups(head_dim: u32) -> u32 {
     (head_dim / 4).div_ceil(SIDE)
 }
 
-/// Chunks of each Q row in workgroup memory: all where they fit into 16 KiB, else those of one pass.
-const fn q_chunks(head_dim: u32) -> u32 {
-    if q_resident(head_dim) { chunk_groups(head_dim) * SIDE } else { SIDE }
+/// Whether all chunks of a tile's Q rows fit into 16 KiB of workgroup memory; else they come pass by pass.
+const fn q_resident(head_dim: u32, rows_per_thread: u32) -> bool {
+    bytes_with(chunk_groups(head_dim) * SIDE, rows_per_thread) <= 16384
 }
 
-const fn q_resident(head_dim: u32) -> bool {
-    16 * (chunk_groups(head_dim) * SIDE * q_rows(head_dim) + SIDE * KV_COLS + SIDE * q_rows(head_dim))
-        <= 16384
-}
-
-pub(crate) fn source(kernel: AttendKernel) -> String {
-    let shape = Shape::new(kernel);
+pub(crate) fn source(kernel: AttendKernel, rows_per_thread: u32) -> String {
+    let shape = Shape::new(kernel, rows_per_thread);
+    let bytes = workgroup_bytes(kernel.head_dim, rows_per_thread);
     let mut t = Text::default();
     t.lines(&format!(
-        "// attend, portable, {}, head dim {}: {} query rows x {KV_COLS} keys, {} bytes of workgroup memory",
+        "// attend, portable, {}, head dim {}: {} query rows x {KV_COLS} keys, {bytes} bytes of workgroup memory",
         kernel.storage.name(),
         kernel.head_dim,
-        q_rows(kernel.head_dim),
-        workgroup_bytes(kernel.head_dim)
+        shape.q_rows,
     ));
     t.lines(&super::kernel_prelude(kernel));
     for tensor in ["q", "k", "v"] {
         shape.load_function(&mut t, tensor);
     }
-    t.line(format!("var<workgroup> tile_q: array<vec4<f32>, {}>;", q_chunks(kernel.head_dim) * shape.q_rows));
+    let q_chunks = if shape.resident { shape.groups * SIDE } else { SIDE };
+    t.line(format!("var<workgroup> tile_q: array<vec4<f32>, {}>;", q_chunks * shape.q_rows));
     t.line(format!("var<workgroup> tile_kv: array<vec4<f32>, {}>;", SIDE * KV_COLS));
     t.line(format!("var<workgroup> tile_p: array<vec4<f32>, {}>;", SIDE * shape.q_rows));
     t.line("");
@@ -90,15 +88,14 @@ struct Shape {
 }
 
 impl Shape {
-    fn new(kernel: AttendKernel) -> Self {
-        let q_rows = q_rows(kernel.head_dim);
+    fn new(kernel: AttendKernel, rows_per_thread: u32) -> Self {
         Self {
             kernel,
-            q_rows,
-            rows: q_rows / SIDE,
+            q_rows: q_rows(rows_per_thread),
+            rows: rows_per_thread,
             chunks: kernel.head_dim / 4,
             groups: chunk_groups(kernel.head_dim),
-            resident: q_resident(kernel.head_dim),
+            resident: q_resident(kernel.head_dim, rows_per_thread),
         }
     }
 

@@ -20,18 +20,30 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
     for head_dim in HEAD_DIMS {
         kernels.push(Kernel::Merge { head_dim });
         kernels.push(Kernel::MergeParts { head_dim });
+        // What a tuner may choose instead of the built-in variants: how many rows there are and how they are stored are
+        // different places in the text.
+        let tunable = AttendVariant::portable_choices()
+            .chain(AttendVariant::SUBGROUP_SIZES.into_iter().flat_map(move |size| {
+                AttendVariant::subgroup_broadcast_choices(size, head_dim)
+                    .filter(move |choice| *choice != AttendVariant::subgroup_broadcast(size, head_dim))
+            }))
+            .filter(|choice| *choice != AttendVariant::portable(head_dim));
+        kernels.extend(tunable.map(|variant| {
+            let storage = Storage::F32;
+            Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap: false, pairs: Pairs::None })
+        }));
         for storage in Storage::ALL {
             for sinks in [false, true] {
                 kernels.push(Kernel::Finalize { storage, head_dim, sinks });
             }
-            let variants = AttendVariant::SUBGROUP_SIZES
+            let built_in = AttendVariant::SUBGROUP_SIZES
                 .map(|size| AttendVariant::subgroup_broadcast(size, head_dim))
                 .into_iter()
-                .chain([AttendVariant::Portable])
+                .chain([AttendVariant::portable(head_dim)])
                 .chain(MATRICES.into_iter().filter_map(|[size, lanes, subgroups]| {
                     AttendVariant::cooperative(size, lanes, subgroups, storage, head_dim)
                 }));
-            for variant in variants {
+            for variant in built_in {
                 let matrices = matches!(variant, AttendVariant::Cooperative { .. });
                 for (softcap, pairs) in OPTIONS.into_iter().filter(|(_, pairs)| !(matrices && pairs.any())) {
                     kernels.push(Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap, pairs }));

@@ -235,7 +235,7 @@ fn attend_with<B: Backend>(
         problem,
         &TokenRuns::contiguous(0..SHAPE.rows as u32),
         &keys,
-        backend.tile_shape(problem),
+        backend.tile_shape(problem, SHAPE),
     )[0];
     // The keys lie in the middle of the whole tensor: an offset and strides that are not those of a dense block.
     let first = keys.iter().next().unwrap_or(0) as usize;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::backend::{Attend, Backend, Control, DeviceInfo, Extent, Layout, State, StateMut};
+use kyklos::backend::{Attend, Backend, Control, DeviceInfo, Extent, Layout, State, StateMut, StateShape};
 use kyklos::{AttentionProblem, Dtype, Result, TileShape};
 
 type Buffer = <CpuBackend as Backend>::Buffer;
@@ -51,8 +51,8 @@ impl Backend for WithoutRescale {
         self.0.info()
     }
 
-    fn tile_shape(&self, problem: &AttentionProblem) -> TileShape {
-        self.0.tile_shape(problem)
+    fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
+        self.0.tile_shape(problem, shape)
     }
 
     fn alloc(&self, label: &str, bytes: usize) -> Result<Buffer> {

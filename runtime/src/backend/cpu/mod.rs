@@ -33,7 +33,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 pub use self::buffer::CpuBuffer;
-use super::{Attend, Backend, Control, DeviceClass, DeviceInfo, Extent, Layout, State, StateMut};
+use super::{Attend, Backend, Control, DeviceClass, DeviceInfo, Extent, Layout, State, StateMut, StateShape};
 use crate::{AttentionProblem, Dtype, Result, TileShape};
 
 /// The host's cores.
@@ -104,7 +104,7 @@ impl Backend for CpuBackend {
         &self.info
     }
 
-    fn tile_shape(&self, _problem: &AttentionProblem) -> TileShape {
+    fn tile_shape(&self, _problem: &AttentionProblem, _shape: StateShape) -> TileShape {
         attend::TILE
     }
 

@@ -107,7 +107,7 @@ fn run(backend: &CpuBackend, case: &Case, kv_blocks: &[TokenRuns]) -> Output {
         };
         let k = backend.upload("k", encode(p.dtype, &pick(&case.k))).unwrap();
         let v = backend.upload("v", encode(p.dtype, &pick(&case.v))).unwrap();
-        let work = &BlockWork::layers(p, &queries, block, backend.tile_shape(p))[0];
+        let work = &BlockWork::layers(p, &queries, block, backend.tile_shape(p, shape))[0];
         let args = Attend {
             dtype: p.dtype,
             scale: p.scale,

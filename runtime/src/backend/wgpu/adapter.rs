@@ -2,10 +2,13 @@
 
 use std::sync::Arc;
 
+use kyklos_shaders::AttendVariant;
+
 use super::WgpuBackend;
 use super::device::Gpu;
 use super::memory::Budget;
 use super::pieces::Pace;
+use super::tuning::{AdapterKey, Tuned, TuningTable};
 use super::variant::Variants;
 use crate::backend::{DeviceClass, DeviceInfo};
 use crate::{Error, Result};
@@ -24,6 +27,9 @@ pub enum KernelChoice {
     /// size, at most 256), and the portable one for others; refused on devices without f16 matrices that sum in f32.
     /// Not chosen by [`Self::Auto`]: it has run on a software driver only, and what it needs of wgpu is experimental.
     Cooperative,
+    /// This variant and no other, where the tensors allow it: what a tuner compares. Refused where the device has no such variant;
+    /// a cooperative one gives way to the portable kernel as in [`Self::Cooperative`].
+    Exactly(AttendVariant),
 }
 
 /// How a device is opened.
@@ -36,13 +42,18 @@ pub struct WgpuOptions {
     /// Bytes that the backend's buffers may hold together; more is [`Error::OutOfMemory`]. Left out, it is the memory of
     /// the host where the device computes in it (Linux only), and what the driver gives elsewhere.
     pub max_memory_bytes: Option<u64>,
+    /// What measurements said; entries for other devices, drivers, kernels or kernel texts are passed over. Without it
+    /// the built-in choices are used.
+    pub tuned: Option<TuningTable>,
+    /// Keep the device's own times of compute passes, where it has a clock: see [`WgpuBackend::device_seconds`].
+    pub timestamps: bool,
 }
 
 impl WgpuBackend {
     /// The devices of this machine, in the order in which [`Self::new`] counts them; none where there is no driver.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn enumerate() -> Vec<DeviceInfo> {
-        adapters().iter().map(|adapter| describe(adapter, Variants::auto(adapter))).collect()
+        adapters().iter().map(|adapter| describe(adapter, Variants::auto(adapter), 0)).collect()
     }
 
     /// Opens the device of this index.
@@ -102,7 +113,13 @@ impl WgpuBackend {
     /// As [`Self::with_options`].
     pub async fn open(adapter: &wgpu::Adapter, options: &WgpuOptions) -> Result<Self> {
         let variants = Variants::chosen(adapter, options.kernel)?;
-        let info = describe(adapter, variants);
+        let key = AdapterKey::new(&adapter.get_info());
+        let tuned = Tuned::new(options.tuned.as_ref(), &key, variants);
+        let info = describe(adapter, variants, tuned.len());
+        let mut features = variants.features() | shared_memory_features(adapter, info.class);
+        if options.timestamps {
+            features |= adapter.features() & wgpu::Features::TIMESTAMP_QUERY;
+        }
         let mut limits = adapter.limits();
         if let Some(most) = options.max_binding_bytes {
             limits.max_storage_buffer_binding_size = limits.max_storage_buffer_binding_size.min(most);
@@ -110,7 +127,7 @@ impl WgpuBackend {
         let opened = adapter
             .request_device(&wgpu::DeviceDescriptor {
                 label: Some("kyklos"),
-                required_features: variants.features() | shared_memory_features(adapter, info.class),
+                required_features: features,
                 experimental_features: variants.experimental(),
                 required_limits: limits,
                 ..Default::default()
@@ -131,6 +148,8 @@ impl WgpuBackend {
             pace: Pace::new(info.class),
             info,
             variants,
+            key,
+            tuned,
         })
     }
 }
@@ -157,14 +176,20 @@ fn adapters() -> Vec<wgpu::Adapter> {
     pollster::block_on(instance().enumerate_adapters(wgpu::Backends::PRIMARY))
 }
 
-fn describe(adapter: &wgpu::Adapter, variants: Variants) -> DeviceInfo {
+/// `tuned` is the number of choices that measurements made.
+fn describe(adapter: &wgpu::Adapter, variants: Variants, tuned: usize) -> DeviceInfo {
     let info = adapter.get_info();
     let driver = [info.backend.to_str(), &info.driver, &info.driver_info]
         .into_iter()
         .filter(|part| !part.is_empty())
         .collect::<Vec<_>>()
         .join(" ");
-    DeviceInfo { backend: "wgpu", class: class(&info), driver, kernel: variants.name(), name: info.name }
+    let kernel = match tuned {
+        0 => variants.name(),
+        1 => format!("{}, tuned for 1 case", variants.name()),
+        n => format!("{}, tuned for {n} cases", variants.name()),
+    };
+    DeviceInfo { backend: "wgpu", class: class(&info), driver, kernel, name: info.name }
 }
 
 /// Buffers that can be filled where they are, on devices that share the host's memory. On others such memory would be

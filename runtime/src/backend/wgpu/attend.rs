@@ -73,12 +73,13 @@ impl<'a> Call<'a> {
     fn new(backend: &'a WgpuBackend, args: &'a Attend<'a, WgpuBuffer>) -> Result<Self> {
         let shape = args.state.shape;
         let softcap = args.softcap.is_some();
-        let kernel = backend.attend_kernel(args.dtype, checked_dim(shape.dim)?, softcap, pair_kind(args));
+        let head_dim = checked_dim(shape.dim)?;
+        let kernel = backend.attend_kernel(args.dtype, head_dim, shape, softcap, pair_kind(args));
         let tile = kernel.tile();
         if (args.work.tile.q_rows, args.work.tile.kv_cols) != (tile.q_rows, tile.kv_cols) {
             return Err(Error::request(
                 format!("the work list is in tiles of {:?}, the kernel's are {tile:?}", args.work.tile),
-                "lower the mask with this backend's tile_shape",
+                "lower the mask with this backend's tile_shape for the shape of the state",
             ));
         }
         let list = WorkList::new(args.work, args.kv_head_of)?;

@@ -19,7 +19,7 @@ use crate::Result;
 use crate::backend::{Attend, Control, yield_now};
 
 /// Query rows times heads of a KV head above which tiles of rows pay off. A single row is always too few for them.
-const MOST_SLOTS: usize = 16;
+pub(super) const MOST_SLOTS: usize = 16;
 /// Keys of a block below which splitting does not pay.
 const FEWEST_KEYS: usize = 256;
 /// Keys of a split: fewer are not worth the merge, more could hold up one workgroup for too long.

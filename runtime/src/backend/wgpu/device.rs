@@ -7,6 +7,7 @@ use super::dispatch::Pipelines;
 use super::health::Health;
 use super::memory::Budget;
 use super::staging::{StagingPool, class_bytes};
+use super::stopwatch::Stopwatch;
 use super::{WgpuBuffer, wide};
 use crate::{Error, Result};
 
@@ -25,6 +26,8 @@ pub(super) struct Gpu {
     shared_memory: bool,
     /// Held to submit, and alone to destroy the device.
     submitting: RwLock<()>,
+    /// Where the device was opened with its clock.
+    pub(super) stopwatch: Option<Stopwatch>,
     poller: Poller,
 }
 
@@ -43,6 +46,7 @@ impl Gpu {
         Self {
             poller: Poller::start(&device, &health),
             limits: device.limits(),
+            stopwatch: Stopwatch::new(&device, &queue),
             pipelines: Pipelines::default(),
             staging,
             budget,
@@ -101,6 +105,11 @@ impl Gpu {
         let buffer = self.create(label, data.len(), STORAGE | mappable, true)?;
         self.fill(&buffer.raw, data)?;
         Ok(buffer)
+    }
+
+    /// A buffer that query results are written to, and copied from.
+    pub(super) fn query_results(&self, label: &str, bytes: usize) -> Result<WgpuBuffer> {
+        self.create(label, bytes, wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC, false)
     }
 
     /// A uniform buffer that holds `data`.

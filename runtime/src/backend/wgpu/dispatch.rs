@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use kyklos_shaders::{Access, Dialect, ENTRY_POINT, Kernel};
 
 use super::device::Gpu;
+use super::stopwatch::Stopwatch;
 use super::{WgpuBuffer, narrow};
 use crate::{Error, Result};
 
@@ -197,8 +198,8 @@ impl Gpu {
             layout: &pipeline.layout,
             entries: &entries,
         });
-        let mut pass =
-            encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label, timestamp_writes: None });
+        let timestamp_writes = self.stopwatch.as_ref().and_then(Stopwatch::next);
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label, timestamp_writes });
         pass.set_pipeline(&pipeline.raw);
         pass.set_bind_group(0, &group, &[]);
         pass.dispatch_workgroups(grid.width, grid.height, 1);
@@ -225,4 +226,4 @@ fn binding_type(access: Access) -> wgpu::BindingType {
 }
 
 /// wgpu hands WGSL to naga natively and to the browser on the web.
-const DIALECT: Dialect = if cfg!(target_arch = "wasm32") { Dialect::Tint } else { Dialect::Naga };
+pub(super) const DIALECT: Dialect = if cfg!(target_arch = "wasm32") { Dialect::Tint } else { Dialect::Naga };

@@ -26,23 +26,28 @@ mod ops;
 mod pieces;
 mod region;
 mod staging;
+mod stopwatch;
 mod texture;
+mod tuning;
 mod variant;
 mod work;
 
 use std::ops::Range;
 
 use bytes::Bytes;
-use kyklos_shaders::{AttendKernel, AttendVariant, Pairs, Storage};
+use kyklos_shaders::{AttendKernel, Pairs, Storage};
 
 pub use adapter::{KernelChoice, WgpuOptions};
 pub use download::Download;
+pub use kyklos_shaders::{AttendVariant, UnknownVariant};
+pub use tuning::{AdapterKey, ShapeBucket, TuningEntry, TuningKey, TuningTable};
 
-use super::{Attend, Backend, Control, DeviceInfo, Extent, Layout, State, StateMut};
+use super::{Attend, Backend, Control, DeviceInfo, Extent, Layout, State, StateMut, StateShape};
 use crate::{AttentionProblem, Dtype, Error, Result, TileShape};
 use device::Gpu;
 use memory::Lease;
 use pieces::Pace;
+use tuning::Tuned;
 use variant::Variants;
 
 /// One device behind wgpu.
@@ -52,6 +57,8 @@ pub struct WgpuBackend {
     gpu: Gpu,
     variants: Variants,
     pace: Pace,
+    key: AdapterKey,
+    tuned: Tuned,
 }
 
 /// Linear memory on a wgpu device.
@@ -71,14 +78,80 @@ impl WgpuBackend {
         self.gpu.destroy();
     }
 
-    fn attend_kernel(&self, dtype: Dtype, head_dim: u32, softcap: bool, pairs: Pairs) -> AttendKernel {
-        let storage = storage(dtype);
-        let variant = match self.variants.of(storage, head_dim) {
+    /// The attention variant for a state of this shape, and whether it is a tuned choice. Few query rows go through
+    /// other kernels, whatever this says.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for a head dim that no kernel has.
+    pub fn attend_variant(&self, dtype: Dtype, shape: StateShape) -> Result<(AttendVariant, bool)> {
+        Ok(self.chosen(dtype, checked_dim(shape.dim)?, shape))
+    }
+
+    /// Every variant that this device may be told to use for such tensors; the first is the built-in choice.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for a head dim that no kernel has.
+    pub fn attend_choices(&self, dtype: Dtype, head_dim: usize) -> Result<Vec<AttendVariant>> {
+        Ok(self.variants.choices(storage(dtype), checked_dim(head_dim)?))
+    }
+
+    /// Under which key a choice for a state of this shape is kept.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for a head dim that no kernel has, and for so few rows that there is nothing to choose.
+    pub fn tuning_key(&self, dtype: Dtype, shape: StateShape) -> Result<TuningKey> {
+        let head_dim = checked_dim(shape.dim)?;
+        let bucket = ShapeBucket::of(shape).ok_or_else(|| {
+            Error::request(
+                format!("{} query rows have no kernels to choose from", shape.rows),
+                format!("use more than {}", decode::MOST_SLOTS),
+            )
+        })?;
+        Ok(TuningKey {
+            adapter: self.key.clone(),
+            kernel: self.variants.choice_name(),
+            dtype: dtype.name().to_owned(),
+            head_dim,
+            bucket,
+            sources: tuning::sources(self.variants, storage(dtype), head_dim),
+        })
+    }
+
+    /// Seconds by the device's own clock from the start of the first compute pass since the last call to the end of
+    /// the last one; what lies between them, such as copies, counts. `None` where the device has no such clock, was
+    /// opened without [`WgpuOptions::timestamps`], or ran more passes than are kept.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub async fn device_seconds(&self) -> Result<Option<f64>> {
+        self.gpu.check()?;
+        match &self.gpu.stopwatch {
+            Some(stopwatch) => stopwatch.seconds(&self.gpu).await,
+            None => Ok(None),
+        }
+    }
+
+    fn chosen(&self, dtype: Dtype, head_dim: u32, shape: StateShape) -> (AttendVariant, bool) {
+        match self.tuned.get(dtype, head_dim, shape) {
+            Some(variant) => (variant, true),
+            None => (self.variants.built_in(storage(dtype), head_dim), false),
+        }
+    }
+
+    fn attend_kernel(
+        &self,
+        dtype: Dtype,
+        head_dim: u32,
+        shape: StateShape,
+        softcap: bool,
+        pairs: Pairs,
+    ) -> AttendKernel {
+        let variant = match self.chosen(dtype, head_dim, shape) {
             // It reads none.
-            AttendVariant::Cooperative { .. } if pairs.any() => AttendVariant::Portable,
-            variant => variant,
+            (AttendVariant::Cooperative { .. }, _) if pairs.any() => AttendVariant::portable(head_dim),
+            (variant, _) => variant,
         };
-        AttendKernel { variant, storage, head_dim, softcap, pairs }
+        AttendKernel { variant, storage: storage(dtype), head_dim, softcap, pairs }
     }
 }
 
@@ -90,9 +163,9 @@ impl Backend for WgpuBackend {
         &self.info
     }
 
-    fn tile_shape(&self, problem: &AttentionProblem) -> TileShape {
+    fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
         let pairs = operands::pairs_of(problem.pairs.map(|pairs| pairs.kind));
-        let tile = self.attend_kernel(problem.dtype, problem.head_dim, false, pairs).tile();
+        let tile = self.attend_kernel(problem.dtype, problem.head_dim, shape, false, pairs).tile();
         TileShape { q_rows: tile.q_rows, kv_cols: tile.kv_cols }
     }
 

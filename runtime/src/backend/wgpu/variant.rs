@@ -7,9 +7,16 @@ use super::adapter::class;
 use crate::backend::DeviceClass;
 use crate::{Error, Result};
 
-/// What the device was opened for. The portable kernel is always there.
+/// What the device was opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Variants {
+pub(super) struct Variants {
+    family: Family,
+    choice: KernelChoice,
+}
+
+/// What the device can run of what was asked for. The portable kernel is always there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Family {
     Portable,
     /// Subgroups of this size, on a driver that computes on the host's cores.
     Broadcast(u32),
@@ -22,8 +29,10 @@ pub(super) struct Matrices {
     /// Rows and columns of a matrix.
     size: u32,
     subgroup_size: u32,
-    /// Subgroups of a workgroup.
+    /// Subgroups of a workgroup where nobody measured.
     subgroups: u32,
+    /// Subgroups that fit a workgroup.
+    most_subgroups: u32,
     /// Workgroup memory that the device has.
     workgroup_bytes: u32,
 }
@@ -31,7 +40,8 @@ pub(super) struct Matrices {
 impl Variants {
     /// What suits the device.
     pub(super) fn auto(adapter: &wgpu::Adapter) -> Self {
-        broadcast(adapter).map_or(Self::Portable, Self::Broadcast)
+        let family = broadcast(adapter).map_or(Family::Portable, Family::Broadcast);
+        Self { family, choice: KernelChoice::Auto }
     }
 
     /// What was asked for.
@@ -40,11 +50,11 @@ impl Variants {
     /// [`Error::Request`] when the device cannot run it.
     pub(super) fn chosen(adapter: &wgpu::Adapter, choice: KernelChoice) -> Result<Self> {
         let info = adapter.get_info();
-        match choice {
-            KernelChoice::Auto => Ok(Self::auto(adapter)),
-            KernelChoice::Portable => Ok(Self::Portable),
+        let family = match choice {
+            KernelChoice::Auto => return Ok(Self::auto(adapter)),
+            KernelChoice::Portable => Family::Portable,
             KernelChoice::SubgroupBroadcast => {
-                broadcast(adapter).map(Self::Broadcast).ok_or_else(|| {
+                Family::Broadcast(broadcast(adapter).ok_or_else(|| {
                     Error::request(
                         format!(
                             "{} cannot run the subgroup-broadcast kernel: a {:?} with subgroups of {} to {}",
@@ -52,9 +62,9 @@ impl Variants {
                         ),
                         "it is for software drivers with subgroups of 4, 8 or 16; use the portable kernel",
                     )
-                })
+                })?)
             }
-            KernelChoice::Cooperative => matrices(adapter).map(Self::Cooperative).ok_or_else(|| {
+            KernelChoice::Cooperative => Family::Cooperative(matrices(adapter).ok_or_else(|| {
                 Error::request(
                     format!(
                         "{} cannot run the cooperative-matrix kernel: its driver lists {:?}, its subgroups have {} to {} \
@@ -67,55 +77,126 @@ impl Variants {
                     "it needs 8x8x8 or 16x16x16 matrices of f16 that sum in f32, and subgroups of one size; use the \
                      portable kernel",
                 )
-            }),
+            })?),
+            KernelChoice::Exactly(variant) => {
+                let whole = match variant {
+                    AttendVariant::Portable { .. } => KernelChoice::Portable,
+                    AttendVariant::SubgroupBroadcast { .. } => KernelChoice::SubgroupBroadcast,
+                    AttendVariant::Cooperative { .. } => KernelChoice::Cooperative,
+                };
+                let whole = Self::chosen(adapter, whole)?;
+                // Small heads have every variant; f16 is what matrix units take.
+                let choices = whole.choices(Storage::F16, 16);
+                if !choices.contains(&variant) {
+                    let names: Vec<_> = choices.into_iter().map(AttendVariant::name).collect();
+                    return Err(Error::request(
+                        format!("{} has no kernel {}", info.name, variant.name()),
+                        format!("of this kind it has {}", names.join(", ")),
+                    ));
+                }
+                whole.family
+            }
+        };
+        Ok(Self { family, choice })
+    }
+
+    /// The variant for these tensors where nobody measured.
+    pub(super) fn built_in(self, storage: Storage, head_dim: u32) -> AttendVariant {
+        match (self.choice, self.family) {
+            (KernelChoice::Exactly(variant), Family::Cooperative(matrices)) => {
+                if matrices.choices(storage, head_dim).contains(&variant) {
+                    variant
+                } else {
+                    AttendVariant::portable(head_dim)
+                }
+            }
+            (KernelChoice::Exactly(variant), _) => variant,
+            (_, Family::Portable) => AttendVariant::portable(head_dim),
+            (_, Family::Broadcast(size)) => AttendVariant::subgroup_broadcast(size, head_dim),
+            (_, Family::Cooperative(matrices)) => matrices
+                .variant(matrices.subgroups, storage, head_dim)
+                .unwrap_or(AttendVariant::portable(head_dim)),
         }
     }
 
-    /// The variant for these tensors.
-    pub(super) fn of(self, storage: Storage, head_dim: u32) -> AttendVariant {
-        match self {
-            Self::Portable => AttendVariant::Portable,
-            Self::Broadcast(size) => AttendVariant::subgroup_broadcast(size, head_dim),
-            Self::Cooperative(matrices) => {
-                matrices.variant(storage, head_dim).unwrap_or(AttendVariant::Portable)
+    /// Every variant that the device may be told to use for these tensors, the built-in one first, and in each family the
+    /// one that is built in there. Matrix units are among them only where they were asked for by name (ADR 0008).
+    pub(super) fn choices(self, storage: Storage, head_dim: u32) -> Vec<AttendVariant> {
+        let built_in = self.built_in(storage, head_dim);
+        let others: Vec<_> = match (self.choice, self.family) {
+            (KernelChoice::Exactly(_), _) => Vec::new(),
+            (KernelChoice::Auto, Family::Broadcast(size)) => {
+                AttendVariant::subgroup_broadcast_choices(size, head_dim)
+                    .chain([AttendVariant::portable(head_dim)])
+                    .chain(AttendVariant::portable_choices())
+                    .collect()
             }
+            (_, Family::Broadcast(size)) => {
+                AttendVariant::subgroup_broadcast_choices(size, head_dim).collect()
+            }
+            (_, Family::Cooperative(matrices)) if matches!(built_in, AttendVariant::Cooperative { .. }) => {
+                matrices.choices(storage, head_dim)
+            }
+            (_, Family::Portable | Family::Cooperative(_)) => AttendVariant::portable_choices().collect(),
+        };
+        let mut choices = vec![built_in];
+        for other in others {
+            if !choices.contains(&other) {
+                choices.push(other);
+            }
+        }
+        choices
+    }
+
+    /// Name of what was asked for, as files have it.
+    pub(super) fn choice_name(self) -> String {
+        match self.choice {
+            KernelChoice::Auto => "auto".to_owned(),
+            KernelChoice::Portable => "portable".to_owned(),
+            KernelChoice::SubgroupBroadcast => "subgroup".to_owned(),
+            KernelChoice::Cooperative => "cooperative".to_owned(),
+            KernelChoice::Exactly(variant) => variant.name(),
         }
     }
 
     /// The variant for few query rows, of any tensors.
     pub(super) fn decode(self) -> DecodeVariant {
-        match self {
-            Self::Portable | Self::Cooperative(_) => DecodeVariant::Portable,
-            Self::Broadcast(subgroup_size) => DecodeVariant::Lanes { subgroup_size },
+        match self.family {
+            Family::Portable | Family::Cooperative(_) => DecodeVariant::Portable,
+            Family::Broadcast(subgroup_size) => DecodeVariant::Lanes { subgroup_size },
         }
     }
 
     /// What the device has to be opened with.
     pub(super) fn features(self) -> wgpu::Features {
-        match self {
-            Self::Portable => wgpu::Features::empty(),
-            Self::Broadcast(_) => wgpu::Features::SUBGROUP,
-            Self::Cooperative(_) => MATRIX_FEATURES,
+        match self.family {
+            Family::Portable => wgpu::Features::empty(),
+            Family::Broadcast(_) => wgpu::Features::SUBGROUP,
+            Family::Cooperative(_) => MATRIX_FEATURES,
         }
     }
 
     /// Permission for the experimental ones among the features.
     pub(super) fn experimental(self) -> wgpu::ExperimentalFeatures {
-        match self {
+        match self.family {
             // SAFETY: wgpu asks for no more than the knowledge that its support for these features may have bugs.
             // They are used only where the caller asked for the cooperative kernel by name.
-            Self::Cooperative(_) => unsafe { wgpu::ExperimentalFeatures::enabled() },
-            Self::Portable | Self::Broadcast(_) => wgpu::ExperimentalFeatures::disabled(),
+            Family::Cooperative(_) => unsafe { wgpu::ExperimentalFeatures::enabled() },
+            Family::Portable | Family::Broadcast(_) => wgpu::ExperimentalFeatures::disabled(),
         }
     }
 
     /// Name for reports.
     pub(super) fn name(self) -> String {
-        match self {
-            Self::Portable => "portable".to_owned(),
-            Self::Broadcast(size) => format!("subgroup-broadcast-{size}"),
+        match (self.choice, self.family) {
             // Which of the two a call gets, its tensors say.
-            Self::Cooperative(Matrices { size, .. }) => {
+            (KernelChoice::Exactly(variant), Family::Cooperative(_)) => {
+                format!("{} (f16), else portable", variant.name())
+            }
+            (KernelChoice::Exactly(variant), _) => variant.name(),
+            (_, Family::Portable) => "portable".to_owned(),
+            (_, Family::Broadcast(size)) => format!("subgroup-broadcast-{size}"),
+            (_, Family::Cooperative(Matrices { size, .. })) => {
                 format!("cooperative-{size}x{size} (f16), else portable")
             }
         }
@@ -123,12 +204,18 @@ impl Variants {
 }
 
 impl Matrices {
-    fn variant(self, storage: Storage, head_dim: u32) -> Option<AttendVariant> {
+    /// With as many subgroups, where that can be made for these tensors and fits.
+    fn variant(self, subgroups: u32, storage: Storage, head_dim: u32) -> Option<AttendVariant> {
         let variant =
-            AttendVariant::cooperative(self.size, self.subgroup_size, self.subgroups, storage, head_dim)?;
+            AttendVariant::cooperative(self.size, self.subgroup_size, subgroups, storage, head_dim)?;
         let kernel =
             Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap: false, pairs: Pairs::None });
         (kernel.workgroup_bytes() <= self.workgroup_bytes).then_some(variant)
+    }
+
+    fn choices(self, storage: Storage, head_dim: u32) -> Vec<AttendVariant> {
+        let subgroups = [1, 2, 4].into_iter().filter(|subgroups| *subgroups <= self.most_subgroups);
+        subgroups.filter_map(|subgroups| self.variant(subgroups, storage, head_dim)).collect()
     }
 }
 
@@ -172,6 +259,7 @@ fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
         subgroup_size,
         // Several share a staged tile; where lanes are a core's vector, barriers between them cost more than that.
         subgroups: if software { 1 } else { most.clamp(1, 4) },
+        most_subgroups: most,
         workgroup_bytes: limits.max_compute_workgroup_storage_size,
     })
 }

@@ -89,9 +89,10 @@ fn a_raised_cancel_token_ends_the_call() {
     let backend = CpuBackend::new();
     let case = case([1, 64, 1, 1, 8], Dtype::F32, "full");
     let tokens = TokenRuns::contiguous(0..64);
-    let work = &BlockWork::layers(&case.problem, &tokens, &tokens, backend.tile_shape(&case.problem))[0];
-    let x = backend.upload("x", encode(Dtype::F32, &case.q)).unwrap();
     let shape = StateShape { batch: 1, rows: 64, heads: 1, dim: 8 };
+    let tile = backend.tile_shape(&case.problem, shape);
+    let work = &BlockWork::layers(&case.problem, &tokens, &tokens, tile)[0];
+    let x = backend.upload("x", encode(Dtype::F32, &case.q)).unwrap();
     let mut a = backend.alloc("a", shape.a_bytes()).unwrap();
     let mut ml = backend.alloc("ml", shape.ml_bytes()).unwrap();
     let operand = || Operand { buffer: &x, layout: dense(64, 1, 8) };
@@ -135,7 +136,8 @@ fn strided_operands_are_read_where_they_are() {
     let mut ml = backend.alloc("ml", shape.ml_bytes()).unwrap();
     backend.reset_state(&mut StateMut { a: &mut a, ml: &mut ml, shape }).unwrap();
     let tokens = TokenRuns::contiguous(0..50);
-    let work = &BlockWork::layers(&case.problem, &tokens, &tokens, backend.tile_shape(&case.problem))[0];
+    let work =
+        &BlockWork::layers(&case.problem, &tokens, &tokens, backend.tile_shape(&case.problem, shape))[0];
     let args = Attend {
         dtype: Dtype::F32,
         scale: case.problem.scale,

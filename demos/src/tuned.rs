@@ -1,0 +1,194 @@
+//! The file in which tuned choices are kept: found, read without ever failing a run, and replaced as a whole.
+
+use std::env;
+use std::ffi::OsString;
+use std::fs;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use kyklos::backend::wgpu::TuningTable;
+use serde::{Deserialize, Serialize};
+
+use crate::failure::{Failure, Result, note};
+use crate::interrupt::Doomed;
+
+/// What the file holds.
+#[derive(Debug, Serialize, Deserialize)]
+struct Contents {
+    /// Of this layout, and of the names in it.
+    version: u32,
+    entries: TuningTable,
+}
+
+/// The table for a run: none with `KYKLOS_TUNE=off`, and none where the file cannot be used, which is told once.
+pub(crate) fn for_runs() -> Result<Option<TuningTable>> {
+    static TABLE: OnceLock<TuningTable> = OnceLock::new();
+    if is_off()? {
+        return Ok(None);
+    }
+    Ok(Some(
+        TABLE
+            .get_or_init(|| {
+                let Some(path) = path() else { return TuningTable::default() };
+                read(&path).unwrap_or_else(|why| {
+                    note(&format!("note: {} is ignored: {why}; kyklos tune replaces it", path.display()));
+                    TuningTable::default()
+                })
+            })
+            .clone(),
+    ))
+}
+
+/// Whether the user wants no tuned choices.
+pub(crate) fn is_off() -> Result<bool> {
+    off(env::var_os(SWITCH))
+}
+
+fn off(value: Option<OsString>) -> Result<bool> {
+    match value {
+        None => Ok(false),
+        Some(value) if value == "off" => Ok(true),
+        Some(value) => Err(Failure::request(
+            format!("{SWITCH} is `{}`", value.display()),
+            "set it to off, which uses the built-in choices, or leave it unset",
+        )),
+    }
+}
+
+/// The file, where there is a folder for it.
+pub(crate) fn path() -> Option<PathBuf> {
+    folder(|name| env::var_os(name)).map(|folder| folder.join("tuning.json"))
+}
+
+/// Where the platform keeps such things. Relative paths and empty names are no folders.
+fn folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let absolute = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    if let Some(own) = variable("KYKLOS_CACHE_DIR").filter(|own| !own.is_empty()) {
+        return Some(PathBuf::from(own));
+    }
+    if cfg!(windows) {
+        return Some(absolute("LOCALAPPDATA")?.join("kyklos").join("cache"));
+    }
+    if cfg!(target_os = "macos") {
+        return Some(absolute("HOME")?.join("Library").join("Caches").join("kyklos"));
+    }
+    let caches = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
+    Some(caches.join("kyklos"))
+}
+
+/// The table in the file; an empty one where there is no file. The error says why the file cannot be used.
+pub(crate) fn read(path: &Path) -> Result<TuningTable, String> {
+    let file = match fs::File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(TuningTable::default()),
+        Err(error) => return Err(error.to_string()),
+    };
+    let mut text = String::new();
+    file.take(MOST_BYTES + 1).read_to_string(&mut text).map_err(|error| error.to_string())?;
+    if text.len() as u64 > MOST_BYTES {
+        return Err(format!("it has more than {MOST_BYTES} bytes"));
+    }
+    // The version first: what follows may have another layout.
+    let value: serde_json::Value =
+        serde_json::from_str(&text).map_err(|error| format!("it is damaged: {error}"))?;
+    match value.get("version").and_then(serde_json::Value::as_u64) {
+        Some(version) if version == u64::from(VERSION) => {}
+        Some(version) => return Err(format!("it has version {version}, this program has {VERSION}")),
+        None => return Err("it has no version".to_owned()),
+    }
+    serde_json::from_value::<Contents>(value)
+        .map(|contents| contents.entries)
+        .map_err(|error| format!("it is damaged: {error}"))
+}
+
+/// Replaces the file as a whole: who reads it meanwhile gets the old one or the new one. Of two programs that do so at
+/// the same time the later wins.
+pub(crate) fn write(path: &Path, table: &TuningTable) -> Result<()> {
+    let failed = |error: &io::Error| Failure::file("keep the choices in", path, error);
+    let folder = path.parent().unwrap_or(Path::new("."));
+    fs::create_dir_all(folder).map_err(|error| failed(&error))?;
+    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(|error| failed(&error))?;
+    let _doomed = Doomed::file(file.path());
+    let contents = Contents { version: VERSION, entries: table.clone() };
+    let text = serde_json::to_string_pretty(&contents)
+        .map_err(|error| Failure::run(format!("cannot keep the choices: {error}")))?;
+    file.write_all((text + "\n").as_bytes()).map_err(|error| failed(&error))?;
+    file.as_file().sync_all().map_err(|error| failed(&error))?;
+    file.persist(path).map_err(|error| failed(&error.error))?;
+    Ok(())
+}
+
+const SWITCH: &str = "KYKLOS_TUNE";
+const VERSION: u32 = 1;
+/// Far more than all devices of a machine fill.
+const MOST_BYTES: u64 = 1 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_is_named_or_the_platforms() {
+        let of = |set: &[(&str, &str)]| {
+            let set: Vec<(String, OsString)> =
+                set.iter().map(|(k, v)| ((*k).to_owned(), (*v).into())).collect();
+            folder(|name| set.iter().find(|(key, _)| key == name).map(|(_, value)| value.clone()))
+        };
+        assert_eq!(of(&[("KYKLOS_CACHE_DIR", "here")]), Some(PathBuf::from("here")));
+        assert_eq!(of(&[("KYKLOS_CACHE_DIR", "")]), None);
+        assert_eq!(of(&[]), None);
+        if cfg!(all(unix, not(target_os = "macos"))) {
+            let home = [("HOME", "/home/me"), ("XDG_CACHE_HOME", "relative")];
+            assert_eq!(of(&home), Some(PathBuf::from("/home/me/.cache/kyklos")));
+            let caches = [("HOME", "/home/me"), ("XDG_CACHE_HOME", "/caches")];
+            assert_eq!(of(&caches), Some(PathBuf::from("/caches/kyklos")));
+        }
+    }
+
+    #[test]
+    fn the_switch_is_off_or_absent() {
+        assert!(!off(None).unwrap());
+        assert!(off(Some("off".into())).unwrap());
+        for other in ["", "0", "on", "OFF"] {
+            let failure = off(Some(other.into())).unwrap_err();
+            assert_eq!(failure.exit, 2);
+            assert!(failure.text.contains("set it to off"), "{}", failure.text);
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_and_what_is_damaged_or_foreign_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("deeper").join("tuning.json");
+        assert_eq!(read(&path), Ok(TuningTable::default()));
+        let entry = r#"{"key": {"adapter": {"name": "a", "vendor": 1, "device": 2, "backend": "vulkan",
+            "driver": "d", "driver_info": "i"}, "kernel": "auto", "dtype": "f32", "head_dim": 64,
+            "bucket": {"row_heads_log4": 6}, "sources": "00"}, "variant": "portable-2"}"#;
+        let table: TuningTable = serde_json::from_str(&format!("[{entry}]")).unwrap();
+        write(&path, &table).unwrap();
+        assert_eq!(read(&path), Ok(table));
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "nothing else is left there");
+
+        for (text, why) in [
+            ("", "damaged"),
+            ("{\"version\": 1, \"entries\": [", "damaged"),
+            ("[]", "no version"),
+            ("{\"version\": 0, \"entries\": []}", "version 0"),
+            ("{\"version\": 2, \"choices\": {}}", "version 2"),
+            ("{\"version\": 1}", "damaged"),
+            (
+                &format!("{{\"version\": 1, \"entries\": [{}]}}", entry.replace("portable-2", "portable-x")),
+                "damaged",
+            ),
+        ] {
+            fs::write(&path, text).unwrap();
+            assert!(read(&path).unwrap_err().contains(why), "{text}");
+        }
+        fs::write(&path, [0xff, 0xfe]).unwrap();
+        assert!(read(&path).is_err());
+        fs::write(&path, vec![b' '; MOST_BYTES as usize + 1]).unwrap();
+        assert!(read(&path).unwrap_err().contains("bytes"));
+        assert!(read(folder.path()).is_err(), "a folder is no file");
+    }
+}

@@ -1,0 +1,91 @@
+//! Times of compute passes by the device's own clock.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::device::Gpu;
+use super::download::Download;
+use crate::Result;
+
+/// Passes between two readings.
+const PASSES: u32 = 2048;
+
+/// A begin and an end for each pass since the last reading.
+#[derive(Debug)]
+pub(super) struct Stopwatch {
+    set: wgpu::QuerySet,
+    /// Nanoseconds of a tick.
+    period_ns: f32,
+    /// Passes begun since the last reading; more than [`PASSES`] when some were not kept.
+    passes: Mutex<u32>,
+}
+
+impl Stopwatch {
+    /// For a device that was opened with timestamp queries.
+    pub(super) fn new(device: &wgpu::Device, queue: &wgpu::Queue) -> Option<Self> {
+        if !device.features().contains(wgpu::Features::TIMESTAMP_QUERY) {
+            return None;
+        }
+        let set = device.create_query_set(&wgpu::QuerySetDescriptor {
+            label: Some("stopwatch"),
+            ty: wgpu::QueryType::Timestamp,
+            count: 2 * PASSES,
+        });
+        Some(Self { set, period_ns: queue.get_timestamp_period(), passes: Mutex::new(0) })
+    }
+
+    /// Where the next pass writes its times, while there is room.
+    pub(super) fn next(&self) -> Option<wgpu::ComputePassTimestampWrites<'_>> {
+        let mut passes = self.lock();
+        let pass = *passes;
+        *passes = pass.saturating_add(1);
+        (pass < PASSES).then(|| wgpu::ComputePassTimestampWrites {
+            query_set: &self.set,
+            beginning_of_pass_write_index: Some(2 * pass),
+            end_of_pass_write_index: Some(2 * pass + 1),
+        })
+    }
+
+    /// From the first begin to the last end, in seconds; starts anew.
+    pub(super) async fn seconds(&self, gpu: &Gpu) -> Result<Option<f64>> {
+        let passes = std::mem::take(&mut *self.lock());
+        if passes == 0 || passes > PASSES {
+            return Ok(None);
+        }
+        let bytes = 16 * passes as usize;
+        let times = gpu.query_results("times", bytes)?;
+        let mut encoder = gpu.encoder("read times");
+        encoder.resolve_query_set(&self.set, 0..2 * passes, &times.raw, 0);
+        let _ = gpu.submit(Some(encoder.finish()));
+        let ticks: Vec<u64> = bytemuck::pod_collect_to_vec(&Download::start(gpu, &times, 0..bytes).await?);
+        Ok(span_ticks(&ticks).map(|ticks| {
+            #[expect(clippy::cast_precision_loss, reason = "a span of ticks, far below 2^52")]
+            let ticks = ticks as f64;
+            ticks * f64::from(self.period_ns) * 1e-9
+        }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, u32> {
+        self.passes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Ticks from the first begin to the last end; `None` for a clock that did not run, or that ran backwards.
+fn span_ticks(begins_and_ends: &[u64]) -> Option<u64> {
+    let pairs = || begins_and_ends.chunks_exact(2);
+    let begin = pairs().map(|pair| pair[0]).min()?;
+    let end = pairs().map(|pair| pair[1]).max()?;
+    end.checked_sub(begin).filter(|ticks| *ticks > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_span_reaches_from_the_first_begin_to_the_last_end() {
+        assert_eq!(span_ticks(&[10, 20, 25, 40]), Some(30));
+        assert_eq!(span_ticks(&[]), None);
+        assert_eq!(span_ticks(&[0, 0, 0, 0]), None);
+        assert_eq!(span_ticks(&[9, 3]), None);
+    }
+}

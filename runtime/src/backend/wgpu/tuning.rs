@@ -1,0 +1,249 @@
+//! Choices that measurements made, and when they hold.
+//!
+//! The library measures nothing and reads no files: it is given a [`TuningTable`] and passes over what does not belong
+//! to the device, the driver, the kernels asked for or their text. Without an entry the built-in choice is used.
+
+use std::collections::HashMap;
+
+use kyklos_shaders::{AttendKernel, AttendVariant, Kernel, Pairs, Storage};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use super::decode::MOST_SLOTS;
+use super::dispatch::DIALECT;
+use super::storage;
+use super::variant::Variants;
+use crate::Dtype;
+use crate::backend::StateShape;
+
+/// Variants that were found to be faster than the built-in ones, each for one kind of call on one device.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct TuningTable {
+    entries: Vec<TuningEntry>,
+}
+
+/// One choice.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TuningEntry {
+    /// When it holds.
+    pub key: TuningKey,
+    /// What was fastest, by [its name](AttendVariant::name).
+    #[serde(serialize_with = "write_variant", deserialize_with = "read_variant")]
+    pub variant: AttendVariant,
+}
+
+/// When a choice holds: while all of this is as it was.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TuningKey {
+    /// Device and driver.
+    pub adapter: AdapterKey,
+    /// Among which kernels the choice was: `auto`, or the ones that were asked for by name.
+    pub kernel: String,
+    /// Storage type of q, k and v.
+    pub dtype: String,
+    /// Elements of a head.
+    pub head_dim: u32,
+    /// Shapes for which it holds.
+    pub bucket: ShapeBucket,
+    /// Hash of the texts of all kernels that there were to choose from: neither the fastest nor the others have changed.
+    pub sources: String,
+}
+
+/// A device with its driver.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AdapterKey {
+    /// The device's own name.
+    pub name: String,
+    /// PCI vendor, or what the API has in its place.
+    pub vendor: u32,
+    /// PCI device, or what the API has in its place.
+    pub device: u32,
+    /// Vulkan, Metal, DX12 or WebGPU.
+    pub backend: String,
+    /// Name of the driver.
+    pub driver: String,
+    /// Version of the driver.
+    pub driver_info: String,
+}
+
+/// Shapes that share a choice: calls with about as many query rows, counted over heads and batch.
+///
+/// What is chosen is how many of them a workgroup takes. That trades work for each loaded key against the number of
+/// workgroups, so it depends on how many rows there are to share out, up to where they fill any device. Keys lengthen
+/// all workgroups alike, whatever the choice, and masks take the same keys from all; neither is part of a bucket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ShapeBucket {
+    /// floor(log4(query rows x heads x batch)), at most 8: 65536 and more are one bucket.
+    pub row_heads_log4: u32,
+}
+
+impl TuningTable {
+    /// All entries.
+    pub fn entries(&self) -> &[TuningEntry] {
+        &self.entries
+    }
+
+    /// Replaces what there was for this key, and what is out of date: the same key with other kernel texts.
+    pub fn set(&mut self, entry: TuningEntry) {
+        self.forget(&entry.key);
+        self.entries.push(entry);
+    }
+
+    /// The built-in choice again, whatever the kernel texts were.
+    pub fn forget(&mut self, key: &TuningKey) {
+        self.entries.retain(|entry| TuningKey { sources: key.sources.clone(), ..entry.key.clone() } != *key);
+    }
+}
+
+impl AdapterKey {
+    pub(super) fn new(info: &wgpu::AdapterInfo) -> Self {
+        Self {
+            name: info.name.clone(),
+            vendor: info.vendor,
+            device: info.device,
+            backend: info.backend.to_str().to_owned(),
+            driver: info.driver.clone(),
+            driver_info: info.driver_info.clone(),
+        }
+    }
+}
+
+impl ShapeBucket {
+    /// The bucket of a running state. None for so few rows that the kernels of decoding may take them.
+    pub fn of(shape: StateShape) -> Option<Self> {
+        let row_heads = shape.batch.saturating_mul(shape.rows).saturating_mul(shape.heads);
+        if shape.rows <= MOST_SLOTS || row_heads == 0 {
+            return None;
+        }
+        Some(Self { row_heads_log4: (row_heads.ilog2() / 2).min(FULL_LOG4) })
+    }
+}
+
+/// What of a table holds for an open device.
+#[derive(Debug, Default)]
+pub(super) struct Tuned(HashMap<(Dtype, u32, ShapeBucket), AttendVariant>);
+
+impl Tuned {
+    pub(super) fn new(table: Option<&TuningTable>, adapter: &AdapterKey, variants: Variants) -> Self {
+        let mut hashes = HashMap::new();
+        let mut tuned = HashMap::new();
+        let kernel = variants.choice_name();
+        let entries = table.map_or(&[][..], TuningTable::entries).iter();
+        for TuningEntry { key, variant } in entries.filter(|entry| entry.key.adapter == *adapter) {
+            let Ok(dtype) = key.dtype.parse::<Dtype>() else { continue };
+            let made =
+                key.head_dim.is_multiple_of(8) && (8..=kyklos_shaders::MAX_HEAD_DIM).contains(&key.head_dim);
+            if !made
+                || key.kernel != kernel
+                || !variants.choices(storage(dtype), key.head_dim).contains(variant)
+            {
+                continue;
+            }
+            let hash = hashes
+                .entry((dtype, key.head_dim))
+                .or_insert_with(|| sources(variants, storage(dtype), key.head_dim));
+            if *hash == key.sources {
+                tuned.insert((dtype, key.head_dim, key.bucket), *variant);
+            }
+        }
+        Self(tuned)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub(super) fn get(&self, dtype: Dtype, head_dim: u32, shape: StateShape) -> Option<AttendVariant> {
+        self.0.get(&(dtype, head_dim, ShapeBucket::of(shape)?)).copied()
+    }
+}
+
+/// Hash of the texts of all kernels that there are to choose from.
+pub(super) fn sources(variants: Variants, storage: Storage, head_dim: u32) -> String {
+    let mut hasher = blake3::Hasher::new();
+    for variant in variants.choices(storage, head_dim) {
+        for softcap in [false, true] {
+            let kernel =
+                Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap, pairs: Pairs::None });
+            let text = kernel.source(DIALECT);
+            hasher.update(&(text.len() as u64).to_le_bytes());
+            hasher.update(text.as_bytes());
+        }
+    }
+    hasher.finalize().to_hex().to_string()
+}
+
+fn write_variant<S: Serializer>(variant: &AttendVariant, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&variant.name())
+}
+
+fn read_variant<'de, D: Deserializer<'de>>(deserializer: D) -> Result<AttendVariant, D::Error> {
+    String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+}
+
+/// Where a bucket has no end: so many rows fill any device.
+const FULL_LOG4: u32 = 8;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(sources: &str, variant: AttendVariant) -> TuningEntry {
+        let adapter = AdapterKey {
+            name: "a".to_owned(),
+            vendor: 1,
+            device: 2,
+            backend: "vulkan".to_owned(),
+            driver: "d".to_owned(),
+            driver_info: "1.0".to_owned(),
+        };
+        let bucket = ShapeBucket { row_heads_log4: 6 };
+        let key = TuningKey {
+            adapter,
+            kernel: "auto".to_owned(),
+            dtype: "f32".to_owned(),
+            head_dim: 64,
+            bucket,
+            sources: sources.to_owned(),
+        };
+        TuningEntry { key, variant }
+    }
+
+    #[test]
+    fn buckets_count_rows_over_heads_and_batch_in_steps_of_four() {
+        let of = |batch, rows, heads| {
+            ShapeBucket::of(StateShape { batch, rows, heads, dim: 64 }).map(|bucket| bucket.row_heads_log4)
+        };
+        assert_eq!(of(1, 1024, 8), Some(6));
+        assert_eq!(of(2, 512, 8), Some(6));
+        assert_eq!(of(1, 511, 8), Some(5));
+        assert_eq!(of(1, 17, 1), Some(2));
+        assert_eq!(of(4, 1 << 20, 64), Some(8));
+        assert_eq!(of(64, 16, 64), None, "decoding has kernels of its own");
+        assert_eq!(of(0, 1024, 8), None);
+    }
+
+    #[test]
+    fn a_table_has_one_entry_for_a_key_and_drops_what_is_out_of_date() {
+        let mut table = TuningTable::default();
+        let [two, four] = [2, 4].map(|rows_per_thread| AttendVariant::Portable { rows_per_thread });
+        table.set(entry("old", two));
+        table.set(entry("new", four));
+        assert_eq!(table.entries(), [entry("new", four)]);
+        let mut other = entry("new", two);
+        other.key.head_dim = 128;
+        table.set(other.clone());
+        assert_eq!(table.entries().len(), 2);
+        table.forget(&entry("newer", two).key);
+        assert_eq!(table.entries(), [other]);
+    }
+
+    #[test]
+    fn entries_are_written_by_name_and_read_again() {
+        let entry = entry("00", AttendVariant::SubgroupBroadcast { subgroup_size: 8, rows_per_lane: 3 });
+        let text = serde_json::to_string(&entry).unwrap();
+        assert!(text.contains("\"subgroup-broadcast-8x3\""), "{text}");
+        assert_eq!(serde_json::from_str::<TuningEntry>(&text).unwrap(), entry);
+        assert!(serde_json::from_str::<TuningEntry>(&text.replace("8x3", "8x03")).is_err());
+    }
+}
