@@ -210,7 +210,7 @@ class Programs:
                               timeout=1800)
         if done.returncode != 0:
             last = (done.stderr.strip() or "no message").splitlines()[-1]
-            raise Missing(f"ended with {done.returncode}: {last[-300:]}")
+            raise Missing(f"ended with {done.returncode}: {last[:160]}")
         return done.stdout
 
     def kyklos(self, case, repeat):
