@@ -14,8 +14,8 @@ Every peer is optional; a missing one is said and left out. Set-up, from the rep
 One sitting: in each round, one process after another for each case, so that a noisy minute hits all. Data is resident
 for all; only ONNX Runtime's time has a copy in it, of the result to the CPU, the one way to wait for it from Python
 (its plain call, with every copy, is in the raw rows too). Each program checks sampled rows of its result against the
-definition in f64; a wrong result ends the run. Burn tunes itself once a case, before the rounds; decoding (few queries,
-8 heads over 2) it does not know, so K and V are given to it once a head. ONNX Runtime decodes with its cache in place.
+definition in f64; a wrong result ends the run. Burn tunes itself in each process, before its timed calls (20 to 40 s);
+decoding (few queries, 8 heads over 2) it does not know, so K and V are given to it once a head. ONNX Runtime decodes with its cache in place.
 """
 
 import argparse
@@ -231,10 +231,7 @@ class Programs:
             raise Missing("no bf16 on wgpu" if case.dtype == "bf16" else "causal only where queries are the keys")
         tokens = case.keys if case.square else f"{case.queries}:{case.keys}"
         text = f"{case.batch},{tokens},{case.heads},{case.dim},{case.mask},{case.dtype}"
-        # Its choice of kernel is kept in a file of this name; its key forgets the mask, so a file is for one case.
-        name = f"{text} {self.mesa.name if self.mesa else 'system'}{' trial' if self.trial else ''}"
-        env = {"CUBECL_ENVIRONMENT": "".join(c if c.isalnum() else "-" for c in name)}
-        return json.loads(self.run([*self.over, program, text, repeat], env).splitlines()[-1])
+        return json.loads(self.run([*self.over, program, text, repeat]).splitlines()[-1])
 
     def ort(self, case, repeat):
         python = pathlib.Path(self.options.ort)
@@ -316,18 +313,20 @@ def main():
             report |= {"median_ms": statistics.median(times), "min_ms": min(times), "max_ms": max(times)}
         return report
 
-    # Before the rounds: shaders are compiled into the driver's cache, in no hurry; then Burn makes its choices again,
-    # under the conditions of the rounds.
-    for programs.trial in (True, False):
-        for case in cases:
-            for name in who if programs.trial else {"burn"} & set(who):
-                if report := measure(name, case, 1):
-                    firsts.setdefault((name, case.text), report["first_ms"])
-                    print(f"# {name} {case.text}: first call {report['first_ms']:.0f} ms", flush=True)
+    # Before the rounds: shaders are compiled into the driver's cache, in no hurry. Burn keeps nothing between processes:
+    # it compiles and tunes in each, before its timed calls.
+    programs.trial = True
+    for case in cases:
+        for name in (name for name in who if name != "burn"):
+            if report := measure(name, case, 1):
+                firsts[name, case.text] = report["first_ms"]
+                print(f"# {name} {case.text}: first call {report['first_ms']:.0f} ms", flush=True)
+    programs.trial = False
     for number in range(options.rounds):
         for case in cases:
             for name in who[:: 1 if number % 2 == 0 else -1]:
                 if report := measure(name, case, options.repeat):
+                    firsts.setdefault((name, case.text), report["first_ms"])
                     copied = report.get("copied_ms")
                     rows.append({"round": number, "case": case.text, "who": name, "median_ms": report["median_ms"],
                                  "min_ms": report["min_ms"], "max_ms": report["max_ms"],

@@ -132,7 +132,7 @@ impl Random {
 }
 
 fn measure(case: &Case, repeat: usize) -> Result<Report, String> {
-    let device = Device::webgpu(DeviceKind::DefaultDevice);
+    let device = Device::wgpu(DeviceKind::DefaultDevice);
     let mut random = Random(7);
     let (q_data, q) = case.tensor(case.queries, &mut random)?;
     let (k_data, k) = case.tensor(case.keys, &mut random)?;
