@@ -15,7 +15,8 @@ One sitting: in each round, one process after another for each case, so that a n
 for all; only ONNX Runtime's time has a copy in it, of the result to the CPU, the one way to wait for it from Python
 (its plain call, with every copy, is in the raw rows too). Each program checks sampled rows of its result against the
 definition in f64; a wrong result ends the run. Burn tunes itself in each process, before its timed calls (20 to 40 s);
-decoding (few queries, 8 heads over 2) it does not know, so K and V are given to it once a head. ONNX Runtime decodes with its cache in place.
+decoding (few queries, 8 heads over 2) it does not know, so K and V are given to it once a head. ONNX Runtime decodes
+with its cache in place.
 """
 
 import argparse
@@ -313,7 +314,7 @@ def main():
             report |= {"median_ms": statistics.median(times), "min_ms": min(times), "max_ms": max(times)}
         return report
 
-    # Before the rounds: shaders are compiled into the driver's cache, in no hurry. Burn keeps nothing between processes:
+    # Before the rounds: shaders get into the driver's cache, in no hurry. Burn keeps nothing between processes:
     # it compiles and tunes in each, before its timed calls.
     programs.trial = True
     for case in cases:
