@@ -40,21 +40,22 @@ const CRATES: [(&str, &[&str]); 6] = [
 
 /// Inside the runtime: what each module may use of the others (`error` and `Result` are everybody's). The order is
 /// from the bottom to the top; whoever is missing may be used by nobody below.
-const MODULES: [(&str, &[&str]); 18] = [
+const MODULES: [(&str, &[&str]); 19] = [
     ("dtype", &["error"]),
     ("error", &[]),
     ("tokens", &[]),
     ("mask", &["error", "lower"]),
-    ("problem", &["dtype", "error", "mask"]),
+    ("pairs", &["dtype", "error"]),
+    ("problem", &["dtype", "error", "mask", "pairs"]),
     ("lower", &["mask", "problem", "tokens"]),
     ("mesh", &["error", "problem"]),
     ("placement", &["error", "mesh", "tokens"]),
-    ("plan", &["error", "mesh", "placement", "problem", "tokens", "strategy"]),
+    ("plan", &["error", "mesh", "pairs", "placement", "problem", "tokens", "strategy"]),
     ("strategy", &["error", "lower", "mesh", "placement", "plan", "problem", "tokens"]),
     ("host", &["error", "tokens"]),
     ("clock", &[]),
     ("meter", &["clock"]),
-    ("backend", &["dtype", "error", "lower"]),
+    ("backend", &["dtype", "error", "lower", "pairs", "problem"]),
     ("collective", &["backend", "error", "meter", "plan"]),
     ("exec", &["backend", "clock", "collective", "error", "lower", "meter", "plan"]),
     ("collect", &["error", "host", "plan", "tokens"]),
