@@ -11,9 +11,12 @@ const HEAD_DIMS: [u32; 11] = [8, 32, 64, 72, 80, 96, 128, 192, 256, 264, MAX_HEA
 /// Size of matrices, of subgroups, and number of these: software Vulkan, Apple, NVIDIA, AMD.
 const MATRICES: [[u32; 3]; 5] = [[8, 8, 1], [8, 32, 4], [16, 32, 4], [16, 64, 2], [8, 64, 1]];
 
-/// Softcap, and what is read for each pair.
-const OPTIONS: [(bool, Pairs); 4] =
-    [(false, Pairs::None), (true, Pairs::None), (true, Pairs::Visible), (false, Pairs::Bias)];
+/// Softcap, and what is read for each pair. Bits and numbers take turns with the head dim, of which nothing that reads
+/// them depends on.
+fn options(head_dim: u32) -> [(bool, Pairs); 3] {
+    let pairs = if head_dim.is_multiple_of(64) { Pairs::Bias } else { Pairs::Visible };
+    [(false, Pairs::None), (true, Pairs::None), (false, pairs)]
+}
 
 pub(crate) fn every_kernel() -> Vec<Kernel> {
     let mut kernels = vec![Kernel::Repack { words: 1 }, Kernel::Repack { words: 4 }, Kernel::ResetState];
@@ -45,7 +48,9 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
                 }));
             for variant in built_in {
                 let matrices = matches!(variant, AttendVariant::Cooperative { .. });
-                for (softcap, pairs) in OPTIONS.into_iter().filter(|(_, pairs)| !(matrices && pairs.any())) {
+                for (softcap, pairs) in
+                    options(head_dim).into_iter().filter(|(_, pairs)| !(matrices && pairs.any()))
+                {
                     kernels.push(Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap, pairs }));
                 }
             }
@@ -56,8 +61,8 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
                 if most == 0 {
                     continue;
                 }
-                let slots = [1, most.min(3), most.min(2), most];
-                for (slots, (softcap, pairs)) in slots.into_iter().zip(OPTIONS) {
+                let slots = [1, most.min(3), most];
+                for (slots, (softcap, pairs)) in slots.into_iter().zip(options(head_dim)) {
                     let kernel = DecodeKernel { variant, storage, head_dim, slots, softcap, pairs };
                     kernels.push(Kernel::Decode(kernel));
                 }

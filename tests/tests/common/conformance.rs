@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 
 use bytes::Bytes;
 use kyklos::backend::{
-    Attend, Backend, Control, EMPTY_M, Extent, Layout, Operand, State, StateMut, StateShape,
+    Attend, Backend, Control, DeviceClass, EMPTY_M, Extent, Layout, Operand, State, StateMut, StateShape,
 };
 use kyklos::local::{RankTask, Tensors, shard};
 use kyklos::plan::World;
@@ -69,7 +69,11 @@ fn dense_world(problem: &AttentionProblem) -> World {
 }
 
 fn dense_cases<B: Backend>(backend: &B, who: &str, dtype: Dtype) {
-    for case in cases() {
+    // A software driver takes a second for each kernel: of the 16-bit types, every second case, other ones for each. They
+    // differ from f32 in how elements are read, which every kernel's own tests try at every head dim.
+    let sparse = dtype != Dtype::F32 && backend.info().class == DeviceClass::SoftwareGpu;
+    let (offset, step) = if sparse { (dtype as usize % 2, 2) } else { (0, 1) };
+    for case in cases().into_iter().skip(offset).step_by(step) {
         let prepared = Prepared::new(case, dtype);
         let whole = run_alone(backend, &dense_world(&prepared.problem), &prepared);
         prepared.judge(&whole, who).assert_within(&prepared.dense_limit());
