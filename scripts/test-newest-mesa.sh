@@ -40,7 +40,15 @@ cannot() {
 command -v apt-get >/dev/null && command -v dpkg >/dev/null ||
     cannot "it is unpacked from Debian's packages, and there is no apt-get or no dpkg here"
 folder=target/newest-mesa
-tests/peers/newest_mesa.sh "$folder" || cannot "its packages could not be had, see above"
+# A mirror that is being updated lacks a file for some minutes.
+for pause_s in 0 30 90; do
+    sleep "$pause_s"
+    if tests/peers/newest_mesa.sh "$folder"; then
+        unpacked=true
+        break
+    fi
+done
+${unpacked:-false} || cannot "its packages could not be had, see above"
 
 if [ -z "${XDG_RUNTIME_DIR:-}" ]; then
     XDG_RUNTIME_DIR=$(mktemp -d)
