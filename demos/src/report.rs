@@ -1,8 +1,8 @@
 //! What a run has to tell: a table for people, an object for programs.
 
-use kyklos::RankReport;
 use kyklos::backend::DeviceInfo;
 use kyklos::plan::{bytes, table};
+use kyklos::{PairKind, RankReport};
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Result};
@@ -183,7 +183,7 @@ pub(crate) fn headline(request: &Request) -> String {
         format!("{} queries to {} keys", problem.q_len, problem.kv_len)
     };
     format!(
-        "problem    {} x {tokens}, {} query heads, {} kv heads, dim {}, {}, mask {}{}\n\
+        "problem    {} x {tokens}, {} query heads, {} kv heads, dim {}, {}, mask {}{}{}\n\
          shared     {} over {} (ulysses x ring), {} placement\n",
         problem.batch,
         problem.q_heads,
@@ -192,6 +192,11 @@ pub(crate) fn headline(request: &Request) -> String {
         problem.dtype,
         problem.mask,
         if problem.sinks.is_empty() { "" } else { ", sinks" },
+        match problem.pairs.map(|pairs| pairs.kind) {
+            None => "",
+            Some(PairKind::Visible) => ", mask tensor",
+            Some(PairKind::Bias) => ", bias",
+        },
         request.strategy,
         request.mesh,
         request.placement
