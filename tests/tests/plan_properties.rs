@@ -3,8 +3,8 @@
 
 use kyklos::plan::{Content, Recv, Send, Step, World, check, explain, explain_json, plan_hash};
 use kyklos::{
-    AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PlacementKind, SlicePart, Split, Strategy,
-    meshes_by_bytes, plan_world,
+    AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PairKind, PairTensor, PlacementKind, SlicePart, Split,
+    Strategy, meshes_by_bytes, plan_world,
 };
 use proptest::prelude::*;
 use proptest::strategy::Strategy as _;
@@ -35,6 +35,12 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
             let problem = AttentionProblem::new([batch, seq, q_heads, kv_heads, dim], dtype, mask)
                 .expect("drawn to fit");
             let problem = problem.with_queries(seq, offset).expect("drawn to fit");
+            let pairs = (seq > 0 && random.below(3) == 0).then(|| PairTensor {
+                kind: [PairKind::Visible, PairKind::Bias][random.below(2) as usize],
+                batch: [1, batch][random.below(2) as usize],
+                heads: [1, q_heads][random.below(2) as usize],
+            });
+            let problem = problem.with_pairs(pairs).expect("drawn to fit");
             let mesh = Mesh::new(ulysses, ring).expect("drawn to fit");
             let split = match random.below(3) {
                 0 => Split::Even,
@@ -116,13 +122,26 @@ fn closed_form(world: &World, rank: u32) -> (u64, u64) {
     let (batch, element) = (u64::from(problem.batch), problem.dtype.bytes() as u64);
     let row = batch * u64::from(problem.head_dim) * element;
 
+    // Of a pair tensor: its heads that rank `u` of a group needs, and what a token of one weighs.
+    let pair_row = problem.pairs.map_or(0, |pairs| {
+        let bits = pairs.kind == PairKind::Visible;
+        let row = if bits {
+            4 * problem.kv_len.div_ceil(32)
+        } else {
+            (problem.kv_len * element as u32).div_ceil(4) * 4
+        };
+        u64::from(pairs.batch * row)
+    });
+    let pair_heads = |u: u32| if problem.pairs.is_some_and(|pairs| pairs.heads > 1) { q_heads(u) } else { 1 };
+
     let (mut bytes, mut messages) = (0, 0);
     let mut send = |size: u64| {
         bytes += size;
         messages += u64::from(size > 0);
     };
     for peer in (0..ulysses).filter(|peer| *peer != u) {
-        send(row * (q_tokens(r, u) * q_heads(peer) + 2 * kv_tokens(r, u) * kv_heads(peer)));
+        let pairs = pair_row * q_tokens(r, u) * pair_heads(peer);
+        send(row * (q_tokens(r, u) * q_heads(peer) + 2 * kv_tokens(r, u) * kv_heads(peer)) + pairs);
         send(q_tokens(r, peer) * q_heads(u) * (row + 4 * batch));
     }
     for hop in 0..ring - 1 {
