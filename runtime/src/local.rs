@@ -10,7 +10,7 @@ use crate::backend::Backend;
 use crate::collective::HostStaged;
 use crate::host::HostLayout;
 use crate::plan::{World, check, plan_hash};
-use crate::{Executor, RankOutput, Result, RunOptions};
+use crate::{Error, Executor, RankOutput, Result, RunOptions};
 
 /// Everything one rank needs but a device.
 #[derive(Debug)]
@@ -159,6 +159,17 @@ pub fn run_ranks<T: Send>(
 pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
     let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), world.kv_placement.of_rank(rank));
     let (q, kv) = layouts(world);
+    if world.problem.pairs.is_some() != tensors.pairs.is_some() {
+        let has = |some| if some { "has" } else { "has not" };
+        return Err(Error::request(
+            format!(
+                "the problem {} a pair tensor, who calls {} one",
+                has(world.problem.pairs.is_some()),
+                has(tensors.pairs.is_some())
+            ),
+            "say AttentionProblem::with_pairs and give Tensors::pairs, or neither",
+        ));
+    }
     let pairs = pair_layout(world).zip(tensors.pairs.as_ref());
     Ok(Tensors {
         q: q.gather(&tensors.q, q_tokens)?,

@@ -290,6 +290,22 @@ const FAULTS: &[Fault] = &[
         Some("a key left out")
     },
     |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { pairs: Some(_), .. }))?;
+        let Step::Attend { pairs, .. } = &mut world.plans[rank].steps[step] else {
+            return None;
+        };
+        *pairs = None;
+        Some("a pair tensor left out")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { pairs: Some(_), .. }))?;
+        let Step::Attend { pairs: Some(pairs), .. } = &mut world.plans[rank].steps[step] else {
+            return None;
+        };
+        pairs.tokens.end -= 1;
+        Some("the pair tensor of other rows")
+    },
+    |world, random| {
         // A rank posts its next hop only after it has waited for it.
         let rank = random.below(world.plans.len() as u32) as usize;
         let steps = &mut world.plans[rank].steps;
@@ -467,6 +483,10 @@ fn the_hash_sees_everything_that_makes_a_plan_and_nothing_else() {
     assert_eq!(base, plan_hash(&same, &names(4)), "the same mask and tokens in other words");
     let mut wider = make(shape, "causal", (2, 2), kind, Split::Even);
     wider.problem.scale = 0.25;
+    let mut sinking = make(shape, "causal", (2, 2), kind, Split::Even);
+    sinking.problem.sinks = vec![0.0; 4];
+    let mut paired = make(shape, "causal", (2, 2), kind, Split::Even);
+    paired.problem.pairs = Some(PairTensor { kind: PairKind::Visible, batch: 1, heads: 1 });
     let others = [
         plan_hash(&make([1, 16, 4, 4, 8], "causal", (2, 2), kind, Split::Even), &names(4)),
         plan_hash(&make(shape, "full", (2, 2), kind, Split::Even), &names(4)),
@@ -474,7 +494,10 @@ fn the_hash_sees_everything_that_makes_a_plan_and_nothing_else() {
         plan_hash(&make(shape, "causal", (2, 2), PlacementKind::Zigzag, Split::Even), &names(4)),
         plan_hash(&make(shape, "causal", (2, 2), kind, Split::Tokens(vec![5, 3, 4, 4])), &names(4)),
         plan_hash(&make(shape, "causal", (2, 2), kind, Split::Even), &names(3)),
+        plan_hash(&make(shape, "causal+slices:0..16x0..9", (2, 2), kind, Split::Even), &names(4)),
         plan_hash(&wider, &names(4)),
+        plan_hash(&sinking, &names(4)),
+        plan_hash(&paired, &names(4)),
     ];
     for (index, other) in others.iter().enumerate() {
         assert_ne!(base, *other, "change {index}");

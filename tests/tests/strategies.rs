@@ -100,6 +100,22 @@ fn ranks_send_exactly_what_their_plans_say() {
 }
 
 #[test]
+fn a_pair_tensor_that_nobody_asked_for_is_refused_and_so_is_a_missing_one() {
+    let rank = kyklos_transport::Rank(0);
+    for name in ["mask tensor", "seven rows"] {
+        let prepared = case(name);
+        let mut tensors = prepared.tensors.clone();
+        tensors.pairs = match tensors.pairs {
+            Some(_) => None,
+            None => Some(bytes::Bytes::from(vec![0; 64])),
+        };
+        let error = kyklos::local::shard(&dense(&prepared.problem), rank, &tensors).unwrap_err();
+        assert_eq!(error.exit_code(), 2, "{error}");
+        assert!(error.to_string().contains("pair tensor"), "{error}");
+    }
+}
+
+#[test]
 fn the_same_plan_gives_the_same_bytes() {
     let prepared = case("two rows beyond four tiles");
     let mesh = Mesh::new(2, 2).unwrap();
