@@ -5,7 +5,7 @@ use crate::uniforms::{
     Uniform,
 };
 use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant};
-use crate::{Storage, attend, decode, finish, repack};
+use crate::{Pairs, Storage, attend, decode, finish, repack};
 
 /// Which compiler the text is for: they disagree about how a use of subgroups is announced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -293,6 +293,11 @@ impl Kernel {
                 head_dim,
                 ..
             }) => attend::cooperative::workgroup_bytes(*head_dim, *size, *subgroups),
+            Self::Attend(AttendKernel {
+                variant: AttendVariant::SubgroupBroadcast { .. },
+                pairs: Pairs::Visible,
+                ..
+            }) => attend::subgroup::VISIBLE_BYTES,
             Self::Decode(kernel @ DecodeKernel { variant: DecodeVariant::Portable, .. }) => {
                 decode::portable_bytes(kernel)
             }

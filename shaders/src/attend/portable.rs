@@ -193,12 +193,53 @@ var seen{i} = {};",
     /// The tiles of one run.
     fn tiles(&self, t: &mut Text, partial: bool) {
         t.block(format!("for (var key = first; key < end; key += {KV_COLS}u)"), |t| {
+            if partial && self.kernel.pairs.any() {
+                self.visible(t);
+                self.skip_unseen(t);
+            }
             self.scores(t, partial);
             self.weights(t, partial);
             for g in 0..self.groups {
                 self.accumulate(t, partial, g);
             }
         });
+    }
+
+    /// What each row sees of the tile, and what pairs add to it.
+    fn visible(&self, t: &mut Text) {
+        let each = |f: &dyn Fn(u32) -> String| (0..4).map(f).collect::<Vec<_>>().join(", ");
+        t.line(format!("let keys = vec4<u32>({});", each(&|j| format!("key + {}u + tc", SIDE * j))));
+        t.line("let at = vec4<u32>(params.keys_at) + min(keys, vec4<u32>(end - 1u));");
+        t.line("let pos = vec4<u32>(positions[at.x], positions[at.y], positions[at.z], positions[at.w]);");
+        t.line("let inside = keys < vec4<u32>(end);");
+        for i in 0..self.rows {
+            let span = format!("(vec4<u32>(lo{i}) <= pos) & (pos < vec4<u32>(hi{i})) & inside");
+            if self.kernel.pairs.any() {
+                let terms = ["x", "y", "z", "w"].map(|x| format!("pair_term(pair_row{i}, pos.{x})"));
+                t.line(format!("let term{i} = vec4<f32>({});", terms.join(", ")));
+                t.line(format!("let vis{i} = {span} & (term{i} != vec4<f32>(HIDDEN));"));
+            } else {
+                t.line(format!("let vis{i} = {span};"));
+            }
+        }
+    }
+
+    /// Where pairs hide the whole tile from all rows, it is the next one's turn.
+    fn skip_unseen(&self, t: &mut Text) {
+        let any = (0..self.rows).map(|i| format!("vis{i}")).collect::<Vec<_>>().join(" | ");
+        // In the place of the weights, for there is no room beside them.
+        t.lines(&format!(
+            "workgroupBarrier();
+        tile_p[thread >> 2u][thread & 3u] = select(0.0f, 1.0f, any({any}));
+        workgroupBarrier();
+        if (thread == 0u) {{
+            var seers = vec4<f32>();
+            for (var i = 0u; i < {}u; i++) {{ seers += tile_p[i]; }}
+            tile_p[0] = seers;
+        }}
+        if (all(workgroupUniformLoad(&tile_p[0]) == vec4<f32>())) {{ continue; }}",
+            THREADS / 4
+        ));
     }
 
     fn scores(&self, t: &mut Text, partial: bool) {
@@ -242,24 +283,12 @@ var seen{i} = {};",
     /// Row maxima, weights and l.
     fn weights(&self, t: &mut Text, partial: bool) {
         if partial {
-            let each = |f: &dyn Fn(u32) -> String| (0..4).map(f).collect::<Vec<_>>().join(", ");
-            t.line(format!("let keys = vec4<u32>({});", each(&|j| format!("key + {}u + tc", SIDE * j))));
-            t.line("let at = vec4<u32>(params.keys_at) + min(keys, vec4<u32>(end - 1u));");
-            t.line(
-                "let pos = vec4<u32>(positions[at.x], positions[at.y], positions[at.z], positions[at.w]);",
-            );
-            t.line("let inside = keys < vec4<u32>(end);");
+            if !self.kernel.pairs.any() {
+                self.visible(t);
+            }
             for i in 0..self.rows {
-                let span = format!("(vec4<u32>(lo{i}) <= pos) & (pos < vec4<u32>(hi{i})) & inside");
-                if self.kernel.pairs.any() {
-                    let terms = ["x", "y", "z", "w"].map(|x| format!("pair_term(pair_row{i}, pos.{x})"));
-                    t.line(format!("let term{i} = vec4<f32>({});", terms.join(", ")));
-                    t.line(format!("let vis{i} = {span} & (term{i} != vec4<f32>(HIDDEN));"));
-                    t.line(format!("x{i} = select(vec4<f32>(EMPTY_M), x{i} + term{i}, vis{i});"));
-                } else {
-                    t.line(format!("let vis{i} = {span};"));
-                    t.line(format!("x{i} = select(vec4<f32>(EMPTY_M), x{i}, vis{i});"));
-                }
+                let term = if self.kernel.pairs.any() { format!(" + term{i}") } else { String::new() };
+                t.line(format!("x{i} = select(vec4<f32>(EMPTY_M), x{i}{term}, vis{i});"));
                 t.line(format!("seen{i} = seen{i} || any(vis{i});"));
             }
         }

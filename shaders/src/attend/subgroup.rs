@@ -2,19 +2,23 @@
 //!
 //! Each lane carries whole query rows in named registers, all lanes walk the same keys. A key's row is fetched by the
 //! subgroup together, lane l taking units l, l + size, …, and each element is then broadcast from a constant lane,
-//! which is one shuffle. There is no workgroup memory, no barrier, no private array and no branch in the loop, each of
-//! which costs more on such drivers than the arithmetic it could save; hence also the unconditional rescaling.
+//! which is one shuffle. There is no workgroup memory, no barrier, no private array and no branch in the loop over keys, each
+//! of which costs more on such drivers than the arithmetic it could save; hence also the unconditional rescaling.
 //!
 //! K and V are textures of 16-byte texels: x = KV head · units of a head + unit, y = (batch entry − `batch_first`) ·
 //! `k_batch` + key − `key_begin` (`v_batch` for v; their other offsets and strides are not used). These drivers read a
 //! texel in a few instructions, but turn a load from a buffer into a loop over lanes and components that goes through
 //! memory: 20 times slower without AVX-512.
 
+use crate::Pairs;
 use crate::text::Text;
 use crate::variant::AttendKernel;
 
 /// Keys in which the work list counts; a multiple of the keys that one turn of the loop over full runs takes.
 pub(crate) const KV_COLS: u32 = 32;
+
+/// Workgroup memory where a mask tensor is read.
+pub(crate) const VISIBLE_BYTES: u32 = 4;
 
 const COMPONENTS: [&str; 4] = ["x", "y", "z", "w"];
 
@@ -37,14 +41,22 @@ pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
     t.line("");
     t.lines(kernel.storage.texel_functions());
     t.line("");
+    if kernel.pairs == Pairs::Visible {
+        t.lines(PAIR_BITS);
+        t.line("");
+        t.line("var<workgroup> seen_from: u32;");
+        t.line("");
+    }
     t.line(format!("@compute @workgroup_size({lanes})"));
     t.block(
         "fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation_id) lane: u32)",
         |t| {
             super::item(t);
             shape.begin(t);
-            super::all_runs(t, kernel.pairs, |t, partial| {
-                shape.keys(t, if partial { 1 } else { shape.keys_at_once }, partial);
+            super::all_runs(t, kernel.pairs, |t, partial| match (partial, kernel.pairs) {
+                (false, _) => shape.keys(t, "first", "end", shape.keys_at_once, false),
+                (true, Pairs::None | Pairs::Bias) => shape.keys(t, "first", "end", 1, true),
+                (true, Pairs::Visible) => shape.seen_groups(t),
             });
             shape.end(t);
         },
@@ -126,12 +138,58 @@ var seen{r} = {};",
         }
     }
 
-    /// The keys of one run, `at_once` of them in a turn of the loop.
+    /// The keys of one run, 32 at a time: what each row sees of them becomes the bits of a word before any is fetched,
+    /// and where no row sees any, none is. Loads are what counts: of consecutive keys the bits are two words of a row.
+    fn seen_groups(&self, t: &mut Text) {
+        t.block(format!("for (var group = first; group < end; group += {KV_COLS}u)"), |t| {
+            t.lines(&format!(
+                "let group_end = min(group + {KV_COLS}u, end);
+let base = positions[params.keys_at + group];
+var consecutive = true;
+for (var i = group + lane; i < group_end; i += {}u) {{
+    consecutive = consecutive && positions[params.keys_at + i] == base + (i - group);
+}}",
+                self.lanes
+            ));
+            for r in 0..self.rows {
+                t.line(format!("var bits{r} = 0u;"));
+            }
+            t.line("let word_only = subgroupAll(consecutive);");
+            t.block("if (word_only)", |t| {
+                t.line("let inside = ones(group_end - group);");
+                for r in 0..self.rows {
+                    t.line(format!(
+                        "bits{r} = inside & span_bits(lo{r}, hi{r}, base) & \
+                         pair_bits(pair_row{r}, base, group_end - group);"
+                    ));
+                }
+            });
+            t.block("for (var i = select(group, group_end, word_only); i < group_end; i++)", |t| {
+                t.line("let position = positions[params.keys_at + i];");
+                for r in 0..self.rows {
+                    t.line(format!(
+                        "bits{r} |= select(0u, 1u << (i - group), lo{r} <= position && position < hi{r} && \
+                         pair_term(pair_row{r}, position) != HIDDEN);"
+                    ));
+                }
+            });
+            let any = (0..self.rows).map(|r| format!("bits{r}")).collect::<Vec<_>>().join(" | ");
+            t.lines(&format!(
+                "let any_seen = subgroupAny(({any}) != 0u);
+if (lane == 0u) {{ seen_from = select(group_end, group, any_seen); }}
+// Through workgroup memory, because browsers count what subgroups agree on as different in every lane.
+let group_first = workgroupUniformLoad(&seen_from);"
+            ));
+            self.keys(t, "group_first", "group_end", 1, true);
+        });
+    }
+
+    /// The keys of `first..end`, `at_once` of them in a turn of the loop.
     ///
     /// Written component by component, so that few values live at a time: what does not fit the processor's registers
     /// goes through memory, and costs more than the arithmetic.
-    fn keys(&self, t: &mut Text, at_once: u32, partial: bool) {
-        t.block(format!("for (var key = first; key < end; key += {at_once}u)"), |t| {
+    fn keys(&self, t: &mut Text, first: &str, end: &str, at_once: u32, partial: bool) {
+        t.block(format!("for (var key = {first}; key < {end}; key += {at_once}u)"), |t| {
             for j in 0..at_once {
                 self.fetch(t, "k", j);
             }
@@ -157,7 +215,7 @@ var seen{r} = {};",
                     }
                 }
             }
-            if partial {
+            if partial && self.kernel.pairs != Pairs::Visible {
                 t.line("let position = positions[params.keys_at + key];");
             }
             for r in 0..self.rows {
@@ -208,14 +266,22 @@ var seen{r} = {};",
                 if self.kernel.softcap { format!("capped(dot{r}_{j})") } else { format!("dot{r}_{j}") };
             if partial {
                 let span = format!("lo{r} <= position && position < hi{r}");
-                if self.kernel.pairs.any() {
-                    t.line(format!("let term{r} = pair_term(pair_row{r}, position);"));
-                    t.line(format!("let vis{r} = {span} && term{r} != HIDDEN;"));
-                    t.line(format!("let x{r}_{j} = select(EMPTY_M, {logit} + term{r}, vis{r});"));
-                } else {
-                    t.line(format!("let vis{r} = {span};"));
-                    t.line(format!("let x{r}_{j} = select(EMPTY_M, {logit}, vis{r});"));
-                }
+                let logit = match self.kernel.pairs {
+                    Pairs::None => {
+                        t.line(format!("let vis{r} = {span};"));
+                        logit
+                    }
+                    Pairs::Visible => {
+                        t.line(format!("let vis{r} = ((bits{r} >> (key - group)) & 1u) == 1u;"));
+                        logit
+                    }
+                    Pairs::Bias => {
+                        t.line(format!("let term{r} = pair_term(pair_row{r}, position);"));
+                        t.line(format!("let vis{r} = {span} && term{r} != HIDDEN;"));
+                        format!("{logit} + term{r}")
+                    }
+                };
+                t.line(format!("let x{r}_{j} = select(EMPTY_M, {logit}, vis{r});"));
                 t.line(format!("seen{r} = seen{r} || vis{r};"));
             } else {
                 t.line(format!("let x{r}_{j} = {logit};"));
@@ -283,3 +349,15 @@ var seen{r} = {};",
         self.kernel.storage.unit_chunks()
     }
 }
+
+/// What a row sees of up to 32 keys at consecutive positions, as the low bits of a word.
+const PAIR_BITS: &str = "fn ones(count: u32) -> u32 { return select((1u << (count & 31u)) - 1u, 0xffffffffu, count >= 32u); }
+// Bit i: lo <= base + i < hi.
+fn span_bits(lo: u32, hi: u32, base: u32) -> u32 { return ones(max(hi, base) - base) & ~ones(max(lo, base) - base); }
+// Bits base `count` on mean nothing.
+fn pair_bits(row: u32, base: u32, count: u32) -> u32 {
+    let shift = base & 31u;
+    let low = pairs[row + (base >> 5u)] >> shift;
+    let high = pairs[row + ((base + count - 1u) >> 5u)] << ((32u - shift) & 31u);
+    return low | select(high, 0u, shift == 0u);
+}";

@@ -4,7 +4,7 @@
 //! end. There is no workgroup memory and no barrier. K and V are textures as in [`attend`](crate::attend)'s broadcast
 //! kernel, for the same reason.
 
-use super::{MAX_SLOTS, item, prelude, runs, visible};
+use super::{MAX_SLOTS, item, prelude, runs, visible, with_term};
 use crate::text::Text;
 use crate::variant::DecodeKernel;
 
@@ -94,7 +94,8 @@ fn keys(t: &mut Text, kernel: DecodeKernel, unit_chunks: u32, units: u32) {
     for s in 0..slots {
         let dot = format!("(x{s}.x + x{s}.y) + (x{s}.z + x{s}.w)");
         let logit = if kernel.softcap { format!("capped({dot})") } else { dot };
-        let logit = visible(t, kernel, s, &logit);
+        visible(t, kernel, s);
+        let logit = with_term(kernel, s, &logit);
         t.lines(&format!(
             "seen{s} |= select(0u, 1u, vis{s});
 let logit{s} = select(EMPTY_M, {logit}, vis{s});

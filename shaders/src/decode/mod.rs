@@ -78,17 +78,19 @@ let spans = params.spans_at + 2u * class_index * params.rows;",
 }
 
 /// `term{s}` and `vis{s}`: whether slot `s` sees its key at `position`, which is one of the split where `inside`.
-/// Returns what its logit `x` is with the term.
-fn visible(t: &mut Text, kernel: DecodeKernel, s: u32, x: &str) -> String {
+fn visible(t: &mut Text, kernel: DecodeKernel, s: u32) {
     let span = format!("inside && lo{s} <= position && position < hi{s}");
     if kernel.pairs.any() {
         t.line(format!("let term{s} = pair_term(pair_row{s}, position);"));
         t.line(format!("let vis{s} = {span} && term{s} != HIDDEN;"));
-        format!("{x} + term{s}")
     } else {
         t.line(format!("let vis{s} = {span};"));
-        x.to_owned()
     }
+}
+
+/// The logit `x` of slot `s` with what pairs add to it.
+fn with_term(kernel: DecodeKernel, s: u32, x: &str) -> String {
+    if kernel.pairs.any() { format!("{x} + term{s}") } else { x.to_owned() }
 }
 
 /// `for` over the split's part of each run, with `first` and `end` in scope.

@@ -6,7 +6,7 @@
 //!
 //! Invisible elements carry weight −1 in workgroup memory; weights are never negative otherwise.
 
-use super::{MAX_SLOTS, item, prelude, runs, visible};
+use super::{MAX_SLOTS, item, prelude, runs, visible, with_term};
 use crate::text::Text;
 use crate::variant::DecodeKernel;
 
@@ -147,26 +147,35 @@ let k_at = k_base + own * params.k_row;",
         );
         for s in 0..self.kernel.slots {
             t.line(format!("var x{s} = 0.0f;"));
+            visible(t, self.kernel, s);
         }
-        t.block(format!("for (var u = 0u; u < {}u; u++)", self.units), |t| {
-            t.line("let unit = k[k_at + u];");
-            for half in 0..self.unit_chunks() {
-                t.line(format!("let k_{half} = chunk_{half}(unit);"));
-                for s in 0..self.kernel.slots {
-                    let at = format!("{}u + u * {}u + {half}u", s * self.chunks, self.unit_chunks());
-                    t.line(format!("x{s} += dot(queries[{at}], k_{half});"));
+        let dots = |t: &mut Text| {
+            t.block(format!("for (var u = 0u; u < {}u; u++)", self.units), |t| {
+                t.line("let unit = k[k_at + u];");
+                for half in 0..self.unit_chunks() {
+                    t.line(format!("let k_{half} = chunk_{half}(unit);"));
+                    for s in 0..self.kernel.slots {
+                        let at = format!("{}u + u * {}u + {half}u", s * self.chunks, self.unit_chunks());
+                        t.line(format!("x{s} += dot(queries[{at}], k_{half});"));
+                    }
                 }
-            }
-        });
+            });
+        };
+        if self.kernel.pairs.any() {
+            // Threads that stand together pass over what a tensor hides from all slots; spans leave little to pass over.
+            let any = (0..self.kernel.slots).map(|s| format!("vis{s}")).collect::<Vec<_>>().join(" || ");
+            t.block(format!("if ({any})"), dots);
+        } else {
+            dots(t);
+        }
         t.line("// The weights of the keys before these have been read.");
         t.line("workgroupBarrier();");
         for s in 0..self.kernel.slots {
             if self.kernel.softcap {
                 t.line(format!("x{s} = capped(x{s});"));
             }
-            let x = visible(t, self.kernel, s, &format!("x{s}"));
             if self.kernel.pairs.any() {
-                t.line(format!("x{s} = {x};"));
+                t.line(format!("x{s} = {};", with_term(self.kernel, s, &format!("x{s}"))));
             }
             t.line(format!("seen{s} = seen{s} || vis{s};"));
             t.line(format!("weights[{}u + thread] = select(EMPTY_M, x{s}, vis{s});", s * THREADS));
@@ -222,6 +231,11 @@ weights[{}u + thread] = select(-1.0f, p{s}, vis{s});",
             t.line("let v_at = v_base + (key + i) * params.v_row + column;");
             for s in 0..self.kernel.slots {
                 t.line(format!("let w{s} = weights[{}u + i];", s * THREADS));
+            }
+            if self.kernel.pairs.any() {
+                let hidden =
+                    (0..self.kernel.slots).map(|s| format!("w{s} < 0.0f")).collect::<Vec<_>>().join(" && ");
+                t.line(format!("if ({hidden}) {{ continue; }}"));
             }
             for pass in 0..self.passes {
                 let body = |t: &mut Text| {

@@ -319,15 +319,15 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let pos = vec4<u32>(positions[at.x], positions[at.y], positions[at.z], positions[at.w]);
             let inside = keys < vec4<u32>(end);
             let vis0 = (vec4<u32>(lo0) <= pos) & (pos < vec4<u32>(hi0)) & inside;
+            let vis1 = (vec4<u32>(lo1) <= pos) & (pos < vec4<u32>(hi1)) & inside;
+            let vis2 = (vec4<u32>(lo2) <= pos) & (pos < vec4<u32>(hi2)) & inside;
+            let vis3 = (vec4<u32>(lo3) <= pos) & (pos < vec4<u32>(hi3)) & inside;
             x0 = select(vec4<f32>(EMPTY_M), x0, vis0);
             seen0 = seen0 || any(vis0);
-            let vis1 = (vec4<u32>(lo1) <= pos) & (pos < vec4<u32>(hi1)) & inside;
             x1 = select(vec4<f32>(EMPTY_M), x1, vis1);
             seen1 = seen1 || any(vis1);
-            let vis2 = (vec4<u32>(lo2) <= pos) & (pos < vec4<u32>(hi2)) & inside;
             x2 = select(vec4<f32>(EMPTY_M), x2, vis2);
             seen2 = seen2 || any(vis2);
-            let vis3 = (vec4<u32>(lo3) <= pos) & (pos < vec4<u32>(hi3)) & inside;
             x3 = select(vec4<f32>(EMPTY_M), x3, vis3);
             seen3 = seen3 || any(vis3);
             tile_p[tc * 32u + 0u + tr] = vec4<f32>(max(max(x0.x, x0.y), max(x0.z, x0.w)));

@@ -130,25 +130,27 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let position = positions[params.keys_at + own];
             let k_at = k_base + own * params.k_row;
             var x0 = 0.0f;
+            let term0 = pair_term(pair_row0, position);
+            let vis0 = inside && lo0 <= position && position < hi0 && term0 != HIDDEN;
             var x1 = 0.0f;
-            for (var u = 0u; u < 2u; u++) {
-                let unit = k[k_at + u];
-                let k_0 = chunk_0(unit);
-                x0 += dot(queries[0u + u * 2u + 0u], k_0);
-                x1 += dot(queries[4u + u * 2u + 0u], k_0);
-                let k_1 = chunk_1(unit);
-                x0 += dot(queries[0u + u * 2u + 1u], k_1);
-                x1 += dot(queries[4u + u * 2u + 1u], k_1);
+            let term1 = pair_term(pair_row1, position);
+            let vis1 = inside && lo1 <= position && position < hi1 && term1 != HIDDEN;
+            if (vis0 || vis1) {
+                for (var u = 0u; u < 2u; u++) {
+                    let unit = k[k_at + u];
+                    let k_0 = chunk_0(unit);
+                    x0 += dot(queries[0u + u * 2u + 0u], k_0);
+                    x1 += dot(queries[4u + u * 2u + 0u], k_0);
+                    let k_1 = chunk_1(unit);
+                    x0 += dot(queries[0u + u * 2u + 1u], k_1);
+                    x1 += dot(queries[4u + u * 2u + 1u], k_1);
+                }
             }
             // The weights of the keys before these have been read.
             workgroupBarrier();
-            let term0 = pair_term(pair_row0, position);
-            let vis0 = inside && lo0 <= position && position < hi0 && term0 != HIDDEN;
             x0 = x0 + term0;
             seen0 = seen0 || vis0;
             weights[0u + thread] = select(EMPTY_M, x0, vis0);
-            let term1 = pair_term(pair_row1, position);
-            let vis1 = inside && lo1 <= position && position < hi1 && term1 != HIDDEN;
             x1 = x1 + term1;
             seen1 = seen1 || vis1;
             weights[64u + thread] = select(EMPTY_M, x1, vis1);
@@ -187,6 +189,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 let v_at = v_base + (key + i) * params.v_row + column;
                 let w0 = weights[0u + i];
                 let w1 = weights[64u + i];
+                if (w0 < 0.0f && w1 < 0.0f) { continue; }
                 let unit0 = v[v_at + 0u];
                 let v0_0 = chunk_0(unit0);
                 a0_0_0 += select(v0_0 * w0, vec4<f32>(), w0 < 0.0f);

@@ -125,10 +125,11 @@ impl Case {
     }
 
     /// An element of the pair tensor; `None` hides the key. Single keys are hidden here and there, and stretches of keys
-    /// from stretches of rows.
+    /// from stretches of rows: of many keys one that is longer than any tile.
     fn pair_term(&self, row: usize, key: usize, index: u64) -> Option<f32> {
         let made = normal(self.seed, TensorId::Bias, index);
-        (made < 1.0 && (row / 40 + key / 32) % 3 != 1).then_some(made * 1.5)
+        let stretch = (row / 40 + key / 32) % 3 == 1 || (row < 40 && (96..260).contains(&key));
+        (made < 1.0 && !stretch).then_some(made * 1.5)
     }
 
     /// Whether a row sees a poisoned key. Only such rows may differ from what the clean inputs give; what they
@@ -250,6 +251,8 @@ fn pairs() -> Vec<Case> {
         Case::new("bias, one query over many keys", [2, 1, 300], [8, 2, 64], full()).bias(2, 8),
         Case::new("mask tensor, two queries over many keys", [1, 2, 270], [4, 2, 32], full())
             .mask_tensor(1, 4),
+        Case::new("mask tensor that empties tiles", [1, 45, 270], [2, 1, 16], full()).mask_tensor(1, 2),
+        Case::new("bias that empties tiles", [1, 45, 270], [2, 2, 16], causal()).q_offset(225).bias(1, 1),
         Case::new("NaN that a mask tensor hides", [1, 65, 65], [4, 2, 16], full())
             .mask_tensor(1, 4)
             .poisoned(0, 40, 0, f32::NAN)

@@ -71,9 +71,11 @@ impl WithKernel for Run<'_, '_> {
                 for (p, spans) in spans.chunks(lanes).enumerate() {
                     if let Some(pairs) = &call.pairs {
                         let first = job.tile * call.work.tile.q_rows as usize + p * lanes;
-                        for lane in 0..spans.len() {
-                            let row = [job.batch, first + lane, job.head];
-                            pairs.terms(row, tile.positions, (lane, lanes), lines_mut(&mut scratch.terms));
+                        let at = [job.batch, first, job.head];
+                        let into = lines_mut(&mut scratch.terms);
+                        let seen = pairs.terms(at, spans.len(), tile.positions, lanes, into);
+                        if !seen {
+                            continue;
                         }
                     }
                     Panel::<S, MR, NV> {
