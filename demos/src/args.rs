@@ -10,6 +10,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use kyklos::backend::wgpu::KernelChoice;
 use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind, Strategy};
 
+use crate::against::Peer;
 use crate::device::DeviceRequest;
 use crate::tune::TuneArgs;
 
@@ -174,6 +175,13 @@ pub(crate) struct BenchArgs {
     /// Timed runs of each combination, after the first one
     #[arg(long, value_name = "N", default_value = "9")]
     pub(crate) repeat: NonZeroU32,
+    /// Another program to take turns with on one device; may be given again. COMMAND is called with a case, such as
+    /// 1,1024,8,8,64,causal,f32, and a number of calls, and prints {"first_ms":…,"times_ms":[…],"max_abs_error":…}
+    #[arg(long, value_name = "NAME=COMMAND")]
+    pub(crate) against: Vec<Peer>,
+    /// With --against: how often everybody has a turn
+    #[arg(long, value_name = "N", default_value = "3", requires = "against")]
+    pub(crate) rounds: NonZeroU32,
     /// Print one JSON array
     #[arg(long)]
     pub(crate) json: bool,

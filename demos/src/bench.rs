@@ -8,6 +8,7 @@ use kyklos::backend::{Backend, Control};
 use kyklos::plan::table;
 use serde::Serialize;
 
+use crate::against::{self, Times};
 use crate::args::{BenchArgs, KernelName, List, MaskArg, Shape};
 use crate::device::{self, AnyBackend, DeviceId};
 use crate::failure::{Failure, Result, note, print};
@@ -55,6 +56,9 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
         }
     }
     let cases = cases(args)?;
+    if !args.against.is_empty() {
+        return bench_against(args, &devices, &cases);
+    }
     let mut lines = Vec::new();
     for device in devices {
         let mut seen = Vec::new();
@@ -78,6 +82,35 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
         0 => Ok(()),
         count => Err(Failure::run(format!("{count} of {} combinations have no time", lines.len()))),
     }
+}
+
+/// One device and kernel beside other programs.
+fn bench_against(args: &BenchArgs, devices: &[DeviceId], cases: &[Case]) -> Result<()> {
+    let (&[device], &[kernel]) = (devices, &args.kernel.0[..]) else {
+        return Err(Failure::request(
+            format!("--against with {} devices and {} kernels", devices.len(), args.kernel.0.len()),
+            "name one of each",
+        ));
+    };
+    let backend = open(device, kernel)?;
+    let info = backend.info();
+    let (repeat, rounds) = (args.repeat.get(), args.rounds.get());
+    let mut comparisons = Vec::new();
+    for case in cases {
+        comparisons.push(against::compare(case.text(), &args.against, rounds, repeat, || {
+            case.times(&backend, repeat)
+        })?);
+    }
+    if args.json {
+        return print(&json(&comparisons)?);
+    }
+    print(&format!(
+        "{} ({}), {}; data resident; {rounds} rounds of {repeat} calls, programs in turns; ratio: their time over ours\n\n{}",
+        info.name,
+        info.driver,
+        info.kernel,
+        against::text(&comparisons)
+    ))
 }
 
 fn open(device: DeviceId, KernelName(kernel): KernelName) -> Result<AnyBackend> {
@@ -169,7 +202,42 @@ impl Case {
         }
     }
 
+    /// As peers read it.
+    fn text(&self) -> String {
+        let [batch, keys, heads, kv_heads, dim] = self.shape;
+        let tokens = match self.problem.q_len {
+            queries if queries == keys => keys.to_string(),
+            queries => format!("{queries}:{keys}"),
+        };
+        format!("{batch},{tokens},{heads},{kv_heads},{dim},{},{}", self.mask.text, self.problem.dtype)
+    }
+
+    fn times(&self, backend: &AnyBackend, repeat: u32) -> Result<(Times, f64)> {
+        note(&format!("kyklos {}", self.text()));
+        match backend {
+            AnyBackend::Cpu(backend) => self.checked_times(backend, repeat),
+            AnyBackend::Wgpu(backend) => self.checked_times(&**backend, repeat),
+        }
+    }
+
     fn measure<B: Backend>(&self, backend: &B, repeat: u32) -> Result<Measured> {
+        let (Times { first_ms, mut times_ms, max_abs_error }, tolerance) =
+            self.checked_times(backend, repeat)?;
+        times_ms.sort_by(f64::total_cmp);
+        let median_ms = times_ms[times_ms.len() / 2];
+        Ok(Measured {
+            first_ms,
+            median_ms,
+            min_ms: times_ms[0],
+            max_ms: times_ms[times_ms.len() - 1],
+            gflop_per_s: self.flops() / median_ms / 1e6,
+            max_abs_error,
+            tolerance,
+        })
+    }
+
+    /// Times of a run whose result agrees with the oracle, and the tolerance for that.
+    fn checked_times<B: Backend>(&self, backend: &B, repeat: u32) -> Result<(Times, f64)> {
         let mut resident = Resident::new(backend, &self.problem, SEED)?;
         let mut times_ms = Vec::new();
         for _ in 0..=repeat {
@@ -184,17 +252,7 @@ impl Case {
             return Err(Failure::run(format!("wrong result: {failure}")));
         }
         let first_ms = times_ms.remove(0);
-        times_ms.sort_by(f64::total_cmp);
-        let median_ms = times_ms[times_ms.len() / 2];
-        Ok(Measured {
-            first_ms,
-            median_ms,
-            min_ms: times_ms[0],
-            max_ms: times_ms[times_ms.len() - 1],
-            gflop_per_s: self.flops() / median_ms / 1e6,
-            max_abs_error: verdict.max_abs_error,
-            tolerance: verdict.tolerance,
-        })
+        Ok((Times { first_ms, times_ms, max_abs_error: verdict.max_abs_error }, verdict.tolerance))
     }
 
     /// A multiply-add counts as two.
@@ -207,7 +265,7 @@ impl Case {
     }
 }
 
-fn json(lines: &[Line]) -> Result<String> {
+fn json<T: Serialize>(lines: &[T]) -> Result<String> {
     serde_json::to_string_pretty(lines)
         .map(|json| json + "\n")
         .map_err(|error| Failure::run(format!("cannot print the table: {error}")))

@@ -7,6 +7,7 @@
 #[cfg(target_endian = "big")]
 compile_error!("tensor files are little-endian, and so must be the machine");
 
+mod against;
 mod alone;
 mod args;
 mod attend;

@@ -80,3 +80,35 @@ fn a_kernel_that_a_device_has_not_is_told_once_and_fails() {
     assert_eq!(text.matches("use --kernel auto").count(), 1, "{text}");
     assert!(String::from_utf8_lossy(&output.stderr).contains("2 of 4 combinations"));
 }
+
+#[test]
+fn another_program_takes_turns_and_is_told_the_case() {
+    let folder = tempfile::tempdir().unwrap();
+    let peer = folder.path().join("peer.sh");
+    std::fs::write(
+        &peer,
+        "[ \"$1\" = 1,4:64,2,1,16,causal,f32 ] && [ \"$2\" = 2 ] || { echo \"told $*\" >&2; exit 1; }\n\
+         echo '{\"first_ms\":5,\"times_ms\":[1,2,3],\"max_abs_error\":1e-7}'\n",
+    )
+    .unwrap();
+    let against = format!("other=sh {}", peer.display());
+    let common = ["bench", "--shape", "1,64,2,1,16", "--mask", "causal", "--dtype", "f32", "--queries", "4"];
+    let run =
+        |more: &[&str]| kyklos(&[&common[..], &["--repeat", "2", "--against", &against], more].concat());
+    let output = run(&["--device", "cpu", "--rounds", "2", "--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let cases: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(cases[0]["left_out"].as_array().map(Vec::len), Some(0), "{cases}");
+    let programs = cases[0]["programs"].as_array().unwrap();
+    assert_eq!([&programs[0]["name"], &programs[1]["name"]], ["kyklos", "other"]);
+    assert_eq!(programs[1]["medians_ms"], serde_json::json!([2.0, 2.0]));
+    for (wrong, named) in [
+        (&["--device", "cpu", "--kernel", "auto,portable"][..], "2 kernels"),
+        (&["--device", "cpu", "--against", "nameless"], "NAME=COMMAND"),
+    ] {
+        let output = run(wrong);
+        assert_eq!(output.status.code(), Some(2));
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(text.contains(named), "{text}");
+    }
+}
