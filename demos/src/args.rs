@@ -71,7 +71,7 @@ pub(crate) struct ProblemArgs {
     /// Ulysses x ring, or auto: the mesh that sends fewest bytes
     #[arg(long, value_name = "UxR|auto", default_value = "auto")]
     pub(crate) mesh: OrAuto<Mesh>,
-    /// dense, ring, ulysses, unified or auto: what the mesh says
+    /// dense, ring, ulysses, unified, bidirectional, two-way, line, gather, pass-q, or auto: what the mesh says
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub(crate) strategy: OrAuto<StrategyName>,
     /// contiguous, zigzag, striped or auto: zigzag where a ring's mask works like causal
@@ -281,12 +281,6 @@ impl FromStr for StrategyName {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        if text == "bidirectional" {
-            return Err(Error::request(
-                "strategy `bidirectional` is not part of this build",
-                "use ring, which sends the same bytes in one direction, ulysses, unified or auto",
-            ));
-        }
         text.parse().map(Self)
     }
 }

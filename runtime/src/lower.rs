@@ -123,8 +123,14 @@ pub(crate) fn any_visible(problem: &AttentionProblem, q_tokens: &TokenRuns, kv_t
             let spans = problem.mask.visible(batch, problem.q_position(token), problem.kv_len);
             spans.iter().any(|span| meets(kv_tokens, *span))
         };
-        // Most blocks are seen by the last of some queries in a row, and need no look at the others.
-        q_tokens.runs().iter().any(|run| sees(run.last())) || q_tokens.iter().any(sees)
+        q_tokens.runs().iter().any(|run| {
+            // Most blocks that are not seen lie outside of what a whole run sees, and most others are seen by its last
+            // query: neither needs a look at each query.
+            let [first, last] = [run.start, run.last()].map(|token| problem.q_position(token));
+            let hull = problem.mask.hull(batch, first, last, problem.kv_len);
+            meets(kv_tokens, hull)
+                && (sees(run.last()) || (0..run.count).any(|i| sees(run.start + i * run.stride)))
+        })
     })
 }
 

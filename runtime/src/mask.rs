@@ -158,8 +158,25 @@ impl Mask {
         self.unions.iter().fold(bounds, |spans, slices| spans.within(slices, q))
     }
 
+    /// An interval that holds every key that a query at any of the positions `first..=last` sees, and maybe others.
+    pub(crate) fn hull(&self, batch: usize, first: u32, last: u32, kv_len: u32) -> RowSpan {
+        match (self.ends(batch, first, kv_len), self.ends(batch, last, kv_len)) {
+            (Some((lo, _)), Some((_, hi))) if lo < hi => RowSpan { lo, hi },
+            (Some((lo, _)), None) if lo < kv_len => RowSpan { lo, hi: kv_len },
+            _ => RowSpan::EMPTY,
+        }
+    }
+
     /// The interval that all but the slices leave.
     fn bounds(&self, batch: usize, q: u32, kv_len: u32) -> RowSpan {
+        match self.ends(batch, q, kv_len) {
+            Some((lo, hi)) if lo < hi => RowSpan { lo, hi },
+            _ => RowSpan::EMPTY,
+        }
+    }
+
+    /// Where that interval would begin and end; neither end moves left as `q` grows. None behind the last document.
+    fn ends(&self, batch: usize, q: u32, kv_len: u32) -> Option<(u32, u32)> {
         let (mut lo, mut hi) = (0, kv_len);
         if let Some(left) = self.left {
             lo = lo.max(q.saturating_sub(left));
@@ -171,17 +188,12 @@ impl Mask {
             hi = hi.min(*valid);
         }
         if !self.documents.is_empty() {
-            // The document that holds q: boundaries[next - 1] <= q < boundaries[next]. Past the end there is none.
+            // The document that holds q: boundaries[next - 1] <= q < boundaries[next].
             let next = self.documents.partition_point(|boundary| *boundary <= q);
-            match self.documents.get(next) {
-                Some(end) => {
-                    lo = lo.max(self.documents[next - 1]);
-                    hi = hi.min(*end);
-                }
-                None => hi = 0,
-            }
+            lo = lo.max(self.documents[next - 1]);
+            hi = hi.min(*self.documents.get(next)?);
         }
-        if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
+        Some((lo, hi))
     }
 }
 

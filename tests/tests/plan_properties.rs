@@ -3,8 +3,8 @@
 
 use kyklos::plan::{Content, Recv, Send, Step, World, check, explain, explain_json, plan_hash};
 use kyklos::{
-    AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PairKind, PairTensor, PlacementKind, SlicePart, Split,
-    Strategy, meshes_by_bytes, plan_world,
+    AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PairKind, PairTensor, Placement, PlacementKind,
+    SlicePart, Split, Strategy, meshes_by_bytes, plan_world,
 };
 use proptest::prelude::*;
 use proptest::strategy::Strategy as _;
@@ -15,11 +15,15 @@ struct Drawn(World);
 
 impl std::fmt::Debug for Drawn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let World { problem, mesh, q_placement, .. } = &self.0;
+        let World { problem, mesh, strategy, q_placement, .. } = &self.0;
         let tokens: Vec<usize> = q_placement.ranks().iter().map(|tokens| tokens.len()).collect();
-        write!(f, "{problem:?} on {mesh}, {} {tokens:?}", q_placement.kind())
+        write!(f, "{problem:?} {strategy} on {mesh}, {} {tokens:?}", q_placement.kind())
     }
 }
+
+/// Strategies that differ from unified in their round over the shards.
+const ROUNDS: [Strategy; 5] =
+    [Strategy::Bidirectional, Strategy::TwoWay, Strategy::Line, Strategy::Gather, Strategy::PassQ];
 
 /// A problem, a mesh and a split that fit each other.
 fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
@@ -49,7 +53,11 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
                 ),
                 _ => Split::Tokens(random.shares(seq, mesh.world())),
             };
-            Drawn(plan_world(&problem, mesh, kind, &split, Strategy::Unified).expect("drawn to fit"))
+            let strategy = match random.below(8) {
+                drawn @ 0..5 if mesh.ring() > 1 => ROUNDS[drawn as usize],
+                _ => Strategy::Unified,
+            };
+            Drawn(plan_world(&problem, mesh, kind, &split, strategy).expect("drawn to fit"))
         },
     )
 }
@@ -144,12 +152,73 @@ fn closed_form(world: &World, rank: u32) -> (u64, u64) {
         send(row * (q_tokens(r, u) * q_heads(peer) + 2 * kv_tokens(r, u) * kv_heads(peer)) + pairs);
         send(q_tokens(r, peer) * q_heads(u) * (row + 4 * batch));
     }
-    for hop in 0..ring - 1 {
-        let owner = (r + ring - hop) % ring;
-        let shard: u64 = (0..ulysses).map(|u| kv_tokens(owner, u)).sum();
-        send(2 * row * kv_heads(u) * shard);
+    let kv_row = 2 * row * kv_heads(u);
+    let queries = |r: u32| shard(&world.q_placement, ulysses, r);
+    let keys = |r: u32| shard(&world.kv_placement, ulysses, r);
+    let others = || (0..ring).filter(|other| *other != r);
+    match world.strategy {
+        Strategy::Gather => {
+            let readers = others().filter(|other| sees(problem, &queries(*other), &keys(r)));
+            readers.for_each(|_| send(kv_row * keys(r).len() as u64));
+        }
+        Strategy::PassQ => {
+            let state = batch * (4 * u64::from(problem.head_dim) + 8);
+            for other in others() {
+                if sees(problem, &queries(r), &keys(other)) {
+                    send(queries(r).len() as u64 * (row * q_heads(u) + pair_row * pair_heads(u)));
+                }
+                if sees(problem, &queries(other), &keys(r)) {
+                    send(queries(other).len() as u64 * q_heads(u) * state);
+                }
+            }
+        }
+        strategy => {
+            // By hop and direction: what goes on from here because somebody further on sees some of it.
+            for hop in 0..ring {
+                let mut sent = [0; 2];
+                for (direction, sent) in sent.iter_mut().enumerate() {
+                    let shift = |from: u32, by: u32| match direction {
+                        0 => (from + by) % ring,
+                        _ => (from + ring * ring - by) % ring,
+                    };
+                    let owner = (0..ring).find(|owner| shift(*owner, hop) == r).expect("a ring");
+                    let shard = keys(owner);
+                    let (part, farthest) = match (strategy, direction) {
+                        (Strategy::Bidirectional, 0) => (&shard[..], ring / 2),
+                        (Strategy::Bidirectional, _) => (&shard[..], (ring - 1) / 2),
+                        (Strategy::TwoWay, 0) => (&shard[..shard.len().div_ceil(2)], ring - 1),
+                        (Strategy::TwoWay, _) => (&shard[shard.len().div_ceil(2)..], ring - 1),
+                        (Strategy::Line, 0) => (&shard[..], ring - 1 - owner),
+                        (Strategy::Line, _) => (&shard[..], owner),
+                        (_, 0) => (&shard[..], ring - 1),
+                        _ => (&[][..], 0),
+                    };
+                    if (hop + 1..=farthest).any(|hops| sees(problem, &queries(shift(owner, hops)), part)) {
+                        *sent = kv_row * part.len() as u64;
+                    }
+                }
+                // With two shards both directions lead to one rank, which gets one message.
+                if ring == 2 { send(sent.iter().sum()) } else { sent.into_iter().for_each(&mut send) }
+            }
+        }
     }
     (bytes, messages)
+}
+
+/// The tokens of a shard.
+fn shard(placement: &Placement, ulysses: u32, r: u32) -> Vec<u32> {
+    let ranks = &placement.ranks()[(r * ulysses) as usize..((r + 1) * ulysses) as usize];
+    ranks.iter().flat_map(|tokens| tokens.iter()).collect()
+}
+
+/// Whether any of the queries sees any of the keys, pair by pair.
+fn sees(problem: &AttentionProblem, queries: &[u32], keys: &[u32]) -> bool {
+    (0..problem.batch as usize).any(|batch| {
+        queries.iter().any(|query| {
+            let spans = problem.mask.visible(batch, query + problem.q_offset, problem.kv_len);
+            keys.iter().any(|key| spans.sees(*key))
+        })
+    })
 }
 
 proptest! {
@@ -165,14 +234,15 @@ proptest! {
 
     #[test]
     fn meshes_are_priced_at_what_their_plans_send(Drawn(world) in worlds()) {
-        let World { problem, mesh, q_placement, .. } = &world;
+        let World { problem, mesh, q_placement, strategy, .. } = &world;
         let split = Split::Tokens(q_placement.ranks().iter().map(|tokens| tokens.len() as u32).collect());
-        let priced = meshes_by_bytes(problem, mesh.world(), q_placement.kind(), &split, None).expect("fits");
+        let priced =
+            meshes_by_bytes(problem, mesh.world(), q_placement.kind(), &split, Some(*strategy)).expect("fits");
         prop_assert!(priced.is_sorted_by_key(|(_, bytes)| *bytes));
         for (mesh, bytes) in priced {
-            let world = plan_world(problem, mesh, q_placement.kind(), &split, Strategy::Unified).expect("fits");
+            let world = plan_world(problem, mesh, q_placement.kind(), &split, *strategy).expect("fits");
             let sent: u64 = world.plans.iter().map(|plan| plan.volume(problem).0).sum();
-            prop_assert_eq!(sent, bytes, "{}", mesh);
+            prop_assert_eq!(sent, bytes, "{} {}", strategy, mesh);
         }
     }
 
@@ -304,6 +374,32 @@ const FAULTS: &[Fault] = &[
         };
         pairs.tokens.end -= 1;
         Some("the pair tensor of other rows")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Merge { .. }))?;
+        world.plans[rank].steps.remove(step);
+        Some("a merge left out")
+    },
+    |world, random| {
+        // A rank says of a state that it has met fewer keys than it has: on both sides, so that they agree.
+        let (rank, step) =
+            pick(world, random, |step| matches!(step, Step::Exchange { sends, .. } if !sends.is_empty()))?;
+        let Step::Exchange { id, sends, .. } = world.plans[rank].steps[step].clone() else { return None };
+        let sent = &mut world.plans[rank].buffers[sends[0].parts[0].buffer.0];
+        if sent.content != Content::State {
+            return None;
+        }
+        let fewer = sent.met.slice(1..sent.met.len());
+        sent.met = fewer.clone();
+        let receiver = &mut world.plans[sends[0].to as usize];
+        let Recv { parts, .. } = receiver.steps.iter().find_map(|step| match step {
+            Step::Exchange { id: theirs, recvs, .. } if *theirs == id => {
+                recvs.iter().find(|recv| recv.from == rank as u32).cloned()
+            }
+            _ => None,
+        })?;
+        receiver.buffers[parts[0].0].met = fewer;
+        Some("a state of other keys")
     },
     |world, random| {
         // A rank posts its next hop only after it has waited for it.
@@ -464,6 +560,11 @@ fn strategies_refuse_meshes_that_contradict_them() {
         (Strategy::Ring, true, true, false, false),
         (Strategy::Ulysses, true, false, true, false),
         (Strategy::Unified, true, true, true, true),
+        (Strategy::Bidirectional, false, true, false, true),
+        (Strategy::TwoWay, false, true, false, true),
+        (Strategy::Line, false, true, false, true),
+        (Strategy::Gather, false, true, false, true),
+        (Strategy::PassQ, false, true, false, true),
     ] {
         let got = [(1, 1), (1, 2), (2, 1), (2, 2)].map(|(ulysses, ring)| accepted(strategy, ulysses, ring));
         assert_eq!(got, [dense, ring, ulysses, both], "{strategy}");
@@ -520,4 +621,49 @@ fn a_plan_explains_itself_the_same_way_every_time() {
     let json = explain_json(&world, &checks);
     assert_eq!(json["plans"].as_array().unwrap().len(), 4);
     assert_eq!(json["plans"][1]["check"]["messages_sent"], checks[1].messages_sent);
+}
+
+#[test]
+fn a_causal_mask_leaves_of_each_ring_the_bytes_that_it_must() {
+    // In units of what a ring sends without a mask: R − 1 hops of all R shards.
+    let problem = AttentionProblem::new([1, 640, 2, 2, 16], Dtype::F16, Mask::causal()).unwrap();
+    for ring in [2, 4, 5, 8] {
+        let share = |strategy, kind| {
+            let mesh = Mesh::new(1, ring).unwrap();
+            let world = plan_world(&problem, mesh, kind, &Split::Even, strategy).unwrap();
+            let sent: u64 = check(&world).unwrap().iter().map(|check| check.bytes_sent).sum();
+            sent as f64 / (f64::from(ring - 1) * f64::from(640 * 2 * 2 * 16 * 2))
+        };
+        // Contiguous shards are seen by later ones only; zigzag ones by all, but their back halves by earlier ones only.
+        assert_eq!(share(Strategy::Ring, PlacementKind::Contiguous), 0.5);
+        assert_eq!(share(Strategy::Gather, PlacementKind::Contiguous), 0.5);
+        assert_eq!(share(Strategy::Ring, PlacementKind::Zigzag), 1.0);
+        assert_eq!(share(Strategy::TwoWay, PlacementKind::Zigzag), 0.75);
+        assert_eq!(share(Strategy::Line, PlacementKind::Contiguous), 0.5);
+    }
+}
+
+#[test]
+fn a_bidirectional_ring_has_half_the_hops_and_a_line_no_link_that_closes_it() {
+    let problem = AttentionProblem::new([1, 60, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
+    for ring in [2, 3, 4, 7, 8] {
+        let world = |strategy| {
+            let mesh = Mesh::new(1, ring).unwrap();
+            plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap()
+        };
+        let waits = |world: &World| {
+            world.plans[0].steps.iter().filter(|step| matches!(step, Step::Wait { .. })).count() as u32
+        };
+        assert_eq!(waits(&world(Strategy::Ring)), ring - 1);
+        assert_eq!(waits(&world(Strategy::Bidirectional)), ring / 2);
+        assert_eq!(waits(&world(Strategy::Gather)), ring - 1);
+        let line = world(Strategy::Line);
+        for plan in &line.plans {
+            let peers = plan.steps.iter().flat_map(|step| match step {
+                Step::Exchange { sends, .. } => sends.iter().map(|send| send.to).collect(),
+                _ => Vec::new(),
+            });
+            assert!(peers.into_iter().all(|peer| peer.abs_diff(plan.rank) == 1), "rank {}", plan.rank);
+        }
+    }
 }

@@ -83,7 +83,11 @@ proptest! {
         let mut weights: Vec<f64> = weights[..mesh.world() as usize].iter().map(|weight| f64::from(*weight)).collect();
         weights[0] += 1.0;
         let run = |mesh: Mesh, split: Split| {
-            let world = plan_world(&prepared.problem, mesh, kind, &split, Strategy::Unified).unwrap();
+            let round = match mesh.ring() {
+                1 => Strategy::Unified,
+                _ => Strategy::ALL[3 + (seed / 11 % 6) as usize],
+            };
+            let world = plan_world(&prepared.problem, mesh, kind, &split, round).unwrap();
             run_world(&world, in_process_group(mesh.world()), &prepared.tensors, CpuBackend::new).0
         };
         let alone = prepared.judge(&run(Mesh::new(1, 1).unwrap(), Split::Even), "cpu alone");

@@ -17,6 +17,16 @@ use kyklos_tests::inputs::{Case, cases};
 use kyklos_tests::tolerance::{Comparison, discriminates};
 use kyklos_transport::{Transport, in_process_group};
 
+/// Unified, and the strategies that differ from it in their round over the shards.
+const ROUNDS: [Strategy; 6] = [
+    Strategy::Unified,
+    Strategy::Bidirectional,
+    Strategy::TwoWay,
+    Strategy::Line,
+    Strategy::Gather,
+    Strategy::PassQ,
+];
+
 fn dense(problem: &AttentionProblem) -> World {
     let mesh = Mesh::new(1, 1).unwrap();
     plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
@@ -44,9 +54,13 @@ fn every_world_agrees(dtype: Dtype) {
             }
             let mesh = Mesh::new(ulysses, ring).unwrap();
             for kind in PlacementKind::ALL {
-                for split in [Split::Even, uneven(mesh.world())] {
-                    let world = plan_world(&prepared.problem, mesh, kind, &split, Strategy::Unified).unwrap();
-                    let who = format!("cpu {mesh} {kind} {split:?}");
+                for (index, split) in [Split::Even, uneven(mesh.world())].into_iter().enumerate() {
+                    // Every way round the shards has its turn on every case, mesh and placement or split.
+                    let rounds = if ring > 1 { &ROUNDS[..] } else { &ROUNDS[..1] };
+                    let turn = prepared.case.seed as usize + index + kind as usize;
+                    let strategy = rounds[turn % rounds.len()];
+                    let world = plan_world(&prepared.problem, mesh, kind, &split, strategy).unwrap();
+                    let who = format!("cpu {strategy} {mesh} {kind} {split:?}");
                     let whole = run_on_cpu(&world, &prepared);
                     let judged = prepared.judge(&whole, &who);
                     if let Err(failure) = judged.within(&limit) {
@@ -132,11 +146,17 @@ fn the_same_plan_gives_the_same_bytes() {
 #[test]
 fn sockets_and_channels_give_the_same_bytes() {
     let prepared = case("two rows beyond four tiles");
-    for (ulysses, ring) in [(1, 3), (2, 1), (2, 2)] {
+    for (ulysses, ring, strategy) in [
+        (1, 3, Strategy::Unified),
+        (2, 1, Strategy::Unified),
+        (2, 2, Strategy::TwoWay),
+        (1, 4, Strategy::Bidirectional),
+        (2, 2, Strategy::PassQ),
+        (1, 3, Strategy::Gather),
+    ] {
         let mesh = Mesh::new(ulysses, ring).unwrap();
         let kind = PlacementKind::Zigzag;
-        let world =
-            plan_world(&prepared.problem, mesh, kind, &uneven(mesh.world()), Strategy::Unified).unwrap();
+        let world = plan_world(&prepared.problem, mesh, kind, &uneven(mesh.world()), strategy).unwrap();
         let over_channels = run_on_cpu(&world, &prepared);
         let sockets = kyklos_transport::quic::quic_loopback_group(mesh.world()).unwrap();
         let (over_sockets, outputs) = run_world(&world, sockets, &prepared.tensors, CpuBackend::new);

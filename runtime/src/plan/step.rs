@@ -59,6 +59,8 @@ pub struct Buffer {
     /// Which global heads: KV heads for [`Content::KeyValue`], the pair tensor's for [`Content::Pairs`], query heads
     /// otherwise.
     pub heads: Range<u32>,
+    /// For a running state that is sent or received: the keys that it has met when it travels. Otherwise none.
+    pub met: TokenRuns,
 }
 
 /// Kind of tensors in a buffer.

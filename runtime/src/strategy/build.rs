@@ -87,8 +87,44 @@ impl<'a> PlanBuilder<'a> {
         tokens: TokenRuns,
         heads: Range<u32>,
     ) -> BufferId {
-        self.plan.buffers.push(Buffer { name, content, tokens, heads });
+        self.plan.buffers.push(Buffer { name, content, tokens, heads, met: TokenRuns::default() });
         BufferId(self.plan.buffers.len() - 1)
+    }
+
+    /// A running state of the queries in `q`, which stays here.
+    pub(super) fn state(&mut self, q: BufferId) -> BufferId {
+        let Buffer { tokens, heads, .. } = self.buffer(q).clone();
+        self.declare("state".to_owned(), Content::State, tokens, heads)
+    }
+
+    /// A running state of the queries in `q` over the keys `met`, which is sent or received.
+    pub(super) fn travelling_state(&mut self, q: BufferId, met: TokenRuns) -> BufferId {
+        let Buffer { name, tokens, heads, .. } = self.buffer(q).clone();
+        let name = format!("state of {name} over {met}");
+        self.plan.buffers.push(Buffer { name, content: Content::State, tokens, heads, met });
+        BufferId(self.plan.buffers.len() - 1)
+    }
+
+    /// Queries of shard `shard` (and their rows of the pair tensor), of the heads of `own`, to be received; attended with
+    /// this rank's keys.
+    pub(super) fn visitor(&mut self, shard: u32, own: Inputs) -> Inputs {
+        let tokens = self.world.q_placement.of_shard(shard);
+        let mut arriving = |id: BufferId, name: &str| {
+            let Buffer { content, heads, .. } = self.buffer(id).clone();
+            self.declare(format!("{name} of shard {shard}"), content, tokens.clone(), heads)
+        };
+        Inputs { q: arriving(own.q, "q"), kv: own.kv, pairs: own.pairs.map(|pairs| arriving(pairs, "pairs")) }
+    }
+
+    /// Whether any query of the shard `q_shard` sees any key of the shard `kv_shard`.
+    pub(super) fn sees(&self, q_shard: u32, kv_shard: u32) -> bool {
+        let world = self.world;
+        let (q, kv) = (world.q_placement.of_shard(q_shard), world.kv_placement.of_shard(kv_shard));
+        lower::any_visible(&world.problem, &q, &kv)
+    }
+
+    pub(super) fn whole(&self, buffer: BufferId) -> Slice {
+        self.plan.whole(buffer)
     }
 
     /// All tokens of the heads `heads` (global) of `buffer`.
@@ -157,6 +193,10 @@ impl<'a> PlanBuilder<'a> {
         }
     }
 
+    pub(super) fn merge(&mut self, from: BufferId, into: BufferId) {
+        self.plan.steps.push(Step::Merge { from, into });
+    }
+
     pub(super) fn finalize(&mut self, state: BufferId, into: BufferId) {
         self.plan.steps.push(Step::Finalize { state, into });
         self.free(state);
@@ -166,6 +206,13 @@ impl<'a> PlanBuilder<'a> {
     pub(super) fn free(&mut self, buffer: BufferId) {
         if !self.plan.is_own(buffer) {
             self.plan.steps.push(Step::Free { buffer });
+        }
+    }
+
+    /// Ends queries, and their rows of the pair tensor.
+    pub(super) fn end_queries(&mut self, Inputs { q, pairs, .. }: Inputs) {
+        for buffer in std::iter::once(q).chain(pairs) {
+            self.free(buffer);
         }
     }
 

@@ -1,12 +1,15 @@
 //! Strategies: pure functions from a problem, a mesh and placements to the plan of every rank.
 //!
 //! A plan has up to three phases: an all-to-all that trades tokens for heads inside the Ulysses group
-//! ([`ulysses`]), a ring over the shards ([`ring`]), and the all-to-all back. A mesh with U = 1 has only the ring,
-//! one with R = 1 only the trade, and one rank has neither.
+//! ([`ulysses`]), the round over the shards, and the all-to-all back. A mesh with U = 1 has only the round, one with
+//! R = 1 only the trade, and one rank has neither. In the round keys go from neighbour to neighbour ([`streams`]) or
+//! straight to everybody ([`gather`]), or queries go to the keys ([`pass_q`]).
 
 mod build;
+mod gather;
+mod pass_q;
 mod price;
-mod ring;
+mod streams;
 mod ulysses;
 
 use std::fmt;
@@ -17,6 +20,7 @@ use kyklos_transport::Rank;
 use crate::plan::{Content, Plan, World};
 use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
 use build::PlanBuilder;
+use streams::Routes;
 
 /// How the work is shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
@@ -30,11 +34,33 @@ pub enum Strategy {
     Ulysses,
     /// Ulysses inside, ring outside. Takes any mesh.
     Unified,
+    /// As unified, with keys and values going both ways, each half as far.
+    Bidirectional,
+    /// As unified, with one half of every shard's keys and values going each way.
+    #[serde(rename = "two-way")]
+    TwoWay,
+    /// As unified, with keys and values going both ways to the ends of the line: no link joins the last shard to the first.
+    Line,
+    /// As unified, with keys and values sent straight to every shard that sees them.
+    Gather,
+    /// As unified, with queries sent to the keys, and what they found sent back.
+    #[serde(rename = "pass-q")]
+    PassQ,
 }
 
 impl Strategy {
     /// All of them, for tests and help texts.
-    pub const ALL: [Self; 4] = [Self::Dense, Self::Ring, Self::Ulysses, Self::Unified];
+    pub const ALL: [Self; 9] = [
+        Self::Dense,
+        Self::Ring,
+        Self::Ulysses,
+        Self::Unified,
+        Self::Bidirectional,
+        Self::TwoWay,
+        Self::Line,
+        Self::Gather,
+        Self::PassQ,
+    ];
 
     /// What a mesh says by itself: 1x1 dense, 1xR ring, Ux1 ulysses, else unified.
     pub fn of_mesh(mesh: Mesh) -> Self {
@@ -56,13 +82,14 @@ impl Strategy {
             Self::Ring => mesh.ulysses() == 1,
             Self::Ulysses => mesh.ring() == 1,
             Self::Unified => true,
+            Self::Bidirectional | Self::TwoWay | Self::Line | Self::Gather | Self::PassQ => mesh.ring() > 1,
         };
         if fits {
             return Ok(());
         }
         Err(Error::request(
             format!("strategy {self} does not run on mesh {mesh}"),
-            "dense is 1x1, ring 1xR, ulysses Ux1; unified takes any mesh",
+            "dense is 1x1, ring 1xR, ulysses Ux1; unified takes any mesh, the others need a ring of at least 2",
         ))
     }
 
@@ -73,6 +100,11 @@ impl Strategy {
             Self::Ring => "ring",
             Self::Ulysses => "ulysses",
             Self::Unified => "unified",
+            Self::Bidirectional => "bidirectional",
+            Self::TwoWay => "two-way",
+            Self::Line => "line",
+            Self::Gather => "gather",
+            Self::PassQ => "pass-q",
         }
     }
 }
@@ -90,7 +122,7 @@ impl FromStr for Strategy {
         Self::ALL.into_iter().find(|strategy| strategy.name() == text).ok_or_else(|| {
             Error::request(
                 format!("strategy `{text}` is not known"),
-                "use dense, ring, ulysses, unified or auto",
+                "use dense, ring, ulysses, unified, bidirectional, two-way, line, gather, pass-q or auto",
             )
         })
     }
@@ -116,8 +148,9 @@ pub fn plan(
         strategy,
         plans: Vec::with_capacity(mesh.world() as usize),
     };
+    let routes = Routes::new(strategy, problem, &world.q_placement, &world.kv_placement);
     for rank in 0..mesh.world() {
-        world.plans.push(plan_rank(&world, Rank(rank)));
+        world.plans.push(plan_rank(&world, &routes, Rank(rank)));
     }
     Ok(world)
 }
@@ -164,7 +197,7 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
         strategy: Strategy::Dense,
         plans: Vec::new(),
     };
-    world.plans.push(plan_rank(&world, Rank(0)));
+    world.plans.push(plan_rank(&world, &Routes::default(), Rank(0)));
     Ok(world)
 }
 
@@ -181,8 +214,9 @@ pub fn meshes_by_bytes(
     let mut refusal = None;
     for ulysses in (1..=ranks).rev().filter(|u| ranks.is_multiple_of(*u)) {
         let mesh = Mesh::new(ulysses, ranks / ulysses)?;
-        match placements(problem, mesh, placement, split, strategy.unwrap_or(Strategy::Unified)) {
-            Ok((q, kv)) => priced.push((mesh, price::bytes_sent(problem, &q, &kv))),
+        let strategy = strategy.unwrap_or(Strategy::Unified);
+        match placements(problem, mesh, placement, split, strategy) {
+            Ok((q, kv)) => priced.push((mesh, price::bytes_sent(strategy, problem, &q, &kv))),
             Err(error) => refusal = refusal.or(Some(error)),
         }
     }
@@ -193,13 +227,17 @@ pub fn meshes_by_bytes(
     }
 }
 
-fn plan_rank(world: &World, rank: Rank) -> Plan {
+fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
     let (_, u) = world.mesh.coordinates(rank);
     let mut builder = PlanBuilder::new(world, rank);
     let alone = world.mesh.ulysses() == 1;
     let inputs = if alone { builder.inputs() } else { ulysses::trade_tokens_for_heads(&mut builder) };
     let tokens = builder.buffer(inputs.q).tokens.clone();
-    let state = ring::attend_round(&mut builder, inputs);
+    let state = match world.strategy {
+        Strategy::Gather => gather::attend_all(&mut builder, inputs),
+        Strategy::PassQ => pass_q::attend_everywhere(&mut builder, inputs),
+        _ => streams::attend_round(&mut builder, routes, inputs),
+    };
     if alone {
         builder.finalize(state, builder.output());
     } else {

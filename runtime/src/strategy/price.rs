@@ -1,10 +1,17 @@
 //! What a mesh sends, from counts of tokens and heads alone: a mesh is chosen before any plan is made.
 
+use super::Strategy;
+use super::streams::Routes;
 use crate::mesh::kv_heads_for;
-use crate::{AttentionProblem, Placement};
+use crate::{AttentionProblem, Placement, lower};
 
 /// Plan payload that all ranks send together, in bytes: what the plans over these placements add up to.
-pub(super) fn bytes_sent(problem: &AttentionProblem, q: &Placement, kv: &Placement) -> u64 {
+pub(super) fn bytes_sent(
+    strategy: Strategy,
+    problem: &AttentionProblem,
+    q: &Placement,
+    kv: &Placement,
+) -> u64 {
     let mesh = q.mesh();
     let heads = mesh.q_heads(problem);
     let kv_heads: Vec<u128> = heads.iter().map(|heads| kv_heads_for(problem, heads).len() as u128).collect();
@@ -28,7 +35,34 @@ pub(super) fn bytes_sent(problem: &AttentionProblem, q: &Placement, kv: &Placeme
             bytes += of_piece(q) * copies * row;
         }
     }
-    // The ring: every shard moves once for each hop.
-    bytes += u128::from(mesh.ring() - 1) * u128::from(problem.kv_len) * all_kv_heads * 2 * row;
+    // The round.
+    let pair_row = |pairs: crate::PairTensor| {
+        let heads = if pairs.heads > 1 { problem.q_heads } else { mesh.ulysses() };
+        u128::from(heads * pairs.batch) * pairs.row_bytes(problem.dtype, problem.kv_len) as u128
+    };
+    bytes += match strategy {
+        Strategy::Gather => {
+            let tokens = visits(problem, q, kv).map(|(_, owner)| kv.of_shard(owner).len() as u128);
+            tokens.sum::<u128>() * all_kv_heads * 2 * row
+        }
+        Strategy::PassQ => {
+            let tokens: u128 = visits(problem, q, kv).map(|(guest, _)| q.of_shard(guest).len() as u128).sum();
+            let state = batch * (u128::from(problem.head_dim) * 4 + 8);
+            tokens * (u128::from(problem.q_heads) * (row + state) + problem.pairs.map_or(0, pair_row))
+        }
+        _ => {
+            let tokens = Routes::new(strategy, problem, q, kv).tokens_sent(kv);
+            u128::from(tokens) * all_kv_heads * 2 * row
+        }
+    };
     u64::try_from(bytes).unwrap_or(u64::MAX)
+}
+
+/// Two shards, the first of which sees keys of the second.
+fn visits(problem: &AttentionProblem, q: &Placement, kv: &Placement) -> impl Iterator<Item = (u32, u32)> {
+    let ring = q.mesh().ring();
+    let pairs = (0..ring).flat_map(move |guest| (0..ring).map(move |owner| (guest, owner)));
+    pairs.filter(|(guest, owner)| {
+        guest != owner && lower::any_visible(problem, &q.of_shard(*guest), &kv.of_shard(*owner))
+    })
 }

@@ -141,7 +141,11 @@ impl<'a> RankProof<'a> {
                     return self.fault(format!("exchange {id} has a message without parts"));
                 }
                 for part in sends.iter().flat_map(|send| &send.parts) {
-                    self.must_be_written(part)?;
+                    if self.plan.buffer(part.buffer).content == Content::State {
+                        self.send_state(part)?;
+                    } else {
+                        self.must_be_written(part)?;
+                    }
                     if !self.plan.is_one_piece(&self.world.problem, part) {
                         return self
                             .fault(format!("the part of {} is not one piece", self.name(part.buffer)));
@@ -153,7 +157,11 @@ impl<'a> RankProof<'a> {
                 }
                 for part in recvs.iter().flat_map(|recv| &recv.parts) {
                     self.exists(*part)?;
-                    self.write(&self.plan.whole(*part))?;
+                    if self.plan.buffer(*part).content == Content::State {
+                        self.receive_state(*part)?;
+                    } else {
+                        self.write(&self.plan.whole(*part))?;
+                    }
                     self.lives[part.0].arriving = Some(*id);
                 }
                 Ok(())
@@ -289,11 +297,46 @@ impl<'a> RankProof<'a> {
         if self.lives[id.0].consumed {
             return self.fault(format!("{} has been consumed", self.name(id)));
         }
+        if let Some(exchange) = self.lives[id.0].arriving {
+            return self.fault(format!("{} is used before exchange {exchange} is done", self.name(id)));
+        }
         if !self.lives[id.0].live {
             self.bring_to_life(id);
             self.lives[id.0].met = MetKeys::none(self.world.problem.kv_len);
         }
         Ok(())
+    }
+
+    /// A state goes to another rank: whole, with the keys that it says, and for good.
+    fn send_state(&mut self, part: &Slice) -> Result<()> {
+        self.in_bounds(part)?;
+        let id = part.buffer;
+        if *part != self.plan.whole(id) {
+            return self.fault(format!("only a part of {} is sent", self.name(id)));
+        }
+        self.state(id)?;
+        let keys = &self.plan.buffer(id).met;
+        if !self.lives[id.0].met.are(keys) {
+            return self.fault(format!("{} has not met just the keys {keys} when it is sent", self.name(id)));
+        }
+        self.lives[id.0].consumed = true;
+        Ok(())
+    }
+
+    /// A state comes from another rank, and has met what it says.
+    fn receive_state(&mut self, id: BufferId) -> Result<()> {
+        if self.lives[id.0].live {
+            return self.fault(format!("{} is received into", self.name(id)));
+        }
+        self.state(id)?;
+        let keys = &self.plan.buffer(id).met;
+        if keys.runs().iter().any(|run| run.last() >= self.world.problem.kv_len) {
+            return self.fault(format!("{} has met keys that do not exist", self.name(id)));
+        }
+        match self.lives[id.0].met.meet(keys) {
+            Some(key) => self.fault(format!("{} has met key {key} twice", self.name(id))),
+            None => Ok(()),
+        }
     }
 
     fn free(&mut self, id: BufferId) -> Result<()> {

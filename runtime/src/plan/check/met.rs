@@ -46,6 +46,12 @@ impl MetKeys {
         None
     }
 
+    /// Whether the set is just `keys`, each named once.
+    pub(super) fn are(&self, keys: &TokenRuns) -> bool {
+        let count: usize = self.met.iter().map(|met| usize::from(*met)).sum();
+        count == keys.len() && keys.iter().all(|key| self.met.get(key as usize) == Some(&1))
+    }
+
     /// Adds all keys of `other`; returns one that was there before, if any was.
     pub(super) fn merge(&mut self, other: &Self) -> Option<u32> {
         let mut again = None;

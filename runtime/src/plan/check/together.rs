@@ -37,6 +37,7 @@ pub(super) fn messages_meet(world: &World) -> Result<()> {
                     theirs.content == ours.content
                         && sender.slice_heads(slice) == ours.heads
                         && sender.slice_tokens(slice) == ours.tokens
+                        && theirs.met == ours.met
                 };
                 if parts.len() != recv.parts.len() || !parts.iter().zip(&recv.parts).all(fits) {
                     let says = |content: Content, tokens: &TokenRuns, heads: &Range<u32>| {

@@ -1,0 +1,71 @@
+//! Queries go to the keys: every rank sends its queries straight to each rank whose keys they see, and gets back what
+//! they found there, as a running state; keys and values stay where they are.
+//!
+//! For few queries over many keys: decoding over a cache that is split over ranks, cross-attention to a long context.
+//! What travels is q one way, and f32 a, m and l of every query the other way, so it is less than keys and values where
+//! the queries are fewer than about Hkv/Hq of the keys (in the problem's dtype; f32 states halve that for f16).
+
+use super::build::{Inputs, PlanBuilder};
+use crate::plan::{BufferId, Recv, Send};
+
+/// Attention of the queries against the keys and values of every shard. Ends all inputs, returns the running state.
+pub(super) fn attend_everywhere(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> BufferId {
+    let mesh = builder.world.mesh;
+    let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
+    let at = |distance: u32| (r + distance) % ring;
+    let behind = |distance: u32| (r + ring - distance) % ring;
+
+    // Queries out, to the rank `distance` ahead.
+    let mut visitors = Vec::new();
+    for distance in 1..ring {
+        let parts = [Some(inputs.q), inputs.pairs].into_iter().flatten();
+        let send = builder.sees(r, at(distance)).then(|| Send {
+            to: mesh.rank(at(distance), u).0,
+            parts: parts.map(|part| builder.whole(part)).collect(),
+        });
+        let guest = builder.sees(behind(distance), r).then(|| builder.visitor(behind(distance), inputs));
+        let recv = guest.map(|guest| Recv {
+            from: mesh.rank(behind(distance), u).0,
+            parts: [Some(guest.q), guest.pairs].into_iter().flatten().collect(),
+        });
+        let exchange = builder.exchange(send.into_iter().collect(), recv.into_iter().collect());
+        visitors.push((exchange, guest));
+    }
+    let state = builder.state(inputs.q);
+    builder.attend(inputs, state);
+
+    // What a visitor found goes home while the next one is served.
+    let mut going_home = Vec::new();
+    for (distance, (exchange, guest)) in (1..ring).zip(visitors) {
+        builder.wait(exchange);
+        let own_keys = builder.buffer(inputs.kv).tokens.clone();
+        let found = guest.map(|guest| {
+            let found = builder.travelling_state(guest.q, own_keys);
+            builder.attend(guest, found);
+            builder.end_queries(guest);
+            found
+        });
+        let send = found
+            .map(|found| Send { to: mesh.rank(behind(distance), u).0, parts: vec![builder.whole(found)] });
+        let came = builder.sees(r, at(distance)).then(|| {
+            let their_keys = builder.world.kv_placement.of_shard(at(distance));
+            builder.travelling_state(inputs.q, their_keys)
+        });
+        let recv = came.map(|came| Recv { from: mesh.rank(at(distance), u).0, parts: vec![came] });
+        let exchange = builder.exchange(send.into_iter().collect(), recv.into_iter().collect());
+        going_home.push((exchange, found, came));
+    }
+    for (exchange, found, came) in going_home {
+        builder.wait(exchange);
+        if let Some(found) = found {
+            builder.free(found);
+        }
+        if let Some(came) = came {
+            builder.merge(came, state);
+            builder.free(came);
+        }
+    }
+    builder.free(inputs.kv);
+    builder.end_queries(inputs);
+    state
+}
