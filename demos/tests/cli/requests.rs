@@ -31,7 +31,7 @@ fn wrong_requests_are_refused_on_one_line() {
         ("attend --shape 1,64,8,2,64 --ranks 2 --strategy dense", &["dense"]),
         ("attend --shape 1,64,8,2,64 --mesh 2x2 --strategy ring", &["ring", "2x2"]),
         ("attend --shape 1,64,8,2,64 --strategy spiral", &["spiral", "unified"]),
-        ("attend --shape 1,64,8,2,64 --ranks 2 --strategy bidirectional", &["bidirectional"]),
+        ("attend --shape 1,64,8,2,64 --mesh 2x1 --strategy bidirectional", &["bidirectional", "2x1"]),
         ("attend --shape 1,64,8,2,64 --placement diagonal", &["diagonal", "zigzag"]),
         ("attend --shape 1,64,8,2,64 --ranks 2 --split 1", &["1 weights", "2 ranks"]),
         ("attend --shape 1,64,8,2,64 --ranks 2 --split 0,0", &["weights"]),

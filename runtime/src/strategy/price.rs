@@ -36,10 +36,10 @@ pub(super) fn bytes_sent(
         }
     }
     // The round.
-    let pair_row = |pairs: crate::PairTensor| {
+    let pair_rows = problem.pairs.map_or(0, |pairs| {
         let heads = if pairs.heads > 1 { problem.q_heads } else { mesh.ulysses() };
         u128::from(heads * pairs.batch) * pairs.row_bytes(problem.dtype, problem.kv_len) as u128
-    };
+    });
     bytes += match strategy {
         Strategy::Gather => {
             let tokens = visits(problem, q, kv).map(|(_, owner)| kv.of_shard(owner).len() as u128);
@@ -48,7 +48,7 @@ pub(super) fn bytes_sent(
         Strategy::PassQ => {
             let tokens: u128 = visits(problem, q, kv).map(|(guest, _)| q.of_shard(guest).len() as u128).sum();
             let state = batch * (u128::from(problem.head_dim) * 4 + 8);
-            tokens * (u128::from(problem.q_heads) * (row + state) + problem.pairs.map_or(0, pair_row))
+            tokens * (u128::from(problem.q_heads) * (row + state) + pair_rows)
         }
         _ => {
             let tokens = Routes::new(strategy, problem, q, kv).tokens_sent(kv);

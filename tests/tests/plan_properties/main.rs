@@ -1,10 +1,15 @@
 //! Plans over random problems, meshes, splits and masks: every one is proved, sends exactly the bytes that a second
 //! closed form says, and no seeded fault slips through the proof.
 
-use kyklos::plan::{Content, Recv, Send, Step, World, check, explain, explain_json, plan_hash};
+mod closed_form;
+mod faults;
+
+use closed_form::closed_form;
+use faults::FAULTS;
+use kyklos::plan::{Recv, Send, Step, World, check, explain, explain_json, plan_hash};
 use kyklos::{
-    AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PairKind, PairTensor, Placement, PlacementKind,
-    SlicePart, Split, Strategy, meshes_by_bytes, plan_world,
+    AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PairKind, PairTensor, PlacementKind, SlicePart, Split,
+    Strategy, meshes_by_bytes, plan_world,
 };
 use proptest::prelude::*;
 use proptest::strategy::Strategy as _;
@@ -96,7 +101,7 @@ fn mask_number(kind: usize, batch: u32, seq: u32, random: &mut Random) -> Mask {
 struct Random(u64);
 
 impl Random {
-    fn below(&mut self, bound: u32) -> u32 {
+    pub(crate) fn below(&mut self, bound: u32) -> u32 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -111,114 +116,6 @@ impl Random {
         cuts.sort_unstable();
         cuts.windows(2).map(|pair| pair[1] - pair[0]).collect()
     }
-}
-
-/// Bytes and messages that `rank` sends, from counts alone: the independent closed form.
-fn closed_form(world: &World, rank: u32) -> (u64, u64) {
-    let problem = &world.problem;
-    let (ulysses, ring) = (world.mesh.ulysses(), world.mesh.ring());
-    let (r, u) = (rank / ulysses, rank % ulysses);
-    let q_tokens = |r: u32, u: u32| world.q_placement.ranks()[(r * ulysses + u) as usize].len() as u64;
-    let kv_tokens = |r: u32, u: u32| world.kv_placement.ranks()[(r * ulysses + u) as usize].len() as u64;
-    let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
-    let q_heads = |u: u32| u64::from(first(u + 1) - first(u));
-    let kv_heads = |u: u32| {
-        let heads: std::collections::BTreeSet<u32> =
-            (first(u)..first(u + 1)).map(|h| h / problem.group()).collect();
-        heads.len() as u64
-    };
-    let (batch, element) = (u64::from(problem.batch), problem.dtype.bytes() as u64);
-    let row = batch * u64::from(problem.head_dim) * element;
-
-    // Of a pair tensor: its heads that rank `u` of a group needs, and what a token of one weighs.
-    let pair_row = problem.pairs.map_or(0, |pairs| {
-        let bits = pairs.kind == PairKind::Visible;
-        let row = if bits {
-            4 * problem.kv_len.div_ceil(32)
-        } else {
-            (problem.kv_len * element as u32).div_ceil(4) * 4
-        };
-        u64::from(pairs.batch * row)
-    });
-    let pair_heads = |u: u32| if problem.pairs.is_some_and(|pairs| pairs.heads > 1) { q_heads(u) } else { 1 };
-
-    let (mut bytes, mut messages) = (0, 0);
-    let mut send = |size: u64| {
-        bytes += size;
-        messages += u64::from(size > 0);
-    };
-    for peer in (0..ulysses).filter(|peer| *peer != u) {
-        let pairs = pair_row * q_tokens(r, u) * pair_heads(peer);
-        send(row * (q_tokens(r, u) * q_heads(peer) + 2 * kv_tokens(r, u) * kv_heads(peer)) + pairs);
-        send(q_tokens(r, peer) * q_heads(u) * (row + 4 * batch));
-    }
-    let kv_row = 2 * row * kv_heads(u);
-    let queries = |r: u32| shard(&world.q_placement, ulysses, r);
-    let keys = |r: u32| shard(&world.kv_placement, ulysses, r);
-    let others = || (0..ring).filter(|other| *other != r);
-    match world.strategy {
-        Strategy::Gather => {
-            let readers = others().filter(|other| sees(problem, &queries(*other), &keys(r)));
-            readers.for_each(|_| send(kv_row * keys(r).len() as u64));
-        }
-        Strategy::PassQ => {
-            let state = batch * (4 * u64::from(problem.head_dim) + 8);
-            for other in others() {
-                if sees(problem, &queries(r), &keys(other)) {
-                    send(queries(r).len() as u64 * (row * q_heads(u) + pair_row * pair_heads(u)));
-                }
-                if sees(problem, &queries(other), &keys(r)) {
-                    send(queries(other).len() as u64 * q_heads(u) * state);
-                }
-            }
-        }
-        strategy => {
-            // By hop and direction: what goes on from here because somebody further on sees some of it.
-            for hop in 0..ring {
-                let mut sent = [0; 2];
-                for (direction, sent) in sent.iter_mut().enumerate() {
-                    let shift = |from: u32, by: u32| match direction {
-                        0 => (from + by) % ring,
-                        _ => (from + ring * ring - by) % ring,
-                    };
-                    let owner = (0..ring).find(|owner| shift(*owner, hop) == r).expect("a ring");
-                    let shard = keys(owner);
-                    let (part, farthest) = match (strategy, direction) {
-                        (Strategy::Bidirectional, 0) => (&shard[..], ring / 2),
-                        (Strategy::Bidirectional, _) => (&shard[..], (ring - 1) / 2),
-                        (Strategy::TwoWay, 0) => (&shard[..shard.len().div_ceil(2)], ring - 1),
-                        (Strategy::TwoWay, _) => (&shard[shard.len().div_ceil(2)..], ring - 1),
-                        (Strategy::Line, 0) => (&shard[..], ring - 1 - owner),
-                        (Strategy::Line, _) => (&shard[..], owner),
-                        (_, 0) => (&shard[..], ring - 1),
-                        _ => (&[][..], 0),
-                    };
-                    if (hop + 1..=farthest).any(|hops| sees(problem, &queries(shift(owner, hops)), part)) {
-                        *sent = kv_row * part.len() as u64;
-                    }
-                }
-                // With two shards both directions lead to one rank, which gets one message.
-                if ring == 2 { send(sent.iter().sum()) } else { sent.into_iter().for_each(&mut send) }
-            }
-        }
-    }
-    (bytes, messages)
-}
-
-/// The tokens of a shard.
-fn shard(placement: &Placement, ulysses: u32, r: u32) -> Vec<u32> {
-    let ranks = &placement.ranks()[(r * ulysses) as usize..((r + 1) * ulysses) as usize];
-    ranks.iter().flat_map(|tokens| tokens.iter()).collect()
-}
-
-/// Whether any of the queries sees any of the keys, pair by pair.
-fn sees(problem: &AttentionProblem, queries: &[u32], keys: &[u32]) -> bool {
-    (0..problem.batch as usize).any(|batch| {
-        queries.iter().any(|query| {
-            let spans = problem.mask.visible(batch, query + problem.q_offset, problem.kv_len);
-            keys.iter().any(|key| spans.sees(*key))
-        })
-    })
 }
 
 proptest! {
@@ -257,202 +154,6 @@ proptest! {
                     explain(&broken, &proof.unwrap_or_default(), None));
             }
         }
-    }
-}
-
-type Fault = fn(&mut World, &mut Random) -> Option<&'static str>;
-
-/// Each breaks a plan in one way, or says that the plan has nothing to break like that.
-const FAULTS: &[Fault] = &[
-    |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { .. }))?;
-        world.plans[rank].steps.remove(step);
-        Some("a dropped block")
-    },
-    |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { .. }))?;
-        let again = world.plans[rank].steps[step].clone();
-        world.plans[rank].steps.insert(step, again);
-        Some("a block counted twice")
-    },
-    |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Wait { .. }))?;
-        world.plans[rank].steps.remove(step);
-        Some("a wait that is missing")
-    },
-    |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Exchange { .. }))?;
-        world.plans[rank].steps.remove(step);
-        Some("a dropped hop")
-    },
-    |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Repack { .. }))?;
-        let plan = &mut world.plans[rank];
-        let Step::Repack { into, .. } = plan.steps.remove(step) else {
-            return None;
-        };
-        // Where a mask hides everything, nobody reads the copy and nothing is lost.
-        let read = |step: &Step| uses(step, into.buffer) && !matches!(step, Step::Repack { .. });
-        (into.buffer == plan.output || plan.steps[step..].iter().any(read))
-            .then_some("a copy that is missing")
-    },
-    |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Free { .. }))?;
-        let free = world.plans[rank].steps.remove(step);
-        let Step::Free { buffer } = &free else { return None };
-        if world.plans[rank].buffer(*buffer).tokens.is_empty() {
-            return None;
-        }
-        if random.below(2) == 0 {
-            return Some("a buffer that is never freed");
-        }
-        // Before its last use.
-        let last = world.plans[rank].steps[..step].iter().rposition(|step| uses(step, *buffer))?;
-        world.plans[rank].steps.insert(last, free);
-        Some("a buffer freed before its last use")
-    },
-    |world, random| {
-        // The owner is taken from the wrong side of the ring.
-        let arrived = |world: &World, rank: usize, buffer: usize| {
-            world.plans[rank].buffers[buffer].name.starts_with("kv of shard")
-                && world.plans[rank].buffers[buffer].tokens.len() > 1
-        };
-        let rank = random.below(world.plans.len() as u32) as usize;
-        let buffer = (0..world.plans[rank].buffers.len()).find(|buffer| arrived(world, rank, *buffer))?;
-        let tokens = &world.plans[rank].buffers[buffer].tokens;
-        let other: Vec<u32> = tokens.iter().map(|token| token ^ 1).collect();
-        let other = kyklos::TokenRuns::from_positions(other);
-        if other == *tokens {
-            return None;
-        }
-        world.plans[rank].buffers[buffer].tokens = other;
-        Some("a block under the wrong owner")
-    },
-    |world, random| {
-        let (rank, step) =
-            pick(world, random, |step| matches!(step, Step::Exchange { sends, .. } if !sends.is_empty()))?;
-        let (count, me) = (world.mesh.world(), world.plans[rank].rank);
-        let Step::Exchange { sends, .. } = &mut world.plans[rank].steps[step] else {
-            return None;
-        };
-        let to = sends[0].to;
-        sends[0].to = (0..count).find(|other| *other != to && *other != me)?;
-        Some("a message to the wrong rank")
-    },
-    |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { .. }))?;
-        let Step::Attend { q, .. } = &mut world.plans[rank].steps[step] else {
-            return None;
-        };
-        q.tokens.end -= 1;
-        Some("a query row left out")
-    },
-    |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { .. }))?;
-        let buffers = world.plans[rank].buffers.clone();
-        let Step::Attend { kv, .. } = &mut world.plans[rank].steps[step] else {
-            return None;
-        };
-        if buffers[kv.buffer.0].content != Content::KeyValue || !world.problem.mask.is_full() {
-            return None;
-        }
-        kv.tokens.end -= 1;
-        Some("a key left out")
-    },
-    |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { pairs: Some(_), .. }))?;
-        let Step::Attend { pairs, .. } = &mut world.plans[rank].steps[step] else {
-            return None;
-        };
-        *pairs = None;
-        Some("a pair tensor left out")
-    },
-    |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { pairs: Some(_), .. }))?;
-        let Step::Attend { pairs: Some(pairs), .. } = &mut world.plans[rank].steps[step] else {
-            return None;
-        };
-        pairs.tokens.end -= 1;
-        Some("the pair tensor of other rows")
-    },
-    |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Merge { .. }))?;
-        world.plans[rank].steps.remove(step);
-        Some("a merge left out")
-    },
-    |world, random| {
-        // A rank says of a state that it has met fewer keys than it has: on both sides, so that they agree.
-        let (rank, step) =
-            pick(world, random, |step| matches!(step, Step::Exchange { sends, .. } if !sends.is_empty()))?;
-        let Step::Exchange { id, sends, .. } = world.plans[rank].steps[step].clone() else { return None };
-        let sent = &mut world.plans[rank].buffers[sends[0].parts[0].buffer.0];
-        if sent.content != Content::State {
-            return None;
-        }
-        let fewer = sent.met.slice(1..sent.met.len());
-        sent.met = fewer.clone();
-        let receiver = &mut world.plans[sends[0].to as usize];
-        let Recv { parts, .. } = receiver.steps.iter().find_map(|step| match step {
-            Step::Exchange { id: theirs, recvs, .. } if *theirs == id => {
-                recvs.iter().find(|recv| recv.from == rank as u32).cloned()
-            }
-            _ => None,
-        })?;
-        receiver.buffers[parts[0].0].met = fewer;
-        Some("a state of other keys")
-    },
-    |world, random| {
-        // A rank posts its next hop only after it has waited for it.
-        let rank = random.below(world.plans.len() as u32) as usize;
-        let steps = &mut world.plans[rank].steps;
-        let wait = steps.iter().position(|step| matches!(step, Step::Wait { .. }))?;
-        let Step::Wait { id } = steps[wait] else {
-            return None;
-        };
-        let post = steps
-            .iter()
-            .position(|step| matches!(step, Step::Exchange { id: posted, .. } if *posted == id))?;
-        steps.swap(post, wait);
-        Some("a wait before its post")
-    },
-    |world, random| {
-        // On both sides, so that nothing else is wrong with it.
-        let from = random.below(world.mesh.world());
-        let to = (0..world.mesh.world()).find(|to| *to != from)?;
-        let id = u32::MAX;
-        for (rank, sends, recvs) in [
-            (from, vec![Send { to, parts: Vec::new() }], Vec::new()),
-            (to, Vec::new(), vec![Recv { from, parts: Vec::new() }]),
-        ] {
-            let steps = &mut world.plans[rank as usize].steps;
-            steps.splice(0..0, [Step::Exchange { id, sends, recvs }, Step::Wait { id }]);
-        }
-        Some("a message without parts")
-    },
-];
-
-fn pick(world: &World, random: &mut Random, wanted: fn(&Step) -> bool) -> Option<(usize, usize)> {
-    let rank = random.below(world.plans.len() as u32) as usize;
-    let found: Vec<usize> =
-        (0..world.plans[rank].steps.len()).filter(|step| wanted(&world.plans[rank].steps[*step])).collect();
-    let index = random.below(found.len() as u32) as usize;
-    found.get(index).map(|step| (rank, *step))
-}
-
-fn uses(step: &Step, buffer: kyklos::plan::BufferId) -> bool {
-    match step {
-        Step::Repack { from, into } => from.buffer == buffer || into.buffer == buffer,
-        Step::Exchange { sends, .. } => {
-            sends.iter().flat_map(|send| &send.parts).any(|part| part.buffer == buffer)
-        }
-        Step::Attend { q, kv, state, pairs } => {
-            [q.buffer, kv.buffer, *state].contains(&buffer)
-                || pairs.as_ref().is_some_and(|pairs| pairs.buffer == buffer)
-        }
-        Step::Merge { from, into } | Step::Finalize { state: from, into } => {
-            *from == buffer || *into == buffer
-        }
-        Step::Wait { .. } | Step::Free { .. } => false,
     }
 }
 

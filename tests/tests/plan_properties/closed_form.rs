@@ -1,0 +1,112 @@
+//! What a rank sends, a second time: from counts and from the mask, asked pair by pair.
+
+use kyklos::plan::World;
+use kyklos::{AttentionProblem, PairKind, Placement, Strategy};
+
+/// Bytes and messages that `rank` sends, from counts alone: the independent closed form.
+pub(crate) fn closed_form(world: &World, rank: u32) -> (u64, u64) {
+    let problem = &world.problem;
+    let (ulysses, ring) = (world.mesh.ulysses(), world.mesh.ring());
+    let (r, u) = (rank / ulysses, rank % ulysses);
+    let q_tokens = |r: u32, u: u32| world.q_placement.ranks()[(r * ulysses + u) as usize].len() as u64;
+    let kv_tokens = |r: u32, u: u32| world.kv_placement.ranks()[(r * ulysses + u) as usize].len() as u64;
+    let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
+    let q_heads = |u: u32| u64::from(first(u + 1) - first(u));
+    let kv_heads = |u: u32| {
+        let heads: std::collections::BTreeSet<u32> =
+            (first(u)..first(u + 1)).map(|h| h / problem.group()).collect();
+        heads.len() as u64
+    };
+    let (batch, element) = (u64::from(problem.batch), problem.dtype.bytes() as u64);
+    let row = batch * u64::from(problem.head_dim) * element;
+
+    // Of a pair tensor: its heads that rank `u` of a group needs, and what a token of one weighs.
+    let pair_row = problem.pairs.map_or(0, |pairs| {
+        let bits = pairs.kind == PairKind::Visible;
+        let row = if bits {
+            4 * problem.kv_len.div_ceil(32)
+        } else {
+            (problem.kv_len * element as u32).div_ceil(4) * 4
+        };
+        u64::from(pairs.batch * row)
+    });
+    let pair_heads = |u: u32| if problem.pairs.is_some_and(|pairs| pairs.heads > 1) { q_heads(u) } else { 1 };
+
+    let (mut bytes, mut messages) = (0, 0);
+    let mut send = |size: u64| {
+        bytes += size;
+        messages += u64::from(size > 0);
+    };
+    for peer in (0..ulysses).filter(|peer| *peer != u) {
+        let pairs = pair_row * q_tokens(r, u) * pair_heads(peer);
+        send(row * (q_tokens(r, u) * q_heads(peer) + 2 * kv_tokens(r, u) * kv_heads(peer)) + pairs);
+        send(q_tokens(r, peer) * q_heads(u) * (row + 4 * batch));
+    }
+    let kv_row = 2 * row * kv_heads(u);
+    let queries = |r: u32| shard(&world.q_placement, ulysses, r);
+    let keys = |r: u32| shard(&world.kv_placement, ulysses, r);
+    let others = || (0..ring).filter(|other| *other != r);
+    match world.strategy {
+        Strategy::Gather => {
+            let readers = others().filter(|other| sees(problem, &queries(*other), &keys(r)));
+            readers.for_each(|_| send(kv_row * keys(r).len() as u64));
+        }
+        Strategy::PassQ => {
+            let state = batch * (4 * u64::from(problem.head_dim) + 8);
+            for other in others() {
+                if sees(problem, &queries(r), &keys(other)) {
+                    send(queries(r).len() as u64 * (row * q_heads(u) + pair_row * pair_heads(u)));
+                }
+                if sees(problem, &queries(other), &keys(r)) {
+                    send(queries(other).len() as u64 * q_heads(u) * state);
+                }
+            }
+        }
+        strategy => {
+            // By hop and direction: what goes on from here because somebody further on sees some of it.
+            for hop in 0..ring {
+                let mut sent = [0; 2];
+                for (direction, sent) in sent.iter_mut().enumerate() {
+                    let shift = |from: u32, by: u32| match direction {
+                        0 => (from + by) % ring,
+                        _ => (from + ring * ring - by) % ring,
+                    };
+                    let owner = (0..ring).find(|owner| shift(*owner, hop) == r).expect("a ring");
+                    let shard = keys(owner);
+                    let (part, farthest) = match (strategy, direction) {
+                        (Strategy::Bidirectional, 0) => (&shard[..], ring / 2),
+                        (Strategy::Bidirectional, _) => (&shard[..], (ring - 1) / 2),
+                        (Strategy::TwoWay, 0) => (&shard[..shard.len().div_ceil(2)], ring - 1),
+                        (Strategy::TwoWay, _) => (&shard[shard.len().div_ceil(2)..], ring - 1),
+                        (Strategy::Line, 0) => (&shard[..], ring - 1 - owner),
+                        (Strategy::Line, _) => (&shard[..], owner),
+                        (_, 0) => (&shard[..], ring - 1),
+                        _ => (&[][..], 0),
+                    };
+                    if (hop + 1..=farthest).any(|hops| sees(problem, &queries(shift(owner, hops)), part)) {
+                        *sent = kv_row * part.len() as u64;
+                    }
+                }
+                // With two shards both directions lead to one rank, which gets one message.
+                if ring == 2 { send(sent.iter().sum()) } else { sent.into_iter().for_each(&mut send) }
+            }
+        }
+    }
+    (bytes, messages)
+}
+
+/// The tokens of a shard.
+fn shard(placement: &Placement, ulysses: u32, r: u32) -> Vec<u32> {
+    let ranks = &placement.ranks()[(r * ulysses) as usize..((r + 1) * ulysses) as usize];
+    ranks.iter().flat_map(|tokens| tokens.iter()).collect()
+}
+
+/// Whether any of the queries sees any of the keys, pair by pair.
+fn sees(problem: &AttentionProblem, queries: &[u32], keys: &[u32]) -> bool {
+    (0..problem.batch as usize).any(|batch| {
+        queries.iter().any(|query| {
+            let spans = problem.mask.visible(batch, query + problem.q_offset, problem.kv_len);
+            keys.iter().any(|key| spans.sees(*key))
+        })
+    })
+}
