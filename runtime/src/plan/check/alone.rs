@@ -263,14 +263,14 @@ impl<'a> RankProof<'a> {
         }
         self.lives[from.0].consumed = true;
         let other = std::mem::take(&mut self.lives[from.0].met);
-        match self.lives[into.0].met.merge(&other) {
+        match self.lives[into.0].met.merge(other) {
             Some(key) => self.fault(format!("{} meets key {key} twice by a merge", self.name(into))),
             None => Ok(()),
         }
     }
 
     /// Every key that a row of `state` can see has been met once; keys that were not met are invisible to all rows.
-    fn every_visible_key_once(&self, state: BufferId) -> Result<()> {
+    fn every_visible_key_once(&mut self, state: BufferId) -> Result<()> {
         let problem = &self.world.problem;
         let gaps = self.lives[state.0].met.gaps();
         for batch in 0..problem.mask.batch_classes() {

@@ -8,7 +8,10 @@ use crate::{Run, TokenRuns};
 /// A set of keys.
 #[derive(Default)]
 pub(super) struct MetKeys {
-    /// For each key 0 or 1.
+    kv_len: u32,
+    /// The keys, while they are one ascending list: all that a state that travels ever meets.
+    list: TokenRuns,
+    /// For each key 0 or 1; empty while `list` says it all.
     met: Vec<u8>,
 }
 
@@ -18,11 +21,17 @@ pub(super) struct Gaps(Vec<Range<u32>>);
 impl MetKeys {
     /// None of the keys `0..kv_len`.
     pub(super) fn none(kv_len: u32) -> Self {
-        Self { met: vec![0; kv_len as usize] }
+        Self { kv_len, ..Self::default() }
     }
 
     /// Adds `keys`; returns one that was there before, if any was.
     pub(super) fn meet(&mut self, keys: &TokenRuns) -> Option<u32> {
+        let ascends = || keys.runs().windows(2).all(|pair| pair[0].last() < pair[1].start);
+        if self.met.is_empty() && self.list.is_empty() && ascends() {
+            self.list = keys.clone();
+            return None;
+        }
+        self.write_out();
         for run in keys.runs() {
             let again = match run {
                 Run { start, count, stride: 1 } => self.meet_range(*start..*start + *count),
@@ -37,6 +46,16 @@ impl MetKeys {
         None
     }
 
+    /// From the list to a byte for each key.
+    fn write_out(&mut self) {
+        if self.met.is_empty() {
+            self.met = vec![0; self.kv_len as usize];
+            for key in std::mem::take(&mut self.list).iter() {
+                self.met[key as usize] = 1;
+            }
+        }
+    }
+
     fn meet_range(&mut self, keys: Range<u32>) -> Option<u32> {
         let met = &mut self.met[keys.start as usize..keys.end as usize];
         if any(met) {
@@ -48,12 +67,19 @@ impl MetKeys {
 
     /// Whether the set is just `keys`, each named once.
     pub(super) fn are(&self, keys: &TokenRuns) -> bool {
+        if self.met.is_empty() {
+            return self.list == *keys;
+        }
         let count: usize = self.met.iter().map(|met| usize::from(*met)).sum();
         count == keys.len() && keys.iter().all(|key| self.met.get(key as usize) == Some(&1))
     }
 
     /// Adds all keys of `other`; returns one that was there before, if any was.
-    pub(super) fn merge(&mut self, other: &Self) -> Option<u32> {
+    pub(super) fn merge(&mut self, other: Self) -> Option<u32> {
+        if other.met.is_empty() {
+            return self.meet(&other.list);
+        }
+        self.write_out();
         let mut again = None;
         for (key, (met, more)) in (0..).zip(self.met.iter_mut().zip(&other.met)) {
             if *met & *more == 1 {
@@ -65,7 +91,8 @@ impl MetKeys {
     }
 
     /// What is not in the set.
-    pub(super) fn gaps(&self) -> Gaps {
+    pub(super) fn gaps(&mut self) -> Gaps {
+        self.write_out();
         let mut gaps: Vec<Range<u32>> = Vec::new();
         let mut add = |keys: Range<u32>| match gaps.last_mut() {
             Some(last) if last.end == keys.start => last.end = keys.end,
@@ -143,9 +170,18 @@ mod tests {
             assert_eq!(met.meet(&some), None);
             assert_eq!(met.meet(&again), expected, "{again}");
         }
-        let (mut a, mut b) = (MetKeys::none(30), MetKeys::none(30));
-        assert_eq!((a.meet(&some), b.meet(&TokenRuns::contiguous(20..30))), (None, None));
-        assert_eq!((a.merge(&b), a.merge(&b)), (None, Some(20)));
-        assert_eq!(a.gaps().first_in(10..30), None);
+        let of = |lists: &[&TokenRuns]| {
+            let mut met = MetKeys::none(30);
+            assert!(lists.iter().all(|list| met.meet(list).is_none()));
+            met
+        };
+        let (more, even) = (TokenRuns::contiguous(20..25), TokenRuns::contiguous(25..30));
+        for other in [&[&more][..], &[&more, &even]] {
+            let mut a = of(&[&some]);
+            assert_eq!((a.merge(of(other)), a.merge(of(other))), (None, Some(20)));
+            assert_eq!(a.gaps().first_in(10..25), None);
+        }
+        assert!(of(&[&some]).are(&some) && !of(&[&some]).are(&more) && !of(&[&some, &more]).are(&some));
+        assert!(of(&[&some, &more]).are(&TokenRuns::contiguous(10..25)));
     }
 }
