@@ -1,6 +1,6 @@
 //! The device, its memory and its health.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use super::completion::{self, Done, Poller};
 use super::dispatch::Pipelines;
@@ -21,6 +21,8 @@ pub(super) struct Gpu {
     pub(super) health: Arc<Health>,
     pub(super) pipelines: Pipelines,
     pub(super) staging: Arc<StagingPool>,
+    /// Uniform buffers of what was recorded, until something is submitted: in a browser a dropped buffer is gone.
+    recorded: Mutex<Vec<WgpuBuffer>>,
     budget: Budget,
     /// Buffers can be filled where they are: host and device share their memory.
     shared_memory: bool,
@@ -49,6 +51,7 @@ impl Gpu {
             stopwatch: Stopwatch::new(&device, &queue),
             pipelines: Pipelines::default(),
             staging,
+            recorded: Mutex::default(),
             budget,
             shared_memory: device.features().contains(wgpu::Features::MAPPABLE_PRIMARY_BUFFERS),
             submitting: RwLock::default(),
@@ -74,6 +77,8 @@ impl Gpu {
     pub(super) fn submit(&self, commands: Option<wgpu::CommandBuffer>) -> Done {
         let _submitting = self.submitting.read().unwrap_or_else(PoisonError::into_inner);
         let index = self.queue.submit(commands);
+        let recorded = std::mem::take(&mut *self.recorded.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(recorded);
         let done = completion::done(&self.queue, self.health.loss());
         self.poller.submitted(index);
         done
@@ -112,11 +117,13 @@ impl Gpu {
         self.create(label, bytes, wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC, false)
     }
 
-    /// A uniform buffer that holds `data`.
+    /// A uniform buffer that holds `data`, for what is submitted next.
     pub(super) fn uniform(&self, label: &str, data: &[u8]) -> Result<wgpu::Buffer> {
         let buffer = self.create(label, data.len(), wgpu::BufferUsages::UNIFORM, true)?;
         self.fill(&buffer.raw, data)?;
-        Ok(buffer.raw)
+        let raw = buffer.raw.clone();
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+        Ok(raw)
     }
 
     /// A buffer of at least `bytes` to read results from, for the pool to take back.
