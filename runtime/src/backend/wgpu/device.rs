@@ -36,6 +36,13 @@ pub(super) struct Gpu {
 impl Gpu {
     pub(super) fn new(name: Arc<str>, device: wgpu::Device, queue: wgpu::Queue, budget: Budget) -> Self {
         let health = Arc::new(Health::new(name.clone()));
+        #[cfg_attr(
+            target_arch = "wasm32",
+            expect(
+                clippy::arc_with_non_send_sync,
+                reason = "natively it is shared with the poller's thread"
+            )
+        )]
         let staging = Arc::new(StagingPool::default());
         device.set_device_lost_callback({
             let health = health.clone();
