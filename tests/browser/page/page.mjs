@@ -6,6 +6,7 @@ const complaints = [];
 // Bytes of each buffer and texture that is there.
 const live = new Map();
 let device = null;
+let mappingRefused = false;
 
 function wrap(type, name, around) {
   const original = type.prototype[name];
@@ -24,6 +25,7 @@ wrap(GPUDevice, "createShaderModule", function (create, [descriptor]) {
   return module;
 });
 wrap(GPUDevice, "createBuffer", function (create, [descriptor]) {
+  if (mappingRefused && descriptor.mappedAtCreation) throw new RangeError("createBuffer: no memory to map");
   const buffer = create(descriptor);
   live.set(buffer, buffer.size);
   return buffer;
@@ -40,6 +42,7 @@ wrap(GPUAdapter, "requestDevice", async function (request, [descriptor]) {
 });
 
 globalThis.liveBytes = () => [...live.values()].reduce((sum, bytes) => sum + bytes, 0);
+globalThis.refuseMapping = (refuse) => (mappingRefused = refuse);
 globalThis.largestBuffer = () => device.limits.maxBufferSize;
 
 globalThis.kyklos = {

@@ -12,7 +12,7 @@ const LOUD = /refuses late|device is lost|after a loss/;
 // every browser gives.
 const ALSO_WITH_ALL_LIMITS = /beyond the device's largest|same bytes/;
 // Left out unless it is named, or everything is asked for.
-const SLOW = /8 heads of 64/;
+const SLOW = /8 heads of 64|64 MiB there/;
 
 const [folder, playwright, executablePath, ...rest] = process.argv.slice(2);
 const all = rest[0] === "--all";

@@ -16,6 +16,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
     ("refuses a buffer beyond the device's largest", |backend| Box::pin(beyond_the_largest(backend))),
     ("refuses more memory than it was allowed", |_| Box::pin(beyond_the_allowed())),
     ("tells at the next wait what the browser refuses late", |backend| Box::pin(refused_late(backend))),
+    ("uploads where the browser cannot map new memory", |backend| Box::pin(unmappable(backend))),
     ("frees memory when a buffer is dropped", |backend| Box::pin(dropped_is_freed(backend))),
 ];
 
@@ -24,6 +25,9 @@ extern "C" {
     /// Bytes of the buffers and textures that the page has created and not destroyed.
     #[wasm_bindgen(js_name = liveBytes)]
     fn live_bytes() -> f64;
+    /// Has the browser refuse to map new buffers, as it does where it has no memory for it.
+    #[wasm_bindgen(js_name = refuseMapping)]
+    fn refuse_mapping(refuse: bool);
     /// Bytes of the largest buffer that the device of the page allows.
     #[wasm_bindgen(js_name = largestBuffer)]
     fn largest_buffer() -> f64;
@@ -74,6 +78,18 @@ async fn refused_late(backend: &WgpuBackend) -> String {
     // Once, and the device is none the worse for it.
     works(backend).await;
     told.lines().next().unwrap_or_default().to_owned()
+}
+
+async fn unmappable(backend: &WgpuBackend) -> String {
+    refuse_mapping(true);
+    works(backend).await;
+    for size in [1, 3, 6, 16, 101] {
+        let data = Bytes::from((1..=size).collect::<Vec<u8>>());
+        let mut buffer = backend.upload("odd", data.clone()).unwrap();
+        assert_eq!(backend.download(&mut buffer, 0..data.len()).await.unwrap(), data);
+    }
+    refuse_mapping(false);
+    String::new()
 }
 
 async fn dropped_is_freed(backend: &WgpuBackend) -> String {

@@ -8,8 +8,10 @@ use kyklos_tests::inputs::{TensorId, fill};
 
 use crate::Claim;
 
-pub(crate) const CLAIMS: &[Claim] =
-    &[("attends to 1024 tokens, 8 heads of 64, f32", |backend| Box::pin(headline(backend)))];
+pub(crate) const CLAIMS: &[Claim] = &[
+    ("attends to 1024 tokens, 8 heads of 64, f32", |backend| Box::pin(headline(backend))),
+    ("copies 64 MiB there and back", |backend| Box::pin(copies(backend))),
+];
 
 const ROUNDS: usize = 3;
 
@@ -23,6 +25,27 @@ async fn headline(backend: &WgpuBackend) -> String {
         told.push(format!("{mask} {middle:.0} ms ({least:.0} to {most:.0})"));
     }
     format!("median of {ROUNDS}: {}", told.join(", "))
+}
+
+/// What the page's thread is held up by an upload, and how long a download takes until the bytes are there.
+async fn copies(backend: &WgpuBackend) -> String {
+    let data = Bytes::from((0..1_u32 << 24).flat_map(u32::to_le_bytes).collect::<Vec<_>>());
+    let clock = SystemClock::new();
+    let (mut up_ms, mut down_ms) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        let start_ns = clock.now_ns();
+        let mut buffer = backend.upload("data", data.clone()).unwrap();
+        up_ms.push((clock.now_ns() - start_ns) as f64 / 1e6);
+        backend.wait().await.unwrap();
+        let start_ns = clock.now_ns();
+        assert!(backend.download(&mut buffer, 0..data.len()).await.unwrap() == data);
+        down_ms.push((clock.now_ns() - start_ns) as f64 / 1e6);
+    }
+    let told = [up_ms, down_ms].map(|mut times_ms| {
+        times_ms.sort_by(f64::total_cmp);
+        format!("{:.0} ms ({:.0} to {:.0})", times_ms[ROUNDS / 2], times_ms[0], times_ms[ROUNDS - 1])
+    });
+    format!("median of {ROUNDS}: upload {}, download {}", told[0], told[1])
 }
 
 async fn timed(backend: &WgpuBackend, problem: &AttentionProblem) -> Vec<f64> {

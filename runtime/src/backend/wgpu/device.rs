@@ -126,7 +126,8 @@ impl Gpu {
 
     /// A uniform buffer that holds `data`, for what is submitted next.
     pub(super) fn uniform(&self, label: &str, data: &[u8]) -> Result<wgpu::Buffer> {
-        let buffer = self.create(label, data.len(), wgpu::BufferUsages::UNIFORM, true)?;
+        let buffer =
+            self.create(label, data.len(), wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::COPY_DST, true)?;
         self.fill(&buffer.raw, data)?;
         let raw = buffer.raw.clone();
         self.recorded.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
@@ -160,7 +161,7 @@ impl Gpu {
         label: &str,
         bytes: usize,
         usage: wgpu::BufferUsages,
-        mapped: bool,
+        to_fill: bool,
     ) -> Result<WgpuBuffer> {
         // Whole 16-byte units, which is what kernels bind; and nothing may be bound that is empty.
         let size = wide(bytes).max(1).checked_next_multiple_of(16).unwrap_or(u64::MAX);
@@ -176,7 +177,7 @@ impl Gpu {
                     label: Some(label),
                     size,
                     usage,
-                    mapped_at_creation: mapped,
+                    mapped_at_creation: to_fill && FILLED_WHERE_IT_IS,
                 })
             })
         };
@@ -213,8 +214,20 @@ impl Gpu {
         given.unwrap_or(0)
     }
 
-    /// Fills a buffer that was created mapped.
+    /// Fills a buffer that was created for it.
     fn fill(&self, buffer: &wgpu::Buffer, data: &[u8]) -> Result<()> {
+        if !FILLED_WHERE_IT_IS {
+            let (words, rest) = data.split_at(data.len() / 4 * 4);
+            if !words.is_empty() {
+                self.queue.write_buffer(buffer, 0, words);
+            }
+            if !rest.is_empty() {
+                let mut last = [0; 4];
+                last[..rest.len()].copy_from_slice(rest);
+                self.queue.write_buffer(buffer, wide(words.len()), &last);
+            }
+            return Ok(());
+        }
         if !data.is_empty() {
             let mut mapped =
                 buffer.get_mapped_range_mut(..).map_err(|error| self.error("fill a new buffer", error))?;
@@ -233,3 +246,6 @@ impl Drop for Gpu {
 
 const STORAGE: wgpu::BufferUsages =
     wgpu::BufferUsages::STORAGE.union(wgpu::BufferUsages::COPY_SRC).union(wgpu::BufferUsages::COPY_DST);
+/// Whether new buffers are mapped to be filled. In a browser wgpu keeps one more copy of what is written to mapped memory,
+/// and panics where the browser has none to map.
+const FILLED_WHERE_IT_IS: bool = !cfg!(target_arch = "wasm32");
