@@ -15,7 +15,7 @@ package=tests/browser
 built=target/browser
 tools=target/tools
 playwright=$tools/playwright
-limit_s=300
+limit_s=600
 [ "${1:-}" != --all ] || limit_s=1800
 
 fail() {
