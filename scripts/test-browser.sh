@@ -90,10 +90,14 @@ echo "installed in $SECONDS s"
 start=$SECONDS
 build
 echo "built in $((SECONDS - start)) s"
-status=0
+# In the background, so that whoever ends this script ends the browser as well.
 timeout --kill-after=20 "$limit_s" \
-    node "$package/page/run.mjs" "$built/page" "$playwright/node_modules/playwright-core" "$KYKLOS_CHROMIUM" "$@" ||
-    status=$?
+    node "$package/page/run.mjs" "$built/page" "$playwright/node_modules/playwright-core" "$KYKLOS_CHROMIUM" "$@" &
+runner=$!
+trap 'kill "$runner" 2>/dev/null || true' EXIT
+trap 'exit 143' INT TERM
+status=0
+wait "$runner" || status=$?
 case $status in
 0) echo "test-browser: passed in $SECONDS s" ;;
 124 | 137) fail "not done after $limit_s s" ;;
