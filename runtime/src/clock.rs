@@ -8,31 +8,60 @@ pub trait Clock: fmt::Debug + Send + Sync {
     fn now_ns(&self) -> u64;
 }
 
-/// The system's monotonic clock.
-#[cfg(not(target_arch = "wasm32"))]
+/// The system's monotonic clock; in a browser, that of the page or worker.
 #[derive(Clone, Copy, Debug)]
 pub struct SystemClock {
-    start: std::time::Instant,
+    start: Moment,
 }
 
-#[cfg(not(target_arch = "wasm32"))]
 impl SystemClock {
     /// A clock that starts at 0 now.
     pub fn new() -> Self {
-        Self { start: std::time::Instant::now() }
+        Self { start: Moment::now() }
     }
 }
 
-#[cfg(not(target_arch = "wasm32"))]
 impl Default for SystemClock {
     fn default() -> Self {
         Self::new()
     }
 }
 
-#[cfg(not(target_arch = "wasm32"))]
 impl Clock for SystemClock {
     fn now_ns(&self) -> u64 {
         u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+use std::time::Instant as Moment;
+#[cfg(target_arch = "wasm32")]
+use web::Moment;
+
+#[cfg(target_arch = "wasm32")]
+mod web {
+    use std::time::Duration;
+
+    use wasm_bindgen::prelude::wasm_bindgen;
+
+    #[wasm_bindgen]
+    extern "C" {
+        /// Milliseconds since the page was opened or the worker started; never goes back.
+        #[wasm_bindgen(js_namespace = performance)]
+        fn now() -> f64;
+    }
+
+    /// As `std::time::Instant`, which panics where there is no operating system.
+    #[derive(Clone, Copy, Debug)]
+    pub(super) struct Moment(f64);
+
+    impl Moment {
+        pub(super) fn now() -> Self {
+            Self(now())
+        }
+
+        pub(super) fn elapsed(self) -> Duration {
+            Duration::try_from_secs_f64((now() - self.0) / 1e3).unwrap_or_default()
+        }
     }
 }

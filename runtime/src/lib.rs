@@ -15,7 +15,7 @@
 //!   [`plan::check`] proves the plans of a world. Backends and the executor trust both.
 //! - **Errors** are one enum, [`Error`], by whose fault they are.
 //! - **Blocking.** Nothing here blocks on a future. The executor is an `async fn` without `Send` bounds; native
-//!   callers give each rank a thread of its own ([`local`]).
+//!   callers give each rank a thread of its own, and in a browser all ranks share one ([`local`]).
 //! - **Shapes** are `[batch, seq, heads, dim]`; scores, softmax and running state are f32 whatever the storage type.
 
 pub mod backend;
@@ -26,7 +26,6 @@ mod dtype;
 mod error;
 mod exec;
 pub mod host;
-#[cfg(not(target_arch = "wasm32"))]
 pub mod local;
 mod lower;
 mod mask;
@@ -39,9 +38,7 @@ mod problem;
 mod strategy;
 mod tokens;
 
-pub use clock::Clock;
-#[cfg(not(target_arch = "wasm32"))]
-pub use clock::SystemClock;
+pub use clock::{Clock, SystemClock};
 pub use dtype::Dtype;
 pub use error::Error;
 pub use exec::{Executor, Inputs, NoObserver, Observer, RankOutput, RunOptions};

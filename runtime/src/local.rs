@@ -1,9 +1,12 @@
-//! Ranks on threads of this process, and the task of one rank wherever it runs.
+//! The task of one rank wherever it runs, and all ranks in one process: each on a thread of its own, or, where a program
+//! has no threads to give as in a browser, all of them taking turns on one.
 
+use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::join_all;
 use kyklos_transport::{Rank, Transport, Vote};
 
 use crate::backend::Backend;
@@ -40,12 +43,21 @@ pub struct RankTask<'a> {
 }
 
 impl RankTask<'_> {
-    /// Runs the rank's plan on `backend`, on this thread; `each` sees the output of every run. The transport stays
-    /// open for what the caller may want to send afterwards.
+    /// [`Self::run`], on this thread until it is done.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn run_on<B: Backend>(self, backend: &B, each: impl FnMut(u64, RankOutput)) -> Result<()> {
+        pollster::block_on(self.run(backend, each))
+    }
+
+    /// Runs the rank's plan on `backend`; `each` sees the output of every run. The transport stays open for what the
+    /// caller may want to send afterwards.
     ///
     /// # Errors
     /// Any; an error of this rank ends the operation on all ranks.
-    pub fn run_on<B: Backend>(self, backend: &B, mut each: impl FnMut(u64, RankOutput)) -> Result<()> {
+    pub async fn run<B: Backend>(self, backend: &B, mut each: impl FnMut(u64, RankOutput)) -> Result<()> {
         let rank = self.transport.rank();
         let transport = self.transport.clone();
         let collective = HostStaged::new(self.transport, self.deadline);
@@ -58,23 +70,19 @@ impl RankTask<'_> {
             self.peak_bytes,
             self.options,
         );
-        pollster::block_on(async {
-            let loaded = executor.load(self.q, self.k, self.v, self.pairs);
-            let mut inputs = match loaded {
-                Ok(inputs) => inputs,
-                Err(error) => {
-                    // The others are about to agree: they learn from this rank's vote why it cannot.
-                    let vote =
-                        Vote::Refuse { exit: error.exit_code(), text: format!("rank {rank}: {error}") };
-                    transport.agree(vote, self.deadline).await?;
-                    return Err(error);
-                }
-            };
-            for op in 0..self.repeat {
-                each(op, executor.run(op, &mut inputs).await?);
+        let mut inputs = match executor.load(self.q, self.k, self.v, self.pairs) {
+            Ok(inputs) => inputs,
+            Err(error) => {
+                // The others are about to agree: they learn from this rank's vote why it cannot.
+                let vote = Vote::Refuse { exit: error.exit_code(), text: format!("rank {rank}: {error}") };
+                transport.agree(vote, self.deadline).await?;
+                return Err(error);
             }
-            Ok(())
-        })
+        };
+        for op in 0..self.repeat {
+            each(op, executor.run(op, &mut inputs).await?);
+        }
+        Ok(())
     }
 }
 
@@ -100,6 +108,7 @@ pub struct Tensors {
 ///
 /// # Panics
 /// When `run` panics on any rank (the other ranks end with an error first).
+#[cfg(not(target_arch = "wasm32"))]
 pub fn run_ranks<T: Send>(
     world: &World,
     transports: Vec<Arc<dyn Transport>>,
@@ -109,6 +118,66 @@ pub fn run_ranks<T: Send>(
     options: &RunOptions,
     run: impl Fn(RankTask<'_>) -> T + Sync,
 ) -> Result<Vec<T>> {
+    let tasks = tasks(world, transports, tensors, repeat, deadline, options)?;
+    let run = &run;
+    Ok(std::thread::scope(|scope| {
+        // The thread owns the rank's transport: a rank that panics drops it, and the others hear of it.
+        let threads: Vec<_> = tasks
+            .into_iter()
+            .map(|task| {
+                scope.spawn(move || {
+                    let transport = task.transport.clone();
+                    let done = run(task);
+                    // Only what peers have not fetched yet could still go wrong, and they would say so themselves.
+                    let _ = pollster::block_on(transport.close(deadline));
+                    done
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    }))
+}
+
+/// [`run_ranks`] as one future: the ranks take turns wherever one of them waits. `run` is [`RankTask::run`] on a device,
+/// which may be the same for all.
+///
+/// # Errors
+/// As [`run_ranks`].
+pub async fn join_ranks<'a, T, F: Future<Output = T>>(
+    world: &'a World,
+    transports: Vec<Arc<dyn Transport>>,
+    tensors: &Tensors,
+    repeat: u64,
+    deadline: Duration,
+    options: &RunOptions,
+    run: impl Fn(RankTask<'a>) -> F,
+) -> Result<Vec<T>> {
+    let tasks = tasks(world, transports, tensors, repeat, deadline, options)?;
+    let ranks = tasks.into_iter().map(|task| {
+        let transport = task.transport.clone();
+        let running = run(task);
+        async move {
+            let done = running.await;
+            // As above.
+            let _ = transport.close(deadline).await;
+            done
+        }
+    });
+    Ok(join_all(ranks).await)
+}
+
+/// Every rank's task, once the plans are proved.
+fn tasks<'a>(
+    world: &'a World,
+    transports: Vec<Arc<dyn Transport>>,
+    tensors: &Tensors,
+    repeat: u64,
+    deadline: Duration,
+    options: &RunOptions,
+) -> Result<Vec<RankTask<'a>>> {
     let checks = check(world)?;
     let identities: Vec<String> =
         (0..world.mesh.world()).map(|rank| format!("rank-{rank}.in-process")).collect();
@@ -130,26 +199,7 @@ pub fn run_ranks<T: Send>(
             options: options.clone(),
         });
     }
-    let run = &run;
-    Ok(std::thread::scope(|scope| {
-        // The thread owns the rank's transport: a rank that panics drops it, and the others hear of it.
-        let threads: Vec<_> = tasks
-            .into_iter()
-            .map(|task| {
-                scope.spawn(move || {
-                    let transport = task.transport.clone();
-                    let done = run(task);
-                    // Only what peers have not fetched yet could still go wrong, and they would say so themselves.
-                    let _ = pollster::block_on(transport.close(deadline));
-                    done
-                })
-            })
-            .collect();
-        threads
-            .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
-    }))
+    Ok(tasks)
 }
 
 /// A rank's own part of the tensors.

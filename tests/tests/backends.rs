@@ -29,7 +29,7 @@ fn suite<B: Backend + 'static>(
         let make = make.clone();
         Trial::test(format!("{who}: {claim}"), move || {
             let backend = make().map_err(Failed::from)?;
-            check(&backend, who);
+            pollster::block_on(check(&backend, who));
             Ok(())
         })
     });

@@ -4,26 +4,41 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kyklos::backend::Backend;
-use kyklos::local::{RankTask, Tensors, layouts, run_ranks};
+use kyklos::local::{Tensors, layouts};
 use kyklos::plan::World;
 use kyklos::{
     AttentionProblem, Dtype, Mask, MaskSlice, NoObserver, PairKind, PairTensor, RankOutput, RunOptions,
     SlicePart, SystemClock,
 };
-use kyklos_tests::inputs::{Case, PairInputs};
+use kyklos_tests::inputs::{Case, PairInputs, cases};
 use kyklos_tests::oracle::{self, Element, Oracle, OracleProblem, OracleTerm, Row, RowId, Values};
 use kyklos_tests::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
-use kyklos_transport::Transport;
 
 pub mod conformance;
+#[cfg(not(target_arch = "wasm32"))]
 pub mod devices;
+#[cfg(not(target_arch = "wasm32"))]
+mod threads;
+
+#[cfg(not(target_arch = "wasm32"))]
+#[allow(unused_imports, reason = "each suite uses its part")]
+pub use threads::run_world;
 
 /// Long enough for a loaded machine, short enough that a hang is a failure.
 pub const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Where a driver takes seconds to compile a kernel: the one head dim whose cases are run. 0 runs all.
+pub static ONLY_HEAD_DIM: AtomicUsize = AtomicUsize::new(0);
+
+/// The cases that are to be run here.
+pub fn chosen_cases() -> impl Iterator<Item = Case> {
+    let only = ONLY_HEAD_DIM.load(Ordering::Relaxed);
+    cases().into_iter().filter(move |case| only == 0 || case.problem.head_dim == only)
+}
 
 /// The product's words for a case, in storage type `dtype`.
 pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
@@ -235,26 +250,4 @@ pub fn options() -> RunOptions {
         trace: false,
         poison: true,
     }
-}
-
-/// Runs a world with each rank on a backend of its own making, and puts the result together.
-pub fn run_world<B: Backend>(
-    world: &World,
-    transports: Vec<Arc<dyn Transport>>,
-    tensors: &Tensors,
-    make: impl Fn() -> B + Sync,
-) -> (Whole, Vec<RankOutput>) {
-    let run = |task: RankTask<'_>| {
-        let mut last = None;
-        task.run_on(&make(), |_, output| last = Some(output)).map(|()| last.expect("one run"))
-    };
-    let outputs = run_ranks(world, transports, tensors, 1, DEADLINE, &options(), run).unwrap();
-    let mut whole = Whole::new(world);
-    let mut all = Vec::new();
-    for (rank, output) in outputs.into_iter().enumerate() {
-        let output = output.unwrap_or_else(|error| panic!("rank {rank}: {error}"));
-        whole.add(world, rank, &output);
-        all.push(output);
-    }
-    (whole, all)
 }

@@ -53,7 +53,7 @@ impl WgpuBackend {
     /// The devices of this machine, in the order in which [`Self::new`] counts them; none where there is no driver.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn enumerate() -> Vec<DeviceInfo> {
-        adapters().iter().map(|adapter| describe(adapter, Variants::auto(adapter), 0)).collect()
+        adapters().iter().map(|adapter| describe(adapter.get_info(), Variants::auto(adapter), 0)).collect()
     }
 
     /// Opens the device of this index.
@@ -113,10 +113,9 @@ impl WgpuBackend {
     /// As [`Self::with_options`].
     pub async fn open(adapter: &wgpu::Adapter, options: &WgpuOptions) -> Result<Self> {
         let variants = Variants::chosen(adapter, options.kernel)?;
-        let key = AdapterKey::new(&adapter.get_info());
-        let tuned = Tuned::new(options.tuned.as_ref(), &key, variants);
-        let info = describe(adapter, variants, tuned.len());
-        let mut features = variants.features() | shared_memory_features(adapter, info.class);
+        let native = adapter.get_info();
+        let class = class(&native);
+        let mut features = variants.features() | shared_memory_features(adapter, class);
         if options.timestamps {
             features |= adapter.features() & wgpu::Features::TIMESTAMP_QUERY;
         }
@@ -134,23 +133,41 @@ impl WgpuBackend {
             })
             .await;
         let (device, queue) = opened.map_err(|error| Error::Device {
-            device: info.name.clone(),
+            device: native.name.clone(),
             operation: "open the device".to_owned(),
             native: error.to_string(),
         })?;
+        #[cfg(target_arch = "wasm32")]
+        let native = wgpu::AdapterInfo { name: web_name(&device), ..native };
+        let key = AdapterKey::new(&native);
+        let tuned = Tuned::new(options.tuned.as_ref(), &key, variants);
+        let info = describe(native, variants, tuned.len());
         Ok(Self {
             gpu: Gpu::new(
                 Arc::from(info.name.as_str()),
                 device,
                 queue,
-                Budget::new(options.max_memory_bytes, info.class),
+                Budget::new(options.max_memory_bytes, class),
             ),
-            pace: Pace::new(info.class),
+            pace: Pace::new(class),
             info,
             variants,
             key,
             tuned,
         })
+    }
+}
+
+/// What the browser tells of a device: vendor and architecture, and mostly an empty description, which is all that wgpu
+/// takes for its name.
+#[cfg(target_arch = "wasm32")]
+fn web_name(device: &wgpu::Device) -> String {
+    let said = device.as_webgpu().map(|device| device.adapter_info());
+    let parts =
+        said.map_or_else(Vec::new, |info| vec![info.vendor(), info.architecture(), info.description()]);
+    match parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>() {
+        parts if parts.is_empty() => "a WebGPU device".to_owned(),
+        parts => parts.join(" "),
     }
 }
 
@@ -177,8 +194,7 @@ fn adapters() -> Vec<wgpu::Adapter> {
 }
 
 /// `tuned` is the number of choices that measurements made.
-fn describe(adapter: &wgpu::Adapter, variants: Variants, tuned: usize) -> DeviceInfo {
-    let info = adapter.get_info();
+fn describe(info: wgpu::AdapterInfo, variants: Variants, tuned: usize) -> DeviceInfo {
     let driver = [info.backend.to_str(), &info.driver, &info.driver_info]
         .into_iter()
         .filter(|part| !part.is_empty())

@@ -10,8 +10,17 @@ pub(super) fn now_s() -> f64 {
     START.get_or_init(Instant::now).elapsed().as_secs_f64()
 }
 
-/// Seconds since some moment, to the millisecond.
+/// Seconds since some moment.
 #[cfg(target_arch = "wasm32")]
 pub(super) fn now_s() -> f64 {
-    js_sys::Date::now() / 1e3
+    use wasm_bindgen::prelude::wasm_bindgen;
+
+    #[wasm_bindgen]
+    extern "C" {
+        /// Milliseconds since the page was opened or the worker started; unlike the date, it never goes back.
+        #[wasm_bindgen(js_namespace = performance)]
+        fn now() -> f64;
+    }
+
+    now() / 1e3
 }

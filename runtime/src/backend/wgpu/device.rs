@@ -1,6 +1,6 @@
 //! The device, its memory and its health.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use super::completion::{self, Done, Poller};
 use super::dispatch::Pipelines;
@@ -21,6 +21,8 @@ pub(super) struct Gpu {
     pub(super) health: Arc<Health>,
     pub(super) pipelines: Pipelines,
     pub(super) staging: Arc<StagingPool>,
+    /// Uniform buffers of what was recorded, until something is submitted: in a browser a dropped buffer is gone.
+    recorded: Mutex<Vec<WgpuBuffer>>,
     budget: Budget,
     /// Buffers can be filled where they are: host and device share their memory.
     shared_memory: bool,
@@ -34,6 +36,13 @@ pub(super) struct Gpu {
 impl Gpu {
     pub(super) fn new(name: Arc<str>, device: wgpu::Device, queue: wgpu::Queue, budget: Budget) -> Self {
         let health = Arc::new(Health::new(name.clone()));
+        #[cfg_attr(
+            target_arch = "wasm32",
+            expect(
+                clippy::arc_with_non_send_sync,
+                reason = "natively it is shared with the poller's thread"
+            )
+        )]
         let staging = Arc::new(StagingPool::default());
         device.set_device_lost_callback({
             let health = health.clone();
@@ -49,6 +58,7 @@ impl Gpu {
             stopwatch: Stopwatch::new(&device, &queue),
             pipelines: Pipelines::default(),
             staging,
+            recorded: Mutex::default(),
             budget,
             shared_memory: device.features().contains(wgpu::Features::MAPPABLE_PRIMARY_BUFFERS),
             submitting: RwLock::default(),
@@ -74,6 +84,8 @@ impl Gpu {
     pub(super) fn submit(&self, commands: Option<wgpu::CommandBuffer>) -> Done {
         let _submitting = self.submitting.read().unwrap_or_else(PoisonError::into_inner);
         let index = self.queue.submit(commands);
+        let recorded = std::mem::take(&mut *self.recorded.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(recorded);
         let done = completion::done(&self.queue, self.health.loss());
         self.poller.submitted(index);
         done
@@ -112,11 +124,14 @@ impl Gpu {
         self.create(label, bytes, wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC, false)
     }
 
-    /// A uniform buffer that holds `data`.
+    /// A uniform buffer that holds `data`, for what is submitted next.
     pub(super) fn uniform(&self, label: &str, data: &[u8]) -> Result<wgpu::Buffer> {
-        let buffer = self.create(label, data.len(), wgpu::BufferUsages::UNIFORM, true)?;
+        let buffer =
+            self.create(label, data.len(), wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::COPY_DST, true)?;
         self.fill(&buffer.raw, data)?;
-        Ok(buffer.raw)
+        let raw = buffer.raw.clone();
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+        Ok(raw)
     }
 
     /// A buffer of at least `bytes` to read results from, for the pool to take back.
@@ -146,7 +161,7 @@ impl Gpu {
         label: &str,
         bytes: usize,
         usage: wgpu::BufferUsages,
-        mapped: bool,
+        to_fill: bool,
     ) -> Result<WgpuBuffer> {
         // Whole 16-byte units, which is what kernels bind; and nothing may be bound that is empty.
         let size = wide(bytes).max(1).checked_next_multiple_of(16).unwrap_or(u64::MAX);
@@ -162,7 +177,7 @@ impl Gpu {
                     label: Some(label),
                     size,
                     usage,
-                    mapped_at_creation: mapped,
+                    mapped_at_creation: to_fill && FILLED_WHERE_IT_IS,
                 })
             })
         };
@@ -199,8 +214,20 @@ impl Gpu {
         given.unwrap_or(0)
     }
 
-    /// Fills a buffer that was created mapped.
+    /// Fills a buffer that was created for it.
     fn fill(&self, buffer: &wgpu::Buffer, data: &[u8]) -> Result<()> {
+        if !FILLED_WHERE_IT_IS {
+            let (words, rest) = data.split_at(data.len() / 4 * 4);
+            if !words.is_empty() {
+                self.queue.write_buffer(buffer, 0, words);
+            }
+            if !rest.is_empty() {
+                let mut last = [0; 4];
+                last[..rest.len()].copy_from_slice(rest);
+                self.queue.write_buffer(buffer, wide(words.len()), &last);
+            }
+            return Ok(());
+        }
         if !data.is_empty() {
             let mut mapped =
                 buffer.get_mapped_range_mut(..).map_err(|error| self.error("fill a new buffer", error))?;
@@ -219,3 +246,6 @@ impl Drop for Gpu {
 
 const STORAGE: wgpu::BufferUsages =
     wgpu::BufferUsages::STORAGE.union(wgpu::BufferUsages::COPY_SRC).union(wgpu::BufferUsages::COPY_DST);
+/// Whether new buffers are mapped to be filled. In a browser wgpu keeps one more copy of what is written to mapped memory,
+/// and panics where the browser has none to map.
+const FILLED_WHERE_IT_IS: bool = !cfg!(target_arch = "wasm32");

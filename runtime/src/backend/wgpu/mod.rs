@@ -70,6 +70,15 @@ pub struct WgpuBuffer {
     _lease: Lease,
 }
 
+/// A browser frees the memory of a buffer when it is told to, or when its garbage collector comes by, which does not
+/// know how much there is to gain. What was submitted still has the use of it.
+#[cfg(target_arch = "wasm32")]
+impl Drop for WgpuBuffer {
+    fn drop(&mut self) {
+        self.raw.destroy();
+    }
+}
+
 impl WgpuBackend {
     /// Ends the device and frees its memory, whatever still refers to it: for a program that lives on and wants the
     /// memory for something else, and to see what it makes of a device that is lost. Every later call fails as after a
