@@ -289,6 +289,10 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                     drive(&mut in_flight, backend.wait()).await?;
                     self.meter.end(started, Lane::Compute, words);
                 }
+                Step::Convert { from, into } => {
+                    self.convert(from, *into)?;
+                    self.meter.end(started, Lane::Copy, words);
+                }
                 Step::Merge { from, into } => {
                     let (from_tensors, mut into_tensors) = (self.state(*from)?, self.state(*into)?);
                     let shape = self.shape(*into);
@@ -397,6 +401,20 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             self.executor.backend.repack(source, target, extent)?;
         }
         self.memory.put(into.buffer, target);
+        Ok(())
+    }
+
+    fn convert(&mut self, from: &Slice, into: BufferId) -> Result<()> {
+        let problem = &self.executor.world.problem;
+        let dtype = |content| if content == Content::WireKeyValue { problem.wire } else { problem.dtype };
+        let (source, target) = (dtype(self.content(from.buffer)), dtype(self.content(into)));
+        let mut fresh = self.allocate(into)?;
+        for (piece, target_tensor) in self.pieces(from).into_iter().zip(&mut fresh) {
+            let view = self.memory.view(piece.buffer, piece.tensor);
+            let (first, count) = (piece.bytes.start / source.bytes(), piece.bytes.len() / source.bytes());
+            self.executor.backend.convert((view, first, source), (target_tensor, target), count)?;
+        }
+        self.memory.put(into, fresh);
         Ok(())
     }
 

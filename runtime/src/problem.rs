@@ -35,6 +35,10 @@ pub struct AttentionProblem {
     pub sinks: Vec<f32>,
     /// A tensor over (query, key) pairs that hides keys or is added to logits.
     pub pairs: Option<PairTensor>,
+    /// Storage type of keys and values on their way round the shards: `dtype`, or f16 for f32. Other than `dtype` it bounds
+    /// how exact the result can be: keys of other shards are rounded, once, by their owner.
+    #[serde(serialize_with = "dtype_by_name")]
+    pub wire: Dtype,
 }
 
 impl AttentionProblem {
@@ -62,6 +66,7 @@ impl AttentionProblem {
             softcap: None,
             sinks: Vec::new(),
             pairs: None,
+            wire: dtype,
         }
         .checked()
     }
@@ -96,6 +101,14 @@ impl AttentionProblem {
     /// As [`Self::new`].
     pub fn with_pairs(self, pairs: Option<PairTensor>) -> Result<Self> {
         Self { pairs, ..self }.checked()
+    }
+
+    /// This problem with keys and values of another storage type on their way round the shards.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_wire(self, wire: Dtype) -> Result<Self> {
+        Self { wire, ..self }.checked()
     }
 
     /// Query heads that share one KV head.
@@ -170,6 +183,12 @@ impl AttentionProblem {
                 ),
             ));
         }
+        if self.wire != self.dtype && (self.dtype, self.wire) != (Dtype::F32, Dtype::F16) {
+            return Err(Error::request(
+                format!("{} on the wire for tensors of {}", self.wire, self.dtype),
+                "send tensors as they are, or f32 as f16",
+            ));
+        }
         if let Some(pairs) = self.pairs {
             pairs.fits(batch, q_heads, kv_len)?;
         }
@@ -216,6 +235,10 @@ mod tests {
         assert!(problem.clone().with_sinks(vec![0.0; 7]).is_err());
         assert!(problem.clone().with_sinks(vec![f32::NAN; 8]).is_err());
         assert!(problem.clone().with_sinks(vec![0.0; 8]).is_ok());
+        assert!(problem.clone().with_wire(Dtype::F16).is_ok());
+        assert!(problem.clone().with_wire(Dtype::Bf16).is_err());
+        let half = AttentionProblem::new([2, 8, 8, 2, 64], Dtype::F16, Mask::full()).unwrap();
+        assert!(half.with_wire(Dtype::F32).is_err());
         let mask = "valid:1,2,3".parse().unwrap();
         assert!(AttentionProblem::new([2, 8, 8, 2, 64], Dtype::F32, mask).is_err());
     }

@@ -1,11 +1,11 @@
 //! The catalogue: which kernels there are, what they bind and what they need.
 
 use crate::uniforms::{
-    AttendParams, DecodeParams, FinalizeParams, MergeParams, MergePartsParams, RepackParams, ResetParams,
-    Uniform,
+    AttendParams, ConvertParams, DecodeParams, FinalizeParams, MergeParams, MergePartsParams, RepackParams,
+    ResetParams, Uniform,
 };
 use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant};
-use crate::{Pairs, Storage, attend, decode, finish, repack};
+use crate::{Pairs, Storage, attend, convert, decode, finish, repack};
 
 /// Which compiler the text is for: they disagree about how a use of subgroups is announced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -46,6 +46,13 @@ pub enum Kernel {
     Repack {
         /// 32-bit words that one thread copies: 1 or 4.
         words: u32,
+    },
+    /// Elements from one storage type to another, of which one is f32; 8 elements for each thread.
+    Convert {
+        /// Type of the source.
+        from: Storage,
+        /// Type of the destination.
+        into: Storage,
     },
     /// The m and l of a state that has seen nothing.
     ResetState,
@@ -111,6 +118,7 @@ impl Kernel {
                 format!("finalize-{}-d{head_dim}{}", storage.name(), if *sinks { "-sinks" } else { "" })
             }
             Self::Repack { words } => format!("repack-{words}"),
+            Self::Convert { from, into } => format!("convert-{}-{}", from.name(), into.name()),
             Self::ResetState => "reset-state".to_owned(),
         }
     }
@@ -161,6 +169,10 @@ impl Kernel {
                 finish::finalize(storage, head_dim, sinks)
             }
             Self::Repack { words } => repack::source(words),
+            Self::Convert { from, into } => {
+                assert!((from == Storage::F32) != (into == Storage::F32), "one side is f32");
+                convert::source(from, into)
+            }
             Self::ResetState => finish::reset_state(),
         }
     }
@@ -183,6 +195,7 @@ impl Kernel {
             Self::Merge { .. } => MergeParams::UNIFORM,
             Self::Finalize { .. } => FinalizeParams::UNIFORM,
             Self::Repack { .. } => RepackParams::UNIFORM,
+            Self::Convert { .. } => ConvertParams::UNIFORM,
             Self::ResetState => ResetParams::UNIFORM,
         }
     }
@@ -251,6 +264,9 @@ impl Kernel {
                 let unit = if words == 4 { "vec4<u32>" } else { "u32" };
                 vec![read("source", unit), write("destination", unit)]
             }
+            Self::Convert { from, into } => {
+                vec![read("source", from.unit_type()), write("destination", into.unit_type())]
+            }
             Self::ResetState => vec![write("state_ml", "vec2<f32>")],
         });
         bindings
@@ -276,6 +292,7 @@ impl Kernel {
             | Self::Merge { .. }
             | Self::Finalize { .. }
             | Self::Repack { .. }
+            | Self::Convert { .. }
             | Self::ResetState => 64,
         }
     }
@@ -306,14 +323,14 @@ impl Kernel {
     }
 
     /// Threads, or groups of them, that share one (batch, row, head) triple or copy one unit: how many of those a
-    /// workgroup of [`Self::MergeParts`], [`Self::Merge`], [`Self::Finalize`], [`Self::Repack`] or [`Self::ResetState`] handles.
+    /// workgroup of [`Self::MergeParts`], [`Self::Merge`], [`Self::Finalize`], [`Self::Repack`], [`Self::Convert`] or [`Self::ResetState`] handles.
     pub const fn rows_per_workgroup(&self) -> u32 {
         match self {
             Self::Attend(_) | Self::Decode(_) => 1,
             Self::MergeParts { .. } | Self::Merge { .. } | Self::Finalize { .. } => {
                 self.workgroup_size() / finish::THREADS_PER_ROW
             }
-            Self::Repack { .. } | Self::ResetState => self.workgroup_size(),
+            Self::Repack { .. } | Self::Convert { .. } | Self::ResetState => self.workgroup_size(),
         }
     }
 

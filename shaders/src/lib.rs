@@ -22,6 +22,7 @@
 #![forbid(unsafe_code)]
 
 mod attend;
+mod convert;
 mod decode;
 mod finish;
 mod kernel;
@@ -36,7 +37,7 @@ pub use kernel::{Access, Binding, Dialect, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEA
 pub use pairs::Pairs;
 pub use storage::Storage;
 pub use uniforms::{
-    AttendParams, DecodeParams, Field, FinalizeParams, MergeParams, MergePartsParams, RepackParams,
-    ResetParams, Uniform,
+    AttendParams, ConvertParams, DecodeParams, Field, FinalizeParams, MergeParams, MergePartsParams,
+    RepackParams, ResetParams, Uniform,
 };
 pub use variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile, UnknownVariant};

@@ -334,6 +334,20 @@ uniform! {
 }
 
 uniform! {
+    /// What [`Kernel::Convert`](crate::Kernel::Convert) is told; offsets count 16-byte units of each side.
+    ConvertParams {
+        /// Where the source begins.
+        from_offset: u32,
+        /// Where the destination begins.
+        into_offset: u32,
+        /// Eights of elements.
+        count: u32,
+        /// Workgroups in the x direction of the dispatch.
+        grid_width: u32,
+    }
+}
+
+uniform! {
     /// What [`Kernel::ResetState`](crate::Kernel::ResetState) is told.
     ResetParams {
         /// (batch, head, row) triples.

@@ -128,6 +128,19 @@ pub trait Backend {
         extent: Extent,
     ) -> Result<()>;
 
+    /// The first `elements` elements of `into` = those of `from` from element `first` on, in another storage type, rounded
+    /// to nearest, ties to even; what is beyond the type becomes ±∞. One of the two types is f32; `first` and `elements` are
+    /// multiples of 8.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn convert(
+        &self,
+        from: (&Self::Buffer, usize, Dtype),
+        into: (&mut Self::Buffer, Dtype),
+        elements: usize,
+    ) -> Result<()>;
+
     /// Ends when everything submitted so far is done.
     ///
     /// # Errors

@@ -33,6 +33,13 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
             Some(PairKind::Bias) => ", bias",
         }
     );
+    if problem.wire != problem.dtype {
+        let _ = writeln!(
+            out,
+            "wire       keys and values of other shards as {}: each rounded once, by at most 2^-11 of itself",
+            problem.wire
+        );
+    }
     let ranks = world.mesh.world();
     let plural = if ranks == 1 { "" } else { "s" };
     let _ = writeln!(out, "mesh       {} (ulysses x ring), {ranks} rank{plural}", world.mesh);
@@ -111,6 +118,9 @@ pub(crate) fn describe(world: &World, plan: &Plan, step: &Step) -> String {
             pairs.as_ref().map_or_else(String::new, |pairs| format!(" with {}", name(&pairs.buffer))),
             name(state)
         ),
+        Step::Convert { from, into } => {
+            format!("convert   {} -> {}, {}", name(&from.buffer), name(into), size(from))
+        }
         Step::Merge { from, into } => format!("merge     {} -> {}", name(from), name(into)),
         Step::Finalize { state, into } => format!("finalize  {} -> {}", name(state), name(into)),
         Step::Free { buffer } => format!("free      {}", name(buffer)),

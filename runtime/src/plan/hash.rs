@@ -36,7 +36,7 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
         placement: world.q_placement.kind().name(),
         q_tokens: lists(&world.q_placement),
         kv_tokens: lists(&world.kv_placement),
-        wire_dtype: world.problem.dtype.name(),
+        wire_dtype: world.problem.wire.name(),
         identities,
     };
     let text = serde_json::to_vec(&canonical).expect("plain data without maps always serialises");

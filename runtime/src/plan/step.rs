@@ -56,7 +56,7 @@ pub struct Buffer {
     pub content: Content,
     /// Which global tokens, in this order.
     pub tokens: TokenRuns,
-    /// Which global heads: KV heads for [`Content::KeyValue`], the pair tensor's for [`Content::Pairs`], query heads
+    /// Which global heads: KV heads for [`Content::KeyValue`] and [`Content::WireKeyValue`], the pair tensor's for [`Content::Pairs`], query heads
     /// otherwise.
     pub heads: Range<u32>,
     /// For a running state that is sent or received: the keys that it has met when it travels. Otherwise none.
@@ -71,6 +71,8 @@ pub enum Content {
     Query,
     /// k, then v: two tensors `[batch, tokens, heads, dim]`.
     KeyValue,
+    /// The same in the type that keys and values have on the wire, where that is another.
+    WireKeyValue,
     /// Running state: `a` `[batch, tokens, heads, dim]` and `ml` `[batch, heads, tokens, 2]`, f32.
     State,
     /// o `[batch, tokens, heads, dim]`, then lse f32 `[batch, tokens, heads]`.
@@ -144,6 +146,13 @@ pub enum Step {
         state: BufferId,
         /// The queries' rows of the pair tensor, where the problem has one: of the queries' heads, or of its only one.
         pairs: Option<Slice>,
+    },
+    /// Turns keys and values into the type that they have on the wire, or back.
+    Convert {
+        /// What: one piece of memory in each tensor.
+        from: Slice,
+        /// All of it: the same tokens and heads in the other type.
+        into: BufferId,
     },
     /// Merges one running state into another of the same tokens and heads, over other keys.
     Merge {
@@ -265,6 +274,10 @@ impl Content {
         match self {
             Self::Query => (stored, None),
             Self::KeyValue => (stored, Some(stored)),
+            Self::WireKeyValue => {
+                let sent = Tensor { row_bytes: dim * problem.wire.bytes() };
+                (sent, Some(sent))
+            }
             Self::State => (Tensor { row_bytes: dim * 4 }, Some(Tensor { row_bytes: 8 })),
             Self::Output => (stored, Some(Tensor { row_bytes: 4 })),
             Self::Pairs => {

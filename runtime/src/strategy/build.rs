@@ -166,6 +166,49 @@ impl<'a> PlanBuilder<'a> {
         self.free(received);
     }
 
+    /// `slice` of keys and values as it goes round the shards: one piece of memory, in the type for the wire. What is
+    /// made for that is added to `made`.
+    pub(super) fn for_the_wire(&mut self, slice: Slice, made: &mut Vec<BufferId>) -> Slice {
+        let mut packed = Vec::new();
+        let piece = self.sendable(slice, "kv for the round", &mut packed);
+        if !self.converts() {
+            made.append(&mut packed);
+            return piece;
+        }
+        let (tokens, heads) = (self.plan.slice_tokens(&piece), self.plan.slice_heads(&piece));
+        let wire = self.declare("kv for the wire".to_owned(), Content::WireKeyValue, tokens, heads);
+        self.plan.steps.push(Step::Convert { from: piece, into: wire });
+        packed.into_iter().for_each(|copy| self.free(copy));
+        made.push(wire);
+        self.plan.whole(wire)
+    }
+
+    /// Keys and values of shard `owner` on their way, to be received.
+    pub(super) fn from_the_wire(&mut self, owner: u32, tokens: TokenRuns, heads: Range<u32>) -> BufferId {
+        let content = if self.converts() { Content::WireKeyValue } else { Content::KeyValue };
+        self.declare(format!("kv of shard {owner}"), content, tokens, heads)
+    }
+
+    /// Attention of all of `own` queries against what has arrived in `kv`, which stays as it is.
+    pub(super) fn attend_arrived(&mut self, own: Inputs, kv: BufferId, state: BufferId) {
+        if !self.converts() {
+            return self.attend(Inputs { kv, ..own }, state);
+        }
+        let Buffer { name, tokens, heads, .. } = self.buffer(kv).clone();
+        if !lower::any_visible(&self.world.problem, &self.buffer(own.q).tokens, &tokens) {
+            return;
+        }
+        let back = self.declare(format!("{name}, converted"), Content::KeyValue, tokens, heads);
+        let from = self.plan.whole(kv);
+        self.plan.steps.push(Step::Convert { from, into: back });
+        self.attend(Inputs { kv: back, ..own }, state);
+        self.free(back);
+    }
+
+    fn converts(&self) -> bool {
+        self.world.problem.wire != self.world.problem.dtype
+    }
+
     /// Posts an exchange and returns its id. Ids count alike on all ranks, also where nothing is sent: an exchange
     /// without messages takes its id and no step.
     pub(super) fn exchange(&mut self, sends: Vec<Send>, recvs: Vec<Recv>) -> Option<u32> {

@@ -5,7 +5,7 @@
 //! the rest travels.
 
 use super::build::{Inputs, PlanBuilder};
-use crate::plan::{BufferId, Content, Recv, Send};
+use crate::plan::{BufferId, Recv, Send};
 
 /// Attention of the queries against the keys and values of every shard. Ends all inputs, returns the running state.
 pub(super) fn attend_all(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> BufferId {
@@ -14,14 +14,16 @@ pub(super) fn attend_all(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> Buffe
     let heads = builder.buffer(inputs.kv).heads.clone();
     let state = builder.state(inputs.q);
     let mut arriving = Vec::new();
+    let mut made = Vec::new();
+    let anybody = (0..ring).any(|other| other != r && builder.sees(other, r));
+    let own = builder.whole(inputs.kv);
+    let own = if anybody { builder.for_the_wire(own, &mut made) } else { own };
     for distance in 1..ring {
         let (to, from) = ((r + distance) % ring, (r + ring - distance) % ring);
-        let send = builder
-            .sees(to, r)
-            .then(|| Send { to: mesh.rank(to, u).0, parts: vec![builder.whole(inputs.kv)] });
+        let send = builder.sees(to, r).then(|| Send { to: mesh.rank(to, u).0, parts: vec![own.clone()] });
         let kv = builder.sees(r, from).then(|| {
             let tokens = builder.world.kv_placement.of_shard(from);
-            builder.declare(format!("kv of shard {from}"), Content::KeyValue, tokens, heads.clone())
+            builder.from_the_wire(from, tokens, heads.clone())
         });
         let recv = kv.map(|kv| Recv { from: mesh.rank(from, u).0, parts: vec![kv] });
         let exchange = builder.exchange(send.into_iter().collect(), recv.into_iter().collect());
@@ -31,10 +33,11 @@ pub(super) fn attend_all(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> Buffe
     for (exchange, kv) in arriving {
         builder.wait(exchange);
         if let Some(kv) = kv {
-            builder.attend(Inputs { kv, ..inputs }, state);
+            builder.attend_arrived(inputs, kv, state);
             builder.free(kv);
         }
     }
+    made.into_iter().for_each(|buffer| builder.free(buffer));
     builder.free(inputs.kv);
     builder.end_queries(inputs);
     state

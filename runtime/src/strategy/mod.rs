@@ -165,6 +165,12 @@ fn placements(
 ) -> Result<(Placement, Placement)> {
     strategy.accepts(mesh)?;
     mesh.fits(problem)?;
+    if problem.wire != problem.dtype && (mesh.ring() == 1 || strategy == Strategy::PassQ) {
+        return Err(Error::request(
+            format!("{} on the wire with strategy {strategy} on mesh {mesh}", problem.wire),
+            "no keys go round shards there: send tensors as they are, or use a mesh with a ring",
+        ));
+    }
     if matches!(split, Split::Tokens(_)) && problem.q_len != problem.kv_len {
         return Err(Error::request(
             format!("exact token counts for {} queries and {} keys", problem.q_len, problem.kv_len),

@@ -18,6 +18,7 @@ pub(super) fn bytes_sent(
     let all_kv_heads: u128 = kv_heads.iter().sum();
     let batch = u128::from(problem.batch);
     let row = batch * u128::from(problem.head_dim) * problem.dtype.bytes() as u128;
+    let wire_row = batch * u128::from(problem.head_dim) * problem.wire.bytes() as u128;
     let lse = batch * 4;
 
     // The trades: the tokens of each piece, for the heads of all other pieces, there and back.
@@ -43,7 +44,7 @@ pub(super) fn bytes_sent(
     bytes += match strategy {
         Strategy::Gather => {
             let tokens = visits(problem, q, kv).map(|(_, owner)| kv.of_shard(owner).len() as u128);
-            tokens.sum::<u128>() * all_kv_heads * 2 * row
+            tokens.sum::<u128>() * all_kv_heads * 2 * wire_row
         }
         Strategy::PassQ => {
             let tokens: u128 = visits(problem, q, kv).map(|(guest, _)| q.of_shard(guest).len() as u128).sum();
@@ -52,7 +53,7 @@ pub(super) fn bytes_sent(
         }
         _ => {
             let tokens = Routes::new(strategy, problem, q, kv).tokens_sent(kv);
-            u128::from(tokens) * all_kv_heads * 2 * row
+            u128::from(tokens) * all_kv_heads * 2 * wire_row
         }
     };
     u64::try_from(bytes).unwrap_or(u64::MAX)

@@ -16,7 +16,7 @@ use std::ops::Range;
 
 use super::Strategy;
 use super::build::{Inputs, PlanBuilder};
-use crate::plan::{BufferId, Content, Recv, Send, Slice};
+use crate::plan::{BufferId, Recv, Send, Slice};
 use crate::{AttentionProblem, Placement, TokenRuns, lower};
 
 /// The streams of a world.
@@ -133,7 +133,7 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, input
     for stream in &routes.streams {
         held.push((stream.reach[r as usize] > 0).then(|| {
             let slice = builder.tokens_of(inputs.kv, stream.part.of(own_tokens));
-            Held { slice: builder.sendable(slice, "kv for the ring", &mut packed), arrived: None }
+            Held { slice: builder.for_the_wire(slice, &mut packed), arrived: None }
         }));
     }
     for hop in 1..=routes.hops() {
@@ -156,8 +156,7 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, input
             arriving.push((hop <= stream.reach[owner as usize]).then(|| {
                 let shard = builder.world.kv_placement.of_shard(owner);
                 let part = shard.slice(stream.part.of(shard.len()));
-                let name = format!("kv of shard {owner}");
-                let buffer = builder.declare(name, Content::KeyValue, part, kv_heads.clone());
+                let buffer = builder.from_the_wire(owner, part, kv_heads.clone());
                 let from = neighbour(!stream.forwards);
                 match recvs.iter_mut().find(|recv| recv.from == from) {
                     Some(recv) => recv.parts.push(buffer),
@@ -202,7 +201,7 @@ fn attend_held(
         builder.attend(inputs, state);
     }
     for kv in held.iter().flatten().filter_map(|held| held.arrived) {
-        builder.attend(Inputs { kv, ..inputs }, state);
+        builder.attend_arrived(inputs, kv, state);
     }
 }
 

@@ -121,14 +121,14 @@ fn piece(builder: &PlanBuilder<'_>, shard: BufferId, content: Content, u: u32) -
 
 fn placement<'a>(builder: &PlanBuilder<'a>, content: Content) -> &'a crate::Placement {
     match content {
-        Content::KeyValue => &builder.world.kv_placement,
+        Content::KeyValue | Content::WireKeyValue => &builder.world.kv_placement,
         Content::Query | Content::State | Content::Output | Content::Pairs => &builder.world.q_placement,
     }
 }
 
 fn heads(builder: &PlanBuilder<'_>, content: Content, u: u32) -> std::ops::Range<u32> {
     match content {
-        Content::KeyValue => builder.kv_heads(u),
+        Content::KeyValue | Content::WireKeyValue => builder.kv_heads(u),
         Content::Query | Content::State | Content::Output => builder.q_heads(u),
         Content::Pairs => builder.pair_heads(u),
     }
@@ -137,7 +137,7 @@ fn heads(builder: &PlanBuilder<'_>, content: Content, u: u32) -> std::ops::Range
 fn name(content: Content) -> &'static str {
     match content {
         Content::Query => "q",
-        Content::KeyValue => "kv",
+        Content::KeyValue | Content::WireKeyValue => "kv",
         Content::State => "state",
         Content::Output => "o",
         Content::Pairs => "pairs",

@@ -20,6 +20,10 @@ fn options(head_dim: u32) -> [(bool, Pairs); 3] {
 
 pub(crate) fn every_kernel() -> Vec<Kernel> {
     let mut kernels = vec![Kernel::Repack { words: 1 }, Kernel::Repack { words: 4 }, Kernel::ResetState];
+    for short in [Storage::F16, Storage::Bf16] {
+        kernels.push(Kernel::Convert { from: Storage::F32, into: short });
+        kernels.push(Kernel::Convert { from: short, into: Storage::F32 });
+    }
     for head_dim in HEAD_DIMS {
         kernels.push(Kernel::Merge { head_dim });
         kernels.push(Kernel::MergeParts { head_dim });

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use bytes::Bytes;
+use half::{bf16, f16};
 use kyklos::backend::{
     Attend, Backend, Control, DeviceClass, EMPTY_M, Extent, Layout, Operand, State, StateMut, StateShape,
 };
@@ -15,7 +16,7 @@ use kyklos::{
     AttentionProblem, BlockWork, Dtype, Error, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns,
     plan_world,
 };
-use kyklos_tests::inputs::{Case, TensorId, cases, fill};
+use kyklos_tests::inputs::{Case, TensorId, cases, fill, normal};
 use kyklos_transport::in_process_group;
 
 use super::{DEADLINE, Prepared, Whole, chosen_cases, options};
@@ -46,6 +47,7 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
         }),
         ("gives back what was put in", |backend, who| Box::pin(bytes_come_back(backend, who))),
         ("copies exactly the rows it is told to", |backend, who| Box::pin(repack_is_exact(backend, who))),
+        ("converts to what the definition says", |backend, who| Box::pin(conversions(backend, who))),
         ("refuses memory that is not there", |backend, who| Box::pin(absurd_memory(backend, who))),
         ("gives up when it is cancelled", |backend, who| Box::pin(cancel(backend, who))),
     ]
@@ -369,6 +371,60 @@ async fn bytes_come_back<B: Backend>(backend: &B, who: &str) {
         let mut fresh = backend.alloc("fresh", size).unwrap();
         backend.write(&mut fresh, 0, &data).unwrap();
         assert_eq!(read(backend, &mut fresh, 0..size).await, data, "{who}: written {size} bytes");
+    }
+}
+
+/// Every kind of number there is, to 16 bits and back, from the middle of a buffer. What is subnormal in f16 may be
+/// flushed where it is read.
+async fn conversions<B: Backend>(backend: &B, who: &str) {
+    let mut numbers: Vec<f32> = vec![
+        0.0,
+        -0.0,
+        1.0,
+        -1.000_976_6,
+        65504.0,
+        65519.99,
+        65520.0,
+        -1e38,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        6.1e-5,
+        1.0 + 1.0 / 2048.0,
+        1.0 + 3.0 / 2048.0,
+        1.0 + 1.0 / 256.0,
+        1.0 + 3.0 / 256.0,
+        3.389e38,
+    ];
+    numbers.extend((0..4096 * 8 - 16).map(|i| normal(9, TensorId::V, i) * 1000.0_f32.powi(i as i32 % 5 - 2)));
+    let first = 16;
+    let source = backend.upload("numbers", Bytes::from(bytemuck::cast_slice(&numbers).to_vec())).unwrap();
+    let wanted = &numbers[first..];
+    for dtype in [Dtype::F16, Dtype::Bf16] {
+        let mut short = backend.upload("short", Bytes::from(vec![0xa5; numbers.len() * 2])).unwrap();
+        backend.convert((&source, first, Dtype::F32), (&mut short, dtype), wanted.len()).unwrap();
+        let bytes = backend.download(&mut short, 0..numbers.len() * 2).await.unwrap();
+        let bits: Vec<u16> = bytemuck::pod_collect_to_vec(&bytes[..]);
+        let rounded = |x: &f32| match dtype {
+            Dtype::F16 => f16::from_f32(*x).to_bits(),
+            _ => bf16::from_f32(*x).to_bits(),
+        };
+        for (place, (x, bits)) in wanted.iter().zip(&bits).enumerate() {
+            assert_eq!(*bits, rounded(x), "{who}: {x} in {dtype} at {place}");
+        }
+        assert!(bits[wanted.len()..].iter().all(|bits| *bits == 0xa5a5), "{who}: more than was asked");
+
+        let mut long = backend.upload("long", Bytes::from(vec![0xa5; wanted.len() * 4])).unwrap();
+        backend.convert((&short, 8, dtype), (&mut long, Dtype::F32), wanted.len() - 8).unwrap();
+        let bytes = backend.download(&mut long, 0..(wanted.len() - 8) * 4).await.unwrap();
+        let back: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes[..]);
+        for (x, bits) in back.iter().zip(&bits[8..]) {
+            let exact = match dtype {
+                Dtype::F16 => f16::from_bits(*bits).to_f32(),
+                _ => bf16::from_bits(*bits).to_f32(),
+            };
+            let flushed = dtype == Dtype::F16 && exact.abs() < 6.2e-5 && *x == 0.0;
+            assert!(x.to_bits() == exact.to_bits() || flushed, "{who}: {x} for {exact} of {dtype}");
+        }
     }
 }
 

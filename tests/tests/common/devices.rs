@@ -94,6 +94,15 @@ impl Backend for WithoutRescale {
         self.0.repack(from, into, extent)
     }
 
+    fn convert(
+        &self,
+        from: (&Buffer, usize, Dtype),
+        into: (&mut Buffer, Dtype),
+        elements: usize,
+    ) -> Result<()> {
+        self.0.convert(from, into, elements)
+    }
+
     async fn wait(&self) -> Result<()> {
         self.0.wait().await
     }

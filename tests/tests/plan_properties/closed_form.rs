@@ -42,7 +42,7 @@ pub(crate) fn closed_form(world: &World, rank: u32) -> (u64, u64) {
         send(row * (q_tokens(r, u) * q_heads(peer) + 2 * kv_tokens(r, u) * kv_heads(peer)) + pairs);
         send(q_tokens(r, peer) * q_heads(u) * (row + 4 * batch));
     }
-    let kv_row = 2 * row * kv_heads(u);
+    let kv_row = 2 * batch * u64::from(problem.head_dim) * problem.wire.bytes() as u64 * kv_heads(u);
     let queries = |r: u32| shard(&world.q_placement, ulysses, r);
     let keys = |r: u32| shard(&world.kv_placement, ulysses, r);
     let others = || (0..ring).filter(|other| *other != r);

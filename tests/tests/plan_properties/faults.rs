@@ -120,6 +120,17 @@ pub(crate) const FAULTS: &[Fault] = &[
         Some("the pair tensor of other rows")
     },
     |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Convert { .. }))?;
+        world.plans[rank].steps.remove(step);
+        Some("a conversion left out")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Convert { .. }))?;
+        let Step::Convert { from, .. } = &mut world.plans[rank].steps[step] else { return None };
+        from.heads.end -= 1;
+        Some("a conversion of fewer heads")
+    },
+    |world, random| {
         let (rank, step) = pick(world, random, |step| matches!(step, Step::Merge { .. }))?;
         world.plans[rank].steps.remove(step);
         Some("a merge left out")
@@ -193,6 +204,7 @@ fn uses(step: &Step, buffer: kyklos::plan::BufferId) -> bool {
             [q.buffer, kv.buffer, *state].contains(&buffer)
                 || pairs.as_ref().is_some_and(|pairs| pairs.buffer == buffer)
         }
+        Step::Convert { from, into } => from.buffer == buffer || *into == buffer,
         Step::Merge { from, into } | Step::Finalize { state: from, into } => {
             *from == buffer || *into == buffer
         }

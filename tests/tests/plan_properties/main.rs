@@ -62,6 +62,9 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
                 drawn @ 0..5 if mesh.ring() > 1 => ROUNDS[drawn as usize],
                 _ => Strategy::Unified,
             };
+            let rounds = mesh.ring() > 1 && strategy != Strategy::PassQ && dtype == Dtype::F32;
+            let wire = if rounds && random.below(3) == 0 { Dtype::F16 } else { dtype };
+            let problem = problem.with_wire(wire).expect("drawn to fit");
             Drawn(plan_world(&problem, mesh, kind, &split, strategy).expect("drawn to fit"))
         },
     )

@@ -12,6 +12,7 @@
 
 mod attend;
 mod buffer;
+mod convert;
 mod exp;
 mod job;
 mod kernel;
@@ -155,6 +156,18 @@ impl Backend for CpuBackend {
         extent: Extent,
     ) -> Result<()> {
         repack::repack((from.bytes(), from_layout), (into.bytes_mut()?, into_layout), extent);
+        Ok(())
+    }
+
+    fn convert(
+        &self,
+        (from, first, from_dtype): (&CpuBuffer, usize, Dtype),
+        (into, into_dtype): (&mut CpuBuffer, Dtype),
+        elements: usize,
+    ) -> Result<()> {
+        let source = &from.bytes()[first * from_dtype.bytes()..][..elements * from_dtype.bytes()];
+        let target = &mut into.bytes_mut()?[..elements * into_dtype.bytes()];
+        convert::convert((from_dtype, source), (into_dtype, target));
         Ok(())
     }
 

@@ -243,6 +243,16 @@ impl Backend for WgpuBackend {
         ops::repack(&self.gpu, from, (into.0, into.1), extent)
     }
 
+    fn convert(
+        &self,
+        (from, first, from_dtype): (&WgpuBuffer, usize, Dtype),
+        (into, into_dtype): (&mut WgpuBuffer, Dtype),
+        elements: usize,
+    ) -> Result<()> {
+        self.gpu.check()?;
+        ops::convert(&self.gpu, (from, first, storage(from_dtype)), (into, storage(into_dtype)), elements)
+    }
+
     async fn wait(&self) -> Result<()> {
         self.gpu.check()?;
         // An empty submission flushes writes that nothing was submitted after.

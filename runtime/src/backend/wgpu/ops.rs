@@ -1,6 +1,8 @@
 //! Everything but attend: short kernels, submitted at once.
 
-use kyklos_shaders::{FinalizeParams, Kernel, MergeParams, RepackParams, ResetParams, Storage};
+use kyklos_shaders::{
+    ConvertParams, FinalizeParams, Kernel, MergeParams, RepackParams, ResetParams, Storage,
+};
 
 use super::device::Gpu;
 use super::dispatch::Bound;
@@ -180,6 +182,42 @@ pub(super) fn repack(
                 grid,
             )?;
         }
+    }
+    gpu.submit(Some(encoder.finish()));
+    Ok(())
+}
+
+pub(super) fn convert(
+    gpu: &Gpu,
+    (from, first, from_storage): (&WgpuBuffer, usize, Storage),
+    (into, into_storage): (&WgpuBuffer, Storage),
+    elements: usize,
+) -> Result<()> {
+    let kernel = Kernel::Convert { from: from_storage, into: into_storage };
+    let together = Storage::CONVERTED_TOGETHER as usize;
+    let at_once = usize::try_from(gpu.window_bytes()).unwrap_or(usize::MAX) / 4 / together;
+    let mut encoder = gpu.encoder("convert");
+    for part in cut(0..elements / together, at_once) {
+        let grid = gpu.grid((part.len() as u64).div_ceil(u64::from(kernel.rows_per_workgroup())))?;
+        let bytes = |storage: Storage, first: usize| {
+            let bytes =
+                |eights: usize| (first + eights * together) as u64 * 16 / u64::from(storage.unit_elements());
+            bytes(part.start)..bytes(part.end)
+        };
+        let (source_bytes, target_bytes) = (bytes(from_storage, first), bytes(into_storage, 0));
+        let source = gpu.window("the source of a conversion", from, source_bytes.clone())?;
+        let target = gpu.window("the target of a conversion", into, target_bytes.clone())?;
+        let offset = |bytes: u64, skipped: u32| -> Result<u32> {
+            let units = usize::try_from(bytes / 16).unwrap_or(usize::MAX);
+            Ok(narrow("an offset", units)?.wrapping_sub(skipped))
+        };
+        let params = ConvertParams {
+            from_offset: offset(source_bytes.start, source.skipped_units()?)?,
+            into_offset: offset(target_bytes.start, target.skipped_units()?)?,
+            count: narrow("what is converted", part.len())?,
+            grid_width: grid.width,
+        };
+        gpu.record(&mut encoder, kernel, bytemuck::bytes_of(&params), &[source.into(), target.into()], grid)?;
     }
     gpu.submit(Some(encoder.finish()));
     Ok(())

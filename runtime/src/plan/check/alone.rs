@@ -80,7 +80,7 @@ impl<'a> RankProof<'a> {
         let (problem, rank) = (&self.world.problem, Rank(self.plan.rank));
         for (index, buffer) in self.plan.buffers.iter().enumerate() {
             let (tokens, heads) = match buffer.content {
-                Content::KeyValue => (problem.kv_len, problem.kv_heads),
+                Content::KeyValue | Content::WireKeyValue => (problem.kv_len, problem.kv_heads),
                 Content::Query | Content::State | Content::Output => (problem.q_len, problem.q_heads),
                 Content::Pairs => (problem.q_len, problem.pairs.map_or(0, |pairs| pairs.heads)),
             };
@@ -190,6 +190,7 @@ impl<'a> RankProof<'a> {
                 self.attend(q, kv, *state)?;
                 self.pairs(q, pairs.as_ref())
             }
+            Step::Convert { from, into } => self.convert(from, *into),
             Step::Merge { from, into } => self.merge(*from, *into),
             Step::Finalize { state, into } => {
                 self.exists(*into)?;
@@ -252,6 +253,25 @@ impl<'a> RankProof<'a> {
                 .fault(format!("{} is not of the queries' tokens and heads", self.name(slice.buffer)));
         }
         Ok(())
+    }
+
+    /// Keys and values become the same keys and values in the other type.
+    fn convert(&mut self, from: &Slice, into: BufferId) -> Result<()> {
+        self.not_empty(from)?;
+        self.exists(into)?;
+        self.must_be_written(from)?;
+        let contents = [from.buffer, into].map(|id| self.plan.buffer(id).content);
+        let kinds = [[Content::KeyValue, Content::WireKeyValue], [Content::WireKeyValue, Content::KeyValue]];
+        let (whole, problem) = (self.plan.whole(into), &self.world.problem);
+        if !kinds.contains(&contents)
+            || problem.wire == problem.dtype
+            || !self.plan.is_one_piece(problem, from)
+            || self.tokens(from) != self.tokens(&whole)
+            || self.plan.slice_heads(from) != self.plan.slice_heads(&whole)
+        {
+            return self.fault(format!("{} is no conversion of {}", self.name(into), self.name(from.buffer)));
+        }
+        self.write(&whole)
     }
 
     fn merge(&mut self, from: BufferId, into: BufferId) -> Result<()> {

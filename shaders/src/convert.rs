@@ -1,0 +1,50 @@
+//! Elements from one storage type to another, one thread for each 8 of them.
+
+use crate::Storage;
+use crate::kernel::Kernel;
+use crate::text::Text;
+
+/// Elements of one thread: a 16-byte unit of a 16-bit type, two of f32.
+pub(crate) const ELEMENTS: u32 = 8;
+
+/// Bindings: source, destination, both arrays of 16-byte units. One of the two types is f32.
+pub(crate) fn source(from: Storage, into: Storage) -> String {
+    let mut t = Text::default();
+    t.line(format!(
+        "// convert, {} to {}: one thread for each {ELEMENTS} elements",
+        from.name(),
+        into.name()
+    ));
+    t.lines(&Kernel::Convert { from, into }.declarations());
+    t.line("");
+    t.lines(if into == Storage::F32 { from.unpack_functions() } else { into.round_function() });
+    t.line("");
+    t.line("@compute @workgroup_size(64)");
+    t.block(
+        "fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32)",
+        |t| {
+            t.lines(
+                "
+let index = (group_id.x + group_id.y * params.grid_width) * 64u + thread;
+if (index >= params.count) { return; }",
+            );
+            t.lines(if into == Storage::F32 {
+                "let unit = source[params.from_offset + index];
+let at = params.into_offset + 2u * index;
+destination[at] = chunk_0(unit);
+destination[at + 1u] = chunk_1(unit);"
+            } else {
+                "let at = params.from_offset + 2u * index;
+let x = source[at];
+let y = source[at + 1u];
+destination[params.into_offset + index] = vec4<u32>(
+    rounded(x.x) | (rounded(x.y) << 16u),
+    rounded(x.z) | (rounded(x.w) << 16u),
+    rounded(y.x) | (rounded(y.y) << 16u),
+    rounded(y.z) | (rounded(y.w) << 16u),
+);"
+            });
+        },
+    );
+    t.finish()
+}
