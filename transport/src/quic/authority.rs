@@ -12,7 +12,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-use super::identity::{Identity, MOST_AUTHORITIES};
+use super::identity::{Identity, MOST_AUTHORITIES, fingerprint};
 use super::job::JobId;
 use super::names::{Subject, is_job_name, names_of};
 use super::private_file::{self, pem_block};
@@ -116,6 +116,16 @@ impl ClusterAuthority {
         }
     }
 
+    /// Fingerprint and validity of the authority whose certificate alone is in a file.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Bootstrap`] if the file holds no authority's certificate.
+    pub fn describe(path: &Path) -> Result<(String, Validity), TransportError> {
+        let certificate = read_certificate(path)?;
+        Ok((fingerprint(&certificate), validity_of(&certificate)?))
+    }
+
     /// Lets identities trust those of another authority as well: for the time in which a cluster changes from one to
     /// the other.
     ///
@@ -140,19 +150,18 @@ impl ClusterAuthority {
     ///
     /// [`TransportError::Bootstrap`] if keys cannot be made.
     pub fn issue(&self, rank: Rank) -> Result<Identity, TransportError> {
-        self.issue_to(&Subject::Rank(rank), VALID_DAYS)
+        self.issue_to(&Subject::Rank(rank), Validity::days(VALID_DAYS))
     }
 
-    /// The identity of a rank or a host, valid for so many days.
+    /// The identity of a rank or a host.
     ///
     /// # Errors
     ///
     /// [`TransportError::Bootstrap`] if keys cannot be made, or the authority ends before the identity would.
-    pub fn issue_to(&self, subject: &Subject, days: u32) -> Result<Identity, TransportError> {
-        let validity = Validity::days(days);
+    pub fn issue_to(&self, subject: &Subject, validity: Validity) -> Result<Identity, TransportError> {
         if validity.until > self.validity.until {
             return Err(bootstrap(format!(
-                "an identity of {days} days would end on {}, the authority ends on {}: use fewer days, or a new \
+                "the identity would end on {}, the authority ends on {}: use fewer days, or a new \
                  authority",
                 Date(validity.until),
                 Date(self.validity.until)
@@ -161,7 +170,7 @@ impl ClusterAuthority {
         self.issue_at(subject, self.job, validity)
     }
 
-    /// An identity of any job and time. Only tests have a use for one that does not hold here and now.
+    /// An identity of any job: whose, only tests have a use for.
     pub(super) fn issue_at(
         &self,
         subject: &Subject,
@@ -261,12 +270,12 @@ mod tests {
         let authority = ClusterAuthority::read(&folder, "train").unwrap();
         let host = Subject::Host(HostNames::new(["node1", "10.0.0.1"]).unwrap());
         for subject in [Subject::Rank(Rank(3)), host] {
-            let claims = authority.issue_to(&subject, 30).unwrap().claims().unwrap();
+            let claims = authority.issue_to(&subject, Validity::days(30)).unwrap().claims().unwrap();
             assert_eq!((claims.subject, claims.job), (subject, JobId::from_name("train")));
             assert_eq!(claims.job_name.as_deref(), Some("train"));
             assert_eq!(claims.validity.days_left(SystemTime::now()), 29);
         }
-        let long = authority.issue_to(&Subject::Rank(Rank(0)), 101).unwrap_err().to_string();
+        let long = authority.issue_to(&Subject::Rank(Rank(0)), Validity::days(101)).unwrap_err().to_string();
         assert!(long.contains("the authority ends on"), "{long}");
         for wrong in ["", "a b", "a\n", &"a".repeat(65)] {
             assert!(ClusterAuthority::read(&folder, wrong).is_err(), "{wrong:?}");

@@ -166,6 +166,8 @@ impl Forming<'_> {
 
     async fn as_member(&mut self) -> Result<Mesh, TransportError> {
         let mut control = self.dial_coordinator().await?;
+        // Rank 0 says who did not come, and why: that is worth more than to know it a moment earlier.
+        self.deadline += LATE_NEWS;
         let addresses = match self.next_frame(&mut control).await? {
             Frame::AddressTable { addresses } if addresses.len() == self.config.world as usize => addresses,
             other => {
@@ -219,6 +221,10 @@ impl Forming<'_> {
         let connection = match timeout(DIAL_PATIENCE, connecting).await {
             Ok(Ok(connection)) => connection,
             Ok(Err(ConnectionError::TimedOut)) | Err(_) => return Err(no_answer(rank, address)),
+            Ok(Err(error @ ConnectionError::TransportError(_))) => {
+                let text = format!("this rank refuses rank {rank} at {address}: {}", describe(&error));
+                return Err(failed(text));
+            }
             Ok(Err(error)) => {
                 return Err(failed(format!(
                     "rank {rank} at {address} refused the connection: {}",
@@ -358,6 +364,9 @@ const LONGEST_HEARTBEAT: Duration = Duration::from_secs(3600);
 
 /// How long one attempt at a handshake may take before the next one.
 const DIAL_PATIENCE: Duration = Duration::from_secs(4);
+
+/// How much longer than rank 0 a rank waits for a group that does not get complete.
+const LATE_NEWS: Duration = Duration::from_secs(2);
 
 /// How long a rank that will not be let in tries to be heard.
 const KNOCK_PATIENCE: Duration = Duration::from_secs(4);

@@ -92,7 +92,7 @@ impl Identity {
 }
 
 /// The first 16 digits of the SHA-256 of a certificate: enough to tell authorities apart, not to trust one.
-pub(crate) fn fingerprint(certificate: &CertificateDer<'_>) -> String {
+pub(super) fn fingerprint(certificate: &CertificateDer<'_>) -> String {
     let digest = rustls::crypto::aws_lc_rs::cipher_suite::TLS13_AES_128_GCM_SHA256
         .tls13()
         .map(|suite| suite.common.hash_provider.hash(certificate));

@@ -50,7 +50,7 @@ fn meet(zero: Identity, one: Identity, places: &[&str]) -> Result<(), (String, S
 
 fn host(authority: &ClusterAuthority, names: &[&str]) -> Identity {
     let names = HostNames::new(names.iter().copied()).unwrap();
-    authority.issue_to(&Subject::Host(names), 1).unwrap()
+    authority.issue_to(&Subject::Host(names), Validity::days(1)).unwrap()
 }
 
 #[track_caller]
@@ -140,6 +140,18 @@ fn a_host_serves_the_ranks_that_have_their_place_on_it() {
     meet(here.clone(), here.clone(), &[]).unwrap();
     let errors = meet(here, b, &[]).unwrap_err();
     both_say(errors, &["rank 1 is at 127.0.0.1, but has the certificate of host node-b"]);
+}
+
+#[test]
+fn a_rank_is_where_it_was_told_to_be() {
+    let authority = authority();
+    let (coordinator, port) = (free_address(), free_address().port());
+    let zero = connect(config(0, coordinator, authority.issue(Rank(0)).unwrap()));
+    let one = connect(QuicConfig { port, ..config(1, coordinator, authority.issue(Rank(1)).unwrap()) });
+    let group = [zero, one].map(|rank| rank.join().unwrap().unwrap());
+    assert!(UdpSocket::bind((Ipv4Addr::LOCALHOST, port)).is_err(), "nobody uses port {port}");
+    let closing = group.each_ref().map(|rank| rank.close(Duration::from_secs(10)));
+    closing.into_iter().for_each(|closed| pollster::block_on(closed).unwrap());
 }
 
 #[test]

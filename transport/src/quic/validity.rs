@@ -16,7 +16,7 @@ pub struct Validity {
 
 impl Validity {
     /// From now on, for so many days.
-    pub(super) fn days(days: u32) -> Self {
+    pub fn days(days: u32) -> Self {
         let now = SystemTime::now();
         // Clocks of a cluster differ; an hour of grace keeps a fast one from refusing.
         Self { from: now - Duration::from_secs(3600), until: now + DAY * days }

@@ -23,14 +23,27 @@ use crate::error::TransportError;
 #[derive(Debug)]
 pub(super) struct Dialled {
     inner: Arc<WebPkiServerVerifier>,
+    own: Own,
+}
+
+/// What a rank's own identity is, for refusals.
+#[derive(Debug)]
+struct Own {
+    claims: Claims,
     trusted: String,
+}
+
+impl Own {
+    fn of(identity: &Identity) -> Result<Self, TransportError> {
+        Ok(Self { claims: identity.claims()?, trusted: identity.authorities().join(" and ") })
+    }
 }
 
 /// Verifies who dials a rank.
 #[derive(Debug)]
 pub(super) struct Dialler {
     inner: Arc<dyn ClientCertVerifier>,
-    trusted: String,
+    own: Own,
 }
 
 impl Dialled {
@@ -38,7 +51,7 @@ impl Dialled {
         let inner = WebPkiServerVerifier::builder_with_provider(Arc::new(roots(identity)?), provider)
             .build()
             .map_err(cannot_set_up)?;
-        Ok(Self { inner, trusted: trusted(identity) })
+        Ok(Self { inner, own: Own::of(identity)? })
     }
 }
 
@@ -47,7 +60,7 @@ impl Dialler {
         let inner = WebPkiClientVerifier::builder_with_provider(Arc::new(roots(identity)?), provider)
             .build()
             .map_err(cannot_set_up)?;
-        Ok(Self { inner, trusted: trusted(identity) })
+        Ok(Self { inner, own: Own::of(identity)? })
     }
 }
 
@@ -62,7 +75,7 @@ impl ServerCertVerifier for Dialled {
     ) -> Result<ServerCertVerified, Error> {
         self.inner
             .verify_server_cert(certificate, intermediates, server_name, ocsp_response, now)
-            .map_err(|error| in_words(error, certificate, &self.trusted))
+            .map_err(|error| in_words(error, certificate, &self.own))
     }
 
     fn verify_tls12_signature(
@@ -102,7 +115,7 @@ impl ClientCertVerifier for Dialler {
     ) -> Result<ClientCertVerified, Error> {
         self.inner
             .verify_client_cert(certificate, intermediates, now)
-            .map_err(|error| in_words(error, certificate, &self.trusted))
+            .map_err(|error| in_words(error, certificate, &self.own))
     }
 
     fn verify_tls12_signature(
@@ -129,7 +142,7 @@ impl ClientCertVerifier for Dialler {
 }
 
 /// The refusal of a certificate in words; what it says of itself is not proven, and is said as such.
-fn in_words(error: Error, certificate: &CertificateDer<'_>, trusted: &str) -> Error {
+fn in_words(error: Error, certificate: &CertificateDer<'_>, own: &Own) -> Error {
     let Error::InvalidCertificate(why) = &error else {
         return error;
     };
@@ -144,18 +157,15 @@ fn in_words(error: Error, certificate: &CertificateDer<'_>, trusted: &str) -> Er
             .out_of_date()
             .unwrap_or_else(|| format!("the authority of the certificate of {claims} has expired: {why}")),
         CertificateError::UnknownIssuer | CertificateError::BadSignature => format!(
-            "the certificate of {claims} is of another authority, trusted are {trusted}: issue all identities from \
-             one, or let them trust both (kyklos certs issue --also-trust)"
+            "the certificate of {claims} is of another authority, trusted are {}: issue all identities from \
+             one, or let them trust both (kyklos certs issue --also-trust)",
+            own.trusted
         ),
         CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
-            format!("the certificate found is that of {claims}: {why}")
+            format!("{} looked for a rank of its own job and found {claims}", own.claims)
         }
         _ => format!("the certificate of {claims} is refused: {why}"),
     })
-}
-
-fn trusted(identity: &Identity) -> String {
-    identity.authorities().join(" and ")
 }
 
 fn roots(identity: &Identity) -> Result<RootCertStore, TransportError> {
