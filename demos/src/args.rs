@@ -10,7 +10,10 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use kyklos::backend::wgpu::KernelChoice;
 use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind, Strategy};
 
+use crate::certs::CertsArgs;
 use crate::device::DeviceRequest;
+use crate::launch::LaunchArgs;
+use crate::launchers::GroupArgs;
 use crate::tune::TuneArgs;
 
 /// Exact attention over a sequence that is split across ranks. Without a command: a short demonstration.
@@ -42,10 +45,12 @@ pub(crate) enum Command {
     /// Runs `attend` with one process per rank on this host, joined over QUIC
     ///
     /// The processes find each other through RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
-    /// the names that torchrun uses; those of Slurm, Kubernetes and MPI are not read. KYKLOS_IDENTITY is the path of the
-    /// file with which a process proves its rank to the others. Lines that a rank writes to standard error are prefixed
+    /// the names that torchrun uses. KYKLOS_IDENTITY is the path of the file with which a process proves its rank to the
+    /// others. Lines that a rank writes to standard error are prefixed
     /// with its rank, except JSON progress, which names it; standard output passes unchanged.
     Launch(LaunchArgs),
+    /// Makes the authority of a cluster and the identities of its ranks and hosts
+    Certs(CertsArgs),
 }
 
 #[derive(Debug, Args)]
@@ -136,6 +141,8 @@ pub(crate) struct AttendArgs {
     /// Print one JSON object instead of the table
     #[arg(long)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) group: GroupArgs,
 }
 
 #[derive(Debug, Args)]
@@ -210,17 +217,6 @@ impl fmt::Display for KernelName {
             KernelChoice::Exactly(variant) => return f.write_str(&variant.name()),
         })
     }
-}
-
-/// How many processes, and of what.
-#[derive(Debug, Args)]
-pub(crate) struct LaunchArgs {
-    /// Number of processes
-    #[arg(short = 'n', long, value_name = "N")]
-    pub(crate) ranks: NonZeroU32,
-    /// `attend` and its options
-    #[arg(trailing_var_arg = true, required = true, value_name = "attend …")]
-    pub(crate) command: Vec<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
