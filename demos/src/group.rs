@@ -36,6 +36,7 @@ impl Launched {
         let by = Instant::now() + patience;
         let address = resolve(coordinator, self.host_appears_late, by)?;
         let mut config = QuicConfig::new(Rank(self.rank), self.world, job, address, identity);
+        config.coordinator_name = Some(coordinator.host.clone());
         config.places.clone_from(&self.places);
         // In whole seconds, because errors quote it.
         let left = by.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
@@ -65,7 +66,18 @@ impl Launched {
                 "make identities with kyklos certs init and kyklos certs issue",
             )
         })?;
-        Ok(PathBuf::from(said.replace(RANK, &self.rank.to_string())))
+        let path = said.replace(RANK, &self.rank.to_string());
+        match (path.contains(HOST), self.places.get(self.rank as usize).cloned().flatten()) {
+            (false, _) => Ok(PathBuf::from(path)),
+            (true, Some(place)) => Ok(PathBuf::from(path.replace(HOST, &place))),
+            (true, None) => Err(Failure::request(
+                format!(
+                    "the identity {path}, and nothing says on which host rank {} has its place",
+                    self.rank
+                ),
+                "a Slurm step or a cluster file does; else name the file without {host}",
+            )),
+        }
     }
 
     /// A process of `kyklos launch` ends when its launcher does, whatever happened to it: the launcher holds the
@@ -125,3 +137,6 @@ fn resolve(HostPort { host, port }: &HostPort, late: bool, until: Instant) -> Re
         std::thread::sleep(Duration::from_millis(500));
     }
 }
+
+/// In the name of an identity's file: the host on which the rank has its place.
+const HOST: &str = "{host}";

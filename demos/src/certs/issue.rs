@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 use kyklos::{Error, MAX_WORLD};
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, HostNames, Subject, Validity};
@@ -12,7 +12,7 @@ use super::until;
 use crate::failure::{Failure, Result, print};
 
 #[derive(Debug, Args)]
-#[group(id = "whom", required = true, multiple = true, args = ["ranks", "count", "host"])]
+#[command(group = ArgGroup::new("whom").required(true).multiple(true).args(["ranks", "count", "host"]))]
 pub(super) struct IssueArgs {
     /// For these ranks, such as 0-7 or 0-3,9
     #[arg(long, value_name = "A-B,…", conflicts_with = "count")]

@@ -26,7 +26,7 @@ pub(crate) struct GroupArgs {
     /// TOML file that says where every rank runs
     #[arg(long, value_name = "F", conflicts_with = "world")]
     pub(crate) cluster: Option<PathBuf>,
-    /// File that proves this rank or its host to the others, {rank} in its name is the rank [or KYKLOS_IDENTITY]
+    /// File that proves this rank or its host to the others, by {rank} or {host} in its name a file each [or KYKLOS_IDENTITY]
     #[arg(long, value_name = "F")]
     pub(crate) identity: Option<PathBuf>,
     /// Warn if the identity expires within so many days

@@ -125,7 +125,7 @@ pub(crate) fn find(args: &GroupArgs, variables: &Variables<'_>) -> Result<Option
         by_kyklos,
         coordinator: coordinator.map(|said| said.value.clone()),
         host_appears_late: sources.iter().any(|source| source.host_appears_late),
-        places: places(&sources, coordinator),
+        places: sources.iter().map(|s| &s.places).find(|all| !all.is_empty()).cloned().unwrap_or_default(),
         job: first(&sources, |source| source.job.as_ref()).map(|job| job.value.clone()),
         run: sources.iter().find_map(|source| source.run.clone()),
         device: sources.iter().find_map(|source| source.devices.get(rank.value as usize).copied().flatten()),
@@ -209,16 +209,6 @@ fn contradiction(one: impl Display, other: impl Display) -> Failure {
 
 fn first<T>(sources: &[Source], pick: impl Fn(&Source) -> Option<&Said<T>>) -> Option<&Said<T>> {
     sources.iter().find_map(pick)
-}
-
-/// The hosts of all ranks; that of rank 0 is known wherever its address is.
-fn places(sources: &[Source], coordinator: Option<&Said<HostPort>>) -> Vec<Option<String>> {
-    let said = sources.iter().map(|source| &source.places).find(|places| !places.is_empty());
-    let mut places = said.cloned().unwrap_or_default();
-    if places.is_empty() {
-        places.extend(coordinator.map(|said| Some(said.value.host.clone())));
-    }
-    places
 }
 
 /// Set by `kyklos launch` for its processes.

@@ -13,9 +13,13 @@ pub(crate) fn source(variables: &Variables<'_>) -> Result<Source> {
     if step.as_ref().is_some_and(|step| step.value >= FIRST_SPECIAL_STEP) {
         return Ok(nobody);
     }
-    let Some(rank) = variables.number::<u32>("SLURM_PROCID")? else {
+    let Some(mut rank) = variables.number::<u32>("SLURM_PROCID")? else {
         return Ok(nobody);
     };
+    // srun sets both; the shell of a batch script is process 0 of all the tasks it may start.
+    if step.is_none() && rank.value == 0 {
+        rank.words.push_str(" without SLURM_STEP_ID, as in a batch script without srun");
+    }
     let world = match variables.number::<u32>("SLURM_STEP_NUM_TASKS")? {
         Some(world) => Some(world),
         None => variables.number("SLURM_NTASKS")?,

@@ -217,9 +217,8 @@ fn slurm_places_tasks_as_it_deals_them_or_not_at_all() {
     assert_eq!(places(""), of("n1 n1 n1 n2 n2"));
     assert_eq!(places("SLURM_DISTRIBUTION=block:cyclic"), of("n1 n1 n1 n2 n2"));
     assert_eq!(places("SLURM_DISTRIBUTION=cyclic SLURMD_NODENAME=n2"), of("n1 n2 n1 n2 n1"));
-    // Rank 0's host is known as long as its address is.
-    assert_eq!(places("SLURM_DISTRIBUTION=plane=2"), of("n1"));
-    assert_eq!(places("SLURMD_NODENAME=n2"), of("n1"));
+    assert_eq!(places("SLURM_DISTRIBUTION=plane=2"), []);
+    assert_eq!(places("SLURMD_NODENAME=n2"), []);
 }
 
 #[test]

@@ -52,9 +52,15 @@ fn identities_are_issued_shown_and_never_overwritten() {
     refused(&run("issue --ranks 7-8 --output ids"), &["ids/rank-7.pem exists", "--output"]);
     assert!(!folder.path().join("ids/rank-8.pem").exists());
     refused(&run("issue --host a,b --host a,c"), &["written twice"]);
-    for wrong in
-        ["issue", "issue --ranks 3-1", "issue -n 0", "issue -n 2 --ranks 0-1", "issue --host a/b", "show"]
-    {
+    for wrong in [
+        "issue",
+        "issue --job x",
+        "issue --ranks 3-1",
+        "issue -n 0",
+        "issue -n 2 --ranks 0-1",
+        "issue --host a/b",
+        "show",
+    ] {
         assert_eq!(run(wrong).status.code(), Some(2), "{wrong}");
     }
     let long = run("issue -n 1 --days 3650 --output late");

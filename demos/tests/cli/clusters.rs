@@ -138,7 +138,7 @@ fn by_slurms_names_and_hosts() {
     let variables = format!(
         "SLURM_PROCID={{rank}} SLURM_NTASKS=3 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_ID=0 SLURM_LOCALID=0 \
          SLURM_NODEID={{rank}} SLURM_STEP_NODELIST=n[0-2].localhost SLURM_STEP_TASKS_PER_NODE=1(x3) \
-         SLURM_JOB_ID={} SLURMD_NODENAME=n{{rank}}.localhost KYKLOS_IDENTITY={{dir}}/host-n{{rank}}.localhost.pem",
+         SLURM_JOB_ID={} SLURMD_NODENAME=n{{rank}}.localhost KYKLOS_IDENTITY={{dir}}/host-{{host}}.pem",
         port - 29_600
     );
     cluster.works(
@@ -147,7 +147,7 @@ fn by_slurms_names_and_hosts() {
         &["SLURM_STEP_NUM_TASKS=3", "first of SLURM_STEP_NODELIST=n[0-2].localhost", "host n"],
     );
     // Every rank with the identity of one host: those whose place is elsewhere are refused.
-    let stolen = variables.replace("host-n{rank}", "host-n0");
+    let stolen = variables.replace("{host}", "n0.localhost");
     cluster.fails("", &stolen, &["has its place on host n", "certificate of host n0.localhost"]);
 }
 

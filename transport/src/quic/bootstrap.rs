@@ -99,7 +99,7 @@ pub(crate) fn identity_fits(config: &QuicConfig) -> Result<(), TransportError> {
         return Err(failed(complaint));
     }
     // At which address others see it, they know better.
-    claims.may_be(config.rank, config.place(config.rank), None).map_err(failed)
+    claims.may_be(config.rank, config.known(config.rank), None).map_err(failed)
 }
 
 /// Shows an identity that does not fit to rank 0, which remembers why this rank was turned away. Best effort.
@@ -243,7 +243,7 @@ impl Forming<'_> {
             )));
         }
         claims
-            .may_be(rank, self.config.place(rank), Some(connection.remote_address().ip()))
+            .may_be(rank, self.config.known(rank), Some(connection.remote_address().ip()))
             .map_err(|text| failed(format!("rank {rank} at {address} is not who it should be: {text}")))?;
         let (send, recv) =
             connection.open_bi().await.map_err(|error| lost(&connection, error.to_string()))?;

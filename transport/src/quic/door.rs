@@ -165,7 +165,7 @@ impl Door {
         }
         let address = connection.remote_address().ip();
         claims
-            .may_be(rank, self.config.place(rank), Some(address))
+            .may_be(rank, self.config.known(rank), Some(address))
             .map_err(|text| (RejectCode::Rank, text))?;
         if said_world != *world {
             let text = format!("rank {me} was told {world} ranks, rank {rank} was told {said_world}");

@@ -47,6 +47,7 @@ use self::core::{COORDINATOR, Core};
 pub use self::identity::Identity;
 use self::io_thread::{Alive, IoThread};
 pub use self::job::JobId;
+use self::names::Known;
 pub use self::names::{Claims, HostNames, Subject};
 pub use self::validity::{Date, Validity};
 use crate::error::{Abort, TransportError};
@@ -65,6 +66,8 @@ pub struct QuicConfig {
     pub epoch: u32,
     /// Where rank 0 listens (UDP).
     pub coordinator: SocketAddr,
+    /// The name from which that address came: an identity of rank 0's host may hold it instead of the address.
+    pub coordinator_name: Option<String>,
     /// What this rank proves itself with.
     pub identity: Identity,
     /// By rank, the host on which the bootstrap places it, by name or address; `None` and what is missing where it does
@@ -96,6 +99,7 @@ impl QuicConfig {
             job,
             epoch: 0,
             coordinator,
+            coordinator_name: None,
             identity,
             places: Vec::new(),
             bind,
@@ -111,9 +115,11 @@ impl QuicConfig {
         SocketAddr::new(self.bind, port)
     }
 
-    /// Where the bootstrap places a rank.
-    fn place(&self, rank: Rank) -> Option<&str> {
-        self.places.get(rank.0 as usize)?.as_deref()
+    /// What is known of where a rank is.
+    fn known(&self, rank: Rank) -> Known<'_> {
+        let place = self.places.get(rank.0 as usize).and_then(Option::as_deref);
+        let name = self.coordinator_name.as_deref().filter(|_| rank == COORDINATOR);
+        Known { place, name }
     }
 }
 

@@ -119,28 +119,36 @@ impl Claims {
         Some(format!("the certificate of {self} {complaint}: issue a new one with kyklos certs issue"))
     }
 
-    /// Why this may not be `rank`, whose place is what the bootstrap says of it, and which is seen at `address`.
-    pub(crate) fn may_be(
-        &self,
-        rank: Rank,
-        place: Option<&str>,
-        address: Option<IpAddr>,
-    ) -> Result<(), String> {
-        match (&self.subject, place, address) {
-            (Subject::Rank(named), ..) if *named == rank => Ok(()),
-            (Subject::Rank(named), ..) => Err(format!("rank {rank} has the certificate of rank {named}")),
-            (Subject::Host(host), Some(place), _) if host.is(place) => Ok(()),
-            (Subject::Host(host), Some(place), _) => Err(format!(
+    /// Why this may not be `rank`, of which so much is known, and which is seen at `address`.
+    pub(crate) fn may_be(&self, rank: Rank, known: Known<'_>, address: Option<IpAddr>) -> Result<(), String> {
+        let host = match &self.subject {
+            Subject::Rank(named) if *named == rank => return Ok(()),
+            Subject::Rank(named) => return Err(format!("rank {rank} has the certificate of rank {named}")),
+            Subject::Host(host) => host,
+        };
+        match (known.place, known.name, address) {
+            (Some(place), ..) if host.is(place) => Ok(()),
+            (Some(place), ..) => Err(format!(
                 "rank {rank} has its place on host {place}, but has the certificate of host {host}"
             )),
-            (Subject::Host(host), None, Some(address)) if !host.has(address) => Err(format!(
+            (None, Some(name), _) if host.is(name) => Ok(()),
+            (None, _, Some(address)) if !host.has(address) => Err(format!(
                 "rank {rank} is at {}, but has the certificate of host {host}: nothing says on which host the rank \
                  has its place, so the certificate must hold its address",
                 address.to_canonical()
             )),
-            (Subject::Host(_), None, _) => Ok(()),
+            (None, ..) => Ok(()),
         }
     }
+}
+
+/// What is known of where a rank is before it is met.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Known<'a> {
+    /// The host on which the bootstrap places it: then it can be nowhere else.
+    pub(crate) place: Option<&'a str>,
+    /// A name under which it can be found: as good as its address.
+    pub(crate) name: Option<&'a str>,
 }
 
 impl fmt::Display for Claims {
@@ -284,19 +292,23 @@ mod tests {
         let claims = |subject| Claims { subject, job: JobId([1; 16]), job_name: None, validity };
         let (host, rank) = (claims(Subject::Host(host)), claims(Subject::Rank(Rank(3))));
         let at = |text: &str| Some(text.parse::<IpAddr>().unwrap());
-        for place in
-            [Some("node1"), Some("NODE1"), Some("10.0.0.1"), Some("10.0.0.2"), Some("::ffff:10.0.0.1")]
-        {
-            assert_eq!(host.may_be(Rank(3), place, at("192.0.2.1")), Ok(()), "{place:?}");
+        let on = |place| Known { place: Some(place), name: None };
+        let found_as = |name| Known { place: None, name: Some(name) };
+        for place in ["node1", "NODE1", "10.0.0.1", "10.0.0.2", "::ffff:10.0.0.1"] {
+            assert_eq!(host.may_be(Rank(3), on(place), at("192.0.2.1")), Ok(()), "{place:?}");
+            assert_eq!(host.may_be(Rank(3), found_as(place), at("192.0.2.1")), Ok(()), "{place:?}");
         }
         for place in ["node2", "node1.example.org", "10.0.0.3", ""] {
-            let text = host.may_be(Rank(3), Some(place), at("10.0.0.1")).unwrap_err();
+            let text = host.may_be(Rank(3), on(place), at("10.0.0.1")).unwrap_err();
             assert!(text.contains("rank 3") && text.contains("node1"), "{text}");
+            assert_eq!(host.may_be(Rank(3), found_as(place), at("10.0.0.1")), Ok(()), "{place:?}");
+            assert!(host.may_be(Rank(3), found_as(place), at("192.0.2.1")).is_err(), "{place:?}");
         }
-        assert_eq!(host.may_be(Rank(3), None, at("10.0.0.2")), Ok(()));
-        assert!(host.may_be(Rank(3), None, at("10.0.0.3")).unwrap_err().contains("10.0.0.3"));
-        assert_eq!(rank.may_be(Rank(3), Some("anywhere"), at("192.0.2.1")), Ok(()));
-        assert!(rank.may_be(Rank(4), None, None).unwrap_err().contains("rank 3"));
+        let nothing = Known::default();
+        assert_eq!(host.may_be(Rank(3), nothing, at("10.0.0.2")), Ok(()));
+        assert!(host.may_be(Rank(3), nothing, at("10.0.0.3")).unwrap_err().contains("10.0.0.3"));
+        assert_eq!(rank.may_be(Rank(3), on("anywhere"), at("192.0.2.1")), Ok(()));
+        assert!(rank.may_be(Rank(4), nothing, None).unwrap_err().contains("rank 3"));
     }
 
     #[test]

@@ -162,7 +162,7 @@ fn in_words(error: Error, certificate: &CertificateDer<'_>, own: &Own) -> Error 
             own.trusted
         ),
         CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
-            format!("{} looked for a rank of its own job and found {claims}", own.claims)
+            format!("{} looked for a rank of its own job, and found the certificate of {claims}", own.claims)
         }
         _ => format!("the certificate of {claims} is refused: {why}"),
     })
