@@ -18,9 +18,6 @@ impl Launched {
     /// Joins the group, and says on standard error who made this process which rank.
     pub(crate) fn connect(&self, args: &GroupArgs) -> Result<Arc<dyn Transport>> {
         let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.world > 1) else {
-            if !self.by_kyklos {
-                note(&self.because);
-            }
             return in_process_group(1).pop().ok_or_else(|| Failure::run("a group of one rank has no rank"));
         };
         let path = self.identity_path(args)?;

@@ -157,9 +157,9 @@ fn in_words(error: Error, certificate: &CertificateDer<'_>, own: &Own) -> Error 
             .out_of_date()
             .unwrap_or_else(|| format!("the authority of the certificate of {claims} has expired: {why}")),
         CertificateError::UnknownIssuer | CertificateError::BadSignature => format!(
-            "the certificate of {claims} is of another authority, trusted are {}: issue all identities from \
-             one, or let them trust both (kyklos certs issue --also-trust)",
-            own.trusted
+            "the certificate of {claims} is of another authority, {} trusts {}: issue all identities from one, or let \
+             them trust both (kyklos certs issue --also-trust)",
+            own.claims, own.trusted
         ),
         CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
             format!("{} looked for a rank of its own job, and found the certificate of {claims}", own.claims)
