@@ -11,7 +11,10 @@ use kyklos::backend::wgpu::KernelChoice;
 use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind, Strategy};
 
 use crate::against::Peer;
+use crate::certs::CertsArgs;
 use crate::device::DeviceRequest;
+use crate::launch::LaunchArgs;
+use crate::launchers::GroupArgs;
 use crate::tune::TuneArgs;
 
 /// Exact attention over a sequence that is split across ranks. Without a command: a short demonstration.
@@ -43,10 +46,12 @@ pub(crate) enum Command {
     /// Runs `attend` with one process per rank on this host, joined over QUIC
     ///
     /// The processes find each other through RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
-    /// the names that torchrun uses; those of Slurm, Kubernetes and MPI are not read. KYKLOS_IDENTITY is the path of the
-    /// file with which a process proves its rank to the others. Lines that a rank writes to standard error are prefixed
+    /// the names that torchrun uses. KYKLOS_IDENTITY is the path of the file with which a process proves its rank to the
+    /// others. Lines that a rank writes to standard error are prefixed
     /// with its rank, except JSON progress, which names it; standard output passes unchanged.
     Launch(LaunchArgs),
+    /// Makes the authority of a cluster and the identities of its ranks and hosts
+    Certs(CertsArgs),
 }
 
 #[derive(Debug, Args)]
@@ -86,6 +91,9 @@ pub(crate) struct ProblemArgs {
     /// full, causal, window:L,R, documents:0,8,24, valid:N[,N…], slices:Q..QxK..K[/causal|inverse|both],…, joined by +
     #[arg(long, value_name = "MASK", default_value = "full")]
     pub(crate) mask: MaskArg,
+    /// same, or f16 for f32 tensors: the type of keys and values on their way between shards; f16 rounds them
+    #[arg(long, value_name = "NAME", default_value = "same")]
+    pub(crate) wire: WireName,
     /// Global position of query 0; key 0 is at position 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) q_offset: u32,
@@ -137,6 +145,8 @@ pub(crate) struct AttendArgs {
     /// Print one JSON object instead of the table
     #[arg(long)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) group: GroupArgs,
 }
 
 #[derive(Debug, Args)]
@@ -187,6 +197,18 @@ pub(crate) struct BenchArgs {
     pub(crate) json: bool,
 }
 
+/// The value of `--wire`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct WireName(pub(crate) Option<Dtype>);
+
+impl FromStr for WireName {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        if text == "same" { Ok(Self(None)) } else { text.parse().map(|dtype| Self(Some(dtype))) }
+    }
+}
+
 /// An entry of `--kernel`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct KernelName(pub(crate) KernelChoice);
@@ -218,17 +240,6 @@ impl fmt::Display for KernelName {
             KernelChoice::Exactly(variant) => return f.write_str(&variant.name()),
         })
     }
-}
-
-/// How many processes, and of what.
-#[derive(Debug, Args)]
-pub(crate) struct LaunchArgs {
-    /// Number of processes
-    #[arg(short = 'n', long, value_name = "N")]
-    pub(crate) ranks: NonZeroU32,
-    /// `attend` and its options
-    #[arg(trailing_var_arg = true, required = true, value_name = "attend …")]
-    pub(crate) command: Vec<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

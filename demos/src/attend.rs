@@ -9,10 +9,10 @@ use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Transport, in_process_group};
 
 use crate::args::{AttendArgs, OrAuto, TransportName};
-use crate::device::{self, DeviceId};
+use crate::device::{self, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note, print};
-use crate::group::{Environment, Launched};
 use crate::interrupt;
+use crate::launchers::{self, Launched, Variables};
 use crate::output::{OutputTarget, RANK, keep_apart};
 use crate::progress::Watch;
 use crate::rank::{self, Job, RankDone};
@@ -22,16 +22,22 @@ use crate::verify::Sample;
 
 /// Runs the command.
 pub(crate) fn attend(args: &AttendArgs) -> Result<()> {
-    let environment = Environment::of_this_process();
-    if args.problem.ranks.is_some() && !environment.by_kyklos() {
-        if let Some(said) = environment.rank_and_world() {
+    let variables = Variables::of_this_process();
+    if let (Some(ranks), false) = (args.problem.ranks, launchers::by_kyklos(&variables)) {
+        if let Some(flag) = args.group.first() {
+            return Err(Failure::request(
+                format!("--ranks {ranks} with {flag}"),
+                "--ranks puts all ranks into this process, so leave one of the two away",
+            ));
+        }
+        if let Some(said) = launchers::hints(&variables) {
             note(&format!(
                 "warning: --ranks puts all ranks into this process; {said} in the environment is not used"
             ));
         }
         return here(args);
     }
-    match environment.launched()? {
+    match launchers::find(&args.group, &variables)? {
         Some(launched) => as_rank(args, &launched),
         None => here(args),
     }
@@ -67,7 +73,7 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
 fn as_rank(args: &AttendArgs, launched: &Launched) -> Result<()> {
     launched.end_with_launcher();
     interrupt::end_on_interrupt()?;
-    let transport = launched.connect()?;
+    let transport = launched.connect(&args.group)?;
     let refuse = |failure| {
         let failure = rank::refuse(&*transport, failure);
         let _ = pollster::block_on(transport.close(Duration::from_secs(3)));
@@ -81,10 +87,22 @@ fn as_rank(args: &AttendArgs, launched: &Launched) -> Result<()> {
     {
         note(&warning);
     }
-    let device = device::choose(&args.device.0, launched.local_rank as usize);
+    let device = device_of(args, launched);
     let done = rank::run(&job, &transport, device);
     job.watch.phase(None);
     tell(args, &job, vec![(launched.rank, done?)])
+}
+
+/// The device of a launched rank: by `--device`, or by the cluster file.
+fn device_of(args: &AttendArgs, launched: &Launched) -> Result<DeviceId> {
+    match (launched.device, &args.device.0[..]) {
+        (Some(device), [DeviceRequest::Auto]) => device::choose(&[device], 0),
+        (Some(device), _) if args.device.0 != [device] => Err(Failure::request(
+            format!("--device {} and device {device} of the cluster file", args.device),
+            "leave one of them away",
+        )),
+        (_, devices) => device::choose(devices, launched.local_rank as usize),
+    }
 }
 
 /// A device that no rank would use is a mistake.

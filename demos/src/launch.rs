@@ -2,20 +2,33 @@
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, UdpSocket};
+use std::num::NonZeroU32;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use clap::Args;
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId};
 
-use crate::args::{self, LaunchArgs};
+use crate::args;
 use crate::attend::launched_request;
 use crate::failure::{Failure, Result, note};
-use crate::group::{IDENTITY, JOB_ID, LAUNCH};
 use crate::interrupt::{self, EXIT_INTERRUPTED};
+use crate::launchers::{IDENTITY, JOB_ID, LAUNCH};
+
+/// How many processes, and of what.
+#[derive(Debug, Args)]
+pub(crate) struct LaunchArgs {
+    /// Number of processes
+    #[arg(short = 'n', long, value_name = "N")]
+    pub(crate) ranks: NonZeroU32,
+    /// `attend` and its options
+    #[arg(trailing_var_arg = true, required = true, value_name = "attend …")]
+    pub(crate) command: Vec<String>,
+}
 
 /// Runs the command; returns the exit code.
 pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
@@ -80,6 +93,10 @@ fn refuse_early(args: &LaunchArgs) -> Result<()> {
     let inner =
         args::parse(inner).map_err(|error| Failure { exit: 2, ..Failure::run(args::one_line(&error)) })?;
     match inner.command {
+        Some(args::Command::Attend(attend)) if attend.group.first().is_some() => Err(Failure::request(
+            format!("{} under kyklos launch", attend.group.first().unwrap_or_default()),
+            "leave it away: kyklos launch says who is which rank, and where",
+        )),
         Some(args::Command::Attend(attend)) => launched_request(&attend, ranks, ranks)?.fits_in_memory(ranks),
         _ => Err(Failure::request(
             format!("launch cannot run `{}`", args.command.join(" ")),

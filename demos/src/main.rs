@@ -12,6 +12,7 @@ mod alone;
 mod args;
 mod attend;
 mod bench;
+mod certs;
 mod demo;
 mod device;
 mod devices;
@@ -21,6 +22,7 @@ mod group;
 mod input;
 mod interrupt;
 mod launch;
+mod launchers;
 mod output;
 mod pairs;
 mod plan;
@@ -62,6 +64,7 @@ fn main() -> ExitCode {
         Some(Command::Plan(args)) => plan::plan(&args),
         Some(Command::Bench(args)) => bench::bench(&args),
         Some(Command::Tune(args)) => tune::tune(&args),
+        Some(Command::Certs(args)) => certs::certs(&args),
         Some(Command::Launch(args)) => {
             return launch::launch(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
         }

@@ -53,6 +53,21 @@ pub(crate) struct WholeKv {
     v: Bytes,
 }
 
+impl WholeKv {
+    /// Rounded as those are that travel: what a device alone makes of them tells what the rounding costs.
+    fn as_on_the_wire(&self, problem: &AttentionProblem) -> Self {
+        let rounded = |tensor: &Bytes| match (problem.dtype, problem.wire) {
+            (Dtype::F32, Dtype::F16) => {
+                let round = |x: &f32| f16::from_f32(*x).to_f32();
+                let numbers: Vec<f32> = bytemuck::cast_slice(tensor).iter().map(round).collect();
+                Bytes::from(bytemuck::cast_slice(&numbers).to_vec())
+            }
+            _ => tensor.clone(),
+        };
+        Self { k: rounded(&self.k), v: rounded(&self.v) }
+    }
+}
+
 impl Sample {
     pub(crate) fn of(request: &Request) -> Result<Self> {
         Self::new(&request.problem, &request.source, &request.mask_text)
@@ -145,7 +160,8 @@ impl Sample {
         let world = plan_rows(&self.problem, tokens.clone())?;
         let q = self.source.read(&self.problem, Which::Q, &tokens)?;
         let pairs = self.source.read_pairs(&self.problem, &tokens)?;
-        let tensors = Tensors { q, k: kv.k.clone(), v: kv.v.clone(), pairs };
+        let WholeKv { k, v } = kv.as_on_the_wire(&self.problem);
+        let tensors = Tensors { q, k, v, pairs };
         let alone = alone::run(backend, &world, tensors, 1, options)?;
         Ok(self.extract(&tokens, &alone.output.o, &alone.output.lse))
     }

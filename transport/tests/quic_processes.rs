@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport};
+use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport, Subject};
 use kyklos_transport::{AbortCause, Progress, Rank, Tag, Transport, TransportError, Vote};
 use pollster::block_on;
 
@@ -93,10 +93,10 @@ fn a_rank_of_its_own() {
         panic!("{what}")
     };
     let identity = Identity::read_file(Path::new(identity)).unwrap();
-    let (proven, job) = identity.rank_and_job().unwrap();
+    let claims = identity.claims().unwrap();
     let (rank, world): (u32, u32) = (rank.parse().unwrap(), world.parse().unwrap());
-    assert_eq!(proven, Rank(rank));
-    let me = join(QuicConfig::new(Rank(rank), world, job, coordinator.parse().unwrap(), identity));
+    assert_eq!(claims.subject, Subject::Rank(Rank(rank)));
+    let me = join(QuicConfig::new(Rank(rank), world, claims.job, coordinator.parse().unwrap(), identity));
     println!("joined");
     match task {
         "ring" => ring(&*me),

@@ -110,15 +110,18 @@ fn an_identity_of_another_authority_is_refused() {
 }
 
 #[test]
-fn an_identity_of_another_job_is_refused_before_anything_is_sent() {
+fn an_identity_of_another_job_is_refused_with_both_jobs() {
     let (job, other) = (Job::new(), JobId::random().unwrap());
     let stranger = QuicConfig { job: other, ..job.config(1, 2) };
     let text = refused(stranger);
-    assert!(text.contains(&format!("this is job {other}, but the identity is of job {}", job.id)), "{text}");
+    assert!(
+        text.contains(&format!("this is job {other}, but the identity is of rank 1 of job {}", job.id)),
+        "{text}"
+    );
 }
 
 #[test]
-fn an_identity_of_another_rank_is_refused_before_anything_is_sent() {
+fn an_identity_of_another_rank_is_refused_with_both_ranks() {
     let job = Job::new();
     let stranger = QuicConfig { rank: Rank(2), ..job.config(1, 3) };
     let text = refused(stranger);
@@ -313,7 +316,7 @@ mod by_hand {
             })
         });
         let reason = reason.unwrap();
-        assert!(reason.contains("says it is rank 1") && reason.contains("rank 5"), "{reason}");
+        assert!(reason.contains("rank 1 has the certificate of rank 5"), "{reason}");
         works(group);
     }
 

@@ -3,6 +3,8 @@
 
 mod attend;
 mod bench;
+mod certs;
+mod clusters;
 mod demonstration;
 mod files;
 mod launch;

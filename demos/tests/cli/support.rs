@@ -8,24 +8,37 @@ use std::time::{Duration, Instant};
 
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
-/// What a launcher would set: none of it may leak into a test from outside.
-const LAUNCHER: [&str; 9] = [
+/// How the names of variables begin that launchers set: none of it may leak into a test from outside.
+const LAUNCHER: [&str; 20] = [
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "TORCHELASTIC_",
+    "SLURM",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "MPI_",
+    "JOB_COMPLETION_INDEX",
     "KYKLOS_JOB_ID",
     "KYKLOS_IDENTITY",
     "KYKLOS_LAUNCH",
+    "KYKLOS_WORLD",
+    "KYKLOS_COORDINATOR",
+    "KYKLOS_SERVICE",
+    "HOSTNAME",
 ];
 
 pub(crate) fn command(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kyklos"));
     command.args(arguments).stdin(Stdio::null());
-    for name in LAUNCHER {
-        command.env_remove(name);
+    for (name, _) in std::env::vars_os() {
+        if LAUNCHER.iter().any(|start| name.to_string_lossy().starts_with(start)) {
+            command.env_remove(name);
+        }
     }
     command
 }

@@ -184,7 +184,7 @@ impl<'a> PlanBuilder<'a> {
     }
 
     /// Keys and values of shard `owner` on their way, to be received.
-    pub(super) fn from_the_wire(&mut self, owner: u32, tokens: TokenRuns, heads: Range<u32>) -> BufferId {
+    pub(super) fn arrival(&mut self, owner: u32, tokens: TokenRuns, heads: Range<u32>) -> BufferId {
         let content = if self.converts() { Content::WireKeyValue } else { Content::KeyValue };
         self.declare(format!("kv of shard {owner}"), content, tokens, heads)
     }

@@ -23,7 +23,7 @@ pub(super) fn attend_all(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> Buffe
         let send = builder.sees(to, r).then(|| Send { to: mesh.rank(to, u).0, parts: vec![own.clone()] });
         let kv = builder.sees(r, from).then(|| {
             let tokens = builder.world.kv_placement.of_shard(from);
-            builder.from_the_wire(from, tokens, heads.clone())
+            builder.arrival(from, tokens, heads.clone())
         });
         let recv = kv.map(|kv| Recv { from: mesh.rank(from, u).0, parts: vec![kv] });
         let exchange = builder.exchange(send.into_iter().collect(), recv.into_iter().collect());

@@ -156,7 +156,7 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, input
             arriving.push((hop <= stream.reach[owner as usize]).then(|| {
                 let shard = builder.world.kv_placement.of_shard(owner);
                 let part = shard.slice(stream.part.of(shard.len()));
-                let buffer = builder.from_the_wire(owner, part, kv_heads.clone());
+                let buffer = builder.arrival(owner, part, kv_heads.clone());
                 let from = neighbour(!stream.forwards);
                 match recvs.iter_mut().find(|recv| recv.from == from) {
                     Some(recv) => recv.parts.push(buffer),

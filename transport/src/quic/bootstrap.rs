@@ -14,7 +14,7 @@ use super::control::{close_code, describe};
 use super::core::COORDINATOR;
 use super::door::Door;
 use super::frames::FrameReader;
-use super::identity::rank_name;
+use super::names::rank_name;
 use super::tls::{self, Path, TlsConfigs};
 use crate::error::TransportError;
 use crate::transport::Rank;
@@ -44,11 +44,20 @@ pub(crate) async fn form(
 ) -> Result<Mesh, TransportError> {
     let deadline = Instant::now() + config.connect_deadline;
     let (arrived, arrivals) = mpsc::channel(64);
-    tokio::spawn(Arc::new(Door::new(config, tls, arrived)).listen(endpoint.clone()));
+    let door = Arc::new(Door::new(config, tls, arrived));
+    tokio::spawn(Arc::clone(&door).listen(endpoint.clone()));
     if config.world == 1 {
         return Ok(Mesh::default());
     }
-    let mut forming = Forming { config, endpoint, tls, deadline, arrivals, early_data: Vec::new() };
+    let mut forming = Forming {
+        config,
+        endpoint,
+        tls,
+        deadline,
+        arrivals,
+        early_data: Vec::new(),
+        turned_away: Some(door),
+    };
     let formed =
         if config.rank == COORDINATOR { forming.as_coordinator().await } else { forming.as_member().await };
     if let Err(error) = &formed {
@@ -61,7 +70,7 @@ pub(crate) async fn form(
 
 /// Checks that need no network.
 pub(crate) fn check(config: &QuicConfig) -> Result<(), TransportError> {
-    let QuicConfig { rank, world, job, identity, heartbeat, .. } = config;
+    let QuicConfig { rank, world, identity, heartbeat, .. } = config;
     if *world == 0 || *world > MAX_WORLD {
         return Err(failed(format!("a group has 1 to {MAX_WORLD} ranks, not {world}")));
     }
@@ -74,14 +83,37 @@ pub(crate) fn check(config: &QuicConfig) -> Result<(), TransportError> {
         );
         return Err(failed(text));
     }
-    let (proven_rank, proven_job) = identity.rank_and_job()?;
-    if proven_rank != *rank {
-        return Err(failed(format!("this is rank {rank}, but its identity is rank {proven_rank}'s")));
+    identity.claims().map(|_| ())
+}
+
+/// Whether the others will take this rank for what it is, as far as it can tell by itself.
+pub(crate) fn identity_fits(config: &QuicConfig) -> Result<(), TransportError> {
+    let claims = config.identity.claims()?;
+    if claims.job != config.job {
+        return Err(failed(format!(
+            "this is job {}, but the identity is of {claims}: use the files that were issued for this job",
+            config.job
+        )));
     }
-    if proven_job != *job {
-        return Err(failed(format!("this is job {job}, but the identity is of job {proven_job}")));
+    if let Some(complaint) = claims.out_of_date() {
+        return Err(failed(complaint));
     }
-    Ok(())
+    // At which address others see it, they know better.
+    claims.may_be(config.rank, config.known(config.rank), None).map_err(failed)
+}
+
+/// Shows an identity that does not fit to rank 0, which remembers why this rank was turned away. Best effort.
+pub(crate) async fn knock(config: &QuicConfig, endpoint: &Endpoint, tls: &TlsConfigs) {
+    if config.rank == COORDINATOR {
+        return;
+    }
+    let deadline = Instant::now() + config.connect_deadline.min(KNOCK_PATIENCE);
+    let (_, arrivals) = mpsc::channel(1);
+    let _ = Forming { config, endpoint, tls, deadline, arrivals, early_data: Vec::new(), turned_away: None }
+        .dial_coordinator()
+        .await;
+    endpoint.close(close_code::REJECTED, b"its identity does not fit");
+    let _ = timeout(GOODBYE_PATIENCE, endpoint.wait_idle()).await;
 }
 
 struct Forming<'a> {
@@ -92,6 +124,8 @@ struct Forming<'a> {
     arrivals: mpsc::Receiver<(Purpose, Joined)>,
     /// Data connections that came while control connections were awaited.
     early_data: Vec<Joined>,
+    /// Who remembers whom it has turned away.
+    turned_away: Option<Arc<Door>>,
 }
 
 impl Forming<'_> {
@@ -132,6 +166,8 @@ impl Forming<'_> {
 
     async fn as_member(&mut self) -> Result<Mesh, TransportError> {
         let mut control = self.dial_coordinator().await?;
+        // Rank 0 says who did not come, and why: that is worth more than to know it a moment earlier.
+        self.deadline += LATE_NEWS;
         let addresses = match self.next_frame(&mut control).await? {
             Frame::AddressTable { addresses } if addresses.len() == self.config.world as usize => addresses,
             other => {
@@ -185,6 +221,10 @@ impl Forming<'_> {
         let connection = match timeout(DIAL_PATIENCE, connecting).await {
             Ok(Ok(connection)) => connection,
             Ok(Err(ConnectionError::TimedOut)) | Err(_) => return Err(no_answer(rank, address)),
+            Ok(Err(error @ ConnectionError::TransportError(_))) => {
+                let text = format!("this rank refuses rank {rank} at {address}: {}", describe(&error));
+                return Err(failed(text));
+            }
             Ok(Err(error)) => {
                 return Err(failed(format!(
                     "rank {rank} at {address} refused the connection: {}",
@@ -196,9 +236,15 @@ impl Forming<'_> {
         let lost = |connection: &Connection, error: String| {
             refused(connection.close_reason().map_or(error, |reason| describe(&reason)))
         };
-        if tls::proven_identity(&connection)? != (rank, self.config.job) {
-            return Err(failed(format!("whoever answers at {address} is not rank {rank} of this job")));
+        let claims = tls::proven_claims(&connection)?;
+        if claims.job != self.config.job {
+            return Err(failed(format!(
+                "whoever answers at {address} is {claims}, not rank {rank} of this job"
+            )));
         }
+        claims
+            .may_be(rank, self.config.known(rank), Some(connection.remote_address().ip()))
+            .map_err(|text| failed(format!("rank {rank} at {address} is not who it should be: {text}")))?;
         let (send, recv) =
             connection.open_bi().await.map_err(|error| lost(&connection, error.to_string()))?;
         let mut joined = Joined { rank, connection, send, frames: FrameReader::new(recv) };
@@ -286,11 +332,12 @@ impl Forming<'_> {
         let more = missing.len() - shown.len();
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         failed(format!(
-            "rank {}{more} did not come within {:?} (this is rank {} of {})",
+            "rank {}{more} did not come within {:?} (this is rank {} of {}){}",
             shown.join(", "),
             self.config.connect_deadline,
             self.config.rank,
-            self.config.world
+            self.config.world,
+            self.turned_away.as_ref().map(|door| door.turned_away()).unwrap_or_default()
         ))
     }
 }
@@ -317,6 +364,12 @@ const LONGEST_HEARTBEAT: Duration = Duration::from_secs(3600);
 
 /// How long one attempt at a handshake may take before the next one.
 const DIAL_PATIENCE: Duration = Duration::from_secs(4);
+
+/// How much longer than rank 0 a rank waits for a group that does not get complete.
+const LATE_NEWS: Duration = Duration::from_secs(2);
+
+/// How long a rank that will not be let in tries to be heard.
+const KNOCK_PATIENCE: Duration = Duration::from_secs(4);
 
 /// How long to wait for the other side to have read why it is turned away.
 pub(crate) const GOODBYE_PATIENCE: Duration = Duration::from_secs(1);

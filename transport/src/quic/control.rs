@@ -264,6 +264,16 @@ pub(crate) fn describe(reason: &ConnectionError) -> String {
         }
         ConnectionError::TimedOut => "its connection timed out".into(),
         ConnectionError::Reset => "its process does not know the connection any more".into(),
+        // What either side refused in the handshake, in the words of whoever refused it.
+        ConnectionError::TransportError(error) if !error.reason.is_empty() => in_words(&error.reason),
+        ConnectionError::ConnectionClosed(close) if !close.reason.is_empty() => {
+            in_words(&String::from_utf8_lossy(&close.reason))
+        }
         other => other.to_string(),
     }
+}
+
+/// rustls puts words before a refusal that has its own.
+fn in_words(reason: &str) -> String {
+    reason.strip_prefix("unexpected error: ").unwrap_or(reason).to_owned()
 }

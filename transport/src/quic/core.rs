@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use super::coordinator::Coordinator;
 use super::frames::FrameSender;
-use super::identity::JobId;
+use super::job::JobId;
 use super::state::State;
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::transport::{Progress, Rank, Tag};

@@ -10,9 +10,10 @@ use tokio::time::timeout;
 
 use super::QuicConfig;
 use super::bootstrap::{GOODBYE_PATIENCE, Joined, cut};
-use super::control::close_code;
+use super::control::{close_code, describe};
 use super::core::COORDINATOR;
 use super::frames::FrameReader;
+use super::names::Claims;
 use super::tls::{self, Path, TlsConfigs};
 use crate::transport::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
@@ -25,6 +26,8 @@ pub(crate) struct Door {
     taken: Mutex<HashMap<(bool, Rank), Connection>>,
     arrived: mpsc::Sender<(Purpose, Joined)>,
     visitors: Semaphore,
+    /// Whom it has turned away, and why: what a rank says when others did not come.
+    refusals: Mutex<Vec<String>>,
 }
 
 impl Door {
@@ -39,6 +42,7 @@ impl Door {
             taken: Mutex::new(HashMap::new()),
             arrived,
             visitors: Semaphore::new(MOST_VISITORS),
+            refusals: Mutex::new(Vec::new()),
         }
     }
 
@@ -53,11 +57,27 @@ impl Door {
                 let Ok(_permit) = door.visitors.acquire().await else {
                     return;
                 };
+                let from = incoming.remote_address();
                 if let Err(error) = door.receive(incoming).await {
-                    tracing::info!(error, "turned a connection away");
+                    tracing::info!(error, %from, "turned a connection away");
+                    door.remember(&format!("{}: {error}", from.ip().to_canonical()));
                 }
             });
         }
+    }
+
+    fn remember(&self, refusal: &str) {
+        let mut refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
+        if refusals.len() < MOST_REMEMBERED && !refusals.iter().any(|known| known == refusal) {
+            refusals.push(refusal.to_owned());
+        }
+    }
+
+    /// Whom it has turned away, as the end of a sentence; empty if nobody.
+    pub(crate) fn turned_away(&self) -> String {
+        let refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = refusals.iter().map(|refusal| format!("; turned away: {}", cut(refusal)));
+        all.collect()
     }
 
     /// Lets one visitor in, or tells it why not.
@@ -65,7 +85,7 @@ impl Door {
         let config = Arc::new(self.tls.server(Path::of_endpoint(self.config.bind)));
         let connecting = incoming.accept_with(config).map_err(|error| error.to_string())?;
         let connection = timeout(VISIT_PATIENCE, connecting).await.map_err(|_| "slow handshake")?;
-        let connection = connection.map_err(|error| error.to_string())?;
+        let connection = connection.map_err(|error| describe(&error))?;
         let talk = timeout(VISIT_PATIENCE, self.talk(&connection)).await;
         let refusal = match talk {
             Ok(Ok((purpose, joined))) => {
@@ -93,69 +113,77 @@ impl Door {
 
     async fn talk(&self, connection: &Connection) -> Result<(Purpose, Joined), Refusal> {
         let silent = |code, text: String| Refusal { answer: None, code, text };
-        let (proven_rank, proven_job) =
-            tls::proven_identity(connection).map_err(|error| silent(RejectCode::Rank, error.to_string()))?;
+        let claims =
+            tls::proven_claims(connection).map_err(|error| silent(RejectCode::Rank, error.to_string()))?;
         let purpose = tls::negotiated_purpose(connection);
         let (send, recv) =
-            connection.accept_bi().await.map_err(|error| silent(RejectCode::Protocol, error.to_string()))?;
+            connection.accept_bi().await.map_err(|error| silent(RejectCode::Protocol, describe(&error)))?;
         let mut frames = FrameReader::new(recv);
         let hello = frames.next().await;
-        let QuicConfig { rank: me, world, job, epoch, .. } = &self.config;
-        let complaint = match hello {
-            Ok(Some(Frame::Hello {
-                protocol,
-                purpose: said,
-                job: said_job,
-                epoch: said_epoch,
-                rank,
-                world: said_world,
-            })) => {
-                if protocol != PROTOCOL_VERSION {
-                    let text = format!(
-                        "rank {me} speaks protocol version {PROTOCOL_VERSION}, rank {rank} {protocol}"
-                    );
-                    Some((RejectCode::Version, text))
-                } else if said_job != job.0 || proven_job != *job || said_epoch != *epoch {
-                    Some((
-                        RejectCode::Job,
-                        format!("this is job {job}, epoch {epoch}: another job uses this address"),
-                    ))
-                } else if rank != proven_rank {
-                    let text =
-                        format!("it says it is rank {rank}, but its certificate is rank {proven_rank}'s");
-                    Some((RejectCode::Rank, text))
-                } else if said_world != *world {
-                    let text = format!("rank {me} was told {world} ranks, rank {rank} was told {said_world}");
-                    Some((RejectCode::World, text))
-                } else if rank.0 >= *world || rank == *me {
-                    Some((
-                        RejectCode::Rank,
-                        format!("rank {rank} has no place here: this is rank {me} of {world}"),
-                    ))
-                } else if Some(said) != purpose || (said == Purpose::Control && *me != COORDINATOR) {
-                    Some((RejectCode::Protocol, format!("rank {me} does not take a connection for {said:?}")))
-                } else if !self.take(said, rank, connection) {
-                    Some((
-                        RejectCode::Duplicate,
-                        format!("rank {rank} is here already: was it started twice?"),
-                    ))
-                } else {
-                    None
-                }
-            }
-            Ok(_) => Some((RejectCode::Protocol, "the first frame was not a hello".into())),
-            Err(error) => Some((RejectCode::Protocol, error.to_string())),
+        let judged = match hello {
+            Ok(Some(hello)) => self.judge(&hello, &claims, purpose, connection),
+            Ok(None) => Err((RejectCode::Protocol, "the first frame was not a hello".into())),
+            Err(error) => Err((RejectCode::Protocol, error.to_string())),
         };
-        if let Some((code, text)) = complaint {
-            return Err(Refusal { answer: Some(send), code, text });
-        }
+        let rank = match judged {
+            Ok(rank) => rank,
+            Err((code, text)) => return Err(Refusal { answer: Some(send), code, text }),
+        };
         let purpose = purpose.unwrap_or(Purpose::Data);
-        let mut joined = Joined { rank: proven_rank, connection: connection.clone(), send, frames };
+        let mut joined = Joined { rank, connection: connection.clone(), send, frames };
         let welcome = Frame::Welcome { protocol: PROTOCOL_VERSION }.encode();
         match joined.send.write_all(&welcome).await {
             Ok(()) => Ok((purpose, joined)),
             Err(error) => Err(silent(RejectCode::Protocol, error.to_string())),
         }
+    }
+
+    /// Which rank a visitor is, or why it may not come in.
+    fn judge(
+        &self,
+        hello: &Frame,
+        claims: &Claims,
+        negotiated: Option<Purpose>,
+        connection: &Connection,
+    ) -> Result<Rank, (RejectCode, String)> {
+        let Frame::Hello { protocol, purpose, job: said_job, epoch: said_epoch, rank, world: said_world } =
+            *hello
+        else {
+            return Err((RejectCode::Protocol, "the first frame was not a hello".into()));
+        };
+        let QuicConfig { rank: me, world, job, epoch, .. } = &self.config;
+        if protocol != PROTOCOL_VERSION {
+            let text =
+                format!("rank {me} speaks protocol version {PROTOCOL_VERSION}, rank {rank} {protocol}");
+            return Err((RejectCode::Version, text));
+        }
+        if said_job != job.0 || claims.job != *job || said_epoch != *epoch {
+            let text = format!(
+                "this is job {job}, epoch {epoch}: {claims}, epoch {said_epoch}, is another job that uses this address"
+            );
+            return Err((RejectCode::Job, text));
+        }
+        let address = connection.remote_address().ip();
+        claims
+            .may_be(rank, self.config.known(rank), Some(address))
+            .map_err(|text| (RejectCode::Rank, text))?;
+        if said_world != *world {
+            let text = format!("rank {me} was told {world} ranks, rank {rank} was told {said_world}");
+            return Err((RejectCode::World, text));
+        }
+        if rank.0 >= *world || rank == *me {
+            let text = format!("rank {rank} has no place here: this is rank {me} of {world}");
+            return Err((RejectCode::Rank, text));
+        }
+        if Some(purpose) != negotiated || (purpose == Purpose::Control && *me != COORDINATOR) {
+            let text = format!("rank {me} does not take a connection for {purpose:?}");
+            return Err((RejectCode::Protocol, text));
+        }
+        if !self.take(purpose, rank, connection) {
+            let text = format!("rank {rank} is here already: was it started twice?");
+            return Err((RejectCode::Duplicate, text));
+        }
+        Ok(rank)
     }
 
     /// Notes that a rank is here. A rank whose connection has died may come again.
@@ -177,6 +205,9 @@ struct Refusal {
     text: String,
 }
 
+/// Reasons that are kept: a stranger can give as many as it likes.
+const MOST_REMEMBERED: usize = 4;
+
 /// Connections that may be on their way in at once.
 const MOST_VISITORS: usize = 4096;
 
@@ -189,8 +220,17 @@ mod tests {
 
     use super::*;
     use crate::error::TransportError;
-    use crate::quic::identity::{ClusterAuthority, JobId, rank_name};
+    use crate::quic::authority::ClusterAuthority;
+    use crate::quic::identity::Identity;
+    use crate::quic::job::JobId;
+    use crate::quic::names::{Subject, rank_name};
+    use crate::quic::validity::Validity;
     use crate::quic::{QuicTransport, bootstrap};
+
+    /// An identity of rank 1, of any job.
+    fn rank_one(authority: &ClusterAuthority, job: JobId) -> Identity {
+        authority.issue_at(&Subject::Rank(Rank(1)), job, Validity::days(1)).unwrap()
+    }
 
     /// What becomes of a stranger at rank 0 of `job`: its certificate is of this authority, but of another job.
     async fn visit(
@@ -199,7 +239,7 @@ mod tests {
         coordinator: SocketAddr,
         looks_for: JobId,
     ) -> Result<Frame, quinn::ConnectionError> {
-        let genuine = authority.issue_named(rank_name(Rank(1), other), Rank(1)).unwrap();
+        let genuine = rank_one(authority, other);
         let tls = TlsConfigs::new(&genuine, Duration::from_millis(300)).unwrap();
         let endpoint = Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
         let name = rank_name(COORDINATOR, looks_for);
@@ -239,7 +279,7 @@ mod tests {
             let error = visit(&authority, (job, other), coordinator, other).await.unwrap_err().to_string();
             assert!(error.to_lowercase().contains("certificate"), "{error}");
             // The same with everything that a rank does before it dials.
-            let genuine = authority.issue_named(rank_name(Rank(1), other), Rank(1)).unwrap();
+            let genuine = rank_one(&authority, other);
             let stranger = QuicConfig { job: other, identity: genuine, ..config(1) };
             bootstrap::check(&stranger).unwrap();
             let error = QuicTransport::form(stranger).await.unwrap_err();

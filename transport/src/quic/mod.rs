@@ -11,6 +11,7 @@
 
 mod agreement;
 mod assembly;
+mod authority;
 mod bootstrap;
 mod control;
 mod coordinator;
@@ -19,12 +20,19 @@ mod door;
 mod frames;
 mod identity;
 mod io_thread;
+mod job;
 mod lifecycle;
 mod messages;
+mod names;
 mod payload;
+mod private_file;
 mod socket;
 mod state;
 mod tls;
+#[cfg(test)]
+mod trust_tests;
+mod validity;
+mod verifier;
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -34,9 +42,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
+pub use self::authority::{ClusterAuthority, VALID_DAYS};
 use self::core::{COORDINATOR, Core};
-pub use self::identity::{ClusterAuthority, Identity, JobId, VALID_DAYS};
+pub use self::identity::Identity;
 use self::io_thread::{Alive, IoThread};
+pub use self::job::JobId;
+use self::names::Known;
+pub use self::names::{Claims, HostNames, Subject};
+pub use self::validity::{Date, Validity};
 use crate::error::{Abort, TransportError};
 use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
 
@@ -53,10 +66,18 @@ pub struct QuicConfig {
     pub epoch: u32,
     /// Where rank 0 listens (UDP).
     pub coordinator: SocketAddr,
+    /// The name from which that address came: an identity of rank 0's host may hold it instead of the address.
+    pub coordinator_name: Option<String>,
     /// What this rank proves itself with.
     pub identity: Identity,
+    /// By rank, the host on which the bootstrap places it, by name or address; `None` and what is missing where it does
+    /// not say. An identity of a host is taken for a rank that has its place there; without a place it must hold the
+    /// address at which the rank is seen.
+    pub places: Vec<Option<String>>,
     /// Local address: of rank 0 to listen on, with the coordinator's port; of others to dial from, with any port.
     pub bind: IpAddr,
+    /// UDP port of ranks other than 0; 0 lets the system choose.
+    pub port: u16,
     /// How long the group may take to form.
     pub connect_deadline: Duration,
     /// Period of heartbeats, at most an hour; a rank counts as dead after twelve silent ones. Best the same on all ranks.
@@ -78,8 +99,11 @@ impl QuicConfig {
             job,
             epoch: 0,
             coordinator,
+            coordinator_name: None,
             identity,
+            places: Vec::new(),
             bind,
+            port: 0,
             connect_deadline: Duration::from_secs(20),
             heartbeat: Duration::from_millis(300),
         }
@@ -87,8 +111,15 @@ impl QuicConfig {
 
     /// Where this rank's socket is bound.
     fn local_address(&self) -> SocketAddr {
-        let port = if self.rank == COORDINATOR { self.coordinator.port() } else { 0 };
+        let port = if self.rank == COORDINATOR { self.coordinator.port() } else { self.port };
         SocketAddr::new(self.bind, port)
+    }
+
+    /// What is known of where a rank is.
+    fn known(&self, rank: Rank) -> Known<'_> {
+        let place = self.places.get(rank.0 as usize).and_then(Option::as_deref);
+        let name = self.coordinator_name.as_deref().filter(|_| rank == COORDINATOR);
+        Known { place, name }
     }
 }
 
@@ -103,7 +134,9 @@ impl QuicTransport {
     ///
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`] if the group is not complete by the connect deadline, or this rank is refused.
+    /// [`TransportError::Bootstrap`] if the group is not complete by the connect deadline, or this rank is refused. A
+    /// rank whose own identity does not fit shows it to rank 0 before it gives up, so that others can say why it is not
+    /// there.
     pub fn connect(config: QuicConfig) -> Result<Arc<dyn Transport>, TransportError> {
         let socket = bind(&config)?;
         let thread = IoThread::start()?;
@@ -131,7 +164,13 @@ impl QuicTransport {
     ) -> Result<Self, TransportError> {
         let tls = tls::TlsConfigs::new(&config.identity, config.heartbeat)?;
         let endpoint = socket::endpoint(socket, tls::Path::of_endpoint(config.bind), &tls)?;
-        let mesh = bootstrap::form(&config, &endpoint, &tls).await?;
+        let mesh = match bootstrap::identity_fits(&config) {
+            Ok(()) => bootstrap::form(&config, &endpoint, &tls).await?,
+            Err(error) => {
+                bootstrap::knock(&config, &endpoint, &tls).await;
+                return Err(error);
+            }
+        };
         let core = lifecycle::start(&config, endpoint, mesh);
         if let Some(alive) = alive {
             // The I/O thread runs until this rank has gone, whoever still holds its transport.

@@ -7,14 +7,13 @@ use std::time::Duration;
 use quinn::congestion::CubicConfig;
 use quinn::crypto::rustls::{HandshakeData, QuicClientConfig, QuicServerConfig};
 use quinn::{ClientConfig, Connection, ServerConfig, TransportConfig, VarInt};
-use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
-use rustls::server::WebPkiClientVerifier;
 
 use super::control::SILENT_TICKS;
-use super::identity::{self, Identity, JobId};
+use super::identity::Identity;
+use super::names::Claims;
+use super::verifier::{Dialled, Dialler};
 use crate::error::TransportError;
-use crate::transport::Rank;
 use crate::wire::Purpose;
 
 /// What both sides of a connection run, made once per endpoint.
@@ -149,10 +148,12 @@ fn alpn(purpose: Purpose) -> Vec<u8> {
 
 fn client_config(identity: &Identity, purpose: Purpose) -> Result<QuicClientConfig, TransportError> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let verifier = Dialled::new(identity, Arc::clone(&provider))?;
     let mut config = rustls::ClientConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(cannot_set_up)?
-        .with_root_certificates(roots(identity)?)
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(verifier))
         .with_client_auth_cert(vec![identity.certificate.clone()], identity.key.clone_key())
         .map_err(cannot_set_up)?;
     config.alpn_protocols = vec![alpn(purpose)];
@@ -163,10 +164,7 @@ fn client_config(identity: &Identity, purpose: Purpose) -> Result<QuicClientConf
 
 fn server_config(identity: &Identity) -> Result<QuicServerConfig, TransportError> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let verifier =
-        WebPkiClientVerifier::builder_with_provider(Arc::new(roots(identity)?), Arc::clone(&provider))
-            .build()
-            .map_err(cannot_set_up)?;
+    let verifier = Arc::new(Dialler::new(identity, Arc::clone(&provider))?);
     let mut config = rustls::ServerConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(cannot_set_up)?
@@ -178,18 +176,12 @@ fn server_config(identity: &Identity) -> Result<QuicServerConfig, TransportError
     QuicServerConfig::try_from(config).map_err(cannot_set_up)
 }
 
-fn roots(identity: &Identity) -> Result<RootCertStore, TransportError> {
-    let mut roots = RootCertStore::empty();
-    roots.add(identity.authority.clone()).map_err(cannot_set_up)?;
-    Ok(roots)
-}
-
-/// The rank and the job that the peer proved in the handshake.
-pub(crate) fn proven_identity(connection: &Connection) -> Result<(Rank, JobId), TransportError> {
+/// What the peer proved in the handshake.
+pub(crate) fn proven_claims(connection: &Connection) -> Result<Claims, TransportError> {
     let chain =
         connection.peer_identity().and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
     match chain.as_deref().map(Vec::as_slice) {
-        Some([certificate, ..]) => identity::rank_and_job_of(certificate),
+        Some([certificate, ..]) => Claims::of(certificate),
         _ => Err(TransportError::Bootstrap { text: "a peer without a certificate".into() }),
     }
 }

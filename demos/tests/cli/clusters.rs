@@ -1,0 +1,266 @@
+//! Groups of processes that no `kyklos launch` started: by the names of other launchers, by flags and by a file, with
+//! identities of `kyklos certs`.
+
+use std::net::{Ipv4Addr, UdpSocket};
+use std::path::PathBuf;
+use std::process::{Output, Stdio};
+use std::time::{Duration, Instant, SystemTime};
+
+use kyklos_transport::Rank;
+use kyklos_transport::quic::{ClusterAuthority, Subject, Validity};
+
+use crate::support::*;
+
+const ATTEND: &str = "attend --shape 1,256,4,2,64 --mask causal --device cpu --verify --json";
+
+/// A folder with an authority and identities, and a port.
+struct Cluster {
+    folder: tempfile::TempDir,
+    port: u16,
+}
+
+impl Cluster {
+    fn new() -> Self {
+        Self::at(0)
+    }
+
+    fn at(port: u16) -> Self {
+        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, port)).unwrap();
+        let cluster =
+            Self { folder: tempfile::tempdir().unwrap(), port: socket.local_addr().unwrap().port() };
+        cluster.certs("init");
+        cluster
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn certs(&self, arguments: &str) {
+        let mut command = command(&["certs"]);
+        let output =
+            command.args(arguments.split_whitespace()).current_dir(self.folder.path()).output().unwrap();
+        succeeds(&output);
+    }
+
+    /// Runs ranks 0 to 2 with flags and variables in which `{rank}`, `{port}` and `{dir}` stand for what they are.
+    fn run(&self, flags: &str, variables: &str) -> Vec<Output> {
+        let fill = |text: &str, rank: u32| {
+            let dir = self.folder.path().to_str().unwrap().to_owned();
+            text.replace("{rank}", &rank.to_string())
+                .replace("{port}", &self.port.to_string())
+                .replace("{dir}", &dir)
+        };
+        let started = Instant::now();
+        let children: Vec<_> = (0..3)
+            .map(|rank| {
+                let arguments = fill(&format!("{ATTEND} {flags}"), rank);
+                let mut command = command(&arguments.split_whitespace().collect::<Vec<_>>());
+                for pair in fill(variables, rank).split_whitespace() {
+                    let (name, value) = pair.split_once('=').unwrap();
+                    command.env(name, value);
+                }
+                command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+            })
+            .collect();
+        let limit = Duration::from_secs(90);
+        let outputs = children.into_iter().map(|child| finish(child, limit)).collect();
+        eprintln!("{:?}", started.elapsed());
+        outputs
+    }
+
+    /// The three compute one result, and each says on one line of standard error who made it what.
+    #[track_caller]
+    fn works(&self, flags: &str, variables: &str, words: &[&str]) {
+        let outputs = self.run(flags, variables);
+        for (rank, output) in outputs.iter().enumerate() {
+            succeeds(output);
+            let line = stderr(output);
+            assert_eq!(line.lines().count(), 1, "{line}");
+            assert!(line.starts_with(&format!("rank {rank} of 3 (")), "{line}");
+            for word in words {
+                assert!(line.contains(word), "`{word}` is not in: {line}");
+            }
+        }
+        let json = json(&outputs[0]);
+        assert_eq!(json["ranks"], 3);
+        assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap());
+    }
+
+    /// All three end with an error that holds the words, within seconds.
+    #[track_caller]
+    fn fails(&self, flags: &str, variables: &str, words: &[&str]) {
+        let started = Instant::now();
+        let outputs = self.run(&format!("--join-deadline 5 {flags}"), variables);
+        assert!(started.elapsed() < Duration::from_secs(40), "{:?}", started.elapsed());
+        for (rank, output) in outputs.iter().enumerate() {
+            let text = stderr(output);
+            assert!(!output.status.success(), "rank {rank} ended well: {text}");
+            for word in words {
+                assert!(text.contains(word), "rank {rank}: `{word}` is not in: {text}");
+            }
+        }
+    }
+}
+
+const BY_FLAGS: &str =
+    "--rank {rank} --world 3 --coordinator 127.0.0.1:{port} --identity {dir}/rank-{rank}.pem";
+
+#[test]
+fn by_flags() {
+    let cluster = Cluster::new();
+    cluster.certs("issue -n 3 --job train");
+    cluster.works(BY_FLAGS, "", &["--world 3", "--coordinator 127.0.0.1", "of job train, until"]);
+    // What the flags say an environment may say as well, and an identity that ends soon is said before it does.
+    let outputs =
+        cluster.run(&format!("{BY_FLAGS} --warn-days 60"), "RANK={rank} WORLD_SIZE=3 KYKLOS_JOB_ID=train");
+    assert!(stderr(&outputs[1]).contains("warning: the identity"), "{}", stderr(&outputs[1]));
+    succeeds(&outputs[0]);
+}
+
+#[test]
+fn by_torchruns_names() {
+    let cluster = Cluster::new();
+    cluster.certs("issue -n 3");
+    let variables = "RANK={rank} WORLD_SIZE=3 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=3 MASTER_ADDR=localhost \
+        MASTER_PORT={port} TORCHELASTIC_RUN_ID=x KYKLOS_IDENTITY={dir}/rank-{rank}.pem";
+    cluster.works("", variables, &["WORLD_SIZE=3", "MASTER_ADDR=localhost"]);
+}
+
+/// One task on each of three hosts, each with the identity of its host.
+#[test]
+fn by_slurms_names_and_hosts() {
+    let port = (29_600..30_600).find(|port| UdpSocket::bind((Ipv4Addr::LOCALHOST, *port)).is_ok()).unwrap();
+    let cluster = Cluster::at(port);
+    for host in 0..3 {
+        cluster.certs(&format!("issue --host n{host}.localhost"));
+    }
+    let variables = format!(
+        "SLURM_PROCID={{rank}} SLURM_NTASKS=3 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_ID=0 SLURM_LOCALID=0 \
+         SLURM_NODEID={{rank}} SLURM_STEP_NODELIST=n[0-2].localhost SLURM_STEP_TASKS_PER_NODE=1(x3) \
+         SLURM_JOB_ID={} SLURMD_NODENAME=n{{rank}}.localhost KYKLOS_IDENTITY={{dir}}/host-{{host}}.pem",
+        port - 29_600
+    );
+    cluster.works(
+        "",
+        &variables,
+        &["SLURM_STEP_NUM_TASKS=3", "first of SLURM_STEP_NODELIST=n[0-2].localhost", "host n"],
+    );
+    // Every rank with the identity of one host: those whose place is elsewhere are refused.
+    let stolen = variables.replace("{host}", "n0.localhost");
+    cluster.fails("", &stolen, &["has its place on host n", "certificate of host n0.localhost"]);
+}
+
+#[test]
+fn by_the_index_of_a_pod() {
+    let cluster = Cluster::new();
+    cluster.certs("issue -n 3");
+    let variables = "JOB_COMPLETION_INDEX={rank} KYKLOS_WORLD=3 HOSTNAME=ring-{rank} \
+        KYKLOS_SERVICE=ring.localhost:{port} KYKLOS_IDENTITY={dir}/rank-{rank}.pem";
+    cluster.works("", variables, &["JOB_COMPLETION_INDEX=", "rank 0 at ring-0.ring.localhost"]);
+}
+
+#[test]
+fn by_mpis_names() {
+    let cluster = Cluster::new();
+    cluster.certs("issue --host node,127.0.0.1");
+    let rest = "KYKLOS_COORDINATOR=127.0.0.1:{port} KYKLOS_IDENTITY={dir}/host-node.pem";
+    let open_mpi = "OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=3 OMPI_COMM_WORLD_LOCAL_RANK={rank}";
+    cluster.works("", &format!("{open_mpi} {rest}"), &["OMPI_COMM_WORLD_SIZE=3", "host node,127.0.0.1"]);
+    cluster.works("", &format!("PMI_RANK={{rank}} PMI_SIZE=3 {rest}"), &["PMI_SIZE=3"]);
+}
+
+#[test]
+fn by_a_cluster_file() {
+    let cluster = Cluster::new();
+    cluster.certs("issue --host a.localhost --host b.localhost --job train");
+    std::fs::copy(cluster.path("host-a.localhost.pem"), cluster.path("0.pem")).unwrap();
+    for rank in [1, 2] {
+        std::fs::copy(cluster.path("host-b.localhost.pem"), cluster.path(&format!("{rank}.pem"))).unwrap();
+    }
+    let file = format!(
+        "job = 'train'\ncoordinator = 'a.localhost:{}'\n[[ranks]]\nhost = 'a.localhost'\n[[ranks]]\nhost = 'b.localhost'\n\
+         [[ranks]]\nhost = 'b.localhost'\ndevice = 'cpu'",
+        cluster.port
+    );
+    std::fs::write(cluster.path("cluster.toml"), &file).unwrap();
+    let flags = "--cluster {dir}/cluster.toml --rank {rank} --identity {dir}/{rank}.pem";
+    cluster.works(flags, "", &["has 3 ranks", "rank 0 at a.localhost", "of job train"]);
+    // The file is of another job than the identities.
+    std::fs::write(cluster.path("cluster.toml"), file.replace("train", "other")).unwrap();
+    cluster.fails(flags, "", &["job train"]);
+}
+
+#[test]
+fn another_authority_another_job_another_rank_and_an_old_identity_are_named_on_all_ranks() {
+    let cluster = Cluster::new();
+    cluster.certs("issue -n 3 --job train");
+    cluster.certs("init --authority other");
+    let one = cluster.path("rank-1.pem");
+    let good = std::fs::read(&one).unwrap();
+    let instead = |arguments: &str, name: &str| {
+        std::fs::remove_file(&one).unwrap();
+        cluster.certs(&format!("issue --output tmp {arguments}"));
+        std::fs::rename(cluster.path("tmp").join(name), &one).unwrap();
+    };
+    instead("--ranks 1 --job train --authority other", "rank-1.pem");
+    cluster.fails(BY_FLAGS, "", &["another authority", "--also-trust"]);
+    instead("--ranks 1 --job serve", "rank-1.pem");
+    cluster.fails(BY_FLAGS, "", &["of job serve"]);
+    instead("--ranks 2 --job train", "rank-2.pem");
+    cluster.fails(BY_FLAGS, "", &["rank 1 has the certificate of rank 2"]);
+
+    let authority = ClusterAuthority::read(&cluster.path("authority"), "train").unwrap();
+    let hour = Duration::from_secs(3600);
+    let now = SystemTime::now();
+    for (validity, word) in [
+        (Validity { from: now - 3 * hour, until: now - hour }, "expired on 20"),
+        (Validity { from: now + hour, until: now + 3 * hour }, "is not valid before 20"),
+    ] {
+        std::fs::remove_file(&one).unwrap();
+        authority.issue_to(&Subject::Rank(Rank(1)), validity).unwrap().write_file(&one).unwrap();
+        cluster.fails(BY_FLAGS, "", &["the certificate of rank 1 of job train", word]);
+    }
+    std::fs::write(&one, good).unwrap();
+    cluster.works(BY_FLAGS, "", &[]);
+}
+
+#[test]
+fn a_group_goes_from_one_authority_to_another() {
+    let cluster = Cluster::new();
+    cluster.certs("init --authority new");
+    cluster.certs("issue -n 1 --also-trust new/authority.pem");
+    cluster.certs("issue --ranks 1 --authority new --also-trust authority/authority.pem");
+    cluster.certs("issue --ranks 2 --also-trust new/authority.pem");
+    cluster.works(BY_FLAGS, "", &[]);
+}
+
+#[test]
+fn contradictions_and_accidental_worlds_are_refused_before_anything_is_sent() {
+    let run = |flags: &str, variables: &str| {
+        let arguments = format!("{ATTEND} {flags}");
+        let mut command = command(&arguments.split_whitespace().collect::<Vec<_>>());
+        command.envs(variables.split_whitespace().map(|pair| pair.split_once('=').unwrap()));
+        command.output().unwrap()
+    };
+    for (flags, variables, words) in [
+        ("--mesh 1x4", "SLURM_PROCID=0 SLURM_NTASKS=1", &["1x4 has 4 ranks", "started 1"][..]),
+        ("--ranks 2 --rank 0", "", &["--ranks 2", "--rank 0"]),
+        ("--rank 0 --world 2", "SLURM_PROCID=1 SLURM_NTASKS=4", &["--rank 0", "SLURM_PROCID=1"]),
+        ("", "JOB_COMPLETION_INDEX=1", &["KYKLOS_WORLD"]),
+        ("--rank 0 --world 2 --coordinator localhost:1", "", &["--identity", "kyklos certs issue"]),
+        ("--cluster cluster.toml --world 2", "", &["--cluster"]),
+    ] {
+        refused(&run(flags, variables), words);
+    }
+    // --ranks wins over whatever launcher is there.
+    for variables in
+        ["SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_JOB_NODELIST=n[", "JOB_COMPLETION_INDEX=1", "PMI_RANK=3"]
+    {
+        let output = run("--ranks 2", variables);
+        assert_eq!(json(&output)["ranks"], 2);
+        assert!(stderr(&output).starts_with("warning: --ranks "), "{}", stderr(&output));
+    }
+    let launched = kyklos(&["launch", "-n", "2", "--", "attend", "--shape", "1,64,2,2,64", "--world", "2"]);
+    refused(&launched, &["--world 2 under kyklos launch"]);
+}
