@@ -76,7 +76,7 @@ pub(crate) struct ProblemArgs {
     /// Ulysses x ring, or auto: the mesh that sends fewest bytes
     #[arg(long, value_name = "UxR|auto", default_value = "auto")]
     pub(crate) mesh: OrAuto<Mesh>,
-    /// dense, ring, ulysses, unified, bidirectional, two-way, line, gather, pass-q, or auto: what the mesh says
+    /// dense, ring, ulysses, unified, chunked, bidirectional, two-way, line, gather, pass-q, or auto: what the mesh says
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub(crate) strategy: OrAuto<StrategyName>,
     /// contiguous, zigzag, striped or auto: zigzag where a ring's mask works like causal

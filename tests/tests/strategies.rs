@@ -56,7 +56,8 @@ fn every_world_agrees(dtype: Dtype) {
             for kind in PlacementKind::ALL {
                 for (index, split) in [Split::Even, uneven(mesh.world())].into_iter().enumerate() {
                     // Every way round the shards has its turn on every case, mesh and placement or split.
-                    let rounds = if ring > 1 { &ROUNDS[..] } else { &ROUNDS[..1] };
+                    let mut rounds = ROUNDS[..if ring > 1 { ROUNDS.len() } else { 1 }].to_vec();
+                    rounds.extend((ulysses > 1).then_some(Strategy::Chunked));
                     let turn = prepared.case.seed as usize + index + kind as usize;
                     let strategy = rounds[turn % rounds.len()];
                     let world = plan_world(&prepared.problem, mesh, kind, &split, strategy).unwrap();

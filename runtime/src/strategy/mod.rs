@@ -17,10 +17,11 @@ use std::str::FromStr;
 
 use kyklos_transport::Rank;
 
-use crate::plan::{Content, Plan, World};
+use crate::plan::{BufferId, Content, Plan, World};
 use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
-use build::PlanBuilder;
+use build::{Inputs, PlanBuilder};
 use streams::Routes;
+use ulysses::Chunk;
 
 /// How the work is shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
@@ -34,6 +35,8 @@ pub enum Strategy {
     Ulysses,
     /// Ulysses inside, ring outside. Takes any mesh.
     Unified,
+    /// As unified, with heads traded in chunks: the next chunk travels while this one is attended to.
+    Chunked,
     /// As unified, with keys and values going both ways, each half as far.
     Bidirectional,
     /// As unified, with one half of every shard's keys and values going each way.
@@ -50,11 +53,12 @@ pub enum Strategy {
 
 impl Strategy {
     /// All of them, for tests and help texts.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Dense,
         Self::Ring,
         Self::Ulysses,
         Self::Unified,
+        Self::Chunked,
         Self::Bidirectional,
         Self::TwoWay,
         Self::Line,
@@ -82,6 +86,7 @@ impl Strategy {
             Self::Ring => mesh.ulysses() == 1,
             Self::Ulysses => mesh.ring() == 1,
             Self::Unified => true,
+            Self::Chunked => mesh.ulysses() > 1,
             Self::Bidirectional | Self::TwoWay | Self::Line | Self::Gather | Self::PassQ => mesh.ring() > 1,
         };
         if fits {
@@ -89,7 +94,7 @@ impl Strategy {
         }
         Err(Error::request(
             format!("strategy {self} does not run on mesh {mesh}"),
-            "dense is 1x1, ring 1xR, ulysses Ux1; unified takes any mesh, the others need a ring of at least 2",
+            "dense is 1x1, ring 1xR, ulysses Ux1; unified takes any mesh, chunked one with U of at least 2, the others one with R of at least 2",
         ))
     }
 
@@ -100,6 +105,7 @@ impl Strategy {
             Self::Ring => "ring",
             Self::Ulysses => "ulysses",
             Self::Unified => "unified",
+            Self::Chunked => "chunked",
             Self::Bidirectional => "bidirectional",
             Self::TwoWay => "two-way",
             Self::Line => "line",
@@ -122,7 +128,7 @@ impl FromStr for Strategy {
         Self::ALL.into_iter().find(|strategy| strategy.name() == text).ok_or_else(|| {
             Error::request(
                 format!("strategy `{text}` is not known"),
-                "use dense, ring, ulysses, unified, bidirectional, two-way, line, gather, pass-q or auto",
+                "use dense, ring, ulysses, unified, chunked, bidirectional, two-way, line, gather, pass-q or auto",
             )
         })
     }
@@ -234,28 +240,42 @@ pub fn meshes_by_bytes(
 }
 
 fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
-    let (_, u) = world.mesh.coordinates(rank);
     let mut builder = PlanBuilder::new(world, rank);
-    let alone = world.mesh.ulysses() == 1;
-    let inputs = if alone { builder.inputs() } else { ulysses::trade_tokens_for_heads(&mut builder) };
-    let tokens = builder.buffer(inputs.q).tokens.clone();
-    let state = match world.strategy {
-        Strategy::Gather => gather::attend_all(&mut builder, inputs),
-        Strategy::PassQ => pass_q::attend_everywhere(&mut builder, inputs),
-        _ => streams::attend_round(&mut builder, routes, inputs),
-    };
-    if alone {
+    if world.mesh.ulysses() == 1 {
+        let inputs = builder.inputs();
+        let state = round(&mut builder, routes, inputs);
         builder.finalize(state, builder.output());
-    } else {
-        let heads = builder.q_heads(u);
-        let mine = builder.declare(
-            format!("o of heads {}..{}", heads.start, heads.end),
-            Content::Output,
-            tokens,
-            heads,
-        );
+        return builder.finish();
+    }
+    let (_, u) = world.mesh.coordinates(rank);
+    let mut chunks = Chunk::all(&builder, world.strategy == Strategy::Chunked).peekable();
+    let mut going_out = chunks.peek().map(|first| ulysses::post_tokens_for_heads(&mut builder, *first));
+    let mut going_home = None;
+    while let (Some(chunk), Some(posted)) = (chunks.next(), going_out.take()) {
+        let inputs = ulysses::take_heads(&mut builder, posted);
+        going_out = chunks.peek().map(|next| ulysses::post_tokens_for_heads(&mut builder, *next));
+        let tokens = builder.buffer(inputs.q).tokens.clone();
+        let state = round(&mut builder, routes, inputs);
+        let heads = chunk.q_heads(&builder, u);
+        let name = format!("o of heads {}..{}", heads.start, heads.end);
+        let mine = builder.declare(name, Content::Output, tokens, heads);
         builder.finalize(state, mine);
-        ulysses::trade_heads_for_tokens(&mut builder, mine);
+        let posted = ulysses::post_heads_for_tokens(&mut builder, chunk, mine);
+        if let Some(before) = going_home.replace(posted) {
+            ulysses::take_tokens(&mut builder, before);
+        }
+    }
+    if let Some(last) = going_home {
+        ulysses::take_tokens(&mut builder, last);
     }
     builder.finish()
+}
+
+/// The round over the shards.
+fn round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> BufferId {
+    match builder.world.strategy {
+        Strategy::Gather => gather::attend_all(builder, inputs),
+        Strategy::PassQ => pass_q::attend_everywhere(builder, inputs),
+        _ => streams::attend_round(builder, routes, inputs),
+    }
 }

@@ -60,7 +60,9 @@ impl Routes {
         type Limit = fn(u32, u32) -> u32;
         let streams: Vec<(Part, bool, Limit)> = match strategy {
             Strategy::Dense | Strategy::Ulysses | Strategy::Gather | Strategy::PassQ => Vec::new(),
-            Strategy::Ring | Strategy::Unified => vec![(Part::Whole, true, |farthest, _| farthest)],
+            Strategy::Ring | Strategy::Unified | Strategy::Chunked => {
+                vec![(Part::Whole, true, |farthest, _| farthest)]
+            }
             Strategy::Bidirectional => vec![
                 (Part::Whole, true, |farthest, _| farthest.div_ceil(2)),
                 (Part::Whole, false, |farthest, _| farthest / 2),

@@ -4,23 +4,75 @@
 //! One message to each peer and direction: q, k, v and the rows of a pair tensor together on the way in, o and lse on the way back. A rank
 //! gets every KV head that its query heads need and no other, so KV heads are never repeated within a message.
 
+use std::ops::Range;
+
 use kyklos_transport::Rank;
 
 use super::build::{Inputs, PlanBuilder};
 use crate::plan::{BufferId, Content, Recv, Send};
 
-/// From the rank's own tokens with all heads to the shard's tokens with the rank's heads.
-pub(super) fn trade_tokens_for_heads(builder: &mut PlanBuilder<'_>) -> Inputs {
-    let (r, u) = builder.world.mesh.coordinates(builder.rank);
-    let Inputs { q, kv, pairs } = builder.inputs();
-    let mut inputs = vec![(q, Content::Query), (kv, Content::KeyValue)];
-    inputs.extend(pairs.map(|pairs| (pairs, Content::Pairs)));
+/// A share of every rank's query heads, traded and attended to by itself.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Chunk {
+    index: u32,
+    count: u32,
+}
+
+impl Chunk {
+    /// All heads at once, or at most [`MOST_CHUNKS`] chunks that every rank can fill with whole groups of heads that share
+    /// a KV head, so that no KV head travels twice.
+    pub(super) fn all(builder: &PlanBuilder<'_>, chunked: bool) -> impl Iterator<Item = Self> + use<> {
+        let groups = (0..builder.world.mesh.ulysses()).map(|u| builder.kv_heads(u).len());
+        let fewest = u32::try_from(groups.min().unwrap_or(1)).unwrap_or(MOST_CHUNKS);
+        // Rows that serve all heads would travel with each chunk.
+        let shared = builder.world.problem.pairs.is_some_and(|pairs| pairs.heads == 1);
+        let count = if chunked && !shared { fewest.min(MOST_CHUNKS) } else { 1 };
+        (0..count).map(move |index| Self { index, count })
+    }
+
+    /// Its part of the KV heads of Ulysses piece `u`.
+    fn kv_heads(self, builder: &PlanBuilder<'_>, u: u32) -> Range<u32> {
+        let all = builder.kv_heads(u);
+        let at = |index: u32| all.start + (all.end - all.start) * index / self.count;
+        at(self.index)..at(self.index + 1)
+    }
+
+    /// Its part of the query heads of Ulysses piece `u`.
+    pub(super) fn q_heads(self, builder: &PlanBuilder<'_>, u: u32) -> Range<u32> {
+        let (all, kv, group) = (builder.q_heads(u), self.kv_heads(builder, u), builder.world.problem.group());
+        all.start.max(kv.start * group)..all.end.min(kv.end * group)
+    }
+
+    fn heads(self, builder: &PlanBuilder<'_>, content: Content, u: u32) -> Range<u32> {
+        match content {
+            Content::KeyValue | Content::WireKeyValue => self.kv_heads(builder, u),
+            Content::Query | Content::State | Content::Output => self.q_heads(builder, u),
+            Content::Pairs if builder.pair_heads(u).len() > 1 => self.q_heads(builder, u),
+            Content::Pairs => builder.pair_heads(u),
+        }
+    }
+}
+
+/// Messages of a trade that have been posted.
+pub(super) struct Posted {
+    chunk: Chunk,
+    exchange: Option<u32>,
+    /// Copies that were made to be sent.
+    packed: Vec<BufferId>,
+    /// From which piece of the group, and what.
+    arriving: Vec<(u32, BufferId)>,
+}
+
+/// Posts the trade of a chunk from the rank's own tokens with all heads to the shard's tokens with the rank's heads.
+pub(super) fn post_tokens_for_heads(builder: &mut PlanBuilder<'_>, chunk: Chunk) -> Posted {
+    let (_, u) = builder.world.mesh.coordinates(builder.rank);
+    let inputs = traded(builder);
     let (mut sends, mut recvs, mut packed, mut arriving) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for (peer_u, peer) in peers(builder) {
         let mut parts = Vec::new();
         let mut came = Vec::new();
         for &(own, content) in &inputs {
-            let (theirs, mine) = (heads(builder, content, peer_u), heads(builder, content, u));
+            let (theirs, mine) = (chunk.heads(builder, content, peer_u), chunk.heads(builder, content, u));
             let slice = builder.heads_of(own, &theirs);
             if !slice.tokens.is_empty() {
                 parts.push(builder.sendable(
@@ -44,11 +96,17 @@ pub(super) fn trade_tokens_for_heads(builder: &mut PlanBuilder<'_>) -> Inputs {
         }
     }
     let exchange = builder.exchange(sends, recvs);
+    Posted { chunk, exchange, packed, arriving }
+}
 
+/// Ends that trade: what a round over the shards begins with.
+pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Inputs {
+    let (r, u) = builder.world.mesh.coordinates(builder.rank);
+    let Posted { chunk, exchange, packed, arriving } = posted;
     // The piece that stays is copied while the others travel.
     let mut whole = Vec::new();
-    for (own, content) in inputs {
-        let (tokens, mine) = (placement(builder, content).of_shard(r), heads(builder, content, u));
+    for (own, content) in traded(builder) {
+        let (tokens, mine) = (placement(builder, content).of_shard(r), chunk.heads(builder, content, u));
         let label = format!("{} of heads {}..{}", name(content), mine.start, mine.end);
         let shard = builder.declare(label, content, tokens, mine.clone());
         let into = piece(builder, shard, content, u);
@@ -70,8 +128,9 @@ pub(super) fn trade_tokens_for_heads(builder: &mut PlanBuilder<'_>) -> Inputs {
     Inputs { q, kv, pairs: shard_of(Content::Pairs) }
 }
 
-/// From the output of the shard's tokens with the rank's heads to the rank's own tokens with all heads. Ends `mine`.
-pub(super) fn trade_heads_for_tokens(builder: &mut PlanBuilder<'_>, mine: BufferId) {
+/// Posts the trade of a chunk from the output of the shard's tokens with the rank's heads, `mine`, to the rank's own tokens
+/// with all heads.
+pub(super) fn post_heads_for_tokens(builder: &mut PlanBuilder<'_>, chunk: Chunk, mine: BufferId) -> Posted {
     let (_, u) = builder.world.mesh.coordinates(builder.rank);
     let (output, own_tokens) = (builder.output(), builder.buffer(builder.output()).tokens.clone());
     let (mut sends, mut recvs, mut packed, mut arriving) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -82,25 +141,38 @@ pub(super) fn trade_heads_for_tokens(builder: &mut PlanBuilder<'_>, mine: Buffer
             sends.push(Send { to: peer.0, parts: vec![part] });
         }
         if !own_tokens.is_empty() {
-            let theirs = builder.q_heads(peer_u);
+            let theirs = chunk.q_heads(builder, peer_u);
             let buffer =
                 builder.declare(format!("o from rank {peer}"), Content::Output, own_tokens.clone(), theirs);
             recvs.push(Recv { from: peer.0, parts: vec![buffer] });
-            arriving.push(buffer);
+            arriving.push((peer_u, buffer));
         }
     }
     let exchange = builder.exchange(sends, recvs);
-    let into = builder.heads_of(output, &builder.q_heads(u));
+    let into = builder.heads_of(output, &chunk.q_heads(builder, u));
     builder.repack(piece(builder, mine, Content::Output, u), into);
-    builder.wait(exchange);
-    for buffer in packed {
+    packed.push(mine);
+    Posted { chunk, exchange, packed, arriving }
+}
+
+/// Ends that trade, and the output that was sent.
+pub(super) fn take_tokens(builder: &mut PlanBuilder<'_>, posted: Posted) {
+    builder.wait(posted.exchange);
+    for buffer in posted.packed {
         builder.free(buffer);
     }
-    builder.free(mine);
-    for buffer in arriving {
-        let into = builder.heads_of(output, &builder.buffer(buffer).heads.clone());
+    for (_, buffer) in posted.arriving {
+        let into = builder.heads_of(builder.output(), &builder.buffer(buffer).heads.clone());
         builder.unpack(buffer, into);
     }
+}
+
+/// The rank's own tensors that are traded.
+fn traded(builder: &PlanBuilder<'_>) -> Vec<(BufferId, Content)> {
+    let Inputs { q, kv, pairs } = builder.inputs();
+    let mut inputs = vec![(q, Content::Query), (kv, Content::KeyValue)];
+    inputs.extend(pairs.map(|pairs| (pairs, Content::Pairs)));
+    inputs
 }
 
 /// The other ranks of the group, nearest successor first, so that no two ranks send to the same peer at once.
@@ -126,14 +198,6 @@ fn placement<'a>(builder: &PlanBuilder<'a>, content: Content) -> &'a crate::Plac
     }
 }
 
-fn heads(builder: &PlanBuilder<'_>, content: Content, u: u32) -> std::ops::Range<u32> {
-    match content {
-        Content::KeyValue | Content::WireKeyValue => builder.kv_heads(u),
-        Content::Query | Content::State | Content::Output => builder.q_heads(u),
-        Content::Pairs => builder.pair_heads(u),
-    }
-}
-
 fn name(content: Content) -> &'static str {
     match content {
         Content::Query => "q",
@@ -143,3 +207,6 @@ fn name(content: Content) -> &'static str {
         Content::Pairs => "pairs",
     }
 }
+
+/// More chunks hide no more, and make more messages.
+const MOST_CHUNKS: u32 = 4;

@@ -5,18 +5,42 @@ use kyklos::{AttentionProblem, PairKind, Placement, Strategy};
 
 /// Bytes and messages that `rank` sends, from counts alone: the independent closed form.
 pub(crate) fn closed_form(world: &World, rank: u32) -> (u64, u64) {
+    let (problem, ulysses) = (&world.problem, world.mesh.ulysses());
+    let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
+    // The query heads of each rank of a group, in chunks: by the KV heads that they share, dealt out evenly.
+    let groups = |u: u32| -> Vec<u32> {
+        let mut groups: Vec<u32> = (first(u)..first(u + 1)).map(|head| head / problem.group()).collect();
+        groups.dedup();
+        groups
+    };
+    let fewest = (0..ulysses).map(|u| groups(u).len()).min().expect("a group");
+    let chunks = match problem.pairs {
+        Some(pairs) if pairs.heads == 1 => 1,
+        _ if world.strategy == Strategy::Chunked => fewest.min(4),
+        _ => 1,
+    };
+    let of_chunk = |chunk: usize, u: u32| -> (u64, u64) {
+        let groups = groups(u);
+        let dealt = &groups[groups.len() * chunk / chunks..groups.len() * (chunk + 1) / chunks];
+        let heads = (first(u)..first(u + 1)).filter(|head| dealt.contains(&(head / problem.group())));
+        (heads.count() as u64, dealt.len() as u64)
+    };
+    let sums = (0..chunks).map(|chunk| {
+        let heads: Vec<(u64, u64)> = (0..ulysses).map(|u| of_chunk(chunk, u)).collect();
+        closed_form_of_chunk(world, rank, &heads)
+    });
+    sums.fold((0, 0), |all, chunk| (all.0 + chunk.0, all.1 + chunk.1))
+}
+
+/// `heads`: of each rank of a group, its query heads and the KV heads that they need.
+fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64, u64) {
     let problem = &world.problem;
     let (ulysses, ring) = (world.mesh.ulysses(), world.mesh.ring());
     let (r, u) = (rank / ulysses, rank % ulysses);
     let q_tokens = |r: u32, u: u32| world.q_placement.ranks()[(r * ulysses + u) as usize].len() as u64;
     let kv_tokens = |r: u32, u: u32| world.kv_placement.ranks()[(r * ulysses + u) as usize].len() as u64;
-    let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
-    let q_heads = |u: u32| u64::from(first(u + 1) - first(u));
-    let kv_heads = |u: u32| {
-        let heads: std::collections::BTreeSet<u32> =
-            (first(u)..first(u + 1)).map(|h| h / problem.group()).collect();
-        heads.len() as u64
-    };
+    let q_heads = |u: u32| heads[u as usize].0;
+    let kv_heads = |u: u32| heads[u as usize].1;
     let (batch, element) = (u64::from(problem.batch), problem.dtype.bytes() as u64);
     let row = batch * u64::from(problem.head_dim) * element;
 

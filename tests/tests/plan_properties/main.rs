@@ -60,6 +60,7 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
             };
             let strategy = match random.below(8) {
                 drawn @ 0..5 if mesh.ring() > 1 => ROUNDS[drawn as usize],
+                5..7 if mesh.ulysses() > 1 => Strategy::Chunked,
                 _ => Strategy::Unified,
             };
             let rounds = mesh.ring() > 1 && strategy != Strategy::PassQ && dtype == Dtype::F32;
@@ -264,6 +265,7 @@ fn strategies_refuse_meshes_that_contradict_them() {
         (Strategy::Ring, true, true, false, false),
         (Strategy::Ulysses, true, false, true, false),
         (Strategy::Unified, true, true, true, true),
+        (Strategy::Chunked, false, false, true, true),
         (Strategy::Bidirectional, false, true, false, true),
         (Strategy::TwoWay, false, true, false, true),
         (Strategy::Line, false, true, false, true),
@@ -369,5 +371,32 @@ fn a_bidirectional_ring_has_half_the_hops_and_a_line_no_link_that_closes_it() {
             });
             assert!(peers.into_iter().all(|peer| peer.abs_diff(plan.rank) == 1), "rank {}", plan.rank);
         }
+    }
+}
+
+#[test]
+fn the_next_chunk_of_heads_travels_while_this_one_is_attended_to() {
+    let problem = AttentionProblem::new([1, 64, 16, 8, 8], Dtype::F32, Mask::full()).unwrap();
+    let world = plan_world(
+        &problem,
+        Mesh::new(2, 1).unwrap(),
+        PlacementKind::Contiguous,
+        &Split::Even,
+        Strategy::Chunked,
+    )
+    .unwrap();
+    for plan in &world.plans {
+        // Every attention but the last of them runs under an exchange that has been posted and not waited for.
+        let mut posted = Vec::new();
+        let mut under = Vec::new();
+        for step in &plan.steps {
+            match step {
+                Step::Exchange { id, .. } => posted.push(*id),
+                Step::Wait { id } => posted.retain(|posted| posted != id),
+                Step::Attend { .. } => under.push(posted.len()),
+                _ => {}
+            }
+        }
+        assert_eq!(under, [1, 2, 2, 1], "rank {}", plan.rank);
     }
 }
