@@ -82,9 +82,9 @@ pub(crate) struct ProblemArgs {
     /// contiguous, zigzag, striped or auto: zigzag where a ring's mask works like causal
     #[arg(long, value_name = "KIND", default_value = "auto")]
     pub(crate) placement: OrAuto<PlacementKind>,
-    /// Share the tokens by these weights, one for each rank
-    #[arg(long, value_name = "W,W,…", conflicts_with = "tokens")]
-    pub(crate) split: Option<List<f64>>,
+    /// Share the tokens by these weights, one for each rank; with work: before them, the visible (query, key) pairs
+    #[arg(long, value_name = "[work:]W,W,…", conflicts_with = "tokens")]
+    pub(crate) split: Option<SplitName>,
     /// Share the tokens exactly like this, one number for each rank
     #[arg(long, value_name = "N,N,…")]
     pub(crate) tokens: Option<List<u32>>,
@@ -195,6 +195,24 @@ pub(crate) struct BenchArgs {
     /// Print one JSON array
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// The value of `--split`: shares of tokens, or of work.
+#[derive(Clone, Debug)]
+pub(crate) enum SplitName {
+    Tokens(List<f64>),
+    Work(List<f64>),
+}
+
+impl FromStr for SplitName {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        match text.strip_prefix("work:") {
+            Some(weights) => weights.parse().map(Self::Work),
+            None => text.parse().map(Self::Tokens),
+        }
+    }
 }
 
 /// The value of `--wire`.

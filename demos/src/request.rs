@@ -7,7 +7,7 @@ use kyklos::{
     plan_world,
 };
 
-use crate::args::{OrAuto, ProblemArgs};
+use crate::args::{List, OrAuto, ProblemArgs, SplitName};
 use crate::failure::{Failure, Result};
 use crate::input::{InputFile, Source};
 
@@ -30,7 +30,8 @@ impl Request {
     pub(crate) fn new(args: &ProblemArgs, seed: u64, launched: Option<u32>) -> Result<Self> {
         let (problem, source) = problem(args, seed)?;
         let split = match (&args.split, &args.tokens) {
-            (Some(weights), _) => Split::Weights(weights.0.clone()),
+            (Some(SplitName::Tokens(List(weights))), _) => Split::Weights(weights.clone()),
+            (Some(SplitName::Work(List(weights))), _) => Split::Work(weights.clone()),
             (_, Some(tokens)) => Split::Tokens(tokens.0.clone()),
             _ => Split::Even,
         };

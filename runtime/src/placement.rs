@@ -31,6 +31,9 @@ pub enum Split {
     Weights(Vec<f64>),
     /// Exactly these.
     Tokens(Vec<u32>),
+    /// So many that the pairs which the queries of a shard see are in proportion to these weights of its ranks: which that
+    /// is, the mask says, so a placement by itself cannot be made of it.
+    Work(Vec<f64>),
 }
 
 /// The tokens of every rank of a mesh. Every token has exactly one owner.
@@ -118,6 +121,10 @@ impl Split {
                 Err(wrong_length("weights", weights.len()))
             }
             Self::Weights(weights) => by_largest_remainder(weights, total),
+            Self::Work(_) => Err(Error::request(
+                "shares of work without a mask",
+                "make plans with it (plan_world), or give token counts",
+            )),
             Self::Tokens(tokens) if tokens.len() != world as usize => {
                 Err(wrong_length("token counts", tokens.len()))
             }

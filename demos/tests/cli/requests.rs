@@ -29,6 +29,8 @@ fn wrong_requests_are_refused_on_one_line() {
         ("attend --shape 1,64,8,2,64 --ranks 0", &["--ranks"]),
         ("attend --shape 1,64,8,2,64 --ranks 1000000", &["1000000"]),
         ("attend --shape 1,64,8,2,64 --ranks 2 --strategy dense", &["dense"]),
+        ("attend --shape 1,64,8,2,64 --ranks 2 --split work:1", &["1 weights", "2 ranks"]),
+        ("attend --shape 1,64,8,2,64 --ranks 2 --split work:1,x", &["--split", "x"]),
         ("attend --shape 1,64,8,2,64 --mesh 2x1 --wire f16", &["f16 on the wire", "2x1"]),
         (
             "attend --shape 1,64,8,2,64 --mesh 1x2 --wire f16 --strategy pass-q",

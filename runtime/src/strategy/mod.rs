@@ -5,6 +5,7 @@
 //! R = 1 only the trade, and one rank has neither. In the round keys go from neighbour to neighbour ([`streams`]) or
 //! straight to everybody ([`gather`]), or queries go to the keys ([`pass_q`]).
 
+mod balance;
 mod build;
 mod gather;
 mod pass_q;
@@ -183,8 +184,17 @@ fn placements(
             "use weights (--split) where the two lengths differ",
         ));
     }
-    let q_placement = Placement::new(kind, mesh, problem.q_len, split)?;
-    let kv_placement = Placement::new(kind, mesh, problem.kv_len, split)?;
+    let (q_split, kv_split) = match split {
+        Split::Work(weights) => {
+            let tokens = Split::Tokens(balance::tokens(problem, mesh, kind, weights)?);
+            // Where keys are not the queries' own tokens, how they lie changes no rank's work.
+            let same = problem.q_len == problem.kv_len;
+            (tokens.clone(), if same { tokens } else { Split::Weights(weights.clone()) })
+        }
+        split => (split.clone(), split.clone()),
+    };
+    let q_placement = Placement::new(kind, mesh, problem.q_len, &q_split)?;
+    let kv_placement = Placement::new(kind, mesh, problem.kv_len, &kv_split)?;
     Ok((q_placement, kv_placement))
 }
 

@@ -1,0 +1,203 @@
+//! Token counts by which every rank gets its share of the *work*: of visible (query, key) pairs, not of tokens.
+
+use crate::{AttentionProblem, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
+
+/// Counts for every rank of `mesh`, so that the pairs of each shard are in proportion to the weights of its ranks. Inside a
+/// shard every rank has all of the shard's queries for its share of the heads, so there tokens go by weight.
+pub(super) fn tokens(
+    problem: &AttentionProblem,
+    mesh: Mesh,
+    kind: PlacementKind,
+    weights: &[f64],
+) -> Result<Vec<u32>> {
+    // Refuses weights that cannot share anything.
+    let by_tokens = Placement::new(kind, mesh, problem.q_len, &Split::Weights(weights.to_vec()))?;
+    let work = Work::new(problem);
+    if work.all() == 0.0 {
+        return Ok(counts(&by_tokens));
+    }
+    let shards: Vec<f64> = weights.chunks(mesh.ulysses() as usize).map(|shard| shard.iter().sum()).collect();
+    let sizes = match kind {
+        PlacementKind::Contiguous | PlacementKind::Zigzag => cut(&work, kind, problem.q_len, &shards),
+        PlacementKind::Striped => deal(&work, mesh, problem.q_len, &shards)?,
+    };
+    let mut all = Vec::with_capacity(weights.len());
+    for (size, weights) in sizes.into_iter().zip(weights.chunks(mesh.ulysses() as usize)) {
+        if size == 0 {
+            all.extend(weights.iter().map(|_| 0));
+            continue;
+        }
+        let shard = Mesh::new(mesh.ulysses(), 1)?;
+        let split = Split::Weights(weights.to_vec());
+        all.extend(counts(&Placement::new(PlacementKind::Contiguous, shard, size, &split)?));
+    }
+    Ok(all)
+}
+
+/// Sizes of shards that hold the next tokens from the front, or from the front and the back: the tokens of the first few of
+/// them grow from outside in, and their work with them.
+fn cut(work: &Work, kind: PlacementKind, total: u32, shards: &[f64]) -> Vec<u32> {
+    let of_first = |tokens: u32| match kind {
+        PlacementKind::Zigzag => {
+            work.before[tokens.div_ceil(2) as usize] + work.all() - work.before[(total - tokens / 2) as usize]
+        }
+        _ => work.before[tokens as usize],
+    };
+    let all: f64 = shards.iter().sum();
+    let (mut weight, mut start) = (0.0, 0);
+    let last = shards.iter().rposition(|shard| *shard > 0.0);
+    let end_of = |(place, shard): (usize, &f64)| {
+        weight += shard;
+        let end = if *shard == 0.0 {
+            start
+        } else if Some(place) == last {
+            // With what nobody has any work for.
+            total
+        } else {
+            let target = work.all() * weight / all;
+            let (mut low, mut high) = (start, total);
+            while low < high {
+                let middle = low + (high - low) / 2;
+                if of_first(middle) < target { low = middle + 1 } else { high = middle }
+            }
+            // Of two neighbours the nearer one.
+            let before = low.saturating_sub(1).max(start);
+            if target - of_first(before) < of_first(low) - target { before } else { low }
+        };
+        end - std::mem::replace(&mut start, end)
+    };
+    shards.iter().enumerate().map(end_of).collect()
+}
+
+/// Sizes of shards that take turns: by trial, for what a shard gets depends on when the others are full.
+fn deal(work: &Work, mesh: Mesh, total: u32, shards: &[f64]) -> Result<Vec<u32>> {
+    let ring = Mesh::new(1, mesh.ring())?;
+    let all: f64 = shards.iter().sum();
+    let mut density = shards.to_vec();
+    let mut best = (f64::INFINITY, Vec::new());
+    for _ in 0..ROUNDS {
+        let placement =
+            Placement::new(PlacementKind::Striped, ring, total, &Split::Weights(density.clone()))?;
+        let shares: Vec<f64> = placement.ranks().iter().map(|tokens| work.of(tokens) / work.all()).collect();
+        let late = |(share, weight): (&f64, &f64)| if *weight > 0.0 { share * all / weight } else { 0.0 };
+        let slowest = shares.iter().zip(shards).map(late).fold(0.0, f64::max);
+        if slowest < best.0 {
+            best = (slowest, counts(&placement));
+        }
+        if slowest < GOOD_ENOUGH {
+            break;
+        }
+        // Half of the way on a logarithmic scale, so that it does not swing.
+        for ((density, share), weight) in density.iter_mut().zip(shares).zip(shards) {
+            if *weight > 0.0 {
+                *density *= (weight / all / share.max(TINY)).sqrt().clamp(0.5, 2.0);
+            }
+        }
+    }
+    Ok(best.1)
+}
+
+fn counts(placement: &Placement) -> Vec<u32> {
+    let count = |tokens: &TokenRuns| tokens.runs().iter().map(|run| run.count).sum();
+    placement.ranks().iter().map(count).collect()
+}
+
+/// Visible pairs by query.
+struct Work {
+    /// Those of all queries before.
+    before: Vec<f64>,
+}
+
+impl Work {
+    fn new(problem: &AttentionProblem) -> Self {
+        let mut before = vec![0.0];
+        let mut sum = 0_u64;
+        for token in 0..problem.q_len {
+            let position = problem.q_position(token);
+            let keys = |class| problem.mask.visible(class, position, problem.kv_len).keys();
+            sum += (0..problem.mask.batch_classes()).map(keys).sum::<u64>();
+            #[expect(clippy::cast_precision_loss, reason = "shares are good to 53 bits")]
+            before.push(sum as f64);
+        }
+        Self { before }
+    }
+
+    fn all(&self) -> f64 {
+        self.before.last().copied().unwrap_or(0.0)
+    }
+
+    fn of(&self, tokens: &TokenRuns) -> f64 {
+        let one = |token: u32| self.before[token as usize + 1] - self.before[token as usize];
+        let of_run = |run: &crate::Run| match run.stride {
+            1 => self.before[(run.start + run.count) as usize] - self.before[run.start as usize],
+            stride => (0..run.count).map(|i| one(run.start + i * stride)).sum(),
+        };
+        tokens.runs().iter().map(of_run).sum()
+    }
+}
+
+/// Enough for any mask that was tried; most need a few.
+const ROUNDS: usize = 60;
+/// The slowest shard is half a percent behind.
+const GOOD_ENOUGH: f64 = 1.005;
+/// So that a shard without work is not divided by.
+const TINY: f64 = 1e-9;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Dtype;
+
+    /// The slowest shard's work over what it should be.
+    fn slowest(mask: &str, mesh: (u32, u32), kind: PlacementKind, weights: &[f64]) -> f64 {
+        let problem = AttentionProblem::new([2, 6000, 4, 4, 8], Dtype::F32, mask.parse().unwrap()).unwrap();
+        let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
+        let split = Split::Tokens(tokens(&problem, mesh, kind, weights).unwrap());
+        let placement = Placement::new(kind, mesh, 6000, &split).unwrap();
+        // Pair by pair, without prefix sums.
+        let work = |r: u32| -> f64 {
+            let keys = |token: u32| (0..2).map(|b| problem.mask.visible(b, token, 6000).keys()).sum::<u64>();
+            placement.of_shard(r).iter().map(|token| keys(token) as f64).sum()
+        };
+        let all: f64 = (0..mesh.ring()).map(work).sum();
+        let of_shard =
+            |r: u32| -> f64 { weights.chunks(mesh.ulysses() as usize).nth(r as usize).unwrap().iter().sum() };
+        let total: f64 = weights.iter().sum();
+        (0..mesh.ring()).map(|r| work(r) / all * total / of_shard(r)).fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn work_is_level_under_every_kind_of_mask() {
+        let documents = "causal+documents:0,200,4000,4100,5000,6000";
+        for kind in PlacementKind::ALL {
+            for mask in [
+                "causal",
+                "full",
+                "window:300,0",
+                documents,
+                "valid:1000,6000",
+                "slices:0..6000x0..100,0..900x0..6000",
+            ] {
+                for (mesh, weights) in
+                    [((1, 4), &[1.0; 4][..]), ((1, 3), &[3.0, 1.0, 0.5]), ((2, 2), &[2.0, 1.0, 1.0, 1.0])]
+                {
+                    let late = slowest(mask, mesh, kind, weights);
+                    assert!(late < 1.02, "{mask} {kind} {mesh:?} {weights:?}: {late}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_rank_without_weight_gets_nothing_and_no_work_is_shared_by_tokens() {
+        let make =
+            |mask: &str| AttentionProblem::new([1, 100, 1, 1, 8], Dtype::F32, mask.parse().unwrap()).unwrap();
+        let mesh = Mesh::new(1, 3).unwrap();
+        let counts = tokens(&make("causal"), mesh, PlacementKind::Contiguous, &[1.0, 0.0, 1.0]).unwrap();
+        assert_eq!((counts[1], counts.iter().sum::<u32>()), (0, 100));
+        assert!((60..80).contains(&counts[0]), "{counts:?}: the first 71 % have half of the pairs");
+        let nothing = tokens(&make("valid:0"), mesh, PlacementKind::Contiguous, &[2.0, 1.0, 1.0]).unwrap();
+        assert_eq!(nothing, [50, 25, 25]);
+        assert!(tokens(&make("full"), mesh, PlacementKind::Contiguous, &[0.0; 3]).is_err());
+    }
+}
