@@ -68,13 +68,16 @@ pub(crate) struct ProblemArgs {
     /// Number of ranks in this process [default: the mesh's, else 1]
     #[arg(long, value_name = "N")]
     pub(crate) ranks: Option<NonZeroU32>,
-    /// Ulysses x ring, or auto: the mesh that sends fewest bytes
+    /// Description of devices and links: `auto` is then what the simulator finds fastest, and the time is predicted
+    #[arg(long, value_name = "F")]
+    pub(crate) cluster: Option<PathBuf>,
+    /// Ulysses x ring, or auto: without --cluster the mesh that sends fewest bytes
     #[arg(long, value_name = "UxR|auto", default_value = "auto")]
     pub(crate) mesh: OrAuto<Mesh>,
-    /// dense, ring, ulysses, unified or auto: what the mesh says
+    /// dense, ring, ulysses, unified or auto: without --cluster what the mesh says
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub(crate) strategy: OrAuto<StrategyName>,
-    /// contiguous, zigzag, striped or auto: zigzag where a ring's mask works like causal
+    /// contiguous, zigzag, striped or auto: without --cluster zigzag where a ring's mask works like causal
     #[arg(long, value_name = "KIND", default_value = "auto")]
     pub(crate) placement: OrAuto<PlacementKind>,
     /// Share the tokens by these weights, one for each rank
@@ -143,6 +146,9 @@ pub(crate) struct AttendArgs {
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub(crate) problem: ProblemArgs,
+    /// List every plan that could run, with predicted time, bytes, memory and idle share, and say why the first is first
+    #[arg(long)]
+    pub(crate) explain: bool,
     /// Show the steps of this rank only [default: of all up to 4 ranks, else of rank 0]
     #[arg(long, value_name = "R")]
     pub(crate) rank: Option<u32>,

@@ -16,6 +16,7 @@ mod demo;
 mod device;
 mod devices;
 mod driver;
+mod explain;
 mod failure;
 mod group;
 mod input;

@@ -2,11 +2,10 @@
 
 use std::fmt::Write;
 
-use super::candidates::{Priced, Verdict};
-use super::program::Program;
-use super::{Cluster, Prediction, run};
-use crate::Result;
-use crate::plan::{World, bytes, table};
+use super::candidates::{Candidate, Priced, Verdict};
+use super::{Cluster, Prediction, predict};
+use crate::plan::{bytes, table};
+use crate::{AttentionProblem, Result, Split};
 
 /// Priced candidates as a table: what each takes, or why it is refused.
 pub fn explain_choice(priced: &[Priced]) -> String {
@@ -105,7 +104,7 @@ fn spent(prediction: &Prediction) -> String {
     )
 }
 
-/// What bounds a world: what its time would be without it.
+/// What bounds a plan: what its time would be without it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Bound {
@@ -121,15 +120,20 @@ pub enum Bound {
     Copies,
 }
 
-/// What bounds `world` on `cluster`: computing where that is most of the time, else what would save most if it were free.
+/// What bounds `candidate` on `cluster`: computing where that is most of the time, else what would save most if it were
+/// free.
 ///
 /// # Errors
-/// As [`super::simulate`].
-pub fn bound(world: &World, cluster: &Cluster) -> Result<Bound> {
-    let program = Program::new(world, cluster)?;
-    let as_is = run(&program, cluster)?;
-    let without =
-        |other: &Cluster| -> Result<u64> { Ok(as_is.wall_ns.saturating_sub(run(&program, other)?.wall_ns)) };
+/// As [`predict`].
+pub fn bound(
+    problem: &AttentionProblem,
+    candidate: Candidate,
+    split: &Split,
+    cluster: &Cluster,
+) -> Result<Bound> {
+    let on = |cluster: &Cluster| predict(problem, candidate, split, cluster);
+    let as_is = on(cluster)?;
+    let without = |other: &Cluster| -> Result<u64> { Ok(as_is.wall_ns.saturating_sub(on(other)?.wall_ns)) };
     let ranks = as_is.ranks.len().max(1) as u64;
     let computed: u64 = as_is.ranks.iter().map(|rank| rank.compute_ns).sum::<u64>() / ranks;
     let longest = as_is.ranks.iter().map(|rank| rank.compute_ns).max().unwrap_or(0);
@@ -141,6 +145,18 @@ pub fn bound(world: &World, cluster: &Cluster) -> Result<Bound> {
     ];
     let (cause, saved) = savings.into_iter().max_by_key(|(_, saved)| *saved).unwrap_or((Bound::Compute, 0));
     Ok(if saved * 4 < as_is.wall_ns { Bound::Compute } else { cause })
+}
+
+impl std::fmt::Display for Bound {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Compute => "computing",
+            Self::Link => "bytes on links",
+            Self::Latency => "latency",
+            Self::Imbalance => "uneven work",
+            Self::Copies => "copies",
+        })
+    }
 }
 
 fn percent(share: f64) -> String {

@@ -182,8 +182,14 @@ impl<'a> Pricer<'a> {
                 },
                 Step::Attend { q, kv, state, .. } => self.attend(q, kv, *state),
                 // Both states are read, one is written.
-                Step::Merge { from, into } => self.touch(*from, 1.0, Some((*into, 2.0))),
+                Step::Merge { from, into } => {
+                    self.born(*from);
+                    self.born(*into);
+                    self.touch(*from, 1.0, Some((*into, 2.0)));
+                }
+                // A state that nothing was attended into comes to life here.
                 Step::Finalize { state, into } => {
+                    self.born(*state);
                     self.born(*into);
                     self.touch(*state, 1.0, Some((*into, 1.0)));
                 }
