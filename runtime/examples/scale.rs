@@ -27,6 +27,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let problem = AttentionProblem::new(*shape, Dtype::Bf16, mask.clone())?;
             println!("{name}: {shape:?} bf16 {mask}, on {}\n", described.name());
             print!("{}", scale(&problem, &described)?);
+            println!("efficiency: of what 8 ranks reach together; - : refused");
             println!("* extrapolated from two shorter rings with shards of the same size\n");
         }
     }
@@ -79,7 +80,7 @@ fn scale(problem: &AttentionProblem, described: &Cluster) -> kyklos::Result<Stri
     let header = [
         "ranks",
         "best ms",
-        "of 8 ranks'",
+        "efficiency",
         "which",
         "computing",
         "sent a rank",

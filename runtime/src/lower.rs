@@ -2,7 +2,7 @@
 //! position for each key, and a list of tiles that are not empty. Where a mask shows rows several intervals, there are
 //! as many layers of that, over different keys for each row, and a block is attended to layer by layer.
 
-use crate::{AttentionProblem, TokenRuns};
+use crate::{AttentionProblem, Run, TokenRuns};
 
 /// The key positions `lo..hi` that one query row sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, bytemuck::Pod, bytemuck::Zeroable)]
@@ -123,8 +123,20 @@ pub(crate) fn any_visible(problem: &AttentionProblem, q_tokens: &TokenRuns, kv_t
             let spans = problem.mask.visible(batch, problem.q_position(token), problem.kv_len);
             spans.iter().any(|span| meets(kv_tokens, *span))
         };
+        // Where the ends of what a row sees only grow, the first and the last of some queries in a row tell what all of
+        // them can see at most.
+        let may_see = |run: &&Run| {
+            let span = |token| problem.mask.visible(batch, problem.q_position(token), problem.kv_len);
+            match (&*span(run.start), &*span(run.last())) {
+                ([first], [last]) if problem.mask.grows_along_queries() => {
+                    meets(kv_tokens, RowSpan { lo: first.lo, hi: last.hi })
+                }
+                _ => true,
+            }
+        };
         // Most blocks are seen by the last of some queries in a row, and need no look at the others.
-        q_tokens.runs().iter().any(|run| sees(run.last())) || q_tokens.iter().any(sees)
+        q_tokens.runs().iter().any(|run| sees(run.last()))
+            || q_tokens.runs().iter().filter(may_see).any(|run| run.tokens().any(sees))
     })
 }
 

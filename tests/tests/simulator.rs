@@ -289,7 +289,8 @@ fn orderings_published_for_tpu_v7x_come_out_of_the_description_that_is_like_it()
     let (eight_by_two, sixteen) = (wall_s(8, 2), wall_s(16, 1));
     assert!(eight_by_two < 0.9 * sixteen, "U8R2 {eight_by_two}, U16 {sixteen}");
     let wanted = Wanted { ranks: 16, mesh: None, strategy: None, placement: None, split: Split::Even };
-    let dividing = candidates(&wanted).unwrap().into_iter().filter(|found| 40 % found.mesh.ulysses() == 0);
+    let dividing =
+        candidates(&wan(), &wanted).unwrap().into_iter().filter(|found| 40 % found.mesh.ulysses() == 0);
     assert!(dividing.map(|found| found.mesh.ring()).all(|ring| ring > 1), "only UxR is left at 16");
 }
 

@@ -48,9 +48,14 @@ pub enum Verdict {
     Refused(Error),
 }
 
-/// Every strategy on every mesh in every placement that differs: with one shard there is nothing to deal, and a
-/// strategy that takes any mesh is left out where the mesh has a name of its own.
-pub fn candidates(wanted: &Wanted) -> Result<Vec<Candidate>> {
+/// Every strategy on every mesh in every placement that differs: with one shard there is nothing to deal, without a mask
+/// all tokens are alike, and a mesh that the problem does not fit is refused in any placement. A strategy that takes any
+/// mesh is left out where the mesh has a name of its own.
+///
+/// # Errors
+/// [`crate::Error::Request`] for more ranks than a mesh can have.
+pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Candidate>> {
+    let alike = problem.mask.is_full() && problem.pairs.is_none();
     let meshes: Vec<Mesh> = match wanted.mesh {
         Some(mesh) => vec![mesh],
         None => (1..=wanted.ranks)
@@ -71,7 +76,9 @@ pub fn candidates(wanted: &Wanted) -> Result<Vec<Candidate>> {
         };
         let placements: Vec<PlacementKind> = match wanted.placement {
             Some(placement) => vec![placement],
-            None if mesh.ring() == 1 => vec![PlacementKind::Contiguous],
+            None if mesh.ring() == 1 || alike || mesh.fits(problem).is_err() => {
+                vec![PlacementKind::Contiguous]
+            }
             None => PlacementKind::ALL.to_vec(),
         };
         for strategy in strategies {
@@ -92,7 +99,7 @@ pub fn candidates(wanted: &Wanted) -> Result<Vec<Candidate>> {
 /// [`Error::Request`] where the cluster cannot be used at all, such as for fewer devices than ranks.
 pub fn choose(problem: &AttentionProblem, wanted: &Wanted, cluster: &Cluster) -> Result<Vec<Priced>> {
     cluster.place(wanted.ranks)?;
-    let mut priced: Vec<Priced> = candidates(wanted)?
+    let mut priced: Vec<Priced> = candidates(problem, wanted)?
         .into_iter()
         .map(|candidate| {
             let verdict = predict(problem, candidate, &wanted.split, cluster)

@@ -110,7 +110,7 @@ fn count(n: usize) -> f64 {
 
 /// Runs of up to twice so many queries are counted row by row where a mask cuts them; of longer ones the ends of as
 /// many stretches, which is exact where what a row sees grows evenly along a stretch, as under causal masks.
-const EXACT_ROWS: u32 = 1024;
+const EXACT_ROWS: u32 = 128;
 
 #[cfg(test)]
 mod tests {
