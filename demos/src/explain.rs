@@ -2,13 +2,20 @@
 
 use std::path::Path;
 
-use kyklos::simulate::{Cluster, Priced, Verdict, bound, choose, explain_choice, why_first};
-use kyklos::{AttentionProblem, Error};
+use kyklos::plan::table;
+use kyklos::simulate::{
+    Candidate, Cluster, Priced, Verdict, bound, candidates, choose, explain_choice, why_first,
+};
+use kyklos::{AttentionProblem, Error, TokenRuns, plan_world};
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::args::PlanArgs;
+use crate::device;
 use crate::failure::{Failure, Result, note, print};
+use crate::probe::{self, Probe};
 use crate::request::Asked;
+use crate::timed;
 
 /// Runs the command.
 pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
@@ -23,16 +30,21 @@ pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
         note(&warning);
     }
     let ranks = asked.wanted.ranks;
-    let cluster = match &args.problem.cluster {
-        Some(path) => read(path)?.grown_for(ranks)?,
+    let (cluster, measured) = match &args.problem.cluster {
+        Some(path) => (read(path)?.grown_for(ranks)?, Vec::new()),
+        None if args.probe => probe(args, &asked)?,
         None => {
             return Err(Failure::request(
                 "--explain without devices and links to look at",
-                "name a description with --cluster, such as clusters/two-hosts-1gbe.toml",
+                "name a description with --cluster, such as clusters/two-hosts-1gbe.toml, or measure with --probe",
             ));
         }
     };
+    if let Some(path) = &args.save {
+        std::fs::write(path, cluster.to_toml()?).map_err(|error| Failure::file("write", path, &error))?;
+    }
     let priced = choose(&asked.problem, &asked.wanted, &cluster)?;
+    let compared = compare(&priced, &measured);
     let first = priced.first().filter(|priced| priced.prediction().is_some());
     let bound = first
         .map(|first| bound(&asked.problem, first.candidate, &asked.wanted.split, &cluster))
@@ -45,6 +57,8 @@ pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
             "ranks": ranks,
             "bound": bound,
             "why": why,
+            "description": cluster.description(),
+            "measured": compared,
             "plans": priced.iter().map(plan).collect::<Vec<_>>(),
         });
         let text = serde_json::to_string_pretty(&object)
@@ -60,12 +74,86 @@ pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
         if let (Some(why), Some(bound)) = (why, bound) {
             out.push_str(&format!("\n{why}; what bounds it: {bound}\n"));
         }
+        out.push_str(&comparison(&compared));
         print(&out)?;
     }
     match (first, priced.first().map(|priced| &priced.verdict)) {
         (None, Some(Verdict::Refused(error))) => Err(nothing_fits(priced.len(), error)),
         _ => Ok(()),
     }
+}
+
+/// A plan that was run.
+#[derive(Clone, Debug, Serialize)]
+struct Compared {
+    plan: Candidate,
+    predicted_s: f64,
+    measured_s: f64,
+    /// Predicted over measured, less one.
+    error: f64,
+}
+
+/// Looks at the devices and the link of ranks in this process and, if so asked, runs every plan in turns with that.
+fn probe(args: &PlanArgs, asked: &Asked) -> Result<(Cluster, Vec<(Candidate, f64)>)> {
+    let (problem, wanted) = (&asked.problem, &asked.wanted);
+    probe::fits(wanted.ranks)?;
+    let devices = (0..wanted.ranks as usize).map(|rank| device::choose(&args.device.0, rank));
+    let mut probe = Probe::new(problem, devices.collect::<Result<_>>()?, args.transport)?;
+    let Some(rounds) = args.measure else {
+        probe.look()?;
+        return Ok((probe.cluster()?, Vec::new()));
+    };
+    let (q, kv) = (TokenRuns::contiguous(0..problem.q_len), TokenRuns::contiguous(0..problem.kv_len));
+    let tensors = asked.source.all(problem, &q, &kv)?;
+    let mut runs = Vec::new();
+    for candidate in candidates(problem, wanted)? {
+        let Candidate { strategy, mesh, placement } = candidate;
+        // What is refused here is refused in the table, with the reason.
+        if let Ok(world) = plan_world(problem, mesh, placement, &wanted.split, strategy) {
+            runs.push((candidate, world, Vec::new()));
+        }
+    }
+    for _ in 0..rounds.get() {
+        probe.look()?;
+        for (_, world, walls_s) in &mut runs {
+            walls_s.push(timed::run(world, &probe.backends(), args.transport, &tensors, 1)?.wall_s);
+        }
+    }
+    let median = |mut walls_s: Vec<f64>| {
+        walls_s.sort_by(f64::total_cmp);
+        walls_s[walls_s.len() / 2]
+    };
+    Ok((
+        probe.cluster()?,
+        runs.into_iter().map(|(candidate, _, walls_s)| (candidate, median(walls_s))).collect(),
+    ))
+}
+
+fn compare(priced: &[Priced], measured: &[(Candidate, f64)]) -> Vec<Compared> {
+    let found = priced.iter().filter_map(|priced| {
+        let predicted_s = priced.prediction()?.wall_s();
+        let (plan, measured_s) = *measured.iter().find(|(candidate, _)| *candidate == priced.candidate)?;
+        Some(Compared { plan, predicted_s, measured_s, error: predicted_s / measured_s - 1.0 })
+    });
+    found.collect()
+}
+
+fn comparison(compared: &[Compared]) -> String {
+    if compared.is_empty() {
+        return String::new();
+    }
+    let rows = compared.iter().map(|line| {
+        let ms = [line.predicted_s, line.measured_s].map(|seconds| format!("{:.3}", seconds * 1e3));
+        [&[line.plan.to_string()][..], &ms, &[format!("{:+.1} %", line.error * 100.0)]].concat()
+    });
+    let mut sizes: Vec<f64> = compared.iter().map(|line| line.error.abs()).collect();
+    sizes.sort_by(f64::total_cmp);
+    format!(
+        "\n{}\nerror of the prediction: median {:.1} %, worst {:.1} %\n",
+        table(&["plan", "predicted ms", "measured ms", "error"], rows.collect()),
+        sizes[sizes.len() / 2] * 100.0,
+        sizes[sizes.len() - 1] * 100.0
+    )
 }
 
 /// Reads a description.

@@ -92,6 +92,19 @@ impl Cluster {
         Ok(Self { description, hosts, devices, between })
     }
 
+    /// The description in TOML, as [`Self::from_toml`] reads it.
+    ///
+    /// # Errors
+    /// [`Error::Request`] where TOML has no words for it, which is not known to happen.
+    pub fn to_toml(&self) -> Result<String> {
+        toml::to_string(&self.description).map_err(|error| {
+            Error::request(
+                format!("a description cannot be written as TOML: {error}"),
+                "report this as a bug",
+            )
+        })
+    }
+
     /// What it is called.
     pub fn name(&self) -> &str {
         &self.description.name
