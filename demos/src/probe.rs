@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use kyklos::backend::DeviceClass;
+use kyklos::local::Tensors;
 use kyklos::plan::{Step, World};
 use kyklos::simulate::{
     AttentionRate, Cluster, Description, DeviceCount, DeviceDescription, Duplex, HostDescription,
@@ -39,7 +40,7 @@ struct Round {
 #[derive(Clone, Copy, Debug)]
 struct DeviceRound {
     gflop_per_s: f64,
-    tile: f64,
+    edge_pairs: f64,
     step_us: f64,
     copy_gb_per_s: f64,
 }
@@ -77,7 +78,8 @@ impl Probe {
     pub(crate) fn look(&mut self) -> Result<()> {
         let mut devices = BTreeMap::new();
         for (id, backend) in &self.backends {
-            devices.insert(*id, self.device(backend)?);
+            let sharing = self.devices.iter().filter(|device| *device == id).count();
+            devices.insert(*id, self.device(backend, sharing)?);
         }
         let link = self.link()?;
         self.rounds.push(Round { devices, link });
@@ -96,7 +98,7 @@ impl Probe {
         for id in &kinds {
             let of = |value: fn(&DeviceRound) -> f64| median(&|round: &Round| value(&round.devices[id]));
             #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "between 1 and 4096")]
-            let tile = of(|round| round.tile).clamp(1.0, 4096.0).round() as u32;
+            let tile = (of(|round| round.edge_pairs) + 1.0).clamp(1.0, 4096.0).round() as u32;
             device.insert(
                 id.to_string(),
                 DeviceDescription {
@@ -156,25 +158,41 @@ impl Probe {
         }
     }
 
-    fn device(&self, backend: &AnyBackend) -> Result<DeviceRound> {
-        let wall_s = |tokens: u32, heads: u32, mask: &Mask| -> Result<f64> {
+    /// A device at work for as many ranks at once as will share it: a machine that does other work too gives several
+    /// ranks more than one.
+    fn device(&self, backend: &AnyBackend, sharing: usize) -> Result<DeviceRound> {
+        // Seconds of one of `ranks` runs, if it had the device for itself.
+        let wall_s = |tokens: u32, heads: u32, mask: &Mask, ranks: usize| -> Result<f64> {
             let problem = self.problem([1, tokens, heads, heads, self.head_dim], mask.clone())?;
-            Ok(self.run(&dense(&problem)?, &[backend], TransportName::InProcess)?.wall_s)
+            let world = dense(&problem)?;
+            let tensors = tensors(&problem)?;
+            let alone = || timed::run(&world, &[backend], TransportName::InProcess, &tensors, REPEAT);
+            let walls_s = std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..ranks).map(|_| scope.spawn(alone)).collect();
+                let panicked = |_| Err(Failure::run("a probe panicked: this is a bug"));
+                let ended = threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked));
+                ended.map(|timed| timed.map(|timed| timed.wall_s)).collect::<Result<Vec<f64>>>()
+            })?;
+            Ok(walls_s.iter().sum::<f64>() / count(ranks * ranks))
         };
-        let step_s = wall_s(TINY, 1, &Mask::full())?;
+        let step_s = wall_s(TINY, 1, &Mask::full(), 1)?;
         let (mut tokens, mut full_s) = (FIRST_TOKENS, 0.0);
         while full_s < LONG_ENOUGH_S && tokens < LAST_TOKENS {
             tokens *= 2;
-            full_s = wall_s(tokens, HEADS, &Mask::full())?;
+            full_s = wall_s(tokens, HEADS, &Mask::full(), sharing)?;
         }
         let (rows, heads) = (f64::from(tokens), f64::from(HEADS));
         let pair_s = (full_s - step_s).max(full_s / 2.0) / (rows * rows * heads);
-        // What a causal mask costs beyond its visible pairs, for each row.
-        let causal_s = wall_s(tokens, HEADS, &Mask::causal())?;
-        let edge = (causal_s - step_s) / (pair_s * rows * heads) - f64::midpoint(rows, 1.0);
+        // What a row's edge costs beyond its visible pairs shows best in short rows; kernels may work on finer parts
+        // than their tiles.
+        let (rows, heads) =
+            (f64::from(EDGE_TOKENS), (HEADS * (tokens / EDGE_TOKENS).pow(2)).clamp(HEADS, 64));
+        let [all_s, seen_s] =
+            [Mask::full(), Mask::causal()].map(|mask| wall_s(EDGE_TOKENS, heads, &mask, sharing));
+        let (all_s, seen_s) = (all_s?, seen_s?);
         Ok(DeviceRound {
             gflop_per_s: 4.0 * f64::from(self.head_dim) / pair_s / 1e9,
-            tile: edge.max(0.0) + 1.0,
+            edge_pairs: (seen_s / all_s * rows - f64::midpoint(rows, 1.0)).max(0.0),
             step_us: step_s * 1e6,
             copy_gb_per_s: self.copies(backend)?,
         })
@@ -211,7 +229,7 @@ impl Probe {
         };
         let small = self.problem([1, TINY, 1, 1, self.head_dim], Mask::full())?;
         let pinged = self.run(&ring(others, &small)?, &backends, self.transport)?;
-        let hops = others as f64 - 1.0;
+        let hops = count(others - 1);
         let mut waits: Vec<u64> = pinged.reports.iter().map(|report| report.wait_ns).collect();
         waits.sort_unstable();
         #[expect(clippy::cast_precision_loss, reason = "milliseconds")]
@@ -220,13 +238,14 @@ impl Probe {
         let row_bytes = 2 * u64::from(self.head_dim) * self.dtype.bytes() as u64;
         let keys = u32::try_from(BULK_BYTES / row_bytes).unwrap_or(1 << 16);
         let bulk = self.problem([1, keys, 1, 1, self.head_dim], Mask::full())?.with_queries(2, 0)?;
+        let (world, tensors) = (ring(2, &bulk)?, tensors(&bulk)?);
         let before_s = processor_s();
-        let moved = self.run(&ring(2, &bulk)?, &backends[..2], self.transport)?;
+        let moved = timed::run(&world, &backends[..2], self.transport, &tensors, REPEAT)?;
         let used_s = before_s.zip(processor_s()).map(|(before, after)| after - before);
         let gb = (u64::from(keys) * row_bytes) as f64 / 1e9;
-        // Three runs were made, all of them carry, and both ends of each byte are here.
-        let runs = f64::from(REPEAT as u32 + 1);
-        let cores = std::thread::available_parallelism().map_or(1.0, |cores| cores.get() as f64);
+        // The run that does not count carries too, and both ends of each byte are here.
+        let runs = REPEAT_RUNS;
+        let cores = std::thread::available_parallelism().map_or(1.0, |cores| count(cores.get()));
         let carries = self.transport == TransportName::Quic && backend >= DeviceClass::Cpu;
         Ok(LinkRound {
             latency_us: hop_ns / 2e3,
@@ -243,15 +262,22 @@ impl Probe {
     }
 
     fn run(&self, world: &World, backends: &[&AnyBackend], transport: TransportName) -> Result<timed::Timed> {
-        let problem = &world.problem;
-        let (q, kv) = (TokenRuns::contiguous(0..problem.q_len), TokenRuns::contiguous(0..problem.kv_len));
-        let tensors = Source::MadeUp { seed: 0 }.all(problem, &q, &kv)?;
-        timed::run(world, backends, transport, &tensors, REPEAT)
+        timed::run(world, backends, transport, &tensors(&world.problem)?, REPEAT)
     }
+}
+
+fn tensors(problem: &AttentionProblem) -> Result<Tensors> {
+    let (q, kv) = (TokenRuns::contiguous(0..problem.q_len), TokenRuns::contiguous(0..problem.kv_len));
+    Source::MadeUp { seed: 0 }.all(problem, &q, &kv)
 }
 
 fn dense(problem: &AttentionProblem) -> Result<World> {
     Ok(plan_world(problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "ranks and cores")]
+fn count(n: usize) -> f64 {
+    n as f64
 }
 
 /// Processor seconds of this process so far, where the system says: Linux counts them in hundredths.
@@ -277,8 +303,11 @@ const TINY: u32 = 16;
 const FIRST_TOKENS: u32 = 256;
 const LAST_TOKENS: u32 = 4096;
 const HEADS: u32 = 4;
+const EDGE_TOKENS: u32 = 256;
 const LONG_ENOUGH_S: f64 = 0.03;
 const BULK_BYTES: u64 = 64 << 20;
 /// Timed runs of each, after one that does not count.
 const REPEAT: u64 = 3;
+/// All of them together.
+const REPEAT_RUNS: f64 = 4.0;
 const MOST_RANKS: u32 = 64;

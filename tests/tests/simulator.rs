@@ -30,7 +30,7 @@ fn cluster(link: &str, more: &str) -> Cluster {
         devices = [{{ kind = "d" }}]
         "#
     );
-    Cluster::from_toml(&text).unwrap()
+    Cluster::from_toml(&text).expect("written to fit")
 }
 
 fn fast() -> Cluster {
@@ -38,9 +38,9 @@ fn fast() -> Cluster {
 }
 
 fn world(shape: [u32; 5], mask: Mask, mesh: [u32; 2], placement: PlacementKind) -> World {
-    let problem = AttentionProblem::new(shape, Dtype::F32, mask).unwrap();
-    let mesh = Mesh::new(mesh[0], mesh[1]).unwrap();
-    plan_world(&problem, mesh, placement, &Split::Even, Strategy::of_mesh(mesh)).unwrap()
+    let problem = AttentionProblem::new(shape, Dtype::F32, mask).expect("written to fit");
+    let mesh = Mesh::new(mesh[0], mesh[1]).expect("written to fit");
+    plan_world(&problem, mesh, placement, &Split::Even, Strategy::of_mesh(mesh)).expect("written to fit")
 }
 
 fn full(mesh: [u32; 2]) -> World {
@@ -244,7 +244,7 @@ fn hostile_descriptions_are_refused_with_the_key_and_a_remedy() {
 
 fn described(name: &str) -> Cluster {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../clusters").join(name);
-    Cluster::from_toml(&std::fs::read_to_string(path).unwrap()).unwrap()
+    Cluster::from_toml(&std::fs::read_to_string(path).expect("the file is there")).expect("it is valid")
 }
 
 #[test]
@@ -263,15 +263,15 @@ fn every_description_in_the_repository_is_valid() {
 
 /// Wan 2.2 at 720p: 75600 tokens, 40 heads of dim 128.
 fn wan() -> AttentionProblem {
-    AttentionProblem::new([1, 75_600, 40, 40, 128], Dtype::Bf16, Mask::full()).unwrap()
+    AttentionProblem::new([1, 75_600, 40, 40, 128], Dtype::Bf16, Mask::full()).expect("written to fit")
 }
 
 fn wall_s(ulysses: u32, ring: u32) -> f64 {
-    let cluster = described("tpu-v7x-like.toml").grown_for(ulysses * ring).unwrap();
-    let mesh = Mesh::new(ulysses, ring).unwrap();
+    let cluster = described("tpu-v7x-like.toml").grown_for(ulysses * ring).expect("written to fit");
+    let mesh = Mesh::new(ulysses, ring).expect("written to fit");
     let candidate =
         Candidate { strategy: Strategy::of_mesh(mesh), mesh, placement: PlacementKind::Contiguous };
-    predict(&wan(), candidate, &Split::Even, &cluster).unwrap().wall_s()
+    predict(&wan(), candidate, &Split::Even, &cluster).expect("written to fit").wall_s()
 }
 
 /// maxdiffusion #430, seconds a step of 40 layers: 4 devices U2R2 2.74 and U4 3.06; 8 devices U4R2 1.595 and U8 1.590;

@@ -5,8 +5,9 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::cluster::Cluster;
-use super::network::{Network, Route};
+use super::network::Network;
 use super::program::{Op, Program};
+use super::share::{Flow, LEAST_SPEED, Processor, Share, SharedChannel, ends, whole_ns};
 use crate::{Error, Result};
 
 /// What a run came to.
@@ -106,38 +107,6 @@ struct RankState {
     job: Share,
     job_since_ns: u64,
     done: bool,
-}
-
-/// Something that is worked off at a speed that changes.
-#[derive(Clone, Copy, Debug, Default)]
-struct Share {
-    left: f64,
-    speed: f64,
-    since_ns: u64,
-    version: u32,
-}
-
-struct Flow {
-    bytes: u64,
-    devices: [usize; 2],
-    route: Route,
-    /// When its sender and its receiver had posted it.
-    posted: [Option<u64>; 2],
-    share: Share,
-}
-
-struct SharedChannel {
-    capacity: f64,
-    active: Vec<usize>,
-    busy_since_ns: u64,
-    used: ChannelUse,
-}
-
-/// A device, and who uses it: ranks that compute, and messages that it carries itself.
-#[derive(Default)]
-struct Processor {
-    jobs: Vec<usize>,
-    flows: Vec<usize>,
 }
 
 impl Engine<'_> {
@@ -335,7 +304,7 @@ impl Engine<'_> {
         flows.sort_unstable();
         flows.dedup();
         for flow in flows {
-            let speed = self.flow_speed(flow);
+            let speed = self.flows[flow].speed(&self.channels, &self.processors);
             let Flow { share, devices, route, .. } = &mut self.flows[flow];
             if route.host_ns_per_byte > 0.0 {
                 processors.extend(*devices);
@@ -365,26 +334,6 @@ impl Engine<'_> {
             }
         }
     }
-
-    /// Bytes in a nanosecond: the least of the equal shares of what it crosses. A device that carries messages itself
-    /// gives each at most what a rank that computes there gets.
-    #[expect(clippy::cast_precision_loss, reason = "messages of one moment")]
-    fn flow_speed(&self, flow: usize) -> f64 {
-        let Flow { devices, route, .. } = &self.flows[flow];
-        let mut speed = f64::INFINITY;
-        for channel in &route.channels {
-            let channel = &self.channels[*channel];
-            speed = speed.min(channel.capacity / channel.active.len() as f64);
-        }
-        if route.host_ns_per_byte > 0.0 {
-            for device in devices {
-                let Processor { jobs, flows } = &self.processors[*device];
-                speed =
-                    speed.min(1.0 / (self.flows[flow].load_on(*device) * (jobs.len() + flows.len()) as f64));
-            }
-        }
-        speed
-    }
 }
 
 impl RankState {
@@ -400,46 +349,3 @@ impl RankState {
         }
     }
 }
-
-impl Flow {
-    fn new(bytes: u64, devices: [usize; 2], route: Route) -> Self {
-        Self { bytes, devices, route, posted: [None; 2], share: Share::default() }
-    }
-
-    /// Compute nanoseconds of `device` for each byte: of both ends, where it is both.
-    fn load_on(&self, device: usize) -> f64 {
-        let ends = self.devices.iter().filter(|end| **end == device).count();
-        self.route.host_ns_per_byte * if ends > 1 { 2.0 } else { 1.0 }
-    }
-}
-
-impl Share {
-    /// Goes on with another speed. Returns how long what is left takes, if that is news.
-    #[expect(clippy::cast_precision_loss, reason = "a run is far shorter than 2^52 ns, which is 52 days")]
-    fn set(&mut self, speed: f64, now_ns: u64) -> Option<f64> {
-        if speed.to_bits() == self.speed.to_bits() {
-            return None;
-        }
-        self.left = (self.left - self.speed * (now_ns - self.since_ns) as f64).max(0.0);
-        (self.speed, self.since_ns) = (speed, now_ns);
-        self.version += 1;
-        Some(self.left / speed)
-    }
-}
-
-/// The devices at both ends, once where they are the same.
-fn ends([from, to]: [usize; 2]) -> impl Iterator<Item = usize> {
-    std::iter::once(from).chain((from != to).then_some(to))
-}
-
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "times are not negative, and end"
-)]
-fn whole_ns(ns: f64) -> u64 {
-    ns.ceil() as u64
-}
-
-/// Of a device that is busy with messages: so that computing there still ends.
-const LEAST_SPEED: f64 = 1e-3;

@@ -29,13 +29,13 @@ pub fn predict(
     let hops = u64::from(mesh.world()) * u64::from(mesh.ring() + mesh.ulysses());
     let alike = problem.mask.is_full() || problem.mask == Mask::causal();
     let even = *split == Split::Even && problem.q_len == problem.kv_len && problem.q_offset == 0;
-    if hops <= MOST_HOPS || mesh.ring() < 8 || !alike || !even || problem.pairs.is_some() {
+    if hops <= MOST_HOPS || mesh.ring() < 4 * SHORTEST || !alike || !even || problem.pairs.is_some() {
         return walk(problem, mesh);
     }
-    let short = (SHORT_RANKS / mesh.ulysses()).clamp(2, mesh.ring() / 4);
+    let short = (SHORT_RANKS / mesh.ulysses()).clamp(SHORTEST, mesh.ring() / 4);
     let shrunk = |ring: u32| -> Result<Prediction> {
-        let tokens = u64::from(problem.q_len) * u64::from(ring) / u64::from(mesh.ring());
-        let tokens = u32::try_from(tokens).unwrap_or(problem.q_len);
+        // As many tokens on each rank as the fullest has: small differences would count many times along the line.
+        let tokens = problem.q_len.div_ceil(mesh.world()) * mesh.ulysses() * ring;
         let problem = AttentionProblem { kv_len: tokens, ..problem.clone() }.with_queries(tokens, 0)?;
         walk(&problem, Mesh::new(mesh.ulysses(), ring)?)
     };
@@ -104,5 +104,7 @@ impl Line {
 
 /// Hops and trades in all up to which plans are walked as they are: about half a second.
 const MOST_HOPS: u64 = 1 << 16;
-/// Ranks of the shorter of two worlds.
+/// A ring that is shorter has no hop that is like the others.
+const SHORTEST: u32 = 4;
+/// Ranks of the shorter of two worlds, where its ring is not the shortest.
 const SHORT_RANKS: u32 = 64;

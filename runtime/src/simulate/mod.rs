@@ -13,6 +13,7 @@ mod explain;
 mod large;
 mod network;
 mod program;
+mod share;
 mod work;
 
 pub use candidates::{Candidate, Priced, Verdict, Wanted, candidates, choose};
