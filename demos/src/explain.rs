@@ -44,9 +44,13 @@ pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
         std::fs::write(path, cluster.to_toml()?).map_err(|error| Failure::file("write", path, &error))?;
     }
     let priced = choose(&asked.problem, &asked.wanted, &cluster)?;
+    // A request of which nothing can be done is one line, like every wrong request.
+    if let Some(Priced { verdict: Verdict::Refused(error), .. }) = priced.first() {
+        return Err(nothing_fits(priced.len(), error));
+    }
     let compared = compare(&priced, &measured);
-    let first = priced.first().filter(|priced| priced.prediction().is_some());
-    let bound = first
+    let bound = priced
+        .first()
         .map(|first| bound(&asked.problem, first.candidate, &asked.wanted.split, &cluster))
         .transpose()?;
     let why = why_first(&priced);
@@ -77,10 +81,7 @@ pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
         out.push_str(&comparison(&compared));
         print(&out)?;
     }
-    match (first, priced.first().map(|priced| &priced.verdict)) {
-        (None, Some(Verdict::Refused(error))) => Err(nothing_fits(priced.len(), error)),
-        _ => Ok(()),
-    }
+    Ok(())
 }
 
 /// A plan that was run.

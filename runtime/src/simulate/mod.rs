@@ -154,7 +154,7 @@ impl Prediction {
             {
                 return Err(Error::OutOfMemory {
                     device: format!("device {device} ({})", cluster.kind_of(device)),
-                    what: "the buffers of its ranks".to_owned(),
+                    what: "what its ranks hold at once".to_owned(),
                     asked_bytes,
                     allowed_bytes,
                 });
