@@ -73,13 +73,16 @@ pub(crate) struct ProblemArgs {
     /// Number of ranks in this process [default: the mesh's, else 1]
     #[arg(long, value_name = "N")]
     pub(crate) ranks: Option<NonZeroU32>,
-    /// Ulysses x ring, or auto: the mesh that sends fewest bytes
+    /// Description of devices and links: `auto` is then what the simulator finds fastest, and the time is predicted
+    #[arg(long, value_name = "F")]
+    pub(crate) hardware: Option<PathBuf>,
+    /// Ulysses x ring, or auto: without --hardware the mesh that sends fewest bytes
     #[arg(long, value_name = "UxR|auto", default_value = "auto")]
     pub(crate) mesh: OrAuto<Mesh>,
-    /// dense, ring, ulysses, unified, chunked, bidirectional, two-way, line, gather, pass-q, or auto: what the mesh says
+    /// dense, ring, ulysses, unified, chunked, bidirectional, two-way, line, gather, pass-q, or auto: without --hardware what the mesh says
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub(crate) strategy: OrAuto<StrategyName>,
-    /// contiguous, zigzag, striped or auto: zigzag where a ring's mask works like causal
+    /// contiguous, zigzag, striped or auto: without --hardware zigzag where a ring's mask works like causal
     #[arg(long, value_name = "KIND", default_value = "auto")]
     pub(crate) placement: OrAuto<PlacementKind>,
     /// Share the tokens by these weights, one for each rank; with work: before them, the visible (query, key) pairs
@@ -153,6 +156,24 @@ pub(crate) struct AttendArgs {
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub(crate) problem: ProblemArgs,
+    /// List every plan that could run, with predicted time, bytes, memory and idle share, and say why the first is first
+    #[arg(long)]
+    pub(crate) explain: bool,
+    /// With --explain: measure the devices and the link of ranks in this process instead of reading a description
+    #[arg(long, requires = "explain", conflicts_with = "hardware")]
+    pub(crate) probe: bool,
+    /// With --probe: run every plan so often too, in turns with the probe, and compare
+    #[arg(long, value_name = "ROUNDS", requires = "probe")]
+    pub(crate) measure: Option<NonZeroU32>,
+    /// With --probe: write what was measured as a description for --hardware
+    #[arg(long, value_name = "F", requires = "probe")]
+    pub(crate) save: Option<PathBuf>,
+    /// With --probe: auto, cpu or wgpu, as for `attend`
+    #[arg(long, value_name = "D,D,…", default_value = "auto", requires = "probe")]
+    pub(crate) device: List<DeviceRequest>,
+    /// With --probe: how ranks talk
+    #[arg(long, value_enum, default_value_t = TransportName::InProcess, requires = "probe")]
+    pub(crate) transport: TransportName,
     /// Show the steps of this rank only [default: of all up to 4 ranks, else of rank 0]
     #[arg(long, value_name = "R")]
     pub(crate) rank: Option<u32>,

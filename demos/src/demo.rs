@@ -46,6 +46,7 @@ pub(crate) fn demo() -> Result<()> {
         strategy: Strategy::of_mesh(Mesh::new(1, world)?),
         placement: PlacementKind::Zigzag,
         split: Split::Weights(speeds.clone()),
+        predicted_s: None,
     };
     print(&headline(&request))?;
     for ((rank, device), speed) in devices.iter().enumerate().zip(&speeds) {

@@ -4,12 +4,11 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-use kyklos::Error;
-use kyklos::RankOutput;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{DeviceClass, DeviceInfo};
 use kyklos::local::RankTask;
+use kyklos::{Error, RankOutput};
 
 use crate::failure::{Failure, Result};
 use crate::report::Device;

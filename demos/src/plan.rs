@@ -5,11 +5,16 @@ use kyklos::plan::{explain, explain_json};
 use kyklos_transport::Rank;
 
 use crate::args::PlanArgs;
+use crate::explain::explain as explain_plans;
 use crate::failure::{Failure, Result, note, print};
+use crate::report::duration;
 use crate::request::Request;
 
 /// Runs the command.
 pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
+    if args.explain {
+        return explain_plans(args);
+    }
     let asked = args.problem.ranks.map_or(1, std::num::NonZeroU32::get);
     let asked = asked.max(args.problem.mesh.chosen().map_or(1, Mesh::world));
     if asked > MAX_RANKS {
@@ -35,12 +40,15 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     }
     let (plans, checks) = request.plan()?;
     if args.json {
-        let json = serde_json::to_string_pretty(&explain_json(&plans, &checks))
+        let mut json = explain_json(&plans, &checks);
+        json["predicted_s"] = request.predicted_s.into();
+        let json = serde_json::to_string_pretty(&json)
             .map_err(|error| Failure::run(format!("cannot print the plan: {error}")))?;
         return print(&(json + "\n"));
     }
     let shown = args.rank.or((world > FEW).then_some(0)).map(Rank);
-    print(&explain(&plans, &checks, shown))
+    let predicted = request.predicted_s.map(|seconds| format!("predicted  {}\n", duration(seconds)));
+    print(&(predicted.unwrap_or_default() + &explain(&plans, &checks, shown)))
 }
 
 /// The steps of so many ranks are shown without being asked for.

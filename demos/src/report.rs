@@ -58,7 +58,7 @@ struct Json<'a> {
     devices: Vec<&'a Device>,
     wall_s: f64,
     per_rank: Vec<&'a Figures>,
-    /// Until there is a simulator.
+    /// What the simulator expected, where devices and links were described.
     predicted_s: Option<f64>,
     max_abs_error: Option<f64>,
     tolerance: Option<f64>,
@@ -129,7 +129,7 @@ impl Summary {
             devices: self.ranks.iter().map(|rank| &rank.device).collect(),
             wall_s: self.wall_s,
             per_rank: self.ranks.iter().map(|rank| &rank.figures).collect(),
-            predicted_s: None,
+            predicted_s: request.predicted_s,
             max_abs_error: self.verdict.as_ref().map(|verdict| verdict.max_abs_error),
             tolerance: self.verdict.as_ref().map(|verdict| verdict.tolerance),
         };
@@ -143,6 +143,9 @@ impl Summary {
         out.push('\n');
         out.push_str(&self.rank_table());
         out.push_str(&format!("\nwall       {}\n", duration(self.wall_s)));
+        if let Some(predicted_s) = request.predicted_s {
+            out.push_str(&format!("predicted  {}\n", duration(predicted_s)));
+        }
         if self.output_bytes > 0 {
             out.push_str(&format!("collected  {}\n", bytes(self.output_bytes)));
         }

@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
+use kyklos::simulate::{Candidate, Cluster, Verdict, Wanted, choose};
 use kyklos::{
     AttentionProblem, Dtype, MAX_WORLD, Mesh, PlacementKind, Split, Strategy, meshes_by_bytes, plan,
     plan_world,
 };
 
 use crate::args::{List, OrAuto, ProblemArgs, SplitName};
+use crate::explain::{self, nothing_fits};
 use crate::failure::{Failure, Result};
 use crate::input::{InputFile, Source};
 
@@ -22,9 +24,19 @@ pub(crate) struct Request {
     pub(crate) strategy: Strategy,
     pub(crate) placement: PlacementKind,
     pub(crate) split: Split,
+    /// What the simulator expects, where devices and links are described.
+    pub(crate) predicted_s: Option<f64>,
 }
 
-impl Request {
+/// Something to compute, before it is decided how it is shared.
+#[derive(Clone, Debug)]
+pub(crate) struct Asked {
+    pub(crate) problem: AttentionProblem,
+    pub(crate) source: Source,
+    pub(crate) wanted: Wanted,
+}
+
+impl Asked {
     /// Reads the options, and the header of the input file. `launched` is the number of processes that a launcher
     /// has started, where one has.
     pub(crate) fn new(args: &ProblemArgs, seed: u64, launched: Option<u32>) -> Result<Self> {
@@ -35,24 +47,64 @@ impl Request {
             (_, Some(tokens)) => Split::Tokens(tokens.0.clone()),
             _ => Split::Even,
         };
-        let ranks = ranks(args, launched)?;
-        let strategy = args.strategy.chosen().map(|name| name.0);
-        let kind = args.placement.chosen();
-        let mesh = match args.mesh {
-            OrAuto::Is(mesh) => mesh,
-            OrAuto::Auto => {
-                let kind = kind.unwrap_or_else(|| placement_for(&problem));
-                let priced = meshes_by_bytes(&problem, ranks, kind, &split, strategy)?;
+        let wanted = Wanted {
+            ranks: ranks(args, launched)?,
+            mesh: args.mesh.chosen(),
+            strategy: args.strategy.chosen().map(|name| name.0),
+            placement: args.placement.chosen(),
+            split,
+        };
+        Ok(Self { problem, source, wanted })
+    }
+
+    /// The candidate that sends fewest bytes: what there is to go by without a description of devices and links.
+    fn by_bytes(&self) -> Result<Candidate> {
+        let Wanted { ranks, mesh, strategy, placement, ref split } = self.wanted;
+        let mesh = match mesh {
+            Some(mesh) => mesh,
+            None => {
+                let kind = placement.unwrap_or_else(|| placement_for(&self.problem));
+                let priced = meshes_by_bytes(&self.problem, ranks, kind, split, strategy)?;
                 priced.first().map_or_else(|| Mesh::new(1, ranks), |(mesh, _)| Ok(*mesh))?
             }
         };
         let strategy = strategy.unwrap_or_else(|| Strategy::of_mesh(mesh));
-        let placement = match kind {
+        let placement = match placement {
             Some(kind) => kind,
-            None if mesh.ring() > 1 => placement_for(&problem),
+            None if mesh.ring() > 1 => placement_for(&self.problem),
             None => PlacementKind::Contiguous,
         };
-        Ok(Self { problem, mask_text: args.mask.text.clone(), source, mesh, strategy, placement, split })
+        Ok(Candidate { strategy, mesh, placement })
+    }
+
+    /// The candidate that is expected to be the fastest on `cluster`, and how long it takes.
+    fn by_time(&self, cluster: &Cluster) -> Result<(Candidate, f64)> {
+        let priced = choose(&self.problem, &self.wanted, cluster)?;
+        let refused = || match priced.first().map(|priced| &priced.verdict) {
+            Some(Verdict::Refused(error)) => nothing_fits(priced.len(), error),
+            _ => Failure::run("there is no plan to choose from"),
+        };
+        let fastest =
+            priced.iter().find_map(|priced| Some((priced.candidate, priced.prediction()?.wall_s())));
+        fastest.ok_or_else(refused)
+    }
+}
+
+impl Request {
+    /// Reads the options, and the header of the input file, and decides what is left to be decided. `launched` is the
+    /// number of processes that a launcher has started, where one has.
+    pub(crate) fn new(args: &ProblemArgs, seed: u64, launched: Option<u32>) -> Result<Self> {
+        let asked = Asked::new(args, seed, launched)?;
+        let (Candidate { strategy, mesh, placement }, predicted_s) = match &args.hardware {
+            Some(path) => {
+                let (fastest, predicted_s) = asked.by_time(&explain::read(path)?)?;
+                (fastest, Some(predicted_s))
+            }
+            None => (asked.by_bytes()?, None),
+        };
+        let Asked { problem, source, wanted: Wanted { split, .. } } = asked;
+        let mask_text = args.mask.text.clone();
+        Ok(Self { problem, mask_text, source, mesh, strategy, placement, split, predicted_s })
     }
 
     /// The plans of all ranks, proved.

@@ -1,10 +1,11 @@
 //! Exact attention over a sequence that is split across ranks.
 //!
 //! A parallel strategy is a pure function from a problem, a mesh and a placement to a [`plan::Plan`] for each rank:
-//! a list of steps over named buffers. The same plan is checked, explained and executed.
+//! a list of steps over named buffers. The same plan is checked, priced, explained and executed.
 //!
 //! ```text
 //! problem + mesh + placement ── strategy ──> plan ──┬─> check     proves it over all ranks
+//!                                                   ├─> simulate  prices it on described devices and links
 //!                                                   ├─> explain   prints it
 //!                                                   └─> exec      runs it on any Backend and Collective
 //! ```
@@ -35,6 +36,7 @@ mod pairs;
 mod placement;
 pub mod plan;
 mod problem;
+pub mod simulate;
 mod strategy;
 mod tokens;
 

@@ -113,6 +113,11 @@ impl Mask {
         Ok(self)
     }
 
+    /// Whether both ends of what a query sees only grow along the queries, up to a first query that sees nothing.
+    pub(crate) fn grows_along_queries(&self) -> bool {
+        self.unions.is_empty()
+    }
+
     /// Whether every query sees every key, whatever the lengths.
     pub fn is_full(&self) -> bool {
         *self == Self::default()

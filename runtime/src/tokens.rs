@@ -90,7 +90,7 @@ impl TokenRuns {
 
     /// The tokens, in order.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
-        self.runs.iter().flat_map(|run| (0..run.count).map(|i| run.start + i * run.stride))
+        self.runs.iter().flat_map(Run::tokens)
     }
 
     /// The tokens at the list positions `range`, in order.
@@ -119,6 +119,12 @@ impl Run {
         // The first token of the run that is not below `lo`.
         let steps = lo.saturating_sub(self.start).div_ceil(self.stride);
         steps < self.count && self.start + steps * self.stride < hi
+    }
+
+    /// The tokens of the run, ascending.
+    pub(crate) fn tokens(&self) -> impl Iterator<Item = u32> + use<> {
+        let Self { start, count, stride } = *self;
+        (0..count).map(move |i| start + i * stride)
     }
 
     /// The last token of the run, of which there is at least one.

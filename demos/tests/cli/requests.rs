@@ -74,6 +74,12 @@ fn wrong_requests_are_refused_on_one_line() {
         ("plan", &["--input", "--shape"]),
         ("plan --shape 1,64,8,2,64 --rank 1", &["--rank 1"]),
         ("plan --shape 1,64,8,2,64 --verify", &["--verify"]),
+        ("plan --shape 1,64,8,2,64 --explain", &["--hardware", "--probe"]),
+        ("plan --shape 1,64,8,2,64 --probe", &["--explain"]),
+        ("plan --shape 1,64,8,2,64 --explain --measure 1", &["--probe"]),
+        ("plan --shape 1,64,8,2,64 --explain --probe --ranks 65", &["65 ranks", "at most 64"]),
+        ("plan --shape 1,64,8,2,64 --explain --probe --hardware x", &["--hardware"]),
+        ("plan --shape 1,64,8,2,64 --explain --rank 0 --probe", &["--rank 0"]),
         ("launch -n 2", &["attend"]),
         ("launch -- attend --shape 1,64,8,2,64", &["--ranks <N>"]),
         ("launch -n 0 -- attend --shape 1,64,8,2,64", &["--ranks <N>"]),
@@ -117,6 +123,45 @@ fn plans_are_explained_and_proved_without_a_device() {
     let json = json(&kyklos(&[&arguments[..], &["--json"]].concat()));
     assert_eq!(json["plans"].as_array().unwrap().len(), 4);
     assert!(json["plans"][0]["check"]["peak_bytes"].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn plans_are_priced_on_a_described_cluster_and_what_does_not_fit_is_refused() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../clusters");
+    let two_hosts = format!("{folder}/two-hosts-1gbe.toml");
+    let shape = |tokens: &str| format!("1,{tokens},16,4,128");
+    let small = shape("16384");
+    let arguments =
+        ["plan", "--explain", "--shape", &small, "--ranks", "2", "--dtype", "f16", "--hardware", &two_hosts];
+    let output = kyklos(&arguments);
+    succeeds(&output);
+    for word in ["ring", "ulysses", "is first", "what bounds it: bytes on links", "machine-0 ethernet"] {
+        assert!(stdout(&output).contains(word), "`{word}` is not in:\n{}", stdout(&output));
+    }
+    let json = json(&kyklos(&[&arguments[..], &["--json"]].concat()));
+    assert_eq!(json["bound"], "link");
+    assert_eq!(json["plans"][0]["plan"]["strategy"], "ring");
+    assert!(json["plans"][0]["predicted_s"].as_f64().unwrap() > 0.0);
+    let large = shape("8388608");
+    let arguments =
+        ["plan", "--explain", "--shape", &large, "--ranks", "2", "--dtype", "f16", "--hardware", &two_hosts];
+    refused(&kyklos(&arguments), &["refused", "bytes, allowed are 8589934592"]);
+}
+
+#[test]
+fn a_run_on_a_described_cluster_takes_the_fastest_plan_and_says_what_was_predicted() {
+    let loopback = concat!(env!("CARGO_MANIFEST_DIR"), "/../clusters/loopback-2-cores.toml");
+    let arguments = ["attend", "--shape", "1,512,8,2,64", "--ranks", "4", "--device", "cpu", "--json"];
+    let report = json(&kyklos(&[&arguments[..], &["--hardware", loopback, "--verify"]].concat()));
+    let predicted_s = report["predicted_s"].as_f64().unwrap();
+    let explain =
+        ["plan", "--explain", "--shape", "1,512,8,2,64", "--ranks", "4", "--hardware", loopback, "--json"];
+    let plans = json(&kyklos(&explain));
+    assert_eq!(plans["plans"][0]["predicted_s"].as_f64().unwrap(), predicted_s);
+    assert_eq!(plans["plans"][0]["plan"]["mesh"], report["mesh"]);
+    assert!(json(&kyklos(&arguments))["predicted_s"].is_null());
+    let missing = kyklos(&[&arguments[..], &["--hardware", "/nowhere.toml"]].concat());
+    assert_eq!(missing.status.code(), Some(1));
 }
 
 #[test]

@@ -40,7 +40,7 @@ const CRATES: [(&str, &[&str]); 6] = [
 
 /// Inside the runtime: what each module may use of the others (`error` and `Result` are everybody's). The order is
 /// from the bottom to the top; whoever is missing may be used by nobody below.
-const MODULES: [(&str, &[&str]); 19] = [
+const MODULES: [(&str, &[&str]); 20] = [
     ("dtype", &["error"]),
     ("error", &[]),
     ("tokens", &[]),
@@ -52,6 +52,7 @@ const MODULES: [(&str, &[&str]); 19] = [
     ("placement", &["error", "mesh", "tokens"]),
     ("plan", &["error", "mesh", "pairs", "placement", "problem", "tokens", "strategy"]),
     ("strategy", &["error", "lower", "mesh", "placement", "plan", "problem", "tokens"]),
+    ("simulate", &["dtype", "error", "mask", "mesh", "placement", "plan", "problem", "strategy", "tokens"]),
     ("host", &["error", "tokens"]),
     ("clock", &[]),
     ("meter", &["clock"]),

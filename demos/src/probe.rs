@@ -1,0 +1,313 @@
+//! A short look at the devices and the link of ranks in this process: how fast they attend, copy and send. Everything is
+//! measured with runs of real plans, through the executor and the collective.
+
+use std::collections::BTreeMap;
+
+use kyklos::backend::DeviceClass;
+use kyklos::local::Tensors;
+use kyklos::plan::{Step, World};
+use kyklos::simulate::{
+    AttentionRate, Cluster, Description, DeviceCount, DeviceDescription, Duplex, HostDescription,
+    LinkDescription, MemoryKind,
+};
+use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world};
+
+use crate::args::TransportName;
+use crate::device::{AnyBackend, DeviceId};
+use crate::failure::{Failure, Result};
+use crate::input::Source;
+use crate::timed;
+
+/// What there is to look at.
+#[derive(Debug)]
+pub(crate) struct Probe {
+    dtype: Dtype,
+    head_dim: u32,
+    transport: TransportName,
+    /// Of each rank.
+    devices: Vec<DeviceId>,
+    backends: BTreeMap<DeviceId, AnyBackend>,
+    rounds: Vec<Round>,
+}
+
+/// One look.
+#[derive(Clone, Debug)]
+struct Round {
+    devices: BTreeMap<DeviceId, DeviceRound>,
+    link: LinkRound,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct DeviceRound {
+    gflop_per_s: f64,
+    edge_pairs: f64,
+    step_us: f64,
+    copy_gb_per_s: f64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct LinkRound {
+    latency_us: f64,
+    gb_per_s: f64,
+    host_s_per_gb: f64,
+}
+
+impl Probe {
+    /// Opens the devices of ranks that will attend in `dtype` with heads of `head_dim`.
+    pub(crate) fn new(
+        problem: &AttentionProblem,
+        devices: Vec<DeviceId>,
+        transport: TransportName,
+    ) -> Result<Self> {
+        let mut backends = BTreeMap::new();
+        for device in &devices {
+            if !backends.contains_key(device) {
+                backends.insert(*device, AnyBackend::open(*device)?);
+            }
+        }
+        let (dtype, head_dim) = (problem.dtype, problem.head_dim);
+        Ok(Self { dtype, head_dim, transport, devices, backends, rounds: Vec::new() })
+    }
+
+    /// The device of each rank.
+    pub(crate) fn backends(&self) -> Vec<&AnyBackend> {
+        self.devices.iter().map(|device| &self.backends[device]).collect()
+    }
+
+    /// Looks once more.
+    pub(crate) fn look(&mut self) -> Result<()> {
+        let mut devices = BTreeMap::new();
+        for (id, backend) in &self.backends {
+            let sharing = self.devices.iter().filter(|device| *device == id).count();
+            devices.insert(*id, self.device(backend, sharing)?);
+        }
+        let link = self.link()?;
+        self.rounds.push(Round { devices, link });
+        Ok(())
+    }
+
+    /// The medians of what was seen, as a cluster of one host.
+    pub(crate) fn cluster(&self) -> Result<Cluster> {
+        let median = |of: &dyn Fn(&Round) -> f64| {
+            let mut values: Vec<f64> = self.rounds.iter().map(of).collect();
+            values.sort_by(f64::total_cmp);
+            values.get(values.len() / 2).copied().unwrap_or(0.0)
+        };
+        let kinds: Vec<DeviceId> = self.backends.keys().copied().collect();
+        let mut device = BTreeMap::new();
+        for id in &kinds {
+            let of = |value: fn(&DeviceRound) -> f64| median(&|round: &Round| value(&round.devices[id]));
+            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "between 1 and 4096")]
+            let tile = (of(|round| round.edge_pairs) + 1.0).clamp(1.0, 4096.0).round() as u32;
+            device.insert(
+                id.to_string(),
+                DeviceDescription {
+                    memory_gib: None,
+                    attention: vec![AttentionRate {
+                        dtype: self.dtype.name().to_owned(),
+                        head_dim: self.head_dim,
+                        gflop_per_s: of(|round| round.gflop_per_s),
+                        share_of_it: 1.0,
+                    }],
+                    tile_rows: tile,
+                    tile_keys: tile,
+                    attend_step_us: of(|round| round.step_us),
+                    piece_ms: 100.0,
+                    piece_us: 0.0,
+                    copy_gb_per_s: of(|round| round.copy_gb_per_s),
+                    copy_us: 0.0,
+                    // Staging is part of what a message was seen to take.
+                    memory: MemoryKind::Unified,
+                    staging_gb_per_s: None,
+                },
+            );
+        }
+        let on = |id: &DeviceId| kinds.iter().position(|kind| kind == id).unwrap_or(0);
+        let link = LinkDescription {
+            gb_per_s: median(&|round| round.link.gb_per_s),
+            latency_us: median(&|round| round.link.latency_us),
+            message_us: 0.0,
+            duplex: Duplex::Half,
+            host_s_per_gb: median(&|round| round.link.host_s_per_gb),
+        };
+        Ok(Cluster::new(Description {
+            name: format!("{} ranks in one process, {}, probed", self.devices.len(), self.words()),
+            about: format!("Medians of {} looks by kyklos plan --explain --probe.", self.rounds.len()),
+            between_hosts: None,
+            rank_on_device: Some(self.devices.iter().map(on).collect()),
+            share_devices: false,
+            device,
+            link: BTreeMap::from([(self.words().to_owned(), link)]),
+            host: vec![HostDescription {
+                name: "here".to_owned(),
+                count: 1,
+                grow: false,
+                devices: kinds.iter().map(|id| DeviceCount { kind: id.to_string(), count: 1 }).collect(),
+                inside: Some(self.words().to_owned()),
+                nic: None,
+                uplink: None,
+            }],
+            between: Vec::new(),
+        })?)
+    }
+
+    fn words(&self) -> &'static str {
+        match self.transport {
+            TransportName::InProcess => "channels",
+            TransportName::Quic => "quic-loopback",
+        }
+    }
+
+    /// A device at work for as many ranks at once as will share it: a machine that does other work too gives several
+    /// ranks more than one.
+    fn device(&self, backend: &AnyBackend, sharing: usize) -> Result<DeviceRound> {
+        // Seconds of one of `ranks` runs, if it had the device for itself.
+        let wall_s = |tokens: u32, heads: u32, mask: &Mask, ranks: usize| -> Result<f64> {
+            let problem = self.problem([1, tokens, heads, heads, self.head_dim], mask.clone())?;
+            let world = dense(&problem)?;
+            let tensors = tensors(&problem)?;
+            let alone = || timed::run(&world, &[backend], TransportName::InProcess, &tensors, REPEAT);
+            let walls_s = std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..ranks).map(|_| scope.spawn(alone)).collect();
+                let panicked = |_| Err(Failure::run("a probe panicked: this is a bug"));
+                let ended = threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked));
+                ended.map(|timed| timed.map(|timed| timed.wall_s)).collect::<Result<Vec<f64>>>()
+            })?;
+            Ok(walls_s.iter().sum::<f64>() / count(ranks * ranks))
+        };
+        let step_s = wall_s(TINY, 1, &Mask::full(), 1)?;
+        let (mut tokens, mut full_s) = (FIRST_TOKENS, 0.0);
+        while full_s < LONG_ENOUGH_S && tokens < LAST_TOKENS {
+            tokens *= 2;
+            full_s = wall_s(tokens, HEADS, &Mask::full(), sharing)?;
+        }
+        let (rows, heads) = (f64::from(tokens), f64::from(HEADS));
+        let pair_s = (full_s - step_s).max(full_s / 2.0) / (rows * rows * heads);
+        // What a row's edge costs beyond its visible pairs shows best in short rows; kernels may work on finer parts
+        // than their tiles.
+        let (rows, heads) =
+            (f64::from(EDGE_TOKENS), (HEADS * (tokens / EDGE_TOKENS).pow(2)).clamp(HEADS, 64));
+        let [all_s, seen_s] =
+            [Mask::full(), Mask::causal()].map(|mask| wall_s(EDGE_TOKENS, heads, &mask, sharing));
+        let (all_s, seen_s) = (all_s?, seen_s?);
+        Ok(DeviceRound {
+            gflop_per_s: 4.0 * f64::from(self.head_dim) / pair_s / 1e9,
+            edge_pairs: (seen_s / all_s * rows - f64::midpoint(rows, 1.0)).max(0.0),
+            step_us: step_s * 1e6,
+            copy_gb_per_s: self.copies(backend)?,
+        })
+    }
+
+    /// Bytes that packing and unpacking write in a second, while both of two ranks do so.
+    fn copies(&self, backend: &AnyBackend) -> Result<f64> {
+        let problem = self.problem([64, 64, 8, 8, self.head_dim], Mask::full())?;
+        let mesh = Mesh::new(2, 1)?;
+        let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ulysses)?;
+        let timed = self.run(&world, &[backend, backend], TransportName::InProcess)?;
+        let plan = &world.plans[0];
+        let copied: u64 = plan
+            .steps
+            .iter()
+            .map(|step| match step {
+                Step::Repack { from, .. } => plan.slice_bytes(&problem, from),
+                _ => 0,
+            })
+            .sum();
+        let copy_ns = timed.reports.iter().map(|report| report.copy_ns).sum::<u64>() / 2;
+        #[expect(clippy::cast_precision_loss, reason = "megabytes and milliseconds")]
+        Ok(copied as f64 / copy_ns.max(1) as f64)
+    }
+
+    /// A ring of many small hops for the latency, and one of a large hop for the bandwidth.
+    fn link(&self) -> Result<LinkRound> {
+        let backend = self.backends[&self.devices[0]].info().class;
+        let others = self.devices.len().clamp(2, 4);
+        let backends: Vec<&AnyBackend> = self.backends().into_iter().cycle().take(others).collect();
+        let ring = |ranks: usize, problem: &AttentionProblem| -> Result<World> {
+            let mesh = Mesh::new(1, u32::try_from(ranks).unwrap_or(2))?;
+            Ok(plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring)?)
+        };
+        let small = self.problem([1, TINY, 1, 1, self.head_dim], Mask::full())?;
+        let pinged = self.run(&ring(others, &small)?, &backends, self.transport)?;
+        let hops = count(others - 1);
+        let mut waits: Vec<u64> = pinged.reports.iter().map(|report| report.wait_ns).collect();
+        waits.sort_unstable();
+        #[expect(clippy::cast_precision_loss, reason = "milliseconds")]
+        let hop_ns = waits[waits.len() / 2] as f64 / hops;
+
+        let row_bytes = 2 * u64::from(self.head_dim) * self.dtype.bytes() as u64;
+        let keys = u32::try_from(BULK_BYTES / row_bytes).unwrap_or(1 << 16);
+        let bulk = self.problem([1, keys, 1, 1, self.head_dim], Mask::full())?.with_queries(2, 0)?;
+        let (world, tensors) = (ring(2, &bulk)?, tensors(&bulk)?);
+        let before_s = processor_s();
+        let moved = timed::run(&world, &backends[..2], self.transport, &tensors, REPEAT)?;
+        let used_s = before_s.zip(processor_s()).map(|(before, after)| after - before);
+        let gb = (u64::from(keys) * row_bytes) as f64 / 1e9;
+        // The run that does not count carries too, and both ends of each byte are here.
+        let runs = REPEAT_RUNS;
+        let cores = std::thread::available_parallelism().map_or(1.0, |cores| count(cores.get()));
+        let carries = self.transport == TransportName::Quic && backend >= DeviceClass::Cpu;
+        Ok(LinkRound {
+            latency_us: hop_ns / 2e3,
+            gb_per_s: gb / (moved.wall_s - hop_ns / 1e9).max(moved.wall_s / 10.0),
+            host_s_per_gb: match used_s {
+                Some(used_s) if carries => (used_s / (runs * gb * 2.0 * cores)).max(0.0),
+                _ => 0.0,
+            },
+        })
+    }
+
+    fn problem(&self, shape: [u32; 5], mask: Mask) -> Result<AttentionProblem> {
+        Ok(AttentionProblem::new(shape, self.dtype, mask)?)
+    }
+
+    fn run(&self, world: &World, backends: &[&AnyBackend], transport: TransportName) -> Result<timed::Timed> {
+        timed::run(world, backends, transport, &tensors(&world.problem)?, REPEAT)
+    }
+}
+
+fn tensors(problem: &AttentionProblem) -> Result<Tensors> {
+    let (q, kv) = (TokenRuns::contiguous(0..problem.q_len), TokenRuns::contiguous(0..problem.kv_len));
+    Source::MadeUp { seed: 0 }.all(problem, &q, &kv)
+}
+
+fn dense(problem: &AttentionProblem) -> Result<World> {
+    Ok(plan_world(problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "ranks and cores")]
+fn count(n: usize) -> f64 {
+    n as f64
+}
+
+/// Processor seconds of this process so far, where the system says: Linux counts them in hundredths.
+fn processor_s() -> Option<f64> {
+    let text = std::fs::read_to_string("/proc/self/stat").ok()?;
+    let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
+    let ticks: u64 = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
+    Some(ticks as f64 / 100.0)
+}
+
+/// Refuses what a probe cannot look at.
+pub(crate) fn fits(ranks: u32) -> Result<()> {
+    if ranks > MOST_RANKS {
+        return Err(Failure::request(
+            format!("a probe of {ranks} ranks in this process"),
+            format!("use at most {MOST_RANKS}, or describe devices and links with --hardware"),
+        ));
+    }
+    Ok(())
+}
+
+const TINY: u32 = 16;
+const FIRST_TOKENS: u32 = 256;
+const LAST_TOKENS: u32 = 4096;
+const HEADS: u32 = 4;
+const EDGE_TOKENS: u32 = 256;
+const LONG_ENOUGH_S: f64 = 0.03;
+const BULK_BYTES: u64 = 64 << 20;
+/// Timed runs of each, after one that does not count.
+const REPEAT: u64 = 3;
+/// All of them together.
+const REPEAT_RUNS: f64 = 4.0;
+const MOST_RANKS: u32 = 64;

@@ -1,0 +1,351 @@
+//! The events of a run, in order of time: ranks start and end work, messages start and end, and whatever shares a
+//! device or a link gets an equal share of it. No clock, no chance: the same input gives the same events.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use super::cluster::Cluster;
+use super::network::Network;
+use super::program::{Op, Program};
+use super::share::{Flow, LEAST_SPEED, Processor, Share, SharedChannel, ends, whole_ns};
+use crate::{Error, Result};
+
+/// What a run came to.
+#[derive(Debug)]
+pub(super) struct Outcome {
+    pub(super) ranks: Vec<RankTimes>,
+    pub(super) channels: Vec<ChannelUse>,
+}
+
+/// One rank's timeline in sums.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct RankTimes {
+    pub(super) end_ns: u64,
+    pub(super) compute_ns: u64,
+    pub(super) copy_ns: u64,
+    pub(super) wait_ns: u64,
+}
+
+/// What one direction of a link carried.
+#[derive(Clone, Debug, Default)]
+pub(super) struct ChannelUse {
+    pub(super) name: String,
+    pub(super) bytes: u64,
+    pub(super) busy_ns: u64,
+}
+
+/// Plays `program` on `cluster`.
+pub(super) fn play(program: &Program, cluster: &Cluster) -> Result<Outcome> {
+    let mut network = Network::new(cluster);
+    let mut flows = Vec::with_capacity(program.messages.len());
+    for message in &program.messages {
+        let devices = [message.from, message.to].map(|rank| program.ranks[rank].device);
+        flows.push(Flow::new(message.bytes, devices, network.route(devices[0], devices[1])?));
+    }
+    let channels = network.channels.into_iter().map(|channel| SharedChannel {
+        capacity: channel.capacity,
+        active: Vec::new(),
+        busy_since_ns: 0,
+        used: ChannelUse { name: channel.name, ..ChannelUse::default() },
+    });
+    let mut engine = Engine {
+        program,
+        now_ns: 0,
+        events: BinaryHeap::new(),
+        sequence: 0,
+        ranks: program.ranks.iter().map(|rank| RankState::new(rank.exchanges.len())).collect(),
+        flows,
+        channels: channels.collect(),
+        processors: (0..cluster.device_count()).map(|_| Processor::default()).collect(),
+        dirty_channels: Vec::new(),
+        dirty_processors: Vec::new(),
+    };
+    for rank in 0..program.ranks.len() {
+        engine.at(0, Event::Rank(rank));
+    }
+    engine.run()?;
+    Ok(Outcome {
+        ranks: engine.ranks.iter().map(|rank| rank.times).collect(),
+        channels: engine.channels.into_iter().map(|channel| channel.used).collect(),
+    })
+}
+
+struct Engine<'a> {
+    program: &'a Program,
+    now_ns: u64,
+    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    sequence: u64,
+    ranks: Vec<RankState>,
+    flows: Vec<Flow>,
+    channels: Vec<SharedChannel>,
+    processors: Vec<Processor>,
+    dirty_channels: Vec<usize>,
+    dirty_processors: Vec<usize>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    /// A rank goes on.
+    Rank(usize),
+    /// A rank's computation has ended, if its speed has not changed since.
+    Computed(usize, u32),
+    /// A message starts to move.
+    Start(usize),
+    /// A message's last byte has left, if its speed has not changed since.
+    Sent(usize, u32),
+    /// A message is there.
+    Arrived(usize),
+}
+
+struct RankState {
+    op: usize,
+    times: RankTimes,
+    /// Messages that are still on their way, of each exchange.
+    open: Vec<usize>,
+    /// Which exchange it waits for, and since when.
+    waiting: Option<(usize, u64)>,
+    job: Share,
+    job_since_ns: u64,
+    done: bool,
+}
+
+impl Engine<'_> {
+    fn run(&mut self) -> Result<()> {
+        while let Some(Reverse((time_ns, _, event))) = self.events.pop() {
+            self.now_ns = time_ns;
+            self.happen(event);
+            // What happens at one moment changes speeds once.
+            if self.events.peek().is_none_or(|Reverse((next, _, _))| *next > time_ns) {
+                self.share_out();
+            }
+        }
+        match self.ranks.iter().position(|rank| !rank.done) {
+            None => Ok(()),
+            Some(rank) => Err(Error::plan(
+                kyklos_transport::Rank(u32::try_from(rank).unwrap_or(u32::MAX)),
+                None,
+                "the rank waits for ever for a message that nobody sends",
+            )),
+        }
+    }
+
+    fn at(&mut self, time_ns: u64, event: Event) {
+        self.sequence += 1;
+        self.events.push(Reverse((time_ns, self.sequence, event)));
+    }
+
+    fn after(&mut self, ns: f64, event: Event) {
+        self.at(self.now_ns + whole_ns(ns), event);
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event {
+            Event::Rank(rank) => self.go_on(rank),
+            Event::Computed(rank, version) => {
+                let state = &mut self.ranks[rank];
+                if state.job.version == version {
+                    state.job.version += 1;
+                    state.times.compute_ns += self.now_ns - state.job_since_ns;
+                    let device = self.program.ranks[rank].device;
+                    self.processors[device].jobs.retain(|job| *job != rank);
+                    self.dirty_processors.push(device);
+                    self.go_on(rank);
+                }
+            }
+            Event::Start(flow) => self.start(flow),
+            Event::Sent(flow, version) => {
+                if self.flows[flow].share.version == version {
+                    self.sent(flow);
+                }
+            }
+            Event::Arrived(flow) => {
+                let message = self.program.messages[flow];
+                self.arrived(message.from, message.exchanges[0]);
+                self.arrived(message.to, message.exchanges[1]);
+            }
+        }
+    }
+
+    /// Issues a rank's steps until one takes time.
+    fn go_on(&mut self, rank: usize) {
+        let program = &self.program.ranks[rank];
+        while let Some(op) = program.ops.get(self.ranks[rank].op) {
+            self.ranks[rank].op += 1;
+            match *op {
+                Op::Compute(ns) => {
+                    let state = &mut self.ranks[rank];
+                    state.job =
+                        Share { left: ns, speed: 0.0, since_ns: self.now_ns, version: state.job.version + 1 };
+                    state.job_since_ns = self.now_ns;
+                    self.processors[program.device].jobs.push(rank);
+                    self.dirty_processors.push(program.device);
+                    return;
+                }
+                Op::Copy(ns) => return self.copy(rank, ns),
+                Op::Post(exchange) => {
+                    let ns = self.post(rank, exchange);
+                    if ns > 0.0 {
+                        return self.copy(rank, ns);
+                    }
+                }
+                Op::Wait(exchange) => {
+                    if self.ranks[rank].open[exchange] > 0 {
+                        self.ranks[rank].waiting = Some((exchange, self.now_ns));
+                        return;
+                    }
+                    let ns = program.exchanges[exchange].stage_in_ns;
+                    if ns > 0.0 {
+                        return self.copy(rank, ns);
+                    }
+                }
+            }
+        }
+        let state = &mut self.ranks[rank];
+        (state.done, state.times.end_ns) = (true, self.now_ns);
+    }
+
+    fn copy(&mut self, rank: usize, ns: f64) {
+        self.ranks[rank].times.copy_ns += whole_ns(ns);
+        self.after(ns, Event::Rank(rank));
+    }
+
+    /// Posts an exchange. Returns how long that keeps the rank: messages leave one after the other.
+    fn post(&mut self, rank: usize, exchange: usize) -> f64 {
+        let posted = &self.program.ranks[rank].exchanges[exchange];
+        self.ranks[rank].open[exchange] = posted.sends.len() + posted.recvs.len();
+        for flow in &posted.recvs {
+            self.ready(*flow, 1, self.now_ns);
+        }
+        let mut ns = posted.stage_out_ns;
+        for flow in &posted.sends {
+            ns += self.flows[*flow].route.message_ns;
+            self.ready(*flow, 0, self.now_ns + whole_ns(ns));
+        }
+        ns
+    }
+
+    /// One end of a message has posted it. The receiver asks first, and its asking takes the link's latency.
+    fn ready(&mut self, flow: usize, end: usize, time_ns: u64) {
+        self.flows[flow].posted[end] = Some(time_ns);
+        if let [Some(sender), Some(receiver)] = self.flows[flow].posted {
+            let asked = receiver + whole_ns(self.flows[flow].route.latency_ns);
+            self.at(sender.max(asked).max(self.now_ns), Event::Start(flow));
+        }
+    }
+
+    fn start(&mut self, flow: usize) {
+        let Flow { bytes, devices, route, share, .. } = &mut self.flows[flow];
+        #[expect(clippy::cast_precision_loss, reason = "bytes of a message are far below 2^52")]
+        let left = *bytes as f64;
+        *share = Share { left, speed: 0.0, since_ns: self.now_ns, version: share.version + 1 };
+        for channel in &route.channels {
+            let shared = &mut self.channels[*channel];
+            if shared.active.is_empty() {
+                shared.busy_since_ns = self.now_ns;
+            }
+            shared.active.push(flow);
+            shared.used.bytes += *bytes;
+            self.dirty_channels.push(*channel);
+        }
+        if route.host_ns_per_byte > 0.0 {
+            for device in ends(*devices) {
+                self.processors[device].flows.push(flow);
+                self.dirty_processors.push(device);
+            }
+        }
+    }
+
+    fn sent(&mut self, flow: usize) {
+        let Flow { devices, route, share, .. } = &mut self.flows[flow];
+        share.version += 1;
+        let latency_ns = route.latency_ns;
+        for channel in &route.channels {
+            let shared = &mut self.channels[*channel];
+            shared.active.retain(|active| *active != flow);
+            if shared.active.is_empty() {
+                shared.used.busy_ns += self.now_ns - shared.busy_since_ns;
+            }
+            self.dirty_channels.push(*channel);
+        }
+        if route.host_ns_per_byte > 0.0 {
+            for device in ends(*devices) {
+                self.processors[device].flows.retain(|active| *active != flow);
+                self.dirty_processors.push(device);
+            }
+        }
+        self.after(latency_ns, Event::Arrived(flow));
+    }
+
+    /// A message of `exchange` is over for one of its ends.
+    fn arrived(&mut self, rank: usize, exchange: usize) {
+        let state = &mut self.ranks[rank];
+        state.open[exchange] -= 1;
+        if let Some((waited, since_ns)) = state.waiting
+            && waited == exchange
+            && state.open[exchange] == 0
+        {
+            state.waiting = None;
+            state.times.wait_ns += self.now_ns - since_ns;
+            let ns = self.program.ranks[rank].exchanges[exchange].stage_in_ns;
+            if ns > 0.0 { self.copy(rank, ns) } else { self.go_on(rank) }
+        }
+    }
+
+    /// New speeds for whatever shares something with what has started or ended.
+    fn share_out(&mut self) {
+        let mut flows: Vec<usize> = Vec::new();
+        for channel in std::mem::take(&mut self.dirty_channels) {
+            flows.extend(&self.channels[channel].active);
+        }
+        let mut processors = std::mem::take(&mut self.dirty_processors);
+        for processor in &processors {
+            flows.extend(&self.processors[*processor].flows);
+        }
+        flows.sort_unstable();
+        flows.dedup();
+        for flow in flows {
+            let speed = self.flows[flow].speed(&self.channels, &self.processors);
+            let Flow { share, devices, route, .. } = &mut self.flows[flow];
+            if route.host_ns_per_byte > 0.0 {
+                processors.extend(*devices);
+            }
+            if let Some(left_ns) = share.set(speed, self.now_ns) {
+                let version = share.version;
+                self.after(left_ns, Event::Sent(flow, version));
+            }
+        }
+        processors.sort_unstable();
+        processors.dedup();
+        for processor in processors {
+            let Processor { jobs, flows } = &self.processors[processor];
+            let carried: f64 = flows
+                .iter()
+                .map(|flow| &self.flows[*flow])
+                .map(|flow| flow.share.speed * flow.load_on(processor))
+                .sum();
+            #[expect(clippy::cast_precision_loss, reason = "ranks of one device")]
+            let speed = (1.0 - carried).max(LEAST_SPEED) / jobs.len() as f64;
+            for rank in jobs.clone() {
+                let job = &mut self.ranks[rank].job;
+                if let Some(left_ns) = job.set(speed, self.now_ns) {
+                    let version = job.version;
+                    self.after(left_ns, Event::Computed(rank, version));
+                }
+            }
+        }
+    }
+}
+
+impl RankState {
+    fn new(exchanges: usize) -> Self {
+        Self {
+            op: 0,
+            times: RankTimes::default(),
+            open: vec![0; exchanges],
+            waiting: None,
+            job: Share::default(),
+            job_since_ns: 0,
+            done: false,
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! The planner's choice for people and programs.
+
+use std::fmt::Write;
+
+use super::candidates::{Candidate, Priced, Verdict};
+use super::{Cluster, Prediction, predict};
+use crate::plan::{bytes, table};
+use crate::{AttentionProblem, Result, Split};
+
+/// Priced candidates as a table: what each takes, or why it is refused.
+pub fn explain_choice(priced: &[Priced]) -> String {
+    let mut rows = Vec::new();
+    for Priced { candidate, verdict } in priced {
+        let Verdict::Fits(prediction) = verdict else { continue };
+        let names =
+            [candidate.strategy.to_string(), candidate.mesh.to_string(), candidate.placement.to_string()];
+        let busiest = prediction.links.first();
+        let star = if prediction.extrapolated { "*" } else { "" };
+        let numbers = [
+            format!("{:.3}{star}", prediction.wall_s() * 1e3),
+            percent(prediction.overlap()),
+            percent(prediction.idle()),
+            bytes(prediction.bytes_sent()),
+            bytes(prediction.peak_bytes()),
+            busiest.map_or_else(|| "-".to_owned(), |link| bytes(link.bytes)),
+            busiest.map_or_else(String::new, |link| link.name.clone()),
+        ];
+        rows.push(names.into_iter().chain(numbers).collect());
+    }
+    let header = [
+        "strategy",
+        "mesh",
+        "placement",
+        "predicted ms",
+        "computing",
+        "idle",
+        "sent",
+        "peak",
+        "link carries",
+        "busiest link",
+    ];
+    let mut out = if rows.is_empty() { String::new() } else { table(&header, rows) };
+    if priced.iter().filter_map(Priced::prediction).any(|prediction| prediction.extrapolated) {
+        out.push_str("* extrapolated from two shorter rings with shards of the same size\n");
+    }
+    for Priced { candidate, verdict } in priced {
+        if let Verdict::Refused(error) = verdict {
+            let _ = writeln!(out, "refused    {candidate}: {error}");
+        }
+    }
+    out
+}
+
+/// One sentence on why the first of `priced` is first: what its time goes to, and what the next one pays more for.
+pub fn why_first(priced: &[Priced]) -> Option<String> {
+    let mut fitting =
+        priced.iter().filter_map(|priced| priced.prediction().map(|found| (priced.candidate, found)));
+    let (first, best) = fitting.next()?;
+    let mut out = format!("{first} is first: {}", spent(best));
+    let Some((second, next)) = fitting.next() else {
+        out.push_str("; nothing else fits");
+        return Some(out);
+    };
+    let more = next.wall_ns.saturating_sub(best.wall_ns);
+    if u128::from(more) * 1000 < u128::from(best.wall_ns) {
+        let _ = write!(out, "; {second} takes as long");
+        return Some(out);
+    }
+    let per_rank = |prediction: &Prediction, of: fn(&super::RankPrediction) -> u64| {
+        prediction.ranks.iter().map(of).sum::<u64>() / prediction.ranks.len().max(1) as u64
+    };
+    let idle = |prediction: &Prediction| {
+        prediction.wall_ns.saturating_sub(per_rank(prediction, |rank| rank.compute_ns + rank.copy_ns))
+    };
+    let reasons = [
+        (
+            "computes longer (uneven work, smaller steps, or shared devices)",
+            [best, next].map(|of| per_rank(of, |rank| rank.compute_ns)),
+        ),
+        ("copies longer", [best, next].map(|of| per_rank(of, |rank| rank.copy_ns))),
+        ("has its ranks idle longer", [best, next].map(idle)),
+    ];
+    let (reason, [a, b]) = reasons.into_iter().max_by_key(|(_, [a, b])| b.saturating_sub(*a))?;
+    let _ = write!(
+        out,
+        "; the next, {second}, takes {} more and mostly {reason}, by {} a rank",
+        duration(more),
+        duration(b.saturating_sub(a))
+    );
+    if let (true, Some(link)) = (reason.contains("idle"), next.links.first()) {
+        let _ = write!(out, " ({} busy for {})", link.name, duration(link.busy_ns));
+    }
+    Some(out)
+}
+
+/// Where the time of a prediction goes.
+fn spent(prediction: &Prediction) -> String {
+    format!(
+        "of {} its ranks compute {}, copy {} and are idle {}",
+        duration(prediction.wall_ns),
+        percent(prediction.overlap()),
+        percent((1.0 - prediction.overlap() - prediction.idle()).max(0.0)),
+        percent(prediction.idle())
+    )
+}
+
+/// What bounds a plan: what its time would be without it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Bound {
+    /// Computing.
+    Compute,
+    /// Bytes on links.
+    Link,
+    /// Messages, whatever their size.
+    Latency,
+    /// Ranks that compute longer than others.
+    Imbalance,
+    /// Packing and staging.
+    Copies,
+}
+
+/// What bounds `candidate` on `cluster`: computing where that is most of the time, else what would save most if it were
+/// free.
+///
+/// # Errors
+/// As [`predict`].
+pub fn bound(
+    problem: &AttentionProblem,
+    candidate: Candidate,
+    split: &Split,
+    cluster: &Cluster,
+) -> Result<Bound> {
+    let on = |cluster: &Cluster| predict(problem, candidate, split, cluster);
+    let as_is = on(cluster)?;
+    let without = |other: &Cluster| -> Result<u64> { Ok(as_is.wall_ns.saturating_sub(on(other)?.wall_ns)) };
+    let ranks = as_is.ranks.len().max(1) as u64;
+    let computed: u64 = as_is.ranks.iter().map(|rank| rank.compute_ns).sum::<u64>() / ranks;
+    let longest = as_is.ranks.iter().map(|rank| rank.compute_ns).max().unwrap_or(0);
+    let savings = [
+        (Bound::Link, without(&cluster.with_endless_bandwidth())?),
+        (Bound::Latency, without(&cluster.without_latency())?),
+        (Bound::Imbalance, longest - computed),
+        (Bound::Copies, as_is.ranks.iter().map(|rank| rank.copy_ns).max().unwrap_or(0)),
+    ];
+    let (cause, saved) = savings.into_iter().max_by_key(|(_, saved)| *saved).unwrap_or((Bound::Compute, 0));
+    Ok(if saved * 4 < as_is.wall_ns { Bound::Compute } else { cause })
+}
+
+impl std::fmt::Display for Bound {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Compute => "computing",
+            Self::Link => "bytes on links",
+            Self::Latency => "latency",
+            Self::Imbalance => "uneven work",
+            Self::Copies => "copies",
+        })
+    }
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1} %", share * 100.0)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "rounded for reading")]
+fn duration(ns: u64) -> String {
+    let ns = ns as f64;
+    if ns >= 1e9 {
+        format!("{:.2} s", ns / 1e9)
+    } else if ns >= 1e6 {
+        format!("{:.2} ms", ns / 1e6)
+    } else {
+        format!("{:.1} µs", ns / 1e3)
+    }
+}

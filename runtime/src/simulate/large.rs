@@ -1,0 +1,123 @@
+//! Worlds of thousands of ranks, from smaller ones.
+//!
+//! A ring of R shards has R² hops in all, so the plans of a large ring take more memory than they are worth. But with
+//! shards of the same size, every further hop costs what the one before cost, so what a rank takes and sends grows with
+//! R along a line: two small rings tell it. That holds where hops are alike: for full and causal masks, even splits, and
+//! hosts of one make.
+
+use super::candidates::Candidate;
+use super::{Cluster, Prediction, RankPrediction, simulate};
+use crate::{AttentionProblem, Error, Mask, Mesh, PlacementKind, Result, Split, Strategy, plan_world};
+
+/// What `candidate` takes for `problem`: walked, or where its ring is long, extrapolated from two shorter ones.
+///
+/// # Errors
+/// As [`simulate`] and [`plan_world`].
+pub fn predict(
+    problem: &AttentionProblem,
+    candidate: Candidate,
+    split: &Split,
+    cluster: &Cluster,
+) -> Result<Prediction> {
+    let walk = |problem: &AttentionProblem, mesh: Mesh| {
+        let world = plan_world(problem, mesh, candidate.placement, split, candidate.strategy)?;
+        simulate(&world, cluster)
+    };
+    let mesh = candidate.mesh;
+    candidate.strategy.accepts(mesh)?;
+    mesh.fits(problem)?;
+    let hops = u64::from(mesh.world()) * u64::from(mesh.ring() + mesh.ulysses());
+    // Under a causal mask keys of contiguous shards, and back halves of zigzag ones, go as far as somebody sees them: hops
+    // then differ, as those of a line do by themselves.
+    let causal = problem.mask == Mask::causal()
+        && candidate.placement != PlacementKind::Contiguous
+        && candidate.strategy != Strategy::TwoWay;
+    let alike = (problem.mask.is_full() || causal) && candidate.strategy != Strategy::Line;
+    let even = *split == Split::Even && problem.q_len == problem.kv_len && problem.q_offset == 0;
+    if hops <= MOST_HOPS || mesh.ring() < 4 * SHORTEST || !alike || !even || problem.pairs.is_some() {
+        if hops > MOST_WALKED {
+            return Err(Error::request(
+                format!("{} on {mesh} has {hops} hops that differ, too many to walk", candidate.strategy),
+                format!("ask for fewer ranks, or for a strategy and placement with at most {MOST_WALKED}"),
+            ));
+        }
+        return walk(problem, mesh);
+    }
+    let short = (SHORT_RANKS / mesh.ulysses()).clamp(SHORTEST, mesh.ring() / 4);
+    let shrunk = |ring: u32| -> Result<Prediction> {
+        // As many tokens on each rank as the fullest has: small differences would count many times along the line.
+        let tokens = problem.q_len.div_ceil(mesh.world()) * mesh.ulysses() * ring;
+        let problem = AttentionProblem { kv_len: tokens, ..problem.clone() }.with_queries(tokens, 0)?;
+        walk(&problem, Mesh::new(mesh.ulysses(), ring)?)
+    };
+    let (near, far) = (shrunk(short)?, shrunk(2 * short)?);
+    Ok(Line { near: short, far: 2 * short, wanted: mesh.ring() }.extend(&near, far))
+}
+
+/// A line through what was found at two lengths of the ring.
+struct Line {
+    near: u32,
+    far: u32,
+    wanted: u32,
+}
+
+impl Line {
+    fn extend(&self, near: &Prediction, far: Prediction) -> Prediction {
+        // Rank i of the longer ring stands where rank i of the shorter did, or its like.
+        let of_near = |index: usize| &near.ranks[index % near.ranks.len()];
+        let ranks = far.ranks.iter().enumerate().map(|(index, rank)| {
+            let before = of_near(index);
+            let at = |value: fn(&RankPrediction) -> u64| self.at(value(before), value(rank));
+            RankPrediction {
+                device: rank.device,
+                finish_ns: at(|rank| rank.finish_ns),
+                compute_ns: at(|rank| rank.compute_ns),
+                wait_ns: at(|rank| rank.wait_ns),
+                copy_ns: at(|rank| rank.copy_ns),
+                bytes_sent: at(|rank| rank.bytes_sent),
+                messages_sent: at(|rank| rank.messages_sent),
+                peak_bytes: at(|rank| rank.peak_bytes),
+                pairs: before.pairs + (rank.pairs - before.pairs) * self.steps(),
+            }
+        });
+        let links =
+            far.links.iter().map(|link| match near.links.iter().find(|before| before.name == link.name) {
+                Some(before) => super::LinkPrediction {
+                    name: link.name.clone(),
+                    bytes: self.at(before.bytes, link.bytes),
+                    busy_ns: self.at(before.busy_ns, link.busy_ns),
+                },
+                None => link.clone(),
+            });
+        Prediction {
+            wall_ns: self.at(near.wall_ns, far.wall_ns),
+            ranks: ranks.collect(),
+            links: links.collect(),
+            extrapolated: true,
+        }
+    }
+
+    /// How often the step from the shorter to the longer ring fits up to the wanted one.
+    fn steps(&self) -> f64 {
+        f64::from(self.wanted - self.near) / f64::from(self.far - self.near)
+    }
+
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "times and bytes are far below 2^52, and a line that falls is cut off at 0"
+    )]
+    fn at(&self, near: u64, far: u64) -> u64 {
+        (near as f64 + (far as f64 - near as f64) * self.steps()).max(0.0).round() as u64
+    }
+}
+
+/// Hops and trades in all up to which plans are walked as they are: about half a second.
+const MOST_HOPS: u64 = 1 << 16;
+/// Hops beyond which a walk would take minutes and gigabytes.
+const MOST_WALKED: u64 = 1 << 20;
+/// A ring that is shorter has no hop that is like the others.
+const SHORTEST: u32 = 4;
+/// Ranks of the shorter of two worlds, where its ring is not the shortest.
+const SHORT_RANKS: u32 = 64;

@@ -1,0 +1,254 @@
+//! A world's plans as what a machine does: amounts of work, messages, and who waits for which.
+
+use std::collections::HashMap;
+
+use super::cluster::Cluster;
+use super::describe::MemoryKind;
+use super::work::WorkCounter;
+use crate::plan::{BufferId, Plan, Slice, Step, World};
+use crate::{Error, Result};
+
+/// What all ranks do.
+#[derive(Debug, Default)]
+pub(super) struct Program {
+    pub(super) ranks: Vec<RankProgram>,
+    pub(super) messages: Vec<Message>,
+}
+
+/// What one rank does.
+#[derive(Debug, Default)]
+pub(super) struct RankProgram {
+    pub(super) device: usize,
+    pub(super) ops: Vec<Op>,
+    pub(super) exchanges: Vec<Exchange>,
+    /// Visible pairs times heads.
+    pub(super) pairs: f64,
+    /// Most bytes of buffers alive at once.
+    pub(super) peak_bytes: u64,
+}
+
+/// One thing that takes a rank's time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Op {
+    /// So many nanoseconds of a device that nobody else uses.
+    Compute(f64),
+    /// Copies, for so many nanoseconds.
+    Copy(f64),
+    /// Posts an exchange, by its place among the rank's.
+    Post(usize),
+    /// Waits for it.
+    Wait(usize),
+}
+
+/// Messages posted together, and what staging costs.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Exchange {
+    pub(super) sends: Vec<usize>,
+    pub(super) recvs: Vec<usize>,
+    pub(super) stage_out_ns: f64,
+    pub(super) stage_in_ns: f64,
+}
+
+/// One message of the plan.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Message {
+    pub(super) from: usize,
+    pub(super) to: usize,
+    pub(super) bytes: u64,
+    /// Place of the exchange among the sender's, and among the receiver's.
+    pub(super) exchanges: [usize; 2],
+}
+
+impl Program {
+    pub(super) fn new(world: &World, cluster: &Cluster) -> Result<Self> {
+        let places = cluster.place(world.mesh.world())?;
+        let mut program = Self::default();
+        let mut known = HashMap::new();
+        let mut counter = WorkCounter::default();
+        for (plan, device) in world.plans.iter().zip(places) {
+            let pricer = Pricer::new(world, cluster, plan, device, &mut counter)?;
+            let rank = pricer.run(&mut program.messages, &mut known)?;
+            program.ranks.push(rank);
+        }
+        Ok(program)
+    }
+}
+
+/// Walks one plan.
+struct Pricer<'a> {
+    world: &'a World,
+    plan: &'a Plan,
+    counter: &'a mut WorkCounter,
+    prices: Prices,
+    rank: RankProgram,
+    alive: Vec<bool>,
+    live_bytes: u64,
+}
+
+/// A device's prices for this problem, in nanoseconds.
+struct Prices {
+    pair: f64,
+    /// Rows and keys that an interval's end costs on average: half a tile each way.
+    edge_pairs: f64,
+    attend_step: f64,
+    piece: f64,
+    piece_every: f64,
+    copied_byte: f64,
+    copy: f64,
+    staged_byte: Option<f64>,
+}
+
+/// Sender, receiver and exchange name a message.
+type Known = HashMap<(u32, u32, u32), usize>;
+
+impl<'a> Pricer<'a> {
+    fn new(
+        world: &'a World,
+        cluster: &Cluster,
+        plan: &'a Plan,
+        device: usize,
+        counter: &'a mut WorkCounter,
+    ) -> Result<Self> {
+        let described = cluster.device(device);
+        let prices = Prices {
+            pair: cluster.ns_per_pair(device, &world.problem)?,
+            edge_pairs: f64::from(described.tile_rows + described.tile_keys - 2) / 2.0,
+            attend_step: described.attend_step_us * 1e3,
+            piece: described.piece_us * 1e3,
+            piece_every: described.piece_ms * 1e6,
+            copied_byte: 1.0 / described.copy_gb_per_s,
+            copy: described.copy_us * 1e3,
+            staged_byte: match described.memory {
+                MemoryKind::Unified => None,
+                MemoryKind::Discrete => described.staging_gb_per_s.map(|rate| 1.0 / rate),
+            },
+        };
+        let rank = RankProgram { device, ..RankProgram::default() };
+        let alive = vec![false; plan.buffers.len()];
+        Ok(Self { world, plan, counter, prices, rank, alive, live_bytes: 0 })
+    }
+
+    fn run(mut self, messages: &mut Vec<Message>, known: &mut Known) -> Result<RankProgram> {
+        let plan = self.plan;
+        for id in [Some(plan.q), Some(plan.kv), plan.pairs].into_iter().flatten() {
+            self.born(id);
+        }
+        let mut exchanges: HashMap<u32, usize> = HashMap::new();
+        for step in &plan.steps {
+            match step {
+                Step::Repack { from, into } => {
+                    self.born(into.buffer);
+                    let ns = self.prices.copy + self.bytes(from) as f64 * self.prices.copied_byte;
+                    self.rank.ops.push(Op::Copy(ns));
+                }
+                Step::Convert { from, into } => {
+                    self.born(*into);
+                    // Reads one and writes the other: a copy of half of both.
+                    let both = self.bytes(from) + self.bytes(&plan.whole(*into));
+                    let ns = self.prices.copy + both as f64 / 2.0 * self.prices.copied_byte;
+                    self.rank.ops.push(Op::Copy(ns));
+                }
+                Step::Exchange { id, sends, recvs } => {
+                    let mut exchange = Exchange::default();
+                    let (mut out, mut back) = (0, 0);
+                    for send in sends {
+                        let bytes = send.parts.iter().map(|part| self.bytes(part)).sum();
+                        out += bytes;
+                        let message = message(messages, known, (plan.rank, send.to, *id));
+                        messages[message].bytes = bytes;
+                        messages[message].exchanges[0] = self.rank.exchanges.len();
+                        exchange.sends.push(message);
+                    }
+                    for recv in recvs {
+                        for part in &recv.parts {
+                            self.born(*part);
+                            back += plan.buffer(*part).bytes(&self.world.problem);
+                        }
+                        let message = message(messages, known, (recv.from, plan.rank, *id));
+                        messages[message].exchanges[1] = self.rank.exchanges.len();
+                        exchange.recvs.push(message);
+                    }
+                    if let Some(byte) = self.prices.staged_byte {
+                        let copy =
+                            |bytes: u64| if bytes > 0 { self.prices.copy + bytes as f64 * byte } else { 0.0 };
+                        (exchange.stage_out_ns, exchange.stage_in_ns) = (copy(out), copy(back));
+                    }
+                    exchanges.insert(*id, self.rank.exchanges.len());
+                    self.rank.ops.push(Op::Post(self.rank.exchanges.len()));
+                    self.rank.exchanges.push(exchange);
+                }
+                Step::Wait { id } => match exchanges.get(id) {
+                    Some(exchange) => self.rank.ops.push(Op::Wait(*exchange)),
+                    None => {
+                        return Err(Error::plan(
+                            kyklos_transport::Rank(plan.rank),
+                            None,
+                            format!("exchange {id} is waited for and was not posted"),
+                        ));
+                    }
+                },
+                Step::Attend { q, kv, state, .. } => self.attend(q, kv, *state),
+                // Both states are read, one is written.
+                Step::Merge { from, into } => {
+                    self.born(*from);
+                    self.born(*into);
+                    self.touch(*from, 1.0, Some((*into, 2.0)));
+                }
+                // A state that nothing was attended into comes to life here.
+                Step::Finalize { state, into } => {
+                    self.born(*state);
+                    self.born(*into);
+                    self.touch(*state, 1.0, Some((*into, 1.0)));
+                }
+                Step::Free { buffer } => {
+                    if std::mem::take(&mut self.alive[buffer.0]) {
+                        self.live_bytes -= plan.buffer(*buffer).bytes(&self.world.problem);
+                    }
+                }
+            }
+        }
+        Ok(self.rank)
+    }
+
+    fn attend(&mut self, q: &Slice, kv: &Slice, state: BufferId) {
+        let (q_tokens, kv_tokens) = (self.plan.slice_tokens(q), self.plan.slice_tokens(kv));
+        let work = self.counter.count(&self.world.problem, &q_tokens, &kv_tokens);
+        let heads = f64::from(q.heads.end - q.heads.start);
+        let computed = (work.pairs + work.edges * self.prices.edge_pairs).min(work.area) * heads;
+        let attended = computed * self.prices.pair;
+        let fresh = !self.alive[state.0];
+        self.born(state);
+        // A running state is read and written once; one that has seen nothing is written first.
+        let state_bytes = self.plan.buffer(state).bytes(&self.world.problem) as f64;
+        let state_ns = state_bytes * self.prices.copied_byte * if fresh { 3.0 } else { 2.0 };
+        let pieces = (attended / self.prices.piece_every).ceil().max(1.0);
+        self.rank.pairs += work.pairs * heads;
+        let ns = attended + state_ns + self.prices.attend_step + pieces * self.prices.piece;
+        self.rank.ops.push(Op::Compute(ns));
+    }
+
+    /// Reads and writes of whole buffers, in compute time.
+    fn touch(&mut self, first: BufferId, times: f64, second: Option<(BufferId, f64)>) {
+        let bytes = |id: BufferId| self.plan.buffer(id).bytes(&self.world.problem) as f64;
+        let sum = bytes(first) * times + second.map_or(0.0, |(id, times)| bytes(id) * times);
+        self.rank.ops.push(Op::Compute(sum * self.prices.copied_byte));
+    }
+
+    fn born(&mut self, id: BufferId) {
+        if !std::mem::replace(&mut self.alive[id.0], true) {
+            self.live_bytes += self.plan.buffer(id).bytes(&self.world.problem);
+            self.rank.peak_bytes = self.rank.peak_bytes.max(self.live_bytes);
+        }
+    }
+
+    fn bytes(&self, slice: &Slice) -> u64 {
+        self.plan.slice_bytes(&self.world.problem, slice)
+    }
+}
+
+fn message(messages: &mut Vec<Message>, known: &mut Known, key: (u32, u32, u32)) -> usize {
+    *known.entry(key).or_insert_with(|| {
+        messages.push(Message { from: key.0 as usize, to: key.1 as usize, bytes: 0, exchanges: [0; 2] });
+        messages.len() - 1
+    })
+}

@@ -1,0 +1,100 @@
+//! What shares devices and links, and how fast each of it goes: equal shares.
+
+use super::engine::ChannelUse;
+use super::network::Route;
+
+/// Something that is worked off at a speed that changes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Share {
+    pub(super) left: f64,
+    pub(super) speed: f64,
+    pub(super) since_ns: u64,
+    pub(super) version: u32,
+}
+
+/// A message on its way.
+pub(super) struct Flow {
+    pub(super) bytes: u64,
+    pub(super) devices: [usize; 2],
+    pub(super) route: Route,
+    /// When its sender and its receiver had posted it.
+    pub(super) posted: [Option<u64>; 2],
+    pub(super) share: Share,
+}
+
+/// One direction of a link, and what is on it.
+pub(super) struct SharedChannel {
+    pub(super) capacity: f64,
+    pub(super) active: Vec<usize>,
+    pub(super) busy_since_ns: u64,
+    pub(super) used: ChannelUse,
+}
+
+/// A device, and who uses it: ranks that compute, and messages that it carries itself.
+#[derive(Default)]
+pub(super) struct Processor {
+    pub(super) jobs: Vec<usize>,
+    pub(super) flows: Vec<usize>,
+}
+
+impl Flow {
+    pub(super) fn new(bytes: u64, devices: [usize; 2], route: Route) -> Self {
+        Self { bytes, devices, route, posted: [None; 2], share: Share::default() }
+    }
+
+    /// Compute nanoseconds of `device` for each byte: of both ends, where it is both.
+    pub(super) fn load_on(&self, device: usize) -> f64 {
+        let ends = self.devices.iter().filter(|end| **end == device).count();
+        self.route.host_ns_per_byte * if ends > 1 { 2.0 } else { 1.0 }
+    }
+
+    /// Bytes in a nanosecond: the least of the equal shares of what it crosses. A device that carries messages itself
+    /// gives each at most what a rank that computes there gets.
+    #[expect(clippy::cast_precision_loss, reason = "messages of one moment")]
+    pub(super) fn speed(&self, channels: &[SharedChannel], processors: &[Processor]) -> f64 {
+        let Self { devices, route, .. } = self;
+        let mut speed = f64::INFINITY;
+        for channel in &route.channels {
+            let channel = &channels[*channel];
+            speed = speed.min(channel.capacity / channel.active.len() as f64);
+        }
+        if route.host_ns_per_byte > 0.0 {
+            for device in devices {
+                let Processor { jobs, flows } = &processors[*device];
+                speed = speed.min(1.0 / (self.load_on(*device) * (jobs.len() + flows.len()) as f64));
+            }
+        }
+        speed
+    }
+}
+
+impl Share {
+    /// Goes on with another speed. Returns how long what is left takes, if that is news.
+    #[expect(clippy::cast_precision_loss, reason = "a run is far shorter than 2^52 ns, which is 52 days")]
+    pub(super) fn set(&mut self, speed: f64, now_ns: u64) -> Option<f64> {
+        if speed.to_bits() == self.speed.to_bits() {
+            return None;
+        }
+        self.left = (self.left - self.speed * (now_ns - self.since_ns) as f64).max(0.0);
+        (self.speed, self.since_ns) = (speed, now_ns);
+        self.version += 1;
+        Some(self.left / speed)
+    }
+}
+
+/// The devices at both ends, once where they are the same.
+pub(super) fn ends([from, to]: [usize; 2]) -> impl Iterator<Item = usize> {
+    std::iter::once(from).chain((from != to).then_some(to))
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "times are not negative, and end"
+)]
+pub(super) fn whole_ns(ns: f64) -> u64 {
+    ns.ceil() as u64
+}
+
+/// Of a device that is busy with messages: so that computing there still ends.
+pub(super) const LEAST_SPEED: f64 = 1e-3;
