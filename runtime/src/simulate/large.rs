@@ -115,8 +115,8 @@ impl Line {
 
 /// Hops and trades in all up to which plans are walked as they are: about half a second.
 const MOST_HOPS: u64 = 1 << 16;
-/// Hops beyond which a walk would take minutes and gigabytes.
-const MOST_WALKED: u64 = 1 << 20;
+/// Hops beyond which a walk would take many seconds, for each of many candidates.
+const MOST_WALKED: u64 = 1 << 18;
 /// A ring that is shorter has no hop that is like the others.
 const SHORTEST: u32 = 4;
 /// Ranks of the shorter of two worlds, where its ring is not the shortest.
