@@ -165,11 +165,14 @@ impl Mask {
 
     /// An interval that holds every key that a query at any of the positions `first..=last` sees, and maybe others.
     pub(crate) fn hull(&self, batch: usize, first: u32, last: u32, kv_len: u32) -> RowSpan {
-        match (self.ends(batch, first, kv_len), self.ends(batch, last, kv_len)) {
-            (Some((lo, _)), Some((_, hi))) if lo < hi => RowSpan { lo, hi },
-            (Some((lo, _)), None) if lo < kv_len => RowSpan { lo, hi: kv_len },
-            _ => RowSpan::EMPTY,
-        }
+        let bounds = match (self.ends(batch, first, kv_len), self.ends(batch, last, kv_len)) {
+            (Some((lo, _)), Some((_, hi))) => (lo, hi),
+            (Some((lo, _)), None) => (lo, kv_len),
+            (None, _) => return RowSpan::EMPTY,
+        };
+        let hulls = self.unions.iter().map(|slices| slices::hull(slices, first, last));
+        let (lo, hi) = hulls.fold(bounds, |(lo, hi), hull| (lo.max(hull.lo), hi.min(hull.hi)));
+        if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
     }
 
     /// The interval that all but the slices leave.
@@ -320,6 +323,38 @@ mod tests {
         // More queries than keys: the first of them see nothing of the causal part.
         assert_eq!([0, 3, 4].map(|q| at("slices:0..6x0..2/causal", q)), [spans(&[]), spans(&[]), span(0, 1)]);
         assert_eq!([1, 2].map(|q| at("slices:0..6x0..2/inverse", q)), [span(1, 2), spans(&[])]);
+    }
+
+    #[test]
+    fn the_hull_of_queries_holds_what_they_see_and_of_one_slice_nothing_else() {
+        let hull = |text: &str, first, last| text.parse::<Mask>().unwrap().hull(0, first, last, 24);
+        for part in ["full", "causal", "inverse", "both"] {
+            for rest in [
+                "",
+                "+causal",
+                "+documents:0,10,24+valid:20",
+                "+slices:0..9x0..5,7..7x0..9/both,3..20x8..11/causal",
+            ] {
+                let text = format!("slices:4..12x6..18/{part}{rest}");
+                let mask: Mask = text.parse().unwrap();
+                for (first, last) in (0..26).flat_map(|first| (first..26).map(move |last| (first, last))) {
+                    let seen: Vec<RowSpan> =
+                        (first..=last).flat_map(|q| mask.visible(0, q, 24).to_vec()).collect();
+                    let hull = mask.hull(0, first, last, 24);
+                    assert!(
+                        seen.iter().all(|s| hull.lo <= s.lo && s.hi <= hull.hi),
+                        "{text} {first}..={last}"
+                    );
+                    let all = (seen.iter().map(|s| s.lo).min(), seen.iter().map(|s| s.hi).max());
+                    if let (Some(lo), Some(hi), "") = (all.0, all.1, rest) {
+                        assert_eq!(hull, RowSpan { lo, hi }, "{text} {first}..={last}");
+                    }
+                }
+            }
+        }
+        // Queries that no slice names see nothing, and no look at each of them is needed to know.
+        assert_eq!(hull("slices:0..4x0..4,8..12x8..12", 4, 7), RowSpan::EMPTY);
+        assert_eq!(hull("slices:0..4x0..4,8..12x8..12", 4, 8), RowSpan { lo: 8, hi: 12 });
     }
 
     #[test]

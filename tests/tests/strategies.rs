@@ -210,6 +210,19 @@ fn keys_on_the_wire_are_rounded_once_and_cost_no_more_than_that() {
     }
 }
 
+#[test]
+fn keys_that_go_both_ways_are_converted_once_by_their_owner() {
+    let problem = case("two rows beyond four tiles").problem.with_wire(Dtype::F16).unwrap();
+    let mesh = Mesh::new(1, 5).unwrap();
+    for strategy in [Strategy::Bidirectional, Strategy::Line] {
+        let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, strategy).unwrap();
+        for plan in &world.plans {
+            let own = |step: &&Step| matches!(step, Step::Convert { from, .. } if from.buffer == plan.kv);
+            assert_eq!(plan.steps.iter().filter(own).count(), 1, "{strategy}, rank {}", plan.rank);
+        }
+    }
+}
+
 /// Runs a world whose plans may be wrong, past the proof that would refuse it.
 fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
     let group: Vec<Arc<dyn Transport>> = in_process_group(world.mesh.world());

@@ -54,6 +54,12 @@ impl MaskSlice {
         if q < self.q_begin || self.q_end <= q {
             return RowSpan::EMPTY;
         }
+        let (lo, hi) = self.ends(q);
+        if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
+    }
+
+    /// Where what the query at `q`, which is one of the slice's, sees of it would begin and end.
+    fn ends(&self, q: u32) -> (u32, u32) {
         let (mut lo, mut hi) = (self.k_begin, self.k_end);
         if matches!(self.part, SlicePart::Causal | SlicePart::Both) {
             hi = (hi + 1).saturating_sub(self.q_end - q);
@@ -61,8 +67,21 @@ impl MaskSlice {
         if matches!(self.part, SlicePart::Inverse | SlicePart::Both) {
             lo = lo.saturating_add(q - self.q_begin);
         }
-        if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
+        (lo, hi)
     }
+}
+
+/// An interval that holds every key that the union of `slices` (ascending) shows a query at any of the positions
+/// `first..=last`. Neither end of what a slice shows moves left as the query moves right.
+pub(super) fn hull(slices: &[MaskSlice], first: u32, last: u32) -> RowSpan {
+    let meets = |slice: &&MaskSlice| first.max(slice.q_begin) < slice.q_end;
+    let shown = slices.iter().take_while(|slice| slice.q_begin <= last).filter(meets);
+    let (lo, hi) = shown.fold((u32::MAX, 0), |(lo, hi), slice| {
+        let (begin, _) = slice.ends(first.max(slice.q_begin));
+        let (_, end) = slice.ends(last.min(slice.q_end - 1));
+        if begin < end { (lo.min(begin), hi.max(end)) } else { (lo, hi) }
+    });
+    if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
 }
 
 impl SlicePart {

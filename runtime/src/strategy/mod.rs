@@ -173,9 +173,10 @@ fn placements(
     strategy.accepts(mesh)?;
     mesh.fits(problem)?;
     if problem.wire != problem.dtype && (mesh.ring() == 1 || strategy == Strategy::PassQ) {
+        let other = if mesh.ring() == 1 { "a mesh with a ring" } else { "a strategy that sends keys" };
         return Err(Error::request(
             format!("{} on the wire with strategy {strategy} on mesh {mesh}", problem.wire),
-            "no keys go round shards there: send tensors as they are, or use a mesh with a ring",
+            format!("no keys go round shards there: send tensors as they are, or use {other}"),
         ));
     }
     if matches!(split, Split::Tokens(_)) && problem.q_len != problem.kv_len {

@@ -34,7 +34,7 @@ struct Stream {
 }
 
 /// Which part of a shard.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     Whole,
     /// Its first ⌈n/2⌉ tokens: the front chunk of a zigzag placement.
@@ -133,9 +133,16 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, input
     let own_tokens = builder.buffer(inputs.kv).tokens.len();
     let mut held: Vec<Option<Held>> = Vec::new();
     for stream in &routes.streams {
-        held.push((stream.reach[r as usize] > 0).then(|| {
-            let slice = builder.tokens_of(inputs.kv, stream.part.of(own_tokens));
-            Held { slice: builder.for_the_wire(slice, &mut packed), arrived: None }
+        let goes = stream.reach[r as usize] > 0;
+        // What goes both ways is made for the wire once.
+        let same = routes.streams.iter().zip(&held).filter(|(other, _)| other.part == stream.part);
+        let made = { same }.find_map(|(_, held)| held.as_ref().map(|held| held.slice.clone()));
+        held.push(goes.then(|| {
+            let slice = made.unwrap_or_else(|| {
+                let slice = builder.tokens_of(inputs.kv, stream.part.of(own_tokens));
+                builder.for_the_wire(slice, &mut packed)
+            });
+            Held { slice, arrived: None }
         }));
     }
     for hop in 1..=routes.hops() {

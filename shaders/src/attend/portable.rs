@@ -217,7 +217,8 @@ var seen{i} = {};",
             if self.kernel.pairs.any() {
                 let terms = ["x", "y", "z", "w"].map(|x| format!("pair_term(pair_row{i}, pos.{x})"));
                 t.line(format!("let term{i} = vec4<f32>({});", terms.join(", ")));
-                t.line(format!("let vis{i} = {span} & (term{i} != vec4<f32>(HIDDEN));"));
+                let shown = ["x", "y", "z", "w"].map(|x| format!("shows(term{i}.{x})"));
+                t.line(format!("let vis{i} = {span} & vec4<bool>({});", shown.join(", ")));
             } else {
                 t.line(format!("let vis{i} = {span};"));
             }

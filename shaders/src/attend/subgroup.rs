@@ -169,7 +169,7 @@ for (var i = group + lane; i < group_end; i += {}u) {{
                 for r in 0..self.rows {
                     t.line(format!(
                         "bits{r} |= select(0u, 1u << (i - group), lo{r} <= position && position < hi{r} && \
-                         pair_term(pair_row{r}, position) != HIDDEN);"
+                         shows(pair_term(pair_row{r}, position)));"
                     ));
                 }
             });
@@ -277,7 +277,7 @@ let group_first = workgroupUniformLoad(&seen_from);"
                     }
                     Pairs::Bias => {
                         t.line(format!("let term{r} = pair_term(pair_row{r}, position);"));
-                        t.line(format!("let vis{r} = {span} && term{r} != HIDDEN;"));
+                        t.line(format!("let vis{r} = {span} && shows(term{r});"));
                         format!("{logit} + term{r}")
                     }
                 };

@@ -82,7 +82,7 @@ fn visible(t: &mut Text, kernel: DecodeKernel, s: u32) {
     let span = format!("inside && lo{s} <= position && position < hi{s}");
     if kernel.pairs.any() {
         t.line(format!("let term{s} = pair_term(pair_row{s}, position);"));
-        t.line(format!("let vis{s} = {span} && term{s} != HIDDEN;"));
+        t.line(format!("let vis{s} = {span} && shows(term{s});"));
     } else {
         t.line(format!("let vis{s} = {span};"));
     }

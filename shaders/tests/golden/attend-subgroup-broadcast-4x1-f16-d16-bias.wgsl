@@ -61,6 +61,8 @@ fn base2_of(m: f32) -> f32 { return select(m * 1.442695f, m, m == EMPTY_M); }
 fn natural_of(m: f32) -> f32 { return select(m * 0.6931472f, m, m == EMPTY_M); }
 
 const HIDDEN: f32 = -3e38f;
+// By bits, so that NaN is shown: SPIR-V from naga has `!=` false for NaN.
+fn shows(term: f32) -> bool { return bitcast<u32>(term) != 0xff61b1e6u; }
 fn pair_term(row: u32, position: u32) -> f32 {
     let word = pairs[(row + position) >> 1u];
     let bits = (word >> (((row + position) & 1u) * 16u)) & 0xffffu;
@@ -194,7 +196,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             let position = positions[params.keys_at + key];
             let dot0_0 = s0_0_0 + s0_0_1 + s0_0_2 + s0_0_3;
             let term0 = pair_term(pair_row0, position);
-            let vis0 = lo0 <= position && position < hi0 && term0 != HIDDEN;
+            let vis0 = lo0 <= position && position < hi0 && shows(term0);
             let x0_0 = select(EMPTY_M, dot0_0 + term0, vis0);
             seen0 = seen0 || vis0;
             let n0 = max(m0, x0_0);

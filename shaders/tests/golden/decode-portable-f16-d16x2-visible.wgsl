@@ -61,6 +61,8 @@ fn base2_of(m: f32) -> f32 { return select(m * 1.442695f, m, m == EMPTY_M); }
 fn natural_of(m: f32) -> f32 { return select(m * 0.6931472f, m, m == EMPTY_M); }
 
 const HIDDEN: f32 = -3e38f;
+// By bits, so that NaN is shown: SPIR-V from naga has `!=` false for NaN.
+fn shows(term: f32) -> bool { return bitcast<u32>(term) != 0xff61b1e6u; }
 fn pair_term(row: u32, position: u32) -> f32 {
     let bit = (pairs[row + (position >> 5u)] >> (position & 31u)) & 1u;
     return select(HIDDEN, 0.0f, bit == 1u);
@@ -131,10 +133,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let k_at = k_base + own * params.k_row;
             var x0 = 0.0f;
             let term0 = pair_term(pair_row0, position);
-            let vis0 = inside && lo0 <= position && position < hi0 && term0 != HIDDEN;
+            let vis0 = inside && lo0 <= position && position < hi0 && shows(term0);
             var x1 = 0.0f;
             let term1 = pair_term(pair_row1, position);
-            let vis1 = inside && lo1 <= position && position < hi1 && term1 != HIDDEN;
+            let vis1 = inside && lo1 <= position && position < hi1 && shows(term1);
             if (vis0 || vis1) {
                 for (var u = 0u; u < 2u; u++) {
                     let unit = k[k_at + u];

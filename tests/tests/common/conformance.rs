@@ -38,6 +38,7 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
         ("carries a running state over a ring", |backend, who| Box::pin(on_mesh(backend, who, 1, 3))),
         ("trades heads for tokens", |backend, who| Box::pin(on_mesh(backend, who, 2, 1))),
         ("lets nothing leak from what a row cannot see", |backend, who| Box::pin(no_leaks(backend, who))),
+        ("shows a NaN in a bias to the row that sees it", |backend, who| Box::pin(nan_in_bias(backend, who))),
         ("gives the same bytes every time", |backend, who| Box::pin(same_bytes(backend, who))),
         ("merges two states as if it had attended to both", |backend, who| {
             Box::pin(merge_is_attending_to_both(backend, who))
@@ -150,6 +151,49 @@ async fn no_leaks<B: Backend>(backend: &B, who: &str) {
                     without.o[at..at + row_bytes],
                     "{who} {dtype} {name}: {id:?} changed by what it cannot see"
                 );
+            }
+        }
+    }
+}
+
+async fn nan_in_bias<B: Backend>(backend: &B, who: &str) {
+    for dtype in Dtype::ALL {
+        for case in chosen_cases().filter(|case| case.poison.is_empty() && case.pairs.is_some_and(|p| p.bias))
+        {
+            let name = case.name;
+            let good = Prepared::new(case, dtype);
+            let (problem, pairs) = (&good.problem, good.problem.pairs.unwrap());
+            let row = problem.q_len as usize / 2;
+            let Some(key) = (0..problem.kv_len as usize).rev().find(|key| good.oracle.sees(0, row, *key))
+            else {
+                continue;
+            };
+            let mut stored = good.tensors.pairs.clone().unwrap().to_vec();
+            let at =
+                row * pairs.heads as usize * pairs.row_bytes(dtype, problem.kv_len) + key * dtype.bytes();
+            // All bits set are a NaN in every type.
+            stored[at..at + dtype.bytes()].fill(0xFF);
+            let world = dense_world(problem);
+            let without = run_alone(backend, &world, &good).await;
+            let mut bad = good;
+            bad.tensors.pairs = Some(stored.into());
+            let with = run_alone(backend, &world, &bad).await;
+            for id in bad.oracle.row_ids() {
+                let from = bad.oracle.o_index(id) * dtype.bytes();
+                let bytes = from..from + bad.problem.head_dim as usize * dtype.bytes();
+                if id.row != row {
+                    assert!(
+                        with.o[bytes.clone()] == without.o[bytes],
+                        "{who} {dtype} {name}: {id:?} changed"
+                    );
+                } else if (id.batch, id.head) == (0, 0) {
+                    assert!(
+                        with.o[bytes.clone()] != without.o[bytes],
+                        "{who} {dtype} {name}: {id:?} hides it"
+                    );
+                    let place = id.head * bad.problem.q_len as usize + row;
+                    assert!(with.lse[place].is_nan(), "{who} {dtype} {name}: lse of {id:?}");
+                }
             }
         }
     }
