@@ -13,6 +13,7 @@ use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind, Strategy};
 use crate::against::Peer;
 use crate::certs::CertsArgs;
 use crate::device::DeviceRequest;
+use crate::doctor::DoctorArgs;
 use crate::launch::LaunchArgs;
 use crate::launchers::GroupArgs;
 use crate::tune::TuneArgs;
@@ -50,6 +51,10 @@ pub(crate) enum Command {
     /// others. Lines that a rank writes to standard error are prefixed
     /// with its rank, except JSON progress, which names it; standard output passes unchanged.
     Launch(LaunchArgs),
+    /// Reads the records of all ranks of a run together, and says which rank stopped first and who waited for whom
+    ///
+    /// Exit code 0: nothing wrong found; 1: something found; 2: the files cannot be used.
+    Doctor(DoctorArgs),
     /// Makes the authority of a cluster and the identities of its ranks and hosts
     Certs(CertsArgs),
 }
@@ -142,6 +147,9 @@ pub(crate) struct AttendArgs {
     /// Write the timeline of every rank as Perfetto/Chrome trace JSON
     #[arg(long, value_name = "F")]
     pub(crate) trace: Option<PathBuf>,
+    /// Folder for a record of every rank (rank-R.jsonl), written when it ends and on SIGUSR1 [default: KYKLOS_RECORD_DIR]; kyklos doctor reads them
+    #[arg(long, value_name = "DIR")]
+    pub(crate) record: Option<PathBuf>,
     /// Print one JSON object instead of the table
     #[arg(long)]
     pub(crate) json: bool,

@@ -16,6 +16,7 @@ use crate::launchers::{self, Launched, Variables};
 use crate::output::{OutputTarget, RANK, keep_apart};
 use crate::progress::Watch;
 use crate::rank::{self, Job, RankDone};
+use crate::record;
 use crate::request::Request;
 use crate::trace;
 use crate::verify::Sample;
@@ -73,6 +74,7 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
 fn as_rank(args: &AttendArgs, launched: &Launched) -> Result<()> {
     launched.end_with_launcher();
     interrupt::end_on_interrupt()?;
+    record::write_on_request()?;
     let transport = launched.connect(&args.group)?;
     let refuse = |failure| {
         let failure = rank::refuse(&*transport, failure);
@@ -139,6 +141,7 @@ fn here(args: &AttendArgs) -> Result<()> {
     let devices =
         (0..world as usize).map(|rank| device::choose(&args.device.0, rank)).collect::<Result<Vec<_>>>()?;
     interrupt::end_on_interrupt()?;
+    record::write_on_request()?;
     let transports = match args.transport {
         Some(TransportName::Quic) => quic_loopback_group(world)?,
         Some(TransportName::InProcess) | None => in_process_group(world),
@@ -186,12 +189,13 @@ fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
     Ok(Job {
         plan_hash: plan::plan_hash(&world, &identities),
         request,
-        world,
+        world: Arc::new(world),
         checks,
         repeat: args.repeat.get(),
         deadline: Duration::from_secs(u64::from(args.deadline.get())),
         sample,
         output,
+        record: record::folder(args.record.as_deref())?,
         options: RunOptions { clock, observer: watch.clone(), trace: args.trace.is_some(), poison: false },
         watch,
     })

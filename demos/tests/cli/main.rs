@@ -6,6 +6,7 @@ mod bench;
 mod certs;
 mod clusters;
 mod demonstration;
+mod doctor;
 mod files;
 mod launch;
 mod requests;
