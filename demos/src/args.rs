@@ -1,6 +1,7 @@
 //! The command line. Its names are a contract: scripts use them.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::num::{NonZeroU32, NonZeroU64};
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -31,7 +32,7 @@ pub(crate) enum Command {
     /// Lists the devices of this machine and what each reached in a short probe
     Devices(DevicesArgs),
     /// Computes attention over a file or made-up tensors, on one or many ranks
-    Attend(AttendArgs),
+    Attend(Box<AttendArgs>),
     /// Explains what `attend` would run, and what it would send and hold; needs no device
     Plan(PlanArgs),
     /// Times attention kernels on the devices of this machine; each is checked against the f64 oracle before its time counts
@@ -150,6 +151,12 @@ pub(crate) struct AttendArgs {
     /// Folder for a record of every rank (rank-R.jsonl), written when it ends and on SIGUSR1 [default: KYKLOS_RECORD_DIR]; kyklos doctor reads them
     #[arg(long, value_name = "DIR")]
     pub(crate) record: Option<PathBuf>,
+    /// Serve Prometheus metrics, /healthz and /readyz there, on loopback; ranks of one host take the ports that follow (0: any)
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub(crate) metrics: Option<SocketAddr>,
+    /// Let --metrics be an address that other machines reach
+    #[arg(long, requires = "metrics")]
+    pub(crate) metrics_anywhere: bool,
     /// Print one JSON object instead of the table
     #[arg(long)]
     pub(crate) json: bool,

@@ -13,6 +13,7 @@ use crate::device::{self, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note, print};
 use crate::interrupt;
 use crate::launchers::{self, Launched, Variables};
+use crate::metrics;
 use crate::output::{OutputTarget, RANK, keep_apart};
 use crate::progress::Watch;
 use crate::rank::{self, Job, RankDone};
@@ -67,6 +68,7 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
             "put {rank} into the name, such as trace-{rank}.json",
         ));
     }
+    metrics::check(args)?;
     devices_fit(args, local_world)?;
     Request::new(&args.problem, args.seed, Some(world))
 }
@@ -75,13 +77,15 @@ fn as_rank(args: &AttendArgs, launched: &Launched) -> Result<()> {
     launched.end_with_launcher();
     interrupt::end_on_interrupt()?;
     record::write_on_request()?;
+    let metrics = metrics::serve(args, launched.rank, launched.local_rank);
     let transport = launched.connect(&args.group)?;
     let refuse = |failure| {
         let failure = rank::refuse(&*transport, failure);
         let _ = pollster::block_on(transport.close(Duration::from_secs(3)));
         failure
     };
-    let job = launched_request(args, launched.world, launched.local_world)
+    let job = metrics
+        .and_then(|()| launched_request(args, launched.world, launched.local_world))
         .and_then(|request| job(args, request, launched.local_world))
         .map_err(refuse)?;
     if launched.rank == 0
@@ -131,6 +135,7 @@ fn here(args: &AttendArgs) -> Result<()> {
             format!("use at most {MAX_RANKS_HERE}, or more processes with kyklos launch"),
         ));
     }
+    metrics::check(args)?;
     let request = Request::new(&args.problem, args.seed, None)?;
     let world = request.mesh.world();
     devices_fit(args, world)?;
@@ -142,6 +147,7 @@ fn here(args: &AttendArgs) -> Result<()> {
         (0..world as usize).map(|rank| device::choose(&args.device.0, rank)).collect::<Result<Vec<_>>>()?;
     interrupt::end_on_interrupt()?;
     record::write_on_request()?;
+    metrics::serve(args, 0, 0)?;
     let transports = match args.transport {
         Some(TransportName::Quic) => quic_loopback_group(world)?,
         Some(TransportName::InProcess) | None => in_process_group(world),

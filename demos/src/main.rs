@@ -25,6 +25,7 @@ mod input;
 mod interrupt;
 mod launch;
 mod launchers;
+mod metrics;
 mod output;
 mod pairs;
 mod plan;

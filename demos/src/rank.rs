@@ -58,13 +58,7 @@ struct Ready {
 
 /// Runs a rank, tells the others if it fails, and leaves the group.
 pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<DeviceId>) -> Result<RankDone> {
-    let flight = Flight::list(
-        transport,
-        &job.world,
-        job.plan_hash,
-        job.request.strategy.to_string(),
-        job.record.as_deref(),
-    );
+    let flight = Flight::list(job, transport);
     let result = device
         .and_then(|device| job.prepare(transport.rank(), device))
         .map_err(|failure| refuse(&**transport, job.named(transport.rank(), failure)))

@@ -35,7 +35,7 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
         rank: flight.rank.0,
         world: flight.world.mesh.world(),
         job: flight.recorder.job().to_owned(),
-        plan_hash: flight.plan_hash.iter().map(|byte| format!("{byte:02x}")).collect(),
+        plan_hash: flight.plan_hash_text(),
         strategy: flight.strategy.clone(),
         mesh: flight.world.mesh.to_string(),
         pid: std::process::id(),

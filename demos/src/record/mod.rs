@@ -12,6 +12,9 @@ use kyklos_transport::{Rank, Recorder, Transport};
 
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
+use crate::metrics::Total;
+use crate::progress::Watch;
+use crate::rank::Job;
 
 /// A rank of this process while it runs.
 #[derive(Debug)]
@@ -24,6 +27,7 @@ pub(crate) struct Flight {
     plan_hash: [u8; 32],
     strategy: String,
     started: SystemTime,
+    watch: Arc<Watch>,
     folder: Option<PathBuf>,
 }
 
@@ -44,25 +48,41 @@ pub(crate) enum Why<'a> {
 
 impl Flight {
     /// Lists a rank that is about to run.
-    pub(crate) fn list(
-        transport: &Arc<dyn Transport>,
-        world: &Arc<World>,
-        plan_hash: [u8; 32],
-        strategy: String,
-        folder: Option<&Path>,
-    ) -> Listed {
+    pub(crate) fn list(job: &Job, transport: &Arc<dyn Transport>) -> Listed {
         let flight = Arc::new(Self {
             rank: transport.rank(),
             recorder: transport.recorder(),
             transport: Arc::downgrade(transport),
-            world: Arc::clone(world),
-            plan_hash,
-            strategy,
+            world: Arc::clone(&job.world),
+            plan_hash: job.plan_hash,
+            strategy: job.request.strategy.to_string(),
             started: SystemTime::now(),
-            folder: folder.map(Path::to_owned),
+            watch: Arc::clone(&job.watch),
+            folder: job.record.clone(),
         });
         lock().push(Arc::clone(&flight));
         Listed(flight)
+    }
+
+    /// What the rank has spent so far.
+    pub(crate) fn totals(&self) -> Total {
+        self.watch.totals.of(self.rank)
+    }
+
+    /// What runs, as names and values.
+    pub(crate) fn labels(&self) -> [(&'static str, String); 6] {
+        [
+            ("rank", self.rank.to_string()),
+            ("world", self.world.mesh.world().to_string()),
+            ("job", self.recorder.job().to_owned()),
+            ("plan_hash", self.plan_hash_text()),
+            ("strategy", self.strategy.clone()),
+            ("version", env!("CARGO_PKG_VERSION").to_owned()),
+        ]
+    }
+
+    fn plan_hash_text(&self) -> String {
+        self.plan_hash.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
     fn write(&self, why: Why<'_>) -> Result<()> {

@@ -91,6 +91,8 @@ fn when_one_rank_refuses_all_ranks_say_the_same() {
 pub(crate) struct LongJob {
     pub(crate) launch: Child,
     pub(crate) pids: [u32; 4],
+    /// What was said before every rank computed, and is no progress.
+    pub(crate) notes: Vec<String>,
     lines: mpsc::Receiver<String>,
     temporary: tempfile::TempDir,
 }
@@ -122,14 +124,19 @@ impl LongJob {
             }
         });
         let mut pids = [0; 4];
+        let mut notes = Vec::new();
         while pids.contains(&0) {
             let line = lines.recv_timeout(Duration::from_secs(60)).unwrap();
+            if !line.starts_with('{') {
+                notes.push(line);
+                continue;
+            }
             let event: serde_json::Value = serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line}"));
             if event["doing"].as_str().is_some_and(|doing| doing.starts_with("attend")) {
                 pids[event["rank"].as_u64().unwrap() as usize] = event["pid"].as_u64().unwrap() as u32;
             }
         }
-        Self { launch, pids, lines, temporary }
+        Self { launch, pids, notes, lines, temporary }
     }
 
     /// Waits for the end. Returns the exit code, how long it took and the lines that are no progress.

@@ -9,5 +9,6 @@ mod demonstration;
 mod doctor;
 mod files;
 mod launch;
+mod metrics;
 mod requests;
 mod support;
