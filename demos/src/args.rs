@@ -1,6 +1,7 @@
 //! The command line. Its names are a contract: scripts use them.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::num::{NonZeroU32, NonZeroU64};
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -13,6 +14,7 @@ use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind, Strategy};
 use crate::against::Peer;
 use crate::certs::CertsArgs;
 use crate::device::DeviceRequest;
+use crate::doctor::DoctorArgs;
 use crate::launch::LaunchArgs;
 use crate::launchers::GroupArgs;
 use crate::tune::TuneArgs;
@@ -30,7 +32,7 @@ pub(crate) enum Command {
     /// Lists the devices of this machine and what each reached in a short probe
     Devices(DevicesArgs),
     /// Computes attention over a file or made-up tensors, on one or many ranks
-    Attend(AttendArgs),
+    Attend(Box<AttendArgs>),
     /// Explains what `attend` would run, and what it would send and hold; needs no device
     Plan(PlanArgs),
     /// Times attention kernels on the devices of this machine; each is checked against the f64 oracle before its time counts
@@ -50,6 +52,10 @@ pub(crate) enum Command {
     /// others. Lines that a rank writes to standard error are prefixed
     /// with its rank, except JSON progress, which names it; standard output passes unchanged.
     Launch(LaunchArgs),
+    /// Reads the records of all ranks of a run together, and says which rank stopped first and who waited for whom
+    ///
+    /// Exit code 0: nothing wrong found; 1: something found; 2: the files cannot be used.
+    Doctor(DoctorArgs),
     /// Makes the authority of a cluster and the identities of its ranks and hosts
     Certs(CertsArgs),
 }
@@ -145,6 +151,15 @@ pub(crate) struct AttendArgs {
     /// Write the timeline of every rank as Perfetto/Chrome trace JSON
     #[arg(long, value_name = "F")]
     pub(crate) trace: Option<PathBuf>,
+    /// Folder for a record of every rank (rank-R.jsonl), written when it ends and on SIGUSR1 [default: KYKLOS_RECORD_DIR]; kyklos doctor reads them
+    #[arg(long, value_name = "DIR")]
+    pub(crate) record: Option<PathBuf>,
+    /// Serve Prometheus metrics, /healthz and /readyz there, on loopback; ranks of one host take the ports that follow (0: any)
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub(crate) metrics: Option<SocketAddr>,
+    /// Let --metrics be an address that other machines reach
+    #[arg(long, requires = "metrics")]
+    pub(crate) metrics_anywhere: bool,
     /// Print one JSON object instead of the table
     #[arg(long)]
     pub(crate) json: bool,

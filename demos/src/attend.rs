@@ -13,9 +13,11 @@ use crate::device::{self, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note, print};
 use crate::interrupt;
 use crate::launchers::{self, Launched, Variables};
+use crate::metrics;
 use crate::output::{OutputTarget, RANK, keep_apart};
 use crate::progress::Watch;
 use crate::rank::{self, Job, RankDone};
+use crate::record;
 use crate::request::Request;
 use crate::trace;
 use crate::verify::Sample;
@@ -66,6 +68,7 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
             "put {rank} into the name, such as trace-{rank}.json",
         ));
     }
+    metrics::check(args)?;
     devices_fit(args, local_world)?;
     Request::new(&args.problem, args.seed, Some(world))
 }
@@ -73,13 +76,16 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
 fn as_rank(args: &AttendArgs, launched: &Launched) -> Result<()> {
     launched.end_with_launcher();
     interrupt::end_on_interrupt()?;
+    record::write_on_request()?;
+    let metrics = metrics::serve(args, launched.rank, launched.local_rank);
     let transport = launched.connect(&args.group)?;
     let refuse = |failure| {
         let failure = rank::refuse(&*transport, failure);
         let _ = pollster::block_on(transport.close(Duration::from_secs(3)));
         failure
     };
-    let job = launched_request(args, launched.world, launched.local_world)
+    let job = metrics
+        .and_then(|()| launched_request(args, launched.world, launched.local_world))
         .and_then(|request| job(args, request, launched.local_world))
         .map_err(refuse)?;
     if launched.rank == 0
@@ -129,6 +135,7 @@ fn here(args: &AttendArgs) -> Result<()> {
             format!("use at most {MAX_RANKS_HERE}, or more processes with kyklos launch"),
         ));
     }
+    metrics::check(args)?;
     let request = Request::new(&args.problem, args.seed, None)?;
     let world = request.mesh.world();
     devices_fit(args, world)?;
@@ -139,6 +146,8 @@ fn here(args: &AttendArgs) -> Result<()> {
     let devices =
         (0..world as usize).map(|rank| device::choose(&args.device.0, rank)).collect::<Result<Vec<_>>>()?;
     interrupt::end_on_interrupt()?;
+    record::write_on_request()?;
+    metrics::serve(args, 0, 0)?;
     let transports = match args.transport {
         Some(TransportName::Quic) => quic_loopback_group(world)?,
         Some(TransportName::InProcess) | None => in_process_group(world),
@@ -186,12 +195,13 @@ fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
     Ok(Job {
         plan_hash: plan::plan_hash(&world, &identities),
         request,
-        world,
+        world: Arc::new(world),
         checks,
         repeat: args.repeat.get(),
         deadline: Duration::from_secs(u64::from(args.deadline.get())),
         sample,
         output,
+        record: record::folder(args.record.as_deref())?,
         options: RunOptions { clock, observer: watch.clone(), trace: args.trace.is_some(), poison: false },
         watch,
     })

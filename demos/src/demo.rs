@@ -72,9 +72,10 @@ pub(crate) fn demo() -> Result<()> {
         repeat: REPEAT.get(),
         deadline: Duration::from_secs(120),
         output: None,
+        record: None,
         options: RunOptions { clock, observer: watch.clone(), ..quiet() },
         watch,
-        world,
+        world: Arc::new(world),
     };
     let done = run_here(&job, in_process_group(job.world.mesh.world()), &devices)?;
     let summary = done

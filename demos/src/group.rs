@@ -13,6 +13,7 @@ use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::launchers::{GroupArgs, HostPort, IDENTITY, Launched, Variables};
 use crate::output::RANK;
+use crate::record;
 
 impl Launched {
     /// Joins the group, and says on standard error who made this process which rank.
@@ -82,8 +83,11 @@ impl Launched {
     pub(crate) fn end_with_launcher(&self) {
         if self.by_kyklos {
             std::thread::spawn(|| {
-                let mut ignored = [0; 64];
-                while std::io::stdin().read(&mut ignored).is_ok_and(|read| read > 0) {}
+                let mut bytes = [0; 64];
+                // A byte asks for this rank's record.
+                while std::io::stdin().read(&mut bytes).is_ok_and(|read| read > 0) {
+                    record::write_all();
+                }
                 interrupt::end(1);
             });
         }

@@ -34,6 +34,21 @@ pub(crate) fn on_interrupt(then: impl FnMut() + Send + 'static) -> Result<()> {
     ctrlc::set_handler(then).map_err(|error| Failure::run(format!("cannot handle Ctrl-C: {error}")))
 }
 
+/// From now on SIGUSR1 calls `then`, on a thread of its own; elsewhere than on unix nothing does.
+#[cfg(unix)]
+pub(crate) fn on_request(mut then: impl FnMut() + Send + 'static) -> Result<()> {
+    let mut signals = signal_hook::iterator::Signals::new([signal_hook::consts::SIGUSR1])
+        .map_err(|error| Failure::run(format!("cannot handle SIGUSR1: {error}")))?;
+    std::thread::spawn(move || signals.forever().for_each(|_| then()));
+    Ok(())
+}
+
+#[cfg(not(unix))]
+#[expect(clippy::unnecessary_wraps, reason = "on unix it can fail")]
+pub(crate) fn on_request(_: impl FnMut() + Send + 'static) -> Result<()> {
+    Ok(())
+}
+
 /// Removes what is doomed and ends the process.
 pub(crate) fn end(exit: u8) {
     for path in paths().iter() {

@@ -37,6 +37,9 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
     let interrupted = Arc::new(AtomicBool::new(false));
     let raise = interrupted.clone();
     interrupt::on_interrupt(move || raise.store(true, Ordering::Relaxed))?;
+    let asked = Arc::new(AtomicBool::new(false));
+    let raise = asked.clone();
+    interrupt::on_request(move || raise.store(true, Ordering::Relaxed))?;
 
     let mut builder = tempfile::Builder::new();
     builder.prefix("kyklos-");
@@ -72,7 +75,7 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
             .map_err(|error| Failure::run(format!("cannot start rank {rank}: {error}")))?;
         children.take(rank, child);
     }
-    let exit = children.watch(&interrupted);
+    let exit = children.watch(&interrupted, &asked);
     // Explicit, because a folder that stays behind holds keys.
     if let Err(error) = folder.close() {
         note(&format!("warning: the job's identity could not be removed: {error}"));
@@ -125,7 +128,7 @@ struct Children {
 struct Running {
     rank: u32,
     child: Child,
-    /// A process ends when this does.
+    /// A process ends when this does, and writes its record when a byte comes.
     lifeline: Option<ChildStdin>,
 }
 
@@ -145,11 +148,14 @@ impl Children {
     }
 
     /// Waits for all of them; when one fails the others have [`SURVIVORS`] to end by themselves.
-    fn watch(&mut self, interrupted: &AtomicBool) -> u8 {
+    fn watch(&mut self, interrupted: &AtomicBool, asked: &AtomicBool) -> u8 {
         let mut patience: Option<Instant> = None;
         let mut asked_to_end = false;
         while !self.running.is_empty() {
             self.reap();
+            if asked.swap(false, Ordering::Relaxed) {
+                self.ask_for_records();
+            }
             if interrupted.load(Ordering::Relaxed) && !asked_to_end {
                 asked_to_end = true;
                 patience = Some(Instant::now() + INTERRUPTED);
@@ -185,6 +191,14 @@ impl Children {
             2
         } else {
             1
+        }
+    }
+
+    /// What SIGUSR1 would do to each process.
+    fn ask_for_records(&mut self) {
+        for lifeline in self.running.iter_mut().filter_map(|running| running.lifeline.as_mut()) {
+            // A process that does not read has its own end; a pipe takes thousands of bytes before it blocks.
+            let _ = lifeline.write_all(b"r");
         }
     }
 

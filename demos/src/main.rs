@@ -1,6 +1,7 @@
 //! The `kyklos` program.
 //!
-//! Exit codes: 0 done, 1 the run failed (a device or driver that is not there among it), 2 the request is wrong.
+//! Exit codes: 0 done, 1 the run failed (a device or driver that is not there among it) or `doctor` found something,
+//! 2 the request is wrong.
 //! A wrong request is one line on standard error.
 #![forbid(unsafe_code)]
 
@@ -16,6 +17,7 @@ mod certs;
 mod demo;
 mod device;
 mod devices;
+mod doctor;
 mod driver;
 mod explain;
 mod failure;
@@ -24,6 +26,7 @@ mod input;
 mod interrupt;
 mod launch;
 mod launchers;
+mod metrics;
 mod output;
 mod pairs;
 mod plan;
@@ -31,6 +34,7 @@ mod positioned;
 mod probe;
 mod progress;
 mod rank;
+mod record;
 mod report;
 mod request;
 mod resident;
@@ -68,6 +72,9 @@ fn main() -> ExitCode {
         Some(Command::Bench(args)) => bench::bench(&args),
         Some(Command::Tune(args)) => tune::tune(&args),
         Some(Command::Certs(args)) => certs::certs(&args),
+        Some(Command::Doctor(args)) => {
+            return doctor::doctor(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
+        }
         Some(Command::Launch(args)) => {
             return launch::launch(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
         }

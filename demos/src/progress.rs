@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use indicatif::{ProgressBar, ProgressStyle};
-use kyklos::{Clock, Observer};
+use kyklos::{Clock, Observer, RankReport};
 use kyklos_transport::Rank;
 
 use crate::args::ProgressKind;
 use crate::failure::note;
+use crate::metrics::Totals;
 
 /// Looks on while the ranks of this process run, and remembers when each run began.
 #[derive(Debug)]
@@ -19,6 +20,7 @@ pub(crate) struct Watch {
     bar: Option<ProgressBar>,
     /// When each rank took the first step of its latest run.
     started_ns: Vec<AtomicU64>,
+    pub(crate) totals: Totals,
 }
 
 impl Watch {
@@ -38,6 +40,7 @@ impl Watch {
             json: kind == ProgressKind::Json,
             bar,
             started_ns: (0..world).map(|_| AtomicU64::new(0)).collect(),
+            totals: Totals::new(world),
         }
     }
 
@@ -49,6 +52,7 @@ impl Watch {
 
     /// `rank` has finished run `op`.
     pub(crate) fn done(&self, rank: Rank, op: u64) {
+        self.totals.done(rank);
         if self.json {
             note(
                 &serde_json::json!({
@@ -71,6 +75,10 @@ impl Watch {
 }
 
 impl Observer for Watch {
+    fn counted(&self, rank: Rank, op: u64, so_far: &RankReport) {
+        self.totals.counted(rank, op, so_far);
+    }
+
     fn step(&self, rank: Rank, op: u64, step: usize, steps: usize, doing: &dyn Fn() -> String) {
         if step == 0 {
             self.started_ns[rank.0 as usize].store(self.clock.now_ns(), Ordering::Relaxed);

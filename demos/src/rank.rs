@@ -1,5 +1,6 @@
 //! One rank, from its own tokens to everyone's result. The same for ranks of one process and for a rank that is one.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,6 +16,7 @@ use crate::device::{AnyBackend, DeviceId};
 use crate::failure::{Failure, Result, note};
 use crate::output::{OutputFile, OutputTarget};
 use crate::progress::Watch;
+use crate::record::Flight;
 use crate::report::{NOTE_BYTES, RankNote, Summary};
 use crate::request::Request;
 use crate::verify::{Sample, Verdict};
@@ -23,13 +25,15 @@ use crate::verify::{Sample, Verdict};
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) request: Request,
-    pub(crate) world: World,
+    pub(crate) world: Arc<World>,
     pub(crate) checks: Vec<RankCheck>,
     pub(crate) plan_hash: [u8; 32],
     pub(crate) repeat: u64,
     pub(crate) deadline: Duration,
     pub(crate) sample: Option<Sample>,
     pub(crate) output: Option<OutputTarget>,
+    /// Where records go.
+    pub(crate) record: Option<PathBuf>,
     pub(crate) options: RunOptions,
     pub(crate) watch: Arc<Watch>,
 }
@@ -54,10 +58,12 @@ struct Ready {
 
 /// Runs a rank, tells the others if it fails, and leaves the group.
 pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<DeviceId>) -> Result<RankDone> {
+    let flight = Flight::list(job, transport);
     let result = device
         .and_then(|device| job.prepare(transport.rank(), device))
         .map_err(|failure| refuse(&**transport, job.named(transport.rank(), failure)))
         .and_then(|ready| job.go(transport, ready));
+    flight.ended(&result);
     let well = result.as_ref().is_ok_and(|done| done.rejected.is_none());
     let left = pollster::block_on(transport.close(if well { job.deadline } else { LEAVE }));
     // The work is done: who leaves rudely afterwards takes nothing away.

@@ -155,7 +155,12 @@ impl<B: Backend> Collective<B> for HostStaged {
             })
             .collect();
         Box::pin(async move {
-            try_join(try_join_all(sends), try_join_all(recvs)).await.map(|(_, arrived)| arrived)
+            let recvs = async {
+                let arrived = try_join_all(recvs).await?;
+                meter.arrived(tag.message);
+                Ok(arrived)
+            };
+            try_join(try_join_all(sends), recvs).await.map(|(_, arrived)| arrived)
         })
     }
 

@@ -47,6 +47,9 @@ pub struct RunOptions {
 pub trait Observer: std::fmt::Debug + Send + Sync {
     /// `rank` starts step `step` of `steps`; `doing` puts it in words.
     fn step(&self, rank: Rank, op: u64, step: usize, steps: usize, doing: &dyn Fn() -> String);
+
+    /// `rank` has spent and sent this much in run `op` so far; told after every step.
+    fn counted(&self, _rank: Rank, _op: u64, _so_far: &RankReport) {}
 }
 
 /// Looks away.
@@ -268,7 +271,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 }
                 Step::Wait { id } => {
                     self.wait_for(*id, &mut in_flight).await?;
-                    self.meter.end(started, Lane::Wait, words);
+                    self.meter.end_wait(started, *id, words);
                 }
                 Step::Attend { q, kv, state, pairs } => {
                     let mut tensors = self.state(*state)?;
@@ -318,6 +321,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 }
                 Step::Free { buffer } => drop(self.memory.take(*buffer)),
             }
+            options.observer.counted(Rank(plan.rank), self.op, &self.meter.report());
         }
         let started = self.meter.start();
         // A rank without tokens writes nothing into its output, and has one all the same.
@@ -548,6 +552,14 @@ async fn drive<T, Buffer>(in_flight: &mut [InFlight<'_, Buffer>], future: impl F
         future.as_mut().poll(context)
     })
     .await
+}
+
+impl World {
+    /// A step of a rank's plan in words, if there is such a step.
+    pub fn step_in_words(&self, rank: Rank, step: u32) -> Option<String> {
+        let plan = self.plans.get(rank.0 as usize)?;
+        plan.steps.get(step as usize).map(|step| describe(self, plan, step))
+    }
 }
 
 /// Extents of a running state of a plan.

@@ -14,6 +14,8 @@ pub struct RankReport {
     pub compute_ns: u64,
     /// Waiting for messages.
     pub wait_ns: u64,
+    /// What of `wait_ns` was waiting for messages of this rank to be taken, when all that it expected had come.
+    pub send_blocked_ns: u64,
     /// Packing, and copies between host and device.
     pub copy_ns: u64,
     /// Plan payload handed to the transport, bytes.
@@ -59,6 +61,9 @@ pub struct Meter {
     lanes: [Cell<u64>; 3],
     bytes_sent: Cell<u64>,
     messages_sent: Cell<u64>,
+    send_blocked_ns: Cell<u64>,
+    /// Exchanges that have not been waited for, and when everything that they receive was here.
+    arrived: RefCell<Vec<(u32, u64)>>,
     spans: Option<RefCell<Vec<Span>>>,
 }
 
@@ -70,6 +75,8 @@ impl Meter {
             lanes: Default::default(),
             bytes_sent: Cell::new(0),
             messages_sent: Cell::new(0),
+            send_blocked_ns: Cell::new(0),
+            arrived: RefCell::default(),
             spans: trace.then(RefCell::default),
         }
     }
@@ -97,11 +104,30 @@ impl Meter {
         }
     }
 
+    /// Everything that the exchange `id` receives is here.
+    pub(crate) fn arrived(&self, id: u32) {
+        self.arrived.borrow_mut().push((id, self.clock.now_ns()));
+    }
+
+    /// Ends a wait for the exchange `id`.
+    pub(crate) fn end_wait(&self, started: Started, id: u32, name: impl FnOnce() -> String) {
+        let before = self.lanes[Lane::Wait as usize].get();
+        self.end(started, Lane::Wait, name);
+        let mut arrived = self.arrived.borrow_mut();
+        if let Some(index) = arrived.iter().position(|(arrived, _)| *arrived == id) {
+            let (_, at_ns) = arrived.swap_remove(index);
+            let waited = self.lanes[Lane::Wait as usize].get() - before;
+            let blocked = self.clock.now_ns().saturating_sub(at_ns.max(started.at_ns)).min(waited);
+            self.send_blocked_ns.set(self.send_blocked_ns.get() + blocked);
+        }
+    }
+
     /// The counters so far.
     pub fn report(&self) -> RankReport {
         RankReport {
             compute_ns: self.lanes[Lane::Compute as usize].get(),
             wait_ns: self.lanes[Lane::Wait as usize].get(),
+            send_blocked_ns: self.send_blocked_ns.get(),
             copy_ns: self.lanes[Lane::Copy as usize].get(),
             bytes_sent: self.bytes_sent.get(),
             messages_sent: self.messages_sent.get(),
@@ -120,4 +146,41 @@ impl Meter {
 pub(crate) struct Started {
     at_ns: u64,
     copied_ns: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+
+    #[derive(Debug, Default)]
+    struct Hands(AtomicU64);
+
+    impl Clock for Hands {
+        fn now_ns(&self) -> u64 {
+            self.0.load(Ordering::Relaxed)
+        }
+    }
+
+    /// Waits from 100 to 150 for an exchange whose receives were all there at `arrived_ns`.
+    fn blocked(arrived_ns: u64) -> u64 {
+        let hands = Arc::new(Hands::default());
+        let meter = Meter::new(hands.clone(), false);
+        let at = |ns| hands.0.store(ns, Ordering::Relaxed);
+        at(100);
+        let started = meter.start();
+        at(arrived_ns);
+        meter.arrived(7);
+        at(150);
+        meter.end_wait(started, 7, String::new);
+        let report = meter.report();
+        assert_eq!(report.wait_ns, 50);
+        report.send_blocked_ns
+    }
+
+    #[test]
+    fn a_wait_is_for_receives_until_they_are_there_and_for_sends_after_that() {
+        assert_eq!([blocked(60), blocked(120), blocked(150)], [50, 30, 0]);
+    }
 }

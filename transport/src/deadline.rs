@@ -30,6 +30,14 @@ impl Deadline {
         self.patience
     }
 
+    /// How long the caller has waited; unknown, and zero, where there is no clock.
+    pub(crate) fn waited(self) -> Duration {
+        #[cfg(not(target_family = "wasm"))]
+        return self.patience.saturating_sub(self.at.saturating_duration_since(Instant::now()));
+        #[cfg(target_family = "wasm")]
+        return Duration::ZERO;
+    }
+
     #[cfg(not(target_family = "wasm"))]
     pub(crate) fn at(self) -> Instant {
         self.at

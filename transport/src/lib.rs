@@ -54,9 +54,11 @@ mod in_process;
 mod misuse;
 #[cfg(feature = "quic")]
 pub mod quic;
+mod recorder;
 mod transport;
 pub mod wire;
 
 pub use error::{Abort, AbortCause, Pending, TransportError};
 pub use in_process::in_process_group;
+pub use recorder::{Event, EventKind, Outstanding, PeerRecord, Recorded, Recorder};
 pub use transport::{Posted, Progress, Rank, Tag, Transport, Vote};

@@ -12,6 +12,7 @@ use bytes::Bytes;
 use futures_channel::oneshot;
 
 use crate::error::{Abort, TransportError};
+use crate::recorder::{Outstanding, Recorder};
 
 /// Moves bytes between the ranks of one group. Object-safe; the implementations are in-process channels and QUIC.
 ///
@@ -57,6 +58,12 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// Says goodbye: waits (up to `deadline`) until peers have everything they were sent, then closes. A peer that
     /// leaves without this has died, as far as the others are concerned.
     fn close(&self, deadline: Duration) -> Posted<()>;
+
+    /// What this rank has done lately: for whoever wants to know why a group stands still, and how much it moves.
+    fn recorder(&self) -> Arc<Recorder>;
+
+    /// The calls that have not ended.
+    fn outstanding(&self) -> Vec<Outstanding>;
 }
 
 /// Index of a rank in its group, `0..world`.

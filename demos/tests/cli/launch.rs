@@ -88,24 +88,28 @@ fn when_one_rank_refuses_all_ranks_say_the_same() {
 }
 
 /// A job that runs for long, with its folder for temporary files, once every rank has begun to compute.
-struct LongJob {
-    launch: Child,
-    pids: [u32; 4],
+pub(crate) struct LongJob {
+    pub(crate) launch: Child,
+    pub(crate) pids: [u32; 4],
+    /// What was said before every rank computed, and is no progress.
+    pub(crate) notes: Vec<String>,
     lines: mpsc::Receiver<String>,
     temporary: tempfile::TempDir,
 }
 
 impl LongJob {
-    fn start() -> Self {
+    pub(crate) fn start(options: &[&str], variables: &[(&str, &str)]) -> Self {
         let temporary = tempfile::tempdir().unwrap();
         let mut launch = command(
             &[
                 &["launch", "-n", "4", "--", "attend", "--shape", "1,8192,8,2,64", "--mask", "causal"][..],
                 &["--device", "cpu", "--mesh", "2x2", "--repeat", "100000", "--progress", "json"],
+                options,
             ]
             .concat(),
         )
         .env("TMPDIR", temporary.path())
+        .envs(variables.iter().copied())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
@@ -120,18 +124,23 @@ impl LongJob {
             }
         });
         let mut pids = [0; 4];
+        let mut notes = Vec::new();
         while pids.contains(&0) {
             let line = lines.recv_timeout(Duration::from_secs(60)).unwrap();
+            if !line.starts_with('{') {
+                notes.push(line);
+                continue;
+            }
             let event: serde_json::Value = serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line}"));
             if event["doing"].as_str().is_some_and(|doing| doing.starts_with("attend")) {
                 pids[event["rank"].as_u64().unwrap() as usize] = event["pid"].as_u64().unwrap() as u32;
             }
         }
-        Self { launch, pids, lines, temporary }
+        Self { launch, pids, notes, lines, temporary }
     }
 
     /// Waits for the end. Returns the exit code, how long it took and the lines that are no progress.
-    fn end(mut self) -> (Option<i32>, Duration, Vec<String>) {
+    pub(crate) fn end(mut self) -> (Option<i32>, Duration, Vec<String>) {
         let started = Instant::now();
         let status = loop {
             if let Some(status) = self.launch.try_wait().unwrap() {
@@ -159,7 +168,7 @@ fn is_alive(pid: u32) -> bool {
     Path::new(&format!("/proc/{pid}")).exists()
 }
 
-fn signal(name: &str, pid: u32) {
+pub(crate) fn signal(name: &str, pid: u32) {
     let sent = Command::new("kill").args([name, &pid.to_string()]).status().unwrap();
     assert!(sent.success());
 }
@@ -167,7 +176,7 @@ fn signal(name: &str, pid: u32) {
 #[test]
 #[cfg(target_os = "linux")]
 fn when_one_rank_is_killed_the_others_end_and_name_it() {
-    let job = LongJob::start();
+    let job = LongJob::start(&[], &[]);
     signal("-KILL", job.pids[2]);
     let (code, took, lines) = job.end();
     eprintln!("{}", lines.join("\n"));
@@ -190,7 +199,7 @@ fn when_one_rank_is_killed_the_others_end_and_name_it() {
 #[test]
 #[cfg(target_os = "linux")]
 fn interrupting_the_launcher_ends_its_processes() {
-    let job = LongJob::start();
+    let job = LongJob::start(&[], &[]);
     signal("-INT", job.launch.id());
     let (code, took, _) = job.end();
     assert_eq!(code, Some(130));
@@ -200,7 +209,7 @@ fn interrupting_the_launcher_ends_its_processes() {
 #[test]
 #[cfg(target_os = "linux")]
 fn ranks_do_not_outlive_a_launcher_that_is_killed() {
-    let mut job = LongJob::start();
+    let mut job = LongJob::start(&[], &[]);
     job.launch.kill().unwrap();
     job.launch.wait().unwrap();
     let until = Instant::now() + Duration::from_secs(10);

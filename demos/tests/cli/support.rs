@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
 /// How the names of variables begin that launchers set: none of it may leak into a test from outside.
-const LAUNCHER: [&str; 20] = [
+const LAUNCHER: [&str; 21] = [
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -26,6 +26,7 @@ const LAUNCHER: [&str; 20] = [
     "KYKLOS_JOB_ID",
     "KYKLOS_IDENTITY",
     "KYKLOS_LAUNCH",
+    "KYKLOS_RECORD_DIR",
     "KYKLOS_WORLD",
     "KYKLOS_COORDINATOR",
     "KYKLOS_SERVICE",

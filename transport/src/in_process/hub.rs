@@ -12,6 +12,7 @@ use crate::ballot::Ballot;
 use crate::deadline::Deadline;
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::misuse;
+use crate::recorder::{EventKind, Outstanding, Recorder};
 use crate::transport::{Completer, Progress, Rank, Tag, Vote};
 
 /// Shared by all ranks of the group and by the watchdog.
@@ -32,8 +33,10 @@ struct Shared {
 
 impl Hub {
     pub(crate) fn new(world: u32) -> Self {
-        let ranks =
-            (0..world).map(|_| RankState { phase: Phase::Active, progress: Progress::default() }).collect();
+        let ranks = (0..world).map(|rank| RankState {
+            phase: Phase::Active,
+            recorder: Arc::new(Recorder::new(Rank(rank), world, IN_PROCESS.to_owned())),
+        });
         let stop_flag = Arc::new(AtomicBool::new(false));
         let state = State {
             stop_flag: Arc::clone(&stop_flag),
@@ -42,7 +45,7 @@ impl Hub {
             histories: HashMap::new(),
             agrees: HashMap::new(),
             ballot: Ballot::new(world),
-            ranks,
+            ranks: ranks.collect(),
             aborted: None,
             #[cfg(not(target_family = "wasm"))]
             watched_until: None,
@@ -87,6 +90,7 @@ impl Hub {
         if let Err(error) = state.histories.entry((me, to)).or_default().sent.post("send", to, tag) {
             return completer.complete(Err(error));
         }
+        state.note(me, EventKind::SendPosted, to, tag, total);
         let call = SendCall { parts, total, deadline: Deadline::after(patience), completer };
         state.sends.insert(meeting, call);
         self.settle(state, meeting, to);
@@ -117,6 +121,7 @@ impl Hub {
         {
             return completer.complete(Err(error));
         }
+        state.note(me, EventKind::ReceivePosted, from, tag, total);
         let part_bytes = part_bytes.to_vec();
         let call = RecvCall { part_bytes, total, deadline: Deadline::after(patience), completer };
         state.recvs.insert(meeting, call);
@@ -149,12 +154,14 @@ impl Hub {
                 return completer.complete(Err(TransportError::Misuse { text: format!("rank {me} {text}") }));
             }
         };
+        state.note(me, EventKind::Voted, me, Tag { op: round, message: 0 }, 0);
         state.agrees.insert((me, round), AgreeCall { deadline: Deadline::after(patience), completer });
         match verdict {
             Some(verdict) => {
                 let result = verdict.map_err(TransportError::from);
                 for rank in 0..self.world {
                     if let Some(call) = state.agrees.remove(&(Rank(rank), round)) {
+                        state.note(Rank(rank), EventKind::Agreed, me, Tag { op: round, message: 0 }, 0);
                         call.completer.complete(result.clone());
                     }
                 }
@@ -171,7 +178,15 @@ impl Hub {
     }
 
     pub(crate) fn report_progress(&self, me: Rank, progress: Progress) {
-        self.shared.lock().ranks[me.0 as usize].progress = progress;
+        self.shared.lock().ranks[me.0 as usize].recorder.enter(progress);
+    }
+
+    pub(crate) fn recorder(&self, me: Rank) -> Arc<Recorder> {
+        Arc::clone(&self.shared.lock().ranks[me.0 as usize].recorder)
+    }
+
+    pub(crate) fn outstanding(&self, me: Rank) -> Vec<Outstanding> {
+        self.shared.lock().outstanding(me)
     }
 
     pub(crate) fn close(&self, me: Rank, patience: Duration, completer: Completer<()>) {
@@ -190,7 +205,7 @@ impl Hub {
         let mut state = self.shared.lock();
         // A rank that is leaving has said all it had to say: the hub finishes its goodbye.
         if matches!(state.ranks[me.0 as usize].phase, Phase::Active) {
-            let progress = state.ranks[me.0 as usize].progress;
+            let progress = state.ranks[me.0 as usize].recorder.progress();
             let cause = AbortCause::Died("its endpoint was dropped without close".into());
             state.abort(Abort { culprit: me, cause, progress });
             state.ranks[me.0 as usize].phase = Phase::Gone;
@@ -244,3 +259,6 @@ impl Shared {
         }
     }
 }
+
+/// What dumps call a group that has no name of its own.
+const IN_PROCESS: &str = "in-process";

@@ -19,6 +19,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use crate::error::Abort;
+use crate::recorder::{Outstanding, Recorder};
 use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
 use hub::Hub;
 
@@ -96,6 +97,14 @@ impl Transport for InProcess {
         let (completer, posted) = Posted::pair();
         self.hub.close(self.rank, deadline, completer);
         posted
+    }
+
+    fn recorder(&self) -> Arc<Recorder> {
+        self.hub.recorder(self.rank)
+    }
+
+    fn outstanding(&self) -> Vec<Outstanding> {
+        self.hub.outstanding(self.rank)
     }
 }
 

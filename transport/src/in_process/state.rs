@@ -10,7 +10,8 @@ use crate::ballot::Ballot;
 use crate::deadline::Deadline;
 use crate::error::{Abort, AbortCause, Pending, TransportError};
 use crate::history::{Ended, History};
-use crate::transport::{Completer, Progress, Rank, Tag};
+use crate::recorder::{EventKind, Outstanding, Recorder};
+use crate::transport::{Completer, Rank, Tag};
 
 #[derive(Debug)]
 pub(super) struct State {
@@ -67,7 +68,7 @@ pub(super) struct Histories {
 #[derive(Debug)]
 pub(super) struct RankState {
     pub(super) phase: Phase,
-    pub(super) progress: Progress,
+    pub(super) recorder: Arc<Recorder>,
 }
 
 #[derive(Debug)]
@@ -104,6 +105,8 @@ impl State {
         histories.received.end(meeting.tag, Ended::Done);
         let sent: Vec<usize> = send.parts.iter().map(Bytes::len).collect();
         if sent == recv.part_bytes {
+            self.note(meeting.from, EventKind::Sent, meeting.to, meeting.tag, send.total);
+            self.note(meeting.to, EventKind::Received, meeting.from, meeting.tag, send.total);
             recv.completer.complete(Ok(send.parts));
             send.completer.complete(Ok(()));
             return Ok(());
@@ -115,7 +118,7 @@ impl State {
         );
         send.completer.complete(Err(TransportError::PeerMisbehaved { peer: to, text: text.clone() }));
         recv.completer.complete(Err(TransportError::PeerMisbehaved { peer: from, text: text.clone() }));
-        let progress = self.ranks[from.0 as usize].progress;
+        let progress = self.ranks[from.0 as usize].recorder.progress();
         Err(Abort { culprit: from, cause: AbortCause::Failed(text), progress })
     }
 
@@ -147,6 +150,9 @@ impl State {
         }
         self.stop_flag.store(true, Ordering::Release);
         tracing::debug!(%abort, "group aborted");
+        for rank in &self.ranks {
+            rank.recorder.aborted(&abort);
+        }
         self.aborted = Some(abort);
         self.fail_everything();
     }
@@ -169,8 +175,26 @@ impl State {
             }
             (None, None, None) => return None,
         };
-        let progress = self.ranks[culprit.0 as usize].progress;
+        let progress = self.ranks[culprit.0 as usize].recorder.progress();
         Some(Abort { culprit, cause: AbortCause::Failed(text), progress })
+    }
+
+    pub(super) fn note(&self, me: Rank, kind: EventKind, peer: Rank, tag: Tag, bytes: u64) {
+        self.ranks[me.0 as usize].recorder.note(kind, peer, tag, bytes);
+    }
+
+    /// The calls of a rank that have not ended.
+    pub(super) fn outstanding(&self, me: Rank) -> Vec<Outstanding> {
+        let sends = self.sends.iter().filter(|(meeting, _)| meeting.from == me);
+        let recvs = self.recvs.iter().filter(|(meeting, _)| meeting.to == me);
+        let agrees = self.agrees.iter().filter(|((rank, _), _)| *rank == me);
+        (sends.map(|(meeting, call)| meeting.send(call.total, call.deadline)))
+            .chain(recvs.map(|(meeting, call)| meeting.recv(call.total, call.deadline)))
+            .chain(agrees.map(|((_, round), call)| Outstanding {
+                pending: pending_agree(&self.ballot, *round),
+                waited: call.deadline.waited(),
+            }))
+            .collect()
     }
 
     pub(super) fn end_receives_of(&mut self, me: Rank) {
@@ -186,14 +210,22 @@ impl State {
     fn fail_everything(&mut self) {
         let Some(abort) = self.aborted.clone() else { return };
         let error = |pending| TransportError::Aborted { abort: abort.clone(), pending: Some(pending) };
+        let early = |me: Rank, Outstanding { pending, waited }: Outstanding| {
+            self.ranks[me.0 as usize].recorder.ended_early(pending, waited);
+            pending
+        };
         for (meeting, call) in self.sends.drain() {
-            call.completer.complete(Err(error(meeting.pending_send(call.total))));
+            let pending = early(meeting.from, meeting.send(call.total, call.deadline));
+            call.completer.complete(Err(error(pending)));
         }
         for (meeting, call) in self.recvs.drain() {
-            call.completer.complete(Err(error(meeting.pending_recv(call.total))));
+            let pending = early(meeting.to, meeting.recv(call.total, call.deadline));
+            call.completer.complete(Err(error(pending)));
         }
-        for ((_, round), call) in self.agrees.drain() {
-            call.completer.complete(Err(error(pending_agree(&self.ballot, round))));
+        for ((rank, round), call) in self.agrees.drain() {
+            let pending = pending_agree(&self.ballot, round);
+            early(rank, Outstanding { pending, waited: call.deadline.waited() });
+            call.completer.complete(Err(error(pending)));
         }
         for rank in &mut self.ranks {
             if let Phase::Leaving { .. } = rank.phase
@@ -226,15 +258,21 @@ impl State {
         for (meeting, call) in self.sends.extract_if(|_, call| call.deadline.at() <= now) {
             let histories = self.histories.entry((meeting.from, meeting.to)).or_default();
             histories.sent.end(meeting.tag, Ended::GivenUp);
-            call.completer.complete(Err(late(meeting.pending_send(call.total), call.deadline)));
+            let Outstanding { pending, waited } = meeting.send(call.total, call.deadline);
+            self.ranks[meeting.from.0 as usize].recorder.ended_early(pending, waited);
+            call.completer.complete(Err(late(pending, call.deadline)));
         }
         for (meeting, call) in self.recvs.extract_if(|_, call| call.deadline.at() <= now) {
             let histories = self.histories.entry((meeting.from, meeting.to)).or_default();
             histories.received.end(meeting.tag, Ended::GivenUp);
-            call.completer.complete(Err(late(meeting.pending_recv(call.total), call.deadline)));
+            let Outstanding { pending, waited } = meeting.recv(call.total, call.deadline);
+            self.ranks[meeting.to.0 as usize].recorder.ended_early(pending, waited);
+            call.completer.complete(Err(late(pending, call.deadline)));
         }
-        for ((_, round), call) in self.agrees.extract_if(|_, call| call.deadline.at() <= now) {
-            call.completer.complete(Err(late(pending_agree(&self.ballot, round), call.deadline)));
+        for ((rank, round), call) in self.agrees.extract_if(|_, call| call.deadline.at() <= now) {
+            let pending = pending_agree(&self.ballot, round);
+            self.ranks[rank.0 as usize].recorder.ended_early(pending, call.deadline.waited());
+            call.completer.complete(Err(late(pending, call.deadline)));
         }
         for index in 0..self.ranks.len() {
             let phase = &mut self.ranks[index].phase;
@@ -256,11 +294,19 @@ impl State {
 }
 
 impl Meeting {
+    fn send(self, total: u64, deadline: Deadline) -> Outstanding {
+        Outstanding { pending: self.pending_send(total), waited: deadline.waited() }
+    }
+
+    fn recv(self, total: u64, deadline: Deadline) -> Outstanding {
+        Outstanding { pending: self.pending_recv(total), waited: deadline.waited() }
+    }
+
     pub(super) fn pending_send(self, total: u64) -> Pending {
         Pending { operation: "send", peer: self.to, tag: self.tag, bytes_done: 0, bytes_expected: total }
     }
 
-    pub(super) fn pending_recv(self, total: u64) -> Pending {
+    fn pending_recv(self, total: u64) -> Pending {
         Pending { operation: "receive", peer: self.from, tag: self.tag, bytes_done: 0, bytes_expected: total }
     }
 }

@@ -7,7 +7,8 @@ use super::core::{COORDINATOR, Core};
 use super::state::{AgreeCall, Patience};
 use crate::ballot::{Refusal, Verdict};
 use crate::error::TransportError;
-use crate::transport::{Completer, Rank, Vote};
+use crate::recorder::EventKind;
+use crate::transport::{Completer, Rank, Tag, Vote};
 use crate::wire::Frame;
 
 impl Core {
@@ -19,6 +20,7 @@ impl Core {
         }
         let round = state.next_round;
         state.next_round += 1;
+        self.recorder.note(EventKind::Voted, self.me, Tag { op: round, message: 0 }, 0);
         state
             .agrees
             .insert(round, AgreeCall { completer, patience: Patience::of(patience), missing: COORDINATOR });
@@ -34,6 +36,7 @@ impl Core {
     pub(crate) fn agreed(&self, round: u64, verdict: Verdict) {
         let call = self.lock().agrees.remove(&round);
         if let Some(call) = call {
+            self.recorder.note(EventKind::Agreed, COORDINATOR, Tag { op: round, message: 0 }, 0);
             call.completer.complete(verdict.map_err(TransportError::from));
         }
         self.changed.notify_waiters();

@@ -11,7 +11,8 @@ use super::core::{COORDINATOR, Core};
 use super::frames::{FrameError, FrameReader};
 use crate::ballot::Refusal;
 use crate::error::{Abort, AbortCause};
-use crate::transport::{Progress, Rank};
+use crate::recorder::EventKind;
+use crate::transport::{Progress, Rank, Tag};
 use crate::wire::Frame;
 
 /// Why a connection is closed, as the code of its close.
@@ -47,8 +48,12 @@ impl Core {
         loop {
             let frame = frames.next().await;
             coordinator.heard(rank, None);
+            self.recorder.heard(rank, None);
             match frame {
-                Ok(Some(Frame::Ping { progress })) => coordinator.heard(rank, Some(progress)),
+                Ok(Some(Frame::Ping { progress })) => {
+                    coordinator.heard(rank, Some(progress));
+                    self.recorder.heard(rank, Some(progress));
+                }
                 Ok(Some(Frame::Vote { vote })) => self.count_vote(coordinator, rank, vote),
                 Ok(Some(Frame::Abort { abort })) if abort.culprit.0 < self.world => {
                     self.decide(abort);
@@ -89,6 +94,7 @@ impl Core {
         loop {
             let frame = frames.next().await;
             heard.reset();
+            self.recorder.heard(COORDINATOR, None);
             match frame {
                 Ok(Some(Frame::Pong)) => {}
                 Ok(Some(Frame::Verdict { round, refusal })) => {
@@ -203,6 +209,7 @@ impl Core {
                 if self.lock().peers[peer.0 as usize].left {
                     return;
                 }
+                self.recorder.note(EventKind::LinkLost, peer, Tag { op: 0, message: 0 }, 0);
                 let text = describe(reason);
                 if self.is_coordinator() {
                     let cause = AbortCause::Died(format!("rank 0 lost its link to it: {text}"));

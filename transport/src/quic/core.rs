@@ -3,7 +3,7 @@
 //! Calls come in from any thread, frames and streams from tasks of the tokio context; both change the state under
 //! one lock that is never held across a wait.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -17,6 +17,7 @@ use super::frames::FrameSender;
 use super::job::JobId;
 use super::state::State;
 use crate::error::{Abort, AbortCause, TransportError};
+use crate::recorder::{EventKind, Recorder};
 use crate::transport::{Progress, Rank, Tag};
 use crate::wire::Frame;
 
@@ -41,8 +42,7 @@ pub(crate) struct Core {
     pub(crate) changed: Notify,
     /// Becomes true when the rank has gone and all its tasks must end.
     pub(crate) over: watch::Sender<bool>,
-    progress_op: AtomicU64,
-    progress_step: AtomicU64,
+    pub(crate) recorder: Arc<Recorder>,
     state: Mutex<State>,
 }
 
@@ -90,6 +90,7 @@ impl Core {
     /// Must be called in a tokio context.
     pub(crate) fn new(group: Group) -> Self {
         let Group { me, world, job, epoch, heartbeat, endpoint, links, control } = group;
+        let recorder = Arc::new(Recorder::new(me, world, format!("{job} epoch {epoch}")));
         Self {
             me,
             world,
@@ -104,9 +105,8 @@ impl Core {
             runtime: Handle::current(),
             changed: Notify::new(),
             over: watch::Sender::new(false),
-            progress_op: AtomicU64::new(0),
-            progress_step: AtomicU64::new(0),
-            state: Mutex::new(State::new(world)),
+            state: Mutex::new(State::new(world, Arc::clone(&recorder))),
+            recorder,
         }
     }
 
@@ -133,17 +133,11 @@ impl Core {
     }
 
     pub(crate) fn progress(&self) -> Progress {
-        let step = self.progress_step.load(Ordering::Relaxed);
-        Progress {
-            op: self.progress_op.load(Ordering::Relaxed),
-            step: u32::try_from(step).unwrap_or(u32::MAX),
-        }
+        self.recorder.progress()
     }
 
     pub(crate) fn report_progress(&self, progress: Progress) {
-        // A heartbeat between the two stores may quote a step of the operation before: good enough for an error text.
-        self.progress_op.store(progress.op, Ordering::Relaxed);
-        self.progress_step.store(u64::from(progress.step), Ordering::Relaxed);
+        self.recorder.enter(progress);
     }
 
     /// The group is aborted, as far as this rank is concerned: everything outstanding ends. The first one counts.
@@ -154,6 +148,7 @@ impl Core {
         }
         tracing::debug!(rank = %self.me, %abort, "group aborted");
         self.stop_flag.store(true, Ordering::Release);
+        self.recorder.aborted(&abort);
         state.abort = Some(abort);
         state.fail_everything();
         drop(state);
@@ -200,6 +195,7 @@ impl Core {
     /// A peer has broken the protocol: ends the receive that it concerns, tells the peer, and aborts the group.
     pub(crate) fn misbehaved(&self, peer: Rank, tag: Option<Tag>, text: String) {
         if let Some(tag) = tag {
+            self.recorder.note(EventKind::Refused, peer, tag, 0);
             let call = self.lock().recvs.remove(&(peer, tag));
             if let Some(call) = call {
                 call.completer.complete(Err(TransportError::PeerMisbehaved { peer, text: text.clone() }));
@@ -217,7 +213,9 @@ impl Core {
     /// A rank has left in order. Whoever still needs it would wait in vain.
     pub(crate) fn peer_left(&self, peer: Rank) {
         let mut state = self.lock();
-        state.peers[peer.0 as usize].left = true;
+        if !std::mem::replace(&mut state.peers[peer.0 as usize].left, true) {
+            self.recorder.note(EventKind::PeerLeft, peer, Tag { op: 0, message: 0 }, 0);
+        }
         let text = state.still_needs(peer, self.me);
         drop(state);
         if let Some(text) = text {

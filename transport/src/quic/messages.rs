@@ -15,6 +15,7 @@ use super::state::{Patience, RecvCall, SendCall};
 use crate::error::TransportError;
 use crate::history::Ended;
 use crate::misuse;
+use crate::recorder::EventKind;
 use crate::transport::{Completer, Rank, Tag};
 use crate::wire::{Frame, HEADER_BYTES, MessageHeader, part_digest};
 
@@ -61,6 +62,7 @@ impl Core {
             peer.unwanted += 1;
         }
         let peer_left = peer.left;
+        self.recorder.note(EventKind::SendPosted, to, tag, total);
         let (wanted, wish) = if wanted_already || unwanted {
             (None, None)
         } else {
@@ -104,6 +106,7 @@ impl Core {
         if state.recvs.contains_key(&(from, tag)) {
             return completer.complete(Err(misuse::outstanding_already("receive", from, tag)));
         }
+        self.recorder.note(EventKind::ReceivePosted, from, tag, total);
         let call = RecvCall {
             completer,
             part_bytes: part_bytes.to_vec(),
@@ -163,14 +166,18 @@ impl Core {
     /// Handles the frames of a data connection until it ends.
     pub(crate) async fn read_link(self: Arc<Self>, peer: Rank, mut frames: FrameReader) {
         loop {
-            match frames.next().await {
+            let frame = frames.next().await;
+            self.recorder.heard(peer, None);
+            match frame {
                 Ok(Some(Frame::Want { tag })) => {
                     if self.wanted(peer, tag).is_err() {
                         return self.misbehaved(peer, None, "wants more messages than any plan has".into());
                     }
                 }
                 Ok(Some(Frame::Done { tag })) => {
-                    if let Some(call) = self.lock().take_send(peer, tag, Ended::Done) {
+                    let call = self.lock().take_send(peer, tag, Ended::Done);
+                    if let Some(call) = call {
+                        self.recorder.note(EventKind::Sent, peer, tag, call.total);
                         call.completer.complete(Ok(()));
                     }
                     self.changed.notify_waiters();
@@ -182,6 +189,7 @@ impl Core {
                         state.take_send(peer, tag, Ended::GivenUp)
                     };
                     if let Some(call) = call {
+                        self.recorder.note(EventKind::Refused, peer, tag, call.total);
                         call.task.abort();
                         call.completer.complete(Err(TransportError::PeerMisbehaved { peer, text }));
                     }
@@ -212,6 +220,7 @@ impl Core {
     }
 
     fn wanted(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
+        self.recorder.note(EventKind::Asked, peer, tag, 0);
         let mut state = self.lock();
         let Some(call) = state.sends.get_mut(&(peer, tag)) else {
             let peer = &mut state.peers[peer.0 as usize];
@@ -234,6 +243,7 @@ impl Core {
     fn withdrawn(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
         let mut state = self.lock();
         let posted = state.recvs.contains_key(&(peer, tag));
+        self.recorder.note(EventKind::Withdrawn, peer, tag, 0);
         let peer = &mut state.peers[peer.0 as usize];
         // Who waits for the stream then lets go of it. If it is not here yet, it is turned away when it comes; if
         // its receive is posted, it is read or reset.
@@ -290,6 +300,8 @@ impl Core {
                 }
             }
         };
+        self.recorder.heard(from, None);
+        self.recorder.note(EventKind::FirstByte, from, tag, header.total_bytes);
         match read_message(&mut stream, claim).await {
             Ok(parts) => {
                 let call = {
@@ -298,6 +310,8 @@ impl Core {
                     state.recvs.remove(&(from, tag))
                 };
                 let Some(call) = call else { return };
+                self.recorder.heard(from, None);
+                self.recorder.note(EventKind::Received, from, tag, call.total);
                 if let Some(link) = self.link(from) {
                     link.say(Frame::Done { tag });
                 }

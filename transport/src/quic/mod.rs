@@ -51,6 +51,7 @@ use self::names::Known;
 pub use self::names::{Claims, HostNames, Subject};
 pub use self::validity::{Date, Validity};
 use crate::error::{Abort, TransportError};
+use crate::recorder::{Outstanding, Recorder};
 use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
 
 /// How a rank finds its group, and proves that it belongs to it.
@@ -285,6 +286,14 @@ impl Transport for QuicTransport {
         let (completer, posted) = Posted::pair();
         self.core.close(deadline, completer);
         posted
+    }
+
+    fn recorder(&self) -> Arc<Recorder> {
+        Arc::clone(&self.core.recorder)
+    }
+
+    fn outstanding(&self) -> Vec<Outstanding> {
+        self.core.lock().outstanding()
     }
 }
 

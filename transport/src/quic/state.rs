@@ -13,6 +13,7 @@ use tokio::time::Instant;
 
 use crate::error::{Abort, Pending, TransportError};
 use crate::history::{Ended, History};
+use crate::recorder::{Outstanding, Recorder};
 use crate::transport::{Completer, Rank, Tag};
 
 /// Changed under the core's lock.
@@ -27,6 +28,8 @@ pub(crate) struct State {
     pub(crate) peers: Vec<Peer>,
     /// The coordinator has seen this rank's leave.
     pub(crate) goodbye: bool,
+    /// Hears of calls that end early.
+    pub(crate) recorder: Arc<Recorder>,
 }
 
 /// Where a rank is in its life.
@@ -83,6 +86,11 @@ impl Patience {
         let until = now.checked_add(asked).unwrap_or_else(|| now + Duration::from_secs(365 * 24 * 3600));
         Self { until, asked }
     }
+
+    /// How long the caller has waited.
+    pub(crate) fn waited(self) -> Duration {
+        self.asked.saturating_sub(self.until.saturating_duration_since(Instant::now()))
+    }
 }
 
 /// What is known of the messages between this rank and another one.
@@ -114,7 +122,7 @@ impl Peer {
 }
 
 impl State {
-    pub(crate) fn new(world: u32) -> Self {
+    pub(crate) fn new(world: u32, recorder: Arc<Recorder>) -> Self {
         Self {
             phase: Phase::Open,
             abort: None,
@@ -124,6 +132,7 @@ impl State {
             next_round: 0,
             peers: (0..world).map(|_| Peer::default()).collect(),
             goodbye: false,
+            recorder,
         }
     }
 
@@ -154,20 +163,32 @@ impl State {
         Some(call)
     }
 
+    /// The calls that have not ended.
+    pub(crate) fn outstanding(&self) -> Vec<Outstanding> {
+        let outstanding = |pending, patience: Patience| Outstanding { pending, waited: patience.waited() };
+        let sends = self.sends.iter().map(|(&(to, tag), call)| (call.pending(to, tag), call.patience));
+        let recvs = self.recvs.iter().map(|(&(from, tag), call)| (call.pending(from, tag), call.patience));
+        let agrees = self.agrees.iter().map(|(&round, call)| (call.pending(round), call.patience));
+        sends.chain(recvs).chain(agrees).map(|(pending, patience)| outstanding(pending, patience)).collect()
+    }
+
     pub(crate) fn fail_everything(&mut self) {
         let Some(abort) = self.abort.clone() else { return };
         let error = |pending| TransportError::Aborted { abort: abort.clone(), pending: Some(pending) };
         for ((to, tag), call) in self.sends.drain() {
             call.task.abort();
             let pending = call.pending(to, tag);
+            self.recorder.ended_early(pending, call.patience.waited());
             call.completer.complete(Err(error(pending)));
         }
         for ((from, tag), call) in self.recvs.drain() {
             let pending = call.pending(from, tag);
+            self.recorder.ended_early(pending, call.patience.waited());
             call.completer.complete(Err(error(pending)));
         }
         for (round, call) in std::mem::take(&mut self.agrees) {
             let pending = call.pending(round);
+            self.recorder.ended_early(pending, call.patience.waited());
             call.completer.complete(Err(error(pending)));
         }
     }
@@ -201,11 +222,13 @@ impl State {
             }
             call.task.abort();
             let pending = call.pending(to, tag);
+            self.recorder.ended_early(pending, call.patience.waited());
             call.completer.complete(Err(late(pending, call.patience)));
         }
         for ((from, tag), call) in self.recvs.extract_if(|_, call| call.patience.until <= now) {
             self.peers[from.0 as usize].received.end(tag, Ended::GivenUp);
             let pending = call.pending(from, tag);
+            self.recorder.ended_early(pending, call.patience.waited());
             call.completer.complete(Err(late(pending, call.patience)));
         }
         let rounds: Vec<u64> = self
@@ -217,6 +240,7 @@ impl State {
         for round in rounds {
             if let Some(call) = self.agrees.remove(&round) {
                 let pending = call.pending(round);
+                self.recorder.ended_early(pending, call.patience.waited());
                 call.completer.complete(Err(late(pending, call.patience)));
             }
         }

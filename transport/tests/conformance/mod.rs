@@ -2,6 +2,7 @@
 
 mod endings;
 mod messages;
+mod recorded;
 mod votes;
 
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use pollster::block_on;
 
 pub(crate) use endings::*;
 pub(crate) use messages::*;
+pub(crate) use recorded::*;
 pub(crate) use votes::*;
 
 pub(crate) type Group = Vec<Arc<dyn Transport>>;
@@ -92,6 +94,7 @@ macro_rules! conformance_tests {
             calls_that_cannot_be_right_are_refused_and_harm_nothing
             a_tag_is_used_once
             messages_that_were_given_up_are_not_in_the_way
+            a_rank_records_what_it_did_and_what_an_abort_ended
         }
     };
 }

@@ -1,0 +1,79 @@
+//! What ranks have spent over all their operations.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use kyklos::RankReport;
+use kyklos_transport::Rank;
+
+/// By rank. Written after every step, read when somebody looks.
+#[derive(Debug)]
+pub(crate) struct Totals(Vec<Mutex<Total>>);
+
+/// Of one rank.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Total {
+    pub(crate) operations: u64,
+    /// Of earlier operations: computing, waiting, blocked, copying.
+    before_ns: [u64; 4],
+    op: u64,
+    so_far_ns: [u64; 4],
+}
+
+impl Totals {
+    pub(crate) fn new(world: u32) -> Self {
+        Self((0..world).map(|_| Mutex::default()).collect())
+    }
+
+    /// `rank` has spent this much in operation `op` so far.
+    pub(crate) fn counted(&self, rank: Rank, op: u64, so_far: &RankReport) {
+        let mut total = self.lock(rank);
+        if total.op != op {
+            let Total { before_ns, so_far_ns, .. } = &mut *total;
+            before_ns.iter_mut().zip(so_far_ns).for_each(|(before, so_far)| *before += *so_far);
+            total.op = op;
+        }
+        let RankReport { compute_ns, wait_ns, send_blocked_ns, copy_ns, .. } = *so_far;
+        total.so_far_ns = [compute_ns, wait_ns, send_blocked_ns, copy_ns];
+    }
+
+    pub(crate) fn done(&self, rank: Rank) {
+        self.lock(rank).operations += 1;
+    }
+
+    pub(crate) fn of(&self, rank: Rank) -> Total {
+        self.lock(rank).clone()
+    }
+
+    fn lock(&self, rank: Rank) -> MutexGuard<'_, Total> {
+        self.0[rank.0 as usize].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Total {
+    /// All time, by what it went to.
+    pub(crate) fn split_ns(&self) -> [(&'static str, u64); 4] {
+        let [compute, wait, blocked, copy] =
+            std::array::from_fn(|index| self.before_ns[index] + self.so_far_ns[index]);
+        let receive = wait.saturating_sub(blocked);
+        [("compute", compute), ("receive-wait", receive), ("send-blocked", blocked), ("device-copy", copy)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operations_add_up_and_steps_of_one_do_not() {
+        let totals = Totals::new(1);
+        let spent = |op, wait_ns| {
+            let report = RankReport { wait_ns, send_blocked_ns: 1, copy_ns: 2, ..RankReport::default() };
+            totals.counted(Rank(0), op, &report);
+        };
+        spent(0, 10);
+        spent(0, 20);
+        spent(1, 5);
+        let split = [("compute", 0), ("receive-wait", 23), ("send-blocked", 2), ("device-copy", 4)];
+        assert_eq!(totals.of(Rank(0)).split_ns(), split);
+    }
+}

@@ -1,0 +1,110 @@
+//! The lines of a record, for who writes them and for who reads them.
+//!
+//! One JSON object a line. The first is of kind `rank`, the last of kind `end`: a record without its end was cut off.
+//! Times are nanoseconds on the rank's own clock, from the moment its transport was made.
+
+use serde::{Deserialize, Serialize};
+
+/// A line of a record.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub(crate) enum Line {
+    /// Whose record it is.
+    Rank(RankLine),
+    /// What the rank knows of another one.
+    Peer(PeerLine),
+    /// A call that has not ended, or ended early.
+    Call(CallLine),
+    /// What ended the group.
+    Abort(AbortLine),
+    /// One thing that happened.
+    Event(EventLine),
+    /// Nothing follows.
+    End,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RankLine {
+    pub(crate) format: u32,
+    pub(crate) version: String,
+    pub(crate) rank: u32,
+    pub(crate) world: u32,
+    pub(crate) job: String,
+    pub(crate) plan_hash: String,
+    pub(crate) strategy: String,
+    pub(crate) mesh: String,
+    pub(crate) pid: u32,
+    pub(crate) started_unix_ms: u64,
+    pub(crate) written_unix_ms: u64,
+    pub(crate) now_ns: u64,
+    /// `done`, `failed` or `asked`.
+    pub(crate) why: String,
+    pub(crate) error: Option<String>,
+    pub(crate) at: Place,
+    /// Events that are no longer kept.
+    pub(crate) forgotten: u64,
+}
+
+/// Where a rank is.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Place {
+    pub(crate) op: u64,
+    pub(crate) step: u32,
+    /// The step in words.
+    pub(crate) doing: Option<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct PeerLine {
+    pub(crate) rank: u32,
+    pub(crate) messages_sent: u64,
+    pub(crate) bytes_sent: u64,
+    pub(crate) messages_received: u64,
+    pub(crate) bytes_received: u64,
+    /// When anything was last heard of it.
+    pub(crate) heard_ns: Option<u64>,
+    /// Where its last heartbeat said it was.
+    pub(crate) at: Option<Place>,
+    /// Bytes of calls with it that have not ended, or ended early.
+    pub(crate) bytes_done: u64,
+    pub(crate) bytes_expected: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct CallLine {
+    /// `send`, `receive` or `agree`.
+    pub(crate) call: String,
+    pub(crate) peer: u32,
+    /// Of an `agree`, the number of the agreement.
+    pub(crate) op: u64,
+    pub(crate) message: u32,
+    pub(crate) bytes_done: u64,
+    pub(crate) bytes_expected: u64,
+    pub(crate) waited_ns: u64,
+    /// It has been given up.
+    pub(crate) ended: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct AbortLine {
+    pub(crate) at_ns: u64,
+    pub(crate) culprit: u32,
+    /// Its link or its process is gone; else it reported an error of its own, or was reported.
+    pub(crate) died: bool,
+    pub(crate) text: String,
+    pub(crate) at: Place,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct EventLine {
+    pub(crate) at_ns: u64,
+    pub(crate) event: String,
+    pub(crate) peer: u32,
+    pub(crate) op: u64,
+    pub(crate) message: u32,
+    pub(crate) step: u32,
+    pub(crate) bytes: u64,
+}
+
+/// Version of the lines.
+pub(crate) const FORMAT: u32 = 1;

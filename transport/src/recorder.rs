@@ -1,0 +1,396 @@
+//! The flight recorder: what a rank did lately, kept at all times for the moment when somebody asks why it stands still.
+//!
+//! A ring of fixed size and counters for each peer. An event is a few numbers under a lock that is held for the copy of
+//! one event, or, while somebody looks, of the whole ring: no allocation, no formatting, no input or output. Nothing
+//! that a peer sends decides how much is kept.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::error::{Abort, Pending};
+use crate::transport::{Progress, Rank, Tag};
+
+/// What one rank has done and heard. Every [`crate::Transport`] keeps one.
+#[derive(Debug)]
+pub struct Recorder {
+    rank: Rank,
+    job: String,
+    start: Moment,
+    op: AtomicU64,
+    step: AtomicU32,
+    ring: Mutex<Ring>,
+    peers: Box<[PeerCounters]>,
+    last: Mutex<Last>,
+}
+
+/// One thing that happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// Nanoseconds since the transport was made; 0 where there is no clock (wasm).
+    pub at_ns: u64,
+    /// What.
+    pub kind: EventKind,
+    /// The other side; this rank itself where there is none.
+    pub peer: Rank,
+    /// The message. Of votes, `op` is the number of the agreement.
+    pub tag: Tag,
+    /// The step in which this rank was.
+    pub step: u32,
+    /// Bytes of the message, or those of it that had moved when it ended early.
+    pub bytes: u64,
+}
+
+/// Kinds of events.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EventKind {
+    /// A send was posted.
+    SendPosted,
+    /// A receive was posted.
+    ReceivePosted,
+    /// The peer asked for a message of this rank.
+    Asked,
+    /// The first bytes of a message that was posted have come.
+    FirstByte,
+    /// The peer has the message.
+    Sent,
+    /// The message is here.
+    Received,
+    /// A call ended early: its deadline has passed, or the group was aborted.
+    EndedEarly,
+    /// The peer took its message back.
+    Withdrawn,
+    /// One of both sides refused the message.
+    Refused,
+    /// This rank entered a step of its plan.
+    Step,
+    /// This rank voted.
+    Voted,
+    /// An agreement ended.
+    Agreed,
+    /// The group was aborted, as far as this rank is concerned; the peer is the culprit.
+    Aborted,
+    /// The connection to the peer ended without a goodbye.
+    LinkLost,
+    /// The peer said goodbye.
+    PeerLeft,
+}
+
+/// What a recorder knows at one moment.
+#[derive(Clone, Debug)]
+pub struct Recorded {
+    /// The moment, as [`Event::at_ns`].
+    pub now_ns: u64,
+    /// Where this rank is.
+    pub progress: Progress,
+    /// The latest events, oldest first.
+    pub events: Vec<Event>,
+    /// Earlier events that are no longer kept.
+    pub forgotten: u64,
+    /// By rank.
+    pub peers: Vec<PeerRecord>,
+    /// The abort that ended the group, and when it came.
+    pub abort: Option<(u64, Abort)>,
+    /// Calls that ended early.
+    pub ended_early: Vec<Outstanding>,
+}
+
+/// What is known of a peer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PeerRecord {
+    /// Messages that the peer has confirmed.
+    pub messages_sent: u64,
+    /// Their payload.
+    pub bytes_sent: u64,
+    /// Messages that came from it.
+    pub messages_received: u64,
+    /// Their payload.
+    pub bytes_received: u64,
+    /// When anything was last heard of it, as [`Event::at_ns`].
+    pub heard_ns: Option<u64>,
+    /// Where its heartbeat said it was, and when that came. Heartbeats go to rank 0.
+    pub progress: Option<Progress>,
+}
+
+/// A call that has not ended, or did not end well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outstanding {
+    /// Which call, and how far it is.
+    pub pending: Pending,
+    /// For how long its caller has waited.
+    pub waited: Duration,
+}
+
+#[derive(Debug)]
+struct Ring {
+    events: Vec<Event>,
+    /// Where the next event goes once the ring is full.
+    next: usize,
+    written: u64,
+}
+
+#[derive(Debug, Default)]
+struct PeerCounters {
+    messages_sent: AtomicU64,
+    bytes_sent: AtomicU64,
+    messages_received: AtomicU64,
+    bytes_received: AtomicU64,
+    /// One more than the time: 0 is never.
+    heard_ns: AtomicU64,
+    /// One more than the operation: 0 is unknown.
+    op: AtomicU64,
+    step: AtomicU32,
+}
+
+/// What is written once or rarely.
+#[derive(Debug, Default)]
+struct Last {
+    abort: Option<(u64, Abort)>,
+    ended_early: Vec<Outstanding>,
+}
+
+impl Recorder {
+    /// An empty recorder of `rank` in a group of `world`; `job` names the group in dumps.
+    pub fn new(rank: Rank, world: u32, job: String) -> Self {
+        Self {
+            rank,
+            job,
+            start: Moment::now(),
+            op: AtomicU64::new(0),
+            step: AtomicU32::new(0),
+            ring: Mutex::new(Ring { events: Vec::with_capacity(EVENTS), next: 0, written: 0 }),
+            peers: (0..world).map(|_| PeerCounters::default()).collect(),
+            last: Mutex::default(),
+        }
+    }
+
+    /// The name of the group.
+    pub fn job(&self) -> &str {
+        &self.job
+    }
+
+    /// Notes an event. Counts the message if it is one that has arrived.
+    pub fn note(&self, kind: EventKind, peer: Rank, tag: Tag, bytes: u64) {
+        if let Some(counters) = self.peers.get(peer.0 as usize) {
+            match kind {
+                EventKind::Sent => {
+                    counters.messages_sent.fetch_add(1, Ordering::Relaxed);
+                    counters.bytes_sent.fetch_add(bytes, Ordering::Relaxed);
+                }
+                EventKind::Received => {
+                    counters.messages_received.fetch_add(1, Ordering::Relaxed);
+                    counters.bytes_received.fetch_add(bytes, Ordering::Relaxed);
+                }
+                _ => {}
+            }
+        }
+        let step = self.step.load(Ordering::Relaxed);
+        // The time is taken under the lock, so that events stand in the order of their times.
+        let mut ring = lock(&self.ring);
+        let event = Event { at_ns: self.start.elapsed_ns(), kind, peer, tag, step, bytes };
+        ring.push(event);
+    }
+
+    /// This rank enters a step.
+    pub(crate) fn enter(&self, progress: Progress) {
+        self.op.store(progress.op, Ordering::Relaxed);
+        self.step.store(progress.step, Ordering::Relaxed);
+        self.note(EventKind::Step, self.rank, Tag { op: progress.op, message: 0 }, 0);
+    }
+
+    /// Where this rank is.
+    pub(crate) fn progress(&self) -> Progress {
+        // Between the two stores this may be a step of the operation before: good enough for an error text.
+        Progress { op: self.op.load(Ordering::Relaxed), step: self.step.load(Ordering::Relaxed) }
+    }
+
+    /// Something came from a peer. No event: heartbeats would push out everything else.
+    #[cfg(feature = "quic")]
+    pub(crate) fn heard(&self, peer: Rank, progress: Option<Progress>) {
+        let Some(counters) = self.peers.get(peer.0 as usize) else { return };
+        counters.heard_ns.store(self.start.elapsed_ns().saturating_add(1), Ordering::Relaxed);
+        if let Some(progress) = progress {
+            counters.step.store(progress.step, Ordering::Relaxed);
+            counters.op.store(progress.op.saturating_add(1), Ordering::Relaxed);
+        }
+    }
+
+    /// The group has been aborted. The first one counts.
+    pub(crate) fn aborted(&self, abort: &Abort) {
+        let tag = Tag { op: abort.progress.op, message: 0 };
+        self.note(EventKind::Aborted, abort.culprit, tag, 0);
+        lock(&self.last).abort.get_or_insert_with(|| (self.start.elapsed_ns(), abort.clone()));
+    }
+
+    /// A call has ended without its value.
+    pub(crate) fn ended_early(&self, pending: Pending, waited: Duration) {
+        self.note(EventKind::EndedEarly, pending.peer, pending.tag, pending.bytes_done);
+        let calls = &mut lock(&self.last).ended_early;
+        if calls.len() < ENDED_EARLY {
+            calls.push(Outstanding { pending, waited });
+        }
+    }
+
+    /// Everything that is known now.
+    pub fn look(&self) -> Recorded {
+        let (events, forgotten) = lock(&self.ring).in_order();
+        let last = lock(&self.last);
+        Recorded {
+            now_ns: self.start.elapsed_ns(),
+            progress: self.progress(),
+            events,
+            forgotten,
+            peers: self.peers(),
+            abort: last.abort.clone(),
+            ended_early: last.ended_early.clone(),
+        }
+    }
+
+    /// Where this rank is, without its events.
+    pub fn now(&self) -> (u64, Progress) {
+        (self.start.elapsed_ns(), self.progress())
+    }
+
+    /// What is known of the peers, by rank.
+    pub fn peers(&self) -> Vec<PeerRecord> {
+        self.peers.iter().map(PeerCounters::record).collect()
+    }
+
+    /// Whether the group has been aborted.
+    pub fn is_aborted(&self) -> bool {
+        lock(&self.last).abort.is_some()
+    }
+}
+
+impl EventKind {
+    /// Its name in dumps.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::SendPosted => "send-posted",
+            Self::ReceivePosted => "receive-posted",
+            Self::Asked => "asked",
+            Self::FirstByte => "first-byte",
+            Self::Sent => "sent",
+            Self::Received => "received",
+            Self::EndedEarly => "ended-early",
+            Self::Withdrawn => "withdrawn",
+            Self::Refused => "refused",
+            Self::Step => "step",
+            Self::Voted => "voted",
+            Self::Agreed => "agreed",
+            Self::Aborted => "aborted",
+            Self::LinkLost => "link-lost",
+            Self::PeerLeft => "peer-left",
+        }
+    }
+}
+
+impl Ring {
+    fn push(&mut self, event: Event) {
+        self.written += 1;
+        if self.events.len() < EVENTS {
+            self.events.push(event);
+        } else {
+            self.events[self.next] = event;
+            self.next = (self.next + 1) % EVENTS;
+        }
+    }
+
+    fn in_order(&self) -> (Vec<Event>, u64) {
+        let (newer, older) = self.events.split_at(self.next);
+        let events = [older, newer].concat();
+        (events, self.written - self.events.len() as u64)
+    }
+}
+
+impl PeerCounters {
+    fn record(&self) -> PeerRecord {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        PeerRecord {
+            messages_sent: load(&self.messages_sent),
+            bytes_sent: load(&self.bytes_sent),
+            messages_received: load(&self.messages_received),
+            bytes_received: load(&self.bytes_received),
+            heard_ns: load(&self.heard_ns).checked_sub(1),
+            progress: load(&self.op)
+                .checked_sub(1)
+                .map(|op| Progress { op, step: self.step.load(Ordering::Relaxed) }),
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nobody panics between two related changes of what is recorded.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A point in time, where there is a clock.
+#[derive(Clone, Copy, Debug)]
+struct Moment {
+    #[cfg(not(target_family = "wasm"))]
+    at: std::time::Instant,
+}
+
+impl Moment {
+    fn now() -> Self {
+        Self {
+            #[cfg(not(target_family = "wasm"))]
+            at: std::time::Instant::now(),
+        }
+    }
+
+    fn elapsed_ns(self) -> u64 {
+        #[cfg(not(target_family = "wasm"))]
+        return u64::try_from(self.at.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        #[cfg(target_family = "wasm")]
+        return 0;
+    }
+}
+
+/// Events that are kept: 48 bytes each.
+const EVENTS: usize = 2048;
+
+/// Calls that ended early and are kept; a plan has fewer outstanding at a time.
+const ENDED_EARLY: usize = 1024;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_latest_events_are_kept_in_order_and_the_others_are_counted() {
+        let recorder = Recorder::new(Rank(0), 2, "job".to_owned());
+        let posted = EVENTS as u64 + 100;
+        for op in 0..posted {
+            recorder.note(EventKind::Sent, Rank(1), Tag { op, message: 0 }, 10);
+        }
+        let seen = recorder.look();
+        assert_eq!(seen.forgotten, 100);
+        let ops: Vec<u64> = seen.events.iter().map(|event| event.tag.op).collect();
+        assert_eq!(ops, (100..posted).collect::<Vec<_>>());
+        assert!(seen.events.is_sorted_by_key(|event| event.at_ns));
+        assert_eq!((seen.peers[1].messages_sent, seen.peers[1].bytes_sent), (posted, 10 * posted));
+    }
+
+    #[test]
+    fn the_ring_never_grows_and_strangers_are_not_counted() {
+        let recorder = Recorder::new(Rank(0), 1, String::new());
+        let capacity = lock(&recorder.ring).events.capacity();
+        for _ in 0..3 * EVENTS {
+            recorder.note(EventKind::Received, Rank(7), Tag { op: 0, message: 0 }, 1);
+        }
+        assert_eq!(lock(&recorder.ring).events.capacity(), capacity);
+        assert_eq!(recorder.peers(), [PeerRecord::default()]);
+    }
+
+    #[test]
+    fn calls_that_ended_early_are_bounded() {
+        let recorder = Recorder::new(Rank(0), 2, String::new());
+        let tag = Tag { op: 0, message: 0 };
+        let pending = Pending { operation: "send", peer: Rank(1), tag, bytes_done: 0, bytes_expected: 1 };
+        for _ in 0..2 * ENDED_EARLY {
+            recorder.ended_early(pending, Duration::ZERO);
+        }
+        assert_eq!(recorder.look().ended_early.len(), ENDED_EARLY);
+    }
+}

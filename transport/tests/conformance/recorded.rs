@@ -1,0 +1,47 @@
+//! What a rank did can be read afterwards.
+
+use kyklos_transport::{Abort, AbortCause, EventKind, Progress, Rank};
+use pollster::block_on;
+
+use super::{Group, LONG, payload, ready, tag};
+
+pub(crate) fn a_rank_records_what_it_did_and_what_an_abort_ended(make: fn(u32) -> Group) {
+    let group = make(2);
+    let votes: Vec<_> = group.iter().map(|rank| rank.agree(ready(1), LONG)).collect();
+    votes.into_iter().for_each(|vote| block_on(vote).unwrap());
+    group[1].report_progress(Progress { op: 0, step: 3 });
+    let receive = group[1].post_recv(Rank(0), tag(0, 7), &[1000], LONG);
+    block_on(group[0].post_send(Rank(1), tag(0, 7), vec![payload(1000, 1)], LONG)).unwrap();
+    block_on(receive).unwrap();
+    let (sender, receiver) = (group[0].recorder().look(), group[1].recorder().look());
+    assert_eq!((sender.peers[1].messages_sent, sender.peers[1].bytes_sent), (1, 1000));
+    assert_eq!((receiver.peers[0].messages_received, receiver.peers[0].bytes_received), (1, 1000));
+    assert_eq!((sender.peers[1].bytes_received, receiver.peers[0].bytes_sent), (0, 0));
+    assert_eq!(receiver.progress, Progress { op: 0, step: 3 });
+    // In this order, whatever else the transport has to tell.
+    let mut kinds = receiver.events.iter().map(|event| event.kind);
+    for kind in
+        [EventKind::Voted, EventKind::Agreed, EventKind::Step, EventKind::ReceivePosted, EventKind::Received]
+    {
+        assert!(kinds.any(|other| other == kind), "no {} at its place in {:?}", kind.name(), receiver.events);
+    }
+    let received = receiver.events.iter().find(|event| event.kind == EventKind::Received).unwrap();
+    assert_eq!((received.peer, received.tag, received.step, received.bytes), (Rank(0), tag(0, 7), 3, 1000));
+
+    let waiting = group[1].post_recv(Rank(0), tag(1, 0), &[50], LONG);
+    let outstanding = group[1].outstanding();
+    assert_eq!(outstanding.len(), 1);
+    let pending = outstanding[0].pending;
+    assert_eq!((pending.operation, pending.peer, pending.bytes_expected), ("receive", Rank(0), 50));
+    let abort = Abort {
+        culprit: Rank(0),
+        cause: AbortCause::Failed("on purpose".to_owned()),
+        progress: Progress { op: 1, step: 0 },
+    };
+    group[0].abort(abort.clone());
+    block_on(waiting).unwrap_err();
+    let seen = group[1].recorder().look();
+    assert_eq!(seen.abort.unwrap().1, abort);
+    assert_eq!(seen.ended_early.iter().map(|call| call.pending).collect::<Vec<_>>(), [pending]);
+    assert_eq!(group[1].outstanding(), []);
+}
