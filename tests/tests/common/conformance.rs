@@ -157,9 +157,12 @@ async fn no_leaks<B: Backend>(backend: &B, who: &str) {
 }
 
 async fn nan_in_bias<B: Backend>(backend: &B, who: &str) {
+    // A software driver takes a second for each kernel, and types differ in how a bias is read only.
+    let few = backend.info().class == DeviceClass::SoftwareGpu;
     for dtype in Dtype::ALL {
-        for case in chosen_cases().filter(|case| case.poison.is_empty() && case.pairs.is_some_and(|p| p.bias))
-        {
+        let biased = |case: &Case| case.poison.is_empty() && case.pairs.is_some_and(|pairs| pairs.bias);
+        let most = if few && dtype != Dtype::F32 { 1 } else { usize::MAX };
+        for case in chosen_cases().filter(biased).take(most) {
             let name = case.name;
             let good = Prepared::new(case, dtype);
             let (problem, pairs) = (&good.problem, good.problem.pairs.unwrap());
