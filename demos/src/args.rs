@@ -1,15 +1,14 @@
 //! The command line. Its names are a contract: scripts use them.
 
-use std::fmt;
+mod values;
+
 use std::net::SocketAddr;
 use std::num::{NonZeroU32, NonZeroU64};
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use clap::error::ErrorKind;
-use clap::{Args, Parser, Subcommand, ValueEnum};
-use kyklos::backend::wgpu::KernelChoice;
-use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind, Strategy};
+use clap::{Args, Parser, Subcommand};
+use kyklos::{Dtype, Mesh, PlacementKind};
 
 use crate::against::Peer;
 use crate::certs::CertsArgs;
@@ -18,6 +17,10 @@ use crate::doctor::DoctorArgs;
 use crate::launch::LaunchArgs;
 use crate::launchers::GroupArgs;
 use crate::tune::TuneArgs;
+pub(crate) use values::{
+    KernelName, List, ListItem, MaskArg, OrAuto, ProgressKind, Shape, SplitName, StrategyName, TransportName,
+    WireName,
+};
 
 /// Exact attention over a sequence that is split across ranks. Without a command: a short demonstration.
 #[derive(Debug, Parser)]
@@ -231,208 +234,6 @@ pub(crate) struct BenchArgs {
     /// Print one JSON array
     #[arg(long)]
     pub(crate) json: bool,
-}
-
-/// The value of `--split`: shares of tokens, or of work.
-#[derive(Clone, Debug)]
-pub(crate) enum SplitName {
-    Tokens(List<f64>),
-    Work(List<f64>),
-}
-
-impl FromStr for SplitName {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        match text.strip_prefix("work:") {
-            Some(weights) => weights.parse().map(Self::Work),
-            None => text.parse().map(Self::Tokens),
-        }
-    }
-}
-
-/// The value of `--wire`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct WireName(pub(crate) Option<Dtype>);
-
-impl FromStr for WireName {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        if text == "same" { Ok(Self(None)) } else { text.parse().map(|dtype| Self(Some(dtype))) }
-    }
-}
-
-/// An entry of `--kernel`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct KernelName(pub(crate) KernelChoice);
-
-impl ListItem for KernelName {
-    fn item(text: &str) -> Result<Self, Error> {
-        Ok(Self(match text {
-            "auto" => KernelChoice::Auto,
-            "portable" => KernelChoice::Portable,
-            "subgroup" => KernelChoice::SubgroupBroadcast,
-            "cooperative" => KernelChoice::Cooperative,
-            _ => KernelChoice::Exactly(text.parse().map_err(|_| {
-                Error::request(
-                    format!("kernel `{text}` is not known"),
-                    "use auto, portable, subgroup or cooperative, or one that kyklos tune lists, joined by commas",
-                )
-            })?),
-        }))
-    }
-}
-
-impl fmt::Display for KernelName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.0 {
-            KernelChoice::Auto => "auto",
-            KernelChoice::Portable => "portable",
-            KernelChoice::SubgroupBroadcast => "subgroup",
-            KernelChoice::Cooperative => "cooperative",
-            KernelChoice::Exactly(variant) => return f.write_str(&variant.name()),
-        })
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum TransportName {
-    /// Channels inside this process
-    InProcess,
-    /// QUIC with mutual authentication; between ranks of one process over loopback sockets
-    Quic,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ProgressKind {
-    Auto,
-    Json,
-    None,
-}
-
-/// A value, or the program's choice.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum OrAuto<T> {
-    Auto,
-    Is(T),
-}
-
-impl<T: FromStr> FromStr for OrAuto<T> {
-    type Err = T::Err;
-
-    fn from_str(text: &str) -> Result<Self, T::Err> {
-        if text == "auto" {
-            return Ok(Self::Auto);
-        }
-        text.parse().map(Self::Is)
-    }
-}
-
-impl<T> OrAuto<T> {
-    pub(crate) fn chosen(self) -> Option<T> {
-        match self {
-            Self::Auto => None,
-            Self::Is(value) => Some(value),
-        }
-    }
-}
-
-/// A strategy of this build. One that is planned but not there is refused by its own name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct StrategyName(pub(crate) Strategy);
-
-impl FromStr for StrategyName {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        text.parse().map(Self)
-    }
-}
-
-/// `B,S,HQ,HKV,D`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Shape(pub(crate) [u32; 5]);
-
-impl FromStr for Shape {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        let List(numbers) = text.parse::<List<u32>>()?;
-        let count = numbers.len();
-        numbers.try_into().map(Self).map_err(|_| {
-            Error::request(
-                format!("shape `{text}` has {count} numbers"),
-                "give five: batch, tokens, query heads, kv heads, head dim, such as 1,4096,8,2,64",
-            )
-        })
-    }
-}
-
-/// A mask with the words it was given in: the oracle reads those for itself.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct MaskArg {
-    pub(crate) text: String,
-    pub(crate) mask: Mask,
-}
-
-impl FromStr for MaskArg {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        Ok(Self { text: text.to_owned(), mask: text.parse()? })
-    }
-}
-
-/// Values joined by commas.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct List<T>(pub(crate) Vec<T>);
-
-impl<T: ListItem> FromStr for List<T> {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        text.split(',').map(T::item).collect::<Result<_, _>>().map(Self)
-    }
-}
-
-/// What a [`List`] can hold.
-pub(crate) trait ListItem: Sized {
-    fn item(text: &str) -> Result<Self, Error>;
-}
-
-impl ListItem for u32 {
-    fn item(text: &str) -> Result<Self, Error> {
-        text.parse().map_err(|_| {
-            Error::request(
-                format!("`{text}` is not a whole number"),
-                format!("use numbers from 0 to {} joined by commas", Self::MAX),
-            )
-        })
-    }
-}
-
-impl ListItem for f64 {
-    fn item(text: &str) -> Result<Self, Error> {
-        text.parse().map_err(|_| {
-            Error::request(format!("`{text}` is not a number"), "use numbers joined by commas, such as 3,1")
-        })
-    }
-}
-
-impl ListItem for DeviceRequest {
-    fn item(text: &str) -> Result<Self, Error> {
-        text.parse()
-    }
-}
-
-impl<T: fmt::Display> fmt::Display for List<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, item) in self.0.iter().enumerate() {
-            write!(f, "{}{item}", if index == 0 { "" } else { "," })?;
-        }
-        Ok(())
-    }
 }
 
 /// Parses the arguments of the program, its name first.

@@ -1,0 +1,364 @@
+//! One run of one rank: its steps, in order.
+
+use std::future::Future;
+use std::pin::pin;
+use std::task::Poll;
+
+use bytes::Bytes;
+use kyklos_transport::{Progress, Rank, Tag, TransportError, Vote};
+
+use super::{Executor, state_mut, state_ref, state_shape};
+use crate::backend::{Attend, Backend, Control, Extent, Layout, Operand, Pairs, StateShape};
+use crate::collective::{Arrivals, Collective, ExchangeError, Incoming, Memory, Outgoing, Piece};
+use crate::meter::{Lane, Meter};
+use crate::plan::{BufferId, Content, Recv, Slice, Step, Tensor, describe};
+use crate::{BlockWork, Error, Result};
+
+/// One run of one rank.
+pub(super) struct Run<'r, 'a, B: Backend, C> {
+    pub(super) executor: &'r Executor<'a, B, C>,
+    pub(super) op: u64,
+    pub(super) meter: &'r Meter,
+    pub(super) memory: Memory<B::Buffer>,
+    pub(super) step: usize,
+}
+
+/// An exchange that has been posted and not been waited for.
+struct InFlight<'r, Buffer> {
+    id: u32,
+    recvs: &'r [Recv],
+    arrivals: Arrivals<'r, Buffer>,
+    ended: Option<Result<Vec<Vec<Buffer>>, ExchangeError>>,
+}
+
+impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
+    pub(super) async fn execute(&mut self) -> Result<(Bytes, Bytes, u64)> {
+        let Executor { backend, collective, plan, works, options, .. } = self.executor;
+        let control = Control::new(collective.stop_flag());
+        let mut in_flight: Vec<InFlight<'r, B::Buffer>> = Vec::new();
+        for (index, step) in plan.steps.iter().enumerate() {
+            self.step = index;
+            let words = || describe(self.executor.world, plan, step);
+            options.observer.step(Rank(plan.rank), self.op, index, plan.steps.len(), &words);
+            collective
+                .report_progress(Progress { op: self.op, step: u32::try_from(index).unwrap_or(u32::MAX) });
+            let started = self.meter.start();
+            match step {
+                Step::Repack { from, into } => {
+                    self.repack(from, into)?;
+                    self.meter.end(started, Lane::Copy, words);
+                }
+                Step::Exchange { id, sends, recvs } => {
+                    let sends: Vec<Outgoing> = sends
+                        .iter()
+                        .map(|send| Outgoing {
+                            to: Rank(send.to),
+                            pieces: send.parts.iter().flat_map(|part| self.pieces(part)).collect(),
+                        })
+                        .collect();
+                    let expects: Vec<Incoming> = recvs
+                        .iter()
+                        .map(|recv| Incoming {
+                            from: Rank(recv.from),
+                            piece_bytes: recv
+                                .parts
+                                .iter()
+                                .flat_map(|part| self.tensor_bytes(*part))
+                                .collect(),
+                        })
+                        .collect();
+                    let tag = Tag { op: self.op, message: *id };
+                    let arrivals = collective.post_exchange(
+                        backend,
+                        self.meter,
+                        tag,
+                        &mut self.memory,
+                        &sends,
+                        &expects,
+                    );
+                    in_flight.push(InFlight { id: *id, recvs, arrivals, ended: None });
+                }
+                Step::Wait { id } => {
+                    self.wait_for(*id, &mut in_flight).await?;
+                    self.meter.end_wait(started, *id, words);
+                }
+                Step::Attend { q, kv, state, pairs } => {
+                    let mut tensors = self.state(*state)?;
+                    let mut attended = Ok(());
+                    for work in &works[index] {
+                        let attend =
+                            self.attend([q, kv], pairs.as_ref(), work, *state, &mut tensors, &control);
+                        attended = drive(&mut in_flight, attend).await;
+                        if attended.is_err() {
+                            break;
+                        }
+                    }
+                    self.memory.put(*state, tensors);
+                    if let Err(Error::Cancelled) = attended {
+                        return Err(self.why_stopped(&mut in_flight).await);
+                    }
+                    attended?;
+                    drive(&mut in_flight, backend.wait()).await?;
+                    self.meter.end(started, Lane::Compute, words);
+                }
+                Step::Convert { from, into } => {
+                    self.convert(from, *into)?;
+                    self.meter.end(started, Lane::Copy, words);
+                }
+                Step::Merge { from, into } => {
+                    let (from_tensors, mut into_tensors) = (self.state(*from)?, self.state(*into)?);
+                    let shape = self.shape(*into);
+                    let merged = backend
+                        .merge(&mut state_mut(&mut into_tensors, shape), &state_ref(&from_tensors, shape));
+                    self.memory.put(*from, from_tensors);
+                    self.memory.put(*into, into_tensors);
+                    merged?;
+                    self.meter.end(started, Lane::Compute, words);
+                }
+                Step::Finalize { state, into } => {
+                    let tensors = self.state(*state)?;
+                    let mut output = self.allocate(*into)?;
+                    let (o, lse) = output.split_at_mut(1);
+                    let shape = self.shape(*state);
+                    let dtype = self.executor.world.problem.dtype;
+                    let sinks = self.sinks(*state);
+                    backend.finalize(&state_ref(&tensors, shape), sinks, dtype, &mut o[0], &mut lse[0])?;
+                    self.memory.put(*state, tensors);
+                    self.memory.put(*into, output);
+                    drive(&mut in_flight, backend.wait()).await?;
+                    self.meter.end(started, Lane::Compute, words);
+                }
+                Step::Free { buffer } => drop(self.memory.take(*buffer)),
+            }
+            options.observer.counted(Rank(plan.rank), self.op, &self.meter.report());
+        }
+        let started = self.meter.start();
+        // A rank without tokens writes nothing into its output, and has one all the same.
+        let mut output = match self.memory.take(plan.output) {
+            Some(output) => output,
+            None => self.allocate(plan.output)?,
+        };
+        let sizes = self.tensor_bytes(plan.output);
+        let o = backend.download(&mut output[0], 0..sizes[0]).await?;
+        let lse = backend.download(&mut output[1], 0..sizes[1]).await?;
+        self.meter.end(started, Lane::Copy, || "download the output".to_owned());
+        Ok((o, lse, control.pieces_done()))
+    }
+
+    /// The sinks of a state's heads; none where the problem has none.
+    fn sinks(&self, state: BufferId) -> &'r [f32] {
+        let heads = &self.executor.plan.buffer(state).heads;
+        self.executor.world.problem.sinks.get(heads.start as usize..heads.end as usize).unwrap_or_default()
+    }
+
+    async fn attend(
+        &self,
+        [q, kv]: [&Slice; 2],
+        pairs: Option<&Slice>,
+        work: &BlockWork,
+        state: BufferId,
+        tensors: &mut [B::Buffer],
+        control: &Control,
+    ) -> Result<()> {
+        let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
+        let element = |slice| {
+            let layout = self.layout(slice, problem.head_dim as usize);
+            move |buffer| Operand { buffer, layout }
+        };
+        let kv_first = plan.slice_heads(kv).start;
+        let kv_head_of: Vec<u32> =
+            plan.slice_heads(q).map(|head| head / problem.group() - kv_first).collect();
+        let args = Attend {
+            dtype: problem.dtype,
+            scale: problem.scale,
+            softcap: problem.softcap,
+            q: element(q)(self.memory.view(q.buffer, 0)),
+            k: element(kv)(self.memory.view(kv.buffer, 0)),
+            v: element(kv)(self.memory.view(kv.buffer, 1)),
+            kv_head_of: &kv_head_of,
+            work,
+            pairs: pairs.zip(problem.pairs).map(|(slice, tensor)| {
+                let layout = self.layout(slice, tensor.row_elements(problem.dtype, problem.kv_len));
+                let shared = |stride, shared| if shared { 0 } else { stride };
+                Pairs {
+                    kind: tensor.kind,
+                    buffer: self.memory.view(slice.buffer, 0),
+                    layout: Layout {
+                        batch_stride: shared(layout.batch_stride, tensor.batch == 1),
+                        head_stride: shared(layout.head_stride, tensor.heads == 1),
+                        ..layout
+                    },
+                }
+            }),
+            state: state_mut(tensors, self.shape(state)),
+        };
+        self.executor.backend.attend(args, control).await
+    }
+
+    fn repack(&mut self, from: &Slice, into: &Slice) -> Result<()> {
+        let problem = &self.executor.world.problem;
+        if !self.memory.is_alive(into.buffer) {
+            let fresh = self.allocate(into.buffer)?;
+            self.memory.put(into.buffer, fresh);
+        }
+        let mut target = self.memory.take(into.buffer).expect("it is alive now");
+        for (index, tensor) in self.content(from.buffer).tensors(problem).into_iter().enumerate() {
+            let extent = Extent {
+                batch: self.content(from.buffer).batch(problem) as usize,
+                rows: from.tokens.len(),
+                heads: (from.heads.end - from.heads.start) as usize,
+                row_bytes: tensor.row_bytes,
+            };
+            let source = (self.memory.view(from.buffer, index), self.layout(from, tensor.row_bytes));
+            let target = (&mut target[index], self.layout(into, tensor.row_bytes));
+            self.executor.backend.repack(source, target, extent)?;
+        }
+        self.memory.put(into.buffer, target);
+        Ok(())
+    }
+
+    fn convert(&mut self, from: &Slice, into: BufferId) -> Result<()> {
+        let problem = &self.executor.world.problem;
+        let dtype = |content| if content == Content::WireKeyValue { problem.wire } else { problem.dtype };
+        let (source, target) = (dtype(self.content(from.buffer)), dtype(self.content(into)));
+        let mut fresh = self.allocate(into)?;
+        for (piece, target_tensor) in self.pieces(from).into_iter().zip(&mut fresh) {
+            let view = self.memory.view(piece.buffer, piece.tensor);
+            let (first, count) = (piece.bytes.start / source.bytes(), piece.bytes.len() / source.bytes());
+            self.executor.backend.convert((view, first, source), (target_tensor, target), count)?;
+        }
+        self.memory.put(into, fresh);
+        Ok(())
+    }
+
+    async fn wait_for(&mut self, id: u32, in_flight: &mut Vec<InFlight<'r, B::Buffer>>) -> Result<()> {
+        let index = in_flight.iter().position(|exchange| exchange.id == id);
+        let index = index.expect("a checked plan waits only for what it has posted");
+        let mut mine = in_flight.swap_remove(index);
+        let ended = match mine.ended.take() {
+            Some(ended) => ended,
+            None => drive(in_flight, mine.arrivals.as_mut()).await,
+        };
+        let arrived = ended.map_err(|error| self.explain(error))?;
+        for (recv, tensors) in mine.recvs.iter().zip(arrived) {
+            let mut tensors = tensors.into_iter();
+            for part in &recv.parts {
+                let count = self.tensor_bytes(*part).len();
+                self.memory.put(*part, tensors.by_ref().take(count).collect());
+            }
+        }
+        Ok(())
+    }
+
+    /// The group's failure, after a computation was given up because of it.
+    async fn why_stopped(&self, in_flight: &mut Vec<InFlight<'r, B::Buffer>>) -> Error {
+        // What was outstanding knows most: peer and bytes.
+        for exchange in in_flight {
+            let ended = match exchange.ended.take() {
+                Some(ended) => ended,
+                None => exchange.arrivals.as_mut().await,
+            };
+            if let Err(error) = ended {
+                return self.explain(error);
+            }
+        }
+        // Nothing was outstanding: any call tells.
+        match self.executor.collective.agree(Vote::Ready { plan_hash: self.executor.plan_hash }).await {
+            Err(error) => self.explain(ExchangeError::Transport(error)),
+            Ok(()) => Error::Cancelled,
+        }
+    }
+
+    fn explain(&self, error: ExchangeError) -> Error {
+        match error {
+            ExchangeError::Own(error) => error,
+            ExchangeError::Transport(source) => self.group_error(source),
+        }
+    }
+
+    fn group_error(&self, source: TransportError) -> Error {
+        let plan = self.executor.plan;
+        let doing = describe(self.executor.world, plan, &plan.steps[self.step]);
+        let doing = doing.split_whitespace().collect::<Vec<_>>().join(" ");
+        Error::Group { rank: plan.rank, step: self.step, doing, source }
+    }
+
+    /// Takes a state's tensors out of memory; one that is not there yet has seen nothing.
+    fn state(&mut self, id: BufferId) -> Result<Vec<B::Buffer>> {
+        if let Some(tensors) = self.memory.take(id) {
+            return Ok(tensors);
+        }
+        let mut tensors = self.allocate(id)?;
+        self.executor.backend.reset_state(&mut state_mut(&mut tensors, self.shape(id)))?;
+        Ok(tensors)
+    }
+
+    fn allocate(&self, id: BufferId) -> Result<Vec<B::Buffer>> {
+        let name = &self.executor.plan.buffer(id).name;
+        let backend = self.executor.backend;
+        self.tensor_bytes(id)
+            .into_iter()
+            .map(|bytes| {
+                if self.executor.options.poison {
+                    backend.upload(name, Bytes::from(vec![0xFF; bytes]))
+                } else {
+                    backend.alloc(name, bytes)
+                }
+            })
+            .collect()
+    }
+
+    /// The extents of the running state that a buffer holds.
+    fn shape(&self, state: BufferId) -> StateShape {
+        state_shape(self.executor.world, self.executor.plan, state)
+    }
+
+    fn content(&self, buffer: BufferId) -> Content {
+        self.executor.plan.buffer(buffer).content
+    }
+
+    fn tensor_bytes(&self, id: BufferId) -> Vec<usize> {
+        self.executor.tensor_bytes(id)
+    }
+
+    /// The memory of a slice that is one piece in each tensor.
+    fn pieces(&self, slice: &Slice) -> Vec<Piece> {
+        let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
+        let heads = plan.buffer(slice.buffer).head_count() as usize;
+        let whole = slice.tokens == (0..plan.buffer(slice.buffer).tokens.len());
+        let tensors = plan.buffer(slice.buffer).content.tensors(problem).into_iter().enumerate();
+        let pieces = tensors.map(|(tensor, Tensor { row_bytes })| {
+            let token = heads * row_bytes;
+            let batch = if whole { self.content(slice.buffer).batch(problem) as usize } else { 1 };
+            let end = slice.tokens.start + slice.tokens.len() * batch;
+            Piece { buffer: slice.buffer, tensor, bytes: slice.tokens.start * token..end * token }
+        });
+        pieces.collect()
+    }
+
+    /// Where a slice lies in its tensors, in units of which a head of a token has `row`.
+    fn layout(&self, slice: &Slice, row: usize) -> Layout {
+        let buffer = self.executor.plan.buffer(slice.buffer);
+        let row_stride = buffer.head_count() as usize * row;
+        Layout {
+            offset: slice.tokens.start * row_stride + slice.heads.start as usize * row,
+            batch_stride: buffer.tokens.len() * row_stride,
+            row_stride,
+            head_stride: row,
+        }
+    }
+}
+
+/// Runs `future` and, meanwhile, keeps every exchange in flight moving.
+async fn drive<T, Buffer>(in_flight: &mut [InFlight<'_, Buffer>], future: impl Future<Output = T>) -> T {
+    let mut future = pin!(future);
+    std::future::poll_fn(|context| {
+        for exchange in in_flight.iter_mut().filter(|exchange| exchange.ended.is_none()) {
+            if let Poll::Ready(ended) = exchange.arrivals.as_mut().poll(context) {
+                exchange.ended = Some(ended);
+            }
+        }
+        future.as_mut().poll(context)
+    })
+    .await
+}
