@@ -13,7 +13,7 @@ pub struct Description {
     /// Where the numbers come from.
     #[serde(default)]
     pub about: String,
-    /// The link between any two hosts that [[between]] does not name.
+    /// The link between any two hosts that `[[between]]` does not name.
     #[serde(default)]
     pub between_hosts: Option<String>,
     /// Device of each rank, counted host by host; without it rank i is on device i.
