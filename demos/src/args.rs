@@ -106,6 +106,9 @@ pub(crate) struct ProblemArgs {
     /// same, or f16 for f32 tensors: the type of keys and values on their way between shards; f16 rounds them
     #[arg(long, value_name = "NAME", default_value = "same")]
     pub(crate) wire: WireName,
+    /// Sum over tiles of 256 keys in one order: on one type of device the same bytes on any mesh; costs time
+    #[arg(long)]
+    pub(crate) fixed_order: bool,
     /// Global position of query 0; key 0 is at position 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) q_offset: u32,

@@ -186,7 +186,7 @@ pub(crate) fn headline(request: &Request) -> String {
         format!("{} queries to {} keys", problem.q_len, problem.kv_len)
     };
     format!(
-        "problem    {} x {tokens}, {} query heads, {} kv heads, dim {}, {}, mask {}{}{}\n\
+        "problem    {} x {tokens}, {} query heads, {} kv heads, dim {}, {}, mask {}{}{}{}\n\
          shared     {} over {} (ulysses x ring), {} placement\n",
         problem.batch,
         problem.q_heads,
@@ -200,6 +200,7 @@ pub(crate) fn headline(request: &Request) -> String {
             Some(PairKind::Visible) => ", mask tensor",
             Some(PairKind::Bias) => ", bias",
         },
+        if problem.fixed_order { ", in a fixed order" } else { "" },
         request.strategy,
         request.mesh,
         request.placement

@@ -75,6 +75,7 @@ impl<Buffer> Resident<Buffer> {
                 kv_head_of: &self.kv_head_of,
                 work,
                 pairs: None,
+                fixed_order: false,
                 state: StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape },
             };
             pollster::block_on(backend.attend(args, control))?;

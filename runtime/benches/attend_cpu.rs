@@ -164,6 +164,7 @@ impl Case {
                 kv_head_of: &kv_head_of,
                 work,
                 pairs: None,
+                fixed_order: false,
                 state,
             };
             pollster::block_on(backend.attend(args, &Control::default())).expect("attend");

@@ -112,6 +112,7 @@ fn measure(backend: &WgpuBackend, (shape, dtype, mask, rows): &Shape, repeats: u
             kv_head_of: &kv_head_of,
             work,
             pairs: None,
+            fixed_order: false,
             state,
         };
         block_on(backend.attend(args, &control))?;

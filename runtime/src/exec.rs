@@ -94,14 +94,20 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         options: RunOptions,
     ) -> Self {
         let (plan, problem) = (world.plan(rank), &world.problem);
-        let lower = |step: &Step| match step {
-            Step::Attend { q, kv, state, .. } => {
+        let mut works: Vec<Vec<BlockWork>> = Vec::with_capacity(plan.steps.len());
+        let mut before: Option<usize> = None;
+        for step in &plan.steps {
+            let mut layers = Vec::new();
+            if let Step::Attend { q, kv, state, .. } = step {
                 let tile = backend.tile_shape(problem, state_shape(world, plan, *state));
-                BlockWork::layers(problem, &plan.slice_tokens(q), &plan.slice_tokens(kv), tile)
+                layers = BlockWork::layers(problem, &plan.slice_tokens(q), &plan.slice_tokens(kv), tile);
+                for (layer, other) in layers.iter_mut().zip(before.map_or(&[][..], |at| &works[at])) {
+                    layer.share_rows(other);
+                }
+                before = Some(works.len());
             }
-            _ => Vec::new(),
-        };
-        let works = plan.steps.iter().map(lower).collect();
+            works.push(layers);
+        }
         Self { backend, collective, world, plan, plan_hash, peak_bytes, works, options }
     }
 

@@ -51,7 +51,7 @@ pub use meter::{Lane, Meter, RankReport, Span};
 pub use pairs::{PairKind, PairTensor};
 pub use placement::{Placement, PlacementKind, Split};
 pub use problem::AttentionProblem;
-pub use strategy::{Strategy, meshes_by_bytes, plan as plan_world, plan_rows};
+pub use strategy::{Strategy, TILE_KEYS, meshes_by_bytes, plan as plan_world, plan_rows};
 pub use tokens::{Run, TokenRuns};
 
 /// The result type of this crate.

@@ -2,6 +2,8 @@
 //! position for each key, and a list of tiles that are not empty. Where a mask shows rows several intervals, there are
 //! as many layers of that, over different keys for each row, and a block is attended to layer by layer.
 
+use std::sync::Arc;
+
 use crate::{AttentionProblem, TokenRuns};
 
 /// The key positions `lo..hi` that one query row sees.
@@ -47,8 +49,8 @@ pub struct TileRun {
 /// What one block of queries sees of one block of keys, for all batch entries with the same mask.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MaskClass {
-    /// One span for each query row of the block, in buffer order.
-    pub rows: Vec<RowSpan>,
+    /// One span for each query row of the block, in buffer order. Blocks of other keys may share them.
+    pub rows: Arc<[RowSpan]>,
     /// `q_tiles + 1` offsets into `runs`: those of Q tile `t` are `runs[starts[t]..starts[t + 1]]`.
     pub starts: Vec<u32>,
     /// Tiles that are not empty, ascending within a Q tile.
@@ -89,10 +91,20 @@ impl BlockWork {
                     Some(rows) => std::mem::take(rows),
                     None => vec![RowSpan::EMPTY; q_tokens.len()],
                 });
-                let classes = rows.map(|rows| MaskClass::new(rows, &kv_bounds, tile)).collect();
+                let classes =
+                    rows.map(|rows| MaskClass::new(rows, &kv_bounds, tile, problem.fixed_order)).collect();
                 Self { tile, kv_positions: kv_positions.clone(), classes }
             })
             .collect()
+    }
+
+    /// Keeps the spans of `other` where this work's are the same: a step for each tile of keys would keep a copy each.
+    pub(crate) fn share_rows(&mut self, other: &Self) {
+        for (class, other) in self.classes.iter_mut().zip(&other.classes) {
+            if class.rows == other.rows {
+                class.rows = other.rows.clone();
+            }
+        }
     }
 
     /// The class of batch entry `batch`.
@@ -165,7 +177,9 @@ fn row_layers(
 }
 
 impl MaskClass {
-    fn new(rows: Vec<RowSpan>, kv_bounds: &[(u32, u32)], tile: TileShape) -> Self {
+    /// With `each_tested` no tile counts as full: whether one is depends on which rows lie together, and kernels have other
+    /// instructions for full ones, which may round otherwise.
+    fn new(rows: Vec<RowSpan>, kv_bounds: &[(u32, u32)], tile: TileShape, each_tested: bool) -> Self {
         let mut starts = vec![0];
         let mut runs: Vec<TileRun> = Vec::new();
         for tile_rows in rows.chunks(tile.q_rows as usize) {
@@ -183,7 +197,7 @@ impl MaskClass {
                     continue;
                 }
                 let kv_tile = u32::try_from(kv_tile).expect("positions are u32, so tiles are");
-                let full = all_see && common.0 <= *lo && *hi < common.1;
+                let full = !each_tested && all_see && common.0 <= *lo && *hi < common.1;
                 match runs[first..].last_mut() {
                     Some(run) if run.full == full && run.kv_tile + run.count == kv_tile => run.count += 1,
                     _ => runs.push(TileRun { kv_tile, count: 1, full }),
@@ -191,7 +205,7 @@ impl MaskClass {
             }
             starts.push(u32::try_from(runs.len()).expect("at most one run for each pair of tiles"));
         }
-        Self { rows, starts, runs }
+        Self { rows: rows.into(), starts, runs }
     }
 }
 

@@ -39,6 +39,9 @@ pub struct AttentionProblem {
     /// how exact the result can be: keys of other shards are rounded, once, by their owner.
     #[serde(serialize_with = "dtype_by_name")]
     pub wire: Dtype,
+    /// Whether rows are summed over tiles of 256 keys in one order, whoever holds them: on one type of device the result is
+    /// then the same, byte for byte, on any mesh. Costs a state for each tile, and shards must begin and end with tiles.
+    pub fixed_order: bool,
 }
 
 impl AttentionProblem {
@@ -67,6 +70,7 @@ impl AttentionProblem {
             sinks: Vec::new(),
             pairs: None,
             wire: dtype,
+            fixed_order: false,
         }
         .checked()
     }
@@ -109,6 +113,14 @@ impl AttentionProblem {
     /// As [`Self::new`].
     pub fn with_wire(self, wire: Dtype) -> Result<Self> {
         Self { wire, ..self }.checked()
+    }
+
+    /// This problem with sums in an order that no mesh changes, or not.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_fixed_order(self, fixed_order: bool) -> Result<Self> {
+        Self { fixed_order, ..self }.checked()
     }
 
     /// Query heads that share one KV head.
@@ -189,6 +201,12 @@ impl AttentionProblem {
                 "send tensors as they are, or f32 as f16",
             ));
         }
+        if self.fixed_order && self.wire != self.dtype {
+            return Err(Error::request(
+                format!("a fixed order with {} on the wire", self.wire),
+                "which keys are rounded depends on who holds them: send tensors as they are",
+            ));
+        }
         if let Some(pairs) = self.pairs {
             pairs.fits(batch, q_heads, kv_len)?;
         }
@@ -239,6 +257,8 @@ mod tests {
         assert!(problem.clone().with_wire(Dtype::Bf16).is_err());
         let half = AttentionProblem::new([2, 8, 8, 2, 64], Dtype::F16, Mask::full()).unwrap();
         assert!(half.with_wire(Dtype::F32).is_err());
+        let fixed = problem.clone().with_fixed_order(true).unwrap();
+        assert!(fixed.with_wire(Dtype::F16).is_err(), "who rounds depends on the mesh");
         let mask = "valid:1,2,3".parse().unwrap();
         assert!(AttentionProblem::new([2, 8, 8, 2, 64], Dtype::F32, mask).is_err());
     }

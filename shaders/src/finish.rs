@@ -109,12 +109,13 @@ if (lane == 0u) {
         });
         let units = head_dim / storage.unit_elements();
         t.block(format!("for (var u = lane; u < {units}u; u += 8u)"), |t| {
+            // A zero has no sign: which it has depends on what was merged.
             let load = |c: u32| {
+                let (chunks, unit) = (head_dim / 4, storage.unit_chunks());
+                let a = format!("state_a[row_head * {chunks}u + u * {unit}u + {c}u - params.a_skipped]");
+                let weight = if sinks { " * weight" } else { "" };
                 format!(
-                    "select(state_a[row_head * {}u + u * {}u + {c}u - params.a_skipped]{} / divisor, vec4<f32>(), empty)",
-                    head_dim / 4,
-                    storage.unit_chunks(),
-                    if sinks { " * weight" } else { "" }
+                    "select({a}{weight} / divisor, vec4<f32>(), vec4<bool>(empty) | ({a} == vec4<f32>()))"
                 )
             };
             if storage == Storage::F32 {

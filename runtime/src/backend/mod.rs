@@ -20,6 +20,8 @@
 //! un-normalised `a = Σ exp(x − m)·v`, all f32. `ml` is `[batch, heads, rows, 2]` (m then l), `a` is
 //! `[batch, rows, heads, dim]`. Nothing seen yet is `m = `[`EMPTY_M`], `l = 0`, `a = 0`. Two states of disjoint key
 //! sets merge as `m = max(m₁, m₂)`, `l = l₁e^{m₁−m} + l₂e^{m₂−m}`, `a` likewise (Milakov & Gimelshein 2018, §3.1).
+//! Where one of them has seen nothing the result is the other one, bit for bit but for the sign of zeros, which
+//! `finalize` takes away: [`fixed order`](crate::AttentionProblem::fixed_order) rests on it.
 
 use std::fmt;
 use std::future::Future;
@@ -282,6 +284,9 @@ pub struct Attend<'a, Buffer> {
     pub work: &'a BlockWork,
     /// A tensor over the pairs of these rows and of all key positions, which hides keys or is added to logits.
     pub pairs: Option<Pairs<'a, Buffer>>,
+    /// Whether each row must get the same bytes whatever rows are computed with it, and on whatever mesh: no kernel may be
+    /// chosen by the number of rows, nor keys be divided by it.
+    pub fixed_order: bool,
     /// The running state of exactly these rows and heads.
     pub state: StateMut<'a, Buffer>,
 }

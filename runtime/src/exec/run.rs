@@ -190,6 +190,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                     },
                 }
             }),
+            fixed_order: problem.fixed_order,
             state: state_mut(tensors, self.shape(state)),
         };
         self.executor.backend.attend(args, control).await

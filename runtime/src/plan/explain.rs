@@ -40,6 +40,13 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
             problem.wire
         );
     }
+    if problem.fixed_order {
+        let _ = writeln!(
+            out,
+            "order      sums over tiles of {} keys along one tree: the same bytes on any mesh of one type of device",
+            crate::TILE_KEYS
+        );
+    }
     let ranks = world.mesh.world();
     let plural = if ranks == 1 { "" } else { "s" };
     let _ = writeln!(out, "mesh       {} (ulysses x ring), {ranks} rank{plural}", world.mesh);

@@ -44,4 +44,4 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
 }
 
 /// Raised whenever the same inputs would make other plans.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;

@@ -34,7 +34,13 @@ pub fn predict(
         && candidate.strategy != Strategy::TwoWay;
     let alike = (problem.mask.is_full() || causal) && candidate.strategy != Strategy::Line;
     let even = *split == Split::Even && problem.q_len == problem.kv_len && problem.q_offset == 0;
-    if hops <= MOST_HOPS || mesh.ring() < 4 * SHORTEST || !alike || !even || problem.pairs.is_some() {
+    if hops <= MOST_HOPS
+        || mesh.ring() < 4 * SHORTEST
+        || !alike
+        || !even
+        || problem.pairs.is_some()
+        || problem.fixed_order
+    {
         if hops > MOST_WALKED {
             return Err(Error::request(
                 format!("{} on {mesh} has {hops} hops that differ, too many to walk", candidate.strategy),

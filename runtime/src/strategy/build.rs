@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use kyklos_transport::Rank;
 
+use super::order::{self, Reduction};
 use crate::mesh::kv_heads_for;
 use crate::plan::{Buffer, BufferId, Content, Plan, Recv, Send, Slice, Step, World};
 use crate::{TokenRuns, lower};
@@ -21,6 +22,8 @@ pub(super) struct PlanBuilder<'a> {
     pub(super) rank: Rank,
     plan: Plan,
     exchanges: u32,
+    /// In a fixed order: what is known of the state under way.
+    reduction: Reduction,
 }
 
 impl<'a> PlanBuilder<'a> {
@@ -40,7 +43,7 @@ impl<'a> PlanBuilder<'a> {
             pairs: None,
             steps: Vec::with_capacity(8 + 4 * hops + 8 * peers),
         };
-        let mut builder = Self { world, rank, plan, exchanges: 0 };
+        let mut builder = Self { world, rank, plan, exchanges: 0, reduction: Reduction::default() };
         builder.declare("q".to_owned(), Content::Query, q_tokens.clone(), 0..problem.q_heads);
         builder.declare("kv".to_owned(), Content::KeyValue, kv_tokens, 0..problem.kv_heads);
         builder.declare("o".to_owned(), Content::Output, q_tokens.clone(), 0..problem.q_heads);
@@ -228,19 +231,41 @@ impl<'a> PlanBuilder<'a> {
     }
 
     /// Attention of all of `q` against all of `kv`, with all of `pairs`; no step where the mask hides every pair.
-    pub(super) fn attend(&mut self, Inputs { q, kv, pairs }: Inputs, state: BufferId) {
-        if lower::any_visible(&self.world.problem, &self.buffer(q).tokens, &self.buffer(kv).tokens) {
-            let (q, kv) = (self.plan.whole(q), self.plan.whole(kv));
-            let pairs = pairs.map(|pairs| self.plan.whole(pairs));
+    pub(super) fn attend(&mut self, inputs: Inputs, state: BufferId) {
+        if self.world.problem.fixed_order {
+            return order::attend_tiles(self, inputs);
+        }
+        self.attend_some(inputs, self.whole(inputs.kv), state);
+    }
+
+    /// The same against some of the keys; whether there was a step.
+    pub(super) fn attend_some(
+        &mut self,
+        Inputs { q, pairs, .. }: Inputs,
+        kv: Slice,
+        state: BufferId,
+    ) -> bool {
+        let (queries, keys) = (&self.buffer(q).tokens, self.plan.slice_tokens(&kv));
+        let seen = lower::any_visible(&self.world.problem, queries, &keys);
+        if seen {
+            let (q, pairs) = (self.plan.whole(q), pairs.map(|pairs| self.plan.whole(pairs)));
             self.plan.steps.push(Step::Attend { q, kv, state, pairs });
         }
+        seen
+    }
+
+    /// In a fixed order: states of tiles, on their way to one.
+    pub(super) fn reduction(&mut self) -> &mut Reduction {
+        &mut self.reduction
     }
 
     pub(super) fn merge(&mut self, from: BufferId, into: BufferId) {
         self.plan.steps.push(Step::Merge { from, into });
     }
 
+    /// Output of the running state that was attended into.
     pub(super) fn finalize(&mut self, state: BufferId, into: BufferId) {
+        let state = order::total(self).unwrap_or(state);
         self.plan.steps.push(Step::Finalize { state, into });
         self.free(state);
     }

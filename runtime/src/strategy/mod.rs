@@ -8,6 +8,7 @@
 mod balance;
 mod build;
 mod gather;
+mod order;
 mod pass_q;
 mod price;
 mod streams;
@@ -21,6 +22,7 @@ use kyklos_transport::Rank;
 use crate::plan::{BufferId, Content, Plan, World};
 use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
 use build::{Inputs, PlanBuilder};
+pub use order::TILE_KEYS;
 use streams::Routes;
 use ulysses::Chunk;
 
@@ -196,6 +198,7 @@ fn placements(
     };
     let q_placement = Placement::new(kind, mesh, problem.q_len, &q_split)?;
     let kv_placement = Placement::new(kind, mesh, problem.kv_len, &kv_split)?;
+    order::fits(problem, mesh, strategy, &kv_placement)?;
     Ok((q_placement, kv_placement))
 }
 

@@ -135,6 +135,7 @@ impl Case {
             kv_head_of: &kv_head_of,
             work,
             pairs: None,
+            fixed_order: false,
             state: StateMut { a, ml, shape: self.shape() },
         };
         backend.attend(args, control).await

@@ -75,8 +75,8 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         lse[row_head] = bitcast<u32>(select(m + ln(divisor), sink, empty));
     }
     for (var u = lane; u < 2u; u += 8u) {
-        let x = select(state_a[row_head * 4u + u * 2u + 0u - params.a_skipped] * weight / divisor, vec4<f32>(), empty);
-        let y = select(state_a[row_head * 4u + u * 2u + 1u - params.a_skipped] * weight / divisor, vec4<f32>(), empty);
+        let x = select(state_a[row_head * 4u + u * 2u + 0u - params.a_skipped] * weight / divisor, vec4<f32>(), vec4<bool>(empty) | (state_a[row_head * 4u + u * 2u + 0u - params.a_skipped] == vec4<f32>()));
+        let y = select(state_a[row_head * 4u + u * 2u + 1u - params.a_skipped] * weight / divisor, vec4<f32>(), vec4<bool>(empty) | (state_a[row_head * 4u + u * 2u + 1u - params.a_skipped] == vec4<f32>()));
         o[row_head * 2u + u - params.o_skipped] = vec4<u32>(rounded(x.x) | (rounded(x.y) << 16u), rounded(x.z) | (rounded(x.w) << 16u), rounded(y.x) | (rounded(y.y) << 16u), rounded(y.z) | (rounded(y.w) << 16u));
     }
 }

@@ -79,6 +79,7 @@ async fn timed(backend: &WgpuBackend, problem: &AttentionProblem) -> Vec<f64> {
             kv_head_of: &[0, 1, 2, 3, 4, 5, 6, 7],
             work,
             pairs: None,
+            fixed_order: false,
             state,
         };
         backend.attend(attend, &Control::default()).await.unwrap();

@@ -46,6 +46,9 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
         ("leaves the state of rows that see nothing alone", |backend, who| {
             Box::pin(unseen_rows_keep_their_state(backend, who))
         }),
+        ("sums in a fixed order to the same bytes on any mesh", |backend, who| {
+            Box::pin(super::fixed_order::same_bytes_on_any_mesh(backend, who))
+        }),
         ("gives back what was put in", |backend, who| Box::pin(bytes_come_back(backend, who))),
         ("copies exactly the rows it is told to", |backend, who| Box::pin(repack_is_exact(backend, who))),
         ("converts to what the definition says", |backend, who| Box::pin(conversions(backend, who))),
@@ -313,6 +316,7 @@ async fn attend_with<B: Backend>(
         kv_head_of: &[0, 0, 1, 1],
         work,
         pairs: None,
+        fixed_order: false,
         state: state.edit(),
     };
     backend.attend(args, control).await?;
@@ -359,6 +363,12 @@ async fn merge_is_attending_to_both<B: Backend>(backend: &B, who: &str) {
     let before = last.floats(backend).await;
     backend.merge(&mut last.edit(), &OnDevice::empty(backend).view()).unwrap();
     assert_eq!(last.floats(backend).await, before, "{who}: from an empty state");
+
+    // Which sign a zero has in a state depends on what was merged, and must not be seen.
+    let zeros = vec![-0.0_f32; SHAPE.a_bytes() / 4];
+    backend.write(&mut last.a, 0, bytemuck::cast_slice(&zeros)).unwrap();
+    let (o, _) = finalized(backend, &last).await;
+    assert!(o.iter().all(|x| x.to_bits() == 0), "{who}: a zero with a sign");
 }
 
 async fn unseen_rows_keep_their_state<B: Backend>(backend: &B, who: &str) {

@@ -111,7 +111,8 @@ pub(super) fn finalize(
                     };
                     *lse = m + l.ln();
                     for (space, a) in space.iter_mut().zip(a) {
-                        *space = a * weight / l;
+                        // Zero is added, for zeros are to have no sign: which they have depends on what was merged.
+                        *space = a * weight / l + 0.0;
                     }
                     match dtype {
                         Dtype::F32 => o.copy_from_slice(bytemuck::cast_slice(space)),

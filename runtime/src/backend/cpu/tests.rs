@@ -118,6 +118,7 @@ fn run(backend: &CpuBackend, case: &Case, kv_blocks: &[TokenRuns]) -> Output {
             kv_head_of: &kv_head_of,
             work,
             pairs: None,
+            fixed_order: false,
             state: StateMut { a: &mut a, ml: &mut ml, shape },
         };
         pollster::block_on(backend.attend(args, &Control::default())).unwrap();

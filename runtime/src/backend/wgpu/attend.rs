@@ -74,7 +74,8 @@ impl<'a> Call<'a> {
         let shape = args.state.shape;
         let softcap = args.softcap.is_some();
         let head_dim = checked_dim(shape.dim)?;
-        let kernel = backend.attend_kernel(args.dtype, head_dim, shape, softcap, pair_kind(args));
+        let of_shape = (!args.fixed_order).then_some(shape);
+        let kernel = backend.attend_kernel(args.dtype, head_dim, of_shape, softcap, pair_kind(args));
         let tile = kernel.tile();
         if (args.work.tile.q_rows, args.work.tile.kv_cols) != (tile.q_rows, tile.kv_cols) {
             return Err(Error::request(

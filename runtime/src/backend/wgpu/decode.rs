@@ -35,7 +35,8 @@ pub(super) fn decode<'a>(
     let variant = backend.variants.decode();
     let most = (variant.most_slots(head_dim) as usize).min(MOST_SLOTS);
     let shared = shared_heads(args.kv_head_of);
-    if args.work.q_tiles() != 1
+    if args.fixed_order
+        || args.work.q_tiles() != 1
         || args.work.kv_positions.len() < FEWEST_KEYS
         || shape.rows > most
         || shape.rows > 1 && shape.rows * shared > MOST_SLOTS

@@ -147,18 +147,23 @@ impl WgpuBackend {
         }
     }
 
+    /// The kernel for a state of this shape, or one for states of every shape.
     fn attend_kernel(
         &self,
         dtype: Dtype,
         head_dim: u32,
-        shape: StateShape,
+        shape: Option<StateShape>,
         softcap: bool,
         pairs: Pairs,
     ) -> AttendKernel {
-        let variant = match self.chosen(dtype, head_dim, shape) {
+        let chosen = match shape {
+            Some(shape) => self.chosen(dtype, head_dim, shape).0,
+            None => self.variants.built_in(storage(dtype), head_dim),
+        };
+        let variant = match chosen {
             // It reads none.
-            (AttendVariant::Cooperative { .. }, _) if pairs.any() => AttendVariant::portable(head_dim),
-            (variant, _) => variant,
+            AttendVariant::Cooperative { .. } if pairs.any() => AttendVariant::portable(head_dim),
+            variant => variant,
         };
         AttendKernel { variant, storage: storage(dtype), head_dim, softcap, pairs }
     }
@@ -174,6 +179,7 @@ impl Backend for WgpuBackend {
 
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
         let pairs = operands::pairs_of(problem.pairs.map(|pairs| pairs.kind));
+        let shape = (!problem.fixed_order).then_some(shape);
         let tile = self.attend_kernel(problem.dtype, problem.head_dim, shape, false, pairs).tile();
         TileShape { q_rows: tile.q_rows, kv_cols: tile.kv_cols }
     }

@@ -106,6 +106,7 @@ fn a_raised_cancel_token_ends_the_call() {
         kv_head_of: &[0],
         work,
         pairs: None,
+        fixed_order: false,
         state: StateMut { a: &mut a, ml: &mut ml, shape },
     };
     let control = Control::new(Arc::new(true.into()));
@@ -148,6 +149,7 @@ fn strided_operands_are_read_where_they_are() {
         kv_head_of: &[0, 0, 1, 1],
         work,
         pairs: None,
+        fixed_order: false,
         state: StateMut { a: &mut a, ml: &mut ml, shape },
     };
     pollster::block_on(backend.attend(args, &Control::default())).unwrap();
