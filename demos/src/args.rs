@@ -18,8 +18,8 @@ use crate::launch::LaunchArgs;
 use crate::launchers::GroupArgs;
 use crate::tune::TuneArgs;
 pub(crate) use values::{
-    KernelName, List, ListItem, MaskArg, OrAuto, ProgressKind, Shape, SplitName, StrategyName, TransportName,
-    WireName,
+    KernelName, List, ListItem, MaskArg, OrAuto, ProgressKind, Shape, SplitName, StrategyName, TokenRange,
+    TransportName, WireName,
 };
 
 /// Exact attention over a sequence that is split across ranks. Without a command: a short demonstration.
@@ -91,7 +91,7 @@ pub(crate) struct ProblemArgs {
     /// dense, ring, ulysses, unified, chunked, bidirectional, two-way, line, gather, pass-q, or auto: without --hardware what the mesh says
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub(crate) strategy: OrAuto<StrategyName>,
-    /// contiguous, zigzag, striped or auto: without --hardware zigzag where a ring's mask works like causal
+    /// contiguous, zigzag, striped, per-document or auto: without --hardware zigzag where a ring's mask works like causal
     #[arg(long, value_name = "KIND", default_value = "auto")]
     pub(crate) placement: OrAuto<PlacementKind>,
     /// Share the tokens by these weights, one for each rank; with work: before them, the visible (query, key) pairs
@@ -109,6 +109,9 @@ pub(crate) struct ProblemArgs {
     /// Sum over tiles of 256 keys in one order: on one type of device the same bytes on any mesh; costs time
     #[arg(long)]
     pub(crate) fixed_order: bool,
+    /// Keys A to B that every rank holds from the start, such as a prompt beside an image: never sent, met once
+    #[arg(long, value_name = "A..B", default_value = "0..0")]
+    pub(crate) replicated: TokenRange,
     /// Global position of query 0; key 0 is at position 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) q_offset: u32,

@@ -87,7 +87,7 @@ impl Job {
     fn prepare(&self, rank: Rank, device: DeviceId) -> Result<Ready> {
         let Request { problem, source, .. } = &self.request;
         let (q_tokens, kv_tokens) =
-            (self.world.q_placement.of_rank(rank), self.world.kv_placement.of_rank(rank));
+            (self.world.q_placement.of_rank(rank), &self.world.kv_placement.held_by(rank));
         Ok(Ready {
             backend: AnyBackend::open(device)?,
             tensors: source.all(problem, q_tokens, kv_tokens)?,

@@ -198,7 +198,8 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
     let scale = args.scale.unwrap_or(problem.scale);
     let wire = args.wire.0.unwrap_or(problem.dtype);
     let problem = problem.with_logits(scale, args.softcap)?.with_wire(wire)?;
-    Ok((problem.with_fixed_order(args.fixed_order)?, source))
+    let problem = problem.with_fixed_order(args.fixed_order)?.with_replicated(args.replicated.0.clone())?;
+    Ok((problem, source))
 }
 
 /// Zigzag where later queries have clearly more work than earlier ones, as under a causal mask; else contiguous,

@@ -49,7 +49,7 @@ pub use mask::{Mask, MaskSlice, SlicePart, Spans};
 pub use mesh::{MAX_WORLD, Mesh};
 pub use meter::{Lane, Meter, RankReport, Span};
 pub use pairs::{PairKind, PairTensor};
-pub use placement::{Placement, PlacementKind, Split};
+pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::AttentionProblem;
 pub use strategy::{Strategy, TILE_KEYS, meshes_by_bytes, plan as plan_world, plan_rows};
 pub use tokens::{Run, TokenRuns};

@@ -28,7 +28,7 @@ pub struct RankTask<'a> {
     pub peak_bytes: u64,
     /// The rank's own queries, `[batch, tokens, q_heads, dim]`.
     pub q: Bytes,
-    /// The rank's own keys, `[batch, tokens, kv_heads, dim]`.
+    /// The keys that the rank holds, `[batch, tokens, kv_heads, dim]`: those of every rank, then its own.
     pub k: Bytes,
     /// The rank's own values, like `k`.
     pub v: Bytes,
@@ -207,7 +207,7 @@ fn tasks<'a>(
 /// # Errors
 /// [`crate::Error::Request`] when the tensors do not have the problem's shape.
 pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
-    let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), world.kv_placement.of_rank(rank));
+    let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
     let (q, kv) = layouts(world);
     if world.problem.pairs.is_some() != tensors.pairs.is_some() {
         let has = |some| if some { "has" } else { "has not" };

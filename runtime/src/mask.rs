@@ -62,6 +62,11 @@ impl Mask {
         Ok(Self { documents: boundaries, ..Self::default() })
     }
 
+    /// Ascending positions at which documents begin or end; none where there is one document.
+    pub(crate) fn document_boundaries(&self) -> &[u32] {
+        &self.documents
+    }
+
     /// A query sees the keys that any of these slices shows it; where slices overlap, once.
     pub fn slices(mut slices: Vec<MaskSlice>) -> Self {
         slices.sort_unstable();

@@ -1,11 +1,15 @@
 //! Which global tokens a rank holds, and in what order.
 
+mod dealers;
+
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 
 use kyklos_transport::Rank;
 
-use crate::{Error, Mesh, Result, Run, TokenRuns};
+use crate::{Error, Mesh, Result, TokenRuns};
+use dealers::{by_largest_remainder, contiguous, per_document, striped, zigzag};
 
 /// How tokens are dealt to the ring shards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
@@ -19,6 +23,21 @@ pub enum PlacementKind {
     Zigzag,
     /// One token at a time, round robin, full shards skipped.
     Striped,
+    /// Every document of the mask zigzag by itself, so that each shard has its share of each: equal work for equal shards
+    /// however long the documents are. A sequence without documents is one.
+    #[serde(rename = "per-document")]
+    PerDocument,
+}
+
+/// What there is to deal.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Deal {
+    /// Tokens in all.
+    pub total: u32,
+    /// Those that every rank holds, and that are not dealt.
+    pub replicated: Range<u32>,
+    /// Ascending tokens at which documents begin or end.
+    pub documents: Vec<u32>,
 }
 
 /// How many tokens each rank holds.
@@ -36,11 +55,13 @@ pub enum Split {
     Work(Vec<f64>),
 }
 
-/// The tokens of every rank of a mesh. Every token has exactly one owner.
+/// The tokens of every rank of a mesh. Every token has exactly one owner, but for those that all ranks hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     kind: PlacementKind,
     mesh: Mesh,
+    /// Of these no rank is the owner.
+    replicated: TokenRuns,
     ranks: Vec<TokenRuns>,
 }
 
@@ -50,28 +71,50 @@ impl Placement {
     /// # Errors
     /// [`Error::Request`] when the split does not fit the mesh or the tokens.
     pub fn new(kind: PlacementKind, mesh: Mesh, total: u32, split: &Split) -> Result<Self> {
-        let counts = split.counts(mesh, total)?;
+        Self::deal(&Deal { total, ..Deal::default() }, kind, mesh, split)
+    }
+
+    /// Deals tokens of which some are special.
+    ///
+    /// # Errors
+    /// As [`Self::new`]; exact token counts must add up to what is dealt.
+    pub fn deal(deal: &Deal, kind: PlacementKind, mesh: Mesh, split: &Split) -> Result<Self> {
+        let Deal { total, replicated, documents } = deal;
+        let dealt = total - replicated.len() as u32;
+        let counts = split.counts(mesh, dealt)?;
         let of_shard = |r: u32| &counts[(r * mesh.ulysses()) as usize..((r + 1) * mesh.ulysses()) as usize];
         let sizes: Vec<u32> = (0..mesh.ring()).map(|r| of_shard(r).iter().sum()).collect();
         let shards = match kind {
             PlacementKind::Contiguous => contiguous(&sizes),
             PlacementKind::Zigzag => zigzag(&sizes),
             PlacementKind::Striped => striped(&sizes),
+            PlacementKind::PerDocument => {
+                // Where they lie among the tokens that are dealt.
+                let missing = |token: u32| token.clamp(replicated.start, replicated.end) - replicated.start;
+                let inside =
+                    documents.iter().filter(|token| *token < total).map(|token| token - missing(*token));
+                per_document(&sizes, inside, dealt)?
+            }
         };
         let mut ranks = Vec::with_capacity(counts.len());
         for (r, shard) in (0..).zip(&shards) {
             let mut at = 0;
             for count in of_shard(r) {
-                ranks.push(shard.slice(at..at + *count as usize));
+                ranks.push(shard.slice(at..at + *count as usize).around(replicated));
                 at += *count as usize;
             }
         }
-        Ok(Self { kind, mesh, ranks })
+        Ok(Self { kind, mesh, replicated: TokenRuns::contiguous(replicated.clone()), ranks })
     }
 
     /// One rank that holds these tokens, which need not be all.
     pub(crate) fn some(tokens: TokenRuns) -> Result<Self> {
-        Ok(Self { kind: PlacementKind::Contiguous, mesh: Mesh::new(1, 1)?, ranks: vec![tokens] })
+        Ok(Self {
+            kind: PlacementKind::Contiguous,
+            mesh: Mesh::new(1, 1)?,
+            replicated: TokenRuns::default(),
+            ranks: vec![tokens],
+        })
     }
 
     /// How the tokens were dealt.
@@ -84,12 +127,24 @@ impl Placement {
         self.mesh
     }
 
-    /// The tokens that `rank` holds, in the order in which it holds them.
+    /// The tokens that every rank holds, before those that it owns.
+    pub fn replicated(&self) -> &TokenRuns {
+        &self.replicated
+    }
+
+    /// All tokens that `rank` has at the start: those that every rank holds, then those that it owns.
+    pub fn held_by(&self, rank: Rank) -> TokenRuns {
+        let mut tokens = self.replicated.clone();
+        tokens.extend(self.of_rank(rank));
+        tokens
+    }
+
+    /// The tokens that `rank` owns, in the order in which it holds them.
     pub fn of_rank(&self, rank: Rank) -> &TokenRuns {
         &self.ranks[rank.0 as usize]
     }
 
-    /// The tokens of ring shard `r`: those of its ranks, one after the other.
+    /// The tokens of ring shard `r`: those that its ranks own, one after the other.
     pub fn of_shard(&self, r: u32) -> TokenRuns {
         let mut tokens = TokenRuns::default();
         for u in 0..self.mesh.ulysses() {
@@ -98,7 +153,7 @@ impl Placement {
         tokens
     }
 
-    /// The tokens of every rank.
+    /// The tokens that every rank owns.
     pub fn ranks(&self) -> &[TokenRuns] {
         &self.ranks
     }
@@ -142,85 +197,9 @@ impl Split {
     }
 }
 
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "shares are between 0 and total, which is u32"
-)]
-fn by_largest_remainder(weights: &[f64], total: u32) -> Result<Vec<u32>> {
-    let sum: f64 = weights.iter().sum();
-    if !(sum.is_finite() && sum > 0.0 && weights.iter().all(|w| *w >= 0.0)) {
-        return Err(Error::request(
-            format!("the weights {weights:?} cannot share tokens"),
-            "give finite weights of at least 0, one of them above 0",
-        ));
-    }
-    let shares: Vec<f64> = weights.iter().map(|w| w / sum * f64::from(total)).collect();
-    let mut counts: Vec<u32> = shares.iter().map(|share| share.floor() as u32).collect();
-    let mut order: Vec<usize> = (0..weights.len()).collect();
-    // Stable: equal remainders stay in rank order.
-    order.sort_by(|a, b| shares[*b].fract().total_cmp(&shares[*a].fract()));
-    let mut left = i64::from(total) - counts.iter().map(|n| i64::from(*n)).sum::<i64>();
-    // Rounding in the division may leave one too many as well as some too few.
-    for rank in order.iter().copied().filter(|rank| weights[*rank] > 0.0).cycle() {
-        match left {
-            0 => break,
-            1.. => (counts[rank], left) = (counts[rank] + 1, left - 1),
-            _ if counts[rank] > 0 => (counts[rank], left) = (counts[rank] - 1, left + 1),
-            _ => {}
-        }
-    }
-    Ok(counts)
-}
-
-fn contiguous(sizes: &[u32]) -> Vec<TokenRuns> {
-    let mut start = 0;
-    sizes
-        .iter()
-        .map(|n| {
-            start += n;
-            TokenRuns::contiguous(start - n..start)
-        })
-        .collect()
-}
-
-fn zigzag(sizes: &[u32]) -> Vec<TokenRuns> {
-    let mut front = 0;
-    let mut back: u32 = sizes.iter().sum();
-    sizes
-        .iter()
-        .map(|n| {
-            front += n.div_ceil(2);
-            back -= n / 2;
-            let mut tokens = TokenRuns::contiguous(front - n.div_ceil(2)..front);
-            tokens.extend(&TokenRuns::contiguous(back..back + n / 2));
-            tokens
-        })
-        .collect()
-}
-
-fn striped(sizes: &[u32]) -> Vec<TokenRuns> {
-    // Between two shards becoming full, every shard that is not takes each `open`-th token: one run for each phase.
-    let mut shards = vec![TokenRuns::default(); sizes.len()];
-    let mut levels: Vec<u32> = sizes.to_vec();
-    levels.sort_unstable();
-    levels.dedup();
-    let (mut next, mut done) = (0, 0);
-    for level in levels {
-        let open: Vec<usize> = (0..sizes.len()).filter(|r| sizes[*r] > done).collect();
-        let stride = u32::try_from(open.len()).expect("no more shards than ranks");
-        for (start, r) in (next..).zip(&open) {
-            shards[*r].push(Run { start, count: level - done, stride });
-        }
-        next += stride * (level - done);
-        done = level;
-    }
-    shards
-}
-
 impl PlacementKind {
     /// All of them, for tests and help texts.
-    pub const ALL: [Self; 3] = [Self::Contiguous, Self::Zigzag, Self::Striped];
+    pub const ALL: [Self; 4] = [Self::Contiguous, Self::Zigzag, Self::Striped, Self::PerDocument];
 
     /// The name used on the command line and in reports.
     pub const fn name(self) -> &'static str {
@@ -228,6 +207,7 @@ impl PlacementKind {
             Self::Contiguous => "contiguous",
             Self::Zigzag => "zigzag",
             Self::Striped => "striped",
+            Self::PerDocument => "per-document",
         }
     }
 }
@@ -243,7 +223,10 @@ impl FromStr for PlacementKind {
 
     fn from_str(text: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == text).ok_or_else(|| {
-            Error::request(format!("placement `{text}` is not known"), "use contiguous, zigzag or striped")
+            Error::request(
+                format!("placement `{text}` is not known"),
+                "use contiguous, zigzag, striped or per-document",
+            )
         })
     }
 }
@@ -270,6 +253,48 @@ mod tests {
         assert_eq!(place(Striped, (1, 3), 6, uneven), [vec![0, 2, 4, 5], vec![], vec![1, 3]]);
         let weights = Split::Weights(vec![1.0, 0.0, 1.0, 1.0]);
         assert_eq!(place(Contiguous, (1, 4), 4, weights), [vec![0, 1], vec![], vec![2], vec![3]]);
+    }
+
+    #[test]
+    fn what_every_rank_holds_is_not_dealt() {
+        let held = |replicated, kind, split| {
+            let mesh = Mesh::new(1, 2).unwrap();
+            let placement =
+                Placement::deal(&Deal { total: 9, replicated, documents: vec![] }, kind, mesh, &split)
+                    .unwrap();
+            [0, 1].map(|rank| placement.held_by(Rank(rank)).iter().collect::<Vec<u32>>())
+        };
+        use PlacementKind::*;
+        assert_eq!(held(0..3, Contiguous, Split::Even), [vec![0, 1, 2, 3, 4, 5], vec![0, 1, 2, 6, 7, 8]]);
+        // A shard may lie on both sides of them.
+        let tokens = Split::Tokens(vec![5, 1]);
+        assert_eq!(held(3..6, Contiguous, tokens), [vec![3, 4, 5, 0, 1, 2, 6, 7], vec![3, 4, 5, 8]]);
+        assert_eq!(held(4..7, Striped, Split::Even), [vec![4, 5, 6, 0, 2, 7], vec![4, 5, 6, 1, 3, 8]]);
+        assert_eq!(held(0..9, Zigzag, Split::Even), [(0..9).collect::<Vec<_>>(), (0..9).collect()]);
+        let too_many = Split::Tokens(vec![5, 4]);
+        let mesh = Mesh::new(1, 2).unwrap();
+        let deal = Deal { total: 9, replicated: 0..3, documents: vec![] };
+        assert!(Placement::deal(&deal, Contiguous, mesh, &too_many).is_err());
+    }
+
+    #[test]
+    fn documents_are_dealt_one_by_one() {
+        let dealt = |documents: &[u32], replicated, split| {
+            let deal = Deal { total: 16, replicated, documents: documents.to_vec() };
+            let placement =
+                Placement::deal(&deal, PlacementKind::PerDocument, Mesh::new(1, 2).unwrap(), &split).unwrap();
+            [0, 1].map(|rank| placement.of_rank(Rank(rank)).iter().collect::<Vec<u32>>())
+        };
+        let whole = dealt(&[], 0..0, Split::Even);
+        assert_eq!(whole, [vec![0, 1, 2, 3, 12, 13, 14, 15], (4..12).collect()]);
+        assert_eq!(dealt(&[0, 16], 0..0, Split::Even), whole);
+        let two = dealt(&[0, 4, 4, 16], 0..0, Split::Even);
+        assert_eq!(two, [vec![0, 3, 4, 5, 6, 13, 14, 15], vec![1, 2, 7, 8, 9, 10, 11, 12]]);
+        let uneven = dealt(&[0, 4, 16], 0..0, Split::Tokens(vec![12, 4]));
+        assert_eq!(uneven[1], [2, 9, 10, 11]);
+        // Documents that begin or end inside of what every rank holds.
+        let around = dealt(&[0, 4, 8, 16], 2..6, Split::Even);
+        assert_eq!(around, [vec![0, 6, 8, 9, 14, 15], vec![1, 7, 10, 11, 12, 13]]);
     }
 
     #[test]

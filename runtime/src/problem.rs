@@ -1,6 +1,8 @@
 //! What is to be computed, without data.
 
-use crate::{Dtype, Error, Mask, PairTensor, Result};
+use std::ops::Range;
+
+use crate::{Deal, Dtype, Error, Mask, PairTensor, Result};
 
 /// One attention call: `o = softmax(scale · q kᵀ, masked) v`, and the log-sum-exp of every row.
 ///
@@ -42,6 +44,9 @@ pub struct AttentionProblem {
     /// Whether rows are summed over tiles of 256 keys in one order, whoever holds them: on one type of device the result is
     /// then the same, byte for byte, on any mesh. Costs a state for each tile, and shards must begin and end with tiles.
     pub fixed_order: bool,
+    /// Keys that every rank holds from the start, such as those of a prompt beside an image that is split: they are never
+    /// sent, and every row meets them once, at home. All keys: attention needs no other rank. Empty: each key has one owner.
+    pub replicated: Range<u32>,
 }
 
 impl AttentionProblem {
@@ -71,6 +76,7 @@ impl AttentionProblem {
             pairs: None,
             wire: dtype,
             fixed_order: false,
+            replicated: 0..0,
         }
         .checked()
     }
@@ -123,6 +129,16 @@ impl AttentionProblem {
         Self { fixed_order, ..self }.checked()
     }
 
+    /// This problem with keys that every rank holds from the start.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_replicated(self, replicated: Range<u32>) -> Result<Self> {
+        // One way to say that there are none.
+        let replicated = if replicated.is_empty() { 0..0 } else { replicated };
+        Self { replicated, ..self }.checked()
+    }
+
     /// Query heads that share one KV head.
     pub fn group(&self) -> u32 {
         self.q_heads / self.kv_heads
@@ -131,6 +147,22 @@ impl AttentionProblem {
     /// Global position of query `token`.
     pub fn q_position(&self, token: u32) -> u32 {
         token + self.q_offset
+    }
+
+    /// What a placement deals of the queries.
+    pub(crate) fn queries_to_deal(&self) -> Deal {
+        let tokens = self.mask.document_boundaries().iter();
+        Deal {
+            total: self.q_len,
+            documents: tokens.map(|position| position.saturating_sub(self.q_offset)).collect(),
+            ..Deal::default()
+        }
+    }
+
+    /// What a placement deals of the keys.
+    pub(crate) fn keys_to_deal(&self) -> Deal {
+        let documents = self.mask.document_boundaries().to_vec();
+        Deal { total: self.kv_len, replicated: self.replicated.clone(), documents }
     }
 
     fn checked(self) -> Result<Self> {
@@ -199,6 +231,13 @@ impl AttentionProblem {
             return Err(Error::request(
                 format!("{} on the wire for tensors of {}", self.wire, self.dtype),
                 "send tensors as they are, or f32 as f16",
+            ));
+        }
+        if self.replicated.end > kv_len {
+            let Range { start, end } = self.replicated;
+            return Err(Error::request(
+                format!("keys {start}..{end} of {kv_len} on every rank"),
+                "name keys that exist",
             ));
         }
         if self.fixed_order && self.wire != self.dtype {

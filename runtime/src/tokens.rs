@@ -73,6 +73,20 @@ impl TokenRuns {
         }
     }
 
+    /// The same list where tokens are counted around `gap`: those from its start on are moved behind it.
+    pub(crate) fn around(&self, gap: &std::ops::Range<u32>) -> Self {
+        let mut out = Self::default();
+        for run in &self.runs {
+            let before = gap.start.saturating_sub(run.start).div_ceil(run.stride).min(run.count);
+            out.push(Run { count: before, ..*run });
+            if before < run.count {
+                let start = run.start + before * run.stride + gap.len() as u32;
+                out.push(Run { start, count: run.count - before, ..*run });
+            }
+        }
+        out
+    }
+
     /// Number of tokens.
     pub fn len(&self) -> usize {
         self.runs.iter().map(|run| run.count as usize).sum()

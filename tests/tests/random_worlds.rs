@@ -86,7 +86,10 @@ proptest! {
             // Dense, ring and Ulysses are what unified is on their meshes.
             let drawn = Strategy::ALL[3 + (seed / 11 % 7) as usize];
             let round = if drawn.accepts(mesh).is_ok() { drawn } else { Strategy::Unified };
-            let world = plan_world(&prepared.problem, mesh, kind, &split, round).unwrap();
+            let text = (seed / 77 % (seq as u64 + 1)) as u32;
+            let replicated = if seed % 4 == 1 { text / 2..text } else { 0..0 };
+            let problem = prepared.problem.clone().with_replicated(replicated).unwrap();
+            let world = plan_world(&problem, mesh, kind, &split, round).unwrap();
             run_world(&world, in_process_group(mesh.world()), &prepared.tensors, CpuBackend::new).0
         };
         let alone = prepared.judge(&run(Mesh::new(1, 1).unwrap(), Split::Even), "cpu alone");

@@ -1,6 +1,7 @@
 //! Values of options: what a text means, and what is wrong with it.
 
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 
 use clap::ValueEnum;
@@ -24,6 +25,30 @@ impl FromStr for SplitName {
             Some(weights) => weights.parse().map(Self::Work),
             None => text.parse().map(Self::Tokens),
         }
+    }
+}
+
+/// Tokens from one number up to another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct TokenRange(pub(crate) Range<u32>);
+
+impl FromStr for TokenRange {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let range = text.split_once("..").and_then(|(a, b)| Some(a.parse().ok()?..b.parse().ok()?));
+        range.filter(|range: &Range<u32>| range.start <= range.end).map(Self).ok_or_else(|| {
+            Error::request(
+                format!("`{text}` is not a range of tokens"),
+                "write it like 0..512: from 0 up to 511",
+            )
+        })
+    }
+}
+
+impl fmt::Display for TokenRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}..{}", self.0.start, self.0.end)
     }
 }
 

@@ -40,6 +40,10 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
             problem.wire
         );
     }
+    if !problem.replicated.is_empty() {
+        let std::ops::Range { start, end } = problem.replicated;
+        let _ = writeln!(out, "replicated keys {start}..{end} are on every rank");
+    }
     if problem.fixed_order {
         let _ = writeln!(
             out,

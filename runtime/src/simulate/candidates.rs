@@ -79,7 +79,11 @@ pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Can
             None if mesh.ring() == 1 || alike || mesh.fits(problem).is_err() => {
                 vec![PlacementKind::Contiguous]
             }
-            None => PlacementKind::ALL.to_vec(),
+            None => {
+                let documents = !problem.mask.document_boundaries().is_empty();
+                let differs = |kind: &PlacementKind| documents || *kind != PlacementKind::PerDocument;
+                PlacementKind::ALL.into_iter().filter(differs).collect()
+            }
         };
         for strategy in strategies {
             found.extend(placements.iter().map(|placement| Candidate {

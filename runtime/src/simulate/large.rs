@@ -40,6 +40,7 @@ pub fn predict(
         || !even
         || problem.pairs.is_some()
         || problem.fixed_order
+        || !problem.replicated.is_empty()
     {
         if hops > MOST_WALKED {
             return Err(Error::request(

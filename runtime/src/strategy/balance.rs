@@ -17,9 +17,11 @@ pub(super) fn tokens(
         return Ok(counts(&by_tokens));
     }
     let shards: Vec<f64> = weights.chunks(mesh.ulysses() as usize).map(|shard| shard.iter().sum()).collect();
+    let one_document = problem.mask.document_boundaries().is_empty();
+    let kind = if kind == PlacementKind::PerDocument && one_document { PlacementKind::Zigzag } else { kind };
     let sizes = match kind {
         PlacementKind::Contiguous | PlacementKind::Zigzag => cut(&work, kind, problem.q_len, &shards),
-        PlacementKind::Striped => deal(&work, mesh, problem.q_len, &shards)?,
+        PlacementKind::Striped | PlacementKind::PerDocument => deal(&work, problem, kind, mesh, &shards)?,
     };
     let mut all = Vec::with_capacity(weights.len());
     for (size, weights) in sizes.into_iter().zip(weights.chunks(mesh.ulysses() as usize)) {
@@ -69,15 +71,21 @@ fn cut(work: &Work, kind: PlacementKind, total: u32, shards: &[f64]) -> Vec<u32>
     shards.iter().enumerate().map(end_of).collect()
 }
 
-/// Sizes of shards that take turns: by trial, for what a shard gets depends on when the others are full.
-fn deal(work: &Work, mesh: Mesh, total: u32, shards: &[f64]) -> Result<Vec<u32>> {
+/// Sizes of shards that take turns, all along or in each document: by trial, for what a shard gets depends on when the others are full.
+fn deal(
+    work: &Work,
+    problem: &AttentionProblem,
+    kind: PlacementKind,
+    mesh: Mesh,
+    shards: &[f64],
+) -> Result<Vec<u32>> {
     let ring = Mesh::new(1, mesh.ring())?;
     let all: f64 = shards.iter().sum();
     let mut density = shards.to_vec();
     let mut best = (f64::INFINITY, Vec::new());
     for _ in 0..ROUNDS {
         let placement =
-            Placement::new(PlacementKind::Striped, ring, total, &Split::Weights(density.clone()))?;
+            Placement::deal(&problem.queries_to_deal(), kind, ring, &Split::Weights(density.clone()))?;
         let shares: Vec<f64> = placement.ranks().iter().map(|tokens| work.of(tokens) / work.all()).collect();
         let late = |(share, weight): (&f64, &f64)| if *weight > 0.0 { share * all / weight } else { 0.0 };
         let slowest = shares.iter().zip(shards).map(late).fold(0.0, f64::max);
@@ -153,7 +161,7 @@ mod tests {
         let problem = AttentionProblem::new([2, 6000, 4, 4, 8], Dtype::F32, mask.parse().unwrap()).unwrap();
         let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
         let split = Split::Tokens(tokens(&problem, mesh, kind, weights).unwrap());
-        let placement = Placement::new(kind, mesh, 6000, &split).unwrap();
+        let placement = Placement::deal(&problem.queries_to_deal(), kind, mesh, &split).unwrap();
         // Pair by pair, without prefix sums.
         let work = |r: u32| -> f64 {
             let keys = |token: u32| (0..2).map(|b| problem.mask.visible(b, token, 6000).keys()).sum::<u64>();

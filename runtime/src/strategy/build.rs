@@ -31,7 +31,7 @@ impl<'a> PlanBuilder<'a> {
     pub(super) fn new(world: &'a World, rank: Rank) -> Self {
         let problem = &world.problem;
         let q_tokens = world.q_placement.of_rank(rank).clone();
-        let kv_tokens = world.kv_placement.of_rank(rank).clone();
+        let kv_tokens = world.kv_placement.held_by(rank);
         // A hop is one buffer and four steps, a peer of the trades up to eight of each.
         let (hops, peers) = (world.mesh.ring() as usize, world.mesh.ulysses() as usize - 1);
         let plan = Plan {
@@ -128,6 +128,16 @@ impl<'a> PlanBuilder<'a> {
 
     pub(super) fn whole(&self, buffer: BufferId) -> Slice {
         self.plan.whole(buffer)
+    }
+
+    /// How many tokens at the front of the rank's keys, before and after a trade, are on every rank and are not sent.
+    pub(super) fn replicated(&self) -> usize {
+        self.world.kv_placement.replicated().len()
+    }
+
+    /// The keys in `kv`, the rank's or its shard's, that other shards have not.
+    pub(super) fn own_keys(&self, kv: BufferId) -> Slice {
+        self.tokens_of(kv, self.replicated()..self.buffer(kv).tokens.len())
     }
 
     /// All tokens of the heads `heads` (global) of `buffer`.

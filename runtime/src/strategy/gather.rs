@@ -16,7 +16,7 @@ pub(super) fn attend_all(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> Buffe
     let mut arriving = Vec::new();
     let mut made = Vec::new();
     let anybody = (0..ring).any(|other| other != r && builder.sees(other, r));
-    let own = builder.whole(inputs.kv);
+    let own = builder.own_keys(inputs.kv);
     let own = if anybody { builder.for_the_wire(own, &mut made) } else { own };
     for distance in 1..ring {
         let (to, from) = ((r + distance) % ring, (r + ring - distance) % ring);

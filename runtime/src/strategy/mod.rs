@@ -181,6 +181,7 @@ fn placements(
             format!("no keys go round shards there: send tensors as they are, or use {other}"),
         ));
     }
+    let same_tokens = problem.q_len == problem.kv_len && problem.replicated.is_empty();
     if matches!(split, Split::Tokens(_)) && problem.q_len != problem.kv_len {
         return Err(Error::request(
             format!("exact token counts for {} queries and {} keys", problem.q_len, problem.kv_len),
@@ -191,13 +192,17 @@ fn placements(
         Split::Work(weights) => {
             let tokens = Split::Tokens(balance::tokens(problem, mesh, kind, weights)?);
             // Where keys are not the queries' own tokens, how they lie changes no rank's work.
-            let same = problem.q_len == problem.kv_len;
-            (tokens.clone(), if same { tokens } else { Split::Weights(weights.clone()) })
+            (tokens.clone(), if same_tokens { tokens } else { Split::Weights(weights.clone()) })
+        }
+        // Keys that all ranks hold are not dealt: the others, in the proportions of the queries.
+        Split::Tokens(tokens) if !same_tokens => {
+            let weights = tokens.iter().map(|count| f64::from(*count)).collect();
+            (split.clone(), if problem.q_len == 0 { Split::Even } else { Split::Weights(weights) })
         }
         split => (split.clone(), split.clone()),
     };
-    let q_placement = Placement::new(kind, mesh, problem.q_len, &q_split)?;
-    let kv_placement = Placement::new(kind, mesh, problem.kv_len, &kv_split)?;
+    let q_placement = Placement::deal(&problem.queries_to_deal(), kind, mesh, &q_split)?;
+    let kv_placement = Placement::deal(&problem.keys_to_deal(), kind, mesh, &kv_split)?;
     order::fits(problem, mesh, strategy, &kv_placement)?;
     Ok((q_placement, kv_placement))
 }
@@ -216,7 +221,7 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
     }
     let mesh = Mesh::new(1, 1)?;
     let mut world = World {
-        problem: problem.clone(),
+        problem: problem.clone().with_replicated(0..0)?,
         mesh,
         q_placement: Placement::some(rows)?,
         kv_placement: Placement::new(PlacementKind::Contiguous, mesh, problem.kv_len, &Split::Even)?,

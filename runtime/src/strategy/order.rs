@@ -79,6 +79,15 @@ pub(super) fn fits(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy, k
             "its ranks send sums over their own keys, which no order of tiles can be made of: use a strategy that sends keys",
         ));
     }
+    if tiles(kv.replicated(), problem.kv_len).is_err() {
+        return Err(Error::request(
+            format!(
+                "a fixed order with keys {} on every rank: they begin or end inside a tile of {TILE_KEYS} keys",
+                kv.replicated()
+            ),
+            format!("replicate from one multiple of {TILE_KEYS} to another"),
+        ));
+    }
     for r in 0..mesh.ring() {
         let shard = kv.of_shard(r);
         let parts = if strategy == Strategy::TwoWay {
@@ -105,14 +114,15 @@ fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, strategy: Stra
     let (ring, ulysses, keys) = (mesh.ring(), mesh.ulysses(), problem.kv_len);
     let halves = if kv.kind() == PlacementKind::Zigzag || strategy == Strategy::TwoWay { 2 } else { 1 };
     let unit = TILE_KEYS * halves;
-    if kv.kind() == PlacementKind::Striped || kv.kind() == PlacementKind::Zigzag && !keys.is_multiple_of(unit)
+    if matches!(kv.kind(), PlacementKind::Striped | PlacementKind::PerDocument)
+        || kv.kind() == PlacementKind::Zigzag && !keys.is_multiple_of(unit)
     {
         return "use contiguous placement".to_owned();
     }
     if !keys.is_multiple_of(unit) && halves == 2 {
         return "its halves of shards cannot all be on that grid: use another strategy".to_owned();
     }
-    if problem.q_len != keys || keys / unit < ring {
+    if problem.q_len != keys || keys / unit < ring || !kv.replicated().is_empty() {
         return format!("let every shard have a multiple of {unit} keys, or use fewer shards");
     }
     let units = keys / unit;

@@ -38,10 +38,12 @@ pub(super) fn attend_everywhere(builder: &mut PlanBuilder<'_>, inputs: Inputs) -
     let mut going_home = Vec::new();
     for (distance, (exchange, guest)) in (1..ring).zip(visitors) {
         builder.wait(exchange);
-        let own_keys = builder.buffer(inputs.kv).tokens.clone();
+        let own_keys = builder.own_keys(inputs.kv);
         let found = guest.map(|guest| {
-            let found = builder.travelling_state(guest.q, own_keys);
-            builder.attend(guest, found);
+            // What every rank holds, the visitor has met at home.
+            let met = builder.world.kv_placement.of_shard(r);
+            let found = builder.travelling_state(guest.q, met);
+            builder.attend_some(guest, own_keys, found);
             builder.end_queries(guest);
             found
         });

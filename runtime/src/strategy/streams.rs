@@ -130,7 +130,7 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, input
     let kv_heads = builder.buffer(inputs.kv).heads.clone();
     let state = builder.state(inputs.q);
     let mut packed = Vec::new();
-    let own_tokens = builder.buffer(inputs.kv).tokens.len();
+    let own = builder.own_keys(inputs.kv).tokens;
     let mut held: Vec<Option<Held>> = Vec::new();
     for stream in &routes.streams {
         let goes = stream.reach[r as usize] > 0;
@@ -139,7 +139,8 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, input
         let made = { same }.find_map(|(_, held)| held.as_ref().map(|held| held.slice.clone()));
         held.push(goes.then(|| {
             let slice = made.unwrap_or_else(|| {
-                let slice = builder.tokens_of(inputs.kv, stream.part.of(own_tokens));
+                let part = stream.part.of(own.len());
+                let slice = builder.tokens_of(inputs.kv, own.start + part.start..own.start + part.end);
                 builder.for_the_wire(slice, &mut packed)
             });
             Held { slice, arrived: None }

@@ -9,7 +9,7 @@ use std::ops::Range;
 use kyklos_transport::Rank;
 
 use super::build::{Inputs, PlanBuilder};
-use crate::plan::{BufferId, Content, Recv, Send};
+use crate::plan::{BufferId, Content, Recv, Send, Slice};
 
 /// A share of every rank's query heads, traded and attended to by itself.
 #[derive(Clone, Copy, Debug)]
@@ -73,7 +73,8 @@ pub(super) fn post_tokens_for_heads(builder: &mut PlanBuilder<'_>, chunk: Chunk)
         let mut came = Vec::new();
         for &(own, content) in &inputs {
             let (theirs, mine) = (chunk.heads(builder, content, peer_u), chunk.heads(builder, content, u));
-            let slice = builder.heads_of(own, &theirs);
+            let all = builder.heads_of(own, &theirs);
+            let slice = Slice { tokens: replicated(builder, content)..all.tokens.end, ..all };
             if !slice.tokens.is_empty() {
                 parts.push(builder.sendable(
                     slice,
@@ -106,11 +107,15 @@ pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Input
     // The piece that stays is copied while the others travel.
     let mut whole = Vec::new();
     for (own, content) in traded(builder) {
-        let (tokens, mine) = (placement(builder, content).of_shard(r), chunk.heads(builder, content, u));
+        let mine = chunk.heads(builder, content, u);
+        let mut tokens = placement(builder, content).replicated().clone();
+        tokens.extend(&placement(builder, content).of_shard(r));
         let label = format!("{} of heads {}..{}", name(content), mine.start, mine.end);
         let shard = builder.declare(label, content, tokens, mine.clone());
+        let (from, front) = (builder.heads_of(own, &mine), replicated(builder, content));
         let into = piece(builder, shard, content, u);
-        builder.repack(builder.heads_of(own, &mine), into);
+        builder.repack(Slice { tokens: 0..front, ..from.clone() }, builder.tokens_of(shard, 0..front));
+        builder.repack(Slice { tokens: front..from.tokens.end, ..from }, into);
         whole.push((content, shard));
     }
     let shard_of = |content| whole.iter().find(|(of, _)| *of == content).map(|(_, shard)| *shard);
@@ -183,11 +188,11 @@ fn peers(builder: &PlanBuilder<'_>) -> Vec<(u32, Rank)> {
 }
 
 /// The list positions of Ulysses piece `u` in a buffer that holds a whole shard's tokens, with all the buffer's heads.
-fn piece(builder: &PlanBuilder<'_>, shard: BufferId, content: Content, u: u32) -> crate::plan::Slice {
+fn piece(builder: &PlanBuilder<'_>, shard: BufferId, content: Content, u: u32) -> Slice {
     let mesh = builder.world.mesh;
     let (r, _) = mesh.coordinates(builder.rank);
     let count = |u: u32| placement(builder, content).of_rank(mesh.rank(r, u)).len();
-    let start = (0..u).map(count).sum();
+    let start = replicated(builder, content) + (0..u).map(count).sum::<usize>();
     builder.tokens_of(shard, start..start + count(u))
 }
 
@@ -196,6 +201,11 @@ fn placement<'a>(builder: &PlanBuilder<'a>, content: Content) -> &'a crate::Plac
         Content::KeyValue | Content::WireKeyValue => &builder.world.kv_placement,
         Content::Query | Content::State | Content::Output | Content::Pairs => &builder.world.q_placement,
     }
+}
+
+/// Tokens at the front of such a buffer that every rank holds, and that are not traded.
+fn replicated(builder: &PlanBuilder<'_>, content: Content) -> usize {
+    placement(builder, content).replicated().len()
 }
 
 fn name(content: Content) -> &'static str {

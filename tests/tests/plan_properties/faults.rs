@@ -1,6 +1,6 @@
 //! Faults that are put into plans, none of which may pass the proof.
 
-use kyklos::plan::{Content, Recv, Send, Step, World};
+use kyklos::plan::{Content, Recv, Send, Slice, Step, World};
 
 use crate::Random;
 
@@ -35,8 +35,18 @@ pub(crate) const FAULTS: &[Fault] = &[
         let Step::Repack { into, .. } = plan.steps.remove(step) else {
             return None;
         };
-        // Where a mask hides everything, nobody reads the copy and nothing is lost.
-        let read = |step: &Step| uses(step, into.buffer) && !matches!(step, Step::Repack { .. });
+        // Where a mask hides everything, nobody reads the copy and nothing is lost; of keys that every rank holds beside
+        // those that are sent on, likewise.
+        let of_copy = |part: &Slice| {
+            let (start, end) = (part.tokens.start, part.tokens.end);
+            part.buffer == into.buffer && start < into.tokens.end && into.tokens.start < end
+        };
+        let read = |step: &Step| match step {
+            Step::Repack { .. } => false,
+            Step::Exchange { sends, .. } => sends.iter().flat_map(|send| &send.parts).any(of_copy),
+            Step::Convert { from, .. } => of_copy(from),
+            _ => uses(step, into.buffer),
+        };
         (into.buffer == plan.output || plan.steps[step..].iter().any(read))
             .then_some("a copy that is missing")
     },

@@ -66,6 +66,11 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
             let rounds = mesh.ring() > 1 && strategy != Strategy::PassQ && dtype == Dtype::F32;
             let wire = if rounds && random.below(3) == 0 { Dtype::F16 } else { dtype };
             let problem = problem.with_wire(wire).expect("drawn to fit");
+            let replicated = match random.below(4) {
+                0 => random.range(seq),
+                _ => 0..0,
+            };
+            let problem = problem.with_replicated(replicated).expect("drawn to fit");
             Drawn(plan_world(&problem, mesh, kind, &split, strategy).expect("drawn to fit"))
         },
     )
@@ -87,11 +92,7 @@ fn mask_number(kind: usize, batch: u32, seq: u32, random: &mut Random) -> Mask {
         4 => padding(random),
         5 => {
             let slice = |random: &mut Random| {
-                let mut range = || {
-                    let (a, b) = (random.below(seq + 1), random.below(seq + 1));
-                    a.min(b)..a.max(b)
-                };
-                let (q, k) = (range(), range());
+                let (q, k) = (random.range(seq), random.range(seq));
                 let parts = [SlicePart::Full, SlicePart::Causal, SlicePart::Inverse, SlicePart::Both];
                 MaskSlice::new(q, k, parts[random.below(4) as usize]).expect("ascending")
             };
@@ -111,6 +112,12 @@ impl Random {
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         ((z ^ (z >> 31)) % u64::from(bound.max(1))) as u32
+    }
+
+    /// Some of the numbers below `end`.
+    fn range(&mut self, end: u32) -> std::ops::Range<u32> {
+        let (a, b) = (self.below(end + 1), self.below(end + 1));
+        a.min(b)..a.max(b)
     }
 
     /// `total` in `parts` parts, some of them likely to be 0.
@@ -399,4 +406,46 @@ fn the_next_chunk_of_heads_travels_while_this_one_is_attended_to() {
         }
         assert_eq!(under, [1, 2, 2, 1], "rank {}", plan.rank);
     }
+}
+
+#[test]
+fn what_every_rank_holds_is_never_sent() {
+    let problem = AttentionProblem::new([2, 96, 4, 2, 8], Dtype::F16, Mask::full()).unwrap();
+    let sent = |replicated: std::ops::Range<u32>, mesh: (u32, u32), strategy| -> u64 {
+        let problem = problem.clone().with_replicated(replicated).unwrap();
+        let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
+        let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap();
+        check(&world).unwrap().iter().map(|check| check.bytes_sent).sum()
+    };
+    // Of 96 keys 64 are left, in shards of 16 instead of 24.
+    let key_bytes = 2 * 2 * 2 * 8 * 2;
+    for strategy in
+        [Strategy::Ring, Strategy::Bidirectional, Strategy::TwoWay, Strategy::Line, Strategy::Gather]
+    {
+        let of_keys = |keys: u64| keys * 3 * key_bytes;
+        assert_eq!(sent(0..0, (1, 4), strategy), of_keys(96), "{strategy}");
+        assert_eq!(sent(0..32, (1, 4), strategy), of_keys(64), "{strategy}");
+        assert_eq!(sent(50..82, (1, 4), strategy), of_keys(64), "{strategy}");
+        assert_eq!(sent(0..96, (1, 4), strategy), 0, "{strategy}: cross-attention to keys that all have");
+    }
+    let trades = sent(0..0, (2, 2), Strategy::Unified) - sent(0..96, (2, 2), Strategy::Unified);
+    // Half of the heads of each rank's 24 keys goes to its peer, then of all its 48 keys one head goes round.
+    assert_eq!(trades, 4 * (24 * key_bytes / 2 + 48 * key_bytes / 2));
+}
+
+#[test]
+fn documents_that_are_dealt_one_by_one_level_the_work() {
+    let mask: Mask = "causal+documents:0,700,800,3900,4096".parse().unwrap();
+    let problem = AttentionProblem::new([1, 4096, 1, 1, 8], Dtype::F32, mask).unwrap();
+    let slowest = |kind| {
+        let mesh = Mesh::new(1, 4).unwrap();
+        let world = plan_world(&problem, mesh, kind, &Split::Even, Strategy::Ring).unwrap();
+        let work = |tokens: &kyklos::TokenRuns| -> u64 {
+            tokens.iter().map(|token| problem.mask.visible(0, token, 4096).keys()).sum()
+        };
+        let works: Vec<u64> = world.q_placement.ranks().iter().map(work).collect();
+        *works.iter().max().unwrap() as f64 * 4.0 / works.iter().sum::<u64>() as f64
+    };
+    let (zigzag, each) = (slowest(PlacementKind::Zigzag), slowest(PlacementKind::PerDocument));
+    assert!(each < 1.005 && zigzag > 1.1, "per document {each}, zigzag {zigzag}");
 }

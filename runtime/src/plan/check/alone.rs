@@ -90,7 +90,7 @@ impl<'a> RankProof<'a> {
             }
         }
         let (q_tokens, kv_tokens) =
-            (self.world.q_placement.of_rank(rank), self.world.kv_placement.of_rank(rank));
+            (self.world.q_placement.of_rank(rank), &self.world.kv_placement.held_by(rank));
         if self.plan.pairs.is_some() != problem.pairs.is_some() {
             return self
                 .fault("the plan and the problem do not agree whether there is a pair tensor".to_owned());

@@ -58,16 +58,19 @@ pub fn check(world: &World) -> Result<Vec<RankCheck>> {
     Ok(checks)
 }
 
-/// Every token has exactly one owner.
+/// Every token has exactly one owner, but those that all ranks hold, which have none.
 fn owners(world: &World) -> Result<()> {
     for (what, placement, total) in [
         ("query", &world.q_placement, world.problem.q_len),
         ("key", &world.kv_placement, world.problem.kv_len),
     ] {
         let mut owner: Vec<Option<u32>> = vec![None; total as usize];
+        let replicated =
+            |token: u32| placement.replicated().runs().iter().any(|run| run.meets(token, token + 1));
         for (rank, tokens) in (0u32..).zip(placement.ranks()) {
             for token in tokens.iter() {
                 let fault = match owner.get_mut(token as usize) {
+                    Some(None) if replicated(token) => format!("{what} {token} is also on every rank"),
                     Some(owner @ None) => {
                         *owner = Some(rank);
                         continue;
@@ -78,7 +81,9 @@ fn owners(world: &World) -> Result<()> {
                 return Err(Error::plan(Rank(rank), None, fault));
             }
         }
-        if let Some(token) = owner.iter().position(Option::is_none) {
+        if let Some((token, _)) =
+            (0..).zip(&owner).find(|(token, owner)| owner.is_none() && !replicated(*token))
+        {
             return Err(Error::plan(Rank(0), None, format!("{what} {token} has no owner")));
         }
     }
