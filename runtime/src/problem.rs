@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::{Deal, Dtype, Error, Mask, PairTensor, Result};
+use crate::{Dtype, Error, Mask, PairTensor, Result};
 
 /// One attention call: `o = softmax(scale · q kᵀ, masked) v`, and the log-sum-exp of every row.
 ///
@@ -147,22 +147,6 @@ impl AttentionProblem {
     /// Global position of query `token`.
     pub fn q_position(&self, token: u32) -> u32 {
         token + self.q_offset
-    }
-
-    /// What a placement deals of the queries.
-    pub(crate) fn queries_to_deal(&self) -> Deal {
-        let tokens = self.mask.document_boundaries().iter();
-        Deal {
-            total: self.q_len,
-            documents: tokens.map(|position| position.saturating_sub(self.q_offset)).collect(),
-            ..Deal::default()
-        }
-    }
-
-    /// What a placement deals of the keys.
-    pub(crate) fn keys_to_deal(&self) -> Deal {
-        let documents = self.mask.document_boundaries().to_vec();
-        Deal { total: self.kv_len, replicated: self.replicated.clone(), documents }
     }
 
     fn checked(self) -> Result<Self> {

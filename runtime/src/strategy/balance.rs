@@ -85,7 +85,7 @@ fn deal(
     let mut best = (f64::INFINITY, Vec::new());
     for _ in 0..ROUNDS {
         let placement =
-            Placement::deal(&problem.queries_to_deal(), kind, ring, &Split::Weights(density.clone()))?;
+            Placement::deal(&super::queries(problem), kind, ring, &Split::Weights(density.clone()))?;
         let shares: Vec<f64> = placement.ranks().iter().map(|tokens| work.of(tokens) / work.all()).collect();
         let late = |(share, weight): (&f64, &f64)| if *weight > 0.0 { share * all / weight } else { 0.0 };
         let slowest = shares.iter().zip(shards).map(late).fold(0.0, f64::max);
@@ -161,7 +161,7 @@ mod tests {
         let problem = AttentionProblem::new([2, 6000, 4, 4, 8], Dtype::F32, mask.parse().unwrap()).unwrap();
         let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
         let split = Split::Tokens(tokens(&problem, mesh, kind, weights).unwrap());
-        let placement = Placement::deal(&problem.queries_to_deal(), kind, mesh, &split).unwrap();
+        let placement = Placement::deal(&super::queries(problem), kind, mesh, &split).unwrap();
         // Pair by pair, without prefix sums.
         let work = |r: u32| -> f64 {
             let keys = |token: u32| (0..2).map(|b| problem.mask.visible(b, token, 6000).keys()).sum::<u64>();

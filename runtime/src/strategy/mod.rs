@@ -20,7 +20,7 @@ use std::str::FromStr;
 use kyklos_transport::Rank;
 
 use crate::plan::{BufferId, Content, Plan, World};
-use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
+use crate::{AttentionProblem, Deal, Error, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
 use build::{Inputs, PlanBuilder};
 pub use order::TILE_KEYS;
 use streams::Routes;
@@ -201,10 +201,23 @@ fn placements(
         }
         split => (split.clone(), split.clone()),
     };
-    let q_placement = Placement::deal(&problem.queries_to_deal(), kind, mesh, &q_split)?;
-    let kv_placement = Placement::deal(&problem.keys_to_deal(), kind, mesh, &kv_split)?;
+    let q_placement = Placement::deal(&queries(problem), kind, mesh, &q_split)?;
+    let kv_placement = Placement::deal(&keys(problem), kind, mesh, &kv_split)?;
     order::fits(problem, mesh, strategy, &kv_placement)?;
     Ok((q_placement, kv_placement))
+}
+
+/// What a placement deals of the queries.
+fn queries(problem: &AttentionProblem) -> Deal {
+    let boundaries = problem.mask.document_boundaries().iter();
+    let documents = boundaries.map(|position| position.saturating_sub(problem.q_offset)).collect();
+    Deal { total: problem.q_len, documents, ..Deal::default() }
+}
+
+/// What a placement deals of the keys.
+fn keys(problem: &AttentionProblem) -> Deal {
+    let documents = problem.mask.document_boundaries().to_vec();
+    Deal { total: problem.kv_len, replicated: problem.replicated.clone(), documents }
 }
 
 /// One rank that attends from the queries `rows` only, to all keys: the single-device run that a parallel one is
