@@ -18,13 +18,14 @@ use kyklos_tests::tolerance::{Comparison, discriminates};
 use kyklos_transport::{Transport, in_process_group};
 
 /// Unified, and the strategies that differ from it in their round over the shards.
-const ROUNDS: [Strategy; 6] = [
+const ROUNDS: [Strategy; 7] = [
     Strategy::Unified,
     Strategy::Bidirectional,
     Strategy::TwoWay,
     Strategy::Line,
     Strategy::Gather,
     Strategy::PassQ,
+    Strategy::Tree,
 ];
 
 fn dense(problem: &AttentionProblem) -> World {

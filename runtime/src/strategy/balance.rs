@@ -153,6 +153,7 @@ const TINY: f64 = 1e-9;
 
 #[cfg(test)]
 mod tests {
+    use super::super::queries;
     use super::*;
     use crate::Dtype;
 
@@ -161,7 +162,7 @@ mod tests {
         let problem = AttentionProblem::new([2, 6000, 4, 4, 8], Dtype::F32, mask.parse().unwrap()).unwrap();
         let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
         let split = Split::Tokens(tokens(&problem, mesh, kind, weights).unwrap());
-        let placement = Placement::deal(&super::queries(problem), kind, mesh, &split).unwrap();
+        let placement = Placement::deal(&queries(&problem), kind, mesh, &split).unwrap();
         // Pair by pair, without prefix sums.
         let work = |r: u32| -> f64 {
             let keys = |token: u32| (0..2).map(|b| problem.mask.visible(b, token, 6000).keys()).sum::<u64>();

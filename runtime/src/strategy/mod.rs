@@ -3,7 +3,7 @@
 //! A plan has up to three phases: an all-to-all that trades tokens for heads inside the Ulysses group
 //! ([`ulysses`]), the round over the shards, and the all-to-all back. A mesh with U = 1 has only the round, one with
 //! R = 1 only the trade, and one rank has neither. In the round keys go from neighbour to neighbour ([`streams`]) or
-//! straight to everybody ([`gather`]), or queries go to the keys ([`pass_q`]).
+//! straight to everybody ([`gather`]), or queries go to the keys, straight ([`pass_q`]) or along trees ([`tree`]).
 
 mod balance;
 mod build;
@@ -12,6 +12,7 @@ mod order;
 mod pass_q;
 mod price;
 mod streams;
+mod tree;
 mod ulysses;
 
 use std::fmt;
@@ -52,11 +53,13 @@ pub enum Strategy {
     /// As unified, with queries sent to the keys, and what they found sent back.
     #[serde(rename = "pass-q")]
     PassQ,
+    /// As pass-q, with queries handed on along a tree, and what they found merged on the way back.
+    Tree,
 }
 
 impl Strategy {
     /// All of them, for tests and help texts.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Dense,
         Self::Ring,
         Self::Ulysses,
@@ -67,6 +70,7 @@ impl Strategy {
         Self::Line,
         Self::Gather,
         Self::PassQ,
+        Self::Tree,
     ];
 
     /// What a mesh says by itself: 1x1 dense, 1xR ring, Ux1 ulysses, else unified.
@@ -90,7 +94,9 @@ impl Strategy {
             Self::Ulysses => mesh.ring() == 1,
             Self::Unified => true,
             Self::Chunked => mesh.ulysses() > 1,
-            Self::Bidirectional | Self::TwoWay | Self::Line | Self::Gather | Self::PassQ => mesh.ring() > 1,
+            Self::Bidirectional | Self::TwoWay | Self::Line | Self::Gather | Self::PassQ | Self::Tree => {
+                mesh.ring() > 1
+            }
         };
         if fits {
             return Ok(());
@@ -99,6 +105,11 @@ impl Strategy {
             format!("strategy {self} does not run on mesh {mesh}"),
             "dense is 1x1, ring 1xR, ulysses Ux1; unified takes any mesh, chunked one with U of at least 2, the others one with R of at least 2",
         ))
+    }
+
+    /// Whether queries travel between shards, and keys stay.
+    pub(crate) fn moves_queries(self) -> bool {
+        matches!(self, Self::PassQ | Self::Tree)
     }
 
     /// The name used on the command line and in reports.
@@ -114,6 +125,7 @@ impl Strategy {
             Self::Line => "line",
             Self::Gather => "gather",
             Self::PassQ => "pass-q",
+            Self::Tree => "tree",
         }
     }
 }
@@ -131,7 +143,7 @@ impl FromStr for Strategy {
         Self::ALL.into_iter().find(|strategy| strategy.name() == text).ok_or_else(|| {
             Error::request(
                 format!("strategy `{text}` is not known"),
-                "use dense, ring, ulysses, unified, chunked, bidirectional, two-way, line, gather, pass-q or auto",
+                "use dense, ring, ulysses, unified, chunked, bidirectional, two-way, line, gather, pass-q, tree or auto",
             )
         })
     }
@@ -174,7 +186,7 @@ fn placements(
 ) -> Result<(Placement, Placement)> {
     strategy.accepts(mesh)?;
     mesh.fits(problem)?;
-    if problem.wire != problem.dtype && (mesh.ring() == 1 || strategy == Strategy::PassQ) {
+    if problem.wire != problem.dtype && (mesh.ring() == 1 || strategy.moves_queries()) {
         let other = if mesh.ring() == 1 { "a mesh with a ring" } else { "a strategy that sends keys" };
         return Err(Error::request(
             format!("{} on the wire with strategy {strategy} on mesh {mesh}", problem.wire),
@@ -308,6 +320,7 @@ fn round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> Buff
     match builder.world.strategy {
         Strategy::Gather => gather::attend_all(builder, inputs),
         Strategy::PassQ => pass_q::attend_everywhere(builder, inputs),
+        Strategy::Tree => tree::attend_everywhere(builder, inputs),
         _ => streams::attend_round(builder, routes, inputs),
     }
 }

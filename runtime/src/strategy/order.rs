@@ -73,9 +73,9 @@ pub(super) fn fits(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy, k
     if !problem.fixed_order {
         return Ok(());
     }
-    if strategy == Strategy::PassQ {
+    if strategy.moves_queries() {
         return Err(Error::request(
-            "a fixed order with strategy pass-q",
+            format!("a fixed order with strategy {strategy}"),
             "its ranks send sums over their own keys, which no order of tiles can be made of: use a strategy that sends keys",
         ));
     }

@@ -2,6 +2,7 @@
 
 use super::Strategy;
 use super::streams::Routes;
+use super::tree::seen_from;
 use crate::mesh::kv_heads_for;
 use crate::{AttentionProblem, Placement, lower};
 
@@ -46,8 +47,12 @@ pub(super) fn bytes_sent(
             let tokens = visits(problem, q, kv).map(|(_, owner)| kv.of_shard(owner).len() as u128);
             tokens.sum::<u128>() * all_kv_heads * 2 * wire_row
         }
-        Strategy::PassQ => {
-            let tokens: u128 = visits(problem, q, kv).map(|(guest, _)| q.of_shard(guest).len() as u128).sum();
+        Strategy::PassQ | Strategy::Tree => {
+            let tokens: u128 = if strategy == Strategy::PassQ {
+                visits(problem, q, kv).map(|(guest, _)| q.of_shard(guest).len() as u128).sum()
+            } else {
+                handed_on(problem, q, kv).map(|owner| q.of_shard(owner).len() as u128).sum()
+            };
             let state = batch * (u128::from(problem.head_dim) * 4 + 8);
             tokens * (u128::from(problem.q_heads) * (row + state) + pair_rows)
         }
@@ -57,6 +62,16 @@ pub(super) fn bytes_sent(
         }
     };
     u64::try_from(bytes).unwrap_or(u64::MAX)
+}
+
+/// The owner of the queries of each edge of each tree that they go along.
+fn handed_on(problem: &AttentionProblem, q: &Placement, kv: &Placement) -> impl Iterator<Item = u32> {
+    let ring = q.mesh().ring();
+    let edges = (0..ring).flat_map(move |owner| (1..ring).map(move |position| (owner, position)));
+    let sees = |owner, shard| lower::any_visible(problem, &q.of_shard(owner), &kv.of_shard(shard));
+    edges
+        .filter(move |(owner, position)| seen_from(ring, *owner, *position, sees).next().is_some())
+        .map(|(owner, _)| owner)
 }
 
 /// Two shards, the first of which sees keys of the second.

@@ -59,7 +59,9 @@ impl Routes {
         let farthest = ring - 1;
         type Limit = fn(u32, u32) -> u32;
         let streams: Vec<(Part, bool, Limit)> = match strategy {
-            Strategy::Dense | Strategy::Ulysses | Strategy::Gather | Strategy::PassQ => Vec::new(),
+            Strategy::Dense | Strategy::Ulysses | Strategy::Gather | Strategy::PassQ | Strategy::Tree => {
+                Vec::new()
+            }
             Strategy::Ring | Strategy::Unified | Strategy::Chunked => {
                 vec![(Part::Whole, true, |farthest, _| farthest)]
             }

@@ -86,6 +86,25 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
                 }
             }
         }
+        Strategy::Tree => {
+            // From `owner`, to the ranks that lie `place` and more ahead, up to the next with as many factors of two.
+            let state = batch * (4 * u64::from(problem.head_dim) + 8);
+            let wanted = |owner: u32, place: u32| {
+                let stride = place & place.wrapping_neg();
+                let reached = (place..(place + stride).min(ring)).map(|ahead| (owner + ahead) % ring);
+                { reached }.any(|shard| sees(problem, &queries(owner), &keys(shard)))
+            };
+            for place in 1..ring {
+                let above = place - (place & place.wrapping_neg());
+                let (here, handed) = ((r + ring - place) % ring, (r + ring - above) % ring);
+                if wanted(handed, place) {
+                    send(queries(handed).len() as u64 * (row * q_heads(u) + pair_row * pair_heads(u)));
+                }
+                if wanted(here, place) {
+                    send(queries(here).len() as u64 * q_heads(u) * state);
+                }
+            }
+        }
         strategy => {
             // By hop and direction: what goes on from here because somebody further on sees some of it.
             for hop in 0..ring {

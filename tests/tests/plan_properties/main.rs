@@ -27,8 +27,14 @@ impl std::fmt::Debug for Drawn {
 }
 
 /// Strategies that differ from unified in their round over the shards.
-const ROUNDS: [Strategy; 5] =
-    [Strategy::Bidirectional, Strategy::TwoWay, Strategy::Line, Strategy::Gather, Strategy::PassQ];
+const ROUNDS: [Strategy; 6] = [
+    Strategy::Bidirectional,
+    Strategy::TwoWay,
+    Strategy::Line,
+    Strategy::Gather,
+    Strategy::PassQ,
+    Strategy::Tree,
+];
 
 /// A problem, a mesh and a split that fit each other.
 fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
@@ -58,12 +64,13 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
                 ),
                 _ => Split::Tokens(random.shares(seq, mesh.world())),
             };
-            let strategy = match random.below(8) {
-                drawn @ 0..5 if mesh.ring() > 1 => ROUNDS[drawn as usize],
-                5..7 if mesh.ulysses() > 1 => Strategy::Chunked,
+            let strategy = match random.below(9) {
+                drawn @ 0..6 if mesh.ring() > 1 => ROUNDS[drawn as usize],
+                6..8 if mesh.ulysses() > 1 => Strategy::Chunked,
                 _ => Strategy::Unified,
             };
-            let rounds = mesh.ring() > 1 && strategy != Strategy::PassQ && dtype == Dtype::F32;
+            let queries = matches!(strategy, Strategy::PassQ | Strategy::Tree);
+            let rounds = mesh.ring() > 1 && !queries && dtype == Dtype::F32;
             let wire = if rounds && random.below(3) == 0 { Dtype::F16 } else { dtype };
             let problem = problem.with_wire(wire).expect("drawn to fit");
             let replicated = match random.below(4) {
@@ -278,6 +285,7 @@ fn strategies_refuse_meshes_that_contradict_them() {
         (Strategy::Line, false, true, false, true),
         (Strategy::Gather, false, true, false, true),
         (Strategy::PassQ, false, true, false, true),
+        (Strategy::Tree, false, true, false, true),
     ] {
         let got = [(1, 1), (1, 2), (2, 1), (2, 2)].map(|(ulysses, ring)| accepted(strategy, ulysses, ring));
         assert_eq!(got, [dense, ring, ulysses, both], "{strategy}");
@@ -448,4 +456,26 @@ fn documents_that_are_dealt_one_by_one_level_the_work() {
     };
     let (zigzag, each) = (slowest(PlacementKind::Zigzag), slowest(PlacementKind::PerDocument));
     assert!(each < 1.005 && zigzag > 1.1, "per document {each}, zigzag {zigzag}");
+}
+
+#[test]
+fn a_tree_spares_the_owner_of_a_query_all_but_a_few_messages() {
+    // One query, which rank 0 has, over the keys of 13 ranks.
+    let problem = AttentionProblem::new([1, 130, 4, 2, 8], Dtype::F32, Mask::full()).unwrap();
+    let problem = problem.with_queries(1, 129).unwrap();
+    let received = |strategy| -> Vec<usize> {
+        let mesh = Mesh::new(1, 13).unwrap();
+        let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap();
+        check(&world).unwrap();
+        let recvs = |step: &Step| match step {
+            Step::Exchange { recvs, .. } => recvs.len(),
+            _ => 0,
+        };
+        world.plans.iter().map(|plan| plan.steps.iter().map(recvs).sum()).collect()
+    };
+    assert_eq!(received(Strategy::PassQ)[0], 12);
+    let tree = received(Strategy::Tree);
+    assert_eq!(tree[0], 4, "from ranks 1, 2, 4 and 8");
+    // One message to each other rank and one from it, as without a tree.
+    assert_eq!(tree.iter().sum::<usize>(), 2 * 12);
 }
