@@ -196,8 +196,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
         }
     };
     let scale = args.scale.unwrap_or(problem.scale);
-    let wire = args.wire.0.unwrap_or(problem.dtype);
-    Ok((problem.with_logits(scale, args.softcap)?.with_wire(wire)?, source))
+    Ok((problem.with_logits(scale, args.softcap)?.with_wire(args.wire)?, source))
 }
 
 /// Zigzag where later queries have clearly more work than earlier ones, as under a causal mask; else contiguous,

@@ -1,6 +1,6 @@
 //! What is to be computed, without data.
 
-use crate::{Dtype, Error, Mask, PairTensor, Result};
+use crate::{Dtype, Error, Mask, PairTensor, Result, WireFormat};
 
 /// One attention call: `o = softmax(scale · q kᵀ, masked) v`, and the log-sum-exp of every row.
 ///
@@ -35,10 +35,8 @@ pub struct AttentionProblem {
     pub sinks: Vec<f32>,
     /// A tensor over (query, key) pairs that hides keys or is added to logits.
     pub pairs: Option<PairTensor>,
-    /// Storage type of keys and values on their way round the shards: `dtype`, or f16 for f32. Other than `dtype` it bounds
-    /// how exact the result can be: keys of other shards are rounded, once, by their owner.
-    #[serde(serialize_with = "dtype_by_name")]
-    pub wire: Dtype,
+    /// Form of keys and values on their way round the shards.
+    pub wire: WireFormat,
 }
 
 impl AttentionProblem {
@@ -66,7 +64,7 @@ impl AttentionProblem {
             softcap: None,
             sinks: Vec::new(),
             pairs: None,
-            wire: dtype,
+            wire: WireFormat::Same,
         }
         .checked()
     }
@@ -103,12 +101,14 @@ impl AttentionProblem {
         Self { pairs, ..self }.checked()
     }
 
-    /// This problem with keys and values of another storage type on their way round the shards.
+    /// This problem with keys and values in another form on their way round the shards; what is f16 already is the same as
+    /// f16.
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub fn with_wire(self, wire: Dtype) -> Result<Self> {
-        Self { wire, ..self }.checked()
+    pub fn with_wire(self, wire: WireFormat) -> Result<Self> {
+        let same = (self.dtype, wire) == (Dtype::F16, WireFormat::F16);
+        Self { wire: if same { WireFormat::Same } else { wire }, ..self }.checked()
     }
 
     /// Query heads that share one KV head.
@@ -183,10 +183,10 @@ impl AttentionProblem {
                 ),
             ));
         }
-        if self.wire != self.dtype && (self.dtype, self.wire) != (Dtype::F32, Dtype::F16) {
+        if self.wire == WireFormat::F16 && self.dtype != Dtype::F32 {
             return Err(Error::request(
-                format!("{} on the wire for tensors of {}", self.wire, self.dtype),
-                "send tensors as they are, or f32 as f16",
+                format!("f16 on the wire for tensors of {}", self.dtype),
+                "send tensors as they are, f32 as f16, or any as int8",
             ));
         }
         if let Some(pairs) = self.pairs {
@@ -235,10 +235,15 @@ mod tests {
         assert!(problem.clone().with_sinks(vec![0.0; 7]).is_err());
         assert!(problem.clone().with_sinks(vec![f32::NAN; 8]).is_err());
         assert!(problem.clone().with_sinks(vec![0.0; 8]).is_ok());
-        assert!(problem.clone().with_wire(Dtype::F16).is_ok());
-        assert!(problem.clone().with_wire(Dtype::Bf16).is_err());
-        let half = AttentionProblem::new([2, 8, 8, 2, 64], Dtype::F16, Mask::full()).unwrap();
-        assert!(half.with_wire(Dtype::F32).is_err());
+        for dtype in Dtype::ALL {
+            let typed = AttentionProblem::new([2, 8, 8, 2, 64], dtype, Mask::full()).unwrap();
+            assert!(typed.clone().with_wire(WireFormat::Int8).is_ok());
+            match (dtype, typed.clone().with_wire(WireFormat::F16)) {
+                (Dtype::F32, problem) => assert_eq!(problem.unwrap().wire, WireFormat::F16),
+                (Dtype::F16, problem) => assert_eq!(problem.unwrap(), typed),
+                (Dtype::Bf16, problem) => assert_eq!(problem.unwrap_err().exit_code(), 2),
+            }
+        }
         let mask = "valid:1,2,3".parse().unwrap();
         assert!(AttentionProblem::new([2, 8, 8, 2, 64], Dtype::F32, mask).is_err());
     }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use clap::ValueEnum;
 use kyklos::backend::wgpu::KernelChoice;
-use kyklos::{Dtype, Error, Mask, Strategy};
+use kyklos::{Error, Mask, Strategy};
 
 use crate::device::DeviceRequest;
 
@@ -24,18 +24,6 @@ impl FromStr for SplitName {
             Some(weights) => weights.parse().map(Self::Work),
             None => text.parse().map(Self::Tokens),
         }
-    }
-}
-
-/// The value of `--wire`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct WireName(pub(crate) Option<Dtype>);
-
-impl FromStr for WireName {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        if text == "same" { Ok(Self(None)) } else { text.parse().map(|dtype| Self(Some(dtype))) }
     }
 }
 
