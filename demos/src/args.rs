@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
-use kyklos::{Dtype, Mesh, PlacementKind};
+use kyklos::{Dtype, Mesh, PlacementKind, WireFormat};
 
 use crate::against::Peer;
 use crate::certs::CertsArgs;
@@ -19,7 +19,7 @@ use crate::launchers::GroupArgs;
 use crate::tune::TuneArgs;
 pub(crate) use values::{
     KernelName, List, ListItem, MaskArg, OrAuto, ProgressKind, Shape, SplitName, StrategyName, TokenRange,
-    TransportName, WireName,
+    TransportName,
 };
 
 /// Exact attention over a sequence that is split across ranks. Without a command: a short demonstration.
@@ -103,9 +103,10 @@ pub(crate) struct ProblemArgs {
     /// full, causal, window:L,R, documents:0,8,24, valid:N[,N…], slices:Q..QxK..K[/causal|inverse|both],…, joined by +
     #[arg(long, value_name = "MASK", default_value = "full")]
     pub(crate) mask: MaskArg,
-    /// same, or f16 for f32 tensors: the type of keys and values on their way between shards; f16 rounds them
+    /// same, f16 (for f32 tensors) or int8 (with scales): keys and values on their way between shards, rounded once;
+    /// `kyklos plan` says how wrong that makes the result
     #[arg(long, value_name = "NAME", default_value = "same")]
-    pub(crate) wire: WireName,
+    pub(crate) wire: WireFormat,
     /// Sum over tiles of 256 keys in one order: on one type of device the same bytes on any mesh; costs time
     #[arg(long)]
     pub(crate) fixed_order: bool,

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use kyklos::plan::table;
+use kyklos::plan::{expected_of_wire, table};
 use kyklos::simulate::{
     Candidate, Cluster, Priced, Verdict, bound, candidates, choose, explain_choice, why_first,
 };
@@ -58,6 +58,7 @@ pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
         let object = json!({
             "cluster": cluster.name(),
             "problem": asked.problem,
+            "wire_expected_error": asked.problem.wire.expected_error(asked.problem.head_dim, asked.problem.scale),
             "ranks": ranks,
             "bound": bound,
             "why": why,
@@ -185,8 +186,12 @@ pub(crate) fn nothing_fits(candidates: usize, first: &Error) -> Failure {
 
 fn headline(problem: &AttentionProblem, ranks: u32) -> String {
     let plural = if ranks == 1 { "" } else { "s" };
+    let wire = match problem.wire.rounds() {
+        true => format!("wire       {}\n", expected_of_wire(problem)),
+        false => String::new(),
+    };
     format!(
-        "problem    {} x {} queries to {} keys, {} query heads, {} kv heads, dim {}, {}, mask {}\nranks      {ranks} rank{plural}",
+        "problem    {} x {} queries to {} keys, {} query heads, {} kv heads, dim {}, {}, mask {}\n{wire}ranks      {ranks} rank{plural}",
         problem.batch,
         problem.q_len,
         problem.kv_len,

@@ -273,7 +273,7 @@ impl Job {
         let asked = lines.recv(Rank(0), ALONE, 1)?;
         if asked[..] == [1] {
             self.watch.phase(Some("computing the sampled rows alone"));
-            let rows = sample.dense(backend, &sample.whole_kv()?, &self.quiet())?;
+            let rows = sample.dense(backend, &self.world, &sample.whole_kv()?, &self.quiet())?;
             if !rows.is_empty() {
                 lines.send(Rank(0), ALONE_ROWS, rows)?;
             }
@@ -314,7 +314,7 @@ impl Job {
             }
         }
         let kv = sample.whole_kv()?;
-        let alone = sample.dense(backend, &kv, &self.quiet())?;
+        let alone = sample.dense(backend, &self.world, &kv, &self.quiet())?;
         let mut dense = vec![(ranks[0].device.label(), sample.decode(sample.rows(), &alone))];
         for (rank, note) in asked {
             let bytes = match sample.row_bytes(sample.rows().len()) {

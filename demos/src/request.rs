@@ -196,8 +196,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
         }
     };
     let scale = args.scale.unwrap_or(problem.scale);
-    let wire = args.wire.0.unwrap_or(problem.dtype);
-    let problem = problem.with_logits(scale, args.softcap)?.with_wire(wire)?;
+    let problem = problem.with_logits(scale, args.softcap)?.with_wire(args.wire)?;
     let problem = problem.with_fixed_order(args.fixed_order)?.with_replicated(args.replicated.0.clone())?;
     Ok((problem, source))
 }

@@ -3,19 +3,20 @@
 //! The tolerance is measured, not chosen: every kind of device that took part computes the sampled rows alone, and
 //! the shared result may be twice as wrong as the worst of them, plus a rounding allowance (`kyklos_tests::tolerance`).
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use bytes::{Bytes, BytesMut};
 use half::{bf16, f16};
 use kyklos::local::Tensors;
-use kyklos::plan::World;
-use kyklos::{AttentionProblem, Dtype, RunOptions, TokenRuns, plan_rows};
+use kyklos::plan::{Content, World};
+use kyklos::{AttentionProblem, Dtype, RunOptions, TokenRuns, WireFormat, plan_rows};
 use kyklos_tests::inputs::sample_rows;
 use kyklos_tests::oracle::{
     self, Oracle, OracleError, OracleMask, OraclePairs, OracleProblem, OracleSlice, OracleTerm, Row, RowId,
     Values,
 };
 use kyklos_tests::tolerance::{Comparison, Context, Limit, compare_rows, naive_f32_rows};
+use kyklos_tests::wire;
 use kyklos_transport::Rank;
 
 use crate::alone;
@@ -54,17 +55,25 @@ pub(crate) struct WholeKv {
 }
 
 impl WholeKv {
-    /// Rounded as those are that travel: what a device alone makes of them tells what the rounding costs.
-    fn as_on_the_wire(&self, problem: &AttentionProblem) -> Self {
-        let rounded = |tensor: &Bytes| match (problem.dtype, problem.wire) {
-            (Dtype::F32, Dtype::F16) => {
-                let round = |x: &f32| f16::from_f32(*x).to_f32();
-                let numbers: Vec<f32> = bytemuck::cast_slice(tensor).iter().map(round).collect();
-                Bytes::from(bytemuck::cast_slice(&numbers).to_vec())
+    /// Rounded as those are that travel in `world`: what a device alone makes of them tells what the rounding costs.
+    fn as_on_the_wire(&self, world: &World) -> Self {
+        let problem = &world.problem;
+        let shape = [problem.batch, problem.kv_len, problem.kv_heads, problem.head_dim].map(|n| n as usize);
+        let buffers = world.plans.iter().flat_map(|plan| &plan.buffers);
+        let sent = buffers.filter(|buffer| buffer.content == Content::WireKeyValue);
+        let lists: BTreeSet<Vec<u32>> = sent.map(|buffer| buffer.tokens.iter().collect()).collect();
+        let lists: Vec<Vec<u32>> = lists.into_iter().collect();
+        let rounded = |tensor: &Bytes, int8: fn(&mut [f32], wire::Shape, &[Vec<u32>])| {
+            let dtype = oracle_dtype(problem.dtype);
+            let mut numbers = wire::load(dtype, tensor);
+            match problem.wire {
+                WireFormat::Same => return tensor.clone(),
+                WireFormat::F16 => wire::f16_each(&mut numbers),
+                WireFormat::Int8 => int8(&mut numbers, shape, &lists),
             }
-            _ => tensor.clone(),
+            wire::store(dtype, &numbers).into()
         };
-        Self { k: rounded(&self.k), v: rounded(&self.v) }
+        Self { k: rounded(&self.k, wire::int8_keys), v: rounded(&self.v, wire::int8_values) }
     }
 }
 
@@ -151,8 +160,14 @@ impl Sample {
         })
     }
 
-    /// The sampled rows, computed by one device alone.
-    pub(crate) fn dense(&self, backend: &AnyBackend, kv: &WholeKv, options: &RunOptions) -> Result<Bytes> {
+    /// The sampled rows, computed by one device alone from keys and values as they travel in `shared`.
+    pub(crate) fn dense(
+        &self,
+        backend: &AnyBackend,
+        shared: &World,
+        kv: &WholeKv,
+        options: &RunOptions,
+    ) -> Result<Bytes> {
         let mut tokens: Vec<u32> = self.rows.iter().filter_map(|id| u32::try_from(id.row).ok()).collect();
         tokens.sort_unstable();
         tokens.dedup();
@@ -160,7 +175,7 @@ impl Sample {
         let world = plan_rows(&self.problem, tokens.clone())?;
         let q = self.source.read(&self.problem, Which::Q, &tokens)?;
         let pairs = self.source.read_pairs(&self.problem, &tokens)?;
-        let WholeKv { k, v } = kv.as_on_the_wire(&self.problem);
+        let WholeKv { k, v } = kv.as_on_the_wire(shared);
         let tensors = Tensors { q, k, v, pairs };
         let alone = alone::run(backend, &world, tensors, 1, options)?;
         Ok(self.extract(&tokens, &alone.output.o, &alone.output.lse))
@@ -182,6 +197,8 @@ impl Sample {
             .map(|(device, rows)| compare_rows(&self.oracle, dtype, rows, &expected, &self.context(device)))
             .collect();
         let limit = Limit::parallel(dtype, &dense.iter().collect::<Vec<_>>());
+        let coarse = self.problem.wire == WireFormat::Int8;
+        let limit = if coarse { limit.of_coarse_keys() } else { limit };
         let shared = compare_rows(&self.oracle, dtype, &actual, &expected, &self.context(backend));
         Ok(Verdict {
             rows: expected.len(),

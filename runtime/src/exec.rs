@@ -206,8 +206,8 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     fn tensor_bytes(&self, id: BufferId) -> Vec<usize> {
         let (buffer, problem) = (self.plan.buffer(id), &self.world.problem);
         let batch = buffer.content.batch(problem) as usize;
-        let rows = batch * buffer.tokens.len() * buffer.head_count() as usize;
-        buffer.content.tensors(problem).into_iter().map(|tensor| rows * tensor.row_bytes).collect()
+        let (tokens, heads) = (buffer.tokens.len(), buffer.head_count() as usize);
+        buffer.content.tensors(problem).map(|tensor| batch * tensor.bytes(tokens, heads)).collect()
     }
 }
 

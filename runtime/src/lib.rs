@@ -39,6 +39,7 @@ mod problem;
 pub mod simulate;
 mod strategy;
 mod tokens;
+mod wire;
 
 pub use clock::{Clock, SystemClock};
 pub use dtype::Dtype;
@@ -53,6 +54,7 @@ pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::AttentionProblem;
 pub use strategy::{Strategy, TILE_KEYS, meshes_by_bytes, plan as plan_world, plan_rows};
 pub use tokens::{Run, TokenRuns};
+pub use wire::{TOKENS_PER_SCALE, WireFormat};
 
 /// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::{Dtype, Error, Mask, PairTensor, Result};
+use crate::{Dtype, Error, Mask, PairTensor, Result, WireFormat};
 
 /// One attention call: `o = softmax(scale · q kᵀ, masked) v`, and the log-sum-exp of every row.
 ///
@@ -37,10 +37,8 @@ pub struct AttentionProblem {
     pub sinks: Vec<f32>,
     /// A tensor over (query, key) pairs that hides keys or is added to logits.
     pub pairs: Option<PairTensor>,
-    /// Storage type of keys and values on their way round the shards: `dtype`, or f16 for f32. Other than `dtype` it bounds
-    /// how exact the result can be: keys of other shards are rounded, once, by their owner.
-    #[serde(serialize_with = "dtype_by_name")]
-    pub wire: Dtype,
+    /// Form of keys and values on their way round the shards.
+    pub wire: WireFormat,
     /// Whether rows are summed over tiles of 256 keys in one order, whoever holds them: on one type of device the result is
     /// then the same, byte for byte, on any mesh. Costs a state for each tile, and shards must begin and end with tiles.
     pub fixed_order: bool,
@@ -74,7 +72,7 @@ impl AttentionProblem {
             softcap: None,
             sinks: Vec::new(),
             pairs: None,
-            wire: dtype,
+            wire: WireFormat::Same,
             fixed_order: false,
             replicated: 0..0,
         }
@@ -113,12 +111,14 @@ impl AttentionProblem {
         Self { pairs, ..self }.checked()
     }
 
-    /// This problem with keys and values of another storage type on their way round the shards.
+    /// This problem with keys and values in another form on their way round the shards; what is f16 already is the same as
+    /// f16.
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub fn with_wire(self, wire: Dtype) -> Result<Self> {
-        Self { wire, ..self }.checked()
+    pub fn with_wire(self, wire: WireFormat) -> Result<Self> {
+        let same = (self.dtype, wire) == (Dtype::F16, WireFormat::F16);
+        Self { wire: if same { WireFormat::Same } else { wire }, ..self }.checked()
     }
 
     /// This problem with sums in an order that no mesh changes, or not.
@@ -211,10 +211,10 @@ impl AttentionProblem {
                 ),
             ));
         }
-        if self.wire != self.dtype && (self.dtype, self.wire) != (Dtype::F32, Dtype::F16) {
+        if self.wire == WireFormat::F16 && self.dtype != Dtype::F32 {
             return Err(Error::request(
-                format!("{} on the wire for tensors of {}", self.wire, self.dtype),
-                "send tensors as they are, or f32 as f16",
+                format!("f16 on the wire for tensors of {}", self.dtype),
+                "send tensors as they are, f32 as f16, or any as int8",
             ));
         }
         if self.replicated.end > kv_len {
@@ -224,7 +224,7 @@ impl AttentionProblem {
                 "name keys that exist",
             ));
         }
-        if self.fixed_order && self.wire != self.dtype {
+        if self.fixed_order && self.wire.rounds() {
             return Err(Error::request(
                 format!("a fixed order with {} on the wire", self.wire),
                 "which keys are rounded depends on who holds them: send tensors as they are",
@@ -276,12 +276,17 @@ mod tests {
         assert!(problem.clone().with_sinks(vec![0.0; 7]).is_err());
         assert!(problem.clone().with_sinks(vec![f32::NAN; 8]).is_err());
         assert!(problem.clone().with_sinks(vec![0.0; 8]).is_ok());
-        assert!(problem.clone().with_wire(Dtype::F16).is_ok());
-        assert!(problem.clone().with_wire(Dtype::Bf16).is_err());
-        let half = AttentionProblem::new([2, 8, 8, 2, 64], Dtype::F16, Mask::full()).unwrap();
-        assert!(half.with_wire(Dtype::F32).is_err());
         let fixed = problem.clone().with_fixed_order(true).unwrap();
-        assert!(fixed.with_wire(Dtype::F16).is_err(), "who rounds depends on the mesh");
+        assert!(fixed.with_wire(WireFormat::F16).is_err(), "who rounds depends on the mesh");
+        for dtype in Dtype::ALL {
+            let typed = AttentionProblem::new([2, 8, 8, 2, 64], dtype, Mask::full()).unwrap();
+            assert!(typed.clone().with_wire(WireFormat::Int8).is_ok());
+            match (dtype, typed.clone().with_wire(WireFormat::F16)) {
+                (Dtype::F32, problem) => assert_eq!(problem.unwrap().wire, WireFormat::F16),
+                (Dtype::F16, problem) => assert_eq!(problem.unwrap(), typed),
+                (Dtype::Bf16, problem) => assert_eq!(problem.unwrap_err().exit_code(), 2),
+            }
+        }
         let mask = "valid:1,2,3".parse().unwrap();
         assert!(AttentionProblem::new([2, 8, 8, 2, 64], Dtype::F32, mask).is_err());
     }

@@ -1,11 +1,11 @@
 //! The catalogue: which kernels there are, what they bind and what they need.
 
 use crate::uniforms::{
-    AttendParams, ConvertParams, DecodeParams, FinalizeParams, MergeParams, MergePartsParams, RepackParams,
-    ResetParams, Uniform,
+    AttendParams, CodesParams, ConvertParams, DecodeParams, FinalizeParams, MergeParams, MergePartsParams,
+    RepackParams, ResetParams, Uniform,
 };
 use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant};
-use crate::{Pairs, Storage, attend, convert, decode, finish, repack};
+use crate::{Pairs, Scales, Storage, attend, codes, convert, decode, finish, repack};
 
 /// Which compiler the text is for: they disagree about how a use of subgroups is announced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -53,6 +53,20 @@ pub enum Kernel {
         from: Storage,
         /// Type of the destination.
         into: Storage,
+    },
+    /// Elements to 8-bit codes and their scales; one thread for each group of 8 channels or for each row.
+    ToCodes {
+        /// Type of the source.
+        storage: Storage,
+        /// What shares a scale.
+        scales: Scales,
+    },
+    /// 8-bit codes back to elements; as many threads.
+    FromCodes {
+        /// Type of the destination.
+        storage: Storage,
+        /// What shares a scale.
+        scales: Scales,
     },
     /// The m and l of a state that has seen nothing.
     ResetState,
@@ -119,6 +133,8 @@ impl Kernel {
             }
             Self::Repack { words } => format!("repack-{words}"),
             Self::Convert { from, into } => format!("convert-{}-{}", from.name(), into.name()),
+            Self::ToCodes { storage, scales } => format!("codes-{}-{}", storage.name(), scales.name()),
+            Self::FromCodes { storage, scales } => format!("from-codes-{}-{}", storage.name(), scales.name()),
             Self::ResetState => "reset-state".to_owned(),
         }
     }
@@ -173,6 +189,8 @@ impl Kernel {
                 assert!((from == Storage::F32) != (into == Storage::F32), "one side is f32");
                 convert::source(from, into)
             }
+            Self::ToCodes { storage, scales } => codes::to_codes(storage, scales),
+            Self::FromCodes { storage, scales } => codes::from_codes(storage, scales),
             Self::ResetState => finish::reset_state(),
         }
     }
@@ -196,6 +214,7 @@ impl Kernel {
             Self::Finalize { .. } => FinalizeParams::UNIFORM,
             Self::Repack { .. } => RepackParams::UNIFORM,
             Self::Convert { .. } => ConvertParams::UNIFORM,
+            Self::ToCodes { .. } | Self::FromCodes { .. } => CodesParams::UNIFORM,
             Self::ResetState => ResetParams::UNIFORM,
         }
     }
@@ -267,6 +286,12 @@ impl Kernel {
             Self::Convert { from, into } => {
                 vec![read("source", from.unit_type()), write("destination", into.unit_type())]
             }
+            Self::ToCodes { storage, .. } => {
+                vec![read("source", storage.unit_type()), write("codes", "u32"), write("scales", "f32")]
+            }
+            Self::FromCodes { storage, .. } => {
+                vec![read("codes", "u32"), read("scales", "f32"), write("destination", storage.unit_type())]
+            }
             Self::ResetState => vec![write("state_ml", "vec2<f32>")],
         });
         bindings
@@ -293,6 +318,8 @@ impl Kernel {
             | Self::Finalize { .. }
             | Self::Repack { .. }
             | Self::Convert { .. }
+            | Self::ToCodes { .. }
+            | Self::FromCodes { .. }
             | Self::ResetState => 64,
         }
     }
@@ -323,14 +350,19 @@ impl Kernel {
     }
 
     /// Threads, or groups of them, that share one (batch, row, head) triple or copy one unit: how many of those a
-    /// workgroup of [`Self::MergeParts`], [`Self::Merge`], [`Self::Finalize`], [`Self::Repack`], [`Self::Convert`] or [`Self::ResetState`] handles.
+    /// workgroup of [`Self::MergeParts`], [`Self::Merge`], [`Self::Finalize`], [`Self::Repack`], [`Self::Convert`],
+    /// [`Self::ToCodes`], [`Self::FromCodes`] or [`Self::ResetState`] handles.
     pub const fn rows_per_workgroup(&self) -> u32 {
         match self {
             Self::Attend(_) | Self::Decode(_) => 1,
             Self::MergeParts { .. } | Self::Merge { .. } | Self::Finalize { .. } => {
                 self.workgroup_size() / finish::THREADS_PER_ROW
             }
-            Self::Repack { .. } | Self::Convert { .. } | Self::ResetState => self.workgroup_size(),
+            Self::Repack { .. }
+            | Self::Convert { .. }
+            | Self::ToCodes { .. }
+            | Self::FromCodes { .. }
+            | Self::ResetState => self.workgroup_size(),
         }
     }
 

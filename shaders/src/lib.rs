@@ -22,6 +22,7 @@
 #![forbid(unsafe_code)]
 
 mod attend;
+mod codes;
 mod convert;
 mod decode;
 mod finish;
@@ -35,9 +36,9 @@ mod variant;
 
 pub use kernel::{Access, Binding, Dialect, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM};
 pub use pairs::Pairs;
-pub use storage::Storage;
+pub use storage::{Scales, Storage};
 pub use uniforms::{
-    AttendParams, ConvertParams, DecodeParams, Field, FinalizeParams, MergeParams, MergePartsParams,
-    RepackParams, ResetParams, Uniform,
+    AttendParams, CodesParams, ConvertParams, DecodeParams, Field, FinalizeParams, MergeParams,
+    MergePartsParams, RepackParams, ResetParams, Uniform,
 };
 pub use variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile, UnknownVariant};

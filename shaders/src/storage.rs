@@ -11,6 +11,28 @@ pub enum Storage {
     Bf16,
 }
 
+/// What shares a scale among 8-bit codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scales {
+    /// Some tokens of a channel.
+    Channels,
+    /// The elements of one head of one token.
+    Rows,
+}
+
+impl Scales {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Channels, Self::Rows];
+
+    /// Name in labels.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Channels => "channels",
+            Self::Rows => "rows",
+        }
+    }
+}
+
 impl Storage {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::F32, Self::F16, Self::Bf16];

@@ -348,6 +348,38 @@ uniform! {
 }
 
 uniform! {
+    /// What [`Kernel::ToCodes`](crate::Kernel::ToCodes) and [`Kernel::FromCodes`](crate::Kernel::FromCodes) are told. A
+    /// chunk is 8 elements; group g of channels is chunk g % lanes of the tokens of part g / lanes, where a batch entry is
+    /// cut into parts of `together` tokens; group g of a row is the row itself. Offsets may be "negative" by wrapping.
+    CodesParams {
+        /// Where the elements begin, in 16-byte units.
+        data_offset: u32,
+        /// Where the codes begin, in words.
+        codes_offset: u32,
+        /// Where the scales begin.
+        scales_offset: u32,
+        /// Chunks of one token of all heads, or of a row.
+        lanes: u32,
+        /// Tokens of a batch entry.
+        tokens: u32,
+        /// Tokens that share the scales of channels.
+        together: u32,
+        /// First group of this dispatch.
+        first: u32,
+        /// Groups of this dispatch, one thread each.
+        count: u32,
+        /// Workgroups in the x direction of the dispatch.
+        grid_width: u32,
+        /// Not used; makes the size a multiple of 16.
+        pad0: u32,
+        /// Not used.
+        pad1: u32,
+        /// Not used.
+        pad2: u32,
+    }
+}
+
+uniform! {
     /// What [`Kernel::ResetState`](crate::Kernel::ResetState) is told.
     ResetParams {
         /// (batch, head, row) triples.

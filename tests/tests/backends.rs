@@ -68,6 +68,15 @@ fn wgpu_trials() -> Vec<Trial> {
                 trials.extend(suite(who, make));
             }
         }
+        // Where bindings are small, what is converted lies in several of them.
+        let make = move || {
+            let options = WgpuOptions { max_binding_bytes: Some(1 << 16), ..WgpuOptions::default() };
+            WgpuBackend::with_options(index, &options).map_err(|error| error.to_string())
+        };
+        let who: &'static str = format!("wgpu {index} small bindings ({})", adapter.name).leak();
+        let converts =
+            |trial: &Trial| ["converts to", "codes what"].iter().any(|claim| trial.name().contains(claim));
+        trials.extend(suite(who, make).into_iter().filter(converts));
     }
     trials
 }

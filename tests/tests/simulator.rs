@@ -4,7 +4,7 @@ use kyklos::plan::{World, check};
 use kyklos::simulate::{
     Candidate, Cluster, Prediction, Priced, Wanted, candidates, choose, predict, simulate,
 };
-use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_world};
 use proptest::prelude::{ProptestConfig, any, prop, prop_assert, prop_assert_eq, proptest};
 use proptest::test_runner::RngSeed;
 
@@ -85,6 +85,28 @@ fn a_hop_under_compute_costs_nothing_and_a_slow_one_is_all_that_counts() {
     let last_ns = slow.ranks[0].compute_ns as f64 / 8.0;
     assert!(close(slow.wall_ns as f64, 7.0 * block_ns + last_ns), "{}", slow.wall_ns);
     assert!(slow.idle() > 0.9);
+}
+
+#[test]
+fn codes_take_their_own_bytes_of_a_slow_link_and_are_paid_for_in_copies() {
+    let exact = full([1, 8]);
+    let problem = exact.problem.clone().with_wire(WireFormat::Int8).unwrap();
+    let coded = plan_world(&problem, exact.mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring);
+    let coded = coded.unwrap();
+    let slow = cluster("gb_per_s = 0.01\nlatency_us = 10", "");
+    let (before, after) = (simulate(&exact, &slow).unwrap(), simulate(&coded, &slow).unwrap());
+    // Of 8 heads and 512 tokens: a byte for each element, a scale for each channel of 64 keys and for each value.
+    let block = 8.0 * (2.0 * 512.0 * 64.0 + 8.0 * 64.0 * 4.0 + 512.0 * 4.0);
+    let last_ns = after.ranks[0].compute_ns as f64 / 8.0;
+    assert!(close(after.wall_ns as f64, 7.0 * block / 0.01 + last_ns), "{}", after.wall_ns);
+    assert!(after.wall_ns * 3 < before.wall_ns);
+    // One conversion there and seven back, each a copy of half of both sides.
+    let text = slow.to_toml().unwrap();
+    let copying = text.replace("copy_gb_per_s = 1000000000.0", "copy_gb_per_s = 1.0");
+    assert_ne!(text, copying);
+    let copied = simulate(&coded, &Cluster::from_toml(&copying).unwrap()).unwrap().ranks[0].copy_ns as f64;
+    let bytes = 8.0 * (block + 8.0 * 2.0 * 512.0 * 64.0 * 4.0) / 2.0;
+    assert!((bytes..bytes * 1.02).contains(&copied), "{copied} for {bytes}");
 }
 
 #[test]

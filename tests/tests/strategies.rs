@@ -170,60 +170,6 @@ fn sockets_and_channels_give_the_same_bytes() {
     }
 }
 
-#[test]
-fn keys_on_the_wire_are_rounded_once_and_cost_no_more_than_that() {
-    let round = |bytes: &bytes::Bytes| {
-        let numbers: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes[..]);
-        let rounded: Vec<f32> = numbers.iter().map(|x| half::f16::from_f32(*x).to_f32()).collect();
-        bytes::Bytes::from(bytemuck::cast_slice(&rounded).to_vec())
-    };
-    for name in ["two rows beyond four tiles", "three batch entries", "groups of eight", "mask tensor"] {
-        let mut prepared = case(name);
-        // One device with all keys and values rounded: what rounding costs, on these inputs.
-        let exact = prepared.tensors.clone();
-        prepared.tensors.k = round(&exact.k);
-        prepared.tensors.v = round(&exact.v);
-        let rounded = prepared.judge(&run_on_cpu(&dense(&prepared.problem), &prepared), "rounded, alone");
-        let limit = prepared.parallel_limit(&rounded);
-        prepared.tensors = exact;
-        let unrounded = prepared.judge(&run_on_cpu(&dense(&prepared.problem), &prepared), "alone");
-        assert!(unrounded.max_abs_error * 10.0 < rounded.max_abs_error, "{name}: rounding shows");
-        let problem = prepared.problem.clone().with_wire(Dtype::F16).unwrap();
-        for (ulysses, ring, strategy) in [
-            (1, 3, Strategy::Ring),
-            (2, 2, Strategy::Unified),
-            (1, 4, Strategy::Bidirectional),
-            (1, 3, Strategy::TwoWay),
-            (2, 3, Strategy::Line),
-            (1, 3, Strategy::Gather),
-        ] {
-            let mesh = Mesh::new(ulysses, ring).unwrap();
-            let world =
-                plan_world(&problem, mesh, PlacementKind::Zigzag, &uneven(mesh.world()), strategy).unwrap();
-            check(&world).unwrap();
-            let judged = prepared.judge(&run_on_cpu(&world, &prepared), &format!("{strategy} {mesh}"));
-            judged.assert_within(&limit);
-            assert!(
-                judged.max_abs_error > 5.0 * unrounded.max_abs_error,
-                "{name} {strategy}: nothing was rounded"
-            );
-        }
-    }
-}
-
-#[test]
-fn keys_that_go_both_ways_are_converted_once_by_their_owner() {
-    let problem = case("two rows beyond four tiles").problem.with_wire(Dtype::F16).unwrap();
-    let mesh = Mesh::new(1, 5).unwrap();
-    for strategy in [Strategy::Bidirectional, Strategy::Line] {
-        let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, strategy).unwrap();
-        for plan in &world.plans {
-            let own = |step: &&Step| matches!(step, Step::Convert { from, .. } if from.buffer == plan.kv);
-            assert_eq!(plan.steps.iter().filter(own).count(), 1, "{strategy}, rank {}", plan.rank);
-        }
-    }
-}
-
 /// Runs a world whose plans may be wrong, past the proof that would refuse it.
 fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
     let group: Vec<Arc<dyn Transport>> = in_process_group(world.mesh.world());
@@ -316,7 +262,7 @@ fn a_missing_rescale_is_caught() {
     let group = in_process_group(world.mesh.world());
     let run = |task: RankTask<'_>| {
         let mut last = None;
-        let backend = common::devices::WithoutRescale(CpuBackend::new());
+        let backend = common::devices::Broken(CpuBackend::new(), common::devices::Fault::WithoutRescale);
         task.run_on(&backend, |_, output| last = Some(output)).unwrap();
         last.unwrap()
     };

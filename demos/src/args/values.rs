@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use clap::ValueEnum;
 use kyklos::backend::wgpu::KernelChoice;
-use kyklos::{Dtype, Error, Mask, Strategy};
+use kyklos::{Error, Mask, Strategy};
 
 use crate::device::DeviceRequest;
 
@@ -49,18 +49,6 @@ impl FromStr for TokenRange {
 impl fmt::Display for TokenRange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}..{}", self.0.start, self.0.end)
-    }
-}
-
-/// The value of `--wire`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct WireName(pub(crate) Option<Dtype>);
-
-impl FromStr for WireName {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        if text == "same" { Ok(Self(None)) } else { text.parse().map(|dtype| Self(Some(dtype))) }
     }
 }
 

@@ -38,6 +38,32 @@ fn every_strategy_passes_its_own_verification() {
 }
 
 #[test]
+fn a_form_on_the_wire_is_verified_and_its_error_expected() {
+    for (wire, dtype) in [("f16", "f32"), ("f16", "f16"), ("int8", "f32"), ("int8", "f16"), ("int8", "bf16")]
+    {
+        let problem = ["--shape", "1,300,4,2,64", "--wire", wire, "--dtype", dtype, "--mesh", "1x2"];
+        let attend = kyklos(&[&["attend", "--verify", "--json", "--device", "cpu"], &problem[..]].concat());
+        let attended = json(&attend);
+        let error = attended["max_abs_error"].as_f64().unwrap();
+        assert!(error <= attended["tolerance"].as_f64().unwrap(), "{attended}");
+        assert!(dtype != "f32" || error > 1e-6, "nothing was rounded: {attended}");
+
+        let plan = kyklos(&[&["plan"], &problem[..]].concat());
+        succeeds(&plan);
+        let says = stdout(&plan).contains(&format!("as {wire}, rounded once: on normal data about "));
+        assert_eq!(says, wire != dtype, "{}", stdout(&plan));
+        let planned = json(&kyklos(&[&["plan", "--json"], &problem[..]].concat()));
+        let expected = planned["wire_expected_error"].as_f64().unwrap();
+        let range = match wire {
+            _ if wire == dtype => 0.0..=0.0,
+            "f16" => 2e-4..=4e-4,
+            _ => 8e-3..=9e-3,
+        };
+        assert!(range.contains(&expected), "{wire} {dtype}: {expected}");
+    }
+}
+
+#[test]
 fn the_json_object_has_the_fields_that_scripts_use() {
     let output = kyklos(&[
         "attend",

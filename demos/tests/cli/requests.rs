@@ -36,7 +36,12 @@ fn wrong_requests_are_refused_on_one_line() {
             "attend --shape 1,64,8,2,64 --mesh 1x2 --wire f16 --strategy pass-q",
             &["f16 on the wire", "pass-q"],
         ),
-        ("attend --shape 1,64,8,2,64 --mesh 1x2 --wire bf16", &["bf16 on the wire", "f32"]),
+        ("attend --shape 1,64,8,2,64 --mesh 2x1 --wire int8", &["int8 on the wire", "2x1"]),
+        (
+            "attend --shape 1,64,8,2,64 --mesh 1x2 --wire int8 --strategy pass-q",
+            &["int8 on the wire", "pass-q"],
+        ),
+        ("attend --shape 1,64,8,2,64 --mesh 1x2 --wire bf16", &["bf16", "on the wire", "f16 or int8"]),
         ("attend --shape 1,64,8,2,64 --mesh 1x2 --wire f16 --dtype bf16", &["f16 on the wire", "bf16"]),
         ("attend --shape 1,64,8,2,64 --mesh 2x2 --strategy ring", &["ring", "2x2"]),
         ("attend --shape 1,64,8,2,64 --strategy spiral", &["spiral", "unified"]),

@@ -130,17 +130,20 @@ pub trait Backend {
         extent: Extent,
     ) -> Result<()>;
 
-    /// The first `elements` elements of `into` = those of `from` from element `first` on, in another storage type, rounded
-    /// to nearest, ties to even; what is beyond the type becomes ±∞. One of the two types is f32; `first` and `elements` are
-    /// multiples of 8.
+    /// `into` = `from` in another form: a dense tensor of `shape` = `[batch, tokens, heads, dim]`. Either both are
+    /// [`Elements::Stored`] and one of the two types is f32, or just one is [`Elements::Coded`].
+    ///
+    /// Rounded to nearest, ties to even; what is beyond a storage type becomes ±∞. Codes may round the other way where a
+    /// division that is off by an ulp puts an element on the other side of a tie: an element comes back within half a scale
+    /// of itself, and an ulp.
     ///
     /// # Errors
     /// [`Error::Device`].
     fn convert(
         &self,
-        from: (&Self::Buffer, usize, Dtype),
-        into: (&mut Self::Buffer, Dtype),
-        elements: usize,
+        from: Elements<&Self::Buffer>,
+        into: Elements<&mut Self::Buffer>,
+        shape: [usize; 4],
     ) -> Result<()>;
 
     /// Ends when everything submitted so far is done.
@@ -201,6 +204,38 @@ pub struct Layout {
     pub row_stride: usize,
     /// Distance between heads.
     pub head_stride: usize,
+}
+
+/// Where the elements of a dense tensor `[batch, tokens, heads, dim]` are, and in which form.
+#[derive(Clone, Copy, Debug)]
+pub enum Elements<Buffer> {
+    /// In a storage type.
+    Stored {
+        /// Where they live.
+        buffer: Buffer,
+        /// The element of the buffer with which the tensor begins; a multiple of 8.
+        first: usize,
+        /// The type.
+        dtype: Dtype,
+    },
+    /// As [`WireFormat::Int8`](crate::WireFormat::Int8) says, from the beginning of both buffers.
+    Coded {
+        /// 8-bit codes in two's complement, `[batch, tokens, heads, dim]`.
+        codes: Buffer,
+        /// f32 scales.
+        scales: Buffer,
+        /// What shares one.
+        of: Scales,
+    },
+}
+
+/// What shares a scale in [`Elements::Coded`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scales {
+    /// [`TOKENS_PER_SCALE`](crate::TOKENS_PER_SCALE) tokens of a channel: `[batch, ⌈tokens / 64⌉, heads, dim]`.
+    Channels,
+    /// The elements of one head of one token: `[batch, tokens, heads]`.
+    Rows,
 }
 
 /// How much [`Backend::repack`] copies.

@@ -8,11 +8,13 @@ use bytes::Bytes;
 use kyklos_transport::{Progress, Rank, Tag, TransportError, Vote};
 
 use super::{Executor, state_mut, state_ref, state_shape};
-use crate::backend::{Attend, Backend, Control, Extent, Layout, Operand, Pairs, StateShape};
+use crate::backend::{
+    Attend, Backend, Control, Elements, Extent, Layout, Operand, Pairs, Scales, StateShape,
+};
 use crate::collective::{Arrivals, Collective, ExchangeError, Incoming, Memory, Outgoing, Piece};
 use crate::meter::{Lane, Meter};
-use crate::plan::{BufferId, Content, Recv, Slice, Step, Tensor, describe};
-use crate::{BlockWork, Error, Result};
+use crate::plan::{BufferId, Content, Recv, Slice, Step, describe};
+use crate::{AttentionProblem, BlockWork, Dtype, Error, Result, WireFormat};
 
 /// One run of one rank.
 pub(super) struct Run<'r, 'a, B: Backend, C> {
@@ -203,7 +205,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             self.memory.put(into.buffer, fresh);
         }
         let mut target = self.memory.take(into.buffer).expect("it is alive now");
-        for (index, tensor) in self.content(from.buffer).tensors(problem).into_iter().enumerate() {
+        for (index, tensor) in self.content(from.buffer).tensors(problem).enumerate() {
             let extent = Extent {
                 batch: self.content(from.buffer).batch(problem) as usize,
                 rows: from.tokens.len(),
@@ -220,13 +222,17 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
 
     fn convert(&mut self, from: &Slice, into: BufferId) -> Result<()> {
         let problem = &self.executor.world.problem;
-        let dtype = |content| if content == Content::WireKeyValue { problem.wire } else { problem.dtype };
-        let (source, target) = (dtype(self.content(from.buffer)), dtype(self.content(into)));
+        let heads = self.executor.plan.buffer(into).head_count() as usize;
+        let batch = problem.batch as usize;
+        let shape = [batch, from.tokens.len(), heads, problem.head_dim as usize];
+        let first = from.tokens.start * heads * shape[3];
         let mut fresh = self.allocate(into)?;
-        for (piece, target_tensor) in self.pieces(from).into_iter().zip(&mut fresh) {
-            let view = self.memory.view(piece.buffer, piece.tensor);
-            let (first, count) = (piece.bytes.start / source.bytes(), piece.bytes.len() / source.bytes());
-            self.executor.backend.convert((view, first, source), (target_tensor, target), count)?;
+        let tensors = self.tensor_bytes(from.buffer).len();
+        let source = (0..tensors).map(|tensor| self.memory.view(from.buffer, tensor)).collect();
+        let source = key_value(problem, self.content(from.buffer), source, first);
+        let target = key_value(problem, self.content(into), fresh.iter_mut().collect(), 0);
+        for (source, target) in source.into_iter().zip(target) {
+            self.executor.backend.convert(source, target, shape)?;
         }
         self.memory.put(into, fresh);
         Ok(())
@@ -327,12 +333,13 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
         let heads = plan.buffer(slice.buffer).head_count() as usize;
         let whole = slice.tokens == (0..plan.buffer(slice.buffer).tokens.len());
-        let tensors = plan.buffer(slice.buffer).content.tensors(problem).into_iter().enumerate();
-        let pieces = tensors.map(|(tensor, Tensor { row_bytes })| {
-            let token = heads * row_bytes;
-            let batch = if whole { self.content(slice.buffer).batch(problem) as usize } else { 1 };
-            let end = slice.tokens.start + slice.tokens.len() * batch;
-            Piece { buffer: slice.buffer, tensor, bytes: slice.tokens.start * token..end * token }
+        let batch = if whole { self.content(slice.buffer).batch(problem) as usize } else { 1 };
+        let tensors = plan.buffer(slice.buffer).content.tensors(problem).enumerate();
+        let pieces = tensors.map(|(index, tensor)| {
+            let bytes = |tokens: usize| tensor.bytes(tokens, heads);
+            let start = bytes(slice.tokens.start);
+            let end = start + batch * bytes(slice.tokens.len());
+            Piece { buffer: slice.buffer, tensor: index, bytes: start..end }
         });
         pieces.collect()
     }
@@ -362,4 +369,24 @@ async fn drive<T, Buffer>(in_flight: &mut [InFlight<'_, Buffer>], future: impl F
         future.as_mut().poll(context)
     })
     .await
+}
+
+/// Keys, then values, of a buffer with these tensors: from element `first` on, where tokens stand by themselves.
+fn key_value<Buffer>(
+    problem: &AttentionProblem,
+    content: Content,
+    tensors: Vec<Buffer>,
+    first: usize,
+) -> Vec<Elements<Buffer>> {
+    let stored = |dtype| move |buffer| Elements::Stored { buffer, first, dtype };
+    match (content, problem.wire) {
+        (Content::WireKeyValue, WireFormat::Int8) => {
+            let mut tensors = tensors.into_iter();
+            let codes: Vec<Buffer> = tensors.by_ref().take(2).collect();
+            let parts = codes.into_iter().zip(tensors).zip([Scales::Channels, Scales::Rows]);
+            parts.map(|((codes, scales), of)| Elements::Coded { codes, scales, of }).collect()
+        }
+        (Content::WireKeyValue, WireFormat::F16) => tensors.into_iter().map(stored(Dtype::F16)).collect(),
+        _ => tensors.into_iter().map(stored(problem.dtype)).collect(),
+    }
 }

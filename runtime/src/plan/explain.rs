@@ -6,7 +6,7 @@ use kyklos_transport::Rank;
 
 use super::check::RankCheck;
 use super::step::{BufferId, Plan, Slice, Step, World};
-use crate::PairKind;
+use crate::{AttentionProblem, PairKind};
 
 /// The world as a table of ranks, then the steps of `rank` (of all ranks where it is `None`).
 pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> String {
@@ -33,12 +33,8 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
             Some(PairKind::Bias) => ", bias",
         }
     );
-    if problem.wire != problem.dtype {
-        let _ = writeln!(
-            out,
-            "wire       keys and values of other shards as {}: each rounded once, by at most 2^-11 of itself",
-            problem.wire
-        );
+    if problem.wire.rounds() {
+        let _ = writeln!(out, "wire       {}", expected_of_wire(problem));
     }
     if !problem.replicated.is_empty() {
         let std::ops::Range { start, end } = problem.replicated;
@@ -80,6 +76,15 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
     out
 }
 
+/// What the form of keys and values on the wire is expected to cost, in words.
+pub fn expected_of_wire(problem: &AttentionProblem) -> String {
+    let error = problem.wire.expected_error(problem.head_dim, problem.scale);
+    format!(
+        "keys and values of other shards as {}, rounded once: on normal data about {error:.1e} of the output (relative L2)",
+        problem.wire
+    )
+}
+
 /// The world as JSON: the problem, the mesh, and every rank's buffers, steps and proof.
 pub fn explain_json(world: &World, checks: &[RankCheck]) -> serde_json::Value {
     serde_json::json!({
@@ -88,6 +93,7 @@ pub fn explain_json(world: &World, checks: &[RankCheck]) -> serde_json::Value {
         "ranks": world.mesh.world(),
         "strategy": world.strategy,
         "placement": world.q_placement.kind(),
+        "wire_expected_error": world.problem.wire.expected_error(world.problem.head_dim, world.problem.scale),
         "plans": world.plans.iter().zip(checks).map(|(plan, check)| serde_json::json!({
             "rank": plan.rank,
             "tokens": world.q_placement.of_rank(Rank(plan.rank)),

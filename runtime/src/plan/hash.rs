@@ -3,7 +3,7 @@
 use crate::plan::World;
 
 /// BLAKE3 of everything that makes the plans of all ranks: format version, problem and mask, mesh, every rank's
-/// token list, strategy, wire dtype, and `identities`: who each rank is, and whatever else the caller wants to be the
+/// token list, strategy, wire format, and `identities`: who each rank is, and whatever else the caller wants to be the
 /// same on all of them.
 ///
 /// The canonical encoding is JSON with fixed field order; floats are written so that they read back to the same bits.
@@ -17,7 +17,7 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
         placement: &'a str,
         q_tokens: Vec<Vec<(u32, u32, u32)>>,
         kv_tokens: Vec<Vec<(u32, u32, u32)>>,
-        wire_dtype: &'a str,
+        wire: &'a str,
         identities: &'a [String],
     }
     // Rebuilt token by token, so that equal lists give equal runs.
@@ -36,7 +36,7 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
         placement: world.q_placement.kind().name(),
         q_tokens: lists(&world.q_placement),
         kv_tokens: lists(&world.kv_placement),
-        wire_dtype: world.problem.wire.name(),
+        wire: world.problem.wire.name(),
         identities,
     };
     let text = serde_json::to_vec(&canonical).expect("plain data without maps always serialises");

@@ -4,7 +4,9 @@ use std::ops::Range;
 
 use kyklos_transport::Rank;
 
-use crate::{AttentionProblem, Mesh, PairTensor, Placement, Strategy, TokenRuns};
+use crate::{
+    AttentionProblem, Mesh, PairTensor, Placement, Strategy, TOKENS_PER_SCALE, TokenRuns, WireFormat,
+};
 
 /// The plans of all ranks, and what they were made from.
 #[derive(Clone, Debug)]
@@ -71,7 +73,9 @@ pub enum Content {
     Query,
     /// k, then v: two tensors `[batch, tokens, heads, dim]`.
     KeyValue,
-    /// The same in the type that keys and values have on the wire, where that is another.
+    /// The same in the form that keys and values have on the wire, where that is another. In
+    /// [`WireFormat::Int8`]: codes of k, then of v, one byte each; scales of k, f32
+    /// `[batch, ⌈tokens / 64⌉, heads, dim]`; scales of v, f32 `[batch, tokens, heads]`.
     WireKeyValue,
     /// Running state: `a` `[batch, tokens, heads, dim]` and `ml` `[batch, heads, tokens, 2]`, f32.
     State,
@@ -147,11 +151,11 @@ pub enum Step {
         /// The queries' rows of the pair tensor, where the problem has one: of the queries' heads, or of its only one.
         pairs: Option<Slice>,
     },
-    /// Turns keys and values into the type that they have on the wire, or back.
+    /// Turns keys and values into the form that they have on the wire, or back.
     Convert {
         /// What: one piece of memory in each tensor.
         from: Slice,
-        /// All of it: the same tokens and heads in the other type.
+        /// All of it: the same tokens and heads in the other form.
         into: BufferId,
     },
     /// Merges one running state into another of the same tokens and heads, over other keys.
@@ -175,10 +179,23 @@ pub enum Step {
     },
 }
 
-/// One tensor of a buffer: rows of `row_bytes` adjacent bytes, `[batch, tokens, heads]` of them.
+/// One tensor of a buffer: rows of `row_bytes` adjacent bytes, `[batch, ⌈tokens / shared_by⌉, heads]` of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tensor {
     pub(crate) row_bytes: usize,
+    /// Consecutive tokens of the buffer's list that share a row.
+    pub(crate) shared_by: usize,
+}
+
+impl Tensor {
+    const fn of_rows(row_bytes: usize) -> Self {
+        Self { row_bytes, shared_by: 1 }
+    }
+
+    /// Bytes of one batch entry of `tokens` tokens and `heads` heads.
+    pub(crate) fn bytes(self, tokens: usize, heads: usize) -> usize {
+        tokens.div_ceil(self.shared_by) * heads * self.row_bytes
+    }
 }
 
 impl Plan {
@@ -212,10 +229,7 @@ impl Plan {
     /// Bytes of a slice, all its tensors together.
     pub fn slice_bytes(&self, problem: &AttentionProblem, slice: &Slice) -> u64 {
         let content = self.buffer(slice.buffer).content;
-        let rows = u64::from(content.batch(problem))
-            * slice.tokens.len() as u64
-            * u64::from(slice.heads.end - slice.heads.start);
-        rows * content.row_bytes(problem)
+        content.bytes(problem, slice.tokens.len(), slice.heads.end - slice.heads.start)
     }
 
     /// Whether each tensor of the slice is one piece of memory.
@@ -223,7 +237,8 @@ impl Plan {
         let buffer = self.buffer(slice.buffer);
         let all_tokens = slice.tokens == (0..buffer.tokens.len());
         let all_heads = slice.heads == (0..buffer.head_count());
-        slice.tokens.is_empty() || (all_heads && (all_tokens || buffer.content.batch(problem) == 1))
+        let apart = buffer.content.batch(problem) == 1 && !buffer.content.shares_rows(problem);
+        slice.tokens.is_empty() || (all_heads && (all_tokens || apart))
     }
 
     /// Plan payload that this rank sends, in bytes and in messages (design section 8.10).
@@ -246,10 +261,7 @@ impl Buffer {
 
     /// Bytes, all tensors together.
     pub fn bytes(&self, problem: &AttentionProblem) -> u64 {
-        u64::from(self.content.batch(problem))
-            * self.tokens.len() as u64
-            * u64::from(self.head_count())
-            * self.content.row_bytes(problem)
+        self.content.bytes(problem, self.tokens.len(), self.head_count())
     }
 }
 
@@ -263,35 +275,38 @@ impl Content {
     }
 
     /// The tensors of a buffer with this content, in order. A state's `ml` is not token-major, and is never sliced.
-    pub(crate) fn tensors(self, problem: &AttentionProblem) -> Vec<Tensor> {
-        let (first, second) = self.one_or_two_tensors(problem);
-        std::iter::once(first).chain(second).collect()
-    }
-
-    fn one_or_two_tensors(self, problem: &AttentionProblem) -> (Tensor, Option<Tensor>) {
+    pub(crate) fn tensors(self, problem: &AttentionProblem) -> impl Iterator<Item = Tensor> + use<> {
         let dim = problem.head_dim as usize;
-        let stored = Tensor { row_bytes: dim * problem.dtype.bytes() };
-        match self {
-            Self::Query => (stored, None),
-            Self::KeyValue => (stored, Some(stored)),
-            Self::WireKeyValue => {
-                let sent = Tensor { row_bytes: dim * problem.wire.bytes() };
-                (sent, Some(sent))
+        let stored = Some(Tensor::of_rows(dim * problem.dtype.bytes()));
+        let rows = |row_bytes| Some(Tensor::of_rows(row_bytes));
+        // Asked at every step of a proof, so without a list.
+        let tensors = match (self, problem.wire) {
+            (Self::Query, _) => [stored, None, None, None],
+            (Self::KeyValue, _) | (Self::WireKeyValue, WireFormat::Same) => [stored, stored, None, None],
+            (Self::WireKeyValue, WireFormat::F16) => [rows(dim * 2), rows(dim * 2), None, None],
+            (Self::WireKeyValue, WireFormat::Int8) => {
+                let scales = Tensor { row_bytes: dim * 4, shared_by: TOKENS_PER_SCALE };
+                [rows(dim), rows(dim), Some(scales), rows(4)]
             }
-            Self::State => (Tensor { row_bytes: dim * 4 }, Some(Tensor { row_bytes: 8 })),
-            Self::Output => (stored, Some(Tensor { row_bytes: 4 })),
-            Self::Pairs => {
+            (Self::State, _) => [rows(dim * 4), rows(8), None, None],
+            (Self::Output, _) => [stored, rows(4), None, None],
+            (Self::Pairs, _) => {
                 let row_bytes = |pairs: PairTensor| pairs.row_bytes(problem.dtype, problem.kv_len);
-                (Tensor { row_bytes: problem.pairs.map_or(0, row_bytes) }, None)
+                [rows(problem.pairs.map_or(0, row_bytes)), None, None, None]
             }
-        }
+        };
+        tensors.into_iter().flatten()
     }
 
-    /// Bytes of one token of one head, all tensors together.
-    fn row_bytes(self, problem: &AttentionProblem) -> u64 {
-        // Asked at every step of a proof, so without the list.
-        let (first, second) = self.one_or_two_tensors(problem);
-        (first.row_bytes + second.map_or(0, |second| second.row_bytes)) as u64
+    /// Whether tokens share rows of a tensor, so that no part of a list stands by itself.
+    pub(crate) fn shares_rows(self, problem: &AttentionProblem) -> bool {
+        self.tensors(problem).any(|tensor| tensor.shared_by > 1)
+    }
+
+    /// Bytes of so many tokens and heads, all batch entries and tensors together.
+    pub(crate) fn bytes(self, problem: &AttentionProblem, tokens: usize, heads: u32) -> u64 {
+        let one_head: u64 = self.tensors(problem).map(|tensor| tensor.bytes(tokens, 1) as u64).sum();
+        u64::from(self.batch(problem)) * u64::from(heads) * one_head
     }
 }
 

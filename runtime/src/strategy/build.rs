@@ -179,7 +179,7 @@ impl<'a> PlanBuilder<'a> {
         self.free(received);
     }
 
-    /// `slice` of keys and values as it goes round the shards: one piece of memory, in the type for the wire. What is
+    /// `slice` of keys and values as it goes round the shards: one piece of memory, in the form for the wire. What is
     /// made for that is added to `made`.
     pub(super) fn for_the_wire(&mut self, slice: Slice, made: &mut Vec<BufferId>) -> Slice {
         let mut packed = Vec::new();
@@ -219,7 +219,7 @@ impl<'a> PlanBuilder<'a> {
     }
 
     fn converts(&self) -> bool {
-        self.world.problem.wire != self.world.problem.dtype
+        self.world.problem.wire.rounds()
     }
 
     /// Posts an exchange and returns its id. Ids count alike on all ranks, also where nothing is sent: an exchange

@@ -186,7 +186,7 @@ fn placements(
 ) -> Result<(Placement, Placement)> {
     strategy.accepts(mesh)?;
     mesh.fits(problem)?;
-    if problem.wire != problem.dtype && (mesh.ring() == 1 || strategy.moves_queries()) {
+    if problem.wire.rounds() && (mesh.ring() == 1 || strategy.moves_queries()) {
         let other = if mesh.ring() == 1 { "a mesh with a ring" } else { "a strategy that sends keys" };
         return Err(Error::request(
             format!("{} on the wire with strategy {strategy} on mesh {mesh}", problem.wire),

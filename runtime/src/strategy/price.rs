@@ -4,6 +4,7 @@ use super::Strategy;
 use super::streams::Routes;
 use super::tree::seen_from;
 use crate::mesh::kv_heads_for;
+use crate::plan::Content;
 use crate::{AttentionProblem, Placement, lower};
 
 /// Plan payload that all ranks send together, in bytes: what the plans over these placements add up to.
@@ -19,7 +20,6 @@ pub(super) fn bytes_sent(
     let all_kv_heads: u128 = kv_heads.iter().sum();
     let batch = u128::from(problem.batch);
     let row = batch * u128::from(problem.head_dim) * problem.dtype.bytes() as u128;
-    let wire_row = batch * u128::from(problem.head_dim) * problem.wire.bytes() as u128;
     let lse = batch * 4;
 
     // The trades: the tokens of each piece, for the heads of all other pieces, there and back.
@@ -42,11 +42,9 @@ pub(super) fn bytes_sent(
         let heads = if pairs.heads > 1 { problem.q_heads } else { mesh.ulysses() };
         u128::from(heads * pairs.batch) * pairs.row_bytes(problem.dtype, problem.kv_len) as u128
     });
+    let sent = |tokens: usize| u128::from(Content::WireKeyValue.bytes(problem, tokens, 1)) * all_kv_heads;
     bytes += match strategy {
-        Strategy::Gather => {
-            let tokens = visits(problem, q, kv).map(|(_, owner)| kv.of_shard(owner).len() as u128);
-            tokens.sum::<u128>() * all_kv_heads * 2 * wire_row
-        }
+        Strategy::Gather => visits(problem, q, kv).map(|(_, owner)| sent(kv.of_shard(owner).len())).sum(),
         Strategy::PassQ | Strategy::Tree => {
             let tokens: u128 = if strategy == Strategy::PassQ {
                 visits(problem, q, kv).map(|(guest, _)| q.of_shard(guest).len() as u128).sum()
@@ -57,8 +55,8 @@ pub(super) fn bytes_sent(
             tokens * (u128::from(problem.q_heads) * (row + state) + pair_rows)
         }
         _ => {
-            let tokens = Routes::new(strategy, problem, q, kv).tokens_sent(kv);
-            u128::from(tokens) * all_kv_heads * 2 * wire_row
+            let routes = Routes::new(strategy, problem, q, kv);
+            routes.parts_sent(kv).map(|(hops, tokens)| u128::from(hops) * sent(tokens)).sum()
         }
     };
     u64::try_from(bytes).unwrap_or(u64::MAX)

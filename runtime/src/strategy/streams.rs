@@ -95,15 +95,12 @@ impl Routes {
         Self { streams: streams.into_iter().map(stream).collect() }
     }
 
-    /// Tokens that all shards send together, counted at each hop.
-    pub(super) fn tokens_sent(&self, kv: &Placement) -> u64 {
-        let sent = |stream: &Stream| -> u64 {
-            let of_owner = |(owner, hops): (u32, &u32)| {
-                u64::from(*hops) * stream.part.of(kv.of_shard(owner).len()).len() as u64
-            };
-            (0..).zip(&stream.reach).map(of_owner).sum()
-        };
-        self.streams.iter().map(sent).sum()
+    /// For each part of a shard that travels, how many hops it goes and of how many tokens it is.
+    pub(super) fn parts_sent(&self, kv: &Placement) -> impl Iterator<Item = (u32, usize)> {
+        self.streams.iter().flat_map(move |stream| {
+            let tokens = move |owner| stream.part.of(kv.of_shard(owner).len()).len();
+            (0..).zip(&stream.reach).map(move |(owner, hops)| (*hops, tokens(owner)))
+        })
     }
 
     /// Hops until every part is where it ends.

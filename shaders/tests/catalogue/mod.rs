@@ -2,7 +2,8 @@
 //! kernels for other compilers share this list.
 
 use kyklos_shaders::{
-    AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Dialect, Kernel, MAX_HEAD_DIM, Pairs, Storage,
+    AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Dialect, Kernel, MAX_HEAD_DIM, Pairs, Scales,
+    Storage,
 };
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 
@@ -23,6 +24,10 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
     for short in [Storage::F16, Storage::Bf16] {
         kernels.push(Kernel::Convert { from: Storage::F32, into: short });
         kernels.push(Kernel::Convert { from: short, into: Storage::F32 });
+    }
+    for scales in Scales::ALL {
+        kernels.extend(Storage::ALL.map(|storage| Kernel::ToCodes { storage, scales }));
+        kernels.extend(Storage::ALL.map(|storage| Kernel::FromCodes { storage, scales }));
     }
     for head_dim in HEAD_DIMS {
         kernels.push(Kernel::Merge { head_dim });

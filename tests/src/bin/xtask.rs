@@ -40,25 +40,29 @@ const CRATES: [(&str, &[&str]); 6] = [
 
 /// Inside the runtime: what each module may use of the others (`error` and `Result` are everybody's). The order is
 /// from the bottom to the top; whoever is missing may be used by nobody below.
-const MODULES: [(&str, &[&str]); 20] = [
+const MODULES: [(&str, &[&str]); 21] = [
     ("dtype", &["error"]),
     ("error", &[]),
     ("tokens", &[]),
     ("mask", &["error", "lower"]),
     ("pairs", &["dtype", "error"]),
-    ("problem", &["dtype", "error", "mask", "pairs"]),
+    ("wire", &["error"]),
+    ("problem", &["dtype", "error", "mask", "pairs", "wire"]),
     ("lower", &["mask", "problem", "tokens"]),
     ("mesh", &["error", "problem"]),
     ("placement", &["error", "mesh", "tokens"]),
-    ("plan", &["error", "mesh", "pairs", "placement", "problem", "tokens", "strategy"]),
+    ("plan", &["error", "mesh", "pairs", "placement", "problem", "tokens", "strategy", "wire"]),
     ("strategy", &["error", "lower", "mesh", "placement", "plan", "problem", "tokens"]),
     ("simulate", &["dtype", "error", "mask", "mesh", "placement", "plan", "problem", "strategy", "tokens"]),
     ("host", &["error", "tokens"]),
     ("clock", &[]),
     ("meter", &["clock"]),
-    ("backend", &["dtype", "error", "lower", "pairs", "problem"]),
+    ("backend", &["dtype", "error", "lower", "pairs", "problem", "wire"]),
     ("collective", &["backend", "error", "meter", "plan"]),
-    ("exec", &["backend", "clock", "collective", "error", "lower", "meter", "plan"]),
+    (
+        "exec",
+        &["backend", "clock", "collective", "dtype", "error", "lower", "meter", "plan", "problem", "wire"],
+    ),
     ("collect", &["error", "host", "plan", "tokens"]),
     ("local", &["backend", "collective", "error", "exec", "host", "plan"]),
 ];

@@ -8,7 +8,8 @@ use std::sync::atomic::AtomicBool;
 use bytes::Bytes;
 use half::{bf16, f16};
 use kyklos::backend::{
-    Attend, Backend, Control, DeviceClass, EMPTY_M, Extent, Layout, Operand, State, StateMut, StateShape,
+    Attend, Backend, Control, DeviceClass, EMPTY_M, Elements, Extent, Layout, Operand, State, StateMut,
+    StateShape,
 };
 use kyklos::local::{RankTask, join_ranks};
 use kyklos::plan::World;
@@ -20,6 +21,8 @@ use kyklos_tests::inputs::{Case, TensorId, cases, fill, normal};
 use kyklos_transport::in_process_group;
 
 use super::{DEADLINE, Prepared, Whole, chosen_cases, options};
+
+mod codes;
 
 /// A claim and the check that holds a backend to it. Checks wait as futures do: in a browser nothing may block.
 pub type Check<B> = (&'static str, for<'a> fn(&'a B, &'a str) -> Pin<Box<dyn Future<Output = ()> + 'a>>);
@@ -52,6 +55,7 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
         ("gives back what was put in", |backend, who| Box::pin(bytes_come_back(backend, who))),
         ("copies exactly the rows it is told to", |backend, who| Box::pin(repack_is_exact(backend, who))),
         ("converts to what the definition says", |backend, who| Box::pin(conversions(backend, who))),
+        ("codes what the definition says", |backend, who| Box::pin(codes::codes(backend, who))),
         ("refuses memory that is not there", |backend, who| Box::pin(absurd_memory(backend, who))),
         ("gives up when it is cancelled", |backend, who| Box::pin(cancel(backend, who))),
     ]
@@ -458,7 +462,10 @@ async fn conversions<B: Backend>(backend: &B, who: &str) {
     let wanted = &numbers[first..];
     for dtype in [Dtype::F16, Dtype::Bf16] {
         let mut short = backend.upload("short", Bytes::from(vec![0xa5; numbers.len() * 2])).unwrap();
-        backend.convert((&source, first, Dtype::F32), (&mut short, dtype), wanted.len()).unwrap();
+        let shape = |elements| [1, elements / 8, 1, 8];
+        let stored = |buffer, first, dtype| Elements::Stored { buffer, first, dtype };
+        let into = Elements::Stored { buffer: &mut short, first: 0, dtype };
+        backend.convert(stored(&source, first, Dtype::F32), into, shape(wanted.len())).unwrap();
         let bytes = backend.download(&mut short, 0..numbers.len() * 2).await.unwrap();
         let bits: Vec<u16> = bytemuck::pod_collect_to_vec(&bytes[..]);
         let rounded = |x: &f32| match dtype {
@@ -471,7 +478,8 @@ async fn conversions<B: Backend>(backend: &B, who: &str) {
         assert!(bits[wanted.len()..].iter().all(|bits| *bits == 0xa5a5), "{who}: more than was asked");
 
         let mut long = backend.upload("long", Bytes::from(vec![0xa5; wanted.len() * 4])).unwrap();
-        backend.convert((&short, 8, dtype), (&mut long, Dtype::F32), wanted.len() - 8).unwrap();
+        let into = Elements::Stored { buffer: &mut long, first: 0, dtype: Dtype::F32 };
+        backend.convert(stored(&short, 8, dtype), into, shape(wanted.len() - 8)).unwrap();
         let bytes = backend.download(&mut long, 0..(wanted.len() - 8) * 4).await.unwrap();
         let back: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes[..]);
         for (x, bits) in back.iter().zip(&bits[8..]) {

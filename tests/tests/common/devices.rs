@@ -4,26 +4,40 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::backend::{Attend, Backend, Control, DeviceInfo, Extent, Layout, State, StateMut, StateShape};
-use kyklos::{AttentionProblem, Dtype, Result, TileShape};
+use kyklos::backend::{
+    Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, Scales, State, StateMut, StateShape,
+};
+use kyklos::{AttentionProblem, Dtype, Result, TOKENS_PER_SCALE, TileShape};
 
 type Buffer = <CpuBackend as Backend>::Buffer;
 
-/// Adds the blocks of a running state up as if their maxima were all the same.
+/// A backend with a fault.
 #[derive(Debug)]
-pub struct WithoutRescale(pub CpuBackend);
+pub struct Broken(pub CpuBackend, pub Fault);
 
-impl WithoutRescale {
+/// What is wrong with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Adds the blocks of a running state up as if their maxima were all the same.
+    WithoutRescale,
+    /// Takes 8-bit codes of keys with the scales of the tokens before.
+    ScalesOfOthers,
+}
+
+impl Broken {
     async fn floats(&self, buffer: &mut Buffer, bytes: usize) -> Result<Vec<f32>> {
         Ok(bytemuck::pod_collect_to_vec(&self.0.download(buffer, 0..bytes).await?))
     }
 }
 
-impl Backend for WithoutRescale {
+impl Backend for Broken {
     type Buffer = Buffer;
     type Download = <CpuBackend as Backend>::Download;
 
     async fn attend(&self, args: Attend<'_, Buffer>, control: &Control) -> Result<()> {
+        if self.1 != Fault::WithoutRescale {
+            return self.0.attend(args, control).await;
+        }
         let shape = args.state.shape;
         let (a_bytes, ml_bytes) = (shape.a_bytes(), shape.ml_bytes());
         let (mut a, mut ml) = (self.0.alloc("a", a_bytes)?, self.0.alloc("ml", ml_bytes)?);
@@ -94,13 +108,27 @@ impl Backend for WithoutRescale {
         self.0.repack(from, into, extent)
     }
 
-    fn convert(
-        &self,
-        from: (&Buffer, usize, Dtype),
-        into: (&mut Buffer, Dtype),
-        elements: usize,
-    ) -> Result<()> {
-        self.0.convert(from, into, elements)
+    fn convert(&self, from: Elements<&Buffer>, into: Elements<&mut Buffer>, shape: [usize; 4]) -> Result<()> {
+        let [batch, tokens, heads, dim] = shape;
+        match from {
+            Elements::Coded { codes, scales, of: of @ Scales::Channels }
+                if self.1 == Fault::ScalesOfOthers =>
+            {
+                let (parts, row_bytes) = (tokens.div_ceil(TOKENS_PER_SCALE), heads * dim * 4);
+                let mut others = self.0.alloc("scales of others", batch * parts * row_bytes)?;
+                let layout = |part: usize| Layout {
+                    offset: part * row_bytes,
+                    batch_stride: parts * row_bytes,
+                    row_stride: row_bytes,
+                    head_stride: row_bytes,
+                };
+                let extent = |rows| Extent { batch, rows, heads: 1, row_bytes };
+                self.0.repack((scales, layout(0)), (&mut others, layout(1)), extent(parts - 1))?;
+                self.0.repack((scales, layout(parts - 1)), (&mut others, layout(0)), extent(1))?;
+                self.0.convert(Elements::Coded { codes, scales: &others, of }, into, shape)
+            }
+            from => self.0.convert(from, into, shape),
+        }
     }
 
     async fn wait(&self) -> Result<()> {

@@ -1,7 +1,7 @@
 //! What a rank sends, a second time: from counts and from the mask, asked pair by pair.
 
 use kyklos::plan::World;
-use kyklos::{AttentionProblem, PairKind, Placement, Strategy};
+use kyklos::{AttentionProblem, PairKind, Placement, Strategy, WireFormat};
 
 /// Bytes and messages that `rank` sends, from counts alone: the independent closed form.
 pub(crate) fn closed_form(world: &World, rank: u32) -> (u64, u64) {
@@ -66,14 +66,24 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
         send(row * (q_tokens(r, u) * q_heads(peer) + 2 * kv_tokens(r, u) * kv_heads(peer)) + pairs);
         send(q_tokens(r, peer) * q_heads(u) * (row + 4 * batch));
     }
-    let kv_row = 2 * batch * u64::from(problem.head_dim) * problem.wire.bytes() as u64 * kv_heads(u);
+    // Keys and values of so many tokens as one part of a message.
+    let kv = |tokens: usize| {
+        let (tokens, dim) = (tokens as u64, u64::from(problem.head_dim));
+        let one_head = match problem.wire {
+            WireFormat::Same => 2 * tokens * dim * element,
+            WireFormat::F16 => 2 * tokens * dim * 2,
+            // Codes, a scale for each channel of 64 keys, and one for each value.
+            WireFormat::Int8 => 2 * tokens * dim + tokens.div_ceil(64) * dim * 4 + tokens * 4,
+        };
+        batch * kv_heads(u) * one_head
+    };
     let queries = |r: u32| shard(&world.q_placement, ulysses, r);
     let keys = |r: u32| shard(&world.kv_placement, ulysses, r);
     let others = || (0..ring).filter(|other| *other != r);
     match world.strategy {
         Strategy::Gather => {
             let readers = others().filter(|other| sees(problem, &queries(*other), &keys(r)));
-            readers.for_each(|_| send(kv_row * keys(r).len() as u64));
+            readers.for_each(|_| send(kv(keys(r).len())));
         }
         Strategy::PassQ => {
             let state = batch * (4 * u64::from(problem.head_dim) + 8);
@@ -127,7 +137,7 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
                         _ => (&[][..], 0),
                     };
                     if (hop + 1..=farthest).any(|hops| sees(problem, &queries(shift(owner, hops)), part)) {
-                        *sent = kv_row * part.len() as u64;
+                        *sent = kv(part.len());
                     }
                 }
                 // With two shards both directions lead to one rank, which gets one message.

@@ -9,7 +9,7 @@ use faults::FAULTS;
 use kyklos::plan::{Recv, Send, Step, World, check, explain, explain_json, plan_hash};
 use kyklos::{
     AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PairKind, PairTensor, PlacementKind, SlicePart, Split,
-    Strategy, meshes_by_bytes, plan_world,
+    Strategy, WireFormat, meshes_by_bytes, plan_world,
 };
 use proptest::prelude::*;
 use proptest::strategy::Strategy as _;
@@ -70,8 +70,12 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
                 _ => Strategy::Unified,
             };
             let queries = matches!(strategy, Strategy::PassQ | Strategy::Tree);
-            let rounds = mesh.ring() > 1 && !queries && dtype == Dtype::F32;
-            let wire = if rounds && random.below(3) == 0 { Dtype::F16 } else { dtype };
+            let rounds = mesh.ring() > 1 && !queries;
+            let wire = match random.below(6) {
+                0 | 1 if rounds && dtype == Dtype::F32 => WireFormat::F16,
+                2 | 3 if rounds => WireFormat::Int8,
+                _ => WireFormat::Same,
+            };
             let problem = problem.with_wire(wire).expect("drawn to fit");
             let replicated = match random.below(4) {
                 0 => random.range(seq),
@@ -309,6 +313,8 @@ fn the_hash_sees_everything_that_makes_a_plan_and_nothing_else() {
     sinking.problem.sinks = vec![0.0; 4];
     let mut paired = make(shape, "causal", (2, 2), kind, Split::Even);
     paired.problem.pairs = Some(PairTensor { kind: PairKind::Visible, batch: 1, heads: 1 });
+    let mut coded = make(shape, "causal", (2, 2), kind, Split::Even);
+    coded.problem.wire = WireFormat::Int8;
     let others = [
         plan_hash(&make([1, 16, 4, 4, 8], "causal", (2, 2), kind, Split::Even), &names(4)),
         plan_hash(&make(shape, "full", (2, 2), kind, Split::Even), &names(4)),
@@ -320,6 +326,7 @@ fn the_hash_sees_everything_that_makes_a_plan_and_nothing_else() {
         plan_hash(&wider, &names(4)),
         plan_hash(&sinking, &names(4)),
         plan_hash(&paired, &names(4)),
+        plan_hash(&coded, &names(4)),
     ];
     for (index, other) in others.iter().enumerate() {
         assert_ne!(base, *other, "change {index}");
@@ -361,6 +368,49 @@ fn a_causal_mask_leaves_of_each_ring_the_bytes_that_it_must() {
         assert_eq!(share(Strategy::Ring, PlacementKind::Zigzag), 1.0);
         assert_eq!(share(Strategy::TwoWay, PlacementKind::Zigzag), 0.75);
         assert_eq!(share(Strategy::Line, PlacementKind::Contiguous), 0.5);
+    }
+}
+
+#[test]
+fn codes_take_their_scales_along() {
+    let problem = AttentionProblem::new([2, 400, 6, 3, 40], Dtype::F16, Mask::full()).unwrap();
+    let mesh = Mesh::new(1, 2).unwrap();
+    let sent = |wire, strategy| {
+        let problem = problem.clone().with_wire(wire).unwrap();
+        let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap();
+        let checks = check(&world).unwrap();
+        assert_eq!(checks[0].bytes_sent, closed_form(&world, 0).0);
+        checks[0].bytes_sent
+    };
+    let heads = 2 * 3;
+    assert_eq!(sent(WireFormat::Same, Strategy::Ring), heads * 2 * 200 * 40 * 2);
+    // 200 tokens are four blocks, the last of them short; a half of them is two.
+    let codes = heads * 2 * 200 * 40;
+    let scales = |blocks: u64| heads * (blocks * 40 * 4 + 200 * 4);
+    assert_eq!(sent(WireFormat::Int8, Strategy::Ring), codes + scales(4));
+    assert_eq!(sent(WireFormat::Int8, Strategy::TwoWay), codes + scales(2 + 2));
+    assert_eq!(sent(WireFormat::Int8, Strategy::Gather), codes + scales(4));
+}
+
+#[test]
+fn a_part_of_what_shares_scales_is_refused() {
+    let problem = AttentionProblem::new([1, 400, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
+    let mesh = Mesh::new(1, 2).unwrap();
+    for (wire, refused) in [(WireFormat::F16, false), (WireFormat::Int8, true)] {
+        let problem = problem.clone().with_wire(wire).unwrap();
+        let placement = PlacementKind::Contiguous;
+        let mut world = plan_world(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap();
+        // The last half of what rank 0 sends, for a receiver that expects just that.
+        for plan in &mut world.plans {
+            for step in &mut plan.steps {
+                let Step::Exchange { sends, .. } = step else { continue };
+                for part in sends.iter_mut().flat_map(|send| &mut send.parts) {
+                    part.tokens = 64..128;
+                }
+            }
+        }
+        let error = check(&world).unwrap_err().to_string();
+        assert_eq!(error.contains("share scales"), refused, "{wire}: {error}");
     }
 }
 

@@ -34,7 +34,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 pub use self::buffer::CpuBuffer;
-use super::{Attend, Backend, Control, DeviceClass, DeviceInfo, Extent, Layout, State, StateMut, StateShape};
+use super::{
+    Attend, Backend, Control, DeviceClass, DeviceInfo, Elements, Extent, Layout, State, StateMut, StateShape,
+};
 use crate::{AttentionProblem, Dtype, Result, TileShape};
 
 /// The host's cores.
@@ -161,14 +163,11 @@ impl Backend for CpuBackend {
 
     fn convert(
         &self,
-        (from, first, from_dtype): (&CpuBuffer, usize, Dtype),
-        (into, into_dtype): (&mut CpuBuffer, Dtype),
-        elements: usize,
+        from: Elements<&CpuBuffer>,
+        into: Elements<&mut CpuBuffer>,
+        shape: [usize; 4],
     ) -> Result<()> {
-        let source = &from.bytes()[first * from_dtype.bytes()..][..elements * from_dtype.bytes()];
-        let target = &mut into.bytes_mut()?[..elements * into_dtype.bytes()];
-        convert::convert((from_dtype, source), (into_dtype, target));
-        Ok(())
+        self.install(|| convert::convert(from, into, shape))
     }
 
     async fn wait(&self) -> Result<()> {

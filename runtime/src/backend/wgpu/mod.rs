@@ -14,6 +14,7 @@
 mod adapter;
 mod attend;
 mod clock;
+mod codes;
 mod completion;
 mod decode;
 mod device;
@@ -42,8 +43,9 @@ pub use download::Download;
 pub use kyklos_shaders::{AttendVariant, UnknownVariant};
 pub use tuning::{AdapterKey, ShapeBucket, TuningEntry, TuningKey, TuningTable};
 
-use super::{Attend, Backend, Control, DeviceInfo, Extent, Layout, State, StateMut, StateShape};
+use super::{Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, State, StateMut, StateShape};
 use crate::{AttentionProblem, Dtype, Error, Result, TileShape};
+use codes::Direction;
 use device::Gpu;
 use memory::Lease;
 use pieces::Pace;
@@ -251,12 +253,43 @@ impl Backend for WgpuBackend {
 
     fn convert(
         &self,
-        (from, first, from_dtype): (&WgpuBuffer, usize, Dtype),
-        (into, into_dtype): (&mut WgpuBuffer, Dtype),
-        elements: usize,
+        from: Elements<&WgpuBuffer>,
+        into: Elements<&mut WgpuBuffer>,
+        shape: [usize; 4],
     ) -> Result<()> {
         self.gpu.check()?;
-        ops::convert(&self.gpu, (from, first, storage(from_dtype)), (into, storage(into_dtype)), elements)
+        match (from, into) {
+            (
+                Elements::Stored { buffer: from, first, dtype },
+                Elements::Stored { buffer: into, first: into_first, dtype: into_dtype },
+            ) => ops::convert(
+                &self.gpu,
+                (from, first, storage(dtype)),
+                (into, into_first, storage(into_dtype)),
+                shape.iter().product(),
+            ),
+            (Elements::Stored { buffer, first, dtype }, Elements::Coded { codes, scales, of }) => {
+                codes::convert(
+                    &self.gpu,
+                    Direction::ToCodes,
+                    (buffer, first, dtype),
+                    (codes, scales, of),
+                    shape,
+                )
+            }
+            (Elements::Coded { codes, scales, of }, Elements::Stored { buffer, first, dtype }) => {
+                codes::convert(
+                    &self.gpu,
+                    Direction::FromCodes,
+                    (buffer, first, dtype),
+                    (codes, scales, of),
+                    shape,
+                )
+            }
+            (Elements::Coded { .. }, Elements::Coded { .. }) => {
+                unreachable!("plans convert to codes and back, not from codes to codes")
+            }
+        }
     }
 
     async fn wait(&self) -> Result<()> {

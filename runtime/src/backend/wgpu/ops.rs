@@ -189,8 +189,8 @@ pub(super) fn repack(
 
 pub(super) fn convert(
     gpu: &Gpu,
-    (from, first, from_storage): (&WgpuBuffer, usize, Storage),
-    (into, into_storage): (&WgpuBuffer, Storage),
+    (from, from_first, from_storage): (&WgpuBuffer, usize, Storage),
+    (into, into_first, into_storage): (&WgpuBuffer, usize, Storage),
     elements: usize,
 ) -> Result<()> {
     let kernel = Kernel::Convert { from: from_storage, into: into_storage };
@@ -204,7 +204,7 @@ pub(super) fn convert(
                 |eights: usize| (first + eights * together) as u64 * 16 / u64::from(storage.unit_elements());
             bytes(part.start)..bytes(part.end)
         };
-        let (source_bytes, target_bytes) = (bytes(from_storage, first), bytes(into_storage, 0));
+        let (source_bytes, target_bytes) = (bytes(from_storage, from_first), bytes(into_storage, into_first));
         let source = gpu.window("the source of a conversion", from, source_bytes.clone())?;
         let target = gpu.window("the target of a conversion", into, target_bytes.clone())?;
         let offset = |bytes: u64, skipped: u32| -> Result<u32> {

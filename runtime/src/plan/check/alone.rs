@@ -255,7 +255,7 @@ impl<'a> RankProof<'a> {
         Ok(())
     }
 
-    /// Keys and values become the same keys and values in the other type.
+    /// Keys and values become the same keys and values in the other form.
     fn convert(&mut self, from: &Slice, into: BufferId) -> Result<()> {
         self.not_empty(from)?;
         self.exists(into)?;
@@ -264,7 +264,7 @@ impl<'a> RankProof<'a> {
         let kinds = [[Content::KeyValue, Content::WireKeyValue], [Content::WireKeyValue, Content::KeyValue]];
         let (whole, problem) = (self.plan.whole(into), &self.world.problem);
         if !kinds.contains(&contents)
-            || problem.wire == problem.dtype
+            || !problem.wire.rounds()
             || !self.plan.is_one_piece(problem, from)
             || self.tokens(from) != self.tokens(&whole)
             || self.plan.slice_heads(from) != self.plan.slice_heads(&whole)
@@ -473,11 +473,14 @@ impl<'a> RankProof<'a> {
             && slice.tokens.end <= buffer.tokens.len()
             && slice.heads.start <= slice.heads.end
             && slice.heads.end <= buffer.head_count();
-        if fits {
-            Ok(())
-        } else {
-            self.fault(format!("a slice reaches outside of {}", self.name(slice.buffer)))
+        if !fits {
+            return self.fault(format!("a slice reaches outside of {}", self.name(slice.buffer)));
         }
+        if *slice != self.plan.whole(slice.buffer) && buffer.content.shares_rows(&self.world.problem) {
+            return self
+                .fault(format!("a part of {} is used, whose tokens share scales", self.name(slice.buffer)));
+        }
+        Ok(())
     }
 
     fn not_empty(&self, slice: &Slice) -> Result<()> {

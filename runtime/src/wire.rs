@@ -1,0 +1,117 @@
+//! In which form keys and values go round the shards.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::Error;
+
+/// The form of keys and values on their way between shards.
+///
+/// Other than [`Self::Same`] it bounds how exact a result can be: keys and values of other shards are rounded, once, by
+/// their owner, and travel as they are from there on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WireFormat {
+    /// The tensors' own type.
+    Same,
+    /// f16, for f32 tensors.
+    F16,
+    /// 8-bit codes, for tensors of any type. Keys have an f32 scale for each (batch entry, KV head, channel) and
+    /// [`TOKENS_PER_SCALE`] tokens of the list that travels together, values one for each (batch entry, token, KV head). A
+    /// scale is the largest finite magnitude over 127, a code the element over its scale, rounded to nearest, ties to even;
+    /// a scale below the normal numbers counts as 0. The code −128 stands for what is not finite, and comes back as NaN.
+    Int8,
+}
+
+/// Tokens of one channel of the keys that share a scale in [`WireFormat::Int8`].
+pub const TOKENS_PER_SCALE: usize = 64;
+
+impl WireFormat {
+    /// All of them, for tests and help texts.
+    pub const ALL: [Self; 3] = [Self::Same, Self::F16, Self::Int8];
+
+    /// The name used on the command line, in reports and in plan hashes.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Same => "same",
+            Self::F16 => "f16",
+            Self::Int8 => "int8",
+        }
+    }
+
+    /// Whether anything is rounded.
+    pub fn rounds(self) -> bool {
+        self != Self::Same
+    }
+
+    /// The error that this format is expected to cost: the L2 norm of the output's error relative to that of the output,
+    /// where heads have `head_dim` elements and `scale` is the factor on q·k.
+    ///
+    /// Rounding is noise of its own for each element, with ε times the rms of what is rounded. To first order noise in the
+    /// values comes through as it is, relative to the output, and noise in the keys times the spread of the logits, since it
+    /// weighs values that are as random as the output itself: ε·√(1 + spread²).
+    ///
+    /// Assumes that q, k and v are normal, independent, and of variance 1, so that logits spread by scale·√dim; that every
+    /// key came from another shard (a rank's own are not rounded, so a share f from elsewhere has √f of this); that rows
+    /// see many keys; and no softcap, which only makes it less. Data whose rare channels of the keys are much larger than
+    /// the others have more; channels share no scale, so what is lost is what those channels do to the spread.
+    pub fn expected_error(self, head_dim: u32, scale: f32) -> f64 {
+        let (keys, values) = match self {
+            Self::Same => return 0.0,
+            // Uniform noise over a step of 2^-10 times the power of two below a number, whose mean square is 0.542.
+            Self::F16 => [(0.542_f64 / 12.0).sqrt() / 1024.0; 2].into(),
+            Self::Int8 => {
+                // Uniform noise over a step of largest / 127.
+                let noise = |together: usize| (mean_largest_square(together) / 12.0).sqrt() / 127.0;
+                (noise(TOKENS_PER_SCALE), noise(head_dim as usize))
+            }
+        };
+        let spread = f64::from(scale) * f64::from(head_dim).sqrt();
+        values.hypot(keys * spread)
+    }
+}
+
+/// Mean of the largest square among `count` standard normal numbers: ∫ 2t·(1 − P(|x| < t)ⁿ) dt.
+fn mean_largest_square(count: usize) -> f64 {
+    const STEP: f64 = 1.0 / 256.0;
+    let density = |t: f64| (-t * t / 2.0).exp() * (2.0 / std::f64::consts::PI).sqrt();
+    let power = i32::try_from(count).unwrap_or(i32::MAX);
+    let (mut below, mut sum) = (0.0, 0.0);
+    for step in 0..2560 {
+        let t = (f64::from(step) + 0.5) * STEP;
+        let inside: f64 = below + density(t - STEP / 4.0) * STEP / 2.0;
+        sum += 2.0 * t * (1.0 - inside.min(1.0).powi(power)) * STEP;
+        below += density(t) * STEP;
+    }
+    sum
+}
+
+impl fmt::Display for WireFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for WireFormat {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        Self::ALL.into_iter().find(|format| format.name() == text).ok_or_else(|| {
+            Error::request(format!("`{text}` on the wire is not known"), "use same, f16 or int8")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_square_of_one_normal_number_is_its_variance_and_grows_with_how_many_there_are() {
+        assert!((mean_largest_square(1) - 1.0).abs() < 1e-4);
+        // Of two: E max(x², y²) = 1 + 2/π.
+        assert!((mean_largest_square(2) - (1.0 + 2.0 / std::f64::consts::PI)).abs() < 1e-4);
+        let growing: Vec<f64> = [8, 64, 128, 512].map(mean_largest_square).to_vec();
+        assert!(growing.is_sorted() && growing[1] > 6.0 && growing[1] < 8.0, "{growing:?}");
+    }
+}
