@@ -75,6 +75,15 @@ impl Sample {
 
     /// `mask_text` is the problem's mask in words.
     pub(crate) fn new(problem: &AttentionProblem, source: &Source, mask_text: &str) -> Result<Self> {
+        Self::of_rows(problem, source, mask_text, ROWS)
+    }
+
+    /// All rows of the request.
+    pub(crate) fn whole(request: &Request) -> Result<Self> {
+        Self::of_rows(&request.problem, &request.source, &request.mask_text, usize::MAX)
+    }
+
+    fn of_rows(problem: &AttentionProblem, source: &Source, mask_text: &str, rows: usize) -> Result<Self> {
         let oracle = OracleProblem {
             batch: problem.batch as usize,
             q_len: problem.q_len as usize,
@@ -88,7 +97,7 @@ impl Sample {
             q_offset: u64::from(problem.q_offset),
             sinks: problem.sinks.iter().copied().map(f64::from).collect(),
         };
-        let rows = sample_rows(&oracle, ROWS, SEED);
+        let rows = sample_rows(&oracle, rows, SEED);
         Ok(Self { problem: problem.clone(), source: source.clone(), oracle, rows })
     }
 
@@ -169,55 +178,68 @@ impl Sample {
     /// Holds `actual` to the oracle, and to what the devices did alone.
     pub(crate) fn judge(
         &self,
-        mut actual: Vec<Row>,
+        actual: Vec<Row>,
         dense: &[(String, Vec<Row>)],
         kv: &WholeKv,
         backend: &str,
     ) -> Result<Verdict> {
+        Ok(self.hold(actual, dense, &self.expected(kv)?, backend))
+    }
+
+    /// [`Self::judge`] with the oracle's rows at hand.
+    pub(crate) fn hold(
+        &self,
+        mut actual: Vec<Row>,
+        dense: &[(String, Vec<Row>)],
+        expected: &[Row],
+        backend: &str,
+    ) -> Verdict {
         actual.sort_by_key(|row| row.id);
-        let expected = self.expected(kv)?;
         let dtype = oracle_dtype(self.problem.dtype);
         let dense: Vec<Comparison> = dense
             .iter()
-            .map(|(device, rows)| compare_rows(&self.oracle, dtype, rows, &expected, &self.context(device)))
+            .map(|(device, rows)| compare_rows(&self.oracle, dtype, rows, expected, &self.context(device)))
             .collect();
         let limit = Limit::parallel(dtype, &dense.iter().collect::<Vec<_>>());
-        let shared = compare_rows(&self.oracle, dtype, &actual, &expected, &self.context(backend));
-        Ok(Verdict {
+        let shared = compare_rows(&self.oracle, dtype, &actual, expected, &self.context(backend));
+        Verdict {
             rows: expected.len(),
             max_abs_error: shared.max_abs_error,
             tolerance: limit.o_abs(),
             dense_error: dense.iter().map(|dense| dense.max_abs_error).fold(0.0, f64::max),
             failure: shared.within(&limit).err().map(|failure| failure.to_string()),
-        })
+        }
     }
 
-    /// Holds what one device computed alone, all tokens of it, to the oracle. The tolerance comes from plain f32
-    /// arithmetic on the same rows.
-    pub(crate) fn judge_alone(&self, o: &Bytes, lse: &Bytes, backend: &str) -> Result<Verdict> {
-        let kv = self.whole_kv()?;
-        let tokens = TokenRuns::contiguous(0..self.problem.q_len);
-        let mut actual = self.decode(&self.rows, &self.extract(&tokens, o, lse));
-        actual.sort_by_key(|row| row.id);
-        let q = self.source.read(&self.problem, Which::Q, &tokens)?;
-        let dtype = self.problem.dtype;
-        let oracle = Oracle::new(&self.oracle, values(dtype, &q), values(dtype, &kv.k), values(dtype, &kv.v))
-            .map_err(|error| Failure::run(format!("the oracle refuses the problem: {error}")))?;
-        let ids: Vec<RowId> = actual.iter().map(|row| row.id).collect();
-        let expected = oracle.rows(&ids);
-        let dtype = oracle_dtype(dtype);
-        let naive = naive_f32_rows(&oracle, &ids);
+    /// Holds what one device computed alone, in the order of [`Self::rows`], to the oracle. The tolerance comes from
+    /// plain f32 arithmetic on the same rows.
+    pub(crate) fn hold_alone(
+        &self,
+        actual: &[Row],
+        naive: &[Row],
+        expected: &[Row],
+        backend: &str,
+    ) -> Verdict {
+        let dtype = oracle_dtype(self.problem.dtype);
         let naive =
-            compare_rows(&self.oracle, oracle::Dtype::F32, &naive, &expected, &self.context("plain f32"));
+            compare_rows(&self.oracle, oracle::Dtype::F32, naive, expected, &self.context("plain f32"));
         let limit = Limit::dense(dtype, &naive);
-        let actual = compare_rows(&self.oracle, dtype, &actual, &expected, &self.context(backend));
-        Ok(Verdict {
+        let actual = compare_rows(&self.oracle, dtype, actual, expected, &self.context(backend));
+        Verdict {
             rows: expected.len(),
             max_abs_error: actual.max_abs_error,
             tolerance: limit.o_abs(),
             dense_error: naive.max_abs_error,
             failure: actual.within(&limit).err().map(|failure| failure.to_string()),
-        })
+        }
+    }
+
+    /// Holds what one device computed alone, all tokens of it, to the oracle, as [`Self::hold_alone`] does.
+    pub(crate) fn judge_alone(&self, o: &Bytes, lse: &Bytes, backend: &str) -> Result<Verdict> {
+        let kv = self.whole_kv()?;
+        let tokens = TokenRuns::contiguous(0..self.problem.q_len);
+        let actual = self.decode(&self.rows, &self.extract(&tokens, o, lse));
+        Ok(self.hold_alone(&actual, &self.naive(&kv)?, &self.expected(&kv)?, backend))
     }
 
     /// What a failed comparison says about itself.
@@ -236,19 +258,34 @@ impl Sample {
         }
     }
 
-    /// The oracle's rows, on all cores.
-    fn expected(&self, kv: &WholeKv) -> Result<Vec<Row>> {
+    /// The oracle's rows.
+    pub(crate) fn expected(&self, kv: &WholeKv) -> Result<Vec<Row>> {
+        self.by_the_oracle(kv, |oracle, id| {
+            let (o, lse) = oracle.row(id.batch, id.row, id.head);
+            Row { id, o, lse }
+        })
+    }
+
+    /// The rows in plain f32 arithmetic.
+    pub(crate) fn naive(&self, kv: &WholeKv) -> Result<Vec<Row>> {
+        self.by_the_oracle(kv, |oracle, id| naive_f32_rows(oracle, &[id]).remove(0))
+    }
+
+    /// Every row as `compute` makes it of the oracle's problem, on all cores.
+    fn by_the_oracle(
+        &self,
+        kv: &WholeKv,
+        compute: impl Fn(&Oracle<'_>, RowId) -> Row + Sync,
+    ) -> Result<Vec<Row>> {
         let workers = std::thread::available_parallelism().map_or(1, usize::from);
         let share = self.rows.len().div_ceil(workers).max(1);
+        let compute = &compute;
+        let compute_all = move |rows: &[RowId]| -> Result<Vec<Row>> {
+            rows.iter().map(|id| self.one_row(*id, kv, compute)).collect()
+        };
         std::thread::scope(|scope| {
-            let threads: Vec<_> = self
-                .rows
-                .chunks(share)
-                .map(|rows| {
-                    scope
-                        .spawn(move || rows.iter().map(|id| self.expect(*id, kv)).collect::<Result<Vec<_>>>())
-                })
-                .collect();
+            let threads: Vec<_> =
+                self.rows.chunks(share).map(|rows| scope.spawn(move || compute_all(rows))).collect();
             let mut all = Vec::with_capacity(self.rows.len());
             for thread in threads {
                 all.extend(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?);
@@ -258,7 +295,7 @@ impl Sample {
     }
 
     /// One row: a problem of one query, so that no other query need be read.
-    fn expect(&self, id: RowId, kv: &WholeKv) -> Result<Row> {
+    fn one_row(&self, id: RowId, kv: &WholeKv, compute: impl Fn(&Oracle<'_>, RowId) -> Row) -> Result<Row> {
         let token = u32::try_from(id.row).map_err(|_| Failure::run("a row beyond all positions"))?;
         let tokens = TokenRuns::contiguous(token..token + 1);
         let q = self.source.read(&self.problem, Which::Q, &tokens)?;
@@ -275,8 +312,7 @@ impl Sample {
             oracle =
                 oracle.with_pairs(OraclePairs { values: rows.values(), batch, heads }).map_err(refused)?;
         }
-        let (o, lse) = oracle.row(id.batch, 0, id.head);
-        Ok(Row { id, o, lse })
+        Ok(Row { id, ..compute(&oracle, RowId { row: 0, ..id }) })
     }
 
     /// List position of every sampled token among `tokens`.
