@@ -133,6 +133,48 @@ impl Row {
         options
     }
 
+    /// What is asked for, in Markdown.
+    pub(crate) fn in_words(&self) -> String {
+        let tensors = match self.tensors {
+            Tensors::MadeUp([1, 260, 6, 2, 16]) => String::new(),
+            Tensors::MadeUp(shape) => format!("`--shape {}`", join(&shape)),
+            Tensors::File { q_len, kv_len, pairs } => {
+                let pairs = match pairs {
+                    None => String::new(),
+                    Some(Pairs::Mask { heads }) => format!(", `mask` [1, {heads}, {q_len}, {kv_len}]"),
+                    Some(Pairs::Bias { heads }) => format!(", `bias` [1, {heads}, {q_len}, {kv_len}]"),
+                };
+                format!("a file of {q_len} queries, {kv_len} keys{pairs}")
+            }
+        };
+        let options = match self.share {
+            Share::Even => self.options.to_owned(),
+            Share::Weights(weights) => format!("{} --split {}", self.options, join(&weights)),
+            Share::Work(weights) => format!("{} --split work:{}", self.options, join(&weights)),
+            Share::Tokens(tokens) => format!("{} --tokens {}", self.options, join(&tokens)),
+        };
+        let options = if options.is_empty() { options } else { format!("`{}`", options.trim()) };
+        [tensors, options].into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(" ")
+    }
+
+    /// Whether this asks for another function of its tensors than rows with other options do.
+    #[cfg(test)]
+    pub(super) fn changes_the_answer(&self) -> bool {
+        matches!(self.share, Share::Even) && !self.options.contains("--wire")
+    }
+
+    /// Whether the same q, k and v are attended to.
+    #[cfg(test)]
+    pub(super) fn same_tensors(&self, other: &Self) -> bool {
+        match (self.tensors, other.tensors) {
+            (Tensors::MadeUp(mine), Tensors::MadeUp(theirs)) => mine == theirs,
+            (Tensors::File { q_len, kv_len, .. }, Tensors::File { q_len: other_q, kv_len: other_kv, .. }) => {
+                (q_len, kv_len) == (other_q, other_kv)
+            }
+            _ => false,
+        }
+    }
+
     fn path(&self, dtype: Dtype, folder: &Path) -> PathBuf {
         folder.join(format!("{}-{dtype}.safetensors", self.name.replace(", ", "-").replace(' ', "-")))
     }

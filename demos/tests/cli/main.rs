@@ -12,3 +12,4 @@ mod launch;
 mod metrics;
 mod requests;
 mod support;
+mod table;
