@@ -7,6 +7,8 @@ mod certs;
 mod clusters;
 mod demonstration;
 mod doctor;
+#[cfg(target_os = "linux")]
+mod errors;
 mod files;
 mod launch;
 mod metrics;
