@@ -3,6 +3,8 @@
 //! The tolerance is measured, not chosen: every kind of device that took part computes the sampled rows alone, and
 //! the shared result may be twice as wrong as the worst of them, plus a rounding allowance (`kyklos_tests::tolerance`).
 
+mod masks;
+
 use std::collections::HashMap;
 
 use bytes::{Bytes, BytesMut};
@@ -11,10 +13,7 @@ use kyklos::local::Tensors;
 use kyklos::plan::World;
 use kyklos::{AttentionProblem, Dtype, RunOptions, TokenRuns, plan_rows};
 use kyklos_tests::inputs::sample_rows;
-use kyklos_tests::oracle::{
-    self, Oracle, OracleError, OracleMask, OraclePairs, OracleProblem, OracleSlice, OracleTerm, Row, RowId,
-    Values,
-};
+use kyklos_tests::oracle::{self, Oracle, OracleError, OraclePairs, OracleProblem, Row, RowId, Values};
 use kyklos_tests::tolerance::{Comparison, Context, Limit, compare_rows, naive_f32_rows};
 use kyklos_transport::Rank;
 
@@ -24,6 +23,7 @@ use crate::failure::{Failure, Result};
 use crate::input::{Source, Which};
 use crate::pairs::OracleRows;
 use crate::request::Request;
+use masks::oracle_mask;
 
 /// The rows that are looked at.
 #[derive(Clone, Debug)]
@@ -326,54 +326,6 @@ impl Sample {
             .filter(|(token, _)| wanted.binary_search(token).is_ok())
             .collect()
     }
-}
-
-/// The mask as the oracle understands it: read from the command line's words, not from the product's normal form.
-fn oracle_mask(text: &str) -> Result<OracleMask> {
-    let unreadable = || Failure::run(format!("mask `{text}` cannot be read for the oracle"));
-    let mut mask = OracleMask::full();
-    for term in text.split('+') {
-        let (kind, arguments) = term.split_once(':').unwrap_or((term, ""));
-        let numbers = || -> Result<Vec<i64>> {
-            arguments.split(',').map(|number| number.parse().map_err(|_| unreadable())).collect()
-        };
-        let unsigned = || -> Result<Vec<u64>> {
-            numbers()?.into_iter().map(|number| u64::try_from(number).map_err(|_| unreadable())).collect()
-        };
-        mask = match kind {
-            "full" => mask,
-            "causal" => mask.and(OracleTerm::Causal),
-            "window" => match numbers()?[..] {
-                [left, right] => mask.and(OracleTerm::Window { left, right }),
-                _ => return Err(unreadable()),
-            },
-            "documents" => mask.and(OracleTerm::Documents(unsigned()?)),
-            "valid" => mask.and(OracleTerm::Valid(unsigned()?)),
-            "slices" => {
-                let slices = arguments.split(',').map(|slice| oracle_slice(slice).ok_or_else(unreadable));
-                mask.and(OracleTerm::Slices(slices.collect::<Result<_>>()?))
-            }
-            _ => return Err(unreadable()),
-        };
-    }
-    Ok(mask)
-}
-
-fn oracle_slice(text: &str) -> Option<OracleSlice> {
-    let (area, part) = text.split_once('/').unwrap_or((text, "full"));
-    let (q, k) = area.split_once('x')?;
-    let range = |text: &str| {
-        let (begin, end) = text.split_once("..")?;
-        Some(begin.parse().ok()?..end.parse().ok()?)
-    };
-    let (causal, inverse) = match part {
-        "full" => (false, false),
-        "causal" => (true, false),
-        "inverse" => (false, true),
-        "both" => (true, true),
-        _ => return None,
-    };
-    Some(OracleSlice { q: range(q)?, k: range(k)?, causal, inverse })
 }
 
 fn values(dtype: Dtype, bytes: &Bytes) -> Values<'_> {

@@ -86,9 +86,15 @@ fn accepted(
     Ok(if taken.is_empty() { refused } else { format!("{}, else {refused}", taken.join(", ")) })
 }
 
-/// The mark of a sentence.
+/// The mark of a sentence, or of one that refuses another strategy or mesh for the same reason.
 fn refused(sentence: String, refusals: &mut Vec<String>) -> String {
-    format!("[^{}]", place_in(refusals, sentence) + 1)
+    let reason = |sentence: &str| {
+        let alike = sentence.starts_with("strategy ");
+        sentence.split_once(": ").filter(|_| alike).map(|(_, remedy)| remedy.to_owned())
+    };
+    let same =
+        refusals.iter().position(|other| reason(other).is_some() && reason(other) == reason(&sentence));
+    format!("[^{}]", same.unwrap_or_else(|| place_in(refusals, sentence)) + 1)
 }
 
 fn header(first: &str, columns: &[String]) -> String {
@@ -109,14 +115,15 @@ runs are in `docs/results/`. What refusals mean and what to do about them: [erro
 ## Options and strategies
 
 Every strategy on one mesh that it takes, four ranks except for dense. yes: f32, f16 and bf16, over contiguous, zigzag and striped
-shards. The problem, unless the row says otherwise, is `--shape 1,260,6,2,16`. Devices and transports make no difference here.
+shards; else the dtypes that are taken, and why the others are not. The problem, unless the row says otherwise, is `--shape 1,260,6,2,16`. Devices and transports make no difference here.
 
 ";
 
 const MESHES: &str = "
 ## Meshes
 
-The first row's problem, which has 6 query heads.
+The first row's problem, which has 6 query heads. A strategy that a mesh contradicts is refused by its own name; the note shows
+the first of these sentences.
 
 ";
 

@@ -166,7 +166,12 @@ pub(super) fn of_runs() -> Vec<Entry> {
             died,
             "See that rank's own last lines, and `kyklos doctor` with --record.",
         ),
-        entry("the same inside a run", in_a_run, "The step and the bytes say how far it got."),
+        entry(
+            "the same inside a run",
+            // Which of the messages under way is named then depends on who is woken first.
+            in_a_run.to_string().split("; ").next().unwrap_or_default(),
+            "Then follows a message that was under way, with the bytes that had moved.",
+        ),
         entry(
             "a message does not come in time",
             late,
