@@ -1,5 +1,7 @@
 //! Refusals that only callers of the library meet, and errors of runs. Each is provoked, none is made up.
 
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -13,6 +15,7 @@ use kyklos::{
     AttentionProblem, Dtype, Error, Mask, Mesh, NoObserver, PairKind, PairTensor, Placement, PlacementKind,
     RunOptions, Split, Strategy, SystemClock, TokenRuns, plan_rows, plan_world,
 };
+use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport};
 use kyklos_transport::{Rank, Tag, Transport, Vote, in_process_group};
 
 use super::Entry;
@@ -206,4 +209,73 @@ pub(super) fn of_runs() -> Vec<Entry> {
 /// What a backend gets between two pieces of a call that is cancelled.
 fn cancelled() -> Error {
     Control::new(Arc::new(AtomicBool::new(true))).piece_done().unwrap_err()
+}
+
+/// Groups that do not form. Exit code 1.
+pub(super) fn of_groups() -> Vec<Entry> {
+    let job = JobId::from_name("train");
+    let (ours, theirs) = (ClusterAuthority::new(job).unwrap(), ClusterAuthority::new(job).unwrap());
+    let free = || UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+    let busy = free();
+    let join = |rank, job, coordinator: SocketAddr, identity| {
+        // Long where somebody answers.
+        let patience = match (coordinator == busy, rank) {
+            (true, 0) => 3,
+            (true, _) => 20,
+            _ => 1,
+        };
+        let connect_deadline = Duration::from_secs(patience);
+        let config =
+            QuicConfig { connect_deadline, ..QuicConfig::new(Rank(rank), 2, job, coordinator, identity) };
+        let error = QuicTransport::connect(config).unwrap_err().to_string();
+        error.replace(&coordinator.to_string(), "HOST:PORT")
+    };
+    let issue = |authority: &ClusterAuthority, rank| authority.issue(Rank(rank)).unwrap();
+    let join = &join;
+    let (stranger, no_zero, no_one) = std::thread::scope(|scope| {
+        let spawn = |rank, coordinator, identity| scope.spawn(move || join(rank, job, coordinator, identity));
+        let _refused = spawn(0, busy, issue(&ours, 0));
+        let all = [
+            spawn(1, busy, issue(&theirs, 1)),
+            spawn(1, free(), issue(&ours, 1)),
+            spawn(0, free(), issue(&ours, 0)),
+        ];
+        let [stranger, no_zero, no_one] = all.map(|thread| thread.join().unwrap());
+        (stranger, no_zero, no_one)
+    });
+    // Authorities are told apart by the print of their keys, which are new each time.
+    let (says, rest) = stranger.split_once(" trusts ").unwrap_or((&stranger, ":"));
+    let stranger = format!("{says} trusts …:{}", rest.split_once(':').unwrap_or_default().1);
+    vec![
+        entry(
+            "an identity of another authority",
+            stranger,
+            "`kyklos certs show` says whom a file is for and whom it trusts; issue all of them from one authority.",
+        ),
+        entry(
+            "the identity of another rank",
+            join(1, job, free(), issue(&ours, 0)),
+            "`{rank}` in --identity stands for each rank's own number.",
+        ),
+        entry(
+            "the identity of another job",
+            join(1, JobId::from_name("other"), free(), issue(&ours, 1)),
+            "Jobs are told apart by --job of `kyklos certs issue`.",
+        ),
+        entry(
+            "rank 0 is not there",
+            no_zero,
+            "Start rank 0, and let UDP to its port through; --join-deadline is how long the others wait.",
+        ),
+        entry(
+            "no rank but 0 comes",
+            no_one,
+            "Start the others, with the address of this one; see what they say.",
+        ),
+        entry(
+            "an identity's file is not there",
+            Identity::read_file(Path::new("/nowhere/rank-0.pem")).unwrap_err(),
+            "--identity or KYKLOS_IDENTITY names another file.",
+        ),
+    ]
 }

@@ -83,10 +83,11 @@ fn the_index_of_errors_is_what_is_printed_and_misses_none() {
         line(&mut out, &entry);
         sentences.push(entry.sentence);
     }
+    section(&mut out, "Groups that do not form", "Exit code 1, on every process that is there.");
+    library::of_groups().iter().for_each(|entry| line(&mut out, entry));
     section(&mut out, "Runs that end", ENDS);
     library::of_runs().iter().for_each(|entry| line(&mut out, entry));
 
-    eprintln!("{out}");
     let sites = sites::all();
     let missing: Vec<&sites::Site> =
         sites.iter().filter(|site| !sentences.iter().any(|sentence| site.may_say(sentence))).collect();
@@ -182,6 +183,5 @@ environment. What clap says of options that do not exist or contradict each othe
 ";
 
 const ENDS: &str = "Exit code 1. Ends on all ranks with the same error; rank and step say where. Also of this kind, and not \
-provoked here: a device that is lost (`DEVICE: OPERATION failed: the driver's words`: update or restart the driver, open the device \
-anew), and members that are not let in (`kyklos certs show` says whom an identity is for, of which job and until when; every \
-rank needs one from an authority that the others trust).";
+                    provoked here: a device that is lost (`DEVICE: OPERATION failed: the driver's words`: update or restart the \
+                    driver, open the device anew).";
