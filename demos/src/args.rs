@@ -16,6 +16,7 @@ use crate::device::DeviceRequest;
 use crate::doctor::DoctorArgs;
 use crate::launch::LaunchArgs;
 use crate::launchers::GroupArgs;
+use crate::support::SupportArgs;
 use crate::tune::TuneArgs;
 pub(crate) use values::{
     KernelName, List, ListItem, MaskArg, OrAuto, ProgressKind, Shape, SplitName, StrategyName, TokenRange,
@@ -61,6 +62,12 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     /// Makes the authority of a cluster and the identities of its ranks and hosts
     Certs(CertsArgs),
+    /// Prints one table of what is correct here and what is refused: every strategy, mask, option, dtype, placement, device and transport
+    ///
+    /// Small problems run on every combination, with memory that holds NaN before; all rows of each result are held to the f64 oracle,
+    /// within twice what the device is off alone. Exit code 1: a cell is neither correct nor refused by the validator; its command line
+    /// is printed.
+    Support(SupportArgs),
 }
 
 #[derive(Debug, Args)]

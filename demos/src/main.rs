@@ -38,6 +38,7 @@ mod record;
 mod report;
 mod request;
 mod resident;
+mod support;
 mod timed;
 mod trace;
 mod tune;
@@ -72,6 +73,7 @@ fn main() -> ExitCode {
         Some(Command::Bench(args)) => bench::bench(&args),
         Some(Command::Tune(args)) => tune::tune(&args),
         Some(Command::Certs(args)) => certs::certs(&args),
+        Some(Command::Support(args)) => support::support(&args),
         Some(Command::Doctor(args)) => {
             return doctor::doctor(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
         }

@@ -3,6 +3,8 @@
 //! The tolerance is measured, not chosen: every kind of device that took part computes the sampled rows alone, and
 //! the shared result may be twice as wrong as the worst of them, plus a rounding allowance (`kyklos_tests::tolerance`).
 
+mod masks;
+
 use std::collections::{BTreeSet, HashMap};
 
 use bytes::{Bytes, BytesMut};
@@ -11,10 +13,7 @@ use kyklos::local::Tensors;
 use kyklos::plan::{Content, World};
 use kyklos::{AttentionProblem, Dtype, RunOptions, TokenRuns, WireFormat, plan_rows};
 use kyklos_tests::inputs::sample_rows;
-use kyklos_tests::oracle::{
-    self, Oracle, OracleError, OracleMask, OraclePairs, OracleProblem, OracleSlice, OracleTerm, Row, RowId,
-    Values,
-};
+use kyklos_tests::oracle::{self, Oracle, OracleError, OraclePairs, OracleProblem, Row, RowId, Values};
 use kyklos_tests::tolerance::{Comparison, Context, Limit, compare_rows, naive_f32_rows};
 use kyklos_tests::wire;
 use kyklos_transport::Rank;
@@ -25,6 +24,7 @@ use crate::failure::{Failure, Result};
 use crate::input::{Source, Which};
 use crate::pairs::OracleRows;
 use crate::request::Request;
+use masks::oracle_mask;
 
 /// The rows that are looked at.
 #[derive(Clone, Debug)]
@@ -84,6 +84,15 @@ impl Sample {
 
     /// `mask_text` is the problem's mask in words.
     pub(crate) fn new(problem: &AttentionProblem, source: &Source, mask_text: &str) -> Result<Self> {
+        Self::of_rows(problem, source, mask_text, ROWS)
+    }
+
+    /// All rows of the request.
+    pub(crate) fn whole(request: &Request) -> Result<Self> {
+        Self::of_rows(&request.problem, &request.source, &request.mask_text, usize::MAX)
+    }
+
+    fn of_rows(problem: &AttentionProblem, source: &Source, mask_text: &str, rows: usize) -> Result<Self> {
         let oracle = OracleProblem {
             batch: problem.batch as usize,
             q_len: problem.q_len as usize,
@@ -97,7 +106,7 @@ impl Sample {
             q_offset: u64::from(problem.q_offset),
             sinks: problem.sinks.iter().copied().map(f64::from).collect(),
         };
-        let rows = sample_rows(&oracle, ROWS, SEED);
+        let rows = sample_rows(&oracle, rows, SEED);
         Ok(Self { problem: problem.clone(), source: source.clone(), oracle, rows })
     }
 
@@ -184,57 +193,70 @@ impl Sample {
     /// Holds `actual` to the oracle, and to what the devices did alone.
     pub(crate) fn judge(
         &self,
-        mut actual: Vec<Row>,
+        actual: Vec<Row>,
         dense: &[(String, Vec<Row>)],
         kv: &WholeKv,
         backend: &str,
     ) -> Result<Verdict> {
+        Ok(self.hold(actual, dense, &self.expected(kv)?, backend))
+    }
+
+    /// [`Self::judge`] with the oracle's rows at hand.
+    pub(crate) fn hold(
+        &self,
+        mut actual: Vec<Row>,
+        dense: &[(String, Vec<Row>)],
+        expected: &[Row],
+        backend: &str,
+    ) -> Verdict {
         actual.sort_by_key(|row| row.id);
-        let expected = self.expected(kv)?;
         let dtype = oracle_dtype(self.problem.dtype);
         let dense: Vec<Comparison> = dense
             .iter()
-            .map(|(device, rows)| compare_rows(&self.oracle, dtype, rows, &expected, &self.context(device)))
+            .map(|(device, rows)| compare_rows(&self.oracle, dtype, rows, expected, &self.context(device)))
             .collect();
         let limit = Limit::parallel(dtype, &dense.iter().collect::<Vec<_>>());
         let coarse = self.problem.wire == WireFormat::Int8;
         let limit = if coarse { limit.of_coarse_keys() } else { limit };
-        let shared = compare_rows(&self.oracle, dtype, &actual, &expected, &self.context(backend));
-        Ok(Verdict {
+        let shared = compare_rows(&self.oracle, dtype, &actual, expected, &self.context(backend));
+        Verdict {
             rows: expected.len(),
             max_abs_error: shared.max_abs_error,
             tolerance: limit.o_abs(),
             dense_error: dense.iter().map(|dense| dense.max_abs_error).fold(0.0, f64::max),
             failure: shared.within(&limit).err().map(|failure| failure.to_string()),
-        })
+        }
     }
 
-    /// Holds what one device computed alone, all tokens of it, to the oracle. The tolerance comes from plain f32
-    /// arithmetic on the same rows.
-    pub(crate) fn judge_alone(&self, o: &Bytes, lse: &Bytes, backend: &str) -> Result<Verdict> {
-        let kv = self.whole_kv()?;
-        let tokens = TokenRuns::contiguous(0..self.problem.q_len);
-        let mut actual = self.decode(&self.rows, &self.extract(&tokens, o, lse));
-        actual.sort_by_key(|row| row.id);
-        let q = self.source.read(&self.problem, Which::Q, &tokens)?;
-        let dtype = self.problem.dtype;
-        let oracle = Oracle::new(&self.oracle, values(dtype, &q), values(dtype, &kv.k), values(dtype, &kv.v))
-            .map_err(|error| Failure::run(format!("the oracle refuses the problem: {error}")))?;
-        let ids: Vec<RowId> = actual.iter().map(|row| row.id).collect();
-        let expected = oracle.rows(&ids);
-        let dtype = oracle_dtype(dtype);
-        let naive = naive_f32_rows(&oracle, &ids);
+    /// Holds what one device computed alone, in the order of [`Self::rows`], to the oracle. The tolerance comes from
+    /// plain f32 arithmetic on the same rows.
+    pub(crate) fn hold_alone(
+        &self,
+        actual: &[Row],
+        naive: &[Row],
+        expected: &[Row],
+        backend: &str,
+    ) -> Verdict {
+        let dtype = oracle_dtype(self.problem.dtype);
         let naive =
-            compare_rows(&self.oracle, oracle::Dtype::F32, &naive, &expected, &self.context("plain f32"));
+            compare_rows(&self.oracle, oracle::Dtype::F32, naive, expected, &self.context("plain f32"));
         let limit = Limit::dense(dtype, &naive);
-        let actual = compare_rows(&self.oracle, dtype, &actual, &expected, &self.context(backend));
-        Ok(Verdict {
+        let actual = compare_rows(&self.oracle, dtype, actual, expected, &self.context(backend));
+        Verdict {
             rows: expected.len(),
             max_abs_error: actual.max_abs_error,
             tolerance: limit.o_abs(),
             dense_error: naive.max_abs_error,
             failure: actual.within(&limit).err().map(|failure| failure.to_string()),
-        })
+        }
+    }
+
+    /// Holds what one device computed alone, all tokens of it, to the oracle, as [`Self::hold_alone`] does.
+    pub(crate) fn judge_alone(&self, o: &Bytes, lse: &Bytes, backend: &str) -> Result<Verdict> {
+        let kv = self.whole_kv()?;
+        let tokens = TokenRuns::contiguous(0..self.problem.q_len);
+        let actual = self.decode(&self.rows, &self.extract(&tokens, o, lse));
+        Ok(self.hold_alone(&actual, &self.naive(&kv)?, &self.expected(&kv)?, backend))
     }
 
     /// What a failed comparison says about itself.
@@ -253,19 +275,34 @@ impl Sample {
         }
     }
 
-    /// The oracle's rows, on all cores.
-    fn expected(&self, kv: &WholeKv) -> Result<Vec<Row>> {
+    /// The oracle's rows.
+    pub(crate) fn expected(&self, kv: &WholeKv) -> Result<Vec<Row>> {
+        self.by_the_oracle(kv, |oracle, id| {
+            let (o, lse) = oracle.row(id.batch, id.row, id.head);
+            Row { id, o, lse }
+        })
+    }
+
+    /// The rows in plain f32 arithmetic.
+    pub(crate) fn naive(&self, kv: &WholeKv) -> Result<Vec<Row>> {
+        self.by_the_oracle(kv, |oracle, id| naive_f32_rows(oracle, &[id]).remove(0))
+    }
+
+    /// Every row as `compute` makes it of the oracle's problem, on all cores.
+    fn by_the_oracle(
+        &self,
+        kv: &WholeKv,
+        compute: impl Fn(&Oracle<'_>, RowId) -> Row + Sync,
+    ) -> Result<Vec<Row>> {
         let workers = std::thread::available_parallelism().map_or(1, usize::from);
         let share = self.rows.len().div_ceil(workers).max(1);
+        let compute = &compute;
+        let compute_all = move |rows: &[RowId]| -> Result<Vec<Row>> {
+            rows.iter().map(|id| self.one_row(*id, kv, compute)).collect()
+        };
         std::thread::scope(|scope| {
-            let threads: Vec<_> = self
-                .rows
-                .chunks(share)
-                .map(|rows| {
-                    scope
-                        .spawn(move || rows.iter().map(|id| self.expect(*id, kv)).collect::<Result<Vec<_>>>())
-                })
-                .collect();
+            let threads: Vec<_> =
+                self.rows.chunks(share).map(|rows| scope.spawn(move || compute_all(rows))).collect();
             let mut all = Vec::with_capacity(self.rows.len());
             for thread in threads {
                 all.extend(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?);
@@ -275,7 +312,7 @@ impl Sample {
     }
 
     /// One row: a problem of one query, so that no other query need be read.
-    fn expect(&self, id: RowId, kv: &WholeKv) -> Result<Row> {
+    fn one_row(&self, id: RowId, kv: &WholeKv, compute: impl Fn(&Oracle<'_>, RowId) -> Row) -> Result<Row> {
         let token = u32::try_from(id.row).map_err(|_| Failure::run("a row beyond all positions"))?;
         let tokens = TokenRuns::contiguous(token..token + 1);
         let q = self.source.read(&self.problem, Which::Q, &tokens)?;
@@ -292,8 +329,7 @@ impl Sample {
             oracle =
                 oracle.with_pairs(OraclePairs { values: rows.values(), batch, heads }).map_err(refused)?;
         }
-        let (o, lse) = oracle.row(id.batch, 0, id.head);
-        Ok(Row { id, o, lse })
+        Ok(Row { id, ..compute(&oracle, RowId { row: 0, ..id }) })
     }
 
     /// List position of every sampled token among `tokens`.
@@ -307,54 +343,6 @@ impl Sample {
             .filter(|(token, _)| wanted.binary_search(token).is_ok())
             .collect()
     }
-}
-
-/// The mask as the oracle understands it: read from the command line's words, not from the product's normal form.
-fn oracle_mask(text: &str) -> Result<OracleMask> {
-    let unreadable = || Failure::run(format!("mask `{text}` cannot be read for the oracle"));
-    let mut mask = OracleMask::full();
-    for term in text.split('+') {
-        let (kind, arguments) = term.split_once(':').unwrap_or((term, ""));
-        let numbers = || -> Result<Vec<i64>> {
-            arguments.split(',').map(|number| number.parse().map_err(|_| unreadable())).collect()
-        };
-        let unsigned = || -> Result<Vec<u64>> {
-            numbers()?.into_iter().map(|number| u64::try_from(number).map_err(|_| unreadable())).collect()
-        };
-        mask = match kind {
-            "full" => mask,
-            "causal" => mask.and(OracleTerm::Causal),
-            "window" => match numbers()?[..] {
-                [left, right] => mask.and(OracleTerm::Window { left, right }),
-                _ => return Err(unreadable()),
-            },
-            "documents" => mask.and(OracleTerm::Documents(unsigned()?)),
-            "valid" => mask.and(OracleTerm::Valid(unsigned()?)),
-            "slices" => {
-                let slices = arguments.split(',').map(|slice| oracle_slice(slice).ok_or_else(unreadable));
-                mask.and(OracleTerm::Slices(slices.collect::<Result<_>>()?))
-            }
-            _ => return Err(unreadable()),
-        };
-    }
-    Ok(mask)
-}
-
-fn oracle_slice(text: &str) -> Option<OracleSlice> {
-    let (area, part) = text.split_once('/').unwrap_or((text, "full"));
-    let (q, k) = area.split_once('x')?;
-    let range = |text: &str| {
-        let (begin, end) = text.split_once("..")?;
-        Some(begin.parse().ok()?..end.parse().ok()?)
-    };
-    let (causal, inverse) = match part {
-        "full" => (false, false),
-        "causal" => (true, false),
-        "inverse" => (false, true),
-        "both" => (true, true),
-        _ => return None,
-    };
-    Some(OracleSlice { q: range(q)?, k: range(k)?, causal, inverse })
 }
 
 fn values(dtype: Dtype, bytes: &Bytes) -> Values<'_> {

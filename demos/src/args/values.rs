@@ -85,12 +85,22 @@ impl fmt::Display for KernelName {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum TransportName {
     /// Channels inside this process
     InProcess,
     /// QUIC with mutual authentication; between ranks of one process over loopback sockets
     Quic,
+}
+
+impl TransportName {
+    /// As on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::InProcess => "in-process",
+            Self::Quic => "quic",
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -7,8 +7,11 @@ mod certs;
 mod clusters;
 mod demonstration;
 mod doctor;
+#[cfg(target_os = "linux")]
+mod errors;
 mod files;
 mod launch;
 mod metrics;
 mod requests;
 mod support;
+mod table;

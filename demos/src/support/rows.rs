@@ -1,0 +1,266 @@
+//! The rows of the table: small problems in the words of `attend`, each for one thing that it may be asked for.
+//!
+//! Sizes are no multiples of any tile, masks cut inside of tiles, heads do not divide evenly over a mesh.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use half::{bf16, f16};
+use kyklos::{Dtype, Mesh, Strategy};
+use kyklos_tests::inputs::{TensorId, fill, normal};
+use kyklos_tests::oracle::Element;
+use safetensors::tensor::TensorView;
+
+use crate::failure::{Failure, Result};
+
+/// One row. To add one, add a line to [`ROWS`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Row {
+    pub(crate) name: &'static str,
+    tensors: Tensors,
+    share: Share,
+    /// Further options of `attend`.
+    options: &'static str,
+}
+
+/// What is attended to.
+#[derive(Clone, Copy, Debug)]
+enum Tensors {
+    /// `--shape`.
+    MadeUp([u32; 5]),
+    /// `--input`: what no option makes up. Queries, keys (of [`HEADS`]), and a pair tensor.
+    File { q_len: usize, kv_len: usize, pairs: Option<Pairs> },
+}
+
+/// A pair tensor for all batch entries, for each head or for all.
+#[derive(Clone, Copy, Debug)]
+enum Pairs {
+    Mask { heads: usize },
+    Bias { heads: usize },
+}
+
+/// Who gets how many tokens, on four ranks. One rank alone gets them all.
+#[derive(Clone, Copy, Debug)]
+enum Share {
+    Even,
+    Weights([u32; 4]),
+    Work([u32; 4]),
+    Tokens([u32; 4]),
+}
+
+/// Query heads, KV heads, elements: over four ranks 2, 2, 1 and 1 query heads, in groups of 3.
+const HEADS: [usize; 3] = [6, 2, 16];
+const SHAPE: Tensors = Tensors::MadeUp([1, 260, 6, 2, 16]);
+const TWO: Tensors = Tensors::MadeUp([2, 130, 6, 2, 16]);
+
+const fn row(name: &'static str, tensors: Tensors, options: &'static str) -> Row {
+    Row { name, tensors, share: Share::Even, options }
+}
+
+/// All of them.
+pub(crate) const ROWS: &[Row] = &[
+    row("full", SHAPE, "--mask full"),
+    row("causal", SHAPE, "--mask causal"),
+    row("window", SHAPE, "--mask window:70,9"),
+    row("key padding", TWO, "--mask valid:130,51"),
+    row("documents", SHAPE, "--mask documents:0,31,130,131,260"),
+    row("slices", SHAPE, "--mask slices:0..260x0..9,0..150x40..177,150..260x120..251/causal"),
+    row("intersection", TWO, "--mask causal+window:60,-1+documents:0,64,130+valid:130,100"),
+    row("boolean tensor", file(260, 260, Some(Pairs::Mask { heads: 1 })), ""),
+    row("boolean tensor for each head", file(260, 260, Some(Pairs::Mask { heads: 6 })), "--mask causal"),
+    row("bias", file(260, 260, Some(Pairs::Bias { heads: 1 })), ""),
+    row("bias for each head", file(260, 260, Some(Pairs::Bias { heads: 6 })), "--mask causal"),
+    row("softcap, scale", SHAPE, "--mask causal --softcap 1.5 --scale 0.7"),
+    row("sinks", SHAPE, "--mask causal --sinks"),
+    row("as many kv heads", Tensors::MadeUp([1, 260, 4, 4, 16]), "--mask causal"),
+    row("one kv head", Tensors::MadeUp([1, 260, 6, 1, 16]), "--mask causal"),
+    row("shards of several tiles", Tensors::MadeUp([1, 530, 4, 2, 8]), "--mask causal"),
+    row("q offset", SHAPE, "--mask causal --q-offset 90"),
+    row("cross-attention", file(70, 260, None), "--mask full"),
+    row("chunk after a cache", file(70, 260, None), "--mask causal --q-offset 190"),
+    row("decoding", file(2, 260, None), "--mask causal --q-offset 258"),
+    Row { share: Share::Weights([3, 0, 1, 2]), ..row("weights, an empty rank", SHAPE, "--mask causal") },
+    Row { share: Share::Work([2, 1, 1, 3]), ..row("shares of work", SHAPE, "--mask causal") },
+    Row {
+        share: Share::Tokens([120, 0, 139, 1]),
+        ..row("token counts, an empty rank", SHAPE, "--mask causal")
+    },
+    Row {
+        share: Share::Tokens([120, 0, 139, 1]),
+        ..row("token counts, cross-attention", file(70, 260, None), "")
+    },
+    row("wire f16", SHAPE, "--mask causal --wire f16"),
+    row("wire int8", SHAPE, "--mask causal --wire int8"),
+    row("replicated keys", SHAPE, "--mask causal --replicated 70..110"),
+    row("keys on every rank", file(70, 260, None), "--replicated 0..260"),
+    // Tiles of 256 keys, the last of them short.
+    Row {
+        share: Share::Tokens([256, 0, 256, 18]),
+        ..row("fixed order", Tensors::MadeUp([1, 530, 4, 2, 8]), "--mask causal --fixed-order")
+    },
+];
+
+const fn file(q_len: usize, kv_len: usize, pairs: Option<Pairs>) -> Tensors {
+    Tensors::File { q_len, kv_len, pairs }
+}
+
+/// The mesh that a strategy is tried on.
+pub(crate) fn mesh_of(strategy: Strategy) -> Result<Mesh> {
+    Ok(match strategy {
+        Strategy::Dense => "1x1",
+        Strategy::Ring | Strategy::Bidirectional | Strategy::TwoWay | Strategy::Line => "1x4",
+        Strategy::Ulysses => "4x1",
+        Strategy::Unified | Strategy::Chunked | Strategy::Gather | Strategy::PassQ => "2x2",
+        Strategy::Tree => "1x4",
+    }
+    .parse()?)
+}
+
+impl Row {
+    /// Options of `attend` that say what is computed and who has which tokens, on `ranks` ranks (1 or 4), with input
+    /// files in `folder`.
+    pub(crate) fn options(&self, dtype: Dtype, ranks: u32, folder: &Path) -> Vec<String> {
+        let mut options = match self.tensors {
+            Tensors::MadeUp(shape) => {
+                vec!["--shape".to_owned(), join(&shape), "--dtype".to_owned(), dtype.to_string()]
+            }
+            Tensors::File { .. } => {
+                vec!["--input".to_owned(), self.path(dtype, folder).to_string_lossy().into_owned()]
+            }
+        };
+        options.extend(self.options.split_whitespace().map(str::to_owned));
+        let share = match self.share {
+            Share::Even => None,
+            Share::Weights(weights) => Some(("--split", join(&weights[..weights.len().min(ranks as usize)]))),
+            Share::Work(weights) => {
+                Some(("--split", format!("work:{}", join(&weights[..weights.len().min(ranks as usize)]))))
+            }
+            Share::Tokens(tokens) if ranks == 1 => Some(("--tokens", tokens.iter().sum::<u32>().to_string())),
+            Share::Tokens(tokens) => Some(("--tokens", join(&tokens))),
+        };
+        options.extend(share.into_iter().flat_map(|(name, value)| [name.to_owned(), value]));
+        options
+    }
+
+    /// What is asked for, in Markdown.
+    pub(crate) fn in_words(&self) -> String {
+        let tensors = match self.tensors {
+            Tensors::MadeUp([1, 260, 6, 2, 16]) => String::new(),
+            Tensors::MadeUp(shape) => format!("`--shape {}`", join(&shape)),
+            Tensors::File { q_len, kv_len, pairs } => {
+                let pairs = match pairs {
+                    None => String::new(),
+                    Some(Pairs::Mask { heads }) => format!(", `mask` [1, {heads}, {q_len}, {kv_len}]"),
+                    Some(Pairs::Bias { heads }) => format!(", `bias` [1, {heads}, {q_len}, {kv_len}]"),
+                };
+                format!("a file of {q_len} queries, {kv_len} keys{pairs}")
+            }
+        };
+        let options = match self.share {
+            Share::Even => self.options.to_owned(),
+            Share::Weights(weights) => format!("{} --split {}", self.options, join(&weights)),
+            Share::Work(weights) => format!("{} --split work:{}", self.options, join(&weights)),
+            Share::Tokens(tokens) => format!("{} --tokens {}", self.options, join(&tokens)),
+        };
+        let options = if options.is_empty() { options } else { format!("`{}`", options.trim()) };
+        [tensors, options].into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(" ")
+    }
+
+    /// Whether this asks for another function of its tensors than rows with other options do.
+    #[cfg(test)]
+    pub(super) fn changes_the_answer(&self) -> bool {
+        matches!(self.share, Share::Even)
+            && !self.options.contains("--wire")
+            && !self.options.contains("--replicated")
+    }
+
+    /// Whether the same q, k and v are attended to.
+    #[cfg(test)]
+    pub(super) fn same_tensors(&self, other: &Self) -> bool {
+        match (self.tensors, other.tensors) {
+            (Tensors::MadeUp(mine), Tensors::MadeUp(theirs)) => mine == theirs,
+            (Tensors::File { q_len, kv_len, .. }, Tensors::File { q_len: other_q, kv_len: other_kv, .. }) => {
+                (q_len, kv_len) == (other_q, other_kv)
+            }
+            _ => false,
+        }
+    }
+
+    fn path(&self, dtype: Dtype, folder: &Path) -> PathBuf {
+        folder.join(format!("{}-{dtype}.safetensors", self.name.replace(", ", "-").replace(' ', "-")))
+    }
+
+    /// Writes the row's input file, if it needs one.
+    pub(crate) fn write(&self, dtype: Dtype, folder: &Path) -> Result<()> {
+        let Tensors::File { q_len, kv_len, pairs } = self.tensors else { return Ok(()) };
+        let path = self.path(dtype, folder);
+        let file = match dtype {
+            Dtype::F32 => InputFile::new::<f32>(safetensors::Dtype::F32, q_len, kv_len, pairs),
+            Dtype::F16 => InputFile::new::<f16>(safetensors::Dtype::F16, q_len, kv_len, pairs),
+            Dtype::Bf16 => InputFile::new::<bf16>(safetensors::Dtype::BF16, q_len, kv_len, pairs),
+        };
+        let bytes = file.bytes().map_err(|error| Failure::run(format!("{}: {error}", path.display())))?;
+        std::fs::write(&path, bytes).map_err(|error| Failure::file("write", &path, &error))
+    }
+}
+
+/// Tensors by name.
+struct InputFile(HashMap<&'static str, (safetensors::Dtype, Vec<usize>, Vec<u8>)>);
+
+impl InputFile {
+    fn new<E: Element + bytemuck::Pod>(
+        dtype: safetensors::Dtype,
+        q_len: usize,
+        kv_len: usize,
+        pairs: Option<Pairs>,
+    ) -> Self {
+        let [q_heads, kv_heads, dim] = HEADS;
+        let normal = |id: TensorId, shape: [usize; 4]| {
+            let mut values = vec![E::from_f32(0.0); shape.iter().product()];
+            fill(0, id, 0..values.len() as u64, &mut values);
+            (dtype, shape.to_vec(), bytemuck::cast_slice(&values).to_vec())
+        };
+        let kv_shape = [1, kv_len, kv_heads, dim];
+        let mut tensors = HashMap::from([
+            ("q", normal(TensorId::Q, [1, q_len, q_heads, dim])),
+            ("k", normal(TensorId::K, kv_shape)),
+            ("v", normal(TensorId::V, kv_shape)),
+        ]);
+        let shape = |heads: usize| [1, heads, q_len, kv_len];
+        let terms = |heads: usize| {
+            (0..heads * q_len * kv_len).map(move |i| term(i / kv_len % q_len, i % kv_len, i as u64))
+        };
+        match pairs {
+            None => {}
+            Some(Pairs::Mask { heads }) => {
+                let visible = terms(heads).map(|term| u8::from(term.is_some())).collect();
+                tensors.insert("mask", (safetensors::Dtype::BOOL, shape(heads).to_vec(), visible));
+            }
+            Some(Pairs::Bias { heads }) => {
+                let bias: Vec<E> =
+                    terms(heads).map(|term| E::from_f32(term.unwrap_or(f32::NEG_INFINITY))).collect();
+                tensors.insert("bias", (dtype, shape(heads).to_vec(), bytemuck::cast_slice(&bias).to_vec()));
+            }
+        }
+        Self(tensors)
+    }
+
+    fn bytes(&self) -> Result<Vec<u8>, safetensors::SafeTensorError> {
+        let views = self.0.iter().map(|(name, (dtype, shape, bytes))| {
+            TensorView::new(*dtype, shape.clone(), bytes).map(|view| (*name, view))
+        });
+        safetensors::serialize(views.collect::<Result<Vec<_>, _>>()?, None)
+    }
+}
+
+/// An element of a pair tensor; `None` hides the key. Single keys are hidden here and there, and stretches of keys from
+/// stretches of rows, longer than a tile of any kernel.
+fn term(row: usize, key: usize, index: u64) -> Option<f32> {
+    let made = normal(0, TensorId::Bias, index);
+    let stretch = (row / 40 + key / 32) % 3 == 1 || (row < 100 && (96..230).contains(&key));
+    (made < 1.0 && !stretch).then_some(made * 1.5)
+}
+
+fn join(numbers: &[u32]) -> String {
+    numbers.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
+}

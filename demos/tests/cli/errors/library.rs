@@ -1,0 +1,281 @@
+//! Refusals that only callers of the library meet, and errors of runs. Each is provoked, none is made up.
+
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::{Backend, Control};
+use kyklos::local::{RankTask, Tensors, run_ranks, shard};
+use kyklos::plan::{World, check, plan_hash};
+use kyklos::{
+    AttentionProblem, Dtype, Error, Mask, Mesh, NoObserver, PairKind, PairTensor, Placement, PlacementKind,
+    RunOptions, Split, Strategy, SystemClock, TokenRuns, plan_rows, plan_world,
+};
+use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport};
+use kyklos_transport::{Rank, Tag, Transport, Vote, in_process_group};
+
+use super::Entry;
+
+fn problem() -> AttentionProblem {
+    AttentionProblem::new([1, 8, 2, 1, 8], Dtype::F32, Mask::full()).unwrap()
+}
+
+fn ring() -> World {
+    plan_world(&problem(), Mesh::new(1, 2).unwrap(), PlacementKind::Contiguous, &Split::Even, Strategy::Ring)
+        .unwrap()
+}
+
+fn options() -> RunOptions {
+    RunOptions {
+        clock: Arc::new(SystemClock::new()),
+        observer: Arc::new(NoObserver),
+        trace: false,
+        poison: true,
+    }
+}
+
+fn task<'a>(world: &'a World, transport: Arc<dyn Transport>, q: Bytes) -> RankTask<'a> {
+    RankTask {
+        world,
+        transport,
+        plan_hash: plan_hash(world, &[]),
+        peak_bytes: 0,
+        q,
+        k: Bytes::from(vec![0; 4 * 8 * 4]),
+        v: Bytes::from(vec![0; 4 * 8 * 4]),
+        pairs: None,
+        repeat: 1,
+        deadline: Duration::from_secs(20),
+        options: options(),
+    }
+}
+
+fn entry(when: &str, sentence: impl ToString, means: &'static str) -> Entry {
+    Entry { when: when.to_owned(), sentence: sentence.to_string(), means }
+}
+
+/// Refusals of constructors and of calls with tensors.
+pub(super) fn refusals() -> Vec<Entry> {
+    let zeros = |bytes: usize| Bytes::from(vec![0; bytes]);
+    let whole = Tensors { q: zeros(8 * 2 * 8 * 4), k: zeros(8 * 8 * 4), v: zeros(8 * 8 * 4), pairs: None };
+    let pairs = |batch, kv_len| {
+        let problem = AttentionProblem { kv_len, ..problem() };
+        problem.with_pairs(Some(PairTensor { kind: PairKind::Bias, batch, heads: 1 })).unwrap_err()
+    };
+    let with_pairs =
+        problem().with_pairs(Some(PairTensor { kind: PairKind::Bias, batch: 1, heads: 1 })).unwrap();
+    let one = Mesh::new(1, 1).unwrap();
+    let dense =
+        plan_world(&with_pairs, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
+    let short = Tensors { q: zeros(8), ..whole.clone() };
+    let world = ring();
+    let mut group = in_process_group(2).into_iter();
+    let (first, second) = (group.next().unwrap(), group.next().unwrap());
+    let loaded = std::thread::scope(|scope| {
+        let right = task(&world, second, zeros(4 * 2 * 8 * 4));
+        scope.spawn(|| right.run_on(&CpuBackend::new(), |_, _| {}));
+        task(&world, first, zeros(4)).run_on(&CpuBackend::new(), |_, _| {}).unwrap_err()
+    });
+    vec![
+        entry(
+            "AttentionProblem::with_sinks with 3 of them for 2 heads",
+            problem().with_sinks(vec![0.0; 3]).unwrap_err(),
+            "One logit for each query head.",
+        ),
+        entry(
+            "AttentionProblem::with_pairs, a tensor of 3 batch entries",
+            pairs(3, 8),
+            "One for each batch entry, or one for all.",
+        ),
+        entry("AttentionProblem::with_pairs without keys", pairs(1, 0), "Its rows would be empty."),
+        entry(
+            "Placement::new with Split::Work",
+            Placement::new(PlacementKind::Zigzag, one, 8, &Split::Work(vec![1.0])).unwrap_err(),
+            "How much work a token is, the mask says.",
+        ),
+        entry(
+            "plan_rows with row 8",
+            plan_rows(&problem(), TokenRuns::contiguous(8..9)).unwrap_err(),
+            "Rows count from 0.",
+        ),
+        entry(
+            "local::run_ranks with a short q",
+            run_ranks(&ring(), in_process_group(2), &short, 1, Duration::from_secs(5), &options(), |_| ())
+                .unwrap_err(),
+            "Tensors are whole, in the problem's dtype.",
+        ),
+        entry(
+            "local::shard without the pair tensor that the problem has",
+            shard(&dense, Rank(0), &whole).unwrap_err(),
+            "Options and tensors come together.",
+        ),
+        entry("Executor::load with a short q", loaded, "A rank brings the tensors of its own tokens."),
+    ]
+}
+
+/// What can end a call that was accepted. Exit code 1.
+pub(super) fn of_runs() -> Vec<Entry> {
+    let pair = || {
+        let mut group = in_process_group(2).into_iter();
+        (group.next().unwrap(), group.next().unwrap())
+    };
+    let tag = Tag { op: 0, message: 0 };
+    let receive = |transport: &dyn Transport, from, within| {
+        Error::from(pollster::block_on(transport.post_recv(Rank(from), tag, &[64], within)).unwrap_err())
+    };
+    let agree = |first: Vote, second: Vote| {
+        let (a, b) = pair();
+        let deadline = Duration::from_secs(20);
+        let others = b.agree(second, deadline);
+        let mine = pollster::block_on(a.agree(first, deadline)).unwrap_err();
+        let _ = pollster::block_on(others);
+        Error::from(mine)
+    };
+    let ready = |byte| Vote::Ready { plan_hash: [byte; 32] };
+
+    let (waits, silent) = pair();
+    let late = receive(&*waits, 1, Duration::from_millis(50));
+    let to_itself = receive(&*waits, 0, Duration::from_millis(50));
+    let again = receive(&*waits, 1, Duration::from_millis(50));
+    let (left, dies) = pair();
+    drop(dies);
+    let died = receive(&*left, 1, Duration::from_secs(20));
+    drop(silent);
+
+    let world = ring();
+    let (stays, goes) = pair();
+    let in_a_run = std::thread::scope(|scope| {
+        let hash = plan_hash(&world, &[]);
+        scope.spawn(move || {
+            // Agrees, and is gone before it has sent anything, when the other one waits for that.
+            let _ = pollster::block_on(goes.agree(Vote::Ready { plan_hash: hash }, Duration::from_secs(20)));
+            std::thread::sleep(Duration::from_millis(500));
+        });
+        task(&world, stays, Bytes::from(vec![0; 4 * 2 * 8 * 4]))
+            .run_on(&CpuBackend::new(), |_, _| {})
+            .unwrap_err()
+    });
+    let mut tampered = ring();
+    tampered.plans[0].steps.pop();
+    let backend = CpuBackend::new();
+    let memory = backend.alloc("kv", usize::MAX / 4).map(|_| ()).unwrap_err();
+    vec![
+        entry(
+            "a rank's process is gone",
+            died,
+            "See that rank's own last lines, and `kyklos doctor` with --record.",
+        ),
+        entry(
+            "the same inside a run",
+            // Which of the messages under way is named then depends on who is woken first.
+            in_a_run.to_string().split("; ").next().unwrap_or_default(),
+            "Then follows a message that was under way, with the bytes that had moved.",
+        ),
+        entry(
+            "a message does not come in time",
+            late,
+            "The peer lives and is slower than --deadline, or waits for something itself: `kyklos doctor` says for whom.",
+        ),
+        entry(
+            "a rank cannot run what the others can",
+            agree(ready(1), Vote::Refuse { exit: 2, text: "rank 1: the refusal's own words".to_owned() }),
+            "The lowest refusing rank's sentence and exit code become everyone's.",
+        ),
+        entry(
+            "ranks were started with different options or files",
+            agree(ready(1), ready(2)),
+            "Give every rank the same command line and the same input.",
+        ),
+        entry("a transport is used wrongly", to_itself, "A bug of the caller of the library."),
+        entry("a message is received twice", again, "A bug of the caller of the library."),
+        entry(
+            "a plan was tampered with",
+            check(&tampered).unwrap_err(),
+            "A bug of a strategy: please report it.",
+        ),
+        entry(
+            "a device has no such memory to give",
+            memory,
+            "Fewer tokens a rank (more ranks), or another strategy: `kyklos plan` says what each needs.",
+        ),
+        entry("the call's cancel token rose", cancelled(), "Somebody wanted it so; the group ends."),
+    ]
+}
+
+/// What a backend gets between two pieces of a call that is cancelled.
+fn cancelled() -> Error {
+    Control::new(Arc::new(AtomicBool::new(true))).piece_done().unwrap_err()
+}
+
+/// Groups that do not form. Exit code 1.
+pub(super) fn of_groups() -> Vec<Entry> {
+    let job = JobId::from_name("train");
+    let (ours, theirs) = (ClusterAuthority::new(job).unwrap(), ClusterAuthority::new(job).unwrap());
+    let free = || UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+    let busy = free();
+    let join = |rank, job, coordinator: SocketAddr, identity| {
+        // Long where somebody answers.
+        let patience = match (coordinator == busy, rank) {
+            (true, 0) => 3,
+            (true, _) => 20,
+            _ => 1,
+        };
+        let connect_deadline = Duration::from_secs(patience);
+        let config =
+            QuicConfig { connect_deadline, ..QuicConfig::new(Rank(rank), 2, job, coordinator, identity) };
+        let error = QuicTransport::connect(config).unwrap_err().to_string();
+        error.replace(&coordinator.to_string(), "HOST:PORT")
+    };
+    let issue = |authority: &ClusterAuthority, rank| authority.issue(Rank(rank)).unwrap();
+    let join = &join;
+    let (stranger, no_zero, no_one) = std::thread::scope(|scope| {
+        let spawn = |rank, coordinator, identity| scope.spawn(move || join(rank, job, coordinator, identity));
+        let _refused = spawn(0, busy, issue(&ours, 0));
+        let all = [
+            spawn(1, busy, issue(&theirs, 1)),
+            spawn(1, free(), issue(&ours, 1)),
+            spawn(0, free(), issue(&ours, 0)),
+        ];
+        let [stranger, no_zero, no_one] = all.map(|thread| thread.join().unwrap());
+        (stranger, no_zero, no_one)
+    });
+    // Authorities are told apart by the print of their keys, which are new each time.
+    let (says, rest) = stranger.split_once(" trusts ").unwrap_or((&stranger, ":"));
+    let stranger = format!("{says} trusts …:{}", rest.split_once(':').unwrap_or_default().1);
+    vec![
+        entry(
+            "an identity of another authority",
+            stranger,
+            "`kyklos certs show` says whom a file is for and whom it trusts; issue all of them from one authority.",
+        ),
+        entry(
+            "the identity of another rank",
+            join(1, job, free(), issue(&ours, 0)),
+            "`{rank}` in --identity stands for each rank's own number.",
+        ),
+        entry(
+            "the identity of another job",
+            join(1, JobId::from_name("other"), free(), issue(&ours, 1)),
+            "Jobs are told apart by --job of `kyklos certs issue`.",
+        ),
+        entry(
+            "rank 0 is not there",
+            no_zero,
+            "Start rank 0, and let UDP to its port through; --join-deadline is how long the others wait.",
+        ),
+        entry(
+            "no rank but 0 comes",
+            no_one,
+            "Start the others, with the address of this one; see what they say.",
+        ),
+        entry(
+            "an identity's file is not there",
+            Identity::read_file(Path::new("/nowhere/rank-0.pem")).unwrap_err(),
+            "--identity or KYKLOS_IDENTITY names another file.",
+        ),
+    ]
+}

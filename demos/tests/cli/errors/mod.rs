@@ -1,0 +1,187 @@
+//! `docs/errors.md`: every refusal, as it is printed when it is provoked. Linux only: sentences of the system are quoted.
+
+mod files;
+mod library;
+mod requests;
+mod sites;
+
+use std::path::Path;
+
+use crate::support::*;
+
+/// Sentences of one kind.
+struct Group {
+    title: &'static str,
+    about: &'static str,
+    /// What provokes each, and what it means.
+    entries: &'static [(&'static str, &'static str)],
+}
+
+/// A sentence of the index.
+struct Entry {
+    when: String,
+    sentence: String,
+    means: &'static str,
+}
+
+/// Refusals that this machine or a command line cannot be made to print, by the text in the source.
+const NOT_PROVOKED: &[(&str, &str)] = &[
+    (
+        "there is no wgpu device {index}: this machine has {count}",
+        "callers of the library; the program looks first",
+    ),
+    (
+        "{} cannot run the subgroup-broadcast kernel: a {:?} with subgroups of {} to {}",
+        "a device whose subgroups do not fit, and `--kernel subgroup`",
+    ),
+    (
+        "{} cannot run the cooperative-matrix kernel: its driver lists {:?}, its subgroups have {} to {} lanes",
+        "a device without such matrices, and `--kernel cooperative`",
+    ),
+    ("{} has no kernel {}", "a device that has others, and `--kernel` with one that it has not"),
+    (
+        "shapes {:?} and {shape:?} in {dtype} share one choice",
+        "a wgpu device, and `tune` with two shapes of one size",
+    ),
+    (
+        "rank 0 cannot be found at {host}: {why}",
+        "a name that no resolver knows; the reason is the resolver's",
+    ),
+    ("a description cannot be written as TOML: {error}", "a bug"),
+    ("the work list is in tiles of {:?}, the kernel's are {tile:?}", CALLERS),
+    ("{what} reaches to byte {} of a buffer of {}", CALLERS),
+    ("{groups} workgroups", CALLERS),
+    ("bytes {range:?} of a buffer of {}", CALLERS),
+    ("{} query rows have no kernels to choose from", CALLERS),
+    ("a write of {} bytes at byte {offset}", CALLERS),
+    ("{layout:?} does not keep heads on 16-byte boundaries", CALLERS),
+    ("a copy of {extent:?} from {from:?} into {into:?}", CALLERS),
+    ("{:?} (in bytes) does not keep heads on 16-byte boundaries", CALLERS),
+];
+const CALLERS: &str = "callers of the wgpu backend's own operations, which plans do not make";
+
+#[test]
+fn the_index_of_errors_is_what_is_printed_and_misses_none() {
+    let folder = tempfile::tempdir().unwrap();
+    files::make(folder.path());
+    let mut out = HEAD.to_owned();
+    let mut sentences = Vec::new();
+    for Group { title, about, entries } in requests::GROUPS {
+        section(&mut out, title, about);
+        for (when, means) in *entries {
+            let sentence = provoke(when, folder.path());
+            line(&mut out, &Entry { when: (*when).to_owned(), sentence: sentence.clone(), means });
+            sentences.push(sentence);
+        }
+    }
+    section(
+        &mut out,
+        "Calls of the library",
+        "`Error::Request`, found before data moves, like all of the above.",
+    );
+    for entry in library::refusals() {
+        line(&mut out, &entry);
+        sentences.push(entry.sentence);
+    }
+    section(&mut out, "Groups that do not form", "Exit code 1, on every process that is there.");
+    library::of_groups().iter().for_each(|entry| line(&mut out, entry));
+    section(&mut out, "Runs that end", ENDS);
+    library::of_runs().iter().for_each(|entry| line(&mut out, entry));
+
+    let sites = sites::all();
+    let missing: Vec<&sites::Site> =
+        sites.iter().filter(|site| !sentences.iter().any(|sentence| site.may_say(sentence))).collect();
+    section(
+        &mut out,
+        "Not provoked here",
+        "Sentences of the source that no line above prints, with what they wait for.",
+    );
+    for (text, why) in NOT_PROVOKED {
+        assert!(
+            missing.iter().any(|site| site.text == *text),
+            "`{text}` is provoked now, or gone: take it out of the list"
+        );
+        out.push_str(&format!("- `{text}`: {why}\n"));
+    }
+    let unknown: Vec<String> = missing
+        .iter()
+        .filter(|site| !NOT_PROVOKED.iter().any(|(text, _)| *text == site.text))
+        .map(|site| format!("{}: {}", site.at, site.text))
+        .collect();
+    assert!(
+        unknown.is_empty(),
+        "refusals that the index does not know; provoke them in requests.rs or library.rs:\n{}",
+        unknown.join("\n")
+    );
+    out.push_str(&format!(
+        "\nPlaces in the source that refuse: {}; not provoked: {}.\n",
+        sites.len(),
+        missing.len()
+    ));
+    holds("docs/errors.md", &out);
+}
+
+fn section(out: &mut String, title: &str, about: &str) {
+    out.push_str(&format!("\n## {title}\n\n"));
+    if !about.is_empty() {
+        out.push_str(&format!("{about}\n\n"));
+    }
+}
+
+fn line(out: &mut String, Entry { when, sentence, means }: &Entry) {
+    out.push_str(&format!(
+        "- `{when}`<br>\n  **{}**<br>\n  {means}\n",
+        sentence.replace('*', "\\*").replace('<', "&lt;")
+    ));
+}
+
+/// Runs a command line and returns the one sentence that it refuses with.
+fn provoke(when: &str, folder: &Path) -> String {
+    let path = folder.to_str().unwrap();
+    let (mut variables, mut arguments) = (Vec::new(), Vec::new());
+    for word in when.split(' ') {
+        match word {
+            "@" => arguments.extend("attend --shape 1,64,8,2,64".split(' ').map(str::to_owned)),
+            "*" => arguments.extend(
+                "plan --explain --shape 1,64,8,2,64 --ranks 2 --hardware".split(' ').map(str::to_owned),
+            ),
+            _ => match word.split_once('=') {
+                Some(variable) if arguments.is_empty() => variables.push(variable),
+                _ => arguments.push(word.replace("DIR", path)),
+            },
+        }
+    }
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let mut command = command(&arguments);
+    command.envs(variables).current_dir(folder);
+    command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+    let output = finish(command.spawn().unwrap(), std::time::Duration::from_secs(30));
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{when}: {text}");
+    assert_eq!(stdout(&output), "", "{when}");
+    let sentence = text.lines().last().unwrap_or_default().strip_prefix("error: ");
+    let sentence = sentence.unwrap_or_else(|| panic!("{when}: {text}")).replace(path, "DIR");
+    // How much memory there is differs between machines.
+    match sentence
+        .split_once("this machine has ")
+        .and_then(|(all, rest)| Some((all, rest.split_once(':')?.1)))
+    {
+        Some((needs, remedy)) => format!("{needs}this machine has …:{remedy}"),
+        None => sentence,
+    }
+}
+
+const HEAD: &str = "# Errors
+
+Every sentence here was printed: a test provokes each and holds this page to it (`KYKLOS_BLESS=1` rewrites the page), and fails
+when a refusal of the source is missing. A refusal is one line on standard error and exit code 2: what does not fit, a
+colon, and what would. It is found before data moves, and under a launcher every rank ends with the same one. Exit code 1 is a
+run that failed, see the end.
+
+`DIR` is a folder; `@` stands for `attend --shape 1,64,8,2,64`. Words with `=` in front are variables of the
+environment. What clap says of options that do not exist or contradict each other is not listed.
+";
+
+const ENDS: &str = "Exit code 1. Ends on all ranks with the same error; rank and step say where. Also of this kind, and not \
+                    provoked here: a device that is lost (`DEVICE: OPERATION failed: the driver's words`: update or restart the \
+                    driver, open the device anew).";
