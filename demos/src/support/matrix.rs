@@ -52,7 +52,7 @@ pub(crate) fn document() -> Result<String> {
     Ok(out)
 }
 
-/// For which dtypes a combination is accepted over every placement.
+/// For which dtypes a combination is accepted over every placement, or over which placements for every dtype.
 fn accepted(
     row: Row,
     strategy: Strategy,
@@ -61,6 +61,7 @@ fn accepted(
     refusals: &mut Vec<String>,
 ) -> Result<String> {
     let (mut taken, mut notes) = (Vec::new(), Vec::new());
+    let mut placements = PlacementKind::ALL.to_vec();
     for dtype in Dtype::ALL {
         row.write(dtype, folder)?;
         let said = notes.len();
@@ -69,6 +70,7 @@ fn accepted(
             let cell = Cell { row, strategy, mesh, dtype, placement, place };
             if let Err(refusal) = cell.validate(folder)? {
                 notes.push(refusal);
+                placements.retain(|other| *other != placement);
             }
         }
         if notes.len() == said {
@@ -83,6 +85,8 @@ fn accepted(
         place_in(&mut said, refused(note, refusals));
     }
     let refused = format!("no{}", said.concat());
+    let names: Vec<&str> = placements.iter().map(|placement| placement.name()).collect();
+    let taken = if taken.is_empty() { names } else { taken };
     Ok(if taken.is_empty() { refused } else { format!("{}, else {refused}", taken.join(", ")) })
 }
 
@@ -114,8 +118,8 @@ runs are in `docs/results/`. What refusals mean and what to do about them: [erro
 
 ## Options and strategies
 
-Every strategy on one mesh that it takes, four ranks except for dense. yes: f32, f16 and bf16, over contiguous, zigzag and striped
-shards; else the dtypes that are taken, and why the others are not. The problem, unless the row says otherwise, is `--shape 1,260,6,2,16`. Devices and transports make no difference here.
+Every strategy on one mesh that it takes, four ranks except for dense. yes: f32, f16 and bf16, over contiguous, zigzag, striped and
+per-document shards; else the dtypes or placements that are taken, and why the others are not. The problem, unless the row says otherwise, is `--shape 1,260,6,2,16`. Devices and transports make no difference here.
 
 ";
 

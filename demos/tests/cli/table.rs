@@ -18,7 +18,7 @@ const PART: [&str; 9] = [
 fn every_cell_is_told_with_the_command_that_repeats_it() {
     let inputs = tempfile::tempdir().unwrap();
     let folder = inputs.path().to_str().unwrap();
-    let part = ["--strategy", "dense,pass-q", "--row", "bias for", "--row", "wire", "--inputs", folder];
+    let part = ["--strategy", "dense,pass-q", "--row", "bias for", "--row", "wire f16", "--inputs", folder];
     let all = json(&kyklos(&[&PART[..], &part, &["--json"]].concat()));
     let cells = all["cells"].as_array().unwrap();
     assert_eq!(cells.len(), 8);
@@ -41,7 +41,7 @@ fn every_cell_is_told_with_the_command_that_repeats_it() {
 #[test]
 fn the_table_counts_and_quotes_and_is_quiet_in_a_pipe() {
     let output =
-        kyklos(&[&PART[..], &["--strategy", "ulysses", "--row", "causal", "--row", "wire"]].concat());
+        kyklos(&[&PART[..], &["--strategy", "ulysses", "--row", "causal", "--row", "wire f16"]].concat());
     succeeds(&output);
     assert_eq!(stderr(&output), "");
     let text = stdout(&output);
