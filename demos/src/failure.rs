@@ -54,7 +54,18 @@ impl From<TransportError> for Failure {
 /// Writes to standard output. A reader that has gone away is no failure.
 pub(crate) fn print(text: &str) -> Result<()> {
     let mut stdout = io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+    written(stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()))
+}
+
+/// Prints an object piece by piece: it may be large.
+pub(crate) fn print_json(value: &impl serde::Serialize) -> Result<()> {
+    let mut stdout = io::BufWriter::new(io::stdout().lock());
+    let json = serde_json::to_writer_pretty(&mut stdout, value).map_err(io::Error::from);
+    written(json.and_then(|()| stdout.write_all(b"\n")).and_then(|()| stdout.flush()))
+}
+
+fn written(written: io::Result<()>) -> Result<()> {
+    match written {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
             Err(Failure::run(format!("cannot write to standard output: {error}")))
         }

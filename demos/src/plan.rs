@@ -1,12 +1,12 @@
 //! `kyklos plan`: what `attend` would run. No device is touched.
 
 use kyklos::Mesh;
-use kyklos::plan::{explain, explain_json};
+use kyklos::plan::{Explained, explain};
 use kyklos_transport::Rank;
 
 use crate::args::PlanArgs;
 use crate::explain::explain as explain_plans;
-use crate::failure::{Failure, Result, note, print};
+use crate::failure::{Failure, Result, note, print, print_json};
 use crate::report::duration;
 use crate::request::Request;
 
@@ -40,11 +40,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     }
     let (plans, checks) = request.plan()?;
     if args.json {
-        let mut json = explain_json(&plans, &checks);
-        json["predicted_s"] = request.predicted_s.into();
-        let json = serde_json::to_string_pretty(&json)
-            .map_err(|error| Failure::run(format!("cannot print the plan: {error}")))?;
-        return print(&(json + "\n"));
+        return print_json(&Explained::new(&plans, &checks, request.predicted_s));
     }
     let shown = args.rank.or((world > FEW).then_some(0)).map(Rank);
     let predicted = request.predicted_s.map(|seconds| format!("predicted  {}\n", duration(seconds)));

@@ -5,8 +5,8 @@ use std::fmt::Write;
 use kyklos_transport::Rank;
 
 use super::check::RankCheck;
-use super::step::{BufferId, Plan, Slice, Step, World};
-use crate::{AttentionProblem, PairKind};
+use super::step::{Buffer, BufferId, Plan, Slice, Step, World};
+use crate::{AttentionProblem, PairKind, PlacementKind, Strategy, TokenRuns};
 
 /// The world as a table of ranks, then the steps of `rank` (of all ranks where it is `None`).
 pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> String {
@@ -85,23 +85,57 @@ pub fn expected_of_wire(problem: &AttentionProblem) -> String {
     )
 }
 
-/// The world as JSON: the problem, the mesh, and every rank's buffers, steps and proof.
-pub fn explain_json(world: &World, checks: &[RankCheck]) -> serde_json::Value {
-    serde_json::json!({
-        "problem": world.problem,
-        "mesh": world.mesh.to_string(),
-        "ranks": world.mesh.world(),
-        "strategy": world.strategy,
-        "placement": world.q_placement.kind(),
-        "wire_expected_error": world.problem.wire.expected_error(world.problem.head_dim, world.problem.scale),
-        "plans": world.plans.iter().zip(checks).map(|(plan, check)| serde_json::json!({
-            "rank": plan.rank,
-            "tokens": world.q_placement.of_rank(Rank(plan.rank)),
-            "check": check,
-            "buffers": plan.buffers,
-            "steps": plan.steps,
-        })).collect::<Vec<_>>(),
-    })
+/// The world for JSON: the problem, the mesh, and every rank's buffers, steps and proof. It is written as it is walked: as
+/// a tree of values, thousands of steps of hundreds of ranks would take gigabytes.
+#[derive(Debug, serde::Serialize)]
+pub struct Explained<'a> {
+    problem: &'a AttentionProblem,
+    mesh: String,
+    ranks: u32,
+    strategy: Strategy,
+    placement: PlacementKind,
+    wire_expected_error: f64,
+    predicted_s: Option<f64>,
+    #[serde(serialize_with = "each")]
+    plans: (&'a World, &'a [RankCheck]),
+}
+
+impl<'a> Explained<'a> {
+    /// The world, what its proof found, and the seconds that a simulation expects, if somebody asked one.
+    pub fn new(world: &'a World, checks: &'a [RankCheck], predicted_s: Option<f64>) -> Self {
+        let World { problem, mesh, strategy, q_placement, .. } = world;
+        Self {
+            problem,
+            mesh: mesh.to_string(),
+            ranks: mesh.world(),
+            strategy: *strategy,
+            placement: q_placement.kind(),
+            wire_expected_error: problem.wire.expected_error(problem.head_dim, problem.scale),
+            predicted_s,
+            plans: (world, checks),
+        }
+    }
+}
+
+fn each<S: serde::Serializer>(
+    (world, checks): &(&World, &[RankCheck]),
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    #[derive(serde::Serialize)]
+    struct One<'a> {
+        rank: u32,
+        tokens: &'a TokenRuns,
+        check: &'a RankCheck,
+        buffers: &'a [Buffer],
+        steps: &'a [Step],
+    }
+    serializer.collect_seq(world.plans.iter().zip(*checks).map(|(plan, check)| One {
+        rank: plan.rank,
+        tokens: world.q_placement.of_rank(Rank(plan.rank)),
+        check,
+        buffers: &plan.buffers,
+        steps: &plan.steps,
+    }))
 }
 
 /// One step in words.

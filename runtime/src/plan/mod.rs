@@ -11,6 +11,6 @@ mod step;
 
 pub use check::{RankCheck, check};
 pub(crate) use explain::describe;
-pub use explain::{bytes, expected_of_wire, explain, explain_json, table};
+pub use explain::{Explained, bytes, expected_of_wire, explain, table};
 pub use hash::plan_hash;
 pub use step::{Buffer, BufferId, Content, Plan, Recv, Send, Slice, Step, World};

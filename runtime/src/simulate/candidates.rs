@@ -50,7 +50,7 @@ pub enum Verdict {
 
 /// Every strategy on every mesh in every placement that differs: with one shard there is nothing to deal, without a mask
 /// all tokens are alike, and a mesh that the problem does not fit is refused in any placement. A strategy that takes any
-/// mesh is left out where the mesh has a name of its own.
+/// mesh is left out where the mesh has a name of its own, and one that sends the same messages as another.
 ///
 /// # Errors
 /// [`crate::Error::Request`] for more ranks than a mesh can have.
@@ -72,6 +72,7 @@ pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Can
                 .into_iter()
                 .filter(|strategy| strategy.accepts(mesh).is_ok())
                 .filter(|strategy| *strategy != Strategy::Unified || Strategy::of_mesh(mesh) == *strategy)
+                .filter(|strategy| differs(*strategy, mesh))
                 .collect(),
         };
         let placements: Vec<PlacementKind> = match wanted.placement {
@@ -94,6 +95,16 @@ pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Can
         }
     }
     Ok(found)
+}
+
+/// Whether a strategy's plans are not those of one before it: between two shards there is one way, and a tree of three ranks
+/// has no branches.
+fn differs(strategy: Strategy, mesh: Mesh) -> bool {
+    match strategy {
+        Strategy::Bidirectional | Strategy::Line | Strategy::Gather => mesh.ring() > 2,
+        Strategy::Tree => mesh.ring() > 3,
+        _ => true,
+    }
 }
 
 /// Prices every candidate, the fastest first and those that are refused last; among equals the order of

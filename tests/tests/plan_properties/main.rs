@@ -6,7 +6,7 @@ mod faults;
 
 use closed_form::closed_form;
 use faults::FAULTS;
-use kyklos::plan::{Recv, Send, Step, World, check, explain, explain_json, plan_hash};
+use kyklos::plan::{Explained, Recv, Send, Step, World, check, explain, plan_hash};
 use kyklos::{
     AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PairKind, PairTensor, PlacementKind, SlicePart, Split,
     Strategy, WireFormat, meshes_by_bytes, plan_world,
@@ -346,7 +346,7 @@ fn a_plan_explains_itself_the_same_way_every_time() {
     }
     let expected = std::fs::read_to_string(golden).unwrap_or_default();
     assert_eq!(text, expected, "if the change is wanted, run with KYKLOS_BLESS=1 and review {golden}");
-    let json = explain_json(&world, &checks);
+    let json = serde_json::to_value(Explained::new(&world, &checks, None)).unwrap();
     assert_eq!(json["plans"].as_array().unwrap().len(), 4);
     assert_eq!(json["plans"][1]["check"]["messages_sent"], checks[1].messages_sent);
 }
