@@ -1,6 +1,5 @@
 //! `kyklos attend`: as one rank of a launcher's, or with all ranks in this process.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +13,7 @@ use crate::failure::{Failure, Result, note, print};
 use crate::interrupt;
 use crate::launchers::{self, Launched, Variables};
 use crate::metrics;
-use crate::output::{OutputTarget, RANK, keep_apart};
+use crate::output::{OutputTarget, keep_apart};
 use crate::progress::Watch;
 use crate::rank::{self, Job, RankDone};
 use crate::record;
@@ -57,15 +56,6 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
         return Err(Failure::request(
             format!("--transport in-process between {world} processes"),
             "leave it away, or use quic",
-        ));
-    }
-    if let Some(path) = &args.trace
-        && world > 1
-        && !holds_rank(path)
-    {
-        return Err(Failure::request(
-            format!("--trace {} would be written by {world} processes", path.display()),
-            "put {rank} into the name, such as trace-{rank}.json",
         ));
     }
     metrics::check(args)?;
@@ -192,6 +182,10 @@ fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
             Some(OutputTarget::Parts(_)) => "parts",
         },
     ));
+    identities.push(match &args.trace {
+        None => "no trace".to_owned(),
+        Some(path) => format!("a trace by rank: {}", trace::is_by_rank(path)),
+    });
     Ok(Job {
         plan_hash: plan::plan_hash(&world, &identities),
         request,
@@ -201,6 +195,7 @@ fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
         deadline: Duration::from_secs(u64::from(args.deadline.get())),
         sample,
         output,
+        trace: args.trace.clone(),
         record: record::folder(args.record.as_deref())?,
         options: RunOptions { clock, observer: watch.clone(), trace: args.trace.is_some(), poison: false },
         watch,
@@ -238,17 +233,10 @@ pub(crate) fn run_here(
 /// Prints and writes what is to be known of a run.
 fn tell(args: &AttendArgs, job: &Job, mut done: Vec<(u32, RankDone)>) -> Result<()> {
     if let Some(path) = &args.trace {
-        let mut tracks: Vec<_> = done
-            .iter_mut()
-            .map(|(rank, done)| (*rank, done.device.clone(), std::mem::take(&mut done.spans)))
-            .collect();
-        if holds_rank(path) {
-            for track in &mut tracks {
-                let name = path.to_string_lossy().replace(RANK, &track.0.to_string());
-                trace::write(Path::new(&name), std::slice::from_ref(track))?;
+        for (rank, done) in &mut done {
+            if let Some(trace) = done.trace.take() {
+                trace.write(path, *rank)?;
             }
-        } else {
-            trace::write(path, &tracks)?;
         }
     }
     for summary in done.iter().filter_map(|(_, done)| done.summary.as_ref()) {
@@ -258,10 +246,6 @@ fn tell(args: &AttendArgs, job: &Job, mut done: Vec<(u32, RankDone)>) -> Result<
         Some(failure) => Err(failure),
         None => Ok(()),
     }
-}
-
-fn holds_rank(path: &Path) -> bool {
-    path.to_string_lossy().contains(RANK)
 }
 
 /// Each rank here is a thread.

@@ -72,6 +72,7 @@ pub(crate) fn demo() -> Result<()> {
         repeat: REPEAT.get(),
         deadline: Duration::from_secs(120),
         output: None,
+        trace: None,
         record: None,
         options: RunOptions { clock, observer: watch.clone(), ..quiet() },
         watch,

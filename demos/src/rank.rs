@@ -8,9 +8,9 @@ use bytes::Bytes;
 use kyklos::collect::{receive_output, send_output};
 use kyklos::local::{RankTask, Tensors};
 use kyklos::plan::{RankCheck, World};
-use kyklos::{Error, RankOutput, RunOptions, Span};
+use kyklos::{Error, RankOutput, RunOptions};
 use kyklos_tests::oracle::Row;
-use kyklos_transport::{Abort, AbortCause, Progress, Rank, Tag, Transport, TransportError, Vote};
+use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Tag, Transport, TransportError, Vote};
 
 use crate::device::{AnyBackend, DeviceId};
 use crate::failure::{Failure, Result, note};
@@ -19,6 +19,7 @@ use crate::progress::Watch;
 use crate::record::Flight;
 use crate::report::{NOTE_BYTES, RankNote, Summary};
 use crate::request::Request;
+use crate::trace::{Trace, Track};
 use crate::verify::{Sample, Verdict};
 
 /// Everything that all ranks agree on.
@@ -32,6 +33,8 @@ pub(crate) struct Job {
     pub(crate) deadline: Duration,
     pub(crate) sample: Option<Sample>,
     pub(crate) output: Option<OutputTarget>,
+    /// Where the timelines go, by rank or of all ranks together.
+    pub(crate) trace: Option<PathBuf>,
     /// Where records go.
     pub(crate) record: Option<PathBuf>,
     pub(crate) options: RunOptions,
@@ -41,8 +44,8 @@ pub(crate) struct Job {
 /// What a rank leaves behind.
 #[derive(Debug)]
 pub(crate) struct RankDone {
-    pub(crate) device: String,
-    pub(crate) spans: Vec<Span>,
+    /// Timelines to write: its own, or on rank 0 those of all.
+    pub(crate) trace: Option<Trace>,
     /// On rank 0.
     pub(crate) summary: Option<Summary>,
     /// Why the result is not to be used, though it was computed.
@@ -134,10 +137,19 @@ impl Job {
         // The median over the repetitions: the first one pays for memory and shaders, the last one is any other.
         walls_ns.sort_unstable();
         let wall_ns = walls_ns[walls_ns.len() / 2];
+        let lines = Lines { transport: &**transport, op: self.repeat, deadline: self.deadline };
+        let trace = match &self.trace {
+            Some(path) => {
+                let track = Track { rank, device: backend.info().name.clone(), spans };
+                let told = track.tell(path, &lines, &*self.options.clock);
+                told.map_err(|failure| self.give_up(&**transport, failure))?
+            }
+            None => None,
+        };
         let (summary, rejected) = self
             .finish(transport, &backend, &output, wall_ns, file)
             .map_err(|failure| self.give_up(&**transport, failure))?;
-        Ok(RankDone { device: backend.info().name.clone(), spans, summary, rejected })
+        Ok(RankDone { trace, summary, rejected })
     }
 
     /// Ends the group after a failure that only this rank knows of.
@@ -335,19 +347,24 @@ impl Job {
 }
 
 /// Small messages of an operation of their own.
-struct Lines<'a> {
-    transport: &'a dyn Transport,
+pub(crate) struct Lines<'a> {
+    pub(crate) transport: &'a dyn Transport,
     op: u64,
     deadline: Duration,
 }
 
 impl Lines<'_> {
-    fn send(&self, to: Rank, message: u32, bytes: Bytes) -> Result<()> {
-        let tag = Tag { op: self.op, message };
-        Ok(pollster::block_on(self.transport.post_send(to, tag, vec![bytes], self.deadline))?)
+    pub(crate) fn send(&self, to: Rank, message: u32, bytes: Bytes) -> Result<()> {
+        Ok(pollster::block_on(self.post(to, message, bytes))?)
     }
 
-    fn recv(&self, from: Rank, message: u32, bytes: usize) -> Result<Bytes> {
+    /// Starts sending.
+    pub(crate) fn post(&self, to: Rank, message: u32, bytes: Bytes) -> Posted<()> {
+        let tag = Tag { op: self.op, message };
+        self.transport.post_send(to, tag, vec![bytes], self.deadline)
+    }
+
+    pub(crate) fn recv(&self, from: Rank, message: u32, bytes: usize) -> Result<Bytes> {
         let tag = Tag { op: self.op, message };
         let mut parts = pollster::block_on(self.transport.post_recv(from, tag, &[bytes], self.deadline))?;
         parts.pop().ok_or_else(|| {

@@ -123,9 +123,14 @@ impl<B: Backend> Collective<B> for HostStaged {
         // Receives first: a peer may be waiting for them already.
         let recvs: Vec<_> = recvs
             .iter()
-            .map(|recv| self.transport.post_recv(recv.from, tag, &recv.piece_bytes, self.deadline))
-            .map(|posted| async move {
+            .map(|recv| {
+                let posted = self.transport.post_recv(recv.from, tag, &recv.piece_bytes, self.deadline);
+                (recv.from, meter.start(), posted)
+            })
+            .map(|(from, started, posted)| async move {
                 let pieces = posted.await.map_err(ExchangeError::Transport)?;
+                let bytes = || pieces.iter().map(Bytes::len).sum::<usize>();
+                meter.travelled(started, Lane::Receive, || format!("{} B from rank {from}, {tag}", bytes()));
                 let copying = meter.start();
                 let uploaded: crate::Result<Vec<_>> =
                     pieces.into_iter().map(|piece| backend.upload("received", piece)).collect();
@@ -144,13 +149,19 @@ impl<B: Backend> Collective<B> for HostStaged {
                 let ready = (&mut downloads).now_or_never();
                 meter.end(copying, Lane::Copy, || format!("download {tag}"));
                 let to = send.to;
-                let early = ready.map(|pieces| self.send(meter, to, tag, pieces));
+                let bytes: usize = send.pieces.iter().map(|piece| piece.bytes.len()).sum();
+                let early = ready.map(|pieces| (meter.start(), self.send(meter, to, tag, pieces)));
                 async move {
-                    let posted = match early {
+                    let (started, posted) = match early {
                         Some(posted) => posted,
-                        None => self.send(meter, to, tag, downloads.await),
+                        None => {
+                            let pieces = downloads.await;
+                            (meter.start(), self.send(meter, to, tag, pieces))
+                        }
                     };
-                    posted?.await.map_err(ExchangeError::Transport)
+                    posted?.await.map_err(ExchangeError::Transport)?;
+                    meter.travelled(started, Lane::Send, || format!("{bytes} B to rank {to}, {tag}"));
+                    Ok(())
                 }
             })
             .collect();

@@ -51,13 +51,17 @@ pub enum Lane {
     Copy,
     /// Waiting for messages.
     Wait,
+    /// A message on its way to another rank: from when it is posted until this rank has noticed that it was taken.
+    Send,
+    /// A message on its way here: from when it is posted until this rank has noticed that it came.
+    Receive,
 }
 
 /// Counts while a rank runs.
 #[derive(Debug)]
 pub struct Meter {
     clock: Arc<dyn Clock>,
-    /// Time of each lane; copies inside a wait are counted as copies.
+    /// Time of each lane on which the rank does something itself; copies inside a wait are counted as copies.
     lanes: [Cell<u64>; 3],
     bytes_sent: Cell<u64>,
     messages_sent: Cell<u64>,
@@ -101,6 +105,15 @@ impl Meter {
         cell.set(cell.get() + (end_ns - started.at_ns).saturating_sub(inside));
         if let Some(spans) = &self.spans {
             spans.borrow_mut().push(Span { lane, name: name(), start_ns: started.at_ns, end_ns });
+        }
+    }
+
+    /// Ends the way of a message that has been posted at `started`. Messages travel beside each other and beside whatever
+    /// the rank does, so they are not counted, only shown.
+    pub(crate) fn travelled(&self, started: Started, lane: Lane, name: impl FnOnce() -> String) {
+        if let Some(spans) = &self.spans {
+            let (start_ns, end_ns) = (started.at_ns, self.clock.now_ns());
+            spans.borrow_mut().push(Span { lane, name: name(), start_ns, end_ns });
         }
     }
 

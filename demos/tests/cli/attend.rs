@@ -247,12 +247,50 @@ fn progress_lines_and_traces_are_json() {
     let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
     for rank in 0..2 {
-        for category in ["compute", "wait"] {
+        for category in ["compute", "wait", "send", "receive"] {
             assert!(
-                events.iter().any(|event| event["tid"] == rank && event["cat"] == category),
+                events.iter().any(|event| event["pid"] == rank && event["cat"] == category),
                 "{category} of rank {rank}"
             );
         }
+    }
+}
+
+#[test]
+fn a_trace_of_several_processes_is_on_one_clock() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("trace.json");
+    let attend = ["launch", "-n", "3", "--", "attend", "--shape", "1,600,4,2,64", "--strategy", "ring"];
+    let output = kyklos(&[&attend[..], &["--device", "cpu", "--trace", trace.to_str().unwrap()]].concat());
+    succeeds(&output);
+    let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let within_us = |rank: u64| -> f64 {
+        let name = |event: &&serde_json::Value| event["name"] == "process_name" && event["pid"] == rank;
+        let name = events.iter().find(name).unwrap()["args"]["name"].as_str().unwrap();
+        let within = name.split("clock within ").nth(1).and_then(|text| text.strip_suffix(" µs"));
+        assert_eq!(within.is_some(), rank != 0, "{name}");
+        within.map_or(0.0, |text| text.parse().unwrap())
+    };
+    // Each message: when it was posted, and when it had come, as two clocks saw it.
+    let ends = |category: &str, phase: &str| -> Vec<(u64, String, f64)> {
+        let these = events.iter().filter(|event| event["cat"] == category && event["ph"] == phase);
+        let one = |event: &serde_json::Value| {
+            let name = event["name"].as_str().unwrap().to_owned();
+            (event["pid"].as_u64().unwrap(), name, event["ts"].as_f64().unwrap())
+        };
+        these.map(one).collect()
+    };
+    let (posted, came) = (ends("send", "b"), ends("receive", "e"));
+    assert_eq!((posted.len(), came.len()), (6, 6), "two hops of three ranks");
+    for (from, name, posted_us) in posted {
+        let (bytes, tag) = (name.split(' ').next().unwrap(), name.split_once(", ").unwrap().1);
+        let to: u64 = (from + 1) % 3;
+        let expected = format!("{bytes} B from rank {from}, {tag}");
+        let (_, _, came_us) = came.iter().find(|(rank, name, _)| *rank == to && *name == expected).unwrap();
+        let slack_us = within_us(from) + within_us(to);
+        assert!(came_us + slack_us > posted_us, "{expected} came at {came_us}, posted at {posted_us}");
+        assert!(slack_us < 50_000.0, "clocks of one machine are compared within {slack_us} µs");
     }
 }
 

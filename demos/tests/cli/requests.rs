@@ -93,7 +93,6 @@ fn wrong_requests_are_refused_on_one_line() {
         ("launch -n 2 -- attend --shape 1,64,8,2,64 --ranks 2", &["--ranks"]),
         ("launch -n 2 -- attend --shape 1,64,8,2,64 --transport in-process", &["in-process"]),
         ("launch -n 2 -- attend --shape 1,64,8,2,64 --mesh 2x2", &["4 ranks", "2 ranks"]),
-        ("launch -n 2 -- attend --shape 1,64,8,2,64 --trace t.json", &["{rank}"]),
         ("launch -n 2 -- attend --shape 1,64,8,3,64", &["3 kv heads"]),
         ("launch -n 2 -- attend --shape 1,64,8,2,64 --nonsense", &["--nonsense"]),
         ("fly", &["fly"]),

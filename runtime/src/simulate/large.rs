@@ -26,7 +26,7 @@ pub fn predict(
     let mesh = candidate.mesh;
     candidate.strategy.accepts(mesh)?;
     mesh.fits(problem)?;
-    let hops = u64::from(mesh.world()) * u64::from(mesh.ring() + mesh.ulysses());
+    let hops = u64::from(mesh.world()) * u64::from(mesh.ring() + mesh.ulysses()) * at_once(candidate);
     // Under a causal mask keys of contiguous shards, and back halves of zigzag ones, go as far as somebody sees them: hops
     // then differ, as those of a line do by themselves.
     let causal = problem.mask == Mask::causal()
@@ -44,8 +44,8 @@ pub fn predict(
     {
         if hops > MOST_WALKED {
             return Err(Error::request(
-                format!("{} on {mesh} has {hops} hops that differ, too many to walk", candidate.strategy),
-                format!("ask for fewer ranks, or for a strategy and placement with at most {MOST_WALKED}"),
+                format!("{} on {mesh} has hops that differ, too many to walk", candidate.strategy),
+                "ask for fewer ranks, or for a strategy and placement whose hops are alike",
             ));
         }
         return walk(problem, mesh);
@@ -59,6 +59,15 @@ pub fn predict(
     };
     let (near, far) = (shrunk(short)?, shrunk(2 * short)?);
     Ok(Line { near: short, far: 2 * short, wanted: mesh.ring() }.extend(&near, far))
+}
+
+/// How much more a hop takes to walk where all are under way at once: each that starts or ends changes the speed of all that
+/// share a link with it.
+fn at_once(candidate: Candidate) -> u64 {
+    match candidate.strategy {
+        Strategy::Gather | Strategy::PassQ | Strategy::Tree => u64::from(candidate.mesh.ring()).div_ceil(8),
+        _ => 1,
+    }
 }
 
 /// A line through what was found at two lengths of the ring.
@@ -120,8 +129,8 @@ impl Line {
     }
 }
 
-/// Hops and trades in all up to which plans are walked as they are: about half a second.
-const MOST_HOPS: u64 = 1 << 16;
+/// Hops and trades in all up to which plans are walked as they are: a fraction of a second.
+const MOST_HOPS: u64 = 1 << 14;
 /// Hops beyond which a walk would take many seconds, for each of many candidates.
 const MOST_WALKED: u64 = 1 << 18;
 /// A ring that is shorter has no hop that is like the others.

@@ -171,10 +171,6 @@ pub(super) const GROUPS: &[Group] = &[
                 "launch -n 2 -- attend --shape 1,64,8,2,64 --transport in-process",
                 "Processes share no memory.",
             ),
-            (
-                "launch -n 2 -- attend --shape 1,64,8,2,64 --trace t.json",
-                "Each process writes a file of its own.",
-            ),
             ("KYKLOS_LAUNCH=1 @ --rank 0", "The launcher numbers the ranks."),
             ("@ --ranks 2 --rank 0", "All ranks in this process, or this process as one of several."),
             ("RANK=0 @", "A launcher sets both."),
