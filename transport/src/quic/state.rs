@@ -183,6 +183,8 @@ impl State {
             call.completer.complete(Err(error(pending)));
         }
         for ((from, tag), call) in std::mem::take(&mut self.recvs) {
+            // It may be on its way: its sender has been asked for it, and does not know of the abort yet.
+            self.peers[from.0 as usize].received.end(tag, Ended::GivenUp);
             let pending = call.pending(from, tag);
             self.recorder.ended_early(pending, call.patience.waited());
             call.completer.complete(Err(error(pending)));
