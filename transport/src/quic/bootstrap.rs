@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use quinn::{Connection, ConnectionError, Endpoint, SendStream};
+use quinn::{Connection, ConnectionError, Endpoint, SendStream, TransportErrorCode};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout, timeout_at};
 
@@ -110,7 +110,7 @@ pub(crate) async fn knock(config: &QuicConfig, endpoint: &Endpoint, tls: &TlsCon
     let deadline = Instant::now() + config.connect_deadline.min(KNOCK_PATIENCE);
     let (_, arrivals) = mpsc::channel(1);
     let _ = Forming { config, endpoint, tls, deadline, arrivals, early_data: Vec::new(), turned_away: None }
-        .dial_coordinator()
+        .dial_until_answered(COORDINATOR, config.coordinator, Purpose::Control)
         .await;
     endpoint.close(close_code::REJECTED, b"its identity does not fit");
     let _ = timeout(GOODBYE_PATIENCE, endpoint.wait_idle()).await;
@@ -165,7 +165,8 @@ impl Forming<'_> {
     }
 
     async fn as_member(&mut self) -> Result<Mesh, TransportError> {
-        let mut control = self.dial_coordinator().await?;
+        let coordinator = self.config.coordinator;
+        let mut control = self.dial_until_answered(COORDINATOR, coordinator, Purpose::Control).await?;
         // Rank 0 says who did not come, and why: that is worth more than to know it a moment earlier.
         self.deadline += LATE_NEWS;
         let addresses = match self.next_frame(&mut control).await? {
@@ -179,7 +180,7 @@ impl Forming<'_> {
             // This rank reached the coordinator under the address it was given; the table may hold another one.
             let address =
                 if rank == COORDINATOR { self.config.coordinator } else { addresses[rank.0 as usize] };
-            data.push(self.dial(rank, address, Purpose::Data).await?);
+            data.push(self.dial_until_answered(rank, address, Purpose::Data).await?);
         }
         let data = self.collect_data(data).await?;
         self.say(&mut control, &Frame::Meshed).await?;
@@ -187,17 +188,20 @@ impl Forming<'_> {
         Ok(Mesh { control: vec![control], data })
     }
 
-    /// Rank 0 may start later than this rank: tries again until the deadline.
-    async fn dial_coordinator(&self) -> Result<Joined, TransportError> {
-        let address = self.config.coordinator;
+    /// Rank 0 may start later than this rank, and packets may be lost: tries again until the deadline.
+    async fn dial_until_answered(
+        &self,
+        rank: Rank,
+        address: SocketAddr,
+        purpose: Purpose,
+    ) -> Result<Joined, TransportError> {
         loop {
-            let attempt = self.dial(COORDINATOR, address, Purpose::Control);
-            match timeout_at(self.deadline, attempt).await {
-                Ok(Err(error)) if error == no_answer(COORDINATOR, address) => {}
+            match timeout_at(self.deadline, self.dial(rank, address, purpose)).await {
+                Ok(Err(error)) if error == no_answer(rank, address) => {}
                 Ok(ended) => return ended,
                 Err(_) => {
                     let text = format!(
-                        "rank 0 did not answer at {address} within {:?}: is it running, and does UDP get through?",
+                        "rank {rank} did not answer at {address} within {:?}: is it running, and does UDP get through?",
                         self.config.connect_deadline
                     );
                     return Err(failed(text));
@@ -220,7 +224,8 @@ impl Forming<'_> {
             .map_err(|error| failed(format!("cannot dial rank {rank} at {address}: {error}")))?;
         let connection = match timeout(DIAL_PATIENCE, connecting).await {
             Ok(Ok(connection)) => connection,
-            Ok(Err(ConnectionError::TimedOut)) | Err(_) => return Err(no_answer(rank, address)),
+            Err(_) => return Err(no_answer(rank, address)),
+            Ok(Err(error)) if is_silence(&error) => return Err(no_answer(rank, address)),
             Ok(Err(error @ ConnectionError::TransportError(_))) => {
                 let text = format!("this rank refuses rank {rank} at {address}: {}", describe(&error));
                 return Err(failed(text));
@@ -233,8 +238,9 @@ impl Forming<'_> {
             }
         };
         let refused = |what: String| failed(format!("rank {rank} at {address} refused this rank: {what}"));
-        let lost = |connection: &Connection, error: String| {
-            refused(connection.close_reason().map_or(error, |reason| describe(&reason)))
+        let lost = |connection: &Connection, error: String| match connection.close_reason() {
+            Some(reason) if is_silence(&reason) => no_answer(rank, address),
+            reason => refused(reason.map_or(error, |reason| describe(&reason))),
         };
         let claims = tls::proven_claims(&connection)?;
         if claims.job != self.config.job {
@@ -308,7 +314,10 @@ impl Forming<'_> {
             Ok(Ok(Some(frame))) => Ok(frame),
             Ok(Ok(None) | Err(_)) => Err(self.lost(from)),
             Err(_) => {
-                let text = format!("the group was not complete within {:?}", self.config.connect_deadline);
+                let text = format!(
+                    "the group was not complete within {:?}: this rank still waits for rank {}",
+                    self.config.connect_deadline, from.rank
+                );
                 Err(failed(text))
             }
         }
@@ -339,6 +348,18 @@ impl Forming<'_> {
             self.config.world,
             self.turned_away.as_ref().map(|door| door.turned_away()).unwrap_or_default()
         ))
+    }
+}
+
+/// Whether packets did not get through, rather than that somebody refused something.
+///
+/// A handshake that is complete for this side may lack its last packets on the other, which then gives it up. A
+/// refusal has a code of its own.
+fn is_silence(reason: &ConnectionError) -> bool {
+    match reason {
+        ConnectionError::TimedOut | ConnectionError::Reset => true,
+        ConnectionError::ConnectionClosed(close) => close.error_code == TransportErrorCode::APPLICATION_ERROR,
+        _ => false,
     }
 }
 

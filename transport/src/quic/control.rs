@@ -151,6 +151,7 @@ impl Core {
         let mut over = self.over.subscribe();
         loop {
             tokio::select! {
+                biased;
                 _ = ticks.tick() => {}
                 _ = over.wait_for(|over| *over) => return,
             }
@@ -174,6 +175,7 @@ impl Core {
         let mut over = self.over.subscribe();
         loop {
             tokio::select! {
+                biased;
                 _ = ticks.tick() => {}
                 _ = over.wait_for(|over| *over) => return,
             }

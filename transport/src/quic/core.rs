@@ -246,6 +246,7 @@ impl Core {
                 }
             };
             tokio::select! {
+                biased;
                 () = sleep => {}
                 () = changed => {}
                 _ = over.wait_for(|over| *over) => return,

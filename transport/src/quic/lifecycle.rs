@@ -151,7 +151,13 @@ impl Core {
 
     /// Closes all connections, after the peers have read what was said, and ends all tasks.
     async fn hang_up(&self, code: VarInt, until: Instant) {
-        let flush_until = until.max(Instant::now() + SHORTEST_FLUSH).min(Instant::now() + LONGEST_FLUSH);
+        let flush_until = until.max(Instant::now() + SHORTEST_FLUSH);
+        // Who leaves in order has told others what they wait for, such as that a message has come. After an abort
+        // everybody is told by several.
+        let flush_until = match code {
+            close_code::LEFT => flush_until,
+            _ => flush_until.min(Instant::now() + LONGEST_FLUSH),
+        };
         let links: Vec<&Link> = self.all_links().collect();
         for link in &links {
             link.hang_up();
@@ -177,7 +183,7 @@ impl Core {
             for peer in &mut state.peers {
                 peer.early.clear();
             }
-            for (_, call) in state.sends.drain() {
+            for (_, call) in std::mem::take(&mut state.sends) {
                 call.task.abort();
                 call.completer.complete(Err(TransportError::Closed));
             }
@@ -228,7 +234,7 @@ fn pending_close(peer: Rank) -> Pending {
 /// Even a close whose deadline has passed gives its last frames this long, though its caller is not kept waiting.
 const SHORTEST_FLUSH: Duration = Duration::from_millis(300);
 
-/// A peer that does not acknowledge last frames for this long is not going to.
+/// After an abort, a peer that does not acknowledge last frames for this long is not going to.
 const LONGEST_FLUSH: Duration = Duration::from_secs(1);
 
 /// For the last packets to leave this host.

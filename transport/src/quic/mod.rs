@@ -41,6 +41,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use bytes::Bytes;
+use quinn::AsyncUdpSocket;
 
 pub use self::authority::{ClusterAuthority, VALID_DAYS};
 use self::core::{COORDINATOR, Core};
@@ -49,6 +50,7 @@ use self::io_thread::{Alive, IoThread};
 pub use self::job::JobId;
 use self::names::Known;
 pub use self::names::{Claims, HostNames, Subject};
+use self::socket::Ground;
 pub use self::validity::{Date, Validity};
 use crate::error::{Abort, TransportError};
 use crate::recorder::{Outstanding, Recorder};
@@ -143,7 +145,8 @@ impl QuicTransport {
         let thread = IoThread::start()?;
         let alive = thread.alive();
         thread.run(async move {
-            let transport: Arc<dyn Transport> = Arc::new(Self::form_on(config, socket, Some(alive)).await?);
+            let ground = Ground::real(socket)?;
+            let transport: Arc<dyn Transport> = Arc::new(Self::form_on(config, ground, Some(alive)).await?);
             Ok(transport)
         })?
     }
@@ -154,17 +157,33 @@ impl QuicTransport {
     ///
     /// As [`Self::connect`].
     pub async fn form(config: QuicConfig) -> Result<Arc<dyn Transport>, TransportError> {
-        let socket = bind(&config)?;
-        Ok(Arc::new(Self::form_on(config, socket, None).await?))
+        let ground = Ground::real(bind(&config)?)?;
+        Ok(Arc::new(Self::form_on(config, ground, None).await?))
+    }
+
+    /// The same over a socket that is not the system's, for a simulated network: with tokio's time paused and quinn's
+    /// random numbers from `seed`, a group does the same again and again. The socket has the address that the config
+    /// says; no other use has a reason to choose the seed, which is no secret then.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::connect`].
+    pub async fn form_over(
+        config: QuicConfig,
+        socket: Arc<dyn AsyncUdpSocket>,
+        seed: [u8; 32],
+    ) -> Result<Arc<dyn Transport>, TransportError> {
+        bootstrap::check(&config)?;
+        Ok(Arc::new(Self::form_on(config, Ground::simulated(socket, seed), None).await?))
     }
 
     async fn form_on(
         config: QuicConfig,
-        socket: std::net::UdpSocket,
+        ground: Ground,
         alive: Option<Alive>,
     ) -> Result<Self, TransportError> {
         let tls = tls::TlsConfigs::new(&config.identity, config.heartbeat)?;
-        let endpoint = socket::endpoint(socket, tls::Path::of_endpoint(config.bind), &tls)?;
+        let endpoint = socket::endpoint(ground, tls::Path::of_endpoint(config.bind), &tls)?;
         let mesh = match bootstrap::identity_fits(&config) {
             Ok(()) => bootstrap::form(&config, &endpoint, &tls).await?,
             Err(error) => {
@@ -219,7 +238,12 @@ pub fn quic_loopback_group(world: u32) -> Result<Vec<Arc<dyn Transport>>, Transp
     thread.run(async move {
         let forming: Vec<_> = ranks
             .into_iter()
-            .map(|(config, socket)| tokio::spawn(QuicTransport::form_on(config, socket, Some(alive.clone()))))
+            .map(|(config, socket)| {
+                let alive = alive.clone();
+                tokio::spawn(async {
+                    QuicTransport::form_on(config, Ground::real(socket)?, Some(alive)).await
+                })
+            })
             .collect();
         let mut group: Vec<Arc<dyn Transport>> = Vec::new();
         for rank in forming {

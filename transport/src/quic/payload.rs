@@ -36,8 +36,9 @@ pub(crate) async fn read_message(stream: &mut RecvStream, granted: Granted) -> R
     loop {
         // `read_chunks` is cancel-safe.
         let read = tokio::select! {
-            read = stream.read_chunks(&mut chunks) => read,
+            biased;
             _ = &mut cancelled => return Err(ReadEnd::Cancelled),
+            read = stream.read_chunks(&mut chunks) => read,
         };
         let count = match read {
             Ok(Some(count)) => count,

@@ -44,24 +44,42 @@ pub(crate) fn bind(address: SocketAddr) -> Result<std::net::UdpSocket, Transport
     Ok(socket.into())
 }
 
-/// An endpoint over `socket` that dials and listens. Must be called in a tokio context.
-pub(crate) fn endpoint(
-    socket: std::net::UdpSocket,
-    path: Path,
-    tls: &TlsConfigs,
-) -> Result<Endpoint, TransportError> {
-    let cannot = |error: &dyn std::fmt::Display| TransportError::Bootstrap {
-        text: format!("cannot set up the QUIC endpoint: {error}"),
-    };
+/// What an endpoint stands on.
+#[derive(Debug)]
+pub(crate) struct Ground {
+    socket: Arc<dyn AsyncUdpSocket>,
+    /// Of quinn's random numbers; `None` takes the system's.
+    seed: Option<[u8; 32]>,
+}
+
+impl Ground {
+    /// A socket of the system. Must be called in a tokio context with I/O.
+    pub(crate) fn real(socket: std::net::UdpSocket) -> Result<Self, TransportError> {
+        let socket = TokioRuntime.wrap_udp_socket(socket).map_err(|error| cannot(&error))?;
+        Ok(Self { socket, seed: None })
+    }
+
+    pub(crate) fn simulated(socket: Arc<dyn AsyncUdpSocket>, seed: [u8; 32]) -> Self {
+        Self { socket, seed: Some(seed) }
+    }
+}
+
+/// An endpoint that dials and listens. Must be called in a tokio context, whose clock it goes by.
+pub(crate) fn endpoint(ground: Ground, path: Path, tls: &TlsConfigs) -> Result<Endpoint, TransportError> {
+    let Ground { mut socket, seed } = ground;
     let mut config = EndpointConfig::default();
     config.max_udp_payload_size(path.mtu().max(1472)).map_err(|error| cannot(&error))?;
-    let mut socket = TokioRuntime.wrap_udp_socket(socket).map_err(|error| cannot(&error))?;
+    config.rng_seed(seed);
     if path == Path::Loopback {
         socket = Arc::new(WholePackets(socket));
     }
     let runtime = Arc::new(TokioRuntime);
     Endpoint::new_with_abstract_socket(config, Some(tls.server(path)), socket, runtime)
         .map_err(|error| cannot(&error))
+}
+
+fn cannot(error: &dyn std::fmt::Display) -> TransportError {
+    TransportError::Bootstrap { text: format!("cannot set up the QUIC endpoint: {error}") }
 }
 
 /// A socket that sends and receives one packet per datagram.

@@ -1,6 +1,6 @@
 //! What one rank remembers: its outstanding calls, and what its peers have said of messages.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,8 +21,9 @@ use crate::transport::{Completer, Rank, Tag};
 pub(crate) struct State {
     pub(crate) phase: Phase,
     pub(crate) abort: Option<Abort>,
-    pub(crate) sends: HashMap<(Rank, Tag), SendCall>,
-    pub(crate) recvs: HashMap<(Rank, Tag), RecvCall>,
+    // In order, so that what is done to all of them is done in the same order every time.
+    pub(crate) sends: BTreeMap<(Rank, Tag), SendCall>,
+    pub(crate) recvs: BTreeMap<(Rank, Tag), RecvCall>,
     pub(crate) agrees: BTreeMap<u64, AgreeCall>,
     pub(crate) next_round: u64,
     pub(crate) peers: Vec<Peer>,
@@ -101,7 +102,7 @@ pub(crate) struct Peer {
     /// Messages it wants that have not been posted here.
     pub(crate) wants: HashSet<Tag>,
     /// Messages from it that came before their receive was posted.
-    pub(crate) early: HashMap<Tag, oneshot::Sender<()>>,
+    pub(crate) early: BTreeMap<Tag, oneshot::Sender<()>>,
     /// Messages that it took back before they came.
     pub(crate) withdrawn: HashSet<Tag>,
     /// Receives from it that have ended.
@@ -126,8 +127,8 @@ impl State {
         Self {
             phase: Phase::Open,
             abort: None,
-            sends: HashMap::new(),
-            recvs: HashMap::new(),
+            sends: BTreeMap::new(),
+            recvs: BTreeMap::new(),
             agrees: BTreeMap::new(),
             next_round: 0,
             peers: (0..world).map(|_| Peer::default()).collect(),
@@ -175,13 +176,15 @@ impl State {
     pub(crate) fn fail_everything(&mut self) {
         let Some(abort) = self.abort.clone() else { return };
         let error = |pending| TransportError::Aborted { abort: abort.clone(), pending: Some(pending) };
-        for ((to, tag), call) in self.sends.drain() {
+        for ((to, tag), call) in std::mem::take(&mut self.sends) {
             call.task.abort();
             let pending = call.pending(to, tag);
             self.recorder.ended_early(pending, call.patience.waited());
             call.completer.complete(Err(error(pending)));
         }
-        for ((from, tag), call) in self.recvs.drain() {
+        for ((from, tag), call) in std::mem::take(&mut self.recvs) {
+            // It may be on its way: its sender has been asked for it, and does not know of the abort yet.
+            self.peers[from.0 as usize].received.end(tag, Ended::GivenUp);
             let pending = call.pending(from, tag);
             self.recorder.ended_early(pending, call.patience.waited());
             call.completer.complete(Err(error(pending)));
@@ -195,7 +198,7 @@ impl State {
 
     /// This rank closes: it waits for nothing any more.
     pub(crate) fn end_receives(&mut self) {
-        for ((from, tag), call) in self.recvs.drain() {
+        for ((from, tag), call) in std::mem::take(&mut self.recvs) {
             self.peers[from.0 as usize].received.end(tag, Ended::GivenUp);
             call.completer.complete(Err(TransportError::Closed));
         }
@@ -215,7 +218,7 @@ impl State {
     pub(crate) fn end_calls_past(&mut self, now: Instant) -> Vec<(Rank, Tag)> {
         let mut unwanted = Vec::new();
         let late = |pending, patience: Patience| TransportError::Deadline { pending, waited: patience.asked };
-        for ((to, tag), call) in self.sends.extract_if(|_, call| call.patience.until <= now) {
+        for ((to, tag), call) in take_late(&mut self.sends, |call| call.patience.until <= now) {
             self.peers[to.0 as usize].send_ended(tag, &call, Ended::GivenUp);
             if call.unwanted {
                 unwanted.push((to, tag));
@@ -225,27 +228,25 @@ impl State {
             self.recorder.ended_early(pending, call.patience.waited());
             call.completer.complete(Err(late(pending, call.patience)));
         }
-        for ((from, tag), call) in self.recvs.extract_if(|_, call| call.patience.until <= now) {
+        for ((from, tag), call) in take_late(&mut self.recvs, |call| call.patience.until <= now) {
             self.peers[from.0 as usize].received.end(tag, Ended::GivenUp);
             let pending = call.pending(from, tag);
             self.recorder.ended_early(pending, call.patience.waited());
             call.completer.complete(Err(late(pending, call.patience)));
         }
-        let rounds: Vec<u64> = self
-            .agrees
-            .iter()
-            .filter(|(_, call)| call.patience.until <= now)
-            .map(|(&round, _)| round)
-            .collect();
-        for round in rounds {
-            if let Some(call) = self.agrees.remove(&round) {
-                let pending = call.pending(round);
-                self.recorder.ended_early(pending, call.patience.waited());
-                call.completer.complete(Err(late(pending, call.patience)));
-            }
+        for (round, call) in take_late(&mut self.agrees, |call| call.patience.until <= now) {
+            let pending = call.pending(round);
+            self.recorder.ended_early(pending, call.patience.waited());
+            call.completer.complete(Err(late(pending, call.patience)));
         }
         unwanted
     }
+}
+
+/// Removes the calls that are late.
+fn take_late<K: Copy + Ord, C>(calls: &mut BTreeMap<K, C>, is_late: impl Fn(&C) -> bool) -> Vec<(K, C)> {
+    let late: Vec<K> = calls.iter().filter(|(_, call)| is_late(call)).map(|(&key, _)| key).collect();
+    late.into_iter().filter_map(|key| calls.remove_entry(&key)).collect()
 }
 
 impl SendCall {

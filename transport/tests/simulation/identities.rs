@@ -1,0 +1,59 @@
+//! Identities with Ed25519 keys.
+//!
+//! The product's ECDSA signatures are of 70 to 72 bytes as chance has it, and with them the packets of a handshake.
+//! Here a seed must give the same packets again, to the byte.
+
+use std::sync::OnceLock;
+
+use kyklos_transport::quic::{Identity, JobId};
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, PKCS_ED25519, SerialNumber,
+};
+
+/// The job of all simulated worlds.
+pub(crate) const JOB: JobId = JobId([7; 16]);
+
+/// Most ranks of a world.
+pub(crate) const MOST_RANKS: u32 = 5;
+
+/// The identity of a rank; made once a process, since keys do not change the lengths of packets.
+pub(crate) fn identity(rank: u32) -> Identity {
+    static ALL: OnceLock<Vec<Identity>> = OnceLock::new();
+    ALL.get_or_init(make)[rank as usize].clone()
+}
+
+fn make() -> Vec<Identity> {
+    let folder = tempfile::tempdir().unwrap();
+    let key = KeyPair::generate_for(&PKCS_ED25519).unwrap();
+    let mut params = draft(Vec::new(), 1);
+    params.distinguished_name.push(DnType::CommonName, "simulation");
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+    let authority = params.self_signed(&key).unwrap().pem();
+    let issuer = Issuer::from_ca_cert_pem(&authority, key).unwrap();
+    let issue = |rank: u32| {
+        let mut params = draft(vec![format!("rank-{rank}.{JOB}.kyklos.internal")], 2 + u64::from(rank));
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let key = KeyPair::generate_for(&PKCS_ED25519).unwrap();
+        let certificate = params.signed_by(&key, &issuer).unwrap().pem();
+        let path = folder.path().join(format!("rank-{rank}.pem"));
+        std::fs::write(&path, certificate + &authority + &key.serialize_pem()).unwrap();
+        #[cfg(unix)]
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+        Identity::read_file(&path).unwrap()
+    };
+    (0..MOST_RANKS).map(issue).collect()
+}
+
+fn draft(names: Vec<String>, serial: u64) -> CertificateParams {
+    let mut params = CertificateParams::new(names).unwrap();
+    params.serial_number = Some(SerialNumber::from(serial));
+    params.distinguished_name = rcgen::DistinguishedName::new();
+    let day = std::time::Duration::from_secs(24 * 3600);
+    params.not_before = (std::time::SystemTime::now() - day).into();
+    params.not_after = (std::time::SystemTime::now() + day).into();
+    params
+}
