@@ -50,7 +50,8 @@ pub fn predict(
         }
         return walk(problem, mesh);
     }
-    let short = (SHORT_RANKS / mesh.ulysses()).clamp(SHORTEST, mesh.ring() / 4);
+    let short_ranks = if at_once(candidate) == 1 { SHORT_RANKS } else { SHORT_RANKS / 4 };
+    let short = (short_ranks / mesh.ulysses()).clamp(SHORTEST, mesh.ring() / 4);
     let shrunk = |ring: u32| -> Result<Prediction> {
         // As many tokens on each rank as the fullest has: small differences would count many times along the line.
         let tokens = problem.q_len.div_ceil(mesh.world()) * mesh.ulysses() * ring;
@@ -135,5 +136,5 @@ const MOST_HOPS: u64 = 1 << 14;
 const MOST_WALKED: u64 = 1 << 18;
 /// A ring that is shorter has no hop that is like the others.
 const SHORTEST: u32 = 4;
-/// Ranks of the shorter of two worlds, where its ring is not the shortest.
+/// Ranks of the shorter of two worlds, where its ring is not the shortest and hops follow each other.
 const SHORT_RANKS: u32 = 64;
