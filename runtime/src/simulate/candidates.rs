@@ -50,7 +50,7 @@ pub enum Verdict {
 
 /// Every strategy on every mesh in every placement that differs: with one shard there is nothing to deal, without a mask
 /// all tokens are alike, and a mesh that the problem does not fit is refused in any placement. A strategy that takes any
-/// mesh is left out where the mesh has a name of its own.
+/// mesh is left out where the mesh has a name of its own, and relay where it is unified.
 ///
 /// # Errors
 /// [`crate::Error::Request`] for more ranks than a mesh can have.
@@ -72,6 +72,7 @@ pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Can
                 .into_iter()
                 .filter(|strategy| strategy.accepts(mesh).is_ok())
                 .filter(|strategy| *strategy != Strategy::Unified || Strategy::of_mesh(mesh) == *strategy)
+                .filter(|strategy| !strategy.is_unified(problem, mesh))
                 .collect(),
         };
         let placements: Vec<PlacementKind> = match wanted.placement {
