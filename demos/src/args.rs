@@ -95,7 +95,7 @@ pub(crate) struct ProblemArgs {
     /// Ulysses x ring, or auto: without --hardware the mesh that sends fewest bytes
     #[arg(long, value_name = "UxR|auto", default_value = "auto")]
     pub(crate) mesh: OrAuto<Mesh>,
-    /// dense, ring, ulysses, unified, chunked, bidirectional, two-way, line, gather, pass-q, tree, or auto: without --hardware what the mesh says
+    /// dense, ring, ulysses, unified, chunked, bidirectional, two-way, line, gather, pass-q, tree, relay, or auto: without --hardware what the mesh says
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub(crate) strategy: OrAuto<StrategyName>,
     /// contiguous, zigzag, striped, per-document or auto: without --hardware zigzag where a ring's mask works like causal

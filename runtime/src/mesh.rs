@@ -83,6 +83,19 @@ impl Mesh {
             })
             .collect()
     }
+
+    /// Consecutive Ulysses pieces whose query heads need the same KV heads, on a mesh that `problem` fits.
+    pub(crate) fn kv_groups(self, problem: &AttentionProblem) -> Vec<Range<u32>> {
+        let mut groups: Vec<(Range<u32>, Range<u32>)> = Vec::new();
+        for (u, q_heads) in (0..).zip(self.q_heads(problem)) {
+            let heads = kv_heads_for(problem, &q_heads);
+            match groups.last_mut() {
+                Some((group, shared)) if *shared == heads => group.end = u + 1,
+                _ => groups.push((u..u + 1, heads)),
+            }
+        }
+        groups.into_iter().map(|(group, _)| group).collect()
+    }
 }
 
 /// The KV heads that the query heads `q_heads` need: every one of them, and no other.

@@ -16,7 +16,7 @@ use kyklos_tests::inputs::{Case, CasePairs};
 use kyklos_tests::oracle::{OracleMask, OracleSlice, OracleTerm};
 
 /// Even shards of 1024 tokens.
-const EVEN: [Shared; 6] = [
+const EVEN: [Shared; 7] = [
     ((1, 2), &[], PlacementKind::Zigzag, Strategy::Ring),
     ((2, 2), &[], PlacementKind::Zigzag, Strategy::TwoWay),
     ((4, 1), &[], PlacementKind::Contiguous, Strategy::Ulysses),
@@ -24,7 +24,13 @@ const EVEN: [Shared; 6] = [
     ((2, 2), &[], PlacementKind::Contiguous, Strategy::Unified),
     // Tiles that lie apart in the sequence come to one rank together.
     ((1, 3), &[0, 512, 512], PlacementKind::Zigzag, Strategy::Bidirectional),
+    // Shards whose halves are a tile.
+    ((4, 2), &[], PlacementKind::Contiguous, Strategy::Relay),
 ];
+
+/// Shards of one tile, which has no halves, and of three and a part, in pieces off the grid.
+const RELAYED: [Shared; 1] =
+    [((4, 2), &[256, 0, 0, 0, 300, 300, 132, 100], PlacementKind::Contiguous, Strategy::Relay)];
 
 fn check(case: Case, worlds: &[Shared]) {
     // The order of sums knows no types: one of them in f16 is enough.
@@ -55,7 +61,8 @@ fn masks(tokens: u64) -> [(&'static str, OracleMask); 5] {
 #[test]
 fn uneven_shards_give_the_same_bytes() {
     for (name, mask) in masks(1088) {
-        check(case(name, 1088, mask, |_| {}), &UNEVEN);
+        let worlds = [&UNEVEN[..], &RELAYED].concat();
+        check(case(name, 1088, mask, |_| {}), &worlds);
     }
 }
 

@@ -264,9 +264,13 @@ fn hostile_descriptions_are_refused_with_the_key_and_a_remedy() {
     }
 }
 
-fn described(name: &str) -> Cluster {
+fn text_of(name: &str) -> String {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../clusters").join(name);
-    Cluster::from_toml(&std::fs::read_to_string(path).expect("the file is there")).expect("it is valid")
+    std::fs::read_to_string(path).expect("the file is there")
+}
+
+fn described(name: &str) -> Cluster {
+    Cluster::from_toml(&text_of(name)).expect("it is valid")
 }
 
 #[test]
@@ -359,6 +363,73 @@ fn a_long_ring_is_told_from_two_short_ones_within_a_few_percent() {
             problem.mask
         );
     }
+}
+
+#[test]
+fn relay_is_faster_where_links_between_hosts_are_slow_and_not_where_all_are_alike() {
+    let wall_s = |kv_heads: u32, cluster: &Cluster, strategy| {
+        let shape = [1, 131_072, 16, kv_heads, 128];
+        let problem = AttentionProblem::new(shape, Dtype::Bf16, Mask::full()).unwrap();
+        let mesh = Mesh::new(8, 4).unwrap();
+        let candidate = Candidate { strategy, mesh, placement: PlacementKind::Contiguous };
+        predict(&problem, candidate, &Split::Even, cluster).unwrap().wall_s()
+    };
+    // Hosts of 8, whose devices share one of the adapters.
+    let one_adapter = text_of("h100-infiniband.toml").replace("nic = \"adapter\"", "uplink = \"adapter\"");
+    let hosts = Cluster::from_toml(&one_adapter).unwrap().grown_for(32).unwrap();
+    for (kv_heads, share) in [(1, 0.75), (2, 0.75), (4, 0.85)] {
+        let [unified, relay] = [Strategy::Unified, Strategy::Relay].map(|s| wall_s(kv_heads, &hosts, s));
+        assert!(relay < share * unified, "{kv_heads} KV heads: relay {relay}, unified {unified}");
+    }
+    // One device a host, and one port for all that it sends: much faster than what is computed under it, and slower.
+    for gb_per_s in [46, 4] {
+        let alike = Cluster::from_toml(&format!(
+            r#"
+            name = "alike"
+            between_hosts = "switch"
+            [device.d]
+            memory = "unified"
+            copy_gb_per_s = 1300
+            [[device.d.attention]]
+            dtype = "bf16"
+            head_dim = 128
+            gflop_per_s = 600000
+            [link.switch]
+            gb_per_s = 1e6
+            latency_us = 8
+            [link.port]
+            gb_per_s = {gb_per_s}
+            latency_us = 0
+            [[host]]
+            name = "h"
+            count = 32
+            devices = [{{ kind = "d" }}]
+            uplink = "port"
+            "#
+        ))
+        .unwrap();
+        for kv_heads in [1, 2, 4] {
+            let [unified, relay] = [Strategy::Unified, Strategy::Relay].map(|s| wall_s(kv_heads, &alike, s));
+            assert!(
+                relay > unified,
+                "{gb_per_s} GB/s, {kv_heads} KV heads: relay {relay}, unified {unified}"
+            );
+        }
+    }
+}
+
+#[test]
+fn relay_is_a_candidate_where_it_differs_from_unified() {
+    let listed = |shape, ranks| {
+        let problem = AttentionProblem::new(shape, Dtype::Bf16, Mask::full()).unwrap();
+        let wanted = Wanted { ranks, mesh: None, strategy: None, placement: None, split: Split::Even };
+        let found = candidates(&problem, &wanted).unwrap().into_iter();
+        let relay = found.filter(|found| found.strategy == Strategy::Relay);
+        relay.map(|found| found.mesh.to_string()).collect::<Vec<_>>()
+    };
+    assert_eq!(listed([1, 4096, 16, 2, 64], 16), ["8x2", "4x4"]);
+    assert!(listed([1, 4096, 16, 16, 64], 16).is_empty());
+    assert!(listed([1, 4096, 12, 3, 64], 8).is_empty(), "3 KV heads over 4 ranks overlap in part");
 }
 
 proptest! {

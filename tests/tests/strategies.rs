@@ -58,7 +58,11 @@ fn every_world_agrees(dtype: Dtype) {
                 for (index, split) in [Split::Even, uneven(mesh.world())].into_iter().enumerate() {
                     // Every way round the shards has its turn on every case, mesh and placement or split.
                     let mut rounds = ROUNDS[..if ring > 1 { ROUNDS.len() } else { 1 }].to_vec();
-                    rounds.extend((ulysses > 1).then_some(Strategy::Chunked));
+                    rounds.extend(
+                        [Strategy::Chunked, Strategy::Relay]
+                            .into_iter()
+                            .filter(|round| round.accepts(mesh).is_ok()),
+                    );
                     let turn = prepared.case.seed as usize + index + kind as usize;
                     let strategy = rounds[turn % rounds.len()];
                     let world = plan_world(&prepared.problem, mesh, kind, &split, strategy).unwrap();

@@ -20,7 +20,7 @@ use kyklos_tests::wire;
 use kyklos_transport::in_process_group;
 
 /// Strategies with keys on the wire, and meshes for them.
-const WORLDS: [(u32, u32, Strategy); 7] = [
+const WORLDS: [(u32, u32, Strategy); 8] = [
     (1, 2, Strategy::Ring),
     (1, 3, Strategy::Ring),
     (2, 2, Strategy::Unified),
@@ -28,6 +28,7 @@ const WORLDS: [(u32, u32, Strategy); 7] = [
     (1, 3, Strategy::TwoWay),
     (2, 3, Strategy::Line),
     (1, 3, Strategy::Gather),
+    (2, 3, Strategy::Relay),
 ];
 
 fn world(problem: &AttentionProblem, (ulysses, ring, strategy): (u32, u32, Strategy)) -> World {

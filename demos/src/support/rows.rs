@@ -110,7 +110,7 @@ pub(crate) fn mesh_of(strategy: Strategy) -> Result<Mesh> {
         Strategy::Dense => "1x1",
         Strategy::Ring | Strategy::Bidirectional | Strategy::TwoWay | Strategy::Line => "1x4",
         Strategy::Ulysses => "4x1",
-        Strategy::Unified | Strategy::Chunked | Strategy::Gather | Strategy::PassQ => "2x2",
+        Strategy::Unified | Strategy::Chunked | Strategy::Gather | Strategy::PassQ | Strategy::Relay => "2x2",
         Strategy::Tree => "1x4",
     }
     .parse()?)

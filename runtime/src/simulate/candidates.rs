@@ -73,6 +73,7 @@ pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Can
                 .filter(|strategy| strategy.accepts(mesh).is_ok())
                 .filter(|strategy| *strategy != Strategy::Unified || Strategy::of_mesh(mesh) == *strategy)
                 .filter(|strategy| differs(*strategy, mesh))
+                .filter(|strategy| !strategy.is_unified(problem, mesh))
                 .collect(),
         };
         let placements: Vec<PlacementKind> = match wanted.placement {

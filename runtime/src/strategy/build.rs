@@ -204,18 +204,33 @@ impl<'a> PlanBuilder<'a> {
 
     /// Attention of all of `own` queries against what has arrived in `kv`, which stays as it is.
     pub(super) fn attend_arrived(&mut self, own: Inputs, kv: BufferId, state: BufferId) {
-        if !self.converts() {
+        if self.buffer(kv).content == Content::KeyValue {
             return self.attend(Inputs { kv, ..own }, state);
         }
-        let Buffer { name, tokens, heads, .. } = self.buffer(kv).clone();
-        if !lower::any_visible(&self.world.problem, &self.buffer(own.q).tokens, &tokens) {
+        if !lower::any_visible(&self.world.problem, &self.buffer(own.q).tokens, &self.buffer(kv).tokens) {
             return;
         }
+        let back = self.converted_back(kv);
+        self.attend(Inputs { kv: back, ..own }, state);
+        self.free(back);
+    }
+
+    /// What has arrived in `kv` in the tensors' own type; ends `kv` where that is another buffer.
+    pub(super) fn stored(&mut self, kv: BufferId) -> BufferId {
+        if !self.converts() {
+            return kv;
+        }
+        let back = self.converted_back(kv);
+        self.free(kv);
+        back
+    }
+
+    fn converted_back(&mut self, kv: BufferId) -> BufferId {
+        let Buffer { name, tokens, heads, .. } = self.buffer(kv).clone();
         let back = self.declare(format!("{name}, converted"), Content::KeyValue, tokens, heads);
         let from = self.plan.whole(kv);
         self.plan.steps.push(Step::Convert { from, into: back });
-        self.attend(Inputs { kv: back, ..own }, state);
-        self.free(back);
+        back
     }
 
     fn converts(&self) -> bool {
@@ -242,13 +257,18 @@ impl<'a> PlanBuilder<'a> {
 
     /// Attention of all of `q` against all of `kv`, with all of `pairs`; no step where the mask hides every pair.
     pub(super) fn attend(&mut self, inputs: Inputs, state: BufferId) {
-        if self.world.problem.fixed_order {
-            return order::attend_tiles(self, inputs);
-        }
-        self.attend_some(inputs, self.whole(inputs.kv), state);
+        self.attend_part(inputs, self.whole(inputs.kv), state);
     }
 
-    /// The same against some of the keys; whether there was a step.
+    /// The same against some of the keys, in a fixed order whole tiles.
+    pub(super) fn attend_part(&mut self, inputs: Inputs, kv: Slice, state: BufferId) {
+        if self.world.problem.fixed_order {
+            return order::attend_tiles(self, inputs, kv.tokens);
+        }
+        self.attend_some(inputs, kv, state);
+    }
+
+    /// One step for all of the keys in `kv`; whether there was a step.
     pub(super) fn attend_some(
         &mut self,
         Inputs { q, pairs, .. }: Inputs,

@@ -2,7 +2,7 @@
 //!
 //! A plan has up to three phases: an all-to-all that trades tokens for heads inside the Ulysses group
 //! ([`ulysses`]), the round over the shards, and the all-to-all back. A mesh with U = 1 has only the round, one with
-//! R = 1 only the trade, and one rank has neither. In the round keys go from neighbour to neighbour ([`streams`]) or
+//! R = 1 only the trade, and one rank has neither. In the round keys go from neighbour to neighbour ([`streams`], and in pieces [`relay`]) or
 //! straight to everybody ([`gather`]), or queries go to the keys, straight ([`pass_q`]) or along trees ([`tree`]).
 
 mod balance;
@@ -11,6 +11,7 @@ mod gather;
 mod order;
 mod pass_q;
 mod price;
+mod relay;
 mod streams;
 mod tree;
 mod ulysses;
@@ -55,11 +56,13 @@ pub enum Strategy {
     PassQ,
     /// As pass-q, with queries handed on along a tree, and what they found merged on the way back.
     Tree,
+    /// As unified, with KV heads that several ranks of a shard need sent between shards once, in pieces.
+    Relay,
 }
 
 impl Strategy {
     /// All of them, for tests and help texts.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Dense,
         Self::Ring,
         Self::Ulysses,
@@ -71,6 +74,7 @@ impl Strategy {
         Self::Gather,
         Self::PassQ,
         Self::Tree,
+        Self::Relay,
     ];
 
     /// What a mesh says by itself: 1x1 dense, 1xR ring, Ux1 ulysses, else unified.
@@ -94,6 +98,7 @@ impl Strategy {
             Self::Ulysses => mesh.ring() == 1,
             Self::Unified => true,
             Self::Chunked => mesh.ulysses() > 1,
+            Self::Relay => mesh.ulysses() > 1 && mesh.ring() > 1,
             Self::Bidirectional | Self::TwoWay | Self::Line | Self::Gather | Self::PassQ | Self::Tree => {
                 mesh.ring() > 1
             }
@@ -103,8 +108,14 @@ impl Strategy {
         }
         Err(Error::request(
             format!("strategy {self} does not run on mesh {mesh}"),
-            "dense is 1x1, ring 1xR, ulysses Ux1; unified takes any mesh, chunked one with U of at least 2, the others one with R of at least 2",
+            "dense is 1x1, ring 1xR, ulysses Ux1; unified takes any mesh, chunked one with U of at least 2, relay one with both of at least 2, the others one with R of at least 2",
         ))
+    }
+
+    /// Whether this is unified by another name for `problem` on `mesh`.
+    pub(crate) fn is_unified(self, problem: &AttentionProblem, mesh: Mesh) -> bool {
+        let alone = || mesh.kv_groups(problem).iter().all(|group| group.len() == 1);
+        self == Self::Relay && mesh.fits(problem).is_ok() && alone()
     }
 
     /// Whether queries travel between shards, and keys stay.
@@ -126,6 +137,7 @@ impl Strategy {
             Self::Gather => "gather",
             Self::PassQ => "pass-q",
             Self::Tree => "tree",
+            Self::Relay => "relay",
         }
     }
 }
@@ -143,7 +155,7 @@ impl FromStr for Strategy {
         Self::ALL.into_iter().find(|strategy| strategy.name() == text).ok_or_else(|| {
             Error::request(
                 format!("strategy `{text}` is not known"),
-                "use dense, ring, ulysses, unified, chunked, bidirectional, two-way, line, gather, pass-q, tree or auto",
+                "use dense, ring, ulysses, unified, chunked, bidirectional, two-way, line, gather, pass-q, tree, relay or auto",
             )
         })
     }
@@ -321,6 +333,7 @@ fn round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> Buff
         Strategy::Gather => gather::attend_all(builder, inputs),
         Strategy::PassQ => pass_q::attend_everywhere(builder, inputs),
         Strategy::Tree => tree::attend_everywhere(builder, inputs),
+        Strategy::Relay => relay::attend_round(builder, routes, inputs),
         _ => streams::attend_round(builder, routes, inputs),
     }
 }

@@ -13,7 +13,7 @@ use kyklos_transport::Rank;
 
 use super::Strategy;
 use super::build::{Inputs, PlanBuilder};
-use crate::plan::{BufferId, Content};
+use crate::plan::{BufferId, Content, Slice};
 use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, TokenRuns};
 
 /// Keys of a tile. Kernels must give a row the same bytes whatever rows they compute with it, and divide keys into
@@ -27,12 +27,11 @@ pub(super) struct Reduction {
     waiting: BTreeMap<(u32, u32), BufferId>,
 }
 
-/// Attention of all of `inputs.q` against all of `inputs.kv`, tile by tile.
-pub(super) fn attend_tiles(builder: &mut PlanBuilder<'_>, inputs: Inputs) {
-    let tokens = builder.buffer(inputs.kv).tokens.clone();
-    let tiles = tiles(&tokens, builder.world.problem.kv_len);
-    for (tile, range) in tiles.expect("a world in fixed order is refused where shards are off the grid") {
-        let keys = builder.tokens_of(inputs.kv, range);
+/// Attention of all of `inputs.q` against the keys at the list positions `part` of `inputs.kv`, tile by tile.
+pub(super) fn attend_tiles(builder: &mut PlanBuilder<'_>, inputs: Inputs, part: Range<usize>) {
+    let tokens = builder.buffer(inputs.kv).tokens.slice(part.clone());
+    for (tile, range) in whole_tiles(&tokens, builder.world.problem.kv_len) {
+        let keys = builder.tokens_of(inputs.kv, part.start + range.start..part.start + range.end);
         let (tokens, heads) =
             (builder.buffer(inputs.q).tokens.clone(), builder.buffer(inputs.q).heads.clone());
         let state = builder.declare(format!("state of tile {tile}"), Content::State, tokens, heads);
@@ -40,6 +39,18 @@ pub(super) fn attend_tiles(builder: &mut PlanBuilder<'_>, inputs: Inputs) {
             take(builder, (0, tile), state);
         }
     }
+}
+
+/// The keys in `kv` in two halves, each of which can be attended to by itself.
+pub(super) fn halves(builder: &PlanBuilder<'_>, kv: BufferId) -> [Slice; 2] {
+    let (tokens, problem) = (&builder.buffer(kv).tokens, &builder.world.problem);
+    let middle = if problem.fixed_order {
+        let tiles = whole_tiles(tokens, problem.kv_len);
+        tiles.get(tiles.len() / 2).map_or(0, |(_, tile)| tile.start)
+    } else {
+        tokens.len() / 2
+    };
+    [0..middle, middle..tokens.len()].map(|half| builder.tokens_of(kv, half))
 }
 
 /// The sum over all tiles, if any was attended to. Neighbours that are missing now were seen by nobody.
@@ -133,6 +144,11 @@ fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, strategy: Stra
         (shard / ulysses + u32::from(u < shard % ulysses)).to_string()
     });
     format!("use --tokens {}", counts.collect::<Vec<_>>().join(","))
+}
+
+/// The tiles of tokens that are on the grid, as all are that are attended to.
+fn whole_tiles(tokens: &TokenRuns, kv_len: u32) -> Vec<(u32, Range<usize>)> {
+    tiles(tokens, kv_len).expect("a world in fixed order is refused where shards are off the grid")
 }
 
 /// Numbers of the tiles that `tokens` holds, and where in the list they lie; or a key at which a part of a tile begins or

@@ -1,6 +1,7 @@
 //! What a mesh sends, from counts of tokens and heads alone: a mesh is chosen before any plan is made.
 
 use super::Strategy;
+use super::relay::piece;
 use super::streams::Routes;
 use super::tree::seen_from;
 use crate::mesh::kv_heads_for;
@@ -45,6 +46,7 @@ pub(super) fn bytes_sent(
     let sent = |tokens: usize| u128::from(Content::WireKeyValue.bytes(problem, tokens, 1)) * all_kv_heads;
     bytes += match strategy {
         Strategy::Gather => visits(problem, q, kv).map(|(_, owner)| sent(kv.of_shard(owner).len())).sum(),
+        Strategy::Relay => relayed(problem, q, kv),
         Strategy::PassQ | Strategy::Tree => {
             let tokens: u128 = if strategy == Strategy::PassQ {
                 visits(problem, q, kv).map(|(guest, _)| q.of_shard(guest).len() as u128).sum()
@@ -60,6 +62,26 @@ pub(super) fn bytes_sent(
         }
     };
     u64::try_from(bytes).unwrap_or(u64::MAX)
+}
+
+/// Bytes of keys and values that cross between shards in pieces, and inside the shards that see them.
+fn relayed(problem: &AttentionProblem, q: &Placement, kv: &Placement) -> u128 {
+    let mesh = q.mesh();
+    let (heads, routes) = (mesh.q_heads(problem), Routes::new(Strategy::Relay, problem, q, kv));
+    let mut bytes = 0;
+    for group in mesh.kv_groups(problem) {
+        let kv_heads = kv_heads_for(problem, &heads[group.start as usize]);
+        let kv_heads = kv_heads.end - kv_heads.start;
+        let sent = |owner: u32| -> u128 {
+            let tokens = kv.of_shard(owner).len();
+            let pieces = (0..group.len()).map(|index| piece(tokens, index, group.len()).len());
+            pieces.map(|tokens| u128::from(Content::WireKeyValue.bytes(problem, tokens, kv_heads))).sum()
+        };
+        bytes += (0..mesh.ring()).map(|owner| u128::from(routes.reach(owner)) * sent(owner)).sum::<u128>();
+        let passed_on = visits(problem, q, kv).map(|(_, owner)| sent(owner)).sum::<u128>();
+        bytes += passed_on * (group.len() as u128 - 1);
+    }
+    bytes
 }
 
 /// The owner of the queries of each edge of each tree that they go along.

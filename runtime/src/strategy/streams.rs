@@ -7,7 +7,7 @@
 //!
 //! | strategy | streams |
 //! |---|---|
-//! | ring | whole shards, forwards |
+//! | ring | whole shards, forwards; likewise [`relay`](super::relay), in pieces |
 //! | bidirectional | whole shards, half of the way forwards, the rest backwards: half the hops |
 //! | two-way | the front halves of all shards forwards, the back halves backwards: half the bytes each way. Over a zigzag placement a causal mask hides every back half from all higher shards, and 75 % of a ring's bytes are left |
 //! | line | whole shards, to the last shard forwards and to the first one backwards: no link closes the ring |
@@ -62,7 +62,7 @@ impl Routes {
             Strategy::Dense | Strategy::Ulysses | Strategy::Gather | Strategy::PassQ | Strategy::Tree => {
                 Vec::new()
             }
-            Strategy::Ring | Strategy::Unified | Strategy::Chunked => {
+            Strategy::Ring | Strategy::Unified | Strategy::Chunked | Strategy::Relay => {
                 vec![(Part::Whole, true, |farthest, _| farthest)]
             }
             Strategy::Bidirectional => vec![
@@ -103,8 +103,13 @@ impl Routes {
         })
     }
 
+    /// How many hops the keys of shard `owner` go, where whole shards go one way.
+    pub(super) fn reach(&self, owner: u32) -> u32 {
+        self.streams[0].reach[owner as usize]
+    }
+
     /// Hops until every part is where it ends.
-    fn hops(&self) -> u32 {
+    pub(super) fn hops(&self) -> u32 {
         self.streams.iter().flat_map(|stream| &stream.reach).copied().max().unwrap_or(0)
     }
 }

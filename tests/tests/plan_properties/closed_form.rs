@@ -115,6 +115,24 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
                 }
             }
         }
+        Strategy::Relay => {
+            // Who needs the first and the last KV head that this rank does: by turns they get a block's tokens dealt.
+            let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
+            let ends = |u: u32| [first(u), first(u + 1) - 1].map(|head| head / problem.group());
+            let mates: Vec<u32> = (0..ulysses).filter(|other| ends(*other) == ends(u)).collect();
+            let place = mates.iter().position(|mate| *mate == u).expect("its own mate");
+            for owner in 0..ring {
+                let piece = kv((place..keys(owner).len()).step_by(mates.len()).count());
+                let ahead = |shard: u32| (shard + ring - owner) % ring;
+                let sees = |shard: u32| sees(problem, &queries(shard), &keys(owner));
+                if (0..ring).any(|shard| ahead(shard) > ahead(r) && sees(shard)) {
+                    send(piece);
+                }
+                if owner != r && sees(r) {
+                    mates.iter().skip(1).for_each(|_| send(piece));
+                }
+            }
+        }
         strategy => {
             // By hop and direction: what goes on from here because somebody further on sees some of it.
             for hop in 0..ring {

@@ -36,7 +36,7 @@ pub(crate) const FAULTS: &[Fault] = &[
             return None;
         };
         // Where a mask hides everything, nobody reads the copy and nothing is lost; of keys that every rank holds beside
-        // those that are sent on, likewise.
+        // those that are sent on, likewise, and of keys that are attended to in halves.
         let of_copy = |part: &Slice| {
             let (start, end) = (part.tokens.start, part.tokens.end);
             part.buffer == into.buffer && start < into.tokens.end && into.tokens.start < end
@@ -45,6 +45,7 @@ pub(crate) const FAULTS: &[Fault] = &[
             Step::Repack { .. } => false,
             Step::Exchange { sends, .. } => sends.iter().flat_map(|send| &send.parts).any(of_copy),
             Step::Convert { from, .. } => of_copy(from),
+            Step::Attend { kv, .. } if kv.buffer == into.buffer => of_copy(kv),
             _ => uses(step, into.buffer),
         };
         (into.buffer == plan.output || plan.steps[step..].iter().any(read))

@@ -3,6 +3,7 @@
 
 mod closed_form;
 mod faults;
+mod relay;
 
 use closed_form::closed_form;
 use faults::FAULTS;
@@ -26,7 +27,7 @@ impl std::fmt::Debug for Drawn {
     }
 }
 
-/// Strategies that differ from unified in their round over the shards.
+/// Strategies that differ from unified in their round over the shards, on any mesh with a ring.
 const ROUNDS: [Strategy; 6] = [
     Strategy::Bidirectional,
     Strategy::TwoWay,
@@ -64,9 +65,10 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
                 ),
                 _ => Split::Tokens(random.shares(seq, mesh.world())),
             };
-            let strategy = match random.below(9) {
+            let strategy = match random.below(11) {
                 drawn @ 0..6 if mesh.ring() > 1 => ROUNDS[drawn as usize],
                 6..8 if mesh.ulysses() > 1 => Strategy::Chunked,
+                8..10 if Strategy::Relay.accepts(mesh).is_ok() => Strategy::Relay,
                 _ => Strategy::Unified,
             };
             let queries = matches!(strategy, Strategy::PassQ | Strategy::Tree);
@@ -290,6 +292,7 @@ fn strategies_refuse_meshes_that_contradict_them() {
         (Strategy::Gather, false, true, false, true),
         (Strategy::PassQ, false, true, false, true),
         (Strategy::Tree, false, true, false, true),
+        (Strategy::Relay, false, false, false, true),
     ] {
         let got = [(1, 1), (1, 2), (2, 1), (2, 2)].map(|(ulysses, ring)| accepted(strategy, ulysses, ring));
         assert_eq!(got, [dense, ring, ulysses, both], "{strategy}");

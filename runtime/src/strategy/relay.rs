@@ -1,0 +1,186 @@
+//! Keys and values go round the shards, and each KV head crosses between two shards once.
+//!
+//! After the trade, ranks of a shard whose query heads need the same KV heads, a *group*, hold the same keys and values.
+//! In a plain ring each of them sends all of that on. Here each sends one *piece* of every block, a share of its tokens,
+//! to the rank that has its place in the next shard, and the pieces that have arrived are passed on inside the group. With
+//! U ranks in a shard and Hkv < U KV heads a slow link between shards carries Hkv/U of the bytes, as evenly as before.
+//!
+//! Both legs travel under computation: while a block is attended to, the pieces of the block behind it travel inside the
+//! group, and the piece of the one behind that between the shards. So that there is something to compute while the first
+//! block is under way, a rank attends to its own keys in two halves. Pieces are put together before they are attended to:
+//! with few KV heads a copy of a block costs less than reading and writing the running state for each piece.
+//!
+//! A group is of ranks that need just the same KV heads. Where ranges overlap only in part, as those of 3 KV heads over 4
+//! ranks, what they have in common still crosses more than once. A rank that shares its heads with nobody sends whole blocks.
+
+use std::ops::Range;
+
+use super::build::{Inputs, PlanBuilder};
+use super::order;
+use super::streams::{self, Routes};
+use crate::plan::{BufferId, Content, Recv, Send, Slice};
+
+/// The round of a world, from the side of one rank.
+struct Relay<'a, 'b> {
+    builder: &'a mut PlanBuilder<'b>,
+    routes: &'a Routes,
+    /// Ranks of the shard with the same KV heads, by their place inside the shard; this rank is one of them.
+    group: Range<u32>,
+    heads: Range<u32>,
+}
+
+/// This rank's piece of a block.
+#[derive(Default)]
+struct Piece {
+    /// As it is sent; none where the block ends here and does not come, or has no token for this rank.
+    slice: Option<Slice>,
+    /// The buffer that it came in; of the rank's own keys there is none.
+    arrived: Option<BufferId>,
+}
+
+/// Attention of the queries against the keys and values of every shard, of which `inputs.kv` is this rank's. Ends all
+/// inputs, returns the running state.
+pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> BufferId {
+    let mesh = builder.world.mesh;
+    let groups = mesh.kv_groups(&builder.world.problem);
+    if routes.hops() == 0 || groups.iter().all(|group| group.len() == 1) {
+        return streams::attend_round(builder, routes, inputs);
+    }
+    let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
+    let group = groups.into_iter().find(|group| group.contains(&u)).expect("every rank is in a group");
+    let heads = builder.buffer(inputs.kv).heads.clone();
+    let state = builder.state(inputs.q);
+    let [front, back] = order::halves(builder, inputs.kv);
+    let mut relay = Relay { builder, routes, group, heads };
+    let mut made = Vec::new();
+    let own = relay.own_piece(inputs.kv, &mut made);
+    let (mut piece, between) = relay.send_on(0, r, &own);
+    relay.builder.attend_part(inputs, front, state);
+    relay.builder.wait(between);
+    made.into_iter().for_each(|buffer| relay.builder.free(buffer));
+    let mut block = None;
+    for hop in 1..=routes.hops() {
+        let owner = (r + ring - hop) % ring;
+        let (next, between) = relay.send_on(hop, owner, &piece);
+        let (others, inside) = relay.share(owner, &piece);
+        if hop == 1 {
+            relay.builder.attend_part(inputs, back.clone(), state);
+            relay.builder.free(inputs.kv);
+        }
+        relay.attend_block(inputs, block, state);
+        relay.builder.wait(inside);
+        relay.builder.wait(between);
+        block = relay.put_together(owner, &piece, others);
+        piece = next;
+    }
+    relay.attend_block(inputs, block, state);
+    builder.end_queries(inputs);
+    state
+}
+
+impl Relay<'_, '_> {
+    /// Of the rank's own keys, in the form for the wire.
+    fn own_piece(&mut self, kv: BufferId, made: &mut Vec<BufferId>) -> Piece {
+        let (r, u) = self.builder.world.mesh.coordinates(self.builder.rank);
+        let first = self.builder.replicated();
+        let tokens = self.tokens(r, u);
+        let goes = self.routes.reach(r) > 0 && !tokens.is_empty();
+        let slice = goes.then(|| {
+            let slice = self.builder.tokens_of(kv, first + tokens.start..first + tokens.end);
+            self.builder.for_the_wire(slice, made)
+        });
+        Piece { slice, arrived: None }
+    }
+
+    /// Posts the hop from this shard to the next of a block that has come `hop` hops, and the arrival of the block behind it.
+    fn send_on(&mut self, hop: u32, owner: u32, piece: &Piece) -> (Piece, Option<u32>) {
+        if hop == self.routes.hops() {
+            return (Piece::default(), None);
+        }
+        let mesh = self.builder.world.mesh;
+        let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(self.builder.rank));
+        let goes_on = piece.slice.clone().filter(|_| hop < self.routes.reach(owner));
+        let send = goes_on.map(|slice| Send { to: mesh.rank((r + 1) % ring, u).0, parts: vec![slice] });
+        let behind = (owner + ring - 1) % ring;
+        let arrived = (hop < self.routes.reach(behind)).then(|| self.arrival(behind, u)).flatten();
+        let from = mesh.rank((r + ring - 1) % ring, u).0;
+        let recv = arrived.map(|buffer| Recv { from, parts: vec![buffer] });
+        let exchange = self.builder.exchange(send.into_iter().collect(), recv.into_iter().collect());
+        (Piece { slice: arrived.map(|buffer| self.builder.whole(buffer)), arrived }, exchange)
+    }
+
+    /// Posts the exchange of pieces of a block inside the group, if this shard sees any of it.
+    /// Returns what arrives, and of which rank of the shard.
+    fn share(&mut self, owner: u32, piece: &Piece) -> (Vec<(u32, BufferId)>, Option<u32>) {
+        let mesh = self.builder.world.mesh;
+        let (r, u) = mesh.coordinates(self.builder.rank);
+        let (mut sends, mut recvs, mut others) = (Vec::new(), Vec::new(), Vec::new());
+        if self.builder.sees(r, owner) {
+            // Nearest successor first, so that no two ranks send to the same peer at once.
+            for peer_u in (u + 1..self.group.end).chain(self.group.start..u) {
+                let peer = mesh.rank(r, peer_u).0;
+                sends.extend(piece.slice.clone().map(|slice| Send { to: peer, parts: vec![slice] }));
+                if let Some(buffer) = self.arrival(owner, peer_u) {
+                    recvs.push(Recv { from: peer, parts: vec![buffer] });
+                    others.push((peer_u, buffer));
+                }
+            }
+        }
+        (others, self.builder.exchange(sends, recvs))
+    }
+
+    /// The block of `owner`, if this shard sees any of it; ends its pieces. A block in one piece is that piece.
+    fn put_together(
+        &mut self,
+        owner: u32,
+        piece: &Piece,
+        mut pieces: Vec<(u32, BufferId)>,
+    ) -> Option<BufferId> {
+        let (r, u) = self.builder.world.mesh.coordinates(self.builder.rank);
+        if !self.builder.sees(r, owner) {
+            piece.arrived.into_iter().for_each(|buffer| self.builder.free(buffer));
+            return None;
+        }
+        pieces.extend(piece.arrived.map(|buffer| (u, buffer)));
+        if let [(_, only)] = pieces[..] {
+            return Some(only);
+        }
+        let tokens = self.builder.world.kv_placement.of_shard(owner);
+        let name = format!("all kv of shard {owner}");
+        let block = self.builder.declare(name, Content::KeyValue, tokens, self.heads.clone());
+        for (from, buffer) in pieces {
+            let into = self.builder.tokens_of(block, self.tokens(owner, from));
+            let stored = self.builder.stored(buffer);
+            self.builder.unpack(stored, into);
+        }
+        Some(block)
+    }
+
+    /// Attends to a block and ends it.
+    fn attend_block(&mut self, inputs: Inputs, block: Option<BufferId>, state: BufferId) {
+        if let Some(block) = block {
+            self.builder.attend_arrived(inputs, block, state);
+            self.builder.free(block);
+        }
+    }
+
+    /// The piece that rank `u` of a shard has of the block of `owner`, to be received; none where it is empty.
+    fn arrival(&mut self, owner: u32, u: u32) -> Option<BufferId> {
+        let tokens = self.tokens(owner, u);
+        let piece = self.builder.world.kv_placement.of_shard(owner).slice(tokens);
+        (!piece.is_empty()).then(|| self.builder.arrival(owner, piece, self.heads.clone()))
+    }
+
+    /// Where in the list of the block of `owner` the piece of rank `u` of the group lies.
+    fn tokens(&self, owner: u32, u: u32) -> Range<usize> {
+        let world = self.builder.world;
+        let block = world.kv_placement.of_shard(owner);
+        piece(block.len(), (u - self.group.start) as usize, self.group.len())
+    }
+}
+
+/// List positions of one of `count` pieces of a block of so many tokens: sizes differ by at most one, larger first.
+pub(super) fn piece(tokens: usize, index: usize, count: usize) -> Range<usize> {
+    let cut = |index: usize| tokens / count * index + index.min(tokens % count);
+    cut(index)..cut(index + 1)
+}
