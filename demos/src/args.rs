@@ -165,7 +165,7 @@ pub(crate) struct AttendArgs {
     /// Compare sampled rows with the f64 oracle; a result outside the tolerance ends with exit code 1
     #[arg(long)]
     pub(crate) verify: bool,
-    /// Write the timeline of every rank as Perfetto/Chrome trace JSON
+    /// Write the timelines of all ranks as Perfetto/Chrome trace JSON, on one clock; with {rank} in its name a file for each
     #[arg(long, value_name = "F")]
     pub(crate) trace: Option<PathBuf>,
     /// Folder for a record of every rank (rank-R.jsonl), written when it ends and on SIGUSR1 [default: KYKLOS_RECORD_DIR]; kyklos doctor reads them

@@ -1,8 +1,10 @@
-//! What the parallel machinery costs: ranks in one process against the dense run of the same problem on the same
-//! cores. The floor is 1.0: the same FLOPs, no link, no copies but those of the all-to-all.
+//! What the parallel machinery costs: every strategy, with four ranks of one process, against the dense run of the same
+//! problem on the same cores. The floor is 1.0: the same FLOPs, and only memory between ranks. `computing` is the share of
+//! the wall time in which a rank computed, the least and the most of the ranks.
 //!
 //! `cargo bench -p kyklos --bench ranks -- [--short]`
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -10,71 +12,100 @@ use kyklos::backend::cpu::CpuBackend;
 use kyklos::local::{RankTask, Tensors, layouts, run_ranks};
 use kyklos::plan::World;
 use kyklos::{
-    AttentionProblem, Dtype, Mask, Mesh, NoObserver, PlacementKind, RunOptions, Split, Strategy, SystemClock,
-    plan_world,
+    AttentionProblem, Dtype, Mask, Mesh, NoObserver, PlacementKind, RankOutput, RunOptions, Split, Strategy,
+    SystemClock, plan_world,
 };
-use kyklos_transport::in_process_group;
+use kyklos_transport::quic::quic_loopback_group;
+use kyklos_transport::{Transport, in_process_group};
+
+type Group = fn(u32) -> Vec<Arc<dyn Transport>>;
 
 fn main() {
     let short = std::env::args().any(|argument| argument == "--short");
-    let (seq, rounds) = if short { (1024, 3) } else { (4096, 15) };
-    println!("mask,mesh,placement,ranks,median_ms,min_ms,max_ms,ratio_to_dense");
-    for mask in [Mask::full(), Mask::causal()] {
-        let problem = AttentionProblem::new([1, seq, 8, 8, 64], Dtype::F32, mask).expect("a fixed problem");
-        let world = |ulysses, ring| {
-            let mesh = Mesh::new(ulysses, ring).expect("a fixed mesh");
-            plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified)
-                .expect("it fits")
-        };
-        let worlds = [world(1, 1), world(1, 4), world(4, 1), world(2, 2)];
-        let tensors = tensors(&worlds[0]);
-        // Rounds alternate between the worlds, so that a noisy minute hits all of them.
-        let mut times: Vec<Vec<f64>> = worlds.iter().map(|_| Vec::new()).collect();
-        for _ in 0..rounds {
-            for (world, times) in worlds.iter().zip(&mut times) {
-                times.push(run(world, &tensors));
+    let (seq, rounds) = if short { (1024, 3) } else { (4096, 9) };
+    println!(
+        "transport,mask,strategy,mesh,placement,median_ms,min_ms,max_ms,ratio_to_dense,computing_least,computing_most"
+    );
+    let quic: Group = |ranks| quic_loopback_group(ranks).expect("loopback sockets");
+    for (transport, group) in [("in-process", in_process_group as Group), ("quic", quic)] {
+        for mask in [Mask::full(), Mask::causal()] {
+            let problem =
+                AttentionProblem::new([1, seq, 8, 2, 64], Dtype::F32, mask).expect("a fixed problem");
+            let worlds: Vec<World> =
+                Strategy::ALL.into_iter().map(|strategy| world(&problem, strategy)).collect();
+            let tensors = tensors(&worlds[0]);
+            // Rounds alternate between the worlds, so that a noisy minute hits all of them.
+            let mut runs: Vec<Vec<Timed>> = worlds.iter().map(|_| Vec::new()).collect();
+            for _ in 0..rounds {
+                for (world, runs) in worlds.iter().zip(&mut runs) {
+                    runs.push(run(world, group(world.mesh.world()), &tensors));
+                }
             }
-        }
-        let median = |times: &[f64]| times[times.len() / 2];
-        for times in &mut times {
-            times.sort_by(f64::total_cmp);
-        }
-        for (world, sorted) in worlds.iter().zip(&times) {
-            println!(
-                "{},{},{},{},{:.2},{:.2},{:.2},{:.3}",
-                problem.mask,
-                world.mesh,
-                world.q_placement.kind(),
-                world.mesh.world(),
-                median(sorted),
-                sorted[0],
-                sorted[sorted.len() - 1],
-                median(sorted) / median(&times[0]),
-            );
+            for runs in &mut runs {
+                runs.sort_by(|a, b| a.ms.total_cmp(&b.ms));
+            }
+            // The first strategy is dense.
+            let dense_ms = runs[0][rounds / 2].ms;
+            for (world, runs) in worlds.iter().zip(&runs) {
+                let Timed { ms, computing } = &runs[rounds / 2];
+                println!(
+                    "{transport},{},{},{},{},{ms:.2},{:.2},{:.2},{:.3},{:.2},{:.2}",
+                    problem.mask,
+                    world.strategy,
+                    world.mesh,
+                    world.q_placement.kind(),
+                    runs[0].ms,
+                    runs[rounds - 1].ms,
+                    ms / dense_ms,
+                    computing.iter().copied().fold(f64::INFINITY, f64::min),
+                    computing.iter().copied().fold(0.0, f64::max),
+                );
+            }
         }
     }
 }
+/// Four ranks, on the mesh that shows the strategy.
+fn world(problem: &AttentionProblem, strategy: Strategy) -> World {
+    let (ulysses, ring) = match strategy {
+        Strategy::Dense => (1, 1),
+        Strategy::Ulysses | Strategy::Chunked => (4, 1),
+        // Four query heads share a KV head, so two ranks of a shard do.
+        Strategy::Relay => (4, 2),
+        Strategy::Unified => (2, 2),
+        _ => (1, 4),
+    };
+    let mesh = Mesh::new(ulysses, ring).expect("a fixed mesh");
+    plan_world(problem, mesh, PlacementKind::Zigzag, &Split::Even, strategy).expect("it fits")
+}
+
+/// One run.
+struct Timed {
+    ms: f64,
+    /// Of each rank, the share of that time in which it computed.
+    computing: Vec<f64>,
+}
 
 /// Milliseconds of the second run of all ranks, inputs loaded: from the first rank's start to the last one's end.
-fn run(world: &World, tensors: &Tensors) -> f64 {
+fn run(world: &World, transports: Vec<Arc<dyn Transport>>, tensors: &Tensors) -> Timed {
     let options = RunOptions {
-        clock: std::sync::Arc::new(SystemClock::new()),
-        observer: std::sync::Arc::new(NoObserver),
+        clock: Arc::new(SystemClock::new()),
+        observer: Arc::new(NoObserver),
         trace: false,
         poison: false,
     };
-    let transports = in_process_group(world.mesh.world());
     let deadline = Duration::from_secs(60);
     let ends = run_ranks(world, transports, tensors, 2, deadline, &options, |task: RankTask<'_>| {
         let mut ends = Vec::new();
-        task.run_on(&CpuBackend::new(), |_, _| ends.push(Instant::now())).map(|()| ends)
+        let each = |_, output: RankOutput| ends.push((Instant::now(), output.report.compute_ns));
+        task.run_on(&CpuBackend::new(), each).map(|()| ends)
     })
     .expect("the plans hold");
-    let ends: Vec<Vec<Instant>> = ends.into_iter().map(|ends| ends.expect("no rank fails")).collect();
+    let ends: Vec<Vec<(Instant, u64)>> = ends.into_iter().map(|ends| ends.expect("no rank fails")).collect();
     // A rank starts the second run when it has ended the first; the run starts with the last of them.
-    let start = ends.iter().map(|ends| ends[0]).max().expect("at least one rank");
-    let end = ends.iter().map(|ends| ends[1]).max().expect("at least one rank");
-    (end - start).as_secs_f64() * 1e3
+    let start = ends.iter().map(|ends| ends[0].0).max().expect("at least one rank");
+    let end = ends.iter().map(|ends| ends[1].0).max().expect("at least one rank");
+    let ms = (end - start).as_secs_f64() * 1e3;
+    Timed { ms, computing: ends.iter().map(|ends| ends[1].1 as f64 / 1e6 / ms).collect() }
 }
 
 fn tensors(world: &World) -> Tensors {
