@@ -10,7 +10,10 @@ use kyklos::simulate::{
     AttentionRate, Cluster, Description, DeviceCount, DeviceDescription, Duplex, HostDescription,
     LinkDescription, MemoryKind,
 };
-use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world};
+use kyklos::{
+    AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PlacementKind, SlicePart, Split, Strategy, TILE_KEYS,
+    TokenRuns, plan_world,
+};
 
 use crate::args::TransportName;
 use crate::device::{AnyBackend, DeviceId};
@@ -43,6 +46,7 @@ struct DeviceRound {
     edge_pairs: f64,
     step_us: f64,
     copy_gb_per_s: f64,
+    state_gb_per_s: f64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -115,6 +119,7 @@ impl Probe {
                     piece_ms: 100.0,
                     piece_us: 0.0,
                     copy_gb_per_s: of(|round| round.copy_gb_per_s),
+                    state_gb_per_s: Some(of(|round| round.state_gb_per_s)),
                     copy_us: 0.0,
                     // Staging is part of what a message was seen to take.
                     memory: MemoryKind::Unified,
@@ -195,7 +200,26 @@ impl Probe {
             edge_pairs: (seen_s / all_s * rows - f64::midpoint(rows, 1.0)).max(0.0),
             step_us: step_s * 1e6,
             copy_gb_per_s: self.copies(backend)?,
+            state_gb_per_s: self.states(backend)?,
         })
+    }
+
+    /// Bytes of running states that one rank reads or writes in a second: what summing in a fixed order, which attends to
+    /// tiles of keys by themselves and merges their states, takes longer than summing in any.
+    fn states(&self, backend: &AnyBackend) -> Result<f64> {
+        let tiles = 4;
+        let tokens = tiles * TILE_KEYS;
+        let wall_s = |fixed_order: bool| -> Result<f64> {
+            let problem = self.problem([1, tokens, HEADS, HEADS, self.head_dim], Mask::full())?;
+            let problem = problem.with_fixed_order(fixed_order)?;
+            Ok(self.run(&dense(&problem)?, &[backend], TransportName::InProcess)?.wall_s)
+        };
+        let (plain_s, ordered_s) = (wall_s(false)?, wall_s(true)?);
+        let state = f64::from(tokens * HEADS) * (f64::from(self.head_dim) * 4.0 + 8.0);
+        // Each tile but one makes a state of its own, which is written twice and read, and merged, which reads two and
+        // writes one.
+        let moved = state * f64::from(tiles - 1) * 6.0;
+        Ok(moved / (ordered_s - plain_s).max(plain_s / 100.0) / 1e9)
     }
 
     /// Bytes that packing and unpacking write in a second, while both of two ranks do so.
@@ -237,7 +261,10 @@ impl Probe {
 
         let row_bytes = 2 * u64::from(self.head_dim) * self.dtype.bytes() as u64;
         let keys = u32::try_from(BULK_BYTES / row_bytes).unwrap_or(1 << 16);
-        let bulk = self.problem([1, keys, 1, 1, self.head_dim], Mask::full())?.with_queries(2, 0)?;
+        // Both queries see one key of each half, so that all keys travel and next to none are attended to.
+        let key = |at: u32| MaskSlice::new(0..2, at..at + 1, SlicePart::Full);
+        let few = Mask::slices(vec![key(0)?, key(keys / 2)?]);
+        let bulk = self.problem([1, keys, 1, 1, self.head_dim], few)?.with_queries(2, 0)?;
         let (world, tensors) = (ring(2, &bulk)?, tensors(&bulk)?);
         let before_s = processor_s();
         let moved = timed::run(&world, &backends[..2], self.transport, &tensors, REPEAT)?;

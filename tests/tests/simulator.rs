@@ -110,6 +110,21 @@ fn codes_take_their_own_bytes_of_a_slow_link_and_are_paid_for_in_copies() {
 }
 
 #[test]
+fn running_states_have_a_rate_of_their_own() {
+    // One rank: its state is made (written twice and read), then read for an output of about the same size.
+    let alone = world([1, 512, 8, 8, 64], Mask::full(), [1, 1], PlacementKind::Contiguous);
+    let text = fast().to_toml().unwrap();
+    let slower = text.replace("copy_gb_per_s = 1000000000.0", "copy_gb_per_s = 1e9\nstate_gb_per_s = 1.0");
+    assert_ne!(text, slower);
+    let [fast, slow] =
+        [text, slower].map(|text| simulate(&alone, &Cluster::from_toml(&text).unwrap()).unwrap());
+    let (state, output) = (512.0 * 8.0 * (64.0 * 4.0 + 8.0), 512.0 * 8.0 * (64.0 * 4.0 + 4.0));
+    let more = (slow.wall_ns - fast.wall_ns) as f64;
+    assert!(close(more, 3.0 * state + state + output), "{more}");
+    assert_eq!(slow.ranks[0].copy_ns, 0);
+}
+
+#[test]
 fn contiguous_causal_work_shows_as_idle_ranks_and_zigzag_removes_it() {
     let of = |placement| {
         simulate(&world([1, 4096, 8, 8, 64], Mask::causal(), [1, 8], placement), &fast()).unwrap()

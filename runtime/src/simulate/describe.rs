@@ -58,8 +58,11 @@ pub struct DeviceDescription {
     /// Fixed cost of such a piece.
     #[serde(default)]
     pub piece_us: f64,
-    /// Bytes written in a second by a copy on the device: packing, and what a running state costs to read and write.
+    /// Bytes written in a second by a copy on the device, such as packing, while other ranks copy too.
     pub copy_gb_per_s: f64,
+    /// Bytes of running states read or written in a second by a device that one rank has for itself; without it as copies.
+    #[serde(default)]
+    pub state_gb_per_s: Option<f64>,
     /// Fixed cost of a copy.
     #[serde(default)]
     pub copy_us: f64,
@@ -234,6 +237,9 @@ impl DeviceDescription {
             positive(at("memory_gib"), gib)?;
         }
         positive(at("copy_gb_per_s"), self.copy_gb_per_s)?;
+        if let Some(rate) = self.state_gb_per_s {
+            positive(at("state_gb_per_s"), rate)?;
+        }
         positive(at("piece_ms"), self.piece_ms)?;
         for (key, value) in
             [("attend_step_us", self.attend_step_us), ("piece_us", self.piece_us), ("copy_us", self.copy_us)]

@@ -94,6 +94,8 @@ struct Prices {
     piece: f64,
     piece_every: f64,
     copied_byte: f64,
+    /// Of a running state, read or written.
+    state_byte: f64,
     copy: f64,
     staged_byte: Option<f64>,
 }
@@ -117,6 +119,7 @@ impl<'a> Pricer<'a> {
             piece: described.piece_us * 1e3,
             piece_every: described.piece_ms * 1e6,
             copied_byte: 1.0 / described.copy_gb_per_s,
+            state_byte: 1.0 / described.state_gb_per_s.unwrap_or(described.copy_gb_per_s),
             copy: described.copy_us * 1e3,
             staged_byte: match described.memory {
                 MemoryKind::Unified => None,
@@ -220,7 +223,7 @@ impl<'a> Pricer<'a> {
         self.born(state);
         // A running state is read and written once; one that has seen nothing is written first.
         let state_bytes = self.plan.buffer(state).bytes(&self.world.problem) as f64;
-        let state_ns = state_bytes * self.prices.copied_byte * if fresh { 3.0 } else { 2.0 };
+        let state_ns = state_bytes * self.prices.state_byte * if fresh { 3.0 } else { 2.0 };
         let pieces = (attended / self.prices.piece_every).ceil().max(1.0);
         self.rank.pairs += work.pairs * heads;
         let ns = attended + state_ns + self.prices.attend_step + pieces * self.prices.piece;
@@ -231,7 +234,7 @@ impl<'a> Pricer<'a> {
     fn touch(&mut self, first: BufferId, times: f64, second: Option<(BufferId, f64)>) {
         let bytes = |id: BufferId| self.plan.buffer(id).bytes(&self.world.problem) as f64;
         let sum = bytes(first) * times + second.map_or(0.0, |(id, times)| bytes(id) * times);
-        self.rank.ops.push(Op::Compute(sum * self.prices.copied_byte));
+        self.rank.ops.push(Op::Compute(sum * self.prices.state_byte));
     }
 
     fn born(&mut self, id: BufferId) {
