@@ -47,6 +47,7 @@ struct DeviceRound {
     step_us: f64,
     copy_gb_per_s: f64,
     state_gb_per_s: f64,
+    key_gb_per_s: f64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -120,6 +121,7 @@ impl Probe {
                     piece_us: 0.0,
                     copy_gb_per_s: of(|round| round.copy_gb_per_s),
                     state_gb_per_s: Some(of(|round| round.state_gb_per_s)),
+                    key_gb_per_s: Some(of(|round| round.key_gb_per_s)),
                     copy_us: 0.0,
                     // Staging is part of what a message was seen to take.
                     memory: MemoryKind::Unified,
@@ -187,7 +189,9 @@ impl Probe {
             full_s = wall_s(tokens, HEADS, &Mask::full(), sharing)?;
         }
         let (rows, heads) = (f64::from(tokens), f64::from(HEADS));
-        let pair_s = (full_s - step_s).max(full_s / 2.0) / (rows * rows * heads);
+        let key_gb_per_s = self.keys(backend)?;
+        let keys_s = rows * heads * self.key_bytes() as f64 / key_gb_per_s / 1e9;
+        let pair_s = (full_s - step_s - keys_s).max(full_s / 2.0) / (rows * rows * heads);
         // What a row's edge costs beyond its visible pairs shows best in short rows; kernels may work on finer parts
         // than their tiles.
         let (rows, heads) =
@@ -201,7 +205,21 @@ impl Probe {
             step_us: step_s * 1e6,
             copy_gb_per_s: self.copies(backend)?,
             state_gb_per_s: self.states(backend)?,
+            key_gb_per_s,
         })
+    }
+
+    /// Bytes of keys and values that attention takes in in a second: two queries see many, and do little with each.
+    fn keys(&self, backend: &AnyBackend) -> Result<f64> {
+        let keys = u32::try_from(BULK_BYTES / self.key_bytes()).unwrap_or(1 << 16);
+        let problem = self.problem([1, keys, 1, 1, self.head_dim], Mask::full())?.with_queries(2, 0)?;
+        let wall_s = self.run(&dense(&problem)?, &[backend], TransportName::InProcess)?.wall_s;
+        Ok((u64::from(keys) * self.key_bytes()) as f64 / wall_s / 1e9)
+    }
+
+    /// Of a key and its value, for one head.
+    fn key_bytes(&self) -> u64 {
+        2 * u64::from(self.head_dim) * self.dtype.bytes() as u64
     }
 
     /// Bytes of running states that one rank reads or writes in a second: what summing in a fixed order, which attends to
@@ -259,7 +277,7 @@ impl Probe {
         #[expect(clippy::cast_precision_loss, reason = "milliseconds")]
         let hop_ns = waits[waits.len() / 2] as f64 / hops;
 
-        let row_bytes = 2 * u64::from(self.head_dim) * self.dtype.bytes() as u64;
+        let row_bytes = self.key_bytes();
         let keys = u32::try_from(BULK_BYTES / row_bytes).unwrap_or(1 << 16);
         // Both queries see one key of each half, so that all keys travel and next to none are attended to.
         let key = |at: u32| MaskSlice::new(0..2, at..at + 1, SlicePart::Full);

@@ -63,6 +63,10 @@ pub struct DeviceDescription {
     /// Bytes of running states read or written in a second by a device that one rank has for itself; without it as copies.
     #[serde(default)]
     pub state_gb_per_s: Option<f64>,
+    /// Bytes of keys and values that attention takes in in a second before it can use them, by a device that one rank has for
+    /// itself: a CPU packs them once for each block, however few queries there are. Without it, for nothing.
+    #[serde(default)]
+    pub key_gb_per_s: Option<f64>,
     /// Fixed cost of a copy.
     #[serde(default)]
     pub copy_us: f64,
@@ -237,8 +241,10 @@ impl DeviceDescription {
             positive(at("memory_gib"), gib)?;
         }
         positive(at("copy_gb_per_s"), self.copy_gb_per_s)?;
-        if let Some(rate) = self.state_gb_per_s {
-            positive(at("state_gb_per_s"), rate)?;
+        for (key, rate) in [("state_gb_per_s", self.state_gb_per_s), ("key_gb_per_s", self.key_gb_per_s)] {
+            if let Some(rate) = rate {
+                positive(at(key), rate)?;
+            }
         }
         positive(at("piece_ms"), self.piece_ms)?;
         for (key, value) in

@@ -96,6 +96,8 @@ struct Prices {
     copied_byte: f64,
     /// Of a running state, read or written.
     state_byte: f64,
+    /// Of keys and values that an attend step takes in.
+    key_byte: f64,
     copy: f64,
     staged_byte: Option<f64>,
 }
@@ -119,6 +121,7 @@ impl<'a> Pricer<'a> {
             piece: described.piece_us * 1e3,
             piece_every: described.piece_ms * 1e6,
             copied_byte: 1.0 / described.copy_gb_per_s,
+            key_byte: described.key_gb_per_s.map_or(0.0, |rate| 1.0 / rate),
             state_byte: 1.0 / described.state_gb_per_s.unwrap_or(described.copy_gb_per_s),
             copy: described.copy_us * 1e3,
             staged_byte: match described.memory {
@@ -226,7 +229,8 @@ impl<'a> Pricer<'a> {
         let state_ns = state_bytes * self.prices.state_byte * if fresh { 3.0 } else { 2.0 };
         let pieces = (attended / self.prices.piece_every).ceil().max(1.0);
         self.rank.pairs += work.pairs * heads;
-        let ns = attended + state_ns + self.prices.attend_step + pieces * self.prices.piece;
+        let keys_ns = self.bytes(kv) as f64 * self.prices.key_byte;
+        let ns = attended + keys_ns + state_ns + self.prices.attend_step + pieces * self.prices.piece;
         self.rank.ops.push(Op::Compute(ns));
     }
 
