@@ -125,6 +125,12 @@ fn here(args: &AttendArgs) -> Result<()> {
             format!("use at most {MAX_RANKS_HERE}, or more processes with kyklos launch"),
         ));
     }
+    if let Some(seconds) = args.group.stuck_after {
+        return Err(Failure::request(
+            format!("--stuck-after {seconds} with all ranks in one process"),
+            "leave it away: there --deadline ends a run that does not get on",
+        ));
+    }
     metrics::check(args)?;
     let request = Request::new(&args.problem, args.seed, None)?;
     let world = request.mesh.world();

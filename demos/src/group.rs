@@ -40,6 +40,10 @@ impl Launched {
         let left = by.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
         config.connect_deadline = Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1));
         config.bind = args.bind.unwrap_or(config.bind);
+        if let Some(seconds) = args.stuck_after {
+            config.stuck_after = Duration::from_secs(u64::from(seconds.get()));
+        }
+        config.warn = |text| note(&format!("warning: {text}"));
         config.epoch = self.run.as_deref().map_or(0, epoch);
         if let Some(port) = args.port {
             config.port = u16::try_from(u32::from(port) + self.local_rank).map_err(|_| {

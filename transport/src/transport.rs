@@ -12,6 +12,7 @@ use bytes::Bytes;
 use futures_channel::oneshot;
 
 use crate::error::{Abort, TransportError};
+use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
 
 /// Moves bytes between the ranks of one group. Object-safe; the implementations are in-process channels and QUIC.
@@ -54,6 +55,9 @@ pub trait Transport: Send + Sync + fmt::Debug {
 
     /// Rises when the group has been aborted. Long computations look at it between two pieces.
     fn stop_flag(&self) -> Arc<AtomicBool>;
+
+    /// Of this rank: to be held and beaten by whoever computes, so that a rank that is stuck in its own work is found.
+    fn pulse(&self) -> Arc<Pulse>;
 
     /// Says goodbye: waits (up to `deadline`) until peers have everything they were sent, then closes. A peer that
     /// leaves without this has died, as far as the others are concerned.

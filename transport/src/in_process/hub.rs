@@ -12,6 +12,7 @@ use crate::ballot::Ballot;
 use crate::deadline::Deadline;
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::misuse;
+use crate::pulse::Pulse;
 use crate::recorder::{EventKind, Outstanding, Recorder};
 use crate::transport::{Completer, Progress, Rank, Tag, Vote};
 
@@ -36,6 +37,7 @@ impl Hub {
         let ranks = (0..world).map(|rank| RankState {
             phase: Phase::Active,
             recorder: Arc::new(Recorder::new(Rank(rank), world, IN_PROCESS.to_owned())),
+            pulse: Arc::default(),
         });
         let stop_flag = Arc::new(AtomicBool::new(false));
         let state = State {
@@ -183,6 +185,10 @@ impl Hub {
 
     pub(crate) fn recorder(&self, me: Rank) -> Arc<Recorder> {
         Arc::clone(&self.shared.lock().ranks[me.0 as usize].recorder)
+    }
+
+    pub(crate) fn pulse(&self, me: Rank) -> Arc<Pulse> {
+        Arc::clone(&self.shared.lock().ranks[me.0 as usize].pulse)
     }
 
     pub(crate) fn outstanding(&self, me: Rank) -> Vec<Outstanding> {

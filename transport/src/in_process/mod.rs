@@ -19,6 +19,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use crate::error::Abort;
+use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
 use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
 use hub::Hub;
@@ -91,6 +92,10 @@ impl Transport for InProcess {
 
     fn stop_flag(&self) -> Arc<AtomicBool> {
         self.hub.stop_flag()
+    }
+
+    fn pulse(&self) -> Arc<Pulse> {
+        self.hub.pulse(self.rank)
     }
 
     fn close(&self, deadline: Duration) -> Posted<()> {

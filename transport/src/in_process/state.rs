@@ -10,6 +10,7 @@ use crate::ballot::Ballot;
 use crate::deadline::Deadline;
 use crate::error::{Abort, AbortCause, Pending, TransportError};
 use crate::history::{Ended, History};
+use crate::pulse::Pulse;
 use crate::recorder::{EventKind, Outstanding, Recorder};
 use crate::transport::{Completer, Rank, Tag};
 
@@ -69,6 +70,7 @@ pub(super) struct Histories {
 pub(super) struct RankState {
     pub(super) phase: Phase,
     pub(super) recorder: Arc<Recorder>,
+    pub(super) pulse: Arc<Pulse>,
 }
 
 #[derive(Debug)]

@@ -17,6 +17,7 @@ use super::frames::FrameSender;
 use super::job::JobId;
 use super::state::State;
 use crate::error::{Abort, AbortCause, TransportError};
+use crate::pulse::Pulse;
 use crate::recorder::{EventKind, Recorder};
 use crate::transport::{Progress, Rank, Tag};
 use crate::wire::Frame;
@@ -29,6 +30,8 @@ pub(crate) struct Core {
     pub(crate) job: JobId,
     pub(crate) epoch: u32,
     pub(crate) heartbeat: Duration,
+    pub(crate) warn: fn(&str),
+    pub(crate) pulse: Arc<Pulse>,
     pub(crate) stop_flag: Arc<AtomicBool>,
     pub(crate) endpoint: quinn::Endpoint,
     /// Data connections, by rank; none to itself.
@@ -81,6 +84,8 @@ pub(crate) struct Group {
     pub(crate) job: JobId,
     pub(crate) epoch: u32,
     pub(crate) heartbeat: Duration,
+    pub(crate) stuck_after: Duration,
+    pub(crate) warn: fn(&str),
     pub(crate) endpoint: quinn::Endpoint,
     pub(crate) links: Vec<Option<Link>>,
     pub(crate) control: Vec<Option<Link>>,
@@ -89,19 +94,22 @@ pub(crate) struct Group {
 impl Core {
     /// Must be called in a tokio context.
     pub(crate) fn new(group: Group) -> Self {
-        let Group { me, world, job, epoch, heartbeat, endpoint, links, control } = group;
+        let Group { me, world, job, epoch, heartbeat, stuck_after, warn, endpoint, links, control } = group;
         let recorder = Arc::new(Recorder::new(me, world, format!("{job} epoch {epoch}")));
+        let stuck_ticks = stuck_after.div_duration_f64(heartbeat).ceil().min(f64::from(u32::MAX));
         Self {
             me,
             world,
             job,
             epoch,
             heartbeat,
+            warn,
+            pulse: Arc::default(),
             stop_flag: Arc::new(AtomicBool::new(false)),
             endpoint,
             links,
             control,
-            coordinator: (me == COORDINATOR).then(|| Coordinator::new(world)),
+            coordinator: (me == COORDINATOR).then(|| Coordinator::new(world, stuck_ticks as u32)),
             runtime: Handle::current(),
             changed: Notify::new(),
             over: watch::Sender::new(false),

@@ -247,7 +247,7 @@ mod tests {
         let connection = endpoint.connect_with(client, coordinator, &name).unwrap().await?;
         let (mut send, recv) = connection.open_bi().await?;
         let hello = Frame::Hello {
-            protocol: 1,
+            protocol: PROTOCOL_VERSION,
             purpose: Purpose::Control,
             job: job.0,
             epoch: 0,

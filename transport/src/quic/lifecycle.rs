@@ -41,6 +41,8 @@ pub(crate) fn start(config: &QuicConfig, endpoint: Endpoint, mesh: Mesh) -> Arc<
         job: config.job,
         epoch: config.epoch,
         heartbeat: config.heartbeat,
+        stuck_after: config.stuck_after,
+        warn: config.warn,
         endpoint,
         links: data,
         control,
@@ -218,7 +220,7 @@ impl Core {
 
 /// The frame of an abort, cut so that it fits the close of a connection.
 fn short(mut abort: Abort) -> Vec<u8> {
-    let (AbortCause::Died(text) | AbortCause::Failed(text)) = &mut abort.cause;
+    let (AbortCause::Died(text) | AbortCause::Failed(text) | AbortCause::Stuck(text)) = &mut abort.cause;
     let mut end = text.len().min(600);
     while !text.is_char_boundary(end) {
         end -= 1;

@@ -27,6 +27,7 @@ mod names;
 mod payload;
 mod private_file;
 mod socket;
+mod stalls;
 mod state;
 mod tls;
 #[cfg(test)]
@@ -53,6 +54,7 @@ pub use self::names::{Claims, HostNames, Subject};
 use self::socket::Ground;
 pub use self::validity::{Date, Validity};
 use crate::error::{Abort, TransportError};
+use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
 use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
 
@@ -85,10 +87,17 @@ pub struct QuicConfig {
     pub connect_deadline: Duration,
     /// Period of heartbeats, at most an hour; a rank counts as dead after twelve silent ones. Best the same on all ranks.
     pub heartbeat: Duration,
+    /// How long a rank may hold [`Work`](crate::Work) without a beat of its [`Pulse`] while others wait for it; then it counts
+    /// as stuck, and the group is aborted. Rank 0's setting counts. More than whatever one piece of work can take, such as
+    /// the compilation of a kernel.
+    pub stuck_after: Duration,
+    /// Told in one line what may become a failure: by rank 0 of a rank that has stood still for a quarter of
+    /// [`Self::stuck_after`].
+    pub warn: fn(&str),
 }
 
 impl QuicConfig {
-    /// The usual settings: 20 s to connect, heartbeats every 300 ms, bound to loopback if that is where the
+    /// The usual settings: 20 s to connect, heartbeats every 300 ms, 180 s to be stuck, warnings as events of `tracing`, bound to loopback if that is where the
     /// coordinator is and to all addresses otherwise.
     pub fn new(rank: Rank, world: u32, job: JobId, coordinator: SocketAddr, identity: Identity) -> Self {
         let bind = match coordinator.ip() {
@@ -109,6 +118,8 @@ impl QuicConfig {
             port: 0,
             connect_deadline: Duration::from_secs(20),
             heartbeat: Duration::from_millis(300),
+            stuck_after: Duration::from_secs(180),
+            warn: |text| tracing::warn!("{text}"),
         }
     }
 
@@ -304,6 +315,10 @@ impl Transport for QuicTransport {
 
     fn stop_flag(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.core.stop_flag)
+    }
+
+    fn pulse(&self) -> Arc<Pulse> {
+        Arc::clone(&self.core.pulse)
     }
 
     fn close(&self, deadline: Duration) -> Posted<()> {

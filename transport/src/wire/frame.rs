@@ -1,8 +1,12 @@
 //! Control frames: everything that is said between ranks except payload.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
 use super::codec::{Reader, WireError, put_text};
+use super::fields::{
+    put_address, put_progress, put_ranks, put_tag, read_address, read_flag, read_progress, read_ranks,
+    read_tag,
+};
 use crate::error::{Abort, AbortCause};
 use crate::transport::{Progress, Rank, Tag, Vote};
 
@@ -80,6 +84,12 @@ pub enum Frame {
     Ping {
         /// Of the sender.
         progress: Progress,
+        /// How often the sender's pulse has beaten.
+        beats: u64,
+        /// The sender computes, so it must get on whatever others do.
+        works: bool,
+        /// Of a sender that does not: the ranks with which it has calls that have not ended.
+        waits_for: Vec<Rank>,
     },
     /// The coordinator is alive.
     Pong,
@@ -173,8 +183,13 @@ mod number {
     pub(super) const WITHDRAW: u8 = 19;
 }
 
-/// Layout version of every frame so far; a frame that changes gets a new one of its own.
-const LAYOUT: u8 = 1;
+/// Layout version of a frame; a frame that changes gets a new one of its own.
+fn layout(number: u8) -> u8 {
+    match number {
+        number::PING => 2,
+        _ => 1,
+    }
+}
 
 /// Bytes before the body: its length.
 const LENGTH_BYTES: usize = 4;
@@ -249,7 +264,7 @@ impl Frame {
     }
 
     fn put_body(&self, out: &mut Vec<u8>) {
-        out.extend_from_slice(&[self.number(), LAYOUT]);
+        out.extend_from_slice(&[self.number(), layout(self.number())]);
         match self {
             Self::Hello { protocol, purpose, job, epoch, rank, world } => {
                 out.extend_from_slice(&protocol.to_le_bytes());
@@ -300,12 +315,18 @@ impl Frame {
                 out.extend_from_slice(&rank.0.to_le_bytes());
                 out.push(u8::from(*left));
             }
-            Self::Ping { progress } => put_progress(out, *progress),
+            Self::Ping { progress, beats, works, waits_for } => {
+                put_progress(out, *progress);
+                out.extend_from_slice(&beats.to_le_bytes());
+                out.push(u8::from(*works));
+                put_ranks(out, waits_for);
+            }
             Self::Abort { abort: Abort { culprit, cause, progress } } => {
                 out.extend_from_slice(&culprit.0.to_le_bytes());
                 let (number, text) = match cause {
                     AbortCause::Died(text) => (0, text),
                     AbortCause::Failed(text) => (1, text),
+                    AbortCause::Stuck(text) => (2, text),
                 };
                 out.push(number);
                 put_progress(out, *progress);
@@ -326,9 +347,9 @@ impl Frame {
     fn decode_body(body: &[u8]) -> Result<Self, WireError> {
         let mut reader = Reader::new(body);
         let number = reader.u8()?;
-        let layout = reader.u8()?;
-        if layout != LAYOUT {
-            return Err(WireError::UnknownVersion { what: "a frame", found: u16::from(layout) });
+        let found = reader.u8()?;
+        if found != layout(number) {
+            return Err(WireError::UnknownVersion { what: "a frame", found: u16::from(found) });
         }
         let frame = match number {
             number::HELLO => Self::Hello {
@@ -383,15 +404,14 @@ impl Frame {
             number::MISSING => Self::Missing {
                 round: reader.u64()?,
                 rank: Rank(reader.u32()?),
-                left: match reader.u8()? {
-                    0 => false,
-                    1 => true,
-                    value => {
-                        return Err(WireError::BadValue { field: "left", value: u64::from(value) });
-                    }
-                },
+                left: read_flag(&mut reader, "left")?,
             },
-            number::PING => Self::Ping { progress: read_progress(&mut reader)? },
+            number::PING => Self::Ping {
+                progress: read_progress(&mut reader)?,
+                beats: reader.u64()?,
+                works: read_flag(&mut reader, "works")?,
+                waits_for: read_ranks(&mut reader)?,
+            },
             number::PONG => Self::Pong,
             number::ABORT => {
                 let culprit = Rank(reader.u32()?);
@@ -401,6 +421,7 @@ impl Frame {
                 let cause = match cause {
                     0 => AbortCause::Died(text),
                     1 => AbortCause::Failed(text),
+                    2 => AbortCause::Stuck(text),
                     value => {
                         return Err(WireError::BadValue { field: "cause", value: u64::from(value) });
                     }
@@ -446,37 +467,4 @@ impl RejectCode {
             }
         })
     }
-}
-
-/// IPv4 addresses travel as IPv4-mapped IPv6 ones, so that every entry has 18 bytes.
-fn put_address(out: &mut Vec<u8>, address: SocketAddr) {
-    let ip = match address.ip() {
-        IpAddr::V4(ip) => ip.to_ipv6_mapped(),
-        IpAddr::V6(ip) => ip,
-    };
-    out.extend_from_slice(&ip.octets());
-    out.extend_from_slice(&address.port().to_le_bytes());
-}
-
-fn read_address(reader: &mut Reader<'_>) -> Result<SocketAddr, WireError> {
-    let ip = IpAddr::from(reader.array::<16>()?).to_canonical();
-    Ok(SocketAddr::new(ip, reader.u16()?))
-}
-
-fn put_tag(out: &mut Vec<u8>, tag: Tag) {
-    out.extend_from_slice(&tag.op.to_le_bytes());
-    out.extend_from_slice(&tag.message.to_le_bytes());
-}
-
-fn read_tag(reader: &mut Reader<'_>) -> Result<Tag, WireError> {
-    Ok(Tag { op: reader.u64()?, message: reader.u32()? })
-}
-
-fn put_progress(out: &mut Vec<u8>, progress: Progress) {
-    out.extend_from_slice(&progress.op.to_le_bytes());
-    out.extend_from_slice(&progress.step.to_le_bytes());
-}
-
-fn read_progress(reader: &mut Reader<'_>) -> Result<Progress, WireError> {
-    Ok(Progress { op: reader.u64()?, step: reader.u32()? })
 }

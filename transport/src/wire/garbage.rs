@@ -40,7 +40,12 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         any::<[u8; 32]>().prop_map(|plan_hash| Vote::Ready { plan_hash }),
         (any::<u8>(), ".{0,40}").prop_map(|(exit, text)| Vote::Refuse { exit, text }),
     ];
-    let cause = prop_oneof![".{0,40}".prop_map(AbortCause::Died), ".{0,40}".prop_map(AbortCause::Failed)];
+    let cause = prop_oneof![
+        ".{0,40}".prop_map(AbortCause::Died),
+        ".{0,40}".prop_map(AbortCause::Failed),
+        ".{0,40}".prop_map(AbortCause::Stuck),
+    ];
+    let ranks = || proptest::collection::vec(any::<u32>().prop_map(Rank), 0..20);
     let refusal = proptest::option::of((any::<u32>().prop_map(Rank), any::<u8>(), ".{0,40}"));
     prop_oneof![
         (any::<u16>(), purpose, any::<[u8; 16]>(), any::<u32>(), any::<u32>(), any::<u32>()).prop_map(
@@ -71,7 +76,9 @@ fn any_frame() -> impl Strategy<Value = Frame> {
             rank: Rank(rank),
             left
         }),
-        any_progress().prop_map(|progress| Frame::Ping { progress }),
+        (any_progress(), any::<u64>(), any::<bool>(), ranks()).prop_map(
+            |(progress, beats, works, waits_for)| Frame::Ping { progress, beats, works, waits_for }
+        ),
         (any::<u32>(), cause, any_progress()).prop_map(|(culprit, cause, progress)| Frame::Abort {
             abort: Abort { culprit: Rank(culprit), cause, progress }
         }),

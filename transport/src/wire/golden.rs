@@ -115,7 +115,20 @@ fn frames_of_a_running_group_are_pinned() {
         &Frame::Missing { round: 1, rank: Rank(2), left: true },
         &["12", "01", "0100000000000000", "02000000", "01"], // number, layout, round, rank, it has left
     );
-    pinned(&Frame::Ping { progress }, &["09", "01", "0900000000000000", "02000000"]); // op, step
+    pinned(
+        &Frame::Ping { progress, beats: 7, works: false, waits_for: vec![Rank(3), Rank(4)] },
+        &[
+            "09",
+            "02",               // layout
+            "0900000000000000", // op
+            "02000000",         // step
+            "0700000000000000", // beats
+            "00",               // it does not work
+            "02000000",         // ranks that it waits for
+            "03000000",
+            "04000000",
+        ],
+    );
     pinned(
         &Frame::Abort {
             abort: Abort { culprit: Rank(1), cause: AbortCause::Failed("oom".into()), progress },
@@ -130,6 +143,10 @@ fn frames_of_a_running_group_are_pinned() {
             "0300",             // bytes of the text
             "6f6f6d",           // text
         ],
+    );
+    pinned(
+        &Frame::Abort { abort: Abort { culprit: Rank(1), cause: AbortCause::Stuck("x".into()), progress } },
+        &["0b", "01", "01000000", "02", "0900000000000000", "02000000", "0100", "78"], // cause: stuck
     );
     pinned(
         &Frame::LinkLost { peer: Rank(6), text: String::new() },

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kyklos_transport::{Abort, AbortCause, TransportError};
 
-use crate::program::{Call, Log, What};
+use crate::program::{Call, Log, STUCK, What};
 use crate::stage::{FAILURE, Played};
 use crate::world::{FaultKind, World};
 
@@ -89,9 +89,11 @@ impl Judge<'_> {
             FaultKind::Partition { heals, .. } | FaultKind::Link { heals, .. } => heals.is_none(),
             FaultKind::Crash { .. } => !self.is_replaced(),
             FaultKind::Dropped { .. } | FaultKind::Abort { .. } => true,
+            FaultKind::Computes { by, .. } => by.is_none(),
             FaultKind::Refuse { .. } | FaultKind::Slow { .. } => false,
         };
-        let known = self.played.struck? + NEWS;
+        let found = if matches!(self.kind()?, FaultKind::Computes { .. }) { STUCK } else { Duration::ZERO };
+        let known = self.played.struck? + found + NEWS;
         // Who leaves in order waits for whoever it still has something to say to, which its deadline bounds.
         let leaves = call.what == What::Close && call.result.is_ok();
         (lasts && !leaves && call.what != What::Form && call.ended > known.max(call.posted + GRACE))
@@ -132,7 +134,7 @@ impl Judge<'_> {
                     }
                     // A rank that heard the last word before others did may die before they have.
                     FaultKind::Crash { .. } | FaultKind::Dropped { .. } | FaultKind::Abort { .. } => true,
-                    FaultKind::Refuse { .. } | FaultKind::Slow { .. } => false,
+                    FaultKind::Refuse { .. } | FaultKind::Slow { .. } | FaultKind::Computes { .. } => false,
                 };
                 (!may || call.what != What::Form).then(|| "no group, without a reason".into())
             }
@@ -173,6 +175,10 @@ impl Judge<'_> {
             }
             FaultKind::Link { a, b, heals, .. } => {
                 heals.is_none_or(|heals| heals > SHORT_OUTAGE) && [*a, *b].contains(&culprit)
+            }
+            FaultKind::Computes { rank, by } => {
+                let stuck = matches!(&abort.cause, AbortCause::Stuck(text) if text.contains("waited for it"));
+                by.is_none() && culprit == *rank && stuck
             }
             FaultKind::Refuse { .. } | FaultKind::Slow { .. } => false,
         }

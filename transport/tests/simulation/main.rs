@@ -75,6 +75,8 @@ fn in_a_word(world: &World, played: &Played) -> &'static str {
         Some(FaultKind::Abort { .. }) => "abort",
         Some(FaultKind::Refuse { .. }) => "refusal",
         Some(FaultKind::Slow { .. }) => "slow reader",
+        Some(FaultKind::Computes { by: None, .. }) => "stuck",
+        Some(FaultKind::Computes { .. }) => "slow device",
     }
 }
 
