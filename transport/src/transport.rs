@@ -14,6 +14,7 @@ use futures_channel::oneshot;
 use crate::error::{Abort, TransportError};
 use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
+use crate::reform::{Reformed, Regroup};
 
 /// Moves bytes between the ranks of one group. Object-safe; the implementations are in-process channels and QUIC.
 ///
@@ -62,6 +63,12 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// Says goodbye: waits (up to `deadline`) until peers have everything they were sent, then closes. A peer that
     /// leaves without this has died, as far as the others are concerned.
     fn close(&self, deadline: Duration) -> Posted<()>;
+
+    /// Leaves a group that has been aborted, and forms the next one with the others that do the same, by `deadline`.
+    ///
+    /// Ends with the same group and epoch on all its ranks, or with [`TransportError::Bootstrap`], which says who did not
+    /// come or that the others have gone on without this rank. This transport is closed either way.
+    fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Reformed>;
 
     /// What this rank has done lately: for whoever wants to know why a group stands still, and how much it moves.
     fn recorder(&self) -> Arc<Recorder>;

@@ -4,10 +4,11 @@ use std::net::SocketAddr;
 
 use super::codec::{Reader, WireError, put_text};
 use super::fields::{
-    put_address, put_progress, put_ranks, put_tag, read_address, read_flag, read_progress, read_ranks,
-    read_tag,
+    put_addresses, put_claims, put_progress, put_ranks, put_tag, read_addresses, read_claims, read_flag,
+    read_progress, read_ranks, read_tag,
 };
 use crate::error::{Abort, AbortCause};
+use crate::membership::Claim;
 use crate::transport::{Progress, Rank, Tag, Vote};
 
 /// Largest frame on the wire, envelope included.
@@ -59,6 +60,22 @@ pub enum Frame {
     Meshed,
     /// Every rank is meshed: the group exists.
     Start,
+    /// Of a rank that comes to form a group again: the groups that it may belong to.
+    Join {
+        /// None of a rank that was started anew.
+        claims: Vec<Claim>,
+        /// For how many milliseconds more it would wait for those who are missing.
+        patience_ms: u32,
+    },
+    /// Who is in the next group, and where: from the lowest of them to the others.
+    Members {
+        /// The next group's.
+        epoch: u32,
+        /// By rank of the next group, its rank in the first one.
+        members: Vec<Rank>,
+        /// One address per member.
+        addresses: Vec<SocketAddr>,
+    },
     /// A rank's vote in its next round.
     Vote {
         /// The vote.
@@ -140,6 +157,10 @@ pub enum Purpose {
     Control,
     /// Messages between two ranks.
     Data,
+    /// To form a group again of those who are left; the lower rank is dialled.
+    Reform,
+    /// The same with ranks that were started anew.
+    Rejoin,
 }
 
 /// Why a connection was refused.
@@ -158,6 +179,10 @@ pub enum RejectCode {
     Duplicate,
     /// The frame was not what was due.
     Protocol,
+    /// It is not the time to form a group again: try later.
+    Busy,
+    /// The group has gone on without this rank.
+    Gone,
 }
 
 /// The one table of frame numbers.
@@ -181,6 +206,8 @@ mod number {
     pub(super) const REFUSE: u8 = 17;
     pub(super) const MISSING: u8 = 18;
     pub(super) const WITHDRAW: u8 = 19;
+    pub(super) const JOIN: u8 = 20;
+    pub(super) const MEMBERS: u8 = 21;
 }
 
 /// Layout version of a frame; a frame that changes gets a new one of its own.
@@ -260,6 +287,8 @@ impl Frame {
             Self::Refuse { .. } => number::REFUSE,
             Self::Missing { .. } => number::MISSING,
             Self::Withdraw { .. } => number::WITHDRAW,
+            Self::Join { .. } => number::JOIN,
+            Self::Members { .. } => number::MEMBERS,
         }
     }
 
@@ -271,6 +300,8 @@ impl Frame {
                 out.push(match purpose {
                     Purpose::Control => 0,
                     Purpose::Data => 1,
+                    Purpose::Reform => 2,
+                    Purpose::Rejoin => 3,
                 });
                 out.extend_from_slice(job);
                 out.extend_from_slice(&epoch.to_le_bytes());
@@ -283,11 +314,16 @@ impl Frame {
                 put_text(out, text, MAX_TEXT_BYTES);
             }
             Self::AddressTable { addresses } => {
-                let count = addresses.len().min(MAX_WORLD as usize);
-                out.extend_from_slice(&u32::try_from(count).unwrap_or(MAX_WORLD).to_le_bytes());
-                for address in addresses.iter().take(count) {
-                    put_address(out, *address);
-                }
+                put_addresses(out, addresses);
+            }
+            Self::Join { claims, patience_ms } => {
+                put_claims(out, claims);
+                out.extend_from_slice(&patience_ms.to_le_bytes());
+            }
+            Self::Members { epoch, members, addresses } => {
+                out.extend_from_slice(&epoch.to_le_bytes());
+                put_ranks(out, members);
+                put_addresses(out, addresses);
             }
             Self::Meshed | Self::Start | Self::Pong | Self::Leave | Self::Goodbye => {}
             Self::Vote { vote: Vote::Ready { plan_hash } } => {
@@ -357,6 +393,8 @@ impl Frame {
                 purpose: match reader.u8()? {
                     0 => Purpose::Control,
                     1 => Purpose::Data,
+                    2 => Purpose::Reform,
+                    3 => Purpose::Rejoin,
                     value => {
                         return Err(WireError::BadValue { field: "purpose", value: u64::from(value) });
                     }
@@ -368,18 +406,13 @@ impl Frame {
             },
             number::WELCOME => Self::Welcome { protocol: reader.u16()? },
             number::REJECT => Self::Reject { code: RejectCode::read(&mut reader)?, text: reader.text()? },
-            number::ADDRESS_TABLE => {
-                let count = reader.u32()?;
-                if count > MAX_WORLD {
-                    return Err(WireError::BadValue { field: "address count", value: u64::from(count) });
-                }
-                // Grows as addresses are really there; the count alone reserves nothing.
-                let mut addresses = Vec::new();
-                for _ in 0..count {
-                    addresses.push(read_address(&mut reader)?);
-                }
-                Self::AddressTable { addresses }
-            }
+            number::ADDRESS_TABLE => Self::AddressTable { addresses: read_addresses(&mut reader)? },
+            number::JOIN => Self::Join { claims: read_claims(&mut reader)?, patience_ms: reader.u32()? },
+            number::MEMBERS => Self::Members {
+                epoch: reader.u32()?,
+                members: read_ranks(&mut reader)?,
+                addresses: read_addresses(&mut reader)?,
+            },
             number::MESHED => Self::Meshed,
             number::START => Self::Start,
             number::VOTE => Self::Vote {
@@ -451,6 +484,8 @@ impl RejectCode {
             Self::World => 4,
             Self::Duplicate => 5,
             Self::Protocol => 6,
+            Self::Busy => 7,
+            Self::Gone => 8,
         }
     }
 
@@ -462,6 +497,8 @@ impl RejectCode {
             4 => Self::World,
             5 => Self::Duplicate,
             6 => Self::Protocol,
+            7 => Self::Busy,
+            8 => Self::Gone,
             value => {
                 return Err(WireError::BadValue { field: "reject code", value: u64::from(value) });
             }

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::error::{Abort, AbortCause};
+use crate::membership::{Claim, MOST_CLAIMS};
 use crate::transport::{Progress, Rank, Tag, Vote};
 
 fn any_tag() -> impl Strategy<Value = Tag> {
@@ -27,7 +28,12 @@ fn any_address() -> impl Strategy<Value = SocketAddr> {
 }
 
 fn any_frame() -> impl Strategy<Value = Frame> {
-    let purpose = prop_oneof![Just(Purpose::Control), Just(Purpose::Data)];
+    let purpose = prop_oneof![
+        Just(Purpose::Control),
+        Just(Purpose::Data),
+        Just(Purpose::Reform),
+        Just(Purpose::Rejoin)
+    ];
     let code = prop_oneof![
         Just(RejectCode::Version),
         Just(RejectCode::Job),
@@ -35,6 +41,8 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         Just(RejectCode::World),
         Just(RejectCode::Duplicate),
         Just(RejectCode::Protocol),
+        Just(RejectCode::Busy),
+        Just(RejectCode::Gone),
     ];
     let vote = prop_oneof![
         any::<[u8; 32]>().prop_map(|plan_hash| Vote::Ready { plan_hash }),
@@ -83,6 +91,13 @@ fn any_frame() -> impl Strategy<Value = Frame> {
             abort: Abort { culprit: Rank(culprit), cause, progress }
         }),
         (any::<u32>(), ".{0,40}").prop_map(|(peer, text)| Frame::LinkLost { peer: Rank(peer), text }),
+        (proptest::collection::vec((any::<u32>(), any::<bool>(), ranks()), 0..=MOST_CLAIMS), any::<u32>())
+            .prop_map(|(claims, patience_ms)| {
+                let claim = |(epoch, started, members)| Claim { epoch, started, members };
+                Frame::Join { claims: claims.into_iter().map(claim).collect(), patience_ms }
+            }),
+        (any::<u32>(), ranks(), proptest::collection::vec(any_address(), 0..20))
+            .prop_map(|(epoch, members, addresses)| Frame::Members { epoch, members, addresses }),
         any_tag().prop_map(|tag| Frame::Want { tag }),
         any_tag().prop_map(|tag| Frame::Done { tag }),
         any_tag().prop_map(|tag| Frame::Withdraw { tag }),

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::error::{Abort, AbortCause};
+use crate::membership::Claim;
 use crate::transport::{Progress, Rank, Tag, Vote};
 
 /// Bytes of hex text; spaces are ignored.
@@ -83,6 +84,49 @@ fn frames_of_the_bootstrap_are_pinned() {
             "0201",                             // port 258
         ],
     );
+}
+
+#[test]
+fn frames_of_forming_again_are_pinned() {
+    let first = Claim { epoch: 4, started: true, members: vec![Rank(0), Rank(2)] };
+    pinned(
+        &Frame::Join {
+            claims: vec![first, Claim { epoch: 5, started: false, members: Vec::new() }],
+            patience_ms: 7,
+        },
+        &[
+            "14", "01", "02",       // claims
+            "04000000", // epoch
+            "01",       // it saw the group start
+            "02000000", // ranks of the group
+            "00000000", "02000000", "05000000", "00", "00000000", "07000000", // milliseconds
+        ],
+    );
+    pinned(
+        &Frame::Members {
+            epoch: 6,
+            members: vec![Rank(2)],
+            addresses: vec!["127.0.0.1:7000".parse().unwrap()],
+        },
+        &[
+            "15",
+            "01",
+            "06000000", // epoch
+            "01000000", // members
+            "02000000",
+            "01000000", // addresses
+            "00000000000000000000ffff7f000001",
+            "581b",
+        ],
+    );
+    let hello =
+        |purpose| Frame::Hello { protocol: 2, purpose, job: [0; 16], epoch: 1, rank: Rank(3), world: 4 };
+    for (purpose, number) in [(Purpose::Reform, "02"), (Purpose::Rejoin, "03")] {
+        let job = "00".repeat(16);
+        pinned(&hello(purpose), &["01", "01", "0200", number, &job, "01000000", "03000000", "04000000"]);
+    }
+    pinned(&Frame::Reject { code: RejectCode::Busy, text: String::new() }, &["03", "01", "07", "0000"]);
+    pinned(&Frame::Reject { code: RejectCode::Gone, text: String::new() }, &["03", "01", "08", "0000"]);
 }
 
 #[test]
