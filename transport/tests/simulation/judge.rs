@@ -19,6 +19,9 @@ const FORM_GRACE: Duration = Duration::from_secs(8);
 /// connection is idle, and then some packets that may be lost.
 const NEWS: Duration = Duration::from_secs(9);
 
+/// How soon everybody has heard of a rank that says that it fails: two ways through the network, and again if lost.
+const TOLD: Duration = Duration::from_secs(3);
+
 /// An outage that nobody may notice but by waiting.
 const SHORT_OUTAGE: Duration = Duration::from_millis(1500);
 
@@ -93,11 +96,20 @@ impl Judge<'_> {
             FaultKind::Refuse { .. } | FaultKind::Slow { .. } => false,
         };
         let found = if matches!(self.kind()?, FaultKind::Computes { .. }) { STUCK } else { Duration::ZERO };
-        let known = self.played.struck? + found + NEWS;
+        let known = self.played.struck? + found + self.news();
         // Who leaves in order waits for whoever it still has something to say to, which its deadline bounds.
         let leaves = call.what == What::Close && call.result.is_ok();
         (lasts && !leaves && call.what != What::Form && call.ended > known.max(call.posted + GRACE))
             .then(|| format!("had not heard of the fault by {known:?}"))
+    }
+
+    /// How soon a fault is heard of. A rank that says that it fails need not be found: what it says comes at once, or a few
+    /// lost packets later.
+    fn news(&self) -> Duration {
+        match self.kind() {
+            Some(FaultKind::Abort { .. }) if self.world.conditions.loss_per_mille <= LITTLE_LOSS => TOLD,
+            _ => NEWS,
+        }
     }
 
     /// Every error has a reason, and names who is to blame.
