@@ -39,6 +39,9 @@ pub(crate) struct GroupArgs {
     /// a kernel takes to compile. Rank 0's counts, which warns after a quarter [default: 180]
     #[arg(long, value_name = "SECONDS")]
     pub(crate) stuck_after: Option<NonZeroU32>,
+    /// This process takes the place of one that died: it joins when the others form the group again (--on-loss rejoin)
+    #[arg(long)]
+    pub(crate) rejoin: bool,
     /// Local address of this process [default: all, or loopback if rank 0 is there]
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) bind: Option<IpAddr>,
