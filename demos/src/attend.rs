@@ -79,6 +79,7 @@ fn as_rank(args: &AttendArgs, launched: &Launched) -> Result<()> {
     let mut lost: Option<Lost> = None;
     loop {
         let transport = &group.transport;
+        on_loss::end_if_stuck(&group);
         let refuse = |failure| {
             let failure = rank::refuse(&**transport, failure);
             let _ = pollster::block_on(transport.close(Duration::from_secs(3)));

@@ -1,5 +1,6 @@
 //! What a launched rank does when its group has lost one: it ends with it, or goes on in the next group.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::ValueEnum;
@@ -7,6 +8,7 @@ use kyklos_transport::{Abort, AbortCause, Rank, Reformed, Regroup, Transport, Tr
 
 use crate::args::AttendArgs;
 use crate::failure::{Failure, Result, note};
+use crate::interrupt;
 use crate::rank::Job;
 
 /// The value of `--on-loss`.
@@ -65,6 +67,29 @@ impl Lost {
     }
 }
 
+/// Ends this process when the others have given it up for stuck and it stays so: they have gone on, and wait for nothing of
+/// it, but whoever started it does.
+pub(crate) fn end_if_stuck(group: &Reformed) {
+    let (transport, recorder, me) =
+        (Arc::downgrade(&group.transport), group.transport.recorder(), group.transport.rank());
+    std::thread::spawn(move || {
+        while transport.strong_count() > 0 {
+            std::thread::sleep(LOOK);
+            let is_stuck = || {
+                let abort = recorder.look().abort.map(|(_, abort)| abort);
+                abort.is_some_and(|abort| abort.culprit == me && matches!(abort.cause, AbortCause::Stuck(_)))
+            };
+            if recorder.is_aborted() && is_stuck() {
+                std::thread::sleep(STUCK_FOR_GOOD);
+                if transport.strong_count() > 0 {
+                    note("this rank is stuck, the others do without it: ended");
+                    interrupt::end(1);
+                }
+            }
+        }
+    });
+}
+
 /// A rank that was started anew says where it is.
 pub(crate) fn tell_rejoined(next: &Reformed, job: &Job) {
     note(&format!("joined again; {}", in_words(next, job)));
@@ -99,6 +124,12 @@ pub(crate) fn does_not_fit(world: u32, failure: &Failure) -> Failure {
         failure.text
     ))
 }
+
+/// How often to look whether this rank has been given up.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// After which a rank that was given up will not come back.
+const STUCK_FOR_GOOD: Duration = Duration::from_secs(10);
 
 /// For a request of this rank to become everyone's abort.
 const ABORT_UNDER_WAY: Duration = Duration::from_secs(10);
