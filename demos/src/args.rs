@@ -16,6 +16,7 @@ use crate::device::DeviceRequest;
 use crate::doctor::DoctorArgs;
 use crate::launch::LaunchArgs;
 use crate::launchers::GroupArgs;
+use crate::on_loss::OnLoss;
 use crate::support::SupportArgs;
 use crate::tune::TuneArgs;
 pub(crate) use values::{
@@ -159,6 +160,10 @@ pub(crate) struct AttendArgs {
     /// Seconds after which a message that has not come is an error
     #[arg(long, value_name = "SECONDS", default_value = "600")]
     pub(crate) deadline: NonZeroU32,
+    /// Under a launcher, when a rank dies or is stuck: every rank ends, or those who are left plan anew and begin again; with
+    /// rejoin after a rank that was started anew with --rejoin has come, as kyklos launch does
+    #[arg(long, value_enum, default_value_t = OnLoss::Stop)]
+    pub(crate) on_loss: OnLoss,
     /// auto: a bar on a terminal; json: lines on standard error
     #[arg(long, value_enum, default_value_t = ProgressKind::Auto)]
     pub(crate) progress: ProgressKind,

@@ -13,6 +13,7 @@ use crate::failure::{Failure, Result, note, print};
 use crate::interrupt;
 use crate::launchers::{self, Launched, Variables};
 use crate::metrics;
+use crate::on_loss::{self, Lost, OnLoss};
 use crate::output::{OutputTarget, keep_apart};
 use crate::progress::Watch;
 use crate::rank::{self, Job, RankDone};
@@ -67,26 +68,48 @@ fn as_rank(args: &AttendArgs, launched: &Launched) -> Result<()> {
     launched.end_with_launcher();
     interrupt::end_on_interrupt()?;
     record::write_on_request()?;
-    let metrics = metrics::serve(args, launched.rank, launched.local_rank);
-    let transport = launched.connect(&args.group)?;
-    let refuse = |failure| {
-        let failure = rank::refuse(&*transport, failure);
-        let _ = pollster::block_on(transport.close(Duration::from_secs(3)));
-        failure
-    };
-    let job = metrics
-        .and_then(|()| launched_request(args, launched.world, launched.local_world))
-        .and_then(|request| job(args, request, launched.local_world))
-        .map_err(refuse)?;
-    if launched.rank == 0
-        && let Some(warning) = job.request.source.warning()
-    {
-        note(&warning);
+    if args.group.rejoin && args.on_loss != OnLoss::Rejoin {
+        return Err(Failure::request(
+            "--rejoin without --on-loss rejoin",
+            "give both, as the other ranks have the latter",
+        ));
     }
-    let device = device_of(args, launched);
-    let done = rank::run(&job, &transport, device);
-    job.watch.phase(None);
-    tell(args, &job, vec![(launched.rank, done?)])
+    let mut metrics = metrics::serve(args, launched.rank, launched.local_rank);
+    let mut group = launched.connect(&args.group)?;
+    let mut lost: Option<Lost> = None;
+    loop {
+        let transport = &group.transport;
+        on_loss::end_if_stuck(&group);
+        let refuse = |failure| {
+            let failure = rank::refuse(&**transport, failure);
+            let _ = pollster::block_on(transport.close(Duration::from_secs(3)));
+            failure
+        };
+        let world = transport.world();
+        let request = launched_request(args, world, launched.local_world).map_err(|failure| {
+            if world == launched.world { failure } else { on_loss::does_not_fit(world, &failure) }
+        });
+        let job = std::mem::replace(&mut metrics, Ok(()))
+            .and(request)
+            .and_then(|request| job(args, request, launched.local_world))
+            .map_err(refuse)?;
+        if transport.rank().0 == 0 {
+            match &lost {
+                Some(lost) => lost.tell(&group, &job),
+                None if args.group.rejoin => on_loss::tell_rejoined(&group, &job),
+                None => job.request.source.warning().iter().for_each(|warning| note(warning)),
+            }
+        }
+        let done = rank::work(&job, transport, device_of(args, launched));
+        job.watch.phase(None);
+        let failure = done.as_ref().err().filter(|_| args.on_loss != OnLoss::Stop);
+        let Some(ended) = failure.and_then(|failure| Lost::of(&group, failure)) else {
+            rank::leave(&job, transport, &done);
+            return tell(args, &job, vec![(transport.rank().0, done?)]);
+        };
+        group = ended.go_on(args, &**transport)?;
+        lost = Some(ended);
+    }
 }
 
 /// The device of a launched rank: by `--device`, or by the cluster file.
@@ -123,6 +146,18 @@ fn here(args: &AttendArgs) -> Result<()> {
         return Err(Failure::request(
             format!("{ranks} ranks in one process"),
             format!("use at most {MAX_RANKS_HERE}, or more processes with kyklos launch"),
+        ));
+    }
+    if let Some(seconds) = args.group.stuck_after {
+        return Err(Failure::request(
+            format!("--stuck-after {seconds} with all ranks in one process"),
+            "leave it away: there --deadline ends a run that does not get on",
+        ));
+    }
+    if args.on_loss != OnLoss::Stop || args.group.rejoin {
+        return Err(Failure::request(
+            "--on-loss or --rejoin with all ranks in one process",
+            "leave it away, or start a process for each rank with kyklos launch",
         ));
     }
     metrics::check(args)?;

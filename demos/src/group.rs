@@ -3,11 +3,10 @@
 use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use kyklos_transport::quic::{Claims, Date, Identity, JobId, QuicConfig, QuicTransport};
-use kyklos_transport::{Rank, Transport, in_process_group};
+use kyklos_transport::{Rank, Reformed, in_process_group};
 
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
@@ -17,9 +16,11 @@ use crate::record;
 
 impl Launched {
     /// Joins the group, and says on standard error who made this process which rank.
-    pub(crate) fn connect(&self, args: &GroupArgs) -> Result<Arc<dyn Transport>> {
+    pub(crate) fn connect(&self, args: &GroupArgs) -> Result<Reformed> {
         let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.world > 1) else {
-            return in_process_group(1).pop().ok_or_else(|| Failure::run("a group of one rank has no rank"));
+            let alone = in_process_group(1).pop();
+            let transport = alone.ok_or_else(|| Failure::run("a group of one rank has no rank"))?;
+            return Ok(Reformed { transport, members: vec![Rank(0)], epoch: 0 });
         };
         let path = self.identity_path(args)?;
         let identity = Identity::read_file(&path)?;
@@ -40,6 +41,10 @@ impl Launched {
         let left = by.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
         config.connect_deadline = Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1));
         config.bind = args.bind.unwrap_or(config.bind);
+        if let Some(seconds) = args.stuck_after {
+            config.stuck_after = Duration::from_secs(u64::from(seconds.get()));
+        }
+        config.warn = |text| note(&format!("warning: {text}"));
         config.epoch = self.run.as_deref().map_or(0, epoch);
         if let Some(port) = args.port {
             config.port = u16::try_from(u32::from(port) + self.local_rank).map_err(|_| {
@@ -49,7 +54,11 @@ impl Launched {
                 )
             })?;
         }
-        Ok(QuicTransport::connect(config)?)
+        if args.rejoin {
+            return Ok(QuicTransport::rejoin(config)?);
+        }
+        let (epoch, members) = (config.epoch, (0..self.world).map(Rank).collect());
+        Ok(Reformed { transport: QuicTransport::connect(config)?, members, epoch })
     }
 
     fn identity_path(&self, args: &GroupArgs) -> Result<PathBuf> {
@@ -104,10 +113,10 @@ fn warn_of_expiry(claims: &Claims, days: u32, path: &str) {
     }
 }
 
-/// Ranks of another run of the same job are strangers.
+/// Ranks of another run of the same job are strangers. What is cut off counts the groups of this run.
 fn epoch(run: &str) -> u32 {
     let [a, b, c, d, ..] = JobId::from_name(run).0;
-    u32::from_be_bytes([a, b, c, d])
+    u32::from_be_bytes([a, b, c, d]) & !0xFFF
 }
 
 /// The address of rank 0. A name that may appear late is looked up until then.

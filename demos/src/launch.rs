@@ -1,8 +1,10 @@
 //! `kyklos launch`: one process per rank on this host, with an identity for each that lasts as long as the job.
 
+use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, UdpSocket};
 use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,6 +20,7 @@ use crate::attend::launched_request;
 use crate::failure::{Failure, Result, note};
 use crate::interrupt::{self, EXIT_INTERRUPTED};
 use crate::launchers::{IDENTITY, JOB_ID, LAUNCH};
+use crate::on_loss::OnLoss;
 
 /// How many processes, and of what.
 #[derive(Debug, Args)]
@@ -33,7 +36,7 @@ pub(crate) struct LaunchArgs {
 /// Runs the command; returns the exit code.
 pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
     let ranks = args.ranks.get();
-    refuse_early(args)?;
+    let on_loss = refuse_early(args)?;
     let interrupted = Arc::new(AtomicBool::new(false));
     let raise = interrupted.clone();
     interrupt::on_interrupt(move || raise.store(true, Ordering::Relaxed))?;
@@ -53,12 +56,13 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
     let port = free_port()?;
     let program = std::env::current_exe()
         .map_err(|error| Failure::run(format!("cannot find this program again: {error}")))?;
-    let mut children = Children::default();
     for rank in 0..ranks {
-        let identity = folder.path().join(format!("rank-{rank}.pem"));
-        authority.issue(Rank(rank))?.write_file(&identity)?;
-        let child = Command::new(&program)
+        authority.issue(Rank(rank))?.write_file(&identity_of(folder.path(), rank))?;
+    }
+    let start = |rank: u32, again: bool| {
+        Command::new(&program)
             .args(&args.command)
+            .args(again.then_some("--rejoin"))
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", ranks.to_string())
             .env("LOCAL_RANK", rank.to_string())
@@ -66,16 +70,19 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
             .env("MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string())
             .env("MASTER_PORT", port.to_string())
             .env(JOB_ID, job.to_string())
-            .env(IDENTITY, &identity)
+            .env(IDENTITY, identity_of(folder.path(), rank))
             .env(LAUNCH, "1")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .map_err(|error| Failure::run(format!("cannot start rank {rank}: {error}")))?;
-        children.take(rank, child);
+            .map_err(|error| Failure::run(format!("cannot start rank {rank}: {error}")))
+    };
+    let mut children = Children::default();
+    for rank in 0..ranks {
+        children.take(rank, start(rank, false)?);
     }
-    let exit = children.watch(&interrupted, &asked);
+    let exit = children.watch(&interrupted, &asked, on_loss, &start);
     // Explicit, because a folder that stays behind holds keys.
     if let Err(error) = folder.close() {
         note(&format!("warning: the job's identity could not be removed: {error}"));
@@ -83,8 +90,12 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
     Ok(exit)
 }
 
-/// What is wrong with the options is said once, before any process is there to say it.
-fn refuse_early(args: &LaunchArgs) -> Result<()> {
+fn identity_of(folder: &Path, rank: u32) -> PathBuf {
+    folder.join(format!("rank-{rank}.pem"))
+}
+
+/// What is wrong with the options is said once, before any process is there to say it. Returns what to do about losses.
+fn refuse_early(args: &LaunchArgs) -> Result<OnLoss> {
     let ranks = args.ranks.get();
     if ranks > MAX_RANKS {
         return Err(Failure::request(
@@ -100,7 +111,14 @@ fn refuse_early(args: &LaunchArgs) -> Result<()> {
             format!("{} under kyklos launch", attend.group.first().unwrap_or_default()),
             "leave it away: kyklos launch says who is which rank, and where",
         )),
-        Some(args::Command::Attend(attend)) => launched_request(&attend, ranks, ranks)?.fits_in_memory(ranks),
+        Some(args::Command::Attend(attend)) if attend.group.rejoin => Err(Failure::request(
+            "--rejoin under kyklos launch",
+            "leave it away: kyklos launch gives it to the processes that it starts anew",
+        )),
+        Some(args::Command::Attend(attend)) => {
+            launched_request(&attend, ranks, ranks)?.fits_in_memory(ranks)?;
+            Ok(attend.on_loss)
+        }
         _ => Err(Failure::request(
             format!("launch cannot run `{}`", args.command.join(" ")),
             "write kyklos launch -n 4 -- attend and its options",
@@ -121,6 +139,8 @@ fn free_port() -> Result<u16> {
 struct Children {
     running: Vec<Running>,
     ended: Vec<(u32, ExitStatus)>,
+    /// By rank, how often it was started anew.
+    restarts: BTreeMap<u32, u32>,
     readers: Vec<JoinHandle<()>>,
 }
 
@@ -147,8 +167,15 @@ impl Children {
         self.running.push(Running { rank, lifeline: child.stdin.take(), child });
     }
 
-    /// Waits for all of them; when one fails the others have [`SURVIVORS`] to end by themselves.
-    fn watch(&mut self, interrupted: &AtomicBool, asked: &AtomicBool) -> u8 {
+    /// Waits for all of them; when one fails the others have [`SURVIVORS`] to end by themselves, or go on without it, or it
+    /// is started anew.
+    fn watch(
+        &mut self,
+        interrupted: &AtomicBool,
+        asked: &AtomicBool,
+        on_loss: OnLoss,
+        start: &dyn Fn(u32, bool) -> Result<Child>,
+    ) -> u8 {
         let mut patience: Option<Instant> = None;
         let mut asked_to_end = false;
         while !self.running.is_empty() {
@@ -161,8 +188,11 @@ impl Children {
                 patience = Some(Instant::now() + INTERRUPTED);
                 self.running.iter_mut().for_each(|running| running.lifeline = None);
             }
+            if on_loss == OnLoss::Rejoin && !asked_to_end {
+                self.start_anew(start);
+            }
             let failed = self.ended.iter().any(|(_, status)| !status.success());
-            if failed && patience.is_none() {
+            if failed && patience.is_none() && on_loss == OnLoss::Stop {
                 patience = Some(Instant::now() + SURVIVORS);
             }
             if patience.is_some_and(|until| Instant::now() >= until) {
@@ -185,12 +215,37 @@ impl Children {
         }
         if asked_to_end {
             EXIT_INTERRUPTED
-        } else if self.ended.iter().all(|(_, status)| status.success()) {
+        } else if self.ended.iter().all(|(_, status)| status.success())
+            || (on_loss != OnLoss::Stop && self.ended.iter().any(|(_, status)| status.success()))
+        {
+            // Those who went on have the whole result.
             0
         } else if self.ended.iter().all(|(_, status)| status.code() == Some(2)) {
             2
         } else {
             1
+        }
+    }
+
+    /// Starts again who was killed, while there are others to join. Who ends by itself knows why, and stays away.
+    fn start_anew(&mut self, start: &dyn Fn(u32, bool) -> Result<Child>) {
+        let killed: Vec<u32> =
+            self.ended.iter().filter(|(_, status)| status.code().is_none()).map(|(rank, _)| *rank).collect();
+        for rank in killed {
+            let restarts = self.restarts.entry(rank).or_default();
+            let others_are_done = self.ended.iter().any(|(_, status)| status.success());
+            if self.running.is_empty() || others_are_done || *restarts >= MOST_RESTARTS {
+                continue;
+            }
+            *restarts += 1;
+            match start(rank, true) {
+                Ok(child) => {
+                    note(&format!("launch: rank {rank} was killed and is started anew"));
+                    self.ended.retain(|(ended, _)| *ended != rank);
+                    self.take(rank, child);
+                }
+                Err(failure) => note(&format!("launch: {}", failure.text)),
+            }
         }
     }
 
@@ -251,6 +306,8 @@ fn pass_on(from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String
 const SURVIVORS: Duration = Duration::from_secs(15);
 /// The same after an interruption.
 const INTERRUPTED: Duration = Duration::from_secs(3);
+/// A rank that is killed more often is not started again.
+const MOST_RESTARTS: u32 = 3;
 /// How often the processes are looked at.
 const POLL: Duration = Duration::from_millis(20);
 /// More processes than this on one host are a typing mistake.

@@ -61,19 +61,30 @@ struct Ready {
 
 /// Runs a rank, tells the others if it fails, and leaves the group.
 pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<DeviceId>) -> Result<RankDone> {
+    let result = work(job, transport, device);
+    leave(job, transport, &result);
+    result
+}
+
+/// Runs a rank, and tells the others if it fails.
+pub(crate) fn work(job: &Job, transport: &Arc<dyn Transport>, device: Result<DeviceId>) -> Result<RankDone> {
     let flight = Flight::list(job, transport);
     let result = device
         .and_then(|device| job.prepare(transport.rank(), device))
         .map_err(|failure| refuse(&**transport, job.named(transport.rank(), failure)))
         .and_then(|ready| job.go(transport, ready));
     flight.ended(&result);
+    result
+}
+
+/// Leaves the group after that.
+pub(crate) fn leave(job: &Job, transport: &Arc<dyn Transport>, result: &Result<RankDone>) {
     let well = result.as_ref().is_ok_and(|done| done.rejected.is_none());
     let left = pollster::block_on(transport.close(if well { job.deadline } else { LEAVE }));
     // The work is done: who leaves rudely afterwards takes nothing away.
     if let (true, Err(error)) = (well, left) {
         note(&format!("warning: rank {}: {error}", transport.rank()));
     }
-    result
 }
 
 /// Refuses the operation on all ranks. Returns what became everyone's error.

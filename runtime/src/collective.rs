@@ -17,7 +17,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::{join_all, try_join, try_join_all};
-use kyklos_transport::{Abort, Posted, Progress, Rank, Tag, Transport, TransportError, Vote};
+use kyklos_transport::{Abort, Posted, Progress, Pulse, Rank, Tag, Transport, TransportError, Vote};
 
 use crate::backend::Backend;
 use crate::meter::{Lane, Meter};
@@ -92,6 +92,9 @@ pub trait Collective<B: Backend> {
     /// Says where this rank is, see [`Transport::report_progress`].
     fn report_progress(&self, progress: Progress);
 
+    /// Of this rank's own work, see [`Transport::pulse`].
+    fn pulse(&self) -> Arc<Pulse>;
+
     /// Rises when the group has been aborted.
     fn stop_flag(&self) -> Arc<AtomicBool>;
 }
@@ -150,12 +153,15 @@ impl<B: Backend> Collective<B> for HostStaged {
                 meter.end(copying, Lane::Copy, || format!("download {tag}"));
                 let to = send.to;
                 let bytes: usize = send.pieces.iter().map(|piece| piece.bytes.len()).sum();
+                let pulse = self.transport.pulse();
                 let early = ready.map(|pieces| (meter.start(), self.send(meter, to, tag, pieces)));
                 async move {
                     let (started, posted) = match early {
                         Some(posted) => posted,
                         None => {
+                            let work = pulse.work();
                             let pieces = downloads.await;
+                            drop(work);
                             (meter.start(), self.send(meter, to, tag, pieces))
                         }
                     };
@@ -185,6 +191,10 @@ impl<B: Backend> Collective<B> for HostStaged {
 
     fn report_progress(&self, progress: Progress) {
         self.transport.report_progress(progress);
+    }
+
+    fn pulse(&self) -> Arc<Pulse> {
+        self.transport.pulse()
     }
 
     fn stop_flag(&self) -> Arc<AtomicBool> {

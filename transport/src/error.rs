@@ -61,6 +61,14 @@ pub enum TransportError {
     Closed,
 }
 
+impl AbortCause {
+    /// The reason, without what kind of end it is.
+    pub fn text(&self) -> &str {
+        let (Self::Died(text) | Self::Failed(text) | Self::Stuck(text)) = self;
+        text
+    }
+}
+
 impl From<Refusal> for TransportError {
     fn from(Refusal { rank, exit, text }: Refusal) -> Self {
         Self::Refused { rank, exit, text }
@@ -122,4 +130,7 @@ pub enum AbortCause {
     /// It reported an error of its own.
     #[error("failed: {0}")]
     Failed(String),
+    /// It lives, but gets on with nothing while others wait for it.
+    #[error("is stuck: {0}")]
+    Stuck(String),
 }

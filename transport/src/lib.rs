@@ -16,6 +16,10 @@
 //!   [`Transport::stop_flag`] rises so that long computations can give up between two pieces.
 //! - A deadline ends its own call only; whoever sees it decides whether the operation goes on, and calls
 //!   [`Transport::abort`] if not.
+//! - Over QUIC two detectors find a rank that is in the way: silence of its I/O, and a [`Pulse`] that stands still while
+//!   others wait for it. In one process there are deadlines only.
+//! - After an abort, those who call [`Transport::reform`] form the next group in the same processes, renumbered in their old
+//!   order. No two groups go on as the whole: the next one has more than half of the last one.
 //! - A rank that leaves with [`Transport::close`] is not dead: the others go on without it, unless they still
 //!   expected something of it. After an abort, close too: over QUIC that is when the others are sure to have heard.
 //!
@@ -51,14 +55,20 @@ mod deadline;
 mod error;
 mod history;
 mod in_process;
+mod membership;
 mod misuse;
+mod pulse;
 #[cfg(feature = "quic")]
 pub mod quic;
 mod recorder;
+mod reform;
 mod transport;
 pub mod wire;
 
 pub use error::{Abort, AbortCause, Pending, TransportError};
 pub use in_process::in_process_group;
+pub use membership::{Claim, MOST_CLAIMS};
+pub use pulse::{Pulse, Work};
 pub use recorder::{Event, EventKind, Outstanding, PeerRecord, Recorded, Recorder};
+pub use reform::{Reformed, Regroup};
 pub use transport::{Posted, Progress, Rank, Tag, Transport, Vote};

@@ -74,6 +74,8 @@ pub enum EventKind {
     LinkLost,
     /// The peer said goodbye.
     PeerLeft,
+    /// The peer gets on with nothing while others wait for it; noted by rank 0.
+    Slow,
 }
 
 /// What a recorder knows at one moment.
@@ -281,6 +283,7 @@ impl EventKind {
             Self::Aborted => "aborted",
             Self::LinkLost => "link-lost",
             Self::PeerLeft => "peer-left",
+            Self::Slow => "slow",
         }
     }
 }

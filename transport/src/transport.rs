@@ -12,7 +12,9 @@ use bytes::Bytes;
 use futures_channel::oneshot;
 
 use crate::error::{Abort, TransportError};
+use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
+use crate::reform::{Reformed, Regroup};
 
 /// Moves bytes between the ranks of one group. Object-safe; the implementations are in-process channels and QUIC.
 ///
@@ -55,9 +57,18 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// Rises when the group has been aborted. Long computations look at it between two pieces.
     fn stop_flag(&self) -> Arc<AtomicBool>;
 
+    /// Of this rank: to be held and beaten by whoever computes, so that a rank that is stuck in its own work is found.
+    fn pulse(&self) -> Arc<Pulse>;
+
     /// Says goodbye: waits (up to `deadline`) until peers have everything they were sent, then closes. A peer that
     /// leaves without this has died, as far as the others are concerned.
     fn close(&self, deadline: Duration) -> Posted<()>;
+
+    /// Leaves a group that has been aborted, and forms the next one with the others that do the same, by `deadline`.
+    ///
+    /// Ends with the same group and epoch on all its ranks, or with [`TransportError::Bootstrap`], which says who did not
+    /// come or that the others have gone on without this rank. This transport is closed either way.
+    fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Reformed>;
 
     /// What this rank has done lately: for whoever wants to know why a group stands still, and how much it moves.
     fn recorder(&self) -> Arc<Recorder>;

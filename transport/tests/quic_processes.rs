@@ -96,11 +96,16 @@ fn a_rank_of_its_own() {
     let claims = identity.claims().unwrap();
     let (rank, world): (u32, u32) = (rank.parse().unwrap(), world.parse().unwrap());
     assert_eq!(claims.subject, Subject::Rank(Rank(rank)));
-    let me = join(QuicConfig::new(Rank(rank), world, claims.job, coordinator.parse().unwrap(), identity));
+    let mut config = QuicConfig::new(Rank(rank), world, claims.job, coordinator.parse().unwrap(), identity);
+    config.stuck_after = STUCK;
+    config.warn = |text| println!("warning: {text}");
+    let me = join(config);
     println!("joined");
     match task {
         "ring" => ring(&*me),
         "endless" => endless(&*me),
+        "stuck" => computes(&*me, None),
+        "slow" => computes(&*me, Some(2 * STUCK)),
         other => panic!("{other}"),
     }
 }
@@ -150,6 +155,75 @@ fn endless(me: &dyn Transport) {
             }
             Err(other) => panic!("{other}"),
         }
+    }
+}
+
+/// Rank 1 computes before it sends to rank 2, which waits for it, as rank 0 does for rank 2: with beats for a while,
+/// or for ever without.
+fn computes(me: &dyn Transport, by: Option<Duration>) {
+    let (rank, tag) = (me.rank().0, Tag { op: 7, message: 3 });
+    me.report_progress(Progress { op: 7, step: 4 + rank });
+    if rank == 1 {
+        let pulse = me.pulse();
+        let work = pulse.work();
+        println!("computes");
+        let started = Instant::now();
+        while by.is_none_or(|by| started.elapsed() < by) {
+            std::thread::sleep(Duration::from_millis(100));
+            if by.is_some() {
+                pulse.beat();
+            }
+        }
+        drop(work);
+    }
+    let got = match rank {
+        0 => block_on(me.post_recv(Rank(2), tag, &[3], LONG)).map(drop),
+        1 => block_on(me.post_send(Rank(2), tag, vec!["hop".into()], LONG)),
+        _ => block_on(me.post_recv(Rank(1), tag, &[3], LONG))
+            .and_then(|parts| block_on(me.post_send(Rank(0), tag, parts, LONG))),
+    };
+    match got {
+        Ok(()) => block_on(me.close(LONG)).unwrap(),
+        Err(error) => {
+            println!("{error}");
+            let _ = block_on(me.close(Duration::from_secs(2)));
+        }
+    }
+    println!("through");
+}
+
+/// When a rank of these tests counts as stuck.
+const STUCK: Duration = Duration::from_secs(2);
+
+#[test]
+fn a_rank_whose_compute_thread_blocks_is_named_by_all_who_wait() {
+    let job = Job::new(3);
+    let _ranks = job.start("stuck");
+    job.wait_for(1, "computes");
+    let started = Instant::now();
+    for rank in [0, 2] {
+        job.wait_for(rank, "through");
+        let said = job.said(rank);
+        for word in [
+            "rank 1 is stuck: it has got on with nothing for",
+            "(operation 7, step 5)",
+            "while rank 2 waited",
+        ] {
+            assert!(said.contains(word), "no `{word}` in what rank {rank} said: {said}");
+        }
+    }
+    assert!(started.elapsed() < 3 * STUCK, "{:?}", started.elapsed());
+    assert!(job.said(0).contains("warning: rank 1 has got on with nothing for"), "{}", job.said(0));
+}
+
+#[test]
+fn a_rank_that_computes_for_long_but_gets_on_is_not_stuck() {
+    let job = Job::new(3);
+    for (rank, mut process) in (0..).zip(job.start("slow")) {
+        let status = process.0.wait().unwrap();
+        let said = job.said(rank);
+        assert!(status.success() && said.contains("through"), "rank {rank}: {said}");
+        assert!(!said.contains("stuck") && !said.contains("warning"), "rank {rank}: {said}");
     }
 }
 

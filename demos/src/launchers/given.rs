@@ -35,6 +35,13 @@ pub(crate) struct GroupArgs {
     /// Seconds within which all processes must have come
     #[arg(long, value_name = "SECONDS", default_value = "60")]
     pub(crate) join_deadline: NonZeroU32,
+    /// Seconds without progress after which a rank that computes while others wait for it ends the run by name; more than
+    /// a kernel takes to compile. Rank 0's counts, which warns after a quarter [default: 180]
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) stuck_after: Option<NonZeroU32>,
+    /// This process takes the place of one that died: it joins when the others form the group again (--on-loss rejoin)
+    #[arg(long)]
+    pub(crate) rejoin: bool,
     /// Local address of this process [default: all, or loopback if rank 0 is there]
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) bind: Option<IpAddr>,

@@ -78,7 +78,7 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
     }
     if let Some((at_ns, abort)) = seen.abort {
         let died = matches!(abort.cause, AbortCause::Died(_));
-        let (AbortCause::Died(text) | AbortCause::Failed(text)) = abort.cause;
+        let text = abort.cause.text().to_owned();
         let at = place(abort.culprit, abort.progress);
         put(&Line::Abort(AbortLine { at_ns, culprit: abort.culprit.0, died, text, at }))?;
     }

@@ -12,6 +12,7 @@ mod errors;
 mod files;
 mod launch;
 mod metrics;
+mod on_loss;
 mod requests;
 mod support;
 mod table;

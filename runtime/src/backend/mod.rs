@@ -29,6 +29,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bytes::Bytes;
+use kyklos_transport::Pulse;
 
 use crate::{AttentionProblem, BlockWork, Dtype, Error, PairKind, Result, TileShape};
 
@@ -346,12 +347,19 @@ pub struct Control {
     cancel: Arc<AtomicBool>,
     /// Pieces done so far.
     pieces: Arc<AtomicU64>,
+    /// Beats with every piece.
+    pulse: Arc<Pulse>,
 }
 
 impl Control {
     /// A control that is cancelled when `cancel` rises.
     pub fn new(cancel: Arc<AtomicBool>) -> Self {
-        Self { cancel, pieces: Arc::default() }
+        Self { cancel, ..Self::default() }
+    }
+
+    /// A control that beats `pulse` at every piece too.
+    pub fn beating(self, pulse: Arc<Pulse>) -> Self {
+        Self { pulse, ..self }
     }
 
     /// Called by backends between two pieces.
@@ -360,6 +368,7 @@ impl Control {
     /// [`Error::Cancelled`] when the token has risen.
     pub fn piece_done(&self) -> Result<()> {
         self.pieces.fetch_add(1, Ordering::Relaxed);
+        self.pulse.beat();
         if self.cancel.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { Ok(()) }
     }
 

@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::pin::pin;
+use std::sync::Arc;
 use std::task::Poll;
 
 use bytes::Bytes;
@@ -36,7 +37,8 @@ struct InFlight<'r, Buffer> {
 impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
     pub(super) async fn execute(&mut self) -> Result<(Bytes, Bytes, u64)> {
         let Executor { backend, collective, plan, works, options, .. } = self.executor;
-        let control = Control::new(collective.stop_flag());
+        let pulse = collective.pulse();
+        let control = Control::new(collective.stop_flag()).beating(Arc::clone(&pulse));
         let mut in_flight: Vec<InFlight<'r, B::Buffer>> = Vec::new();
         for (index, step) in plan.steps.iter().enumerate() {
             self.step = index;
@@ -44,6 +46,8 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             options.observer.step(Rank(plan.rank), self.op, index, plan.steps.len(), &words);
             collective
                 .report_progress(Progress { op: self.op, step: u32::try_from(index).unwrap_or(u32::MAX) });
+            // Whoever waits depends on others; all else is this rank's own.
+            let work = (!matches!(step, Step::Wait { .. })).then(|| pulse.work());
             let started = self.meter.start();
             match step {
                 Step::Repack { from, into } => {
@@ -97,6 +101,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                     }
                     self.memory.put(*state, tensors);
                     if let Err(Error::Cancelled) = attended {
+                        drop(work);
                         return Err(self.why_stopped(&mut in_flight).await);
                     }
                     attended?;
@@ -132,8 +137,10 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 }
                 Step::Free { buffer } => drop(self.memory.take(*buffer)),
             }
+            drop(work);
             options.observer.counted(Rank(plan.rank), self.op, &self.meter.report());
         }
+        let _work = pulse.work();
         let started = self.meter.start();
         // A rank without tokens writes nothing into its output, and has one all the same.
         let mut output = match self.memory.take(plan.output) {

@@ -1,18 +1,20 @@
 //! The meeting place of the ranks of one process.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::state::{AgreeCall, Meeting, Phase, RankState, RecvCall, SendCall, State};
+use super::state::{AgreeCall, Meeting, Phase, RankState, RecvCall, ReformCall, SendCall, State};
 use crate::ballot::Ballot;
 use crate::deadline::Deadline;
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::misuse;
+use crate::pulse::Pulse;
 use crate::recorder::{EventKind, Outstanding, Recorder};
+use crate::reform::{Reformed, Regroup};
 use crate::transport::{Completer, Progress, Rank, Tag, Vote};
 
 /// Shared by all ranks of the group and by the watchdog.
@@ -32,10 +34,13 @@ struct Shared {
 }
 
 impl Hub {
-    pub(crate) fn new(world: u32) -> Self {
+    /// A hub for these ranks of the first group.
+    pub(crate) fn new(members: Vec<Rank>, epoch: u32) -> Self {
+        let world = u32::try_from(members.len()).unwrap_or(u32::MAX);
         let ranks = (0..world).map(|rank| RankState {
             phase: Phase::Active,
             recorder: Arc::new(Recorder::new(Rank(rank), world, IN_PROCESS.to_owned())),
+            pulse: Arc::default(),
         });
         let stop_flag = Arc::new(AtomicBool::new(false));
         let state = State {
@@ -47,6 +52,9 @@ impl Hub {
             ballot: Ballot::new(world),
             ranks: ranks.collect(),
             aborted: None,
+            members,
+            epoch,
+            comers: BTreeMap::new(),
             #[cfg(not(target_family = "wasm"))]
             watched_until: None,
         };
@@ -185,6 +193,10 @@ impl Hub {
         Arc::clone(&self.shared.lock().ranks[me.0 as usize].recorder)
     }
 
+    pub(crate) fn pulse(&self, me: Rank) -> Arc<Pulse> {
+        Arc::clone(&self.shared.lock().ranks[me.0 as usize].pulse)
+    }
+
     pub(crate) fn outstanding(&self, me: Rank) -> Vec<Outstanding> {
         self.shared.lock().outstanding(me)
     }
@@ -201,6 +213,30 @@ impl Hub {
         self.watch(&mut state);
     }
 
+    /// This rank comes to form the next group. That happens when all have come that are left, or when the first of them
+    /// would wait no longer.
+    pub(crate) fn reform(&self, me: Rank, who: Regroup, patience: Duration, completer: Completer<Reformed>) {
+        let misuse = |text: &str| Err(TransportError::Misuse { text: text.into() });
+        let mut state = self.shared.lock();
+        if !matches!(state.ranks[me.0 as usize].phase, Phase::Active) {
+            return completer.complete(Err(TransportError::Closed));
+        }
+        if who != Regroup::Survivors {
+            let text =
+                "a rank of a process cannot be started anew without the process: form the group of survivors";
+            return completer.complete(misuse(text));
+        }
+        if state.aborted.is_none() {
+            return completer.complete(misuse(
+                "only a group that has been aborted can be formed again: call abort first",
+            ));
+        }
+        state.ranks[me.0 as usize].phase = Phase::Reforming;
+        state.comers.insert(me, ReformCall { deadline: Deadline::after(patience), completer });
+        state.reform_if_all_are_here();
+        self.watch(&mut state);
+    }
+
     pub(crate) fn dropped(&self, me: Rank) {
         let mut state = self.shared.lock();
         // A rank that is leaving has said all it had to say: the hub finishes its goodbye.
@@ -209,6 +245,7 @@ impl Hub {
             let cause = AbortCause::Died("its endpoint was dropped without close".into());
             state.abort(Abort { culprit: me, cause, progress });
             state.ranks[me.0 as usize].phase = Phase::Gone;
+            state.reform_if_all_are_here();
         }
         #[cfg(not(target_family = "wasm"))]
         self.shared.changed.notify_all();

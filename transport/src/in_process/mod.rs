@@ -19,7 +19,9 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use crate::error::Abort;
+use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
+use crate::reform::{Reformed, Regroup};
 use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
 use hub::Hub;
 
@@ -30,10 +32,13 @@ use hub::Hub;
 /// If `world` is 0: a group has at least one rank.
 pub fn in_process_group(world: u32) -> Vec<Arc<dyn Transport>> {
     assert!(world > 0, "a group has at least one rank");
-    let hub = Arc::new(Hub::new(world));
-    (0..world)
-        .map(|rank| Arc::new(InProcess { rank: Rank(rank), hub: Arc::clone(&hub) }) as Arc<dyn Transport>)
-        .collect()
+    ends_of(&Arc::new(Hub::new((0..world).map(Rank).collect(), 0)))
+}
+
+/// The ends of all ranks of a hub.
+fn ends_of(hub: &Arc<Hub>) -> Vec<Arc<dyn Transport>> {
+    let end = |rank| Arc::new(InProcess { rank: Rank(rank), hub: Arc::clone(hub) }) as Arc<dyn Transport>;
+    (0..hub.world()).map(end).collect()
 }
 
 /// One rank's end of a hub. Dropping it without [`Transport::close`] means that the rank died.
@@ -93,9 +98,19 @@ impl Transport for InProcess {
         self.hub.stop_flag()
     }
 
+    fn pulse(&self) -> Arc<Pulse> {
+        self.hub.pulse(self.rank)
+    }
+
     fn close(&self, deadline: Duration) -> Posted<()> {
         let (completer, posted) = Posted::pair();
         self.hub.close(self.rank, deadline, completer);
+        posted
+    }
+
+    fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Reformed> {
+        let (completer, posted) = Posted::pair();
+        self.hub.reform(self.rank, who, deadline, completer);
         posted
     }
 

@@ -1,16 +1,20 @@
 //! What the hub remembers of its ranks and their outstanding calls.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 
+use super::hub::Hub;
 use crate::ballot::Ballot;
 use crate::deadline::Deadline;
 use crate::error::{Abort, AbortCause, Pending, TransportError};
 use crate::history::{Ended, History};
+use crate::membership::{Claim, next_group};
+use crate::pulse::Pulse;
 use crate::recorder::{EventKind, Outstanding, Recorder};
+use crate::reform::Reformed;
 use crate::transport::{Completer, Rank, Tag};
 
 #[derive(Debug)]
@@ -22,6 +26,11 @@ pub(super) struct State {
     pub(super) ballot: Ballot,
     pub(super) ranks: Vec<RankState>,
     pub(super) aborted: Option<Abort>,
+    /// By rank, its rank in the first group.
+    pub(super) members: Vec<Rank>,
+    pub(super) epoch: u32,
+    /// Who has come to form the next group.
+    pub(super) comers: BTreeMap<Rank, ReformCall>,
     pub(super) stop_flag: Arc<AtomicBool>,
     /// When the watchdog, if it runs, wakes next.
     #[cfg(not(target_family = "wasm"))]
@@ -58,6 +67,12 @@ pub(super) struct AgreeCall {
     pub(super) completer: Completer<()>,
 }
 
+#[derive(Debug)]
+pub(super) struct ReformCall {
+    pub(super) deadline: Deadline,
+    pub(super) completer: Completer<Reformed>,
+}
+
 /// Calls between a sender and a receiver that have ended.
 #[derive(Debug, Default)]
 pub(super) struct Histories {
@@ -69,6 +84,7 @@ pub(super) struct Histories {
 pub(super) struct RankState {
     pub(super) phase: Phase,
     pub(super) recorder: Arc<Recorder>,
+    pub(super) pulse: Arc<Pulse>,
 }
 
 #[derive(Debug)]
@@ -80,6 +96,8 @@ pub(super) enum Phase {
         completer: Completer<()>,
     },
     Left,
+    /// It has left for the next group.
+    Reforming,
     /// Its endpoint is gone.
     Gone,
 }
@@ -91,7 +109,9 @@ impl State {
                 Some(abort) => Err(TransportError::Aborted { abort: abort.clone(), pending: None }),
                 None => Ok(()),
             },
-            Phase::Leaving { .. } | Phase::Left | Phase::Gone => Err(TransportError::Closed),
+            Phase::Leaving { .. } | Phase::Left | Phase::Reforming | Phase::Gone => {
+                Err(TransportError::Closed)
+            }
         }
     }
 
@@ -206,6 +226,35 @@ impl State {
         }
     }
 
+    /// Forms the next group once everybody has come who has not left, or is gone.
+    pub(super) fn reform_if_all_are_here(&mut self) {
+        let may_come = |rank: &RankState| matches!(rank.phase, Phase::Active);
+        if !self.comers.is_empty() && !self.ranks.iter().any(may_come) {
+            self.reform();
+        }
+    }
+
+    /// Forms the next group of those who have come, if they are enough.
+    fn reform(&mut self) {
+        let comers = std::mem::take(&mut self.comers);
+        let of_first = |rank: &Rank| self.members[rank.0 as usize];
+        let claim = Claim { epoch: self.epoch, started: true, members: self.members.clone() };
+        let came = comers.keys().map(|rank| (of_first(rank), vec![claim.clone()])).collect();
+        let next = next_group(&came, false).map(|members| {
+            let epoch = self.epoch + 1;
+            (super::ends_of(&Arc::new(Hub::new(members.clone(), epoch))), members, epoch)
+        });
+        for (place, call) in comers.into_values().enumerate() {
+            call.completer.complete(match &next {
+                Ok((ends, members, epoch)) => {
+                    let transport = Arc::clone(&ends[place]);
+                    Ok(Reformed { transport, members: members.clone(), epoch: *epoch })
+                }
+                Err(text) => Err(TransportError::Bootstrap { text: text.clone() }),
+            });
+        }
+    }
+
     /// Ends every outstanding call with the abort.
     fn fail_everything(&mut self) {
         let Some(abort) = self.aborted.clone() else { return };
@@ -248,6 +297,7 @@ impl State {
         (self.sends.values().map(|call| call.deadline.at()))
             .chain(self.recvs.values().map(|call| call.deadline.at()))
             .chain(self.agrees.values().map(|call| call.deadline.at()))
+            .chain(self.comers.values().map(|call| call.deadline.at()))
             .chain(leaving)
             .min()
     }
@@ -290,6 +340,9 @@ impl State {
         }
         self.let_leavers_go();
         self.abort_if_somebody_waits_for_a_leaver();
+        if self.comers.values().any(|call| call.deadline.at() <= now) {
+            self.reform();
+        }
     }
 }
 

@@ -2,23 +2,21 @@
 //! ranks the higher one dials the lower one.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::Duration;
 
-use quinn::{Connection, ConnectionError, Endpoint, SendStream, TransportErrorCode};
+use quinn::{Connection, SendStream};
 use tokio::sync::mpsc;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout_at};
 
 use super::QuicConfig;
-use super::control::{close_code, describe};
+use super::control::describe;
 use super::core::COORDINATOR;
-use super::door::Door;
+use super::door::{Arrival, Era};
 use super::frames::FrameReader;
-use super::names::rank_name;
-use super::tls::{self, Path, TlsConfigs};
+use super::seat::Seat;
 use crate::error::TransportError;
 use crate::transport::Rank;
-use crate::wire::{Frame, MAX_WORLD, PROTOCOL_VERSION, Purpose};
+use crate::wire::{Frame, MAX_WORLD, Purpose};
 
 /// A connection whose other side is known and welcome.
 #[derive(Debug)]
@@ -36,34 +34,21 @@ pub(crate) struct Mesh {
     pub(crate) data: Vec<Joined>,
 }
 
-/// Forms the group: all connections of this rank, once every rank has all of its own.
-pub(crate) async fn form(
-    config: &QuicConfig,
-    endpoint: &Endpoint,
-    tls: &TlsConfigs,
-) -> Result<Mesh, TransportError> {
+/// Forms the first group: all connections of this rank, once every rank has all of its own.
+pub(crate) async fn form(seat: &Seat) -> Result<Mesh, TransportError> {
+    let config = &seat.config;
     let deadline = Instant::now() + config.connect_deadline;
-    let (arrived, arrivals) = mpsc::channel(64);
-    let door = Arc::new(Door::new(config, tls, arrived));
-    tokio::spawn(Arc::clone(&door).listen(endpoint.clone()));
+    let members: Vec<Rank> = (0..config.world).map(Rank).collect();
+    let arrivals = seat.door.open(Era::Group { epoch: config.epoch, members: members.clone() });
     if config.world == 1 {
         return Ok(Mesh::default());
     }
-    let mut forming = Forming {
-        config,
-        endpoint,
-        tls,
-        deadline,
-        arrivals,
-        early_data: Vec::new(),
-        turned_away: Some(door),
-    };
+    let mut forming =
+        Forming { seat, epoch: config.epoch, members, deadline, arrivals, early_data: Vec::new() };
     let formed =
         if config.rank == COORDINATOR { forming.as_coordinator().await } else { forming.as_member().await };
     if let Err(error) = &formed {
-        // Those who wait for this rank learn why they need not.
-        endpoint.close(close_code::REJECTED, cut(&error.to_string()).as_bytes());
-        let _ = timeout(GOODBYE_PATIENCE, endpoint.wait_idle()).await;
+        seat.part(error).await;
     }
     formed
 }
@@ -103,205 +88,185 @@ pub(crate) fn identity_fits(config: &QuicConfig) -> Result<(), TransportError> {
 }
 
 /// Shows an identity that does not fit to rank 0, which remembers why this rank was turned away. Best effort.
-pub(crate) async fn knock(config: &QuicConfig, endpoint: &Endpoint, tls: &TlsConfigs) {
+pub(crate) async fn knock(seat: &Seat) {
+    let config = &seat.config;
     if config.rank == COORDINATOR {
         return;
     }
     let deadline = Instant::now() + config.connect_deadline.min(KNOCK_PATIENCE);
-    let (_, arrivals) = mpsc::channel(1);
-    let _ = Forming { config, endpoint, tls, deadline, arrivals, early_data: Vec::new(), turned_away: None }
-        .dial_until_answered(COORDINATOR, config.coordinator, Purpose::Control)
-        .await;
-    endpoint.close(close_code::REJECTED, b"its identity does not fit");
-    let _ = timeout(GOODBYE_PATIENCE, endpoint.wait_idle()).await;
+    let purpose = (Purpose::Control, config.epoch);
+    let _ = seat.dial_until_answered(COORDINATOR, config.coordinator, purpose, deadline).await;
+    seat.part(&failed("its identity does not fit")).await;
 }
 
-struct Forming<'a> {
-    config: &'a QuicConfig,
-    endpoint: &'a Endpoint,
-    tls: &'a TlsConfigs,
-    deadline: Instant,
-    arrivals: mpsc::Receiver<(Purpose, Joined)>,
-    /// Data connections that came while control connections were awaited.
-    early_data: Vec<Joined>,
-    /// Who remembers whom it has turned away.
-    turned_away: Option<Arc<Door>>,
+/// A group that is being formed.
+pub(crate) struct Forming<'a> {
+    pub(crate) seat: &'a Seat,
+    pub(crate) epoch: u32,
+    /// By rank of this group, its rank in the first one; the first is the coordinator.
+    pub(crate) members: Vec<Rank>,
+    pub(crate) deadline: Instant,
+    pub(crate) arrivals: mpsc::Receiver<Arrival>,
+    /// Data connections that came while others were awaited.
+    pub(crate) early_data: Vec<(u32, Joined)>,
 }
 
 impl Forming<'_> {
     async fn as_coordinator(&mut self) -> Result<Mesh, TransportError> {
-        let world = self.config.world;
-        let mut control: Vec<Option<Joined>> = (0..world).map(|_| None).collect();
+        let mut control: Vec<Option<Joined>> = self.members.iter().map(|_| None).collect();
         let missing = |control: &[Option<Joined>]| {
-            (1..world).filter(|&rank| control[rank as usize].is_none()).collect::<Vec<_>>()
+            (1..control.len())
+                .filter(|&rank| control[rank].is_none())
+                .map(|rank| self.members[rank])
+                .collect()
         };
-        while !missing(&control).is_empty() {
+        loop {
+            let missing: Vec<Rank> = missing(&control);
+            if missing.is_empty() {
+                break;
+            }
             match timeout_at(self.deadline, self.arrivals.recv()).await {
-                Ok(Some((Purpose::Control, joined))) => {
+                Ok(Some(Arrival { purpose: Purpose::Data, epoch, joined, .. })) => {
+                    self.early_data.push((epoch, joined));
+                }
+                Ok(Some(Arrival { joined, .. })) => {
                     let rank = joined.rank.0 as usize;
                     control[rank] = Some(joined);
                 }
-                Ok(Some((Purpose::Data, joined))) => self.early_data.push(joined),
                 Ok(None) => return Err(failed("the endpoint has been closed")),
-                Err(_) => return Err(self.too_late(&missing(&control))),
+                Err(_) => return Err(self.too_late(&missing)),
             }
         }
         let mut control: Vec<Joined> = control.into_iter().flatten().collect();
-        // The same socket dials and listens, so where a rank's packets come from is where it can be reached.
-        let mut addresses = vec![self.config.coordinator];
-        addresses.extend(control.iter().map(|member| member.connection.remote_address()));
-        let table = Frame::AddressTable { addresses };
+        let table = Frame::AddressTable { addresses: self.addresses(&control) };
         for member in &mut control {
             self.say(member, &table).await?;
         }
+        let data = self.mesh_above(&mut control).await?;
+        self.start(control, data).await
+    }
+
+    /// Where all members are. The same socket dials and listens, so where a rank's packets come from is where it can be
+    /// reached; the coordinator is where it has been reached, whatever stands here.
+    pub(crate) fn addresses(&self, control: &[Joined]) -> Vec<SocketAddr> {
+        let others = control.iter().map(|member| member.connection.remote_address());
+        std::iter::once(self.seat.config.coordinator).chain(others).collect()
+    }
+
+    /// Of the coordinator: the data connections, once every member has all of its own.
+    pub(crate) async fn mesh_above(&mut self, control: &mut [Joined]) -> Result<Vec<Joined>, TransportError> {
         let data = self.collect_data(Vec::new()).await?;
-        for member in &mut control {
+        for member in control {
             self.expect(member, &Frame::Meshed).await?;
         }
+        Ok(data)
+    }
+
+    /// Of the coordinator: the group exists.
+    pub(crate) async fn start(
+        &mut self,
+        mut control: Vec<Joined>,
+        data: Vec<Joined>,
+    ) -> Result<Mesh, TransportError> {
         for member in &mut control {
             self.say(member, &Frame::Start).await?;
         }
-        Ok(Mesh { control, data })
+        Ok(self.renumbered(control, data))
     }
 
     async fn as_member(&mut self) -> Result<Mesh, TransportError> {
-        let coordinator = self.config.coordinator;
-        let mut control = self.dial_until_answered(COORDINATOR, coordinator, Purpose::Control).await?;
+        let coordinator = self.seat.config.coordinator;
+        let purpose = (Purpose::Control, self.epoch);
+        let mut control =
+            self.seat.dial_until_answered(COORDINATOR, coordinator, purpose, self.deadline).await?;
         // Rank 0 says who did not come, and why: that is worth more than to know it a moment earlier.
         self.deadline += LATE_NEWS;
         let addresses = match self.next_frame(&mut control).await? {
-            Frame::AddressTable { addresses } if addresses.len() == self.config.world as usize => addresses,
+            Frame::AddressTable { addresses } if addresses.len() == self.members.len() => addresses,
             other => {
                 return Err(failed(format!("rank 0 sent {other:?} instead of the address table")));
             }
         };
+        let data = self.mesh_below(coordinator, &addresses).await?;
+        self.get_ready(control, data).await
+    }
+
+    /// Of every other member: all data connections of this rank. It dials those below it, the coordinator at the
+    /// address under which it has been reached.
+    pub(crate) async fn mesh_below(
+        &mut self,
+        coordinator: SocketAddr,
+        addresses: &[SocketAddr],
+    ) -> Result<Vec<Joined>, TransportError> {
         let mut data = Vec::new();
-        for rank in (0..self.config.rank.0).map(Rank) {
-            // This rank reached the coordinator under the address it was given; the table may hold another one.
-            let address =
-                if rank == COORDINATOR { self.config.coordinator } else { addresses[rank.0 as usize] };
-            data.push(self.dial_until_answered(rank, address, Purpose::Data).await?);
+        let places = std::iter::once(coordinator).chain(addresses.iter().skip(1).copied());
+        let below =
+            self.members.iter().copied().zip(places).take_while(|&(rank, _)| rank < self.seat.config.rank);
+        for (rank, address) in below {
+            let purpose = (Purpose::Data, self.epoch);
+            data.push(self.seat.dial_until_answered(rank, address, purpose, self.deadline).await?);
         }
-        let data = self.collect_data(data).await?;
+        self.collect_data(data).await
+    }
+
+    /// Of every other member: it is ready, and waits for the start.
+    pub(crate) async fn get_ready(
+        &mut self,
+        mut control: Joined,
+        data: Vec<Joined>,
+    ) -> Result<Mesh, TransportError> {
         self.say(&mut control, &Frame::Meshed).await?;
         self.expect(&mut control, &Frame::Start).await?;
-        Ok(Mesh { control: vec![control], data })
+        Ok(self.renumbered(vec![control], data))
     }
 
-    /// Rank 0 may start later than this rank, and packets may be lost: tries again until the deadline.
-    async fn dial_until_answered(
-        &self,
-        rank: Rank,
-        address: SocketAddr,
-        purpose: Purpose,
-    ) -> Result<Joined, TransportError> {
-        loop {
-            match timeout_at(self.deadline, self.dial(rank, address, purpose)).await {
-                Ok(Err(error)) if error == no_answer(rank, address) => {}
-                Ok(ended) => return ended,
-                Err(_) => {
-                    let text = format!(
-                        "rank {rank} did not answer at {address} within {:?}: is it running, and does UDP get through?",
-                        self.config.connect_deadline
-                    );
-                    return Err(failed(text));
-                }
-            }
-        }
+    /// From here on ranks have the numbers of this group.
+    fn renumbered(&self, control: Vec<Joined>, data: Vec<Joined>) -> Mesh {
+        let renumber = |joined: Vec<Joined>| {
+            let place = |rank: Rank| self.place(rank).unwrap_or_default();
+            joined.into_iter().map(|one| Joined { rank: number(place(one.rank)), ..one }).collect()
+        };
+        Mesh { control: renumber(control), data: renumber(data) }
     }
 
-    async fn dial(
-        &self,
-        rank: Rank,
-        address: SocketAddr,
-        purpose: Purpose,
-    ) -> Result<Joined, TransportError> {
-        let config = self.tls.client(purpose, Path::of_endpoint(self.config.bind));
-        let name = rank_name(rank, self.config.job);
-        let connecting = self
-            .endpoint
-            .connect_with(config, address, &name)
-            .map_err(|error| failed(format!("cannot dial rank {rank} at {address}: {error}")))?;
-        let connection = match timeout(DIAL_PATIENCE, connecting).await {
-            Ok(Ok(connection)) => connection,
-            Err(_) => return Err(no_answer(rank, address)),
-            Ok(Err(error)) if is_silence(&error) => return Err(no_answer(rank, address)),
-            Ok(Err(error @ ConnectionError::TransportError(_))) => {
-                let text = format!("this rank refuses rank {rank} at {address}: {}", describe(&error));
-                return Err(failed(text));
-            }
-            Ok(Err(error)) => {
-                return Err(failed(format!(
-                    "rank {rank} at {address} refused the connection: {}",
-                    describe(&error)
-                )));
-            }
-        };
-        let refused = |what: String| failed(format!("rank {rank} at {address} refused this rank: {what}"));
-        let lost = |connection: &Connection, error: String| match connection.close_reason() {
-            Some(reason) if is_silence(&reason) => no_answer(rank, address),
-            reason => refused(reason.map_or(error, |reason| describe(&reason))),
-        };
-        let claims = tls::proven_claims(&connection)?;
-        if claims.job != self.config.job {
-            return Err(failed(format!(
-                "whoever answers at {address} is {claims}, not rank {rank} of this job"
-            )));
-        }
-        claims
-            .may_be(rank, self.config.known(rank), Some(connection.remote_address().ip()))
-            .map_err(|text| failed(format!("rank {rank} at {address} is not who it should be: {text}")))?;
-        let (send, recv) =
-            connection.open_bi().await.map_err(|error| lost(&connection, error.to_string()))?;
-        let mut joined = Joined { rank, connection, send, frames: FrameReader::new(recv) };
-        let hello = Frame::Hello {
-            protocol: PROTOCOL_VERSION,
-            purpose,
-            job: self.config.job.0,
-            epoch: self.config.epoch,
-            rank: self.config.rank,
-            world: self.config.world,
-        };
-        let written = joined.send.write_all(&hello.encode()).await;
-        written.map_err(|error| lost(&joined.connection, error.to_string()))?;
-        match timeout_at(self.deadline, joined.frames.next()).await {
-            Ok(Ok(Some(Frame::Welcome { protocol: PROTOCOL_VERSION }))) => Ok(joined),
-            Ok(Ok(Some(Frame::Reject { text, .. }))) => Err(refused(text)),
-            Ok(Ok(Some(other))) => Err(failed(format!("rank {rank} answered {other:?} to a hello"))),
-            Ok(Ok(None)) => Err(refused("it ended the conversation".into())),
-            Ok(Err(error)) => Err(lost(&joined.connection, error.to_string())),
-            Err(_) => Err(refused("it does not answer".into())),
-        }
+    fn place(&self, rank: Rank) -> Option<usize> {
+        self.members.iter().position(|&member| member == rank)
     }
 
     /// Waits for the data connections of all higher ranks.
     async fn collect_data(&mut self, dialled: Vec<Joined>) -> Result<Vec<Joined>, TransportError> {
-        let mut data: Vec<Option<Joined>> = (0..self.config.world).map(|_| None).collect();
-        for joined in dialled.into_iter().chain(std::mem::take(&mut self.early_data)) {
-            let rank = joined.rank.0 as usize;
-            data[rank] = Some(joined);
+        let mut data: Vec<Option<Joined>> = self.members.iter().map(|_| None).collect();
+        let early = std::mem::take(&mut self.early_data).into_iter();
+        let early = early.filter(|(epoch, _)| *epoch == self.epoch).map(|(_, joined)| joined);
+        for joined in dialled.into_iter().chain(early) {
+            if let Some(place) = self.place(joined.rank) {
+                data[place] = Some(joined);
+            }
         }
         loop {
-            let ranks = 0..self.config.world;
-            let others = ranks.filter(|&rank| rank != self.config.rank.0);
-            let missing: Vec<u32> = others.filter(|&rank| data[rank as usize].is_none()).collect();
+            let places = self.members.iter().zip(&data);
+            let missing: Vec<Rank> = places
+                .filter(|(rank, joined)| **rank != self.seat.config.rank && joined.is_none())
+                .map(|(rank, _)| *rank)
+                .collect();
             if missing.is_empty() {
                 return Ok(data.into_iter().flatten().collect());
             }
             match timeout_at(self.deadline, self.arrivals.recv()).await {
-                Ok(Some((Purpose::Data, joined))) => {
-                    let rank = joined.rank.0 as usize;
-                    data[rank] = Some(joined);
+                Ok(Some(Arrival { purpose: Purpose::Data, epoch, joined, .. })) if epoch == self.epoch => {
+                    if let Some(place) = self.place(joined.rank) {
+                        data[place] = Some(joined);
+                    }
                 }
-                // A rank that has started anew: it comes too late for this group, and finds out by its silence.
-                Ok(Some((Purpose::Control, _))) => {}
+                // A rank that comes too late for this group, and finds out by its silence.
+                Ok(Some(_)) => {}
                 Ok(None) => return Err(failed("the endpoint has been closed")),
                 Err(_) => return Err(self.too_late(&missing)),
             }
         }
     }
 
-    async fn say(&self, to: &mut Joined, frame: &Frame) -> Result<(), TransportError> {
+    pub(crate) async fn say(&self, to: &mut Joined, frame: &Frame) -> Result<(), TransportError> {
         let written = timeout_at(self.deadline, to.send.write_all(&frame.encode())).await;
         match written {
             Ok(Ok(())) => Ok(()),
@@ -316,7 +281,7 @@ impl Forming<'_> {
             Err(_) => {
                 let text = format!(
                     "the group was not complete within {:?}: this rank still waits for rank {}",
-                    self.config.connect_deadline, from.rank
+                    self.seat.config.connect_deadline, from.rank
                 );
                 Err(failed(text))
             }
@@ -336,38 +301,22 @@ impl Forming<'_> {
         failed(format!("rank {} was lost before the group was complete: {reason}", joined.rank))
     }
 
-    fn too_late(&self, missing: &[u32]) -> TransportError {
-        let shown: Vec<String> = missing.iter().take(8).map(u32::to_string).collect();
+    fn too_late(&self, missing: &[Rank]) -> TransportError {
+        let shown: Vec<String> = missing.iter().take(8).map(Rank::to_string).collect();
         let more = missing.len() - shown.len();
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         failed(format!(
             "rank {}{more} did not come within {:?} (this is rank {} of {}){}",
             shown.join(", "),
-            self.config.connect_deadline,
-            self.config.rank,
-            self.config.world,
-            self.turned_away.as_ref().map(|door| door.turned_away()).unwrap_or_default()
+            self.seat.config.connect_deadline,
+            self.seat.config.rank,
+            self.seat.config.world,
+            self.seat.door.turned_away()
         ))
     }
 }
 
-/// Whether packets did not get through, rather than that somebody refused something.
-///
-/// A handshake that is complete for this side may lack its last packets on the other, which then gives it up. A
-/// refusal has a code of its own.
-fn is_silence(reason: &ConnectionError) -> bool {
-    match reason {
-        ConnectionError::TimedOut | ConnectionError::Reset => true,
-        ConnectionError::ConnectionClosed(close) => close.error_code == TransportErrorCode::APPLICATION_ERROR,
-        _ => false,
-    }
-}
-
-fn no_answer(rank: Rank, address: SocketAddr) -> TransportError {
-    failed(format!("rank {rank} does not answer at {address}"))
-}
-
-fn failed(text: impl Into<String>) -> TransportError {
+pub(crate) fn failed(text: impl Into<String>) -> TransportError {
     TransportError::Bootstrap { text: text.into() }
 }
 
@@ -383,9 +332,6 @@ pub(crate) fn cut(text: &str) -> &str {
 /// Multiples of it must be times that a clock can express.
 const LONGEST_HEARTBEAT: Duration = Duration::from_secs(3600);
 
-/// How long one attempt at a handshake may take before the next one.
-const DIAL_PATIENCE: Duration = Duration::from_secs(4);
-
 /// How much longer than rank 0 a rank waits for a group that does not get complete.
 const LATE_NEWS: Duration = Duration::from_secs(2);
 
@@ -394,3 +340,8 @@ const KNOCK_PATIENCE: Duration = Duration::from_secs(4);
 
 /// How long to wait for the other side to have read why it is turned away.
 pub(crate) const GOODBYE_PATIENCE: Duration = Duration::from_secs(1);
+
+/// A place in a group as its rank there.
+fn number(place: usize) -> Rank {
+    Rank(u32::try_from(place).unwrap_or(u32::MAX))
+}

@@ -9,6 +9,7 @@ use tokio::time::MissedTickBehavior;
 use super::coordinator::Lacking;
 use super::core::{COORDINATOR, Core};
 use super::frames::{FrameError, FrameReader};
+use super::stalls::{Report, Stall};
 use crate::ballot::Refusal;
 use crate::error::{Abort, AbortCause};
 use crate::recorder::EventKind;
@@ -47,11 +48,11 @@ impl Core {
         };
         loop {
             let frame = frames.next().await;
-            coordinator.heard(rank, None);
+            coordinator.heard(rank);
             self.recorder.heard(rank, None);
             match frame {
-                Ok(Some(Frame::Ping { progress })) => {
-                    coordinator.heard(rank, Some(progress));
+                Ok(Some(Frame::Ping { progress, beats, works, waits_for })) => {
+                    coordinator.report(rank, Report { progress, beats, works, waits_for });
                     self.recorder.heard(rank, Some(progress));
                 }
                 Ok(Some(Frame::Vote { vote })) => self.count_vote(coordinator, rank, vote),
@@ -166,7 +167,33 @@ impl Core {
             if let Some(rank) = coordinator.tick() {
                 self.died(rank, self.silence());
             }
+            coordinator.report(self.me, self.report());
+            if let Some(stall) = coordinator.stalled() {
+                self.speak_of(stall);
+            }
         }
+    }
+
+    /// Of the coordinator: a rank is in the way of others.
+    fn speak_of(&self, Stall { rank, progress, ticks, waiting, stuck }: Stall) {
+        let seconds = (self.heartbeat * ticks).as_secs_f64();
+        let waiting = ranks_in_words(&waiting);
+        if stuck {
+            let text = format!("it has got on with nothing for {seconds:.1} s while {waiting} waited for it");
+            return self.decide(Abort { culprit: rank, cause: AbortCause::Stuck(text), progress });
+        }
+        self.recorder.note(EventKind::Slow, rank, Tag { op: progress.op, message: 0 }, 0);
+        let Progress { op, step } = progress;
+        (self.warn)(&format!(
+            "rank {rank} has got on with nothing for {seconds:.1} s (operation {op}, step {step}) while {waiting} waited for it"
+        ));
+    }
+
+    /// What this rank says of itself.
+    fn report(&self) -> Report {
+        let works = self.pulse.works();
+        let waits_for = if works { Vec::new() } else { self.lock().waits_for() };
+        Report { progress: self.progress(), beats: self.pulse.beats(), works, waits_for }
     }
 
     /// Of every other rank: tells the coordinator what this rank is doing, and listens for silence.
@@ -183,7 +210,8 @@ impl Core {
                 return;
             }
             if let Some(control) = self.control(COORDINATOR) {
-                control.say(Frame::Ping { progress: self.progress() });
+                let Report { progress, beats, works, waits_for } = self.report();
+                control.say(Frame::Ping { progress, beats, works, waits_for });
             }
             if heard.tick() >= SILENT_TICKS {
                 self.coordinator_died(self.silence());
@@ -257,6 +285,16 @@ fn abort_in(reason: &ConnectionError) -> Option<Abort> {
         Ok(Some((Frame::Abort { abort }, _))) => Some(abort),
         _ => None,
     }
+}
+
+/// `rank 1`, or `ranks 1, 2 and 5 more`.
+fn ranks_in_words(ranks: &[Rank]) -> String {
+    let shown: Vec<String> = ranks.iter().take(8).map(Rank::to_string).collect();
+    let more = match ranks.len() - shown.len() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("rank{} {}{more}", if ranks.len() == 1 { "" } else { "s" }, shown.join(", "))
 }
 
 /// What the end of a connection says about its other side.

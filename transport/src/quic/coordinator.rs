@@ -3,6 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::control::SILENT_TICKS;
+use super::stalls::{Report, Stall, Stalls};
 use crate::ballot::Ballot;
 use crate::transport::{Progress, Rank};
 
@@ -16,6 +17,7 @@ pub(crate) struct Coordinator {
 pub(crate) struct CoordinatorState {
     pub(crate) ballot: Ballot,
     pub(crate) members: Vec<Member>,
+    pub(crate) stalls: Stalls,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -26,9 +28,10 @@ pub(crate) struct Member {
 }
 
 impl Coordinator {
-    pub(crate) fn new(world: u32) -> Self {
+    pub(crate) fn new(world: u32, stuck_ticks: u32) -> Self {
         let members = vec![Member::default(); world as usize];
-        Self { state: Mutex::new(CoordinatorState { ballot: Ballot::new(world), members }) }
+        let stalls = Stalls::new(world, stuck_ticks);
+        Self { state: Mutex::new(CoordinatorState { ballot: Ballot::new(world), members, stalls }) }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, CoordinatorState> {
@@ -47,13 +50,24 @@ impl Coordinator {
         self.lock().members.get(rank.0 as usize).map(|member| member.progress).unwrap_or_default()
     }
 
-    pub(crate) fn heard(&self, rank: Rank, progress: Option<Progress>) {
+    pub(crate) fn heard(&self, rank: Rank) {
+        self.lock().members[rank.0 as usize].silent_ticks = 0;
+    }
+
+    /// A heartbeat has come, or is this rank's own.
+    pub(crate) fn report(&self, rank: Rank, report: Report) {
         let mut state = self.lock();
-        let member = &mut state.members[rank.0 as usize];
-        member.silent_ticks = 0;
-        if let Some(progress) = progress {
-            member.progress = progress;
-        }
+        state.members[rank.0 as usize].progress = report.progress;
+        state.stalls.report(rank, report);
+    }
+
+    /// Counts a tick for those who stand still, and returns one that is in the way.
+    pub(crate) fn stalled(&self) -> Option<Stall> {
+        let mut state = self.lock();
+        let round = state.ballot.open_rounds().next();
+        let lacks: Vec<Rank> = round.iter().flat_map(|&round| state.ballot.missing(round)).collect();
+        let voters: Vec<Rank> = round.iter().flat_map(|&round| state.ballot.voted(round)).collect();
+        state.stalls.tick(&lacks, &voters)
     }
 
     pub(crate) fn left(&self, rank: Rank) -> bool {

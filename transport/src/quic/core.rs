@@ -12,11 +12,14 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
+use super::QuicConfig;
 use super::coordinator::Coordinator;
 use super::frames::FrameSender;
 use super::job::JobId;
+use super::seat::Seat;
 use super::state::State;
 use crate::error::{Abort, AbortCause, TransportError};
+use crate::pulse::Pulse;
 use crate::recorder::{EventKind, Recorder};
 use crate::transport::{Progress, Rank, Tag};
 use crate::wire::Frame;
@@ -29,8 +32,12 @@ pub(crate) struct Core {
     pub(crate) job: JobId,
     pub(crate) epoch: u32,
     pub(crate) heartbeat: Duration,
+    pub(crate) warn: fn(&str),
+    pub(crate) pulse: Arc<Pulse>,
     pub(crate) stop_flag: Arc<AtomicBool>,
-    pub(crate) endpoint: quinn::Endpoint,
+    pub(crate) seat: Arc<Seat>,
+    /// By rank of this group, its rank in the first one.
+    pub(crate) members: Vec<Rank>,
     /// Data connections, by rank; none to itself.
     pub(crate) links: Vec<Option<Link>>,
     /// Control connections: of rank 0 to every other rank, of another rank to rank 0.
@@ -76,12 +83,10 @@ impl Link {
 /// What a [`Core`] is made of.
 #[derive(Debug)]
 pub(crate) struct Group {
+    pub(crate) seat: Arc<Seat>,
     pub(crate) me: Rank,
-    pub(crate) world: u32,
-    pub(crate) job: JobId,
     pub(crate) epoch: u32,
-    pub(crate) heartbeat: Duration,
-    pub(crate) endpoint: quinn::Endpoint,
+    pub(crate) members: Vec<Rank>,
     pub(crate) links: Vec<Option<Link>>,
     pub(crate) control: Vec<Option<Link>>,
 }
@@ -89,19 +94,26 @@ pub(crate) struct Group {
 impl Core {
     /// Must be called in a tokio context.
     pub(crate) fn new(group: Group) -> Self {
-        let Group { me, world, job, epoch, heartbeat, endpoint, links, control } = group;
+        let Group { seat, me, epoch, members, links, control } = group;
+        let QuicConfig { job, heartbeat, stuck_after, warn, .. } = seat.config;
+        let world = u32::try_from(members.len()).unwrap_or(u32::MAX);
         let recorder = Arc::new(Recorder::new(me, world, format!("{job} epoch {epoch}")));
+        let stuck_ticks = stuck_after.as_nanos().div_ceil(heartbeat.as_nanos().max(1));
         Self {
             me,
             world,
             job,
             epoch,
             heartbeat,
+            warn,
+            pulse: Arc::default(),
             stop_flag: Arc::new(AtomicBool::new(false)),
-            endpoint,
+            seat,
+            members,
             links,
             control,
-            coordinator: (me == COORDINATOR).then(|| Coordinator::new(world)),
+            coordinator: (me == COORDINATOR)
+                .then(|| Coordinator::new(world, u32::try_from(stuck_ticks).unwrap_or(u32::MAX))),
             runtime: Handle::current(),
             changed: Notify::new(),
             over: watch::Sender::new(false),

@@ -1,7 +1,7 @@
 //! Who comes in: every connection to this rank's endpoint is let in here, or told why not.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use quinn::{Connection, Endpoint, Incoming, SendStream};
@@ -15,6 +15,7 @@ use super::core::COORDINATOR;
 use super::frames::FrameReader;
 use super::names::Claims;
 use super::tls::{self, Path, TlsConfigs};
+use crate::membership::Claim;
 use crate::transport::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
@@ -22,28 +23,69 @@ use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 pub(crate) struct Door {
     config: QuicConfig,
     tls: TlsConfigs,
-    /// Who has been let in, to notice a second one of the same rank.
-    taken: Mutex<HashMap<(bool, Rank), Connection>>,
-    arrived: mpsc::Sender<(Purpose, Joined)>,
+    open: Mutex<Open>,
     visitors: Semaphore,
     /// Whom it has turned away, and why: what a rank says when others did not come.
     refusals: Mutex<Vec<String>>,
 }
 
+/// For whom the door is open.
+struct Open {
+    era: Era,
+    /// Who has been let in, to notice a second one of the same rank.
+    taken: HashMap<(bool, Rank), Connection>,
+    arrived: mpsc::Sender<Arrival>,
+}
+
+/// What a rank is part of.
+#[derive(Clone, Debug)]
+pub(crate) enum Era {
+    /// A group that is forming, or at work.
+    Group { epoch: u32, members: Vec<Rank> },
+    /// None: it forms one again, whose epoch is later than this one; of all ranks, or of those who are left.
+    Between { epoch: u32, everyone: bool },
+}
+
+/// A connection that has been let in.
+#[derive(Debug)]
+pub(crate) struct Arrival {
+    pub(crate) purpose: Purpose,
+    /// What the other side said in its hello.
+    pub(crate) epoch: u32,
+    pub(crate) joined: Joined,
+    /// Of one that comes to form a group again.
+    pub(crate) claims: Vec<Claim>,
+    pub(crate) patience: Duration,
+}
+
 impl Door {
-    pub(crate) fn new(
-        config: &QuicConfig,
-        tls: &TlsConfigs,
-        arrived: mpsc::Sender<(Purpose, Joined)>,
-    ) -> Self {
+    /// A door that nobody comes in by before [`Self::open`].
+    pub(crate) fn new(config: &QuicConfig, tls: &TlsConfigs) -> Self {
+        let era = Era::Group { epoch: config.epoch, members: Vec::new() };
+        let open = Open { era, taken: HashMap::new(), arrived: mpsc::channel(1).0 };
         Self {
             config: config.clone(),
             tls: tls.clone(),
-            taken: Mutex::new(HashMap::new()),
-            arrived,
+            open: Mutex::new(open),
             visitors: Semaphore::new(MOST_VISITORS),
             refusals: Mutex::new(Vec::new()),
         }
+    }
+
+    /// Lets in who belongs to `era` from now on.
+    pub(crate) fn open(&self, era: Era) -> mpsc::Receiver<Arrival> {
+        let (arrived, arrivals) = mpsc::channel(64);
+        *self.lock() = Open { era, taken: HashMap::new(), arrived };
+        arrivals
+    }
+
+    /// The group that was formed is complete.
+    pub(crate) fn close(&self, epoch: u32, members: &[Rank]) {
+        drop(self.open(Era::Group { epoch, members: members.to_vec() }));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Open> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) async fn listen(self: Arc<Self>, endpoint: Endpoint) {
@@ -88,13 +130,10 @@ impl Door {
         let connection = connection.map_err(|error| describe(&error))?;
         let talk = timeout(VISIT_PATIENCE, self.talk(&connection)).await;
         let refusal = match talk {
-            Ok(Ok((purpose, joined))) => {
+            Ok(Ok(arrival)) => {
+                let arrived = self.lock().arrived.clone();
                 // Nobody is waiting once the group is complete; then nobody is missing either.
-                return self
-                    .arrived
-                    .send((purpose, joined))
-                    .await
-                    .map_err(|_| "the group is complete".into());
+                return arrived.send(arrival).await.map_err(|_| "the group is complete".into());
             }
             Ok(Err(Refusal { answer, code, text })) => {
                 if let Some(mut answer) = answer {
@@ -111,7 +150,7 @@ impl Door {
         Err(refusal)
     }
 
-    async fn talk(&self, connection: &Connection) -> Result<(Purpose, Joined), Refusal> {
+    async fn talk(&self, connection: &Connection) -> Result<Arrival, Refusal> {
         let silent = |code, text: String| Refusal { answer: None, code, text };
         let claims =
             tls::proven_claims(connection).map_err(|error| silent(RejectCode::Rank, error.to_string()))?;
@@ -125,17 +164,25 @@ impl Door {
             Ok(None) => Err((RejectCode::Protocol, "the first frame was not a hello".into())),
             Err(error) => Err((RejectCode::Protocol, error.to_string())),
         };
-        let rank = match judged {
-            Ok(rank) => rank,
+        let (rank, purpose, epoch) = match judged {
+            Ok(known) => known,
             Err((code, text)) => return Err(Refusal { answer: Some(send), code, text }),
         };
-        let purpose = purpose.unwrap_or(Purpose::Data);
         let mut joined = Joined { rank, connection: connection.clone(), send, frames };
         let welcome = Frame::Welcome { protocol: PROTOCOL_VERSION }.encode();
-        match joined.send.write_all(&welcome).await {
-            Ok(()) => Ok((purpose, joined)),
-            Err(error) => Err(silent(RejectCode::Protocol, error.to_string())),
+        if let Err(error) = joined.send.write_all(&welcome).await {
+            return Err(silent(RejectCode::Protocol, error.to_string()));
         }
+        let (mut claims, mut patience) = (Vec::new(), Duration::ZERO);
+        if matches!(purpose, Purpose::Reform | Purpose::Rejoin) {
+            match joined.frames.next().await {
+                Ok(Some(Frame::Join { claims: said, patience_ms })) => {
+                    (claims, patience) = (said, Duration::from_millis(patience_ms.into()));
+                }
+                other => return Err(silent(RejectCode::Protocol, format!("not a join: {other:?}"))),
+            }
+        }
+        Ok(Arrival { purpose, epoch, joined, claims, patience })
     }
 
     /// Which rank a visitor is, or why it may not come in.
@@ -145,19 +192,25 @@ impl Door {
         claims: &Claims,
         negotiated: Option<Purpose>,
         connection: &Connection,
-    ) -> Result<Rank, (RejectCode, String)> {
+    ) -> Result<(Rank, Purpose, u32), (RejectCode, String)> {
         let Frame::Hello { protocol, purpose, job: said_job, epoch: said_epoch, rank, world: said_world } =
             *hello
         else {
             return Err((RejectCode::Protocol, "the first frame was not a hello".into()));
         };
-        let QuicConfig { rank: me, world, job, epoch, .. } = &self.config;
+        let QuicConfig { rank: me, world, job, .. } = &self.config;
         if protocol != PROTOCOL_VERSION {
             let text =
                 format!("rank {me} speaks protocol version {PROTOCOL_VERSION}, rank {rank} {protocol}");
             return Err((RejectCode::Version, text));
         }
-        if said_job != job.0 || claims.job != *job || said_epoch != *epoch {
+        let era = self.lock().era.clone();
+        let again = matches!(purpose, Purpose::Reform | Purpose::Rejoin);
+        let (epoch, fits) = match era {
+            Era::Group { epoch, .. } => (epoch, again || said_epoch == epoch),
+            Era::Between { epoch, .. } => (epoch, again || (purpose == Purpose::Data && said_epoch > epoch)),
+        };
+        if said_job != job.0 || claims.job != *job || !fits {
             let text = format!(
                 "this is job {job}, epoch {epoch}: {claims}, epoch {said_epoch}, is another job that uses this address"
             );
@@ -175,20 +228,40 @@ impl Door {
             let text = format!("rank {rank} has no place here: this is rank {me} of {world}");
             return Err((RejectCode::Rank, text));
         }
-        if Some(purpose) != negotiated || (purpose == Purpose::Control && *me != COORDINATOR) {
+        let channel = if purpose == Purpose::Data { Purpose::Data } else { Purpose::Control };
+        if Some(channel) != negotiated || (purpose == Purpose::Control && *me != COORDINATOR) {
             let text = format!("rank {me} does not take a connection for {purpose:?}");
             return Err((RejectCode::Protocol, text));
+        }
+        if again {
+            return match era {
+                Era::Group { epoch, members }
+                    if purpose == Purpose::Reform && said_epoch < epoch && !members.contains(&rank) =>
+                {
+                    Err((RejectCode::Gone, gone_on_without(rank, epoch)))
+                }
+                Era::Group { epoch, .. } => {
+                    Err((RejectCode::Busy, format!("rank {me} is in the group of epoch {epoch}")))
+                }
+                Era::Between { everyone, .. } if everyone != (purpose == Purpose::Rejoin) => {
+                    Err((RejectCode::Busy, format!("rank {me} forms another kind of group")))
+                }
+                Era::Between { .. } if rank < *me => {
+                    Err((RejectCode::Busy, format!("rank {me} dials lower ranks itself")))
+                }
+                Era::Between { .. } => Ok((rank, purpose, said_epoch)),
+            };
         }
         if !self.take(purpose, rank, connection) {
             let text = format!("rank {rank} is here already: was it started twice?");
             return Err((RejectCode::Duplicate, text));
         }
-        Ok(rank)
+        Ok((rank, purpose, said_epoch))
     }
 
     /// Notes that a rank is here. A rank whose connection has died may come again.
     fn take(&self, purpose: Purpose, rank: Rank, connection: &Connection) -> bool {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = &mut self.lock().taken;
         let key = (purpose == Purpose::Control, rank);
         if taken.get(&key).is_some_and(|earlier| earlier.close_reason().is_none()) {
             return false;
@@ -196,6 +269,11 @@ impl Door {
         taken.insert(key, connection.clone());
         true
     }
+}
+
+/// What a rank is told that is not in the group of `epoch`.
+pub(crate) fn gone_on_without(rank: Rank, epoch: u32) -> String {
+    format!("the group has gone on without rank {rank} (epoch {epoch}): start it anew")
 }
 
 struct Refusal {
@@ -247,7 +325,7 @@ mod tests {
         let connection = endpoint.connect_with(client, coordinator, &name).unwrap().await?;
         let (mut send, recv) = connection.open_bi().await?;
         let hello = Frame::Hello {
-            protocol: 1,
+            protocol: PROTOCOL_VERSION,
             purpose: Purpose::Control,
             job: job.0,
             epoch: 0,

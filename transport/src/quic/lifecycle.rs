@@ -1,28 +1,37 @@
 //! How a rank starts to work, says goodbye, or goes without.
 
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use quinn::{Endpoint, VarInt};
+use quinn::VarInt;
+use tokio::sync::mpsc::WeakSender;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::QuicConfig;
-use super::bootstrap::{Joined, Mesh};
+use super::QuicTransport;
+use super::bootstrap::Joined;
 use super::control::{Silence, close_code};
 use super::core::{COORDINATOR, Core, Group, Link};
 use super::frames::{FrameReader, write_frames};
+use super::regroup::{Next, Past, regroup};
+use super::seat::Seat;
 use super::state::{Patience, Phase};
 use crate::error::{Abort, AbortCause, Pending, TransportError};
+use crate::membership::Claim;
+use crate::reform::{Reformed, Regroup};
 use crate::transport::{Completer, Rank, Tag};
 use crate::wire::Frame;
 
 /// Turns the connections of a rank into a working core. Must be called in a tokio context.
-pub(crate) fn start(config: &QuicConfig, endpoint: Endpoint, mesh: Mesh) -> Arc<Core> {
+pub(crate) fn start(seat: Arc<Seat>, Next { epoch, members, mesh }: Next) -> Arc<Core> {
+    let me = members.iter().position(|&member| member == seat.config.rank).unwrap_or_default();
+    let me = Rank(u32::try_from(me).unwrap_or(u32::MAX));
     let mut links = Vec::new();
     let mut readers = Vec::new();
     for joined in [mesh.data, mesh.control] {
-        let mut by_rank: Vec<Option<Link>> = (0..config.world).map(|_| None).collect();
+        let mut by_rank: Vec<Option<Link>> = members.iter().map(|_| None).collect();
         let mut frames = Vec::new();
         for joined in joined {
             let (rank, link, reader) = link(joined);
@@ -35,22 +44,13 @@ pub(crate) fn start(config: &QuicConfig, endpoint: Endpoint, mesh: Mesh) -> Arc<
     let (control, data) = (links.pop().unwrap_or_default(), links.pop().unwrap_or_default());
     let (control_frames, data_frames) =
         (readers.pop().unwrap_or_default(), readers.pop().unwrap_or_default());
-    let core = Arc::new(Core::new(Group {
-        me: config.rank,
-        world: config.world,
-        job: config.job,
-        epoch: config.epoch,
-        heartbeat: config.heartbeat,
-        endpoint,
-        links: data,
-        control,
-    }));
+    let core = Arc::new(Core::new(Group { seat, me, epoch, members, links: data, control }));
     tokio::spawn(Arc::clone(&core).watch_deadlines());
     for (rank, frames) in data_frames {
         tokio::spawn(Arc::clone(&core).read_link(rank, frames));
         tokio::spawn(Arc::clone(&core).accept_messages(rank));
     }
-    if config.rank == COORDINATOR {
+    if me == COORDINATOR {
         tokio::spawn(Arc::clone(&core).beat_as_coordinator());
         for (rank, frames) in control_frames {
             tokio::spawn(Arc::clone(&core).read_member(rank, frames));
@@ -93,7 +93,11 @@ impl Core {
             let farewell = (SHORTEST_FLUSH + LONGEST_DRAIN).min(patience.asked / 2);
             let result = core.say_goodbye(Patience { until: patience.until - farewell, ..patience }).await;
             let code = if core.lock().abort.is_some() { close_code::ABORTED } else { close_code::LEFT };
-            let mut hanging_up = std::pin::pin!(core.hang_up(code, patience.until - farewell / 2));
+            let hang_up_until = patience.until - farewell / 2;
+            let mut hanging_up = std::pin::pin!(async {
+                core.hang_up(code, hang_up_until).await;
+                core.leave_seat().await;
+            });
             let late = timeout_at(patience.until, &mut hanging_up).await.is_err();
             completer.complete(result);
             if late {
@@ -173,10 +177,10 @@ impl Core {
         for link in &links {
             link.connection.close(code, &reason);
         }
-        self.end_tasks().await;
+        self.end_tasks();
     }
 
-    async fn end_tasks(&self) {
+    fn end_tasks(&self) {
         {
             let mut state = self.lock();
             state.phase = Phase::Closed;
@@ -190,8 +194,61 @@ impl Core {
             state.end_receives();
         }
         self.over.send_replace(true);
-        self.endpoint.close(close_code::LEFT, b"");
-        let _ = timeout(LONGEST_DRAIN, self.endpoint.wait_idle()).await;
+    }
+
+    /// This rank goes for good.
+    async fn leave_seat(&self) {
+        self.seat.endpoint.close(close_code::LEFT, b"");
+        let _ = timeout(LONGEST_DRAIN, self.seat.endpoint.wait_idle()).await;
+    }
+
+    /// Leaves an aborted group to form the next one; the seat is kept.
+    pub(crate) fn reform(self: &Arc<Self>, who: Regroup, patience: Duration, completer: Completer<Reformed>) {
+        let mut state = self.lock();
+        let abort = match (state.phase, &state.abort) {
+            (Phase::Open, Some(abort)) => abort.clone(),
+            (Phase::Open, None) => {
+                let text = "only a group that has been aborted can be formed again: call abort first".into();
+                return completer.complete(Err(TransportError::Misuse { text }));
+            }
+            _ => return completer.complete(Err(TransportError::Closed)),
+        };
+        state.phase = Phase::Closing;
+        state.end_receives();
+        drop(state);
+        let core = Arc::clone(self);
+        let until = Patience::of(patience).until;
+        // Held across the time in which no group holds it.
+        let alive = self.seat.thread.as_ref().and_then(WeakSender::upgrade);
+        self.runtime.spawn(async move {
+            let leaving = Arc::clone(&core);
+            tokio::spawn(async move {
+                leaving.hang_up(close_code::ABORTED, Instant::now() + LONGEST_FLUSH).await
+            });
+            let formed = regroup(&core.seat, core.past(&abort), who, until).await;
+            if let Err(error) = &formed {
+                core.seat.part(error).await;
+            }
+            completer.complete(formed.map(|next| QuicTransport::of(Arc::clone(&core.seat), next, alive)));
+        });
+    }
+
+    /// What this rank knows when its group has been aborted.
+    fn past(&self, abort: &Abort) -> Past {
+        let links = self.members.iter().zip(&self.links);
+        let addresses =
+            links.filter_map(|(&rank, link)| Some((rank, link.as_ref()?.connection.remote_address())));
+        let mut addresses: BTreeMap<Rank, SocketAddr> = addresses.collect();
+        if self.seat.config.rank != COORDINATOR {
+            addresses.insert(COORDINATOR, self.seat.config.coordinator);
+        }
+        let claim = Claim { epoch: self.epoch, started: true, members: self.members.clone() };
+        let lost = match abort.cause {
+            AbortCause::Died(_) | AbortCause::Stuck(_) => self.members.get(abort.culprit.0 as usize).copied(),
+            // It may come along.
+            AbortCause::Failed(_) => None,
+        };
+        Past { claims: vec![claim], addresses, lost }
     }
 
     /// The owner of this rank is gone without a goodbye: for the others it has died.
@@ -212,13 +269,16 @@ impl Core {
         let code =
             if aborted_before || self.is_coordinator() { close_code::ABORTED } else { close_code::DROPPED };
         let core = Arc::clone(self);
-        self.runtime.spawn(async move { core.hang_up(code, Instant::now() + LONGEST_FLUSH).await });
+        self.runtime.spawn(async move {
+            core.hang_up(code, Instant::now() + LONGEST_FLUSH).await;
+            core.leave_seat().await;
+        });
     }
 }
 
 /// The frame of an abort, cut so that it fits the close of a connection.
 fn short(mut abort: Abort) -> Vec<u8> {
-    let (AbortCause::Died(text) | AbortCause::Failed(text)) = &mut abort.cause;
+    let (AbortCause::Died(text) | AbortCause::Failed(text) | AbortCause::Stuck(text)) = &mut abort.cause;
     let mut end = text.len().min(600);
     while !text.is_char_boundary(end) {
         end -= 1;

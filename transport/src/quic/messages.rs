@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use super::core::Core;
 use super::frames::{FrameError, FrameReader};
 use super::payload::{Granted, Outgoing, ReadEnd, read_message, write_message};
-use super::state::{Patience, RecvCall, SendCall};
+use super::state::{Patience, Phase, RecvCall, SendCall};
 use crate::error::TransportError;
 use crate::history::Ended;
 use crate::misuse;
@@ -346,6 +346,10 @@ impl Core {
     fn claim(&self, from: Rank, header: &MessageHeader) -> Claim {
         let tag = header.tag;
         let mut state = self.lock();
+        if state.phase == Phase::Closed {
+            // Nobody will ever post it, and it would wait here for ever.
+            return Claim::TooLate;
+        }
         if let Some(call) = state.recvs.get_mut(&(from, tag)) {
             if call.reading.is_some() {
                 return Claim::Wrong(format!("{tag} was sent twice"));

@@ -26,7 +26,10 @@ mod messages;
 mod names;
 mod payload;
 mod private_file;
+mod regroup;
+mod seat;
 mod socket;
+mod stalls;
 mod state;
 mod tls;
 #[cfg(test)]
@@ -42,18 +45,24 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use quinn::AsyncUdpSocket;
+use tokio::time::Instant;
 
 pub use self::authority::{ClusterAuthority, VALID_DAYS};
 use self::core::{COORDINATOR, Core};
+use self::door::Door;
 pub use self::identity::Identity;
 use self::io_thread::{Alive, IoThread};
 pub use self::job::JobId;
 use self::names::Known;
 pub use self::names::{Claims, HostNames, Subject};
+use self::regroup::{Next, Past};
+use self::seat::Seat;
 use self::socket::Ground;
 pub use self::validity::{Date, Validity};
 use crate::error::{Abort, TransportError};
+use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
+use crate::reform::{Reformed, Regroup};
 use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
 
 /// How a rank finds its group, and proves that it belongs to it.
@@ -85,10 +94,17 @@ pub struct QuicConfig {
     pub connect_deadline: Duration,
     /// Period of heartbeats, at most an hour; a rank counts as dead after twelve silent ones. Best the same on all ranks.
     pub heartbeat: Duration,
+    /// How long a rank may hold [`Work`](crate::Work) without a beat of its [`Pulse`] while others wait for it; then it counts
+    /// as stuck, and the group is aborted. Rank 0's setting counts. More than whatever one piece of work can take, such as
+    /// the compilation of a kernel.
+    pub stuck_after: Duration,
+    /// Told in one line what may become a failure: by rank 0 of a rank that has stood still for a quarter of
+    /// [`Self::stuck_after`].
+    pub warn: fn(&str),
 }
 
 impl QuicConfig {
-    /// The usual settings: 20 s to connect, heartbeats every 300 ms, bound to loopback if that is where the
+    /// The usual settings: 20 s to connect, heartbeats every 300 ms, 180 s to be stuck, warnings as events of `tracing`, bound to loopback if that is where the
     /// coordinator is and to all addresses otherwise.
     pub fn new(rank: Rank, world: u32, job: JobId, coordinator: SocketAddr, identity: Identity) -> Self {
         let bind = match coordinator.ip() {
@@ -109,6 +125,8 @@ impl QuicConfig {
             port: 0,
             connect_deadline: Duration::from_secs(20),
             heartbeat: Duration::from_millis(300),
+            stuck_after: Duration::from_secs(180),
+            warn: |text| tracing::warn!("{text}"),
         }
     }
 
@@ -177,21 +195,97 @@ impl QuicTransport {
         Ok(Arc::new(Self::form_on(config, Ground::simulated(socket, seed), None).await?))
     }
 
+    /// Joins a job that runs already, as a rank that was started anew: with the config of its first start, but for the time
+    /// that it waits, which is the connect deadline. It is let in when the others form the group again, with
+    /// [`Regroup::Everyone`], and finds them through rank 0. Blocks until then.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::connect`].
+    pub fn rejoin(config: QuicConfig) -> Result<Reformed, TransportError> {
+        let socket = bind(&config)?;
+        let thread = IoThread::start()?;
+        let alive = thread.alive();
+        thread.run(async move { Self::rejoin_on(config, Ground::real(socket)?, Some(alive)).await })?
+    }
+
+    /// The same over a socket that is not the system's, as [`Self::form_over`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::connect`].
+    pub async fn rejoin_over(
+        config: QuicConfig,
+        socket: Arc<dyn AsyncUdpSocket>,
+        seed: [u8; 32],
+    ) -> Result<Reformed, TransportError> {
+        bootstrap::check(&config)?;
+        Self::rejoin_on(config, Ground::simulated(socket, seed), None).await
+    }
+
     async fn form_on(
         config: QuicConfig,
         ground: Ground,
         alive: Option<Alive>,
     ) -> Result<Self, TransportError> {
+        let seat = Self::sit_down(config, ground, alive.as_ref()).await?;
+        tokio::spawn(Arc::clone(&seat.door).listen(seat.endpoint.clone()));
+        let mesh = bootstrap::form(&seat).await?;
+        let (epoch, members) = (seat.config.epoch, (0..seat.config.world).map(Rank).collect());
+        Ok(Self::start(seat, Next { epoch, members, mesh }, alive))
+    }
+
+    async fn rejoin_on(
+        config: QuicConfig,
+        ground: Ground,
+        alive: Option<Alive>,
+    ) -> Result<Reformed, TransportError> {
+        let patience = config.connect_deadline;
+        let until = Instant::now() + patience;
+        let seat = Self::sit_down(config, ground, alive.as_ref()).await?;
+        tokio::spawn(Arc::clone(&seat.door).listen(seat.endpoint.clone()));
+        let coordinator = (COORDINATOR, seat.config.coordinator);
+        let addresses = [coordinator].into_iter().filter(|(rank, _)| *rank != seat.config.rank).collect();
+        let past = Past { claims: Vec::new(), addresses, lost: None };
+        match regroup::regroup(&seat, past, Regroup::Everyone { within: patience }, until).await {
+            Ok(next) => Ok(Self::of(seat, next, alive)),
+            Err(error) => {
+                seat.part(&error).await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes what of a rank outlives its groups, unless its own identity does not fit.
+    async fn sit_down(
+        config: QuicConfig,
+        ground: Ground,
+        alive: Option<&Alive>,
+    ) -> Result<Arc<Seat>, TransportError> {
+        let fits = bootstrap::identity_fits(&config);
+        let seat = Self::sit_down_unchecked(config, ground, alive)?;
+        if let Err(error) = fits {
+            bootstrap::knock(&seat).await;
+            return Err(error);
+        }
+        Ok(seat)
+    }
+
+    fn sit_down_unchecked(
+        config: QuicConfig,
+        ground: Ground,
+        alive: Option<&Alive>,
+    ) -> Result<Arc<Seat>, TransportError> {
         let tls = tls::TlsConfigs::new(&config.identity, config.heartbeat)?;
         let endpoint = socket::endpoint(ground, tls::Path::of_endpoint(config.bind), &tls)?;
-        let mesh = match bootstrap::identity_fits(&config) {
-            Ok(()) => bootstrap::form(&config, &endpoint, &tls).await?,
-            Err(error) => {
-                bootstrap::knock(&config, &endpoint, &tls).await;
-                return Err(error);
-            }
-        };
-        let core = lifecycle::start(&config, endpoint, mesh);
+        let door = Arc::new(Door::new(&config, &tls));
+        let thread = alive.map(Alive::downgrade);
+        Ok(Arc::new(Seat { config, endpoint, tls, door, thread }))
+    }
+
+    /// One rank's end of a group that has been formed. Must be called in a tokio context.
+    fn start(seat: Arc<Seat>, next: Next, alive: Option<Alive>) -> Self {
+        let core = lifecycle::start(seat, next);
         if let Some(alive) = alive {
             // The I/O thread runs until this rank has gone, whoever still holds its transport.
             let mut over = core.over.subscribe();
@@ -201,7 +295,12 @@ impl QuicTransport {
                 drop(alive);
             });
         }
-        Ok(Self { core })
+        Self { core }
+    }
+
+    pub(crate) fn of(seat: Arc<Seat>, next: Next, alive: Option<Alive>) -> Reformed {
+        let (members, epoch) = (next.members.clone(), next.epoch);
+        Reformed { transport: Arc::new(Self::start(seat, next, alive)), members, epoch }
     }
 }
 
@@ -306,9 +405,19 @@ impl Transport for QuicTransport {
         Arc::clone(&self.core.stop_flag)
     }
 
+    fn pulse(&self) -> Arc<Pulse> {
+        Arc::clone(&self.core.pulse)
+    }
+
     fn close(&self, deadline: Duration) -> Posted<()> {
         let (completer, posted) = Posted::pair();
         self.core.close(deadline, completer);
+        posted
+    }
+
+    fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Reformed> {
+        let (completer, posted) = Posted::pair();
+        self.core.reform(who, deadline, completer);
         posted
     }
 

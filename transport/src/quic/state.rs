@@ -1,6 +1,6 @@
 //! What one rank remembers: its outstanding calls, and what its peers have said of messages.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -171,6 +171,13 @@ impl State {
         let recvs = self.recvs.iter().map(|(&(from, tag), call)| (call.pending(from, tag), call.patience));
         let agrees = self.agrees.iter().map(|(&round, call)| (call.pending(round), call.patience));
         sends.chain(recvs).chain(agrees).map(|(pending, patience)| outstanding(pending, patience)).collect()
+    }
+
+    /// The ranks with which messages are outstanding, lowest first.
+    pub(crate) fn waits_for(&self) -> Vec<Rank> {
+        let peers: BTreeSet<Rank> =
+            self.sends.keys().chain(self.recvs.keys()).map(|&(peer, _)| peer).collect();
+        peers.into_iter().collect()
     }
 
     pub(crate) fn fail_everything(&mut self) {

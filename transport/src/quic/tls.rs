@@ -38,7 +38,7 @@ impl TlsConfigs {
 
     pub(crate) fn client(&self, purpose: Purpose, path: Path) -> ClientConfig {
         let crypto = match purpose {
-            Purpose::Control => Arc::clone(&self.control),
+            Purpose::Control | Purpose::Reform | Purpose::Rejoin => Arc::clone(&self.control),
             Purpose::Data => Arc::clone(&self.data),
         };
         let mut config = ClientConfig::new(crypto);
@@ -141,7 +141,7 @@ const SHORTEST_IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn alpn(purpose: Purpose) -> Vec<u8> {
     match purpose {
-        Purpose::Control => b"kyklos-ctl/1".to_vec(),
+        Purpose::Control | Purpose::Reform | Purpose::Rejoin => b"kyklos-ctl/1".to_vec(),
         Purpose::Data => b"kyklos/1".to_vec(),
     }
 }

@@ -102,10 +102,10 @@ fn an_expired_rank_0_that_listens_all_the_same_is_refused_by_name_and_date() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let zero = config(0, coordinator, expired);
     let error = runtime.block_on(async {
-        let tls = tls::TlsConfigs::new(&zero.identity, zero.heartbeat).unwrap();
-        let endpoint =
-            socket::endpoint(Ground::real(bind(&zero).unwrap()).unwrap(), tls::Path::Loopback, &tls).unwrap();
-        bootstrap::form(&zero, &endpoint, &tls).await.unwrap_err()
+        let ground = Ground::real(bind(&zero).unwrap()).unwrap();
+        let seat = QuicTransport::sit_down_unchecked(zero, ground, None).unwrap();
+        tokio::spawn(Arc::clone(&seat.door).listen(seat.endpoint.clone()));
+        bootstrap::form(&seat).await.unwrap_err()
     });
     let one = one.join().unwrap().err().unwrap();
     both_say((error.to_string(), one.to_string()), &["rank 0", "expired on", &Date(now - hour).to_string()]);

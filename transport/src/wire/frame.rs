@@ -1,9 +1,14 @@
 //! Control frames: everything that is said between ranks except payload.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
 use super::codec::{Reader, WireError, put_text};
+use super::fields::{
+    put_addresses, put_claims, put_progress, put_ranks, put_tag, read_addresses, read_claims, read_flag,
+    read_progress, read_ranks, read_tag,
+};
 use crate::error::{Abort, AbortCause};
+use crate::membership::Claim;
 use crate::transport::{Progress, Rank, Tag, Vote};
 
 /// Largest frame on the wire, envelope included.
@@ -55,6 +60,22 @@ pub enum Frame {
     Meshed,
     /// Every rank is meshed: the group exists.
     Start,
+    /// Of a rank that comes to form a group again: the groups that it may belong to.
+    Join {
+        /// None of a rank that was started anew.
+        claims: Vec<Claim>,
+        /// For how many milliseconds more it would wait for those who are missing.
+        patience_ms: u32,
+    },
+    /// Who is in the next group, and where: from the lowest of them to the others.
+    Members {
+        /// The next group's.
+        epoch: u32,
+        /// By rank of the next group, its rank in the first one.
+        members: Vec<Rank>,
+        /// One address per member.
+        addresses: Vec<SocketAddr>,
+    },
     /// A rank's vote in its next round.
     Vote {
         /// The vote.
@@ -80,6 +101,12 @@ pub enum Frame {
     Ping {
         /// Of the sender.
         progress: Progress,
+        /// How often the sender's pulse has beaten.
+        beats: u64,
+        /// The sender computes, so it must get on whatever others do.
+        works: bool,
+        /// Of a sender that does not: the ranks with which it has calls that have not ended.
+        waits_for: Vec<Rank>,
     },
     /// The coordinator is alive.
     Pong,
@@ -130,6 +157,10 @@ pub enum Purpose {
     Control,
     /// Messages between two ranks.
     Data,
+    /// To form a group again of those who are left; the lower rank is dialled.
+    Reform,
+    /// The same with ranks that were started anew.
+    Rejoin,
 }
 
 /// Why a connection was refused.
@@ -148,6 +179,10 @@ pub enum RejectCode {
     Duplicate,
     /// The frame was not what was due.
     Protocol,
+    /// It is not the time to form a group again: try later.
+    Busy,
+    /// The group has gone on without this rank.
+    Gone,
 }
 
 /// The one table of frame numbers.
@@ -171,10 +206,17 @@ mod number {
     pub(super) const REFUSE: u8 = 17;
     pub(super) const MISSING: u8 = 18;
     pub(super) const WITHDRAW: u8 = 19;
+    pub(super) const JOIN: u8 = 20;
+    pub(super) const MEMBERS: u8 = 21;
 }
 
-/// Layout version of every frame so far; a frame that changes gets a new one of its own.
-const LAYOUT: u8 = 1;
+/// Layout version of a frame; a frame that changes gets a new one of its own.
+fn layout(number: u8) -> u8 {
+    match number {
+        number::PING => 2,
+        _ => 1,
+    }
+}
 
 /// Bytes before the body: its length.
 const LENGTH_BYTES: usize = 4;
@@ -245,17 +287,21 @@ impl Frame {
             Self::Refuse { .. } => number::REFUSE,
             Self::Missing { .. } => number::MISSING,
             Self::Withdraw { .. } => number::WITHDRAW,
+            Self::Join { .. } => number::JOIN,
+            Self::Members { .. } => number::MEMBERS,
         }
     }
 
     fn put_body(&self, out: &mut Vec<u8>) {
-        out.extend_from_slice(&[self.number(), LAYOUT]);
+        out.extend_from_slice(&[self.number(), layout(self.number())]);
         match self {
             Self::Hello { protocol, purpose, job, epoch, rank, world } => {
                 out.extend_from_slice(&protocol.to_le_bytes());
                 out.push(match purpose {
                     Purpose::Control => 0,
                     Purpose::Data => 1,
+                    Purpose::Reform => 2,
+                    Purpose::Rejoin => 3,
                 });
                 out.extend_from_slice(job);
                 out.extend_from_slice(&epoch.to_le_bytes());
@@ -268,11 +314,16 @@ impl Frame {
                 put_text(out, text, MAX_TEXT_BYTES);
             }
             Self::AddressTable { addresses } => {
-                let count = addresses.len().min(MAX_WORLD as usize);
-                out.extend_from_slice(&u32::try_from(count).unwrap_or(MAX_WORLD).to_le_bytes());
-                for address in addresses.iter().take(count) {
-                    put_address(out, *address);
-                }
+                put_addresses(out, addresses);
+            }
+            Self::Join { claims, patience_ms } => {
+                put_claims(out, claims);
+                out.extend_from_slice(&patience_ms.to_le_bytes());
+            }
+            Self::Members { epoch, members, addresses } => {
+                out.extend_from_slice(&epoch.to_le_bytes());
+                put_ranks(out, members);
+                put_addresses(out, addresses);
             }
             Self::Meshed | Self::Start | Self::Pong | Self::Leave | Self::Goodbye => {}
             Self::Vote { vote: Vote::Ready { plan_hash } } => {
@@ -300,12 +351,18 @@ impl Frame {
                 out.extend_from_slice(&rank.0.to_le_bytes());
                 out.push(u8::from(*left));
             }
-            Self::Ping { progress } => put_progress(out, *progress),
+            Self::Ping { progress, beats, works, waits_for } => {
+                put_progress(out, *progress);
+                out.extend_from_slice(&beats.to_le_bytes());
+                out.push(u8::from(*works));
+                put_ranks(out, waits_for);
+            }
             Self::Abort { abort: Abort { culprit, cause, progress } } => {
                 out.extend_from_slice(&culprit.0.to_le_bytes());
                 let (number, text) = match cause {
                     AbortCause::Died(text) => (0, text),
                     AbortCause::Failed(text) => (1, text),
+                    AbortCause::Stuck(text) => (2, text),
                 };
                 out.push(number);
                 put_progress(out, *progress);
@@ -326,9 +383,9 @@ impl Frame {
     fn decode_body(body: &[u8]) -> Result<Self, WireError> {
         let mut reader = Reader::new(body);
         let number = reader.u8()?;
-        let layout = reader.u8()?;
-        if layout != LAYOUT {
-            return Err(WireError::UnknownVersion { what: "a frame", found: u16::from(layout) });
+        let found = reader.u8()?;
+        if found != layout(number) {
+            return Err(WireError::UnknownVersion { what: "a frame", found: u16::from(found) });
         }
         let frame = match number {
             number::HELLO => Self::Hello {
@@ -336,6 +393,8 @@ impl Frame {
                 purpose: match reader.u8()? {
                     0 => Purpose::Control,
                     1 => Purpose::Data,
+                    2 => Purpose::Reform,
+                    3 => Purpose::Rejoin,
                     value => {
                         return Err(WireError::BadValue { field: "purpose", value: u64::from(value) });
                     }
@@ -347,18 +406,13 @@ impl Frame {
             },
             number::WELCOME => Self::Welcome { protocol: reader.u16()? },
             number::REJECT => Self::Reject { code: RejectCode::read(&mut reader)?, text: reader.text()? },
-            number::ADDRESS_TABLE => {
-                let count = reader.u32()?;
-                if count > MAX_WORLD {
-                    return Err(WireError::BadValue { field: "address count", value: u64::from(count) });
-                }
-                // Grows as addresses are really there; the count alone reserves nothing.
-                let mut addresses = Vec::new();
-                for _ in 0..count {
-                    addresses.push(read_address(&mut reader)?);
-                }
-                Self::AddressTable { addresses }
-            }
+            number::ADDRESS_TABLE => Self::AddressTable { addresses: read_addresses(&mut reader)? },
+            number::JOIN => Self::Join { claims: read_claims(&mut reader)?, patience_ms: reader.u32()? },
+            number::MEMBERS => Self::Members {
+                epoch: reader.u32()?,
+                members: read_ranks(&mut reader)?,
+                addresses: read_addresses(&mut reader)?,
+            },
             number::MESHED => Self::Meshed,
             number::START => Self::Start,
             number::VOTE => Self::Vote {
@@ -383,15 +437,14 @@ impl Frame {
             number::MISSING => Self::Missing {
                 round: reader.u64()?,
                 rank: Rank(reader.u32()?),
-                left: match reader.u8()? {
-                    0 => false,
-                    1 => true,
-                    value => {
-                        return Err(WireError::BadValue { field: "left", value: u64::from(value) });
-                    }
-                },
+                left: read_flag(&mut reader, "left")?,
             },
-            number::PING => Self::Ping { progress: read_progress(&mut reader)? },
+            number::PING => Self::Ping {
+                progress: read_progress(&mut reader)?,
+                beats: reader.u64()?,
+                works: read_flag(&mut reader, "works")?,
+                waits_for: read_ranks(&mut reader)?,
+            },
             number::PONG => Self::Pong,
             number::ABORT => {
                 let culprit = Rank(reader.u32()?);
@@ -401,6 +454,7 @@ impl Frame {
                 let cause = match cause {
                     0 => AbortCause::Died(text),
                     1 => AbortCause::Failed(text),
+                    2 => AbortCause::Stuck(text),
                     value => {
                         return Err(WireError::BadValue { field: "cause", value: u64::from(value) });
                     }
@@ -430,6 +484,8 @@ impl RejectCode {
             Self::World => 4,
             Self::Duplicate => 5,
             Self::Protocol => 6,
+            Self::Busy => 7,
+            Self::Gone => 8,
         }
     }
 
@@ -441,42 +497,11 @@ impl RejectCode {
             4 => Self::World,
             5 => Self::Duplicate,
             6 => Self::Protocol,
+            7 => Self::Busy,
+            8 => Self::Gone,
             value => {
                 return Err(WireError::BadValue { field: "reject code", value: u64::from(value) });
             }
         })
     }
-}
-
-/// IPv4 addresses travel as IPv4-mapped IPv6 ones, so that every entry has 18 bytes.
-fn put_address(out: &mut Vec<u8>, address: SocketAddr) {
-    let ip = match address.ip() {
-        IpAddr::V4(ip) => ip.to_ipv6_mapped(),
-        IpAddr::V6(ip) => ip,
-    };
-    out.extend_from_slice(&ip.octets());
-    out.extend_from_slice(&address.port().to_le_bytes());
-}
-
-fn read_address(reader: &mut Reader<'_>) -> Result<SocketAddr, WireError> {
-    let ip = IpAddr::from(reader.array::<16>()?).to_canonical();
-    Ok(SocketAddr::new(ip, reader.u16()?))
-}
-
-fn put_tag(out: &mut Vec<u8>, tag: Tag) {
-    out.extend_from_slice(&tag.op.to_le_bytes());
-    out.extend_from_slice(&tag.message.to_le_bytes());
-}
-
-fn read_tag(reader: &mut Reader<'_>) -> Result<Tag, WireError> {
-    Ok(Tag { op: reader.u64()?, message: reader.u32()? })
-}
-
-fn put_progress(out: &mut Vec<u8>, progress: Progress) {
-    out.extend_from_slice(&progress.op.to_le_bytes());
-    out.extend_from_slice(&progress.step.to_le_bytes());
-}
-
-fn read_progress(reader: &mut Reader<'_>) -> Result<Progress, WireError> {
-    Ok(Progress { op: reader.u64()?, step: reader.u32()? })
 }

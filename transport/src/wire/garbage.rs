@@ -6,6 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::error::{Abort, AbortCause};
+use crate::membership::{Claim, MOST_CLAIMS};
 use crate::transport::{Progress, Rank, Tag, Vote};
 
 fn any_tag() -> impl Strategy<Value = Tag> {
@@ -27,7 +28,12 @@ fn any_address() -> impl Strategy<Value = SocketAddr> {
 }
 
 fn any_frame() -> impl Strategy<Value = Frame> {
-    let purpose = prop_oneof![Just(Purpose::Control), Just(Purpose::Data)];
+    let purpose = prop_oneof![
+        Just(Purpose::Control),
+        Just(Purpose::Data),
+        Just(Purpose::Reform),
+        Just(Purpose::Rejoin)
+    ];
     let code = prop_oneof![
         Just(RejectCode::Version),
         Just(RejectCode::Job),
@@ -35,12 +41,19 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         Just(RejectCode::World),
         Just(RejectCode::Duplicate),
         Just(RejectCode::Protocol),
+        Just(RejectCode::Busy),
+        Just(RejectCode::Gone),
     ];
     let vote = prop_oneof![
         any::<[u8; 32]>().prop_map(|plan_hash| Vote::Ready { plan_hash }),
         (any::<u8>(), ".{0,40}").prop_map(|(exit, text)| Vote::Refuse { exit, text }),
     ];
-    let cause = prop_oneof![".{0,40}".prop_map(AbortCause::Died), ".{0,40}".prop_map(AbortCause::Failed)];
+    let cause = prop_oneof![
+        ".{0,40}".prop_map(AbortCause::Died),
+        ".{0,40}".prop_map(AbortCause::Failed),
+        ".{0,40}".prop_map(AbortCause::Stuck),
+    ];
+    let ranks = || proptest::collection::vec(any::<u32>().prop_map(Rank), 0..20);
     let refusal = proptest::option::of((any::<u32>().prop_map(Rank), any::<u8>(), ".{0,40}"));
     prop_oneof![
         (any::<u16>(), purpose, any::<[u8; 16]>(), any::<u32>(), any::<u32>(), any::<u32>()).prop_map(
@@ -71,11 +84,20 @@ fn any_frame() -> impl Strategy<Value = Frame> {
             rank: Rank(rank),
             left
         }),
-        any_progress().prop_map(|progress| Frame::Ping { progress }),
+        (any_progress(), any::<u64>(), any::<bool>(), ranks()).prop_map(
+            |(progress, beats, works, waits_for)| Frame::Ping { progress, beats, works, waits_for }
+        ),
         (any::<u32>(), cause, any_progress()).prop_map(|(culprit, cause, progress)| Frame::Abort {
             abort: Abort { culprit: Rank(culprit), cause, progress }
         }),
         (any::<u32>(), ".{0,40}").prop_map(|(peer, text)| Frame::LinkLost { peer: Rank(peer), text }),
+        (proptest::collection::vec((any::<u32>(), any::<bool>(), ranks()), 0..=MOST_CLAIMS), any::<u32>())
+            .prop_map(|(claims, patience_ms)| {
+                let claim = |(epoch, started, members)| Claim { epoch, started, members };
+                Frame::Join { claims: claims.into_iter().map(claim).collect(), patience_ms }
+            }),
+        (any::<u32>(), ranks(), proptest::collection::vec(any_address(), 0..20))
+            .prop_map(|(epoch, members, addresses)| Frame::Members { epoch, members, addresses }),
         any_tag().prop_map(|tag| Frame::Want { tag }),
         any_tag().prop_map(|tag| Frame::Done { tag }),
         any_tag().prop_map(|tag| Frame::Withdraw { tag }),

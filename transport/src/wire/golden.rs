@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::error::{Abort, AbortCause};
+use crate::membership::Claim;
 use crate::transport::{Progress, Rank, Tag, Vote};
 
 /// Bytes of hex text; spaces are ignored.
@@ -86,6 +87,49 @@ fn frames_of_the_bootstrap_are_pinned() {
 }
 
 #[test]
+fn frames_of_forming_again_are_pinned() {
+    let first = Claim { epoch: 4, started: true, members: vec![Rank(0), Rank(2)] };
+    pinned(
+        &Frame::Join {
+            claims: vec![first, Claim { epoch: 5, started: false, members: Vec::new() }],
+            patience_ms: 7,
+        },
+        &[
+            "14", "01", "02",       // claims
+            "04000000", // epoch
+            "01",       // it saw the group start
+            "02000000", // ranks of the group
+            "00000000", "02000000", "05000000", "00", "00000000", "07000000", // milliseconds
+        ],
+    );
+    pinned(
+        &Frame::Members {
+            epoch: 6,
+            members: vec![Rank(2)],
+            addresses: vec!["127.0.0.1:7000".parse().unwrap()],
+        },
+        &[
+            "15",
+            "01",
+            "06000000", // epoch
+            "01000000", // members
+            "02000000",
+            "01000000", // addresses
+            "00000000000000000000ffff7f000001",
+            "581b",
+        ],
+    );
+    let hello =
+        |purpose| Frame::Hello { protocol: 2, purpose, job: [0; 16], epoch: 1, rank: Rank(3), world: 4 };
+    for (purpose, number) in [(Purpose::Reform, "02"), (Purpose::Rejoin, "03")] {
+        let job = "00".repeat(16);
+        pinned(&hello(purpose), &["01", "01", "0200", number, &job, "01000000", "03000000", "04000000"]);
+    }
+    pinned(&Frame::Reject { code: RejectCode::Busy, text: String::new() }, &["03", "01", "07", "0000"]);
+    pinned(&Frame::Reject { code: RejectCode::Gone, text: String::new() }, &["03", "01", "08", "0000"]);
+}
+
+#[test]
 fn frames_of_a_running_group_are_pinned() {
     let tag = Tag { op: 9, message: 5 };
     let progress = Progress { op: 9, step: 2 };
@@ -115,7 +159,20 @@ fn frames_of_a_running_group_are_pinned() {
         &Frame::Missing { round: 1, rank: Rank(2), left: true },
         &["12", "01", "0100000000000000", "02000000", "01"], // number, layout, round, rank, it has left
     );
-    pinned(&Frame::Ping { progress }, &["09", "01", "0900000000000000", "02000000"]); // op, step
+    pinned(
+        &Frame::Ping { progress, beats: 7, works: false, waits_for: vec![Rank(3), Rank(4)] },
+        &[
+            "09",
+            "02",               // layout
+            "0900000000000000", // op
+            "02000000",         // step
+            "0700000000000000", // beats
+            "00",               // it does not work
+            "02000000",         // ranks that it waits for
+            "03000000",
+            "04000000",
+        ],
+    );
     pinned(
         &Frame::Abort {
             abort: Abort { culprit: Rank(1), cause: AbortCause::Failed("oom".into()), progress },
@@ -130,6 +187,10 @@ fn frames_of_a_running_group_are_pinned() {
             "0300",             // bytes of the text
             "6f6f6d",           // text
         ],
+    );
+    pinned(
+        &Frame::Abort { abort: Abort { culprit: Rank(1), cause: AbortCause::Stuck("x".into()), progress } },
+        &["0b", "01", "01000000", "02", "0900000000000000", "02000000", "0100", "78"], // cause: stuck
     );
     pinned(
         &Frame::LinkLost { peer: Rank(6), text: String::new() },

@@ -5,6 +5,7 @@
 //! the bytes in hand. Encoding cannot fail: texts are cut to [`MAX_TEXT_BYTES`].
 
 mod codec;
+mod fields;
 mod frame;
 mod header;
 
@@ -18,4 +19,4 @@ pub use frame::{Frame, MAX_FRAME_BYTES, MAX_TEXT_BYTES, MAX_WORLD, Purpose, Reje
 pub use header::{HEADER_BYTES, MessageHeader, part_digest};
 
 /// Version of everything on the wire. Peers with another version refuse each other.
-pub const PROTOCOL_VERSION: u16 = 1;
+pub const PROTOCOL_VERSION: u16 = 2;

@@ -1,5 +1,6 @@
 //! What every transport must do, whatever carries the bytes. Each claim is a function of a factory of groups.
 
+mod again;
 mod endings;
 mod messages;
 mod recorded;
@@ -12,6 +13,7 @@ use bytes::Bytes;
 use kyklos_transport::{Abort, Posted, Tag, Transport, TransportError, Vote};
 use pollster::block_on;
 
+pub(crate) use again::*;
 pub(crate) use endings::*;
 pub(crate) use messages::*;
 pub(crate) use recorded::*;
@@ -95,6 +97,10 @@ macro_rules! conformance_tests {
             a_tag_is_used_once
             messages_that_were_given_up_are_not_in_the_way
             a_rank_records_what_it_did_and_what_an_abort_ended
+            survivors_form_the_next_group_whoever_has_died
+            a_group_that_failed_is_whole_again_if_all_come
+            too_few_survivors_form_nothing
+            a_group_that_works_is_not_formed_again
         }
     };
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kyklos_transport::{Abort, AbortCause, TransportError};
 
-use crate::program::{Call, Log, What};
+use crate::program::{Call, Log, STUCK, What};
 use crate::stage::{FAILURE, Played};
 use crate::world::{FaultKind, World};
 
@@ -18,6 +18,9 @@ const FORM_GRACE: Duration = Duration::from_secs(8);
 /// How soon after a fault that lasts everybody who waits has heard of it: 3.6 s of silence, or 5.4 s until a
 /// connection is idle, and then some packets that may be lost.
 const NEWS: Duration = Duration::from_secs(9);
+
+/// How soon everybody has heard of a rank that says that it fails: two ways through the network, and again if lost.
+const TOLD: Duration = Duration::from_secs(3);
 
 /// An outage that nobody may notice but by waiting.
 const SHORT_OUTAGE: Duration = Duration::from_millis(1500);
@@ -89,13 +92,24 @@ impl Judge<'_> {
             FaultKind::Partition { heals, .. } | FaultKind::Link { heals, .. } => heals.is_none(),
             FaultKind::Crash { .. } => !self.is_replaced(),
             FaultKind::Dropped { .. } | FaultKind::Abort { .. } => true,
+            FaultKind::Computes { by, .. } => by.is_none(),
             FaultKind::Refuse { .. } | FaultKind::Slow { .. } => false,
         };
-        let known = self.played.struck? + NEWS;
+        let found = if matches!(self.kind()?, FaultKind::Computes { .. }) { STUCK } else { Duration::ZERO };
+        let known = self.played.struck? + found + self.news();
         // Who leaves in order waits for whoever it still has something to say to, which its deadline bounds.
         let leaves = call.what == What::Close && call.result.is_ok();
         (lasts && !leaves && call.what != What::Form && call.ended > known.max(call.posted + GRACE))
             .then(|| format!("had not heard of the fault by {known:?}"))
+    }
+
+    /// How soon a fault is heard of. A rank that says that it fails need not be found: what it says comes at once, or a few
+    /// lost packets later.
+    fn news(&self) -> Duration {
+        match self.kind() {
+            Some(FaultKind::Abort { .. }) if self.world.conditions.loss_per_mille <= LITTLE_LOSS => TOLD,
+            _ => NEWS,
+        }
     }
 
     /// Every error has a reason, and names who is to blame.
@@ -132,7 +146,7 @@ impl Judge<'_> {
                     }
                     // A rank that heard the last word before others did may die before they have.
                     FaultKind::Crash { .. } | FaultKind::Dropped { .. } | FaultKind::Abort { .. } => true,
-                    FaultKind::Refuse { .. } | FaultKind::Slow { .. } => false,
+                    FaultKind::Refuse { .. } | FaultKind::Slow { .. } | FaultKind::Computes { .. } => false,
                 };
                 (!may || call.what != What::Form).then(|| "no group, without a reason".into())
             }
@@ -173,6 +187,10 @@ impl Judge<'_> {
             }
             FaultKind::Link { a, b, heals, .. } => {
                 heals.is_none_or(|heals| heals > SHORT_OUTAGE) && [*a, *b].contains(&culprit)
+            }
+            FaultKind::Computes { rank, by } => {
+                let stuck = matches!(&abort.cause, AbortCause::Stuck(text) if text.contains("waited for it"));
+                by.is_none() && culprit == *rank && stuck
             }
             FaultKind::Refuse { .. } | FaultKind::Slow { .. } => false,
         }

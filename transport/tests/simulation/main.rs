@@ -4,6 +4,7 @@
 #![cfg(feature = "quic")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
+mod again;
 mod found;
 mod identities;
 mod judge;
@@ -75,6 +76,8 @@ fn in_a_word(world: &World, played: &Played) -> &'static str {
         Some(FaultKind::Abort { .. }) => "abort",
         Some(FaultKind::Refuse { .. }) => "refusal",
         Some(FaultKind::Slow { .. }) => "slow reader",
+        Some(FaultKind::Computes { by: None, .. }) => "stuck",
+        Some(FaultKind::Computes { .. }) => "slow device",
     }
 }
 
@@ -94,6 +97,37 @@ fn a_seed_gives_the_same_packets_and_the_same_calls_again() {
         }
     }
     assert!(differ.is_empty(), "{} worlds differ: {}", differ.len(), differ.join("\n"));
+}
+
+#[test]
+fn whatever_happens_those_who_are_left_form_one_group_again_or_none() {
+    let started = Instant::now();
+    let mut failures = Vec::new();
+    let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
+    for seed in seeds() {
+        let world = again::World::draw(seed);
+        let played = again::play(&world);
+        for life in &played.lives {
+            *counts.entry("groups").or_default() += life.stays.len() as u64;
+            *counts
+                .entry(if matches!(life.end, again::End::Finished) { "finished" } else { "alone" })
+                .or_default() += 1;
+        }
+        let again = played.lives.iter().flat_map(|life| &life.stays).filter(|stay| stay.epoch > 0);
+        let sizes = again.map(|stay| stay.members.len() as u32 == world.ranks);
+        for whole in sizes {
+            *counts.entry(if whole { "again in all" } else { "again in fewer" }).or_default() += 1;
+        }
+        let wrong = again::judge(&world, &played);
+        if !wrong.is_empty() {
+            failures.push(seed);
+            eprintln!("KYKLOS_SEEDS={seed}..{} plays this again: {world:#?}", seed + 1);
+            played.lives.iter().for_each(|life| eprintln!("  {life:?}"));
+            wrong.iter().for_each(|one| eprintln!("  seed {seed}: {one}"));
+        }
+    }
+    println!("{:?} in {:?}: {counts:?}", seeds(), started.elapsed());
+    assert!(failures.is_empty(), "{} seeds fail: {failures:?}", failures.len());
 }
 
 /// A world without a fault.

@@ -21,6 +21,9 @@ pub(crate) const CONNECT: Duration = Duration::from_secs(20);
 /// Patience of a call of an operation, and of a close: far more than it takes to notice any fault.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(40);
 
+/// When a rank that others wait for counts as stuck; longer than outages after which nobody is to blame.
+pub(crate) const STUCK: Duration = Duration::from_secs(12);
+
 /// A call of one rank, in simulated time since the world began.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
@@ -122,6 +125,7 @@ impl Program {
         config.bind = address(self.rank).ip();
         config.port = address(self.rank).port();
         config.connect_deadline = CONNECT;
+        config.stuck_after = STUCK;
         let mut seed = [0; 32];
         seed[..8].copy_from_slice(&self.stage.world.seed.to_le_bytes());
         seed[8] = self.slot as u8;
@@ -193,6 +197,11 @@ impl Program {
         if let Some(FaultKind::Slow { by, .. }) = slow {
             self.stand_about(op, by).await;
         }
+        let computes =
+            self.stage.fault_here(self.rank, op, |kind| matches!(kind, FaultKind::Computes { .. }));
+        if let Some(FaultKind::Computes { by, .. }) = computes {
+            self.compute(by).await;
+        }
         match self.stage.world.operations[op as usize] {
             Operation::Ring { bytes } => self.ring(op, bytes).await,
             Operation::AllToAll { bytes } => self.all_to_all(op, bytes).await,
@@ -220,6 +229,23 @@ impl Program {
         if came > most {
             self.log.complaints.push(format!("{came} bytes came unasked, at most {most} may"));
         }
+    }
+
+    /// A device that takes its time, or hangs: the I/O of its rank lives on.
+    async fn compute(&mut self, by: Option<Duration>) {
+        self.stage.strike();
+        let Some(transport) = self.transport() else { return };
+        let (pulse, stop) = (transport.pulse(), transport.stop_flag());
+        drop(transport);
+        let work = pulse.work();
+        let until = self.stage.now() + by.unwrap_or(10 * STUCK);
+        while self.stage.now() < until && !stop.load(std::sync::atomic::Ordering::Acquire) {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            if by.is_some() {
+                pulse.beat();
+            }
+        }
+        drop(work);
     }
 
     async fn ring(&mut self, op: u64, bytes: usize) {

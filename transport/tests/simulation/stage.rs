@@ -162,7 +162,7 @@ impl Stage {
         if let Some(Fault { kind, when: When::Boundary(there) }) = &self.world.fault
             && kind.rank() == rank
             && *there == here
-            && !matches!(kind, FaultKind::Refuse { .. } | FaultKind::Slow { .. })
+            && !matches!(kind, FaultKind::Refuse { .. } | FaultKind::Slow { .. } | FaultKind::Computes { .. })
         {
             self.strike();
         }
@@ -227,7 +227,7 @@ impl Stage {
                     self.lock().healer = Some(healer);
                 }
             }
-            FaultKind::Refuse { .. } | FaultKind::Slow { .. } => {}
+            FaultKind::Refuse { .. } | FaultKind::Slow { .. } | FaultKind::Computes { .. } => {}
         }
         self.lock().struck = Some(self.began.elapsed());
     }

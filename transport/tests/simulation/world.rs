@@ -49,6 +49,8 @@ pub(crate) enum FaultKind {
     Refuse { rank: u32 },
     /// A rank is late with its receives.
     Slow { rank: u32, by: Duration },
+    /// A rank computes before it posts anything: with a beat now and then for `by`, or for ever without one.
+    Computes { rank: u32, by: Option<Duration> },
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -109,7 +111,7 @@ fn draw_fault(rng: &mut Rng, ranks: u32, operations: u64) -> Fault {
     let heals = rng.per_mille(500).then(|| rng.millis(50..9000));
     let one_way = rng.per_mille(300);
     let by = rng.millis(500..8000);
-    let kind = match rng.within(0..10) {
+    let kind = match rng.within(0..11) {
         0 | 1 => {
             let mut side: Vec<u32> = (0..ranks).filter(|&one| one == rank || rng.per_mille(300)).collect();
             if side.len() as u32 == ranks {
@@ -122,6 +124,7 @@ fn draw_fault(rng: &mut Rng, ranks: u32, operations: u64) -> Fault {
         6 => FaultKind::Dropped { rank },
         7 => FaultKind::Abort { rank },
         8 => FaultKind::Refuse { rank },
+        9 => FaultKind::Computes { rank, by: rng.per_mille(500).then_some(3 * by) },
         _ => FaultKind::Slow { rank, by },
     };
     let phase = [Phase::BeforeVote, Phase::Agreed, Phase::Posted][rng.within(0..3) as usize];
@@ -129,7 +132,7 @@ fn draw_fault(rng: &mut Rng, ranks: u32, operations: u64) -> Fault {
     let longest = [300, 1500, 5000][rng.within(0..3) as usize];
     let at = When::At(rng.millis(0..longest));
     let when = match kind {
-        FaultKind::Refuse { .. } | FaultKind::Slow { .. } => boundary,
+        FaultKind::Refuse { .. } | FaultKind::Slow { .. } | FaultKind::Computes { .. } => boundary,
         _ if rng.per_mille(600) => boundary,
         _ => at,
     };
@@ -146,7 +149,8 @@ impl FaultKind {
             | Self::Dropped { rank }
             | Self::Abort { rank }
             | Self::Refuse { rank }
-            | Self::Slow { rank, .. } => rank,
+            | Self::Slow { rank, .. }
+            | Self::Computes { rank, .. } => rank,
         }
     }
 

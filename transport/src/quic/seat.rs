@@ -1,0 +1,161 @@
+//! A rank's place in the network, which outlives its groups: its endpoint, its door, and how it dials the others.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use quinn::{Connection, ConnectionError, Endpoint, TransportErrorCode};
+use tokio::sync::mpsc::WeakSender;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::QuicConfig;
+use super::bootstrap::{GOODBYE_PATIENCE, Joined, cut, failed};
+use super::control::{close_code, describe};
+use super::door::Door;
+use super::frames::FrameReader;
+use super::names::rank_name;
+use super::tls::{self, Path, TlsConfigs};
+use crate::error::TransportError;
+use crate::transport::Rank;
+use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
+
+/// What a rank keeps for as long as it lives. Ranks here are those of the first group.
+pub(crate) struct Seat {
+    pub(crate) config: QuicConfig,
+    pub(crate) endpoint: Endpoint,
+    pub(crate) tls: TlsConfigs,
+    pub(crate) door: Arc<Door>,
+    /// What keeps the I/O thread running, if this rank has one.
+    pub(crate) thread: Option<WeakSender<std::convert::Infallible>>,
+}
+
+impl std::fmt::Debug for Seat {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Seat").field("rank", &self.config.rank).finish_non_exhaustive()
+    }
+}
+
+/// Why a rank that was dialled did not take the connection.
+#[derive(Debug)]
+pub(crate) enum Undialled {
+    /// Packets did not get through, or nobody is there.
+    NoAnswer,
+    /// It said why.
+    Rejected(RejectCode, TransportError),
+    /// One of both sides refused the other.
+    Failed(TransportError),
+}
+
+impl Seat {
+    /// Dials until somebody answers or the deadline passes: others may start later, and packets may be lost.
+    pub(crate) async fn dial_until_answered(
+        &self,
+        rank: Rank,
+        address: SocketAddr,
+        (purpose, epoch): (Purpose, u32),
+        deadline: Instant,
+    ) -> Result<Joined, TransportError> {
+        loop {
+            match timeout_at(deadline, self.dial(rank, address, (purpose, epoch), deadline)).await {
+                Ok(Ok(joined)) => return Ok(joined),
+                Ok(Err(Undialled::NoAnswer)) => {}
+                Ok(Err(Undialled::Rejected(_, error) | Undialled::Failed(error))) => return Err(error),
+                Err(_) => {
+                    return Err(failed(format!(
+                        "rank {rank} did not answer at {address} within {:?}: is it running, and does UDP get through?",
+                        self.config.connect_deadline
+                    )));
+                }
+            }
+        }
+    }
+
+    pub(crate) async fn dial(
+        &self,
+        rank: Rank,
+        address: SocketAddr,
+        (purpose, epoch): (Purpose, u32),
+        deadline: Instant,
+    ) -> Result<Joined, Undialled> {
+        let config = self.tls.client(purpose, Path::of_endpoint(self.config.bind));
+        let name = rank_name(rank, self.config.job);
+        let fail = |text: String| Undialled::Failed(failed(text));
+        let connecting = self
+            .endpoint
+            .connect_with(config, address, &name)
+            .map_err(|error| fail(format!("cannot dial rank {rank} at {address}: {error}")))?;
+        let connection = match timeout(DIAL_PATIENCE, connecting).await {
+            Ok(Ok(connection)) => connection,
+            Err(_) => return Err(Undialled::NoAnswer),
+            Ok(Err(error)) if is_silence(&error) => return Err(Undialled::NoAnswer),
+            Ok(Err(error @ ConnectionError::TransportError(_))) => {
+                return Err(fail(format!(
+                    "this rank refuses rank {rank} at {address}: {}",
+                    describe(&error)
+                )));
+            }
+            Ok(Err(error)) => {
+                return Err(fail(format!(
+                    "rank {rank} at {address} refused the connection: {}",
+                    describe(&error)
+                )));
+            }
+        };
+        let refused = |what: String| failed(format!("rank {rank} at {address} refused this rank: {what}"));
+        let lost = |connection: &Connection, error: String| match connection.close_reason() {
+            Some(reason) if is_silence(&reason) => Undialled::NoAnswer,
+            reason => Undialled::Failed(refused(reason.map_or(error, |reason| describe(&reason)))),
+        };
+        let claims = tls::proven_claims(&connection).map_err(Undialled::Failed)?;
+        if claims.job != self.config.job {
+            return Err(fail(format!(
+                "whoever answers at {address} is {claims}, not rank {rank} of this job"
+            )));
+        }
+        claims
+            .may_be(rank, self.config.known(rank), Some(connection.remote_address().ip()))
+            .map_err(|text| fail(format!("rank {rank} at {address} is not who it should be: {text}")))?;
+        let (send, recv) =
+            connection.open_bi().await.map_err(|error| lost(&connection, error.to_string()))?;
+        let mut joined = Joined { rank, connection, send, frames: FrameReader::new(recv) };
+        let hello = Frame::Hello {
+            protocol: PROTOCOL_VERSION,
+            purpose,
+            job: self.config.job.0,
+            epoch,
+            rank: self.config.rank,
+            world: self.config.world,
+        };
+        let written = joined.send.write_all(&hello.encode()).await;
+        written.map_err(|error| lost(&joined.connection, error.to_string()))?;
+        match timeout_at(deadline, joined.frames.next()).await {
+            Ok(Ok(Some(Frame::Welcome { protocol: PROTOCOL_VERSION }))) => Ok(joined),
+            Ok(Ok(Some(Frame::Reject { code, text }))) => Err(Undialled::Rejected(code, refused(text))),
+            Ok(Ok(Some(other))) => Err(fail(format!("rank {rank} answered {other:?} to a hello"))),
+            Ok(Ok(None)) => Err(Undialled::Failed(refused("it ended the conversation".into()))),
+            Ok(Err(error)) => Err(lost(&joined.connection, error.to_string())),
+            Err(_) => Err(Undialled::Failed(refused("it does not answer".into()))),
+        }
+    }
+
+    /// Leaves the network; who waits for this rank learns why it need not.
+    pub(crate) async fn part(&self, why: &TransportError) {
+        self.endpoint.close(close_code::REJECTED, cut(&why.to_string()).as_bytes());
+        let _ = timeout(GOODBYE_PATIENCE, self.endpoint.wait_idle()).await;
+    }
+}
+
+/// Whether packets did not get through, rather than that somebody refused something.
+///
+/// A handshake that is complete for this side may lack its last packets on the other, which then gives it up. A
+/// refusal has a code of its own.
+fn is_silence(reason: &ConnectionError) -> bool {
+    match reason {
+        ConnectionError::TimedOut | ConnectionError::Reset => true,
+        ConnectionError::ConnectionClosed(close) => close.error_code == TransportErrorCode::APPLICATION_ERROR,
+        _ => false,
+    }
+}
+
+/// How long one attempt at a handshake may take before the next one.
+const DIAL_PATIENCE: Duration = Duration::from_secs(4);
