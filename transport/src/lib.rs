@@ -49,6 +49,7 @@ mod ballot;
 )]
 mod deadline;
 mod error;
+mod figures;
 mod history;
 mod in_process;
 mod misuse;
@@ -59,6 +60,7 @@ mod transport;
 pub mod wire;
 
 pub use error::{Abort, AbortCause, Pending, TransportError};
+pub use figures::ConnectionFigures;
 pub use in_process::in_process_group;
 pub use recorder::{Event, EventKind, Outstanding, PeerRecord, Recorded, Recorder};
 pub use transport::{Posted, Progress, Rank, Tag, Transport, Vote};

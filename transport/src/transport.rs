@@ -12,6 +12,7 @@ use bytes::Bytes;
 use futures_channel::oneshot;
 
 use crate::error::{Abort, TransportError};
+use crate::figures::ConnectionFigures;
 use crate::recorder::{Outstanding, Recorder};
 
 /// Moves bytes between the ranks of one group. Object-safe; the implementations are in-process channels and QUIC.
@@ -64,6 +65,12 @@ pub trait Transport: Send + Sync + fmt::Debug {
 
     /// The calls that have not ended.
     fn outstanding(&self) -> Vec<Outstanding>;
+
+    /// What joins this rank to the others, in one line for people; `None` within one process.
+    fn network(&self) -> Option<String>;
+
+    /// Figures of the connections over which messages go, by rank; `None` for this rank, and within one process.
+    fn connections(&self) -> Vec<Option<ConnectionFigures>>;
 }
 
 /// Index of a rank in its group, `0..world`.

@@ -15,7 +15,7 @@ use super::core::COORDINATOR;
 use super::door::Door;
 use super::frames::FrameReader;
 use super::names::rank_name;
-use super::tls::{self, Path, TlsConfigs};
+use super::tls::{self, TlsConfigs};
 use crate::error::TransportError;
 use crate::transport::Rank;
 use crate::wire::{Frame, MAX_WORLD, PROTOCOL_VERSION, Purpose};
@@ -83,6 +83,7 @@ pub(crate) fn check(config: &QuicConfig) -> Result<(), TransportError> {
         );
         return Err(failed(text));
     }
+    config.link.check(config.bind, *world)?;
     identity.claims().map(|_| ())
 }
 
@@ -216,7 +217,7 @@ impl Forming<'_> {
         address: SocketAddr,
         purpose: Purpose,
     ) -> Result<Joined, TransportError> {
-        let config = self.tls.client(purpose, Path::of_endpoint(self.config.bind));
+        let config = self.tls.client(purpose);
         let name = rank_name(rank, self.config.job);
         let connecting = self
             .endpoint

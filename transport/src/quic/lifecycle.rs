@@ -12,13 +12,17 @@ use super::bootstrap::{Joined, Mesh};
 use super::control::{Silence, close_code};
 use super::core::{COORDINATOR, Core, Group, Link};
 use super::frames::{FrameReader, write_frames};
+use super::link::Path;
 use super::state::{Patience, Phase};
 use crate::error::{Abort, AbortCause, Pending, TransportError};
 use crate::transport::{Completer, Rank, Tag};
 use crate::wire::Frame;
 
 /// Turns the connections of a rank into a working core. Must be called in a tokio context.
-pub(crate) fn start(config: &QuicConfig, endpoint: Endpoint, mesh: Mesh) -> Arc<Core> {
+pub(crate) fn start(config: &QuicConfig, path: &Path, endpoint: Endpoint, mesh: Mesh) -> Arc<Core> {
+    for joined in &mesh.data {
+        path.open_for_data(&joined.connection);
+    }
     let mut links = Vec::new();
     let mut readers = Vec::new();
     for joined in [mesh.data, mesh.control] {

@@ -22,6 +22,7 @@ mod identity;
 mod io_thread;
 mod job;
 mod lifecycle;
+mod link;
 mod messages;
 mod names;
 mod payload;
@@ -29,6 +30,7 @@ mod private_file;
 mod socket;
 mod state;
 mod tls;
+mod told;
 #[cfg(test)]
 mod trust_tests;
 mod validity;
@@ -48,11 +50,14 @@ use self::core::{COORDINATOR, Core};
 pub use self::identity::Identity;
 use self::io_thread::{Alive, IoThread};
 pub use self::job::JobId;
+use self::link::Path;
+pub use self::link::{Congestion, LinkSettings};
 use self::names::Known;
 pub use self::names::{Claims, HostNames, Subject};
 use self::socket::Ground;
 pub use self::validity::{Date, Validity};
 use crate::error::{Abort, TransportError};
+use crate::figures::ConnectionFigures;
 use crate::recorder::{Outstanding, Recorder};
 use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
 
@@ -85,6 +90,8 @@ pub struct QuicConfig {
     pub connect_deadline: Duration,
     /// Period of heartbeats, at most an hour; a rank counts as dead after twelve silent ones. Best the same on all ranks.
     pub heartbeat: Duration,
+    /// What is known of the network between the ranks.
+    pub link: LinkSettings,
 }
 
 impl QuicConfig {
@@ -109,6 +116,7 @@ impl QuicConfig {
             port: 0,
             connect_deadline: Duration::from_secs(20),
             heartbeat: Duration::from_millis(300),
+            link: LinkSettings::default(),
         }
     }
 
@@ -129,6 +137,7 @@ impl QuicConfig {
 /// One rank's end of a group over QUIC. Dropping it without [`Transport::close`] means that the rank died.
 pub struct QuicTransport {
     core: Arc<Core>,
+    network: String,
 }
 
 impl QuicTransport {
@@ -182,8 +191,9 @@ impl QuicTransport {
         ground: Ground,
         alive: Option<Alive>,
     ) -> Result<Self, TransportError> {
-        let tls = tls::TlsConfigs::new(&config.identity, config.heartbeat)?;
-        let endpoint = socket::endpoint(ground, tls::Path::of_endpoint(config.bind), &tls)?;
+        let path = Path::new(&config.link, config.bind, config.world)?;
+        let tls = tls::TlsConfigs::new(&config.identity, &path, config.heartbeat)?;
+        let (endpoint, granted) = socket::endpoint(ground, &path, &tls)?;
         let mesh = match bootstrap::identity_fits(&config) {
             Ok(()) => bootstrap::form(&config, &endpoint, &tls).await?,
             Err(error) => {
@@ -191,7 +201,9 @@ impl QuicTransport {
                 return Err(error);
             }
         };
-        let core = lifecycle::start(&config, endpoint, mesh);
+        let network = told::line(endpoint.local_addr().ok(), &mesh, &path, granted);
+        tracing::debug!(rank = %config.rank, network);
+        let core = lifecycle::start(&config, &path, endpoint, mesh);
         if let Some(alive) = alive {
             // The I/O thread runs until this rank has gone, whoever still holds its transport.
             let mut over = core.over.subscribe();
@@ -201,7 +213,7 @@ impl QuicTransport {
                 drop(alive);
             });
         }
-        Ok(Self { core })
+        Ok(Self { core, network })
     }
 }
 
@@ -219,12 +231,25 @@ fn bind(config: &QuicConfig) -> Result<std::net::UdpSocket, TransportError> {
 ///
 /// [`TransportError::Bootstrap`] if sockets or keys cannot be made.
 pub fn quic_loopback_group(world: u32) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
+    quic_loopback_group_over(world, LinkSettings::default())
+}
+
+/// The same as if the loopback interface were a link of these settings.
+///
+/// # Errors
+///
+/// [`TransportError::Bootstrap`] if sockets or keys cannot be made, or the settings are refused.
+pub fn quic_loopback_group_over(
+    world: u32,
+    link: LinkSettings,
+) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
     let job = JobId::random()?;
     let authority = ClusterAuthority::new(job)?;
     let mut coordinator = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let mut ranks = Vec::new();
     for rank in (0..world).map(Rank) {
-        let config = QuicConfig::new(rank, world, job, coordinator, authority.issue(rank)?);
+        let config =
+            QuicConfig { link, ..QuicConfig::new(rank, world, job, coordinator, authority.issue(rank)?) };
         let socket = bind(&config)?;
         if rank == COORDINATOR {
             let cannot =
@@ -318,6 +343,14 @@ impl Transport for QuicTransport {
 
     fn outstanding(&self) -> Vec<Outstanding> {
         self.core.lock().outstanding()
+    }
+
+    fn network(&self) -> Option<String> {
+        Some(self.network.clone())
+    }
+
+    fn connections(&self) -> Vec<Option<ConnectionFigures>> {
+        self.core.links.iter().map(|link| link.as_ref().map(|link| told::figures(&link.connection))).collect()
     }
 }
 
