@@ -12,12 +12,13 @@ use kyklos_transport::{Rank, Transport, in_process_group};
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::launchers::{GroupArgs, HostPort, IDENTITY, Launched, Variables};
+use crate::network::NetworkArgs;
 use crate::output::RANK;
 use crate::record;
 
 impl Launched {
     /// Joins the group, and says on standard error who made this process which rank.
-    pub(crate) fn connect(&self, args: &GroupArgs) -> Result<Arc<dyn Transport>> {
+    pub(crate) fn connect(&self, args: &GroupArgs, network: &NetworkArgs) -> Result<Arc<dyn Transport>> {
         let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.world > 1) else {
             return in_process_group(1).pop().ok_or_else(|| Failure::run("a group of one rank has no rank"));
         };
@@ -49,7 +50,12 @@ impl Launched {
                 )
             })?;
         }
-        Ok(QuicTransport::connect(config)?)
+        config.link = network.settings(config.bind, self.world)?;
+        let transport = QuicTransport::connect(config)?;
+        if let Some(line) = transport.network().filter(|_| !self.by_kyklos) {
+            note(&format!("rank {}: {line}", self.rank));
+        }
+        Ok(transport)
     }
 
     fn identity_path(&self, args: &GroupArgs) -> Result<PathBuf> {

@@ -100,7 +100,10 @@ fn refuse_early(args: &LaunchArgs) -> Result<()> {
             format!("{} under kyklos launch", attend.group.first().unwrap_or_default()),
             "leave it away: kyklos launch says who is which rank, and where",
         )),
-        Some(args::Command::Attend(attend)) => launched_request(&attend, ranks, ranks)?.fits_in_memory(ranks),
+        Some(args::Command::Attend(attend)) => {
+            attend.network.here(ranks)?;
+            launched_request(&attend, ranks, ranks)?.fits_in_memory(ranks)
+        }
         _ => Err(Failure::request(
             format!("launch cannot run `{}`", args.command.join(" ")),
             "write kyklos launch -n 4 -- attend and its options",

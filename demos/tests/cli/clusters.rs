@@ -69,14 +69,19 @@ impl Cluster {
         outputs
     }
 
-    /// The three compute one result, and each says on one line of standard error who made it what.
+    /// The three compute one result, and each says on standard error who made it what, and over which network.
     #[track_caller]
     fn works(&self, flags: &str, variables: &str, words: &[&str]) {
         let outputs = self.run(flags, variables);
         for (rank, output) in outputs.iter().enumerate() {
             succeeds(output);
-            let line = stderr(output);
-            assert_eq!(line.lines().count(), 1, "{line}");
+            let text = stderr(output);
+            let Some((line, network)) = text.trim_end().split_once('\n') else { panic!("{text}") };
+            for part in
+                [&format!("rank {rank}: 127.0.0.1:"), "packets of", "socket buffers", "cubic", "MiB in all"]
+            {
+                assert!(network.contains(part) && !network.contains('\n'), "`{part}` is not in: {network}");
+            }
             assert!(line.starts_with(&format!("rank {rank} of 3 (")), "{line}");
             for word in words {
                 assert!(line.contains(word), "`{word}` is not in: {line}");
