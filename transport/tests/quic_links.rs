@@ -53,7 +53,7 @@ fn packets_for_ethernet_are_as_large_as_it_carries() {
 #[test]
 fn a_fixed_window_stays_what_it_is() {
     let congestion = Congestion::Fixed { window_bytes: 1_500_000 };
-    let (figures, line) = send(LinkSettings { mtu: Some(1500), congestion, memory_bytes: None }, 4);
+    let (figures, line) = send(LinkSettings { mtu: Some(1500), congestion, ..LinkSettings::default() }, 4);
     assert_eq!(figures.window_bytes, 1_500_000);
     assert!(line.contains("fixed:1500000"), "{line}");
     let (figures, _) = send(LinkSettings { mtu: Some(1500), ..LinkSettings::default() }, 4);

@@ -202,8 +202,8 @@ impl Forming<'_> {
                 Ok(ended) => return ended,
                 Err(_) => {
                     let text = format!(
-                        "rank {rank} did not answer at {address} within {:?}: is it running, and does UDP get through?",
-                        self.config.connect_deadline
+                        "rank {rank} did not answer at {address} within {:?}: is it running, and does {} get through?",
+                        self.config.connect_deadline, self.config.link.carrier
                     );
                     return Err(failed(text));
                 }

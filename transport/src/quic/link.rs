@@ -21,10 +21,32 @@ pub struct LinkSettings {
     pub mtu: Option<u16>,
     /// Who decides how much is under way.
     pub congestion: Congestion,
+    /// What carries packets; must be the same on all ranks.
+    pub carrier: Carrier,
     /// Most bytes that all connections of the rank may hold: received and not yet read, sent and not yet acknowledged,
     /// and the buffer into which packets come. `None`: 1 GiB, or what the fewest bytes for each rank come to. Memory of
     /// messages themselves is the caller's, that of sockets the system's.
     pub memory_bytes: Option<u64>,
+}
+
+/// What carries packets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Carrier {
+    /// UDP, as QUIC is meant to be.
+    #[default]
+    Udp,
+    /// TCP streams, for networks that drop UDP (Unix only): the same packets inside of them. TCP finds out how large its
+    /// own packets may be and how many of them the path takes; `fixed` then says how much QUIC hands to it at a time.
+    Tcp,
+}
+
+impl fmt::Display for Carrier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Udp => "UDP",
+            Self::Tcp => "TCP",
+        })
+    }
 }
 
 /// Who decides how many bytes are under way to a rank.
@@ -79,6 +101,8 @@ enum Kind {
     Stated,
     /// Anything else: packets that every Ethernet carries, once they have been seen to arrive.
     Probed,
+    /// In streams, which carry packets of any size.
+    Streams,
 }
 
 /// Bytes of a data connection that wait in memory, at most.
@@ -98,18 +122,33 @@ impl Path {
     pub(crate) fn new(link: &LinkSettings, bind: IpAddr, world: u32) -> Result<Self, TransportError> {
         // Loopback interfaces of other systems than Linux carry smaller datagrams.
         let loopback = cfg!(target_os = "linux") && bind.is_loopback();
+        let streams = link.carrier == Carrier::Tcp;
+        if streams && !cfg!(unix) {
+            return Err(refused("TCP between ranks on a system that is not Unix: use UDP".to_owned()));
+        }
         let (kind, payload) = match link.mtu {
+            Some(mtu) if streams => {
+                return Err(refused(format!(
+                    "links that carry {mtu} bytes, and TCP between ranks: TCP finds that out by itself, leave it away"
+                )));
+            }
+            None if streams => (Kind::Streams, LARGE_PAYLOAD),
             Some(mtu) if mtu < LEAST_MTU => {
                 return Err(refused(format!(
                     "links that carry {mtu} bytes: QUIC and IPv6 need {LEAST_MTU}, and Ethernet has 1500"
                 )));
             }
             Some(mtu) => (Kind::Stated, mtu - HEADER_BYTES),
-            None if loopback => (Kind::Loopback, LOOPBACK_PAYLOAD),
+            None if loopback => (Kind::Loopback, LARGE_PAYLOAD),
             None => (Kind::Probed, NETWORK_PAYLOAD),
         };
         let peers = u64::from(world.max(2) - 1);
-        let path = Self { kind, payload, congestion: link.congestion, windows: MOST, peers };
+        let congestion = match link.congestion {
+            // TCP controls what is on the way, so that nothing is lost; its queue must not get too long for control.
+            Congestion::Cubic if streams => Congestion::Fixed { window_bytes: STREAMS_WINDOW_BYTES },
+            said => said,
+        };
+        let path = Self { kind, payload, congestion, windows: MOST, peers };
         let (least, mut most) = (path.least()?, path.most());
         if bind.is_loopback() {
             // There the only queue is the receiver's socket buffer: more than it holds is lost and sent again.
@@ -118,15 +157,15 @@ impl Path {
         let each = match link.memory_bytes {
             None => (USUAL_BYTES / peers).max(least.both()),
             Some(memory) => {
-                let needed = path.receive_buffer() + peers * (least.both() + 2 * CONTROL_BYTES);
+                let needed = path.receive_buffer() + peers * (least.both() + path.beside_bytes());
                 if memory < needed {
                     return Err(refused(format!(
                         "{memory} bytes for connections to {peers} ranks, which need {needed} at the least ({}, packets \
                          of {payload} bytes): allow more, or have fewer ranks",
-                        link.congestion
+                        path.congestion
                     )));
                 }
-                (memory - path.receive_buffer()) / peers - 2 * CONTROL_BYTES
+                (memory - path.receive_buffer()) / peers - path.beside_bytes()
             }
         };
         // Two thirds for what comes: every message is read by somebody else than who writes it.
@@ -186,9 +225,14 @@ impl Path {
         u64::from(self.largest_datagram()) * self.receive_segments() as u64 * quinn::udp::BATCH_SIZE as u64
     }
 
+    /// Bytes that each rank costs beside the windows for messages: those of control, and the queue to a stream.
+    fn beside_bytes(&self) -> u64 {
+        2 * CONTROL_BYTES + if self.kind == Kind::Streams { self.fixed_bytes() } else { 0 }
+    }
+
     /// Bytes that the connections of this rank hold at most.
     fn memory_bytes(&self) -> u64 {
-        self.receive_buffer() + self.peers * (self.windows.both() + 2 * CONTROL_BYTES)
+        self.receive_buffer() + self.peers * (self.windows.both() + self.beside_bytes())
     }
 
     /// How connections begin, whatever they are for.
@@ -218,9 +262,9 @@ impl Path {
         };
         match self.kind {
             // Without a floor, a burst of loss on a busy host would look like a path that carries small packets only.
-            Kind::Loopback => config
+            Kind::Loopback | Kind::Streams => config
                 .initial_mtu(self.payload)
-                .min_mtu(LOOPBACK_PAYLOAD_FLOOR)
+                .min_mtu(LARGE_PAYLOAD_FLOOR)
                 .mtu_discovery_config(None)
                 .enable_segmentation_offload(false),
             // If the operator is wrong, the discovery falls back and looks again.
@@ -255,6 +299,7 @@ impl fmt::Display for Path {
             Kind::Loopback => "of loopback",
             Kind::Stated => "as stated",
             Kind::Probed => "if they get through",
+            Kind::Streams => "in streams",
         };
         let Self { payload, congestion, windows: Windows { receive, send }, peers, .. } = self;
         let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
@@ -331,11 +376,11 @@ const NETWORK_PAYLOAD: u16 = 1452;
 /// The same over IPv4, in which others may send.
 const ETHERNET_PAYLOAD: u16 = 1472;
 
-/// UDP payload over loopback.
-const LOOPBACK_PAYLOAD: u16 = 65_000;
+/// Payload of a packet where nothing limits it but UDP.
+const LARGE_PAYLOAD: u16 = 65_000;
 
 /// Handshake packets are padded to the floor, and quinn-proto panics on those of 16,384 bytes and more.
-const LOOPBACK_PAYLOAD_FLOOR: u16 = 16_000;
+const LARGE_PAYLOAD_FLOOR: u16 = 16_000;
 
 /// The most that IPv4 carries in one UDP datagram, however many packets it is cut into afterwards.
 const LARGEST_DATAGRAM: u16 = 65_507;
@@ -364,6 +409,9 @@ const LOOPBACK_SEND_BYTES: u64 = 4 << 20;
 
 /// Of all connections, where nobody says.
 const USUAL_BYTES: u64 = 1 << 30;
+
+/// Bytes handed to TCP and not yet acknowledged, where nobody says: 25 ms of 1 Gb/s, behind which control waits.
+const STREAMS_WINDOW_BYTES: u64 = 3 << 20;
 
 /// quinn does not pace larger windows.
 const MOST_FIXED: u64 = u32::MAX as u64;
@@ -438,9 +486,11 @@ mod tests {
             mtu in proptest::option::of(LEAST_MTU..=u16::MAX),
             window_bytes in proptest::option::of(700_000_u64..1 << 31),
             bind in prop_oneof![Just(ANY), Just(LOCAL)],
+            streams in any::<bool>(),
         ) {
             let congestion = window_bytes.map_or(Congestion::Cubic, |window_bytes| Congestion::Fixed { window_bytes });
-            let link = LinkSettings { mtu, congestion, memory_bytes: Some(memory) };
+            let (mtu, carrier) = if streams { (None, Carrier::Tcp) } else { (mtu, Carrier::Udp) };
+            let link = LinkSettings { mtu, congestion, carrier, memory_bytes: Some(memory) };
             let unstated = LinkSettings { memory_bytes: None, ..link };
             prop_assert!(unstated.check(bind, world).is_ok(), "without a limit");
             if let Ok(path) = Path::new(&link, bind, world) {

@@ -25,6 +25,7 @@ mod lifecycle;
 mod link;
 mod messages;
 mod names;
+mod other_door;
 mod payload;
 mod private_file;
 mod socket;
@@ -33,6 +34,7 @@ mod tls;
 mod told;
 #[cfg(test)]
 mod trust_tests;
+mod tunnel;
 mod validity;
 mod verifier;
 
@@ -51,10 +53,10 @@ pub use self::identity::Identity;
 use self::io_thread::{Alive, IoThread};
 pub use self::job::JobId;
 use self::link::Path;
-pub use self::link::{Congestion, LinkSettings};
+pub use self::link::{Carrier, Congestion, LinkSettings};
 use self::names::Known;
 pub use self::names::{Claims, HostNames, Subject};
-use self::socket::Ground;
+use self::socket::{Bound, Ground};
 pub use self::validity::{Date, Validity};
 use crate::error::{Abort, TransportError};
 use crate::figures::ConnectionFigures;
@@ -193,9 +195,16 @@ impl QuicTransport {
     ) -> Result<Self, TransportError> {
         let path = Path::new(&config.link, config.bind, config.world)?;
         let tls = tls::TlsConfigs::new(&config.identity, &path, config.heartbeat)?;
-        let (endpoint, granted) = socket::endpoint(ground, &path, &tls)?;
+        let (granted, refusal) = (ground.granted(), ground.refusal());
+        let is_simulated = ground.is_simulated();
+        let endpoint = socket::endpoint(ground, &path, &tls)?;
         let mesh = match bootstrap::identity_fits(&config) {
-            Ok(()) => bootstrap::form(&config, &endpoint, &tls).await?,
+            Ok(()) => tokio::select! {
+                biased;
+                mesh = bootstrap::form(&config, &endpoint, &tls) => mesh?,
+                text = refusal => return Err(TransportError::Bootstrap { text }),
+                never = other_door::turn_away(&config, &tls), if !is_simulated => match never {},
+            },
             Err(error) => {
                 bootstrap::knock(&config, &endpoint, &tls).await;
                 return Err(error);
@@ -220,9 +229,9 @@ impl QuicTransport {
 /// How long the I/O thread outlives a rank that has gone, for its last packets.
 const LAST_PACKETS: Duration = Duration::from_millis(400);
 
-fn bind(config: &QuicConfig) -> Result<std::net::UdpSocket, TransportError> {
+fn bind(config: &QuicConfig) -> Result<Bound, TransportError> {
     bootstrap::check(config)?;
-    socket::bind(config.local_address())
+    socket::bind(config.local_address(), config.link.carrier)
 }
 
 /// Makes a group of `world` ranks in this process over real sockets on loopback, with one I/O thread for all.

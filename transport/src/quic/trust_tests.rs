@@ -104,8 +104,7 @@ fn an_expired_rank_0_that_listens_all_the_same_is_refused_by_name_and_date() {
     let error = runtime.block_on(async {
         let path = link::Path::new(&zero.link, zero.bind, zero.world).unwrap();
         let tls = tls::TlsConfigs::new(&zero.identity, &path, zero.heartbeat).unwrap();
-        let (endpoint, _) =
-            socket::endpoint(Ground::real(bind(&zero).unwrap()).unwrap(), &path, &tls).unwrap();
+        let endpoint = socket::endpoint(Ground::real(bind(&zero).unwrap()).unwrap(), &path, &tls).unwrap();
         bootstrap::form(&zero, &endpoint, &tls).await.unwrap_err()
     });
     let one = one.join().unwrap().err().unwrap();
