@@ -4,9 +4,9 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr};
 use std::str::FromStr;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use kyklos::Error;
-use kyklos_transport::quic::{Congestion, LinkSettings};
+use kyklos_transport::quic::{Carrier, Congestion, LinkSettings};
 
 use crate::args::ByteSize;
 use crate::failure::{Failure, Result};
@@ -15,10 +15,13 @@ use crate::failure::{Failure, Result};
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Options of the network between ranks (--transport quic)")]
 pub(crate) struct NetworkArgs {
+    /// What carries packets: udp, or tcp where UDP does not get through; the same on all ranks [default: udp]
+    #[arg(long, value_enum)]
+    pub(crate) network: Option<CarrierName>,
     /// Bytes of the largest IP packet that every link carries, such as 9000 with jumbo frames [default: finds out, up to 1500]
     #[arg(long, value_name = "BYTES")]
     pub(crate) link_mtu: Option<u16>,
-    /// cubic gives way to others; fixed:BYTES keeps so much under way whatever is lost, for links that nobody else uses [default: cubic]
+    /// cubic gives way to others; fixed:BYTES keeps so much under way whatever is lost, for links that nobody else uses [default: cubic; the system's with tcp, to which fixed hands so much at a time]
     #[arg(long, value_name = "cubic|fixed:BYTES")]
     pub(crate) congestion: Option<CongestionName>,
     /// Most bytes that the connections of a rank hold, such as 512MiB [default: 1GiB, or what the ranks need at the least]
@@ -31,6 +34,10 @@ impl NetworkArgs {
     pub(crate) fn settings(&self, bind: IpAddr, world: u32) -> Result<LinkSettings> {
         let link = LinkSettings {
             mtu: self.link_mtu,
+            carrier: match self.network {
+                Some(CarrierName::Tcp) => Carrier::Tcp,
+                Some(CarrierName::Udp) | None => Carrier::Udp,
+            },
             congestion: self.congestion.map(|CongestionName(congestion)| congestion).unwrap_or_default(),
             memory_bytes: self.net_memory.map(|ByteSize(bytes)| bytes),
         };
@@ -46,7 +53,8 @@ impl NetworkArgs {
 
     /// Refuses what would be ignored between ranks that need no network.
     pub(crate) fn refuse_without_network(&self) -> Result<()> {
-        let first = (self.link_mtu.map(|mtu| format!("--link-mtu {mtu}")))
+        let first = (self.network.map(|network| format!("--network {}", network.name())))
+            .or_else(|| self.link_mtu.map(|mtu| format!("--link-mtu {mtu}")))
             .or_else(|| self.congestion.map(|congestion| format!("--congestion {congestion}")))
             .or_else(|| self.net_memory.map(|memory| format!("--net-memory {memory}")));
         first.map_or(Ok(()), |first| {
@@ -55,6 +63,21 @@ impl NetworkArgs {
                 "add --transport quic, or leave it away",
             ))
         })
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CarrierName {
+    Udp,
+    Tcp,
+}
+
+impl CarrierName {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Udp => "udp",
+            Self::Tcp => "tcp",
+        }
     }
 }
 

@@ -48,6 +48,7 @@ impl Cluster {
         let fill = |text: &str, rank: u32| {
             let dir = self.folder.path().to_str().unwrap().to_owned();
             text.replace("{rank}", &rank.to_string())
+                .replace("{carrier}", if rank == 0 { "udp" } else { "tcp" })
                 .replace("{port}", &self.port.to_string())
                 .replace("{dir}", &dir)
         };
@@ -77,9 +78,7 @@ impl Cluster {
             succeeds(output);
             let text = stderr(output);
             let Some((line, network)) = text.trim_end().split_once('\n') else { panic!("{text}") };
-            for part in
-                [&format!("rank {rank}: 127.0.0.1:"), "packets of", "socket buffers", "cubic", "MiB in all"]
-            {
+            for part in [&format!("rank {rank}: 127.0.0.1:"), "packets of", "MiB in all", "offered first"] {
                 assert!(network.contains(part) && !network.contains('\n'), "`{part}` is not in: {network}");
             }
             assert!(line.starts_with(&format!("rank {rank} of 3 (")), "{line}");
@@ -121,6 +120,19 @@ fn by_flags() {
         cluster.run(&format!("{BY_FLAGS} --warn-days 60"), "RANK={rank} WORLD_SIZE=3 KYKLOS_JOB_ID=train");
     assert!(stderr(&outputs[1]).contains("warning: the identity"), "{}", stderr(&outputs[1]));
     succeeds(&outputs[0]);
+}
+
+#[test]
+fn over_tcp_where_udp_does_not_get_through() {
+    let cluster = Cluster::new();
+    cluster.certs("issue -n 3 --job train");
+    cluster.works(&format!("{BY_FLAGS} --network tcp"), "", &["--world 3"]);
+    // Rank 0 says to the others that they came another way.
+    let outputs = cluster.run(&format!("{BY_FLAGS} --join-deadline 8 --network {{carrier}}"), "");
+    for rank in [1, 2] {
+        let text = stderr(&outputs[rank]);
+        assert!(text.contains("rank 0 is reached over UDP, and this rank came over TCP"), "{text}");
+    }
 }
 
 #[test]

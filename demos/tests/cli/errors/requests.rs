@@ -120,6 +120,7 @@ pub(super) const GROUPS: &[Group] = &[
         entries: &[
             ("@ --ranks 2 --link-mtu 9000", "Channels have no packets."),
             ("@ --ranks 2 --transport quic --link-mtu 1200", "Every link carries more than that."),
+            ("@ --ranks 2 --transport quic --network tcp --link-mtu 9000", "TCP cuts its own packets."),
             ("@ --ranks 2 --transport quic --congestion bbr", "There are these two."),
             ("@ --ranks 2 --transport quic --congestion fixed:9MB", "Bytes are counted in powers of two."),
             (
