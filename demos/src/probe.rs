@@ -26,6 +26,8 @@ use crate::timed;
 pub(crate) struct Probe {
     dtype: Dtype,
     head_dim: u32,
+    /// Query heads, and those of keys and values.
+    heads: [u32; 2],
     transport: TransportName,
     /// Of each rank.
     devices: Vec<DeviceId>,
@@ -70,8 +72,9 @@ impl Probe {
                 backends.insert(*device, AnyBackend::open(*device)?);
             }
         }
+        let heads = [problem.q_heads, problem.kv_heads];
         let (dtype, head_dim) = (problem.dtype, problem.head_dim);
-        Ok(Self { dtype, head_dim, transport, devices, backends, rounds: Vec::new() })
+        Ok(Self { dtype, head_dim, heads, transport, devices, backends, rounds: Vec::new() })
     }
 
     /// The device of each rank.
@@ -168,52 +171,60 @@ impl Probe {
     /// A device at work for as many ranks at once as will share it: a machine that does other work too gives several
     /// ranks more than one.
     fn device(&self, backend: &AnyBackend, sharing: usize) -> Result<DeviceRound> {
-        // Seconds of one of `ranks` runs, if it had the device for itself.
-        let wall_s = |tokens: u32, heads: u32, mask: &Mask, ranks: usize| -> Result<f64> {
-            let problem = self.problem([1, tokens, heads, heads, self.head_dim], mask.clone())?;
-            let world = dense(&problem)?;
-            let tensors = tensors(&problem)?;
-            let alone = || timed::run(&world, &[backend], TransportName::InProcess, &tensors, REPEAT);
-            let walls_s = std::thread::scope(|scope| {
-                let threads: Vec<_> = (0..ranks).map(|_| scope.spawn(alone)).collect();
-                let panicked = |_| Err(Failure::run("a probe panicked: this is a bug"));
-                let ended = threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked));
-                ended.map(|timed| timed.map(|timed| timed.wall_s)).collect::<Result<Vec<f64>>>()
-            })?;
-            Ok(walls_s.iter().sum::<f64>() / count(ranks * ranks))
+        let apart = |batch: u32, tokens: u32, mask: Mask| -> Result<f64> {
+            let ends = (0..=ranks(sharing)).map(|rank| rank * tokens);
+            let mask = Mask::documents(ends.collect())?.and(mask)?;
+            let [heads, kv_heads] = self.heads;
+            let shape = [batch, ranks(sharing) * tokens, heads, kv_heads, self.head_dim];
+            self.at_once(backend, sharing, &self.problem(shape, mask)?)
         };
-        let step_s = wall_s(TINY, 1, &Mask::full(), 1)?;
+        let step_s =
+            self.at_once(backend, 1, &self.problem([1, TINY, 1, 1, self.head_dim], Mask::full())?)?;
         let (mut tokens, mut full_s) = (FIRST_TOKENS, 0.0);
         while full_s < LONG_ENOUGH_S && tokens < LAST_TOKENS {
             tokens *= 2;
-            full_s = wall_s(tokens, HEADS, &Mask::full(), sharing)?;
+            full_s = apart(1, tokens, Mask::full())?;
         }
-        let (rows, heads) = (f64::from(tokens), f64::from(HEADS));
-        let key_gb_per_s = self.keys(backend)?;
-        let keys_s = rows * heads * self.key_bytes() as f64 / key_gb_per_s / 1e9;
+        let rows = f64::from(tokens);
+        let [heads, kv_heads] = self.heads.map(f64::from);
+        let key_gb_per_s = self.keys(backend, sharing)?;
+        let keys_s = rows * kv_heads * self.key_bytes() as f64 / key_gb_per_s / 1e9;
         let pair_s = (full_s - step_s - keys_s).max(full_s / 2.0) / (rows * rows * heads);
         // What a row's edge costs beyond its visible pairs shows best in short rows; kernels may work on finer parts
         // than their tiles.
-        let (rows, heads) =
-            (f64::from(EDGE_TOKENS), (HEADS * (tokens / EDGE_TOKENS).pow(2)).clamp(HEADS, 64));
-        let [all_s, seen_s] =
-            [Mask::full(), Mask::causal()].map(|mask| wall_s(EDGE_TOKENS, heads, &mask, sharing));
-        let (all_s, seen_s) = (all_s?, seen_s?);
+        let batch = (EDGE_HEADS / self.heads[0]).max(1);
+        let (all_s, seen_s) =
+            (apart(batch, EDGE_TOKENS, Mask::full())?, apart(batch, EDGE_TOKENS, Mask::causal())?);
+        let rows = f64::from(EDGE_TOKENS);
+        let saved_pairs = (all_s - seen_s) / (pair_s * heads * f64::from(batch) * rows);
         Ok(DeviceRound {
             gflop_per_s: 4.0 * f64::from(self.head_dim) / pair_s / 1e9,
-            edge_pairs: (seen_s / all_s * rows - f64::midpoint(rows, 1.0)).max(0.0),
+            edge_pairs: ((rows - 1.0) / 2.0 - saved_pairs).max(0.0),
             step_us: step_s * 1e6,
             copy_gb_per_s: self.copies(backend)?,
-            state_gb_per_s: self.states(backend)?,
+            state_gb_per_s: self.states(backend, sharing)?,
             key_gb_per_s,
         })
     }
 
+    /// Seconds that each of `sharing` ranks of a problem would take if it had the device for itself. The mask shows each
+    /// what it has, so that nothing travels.
+    fn at_once(&self, backend: &AnyBackend, sharing: usize, problem: &AttentionProblem) -> Result<f64> {
+        let world = ring(sharing, problem)?;
+        let wall_s = self.run(&world, &vec![backend; sharing], TransportName::InProcess)?.wall_s;
+        Ok(wall_s / count(sharing))
+    }
+
     /// Bytes of keys and values that attention takes in in a second: two queries see many, and do little with each.
-    fn keys(&self, backend: &AnyBackend) -> Result<f64> {
-        let keys = u32::try_from(BULK_BYTES / self.key_bytes()).unwrap_or(1 << 16);
-        let problem = self.problem([1, keys, 1, 1, self.head_dim], Mask::full())?.with_queries(2, 0)?;
-        let wall_s = self.run(&dense(&problem)?, &[backend], TransportName::InProcess)?.wall_s;
+    fn keys(&self, backend: &AnyBackend, sharing: usize) -> Result<f64> {
+        let ranks = ranks(sharing);
+        let keys = u32::try_from(BULK_BYTES / self.key_bytes()).unwrap_or(1 << 16) / ranks;
+        let own =
+            |rank| MaskSlice::new(2 * rank..2 * rank + 2, rank * keys..(rank + 1) * keys, SlicePart::Full);
+        let mask = Mask::slices((0..ranks).map(own).collect::<kyklos::Result<_>>()?);
+        let problem =
+            self.problem([1, ranks * keys, 1, 1, self.head_dim], mask)?.with_queries(2 * ranks, 0)?;
+        let wall_s = self.at_once(backend, sharing, &problem)?;
         Ok((u64::from(keys) * self.key_bytes()) as f64 / wall_s / 1e9)
     }
 
@@ -222,22 +233,23 @@ impl Probe {
         2 * u64::from(self.head_dim) * self.dtype.bytes() as u64
     }
 
-    /// Bytes of running states that one rank reads or writes in a second: what summing in a fixed order, which attends to
-    /// tiles of keys by themselves and merges their states, takes longer than summing in any.
-    fn states(&self, backend: &AnyBackend) -> Result<f64> {
-        let tiles = 4;
-        let tokens = tiles * TILE_KEYS;
-        let wall_s = |fixed_order: bool| -> Result<f64> {
-            let problem = self.problem([1, tokens, HEADS, HEADS, self.head_dim], Mask::full())?;
-            let problem = problem.with_fixed_order(fixed_order)?;
-            Ok(self.run(&dense(&problem)?, &[backend], TransportName::InProcess)?.wall_s)
+    /// Bytes of running states that are read or written in a second: in a fixed order every tile of keys has states of its
+    /// own, which are merged, and here every row sees one key of each tile.
+    fn states(&self, backend: &AnyBackend, sharing: usize) -> Result<f64> {
+        let (tiles, ranks) = (STATE_TILES, ranks(sharing));
+        let (tokens, heads) = (tiles * TILE_KEYS, self.heads[0]);
+        let own = |tile: u32| {
+            let (rank, key) = (tile / tiles, tile * TILE_KEYS);
+            MaskSlice::new(rank * tokens..(rank + 1) * tokens, key..key + 1, SlicePart::Full)
         };
-        let (plain_s, ordered_s) = (wall_s(false)?, wall_s(true)?);
-        let state = f64::from(tokens * HEADS) * (f64::from(self.head_dim) * 4.0 + 8.0);
-        // Each tile but one makes a state of its own, which is written twice and read, and merged, which reads two and
-        // writes one.
-        let moved = state * f64::from(tiles - 1) * 6.0;
-        Ok(moved / (ordered_s - plain_s).max(plain_s / 100.0) / 1e9)
+        let mask = Mask::slices((0..ranks * tiles).map(own).collect::<kyklos::Result<_>>()?);
+        let problem = self.problem([1, ranks * tokens, heads, heads, self.head_dim], mask)?;
+        let wall_s = self.at_once(backend, sharing, &problem.with_fixed_order(true)?)?;
+        // Written twice and read where keys are attended to; two read and one written where states are merged; one read
+        // and as much written at the end.
+        let moved = f64::from(3 * tiles + 3 * (tiles - 1) + 2);
+        let state = f64::from(tokens * heads) * (f64::from(self.head_dim) * 4.0 + 8.0);
+        Ok(moved * state / wall_s / 1e9)
     }
 
     /// Bytes that packing and unpacking write in a second, while both of two ranks do so.
@@ -265,10 +277,6 @@ impl Probe {
         let backend = self.backends[&self.devices[0]].info().class;
         let others = self.devices.len().clamp(2, 4);
         let backends: Vec<&AnyBackend> = self.backends().into_iter().cycle().take(others).collect();
-        let ring = |ranks: usize, problem: &AttentionProblem| -> Result<World> {
-            let mesh = Mesh::new(1, u32::try_from(ranks).unwrap_or(2))?;
-            Ok(plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring)?)
-        };
         let small = self.problem([1, TINY, 1, 1, self.head_dim], Mask::full())?;
         let pinged = self.run(&ring(others, &small)?, &backends, self.transport)?;
         let hops = count(others - 1);
@@ -316,8 +324,14 @@ fn tensors(problem: &AttentionProblem) -> Result<Tensors> {
     Source::MadeUp { seed: 0 }.all(problem, &q, &kv)
 }
 
-fn dense(problem: &AttentionProblem) -> Result<World> {
-    Ok(plan_world(problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?)
+/// A ring of ranks, or one rank.
+fn ring(sharing: usize, problem: &AttentionProblem) -> Result<World> {
+    let mesh = Mesh::new(1, ranks(sharing))?;
+    Ok(plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::of_mesh(mesh))?)
+}
+
+fn ranks(sharing: usize) -> u32 {
+    u32::try_from(sharing).unwrap_or(MOST_RANKS)
 }
 
 #[expect(clippy::cast_precision_loss, reason = "ranks and cores")]
@@ -347,8 +361,10 @@ pub(crate) fn fits(ranks: u32) -> Result<()> {
 const TINY: u32 = 16;
 const FIRST_TOKENS: u32 = 256;
 const LAST_TOKENS: u32 = 4096;
-const HEADS: u32 = 4;
 const EDGE_TOKENS: u32 = 256;
+/// Heads of all batch entries.
+const EDGE_HEADS: u32 = 32;
+const STATE_TILES: u32 = 4;
 const LONG_ENOUGH_S: f64 = 0.03;
 const BULK_BYTES: u64 = 64 << 20;
 /// Timed runs of each, after one that does not count.

@@ -7,7 +7,7 @@ use std::collections::BinaryHeap;
 use super::cluster::Cluster;
 use super::network::Network;
 use super::program::{Op, Program};
-use super::share::{Flow, LEAST_SPEED, Processor, Share, SharedChannel, ends, whole_ns};
+use super::share::{Flow, LEAST_SPEED, Processor, Sender, Share, SharedChannel, ends, remove, whole_ns};
 use crate::{Error, Result};
 
 /// What a run came to.
@@ -57,8 +57,11 @@ pub(super) fn play(program: &Program, cluster: &Cluster) -> Result<Outcome> {
         flows,
         channels: channels.collect(),
         processors: (0..cluster.device_count()).map(|_| Processor::default()).collect(),
+        senders: (0..cluster.device_count()).map(|_| Sender::default()).collect(),
         dirty_channels: Vec::new(),
         dirty_processors: Vec::new(),
+        dirty_senders: Vec::new(),
+        shared_out: 0,
     };
     for rank in 0..program.ranks.len() {
         engine.at(0, Event::Rank(rank));
@@ -79,8 +82,13 @@ struct Engine<'a> {
     flows: Vec<Flow>,
     channels: Vec<SharedChannel>,
     processors: Vec<Processor>,
+    /// By device.
+    senders: Vec<Sender>,
     dirty_channels: Vec<usize>,
     dirty_processors: Vec<usize>,
+    dirty_senders: Vec<usize>,
+    /// How often speeds were shared out.
+    shared_out: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -91,7 +99,7 @@ enum Event {
     Computed(usize, u32),
     /// A message starts to move.
     Start(usize),
-    /// A message's last byte has left, if its speed has not changed since.
+    /// The last byte of a device's next message, or of several, has left, if no speed of its messages has changed since.
     Sent(usize, u32),
     /// A message is there.
     Arrived(usize),
@@ -105,6 +113,7 @@ struct RankState {
     /// Which exchange it waits for, and since when.
     waiting: Option<(usize, u64)>,
     job: Share,
+    job_version: u32,
     job_since_ns: u64,
     done: bool,
 }
@@ -143,19 +152,23 @@ impl Engine<'_> {
             Event::Rank(rank) => self.go_on(rank),
             Event::Computed(rank, version) => {
                 let state = &mut self.ranks[rank];
-                if state.job.version == version {
-                    state.job.version += 1;
+                if state.job_version == version {
+                    state.job_version += 1;
                     state.times.compute_ns += self.now_ns - state.job_since_ns;
                     let device = self.program.ranks[rank].device;
-                    self.processors[device].jobs.retain(|job| *job != rank);
+                    remove(&mut self.processors[device].jobs, rank);
                     self.dirty_processors.push(device);
                     self.go_on(rank);
                 }
             }
             Event::Start(flow) => self.start(flow),
-            Event::Sent(flow, version) => {
-                if self.flows[flow].share.version == version {
-                    self.sent(flow);
+            Event::Sent(sender, version) => {
+                if self.senders[sender].version == version {
+                    let over = |flow: &usize| self.flows[*flow].share.end_ns <= self.now_ns;
+                    let flows: Vec<usize> = self.senders[sender].flows.iter().copied().filter(over).collect();
+                    for flow in flows {
+                        self.sent(flow);
+                    }
                 }
             }
             Event::Arrived(flow) => {
@@ -174,8 +187,8 @@ impl Engine<'_> {
             match *op {
                 Op::Compute(ns) => {
                     let state = &mut self.ranks[rank];
-                    state.job =
-                        Share { left: ns, speed: 0.0, since_ns: self.now_ns, version: state.job.version + 1 };
+                    state.job = Share::new(ns, self.now_ns);
+                    state.job_version += 1;
                     state.job_since_ns = self.now_ns;
                     self.processors[program.device].jobs.push(rank);
                     self.dirty_processors.push(program.device);
@@ -237,7 +250,8 @@ impl Engine<'_> {
         let Flow { bytes, devices, route, share, .. } = &mut self.flows[flow];
         #[expect(clippy::cast_precision_loss, reason = "bytes of a message are far below 2^52")]
         let left = *bytes as f64;
-        *share = Share { left, speed: 0.0, since_ns: self.now_ns, version: share.version + 1 };
+        *share = Share::new(left, self.now_ns);
+        self.senders[devices[0]].flows.push(flow);
         for channel in &route.channels {
             let shared = &mut self.channels[*channel];
             if shared.active.is_empty() {
@@ -256,12 +270,13 @@ impl Engine<'_> {
     }
 
     fn sent(&mut self, flow: usize) {
-        let Flow { devices, route, share, .. } = &mut self.flows[flow];
-        share.version += 1;
+        let Flow { devices, route, .. } = &self.flows[flow];
         let latency_ns = route.latency_ns;
+        remove(&mut self.senders[devices[0]].flows, flow);
+        self.dirty_senders.push(devices[0]);
         for channel in &route.channels {
             let shared = &mut self.channels[*channel];
-            shared.active.retain(|active| *active != flow);
+            remove(&mut shared.active, flow);
             if shared.active.is_empty() {
                 shared.used.busy_ns += self.now_ns - shared.busy_since_ns;
             }
@@ -269,7 +284,7 @@ impl Engine<'_> {
         }
         if route.host_ns_per_byte > 0.0 {
             for device in ends(*devices) {
-                self.processors[device].flows.retain(|active| *active != flow);
+                remove(&mut self.processors[device].flows, flow);
                 self.dirty_processors.push(device);
             }
         }
@@ -293,25 +308,39 @@ impl Engine<'_> {
 
     /// New speeds for whatever shares something with what has started or ended.
     fn share_out(&mut self) {
-        let mut flows: Vec<usize> = Vec::new();
-        for channel in std::mem::take(&mut self.dirty_channels) {
-            flows.extend(&self.channels[channel].active);
-        }
+        self.shared_out += 1;
         let mut processors = std::mem::take(&mut self.dirty_processors);
-        for processor in &processors {
-            flows.extend(&self.processors[*processor].flows);
+        let mut senders = std::mem::take(&mut self.dirty_senders);
+        let mut channels = std::mem::take(&mut self.dirty_channels);
+        channels.sort_unstable();
+        channels.dedup();
+        let on_channels = channels.iter().flat_map(|channel| &self.channels[*channel].active);
+        let carried = processors.iter().flat_map(|processor| &self.processors[*processor].flows);
+        let mut flows: Vec<usize> = Vec::new();
+        for flow in on_channels.chain(carried).copied() {
+            let looked_at = std::mem::replace(&mut self.flows[flow].shared_out, self.shared_out);
+            if looked_at != self.shared_out {
+                flows.push(flow);
+            }
         }
-        flows.sort_unstable();
-        flows.dedup();
         for flow in flows {
             let speed = self.flows[flow].speed(&self.channels, &self.processors);
             let Flow { share, devices, route, .. } = &mut self.flows[flow];
             if route.host_ns_per_byte > 0.0 {
                 processors.extend(*devices);
             }
-            if let Some(left_ns) = share.set(speed, self.now_ns) {
-                let version = share.version;
-                self.after(left_ns, Event::Sent(flow, version));
+            if share.set(speed, self.now_ns) {
+                senders.push(devices[0]);
+            }
+        }
+        senders.sort_unstable();
+        senders.dedup();
+        for sender in senders {
+            let Sender { flows, version } = &mut self.senders[sender];
+            *version += 1;
+            let version = *version;
+            if let Some(end_ns) = flows.iter().map(|flow| self.flows[*flow].share.end_ns).min() {
+                self.at(end_ns, Event::Sent(sender, version));
             }
         }
         processors.sort_unstable();
@@ -326,10 +355,11 @@ impl Engine<'_> {
             #[expect(clippy::cast_precision_loss, reason = "ranks of one device")]
             let speed = (1.0 - carried).max(LEAST_SPEED) / jobs.len() as f64;
             for rank in jobs.clone() {
-                let job = &mut self.ranks[rank].job;
-                if let Some(left_ns) = job.set(speed, self.now_ns) {
-                    let version = job.version;
-                    self.after(left_ns, Event::Computed(rank, version));
+                let state = &mut self.ranks[rank];
+                if state.job.set(speed, self.now_ns) {
+                    state.job_version += 1;
+                    let (end_ns, version) = (state.job.end_ns, state.job_version);
+                    self.at(end_ns, Event::Computed(rank, version));
                 }
             }
         }
@@ -344,6 +374,7 @@ impl RankState {
             open: vec![0; exchanges],
             waiting: None,
             job: Share::default(),
+            job_version: 0,
             job_since_ns: 0,
             done: false,
         }

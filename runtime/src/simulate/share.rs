@@ -6,10 +6,11 @@ use super::network::Route;
 /// Something that is worked off at a speed that changes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Share {
-    pub(super) left: f64,
+    left: f64,
     pub(super) speed: f64,
-    pub(super) since_ns: u64,
-    pub(super) version: u32,
+    since_ns: u64,
+    /// When nothing is left, at this speed.
+    pub(super) end_ns: u64,
 }
 
 /// A message on its way.
@@ -20,6 +21,16 @@ pub(super) struct Flow {
     /// When its sender and its receiver had posted it.
     pub(super) posted: [Option<u64>; 2],
     pub(super) share: Share,
+    /// Which sharing out looked at it last.
+    pub(super) shared_out: u64,
+}
+
+/// The messages on their way from a device. One event for the next that ends, rather than one for each: every message
+/// that starts or ends changes the speed of all others on its links.
+#[derive(Default)]
+pub(super) struct Sender {
+    pub(super) flows: Vec<usize>,
+    pub(super) version: u32,
 }
 
 /// One direction of a link, and what is on it.
@@ -39,7 +50,7 @@ pub(super) struct Processor {
 
 impl Flow {
     pub(super) fn new(bytes: u64, devices: [usize; 2], route: Route) -> Self {
-        Self { bytes, devices, route, posted: [None; 2], share: Share::default() }
+        Self { bytes, devices, route, posted: [None; 2], share: Share::default(), shared_out: 0 }
     }
 
     /// Compute nanoseconds of `device` for each byte: of both ends, where it is both.
@@ -69,16 +80,20 @@ impl Flow {
 }
 
 impl Share {
-    /// Goes on with another speed. Returns how long what is left takes, if that is news.
+    pub(super) fn new(left: f64, now_ns: u64) -> Self {
+        Self { left, speed: 0.0, since_ns: now_ns, end_ns: u64::MAX }
+    }
+
+    /// Goes on with another speed. Returns whether that is news.
     #[expect(clippy::cast_precision_loss, reason = "a run is far shorter than 2^52 ns, which is 52 days")]
-    pub(super) fn set(&mut self, speed: f64, now_ns: u64) -> Option<f64> {
+    pub(super) fn set(&mut self, speed: f64, now_ns: u64) -> bool {
         if speed.to_bits() == self.speed.to_bits() {
-            return None;
+            return false;
         }
         self.left = (self.left - self.speed * (now_ns - self.since_ns) as f64).max(0.0);
         (self.speed, self.since_ns) = (speed, now_ns);
-        self.version += 1;
-        Some(self.left / speed)
+        self.end_ns = now_ns + whole_ns(self.left / speed);
+        true
     }
 }
 
@@ -98,3 +113,10 @@ pub(super) fn whole_ns(ns: f64) -> u64 {
 
 /// Of a device that is busy with messages: so that computing there still ends.
 pub(super) const LEAST_SPEED: f64 = 1e-3;
+
+/// Takes one out of a list whose order says nothing.
+pub(super) fn remove(list: &mut Vec<usize>, one: usize) {
+    if let Some(place) = list.iter().position(|other| *other == one) {
+        list.swap_remove(place);
+    }
+}
