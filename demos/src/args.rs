@@ -16,12 +16,13 @@ use crate::device::DeviceRequest;
 use crate::doctor::DoctorArgs;
 use crate::launch::LaunchArgs;
 use crate::launchers::GroupArgs;
+use crate::network::NetworkArgs;
 use crate::on_loss::OnLoss;
 use crate::support::SupportArgs;
 use crate::tune::TuneArgs;
 pub(crate) use values::{
-    KernelName, List, ListItem, MaskArg, OrAuto, ProgressKind, Shape, SplitName, StrategyName, TokenRange,
-    TransportName,
+    ByteSize, KernelName, List, ListItem, MaskArg, OrAuto, ProgressKind, Shape, SplitName, StrategyName,
+    TokenRange, TransportName,
 };
 
 /// Exact attention over a sequence that is split across ranks. Without a command: a short demonstration.
@@ -187,6 +188,8 @@ pub(crate) struct AttendArgs {
     pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) group: GroupArgs,
+    #[command(flatten)]
+    pub(crate) network: NetworkArgs,
 }
 
 #[derive(Debug, Args)]

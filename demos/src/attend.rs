@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kyklos::{Mesh, RunOptions, SystemClock, plan};
-use kyklos_transport::quic::quic_loopback_group;
+use kyklos_transport::quic::quic_loopback_group_over;
 use kyklos_transport::{Transport, in_process_group};
 
 use crate::args::{AttendArgs, OrAuto, TransportName};
@@ -75,7 +75,7 @@ fn as_rank(args: &AttendArgs, launched: &Launched) -> Result<()> {
         ));
     }
     let mut metrics = metrics::serve(args, launched.rank, launched.local_rank);
-    let mut group = launched.connect(&args.group)?;
+    let mut group = launched.connect(&args.group, &args.network)?;
     let mut lost: Option<Lost> = None;
     loop {
         let transport = &group.transport;
@@ -164,6 +164,13 @@ fn here(args: &AttendArgs) -> Result<()> {
     let request = Request::new(&args.problem, args.seed, None)?;
     let world = request.mesh.world();
     devices_fit(args, world)?;
+    let link = match args.transport {
+        Some(TransportName::Quic) => Some(args.network.here(world)?),
+        Some(TransportName::InProcess) | None => {
+            args.network.refuse_without_network()?;
+            None
+        }
+    };
     let job = job(args, request, world)?;
     if let Some(warning) = job.request.source.warning() {
         note(&warning);
@@ -173,9 +180,9 @@ fn here(args: &AttendArgs) -> Result<()> {
     interrupt::end_on_interrupt()?;
     record::write_on_request()?;
     metrics::serve(args, 0, 0)?;
-    let transports = match args.transport {
-        Some(TransportName::Quic) => quic_loopback_group(world)?,
-        Some(TransportName::InProcess) | None => in_process_group(world),
+    let transports = match link {
+        Some(link) => quic_loopback_group_over(world, link)?,
+        None => in_process_group(world),
     };
     let done = run_here(&job, transports, &devices)?;
     tell(args, &job, (0..).zip(done).collect())

@@ -11,12 +11,13 @@ use kyklos_transport::{Rank, Reformed, in_process_group};
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::launchers::{GroupArgs, HostPort, IDENTITY, Launched, Variables};
+use crate::network::NetworkArgs;
 use crate::output::RANK;
 use crate::record;
 
 impl Launched {
     /// Joins the group, and says on standard error who made this process which rank.
-    pub(crate) fn connect(&self, args: &GroupArgs) -> Result<Reformed> {
+    pub(crate) fn connect(&self, args: &GroupArgs, network: &NetworkArgs) -> Result<Reformed> {
         let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.world > 1) else {
             let alone = in_process_group(1).pop();
             let transport = alone.ok_or_else(|| Failure::run("a group of one rank has no rank"))?;
@@ -54,11 +55,17 @@ impl Launched {
                 )
             })?;
         }
-        if args.rejoin {
-            return Ok(QuicTransport::rejoin(config)?);
+        config.link = network.settings(config.bind, self.world)?;
+        let group = if args.rejoin {
+            QuicTransport::rejoin(config)?
+        } else {
+            let (epoch, members) = (config.epoch, (0..self.world).map(Rank).collect());
+            Reformed { transport: QuicTransport::connect(config)?, members, epoch }
+        };
+        if let Some(line) = group.transport.network().filter(|_| !self.by_kyklos) {
+            note(&format!("rank {}: {line}", self.rank));
         }
-        let (epoch, members) = (config.epoch, (0..self.world).map(Rank).collect());
-        Ok(Reformed { transport: QuicTransport::connect(config)?, members, epoch })
+        Ok(group)
     }
 
     fn identity_path(&self, args: &GroupArgs) -> Result<PathBuf> {

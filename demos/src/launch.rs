@@ -116,6 +116,7 @@ fn refuse_early(args: &LaunchArgs) -> Result<OnLoss> {
             "leave it away: kyklos launch gives it to the processes that it starts anew",
         )),
         Some(args::Command::Attend(attend)) => {
+            attend.network.here(ranks)?;
             launched_request(&attend, ranks, ranks)?.fits_in_memory(ranks)?;
             Ok(attend.on_loss)
         }

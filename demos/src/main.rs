@@ -27,6 +27,7 @@ mod interrupt;
 mod launch;
 mod launchers;
 mod metrics;
+mod network;
 mod on_loss;
 mod output;
 mod pairs;

@@ -27,7 +27,7 @@
 //!
 //! - [`in_process_group`]: ranks as threads (or tasks) of one process; hands payload over without copying it. The
 //!   reference implementation, and the only one on wasm, where nothing watches deadlines.
-//! - `quic` (feature `quic`): ranks as processes, over UDP, with certificates on both sides. `WIRE.md` has its bytes,
+//! - `quic` (feature `quic`): ranks as processes, over UDP or in TCP streams, with certificates on both sides. `WIRE.md` has its bytes,
 //!   `docs/adr/0004-transport-first-cut.md` what it does not do yet.
 //!
 //! One conformance suite (`tests/conformance`) holds both to this contract.
@@ -53,6 +53,7 @@ mod ballot;
 )]
 mod deadline;
 mod error;
+mod figures;
 mod history;
 mod in_process;
 mod membership;
@@ -66,6 +67,7 @@ mod transport;
 pub mod wire;
 
 pub use error::{Abort, AbortCause, Pending, TransportError};
+pub use figures::ConnectionFigures;
 pub use in_process::in_process_group;
 pub use membership::{Claim, MOST_CLAIMS};
 pub use pulse::{Pulse, Work};

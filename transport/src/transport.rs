@@ -12,6 +12,7 @@ use bytes::Bytes;
 use futures_channel::oneshot;
 
 use crate::error::{Abort, TransportError};
+use crate::figures::ConnectionFigures;
 use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
 use crate::reform::{Reformed, Regroup};
@@ -75,6 +76,12 @@ pub trait Transport: Send + Sync + fmt::Debug {
 
     /// The calls that have not ended.
     fn outstanding(&self) -> Vec<Outstanding>;
+
+    /// What joins this rank to the others, in one line for people; `None` within one process.
+    fn network(&self) -> Option<String>;
+
+    /// Figures of the connections over which messages go, by rank; `None` for this rank, and within one process.
+    fn connections(&self) -> Vec<Option<ConnectionFigures>>;
 }
 
 /// Index of a rank in its group, `0..world`.

@@ -8,7 +8,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport, Subject};
+use kyklos_transport::quic::{
+    Carrier, ClusterAuthority, Identity, JobId, LinkSettings, QuicConfig, QuicTransport, Subject,
+};
 use kyklos_transport::{AbortCause, Progress, Rank, Tag, Transport, TransportError, Vote};
 use pollster::block_on;
 
@@ -16,6 +18,12 @@ use pollster::block_on;
 const RANK: &str = "KYKLOS_TEST_RANK";
 
 const LONG: Duration = Duration::from_secs(40);
+
+/// Over TCP where `tcp_faults.rs` runs these tests.
+fn link() -> LinkSettings {
+    let carrier = if module_path!().starts_with("tcp") { Carrier::Tcp } else { Carrier::Udp };
+    LinkSettings { carrier, ..LinkSettings::default() }
+}
 
 /// A rank's process, killed at the latest when the test ends.
 struct Process(Child);
@@ -54,7 +62,10 @@ impl Job {
             let what = format!("{rank} {} {} {} {task}", self.world, self.coordinator, identity.display());
             let log = std::fs::File::create(self.log(rank)).unwrap();
             let mut command = Command::new(std::env::current_exe().unwrap());
-            command.args(["--exact", "a_rank_of_its_own", "--ignored", "--nocapture"]).env(RANK, what);
+            let of_module =
+                module_path!().split_once("::").map_or(String::new(), |(_, name)| format!("{name}::"));
+            let test = format!("{of_module}a_rank_of_its_own");
+            command.args(["--exact", &test, "--ignored", "--nocapture"]).env(RANK, what);
             Process(
                 command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap(),
             )
@@ -97,6 +108,7 @@ fn a_rank_of_its_own() {
     let (rank, world): (u32, u32) = (rank.parse().unwrap(), world.parse().unwrap());
     assert_eq!(claims.subject, Subject::Rank(Rank(rank)));
     let mut config = QuicConfig::new(Rank(rank), world, claims.job, coordinator.parse().unwrap(), identity);
+    config.link = link();
     config.stuck_after = STUCK;
     config.warn = |text| println!("warning: {text}");
     let me = join(config);

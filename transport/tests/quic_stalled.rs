@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kyklos_transport::quic::{ClusterAuthority, JobId, QuicConfig, QuicTransport};
+use kyklos_transport::quic::{Carrier, ClusterAuthority, JobId, LinkSettings, QuicConfig, QuicTransport};
 use kyklos_transport::{Abort, AbortCause, Pending, Posted, Progress, Rank, Tag, Transport, TransportError};
 use pollster::block_on;
 
@@ -36,7 +36,10 @@ impl Group {
         let authority = ClusterAuthority::new(job).unwrap();
         let config = |rank| {
             let identity = authority.issue(Rank(rank)).unwrap();
-            QuicConfig { heartbeat, ..QuicConfig::new(Rank(rank), world, job, coordinator, identity) }
+            // Over TCP where `tcp_faults.rs` runs these tests.
+            let carrier = if module_path!().starts_with("tcp") { Carrier::Tcp } else { Carrier::Udp };
+            let link = LinkSettings { carrier, ..LinkSettings::default() };
+            QuicConfig { heartbeat, link, ..QuicConfig::new(Rank(rank), world, job, coordinator, identity) }
         };
         let connecting: Vec<_> = (0..world)
             .map(|rank| {

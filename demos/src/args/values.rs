@@ -103,6 +103,32 @@ impl TransportName {
     }
 }
 
+/// Bytes, as people write them: 4096, 512KiB, 64MiB, 2GiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ByteSize(pub(crate) u64);
+
+impl FromStr for ByteSize {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let units = [("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
+        let unit = units.iter().find_map(|&(name, bytes)| Some((text.strip_suffix(name)?, bytes)));
+        let (number, bytes) = unit.unwrap_or((text, 1));
+        number.parse().ok().and_then(|number: u64| number.checked_mul(bytes)).map(Self).ok_or_else(|| {
+            Error::request(
+                format!("`{text}` is not a number of bytes"),
+                "write a whole number, alone or before KiB, MiB or GiB, such as 64MiB",
+            )
+        })
+    }
+}
+
+impl fmt::Display for ByteSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ProgressKind {
     Auto,

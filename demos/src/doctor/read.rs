@@ -109,6 +109,7 @@ fn clean_rank(rank: RankLine) -> RankLine {
         mesh: clean(&rank.mesh),
         why: clean(&rank.why),
         error: rank.error.as_deref().map(clean),
+        network: rank.network.as_deref().map(clean),
         at: clean_place(rank.at),
         ..rank
     }

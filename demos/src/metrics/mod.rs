@@ -8,8 +8,9 @@ mod totals;
 
 use std::fmt::{Display, Write};
 use std::net::SocketAddr;
+use std::sync::Arc;
 
-use kyklos_transport::Rank;
+use kyklos_transport::{ConnectionFigures, Rank};
 
 use crate::args::AttendArgs;
 use crate::failure::{Failure, Result, note};
@@ -65,7 +66,7 @@ fn answer(path: &str) -> (&'static str, String) {
     }
 }
 
-fn text(flights: &[std::sync::Arc<Flight>]) -> String {
+fn text(flights: &[Arc<Flight>]) -> String {
     let mut out = Text::default();
     out.about("info", "gauge", "What runs, in labels.");
     for flight in flights {
@@ -118,6 +119,7 @@ fn text(flights: &[std::sync::Arc<Flight>]) -> String {
         "Since anything was heard of the peer.",
         &|peer, now_ns| Some(number(now_ns.saturating_sub(peer.heard_ns?)) / 1e9),
     );
+    connections(&mut out, flights);
     let totals: Vec<_> = flights.iter().map(|flight| (flight, flight.totals())).collect();
     out.about("seconds_total", "counter", "Where the rank's time went.");
     for (flight, totals) in &totals {
@@ -152,6 +154,89 @@ fn text(flights: &[std::sync::Arc<Flight>]) -> String {
     }
     out.0
 }
+
+/// What the connections between ranks tell, where there are any.
+fn connections(out: &mut Text, flights: &[Arc<Flight>]) {
+    let all: Vec<_> = flights.iter().map(|flight| (flight.rank, flight.connections())).collect();
+    if all.iter().all(|(_, connections)| connections.iter().flatten().next().is_none()) {
+        return;
+    }
+    for Figure { name, kind, help, value } in FIGURES {
+        out.about(name, kind, help);
+        for (rank, connections) in &all {
+            for (peer, figures) in (0..).map(Rank).zip(connections) {
+                if let Some(figures) = figures {
+                    out.line(name, &[("rank", rank), ("peer", &peer)], &value(figures));
+                }
+            }
+        }
+    }
+}
+
+/// One figure of a connection.
+struct Figure {
+    name: &'static str,
+    kind: &'static str,
+    help: &'static str,
+    value: fn(&ConnectionFigures) -> f64,
+}
+
+const FIGURES: [Figure; 9] = [
+    Figure {
+        name: "peer_round_trip_seconds",
+        kind: "gauge",
+        help: "Round-trip time to the peer, as it was lately.",
+        value: |figures| figures.round_trip.as_secs_f64(),
+    },
+    Figure {
+        name: "peer_window_bytes",
+        kind: "gauge",
+        help: "Bytes that may be under way to the peer.",
+        value: |figures| number(figures.window_bytes),
+    },
+    Figure {
+        name: "peer_packet_bytes",
+        kind: "gauge",
+        help: "Payload of the largest packet that gets through to the peer.",
+        value: |figures| f64::from(figures.packet_bytes),
+    },
+    Figure {
+        name: "peer_packets_sent_total",
+        kind: "counter",
+        help: "Packets sent to the peer.",
+        value: |figures| number(figures.packets_sent),
+    },
+    Figure {
+        name: "peer_packets_lost_total",
+        kind: "counter",
+        help: "Packets to the peer that were taken for lost.",
+        value: |figures| number(figures.packets_lost),
+    },
+    Figure {
+        name: "peer_congestion_events_total",
+        kind: "counter",
+        help: "How often loss made the rank send less to the peer.",
+        value: |figures| number(figures.congestion_events),
+    },
+    Figure {
+        name: "peer_black_holes_total",
+        kind: "counter",
+        help: "How often large packets to the peer ceased to arrive.",
+        value: |figures| number(figures.black_holes),
+    },
+    Figure {
+        name: "peer_wire_bytes_sent_total",
+        kind: "counter",
+        help: "Bytes of packets sent to the peer.",
+        value: |figures| number(figures.bytes_sent),
+    },
+    Figure {
+        name: "peer_wire_bytes_received_total",
+        kind: "counter",
+        help: "Bytes of packets that came from the peer.",
+        value: |figures| number(figures.bytes_received),
+    },
+];
 
 /// The text, line by line.
 #[derive(Debug, Default)]

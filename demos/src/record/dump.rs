@@ -14,7 +14,8 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
         serde_json::to_writer(&mut out, line)?;
         out.write_all(b"\n")
     };
-    let outstanding = flight.transport.upgrade().map_or_else(Vec::new, |transport| transport.outstanding());
+    let transport = flight.transport.upgrade();
+    let outstanding = transport.as_ref().map_or_else(Vec::new, |transport| transport.outstanding());
     let seen = flight.recorder.look();
     let place = |rank: Rank, Progress { op, step }| Place {
         op,
@@ -46,6 +47,7 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
         error,
         at: place(flight.rank, seen.progress),
         forgotten: seen.forgotten,
+        network: transport.and_then(|transport| transport.network()),
     }))?;
     let calls: Vec<(Outstanding, bool)> = (outstanding.into_iter().map(|call| (call, false)))
         .chain(seen.ended_early.into_iter().map(|call| (call, true)))

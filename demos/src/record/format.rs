@@ -43,6 +43,9 @@ pub(crate) struct RankLine {
     pub(crate) at: Place,
     /// Events that are no longer kept.
     pub(crate) forgotten: u64,
+    /// What joined the rank to the others; none within one process.
+    #[serde(default)]
+    pub(crate) network: Option<String>,
 }
 
 /// Where a rank is.

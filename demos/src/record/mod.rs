@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::SystemTime;
 
 use kyklos::plan::World;
-use kyklos_transport::{Rank, Recorder, Transport};
+use kyklos_transport::{ConnectionFigures, Rank, Recorder, Transport};
 
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
@@ -67,6 +67,11 @@ impl Flight {
     /// What the rank has spent so far.
     pub(crate) fn totals(&self) -> Total {
         self.watch.totals.of(self.rank)
+    }
+
+    /// Figures of the rank's connections; none once its transport is gone.
+    pub(crate) fn connections(&self) -> Vec<Option<ConnectionFigures>> {
+        self.transport.upgrade().map_or_else(Vec::new, |transport| transport.connections())
     }
 
     /// What runs, as names and values.

@@ -48,6 +48,7 @@ impl Cluster {
         let fill = |text: &str, rank: u32| {
             let dir = self.folder.path().to_str().unwrap().to_owned();
             text.replace("{rank}", &rank.to_string())
+                .replace("{carrier}", if rank == 0 { "udp" } else { "tcp" })
                 .replace("{port}", &self.port.to_string())
                 .replace("{dir}", &dir)
         };
@@ -69,14 +70,17 @@ impl Cluster {
         outputs
     }
 
-    /// The three compute one result, and each says on one line of standard error who made it what.
+    /// The three compute one result, and each says on standard error who made it what, and over which network.
     #[track_caller]
     fn works(&self, flags: &str, variables: &str, words: &[&str]) {
         let outputs = self.run(flags, variables);
         for (rank, output) in outputs.iter().enumerate() {
             succeeds(output);
-            let line = stderr(output);
-            assert_eq!(line.lines().count(), 1, "{line}");
+            let text = stderr(output);
+            let Some((line, network)) = text.trim_end().split_once('\n') else { panic!("{text}") };
+            for part in [&format!("rank {rank}: 127.0.0.1:"), "packets of", "MiB in all", "offered first"] {
+                assert!(network.contains(part) && !network.contains('\n'), "`{part}` is not in: {network}");
+            }
             assert!(line.starts_with(&format!("rank {rank} of 3 (")), "{line}");
             for word in words {
                 assert!(line.contains(word), "`{word}` is not in: {line}");
@@ -116,6 +120,19 @@ fn by_flags() {
         cluster.run(&format!("{BY_FLAGS} --warn-days 60"), "RANK={rank} WORLD_SIZE=3 KYKLOS_JOB_ID=train");
     assert!(stderr(&outputs[1]).contains("warning: the identity"), "{}", stderr(&outputs[1]));
     succeeds(&outputs[0]);
+}
+
+#[test]
+fn over_tcp_where_udp_does_not_get_through() {
+    let cluster = Cluster::new();
+    cluster.certs("issue -n 3 --job train");
+    cluster.works(&format!("{BY_FLAGS} --network tcp"), "", &["--world 3"]);
+    // Rank 0 says to the others that they came another way.
+    let outputs = cluster.run(&format!("{BY_FLAGS} --join-deadline 8 --network {{carrier}}"), "");
+    for rank in [1, 2] {
+        let text = stderr(&outputs[rank]);
+        assert!(text.contains("rank 0 is reached over UDP, and this rank came over TCP"), "{text}");
+    }
 }
 
 #[test]

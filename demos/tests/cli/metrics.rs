@@ -33,7 +33,7 @@ fn value(metrics: &str, start: &str) -> f64 {
 #[test]
 #[cfg(target_os = "linux")]
 fn metrics_of_a_running_job_move_whoever_else_asks() {
-    let job = LongJob::start(&["--metrics", "127.0.0.1:0"], &[]);
+    let job = LongJob::start(&["--metrics", "127.0.0.1:0", "--link-mtu", "9000"], &[]);
     let address = |rank: usize| {
         let start = format!("[{rank}] rank {rank}: metrics at http://");
         let note = job.notes.iter().find_map(|note| note.strip_prefix(&start));
@@ -57,10 +57,17 @@ fn metrics_of_a_running_job_move_whoever_else_asks() {
         "kyklos_seconds_total{rank=\"0\",kind=\"compute\"}",
         "kyklos_seconds_total{rank=\"0\",kind=\"receive-wait\"}",
         "kyklos_resident_bytes",
+        "kyklos_peer_round_trip_seconds{rank=\"0\",peer=\"1\"}",
+        "kyklos_peer_window_bytes{rank=\"0\",peer=\"1\"}",
+        "kyklos_peer_packets_sent_total{rank=\"0\",peer=\"1\"}",
+        "kyklos_peer_wire_bytes_sent_total{rank=\"0\",peer=\"2\"}",
+        "kyklos_peer_wire_bytes_received_total{rank=\"0\",peer=\"2\"}",
     ] {
         assert!(value(&metrics, metric) > 0.0, "{metric} in: {metrics}");
     }
     assert_eq!(value(&metrics, "kyklos_aborts_total{rank=\"0\"}"), 0.0);
+    assert_eq!(value(&metrics, "kyklos_peer_packet_bytes{rank=\"0\",peer=\"1\"}"), 8952.0);
+    assert_eq!(value(&metrics, "kyklos_peer_black_holes_total{rank=\"0\",peer=\"1\"}"), 0.0);
     assert!(value(&metrics, "kyklos_peer_silence_seconds{rank=\"0\",peer=\"3\"}") < 3.0, "{metrics}");
     assert!(get(&address(3), "/metrics").contains("kyklos_info{rank=\"3\",world=\"4\""));
     assert!(get(&first, "/healthz").ends_with("\r\n\r\nalive\n"));

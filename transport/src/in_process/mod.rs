@@ -19,6 +19,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use crate::error::Abort;
+use crate::figures::ConnectionFigures;
 use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
 use crate::reform::{Reformed, Regroup};
@@ -120,6 +121,14 @@ impl Transport for InProcess {
 
     fn outstanding(&self) -> Vec<Outstanding> {
         self.hub.outstanding(self.rank)
+    }
+
+    fn network(&self) -> Option<String> {
+        None
+    }
+
+    fn connections(&self) -> Vec<Option<ConnectionFigures>> {
+        vec![None; self.hub.world() as usize]
     }
 }
 

@@ -68,6 +68,7 @@ pub(crate) fn check(config: &QuicConfig) -> Result<(), TransportError> {
         );
         return Err(failed(text));
     }
+    config.link.check(config.bind, *world)?;
     identity.claims().map(|_| ())
 }
 

@@ -14,7 +14,7 @@ use super::control::{close_code, describe};
 use super::core::COORDINATOR;
 use super::frames::FrameReader;
 use super::names::Claims;
-use super::tls::{self, Path, TlsConfigs};
+use super::tls::{self, TlsConfigs};
 use crate::membership::Claim;
 use crate::transport::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
@@ -124,7 +124,7 @@ impl Door {
 
     /// Lets one visitor in, or tells it why not.
     async fn receive(&self, incoming: Incoming) -> Result<(), String> {
-        let config = Arc::new(self.tls.server(Path::of_endpoint(self.config.bind)));
+        let config = Arc::new(self.tls.server());
         let connecting = incoming.accept_with(config).map_err(|error| error.to_string())?;
         let connection = timeout(VISIT_PATIENCE, connecting).await.map_err(|_| "slow handshake")?;
         let connection = connection.map_err(|error| describe(&error))?;
@@ -301,6 +301,7 @@ mod tests {
     use crate::quic::authority::ClusterAuthority;
     use crate::quic::identity::Identity;
     use crate::quic::job::JobId;
+    use crate::quic::link::{LinkSettings, Path};
     use crate::quic::names::{Subject, rank_name};
     use crate::quic::validity::Validity;
     use crate::quic::{QuicTransport, bootstrap};
@@ -318,10 +319,11 @@ mod tests {
         looks_for: JobId,
     ) -> Result<Frame, quinn::ConnectionError> {
         let genuine = rank_one(authority, other);
-        let tls = TlsConfigs::new(&genuine, Duration::from_millis(300)).unwrap();
+        let path = Path::new(&LinkSettings::default(), Ipv4Addr::UNSPECIFIED.into(), 2).unwrap();
+        let tls = TlsConfigs::new(&genuine, &path, Duration::from_millis(300)).unwrap();
         let endpoint = Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
         let name = rank_name(COORDINATOR, looks_for);
-        let client = tls.client(Purpose::Control, Path::Network);
+        let client = tls.client(Purpose::Control);
         let connection = endpoint.connect_with(client, coordinator, &name).unwrap().await?;
         let (mut send, recv) = connection.open_bi().await?;
         let hello = Frame::Hello {

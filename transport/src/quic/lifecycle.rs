@@ -28,6 +28,9 @@ use crate::wire::Frame;
 pub(crate) fn start(seat: Arc<Seat>, Next { epoch, members, mesh }: Next) -> Arc<Core> {
     let me = members.iter().position(|&member| member == seat.config.rank).unwrap_or_default();
     let me = Rank(u32::try_from(me).unwrap_or(u32::MAX));
+    for joined in &mesh.data {
+        seat.path.open_for_data(&joined.connection);
+    }
     let mut links = Vec::new();
     let mut readers = Vec::new();
     for joined in [mesh.data, mesh.control] {

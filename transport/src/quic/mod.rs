@@ -22,8 +22,10 @@ mod identity;
 mod io_thread;
 mod job;
 mod lifecycle;
+mod link;
 mod messages;
 mod names;
+mod other_door;
 mod payload;
 mod private_file;
 mod regroup;
@@ -32,8 +34,10 @@ mod socket;
 mod stalls;
 mod state;
 mod tls;
+mod told;
 #[cfg(test)]
 mod trust_tests;
+mod tunnel;
 mod validity;
 mod verifier;
 
@@ -53,13 +57,16 @@ use self::door::Door;
 pub use self::identity::Identity;
 use self::io_thread::{Alive, IoThread};
 pub use self::job::JobId;
+use self::link::Path;
+pub use self::link::{Carrier, Congestion, LinkSettings};
 use self::names::Known;
 pub use self::names::{Claims, HostNames, Subject};
 use self::regroup::{Next, Past};
 use self::seat::Seat;
-use self::socket::Ground;
+use self::socket::{Bound, Ground};
 pub use self::validity::{Date, Validity};
 use crate::error::{Abort, TransportError};
+use crate::figures::ConnectionFigures;
 use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
 use crate::reform::{Reformed, Regroup};
@@ -101,6 +108,8 @@ pub struct QuicConfig {
     /// Told in one line what may become a failure: by rank 0 of a rank that has stood still for a quarter of
     /// [`Self::stuck_after`].
     pub warn: fn(&str),
+    /// What is known of the network between the ranks.
+    pub link: LinkSettings,
 }
 
 impl QuicConfig {
@@ -127,6 +136,7 @@ impl QuicConfig {
             heartbeat: Duration::from_millis(300),
             stuck_after: Duration::from_secs(180),
             warn: |text| tracing::warn!("{text}"),
+            link: LinkSettings::default(),
         }
     }
 
@@ -147,6 +157,7 @@ impl QuicConfig {
 /// One rank's end of a group over QUIC. Dropping it without [`Transport::close`] means that the rank died.
 pub struct QuicTransport {
     core: Arc<Core>,
+    network: String,
 }
 
 impl QuicTransport {
@@ -230,7 +241,13 @@ impl QuicTransport {
     ) -> Result<Self, TransportError> {
         let seat = Self::sit_down(config, ground, alive.as_ref()).await?;
         tokio::spawn(Arc::clone(&seat.door).listen(seat.endpoint.clone()));
-        let mesh = bootstrap::form(&seat).await?;
+        let is_simulated = seat.is_simulated;
+        let mesh = tokio::select! {
+            biased;
+            mesh = bootstrap::form(&seat) => mesh?,
+            text = seat.refusal() => return Err(TransportError::Bootstrap { text }),
+            never = other_door::turn_away(&seat), if !is_simulated => match never {},
+        };
         let (epoch, members) = (seat.config.epoch, (0..seat.config.world).map(Rank).collect());
         Ok(Self::start(seat, Next { epoch, members, mesh }, alive))
     }
@@ -247,7 +264,12 @@ impl QuicTransport {
         let coordinator = (COORDINATOR, seat.config.coordinator);
         let addresses = [coordinator].into_iter().filter(|(rank, _)| *rank != seat.config.rank).collect();
         let past = Past { claims: Vec::new(), addresses, lost: None };
-        match regroup::regroup(&seat, past, Regroup::Everyone { within: patience }, until).await {
+        let formed = tokio::select! {
+            biased;
+            formed = regroup::regroup(&seat, past, Regroup::Everyone { within: patience }, until) => formed,
+            text = seat.refusal() => Err(TransportError::Bootstrap { text }),
+        };
+        match formed {
             Ok(next) => Ok(Self::of(seat, next, alive)),
             Err(error) => {
                 seat.part(&error).await;
@@ -276,15 +298,19 @@ impl QuicTransport {
         ground: Ground,
         alive: Option<&Alive>,
     ) -> Result<Arc<Seat>, TransportError> {
-        let tls = tls::TlsConfigs::new(&config.identity, config.heartbeat)?;
-        let endpoint = socket::endpoint(ground, tls::Path::of_endpoint(config.bind), &tls)?;
+        let path = Path::new(&config.link, config.bind, config.world)?;
+        let tls = tls::TlsConfigs::new(&config.identity, &path, config.heartbeat)?;
+        let (granted, refused, is_simulated) = (ground.granted(), ground.refused(), ground.is_simulated());
+        let endpoint = socket::endpoint(ground, &path, &tls)?;
         let door = Arc::new(Door::new(&config, &tls));
         let thread = alive.map(Alive::downgrade);
-        Ok(Arc::new(Seat { config, endpoint, tls, door, thread }))
+        Ok(Arc::new(Seat { config, endpoint, path, granted, refused, is_simulated, tls, door, thread }))
     }
 
     /// One rank's end of a group that has been formed. Must be called in a tokio context.
     fn start(seat: Arc<Seat>, next: Next, alive: Option<Alive>) -> Self {
+        let network = told::line(seat.endpoint.local_addr().ok(), &next.mesh, &seat.path, seat.granted);
+        tracing::debug!(rank = %seat.config.rank, network);
         let core = lifecycle::start(seat, next);
         if let Some(alive) = alive {
             // The I/O thread runs until this rank has gone, whoever still holds its transport.
@@ -295,7 +321,7 @@ impl QuicTransport {
                 drop(alive);
             });
         }
-        Self { core }
+        Self { core, network }
     }
 
     pub(crate) fn of(seat: Arc<Seat>, next: Next, alive: Option<Alive>) -> Reformed {
@@ -307,9 +333,9 @@ impl QuicTransport {
 /// How long the I/O thread outlives a rank that has gone, for its last packets.
 const LAST_PACKETS: Duration = Duration::from_millis(400);
 
-fn bind(config: &QuicConfig) -> Result<std::net::UdpSocket, TransportError> {
+fn bind(config: &QuicConfig) -> Result<Bound, TransportError> {
     bootstrap::check(config)?;
-    socket::bind(config.local_address())
+    socket::bind(config.local_address(), config.link.carrier)
 }
 
 /// Makes a group of `world` ranks in this process over real sockets on loopback, with one I/O thread for all.
@@ -318,12 +344,25 @@ fn bind(config: &QuicConfig) -> Result<std::net::UdpSocket, TransportError> {
 ///
 /// [`TransportError::Bootstrap`] if sockets or keys cannot be made.
 pub fn quic_loopback_group(world: u32) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
+    quic_loopback_group_over(world, LinkSettings::default())
+}
+
+/// The same as if the loopback interface were a link of these settings.
+///
+/// # Errors
+///
+/// [`TransportError::Bootstrap`] if sockets or keys cannot be made, or the settings are refused.
+pub fn quic_loopback_group_over(
+    world: u32,
+    link: LinkSettings,
+) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
     let job = JobId::random()?;
     let authority = ClusterAuthority::new(job)?;
     let mut coordinator = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let mut ranks = Vec::new();
     for rank in (0..world).map(Rank) {
-        let config = QuicConfig::new(rank, world, job, coordinator, authority.issue(rank)?);
+        let config =
+            QuicConfig { link, ..QuicConfig::new(rank, world, job, coordinator, authority.issue(rank)?) };
         let socket = bind(&config)?;
         if rank == COORDINATOR {
             let cannot =
@@ -427,6 +466,14 @@ impl Transport for QuicTransport {
 
     fn outstanding(&self) -> Vec<Outstanding> {
         self.core.lock().outstanding()
+    }
+
+    fn network(&self) -> Option<String> {
+        Some(self.network.clone())
+    }
+
+    fn connections(&self) -> Vec<Option<ConnectionFigures>> {
+        self.core.links.iter().map(|link| link.as_ref().map(|link| told::figures(&link.connection))).collect()
     }
 }
 

@@ -14,7 +14,9 @@ use super::control::{close_code, describe};
 use super::door::Door;
 use super::frames::FrameReader;
 use super::names::rank_name;
-use super::tls::{self, Path, TlsConfigs};
+use super::link::Path;
+use super::socket::{Granted, Refused};
+use super::tls::{self, TlsConfigs};
 use crate::error::TransportError;
 use crate::transport::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
@@ -23,6 +25,10 @@ use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 pub(crate) struct Seat {
     pub(crate) config: QuicConfig,
     pub(crate) endpoint: Endpoint,
+    pub(crate) path: Path,
+    pub(crate) granted: Granted,
+    pub(crate) refused: Refused,
+    pub(crate) is_simulated: bool,
     pub(crate) tls: TlsConfigs,
     pub(crate) door: Arc<Door>,
     /// What keeps the I/O thread running, if this rank has one.
@@ -62,8 +68,8 @@ impl Seat {
                 Ok(Err(Undialled::Rejected(_, error) | Undialled::Failed(error))) => return Err(error),
                 Err(_) => {
                     return Err(failed(format!(
-                        "rank {rank} did not answer at {address} within {:?}: is it running, and does UDP get through?",
-                        self.config.connect_deadline
+                        "rank {rank} did not answer at {address} within {:?}: is it running, and does {} get through?",
+                        self.config.connect_deadline, self.config.link.carrier
                     )));
                 }
             }
@@ -77,7 +83,7 @@ impl Seat {
         (purpose, epoch): (Purpose, u32),
         deadline: Instant,
     ) -> Result<Joined, Undialled> {
-        let config = self.tls.client(purpose, Path::of_endpoint(self.config.bind));
+        let config = self.tls.client(purpose);
         let name = rank_name(rank, self.config.job);
         let fail = |text: String| Undialled::Failed(failed(text));
         let connecting = self
@@ -136,6 +142,17 @@ impl Seat {
             Ok(Err(error)) => Err(lost(&joined.connection, error.to_string())),
             Err(_) => Err(Undialled::Failed(refused("it does not answer".into()))),
         }
+    }
+
+    /// Ends with the words of somebody who was dialled and talks over another carrier.
+    pub(crate) async fn refusal(&self) -> String {
+        if let Some(mut refused) = self.refused.clone()
+            && let Ok(said) = refused.wait_for(Option::is_some).await
+            && let Some(text) = said.clone()
+        {
+            return text;
+        }
+        std::future::pending().await
     }
 
     /// Leaves the network; who waits for this rank learns why it need not.

@@ -1,16 +1,14 @@
 //! TLS and QUIC settings of both sides.
 
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use quinn::congestion::CubicConfig;
 use quinn::crypto::rustls::{HandshakeData, QuicClientConfig, QuicServerConfig};
-use quinn::{ClientConfig, Connection, ServerConfig, TransportConfig, VarInt};
+use quinn::{ClientConfig, Connection, ServerConfig, TransportConfig};
 use rustls::pki_types::CertificateDer;
 
-use super::control::SILENT_TICKS;
 use super::identity::Identity;
+use super::link::Path;
 use super::names::Claims;
 use super::verifier::{Dialled, Dialler};
 use crate::error::TransportError;
@@ -22,122 +20,42 @@ pub(crate) struct TlsConfigs {
     control: Arc<QuicClientConfig>,
     data: Arc<QuicClientConfig>,
     server: Arc<QuicServerConfig>,
-    idle_timeout: Duration,
+    transport: Arc<TransportConfig>,
 }
 
 impl TlsConfigs {
-    pub(crate) fn new(identity: &Identity, heartbeat: Duration) -> Result<Self, TransportError> {
-        let client = |purpose| Ok::<_, TransportError>(Arc::new(client_config(identity, purpose)?));
+    pub(crate) fn new(identity: &Identity, path: &Path, heartbeat: Duration) -> Result<Self, TransportError> {
+        let client = |purpose| {
+            let config = QuicClientConfig::try_from(client_tls(identity, purpose)?);
+            config.map(Arc::new).map_err(cannot_set_up)
+        };
         Ok(Self {
             control: client(Purpose::Control)?,
             data: client(Purpose::Data)?,
-            server: Arc::new(server_config(identity)?),
-            idle_timeout: idle_timeout(heartbeat),
+            server: Arc::new(QuicServerConfig::try_from(server_tls(identity)?).map_err(cannot_set_up)?),
+            transport: Arc::new(path.transport_config(heartbeat)),
         })
     }
 
-    pub(crate) fn client(&self, purpose: Purpose, path: Path) -> ClientConfig {
+    pub(crate) fn client(&self, purpose: Purpose) -> ClientConfig {
         let crypto = match purpose {
             Purpose::Control | Purpose::Reform | Purpose::Rejoin => Arc::clone(&self.control),
             Purpose::Data => Arc::clone(&self.data),
         };
         let mut config = ClientConfig::new(crypto);
-        config.transport_config(Arc::new(transport_config(path, self.idle_timeout)));
+        config.transport_config(Arc::clone(&self.transport));
         config
     }
 
-    pub(crate) fn server(&self, path: Path) -> ServerConfig {
+    pub(crate) fn server(&self) -> ServerConfig {
         let mut config = ServerConfig::with_crypto(Arc::<QuicServerConfig>::clone(&self.server));
-        config.transport_config(Arc::new(transport_config(path, self.idle_timeout)));
+        config.transport_config(Arc::clone(&self.transport));
         config.migration(false);
         // Strangers can only fill these; members need a handful.
         config.max_incoming(256).incoming_buffer_size(64 << 10).incoming_buffer_size_total(8 << 20);
         config
     }
 }
-
-/// The kind of path between two addresses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Path {
-    /// Both ends on this host, where one packet may be as large as UDP allows.
-    Loopback,
-    /// Anything else: packets that every Ethernet carries.
-    Network,
-}
-
-impl Path {
-    /// What an endpoint bound to `bind` can assume.
-    ///
-    /// Loopback interfaces of other systems than Linux carry smaller datagrams.
-    pub(crate) fn of_endpoint(bind: IpAddr) -> Self {
-        if cfg!(target_os = "linux") && bind.is_loopback() { Self::Loopback } else { Self::Network }
-    }
-
-    /// Largest UDP payload that is sent.
-    pub(crate) fn mtu(self) -> u16 {
-        match self {
-            Self::Loopback => LOOPBACK_MTU,
-            Self::Network => NETWORK_MTU,
-        }
-    }
-}
-
-/// UDP payload over loopback; the largest that IPv4 allows is 65,507.
-const LOOPBACK_MTU: u16 = 65_000;
-
-/// Bytes under way to one rank over loopback. There the only queue is the receiver's socket buffer, usually of 4 to
-/// 16 MiB: more than it holds is lost and sent again.
-const LOOPBACK_WINDOW_BYTES: u64 = 4 << 20;
-
-/// Handshake packets are padded to the floor, and quinn-proto panics on those of 16,384 bytes and more.
-const LOOPBACK_MTU_FLOOR: u16 = 16_000;
-
-/// UDP payload in one Ethernet packet, as quinn's own MTU discovery would find.
-const NETWORK_MTU: u16 = 1452;
-
-/// Streams that a peer may have open towards us: messages that we asked for and small ones that come early.
-const STREAMS: u32 = 256;
-
-fn transport_config(path: Path, idle_timeout: Duration) -> TransportConfig {
-    let mut cubic = CubicConfig::default();
-    cubic.initial_window(1 << 20);
-    let mut config = TransportConfig::default();
-    config
-        .stream_receive_window(VarInt::from_u32(16 << 20))
-        // quinn's default is unlimited; this is what bounds a peer's hold on our memory.
-        .receive_window(VarInt::from_u32(64 << 20))
-        .send_window(32 << 20)
-        .max_concurrent_uni_streams(VarInt::from_u32(STREAMS))
-        .max_concurrent_bidi_streams(VarInt::from_u32(1))
-        .datagram_receive_buffer_size(None)
-        .congestion_controller_factory(Arc::new(cubic))
-        .keep_alive_interval(Some(idle_timeout / 4))
-        .max_idle_timeout(quinn::IdleTimeout::try_from(idle_timeout).ok())
-        .initial_rtt(Duration::from_millis(50));
-    match path {
-        // Without a floor, a burst of loss on a busy host would look like a path that carries small packets only.
-        Path::Loopback => config
-            .send_window(LOOPBACK_WINDOW_BYTES)
-            .initial_mtu(LOOPBACK_MTU)
-            .min_mtu(LOOPBACK_MTU_FLOOR)
-            .mtu_discovery_config(None)
-            .enable_segmentation_offload(false),
-        // The default discovery probes up to NETWORK_MTU and falls back when the path drops such packets.
-        Path::Network => config.initial_mtu(1200),
-    };
-    config
-}
-
-/// How long a connection may be without any packet.
-///
-/// Half as long again as the silence after which a rank counts as dead: heartbeats notice that first, and unlike this
-/// clock they do not count the time in which this rank itself stood still. Two ranks use the lower of their values.
-fn idle_timeout(heartbeat: Duration) -> Duration {
-    heartbeat.saturating_mul(SILENT_TICKS + SILENT_TICKS / 2).max(SHORTEST_IDLE_TIMEOUT)
-}
-
-/// The same clock runs during the handshake, which may take longer than a short heartbeat's silence.
-const SHORTEST_IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn alpn(purpose: Purpose) -> Vec<u8> {
     match purpose {
@@ -146,7 +64,13 @@ fn alpn(purpose: Purpose) -> Vec<u8> {
     }
 }
 
-fn client_config(identity: &Identity, purpose: Purpose) -> Result<QuicClientConfig, TransportError> {
+/// The cipher suite that ranks of this program agree on, because both offer it first.
+pub(crate) fn first_cipher() -> String {
+    let suites = rustls::crypto::aws_lc_rs::default_provider().cipher_suites;
+    suites.first().map_or_else(|| "no cipher".to_owned(), |suite| format!("{:?}", suite.suite()))
+}
+
+fn client_tls(identity: &Identity, purpose: Purpose) -> Result<rustls::ClientConfig, TransportError> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let verifier = Dialled::new(identity, Arc::clone(&provider))?;
     let mut config = rustls::ClientConfig::builder_with_provider(provider)
@@ -159,10 +83,10 @@ fn client_config(identity: &Identity, purpose: Purpose) -> Result<QuicClientConf
     config.alpn_protocols = vec![alpn(purpose)];
     // No session is ever resumed, so no early data can be replayed.
     config.resumption = rustls::client::Resumption::disabled();
-    QuicClientConfig::try_from(config).map_err(cannot_set_up)
+    Ok(config)
 }
 
-fn server_config(identity: &Identity) -> Result<QuicServerConfig, TransportError> {
+fn server_tls(identity: &Identity) -> Result<rustls::ServerConfig, TransportError> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let verifier = Arc::new(Dialler::new(identity, Arc::clone(&provider))?);
     let mut config = rustls::ServerConfig::builder_with_provider(provider)
@@ -173,7 +97,7 @@ fn server_config(identity: &Identity) -> Result<QuicServerConfig, TransportError
         .map_err(cannot_set_up)?;
     config.alpn_protocols = vec![alpn(Purpose::Control), alpn(Purpose::Data)];
     config.send_tls13_tickets = 0;
-    QuicServerConfig::try_from(config).map_err(cannot_set_up)
+    Ok(config)
 }
 
 /// What the peer proved in the handshake.
@@ -195,4 +119,36 @@ pub(crate) fn negotiated_purpose(connection: &Connection) -> Option<Purpose> {
 
 fn cannot_set_up(error: impl std::fmt::Display) -> TransportError {
     TransportError::Bootstrap { text: format!("cannot set up TLS: {error}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quic::authority::ClusterAuthority;
+    use crate::quic::job::JobId;
+    use crate::quic::names::rank_name;
+    use crate::transport::Rank;
+
+    /// A handshake without a network, because quinn does not say which suite it came to.
+    #[test]
+    fn ranks_agree_on_the_first_cipher() {
+        let authority = ClusterAuthority::new(JobId([1; 16])).unwrap();
+        let identity = |rank| authority.issue(Rank(rank)).unwrap();
+        let name = rank_name(Rank(0), JobId([1; 16])).try_into().unwrap();
+        let client = client_tls(&identity(1), Purpose::Data).unwrap();
+        let mut client = rustls::ClientConnection::new(Arc::new(client), name).unwrap();
+        let mut server = rustls::ServerConnection::new(Arc::new(server_tls(&identity(0)).unwrap())).unwrap();
+        while client.is_handshaking() || server.is_handshaking() {
+            let mut flight = Vec::new();
+            client.write_tls(&mut flight).unwrap();
+            server.read_tls(&mut &flight[..]).unwrap();
+            server.process_new_packets().unwrap();
+            flight.clear();
+            server.write_tls(&mut flight).unwrap();
+            client.read_tls(&mut &flight[..]).unwrap();
+            client.process_new_packets().unwrap();
+        }
+        let agreed = format!("{:?}", client.negotiated_cipher_suite().unwrap().suite());
+        assert_eq!(agreed, first_cipher());
+    }
 }

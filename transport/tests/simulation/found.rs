@@ -34,6 +34,7 @@ fn a_message_that_an_abort_overtakes_is_not_a_broken_protocol() {
             kind: FaultKind::Abort { rank: 1 },
             when: When::Boundary(Boundary { op: 1, phase: Phase::Agreed }),
         }),
+        mtu: None,
     };
     assert!(plays_well(&world).struck.is_some());
 }
@@ -55,6 +56,7 @@ fn a_handshake_that_rank_0_gave_up_is_tried_again() {
         starts: [1251, 254, 488].map(Duration::from_millis).to_vec(),
         operations: vec![Operation::Ring { bytes: 39_133 }, Operation::Ring { bytes: 132_622 }],
         fault: None,
+        mtu: None,
     };
     plays_well(&world);
 }
@@ -83,6 +85,31 @@ fn who_leaves_in_order_is_heard_to_its_last_word() {
             kind: FaultKind::Slow { rank: 2, by: Duration::from_millis(2663) },
             when: When::Boundary(Boundary { op: 2, phase: Phase::BeforeVote }),
         }),
+        mtu: None,
     };
     plays_well(&world);
+}
+
+/// Packets of 8952 bytes do not arrive where links carry 1500: smaller ones must, without anybody's deadline.
+#[test]
+fn a_stated_mtu_that_is_wrong_costs_time_and_no_bytes() {
+    let world = World {
+        seed: 1,
+        ranks: 3,
+        conditions: Conditions {
+            latency: Duration::from_millis(2),
+            jitter: Duration::ZERO,
+            loss_per_mille: 0,
+            reorder_per_mille: 0,
+            duplicate_per_mille: 0,
+            bytes_per_second: 1 << 30,
+        },
+        starts: vec![Duration::ZERO; 3],
+        operations: vec![Operation::Ring { bytes: 190_000 }, Operation::AllToAll { bytes: 90_000 }],
+        fault: None,
+        mtu: Some(9000),
+    };
+    let right = plays_well(&World { mtu: Some(1500), ..world.clone() });
+    let wrong = plays_well(&world);
+    assert!(wrong.ended > right.ended, "{:?} and {:?}: the packets got through", wrong.ended, right.ended);
 }

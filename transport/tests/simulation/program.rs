@@ -126,6 +126,7 @@ impl Program {
         config.port = address(self.rank).port();
         config.connect_deadline = CONNECT;
         config.stuck_after = STUCK;
+        config.link.mtu = self.stage.world.mtu;
         let mut seed = [0; 32];
         seed[..8].copy_from_slice(&self.stage.world.seed.to_le_bytes());
         seed[8] = self.slot as u8;

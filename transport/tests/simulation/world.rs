@@ -16,6 +16,8 @@ pub(crate) struct World {
     pub(crate) starts: Vec<Duration>,
     pub(crate) operations: Vec<Operation>,
     pub(crate) fault: Option<Fault>,
+    /// What the ranks are told of the links' MTU.
+    pub(crate) mtu: Option<u16>,
 }
 
 /// What all ranks do between two agreements.
@@ -88,7 +90,7 @@ impl World {
             })
             .collect();
         let fault = (!rng.per_mille(200)).then(|| draw_fault(&mut rng, ranks, operations.len() as u64));
-        Self { seed, ranks, conditions, starts, operations, fault }
+        Self { seed, ranks, conditions, starts, operations, fault, mtu: None }
     }
 }
 

@@ -115,6 +115,26 @@ pub(super) const GROUPS: &[Group] = &[
         ],
     },
     Group {
+        title: "The network between ranks",
+        about: "Settings of the links, checked before anybody is dialled.",
+        entries: &[
+            ("@ --ranks 2 --link-mtu 9000", "Channels have no packets."),
+            ("@ --ranks 2 --transport quic --link-mtu 1200", "Every link carries more than that."),
+            ("@ --ranks 2 --transport quic --network tcp --link-mtu 9000", "TCP cuts its own packets."),
+            ("@ --ranks 2 --transport quic --congestion bbr", "There are these two."),
+            ("@ --ranks 2 --transport quic --congestion fixed:9MB", "Bytes are counted in powers of two."),
+            (
+                "@ --ranks 2 --transport quic --link-mtu 9000 --congestion fixed:64KiB",
+                "A window holds some packets of the link.",
+            ),
+            (
+                "launch -n 2 -- @ --congestion fixed:5GiB",
+                "A window is what one link holds, not what a host has.",
+            ),
+            ("@ --ranks 4 --transport quic --net-memory 20MiB", "Each rank needs its share."),
+        ],
+    },
+    Group {
         title: "Input files",
         about: "A file is checked by its header before anything is allocated for tensors.",
         entries: &[

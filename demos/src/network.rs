@@ -1,0 +1,110 @@
+//! What the operator says of the network between ranks.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr};
+use std::str::FromStr;
+
+use clap::{Args, ValueEnum};
+use kyklos::Error;
+use kyklos_transport::quic::{Carrier, Congestion, LinkSettings};
+
+use crate::args::ByteSize;
+use crate::failure::{Failure, Result};
+
+/// Best the same on all ranks. What is not given is as it was found best.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Options of the network between ranks (--transport quic)")]
+pub(crate) struct NetworkArgs {
+    /// What carries packets: udp, or tcp where UDP does not get through; the same on all ranks [default: udp]
+    #[arg(long, value_enum)]
+    pub(crate) network: Option<CarrierName>,
+    /// Bytes of the largest IP packet that every link carries, such as 9000 with jumbo frames [default: finds out, up to 1500]
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) link_mtu: Option<u16>,
+    /// cubic gives way to others; fixed:BYTES keeps so much under way whatever is lost, for links that nobody else uses [default: cubic; the system's with tcp, to which fixed hands so much at a time]
+    #[arg(long, value_name = "cubic|fixed:BYTES")]
+    pub(crate) congestion: Option<CongestionName>,
+    /// Most bytes that the connections of a rank hold, such as 512MiB [default: 1GiB, or what the ranks need at the least]
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) net_memory: Option<ByteSize>,
+}
+
+impl NetworkArgs {
+    /// The settings, checked for a group of `world` ranks.
+    pub(crate) fn settings(&self, bind: IpAddr, world: u32) -> Result<LinkSettings> {
+        let link = LinkSettings {
+            mtu: self.link_mtu,
+            carrier: match self.network {
+                Some(CarrierName::Tcp) => Carrier::Tcp,
+                Some(CarrierName::Udp) | None => Carrier::Udp,
+            },
+            congestion: self.congestion.map(|CongestionName(congestion)| congestion).unwrap_or_default(),
+            memory_bytes: self.net_memory.map(|ByteSize(bytes)| bytes),
+        };
+        // No rank has tried anything yet: it is the request that is wrong.
+        link.check(bind, world).map_err(|error| Failure { exit: 2, ..Failure::run(error.to_string()) })?;
+        Ok(link)
+    }
+
+    /// The settings for ranks that share this process and its loopback interface.
+    pub(crate) fn here(&self, world: u32) -> Result<LinkSettings> {
+        self.settings(Ipv4Addr::LOCALHOST.into(), world)
+    }
+
+    /// Refuses what would be ignored between ranks that need no network.
+    pub(crate) fn refuse_without_network(&self) -> Result<()> {
+        let first = (self.network.map(|network| format!("--network {}", network.name())))
+            .or_else(|| self.link_mtu.map(|mtu| format!("--link-mtu {mtu}")))
+            .or_else(|| self.congestion.map(|congestion| format!("--congestion {congestion}")))
+            .or_else(|| self.net_memory.map(|memory| format!("--net-memory {memory}")));
+        first.map_or(Ok(()), |first| {
+            Err(Failure::request(
+                format!("{first} between ranks that talk within this process"),
+                "add --transport quic, or leave it away",
+            ))
+        })
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CarrierName {
+    Udp,
+    Tcp,
+}
+
+impl CarrierName {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Udp => "udp",
+            Self::Tcp => "tcp",
+        }
+    }
+}
+
+/// The value of `--congestion`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CongestionName(Congestion);
+
+impl FromStr for CongestionName {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        match text.split_once(':') {
+            None if text == "cubic" => Ok(Self(Congestion::Cubic)),
+            Some(("fixed", bytes)) => {
+                let ByteSize(window_bytes) = bytes.parse()?;
+                Ok(Self(Congestion::Fixed { window_bytes }))
+            }
+            _ => Err(Error::request(
+                format!("congestion control `{text}` is not known"),
+                "use cubic, or fixed:BYTES such as fixed:3MiB on links that nobody else uses",
+            )),
+        }
+    }
+}
+
+impl fmt::Display for CongestionName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}

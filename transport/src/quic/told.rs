@@ -1,0 +1,96 @@
+//! What a rank tells of its network: one line when its group has formed, and figures at any time.
+
+use std::net::{IpAddr, SocketAddr};
+
+use quinn::Connection;
+
+use super::bootstrap::Mesh;
+use super::link::Path;
+use super::socket::Granted;
+use super::tls;
+use crate::figures::ConnectionFigures;
+
+/// Where packets go and how, in one line.
+pub(crate) fn line(local: Option<SocketAddr>, mesh: &Mesh, path: &Path, granted: Granted) -> String {
+    // A socket that is bound to all addresses knows with its packets through which they come.
+    let seen = mesh.data.iter().find_map(|joined| joined.connection.local_ip());
+    let at = local.map(|local| SocketAddr::new(seen.unwrap_or(local.ip()).to_canonical(), local.port()));
+    let at = match at {
+        Some(at) => {
+            format!("{at}{}", interface(at.ip()).map(|name| format!(" ({name})")).unwrap_or_default())
+        }
+        None => "an unknown address".to_owned(),
+    };
+    format!("{at}, {granted}, {path}, {} offered first", tls::first_cipher())
+}
+
+pub(crate) fn figures(connection: &Connection) -> ConnectionFigures {
+    let stats = connection.stats();
+    ConnectionFigures {
+        round_trip: stats.path.rtt,
+        window_bytes: stats.path.cwnd,
+        packet_bytes: stats.path.current_mtu,
+        packets_sent: stats.path.sent_packets,
+        packets_lost: stats.path.lost_packets,
+        congestion_events: stats.path.congestion_events,
+        black_holes: stats.path.black_holes_detected,
+        bytes_sent: stats.udp_tx.bytes,
+        bytes_received: stats.udp_rx.bytes,
+    }
+}
+
+/// The interface behind a local address and its MTU, such as `eth0, MTU 1500`; only Linux tells.
+fn interface(ip: IpAddr) -> Option<String> {
+    let name = match ip {
+        ip if ip.is_loopback() => "lo".to_owned(),
+        IpAddr::V4(ip) => in_routes(&std::fs::read_to_string("/proc/net/route").ok()?, u32::from(ip))?,
+        IpAddr::V6(ip) => in_addresses(&std::fs::read_to_string("/proc/net/if_inet6").ok()?, u128::from(ip))?,
+    };
+    let mtu = std::fs::read_to_string(format!("/sys/class/net/{name}/mtu")).ok()?;
+    Some(format!("{name}, MTU {}", mtu.trim()))
+}
+
+/// Of the table of IPv4 routes, the interface with the smallest network around an address.
+fn in_routes(table: &str, ip: u32) -> Option<String> {
+    let routes = table.lines().skip(1).filter_map(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let [name, network, .., mask, _, _, _] = fields[..] else { return None };
+        // Bytes in the order of the wire, printed as a number of this machine.
+        let number = |text| Some(u32::from_be_bytes(u32::from_str_radix(text, 16).ok()?.to_ne_bytes()));
+        let (network, mask) = (number(network)?, number(mask)?);
+        (ip & mask == network).then(|| (mask, name.to_owned()))
+    });
+    routes.max_by_key(|(mask, _)| *mask).map(|(_, name)| name)
+}
+
+/// Of the table of IPv6 addresses, the interface of one.
+fn in_addresses(table: &str, ip: u128) -> Option<String> {
+    let line = table.lines().find(|line| line.starts_with(&format!("{ip:032x}")))?;
+    line.split_whitespace().last().map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::Ipv4Addr;
+
+    #[test]
+    fn an_address_has_the_interface_of_its_smallest_network() {
+        let table = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n\
+                     eth0\t00000000\t010200C0\t0003\t0\t0\t0\t00000000\t0\t0\t0\n\
+                     eth1\t0002A8C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n\
+                     short line\n";
+        let of = |ip: [u8; 4]| in_routes(table, u32::from(Ipv4Addr::from(ip)));
+        assert_eq!(of([192, 168, 2, 7]).as_deref(), Some("eth1"));
+        assert_eq!(of([10, 0, 0, 1]).as_deref(), Some("eth0"));
+        let table = "fd000000000000000000000000000002 04 40 00 82     eth0\n";
+        assert_eq!(in_addresses(table, 0xfd00 << 112 | 2).as_deref(), Some("eth0"));
+        assert_eq!(in_addresses(table, 1), None);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn loopback_is_an_interface_with_an_mtu() {
+        assert!(interface(IpAddr::V4(Ipv4Addr::LOCALHOST)).unwrap().starts_with("lo, MTU "));
+    }
+}

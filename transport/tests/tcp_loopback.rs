@@ -1,0 +1,15 @@
+//! The QUIC transport in TCP streams keeps the contract.
+#![cfg(all(feature = "quic", unix))]
+
+#[expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+mod conformance;
+
+use conformance::Group;
+use kyklos_transport::quic::{Carrier, LinkSettings, quic_loopback_group_over};
+
+fn make(world: u32) -> Group {
+    let link = LinkSettings { carrier: Carrier::Tcp, ..LinkSettings::default() };
+    quic_loopback_group_over(world, link).expect("a group over loopback")
+}
+
+conformance_tests!(make);
