@@ -344,7 +344,7 @@ mod by_hand {
             })
         });
         let reason = reason.unwrap();
-        assert!(reason.contains("version 1") && reason.contains("77"), "{reason}");
+        assert!(reason.contains(&format!("version {PROTOCOL_VERSION}")) && reason.contains("77"), "{reason}");
         works(group);
     }
 

@@ -341,6 +341,9 @@ async fn work(
     Ok(())
 }
 
+/// By epoch, the ranks of a group, and who was in it from when until when.
+type Groups = BTreeMap<u32, (Vec<Rank>, Vec<(u32, Duration, Duration)>)>;
+
 /// Everything that is wrong with how a world was played.
 pub(crate) fn judge(world: &World, played: &Played) -> Vec<String> {
     let mut wrong = Vec::new();
@@ -348,7 +351,7 @@ pub(crate) fn judge(world: &World, played: &Played) -> Vec<String> {
         wrong.push(format!("{} tasks are left after everybody has gone", played.tasks_left));
     }
     let crashed_at = |life: &Life| played.crashed.get(&life.rank).copied().filter(|_| life.life == 0);
-    let mut groups: BTreeMap<u32, (Vec<Rank>, Vec<(u32, Duration, Duration)>)> = BTreeMap::new();
+    let mut groups: Groups = BTreeMap::new();
     for life in &played.lives {
         let who = format!("rank {} (life {})", life.rank, life.life);
         wrong.extend(life.complaints.iter().map(|text| format!("{who}: {text}")));
@@ -393,7 +396,7 @@ pub(crate) fn judge(world: &World, played: &Played) -> Vec<String> {
 }
 
 /// At no time do two groups have all their ranks.
-fn two_wholes(groups: &BTreeMap<u32, (Vec<Rank>, Vec<(u32, Duration, Duration)>)>) -> Vec<String> {
+fn two_wholes(groups: &Groups) -> Vec<String> {
     let whole = |(members, stays): &(Vec<Rank>, Vec<(u32, Duration, Duration)>)| {
         let there: BTreeSet<u32> = stays.iter().map(|(rank, ..)| *rank).collect();
         let all = members.iter().all(|rank| there.contains(&rank.0));

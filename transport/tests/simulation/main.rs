@@ -104,7 +104,9 @@ fn whatever_happens_those_who_are_left_form_one_group_again_or_none() {
     let started = Instant::now();
     let mut failures = Vec::new();
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
-    for seed in seeds() {
+    // Fewer than of the others, which take half as long.
+    let most = if std::env::var_os("KYKLOS_SEEDS").is_some() { usize::MAX } else { 300 };
+    for seed in seeds().take(most) {
         let world = again::World::draw(seed);
         let played = again::play(&world);
         for life in &played.lives {
