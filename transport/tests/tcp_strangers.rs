@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -83,7 +83,7 @@ fn strangers_who_stream_nonsense_keep_nobody_out() {
             }),
             // A packet larger than any, and a refusal of somebody who was not asked.
             4 => stream.write_all(&[&[0xff; 2][..], &[0xc0; 65_535]].concat()),
-            _ => stream.write_all(b"\0\0nobody is here"),
+            _ => stream.write_all(b"\0\0nobody is here").and_then(|()| stream.shutdown(Shutdown::Write)),
         };
         strangers.push(stream);
     }

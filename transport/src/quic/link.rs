@@ -1,14 +1,12 @@
 //! What the operator says of the network between the ranks, and what follows for packets and memory.
 
-use std::any::Any;
 use std::fmt;
 use std::net::IpAddr;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use quinn::congestion::{Controller, ControllerFactory, CubicConfig};
 use quinn::{Connection, MtuDiscoveryConfig, TransportConfig, VarInt};
 
+use super::congestion::Congestion;
 use super::control::SILENT_TICKS;
 use crate::error::TransportError;
 
@@ -46,28 +44,6 @@ impl fmt::Display for Carrier {
             Self::Udp => "UDP",
             Self::Tcp => "TCP",
         })
-    }
-}
-
-/// Who decides how many bytes are under way to a rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Congestion {
-    /// CUBIC (RFC 9438): finds out, and gives way to others.
-    #[default]
-    Cubic,
-    /// Always so many bytes, whatever is lost: for links that nobody else uses.
-    Fixed {
-        /// Bytes; from ten packets up to 4 GiB.
-        window_bytes: u64,
-    },
-}
-
-impl fmt::Display for Congestion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Cubic => f.write_str("cubic"),
-            Self::Fixed { window_bytes } => write!(f, "fixed:{window_bytes}"),
-        }
     }
 }
 
@@ -250,16 +226,7 @@ impl Path {
             .keep_alive_interval(Some(idle_timeout / 4))
             .max_idle_timeout(quinn::IdleTimeout::try_from(idle_timeout).ok())
             .initial_rtt(Duration::from_millis(50));
-        match self.congestion {
-            Congestion::Cubic => {
-                let mut cubic = CubicConfig::default();
-                cubic.initial_window(1 << 20);
-                config.congestion_controller_factory(Arc::new(cubic))
-            }
-            Congestion::Fixed { window_bytes } => {
-                config.congestion_controller_factory(Arc::new(FixedWindow(window_bytes)))
-            }
-        };
+        config.congestion_controller_factory(self.congestion.factory());
         match self.kind {
             // Without a floor, a burst of loss on a busy host would look like a path that carries small packets only.
             Kind::Loopback | Kind::Streams => config
@@ -310,38 +277,6 @@ impl fmt::Display for Path {
             mib(*send)
         )?;
         write!(f, "for each of {peers} ranks, at most {} in all", mib(self.memory_bytes()))
-    }
-}
-
-/// Bytes under way, always the same.
-#[derive(Clone, Copy, Debug)]
-struct FixedWindow(u64);
-
-impl ControllerFactory for FixedWindow {
-    fn build(self: Arc<Self>, _: Instant, _: u16) -> Box<dyn Controller> {
-        Box::new(*self)
-    }
-}
-
-impl Controller for FixedWindow {
-    fn on_congestion_event(&mut self, _: Instant, _: Instant, _: bool, _: u64) {}
-
-    fn on_mtu_update(&mut self, _: u16) {}
-
-    fn window(&self) -> u64 {
-        self.0
-    }
-
-    fn clone_box(&self) -> Box<dyn Controller> {
-        Box::new(*self)
-    }
-
-    fn initial_window(&self) -> u64 {
-        self.0
-    }
-
-    fn into_any(self: Box<Self>) -> Box<dyn Any> {
-        self
     }
 }
 

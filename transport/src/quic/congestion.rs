@@ -1,0 +1,79 @@
+//! Who decides how many bytes are under way.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use quinn::congestion::{Controller, ControllerFactory, CubicConfig};
+
+/// Who decides how many bytes are under way to a rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Congestion {
+    /// CUBIC (RFC 9438): finds out, and gives way to others.
+    #[default]
+    Cubic,
+    /// Always so many bytes, whatever is lost: for links that nobody else uses.
+    Fixed {
+        /// Bytes; from ten packets up to 4 GiB.
+        window_bytes: u64,
+    },
+}
+
+impl fmt::Display for Congestion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cubic => f.write_str("cubic"),
+            Self::Fixed { window_bytes } => write!(f, "fixed:{window_bytes}"),
+        }
+    }
+}
+
+impl Congestion {
+    /// What makes a controller for each connection.
+    pub(crate) fn factory(self) -> Arc<dyn ControllerFactory + Send + Sync> {
+        match self {
+            Self::Cubic => {
+                let mut cubic = CubicConfig::default();
+                cubic.initial_window(INITIAL_BYTES);
+                Arc::new(cubic)
+            }
+            Self::Fixed { window_bytes } => Arc::new(FixedWindow(window_bytes)),
+        }
+    }
+}
+
+/// Bytes under way, always the same.
+#[derive(Clone, Copy, Debug)]
+struct FixedWindow(u64);
+
+impl ControllerFactory for FixedWindow {
+    fn build(self: Arc<Self>, _: Instant, _: u16) -> Box<dyn Controller> {
+        Box::new(*self)
+    }
+}
+
+impl Controller for FixedWindow {
+    fn on_congestion_event(&mut self, _: Instant, _: Instant, _: bool, _: u64) {}
+
+    fn on_mtu_update(&mut self, _: u16) {}
+
+    fn window(&self) -> u64 {
+        self.0
+    }
+
+    fn clone_box(&self) -> Box<dyn Controller> {
+        Box::new(*self)
+    }
+
+    fn initial_window(&self) -> u64 {
+        self.0
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
+    }
+}
+
+/// Under way before anything has been heard: some milliseconds of a fast link.
+const INITIAL_BYTES: u64 = 1 << 20;
