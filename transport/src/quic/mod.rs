@@ -88,7 +88,7 @@ pub struct QuicConfig {
 }
 
 impl QuicConfig {
-    /// The usual settings: 20 s to connect, heartbeats every 300 ms, bound to loopback if that is where the
+    /// The usual settings: 20 s to connect, heartbeats every 200 ms, bound to loopback if that is where the
     /// coordinator is and to all addresses otherwise.
     pub fn new(rank: Rank, world: u32, job: JobId, coordinator: SocketAddr, identity: Identity) -> Self {
         let bind = match coordinator.ip() {
@@ -108,7 +108,7 @@ impl QuicConfig {
             bind,
             port: 0,
             connect_deadline: Duration::from_secs(20),
-            heartbeat: Duration::from_millis(300),
+            heartbeat: Duration::from_millis(200),
         }
     }
 
