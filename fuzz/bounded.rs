@@ -6,20 +6,20 @@ use std::time::{Duration, Instant};
 
 /// Most bytes that a decoder may hold at a time.
 #[derive(Clone, Copy, Debug)]
-pub struct Limit {
+pub(crate) struct Limit {
     /// Whatever it is given.
-    pub fixed: u64,
+    pub(crate) fixed: u64,
     /// For each byte that it is given.
-    pub per_byte: u64,
+    pub(crate) per_byte: u64,
 }
 
 /// Where the corpus of a target lies.
-pub fn corpus_folder(target: &str) -> PathBuf {
+pub(crate) fn corpus_folder(target: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target)
 }
 
 /// The corpus must be what the encoders make; `KYKLOS_BLESS=1` writes it. Returns it, in order.
-pub fn corpus(target: &str, made: &[(String, Vec<u8>)]) -> Vec<Vec<u8>> {
+pub(crate) fn corpus(target: &str, made: &[(String, Vec<u8>)]) -> Vec<Vec<u8>> {
     let folder = corpus_folder(target);
     if std::env::var_os("KYKLOS_BLESS").is_some() {
         let _ = std::fs::remove_dir_all(&folder);
@@ -39,7 +39,7 @@ pub fn corpus(target: &str, made: &[(String, Vec<u8>)]) -> Vec<Vec<u8>> {
 }
 
 /// Feeds a target. Returns how often.
-pub fn run(name: &str, corpus: &[Vec<u8>], limit: Limit, target: impl Fn(&[u8])) -> u64 {
+pub(crate) fn run(name: &str, corpus: &[Vec<u8>], limit: Limit, target: impl Fn(&[u8])) -> u64 {
     let number = |name, usual: u64| std::env::var(name).map_or(usual, |text| text.parse().expect("a number"));
     let (seconds, seed) = (number("KYKLOS_FUZZ_SECONDS", 1), number("KYKLOS_FUZZ_SEED", 1));
     let (until, mut chance, mut times) = (Instant::now() + Duration::from_secs(seconds), Chance(seed), 0);

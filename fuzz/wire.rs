@@ -7,7 +7,7 @@ use kyklos_transport::quic::Identity;
 use kyklos_transport::wire::{Frame, HEADER_BYTES, MessageHeader};
 
 /// Control frames: the bytes as they are, and as the body of a frame whose length and checksum fit.
-pub fn frame(bytes: &[u8]) {
+pub(crate) fn frame(bytes: &[u8]) {
     canonical(bytes);
     let mut framed = u32::try_from(bytes.len()).unwrap_or(u32::MAX).to_le_bytes().to_vec();
     framed.extend_from_slice(bytes);
@@ -28,7 +28,7 @@ fn canonical(bytes: &[u8]) {
 }
 
 /// The header before a message, as it is and with a checksum that fits.
-pub fn header(bytes: &[u8]) {
+pub(crate) fn header(bytes: &[u8]) {
     let same = |bytes: &[u8]| {
         if let Ok(header) = MessageHeader::decode(bytes) {
             assert_eq!(header.encode()[..], *bytes, "{header:?}");
@@ -43,7 +43,7 @@ pub fn header(bytes: &[u8]) {
 }
 
 /// The file of an identity, with the names in its certificate.
-pub fn identity(bytes: &[u8]) {
+pub(crate) fn identity(bytes: &[u8]) {
     thread_local!(static FOLDER: OnceCell<tempfile::TempDir> = const { OnceCell::new() });
     FOLDER.with(|folder| {
         let folder = folder.get_or_init(|| tempfile::tempdir().expect("a folder"));
@@ -64,7 +64,7 @@ pub fn identity(bytes: &[u8]) {
 }
 
 /// An identity to begin with; its keys are new each time.
-pub fn seed() -> Identity {
+pub(crate) fn seed() -> Identity {
     use kyklos_transport::Rank;
     use kyklos_transport::quic::{ClusterAuthority, JobId};
     let authority = ClusterAuthority::new(JobId::from_name("fuzz")).expect("an authority");

@@ -9,8 +9,11 @@ use crate::launchers::{cluster_file, nodelist};
 use crate::record::format::Line;
 use crate::{args, doctor, tuned};
 
+/// Something that takes any bytes.
+pub type Target = fn(&[u8]);
+
 /// A decoder's name, and what feeds it.
-pub const ALL: [(&str, fn(&[u8])); 5] = [
+pub const ALL: [(&str, Target); 5] = [
     ("record", record),
     ("cluster_file", cluster_file),
     ("nodelist", nodelist),

@@ -92,7 +92,7 @@ fn half_open(to: SocketAddr, count: usize) {
         // Long enough for their first packets.
         tokio::time::sleep(Duration::from_millis(50)).await;
         // Their ends are never told: the socket goes with the runtime.
-        std::mem::drop(begun);
+        drop(begun);
     });
 }
 
