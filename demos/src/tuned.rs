@@ -89,9 +89,14 @@ pub(crate) fn read(path: &Path) -> Result<TuningTable, String> {
     if text.len() as u64 > MOST_BYTES {
         return Err(format!("it has more than {MOST_BYTES} bytes"));
     }
+    parse(&text)
+}
+
+/// The table in the text of a file.
+pub(crate) fn parse(text: &str) -> Result<TuningTable, String> {
     // The version first: what follows may have another layout.
     let value: serde_json::Value =
-        serde_json::from_str(&text).map_err(|error| format!("it is damaged: {error}"))?;
+        serde_json::from_str(text).map_err(|error| format!("it is damaged: {error}"))?;
     match value.get("version").and_then(serde_json::Value::as_u64) {
         Some(version) if version == u64::from(VERSION) => {}
         Some(version) => return Err(format!("it has version {version}, this program has {VERSION}")),
@@ -110,13 +115,16 @@ pub(crate) fn write(path: &Path, table: &TuningTable) -> Result<()> {
     fs::create_dir_all(folder).map_err(|error| failed(&error))?;
     let mut file = tempfile::NamedTempFile::new_in(folder).map_err(|error| failed(&error))?;
     let _doomed = Doomed::file(file.path());
-    let contents = Contents { version: VERSION, entries: table.clone() };
-    let text = serde_json::to_string_pretty(&contents)
-        .map_err(|error| Failure::run(format!("cannot keep the choices: {error}")))?;
+    let text = text_of(table).map_err(|error| Failure::run(format!("cannot keep the choices: {error}")))?;
     file.write_all((text + "\n").as_bytes()).map_err(|error| failed(&error))?;
     file.as_file().sync_all().map_err(|error| failed(&error))?;
     file.persist(path).map_err(|error| failed(&error.error))?;
     Ok(())
+}
+
+/// The text of a file with this table.
+pub(crate) fn text_of(table: &TuningTable) -> serde_json::Result<String> {
+    serde_json::to_string_pretty(&Contents { version: VERSION, entries: table.clone() })
 }
 
 const SWITCH: &str = "KYKLOS_TUNE";

@@ -1,7 +1,7 @@
 //! `kyklos doctor`: reads the records of all ranks together and says what went wrong first.
 
 mod diagnose;
-mod read;
+pub(crate) mod read;
 mod waits;
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use crate::record::format::{AbortLine, CallLine, EventLine, FORMAT, Line, PeerLi
 
 /// What one rank has left.
 #[derive(Clone, Debug)]
-pub(super) struct Record {
+pub(crate) struct Record {
     pub(super) path: PathBuf,
     pub(super) rank: RankLine,
     pub(super) peers: Vec<PeerLine>,
@@ -27,7 +27,7 @@ pub(super) fn read(path: &Path) -> Result<Record, String> {
     of_lines(path, file)
 }
 
-pub(super) fn of_lines(path: &Path, from: impl Read) -> Result<Record, String> {
+pub(crate) fn of_lines(path: &Path, from: impl Read) -> Result<Record, String> {
     let mut from = BufReader::new(from.take(MOST_BYTES));
     let mut next = || -> Result<Option<Vec<u8>>, String> {
         let mut line = Vec::new();

@@ -45,7 +45,7 @@ pub(crate) fn source(path: &Path, rank: Option<u32>) -> Result<Source> {
     parse(&text, &format!("--cluster {}", path.display()), rank)
 }
 
-fn parse(text: &str, words: &str, rank: Option<u32>) -> Result<Source> {
+pub(crate) fn parse(text: &str, words: &str, rank: Option<u32>) -> Result<Source> {
     let file: ClusterFile = toml::from_str(text).map_err(|error| {
         let line = error.span().map(|span| 1 + text[..span.start.min(text.len())].matches('\n').count());
         let line = line.map_or(String::new(), |line| format!(", line {line}"));

@@ -5,11 +5,11 @@
 //! different things of rank or world are refused by both their words, with two exceptions: a scheduler counts tasks
 //! that are launchers themselves, and an environment of one rank (an interactive shell) gives way to flags.
 
-mod cluster_file;
+pub(crate) mod cluster_file;
 mod given;
 mod kubernetes;
 mod mpi;
-mod nodelist;
+pub(crate) mod nodelist;
 mod slurm;
 mod source;
 mod torchrun;

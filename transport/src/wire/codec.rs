@@ -1,5 +1,7 @@
 //! Reading and writing of little-endian fields.
 
+use super::frame::MAX_TEXT_BYTES;
+
 /// Why bytes are not a frame.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -87,9 +89,12 @@ impl<'a> Reader<'a> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// A text: its length in bytes as u16, then UTF-8.
+    /// A text: its length in bytes as u16, at most [`MAX_TEXT_BYTES`], then UTF-8.
     pub(crate) fn text(&mut self) -> Result<String, WireError> {
         let length = self.u16()?;
+        if length > MAX_TEXT_BYTES {
+            return Err(WireError::BadValue { field: "length of a text", value: u64::from(length) });
+        }
         let bytes = self.bytes(usize::from(length))?;
         std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| WireError::BadText)
     }

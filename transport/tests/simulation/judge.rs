@@ -15,7 +15,7 @@ const GRACE: Duration = Duration::from_millis(5);
 /// 1 s.
 const FORM_GRACE: Duration = Duration::from_secs(8);
 
-/// How soon after a fault that lasts everybody who waits has heard of it: 3.6 s of silence, or 5.4 s until a
+/// How soon after a fault that lasts everybody who waits has heard of it: 2.4 s of silence, or 5 s until a
 /// connection is idle, and then some packets that may be lost.
 const NEWS: Duration = Duration::from_secs(9);
 

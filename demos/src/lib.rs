@@ -1,4 +1,4 @@
-//! The `kyklos` program.
+//! The `kyklos` program: [`main`] is all of it. The library is no interface for other programs.
 //!
 //! Exit codes: 0 done, 1 the run failed (a device or driver that is not there among it) or `doctor` found something,
 //! 2 the request is wrong.
@@ -14,6 +14,8 @@ mod args;
 mod attend;
 mod bench;
 mod certs;
+#[doc(hidden)]
+pub mod decoders;
 mod demo;
 mod device;
 mod devices;
@@ -52,7 +54,8 @@ use std::process::ExitCode;
 use args::Command;
 use failure::{Failure, note, print};
 
-fn main() -> ExitCode {
+/// Runs the program with the arguments of this process.
+pub fn main() -> ExitCode {
     driver::give_a_runtime_folder();
     let cli = match args::parse(std::env::args_os()) {
         Ok(cli) => cli,

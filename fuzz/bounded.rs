@@ -1,0 +1,132 @@
+//! A bounded run of a fuzz target on stable Rust: its corpus, then mutations of it from a seed, each held to the memory
+//! that so many bytes may take. `KYKLOS_FUZZ_SECONDS` makes it longer, `KYKLOS_FUZZ_SEED` another one.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Most bytes that a decoder may hold at a time.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limit {
+    /// Whatever it is given.
+    pub(crate) fixed: u64,
+    /// For each byte that it is given.
+    pub(crate) per_byte: u64,
+}
+
+/// Where the corpus of a target lies.
+pub(crate) fn corpus_folder(target: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target)
+}
+
+/// The corpus must be what the encoders make; `KYKLOS_BLESS=1` writes it. Returns it, in order.
+pub(crate) fn corpus(target: &str, made: &[(String, Vec<u8>)]) -> Vec<Vec<u8>> {
+    let folder = corpus_folder(target);
+    if std::env::var_os("KYKLOS_BLESS").is_some() {
+        let _ = std::fs::remove_dir_all(&folder);
+        std::fs::create_dir_all(&folder).expect("a folder");
+        for (name, bytes) in made {
+            std::fs::write(folder.join(name), bytes).expect("a file");
+        }
+    }
+    for (name, bytes) in made {
+        let found = std::fs::read(folder.join(name)).unwrap_or_default();
+        assert!(
+            found == *bytes,
+            "fuzz/corpus/{target}/{name} is not what is made now: KYKLOS_BLESS=1 writes it anew"
+        );
+    }
+    made.iter().map(|(_, bytes)| bytes.clone()).collect()
+}
+
+/// Feeds a target. Returns how often.
+pub(crate) fn run(name: &str, corpus: &[Vec<u8>], limit: Limit, target: impl Fn(&[u8])) -> u64 {
+    let number = |name, usual: u64| std::env::var(name).map_or(usual, |text| text.parse().expect("a number"));
+    let (seconds, seed) = (number("KYKLOS_FUZZ_SECONDS", 1), number("KYKLOS_FUZZ_SEED", 1));
+    let (until, mut chance, mut times) = (Instant::now() + Duration::from_secs(seconds), Chance(seed), 0);
+    // The first call may set something up that stays.
+    target(&corpus[0]);
+    while times < corpus.len() as u64 || Instant::now() < until {
+        let input = corpus.get(times as usize).cloned().unwrap_or_else(|| chance.mutation(corpus));
+        let told = Tell { name, times, input: &input };
+        let held = allocation_counter::measure(|| target(&input)).bytes_max;
+        let allowed = limit.fixed + limit.per_byte * input.len() as u64;
+        assert!(held <= allowed, "{name} held {held} bytes for {} bytes, allowed are {allowed}", input.len());
+        drop(told);
+        times += 1;
+    }
+    times
+}
+
+/// Says what the target was given, if that was too much for it.
+struct Tell<'a> {
+    name: &'a str,
+    times: u64,
+    input: &'a [u8],
+}
+
+impl Drop for Tell<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let shown = &self.input[..self.input.len().min(2000)];
+            eprintln!("{}, call {}: {}", self.name, self.times, shown.escape_ascii());
+        }
+    }
+}
+
+/// `SplitMix64`.
+struct Chance(u64);
+
+impl Chance {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) % end.max(1) as u64) as usize
+    }
+
+    /// One of the corpus, changed in a few places.
+    fn mutation(&mut self, corpus: &[Vec<u8>]) -> Vec<u8> {
+        let mut bytes = corpus[self.below(corpus.len())].clone();
+        for _ in 0..=self.below(4) {
+            let at = self.below(bytes.len());
+            let end = (at + 1 + self.below(16)).min(bytes.len());
+            match self.below(8) {
+                0 if at < bytes.len() => bytes[at] ^= 1 << self.below(8),
+                1 if at < bytes.len() => {
+                    bytes[at] = [0, 1, 0x7f, 0x80, 0xff, b'0', b'9', b'['][self.below(8)]
+                }
+                2 => bytes.truncate(at),
+                // A length of one, two, four or eight bytes.
+                3 => {
+                    let value = [0, 1, 0xff, 0xffff, 0x10_0000, 0xffff_ffff, u64::MAX][self.below(7)];
+                    let width = [1, 2, 4, 8][self.below(4)].min(bytes.len() - at.min(bytes.len()));
+                    bytes[at..at + width].copy_from_slice(&value.to_le_bytes()[..width]);
+                }
+                // A number in a text.
+                4 => {
+                    let digits =
+                        [&b"0"[..], b"-1", b"4294967296", b"99999999999999999999", b"1e999"][self.below(5)];
+                    bytes.splice(at..at, digits.iter().copied());
+                }
+                5 => {
+                    let again = bytes[at.min(end)..end].repeat(1 + self.below(64));
+                    bytes.splice(at..at, again);
+                }
+                6 => drop(bytes.drain(at.min(end)..end)),
+                // The rest is of another one.
+                _ => {
+                    let other = &corpus[self.below(corpus.len())];
+                    let from = self.below(other.len());
+                    bytes.truncate(at);
+                    bytes.extend_from_slice(&other[from..]);
+                }
+            }
+            bytes.truncate(MOST_BYTES);
+        }
+        bytes
+    }
+}
+
+/// Longest input.
+const MOST_BYTES: usize = 1 << 17;

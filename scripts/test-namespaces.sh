@@ -1,0 +1,210 @@
+#!/usr/bin/env bash
+# The program on two hosts that are network namespaces of this machine, joined by a veth pair: packets of 1500 and of
+# 9000 bytes, a slow link, a link that goes down for a moment and for good, a link that carries one way only, loss.
+# Four ranks, two on each host, with identities of hosts and a cluster file; every result is verified.
+# What this machine cannot do is reported as ignored, not as passed. Needs no privileges where users may make namespaces.
+# Usage: scripts/test-namespaces.sh [program], by default target/release/kyklos, which is built.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+ignore_all() {
+    echo "ignored: namespaces: $1"
+    exit 0
+}
+
+if [ "${1:-}" != --inside ]; then
+    program=${1:-target/release/kyklos}
+    [ $# -gt 0 ] || cargo build --release -q -p kyklos-cli
+    for tool in ip tc unshare nsenter; do
+        command -v "$tool" >/dev/null || ignore_all "there is no $tool"
+    done
+    unshare --user --map-root-user --net true 2>/dev/null || ignore_all "this user may not make any"
+    exec unshare --user --map-root-user --net "$0" --inside "$(realpath "$program")"
+fi
+
+program=$2
+folder=$(mktemp -d)
+other= # The process that keeps the second namespace.
+ranks=()
+cleanup() {
+    # A rank may have ended by itself.
+    kill -9 "${ranks[@]}" ${other:+"$other"} 2>/dev/null || true
+    rm -rf "$folder"
+}
+trap cleanup EXIT
+
+# This namespace is the first host, 10.77.0.1. The second one lives as long as its process.
+unshare --net sleep 600 &
+other=$!
+disown
+ip link set lo up
+ip link add near type veth peer name far 2>/dev/null || ignore_all "this kernel has no veth"
+until [ "$(readlink "/proc/$other/ns/net")" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.02; done
+ip link set far netns "$other"
+there() { nsenter --target "$other" --net "$@"; }
+ip addr add 10.77.0.1/24 dev near
+there ip addr add 10.77.0.2/24 dev far
+there ip link set lo up
+
+mtu() {
+    ip link set near mtu "$1" up
+    there ip link set far mtu "$1" up
+}
+
+"$program" certs init --authority "$folder/authority" >/dev/null
+"$program" certs issue --authority "$folder/authority" --host 10.77.0.1 --output "$folder" >/dev/null
+"$program" certs issue --authority "$folder/authority" --host 10.77.0.2 --output "$folder" >/dev/null
+for host in 1 2 1 2; do printf '[[ranks]]\nhost = "10.77.0.%s"\n' "$host"; done >"$folder/cluster.toml"
+
+# Starts four ranks; what rank R says is in $folder/R.err, its answer in $folder/R.out.
+start() {
+    ranks=()
+    for rank in 0 1 2 3; do
+        host=$((rank % 2 + 1))
+        enter=()
+        [ $host = 1 ] || enter=(nsenter --target "$other" --net)
+        timeout 60 "${enter[@]}" "$program" attend --cluster "$folder/cluster.toml" --rank $rank \
+            --identity "$folder/host-10.77.0.$host.pem" --device cpu --join-deadline 20 --mesh 2x2 --mask causal \
+            --shape 1,2048,4,4,64 --progress json "$@" >"$folder/$rank.out" 2>"$folder/$rank.err" &
+        ranks+=($!)
+    done
+}
+
+passed=0 failed=0 ignored=0
+pass() { passed=$((passed + 1)) && echo "passed: $*"; }
+ignore() { ignored=$((ignored + 1)) && echo "ignored: $*"; }
+fail() {
+    failed=$((failed + 1))
+    echo "FAILED: $*"
+    for rank in 0 1 2 3; do echo "  rank $rank: $(grep -v '^{' "$folder/$rank.err" | tail -3)"; done
+}
+
+now_ms() { echo $(($(date +%s%N) / 1000000)); }
+
+# All four ranks end well; rank 0 has held the result to the oracle.
+all_well() {
+    local pid well=true
+    for pid in "${ranks[@]}"; do wait "$pid" || well=false; done
+    $well && grep -q '"max_abs_error"' "$folder/0.out"
+}
+
+# Waits until every rank computes.
+all_compute() {
+    local rank tries=0
+    for rank in 0 1 2 3; do
+        until grep -q '"op":3' "$folder/$rank.err"; do
+            sleep 0.05
+            tries=$((tries + 1))
+            [ $tries -lt 400 ] || return 1
+        done
+    done
+}
+
+# Every rank ends with an error that names a rank of the other host, soon after $2 (ms).
+all_name_somebody() {
+    local name=$1 since=$2 rank times=() worst=0 said took
+    local open=(0 1 2 3)
+    while [ ${#open[@]} -gt 0 ] && [ $(($(now_ms) - since)) -lt 20000 ]; do
+        local left=()
+        for rank in "${open[@]}"; do
+            if grep -q '^error: ' "$folder/$rank.err"; then
+                took=$(($(now_ms) - since))
+                times[rank]=$took
+                [ $took -le $worst ] || worst=$took
+            else
+                left+=("$rank")
+            fi
+        done
+        open=(${left[@]+"${left[@]}"})
+        sleep 0.05
+    done
+    if [ ${#open[@]} -gt 0 ]; then
+        fail "$name: rank ${open[*]} still does not know after 20 s"
+        kill "${ranks[@]}" 2>/dev/null || true
+        wait "${ranks[@]}" 2>/dev/null || true
+        return
+    fi
+    for rank in 0 1 2 3; do
+        wait "${ranks[rank]}" && fail "$name: rank $rank ended as if nothing had been" && return
+        # Ranks 0 and 2 are on the first host: to them a rank of the other one has failed, and the other way round.
+        said=$(grep '^error: ' "$folder/$rank.err")
+        case $((rank % 2)) in
+            0) grep -qE 'rank [13] (died|failed)' <<<"$said" ;;
+            *) grep -qE 'rank [02] (died|failed)' <<<"$said" ;;
+        esac || { fail "$name: rank $rank blames nobody of the other host: $said" && return; }
+    done
+    if [ $worst -gt $LIMIT_MS ]; then
+        fail "$name: known after ${times[*]} ms (ranks 0 to 3), more than $LIMIT_MS ms"
+    else
+        pass "$name: every rank named one of the other host after ${times[*]} ms (ranks 0 to 3)"
+    fi
+}
+# Twelve silent heartbeats, the second that a rank gives its last frames before it says its error, and two for a busy machine.
+LIMIT_MS=5500
+
+for size in 1500 9000; do
+    mtu $size
+    start --verify --json --repeat 3
+    if all_well; then pass "MTU $size: the result is right"; else fail "MTU $size"; fi
+done
+mtu 1500
+
+if tc qdisc add dev near root tbf rate 20mbit burst 64k latency 50ms 2>/dev/null; then
+    there tc qdisc add dev far root tbf rate 20mbit burst 64k latency 50ms
+    before=$(awk '/near:/ {print $10}' /proc/net/dev) started=$(now_ms)
+    start --verify --json --repeat 4
+    if all_well; then
+        took=$(($(now_ms) - started)) bytes=$(($(awk '/near:/ {print $10}' /proc/net/dev) - before))
+        mbit=$((bytes * 8 / 1000 / took))
+        said="20 Mbit/s: the result is right; $((bytes >> 20)) MiB one way in $took ms, $mbit Mbit/s"
+        # Without the limit it is several times as much.
+        if [ $mbit -le 21 ]; then pass "$said"; else fail "$said: nothing limited it"; fi
+    else
+        fail "20 Mbit/s"
+    fi
+    tc qdisc del dev near root
+    there tc qdisc del dev far root
+else
+    ignore "20 Mbit/s: this kernel has no tbf"
+fi
+
+if tc qdisc add dev near root netem loss 2% 2>/dev/null; then
+    start --verify --json --repeat 3
+    if all_well; then pass "2 % loss: the result is right"; else fail "2 % loss"; fi
+    tc qdisc del dev near root
+else
+    ignore "2 % loss: this kernel has no netem"
+fi
+
+start --verify --json --repeat 40
+if all_compute; then
+    ip link set near down
+    sleep 1
+    ip link set near up
+    if all_well; then pass "link down for 1 s: the result is right"; else fail "link down for 1 s"; fi
+else
+    fail "link down for 1 s: the ranks never computed"
+    wait "${ranks[@]}" || true
+fi
+
+start --repeat 1000000
+if all_compute; then
+    ip link set near down
+    all_name_somebody "link down" "$(now_ms)"
+else
+    fail "link down: the ranks never computed"
+fi
+ip link set near up
+
+start --repeat 1000000
+if all_compute; then
+    # Frames to an address that nobody has: what goes there is lost, what comes back is not.
+    ip neigh replace 10.77.0.2 lladdr 02:00:00:00:00:99 dev near nud permanent
+    all_name_somebody "one way only" "$(now_ms)"
+    ip neigh del 10.77.0.2 dev near
+else
+    fail "one way only: the ranks never computed"
+fi
+
+echo "namespaces: $passed passed, $failed failed, $ignored ignored in $SECONDS s"
+[ $failed = 0 ]

@@ -1,0 +1,63 @@
+//! What the ranks compute, and what is right.
+
+use bytes::Bytes;
+use kyklos::backend::cpu::CpuBackend;
+use kyklos::local::{RankTask, Tensors, run_ranks, shard};
+use kyklos::plan::World;
+use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos_tests::inputs::{TensorId, fill};
+use kyklos_transport::{Rank, in_process_group};
+
+use crate::common::{DEADLINE, options};
+
+/// A small causal problem on a mesh: `1xR` is a ring, `Ux1` an all-to-all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Work {
+    pub(crate) ulysses: u32,
+    pub(crate) ring: u32,
+    /// Of the tensors.
+    pub(crate) seed: u64,
+}
+
+const SHAPE: [u32; 5] = [1, 384, 6, 2, 32];
+
+impl Work {
+    pub(crate) fn ranks(self) -> u32 {
+        self.ulysses * self.ring
+    }
+
+    pub(crate) fn world(self) -> World {
+        let problem = AttentionProblem::new(SHAPE, Dtype::F32, Mask::causal()).unwrap();
+        let mesh = Mesh::new(self.ulysses, self.ring).unwrap();
+        plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified).unwrap()
+    }
+
+    fn tensors(self) -> Tensors {
+        let [batch, tokens, q_heads, kv_heads, dim] = SHAPE.map(|extent| extent as usize);
+        let made_up = |tensor, heads| {
+            let mut values = vec![0.0_f32; batch * tokens * heads * dim];
+            fill(self.seed, tensor, 0..values.len() as u64, &mut values);
+            Bytes::copy_from_slice(bytemuck::cast_slice(&values))
+        };
+        let [q, k, v] = [(TensorId::Q, q_heads), (TensorId::K, kv_heads), (TensorId::V, kv_heads)]
+            .map(|(t, h)| made_up(t, h));
+        Tensors { q, k, v, pairs: None }
+    }
+
+    /// A rank's own part of the tensors.
+    pub(crate) fn tensors_of(self, world: &World, rank: Rank) -> Tensors {
+        shard(world, rank, &self.tensors()).unwrap()
+    }
+
+    /// Every rank's result where nothing disturbs it: on threads of this process.
+    pub(crate) fn undisturbed(self) -> Vec<Vec<u8>> {
+        let run = |task: RankTask<'_>| {
+            let mut result = Vec::new();
+            let each = |_, output: kyklos::RankOutput| result = [&output.o[..], &output.lse[..]].concat();
+            task.run_on(&CpuBackend::new(), each).map(|()| result)
+        };
+        let group = in_process_group(self.ranks());
+        let results = run_ranks(&self.world(), group, &self.tensors(), 1, DEADLINE, &options(), run).unwrap();
+        results.into_iter().map(|result| result.unwrap()).collect()
+    }
+}

@@ -1,0 +1,112 @@
+//! Whatever bytes come, the transport's decoders neither panic nor hold more memory than the bytes can account for.
+//! The targets are those of `fuzz/`, the corpus is made by the encoders.
+#![cfg(feature = "quic")]
+
+#[path = "../../fuzz/bounded.rs"]
+mod bounded;
+#[path = "../../fuzz/wire.rs"]
+mod wire;
+
+use std::hint::black_box;
+use std::net::SocketAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use bounded::{Limit, corpus, run};
+use kyklos_transport::wire::{Frame, MAX_TEXT_BYTES, MessageHeader, Purpose, RejectCode, part_digest};
+use kyklos_transport::{Abort, AbortCause, Progress, Rank, Tag, Vote};
+
+/// A few copies of what came, one of them as a frame in memory.
+const BY_LENGTH: Limit = Limit { fixed: 2 << 10, per_byte: 8 };
+
+fn frames() -> Vec<(String, Vec<u8>)> {
+    let tag = Tag { op: 9, message: 5 };
+    let progress = Progress { op: 9, step: 2 };
+    let addresses: Vec<SocketAddr> = ["127.0.0.1:7000", "[2001:db8::1]:258"]
+        .iter()
+        .map(|address| address.parse().expect("an address"))
+        .collect();
+    let purpose = Purpose::Control;
+    let cause = AbortCause::Died("gone".into());
+    let all = [
+        ("hello", Frame::Hello { protocol: 1, purpose, job: [7; 16], epoch: 1, rank: Rank(1), world: 4 }),
+        ("welcome", Frame::Welcome { protocol: 1 }),
+        ("reject", Frame::Reject { code: RejectCode::World, text: "no".into() }),
+        ("addresses", Frame::AddressTable { addresses }),
+        ("start", Frame::Start),
+        ("ready", Frame::Vote { vote: Vote::Ready { plan_hash: [3; 32] } }),
+        ("refuse_vote", Frame::Vote { vote: Vote::Refuse { exit: 2, text: "é".into() } }),
+        ("verdict", Frame::Verdict { round: 1, refusal: Some((Rank(2), 2, "x".into())) }),
+        ("missing", Frame::Missing { round: 1, rank: Rank(2), left: true }),
+        ("ping", Frame::Ping { progress }),
+        ("abort", Frame::Abort { abort: Abort { culprit: Rank(1), cause, progress } }),
+        ("link_lost", Frame::LinkLost { peer: Rank(6), text: "lost".into() }),
+        ("want", Frame::Want { tag }),
+        ("refuse", Frame::Refuse { tag, text: "é".repeat(usize::from(MAX_TEXT_BYTES)) }),
+    ];
+    let mut made: Vec<_> = all.map(|(name, frame)| (name.to_owned(), frame.encode())).into();
+    // A body whose text is one byte longer than a text may be.
+    let mut long = [2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0].to_vec();
+    long.splice(0..0, [17, 1]);
+    long.extend_from_slice(&(MAX_TEXT_BYTES + 1).to_le_bytes());
+    long.resize(long.len() + usize::from(MAX_TEXT_BYTES) + 1, b'a');
+    made.push(("a_text_that_is_too_long".to_owned(), long));
+    made
+}
+
+#[test]
+fn frames_of_any_bytes() {
+    let times = run("frame", &corpus("frame", &frames()), BY_LENGTH, wire::frame);
+    assert!(times > 1000, "{times}");
+}
+
+#[test]
+fn headers_of_any_bytes() {
+    let header = MessageHeader {
+        job_low: 7,
+        epoch: 1,
+        from: Rank(0),
+        to: Rank(1),
+        tag: Tag { op: 9, message: 5 },
+        part_count: 2,
+        part_digest: part_digest([16, 3].into_iter()),
+        total_bytes: 19,
+    };
+    let made = [("parts".to_owned(), header.encode().to_vec())];
+    let times = run("header", &corpus("header", &made), BY_LENGTH, wire::header);
+    assert!(times > 1000, "{times}");
+}
+
+#[test]
+fn identities_of_any_bytes() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("identity.pem");
+    wire::seed().write_file(&path).expect("a file");
+    // No key is kept in the repository.
+    let corpus = [std::fs::read(&path).expect("the file")];
+    let times = run("identity", &corpus, Limit { fixed: 64 << 10, per_byte: 16 }, wire::identity);
+    assert!(times > 100, "{times}");
+}
+
+/// Seeded bugs, each of which a run must find.
+#[test]
+fn decoders_with_bugs_are_caught() {
+    let found = |bug: fn(&[u8])| {
+        let made: Vec<_> = frames().into_iter().map(|(_, bytes)| bytes).collect();
+        catch_unwind(AssertUnwindSafe(|| run("a bug", &made, BY_LENGTH, bug))).is_err()
+    };
+    assert!(!found(|bytes| drop(black_box(bytes.to_vec()))), "a decoder without a bug");
+    // Memory for as many bytes as the first four say.
+    assert!(found(|bytes| {
+        let length = bytes.first_chunk().map_or(0, |length| u32::from_le_bytes(*length) as usize);
+        drop(black_box(Vec::<u8>::with_capacity(length.min(1 << 16))));
+    }));
+    // As many bytes as the first four say are taken to be there.
+    assert!(found(|bytes| {
+        let length = bytes.first_chunk().map_or(0, |length| u32::from_le_bytes(*length) as usize);
+        black_box(&bytes[..length]);
+    }));
+    // A number is taken to be in range.
+    assert!(found(|bytes| {
+        black_box([0_u8; 20][usize::from(bytes.get(4).copied().unwrap_or(0))]);
+    }));
+}

@@ -1,0 +1,201 @@
+//! Those who begin and never go on, and those who say again what others have said: honest ranks finish, and memory stays
+//! flat. Who shows a wrong certificate or a wrong frame is in `quic_strangers.rs`.
+#![cfg(all(feature = "quic", target_os = "linux"))]
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kyklos_transport::quic::{ClusterAuthority, JobId, QuicConfig, QuicTransport};
+use kyklos_transport::{Rank, Tag, Transport, TransportError};
+use pollster::block_on;
+use quinn::crypto::rustls::QuicClientConfig;
+
+const LONG: Duration = Duration::from_secs(30);
+
+type Formed = Result<Arc<dyn Transport>, TransportError>;
+
+struct Job {
+    id: JobId,
+    authority: ClusterAuthority,
+    coordinator: SocketAddr,
+}
+
+impl Job {
+    fn new() -> Self {
+        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let id = JobId::random().unwrap();
+        Self { id, authority: ClusterAuthority::new(id).unwrap(), coordinator: socket.local_addr().unwrap() }
+    }
+
+    /// Rank 1 may look for rank 0 somewhere else.
+    fn connect(&self, rank: u32, coordinator: SocketAddr) -> JoinHandle<Formed> {
+        let identity = self.authority.issue(Rank(rank)).unwrap();
+        let config = QuicConfig::new(Rank(rank), 2, self.id, coordinator, identity);
+        std::thread::spawn(move || QuicTransport::connect(config))
+    }
+}
+
+/// Both ranks send to each other, four messages each.
+fn exchange(group: &[Arc<dyn Transport>; 2], op: u64) {
+    let bytes = 1 << 20;
+    for message in 0..4 {
+        let tag = Tag { op, message };
+        let posted: Vec<_> = [(0, 1), (1, 0)]
+            .map(|(me, peer): (usize, u32)| {
+                let parts = vec![Bytes::from(vec![me as u8; bytes])];
+                (
+                    group[me].post_send(Rank(peer), tag, parts, LONG),
+                    group[me].post_recv(Rank(peer), tag, &[bytes], LONG),
+                    peer,
+                )
+            })
+            .into();
+        for (sent, received, peer) in posted {
+            assert!(block_on(received).unwrap()[0].iter().all(|&byte| u32::from(byte) == peer));
+            block_on(sent).unwrap();
+        }
+    }
+}
+
+fn close(group: &[Arc<dyn Transport>; 2]) {
+    for closed in [&group[1], &group[0]].map(|rank| rank.close(LONG)) {
+        block_on(closed).unwrap();
+    }
+}
+
+fn resident_kib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+/// Begins `count` connections and is gone before any of them has an answer.
+fn half_open(to: SocketAddr, count: usize) {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut tls = rustls::ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_root_certificates(rustls::RootCertStore::empty())
+        .with_no_client_auth();
+    tls.alpn_protocols = vec![b"kyklos/1".to_vec()];
+    let config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).unwrap()));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let endpoint = quinn::Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+        let begun: Vec<_> =
+            (0..count).map(|_| endpoint.connect_with(config.clone(), to, "rank-0").unwrap()).collect();
+        // Long enough for their first packets.
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        // Their ends are never told: the socket goes with the runtime.
+        drop(begun);
+    });
+}
+
+#[test]
+fn thousands_of_half_open_connections_leave_memory_flat_and_honest_ranks_finish() {
+    let job = Job::new();
+    let zero = job.connect(0, job.coordinator);
+    std::thread::sleep(Duration::from_millis(200));
+    // While rank 0 waits for the others.
+    half_open(job.coordinator, 1000);
+    let one = job.connect(1, job.coordinator);
+    let group = [zero, one].map(|rank| rank.join().unwrap().unwrap());
+    let mut resident = Vec::new();
+    for op in 0..8 {
+        half_open(job.coordinator, 1000);
+        exchange(&group, op);
+        resident.push(resident_kib());
+    }
+    close(&group);
+    println!("KiB after every 1000: {resident:?}");
+    // Rank 0 lets so many in at a time (4096) and no more.
+    let (first, last) = (resident[4], resident[7]);
+    assert!(last < first + (16 << 10), "3000 more half-open connections took more than 16 MiB: {resident:?}");
+}
+
+/// Hands packets on between a rank and rank 0, keeps those of the rank, and says everything twice if asked to.
+struct Wire {
+    address: SocketAddr,
+    kept: Arc<Mutex<Vec<Vec<u8>>>>,
+    over: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
+}
+
+impl Wire {
+    fn to(coordinator: SocketAddr, copies: usize) -> Self {
+        let [near, far] = [(); 2].map(|()| UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
+        let address = near.local_addr().unwrap();
+        let (kept, over) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicBool::new(false)));
+        let (keep, end) = (Arc::clone(&kept), Arc::clone(&over));
+        let thread = std::thread::spawn(move || {
+            let mut client = None;
+            let mut buffer = vec![0; 1 << 16];
+            for socket in [&near, &far] {
+                socket.set_nonblocking(true).unwrap();
+            }
+            while !end.load(Ordering::Relaxed) {
+                let mut idle = true;
+                while let Ok((bytes, from)) = near.recv_from(&mut buffer) {
+                    (client, idle) = (Some(from), false);
+                    keep.lock().unwrap().push(buffer[..bytes].to_vec());
+                    for _ in 0..copies {
+                        let _ = far.send_to(&buffer[..bytes], coordinator);
+                    }
+                }
+                while let Ok((bytes, _)) = far.recv_from(&mut buffer) {
+                    idle = false;
+                    for _ in 0..copies {
+                        let _ = client.map(|client| near.send_to(&buffer[..bytes], client));
+                    }
+                }
+                if idle {
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+            }
+        });
+        Self { address, kept, over, thread }
+    }
+
+    fn end(self) {
+        self.over.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap();
+    }
+}
+
+#[test]
+fn packets_that_are_said_again_change_nothing() {
+    let job = Job::new();
+    // Every packet twice, both ways, while the group works.
+    let wire = Wire::to(job.coordinator, 2);
+    let ranks = [job.connect(0, job.coordinator), job.connect(1, wire.address)];
+    let group = ranks.map(|rank| rank.join().unwrap().unwrap());
+    exchange(&group, 0);
+    let said = wire.kept.lock().unwrap().clone();
+    assert!(said.len() > 50, "{} packets", said.len());
+    // All of them again, from somewhere else: the group goes on.
+    let stranger = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    for packet in &said {
+        stranger.send_to(packet, job.coordinator).unwrap();
+    }
+    exchange(&group, 1);
+    close(&group);
+    wire.end();
+    // A rank keeps its port until nobody holds it, and for its last packets.
+    drop(group);
+    std::thread::sleep(Duration::from_secs(1));
+    // And before the same ranks form their next group: nobody is taken for the rank that said it.
+    let zero = job.connect(0, job.coordinator);
+    std::thread::sleep(Duration::from_millis(200));
+    for packet in &said {
+        let _ = stranger.send_to(packet, job.coordinator);
+    }
+    let one = job.connect(1, job.coordinator);
+    let group = [zero, one].map(|rank| rank.join().unwrap().unwrap());
+    exchange(&group, 0);
+    close(&group);
+}
