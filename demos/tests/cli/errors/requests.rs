@@ -191,6 +191,16 @@ pub(super) const GROUPS: &[Group] = &[
                 "launch -n 2 -- attend --shape 1,64,8,2,64 --transport in-process",
                 "Processes share no memory.",
             ),
+            (
+                "launch -n 2 -- @ --on-loss rejoin --rejoin",
+                "The launcher says it to the processes that it starts anew.",
+            ),
+            (
+                "RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29600 @ --identity DIR/ids/rank-1.pem --rejoin",
+                "Who comes again comes to a group that waits for it.",
+            ),
+            ("@ --ranks 2 --on-loss shrink", "The ranks of one process live and end together."),
+            ("@ --ranks 2 --stuck-after 60", "Ranks of one process have no heartbeats."),
             ("KYKLOS_LAUNCH=1 @ --rank 0", "The launcher numbers the ranks."),
             ("@ --ranks 2 --rank 0", "All ranks in this process, or this process as one of several."),
             ("RANK=0 @", "A launcher sets both."),
