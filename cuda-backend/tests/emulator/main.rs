@@ -1,0 +1,5 @@
+//! The CUDA kernels on the emulator of their instructions: no GPU, no CUDA, a C++ compiler.
+
+mod instructions;
+mod job;
+mod program;
