@@ -11,6 +11,7 @@
 
 #define DEVICE inline
 #define UNROLL
+#define ROLLED
 #define KERNEL(name, Arguments, threads)                                                              \
     static void name(const Arguments &args);                                                          \
     static const machine::Kernel kernel_##name(#name, sizeof(Arguments), threads, [](const void *args) { \

@@ -187,26 +187,29 @@ template <typename T, int DIM> struct Attention {
     }
 
     // Adds the elements of V that multiply_values left out, for the rows that see their keys: 0 · NaN would reach others.
+    // Rare, so it is short rather than fast.
     DEVICE void add_odd_values(const float (&weights)[KEYS / 8][4], u32 v_from, u32 first_key) {
-        UNROLL for (int n = 0; n < KEYS / 8; n++) {
-            for (u32 c = 0; c < 8; c++) {
-                const u32 key = 8 * n + c, holder = lane / 4 * 4 + c / 2;
-                const u32 position = position_of(args, first_key + key);
-                float weight[2];
-                bool seen[2];
+        ROLLED for (u32 key = 0; key < KEYS; key++) {
+            // Registers have no index: the ones of the key's group are chosen one by one.
+            float of_pair[4];
+            UNROLL for (int i = 0; i < 4; i++)
+                UNROLL for (int n = 0; n < KEYS / 8; n++)
+                    if (n == 0 || key / 8 == u32(n)) of_pair[i] = weights[n][i];
+            const u32 holder = lane / 4 * 4 + key % 8 / 2, position = position_of(args, first_key + key);
+            float weight[2];
+            bool seen[2];
+            UNROLL for (int half = 0; half < 2; half++) {
+                const float even = shuffle(of_pair[2 * half], holder), uneven = shuffle(of_pair[2 * half + 1], holder);
+                weight[half] = key % 2 ? uneven : even;
+                seen[half] = term<T>(args, at, row(half), spans[half], position) != -INFINITE;
+            }
+            UNROLL for (int j = 0; j < DIM / 8; j++) {
+                const u32 pair = load_shared(v_from + place(key, j) + lane % 4 * 4);
                 UNROLL for (int half = 0; half < 2; half++) {
-                    const float even = shuffle(weights[n][2 * half], holder), uneven = shuffle(weights[n][2 * half + 1], holder);
-                    weight[half] = c % 2 ? uneven : even;
-                    seen[half] = term<T>(args, at, row(half), spans[half], position) != -INFINITE;
-                }
-                UNROLL for (int j = 0; j < DIM / 8; j++) {
-                    const u32 pair = load_shared(v_from + place(key, j) + lane % 4 * 4);
-                    if (!odd_pair(pair)) continue;
-                    UNROLL for (int half = 0; half < 2; half++) {
-                        if (!seen[half]) continue;
-                        if ((pair & T::EXPONENT) == T::EXPONENT) acc[j][2 * half] += weight[half] * T::low(pair);
-                        if ((pair >> 16 & T::EXPONENT) == T::EXPONENT) acc[j][2 * half + 1] += weight[half] * T::high(pair);
-                    }
+                    if (seen[half] && (pair & T::EXPONENT) == T::EXPONENT)
+                        acc[j][2 * half] += weight[half] * T::low(pair);
+                    if (seen[half] && (pair >> 16 & T::EXPONENT) == T::EXPONENT)
+                        acc[j][2 * half + 1] += weight[half] * T::high(pair);
                 }
             }
         }

@@ -7,6 +7,7 @@
 
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 #define KERNEL(name, Arguments, threads) \
     extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Arguments args)
 
