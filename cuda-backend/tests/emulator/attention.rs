@@ -2,11 +2,13 @@
 
 use half::{bf16, f16};
 use kyklos::Dtype;
-use kyklos_tests::inputs::cases;
-use kyklos_tests::inputs::Case;
+use kyklos_cuda::AttendKernel;
+use kyklos_tests::inputs::{Case, cases};
+use kyklos_tests::oracle::OracleMask;
 
 use crate::call::{Call, Keys};
 use crate::job::Timing;
+use crate::parallel::in_parallel;
 use crate::program::emulator;
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
@@ -19,28 +21,6 @@ fn call(case: Case, dtype: Dtype) -> Call {
     }
 }
 
-/// Judges calls on all cores; says all that failed.
-fn judge_all(calls: Vec<(Call, Keys, Timing)>) {
-    let next = std::sync::atomic::AtomicUsize::new(0);
-    let failures = std::sync::Mutex::new(Vec::new());
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                while let Some((call, keys, timing)) =
-                    calls.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed))
-                {
-                    if let Err(failure) = call.judge(emulator(), *keys, *timing) {
-                        failures.lock().unwrap().push(failure);
-                    }
-                }
-            });
-        }
-    });
-    let failures = failures.into_inner().unwrap();
-    assert!(failures.is_empty(), "{} of {} calls failed:\n{}", failures.len(), calls.len(), failures.join("\n\n"));
-}
-
 #[test]
 fn every_case_of_the_project_is_right_in_every_type() {
     // Timings and ways to cut keys take turns: each case meets all timings over the three types.
@@ -51,5 +31,48 @@ fn every_case_of_the_project_is_right_in_every_type() {
             calls.push((call(case.clone(), dtype), keys, Timing::ALL[(n + i) % 3]));
         }
     }
-    judge_all(calls);
+    judge(&calls);
+}
+
+/// Judges calls; says all that failed.
+fn judge(calls: &[(Call, Keys, Timing)]) {
+    let judge = |n: usize| {
+        let (call, keys, timing) = &calls[n];
+        call.judge(emulator(), *keys, *timing).err()
+    };
+    let failures = in_parallel(calls.len(), judge);
+    assert!(
+        failures.is_empty(),
+        "{} of {} calls failed:\n{}",
+        failures.len(),
+        calls.len(),
+        failures.join("\n\n")
+    );
+}
+
+/// Sizes around the tiles of every head dim, with a GQA group of three and masks that leave tiles full, cut and empty.
+#[test]
+fn every_head_dim_is_right_around_its_tiles() {
+    let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
+    let mut calls = Vec::new();
+    for dim in [64, 96, 128, 192, 256] {
+        for (i, dtype) in [Dtype::F16, Dtype::Bf16].into_iter().enumerate() {
+            let tile = AttendKernel::of(dtype, dim).unwrap().tile;
+            let [rows, keys] = [tile.q_rows, tile.kv_cols].map(|n| n as usize);
+            let sizes = [(rows, 2 * keys), (rows + 1, 3 * keys - 1), (1, keys + 1), (17, 1)];
+            for (j, (q_len, kv_len)) in sizes.into_iter().enumerate() {
+                let mut case = plain.clone();
+                let problem = &mut case.problem;
+                (problem.head_dim, problem.q_len, problem.kv_len) = (dim as usize, q_len, kv_len);
+                (problem.q_heads, problem.kv_heads) = (3, 1);
+                problem.scale = f64::from(dim).sqrt().recip();
+                if j == 1 {
+                    // The first rows see all but one key of a tile, so that later tiles are empty for them.
+                    (problem.mask, problem.q_offset) = (OracleMask::causal(), keys as u64 - 2);
+                }
+                calls.push((call(case, dtype), Keys::Whole, Timing::ALL[(i + j) % 3]));
+            }
+        }
+    }
+    judge(&calls);
 }

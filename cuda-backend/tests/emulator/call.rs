@@ -3,7 +3,8 @@
 use bytemuck::Pod;
 use kyklos::{AttentionProblem, BlockWork, Dtype, Mask, PairTensor, TokenRuns};
 use kyklos_cuda::{
-    AttendArguments, AttendKernel, DeviceWork, STATE_ROWS, StateArguments, TensorArgument, finalize_kernel, logits,
+    AttendArguments, AttendKernel, DeviceWork, STATE_ROWS, StateArguments, TensorArgument, finalize_kernel,
+    logits,
 };
 use kyklos_tests::inputs::{Case, Inputs, PairInputs};
 use kyklos_tests::oracle::{self, Element, Oracle, Row, Values};
@@ -122,11 +123,19 @@ impl Call {
         }
         let bytes = heads * dim * self.dtype.bytes();
         let rows = (0..batch).flat_map(|b| keys.iter().map(move |key| b * tokens + *key as usize));
-        let part: Vec<u8> = rows.flat_map(|row| &self.tensors[index][row * bytes..][..bytes]).copied().collect();
+        let part: Vec<u8> =
+            rows.flat_map(|row| &self.tensors[index][row * bytes..][..bytes]).copied().collect();
         job.upload(&part)
     }
 
-    fn attend(&self, job: &mut Job, state: StateArguments, [q, k, v]: [Buffer; 3], pairs: Option<Buffer>, keys: &[u32]) {
+    fn attend(
+        &self,
+        job: &mut Job,
+        state: StateArguments,
+        [q, k, v]: [Buffer; 3],
+        pairs: Option<Buffer>,
+        keys: &[u32],
+    ) {
         let problem = &self.case.problem;
         let kernel = AttendKernel::of(self.dtype, state.dim).expect("heads of at most 256");
         let q_tokens = TokenRuns::contiguous(0..state.rows);
@@ -217,7 +226,9 @@ fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
         heads: small(pairs.heads),
     });
     AttentionProblem::new(shape, dtype, mask)
-        .and_then(|problem| problem.with_queries(small(oracle.q_len), u32::try_from(oracle.q_offset).unwrap()))
+        .and_then(|problem| {
+            problem.with_queries(small(oracle.q_len), u32::try_from(oracle.q_offset).unwrap())
+        })
         .and_then(|problem| problem.with_logits(oracle.scale as f32, oracle.softcap.map(|cap| cap as f32)))
         .and_then(|problem| problem.with_pairs(pairs))
         .and_then(|problem| problem.with_sinks(oracle.sinks.iter().map(|sink| *sink as f32).collect()))

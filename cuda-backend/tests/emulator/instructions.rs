@@ -34,7 +34,8 @@ fn ldmatrix_gives_each_lane_two_neighbours_of_a_row_or_of_a_column() {
     for timing in Timing::ALL {
         for transposed in [false, true] {
             let (out, counts) =
-                probe("probe_matrices", &numbers(bytemuck::cast_slice(&all)), u32::from(transposed), timing).unwrap();
+                probe("probe_matrices", &numbers(bytemuck::cast_slice(&all)), u32::from(transposed), timing)
+                    .unwrap();
             for (lane, registers) in out.chunks(4).take(32).enumerate() {
                 for (matrix, register) in registers.iter().enumerate() {
                     let (row, column) = (lane / 4, lane % 4 * 2);
@@ -43,7 +44,11 @@ fn ldmatrix_gives_each_lane_two_neighbours_of_a_row_or_of_a_column() {
                     } else {
                         [element(matrix, row, column), element(matrix, row, column + 1)]
                     };
-                    assert_eq!(*register, u32::from(low) | u32::from(high) << 16, "lane {lane}, matrix {matrix}");
+                    assert_eq!(
+                        *register,
+                        u32::from(low) | u32::from(high) << 16,
+                        "lane {lane}, matrix {matrix}"
+                    );
                 }
             }
             // 32 rows of 16 bytes, one behind the other: each matrix is 128 bytes.
@@ -60,14 +65,20 @@ fn mma_multiplies_the_matrices_that_its_fragments_spell() {
     let c = |row: usize, column: usize| (row * 8 + column) as f32;
     for half_type in [0, 1] {
         let bits = |value: f32| {
-            u32::from(if half_type == 0 { bf16::from_f32(value).to_bits() } else { f16::from_f32(value).to_bits() })
+            u32::from(if half_type == 0 {
+                bf16::from_f32(value).to_bits()
+            } else {
+                f16::from_f32(value).to_bits()
+            })
         };
         let mut input = vec![0_u32; 320];
         for lane in 0..32 {
             let (group, pair) = (lane / 4, lane % 4 * 2);
             // "Matrix fragments for mma.m16n8k16 with floating point type": a0,a1 | a2,a3 | a4,a5 | a6,a7.
             for (register, (row, k)) in
-                [(group, pair), (group + 8, pair), (group, pair + 8), (group + 8, pair + 8)].into_iter().enumerate()
+                [(group, pair), (group + 8, pair), (group, pair + 8), (group + 8, pair + 8)]
+                    .into_iter()
+                    .enumerate()
             {
                 input[lane * 4 + register] = bits(a(row, k)) | bits(a(row, k + 1)) << 16;
             }
@@ -75,7 +86,9 @@ fn mma_multiplies_the_matrices_that_its_fragments_spell() {
                 input[128 + lane * 2 + register] = bits(b(k, group)) | bits(b(k + 1, group)) << 16;
             }
             for (register, (row, column)) in
-                [(group, pair), (group, pair + 1), (group + 8, pair), (group + 8, pair + 1)].into_iter().enumerate()
+                [(group, pair), (group, pair + 1), (group + 8, pair), (group + 8, pair + 1)]
+                    .into_iter()
+                    .enumerate()
             {
                 input[192 + lane * 4 + register] = c(row, column).to_bits();
             }
@@ -85,7 +98,11 @@ fn mma_multiplies_the_matrices_that_its_fragments_spell() {
             for register in 0..4 {
                 let (row, column) = (lane / 4 + register / 2 * 8, lane % 4 * 2 + register % 2);
                 let sum: f32 = (0..16).map(|k| a(row, k) * b(k, column)).sum();
-                assert_eq!(f32::from_bits(out[lane * 4 + register]), c(row, column) + sum, "row {row}, column {column}");
+                assert_eq!(
+                    f32::from_bits(out[lane * 4 + register]),
+                    c(row, column) + sum,
+                    "row {row}, column {column}"
+                );
             }
         }
     }
@@ -93,11 +110,14 @@ fn mma_multiplies_the_matrices_that_its_fragments_spell() {
 
 #[test]
 fn packing_rounds_to_nearest_even_and_puts_the_first_number_low() {
-    let numbers: Vec<f32> = [1.0, -2.0, 1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, 65519.0, 65520.0, 1e-7, 3e-8, -2.98e-8, 6.1e-5]
-        .into_iter()
-        .chain([f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, 3.4e38, 1e-40, 5.960_464_5e-8, 8.940_697e-8])
-        .chain((0..46).map(|n| (n as f32 - 23.0).exp2() * 1.234_567 * if n % 2 == 0 { 1.0 } else { -1.0 }))
-        .collect();
+    let numbers: Vec<f32> =
+        [1.0, -2.0, 1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, 65519.0, 65520.0, 1e-7, 3e-8, -2.98e-8, 6.1e-5]
+            .into_iter()
+            .chain([f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, 3.4e38, 1e-40, 5.960_464_5e-8, 8.940_697e-8])
+            .chain(
+                (0..46).map(|n| (n as f32 - 23.0).exp2() * 1.234_567 * if n % 2 == 0 { 1.0 } else { -1.0 }),
+            )
+            .collect();
     let bits: Vec<u32> = numbers.iter().map(|number| number.to_bits()).collect();
     let (out, _) = probe("probe_pack", &bits, 0, Timing::Eager).unwrap();
     for (pair, packed) in numbers.chunks(2).zip(out.chunks(2)) {
@@ -154,5 +174,7 @@ fn what_a_wrong_kernel_does_is_found() {
             assert!(fault.contains(words), "{timing:?}, option {option}: {fault}");
         }
     }
-    assert!(probe("no_such_kernel", &[], 0, Timing::Eager).expect_err("a fault").contains("no kernel is called"));
+    assert!(
+        probe("no_such_kernel", &[], 0, Timing::Eager).expect_err("a fault").contains("no kernel is called")
+    );
 }

@@ -90,7 +90,12 @@ impl Job {
     }
 
     /// The buffers that were asked for, in order, or what was wrong.
-    pub(crate) fn run(&self, program: &Program, timing: Timing, seed: u64) -> Result<(Vec<Vec<u8>>, Counts), String> {
+    pub(crate) fn run(
+        &self,
+        program: &Program,
+        timing: Timing,
+        seed: u64,
+    ) -> Result<(Vec<Vec<u8>>, Counts), String> {
         let mut job = Vec::new();
         job.extend((timing as u32).to_le_bytes());
         job.extend(seed.to_le_bytes());

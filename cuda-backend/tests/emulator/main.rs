@@ -2,6 +2,8 @@
 
 mod attention;
 mod call;
+mod faults;
 mod instructions;
 mod job;
+mod parallel;
 mod program;

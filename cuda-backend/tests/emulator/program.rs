@@ -28,8 +28,10 @@ impl Program {
     /// The emulator with the kernels in `sources`, which may include what is in `headers`.
     pub(crate) fn build(headers: &Path, sources: &[PathBuf]) -> Self {
         let emulator = folder().join("emulator");
-        let machine = ["machine.cpp", "instructions.cpp", "main.cpp"].map(|name| object(&emulator.join(name), headers));
-        let objects: Vec<PathBuf> = machine.into_iter().chain(sources.iter().map(|source| object(source, headers))).collect();
+        let machine = ["machine.cpp", "instructions.cpp", "main.cpp"]
+            .map(|name| object(&emulator.join(name), &folder().join("kernels")));
+        let objects: Vec<PathBuf> =
+            machine.into_iter().chain(sources.iter().map(|source| object(source, headers))).collect();
         let program = made_of(&objects, "emulate");
         if !program.exists() {
             compile(Command::new(compiler()).args(&objects), &program);
@@ -62,8 +64,13 @@ fn compiler() -> String {
     let find = || {
         let chosen = std::env::var("CXX").ok();
         let names = chosen.into_iter().chain(["g++", "clang++", "c++"].map(str::to_owned));
-        let works = |name: &String| Command::new(name).arg("--version").output().is_ok_and(|out| out.status.success());
-        names.into_iter().find(works).expect("a C++ compiler builds the emulator: install g++ or clang++, or set CXX")
+        let works = |name: &String| {
+            Command::new(name).arg("--version").output().is_ok_and(|out| out.status.success())
+        };
+        names
+            .into_iter()
+            .find(works)
+            .expect("a C++ compiler builds the emulator: install g++ or clang++, or set CXX")
     };
     FOUND.get_or_init(find).clone()
 }
@@ -72,14 +79,23 @@ fn compiler() -> String {
 fn object(source: &Path, headers: &Path) -> PathBuf {
     let mut read = vec![source.to_owned()];
     for folder in [headers, &folder().join("kernels"), &folder().join("emulator")] {
-        let entries = std::fs::read_dir(folder).expect("a folder of sources").flatten().map(|entry| entry.path());
+        let entries =
+            std::fs::read_dir(folder).expect("a folder of sources").flatten().map(|entry| entry.path());
         read.extend(entries.filter(|path| path.extension().is_some_and(|extension| extension == "h")));
     }
     let stem = source.file_stem().expect("a file").to_string_lossy().into_owned();
     let object = made_of(&read, &format!("{stem}.o"));
     if !object.exists() {
         let mut command = Command::new(compiler());
-        command.args(["-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]);
+        command.args([
+            "-std=c++17",
+            "-O2",
+            "-march=native",
+            "-ffp-contract=off",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+        ]);
         command.arg("-I").arg(folder().join("emulator")).arg("-I").arg(headers);
         compile(command.args(["-c", "-x", "c++"]).arg(source), &object);
     }
