@@ -78,7 +78,7 @@ impl Call {
                 states.push(self.reset(&mut job));
             }
             let (k, v) = (self.block_of(&mut job, k, 1, &block), self.block_of(&mut job, v, 2, &block));
-            self.attend(&mut job, states[states.len() - 1], [q, k, v], pairs, &block);
+            self.attend(&mut job, states[states.len() - 1], q, [k, v], pairs, &block);
         }
         let into = states[0];
         let grid = [state_blocks(&into), 1, 1];
@@ -115,24 +115,30 @@ impl Call {
         state
     }
 
-    /// The rows `keys` of tensor `index`, in a buffer of their own unless they are all.
-    fn block_of(&self, job: &mut Job, whole: Buffer, index: usize, keys: &[u32]) -> Buffer {
+    /// The rows `keys` of tensor `index`: where they are, unless they are all in a buffer of their own, in which each is
+    /// followed by as many bytes that nobody may read.
+    fn block_of(&self, job: &mut Job, whole: Buffer, index: usize, keys: &[u32]) -> TensorArgument {
         let [batch, tokens, heads, dim] = self.case.problem.kv_shape();
         if keys.len() == tokens {
-            return whole;
+            return dense(whole, tokens, heads, dim);
         }
         let bytes = heads * dim * self.dtype.bytes();
         let rows = (0..batch).flat_map(|b| keys.iter().map(move |key| b * tokens + *key as usize));
-        let part: Vec<u8> =
-            rows.flat_map(|row| &self.tensors[index][row * bytes..][..bytes]).copied().collect();
-        job.upload(&part)
+        let mut apart = Vec::new();
+        for row in rows {
+            apart.extend_from_slice(&self.tensors[index][row * bytes..][..bytes]);
+            apart.resize(apart.len() + bytes, 0xFF);
+        }
+        let packed = dense(job.upload(&apart), keys.len(), heads, dim);
+        TensorArgument { batch_stride: 2 * packed.batch_stride, row_stride: 2 * packed.row_stride, ..packed }
     }
 
     fn attend(
         &self,
         job: &mut Job,
         state: StateArguments,
-        [q, k, v]: [Buffer; 3],
+        q: Buffer,
+        [k, v]: [TensorArgument; 2],
         pairs: Option<Buffer>,
         keys: &[u32],
     ) {
@@ -151,8 +157,8 @@ impl Call {
             let work = DeviceWork::new(&work);
             let arguments = AttendArguments {
                 q: dense(q, problem.q_len, problem.q_heads, problem.head_dim),
-                k: dense(k, keys.len(), problem.kv_heads, problem.head_dim),
-                v: dense(v, keys.len(), problem.kv_heads, problem.head_dim),
+                k,
+                v,
                 pairs: pairs.map_or_else(TensorArgument::default, |pairs| self.pair_rows(pairs)),
                 a: state.a,
                 ml: state.ml,
@@ -173,7 +179,17 @@ impl Call {
                 ..AttendArguments::default()
             };
             let grid = [work.q_tiles as usize, problem.q_heads, problem.batch];
-            job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
+            if keys.len() == problem.kv_len {
+                job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
+                continue;
+            }
+            // In pieces: the tiles of one head at a time.
+            for first_batch in 0..state.batch {
+                for first_head in 0..state.heads {
+                    let piece = AttendArguments { first_batch, first_head, ..arguments };
+                    job.launch(&kernel.name, [grid[0], 1, 1], kernel.shared_bytes, &piece);
+                }
+            }
         }
     }
 
