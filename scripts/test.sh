@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds what is missing and passes all the tests. On Debian and Ubuntu it installs the software Vulkan driver where
-# no Vulkan driver is there; elsewhere it says what to install.
+# Builds what is missing and passes all the tests. On Debian and Ubuntu it installs the software Vulkan driver and g++
+# where they are missing; elsewhere it says what to install.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,6 +16,20 @@ if [ "$(uname)" = Linux ] && ! have_vulkan; then
     else
         echo "no Vulkan driver found: install one (Fedora: mesa-vulkan-drivers, Arch: vulkan-swrast)."
         echo "GPU tests will be reported as ignored."
+    fi
+fi
+
+# The CUDA kernels are tested on an emulator, which a C++ compiler builds.
+if [ -z "${CXX:-}" ] && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then
+    if command -v apt-get >/dev/null; then
+        echo "no C++ compiler found: installing g++"
+        as_root=()
+        [ "$(id -u)" = 0 ] || as_root=(sudo)
+        "${as_root[@]}" apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends g++
+    else
+        echo "no C++ compiler found: install g++ or clang++, or set CXX" >&2
+        exit 1
     fi
 fi
 

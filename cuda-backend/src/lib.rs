@@ -1,8 +1,22 @@
-//! The CUDA backend of Kyklos.
+//! The CUDA backend of Kyklos, as far as it goes: the kernels, what they are given, and how they are tested without a
+//! GPU. Nothing launches them on one yet, so [`availability`] says no, and a program that asks for CUDA can refuse with a
+//! reason instead of quietly running on something else.
 //!
-//! It is not written yet. [`availability`] says so, so that a program that asks for CUDA can refuse with a reason
-//! instead of quietly running on something else.
+//! # Contract
+//!
+//! Kernels are CUDA C++ in `kernels/`, one source for nvcc, NVRTC and the emulator in `emulator/`, and mean what
+//! [`kyklos::backend`] says of `attend`, `merge`, `finalize`, `reset_state` and `repack`. This crate lists them
+//! ([`AttendKernel`]), lays out their arguments ([`AttendArguments`]) and their work ([`DeviceWork`]). Data only: nothing
+//! here touches a device, and nothing fails or panics for want of one.
 #![forbid(unsafe_code)]
+
+mod arguments;
+mod kernels;
+mod work;
+
+pub use arguments::{AttendArguments, RepackArguments, StateArguments, TensorArgument, logits};
+pub use kernels::{AttendKernel, SMALL_THREADS, SOURCES, STATE_ROWS, finalize_kernel};
+pub use work::DeviceWork;
 
 /// Whether the CUDA backend can run here.
 ///

@@ -1,0 +1,150 @@
+// Fibers, their schedule, and what threads wait for.
+#include "machine.h"
+#include "block.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace machine {
+
+Block *block;
+
+const Here &here() { return block->running->here; }
+
+void fault(const char *format, ...) {
+    std::va_list list;
+    va_start(list, format);
+    std::fprintf(stderr, "fault: ");
+    std::vfprintf(stderr, format, list);
+    if (block && block->running) {
+        const Here &at = block->running->here;
+        std::fprintf(stderr, " (thread %u of block %u,%u,%u)", at.thread, at.block[0], at.block[1], at.block[2]);
+    }
+    std::fputc('\n', stderr);
+    va_end(list);
+    std::exit(3);
+}
+
+static const Kernel *kernels;
+
+Kernel::Kernel(const char *name, u64 argument_bytes, u32 threads, void (*body)(const void *args))
+    : name(name), argument_bytes(argument_bytes), threads(threads), body(body), next(kernels) {
+    kernels = this;
+}
+
+const Kernel *Kernel::find(const char *name) {
+    const Kernel *kernel = kernels;
+    while (kernel && std::strcmp(kernel->name, name)) kernel = kernel->next;
+    return kernel;
+}
+
+static Counts total;
+const Counts &counts() { return total; }
+Counts &counting() { return total; }
+
+u32 Block::chance(u32 below) {
+    // splitmix64
+    u64 z = random += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return (z >> 33) % below;
+}
+
+// The first time a fiber runs it comes here.
+static void enter() {
+    Fiber &fiber = *block->running;
+    block->kernel->body(block->args);
+    if (!fiber.copies.empty()) fault("%zu copies were not waited for when the thread ended", fiber.copies.size());
+    fiber.done = true;
+    _longjmp(block->scheduler, 1);
+}
+
+void Block::wait(const u32 &word, u32 value, const char *what) {
+    Fiber &fiber = *running;
+    fiber.word = &word;
+    fiber.value = value;
+    fiber.what = what;
+    if (!_setjmp(fiber.resume)) _longjmp(scheduler, 1);
+}
+
+// The next thread in the order of the timing that has not to wait; null if all have to.
+Fiber *Block::next() {
+    const u32 count = fibers.size();
+    u32 start = 0;
+    if (timing == Timing::Random) {
+        start = chance(count);
+        // Copies land whenever they like.
+        Fiber &lucky = fibers[chance(count)];
+        if (!lucky.copies.empty()) land(lucky, chance(lucky.copies.size()));
+    } else if (running && !running->done) {
+        start = running->here.thread;
+    } else {
+        start = timing == Timing::Eager ? 0 : count - 1;
+    }
+    // From a warp that is as far as it gets to the next one.
+    for (u32 i = 0; i < count; i++) {
+        const u32 n = timing == Timing::Late ? (start + count - i) % count : (start + i) % count;
+        Fiber &fiber = fibers[n];
+        if (!fiber.done && (!fiber.word || *fiber.word != fiber.value)) return &fiber;
+    }
+    return nullptr;
+}
+
+void Block::run() {
+    left = fibers.size();
+    static ucontext_t home;
+    while (left) {
+        Fiber *fiber = next();
+        if (!fiber) {
+            for (Fiber &waiting : fibers) {
+                if (waiting.done) continue;
+                running = &waiting;
+                fault("deadlock: %u of %zu threads wait, this one for %s", left, fibers.size(), waiting.what);
+            }
+        }
+        running = fiber;
+        fiber->word = nullptr;
+        if (!_setjmp(scheduler)) {
+            if (fiber->begun) _longjmp(fiber->resume, 1);
+            fiber->begun = true;
+            getcontext(&fiber->start);
+            fiber->start.uc_stack = {fiber->stack.get(), 0, STACK_BYTES};
+            fiber->start.uc_link = nullptr;
+            makecontext(&fiber->start, enter, 0);
+            swapcontext(&home, &fiber->start);
+        }
+        if (running->done) left--;
+    }
+}
+
+void launch(const Kernel &kernel, const u32 (&grid)[3], u32 shared_bytes, const void *args, Timing timing, u64 seed) {
+    if (shared_bytes > SHARED_MOST) fault("%u bytes of shared memory, at most %u", shared_bytes, SHARED_MOST);
+    static Block all;
+    block = &all;
+    all.kernel = &kernel;
+    all.args = args;
+    all.timing = timing;
+    all.random = seed;
+    for (u32 z = 0; z < grid[2]; z++)
+        for (u32 y = 0; y < grid[1]; y++)
+            for (u32 x = 0; x < grid[0]; x++) {
+                all.running = nullptr;
+                all.shared.assign(shared_bytes, 0xff);
+                all.warps.assign(kernel.threads / 32, Warp());
+                all.barrier = Barrier();
+                all.fibers.resize(kernel.threads);
+                for (u32 thread = 0; thread < kernel.threads; thread++) {
+                    Fiber &fiber = all.fibers[thread];
+                    fiber.here = {thread, {x, y, z}, {grid[0], grid[1], grid[2]}};
+                    fiber.begun = fiber.done = false;
+                    fiber.word = nullptr;
+                    fiber.committed = 0;
+                    if (!fiber.stack) fiber.stack.reset(new u8[STACK_BYTES]);
+                }
+                all.run();
+            }
+}
+
+}  // namespace machine

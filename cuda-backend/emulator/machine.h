@@ -1,0 +1,68 @@
+// A block of CUDA threads on one CPU thread, as strict as the PTX ISA permits a GPU to be.
+//
+// Each thread is a fiber; it runs until it has to wait for others, and then the schedule says who is next. What is
+// promised to nobody is used: copies land as early or as late as they may, one warp runs far ahead of the others, shared
+// memory starts as NaN, and what is being copied to is NaN until it has landed. If everybody waits, that is reported as a
+// deadlock, and an address outside of what a launch has ends the program. Nothing here is fast.
+#pragma once
+#include "../kernels/arguments.h"
+
+namespace machine {
+
+// When copies land, and in which order threads run.
+enum class Timing {
+    Eager,   // at once; the first warp runs as far ahead as it can
+    Late,    // at the wait that needs them; the last warp runs ahead
+    Random,  // any time in between, in any order; threads take turns by chance
+};
+
+// Shared addresses begin here, so that an offset that was meant to be an address is found out.
+constexpr u32 SHARED_BASE = 1024;
+constexpr u32 SHARED_MOST = 227 * 1024;
+
+// Where the running thread is.
+struct Here {
+    u32 thread, block[3], grid[3];
+};
+const Here &here();
+
+// A kernel that was compiled in; they make a list.
+struct Kernel {
+    const char *name;
+    u64 argument_bytes;
+    u32 threads;
+    void (*body)(const void *args);
+    const Kernel *next;
+
+    Kernel(const char *name, u64 argument_bytes, u32 threads, void (*body)(const void *args));
+    static const Kernel *find(const char *name);
+};
+
+// What a run did. An access of ldmatrix is 8 rows of 16 bytes; it takes as many passes as rows share a bank, at most.
+struct Counts {
+    u64 accesses, passes, copies, barriers;
+};
+
+// Runs all blocks of a launch, one after the other. Ends the program with a message on a fault.
+void launch(const Kernel &kernel, const u32 (&grid)[3], u32 shared_bytes, const void *args, Timing timing, u64 seed);
+const Counts &counts();
+[[noreturn]] void fault(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+bool barrier_or(bool set);
+void warp_sync();
+float shuffle(float value, u32 from_lane);
+u32 vote(bool set);
+void copy_async(u32 into, const void *from);  // null: zeros
+void copy_async_commit();
+void copy_async_wait(u32 later);
+void load_matrices(u32 (&r)[4], u32 row, bool transposed);
+u32 load_shared(u32 address);
+void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2], float (*widen)(u16));
+
+// Conversions of the 16-bit types, to nearest even.
+float widen_bf16(u16 bits);
+float widen_f16(u16 bits);
+u16 narrow_bf16(float value);
+u16 narrow_f16(float value);
+
+}  // namespace machine

@@ -1,0 +1,73 @@
+// The instructions that kernels use, on a CPU: the same names as `kernels/cuda/ptx.h`, and what they do as the PTX ISA
+// says it. Every lane is a fiber of its own (`machine.h`); what a warp does together is done when all its lanes are there.
+//
+// Instructions that are still to come have their place here: wgmma beside `multiply`, mbarrier beside `barrier_or`, TMA
+// beside `copy_async`, whose queue of copies under way is theirs too.
+#pragma once
+#include "../kernels/arguments.h"
+#include "machine.h"
+
+#include <cmath>
+
+#define DEVICE inline
+#define UNROLL
+#define ROLLED
+#define KERNEL(name, Arguments, threads)                                                              \
+    static void name(const Arguments &args);                                                          \
+    static const machine::Kernel kernel_##name(#name, sizeof(Arguments), threads, [](const void *args) { \
+        name(*static_cast<const Arguments *>(args));                                                  \
+    });                                                                                               \
+    static void name(const Arguments &args)
+
+#define INFINITE __builtin_inff()
+
+inline u32 thread_x() { return machine::here().thread; }
+inline u32 block_x() { return machine::here().block[0]; }
+inline u32 block_y() { return machine::here().block[1]; }
+inline u32 block_z() { return machine::here().block[2]; }
+inline u32 grid_x() { return machine::here().grid[0]; }
+inline u32 shared_base() { return machine::SHARED_BASE; }
+
+inline bool barrier_or(bool odd) { return machine::barrier_or(odd); }
+inline void warp_sync() { machine::warp_sync(); }
+inline float shuffle_xor(float value, u32 mask) { return machine::shuffle(value, thread_x() % 32 ^ mask); }
+inline float shuffle(float value, u32 lane) { return machine::shuffle(value, lane); }
+inline u32 vote(bool set) { return machine::vote(set); }
+
+inline void copy_async(u32 into, const void *from, bool there) { machine::copy_async(into, there ? from : nullptr); }
+inline void copy_async_commit() { machine::copy_async_commit(); }
+template <int later> inline void copy_async_wait() { machine::copy_async_wait(later); }
+
+inline void load_matrices(u32 (&r)[4], u32 row) { machine::load_matrices(r, row, false); }
+inline void load_matrices_transposed(u32 (&r)[4], u32 row) { machine::load_matrices(r, row, true); }
+inline u32 load_shared(u32 address) { return machine::load_shared(address); }
+
+inline float exp2_fast(float x) {
+    const float y = std::exp2(x);
+    return y < 1.17549435e-38f ? 0.0f : y;
+}
+inline float log_natural(float x) { return std::log(x); }
+inline float tanh_exact(float x) { return std::tanh(x); }
+inline float fused(float x, float y, float z) { return std::fma(x, y, z); }
+inline float larger(float x, float y) { return std::fmax(x, y); }
+inline float magnitude(float x) { return std::fabs(x); }
+
+template <typename T> struct Sixteen {
+    static u32 pack(float low, float high) { return T::narrow(low) | u32(T::narrow(high)) << 16; }
+    static float low(u32 pair) { return T::widen(u16(pair)); }
+    static float high(u32 pair) { return T::widen(u16(pair >> 16)); }
+    static void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        const u32 b[2] = {b0, b1};
+        machine::multiply(c, a, b, &T::widen);
+    }
+};
+struct Bf16 : Sixteen<Bf16> {
+    static constexpr u32 EXPONENT = 0x7f80;
+    static float widen(u16 bits) { return machine::widen_bf16(bits); }
+    static u16 narrow(float value) { return machine::narrow_bf16(value); }
+};
+struct F16 : Sixteen<F16> {
+    static constexpr u32 EXPONENT = 0x7c00;
+    static float widen(u16 bits) { return machine::widen_f16(bits); }
+    static u16 narrow(float value) { return machine::narrow_f16(value); }
+};

@@ -1,0 +1,61 @@
+// What kernels are given, by value. `src/arguments.rs` has the same structs for the host; the tests compare their sizes.
+//
+// Sources of kernels include no header but these: NVRTC has none of the compiler's or the C library's.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// A strided tensor [batch, rows, heads, ·]. Strides count elements, 32-bit words of a boolean pair tensor, bytes in repack.
+struct Tensor {
+    const void *data;
+    u64 batch_stride, row_stride, head_stride;
+};
+
+// The key positions lo..hi that a row sees.
+struct RowSpan {
+    u32 lo, hi;
+};
+
+// Consecutive tiles of keys. In full ones every row of the query tile sees every key.
+struct TileRun {
+    u32 first, count, full;
+};
+
+enum PairKind : u32 { NO_PAIRS = 0, VISIBLE_PAIRS = 1, BIAS_PAIRS = 2 };
+
+// One block of queries against one block of keys, into a running state. Grid: (query tiles, heads, batch entries).
+struct AttendArguments {
+    Tensor q, k, v, pairs;
+    float *a;                 // [batch, rows, heads, dim]
+    float *ml;                // [batch, heads, rows, 2], m in natural units
+    const RowSpan *spans;     // [classes, rows]
+    const u32 *positions;     // [keys]
+    const u32 *starts;        // [classes, q_tiles + 1], into runs
+    const TileRun *runs;
+    const u32 *kv_head_of;    // [heads]
+    u32 rows, keys, heads, dim;
+    u32 classes, q_tiles;     // classes: 1, or one for each batch entry
+    u32 first_tile, first_head, first_batch;  // where the grid begins: a long call is several launches
+    u32 pair_kind;
+    float scale;              // of base-2 logits: scale · log2 e; under a softcap scale / cap
+    float cap;                // cap · log2 e; 0: no softcap
+};
+
+// A running state. Grid: (⌈rows · heads · batch / 8⌉), a warp for each row of a head.
+struct StateArguments {
+    float *a, *ml;
+    const float *from_a, *from_ml;  // merge: the other state
+    const float *sinks;             // finalize: [heads], or null
+    void *o;                        // finalize: [batch, rows, heads, dim]
+    float *lse;                     // finalize: [batch, rows, heads]
+    u32 batch, rows, heads, dim;
+};
+
+// Copies rows between two strided layouts; all in bytes and multiples of 4. Any grid.
+struct RepackArguments {
+    Tensor from, into;
+    u32 batch, rows, heads, row_bytes;
+};

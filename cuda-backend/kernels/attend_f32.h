@@ -1,0 +1,64 @@
+// Attention in f32 without tensor cores, whose products have fewer bits: right, and slow. A warp has one query row and
+// 32 keys at a time: a key for each lane while scores are made, an element for each lane while values are summed.
+#pragma once
+#include "logits.h"
+
+struct AttentionF32 {
+    static constexpr int ROWS = 8, KEYS = 32, THREADS = ROWS * 32, MOST_DIM = 256;
+
+    DEVICE static void run(const AttendArguments &args) {
+        const Place at(args);
+        const u32 lane = thread_x() % 32, row = at.tile * ROWS + thread_x() / 32;
+        // Nothing below waits for other warps.
+        if (row >= args.rows) return;
+        const RowSpan span = at.span(args, row);
+        const float *q = head_of<float>(args.q, at.batch, at.head) + row * args.q.row_stride;
+        const float *k = head_of<float>(args.k, at.batch, at.kv_head);
+        const float *v = head_of<float>(args.v, at.batch, at.kv_head);
+        float acc[MOST_DIM / 32], top = -INFINITE, sum = 0.0f;
+        UNROLL for (int i = 0; i < MOST_DIM / 32; i++) acc[i] = 0.0f;
+        for (Tiles tiles = at.tiles(args); !tiles.done(); tiles.advance()) {
+            const u32 first_key = tiles.tile() * KEYS;
+            const float score = logit(args, at, row, span, q, k, first_key + lane);
+            const u32 seen = vote(score != -INFINITE);
+            float most = score;
+            for (u32 apart = 16; apart; apart /= 2) most = larger(most, shuffle_xor(most, apart));
+            most = larger(top, most);
+            const float base = most == -INFINITE ? 0.0f : most;
+            const float rescale = exp2_fast(top - base), weight = exp2_fast(score - base);
+            top = most;
+            sum = fused(sum, rescale, weight);
+            UNROLL for (int i = 0; i < MOST_DIM / 32; i++) acc[i] *= rescale;
+            for (u32 c = 0; c < KEYS; c++) {
+                const float w = shuffle(weight, c);
+                // Left out and not multiplied by 0: the value of a hidden key may be NaN.
+                if (!(seen >> c & 1)) continue;
+                const float *value = v + (first_key + c) * args.v.row_stride;
+                UNROLL for (int i = 0; i < MOST_DIM / 32; i++)
+                    if (lane + 32 * i < args.dim) acc[i] = fused(w, value[lane + 32 * i], acc[i]);
+            }
+        }
+        for (u32 apart = 16; apart; apart /= 2) sum += shuffle_xor(sum, apart);
+        float *ml = at.ml(args, row), *a = at.a(args, row);
+        const Entry entry(top, sum, ml[0], ml[1]);
+        warp_sync();
+        if (entry.nothing) return;
+        if (lane == 0) {
+            ml[0] = entry.m;
+            ml[1] = entry.l;
+        }
+        UNROLL for (int i = 0; i < MOST_DIM / 32; i++)
+            if (lane + 32 * i < args.dim) a[lane + 32 * i] = entry.of(a[lane + 32 * i], acc[i]);
+    }
+
+    // Base-2 logit of a (row, key); -inf where the row does not see it.
+    DEVICE static float logit(const AttendArguments &args, const Place &at, u32 row, RowSpan span, const float *q,
+                              const float *k, u32 key) {
+        const float add = term<F32>(args, at, row, span, position_of(args, key));
+        if (add == -INFINITE) return add;
+        float dot = 0.0f;
+        for (u32 d = 0; d < args.dim; d++) dot = fused(q[d], k[key * args.k.row_stride + d], dot);
+        const float x = dot * args.scale;
+        return (args.cap != 0.0f ? args.cap * tanh_exact(x) : x) + add;
+    }
+};

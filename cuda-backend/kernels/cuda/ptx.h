@@ -1,0 +1,110 @@
+// The instructions that kernels use, for nvcc and NVRTC. `emulator/ptx.h` has the same names for a CPU: a kernel touches
+// the machine through these and through global memory, and in no other way.
+//
+// Shared memory is named by 32-bit addresses, as the instructions name it.
+#pragma once
+#include "arguments.h"
+
+#define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
+#define KERNEL(name, Arguments, threads) \
+    extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Arguments args)
+
+#define INFINITE __int_as_float(0x7f800000)
+
+DEVICE u32 thread_x() { return threadIdx.x; }
+DEVICE u32 block_x() { return blockIdx.x; }
+DEVICE u32 block_y() { return blockIdx.y; }
+DEVICE u32 block_z() { return blockIdx.z; }
+DEVICE u32 grid_x() { return gridDim.x; }
+
+// Where the block's dynamic shared memory begins.
+DEVICE u32 shared_base() {
+    extern __shared__ __align__(128) u8 shared[];
+    return static_cast<u32>(__cvta_generic_to_shared(shared));
+}
+
+// Waits for the whole block; whether `odd` holds for any thread of it.
+DEVICE bool barrier_or(bool odd) { return __syncthreads_or(odd); }
+
+DEVICE void warp_sync() { __syncwarp(); }
+DEVICE float shuffle_xor(float value, u32 mask) { return __shfl_xor_sync(~0u, value, mask); }
+DEVICE float shuffle(float value, u32 lane) { return __shfl_sync(~0u, value, lane); }
+DEVICE u32 vote(bool set) { return __ballot_sync(~0u, set); }
+
+// 16 bytes from global to shared memory, or 16 zeros. Lands for this thread by the next wait.
+DEVICE void copy_async(u32 into, const void *from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 ::"r"(into), "l"(__cvta_generic_to_global(from)), "r"(there ? 16 : 0) : "memory");
+}
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most `later` groups of this thread are under way.
+template <int later> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(later) : "memory"); }
+
+// Four 8 x 8 matrices of 16-bit elements. Lane 8i + r gives the address of row r of matrix i; lane l receives of
+// matrix i the elements (l / 4, l % 4 · 2) and the next one, transposed (l % 4 · 2, l / 4) and the one below.
+DEVICE void load_matrices(u32 (&r)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
+}
+DEVICE void load_matrices_transposed(u32 (&r)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
+}
+DEVICE u32 load_shared(u32 address) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
+}
+
+// 2^x, denormal results as 0.
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float log_natural(float x) { return logf(x); }
+DEVICE float tanh_exact(float x) { return tanhf(x); }
+DEVICE float fused(float x, float y, float z) { return fmaf(x, y, z); }
+DEVICE float larger(float x, float y) { return fmaxf(x, y); }
+DEVICE float magnitude(float x) { return fabsf(x); }
+
+// The 16-bit storage types: what is different about them.
+struct Bf16 {
+    static constexpr u32 EXPONENT = 0x7f80;
+    DEVICE static u32 pack(float low, float high) {
+        u32 pair;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+        return pair;
+    }
+    DEVICE static float low(u32 pair) { return __int_as_float(pair << 16); }
+    DEVICE static float high(u32 pair) { return __int_as_float(pair & 0xffff0000u); }
+    // c (16 x 8) += a (16 x 16) · b (16 x 8). Lane l has of c the rows l / 4 and 8 below, columns l % 4 · 2 and the next.
+    DEVICE static void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+struct F16 {
+    static constexpr u32 EXPONENT = 0x7c00;
+    DEVICE static u32 pack(float low, float high) {
+        u32 pair;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+        return pair;
+    }
+    DEVICE static float widen(u16 half) {
+        float wide;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half));
+        return wide;
+    }
+    DEVICE static float low(u32 pair) { return widen(static_cast<u16>(pair)); }
+    DEVICE static float high(u32 pair) { return widen(static_cast<u16>(pair >> 16)); }
+    DEVICE static void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};

@@ -1,0 +1,107 @@
+// What a row sees, and what its logits become: the same for all attention kernels.
+#pragma once
+#include "ptx.h"
+
+static constexpr float LOG2_E = 1.44269504f, LOG2_E_REST = 1.92596299e-8f, LN_2 = 0.693147181f;
+// m of a row that has seen nothing, in a state in memory.
+static constexpr float EMPTY_M = -0.7f * 3.40282347e38f;
+
+// The tiles of keys that a query tile looks at, in order.
+struct Tiles {
+    const TileRun *run, *end;
+    u32 taken;
+
+    DEVICE bool done() const { return run == end; }
+    DEVICE u32 tile() const { return run->first + taken; }
+    DEVICE bool full() const { return run->full; }
+    DEVICE void advance() {
+        if (++taken == run->count) {
+            ++run;
+            taken = 0;
+        }
+    }
+};
+
+// Where a block is in its grid.
+struct Place {
+    u32 tile, head, batch, kv_head, mask_class;
+
+    // The last tiles come first: under a causal mask they are the longest.
+    DEVICE explicit Place(const AttendArguments &args)
+        : tile(args.first_tile + grid_x() - 1 - block_x()), head(args.first_head + block_y()),
+          batch(args.first_batch + block_z()), kv_head(args.kv_head_of[head]), mask_class(args.classes > 1 ? batch : 0) {}
+
+    DEVICE Tiles tiles(const AttendArguments &args) const {
+        const u32 *starts = args.starts + mask_class * (args.q_tiles + 1) + tile;
+        return {args.runs + starts[0], args.runs + starts[1], 0};
+    }
+    // What a row sees; behind the last row nothing.
+    DEVICE RowSpan span(const AttendArguments &args, u32 row) const {
+        return row < args.rows ? args.spans[u64(mask_class) * args.rows + row] : RowSpan{0, 0};
+    }
+    // Where the state of a row is.
+    DEVICE float *a(const AttendArguments &args, u32 row) const {
+        return args.a + ((u64(batch) * args.rows + row) * args.heads + head) * args.dim;
+    }
+    DEVICE float *ml(const AttendArguments &args, u32 row) const {
+        return args.ml + ((u64(batch) * args.heads + head) * args.rows + row) * 2;
+    }
+};
+
+template <typename E> DEVICE const E *head_of(const Tensor &tensor, u32 batch, u32 head) {
+    return static_cast<const E *>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride;
+}
+
+// The position of a key. Behind the last one it is a position that no span ends behind.
+DEVICE u32 position_of(const AttendArguments &args, u32 key) {
+    return key < args.keys ? args.positions[key] : ~0u;
+}
+
+// The storage type f32, beside Bf16 and F16.
+struct F32 {};
+
+template <typename T> DEVICE float element(const void *data, u64 index) {
+    return T::low(static_cast<const u16 *>(data)[index]);
+}
+template <> DEVICE float element<F32>(const void *data, u64 index) { return static_cast<const float *>(data)[index]; }
+
+// What is added to the base-2 logit of a (row, key position); -inf hides the key.
+template <typename T>
+DEVICE float term(const AttendArguments &args, const Place &at, u32 row, RowSpan span, u32 position) {
+    if (position < span.lo || position >= span.hi) return -INFINITE;
+    if (args.pair_kind == NO_PAIRS) return 0.0f;
+    const u64 first = at.batch * args.pairs.batch_stride + row * args.pairs.row_stride + at.head * args.pairs.head_stride;
+    if (args.pair_kind == VISIBLE_PAIRS) {
+        const u32 word = static_cast<const u32 *>(args.pairs.data)[first + position / 32];
+        return word >> position % 32 & 1 ? 0.0f : -INFINITE;
+    }
+    const float bias = element<T>(args.pairs.data, first + position);
+    // As the contract has it: f32 can still scale -1e38, and only -inf hides.
+    return bias < -1e38f ? (bias == -INFINITE ? bias : -1e38f * LOG2_E) : bias * LOG2_E;
+}
+
+// Whether logits are bent or shifted, so that they no longer are one factor away from q·k.
+DEVICE bool reshaped(const AttendArguments &args) { return args.cap != 0.0f || args.pair_kind == BIAS_PAIRS; }
+
+// What a row of this block's state enters the caller's state with.
+struct Entry {
+    float keep, found;  // factors of what is there and of what was found
+    float m, l;
+    bool nothing;
+
+    // Merges what was found, base-2 maximum and sum, with (m, l) of the state. Where one side saw nothing the other one
+    // stays as it is.
+    DEVICE Entry(float top, float sum, float old_m, float old_l) : keep(0.0f), nothing(top == -INFINITE && sum == 0.0f) {
+        m = top * LN_2;
+        const bool fresh = old_l == 0.0f && old_m == EMPTY_M;
+        if (!fresh) m = larger(m, old_m);
+        // m was rounded to natural units. The factor makes up for that, so log2 e has to be exact here.
+        found = exp2_fast(fused(-m, LOG2_E, top) - m * LOG2_E_REST);
+        l = sum * found;
+        if (!fresh) {
+            keep = exp2_fast((old_m - m) * LOG2_E);
+            l += old_l * keep;
+        }
+    }
+    DEVICE float of(float old, float sum) const { return keep == 0.0f ? sum * found : fused(old, keep, sum * found); }
+};

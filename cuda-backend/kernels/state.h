@@ -1,0 +1,78 @@
+// Running states: reset, merge, finalize. A warp for each row of a head.
+#pragma once
+#include "logits.h"
+
+struct StateRow {
+    static constexpr int THREADS = 256;
+
+    u32 lane;
+    bool there;
+    u64 a, ml, lse;  // where the row's elements are
+    u32 head;
+
+    DEVICE explicit StateRow(const StateArguments &args) : lane(thread_x() % 32) {
+        const u64 n = u64(block_x()) * (THREADS / 32) + thread_x() / 32;
+        there = n < u64(args.batch) * args.rows * args.heads;
+        head = n % args.heads;
+        const u64 row = n / args.heads % args.rows, batch = n / args.heads / args.rows;
+        a = n * args.dim;
+        ml = ((batch * args.heads + head) * args.rows + row) * 2;
+        lse = n;
+    }
+};
+
+DEVICE void reset(const StateArguments &args) {
+    const StateRow row(args);
+    if (!row.there) return;
+    for (u32 d = row.lane; d < args.dim; d += 32) args.a[row.a + d] = 0.0f;
+    if (row.lane == 0) {
+        args.ml[row.ml] = EMPTY_M;
+        args.ml[row.ml + 1] = 0.0f;
+    }
+}
+
+// A row of which one side is empty is the other side, bit for bit.
+DEVICE void merge(const StateArguments &args) {
+    const StateRow row(args);
+    if (!row.there) return;
+    const float our_m = args.ml[row.ml], our_l = args.ml[row.ml + 1];
+    const float their_m = args.from_ml[row.ml], their_l = args.from_ml[row.ml + 1];
+    // All lanes have read before one writes.
+    warp_sync();
+    if (their_l == 0.0f && their_m == EMPTY_M) return;
+    const bool fresh = our_l == 0.0f && our_m == EMPTY_M;
+    const float m = fresh ? their_m : larger(our_m, their_m);
+    const float ours = exp2_fast((our_m - m) * LOG2_E), theirs = exp2_fast((their_m - m) * LOG2_E);
+    for (u32 d = row.lane; d < args.dim; d += 32) {
+        const float from = args.from_a[row.a + d];
+        args.a[row.a + d] = fresh ? from : fused(args.a[row.a + d], ours, from * theirs);
+    }
+    if (row.lane == 0) {
+        args.ml[row.ml] = m;
+        args.ml[row.ml + 1] = fresh ? their_l : fused(our_l, ours, their_l * theirs);
+    }
+}
+
+template <typename T> DEVICE void store(void *o, u64 index, float value) {
+    static_cast<u16 *>(o)[index] = static_cast<u16>(T::pack(value, 0.0f));
+}
+template <> DEVICE void store<F32>(void *o, u64 index, float value) { static_cast<float *>(o)[index] = value; }
+
+template <typename T> DEVICE void finalize(const StateArguments &args) {
+    const StateRow row(args);
+    if (!row.there) return;
+    float m = args.ml[row.ml], l = args.ml[row.ml + 1], weight = 1.0f;
+    // A NaN in l is not 0, and goes on into o and lse.
+    const bool nothing = l == 0.0f;
+    if (args.sinks) {
+        const float sink = args.sinks[row.head];
+        const float most = nothing ? sink : larger(m, sink);
+        weight = nothing ? 0.0f : exp2_fast((m - most) * LOG2_E);
+        l = l * weight + exp2_fast((sink - most) * LOG2_E);
+        m = most;
+    }
+    // Zero is added, for zeros are to have no sign: which they have depends on what was merged.
+    for (u32 d = row.lane; d < args.dim; d += 32)
+        store<T>(args.o, row.a + d, nothing ? 0.0f : args.a[row.a + d] * weight / l + 0.0f);
+    if (row.lane == 0) args.lse[row.lse] = l == 0.0f ? -INFINITE : m + log_natural(l);
+}

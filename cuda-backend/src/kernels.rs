@@ -1,0 +1,84 @@
+//! Which kernels there are: names, tiles and shared memory. Data only; `kernels/kernels.cu` has their instances.
+
+use kyklos::{Dtype, TileShape};
+
+/// The sources by the names under which they include each other; `kernels.cu` is the one to compile.
+pub const SOURCES: [(&str, &str); 8] = [
+    ("kernels.cu", include_str!("../kernels/kernels.cu")),
+    ("arguments.h", include_str!("../kernels/arguments.h")),
+    ("ptx.h", include_str!("../kernels/cuda/ptx.h")),
+    ("logits.h", include_str!("../kernels/logits.h")),
+    ("attend.h", include_str!("../kernels/attend.h")),
+    ("attend_f32.h", include_str!("../kernels/attend_f32.h")),
+    ("state.h", include_str!("../kernels/state.h")),
+    ("repack.h", include_str!("../kernels/repack.h")),
+];
+
+/// Threads of a block of the kernels that are not for attention.
+pub const SMALL_THREADS: u32 = 256;
+
+/// Rows of a head that a block of the kernels over running states takes.
+pub const STATE_ROWS: u32 = SMALL_THREADS / 32;
+
+/// Head dims of the kernels on tensor cores. Another one gets the next larger kernel, filled up with zeros in shared
+/// memory.
+const DIMS: [u32; 5] = [64, 96, 128, 192, 256];
+
+/// An attention kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AttendKernel {
+    /// Its name in the module.
+    pub name: String,
+    /// Tiles in which it wants its work.
+    pub tile: TileShape,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Dynamic shared memory of a block. Beyond 48 KiB a function needs leave for it.
+    pub shared_bytes: u32,
+}
+
+impl AttendKernel {
+    /// The kernel for a storage type and a head dim, or none beyond 256.
+    pub fn of(dtype: Dtype, dim: u32) -> Option<Self> {
+        let size = DIMS.into_iter().find(|size| dim <= *size)?;
+        let name = match dtype {
+            Dtype::F32 => {
+                let (name, tile) = ("attend_f32".to_owned(), TileShape { q_rows: 8, kv_cols: 32 });
+                return Some(Self { name, tile, threads: 256, shared_bytes: 0 });
+            }
+            Dtype::F16 => "f16",
+            Dtype::Bf16 => "bf16",
+        };
+        let warps = if size <= 192 { 8 } else { 4 };
+        let tile = TileShape { q_rows: warps * 16, kv_cols: if size <= 128 { 64 } else { 32 } };
+        // Queries, and two stages of keys and values.
+        let shared_bytes = (tile.q_rows + 4 * tile.kv_cols) * size * 2;
+        Some(Self { name: format!("attend_{name}_{size}"), tile, threads: warps * 32, shared_bytes })
+    }
+}
+
+/// The kernel that makes outputs of a storage type.
+pub fn finalize_kernel(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => "finalize_f32",
+        Dtype::F16 => "finalize_f16",
+        Dtype::Bf16 => "finalize_bf16",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_head_dim_has_a_kernel_that_fits_every_gpu_from_sm_80_on() {
+        for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32] {
+            for dim in (8..=256).step_by(8) {
+                let kernel = AttendKernel::of(dtype, dim).unwrap();
+                assert!(kernel.shared_bytes <= 99 * 1024, "{kernel:?}");
+            }
+            assert_eq!(AttendKernel::of(dtype, 264), None);
+        }
+        assert_eq!(AttendKernel::of(Dtype::F16, 72).unwrap().name, "attend_f16_96");
+    }
+}

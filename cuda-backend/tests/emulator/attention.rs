@@ -1,0 +1,78 @@
+//! The attention kernels against the oracle.
+
+use half::{bf16, f16};
+use kyklos::Dtype;
+use kyklos_cuda::AttendKernel;
+use kyklos_tests::inputs::{Case, cases};
+use kyklos_tests::oracle::OracleMask;
+
+use crate::call::{Call, Keys};
+use crate::job::Timing;
+use crate::parallel::in_parallel;
+use crate::program::emulator;
+
+const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
+
+fn call(case: Case, dtype: Dtype) -> Call {
+    match dtype {
+        Dtype::F32 => Call::new::<f32>(case, dtype),
+        Dtype::F16 => Call::new::<f16>(case, dtype),
+        Dtype::Bf16 => Call::new::<bf16>(case, dtype),
+    }
+}
+
+#[test]
+fn every_case_of_the_project_is_right_in_every_type() {
+    // Timings and ways to cut keys take turns: each case meets all timings over the three types.
+    let mut calls = Vec::new();
+    for (n, case) in cases().into_iter().enumerate() {
+        for (i, dtype) in DTYPES.into_iter().enumerate() {
+            let keys = [Keys::Whole, Keys::Split, Keys::Whole, Keys::Merged][(n + i) % 4];
+            calls.push((call(case.clone(), dtype), keys, Timing::ALL[(n + i) % 3]));
+        }
+    }
+    judge(&calls);
+}
+
+/// Judges calls; says all that failed.
+fn judge(calls: &[(Call, Keys, Timing)]) {
+    let judge = |n: usize| {
+        let (call, keys, timing) = &calls[n];
+        call.judge(emulator(), *keys, *timing).err()
+    };
+    let failures = in_parallel(calls.len(), judge);
+    assert!(
+        failures.is_empty(),
+        "{} of {} calls failed:\n{}",
+        failures.len(),
+        calls.len(),
+        failures.join("\n\n")
+    );
+}
+
+/// Sizes around the tiles of every head dim, with a GQA group of three and masks that leave tiles full, cut and empty.
+#[test]
+fn every_head_dim_is_right_around_its_tiles() {
+    let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
+    let mut calls = Vec::new();
+    for dim in [64, 96, 128, 192, 256] {
+        for (i, dtype) in [Dtype::F16, Dtype::Bf16].into_iter().enumerate() {
+            let tile = AttendKernel::of(dtype, dim).unwrap().tile;
+            let [rows, keys] = [tile.q_rows, tile.kv_cols].map(|n| n as usize);
+            let sizes = [(rows, 2 * keys), (rows + 1, 3 * keys - 1), (1, keys + 1), (17, 1)];
+            for (j, (q_len, kv_len)) in sizes.into_iter().enumerate() {
+                let mut case = plain.clone();
+                let problem = &mut case.problem;
+                (problem.head_dim, problem.q_len, problem.kv_len) = (dim as usize, q_len, kv_len);
+                (problem.q_heads, problem.kv_heads) = (3, 1);
+                problem.scale = f64::from(dim).sqrt().recip();
+                if j == 1 {
+                    // The first rows see all but one key of a tile, so that later tiles are empty for them.
+                    (problem.mask, problem.q_offset) = (OracleMask::causal(), keys as u64 - 2);
+                }
+                calls.push((call(case, dtype), Keys::Whole, Timing::ALL[(i + j) % 3]));
+            }
+        }
+    }
+    judge(&calls);
+}

@@ -1,0 +1,290 @@
+//! From a case to launches, and from their results to the oracle: what a backend does, without a device.
+
+use bytemuck::Pod;
+use kyklos::{AttentionProblem, BlockWork, Dtype, Mask, PairTensor, TokenRuns};
+use kyklos_cuda::{
+    AttendArguments, AttendKernel, DeviceWork, STATE_ROWS, StateArguments, TensorArgument, finalize_kernel,
+    logits,
+};
+use kyklos_tests::inputs::{Case, Inputs, PairInputs};
+use kyklos_tests::oracle::{self, Element, Oracle, Row, Values};
+use kyklos_tests::tolerance::{Comparison, Context, Limit, compare, compare_rows, naive_f32_rows};
+
+use crate::job::{Buffer, Counts, Job, Timing, numbers};
+use crate::program::Program;
+
+/// How the keys of a case come.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Keys {
+    /// All at once.
+    Whole,
+    /// In two blocks, one after the other into one state; the second holds every third key.
+    Split,
+    /// The same blocks, each into a state of its own; the states are merged.
+    Merged,
+}
+
+/// A case in one storage type, and what is right.
+pub(crate) struct Call {
+    case: Case,
+    dtype: Dtype,
+    problem: AttentionProblem,
+    tensors: [Vec<u8>; 3],
+    pairs: Option<Vec<u8>>,
+    expected: Vec<Row>,
+    naive: Comparison,
+}
+
+impl Call {
+    pub(crate) fn new<E: Element + Pod>(case: Case, dtype: Dtype) -> Self {
+        let inputs = case.inputs::<E>();
+        let problem = problem_of(&case, dtype);
+        let mut case = case;
+        // The oracle judges the numbers that the product is given: its f32 scale, softcap and sinks.
+        case.problem.scale = f64::from(problem.scale);
+        case.problem.softcap = problem.softcap.map(f64::from);
+        case.problem.sinks = problem.sinks.iter().copied().map(f64::from).collect();
+        let (q, k, v) = (E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v));
+        let mut truth = Oracle::new(&case.problem, q, k, v).unwrap();
+        if let Some(pairs) = inputs.oracle_pairs(&case) {
+            truth = truth.with_pairs(pairs).unwrap();
+        }
+        // What becomes of a row that sees a NaN is not specified.
+        let rows: Vec<_> = case.problem.row_ids().into_iter().filter(|id| !case.sees_poison(*id)).collect();
+        let (expected, naive) = (truth.rows(&rows), naive_f32_rows(&truth, &rows));
+        let naive = compare_rows(&case.problem, E::DTYPE, &naive, &expected, &Context::default());
+        let tensors = [&inputs.q, &inputs.k, &inputs.v].map(|values| bytemuck::cast_slice(values).to_vec());
+        let pairs = stored_pairs(&case, &inputs);
+        Self { case, dtype, problem, tensors, pairs, expected, naive }
+    }
+
+    /// Runs it and holds it to the oracle. What was wrong, or what the run did.
+    pub(crate) fn judge(&self, program: &Program, keys: Keys, timing: Timing) -> Result<Counts, String> {
+        let problem = &self.case.problem;
+        let mut job = Job::default();
+        let [q, k, v] = [0, 1, 2].map(|i| job.upload(&self.tensors[i]));
+        let pairs = self.pairs.as_ref().map(|pairs| job.upload(pairs));
+        let kv_len = u32::try_from(problem.kv_len).unwrap();
+        let blocks: Vec<Vec<u32>> = match keys {
+            Keys::Whole => vec![(0..kv_len).collect()],
+            _ => {
+                let (third, rest) = (0..kv_len).partition(|key| key % 3 == 1);
+                vec![rest, third]
+            }
+        };
+        let mut states: Vec<StateArguments> = Vec::new();
+        for block in blocks {
+            if states.is_empty() || keys == Keys::Merged {
+                states.push(self.reset(&mut job));
+            }
+            let (k, v) = (self.block_of(&mut job, k, 1, &block), self.block_of(&mut job, v, 2, &block));
+            self.attend(&mut job, states[states.len() - 1], q, [k, v], pairs, &block);
+        }
+        let into = states[0];
+        let grid = [state_blocks(&into), 1, 1];
+        for from in &states[1..] {
+            job.launch("merge_states", grid, 0, &StateArguments { from_a: from.a, from_ml: from.ml, ..into });
+        }
+        let rows = problem.batch * problem.q_len * problem.q_heads;
+        let o = job.poisoned(rows * problem.head_dim * self.dtype.bytes());
+        let lse = job.poisoned(rows * 4);
+        let sinks = if self.problem.sinks.is_empty() { 0 } else { job.upload(&self.problem.sinks).address };
+        let end = StateArguments { o: o.address, lse: lse.address, sinks, ..into };
+        job.launch(finalize_kernel(self.dtype), grid, 0, &end);
+        job.bring(o);
+        job.bring(lse);
+        let (results, counts) = job.run(program, timing, self.case.seed)?;
+        self.compare(&results[0], &numbers(&results[1]), keys, timing)?;
+        Ok(counts)
+    }
+
+    fn reset(&self, job: &mut Job) -> StateArguments {
+        let problem = &self.case.problem;
+        let small = |n: usize| u32::try_from(n).unwrap();
+        let rows = problem.batch * problem.q_len * problem.q_heads;
+        let state = StateArguments {
+            a: job.poisoned(rows * problem.head_dim * 4).address,
+            ml: job.poisoned(rows * 8).address,
+            batch: small(problem.batch),
+            rows: small(problem.q_len),
+            heads: small(problem.q_heads),
+            dim: small(problem.head_dim),
+            ..StateArguments::default()
+        };
+        job.launch("reset_state", [state_blocks(&state), 1, 1], 0, &state);
+        state
+    }
+
+    /// The rows `keys` of tensor `index`: where they are, unless they are all in a buffer of their own, in which each is
+    /// followed by as many bytes that nobody may read.
+    fn block_of(&self, job: &mut Job, whole: Buffer, index: usize, keys: &[u32]) -> TensorArgument {
+        let [batch, tokens, heads, dim] = self.case.problem.kv_shape();
+        if keys.len() == tokens {
+            return dense(whole, tokens, heads, dim);
+        }
+        let bytes = heads * dim * self.dtype.bytes();
+        let rows = (0..batch).flat_map(|b| keys.iter().map(move |key| b * tokens + *key as usize));
+        let mut apart = Vec::new();
+        for row in rows {
+            apart.extend_from_slice(&self.tensors[index][row * bytes..][..bytes]);
+            apart.resize(apart.len() + bytes, 0xFF);
+        }
+        let packed = dense(job.upload(&apart), keys.len(), heads, dim);
+        TensorArgument { batch_stride: 2 * packed.batch_stride, row_stride: 2 * packed.row_stride, ..packed }
+    }
+
+    fn attend(
+        &self,
+        job: &mut Job,
+        state: StateArguments,
+        q: Buffer,
+        [k, v]: [TensorArgument; 2],
+        pairs: Option<Buffer>,
+        keys: &[u32],
+    ) {
+        let problem = &self.case.problem;
+        let kernel = AttendKernel::of(self.dtype, state.dim).expect("heads of at most 256");
+        let q_tokens = TokenRuns::contiguous(0..state.rows);
+        let kv_tokens = TokenRuns::from_positions(keys.iter().copied());
+        let kv_head_of: Vec<u32> =
+            (0..problem.q_heads).map(|head| u32::try_from(problem.kv_head(head)).unwrap()).collect();
+        let kv_head_of = job.upload(&kv_head_of).address;
+        let (scale, cap) = logits(self.problem.scale, self.problem.softcap);
+        for work in BlockWork::layers(&self.problem, &q_tokens, &kv_tokens, kernel.tile) {
+            if work.is_empty() {
+                continue;
+            }
+            let work = DeviceWork::new(&work);
+            let arguments = AttendArguments {
+                q: dense(q, problem.q_len, problem.q_heads, problem.head_dim),
+                k,
+                v,
+                pairs: pairs.map_or_else(TensorArgument::default, |pairs| self.pair_rows(pairs)),
+                a: state.a,
+                ml: state.ml,
+                spans: job.upload(&work.spans).address,
+                positions: job.upload(&work.positions).address,
+                starts: job.upload(&work.starts).address,
+                runs: job.upload(&work.runs).address,
+                kv_head_of,
+                rows: state.rows,
+                keys: u32::try_from(keys.len()).unwrap(),
+                heads: state.heads,
+                dim: state.dim,
+                classes: work.classes,
+                q_tiles: work.q_tiles,
+                pair_kind: self.case.pairs.map_or(0, |pairs| if pairs.bias { 2 } else { 1 }),
+                scale,
+                cap,
+                ..AttendArguments::default()
+            };
+            let grid = [work.q_tiles as usize, problem.q_heads, problem.batch];
+            if keys.len() == problem.kv_len {
+                job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
+                continue;
+            }
+            // In pieces: the tiles of one head at a time.
+            for first_batch in 0..state.batch {
+                for first_head in 0..state.heads {
+                    let piece = AttendArguments { first_batch, first_head, ..arguments };
+                    job.launch(&kernel.name, [grid[0], 1, 1], kernel.shared_bytes, &piece);
+                }
+            }
+        }
+    }
+
+    fn pair_rows(&self, buffer: Buffer) -> TensorArgument {
+        let (pairs, tensor) = (self.case.pairs.unwrap(), self.problem.pairs.unwrap());
+        let row = tensor.row_elements(self.dtype, u32::try_from(self.case.problem.kv_len).unwrap());
+        let whole = dense(buffer, self.case.problem.q_len, pairs.heads, row);
+        TensorArgument {
+            batch_stride: if pairs.batch == 1 { 0 } else { whole.batch_stride },
+            head_stride: if pairs.heads == 1 { 0 } else { whole.head_stride },
+            ..whole
+        }
+    }
+
+    fn compare(&self, o: &[u8], lse: &[f32], keys: Keys, timing: Timing) -> Result<(), String> {
+        let problem = &self.case.problem;
+        // The kernel's lse is [batch, rows, heads], the oracle's [batch, heads, rows].
+        let mut ordered = vec![0.0; lse.len()];
+        for (id, lse) in problem.row_ids().into_iter().zip(lse) {
+            ordered[problem.lse_index(id)] = *lse;
+        }
+        let context = Context {
+            case: self.case.name.to_owned(),
+            seed: self.case.seed,
+            backend: format!("emulated CUDA, {:?}, keys {keys:?}, {timing:?}", self.dtype),
+            rerun: "cargo test --release -p kyklos-cuda --test emulator".to_owned(),
+        };
+        let held_to = |values: Values<'_>, dtype| {
+            let comparison = compare(problem, values, Values::F32(&ordered), &self.expected, &context);
+            comparison.within(&Limit::dense(dtype, &self.naive)).map_err(|failure| failure.to_string())
+        };
+        match self.dtype {
+            Dtype::F32 => held_to(Values::F32(&numbers(o)), oracle::Dtype::F32),
+            Dtype::F16 => held_to(Values::F16(&numbers(o)), oracle::Dtype::F16),
+            Dtype::Bf16 => held_to(Values::Bf16(&numbers(o)), oracle::Dtype::Bf16),
+        }
+    }
+}
+
+/// The product's words for a case.
+fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
+    let oracle = &case.problem;
+    let small = |n: usize| u32::try_from(n).unwrap();
+    let shape = [oracle.batch, oracle.kv_len, oracle.q_heads, oracle.kv_heads, oracle.head_dim].map(small);
+    // Both sides read and write masks in the words of the command line.
+    let mask: Mask = oracle.mask.to_string().parse().unwrap();
+    let pairs = case.pairs.map(|pairs| PairTensor {
+        kind: if pairs.bias { kyklos::PairKind::Bias } else { kyklos::PairKind::Visible },
+        batch: small(pairs.batch),
+        heads: small(pairs.heads),
+    });
+    AttentionProblem::new(shape, dtype, mask)
+        .and_then(|problem| {
+            problem.with_queries(small(oracle.q_len), u32::try_from(oracle.q_offset).unwrap())
+        })
+        .and_then(|problem| problem.with_logits(oracle.scale as f32, oracle.softcap.map(|cap| cap as f32)))
+        .and_then(|problem| problem.with_pairs(pairs))
+        .and_then(|problem| problem.with_sinks(oracle.sinks.iter().map(|sink| *sink as f32).collect()))
+        .unwrap()
+}
+
+/// A pair tensor `[batch, heads, q_len, kv_len]` as the product takes it: `[batch, q_len, heads, row]`.
+fn stored_pairs<E: Element + Pod>(case: &Case, inputs: &Inputs<E>) -> Option<Vec<u8>> {
+    let (pairs, problem) = (case.pairs?, &case.problem);
+    let mut stored = Vec::new();
+    for batch in 0..pairs.batch {
+        for row in 0..problem.q_len {
+            for head in 0..pairs.heads {
+                let from = ((batch * pairs.heads + head) * problem.q_len + row) * problem.kv_len;
+                let row = from..from + problem.kv_len;
+                match inputs.pairs.as_ref()? {
+                    PairInputs::Visible(all) => {
+                        let words = PairTensor::pack(all[row].iter().copied());
+                        stored.extend_from_slice(bytemuck::cast_slice(&words));
+                    }
+                    PairInputs::Bias(all) => {
+                        stored.extend_from_slice(bytemuck::cast_slice(&all[row]));
+                        stored.resize(stored.len().next_multiple_of(4), 0xFF);
+                    }
+                }
+            }
+        }
+    }
+    Some(stored)
+}
+
+fn dense(buffer: Buffer, rows: usize, heads: usize, dim: usize) -> TensorArgument {
+    TensorArgument {
+        data: buffer.address,
+        batch_stride: (rows * heads * dim) as u64,
+        row_stride: (heads * dim) as u64,
+        head_stride: dim as u64,
+    }
+}
+
+fn state_blocks(state: &StateArguments) -> usize {
+    (state.batch * state.rows * state.heads).div_ceil(STATE_ROWS) as usize
+}

@@ -1,0 +1,15 @@
+//! The CUDA kernels on the emulator of their instructions: no GPU, no CUDA, a C++ compiler.
+//!
+//! Linux only: the emulator asks for memory at addresses of its choice.
+
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a check that cannot go on fails")]
+
+mod attention;
+mod call;
+mod faults;
+mod instructions;
+mod job;
+mod parallel;
+mod program;
+mod states;

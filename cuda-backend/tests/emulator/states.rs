@@ -1,0 +1,141 @@
+//! The kernels beside attention: running states, and copies between layouts.
+
+use kyklos::backend::EMPTY_M;
+use kyklos_cuda::{RepackArguments, STATE_ROWS, StateArguments, TensorArgument};
+use kyklos_tests::oracle::Dtype;
+
+use crate::job::{Job, Timing, numbers};
+use crate::program::emulator;
+
+/// `[batch, rows, heads, dim]`: warps beyond the last row, and a head that is no multiple of 32.
+const SHAPE: [usize; 4] = [2, 3, 3, 40];
+
+fn arguments(a: u64, ml: u64) -> StateArguments {
+    let [batch, rows, heads, dim] = SHAPE.map(|n| u32::try_from(n).unwrap());
+    StateArguments { a, ml, batch, rows, heads, dim, ..StateArguments::default() }
+}
+
+fn grid() -> [usize; 3] {
+    let [batch, rows, heads, _] = SHAPE;
+    [(batch * rows * heads).div_ceil(STATE_ROWS as usize), 1, 1]
+}
+
+/// A state in which row n saw something unless `n % 3 == empty`.
+fn state(empty: usize, shift: f32) -> (Vec<f32>, Vec<f32>) {
+    let [batch, rows, heads, dim] = SHAPE;
+    let mut a = vec![0.0; batch * rows * heads * dim];
+    let mut ml = vec![0.0; batch * rows * heads * 2];
+    for n in 0..batch * rows * heads {
+        let (batch, row, head) = (n / heads / rows, n / heads % rows, n % heads);
+        let at = ((batch * heads + head) * rows + row) * 2;
+        let seen = n % 3 != empty;
+        ml[at] = if seen { shift + n as f32 / 7.0 } else { EMPTY_M };
+        ml[at + 1] = if seen { 1.0 + n as f32 / 5.0 } else { 0.0 };
+        for d in 0..dim {
+            a[n * dim + d] = if seen { (n * dim + d) as f32 / 11.0 - shift } else { 0.0 };
+        }
+    }
+    (a, ml)
+}
+
+#[test]
+fn a_reset_state_has_seen_nothing() {
+    let [batch, rows, heads, dim] = SHAPE;
+    let mut job = Job::default();
+    let (a, ml) = (job.poisoned(batch * rows * heads * dim * 4), job.poisoned(batch * rows * heads * 8));
+    job.launch("reset_state", grid(), 0, &arguments(a.address, ml.address));
+    job.bring(a);
+    job.bring(ml);
+    let (results, _) = job.run(emulator(), Timing::Eager, 1).unwrap();
+    assert!(numbers::<f32>(&results[0]).iter().all(|a| a.to_bits() == 0));
+    assert!(numbers::<[f32; 2]>(&results[1]).iter().all(|ml| *ml == [EMPTY_M, 0.0]));
+}
+
+#[test]
+fn a_merge_adds_weights_and_leaves_alone_what_only_one_side_saw() {
+    let [batch, rows, heads, dim] = SHAPE;
+    let ((a, ml), (from_a, from_ml)) = (state(0, 0.5), state(1, -1.25));
+    for timing in Timing::ALL {
+        let mut job = Job::default();
+        let into = [job.upload(&a), job.upload(&ml)];
+        let from = [job.upload(&from_a), job.upload(&from_ml)];
+        let arguments = StateArguments {
+            from_a: from[0].address,
+            from_ml: from[1].address,
+            ..arguments(into[0].address, into[1].address)
+        };
+        job.launch("merge_states", grid(), 0, &arguments);
+        job.bring(into[0]);
+        job.bring(into[1]);
+        let (results, _) = job.run(emulator(), timing, 1).unwrap();
+        let (merged_a, merged_ml) = (numbers::<f32>(&results[0]), numbers::<f32>(&results[1]));
+        for n in 0..batch * rows * heads {
+            let at = ((n / heads / rows * heads + n % heads) * rows + n / heads % rows) * 2;
+            let elements = n * dim..(n + 1) * dim;
+            let (got_a, got_ml) = (&merged_a[elements.clone()], &merged_ml[at..at + 2]);
+            match n % 3 {
+                0 => assert_eq!((got_a, got_ml), (&from_a[elements], &from_ml[at..at + 2])),
+                1 => assert_eq!((got_a, got_ml), (&a[elements], &ml[at..at + 2])),
+                _ => {
+                    let m = f64::from(ml[at]).max(f64::from(from_ml[at]));
+                    let weight = |ml: &[f32]| (f64::from(ml[at]) - m).exp();
+                    let both = |ours: f32, theirs: f32| {
+                        f64::from(ours) * weight(&ml) + f64::from(theirs) * weight(&from_ml)
+                    };
+                    let some_roundings = 8.0 * Dtype::F32.unit_roundoff();
+                    let near = |got: f32, right: f64| {
+                        (f64::from(got) - right).abs() <= some_roundings * right.abs().max(1.0)
+                    };
+                    assert!(near(got_ml[0], m) && near(got_ml[1], both(ml[at + 1], from_ml[at + 1])));
+                    for (got, index) in got_a.iter().zip(elements) {
+                        assert!(near(*got, both(a[index], from_a[index])), "{got} at {index}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn repack_copies_the_rows_it_is_asked_for_and_touches_nothing_else() {
+    // Of [2, 5, 4] heads of 6 words the heads 1..4 of the rows 2..5, into a layout with heads outside.
+    let (batch, rows, heads, words) = (2, 3, 3, 6);
+    let from: Vec<u32> = (0..2 * 5 * 4 * 6).collect();
+    for blocks in [1, 3] {
+        let mut job = Job::default();
+        let (source, target) =
+            (job.upload(&from), job.upload(&vec![u32::MAX; 1 + batch * heads * rows * words + 1]));
+        let stride = |n: usize| n as u64 * 4;
+        let arguments = RepackArguments {
+            from: TensorArgument {
+                data: source.address + stride(2 * 24 + 6),
+                batch_stride: stride(120),
+                row_stride: stride(24),
+                head_stride: stride(6),
+            },
+            into: TensorArgument {
+                data: target.address + 4,
+                batch_stride: stride(heads * rows * words),
+                row_stride: stride(words),
+                head_stride: stride(rows * words),
+            },
+            batch: 2,
+            rows: 3,
+            heads: 3,
+            row_bytes: 24,
+        };
+        job.launch("repack", [blocks, 1, 1], 0, &arguments);
+        job.bring(target);
+        let (results, _) = job.run(emulator(), Timing::Late, 1).unwrap();
+        let expected = (0..batch).flat_map(|b| {
+            (1..4).flat_map(move |h| {
+                (2..5).flat_map(move |r| (0..6).map(move |w| ((b * 5 + r) * 4 + h) * 6 + w))
+            })
+        });
+        let expected: Vec<u32> = std::iter::once(u32::MAX)
+            .chain(expected.map(|n| u32::try_from(n).unwrap()))
+            .chain([u32::MAX])
+            .collect();
+        assert_eq!(numbers::<u32>(&results[0]), expected);
+    }
+}
