@@ -13,7 +13,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use bounded::{Limit, corpus, run};
 use kyklos_transport::wire::{Frame, MAX_TEXT_BYTES, MessageHeader, Purpose, RejectCode, part_digest};
-use kyklos_transport::{Abort, AbortCause, Progress, Rank, Tag, Vote};
+use kyklos_transport::{Abort, AbortCause, Claim, Progress, Rank, Tag, Vote};
 
 /// A few copies of what came, one of them as a frame in memory.
 const BY_LENGTH: Limit = Limit { fixed: 2 << 10, per_byte: 8 };
@@ -25,19 +25,22 @@ fn frames() -> Vec<(String, Vec<u8>)> {
         .iter()
         .map(|address| address.parse().expect("an address"))
         .collect();
+    let claims = vec![Claim { epoch: 5, started: true, members: vec![Rank(0), Rank(2)] }];
     let purpose = Purpose::Control;
     let cause = AbortCause::Died("gone".into());
     let all = [
         ("hello", Frame::Hello { protocol: 1, purpose, job: [7; 16], epoch: 1, rank: Rank(1), world: 4 }),
         ("welcome", Frame::Welcome { protocol: 1 }),
         ("reject", Frame::Reject { code: RejectCode::World, text: "no".into() }),
-        ("addresses", Frame::AddressTable { addresses }),
+        ("addresses", Frame::AddressTable { addresses: addresses.clone() }),
         ("start", Frame::Start),
         ("ready", Frame::Vote { vote: Vote::Ready { plan_hash: [3; 32] } }),
         ("refuse_vote", Frame::Vote { vote: Vote::Refuse { exit: 2, text: "é".into() } }),
         ("verdict", Frame::Verdict { round: 1, refusal: Some((Rank(2), 2, "x".into())) }),
         ("missing", Frame::Missing { round: 1, rank: Rank(2), left: true }),
-        ("ping", Frame::Ping { progress }),
+        ("join", Frame::Join { claims, patience_ms: 7 }),
+        ("members", Frame::Members { epoch: 6, members: vec![Rank(2)], addresses: vec![addresses[0]] }),
+        ("ping", Frame::Ping { progress, beats: 7, works: false, waits_for: vec![Rank(3), Rank(4)] }),
         ("abort", Frame::Abort { abort: Abort { culprit: Rank(1), cause, progress } }),
         ("link_lost", Frame::LinkLost { peer: Rank(6), text: "lost".into() }),
         ("want", Frame::Want { tag }),
