@@ -86,7 +86,12 @@ impl Core {
         let Some(control) = self.control(rank) else { return };
         let reason = control.connection.closed().await;
         if !coordinator.left(rank) {
-            self.died(rank, describe(&reason));
+            // It may have ended by itself, such as when nothing from here reaches it.
+            let text = match abort_in(&reason) {
+                Some(Abort { culprit, cause, .. }) => format!("it gave up: rank {culprit} {cause}"),
+                None => describe(&reason),
+            };
+            self.died(rank, text);
         }
     }
 

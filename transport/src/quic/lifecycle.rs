@@ -118,6 +118,10 @@ impl Core {
             Some(Pending { operation: "close", ..call.pending(to, tag) })
         })
         .await?;
+        // Nobody leaves a group that has been aborted in order, and so the others must not take it.
+        if let Some(abort) = self.lock().abort.clone() {
+            return Err(TransportError::Aborted { abort, pending: None });
+        }
         for link in self.links.iter().flatten() {
             link.say(Frame::Leave);
         }
@@ -165,19 +169,24 @@ impl Core {
             close_code::LEFT => flush_until,
             _ => flush_until.min(Instant::now() + LONGEST_FLUSH),
         };
-        let links: Vec<&Link> = self.all_links().collect();
-        for link in &links {
+        let abort = self.lock().abort.clone().filter(|_| code == close_code::ABORTED);
+        let dead = match &abort {
+            Some(Abort { culprit, cause: AbortCause::Died(_), .. }) => Some(*culprit),
+            _ => None,
+        };
+        for link in self.all_links() {
             link.hang_up();
         }
-        for link in &links {
-            let mut flushed = link.flushed.clone();
-            let _ = timeout_at(flush_until, flushed.wait_for(|flushed| *flushed)).await;
+        for links in [&self.links, &self.control] {
+            // The dead acknowledge nothing.
+            let alive = (0..).map(Rank).zip(links).filter(|(rank, _)| Some(*rank) != dead);
+            for link in alive.filter_map(|(_, link)| link.as_ref()) {
+                let mut flushed = link.flushed.clone();
+                let _ = timeout_at(flush_until, flushed.wait_for(|flushed| *flushed)).await;
+            }
         }
-        let reason = match self.lock().abort.clone() {
-            Some(abort) if code == close_code::ABORTED => short(abort),
-            _ => Vec::new(),
-        };
-        for link in &links {
+        let reason = abort.map(short).unwrap_or_default();
+        for link in self.all_links() {
             link.connection.close(code, &reason);
         }
         self.end_tasks();
