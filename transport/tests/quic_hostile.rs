@@ -17,6 +17,9 @@ use quinn::crypto::rustls::QuicClientConfig;
 
 const LONG: Duration = Duration::from_secs(30);
 
+/// A test that measures the memory of the process runs alone in it.
+static ALONE: Mutex<()> = Mutex::new(());
+
 type Formed = Result<Arc<dyn Transport>, TransportError>;
 
 struct Job {
@@ -74,7 +77,7 @@ fn resident_kib() -> u64 {
     line.trim().trim_end_matches(" kB").parse().unwrap()
 }
 
-/// Begins `count` connections and is gone before any of them has an answer.
+/// Begins `count` connections from an address that no rank has, and is gone before any of them is complete.
 fn half_open(to: SocketAddr, count: usize) {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut tls = rustls::ClientConfig::builder_with_provider(provider)
@@ -86,10 +89,10 @@ fn half_open(to: SocketAddr, count: usize) {
     let config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).unwrap()));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
-        let endpoint = quinn::Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+        let endpoint = quinn::Endpoint::client(SocketAddr::from(([127, 0, 0, 2], 0))).unwrap();
         let begun: Vec<_> =
             (0..count).map(|_| endpoint.connect_with(config.clone(), to, "rank-0").unwrap()).collect();
-        // Long enough for their first packets.
+        // Long enough for their first packets, and for most to show that the address is theirs.
         tokio::time::sleep(Duration::from_millis(50)).await;
         // Their ends are never told: the socket goes with the runtime.
         drop(begun);
@@ -98,6 +101,7 @@ fn half_open(to: SocketAddr, count: usize) {
 
 #[test]
 fn thousands_of_half_open_connections_leave_memory_flat_and_honest_ranks_finish() {
+    let _alone = ALONE.lock().unwrap();
     let job = Job::new();
     let zero = job.connect(0, job.coordinator);
     std::thread::sleep(Duration::from_millis(200));
@@ -113,9 +117,9 @@ fn thousands_of_half_open_connections_leave_memory_flat_and_honest_ranks_finish(
     }
     close(&group);
     println!("KiB after every 1000: {resident:?}");
-    // Rank 0 lets so many in at a time (4096) and no more.
-    let (first, last) = (resident[4], resident[7]);
-    assert!(last < first + (16 << 10), "3000 more half-open connections took more than 16 MiB: {resident:?}");
+    // One network gets 512 places, at about 60 KiB; 7000 connections would be 400 MiB.
+    let (first, last) = (resident[0], resident[7]);
+    assert!(last < first + (48 << 10), "7000 more half-open connections took more than 48 MiB: {resident:?}");
 }
 
 /// Hands packets on between a rank and rank 0, keeps those of the rank, and says everything twice if asked to.
@@ -169,6 +173,7 @@ impl Wire {
 
 #[test]
 fn packets_that_are_said_again_change_nothing() {
+    let _alone = ALONE.lock().unwrap();
     let job = Job::new();
     // Every packet twice, both ways, while the group works.
     let wire = Wire::to(job.coordinator, 2);

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use quinn::{Connection, Endpoint, Incoming, SendStream};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use super::QuicConfig;
@@ -15,6 +15,7 @@ use super::core::COORDINATOR;
 use super::frames::FrameReader;
 use super::names::Claims;
 use super::tls::{self, TlsConfigs};
+use super::visitors::{Answer, Visitors};
 use crate::membership::Claim;
 use crate::transport::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
@@ -24,7 +25,7 @@ pub(crate) struct Door {
     config: QuicConfig,
     tls: TlsConfigs,
     open: Mutex<Open>,
-    visitors: Semaphore,
+    visitors: Visitors,
     /// Whom it has turned away, and why: what a rank says when others did not come.
     refusals: Mutex<Vec<String>>,
 }
@@ -67,7 +68,7 @@ impl Door {
             config: config.clone(),
             tls: tls.clone(),
             open: Mutex::new(open),
-            visitors: Semaphore::new(MOST_VISITORS),
+            visitors: Visitors::default(),
             refusals: Mutex::new(Vec::new()),
         }
     }
@@ -90,16 +91,22 @@ impl Door {
 
     pub(crate) async fn listen(self: Arc<Self>, endpoint: Endpoint) {
         while let Some(incoming) = endpoint.accept().await {
-            if self.visitors.available_permits() == 0 {
-                incoming.refuse();
-                continue;
-            }
+            let from = incoming.remote_address();
+            let place = match self.visitors.answer(from.ip(), incoming.remote_address_validated()) {
+                Answer::Enter(place) => place,
+                Answer::ProveAddress => {
+                    // Nothing is kept: what it must show again is in the answer. It fails for those who have shown it.
+                    let _ = incoming.retry();
+                    continue;
+                }
+                Answer::Refuse => {
+                    incoming.refuse();
+                    continue;
+                }
+            };
             let door = Arc::clone(&self);
             tokio::spawn(async move {
-                let Ok(_permit) = door.visitors.acquire().await else {
-                    return;
-                };
-                let from = incoming.remote_address();
+                let _place = place;
                 if let Err(error) = door.receive(incoming).await {
                     tracing::info!(error, %from, "turned a connection away");
                     door.remember(&format!("{}: {error}", from.ip().to_canonical()));
@@ -285,9 +292,6 @@ struct Refusal {
 
 /// Reasons that are kept: a stranger can give as many as it likes.
 const MOST_REMEMBERED: usize = 4;
-
-/// Connections that may be on their way in at once.
-const MOST_VISITORS: usize = 4096;
 
 /// How long a visitor may take for its handshake, and again for its hello.
 const VISIT_PATIENCE: Duration = Duration::from_secs(5);

@@ -41,6 +41,7 @@ mod trust_tests;
 mod tunnel;
 mod validity;
 mod verifier;
+mod visitors;
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};

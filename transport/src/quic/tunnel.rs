@@ -18,8 +18,10 @@ use quinn::{AsyncUdpSocket, UdpPoller};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
+
+use super::visitors::{Answer, Visitors};
 
 /// Packets under way to one address. Not bounded here: QUIC has no more under way than its fixed window.
 type Queue = mpsc::UnboundedSender<Vec<u8>>;
@@ -38,7 +40,7 @@ struct Shared {
     arrived: mpsc::Sender<(SocketAddr, Vec<u8>)>,
     /// What somebody who was dialled said instead of talking.
     refused: watch::Sender<Option<String>>,
-    visitors: Semaphore,
+    visitors: Visitors,
 }
 
 impl fmt::Debug for Tunnel {
@@ -58,7 +60,7 @@ impl Tunnel {
             routes: Mutex::default(),
             arrived,
             refused: watch::Sender::new(None),
-            visitors: Semaphore::new(MOST_VISITORS),
+            visitors: Visitors::default(),
         });
         tokio::spawn(Arc::clone(&shared).listen(listener, is_open));
         Ok(Self { shared, inbox: Mutex::new(inbox), _open: open })
@@ -119,7 +121,8 @@ impl Shared {
             };
             let shared = Arc::clone(&self);
             tokio::spawn(async move {
-                let Ok(_permit) = shared.visitors.try_acquire() else { return };
+                // Who has opened a stream has shown its address.
+                let Answer::Enter(_place) = shared.visitors.answer(from.ip(), true) else { return };
                 let (queue, packets) = mpsc::unbounded_channel();
                 // An earlier stream from the same address and port is dead, or this one would not be.
                 shared.lock().insert(from, queue);
@@ -141,7 +144,7 @@ impl Shared {
         let _ = stream.set_nodelay(true);
         let (reading, writing) = stream.into_split();
         tokio::select! {
-                biased;
+            biased;
             // Whatever ends a stream, QUIC only sees that nothing comes.
             _ = self.read(peer, reading, dialled) => {}
             _ = write(writing, packets) => {}
@@ -270,9 +273,6 @@ const INBOX_PACKETS: usize = 16;
 
 /// Bytes read from a stream at once.
 const READ_BYTES: usize = 128 << 10;
-
-/// Streams that others may have open.
-const MOST_VISITORS: usize = 4096;
 
 /// Who says nothing for so long can dial again. Members say something all the time.
 const LONGEST_SILENCE: Duration = Duration::from_secs(60);
