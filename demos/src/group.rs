@@ -47,15 +47,21 @@ impl Launched {
         }
         config.warn = |text| note(&format!("warning: {text}"));
         config.epoch = self.run.as_deref().map_or(0, epoch);
-        if let Some(port) = args.port {
-            config.port = u16::try_from(u32::from(port) + self.local_rank).map_err(|_| {
-                Failure::request(
-                    format!("--port {port} for rank {} on its host", self.local_rank),
-                    "ports go up to 65535",
-                )
-            })?;
-        }
         config.link = network.settings(config.bind, self.world)?;
+        if let Some(port) = args.port {
+            let lanes = u32::from(config.link.lanes);
+            let first = u32::from(port) + self.local_rank * lanes;
+            let on_host = |lane| {
+                u16::try_from(first + lane).map_err(|_| {
+                    Failure::request(
+                        format!("--port {port} for rank {} on its host", self.local_rank),
+                        "ports go up to 65535",
+                    )
+                })
+            };
+            on_host(lanes - 1)?;
+            (config.port, config.lane_port) = (on_host(0)?, if lanes > 1 { on_host(1)? } else { 0 });
+        }
         let group = if args.rejoin {
             QuicTransport::rejoin(config)?
         } else {

@@ -24,6 +24,9 @@ pub(crate) struct NetworkArgs {
     /// cubic gives way to others; fixed:BYTES keeps so much under way whatever is lost, for links that nobody else uses [default: cubic; the system's with tcp, to which fixed hands so much at a time]
     #[arg(long, value_name = "cubic|fixed:BYTES")]
     pub(crate) congestion: Option<CongestionName>,
+    /// Connections for messages between two ranks, each with a port and a thread, for links that are faster than one core encrypts; the same on all ranks [default: 1]
+    #[arg(long, value_name = "N")]
+    pub(crate) lanes: Option<u8>,
     /// Most bytes that the connections of a rank hold, such as 512MiB [default: 1GiB, or what the ranks need at the least]
     #[arg(long, value_name = "BYTES")]
     pub(crate) net_memory: Option<ByteSize>,
@@ -40,6 +43,7 @@ impl NetworkArgs {
             },
             congestion: self.congestion.map(|CongestionName(congestion)| congestion).unwrap_or_default(),
             memory_bytes: self.net_memory.map(|ByteSize(bytes)| bytes),
+            lanes: self.lanes.unwrap_or(1),
         };
         // No rank has tried anything yet: it is the request that is wrong.
         link.check(bind, world).map_err(|error| Failure { exit: 2, ..Failure::run(error.to_string()) })?;
@@ -56,6 +60,7 @@ impl NetworkArgs {
         let first = (self.network.map(|network| format!("--network {}", network.name())))
             .or_else(|| self.link_mtu.map(|mtu| format!("--link-mtu {mtu}")))
             .or_else(|| self.congestion.map(|congestion| format!("--congestion {congestion}")))
+            .or_else(|| self.lanes.map(|lanes| format!("--lanes {lanes}")))
             .or_else(|| self.net_memory.map(|memory| format!("--net-memory {memory}")));
         first.map_or(Ok(()), |first| {
             Err(Failure::request(

@@ -30,7 +30,7 @@ fn frames() -> Vec<(String, Vec<u8>)> {
     let cause = AbortCause::Died("gone".into());
     let all = [
         ("hello", Frame::Hello { protocol: 1, purpose, job: [7; 16], epoch: 1, rank: Rank(1), world: 4 }),
-        ("welcome", Frame::Welcome { protocol: 1 }),
+        ("welcome", Frame::Welcome { protocol: 1, lane_ports: vec![7001, 258] }),
         ("reject", Frame::Reject { code: RejectCode::World, text: "no".into() }),
         ("addresses", Frame::AddressTable { addresses: addresses.clone() }),
         ("start", Frame::Start),
@@ -73,6 +73,7 @@ fn headers_of_any_bytes() {
         part_count: 2,
         part_digest: part_digest([16, 3].into_iter()),
         total_bytes: 19,
+        chunk: 0,
     };
     let made = [("parts".to_owned(), header.encode().to_vec())];
     let times = run("header", &corpus("header", &made), BY_LENGTH, wire::header);

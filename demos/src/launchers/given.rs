@@ -45,7 +45,7 @@ pub(crate) struct GroupArgs {
     /// Local address of this process [default: all, or loopback if rank 0 is there]
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) bind: Option<IpAddr>,
-    /// UDP port of a rank other than 0, plus its number on its host [default: the system's choice]
+    /// Port of a rank other than 0, plus its number on its host; with --lanes so many for each rank [default: the system's choice]
     #[arg(long, value_name = "N")]
     pub(crate) port: Option<u16>,
 }

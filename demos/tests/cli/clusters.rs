@@ -136,6 +136,17 @@ fn over_tcp_where_udp_does_not_get_through() {
 }
 
 #[test]
+fn over_several_lanes() {
+    let cluster = Cluster::new();
+    cluster.certs("issue -n 3 --job train");
+    cluster.works(
+        &format!("{BY_FLAGS} --lanes 2"),
+        "",
+        &["for each of 2 lanes to each of 2 ranks", " and ports "],
+    );
+}
+
+#[test]
 fn by_torchruns_names() {
     let cluster = Cluster::new();
     cluster.certs("issue -n 3");

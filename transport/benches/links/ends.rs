@@ -125,7 +125,7 @@ fn connect(
     if let Kind::Quic { mtu, window_bytes, carrier } = mode.kind {
         let congestion =
             window_bytes.map_or(Congestion::Cubic, |window_bytes| Congestion::Fixed { window_bytes });
-        config.link = LinkSettings { mtu, congestion, carrier, memory_bytes: None };
+        config.link = LinkSettings { mtu, congestion, carrier, ..LinkSettings::default() };
     }
     QuicTransport::connect(config).expect("a group of two")
 }

@@ -1,6 +1,9 @@
-//! Puts a message together from the pieces in which it comes.
+//! Puts a message together from the chunks in which it comes, and each chunk from the pieces of its stream.
+//!
+//! A message is one allocation for each part, cut into chunks that several streams fill at the same time; put together
+//! again, nothing is copied and nothing moves.
 
-use bytes::Bytes;
+use bytes::{Buf, Bytes, BytesMut};
 use xxhash_rust::xxh3::Xxh3;
 
 /// Bytes of the checksum after the payload.
@@ -9,56 +12,132 @@ pub(crate) const TRAILER_BYTES: usize = 8;
 /// Alignment of each part, in bytes: a cache line, and more than any element of a tensor needs.
 const ALIGNMENT: usize = 64;
 
-/// The parts of one message, whose lengths the local plan knows.
+/// Memory of a message, of which chunks are taken and brought back filled.
+#[derive(Debug)]
 pub(crate) struct Assembly {
-    parts: Vec<Part>,
-    /// Index of the part that is being filled, and bytes of it that are there.
+    part_count: usize,
+    chunks: Vec<Place>,
+    /// Chunks that are not back yet.
+    missing: usize,
+}
+
+/// Where a chunk is.
+#[derive(Debug)]
+enum Place {
+    /// Not come yet.
+    Here(Vec<Segment>),
+    /// Its stream is being read.
+    Taken,
+    Filled(Vec<Segment>),
+}
+
+/// What a chunk has of one part.
+#[derive(Debug)]
+struct Segment {
     part: usize,
+    bytes: BytesMut,
+}
+
+impl Assembly {
+    /// Memory for parts of these lengths, in chunks of `chunk_bytes`, of which there is at least one.
+    pub(crate) fn new(part_bytes: &[usize], chunk_bytes: usize) -> Self {
+        let mut chunks = vec![Vec::new()];
+        let mut space = chunk_bytes;
+        for (part, &length) in part_bytes.iter().enumerate() {
+            let mut rest = aligned(length);
+            while !rest.is_empty() {
+                if space == 0 {
+                    chunks.push(Vec::new());
+                    space = chunk_bytes;
+                }
+                let bytes = rest.split_to(rest.len().min(space));
+                space -= bytes.len();
+                if let Some(chunk) = chunks.last_mut() {
+                    chunk.push(Segment { part, bytes });
+                }
+            }
+        }
+        let missing = chunks.len();
+        Self { part_count: part_bytes.len(), chunks: chunks.into_iter().map(Place::Here).collect(), missing }
+    }
+
+    /// A chunk to be filled, once.
+    pub(crate) fn take(&mut self, index: usize) -> Result<Chunk, &'static str> {
+        let place = self.chunks.get_mut(index).ok_or("more chunks than its bytes fill")?;
+        match std::mem::replace(place, Place::Taken) {
+            Place::Here(segments) => Ok(Chunk::new(segments)),
+            other => {
+                *place = other;
+                Err("a chunk that was sent twice")
+            }
+        }
+    }
+
+    /// Takes a filled chunk back; whether all are here now.
+    pub(crate) fn put_back(&mut self, index: usize, filled: Filled) -> bool {
+        if let Some(place @ Place::Taken) = self.chunks.get_mut(index) {
+            *place = Place::Filled(filled.0);
+            self.missing -= 1;
+        }
+        self.missing == 0
+    }
+
+    /// The parts, of a message whose chunks are all back.
+    pub(crate) fn finish(self) -> Vec<Bytes> {
+        let mut parts: Vec<BytesMut> = (0..self.part_count).map(|_| BytesMut::new()).collect();
+        for place in self.chunks {
+            if let Place::Filled(segments) = place {
+                for Segment { part, bytes } in segments {
+                    // Its neighbour in memory: they become one again.
+                    parts[part].unsplit(bytes);
+                }
+            }
+        }
+        parts.into_iter().map(BytesMut::freeze).collect()
+    }
+}
+
+fn aligned(length: usize) -> BytesMut {
+    let mut bytes = BytesMut::zeroed(length + ALIGNMENT - 1);
+    bytes.advance(bytes.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT - 1));
+    bytes.truncate(length);
+    bytes
+}
+
+/// A chunk that is being filled from its stream.
+pub(crate) struct Chunk {
+    segments: Vec<Segment>,
+    /// Index of the segment that is being filled, and bytes of it that are there.
+    segment: usize,
     filled: usize,
     checksum: Box<Xxh3>,
     trailer: Vec<u8>,
 }
 
-/// Memory of one part: `bytes[start..start + length]`, where `start` makes it aligned.
+/// A chunk that is complete.
 #[derive(Debug)]
-struct Part {
-    bytes: Vec<u8>,
-    start: usize,
-    length: usize,
-}
+pub(crate) struct Filled(Vec<Segment>);
 
-impl Assembly {
-    pub(crate) fn new(part_bytes: &[usize]) -> Self {
-        let parts = part_bytes.iter().map(|&length| {
-            let bytes = vec![0; length + ALIGNMENT - 1];
-            let start = bytes.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT - 1);
-            Part { bytes, start, length }
-        });
-        Self {
-            parts: parts.collect(),
-            part: 0,
-            filled: 0,
-            checksum: Box::new(Xxh3::new()),
-            trailer: Vec::new(),
-        }
+impl Chunk {
+    fn new(segments: Vec<Segment>) -> Self {
+        Self { segments, segment: 0, filled: 0, checksum: Box::new(Xxh3::new()), trailer: Vec::new() }
     }
 
     /// Takes the next bytes of the stream and returns how many of them were payload.
     pub(crate) fn push(&mut self, mut bytes: &[u8]) -> Result<usize, &'static str> {
         let mut payload_bytes = 0;
-        while let Some(part) = self.parts.get_mut(self.part) {
-            let count = bytes.len().min(part.length - self.filled);
+        while let Some(Segment { bytes: space, .. }) = self.segments.get_mut(self.segment) {
+            let count = bytes.len().min(space.len() - self.filled);
             let (now, later) = bytes.split_at(count);
-            let at = part.start + self.filled;
-            part.bytes[at..at + count].copy_from_slice(now);
+            space[self.filled..self.filled + count].copy_from_slice(now);
             self.checksum.update(now);
             self.filled += count;
             payload_bytes += count;
             bytes = later;
-            if self.filled < part.length {
+            if self.filled < space.len() {
                 return Ok(payload_bytes);
             }
-            (self.part, self.filled) = (self.part + 1, 0);
+            (self.segment, self.filled) = (self.segment + 1, 0);
         }
         self.trailer.extend_from_slice(&bytes[..bytes.len().min(TRAILER_BYTES + 1)]);
         if self.trailer.len() > TRAILER_BYTES {
@@ -68,19 +147,14 @@ impl Assembly {
         }
     }
 
-    /// The parts, if all bytes have come and the checksum fits.
-    pub(crate) fn finish(self) -> Result<Vec<Bytes>, &'static str> {
+    /// The chunk, if all bytes have come and the checksum fits.
+    pub(crate) fn finish(self) -> Result<Filled, &'static str> {
         let trailer = <[u8; TRAILER_BYTES]>::try_from(self.trailer.as_slice());
         let trailer = trailer.map_err(|_| "fewer bytes than its header says")?;
         if u64::from_le_bytes(trailer) != self.checksum.digest() {
             return Err("bytes that do not fit their checksum");
         }
-        // The vector becomes the shared memory as it is: nothing is copied, and nothing moves.
-        Ok(self
-            .parts
-            .into_iter()
-            .map(|part| Bytes::from(part.bytes).slice(part.start..part.start + part.length))
-            .collect())
+        Ok(Filled(self.segments))
     }
 }
 
@@ -89,22 +163,35 @@ mod tests {
     use super::*;
     use xxhash_rust::xxh3::xxh3_64;
 
-    fn message(part_bytes: &[usize]) -> (Vec<u8>, Vec<u8>) {
-        let payload: Vec<u8> = (0..part_bytes.iter().sum()).map(|at: usize| (at % 251) as u8).collect();
-        let mut stream = payload.clone();
-        stream.extend_from_slice(&xxh3_64(&payload).to_le_bytes());
-        (payload, stream)
+    fn payload(part_bytes: &[usize]) -> Vec<u8> {
+        (0..part_bytes.iter().sum()).map(|at: usize| (at % 251) as u8).collect()
+    }
+
+    fn stream(payload: &[u8]) -> Vec<u8> {
+        [payload, &xxh3_64(payload).to_le_bytes()].concat()
     }
 
     #[test]
-    fn parts_come_out_whole_and_aligned_however_the_stream_is_cut() {
-        for part_bytes in [&[1][..], &[0, 5, 0, 70, 0], &[64, 64], &[1000]] {
-            let (payload, stream) = message(part_bytes);
-            for piece in [1, 7, 64, 10_000] {
-                let mut assembly = Assembly::new(part_bytes);
-                let taken: usize = stream.chunks(piece).map(|bytes| assembly.push(bytes).unwrap()).sum();
-                assert_eq!(taken, payload.len());
-                let parts = assembly.finish().unwrap();
+    fn parts_come_out_whole_and_aligned_however_they_are_cut() {
+        for part_bytes in [&[1][..], &[0, 5, 0, 70, 0], &[64, 64], &[1000], &[0], &[]] {
+            let payload = payload(part_bytes);
+            for (chunk_bytes, piece) in [(10_000, 1), (10_000, 64), (7, 3), (64, 10_000), (69, 7)] {
+                let mut assembly = Assembly::new(part_bytes, chunk_bytes);
+                let mut chunks: Vec<&[u8]> = payload.chunks(chunk_bytes).collect();
+                if chunks.is_empty() {
+                    chunks.push(&[]);
+                }
+                // The last one first, and all of them begun before any is back.
+                let mut filled: Vec<_> =
+                    (0..chunks.len()).map(|at| (at, assembly.take(at).unwrap())).collect();
+                filled.reverse();
+                for (at, mut chunk) in filled {
+                    let stream = stream(chunks[at]);
+                    let taken: usize = stream.chunks(piece).map(|bytes| chunk.push(bytes).unwrap()).sum();
+                    assert_eq!(taken, chunks[at].len());
+                    assert_eq!(assembly.put_back(at, chunk.finish().unwrap()), at == 0);
+                }
+                let parts = assembly.finish();
                 assert_eq!(parts.iter().map(Bytes::len).collect::<Vec<_>>(), part_bytes);
                 assert_eq!(parts.concat(), payload);
                 assert!(
@@ -115,21 +202,48 @@ mod tests {
     }
 
     #[test]
+    fn chunks_are_put_together_where_they_are() {
+        let mut assembly = Assembly::new(&[100, 200], 64);
+        let mut places = Vec::new();
+        for at in 0..5 {
+            let chunk = assembly.take(at).unwrap();
+            places.extend(chunk.segments.iter().map(|segment| (segment.part, segment.bytes.as_ptr())));
+            assembly.put_back(at, Filled(chunk.segments));
+        }
+        for (part, bytes) in assembly.finish().iter().enumerate() {
+            let first = places.iter().find(|(of, _)| *of == part).unwrap();
+            assert_eq!(bytes.as_ptr(), first.1);
+        }
+    }
+
+    #[test]
+    fn a_chunk_that_there_is_not_or_that_came_before_is_refused() {
+        let mut assembly = Assembly::new(&[100], 64);
+        assembly.take(1).unwrap();
+        assert_eq!(assembly.take(1).err().unwrap(), "a chunk that was sent twice");
+        assert_eq!(assembly.take(2).err().unwrap(), "more chunks than its bytes fill");
+        let first = assembly.take(0).unwrap();
+        assert!(!assembly.put_back(0, Filled(first.segments)));
+        assert_eq!(assembly.take(0).err().unwrap(), "a chunk that was sent twice");
+    }
+
+    #[test]
     fn every_flipped_byte_and_every_wrong_length_is_noticed() {
         let part_bytes = [5, 9];
-        let (_, stream) = message(&part_bytes);
+        let stream = stream(&payload(&part_bytes));
+        let chunk = || Assembly::new(&part_bytes, 1000).take(0).unwrap();
         for at in 0..stream.len() {
             let mut corrupt = stream.clone();
             corrupt[at] ^= 0x10;
-            let mut assembly = Assembly::new(&part_bytes);
-            assembly.push(&corrupt).unwrap();
-            assert!(assembly.finish().is_err(), "byte {at}");
-            let mut assembly = Assembly::new(&part_bytes);
-            assembly.push(&stream[..at]).unwrap();
-            assert!(assembly.finish().is_err(), "cut at {at}");
+            let mut whole = chunk();
+            whole.push(&corrupt).unwrap();
+            assert!(whole.finish().is_err(), "byte {at}");
+            let mut cut = chunk();
+            cut.push(&stream[..at]).unwrap();
+            assert!(cut.finish().is_err(), "cut at {at}");
         }
-        let mut assembly = Assembly::new(&part_bytes);
-        assembly.push(&stream).unwrap();
-        assert!(assembly.push(&[0]).is_err());
+        let mut whole = chunk();
+        whole.push(&stream).unwrap();
+        assert!(whole.push(&[0]).is_err());
     }
 }

@@ -2,6 +2,7 @@
 //! ranks the higher one dials the lower one.
 
 use std::net::SocketAddr;
+use std::task::Poll;
 use std::time::Duration;
 
 use quinn::{Connection, SendStream};
@@ -13,7 +14,7 @@ use super::control::describe;
 use super::core::COORDINATOR;
 use super::door::{Arrival, Era};
 use super::frames::FrameReader;
-use super::seat::Seat;
+use super::seat::{Errand, Seat};
 use crate::error::TransportError;
 use crate::transport::Rank;
 use crate::wire::{Frame, MAX_WORLD, Purpose};
@@ -22,6 +23,8 @@ use crate::wire::{Frame, MAX_WORLD, Purpose};
 #[derive(Debug)]
 pub(crate) struct Joined {
     pub(crate) rank: Rank,
+    /// Which of the data connections between two ranks; 0 of every other one.
+    pub(crate) lane: usize,
     pub(crate) connection: Connection,
     pub(crate) send: SendStream,
     pub(crate) frames: FrameReader,
@@ -95,8 +98,8 @@ pub(crate) async fn knock(seat: &Seat) {
         return;
     }
     let deadline = Instant::now() + config.connect_deadline.min(KNOCK_PATIENCE);
-    let purpose = (Purpose::Control, config.epoch);
-    let _ = seat.dial_until_answered(COORDINATOR, config.coordinator, purpose, deadline).await;
+    let errand = Errand::control(config.epoch);
+    let _ = seat.dial_until_answered(COORDINATOR, config.coordinator, errand, deadline).await;
     seat.part(&failed("its identity does not fit")).await;
 }
 
@@ -108,7 +111,7 @@ pub(crate) struct Forming<'a> {
     pub(crate) members: Vec<Rank>,
     pub(crate) deadline: Instant,
     pub(crate) arrivals: mpsc::Receiver<Arrival>,
-    /// Data connections that came while others were awaited.
+    /// Data connections, of all lanes, that came while others were awaited.
     pub(crate) early_data: Vec<(u32, Joined)>,
 }
 
@@ -127,7 +130,7 @@ impl Forming<'_> {
                 break;
             }
             match timeout_at(self.deadline, self.arrivals.recv()).await {
-                Ok(Some(Arrival { purpose: Purpose::Data, epoch, joined, .. })) => {
+                Ok(Some(Arrival { purpose: Purpose::Data | Purpose::Lane, epoch, joined, .. })) => {
                     self.early_data.push((epoch, joined));
                 }
                 Ok(Some(Arrival { joined, .. })) => {
@@ -156,7 +159,7 @@ impl Forming<'_> {
 
     /// Of the coordinator: the data connections, once every member has all of its own.
     pub(crate) async fn mesh_above(&mut self, control: &mut [Joined]) -> Result<Vec<Joined>, TransportError> {
-        let data = self.collect_data(Vec::new()).await?;
+        let data = self.collect_data(Vec::new(), control).await?;
         for member in control {
             self.expect(member, &Frame::Meshed).await?;
         }
@@ -177,9 +180,9 @@ impl Forming<'_> {
 
     async fn as_member(&mut self) -> Result<Mesh, TransportError> {
         let coordinator = self.seat.config.coordinator;
-        let purpose = (Purpose::Control, self.epoch);
-        let mut control =
-            self.seat.dial_until_answered(COORDINATOR, coordinator, purpose, self.deadline).await?;
+        let errand = Errand::control(self.epoch);
+        let (mut control, _) =
+            self.seat.dial_until_answered(COORDINATOR, coordinator, errand, self.deadline).await?;
         // Rank 0 says who did not come, and why: that is worth more than to know it a moment earlier.
         self.deadline += LATE_NEWS;
         let addresses = match self.next_frame(&mut control).await? {
@@ -188,7 +191,7 @@ impl Forming<'_> {
                 return Err(failed(format!("rank 0 sent {other:?} instead of the address table")));
             }
         };
-        let data = self.mesh_below(coordinator, &addresses).await?;
+        let data = self.mesh_below(&control, coordinator, &addresses).await?;
         self.get_ready(control, data).await
     }
 
@@ -196,6 +199,7 @@ impl Forming<'_> {
     /// address under which it has been reached.
     pub(crate) async fn mesh_below(
         &mut self,
+        control: &Joined,
         coordinator: SocketAddr,
         addresses: &[SocketAddr],
     ) -> Result<Vec<Joined>, TransportError> {
@@ -204,10 +208,17 @@ impl Forming<'_> {
         let below =
             self.members.iter().copied().zip(places).take_while(|&(rank, _)| rank < self.seat.config.rank);
         for (rank, address) in below {
-            let purpose = (Purpose::Data, self.epoch);
-            data.push(self.seat.dial_until_answered(rank, address, purpose, self.deadline).await?);
+            let (joined, lane_ports) =
+                self.seat.dial_until_answered(rank, address, Errand::data(self.epoch), self.deadline).await?;
+            data.push(joined);
+            for (lane, port) in (1..).zip(lane_ports) {
+                let address = SocketAddr::new(address.ip(), port);
+                let errand = Errand::lane(lane, self.epoch);
+                let (joined, _) = self.seat.dial_until_answered(rank, address, errand, self.deadline).await?;
+                data.push(joined);
+            }
         }
-        self.collect_data(data).await
+        self.collect_data(data, std::slice::from_ref(control)).await
     }
 
     /// Of every other member: it is ready, and waits for the start.
@@ -234,29 +245,43 @@ impl Forming<'_> {
         self.members.iter().position(|&member| member == rank)
     }
 
-    /// Waits for the data connections of all higher ranks.
-    async fn collect_data(&mut self, dialled: Vec<Joined>) -> Result<Vec<Joined>, TransportError> {
-        let mut data: Vec<Option<Joined>> = self.members.iter().map(|_| None).collect();
+    /// Waits for the data connections of all higher ranks, while nobody hangs up.
+    async fn collect_data(
+        &mut self,
+        dialled: Vec<Joined>,
+        control: &[Joined],
+    ) -> Result<Vec<Joined>, TransportError> {
+        let lanes = self.seat.ends.len();
+        let mut data: Vec<Option<Joined>> = (0..self.members.len() * lanes).map(|_| None).collect();
         let early = std::mem::take(&mut self.early_data).into_iter();
         let early = early.filter(|(epoch, _)| *epoch == self.epoch).map(|(_, joined)| joined);
         for joined in dialled.into_iter().chain(early) {
             if let Some(place) = self.place(joined.rank) {
-                data[place] = Some(joined);
+                let lane = joined.lane;
+                data[place * lanes + lane] = Some(joined);
             }
         }
         loop {
-            let places = self.members.iter().zip(&data);
+            let places = self.members.iter().zip(data.chunks(lanes));
             let missing: Vec<Rank> = places
-                .filter(|(rank, joined)| **rank != self.seat.config.rank && joined.is_none())
+                .filter(|(rank, all)| **rank != self.seat.config.rank && all.iter().any(Option::is_none))
                 .map(|(rank, _)| *rank)
                 .collect();
             if missing.is_empty() {
                 return Ok(data.into_iter().flatten().collect());
             }
-            match timeout_at(self.deadline, self.arrivals.recv()).await {
-                Ok(Some(Arrival { purpose: Purpose::Data, epoch, joined, .. })) if epoch == self.epoch => {
+            let arrived = tokio::select! {
+                biased;
+                arrived = timeout_at(self.deadline, self.arrivals.recv()) => arrived,
+                gone = first_closed(control) => return Err(self.lost(gone)),
+            };
+            match arrived {
+                Ok(Some(Arrival { purpose: Purpose::Data | Purpose::Lane, epoch, joined, .. }))
+                    if epoch == self.epoch =>
+                {
                     if let Some(place) = self.place(joined.rank) {
-                        data[place] = Some(joined);
+                        let lane = joined.lane;
+                        data[place * lanes + lane] = Some(joined);
                     }
                 }
                 // A rank that comes too late for this group, and finds out by its silence.
@@ -315,6 +340,16 @@ impl Forming<'_> {
             self.seat.door.turned_away()
         ))
     }
+}
+
+/// Ends with one of the connections that has.
+async fn first_closed(joined: &[Joined]) -> &Joined {
+    let mut all: Vec<_> = joined.iter().map(|one| Box::pin(one.connection.closed())).collect();
+    std::future::poll_fn(|context| {
+        let closed = all.iter_mut().position(|closed| closed.as_mut().poll(context).is_ready());
+        closed.map_or(Poll::Pending, |at| Poll::Ready(&joined[at]))
+    })
+    .await
 }
 
 pub(crate) fn failed(text: impl Into<String>) -> TransportError {

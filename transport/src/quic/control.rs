@@ -232,11 +232,7 @@ impl Core {
     pub(crate) fn link_ended(&self, peer: Rank, reason: &ConnectionError) {
         match reason {
             ConnectionError::LocallyClosed => {}
-            ConnectionError::ApplicationClosed(ApplicationClose { error_code, .. })
-                if *error_code == close_code::LEFT =>
-            {
-                self.peer_left(peer);
-            }
+            reason if is_leave(reason) => self.peer_left(peer),
             // The abort itself comes from the coordinator, or its silence does.
             ConnectionError::ApplicationClosed(ApplicationClose { error_code, .. })
                 if *error_code == close_code::ABORTED => {}
@@ -255,6 +251,11 @@ impl Core {
             }
         }
     }
+}
+
+/// Whether the other side has left in order.
+pub(crate) fn is_leave(reason: &ConnectionError) -> bool {
+    matches!(reason, ConnectionError::ApplicationClosed(close) if close.error_code == close_code::LEFT)
 }
 
 /// Ticks for which the coordinator has been silent.

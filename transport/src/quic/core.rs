@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use quinn::Connection;
+use quinn::{Connection, VarInt};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
@@ -53,10 +53,19 @@ pub(crate) struct Core {
     state: Mutex<State>,
 }
 
+/// A connection for messages, and the runtime on whose thread it lives.
+#[derive(Clone, Debug)]
+pub(crate) struct Lane {
+    pub(crate) connection: Connection,
+    pub(crate) runtime: Handle,
+}
+
 /// A connection to a rank and the way its frames go out.
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) connection: Connection,
+    /// Of a data connection: itself and those beside it. None of a control connection.
+    pub(crate) lanes: Vec<Lane>,
     frames: Mutex<Option<FrameSender>>,
     /// Becomes true when every frame has reached the peer, or never will.
     pub(crate) flushed: watch::Receiver<bool>,
@@ -64,7 +73,15 @@ pub(crate) struct Link {
 
 impl Link {
     pub(crate) fn new(connection: Connection, frames: FrameSender, flushed: watch::Receiver<bool>) -> Self {
-        Self { connection, frames: Mutex::new(Some(frames)), flushed }
+        Self { connection, lanes: Vec::new(), frames: Mutex::new(Some(frames)), flushed }
+    }
+
+    pub(crate) fn close(&self, code: VarInt, reason: &[u8]) {
+        for connection in
+            std::iter::once(&self.connection).chain(self.lanes.iter().map(|lane| &lane.connection))
+        {
+            connection.close(code, reason);
+        }
     }
 
     /// Queues a frame. A link that is gone drops it: its watcher knows.

@@ -24,6 +24,8 @@ use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 pub(crate) struct Door {
     config: QuicConfig,
     tls: TlsConfigs,
+    /// Where the lanes beside the first are to be dialled.
+    lane_ports: Vec<u16>,
     open: Mutex<Open>,
     visitors: Visitors,
     /// Whom it has turned away, and why: what a rank says when others did not come.
@@ -34,7 +36,7 @@ pub(crate) struct Door {
 struct Open {
     era: Era,
     /// Who has been let in, to notice a second one of the same rank.
-    taken: HashMap<(bool, Rank), Connection>,
+    taken: HashMap<(bool, usize, Rank), Connection>,
     arrived: mpsc::Sender<Arrival>,
 }
 
@@ -61,12 +63,13 @@ pub(crate) struct Arrival {
 
 impl Door {
     /// A door that nobody comes in by before [`Self::open`].
-    pub(crate) fn new(config: &QuicConfig, tls: &TlsConfigs) -> Self {
+    pub(crate) fn new(config: &QuicConfig, tls: &TlsConfigs, lane_ports: Vec<u16>) -> Self {
         let era = Era::Group { epoch: config.epoch, members: Vec::new() };
         let open = Open { era, taken: HashMap::new(), arrived: mpsc::channel(1).0 };
         Self {
             config: config.clone(),
             tls: tls.clone(),
+            lane_ports,
             open: Mutex::new(open),
             visitors: Visitors::default(),
             refusals: Mutex::new(Vec::new()),
@@ -89,7 +92,8 @@ impl Door {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) async fn listen(self: Arc<Self>, endpoint: Endpoint) {
+    /// Lets in whom the endpoint of a lane hears of.
+    pub(crate) async fn listen(self: Arc<Self>, endpoint: Endpoint, lane: usize) {
         while let Some(incoming) = endpoint.accept().await {
             let from = incoming.remote_address();
             let place = match self.visitors.answer(from.ip(), incoming.remote_address_validated()) {
@@ -107,7 +111,7 @@ impl Door {
             let door = Arc::clone(&self);
             tokio::spawn(async move {
                 let _place = place;
-                if let Err(error) = door.receive(incoming).await {
+                if let Err(error) = door.receive(incoming, lane).await {
                     tracing::info!(error, %from, "turned a connection away");
                     door.remember(&format!("{}: {error}", from.ip().to_canonical()));
                 }
@@ -130,12 +134,12 @@ impl Door {
     }
 
     /// Lets one visitor in, or tells it why not.
-    async fn receive(&self, incoming: Incoming) -> Result<(), String> {
+    async fn receive(&self, incoming: Incoming, lane: usize) -> Result<(), String> {
         let config = Arc::new(self.tls.server());
         let connecting = incoming.accept_with(config).map_err(|error| error.to_string())?;
         let connection = timeout(VISIT_PATIENCE, connecting).await.map_err(|_| "slow handshake")?;
         let connection = connection.map_err(|error| describe(&error))?;
-        let talk = timeout(VISIT_PATIENCE, self.talk(&connection)).await;
+        let talk = timeout(VISIT_PATIENCE, self.talk(&connection, lane)).await;
         let refusal = match talk {
             Ok(Ok(arrival)) => {
                 let arrived = self.lock().arrived.clone();
@@ -157,7 +161,7 @@ impl Door {
         Err(refusal)
     }
 
-    async fn talk(&self, connection: &Connection) -> Result<Arrival, Refusal> {
+    async fn talk(&self, connection: &Connection, lane: usize) -> Result<Arrival, Refusal> {
         let silent = |code, text: String| Refusal { answer: None, code, text };
         let claims =
             tls::proven_claims(connection).map_err(|error| silent(RejectCode::Rank, error.to_string()))?;
@@ -167,7 +171,7 @@ impl Door {
         let mut frames = FrameReader::new(recv);
         let hello = frames.next().await;
         let judged = match hello {
-            Ok(Some(hello)) => self.judge(&hello, &claims, purpose, connection),
+            Ok(Some(hello)) => self.judge(&hello, &claims, (purpose, lane), connection),
             Ok(None) => Err((RejectCode::Protocol, "the first frame was not a hello".into())),
             Err(error) => Err((RejectCode::Protocol, error.to_string())),
         };
@@ -175,8 +179,9 @@ impl Door {
             Ok(known) => known,
             Err((code, text)) => return Err(Refusal { answer: Some(send), code, text }),
         };
-        let mut joined = Joined { rank, connection: connection.clone(), send, frames };
-        let welcome = Frame::Welcome { protocol: PROTOCOL_VERSION }.encode();
+        let mut joined = Joined { rank, lane, connection: connection.clone(), send, frames };
+        let lane_ports = self.lane_ports.clone();
+        let welcome = Frame::Welcome { protocol: PROTOCOL_VERSION, lane_ports }.encode();
         if let Err(error) = joined.send.write_all(&welcome).await {
             return Err(silent(RejectCode::Protocol, error.to_string()));
         }
@@ -197,7 +202,7 @@ impl Door {
         &self,
         hello: &Frame,
         claims: &Claims,
-        negotiated: Option<Purpose>,
+        (negotiated, lane): (Option<Purpose>, usize),
         connection: &Connection,
     ) -> Result<(Rank, Purpose, u32), (RejectCode, String)> {
         let Frame::Hello { protocol, purpose, job: said_job, epoch: said_epoch, rank, world: said_world } =
@@ -215,7 +220,10 @@ impl Door {
         let again = matches!(purpose, Purpose::Reform | Purpose::Rejoin);
         let (epoch, fits) = match era {
             Era::Group { epoch, .. } => (epoch, again || said_epoch == epoch),
-            Era::Between { epoch, .. } => (epoch, again || (purpose == Purpose::Data && said_epoch > epoch)),
+            Era::Between { epoch, .. } => {
+                let data = matches!(purpose, Purpose::Data | Purpose::Lane);
+                (epoch, again || (data && said_epoch > epoch))
+            }
         };
         if said_job != job.0 || claims.job != *job || !fits {
             let text = format!(
@@ -235,8 +243,14 @@ impl Door {
             let text = format!("rank {rank} has no place here: this is rank {me} of {world}");
             return Err((RejectCode::Rank, text));
         }
-        let channel = if purpose == Purpose::Data { Purpose::Data } else { Purpose::Control };
-        if Some(channel) != negotiated || (purpose == Purpose::Control && *me != COORDINATOR) {
+        let channel = match purpose {
+            Purpose::Data | Purpose::Lane => Purpose::Data,
+            _ => Purpose::Control,
+        };
+        if Some(channel) != negotiated
+            || (purpose == Purpose::Lane) != (lane > 0)
+            || (purpose == Purpose::Control && *me != COORDINATOR)
+        {
             let text = format!("rank {me} does not take a connection for {purpose:?}");
             return Err((RejectCode::Protocol, text));
         }
@@ -259,7 +273,7 @@ impl Door {
                 Era::Between { .. } => Ok((rank, purpose, said_epoch)),
             };
         }
-        if !self.take(purpose, rank, connection) {
+        if !self.take(purpose, lane, rank, connection) {
             let text = format!("rank {rank} is here already: was it started twice?");
             return Err((RejectCode::Duplicate, text));
         }
@@ -267,9 +281,9 @@ impl Door {
     }
 
     /// Notes that a rank is here. A rank whose connection has died may come again.
-    fn take(&self, purpose: Purpose, rank: Rank, connection: &Connection) -> bool {
+    fn take(&self, purpose: Purpose, lane: usize, rank: Rank, connection: &Connection) -> bool {
         let taken = &mut self.lock().taken;
-        let key = (purpose == Purpose::Control, rank);
+        let key = (purpose == Purpose::Control, lane, rank);
         if taken.get(&key).is_some_and(|earlier| earlier.close_reason().is_none()) {
             return false;
         }

@@ -34,6 +34,11 @@ impl IoThread {
         Ok(Self { runtime: handle, alive })
     }
 
+    /// Its runtime, and what keeps it running.
+    pub(crate) fn into_parts(self) -> (Handle, Alive) {
+        (self.runtime, self.alive)
+    }
+
     pub(crate) fn alive(&self) -> Alive {
         self.alive.clone()
     }

@@ -8,12 +8,12 @@ use std::time::Duration;
 use quinn::VarInt;
 use tokio::sync::mpsc::WeakSender;
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout_at};
 
 use super::QuicTransport;
 use super::bootstrap::Joined;
 use super::control::{Silence, close_code};
-use super::core::{COORDINATOR, Core, Group, Link};
+use super::core::{COORDINATOR, Core, Group, Lane, Link};
 use super::frames::{FrameReader, write_frames};
 use super::regroup::{Next, Past, regroup};
 use super::seat::Seat;
@@ -31,27 +31,27 @@ pub(crate) fn start(seat: Arc<Seat>, Next { epoch, members, mesh }: Next) -> Arc
     for joined in &mesh.data {
         seat.path.open_for_data(&joined.connection);
     }
-    let mut links = Vec::new();
-    let mut readers = Vec::new();
-    for joined in [mesh.data, mesh.control] {
-        let mut by_rank: Vec<Option<Link>> = members.iter().map(|_| None).collect();
-        let mut frames = Vec::new();
-        for joined in joined {
-            let (rank, link, reader) = link(joined);
-            by_rank[rank.0 as usize] = Some(link);
-            frames.push((rank, reader));
-        }
-        links.push(by_rank);
-        readers.push(frames);
+    let (control, control_frames) = by_rank(members.len(), mesh.control);
+    // Those beside the first come after it.
+    let (first, beside): (Vec<_>, Vec<_>) = mesh.data.into_iter().partition(|joined| joined.lane == 0);
+    let (mut links, data_frames) = by_rank(members.len(), first);
+    for (rank, link) in (0..).map(Rank).zip(&mut links) {
+        let Some(link) = link else { continue };
+        let beside = beside.iter().filter(|joined| joined.rank == rank);
+        let beside = beside.map(|joined| (joined.lane, joined.connection.clone()));
+        let all = std::iter::once((0, link.connection.clone())).chain(beside);
+        link.lanes = all
+            .map(|(lane, connection)| Lane { connection, runtime: seat.ends[lane].runtime.clone() })
+            .collect();
     }
-    let (control, data) = (links.pop().unwrap_or_default(), links.pop().unwrap_or_default());
-    let (control_frames, data_frames) =
-        (readers.pop().unwrap_or_default(), readers.pop().unwrap_or_default());
-    let core = Arc::new(Core::new(Group { seat, me, epoch, members, links: data, control }));
+    let core = Arc::new(Core::new(Group { seat, me, epoch, members, links, control }));
     tokio::spawn(Arc::clone(&core).watch_deadlines());
     for (rank, frames) in data_frames {
         tokio::spawn(Arc::clone(&core).read_link(rank, frames));
-        tokio::spawn(Arc::clone(&core).accept_messages(rank));
+        let lanes = core.link(rank).map(|link| link.lanes.clone()).unwrap_or_default();
+        for (index, Lane { connection, runtime }) in lanes.into_iter().enumerate() {
+            runtime.spawn(Arc::clone(&core).accept_chunks(rank, index, connection));
+        }
     }
     if me == COORDINATOR {
         tokio::spawn(Arc::clone(&core).beat_as_coordinator());
@@ -68,8 +68,20 @@ pub(crate) fn start(seat: Arc<Seat>, Next { epoch, members, mesh }: Next) -> Arc
     core
 }
 
+/// Links by rank, and what reads their frames.
+fn by_rank(world: usize, joined: Vec<Joined>) -> (Vec<Option<Link>>, Vec<(Rank, FrameReader)>) {
+    let mut links: Vec<Option<Link>> = (0..world).map(|_| None).collect();
+    let mut readers = Vec::new();
+    for joined in joined {
+        let (rank, link, reader) = link(joined);
+        links[rank.0 as usize] = Some(link);
+        readers.push((rank, reader));
+    }
+    (links, readers)
+}
+
 fn link(joined: Joined) -> (Rank, Link, FrameReader) {
-    let Joined { rank, connection, send, frames } = joined;
+    let Joined { rank, connection, send, frames, .. } = joined;
     let (sender, receiver) = mpsc::unbounded_channel();
     let (flushed, is_flushed) = watch::channel(false);
     tokio::spawn(async move {
@@ -187,7 +199,7 @@ impl Core {
         }
         let reason = abort.map(short).unwrap_or_default();
         for link in self.all_links() {
-            link.connection.close(code, &reason);
+            link.close(code, &reason);
         }
         self.end_tasks();
     }
@@ -210,8 +222,7 @@ impl Core {
 
     /// This rank goes for good.
     async fn leave_seat(&self) {
-        self.seat.endpoint.close(close_code::LEFT, b"");
-        let _ = timeout(LONGEST_DRAIN, self.seat.endpoint.wait_idle()).await;
+        self.seat.close(close_code::LEFT, b"", LONGEST_DRAIN).await;
     }
 
     /// Leaves an aborted group to form the next one; the seat is kept.

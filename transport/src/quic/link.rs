@@ -9,9 +9,10 @@ use quinn::{Connection, MtuDiscoveryConfig, TransportConfig, VarInt};
 use super::congestion::Congestion;
 use super::control::SILENT_TICKS;
 use crate::error::TransportError;
+use crate::wire::MOST_LANES;
 
 /// What is known of the links between the ranks of a group. Best the same on all ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkSettings {
     /// Bytes of the largest IP packet that every link carries, 1280 to 65535. A packet has 48 of them for its headers,
     /// so that IPv6 fits too. `None`: packets for 1500 are probed for, and over Linux' loopback they are as large as UDP
@@ -25,6 +26,22 @@ pub struct LinkSettings {
     /// and the buffer into which packets come. `None`: 1 GiB, or what the fewest bytes for each rank come to. Memory of
     /// messages themselves is the caller's, that of sockets the system's.
     pub memory_bytes: Option<u64>,
+    /// Data connections between two ranks, 1 to [`MOST_LANES`]; must be the same on all ranks. Each lane of a rank has a port
+    /// and a thread of its own, and larger messages are shared by all lanes: more than one is for links that are faster
+    /// than one core encrypts.
+    pub lanes: u8,
+}
+
+impl Default for LinkSettings {
+    fn default() -> Self {
+        Self {
+            mtu: None,
+            congestion: Congestion::default(),
+            carrier: Carrier::default(),
+            memory_bytes: None,
+            lanes: 1,
+        }
+    }
 }
 
 /// What carries packets.
@@ -65,8 +82,9 @@ pub(crate) struct Path {
     payload: u16,
     congestion: Congestion,
     windows: Windows,
-    /// How many other ranks there are.
+    /// How many other ranks there are, and connections for messages to each.
     peers: u64,
+    lanes: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,29 +137,36 @@ impl Path {
             None => (Kind::Probed, NETWORK_PAYLOAD),
         };
         let peers = u64::from(world.max(2) - 1);
+        if link.lanes == 0 || link.lanes > MOST_LANES {
+            let lanes = link.lanes;
+            return Err(refused(format!("{lanes} lanes between two ranks: use 1 to {MOST_LANES}")));
+        }
+        let lanes = u64::from(link.lanes);
         let congestion = match link.congestion {
             // TCP controls what is on the way, so that nothing is lost; its queue must not get too long for control.
             Congestion::Cubic if streams => Congestion::Fixed { window_bytes: STREAMS_WINDOW_BYTES },
             said => said,
         };
-        let path = Self { kind, payload, congestion, windows: MOST, peers };
+        let path = Self { kind, payload, congestion, windows: MOST, peers, lanes };
         let (least, mut most) = (path.least()?, path.most());
         if bind.is_loopback() {
             // There the only queue is the receiver's socket buffer: more than it holds is lost and sent again.
             most.send = least.send.max(LOOPBACK_SEND_BYTES);
         }
         let each = match link.memory_bytes {
-            None => (USUAL_BYTES / peers).max(least.both()),
+            None => (USUAL_BYTES / (peers * lanes)).max(least.both()),
             Some(memory) => {
-                let needed = path.receive_buffer() + peers * (least.both() + path.beside_bytes());
+                let needed = path.receive_buffers() + peers * (lanes * least.both() + path.beside_bytes());
                 if memory < needed {
                     return Err(refused(format!(
-                        "{memory} bytes for connections to {peers} ranks, which need {needed} at the least ({}, packets \
+                        "{memory} bytes for connections to {}{}, which need {needed} at the least ({}, packets \
                          of {payload} bytes): allow more, or have fewer ranks",
+                        if peers > 1 { format!("{peers} ranks") } else { "the other rank".to_owned() },
+                        if lanes > 1 { format!(" over {lanes} lanes") } else { String::new() },
                         path.congestion
                     )));
                 }
-                (memory - path.receive_buffer()) / peers - path.beside_bytes()
+                ((memory - path.receive_buffers()) / peers - path.beside_bytes()) / lanes
             }
         };
         // Two thirds for what comes: every message is read by somebody else than who writes it.
@@ -196,19 +221,21 @@ impl Path {
         usize::from(u16::MAX.div_ceil(self.largest_datagram()))
     }
 
-    /// Bytes into which an endpoint receives.
-    fn receive_buffer(&self) -> u64 {
-        u64::from(self.largest_datagram()) * self.receive_segments() as u64 * quinn::udp::BATCH_SIZE as u64
+    /// Bytes into which the endpoints of a rank receive.
+    fn receive_buffers(&self) -> u64 {
+        let segments = self.receive_segments() as u64;
+        self.lanes * u64::from(self.largest_datagram()) * segments * quinn::udp::BATCH_SIZE as u64
     }
 
     /// Bytes that each rank costs beside the windows for messages: those of control, and the queue to a stream.
     fn beside_bytes(&self) -> u64 {
-        2 * CONTROL_BYTES + if self.kind == Kind::Streams { self.fixed_bytes() } else { 0 }
+        (1 + self.lanes) * CONTROL_BYTES
+            + if self.kind == Kind::Streams { self.lanes * self.fixed_bytes() } else { 0 }
     }
 
     /// Bytes that the connections of this rank hold at most.
     fn memory_bytes(&self) -> u64 {
-        self.receive_buffer() + self.peers * (self.windows.both() + self.beside_bytes())
+        self.receive_buffers() + self.peers * (self.lanes * self.windows.both() + self.beside_bytes())
     }
 
     /// How connections begin, whatever they are for.
@@ -268,7 +295,7 @@ impl fmt::Display for Path {
             Kind::Probed => "if they get through",
             Kind::Streams => "in streams",
         };
-        let Self { payload, congestion, windows: Windows { receive, send }, peers, .. } = self;
+        let Self { payload, congestion, windows: Windows { receive, send }, peers, lanes, .. } = self;
         let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
         write!(
             f,
@@ -276,7 +303,15 @@ impl fmt::Display for Path {
             mib(*receive),
             mib(*send)
         )?;
-        write!(f, "for each of {peers} ranks, at most {} in all", mib(self.memory_bytes()))
+        match lanes {
+            1 => f.write_str("for ")?,
+            _ => write!(f, "for each of {lanes} lanes to ")?,
+        }
+        match peers {
+            1 => f.write_str("the other rank")?,
+            _ => write!(f, "each of {peers} ranks")?,
+        }
+        write!(f, ", at most {} in all", mib(self.memory_bytes()))
     }
 }
 
@@ -410,6 +445,11 @@ mod tests {
         assert!(refusal(fixed(MOST_FIXED + 1), 2).contains("spread over time"));
         let little = LinkSettings { memory_bytes: Some(20 << 20), ..LinkSettings::default() };
         little.check(ANY, 2).unwrap();
+        let lanes = |lanes| LinkSettings { lanes, ..LinkSettings::default() };
+        lanes(MOST_LANES).check(ANY, 2048).unwrap();
+        assert!(refusal(lanes(0), 2).contains("0 lanes between two ranks: use 1 to 16"));
+        assert!(refusal(lanes(17), 2).contains("17 lanes"));
+        assert!(refusal(LinkSettings { lanes: 2, ..little }, 2).contains("the other rank over 2 lanes"));
         assert!(refusal(little, 3).contains("20971520 bytes for connections to 2 ranks"));
     }
 
@@ -422,10 +462,11 @@ mod tests {
             window_bytes in proptest::option::of(700_000_u64..1 << 31),
             bind in prop_oneof![Just(ANY), Just(LOCAL)],
             streams in any::<bool>(),
+            lanes in 1..=MOST_LANES,
         ) {
             let congestion = window_bytes.map_or(Congestion::Cubic, |window_bytes| Congestion::Fixed { window_bytes });
             let (mtu, carrier) = if streams { (None, Carrier::Tcp) } else { (mtu, Carrier::Udp) };
-            let link = LinkSettings { mtu, congestion, carrier, memory_bytes: Some(memory) };
+            let link = LinkSettings { mtu, congestion, carrier, memory_bytes: Some(memory), lanes };
             let unstated = LinkSettings { memory_bytes: None, ..link };
             prop_assert!(unstated.check(bind, world).is_ok(), "without a limit");
             if let Ok(path) = Path::new(&link, bind, world) {

@@ -22,6 +22,8 @@ mod frames;
 mod identity;
 mod io_thread;
 mod job;
+#[cfg(test)]
+mod lane_tests;
 mod lifecycle;
 mod link;
 mod messages;
@@ -29,8 +31,10 @@ mod names;
 mod other_door;
 mod payload;
 mod private_file;
+mod receiving;
 mod regroup;
 mod seat;
+mod sending;
 mod socket;
 mod stalls;
 mod state;
@@ -66,7 +70,7 @@ use self::names::Known;
 pub use self::names::{Claims, HostNames, Subject};
 use self::regroup::{Next, Past};
 use self::seat::Seat;
-use self::socket::{Bound, Ground};
+use self::socket::{Ends, Ground};
 pub use self::validity::{Date, Validity};
 use crate::error::{Abort, TransportError};
 use crate::figures::ConnectionFigures;
@@ -98,8 +102,10 @@ pub struct QuicConfig {
     pub places: Vec<Option<String>>,
     /// Local address: of rank 0 to listen on, with the coordinator's port; of others to dial from, with any port.
     pub bind: IpAddr,
-    /// UDP port of ranks other than 0; 0 lets the system choose.
+    /// Port of ranks other than 0; 0 lets the system choose.
     pub port: u16,
+    /// Port of the second lane, if there are several; the others follow it. 0 lets the system choose.
+    pub lane_port: u16,
     /// How long the group may take to form.
     pub connect_deadline: Duration,
     /// Period of heartbeats, at most an hour; a rank counts as dead after twelve silent ones. Best the same on all ranks.
@@ -135,6 +141,7 @@ impl QuicConfig {
             places: Vec::new(),
             bind,
             port: 0,
+            lane_port: 0,
             connect_deadline: Duration::from_secs(20),
             heartbeat: Duration::from_millis(200),
             stuck_after: Duration::from_secs(180),
@@ -147,6 +154,15 @@ impl QuicConfig {
     fn local_address(&self) -> SocketAddr {
         let port = if self.rank == COORDINATOR { self.coordinator.port() } else { self.port };
         SocketAddr::new(self.bind, port)
+    }
+
+    /// Where the sockets of all lanes are bound.
+    fn lane_addresses(&self) -> impl Iterator<Item = SocketAddr> {
+        let beside = (0..u16::from(self.link.lanes.saturating_sub(1))).map(|lane| match self.lane_port {
+            0 => SocketAddr::new(self.bind, 0),
+            first => SocketAddr::new(self.bind, first.saturating_add(lane)),
+        });
+        std::iter::once(self.local_address()).chain(beside)
     }
 
     /// What is known of where a rank is.
@@ -173,11 +189,10 @@ impl QuicTransport {
     /// rank whose own identity does not fit shows it to rank 0 before it gives up, so that others can say why it is not
     /// there.
     pub fn connect(config: QuicConfig) -> Result<Arc<dyn Transport>, TransportError> {
-        let socket = bind(&config)?;
+        let ground = bind(&config)?;
         let thread = IoThread::start()?;
         let alive = thread.alive();
         thread.run(async move {
-            let ground = Ground::real(socket)?;
             let transport: Arc<dyn Transport> = Arc::new(Self::form_on(config, ground, Some(alive)).await?);
             Ok(transport)
         })?
@@ -189,24 +204,24 @@ impl QuicTransport {
     ///
     /// As [`Self::connect`].
     pub async fn form(config: QuicConfig) -> Result<Arc<dyn Transport>, TransportError> {
-        let ground = Ground::real(bind(&config)?)?;
+        let ground = bind(&config)?;
         Ok(Arc::new(Self::form_on(config, ground, None).await?))
     }
 
-    /// The same over a socket that is not the system's, for a simulated network: with tokio's time paused and quinn's
-    /// random numbers from `seed`, a group does the same again and again. The socket has the address that the config
-    /// says; no other use has a reason to choose the seed, which is no secret then.
+    /// The same over sockets that are not the system's, one for each lane, for a simulated network: with tokio's time paused
+    /// and quinn's random numbers from `seed`, a group does the same again and again. The first socket has the address that
+    /// the config says; no other use has a reason to choose the seed, which is no secret then.
     ///
     /// # Errors
     ///
     /// As [`Self::connect`].
     pub async fn form_over(
         config: QuicConfig,
-        socket: Arc<dyn AsyncUdpSocket>,
+        sockets: Vec<Arc<dyn AsyncUdpSocket>>,
         seed: [u8; 32],
     ) -> Result<Arc<dyn Transport>, TransportError> {
         bootstrap::check(&config)?;
-        Ok(Arc::new(Self::form_on(config, Ground::simulated(socket, seed), None).await?))
+        Ok(Arc::new(Self::form_on(config, Ground::Simulated(sockets, seed), None).await?))
     }
 
     /// Joins a job that runs already, as a rank that was started anew: with the config of its first start, but for the time
@@ -217,24 +232,24 @@ impl QuicTransport {
     ///
     /// As [`Self::connect`].
     pub fn rejoin(config: QuicConfig) -> Result<Reformed, TransportError> {
-        let socket = bind(&config)?;
+        let ground = bind(&config)?;
         let thread = IoThread::start()?;
         let alive = thread.alive();
-        thread.run(async move { Self::rejoin_on(config, Ground::real(socket)?, Some(alive)).await })?
+        thread.run(async move { Self::rejoin_on(config, ground, Some(alive)).await })?
     }
 
-    /// The same over a socket that is not the system's, as [`Self::form_over`].
+    /// The same over sockets that are not the system's, as [`Self::form_over`].
     ///
     /// # Errors
     ///
     /// As [`Self::connect`].
     pub async fn rejoin_over(
         config: QuicConfig,
-        socket: Arc<dyn AsyncUdpSocket>,
+        sockets: Vec<Arc<dyn AsyncUdpSocket>>,
         seed: [u8; 32],
     ) -> Result<Reformed, TransportError> {
         bootstrap::check(&config)?;
-        Self::rejoin_on(config, Ground::simulated(socket, seed), None).await
+        Self::rejoin_on(config, Ground::Simulated(sockets, seed), None).await
     }
 
     async fn form_on(
@@ -243,7 +258,7 @@ impl QuicTransport {
         alive: Option<Alive>,
     ) -> Result<Self, TransportError> {
         let seat = Self::sit_down(config, ground, alive.as_ref()).await?;
-        tokio::spawn(Arc::clone(&seat.door).listen(seat.endpoint.clone()));
+        seat.listen();
         let is_simulated = seat.is_simulated;
         let mesh = tokio::select! {
             biased;
@@ -263,7 +278,7 @@ impl QuicTransport {
         let patience = config.connect_deadline;
         let until = Instant::now() + patience;
         let seat = Self::sit_down(config, ground, alive.as_ref()).await?;
-        tokio::spawn(Arc::clone(&seat.door).listen(seat.endpoint.clone()));
+        seat.listen();
         let coordinator = (COORDINATOR, seat.config.coordinator);
         let addresses = [coordinator].into_iter().filter(|(rank, _)| *rank != seat.config.rank).collect();
         let past = Past { claims: Vec::new(), addresses, lost: None };
@@ -303,16 +318,22 @@ impl QuicTransport {
     ) -> Result<Arc<Seat>, TransportError> {
         let path = Path::new(&config.link, config.bind, config.world)?;
         let tls = tls::TlsConfigs::new(&config.identity, &path, config.heartbeat)?;
-        let (granted, refused, is_simulated) = (ground.granted(), ground.refused(), ground.is_simulated());
-        let endpoint = socket::endpoint(ground, &path, &tls)?;
-        let door = Arc::new(Door::new(&config, &tls));
+        ground.has_lanes(config.link.lanes)?;
+        let is_simulated = ground.is_simulated();
+        let Ends { lanes: ends, granted, refused } = ground.ends(&path, &tls, alive.is_some())?;
+        let beside = ends.iter().skip(1).map(|end| end.endpoint.local_addr());
+        let lane_ports =
+            beside.map(|address| address.map(|address| address.port())).collect::<Result<_, _>>();
+        let lane_ports =
+            lane_ports.map_err(|error| bootstrap::failed(format!("a lane without a port: {error}")))?;
+        let door = Arc::new(Door::new(&config, &tls, lane_ports));
         let thread = alive.map(Alive::downgrade);
-        Ok(Arc::new(Seat { config, endpoint, path, granted, refused, is_simulated, tls, door, thread }))
+        Ok(Arc::new(Seat { config, ends, path, granted, refused, is_simulated, tls, door, thread }))
     }
 
     /// One rank's end of a group that has been formed. Must be called in a tokio context.
     fn start(seat: Arc<Seat>, next: Next, alive: Option<Alive>) -> Self {
-        let network = told::line(seat.endpoint.local_addr().ok(), &next.mesh, &seat.path, seat.granted);
+        let network = told::line(&seat, &next.mesh);
         tracing::debug!(rank = %seat.config.rank, network);
         let core = lifecycle::start(seat, next);
         if let Some(alive) = alive {
@@ -336,9 +357,10 @@ impl QuicTransport {
 /// How long the I/O thread outlives a rank that has gone, for its last packets.
 const LAST_PACKETS: Duration = Duration::from_millis(400);
 
-fn bind(config: &QuicConfig) -> Result<Bound, TransportError> {
+fn bind(config: &QuicConfig) -> Result<Ground, TransportError> {
     bootstrap::check(config)?;
-    socket::bind(config.local_address(), config.link.carrier)
+    let sockets = config.lane_addresses().map(|address| socket::bind(address, config.link.carrier));
+    Ok(Ground::Real(sockets.collect::<Result<_, _>>()?))
 }
 
 /// Makes a group of `world` ranks in this process over real sockets on loopback, with one I/O thread for all.
@@ -366,24 +388,20 @@ pub fn quic_loopback_group_over(
     for rank in (0..world).map(Rank) {
         let config =
             QuicConfig { link, ..QuicConfig::new(rank, world, job, coordinator, authority.issue(rank)?) };
-        let socket = bind(&config)?;
+        let ground = bind(&config)?;
         if rank == COORDINATOR {
-            let cannot =
-                |error| TransportError::Bootstrap { text: format!("cannot listen on loopback: {error}") };
-            coordinator = socket.local_addr().map_err(cannot)?;
+            coordinator = ground.local_addr()?;
         }
-        ranks.push((QuicConfig { coordinator, ..config }, socket));
+        ranks.push((QuicConfig { coordinator, ..config }, ground));
     }
     let thread = IoThread::start()?;
     let alive = thread.alive();
     thread.run(async move {
         let forming: Vec<_> = ranks
             .into_iter()
-            .map(|(config, socket)| {
+            .map(|(config, ground)| {
                 let alive = alive.clone();
-                tokio::spawn(async {
-                    QuicTransport::form_on(config, Ground::real(socket)?, Some(alive)).await
-                })
+                tokio::spawn(async { QuicTransport::form_on(config, ground, Some(alive)).await })
             })
             .collect();
         let mut group: Vec<Arc<dyn Transport>> = Vec::new();
@@ -476,7 +494,7 @@ impl Transport for QuicTransport {
     }
 
     fn connections(&self) -> Vec<Option<ConnectionFigures>> {
-        self.core.links.iter().map(|link| link.as_ref().map(|link| told::figures(&link.connection))).collect()
+        self.core.links.iter().map(|link| link.as_ref().map(told::figures)).collect()
     }
 }
 

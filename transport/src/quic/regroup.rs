@@ -17,7 +17,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use super::bootstrap::{Forming, Joined, Mesh, failed};
 use super::door::{Arrival, Era, gone_on_without};
 use super::frames::FrameError;
-use super::seat::{Seat, Undialled};
+use super::seat::{Errand, Seat, Undialled};
 use crate::error::TransportError;
 use crate::membership::{Claim, MOST_CLAIMS, last_started, next_group};
 use crate::reform::Regroup;
@@ -160,8 +160,8 @@ impl Party<'_> {
         let purpose = if self.everyone() { Purpose::Rejoin } else { Purpose::Reform };
         async move {
             loop {
-                match seat.dial(rank, address, (purpose, floor), until).await {
-                    Ok(mut joined) => {
+                match seat.dial(rank, address, Errand { purpose, lane: 0, epoch: floor }, until).await {
+                    Ok((mut joined, _)) => {
                         let patience = settled.saturating_duration_since(Instant::now()).as_millis();
                         let patience_ms = u32::try_from(patience).unwrap_or(u32::MAX);
                         let join = Frame::Join { claims: claims.clone(), patience_ms }.encode();
@@ -197,7 +197,7 @@ impl Party<'_> {
             tokio::select! {
                 biased;
                 arrived = arrivals.recv() => match arrived {
-                    Some(Arrival { purpose: Purpose::Data, epoch, joined, .. }) => {
+                    Some(Arrival { purpose: Purpose::Data | Purpose::Lane, epoch, joined, .. }) => {
                         attempt.early_data.push((epoch, joined));
                     }
                     Some(Arrival { epoch, joined, claims, patience, .. }) => {
@@ -351,7 +351,7 @@ impl Party<'_> {
             early_data: attempt.early_data,
         };
         let leader = control.connection.remote_address();
-        let data = forming.mesh_below(leader, addresses).await?;
+        let data = forming.mesh_below(&control, leader, addresses).await?;
         self.be_ready_for(epoch, &members)?;
         let mesh = forming.get_ready(control, data).await?;
         Ok(Next { epoch, members, mesh })

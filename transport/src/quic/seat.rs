@@ -4,7 +4,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use quinn::{Connection, ConnectionError, Endpoint, TransportErrorCode};
+use quinn::{Connection, ConnectionError, Endpoint, TransportErrorCode, VarInt};
+use tokio::runtime::Handle;
 use tokio::sync::mpsc::WeakSender;
 use tokio::time::{Instant, timeout, timeout_at};
 
@@ -13,6 +14,7 @@ use super::bootstrap::{GOODBYE_PATIENCE, Joined, cut, failed};
 use super::control::{close_code, describe};
 use super::door::Door;
 use super::frames::FrameReader;
+use super::io_thread::Alive;
 use super::link::Path;
 use super::names::rank_name;
 use super::socket::{Granted, Refused};
@@ -24,7 +26,8 @@ use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 /// What a rank keeps for as long as it lives. Ranks here are those of the first group.
 pub(crate) struct Seat {
     pub(crate) config: QuicConfig,
-    pub(crate) endpoint: Endpoint,
+    /// By lane; the first is also for control, and strangers.
+    pub(crate) ends: Vec<LaneEnd>,
     pub(crate) path: Path,
     pub(crate) granted: Granted,
     pub(crate) refused: Refused,
@@ -33,6 +36,36 @@ pub(crate) struct Seat {
     pub(crate) door: Arc<Door>,
     /// What keeps the I/O thread running, if this rank has one.
     pub(crate) thread: Option<WeakSender<std::convert::Infallible>>,
+}
+
+/// The endpoint of a lane, and the runtime on whose thread it lives.
+pub(crate) struct LaneEnd {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) runtime: Handle,
+    /// Of a thread that is there for this lane alone.
+    pub(crate) _thread: Option<Alive>,
+}
+
+/// What a connection is dialled for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Errand {
+    pub(crate) purpose: Purpose,
+    pub(crate) lane: usize,
+    pub(crate) epoch: u32,
+}
+
+impl Errand {
+    pub(crate) fn control(epoch: u32) -> Self {
+        Self { purpose: Purpose::Control, lane: 0, epoch }
+    }
+
+    pub(crate) fn data(epoch: u32) -> Self {
+        Self { purpose: Purpose::Data, lane: 0, epoch }
+    }
+
+    pub(crate) fn lane(lane: usize, epoch: u32) -> Self {
+        Self { purpose: Purpose::Lane, lane, epoch }
+    }
 }
 
 impl std::fmt::Debug for Seat {
@@ -53,16 +86,17 @@ pub(crate) enum Undialled {
 }
 
 impl Seat {
-    /// Dials until somebody answers or the deadline passes: others may start later, and packets may be lost.
+    /// Dials until somebody answers or the deadline passes: others may start later, and packets may be lost. Returns
+    /// the connection, and the ports of the other's lanes beside the first.
     pub(crate) async fn dial_until_answered(
         &self,
         rank: Rank,
         address: SocketAddr,
-        (purpose, epoch): (Purpose, u32),
+        errand: Errand,
         deadline: Instant,
-    ) -> Result<Joined, TransportError> {
+    ) -> Result<(Joined, Vec<u16>), TransportError> {
         loop {
-            match timeout_at(deadline, self.dial(rank, address, (purpose, epoch), deadline)).await {
+            match timeout_at(deadline, self.dial(rank, address, errand, deadline)).await {
                 Ok(Ok(joined)) => return Ok(joined),
                 Ok(Err(Undialled::NoAnswer)) => {}
                 Ok(Err(Undialled::Rejected(_, error) | Undialled::Failed(error))) => return Err(error),
@@ -80,13 +114,13 @@ impl Seat {
         &self,
         rank: Rank,
         address: SocketAddr,
-        (purpose, epoch): (Purpose, u32),
+        Errand { purpose, lane, epoch }: Errand,
         deadline: Instant,
-    ) -> Result<Joined, Undialled> {
+    ) -> Result<(Joined, Vec<u16>), Undialled> {
         let config = self.tls.client(purpose);
         let name = rank_name(rank, self.config.job);
         let fail = |text: String| Undialled::Failed(failed(text));
-        let connecting = self
+        let connecting = self.ends[lane]
             .endpoint
             .connect_with(config, address, &name)
             .map_err(|error| fail(format!("cannot dial rank {rank} at {address}: {error}")))?;
@@ -123,7 +157,7 @@ impl Seat {
             .map_err(|text| fail(format!("rank {rank} at {address} is not who it should be: {text}")))?;
         let (send, recv) =
             connection.open_bi().await.map_err(|error| lost(&connection, error.to_string()))?;
-        let mut joined = Joined { rank, connection, send, frames: FrameReader::new(recv) };
+        let mut joined = Joined { rank, lane, connection, send, frames: FrameReader::new(recv) };
         let hello = Frame::Hello {
             protocol: PROTOCOL_VERSION,
             purpose,
@@ -135,7 +169,19 @@ impl Seat {
         let written = joined.send.write_all(&hello.encode()).await;
         written.map_err(|error| lost(&joined.connection, error.to_string()))?;
         match timeout_at(deadline, joined.frames.next()).await {
-            Ok(Ok(Some(Frame::Welcome { protocol: PROTOCOL_VERSION }))) => Ok(joined),
+            Ok(Ok(Some(Frame::Welcome { protocol: PROTOCOL_VERSION, lane_ports }))) => {
+                let (theirs, ours) = (lane_ports.len() + 1, self.ends.len());
+                if theirs != ours {
+                    let text = format!(
+                        "rank {rank} has {theirs} lanes to every other rank, rank {} has {ours}: say the same number on all ranks",
+                        self.config.rank
+                    );
+                    // The other side has let this rank in, and would wait for it.
+                    joined.connection.close(close_code::REJECTED, cut(&text).as_bytes());
+                    return Err(fail(text));
+                }
+                Ok((joined, lane_ports))
+            }
             Ok(Ok(Some(Frame::Reject { code, text }))) => Err(Undialled::Rejected(code, refused(text))),
             Ok(Ok(Some(other))) => Err(fail(format!("rank {rank} answered {other:?} to a hello"))),
             Ok(Ok(None)) => Err(Undialled::Failed(refused("it ended the conversation".into()))),
@@ -157,8 +203,25 @@ impl Seat {
 
     /// Leaves the network; who waits for this rank learns why it need not.
     pub(crate) async fn part(&self, why: &TransportError) {
-        self.endpoint.close(close_code::REJECTED, cut(&why.to_string()).as_bytes());
-        let _ = timeout(GOODBYE_PATIENCE, self.endpoint.wait_idle()).await;
+        self.close(close_code::REJECTED, cut(&why.to_string()).as_bytes(), GOODBYE_PATIENCE).await;
+    }
+
+    /// Closes all connections, and waits so long for the last packets.
+    pub(crate) async fn close(&self, code: VarInt, reason: &[u8], patience: Duration) {
+        for end in &self.ends {
+            end.endpoint.close(code, reason);
+        }
+        let until = Instant::now() + patience;
+        for end in &self.ends {
+            let _ = timeout_at(until, end.endpoint.wait_idle()).await;
+        }
+    }
+
+    /// Listens on all lanes, each on its own thread.
+    pub(crate) fn listen(&self) {
+        for (lane, end) in self.ends.iter().enumerate() {
+            end.runtime.spawn(Arc::clone(&self.door).listen(end.endpoint.clone(), lane));
+        }
     }
 }
 

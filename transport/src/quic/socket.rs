@@ -8,11 +8,14 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use quinn::udp::{RecvMeta, Transmit};
-use quinn::{AsyncUdpSocket, Endpoint, EndpointConfig, Runtime, TokioRuntime, UdpPoller};
+use quinn::{AsyncTimer, AsyncUdpSocket, Endpoint, EndpointConfig, Runtime, TokioRuntime, UdpPoller};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use super::io_thread::IoThread;
 use super::link::{Carrier, Path};
+use super::seat::LaneEnd;
 use super::tls::TlsConfigs;
 use super::tunnel::Tunnel;
 use crate::error::TransportError;
@@ -31,7 +34,7 @@ pub(crate) enum Bound {
 }
 
 impl Bound {
-    pub(crate) fn local_addr(&self) -> io::Result<SocketAddr> {
+    fn local_addr(&self) -> io::Result<SocketAddr> {
         match self {
             Self::Udp(socket) => socket.local_addr(),
             Self::Tcp(listener) => listener.local_addr(),
@@ -91,6 +94,19 @@ pub(crate) enum Granted {
     Tcp,
 }
 
+impl Granted {
+    /// Of packets as large as those of a path.
+    fn at_most(self, path: &Path) -> Self {
+        match self {
+            Self::Udp { buffers, segments: (send, receive) } => Self::Udp {
+                buffers,
+                segments: (send.min(path.transmit_segments()), receive.min(path.receive_segments())),
+            },
+            Self::Tcp => Self::Tcp,
+        }
+    }
+}
+
 impl fmt::Display for Granted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self::Udp { buffers, segments } = self else { return f.write_str("TCP") };
@@ -111,48 +127,120 @@ impl fmt::Display for Granted {
 /// What somebody said who was dialled with TCP and does not talk it.
 pub(crate) type Refused = Option<watch::Receiver<Option<String>>>;
 
-/// What an endpoint stands on.
+/// What the endpoints of a rank stand on, by lane.
 #[derive(Debug)]
-pub(crate) struct Ground {
-    socket: Arc<dyn AsyncUdpSocket>,
-    granted: Granted,
-    refused: Refused,
-    /// Of quinn's random numbers; `None` takes the system's.
-    seed: Option<[u8; 32]>,
+pub(crate) enum Ground {
+    /// Sockets of the system.
+    Real(Vec<Bound>),
+    /// Others, with the seed of quinn's random numbers.
+    Simulated(Vec<Arc<dyn AsyncUdpSocket>>, [u8; 32]),
+}
+
+/// The endpoints of a rank, and what they have of the system.
+pub(crate) struct Ends {
+    pub(crate) lanes: Vec<LaneEnd>,
+    pub(crate) granted: Granted,
+    pub(crate) refused: Refused,
 }
 
 impl Ground {
-    /// A socket of the system. Must be called in a tokio context with I/O.
-    pub(crate) fn real(socket: Bound) -> Result<Self, TransportError> {
+    pub(crate) fn is_simulated(&self) -> bool {
+        matches!(self, Self::Simulated(..))
+    }
+
+    /// Where the first socket of the system is.
+    pub(crate) fn local_addr(&self) -> Result<SocketAddr, TransportError> {
+        match self {
+            Self::Real(sockets) => sockets.first().map(Bound::local_addr),
+            Self::Simulated(sockets, _) => sockets.first().map(|socket| socket.local_addr()),
+        }
+        .unwrap_or_else(|| Err(io::ErrorKind::AddrNotAvailable.into()))
+        .map_err(|error| cannot(&error))
+    }
+
+    /// Whoever brings sockets of its own may have brought another number.
+    pub(crate) fn has_lanes(&self, lanes: u8) -> Result<(), TransportError> {
+        match self.lanes() {
+            sockets if sockets == usize::from(lanes) => Ok(()),
+            sockets => Err(cannot(&format!("{sockets} sockets for {lanes} lanes"))),
+        }
+    }
+
+    fn lanes(&self) -> usize {
+        match self {
+            Self::Real(sockets) => sockets.len(),
+            Self::Simulated(sockets, _) => sockets.len(),
+        }
+    }
+
+    /// Endpoints that dial and listen. Must be called in a tokio context, in which the first lane lives; the others do too
+    /// unless they get threads of their own.
+    pub(crate) fn ends(
+        self,
+        path: &Path,
+        tls: &TlsConfigs,
+        own_threads: bool,
+    ) -> Result<Ends, TransportError> {
+        let runtimes = (0..self.lanes()).map(|lane| {
+            if lane > 0 && own_threads {
+                IoThread::start().map(IoThread::into_parts).map(|(runtime, alive)| (runtime, Some(alive)))
+            } else {
+                Ok((Handle::current(), None))
+            }
+        });
+        let runtimes = runtimes.collect::<Result<Vec<_>, _>>()?;
+        let footings: Vec<(Footing, _)> = match self {
+            Self::Real(sockets) => sockets
+                .into_iter()
+                .zip(&runtimes)
+                .map(|(socket, (runtime, _))| Ok((Footing::real(socket, runtime)?, None)))
+                .collect::<Result<_, TransportError>>()?,
+            Self::Simulated(sockets, seed) => (0..)
+                .zip(sockets)
+                .map(|(lane, socket)| {
+                    let mut seed = seed;
+                    seed[0] ^= lane;
+                    (Footing { granted: granted(&*socket, None), socket, refused: None }, Some(seed))
+                })
+                .collect(),
+        };
+        let mut ends = Ends { lanes: Vec::new(), granted: Granted::Tcp, refused: None };
+        for ((runtime, thread), (footing, seed)) in runtimes.into_iter().zip(footings) {
+            let endpoint = endpoint(footing.socket, seed, path, tls, &runtime)?;
+            if ends.lanes.is_empty() {
+                ends.granted = footing.granted.at_most(path);
+                ends.refused = footing.refused;
+            }
+            ends.lanes.push(LaneEnd { endpoint, runtime, _thread: thread });
+        }
+        Ok(ends)
+    }
+}
+
+/// What one endpoint stands on.
+struct Footing {
+    socket: Arc<dyn AsyncUdpSocket>,
+    granted: Granted,
+    refused: Refused,
+}
+
+impl Footing {
+    fn real(socket: Bound, runtime: &Handle) -> Result<Self, TransportError> {
+        // Sockets belong to the runtime that waits for them.
+        let _inside = runtime.enter();
         match socket {
             Bound::Udp(socket) => {
                 let open = SockRef::from(&socket);
                 let buffers = open.recv_buffer_size().ok().zip(open.send_buffer_size().ok());
                 let socket = TokioRuntime.wrap_udp_socket(socket).map_err(|error| cannot(&error))?;
-                Ok(Self { granted: granted(&*socket, buffers), socket, refused: None, seed: None })
+                Ok(Self { granted: granted(&*socket, buffers), socket, refused: None })
             }
             Bound::Tcp(listener) => {
                 let tunnel = Tunnel::new(listener).map_err(|error| cannot(&error))?;
                 let refused = Some(tunnel.refused());
-                Ok(Self { socket: Arc::new(tunnel), granted: Granted::Tcp, refused, seed: None })
+                Ok(Self { socket: Arc::new(tunnel), granted: Granted::Tcp, refused })
             }
         }
-    }
-
-    pub(crate) fn simulated(socket: Arc<dyn AsyncUdpSocket>, seed: [u8; 32]) -> Self {
-        Self { granted: granted(&*socket, None), socket, refused: None, seed: Some(seed) }
-    }
-
-    pub(crate) fn is_simulated(&self) -> bool {
-        self.seed.is_some()
-    }
-
-    pub(crate) fn granted(&self) -> Granted {
-        self.granted
-    }
-
-    pub(crate) fn refused(&self) -> Refused {
-        self.refused.clone()
     }
 }
 
@@ -160,17 +248,47 @@ fn granted(socket: &dyn AsyncUdpSocket, buffers: Option<(usize, usize)>) -> Gran
     Granted::Udp { buffers, segments: (socket.max_transmit_segments(), socket.max_receive_segments()) }
 }
 
-/// An endpoint that dials and listens. Must be called in a tokio context, whose clock it goes by.
-pub(crate) fn endpoint(ground: Ground, path: &Path, tls: &TlsConfigs) -> Result<Endpoint, TransportError> {
-    let Ground { socket, seed, .. } = ground;
+/// An endpoint that dials and listens on the thread of `runtime`.
+fn endpoint(
+    socket: Arc<dyn AsyncUdpSocket>,
+    seed: Option<[u8; 32]>,
+    path: &Path,
+    tls: &TlsConfigs,
+    runtime: &Handle,
+) -> Result<Endpoint, TransportError> {
     let mut config = EndpointConfig::default();
     config.max_udp_payload_size(path.largest_datagram()).map_err(|error| cannot(&error))?;
     config.rng_seed(seed);
     let socket =
         Arc::new(Segmented { socket, transmit: path.transmit_segments(), receive: path.receive_segments() });
-    let runtime = Arc::new(TokioRuntime);
+    let runtime = Arc::new(OnThread(runtime.clone()));
     Endpoint::new_with_abstract_socket(config, Some(tls.server()), socket, runtime)
         .map_err(|error| cannot(&error))
+}
+
+/// quinn's tasks, wherever they are begun, on the thread of one runtime.
+#[derive(Debug)]
+struct OnThread(Handle);
+
+impl Runtime for OnThread {
+    fn new_timer(&self, at: std::time::Instant) -> Pin<Box<dyn AsyncTimer>> {
+        let _inside = self.0.enter();
+        TokioRuntime.new_timer(at)
+    }
+
+    fn spawn(&self, future: Pin<Box<dyn Future<Output = ()> + Send>>) {
+        self.0.spawn(future);
+    }
+
+    fn wrap_udp_socket(&self, socket: std::net::UdpSocket) -> io::Result<Arc<dyn AsyncUdpSocket>> {
+        let _inside = self.0.enter();
+        TokioRuntime.wrap_udp_socket(socket)
+    }
+
+    fn now(&self) -> std::time::Instant {
+        let _inside = self.0.enter();
+        TokioRuntime.now()
+    }
 }
 
 fn cannot(error: &dyn fmt::Display) -> TransportError {

@@ -1,16 +1,16 @@
 //! What one rank remembers: its outstanding calls, and what its peers have said of messages.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
+use super::assembly::Assembly;
 use crate::error::{Abort, Pending, TransportError};
 use crate::history::{Ended, History};
 use crate::recorder::{Outstanding, Recorder};
@@ -62,8 +62,16 @@ pub(crate) struct RecvCall {
     pub(crate) total: u64,
     pub(crate) moved: Arc<AtomicU64>,
     pub(crate) patience: Patience,
-    /// While a stream is being read; dropped to stop the reading.
-    pub(crate) reading: Option<oneshot::Sender<Infallible>>,
+    /// From its first stream on.
+    pub(crate) reading: Option<Reading>,
+}
+
+/// A message of which something has come.
+#[derive(Debug)]
+pub(crate) struct Reading {
+    pub(crate) assembly: Assembly,
+    /// Dropped to stop those who read.
+    pub(crate) going_on: watch::Sender<()>,
 }
 
 #[derive(Debug)]

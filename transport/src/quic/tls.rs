@@ -40,7 +40,7 @@ impl TlsConfigs {
     pub(crate) fn client(&self, purpose: Purpose) -> ClientConfig {
         let crypto = match purpose {
             Purpose::Control | Purpose::Reform | Purpose::Rejoin => Arc::clone(&self.control),
-            Purpose::Data => Arc::clone(&self.data),
+            Purpose::Data | Purpose::Lane => Arc::clone(&self.data),
         };
         let mut config = ClientConfig::new(crypto);
         config.transport_config(Arc::clone(&self.transport));
@@ -60,7 +60,7 @@ impl TlsConfigs {
 fn alpn(purpose: Purpose) -> Vec<u8> {
     match purpose {
         Purpose::Control | Purpose::Reform | Purpose::Rejoin => b"kyklos-ctl/1".to_vec(),
-        Purpose::Data => b"kyklos/1".to_vec(),
+        Purpose::Data | Purpose::Lane => b"kyklos/1".to_vec(),
     }
 }
 

@@ -2,16 +2,17 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use quinn::Connection;
-
 use super::bootstrap::Mesh;
-use super::link::Path;
-use super::socket::Granted;
+use super::core::Link;
+use super::seat::Seat;
 use super::tls;
 use crate::figures::ConnectionFigures;
 
 /// Where packets go and how, in one line.
-pub(crate) fn line(local: Option<SocketAddr>, mesh: &Mesh, path: &Path, granted: Granted) -> String {
+pub(crate) fn line(seat: &Seat, mesh: &Mesh) -> String {
+    let Seat { ends, path, granted, .. } = seat;
+    let mut ends = ends.iter().map(|end| end.endpoint.local_addr().ok());
+    let local = ends.next().flatten();
     // A socket that is bound to all addresses knows with its packets through which they come.
     let seen = mesh.data.iter().find_map(|joined| joined.connection.local_ip());
     let at = local.map(|local| SocketAddr::new(seen.unwrap_or(local.ip()).to_canonical(), local.port()));
@@ -21,22 +22,30 @@ pub(crate) fn line(local: Option<SocketAddr>, mesh: &Mesh, path: &Path, granted:
         }
         None => "an unknown address".to_owned(),
     };
-    format!("{at}, {granted}, {path}, {} offered first", tls::first_cipher())
+    let beside: Vec<String> = ends.flatten().map(|address| address.port().to_string()).collect();
+    let beside = match beside.len() {
+        0 => String::new(),
+        _ => format!(" and ports {}", beside.join(", ")),
+    };
+    format!("{at}{beside}, {granted}, {path}, {} offered first", tls::first_cipher())
 }
 
-pub(crate) fn figures(connection: &Connection) -> ConnectionFigures {
-    let stats = connection.stats();
-    ConnectionFigures {
-        round_trip: stats.path.rtt,
-        window_bytes: stats.path.cwnd,
-        packet_bytes: stats.path.current_mtu,
-        packets_sent: stats.path.sent_packets,
-        packets_lost: stats.path.lost_packets,
-        congestion_events: stats.path.congestion_events,
-        black_holes: stats.path.black_holes_detected,
-        bytes_sent: stats.udp_tx.bytes,
-        bytes_received: stats.udp_rx.bytes,
+/// Of all lanes together: sums, the longest round trip and the smallest packets.
+pub(crate) fn figures(link: &Link) -> ConnectionFigures {
+    let mut all = ConnectionFigures { packet_bytes: u16::MAX, ..ConnectionFigures::default() };
+    for lane in &link.lanes {
+        let stats = lane.connection.stats();
+        all.round_trip = all.round_trip.max(stats.path.rtt);
+        all.window_bytes += stats.path.cwnd;
+        all.packet_bytes = all.packet_bytes.min(stats.path.current_mtu);
+        all.packets_sent += stats.path.sent_packets;
+        all.packets_lost += stats.path.lost_packets;
+        all.congestion_events += stats.path.congestion_events;
+        all.black_holes += stats.path.black_holes_detected;
+        all.bytes_sent += stats.udp_tx.bytes;
+        all.bytes_received += stats.udp_rx.bytes;
     }
+    all
 }
 
 /// The interface behind a local address and its MTU, such as `eth0, MTU 1500`; only Linux tells.

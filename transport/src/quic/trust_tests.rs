@@ -102,9 +102,9 @@ fn an_expired_rank_0_that_listens_all_the_same_is_refused_by_name_and_date() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let zero = config(0, coordinator, expired);
     let error = runtime.block_on(async {
-        let ground = Ground::real(bind(&zero).unwrap()).unwrap();
+        let ground = bind(&zero).unwrap();
         let seat = QuicTransport::sit_down_unchecked(zero, ground, None).unwrap();
-        tokio::spawn(Arc::clone(&seat.door).listen(seat.endpoint.clone()));
+        seat.listen();
         bootstrap::form(&seat).await.unwrap_err()
     });
     let one = one.join().unwrap().err().unwrap();

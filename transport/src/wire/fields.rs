@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use super::codec::{Reader, WireError};
-use super::frame::MAX_WORLD;
+use super::frame::{MAX_WORLD, MOST_LANES};
 use crate::membership::{Claim, MOST_CLAIMS};
 use crate::transport::{Progress, Rank, Tag};
 
@@ -26,6 +26,23 @@ pub(super) fn read_addresses(reader: &mut Reader<'_>) -> Result<Vec<SocketAddr>,
         addresses.push(read_address(reader)?);
     }
     Ok(addresses)
+}
+
+/// At most [`MOST_LANES`] - 1 of them.
+pub(super) fn put_lane_ports(out: &mut Vec<u8>, ports: &[u16]) {
+    let count = u8::try_from(ports.len()).unwrap_or(u8::MAX).min(MOST_LANES - 1);
+    out.push(count);
+    for port in ports.iter().take(usize::from(count)) {
+        out.extend_from_slice(&port.to_le_bytes());
+    }
+}
+
+pub(super) fn read_lane_ports(reader: &mut Reader<'_>) -> Result<Vec<u16>, WireError> {
+    let count = reader.u8()?;
+    if count >= MOST_LANES {
+        return Err(WireError::BadValue { field: "lane count", value: u64::from(count) });
+    }
+    (0..count).map(|_| reader.u16()).collect()
 }
 
 /// At most [`MOST_CLAIMS`] of them.

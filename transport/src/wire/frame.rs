@@ -4,8 +4,8 @@ use std::net::SocketAddr;
 
 use super::codec::{Reader, WireError, put_text};
 use super::fields::{
-    put_addresses, put_claims, put_progress, put_ranks, put_tag, read_addresses, read_claims, read_flag,
-    read_progress, read_ranks, read_tag,
+    put_addresses, put_claims, put_lane_ports, put_progress, put_ranks, put_tag, read_addresses, read_claims,
+    read_flag, read_lane_ports, read_progress, read_ranks, read_tag,
 };
 use crate::error::{Abort, AbortCause};
 use crate::membership::Claim;
@@ -19,6 +19,9 @@ pub const MAX_TEXT_BYTES: u16 = 4096;
 
 /// Largest group: its address table fits one frame.
 pub const MAX_WORLD: u32 = 2048;
+
+/// Most data connections between two ranks.
+pub const MOST_LANES: u8 = 16;
 
 /// A control frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,6 +46,8 @@ pub enum Frame {
     Welcome {
         /// Protocol version that the sender speaks.
         protocol: u16,
+        /// Where its lanes beside the first one are to be dialled, at most [`MOST_LANES`] - 1.
+        lane_ports: Vec<u16>,
     },
     /// The dialled side refuses, and closes.
     Reject {
@@ -155,12 +160,14 @@ pub enum Frame {
 pub enum Purpose {
     /// Control frames between a rank and the coordinator.
     Control,
-    /// Messages between two ranks.
+    /// Messages between two ranks, and what is said of them.
     Data,
     /// To form a group again of those who are left; the lower rank is dialled.
     Reform,
     /// The same with ranks that were started anew.
     Rejoin,
+    /// Chunks of messages between two ranks, beside the data connection.
+    Lane,
 }
 
 /// Why a connection was refused.
@@ -213,7 +220,7 @@ mod number {
 /// Layout version of a frame; a frame that changes gets a new one of its own.
 fn layout(number: u8) -> u8 {
     match number {
-        number::PING => 2,
+        number::WELCOME | number::PING => 2,
         _ => 1,
     }
 }
@@ -302,13 +309,17 @@ impl Frame {
                     Purpose::Data => 1,
                     Purpose::Reform => 2,
                     Purpose::Rejoin => 3,
+                    Purpose::Lane => 4,
                 });
                 out.extend_from_slice(job);
                 out.extend_from_slice(&epoch.to_le_bytes());
                 out.extend_from_slice(&rank.0.to_le_bytes());
                 out.extend_from_slice(&world.to_le_bytes());
             }
-            Self::Welcome { protocol } => out.extend_from_slice(&protocol.to_le_bytes()),
+            Self::Welcome { protocol, lane_ports } => {
+                out.extend_from_slice(&protocol.to_le_bytes());
+                put_lane_ports(out, lane_ports);
+            }
             Self::Reject { code, text } => {
                 out.push(code.number());
                 put_text(out, text, MAX_TEXT_BYTES);
@@ -395,6 +406,7 @@ impl Frame {
                     1 => Purpose::Data,
                     2 => Purpose::Reform,
                     3 => Purpose::Rejoin,
+                    4 => Purpose::Lane,
                     value => {
                         return Err(WireError::BadValue { field: "purpose", value: u64::from(value) });
                     }
@@ -404,7 +416,9 @@ impl Frame {
                 rank: Rank(reader.u32()?),
                 world: reader.u32()?,
             },
-            number::WELCOME => Self::Welcome { protocol: reader.u16()? },
+            number::WELCOME => {
+                Self::Welcome { protocol: reader.u16()?, lane_ports: read_lane_ports(&mut reader)? }
+            }
             number::REJECT => Self::Reject { code: RejectCode::read(&mut reader)?, text: reader.text()? },
             number::ADDRESS_TABLE => Self::AddressTable { addresses: read_addresses(&mut reader)? },
             number::JOIN => Self::Join { claims: read_claims(&mut reader)?, patience_ms: reader.u32()? },

@@ -32,7 +32,8 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         Just(Purpose::Control),
         Just(Purpose::Data),
         Just(Purpose::Reform),
-        Just(Purpose::Rejoin)
+        Just(Purpose::Rejoin),
+        Just(Purpose::Lane)
     ];
     let code = prop_oneof![
         Just(RejectCode::Version),
@@ -66,7 +67,8 @@ fn any_frame() -> impl Strategy<Value = Frame> {
                 world
             }
         ),
-        any::<u16>().prop_map(|protocol| Frame::Welcome { protocol }),
+        (any::<u16>(), proptest::collection::vec(any::<u16>(), 0..MOST_LANES as usize))
+            .prop_map(|(protocol, lane_ports)| Frame::Welcome { protocol, lane_ports }),
         (code, ".{0,40}").prop_map(|(code, text)| Frame::Reject { code, text }),
         proptest::collection::vec(any_address(), 0..20)
             .prop_map(|addresses| Frame::AddressTable { addresses }),
@@ -131,10 +133,10 @@ proptest! {
     }
 
     #[test]
-    fn every_corrupted_byte_of_a_header_is_noticed(job_low: u64, op: u64, message: u32, total_bytes: u64, flip in 1_u8..) {
+    fn every_corrupted_byte_of_a_header_is_noticed(job_low: u64, op: u64, message: u32, total_bytes: u64, chunk: u32, flip in 1_u8..) {
         let header = MessageHeader {
             job_low, epoch: 1, from: Rank(0), to: Rank(1), tag: Tag { op, message },
-            part_count: 2, part_digest: 3, total_bytes,
+            part_count: 2, part_digest: 3, total_bytes, chunk,
         };
         let bytes = header.encode();
         prop_assert_eq!(MessageHeader::decode(&bytes), Ok(header));

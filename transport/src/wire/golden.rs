@@ -61,7 +61,10 @@ fn frames_of_the_bootstrap_are_pinned() {
             "04000000",                         // world
         ],
     );
-    pinned(&Frame::Welcome { protocol: 1 }, &["02", "01", "0100"]);
+    pinned(
+        &Frame::Welcome { protocol: 1, lane_ports: vec![7001, 258] },
+        &["02", "02", "0100", "02", "591b", "0201"],
+    );
     pinned(
         &Frame::Reject { code: RejectCode::Duplicate, text: "no".into() },
         &[
@@ -121,7 +124,7 @@ fn frames_of_forming_again_are_pinned() {
     );
     let hello =
         |purpose| Frame::Hello { protocol: 2, purpose, job: [0; 16], epoch: 1, rank: Rank(3), world: 4 };
-    for (purpose, number) in [(Purpose::Reform, "02"), (Purpose::Rejoin, "03")] {
+    for (purpose, number) in [(Purpose::Reform, "02"), (Purpose::Rejoin, "03"), (Purpose::Lane, "04")] {
         let job = "00".repeat(16);
         pinned(&hello(purpose), &["01", "01", "0200", number, &job, "01000000", "03000000", "04000000"]);
     }
@@ -216,10 +219,11 @@ fn message_header_is_pinned() {
         part_count: 2,
         part_digest: part_digest([16, 3].into_iter()),
         total_bytes: 19,
+        chunk: 3,
     };
     let expected = hex(concat!(
         "4b594b31",         // magic "KYK1"
-        "01",               // layout
+        "02",               // layout
         "01",               // kind: parts
         "0000",             // reserved
         "8877665544332211", // job, low 64 bits
@@ -231,7 +235,8 @@ fn message_header_is_pinned() {
         "02000000",         // number of parts
         "3c35128f",         // digest of their lengths
         "1300000000000000", // bytes of all parts
-        "06e7b2fb",         // crc32c of all bytes before
+        "03000000",         // chunk
+        "48b4ea66",         // crc32c of all bytes before
     ));
     assert_eq!(header.encode().to_vec(), expected);
     assert_eq!(MessageHeader::decode(&expected), Ok(header));

@@ -4,7 +4,7 @@ use super::codec::{Reader, WireError};
 use crate::transport::{Rank, Tag};
 
 /// Bytes of a [`MessageHeader`] on the wire.
-pub const HEADER_BYTES: usize = 60;
+pub const HEADER_BYTES: usize = 64;
 
 /// What a message says of itself. The receiver compares every field with its own plan; none sizes an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,13 +25,15 @@ pub struct MessageHeader {
     pub part_digest: u32,
     /// Bytes of all parts.
     pub total_bytes: u64,
+    /// Which of the message's chunks follows; the first is 0.
+    pub chunk: u32,
 }
 
 /// First bytes of a header.
 const MAGIC: [u8; 4] = *b"KYK1";
 
 /// Layout version of the header.
-const LAYOUT: u8 = 1;
+const LAYOUT: u8 = 2;
 
 /// The only kind of message so far: raw parts.
 const KIND_PARTS: u8 = 1;
@@ -51,6 +53,7 @@ impl MessageHeader {
         out.extend_from_slice(&self.part_count.to_le_bytes());
         out.extend_from_slice(&self.part_digest.to_le_bytes());
         out.extend_from_slice(&self.total_bytes.to_le_bytes());
+        out.extend_from_slice(&self.chunk.to_le_bytes());
         let checksum = crc32c::crc32c(&out);
         out.extend_from_slice(&checksum.to_le_bytes());
         let mut bytes = [0; HEADER_BYTES];
@@ -83,6 +86,7 @@ impl MessageHeader {
             part_count: reader.u32()?,
             part_digest: reader.u32()?,
             total_bytes: reader.u64()?,
+            chunk: reader.u32()?,
         };
         let found = reader.u32()?;
         reader.finish()?;

@@ -24,6 +24,8 @@ pub(crate) struct World {
     pub(crate) conditions: Conditions,
     pub(crate) everyone: bool,
     pub(crate) strikes: Vec<(Duration, Strike)>,
+    /// Connections for messages between two ranks.
+    pub(crate) lanes: u8,
 }
 
 #[derive(Clone, Debug)]
@@ -116,7 +118,8 @@ impl World {
             strikes.push((at, strike));
             at += rng.millis(0..9000);
         }
-        Self { seed, ranks, conditions, everyone, strikes }
+        let lanes = [1, 1, 2][Rng::new(seed, 4).within(0..3) as usize];
+        Self { seed, ranks, conditions, everyone, strikes, lanes }
     }
 }
 
@@ -226,6 +229,7 @@ impl Stage {
         let mut config = QuicConfig::new(Rank(rank), self.world.ranks, JOB, address(0), identity(rank));
         config.bind = address(rank).ip();
         config.port = address(rank).port();
+        config.link.lanes = self.world.lanes;
         config
     }
 }
@@ -235,13 +239,13 @@ async fn live(stage: Arc<Stage>, rank: u32, life: u32) -> Life {
     let mut seed = [life as u8; 32];
     seed[..8].copy_from_slice(&stage.world.seed.to_le_bytes());
     seed[8] = rank as u8;
-    let (config, socket) = (stage.config(rank), stage.network.socket(rank));
+    let (config, sockets) = (stage.config(rank), stage.network.sockets(rank, stage.world.lanes));
     let formed = if life == 0 {
         let members = (0..stage.world.ranks).map(Rank).collect();
-        let formed = QuicTransport::form_over(config, socket, seed).await;
+        let formed = QuicTransport::form_over(config, sockets, seed).await;
         formed.map(|transport| Reformed { transport, members, epoch: 0 })
     } else {
-        QuicTransport::rejoin_over(QuicConfig { connect_deadline: AGAIN, ..config }, socket, seed).await
+        QuicTransport::rejoin_over(QuicConfig { connect_deadline: AGAIN, ..config }, sockets, seed).await
     };
     let mut formed = match formed {
         Ok(formed) => formed,

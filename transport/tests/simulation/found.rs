@@ -35,6 +35,7 @@ fn a_message_that_an_abort_overtakes_is_not_a_broken_protocol() {
             when: When::Boundary(Boundary { op: 1, phase: Phase::Agreed }),
         }),
         mtu: None,
+        lanes: 1,
     };
     assert!(plays_well(&world).struck.is_some());
 }
@@ -57,6 +58,7 @@ fn a_handshake_that_rank_0_gave_up_is_tried_again() {
         operations: vec![Operation::Ring { bytes: 39_133 }, Operation::Ring { bytes: 132_622 }],
         fault: None,
         mtu: None,
+        lanes: 1,
     };
     plays_well(&world);
 }
@@ -86,6 +88,7 @@ fn who_leaves_in_order_is_heard_to_its_last_word() {
             when: When::Boundary(Boundary { op: 2, phase: Phase::BeforeVote }),
         }),
         mtu: None,
+        lanes: 1,
     };
     plays_well(&world);
 }
@@ -108,6 +111,7 @@ fn a_stated_mtu_that_is_wrong_costs_time_and_no_bytes() {
         operations: vec![Operation::Ring { bytes: 190_000 }, Operation::AllToAll { bytes: 90_000 }],
         fault: None,
         mtu: Some(9000),
+        lanes: 1,
     };
     let right = plays_well(&World { mtu: Some(1500), ..world.clone() });
     let wrong = plays_well(&world);

@@ -95,7 +95,13 @@ impl Judge<'_> {
             FaultKind::Computes { by, .. } => by.is_none(),
             FaultKind::Refuse { .. } | FaultKind::Slow { .. } => false,
         };
-        let found = if matches!(self.kind()?, FaultKind::Computes { .. }) { STUCK } else { Duration::ZERO };
+        // Heartbeats that loss holds up come several at once, and count as one.
+        let found = match self.kind()? {
+            FaultKind::Computes { .. } => {
+                STUCK + STUCK * u32::try_from(self.world.conditions.loss_per_mille).unwrap_or(u32::MAX) / 250
+            }
+            _ => Duration::ZERO,
+        };
         let known = self.played.struck? + found + self.news();
         // Who leaves in order waits for whoever it still has something to say to, which its deadline bounds.
         let leaves = call.what == What::Close && call.result.is_ok();

@@ -96,12 +96,21 @@ pub(crate) struct Trace {
 struct Host {
     /// Counts restarts: sockets of earlier lives are deaf and dumb.
     life: u32,
-    inbox: VecDeque<(u32, Vec<u8>)>,
-    reader: Option<Waker>,
+    /// One for each lane.
+    sockets: Vec<Mailbox>,
     crashed: bool,
     /// Bytes that have come, in all its lives.
     delivered: u64,
 }
+
+#[derive(Debug, Default)]
+struct Mailbox {
+    inbox: VecDeque<(Place, Vec<u8>)>,
+    reader: Option<Waker>,
+}
+
+/// A rank and one of its lanes.
+type Place = (u32, u16);
 
 #[derive(Clone, Copy, Debug)]
 struct LinkState {
@@ -111,15 +120,22 @@ struct LinkState {
 
 #[derive(Debug)]
 struct Packet {
-    from: u32,
-    to: u32,
+    from: Place,
+    to: Place,
     bytes: Vec<u8>,
 }
 
 /// Where a rank lives.
 pub(crate) fn address(rank: u32) -> SocketAddr {
-    SocketAddr::from((Ipv4Addr::new(10, 0, 0, rank as u8 + 1), 7000))
+    lane_address((rank, 0))
 }
+
+fn lane_address((rank, lane): Place) -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::new(10, 0, 0, rank as u8 + 1), FIRST_PORT + lane))
+}
+
+/// Of the first lane; the others follow.
+const FIRST_PORT: u16 = 7000;
 
 impl Network {
     /// Must be called in a tokio context, whose clock it goes by.
@@ -142,19 +158,22 @@ impl Network {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The socket of a rank that starts, or starts again.
-    pub(crate) fn socket(self: &Arc<Self>, rank: u32) -> Arc<dyn AsyncUdpSocket> {
+    /// The sockets of a rank that starts, or starts again.
+    pub(crate) fn sockets(self: &Arc<Self>, rank: u32, lanes: u8) -> Vec<Arc<dyn AsyncUdpSocket>> {
         let mut inner = self.lock();
         let host = &mut inner.hosts[rank as usize];
-        *host = Host { life: host.life + 1, delivered: host.delivered, ..Host::default() };
-        Arc::new(Socket { network: Arc::clone(self), rank, life: host.life })
+        let sockets = (0..lanes).map(|_| Mailbox::default()).collect();
+        *host = Host { life: host.life + 1, delivered: host.delivered, sockets, crashed: false };
+        let life = host.life;
+        let socket = |lane| Socket { network: Arc::clone(self), rank, lane, life };
+        (0..u16::from(lanes)).map(|lane| -> Arc<dyn AsyncUdpSocket> { Arc::new(socket(lane)) }).collect()
     }
 
     /// The host of a rank is gone: nothing leaves it and nothing reaches it, until it starts again.
     pub(crate) fn crash(&self, rank: u32) {
         let host = &mut self.lock().hosts[rank as usize];
         host.crashed = true;
-        host.inbox.clear();
+        host.sockets.iter_mut().for_each(|socket| socket.inbox.clear());
     }
 
     pub(crate) fn cut(&self, cut: Cut) {
@@ -192,7 +211,7 @@ impl Network {
 }
 
 impl Inner {
-    fn send(&mut self, from: u32, to: u32, bytes: &[u8]) {
+    fn send(&mut self, from: Place, to: Place, bytes: &[u8]) {
         // Every packet draws the same random numbers, whatever becomes of it.
         let Conditions { latency, jitter, .. } = self.conditions;
         let lost = self.rng.per_mille(self.conditions.loss_per_mille);
@@ -200,10 +219,12 @@ impl Inner {
         let late = self.rng.per_mille(self.conditions.reorder_per_mille);
         let jitters = [0; 2].map(|_| self.rng.micros(0..jitter.as_micros() as u64 + 1));
         let now = Instant::now();
-        if self.cut.0.contains(&(from, to)) || bytes.len() > LARGEST_PACKET {
+        // Lanes share the link between two hosts.
+        let hosts = (from.0, to.0);
+        if self.cut.0.contains(&hosts) || bytes.len() > LARGEST_PACKET {
             return;
         }
-        let link = self.links.entry((from, to)).or_insert(LinkState { free_at: now, last_arrival: now });
+        let link = self.links.entry(hosts).or_insert(LinkState { free_at: now, last_arrival: now });
         let free_at = link.free_at.max(now);
         if free_at - now > LONGEST_QUEUE {
             return;
@@ -235,30 +256,32 @@ impl Inner {
                 return Some(entry.key().0);
             }
             let Packet { from, to, bytes } = entry.remove();
-            let host = &mut self.hosts[to as usize];
-            if host.crashed || host.life == 0 || host.inbox.len() >= INBOX_PACKETS {
+            let host = &mut self.hosts[to.0 as usize];
+            let Some(socket) = host.sockets.get_mut(usize::from(to.1)) else { continue };
+            if host.crashed || socket.inbox.len() >= INBOX_PACKETS {
                 continue;
             }
             let at = (now - self.started).as_micros() as u64;
-            for word in [at, u64::from(from), u64::from(to), bytes.len() as u64] {
+            for word in [at, u64::from(from.0), u64::from(to.0), bytes.len() as u64] {
                 self.trace.hash =
                     (self.trace.hash ^ word).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(23);
             }
             self.trace.packets += 1;
             host.delivered += bytes.len() as u64;
-            host.inbox.push_back((from, bytes));
-            if let Some(reader) = host.reader.take() {
+            socket.inbox.push_back((from, bytes));
+            if let Some(reader) = socket.reader.take() {
                 reader.wake();
             }
         }
     }
 }
 
-/// A rank's socket, for one of its lives.
+/// One of a rank's sockets, for one of its lives.
 #[derive(Debug)]
 struct Socket {
     network: Arc<Network>,
     rank: u32,
+    lane: u16,
     life: u32,
 }
 
@@ -277,10 +300,11 @@ impl AsyncUdpSocket for Socket {
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
         let mut inner = self.network.lock();
         let world = inner.hosts.len() as u32;
+        let lane = transmit.destination.port().wrapping_sub(FIRST_PORT);
         if self.is_alive(&inner)
-            && let Some(to) = (0..world).find(|&rank| address(rank) == transmit.destination)
+            && let Some(to) = (0..world).find(|&rank| lane_address((rank, lane)) == transmit.destination)
         {
-            inner.send(self.rank, to, transmit.contents);
+            inner.send((self.rank, self.lane), (to, lane), transmit.contents);
             drop(inner);
             self.network.sent.notify_one();
         }
@@ -297,25 +321,25 @@ impl AsyncUdpSocket for Socket {
         if !self.is_alive(&inner) {
             return Poll::Pending;
         }
-        let host = &mut inner.hosts[self.rank as usize];
+        let socket = &mut inner.hosts[self.rank as usize].sockets[usize::from(self.lane)];
         let mut count = 0;
         for (buffer, meta) in buffers.iter_mut().zip(meta) {
-            let Some((from, bytes)) = host.inbox.pop_front() else { break };
+            let Some((from, bytes)) = socket.inbox.pop_front() else { break };
             buffer[..bytes.len()].copy_from_slice(&bytes);
             let mut one = RecvMeta::default();
-            (one.addr, one.len, one.stride) = (address(from), bytes.len(), bytes.len());
+            (one.addr, one.len, one.stride) = (lane_address(from), bytes.len(), bytes.len());
             *meta = one;
             count += 1;
         }
         if count == 0 {
-            host.reader = Some(context.waker().clone());
+            socket.reader = Some(context.waker().clone());
             return Poll::Pending;
         }
         Poll::Ready(Ok(count))
     }
 
     fn local_addr(&self) -> io::Result<SocketAddr> {
-        Ok(address(self.rank))
+        Ok(lane_address((self.rank, self.lane)))
     }
 
     fn may_fragment(&self) -> bool {

@@ -127,11 +127,12 @@ impl Program {
         config.connect_deadline = CONNECT;
         config.stuck_after = STUCK;
         config.link.mtu = self.stage.world.mtu;
+        config.link.lanes = self.stage.world.lanes;
         let mut seed = [0; 32];
         seed[..8].copy_from_slice(&self.stage.world.seed.to_le_bytes());
         seed[8] = self.slot as u8;
-        let socket = self.stage.network.socket(self.rank);
-        let formed = QuicTransport::form_over(config, socket, seed).await;
+        let sockets = self.stage.network.sockets(self.rank, self.stage.world.lanes);
+        let formed = QuicTransport::form_over(config, sockets, seed).await;
         let result = formed.map(|transport| self.stage.formed(self.slot, transport));
         self.note(What::Form, posted, self.stage.now(), CONNECT, result);
     }

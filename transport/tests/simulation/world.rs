@@ -18,6 +18,8 @@ pub(crate) struct World {
     pub(crate) fault: Option<Fault>,
     /// What the ranks are told of the links' MTU.
     pub(crate) mtu: Option<u16>,
+    /// Connections for messages between two ranks.
+    pub(crate) lanes: u8,
 }
 
 /// What all ranks do between two agreements.
@@ -83,14 +85,18 @@ impl World {
         let ranks = rng.within(2..u64::from(MOST_RANKS) + 1) as u32;
         let conditions = draw_conditions(&mut rng);
         let starts = (0..ranks).map(|_| rng.millis(0..1500)).collect();
+        // Drawn apart, so that a seed's network and fault do not depend on it.
+        let lanes = [1, 1, 2, 3][Rng::new(seed, 3).within(0..4) as usize];
+        // Large enough to be cut into chunks, where several lanes share them and so many bytes get through in time.
+        let scale = if lanes > 1 && conditions.loss_per_mille <= 60 { 4 } else { 1 };
         let operations: Vec<Operation> = (0..rng.within(2..5))
             .map(|_| {
-                let bytes = rng.within(10_000..200_000) as usize;
+                let bytes = scale * rng.within(10_000..200_000) as usize;
                 if rng.per_mille(500) { Operation::Ring { bytes } } else { Operation::AllToAll { bytes } }
             })
             .collect();
         let fault = (!rng.per_mille(200)).then(|| draw_fault(&mut rng, ranks, operations.len() as u64));
-        Self { seed, ranks, conditions, starts, operations, fault, mtu: None }
+        Self { seed, ranks, conditions, starts, operations, fault, mtu: None, lanes }
     }
 }
 

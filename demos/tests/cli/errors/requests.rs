@@ -132,6 +132,8 @@ pub(super) const GROUPS: &[Group] = &[
                 "A window is what one link holds, not what a host has.",
             ),
             ("@ --ranks 4 --transport quic --net-memory 20MiB", "Each rank needs its share."),
+            ("@ --ranks 2 --lanes 2", "Channels have no lanes."),
+            ("launch -n 2 -- @ --lanes 17", "Each lane is a port and a thread of every rank."),
         ],
     },
     Group {
