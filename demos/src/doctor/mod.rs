@@ -2,6 +2,7 @@
 
 mod diagnose;
 pub(crate) mod read;
+mod slowness;
 mod waits;
 
 #[cfg(test)]
@@ -14,7 +15,8 @@ use kyklos::plan::table;
 use serde::Serialize;
 
 use crate::failure::{Failure, Result, print};
-use diagnose::{Finding, diagnose};
+use crate::record::format::Spent;
+use diagnose::{Finding, diagnose, seconds};
 use read::Record;
 
 /// Which records.
@@ -33,6 +35,8 @@ pub(crate) struct DoctorArgs {
 struct Report<'a> {
     ranks: Vec<RankState<'a>>,
     findings: &'a [Finding],
+    /// What made the run slower than it could be; nothing is wrong for that.
+    slow: &'a [Finding],
 }
 
 #[derive(Serialize)]
@@ -42,6 +46,7 @@ struct RankState<'a> {
     op: u64,
     step: u32,
     doing: Option<&'a str>,
+    spent: Spent,
     error: Option<&'a str>,
     waiting: usize,
 }
@@ -64,7 +69,8 @@ pub(crate) fn doctor(args: &DoctorArgs) -> Result<u8> {
         ));
     }
     findings.extend(diagnose(&mut records));
-    print(&if args.json { json(&records, &findings)? } else { text(&records, &findings) })?;
+    let slow = slowness::hints(&records);
+    print(&if args.json { json(&records, &findings, &slow)? } else { text(&records, &findings, &slow) })?;
     Ok(u8::from(!findings.is_empty()))
 }
 
@@ -86,23 +92,24 @@ fn paths(named: &[PathBuf]) -> Vec<PathBuf> {
     paths
 }
 
-fn json(records: &[Record], findings: &[Finding]) -> Result<String> {
+fn json(records: &[Record], findings: &[Finding], slow: &[Finding]) -> Result<String> {
     let ranks = records.iter().map(|record| RankState {
         rank: record.rank.rank,
         why: &record.rank.why,
         op: record.rank.at.op,
         step: record.rank.at.step,
         doing: record.rank.at.doing.as_deref(),
+        spent: record.rank.spent,
         error: record.rank.error.as_deref(),
         waiting: record.calls.len(),
     });
-    let report = Report { ranks: ranks.collect(), findings };
+    let report = Report { ranks: ranks.collect(), findings, slow };
     let text = serde_json::to_string_pretty(&report)
         .map_err(|error| Failure::run(format!("cannot print the report: {error}")))?;
     Ok(text + "\n")
 }
 
-fn text(records: &[Record], findings: &[Finding]) -> String {
+fn text(records: &[Record], findings: &[Finding], slow: &[Finding]) -> String {
     let rows = records.iter().map(|record| {
         let rank = &record.rank;
         vec![
@@ -111,17 +118,21 @@ fn text(records: &[Record], findings: &[Finding]) -> String {
             rank.at.op.to_string(),
             rank.at.step.to_string(),
             record.calls.len().to_string(),
+            seconds(rank.spent.compute_ns),
+            seconds(slowness::waited_ns(rank.spent)),
+            seconds(rank.spent.device_copy_ns),
             rank.at.doing.clone().unwrap_or_default(),
         ]
     });
-    let mut out = table(&["rank", "record", "operation", "step", "waits", "doing"], rows.collect());
+    let head = ["rank", "record", "operation", "step", "waits", "computed", "waited", "copied", "doing"];
+    let mut out = table(&head, rows.collect());
     out.push('\n');
-    for Finding { text, .. } in findings {
-        out.push_str(text);
-        out.push('\n');
-    }
     if findings.is_empty() {
         out.push_str("nothing wrong found\n");
+    }
+    for Finding { text, .. } in findings.iter().chain(slow) {
+        out.push_str(text);
+        out.push('\n');
     }
     out
 }

@@ -5,6 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use kyklos::RankReport;
 use kyklos_transport::Rank;
 
+use crate::record::format::Spent;
+
 /// By rank. Written after every step, read when somebody looks.
 #[derive(Debug)]
 pub(crate) struct Totals(Vec<Mutex<Total>>);
@@ -51,11 +53,22 @@ impl Totals {
 
 impl Total {
     /// All time, by what it went to.
-    pub(crate) fn split_ns(&self) -> [(&'static str, u64); 4] {
-        let [compute, wait, blocked, copy] =
+    pub(crate) fn spent(&self) -> Spent {
+        let [compute_ns, wait_ns, send_blocked_ns, device_copy_ns] =
             std::array::from_fn(|index| self.before_ns[index] + self.so_far_ns[index]);
-        let receive = wait.saturating_sub(blocked);
-        [("compute", compute), ("receive-wait", receive), ("send-blocked", blocked), ("device-copy", copy)]
+        let receive_wait_ns = wait_ns.saturating_sub(send_blocked_ns);
+        Spent { compute_ns, receive_wait_ns, send_blocked_ns, device_copy_ns }
+    }
+
+    /// The same with names.
+    pub(crate) fn split_ns(&self) -> [(&'static str, u64); 4] {
+        let Spent { compute_ns, receive_wait_ns, send_blocked_ns, device_copy_ns } = self.spent();
+        [
+            ("compute", compute_ns),
+            ("receive-wait", receive_wait_ns),
+            ("send-blocked", send_blocked_ns),
+            ("device-copy", device_copy_ns),
+        ]
     }
 }
 

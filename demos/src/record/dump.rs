@@ -5,7 +5,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use kyklos_transport::{AbortCause, Outstanding, Progress, Rank};
 
-use super::format::{AbortLine, CallLine, EventLine, FORMAT, Line, PeerLine, Place, RankLine};
+use super::format::{
+    AbortLine, CallLine, ConnectionLine, EventLine, FORMAT, Line, PeerLine, Place, RankLine,
+};
 use super::{Flight, Why};
 
 pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Result<()> {
@@ -48,7 +50,9 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
         at: place(flight.rank, seen.progress),
         forgotten: seen.forgotten,
         network: transport.and_then(|transport| transport.network()),
+        spent: flight.totals().spent(),
     }))?;
+    let connections = flight.connections();
     let calls: Vec<(Outstanding, bool)> = (outstanding.into_iter().map(|call| (call, false)))
         .chain(seen.ended_early.into_iter().map(|call| (call, true)))
         .collect();
@@ -64,6 +68,11 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
             at: peer.progress.map(|progress| place(rank, progress)),
             bytes_done: pending().map(|pending| pending.bytes_done).sum(),
             bytes_expected: pending().map(|pending| pending.bytes_expected).sum(),
+            connection: connections.get(rank.0 as usize).copied().flatten().map(|figures| ConnectionLine {
+                round_trip_ns: ns(figures.round_trip),
+                packets_sent: figures.packets_sent,
+                packets_lost: figures.packets_lost,
+            }),
         }))?;
     }
     for (Outstanding { pending, waited }, ended) in calls {

@@ -46,6 +46,21 @@ pub(crate) struct RankLine {
     /// What joined the rank to the others; none within one process.
     #[serde(default)]
     pub(crate) network: Option<String>,
+    /// What its time went to.
+    #[serde(default)]
+    pub(crate) spent: Spent,
+}
+
+/// Time of all operations of a rank, up to its last step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Spent {
+    pub(crate) compute_ns: u64,
+    /// Waiting for messages of others.
+    pub(crate) receive_wait_ns: u64,
+    /// Waiting until others have taken messages, when all that was expected had come.
+    pub(crate) send_blocked_ns: u64,
+    /// Packing, and copies between host and device.
+    pub(crate) device_copy_ns: u64,
 }
 
 /// Where a rank is.
@@ -71,6 +86,16 @@ pub(crate) struct PeerLine {
     /// Bytes of calls with it that have not ended, or ended early.
     pub(crate) bytes_done: u64,
     pub(crate) bytes_expected: u64,
+    /// Of the connection to it; none within one process.
+    #[serde(default)]
+    pub(crate) connection: Option<ConnectionLine>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct ConnectionLine {
+    pub(crate) round_trip_ns: u64,
+    pub(crate) packets_sent: u64,
+    pub(crate) packets_lost: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -139,11 +139,15 @@ fn over_tcp_where_udp_does_not_get_through() {
 fn over_several_lanes() {
     let cluster = Cluster::new();
     cluster.certs("issue -n 3 --job train");
-    cluster.works(
-        &format!("{BY_FLAGS} --lanes 2"),
-        "",
-        &["for each of 2 lanes to each of 2 ranks", " and ports "],
-    );
+    let flags = format!("{BY_FLAGS} --lanes 2");
+    cluster.works(&flags, "", &[]);
+    for output in cluster.run(&flags, "") {
+        let text = stderr(&output);
+        assert!(
+            text.contains(" and ports ") && text.contains("for each of 2 lanes to each of 2 ranks"),
+            "{text}"
+        );
+    }
 }
 
 #[test]

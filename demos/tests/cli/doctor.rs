@@ -44,6 +44,31 @@ fn in_the_records_of_a_run_that_went_well_nothing_is_found() {
 }
 
 #[test]
+fn the_rank_that_the_others_waited_for_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_str().unwrap();
+    // Rank 1 has most of the queries, so that it computes for much longer.
+    let attend =
+        "attend --shape 1,6144,8,8,64 --device cpu --mesh 1x3 --strategy ring --split 1,8,1 --record"
+            .split(' ');
+    let arguments: Vec<&str> = "launch -n 3 --".split(' ').chain(attend).chain([path]).collect();
+    succeeds(&kyklos(&arguments));
+    let output = doctor(folder.path(), &["--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}{}", stdout(&output), stderr(&output));
+    let report: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(
+        (&report["slow"][0]["what"], &report["slow"][0]["ranks"][0]),
+        (&"slow-rank".into(), &1.into()),
+        "{report}"
+    );
+    let text = stdout(&doctor(folder.path(), &[]));
+    assert!(
+        text.contains("rank 1 is what the others waited for") && text.contains("nothing wrong found"),
+        "{text}"
+    );
+}
+
+#[test]
 fn files_that_are_no_records_are_unusable_and_damaged_ones_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().to_str().unwrap();
@@ -117,7 +142,13 @@ fn records_can_be_asked_for_while_a_job_runs() {
     let job = LongJob::start(&[], &[("KYKLOS_RECORD_DIR", dumps.to_str().unwrap())]);
     let wait_for = |count: usize| {
         let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
-        let there = || std::fs::read_dir(&dumps).map_or(0, Iterator::count);
+        // A record has another name until it is whole.
+        let whole = |entry: std::io::Result<std::fs::DirEntry>| {
+            entry.is_ok_and(|entry| entry.path().extension() == Some("jsonl".as_ref()))
+        };
+        let there = || {
+            std::fs::read_dir(&dumps).map_or(0, |entries| entries.map(whole).filter(|whole| *whole).count())
+        };
         while there() < count {
             assert!(std::time::Instant::now() < until, "{} records", there());
             std::thread::sleep(std::time::Duration::from_millis(20));

@@ -164,6 +164,16 @@ impl LongJob {
     }
 }
 
+impl Drop for LongJob {
+    fn drop(&mut self) {
+        // Of a test that has failed: its ranks would go on for hours. They do not outlive their launcher.
+        if let Ok(None) = self.launch.try_wait() {
+            let _ = self.launch.kill();
+            let _ = self.launch.wait();
+        }
+    }
+}
+
 fn is_alive(pid: u32) -> bool {
     Path::new(&format!("/proc/{pid}")).exists()
 }
