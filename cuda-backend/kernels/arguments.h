@@ -44,6 +44,21 @@ struct AttendArguments {
     float cap;                // cap · log2 e; 0: no softcap
 };
 
+// Query heads that share a KV head and lie side by side in a tile.
+struct HeadPack {
+    u32 first, count;
+};
+
+// As above for few rows: the tiles of keys of each query tile are cut into parts, each with a state of its own.
+// Grid: (query tiles · parts, packs, batch entries).
+struct DecodeArguments {
+    AttendArguments attend;  // a and ml: `parts` states, one behind the other, written and not read; first_head: 0
+    const HeadPack *packs;
+    u32 parts, batch;
+    u32 tile_rows;           // query rows of a tile; it has room for them times the heads of a pack
+    u32 reserved;
+};
+
 // A running state. Grid: (⌈rows · heads · batch / 8⌉), a warp for each row of a head.
 struct StateArguments {
     float *a, *ml;
@@ -52,6 +67,12 @@ struct StateArguments {
     void *o;                        // finalize: [batch, rows, heads, dim]
     float *lse;                     // finalize: [batch, rows, heads]
     u32 batch, rows, heads, dim;
+};
+
+// Merges states that lie one behind the other from from_a and from_ml on into a state. Grid as above.
+struct PartsArguments {
+    StateArguments state;
+    u32 parts, reserved;
 };
 
 // Copies rows between two strided layouts; all in bytes and multiples of 4. Any grid.

@@ -11,11 +11,16 @@
 #![forbid(unsafe_code)]
 
 mod arguments;
+mod decode;
 mod kernels;
 mod work;
 
-pub use arguments::{AttendArguments, RepackArguments, StateArguments, TensorArgument, logits};
-pub use kernels::{AttendKernel, SMALL_THREADS, SOURCES, STATE_ROWS, finalize_kernel};
+pub use arguments::{
+    AttendArguments, DecodeArguments, HeadPack, PartsArguments, RepackArguments, StateArguments,
+    TensorArgument, logits,
+};
+pub use decode::{decode_parts, head_packs};
+pub use kernels::{AttendKernel, PACKED_ROWS, SMALL_THREADS, SOURCES, STATE_ROWS, finalize_kernel};
 pub use work::DeviceWork;
 
 /// Whether the CUDA backend can run here.
