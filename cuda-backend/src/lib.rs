@@ -12,6 +12,7 @@
 
 mod arguments;
 mod decode;
+mod hopper;
 mod kernels;
 mod work;
 
@@ -20,6 +21,7 @@ pub use arguments::{
     TensorArgument, logits,
 };
 pub use decode::{decode_parts, head_packs};
+pub use hopper::{HopperArguments, TensorMap};
 pub use kernels::{AttendKernel, PACKED_ROWS, SMALL_THREADS, SOURCES, STATE_ROWS, finalize_kernel};
 pub use work::DeviceWork;
 

@@ -28,7 +28,7 @@ impl Program {
     /// The emulator with the kernels in `sources`, which may include what is in `headers`.
     pub(crate) fn build(headers: &Path, sources: &[PathBuf]) -> Self {
         let emulator = folder().join("emulator");
-        let machine = ["machine.cpp", "instructions.cpp", "main.cpp"]
+        let machine = ["machine.cpp", "instructions.cpp", "hopper.cpp", "main.cpp"]
             .map(|name| object(&emulator.join(name), &folder().join("kernels")));
         let objects: Vec<PathBuf> =
             machine.into_iter().chain(sources.iter().map(|source| object(source, headers))).collect();
