@@ -3,6 +3,9 @@
 #include "decode.h"
 #include "repack.h"
 #include "state.h"
+#if HOPPER
+#include "attend_hopper.h"
+#endif
 
 // One instance each, so that one object has one kernel's worth of work for the compiler where only that is wanted.
 #define ATTEND(type, name, dim) \
@@ -19,6 +22,19 @@ ATTEND_DIMS(F16, f16)
 
 DECODE_DIMS(Bf16, bf16)
 DECODE_DIMS(F16, f16)
+
+#if HOPPER
+#define HOPPER_ATTEND(type, name, dim, keys) \
+    KERNEL(hopper_##name##_##dim, HopperArguments, (Hopper<type, dim, keys>::THREADS)) { \
+        Hopper<type, dim, keys>(args).run(); \
+    }
+#define HOPPER_DIMS(type, name) \
+    HOPPER_ATTEND(type, name, 64, 128) HOPPER_ATTEND(type, name, 128, 128) HOPPER_ATTEND(type, name, 192, 96) \
+    HOPPER_ATTEND(type, name, 256, 80)
+
+HOPPER_DIMS(Bf16, bf16)
+HOPPER_DIMS(F16, f16)
+#endif
 
 KERNEL(attend_f32, AttendArguments, AttentionF32::THREADS) { AttentionF32::run(args); }
 

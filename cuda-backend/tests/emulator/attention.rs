@@ -35,6 +35,19 @@ fn every_case_of_the_project_is_right_in_every_type() {
 }
 
 #[test]
+fn every_case_of_the_project_without_pairs_is_right_on_hopper() {
+    let mut calls = Vec::new();
+    for (n, case) in cases().into_iter().filter(|case| case.pairs.is_none()).enumerate() {
+        for (i, dtype) in [Dtype::F16, Dtype::Bf16].into_iter().enumerate() {
+            let keys = [Keys::Whole, Keys::Split, Keys::Merged][(n + i) % 3];
+            let way = Way::Hopper([1, 2, 3][n % 3]);
+            calls.push((call(case.clone(), dtype), way, keys, Timing::ALL[(n / 2 + i) % 3]));
+        }
+    }
+    judge(&calls);
+}
+
+#[test]
 fn every_case_of_the_project_is_right_in_parts() {
     let mut calls = Vec::new();
     for (n, case) in cases().into_iter().enumerate() {

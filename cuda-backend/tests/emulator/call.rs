@@ -3,8 +3,8 @@
 use bytemuck::Pod;
 use kyklos::{AttentionProblem, BlockWork, Dtype, Mask, PairTensor, TokenRuns};
 use kyklos_cuda::{
-    AttendArguments, AttendKernel, DecodeArguments, DeviceWork, PartsArguments, STATE_ROWS,
-    StateArguments, TensorArgument, finalize_kernel, head_packs, logits,
+    AttendArguments, AttendKernel, DecodeArguments, DeviceWork, HopperArguments, PartsArguments, STATE_ROWS,
+    StateArguments, TensorArgument, TensorMap, finalize_kernel, head_packs, logits,
 };
 use kyklos_tests::inputs::{Case, Inputs, PairInputs};
 use kyklos_tests::oracle::{self, Element, Oracle, Row, Values};
@@ -31,6 +31,8 @@ pub(crate) enum Way {
     Tiles,
     /// Heads packed into tiles, and keys cut into so many parts.
     Parts(u32),
+    /// So many blocks, which take one query tile after the other, by TMA and wgmma.
+    Hopper(usize),
 }
 
 /// A case in one storage type, and what is right.
@@ -169,6 +171,7 @@ impl Call {
                 let most = packs.iter().map(|pack| pack.count).max().unwrap();
                 AttendKernel::decode(self.dtype, state.dim, most)
             }
+            Way::Hopper(_) => AttendKernel::hopper(self.dtype, state.dim),
         };
         let kernel = kernel.expect("heads of at most 256");
         let q_tokens = TokenRuns::contiguous(0..state.rows);
@@ -235,6 +238,31 @@ impl Call {
                     let state = StateArguments { from_a, from_ml, ..state };
                     let merge = PartsArguments { state, parts, reserved: 0 };
                     job.launch("merge_parts", [state_blocks(&state), 1, 1], 0, &merge);
+                }
+                Way::Hopper(blocks) => {
+                    let order = work.longest_first(state.batch);
+                    let [batch, _, kv_heads, _] = problem.kv_shape().map(|n| u32::try_from(n).unwrap());
+                    let map = |tensor, rows, heads, tile_rows| {
+                        TensorMap::new(tensor, self.dtype, [batch, rows, heads, state.dim], tile_rows)
+                    };
+                    let items = u32::try_from(order.len()).unwrap() * state.heads;
+                    let arguments = HopperArguments {
+                        q: map(&arguments.q, state.rows, state.heads, kernel.tile.q_rows),
+                        k: map(&k, arguments.keys, kv_heads, kernel.tile.kv_cols),
+                        v: map(&v, arguments.keys, kv_heads, kernel.tile.kv_cols),
+                        attend: AttendArguments { pair_kind: 0, ..arguments },
+                        order: job.upload(&order).address,
+                        first_item: 0,
+                        end_item: items,
+                        reserved: 0,
+                    };
+                    // In pieces: the first item, then the others.
+                    let cut = if keys.len() == problem.kv_len { 0 } else { 1 };
+                    for (first_item, end_item) in [(0, cut), (cut, items)] {
+                        let piece = HopperArguments { first_item, end_item, ..arguments };
+                        let blocks = blocks.min((end_item - first_item) as usize);
+                        job.launch(&kernel.name, [blocks, 1, 1], kernel.shared_bytes, &piece);
+                    }
                 }
             }
         }

@@ -2,6 +2,7 @@
 //! a bug proves nothing.
 
 mod decode;
+mod hopper;
 mod tiles;
 
 use std::path::{Path, PathBuf};
@@ -81,7 +82,7 @@ fn found(program: &Program, calls: &[(Call, Way, Keys)]) -> Option<String> {
 
 #[test]
 fn every_planted_bug_is_found() {
-    let kernels = [tiles::kernel(), decode::kernel()];
+    let kernels = [tiles::kernel(), decode::kernel(), hopper::kernel()];
     let all: Vec<_> =
         kernels.iter().flat_map(|kernel| (0..=kernel.faults.len()).map(move |n| (kernel, n))).collect();
     let wrong = in_parallel(all.len(), |n| {
