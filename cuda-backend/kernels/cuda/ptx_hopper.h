@@ -8,7 +8,9 @@ DEVICE void phase_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 // After the initialisation and before the block's barrier: TMA sees them too.
-DEVICE void phases_are_there() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void phases_are_there() {
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
 DEVICE void phase_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
