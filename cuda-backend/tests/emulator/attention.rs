@@ -103,6 +103,29 @@ fn every_head_dim_is_right_around_its_tiles() {
     judge(&calls);
 }
 
+/// Enough full tiles for every stage to come round, tested ones and empty ones, and items whose last rows are not there.
+#[test]
+fn every_head_dim_is_right_around_its_tiles_on_hopper() {
+    let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
+    let mut calls = Vec::new();
+    for (n, dim) in [64, 96, 128, 192, 256].into_iter().enumerate() {
+        for (i, dtype) in [Dtype::F16, Dtype::Bf16].into_iter().enumerate() {
+            let tile = AttendKernel::hopper(dtype, dim).unwrap().tile;
+            let [rows, keys] = [tile.q_rows, tile.kv_cols].map(|n| n as usize);
+            let mut case = plain.clone();
+            let problem = &mut case.problem;
+            (problem.q_len, problem.kv_len) = [(rows + 1, 5 * keys + 3), (7, 6 * keys)][i];
+            (problem.head_dim, problem.q_heads, problem.kv_heads) = (dim as usize, 2, 1);
+            problem.scale = f64::from(dim).sqrt().recip();
+            if i == 0 {
+                (problem.mask, problem.q_offset) = (OracleMask::causal(), 4 * keys as u64);
+            }
+            calls.push((call(case, dtype), Way::Hopper(1 + i), Keys::Whole, Timing::ALL[(n + i) % 3]));
+        }
+    }
+    judge(&calls);
+}
+
 /// A few rows over many keys: rows of several heads in a tile, groups that do not divide it, parts of unlike length.
 #[test]
 fn few_rows_over_many_keys_are_right_in_parts() {
