@@ -14,6 +14,7 @@ mod arguments;
 mod decode;
 mod hopper;
 mod kernels;
+mod way;
 mod work;
 
 pub use arguments::{
@@ -23,6 +24,7 @@ pub use arguments::{
 pub use decode::{decode_parts, head_packs};
 pub use hopper::{HopperArguments, TensorMap};
 pub use kernels::{AttendKernel, PACKED_ROWS, SMALL_THREADS, SOURCES, STATE_ROWS, finalize_kernel};
+pub use way::{CallShape, Gpu, Way};
 pub use work::DeviceWork;
 
 /// Whether the CUDA backend can run here.
