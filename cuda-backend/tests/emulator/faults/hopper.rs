@@ -10,7 +10,7 @@ use crate::call::{Call, Keys, Way};
 
 const FILE: &str = "attend_hopper.h";
 
-const FAULTS: [Fault; 26] = [
+const FAULTS: [Fault; 27] = [
     fault("queries are not waited for", FILE, "phase_wait(q_full(), taken % 2);", ""),
     fault("queries are overwritten while they are read", FILE, "phase_wait(q_empty(), taken % 2 ^ 1);", ""),
     fault(
@@ -69,6 +69,12 @@ const FAULTS: [Fault; 26] = [
         FILE,
         "phase_arrive_expecting(k_full(stage), TILE_BYTES);",
         "phase_arrive_expecting(k_full(stage), TILE_BYTES + 16);",
+    ),
+    fault(
+        "fewer bytes are expected than come",
+        FILE,
+        "phase_arrive_expecting(v_full(stage), TILE_BYTES);",
+        "phase_arrive_expecting(v_full(stage), TILE_BYTES / 2);",
     ),
     fault(
         "a warp says nothing when it has read",
