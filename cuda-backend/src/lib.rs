@@ -6,8 +6,8 @@
 //!
 //! Kernels are CUDA C++ in `kernels/`, one source for nvcc, NVRTC and the emulator in `emulator/`, and mean what
 //! [`kyklos::backend`] says of `attend`, `merge`, `finalize`, `reset_state` and `repack`. This crate lists them
-//! ([`AttendKernel`]), lays out their arguments ([`AttendArguments`]) and their work ([`DeviceWork`]). Data only: nothing
-//! here touches a device, and nothing fails or panics for want of one.
+//! ([`AttendKernel`]), says which a call gets ([`Way`]), lays out their arguments ([`AttendArguments`]) and their work
+//! ([`DeviceWork`]). Data only: nothing here touches a device, and nothing fails or panics for want of one.
 #![forbid(unsafe_code)]
 
 mod arguments;
