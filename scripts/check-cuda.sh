@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Compiles the CUDA kernels with NVIDIA's own compilers, for every architecture, on a machine without a GPU. Fails on
-# spills, stack, and more registers than cuda-backend/tests/compilers/budgets.txt allows (--bless writes that table).
+# spills, stack, more registers than cuda-backend/tests/compilers/budgets.txt allows (--bless writes that table), and
+# kernels for Hopper whose products are serialised or whose machine code has no wgmma or TMA in it.
 # The compilers come from PyPI as wheels (about 200 MB, once) and stay in target/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,6 +10,7 @@ cd "$(dirname "$0")/.."
 wheels=(
     nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88
     nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85 nvidia-cuda-nvrtc==13.0.88
+    nvidia-cuda-nvdisasm==13.5.37
 )
 folder=$PWD/target/cuda-toolkit
 stamp=$folder/installed

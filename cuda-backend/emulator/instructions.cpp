@@ -6,19 +6,7 @@
 
 namespace machine {
 
-static u32 bits_of(float value) {
-    u32 bits;
-    std::memcpy(&bits, &value, 4);
-    return bits;
-}
-static float float_of(u32 bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-// `bytes` of shared memory at an address, which must be theirs and aligned.
-static u8 *shared_at(u32 address, u32 bytes) {
+u8 *shared_at(u32 address, u32 bytes) {
     const u64 size = block->shared.size();
     if (address < SHARED_BASE || address - SHARED_BASE + bytes > size || address % bytes)
         fault("%u bytes at shared address %u; there are %llu from %u on", bytes, address, size, SHARED_BASE);
@@ -42,20 +30,33 @@ template <typename Together> static const Lane &with_warp(const char *what, cons
     return lane;
 }
 
-bool barrier_or(bool set) {
-    Barrier &barrier = block->barrier;
+// A thread comes to a barrier; the last one opens it.
+static Barrier &arrive(u32 id, u32 threads, bool set) {
+    if (id >= 16 || threads % 32 || threads > block->fibers.size()) fault("barrier %u for %u threads", id, threads);
+    Barrier &barrier = block->barriers[id];
+    if (barrier.arrived == 0) barrier.threads = threads;
+    if (barrier.threads != threads) fault("barrier %u for %u threads and for %u", id, barrier.threads, threads);
     barrier.gathered |= set;
-    if (++barrier.arrived == block->fibers.size()) {
+    if (++barrier.arrived == threads) {
         barrier.result = barrier.gathered;
         barrier.gathered = false;
         barrier.arrived = 0;
         barrier.turn++;
         counting().barriers++;
-    } else {
-        block->wait(barrier.turn, barrier.turn, "the block's barrier");
     }
+    return barrier;
+}
+
+bool named_or(u32 id, u32 threads, bool set) {
+    const u32 turn = block->barriers[id % 16].turn;
+    Barrier &barrier = arrive(id, threads, set);
+    if (barrier.turn == turn) block->wait(barrier.turn, turn, id ? "a named barrier" : "the block's barrier");
     return barrier.result;
 }
+
+void named_arrive(u32 id, u32 threads) { arrive(id, threads, false); }
+
+bool barrier_or(bool set) { return named_or(0, block->fibers.size(), set); }
 
 void warp_sync() {
     with_warp("a warp's barrier", nullptr, 0, [](Warp &) {});

@@ -57,6 +57,8 @@ static void enter() {
     Fiber &fiber = *block->running;
     block->kernel->body(block->args);
     if (!fiber.copies.empty()) fault("%zu copies were not waited for when the thread ended", fiber.copies.size());
+    if (!block->warpgroups.empty() && !block->warpgroups[here().thread / 128].products.empty())
+        fault("a product was not waited for when the thread ended");
     fiber.done = true;
     _longjmp(block->scheduler, 1);
 }
@@ -69,6 +71,14 @@ void Block::wait(const u32 &word, u32 value, const char *what) {
     if (!_setjmp(fiber.resume)) _longjmp(scheduler, 1);
 }
 
+void Block::pause() {
+    if (timing == Timing::Eager) return;
+    Fiber &fiber = *running;
+    fiber.word = nullptr;
+    pausing = true;
+    if (!_setjmp(fiber.resume)) _longjmp(scheduler, 1);
+}
+
 // The next thread in the order of the timing that has not to wait; null if all have to.
 Fiber *Block::next() {
     const u32 count = fibers.size();
@@ -78,11 +88,15 @@ Fiber *Block::next() {
         // Copies land whenever they like.
         Fiber &lucky = fibers[chance(count)];
         if (!lucky.copies.empty()) land(lucky, chance(lucky.copies.size()));
+        if (!boxes.empty() && chance(64) == 0) land_box(chance(boxes.size()));
+        if (!warpgroups.empty() && chance(8) == 0) multiply_next(warpgroups[chance(warpgroups.size())]);
     } else if (running && !running->done) {
         start = running->here.thread;
+        if (pausing) start = (start + (timing == Timing::Late ? count - 1 : 1)) % count;
     } else {
         start = timing == Timing::Eager ? 0 : count - 1;
     }
+    pausing = false;
     // From a warp that is as far as it gets to the next one.
     for (u32 i = 0; i < count; i++) {
         const u32 n = timing == Timing::Late ? (start + count - i) % count : (start + i) % count;
@@ -97,6 +111,11 @@ void Block::run() {
     static ucontext_t home;
     while (left) {
         Fiber *fiber = next();
+        // As late as that: when nobody can go on without one.
+        if (!fiber && !boxes.empty()) {
+            land_box(chance(boxes.size()));
+            continue;
+        }
         if (!fiber) {
             for (Fiber &waiting : fibers) {
                 if (waiting.done) continue;
@@ -117,6 +136,11 @@ void Block::run() {
         }
         if (running->done) left--;
     }
+    if (!boxes.empty()) fault("%zu boxes were not waited for when the block ended", boxes.size());
+    for (u32 id = 0; id < 16; id++)
+        if (barriers[id].arrived) fault("%u threads were at barrier %u when the block ended", barriers[id].arrived, id);
+    for (const auto &phase : phases)
+        if (phase.second.bytes) fault("%lld bytes were expected when the block ended", (long long)phase.second.bytes);
 }
 
 void launch(const Kernel &kernel, const u32 (&grid)[3], u32 shared_bytes, const void *args, Timing timing, u64 seed) {
@@ -133,7 +157,10 @@ void launch(const Kernel &kernel, const u32 (&grid)[3], u32 shared_bytes, const 
                 all.running = nullptr;
                 all.shared.assign(shared_bytes, 0xff);
                 all.warps.assign(kernel.threads / 32, Warp());
-                all.barrier = Barrier();
+                all.warpgroups.assign(kernel.threads / 128, Warpgroup());
+                for (Barrier &barrier : all.barriers) barrier = Barrier();
+                all.phases.clear();
+                all.boxes.clear();
                 all.fibers.resize(kernel.threads);
                 for (u32 thread = 0; thread < kernel.threads; thread++) {
                     Fiber &fiber = all.fibers[thread];
@@ -141,6 +168,7 @@ void launch(const Kernel &kernel, const u32 (&grid)[3], u32 shared_bytes, const 
                     fiber.begun = fiber.done = false;
                     fiber.word = nullptr;
                     fiber.committed = 0;
+                    fiber.fenced = false;
                     if (!fiber.stack) fiber.stack.reset(new u8[STACK_BYTES]);
                 }
                 all.run();

@@ -40,7 +40,7 @@ struct Kernel {
 
 // What a run did. An access of ldmatrix is 8 rows of 16 bytes; it takes as many passes as rows share a bank, at most.
 struct Counts {
-    u64 accesses, passes, copies, barriers;
+    u64 accesses, passes, copies, barriers, products;
 };
 
 // Runs all blocks of a launch, one after the other. Ends the program with a message on a fault.
@@ -49,6 +49,8 @@ const Counts &counts();
 [[noreturn]] void fault(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 bool barrier_or(bool set);
+bool named_or(u32 id, u32 threads, bool set);
+void named_arrive(u32 id, u32 threads);
 void warp_sync();
 float shuffle(float value, u32 from_lane);
 u32 vote(bool set);
@@ -58,6 +60,17 @@ void copy_async_wait(u32 later);
 void load_matrices(u32 (&r)[4], u32 row, bool transposed);
 u32 load_shared(u32 address);
 void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2], float (*widen)(u16));
+
+// mbarriers, TMA and wgmma; `hopper.cpp`.
+void phase_init(u32 barrier, u32 count);
+void phase_arrive(u32 barrier, u32 bytes);
+void phase_wait(u32 barrier, u32 parity);
+void copy_box(u32 into, const TensorMap *map, u32 barrier, const i32 *at, u32 rank);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(u32 later);
+// c (64 x n) = or += a (64 x 16) · b (16 x n). `a`: registers, or null; `b_turned`: b lies in rows of n.
+void wgmma(float *c, u32 n, const u32 *a, u64 a_matrix, u64 b_matrix, bool adds, bool b_turned, float (*widen)(u16));
 
 // Conversions of the 16-bit types, to nearest even.
 float widen_bf16(u16 bits);

@@ -1,5 +1,5 @@
-// Kernels of a few instructions each, so that tests can hold the emulator to the ISA's definitions. One warp or two.
-#include "ptx.h"
+// Kernels of a few instructions each, so that tests can hold the emulator to the ISA's definitions.
+#include "ptx_hopper.h"
 
 struct ProbeArguments {
     const u32 *in;
@@ -79,4 +79,98 @@ KERNEL(probe_fault, ProbeArguments, 64) {
     copy_async_commit();
     if (args.option != 4) copy_async_wait<0>();
     args.out[args.option == 7 ? 2048 : 0] = 1;
+}
+
+// Of Hopper.
+
+struct BoxProbe {
+    TensorMap map;
+    u32 *out;
+    i32 at[4];
+    u32 bytes, reserved;
+};
+
+// One box; its bytes in shared memory, before which the first word as it was before the wait.
+KERNEL(probe_box, BoxProbe, 32) {
+    const u32 box = shared_base(), phase = box + args.bytes;
+    if (thread_x() == 0) {
+        phase_init(phase, 1);
+        phases_are_there();
+    }
+    barrier_or(false);
+    // Of a barrier that nothing has gone through, the phase before the first one is over.
+    phase_wait(phase, 1);
+    if (elect_one()) {
+        phase_arrive_expecting(phase, args.bytes);
+        copy_box(box, args.map, phase, args.at[0], args.at[1], args.at[2], args.at[3]);
+        args.out[0] = load_shared(box);
+    }
+    phase_wait(phase, 0);
+    for (u32 n = thread_x(); n < args.bytes / 4; n += 32) args.out[1 + n] = load_shared(box + n * 4);
+}
+
+// c (64 x 128) = or += a (64 x 16) · b (16 x 128). in: shared memory from a on, then registers of a [128][4], then c
+// [128][64]. Option: bit 0 f16, bit 1 a in registers and b turned, bit 2 without adding. out: c [128][64], then for each
+// thread an accumulator before the wait.
+template <typename T> DEVICE void multiply_group(const ProbeArguments &args) {
+    const u32 a = shared_base(), b = a + 8192, words = (8192 + 16384) / 4, thread = thread_x();
+    for (u32 n = thread; n < words / 4; n += 128) copy_async(a + n * 16, args.in + n * 4, true);
+    copy_async_commit();
+    copy_async_wait<0>();
+    barrier_or(false);
+    u32 p[4];
+    float c[16][4];
+    for (u32 i = 0; i < 4; i++) p[i] = args.in[words + thread * 4 + i];
+    for (u32 i = 0; i < 64; i++)
+        c[i / 4][i % 4] = reinterpret_cast<const float *>(args.in)[words + 512 + thread * 64 + i];
+    // Eight rows are 1024 bytes; of b turned, 64 columns are 2048.
+    const u64 swizzle = u64(1) << 62, rows = u64(1024 / 16) << 32;
+    wgmma_fence();
+    if (args.option & 2)
+        Wgmma<T, 128>::registers(c, p, swizzle | rows | u64(2048 / 16) << 16 | b / 16);
+    else
+        // The second 16 of the 64 elements of a row.
+        Wgmma<T, 128>::shared(c, swizzle | rows | (a + 32) / 16, swizzle | rows | (b + 32) / 16, !(args.option & 4));
+    wgmma_commit();
+    reinterpret_cast<float *>(args.out)[8192 + thread] = c[15][3];
+    wgmma_wait<0>();
+    for (u32 i = 0; i < 64; i++) reinterpret_cast<float *>(args.out)[thread * 64 + i] = c[i / 4][i % 4];
+}
+
+KERNEL(probe_wgmma, ProbeArguments, 128) {
+    if (args.option & 1)
+        multiply_group<F16>(args);
+    else
+        multiply_group<Bf16>(args);
+}
+
+// What a wrong kernel does. Option: 0 nothing wrong, 1 one arrives too many, 2 more bytes are expected than come, 3 an
+// mbarrier that nobody initialised, 4 a phase that does not end, 5 no fence, 6 a product is left behind, 7 a warp skips
+// wgmma, 8 threads stay at a named barrier, 9 a named barrier of two sizes, 10 a box is left behind, 11 it is not
+// aligned, 12 a register of a changes while it is read, 13 an accumulator.
+KERNEL(probe_hopper_fault, BoxProbe, 128) {
+    const u32 option = args.at[3], phase = shared_base() + 16384, thread = thread_x();
+    if (thread == 0) {
+        phase_init(phase, 2);
+        phases_are_there();
+        for (u32 n = 0; n < (option == 1 ? 3 : option == 4 ? 1 : 2); n++) {
+            if (n) phase_arrive(option == 3 ? phase + 8 : phase);
+            else phase_arrive_expecting(phase, args.bytes + (option == 2 ? 16 : 0));
+        }
+        copy_box(shared_base() + (option == 11 ? 16 : 0), args.map, phase, 0, 0, 0, 0);
+    }
+    barrier_or(false);
+    if (option != 10) phase_wait(phase, 0);
+    if (option == 8 && thread < 32) named_arrive(3, 64);
+    if (option == 9) named_sync(3, thread < 32 ? 128 : 96);
+    float c[8][4] = {};
+    u32 p[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+    if (option != 5) wgmma_fence();
+    if (option != 7 || thread < 96)
+        Wgmma<Bf16, 64>::registers(c, p, u64(1) << 62 | u64(1024 / 16) << 32 | shared_base() / 16);
+    wgmma_commit();
+    if (option == 12) p[thread % 4] = 0;
+    if (option == 13) c[0][0] = 1.0f;
+    if (option != 6) wgmma_wait<0>();
+    reinterpret_cast<float *>(args.out)[thread] = c[0][0];
 }

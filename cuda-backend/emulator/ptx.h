@@ -1,8 +1,5 @@
 // The instructions that kernels use, on a CPU: the same names as `kernels/cuda/ptx.h`, and what they do as the PTX ISA
 // says it. Every lane is a fiber of its own (`machine.h`); what a warp does together is done when all its lanes are there.
-//
-// Instructions that are still to come have their place here: wgmma beside `multiply`, mbarrier beside `barrier_or`, TMA
-// beside `copy_async`, whose queue of copies under way is theirs too.
 #pragma once
 #include "../kernels/arguments.h"
 #include "machine.h"
@@ -18,6 +15,8 @@
         name(*static_cast<const Arguments *>(args));                                                  \
     });                                                                                               \
     static void name(const Arguments &args)
+
+#define HOPPER 1
 
 #define INFINITE __builtin_inff()
 

@@ -6,6 +6,8 @@
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
+typedef int i32;
+typedef long long i64;
 typedef unsigned long long u64;
 
 // A strided tensor [batch, rows, heads, ·]. Strides count elements, 32-bit words of a boolean pair tensor, bytes in repack.
@@ -44,6 +46,41 @@ struct AttendArguments {
     float cap;                // cap · log2 e; 0: no softcap
 };
 
+// Query heads that share a KV head and lie side by side in a tile.
+struct HeadPack {
+    u32 first, count;
+};
+
+// As above for few rows: the tiles of keys of each query tile are cut into parts, each with a state of its own.
+// Grid: (query tiles · parts, packs, batch entries).
+struct DecodeArguments {
+    AttendArguments attend;  // a and ml: `parts` states, one behind the other, written and not read; first_head: 0
+    const HeadPack *packs;
+    u32 parts, batch;
+    u32 tile_rows;           // query rows of a tile; it has room for them times the heads of a pack
+    u32 reserved;
+};
+
+// What TMA knows of a tensor: 128 bytes that the driver encodes. The emulator reads `src/hopper.rs`'s TensorMap in it.
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+// A query tile of a batch entry.
+struct TilePlace {
+    u32 tile, batch;
+};
+
+// As above by wgmma and TMA. Item n is the query tile of order[n / heads] of head n % heads. Grid: any, at best as many
+// blocks as run at a time; each takes every so many items.
+struct HopperArguments {
+    TensorMap q, k, v;       // of 16-bit elements [dim, rows, heads, batch], boxes of 64 columns by the rows of a tile
+    AttendArguments attend;  // without the tensors, the pairs and the first tile, head and batch entry
+    const TilePlace *order;
+    u32 first_item, end_item;
+    u64 reserved;
+};
+
 // A running state. Grid: (⌈rows · heads · batch / 8⌉), a warp for each row of a head.
 struct StateArguments {
     float *a, *ml;
@@ -52,6 +89,12 @@ struct StateArguments {
     void *o;                        // finalize: [batch, rows, heads, dim]
     float *lse;                     // finalize: [batch, rows, heads]
     u32 batch, rows, heads, dim;
+};
+
+// Merges states that lie one behind the other from from_a and from_ml on into a state. Grid as above.
+struct PartsArguments {
+    StateArguments state;
+    u32 parts, reserved;
 };
 
 // Copies rows between two strided layouts; all in bytes and multiples of 4. Any grid.

@@ -11,6 +11,7 @@ struct AttentionF32 {
         const u32 lane = thread_x() % 32, row = at.tile * ROWS + thread_x() / 32;
         // Nothing below waits for other warps.
         if (row >= args.rows) return;
+        const TileRow here{row, at.head};
         const RowSpan span = at.span(args, row);
         const float *q = head_of<float>(args.q, at.batch, at.head) + row * args.q.row_stride;
         const float *k = head_of<float>(args.k, at.batch, at.kv_head);
@@ -19,7 +20,7 @@ struct AttentionF32 {
         UNROLL for (int i = 0; i < MOST_DIM / 32; i++) acc[i] = 0.0f;
         for (Tiles tiles = at.tiles(args); !tiles.done(); tiles.advance()) {
             const u32 first_key = tiles.tile() * KEYS;
-            const float score = logit(args, at, row, span, q, k, first_key + lane);
+            const float score = logit(args, at.batch, here, span, q, k, first_key + lane);
             const u32 seen = vote(score != -INFINITE);
             float most = score;
             for (u32 apart = 16; apart; apart /= 2) most = larger(most, shuffle_xor(most, apart));
@@ -39,7 +40,7 @@ struct AttentionF32 {
             }
         }
         for (u32 apart = 16; apart; apart /= 2) sum += shuffle_xor(sum, apart);
-        float *ml = at.ml(args, row), *a = at.a(args, row);
+        float *ml = at.ml(args, here), *a = at.a(args, here);
         const Entry entry(top, sum, ml[0], ml[1]);
         warp_sync();
         if (entry.nothing) return;
@@ -52,9 +53,9 @@ struct AttentionF32 {
     }
 
     // Base-2 logit of a (row, key); -inf where the row does not see it.
-    DEVICE static float logit(const AttendArguments &args, const Place &at, u32 row, RowSpan span, const float *q,
+    DEVICE static float logit(const AttendArguments &args, u32 batch, TileRow at, RowSpan span, const float *q,
                               const float *k, u32 key) {
-        const float add = term<F32>(args, at, row, span, position_of(args, key));
+        const float add = term<F32>(args, batch, at, span, position_of(args, key));
         if (add == -INFINITE) return add;
         float dot = 0.0f;
         for (u32 d = 0; d < args.dim; d++) dot = fused(q[d], k[key * args.k.row_stride + d], dot);

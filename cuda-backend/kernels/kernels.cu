@@ -1,22 +1,46 @@
 // All kernels, by the names that the host asks for. `src/kernels.rs` lists them with their tiles and shared memory.
-#include "attend.h"
 #include "attend_f32.h"
+#include "decode.h"
 #include "repack.h"
 #include "state.h"
+#if HOPPER
+#include "attend_hopper.h"
+#endif
 
 // One instance each, so that one object has one kernel's worth of work for the compiler where only that is wanted.
 #define ATTEND(type, name, dim) \
-    KERNEL(attend_##name##_##dim, AttendArguments, (Attention<type, dim>::THREADS)) { Attention<type, dim>(args).run(); }
+    KERNEL(attend_##name##_##dim, AttendArguments, (Attention<type, dim>::THREADS)) { Attention<type, dim>(args, Place(args)).run(); }
 #define ATTEND_DIMS(type, name) \
     ATTEND(type, name, 64) ATTEND(type, name, 96) ATTEND(type, name, 128) ATTEND(type, name, 192) ATTEND(type, name, 256)
 
 ATTEND_DIMS(Bf16, bf16)
 ATTEND_DIMS(F16, f16)
 
+#define DECODE(type, name, dim) \
+    KERNEL(decode_##name##_##dim, DecodeArguments, (Decode<type, dim>::THREADS)) { Decode<type, dim>(args).run(); }
+#define DECODE_DIMS(type, name) DECODE(type, name, 64) DECODE(type, name, 128) DECODE(type, name, 256)
+
+DECODE_DIMS(Bf16, bf16)
+DECODE_DIMS(F16, f16)
+
+#if HOPPER
+#define HOPPER_ATTEND(type, name, dim, keys) \
+    KERNEL(hopper_##name##_##dim, HopperArguments, (Hopper<type, dim, keys>::THREADS)) { \
+        Hopper<type, dim, keys>(args).run(); \
+    }
+#define HOPPER_DIMS(type, name) \
+    HOPPER_ATTEND(type, name, 64, 128) HOPPER_ATTEND(type, name, 128, 128) HOPPER_ATTEND(type, name, 192, 96) \
+    HOPPER_ATTEND(type, name, 256, 80)
+
+HOPPER_DIMS(Bf16, bf16)
+HOPPER_DIMS(F16, f16)
+#endif
+
 KERNEL(attend_f32, AttendArguments, AttentionF32::THREADS) { AttentionF32::run(args); }
 
 KERNEL(reset_state, StateArguments, StateRow::THREADS) { reset(args); }
 KERNEL(merge_states, StateArguments, StateRow::THREADS) { merge(args); }
+KERNEL(merge_parts, PartsArguments, StateRow::THREADS) { merge_in_order(args); }
 KERNEL(finalize_f32, StateArguments, StateRow::THREADS) { finalize<F32>(args); }
 KERNEL(finalize_f16, StateArguments, StateRow::THREADS) { finalize<F16>(args); }
 KERNEL(finalize_bf16, StateArguments, StateRow::THREADS) { finalize<Bf16>(args); }

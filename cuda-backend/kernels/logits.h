@@ -6,12 +6,12 @@ static constexpr float LOG2_E = 1.44269504f, LOG2_E_REST = 1.92596299e-8f, LN_2 
 // m of a row that has seen nothing, in a state in memory.
 static constexpr float EMPTY_M = -0.7f * 3.40282347e38f;
 
-// The tiles of keys that a query tile looks at, in order.
+// The tiles of keys that a query tile looks at, in order. They end before `end`, or behind the first `end_taken` of it.
 struct Tiles {
     const TileRun *run, *end;
-    u32 taken;
+    u32 taken, end_taken;
 
-    DEVICE bool done() const { return run == end; }
+    DEVICE bool done() const { return run == end && taken == end_taken; }
     DEVICE u32 tile() const { return run->first + taken; }
     DEVICE bool full() const { return run->full; }
     DEVICE void advance() {
@@ -20,31 +20,49 @@ struct Tiles {
             taken = 0;
         }
     }
+    // From the `n`-th tile on.
+    DEVICE void skip(u32 n) {
+        while (run != end && n >= run->count) n -= run++->count;
+        taken = n;
+    }
 };
 
-// Where a block is in its grid.
+// A row of a query tile. Behind the last one `row` is no row of the call.
+struct TileRow {
+    u32 row, head;
+};
+
+// Where a block is in its grid: its tile is of consecutive rows of one head.
 struct Place {
+    // Its rows add to a state that is there.
+    static constexpr bool FRESH = false;
+
     u32 tile, head, batch, kv_head, mask_class;
 
+    DEVICE Place(const AttendArguments &args, u32 tile, u32 head, u32 batch)
+        : tile(tile), head(head), batch(batch), kv_head(args.kv_head_of[head]),
+          mask_class(args.classes > 1 ? batch : 0) {}
     // The last tiles come first: under a causal mask they are the longest.
     DEVICE explicit Place(const AttendArguments &args)
-        : tile(args.first_tile + grid_x() - 1 - block_x()), head(args.first_head + block_y()),
-          batch(args.first_batch + block_z()), kv_head(args.kv_head_of[head]), mask_class(args.classes > 1 ? batch : 0) {}
+        : Place(args, args.first_tile + grid_x() - 1 - block_x(), args.first_head + block_y(),
+                args.first_batch + block_z()) {}
 
     DEVICE Tiles tiles(const AttendArguments &args) const {
         const u32 *starts = args.starts + mask_class * (args.q_tiles + 1) + tile;
-        return {args.runs + starts[0], args.runs + starts[1], 0};
+        return {args.runs + starts[0], args.runs + starts[1], 0, 0};
     }
+    // The `n`-th row of the tile.
+    DEVICE TileRow row(u32 tile_rows, u32 n) const { return {tile * tile_rows + n, head}; }
     // What a row sees; behind the last row nothing.
     DEVICE RowSpan span(const AttendArguments &args, u32 row) const {
         return row < args.rows ? args.spans[u64(mask_class) * args.rows + row] : RowSpan{0, 0};
     }
     // Where the state of a row is.
-    DEVICE float *a(const AttendArguments &args, u32 row) const {
-        return args.a + ((u64(batch) * args.rows + row) * args.heads + head) * args.dim;
+    DEVICE float *a(const AttendArguments &args, TileRow at) const {
+        return args.a + ((u64(batch) * args.rows + at.row) * args.heads + at.head) * args.dim;
     }
-    DEVICE float *ml(const AttendArguments &args, u32 row) const {
-        return args.ml + ((u64(batch) * args.heads + head) * args.rows + row) * 2;
+    DEVICE float *ml(const AttendArguments &args, TileRow at) const {
+        return args.ml + ((u64(batch) * args.heads + at.head) * args.rows + at.row) * 2;
     }
 };
 
@@ -67,10 +85,10 @@ template <> DEVICE float element<F32>(const void *data, u64 index) { return stat
 
 // What is added to the base-2 logit of a (row, key position); -inf hides the key.
 template <typename T>
-DEVICE float term(const AttendArguments &args, const Place &at, u32 row, RowSpan span, u32 position) {
+DEVICE float term(const AttendArguments &args, u32 batch, TileRow at, RowSpan span, u32 position) {
     if (position < span.lo || position >= span.hi) return -INFINITE;
     if (args.pair_kind == NO_PAIRS) return 0.0f;
-    const u64 first = at.batch * args.pairs.batch_stride + row * args.pairs.row_stride + at.head * args.pairs.head_stride;
+    const u64 first = batch * args.pairs.batch_stride + at.row * args.pairs.row_stride + at.head * args.pairs.head_stride;
     if (args.pair_kind == VISIBLE_PAIRS) {
         const u32 word = static_cast<const u32 *>(args.pairs.data)[first + position / 32];
         return word >> position % 32 & 1 ? 0.0f : -INFINITE;

@@ -53,6 +53,49 @@ DEVICE void merge(const StateArguments &args) {
     }
 }
 
+// Calls `with(part, m, l)` for the parts of a row that saw something, in order.
+template <typename With> DEVICE void each_part(const PartsArguments &args, u64 ml_stride, u64 row_ml, With with) {
+    for (u32 part = 0; part < args.parts; part++) {
+        const float *ml = args.state.from_ml + part * ml_stride + row_ml;
+        if (ml[0] != EMPTY_M || ml[1] != 0.0f) with(part, ml[0], ml[1]);
+    }
+}
+
+// Merges parts in their order, whichever block ended first: the same parts give the same bytes.
+DEVICE void merge_in_order(const PartsArguments &args) {
+    const StateArguments &state = args.state;
+    const StateRow row(state);
+    if (!row.there) return;
+    const u64 rows = u64(state.batch) * state.rows * state.heads;
+    const float old_m = state.ml[row.ml], old_l = state.ml[row.ml + 1];
+    // All lanes have read before one writes.
+    warp_sync();
+    const bool fresh = old_l == 0.0f && old_m == EMPTY_M;
+    // EMPTY_M is less than anything.
+    float m = old_m;
+    bool any = false;
+    each_part(args, rows * 2, row.ml, [&](u32, float their_m, float) {
+        m = larger(m, their_m);
+        any = true;
+    });
+    if (!any) return;
+    const float keep = fresh ? 0.0f : exp2_fast((old_m - m) * LOG2_E);
+    float l = old_l * keep;
+    each_part(args, rows * 2, row.ml,
+              [&](u32, float their_m, float their_l) { l = fused(their_l, exp2_fast((their_m - m) * LOG2_E), l); });
+    for (u32 d = row.lane; d < state.dim; d += 32) {
+        float a = fresh ? 0.0f : state.a[row.a + d] * keep;
+        each_part(args, rows * 2, row.ml, [&](u32 part, float their_m, float) {
+            a = fused(state.from_a[part * rows * state.dim + row.a + d], exp2_fast((their_m - m) * LOG2_E), a);
+        });
+        state.a[row.a + d] = a;
+    }
+    if (row.lane == 0) {
+        state.ml[row.ml] = m;
+        state.ml[row.ml + 1] = l;
+    }
+}
+
 template <typename T> DEVICE void store(void *o, u64 index, float value) {
     static_cast<u16 *>(o)[index] = static_cast<u16>(T::pack(value, 0.0f));
 }

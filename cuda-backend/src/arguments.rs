@@ -68,6 +68,35 @@ pub struct AttendArguments {
     pub cap: f32,
 }
 
+/// Query heads that share a KV head and lie side by side in a tile of a decoding kernel; see [`crate::head_packs`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct HeadPack {
+    /// The first of them.
+    pub first: u32,
+    /// How many.
+    pub count: u32,
+}
+
+/// Arguments of the decoding kernels. Grid: (query tiles · parts, packs, batch entries).
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct DecodeArguments {
+    /// As of the attention kernels, but `a` and `ml` are `parts` states, one behind the other, which are written and not
+    /// read, and `first_head` is 0.
+    pub attend: AttendArguments,
+    /// [`HeadPack`]s.
+    pub packs: u64,
+    /// Parts into which the keys of each query tile are cut; see [`crate::Way`].
+    pub parts: u32,
+    /// Batch entries of the state.
+    pub batch: u32,
+    /// Query rows of a tile.
+    pub tile_rows: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
 /// Arguments of `reset_state`, `merge_states` and `finalize_…`: a warp for each row of a head.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
@@ -94,6 +123,18 @@ pub struct StateArguments {
     pub heads: u32,
     /// Elements of a head.
     pub dim: u32,
+}
+
+/// Arguments of `merge_parts`: states one behind the other go into one, in their order. Grid as above.
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct PartsArguments {
+    /// As of `merge_states`; `from_a` and `from_ml` are the first part's.
+    pub state: StateArguments,
+    /// How many there are.
+    pub parts: u32,
+    /// 0.
+    pub reserved: u32,
 }
 
 /// Arguments of `repack`; offsets and strides in bytes, all multiples of 4.

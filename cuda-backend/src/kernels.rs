@@ -3,13 +3,17 @@
 use kyklos::{Dtype, TileShape};
 
 /// The sources by the names under which they include each other; `kernels.cu` is the one to compile.
-pub const SOURCES: [(&str, &str); 8] = [
+pub const SOURCES: [(&str, &str); 12] = [
     ("kernels.cu", include_str!("../kernels/kernels.cu")),
     ("arguments.h", include_str!("../kernels/arguments.h")),
     ("ptx.h", include_str!("../kernels/cuda/ptx.h")),
+    ("ptx_hopper.h", include_str!("../kernels/cuda/ptx_hopper.h")),
     ("logits.h", include_str!("../kernels/logits.h")),
+    ("rows.h", include_str!("../kernels/rows.h")),
     ("attend.h", include_str!("../kernels/attend.h")),
+    ("attend_hopper.h", include_str!("../kernels/attend_hopper.h")),
     ("attend_f32.h", include_str!("../kernels/attend_f32.h")),
+    ("decode.h", include_str!("../kernels/decode.h")),
     ("state.h", include_str!("../kernels/state.h")),
     ("repack.h", include_str!("../kernels/repack.h")),
 ];
@@ -23,6 +27,15 @@ pub const STATE_ROWS: u32 = SMALL_THREADS / 32;
 /// Head dims of the kernels on tensor cores. Another one gets the next larger kernel, filled up with zeros in shared
 /// memory.
 const DIMS: [u32; 5] = [64, 96, 128, 192, 256];
+
+/// Head dims of the decoding kernels. They wait for memory, which zeros do not come from.
+const DECODE_DIMS: [u32; 3] = [64, 128, 256];
+
+/// Head dims of the kernels for Hopper and keys of their tiles. TMA fills up with zeros.
+const HOPPER_DIMS: [(u32, u32); 4] = [(64, 128), (128, 128), (192, 96), (256, 80)];
+
+/// Rows of a tile of the decoding kernels, over all heads of a pack.
+pub const PACKED_ROWS: u32 = 64;
 
 /// An attention kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,19 +54,45 @@ impl AttendKernel {
     /// The kernel for a storage type and a head dim, or none beyond 256.
     pub fn of(dtype: Dtype, dim: u32) -> Option<Self> {
         let size = DIMS.into_iter().find(|size| dim <= *size)?;
-        let name = match dtype {
-            Dtype::F32 => {
-                let (name, tile) = ("attend_f32".to_owned(), TileShape { q_rows: 8, kv_cols: 32 });
-                return Some(Self { name, tile, threads: 256, shared_bytes: 0 });
-            }
-            Dtype::F16 => "f16",
-            Dtype::Bf16 => "bf16",
-        };
-        let warps = if size <= 192 { 8 } else { 4 };
+        if dtype == Dtype::F32 {
+            let tile = TileShape { q_rows: 8, kv_cols: 32 };
+            return Some(Self { name: "attend_f32".to_owned(), tile, threads: 256, shared_bytes: 0 });
+        }
+        Some(Self::in_tiles("attend", dtype, size, if size <= 192 { 8 } else { 4 }))
+    }
+
+    /// The decoding kernel, whose tiles hold rows of up to `heads` query heads (1 to [`PACKED_ROWS`]) of a KV head. There is
+    /// none for f32, nor beyond a head dim of 256.
+    pub fn decode(dtype: Dtype, dim: u32, heads: u32) -> Option<Self> {
+        let size = DECODE_DIMS.into_iter().find(|size| dim <= *size)?;
+        let mut kernel =
+            (dtype != Dtype::F32).then(|| Self::in_tiles("decode", dtype, size, PACKED_ROWS / 16))?;
+        kernel.tile.q_rows /= heads;
+        Some(kernel)
+    }
+
+    /// The kernel for Hopper (sm_90a), which takes [`crate::HopperArguments`] and has no pair tensors. There is none for
+    /// f32, nor beyond a head dim of 256.
+    pub fn hopper(dtype: Dtype, dim: u32) -> Option<Self> {
+        let (size, kv_cols) = HOPPER_DIMS.into_iter().find(|(size, _)| dim <= *size)?;
+        let tile = TileShape { q_rows: 128, kv_cols };
+        let stages = if size == 64 { 4 } else { 2 };
+        // Queries, stages of keys and values, and mbarriers: two for queries and four for each stage.
+        let shared_bytes = (tile.q_rows + 2 * stages * kv_cols) * size * 2 + (2 + 4 * stages) * 8;
+        (dtype != Dtype::F32).then(|| Self {
+            name: format!("hopper_{dtype}_{size}"),
+            tile,
+            threads: 384,
+            shared_bytes,
+        })
+    }
+
+    /// A kernel of `attend.h`.
+    fn in_tiles(kind: &str, dtype: Dtype, size: u32, warps: u32) -> Self {
         let tile = TileShape { q_rows: warps * 16, kv_cols: if size <= 128 { 64 } else { 32 } };
         // Queries, and two stages of keys and values.
         let shared_bytes = (tile.q_rows + 4 * tile.kv_cols) * size * 2;
-        Some(Self { name: format!("attend_{name}_{size}"), tile, threads: warps * 32, shared_bytes })
+        Self { name: format!("{kind}_{dtype}_{size}"), tile, threads: warps * 32, shared_bytes }
     }
 }
 
@@ -80,5 +119,15 @@ mod tests {
             assert_eq!(AttendKernel::of(dtype, 264), None);
         }
         assert_eq!(AttendKernel::of(Dtype::F16, 72).unwrap().name, "attend_f16_96");
+        assert_eq!(AttendKernel::hopper(Dtype::F16, 72).unwrap().name, "hopper_f16_128");
+        assert_eq!(AttendKernel::hopper(Dtype::F32, 64), None);
+        for (dim, _) in HOPPER_DIMS {
+            let kernel = AttendKernel::hopper(Dtype::Bf16, dim).unwrap();
+            assert!(kernel.shared_bytes <= 227 * 1024, "{kernel:?}");
+        }
+        assert_eq!(AttendKernel::decode(Dtype::F32, 64, 1), None);
+        let kernel = AttendKernel::decode(Dtype::Bf16, 200, 5).unwrap();
+        assert_eq!((kernel.name.as_str(), kernel.tile.q_rows), ("decode_bf16_256", 12));
+        assert!(kernel.shared_bytes <= 99 * 1024, "{kernel:?}");
     }
 }

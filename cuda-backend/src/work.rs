@@ -39,4 +39,41 @@ impl DeviceWork {
         }
         flat
     }
+
+    /// (query tile, batch entry) of all that have work, over `batch` entries, the ones with the most keys first: blocks that
+    /// take one after the other then end at about the same time.
+    pub fn longest_first(&self, batch: u32) -> Vec<[u32; 2]> {
+        let tiles = |at: &[u32; 2]| -> u64 {
+            let class = if self.classes > 1 { at[1] } else { 0 };
+            let starts = &self.starts[(class * (self.q_tiles + 1) + at[0]) as usize..];
+            let runs = &self.runs[starts[0] as usize..starts[1] as usize];
+            runs.iter().map(|run| u64::from(run[1])).sum()
+        };
+        let mut order: Vec<[u32; 2]> =
+            (0..batch).flat_map(|batch| (0..self.q_tiles).map(move |tile| [tile, batch])).collect();
+        order.retain(|at| tiles(at) > 0);
+        order.sort_by_key(|at| std::cmp::Reverse(tiles(at)));
+        order
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kyklos::{AttentionProblem, Dtype, TileShape, TokenRuns};
+
+    use super::*;
+
+    #[test]
+    fn the_longest_tiles_come_first_and_empty_ones_not_at_all() {
+        let tile = TileShape { q_rows: 2, kv_cols: 1 };
+        let order = |mask: &str, keys| {
+            let problem = AttentionProblem::new([2, 6, 1, 1, 8], Dtype::F16, mask.parse().unwrap()).unwrap();
+            let (q, k) = (TokenRuns::contiguous(0..6), TokenRuns::contiguous(keys));
+            DeviceWork::new(&BlockWork::layers(&problem, &q, &k, tile)[0]).longest_first(2)
+        };
+        assert_eq!(order("causal", 0..6), [[2, 0], [2, 1], [1, 0], [1, 1], [0, 0], [0, 1]]);
+        assert_eq!(order("causal", 3..6), [[2, 0], [2, 1], [1, 0], [1, 1]]);
+        // A mask for each batch entry.
+        assert_eq!(order("causal+valid:6,3", 2..6), [[2, 0], [1, 0], [1, 1], [2, 1]]);
+    }
 }

@@ -11,6 +11,13 @@
 #define KERNEL(name, Arguments, threads) \
     extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Arguments args)
 
+// Whether there is `ptx_hopper.h`.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define HOPPER 1
+#else
+#define HOPPER 0
+#endif
+
 #define INFINITE __int_as_float(0x7f800000)
 
 DEVICE u32 thread_x() { return threadIdx.x; }
@@ -19,9 +26,9 @@ DEVICE u32 block_y() { return blockIdx.y; }
 DEVICE u32 block_z() { return blockIdx.z; }
 DEVICE u32 grid_x() { return gridDim.x; }
 
-// Where the block's dynamic shared memory begins.
+// Where the block's dynamic shared memory begins: at a multiple of 1024, for the tiles of TMA.
 DEVICE u32 shared_base() {
-    extern __shared__ __align__(128) u8 shared[];
+    extern __shared__ __align__(1024) u8 shared[];
     return static_cast<u32>(__cvta_generic_to_shared(shared));
 }
 

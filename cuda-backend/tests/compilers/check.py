@@ -4,8 +4,11 @@
 
 TOOLKIT is a folder with bin/, include/, lib/ and nvvm/, as the wheels have it. nvcc compiles for all of ARCHITECTURES
 and to PTX for what is newer; NVRTC, which has no headers and gets the sources from memory, for the oldest and the newest.
-Registers are compared with budgets.txt; spills and stack are faults. --bless writes the table. --control adds a
-kernel that spills, uses a stack and has no budget, and succeeds only if all of that is found.
+Registers are compared with budgets.txt; spills and stack are faults. So are products of warpgroups that the compiler
+serialised, registers that it did not redistribute, and a kernel for Hopper whose machine code has no HGMMA or UTMALDG.
+A kernel that redistributes registers is counted by its machine code, for ptxas says what it starts with.
+--bless writes the table. --control compiles kernels that are wrong in each of these ways, and succeeds only if all of that
+is found.
 """
 
 import ctypes
@@ -26,6 +29,12 @@ ARCHITECTURES = {"sm_80": "compute_80", "sm_86": "compute_80", "sm_89": "compute
 NVRTC = ["sm_80", "sm_90a"]
 OPTIONS = ["--std=c++17"]
 
+# Kernels that only Hopper has, and what their machine code must have.
+HOPPER, INSTRUCTIONS = "hopper_", ["HGMMA", "UTMALDG"]
+# What ptxas says of products that wait for each other (C7510 and its like) or for a wait that it puts in (C7517), and of
+# setmaxnreg without effect (C7508).
+LOSSES = re.compile(r"\(C75\d\d\) Potential Performance Loss.*|\(C7517\).*")
+
 # 256 floats that live at once and are indexed by what is not known: neither fits into registers.
 CONTROL = """
 #include "ptx.h"
@@ -39,6 +48,27 @@ KERNEL(control, ControlArguments, 1024) {
     float y[64];
     for (u32 k = 0; k < args.n; k++) y[k * 7 % 64] = x[3] + k;
     UNROLL for (int i = 0; i < 256; i++) args.data[i * 1024 + thread_x()] = x[i] + y[(args.n + i) % 64];
+}
+"""
+
+# Products between which accumulators are touched; no budget of threads, so that registers cannot be redistributed.
+HOPPER_CONTROL = """
+#include "ptx_hopper.h"
+struct ControlArguments { float *data; u64 a, b; u32 n; };
+KERNEL(hopper_control, ControlArguments, 128) {
+    float c[16][4] = {};
+    wgmma_fence();
+    for (u32 i = 0; i < args.n; i++) {
+        Wgmma<Bf16, 128>::shared(c, args.a + i, args.b, true);
+        wgmma_commit();
+        c[i % 16][0] += args.data[i];
+    }
+    wgmma_wait<0>();
+    for (int i = 0; i < 64; i++) args.data[i * 128 + thread_x()] = c[i / 4][i % 4];
+}
+extern "C" __global__ void hopper_unbounded(float *data) {
+    registers_more<240>();
+    data[thread_x()] = 1.0f;
 }
 """
 
@@ -63,6 +93,25 @@ def usage(text):
     return found
 
 
+def losses(text):
+    return [words.group(0) for words in LOSSES.finditer(text)]
+
+
+def machine_code(toolkit, cubin):
+    """{kernel: its disassembly} of a cubin's kernels for Hopper."""
+    text = run([toolkit / "bin/nvdisasm", "--print-code", cubin])
+    parts = re.split(r"^\.text\.(\w+):", text, flags=re.MULTILINE)
+    return {name: code for name, code in zip(parts[1::2], parts[2::2]) if name.startswith(HOPPER)}
+
+
+def judge_code(code):
+    """Words for what is missing, and {kernel: registers}."""
+    missing = [f"{name}: no {word} in its machine code" for name, text in code.items()
+               for word in INSTRUCTIONS if word not in text]
+    most = {name: 1 + max(int(n) for n in re.findall(r"\bR(\d+)\b", text)) for name, text in code.items()}
+    return missing, most
+
+
 def nvcc_ptx(toolkit, source, virtual, out):
     """Compiler warnings count as faults: there are none, and a new one is worth a look."""
     ptx = out / f"{source.stem}.{virtual}.ptx"
@@ -72,14 +121,25 @@ def nvcc_ptx(toolkit, source, virtual, out):
 
 
 def ptxas(toolkit, ptx, real):
+    """What ptxas says, and the cubin."""
     cubin = ptx.with_name(f"{ptx.stem.split('.')[0]}.{real}.cubin")
-    return usage(run([toolkit / "bin/ptxas", "-v", "-O3", f"-arch={real}", "-o", cubin, ptx]))
+    return run([toolkit / "bin/ptxas", "-v", "-O3", f"-arch={real}", "-o", cubin, ptx]), cubin
 
 
-def nvrtc(toolkit, real):
-    """What run-time compilation does, in a process of its own: it prints what its ptxas says."""
+def with_code(toolkit, text, cubin):
+    """{kernel: (registers, stack bytes, spilled bytes)}, and words for what is wrong besides."""
+    table, faults = usage(text), losses(text)
+    if any(name.startswith(HOPPER) for name in table):
+        missing, most = judge_code(machine_code(toolkit, cubin))
+        faults += missing
+        table.update({name: (registers, *table[name][1:]) for name, registers in most.items()})
+    return table, faults
+
+
+def nvrtc(toolkit, real, out):
+    """What run-time compilation does, in a process of its own: it prints what its ptxas says and leaves the cubin in `out`."""
     library = ctypes.CDLL(str(next((toolkit / "lib").glob("libnvrtc.so.1*"))))
-    headers = [KERNELS / "cuda/ptx.h", *sorted(KERNELS.glob("*.h"))]
+    headers = [*sorted(KERNELS.glob("cuda/*.h")), *sorted(KERNELS.glob("*.h"))]
     texts = (ctypes.c_char_p * len(headers))(*[header.read_bytes() for header in headers])
     names = (ctypes.c_char_p * len(headers))(*[header.name.encode() for header in headers])
     program = ctypes.c_void_p()
@@ -93,6 +153,10 @@ def nvrtc(toolkit, real):
     log = ctypes.create_string_buffer(size.value)
     library.nvrtcGetProgramLog(program, log)
     print(log.value.decode())
+    library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    cubin = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetCUBIN(program, cubin)
+    out.write_bytes(cubin.raw)
     return failed
 
 
@@ -112,57 +176,71 @@ def judge(found, budgets):
 def read_budgets():
     rows = [line.split() for line in BUDGETS.read_text().splitlines() if line and not line.startswith("#")]
     architectures = rows[0][1:]
-    return {arch: {row[0]: int(row[1 + i]) for row in rows[1:]} for i, arch in enumerate(architectures)}
+    return {arch: {row[0]: int(row[1 + i]) for row in rows[1:] if row[1 + i] != "-"}
+            for i, arch in enumerate(architectures)}
 
 
 def bless(tables):
     lines = ["# Registers that each kernel may use, by architecture. Written by scripts/check-cuda.sh --bless."]
     lines.append(f"{'kernel':<16}" + "".join(f"{arch:>8}" for arch in ARCHITECTURES))
-    for name in sorted(next(iter(tables.values()))):
-        lines.append(f"{name:<16}" + "".join(f"{tables[arch][name][0]:>8}" for arch in ARCHITECTURES))
+    for name in sorted({name for table in tables.values() for name in table}):
+        registers = [str(table[name][0]) if name in table else "-" for table in tables.values()]
+        lines.append(f"{name:<16}" + "".join(f"{number:>8}" for number in registers))
     BUDGETS.write_text("\n".join(lines) + "\n")
+
+
+def control(toolkit, out):
+    """Compiles what is wrong. Words for what was not found, or 0."""
+    source, hopper = out / "control.cu", out / "hopper_control.cu"
+    source.write_text(CONTROL)
+    hopper.write_text(HOPPER_CONTROL)
+    found = usage(ptxas(toolkit, nvcc_ptx(toolkit, source, "compute_80", out), "sm_80")[0])
+    text, cubin = ptxas(toolkit, nvcc_ptx(toolkit, hopper, "compute_90a", out), "sm_90a")
+    (registers, stack, spilled) = found["control"]
+    faults = [*judge(found, {"other": 1}), *judge({"control": (registers, 0, 0)}, {"control": registers - 1}),
+              *with_code(toolkit, text, cubin)[1]]
+    wanted = ["bytes of stack", "bytes spilled", "no budget", "was not compiled", f"{registers - 1} in budgets.txt",
+              "are serialized", "warpgroup.wait is injected", "setmaxnreg", "hopper_unbounded: no HGMMA", "hopper_control: no UTMALDG"]
+    missed = [words for words in wanted if not any(words in fault for fault in faults)]
+    missed += [] if stack and spilled else ["a spill"]
+    if missed:
+        return f"the controls are not refused for {missed}: {faults}\n{text}"
+    print(f"control: refused, as it must be, for {len(faults)} reasons ({stack} bytes of stack, {spilled} spilled)")
+    return 0
 
 
 def main():
     if sys.argv[1] == "nvrtc":
-        return nvrtc(Path(sys.argv[2]), sys.argv[3])
+        return nvrtc(Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
     toolkit, options = Path(sys.argv[1]), sys.argv[2:]
     out = toolkit.parent / "out"
     out.mkdir(exist_ok=True)
     if "--control" in options:
-        source = out / "control.cu"
-        source.write_text(CONTROL)
-        found = ptxas(toolkit, nvcc_ptx(toolkit, source, "compute_80", out), "sm_80")
-        faults = " ".join(judge(found, {"other": 1}))
-        wanted = ["bytes spilled", "no budget", "was not compiled"]
-        (registers, stack, spilled) = found["control"]
-        missed = [words for words in wanted if words not in faults] if stack and spilled else ["a spill"]
-        over = judge({"control": (registers, 0, 0)}, {"control": registers - 1})
-        if missed or not over:
-            return f"the control is not refused: {faults}"
-        print(f"control: refused, as it must be ({stack} bytes of stack, {spilled} spilled)")
-        return 0
+        return control(toolkit, out)
 
     start = time.monotonic()
     environment = {**os.environ, "LD_LIBRARY_PATH": str(toolkit / "lib")}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         virtual = {name: pool.submit(nvcc_ptx, toolkit, KERNELS / "kernels.cu", name, out)
                    for name in dict.fromkeys(ARCHITECTURES.values())}
-        at_run_time = {real: pool.submit(run, [sys.executable, __file__, "nvrtc", toolkit, real], env=environment)
-                       for real in NVRTC}
+        cubins = {real: out / f"nvrtc.{real}.cubin" for real in NVRTC}
+        at_run_time = {real: pool.submit(run, [sys.executable, __file__, "nvrtc", toolkit, real, cubin], env=environment)
+                       for real, cubin in cubins.items()}
         machine = {real: pool.submit(ptxas, toolkit, virtual[name].result(), real)
                    for real, name in ARCHITECTURES.items()}
-        tables = {real: job.result() for real, job in machine.items()}
-        logs = {real: usage(job.result()) for real, job in at_run_time.items()}
+        compiled = {real: with_code(toolkit, *job.result()) for real, job in machine.items()}
+        compiled |= {f"{real} by NVRTC": with_code(toolkit, job.result(), cubins[real])
+                     for real, job in at_run_time.items()}
+    tables = {real: compiled[real][0] for real in ARCHITECTURES}
     if "--bless" in options:
         bless(tables)
     budgets = read_budgets()
-    faults = [f"{real}: {fault}" for real, table in tables.items() for fault in judge(table, budgets[real])]
-    faults += [f"{real} by NVRTC: {fault}" for real, table in logs.items() for fault in judge(table, budgets[real])]
+    faults = [f"{name}: {fault}" for name, (table, others) in compiled.items()
+              for fault in others + judge(table, budgets[name.split()[0]])]
     for fault in faults:
         print(fault, file=sys.stderr)
-    kernels = len(tables["sm_80"])
-    print(f"{kernels} kernels for {', '.join(tables)}, by NVRTC for {', '.join(logs)}: "
+    kernels = len(set().union(*tables.values()))
+    print(f"{kernels} kernels for {', '.join(tables)}, by NVRTC for {', '.join(NVRTC)}: "
           f"{len(faults)} faults, {time.monotonic() - start:.0f} s")
     return 1 if faults else 0
 

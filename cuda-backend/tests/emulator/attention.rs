@@ -6,7 +6,7 @@ use kyklos_cuda::AttendKernel;
 use kyklos_tests::inputs::{Case, cases};
 use kyklos_tests::oracle::OracleMask;
 
-use crate::call::{Call, Keys};
+use crate::call::{Call, Keys, Way};
 use crate::job::Timing;
 use crate::parallel::in_parallel;
 use crate::program::emulator;
@@ -28,17 +28,43 @@ fn every_case_of_the_project_is_right_in_every_type() {
     for (n, case) in cases().into_iter().enumerate() {
         for (i, dtype) in DTYPES.into_iter().enumerate() {
             let keys = [Keys::Whole, Keys::Split, Keys::Whole, Keys::Merged][(n + i) % 4];
-            calls.push((call(case.clone(), dtype), keys, Timing::ALL[(n + i) % 3]));
+            calls.push((call(case.clone(), dtype), Way::Tiles, keys, Timing::ALL[(n + i) % 3]));
         }
     }
     judge(&calls);
 }
 
+#[test]
+fn every_case_of_the_project_without_pairs_is_right_on_hopper() {
+    let mut calls = Vec::new();
+    for (n, case) in cases().into_iter().filter(|case| case.pairs.is_none()).enumerate() {
+        for (i, dtype) in [Dtype::F16, Dtype::Bf16].into_iter().enumerate() {
+            let keys = [Keys::Whole, Keys::Split, Keys::Merged][(n + i) % 3];
+            let way = Way::Hopper([1, 2, 3][n % 3]);
+            calls.push((call(case.clone(), dtype), way, keys, Timing::ALL[(n / 2 + i) % 3]));
+        }
+    }
+    judge(&calls);
+}
+
+#[test]
+fn every_case_of_the_project_is_right_in_parts() {
+    let mut calls = Vec::new();
+    for (n, case) in cases().into_iter().enumerate() {
+        let dtype = [Dtype::Bf16, Dtype::F16][n % 2];
+        let keys = [Keys::Whole, Keys::Split][n / 2 % 2];
+        // From fewer parts than tiles to parts without any.
+        let parts = [1, 2, 3, 7][n % 4];
+        calls.push((call(case, dtype), Way::Parts(parts), keys, Timing::ALL[n % 3]));
+    }
+    judge(&calls);
+}
+
 /// Judges calls; says all that failed.
-fn judge(calls: &[(Call, Keys, Timing)]) {
+fn judge(calls: &[(Call, Way, Keys, Timing)]) {
     let judge = |n: usize| {
-        let (call, keys, timing) = &calls[n];
-        call.judge(emulator(), *keys, *timing).err()
+        let (call, way, keys, timing) = &calls[n];
+        call.judge(emulator(), *way, *keys, *timing).err()
     };
     let failures = in_parallel(calls.len(), judge);
     assert!(
@@ -55,24 +81,76 @@ fn judge(calls: &[(Call, Keys, Timing)]) {
 fn every_head_dim_is_right_around_its_tiles() {
     let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
     let mut calls = Vec::new();
-    for dim in [64, 96, 128, 192, 256] {
-        for (i, dtype) in [Dtype::F16, Dtype::Bf16].into_iter().enumerate() {
-            let tile = AttendKernel::of(dtype, dim).unwrap().tile;
-            let [rows, keys] = [tile.q_rows, tile.kv_cols].map(|n| n as usize);
-            let sizes = [(rows, 2 * keys), (rows + 1, 3 * keys - 1), (1, keys + 1), (17, 1)];
-            for (j, (q_len, kv_len)) in sizes.into_iter().enumerate() {
-                let mut case = plain.clone();
-                let problem = &mut case.problem;
-                (problem.head_dim, problem.q_len, problem.kv_len) = (dim as usize, q_len, kv_len);
-                (problem.q_heads, problem.kv_heads) = (3, 1);
-                problem.scale = f64::from(dim).sqrt().recip();
-                if j == 1 {
-                    // The first rows see all but one key of a tile, so that later tiles are empty for them.
-                    (problem.mask, problem.q_offset) = (OracleMask::causal(), keys as u64 - 2);
-                }
-                calls.push((call(case, dtype), Keys::Whole, Timing::ALL[(i + j) % 3]));
+    for (n, dim) in [64, 96, 128, 192, 256].into_iter().enumerate() {
+        let tile = AttendKernel::of(Dtype::F16, dim).unwrap().tile;
+        let [rows, keys] = [tile.q_rows, tile.kv_cols].map(|n| n as usize);
+        let sizes = [(rows, 2 * keys), (rows + 1, 3 * keys - 1), (1, keys + 1), (17, 1)];
+        for (i, (q_len, kv_len)) in sizes.into_iter().enumerate() {
+            let mut case = plain.clone();
+            let problem = &mut case.problem;
+            (problem.head_dim, problem.q_len, problem.kv_len) = (dim as usize, q_len, kv_len);
+            (problem.q_heads, problem.kv_heads) = (3, 1);
+            problem.scale = f64::from(dim).sqrt().recip();
+            if i == 1 {
+                // The first rows see all but one key of a tile, so that later tiles are empty for them.
+                (problem.mask, problem.q_offset) = (OracleMask::causal(), keys as u64 - 2);
             }
+            // Types take turns; tiles are the same in both.
+            let dtype = [Dtype::F16, Dtype::Bf16][(n + i) % 2];
+            calls.push((call(case, dtype), Way::Tiles, Keys::Whole, Timing::ALL[(n + i) % 3]));
         }
+    }
+    judge(&calls);
+}
+
+/// Enough full tiles for every stage to come round, tested ones and empty ones, and items whose last rows are not there.
+#[test]
+fn every_head_dim_is_right_around_its_tiles_on_hopper() {
+    let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
+    let mut calls = Vec::new();
+    for (n, dim) in [64, 96, 128, 192, 256].into_iter().enumerate() {
+        for (i, dtype) in [Dtype::F16, Dtype::Bf16].into_iter().enumerate() {
+            let tile = AttendKernel::hopper(dtype, dim).unwrap().tile;
+            let [rows, keys] = [tile.q_rows, tile.kv_cols].map(|n| n as usize);
+            let mut case = plain.clone();
+            let problem = &mut case.problem;
+            (problem.q_len, problem.kv_len) = [(rows + 1, 5 * keys + 3), (7, 6 * keys)][i];
+            (problem.head_dim, problem.q_heads, problem.kv_heads) = (dim as usize, 2, 1);
+            problem.scale = f64::from(dim).sqrt().recip();
+            if i == 0 {
+                (problem.mask, problem.q_offset) = (OracleMask::causal(), 4 * keys as u64);
+            }
+            calls.push((call(case, dtype), Way::Hopper(1 + i), Keys::Whole, Timing::ALL[(n + i) % 3]));
+        }
+    }
+    judge(&calls);
+}
+
+/// A few rows over many keys: rows of several heads in a tile, groups that do not divide it, parts of unlike length.
+#[test]
+fn few_rows_over_many_keys_are_right_in_parts() {
+    let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
+    let mut calls = Vec::new();
+    // Head dim, rows, query and KV heads.
+    let shapes = [
+        (64, 1, 8, 1),
+        (64, 3, 6, 2),
+        (40, 30, 8, 4),
+        (96, 1, 1, 1),
+        (128, 1, 4, 2),
+        (128, 17, 4, 1),
+        (192, 5, 9, 3),
+        (256, 1, 70, 1),
+    ];
+    for (n, (dim, q_len, q_heads, kv_heads)) in shapes.into_iter().enumerate() {
+        let mut case = plain.clone();
+        let problem = &mut case.problem;
+        (problem.head_dim, problem.q_len, problem.kv_len) = (dim, q_len, 389);
+        (problem.q_heads, problem.kv_heads) = (q_heads, kv_heads);
+        (problem.mask, problem.q_offset) = (OracleMask::causal(), 389 - q_len as u64);
+        problem.scale = (dim as f64).sqrt().recip();
+        let dtype = [Dtype::F16, Dtype::Bf16][n % 2];
+        calls.push((call(case, dtype), Way::Parts(3), Keys::Whole, Timing::ALL[n % 3]));
     }
     judge(&calls);
 }

@@ -3,8 +3,8 @@
 use bytemuck::Pod;
 use kyklos::{AttentionProblem, BlockWork, Dtype, Mask, PairTensor, TokenRuns};
 use kyklos_cuda::{
-    AttendArguments, AttendKernel, DeviceWork, STATE_ROWS, StateArguments, TensorArgument, finalize_kernel,
-    logits,
+    AttendArguments, AttendKernel, DecodeArguments, DeviceWork, HopperArguments, PartsArguments, STATE_ROWS,
+    StateArguments, TensorArgument, TensorMap, finalize_kernel, head_packs, logits,
 };
 use kyklos_tests::inputs::{Case, Inputs, PairInputs};
 use kyklos_tests::oracle::{self, Element, Oracle, Row, Values};
@@ -22,6 +22,17 @@ pub(crate) enum Keys {
     Split,
     /// The same blocks, each into a state of its own; the states are merged.
     Merged,
+}
+
+/// Which kernels are called.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Way {
+    /// A block for each query tile of a head.
+    Tiles,
+    /// Heads packed into tiles, and keys cut into so many parts.
+    Parts(u32),
+    /// So many blocks, which take one query tile after the other, by TMA and wgmma.
+    Hopper(usize),
 }
 
 /// A case in one storage type, and what is right.
@@ -59,7 +70,13 @@ impl Call {
     }
 
     /// Runs it and holds it to the oracle. What was wrong, or what the run did.
-    pub(crate) fn judge(&self, program: &Program, keys: Keys, timing: Timing) -> Result<Counts, String> {
+    pub(crate) fn judge(
+        &self,
+        program: &Program,
+        way: Way,
+        keys: Keys,
+        timing: Timing,
+    ) -> Result<Counts, String> {
         let problem = &self.case.problem;
         let mut job = Job::default();
         let [q, k, v] = [0, 1, 2].map(|i| job.upload(&self.tensors[i]));
@@ -78,7 +95,7 @@ impl Call {
                 states.push(self.reset(&mut job));
             }
             let (k, v) = (self.block_of(&mut job, k, 1, &block), self.block_of(&mut job, v, 2, &block));
-            self.attend(&mut job, states[states.len() - 1], q, [k, v], pairs, &block);
+            self.attend(&mut job, way, states[states.len() - 1], q, [k, v], pairs, &block);
         }
         let into = states[0];
         let grid = [state_blocks(&into), 1, 1];
@@ -94,7 +111,7 @@ impl Call {
         job.bring(o);
         job.bring(lse);
         let (results, counts) = job.run(program, timing, self.case.seed)?;
-        self.compare(&results[0], &numbers(&results[1]), keys, timing)?;
+        self.compare(&results[0], &numbers(&results[1]), &format!("{way:?}, keys {keys:?}, {timing:?}"))?;
         Ok(counts)
     }
 
@@ -133,9 +150,11 @@ impl Call {
         TensorArgument { batch_stride: 2 * packed.batch_stride, row_stride: 2 * packed.row_stride, ..packed }
     }
 
+    #[expect(clippy::too_many_arguments, reason = "what a call to a backend has")]
     fn attend(
         &self,
         job: &mut Job,
+        way: Way,
         state: StateArguments,
         q: Buffer,
         [k, v]: [TensorArgument; 2],
@@ -143,11 +162,20 @@ impl Call {
         keys: &[u32],
     ) {
         let problem = &self.case.problem;
-        let kernel = AttendKernel::of(self.dtype, state.dim).expect("heads of at most 256");
-        let q_tokens = TokenRuns::contiguous(0..state.rows);
-        let kv_tokens = TokenRuns::from_positions(keys.iter().copied());
         let kv_head_of: Vec<u32> =
             (0..problem.q_heads).map(|head| u32::try_from(problem.kv_head(head)).unwrap()).collect();
+        let packs = head_packs(&kv_head_of);
+        let kernel = match way {
+            Way::Tiles => AttendKernel::of(self.dtype, state.dim),
+            Way::Parts(_) => {
+                let most = packs.iter().map(|pack| pack.count).max().unwrap();
+                AttendKernel::decode(self.dtype, state.dim, most)
+            }
+            Way::Hopper(_) => AttendKernel::hopper(self.dtype, state.dim),
+        };
+        let kernel = kernel.expect("heads of at most 256");
+        let q_tokens = TokenRuns::contiguous(0..state.rows);
+        let kv_tokens = TokenRuns::from_positions(keys.iter().copied());
         let kv_head_of = job.upload(&kv_head_of).address;
         let (scale, cap) = logits(self.problem.scale, self.problem.softcap);
         for work in BlockWork::layers(&self.problem, &q_tokens, &kv_tokens, kernel.tile) {
@@ -178,16 +206,63 @@ impl Call {
                 cap,
                 ..AttendArguments::default()
             };
-            let grid = [work.q_tiles as usize, problem.q_heads, problem.batch];
-            if keys.len() == problem.kv_len {
-                job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
-                continue;
-            }
-            // In pieces: the tiles of one head at a time.
-            for first_batch in 0..state.batch {
-                for first_head in 0..state.heads {
-                    let piece = AttendArguments { first_batch, first_head, ..arguments };
-                    job.launch(&kernel.name, [grid[0], 1, 1], kernel.shared_bytes, &piece);
+            let tiles = work.q_tiles as usize;
+            match way {
+                Way::Tiles if keys.len() == problem.kv_len => {
+                    let grid = [tiles, problem.q_heads, problem.batch];
+                    job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
+                }
+                // In pieces: the tiles of one head at a time.
+                Way::Tiles => {
+                    for first_batch in 0..state.batch {
+                        for first_head in 0..state.heads {
+                            let piece = AttendArguments { first_batch, first_head, ..arguments };
+                            job.launch(&kernel.name, [tiles, 1, 1], kernel.shared_bytes, &piece);
+                        }
+                    }
+                }
+                Way::Parts(parts) => {
+                    let rows = problem.batch * problem.q_len * problem.q_heads * parts as usize;
+                    let from_a = job.poisoned(rows * problem.head_dim * 4).address;
+                    let from_ml = job.poisoned(rows * 8).address;
+                    let arguments = DecodeArguments {
+                        attend: AttendArguments { a: from_a, ml: from_ml, ..arguments },
+                        packs: job.upload(&packs).address,
+                        parts,
+                        batch: state.batch,
+                        tile_rows: kernel.tile.q_rows,
+                        reserved: 0,
+                    };
+                    let grid = [tiles * parts as usize, packs.len(), problem.batch];
+                    job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
+                    let state = StateArguments { from_a, from_ml, ..state };
+                    let merge = PartsArguments { state, parts, reserved: 0 };
+                    job.launch("merge_parts", [state_blocks(&state), 1, 1], 0, &merge);
+                }
+                Way::Hopper(blocks) => {
+                    let order = work.longest_first(state.batch);
+                    let [batch, _, kv_heads, _] = problem.kv_shape().map(|n| u32::try_from(n).unwrap());
+                    let map = |tensor, rows, heads, tile_rows| {
+                        TensorMap::new(tensor, self.dtype, [batch, rows, heads, state.dim], tile_rows)
+                    };
+                    let items = u32::try_from(order.len()).unwrap() * state.heads;
+                    let arguments = HopperArguments {
+                        q: map(&arguments.q, state.rows, state.heads, kernel.tile.q_rows),
+                        k: map(&k, arguments.keys, kv_heads, kernel.tile.kv_cols),
+                        v: map(&v, arguments.keys, kv_heads, kernel.tile.kv_cols),
+                        attend: AttendArguments { pair_kind: 0, ..arguments },
+                        order: job.upload(&order).address,
+                        first_item: 0,
+                        end_item: items,
+                        reserved: 0,
+                    };
+                    // In pieces: the first item, then the others.
+                    let cut = if keys.len() == problem.kv_len { 0 } else { 1 };
+                    for (first_item, end_item) in [(0, cut), (cut, items)] {
+                        let piece = HopperArguments { first_item, end_item, ..arguments };
+                        let blocks = blocks.min((end_item - first_item) as usize);
+                        job.launch(&kernel.name, [blocks, 1, 1], kernel.shared_bytes, &piece);
+                    }
                 }
             }
         }
@@ -204,7 +279,7 @@ impl Call {
         }
     }
 
-    fn compare(&self, o: &[u8], lse: &[f32], keys: Keys, timing: Timing) -> Result<(), String> {
+    fn compare(&self, o: &[u8], lse: &[f32], how: &str) -> Result<(), String> {
         let problem = &self.case.problem;
         // The kernel's lse is [batch, rows, heads], the oracle's [batch, heads, rows].
         let mut ordered = vec![0.0; lse.len()];
@@ -214,7 +289,7 @@ impl Call {
         let context = Context {
             case: self.case.name.to_owned(),
             seed: self.case.seed,
-            backend: format!("emulated CUDA, {:?}, keys {keys:?}, {timing:?}", self.dtype),
+            backend: format!("emulated CUDA, {}, {how}", self.dtype),
             rerun: "cargo test --release -p kyklos-cuda --test emulator".to_owned(),
         };
         let held_to = |values: Values<'_>, dtype| {

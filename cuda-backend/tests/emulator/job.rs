@@ -39,10 +39,12 @@ pub(crate) struct Counts {
     pub(crate) accesses: u64,
     /// How often the banks had to be read for them: as many, where no two rows share a bank.
     pub(crate) passes: u64,
-    /// cp.async.
+    /// cp.async, and boxes by TMA.
     pub(crate) copies: u64,
     /// Barriers of whole blocks.
     pub(crate) barriers: u64,
+    /// wgmma, of a warpgroup each.
+    pub(crate) products: u64,
 }
 
 impl Job {
@@ -116,9 +118,9 @@ impl Job {
             front.to_vec()
         };
         let results = self.results.iter().map(|result| take(result.bytes)).collect();
-        let [accesses, passes, copies, barriers] =
+        let [accesses, passes, copies, barriers, products] =
             std::array::from_fn(|_| u64::from_le_bytes(take(8).try_into().unwrap()));
-        Ok((results, Counts { accesses, passes, copies, barriers }))
+        Ok((results, Counts { accesses, passes, copies, barriers, products }))
     }
 }
 

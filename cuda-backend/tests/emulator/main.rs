@@ -8,6 +8,7 @@
 mod attention;
 mod call;
 mod faults;
+mod hopper;
 mod instructions;
 mod job;
 mod parallel;

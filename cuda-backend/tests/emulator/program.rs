@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
+use crate::parallel::in_parallel;
+
 /// An emulator with some kernels in it.
 #[derive(Clone, Debug)]
 pub(crate) struct Program(PathBuf);
@@ -28,10 +30,13 @@ impl Program {
     /// The emulator with the kernels in `sources`, which may include what is in `headers`.
     pub(crate) fn build(headers: &Path, sources: &[PathBuf]) -> Self {
         let emulator = folder().join("emulator");
-        let machine = ["machine.cpp", "instructions.cpp", "main.cpp"]
-            .map(|name| object(&emulator.join(name), &folder().join("kernels")));
-        let objects: Vec<PathBuf> =
-            machine.into_iter().chain(sources.iter().map(|source| object(source, headers))).collect();
+        let machine = ["machine.cpp", "instructions.cpp", "hopper.cpp", "main.cpp"]
+            .map(|name| (emulator.join(name), folder().join("kernels")));
+        // The kernels first: they take longest.
+        let all: Vec<_> =
+            sources.iter().map(|source| (source.clone(), headers.to_owned())).chain(machine).collect();
+        let mut objects = in_parallel(all.len(), |n| Some(object(&all[n].0, &all[n].1)));
+        objects.sort();
         let program = made_of(&objects, "emulate");
         if !program.exists() {
             compile(Command::new(compiler()).args(&objects), &program);
@@ -87,7 +92,9 @@ fn object(source: &Path, headers: &Path) -> PathBuf {
     let object = made_of(&read, &format!("{stem}.o"));
     if !object.exists() {
         let mut command = Command::new(compiler());
-        command.args(["-std=c++17", "-O2", "-march=native", "-ffp-contract=off"]);
+        // Kernels are large, and changed ones run for a moment: compiling them must not take longer than that.
+        let level = if source.extension().is_some_and(|extension| extension == "cu") { "-O1" } else { "-O2" };
+        command.args(["-std=c++17", level, "-march=native", "-ffp-contract=off"]);
         // Fibers jump between stacks, which the checks that some distributions switch on take for a fault.
         command.args(["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=0"]);
         command.arg("-I").arg(folder().join("emulator")).arg("-I").arg(headers);

@@ -1,0 +1,253 @@
+// Attention for Hopper: TMA brings tiles, wgmma multiplies them out of shared memory.
+//
+// - A block has three warpgroups. The first one gives its registers away; one thread of it keeps TMA busy. The others
+//   have 64 query rows each, and take tiles as they come.
+// - Blocks stay: each takes every so many items of a list in which the longest come first, and loads of the next item
+//   begin while the last one's state is still written.
+// - Full tiles come last, and overlap: while the scores of one become weights, the weights of the one before are
+//   multiplied; and the two warpgroups take turns at multiplying, so that one's exponentials run under the other's
+//   products.
+// - Tiles that need tests come first, one step after the other. There 0 · NaN of a hidden key is looked for.
+#pragma once
+#include "ptx_hopper.h"
+#include "rows.h"
+
+// The tiles of an item that need tests, or the others. A full run needs one only for keys behind the last.
+struct Sweep {
+    const TileRun *run, *end;
+    u32 tile, stop, whole;
+    bool tested;
+
+    DEVICE Sweep(const Tiles &tiles, u32 whole, bool tested)
+        : run(tiles.run), end(tiles.end), tile(0), stop(0), whole(whole), tested(tested) {
+        settle();
+    }
+    DEVICE bool done() const { return tile >= stop; }
+    DEVICE void advance() {
+        tile++;
+        settle();
+    }
+
+private:
+    DEVICE void settle() {
+        for (; tile >= stop && run != end; run++) {
+            const u32 behind = run->first + run->count;
+            const u32 border = run->full ? (behind < whole ? behind : whole > run->first ? whole : run->first) : run->first;
+            tile = tested ? border : run->first;
+            stop = tested ? behind : border;
+        }
+    }
+};
+
+template <typename T, int DIM, int KEYS> struct Hopper {
+    static constexpr u32 CONSUMERS = 2;
+    static constexpr int THREADS = 128 * (1 + CONSUMERS);
+    static constexpr u32 ROWS = 64 * CONSUMERS;
+    static constexpr u32 STAGES = DIM == 64 ? 4 : 2;
+    // Rows of shared memory have 64 elements: a tile is one such chunk behind the other.
+    static constexpr u32 CHUNKS = DIM / 64, Q_CHUNK = ROWS * 128, KV_CHUNK = KEYS * 128;
+    static constexpr u32 Q_BYTES = CHUNKS * Q_CHUNK, TILE_BYTES = CHUNKS * KV_CHUNK;
+    static constexpr u32 PHASES = 2 + 4 * STAGES;
+    static constexpr u32 SHARED_BYTES = Q_BYTES + 2 * STAGES * TILE_BYTES + PHASES * 8;
+    // A warp says for all of its lanes that it has read.
+    static constexpr u32 READERS = 4 * CONSUMERS;
+    // Named barriers: a consumer's turn to multiply, and its own threads'.
+    static constexpr u32 TURN = 1, OWN = 1 + CONSUMERS;
+
+    using Mine = Rows<T, DIM, KEYS, Place>;
+
+    const HopperArguments &more;
+    const AttendArguments &args;
+    const u32 q, k, v, phases;
+
+    DEVICE explicit Hopper(const HopperArguments &more)
+        : more(more), args(more.attend), q(shared_base()), k(q + Q_BYTES), v(k + STAGES * TILE_BYTES),
+          phases(v + STAGES * TILE_BYTES) {}
+
+    DEVICE u32 q_full() const { return phases; }
+    DEVICE u32 q_empty() const { return phases + 8; }
+    DEVICE u32 k_full(u32 stage) const { return phases + 16 + stage * 32; }
+    DEVICE u32 k_empty(u32 stage) const { return k_full(stage) + 8; }
+    DEVICE u32 v_full(u32 stage) const { return k_full(stage) + 16; }
+    DEVICE u32 v_empty(u32 stage) const { return k_full(stage) + 24; }
+
+    DEVICE Place place(u32 item) const {
+        const TilePlace at = more.order[item / args.heads];
+        return Place(args, at.tile, item % args.heads, at.batch);
+    }
+    DEVICE Sweep sweep(const Place &at, bool tested) const { return Sweep(at.tiles(args), args.keys / KEYS, tested); }
+
+    // What one thread does: everything that comes into shared memory.
+    DEVICE void produce() const {
+        u32 taken = 0, step = 0;
+        for (u32 item = more.first_item + block_x(); item < more.end_item; item += grid_x(), taken++) {
+            const Place at = place(item);
+            // Of a barrier that nothing has gone through yet, the phase before the first one is over.
+            phase_wait(q_empty(), taken % 2 ^ 1);
+            phase_arrive_expecting(q_full(), Q_BYTES);
+            for (u32 c = 0; c < CHUNKS; c++)
+                copy_box(q + c * Q_CHUNK, more.q, q_full(), c * 64, at.tile * ROWS, at.head, at.batch);
+            for (u32 pass = 0; pass < 2; pass++)
+                for (Sweep tiles = sweep(at, pass == 0); !tiles.done(); tiles.advance(), step++) {
+                    const u32 stage = step % STAGES, over = step / STAGES % 2 ^ 1, first = tiles.tile * KEYS;
+                    phase_wait(k_empty(stage), over);
+                    phase_arrive_expecting(k_full(stage), TILE_BYTES);
+                    for (u32 c = 0; c < CHUNKS; c++)
+                        copy_box(k + stage * TILE_BYTES + c * KV_CHUNK, more.k, k_full(stage), c * 64, first, at.kv_head,
+                                 at.batch);
+                    phase_wait(v_empty(stage), over);
+                    phase_arrive_expecting(v_full(stage), TILE_BYTES);
+                    for (u32 c = 0; c < CHUNKS; c++)
+                        copy_box(v + stage * TILE_BYTES + c * KV_CHUNK, more.v, v_full(stage), c * 64, first, at.kv_head,
+                                 at.batch);
+                }
+        }
+    }
+
+    // A matrix for wgmma, in rows of 128 bytes as TMA swizzles them; eight rows are 1024 bytes.
+    DEVICE static u64 matrix(u32 address, u32 chunk) {
+        return u64((address & 0x3ffff) >> 4) | u64(chunk >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
+    }
+
+    // Starts scores = q · k.
+    DEVICE void multiply_keys(float (&scores)[KEYS / 8][4], u32 consumer, u32 stage) const {
+        UNROLL for (u32 i = 0; i < DIM / 16; i++) {
+            // 16 elements are 32 bytes of a row.
+            const u32 from = i / 4, within = i % 4 * 32;
+            Wgmma<T, KEYS>::shared(scores, matrix(q + from * Q_CHUNK + consumer * 64 * 128 + within, 16),
+                                   matrix(k + stage * TILE_BYTES + from * KV_CHUNK + within, 16), i != 0);
+        }
+        wgmma_commit();
+    }
+
+    // Starts acc += weights · v.
+    DEVICE void multiply_values(Mine &mine, const u32 (&p)[KEYS / 16][4], u32 stage) const {
+        UNROLL for (u32 i = 0; i < KEYS / 16; i++)
+            Wgmma<T, DIM>::registers(mine.acc, p[i], matrix(v + stage * TILE_BYTES + i * 16 * 128, KV_CHUNK));
+        wgmma_commit();
+    }
+
+    // This warp has read what it waited for.
+    DEVICE static void release(u32 phase) {
+        warp_sync();
+        if (thread_x() % 32 == 0) phase_arrive(phase);
+    }
+
+    // Whether a tile of V holds NaN or an infinity; for the whole warpgroup.
+    DEVICE bool odd_values(u32 consumer, u32 stage) const {
+        bool odd = false;
+        for (u32 at = thread_x() % 128 * 4; at < TILE_BYTES; at += 512)
+            odd |= Mine::odd_pair(load_shared(v + stage * TILE_BYTES + at));
+        return warp_uniform(named_or(OWN + consumer, 128, odd));
+    }
+
+    DEVICE static void pack(u32 (&p)[KEYS / 16][4], const float (&weights)[KEYS / 8][4]) {
+        UNROLL for (int i = 0; i < KEYS / 16; i++) Mine::pack_weights(p[i], weights, i);
+    }
+
+    // What a warpgroup with 64 rows does.
+    DEVICE void consume(u32 consumer) const {
+        // A scale of 0 must not turn the -inf of hidden keys into NaN. A negative one bends logits.
+        const float scale = args.scale < 0.0f ? args.scale : larger(args.scale, 1.2e-38f);
+        Mine mine(args);
+        float scores[KEYS / 8][4], rescale[2];
+        u32 p[KEYS / 16][4], taken = 0, step = 0;
+        if (consumer == CONSUMERS - 1) named_arrive(TURN, 256);
+        for (u32 item = more.first_item + block_x(); item < more.end_item; item += grid_x(), taken++) {
+            const Place at = place(item);
+            mine.begin(at, ROWS, thread_x() / 32 * 16 - 64);
+            phase_wait(q_full(), taken % 2);
+            for (Sweep tiles = sweep(at, true); !tiles.done(); tiles.advance(), step++) {
+                const u32 stage = step % STAGES, parity = step / STAGES % 2, first_key = tiles.tile * KEYS;
+                phase_wait(k_full(stage), parity);
+                wgmma_fence();
+                multiply_keys(scores, consumer, stage);
+                wgmma_wait<0>();
+                settle(scores);
+                release(k_empty(stage));
+                mine.weigh(scores, mine.shape(scores, scale, at.batch, first_key, true), rescale);
+                mine.scale_sums(rescale);
+                phase_wait(v_full(stage), parity);
+                if (odd_values(consumer, stage)) {
+                    mine.template add_values<true>(scores, at.batch, first_key, [&](u32 key, int j) {
+                        return load_shared(v + stage * TILE_BYTES + j / 8 * KV_CHUNK + key * 128 + ((j ^ key) & 7) * 16 +
+                                           mine.lane % 4 * 4);
+                    });
+                } else {
+                    pack(p, scores);
+                    wgmma_fence();
+                    multiply_values(mine, p, stage);
+                    wgmma_wait<0>();
+                    settle(mine.acc);
+                }
+                release(v_empty(stage));
+            }
+            Sweep tiles = sweep(at, false);
+            if (!tiles.done()) {
+                phase_wait(k_full(step % STAGES), step / STAGES % 2);
+                wgmma_fence();
+                multiply_keys(scores, consumer, step % STAGES);
+                wgmma_wait<0>();
+                settle(scores);
+                release(k_empty(step % STAGES));
+                mine.weigh(scores, mine.shape(scores, scale, at.batch, 0, false), rescale);
+                mine.scale_sums(rescale);
+                pack(p, scores);
+                for (tiles.advance(); !tiles.done(); tiles.advance()) {
+                    const u32 before = step % STAGES, parity = step / STAGES % 2;
+                    step++;
+                    phase_wait(k_full(step % STAGES), step / STAGES % 2);
+                    phase_wait(v_full(before), parity);
+                    named_sync(TURN + consumer, 256);
+                    wgmma_fence();
+                    multiply_keys(scores, consumer, step % STAGES);
+                    multiply_values(mine, p, before);
+                    named_arrive(TURN + (consumer ^ 1), 256);
+                    wgmma_wait<1>();
+                    settle(scores);
+                    release(k_empty(step % STAGES));
+                    mine.weigh(scores, mine.shape(scores, scale, at.batch, 0, false), rescale);
+                    wgmma_wait<0>();
+                    settle(mine.acc);
+                    release(v_empty(before));
+                    mine.scale_sums(rescale);
+                    pack(p, scores);
+                }
+                phase_wait(v_full(step % STAGES), step / STAGES % 2);
+                wgmma_fence();
+                multiply_values(mine, p, step % STAGES);
+                wgmma_wait<0>();
+                settle(mine.acc);
+                release(v_empty(step % STAGES));
+                step++;
+            }
+            release(q_empty());
+            mine.merge(at);
+        }
+        // The last turn that was given to it.
+        if (consumer == 0) named_sync(TURN, 256);
+    }
+
+    DEVICE void run() const {
+        if (thread_x() == 0) {
+            phase_init(q_full(), 1);
+            phase_init(q_empty(), READERS);
+            for (u32 stage = 0; stage < STAGES; stage++) {
+                phase_init(k_full(stage), 1);
+                phase_init(k_empty(stage), READERS);
+                phase_init(v_full(stage), 1);
+                phase_init(v_empty(stage), READERS);
+            }
+            phases_are_there();
+        }
+        barrier_or(false);
+        const u32 warpgroup = warp_uniform(thread_x() / 128);
+        if (warpgroup == 0) {
+            registers_fewer<24>();
+            if (warp_uniform(thread_x() / 32) == 0 && elect_one()) produce();
+        } else {
+            registers_more<240>();
+            consume(warpgroup - 1);
+        }
+    }
+};

@@ -1,0 +1,53 @@
+// Few query rows over many keys: the keys are split over blocks, each makes running states of its own (`attend.h`), and
+// merge_parts merges those, always in the same order.
+//
+// The query heads of a KV head share its keys, so they lie in one tile, row by row: keys are read once for all of them.
+#pragma once
+#include "attend.h"
+
+struct PackedPlace {
+    // Each block has states of its own.
+    static constexpr bool FRESH = true;
+
+    const DecodeArguments &more;
+    u32 tile, part, batch, kv_head, mask_class;
+    HeadPack pack;
+
+    DEVICE explicit PackedPlace(const DecodeArguments &more)
+        : more(more), tile(more.attend.first_tile + block_x() / more.parts), part(block_x() % more.parts),
+          batch(more.attend.first_batch + block_z()),
+          mask_class(more.attend.classes > 1 ? batch : 0), pack(more.packs[block_y()]) {
+        kv_head = more.attend.kv_head_of[pack.first];
+    }
+
+    // This block's part of the tiles that the query tile looks at.
+    DEVICE Tiles tiles(const AttendArguments &args) const {
+        const u32 *starts = args.starts + mask_class * (args.q_tiles + 1) + tile;
+        Tiles from{args.runs + starts[0], args.runs + starts[1], 0, 0}, end = from;
+        u32 all = 0;
+        for (const TileRun *run = from.run; run != from.end; run++) all += run->count;
+        from.skip(u32(u64(all) * part / more.parts));
+        end.skip(u32(u64(all) * (part + 1) / more.parts));
+        from.end = end.run;
+        from.end_taken = end.taken;
+        return from;
+    }
+    DEVICE TileRow row(u32, u32 n) const {
+        const u32 row = n / pack.count;
+        return {row < more.tile_rows ? tile * more.tile_rows + row : ~0u, pack.first + n % pack.count};
+    }
+    DEVICE RowSpan span(const AttendArguments &args, u32 row) const {
+        return row < args.rows ? args.spans[u64(mask_class) * args.rows + row] : RowSpan{0, 0};
+    }
+    DEVICE float *a(const AttendArguments &args, TileRow at) const {
+        return args.a + (((u64(part) * more.batch + batch) * args.rows + at.row) * args.heads + at.head) * args.dim;
+    }
+    DEVICE float *ml(const AttendArguments &args, TileRow at) const {
+        return args.ml + (((u64(part) * more.batch + batch) * args.heads + at.head) * args.rows + at.row) * 2;
+    }
+};
+
+template <typename T, int DIM> struct Decode : Attention<T, DIM, PackedPlace, 4> {
+    DEVICE explicit Decode(const DecodeArguments &args)
+        : Attention<T, DIM, PackedPlace, 4>(args.attend, PackedPlace(args)) {}
+};

@@ -1,0 +1,149 @@
+// The 16 query rows of a warp, in the kernels on tensor cores: what they see, their softmax and their sums.
+//
+// Fragments of mma.m16n8k16 and of wgmma lie alike: of its warp's 16 rows a lane has `lane / 4` and the one 8 below, which
+// `half` counts, and of every 8 columns `lane % 4 · 2` and the next.
+#pragma once
+#include "logits.h"
+
+template <typename T, int DIM, int KEYS, typename At> struct Rows {
+    const AttendArguments &args;
+    const u32 lane;
+    TileRow rows[2];
+    RowSpan spans[2];
+    float acc[DIM / 8][4];
+    float top[2];  // largest base-2 logit so far, -inf before the first
+    float sum[2];  // of weights, over this lane's columns only
+
+    DEVICE explicit Rows(const AttendArguments &args) : args(args), lane(thread_x() % 32) {}
+
+    // Begins with the warp that has the rows from `first` on of a tile of `tile_rows`.
+    DEVICE void begin(const At &at, u32 tile_rows, u32 first) {
+        UNROLL for (int half = 0; half < 2; half++) {
+            rows[half] = at.row(tile_rows, first + lane / 4 + 8 * half);
+            spans[half] = at.span(args, rows[half].row);
+            top[half] = -INFINITE;
+            sum[half] = 0.0f;
+        }
+        UNROLL for (int j = 0; j < DIM / 8; j++)
+            UNROLL for (int i = 0; i < 4; i++) acc[j][i] = 0.0f;
+    }
+
+    // Softcap, pair tensor and mask, on scores that `scale` makes logits. Returns the factor that is left between them.
+    DEVICE float shape(float (&scores)[KEYS / 8][4], float scale, u32 batch, u32 first_key, bool tested) const {
+        const bool bent = reshaped(args) || scale < 0.0f;
+        if (bent) {
+            UNROLL for (int n = 0; n < KEYS / 8; n++)
+                UNROLL for (int i = 0; i < 4; i++) {
+                    const float x = scores[n][i] * scale;
+                    scores[n][i] = args.cap != 0.0f ? args.cap * tanh_exact(x) : x;
+                }
+        }
+        if (tested) {
+            UNROLL for (int n = 0; n < KEYS / 8; n++)
+                UNROLL for (int column = 0; column < 2; column++) {
+                    const u32 position = position_of(args, first_key + 8 * n + lane % 4 * 2 + column);
+                    UNROLL for (int half = 0; half < 2; half++) {
+                        float &score = scores[n][2 * half + column];
+                        const float add = term<T>(args, batch, rows[half], spans[half], position);
+                        score = add == -INFINITE ? add : score + add;
+                    }
+                }
+        }
+        return bent ? 1.0f : scale;
+    }
+
+    // Scores become weights relative to the largest logit so far. What was summed under an older one has to be scaled:
+    // `sum` is, `acc` is the caller's.
+    DEVICE void weigh(float (&scores)[KEYS / 8][4], float factor, float (&rescale)[2]) {
+        UNROLL for (int half = 0; half < 2; half++) {
+            float most = -INFINITE;
+            UNROLL for (int n = 0; n < KEYS / 8; n++)
+                most = larger(most, larger(scores[n][2 * half], scores[n][2 * half + 1]));
+            most = larger(most, shuffle_xor(most, 1));
+            most = larger(most, shuffle_xor(most, 2));
+            most = larger(top[half], most * factor);
+            // Where all is -inf so far, weights are relative to 0 and become 0.
+            const float base = most == -INFINITE ? 0.0f : most;
+            rescale[half] = exp2_fast(top[half] - base);
+            top[half] = most;
+            float sum_here = 0.0f;
+            UNROLL for (int n = 0; n < KEYS / 8; n++)
+                UNROLL for (int i = 2 * half; i < 2 * half + 2; i++) {
+                    scores[n][i] = exp2_fast(fused(scores[n][i], factor, -base));
+                    sum_here += scores[n][i];
+                }
+            sum[half] = fused(sum[half], rescale[half], sum_here);
+        }
+    }
+
+    DEVICE void scale_sums(const float (&rescale)[2]) {
+        UNROLL for (int j = 0; j < DIM / 8; j++)
+            UNROLL for (int i = 0; i < 4; i++) acc[j][i] *= rescale[i / 2];
+    }
+
+    // The A fragment of the weights of 16 keys.
+    DEVICE static void pack_weights(u32 (&p)[4], const float (&weights)[KEYS / 8][4], int k) {
+        UNROLL for (int i = 0; i < 4; i++)
+            p[i] = T::pack(weights[2 * k + i / 2][i % 2 * 2], weights[2 * k + i / 2][i % 2 * 2 + 1]);
+    }
+
+    DEVICE static bool odd(u16 element) { return (element & T::EXPONENT) == T::EXPONENT; }
+    DEVICE static bool odd_pair(u32 pair) { return odd(u16(pair)) || odd(u16(pair >> 16)); }
+
+    // acc += weights · v without tensor cores, for the rows that see their keys: 0 · NaN would reach others. Only those
+    // elements of v that are not finite, or all. `pair_at(key, j)` is this lane's pair of the j-th 8 elements of a key.
+    // Rare, so it is short rather than fast.
+    template <bool all, typename PairAt>
+    DEVICE void add_values(const float (&weights)[KEYS / 8][4], u32 batch, u32 first_key, PairAt pair_at) {
+        ROLLED for (u32 key = 0; key < KEYS; key++) {
+            // Registers have no index: the ones of the key's group are chosen one by one.
+            float of_pair[4];
+            UNROLL for (int i = 0; i < 4; i++)
+                UNROLL for (int n = 0; n < KEYS / 8; n++)
+                    if (n == 0 || key / 8 == u32(n)) of_pair[i] = weights[n][i];
+            const u32 holder = lane / 4 * 4 + key % 8 / 2, position = position_of(args, first_key + key);
+            float weight[2];
+            bool seen[2];
+            UNROLL for (int half = 0; half < 2; half++) {
+                const float even = shuffle(of_pair[2 * half], holder), uneven = shuffle(of_pair[2 * half + 1], holder);
+                weight[half] = key % 2 ? uneven : even;
+                seen[half] = term<T>(args, batch, rows[half], spans[half], position) != -INFINITE;
+            }
+            UNROLL for (int j = 0; j < DIM / 8; j++) {
+                const u32 pair = pair_at(key, j);
+                UNROLL for (int half = 0; half < 2; half++) {
+                    if (seen[half] && (all || odd(u16(pair)))) acc[j][2 * half] += weight[half] * T::low(pair);
+                    if (seen[half] && (all || odd(u16(pair >> 16)))) acc[j][2 * half + 1] += weight[half] * T::high(pair);
+                }
+            }
+        }
+    }
+
+    // Merges what was found into the state in memory; into a fresh one it is written, and what is there is not read.
+    DEVICE void merge(const At &at) {
+        UNROLL for (int half = 0; half < 2; half++) {
+            sum[half] += shuffle_xor(sum[half], 1);
+            sum[half] += shuffle_xor(sum[half], 2);
+            const TileRow here = rows[half];
+            const bool there = here.row < args.rows, reads = there && !At::FRESH;
+            float *ml = at.ml(args, there ? here : TileRow{0, here.head});
+            const Entry entry(top[half], sum[half], reads ? ml[0] : EMPTY_M, reads ? ml[1] : 0.0f);
+            // Four lanes share a row: all have read before one writes.
+            warp_sync();
+            if (!there || (entry.nothing && !At::FRESH)) continue;
+            if (lane % 4 == 0) {
+                ml[0] = entry.nothing ? EMPTY_M : entry.m;
+                ml[1] = entry.nothing ? 0.0f : entry.l;
+            }
+            if (entry.nothing) continue;
+            float *a = at.a(args, here) + lane % 4 * 2;
+            UNROLL for (int j = 0; j < DIM / 8; j++) {
+                if (u32(8 * j) >= args.dim) break;
+                UNROLL for (int i = 0; i < 2; i++) {
+                    const float found = acc[j][2 * half + i];
+                    a[8 * j + i] = At::FRESH ? found * entry.found : entry.of(a[8 * j + i], found);
+                }
+            }
+        }
+    }
+};

@@ -1,0 +1,189 @@
+//! The emulator's mbarriers, TMA and wgmma against the definitions of the PTX ISA, and its strictness about them.
+
+use bytemuck::Pod;
+use half::{bf16, f16};
+use kyklos::Dtype;
+use kyklos_cuda::{TensorArgument, TensorMap};
+
+use crate::job::{Job, Timing, numbers};
+use crate::program::emulator;
+
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct BoxProbe {
+    map: TensorMap,
+    out: u64,
+    at: [i32; 4],
+    bytes: u32,
+    reserved: [u32; 9],
+}
+
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Probe {
+    input: u64,
+    output: u64,
+    option: u32,
+    zero: u32,
+}
+
+/// `words` words that a probe wrote.
+fn probe<A: Pod>(
+    name: &str,
+    timing: Timing,
+    words: usize,
+    arguments: impl Fn(&mut Job, u64) -> A,
+) -> Result<Vec<u32>, String> {
+    let mut job = Job::default();
+    let out = job.poisoned(words * 4);
+    let arguments = arguments(&mut job, out.address);
+    job.launch(name, [1, 1, 1], 32 * 1024, &arguments);
+    job.bring(out);
+    Ok(numbers(&job.run(emulator(), timing, 1)?.0[0]))
+}
+
+/// A probe of a box of 8 rows of a tensor of [2 batch entries, 5 rows, 3 heads, 72 elements], which count up from 1.
+fn box_probe(job: &mut Job, out: u64, at: [i32; 4], tile_rows: u32) -> BoxProbe {
+    let elements: Vec<u16> = (1..=2 * 5 * 3 * 72).collect();
+    let tensor = TensorArgument {
+        data: job.upload(&elements).address,
+        batch_stride: 5 * 3 * 72,
+        row_stride: 3 * 72,
+        head_stride: 72,
+    };
+    let map = TensorMap::new(&tensor, Dtype::Bf16, [2, 5, 3, 72], tile_rows);
+    BoxProbe { map, out, at, bytes: tile_rows * 128, reserved: [0; 9] }
+}
+
+#[test]
+fn a_box_comes_in_swizzled_rows_with_zeros_where_the_tensor_ends() {
+    for timing in Timing::ALL {
+        // (element, row, head, batch): inside, over two edges, and behind.
+        for at in [[0, 0, 0, 0], [64, 1, 2, 1], [-8, -2, 1, 0], [0, 5, 0, 0], [0, 0, 3, 1]] {
+            let out =
+                probe("probe_box", timing, 1 + 16 * 32, |job, out| box_probe(job, out, at, 16)).unwrap();
+            let got: Vec<u16> =
+                out[1..].iter().flat_map(|word| [*word as u16, (*word >> 16) as u16]).collect();
+            for row in 0..16 {
+                for column in 0..64 {
+                    let [x, y, z, w] = [at[0] + column, at[1] + row, at[2], at[3]];
+                    let there = (0..72).contains(&x) && (0..5).contains(&y) && (0..3).contains(&z);
+                    let expected = if there { (((w * 5 + y) * 3 + z) * 72 + x + 1) as u16 } else { 0 };
+                    // Swizzling over 128 bytes: 16-byte column c of row r lies at c ^ r % 8.
+                    let place = row * 64 + ((column / 8) ^ (row % 8)) * 8 + column % 8;
+                    assert_eq!(
+                        got[place as usize], expected,
+                        "{timing:?}, {at:?}, row {row}, column {column}"
+                    );
+                }
+            }
+            match timing {
+                Timing::Eager => assert_eq!(out[0], out[1]),
+                Timing::Late => assert_eq!(out[0], u32::MAX, "before the wait"),
+                Timing::Random => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn wgmma_multiplies_the_matrices_that_descriptors_and_registers_name() {
+    // Small whole numbers are exact in all types, so that nothing but the layout is judged.
+    let a = |row: usize, k: usize| ((row * 7 + k * 3) % 13) as f32 - 6.0;
+    let b = |k: usize, column: usize| ((k * 5 + column * 11) % 9) as f32 - 4.0;
+    let c = |row: usize, column: usize| (row * 128 + column) as f32;
+    for option in 0..6 {
+        let (half_type, turned, adds) = (option & 1 == 1, option & 2 != 0, option & 4 == 0);
+        let bits = |value: f32| {
+            if half_type { f16::from_f32(value).to_bits() } else { bf16::from_f32(value).to_bits() }
+        };
+        // What is no element is large, and would be seen.
+        let mut shared = vec![bits(4096.0); (8192 + 16384) / 2];
+        // Rows of 64 elements whose 16-byte columns are swizzled; the matrices have the second 16 elements.
+        let place = |row: usize, column: usize| row * 64 + ((column / 8) ^ (row % 8)) * 8 + column % 8;
+        for k in 0..16 {
+            for row in 0..64 {
+                shared[place(row, 16 + k)] = bits(a(row, k));
+            }
+            for column in 0..128 {
+                // Turned: rows are k, and 16 of them make a chunk of 64 columns.
+                let at =
+                    if turned { column / 64 * 1024 + place(k, column % 64) } else { place(column, 16 + k) };
+                shared[4096 + at] = bits(b(k, column));
+            }
+        }
+        let mut input: Vec<u32> = numbers(bytemuck::cast_slice(&shared));
+        // Where thread t has elements: rows 16 (t / 32) + t % 32 / 4, and 8 below; columns t % 4 * 2, the next one, and
+        // those 8 further on.
+        let row_of = |thread: usize, i: usize| thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+        let column_of = |thread: usize, i: usize| i / 4 * 8 + thread % 4 * 2 + i % 2;
+        for thread in 0..128 {
+            for i in 0..4 {
+                let element = |i| u32::from(bits(a(row_of(thread, i), column_of(thread, i))));
+                input.push(element(2 * i) | element(2 * i + 1) << 16);
+            }
+        }
+        for thread in 0..128 {
+            input.extend((0..64).map(|i| c(row_of(thread, i), column_of(thread, i)).to_bits()));
+        }
+        for timing in Timing::ALL {
+            let out = probe("probe_wgmma", timing, 8192 + 128, |job, output| Probe {
+                input: job.upload(&input).address,
+                output,
+                option,
+                zero: 0,
+            });
+            let out: Vec<f32> = out.unwrap().into_iter().map(f32::from_bits).collect();
+            for (n, got) in out[..8192].iter().enumerate() {
+                let (row, column) = (row_of(n / 64, n % 64), column_of(n / 64, n % 64));
+                let sum: f32 = (0..16).map(|k| a(row, k) * b(k, column)).sum();
+                let before = if adds { c(row, column) } else { 0.0 };
+                assert_eq!(*got, before + sum, "option {option}, {timing:?}, row {row}, column {column}");
+            }
+            match timing {
+                Timing::Eager => assert_eq!(out[8192], out[63]),
+                Timing::Late => assert!(out[8192..].iter().all(|early| early.is_nan()), "before the wait"),
+                Timing::Random => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_wrong_kernel_does_with_them_is_found() {
+    let run = |option, timing| {
+        probe("probe_hopper_fault", timing, 128, |job, out| box_probe(job, out, [0, 0, 0, option], 16))
+    };
+    for timing in Timing::ALL {
+        run(0, timing).expect("nothing is wrong with option 0");
+        let faults = [
+            (1, "more arrive at an mbarrier"),
+            (2, "deadlock"),
+            (3, "no mbarrier was initialised"),
+            (4, "deadlock"),
+            (5, "no wgmma.fence"),
+            (7, "while others of its warpgroup"),
+            (8, "at barrier 3 when the block ended"),
+            (9, "threads and for"),
+            (11, "not aligned"),
+        ];
+        for (option, words) in faults {
+            let fault = run(option, timing).expect_err("a fault");
+            assert!(fault.contains(words), "{timing:?}, option {option}: {fault}");
+        }
+    }
+    // What was ready early does no harm; late it does.
+    for (option, words) in [(6, "a product was not waited for"), (10, "boxes were not waited for")] {
+        let fault = run(option, Timing::Late).expect_err("a fault");
+        assert!(fault.contains(words), "option {option}: {fault}");
+    }
+    // Registers that change under way: what comes out depends on when they were read and written.
+    for option in [12, 13] {
+        assert_ne!(
+            run(option, Timing::Eager).unwrap(),
+            run(option, Timing::Late).unwrap(),
+            "option {option}"
+        );
+    }
+    assert_eq!(run(0, Timing::Eager), run(0, Timing::Late));
+}
