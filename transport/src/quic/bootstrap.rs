@@ -68,6 +68,14 @@ pub(crate) fn check(config: &QuicConfig) -> Result<(), TransportError> {
         );
         return Err(failed(text));
     }
+    if let Some(invitation) = &config.invitation
+        && (*rank, *world) != (COORDINATOR, invitation.world())
+    {
+        return Err(failed(format!(
+            "rank {rank} of {world} has the invitation of rank 0 of {}: the others come with its token",
+            invitation.world()
+        )));
+    }
     config.link.check(config.bind, *world)?;
     identity.claims().map(|_| ())
 }

@@ -13,9 +13,11 @@ use super::bootstrap::{GOODBYE_PATIENCE, Joined, cut};
 use super::control::{close_code, describe};
 use super::core::COORDINATOR;
 use super::frames::FrameReader;
+use super::join::Desk;
 use super::names::Claims;
 use super::tls::{self, TlsConfigs};
 use super::visitors::{Answer, Visitors};
+use crate::error::TransportError;
 use crate::membership::Claim;
 use crate::transport::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
@@ -24,6 +26,8 @@ use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 pub(crate) struct Door {
     config: QuicConfig,
     tls: TlsConfigs,
+    /// Of rank 0, if others may come with a token.
+    desk: Option<Desk>,
     open: Mutex<Open>,
     visitors: Visitors,
     /// Whom it has turned away, and why: what a rank says when others did not come.
@@ -61,16 +65,27 @@ pub(crate) struct Arrival {
 
 impl Door {
     /// A door that nobody comes in by before [`Self::open`].
-    pub(crate) fn new(config: &QuicConfig, tls: &TlsConfigs) -> Self {
+    pub(crate) fn new(config: &QuicConfig, tls: &TlsConfigs) -> Result<Self, TransportError> {
         let era = Era::Group { epoch: config.epoch, members: Vec::new() };
         let open = Open { era, taken: HashMap::new(), arrived: mpsc::channel(1).0 };
-        Self {
+        Ok(Self {
             config: config.clone(),
             tls: tls.clone(),
+            desk: config.invitation.as_ref().map(Desk::new).transpose()?,
             open: Mutex::new(open),
             visitors: Visitors::default(),
             refusals: Mutex::new(Vec::new()),
-        }
+        })
+    }
+
+    /// Lets others in by a token from now on, if this rank has an invitation.
+    pub(crate) fn invite(&self) {
+        self.desk.iter().for_each(Desk::open);
+    }
+
+    /// Every rank is there.
+    pub(crate) fn invite_no_more(&self) {
+        self.desk.iter().for_each(Desk::close);
     }
 
     /// Lets in who belongs to `era` from now on.
@@ -131,10 +146,14 @@ impl Door {
 
     /// Lets one visitor in, or tells it why not.
     async fn receive(&self, incoming: Incoming) -> Result<(), String> {
-        let config = Arc::new(self.tls.server());
+        let inviting = self.desk.as_ref().and_then(Desk::tls);
+        let config = Arc::new(inviting.map_or_else(|| self.tls.server(), |tls| self.tls.server_of(tls)));
         let connecting = incoming.accept_with(config).map_err(|error| error.to_string())?;
         let connection = timeout(VISIT_PATIENCE, connecting).await.map_err(|_| "slow handshake")?;
         let connection = connection.map_err(|error| describe(&error))?;
+        if let (Some(desk), true) = (&self.desk, tls::is_application(&connection)) {
+            return self.let_in(desk, &connection).await;
+        }
         let talk = timeout(VISIT_PATIENCE, self.talk(&connection)).await;
         let refusal = match talk {
             Ok(Ok(arrival)) => {
@@ -155,6 +174,18 @@ impl Door {
         };
         connection.close(close_code::REJECTED, cut(&refusal).as_bytes());
         Err(refusal)
+    }
+
+    /// Gives one who has a token its identity. It comes again, as a rank.
+    async fn let_in(&self, desk: &Desk, connection: &Connection) -> Result<(), String> {
+        let served = timeout(VISIT_PATIENCE, desk.serve(connection)).await;
+        let served = served.unwrap_or_else(|_| Err("no application".into()));
+        let reason = served.as_ref().err().map_or("", |text| cut(text));
+        connection.close(close_code::REJECTED, reason.as_bytes());
+        let (rank, key) = served?;
+        let from = connection.remote_address().ip().to_canonical();
+        (self.config.note)(&format!("gave rank {rank} to {from}, key {key}"));
+        Ok(())
     }
 
     async fn talk(&self, connection: &Connection) -> Result<Arrival, Refusal> {
@@ -301,7 +332,6 @@ mod tests {
     use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 
     use super::*;
-    use crate::error::TransportError;
     use crate::quic::authority::ClusterAuthority;
     use crate::quic::identity::Identity;
     use crate::quic::job::JobId;

@@ -8,12 +8,11 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use quinn::udp::{RecvMeta, Transmit};
-use quinn::{AsyncUdpSocket, Endpoint, EndpointConfig, Runtime, TokioRuntime, UdpPoller};
+use quinn::{AsyncUdpSocket, Endpoint, EndpointConfig, Runtime, ServerConfig, TokioRuntime, UdpPoller};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::sync::watch;
 
 use super::link::{Carrier, Path};
-use super::tls::TlsConfigs;
 use super::tunnel::Tunnel;
 use crate::error::TransportError;
 
@@ -111,6 +110,17 @@ impl fmt::Display for Granted {
 /// What somebody said who was dialled with TCP and does not talk it.
 pub(crate) type Refused = Option<watch::Receiver<Option<String>>>;
 
+/// Ends with the words of somebody who was dialled and talks over another carrier.
+pub(crate) async fn refusal(refused: Refused) -> String {
+    if let Some(mut refused) = refused
+        && let Ok(said) = refused.wait_for(Option::is_some).await
+        && let Some(text) = said.clone()
+    {
+        return text;
+    }
+    std::future::pending().await
+}
+
 /// What an endpoint stands on.
 #[derive(Debug)]
 pub(crate) struct Ground {
@@ -160,8 +170,12 @@ fn granted(socket: &dyn AsyncUdpSocket, buffers: Option<(usize, usize)>) -> Gran
     Granted::Udp { buffers, segments: (socket.max_transmit_segments(), socket.max_receive_segments()) }
 }
 
-/// An endpoint that dials and listens. Must be called in a tokio context, whose clock it goes by.
-pub(crate) fn endpoint(ground: Ground, path: &Path, tls: &TlsConfigs) -> Result<Endpoint, TransportError> {
+/// An endpoint that dials, and listens if it has what to answer. Must be called in a tokio context, whose clock it goes by.
+pub(crate) fn endpoint(
+    ground: Ground,
+    path: &Path,
+    server: Option<ServerConfig>,
+) -> Result<Endpoint, TransportError> {
     let Ground { socket, seed, .. } = ground;
     let mut config = EndpointConfig::default();
     config.max_udp_payload_size(path.largest_datagram()).map_err(|error| cannot(&error))?;
@@ -169,8 +183,7 @@ pub(crate) fn endpoint(ground: Ground, path: &Path, tls: &TlsConfigs) -> Result<
     let socket =
         Arc::new(Segmented { socket, transmit: path.transmit_segments(), receive: path.receive_segments() });
     let runtime = Arc::new(TokioRuntime);
-    Endpoint::new_with_abstract_socket(config, Some(tls.server()), socket, runtime)
-        .map_err(|error| cannot(&error))
+    Endpoint::new_with_abstract_socket(config, server, socket, runtime).map_err(|error| cannot(&error))
 }
 
 fn cannot(error: &dyn fmt::Display) -> TransportError {

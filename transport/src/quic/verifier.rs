@@ -43,6 +43,7 @@ impl Own {
 #[derive(Debug)]
 pub(super) struct Dialler {
     inner: Arc<dyn ClientCertVerifier>,
+    mandatory: bool,
     own: Own,
 }
 
@@ -60,7 +61,12 @@ impl Dialler {
         let inner = WebPkiClientVerifier::builder_with_provider(Arc::new(roots(identity)?), provider)
             .build()
             .map_err(cannot_set_up)?;
-        Ok(Self { inner, own: Own::of(identity)? })
+        Ok(Self { inner, mandatory: true, own: Own::of(identity)? })
+    }
+
+    /// Takes those too who show no certificate. Whoever shows one is held to it.
+    pub(super) fn or_nobody(self) -> Self {
+        Self { mandatory: false, ..self }
     }
 }
 
@@ -102,6 +108,10 @@ impl ServerCertVerifier for Dialled {
 }
 
 impl ClientCertVerifier for Dialler {
+    fn client_auth_mandatory(&self) -> bool {
+        self.mandatory
+    }
+
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         // Who dials has one certificate: a hint could only keep it from showing it, and the refusal from naming it.
         &[]
