@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use kyklos_transport::quic::{Claims, Date, Identity, JobId, QuicConfig, QuicTransport};
+use kyklos_transport::quic::{Claims, Date, Identity, JobId, QuicConfig, QuicTransport, Revoked};
 use kyklos_transport::{Rank, Reformed, in_process_group};
 
 use crate::entrance::Entrance;
@@ -54,6 +54,7 @@ impl Launched {
         if let Entrance::Invites(invitation, _) = entrance {
             config.invitation = Some(Arc::clone(invitation));
         }
+        config.revoked = args.revoked.as_deref().map(Revoked::read_file).transpose()?;
         config.coordinator_name = Some(coordinator.host.clone());
         config.places.clone_from(&self.places);
         // In whole seconds, because errors quote it.

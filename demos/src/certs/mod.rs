@@ -39,7 +39,7 @@ enum CertsCommand {
     /// authority made for this group, and rank 0's identity. Whoever has the token (attend --join, or KYKLOS_JOIN) makes a key, and
     /// rank 0 signs it, for as long as its group is not complete: every rank once.
     Invite(InviteArgs),
-    /// Says whom a file is for, of which job, and until when; exit code 1 if that is over or soon will be
+    /// Says whom a file is for, of which job, until when, and the key by which it is revoked (attend --revoked); exit code 1 if that is over or soon will be
     Show(ShowArgs),
 }
 
@@ -100,7 +100,8 @@ fn describe(path: &Path) -> Result<(String, Validity)> {
     let identity = Identity::read_file(path)?;
     let claims = identity.claims()?;
     let trusts = identity.authorities().join(" and ");
-    let line = format!("{claims} ({}), trusts {trusts}, {}", claims.job, until(&claims.validity));
+    let (until, key) = (until(&claims.validity), identity.key_hash()?);
+    let line = format!("{claims} ({}), trusts {trusts}, {until}, key {key}", claims.job);
     Ok((line, claims.validity))
 }
 

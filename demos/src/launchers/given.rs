@@ -36,6 +36,9 @@ pub(crate) struct GroupArgs {
     /// --rank R asks for a rank
     #[arg(long, value_name = "TOKEN")]
     pub(crate) join: Option<String>,
+    /// List of keys whose identities this process takes no more; read again when a group forms again (--on-loss)
+    #[arg(long, value_name = "F")]
+    pub(crate) revoked: Option<PathBuf>,
     /// Warn if the identity expires within so many days
     #[arg(long, value_name = "DAYS", default_value_t = 3)]
     pub(crate) warn_days: u32,
@@ -70,6 +73,7 @@ impl GroupArgs {
             .or_else(|| path("--cluster", &self.cluster))
             .or_else(|| path("--identity", &self.identity))
             .or_else(|| path("--invite", &self.invite))
+            .or_else(|| path("--revoked", &self.revoked))
             // Not its token, which is a secret.
             .or_else(|| self.join.as_ref().map(|_| "--join".to_owned()))
             .or_else(|| self.bind.map(|address| format!("--bind {address}")))

@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use crate::support::*;
 
-const ATTEND: &str =
-    "attend --shape 1,256,4,2,64 --mask causal --device cpu --verify --json";
+const ATTEND: &str = "attend --shape 1,256,4,2,64 --mask causal --device cpu --verify --json";
 
 /// A host per rank, each with a folder of its own.
 struct Hosts {

@@ -89,6 +89,11 @@ pub(crate) fn identity_fits(config: &QuicConfig) -> Result<(), TransportError> {
             config.job
         )));
     }
+    if config.revoked.as_ref().is_some_and(|revoked| revoked.has(&config.identity.certificate)) {
+        return Err(failed(format!(
+            "the certificate of {claims} has been revoked, by its own list: issue a new one with kyklos certs issue"
+        )));
+    }
     if let Some(complaint) = claims.out_of_date() {
         return Err(failed(complaint));
     }

@@ -71,7 +71,7 @@ impl Door {
         Ok(Self {
             config: config.clone(),
             tls: tls.clone(),
-            desk: config.invitation.as_ref().map(Desk::new).transpose()?,
+            desk: Desk::of(config)?,
             open: Mutex::new(open),
             visitors: Visitors::default(),
             refusals: Mutex::new(Vec::new()),
@@ -354,7 +354,8 @@ mod tests {
     ) -> Result<Frame, quinn::ConnectionError> {
         let genuine = rank_one(authority, other);
         let path = Path::new(&LinkSettings::default(), Ipv4Addr::UNSPECIFIED.into(), 2).unwrap();
-        let tls = TlsConfigs::new(&genuine, &path, Duration::from_millis(300)).unwrap();
+        let visitor = QuicConfig::new(Rank(1), 2, other, coordinator, genuine);
+        let tls = TlsConfigs::new(&visitor, &path).unwrap();
         let endpoint = Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
         let name = rank_name(COORDINATOR, looks_for);
         let client = tls.client(Purpose::Control);

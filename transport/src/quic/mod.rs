@@ -33,6 +33,7 @@ mod other_door;
 mod payload;
 mod private_file;
 mod regroup;
+mod revoked;
 mod seat;
 mod socket;
 mod stalls;
@@ -70,6 +71,7 @@ pub use self::link::{Carrier, LinkSettings};
 use self::names::Known;
 pub use self::names::{Claims, HostNames, Subject};
 use self::regroup::{Next, Past};
+pub use self::revoked::Revoked;
 use self::seat::Seat;
 use self::socket::{Bound, Ground};
 pub use self::validity::{Date, Validity};
@@ -99,6 +101,8 @@ pub struct QuicConfig {
     pub identity: Identity,
     /// Of rank 0: lets others in by its token while the first group forms. The identity must be the invitation's.
     pub invitation: Option<Arc<Invitation>>,
+    /// Identities that this rank takes no more, on either side of a connection; read again when a group forms again.
+    pub revoked: Option<Revoked>,
     /// By rank, the host on which the bootstrap places it, by name or address; `None` and what is missing where it does
     /// not say. An identity of a host is taken for a rank that has its place there; without a place it must hold the
     /// address at which the rank is seen.
@@ -137,6 +141,7 @@ impl QuicConfig {
             coordinator_name: None,
             identity,
             invitation: None,
+            revoked: None,
             places: Vec::new(),
             bind: usual_bind(coordinator),
             port: 0,
@@ -319,7 +324,7 @@ impl QuicTransport {
         alive: Option<&Alive>,
     ) -> Result<Arc<Seat>, TransportError> {
         let path = Path::new(&config.link, config.bind, config.world)?;
-        let tls = tls::TlsConfigs::new(&config.identity, &path, config.heartbeat)?;
+        let tls = tls::TlsConfigs::new(&config, &path)?;
         let (granted, refused, is_simulated) = (ground.granted(), ground.refused(), ground.is_simulated());
         let endpoint = socket::endpoint(ground, &path, Some(tls.server()))?;
         let door = Arc::new(Door::new(&config, &tls)?);

@@ -1,7 +1,6 @@
 //! TLS and QUIC settings of both sides.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use quinn::crypto::rustls::{HandshakeData, QuicClientConfig, QuicServerConfig};
 use quinn::{ClientConfig, Connection, ServerConfig, TransportConfig};
@@ -9,7 +8,7 @@ use rustls::client::danger::ServerCertVerifier;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::CertificateDer;
 
-use super::identity::Identity;
+use super::QuicConfig;
 use super::link::Path;
 use super::names::Claims;
 use super::verifier::{Dialled, Dialler};
@@ -26,18 +25,16 @@ pub(crate) struct TlsConfigs {
 }
 
 impl TlsConfigs {
-    pub(crate) fn new(identity: &Identity, path: &Path, heartbeat: Duration) -> Result<Self, TransportError> {
+    pub(crate) fn new(config: &QuicConfig, path: &Path) -> Result<Self, TransportError> {
         let client = |purpose| {
-            let config = QuicClientConfig::try_from(client_tls(identity, purpose)?);
+            let config = QuicClientConfig::try_from(client_tls(config, purpose)?);
             config.map(Arc::new).map_err(cannot_set_up)
         };
         Ok(Self {
             control: client(Purpose::Control)?,
             data: client(Purpose::Data)?,
-            server: Arc::new(
-                QuicServerConfig::try_from(server_tls(identity, false)?).map_err(cannot_set_up)?,
-            ),
-            transport: Arc::new(path.transport_config(heartbeat)),
+            server: Arc::new(QuicServerConfig::try_from(server_tls(config, false)?).map_err(cannot_set_up)?),
+            transport: Arc::new(path.transport_config(config.heartbeat)),
         })
     }
 
@@ -83,9 +80,9 @@ pub(crate) fn first_cipher() -> String {
     suites.first().map_or_else(|| "no cipher".to_owned(), |suite| format!("{:?}", suite.suite()))
 }
 
-fn client_tls(identity: &Identity, purpose: Purpose) -> Result<rustls::ClientConfig, TransportError> {
-    let provider = provider();
-    let verifier = Dialled::new(identity, Arc::clone(&provider))?;
+fn client_tls(config: &QuicConfig, purpose: Purpose) -> Result<rustls::ClientConfig, TransportError> {
+    let (provider, identity) = (provider(), &config.identity);
+    let verifier = Dialled::new(config, Arc::clone(&provider))?;
     let mut config = rustls::ClientConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(cannot_set_up)?
@@ -118,13 +115,13 @@ pub(crate) fn applicant(
 /// What rank 0 runs while others may come with a token. They have no certificate yet, so it does without; whoever has none gets
 /// no further than an application, because a hello counts for nothing without a certificate. The authority's own
 /// is shown too: they know its hash.
-pub(crate) fn inviting_server(identity: &Identity) -> Result<QuicServerConfig, TransportError> {
-    QuicServerConfig::try_from(server_tls(identity, true)?).map_err(cannot_set_up)
+pub(crate) fn inviting_server(config: &QuicConfig) -> Result<QuicServerConfig, TransportError> {
+    QuicServerConfig::try_from(server_tls(config, true)?).map_err(cannot_set_up)
 }
 
-fn server_tls(identity: &Identity, invites: bool) -> Result<rustls::ServerConfig, TransportError> {
-    let provider = provider();
-    let verifier = Dialler::new(identity, Arc::clone(&provider))?;
+fn server_tls(config: &QuicConfig, invites: bool) -> Result<rustls::ServerConfig, TransportError> {
+    let (provider, identity) = (provider(), &config.identity);
+    let verifier = Dialler::new(config, Arc::clone(&provider))?;
     let verifier = Arc::new(if invites { verifier.or_nobody() } else { verifier });
     let mut chain = vec![identity.certificate.clone()];
     chain.extend(identity.authorities.first().filter(|_| invites).cloned());
@@ -174,6 +171,8 @@ pub(crate) fn cannot_set_up(error: impl std::fmt::Display) -> TransportError {
 
 #[cfg(test)]
 mod tests {
+    use std::net::SocketAddr;
+
     use super::*;
     use crate::quic::authority::ClusterAuthority;
     use crate::quic::job::JobId;
@@ -184,12 +183,14 @@ mod tests {
     #[test]
     fn ranks_agree_on_the_first_cipher() {
         let authority = ClusterAuthority::new(JobId([1; 16])).unwrap();
-        let identity = |rank| authority.issue(Rank(rank)).unwrap();
+        let here = SocketAddr::from(([127, 0, 0, 1], 1));
+        let config =
+            |rank| QuicConfig::new(Rank(rank), 2, JobId([1; 16]), here, authority.issue(Rank(rank)).unwrap());
         let name = rank_name(Rank(0), JobId([1; 16])).try_into().unwrap();
-        let client = client_tls(&identity(1), Purpose::Data).unwrap();
+        let client = client_tls(&config(1), Purpose::Data).unwrap();
         let mut client = rustls::ClientConnection::new(Arc::new(client), name).unwrap();
         let mut server =
-            rustls::ServerConnection::new(Arc::new(server_tls(&identity(0), false).unwrap())).unwrap();
+            rustls::ServerConnection::new(Arc::new(server_tls(&config(0), false).unwrap())).unwrap();
         while client.is_handshaking() || server.is_handshaking() {
             let mut flight = Vec::new();
             client.write_tls(&mut flight).unwrap();

@@ -15,7 +15,7 @@ use crate::quic::bootstrap::GOODBYE_PATIENCE;
 use crate::quic::control::describe;
 use crate::quic::frames::FrameReader;
 use crate::quic::key_hash::KeyHash;
-use crate::quic::tls;
+use crate::quic::{QuicConfig, tls};
 use crate::transport::Rank;
 use crate::wire::{Frame, RejectCode};
 
@@ -33,10 +33,11 @@ impl std::fmt::Debug for Desk {
 }
 
 impl Desk {
-    /// A closed one.
-    pub(crate) fn new(invitation: &Arc<Invitation>) -> Result<Self, TransportError> {
-        let tls = Arc::new(tls::inviting_server(invitation.identity())?);
-        Ok(Self { invitation: Arc::clone(invitation), tls, register: Mutex::new(None) })
+    /// A closed one, if there is an invitation.
+    pub(crate) fn of(config: &QuicConfig) -> Result<Option<Self>, TransportError> {
+        let Some(invitation) = config.invitation.clone() else { return Ok(None) };
+        let tls = Arc::new(tls::inviting_server(config)?);
+        Ok(Some(Self { invitation, tls, register: Mutex::new(None) }))
     }
 
     pub(crate) fn open(&self) {

@@ -227,7 +227,9 @@ async fn relay(
     to: SocketAddr,
     at: tokio::sync::oneshot::Sender<SocketAddr>,
 ) -> Option<Frame> {
-    let crypto: QuicServerConfig = tls::inviting_server(&identity).unwrap();
+    let job = identity.claims().unwrap().job;
+    let config = QuicConfig::new(Rank(0), 2, job, to, identity);
+    let crypto: QuicServerConfig = tls::inviting_server(&config).unwrap();
     let server = ServerConfig::with_crypto(Arc::new(crypto));
     let near = Endpoint::server(server, SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
     at.send(near.local_addr().unwrap()).unwrap();
