@@ -206,18 +206,19 @@ impl Core {
 
     /// A peer has broken the protocol: ends the receive that it concerns, tells the peer, and aborts the group.
     pub(crate) fn misbehaved(&self, peer: Rank, tag: Option<Tag>, text: String) {
+        // Once is enough: a peer that goes on misbehaving, and reads no answer, must not fill queues.
+        let is_known = self.lock().abort.is_some();
         if let Some(tag) = tag {
             self.recorder.note(EventKind::Refused, peer, tag, 0);
             let call = self.lock().recvs.remove(&(peer, tag));
             if let Some(call) = call {
                 call.completer.complete(Err(TransportError::PeerMisbehaved { peer, text: text.clone() }));
             }
-            if let Some(link) = self.link(peer) {
+            if let Some(link) = self.link(peer).filter(|_| !is_known) {
                 link.say(Frame::Refuse { tag, text: text.clone() });
             }
         }
-        // Once is enough: a peer that goes on misbehaving must not fill queues.
-        if self.lock().abort.is_none() {
+        if !is_known {
             self.failed(peer, format!("broke the protocol: {text}"));
         }
     }
