@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use quinn::{Connection, Endpoint, Incoming, SendStream};
+use quinn::{Connection, Endpoint, Incoming, SendStream, ServerConfig};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
@@ -83,6 +83,12 @@ impl Door {
         self.desk.iter().for_each(Desk::open);
     }
 
+    /// What is run with whoever comes now.
+    pub(crate) fn server(&self) -> ServerConfig {
+        let inviting = self.desk.as_ref().and_then(Desk::tls);
+        inviting.map_or_else(|| self.tls.server(), |tls| self.tls.server_of(tls))
+    }
+
     /// Every rank is there.
     pub(crate) fn invite_no_more(&self) {
         self.desk.iter().for_each(Desk::close);
@@ -146,8 +152,7 @@ impl Door {
 
     /// Lets one visitor in, or tells it why not.
     async fn receive(&self, incoming: Incoming) -> Result<(), String> {
-        let inviting = self.desk.as_ref().and_then(Desk::tls);
-        let config = Arc::new(inviting.map_or_else(|| self.tls.server(), |tls| self.tls.server_of(tls)));
+        let config = Arc::new(self.server());
         let connecting = incoming.accept_with(config).map_err(|error| error.to_string())?;
         let connection = timeout(VISIT_PATIENCE, connecting).await.map_err(|_| "slow handshake")?;
         let connection = connection.map_err(|error| describe(&error))?;

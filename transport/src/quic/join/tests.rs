@@ -20,7 +20,7 @@ use crate::quic::frames::FrameReader;
 use crate::quic::key_hash::KeyHash;
 use crate::quic::names::Subject;
 use crate::quic::validity::Validity;
-use crate::quic::{Identity, QuicConfig, QuicTransport, tls};
+use crate::quic::{Carrier, Identity, LinkSettings, QuicConfig, QuicTransport, tls};
 use crate::transport::{Tag, Transport};
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
@@ -55,11 +55,16 @@ struct Waiting {
 
 impl Waiting {
     fn new(world: u32) -> Self {
+        Self::over(Carrier::Udp, world)
+    }
+
+    fn over(carrier: Carrier, world: u32) -> Self {
         let at = free_address();
         let invitation = invitation(at, world);
         let identity = invitation.identity().clone();
         let invites = Some(Arc::clone(&invitation));
-        let config = QuicConfig::new(Rank(0), world, invitation.job(), at, identity);
+        let link = LinkSettings { carrier, ..LinkSettings::default() };
+        let config = QuicConfig { link, ..QuicConfig::new(Rank(0), world, invitation.job(), at, identity) };
         let zero =
             std::thread::spawn(move || QuicTransport::connect(QuicConfig { invitation: invites, ..config }));
         Self { invitation, at, zero }
@@ -145,6 +150,24 @@ fn a_token_that_is_not_this_rank_0s_is_refused_with_the_reason() {
     assert!(zero.contains("rank 0 is who invites"), "{zero}");
     let one = waiting.enrol(None).unwrap();
     waiting.works(vec![one]);
+}
+
+#[test]
+fn who_comes_with_a_token_another_way_is_told_soon() {
+    for (zero, one) in [(Carrier::Udp, Carrier::Tcp), (Carrier::Tcp, Carrier::Udp)] {
+        let waiting = Waiting::over(zero, 2);
+        std::thread::sleep(Duration::from_millis(200));
+        let config = waiting.config(waiting.invitation.token());
+        let with = |carrier| EnrolConfig { link: LinkSettings { carrier, ..config.link }, ..config.clone() };
+        let started = Clock::now();
+        let error = enrol(with(one)).unwrap_err().to_string();
+        assert!(
+            error.contains(&format!("rank 0 is reached over {zero}, and this rank came over {one}")),
+            "{error}"
+        );
+        assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+        assert_eq!(enrol(with(zero)).unwrap().rank, Rank(1));
+    }
 }
 
 #[test]
