@@ -54,12 +54,16 @@ impl Invitation {
                 "a group that somebody joins has 2 to {MAX_WORLD} ranks, not {world}"
             )));
         }
+        let days = valid.as_secs() / (24 * 3600);
+        let days = u32::try_from(days).ok().filter(|days| *days <= MOST_DAYS).ok_or_else(|| {
+            bootstrap(format!(
+                "a token that lets ranks in for more than {MOST_DAYS} days: use {MOST_DAYS} at most"
+            ))
+        })?;
         // In whole seconds, as the file has it.
         let until = seconds(SystemTime::now() + valid)?;
         let until = UNIX_EPOCH + Duration::from_secs(until);
-        let days =
-            VALID_DAYS + 1 + u32::try_from(valid.as_secs() / (24 * 3600)).unwrap_or(u32::MAX).min(MOST_DAYS);
-        let authority = ClusterAuthority::of_job(job, days)?;
+        let authority = ClusterAuthority::of_job(job, days + VALID_DAYS + 1)?;
         // Rank 0 has to last as long as anybody whom it lets in.
         let identity = authority.issue_to(&Subject::Rank(Rank(0)), authority.validity())?;
         let token = Token::new(KeyHash::of(authority.certificate())?, place)?;
@@ -179,7 +183,7 @@ fn bootstrap(text: impl Into<String>) -> TransportError {
     TransportError::Bootstrap { text: text.into() }
 }
 
-/// Longest life of an authority for one group, beside what its identities need.
+/// For a token of a longer life a file is better.
 const MOST_DAYS: u32 = 366;
 
 /// The end of the year 9999, which is as far as certificates count.

@@ -478,4 +478,7 @@ fn an_invitation_survives_its_file_and_garbage_is_none() {
         let terms = InvitationTerms { place, world, job: "train", valid: Duration::from_secs(60) };
         assert!(Invitation::new(&terms).is_err(), "{place} {world}");
     }
+    let terms = InvitationTerms { place: "node1:29600", world: 2, job: "train", valid: Duration::MAX };
+    let long = Invitation::new(&terms).unwrap_err().to_string();
+    assert!(long.contains("use 366 at most"), "{long}");
 }
