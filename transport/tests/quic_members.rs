@@ -145,6 +145,19 @@ fn who_never_reads_is_named_by_the_deadline_and_costs_its_senders_nothing() {
 }
 
 #[test]
+fn frames_do_not_wait_without_end_for_one_that_does_not_read() {
+    let (group, done) = Group::with(async |_, _| ());
+    done.recv().unwrap();
+    // Each of these is a wish that it is told and does not read.
+    let waiting: Vec<_> = (1..80_000)
+        .map(|message| group.honest[0].post_recv(HOSTILE, Tag { op: 1, message }, &[1], LONG))
+        .collect();
+    group.is_aborted_for_the_hostile_one("frames wait for it, it reads none");
+    drop(waiting);
+    group.end();
+}
+
+#[test]
 fn control_frames_of_a_member_in_another_order_end_the_group_by_its_name() {
     let progress = Progress { op: 0, step: 0 };
     let ready = Frame::Vote { vote: Vote::Ready { plan_hash: [3; 32] } };

@@ -67,6 +67,8 @@ impl Member {
             let mut config = quinn::ClientConfig::new(Arc::new(tls));
             let mut transport = quinn::TransportConfig::default();
             transport.keep_alive_interval(Some(Duration::from_millis(500)));
+            // So that little of what it does not read is on its way.
+            transport.stream_receive_window(quinn::VarInt::from_u32(64 << 10));
             config.transport_config(Arc::new(transport));
             let connection = endpoint.connect_with(config, address, &job.name(to)).unwrap().await.unwrap();
             let (mut send, recv) = connection.open_bi().await.unwrap();
