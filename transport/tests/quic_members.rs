@@ -375,8 +375,7 @@ fn who_goes_on_misbehaving_is_answered_once() {
         let line = &mut member.data[0];
         let mut said = 0;
         for at in 0..2000 {
-            let wrong =
-                MessageHeader { total_bytes: 1 << 20, tag: Tag { op: 1, message: at }, ..header.clone() };
+            let wrong = MessageHeader { total_bytes: 1 << 20, tag: Tag { op: 1, message: at }, ..header };
             match tokio::time::timeout(SOON, line.stream(&wrong.encode())).await {
                 // It ends there, and makes room for the next one.
                 Ok(Some(_)) => said += 1,
