@@ -3,7 +3,9 @@
 
 use std::cell::OnceCell;
 
-use kyklos_transport::quic::Identity;
+use std::time::Duration;
+
+use kyklos_transport::quic::{Identity, Invitation, InvitationTerms, Token};
 use kyklos_transport::wire::{Frame, HEADER_BYTES, MessageHeader};
 
 /// Control frames: the bytes as they are, and as the body of a frame whose length and checksum fit.
@@ -61,6 +63,43 @@ pub(crate) fn identity(bytes: &[u8]) {
             std::fs::remove_file(&written).expect("the file");
         }
     });
+}
+
+/// A token, as an operator pastes it.
+pub(crate) fn token(bytes: &[u8]) {
+    if let Ok(token) = String::from_utf8_lossy(bytes).parse::<Token>() {
+        assert_eq!(token.to_string().as_bytes(), bytes);
+    }
+}
+
+/// The file of an invitation.
+pub(crate) fn invitation_file(bytes: &[u8]) {
+    thread_local!(static FOLDER: OnceCell<tempfile::TempDir> = const { OnceCell::new() });
+    FOLDER.with(|folder| {
+        let folder = folder.get_or_init(|| tempfile::tempdir().expect("a folder"));
+        let [read, written] = ["read.pem", "written.pem"].map(|name| folder.path().join(name));
+        if !read.exists() {
+            // Made by the transport, so that only its owner can read it.
+            invitation().write_file(&read).expect("a file");
+        }
+        std::fs::write(&read, bytes).expect("the file");
+        if let Ok(invitation) = Invitation::read_file(&read) {
+            invitation.write_file(&written).expect("a file");
+            let again = Invitation::read_file(&written).expect("what was written");
+            let of = |invitation: &Invitation| {
+                (invitation.token().clone(), invitation.world(), invitation.until())
+            };
+            assert_eq!(of(&again), of(&invitation));
+            std::fs::remove_file(&written).expect("the file");
+        }
+    });
+}
+
+/// An invitation to begin with; its keys and its secret are new each time.
+pub(crate) fn invitation() -> Invitation {
+    let valid = Duration::from_secs(3600);
+    let terms = InvitationTerms { place: "[fd00::1]:29600", world: 4, job: "fuzz", valid };
+    Invitation::new(&terms).expect("an invitation")
 }
 
 /// An identity to begin with; its keys are new each time.

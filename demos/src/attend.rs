@@ -9,6 +9,7 @@ use kyklos_transport::{Transport, in_process_group};
 
 use crate::args::{AttendArgs, OrAuto, TransportName};
 use crate::device::{self, DeviceId, DeviceRequest};
+use crate::entrance::Entrance;
 use crate::failure::{Failure, Result, note, print};
 use crate::interrupt;
 use crate::launchers::{self, Launched, Variables};
@@ -39,8 +40,9 @@ pub(crate) fn attend(args: &AttendArgs) -> Result<()> {
         }
         return here(args);
     }
-    match launchers::find(&args.group, &variables)? {
-        Some(launched) => as_rank(args, &launched),
+    let entrance = Entrance::of(&args.group, &variables, &args.network)?;
+    match launchers::find(&args.group, &variables, entrance.source()?)? {
+        Some(launched) => as_rank(args, &launched, &entrance),
         None => here(args),
     }
 }
@@ -64,7 +66,7 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
     Request::new(&args.problem, args.seed, Some(world))
 }
 
-fn as_rank(args: &AttendArgs, launched: &Launched) -> Result<()> {
+fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entrance) -> Result<()> {
     launched.end_with_launcher();
     interrupt::end_on_interrupt()?;
     record::write_on_request()?;
@@ -75,7 +77,7 @@ fn as_rank(args: &AttendArgs, launched: &Launched) -> Result<()> {
         ));
     }
     let mut metrics = metrics::serve(args, launched.rank, launched.local_rank);
-    let mut group = launched.connect(&args.group, &args.network)?;
+    let mut group = launched.connect(&args.group, &args.network, entrance)?;
     let mut lost: Option<Lost> = None;
     loop {
         let transport = &group.transport;

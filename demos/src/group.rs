@@ -3,11 +3,13 @@
 use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use kyklos_transport::quic::{Claims, Date, Identity, JobId, QuicConfig, QuicTransport};
+use kyklos_transport::quic::{Claims, Date, Identity, JobId, QuicConfig, QuicTransport, Revoked};
 use kyklos_transport::{Rank, Reformed, in_process_group};
 
+use crate::entrance::Entrance;
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::launchers::{GroupArgs, HostPort, IDENTITY, Launched, Variables};
@@ -17,25 +19,42 @@ use crate::record;
 
 impl Launched {
     /// Joins the group, and says on standard error who made this process which rank.
-    pub(crate) fn connect(&self, args: &GroupArgs, network: &NetworkArgs) -> Result<Reformed> {
+    pub(crate) fn connect(
+        &self,
+        args: &GroupArgs,
+        network: &NetworkArgs,
+        entrance: &Entrance,
+    ) -> Result<Reformed> {
         let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.world > 1) else {
             let alone = in_process_group(1).pop();
             let transport = alone.ok_or_else(|| Failure::run("a group of one rank has no rank"))?;
             return Ok(Reformed { transport, members: vec![Rank(0)], epoch: 0 });
         };
-        let path = self.identity_path(args)?;
-        let identity = Identity::read_file(&path)?;
+        let (identity, proof) = match entrance {
+            Entrance::File => {
+                let path = self.identity_path(args)?;
+                (Identity::read_file(&path)?, format!("identity {}", path.display()))
+            }
+            Entrance::Invites(invitation, path) => {
+                (invitation.identity().clone(), format!("invitation {}", path.display()))
+            }
+            Entrance::Enrolled(enrolled, _) => (enrolled.identity.clone(), "identity by token".to_owned()),
+        };
         let claims = identity.claims()?;
         let patience = Duration::from_secs(u64::from(args.join_deadline.get()));
         if !self.by_kyklos {
             let until = Date(claims.validity.until);
-            note(&format!("{}; identity {}: {claims}, until {until}", self.because, path.display()));
+            note(&format!("{}; {proof}: {claims}, until {until}", self.because));
         }
-        warn_of_expiry(&claims, args.warn_days, &path.display().to_string());
+        warn_of_expiry(&claims, args.warn_days, &proof);
         let job = self.job.as_deref().map_or(claims.job, JobId::of_text);
         let by = Instant::now() + patience;
         let address = resolve(coordinator, self.host_appears_late, by)?;
         let mut config = QuicConfig::new(Rank(self.rank), self.world, job, address, identity);
+        if let Entrance::Invites(invitation, _) = entrance {
+            config.invitation = Some(Arc::clone(invitation));
+        }
+        config.revoked = args.revoked.as_deref().map(Revoked::read_file).transpose()?;
         config.coordinator_name = Some(coordinator.host.clone());
         config.places.clone_from(&self.places);
         // In whole seconds, because errors quote it.
@@ -46,6 +65,7 @@ impl Launched {
             config.stuck_after = Duration::from_secs(u64::from(seconds.get()));
         }
         config.warn = |text| note(&format!("warning: {text}"));
+        config.note = note;
         config.epoch = self.run.as_deref().map_or(0, epoch);
         config.link = network.settings(config.bind, self.world)?;
         if let Some(port) = args.port {
@@ -83,7 +103,7 @@ impl Launched {
                     "{}: neither --identity nor {IDENTITY} says which file proves this rank to the others",
                     self.because
                 ),
-                "make identities with kyklos certs init and kyklos certs issue",
+                "make identities with kyklos certs init and kyklos certs issue, or a token with kyklos certs invite",
             )
         })?;
         let path = said.replace(RANK, &self.rank.to_string());
@@ -116,11 +136,11 @@ impl Launched {
     }
 }
 
-fn warn_of_expiry(claims: &Claims, days: u32, path: &str) {
+fn warn_of_expiry(claims: &Claims, days: u32, proof: &str) {
     let left = claims.validity.days_left(SystemTime::now());
     if left < u64::from(days) && claims.validity.complaint(SystemTime::now()).is_none() {
         note(&format!(
-            "warning: the identity {path} of {claims} expires on {}: issue a new one with kyklos certs issue",
+            "warning: the {proof} of {claims} expires on {}: issue a new one with kyklos certs issue",
             Date(claims.validity.until)
         ));
     }
@@ -133,7 +153,7 @@ fn epoch(run: &str) -> u32 {
 }
 
 /// The address of rank 0. A name that may appear late is looked up until then.
-fn resolve(HostPort { host, port }: &HostPort, late: bool, until: Instant) -> Result<SocketAddr> {
+pub(crate) fn resolve(HostPort { host, port }: &HostPort, late: bool, until: Instant) -> Result<SocketAddr> {
     // Names under localhost are this host's (RFC 6761), and not every resolver knows.
     if host == "localhost" || host.ends_with(".localhost") {
         return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), *port));

@@ -21,6 +21,7 @@ mod device;
 mod devices;
 mod doctor;
 mod driver;
+mod entrance;
 mod explain;
 mod failure;
 mod group;

@@ -33,6 +33,8 @@ fn frames() -> Vec<(String, Vec<u8>)> {
         ("welcome", Frame::Welcome { protocol: 1, lane_ports: vec![7001, 258] }),
         ("reject", Frame::Reject { code: RejectCode::World, text: "no".into() }),
         ("addresses", Frame::AddressTable { addresses: addresses.clone() }),
+        ("apply", Frame::Apply { rank: Some(Rank(3)), request: vec![0x30; 300], proof: [0xcd; 32] }),
+        ("grant", Frame::Grant { rank: Rank(3), world: 4, certificate: vec![0x30; 600] }),
         ("start", Frame::Start),
         ("ready", Frame::Vote { vote: Vote::Ready { plan_hash: [3; 32] } }),
         ("refuse_vote", Frame::Vote { vote: Vote::Refuse { exit: 2, text: "é".into() } }),
@@ -88,6 +90,25 @@ fn identities_of_any_bytes() {
     // No key is kept in the repository.
     let corpus = [std::fs::read(&path).expect("the file")];
     let times = run("identity", &corpus, Limit { fixed: 64 << 10, per_byte: 16 }, wire::identity);
+    assert!(times > 100, "{times}");
+}
+
+#[test]
+fn tokens_of_any_bytes() {
+    let made = [("token".to_owned(), wire::invitation().token().to_string().into_bytes())];
+    // A token is new each time, so none is kept.
+    let corpus: Vec<_> = made.into_iter().map(|(_, bytes)| bytes).collect();
+    let times = run("token", &corpus, BY_LENGTH, wire::token);
+    assert!(times > 1000, "{times}");
+}
+
+#[test]
+fn invitations_of_any_bytes() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("invitation.pem");
+    wire::invitation().write_file(&path).expect("a file");
+    let corpus = [std::fs::read(&path).expect("the file")];
+    let times = run("invitation", &corpus, Limit { fixed: 64 << 10, per_byte: 16 }, wire::invitation_file);
     assert!(times > 100, "{times}");
 }
 

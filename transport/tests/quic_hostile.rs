@@ -3,78 +3,21 @@
 #![cfg(all(feature = "quic", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
+mod common;
+
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use bytes::Bytes;
-use kyklos_transport::quic::{ClusterAuthority, JobId, QuicConfig, QuicTransport};
-use kyklos_transport::{Rank, Tag, Transport, TransportError};
-use pollster::block_on;
+use common::*;
+use kyklos_transport::quic::QuicConfig;
 use quinn::crypto::rustls::QuicClientConfig;
 
-const LONG: Duration = Duration::from_secs(30);
-
-/// A test that measures the memory of the process runs alone in it.
-static ALONE: Mutex<()> = Mutex::new(());
-
-type Formed = Result<Arc<dyn Transport>, TransportError>;
-
-struct Job {
-    id: JobId,
-    authority: ClusterAuthority,
-    coordinator: SocketAddr,
-}
-
-impl Job {
-    fn new() -> Self {
-        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let id = JobId::random().unwrap();
-        Self { id, authority: ClusterAuthority::new(id).unwrap(), coordinator: socket.local_addr().unwrap() }
-    }
-
-    /// Rank 1 may look for rank 0 somewhere else.
-    fn connect(&self, rank: u32, coordinator: SocketAddr) -> JoinHandle<Formed> {
-        let identity = self.authority.issue(Rank(rank)).unwrap();
-        let config = QuicConfig::new(Rank(rank), 2, self.id, coordinator, identity);
-        std::thread::spawn(move || QuicTransport::connect(config))
-    }
-}
-
-/// Both ranks send to each other, four messages each.
-fn exchange(group: &[Arc<dyn Transport>; 2], op: u64) {
-    let bytes = 1 << 20;
-    for message in 0..4 {
-        let tag = Tag { op, message };
-        let posted: Vec<_> = [(0, 1), (1, 0)]
-            .map(|(me, peer): (usize, u32)| {
-                let parts = vec![Bytes::from(vec![me as u8; bytes])];
-                (
-                    group[me].post_send(Rank(peer), tag, parts, LONG),
-                    group[me].post_recv(Rank(peer), tag, &[bytes], LONG),
-                    peer,
-                )
-            })
-            .into();
-        for (sent, received, peer) in posted {
-            assert!(block_on(received).unwrap()[0].iter().all(|&byte| u32::from(byte) == peer));
-            block_on(sent).unwrap();
-        }
-    }
-}
-
-fn close(group: &[Arc<dyn Transport>; 2]) {
-    for closed in [&group[1], &group[0]].map(|rank| rank.close(LONG)) {
-        block_on(closed).unwrap();
-    }
-}
-
-fn resident_kib() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-    line.trim().trim_end_matches(" kB").parse().unwrap()
+/// One of two ranks; rank 1 may look for rank 0 somewhere else.
+fn rank(job: &Job, rank: u32, coordinator: SocketAddr) -> JoinHandle<Formed> {
+    connect(QuicConfig { coordinator, ..job.config(rank, 2) })
 }
 
 /// Begins `count` connections from an address that no rank has, and is gone before any of them is complete.
@@ -101,14 +44,14 @@ fn half_open(to: SocketAddr, count: usize) {
 
 #[test]
 fn thousands_of_half_open_connections_leave_memory_flat_and_honest_ranks_finish() {
-    let _alone = ALONE.lock().unwrap();
+    let _alone = alone();
     let job = Job::new();
-    let zero = job.connect(0, job.coordinator);
+    let zero = rank(&job, 0, job.coordinator);
     std::thread::sleep(Duration::from_millis(200));
     // While rank 0 waits for the others.
     half_open(job.coordinator, 1000);
-    let one = job.connect(1, job.coordinator);
-    let group = [zero, one].map(|rank| rank.join().unwrap().unwrap());
+    let one = rank(&job, 1, job.coordinator);
+    let group = formed(vec![zero, one]);
     let mut resident = Vec::new();
     for op in 0..8 {
         half_open(job.coordinator, 1000);
@@ -173,13 +116,13 @@ impl Wire {
 
 #[test]
 fn packets_that_are_said_again_change_nothing() {
-    let _alone = ALONE.lock().unwrap();
+    let _alone = alone();
     let job = Job::new();
     // Every packet twice, both ways, while the group works.
     let wire = Wire::to(job.coordinator, 2);
-    let ranks = [job.connect(0, job.coordinator), job.connect(1, wire.address)];
-    let group = ranks.map(|rank| rank.join().unwrap().unwrap());
-    exchange(&group, 0);
+    let ranks = [rank(&job, 0, job.coordinator), rank(&job, 1, wire.address)];
+    let group = formed(ranks.into());
+    (0..4).for_each(|op| exchange(&group, op));
     let said = wire.kept.lock().unwrap().clone();
     assert!(said.len() > 50, "{} packets", said.len());
     // All of them again, from somewhere else: the group goes on.
@@ -187,20 +130,20 @@ fn packets_that_are_said_again_change_nothing() {
     for packet in &said {
         stranger.send_to(packet, job.coordinator).unwrap();
     }
-    exchange(&group, 1);
+    exchange(&group, 4);
     close(&group);
     wire.end();
     // A rank keeps its port until nobody holds it, and for its last packets.
     drop(group);
     std::thread::sleep(Duration::from_secs(1));
     // And before the same ranks form their next group: nobody is taken for the rank that said it.
-    let zero = job.connect(0, job.coordinator);
+    let zero = rank(&job, 0, job.coordinator);
     std::thread::sleep(Duration::from_millis(200));
     for packet in &said {
         let _ = stranger.send_to(packet, job.coordinator);
     }
-    let one = job.connect(1, job.coordinator);
-    let group = [zero, one].map(|rank| rank.join().unwrap().unwrap());
+    let one = rank(&job, 1, job.coordinator);
+    let group = formed(vec![zero, one]);
     exchange(&group, 0);
     close(&group);
 }

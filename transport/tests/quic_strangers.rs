@@ -2,89 +2,15 @@
 #![cfg(feature = "quic")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
+mod common;
+
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use kyklos_transport::quic::{ClusterAuthority, JobId, QuicConfig, QuicTransport};
-use kyklos_transport::{Posted, Rank, Tag, Transport, TransportError};
-use pollster::block_on;
-
-type Formed = Result<Arc<dyn Transport>, TransportError>;
-
-const LONG: Duration = Duration::from_secs(20);
-
-/// A job on a free port of its own.
-struct Job {
-    id: JobId,
-    authority: ClusterAuthority,
-    coordinator: SocketAddr,
-}
-
-impl Job {
-    fn new() -> Self {
-        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let id = JobId::random().unwrap();
-        Self { id, authority: ClusterAuthority::new(id).unwrap(), coordinator: socket.local_addr().unwrap() }
-    }
-
-    fn config(&self, rank: u32, world: u32) -> QuicConfig {
-        let identity = self.authority.issue(Rank(rank)).unwrap();
-        QuicConfig::new(Rank(rank), world, self.id, self.coordinator, identity)
-    }
-
-    /// Runs the honest ranks, each on a thread, while `disturb` does what it does.
-    fn form_while<T>(&self, world: u32, disturb: impl FnOnce() -> T) -> (Vec<Arc<dyn Transport>>, T) {
-        let mut ranks = vec![connect(self.config(0, world))];
-        // Strangers come while rank 0 is waiting for the others.
-        std::thread::sleep(Duration::from_millis(100));
-        let disturbed = disturb();
-        ranks.extend((1..world).map(|rank| connect(self.config(rank, world))));
-        let group = ranks.into_iter().map(|rank| rank.join().unwrap().expect("an honest rank joins"));
-        (group.collect(), disturbed)
-    }
-}
-
-fn connect(config: QuicConfig) -> JoinHandle<Formed> {
-    std::thread::spawn(move || QuicTransport::connect(config))
-}
-
-/// Connects with a deadline short enough for a test of those who never get in.
-fn refused(config: QuicConfig) -> String {
-    let config = QuicConfig { connect_deadline: Duration::from_secs(6), ..config };
-    match connect(config).join().unwrap() {
-        Err(TransportError::Bootstrap { text }) => text,
-        other => panic!("a stranger got {other:?}"),
-    }
-}
-
-/// Every rank sends to every other one, and all close.
-fn works(group: Vec<Arc<dyn Transport>>) {
-    let world = group.len() as u32;
-    let tag = Tag { op: 0, message: 0 };
-    let bytes = 1 << 20;
-    let mut received: Vec<Posted<Vec<Bytes>>> = Vec::new();
-    let mut sent = Vec::new();
-    for me in 0..world {
-        for peer in (0..world).filter(|&peer| peer != me) {
-            let parts = vec![Bytes::from(vec![me as u8; bytes])];
-            sent.push(group[me as usize].post_send(Rank(peer), tag, parts, LONG));
-            received.push(group[me as usize].post_recv(Rank(peer), tag, &[bytes], LONG));
-        }
-    }
-    for posted in received {
-        assert_eq!(block_on(posted).unwrap()[0].len(), bytes);
-    }
-    for posted in sent {
-        block_on(posted).unwrap();
-    }
-    let closing: Vec<_> = group.iter().map(|rank| rank.close(LONG)).collect();
-    for closed in closing {
-        block_on(closed).unwrap();
-    }
-}
+use common::*;
+use kyklos_transport::Rank;
+use kyklos_transport::quic::{ClusterAuthority, JobId, QuicConfig};
 
 #[test]
 fn ranks_may_come_in_any_order_and_late() {
@@ -96,7 +22,7 @@ fn ranks_may_come_in_any_order_and_late() {
     let mut others: Vec<_> = early.into_iter().map(|rank| rank.join().unwrap().unwrap()).collect();
     others.sort_by_key(|rank| rank.rank());
     group.extend(others);
-    works(group);
+    works(&group);
 }
 
 #[test]
@@ -106,7 +32,7 @@ fn an_identity_of_another_authority_is_refused() {
     let stranger = QuicConfig { identity: forged, ..job.config(1, 2) };
     let (group, text) = job.form_while(2, || refused(stranger));
     assert!(text.contains("rank 0") && text.to_lowercase().contains("certificate"), "{text}");
-    works(group);
+    works(&group);
 }
 
 #[test]
@@ -142,7 +68,7 @@ fn a_rank_that_was_told_another_world_is_refused_and_told_both_numbers() {
     let job = Job::new();
     let (group, text) = job.form_while(2, || refused(job.config(2, 4)));
     assert!(text.contains("told 2 ranks") && text.contains("told 4"), "{text}");
-    works(group);
+    works(&group);
 }
 
 #[test]
@@ -151,7 +77,7 @@ fn another_epoch_is_refused() {
     let stale = QuicConfig { epoch: 3, ..job.config(1, 2) };
     let (group, text) = job.form_while(2, || refused(stale));
     assert!(text.contains("epoch"), "{text}");
-    works(group);
+    works(&group);
 }
 
 #[test]
@@ -167,7 +93,7 @@ fn a_second_process_of_the_same_rank_is_refused_and_the_first_one_stays() {
     // And again when the group is complete.
     let text = refused(job.config(1, 3));
     assert!(text.contains("rank 1 is here already"), "{text}");
-    works(group);
+    works(&group);
 }
 
 #[test]
@@ -211,7 +137,7 @@ fn datagrams_of_garbage_do_not_disturb_a_group() {
     };
     let (group, ()) = job.form_while(3, || send_noise(500));
     send_noise(500);
-    works(group);
+    works(&group);
 }
 
 /// Clients made by hand: everything that a rank would never do.
@@ -219,8 +145,6 @@ mod by_hand {
     use super::*;
     use kyklos_transport::wire::{Frame, PROTOCOL_VERSION, Purpose};
     use quinn::crypto::rustls::QuicClientConfig;
-    use rustls::pki_types::pem::PemObject;
-    use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
     /// Dials rank 0 of a job as the given rank, or without any certificate, and hands over the connection.
     fn dial<T>(
@@ -229,32 +153,12 @@ mod by_hand {
         protocol: &str,
         talk: impl AsyncFnOnce(quinn::Connection) -> T,
     ) -> Result<T, quinn::ConnectionError> {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("identity.pem");
-        job.authority.issue(Rank(certificate_of.unwrap_or(9))).unwrap().write_file(&path).unwrap();
-        let pem = std::fs::read(&path).unwrap();
-        let mut certificates = CertificateDer::pem_slice_iter(&pem).map(Result::unwrap);
-        let (leaf, authority) = (certificates.next().unwrap(), certificates.next().unwrap());
-        let mut roots = rustls::RootCertStore::empty();
-        roots.add(authority).unwrap();
-        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let builder = rustls::ClientConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .unwrap()
-            .with_root_certificates(roots);
-        let mut tls = match certificate_of {
-            Some(_) => builder
-                .with_client_auth_cert(vec![leaf], PrivateKeyDer::from_pem_slice(&pem).unwrap())
-                .unwrap(),
-            None => builder.with_no_client_auth(),
-        };
-        tls.alpn_protocols = vec![protocol.as_bytes().to_vec()];
+        let tls = job.tls(certificate_of, protocol);
         let config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).unwrap()));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let endpoint = quinn::Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
-            let name = format!("rank-0.{}.kyklos.internal", job.id);
-            let connection = endpoint.connect_with(config, job.coordinator, &name).unwrap().await?;
+            let connection = endpoint.connect_with(config, job.coordinator, &job.name(0)).unwrap().await?;
             let result = talk(connection).await;
             endpoint.close(0_u32.into(), b"");
             endpoint.wait_idle().await;
@@ -295,7 +199,7 @@ mod by_hand {
             }
         });
         assert!(reason.to_lowercase().contains("certificate"), "{reason}");
-        works(group);
+        works(&group);
     }
 
     #[test]
@@ -303,7 +207,7 @@ mod by_hand {
         let job = Job::new();
         let (group, result) = job.form_while(2, || dial(&job, Some(1), "kyklos/0", async |_| ()));
         assert!(result.is_err());
-        works(group);
+        works(&group);
     }
 
     #[test]
@@ -317,7 +221,7 @@ mod by_hand {
         });
         let reason = reason.unwrap();
         assert!(reason.contains("rank 1 has the certificate of rank 5"), "{reason}");
-        works(group);
+        works(&group);
     }
 
     #[test]
@@ -331,7 +235,7 @@ mod by_hand {
         });
         let reason = reason.unwrap();
         assert!(reason.contains("another job") && reason.contains(&job.id.to_string()), "{reason}");
-        works(group);
+        works(&group);
     }
 
     #[test]
@@ -345,7 +249,7 @@ mod by_hand {
         });
         let reason = reason.unwrap();
         assert!(reason.contains(&format!("version {PROTOCOL_VERSION}")) && reason.contains("77"), "{reason}");
-        works(group);
+        works(&group);
     }
 
     #[test]
@@ -379,6 +283,6 @@ mod by_hand {
         assert!(reasons[0].contains("longer than allowed"), "{reasons:?}");
         assert!(reasons[1].contains("not a hello"), "{reasons:?}");
         assert!(reasons[2].contains("no hello"), "{reasons:?}");
-        works(group);
+        works(&group);
     }
 }

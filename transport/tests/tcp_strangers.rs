@@ -2,72 +2,19 @@
 #![cfg(all(feature = "quic", unix))]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
+mod common;
+
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use kyklos_transport::quic::{Carrier, ClusterAuthority, JobId, LinkSettings, QuicConfig, QuicTransport};
-use kyklos_transport::{Rank, Tag, Transport, TransportError};
-use pollster::block_on;
-
-type Formed = Result<Arc<dyn Transport>, TransportError>;
-
-const LONG: Duration = Duration::from_secs(20);
-
-struct Job {
-    id: JobId,
-    authority: ClusterAuthority,
-    coordinator: SocketAddr,
-}
-
-impl Job {
-    fn new() -> Self {
-        let coordinator = free_address();
-        let id = JobId::random().unwrap();
-        Self { id, authority: ClusterAuthority::new(id).unwrap(), coordinator }
-    }
-
-    fn config(&self, rank: u32, world: u32, carrier: Carrier) -> QuicConfig {
-        let identity = self.authority.issue(Rank(rank)).unwrap();
-        let link = LinkSettings { carrier, ..LinkSettings::default() };
-        QuicConfig { link, ..QuicConfig::new(Rank(rank), world, self.id, self.coordinator, identity) }
-    }
-}
-
-fn free_address() -> SocketAddr {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap()
-}
-
-fn connect(config: QuicConfig) -> JoinHandle<Formed> {
-    std::thread::spawn(move || QuicTransport::connect(config))
-}
-
-fn formed(ranks: Vec<JoinHandle<Formed>>) -> Vec<Arc<dyn Transport>> {
-    ranks.into_iter().map(|rank| rank.join().unwrap().expect("an honest rank joins")).collect()
-}
-
-/// A megabyte from rank 0 to the last one arrives.
-fn works(group: &[Arc<dyn Transport>]) {
-    let (tag, last) = (Tag { op: 0, message: 0 }, group.len() - 1);
-    let payload = Bytes::from(vec![9; 1 << 20]);
-    let received = group[last].post_recv(Rank(0), tag, &[1 << 20], LONG);
-    let sent = group[0].post_send(Rank(last as u32), tag, vec![payload.clone()], LONG);
-    assert!(block_on(received).unwrap() == [payload]);
-    block_on(sent).unwrap();
-}
-
-fn close(group: &[Arc<dyn Transport>]) {
-    let closing: Vec<_> = group.iter().map(|rank| rank.close(LONG)).collect();
-    closing.into_iter().for_each(|closed| block_on(closed).unwrap());
-}
+use common::*;
+use kyklos_transport::quic::{Carrier, QuicConfig};
 
 #[test]
 fn strangers_who_stream_nonsense_keep_nobody_out() {
     let job = Job::new();
-    let mut ranks = vec![connect(job.config(0, 3, Carrier::Tcp))];
+    let mut ranks = vec![connect(job.over(Carrier::Tcp, 0, 3))];
     std::thread::sleep(Duration::from_millis(100));
     let mut strangers = Vec::new();
     for stranger in 0..60 {
@@ -87,9 +34,9 @@ fn strangers_who_stream_nonsense_keep_nobody_out() {
         };
         strangers.push(stream);
     }
-    ranks.extend((1..3).map(|rank| connect(job.config(rank, 3, Carrier::Tcp))));
+    ranks.extend((1..3).map(|rank| connect(job.over(Carrier::Tcp, rank, 3))));
     let group = formed(ranks);
-    works(&group);
+    exchange(&group, 0);
     assert!(group[1].network().unwrap().contains("TCP"), "{:?}", group[1].network());
     // Whoever said what no member says has been hung up on, the others wait.
     let mut refuser = strangers.pop().unwrap();
@@ -104,16 +51,16 @@ fn ranks_that_come_another_way_are_told_soon() {
     for (zero, one) in [(carriers[0], carriers[1]), (carriers[1], carriers[0])] {
         let job = Job::new();
         let short = |config| QuicConfig { connect_deadline: Duration::from_secs(8), ..config };
-        let waiting = connect(short(job.config(0, 2, zero)));
+        let waiting = connect(short(job.over(zero, 0, 2)));
         std::thread::sleep(Duration::from_millis(200));
         let started = Instant::now();
-        let error = connect(short(job.config(1, 2, one))).join().unwrap().unwrap_err().to_string();
+        let error = connect(short(job.over(one, 1, 2))).join().unwrap().unwrap_err().to_string();
         assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
         let words = format!("rank 0 is reached over {zero}, and this rank came over {one}");
         assert!(error.contains(&words), "{error}");
         // Rank 0 still waits for a rank 1 that comes as it should.
-        let group = formed(vec![waiting, connect(short(job.config(1, 2, zero)))]);
-        works(&group);
+        let group = formed(vec![waiting, connect(short(job.over(zero, 1, 2)))]);
+        exchange(&group, 0);
         close(&group);
     }
 }
@@ -122,13 +69,13 @@ fn ranks_that_come_another_way_are_told_soon() {
 fn a_port_that_another_job_has_is_refused_and_is_free_afterwards() {
     let job = Job::new();
     let port = free_address().port();
-    let one = || QuicConfig { port, ..job.config(1, 2, Carrier::Tcp) };
+    let one = || QuicConfig { port, ..job.over(Carrier::Tcp, 1, 2) };
     for round in 0..2 {
         // The streams of the first round linger between the same ports.
-        let group = formed(vec![connect(job.config(0, 2, Carrier::Tcp)), connect(one())]);
-        works(&group);
+        let group = formed(vec![connect(job.over(Carrier::Tcp, 0, 2)), connect(one())]);
+        exchange(&group, 0);
         let other = Job { coordinator: job.coordinator, ..Job::new() };
-        let error = connect(other.config(0, 2, Carrier::Tcp)).join().unwrap().unwrap_err().to_string();
+        let error = connect(other.over(Carrier::Tcp, 0, 2)).join().unwrap().unwrap_err().to_string();
         assert!(error.contains("cannot listen on") && error.contains("(TCP)"), "round {round}: {error}");
         close(&group);
         drop(group);

@@ -1,12 +1,14 @@
 //! `kyklos certs issue`.
 
+use std::fs::OpenOptions;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::{ArgGroup, Args};
 use kyklos::{Error, MAX_WORLD};
 use kyklos_transport::Rank;
-use kyklos_transport::quic::{ClusterAuthority, HostNames, Subject, Validity};
+use kyklos_transport::quic::{ClusterAuthority, Date, HostNames, Subject, Validity};
 
 use super::until;
 use crate::failure::{Failure, Result, print};
@@ -65,12 +67,25 @@ pub(super) fn issue(args: &IssueArgs) -> Result<()> {
     std::fs::create_dir_all(&args.output).map_err(|error| Failure::file("make", &args.output, &error))?;
     for (path, subject) in &files {
         let identity = authority.issue_to(subject, Validity::days(args.days))?;
-        identity.write_file(path)?;
         let claims = identity.claims()?;
+        // Before the identity is anywhere: what is not in the list could not be revoked.
+        let date = Date(claims.validity.until);
+        record(&args.authority.join(ISSUED), &format!("{}  {claims}, until {date}\n", identity.key_hash()?))?;
+        identity.write_file(path)?;
         print(&format!("{}  {claims}, {}\n", path.display(), until(&claims.validity)))?;
     }
     Ok(())
 }
+
+/// Adds a line to the authority's list of what it has issued.
+fn record(path: &Path, line: &str) -> Result<()> {
+    let file = OpenOptions::new().append(true).create(true).open(path);
+    file.and_then(|mut file| file.write_all(line.as_bytes()))
+        .map_err(|error| Failure::file("write the list of issued identities", path, &error))
+}
+
+/// In the authority's folder: a line for each identity, which begins with its key as `--revoked` wants it.
+const ISSUED: &str = "issued";
 
 /// Before the first one is written, so that a refusal leaves nothing behind.
 fn refuse_what_is_there(files: &[(PathBuf, Subject)]) -> Result<()> {

@@ -1,5 +1,6 @@
 //! `kyklos certs`: the authority of a cluster, and the files with which ranks and hosts prove themselves.
 
+mod invite;
 mod issue;
 
 use std::path::{Path, PathBuf};
@@ -8,6 +9,7 @@ use std::time::SystemTime;
 use clap::{Args, Subcommand};
 use kyklos_transport::quic::{ClusterAuthority, Date, Identity, Validity};
 
+use self::invite::InviteArgs;
 use self::issue::IssueArgs;
 use crate::failure::{Failure, Result, print};
 
@@ -31,7 +33,13 @@ enum CertsCommand {
     /// others see the rank must be one of its addresses. To change the authority without a pause: issue from the old one
     /// with --also-trust NEW/authority.pem, then from the new one with --also-trust OLD/authority.pem, then from the new one.
     Issue(IssueArgs),
-    /// Says whom a file is for, of which job, and until when; exit code 1 if that is over or soon will be
+    /// Prints a token, one line of text, by which the other ranks of one group get their identities from rank 0
+    ///
+    /// For hosts to which no files are copied. The invitation that is written is rank 0's alone (attend --invite): it holds an
+    /// authority made for this group, and rank 0's identity. Whoever has the token (attend --join, or KYKLOS_JOIN) makes a key, and
+    /// rank 0 signs it, for as long as its group is not complete: every rank once.
+    Invite(InviteArgs),
+    /// Says whom a file is for, of which job, until when, and the key by which it is revoked (attend --revoked); exit code 1 if that is over or soon will be
     Show(ShowArgs),
 }
 
@@ -64,6 +72,7 @@ pub(crate) fn certs(args: &CertsArgs) -> Result<()> {
             print(&format!("{folder}/authority.pem  authority, {}\n", until(&validity)))
         }
         CertsCommand::Issue(args) => issue::issue(args),
+        CertsCommand::Invite(args) => invite::invite(args),
         CertsCommand::Show(args) => show(args),
     }
 }
@@ -91,7 +100,8 @@ fn describe(path: &Path) -> Result<(String, Validity)> {
     let identity = Identity::read_file(path)?;
     let claims = identity.claims()?;
     let trusts = identity.authorities().join(" and ");
-    let line = format!("{claims} ({}), trusts {trusts}, {}", claims.job, until(&claims.validity));
+    let (until, key) = (until(&claims.validity), identity.key_hash()?);
+    let line = format!("{claims} ({}), trusts {trusts}, {until}, key {key}", claims.job);
     Ok((line, claims.validity))
 }
 

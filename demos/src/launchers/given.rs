@@ -29,6 +29,16 @@ pub(crate) struct GroupArgs {
     /// File that proves this rank or its host to the others, by {rank} or {host} in its name a file each [or KYKLOS_IDENTITY]
     #[arg(long, value_name = "F")]
     pub(crate) identity: Option<PathBuf>,
+    /// This process is rank 0, and lets the others in by the token of this invitation (kyklos certs invite)
+    #[arg(long, value_name = "F")]
+    pub(crate) invite: Option<PathBuf>,
+    /// Get this rank's identity from rank 0 with a token [or KYKLOS_JOIN, which other users do not see]; --identity F keeps it,
+    /// --rank R asks for a rank
+    #[arg(long, value_name = "TOKEN")]
+    pub(crate) join: Option<String>,
+    /// List of keys whose identities this process takes no more; read again when a group forms again (--on-loss)
+    #[arg(long, value_name = "F")]
+    pub(crate) revoked: Option<PathBuf>,
     /// Warn if the identity expires within so many days
     #[arg(long, value_name = "DAYS", default_value_t = 3)]
     pub(crate) warn_days: u32,
@@ -62,6 +72,10 @@ impl GroupArgs {
             .or_else(|| self.coordinator.as_ref().map(|address| format!("--coordinator {address}")))
             .or_else(|| path("--cluster", &self.cluster))
             .or_else(|| path("--identity", &self.identity))
+            .or_else(|| path("--invite", &self.invite))
+            .or_else(|| path("--revoked", &self.revoked))
+            // Not its token, which is a secret.
+            .or_else(|| self.join.as_ref().map(|_| "--join".to_owned()))
             .or_else(|| self.bind.map(|address| format!("--bind {address}")))
             .or_else(|| self.port.map(|port| format!("--port {port}")))
     }

@@ -12,14 +12,16 @@ mod mpi;
 pub(crate) mod nodelist;
 mod slurm;
 mod source;
+mod token;
 mod torchrun;
 mod variables;
 
 use std::fmt::Display;
 
 pub(crate) use self::given::{GroupArgs, IDENTITY, JOB_ID};
-pub(crate) use self::source::HostPort;
-use self::source::{Nearness, Said, Source};
+pub(crate) use self::source::{HostPort, Source};
+use self::source::{Nearness, Said};
+pub(crate) use self::token::{enrolled, invited};
 pub(crate) use self::variables::Variables;
 use crate::device::DeviceRequest;
 use crate::failure::{Failure, Result};
@@ -62,8 +64,19 @@ pub(crate) fn by_kyklos(variables: &Variables<'_>) -> bool {
     variables.text(LAUNCH).is_some()
 }
 
-/// Which rank this process is; `None` where nothing says that there are several.
-pub(crate) fn find(args: &GroupArgs, variables: &Variables<'_>) -> Result<Option<Launched>> {
+/// Which rank flags and environment say this process is, before anybody else is asked.
+pub(crate) fn rank_said(args: &GroupArgs, variables: &Variables<'_>) -> Result<Option<u32>> {
+    let sources = without_nested(all_sources(args, variables)?);
+    Ok(first(&sources, |source| source.rank.as_ref()).map(|rank| rank.value))
+}
+
+/// Which rank this process is; `None` where nothing says that there are several. `told` is what an invitation says, or
+/// rank 0 has said.
+pub(crate) fn find(
+    args: &GroupArgs,
+    variables: &Variables<'_>,
+    told: Option<Source>,
+) -> Result<Option<Launched>> {
     let by_kyklos = by_kyklos(variables);
     let sources = if by_kyklos {
         if let Some(flag) = args.first() {
@@ -74,7 +87,9 @@ pub(crate) fn find(args: &GroupArgs, variables: &Variables<'_>) -> Result<Option
         }
         vec![given::variables(variables)?, torchrun::source(variables)?]
     } else {
-        all_sources(args, variables)?
+        let mut sources = all_sources(args, variables)?;
+        sources.splice(0..0, told);
+        sources
     };
     let sources = without_nested(sources);
     agree(&sources, |source| source.rank.as_ref())?;

@@ -15,7 +15,7 @@ fn read(flags: &str, variables: &str) -> Result<Option<Launched>> {
         variables.split_whitespace().map(|pair| pair.split_once('=').unwrap()).collect();
     let look_up =
         |name: &str| table.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-    find(&flags.group, &Variables::of(&look_up))
+    find(&flags.group, &Variables::of(&look_up), None)
 }
 
 /// rank/world local rank/local world, address.

@@ -45,6 +45,12 @@ fn identities_are_issued_shown_and_never_overwritten() {
     {
         assert!(stdout(&shown).contains(word), "`{word}` is not in: {}", stdout(&shown));
     }
+    // What was issued is listed, in lines of which a list of revoked ones is made.
+    let issued = std::fs::read_to_string(folder.path().join("authority/issued")).unwrap();
+    let line = issued.lines().find(|line| line.contains("rank 7 of job train")).unwrap();
+    let (key, _) = line.split_once("  ").unwrap();
+    assert_eq!((issued.lines().count(), key.len()), (5, 64), "{issued}");
+    assert!(stdout(&shown).contains(&format!("key {key}")), "{}", stdout(&shown));
     let soon = run("show ids/rank-7.pem --warn-days 40");
     assert_eq!(soon.status.code(), Some(1));
     assert!(stderr(&soon).contains("ids/rank-7.pem expires on"), "{}", stderr(&soon));

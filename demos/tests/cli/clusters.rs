@@ -123,6 +123,21 @@ fn by_flags() {
 }
 
 #[test]
+fn a_revoked_identity_is_kept_out_by_a_line_of_what_was_issued() {
+    let cluster = Cluster::new();
+    cluster.certs("issue -n 3 --job train");
+    let issued = std::fs::read_to_string(cluster.path("authority/issued")).unwrap();
+    std::fs::write(cluster.path("revoked"), "# nobody yet\n").unwrap();
+    let flags = format!("{BY_FLAGS} --revoked {{dir}}/revoked");
+    cluster.works(&flags, "", &["of job train, until"]);
+    let lost = issued.lines().find(|line| line.contains("rank 1 of job train")).unwrap();
+    std::fs::write(cluster.path("revoked"), format!("# a lost laptop\n{lost}\n")).unwrap();
+    cluster.fails(&flags, "", &["rank 1", "revoked"]);
+    std::fs::write(cluster.path("revoked"), "rank 1\n").unwrap();
+    cluster.fails(&flags, "", &["list of revoked keys", "line 1, begins with \"rank\""]);
+}
+
+#[test]
 fn over_tcp_where_udp_does_not_get_through() {
     let cluster = Cluster::new();
     cluster.certs("issue -n 3 --job train");

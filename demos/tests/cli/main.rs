@@ -16,3 +16,4 @@ mod on_loss;
 mod requests;
 mod support;
 mod table;
+mod tokens;

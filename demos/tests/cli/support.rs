@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
 /// How the names of variables begin that launchers set: none of it may leak into a test from outside.
-const LAUNCHER: [&str; 21] = [
+const LAUNCHER: [&str; 22] = [
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -25,6 +25,7 @@ const LAUNCHER: [&str; 21] = [
     "JOB_COMPLETION_INDEX",
     "KYKLOS_JOB_ID",
     "KYKLOS_IDENTITY",
+    "KYKLOS_JOIN",
     "KYKLOS_LAUNCH",
     "KYKLOS_RECORD_DIR",
     "KYKLOS_WORLD",

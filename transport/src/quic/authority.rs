@@ -6,7 +6,7 @@ use std::time::SystemTime;
 
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, PKCS_ECDSA_P256_SHA256,
+    KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData,
 };
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -47,6 +47,27 @@ impl ClusterAuthority {
         Self::of(certificate, key, job, None)
     }
 
+    /// A new one for the job of this name alone.
+    pub(super) fn of_job(job: &str, days: u32) -> Result<Self, TransportError> {
+        check_job_name(job)?;
+        let (certificate, key) = make(&format!("kyklos job {job}"), days)?;
+        Self::of(certificate, key, JobId::of_text(job), Some(job.to_owned()))
+    }
+
+    /// One whose certificate and key are kept somewhere.
+    pub(super) fn of_keys(
+        certificate: CertificateDer<'static>,
+        key: &PrivateKeyDer<'_>,
+        job: JobId,
+        job_name: Option<String>,
+    ) -> Result<Self, TransportError> {
+        let key = KeyPair::try_from(key).map_err(cannot_issue)?;
+        if !belong_together(&certificate, &key) {
+            return Err(bootstrap("the key of the authority is not that of its certificate"));
+        }
+        Self::of(certificate, key, job, job_name)
+    }
+
     /// Makes an authority for a cluster in a folder: `authority.pem`, and `authority.key` that only its owner can read.
     /// Returns when it ends.
     ///
@@ -83,11 +104,7 @@ impl ClusterAuthority {
     ///
     /// [`TransportError::Bootstrap`] if there is none, its key can be read by others (unix), or it does not hold now.
     pub fn read(folder: &Path, job: &str) -> Result<Self, TransportError> {
-        if !is_job_name(job) {
-            return Err(bootstrap(format!(
-                "{job:?} is no name of a job: use up to 64 letters, digits and . _ - : / @ +"
-            )));
-        }
+        check_job_name(job)?;
         let pem = folder.join(CERTIFICATE_FILE);
         if !pem.exists() {
             return Err(bootstrap(format!(
@@ -101,8 +118,7 @@ impl ClusterAuthority {
         let text = String::from_utf8_lossy(&text);
         let key = KeyPair::from_pem(&text)
             .map_err(|_| bootstrap(format!("{} holds no private key", key_file.display())))?;
-        let (_, parsed) = X509Certificate::from_der(&certificate).map_err(|_| unreadable(&pem))?;
-        if parsed.public_key().subject_public_key.data.as_ref() != key.public_key_raw() {
+        if !belong_together(&certificate, &key) {
             let text = format!("{} is not the key of {}", key_file.display(), pem.display());
             return Err(bootstrap(text));
         }
@@ -177,6 +193,29 @@ impl ClusterAuthority {
         job: JobId,
         validity: Validity,
     ) -> Result<Identity, TransportError> {
+        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(cannot_issue)?;
+        let certificate = self.sign(subject, job, validity, &key)?;
+        let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der()));
+        Ok(Identity { authorities: self.trusted.clone(), certificate, key })
+    }
+
+    /// The certificate of somebody who has made the key.
+    pub(super) fn certify(
+        &self,
+        subject: &Subject,
+        validity: Validity,
+        key: &impl PublicKeyData,
+    ) -> Result<CertificateDer<'static>, TransportError> {
+        self.sign(subject, self.job, validity, key)
+    }
+
+    fn sign(
+        &self,
+        subject: &Subject,
+        job: JobId,
+        validity: Validity,
+        key: &impl PublicKeyData,
+    ) -> Result<CertificateDer<'static>, TransportError> {
         let mut params = CertificateParams::new(names_of(subject, job)).map_err(cannot_issue)?;
         params.distinguished_name.push(DnType::CommonName, format!("kyklos {subject}"));
         if let Some(name) = &self.job_name {
@@ -188,10 +227,24 @@ impl ClusterAuthority {
         params.use_authority_key_identifier_extension = true;
         params.not_before = validity.from.into();
         params.not_after = validity.until.into();
-        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(cannot_issue)?;
-        let certificate = params.signed_by(&key, &self.issuer).map_err(cannot_issue)?.der().clone();
-        let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der()));
-        Ok(Identity { authorities: self.trusted.clone(), certificate, key })
+        Ok(params.signed_by(key, &self.issuer).map_err(cannot_issue)?.der().clone())
+    }
+
+    pub(super) fn job(&self) -> JobId {
+        self.job
+    }
+
+    pub(super) fn validity(&self) -> Validity {
+        self.validity
+    }
+
+    pub(super) fn certificate(&self) -> &CertificateDer<'static> {
+        &self.trusted[0]
+    }
+
+    /// Its key in PKCS #8, to be kept.
+    pub(super) fn key_der(&self) -> Vec<u8> {
+        self.issuer.key().serialize_der()
     }
 
     fn of(
@@ -216,6 +269,18 @@ fn make(name: &str, days: u32) -> Result<(CertificateDer<'static>, KeyPair), Tra
     params.not_after = validity.until.into();
     let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(cannot_issue)?;
     Ok((params.self_signed(&key).map_err(cannot_issue)?.der().clone(), key))
+}
+
+fn check_job_name(job: &str) -> Result<(), TransportError> {
+    if is_job_name(job) {
+        return Ok(());
+    }
+    Err(bootstrap(format!("{job:?} is no name of a job: use up to 64 letters, digits and . _ - : / @ +")))
+}
+
+fn belong_together(certificate: &CertificateDer<'_>, key: &KeyPair) -> bool {
+    X509Certificate::from_der(certificate)
+        .is_ok_and(|(_, parsed)| parsed.public_key().subject_public_key.data.as_ref() == key.public_key_raw())
 }
 
 fn read_certificate(path: &Path) -> Result<CertificateDer<'static>, TransportError> {

@@ -71,6 +71,14 @@ pub(crate) fn check(config: &QuicConfig) -> Result<(), TransportError> {
         );
         return Err(failed(text));
     }
+    if let Some(invitation) = &config.invitation
+        && (*rank, *world) != (COORDINATOR, invitation.world())
+    {
+        return Err(failed(format!(
+            "rank {rank} of {world} has the invitation of rank 0 of {}: the others come with its token",
+            invitation.world()
+        )));
+    }
     config.link.check(config.bind, *world)?;
     identity.claims().map(|_| ())
 }
@@ -82,6 +90,11 @@ pub(crate) fn identity_fits(config: &QuicConfig) -> Result<(), TransportError> {
         return Err(failed(format!(
             "this is job {}, but the identity is of {claims}: use the files that were issued for this job",
             config.job
+        )));
+    }
+    if config.revoked.as_ref().is_some_and(|revoked| revoked.has(&config.identity.certificate)) {
+        return Err(failed(format!(
+            "the certificate of {claims} has been revoked, by its own list: issue a new one with kyklos certs issue"
         )));
     }
     if let Some(complaint) = claims.out_of_date() {

@@ -172,6 +172,7 @@ impl Core {
             if let Some(rank) = coordinator.tick() {
                 self.died(rank, self.silence());
             }
+            self.look_for_the_deaf();
             coordinator.report(self.me, self.report());
             if let Some(stall) = coordinator.stalled() {
                 self.speak_of(stall);
@@ -218,6 +219,7 @@ impl Core {
                 let Report { progress, beats, works, waits_for } = self.report();
                 control.say(Frame::Ping { progress, beats, works, waits_for });
             }
+            self.look_for_the_deaf();
             if heard.tick() >= SILENT_TICKS {
                 self.coordinator_died(self.silence());
             }

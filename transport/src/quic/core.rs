@@ -3,7 +3,7 @@
 //! Calls come in from any thread, frames and streams from tasks of the tokio context; both change the state under
 //! one lock that is never held across a wait.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -67,13 +67,19 @@ pub(crate) struct Link {
     /// Of a data connection: itself and those beside it. None of a control connection.
     pub(crate) lanes: Vec<Lane>,
     frames: Mutex<Option<FrameSender>>,
+    /// Frames that have not been handed to the connection.
+    queued: Arc<AtomicUsize>,
     /// Becomes true when every frame has reached the peer, or never will.
     pub(crate) flushed: watch::Receiver<bool>,
 }
 
 impl Link {
-    pub(crate) fn new(connection: Connection, frames: FrameSender, flushed: watch::Receiver<bool>) -> Self {
-        Self { connection, lanes: Vec::new(), frames: Mutex::new(Some(frames)), flushed }
+    pub(crate) fn new(
+        connection: Connection,
+        (frames, queued): (FrameSender, Arc<AtomicUsize>),
+        flushed: watch::Receiver<bool>,
+    ) -> Self {
+        Self { connection, lanes: Vec::new(), frames: Mutex::new(Some(frames)), queued, flushed }
     }
 
     pub(crate) fn close(&self, code: VarInt, reason: &[u8]) {
@@ -87,8 +93,14 @@ impl Link {
     /// Queues a frame. A link that is gone drops it: its watcher knows.
     pub(crate) fn say(&self, frame: Frame) {
         if let Some(frames) = &*self.frames.lock().unwrap_or_else(PoisonError::into_inner) {
+            self.queued.fetch_add(1, Ordering::Relaxed);
             let _ = frames.send(frame);
         }
+    }
+
+    /// More frames wait for it than any plan has: it lives, and does not read.
+    fn is_deaf(&self) -> bool {
+        self.queued.load(Ordering::Relaxed) > MOST_QUEUED
     }
 
     /// No frame follows: ends the stream once the peer has all of them.
@@ -223,19 +235,35 @@ impl Core {
 
     /// A peer has broken the protocol: ends the receive that it concerns, tells the peer, and aborts the group.
     pub(crate) fn misbehaved(&self, peer: Rank, tag: Option<Tag>, text: String) {
+        // Once is enough: a peer that goes on misbehaving, and reads no answer, must not fill queues.
+        let is_known = self.lock().abort.is_some();
         if let Some(tag) = tag {
             self.recorder.note(EventKind::Refused, peer, tag, 0);
             let call = self.lock().recvs.remove(&(peer, tag));
             if let Some(call) = call {
                 call.completer.complete(Err(TransportError::PeerMisbehaved { peer, text: text.clone() }));
             }
-            if let Some(link) = self.link(peer) {
+            if let Some(link) = self.link(peer).filter(|_| !is_known) {
                 link.say(Frame::Refuse { tag, text: text.clone() });
             }
         }
-        // Once is enough: a peer that goes on misbehaving must not fill queues.
-        if self.lock().abort.is_none() {
+        if !is_known {
             self.failed(peer, format!("broke the protocol: {text}"));
+        }
+    }
+
+    /// Looks for peers that read nothing: what is said to them must not wait without end.
+    pub(crate) fn look_for_the_deaf(&self) {
+        for links in [&self.links, &self.control] {
+            let mut all = (0..).map(Rank).zip(links);
+            let deaf = all.find(|(_, link)| link.as_ref().is_some_and(Link::is_deaf));
+            if let Some((rank, _)) = deaf {
+                self.misbehaved(
+                    rank,
+                    None,
+                    format!("more than {MOST_QUEUED} frames wait for it, it reads none"),
+                );
+            }
         }
     }
 
@@ -283,6 +311,9 @@ impl Core {
         }
     }
 }
+
+/// Frames that may wait for one peer.
+const MOST_QUEUED: usize = 1 << 16;
 
 /// The rank whose word counts.
 pub(crate) const COORDINATOR: Rank = Rank(0);

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use quinn::{Connection, Endpoint, Incoming, SendStream};
+use quinn::{Connection, Endpoint, Incoming, SendStream, ServerConfig};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
@@ -13,9 +13,11 @@ use super::bootstrap::{GOODBYE_PATIENCE, Joined, cut};
 use super::control::{close_code, describe};
 use super::core::COORDINATOR;
 use super::frames::FrameReader;
+use super::join::Desk;
 use super::names::Claims;
 use super::tls::{self, TlsConfigs};
 use super::visitors::{Answer, Visitors};
+use crate::error::TransportError;
 use crate::membership::Claim;
 use crate::transport::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
@@ -26,6 +28,8 @@ pub(crate) struct Door {
     tls: TlsConfigs,
     /// Where the lanes beside the first are to be dialled.
     lane_ports: Vec<u16>,
+    /// Of rank 0, if others may come with a token.
+    desk: Option<Desk>,
     open: Mutex<Open>,
     visitors: Visitors,
     /// Whom it has turned away, and why: what a rank says when others did not come.
@@ -63,17 +67,38 @@ pub(crate) struct Arrival {
 
 impl Door {
     /// A door that nobody comes in by before [`Self::open`].
-    pub(crate) fn new(config: &QuicConfig, tls: &TlsConfigs, lane_ports: Vec<u16>) -> Self {
+    pub(crate) fn new(
+        config: &QuicConfig,
+        tls: &TlsConfigs,
+        lane_ports: Vec<u16>,
+    ) -> Result<Self, TransportError> {
         let era = Era::Group { epoch: config.epoch, members: Vec::new() };
         let open = Open { era, taken: HashMap::new(), arrived: mpsc::channel(1).0 };
-        Self {
+        Ok(Self {
             config: config.clone(),
             tls: tls.clone(),
             lane_ports,
+            desk: Desk::of(config)?,
             open: Mutex::new(open),
             visitors: Visitors::default(),
             refusals: Mutex::new(Vec::new()),
-        }
+        })
+    }
+
+    /// Lets others in by a token from now on, if this rank has an invitation.
+    pub(crate) fn invite(&self) {
+        self.desk.iter().for_each(Desk::open);
+    }
+
+    /// What is run with whoever comes now.
+    pub(crate) fn server(&self) -> ServerConfig {
+        let inviting = self.desk.as_ref().and_then(Desk::tls);
+        inviting.map_or_else(|| self.tls.server(), |tls| self.tls.server_of(tls))
+    }
+
+    /// Every rank is there.
+    pub(crate) fn invite_no_more(&self) {
+        self.desk.iter().for_each(Desk::close);
     }
 
     /// Lets in who belongs to `era` from now on.
@@ -135,10 +160,14 @@ impl Door {
 
     /// Lets one visitor in, or tells it why not.
     async fn receive(&self, incoming: Incoming, lane: usize) -> Result<(), String> {
-        let config = Arc::new(self.tls.server());
+        // Who has a token knows the address of the first lane.
+        let config = Arc::new(if lane == 0 { self.server() } else { self.tls.server() });
         let connecting = incoming.accept_with(config).map_err(|error| error.to_string())?;
         let connection = timeout(VISIT_PATIENCE, connecting).await.map_err(|_| "slow handshake")?;
         let connection = connection.map_err(|error| describe(&error))?;
+        if let (Some(desk), true) = (&self.desk, tls::is_application(&connection)) {
+            return self.let_in(desk, &connection).await;
+        }
         let talk = timeout(VISIT_PATIENCE, self.talk(&connection, lane)).await;
         let refusal = match talk {
             Ok(Ok(arrival)) => {
@@ -159,6 +188,18 @@ impl Door {
         };
         connection.close(close_code::REJECTED, cut(&refusal).as_bytes());
         Err(refusal)
+    }
+
+    /// Gives one who has a token its identity. It comes again, as a rank.
+    async fn let_in(&self, desk: &Desk, connection: &Connection) -> Result<(), String> {
+        let served = timeout(VISIT_PATIENCE, desk.serve(connection)).await;
+        let served = served.unwrap_or_else(|_| Err("no application".into()));
+        let reason = served.as_ref().err().map_or("", |text| cut(text));
+        connection.close(close_code::REJECTED, reason.as_bytes());
+        let (rank, key) = served?;
+        let from = connection.remote_address().ip().to_canonical();
+        (self.config.note)(&format!("gave rank {rank} to {from}, key {key}"));
+        Ok(())
     }
 
     async fn talk(&self, connection: &Connection, lane: usize) -> Result<Arrival, Refusal> {
@@ -315,7 +356,6 @@ mod tests {
     use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 
     use super::*;
-    use crate::error::TransportError;
     use crate::quic::authority::ClusterAuthority;
     use crate::quic::identity::Identity;
     use crate::quic::job::JobId;
@@ -338,7 +378,8 @@ mod tests {
     ) -> Result<Frame, quinn::ConnectionError> {
         let genuine = rank_one(authority, other);
         let path = Path::new(&LinkSettings::default(), Ipv4Addr::UNSPECIFIED.into(), 2).unwrap();
-        let tls = TlsConfigs::new(&genuine, &path, Duration::from_millis(300)).unwrap();
+        let visitor = QuicConfig::new(Rank(1), 2, other, coordinator, genuine);
+        let tls = TlsConfigs::new(&visitor, &path).unwrap();
         let endpoint = Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
         let name = rank_name(COORDINATOR, looks_for);
         let client = tls.client(Purpose::Control);

@@ -1,5 +1,8 @@
 //! Control frames over a QUIC stream.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use quinn::{RecvStream, SendStream};
 use tokio::sync::mpsc;
 
@@ -49,22 +52,30 @@ const READ_BYTES: usize = 4096;
 
 /// The sending end of a link's frames.
 ///
-/// Unbounded, because only this rank's own calls put frames in: at most a few per outstanding call and heartbeat.
+/// Unbounded, because only this rank's own calls put frames in: at most a few per outstanding call and heartbeat. A peer that
+/// reads none of them is found by their number, with the next heartbeat.
 pub(crate) type FrameSender = mpsc::UnboundedSender<Frame>;
 
 /// Writes frames as they come, and ends the stream once all senders are gone and the peer has it all.
-pub(crate) async fn write_frames(mut stream: SendStream, mut frames: mpsc::UnboundedReceiver<Frame>) {
+pub(crate) async fn write_frames(
+    mut stream: SendStream,
+    mut frames: mpsc::UnboundedReceiver<Frame>,
+    queued: Arc<AtomicUsize>,
+) {
     // Small and urgent: ahead of payload on the same connection.
     let _ = stream.set_priority(10);
     let mut batch = Vec::new();
     while let Some(frame) = frames.recv().await {
         batch.clear();
         batch.extend_from_slice(&frame.encode());
+        let mut taken = 1;
         while batch.len() < READ_BYTES
             && let Ok(frame) = frames.try_recv()
         {
             batch.extend_from_slice(&frame.encode());
+            taken += 1;
         }
+        queued.fetch_sub(taken, Ordering::Relaxed);
         // A connection that is gone is noticed, with its reason, by whoever watches it.
         if stream.write_all(&batch).await.is_err() {
             return;

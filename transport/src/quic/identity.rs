@@ -6,6 +6,7 @@ use std::path::Path;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
+use super::key_hash::KeyHash;
 use super::names::Claims;
 use super::private_file::{self, pem_block};
 use crate::error::TransportError;
@@ -42,6 +43,15 @@ impl Identity {
     /// [`TransportError::Bootstrap`] if the certificate is not one of a [`ClusterAuthority`](super::ClusterAuthority).
     pub fn claims(&self) -> Result<Claims, TransportError> {
         Claims::of(&self.certificate)
+    }
+
+    /// The name of its key, by which it can be revoked.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Bootstrap`] if the certificate cannot be read.
+    pub fn key_hash(&self) -> Result<KeyHash, TransportError> {
+        KeyHash::of(&self.certificate)
     }
 
     /// Fingerprints of the authorities that it trusts, its own issuer's first.

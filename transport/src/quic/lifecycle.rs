@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 use quinn::VarInt;
@@ -84,11 +85,13 @@ fn link(joined: Joined) -> (Rank, Link, FrameReader) {
     let Joined { rank, connection, send, frames, .. } = joined;
     let (sender, receiver) = mpsc::unbounded_channel();
     let (flushed, is_flushed) = watch::channel(false);
+    let queued = Arc::new(AtomicUsize::new(0));
+    let written = Arc::clone(&queued);
     tokio::spawn(async move {
-        write_frames(send, receiver).await;
+        write_frames(send, receiver, written).await;
         let _ = flushed.send(true);
     });
-    (rank, Link::new(connection, sender, is_flushed), frames)
+    (rank, Link::new(connection, (sender, queued), is_flushed), frames)
 }
 
 impl Core {

@@ -19,9 +19,12 @@ mod coordinator;
 mod core;
 mod door;
 mod frames;
+mod hex;
 mod identity;
 mod io_thread;
 mod job;
+mod join;
+mod key_hash;
 #[cfg(test)]
 mod lane_tests;
 mod lifecycle;
@@ -33,6 +36,7 @@ mod payload;
 mod private_file;
 mod receiving;
 mod regroup;
+mod revoked;
 mod seat;
 mod sending;
 mod socket;
@@ -64,11 +68,14 @@ use self::door::Door;
 pub use self::identity::Identity;
 use self::io_thread::{Alive, IoThread};
 pub use self::job::JobId;
+pub use self::join::{EnrolConfig, Enrolled, Invitation, InvitationTerms, Token, enrol};
+pub use self::key_hash::KeyHash;
 use self::link::Path;
 pub use self::link::{Carrier, LinkSettings};
 use self::names::Known;
 pub use self::names::{Claims, HostNames, Subject};
 use self::regroup::{Next, Past};
+pub use self::revoked::Revoked;
 use self::seat::Seat;
 use self::socket::{Ends, Ground};
 pub use self::validity::{Date, Validity};
@@ -96,6 +103,10 @@ pub struct QuicConfig {
     pub coordinator_name: Option<String>,
     /// What this rank proves itself with.
     pub identity: Identity,
+    /// Of rank 0: lets others in by its token while the first group forms. The identity must be the invitation's.
+    pub invitation: Option<Arc<Invitation>>,
+    /// Identities that this rank takes no more, on either side of a connection; read again when a group forms again.
+    pub revoked: Option<Revoked>,
     /// By rank, the host on which the bootstrap places it, by name or address; `None` and what is missing where it does
     /// not say. An identity of a host is taken for a rank that has its place there; without a place it must hold the
     /// address at which the rank is seen.
@@ -117,6 +128,8 @@ pub struct QuicConfig {
     /// Told in one line what may become a failure: by rank 0 of a rank that has stood still for a quarter of
     /// [`Self::stuck_after`].
     pub warn: fn(&str),
+    /// Told in one line what is worth knowing: by rank 0 to whom it has given an identity.
+    pub note: fn(&str),
     /// What is known of the network between the ranks.
     pub link: LinkSettings,
 }
@@ -125,11 +138,6 @@ impl QuicConfig {
     /// The usual settings: 20 s to connect, heartbeats every 200 ms, 180 s to be stuck, warnings as events of `tracing`,
     /// bound to loopback if that is where the coordinator is and to all addresses otherwise.
     pub fn new(rank: Rank, world: u32, job: JobId, coordinator: SocketAddr, identity: Identity) -> Self {
-        let bind = match coordinator.ip() {
-            ip if ip.is_loopback() => ip,
-            IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-            IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-        };
         Self {
             rank,
             world,
@@ -138,14 +146,17 @@ impl QuicConfig {
             coordinator,
             coordinator_name: None,
             identity,
+            invitation: None,
+            revoked: None,
             places: Vec::new(),
-            bind,
+            bind: usual_bind(coordinator),
             port: 0,
             lane_port: 0,
             connect_deadline: Duration::from_secs(20),
             heartbeat: Duration::from_millis(200),
             stuck_after: Duration::from_secs(180),
             warn: |text| tracing::warn!("{text}"),
+            note: |text| tracing::info!("{text}"),
             link: LinkSettings::default(),
         }
     }
@@ -170,6 +181,15 @@ impl QuicConfig {
         let place = self.places.get(rank.0 as usize).and_then(Option::as_deref);
         let name = self.coordinator_name.as_deref().filter(|_| rank == COORDINATOR);
         Known { place, name }
+    }
+}
+
+/// Loopback if that is where the coordinator is, and all addresses otherwise.
+fn usual_bind(coordinator: SocketAddr) -> IpAddr {
+    match coordinator.ip() {
+        ip if ip.is_loopback() => ip,
+        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
     }
 }
 
@@ -258,6 +278,7 @@ impl QuicTransport {
         alive: Option<Alive>,
     ) -> Result<Self, TransportError> {
         let seat = Self::sit_down(config, ground, alive.as_ref()).await?;
+        seat.door.invite();
         seat.listen();
         let is_simulated = seat.is_simulated;
         let mesh = tokio::select! {
@@ -266,6 +287,7 @@ impl QuicTransport {
             text = seat.refusal() => return Err(TransportError::Bootstrap { text }),
             never = other_door::turn_away(&seat), if !is_simulated => match never {},
         };
+        seat.door.invite_no_more();
         let (epoch, members) = (seat.config.epoch, (0..seat.config.world).map(Rank).collect());
         Ok(Self::start(seat, Next { epoch, members, mesh }, alive))
     }
@@ -317,16 +339,17 @@ impl QuicTransport {
         alive: Option<&Alive>,
     ) -> Result<Arc<Seat>, TransportError> {
         let path = Path::new(&config.link, config.bind, config.world)?;
-        let tls = tls::TlsConfigs::new(&config.identity, &path, config.heartbeat)?;
+        let tls = tls::TlsConfigs::new(&config, &path)?;
         ground.has_lanes(config.link.lanes)?;
         let is_simulated = ground.is_simulated();
-        let Ends { lanes: ends, granted, refused } = ground.ends(&path, &tls, alive.is_some())?;
+        let Ends { lanes: ends, granted, refused } =
+            ground.ends(&path, Some(&tls.server()), alive.is_some())?;
         let beside = ends.iter().skip(1).map(|end| end.endpoint.local_addr());
         let lane_ports =
             beside.map(|address| address.map(|address| address.port())).collect::<Result<_, _>>();
         let lane_ports =
             lane_ports.map_err(|error| bootstrap::failed(format!("a lane without a port: {error}")))?;
-        let door = Arc::new(Door::new(&config, &tls, lane_ports));
+        let door = Arc::new(Door::new(&config, &tls, lane_ports)?);
         let thread = alive.map(Alive::downgrade);
         Ok(Arc::new(Seat { config, ends, path, granted, refused, is_simulated, tls, door, thread }))
     }

@@ -31,25 +31,30 @@ pub(super) fn read(path: &Path, what: &str) -> Result<Vec<u8>, TransportError> {
             return Err(bootstrap(text));
         }
     }
-    take(file, path, what)
+    take(file, path, what, LONGEST_BYTES)
 }
 
 /// Reads a file that anybody may see.
 pub(super) fn read_public(path: &Path, what: &str) -> Result<Vec<u8>, TransportError> {
-    take(open(path, what)?, path, what)
+    take(open(path, what)?, path, what, LONGEST_BYTES)
+}
+
+/// Reads a list that anybody may see.
+pub(super) fn read_list(path: &Path, what: &str) -> Result<Vec<u8>, TransportError> {
+    take(open(path, what)?, path, what, LONGEST_LIST_BYTES)
 }
 
 fn open(path: &Path, what: &str) -> Result<File, TransportError> {
     File::open(path).map_err(|error| bootstrap(format!("cannot read the {what} {}: {error}", path.display())))
 }
 
-fn take(file: File, path: &Path, what: &str) -> Result<Vec<u8>, TransportError> {
+fn take(file: File, path: &Path, what: &str, most: u64) -> Result<Vec<u8>, TransportError> {
     let mut bytes = Vec::new();
-    file.take(LONGEST_BYTES + 1)
+    file.take(most + 1)
         .read_to_end(&mut bytes)
         .map_err(|error| bootstrap(format!("cannot read the {what} {}: {error}", path.display())))?;
-    if bytes.len() as u64 > LONGEST_BYTES {
-        let text = format!("{} has more than {LONGEST_BYTES} bytes: it is not an {what}", path.display());
+    if bytes.len() as u64 > most {
+        let text = format!("{} has more than {most} bytes: that is no {what}", path.display());
         return Err(bootstrap(text));
     }
     Ok(bytes)
@@ -80,3 +85,6 @@ fn bootstrap(text: impl Into<String>) -> TransportError {
 
 /// Longest file that is read.
 const LONGEST_BYTES: u64 = 64 * 1024;
+
+/// Longest list: more than ten thousand lines.
+const LONGEST_LIST_BYTES: u64 = 1 << 20;

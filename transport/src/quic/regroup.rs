@@ -7,14 +7,14 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use super::bootstrap::{Forming, Joined, Mesh, failed};
+use super::bootstrap::{Forming, Joined, Mesh, failed, identity_fits};
 use super::door::{Arrival, Era, gone_on_without};
 use super::frames::FrameError;
 use super::seat::{Errand, Seat, Undialled};
@@ -50,13 +50,17 @@ pub(crate) async fn regroup(
     who: Regroup,
     until: Instant,
 ) -> Result<Next, TransportError> {
+    if let Some(revoked) = &seat.config.revoked {
+        revoked.read_again()?;
+        identity_fits(&seat.config)?;
+    }
     let floor = past.claims.iter().map(|claim| claim.epoch).max().unwrap_or(0);
     let settled = Instant::now()
         + match who {
             Regroup::Survivors => seat.config.heartbeat * SETTLE_TICKS,
             Regroup::Everyone { within } => within,
         };
-    let mut party = Party { seat, past, who, until, settled, floor };
+    let mut party = Party { seat, past, who, until, settled, floor, refused: Arc::default() };
     loop {
         match party.attempt().await {
             Ok(next) => {
@@ -98,6 +102,8 @@ struct Party<'a> {
     settled: Instant,
     /// The highest epoch that was heard of.
     floor: u32,
+    /// Why a lower rank, or this one, did not take the other for what it is.
+    refused: Arc<Mutex<Option<String>>>,
 }
 
 /// Connections of one attempt.
@@ -156,7 +162,7 @@ impl Party<'_> {
         address: SocketAddr,
     ) -> impl Future<Output = (Rank, Result<Joined, TransportError>)> + Send + 'static {
         let (seat, until, floor) = (Arc::clone(self.seat), self.until, self.floor);
-        let (claims, settled) = (self.past.claims.clone(), self.settled);
+        let (claims, settled, refused) = (self.past.claims.clone(), self.settled, Arc::clone(&self.refused));
         let purpose = if self.everyone() { Purpose::Rejoin } else { Purpose::Reform };
         async move {
             loop {
@@ -170,6 +176,9 @@ impl Party<'_> {
                         }
                     }
                     Err(Undialled::Rejected(RejectCode::Gone, error)) => return (rank, Err(error)),
+                    Err(Undialled::Failed(error)) => {
+                        *refused.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+                    }
                     Err(_) => {}
                 }
                 sleep(PAUSE).await;
@@ -284,7 +293,9 @@ impl Party<'_> {
             Ok(_) => "time was up".to_owned(),
             Err(text) => text,
         });
-        failed(format!("rank {} could not form a group again: {why}", self.me()))
+        let refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
+        let refused = refused.as_ref().map_or(String::new(), |text| format!("; {text}"));
+        failed(format!("rank {} could not form a group again: {why}{refused}", self.me()))
     }
 
     /// Of the lowest rank.

@@ -17,7 +17,7 @@ use super::frames::FrameReader;
 use super::io_thread::Alive;
 use super::link::Path;
 use super::names::rank_name;
-use super::socket::{Granted, Refused};
+use super::socket::{self, Granted, Refused};
 use super::tls::{self, TlsConfigs};
 use crate::error::TransportError;
 use crate::transport::Rank;
@@ -192,13 +192,7 @@ impl Seat {
 
     /// Ends with the words of somebody who was dialled and talks over another carrier.
     pub(crate) async fn refusal(&self) -> String {
-        if let Some(mut refused) = self.refused.clone()
-            && let Ok(said) = refused.wait_for(Option::is_some).await
-            && let Some(text) = said.clone()
-        {
-            return text;
-        }
-        std::future::pending().await
+        socket::refusal(self.refused.clone()).await
     }
 
     /// Leaves the network; who waits for this rank learns why it need not.
@@ -229,7 +223,7 @@ impl Seat {
 ///
 /// A handshake that is complete for this side may lack its last packets on the other, which then gives it up. A
 /// refusal has a code of its own.
-fn is_silence(reason: &ConnectionError) -> bool {
+pub(super) fn is_silence(reason: &ConnectionError) -> bool {
     match reason {
         ConnectionError::TimedOut | ConnectionError::Reset => true,
         ConnectionError::ConnectionClosed(close) => close.error_code == TransportErrorCode::APPLICATION_ERROR,
@@ -238,4 +232,4 @@ fn is_silence(reason: &ConnectionError) -> bool {
 }
 
 /// How long one attempt at a handshake may take before the next one.
-const DIAL_PATIENCE: Duration = Duration::from_secs(4);
+pub(super) const DIAL_PATIENCE: Duration = Duration::from_secs(4);

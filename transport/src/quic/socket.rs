@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use quinn::udp::{RecvMeta, Transmit};
-use quinn::{AsyncTimer, AsyncUdpSocket, Endpoint, EndpointConfig, Runtime, TokioRuntime, UdpPoller};
+use quinn::{
+    AsyncTimer, AsyncUdpSocket, Endpoint, EndpointConfig, Runtime, ServerConfig, TokioRuntime, UdpPoller,
+};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -16,7 +18,6 @@ use tokio::sync::watch;
 use super::io_thread::IoThread;
 use super::link::{Carrier, Path};
 use super::seat::LaneEnd;
-use super::tls::TlsConfigs;
 use super::tunnel::Tunnel;
 use crate::error::TransportError;
 
@@ -127,6 +128,17 @@ impl fmt::Display for Granted {
 /// What somebody said who was dialled with TCP and does not talk it.
 pub(crate) type Refused = Option<watch::Receiver<Option<String>>>;
 
+/// Ends with the words of somebody who was dialled and talks over another carrier.
+pub(crate) async fn refusal(refused: Refused) -> String {
+    if let Some(mut refused) = refused
+        && let Ok(said) = refused.wait_for(Option::is_some).await
+        && let Some(text) = said.clone()
+    {
+        return text;
+    }
+    std::future::pending().await
+}
+
 /// What the endpoints of a rank stand on, by lane.
 #[derive(Debug)]
 pub(crate) enum Ground {
@@ -173,12 +185,12 @@ impl Ground {
         }
     }
 
-    /// Endpoints that dial and listen. Must be called in a tokio context, in which the first lane lives; the others do too
+    /// Endpoints that dial, and listen if they have what to answer. Must be called in a tokio context, in which the first lane lives; the others do too
     /// unless they get threads of their own.
     pub(crate) fn ends(
         self,
         path: &Path,
-        tls: &TlsConfigs,
+        server: Option<&ServerConfig>,
         own_threads: bool,
     ) -> Result<Ends, TransportError> {
         let runtimes = (0..self.lanes()).map(|lane| {
@@ -206,7 +218,7 @@ impl Ground {
         };
         let mut ends = Ends { lanes: Vec::new(), granted: Granted::Tcp, refused: None };
         for ((runtime, thread), (footing, seed)) in runtimes.into_iter().zip(footings) {
-            let endpoint = endpoint(footing.socket, seed, path, tls, &runtime)?;
+            let endpoint = endpoint(footing.socket, seed, path, server.cloned(), &runtime)?;
             if ends.lanes.is_empty() {
                 ends.granted = footing.granted.at_most(path);
                 ends.refused = footing.refused;
@@ -248,12 +260,12 @@ fn granted(socket: &dyn AsyncUdpSocket, buffers: Option<(usize, usize)>) -> Gran
     Granted::Udp { buffers, segments: (socket.max_transmit_segments(), socket.max_receive_segments()) }
 }
 
-/// An endpoint that dials and listens on the thread of `runtime`.
+/// An endpoint that dials, and listens if it has what to answer, on the thread of `runtime`.
 fn endpoint(
     socket: Arc<dyn AsyncUdpSocket>,
     seed: Option<[u8; 32]>,
     path: &Path,
-    tls: &TlsConfigs,
+    server: Option<ServerConfig>,
     runtime: &Handle,
 ) -> Result<Endpoint, TransportError> {
     let mut config = EndpointConfig::default();
@@ -262,8 +274,7 @@ fn endpoint(
     let socket =
         Arc::new(Segmented { socket, transmit: path.transmit_segments(), receive: path.receive_segments() });
     let runtime = Arc::new(OnThread(runtime.clone()));
-    Endpoint::new_with_abstract_socket(config, Some(tls.server()), socket, runtime)
-        .map_err(|error| cannot(&error))
+    Endpoint::new_with_abstract_socket(config, server, socket, runtime).map_err(|error| cannot(&error))
 }
 
 /// quinn's tasks, wherever they are begun, on the thread of one runtime.

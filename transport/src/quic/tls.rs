@@ -1,13 +1,14 @@
 //! TLS and QUIC settings of both sides.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use quinn::crypto::rustls::{HandshakeData, QuicClientConfig, QuicServerConfig};
 use quinn::{ClientConfig, Connection, ServerConfig, TransportConfig};
+use rustls::client::danger::ServerCertVerifier;
+use rustls::crypto::CryptoProvider;
 use rustls::pki_types::CertificateDer;
 
-use super::identity::Identity;
+use super::QuicConfig;
 use super::link::Path;
 use super::names::Claims;
 use super::verifier::{Dialled, Dialler};
@@ -24,16 +25,16 @@ pub(crate) struct TlsConfigs {
 }
 
 impl TlsConfigs {
-    pub(crate) fn new(identity: &Identity, path: &Path, heartbeat: Duration) -> Result<Self, TransportError> {
+    pub(crate) fn new(config: &QuicConfig, path: &Path) -> Result<Self, TransportError> {
         let client = |purpose| {
-            let config = QuicClientConfig::try_from(client_tls(identity, purpose)?);
+            let config = QuicClientConfig::try_from(client_tls(config, purpose)?);
             config.map(Arc::new).map_err(cannot_set_up)
         };
         Ok(Self {
             control: client(Purpose::Control)?,
             data: client(Purpose::Data)?,
-            server: Arc::new(QuicServerConfig::try_from(server_tls(identity)?).map_err(cannot_set_up)?),
-            transport: Arc::new(path.transport_config(heartbeat)),
+            server: Arc::new(QuicServerConfig::try_from(server_tls(config, false)?).map_err(cannot_set_up)?),
+            transport: Arc::new(path.transport_config(config.heartbeat)),
         })
     }
 
@@ -48,7 +49,12 @@ impl TlsConfigs {
     }
 
     pub(crate) fn server(&self) -> ServerConfig {
-        let mut config = ServerConfig::with_crypto(Arc::<QuicServerConfig>::clone(&self.server));
+        self.server_of(Arc::clone(&self.server))
+    }
+
+    /// The same with another handshake.
+    pub(crate) fn server_of(&self, crypto: Arc<QuicServerConfig>) -> ServerConfig {
+        let mut config = ServerConfig::with_crypto(crypto);
         config.transport_config(Arc::clone(&self.transport));
         config.migration(false);
         // Strangers can only fill these; members need a handful.
@@ -64,15 +70,19 @@ fn alpn(purpose: Purpose) -> Vec<u8> {
     }
 }
 
+pub(crate) fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
+}
+
 /// The cipher suite that ranks of this program agree on, because both offer it first.
 pub(crate) fn first_cipher() -> String {
     let suites = rustls::crypto::aws_lc_rs::default_provider().cipher_suites;
     suites.first().map_or_else(|| "no cipher".to_owned(), |suite| format!("{:?}", suite.suite()))
 }
 
-fn client_tls(identity: &Identity, purpose: Purpose) -> Result<rustls::ClientConfig, TransportError> {
-    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let verifier = Dialled::new(identity, Arc::clone(&provider))?;
+fn client_tls(config: &QuicConfig, purpose: Purpose) -> Result<rustls::ClientConfig, TransportError> {
+    let (provider, identity) = (provider(), &config.identity);
+    let verifier = Dialled::new(config, Arc::clone(&provider))?;
     let mut config = rustls::ClientConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(cannot_set_up)?
@@ -86,16 +96,43 @@ fn client_tls(identity: &Identity, purpose: Purpose) -> Result<rustls::ClientCon
     Ok(config)
 }
 
-fn server_tls(identity: &Identity) -> Result<rustls::ServerConfig, TransportError> {
-    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let verifier = Arc::new(Dialler::new(identity, Arc::clone(&provider))?);
+/// What one runs who has a token and nothing else.
+pub(crate) fn applicant(
+    verifier: Arc<dyn ServerCertVerifier>,
+    provider: Arc<CryptoProvider>,
+) -> Result<rustls::ClientConfig, TransportError> {
+    let mut config = rustls::ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(cannot_set_up)?
+        .dangerous()
+        .with_custom_certificate_verifier(verifier)
+        .with_no_client_auth();
+    config.alpn_protocols = vec![JOIN_PROTOCOL.to_vec()];
+    config.resumption = rustls::client::Resumption::disabled();
+    Ok(config)
+}
+
+/// What rank 0 runs while others may come with a token. They have no certificate yet, so it does without; whoever has none gets
+/// no further than an application, because a hello counts for nothing without a certificate. The authority's own
+/// is shown too: they know its hash.
+pub(crate) fn inviting_server(config: &QuicConfig) -> Result<QuicServerConfig, TransportError> {
+    QuicServerConfig::try_from(server_tls(config, true)?).map_err(cannot_set_up)
+}
+
+fn server_tls(config: &QuicConfig, invites: bool) -> Result<rustls::ServerConfig, TransportError> {
+    let (provider, identity) = (provider(), &config.identity);
+    let verifier = Dialler::new(config, Arc::clone(&provider))?;
+    let verifier = Arc::new(if invites { verifier.or_nobody() } else { verifier });
+    let mut chain = vec![identity.certificate.clone()];
+    chain.extend(identity.authorities.first().filter(|_| invites).cloned());
     let mut config = rustls::ServerConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(cannot_set_up)?
         .with_client_cert_verifier(verifier)
-        .with_single_cert(vec![identity.certificate.clone()], identity.key.clone_key())
+        .with_single_cert(chain, identity.key.clone_key())
         .map_err(cannot_set_up)?;
     config.alpn_protocols = vec![alpn(Purpose::Control), alpn(Purpose::Data)];
+    config.alpn_protocols.extend(invites.then(|| JOIN_PROTOCOL.to_vec()));
     config.send_tls13_tickets = 0;
     Ok(config)
 }
@@ -112,17 +149,30 @@ pub(crate) fn proven_claims(connection: &Connection) -> Result<Claims, Transport
 
 /// What the peer said the connection is for, in the handshake.
 pub(crate) fn negotiated_purpose(connection: &Connection) -> Option<Purpose> {
-    let data = connection.handshake_data()?.downcast::<HandshakeData>().ok()?;
-    let protocol = data.protocol?;
+    let protocol = negotiated_protocol(connection)?;
     [Purpose::Control, Purpose::Data].into_iter().find(|purpose| alpn(*purpose) == protocol)
 }
 
-fn cannot_set_up(error: impl std::fmt::Display) -> TransportError {
+/// Whether the peer comes with a token.
+pub(crate) fn is_application(connection: &Connection) -> bool {
+    negotiated_protocol(connection).is_some_and(|protocol| protocol == JOIN_PROTOCOL)
+}
+
+fn negotiated_protocol(connection: &Connection) -> Option<Vec<u8>> {
+    connection.handshake_data()?.downcast::<HandshakeData>().ok()?.protocol
+}
+
+/// The protocol of those who have a token and no certificate.
+const JOIN_PROTOCOL: &[u8] = b"kyklos-join/1";
+
+pub(crate) fn cannot_set_up(error: impl std::fmt::Display) -> TransportError {
     TransportError::Bootstrap { text: format!("cannot set up TLS: {error}") }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::net::SocketAddr;
+
     use super::*;
     use crate::quic::authority::ClusterAuthority;
     use crate::quic::job::JobId;
@@ -133,11 +183,14 @@ mod tests {
     #[test]
     fn ranks_agree_on_the_first_cipher() {
         let authority = ClusterAuthority::new(JobId([1; 16])).unwrap();
-        let identity = |rank| authority.issue(Rank(rank)).unwrap();
+        let here = SocketAddr::from(([127, 0, 0, 1], 1));
+        let config =
+            |rank| QuicConfig::new(Rank(rank), 2, JobId([1; 16]), here, authority.issue(Rank(rank)).unwrap());
         let name = rank_name(Rank(0), JobId([1; 16])).try_into().unwrap();
-        let client = client_tls(&identity(1), Purpose::Data).unwrap();
+        let client = client_tls(&config(1), Purpose::Data).unwrap();
         let mut client = rustls::ClientConnection::new(Arc::new(client), name).unwrap();
-        let mut server = rustls::ServerConnection::new(Arc::new(server_tls(&identity(0)).unwrap())).unwrap();
+        let mut server =
+            rustls::ServerConnection::new(Arc::new(server_tls(&config(0), false).unwrap())).unwrap();
         while client.is_handshaking() || server.is_handshaking() {
             let mut flight = Vec::new();
             client.write_tls(&mut flight).unwrap();

@@ -32,10 +32,21 @@ fn connect(config: QuicConfig) -> JoinHandle<Formed> {
 
 /// Forms a group of two and ends it; the errors of both ranks if it does not come about.
 fn meet(zero: Identity, one: Identity, places: &[&str]) -> Result<(), (String, String)> {
+    meet_with(zero, one, places, [None, None])
+}
+
+/// The same with lists of revoked keys.
+fn meet_with(
+    zero: Identity,
+    one: Identity,
+    places: &[&str],
+    revoked: [Option<&Revoked>; 2],
+) -> Result<(), (String, String)> {
     let coordinator = free_address();
     let places: Vec<Option<String>> = places.iter().map(|place| Some((*place).to_owned())).collect();
     let [zero, one] = [(0, zero), (1, one)].map(|(rank, identity)| {
-        connect(QuicConfig { places: places.clone(), ..config(rank, coordinator, identity) })
+        let revoked = revoked[rank as usize].cloned();
+        connect(QuicConfig { places: places.clone(), revoked, ..config(rank, coordinator, identity) })
     });
     match (zero.join().unwrap(), one.join().unwrap()) {
         (Ok(zero), Ok(one)) => {
@@ -205,4 +216,89 @@ fn a_cluster_changes_its_authority_while_old_and_new_identities_meet() {
     // Without the states between, they do not.
     both_say(meet(states[0](0), states[3](1), &[]).unwrap_err(), &["another authority"]);
     assert!(meet(states[0](0), states[2](1), &[]).is_err());
+}
+
+/// A list of keys in a file of its own.
+fn list(path: &Path, identities: &[&Identity]) -> Revoked {
+    let lines = identities.iter().map(|identity| format!("{}  lost\n", identity.key_hash().unwrap()));
+    std::fs::write(path, lines.collect::<String>()).unwrap();
+    Revoked::read_file(path).unwrap()
+}
+
+#[test]
+fn a_revoked_identity_is_refused_by_whoever_has_the_list_and_both_sides_say_so() {
+    let (authority, folder) = (authority(), tempfile::tempdir().unwrap());
+    let [zero, one, again] = [0, 1, 1].map(|rank| authority.issue(Rank(rank)).unwrap());
+    let path = folder.path().join("revoked");
+    let meet = |zero: &Identity, one: &Identity, lists| meet_with(zero.clone(), one.clone(), &[], lists);
+    // Rank 0 is dialled, and rank 1 dials.
+    let lost = list(&path, &[&one]);
+    let errors = meet(&zero, &one, [Some(&lost), None]).unwrap_err();
+    both_say(errors, &["the certificate of rank 1 of job", "has been revoked, by the list of rank 0"]);
+    // Another one of the same rank is welcome.
+    meet(&zero, &again, [Some(&lost), Some(&lost)]).unwrap();
+    // A rank that is revoked itself does not ask others to find out.
+    let (_, own) = meet(&zero, &one, [Some(&lost), Some(&lost)]).unwrap_err();
+    assert!(own.contains("rank 1") && own.contains("revoked, by its own list"), "{own}");
+    let lost = list(&path, &[&zero]);
+    let errors = meet(&zero, &one, [None, Some(&lost)]).unwrap_err();
+    both_say(errors, &["the certificate of rank 0 of job", "has been revoked, by the list of rank 1"]);
+    // A host's identity is one identity, for whatever rank.
+    let (node, other) = (host(&authority, &["127.0.0.1"]), host(&authority, &["127.0.0.1"]));
+    let lost = list(&path, &[&node]);
+    both_say(meet(&zero, &node, [Some(&lost), None]).unwrap_err(), &["host 127.0.0.1", "revoked"]);
+    meet(&zero, &other, [Some(&lost), Some(&lost)]).unwrap();
+}
+
+#[test]
+fn a_list_that_names_more_when_a_group_forms_again_keeps_them_out() {
+    let (authority, folder) = (authority(), tempfile::tempdir().unwrap());
+    let identities: Vec<_> = (0..4).map(|rank| authority.issue(Rank(rank)).unwrap()).collect();
+    let path = folder.path().join("revoked");
+    let revoked = list(&path, &[]);
+    let coordinator = free_address();
+    let ranks: Vec<_> = (0..4)
+        .map(|rank| {
+            // Rank 2 does not have the list.
+            let revoked = (rank != 2).then(|| revoked.clone());
+            let config = config(rank, coordinator, identities[rank as usize].clone());
+            connect(QuicConfig { world: 4, connect_deadline: Duration::from_secs(10), revoked, ..config })
+        })
+        .collect();
+    let mut group: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap().unwrap()).collect();
+    // Rank 3 dies, and rank 2 is found to be somebody else's.
+    list(&path, &[&identities[2]]);
+    drop(group.pop());
+    let next: Vec<_> = group
+        .iter()
+        .map(|rank| {
+            let posted = rank.post_recv(
+                Rank((rank.rank().0 + 1) % 3),
+                Tag { op: 0, message: 0 },
+                &[1],
+                Duration::from_secs(20),
+            );
+            let _ = pollster::block_on(posted);
+            rank.reform(Regroup::Survivors, Duration::from_secs(12))
+        })
+        .collect();
+    let mut next: Vec<_> = next.into_iter().map(pollster::block_on).collect();
+    let two = next.pop().unwrap().unwrap_err().to_string();
+    assert!(two.contains("rank 2 could not form a group again") && two.contains("has been revoked"), "{two}");
+    for reformed in &next {
+        assert_eq!(reformed.as_ref().unwrap().members, [Rank(0), Rank(1)], "{two}");
+    }
+    // A list that has become unreadable ends the next attempt.
+    let pair: Vec<_> = next.into_iter().map(|reformed| reformed.unwrap().transport).collect();
+    std::fs::write(&path, "rank 2").unwrap();
+    pair[0].abort(Abort {
+        culprit: Rank(0),
+        cause: crate::error::AbortCause::Failed("a test".into()),
+        progress: Progress::default(),
+    });
+    std::thread::sleep(Duration::from_millis(500));
+    let error = pollster::block_on(pair[0].reform(Regroup::Survivors, Duration::from_secs(5)))
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("line 1, begins with \"rank\""), "{error}");
 }

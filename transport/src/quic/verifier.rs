@@ -1,6 +1,6 @@
 //! The checks of TLS, with refusals that both sides can read: who, what is wrong, and until when it was right.
 //!
-//! All decisions are webpki's; only its words are replaced. A refusal travels to the refused side as the reason of the
+//! All decisions are webpki's but one, of the list of revoked keys; its words are replaced. A refusal travels to the refused side as the reason of the
 //! connection's end.
 
 use std::sync::Arc;
@@ -15,8 +15,10 @@ use rustls::{
     CertificateError, DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme,
 };
 
+use super::QuicConfig;
 use super::identity::Identity;
 use super::names::Claims;
+use super::revoked::Revoked;
 use crate::error::TransportError;
 
 /// Verifies whom a rank dials.
@@ -26,16 +28,31 @@ pub(super) struct Dialled {
     own: Own,
 }
 
-/// What a rank's own identity is, for refusals.
+/// What a rank's own identity is, for refusals, and whom it refuses.
 #[derive(Debug)]
 struct Own {
     claims: Claims,
     trusted: String,
+    revoked: Option<Revoked>,
 }
 
 impl Own {
-    fn of(identity: &Identity) -> Result<Self, TransportError> {
-        Ok(Self { claims: identity.claims()?, trusted: identity.authorities().join(" and ") })
+    fn of(config: &QuicConfig) -> Result<Self, TransportError> {
+        let (identity, revoked) = (&config.identity, config.revoked.clone());
+        Ok(Self { claims: identity.claims()?, trusted: identity.authorities().join(" and "), revoked })
+    }
+
+    /// Refuses a certificate that is good otherwise. What it says of itself is proven.
+    fn still_takes(&self, certificate: &CertificateDer<'_>) -> Result<(), Error> {
+        if !self.revoked.as_ref().is_some_and(|revoked| revoked.has(certificate)) {
+            return Ok(());
+        }
+        let whose =
+            Claims::of(certificate).map_or_else(|_| "somebody".to_owned(), |claims| claims.to_string());
+        Err(Error::General(format!(
+            "the certificate of {whose} has been revoked, by the list of {}: issue a new one with kyklos certs issue",
+            self.claims
+        )))
     }
 }
 
@@ -43,24 +60,30 @@ impl Own {
 #[derive(Debug)]
 pub(super) struct Dialler {
     inner: Arc<dyn ClientCertVerifier>,
+    mandatory: bool,
     own: Own,
 }
 
 impl Dialled {
-    pub(super) fn new(identity: &Identity, provider: Arc<CryptoProvider>) -> Result<Self, TransportError> {
-        let inner = WebPkiServerVerifier::builder_with_provider(Arc::new(roots(identity)?), provider)
+    pub(super) fn new(config: &QuicConfig, provider: Arc<CryptoProvider>) -> Result<Self, TransportError> {
+        let inner = WebPkiServerVerifier::builder_with_provider(Arc::new(roots(&config.identity)?), provider)
             .build()
             .map_err(cannot_set_up)?;
-        Ok(Self { inner, own: Own::of(identity)? })
+        Ok(Self { inner, own: Own::of(config)? })
     }
 }
 
 impl Dialler {
-    pub(super) fn new(identity: &Identity, provider: Arc<CryptoProvider>) -> Result<Self, TransportError> {
-        let inner = WebPkiClientVerifier::builder_with_provider(Arc::new(roots(identity)?), provider)
+    pub(super) fn new(config: &QuicConfig, provider: Arc<CryptoProvider>) -> Result<Self, TransportError> {
+        let inner = WebPkiClientVerifier::builder_with_provider(Arc::new(roots(&config.identity)?), provider)
             .build()
             .map_err(cannot_set_up)?;
-        Ok(Self { inner, own: Own::of(identity)? })
+        Ok(Self { inner, mandatory: true, own: Own::of(config)? })
+    }
+
+    /// Takes those too who show no certificate. Whoever shows one is held to it.
+    pub(super) fn or_nobody(self) -> Self {
+        Self { mandatory: false, ..self }
     }
 }
 
@@ -76,6 +99,7 @@ impl ServerCertVerifier for Dialled {
         self.inner
             .verify_server_cert(certificate, intermediates, server_name, ocsp_response, now)
             .map_err(|error| in_words(error, certificate, &self.own))
+            .and_then(|verified| self.own.still_takes(certificate).map(|()| verified))
     }
 
     fn verify_tls12_signature(
@@ -102,6 +126,10 @@ impl ServerCertVerifier for Dialled {
 }
 
 impl ClientCertVerifier for Dialler {
+    fn client_auth_mandatory(&self) -> bool {
+        self.mandatory
+    }
+
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         // Who dials has one certificate: a hint could only keep it from showing it, and the refusal from naming it.
         &[]
@@ -116,6 +144,7 @@ impl ClientCertVerifier for Dialler {
         self.inner
             .verify_client_cert(certificate, intermediates, now)
             .map_err(|error| in_words(error, certificate, &self.own))
+            .and_then(|verified| self.own.still_takes(certificate).map(|()| verified))
     }
 
     fn verify_tls12_signature(

@@ -99,9 +99,25 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| WireError::BadText)
     }
 
+    /// Bytes: their number as u16, at most `limit`, then they.
+    pub(crate) fn blob(&mut self, limit: u16) -> Result<Vec<u8>, WireError> {
+        let length = self.u16()?;
+        if length > limit {
+            return Err(WireError::BadValue { field: "number of bytes", value: u64::from(length) });
+        }
+        self.bytes(usize::from(length)).map(<[u8]>::to_vec)
+    }
+
     pub(crate) fn finish(self) -> Result<(), WireError> {
         if self.rest.is_empty() { Ok(()) } else { Err(WireError::TrailingBytes(self.rest.len())) }
     }
+}
+
+/// Appends bytes, at most `limit` of them.
+pub(crate) fn put_blob(out: &mut Vec<u8>, bytes: &[u8], limit: u16) {
+    let length = u16::try_from(bytes.len()).unwrap_or(limit).min(limit);
+    out.extend_from_slice(&length.to_le_bytes());
+    out.extend_from_slice(&bytes[..usize::from(length)]);
 }
 
 /// Appends a text of at most `limit` bytes, cut between two characters.

@@ -108,6 +108,17 @@ pub(super) fn read_ranks(reader: &mut Reader<'_>) -> Result<Vec<Rank>, WireError
     Ok(ranks)
 }
 
+/// Which rank somebody wants to be: 0, or 1 and the rank.
+pub(super) fn put_wish(out: &mut Vec<u8>, rank: Option<Rank>) {
+    out.push(u8::from(rank.is_some()));
+    rank.iter().for_each(|rank| out.extend_from_slice(&rank.0.to_le_bytes()));
+}
+
+pub(super) fn read_wish(reader: &mut Reader<'_>) -> Result<Option<Rank>, WireError> {
+    let is_said = read_flag(reader, "wish for a rank")?;
+    if is_said { Ok(Some(Rank(reader.u32()?))) } else { Ok(None) }
+}
+
 pub(super) fn read_flag(reader: &mut Reader<'_>, field: &'static str) -> Result<bool, WireError> {
     match reader.u8()? {
         0 => Ok(false),

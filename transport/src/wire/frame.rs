@@ -2,10 +2,10 @@
 
 use std::net::SocketAddr;
 
-use super::codec::{Reader, WireError, put_text};
+use super::codec::{Reader, WireError, put_blob, put_text};
 use super::fields::{
-    put_addresses, put_claims, put_lane_ports, put_progress, put_ranks, put_tag, read_addresses, read_claims,
-    read_flag, read_lane_ports, read_progress, read_ranks, read_tag,
+    put_addresses, put_claims, put_lane_ports, put_progress, put_ranks, put_tag, put_wish, read_addresses,
+    read_claims, read_flag, read_lane_ports, read_progress, read_ranks, read_tag, read_wish,
 };
 use crate::error::{Abort, AbortCause};
 use crate::membership::Claim;
@@ -16,6 +16,9 @@ pub const MAX_FRAME_BYTES: usize = 64 * 1024;
 
 /// Longest text in a frame, in bytes of UTF-8; longer ones are cut.
 pub const MAX_TEXT_BYTES: u16 = 4096;
+
+/// Longest request for a signature, and longest certificate, in bytes of DER.
+pub const MAX_DER_BYTES: u16 = 4096;
 
 /// Largest group: its address table fits one frame.
 pub const MAX_WORLD: u32 = 2048;
@@ -80,6 +83,24 @@ pub enum Frame {
         members: Vec<Rank>,
         /// One address per member.
         addresses: Vec<SocketAddr>,
+    },
+    /// First frame of whoever dialled with a token: it wants an identity.
+    Apply {
+        /// Which rank it wants to be; `None` takes any.
+        rank: Option<Rank>,
+        /// For the signature of its key: PKCS #10 in DER, at most [`MAX_DER_BYTES`].
+        request: Vec<u8>,
+        /// That it knows the secret, made for this connection and these words.
+        proof: [u8; 32],
+    },
+    /// The answer to that.
+    Grant {
+        /// Which rank it is.
+        rank: Rank,
+        /// Number of ranks.
+        world: u32,
+        /// X.509 in DER, at most [`MAX_DER_BYTES`].
+        certificate: Vec<u8>,
     },
     /// A rank's vote in its next round.
     Vote {
@@ -190,6 +211,8 @@ pub enum RejectCode {
     Busy,
     /// The group has gone on without this rank.
     Gone,
+    /// Its token does not let it in.
+    Token,
 }
 
 /// The one table of frame numbers.
@@ -215,6 +238,8 @@ mod number {
     pub(super) const WITHDRAW: u8 = 19;
     pub(super) const JOIN: u8 = 20;
     pub(super) const MEMBERS: u8 = 21;
+    pub(super) const APPLY: u8 = 22;
+    pub(super) const GRANT: u8 = 23;
 }
 
 /// Layout version of a frame; a frame that changes gets a new one of its own.
@@ -296,6 +321,8 @@ impl Frame {
             Self::Withdraw { .. } => number::WITHDRAW,
             Self::Join { .. } => number::JOIN,
             Self::Members { .. } => number::MEMBERS,
+            Self::Apply { .. } => number::APPLY,
+            Self::Grant { .. } => number::GRANT,
         }
     }
 
@@ -335,6 +362,16 @@ impl Frame {
                 out.extend_from_slice(&epoch.to_le_bytes());
                 put_ranks(out, members);
                 put_addresses(out, addresses);
+            }
+            Self::Apply { rank, request, proof } => {
+                put_wish(out, *rank);
+                put_blob(out, request, MAX_DER_BYTES);
+                out.extend_from_slice(proof);
+            }
+            Self::Grant { rank, world, certificate } => {
+                out.extend_from_slice(&rank.0.to_le_bytes());
+                out.extend_from_slice(&world.to_le_bytes());
+                put_blob(out, certificate, MAX_DER_BYTES);
             }
             Self::Meshed | Self::Start | Self::Pong | Self::Leave | Self::Goodbye => {}
             Self::Vote { vote: Vote::Ready { plan_hash } } => {
@@ -427,6 +464,16 @@ impl Frame {
                 members: read_ranks(&mut reader)?,
                 addresses: read_addresses(&mut reader)?,
             },
+            number::APPLY => Self::Apply {
+                rank: read_wish(&mut reader)?,
+                request: reader.blob(MAX_DER_BYTES)?,
+                proof: reader.array()?,
+            },
+            number::GRANT => Self::Grant {
+                rank: Rank(reader.u32()?),
+                world: reader.u32()?,
+                certificate: reader.blob(MAX_DER_BYTES)?,
+            },
             number::MESHED => Self::Meshed,
             number::START => Self::Start,
             number::VOTE => Self::Vote {
@@ -500,6 +547,7 @@ impl RejectCode {
             Self::Protocol => 6,
             Self::Busy => 7,
             Self::Gone => 8,
+            Self::Token => 9,
         }
     }
 
@@ -513,6 +561,7 @@ impl RejectCode {
             6 => Self::Protocol,
             7 => Self::Busy,
             8 => Self::Gone,
+            9 => Self::Token,
             value => {
                 return Err(WireError::BadValue { field: "reject code", value: u64::from(value) });
             }

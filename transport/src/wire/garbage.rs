@@ -44,6 +44,7 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         Just(RejectCode::Protocol),
         Just(RejectCode::Busy),
         Just(RejectCode::Gone),
+        Just(RejectCode::Token),
     ];
     let vote = prop_oneof![
         any::<[u8; 32]>().prop_map(|plan_hash| Vote::Ready { plan_hash }),
@@ -79,6 +80,14 @@ fn any_frame() -> impl Strategy<Value = Frame> {
             Just(Frame::Leave),
             Just(Frame::Goodbye)
         ],
+        (
+            proptest::option::of(any::<u32>().prop_map(Rank)),
+            proptest::collection::vec(any::<u8>(), 0..40),
+            any::<[u8; 32]>()
+        )
+            .prop_map(|(rank, request, proof)| Frame::Apply { rank, request, proof }),
+        (any::<u32>(), any::<u32>(), proptest::collection::vec(any::<u8>(), 0..40))
+            .prop_map(|(rank, world, certificate)| Frame::Grant { rank: Rank(rank), world, certificate }),
         vote.prop_map(|vote| Frame::Vote { vote }),
         (any::<u64>(), refusal).prop_map(|(round, refusal)| Frame::Verdict { round, refusal }),
         (any::<u64>(), any::<u32>(), any::<bool>()).prop_map(|(round, rank, left)| Frame::Missing {

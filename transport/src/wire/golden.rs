@@ -133,6 +133,37 @@ fn frames_of_forming_again_are_pinned() {
 }
 
 #[test]
+fn frames_of_joining_by_a_token_are_pinned() {
+    let (request, proof) = (vec![0x30, 0x31], [0xcd; 32]);
+    pinned(
+        &Frame::Apply { rank: Some(Rank(3)), request: request.clone(), proof },
+        &[
+            "16",
+            "01",
+            "01",             // it asks for a rank
+            "03000000",       // rank
+            "0200",           // bytes of the request
+            "3031",           // request
+            &"cd".repeat(32), // proof
+        ],
+    );
+    pinned(
+        &Frame::Apply { rank: None, request, proof },
+        &["16", "01", "00", "0200", "3031", &"cd".repeat(32)],
+    );
+    pinned(
+        &Frame::Grant { rank: Rank(3), world: 4, certificate: vec![0x30] },
+        &[
+            "17", "01", "03000000", // rank
+            "04000000", // ranks
+            "0100",     // bytes of the certificate
+            "30",       // certificate
+        ],
+    );
+    pinned(&Frame::Reject { code: RejectCode::Token, text: String::new() }, &["03", "01", "09", "0000"]);
+}
+
+#[test]
 fn frames_of_a_running_group_are_pinned() {
     let tag = Tag { op: 9, message: 5 };
     let progress = Progress { op: 9, step: 2 };

@@ -15,7 +15,9 @@ mod garbage;
 mod golden;
 
 pub use codec::WireError;
-pub use frame::{Frame, MAX_FRAME_BYTES, MAX_TEXT_BYTES, MAX_WORLD, MOST_LANES, Purpose, RejectCode};
+pub use frame::{
+    Frame, MAX_DER_BYTES, MAX_FRAME_BYTES, MAX_TEXT_BYTES, MAX_WORLD, MOST_LANES, Purpose, RejectCode,
+};
 pub use header::{HEADER_BYTES, MessageHeader, part_digest};
 
 /// Version of everything on the wire. Peers with another version refuse each other.

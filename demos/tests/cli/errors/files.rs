@@ -25,6 +25,10 @@ pub(super) fn make(folder: &Path) {
     let issue =
         ["certs", "issue", "--authority", &path("authority"), "--ranks", "0-1", "--output", &path("ids")];
     succeeds(&kyklos(&issue));
+    let invitation = path("invitation");
+    let invite =
+        ["certs", "invite", "--coordinator", "127.0.0.1:29600", "--world", "2", "--output", &invitation];
+    succeeds(&kyklos(&invite));
 }
 
 fn safetensors(folder: &Path, name: &str, tensors: &[Shape<'_>], value: f32) {

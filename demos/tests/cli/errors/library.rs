@@ -15,7 +15,7 @@ use kyklos::{
     AttentionProblem, Dtype, Error, Mask, Mesh, NoObserver, PairKind, PairTensor, Placement, PlacementKind,
     RunOptions, Split, Strategy, SystemClock, TokenRuns, plan_rows, plan_world,
 };
-use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport};
+use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport, Revoked};
 use kyklos_transport::{Rank, Tag, Transport, Vote, in_process_group};
 
 use super::Entry;
@@ -212,6 +212,25 @@ fn cancelled() -> Error {
 }
 
 /// Groups that do not form. Exit code 1.
+/// What a rank says that finds itself in its list.
+fn revoked(job: JobId, coordinator: SocketAddr, identity: Identity) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("revoked");
+    std::fs::write(&path, identity.key_hash().unwrap().to_string()).unwrap();
+    let revoked = Some(Revoked::read_file(&path).unwrap());
+    let config = QuicConfig::new(Rank(1), 2, job, coordinator, identity);
+    let connect_deadline = Duration::from_secs(1);
+    QuicTransport::connect(QuicConfig { revoked, connect_deadline, ..config }).unwrap_err().to_string()
+}
+
+fn unreadable_list() -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("revoked");
+    std::fs::write(&path, "rank 1").unwrap();
+    let error = Revoked::read_file(&path).unwrap_err().to_string();
+    error.replace(folder.path().to_str().unwrap(), "DIR")
+}
+
 pub(super) fn of_groups() -> Vec<Entry> {
     let job = JobId::from_name("train");
     let (ours, theirs) = (ClusterAuthority::new(job).unwrap(), ClusterAuthority::new(job).unwrap());
@@ -271,6 +290,16 @@ pub(super) fn of_groups() -> Vec<Entry> {
             "no rank but 0 comes",
             no_one,
             "Start the others, with the address of this one; see what they say.",
+        ),
+        entry(
+            "an identity that has been revoked",
+            revoked(job, free(), issue(&ours, 1)),
+            "Its key is in the list of --revoked; a new identity has another key.",
+        ),
+        entry(
+            "a list of revoked keys of which a line cannot be read",
+            unreadable_list(),
+            "A part of a list is worth nothing: correct the line, or let it begin with #.",
         ),
         entry(
             "an identity's file is not there",

@@ -234,6 +234,16 @@ pub(super) const GROUPS: &[Group] = &[
                 "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29600 @ --identity DIR/ids/rank-1.pem --port 65535",
                 "Each rank of a host takes the next port.",
             ),
+            ("KYKLOS_JOIN=x @ --invite DIR/invitation", "One of the two: rank 0 invites, the others join."),
+            ("@ --invite DIR/invitation --identity DIR/ids/rank-0.pem", "Two that prove who this rank is."),
+            ("@ --join kyklos1.x", "The token was not copied as a whole."),
+            ("KYKLOS_JOIN=x @ --rejoin", "A rank that is there once has an identity."),
+            ("KYKLOS_IDENTITY=x KYKLOS_JOIN=x @", "Two that prove who this rank is."),
+            (
+                "KYKLOS_JOIN=kyklos1.0000000000000000000000000000000000000000000000000000000000000000.00000000000000000000000000000000@127.0.0.1:29600 @ --identity DIR/ids/rank-1.pem",
+                "An identity is never overwritten.",
+            ),
+            ("certs invite --coordinator node1 --world 2", "The others find rank 0 by this address."),
             ("SLURM_STEP_ID=0 SLURM_PROCID=1 @", "The environment is Slurm's, and incomplete."),
             (
                 "SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_STEP_NODELIST=node[1 @",

@@ -1,0 +1,74 @@
+//! One who comes with a token. Knows no network: what it says and what it makes of the answer.
+
+use rcgen::{CertificateParams, KeyPair, PKCS_ECDSA_P256_SHA256};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use x509_parser::prelude::{FromDer, X509Certificate};
+
+use super::BINDING_BYTES;
+use super::enrol::Enrolled;
+use super::token::Token;
+use crate::quic::identity::Identity;
+use crate::quic::key_hash::KeyHash;
+use crate::quic::names::Subject;
+use crate::transport::Rank;
+use crate::wire::{Frame, MAX_WORLD};
+
+/// Has made a key of its own, which stays here.
+#[derive(Debug)]
+pub(super) struct Applicant {
+    token: Token,
+    asked: Option<Rank>,
+    key: KeyPair,
+    request: Vec<u8>,
+}
+
+impl Applicant {
+    /// Of one who wants this rank, or any.
+    pub(super) fn new(token: Token, asked: Option<Rank>) -> Result<Self, rcgen::Error> {
+        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
+        // Which names it gets, rank 0 says.
+        let request = CertificateParams::default().serialize_request(&key)?.der().to_vec();
+        Ok(Self { token, asked, key, request })
+    }
+
+    /// What a proof must be bound to, beside the connection.
+    pub(super) fn words(&self) -> (Option<Rank>, &[u8]) {
+        (self.asked, &self.request)
+    }
+
+    /// What it says on the connection that `binding` is of.
+    pub(super) fn apply(&self, binding: &[u8; BINDING_BYTES]) -> Frame {
+        let proof = self.token.secret.prove(binding);
+        Frame::Apply { rank: self.asked, request: self.request.clone(), proof }
+    }
+
+    /// What it has after it was given a rank, by one who showed these certificates.
+    pub(super) fn accept(
+        &self,
+        chain: &[CertificateDer<'_>],
+        (rank, world): (Rank, u32),
+        certificate: Vec<u8>,
+    ) -> Result<Enrolled, String> {
+        let is_pinned = |certificate: &&CertificateDer<'_>| {
+            KeyHash::of(certificate).is_ok_and(|hash| hash == self.token.authority)
+        };
+        let authority =
+            chain.iter().find(is_pinned).ok_or("it did not show the certificate of its authority")?;
+        let certificate = CertificateDer::from(certificate);
+        let (_, parsed) =
+            X509Certificate::from_der(&certificate).map_err(|_| "its certificate cannot be read")?;
+        if parsed.public_key().subject_public_key.data.as_ref() != self.key.public_key_raw() {
+            return Err("the certificate that it gave is of another key".into());
+        }
+        let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.key.serialize_der()));
+        let identity = Identity { authorities: vec![authority.clone().into_owned()], certificate, key };
+        let claims = identity.claims().map_err(|error| error.to_string())?;
+        let fits = (2..=MAX_WORLD).contains(&world)
+            && (1..world).contains(&rank.0)
+            && self.asked.is_none_or(|asked| asked == rank);
+        if claims.subject != Subject::Rank(rank) || !fits {
+            return Err(format!("it gave rank {rank} of {world} with the certificate of {claims}"));
+        }
+        Ok(Enrolled { identity, rank, world })
+    }
+}

@@ -1,0 +1,178 @@
+//! How a rank that has a token gets its identity from rank 0.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use quinn::crypto::rustls::QuicClientConfig;
+use quinn::{ClientConfig, ConnectionError, Endpoint, TransportErrorCode};
+use rustls::pki_types::CertificateDer;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+
+use super::applicant::Applicant;
+use super::binding;
+use super::pinned::Pinned;
+use super::token::Token;
+use crate::error::TransportError;
+use crate::quic::bootstrap::failed;
+use crate::quic::control::describe;
+use crate::quic::frames::FrameReader;
+use crate::quic::identity::Identity;
+use crate::quic::io_thread::IoThread;
+use crate::quic::link::{LinkSettings, Path};
+use crate::quic::seat::LaneEnd;
+use crate::quic::seat::{DIAL_PATIENCE, is_silence};
+use crate::quic::socket::{self, Bound, Ends, Ground};
+use crate::quic::{tls, usual_bind};
+use crate::transport::Rank;
+use crate::wire::{Frame, RejectCode};
+
+/// How a rank asks to be let in.
+#[derive(Clone, Debug)]
+pub struct EnrolConfig {
+    /// What it knows.
+    pub token: Token,
+    /// Where rank 0 is: the address of the token's [`Token::place`].
+    pub coordinator: SocketAddr,
+    /// Which rank it wants; `None` takes any.
+    pub rank: Option<Rank>,
+    /// Local address to dial from.
+    pub bind: IpAddr,
+    /// What is known of the network; its carrier must be rank 0's.
+    pub link: LinkSettings,
+    /// How long to try: rank 0 may start later.
+    pub deadline: Duration,
+}
+
+impl EnrolConfig {
+    /// The usual settings: any rank, 20 s, bound as [`QuicConfig::new`](crate::quic::QuicConfig::new) does.
+    pub fn new(token: Token, coordinator: SocketAddr) -> Self {
+        let (bind, link) = (usual_bind(coordinator), LinkSettings::default());
+        Self { token, coordinator, rank: None, bind, link, deadline: Duration::from_secs(20) }
+    }
+}
+
+/// What a rank has got.
+#[derive(Clone, Debug)]
+pub struct Enrolled {
+    /// Its identity, with a key that was made here.
+    pub identity: Identity,
+    /// Which rank it is.
+    pub rank: Rank,
+    /// Number of ranks.
+    pub world: u32,
+}
+
+/// Asks rank 0 for an identity. Blocks until it is there.
+///
+/// # Errors
+///
+/// [`TransportError::Bootstrap`] if nobody answers by the deadline, if who answers is not rank 0 of the token's authority, or if
+/// rank 0 refuses: a token that is wrong, used up or has expired, a rank that is taken.
+pub fn enrol(config: EnrolConfig) -> Result<Enrolled, TransportError> {
+    let socket = socket::bind(SocketAddr::new(config.bind, 0), config.link.carrier)?;
+    let thread = IoThread::start()?;
+    let alive = thread.alive();
+    thread.run(async move {
+        let enrolled = on(&config, socket).await;
+        drop(alive);
+        enrolled
+    })?
+}
+
+async fn on(config: &EnrolConfig, socket: Bound) -> Result<Enrolled, TransportError> {
+    let applicant = Applicant::new(config.token.clone(), config.rank)
+        .map_err(|error| failed(format!("cannot make a key: {error}")))?;
+    let path = Path::new(&LinkSettings { lanes: 1, ..config.link }, config.bind, 2)?;
+    let Ends { lanes, refused, .. } = Ground::Real(vec![socket]).ends(&path, None, false)?;
+    let [LaneEnd { endpoint, .. }] = &lanes[..] else { return Err(failed("one socket is not one endpoint")) };
+    let provider = tls::provider();
+    let pinned = Pinned { authority: config.token.authority, provider: Arc::clone(&provider) };
+    let crypto = QuicClientConfig::try_from(tls::applicant(Arc::new(pinned), provider)?)
+        .map_err(tls::cannot_set_up)?;
+    let mut client = ClientConfig::new(Arc::new(crypto));
+    client.transport_config(Arc::new(path.transport_config(HEARTBEAT)));
+    let deadline = Instant::now() + config.deadline;
+    let trying = async {
+        loop {
+            match attempt(config, &applicant, endpoint, client.clone()).await {
+                Err(Attempt::Again) => sleep(PAUSE).await,
+                Err(Attempt::Refused(text)) => return Err(failed(text)),
+                Ok(enrolled) => return Ok(enrolled),
+            }
+        }
+    };
+    let enrolled = tokio::select! {
+        biased;
+        tried = timeout_at(deadline, trying) => tried.unwrap_or_else(|_| Err(failed(format!(
+            "rank 0 did not give an identity at {} within {:?}: is it running, and does {} get through?",
+            config.coordinator, config.deadline, config.link.carrier
+        )))),
+        text = socket::refusal(refused) => Err(failed(text)),
+    };
+    endpoint.close(0_u32.into(), b"");
+    let _ = timeout(PAUSE, endpoint.wait_idle()).await;
+    enrolled
+}
+
+/// Why an attempt came to nothing.
+enum Attempt {
+    /// Packets did not get through, or it is not the moment.
+    Again,
+    Refused(String),
+}
+
+async fn attempt(
+    config: &EnrolConfig,
+    applicant: &Applicant,
+    endpoint: &Endpoint,
+    client: ClientConfig,
+) -> Result<Enrolled, Attempt> {
+    let at = config.coordinator;
+    let refused = |what: String| Attempt::Refused(format!("rank 0 at {at} gave no identity: {what}"));
+    let ended = |error: ConnectionError| {
+        match error {
+        error if is_silence(&error) => Attempt::Again,
+        ConnectionError::ConnectionClosed(close) if close.error_code == TransportErrorCode::crypto(NO_SUCH_PROTOCOL) => refused(
+            "it takes no tokens, because its group is complete or it was started without the invitation (--invite)".into(),
+        ),
+        error => refused(describe(&error)),
+    }
+    };
+    let connecting = endpoint
+        .connect_with(client, at, NAME)
+        .map_err(|error| refused(format!("cannot dial it: {error}")))?;
+    let connection = timeout(DIAL_PATIENCE, connecting).await.map_err(|_| Attempt::Again)?.map_err(ended)?;
+    let lost = |error: String| connection.close_reason().map_or_else(|| refused(error), ended);
+    let (asked, request) = applicant.words();
+    let binding =
+        binding(&connection, asked, request).ok_or_else(|| refused("TLS has no keying material".into()))?;
+    let (mut send, recv) = connection.open_bi().await.map_err(ended)?;
+    send.write_all(&applicant.apply(&binding).encode()).await.map_err(|error| lost(error.to_string()))?;
+    match FrameReader::new(recv).next().await {
+        Ok(Some(Frame::Grant { rank, world, certificate })) => {
+            let chain = connection
+                .peer_identity()
+                .and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
+            let chain = chain.as_deref().map_or(&[][..], Vec::as_slice);
+            applicant.accept(chain, (rank, world), certificate).map_err(refused)
+        }
+        Ok(Some(Frame::Reject { code: RejectCode::Busy, .. })) => Err(Attempt::Again),
+        Ok(Some(Frame::Reject { text, .. })) => Err(refused(text)),
+        Ok(Some(other)) => Err(refused(format!("it answered {other:?} to an application"))),
+        Ok(None) => Err(refused("it ended the conversation".into())),
+        Err(error) => Err(lost(error.to_string())),
+    }
+}
+
+/// TLS' alert for a protocol name that the other side does not have (RFC 7301).
+const NO_SUCH_PROTOCOL: u8 = 120;
+
+/// Asked for in the handshake; who answers to it is seen by its authority.
+const NAME: &str = "rank-0.kyklos.internal";
+
+/// Of the one connection; keeps a silent one for a few seconds.
+const HEARTBEAT: Duration = Duration::from_millis(200);
+
+/// Between two attempts.
+const PAUSE: Duration = Duration::from_millis(300);

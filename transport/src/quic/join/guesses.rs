@@ -1,0 +1,84 @@
+//! How often somebody may be wrong.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::quic::visitors::network;
+
+/// Wrong tokens by network. A secret of 128 bits is not guessed; this keeps trying from costing anything.
+#[derive(Debug, Default)]
+pub(super) struct Guesses {
+    /// How many are counted, and when the last one was.
+    by_network: HashMap<IpAddr, (u32, Instant)>,
+}
+
+impl Guesses {
+    /// Whether one from there is looked at now.
+    pub(super) fn may(&self, from: IpAddr, now: Instant) -> bool {
+        self.by_network.get(&network(from)).is_none_or(|counted| left(*counted, now) < MOST)
+    }
+
+    /// One from there was wrong.
+    pub(super) fn wrong(&mut self, from: IpAddr, now: Instant) {
+        self.by_network.retain(|_, counted| left(*counted, now) > 0);
+        let network = network(from);
+        if self.by_network.len() >= MOST_NETWORKS && !self.by_network.contains_key(&network) {
+            let oldest =
+                self.by_network.iter().min_by_key(|(_, (_, last))| *last).map(|(network, _)| *network);
+            oldest.map(|oldest| self.by_network.remove(&oldest));
+        }
+        let counted = self.by_network.entry(network).or_insert((0, now));
+        *counted = (left(*counted, now) + 1, now);
+    }
+}
+
+/// How many still count: one is forgotten with every [`FORGET`].
+fn left((count, last): (u32, Instant), now: Instant) -> u32 {
+    let forgotten = now.saturating_duration_since(last).as_millis() / FORGET.as_millis();
+    count.saturating_sub(u32::try_from(forgotten).unwrap_or(u32::MAX))
+}
+
+/// Mistakes in a row: an operator pastes a wrong token on a few ranks of a host.
+const MOST: u32 = 16;
+
+/// Then one of them is forgotten in so much time.
+const FORGET: Duration = Duration::from_secs(1);
+
+/// Of so many networks mistakes are counted.
+const MOST_NETWORKS: usize = 1024;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_wrong_too_often_waits_and_others_do_not() {
+        let (mut guesses, now) = (Guesses::default(), Instant::now());
+        let (bad, good) = (IpAddr::from([192, 0, 2, 1]), IpAddr::from([192, 0, 2, 2]));
+        for _ in 0..MOST {
+            assert!(guesses.may(bad, now));
+            guesses.wrong(bad, now);
+        }
+        assert!(!guesses.may(bad, now) && guesses.may(good, now));
+        assert!(!guesses.may(bad, now + FORGET - Duration::from_millis(1)));
+        // One more a second, and no more than that.
+        assert!(guesses.may(bad, now + FORGET));
+        guesses.wrong(bad, now + FORGET);
+        assert!(!guesses.may(bad, now + FORGET));
+        assert!(guesses.may(bad, now + FORGET * 2));
+    }
+
+    #[test]
+    fn the_table_has_an_end_and_forgets() {
+        let (mut guesses, now) = (Guesses::default(), Instant::now());
+        for host in 0..3 * MOST_NETWORKS as u32 {
+            guesses.wrong(IpAddr::from(host.to_be_bytes()), now);
+        }
+        assert_eq!(guesses.by_network.len(), MOST_NETWORKS);
+        guesses.wrong(IpAddr::from([1, 2, 3, 4]), now + FORGET * 2);
+        assert_eq!(guesses.by_network.len(), 1);
+    }
+}

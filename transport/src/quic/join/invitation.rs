@@ -1,0 +1,190 @@
+//! What rank 0 has when others come with a token: an authority for this one group, and rank 0's own identity.
+
+use std::fmt;
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+
+use super::token::Token;
+use crate::error::TransportError;
+use crate::quic::authority::{ClusterAuthority, VALID_DAYS};
+use crate::quic::identity::Identity;
+use crate::quic::job::JobId;
+use crate::quic::key_hash::KeyHash;
+use crate::quic::names::Subject;
+use crate::quic::private_file::{self, pem_block};
+use crate::quic::validity::Validity;
+use crate::transport::Rank;
+use crate::wire::MAX_WORLD;
+
+/// Lets the ranks of one group in by a token. Its file holds the keys of all of that: rank 0's alone.
+pub struct Invitation {
+    token: Token,
+    world: u32,
+    until: SystemTime,
+    pub(super) authority: ClusterAuthority,
+    identity: Identity,
+}
+
+/// What an invitation says.
+#[derive(Clone, Debug)]
+pub struct InvitationTerms<'a> {
+    /// Where the others find rank 0, as `host:port`.
+    pub place: &'a str,
+    /// Number of ranks, rank 0 among them: 2 to 2048. Every other rank is given away once.
+    pub world: u32,
+    /// Name of the job.
+    pub job: &'a str,
+    /// For how long the token lets ranks in. What they get by it holds for [`VALID_DAYS`] days from then on.
+    pub valid: Duration,
+}
+
+impl Invitation {
+    /// Makes a new authority and a token of it, in memory.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Bootstrap`] if the terms do not fit, or keys cannot be made.
+    pub fn new(terms: &InvitationTerms<'_>) -> Result<Self, TransportError> {
+        let InvitationTerms { place, world, job, valid } = *terms;
+        if !(2..=MAX_WORLD).contains(&world) {
+            return Err(bootstrap(format!(
+                "a group that somebody joins has 2 to {MAX_WORLD} ranks, not {world}"
+            )));
+        }
+        let days = valid.as_secs() / (24 * 3600);
+        let days = u32::try_from(days).ok().filter(|days| *days <= MOST_DAYS).ok_or_else(|| {
+            bootstrap(format!(
+                "a token that lets ranks in for more than {MOST_DAYS} days: use {MOST_DAYS} at most"
+            ))
+        })?;
+        // In whole seconds, as the file has it.
+        let until = seconds(SystemTime::now() + valid)?;
+        let until = UNIX_EPOCH + Duration::from_secs(until);
+        let authority = ClusterAuthority::of_job(job, days + VALID_DAYS + 1)?;
+        // Rank 0 has to last as long as anybody whom it lets in.
+        let identity = authority.issue_to(&Subject::Rank(Rank(0)), authority.validity())?;
+        let token = Token::new(KeyHash::of(authority.certificate())?, place)?;
+        Ok(Self { token, world, until, authority, identity })
+    }
+
+    /// Writes it into a new file that only its owner can read.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Bootstrap`] if the file exists already or cannot be written.
+    pub fn write_file(&self, path: &Path) -> Result<(), TransportError> {
+        let Self { token, world, until, authority, identity } = self;
+        let mut text = format!("token {token}\nworld {world}\nuntil {}\n", seconds(*until)?);
+        text.push_str(&pem_block("CERTIFICATE", &identity.certificate));
+        text.push_str(&pem_block("CERTIFICATE", authority.certificate()));
+        text.push_str(&pem_block("PRIVATE KEY", identity.key.secret_der()));
+        text.push_str(&pem_block("PRIVATE KEY", &authority.key_der()));
+        private_file::write_new(path, "invitation", &text)
+    }
+
+    /// Reads what [`Self::write_file`] wrote.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Bootstrap`] if the file is missing, can be read by others than its owner (unix), or is
+    /// something else.
+    pub fn read_file(path: &Path) -> Result<Self, TransportError> {
+        let bytes = private_file::read(path, "invitation")?;
+        Self::parse(&bytes).map_err(|what| {
+            bootstrap(format!(
+                "{} is not an invitation, {what}: make one with kyklos certs invite",
+                path.display()
+            ))
+        })
+    }
+
+    fn parse(bytes: &[u8]) -> Result<Self, String> {
+        let text = std::str::from_utf8(bytes).map_err(|_| "it is not text")?;
+        let mut lines = text.lines();
+        let mut field = |name: &str| {
+            let line = lines.next().and_then(|line| line.strip_prefix(name)?.strip_prefix(' '));
+            line.ok_or_else(|| format!("it has no line `{name} …` where one belongs"))
+        };
+        let token: Token = field("token")?.parse().map_err(|error: TransportError| error.to_string())?;
+        let world = field("world")?.parse().ok().filter(|world| (2..=MAX_WORLD).contains(world));
+        let world = world.ok_or("it has no number of ranks")?;
+        let until = field("until")?.parse().ok().filter(|seconds| *seconds <= LATEST_SECONDS);
+        let until = until.map(|seconds| UNIX_EPOCH + Duration::from_secs(seconds)).ok_or("it has no end")?;
+        let certificates: Result<Vec<CertificateDer<'static>>, _> =
+            CertificateDer::pem_slice_iter(bytes).collect();
+        let keys: Result<Vec<PrivateKeyDer<'static>>, _> = PrivateKeyDer::pem_slice_iter(bytes).collect();
+        let (Ok([certificate, authority]), Ok([key, authority_key])) = (
+            certificates.map_err(|_| ()).and_then(|all| <[_; 2]>::try_from(all).map_err(|_| ())),
+            keys.map_err(|_| ()).and_then(|all| <[_; 2]>::try_from(all).map_err(|_| ())),
+        ) else {
+            return Err("it does not hold the certificates and keys of rank 0 and of its authority".into());
+        };
+        let in_words = |error: TransportError| error.to_string();
+        if KeyHash::of(&authority).map_err(in_words)? != token.authority {
+            return Err("its token is of another authority".into());
+        }
+        let identity = Identity { authorities: vec![authority.clone()], certificate, key };
+        let claims = identity.claims().map_err(in_words)?;
+        if claims.subject != Subject::Rank(Rank(0)) {
+            return Err(format!("it holds the certificate of {claims}, not of rank 0"));
+        }
+        let authority = ClusterAuthority::of_keys(authority, &authority_key, claims.job, claims.job_name);
+        Ok(Self { token, world, until, authority: authority.map_err(in_words)?, identity })
+    }
+
+    /// What the others need.
+    pub fn token(&self) -> &Token {
+        &self.token
+    }
+
+    /// Number of ranks, rank 0 among them.
+    pub fn world(&self) -> u32 {
+        self.world
+    }
+
+    /// Until when the token lets ranks in.
+    pub fn until(&self) -> SystemTime {
+        self.until
+    }
+
+    /// Of rank 0.
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    /// Of which job all of them are.
+    pub fn job(&self) -> JobId {
+        self.authority.job()
+    }
+
+    /// For an identity that is given away now.
+    pub(super) fn validity_from_now(&self) -> Validity {
+        let all = self.authority.validity();
+        Validity { until: Validity::days(VALID_DAYS).until.min(all.until), ..Validity::days(VALID_DAYS) }
+    }
+}
+
+impl fmt::Debug for Invitation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { token, world, .. } = self;
+        f.debug_struct("Invitation").field("token", token).field("world", world).finish_non_exhaustive()
+    }
+}
+
+fn seconds(time: SystemTime) -> Result<u64, TransportError> {
+    let since = time.duration_since(UNIX_EPOCH).map_err(|_| bootstrap("the clock is before 1970"))?;
+    Ok(since.as_secs())
+}
+
+fn bootstrap(text: impl Into<String>) -> TransportError {
+    TransportError::Bootstrap { text: text.into() }
+}
+
+/// For a token of a longer life a file is better.
+const MOST_DAYS: u32 = 366;
+
+/// The end of the year 9999, which is as far as certificates count.
+const LATEST_SECONDS: u64 = 253_402_300_799;

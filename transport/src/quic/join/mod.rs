@@ -1,0 +1,44 @@
+//! Joining with a token: a rank without a file gets its identity from rank 0.
+//!
+//! Rank 0 has an *invitation*: an authority for this one group, and a secret. The *token* is what the others need of it,
+//! in one line: where rank 0 is, the hash of the authority's key, and the secret. Who has the token dials rank 0 and
+//! refuses anybody whose certificate is not rank 0's of that authority. Then it proves that it knows the secret, with an
+//! HMAC over what only the two ends of this very TLS connection can compute (RFC 5705): the secret never travels, and
+//! a proof is worth nothing on any other connection. Rank 0 signs the key that the other made, and that never travels
+//! either. From there on the rank has an identity like any other.
+//!
+//! What is decided is in `register.rs` and `applicant.rs`, which know no network; `desk.rs` and `enrol.rs` carry it.
+
+mod applicant;
+mod desk;
+mod enrol;
+mod guesses;
+mod invitation;
+mod pinned;
+mod register;
+#[cfg(test)]
+mod tests;
+mod token;
+
+use quinn::Connection;
+
+pub(super) use self::desk::Desk;
+pub use self::enrol::{EnrolConfig, Enrolled, enrol};
+pub use self::invitation::{Invitation, InvitationTerms};
+pub use self::token::Token;
+use crate::transport::Rank;
+
+/// What the two ends of a connection have in common with nobody else, for an application of just these words.
+fn binding(connection: &Connection, asked: Option<Rank>, request: &[u8]) -> Option<[u8; BINDING_BYTES]> {
+    let mut context = asked.map_or(u32::MAX, |rank| rank.0).to_le_bytes().to_vec();
+    context.extend_from_slice(request);
+    let mut out = [0; BINDING_BYTES];
+    connection.export_keying_material(&mut out, EXPORTER_LABEL, &context).ok()?;
+    Some(out)
+}
+
+/// Names the use of the keying material, as RFC 5705 asks; part of the protocol.
+const EXPORTER_LABEL: &[u8] = b"EXPERIMENTAL kyklos join";
+
+/// Bytes that a proof is made of.
+const BINDING_BYTES: usize = 32;

@@ -1,0 +1,154 @@
+//! Who gets which rank. Knows no network and no clock: what it is told is all that counts.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use rcgen::{CertificateSigningRequestParams, PKCS_ECDSA_P256_SHA256, PublicKeyData};
+use rustls::pki_types::CertificateSigningRequestDer;
+use tokio::time::Instant;
+
+use super::BINDING_BYTES;
+use super::guesses::Guesses;
+use super::invitation::Invitation;
+use crate::error::TransportError;
+use crate::quic::key_hash::KeyHash;
+use crate::quic::names::Subject;
+use crate::quic::validity::Date;
+use crate::transport::Rank;
+use crate::wire::{Frame, RejectCode};
+
+/// What rank 0 knows of those whom it has let in.
+#[derive(Debug)]
+pub(super) struct Register {
+    invitation: Arc<Invitation>,
+    /// By rank, the key to which it was given.
+    given: BTreeMap<Rank, Vec<u8>>,
+    guesses: Guesses,
+}
+
+/// One who asks, and when.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Visit {
+    /// Where it comes from.
+    pub(super) from: IpAddr,
+    /// What the two ends of its connection have in common, for these words.
+    pub(super) binding: [u8; BINDING_BYTES],
+    pub(super) now: Instant,
+    pub(super) date: SystemTime,
+}
+
+/// What somebody gets.
+#[derive(Debug)]
+pub(super) struct Given {
+    pub(super) rank: Rank,
+    pub(super) key: KeyHash,
+    pub(super) frame: Frame,
+}
+
+/// Why somebody gets nothing.
+pub(super) type Refusal = (RejectCode, String);
+
+impl Register {
+    pub(super) fn new(invitation: Arc<Invitation>) -> Self {
+        Self { invitation, given: BTreeMap::new(), guesses: Guesses::default() }
+    }
+
+    /// The answer to one who asks for a rank, or for any, and wants its key signed.
+    ///
+    /// Who asks again with the same key gets the same rank again: the first answer may have been lost.
+    ///
+    /// # Errors
+    ///
+    /// Why it is refused. Who does not know the secret learns no more than that.
+    pub(super) fn answer(
+        &mut self,
+        asked: Option<Rank>,
+        request: &[u8],
+        proof: &[u8; BINDING_BYTES],
+        visit: &Visit,
+    ) -> Result<Given, Refusal> {
+        if !self.guesses.may(visit.from, visit.now) {
+            let text = format!(
+                "too many wrong tokens came from {}: try again in a second",
+                visit.from.to_canonical()
+            );
+            return Err((RejectCode::Busy, text));
+        }
+        let token = self.invitation.token();
+        if !token.secret.is_proven(&visit.binding, proof) {
+            self.guesses.wrong(visit.from, visit.now);
+            let text = "its token has another secret than this rank 0's: copy the whole line that kyklos certs invite \
+                        printed, and start rank 0 with that invitation";
+            return Err((RejectCode::Token, text.into()));
+        }
+        if visit.date > self.invitation.until() {
+            return Err((
+                RejectCode::Token,
+                format!(
+                    "its token has expired on {} (the clock of rank 0 says {}): make a new invitation with kyklos certs \
+                     invite",
+                    Date(self.invitation.until()),
+                    Date(visit.date)
+                ),
+            ));
+        }
+        let request = CertificateSigningRequestParams::from_der(&CertificateSigningRequestDer::from(request));
+        let key = request.ok().map(|request| request.public_key);
+        let key = key.filter(|key| *key.algorithm() == PKCS_ECDSA_P256_SHA256).ok_or_else(|| {
+            (
+                RejectCode::Protocol,
+                "it asked for something else than the signature of an ECDSA P-256 key".to_owned(),
+            )
+        })?;
+        let rank = self.choose(asked, key.der_bytes())?;
+        let validity = self.invitation.validity_from_now();
+        let signed = self.invitation.authority.certify(&Subject::Rank(rank), validity, &key);
+        let in_words = |error: TransportError| (RejectCode::Protocol, error.to_string());
+        let certificate = signed.map_err(in_words)?;
+        let hash = KeyHash::of(&certificate).map_err(in_words)?;
+        self.given.insert(rank, key.der_bytes().to_vec());
+        let world = self.invitation.world();
+        Ok(Given { rank, key: hash, frame: Frame::Grant { rank, world, certificate: certificate.to_vec() } })
+    }
+
+    fn choose(&self, asked: Option<Rank>, key: &[u8]) -> Result<Rank, Refusal> {
+        let world = self.invitation.world();
+        let refuse = |code, text: String| Err((code, text));
+        if let Some((rank, _)) = self.given.iter().find(|(_, given)| *given == key)
+            && asked.is_none_or(|asked| asked == *rank)
+        {
+            return Ok(*rank);
+        }
+        match asked {
+            None => (1..world).map(Rank).find(|rank| !self.given.contains_key(rank)).map_or_else(
+                || {
+                    let text = format!(
+                        "its token is used up, ranks 1 to {} have been given away: invite for more ranks, or start a rank \
+                         again with the identity that it got (--identity)",
+                        world - 1
+                    );
+                    refuse(RejectCode::Token, text)
+                },
+                Ok,
+            ),
+            Some(Rank(0)) => refuse(
+                RejectCode::Rank,
+                format!("rank 0 is who invites: ask for a rank from 1 to {}, or for none", world - 1),
+            ),
+            Some(rank) if rank.0 >= world => refuse(
+                RejectCode::Rank,
+                format!("it asked for rank {rank}, the invitation is for {world} ranks: ask for 1 to {}", world - 1),
+            ),
+            Some(rank) if self.given.contains_key(&rank) => refuse(
+                RejectCode::Duplicate,
+                format!(
+                    "rank {rank} has been given to another one: ask for none and get one that is free, or start that rank \
+                     again with the identity that it got (--identity)"
+                ),
+            ),
+            Some(rank) => Ok(rank),
+        }
+    }
+}

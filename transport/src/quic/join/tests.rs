@@ -1,0 +1,484 @@
+//! Those who come with a token: who gets in, who does not, and that nobody is let in by another one's proof.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant as Clock, SystemTime};
+
+use pollster::block_on;
+use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
+use quinn::{ClientConfig, Connection, Endpoint, ServerConfig};
+use rcgen::{CertificateParams, KeyPair, PKCS_ECDSA_P256_SHA256, PKCS_ED25519};
+use tokio::time::Instant;
+
+use super::pinned::Pinned;
+use super::register::{Refusal, Register, Visit};
+use super::token::Token;
+use super::*;
+use crate::error::TransportError;
+use crate::quic::frames::FrameReader;
+use crate::quic::key_hash::KeyHash;
+use crate::quic::names::Subject;
+use crate::quic::validity::Validity;
+use crate::quic::{Carrier, Identity, LinkSettings, QuicConfig, QuicTransport, tls};
+use crate::transport::{Tag, Transport};
+use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
+
+const LONG: Duration = Duration::from_secs(20);
+
+fn free_address() -> SocketAddr {
+    UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap()
+}
+
+fn invitation(at: SocketAddr, world: u32) -> Arc<Invitation> {
+    let place = at.to_string();
+    let terms = InvitationTerms { place: &place, world, job: "train", valid: Duration::from_secs(3600) };
+    Arc::new(Invitation::new(&terms).unwrap())
+}
+
+/// The same token with one digit changed, counted from its start.
+fn changed(token: &Token, at: usize) -> Token {
+    let mut text = token.to_string().into_bytes();
+    text[at] = if text[at] == b'0' { b'1' } else { b'0' };
+    String::from_utf8(text).unwrap().parse().unwrap()
+}
+
+const IN_HASH: usize = 20;
+const IN_SECRET: usize = 80;
+
+/// A group of which rank 0 alone is there.
+struct Waiting {
+    invitation: Arc<Invitation>,
+    at: SocketAddr,
+    zero: JoinHandle<Result<Arc<dyn Transport>, TransportError>>,
+}
+
+impl Waiting {
+    fn new(world: u32) -> Self {
+        Self::over(Carrier::Udp, world)
+    }
+
+    fn over(carrier: Carrier, world: u32) -> Self {
+        let at = free_address();
+        let invitation = invitation(at, world);
+        let identity = invitation.identity().clone();
+        let invites = Some(Arc::clone(&invitation));
+        let link = LinkSettings { carrier, ..LinkSettings::default() };
+        let config = QuicConfig { link, ..QuicConfig::new(Rank(0), world, invitation.job(), at, identity) };
+        let zero =
+            std::thread::spawn(move || QuicTransport::connect(QuicConfig { invitation: invites, ..config }));
+        Self { invitation, at, zero }
+    }
+
+    fn config(&self, token: &Token) -> EnrolConfig {
+        EnrolConfig { deadline: Duration::from_secs(8), ..EnrolConfig::new(token.clone(), self.at) }
+    }
+
+    fn enrol(&self, rank: Option<u32>) -> Result<Enrolled, String> {
+        let rank = rank.map(Rank);
+        enrol(EnrolConfig { rank, ..self.config(self.invitation.token()) }).map_err(|error| error.to_string())
+    }
+
+    fn with(&self, token: &Token) -> String {
+        enrol(self.config(token)).unwrap_err().to_string()
+    }
+
+    fn as_rank(&self, enrolled: &Enrolled) -> QuicConfig {
+        let Enrolled { identity, rank, world } = enrolled.clone();
+        QuicConfig::new(rank, world, self.invitation.job(), self.at, identity)
+    }
+
+    /// The ranks that have been let in form the group with rank 0, every one sends to the next, and all leave.
+    fn works(self, others: Vec<Enrolled>) {
+        let joining = others.iter().map(|one| self.as_rank(one));
+        let joining: Vec<_> =
+            joining.map(|config| std::thread::spawn(|| QuicTransport::connect(config))).collect();
+        let mut group = vec![self.zero.join().unwrap().unwrap()];
+        group.extend(joining.into_iter().map(|rank| rank.join().unwrap().unwrap()));
+        group.sort_by_key(|rank| rank.rank());
+        let tag = Tag { op: 0, message: 0 };
+        let world = group.len();
+        let posted: Vec<_> = (0..world)
+            .map(|me| {
+                let (next, last) = ((me + 1) % world, (me + world - 1) % world);
+                let sent = group[me].post_send(Rank(next as u32), tag, vec![vec![me as u8; 9].into()], LONG);
+                (sent, group[me].post_recv(Rank(last as u32), tag, &[9], LONG), last)
+            })
+            .collect();
+        for (sent, received, last) in posted {
+            assert_eq!(block_on(received).unwrap()[0], vec![last as u8; 9]);
+            block_on(sent).unwrap();
+        }
+        let token = self.invitation.token().clone();
+        let late = enrol(EnrolConfig::new(token, self.at)).unwrap_err().to_string();
+        assert!(late.contains("takes no tokens, because its group is complete"), "{late}");
+        let closing: Vec<_> = group.iter().map(|rank| rank.close(LONG)).collect();
+        closing.into_iter().for_each(|closed| block_on(closed).unwrap());
+    }
+}
+
+#[test]
+fn ranks_come_by_a_token_and_nobody_after_them() {
+    let waiting = Waiting::new(4);
+    let two = waiting.enrol(Some(2)).unwrap();
+    let [one, three] = [(); 2].map(|()| waiting.enrol(None).unwrap());
+    assert_eq!([one.rank, two.rank, three.rank], [Rank(1), Rank(2), Rank(3)]);
+    let claims = two.identity.claims().unwrap();
+    assert_eq!((claims.subject, claims.job_name.as_deref()), (Subject::Rank(Rank(2)), Some("train")));
+    assert_eq!(claims.validity.days_left(SystemTime::now()), 6);
+    let used_up = waiting.enrol(None).unwrap_err();
+    assert!(used_up.contains("used up") && used_up.contains("ranks 1 to 3"), "{used_up}");
+    let taken = waiting.enrol(Some(2)).unwrap_err();
+    assert!(taken.contains("rank 2 has been given to another one"), "{taken}");
+    // From here on as with files: one of them is one.
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rank-2.pem");
+    two.identity.write_file(&path).unwrap();
+    let two = Enrolled { identity: Identity::read_file(&path).unwrap(), ..two };
+    waiting.works(vec![one, two, three]);
+}
+
+#[test]
+fn a_token_that_is_not_this_rank_0s_is_refused_with_the_reason() {
+    let waiting = Waiting::new(2);
+    let token = waiting.invitation.token().clone();
+    let pin = waiting.with(&changed(&token, IN_HASH));
+    assert!(pin.contains("not of the authority that the token names"), "{pin}");
+    let secret = waiting.with(&changed(&token, IN_SECRET));
+    assert!(secret.contains("another secret"), "{secret}");
+    let zero = waiting.enrol(Some(0)).unwrap_err();
+    assert!(zero.contains("rank 0 is who invites"), "{zero}");
+    let one = waiting.enrol(None).unwrap();
+    waiting.works(vec![one]);
+}
+
+#[test]
+fn who_comes_with_a_token_another_way_is_told_soon() {
+    for (zero, one) in [(Carrier::Udp, Carrier::Tcp), (Carrier::Tcp, Carrier::Udp)] {
+        let waiting = Waiting::over(zero, 2);
+        std::thread::sleep(Duration::from_millis(200));
+        let config = waiting.config(waiting.invitation.token());
+        let with = |carrier| EnrolConfig { link: LinkSettings { carrier, ..config.link }, ..config.clone() };
+        let started = Clock::now();
+        let error = enrol(with(one)).unwrap_err().to_string();
+        assert!(
+            error.contains(&format!("rank 0 is reached over {zero}, and this rank came over {one}")),
+            "{error}"
+        );
+        assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+        assert_eq!(enrol(with(zero)).unwrap().rank, Rank(1));
+    }
+}
+
+#[test]
+fn rank_0_without_an_invitation_takes_no_tokens() {
+    let at = free_address();
+    let invitation = invitation(at, 2);
+    let identity = invitation.identity().clone();
+    let config = QuicConfig::new(Rank(0), 2, invitation.job(), at, identity);
+    let config = QuicConfig { connect_deadline: Duration::from_secs(3), ..config };
+    let zero = std::thread::spawn(|| QuicTransport::connect(config));
+    let error = enrol(EnrolConfig::new(invitation.token().clone(), at)).unwrap_err().to_string();
+    assert!(error.contains("takes no tokens") && error.contains("--invite"), "{error}");
+    assert!(zero.join().unwrap().is_err());
+}
+
+/// What the far end of a hand-made connection says to some bytes.
+async fn say(connection: &Connection, bytes: &[u8]) -> Option<Frame> {
+    let (mut send, recv) = connection.open_bi().await.ok()?;
+    send.write_all(bytes).await.ok()?;
+    FrameReader::new(recv).next().await.ok()?
+}
+
+/// A client without a certificate.
+fn nobody(authority: KeyHash, protocol: &[u8]) -> ClientConfig {
+    let provider = tls::provider();
+    let pinned = Arc::new(Pinned { authority, provider: Arc::clone(&provider) });
+    let mut config = tls::applicant(pinned, provider).unwrap();
+    config.alpn_protocols = vec![protocol.to_vec()];
+    ClientConfig::new(Arc::new(QuicClientConfig::try_from(config).unwrap()))
+}
+
+fn dialler() -> Endpoint {
+    Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap()
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+#[test]
+fn who_has_no_certificate_can_apply_and_nothing_else() {
+    let waiting = Waiting::new(2);
+    let authority = waiting.invitation.token().authority;
+    let hello = |purpose| Frame::Hello {
+        protocol: PROTOCOL_VERSION,
+        purpose,
+        job: waiting.invitation.job().0,
+        epoch: 0,
+        rank: Rank(1),
+        world: 2,
+    };
+    let reasons: Vec<String> = runtime().block_on(async {
+        let (endpoint, mut reasons) = (dialler(), Vec::new());
+        for (protocol, purpose) in [
+            (&b"kyklos-ctl/1"[..], Purpose::Control),
+            (b"kyklos/1", Purpose::Data),
+            (b"kyklos-join/1", Purpose::Data),
+        ] {
+            let connecting =
+                endpoint.connect_with(nobody(authority, protocol), waiting.at, "rank-0").unwrap();
+            let connection = connecting.await.unwrap();
+            let answer = say(&connection, &hello(purpose).encode()).await;
+            let closed = tokio::time::timeout(LONG, connection.closed()).await.unwrap().to_string();
+            reasons.push(format!("{answer:?} {closed}"));
+        }
+        reasons
+    });
+    assert!(reasons[0].contains("without a certificate"), "{reasons:?}");
+    assert!(reasons[1].contains("without a certificate"), "{reasons:?}");
+    assert!(reasons[2].contains("no application"), "{reasons:?}");
+    assert!(reasons.iter().all(|reason| !reason.contains("Welcome")), "{reasons:?}");
+    let one = waiting.enrol(None).unwrap();
+    waiting.works(vec![one]);
+}
+
+/// One who has an identity of the authority, shows it to applicants, and hands on to rank 0 what they say.
+async fn relay(
+    identity: Identity,
+    authority: KeyHash,
+    to: SocketAddr,
+    at: tokio::sync::oneshot::Sender<SocketAddr>,
+) -> Option<Frame> {
+    let job = identity.claims().unwrap().job;
+    let config = QuicConfig::new(Rank(0), 2, job, to, identity);
+    let crypto: QuicServerConfig = tls::inviting_server(&config).unwrap();
+    let server = ServerConfig::with_crypto(Arc::new(crypto));
+    let near = Endpoint::server(server, SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+    at.send(near.local_addr().unwrap()).unwrap();
+    let victim = near.accept().await?.await.ok()?;
+    let (mut answer, recv) = victim.accept_bi().await.ok()?;
+    let said = FrameReader::new(recv).next().await.ok()??;
+    let client = nobody(authority, b"kyklos-join/1");
+    let far = dialler().connect_with(client, to, "rank-0").unwrap().await.ok()?;
+    let answered = say(&far, &said.encode()).await?;
+    answer.write_all(&answered.encode()).await.ok()?;
+    victim.closed().await;
+    Some(answered)
+}
+
+fn relayed(waiting: &Waiting, as_rank: u32) -> (String, Option<Frame>) {
+    let invitation = &waiting.invitation;
+    let identity = invitation.authority.issue_to(&Subject::Rank(Rank(as_rank)), Validity::days(1)).unwrap();
+    let (authority, to) = (invitation.token().authority, waiting.at);
+    let (at, told) = tokio::sync::oneshot::channel();
+    let middle = std::thread::spawn(move || {
+        let relaying = relay(identity, authority, to, at);
+        runtime()
+            .block_on(async { tokio::time::timeout(Duration::from_secs(6), relaying).await.ok().flatten() })
+    });
+    let middleman = block_on(told).unwrap();
+    let config = EnrolConfig { coordinator: middleman, ..waiting.config(invitation.token()) };
+    let error = enrol(config).unwrap_err().to_string();
+    (error, middle.join().unwrap())
+}
+
+#[test]
+fn one_in_the_middle_gets_nothing_by_the_proof_of_another() {
+    let waiting = Waiting::new(2);
+    // It even has rank 0's names: the proof is of another connection than the one that it is said on.
+    let (error, answered) = relayed(&waiting, 0);
+    assert!(matches!(&answered, Some(Frame::Reject { code: RejectCode::Token, .. })), "{answered:?}");
+    assert!(error.contains("another secret"), "{error}");
+    // Another member does not even hear a proof.
+    let (error, answered) = relayed(&waiting, 1);
+    assert_eq!(answered, None);
+    assert!(error.contains("who answers is rank 1") && error.contains("rank 0 alone"), "{error}");
+    let one = waiting.enrol(Some(1)).unwrap();
+    waiting.works(vec![one]);
+}
+
+#[test]
+fn hundreds_of_guesses_over_the_network_do_not_keep_an_honest_rank_out() {
+    let waiting = Waiting::new(2);
+    let wrong = changed(waiting.invitation.token(), IN_SECRET);
+    let answers: Vec<RejectCode> = runtime().block_on(async {
+        let endpoint = dialler();
+        let mut answers = Vec::new();
+        for _ in 0..300 {
+            let client = nobody(wrong.authority, b"kyklos-join/1");
+            let connection = endpoint.connect_with(client, waiting.at, "rank-0").unwrap().await.unwrap();
+            let request = vec![0x30; 500];
+            let proof = wrong.secret.prove(&binding(&connection, None, &request).unwrap());
+            match say(&connection, &Frame::Apply { rank: None, request, proof }.encode()).await {
+                Some(Frame::Reject { code, .. }) => answers.push(code),
+                other => panic!("{other:?}"),
+            }
+            connection.close(0_u32.into(), b"");
+        }
+        answers
+    });
+    let looked_at = answers.iter().filter(|code| **code == RejectCode::Token).count();
+    let busy = answers.iter().filter(|code| **code == RejectCode::Busy).count();
+    assert!(
+        looked_at < 100 && looked_at + busy == 300,
+        "{looked_at} of 300 guesses were looked at, {busy} not"
+    );
+    // It waits until rank 0 looks at tokens from here again.
+    let one = waiting.enrol(None).unwrap();
+    waiting.works(vec![one]);
+}
+
+/// One who asks a register without a network.
+struct Asking {
+    register: Register,
+    invitation: Arc<Invitation>,
+    now: Instant,
+}
+
+impl Asking {
+    fn new(world: u32) -> Self {
+        let invitation = invitation(SocketAddr::from((Ipv4Addr::LOCALHOST, 1)), world);
+        Self { register: Register::new(Arc::clone(&invitation)), invitation, now: Instant::now() }
+    }
+
+    fn visit(&self, from: u32) -> Visit {
+        let from = IpAddr::from(from.to_be_bytes());
+        Visit { from, binding: [7; 32], now: self.now, date: SystemTime::now() }
+    }
+
+    fn ask(&mut self, asked: Option<u32>, request: &[u8]) -> Result<(Rank, Frame), Refusal> {
+        let proof = self.invitation.token().secret.prove(&[7; 32]);
+        let visit = self.visit(1);
+        self.register.answer(asked.map(Rank), request, &proof, &visit).map(|given| (given.rank, given.frame))
+    }
+}
+
+fn request_of(key: &KeyPair, names: &[&str]) -> Vec<u8> {
+    let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+    CertificateParams::new(names).unwrap().serialize_request(key).unwrap().der().to_vec()
+}
+
+fn request() -> Vec<u8> {
+    request_of(&KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap(), &[])
+}
+
+#[test]
+fn every_rank_but_0_is_given_away_once() {
+    let mut asking = Asking::new(4);
+    for (asked, code, words) in
+        [(0, RejectCode::Rank, "rank 0 is who invites"), (4, RejectCode::Rank, "for 4 ranks")]
+    {
+        let (found, text) = asking.ask(Some(asked), &request()).unwrap_err();
+        assert!(found == code && text.contains(words), "{text}");
+    }
+    let two = request();
+    assert_eq!(asking.ask(Some(2), &two).unwrap().0, Rank(2));
+    // The same key again: its answer was lost.
+    assert_eq!(asking.ask(Some(2), &two).unwrap().0, Rank(2));
+    assert_eq!(asking.ask(None, &two).unwrap().0, Rank(2));
+    let (code, text) = asking.ask(Some(2), &request()).unwrap_err();
+    assert!(code == RejectCode::Duplicate && text.contains("rank 2 has been given"), "{text}");
+    assert_eq!([(); 2].map(|()| asking.ask(None, &request()).unwrap().0), [Rank(1), Rank(3)]);
+    let (code, text) = asking.ask(None, &request()).unwrap_err();
+    assert!(code == RejectCode::Token && text.contains("used up, ranks 1 to 3"), "{text}");
+}
+
+#[test]
+fn a_token_ends_at_its_date_and_says_so_only_to_those_who_have_it() {
+    let mut asking = Asking::new(2);
+    let (until, token) = (asking.invitation.until(), asking.invitation.token().clone());
+    let visit = |date| Visit { date, ..Asking::new(2).visit(1) };
+    let proof = token.secret.prove(&[7; 32]);
+    let late = visit(until + Duration::from_secs(1));
+    let (code, text) = asking.register.answer(None, &request(), &proof, &late).unwrap_err();
+    assert!(code == RejectCode::Token && text.contains("expired on"), "{text}");
+    let (_, text) = asking.register.answer(None, &request(), &[0; 32], &late).unwrap_err();
+    assert!(text.contains("another secret"), "{text}");
+    asking.register.answer(None, &request(), &proof, &visit(until)).unwrap();
+}
+
+#[test]
+fn only_the_key_of_a_request_counts_and_only_one_that_the_asker_has() {
+    let mut asking = Asking::new(3);
+    let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap();
+    let job = asking.invitation.job();
+    let zero = format!("rank-0.{job}.kyklos.internal");
+    let (rank, grant) = asking.ask(None, &request_of(&key, &[&zero, "*"])).unwrap();
+    let Frame::Grant { certificate, world: 3, .. } = grant else { panic!("{grant:?}") };
+    let claims = crate::quic::Claims::of(&certificate.into()).unwrap();
+    assert_eq!((rank, claims.subject), (Rank(1), Subject::Rank(Rank(1))));
+    // Garbage; a signature that does not fit; a key of another kind.
+    let mut forged = request();
+    let last = forged.len() - 4;
+    forged[last] ^= 1;
+    let other = request_of(&KeyPair::generate_for(&PKCS_ED25519).unwrap(), &[]);
+    for wrong in [&b""[..], &[0x30; 100], &request()[1..], &forged, &other] {
+        let (code, text) = asking.ask(None, wrong).unwrap_err();
+        assert!(code == RejectCode::Protocol && text.contains("ECDSA P-256"), "{text}");
+    }
+    assert_eq!(asking.ask(None, &request()).unwrap().0, Rank(2));
+}
+
+#[test]
+fn guesses_by_the_hundred_thousand_are_cheap_and_give_nothing() {
+    let mut asking = Asking::new(2);
+    let (request, started) = (request(), Clock::now());
+    let mut looked_at = 0;
+    for guess in 0..100_000_u32 {
+        let mut proof = [0; 32];
+        proof[..4].copy_from_slice(&guess.to_le_bytes());
+        // From sixteen networks.
+        let visit = asking.visit(guess % 16);
+        let (code, _) = asking.register.answer(None, &request, &proof, &visit).unwrap_err();
+        looked_at += u32::from(code == RejectCode::Token);
+    }
+    assert_eq!(looked_at, 16 * 16, "of 100,000 guesses in no time");
+    assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+    // From somewhere else one is let in all the while.
+    let proof = asking.invitation.token().secret.prove(&[7; 32]);
+    let visit = asking.visit(99);
+    assert_eq!(asking.register.answer(None, &request, &proof, &visit).unwrap().rank, Rank(1));
+}
+
+#[test]
+fn an_invitation_survives_its_file_and_garbage_is_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("invitation.pem");
+    let made = invitation(SocketAddr::from((Ipv4Addr::LOCALHOST, 29600)), 5);
+    made.write_file(&path).unwrap();
+    let read = Invitation::read_file(&path).unwrap();
+    assert_eq!((read.token(), read.world(), read.until()), (made.token(), 5, made.until()));
+    assert_eq!(read.identity().certificate, made.identity().certificate);
+    assert_eq!(read.job(), made.job());
+    // What it issues, its own rank 0 trusts.
+    let issued = read.authority.issue(Rank(1)).unwrap();
+    assert_eq!(issued.authorities, made.identity().authorities);
+    let whole = std::fs::read_to_string(&path).unwrap();
+    assert!(!format!("{made:?}").contains(&whole[79..111]), "Debug must not show the secret");
+    let other = invitation(SocketAddr::from((Ipv4Addr::LOCALHOST, 29600)), 5);
+    for (index, (text, words)) in [
+        (String::new(), "no line `token …`"),
+        (whole.replace("world 5", "world 1"), "no number of ranks"),
+        (whole.replace("world 5", "word 5"), "no line `world …`"),
+        (whole.replace("until ", "until 9999999"), "no end"),
+        (whole.replace("kyklos1.", "kyklos2."), "not a whole token"),
+        (whole.replace(&made.token().to_string(), &other.token().to_string()), "of another authority"),
+        (whole[..whole.len() / 2].to_owned(), "does not hold the certificates and keys"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let path = folder.path().join(format!("{index}.pem"));
+        crate::quic::private_file::write_new(&path, "invitation", &text).unwrap();
+        let error = Invitation::read_file(&path).unwrap_err().to_string();
+        assert!(error.contains("is not an invitation") && error.contains(words), "{index}: {error}");
+    }
+    for (place, world) in [("node1", 3), ("node1:29600", 1), ("node1:29600", 2049)] {
+        let terms = InvitationTerms { place, world, job: "train", valid: Duration::from_secs(60) };
+        assert!(Invitation::new(&terms).is_err(), "{place} {world}");
+    }
+    let terms = InvitationTerms { place: "node1:29600", world: 2, job: "train", valid: Duration::MAX };
+    let long = Invitation::new(&terms).unwrap_err().to_string();
+    assert!(long.contains("use 366 at most"), "{long}");
+}

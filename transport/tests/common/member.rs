@@ -1,0 +1,107 @@
+//! A rank with the right certificate that is made by hand: it becomes a member as it should, and then does as it likes.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kyklos_transport::wire::{Frame, PROTOCOL_VERSION, Purpose};
+use kyklos_transport::{Progress, Rank};
+use quinn::crypto::rustls::QuicClientConfig;
+use quinn::{Connection, Endpoint, RecvStream, SendStream};
+use tokio::sync::Mutex;
+use tokio::time::timeout;
+
+use super::{Job, LONG};
+
+/// The highest rank of its group, because that one dials all others and nobody dials it.
+pub(crate) struct Member {
+    /// To rank 0.
+    pub(crate) control: Line,
+    /// To every other rank, by rank.
+    pub(crate) data: Vec<Line>,
+    _endpoint: Endpoint,
+}
+
+/// A connection and its stream of frames.
+pub(crate) struct Line {
+    pub(crate) connection: Connection,
+    pub(crate) send: Arc<Mutex<SendStream>>,
+    recv: RecvStream,
+    pending: Vec<u8>,
+}
+
+impl Line {
+    pub(crate) async fn say(&self, bytes: &[u8]) {
+        // Who is thrown out in the middle of a sentence has said enough.
+        let _ = self.send.lock().await.write_all(bytes).await;
+    }
+
+    /// The next frame, if one comes soon.
+    pub(crate) async fn hear(&mut self, patience: Duration) -> Option<Frame> {
+        loop {
+            if let Some((frame, taken)) = Frame::decode(&self.pending).unwrap() {
+                self.pending.drain(..taken);
+                return Some(frame);
+            }
+            let chunk = timeout(patience, self.recv.read_chunk(4096, true)).await.ok()?.ok()??;
+            self.pending.extend_from_slice(&chunk.bytes);
+        }
+    }
+
+    /// Begins a message's stream with these bytes.
+    pub(crate) async fn stream(&self, bytes: &[u8]) -> Option<SendStream> {
+        let mut stream = self.connection.open_uni().await.ok()?;
+        stream.write_all(bytes).await.ok()?;
+        Some(stream)
+    }
+}
+
+impl Member {
+    /// Dials all others, and is ready for the group's start unless it says something else first.
+    pub(crate) async fn come(job: &Job, world: u32) -> Self {
+        let me = Rank(world - 1);
+        let endpoint = Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+        let dial = async |to: u32, address: SocketAddr, purpose: Purpose| {
+            let protocol = if purpose == Purpose::Data { "kyklos/1" } else { "kyklos-ctl/1" };
+            let tls = QuicClientConfig::try_from(job.tls(Some(me.0), protocol)).unwrap();
+            let mut config = quinn::ClientConfig::new(Arc::new(tls));
+            let mut transport = quinn::TransportConfig::default();
+            transport.keep_alive_interval(Some(Duration::from_millis(500)));
+            // So that little of what it does not read is on its way.
+            transport.stream_receive_window(quinn::VarInt::from_u32(64 << 10));
+            config.transport_config(Arc::new(transport));
+            let connection = endpoint.connect_with(config, address, &job.name(to)).unwrap().await.unwrap();
+            let (mut send, recv) = connection.open_bi().await.unwrap();
+            let protocol = PROTOCOL_VERSION;
+            let hello = Frame::Hello { protocol, purpose, job: job.id.0, epoch: 0, rank: me, world };
+            send.write_all(&hello.encode()).await.unwrap();
+            let send = Arc::new(Mutex::new(send));
+            let mut line = Line { connection, send, recv, pending: Vec::new() };
+            assert_eq!(line.hear(LONG).await, Some(Frame::Welcome { protocol, lane_ports: Vec::new() }));
+            line
+        };
+        let mut control = dial(0, job.coordinator, Purpose::Control).await;
+        let Some(Frame::AddressTable { addresses }) = control.hear(LONG).await else { panic!("no table") };
+        let mut data = Vec::new();
+        for (to, address) in (0..me.0).zip(addresses) {
+            data.push(dial(to, address, Purpose::Data).await);
+        }
+        Self { control, data, _endpoint: endpoint }
+    }
+
+    /// The same, and the group has started. From here on it sends heartbeats by itself for as long as it lives.
+    pub(crate) async fn join(job: &Job, world: u32) -> Self {
+        let mut member = Self::come(job, world).await;
+        member.control.say(&Frame::Meshed.encode()).await;
+        assert_eq!(member.control.hear(LONG).await, Some(Frame::Start));
+        let send = Arc::clone(&member.control.send);
+        let progress = Progress { op: 0, step: 0 };
+        let ping = Frame::Ping { progress, beats: 0, works: false, waits_for: Vec::new() }.encode();
+        tokio::spawn(async move {
+            while send.lock().await.write_all(&ping).await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        });
+        member
+    }
+}

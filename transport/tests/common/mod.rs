@@ -1,0 +1,158 @@
+//! A job whose ranks are threads of the test, and what its strangers and its members have in common.
+#![allow(dead_code, reason = "each test program uses its part")]
+
+pub(crate) mod member;
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kyklos_transport::quic::{Carrier, ClusterAuthority, JobId, LinkSettings, QuicConfig, QuicTransport};
+use kyklos_transport::{Rank, Tag, Transport, TransportError};
+use pollster::block_on;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+
+pub(crate) type Formed = Result<Arc<dyn Transport>, TransportError>;
+
+/// No test waits longer than this for anything that should happen.
+pub(crate) const LONG: Duration = Duration::from_secs(30);
+
+/// A job on a free port of its own.
+pub(crate) struct Job {
+    pub(crate) id: JobId,
+    pub(crate) authority: ClusterAuthority,
+    pub(crate) coordinator: SocketAddr,
+}
+
+impl Job {
+    pub(crate) fn new() -> Self {
+        let id = JobId::random().unwrap();
+        Self { id, authority: ClusterAuthority::new(id).unwrap(), coordinator: free_address() }
+    }
+
+    pub(crate) fn config(&self, rank: u32, world: u32) -> QuicConfig {
+        let identity = self.authority.issue(Rank(rank)).unwrap();
+        QuicConfig::new(Rank(rank), world, self.id, self.coordinator, identity)
+    }
+
+    pub(crate) fn over(&self, carrier: Carrier, rank: u32, world: u32) -> QuicConfig {
+        let link = LinkSettings { carrier, ..LinkSettings::default() };
+        QuicConfig { link, ..self.config(rank, world) }
+    }
+
+    /// Runs the honest ranks, each on a thread, while `disturb` does what it does.
+    pub(crate) fn form_while<T>(
+        &self,
+        world: u32,
+        disturb: impl FnOnce() -> T,
+    ) -> (Vec<Arc<dyn Transport>>, T) {
+        let mut ranks = vec![connect(self.config(0, world))];
+        // Strangers come while rank 0 is waiting for the others.
+        std::thread::sleep(Duration::from_millis(100));
+        let disturbed = disturb();
+        ranks.extend((1..world).map(|rank| connect(self.config(rank, world))));
+        (formed(ranks), disturbed)
+    }
+
+    /// TLS of a client made by hand, as the given rank or without any certificate.
+    pub(crate) fn tls(&self, certificate_of: Option<u32>, protocol: &str) -> rustls::ClientConfig {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("identity.pem");
+        self.authority.issue(Rank(certificate_of.unwrap_or(9))).unwrap().write_file(&path).unwrap();
+        let pem = std::fs::read(&path).unwrap();
+        let mut certificates = CertificateDer::pem_slice_iter(&pem).map(Result::unwrap);
+        let (leaf, authority) = (certificates.next().unwrap(), certificates.next().unwrap());
+        let mut roots = rustls::RootCertStore::empty();
+        roots.add(authority).unwrap();
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let builder = rustls::ClientConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .unwrap()
+            .with_root_certificates(roots);
+        let mut tls = match certificate_of {
+            Some(_) => builder
+                .with_client_auth_cert(vec![leaf], PrivateKeyDer::from_pem_slice(&pem).unwrap())
+                .unwrap(),
+            None => builder.with_no_client_auth(),
+        };
+        tls.alpn_protocols = vec![protocol.as_bytes().to_vec()];
+        tls
+    }
+
+    /// The name under which a rank is dialled.
+    pub(crate) fn name(&self, rank: u32) -> String {
+        format!("rank-{rank}.{}.kyklos.internal", self.id)
+    }
+}
+
+/// An address of loopback that nobody uses now, over UDP or TCP.
+pub(crate) fn free_address() -> SocketAddr {
+    loop {
+        let address = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+        if TcpListener::bind(address).is_ok() {
+            return address;
+        }
+    }
+}
+
+pub(crate) fn connect(config: QuicConfig) -> JoinHandle<Formed> {
+    std::thread::spawn(move || QuicTransport::connect(config))
+}
+
+pub(crate) fn formed(ranks: Vec<JoinHandle<Formed>>) -> Vec<Arc<dyn Transport>> {
+    ranks.into_iter().map(|rank| rank.join().unwrap().expect("an honest rank joins")).collect()
+}
+
+/// Connects with a deadline short enough for a test of those who never get in.
+pub(crate) fn refused(config: QuicConfig) -> String {
+    let config = QuicConfig { connect_deadline: Duration::from_secs(6), ..config };
+    match connect(config).join().unwrap() {
+        Err(TransportError::Bootstrap { text }) => text,
+        other => panic!("a stranger got {other:?}"),
+    }
+}
+
+/// Every one of these ranks sends a megabyte to every other one.
+pub(crate) fn exchange(ranks: &[Arc<dyn Transport>], op: u64) {
+    let (tag, bytes) = (Tag { op, message: 0 }, 1 << 20);
+    let (mut received, mut sent) = (Vec::new(), Vec::new());
+    for one in ranks {
+        for peer in ranks.iter().map(|peer| peer.rank()).filter(|&peer| peer != one.rank()) {
+            let parts = vec![Bytes::from(vec![one.rank().0 as u8; bytes])];
+            sent.push(one.post_send(peer, tag, parts, LONG));
+            received.push((one.post_recv(peer, tag, &[bytes], LONG), peer));
+        }
+    }
+    for (posted, peer) in received {
+        assert!(block_on(posted).unwrap()[0].iter().all(|&byte| u32::from(byte) == peer.0));
+    }
+    sent.into_iter().for_each(|posted| block_on(posted).unwrap());
+}
+
+pub(crate) fn close(group: &[Arc<dyn Transport>]) {
+    let closing: Vec<_> = group.iter().map(|rank| rank.close(LONG)).collect();
+    closing.into_iter().for_each(|closed| block_on(closed).unwrap());
+}
+
+/// The group does its work, and leaves.
+pub(crate) fn works(group: &[Arc<dyn Transport>]) {
+    exchange(group, 0);
+    close(group);
+}
+
+/// A test that measures the memory of the process runs alone in it.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What this process holds, by the system's count.
+#[cfg(target_os = "linux")]
+pub(crate) fn resident_kib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}
