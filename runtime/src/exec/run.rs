@@ -6,13 +6,14 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use bytes::Bytes;
+use futures_util::FutureExt;
 use kyklos_transport::{Progress, Rank, Tag, TransportError, Vote};
 
 use super::{Executor, state_mut, state_ref, state_shape};
 use crate::backend::{
     Attend, Backend, Control, Elements, Extent, Layout, Operand, Pairs, Scales, StateShape,
 };
-use crate::collective::{Arrivals, Collective, ExchangeError, Incoming, Memory, Outgoing, Piece};
+use crate::collective::{Arrivals, Broken, Collective, ExchangeError, Incoming, Memory, Outgoing, Piece};
 use crate::meter::{Lane, Meter};
 use crate::plan::{BufferId, Content, Recv, Slice, Step, describe};
 use crate::{AttentionProblem, BlockWork, Dtype, Error, Result, WireFormat};
@@ -23,7 +24,10 @@ pub(super) struct Run<'r, 'a, B: Backend, C> {
     pub(super) op: u64,
     pub(super) meter: &'r Meter,
     pub(super) memory: Memory<B::Buffer>,
+    /// The step under way: those before it are done.
     pub(super) step: usize,
+    /// What had arrived of exchanges that were not waited for when the run was cut off, ascending.
+    pub(super) arrived: Vec<BufferId>,
 }
 
 /// An exchange that has been posted and not been waited for.
@@ -31,15 +35,24 @@ struct InFlight<'r, Buffer> {
     id: u32,
     recvs: &'r [Recv],
     arrivals: Arrivals<'r, Buffer>,
-    ended: Option<Result<Vec<Vec<Buffer>>, ExchangeError>>,
+    ended: Option<Result<Vec<Vec<Buffer>>, Broken<Buffer>>>,
 }
 
 impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
     pub(super) async fn execute(&mut self) -> Result<(Bytes, Bytes, u64)> {
+        let mut in_flight = Vec::new();
+        let result = self.steps(&mut in_flight).await;
+        if result.is_err() && self.executor.keeps {
+            in_flight.into_iter().for_each(|exchange| self.take_in(exchange));
+            self.arrived.sort_unstable();
+        }
+        result
+    }
+
+    async fn steps(&mut self, in_flight: &mut Vec<InFlight<'r, B::Buffer>>) -> Result<(Bytes, Bytes, u64)> {
         let Executor { backend, collective, plan, works, options, .. } = self.executor;
         let pulse = collective.pulse();
         let control = Control::new(collective.stop_flag()).beating(Arc::clone(&pulse));
-        let mut in_flight: Vec<InFlight<'r, B::Buffer>> = Vec::new();
         for (index, step) in plan.steps.iter().enumerate() {
             self.step = index;
             let words = || describe(self.executor.world, plan, step);
@@ -85,27 +98,31 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                     in_flight.push(InFlight { id: *id, recvs, arrivals, ended: None });
                 }
                 Step::Wait { id } => {
-                    self.wait_for(*id, &mut in_flight).await?;
+                    self.wait_for(*id, in_flight).await?;
                     self.meter.end_wait(started, *id, words);
                 }
                 Step::Attend { q, kv, state, pairs } => {
+                    let before = self.copy_of_state(*state)?;
                     let mut tensors = self.state(*state)?;
                     let mut attended = Ok(());
                     for work in &works[index] {
                         let attend =
                             self.attend([q, kv], pairs.as_ref(), work, *state, &mut tensors, &control);
-                        attended = drive(&mut in_flight, attend).await;
+                        attended = drive(in_flight, attend).await;
                         if attended.is_err() {
                             break;
                         }
                     }
                     self.memory.put(*state, tensors);
                     if let Err(Error::Cancelled) = attended {
+                        // Some rows have met the block, and others not: none has.
+                        self.memory.take(*state);
+                        before.into_iter().for_each(|tensors| self.memory.put(*state, tensors));
                         drop(work);
-                        return Err(self.why_stopped(&mut in_flight).await);
+                        return Err(self.why_stopped(in_flight).await);
                     }
                     attended?;
-                    drive(&mut in_flight, backend.wait()).await?;
+                    drive(in_flight, backend.wait()).await?;
                     self.meter.end(started, Lane::Compute, words);
                 }
                 Step::Convert { from, into } => {
@@ -132,7 +149,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                     backend.finalize(&state_ref(&tensors, shape), sinks, dtype, &mut o[0], &mut lse[0])?;
                     self.memory.put(*state, tensors);
                     self.memory.put(*into, output);
-                    drive(&mut in_flight, backend.wait()).await?;
+                    drive(in_flight, backend.wait()).await?;
                     self.meter.end(started, Lane::Compute, words);
                 }
                 Step::Free { buffer } => drop(self.memory.take(*buffer)),
@@ -140,6 +157,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             drop(work);
             options.observer.counted(Rank(plan.rank), self.op, &self.meter.report());
         }
+        self.step = plan.steps.len();
         let _work = pulse.work();
         let started = self.meter.start();
         // A rank without tokens writes nothing into its output, and has one all the same.
@@ -150,6 +168,9 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         let sizes = self.tensor_bytes(plan.output);
         let o = backend.download(&mut output[0], 0..sizes[0]).await?;
         let lse = backend.download(&mut output[1], 0..sizes[1]).await?;
+        if self.executor.keeps {
+            self.memory.put(plan.output, output);
+        }
         self.meter.end(started, Lane::Copy, || "download the output".to_owned());
         Ok((o, lse, control.pieces_done()))
     }
@@ -253,15 +274,41 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             Some(ended) => ended,
             None => drive(in_flight, mine.arrivals.as_mut()).await,
         };
-        let arrived = ended.map_err(|error| self.explain(error))?;
-        for (recv, tensors) in mine.recvs.iter().zip(arrived) {
-            let mut tensors = tensors.into_iter();
-            for part in &recv.parts {
-                let count = self.tensor_bytes(*part).len();
-                self.memory.put(*part, tensors.by_ref().take(count).collect());
+        let arrived = match ended {
+            Ok(arrived) => arrived,
+            Err(broken) => {
+                let error = broken.error.clone();
+                in_flight.push(InFlight { ended: Some(Err(broken)), ..mine });
+                return Err(self.explain(error));
+            }
+        };
+        mine.recvs.iter().zip(arrived).for_each(|(recv, tensors)| self.receive(recv, tensors));
+        Ok(())
+    }
+
+    /// A message becomes the buffers of its parts.
+    fn receive(&mut self, recv: &Recv, tensors: Vec<B::Buffer>) {
+        let mut tensors = tensors.into_iter();
+        for part in &recv.parts {
+            let count = self.tensor_bytes(*part).len();
+            self.memory.put(*part, tensors.by_ref().take(count).collect());
+        }
+    }
+
+    /// What has arrived of an exchange that the run, which was cut off, has not waited for.
+    fn take_in(&mut self, mut exchange: InFlight<'r, B::Buffer>) {
+        let ended = exchange.ended.take().or_else(|| exchange.arrivals.as_mut().now_or_never());
+        let arrived = match ended {
+            None => return,
+            Some(Ok(arrived)) => arrived.into_iter().map(Some).collect(),
+            Some(Err(broken)) => broken.arrived,
+        };
+        for (recv, tensors) in exchange.recvs.iter().zip(arrived) {
+            if let Some(tensors) = tensors {
+                self.receive(recv, tensors);
+                self.arrived.extend(&recv.parts);
             }
         }
-        Ok(())
     }
 
     /// The group's failure, after a computation was given up because of it.
@@ -272,7 +319,9 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 Some(ended) => ended,
                 None => exchange.arrivals.as_mut().await,
             };
-            if let Err(error) = ended {
+            let error = ended.as_ref().err().map(|broken| broken.error.clone());
+            exchange.ended = Some(ended);
+            if let Some(error) = error {
                 return self.explain(error);
             }
         }
@@ -305,6 +354,29 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         let mut tensors = self.allocate(id)?;
         self.executor.backend.reset_state(&mut state_mut(&mut tensors, self.shape(id)))?;
         Ok(tensors)
+    }
+
+    /// Where what is done must outlive a loss: a state as it was before a step that may be cut off.
+    fn copy_of_state(&self, id: BufferId) -> Result<Option<Vec<B::Buffer>>> {
+        if !self.executor.keeps || !self.memory.is_alive(id) {
+            return Ok(None);
+        }
+        let StateShape { batch, rows, heads, dim } = self.shape(id);
+        let mut copy = self.allocate(id)?;
+        let extents = [
+            Extent { batch, rows, heads, row_bytes: dim * 4 },
+            Extent { batch, rows: heads, heads: rows, row_bytes: 8 },
+        ];
+        for (index, (extent, into)) in extents.into_iter().zip(&mut copy).enumerate() {
+            let layout = Layout {
+                offset: 0,
+                batch_stride: extent.rows * extent.heads * extent.row_bytes,
+                row_stride: extent.heads * extent.row_bytes,
+                head_stride: extent.row_bytes,
+            };
+            self.executor.backend.repack((self.memory.view(id, index), layout), (into, layout), extent)?;
+        }
+        Ok(Some(copy))
     }
 
     fn allocate(&self, id: BufferId) -> Result<Vec<B::Buffer>> {

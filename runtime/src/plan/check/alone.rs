@@ -5,9 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kyklos_transport::Rank;
 
+use super::left::Left;
 use super::met::MetKeys;
 use crate::mesh::kv_heads_for;
-use crate::plan::{BufferId, Content, Plan, Recv, Send, Slice, Step, World};
+use crate::plan::{BufferId, Content, Kept, Plan, Reached, Recv, Send, Slice, Step, World};
 use crate::{Error, Result, TokenRuns};
 
 /// A rectangle of a buffer that has been written: list positions × heads.
@@ -75,6 +76,47 @@ impl<'a> RankProof<'a> {
         }
     }
 
+    /// What there is after the steps that were done, each of which is proved on the way.
+    pub(super) fn until(mut self, reached: &Reached) -> Result<Left> {
+        self.declarations()?;
+        let Some(steps) = self.plan.steps.get(..reached.steps) else {
+            let steps = self.plan.steps.len();
+            return self.fault(format!("{} steps are said to be done, there are {steps}", reached.steps));
+        };
+        for (index, step) in steps.iter().enumerate() {
+            self.step = Some(index);
+            self.step(step)?;
+        }
+        self.step = None;
+        for id in &reached.arrived {
+            match self.lives.get_mut(id.0).and_then(|life| life.arriving.take()) {
+                Some(_) => {}
+                None => {
+                    let done = reached.steps;
+                    return self.fault(format!("buffer {} cannot be on its way after {done} steps", id.0));
+                }
+            }
+        }
+        let there = |id: &BufferId| {
+            let life = &self.lives[id.0];
+            life.live && !life.consumed && life.arriving.is_none() && !self.plan.is_own(*id)
+        };
+        let (mut blocks, mut states) = (Vec::new(), Vec::new());
+        for id in (0..self.lives.len()).map(BufferId).filter(there) {
+            match self.plan.buffer(id).content {
+                Content::State => states.push((id, self.lives[id.0].met.keys())),
+                Content::KeyValue | Content::WireKeyValue
+                    if self.must_be_written(&self.plan.whole(id)).is_ok() =>
+                {
+                    blocks.push(id);
+                }
+                _ => {}
+            }
+        }
+        let finished = self.must_be_written(&self.plan.whole(self.plan.output)).is_ok();
+        Ok(Left { blocks, states, finished })
+    }
+
     /// The rank's own buffers are what the placement says, and its inputs are there from the start.
     fn declarations(&mut self) -> Result<()> {
         let (problem, rank) = (&self.world.problem, Rank(self.plan.rank));
@@ -115,7 +157,20 @@ impl<'a> RankProof<'a> {
                 self.lives[id.0].written.push((0..tokens.len(), 0..heads));
             }
         }
-        Ok(())
+        self.plan.kept.iter().try_for_each(|kept| self.kept(*kept))
+    }
+
+    /// What is kept of a plan that was cut off is there too, and states have met what they say.
+    fn kept(&mut self, Kept { buffer: id, .. }: Kept) -> Result<()> {
+        self.exists(id)?;
+        if self.lives[id.0].live || (self.plan.is_own(id) && id != self.plan.output) {
+            return self.fault(format!("{} is kept, and is here already", self.name(id)));
+        }
+        match self.plan.buffer(id).content {
+            Content::State => self.receive_state(id),
+            Content::KeyValue | Content::WireKeyValue | Content::Output => self.write(&self.plan.whole(id)),
+            content => self.fault(format!("{} is kept, which is {content:?}", self.name(id))),
+        }
     }
 
     fn step(&mut self, step: &'a Step) -> Result<()> {
