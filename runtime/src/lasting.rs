@@ -52,16 +52,11 @@ impl<'a, B: Backend> Lasting<'a, B> {
         Self { backend, task, inputs: None, remains: Remains::default() }
     }
 
-    /// As [`RankTask::run`], and keeps what is done; see [`Executor::keeping`] for what that costs.
+    /// As [`RankTask::run`]. With `keeps` what is done is kept; see [`Executor::keeping`] for what that costs.
     ///
     /// # Errors
     /// As [`RankTask::run`]. After one of the group [`Self::finish`] may do.
-    pub async fn run(&mut self, each: impl FnMut(u64, RankOutput)) -> Result<()> {
-        self.run_as(true, each).await
-    }
-
-    /// [`RankTask::run`].
-    pub(crate) async fn run_as(&mut self, keeps: bool, mut each: impl FnMut(u64, RankOutput)) -> Result<()> {
+    pub async fn run(&mut self, keeps: bool, mut each: impl FnMut(u64, RankOutput)) -> Result<()> {
         let Self { backend, task, .. } = self;
         let rank = task.transport.rank();
         let collective = HostStaged::new(task.transport.clone(), task.deadline);

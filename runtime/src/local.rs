@@ -57,7 +57,7 @@ impl RankTask<'_> {
     /// # Errors
     /// Any; an error of this rank ends the operation on all ranks.
     pub async fn run<B: Backend>(self, backend: &B, each: impl FnMut(u64, RankOutput)) -> Result<()> {
-        Lasting::new(backend, self).run_as(false, each).await
+        Lasting::new(backend, self).run(false, each).await
     }
 }
 

@@ -93,7 +93,7 @@ impl Observer for Gate {
 
 /// Runs `world` until every rank stands before its step of `steps`, and loses `culprit` there. Returns what each has,
 /// the lost one too.
-pub fn cut_off<B: Backend>(
+pub fn cut_off<B>(
     world: &World,
     tensors: &Tensors,
     steps: &[usize],
@@ -101,7 +101,7 @@ pub fn cut_off<B: Backend>(
     make: impl Fn() -> B + Sync,
 ) -> Vec<(B, CutOff<B>)>
 where
-    B: Send,
+    B: Backend + Send,
     B::Buffer: Send,
 {
     let group = in_process_group(world.mesh.world());
@@ -143,13 +143,13 @@ where
 }
 
 /// Runs `repair` on what is left.
-pub fn go_on<B: Backend>(
+pub fn go_on<B>(
     repair: &World,
     left: Vec<(B, CutOff<B>)>,
     whole: &mut Whole,
 ) -> Vec<kyklos::Result<RankOutput>>
 where
-    B: Send,
+    B: Backend + Send,
     B::Buffer: Send,
 {
     let group = in_process_group(repair.mesh.world());
