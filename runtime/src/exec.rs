@@ -3,6 +3,7 @@
 //! It knows steps, not strategies. While it waits for anything, device or network, it keeps every outstanding
 //! exchange moving.
 
+mod kept;
 mod run;
 
 use std::sync::Arc;

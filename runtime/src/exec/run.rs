@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use bytes::Bytes;
-use futures_util::FutureExt;
 use kyklos_transport::{Progress, Rank, Tag, TransportError, Vote};
 
 use super::{Executor, state_mut, state_ref, state_shape};
@@ -31,11 +30,11 @@ pub(super) struct Run<'r, 'a, B: Backend, C> {
 }
 
 /// An exchange that has been posted and not been waited for.
-struct InFlight<'r, Buffer> {
+pub(super) struct InFlight<'r, Buffer> {
     id: u32,
-    recvs: &'r [Recv],
-    arrivals: Arrivals<'r, Buffer>,
-    ended: Option<Result<Vec<Vec<Buffer>>, Broken<Buffer>>>,
+    pub(super) recvs: &'r [Recv],
+    pub(super) arrivals: Arrivals<'r, Buffer>,
+    pub(super) ended: Option<Result<Vec<Vec<Buffer>>, Broken<Buffer>>>,
 }
 
 impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
@@ -287,27 +286,11 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
     }
 
     /// A message becomes the buffers of its parts.
-    fn receive(&mut self, recv: &Recv, tensors: Vec<B::Buffer>) {
+    pub(super) fn receive(&mut self, recv: &Recv, tensors: Vec<B::Buffer>) {
         let mut tensors = tensors.into_iter();
         for part in &recv.parts {
             let count = self.tensor_bytes(*part).len();
             self.memory.put(*part, tensors.by_ref().take(count).collect());
-        }
-    }
-
-    /// What has arrived of an exchange that the run, which was cut off, has not waited for.
-    fn take_in(&mut self, mut exchange: InFlight<'r, B::Buffer>) {
-        let ended = exchange.ended.take().or_else(|| exchange.arrivals.as_mut().now_or_never());
-        let arrived = match ended {
-            None => return,
-            Some(Ok(arrived)) => arrived.into_iter().map(Some).collect(),
-            Some(Err(broken)) => broken.arrived,
-        };
-        for (recv, tensors) in exchange.recvs.iter().zip(arrived) {
-            if let Some(tensors) = tensors {
-                self.receive(recv, tensors);
-                self.arrived.extend(&recv.parts);
-            }
         }
     }
 
@@ -356,30 +339,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         Ok(tensors)
     }
 
-    /// Where what is done must outlive a loss: a state as it was before a step that may be cut off.
-    fn copy_of_state(&self, id: BufferId) -> Result<Option<Vec<B::Buffer>>> {
-        if !self.executor.keeps || !self.memory.is_alive(id) {
-            return Ok(None);
-        }
-        let StateShape { batch, rows, heads, dim } = self.shape(id);
-        let mut copy = self.allocate(id)?;
-        let extents = [
-            Extent { batch, rows, heads, row_bytes: dim * 4 },
-            Extent { batch, rows: heads, heads: rows, row_bytes: 8 },
-        ];
-        for (index, (extent, into)) in extents.into_iter().zip(&mut copy).enumerate() {
-            let layout = Layout {
-                offset: 0,
-                batch_stride: extent.rows * extent.heads * extent.row_bytes,
-                row_stride: extent.heads * extent.row_bytes,
-                head_stride: extent.row_bytes,
-            };
-            self.executor.backend.repack((self.memory.view(id, index), layout), (into, layout), extent)?;
-        }
-        Ok(Some(copy))
-    }
-
-    fn allocate(&self, id: BufferId) -> Result<Vec<B::Buffer>> {
+    pub(super) fn allocate(&self, id: BufferId) -> Result<Vec<B::Buffer>> {
         let name = &self.executor.plan.buffer(id).name;
         let backend = self.executor.backend;
         self.tensor_bytes(id)
@@ -395,7 +355,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
     }
 
     /// The extents of the running state that a buffer holds.
-    fn shape(&self, state: BufferId) -> StateShape {
+    pub(super) fn shape(&self, state: BufferId) -> StateShape {
         state_shape(self.executor.world, self.executor.plan, state)
     }
 

@@ -23,26 +23,25 @@ use crate::{AttentionProblem, Error, Mesh, Result, TokenRuns, lower};
 /// # Errors
 /// [`Error::Request`] that says why not.
 pub fn can_repair(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) -> Result<()> {
-    let refuse = |what: String, why: &str| Err(Error::request(what, why));
     if mesh.ulysses() > 1 {
-        return refuse(
-            format!("a mesh {mesh} that is to finish without the ranks that it loses"),
-            "a rank of a Ulysses group has its heads of all tokens, and they are lost with it: use a mesh 1xR",
-        );
+        return Err(Error::request(
+            format!("mesh {mesh}, to be finished without ranks that are lost"),
+            "a rank of a Ulysses group has its heads of all tokens, and they are lost with it: use --mesh 1xR, or another --on-loss",
+        ));
     }
     if strategy.moves_queries() {
-        return refuse(
-            format!("strategy {strategy} that is to finish without the ranks that it loses"),
-            "the keys of each rank stay with it there: use a strategy that sends keys, such as ring",
-        );
+        return Err(Error::request(
+            format!("strategy {strategy}, to be finished without ranks that are lost"),
+            "keys stay with their rank there: use one that sends keys, such as ring, or another --on-loss",
+        ));
     }
     if problem.fixed_order {
-        return refuse(
-            "a fixed order that is to be finished without the ranks that are lost".to_owned(),
-            &format!(
-                "what is left of its sums are states of {TILE_KEYS} keys each: leave the fixed order away"
+        return Err(Error::request(
+            format!(
+                "sums in a fixed order, of {TILE_KEYS} keys each, to be finished without ranks that are lost"
             ),
-        );
+            "leave --fixed-order away, or use another --on-loss",
+        ));
     }
     Ok(())
 }

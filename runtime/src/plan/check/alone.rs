@@ -5,28 +5,27 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kyklos_transport::Rank;
 
-use super::left::Left;
 use super::met::MetKeys;
 use crate::mesh::kv_heads_for;
-use crate::plan::{BufferId, Content, Kept, Plan, Reached, Recv, Send, Slice, Step, World};
+use crate::plan::{BufferId, Content, Kept, Plan, Recv, Send, Slice, Step, World};
 use crate::{Error, Result, TokenRuns};
 
 /// A rectangle of a buffer that has been written: list positions × heads.
 type Area = (std::ops::Range<usize>, std::ops::Range<u32>);
 
 #[derive(Default)]
-struct Life {
+pub(super) struct Life {
     /// Written parts, disjoint.
     written: Vec<Area>,
     /// Exchanges that still read it.
     sending: Vec<u32>,
     /// The exchange that is still writing it.
-    arriving: Option<u32>,
+    pub(super) arriving: Option<u32>,
     /// For a state: the keys it has met.
-    met: MetKeys,
-    live: bool,
+    pub(super) met: MetKeys,
+    pub(super) live: bool,
     freed: bool,
-    consumed: bool,
+    pub(super) consumed: bool,
 }
 
 /// An exchange that has been posted.
@@ -39,9 +38,9 @@ struct Posted<'a> {
 /// Walks a plan and keeps, for every buffer, what has happened to it.
 pub(super) struct RankProof<'a> {
     world: &'a World,
-    plan: &'a Plan,
-    step: Option<usize>,
-    lives: Vec<Life>,
+    pub(super) plan: &'a Plan,
+    pub(super) step: Option<usize>,
+    pub(super) lives: Vec<Life>,
     exchanges: BTreeMap<u32, Posted<'a>>,
     live_bytes: u64,
     peak_bytes: u64,
@@ -76,49 +75,8 @@ impl<'a> RankProof<'a> {
         }
     }
 
-    /// What there is after the steps that were done, each of which is proved on the way.
-    pub(super) fn until(mut self, reached: &Reached) -> Result<Left> {
-        self.declarations()?;
-        let Some(steps) = self.plan.steps.get(..reached.steps) else {
-            let steps = self.plan.steps.len();
-            return self.fault(format!("{} steps are said to be done, there are {steps}", reached.steps));
-        };
-        for (index, step) in steps.iter().enumerate() {
-            self.step = Some(index);
-            self.step(step)?;
-        }
-        self.step = None;
-        for id in &reached.arrived {
-            match self.lives.get_mut(id.0).and_then(|life| life.arriving.take()) {
-                Some(_) => {}
-                None => {
-                    let done = reached.steps;
-                    return self.fault(format!("buffer {} cannot be on its way after {done} steps", id.0));
-                }
-            }
-        }
-        let there = |id: &BufferId| {
-            let life = &self.lives[id.0];
-            life.live && !life.consumed && life.arriving.is_none() && !self.plan.is_own(*id)
-        };
-        let (mut blocks, mut states) = (Vec::new(), Vec::new());
-        for id in (0..self.lives.len()).map(BufferId).filter(there) {
-            match self.plan.buffer(id).content {
-                Content::State => states.push((id, self.lives[id.0].met.keys())),
-                Content::KeyValue | Content::WireKeyValue
-                    if self.must_be_written(&self.plan.whole(id)).is_ok() =>
-                {
-                    blocks.push(id);
-                }
-                _ => {}
-            }
-        }
-        let finished = self.must_be_written(&self.plan.whole(self.plan.output)).is_ok();
-        Ok(Left { blocks, states, finished })
-    }
-
     /// The rank's own buffers are what the placement says, and its inputs are there from the start.
-    fn declarations(&mut self) -> Result<()> {
+    pub(super) fn declarations(&mut self) -> Result<()> {
         let (problem, rank) = (&self.world.problem, Rank(self.plan.rank));
         for (index, buffer) in self.plan.buffers.iter().enumerate() {
             let (tokens, heads) = match buffer.content {
@@ -173,7 +131,7 @@ impl<'a> RankProof<'a> {
         }
     }
 
-    fn step(&mut self, step: &'a Step) -> Result<()> {
+    pub(super) fn step(&mut self, step: &'a Step) -> Result<()> {
         match step {
             Step::Repack { from, into } => {
                 if from.buffer == into.buffer {
@@ -432,7 +390,7 @@ impl<'a> RankProof<'a> {
         Ok(())
     }
 
-    fn must_be_written(&self, slice: &Slice) -> Result<()> {
+    pub(super) fn must_be_written(&self, slice: &Slice) -> Result<()> {
         self.in_bounds(slice)?;
         let life = &self.lives[slice.buffer.0];
         if let Some(exchange) = life.arriving {
@@ -580,7 +538,7 @@ impl<'a> RankProof<'a> {
         format!("`{}`", self.plan.buffer(id).name)
     }
 
-    fn fault<T>(&self, fault: String) -> Result<T> {
+    pub(super) fn fault<T>(&self, fault: String) -> Result<T> {
         Err(Error::plan(Rank(self.plan.rank), self.step, fault))
     }
 }

@@ -28,6 +28,49 @@ pub fn left(world: &World, rank: Rank, reached: &Reached) -> Result<Left> {
     RankProof::new(world, world.plan(rank)).until(reached)
 }
 
+impl RankProof<'_> {
+    /// What there is after the steps that were done, each of which is proved on the way.
+    fn until(mut self, reached: &Reached) -> Result<Left> {
+        self.declarations()?;
+        let Some(steps) = self.plan.steps.get(..reached.steps) else {
+            let steps = self.plan.steps.len();
+            return self.fault(format!("{} steps are said to be done, there are {steps}", reached.steps));
+        };
+        for (index, step) in steps.iter().enumerate() {
+            self.step = Some(index);
+            self.step(step)?;
+        }
+        self.step = None;
+        for id in &reached.arrived {
+            match self.lives.get_mut(id.0).and_then(|life| life.arriving.take()) {
+                Some(_) => {}
+                None => {
+                    let done = reached.steps;
+                    return self.fault(format!("buffer {} cannot be on its way after {done} steps", id.0));
+                }
+            }
+        }
+        let there = |id: &BufferId| {
+            let life = &self.lives[id.0];
+            life.live && !life.consumed && life.arriving.is_none() && !self.plan.is_own(*id)
+        };
+        let (mut blocks, mut states) = (Vec::new(), Vec::new());
+        for id in (0..self.lives.len()).map(BufferId).filter(there) {
+            match self.plan.buffer(id).content {
+                Content::State => states.push((id, self.lives[id.0].met.keys())),
+                Content::KeyValue | Content::WireKeyValue
+                    if self.must_be_written(&self.plan.whole(id)).is_ok() =>
+                {
+                    blocks.push(id);
+                }
+                _ => {}
+            }
+        }
+        let finished = self.must_be_written(&self.plan.whole(self.plan.output)).is_ok();
+        Ok(Left { blocks, states, finished })
+    }
+}
+
 /// Proves that `repair` finishes for `ranks` what they began in `before`, of which each came as far as `reached` says: it
 /// is about the same problem, every rank keeps its tokens, what is kept was left, and [`check`] holds from there on. So
 /// every visible pair of a row that is left has been met exactly once, before or after.
