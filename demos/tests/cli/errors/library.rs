@@ -211,9 +211,9 @@ pub(super) fn of_runs() -> Vec<Entry> {
             "A bug of a strategy: please report it.",
         ),
         entry(
-            "a ring that is to be finished without a rank (`--on-loss finish`) lost it before its keys were elsewhere",
+            "a ring that is to be finished without a rank lost it before its keys were elsewhere",
             repair(&ring(), &[Rank(0)], &[Reached::default()]).unwrap_err(),
-            "`--on-loss finish-or-shrink` begins again without these tokens.",
+            "`--on-loss finish` met it; `finish-or-shrink` begins again without these tokens.",
         ),
         entry(
             "a device has no such memory to give",
