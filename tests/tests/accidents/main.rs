@@ -15,7 +15,7 @@ mod rank;
 mod soak;
 mod work;
 
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use kyklos_transport::Rank;
@@ -36,8 +36,10 @@ const KNOWN: Duration = Duration::from_secs(3);
 const STEPS_OF_GROUP: usize = 5;
 
 /// Has an accident at every step of the plans, each to another rank in turn. Groups are under way side by side: they
-/// mostly wait.
+/// mostly wait. One test at a time does that: they are dozens of processes each.
 fn at_every_step(works: &[Work], accident: impl Fn(&mut Group, Work, u32, usize) + Sync) {
+    static TURN: Mutex<()> = Mutex::new(());
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     std::thread::scope(|scope| {
         for &work in works {
             let world = work.world();

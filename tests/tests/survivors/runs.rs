@@ -104,6 +104,45 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 80, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Keys on the wire are rounded as they would have been, whoever sends them: only sums are in another order.
+    #[test]
+    fn survivors_get_what_they_would_have_got_whatever_keys_are_on_the_wire(seed in any::<u64>()) {
+        let mut chance = Chance(seed);
+        let prepared = Prepared::new(drawn::case(&mut chance, 140), Dtype::F32);
+        let world = drawn::world(&mut chance, &prepared.case, Dtype::F32, true);
+        let whole: usize = world.plans.iter().map(|plan| plan.steps.len()).sum();
+        let (mut done, patience) = (0, chance.below(whole + 1));
+        let steps = reach(&world, |can| {
+            done += 1;
+            (done <= patience).then(|| chance.below(can.len()))
+        });
+        let (_, ranks) = chance.losses(world.mesh.world());
+        let right = run_world(&world, in_process_group(world.mesh.world()), &prepared.tensors, CpuBackend::new).0;
+        if let End::Finished(whole) = lose(&world, &prepared, &steps, &ranks, |_| false) {
+            lost_rows_have_none(&whole, &world, &ranks);
+            let seq = world.problem.q_len as usize;
+            for token in ranks.iter().flat_map(|rank| world.q_placement.of_rank(*rank).iter()) {
+                for (there, here) in whole.lse.chunks(seq).zip(right.lse.chunks(seq)) {
+                    let (there, here) = (there[token as usize], here[token as usize]);
+                    prop_assert!(there == here || (there - here).abs() < 1e-5, "{token}: {there}, {here}");
+                }
+            }
+            let row = (world.problem.q_heads * world.problem.head_dim) as usize;
+            let floats = |bytes: &[u8]| bytemuck::pod_collect_to_vec::<u8, f32>(bytes);
+            let owned: Vec<u32> = ranks.iter().flat_map(|rank| world.q_placement.of_rank(*rank).iter()).collect();
+            for (at, (there, here)) in floats(&whole.o).chunks(row).zip(floats(&right.o).chunks(row)).enumerate() {
+                if owned.contains(&((at % seq) as u32)) {
+                    let off = there.iter().zip(here).map(|(there, here)| (there - here).abs()).fold(0.0, f32::max);
+                    prop_assert!(off < 1e-5, "row {at}: {off}");
+                }
+            }
+        }
+    }
+}
+
 /// A causal ring of four over zigzag shards, where everything is large enough to show.
 fn ring() -> (Prepared, World, Comparison) {
     let case = cases().into_iter().find(|case| case.name == "two rows beyond four tiles").unwrap();
