@@ -162,7 +162,9 @@ pub(crate) struct AttendArgs {
     #[arg(long, value_name = "SECONDS", default_value = "600")]
     pub(crate) deadline: NonZeroU32,
     /// Under a launcher, when a rank dies or is stuck: every rank ends, or those who are left plan anew and begin again; with
-    /// rejoin after a rank that was started anew with --rejoin has come, as kyklos launch does
+    /// rejoin after a rank that was started anew with --rejoin has come, as kyklos launch does. With finish those who are left
+    /// of a ring finish what all had begun, over the lost rank's keys too, once others have these (exit code 3); else they end,
+    /// or shrink
     #[arg(long, value_enum, default_value_t = OnLoss::Stop)]
     pub(crate) on_loss: OnLoss,
     /// auto: a bar on a terminal; json: lines on standard error

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::{Mesh, RunOptions, SystemClock, plan};
+use kyklos::{Mesh, RunOptions, SystemClock, can_repair, plan};
 use kyklos_transport::quic::quic_loopback_group_over;
-use kyklos_transport::{Transport, in_process_group};
+use kyklos_transport::{Rank, Transport, in_process_group};
 
 use crate::args::{AttendArgs, OrAuto, TransportName};
 use crate::device::{self, DeviceId, DeviceRequest};
@@ -14,7 +14,7 @@ use crate::failure::{Failure, Result, note, print};
 use crate::interrupt;
 use crate::launchers::{self, Launched, Variables};
 use crate::metrics;
-use crate::on_loss::{self, Lost, OnLoss};
+use crate::on_loss::{self, Losses, Lost, OnLoss};
 use crate::output::{OutputTarget, keep_apart};
 use crate::progress::Watch;
 use crate::rank::{self, Job, RankDone};
@@ -63,7 +63,11 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
     }
     metrics::check(args)?;
     devices_fit(args, local_world)?;
-    Request::new(&args.problem, args.seed, Some(world))
+    let request = Request::new(&args.problem, args.seed, Some(world))?;
+    if args.on_loss.finishes() {
+        can_repair(&request.problem, request.mesh, request.strategy)?;
+    }
+    Ok(request)
 }
 
 fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entrance) -> Result<()> {
@@ -93,7 +97,7 @@ fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entrance) -> Resul
         });
         let job = std::mem::replace(&mut metrics, Ok(()))
             .and(request)
-            .and_then(|request| job(args, request, launched.local_world))
+            .and_then(|request| job(args, request, launched.local_world, group.members.clone()))
             .map_err(refuse)?;
         if transport.rank().0 == 0 {
             match &lost {
@@ -102,9 +106,23 @@ fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entrance) -> Resul
                 None => job.request.source.warning().iter().for_each(|warning| note(warning)),
             }
         }
-        let done = rank::work(&job, transport, device_of(args, launched));
+        let mut losses = Losses::new(args, &group);
+        let done = rank::work(&job, transport, device_of(args, launched), Some(&mut losses));
         job.watch.phase(None);
-        let failure = done.as_ref().err().filter(|_| args.on_loss != OnLoss::Stop);
+        if let Some((ended, next, begins_again)) = losses.into_next() {
+            group = next;
+            if begins_again {
+                if let (0, Err(failure)) = (group.transport.rank().0, &done) {
+                    note(&format!("it cannot be finished: {}", failure.text));
+                }
+                lost = Some(ended);
+                continue;
+            }
+            rank::leave(&job, &group.transport, &done);
+            return tell(args, &job, vec![(group.transport.rank().0, done?)]);
+        }
+        let begins_again = matches!(args.on_loss, OnLoss::Shrink | OnLoss::Rejoin);
+        let failure = done.as_ref().err().filter(|_| begins_again);
         let Some(ended) = failure.and_then(|failure| Lost::of(&group, failure)) else {
             rank::leave(&job, transport, &done);
             return tell(args, &job, vec![(transport.rank().0, done?)]);
@@ -173,7 +191,7 @@ fn here(args: &AttendArgs) -> Result<()> {
             None
         }
     };
-    let job = job(args, request, world)?;
+    let job = job(args, request, world, (0..world).map(Rank).collect())?;
     if let Some(warning) = job.request.source.warning() {
         note(&warning);
     }
@@ -190,8 +208,8 @@ fn here(args: &AttendArgs) -> Result<()> {
     tell(args, &job, (0..).zip(done).collect())
 }
 
-/// Plans, proves and prepares; `here` ranks share this machine's memory.
-fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
+/// Plans, proves and prepares; `here` ranks share this machine's memory, and each has a number among `members`.
+fn job(args: &AttendArgs, request: Request, here: u32, members: Vec<Rank>) -> Result<Job> {
     request.fits_in_memory(here)?;
     let output = match &args.output {
         Some(path) => Some(OutputTarget::new(path, request.source.path(), request.mesh.world())?),
@@ -233,6 +251,7 @@ fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
     Ok(Job {
         plan_hash: plan::plan_hash(&world, &identities),
         request,
+        begun: None,
         world: Arc::new(world),
         checks,
         repeat: args.repeat.get(),
@@ -243,6 +262,8 @@ fn job(args: &AttendArgs, request: Request, here: u32) -> Result<Job> {
         record: record::folder(args.record.as_deref())?,
         options: RunOptions { clock, observer: watch.clone(), trace: args.trace.is_some(), poison: false },
         watch,
+        lasting: args.on_loss.finishes(),
+        members,
     })
 }
 
@@ -286,7 +307,7 @@ fn tell(args: &AttendArgs, job: &Job, mut done: Vec<(u32, RankDone)>) -> Result<
     for summary in done.iter().filter_map(|(_, done)| done.summary.as_ref()) {
         print(&if args.json { summary.json(&job.request)? } else { summary.table(&job.request) })?;
     }
-    match done.into_iter().find_map(|(_, done)| done.rejected) {
+    match done.into_iter().find_map(|(_, done)| done.rejected.or(done.lacks)) {
         Some(failure) => Err(failure),
         None => Ok(()),
     }

@@ -8,7 +8,7 @@ use kyklos::{
     AttentionProblem, Dtype, Mask, Mesh, PlacementKind, RunOptions, Split, Strategy, SystemClock, TokenRuns,
     plan, plan_world,
 };
-use kyklos_transport::in_process_group;
+use kyklos_transport::{Rank, in_process_group};
 
 use crate::alone;
 use crate::args::ProgressKind;
@@ -76,6 +76,9 @@ pub(crate) fn demo() -> Result<()> {
         record: None,
         options: RunOptions { clock, observer: watch.clone(), ..quiet() },
         watch,
+        lasting: false,
+        members: (0..world.mesh.world()).map(Rank).collect(),
+        begun: None,
         world: Arc::new(world),
     };
     let done = run_here(&job, in_process_group(job.world.mesh.world()), &devices)?;

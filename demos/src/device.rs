@@ -8,7 +8,7 @@ use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{DeviceClass, DeviceInfo};
 use kyklos::local::RankTask;
-use kyklos::{Error, RankOutput};
+use kyklos::{Error, Finished, Lasting, RankOutput, Survivors};
 
 use crate::failure::{Failure, Result};
 use crate::report::Device;
@@ -178,11 +178,44 @@ impl AnyBackend {
         }
     }
 
+    /// A rank's task on this device, which may outlive its group.
+    pub(crate) fn lasting<'a>(&'a self, task: RankTask<'a>) -> AnyLasting<'a> {
+        match self {
+            Self::Cpu(backend) => AnyLasting::Cpu(Box::new(Lasting::new(backend, task))),
+            Self::Wgpu(backend) => AnyLasting::Wgpu(Box::new(Lasting::new(&**backend, task))),
+        }
+    }
+
     /// Runs a rank's plan on this device, on this thread.
     pub(crate) fn run(&self, task: RankTask<'_>, each: impl FnMut(u64, RankOutput)) -> Result<(), Error> {
         match self {
             Self::Cpu(backend) => task.run_on(backend, each),
             Self::Wgpu(backend) => task.run_on(&**backend, each),
+        }
+    }
+}
+
+/// A rank's task on one of them, with what it has there.
+#[derive(Debug)]
+pub(crate) enum AnyLasting<'a> {
+    Cpu(Box<Lasting<'a, CpuBackend>>),
+    Wgpu(Box<Lasting<'a, WgpuBackend>>),
+}
+
+impl AnyLasting<'_> {
+    /// Runs the rank's plan, on this thread; if it `keeps` what is done, [`Self::finish`] may go on from there.
+    pub(crate) fn run(&mut self, keeps: bool, each: impl FnMut(u64, RankOutput)) -> Result<(), Error> {
+        match self {
+            Self::Cpu(lasting) => pollster::block_on(lasting.run(keeps, each)),
+            Self::Wgpu(lasting) => pollster::block_on(lasting.run(keeps, each)),
+        }
+    }
+
+    /// Finishes it with those who are left.
+    pub(crate) fn finish(&mut self, survivors: &Survivors) -> Result<Finished, Error> {
+        match self {
+            Self::Cpu(lasting) => pollster::block_on(lasting.finish(survivors)),
+            Self::Wgpu(lasting) => pollster::block_on(lasting.finish(survivors)),
         }
     }
 }

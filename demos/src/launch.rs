@@ -21,6 +21,7 @@ use crate::failure::{Failure, Result, note};
 use crate::interrupt::{self, EXIT_INTERRUPTED};
 use crate::launchers::{IDENTITY, JOB_ID, LAUNCH};
 use crate::on_loss::OnLoss;
+use crate::rank::EXIT_LACKS;
 
 /// How many processes, and of what.
 #[derive(Debug, Args)]
@@ -210,7 +211,8 @@ impl Children {
         }
         self.ended.sort_by_key(|(rank, _)| *rank);
         for (rank, status) in &self.ended {
-            if !asked_to_end && !status.success() && status.code() != Some(2) {
+            let told = status.code().is_some_and(|code| code == 2 || code == i32::from(EXIT_LACKS));
+            if !asked_to_end && !status.success() && !told {
                 note(&format!("launch: rank {rank} ended with {status}"));
             }
         }
@@ -221,6 +223,9 @@ impl Children {
         {
             // Those who went on have the whole result.
             0
+        } else if self.ended.iter().any(|(_, status)| status.code() == Some(i32::from(EXIT_LACKS))) {
+            // Those who are left have finished what all had begun.
+            EXIT_LACKS
         } else if self.ended.iter().all(|(_, status)| status.code() == Some(2)) {
             2
         } else {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::ValueEnum;
+use kyklos::Survivors;
 use kyklos_transport::{Abort, AbortCause, Rank, Reformed, Regroup, Transport, TransportError, Vote};
 
 use crate::args::AttendArgs;
@@ -20,6 +21,18 @@ pub(crate) enum OnLoss {
     Shrink,
     /// The same, but a rank that is started anew within half of `--join-deadline` comes along.
     Rejoin,
+    /// Those who are left finish what all had begun: their queries see all keys, also those of the rank that was lost. Where
+    /// those are lost too, every rank ends.
+    Finish,
+    /// The same, but where keys are lost those who are left begin again without them, as with shrink.
+    FinishOrShrink,
+}
+
+impl OnLoss {
+    /// Whether what is done must outlive the group.
+    pub(crate) fn finishes(self) -> bool {
+        matches!(self, Self::Finish | Self::FinishOrShrink)
+    }
 }
 
 /// What became of a group.
@@ -51,7 +64,7 @@ impl Lost {
         let patience = Duration::from_secs(u64::from(args.group.join_deadline.get()));
         let who = match args.on_loss {
             OnLoss::Rejoin => Regroup::Everyone { within: patience / 2 },
-            OnLoss::Stop | OnLoss::Shrink => Regroup::Survivors,
+            OnLoss::Stop | OnLoss::Shrink | OnLoss::Finish | OnLoss::FinishOrShrink => Regroup::Survivors,
         };
         pollster::block_on(transport.reform(who, patience))
             .map_err(|error| Failure { text: format!("{}; {error}", self.abort), ..error.into() })
@@ -59,11 +72,82 @@ impl Lost {
 
     /// Says on standard error what has happened, and how it goes on.
     pub(crate) fn tell(&self, next: &Reformed, job: &Job) {
+        note(&format!("{}; {}", self.in_words(next), in_words(next, job)));
+    }
+
+    /// The same when those who are left finish what all had begun.
+    fn tell_finishing(&self, next: &Reformed) {
+        let (ranks, members) = (next.members.len(), list(next.members.iter()));
+        let epoch = next.epoch;
+        note(&format!(
+            "{}; {ranks} ranks finish what was begun (epoch {epoch}: {members})",
+            self.in_words(next)
+        ));
+    }
+
+    fn in_words(&self, next: &Reformed) -> String {
         let Abort { culprit, cause, .. } = &self.abort;
         let culprit = self.members.get(culprit.0 as usize).copied().unwrap_or(*culprit);
         let gone = list(self.members.iter().filter(|rank| !next.members.contains(rank)));
         let gone = if gone.is_empty() { "nobody is lost".to_owned() } else { format!("without {gone}") };
-        note(&format!("rank {culprit} {cause}; {gone}; {}", in_words(next, job)));
+        format!("rank {culprit} {cause}; {gone}")
+    }
+}
+
+/// The next group of a rank that is at work, and that is to finish it without those who are lost.
+pub(crate) struct Losses<'a> {
+    args: &'a AttendArgs,
+    group: &'a Reformed,
+    /// Once there is one.
+    next: Option<(Lost, Reformed)>,
+    /// It could not be finished, and all who are left know it.
+    refused: bool,
+}
+
+impl<'a> Losses<'a> {
+    pub(crate) fn new(args: &'a AttendArgs, group: &'a Reformed) -> Self {
+        Self { args, group, next: None, refused: false }
+    }
+
+    /// Forms the next group after this failure, if the call is to be finished there.
+    pub(crate) fn survivors(&mut self, failure: &Failure) -> Option<Result<Survivors>> {
+        if !self.args.on_loss.finishes() || self.next.is_some() {
+            return None;
+        }
+        let lost = Lost::of(self.group, failure)?;
+        let next = match lost.go_on(self.args, &*self.group.transport) {
+            Ok(next) => next,
+            Err(failure) => return Some(Err(failure)),
+        };
+        end_if_stuck(&next);
+        if next.transport.rank().0 == 0 {
+            lost.tell_finishing(&next);
+        }
+        // Both are ascending, in numbers of the first group.
+        let rank_before = |member: &Rank| {
+            let place = self.group.members.iter().position(|rank| rank == member);
+            Rank(place.and_then(|place| u32::try_from(place).ok()).unwrap_or(u32::MAX))
+        };
+        let ranks = next.members.iter().map(rank_before).collect();
+        let survivors = Survivors { transport: next.transport.clone(), ranks };
+        self.next = Some((lost, next));
+        Some(Ok(survivors))
+    }
+
+    /// By rank of the next group, its rank in the first one.
+    pub(crate) fn members(&self) -> &[Rank] {
+        self.next.as_ref().map_or(&self.group.members, |(_, next)| &next.members)
+    }
+
+    /// It cannot be finished. The same on all who are left.
+    pub(crate) fn refuse(&mut self) {
+        self.refused = true;
+    }
+
+    /// The next group, and whether it has still to begin again.
+    pub(crate) fn into_next(self) -> Option<(Lost, Reformed, bool)> {
+        let Self { next, refused, args, .. } = self;
+        next.map(|(lost, next)| (lost, next, refused && args.on_loss == OnLoss::FinishOrShrink))
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use bytes::Bytes;
 use kyklos::collect::OutputPiece;
 use kyklos::plan::World;
-use kyklos::{AttentionProblem, Dtype, TokenRuns};
+use kyklos::{AttentionProblem, Dtype, Run, TokenRuns};
 use kyklos_transport::Rank;
 use safetensors::tensor::{Metadata, TensorInfo};
 
@@ -48,13 +48,13 @@ impl OutputTarget {
         }
     }
 
-    /// Opens what `rank` has to write, if anything.
-    pub(crate) fn open(&self, world: &World, rank: Rank) -> Result<Option<OutputFile>> {
+    /// Opens what `rank` has to write, if anything; a part of its own gets the number that it has in the first group.
+    pub(crate) fn open(&self, world: &World, rank: Rank, first: Rank) -> Result<Option<OutputFile>> {
         match self {
-            Self::Whole(path) if rank.0 == 0 => OutputFile::whole(path, &world.problem).map(Some),
+            Self::Whole(path) if rank.0 == 0 => OutputFile::whole(path, world).map(Some),
             Self::Whole(_) => Ok(None),
             Self::Parts(name) => {
-                let path = PathBuf::from(name.replace(RANK, &rank.to_string()));
+                let path = PathBuf::from(name.replace(RANK, &first.to_string()));
                 OutputFile::part(&path, &world.problem, world.q_placement.of_rank(rank)).map(Some)
             }
         }
@@ -107,19 +107,33 @@ pub(crate) struct OutputFile {
 }
 
 impl OutputFile {
-    fn whole(path: &Path, problem: &AttentionProblem) -> Result<Self> {
-        Self::create(path, problem, problem.q_len as usize, None)
+    /// Rows of queries that are lost hold NaN, and the tensor `lost` lists them.
+    fn whole(path: &Path, world: &World) -> Result<Self> {
+        let (problem, lost) = (&world.problem, &world.lost.queries);
+        let list = (!lost.is_empty()).then(|| ("lost", lost.iter().map(i64::from).collect()));
+        let file = Self::create(path, problem, problem.q_len as usize, list)?;
+        let (o_row, lse_row) = (file.o_row_bytes as usize, file.heads as usize * 4);
+        for run in lost.runs().iter().flat_map(pieces) {
+            for batch in 0..u64::from(problem.batch) {
+                let at = batch * file.seq + u64::from(run.start);
+                let nans = vec![NAN_BYTE; run.len() * o_row.max(lse_row)];
+                file.put(&nans[..run.len() * o_row], file.o_start + at * file.o_row_bytes)?;
+                file.write_lse(&nans[..run.len() * lse_row], batch, u64::from(run.start), run.len())?;
+            }
+        }
+        Ok(file)
     }
 
     fn part(path: &Path, problem: &AttentionProblem, tokens: &TokenRuns) -> Result<Self> {
-        Self::create(path, problem, tokens.len(), Some(tokens))
+        let positions = tokens.iter().map(|token| i64::from(problem.q_position(token))).collect();
+        Self::create(path, problem, tokens.len(), Some(("positions", positions)))
     }
 
     fn create(
         path: &Path,
         problem: &AttentionProblem,
         seq: usize,
-        positions: Option<&TokenRuns>,
+        list: Option<(&str, Vec<i64>)>,
     ) -> Result<Self> {
         let (batch, heads, dim) =
             (problem.batch as usize, problem.q_heads as usize, problem.head_dim as usize);
@@ -139,9 +153,9 @@ impl OutputFile {
             tensors.push((name.to_owned(), TensorInfo { dtype, shape, data_offsets }));
             start as u64
         };
-        let positions_start = positions.map(|tokens| {
-            declare("positions", safetensors::Dtype::I64, vec![tokens.len()], tokens.len() * 8)
-        });
+        let list_start = list
+            .as_ref()
+            .map(|(name, list)| declare(name, safetensors::Dtype::I64, vec![list.len()], list.len() * 8));
         let lse = declare("lse", safetensors::Dtype::F32, vec![batch, heads, seq], batch * heads * seq * 4);
         let o = declare("o", dtype, vec![batch, seq, heads, dim], batch * seq * o_row_bytes);
         let header = header(tensors)?;
@@ -172,9 +186,8 @@ impl OutputFile {
         };
         this.put(&(header.len() as u64).to_le_bytes(), 0)?;
         this.put(&header, LENGTH_BYTES)?;
-        if let (Some(tokens), Some(start)) = (positions, positions_start) {
-            let values: Vec<i64> = tokens.iter().map(|token| i64::from(problem.q_position(token))).collect();
-            this.put(bytemuck::cast_slice(&values), data + start)?;
+        if let (Some((_, list)), Some(start)) = (list, list_start) {
+            this.put(bytemuck::cast_slice(&list), data + start)?;
         }
         Ok(this)
     }
@@ -244,6 +257,15 @@ impl OutputFile {
     }
 }
 
+/// The tokens of a run, side by side, few enough at a time to be made in memory.
+fn pieces(run: &Run) -> Vec<std::ops::Range<u32>> {
+    if run.stride > 1 {
+        return (0..run.count).map(|i| run.start + i * run.stride).map(|token| token..token + 1).collect();
+    }
+    let end = run.start + run.count;
+    (run.start..end).step_by(NAN_ROWS as usize).map(|start| start..end.min(start + NAN_ROWS)).collect()
+}
+
 /// The header's JSON, padded so that the data is aligned.
 fn header(tensors: Vec<(String, TensorInfo)>) -> Result<Vec<u8>> {
     let failed = |error: &dyn std::fmt::Display| Failure::run(format!("cannot describe the output: {error}"));
@@ -256,3 +278,6 @@ fn header(tensors: Vec<(String, TensorInfo)>) -> Result<Vec<u8>> {
 /// Stands for the rank in file names.
 pub(crate) const RANK: &str = "{rank}";
 const ALIGNMENT: usize = 8;
+/// A number of any of the types that is made of this byte is NaN.
+const NAN_BYTE: u8 = 0xFF;
+const NAN_ROWS: u32 = 256;

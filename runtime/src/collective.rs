@@ -6,12 +6,14 @@
 //!   copy off the device has to finish first) goes on whenever the returned future is polled; the executor polls
 //!   all outstanding exchanges whenever it waits for anything, so messages travel while the device computes.
 //! - A part arrives as a fresh buffer. Where it goes from there is the plan's business.
+//! - An exchange that ends early tells which of its messages had arrived whole: after a loss others may need them.
 
 use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -59,10 +61,19 @@ pub struct Incoming {
 }
 
 /// The pieces of each incoming message, in order.
-pub type Arrivals<'a, Buffer> = Pin<Box<dyn Future<Output = Result<Vec<Vec<Buffer>>, ExchangeError>> + 'a>>;
+pub type Arrivals<'a, Buffer> = Pin<Box<dyn Future<Output = Result<Vec<Vec<Buffer>>, Broken<Buffer>>> + 'a>>;
+
+/// An exchange that ended early.
+#[derive(Debug)]
+pub struct Broken<Buffer> {
+    /// Why.
+    pub error: ExchangeError,
+    /// The pieces of each incoming message that had arrived whole, in order.
+    pub arrived: Vec<Option<Vec<Buffer>>>,
+}
 
 /// What can end an exchange early.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub enum ExchangeError {
     /// The network, or a peer.
     Transport(TransportError),
@@ -172,12 +183,18 @@ impl<B: Backend> Collective<B> for HostStaged {
             })
             .collect();
         Box::pin(async move {
+            let mut arrived = Vec::new();
+            arrived.resize_with(recvs.len(), || None);
             let recvs = async {
-                let arrived = try_join_all(recvs).await?;
+                all_or_error(recvs, &mut arrived).await?;
                 meter.arrived(tag.message);
-                Ok(arrived)
+                Ok(())
             };
-            try_join(try_join_all(sends), recvs).await.map(|(_, arrived)| arrived)
+            // Receives first: what has come with a failure counts.
+            match try_join(recvs, try_join_all(sends)).await {
+                Ok(_) => Ok(arrived.into_iter().flatten().collect()),
+                Err(error) => Err(Broken { error, arrived }),
+            }
         })
     }
 
@@ -202,6 +219,31 @@ impl<B: Backend> Collective<B> for HostStaged {
     }
 }
 
+/// Ends when all of `futures` have, or the first of them has failed, in which case all that were ready then have been
+/// put down too.
+async fn all_or_error<T, E>(
+    futures: Vec<impl Future<Output = Result<T, E>>>,
+    done: &mut [Option<T>],
+) -> Result<(), E> {
+    let mut futures: Vec<_> = futures.into_iter().map(Box::pin).collect();
+    std::future::poll_fn(|context| {
+        let (mut waits, mut failed) = (false, None);
+        for (future, done) in futures.iter_mut().zip(&mut *done).filter(|(_, done)| done.is_none()) {
+            match future.as_mut().poll(context) {
+                Poll::Ready(Ok(value)) => *done = Some(value),
+                Poll::Ready(Err(error)) => failed = failed.take().or(Some(error)),
+                Poll::Pending => waits = true,
+            }
+        }
+        match failed {
+            Some(error) => Poll::Ready(Err(error)),
+            None if waits => Poll::Pending,
+            None => Poll::Ready(Ok(())),
+        }
+    })
+    .await
+}
+
 impl HostStaged {
     fn send(
         &self,
@@ -213,6 +255,12 @@ impl HostStaged {
         let pieces = pieces.into_iter().collect::<crate::Result<Vec<_>>>().map_err(ExchangeError::Own)?;
         meter.sent(pieces.iter().map(|piece| piece.len() as u64).sum());
         Ok(self.transport.post_send(to, tag, pieces, self.deadline))
+    }
+}
+
+impl<Buffer> Default for Memory<Buffer> {
+    fn default() -> Self {
+        Self { buffers: Vec::new() }
     }
 }
 
@@ -248,6 +296,6 @@ impl<Buffer> Memory<Buffer> {
     }
 
     pub(crate) fn take(&mut self, buffer: BufferId) -> Option<Vec<Buffer>> {
-        self.buffers[buffer.0].take()
+        self.buffers.get_mut(buffer.0)?.take()
     }
 }

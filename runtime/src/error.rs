@@ -58,6 +58,19 @@ pub enum Error {
         /// What the transport said: names the culprit and the bytes.
         source: TransportError,
     },
+    /// Keys that queries of those who are left see are with nobody any more.
+    #[error(
+        "keys {keys} of rank {rank} are lost: the rank was lost before any other one had all of them, and queries of rank \
+         {seen_by} see them: run again, or go on without them"
+    )]
+    KeysLost {
+        /// Whose keys they were.
+        rank: u32,
+        /// Which.
+        keys: crate::TokenRuns,
+        /// A rank with queries that see them.
+        seen_by: u32,
+    },
     /// The transport failed outside a plan's steps (bootstrap, agreement, collecting the result).
     #[error(transparent)]
     Transport(#[from] TransportError),

@@ -3,6 +3,7 @@
 //! It knows steps, not strategies. While it waits for anything, device or network, it keeps every outstanding
 //! exchange moving.
 
+mod kept;
 mod run;
 
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError, Vote};
 use crate::backend::{Backend, State, StateMut, StateShape};
 use crate::collective::{Collective, Memory};
 use crate::meter::{Meter, RankReport, Span};
-use crate::plan::{BufferId, Plan, Step, World, describe};
+use crate::plan::{BufferId, Content, Plan, Reached, Step, World, describe};
 use crate::{BlockWork, Clock, Error, Result};
 use run::Run;
 
@@ -28,6 +29,7 @@ pub struct Executor<'a, B: Backend, C> {
     /// For each attend step, its lowered masks and positions, layer by layer; for other steps nothing.
     works: Vec<Vec<BlockWork>>,
     options: RunOptions,
+    keeps: bool,
 }
 
 /// How to run, for whoever looks on.
@@ -69,6 +71,26 @@ pub struct Inputs<Buffer> {
     pairs: Option<Buffer>,
 }
 
+/// What a run left on the device: where another plan goes on after a loss ([`crate::repair`]).
+#[derive(Debug)]
+pub struct Remains<Buffer> {
+    reached: Reached,
+    memory: Memory<Buffer>,
+}
+
+impl<Buffer> Default for Remains<Buffer> {
+    fn default() -> Self {
+        Self { reached: Reached::default(), memory: Memory::default() }
+    }
+}
+
+impl<Buffer> Remains<Buffer> {
+    /// How far the rank came.
+    pub fn reached(&self) -> &Reached {
+        &self.reached
+    }
+}
+
 /// What a rank gets out of one run.
 #[derive(Clone, Debug)]
 pub struct RankOutput {
@@ -108,7 +130,17 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
             }
             works.push(layers);
         }
-        Self { backend, collective, world, plan, plan_hash, peak_bytes, works, options }
+        Self { backend, collective, world, plan, plan_hash, peak_bytes, works, options, keeps: false }
+    }
+
+    /// Keeps what a run that is cut off has done, for [`Self::run_from`]. Costs a copy of the running state while a block is
+    /// attended to, of `batch · tokens · heads · (4 · dim + 8)` bytes.
+    #[must_use]
+    pub fn keeping(mut self) -> Self {
+        let states = self.plan.buffers.iter().filter(|buffer| buffer.content == Content::State);
+        self.peak_bytes += states.map(|state| state.bytes(&self.world.problem)).max().unwrap_or(0);
+        self.keeps = true;
+        self
     }
 
     /// Brings the rank's own tensors, `[batch, tokens, heads, dim]` in the problem's dtype, to its device, and its rows
@@ -151,14 +183,48 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     /// # Errors
     /// Any; [`Error::Group`] when another rank is the cause.
     pub async fn run(&self, op: u64, inputs: &mut Inputs<B::Buffer>) -> Result<RankOutput> {
+        self.run_from(op, inputs, &mut Remains::default()).await
+    }
+
+    /// As [`Self::run`], beginning with what the plan keeps of `remains`. Puts there what this run leaves in turn, unless
+    /// it never begins; of an executor that is not [`Self::keeping`] that is nothing.
+    ///
+    /// # Errors
+    /// As [`Self::run`]; [`Error::Plan`] when something is not there that the plan keeps.
+    pub async fn run_from(
+        &self,
+        op: u64,
+        inputs: &mut Inputs<B::Buffer>,
+        remains: &mut Remains<B::Buffer>,
+    ) -> Result<RankOutput> {
         if let Err(error) = self.collective.agree(Vote::Ready { plan_hash: self.plan_hash }).await {
             let error = Error::from(error);
             self.end_for_all(op, 0, &error);
             return Err(error);
         }
         let meter = Meter::new(self.options.clock.clone(), self.options.trace);
-        let mut run =
-            Run { executor: self, op, meter: &meter, memory: Memory::new(self.plan.buffers.len()), step: 0 };
+        let mut run = Run {
+            executor: self,
+            op,
+            meter: &meter,
+            memory: Memory::new(self.plan.buffers.len()),
+            step: 0,
+            arrived: Vec::new(),
+        };
+        // Whatever else was left ends here.
+        let Remains { memory: mut old, .. } = std::mem::take(remains);
+        for kept in &self.plan.kept {
+            match old.take(kept.was) {
+                Some(tensors) => run.memory.put(kept.buffer, tensors),
+                None => {
+                    let fault = format!("keeps buffer {} of the run before, which is not there", kept.was.0);
+                    let error = Error::plan(Rank(self.plan.rank), None, fault);
+                    self.end_for_all(op, 0, &error);
+                    return Err(error);
+                }
+            }
+        }
+        drop(old);
         // The inputs are lent to the run's memory and come back whatever happens.
         run.memory.put(self.plan.q, inputs.q.take().into_iter().collect());
         run.memory.put(self.plan.kv, inputs.k.take().into_iter().chain(inputs.v.take()).collect());
@@ -175,6 +241,12 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
 
         if let Err(error) = &result {
             self.end_for_all(op, run.step, error);
+        }
+        // After an error of its own device a rank has nothing that could be trusted.
+        let of_group = |error: &Error| matches!(error, Error::Group { .. } | Error::Cancelled);
+        if self.keeps && result.as_ref().err().is_none_or(of_group) {
+            let reached = Reached { op, steps: run.step, arrived: std::mem::take(&mut run.arrived) };
+            *remains = Remains { reached, memory: std::mem::take(&mut run.memory) };
         }
         let (o, lse, pieces) = result?;
         let tokens = self.plan.buffer(self.plan.q).tokens.len() as u64;

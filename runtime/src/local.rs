@@ -7,13 +7,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
-use kyklos_transport::{Rank, Transport, Vote};
+use kyklos_transport::{Rank, Transport};
 
 use crate::backend::Backend;
-use crate::collective::HostStaged;
 use crate::host::HostLayout;
 use crate::plan::{World, check, plan_hash};
-use crate::{Error, Executor, RankOutput, Result, RunOptions};
+use crate::{Error, Lasting, RankOutput, Result, RunOptions};
 
 /// Everything one rank needs but a device.
 #[derive(Debug)]
@@ -57,32 +56,8 @@ impl RankTask<'_> {
     ///
     /// # Errors
     /// Any; an error of this rank ends the operation on all ranks.
-    pub async fn run<B: Backend>(self, backend: &B, mut each: impl FnMut(u64, RankOutput)) -> Result<()> {
-        let rank = self.transport.rank();
-        let transport = self.transport.clone();
-        let collective = HostStaged::new(self.transport, self.deadline);
-        let executor = Executor::new(
-            backend,
-            &collective,
-            self.world,
-            rank,
-            self.plan_hash,
-            self.peak_bytes,
-            self.options,
-        );
-        let mut inputs = match executor.load(self.q, self.k, self.v, self.pairs) {
-            Ok(inputs) => inputs,
-            Err(error) => {
-                // The others are about to agree: they learn from this rank's vote why it cannot.
-                let vote = Vote::Refuse { exit: error.exit_code(), text: format!("rank {rank}: {error}") };
-                transport.agree(vote, self.deadline).await?;
-                return Err(error);
-            }
-        };
-        for op in 0..self.repeat {
-            each(op, executor.run(op, &mut inputs).await?);
-        }
-        Ok(())
+    pub async fn run<B: Backend>(self, backend: &B, each: impl FnMut(u64, RankOutput)) -> Result<()> {
+        Lasting::new(backend, self).run(false, each).await
     }
 }
 

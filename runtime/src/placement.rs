@@ -117,6 +117,17 @@ impl Placement {
         })
     }
 
+    /// What is left when only `ranks` are: each keeps what it has, on a ring of their number.
+    pub(crate) fn of_ranks(&self, ranks: &[Rank]) -> Result<Self> {
+        let count = u32::try_from(ranks.len()).expect("ranks are counted in u32");
+        Ok(Self {
+            kind: self.kind,
+            mesh: Mesh::new(1, count)?,
+            replicated: self.replicated.clone(),
+            ranks: ranks.iter().map(|rank| self.of_rank(*rank).clone()).collect(),
+        })
+    }
+
     /// How the tokens were dealt.
     pub fn kind(&self) -> PlacementKind {
         self.kind

@@ -12,7 +12,7 @@ use super::{Executor, state_mut, state_ref, state_shape};
 use crate::backend::{
     Attend, Backend, Control, Elements, Extent, Layout, Operand, Pairs, Scales, StateShape,
 };
-use crate::collective::{Arrivals, Collective, ExchangeError, Incoming, Memory, Outgoing, Piece};
+use crate::collective::{Arrivals, Broken, Collective, ExchangeError, Incoming, Memory, Outgoing, Piece};
 use crate::meter::{Lane, Meter};
 use crate::plan::{BufferId, Content, Recv, Slice, Step, describe};
 use crate::{AttentionProblem, BlockWork, Dtype, Error, Result, WireFormat};
@@ -23,23 +23,35 @@ pub(super) struct Run<'r, 'a, B: Backend, C> {
     pub(super) op: u64,
     pub(super) meter: &'r Meter,
     pub(super) memory: Memory<B::Buffer>,
+    /// The step under way: those before it are done.
     pub(super) step: usize,
+    /// What had arrived of exchanges that were not waited for when the run was cut off, ascending.
+    pub(super) arrived: Vec<BufferId>,
 }
 
 /// An exchange that has been posted and not been waited for.
-struct InFlight<'r, Buffer> {
+pub(super) struct InFlight<'r, Buffer> {
     id: u32,
-    recvs: &'r [Recv],
-    arrivals: Arrivals<'r, Buffer>,
-    ended: Option<Result<Vec<Vec<Buffer>>, ExchangeError>>,
+    pub(super) recvs: &'r [Recv],
+    pub(super) arrivals: Arrivals<'r, Buffer>,
+    pub(super) ended: Option<Result<Vec<Vec<Buffer>>, Broken<Buffer>>>,
 }
 
 impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
     pub(super) async fn execute(&mut self) -> Result<(Bytes, Bytes, u64)> {
+        let mut in_flight = Vec::new();
+        let result = self.steps(&mut in_flight).await;
+        if result.is_err() && self.executor.keeps {
+            in_flight.into_iter().for_each(|exchange| self.take_in(exchange));
+            self.arrived.sort_unstable();
+        }
+        result
+    }
+
+    async fn steps(&mut self, in_flight: &mut Vec<InFlight<'r, B::Buffer>>) -> Result<(Bytes, Bytes, u64)> {
         let Executor { backend, collective, plan, works, options, .. } = self.executor;
         let pulse = collective.pulse();
         let control = Control::new(collective.stop_flag()).beating(Arc::clone(&pulse));
-        let mut in_flight: Vec<InFlight<'r, B::Buffer>> = Vec::new();
         for (index, step) in plan.steps.iter().enumerate() {
             self.step = index;
             let words = || describe(self.executor.world, plan, step);
@@ -85,27 +97,31 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                     in_flight.push(InFlight { id: *id, recvs, arrivals, ended: None });
                 }
                 Step::Wait { id } => {
-                    self.wait_for(*id, &mut in_flight).await?;
+                    self.wait_for(*id, in_flight).await?;
                     self.meter.end_wait(started, *id, words);
                 }
                 Step::Attend { q, kv, state, pairs } => {
+                    let before = self.copy_of_state(*state)?;
                     let mut tensors = self.state(*state)?;
                     let mut attended = Ok(());
                     for work in &works[index] {
                         let attend =
                             self.attend([q, kv], pairs.as_ref(), work, *state, &mut tensors, &control);
-                        attended = drive(&mut in_flight, attend).await;
+                        attended = drive(in_flight, attend).await;
                         if attended.is_err() {
                             break;
                         }
                     }
                     self.memory.put(*state, tensors);
                     if let Err(Error::Cancelled) = attended {
+                        // Some rows have met the block, and others not: none has.
+                        self.memory.take(*state);
+                        before.into_iter().for_each(|tensors| self.memory.put(*state, tensors));
                         drop(work);
-                        return Err(self.why_stopped(&mut in_flight).await);
+                        return Err(self.why_stopped(in_flight).await);
                     }
                     attended?;
-                    drive(&mut in_flight, backend.wait()).await?;
+                    drive(in_flight, backend.wait()).await?;
                     self.meter.end(started, Lane::Compute, words);
                 }
                 Step::Convert { from, into } => {
@@ -132,7 +148,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                     backend.finalize(&state_ref(&tensors, shape), sinks, dtype, &mut o[0], &mut lse[0])?;
                     self.memory.put(*state, tensors);
                     self.memory.put(*into, output);
-                    drive(&mut in_flight, backend.wait()).await?;
+                    drive(in_flight, backend.wait()).await?;
                     self.meter.end(started, Lane::Compute, words);
                 }
                 Step::Free { buffer } => drop(self.memory.take(*buffer)),
@@ -140,6 +156,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             drop(work);
             options.observer.counted(Rank(plan.rank), self.op, &self.meter.report());
         }
+        self.step = plan.steps.len();
         let _work = pulse.work();
         let started = self.meter.start();
         // A rank without tokens writes nothing into its output, and has one all the same.
@@ -150,6 +167,9 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         let sizes = self.tensor_bytes(plan.output);
         let o = backend.download(&mut output[0], 0..sizes[0]).await?;
         let lse = backend.download(&mut output[1], 0..sizes[1]).await?;
+        if self.executor.keeps {
+            self.memory.put(plan.output, output);
+        }
         self.meter.end(started, Lane::Copy, || "download the output".to_owned());
         Ok((o, lse, control.pieces_done()))
     }
@@ -253,15 +273,25 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             Some(ended) => ended,
             None => drive(in_flight, mine.arrivals.as_mut()).await,
         };
-        let arrived = ended.map_err(|error| self.explain(error))?;
-        for (recv, tensors) in mine.recvs.iter().zip(arrived) {
-            let mut tensors = tensors.into_iter();
-            for part in &recv.parts {
-                let count = self.tensor_bytes(*part).len();
-                self.memory.put(*part, tensors.by_ref().take(count).collect());
+        let arrived = match ended {
+            Ok(arrived) => arrived,
+            Err(broken) => {
+                let error = broken.error.clone();
+                in_flight.push(InFlight { ended: Some(Err(broken)), ..mine });
+                return Err(self.explain(error));
             }
-        }
+        };
+        mine.recvs.iter().zip(arrived).for_each(|(recv, tensors)| self.receive(recv, tensors));
         Ok(())
+    }
+
+    /// A message becomes the buffers of its parts.
+    pub(super) fn receive(&mut self, recv: &Recv, tensors: Vec<B::Buffer>) {
+        let mut tensors = tensors.into_iter();
+        for part in &recv.parts {
+            let count = self.tensor_bytes(*part).len();
+            self.memory.put(*part, tensors.by_ref().take(count).collect());
+        }
     }
 
     /// The group's failure, after a computation was given up because of it.
@@ -272,7 +302,9 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 Some(ended) => ended,
                 None => exchange.arrivals.as_mut().await,
             };
-            if let Err(error) = ended {
+            let error = ended.as_ref().err().map(|broken| broken.error.clone());
+            exchange.ended = Some(ended);
+            if let Some(error) = error {
                 return self.explain(error);
             }
         }
@@ -307,7 +339,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         Ok(tensors)
     }
 
-    fn allocate(&self, id: BufferId) -> Result<Vec<B::Buffer>> {
+    pub(super) fn allocate(&self, id: BufferId) -> Result<Vec<B::Buffer>> {
         let name = &self.executor.plan.buffer(id).name;
         let backend = self.executor.backend;
         self.tensor_bytes(id)
@@ -323,7 +355,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
     }
 
     /// The extents of the running state that a buffer holds.
-    fn shape(&self, state: BufferId) -> StateShape {
+    pub(super) fn shape(&self, state: BufferId) -> StateShape {
         state_shape(self.executor.world, self.executor.plan, state)
     }
 

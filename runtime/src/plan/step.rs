@@ -23,6 +23,17 @@ pub struct World {
     pub strategy: Strategy,
     /// One plan for each rank.
     pub plans: Vec<Plan>,
+    /// What no rank owns any more; nothing but in a world that finishes what another one began.
+    pub lost: Lost,
+}
+
+/// The tokens of ranks that are gone, ascending.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Lost {
+    /// Queries that get no answer.
+    pub queries: TokenRuns,
+    /// Keys that are only where they are kept.
+    pub keys: TokenRuns,
 }
 
 /// What one rank does.
@@ -40,8 +51,20 @@ pub struct Plan {
     pub output: BufferId,
     /// The rank's own rows of the problem's pair tensor: borrowed, never written.
     pub pairs: Option<BufferId>,
+    /// What is here before the first step, of a plan that was cut off.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub kept: Vec<Kept>,
     /// What happens, in issue order.
     pub steps: Vec<Step>,
+}
+
+/// A buffer of a plan that was cut off, which goes on as a buffer of this one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Kept {
+    /// In the plan that was cut off.
+    pub was: BufferId,
+    /// In this one: of the same content, tokens and heads. A state has met [`Buffer::met`].
+    pub buffer: BufferId,
 }
 
 /// Index into [`Plan::buffers`].
@@ -61,7 +84,8 @@ pub struct Buffer {
     /// Which global heads: KV heads for [`Content::KeyValue`] and [`Content::WireKeyValue`], the pair tensor's for [`Content::Pairs`], query heads
     /// otherwise.
     pub heads: Range<u32>,
-    /// For a running state that is sent or received: the keys that it has met when it travels. Otherwise none.
+    /// For a running state that is sent, received or kept: the keys that it has met when it travels, or at the beginning.
+    /// Otherwise none.
     pub met: TokenRuns,
 }
 

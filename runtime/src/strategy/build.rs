@@ -6,7 +6,7 @@ use kyklos_transport::Rank;
 
 use super::order::{self, Reduction};
 use crate::mesh::kv_heads_for;
-use crate::plan::{Buffer, BufferId, Content, Plan, Recv, Send, Slice, Step, World};
+use crate::plan::{Buffer, BufferId, Content, Kept, Plan, Recv, Send, Slice, Step, World};
 use crate::{TokenRuns, lower};
 
 /// What a rank attends with.
@@ -41,6 +41,7 @@ impl<'a> PlanBuilder<'a> {
             kv: BufferId(1),
             output: BufferId(2),
             pairs: None,
+            kept: Vec::new(),
             steps: Vec::with_capacity(8 + 4 * hops + 8 * peers),
         };
         let mut builder = Self { world, rank, plan, exchanges: 0, reduction: Reduction::default() };
@@ -106,6 +107,19 @@ impl<'a> PlanBuilder<'a> {
         let name = format!("state of {name} over {met}");
         self.plan.buffers.push(Buffer { name, content: Content::State, tokens, heads, met });
         BufferId(self.plan.buffers.len() - 1)
+    }
+
+    /// The buffer `was` of a plan that was cut off, which this one goes on with; a state has met `met`.
+    pub(super) fn keep(&mut self, was: BufferId, of: &Buffer, met: TokenRuns) -> BufferId {
+        self.plan.buffers.push(Buffer { met, ..of.clone() });
+        let buffer = BufferId(self.plan.buffers.len() - 1);
+        self.plan.kept.push(Kept { was, buffer });
+        buffer
+    }
+
+    /// The same of an output that is there.
+    pub(super) fn keep_output(&mut self, was: BufferId) {
+        self.plan.kept.push(Kept { was, buffer: self.plan.output });
     }
 
     /// Queries of shard `shard` (and their rows of the pair tensor), of the heads of `own`, to be received; attended with

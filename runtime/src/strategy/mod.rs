@@ -12,6 +12,7 @@ mod order;
 mod pass_q;
 mod price;
 mod relay;
+mod repair;
 mod streams;
 mod tree;
 mod ulysses;
@@ -21,10 +22,11 @@ use std::str::FromStr;
 
 use kyklos_transport::Rank;
 
-use crate::plan::{BufferId, Content, Plan, World};
+use crate::plan::{BufferId, Content, Lost, Plan, World};
 use crate::{AttentionProblem, Deal, Error, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
 use build::{Inputs, PlanBuilder};
 pub use order::TILE_KEYS;
+pub use repair::{can_repair, repair};
 use streams::Routes;
 use ulysses::Chunk;
 
@@ -180,6 +182,7 @@ pub fn plan(
         kv_placement,
         strategy,
         plans: Vec::with_capacity(mesh.world() as usize),
+        lost: Lost::default(),
     };
     let routes = Routes::new(strategy, problem, &world.q_placement, &world.kv_placement);
     for rank in 0..mesh.world() {
@@ -264,6 +267,7 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
         kv_placement: Placement::new(PlacementKind::Contiguous, mesh, problem.kv_len, &Split::Even)?,
         strategy: Strategy::Dense,
         plans: Vec::new(),
+        lost: Lost::default(),
     };
     world.plans.push(plan_rank(&world, &Routes::default(), Rank(0)));
     Ok(world)

@@ -40,7 +40,7 @@ const CRATES: [(&str, &[&str]); 6] = [
 
 /// Inside the runtime: what each module may use of the others (`error` and `Result` are everybody's). The order is
 /// from the bottom to the top; whoever is missing may be used by nobody below.
-const MODULES: [(&str, &[&str]); 21] = [
+const MODULES: [(&str, &[&str]); 22] = [
     ("dtype", &["error"]),
     ("error", &[]),
     ("tokens", &[]),
@@ -64,7 +64,8 @@ const MODULES: [(&str, &[&str]); 21] = [
         &["backend", "clock", "collective", "dtype", "error", "lower", "meter", "plan", "problem", "wire"],
     ),
     ("collect", &["error", "host", "plan", "tokens"]),
-    ("local", &["backend", "collective", "error", "exec", "host", "plan"]),
+    ("local", &["backend", "error", "exec", "host", "lasting", "plan"]),
+    ("lasting", &["backend", "collective", "error", "exec", "local", "plan", "strategy"]),
 ];
 
 fn layers(root: &Path) -> Vec<String> {

@@ -9,12 +9,13 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod finish;
 mod processes;
 mod rank;
 mod soak;
 mod work;
 
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use kyklos_transport::Rank;
@@ -35,10 +36,12 @@ const KNOWN: Duration = Duration::from_secs(3);
 const STEPS_OF_GROUP: usize = 5;
 
 /// Has an accident at every step of the plans, each to another rank in turn. Groups are under way side by side: they
-/// mostly wait.
-fn at_every_step(accident: impl Fn(&mut Group, Work, u32, usize) + Sync) {
+/// mostly wait. One test at a time does that: they are dozens of processes each.
+fn at_every_step(works: &[Work], accident: impl Fn(&mut Group, Work, u32, usize) + Sync) {
+    static TURN: Mutex<()> = Mutex::new(());
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     std::thread::scope(|scope| {
-        for work in WORKS {
+        for &work in works {
             let world = work.world();
             let steps = |rank| world.plan(Rank(rank)).steps.len();
             let longest = (0..work.ranks()).map(steps).max().unwrap();
@@ -84,7 +87,7 @@ fn all_name(group: &Group, work: Work, victim: u32) -> Vec<std::time::Instant> {
 #[test]
 fn a_rank_killed_at_any_step_is_named_by_all_within_3_s_and_the_group_forms_again() {
     let took = Mutex::new(Vec::new());
-    at_every_step(|group, work, victim, step| {
+    at_every_step(&WORKS, |group, work, victim, step| {
         group.order(work, Some((victim, step)));
         group.ranks[victim as usize].is_here().expect("it gets there");
         let killed = group.ranks[victim as usize].kill();
@@ -105,7 +108,7 @@ fn a_rank_killed_at_any_step_is_named_by_all_within_3_s_and_the_group_forms_agai
 
 #[test]
 fn a_rank_stopped_for_a_second_at_any_step_loses_nothing() {
-    at_every_step(|group, work, victim, step| {
+    at_every_step(&WORKS, |group, work, victim, step| {
         group.order(work, Some((victim, step)));
         let stopped = &mut group.ranks[victim as usize];
         stopped.is_here().expect("it gets there");

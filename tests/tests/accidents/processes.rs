@@ -150,7 +150,13 @@ impl Group {
 
     /// Has the first ranks form the next group and work, one of them pausing before a step.
     pub(crate) fn order(&mut self, work: Work, pause: Option<(u32, usize)>) {
-        self.epoch += 1;
+        self.order_to(work, pause, false);
+    }
+
+    /// The same; with `finish` those who are left finish what all had begun.
+    pub(crate) fn order_to(&mut self, work: Work, pause: Option<(u32, usize)>, finish: bool) {
+        // Those who are left may have formed a group in between.
+        self.epoch += 2;
         // A rank that has gone keeps its port a moment longer, for its last packets.
         let socket = UdpSocket::bind((self.address(0), 0)).unwrap();
         let coordinator = socket.local_addr().unwrap();
@@ -163,6 +169,7 @@ impl Group {
                 coordinator,
                 bind: IpAddr::V4(self.address(rank)),
                 pause: pause.and_then(|(who, step)| (who == rank).then_some(step)),
+                finish,
                 work,
             };
             self.ranks[rank as usize].tell(&order.line());

@@ -9,9 +9,9 @@ use std::time::Duration;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::local::RankTask;
 use kyklos::plan::{check, plan_hash};
-use kyklos::{Error, Observer, RunOptions, SystemClock};
+use kyklos::{Error, Lasting, Observer, RankOutput, RunOptions, Survivors, SystemClock};
 use kyklos_transport::quic::{Identity, QuicConfig, QuicTransport};
-use kyklos_transport::{Rank, Transport, TransportError};
+use kyklos_transport::{Rank, Regroup, Transport, TransportError};
 
 use crate::work::Work;
 
@@ -25,6 +25,9 @@ pub(crate) const MARK: &str = "> ";
 /// second one's agreement what has become of the others.
 const RUNS: u64 = 2;
 
+/// For those who are left to form a group again.
+const PATIENCE: Duration = Duration::from_secs(20);
+
 /// Where a rank finds its group, and what it does there.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Order {
@@ -35,18 +38,20 @@ pub(crate) struct Order {
     pub(crate) bind: IpAddr,
     /// Before which step of the first run it stands still until it is told to go on.
     pub(crate) pause: Option<usize>,
+    /// Whether to finish with those who are left when others are lost.
+    pub(crate) finish: bool,
     pub(crate) work: Work,
 }
 
 impl Order {
     pub(crate) fn line(&self) -> String {
-        let Self { epoch, rank, coordinator, bind, pause, work: Work { ulysses, ring, seed } } = self;
+        let Self { epoch, rank, coordinator, bind, pause, finish, work: Work { ulysses, ring, seed } } = self;
         let pause = pause.map_or("-".to_owned(), |step| step.to_string());
-        format!("{epoch} {rank} {coordinator} {bind} {pause} {ulysses} {ring} {seed}")
+        format!("{epoch} {rank} {coordinator} {bind} {pause} {finish} {ulysses} {ring} {seed}")
     }
 
     fn parse(line: &str) -> Self {
-        let [epoch, rank, coordinator, bind, pause, ulysses, ring, seed] =
+        let [epoch, rank, coordinator, bind, pause, finish, ulysses, ring, seed] =
             line.split_whitespace().collect::<Vec<_>>()[..]
         else {
             panic!("{line:?} is no order")
@@ -57,6 +62,7 @@ impl Order {
             coordinator: coordinator.parse().unwrap(),
             bind: bind.parse().unwrap(),
             pause: pause.parse().ok(),
+            finish: finish.parse().unwrap(),
             work: Work {
                 ulysses: ulysses.parse().unwrap(),
                 ring: ring.parse().unwrap(),
@@ -136,8 +142,20 @@ fn run(backend: &CpuBackend, order: &Order, transport: &Arc<dyn Transport>) -> k
         },
     };
     let mut result = Vec::new();
-    task.run_on(backend, |_, output| result = [&output.o[..], &output.lse[..]].concat())?;
-    Ok(result)
+    let bytes = |output: &RankOutput| [&output.o[..], &output.lse[..]].concat();
+    let mut lasting = Lasting::new(backend, task);
+    let run = lasting.run(order.finish, |_, output| result = bytes(&output));
+    match pollster::block_on(run) {
+        Ok(()) => Ok(result),
+        Err(_) if order.finish => {
+            let group = pollster::block_on(transport.reform(Regroup::Survivors, PATIENCE))?;
+            let survivors = Survivors { transport: group.transport, ranks: group.members };
+            let finished = pollster::block_on(lasting.finish(&survivors));
+            let _ = pollster::block_on(survivors.transport.close(Duration::from_secs(5)));
+            Ok(bytes(&finished?.output))
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// Stands still before a step, until it is told to go on.

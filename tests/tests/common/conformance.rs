@@ -23,6 +23,7 @@ use kyklos_transport::in_process_group;
 use super::{DEADLINE, Prepared, Whole, chosen_cases, options};
 
 mod codes;
+mod loss;
 
 /// A claim and the check that holds a backend to it. Checks wait as futures do: in a browser nothing may block.
 pub type Check<B> = (&'static str, for<'a> fn(&'a B, &'a str) -> Pin<Box<dyn Future<Output = ()> + 'a>>);
@@ -57,6 +58,9 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
         ("converts to what the definition says", |backend, who| Box::pin(conversions(backend, who))),
         ("codes what the definition says", |backend, who| Box::pin(codes::codes(backend, who))),
         ("refuses memory that is not there", |backend, who| Box::pin(absurd_memory(backend, who))),
+        ("keeps exactly what was done when a run is cut off", |backend, who| {
+            Box::pin(loss::finishes_what_was_cut_off(backend, who))
+        }),
         ("gives up when it is cancelled", |backend, who| Box::pin(cancel(backend, who))),
     ]
 }

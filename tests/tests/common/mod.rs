@@ -20,6 +20,8 @@ use kyklos_tests::tolerance::{Comparison, Context, Limit, compare, naive_f32_row
 
 pub mod conformance;
 #[cfg(not(target_arch = "wasm32"))]
+pub mod cut;
+#[cfg(not(target_arch = "wasm32"))]
 pub mod devices;
 pub mod fixed_order;
 #[cfg(not(target_arch = "wasm32"))]

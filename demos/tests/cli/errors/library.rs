@@ -10,10 +10,11 @@ use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::{Backend, Control};
 use kyklos::local::{RankTask, Tensors, run_ranks, shard};
-use kyklos::plan::{World, check, plan_hash};
+use kyklos::plan::{Lost, Reached, World, check, plan_hash};
 use kyklos::{
-    AttentionProblem, Dtype, Error, Mask, Mesh, NoObserver, PairKind, PairTensor, Placement, PlacementKind,
-    RunOptions, Split, Strategy, SystemClock, TokenRuns, plan_rows, plan_world,
+    AttentionProblem, Dtype, Error, Lasting, Mask, Mesh, NoObserver, PairKind, PairTensor, Placement,
+    PlacementKind, RunOptions, Split, Strategy, Survivors, SystemClock, TokenRuns, plan_rows, plan_world,
+    repair,
 };
 use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport, Revoked};
 use kyklos_transport::{Rank, Tag, Transport, Vote, in_process_group};
@@ -80,6 +81,12 @@ pub(super) fn refusals() -> Vec<Entry> {
         scope.spawn(|| right.run_on(&CpuBackend::new(), |_, _| {}));
         task(&world, first, zeros(4)).run_on(&CpuBackend::new(), |_, _| {}).unwrap_err()
     });
+    let alone = in_process_group(1).remove(0);
+    let survivors = Survivors { transport: alone.clone(), ranks: vec![Rank(0)] };
+    let cpu = CpuBackend::new();
+    let mut lasting = Lasting::new(&cpu, task(&world, alone, zeros(0)));
+    let unrun = pollster::block_on(lasting.finish(&survivors)).unwrap_err();
+    let finishes = World { lost: Lost { keys: TokenRuns::contiguous(0..4), ..Lost::default() }, ..ring() };
     vec![
         entry(
             "AttentionProblem::with_sinks with 3 of them for 2 heads",
@@ -113,6 +120,12 @@ pub(super) fn refusals() -> Vec<Entry> {
             shard(&dense, Rank(0), &whole).unwrap_err(),
             "Options and tensors come together.",
         ),
+        entry(
+            "repair of a world that finishes what another one began",
+            repair(&finishes, &[Rank(0)], &[Reached::default()]).unwrap_err(),
+            "Those who are left can still form a group, and call anew.",
+        ),
+        entry("Lasting::finish before Lasting::run", unrun, "There is nothing to finish."),
         entry("Executor::load with a short q", loaded, "A rank brings the tensors of its own tokens."),
     ]
 }
@@ -196,6 +209,11 @@ pub(super) fn of_runs() -> Vec<Entry> {
             "a plan was tampered with",
             check(&tampered).unwrap_err(),
             "A bug of a strategy: please report it.",
+        ),
+        entry(
+            "a ring that is to be finished without a rank lost it before its keys were elsewhere",
+            repair(&ring(), &[Rank(0)], &[Reached::default()]).unwrap_err(),
+            "`--on-loss finish` met it; `finish-or-shrink` begins again without these tokens.",
         ),
         entry(
             "a device has no such memory to give",

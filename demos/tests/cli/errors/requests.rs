@@ -201,6 +201,18 @@ pub(super) const GROUPS: &[Group] = &[
                 "RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29600 @ --identity DIR/ids/rank-1.pem --rejoin",
                 "Who comes again comes to a group that waits for it.",
             ),
+            (
+                "launch -n 2 -- @ --mesh 2x1 --on-loss finish",
+                "What each rank of a ring lacks, others have; here nobody has the heads of a lost rank.",
+            ),
+            (
+                "launch -n 2 -- @ --mesh 1x2 --strategy pass-q --on-loss finish",
+                "A lost rank's keys are with nobody else.",
+            ),
+            (
+                "launch -n 2 -- @ --mesh 1x2 --fixed-order --on-loss finish",
+                "Those who are left would sum in another order.",
+            ),
             ("@ --ranks 2 --on-loss shrink", "The ranks of one process live and end together."),
             ("@ --ranks 2 --stuck-after 60", "Ranks of one process have no heartbeats."),
             ("KYKLOS_LAUNCH=1 @ --rank 0", "The launcher numbers the ranks."),

@@ -7,25 +7,25 @@ use kyklos_transport::Rank;
 
 use super::met::MetKeys;
 use crate::mesh::kv_heads_for;
-use crate::plan::{BufferId, Content, Plan, Recv, Send, Slice, Step, World};
+use crate::plan::{BufferId, Content, Kept, Plan, Recv, Send, Slice, Step, World};
 use crate::{Error, Result, TokenRuns};
 
 /// A rectangle of a buffer that has been written: list positions × heads.
 type Area = (std::ops::Range<usize>, std::ops::Range<u32>);
 
 #[derive(Default)]
-struct Life {
+pub(super) struct Life {
     /// Written parts, disjoint.
     written: Vec<Area>,
     /// Exchanges that still read it.
     sending: Vec<u32>,
     /// The exchange that is still writing it.
-    arriving: Option<u32>,
+    pub(super) arriving: Option<u32>,
     /// For a state: the keys it has met.
-    met: MetKeys,
-    live: bool,
+    pub(super) met: MetKeys,
+    pub(super) live: bool,
     freed: bool,
-    consumed: bool,
+    pub(super) consumed: bool,
 }
 
 /// An exchange that has been posted.
@@ -38,9 +38,9 @@ struct Posted<'a> {
 /// Walks a plan and keeps, for every buffer, what has happened to it.
 pub(super) struct RankProof<'a> {
     world: &'a World,
-    plan: &'a Plan,
-    step: Option<usize>,
-    lives: Vec<Life>,
+    pub(super) plan: &'a Plan,
+    pub(super) step: Option<usize>,
+    pub(super) lives: Vec<Life>,
     exchanges: BTreeMap<u32, Posted<'a>>,
     live_bytes: u64,
     peak_bytes: u64,
@@ -76,7 +76,7 @@ impl<'a> RankProof<'a> {
     }
 
     /// The rank's own buffers are what the placement says, and its inputs are there from the start.
-    fn declarations(&mut self) -> Result<()> {
+    pub(super) fn declarations(&mut self) -> Result<()> {
         let (problem, rank) = (&self.world.problem, Rank(self.plan.rank));
         for (index, buffer) in self.plan.buffers.iter().enumerate() {
             let (tokens, heads) = match buffer.content {
@@ -115,10 +115,23 @@ impl<'a> RankProof<'a> {
                 self.lives[id.0].written.push((0..tokens.len(), 0..heads));
             }
         }
-        Ok(())
+        self.plan.kept.iter().try_for_each(|kept| self.kept(*kept))
     }
 
-    fn step(&mut self, step: &'a Step) -> Result<()> {
+    /// What is kept of a plan that was cut off is there too, and states have met what they say.
+    fn kept(&mut self, Kept { buffer: id, .. }: Kept) -> Result<()> {
+        self.exists(id)?;
+        if self.lives[id.0].live || (self.plan.is_own(id) && id != self.plan.output) {
+            return self.fault(format!("{} is kept, and is here already", self.name(id)));
+        }
+        match self.plan.buffer(id).content {
+            Content::State => self.receive_state(id),
+            Content::KeyValue | Content::WireKeyValue | Content::Output => self.write(&self.plan.whole(id)),
+            content => self.fault(format!("{} is kept, which is {content:?}", self.name(id))),
+        }
+    }
+
+    pub(super) fn step(&mut self, step: &'a Step) -> Result<()> {
         match step {
             Step::Repack { from, into } => {
                 if from.buffer == into.buffer {
@@ -377,7 +390,7 @@ impl<'a> RankProof<'a> {
         Ok(())
     }
 
-    fn must_be_written(&self, slice: &Slice) -> Result<()> {
+    pub(super) fn must_be_written(&self, slice: &Slice) -> Result<()> {
         self.in_bounds(slice)?;
         let life = &self.lives[slice.buffer.0];
         if let Some(exchange) = life.arriving {
@@ -525,7 +538,7 @@ impl<'a> RankProof<'a> {
         format!("`{}`", self.plan.buffer(id).name)
     }
 
-    fn fault<T>(&self, fault: String) -> Result<T> {
+    pub(super) fn fault<T>(&self, fault: String) -> Result<T> {
         Err(Error::plan(Rank(self.plan.rank), self.step, fault))
     }
 }

@@ -74,6 +74,14 @@ impl MetKeys {
         count == keys.len() && keys.iter().all(|key| self.met.get(key as usize) == Some(&1))
     }
 
+    /// The keys, ascending.
+    pub(super) fn keys(&self) -> TokenRuns {
+        if self.met.is_empty() {
+            return self.list.clone();
+        }
+        TokenRuns::from_positions((0..).zip(&self.met).filter(|(_, met)| **met == 1).map(|(key, _)| key))
+    }
+
     /// Adds all keys of `other`; returns one that was there before, if any was.
     pub(super) fn merge(&mut self, other: Self) -> Option<u32> {
         if other.met.is_empty() {
@@ -183,5 +191,7 @@ mod tests {
         }
         assert!(of(&[&some]).are(&some) && !of(&[&some]).are(&more) && !of(&[&some, &more]).are(&some));
         assert!(of(&[&some, &more]).are(&TokenRuns::contiguous(10..25)));
+        assert_eq!(of(&[&some, &even]).keys(), TokenRuns::from_positions((10..20).chain(25..30)));
+        assert_eq!(of(&[&some]).keys(), some);
     }
 }

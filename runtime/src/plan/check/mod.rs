@@ -5,19 +5,24 @@
 //!    output has met every key that its rows can see exactly once.
 //! 2. **All plans together**: every message that is sent is received, and is what the receiver declared.
 //! 3. **No deadlock**, though a send completes only when its receive has been posted.
+//! 4. Of plans that finish what others began ([`check_repair`]): **what they keep was there**, and was what they say,
+//!    since the plans before are walked as far as they came.
 //!
 //! Since every buffer says which tokens and heads of what it holds and every step preserves that, a rank whose
 //! output is written whole has the right output.
 
 mod alone;
+mod left;
 mod met;
 mod together;
 
 use kyklos_transport::Rank;
 
 use super::step::World;
-use crate::{Error, Result};
+use crate::{Error, Result, TokenRuns};
 use alone::RankProof;
+pub(crate) use left::lost_tokens;
+pub use left::{Left, check_repair, left};
 use together::{messages_meet, nobody_waits_for_ever};
 
 /// What the proof found out about one rank.
@@ -58,19 +63,31 @@ pub fn check(world: &World) -> Result<Vec<RankCheck>> {
     Ok(checks)
 }
 
-/// Every token has exactly one owner, but those that all ranks hold, which have none.
+/// Every token has exactly one owner, but those that all ranks hold and those that are lost, which have none.
 fn owners(world: &World) -> Result<()> {
-    for (what, placement, total) in [
-        ("query", &world.q_placement, world.problem.q_len),
-        ("key", &world.kv_placement, world.problem.kv_len),
+    for (what, placement, total, lost) in [
+        ("query", &world.q_placement, world.problem.q_len, &world.lost.queries),
+        ("key", &world.kv_placement, world.problem.kv_len, &world.lost.keys),
     ] {
         let mut owner: Vec<Option<u32>> = vec![None; total as usize];
-        let replicated =
-            |token: u32| placement.replicated().runs().iter().any(|run| run.meets(token, token + 1));
+        let is_in =
+            |tokens: &TokenRuns, token: u32| tokens.runs().iter().any(|run| run.meets(token, token + 1));
+        let replicated = |token: u32| is_in(placement.replicated(), token);
+        let mut is_lost = vec![false; total as usize];
+        for token in lost.iter() {
+            match is_lost.get_mut(token as usize) {
+                Some(is_lost) => *is_lost = true,
+                None => {
+                    let fault = format!("{what} {token} is lost and does not exist, there are {total}");
+                    return Err(Error::plan(Rank(0), None, fault));
+                }
+            }
+        }
         for (rank, tokens) in (0u32..).zip(placement.ranks()) {
             for token in tokens.iter() {
                 let fault = match owner.get_mut(token as usize) {
                     Some(None) if replicated(token) => format!("{what} {token} is also on every rank"),
+                    Some(None) if is_lost[token as usize] => format!("{what} {token} is also lost"),
                     Some(owner @ None) => {
                         *owner = Some(rank);
                         continue;
@@ -81,8 +98,11 @@ fn owners(world: &World) -> Result<()> {
                 return Err(Error::plan(Rank(rank), None, fault));
             }
         }
-        if let Some((token, _)) =
-            (0..).zip(&owner).find(|(token, owner)| owner.is_none() && !replicated(*token))
+        if let Some((token, _)) = (0..)
+            .zip(&owner)
+            .zip(&is_lost)
+            .map(|((token, owner), lost)| (token, owner.is_some() || *lost))
+            .find(|(token, fine)| !fine && !replicated(*token))
         {
             return Err(Error::plan(Rank(0), None, format!("{what} {token} has no owner")));
         }

@@ -1,0 +1,50 @@
+//! What a run keeps for those who finish it after a loss.
+
+use futures_util::FutureExt;
+
+use super::run::{InFlight, Run};
+use crate::Result;
+use crate::backend::{Backend, Extent, Layout, StateShape};
+use crate::collective::Collective;
+use crate::plan::BufferId;
+
+impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
+    /// What has arrived of an exchange that the run, which was cut off, has not waited for.
+    pub(super) fn take_in(&mut self, mut exchange: InFlight<'r, B::Buffer>) {
+        let ended = exchange.ended.take().or_else(|| exchange.arrivals.as_mut().now_or_never());
+        let arrived = match ended {
+            None => return,
+            Some(Ok(arrived)) => arrived.into_iter().map(Some).collect(),
+            Some(Err(broken)) => broken.arrived,
+        };
+        for (recv, tensors) in exchange.recvs.iter().zip(arrived) {
+            if let Some(tensors) = tensors {
+                self.receive(recv, tensors);
+                self.arrived.extend(&recv.parts);
+            }
+        }
+    }
+
+    /// Where what is done must outlive a loss: a state as it was before a step that may be cut off.
+    pub(super) fn copy_of_state(&self, id: BufferId) -> Result<Option<Vec<B::Buffer>>> {
+        if !self.executor.keeps || !self.memory.is_alive(id) {
+            return Ok(None);
+        }
+        let StateShape { batch, rows, heads, dim } = self.shape(id);
+        let mut copy = self.allocate(id)?;
+        let extents = [
+            Extent { batch, rows, heads, row_bytes: dim * 4 },
+            Extent { batch, rows: heads, heads: rows, row_bytes: 8 },
+        ];
+        for (index, (extent, into)) in extents.into_iter().zip(&mut copy).enumerate() {
+            let layout = Layout {
+                offset: 0,
+                batch_stride: extent.rows * extent.heads * extent.row_bytes,
+                row_stride: extent.heads * extent.row_bytes,
+                head_stride: extent.row_bytes,
+            };
+            self.executor.backend.repack((self.memory.view(id, index), layout), (into, layout), extent)?;
+        }
+        Ok(Some(copy))
+    }
+}

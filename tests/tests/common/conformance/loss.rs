@@ -1,0 +1,105 @@
+//! What a backend keeps of a run that is cut off in the middle of a block is exact.
+
+use std::sync::Arc;
+
+use futures_util::future::join_all;
+use kyklos::backend::Backend;
+use kyklos::collective::HostStaged;
+use kyklos::local::{Tensors, shard};
+use kyklos::plan::{Step, World, check_repair};
+use kyklos::{
+    Dtype, Error, Executor, Inputs, Mesh, Observer, PlacementKind, Remains, RunOptions, Split, Strategy,
+    plan_world, repair,
+};
+use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
+
+use super::{DEADLINE, Prepared, Whole, chosen_cases, dense_world, options, run_alone};
+
+/// Aborts the group when a rank comes to a step.
+#[derive(Debug)]
+struct Cut {
+    rank: Rank,
+    step: usize,
+    transport: Arc<dyn Transport>,
+}
+
+impl Observer for Cut {
+    fn step(&self, rank: Rank, _: u64, step: usize, _: usize, _: &dyn Fn() -> String) {
+        if (rank, step) == (self.rank, self.step) {
+            let cause = AbortCause::Failed("cut off by a test".to_owned());
+            self.transport.abort(Abort { culprit: LOST, cause, progress: Progress::default() });
+        }
+    }
+}
+
+/// The lost rank of the three; the last one gets its keys first.
+const LOST: Rank = Rank(1);
+const LEFT: [Rank; 2] = [Rank(0), Rank(2)];
+
+pub async fn finishes_what_was_cut_off<B: Backend>(backend: &B, who: &str) {
+    let mut finished = 0;
+    for dtype in [Dtype::F32, Dtype::F16] {
+        for case in chosen_cases().skip(dtype as usize).step_by(4) {
+            let mut prepared = Prepared::new(case, dtype);
+            let mesh = Mesh::new(1, 3).unwrap();
+            let world =
+                plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring)
+                    .unwrap();
+            let alone = run_alone(backend, &dense_world(&prepared.problem), &prepared).await;
+            let limit = prepared.parallel_limit(&prepared.judge(&alone, who));
+            let Some(whole) = finish(backend, &world, &prepared).await else { continue };
+            let lost = world.q_placement.of_rank(LOST);
+            prepared.expected.retain(|row| lost.iter().all(|token| token as usize != row.id.row));
+            if !prepared.expected.is_empty() {
+                prepared.judge(&whole, &format!("{who} without rank 1")).assert_within(&limit);
+                finished += 1;
+            }
+        }
+    }
+    assert!(finished > 1, "{who}: {finished} runs were finished");
+}
+
+/// Cuts off the last rank's second block of keys, which are those of the lost rank. `None` where it has none.
+async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> Option<Whole> {
+    let attends = world.plan(Rank(2)).steps.iter().enumerate();
+    let (step, _) = attends.filter(|(_, step)| matches!(step, Step::Attend { .. })).nth(1)?;
+    let group = in_process_group(3);
+    let cut = Arc::new(Cut { rank: Rank(2), step, transport: Arc::clone(&group[1]) });
+    let options = RunOptions { observer: cut, ..options() };
+    let left = join_all(group.into_iter().map(|transport| {
+        let options = options.clone();
+        async move {
+            let rank = transport.rank();
+            let collective = HostStaged::new(transport, DEADLINE);
+            let executor = Executor::new(backend, &collective, world, rank, [7; 32], 0, options).keeping();
+            let Tensors { q, k, v, pairs } = shard(world, rank, &prepared.tensors).unwrap();
+            let mut inputs = executor.load(q, k, v, pairs).unwrap();
+            let mut remains = Remains::default();
+            executor.run_from(0, &mut inputs, &mut remains).await.unwrap_err();
+            (inputs, remains)
+        }
+    }))
+    .await;
+    let reached: Vec<_> = LEFT.iter().map(|rank| left[rank.0 as usize].1.reached().clone()).collect();
+    assert_eq!(reached[1].steps, step, "it is cut off in the block");
+    let repaired = match repair(world, &LEFT, &reached) {
+        Err(Error::KeysLost { .. }) => return None,
+        repaired => repaired.unwrap(),
+    };
+    check_repair(world, &LEFT, &reached, &repaired).unwrap();
+    let survivors = left.into_iter().enumerate().filter(|(rank, _)| *rank != LOST.0 as usize);
+    let outputs = join_all(in_process_group(2).into_iter().zip(survivors).map(|(transport, (_, left))| {
+        let repaired = &repaired;
+        async move {
+            let (mut inputs, mut remains): (Inputs<B::Buffer>, Remains<B::Buffer>) = left;
+            let rank = transport.rank();
+            let collective = HostStaged::new(transport, DEADLINE);
+            let executor = Executor::new(backend, &collective, repaired, rank, [8; 32], 0, super::options());
+            executor.run_from(0, &mut inputs, &mut remains).await.unwrap()
+        }
+    }))
+    .await;
+    let mut whole = Whole::new(world);
+    outputs.iter().enumerate().for_each(|(rank, output)| whole.add(&repaired, rank, output));
+    Some(whole)
+}

@@ -1,0 +1,184 @@
+//! Runs that are cut off where one likes, and those who are left finish them.
+
+use std::sync::{Arc, Condvar, Mutex};
+
+use kyklos::backend::Backend;
+use kyklos::collective::HostStaged;
+use kyklos::local::{Tensors, shard};
+use kyklos::plan::{Reached, Step, World};
+use kyklos::{Executor, Inputs, Observer, RankOutput, Remains, RunOptions};
+use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
+
+use super::{DEADLINE, Whole, options};
+
+/// What a rank has on its device when its group is no more.
+pub struct CutOff<B: Backend> {
+    pub inputs: Inputs<B::Buffer>,
+    pub remains: Remains<B::Buffer>,
+}
+
+/// Steps that each rank of `world` has done at some time, when they are scheduled as `choose` says: it gets those who can go on,
+/// and returns the place of one of them, or that here is the time.
+pub fn reach(world: &World, mut choose: impl FnMut(&[u32]) -> Option<usize>) -> Vec<usize> {
+    let mut at = vec![0; world.plans.len()];
+    loop {
+        let can: Vec<u32> = (0..)
+            .zip(&world.plans)
+            .filter(|(_, plan)| can_go_on(world, plan, &at))
+            .map(|(rank, _)| rank)
+            .collect();
+        match (!can.is_empty()).then(|| choose(&can)).flatten() {
+            Some(place) => at[can[place] as usize] += 1,
+            None => return at,
+        }
+    }
+}
+
+/// Whether a rank's next step can be done: a wait ends when the other side has posted.
+fn can_go_on(world: &World, plan: &kyklos::plan::Plan, at: &[usize]) -> bool {
+    match plan.steps.get(at[plan.rank as usize]) {
+        None => false,
+        Some(Step::Wait { id }) => peers(plan, *id).all(|peer| {
+            let posts = |step: &Step| matches!(step, Step::Exchange { id: other, .. } if other == id);
+            world.plans[peer as usize].steps[..at[peer as usize]].iter().any(posts)
+        }),
+        Some(_) => true,
+    }
+}
+
+fn peers(plan: &kyklos::plan::Plan, exchange: u32) -> impl Iterator<Item = u32> {
+    let (sends, recvs) = plan
+        .steps
+        .iter()
+        .find_map(|step| match step {
+            Step::Exchange { id, sends, recvs } if *id == exchange => Some((sends, recvs)),
+            _ => None,
+        })
+        .expect("it is posted");
+    sends.iter().map(|send| send.to).chain(recvs.iter().map(|recv| recv.from)).collect::<Vec<_>>().into_iter()
+}
+
+/// Lets all ranks get to their steps, then aborts the group.
+#[derive(Debug)]
+struct Gate {
+    steps: Vec<usize>,
+    there: Mutex<usize>,
+    all: Condvar,
+    transport: Arc<dyn Transport>,
+    culprit: Rank,
+}
+
+impl Gate {
+    fn arrive(&self) {
+        let mut there = self.there.lock().unwrap();
+        *there += 1;
+        if *there == self.steps.len() {
+            let cause = AbortCause::Failed("cut off by a test".to_owned());
+            self.transport.abort(Abort { culprit: self.culprit, cause, progress: Progress::default() });
+            self.all.notify_all();
+        }
+        let (there, late) =
+            self.all.wait_timeout_while(there, DEADLINE, |there| *there < self.steps.len()).unwrap();
+        assert!(!late.timed_out(), "{} of {:?} are there", *there, self.steps);
+    }
+}
+
+impl Observer for Gate {
+    fn step(&self, rank: Rank, _: u64, step: usize, _: usize, _: &dyn Fn() -> String) {
+        if self.steps[rank.0 as usize] == step {
+            self.arrive();
+        }
+    }
+}
+
+/// Runs `world` until every rank stands before its step of `steps`, and loses `culprit` there. Returns what each has,
+/// the lost one too.
+pub fn cut_off<B>(
+    world: &World,
+    tensors: &Tensors,
+    steps: &[usize],
+    culprit: Rank,
+    make: impl Fn() -> B + Sync,
+) -> Vec<(B, CutOff<B>)>
+where
+    B: Backend + Send,
+    B::Buffer: Send,
+{
+    let group = in_process_group(world.mesh.world());
+    let gate = Arc::new(Gate {
+        steps: steps.to_vec(),
+        there: Mutex::new(0),
+        all: Condvar::new(),
+        transport: Arc::clone(&group[culprit.0 as usize]),
+        culprit,
+    });
+    let rank = |transport: Arc<dyn Transport>| {
+        let (rank, backend) = (transport.rank(), make());
+        let Tensors { q, k, v, pairs } = shard(world, rank, tensors).unwrap();
+        let collective = HostStaged::new(transport, DEADLINE);
+        let options = RunOptions { observer: Arc::clone(&gate) as Arc<dyn Observer>, ..options() };
+        let executor = Executor::new(&backend, &collective, world, rank, [7; 32], 0, options).keeping();
+        let mut inputs = executor.load(q, k, v, pairs).unwrap();
+        let mut remains = Remains::default();
+        let ended = pollster::block_on(executor.run_from(0, &mut inputs, &mut remains));
+        let steps = world.plan(rank).steps.len();
+        assert!(
+            ended.is_ok() || remains.reached().steps < steps,
+            "{rank}: {:?} after {:?}",
+            ended.err(),
+            remains.reached()
+        );
+        if gate.steps[rank.0 as usize] == steps {
+            gate.arrive();
+        }
+        drop(executor);
+        (backend, CutOff { inputs, remains })
+    };
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let threads: Vec<_> =
+            group.into_iter().map(|transport| scope.spawn(move || rank(transport))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Runs `repair` on what is left.
+pub fn go_on<B>(
+    repair: &World,
+    left: Vec<(B, CutOff<B>)>,
+    whole: &mut Whole,
+) -> Vec<kyklos::Result<RankOutput>>
+where
+    B: Backend + Send,
+    B::Buffer: Send,
+{
+    let group = in_process_group(repair.mesh.world());
+    let rank = |transport: Arc<dyn Transport>, (backend, mut cut): (B, CutOff<B>)| {
+        let rank = transport.rank();
+        let collective = HostStaged::new(transport.clone(), DEADLINE);
+        let executor = Executor::new(&backend, &collective, repair, rank, [8; 32], 0, options()).keeping();
+        let output = pollster::block_on(executor.run_from(0, &mut cut.inputs, &mut cut.remains));
+        let _ = pollster::block_on(transport.close(DEADLINE));
+        output
+    };
+    let outputs: Vec<_> = std::thread::scope(|scope| {
+        let rank = &rank;
+        let threads: Vec<_> = group
+            .into_iter()
+            .zip(left)
+            .map(|(transport, left)| scope.spawn(move || rank(transport, left)))
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for (rank, output) in outputs.iter().enumerate() {
+        if let Ok(output) = output {
+            whole.add(repair, rank, output);
+        }
+    }
+    outputs
+}
+
+/// What was reached by those of `ranks`.
+pub fn reached_by<B: Backend>(all: &[(B, CutOff<B>)], ranks: &[Rank]) -> Vec<Reached> {
+    ranks.iter().map(|rank| all[rank.0 as usize].1.remains.reached().clone()).collect()
+}
