@@ -26,7 +26,10 @@ template <typename T> static void alive(const std::set<T *> &all, T *one, const 
 
 // --- what there is ----------------------------------------------------------------------------------------------------
 
-API cuInit(unsigned) { return config().devices ? SUCCESS : NO_DEVICE; }
+API cuInit(unsigned) {
+    judge_at_exit();
+    return config().devices ? SUCCESS : NO_DEVICE;
+}
 
 API cuDriverGetVersion(int *version) {
     *version = int(config().version);

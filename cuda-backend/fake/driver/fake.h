@@ -103,6 +103,9 @@ struct World {
 };
 World &world();
 
+// Has the end of the process look for what was left behind.
+void judge_at_exit();
+
 u64 chance(u64 &random, u64 below);
 extern thread_local Device *current;
 extern thread_local bool on_worker;

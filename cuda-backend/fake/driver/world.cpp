@@ -1,5 +1,6 @@
 // The fake driver's streams, its configuration and its end.
 #include "fake.h"
+#include "machine.h"
 
 #include <chrono>
 #include <csignal>
@@ -136,8 +137,8 @@ __attribute__((constructor)) static void begin() {
 }
 
 // At exit nothing may be left. Threads of the host that look after a device may still be about it for a moment.
-__attribute__((destructor)) static void end() {
-    if (on_worker) return;
+static void end(int status, void *) {
+    if (on_worker) _exit(status);
     World &all = world();
     const auto left = [&] {
         u64 retained = 0;
@@ -145,23 +146,36 @@ __attribute__((destructor)) static void end() {
         return all.memory.size() + all.pinned.size() + all.streams.size() + all.events.size() + all.modules.size() + retained;
     };
     std::unique_lock<std::mutex> held(all.lock);
-    for (int tries = 0; left() && tries < 2000; tries++) {
+    bool broken = config().hang_at != 0;
+    for (const auto &device : all.devices) broken |= device.second.sticky != 0;
+    // Of a broken or hanging device nothing can be freed.
+    for (int tries = 0; !broken && left() && tries < 5000; tries++) {
         held.unlock();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
         held.lock();
     }
     if (config().report)
         std::fprintf(stderr, "fake driver: %llu launches, %llu waits, %llu bytes copied, %llu pageable copies\n",
-                     all.launches, all.waits, all.copied,
-                     all.pageable);
-    bool broken = false;
-    for (const auto &device : all.devices) broken |= device.second.sticky != 0;
-    // Of a broken or hanging device nothing can be freed.
-    if (!left() || broken || config().hang_at) return;
-    std::fprintf(stderr,
-                 "fake driver: left behind: %zu allocations, %zu pinned, %zu streams, %zu events, %zu modules\n",
-                 all.memory.size(), all.pinned.size(), all.streams.size(), all.events.size(), all.modules.size());
-    _exit(87);
+                     all.launches, all.waits, all.copied, all.pageable);
+    if (left() && !broken) {
+        std::fprintf(stderr,
+                     "fake driver: left behind: %zu allocations, %zu pinned, %zu streams, %zu events, %zu modules\n",
+                     all.memory.size(), all.pinned.size(), all.streams.size(), all.events.size(), all.modules.size());
+        if (!status) status = 87;
+    }
+    // Streams may still run kernels: the emulator must not be taken down under them.
+    std::fflush(nullptr);
+    _exit(status);
+}
+
+void judge_at_exit() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        // What the emulator has for itself is made by its first launch, and is taken down before whatever was there
+        // earlier: this launch of no blocks makes it outlive `end`.
+        machine::launch(*machine::Kernel::find("reset_state"), {0, 0, 0}, 0, nullptr, machine::Timing::Eager, 0);
+        on_exit(end, nullptr);
+    });
 }
 
 }  // namespace fake

@@ -3,10 +3,14 @@
 use std::process::{Command, Output};
 use std::sync::Arc;
 
+use kyklos::Dtype;
 use kyklos_cuda::CudaBackend;
+use kyklos_tests::oracle::{OracleMask, OracleTerm};
 use libtest_mimic::{Failed, Trial};
 
+use crate::common::Prepared;
 use crate::common::conformance::checks;
+use crate::common::fixed_order::{UNEVEN, case, fixed};
 
 /// The variable that names the scenario which a process plays.
 pub const CHOSEN: &str = "KYKLOS_CUDA_SCENARIO";
@@ -66,15 +70,21 @@ fn words(output: &Output) -> String {
     [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()).concat()
 }
 
-/// What every backend must do, on streams that dawdle by different seeds. No kernel converts yet; that this is refused
-/// is a claim of its own.
+/// What every backend must do, on streams that dawdle by different seeds. No kernel converts yet; `faults` holds the
+/// backend to saying so. The fixed order is tried in bf16: in f32, whose kernel has most to do, it takes two minutes.
 pub fn suite() -> Vec<Scenario> {
     let claims = checks::<CudaBackend>().into_iter().enumerate();
-    let can = |claim: &str| !["converts to", "codes what"].iter().any(|cannot| claim.contains(cannot));
+    let left_out = ["converts to", "codes what", "in a fixed order"];
+    let can = |claim: &str| !left_out.iter().any(|claim_left_out| claim.contains(claim_left_out));
     let mut all = Vec::new();
     for (index, (claim, check)) in claims.filter(|(_, (claim, _))| can(claim)) {
         let run = move || pollster::block_on(check(&CudaBackend::new(0).unwrap(), "fake cuda"));
         all.push(Scenario::new(claim, &format!("seed={}", index + 1), run));
     }
+    all.push(Scenario::new("sums bf16 in a fixed order to the same bytes on any mesh", "seed=20", || {
+        let mask = OracleMask::causal().and(OracleTerm::Window { left: 600, right: 0 });
+        let prepared = Prepared::new(case("1088 tokens in a window", 1088, mask, |_| {}), Dtype::Bf16);
+        pollster::block_on(fixed(&CudaBackend::new(0).unwrap(), &prepared, &UNEVEN, "fake cuda"));
+    }));
     all
 }
