@@ -18,7 +18,7 @@ use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 
 use crate::attend::kernel_for;
 use crate::device::Gpu;
-use crate::devices::{describe, ready};
+use crate::devices::{Unavailable, describe, ready};
 use crate::driver::{self, Context};
 use crate::health::Health;
 use crate::pace::Pace;
@@ -75,8 +75,7 @@ impl CudaBackend {
     /// # Errors
     /// As [`Self::new`].
     pub fn with_options(ordinal: usize, options: &CudaOptions) -> Result<Self> {
-        let unavailable = |why: &dyn fmt::Display| Error::request(why.to_string(), "or use another backend");
-        let version = ready().map_err(|why| unavailable(&why))?;
+        let version = ready().map_err(refusal)?;
         let name: Arc<str> = format!("cuda:{ordinal}").into();
         let health = Arc::new(Health::new(name));
         let fault = |operation| {
@@ -93,10 +92,11 @@ impl CudaBackend {
         let facts = driver::facts(ordinal).map_err(fault("describe the device"))?;
         let device = describe(&facts, version);
         if let Some(why) = device.refused {
-            return Err(unavailable(&why));
+            return Err(refusal(why));
         }
-        let image = modules::image(facts.capability, options.cache.as_deref())
-            .map_err(|why| Error::request(format!("{}: no kernels: {}", facts.name, why.0), "or use wgpu"))?;
+        let image = modules::image(facts.capability, options.cache.as_deref()).map_err(|why| {
+            Error::request(format!("no kernels for {}: {}", facts.name, why.0), "or use wgpu")
+        })?;
         let context = Context::retain(ordinal).map_err(fault("open the device"))?;
         let gpu =
             Gpu::open(&context, health.clone(), &image.bytes, options.max_memory_bytes, options.stuck_after)?;
@@ -233,6 +233,10 @@ impl fmt::Debug for Download {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Download").finish_non_exhaustive()
     }
+}
+
+fn refusal(Unavailable { why, remedy }: Unavailable) -> Error {
+    Error::request(why, remedy)
 }
 
 /// A number for a kernel.

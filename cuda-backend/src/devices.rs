@@ -5,6 +5,7 @@ use std::fmt;
 use kyklos::backend::{DeviceClass, DeviceInfo};
 
 use crate::driver::{self, Facts};
+use crate::fault::Fault;
 
 /// CUDA 12.0, of drivers from 525 on: older ones are not tried.
 const OLDEST_DRIVER: u32 = 12_000;
@@ -13,11 +14,14 @@ const OLDEST_CAPABILITY: u32 = 80;
 
 /// Why there is no CUDA here, or why a device is of no use; for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unavailable(pub(crate) String);
+pub struct Unavailable {
+    pub(crate) why: String,
+    pub(crate) remedy: &'static str,
+}
 
 impl fmt::Display for Unavailable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        write!(f, "{}: {}", self.why, self.remedy)
     }
 }
 
@@ -54,41 +58,48 @@ pub fn availability() -> Result<(), Unavailable> {
 /// Why the driver cannot be asked, or that it has none. Never panics.
 pub fn devices() -> Result<Vec<CudaDevice>, Unavailable> {
     let version = ready()?;
-    let said = |fault: crate::fault::Fault| Unavailable(format!("CUDA cannot be used: {fault}"));
-    let count = driver::device_count().map_err(said)?;
+    let count = driver::device_count().map_err(failed)?;
     if count == 0 {
         return Err(no_device());
     }
-    let each = (0..count).map(|ordinal| Ok(describe(&driver::facts(ordinal).map_err(said)?, version)));
+    let each = (0..count).map(|ordinal| Ok(describe(&driver::facts(ordinal).map_err(failed)?, version)));
     each.collect()
 }
 
 /// Loads the driver and asks for its version.
 pub(crate) fn ready() -> Result<u32, Unavailable> {
-    driver::load().map_err(|why| Unavailable(format!("CUDA cannot be used: {why}")))?;
-    let version = driver::version().map_err(|fault| Unavailable(format!("CUDA cannot be used: {fault}")))?;
+    driver::load()?;
+    let version = driver::version().map_err(failed)?;
     if version < OLDEST_DRIVER {
-        return Err(Unavailable(format!(
-            "the driver speaks CUDA {}, kernels need {}: install NVIDIA's driver 525 or later",
-            version_text(version),
-            version_text(OLDEST_DRIVER)
-        )));
+        return Err(Unavailable {
+            why: format!(
+                "the driver speaks CUDA {}, kernels need {}",
+                version_text(version),
+                version_text(OLDEST_DRIVER)
+            ),
+            remedy: "install NVIDIA's driver 525 or later",
+        });
     }
     Ok(version)
 }
 
+/// The driver is there, and does not work.
+pub(crate) fn failed(fault: Fault) -> Unavailable {
+    Unavailable { why: format!("CUDA cannot be used: {fault}"), remedy: "see what nvidia-smi says" }
+}
+
 fn no_device() -> Unavailable {
-    Unavailable("the driver has no device: look at nvidia-smi and CUDA_VISIBLE_DEVICES".to_owned())
+    Unavailable {
+        why: "CUDA cannot be used: the driver has no device".to_owned(),
+        remedy: "look at nvidia-smi and CUDA_VISIBLE_DEVICES",
+    }
 }
 
 pub(crate) fn describe(facts: &Facts, version: u32) -> CudaDevice {
     let (major, minor) = (facts.capability / 10, facts.capability % 10);
-    let refused = (facts.capability < OLDEST_CAPABILITY).then(|| {
-        Unavailable(format!(
-            "{} has compute capability {major}.{minor}, kernels need 8.0 (Ampere): use wgpu, which reaches it \
-             through Vulkan",
-            facts.name
-        ))
+    let refused = (facts.capability < OLDEST_CAPABILITY).then(|| Unavailable {
+        why: format!("{} has compute capability {major}.{minor}, kernels need 8.0 (Ampere)", facts.name),
+        remedy: "use wgpu, which reaches it through Vulkan",
     });
     CudaDevice {
         info: DeviceInfo {

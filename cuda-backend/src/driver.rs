@@ -13,6 +13,7 @@ use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
 
+use crate::devices::{Unavailable, failed};
 use crate::fault::Fault;
 
 type Result<T> = std::result::Result<T, Fault>;
@@ -62,26 +63,28 @@ macro_rules! call {
 }
 
 /// Loads the driver, once. Says why it cannot.
-pub(crate) fn load() -> std::result::Result<(), &'static str> {
-    static LOADED: OnceLock<std::result::Result<(), String>> = OnceLock::new();
-    LOADED.get_or_init(try_load).as_ref().copied().map_err(String::as_str)
+pub(crate) fn load() -> std::result::Result<(), Unavailable> {
+    static LOADED: OnceLock<std::result::Result<(), Unavailable>> = OnceLock::new();
+    LOADED.get_or_init(try_load).clone()
 }
 
-fn try_load() -> std::result::Result<(), String> {
+fn try_load() -> std::result::Result<(), Unavailable> {
     // SAFETY: this loads the driver, whose initialisers do what NVIDIA has them do.
     if !unsafe { sys::is_culib_present() } {
         let name = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
-        return Err(format!("{name} was not found: install NVIDIA's driver"));
+        let why = format!("CUDA cannot be used: {name} was not found");
+        return Err(Unavailable { why, remedy: "install NVIDIA's driver" });
     }
     // SAFETY: as above; it is present.
     let library = unsafe { sys::culib() };
     for symbol in SYMBOLS {
         // SAFETY: only asked whether it is there.
         if unsafe { library.get::<*const c_void>(symbol.as_bytes()) }.is_err() {
-            return Err(format!("the driver has no {symbol}: install a newer one"));
+            let why = format!("CUDA cannot be used: the driver has no {symbol}");
+            return Err(Unavailable { why, remedy: "install a newer driver" });
         }
     }
-    call!(cuInit(0)).map_err(|fault| fault.to_string())
+    call!(cuInit(0)).map_err(failed)
 }
 
 /// The version of CUDA that the driver speaks, as 1000 · major + 10 · minor.
