@@ -155,3 +155,24 @@ impl Drop for Program {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs NVIDIA's libnvrtc: scripts/check-cuda.sh has it"]
+    fn nvrtc_compiles_the_sources_as_they_are_embedded() {
+        let compiler = Compiler::find().unwrap();
+        assert!(compiler.version >= (12, 0), "{compiler:?}");
+        assert_eq!(compiler.newest_for(90), Ok(90));
+        assert!(compiler.newest_for(10).is_err());
+        let cubin = compiler.compile("sm_90a").unwrap();
+        assert_eq!(cubin[..4], *b"\x7fELF");
+        for kernel in ["attend_bf16_128", "attend_f32", "merge_states", "finalize_f16", "repack"] {
+            assert!(cubin.windows(kernel.len()).any(|name| name == kernel.as_bytes()), "{kernel}");
+        }
+        let error = compiler.compile("sm_1").unwrap_err();
+        assert!(error.contains("NVRTC"), "{error}");
+    }
+}
