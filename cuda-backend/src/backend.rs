@@ -49,8 +49,7 @@ impl Default for CudaOptions {
 /// - **Errors** keep the driver's call, number, name and text. After one that ends a context (an illegal address, a lost
 ///   device) every call says so, and every future that waits for the device ends; other devices go on. The context is that
 ///   of the whole process: it takes a new process to use the device again.
-/// - **Memory** of buffers that are dropped is kept for the next ones of their size; what others in the process cannot get
-///   while it is kept is given back when the backend is dropped.
+/// - **Memory** of buffers that are dropped is kept for the next ones of their size, up to a quarter of the device.
 /// - **Threads.** One for each backend notices when the device is done. Any thread may call.
 #[derive(Debug)]
 pub struct CudaBackend {
@@ -98,8 +97,7 @@ impl CudaBackend {
             Error::request(format!("no kernels for {}: {}", facts.name, why.0), "or use wgpu")
         })?;
         let context = Context::retain(ordinal).map_err(fault("open the device"))?;
-        let gpu =
-            Gpu::open(&context, health.clone(), &image.bytes, options.max_memory_bytes, options.stuck_after)?;
+        let gpu = Gpu::open(&context, health.clone(), &image.bytes, facts.memory_bytes, options)?;
         let watch = Watch::start(&health, options.stuck_after)?;
         let info = DeviceInfo { kernel: format!("mma.sync, {}", image.origin), ..device.info };
         Ok(Self { info, multiprocessors: facts.multiprocessors, gpu, watch, pace: Pace::default() })

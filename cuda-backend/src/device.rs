@@ -3,13 +3,14 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytemuck::Pod;
 use bytes::Bytes;
 use futures_channel::oneshot;
 use kyklos::{Error, Result};
 
+use crate::backend::CudaOptions;
 use crate::driver::{Context, Event, Function, Module, Stream};
 use crate::fault::Fault;
 use crate::health::Health;
@@ -45,8 +46,8 @@ impl Gpu {
         context: &Arc<Context>,
         health: Arc<Health>,
         image: &[u8],
-        most_bytes: Option<u64>,
-        stuck_after: Duration,
+        device_bytes: usize,
+        options: &CudaOptions,
     ) -> Result<Arc<Self>> {
         let fault = |operation: &str| {
             let (health, operation) = (health.clone(), operation.to_owned());
@@ -55,7 +56,7 @@ impl Gpu {
         // Copies are short and somebody waits for them: they come first.
         let stream = |urgent| Stream::new(context, urgent).map_err(fault("make a stream"));
         Ok(Arc::new(Self {
-            pool: Pool::new(context, &health, most_bytes, stuck_after),
+            pool: Pool::new(context, &health, device_bytes, options.max_memory_bytes, options.stuck_after),
             staging: Staging::new(context, &health),
             streams: [stream(false)?, stream(true)?, stream(true)?],
             functions: Mutex::default(),

@@ -1,7 +1,8 @@
 //! Memory of the device, counted and kept.
 //!
 //! What a buffer gives back is kept for the next one of its size: freeing memory makes the driver wait for the whole
-//! device, and a ring asks for the same sizes over and over. When there is no other memory left it is given back.
+//! device, and a ring asks for the same sizes over and over. It is given back when there is no other memory left, and beyond
+//! a quarter of the device, for others want memory too.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,6 +20,7 @@ pub(crate) struct Pool {
     context: Arc<Context>,
     health: Arc<Health>,
     most_bytes: u64,
+    most_kept_bytes: u64,
     stuck_after: Duration,
     state: Mutex<State>,
 }
@@ -27,7 +29,14 @@ pub(crate) struct Pool {
 struct State {
     /// Held by buffers.
     held_bytes: u64,
+    /// What was given back longest ago comes first.
     kept: Vec<Block>,
+}
+
+impl State {
+    fn kept_bytes(&self) -> u64 {
+        self.kept.iter().map(Block::bytes).sum()
+    }
 }
 
 /// Memory, and what was done with it.
@@ -83,6 +92,7 @@ impl Pool {
     pub(crate) fn new(
         context: &Arc<Context>,
         health: &Arc<Health>,
+        device_bytes: usize,
         most_bytes: Option<u64>,
         stuck_after: Duration,
     ) -> Arc<Self> {
@@ -90,6 +100,7 @@ impl Pool {
             context: context.clone(),
             health: health.clone(),
             most_bytes: most_bytes.unwrap_or(u64::MAX),
+            most_kept_bytes: device_bytes as u64 / 4,
             stuck_after,
             state: Mutex::default(),
         })
@@ -107,39 +118,34 @@ impl Pool {
         let fault = |fault: Fault| self.health.error(&format!("allocate {label}"), &fault);
         let mut state = self.lock();
         let left = self.most_bytes - state.held_bytes;
-        let free = self.context.free_bytes().map_err(fault)? as u64;
-        let kept: u64 = state.kept.iter().map(Block::bytes).sum();
-        let allowed = left.min(free + kept);
-        let size =
-            size_class(bytes).filter(|size| *size as u64 <= allowed).ok_or_else(|| refusal(allowed))?;
-        let block = match self.take(&mut state, size, free).map_err(fault)? {
+        let size = size_class(bytes).filter(|size| *size as u64 <= left);
+        let kept = size.map(|size| idle(&mut state, size)).transpose().map_err(fault)?.flatten();
+        let block = match kept {
             Some(block) => block,
-            // The driver had less than it said, or in pieces.
-            None => return Err(refusal(self.context.free_bytes().map_err(fault)? as u64)),
+            None => {
+                let free = self.context.free_bytes().map_err(fault)? as u64;
+                let allowed = left.min(free + state.kept_bytes());
+                let size = size.filter(|size| *size as u64 <= allowed).ok_or_else(|| refusal(allowed))?;
+                match self.make(&mut state, size, free).map_err(fault)? {
+                    Some(block) => block,
+                    // The driver had less than it said, or in pieces.
+                    None => return Err(refusal(self.context.free_bytes().map_err(fault)? as u64)),
+                }
+            }
         };
         state.held_bytes += block.bytes();
         Ok(CudaBuffer { block: Some(block), bytes, pool: self.clone() })
     }
 
-    /// `size` bytes: kept ones that the device is done with, new ones, or kept ones that it is not done with; and when
-    /// there are none, new ones in the place of kept ones of other sizes.
-    fn take(&self, state: &mut State, size: usize, free: u64) -> Result<Option<Block>, Fault> {
-        let mut busy = None;
-        for (index, block) in state.kept.iter().enumerate() {
-            if block.memory.bytes() == size {
-                if block.marks().idle()? {
-                    return Ok(Some(state.kept.swap_remove(index)));
-                }
-                busy = Some(index);
-            }
-        }
+    /// `size` new bytes, or kept ones that the device still uses, or new ones in the place of kept ones of other sizes.
+    fn make(&self, state: &mut State, size: usize, free: u64) -> Result<Option<Block>, Fault> {
         if size as u64 <= free
             && let Some(block) = self.fresh(size)?
         {
             return Ok(Some(block));
         }
-        if let Some(index) = busy {
-            return Ok(Some(state.kept.swap_remove(index)));
+        if let Some(index) = state.kept.iter().position(|block| block.memory.bytes() == size) {
+            return Ok(Some(state.kept.remove(index)));
         }
         // The one place where a caller waits for the device: there is no memory but what it is still using.
         let start = Instant::now();
@@ -171,11 +177,27 @@ impl Pool {
         let mut state = self.lock();
         state.held_bytes -= block.bytes();
         state.kept.push(block);
+        while state.kept_bytes() > self.most_kept_bytes {
+            // Of a broken device nothing is freed.
+            let idle = |block: &Block| block.marks().idle().unwrap_or(false);
+            let Some(index) = state.kept.iter().position(idle) else { break };
+            drop(state.kept.remove(index));
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Kept memory of this size that the device is done with.
+fn idle(state: &mut State, size: usize) -> Result<Option<Block>, Fault> {
+    for (index, block) in state.kept.iter().enumerate() {
+        if block.memory.bytes() == size && block.marks().idle()? {
+            return Ok(Some(state.kept.remove(index)));
+        }
+    }
+    Ok(None)
 }
 
 /// What is allocated for so many bytes: an eighth more at most, so that sizes which are nearly the same serve each

@@ -10,7 +10,7 @@ use crate::health::Health;
 use crate::pool::size_class;
 
 /// What is kept at most: a few blocks that travel. Pinned memory is the host's, which has other uses for it.
-const MOST_KEPT_BYTES: usize = 512 << 20;
+const MOST_KEPT_BYTES: usize = 2 << 30;
 
 #[derive(Debug)]
 pub(crate) struct Staging {

@@ -134,9 +134,10 @@ fn memory() -> Vec<Scenario> {
             assert_eq!(allowed(mib(32)), (32, 24));
             drop(held);
             // The memory of the first is given back for one of another size, though the device may be using it.
-            let mut large = mib(64).unwrap();
-            backend.write(&mut large, 0, &[7; 1 << 20]).unwrap();
-            drop(large);
+            let mut some = mib(14).unwrap();
+            backend.write(&mut some, 0, &[7; 1 << 20]).unwrap();
+            drop(some);
+            drop(mib(64).unwrap());
             let again = mib(8).unwrap();
             assert_eq!(allowed(mib(60)), (60, 56));
             drop(again);
