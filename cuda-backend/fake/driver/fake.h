@@ -36,7 +36,7 @@ enum Code : int {
 struct Config {
     u64 devices = 1, seed = 1, version = 13000, capability = 90, memory_mb = 4096;
     u64 delay_us = 200;     // longest nap before an operation of a stream
-    u64 ignore_waits = 0;   // cuStreamWaitEvent does nothing: a planted bug, which tests must notice
+    u64 ignore_waits = 0;   // streams for which cuStreamWaitEvent does nothing, the n-th of every three has bit n: planted bugs
     u64 report = 0;         // say at exit what was done
     // Faults befall device 0, at the n-th such call or operation, counted from 1; 0: never.
     u64 oom_at = 0;         // an allocation finds no memory, at the n-th and ever after
@@ -67,7 +67,7 @@ struct Stream {
     Device *device;
     std::deque<std::function<void()>> queue;
     bool busy = false, closed = false;
-    u64 random;
+    u64 random, number;
 };
 
 struct Module {

@@ -26,6 +26,7 @@ pub fn scenarios() -> Vec<Scenario> {
             "",
             kept_code,
         ),
+        Scenario::new("orders what overlaps", "delay_us=3000,seed=30", orders_what_overlaps),
         Scenario::new("opens every device of a process", "devices=3,seed=31", || {
             let all: Vec<_> = (0..3).map(|ordinal| CudaBackend::new(ordinal).unwrap()).collect();
             all.iter().for_each(is_right);
@@ -42,16 +43,21 @@ pub fn scenarios() -> Vec<Scenario> {
 
 /// Bugs that must be found: by a check, or by the fake driver.
 fn planted() -> Vec<Scenario> {
-    let without_waits = |seed: u64| {
+    // The stream of kernels, that of copies to the device, that of copies to the host.
+    let without_waits = |seed: u64, lane: u64| {
         let mut scenario = Scenario::new(
-            &format!("waits for events that are left out are missed, seed {seed}"),
-            &format!("ignore_waits=1,delay_us=3000,seed={seed}"),
-            || is_right(&open()),
+            &format!("waits for events that stream {lane} leaves out are missed, seed {seed}"),
+            &format!("ignore_waits={},delay_us=3000,seed={seed}", 1 << lane),
+            || {
+                is_right(&open());
+                orders_what_overlaps();
+            },
         );
         scenario.ends = Ends::Failing;
         scenario
     };
-    let mut all: Vec<_> = (1..=4).map(without_waits).collect();
+    let seeds = 1..=3;
+    let mut all: Vec<_> = seeds.flat_map(|seed| (0..3).map(move |lane| without_waits(seed, lane))).collect();
     let mut forgets = Scenario::new("what is left behind is found", "", || {
         std::mem::forget(open().alloc("forgotten", 100).unwrap());
     });
@@ -233,6 +239,34 @@ fn overlap() {
     let mut more = backend.upload("keys", Bytes::from_static(&[5; 4096])).unwrap();
     assert_eq!(block_on(backend.download(&mut more, 4000..4096)).unwrap(), &[5; 96][..]);
     assert!(block_on(backend.wait()).unwrap_err().to_string().contains("hangs"));
+}
+
+/// Nobody waits between operations on the same buffers, on all three streams.
+fn orders_what_overlaps() {
+    let backend = open();
+    let bytes = 4096;
+    let data = |round: u8| Bytes::from(vec![round; bytes]);
+    let rows = Layout { offset: 0, batch_stride: 0, row_stride: 64, head_stride: 64 };
+    let extent = Extent { batch: 1, rows: bytes / 64, heads: 1, row_bytes: 64 };
+    let mut buffer = backend.upload("buffer", data(0)).unwrap();
+    let mut downloads = Vec::new();
+    for round in 0..20 {
+        // What was there is read by a kernel and by a copy, and then overwritten.
+        let mut copied = backend.alloc("copied", bytes).unwrap();
+        backend.repack((&buffer, rows), (&mut copied, rows), extent).unwrap();
+        downloads.push((round, backend.download(&mut buffer, 0..bytes)));
+        downloads.push((round, backend.download(&mut copied, 0..bytes)));
+        if round % 2 == 0 {
+            backend.write(&mut buffer, 0, &data(round + 1)).unwrap();
+        } else {
+            let next = backend.upload("next", data(round + 1)).unwrap();
+            backend.repack((&next, rows), (&mut buffer, rows), extent).unwrap();
+        }
+    }
+    for (round, download) in downloads {
+        let got = block_on(download).unwrap();
+        assert!(got == data(round), "round {round}: {:?}", &got[..4]);
+    }
 }
 
 /// Plays itself: the folder for compiled code is a process's own affair.
