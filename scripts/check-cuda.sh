@@ -40,3 +40,5 @@ fi
 toolkit=$folder/wheels/nvidia/cu13
 python3 cuda-backend/tests/compilers/check.py "$toolkit" --control
 python3 cuda-backend/tests/compilers/check.py "$toolkit" "$@"
+# The crate's own ways to the same code: nvcc while it is built, and NVRTC while it runs.
+NVCC=$toolkit/bin/nvcc LD_LIBRARY_PATH=$toolkit/lib cargo test --release -q -p kyklos-cuda --lib -- --include-ignored

@@ -1,19 +1,38 @@
-//! The CUDA backend of Kyklos, as far as it goes: the kernels, what they are given, and how they are tested without a
-//! GPU. Nothing launches them on one yet, so [`availability`] says no, and a program that asks for CUDA can refuse with a
-//! reason instead of quietly running on something else.
+//! The CUDA backend of Kyklos: attention on NVIDIA GPUs through the driver API.
+//!
+//! It has run on a fake driver with emulated kernels, and **not yet on a GPU**.
 //!
 //! # Contract
 //!
-//! Kernels are CUDA C++ in `kernels/`, one source for nvcc, NVRTC and the emulator in `emulator/`, and mean what
-//! [`kyklos::backend`] says of `attend`, `merge`, `finalize`, `reset_state` and `repack`. This crate lists them
-//! ([`AttendKernel`]), says which a call gets ([`Way`]), lays out their arguments ([`AttendArguments`]) and their work
-//! ([`DeviceWork`]). Data only: nothing here touches a device, and nothing fails or panics for want of one.
-#![forbid(unsafe_code)]
+//! - [`CudaBackend`] is a [`kyklos::backend::Backend`]. The driver is loaded when it is first asked for: without one, or
+//!   without a device that is new enough, [`availability`] says why, and nothing panics.
+//! - Kernels are CUDA C++ in `kernels/`, one source for nvcc, NVRTC and the emulator in `emulator/`. Where the build found
+//!   nvcc they are in this library as machine code; elsewhere NVRTC compiles them at run time. [`Way`] says which a call gets.
+//! - Kernels, copies to the device and copies to the host have a stream each; events order them where buffers are shared.
+//!   Copies go through pinned memory, and a download hands it out without another copy.
+//! - `unsafe` is in two files: `driver.rs` and `compiler.rs`.
+#![deny(unsafe_code)]
 
 mod arguments;
+mod attend;
+mod backend;
+mod cache;
+mod compiler;
 mod decode;
+mod device;
+mod devices;
+mod driver;
+mod fault;
+mod health;
 mod hopper;
 mod kernels;
+mod modules;
+mod ops;
+mod order;
+mod pace;
+mod pool;
+mod staging;
+mod watch;
 mod way;
 mod work;
 
@@ -21,18 +40,11 @@ pub use arguments::{
     AttendArguments, DecodeArguments, HeadPack, PartsArguments, RepackArguments, StateArguments,
     TensorArgument, logits,
 };
+pub use backend::{CudaBackend, CudaOptions, Download};
 pub use decode::{decode_parts, head_packs};
+pub use devices::{CudaDevice, Unavailable, availability, devices};
 pub use hopper::{HopperArguments, TensorMap};
 pub use kernels::{AttendKernel, PACKED_ROWS, SMALL_THREADS, SOURCES, STATE_ROWS, finalize_kernel};
+pub use pool::CudaBuffer;
 pub use way::{CallShape, Gpu, Way};
 pub use work::DeviceWork;
-
-/// Whether the CUDA backend can run here.
-///
-/// # Errors
-/// The reason why it cannot, for people. Never panics.
-pub fn availability() -> Result<(), &'static str> {
-    Err(
-        "this version of Kyklos has no CUDA backend: use a wgpu device (Vulkan reaches NVIDIA GPUs) or the CPU",
-    )
-}

@@ -227,7 +227,7 @@ pub(crate) struct PlanArgs {
 /// What is timed: every combination.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct BenchArgs {
-    /// auto, cpu or wgpu, the last also by number
+    /// auto, cpu, wgpu or cuda, the last two also by number
     #[arg(long, value_name = "D,D,…", default_value = "auto")]
     pub(crate) device: List<DeviceRequest>,
     /// auto, portable, subgroup, cooperative, or one that `tune` lists; all but auto are kernels of wgpu devices

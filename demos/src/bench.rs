@@ -114,8 +114,8 @@ fn bench_against(args: &BenchArgs, devices: &[DeviceId], cases: &[Case]) -> Resu
 }
 
 fn open(device: DeviceId, KernelName(kernel): KernelName) -> Result<AnyBackend> {
-    if device == DeviceId::Cpu && kernel != KernelChoice::Auto {
-        return Err(Failure::run("the cpu has one kernel: use --kernel auto"));
+    if !matches!(device, DeviceId::Wgpu(_)) && kernel != KernelChoice::Auto {
+        return Err(Failure::run(format!("{device} has one kernel: use --kernel auto")));
     }
     AnyBackend::open_with(device, kernel)
 }
@@ -160,6 +160,7 @@ impl Case {
         let measured = match backend {
             AnyBackend::Cpu(backend) => self.measure(backend, repeat),
             AnyBackend::Wgpu(backend) => self.measure(&**backend, repeat),
+            AnyBackend::Cuda(backend) => self.measure(&**backend, repeat),
         };
         let names = (info.name.clone(), info.driver.clone(), self.kernel(backend));
         match measured {
@@ -217,6 +218,7 @@ impl Case {
         match backend {
             AnyBackend::Cpu(backend) => self.checked_times(backend, repeat),
             AnyBackend::Wgpu(backend) => self.checked_times(&**backend, repeat),
+            AnyBackend::Cuda(backend) => self.checked_times(&**backend, repeat),
         }
     }
 

@@ -9,6 +9,7 @@ use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{DeviceClass, DeviceInfo};
 use kyklos::local::RankTask;
 use kyklos::{Error, Finished, Lasting, RankOutput, Survivors};
+use kyklos_cuda::{CudaBackend, CudaDevice, CudaOptions, Unavailable};
 
 use crate::failure::{Failure, Result};
 use crate::report::Device;
@@ -20,6 +21,7 @@ pub(crate) enum DeviceRequest {
     Auto,
     Cpu,
     Wgpu(Option<usize>),
+    Cuda(Option<usize>),
 }
 
 impl FromStr for DeviceRequest {
@@ -39,13 +41,10 @@ impl FromStr for DeviceRequest {
             ("auto", None) => Ok(Self::Auto),
             ("cpu", None) => Ok(Self::Cpu),
             ("wgpu", index) => index.map(number).transpose().map(Self::Wgpu),
-            ("cuda", _) => Err(Error::request(
-                format!("device `{text}`: the CUDA backend is not part of this build"),
-                "use wgpu, which reaches NVIDIA GPUs through their Vulkan driver, or cpu",
-            )),
+            ("cuda", index) => index.map(number).transpose().map(Self::Cuda),
             _ => Err(Error::request(
                 format!("device `{text}` is not known"),
-                "use auto, cpu, wgpu or wgpu:0, joined by commas",
+                "use auto, cpu, wgpu, wgpu:0, cuda or cuda:0, joined by commas",
             )),
         }
     }
@@ -58,6 +57,8 @@ impl fmt::Display for DeviceRequest {
             Self::Cpu => f.write_str("cpu"),
             Self::Wgpu(None) => f.write_str("wgpu"),
             Self::Wgpu(Some(index)) => write!(f, "wgpu:{index}"),
+            Self::Cuda(None) => f.write_str("cuda"),
+            Self::Cuda(Some(index)) => write!(f, "cuda:{index}"),
         }
     }
 }
@@ -67,6 +68,7 @@ impl fmt::Display for DeviceRequest {
 pub(crate) enum DeviceId {
     Cpu,
     Wgpu(usize),
+    Cuda(usize),
 }
 
 impl fmt::Display for DeviceId {
@@ -74,11 +76,13 @@ impl fmt::Display for DeviceId {
         match self {
             Self::Cpu => f.write_str("cpu"),
             Self::Wgpu(index) => write!(f, "wgpu:{index}"),
+            Self::Cuda(index) => write!(f, "cuda:{index}"),
         }
     }
 }
 
 /// Resolves `--device` for the rank with this place in its process or on its host. Asks drivers only where a GPU may be meant.
+/// `auto` never means CUDA, which has not run on a GPU yet.
 pub(crate) fn choose(requests: &[DeviceRequest], place: usize) -> Result<DeviceId> {
     let request = requests.get(place).or(requests.last()).copied().unwrap_or(DeviceRequest::Auto);
     match request {
@@ -109,6 +113,25 @@ pub(crate) fn choose(requests: &[DeviceRequest], place: usize) -> Result<DeviceI
             }
             Ok(DeviceId::Wgpu(index))
         }
+        DeviceRequest::Cuda(index) => {
+            let devices = cuda_devices().map_err(|why| {
+                Failure::run(format!("no device for cuda: {why}, or use --device wgpu or cpu"))
+            })?;
+            if let Some(index) = index {
+                if index >= devices.len() {
+                    return Err(Failure::run(format!(
+                        "device cuda:{index} does not exist, this machine has {found}: use a number below {found}; \
+                         kyklos devices lists them",
+                        found = devices.len()
+                    )));
+                }
+                return Ok(DeviceId::Cuda(index));
+            }
+            // Those that can be used share the ranks; where none can, opening one says why.
+            let usable: Vec<usize> =
+                (0..devices.len()).filter(|index| devices[*index].refused.is_none()).collect();
+            Ok(DeviceId::Cuda(if usable.is_empty() { 0 } else { usable[place % usable.len()] }))
+        }
     }
 }
 
@@ -124,7 +147,12 @@ pub(crate) fn hardware_gpus() -> Vec<(usize, DeviceClass)> {
 
 /// Everything that can be opened here, GPUs first.
 pub(crate) fn all() -> Vec<DeviceId> {
-    (0..adapters().len()).map(DeviceId::Wgpu).chain([DeviceId::Cpu]).collect()
+    let cuda = cuda_devices().map_or(0, <[CudaDevice]>::len);
+    (0..cuda)
+        .map(DeviceId::Cuda)
+        .chain((0..adapters().len()).map(DeviceId::Wgpu))
+        .chain([DeviceId::Cpu])
+        .collect()
 }
 
 /// Whether there is a device that `wgpu` could mean.
@@ -138,6 +166,12 @@ fn adapters() -> &'static [DeviceInfo] {
     ADAPTERS.get_or_init(WgpuBackend::enumerate)
 }
 
+/// What CUDA's driver offers, or why it offers nothing. Asked once.
+fn cuda_devices() -> Result<&'static [CudaDevice], &'static Unavailable> {
+    static DEVICES: OnceLock<Result<Vec<CudaDevice>, Unavailable>> = OnceLock::new();
+    DEVICES.get_or_init(kyklos_cuda::devices).as_deref()
+}
+
 fn no_driver() -> Failure {
     Failure::run(
         "no device for wgpu: no Vulkan, Metal or DX12 driver was found: install the GPU's driver, or use --device cpu",
@@ -149,6 +183,7 @@ fn no_driver() -> Failure {
 pub(crate) enum AnyBackend {
     Cpu(CpuBackend),
     Wgpu(Box<WgpuBackend>),
+    Cuda(Box<CudaBackend>),
 }
 
 impl AnyBackend {
@@ -167,6 +202,10 @@ impl AnyBackend {
                 let options = WgpuOptions { kernel, tuned, ..WgpuOptions::default() };
                 Self::Wgpu(Box::new(WgpuBackend::with_options(index, &options)?))
             }
+            DeviceId::Cuda(index) => {
+                let options = CudaOptions { cache: tuned::cache_folder(), ..CudaOptions::default() };
+                Self::Cuda(Box::new(CudaBackend::with_options(index, &options)?))
+            }
         })
     }
 
@@ -175,6 +214,7 @@ impl AnyBackend {
         match self {
             Self::Cpu(backend) => backend.info(),
             Self::Wgpu(backend) => backend.info(),
+            Self::Cuda(backend) => backend.info(),
         }
     }
 
@@ -183,6 +223,7 @@ impl AnyBackend {
         match self {
             Self::Cpu(backend) => AnyLasting::Cpu(Box::new(Lasting::new(backend, task))),
             Self::Wgpu(backend) => AnyLasting::Wgpu(Box::new(Lasting::new(&**backend, task))),
+            Self::Cuda(backend) => AnyLasting::Cuda(Box::new(Lasting::new(&**backend, task))),
         }
     }
 
@@ -191,6 +232,7 @@ impl AnyBackend {
         match self {
             Self::Cpu(backend) => task.run_on(backend, each),
             Self::Wgpu(backend) => task.run_on(&**backend, each),
+            Self::Cuda(backend) => task.run_on(&**backend, each),
         }
     }
 }
@@ -200,6 +242,7 @@ impl AnyBackend {
 pub(crate) enum AnyLasting<'a> {
     Cpu(Box<Lasting<'a, CpuBackend>>),
     Wgpu(Box<Lasting<'a, WgpuBackend>>),
+    Cuda(Box<Lasting<'a, CudaBackend>>),
 }
 
 impl AnyLasting<'_> {
@@ -208,6 +251,7 @@ impl AnyLasting<'_> {
         match self {
             Self::Cpu(lasting) => pollster::block_on(lasting.run(keeps, each)),
             Self::Wgpu(lasting) => pollster::block_on(lasting.run(keeps, each)),
+            Self::Cuda(lasting) => pollster::block_on(lasting.run(keeps, each)),
         }
     }
 
@@ -216,6 +260,7 @@ impl AnyLasting<'_> {
         match self {
             Self::Cpu(lasting) => pollster::block_on(lasting.finish(survivors)),
             Self::Wgpu(lasting) => pollster::block_on(lasting.finish(survivors)),
+            Self::Cuda(lasting) => pollster::block_on(lasting.finish(survivors)),
         }
     }
 }
@@ -225,5 +270,9 @@ pub(crate) fn info_of(device: DeviceId) -> Device {
     match device {
         DeviceId::Cpu => Device::default(),
         DeviceId::Wgpu(index) => adapters().get(index).map(Device::new).unwrap_or_default(),
+        DeviceId::Cuda(index) => {
+            let device = cuda_devices().ok().and_then(|devices| devices.get(index));
+            device.map(|device| Device::new(&device.info)).unwrap_or_default()
+        }
     }
 }

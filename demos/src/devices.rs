@@ -68,7 +68,7 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     });
     let mut out = table(&["device", "name", "class", "driver", "kernel", "probe"], rows.collect());
     if !gpus {
-        out.push_str("\nno GPU: no Vulkan, Metal or DX12 driver was found\n");
+        out.push_str("\nno GPU: no Vulkan, Metal, DX12 or CUDA driver was found\n");
     }
     print(&out)
 }

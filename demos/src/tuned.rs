@@ -58,7 +58,12 @@ fn off(value: Option<OsString>) -> Result<bool> {
 
 /// The file, where there is a folder for it.
 pub(crate) fn path() -> Option<PathBuf> {
-    folder(|name| env::var_os(name)).map(|folder| folder.join("tuning.json"))
+    cache_folder().map(|folder| folder.join("tuning.json"))
+}
+
+/// The folder for what can be made anew, where there is one.
+pub(crate) fn cache_folder() -> Option<PathBuf> {
+    folder(|name| env::var_os(name))
 }
 
 /// Where the platform keeps such things. Relative paths and empty names are no folders.

@@ -10,12 +10,14 @@ mod common;
 use kyklos::backend::Backend;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
+use kyklos_cuda::CudaBackend;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 fn main() {
     let arguments = Arguments::from_args();
     let mut trials = suite("cpu", || Ok(CpuBackend::new()));
     trials.extend(wgpu_trials());
+    trials.extend(cuda_trials());
     libtest_mimic::run(&arguments, trials).exit();
 }
 
@@ -79,4 +81,33 @@ fn wgpu_trials() -> Vec<Trial> {
         trials.extend(suite(who, make).into_iter().filter(converts));
     }
     trials
+}
+
+/// The suite for every CUDA device. Without one each claim is ignored, with the reason, or fails where one was promised.
+/// What converts is left out: the backend has no kernels for it yet, and says so (`cuda/faults.rs`).
+fn cuda_trials() -> Vec<Trial> {
+    let devices = kyklos_cuda::availability().and_then(|()| kyklos_cuda::devices());
+    let trials = match devices {
+        Ok(devices) => {
+            let usable = (0..devices.len()).filter(|index| devices[*index].refused.is_none());
+            let of = |index: usize| {
+                let who: &'static str = format!("cuda {index} ({})", devices[index].info.name).leak();
+                suite(who, move || CudaBackend::new(index).map_err(|error| error.to_string()))
+            };
+            usable.flat_map(of).collect::<Vec<_>>()
+        }
+        Err(why) => {
+            let promised = std::env::var_os("KYKLOS_REQUIRE_CUDA").is_some_and(|value| value == "1");
+            let claims = common::conformance::checks::<CudaBackend>().into_iter();
+            let trial = |(claim, _)| {
+                let why = why.to_string();
+                Trial::test(format!("cuda: {claim} [{why}]"), move || Err(Failed::from(why)))
+                    .with_ignored_flag(!promised)
+            };
+            claims.map(trial).collect()
+        }
+    };
+    let converts =
+        |trial: &Trial| ["converts to", "codes what"].iter().any(|claim| trial.name().contains(claim));
+    trials.into_iter().filter(|trial| !converts(trial)).collect()
 }

@@ -146,6 +146,7 @@ impl Group {
                     scope.spawn(move || match backend {
                         AnyBackend::Cpu(backend) => run_rank(backend, transport, accepted, op, hash),
                         AnyBackend::Wgpu(backend) => run_rank(&**backend, transport, accepted, op, hash),
+                        AnyBackend::Cuda(backend) => run_rank(&**backend, transport, accepted, op, hash),
                     })
                 })
                 .collect();

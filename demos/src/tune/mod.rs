@@ -104,6 +104,15 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
 
 /// The device, which must be one that has several kernels.
 fn device_index(request: DeviceRequest) -> Result<usize> {
+    let one_kernel = |what: &str| {
+        Failure::request(
+            format!("--device {request} is {what}, which has one kernel"),
+            "use wgpu, or wgpu:0; kyklos devices lists them",
+        )
+    };
+    if let DeviceRequest::Cuda(_) = request {
+        return Err(one_kernel("CUDA"));
+    }
     let none = !device::has_wgpu();
     if none && request != DeviceRequest::Cpu {
         return Err(Failure::run(
@@ -113,10 +122,8 @@ fn device_index(request: DeviceRequest) -> Result<usize> {
     }
     match device::choose(&[request], 0)? {
         DeviceId::Wgpu(index) => Ok(index),
-        DeviceId::Cpu => Err(Failure::request(
-            format!("--device {request} is the cpu here, which has one kernel"),
-            "use wgpu, or wgpu:0; kyklos devices lists them",
-        )),
+        DeviceId::Cpu => Err(one_kernel("the cpu here")),
+        DeviceId::Cuda(_) => Err(one_kernel("CUDA")),
     }
 }
 

@@ -5,6 +5,8 @@ mod attend;
 mod bench;
 mod certs;
 mod clusters;
+#[cfg(target_os = "linux")]
+mod cuda;
 mod demonstration;
 mod doctor;
 #[cfg(target_os = "linux")]

@@ -57,8 +57,24 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("{layout:?} does not keep heads on 16-byte boundaries", CALLERS),
     ("a copy of {extent:?} from {from:?} into {into:?}", CALLERS),
     ("{:?} (in bytes) does not keep heads on 16-byte boundaries", CALLERS),
+    ("the work list is in tiles of {:?}, the kernel's are {:?}", CALLERS),
+    ("{tensor:?} does not keep heads on 16-byte boundaries", CALLERS),
+    ("a write of {} bytes at byte {offset} of a buffer of {}", CALLERS),
+    ("a copy of {extent:?} from {from_layout:?} into {into_layout:?}", CALLERS),
+    (
+        "device cuda:{ordinal} does not exist, this machine has {found}",
+        "callers of the library; the program looks first",
+    ),
+    (
+        "no kernels for {}: {}",
+        "an NVIDIA GPU, and a program that was built without nvcc where there is no NVRTC",
+    ),
+    (
+        "the CUDA backend has no kernels that convert between types or to 8-bit codes",
+        "an NVIDIA GPU, and `--device cuda` with `--wire`",
+    ),
 ];
-const CALLERS: &str = "callers of the wgpu backend's own operations, which plans do not make";
+const CALLERS: &str = "callers of a GPU backend's own operations, which plans do not make";
 
 #[test]
 fn the_index_of_errors_is_what_is_printed_and_misses_none() {

@@ -94,7 +94,8 @@ pub(super) const GROUPS: &[Group] = &[
         title: "Devices and kernels",
         about: "",
         entries: &[
-            ("@ --device cuda", "The CUDA backend is not built."),
+            ("@ --device cuda:x", "The number says which GPU."),
+            ("tune --device cuda", "It has no kernels to choose from."),
             ("@ --device tpu", "There is no such kind of device."),
             ("@ --device wgpu:x", "The number says which adapter."),
             ("@ --device cpu,cpu", "A device would be left without a rank."),

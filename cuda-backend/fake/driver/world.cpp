@@ -1,0 +1,181 @@
+// The fake driver's streams, its configuration and its end.
+#include "fake.h"
+#include "machine.h"
+
+#include <chrono>
+#include <csignal>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <unistd.h>
+
+namespace fake {
+
+thread_local Device *current;
+thread_local bool on_worker;
+
+// Never destroyed: threads of streams look at it to the very end.
+World &world() {
+    static World *all = new World;
+    return *all;
+}
+
+const Config &config() {
+    static const Config read = [] {
+        Config config;
+        const struct {
+            const char *name;
+            u64 *value;
+        } options[] = {
+            {"devices", &config.devices},     {"seed", &config.seed},
+            {"version", &config.version},     {"capability", &config.capability},
+            {"memory_mb", &config.memory_mb}, {"delay_us", &config.delay_us},
+            {"report", &config.report},       {"ignore_waits", &config.ignore_waits},
+            {"oom_at", &config.oom_at},       {"pinned_oom_at", &config.pinned_oom_at},
+            {"refuse_at", &config.refuse_at}, {"sticky_at", &config.sticky_at},
+            {"sticky", &config.sticky},       {"hang_at", &config.hang_at},
+        };
+        const char *text = std::getenv("KYKLOS_FAKE_CUDA");
+        std::string left = text ? text : "";
+        while (!left.empty()) {
+            const std::string entry = left.substr(0, left.find(','));
+            left = entry.size() < left.size() ? left.substr(entry.size() + 1) : "";
+            const size_t equals = entry.find('=');
+            bool known = false;
+            for (const auto &option : options) {
+                if (equals == std::string::npos || entry.substr(0, equals) != option.name) continue;
+                *option.value = std::strtoull(entry.c_str() + equals + 1, nullptr, 10);
+                known = true;
+            }
+            if (!known) die("KYKLOS_FAKE_CUDA has `%s`", entry.c_str());
+        }
+        return config;
+    }();
+    return read;
+}
+
+void die(const char *format, ...) {
+    std::va_list list;
+    va_start(list, format);
+    std::fputs("fake driver: ", stderr);
+    std::vfprintf(stderr, format, list);
+    std::fputc('\n', stderr);
+    va_end(list);
+    _exit(86);
+}
+
+u64 chance(u64 &random, u64 below) {
+    // splitmix64
+    u64 z = random += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return (z >> 33) % below;
+}
+
+void submit(Stream &stream, std::function<void()> operation) {
+    stream.queue.push_back(std::move(operation));
+    world().changed.notify_all();
+}
+
+static void work(Stream *stream) {
+    on_worker = true;
+    World &all = world();
+    std::unique_lock<std::mutex> held(all.lock);
+    while (true) {
+        all.changed.wait(held, [&] { return stream->closed || !stream->queue.empty(); });
+        // A stream that was destroyed ends when its work is done.
+        if (stream->queue.empty()) break;
+        const auto operation = std::move(stream->queue.front());
+        stream->queue.pop_front();
+        stream->busy = true;
+        const u64 longest = config().delay_us;
+        // Mostly no nap, sometimes a long one.
+        const u64 nap = longest && chance(stream->random, 3) == 0 ? chance(stream->random, longest + 1) : 0;
+        held.unlock();
+        if (nap) std::this_thread::sleep_for(std::chrono::microseconds(nap));
+        // Of a broken device nothing runs any more, and nothing that waits is told.
+        if (!stream->device->sticky) operation();
+        held.lock();
+        stream->busy = false;
+        all.changed.notify_all();
+    }
+    stream->device->streams.erase(stream);
+    delete stream;
+}
+
+void start(Stream *stream) { std::thread(work, stream).detach(); }
+
+void drain(std::unique_lock<std::mutex> &held, Device &device) {
+    world().changed.wait(held, [&] {
+        if (device.sticky) return true;
+        for (const Stream *stream : device.streams)
+            if (stream->busy || !stream->queue.empty()) return false;
+        return true;
+    });
+}
+
+static void wild(int, siginfo_t *info, void *) {
+    char text[128];
+    const int bytes = std::snprintf(text, sizeof text, "fake driver: an access to %p, which is nobody's\n", info->si_addr);
+    if (write(2, text, size_t(bytes)) < 0) _exit(85);
+    _exit(86);
+}
+
+__attribute__((constructor)) static void begin() {
+    struct sigaction action = {};
+    action.sa_sigaction = wild;
+    action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+    // A fiber of the emulator has no room for a guard page of its own: the handler needs another stack.
+    static char stack[64 * 1024];
+    stack_t other = {};
+    other.ss_sp = stack;
+    other.ss_size = sizeof stack;
+    sigaltstack(&other, nullptr);
+    sigaction(SIGSEGV, &action, nullptr);
+    sigaction(SIGBUS, &action, nullptr);
+}
+
+// At exit nothing may be left. Threads of the host that look after a device may still be about it for a moment.
+static void end(int status, void *) {
+    if (on_worker) _exit(status);
+    World &all = world();
+    const auto left = [&] {
+        u64 retained = 0;
+        for (const auto &device : all.devices) retained += u64(device.second.retained);
+        return all.memory.size() + all.pinned.size() + all.streams.size() + all.events.size() + all.modules.size() + retained;
+    };
+    std::unique_lock<std::mutex> held(all.lock);
+    bool broken = config().hang_at != 0;
+    for (const auto &device : all.devices) broken |= device.second.sticky != 0;
+    // Of a broken or hanging device nothing can be freed.
+    for (int tries = 0; !broken && left() && tries < 5000; tries++) {
+        held.unlock();
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        held.lock();
+    }
+    if (config().report)
+        std::fprintf(stderr, "fake driver: %llu launches, %llu waits, %llu bytes copied, %llu pageable copies\n",
+                     all.launches, all.waits, all.copied, all.pageable);
+    if (left() && !broken) {
+        std::fprintf(stderr,
+                     "fake driver: left behind: %zu allocations, %zu pinned, %zu streams, %zu events, %zu modules\n",
+                     all.memory.size(), all.pinned.size(), all.streams.size(), all.events.size(), all.modules.size());
+        if (!status) status = 87;
+    }
+    // Streams may still run kernels: the emulator must not be taken down under them.
+    std::fflush(nullptr);
+    _exit(status);
+}
+
+void judge_at_exit() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        // What the emulator has for itself is made by its first launch, and is taken down before whatever was there
+        // earlier: this launch of no blocks makes it outlive `end`.
+        machine::launch(*machine::Kernel::find("reset_state"), {0, 0, 0}, 0, nullptr, machine::Timing::Eager, 0);
+        on_exit(end, nullptr);
+    });
+}
+
+}  // namespace fake

@@ -1,0 +1,256 @@
+//! A device that is open: its context, streams, memory and kernels.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use bytemuck::Pod;
+use bytes::Bytes;
+use futures_channel::oneshot;
+use kyklos::{Error, Result};
+
+use crate::backend::CudaOptions;
+use crate::driver::{Context, Event, Function, Module, Stream};
+use crate::fault::Fault;
+use crate::health::Health;
+use crate::order::Lane;
+use crate::pool::{CudaBuffer, Pool};
+use crate::staging::Staging;
+use crate::watch::Watch;
+
+/// What a backend and everything that it has made share.
+#[derive(Debug)]
+pub(crate) struct Gpu {
+    pub(crate) health: Arc<Health>,
+    pub(crate) pool: Arc<Pool>,
+    staging: Arc<Staging>,
+    streams: [Stream; Lane::COUNT],
+    functions: Mutex<HashMap<String, Arc<Function>>>,
+    module: Arc<Module>,
+    /// Operations are submitted one at a time, so that marks are set in the order of the streams.
+    submitting: Mutex<()>,
+}
+
+/// A launch of a kernel: which one, and how many threads.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Launch<'a> {
+    pub(crate) kernel: &'a str,
+    pub(crate) grid: [u32; 3],
+    pub(crate) threads: u32,
+    pub(crate) shared_bytes: u32,
+}
+
+impl Gpu {
+    pub(crate) fn open(
+        context: &Arc<Context>,
+        health: Arc<Health>,
+        image: &[u8],
+        device_bytes: usize,
+        options: &CudaOptions,
+    ) -> Result<Arc<Self>> {
+        let fault = |operation: &str| {
+            let (health, operation) = (health.clone(), operation.to_owned());
+            move |fault: Fault| health.error(&operation, &fault)
+        };
+        // Copies are short and somebody waits for them: they come first.
+        let stream = |urgent| Stream::new(context, urgent).map_err(fault("make a stream"));
+        Ok(Arc::new(Self {
+            pool: Pool::new(context, &health, device_bytes, options.max_memory_bytes, options.stuck_after),
+            staging: Staging::new(context, &health),
+            streams: [stream(false)?, stream(true)?, stream(true)?],
+            functions: Mutex::default(),
+            module: Module::load(context, image).map_err(fault("load the kernels"))?,
+            submitting: Mutex::default(),
+            health,
+        }))
+    }
+
+    /// Submits an operation to a lane, behind what it has to wait for. `work` submits it and records its event.
+    fn submit<T>(
+        &self,
+        lane: Lane,
+        operation: &str,
+        reads: &[&CudaBuffer],
+        writes: &[&CudaBuffer],
+        work: impl FnOnce(&Stream) -> Result<(T, Arc<Event>), Fault>,
+    ) -> Result<T> {
+        self.health.check()?;
+        let _one = self.submitting.lock().unwrap_or_else(PoisonError::into_inner);
+        let stream = &self.streams[lane as usize];
+        let submit = || {
+            for buffer in reads {
+                buffer.block().marks().before_reading(lane).try_for_each(|event| stream.wait(event))?;
+            }
+            for buffer in writes {
+                buffer.block().marks().before_writing(lane).try_for_each(|event| stream.wait(event))?;
+            }
+            work(stream)
+        };
+        let (made, event) = submit().map_err(|fault| self.health.error(operation, &fault))?;
+        for buffer in reads {
+            buffer.block().marks().was_read(lane, &event);
+        }
+        for buffer in writes {
+            buffer.block().marks().was_written(lane, &event);
+        }
+        Ok(made)
+    }
+
+    /// Launches a kernel. The event is its end.
+    pub(crate) fn launch<A: Pod>(
+        &self,
+        launch: Launch<'_>,
+        arguments: &A,
+        reads: &[&CudaBuffer],
+        writes: &[&CudaBuffer],
+    ) -> Result<Arc<Event>> {
+        let operation = format!("launch {}", launch.kernel);
+        let function = self.function(launch.kernel, launch.shared_bytes)?;
+        let arguments = bytemuck::bytes_of(arguments);
+        self.submit(Lane::Compute, &operation, reads, writes, |stream| {
+            stream.launch(&function, launch.grid, launch.threads, launch.shared_bytes, arguments)?;
+            let event = Arc::new(stream.record()?);
+            Ok((event.clone(), event))
+        })
+    }
+
+    fn function(&self, name: &str, shared_bytes: u32) -> Result<Arc<Function>> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = functions.get(name) {
+            return Ok(function.clone());
+        }
+        let found = self.module.function(name, shared_bytes);
+        let function =
+            Arc::new(found.map_err(|fault| self.health.error(&format!("find kernel {name}"), &fault))?);
+        functions.insert(name.to_owned(), function.clone());
+        Ok(function)
+    }
+
+    /// A new buffer that holds `data`.
+    pub(crate) fn upload(&self, watch: &Watch, label: &str, data: &[u8]) -> Result<CudaBuffer> {
+        let buffer = self.pool.buffer(label, data.len())?;
+        self.write(watch, label, &buffer, 0, data)?;
+        Ok(buffer)
+    }
+
+    /// Overwrites part of a buffer.
+    pub(crate) fn write(
+        &self,
+        watch: &Watch,
+        label: &str,
+        buffer: &CudaBuffer,
+        offset: usize,
+        data: &[u8],
+    ) -> Result<()> {
+        self.health.check()?;
+        if offset.checked_add(data.len()).is_none_or(|end| end > buffer.bytes()) {
+            return Err(Error::request(
+                format!("a write of {} bytes at byte {offset} of a buffer of {}", data.len(), buffer.bytes()),
+                "write within the buffer",
+            ));
+        }
+        if data.is_empty() {
+            return Ok(());
+        }
+        let mut staging = self.staging.take(label, data.len())?;
+        staging.contents_mut().copy_from_slice(data);
+        let flight =
+            self.submit(Lane::Up, &format!("copy {label} to the device"), &[], &[buffer], |stream| {
+                let flight = stream.upload(staging, &buffer.block().memory, offset)?;
+                let event = flight.event().clone();
+                Ok((flight, event))
+            })?;
+        let home = self.staging.clone();
+        watch.when(Lane::Up, flight.event().clone(), move |result| {
+            if let (Ok(()), Ok(Some(staging))) = (result, flight.land()) {
+                home.put(staging);
+            }
+        });
+        Ok(())
+    }
+
+    /// Starts copying `range` of a buffer to the host.
+    pub(crate) fn download(
+        &self,
+        watch: &Watch,
+        buffer: &CudaBuffer,
+        range: Range<usize>,
+    ) -> Result<oneshot::Receiver<Result<Bytes>>> {
+        self.health.check()?;
+        if range.start > range.end || range.end > buffer.bytes() {
+            return Err(Error::request(
+                format!("bytes {range:?} of a buffer of {}", buffer.bytes()),
+                "download what the buffer has",
+            ));
+        }
+        let (sender, receiver) = oneshot::channel();
+        if range.is_empty() {
+            let _ = sender.send(Ok(Bytes::new()));
+            return Ok(receiver);
+        }
+        let staging = self.staging.take("a download", range.len())?;
+        let flight = self.submit(Lane::Down, "copy to the host", &[buffer], &[], |stream| {
+            let flight = stream.download(&buffer.block().memory, range, staging)?;
+            let event = flight.event().clone();
+            Ok((flight, event))
+        })?;
+        let (home, health) = (self.staging.clone(), self.health.clone());
+        watch.when(Lane::Down, flight.event().clone(), move |result| {
+            let landed = result.and_then(|()| match flight.land() {
+                Ok(Some(staging)) => Ok(home.lend(staging)),
+                Ok(None) => Err(health.device_error("copy to the host", "an event did not stay happened")),
+                Err(fault) => Err(health.error("copy to the host", &fault)),
+            });
+            // Nobody waits any more: fine.
+            let _ = sender.send(landed);
+        });
+        Ok(receiver)
+    }
+
+    /// Ends, for each lane, when everything submitted to it so far is done.
+    pub(crate) fn all_done(&self, watch: &Watch) -> Result<Vec<oneshot::Receiver<Result<()>>>> {
+        let end = |lane| {
+            let (sender, receiver) = oneshot::channel();
+            watch.when(lane, self.end(lane)?, move |result| {
+                let _ = sender.send(result);
+            });
+            Ok(receiver)
+        };
+        Lane::ALL.into_iter().map(end).collect()
+    }
+
+    /// Lives until everything submitted so far is done.
+    pub(crate) fn keep_until_done(self: Arc<Self>, watch: &Watch) {
+        for lane in Lane::ALL {
+            if let Ok(event) = self.end(lane) {
+                let gpu = self.clone();
+                watch.when(lane, event, move |result| {
+                    if result.is_err() {
+                        // As of a device that was lost before.
+                        std::mem::forget(gpu);
+                    }
+                });
+            }
+        }
+    }
+
+    /// The end of everything submitted to a lane so far.
+    fn end(&self, lane: Lane) -> Result<Arc<Event>> {
+        self.submit(lane, "wait for the device", &[], &[], |stream| {
+            let event = Arc::new(stream.record()?);
+            Ok((event.clone(), event))
+        })
+    }
+}
+
+/// When an event of the compute lane happens; nothing if the device is lost before.
+pub(crate) fn moment(watch: &Watch, event: Arc<Event>) -> oneshot::Receiver<Instant> {
+    let (sender, receiver) = oneshot::channel();
+    watch.when(Lane::Compute, event, move |result| {
+        if result.is_ok() {
+            let _ = sender.send(Instant::now());
+        }
+    });
+    receiver
+}

@@ -1,0 +1,69 @@
+//! `--device cuda` on the fake driver, whose kernels are emulated: small shapes.
+
+use std::process::{Output, Stdio};
+use std::time::Duration;
+
+use crate::support::*;
+
+/// Runs the program where the fake driver is the driver of CUDA.
+fn with_driver(fake: &str, arguments: &[&str]) -> Output {
+    let cache = tempfile::tempdir().unwrap();
+    let child = command(arguments)
+        .env("LD_LIBRARY_PATH", kyklos_fake_cuda::library_path())
+        .env("KYKLOS_FAKE_CUDA", fake)
+        .env("KYKLOS_CACHE_DIR", cache.path())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    finish(child.unwrap(), Duration::from_secs(120))
+}
+
+#[test]
+fn ranks_share_the_gpus_of_a_machine_and_the_result_is_right() {
+    for (more, names) in [
+        (&["--ranks", "2", "--device", "cuda"][..], ["Fake GPU 0", "Fake GPU 1"]),
+        (
+            &["--ranks", "2", "--device", "cuda:1", "--transport", "quic", "--dtype", "bf16"],
+            ["Fake GPU 1"; 2],
+        ),
+        (&["--mesh", "2x1", "--device", "cuda:1,cuda:0", "--dtype", "f16"], ["Fake GPU 1", "Fake GPU 0"]),
+    ] {
+        let attend = ["attend", "--shape", "1,150,4,2,64", "--mask", "causal", "--verify", "--json"];
+        let output = with_driver("devices=2", &[&attend[..], more].concat());
+        succeeds(&output);
+        let json = json(&output);
+        assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap(), "{json}");
+        let devices = json["devices"].as_array().unwrap();
+        let found: Vec<_> = devices.iter().map(|device| device["name"].as_str().unwrap()).collect();
+        assert_eq!(found, names, "{json}");
+    }
+}
+
+#[test]
+fn a_gpu_and_a_cpu_share_a_ring() {
+    let more = ["--mask", "causal", "--ranks", "3", "--device", "cuda:0,cpu,cuda:1", "--verify", "--json"];
+    let output = with_driver("devices=2", &[&["attend", "--shape", "1,90,2,2,32"][..], &more].concat());
+    succeeds(&output);
+    let json = json(&output);
+    assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap(), "{json}");
+}
+
+#[test]
+fn what_is_not_there_is_refused_with_the_reason() {
+    let attend = |device| ["attend", "--shape", "1,16,2,2,8", "--device", device];
+    for (fake, device, code, words) in [
+        ("devices=2", "cuda:2", 1, &["cuda:2", "has 2", "kyklos devices"][..]),
+        ("devices=0", "cuda", 1, &["CUDA_ERROR_NO_DEVICE (100)", "nvidia-smi", "wgpu"]),
+        ("version=11080", "cuda", 1, &["11.8", "12.0", "525", "wgpu"]),
+        ("capability=75", "cuda", 2, &["7.5", "8.0", "wgpu"]),
+        ("sticky_at=2", "cuda", 1, &["cuda:0", "CUDA_ERROR_ILLEGAL_ADDRESS (700)", "illegal memory access"]),
+        ("memory_mb=0", "cuda", 1, &["cuda:0", "needs", "allowed are 0"]),
+    ] {
+        let output = with_driver(fake, &attend(device));
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(code), "{fake}: {text}");
+        for word in words {
+            assert!(text.contains(word), "{fake}: `{word}` is not in: {text}");
+        }
+    }
+}

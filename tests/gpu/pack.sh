@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Builds what tests/gpu/round.sh needs, with the kernels compiled in, into one folder that can be carried to a machine with
+# an NVIDIA GPU: tests/gpu/pack.sh FOLDER. It needs nvcc (NVCC, CUDA_HOME or PATH; scripts/check-cuda.sh fetches one) and no GPU.
+set -euo pipefail
+folder=$(mkdir -p "$1" && cd "$1" && pwd)
+cd "$(dirname "$0")/../.."
+wheels=$PWD/target/cuda-toolkit/wheels/nvidia/cu13/bin/nvcc
+if [ -z "${NVCC:-}${CUDA_HOME:-}" ] && ! command -v nvcc >/dev/null && [ -x "$wheels" ]; then
+    export NVCC=$wheels
+fi
+cargo build --release -p kyklos-cli
+suite=$(cargo test --release -p kyklos-tests --test backends --no-run --message-format=json |
+    grep -o '"executable":"[^"]*/backends-[^"]*"' | cut -d'"' -f4)
+cp target/release/kyklos "$folder/kyklos"
+cp "$suite" "$folder/backends"
+cp tests/gpu/round.sh tests/peers/torch_cuda.py "$folder/"
+du -sh "$folder"

@@ -1,0 +1,339 @@
+//! What becomes of bugs of the host, and of faults of the driver and the device.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use kyklos::backend::{Backend, Elements, Extent, Layout, StateMut, StateShape};
+use kyklos::{Dtype, Error, Result};
+use kyklos_cuda::{CudaBackend, CudaBuffer, CudaOptions, availability, devices};
+use kyklos_tests::inputs::cases;
+use pollster::block_on;
+
+use crate::common::Prepared;
+use crate::common::conformance::{dense_world, run_alone};
+use crate::scenario::{Ends, Scenario};
+
+pub fn scenarios() -> Vec<Scenario> {
+    let mut all = planted();
+    all.extend(endings());
+    all.extend(memory());
+    all.extend(refusals());
+    all.extend([
+        Scenario::new("a copy to the host does not wait for later kernels", "hang_at=2", overlap),
+        Scenario::new(
+            "code compiled at run time is kept, and compiled again when it is damaged",
+            "",
+            kept_code,
+        ),
+        Scenario::new("orders what overlaps", "delay_us=3000,seed=30", orders_what_overlaps),
+        Scenario::new("opens every device of a process", "devices=3,seed=31", || {
+            let all: Vec<_> = (0..3).map(|ordinal| CudaBackend::new(ordinal).unwrap()).collect();
+            all.iter().for_each(is_right);
+        }),
+        Scenario::new("two backends share a device", "seed=32", || {
+            let (one, other) = (CudaBackend::new(0).unwrap(), CudaBackend::new(0).unwrap());
+            is_right(&one);
+            drop(one);
+            is_right(&other);
+        }),
+    ]);
+    all
+}
+
+/// Bugs that must be found: by a check, or by the fake driver.
+fn planted() -> Vec<Scenario> {
+    // The stream of kernels, that of copies to the device, that of copies to the host.
+    let without_waits = |seed: u64, lane: u64| {
+        let mut scenario = Scenario::new(
+            &format!("waits for events that stream {lane} leaves out are missed, seed {seed}"),
+            &format!("ignore_waits={},delay_us=3000,seed={seed}", 1 << lane),
+            || {
+                is_right(&open());
+                orders_what_overlaps();
+            },
+        );
+        scenario.ends = Ends::Failing;
+        scenario
+    };
+    let seeds = 1..=3;
+    let mut all: Vec<_> = seeds.flat_map(|seed| (0..3).map(move |lane| without_waits(seed, lane))).collect();
+    let mut forgets = Scenario::new("what is left behind is found", "", || {
+        std::mem::forget(open().alloc("forgotten", 100).unwrap());
+    });
+    forgets.ends = Ends::LeavingSomething;
+    all.push(forgets);
+    all
+}
+
+/// A device that ends in the middle: every call says why, every future ends, and the other device goes on.
+fn endings() -> Vec<Scenario> {
+    let ends = [
+        (
+            "an illegal address",
+            "sticky_at=2,sticky=700",
+            "CUDA_ERROR_ILLEGAL_ADDRESS (700): an illegal memory access",
+        ),
+        ("a launch that fails on the device", "sticky_at=1,sticky=719", "CUDA_ERROR_LAUNCH_FAILED (719)"),
+        ("a broken memory cell", "sticky_at=3,sticky=214", "CUDA_ERROR_ECC_UNCORRECTABLE (214)"),
+        ("a lost device", "sticky_at=2,sticky=46", "CUDA_ERROR_DEVICE_UNAVAILABLE (46)"),
+        ("a kernel that hangs", "hang_at=2", "nothing was done for 0.5 s"),
+    ];
+    let scenario = |(name, fake, words): (&str, &str, &'static str)| {
+        Scenario::new(&format!("ends with {name}"), &format!("devices=2,seed=41,{fake}"), move || {
+            ends_with(words)
+        })
+    };
+    let mut all: Vec<_> = ends.into_iter().map(scenario).collect();
+    all.push(Scenario::new("goes on after a launch that is refused", "seed=42,refuse_at=1", || {
+        let backend = open();
+        let (mut a, mut ml) = state(&backend);
+        let refused = reset(&backend, &mut a, &mut ml).unwrap_err().to_string();
+        for word in
+            ["cuda:0", "launch reset_state", "cuLaunchKernel", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES (701)"]
+        {
+            assert!(refused.contains(word), "{refused}");
+        }
+        is_right(&backend);
+    }));
+    all
+}
+
+fn ends_with(words: &str) {
+    let other = CudaBackend::new(1).unwrap();
+    let options = CudaOptions { stuck_after: Duration::from_millis(500), ..CudaOptions::default() };
+    let backend = CudaBackend::with_options(0, &options).unwrap();
+    let (mut a, mut ml) = state(&backend);
+    for _ in 0..3 {
+        // Which call is the first to hear of it is up to the device.
+        let _ = reset(&backend, &mut a, &mut ml);
+    }
+    let download = backend.download(&mut a, 0..SHAPE.a_bytes());
+    let start = Instant::now();
+    let first = block_on(backend.wait()).unwrap_err();
+    assert!(first.to_string().contains(words), "{first}");
+    assert!(matches!(first, Error::Device { .. }), "{first:?}");
+    assert_eq!(block_on(download).unwrap_err(), first);
+    assert_eq!(backend.alloc("more", 64).unwrap_err(), first);
+    assert_eq!(backend.write(&mut a, 0, &[0; 4]).unwrap_err(), first);
+    assert_eq!(reset(&backend, &mut a, &mut ml).unwrap_err(), first);
+    assert_eq!(block_on(backend.download(&mut ml, 0..4)).unwrap_err(), first);
+    drop((a, ml, backend));
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    is_right(&other);
+}
+
+fn memory() -> Vec<Scenario> {
+    vec![
+        Scenario::new("counts its memory", "memory_mb=64", || {
+            let allowed = |result: Result<CudaBuffer>| match result {
+                Err(Error::OutOfMemory { what, asked_bytes, allowed_bytes, .. }) => {
+                    assert_eq!(what, "keys");
+                    (asked_bytes >> 20, allowed_bytes >> 20)
+                }
+                other => panic!("{other:?}"),
+            };
+            let backend = open();
+            let mib = |n: usize| backend.alloc("keys", n << 20);
+            assert_eq!(allowed(mib(65)), (65, 64));
+            let held = mib(40).unwrap();
+            assert_eq!(allowed(mib(32)), (32, 24));
+            drop(held);
+            // The memory of the first is given back for one of another size, though the device may be using it.
+            let mut some = mib(14).unwrap();
+            backend.write(&mut some, 0, &[7; 1 << 20]).unwrap();
+            drop(some);
+            drop(mib(64).unwrap());
+            let again = mib(8).unwrap();
+            assert_eq!(allowed(mib(60)), (60, 56));
+            drop(again);
+            let capped = CudaOptions { max_memory_bytes: Some(10 << 20), ..CudaOptions::default() };
+            let capped = CudaBackend::with_options(0, &capped).unwrap();
+            let _held = capped.alloc("keys", 8 << 20).unwrap();
+            assert_eq!(allowed(capped.alloc("keys", 4 << 20)), (4, 2));
+        }),
+        Scenario::new("refuses what the driver has not, and goes on", "oom_at=4", || {
+            let backend = open();
+            let held: Vec<_> = (0..3).map(|_| backend.alloc("held", 1000).unwrap()).collect();
+            let error = backend.alloc("one more", 1000).unwrap_err();
+            assert!(matches!(&error, Error::OutOfMemory { what, .. } if what == "one more"), "{error}");
+            drop(held);
+            assert!(backend.alloc("one more", 1000).is_ok(), "what was given back serves again");
+        }),
+        Scenario::new("refuses staging that the host has not, and goes on", "pinned_oom_at=1", || {
+            let backend = open();
+            let error = backend.upload("keys", Bytes::from_static(&[1; 64])).unwrap_err();
+            assert!(
+                matches!(&error, Error::OutOfMemory { device, .. } if device.contains("pinned")),
+                "{error}"
+            );
+            let (mut a, mut ml) = state(&backend);
+            reset(&backend, &mut a, &mut ml).unwrap();
+            block_on(backend.wait()).unwrap();
+        }),
+        Scenario::new("what was downloaded outlives its backend", "seed=51", || {
+            let backend = open();
+            let mut buffer = backend.upload("data", Bytes::from_static(b"sixteen bytes...")).unwrap();
+            let (kept, coming) = (backend.download(&mut buffer, 0..7), backend.download(&mut buffer, 8..13));
+            let kept = block_on(kept).unwrap();
+            drop((buffer, backend));
+            assert_eq!(&kept[..], b"sixteen");
+            assert_eq!(&block_on(coming).unwrap()[..], b"bytes");
+        }),
+    ]
+}
+
+fn refusals() -> Vec<Scenario> {
+    let unavailable = |name: &str, fake: &str, words: &'static [&'static str]| {
+        Scenario::new(&format!("says that it cannot run: {name}"), fake, move || {
+            let why = availability().unwrap_err().to_string();
+            let error = CudaBackend::new(0).unwrap_err();
+            assert!(words.iter().all(|word| why.contains(word)), "{why}");
+            assert_eq!((error.to_string(), error.exit_code()), (why, 2));
+        })
+    };
+    vec![
+        unavailable("no device", "devices=0", &["cuInit", "CUDA_ERROR_NO_DEVICE (100)"]),
+        unavailable("an old driver", "version=11080", &["11.8", "12.0", "525"]),
+        unavailable("an old device", "capability=75", &["Fake GPU 0", "7.5", "8.0", "wgpu"]),
+        Scenario::new("lists devices, and refuses a number too far", "devices=2", || {
+            let all = devices().unwrap();
+            assert_eq!(
+                all.iter().map(|device| device.info.name.as_str()).collect::<Vec<_>>(),
+                ["Fake GPU 0", "Fake GPU 1"]
+            );
+            assert!(all.iter().all(|device| device.refused.is_none() && device.capability == (9, 0)));
+            let error = CudaBackend::new(2).unwrap_err().to_string();
+            assert!(error.contains("cuda:2") && error.contains("has 2"), "{error}");
+        }),
+        Scenario::new("refuses what has no kernel, and what does not fit", "", || {
+            let backend = open();
+            let mut buffer = backend.upload("data", Bytes::from_static(&[0; 64])).unwrap();
+            let short = backend.alloc("short", 32).unwrap();
+            let request =
+                |result: Result<()>| assert!(matches!(result, Err(Error::Request { .. })), "{result:?}");
+            request(backend.convert(
+                Elements::Stored { buffer: &short, first: 0, dtype: Dtype::F16 },
+                Elements::Stored { buffer: &mut buffer, first: 0, dtype: Dtype::F32 },
+                [1, 2, 1, 8],
+            ));
+            request(backend.write(&mut buffer, 62, &[0; 4]));
+            request(block_on(backend.download(&mut buffer, 60..65)).map(|_| ()));
+            let odd = Layout { offset: 2, batch_stride: 0, row_stride: 0, head_stride: 0 };
+            let extent = Extent { batch: 1, rows: 1, heads: 1, row_bytes: 4 };
+            request(backend.repack((&short, odd), (&mut buffer, odd), extent));
+        }),
+    ]
+}
+
+/// The second launch never ends; a copy of what was written before comes to the host all the same.
+fn overlap() {
+    let options = CudaOptions { stuck_after: Duration::from_secs(3), ..CudaOptions::default() };
+    let backend = CudaBackend::with_options(0, &options).unwrap();
+    let (mut a, mut ml) = state(&backend);
+    let mut keys = backend.upload("keys", Bytes::from_static(&[9; 4096])).unwrap();
+    reset(&backend, &mut a, &mut ml).unwrap();
+    reset(&backend, &mut a, &mut ml).unwrap();
+    assert_eq!(block_on(backend.download(&mut keys, 0..4096)).unwrap(), &[9; 4096][..]);
+    // And keys come in meanwhile.
+    let mut more = backend.upload("keys", Bytes::from_static(&[5; 4096])).unwrap();
+    assert_eq!(block_on(backend.download(&mut more, 4000..4096)).unwrap(), &[5; 96][..]);
+    assert!(block_on(backend.wait()).unwrap_err().to_string().contains("hangs"));
+}
+
+/// Nobody waits between operations on the same buffers, on all three streams.
+fn orders_what_overlaps() {
+    let backend = open();
+    let bytes = 4096;
+    let data = |round: u8| Bytes::from(vec![round; bytes]);
+    let rows = Layout { offset: 0, batch_stride: 0, row_stride: 64, head_stride: 64 };
+    let extent = Extent { batch: 1, rows: bytes / 64, heads: 1, row_bytes: 64 };
+    let mut buffer = backend.upload("buffer", data(0)).unwrap();
+    let mut downloads = Vec::new();
+    for round in 0..20 {
+        // What was there is read by a kernel and by a copy, and then overwritten.
+        let mut copied = backend.alloc("copied", bytes).unwrap();
+        backend.repack((&buffer, rows), (&mut copied, rows), extent).unwrap();
+        downloads.push((round, backend.download(&mut buffer, 0..bytes)));
+        downloads.push((round, backend.download(&mut copied, 0..bytes)));
+        if round % 2 == 0 {
+            backend.write(&mut buffer, 0, &data(round + 1)).unwrap();
+        } else {
+            let next = backend.upload("next", data(round + 1)).unwrap();
+            backend.repack((&next, rows), (&mut buffer, rows), extent).unwrap();
+        }
+    }
+    for (round, download) in downloads {
+        let got = block_on(download).unwrap();
+        assert!(got == data(round), "round {round}: {:?}", &got[..4]);
+    }
+}
+
+/// Plays itself: the folder for compiled code is a process's own affair.
+fn kept_code() {
+    const FOLDER: &str = "KYKLOS_TEST_CODE";
+    let open = |folder: &str| {
+        let options = CudaOptions { cache: Some(folder.into()), ..CudaOptions::default() };
+        CudaBackend::with_options(0, &options).map(|backend| backend.info().kernel.clone())
+    };
+    if let Ok(folder) = std::env::var(FOLDER) {
+        match open(&folder) {
+            Ok(kernel) => println!("opened: {kernel}"),
+            Err(error) => println!("refused: {error}"),
+        }
+        return;
+    }
+    availability().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_str().unwrap();
+    let this =
+        Scenario::new("code compiled at run time is kept, and compiled again when it is damaged", "", || {});
+    let run = |fake: &str, also: &[(&str, &str)]| {
+        this.play(&[&[(FOLDER, path), ("KYKLOS_FAKE_CUDA", fake)], also].concat()).unwrap()
+    };
+    let fails = [("KYKLOS_FAKE_NVRTC_FAILS", "1")];
+    let first = run("report=1", &fails);
+    if first.contains("opened: mma.sync, sm_90a\n") {
+        return; // built with nvcc: nothing is compiled at run time
+    }
+    assert!(first.contains("refused: ") && first.contains("error: told to fail"), "{first}");
+    assert_eq!(fs::read_dir(path).unwrap().count(), 0, "what failed is not kept");
+    assert!(run("report=1", &[]).contains("sm_90a by NVRTC 13.0"));
+    // It would fail, were it asked.
+    assert!(run("report=1", &fails).contains("sm_90a from the cache"));
+    // Another architecture is another entry; one that NVRTC does not know gets PTX.
+    assert!(run("report=1,capability=86", &[]).contains("sm_86 by NVRTC"));
+    assert!(run("report=1,capability=103", &[]).contains("compute_100 by NVRTC"));
+    assert_eq!(fs::read_dir(path).unwrap().count(), 3);
+    for entry in fs::read_dir(path).unwrap() {
+        let entry = entry.unwrap().path();
+        let mut bytes = fs::read(&entry).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        fs::write(&entry, bytes).unwrap();
+    }
+    assert!(run("report=1", &[]).contains("sm_90a by NVRTC"), "damaged code is not used");
+    assert!(run("report=1", &fails).contains("sm_90a from the cache"), "and replaced");
+}
+
+fn open() -> CudaBackend {
+    CudaBackend::new(0).unwrap()
+}
+
+/// A few calls over all kinds of operations.
+fn is_right(backend: &CudaBackend) {
+    for (dtype, case) in [Dtype::Bf16, Dtype::F32].into_iter().zip(cases()) {
+        let prepared = Prepared::new(case, dtype);
+        let whole = block_on(run_alone(backend, &dense_world(&prepared.problem), &prepared));
+        prepared.judge(&whole, "fake cuda").assert_within(&prepared.dense_limit());
+    }
+}
+
+const SHAPE: StateShape = StateShape { batch: 1, rows: 20, heads: 2, dim: 64 };
+
+fn state(backend: &CudaBackend) -> (CudaBuffer, CudaBuffer) {
+    (backend.alloc("a", SHAPE.a_bytes()).unwrap(), backend.alloc("ml", SHAPE.ml_bytes()).unwrap())
+}
+
+fn reset(backend: &CudaBackend, a: &mut CudaBuffer, ml: &mut CudaBuffer) -> Result<()> {
+    backend.reset_state(&mut StateMut { a, ml, shape: SHAPE })
+}

@@ -1,0 +1,90 @@
+//! A scenario: how the fake driver is set up, what runs on it, and how that must end.
+
+use std::process::{Command, Output};
+use std::sync::Arc;
+
+use kyklos::Dtype;
+use kyklos_cuda::CudaBackend;
+use kyklos_tests::oracle::{OracleMask, OracleTerm};
+use libtest_mimic::{Failed, Trial};
+
+use crate::common::Prepared;
+use crate::common::conformance::checks;
+use crate::common::fixed_order::{UNEVEN, case, fixed};
+
+/// The variable that names the scenario which a process plays.
+pub const CHOSEN: &str = "KYKLOS_CUDA_SCENARIO";
+
+/// Exit code of a process that a check has failed in.
+const FAILED_CHECK: i32 = 101;
+
+#[derive(Clone)]
+pub struct Scenario {
+    pub name: String,
+    /// `KYKLOS_FAKE_CUDA`.
+    pub fake: String,
+    pub run: Arc<dyn Fn() + Send + Sync>,
+    pub ends: Ends,
+}
+
+/// How its process must end.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Ends {
+    /// Every check holds, nothing is left behind, nothing that was freed is used, no copy is from or to pageable memory.
+    Well,
+    /// A check fails: a bug was planted.
+    Failing,
+    /// The fake driver finds that something was left behind.
+    LeavingSomething,
+}
+
+impl Scenario {
+    pub fn new(name: &str, fake: &str, run: impl Fn() + Send + Sync + 'static) -> Self {
+        Self { name: name.to_owned(), fake: fake.to_owned(), run: Arc::new(run), ends: Ends::Well }
+    }
+
+    pub fn trial(self) -> Trial {
+        Trial::test(self.name.clone(), move || self.play(&[]).map(|_| ()).map_err(Failed::from))
+    }
+
+    /// Plays it in a process of its own, and says what that wrote.
+    pub fn play(&self, environment: &[(&str, &str)]) -> Result<String, String> {
+        let output = Command::new(std::env::current_exe().unwrap())
+            .env(CHOSEN, &self.name)
+            .env("KYKLOS_FAKE_CUDA", format!("report=1,{}", self.fake))
+            .env("LD_LIBRARY_PATH", kyklos_fake_cuda::library_path())
+            .envs(environment.iter().copied())
+            .output()
+            .unwrap();
+        let said = words(&output);
+        let right = match self.ends {
+            Ends::Well => output.status.success() && said.contains(" 0 pageable copies"),
+            Ends::Failing => output.status.code() == Some(FAILED_CHECK),
+            Ends::LeavingSomething => output.status.code() == Some(87),
+        };
+        if right { Ok(said) } else { Err(format!("{:?}, {}: {said}", self.ends, output.status)) }
+    }
+}
+
+fn words(output: &Output) -> String {
+    [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()).concat()
+}
+
+/// What every backend must do, on streams that dawdle by different seeds. No kernel converts yet; `faults` holds the
+/// backend to saying so. The fixed order is tried in bf16: in f32, whose kernel has most to do, it takes two minutes.
+pub fn suite() -> Vec<Scenario> {
+    let claims = checks::<CudaBackend>().into_iter().enumerate();
+    let left_out = ["converts to", "codes what", "in a fixed order"];
+    let can = |claim: &str| !left_out.iter().any(|claim_left_out| claim.contains(claim_left_out));
+    let mut all = Vec::new();
+    for (index, (claim, check)) in claims.filter(|(_, (claim, _))| can(claim)) {
+        let run = move || pollster::block_on(check(&CudaBackend::new(0).unwrap(), "fake cuda"));
+        all.push(Scenario::new(claim, &format!("seed={}", index + 1), run));
+    }
+    all.push(Scenario::new("sums bf16 in a fixed order to the same bytes on any mesh", "seed=20", || {
+        let mask = OracleMask::causal().and(OracleTerm::Window { left: 600, right: 0 });
+        let prepared = Prepared::new(case("1088 tokens in a window", 1088, mask, |_| {}), Dtype::Bf16);
+        pollster::block_on(fixed(&CudaBackend::new(0).unwrap(), &prepared, &UNEVEN, "fake cuda"));
+    }));
+    all
+}
