@@ -42,7 +42,7 @@ const CRATES: [(&str, &[&str]); 6] = [
 /// from the bottom to the top; whoever is missing may be used by nobody below.
 const MODULES: [(&str, &[&str]); 22] = [
     ("dtype", &["error"]),
-    ("error", &[]),
+    ("error", &["tokens"]),
     ("tokens", &[]),
     ("mask", &["error", "lower"]),
     ("pairs", &["dtype", "error"]),
