@@ -101,7 +101,7 @@ fn obey(folder: &Path, backend: &CpuBackend, order: &Order) {
     let config = QuicConfig {
         epoch: order.epoch,
         bind: order.bind,
-        connect_deadline: Duration::from_secs(8),
+        connect_deadline: Duration::from_secs(20),
         ..QuicConfig::new(rank, ranks, job, order.coordinator, identity)
     };
     let transport = match QuicTransport::connect(config) {
