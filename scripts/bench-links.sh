@@ -53,7 +53,7 @@ if part loopback; then
     peer=()
     [ -n "${PEER_PYTHON:-}" ] && peer=(--peer "$PEER_PYTHON tests/peers/gloo.py 2>/dev/null")
     run "loopback" "$bench" --rounds "$rounds" --mib "$mib" \
-        --modes tcp,tls,quic:1500,quic:9000,quic,quic-hop,quic:tcp "${peer[@]}"
+        --modes tcp,tls,quic:1500,quic:1500x2,quic:9000,quic,quic-hop,quic:tcp "${peer[@]}"
 fi
 if part ping; then
     run "agreements beside bulk, loopback" "$bench" --rounds "$rounds" --mib "$mib" --modes quic:1500-ping,quic:9000-ping,quic-ping

@@ -15,7 +15,7 @@ use kyklos::plan::{Step, World, check};
 use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
 use kyklos_tests::inputs::{Case, cases};
 use kyklos_tests::tolerance::{Comparison, discriminates};
-use kyklos_transport::{Transport, in_process_group};
+use kyklos_transport::{Rank, Transport, in_process_group};
 
 /// Unified, and the strategies that differ from it in their round over the shards.
 const ROUNDS: [Strategy; 7] = [
@@ -116,6 +116,27 @@ fn ranks_send_exactly_what_their_plans_say() {
             assert_eq!(output.report.bytes_sent, planned.bytes_sent, "{mesh}");
             assert_eq!(output.report.messages_sent, planned.messages_sent, "{mesh}");
         }
+    }
+}
+
+/// What tells a rank that computes for long from one that is stuck: a beat for every piece of attention, and work that is
+/// under way in every step but a wait.
+#[test]
+fn a_rank_beats_at_every_piece_and_its_work_ends_with_it() {
+    let prepared = case("six query heads in groups of two");
+    let mesh = Mesh::new(1, 3).unwrap();
+    let kind = PlacementKind::Contiguous;
+    let world = plan_world(&prepared.problem, mesh, kind, &Split::Even, Strategy::Unified).unwrap();
+    let group = in_process_group(3);
+    let pulses: Vec<_> = group.iter().map(|rank| rank.pulse()).collect();
+    let (_, outputs) = run_world(&world, group, &prepared.tensors, CpuBackend::new);
+    for (rank, (pulse, output)) in pulses.iter().zip(&outputs).enumerate() {
+        let report = &output.report;
+        let steps = &world.plan(Rank(rank as u32)).steps;
+        let own = steps.iter().filter(|step| !matches!(step, Step::Wait { .. })).count() as u64;
+        assert!(report.pieces > 0, "rank {rank}");
+        assert!(pulse.beats() >= 2 * own + report.pieces, "{} of {own} steps: {report:?}", pulse.beats());
+        assert!(!pulse.works(), "rank {rank} still works");
     }
 }
 

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use bytes::Bytes;
-use kyklos_transport::{Progress, Rank, Tag, TransportError, Vote};
+use kyklos_transport::{Progress, Rank, Tag, TransportError, Vote, Work};
+use tracing::Instrument;
 
 use super::{Executor, state_mut, state_ref, state_shape};
 use crate::backend::{
@@ -40,7 +41,9 @@ pub(super) struct InFlight<'r, Buffer> {
 impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
     pub(super) async fn execute(&mut self) -> Result<(Bytes, Bytes, u64)> {
         let mut in_flight = Vec::new();
-        let result = self.steps(&mut in_flight).await;
+        let plan = self.executor.plan;
+        let span = tracing::info_span!("operation", rank = plan.rank, op = self.op, steps = plan.steps.len());
+        let result = self.steps(&mut in_flight).instrument(span).await;
         if result.is_err() && self.executor.keeps {
             in_flight.into_iter().for_each(|exchange| self.take_in(exchange));
             self.arrived.sort_unstable();
@@ -49,7 +52,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
     }
 
     async fn steps(&mut self, in_flight: &mut Vec<InFlight<'r, B::Buffer>>) -> Result<(Bytes, Bytes, u64)> {
-        let Executor { backend, collective, plan, works, options, .. } = self.executor;
+        let Executor { backend, collective, plan, options, .. } = self.executor;
         let pulse = collective.pulse();
         let control = Control::new(collective.stop_flag()).beating(Arc::clone(&pulse));
         for (index, step) in plan.steps.iter().enumerate() {
@@ -60,100 +63,11 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 .report_progress(Progress { op: self.op, step: u32::try_from(index).unwrap_or(u32::MAX) });
             // Whoever waits depends on others; all else is this rank's own.
             let work = (!matches!(step, Step::Wait { .. })).then(|| pulse.work());
-            let started = self.meter.start();
-            match step {
-                Step::Repack { from, into } => {
-                    self.repack(from, into)?;
-                    self.meter.end(started, Lane::Copy, words);
-                }
-                Step::Exchange { id, sends, recvs } => {
-                    let sends: Vec<Outgoing> = sends
-                        .iter()
-                        .map(|send| Outgoing {
-                            to: Rank(send.to),
-                            pieces: send.parts.iter().flat_map(|part| self.pieces(part)).collect(),
-                        })
-                        .collect();
-                    let expects: Vec<Incoming> = recvs
-                        .iter()
-                        .map(|recv| Incoming {
-                            from: Rank(recv.from),
-                            piece_bytes: recv
-                                .parts
-                                .iter()
-                                .flat_map(|part| self.tensor_bytes(*part))
-                                .collect(),
-                        })
-                        .collect();
-                    let tag = Tag { op: self.op, message: *id };
-                    let arrivals = collective.post_exchange(
-                        backend,
-                        self.meter,
-                        tag,
-                        &mut self.memory,
-                        &sends,
-                        &expects,
-                    );
-                    in_flight.push(InFlight { id: *id, recvs, arrivals, ended: None });
-                }
-                Step::Wait { id } => {
-                    self.wait_for(*id, in_flight).await?;
-                    self.meter.end_wait(started, *id, words);
-                }
-                Step::Attend { q, kv, state, pairs } => {
-                    let before = self.copy_of_state(*state)?;
-                    let mut tensors = self.state(*state)?;
-                    let mut attended = Ok(());
-                    for work in &works[index] {
-                        let attend =
-                            self.attend([q, kv], pairs.as_ref(), work, *state, &mut tensors, &control);
-                        attended = drive(in_flight, attend).await;
-                        if attended.is_err() {
-                            break;
-                        }
-                    }
-                    self.memory.put(*state, tensors);
-                    if let Err(Error::Cancelled) = attended {
-                        // Some rows have met the block, and others not: none has.
-                        self.memory.take(*state);
-                        before.into_iter().for_each(|tensors| self.memory.put(*state, tensors));
-                        drop(work);
-                        return Err(self.why_stopped(in_flight).await);
-                    }
-                    attended?;
-                    drive(in_flight, backend.wait()).await?;
-                    self.meter.end(started, Lane::Compute, words);
-                }
-                Step::Convert { from, into } => {
-                    self.convert(from, *into)?;
-                    self.meter.end(started, Lane::Copy, words);
-                }
-                Step::Merge { from, into } => {
-                    let (from_tensors, mut into_tensors) = (self.state(*from)?, self.state(*into)?);
-                    let shape = self.shape(*into);
-                    let merged = backend
-                        .merge(&mut state_mut(&mut into_tensors, shape), &state_ref(&from_tensors, shape));
-                    self.memory.put(*from, from_tensors);
-                    self.memory.put(*into, into_tensors);
-                    merged?;
-                    self.meter.end(started, Lane::Compute, words);
-                }
-                Step::Finalize { state, into } => {
-                    let tensors = self.state(*state)?;
-                    let mut output = self.allocate(*into)?;
-                    let (o, lse) = output.split_at_mut(1);
-                    let shape = self.shape(*state);
-                    let dtype = self.executor.world.problem.dtype;
-                    let sinks = self.sinks(*state);
-                    backend.finalize(&state_ref(&tensors, shape), sinks, dtype, &mut o[0], &mut lse[0])?;
-                    self.memory.put(*state, tensors);
-                    self.memory.put(*into, output);
-                    drive(in_flight, backend.wait()).await?;
-                    self.meter.end(started, Lane::Compute, words);
-                }
-                Step::Free { buffer } => drop(self.memory.take(*buffer)),
+            let span = tracing::debug_span!("step", index, doing = tracing::field::Empty);
+            if !span.is_disabled() {
+                span.record("doing", words());
             }
-            drop(work);
+            self.step(step, work, &control, in_flight).instrument(span).await?;
             options.observer.counted(Rank(plan.rank), self.op, &self.meter.report());
         }
         self.step = plan.steps.len();
@@ -172,6 +86,102 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         }
         self.meter.end(started, Lane::Copy, || "download the output".to_owned());
         Ok((o, lse, control.pieces_done()))
+    }
+
+    /// Runs the step that the rank has come to; `work` ends with it.
+    async fn step(
+        &mut self,
+        step: &'r Step,
+        work: Option<Work>,
+        control: &Control,
+        in_flight: &mut Vec<InFlight<'r, B::Buffer>>,
+    ) -> Result<()> {
+        let Executor { backend, collective, plan, works, .. } = self.executor;
+        let words = || describe(self.executor.world, plan, step);
+        let started = self.meter.start();
+        match step {
+            Step::Repack { from, into } => {
+                self.repack(from, into)?;
+                self.meter.end(started, Lane::Copy, words);
+            }
+            Step::Exchange { id, sends, recvs } => {
+                let sends: Vec<Outgoing> = sends
+                    .iter()
+                    .map(|send| Outgoing {
+                        to: Rank(send.to),
+                        pieces: send.parts.iter().flat_map(|part| self.pieces(part)).collect(),
+                    })
+                    .collect();
+                let expects: Vec<Incoming> = recvs
+                    .iter()
+                    .map(|recv| Incoming {
+                        from: Rank(recv.from),
+                        piece_bytes: recv.parts.iter().flat_map(|part| self.tensor_bytes(*part)).collect(),
+                    })
+                    .collect();
+                let tag = Tag { op: self.op, message: *id };
+                let arrivals =
+                    collective.post_exchange(backend, self.meter, tag, &mut self.memory, &sends, &expects);
+                in_flight.push(InFlight { id: *id, recvs, arrivals, ended: None });
+            }
+            Step::Wait { id } => {
+                self.wait_for(*id, in_flight).await?;
+                self.meter.end_wait(started, *id, words);
+            }
+            Step::Attend { q, kv, state, pairs } => {
+                let before = self.copy_of_state(*state)?;
+                let mut tensors = self.state(*state)?;
+                let mut attended = Ok(());
+                for work in &works[self.step] {
+                    let attend = self.attend([q, kv], pairs.as_ref(), work, *state, &mut tensors, control);
+                    attended = drive(in_flight, attend).await;
+                    if attended.is_err() {
+                        break;
+                    }
+                }
+                self.memory.put(*state, tensors);
+                if let Err(Error::Cancelled) = attended {
+                    // Some rows have met the block, and others not: none has.
+                    self.memory.take(*state);
+                    before.into_iter().for_each(|tensors| self.memory.put(*state, tensors));
+                    drop(work);
+                    return Err(self.why_stopped(in_flight).await);
+                }
+                attended?;
+                drive(in_flight, backend.wait()).await?;
+                self.meter.end(started, Lane::Compute, words);
+            }
+            Step::Convert { from, into } => {
+                self.convert(from, *into)?;
+                self.meter.end(started, Lane::Copy, words);
+            }
+            Step::Merge { from, into } => {
+                let (from_tensors, mut into_tensors) = (self.state(*from)?, self.state(*into)?);
+                let shape = self.shape(*into);
+                let merged =
+                    backend.merge(&mut state_mut(&mut into_tensors, shape), &state_ref(&from_tensors, shape));
+                self.memory.put(*from, from_tensors);
+                self.memory.put(*into, into_tensors);
+                merged?;
+                self.meter.end(started, Lane::Compute, words);
+            }
+            Step::Finalize { state, into } => {
+                let tensors = self.state(*state)?;
+                let mut output = self.allocate(*into)?;
+                let (o, lse) = output.split_at_mut(1);
+                let shape = self.shape(*state);
+                let dtype = self.executor.world.problem.dtype;
+                let sinks = self.sinks(*state);
+                backend.finalize(&state_ref(&tensors, shape), sinks, dtype, &mut o[0], &mut lse[0])?;
+                self.memory.put(*state, tensors);
+                self.memory.put(*into, output);
+                drive(in_flight, backend.wait()).await?;
+                self.meter.end(started, Lane::Compute, words);
+            }
+            Step::Free { buffer } => drop(self.memory.take(*buffer)),
+        }
+        drop(work);
+        Ok(())
     }
 
     /// The sinks of a state's heads; none where the problem has none.

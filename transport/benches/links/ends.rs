@@ -8,9 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kyklos_transport::quic::{
-    ClusterAuthority, Congestion, Identity, JobId, LinkSettings, QuicConfig, QuicTransport,
-};
+use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport};
 use kyklos_transport::{Posted, Rank, Tag, Transport, Vote};
 use pollster::block_on;
 
@@ -75,7 +73,7 @@ pub(crate) fn serve(arguments: &[String]) {
     let cpu_s = match mode.kind {
         Kind::Tcp => streams::receive(address, mib, None),
         Kind::Tls => streams::receive(address, mib, Some(streams::Server::new())),
-        Kind::Quic { .. } => {
+        Kind::Quic(_) => {
             say("");
             let identity = Identity::read_file(Path::new(identity)).expect("an identity");
             let me = connect(&mode, Rank(0), address, address.ip(), identity);
@@ -103,7 +101,7 @@ pub(crate) fn dial(
     match mode.kind {
         Kind::Tcp => streams::send(address, mib, None),
         Kind::Tls => streams::send(address, mib, Some(certificate)),
-        Kind::Quic { .. } => {
+        Kind::Quic(_) => {
             let me = connect(mode, Rank(1), address, here, identity.clone());
             let (mut ended, lost) = transfer(&*me, mode, mib);
             ended.packets_lost = Some(lost);
@@ -122,10 +120,8 @@ fn connect(
     let job = identity.claims().expect("claims").job;
     let mut config = QuicConfig::new(rank, 2, job, coordinator, identity);
     config.bind = bind;
-    if let Kind::Quic { mtu, window_bytes, carrier } = mode.kind {
-        let congestion =
-            window_bytes.map_or(Congestion::Cubic, |window_bytes| Congestion::Fixed { window_bytes });
-        config.link = LinkSettings { mtu, congestion, carrier, ..LinkSettings::default() };
+    if let Kind::Quic(link) = mode.kind {
+        config.link = link;
     }
     QuicTransport::connect(config).expect("a group of two")
 }

@@ -4,8 +4,8 @@
 //! `  [--here ADDRESS --there ADDRESS --there-by COMMAND] [--peer COMMAND]`
 //!
 //! A mode is `tcp`, `tls`, or `quic` with what is said of the link: `quic` (nothing), `quic:1500`, `quic:9000`,
-//! `quic:1500:3000000` (a fixed window), `quic:tcp` (the same packets in TCP). `-hop` after it sends as much the other way at the same time, as two neighbours
-//! of a ring do; `-ping` runs agreements beside it and times them. The receiving end is a process of its own, started by
+//! `quic:1500:3000000` (a fixed window), `quic:tcp` (the same packets in TCP). `x4` after it has four lanes. `-hop` after that
+//! sends as much the other way at the same time, as two neighbours of a ring do; `-ping` runs agreements beside it and times them. The receiving end is a process of its own, started by
 //! `COMMAND`, such as `ip netns exec b`; `--peer` is a program that prints rows of the same kind for itself.
 //! CPU seconds are user and system time of both processes while the bytes move, in ticks of 10 ms.
 
@@ -18,7 +18,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use ends::Ended;
-use kyklos_transport::quic::Carrier;
+use kyklos_transport::quic::{Carrier, Congestion, LinkSettings};
 
 /// What is asked for on the command line.
 #[derive(Clone, Debug)]
@@ -47,27 +47,33 @@ pub(crate) struct Mode {
 pub(crate) enum Kind {
     Tcp,
     Tls,
-    Quic { mtu: Option<u16>, window_bytes: Option<u64>, carrier: Carrier },
+    Quic(LinkSettings),
 }
 
 impl Mode {
     fn parse(name: &str) -> Self {
         let (plain, ping) = name.strip_suffix("-ping").map_or((name, false), |plain| (plain, true));
         let (plain, hop) = plain.strip_suffix("-hop").map_or((plain, false), |plain| (plain, true));
+        let (plain, lanes) = match plain.rsplit_once('x') {
+            Some((plain, lanes)) => (plain, lanes.parse().expect("a number of lanes")),
+            None => (plain, 1),
+        };
         let words: Vec<&str> = plain.split(':').collect();
+        let link = LinkSettings { lanes, ..LinkSettings::default() };
         let kind = match words[..] {
             ["tcp"] => Kind::Tcp,
             ["tls"] => Kind::Tls,
-            ["quic"] => Kind::Quic { mtu: None, window_bytes: None, carrier: Carrier::Udp },
-            ["quic", "tcp"] => Kind::Quic { mtu: None, window_bytes: None, carrier: Carrier::Tcp },
-            ["quic", mtu] => Kind::Quic { mtu: mtu.parse().ok(), window_bytes: None, carrier: Carrier::Udp },
+            ["quic"] => Kind::Quic(link),
+            ["quic", "tcp"] => Kind::Quic(LinkSettings { carrier: Carrier::Tcp, ..link }),
+            ["quic", mtu] => Kind::Quic(LinkSettings { mtu: mtu.parse().ok(), ..link }),
             ["quic", mtu, window] => {
-                let (mtu, window_bytes) = (mtu.parse().ok(), window.parse().ok());
-                Kind::Quic { mtu, window_bytes, carrier: Carrier::Udp }
+                let window_bytes = window.parse().expect("a number of bytes");
+                let congestion = Congestion::Fixed { window_bytes };
+                Kind::Quic(LinkSettings { mtu: mtu.parse().ok(), congestion, ..link })
             }
             _ => panic!("there is no mode {name}"),
         };
-        assert!(matches!(kind, Kind::Quic { .. }) || !(hop || ping), "{name}: streams of TCP go one way");
+        assert!(matches!(kind, Kind::Quic(_)) || !(hop || ping), "{name}: streams of TCP go one way");
         Self { name: name.to_owned(), kind, hop, ping }
     }
 }

@@ -1,9 +1,11 @@
 //! Several connections between two ranks: all carry, none holds up the others, and both sides have as many.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use tracing::Instrument;
 
 use super::core::Link;
 use super::*;
@@ -90,6 +92,89 @@ fn a_lane_that_is_slow_leaves_the_chunks_to_the_others() {
         assert!(sent[0] > 4 * sent[1], "{sent:?}");
         close(zero, one).await;
     });
+}
+
+/// Messages that nobody has asked for fill windows only as far as they reach: a connection that carries messages has
+/// more than one that waits at the door.
+#[test]
+fn a_lane_that_carries_messages_has_the_windows_for_it() {
+    runtime().block_on(async {
+        let [zero, one] = pair([1, 1]).await.map(Result::unwrap);
+        let bytes = 60_000;
+        let posted: Vec<_> = (0..40)
+            .map(|message| {
+                let parts = vec![Bytes::from(vec![1; bytes])];
+                zero.post_send(Rank(1), Tag { op: 0, message }, parts, LONG)
+            })
+            .collect();
+        let handed_over = || zero.outstanding().iter().map(|call| call.pending.bytes_done).sum::<u64>();
+        let until = Instant::now() + Duration::from_secs(10);
+        while handed_over() < 40 * bytes as u64 && Instant::now() < until {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        // All of it is on its way or there, and no receive has been posted.
+        assert_eq!(handed_over(), 40 * bytes as u64);
+        for (message, sent) in (0..).zip(posted) {
+            one.post_recv(Rank(0), Tag { op: 0, message }, &[bytes], LONG).await.unwrap();
+            sent.await.unwrap();
+        }
+        close(zero, one).await;
+    });
+}
+
+/// Names of spans, each with that of its parent.
+#[derive(Clone, Default)]
+struct Spans(Arc<Mutex<Seen>>);
+
+#[derive(Default)]
+struct Seen {
+    all: Vec<(&'static str, Option<&'static str>)>,
+    entered: Vec<usize>,
+}
+
+impl tracing::Subscriber for Spans {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, span: &tracing::span::Attributes<'_>) -> tracing::Id {
+        let mut seen = self.0.lock().unwrap();
+        let number = |id: &tracing::Id| id.into_u64() as usize - 1;
+        let parent = span
+            .parent()
+            .map(number)
+            .or_else(|| seen.entered.last().copied().filter(|_| span.is_contextual()));
+        let parent = parent.map(|parent| seen.all[parent].0);
+        seen.all.push((span.metadata().name(), parent));
+        tracing::Id::from_u64(seen.all.len() as u64)
+    }
+
+    fn enter(&self, id: &tracing::Id) {
+        self.0.lock().unwrap().entered.push(id.into_u64() as usize - 1);
+    }
+
+    fn exit(&self, _: &tracing::Id) {
+        self.0.lock().unwrap().entered.pop();
+    }
+
+    fn record(&self, _: &tracing::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::Id, _: &tracing::Id) {}
+    fn event(&self, _: &tracing::Event<'_>) {}
+}
+
+#[test]
+fn spans_lead_from_a_step_to_its_chunks() {
+    let spans = Spans::default();
+    let _seen = tracing::subscriber::set_default(spans.clone());
+    runtime().block_on(async {
+        let [zero, one] = pair([2, 2]).await.map(Result::unwrap);
+        send(&zero, &one, 1 << 20).instrument(tracing::info_span!("step")).await;
+        close(zero, one).await;
+    });
+    let seen = spans.0.lock().unwrap();
+    let count = |name, parent| seen.all.iter().filter(|span| **span == (name, Some(parent))).count();
+    assert_eq!((count("send", "step"), count("receive", "step")), (1, 1));
+    assert_eq!((count("chunk", "send"), count("chunk", "receive")), (4, 4));
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use quinn::{Connection, RecvStream, VarInt};
 use tokio::sync::{oneshot, watch};
+use tracing::Instrument;
 
 use super::assembly::{Assembly, Filled};
 use super::control::is_leave;
@@ -57,6 +58,14 @@ impl Core {
             moved: Arc::new(AtomicU64::new(0)),
             patience: Patience::of(patience),
             reading: None,
+            span: tracing::debug_span!(
+                "receive",
+                rank = self.me.0,
+                peer = from.0,
+                op = tag.op,
+                message = tag.message,
+                bytes = total
+            ),
         };
         state.recvs.insert((from, tag), call);
         drop(state);
@@ -76,7 +85,7 @@ impl Core {
     pub(crate) async fn accept_chunks(self: Arc<Self>, peer: Rank, lane: usize, connection: Connection) {
         // At most as many at once as the peer may have streams open.
         while let Ok(stream) = connection.accept_uni().await {
-            tokio::spawn(Arc::clone(&self).receive_chunk(peer, stream));
+            tokio::spawn(Arc::clone(&self).receive_chunk(peer, lane, stream));
         }
         let reason = connection.closed().await;
         // Who leaves in order says so on the first lane, after all else that it has to say there.
@@ -85,7 +94,7 @@ impl Core {
         }
     }
 
-    async fn receive_chunk(self: Arc<Self>, from: Rank, mut stream: RecvStream) {
+    async fn receive_chunk(self: Arc<Self>, from: Rank, lane: usize, mut stream: RecvStream) {
         let mut header = [0; HEADER_BYTES];
         match stream.read_exact(&mut header).await {
             Ok(()) => {}
@@ -103,9 +112,14 @@ impl Core {
             return self.misbehaved(from, None, text);
         }
         let tag = header.tag;
-        let claim = loop {
+        let (claim, span) = loop {
             match self.claim(from, &header) {
-                Claim::Granted(claim) => break claim,
+                Claim::Granted(claim, message) => {
+                    break (
+                        claim,
+                        tracing::trace_span!(parent: message, "chunk", lane, chunk = header.chunk),
+                    );
+                }
                 Claim::Early(posted) => {
                     if posted.await.is_err() {
                         return;
@@ -122,7 +136,7 @@ impl Core {
             }
         };
         self.recorder.heard(from, None);
-        match read_chunk(&mut stream, claim).await {
+        match read_chunk(&mut stream, claim).instrument(span).await {
             Ok(filled) => self.received(from, tag, header.chunk, filled),
             Err(ReadEnd::Cancelled) => {
                 let _ = stream.stop(TURNED_AWAY);
@@ -197,11 +211,10 @@ impl Core {
                 Reading { assembly: Assembly::new(&call.part_bytes, chunk_bytes), going_on }
             });
             return match reading.assembly.take(header.chunk as usize) {
-                Ok(chunk) => Claim::Granted(Granted {
-                    chunk,
-                    moved: Arc::clone(&call.moved),
-                    cancelled: reading.going_on.subscribe(),
-                }),
+                Ok(chunk) => {
+                    let (moved, cancelled) = (Arc::clone(&call.moved), reading.going_on.subscribe());
+                    Claim::Granted(Granted { chunk, moved, cancelled }, call.span.id())
+                }
                 Err(text) => Claim::Wrong(format!("{tag} has {text}")),
             };
         }
@@ -233,7 +246,8 @@ impl Core {
 
 /// What a header is entitled to.
 enum Claim {
-    Granted(Granted),
+    /// With the span of its message.
+    Granted(Granted, Option<tracing::Id>),
     /// Nothing yet: wait until the receive is posted, and look again.
     Early(oneshot::Receiver<()>),
     /// Its receiver or its sender has given it up.

@@ -7,6 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
+use tracing::Instrument;
 
 use super::core::{Core, Lane};
 use super::payload::{Outgoing, chunk_bytes, chunk_count, write_chunk};
@@ -61,7 +62,10 @@ impl Core {
             (Some(sender), Some(receiver))
         };
         let moved = Arc::new(AtomicU64::new(0));
-        let task = Arc::clone(self).send_message(to, tag, parts, total, Arc::clone(&moved), wish);
+        let Tag { op, message } = tag;
+        let span = tracing::debug_span!("send", rank = self.me.0, peer = to.0, op, message, bytes = total);
+        let told = (Arc::clone(&moved), span);
+        let task = Arc::clone(self).send_message(to, tag, parts, total, told, wish);
         let task = self.runtime.spawn(task).abort_handle();
         let patience = Patience::of(patience);
         state.sends.insert((to, tag), SendCall { completer, total, moved, patience, wanted, unwanted, task });
@@ -80,7 +84,7 @@ impl Core {
         tag: Tag,
         parts: Vec<Bytes>,
         total: u64,
-        moved: Arc<AtomicU64>,
+        (moved, span): (Arc<AtomicU64>, tracing::Span),
         wish: Option<oneshot::Receiver<()>>,
     ) {
         if let Some(wish) = wish
@@ -108,16 +112,18 @@ impl Core {
             next: AtomicU32::new(0),
             parts,
             moved,
+            span,
         };
         if sending.chunks == 1 {
-            return sending.run(&link.lanes[0]).await;
+            return sending.run(0, &link.lanes[0]).await;
         }
         let sending = Arc::new(sending);
         // They end with this task if it is given up.
         let mut lanes = JoinSet::new();
-        for lane in link.lanes.clone() {
+        for (index, lane) in link.lanes.clone().into_iter().enumerate() {
             let (sending, runtime) = (Arc::clone(&sending), lane.runtime.clone());
-            lanes.spawn_on(async move { sending.run(&lane).await }, &runtime);
+            let run = async move { sending.run(index, &lane).await };
+            lanes.spawn_on(run, &runtime);
         }
         lanes.join_all().await;
     }
@@ -133,11 +139,12 @@ struct Sending {
     next: AtomicU32,
     parts: Vec<Bytes>,
     moved: Arc<AtomicU64>,
+    span: tracing::Span,
 }
 
 impl Sending {
     /// Sends chunks on one lane while there are any. Ends early if the connection does.
-    async fn run(&self, lane: &Lane) {
+    async fn run(&self, index: usize, lane: &Lane) {
         loop {
             let chunk = self.next.fetch_add(1, Ordering::Relaxed);
             if chunk >= self.chunks {
@@ -146,7 +153,9 @@ impl Sending {
             let Ok(stream) = lane.connection.open_uni().await else { return };
             let header = MessageHeader { chunk, ..self.header };
             let mut out = Outgoing::new(stream);
-            if write_chunk(&mut out, &header, self.chunk_bytes, &self.parts, &self.moved).await.is_err() {
+            let span = tracing::trace_span!(parent: &self.span, "chunk", lane = index, chunk);
+            let written = write_chunk(&mut out, &header, self.chunk_bytes, &self.parts, &self.moved);
+            if written.instrument(span).await.is_err() {
                 return;
             }
         }

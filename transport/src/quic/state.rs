@@ -64,6 +64,8 @@ pub(crate) struct RecvCall {
     pub(crate) patience: Patience,
     /// From its first stream on.
     pub(crate) reading: Option<Reading>,
+    /// From its post to its end.
+    pub(crate) span: tracing::Span,
 }
 
 /// A message of which something has come.
