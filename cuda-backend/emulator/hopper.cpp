@@ -38,14 +38,6 @@ void phase_wait(u32 barrier, u32 parity) {
     while (phase.parity == parity) block->wait(phase.parity, parity, "a phase of an mbarrier");
 }
 
-// What `src/hopper.rs` calls TensorMap: the arguments of cuTensorMapEncodeTiled.
-struct TiledTensor {
-    u64 data, extent[5], stride[4];  // strides in bytes, from the second dimension on
-    u32 box[5], rank, type, swizzle;
-    u64 reserved[2];
-};
-static_assert(sizeof(TiledTensor) == sizeof(TensorMap), "as the driver's");
-
 static constexpr u32 ELEMENT_BYTES = 2, SWIZZLE_128B = 3;
 
 static const TiledTensor &tensor_of(const TensorMap *map) { return *reinterpret_cast<const TiledTensor *>(map); }

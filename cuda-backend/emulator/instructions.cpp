@@ -153,6 +153,8 @@ u32 load_shared(u32 address) {
     return word;
 }
 
+void store_shared(u32 address, u32 word) { std::memcpy(shared_at(address, 4), &word, 4); }
+
 // The matrices of mma.m16n8k16 out of the lanes' registers, and back. Products are exact in f32, and sums are made in one
 // of the orders that the ISA leaves open.
 static void multiply_warp(Warp &warp, float (*widen)(u16)) {

@@ -59,7 +59,16 @@ void copy_async_commit();
 void copy_async_wait(u32 later);
 void load_matrices(u32 (&r)[4], u32 row, bool transposed);
 u32 load_shared(u32 address);
+void store_shared(u32 address, u32 word);
 void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2], float (*widen)(u16));
+
+// What `src/hopper.rs` calls TensorMap: the arguments of cuTensorMapEncodeTiled.
+struct TiledTensor {
+    u64 data, extent[5], stride[4];  // strides in bytes, from the second dimension on
+    u32 box[5], rank, type, swizzle;
+    u64 reserved[2];
+};
+static_assert(sizeof(TiledTensor) == sizeof(TensorMap), "as the driver's");
 
 // mbarriers, TMA and wgmma; `hopper.cpp`.
 void phase_init(u32 barrier, u32 count);

@@ -40,6 +40,7 @@ template <int later> inline void copy_async_wait() { machine::copy_async_wait(la
 inline void load_matrices(u32 (&r)[4], u32 row) { machine::load_matrices(r, row, false); }
 inline void load_matrices_transposed(u32 (&r)[4], u32 row) { machine::load_matrices(r, row, true); }
 inline u32 load_shared(u32 address) { return machine::load_shared(address); }
+inline void store_shared(u32 address, u32 word) { machine::store_shared(address, word); }
 
 inline float exp2_fast(float x) {
     const float y = std::exp2(x);

@@ -4,6 +4,7 @@
 
 inline void phase_init(u32 barrier, u32 count) { machine::phase_init(barrier, count); }
 inline void phases_are_there() {}
+inline void stores_are_there() {}
 inline void phase_arrive(u32 barrier) { machine::phase_arrive(barrier, 0); }
 inline void phase_arrive_expecting(u32 barrier, u32 bytes) { machine::phase_arrive(barrier, bytes); }
 inline void phase_wait(u32 barrier, u32 parity) { machine::phase_wait(barrier, parity); }

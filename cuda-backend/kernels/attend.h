@@ -165,7 +165,7 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
             mine.scale_sums(rescale);
             multiply_values(scores, v_from, odd);
             if (odd) {
-                mine.template add_values<false>(scores, at.batch, first_key, [&](u32 key, int j) {
+                mine.add_odd_values(scores, at.batch, first_key, [&](u32 key, int j) {
                     return load_shared(v_from + place(key, j) + lane % 4 * 4);
                 });
             }

@@ -51,8 +51,8 @@ template <typename T, int DIM, int KEYS> struct Hopper {
     static constexpr u32 SHARED_BYTES = Q_BYTES + 2 * STAGES * TILE_BYTES + PHASES * 8;
     // A warp says for all of its lanes that it has read.
     static constexpr u32 READERS = 4 * CONSUMERS;
-    // Named barriers: a consumer's turn to multiply, and its own threads'.
-    static constexpr u32 TURN = 1, OWN = 1 + CONSUMERS;
+    // Named barriers: a consumer's turn to multiply, its own threads', and those of both.
+    static constexpr u32 TURN = 1, OWN = 1 + CONSUMERS, BOTH = 1 + 2 * CONSUMERS;
 
     using Mine = Rows<T, DIM, KEYS, Place>;
 
@@ -141,6 +141,19 @@ template <typename T, int DIM, int KEYS> struct Hopper {
         return warp_uniform(named_or(OWN + consumer, 128, odd));
     }
 
+    // Zeros in the place of NaN and infinities in a tile of V. Both consumers come to here with the same tile, and each clears
+    // half of it when both have read it.
+    DEVICE void clear_odd_values(u32 consumer, u32 stage) const {
+        named_sync(BOTH, 128 * CONSUMERS);
+        for (u32 at = consumer * 512 + thread_x() % 128 * 4; at < TILE_BYTES; at += 512 * CONSUMERS) {
+            const u32 address = v + stage * TILE_BYTES + at, pair = load_shared(address);
+            const u32 low = Mine::odd(u16(pair)) ? 0 : 0xffffu, high = Mine::odd(u16(pair >> 16)) ? 0 : 0xffff0000u;
+            store_shared(address, pair & (low | high));
+        }
+        stores_are_there();
+        named_sync(BOTH, 128 * CONSUMERS);
+    }
+
     DEVICE static void pack(u32 (&p)[KEYS / 16][4], const float (&weights)[KEYS / 8][4]) {
         UNROLL for (int i = 0; i < KEYS / 16; i++) Mine::pack_weights(p[i], weights, i);
     }
@@ -169,17 +182,17 @@ template <typename T, int DIM, int KEYS> struct Hopper {
                 mine.scale_sums(rescale);
                 phase_wait(v_full(stage), parity);
                 if (odd_values(consumer, stage)) {
-                    mine.template add_values<true>(scores, at.batch, first_key, [&](u32 key, int j) {
+                    mine.add_odd_values(scores, at.batch, first_key, [&](u32 key, int j) {
                         return load_shared(v + stage * TILE_BYTES + j / 8 * KV_CHUNK + key * 128 + ((j ^ key) & 7) * 16 +
                                            mine.lane % 4 * 4);
                     });
-                } else {
-                    pack(p, scores);
-                    wgmma_fence();
-                    multiply_values(mine, p, stage);
-                    wgmma_wait<0>();
-                    settle(mine.acc);
+                    clear_odd_values(consumer, stage);
                 }
+                pack(p, scores);
+                wgmma_fence();
+                multiply_values(mine, p, stage);
+                wgmma_wait<0>();
+                settle(mine.acc);
                 release(v_empty(stage));
             }
             Sweep tiles = sweep(at, false);

@@ -90,11 +90,11 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
     DEVICE static bool odd(u16 element) { return (element & T::EXPONENT) == T::EXPONENT; }
     DEVICE static bool odd_pair(u32 pair) { return odd(u16(pair)) || odd(u16(pair >> 16)); }
 
-    // acc += weights · v without tensor cores, for the rows that see their keys: 0 · NaN would reach others. Only those
-    // elements of v that are not finite, or all. `pair_at(key, j)` is this lane's pair of the j-th 8 elements of a key.
-    // Rare, so it is short rather than fast.
-    template <bool all, typename PairAt>
-    DEVICE void add_values(const float (&weights)[KEYS / 8][4], u32 batch, u32 first_key, PairAt pair_at) {
+    // acc += weights · v without tensor cores, of those elements of v that are not finite, for the rows that see their keys:
+    // 0 · NaN would reach others. `pair_at(key, j)` is this lane's pair of the j-th 8 elements of a key. Rare, so it is short
+    // rather than fast.
+    template <typename PairAt>
+    DEVICE void add_odd_values(const float (&weights)[KEYS / 8][4], u32 batch, u32 first_key, PairAt pair_at) {
         ROLLED for (u32 key = 0; key < KEYS; key++) {
             // Registers have no index: the ones of the key's group are chosen one by one.
             float of_pair[4];
@@ -112,8 +112,8 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
             UNROLL for (int j = 0; j < DIM / 8; j++) {
                 const u32 pair = pair_at(key, j);
                 UNROLL for (int half = 0; half < 2; half++) {
-                    if (seen[half] && (all || odd(u16(pair)))) acc[j][2 * half] += weight[half] * T::low(pair);
-                    if (seen[half] && (all || odd(u16(pair >> 16)))) acc[j][2 * half + 1] += weight[half] * T::high(pair);
+                    if (seen[half] && odd(u16(pair))) acc[j][2 * half] += weight[half] * T::low(pair);
+                    if (seen[half] && odd(u16(pair >> 16))) acc[j][2 * half + 1] += weight[half] * T::high(pair);
                 }
             }
         }

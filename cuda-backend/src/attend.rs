@@ -1,21 +1,30 @@
-//! One call of `attend`: its work on the device, and its pieces.
+//! One call of `attend`: its work on the device, and its launches.
 
-use std::ops::Range;
 use std::time::Instant;
 
-use kyklos::backend::{Attend, Control, Layout, yield_now};
-use kyklos::{BlockWork, Dtype, Error, PairKind, Result};
+use bytemuck::Pod;
+use kyklos::backend::{Attend, Control, Layout, StateShape, yield_now};
+use kyklos::{AttentionProblem, Dtype, Error, PairKind, Result, TileShape};
 
-use crate::arguments::{AttendArguments, TensorArgument, logits};
+use crate::arguments::{
+    AttendArguments, DecodeArguments, HeadPack, PartsArguments, StateArguments, TensorArgument, logits,
+};
 use crate::backend::{CudaBackend, narrow};
+use crate::decode::{decode_parts, head_packs};
 use crate::device::{Launch, moment};
-use crate::kernels::AttendKernel;
+use crate::hopper::{HopperArguments, TensorMap};
+use crate::kernels::{AttendKernel, PACKED_ROWS};
 use crate::pace::Flight;
+use crate::pieces::{Piece, Pieces, fill};
 use crate::pool::CudaBuffer;
+use crate::way::{CallShape, Way};
 use crate::work::DeviceWork;
+use crate::{driver, ops};
 
-/// Blocks of a grid in its second and third direction.
-const MOST_BLOCKS: usize = 65_535;
+/// Operations a second, before anything was measured: too few only make the first piece short.
+fn first_rate(dtype: Dtype) -> f64 {
+    if dtype == Dtype::F32 { 1e12 } else { 1e13 }
+}
 
 pub(crate) async fn attend(
     backend: &CudaBackend,
@@ -26,61 +35,245 @@ pub(crate) async fn attend(
     if shape.batch == 0 || shape.rows == 0 || shape.heads == 0 || args.work.is_empty() {
         return Ok(());
     }
-    let kernel = kernel_for(args.dtype, shape.dim)?;
-    if args.work.tile != kernel.tile {
-        return Err(Error::request(
-            format!("the work list is in tiles of {:?}, the kernel's are {:?}", args.work.tile, kernel.tile),
-            "lower the mask with this backend's tile_shape for the shape of the state",
-        ));
+    let packs = head_packs(args.kv_head_of);
+    let (way, kernel) = way_of(backend, &args, &packs)?;
+    let work = DeviceWork::new(args.work);
+    let order = match way {
+        Way::Hopper => work.longest_first(narrow("the batch", shape.batch)?),
+        Way::Tiles | Way::Parts => Vec::new(),
+    };
+    let list: &[u8] = match way {
+        Way::Tiles => &[],
+        Way::Parts => bytemuck::cast_slice(&packs),
+        Way::Hopper => bytemuck::cast_slice(&order),
+    };
+    let (lists, list, arguments) = prepare(backend, &args, &work, list)?;
+    let call = Call { backend, control, args, kernel, lists, arguments };
+    match way {
+        Way::Tiles => call.tiles().await,
+        Way::Parts => call.parts(packs.len(), list).await,
+        Way::Hopper => call.hopper(&order, list).await,
     }
-    let (work, mut arguments) = prepare(backend, &args)?;
-    let mut reads = vec![args.q.buffer, args.k.buffer, args.v.buffer, &work];
-    reads.extend(args.pairs.as_ref().map(|pairs| pairs.buffer));
-    let mut pieces = Pieces::new(args.work, shape.batch, shape.heads, shape.dim);
-    while let Some((piece, flops)) =
-        pieces.next(backend.pace.piece_flops(&kernel.name, first_rate(args.dtype)))
-    {
-        backend.pace.room().await;
-        arguments.first_tile = narrow("the number of query tiles", piece.tiles.start)?;
-        arguments.first_head = narrow("the number of heads", piece.heads.start)?;
-        arguments.first_batch = narrow("the batch", piece.batch.start)?;
-        let launch = Launch {
-            kernel: &kernel.name,
-            grid: [
-                narrow("the number of query tiles", piece.tiles.len())?,
-                narrow("the number of heads", piece.heads.len())?,
-                narrow("the batch", piece.batch.len())?,
-            ],
-            threads: kernel.threads,
-            shared_bytes: kernel.shared_bytes,
-        };
-        let submitted = Instant::now();
-        let end = backend.gpu.launch(launch, &arguments, &reads, &[args.state.a, args.state.ml])?;
-        let done = moment(&backend.watch, end);
-        backend.pace.submitted(Flight { kernel: kernel.name.clone(), flops, submitted, done });
-        control.piece_done()?;
-        yield_now().await;
-    }
-    Ok(())
 }
 
-/// The kernel for tensors of this type and head dim.
-pub(crate) fn kernel_for(dtype: Dtype, dim: usize) -> Result<AttendKernel> {
-    let fits = u32::try_from(dim).ok().filter(|dim| *dim > 0 && dim.is_multiple_of(8));
-    fits.and_then(|dim| AttendKernel::of(dtype, dim)).ok_or_else(|| {
-        Error::request(format!("head dim {dim} is not supported"), "use a multiple of 8 up to 256")
+/// The tiles for calls of `problem` on states of this shape; none for a head dim without a kernel.
+pub(crate) fn tile_shape(problem: &AttentionProblem, shape: StateShape, wgmma: bool) -> Option<TileShape> {
+    // Which heads they are is not known here: of a KV head all that share it.
+    let pack = (problem.q_heads / problem.kv_heads).min(PACKED_ROWS);
+    let call = CallShape {
+        dtype: problem.dtype,
+        dim: problem.head_dim,
+        // A number of rows that is too large is refused by the call.
+        rows: u32::try_from(shape.rows).unwrap_or(u32::MAX),
+        pack: pack.min(u32::try_from(shape.heads).unwrap_or(u32::MAX)).max(1),
+        pairs: problem.pairs.is_some(),
+        fixed_order: problem.fixed_order,
+    };
+    Way::all(&call, wgmma).first().map(|(_, kernel)| kernel.tile)
+}
+
+/// The way that the tiles of a call are for, and its kernel.
+fn way_of(
+    backend: &CudaBackend,
+    args: &Attend<'_, CudaBuffer>,
+    packs: &[HeadPack],
+) -> Result<(Way, AttendKernel)> {
+    let shape = args.state.shape;
+    let call = CallShape {
+        dtype: args.dtype,
+        dim: narrow("the head dim", shape.dim)?,
+        rows: narrow("the number of rows", shape.rows)?,
+        pack: packs.iter().map(|pack| pack.count).max().unwrap_or(1),
+        pairs: args.pairs.is_some(),
+        fixed_order: args.fixed_order,
+    };
+    let ways = Way::all(&call, backend.wgmma);
+    if ways.is_empty() || !call.dim.is_multiple_of(8) {
+        return Err(Error::request(
+            format!("head dim {} is not supported", call.dim),
+            "use a multiple of 8 up to 256",
+        ));
+    }
+    let tile = args.work.tile;
+    let tiles: Vec<_> = ways.iter().map(|(_, kernel)| kernel.tile).collect();
+    ways.into_iter().find(|(way, kernel)| way.takes(&call, kernel, tile)).ok_or_else(|| {
+        Error::request(
+            format!("the work list is in tiles of {tile:?}, kernels for this call have {tiles:?}"),
+            "lower the mask with this backend's tile_shape for the shape of the state",
+        )
     })
 }
 
-/// Operations a second, before anything was measured: too few only make the first piece short.
-fn first_rate(dtype: Dtype) -> f64 {
-    if dtype == Dtype::F32 { 1e12 } else { 1e13 }
+/// A call whose lists are on the device.
+struct Call<'a> {
+    backend: &'a CudaBackend,
+    control: &'a Control,
+    args: Attend<'a, CudaBuffer>,
+    kernel: AttendKernel,
+    /// The work list, and the list of this way.
+    lists: CudaBuffer,
+    /// Of a launch over everything.
+    arguments: AttendArguments,
 }
 
-/// Uploads the work list; the arguments of a launch over everything.
-fn prepare(backend: &CudaBackend, args: &Attend<'_, CudaBuffer>) -> Result<(CudaBuffer, AttendArguments)> {
+/// Arguments of a launch, its grid, and how many operations it is.
+type Submission<A> = (A, [u32; 3], f64);
+
+impl Call<'_> {
+    /// A block for each query tile of a head.
+    async fn tiles(&self) -> Result<()> {
+        let mut pieces = self.pieces(self.args.state.shape.heads, 0);
+        let state = &self.args.state;
+        self.submit(&[&*state.a, &*state.ml], |budget| {
+            let (piece, flops) = pieces.next(budget)?;
+            Some(self.at(&piece).map(|(arguments, grid)| (arguments, grid, flops)))
+        })
+        .await
+    }
+
+    /// A block for each part of the keys of a query tile of a pack, then the merge of all parts.
+    async fn parts(&self, packs: usize, packs_at: u64) -> Result<()> {
+        let (backend, state) = (self.backend, &self.args.state);
+        let shape = state.shape;
+        let key_tiles = self.arguments.keys.div_ceil(self.kernel.tile.kv_cols);
+        let parts = decode_parts((packs * shape.batch) as u64, key_tiles, backend.multiprocessors);
+        let [a_bytes, ml_bytes] = [shape.a_bytes(), shape.ml_bytes()].map(|bytes| bytes * parts as usize);
+        let states = backend.gpu.pool.buffer("the states of parts", a_bytes + ml_bytes)?;
+        let (from_a, from_ml) = (states.address(), states.address() + a_bytes as u64);
+        // Parts without keys have a state too: no piece may be left out.
+        let mut pieces = self.pieces(packs, parts);
+        self.submit(&[&states], |budget| {
+            let (piece, flops) = pieces.next(budget)?;
+            Some(self.at(&piece).map(|(attend, [tiles, packs, batch])| {
+                let packs_at = packs_at + (piece.heads.start * size_of::<HeadPack>()) as u64;
+                let attend = AttendArguments { a: from_a, ml: from_ml, first_head: 0, ..attend };
+                let arguments = DecodeArguments {
+                    attend,
+                    packs: packs_at,
+                    parts,
+                    batch: self.batch(),
+                    tile_rows: self.args.work.tile.q_rows,
+                    reserved: 0,
+                };
+                (arguments, [tiles * parts, packs, batch], flops)
+            }))
+        })
+        .await?;
+        let into = StateArguments {
+            a: state.a.address(),
+            ml: state.ml.address(),
+            from_a,
+            from_ml,
+            ..ops::state(shape)?
+        };
+        let arguments = PartsArguments { state: into, parts, reserved: 0 };
+        ops::launch_rows(backend, "merge_parts", shape, &arguments, &[&states], &[&*state.a, &*state.ml])
+    }
+
+    /// As many blocks as the device has multiprocessors, which take query tiles of `order` as they come.
+    async fn hopper(&self, order: &[[u32; 2]], order_at: u64) -> Result<()> {
+        let (args, whole, tile) = (&self.args, &self.arguments, self.kernel.tile);
+        let kv_heads = args.kv_head_of.iter().max().map_or(0, |head| head + 1);
+        let map = |tensor: &TensorArgument, rows, heads, tile_rows| {
+            let map = TensorMap::new(tensor, args.dtype, [self.batch(), rows, heads, whole.dim], tile_rows);
+            driver::encode(&map).map_err(|fault| self.backend.gpu.health.error("describe a tensor", &fault))
+        };
+        let whole = HopperArguments {
+            q: map(&whole.q, whole.rows, whole.heads, tile.q_rows)?,
+            k: map(&whole.k, whole.keys, kv_heads, tile.kv_cols)?,
+            v: map(&whole.v, whole.keys, kv_heads, tile.kv_cols)?,
+            attend: *whole,
+            order: order_at,
+            ..HopperArguments::default()
+        };
+        let heads = args.state.shape.heads;
+        let (mut next, items) = (0, order.len() * heads);
+        let pieces = self.pieces(heads, 0);
+        let cost = |item: usize| {
+            let [tile, batch] = order[item / heads];
+            pieces.tiles_of(batch as usize)[tile as usize]
+        };
+        self.submit(&[&*args.state.a, &*args.state.ml], |budget| {
+            let first = next;
+            if first == items {
+                return None;
+            }
+            let (end, flops) = fill(first..items, budget, cost);
+            next = end;
+            let count = |items| narrow("query tiles times heads", items);
+            Some(count(first).and_then(|first_item| {
+                let arguments = HopperArguments { first_item, end_item: count(end)?, ..whole };
+                let blocks = (arguments.end_item - first_item).min(self.backend.multiprocessors);
+                Ok((arguments, [blocks, 1, 1], flops))
+            }))
+        })
+        .await
+    }
+
+    fn pieces(&self, heads: usize, more_tiles: u32) -> Pieces {
+        let shape = self.args.state.shape;
+        Pieces::new(self.args.work, shape.batch, heads, shape.dim, more_tiles)
+    }
+
+    fn batch(&self) -> u32 {
+        u32::try_from(self.args.state.shape.batch).expect("pieces were counted in 32 bits")
+    }
+
+    /// Arguments and grid of a piece.
+    fn at(&self, piece: &Piece) -> Result<(AttendArguments, [u32; 3])> {
+        let arguments = AttendArguments {
+            first_tile: narrow("the number of query tiles", piece.tiles.start)?,
+            first_head: narrow("the number of heads", piece.heads.start)?,
+            first_batch: narrow("the batch", piece.batch.start)?,
+            ..self.arguments
+        };
+        let grid = [
+            narrow("the number of query tiles", piece.tiles.len())?,
+            narrow("the number of heads", piece.heads.len())?,
+            narrow("the batch", piece.batch.len())?,
+        ];
+        Ok((arguments, grid))
+    }
+
+    /// Launches what `next` makes of each budget of operations, until it makes nothing.
+    async fn submit<A: Pod>(
+        &self,
+        writes: &[&CudaBuffer],
+        mut next: impl FnMut(f64) -> Option<Result<Submission<A>>>,
+    ) -> Result<()> {
+        let Self { backend, args, kernel, .. } = self;
+        let mut reads = vec![args.q.buffer, args.k.buffer, args.v.buffer, &self.lists];
+        reads.extend(args.pairs.as_ref().map(|pairs| pairs.buffer));
+        let first_rate = first_rate(args.dtype);
+        while let Some(submission) = next(backend.pace.piece_flops(&kernel.name, first_rate)) {
+            let (arguments, grid, flops) = submission?;
+            backend.pace.room().await;
+            let launch = Launch {
+                kernel: &kernel.name,
+                grid,
+                threads: kernel.threads,
+                shared_bytes: kernel.shared_bytes,
+            };
+            let submitted = Instant::now();
+            let end = backend.gpu.launch(launch, &arguments, &reads, writes)?;
+            let done = moment(&backend.watch, end);
+            backend.pace.submitted(Flight { kernel: kernel.name.clone(), flops, submitted, done });
+            self.control.piece_done()?;
+            yield_now().await;
+        }
+        Ok(())
+    }
+}
+
+/// Uploads the work list and another list. Their buffer, the other list's address in it, and the arguments of a launch over
+/// everything.
+fn prepare(
+    backend: &CudaBackend,
+    args: &Attend<'_, CudaBuffer>,
+    work: &DeviceWork,
+    list: &[u8],
+) -> Result<(CudaBuffer, u64, AttendArguments)> {
     let shape = args.state.shape;
-    let work = DeviceWork::new(args.work);
     let mut bytes = Vec::new();
     let mut place = |part: &[u8]| {
         bytes.resize(bytes.len().next_multiple_of(16), 0);
@@ -93,6 +286,7 @@ fn prepare(backend: &CudaBackend, args: &Attend<'_, CudaBuffer>) -> Result<(Cuda
     let starts = place(bytemuck::cast_slice(&work.starts));
     let runs = place(bytemuck::cast_slice(&work.runs));
     let kv_head_of = place(bytemuck::cast_slice(args.kv_head_of));
+    let list = place(list);
     let buffer = backend.gpu.upload(&backend.watch, "a work list", &bytes)?;
     let base = buffer.address();
     let (scale, cap) = logits(args.scale, args.softcap);
@@ -129,7 +323,7 @@ fn prepare(backend: &CudaBackend, args: &Attend<'_, CudaBuffer>) -> Result<(Cuda
         cap,
         ..AttendArguments::default()
     };
-    Ok((buffer, arguments))
+    Ok((buffer, base + list, arguments))
 }
 
 /// A tensor whose offset counts elements of so many bytes.
@@ -153,124 +347,4 @@ fn aligned(tensor: TensorArgument, dtype: Dtype) -> Result<TensorArgument> {
         format!("{tensor:?} does not keep heads on 16-byte boundaries"),
         format!("use offsets and strides that are multiples of {unit} elements"),
     ))
-}
-
-/// Part of a call: these tiles of these heads of these batch entries.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Piece {
-    tiles: Range<usize>,
-    heads: Range<usize>,
-    batch: Range<usize>,
-}
-
-/// The tiles of a call, a budget at a time: whole batch entries while they fit, else heads of one, else tiles of a head.
-/// Keys are never cut, so that results do not depend on the pace.
-struct Pieces {
-    /// Operations of each query tile of a head, for each mask class.
-    tiles: Vec<Vec<f64>>,
-    batch: usize,
-    heads: usize,
-    /// Where the next piece begins.
-    next: (usize, usize, usize),
-}
-
-impl Pieces {
-    fn new(work: &BlockWork, batch: usize, heads: usize, dim: usize) -> Self {
-        let flops_of_tile = 4.0 * f64::from(work.tile.q_rows) * f64::from(work.tile.kv_cols) * dim as f64;
-        let tiles = work.classes.iter().map(|class| {
-            let runs = class.starts.windows(2).map(|ends| &class.runs[ends[0] as usize..ends[1] as usize]);
-            runs.map(|runs| runs.iter().map(|run| f64::from(run.count)).sum::<f64>() * flops_of_tile)
-                .collect()
-        });
-        Self { tiles: tiles.collect(), batch, heads, next: (0, 0, 0) }
-    }
-
-    fn tiles_of(&self, batch: usize) -> &[f64] {
-        &self.tiles[batch.min(self.tiles.len() - 1)]
-    }
-
-    /// The next piece with work in it, of about `budget` operations, and those operations.
-    fn next(&mut self, budget: f64) -> Option<(Piece, f64)> {
-        loop {
-            let (piece, flops) = self.advance(budget)?;
-            if flops > 0.0 {
-                return Some((piece, flops));
-            }
-        }
-    }
-
-    fn advance(&mut self, budget: f64) -> Option<(Piece, f64)> {
-        let (batch, head, tile) = self.next;
-        if batch == self.batch {
-            return None;
-        }
-        let of_head: f64 = self.tiles_of(batch).iter().sum();
-        let tiles = 0..self.tiles_of(batch).len();
-        let of_batch = |batch: usize| self.tiles_of(batch).iter().sum::<f64>() * self.heads as f64;
-        if (head, tile) == (0, 0) && self.heads <= MOST_BLOCKS && of_batch(batch) <= budget {
-            let (end, flops) = fill(batch..self.batch, budget, of_batch);
-            self.next = (end, 0, 0);
-            return Some((Piece { tiles, heads: 0..self.heads, batch: batch..end }, flops));
-        }
-        if tile == 0 && of_head <= budget {
-            let (end, flops) = fill(head..self.heads, budget, |_| of_head);
-            self.next = if end == self.heads { (batch + 1, 0, 0) } else { (batch, end, 0) };
-            return Some((Piece { tiles, heads: head..end, batch: batch..batch + 1 }, flops));
-        }
-        let of_tile = self.tiles_of(batch);
-        let (end, flops) = fill(tile..tiles.end, budget, |tile| of_tile[tile]);
-        self.next = match (end == tiles.end, head + 1 == self.heads) {
-            (false, _) => (batch, head, end),
-            (true, false) => (batch, head + 1, 0),
-            (true, true) => (batch + 1, 0, 0),
-        };
-        Some((Piece { tiles: tile..end, heads: head..head + 1, batch: batch..batch + 1 }, flops))
-    }
-}
-
-/// How far a range goes within a budget, at least one and at most what a grid has, and what that costs.
-fn fill(range: Range<usize>, budget: f64, cost: impl Fn(usize) -> f64) -> (usize, f64) {
-    let (mut end, mut sum) = (range.start + 1, cost(range.start));
-    while end < range.end && end - range.start < MOST_BLOCKS && sum + cost(end) <= budget {
-        sum += cost(end);
-        end += 1;
-    }
-    (end, sum)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use kyklos::{AttentionProblem, Mask, TileShape, TokenRuns};
-
-    /// Every tile of every head of every batch entry that has work is in just one piece, whatever the budget.
-    #[test]
-    fn pieces_are_everything_once() {
-        let tile = TileShape { q_rows: 16, kv_cols: 16 };
-        let problem = AttentionProblem::new([2, 100, 3, 3, 8], Dtype::F32, Mask::causal()).unwrap();
-        let tokens = TokenRuns::contiguous(0..100);
-        let work = &BlockWork::layers(&problem, &tokens, &tokens, tile)[0];
-        let all = {
-            let pieces = Pieces::new(work, 2, 3, 8);
-            pieces.tiles_of(0).iter().sum::<f64>() * 6.0
-        };
-        for budget in [0.0, all / 40.0, all / 6.0, all / 5.0, all / 2.0, all] {
-            let mut pieces = Pieces::new(work, 2, 3, 8);
-            let (mut seen, mut sum, mut count) = (vec![0; 7 * 3 * 2], 0.0, 0);
-            while let Some((piece, flops)) = pieces.next(budget) {
-                for batch in piece.batch.clone() {
-                    for head in piece.heads.clone() {
-                        piece.tiles.clone().for_each(|tile| seen[(batch * 3 + head) * 7 + tile] += 1);
-                    }
-                }
-                let one = piece.tiles.len() * piece.heads.len() * piece.batch.len() == 1;
-                assert!(flops <= budget || one, "{piece:?}: {flops} of {budget}");
-                sum += flops;
-                count += 1;
-            }
-            assert!(seen.iter().all(|times| *times == 1), "{budget}: {seen:?}");
-            assert_eq!(sum, all);
-            assert_eq!(count == 1, budget == all, "{count} pieces of {budget}");
-        }
-    }
 }

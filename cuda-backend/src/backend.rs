@@ -16,7 +16,6 @@ use kyklos::backend::{
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 
-use crate::attend::kernel_for;
 use crate::device::Gpu;
 use crate::devices::{Unavailable, describe, ready};
 use crate::driver::{self, Context};
@@ -55,6 +54,8 @@ impl Default for CudaOptions {
 pub struct CudaBackend {
     info: DeviceInfo,
     pub(crate) multiprocessors: u32,
+    /// Whether there are kernels for Hopper.
+    pub(crate) wgmma: bool,
     pub(crate) gpu: Arc<Gpu>,
     pub(crate) watch: Watch,
     pub(crate) pace: Pace,
@@ -99,8 +100,10 @@ impl CudaBackend {
         let context = Context::retain(ordinal).map_err(fault("open the device"))?;
         let gpu = Gpu::open(&context, health.clone(), &image.bytes, facts.memory_bytes, options)?;
         let watch = Watch::start(&health, options.stuck_after)?;
-        let info = DeviceInfo { kernel: format!("mma.sync, {}", image.origin), ..device.info };
-        Ok(Self { info, multiprocessors: facts.multiprocessors, gpu, watch, pace: Pace::default() })
+        let products = if image.wgmma { "wgmma and mma.sync" } else { "mma.sync" };
+        let info = DeviceInfo { kernel: format!("{products}, {}", image.origin), ..device.info };
+        let (multiprocessors, wgmma) = (facts.multiprocessors, image.wgmma);
+        Ok(Self { info, multiprocessors, wgmma, gpu, watch, pace: Pace::default() })
     }
 }
 
@@ -125,10 +128,9 @@ impl Backend for CudaBackend {
         &self.info
     }
 
-    fn tile_shape(&self, problem: &AttentionProblem, _shape: StateShape) -> TileShape {
+    fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
         // A head dim without a kernel is refused by `attend`, whatever the tiles.
-        kernel_for(problem.dtype, problem.head_dim as usize)
-            .map_or(TileShape { q_rows: 64, kv_cols: 64 }, |kernel| kernel.tile)
+        attend::tile_shape(problem, shape, self.wgmma).unwrap_or(TileShape { q_rows: 64, kv_cols: 64 })
     }
 
     fn alloc(&self, label: &str, bytes: usize) -> Result<CudaBuffer> {

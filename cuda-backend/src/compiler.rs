@@ -169,7 +169,7 @@ mod tests {
         assert!(compiler.newest_for(10).is_err());
         let cubin = compiler.compile("sm_90a").unwrap();
         assert_eq!(cubin[..4], *b"\x7fELF");
-        for kernel in ["attend_bf16_128", "attend_f32", "merge_states", "finalize_f16", "repack"] {
+        for kernel in ["attend_bf16_128", "decode_f16_64", "hopper_bf16_128", "merge_parts", "repack"] {
             assert!(cubin.windows(kernel.len()).any(|name| name == kernel.as_bytes()), "{kernel}");
         }
         let error = compiler.compile("sm_1").unwrap_err();

@@ -15,11 +15,12 @@ use cudarc::driver::sys;
 
 use crate::devices::{Unavailable, failed};
 use crate::fault::Fault;
+use crate::hopper::TensorMap;
 
 type Result<T> = std::result::Result<T, Fault>;
 
-/// What this crate calls. All of it is in drivers since CUDA 11.
-const SYMBOLS: [&str; 31] = [
+/// What this crate calls. All of it is in drivers since CUDA 12.
+const SYMBOLS: [&str; 32] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGetCount",
@@ -50,6 +51,7 @@ const SYMBOLS: [&str; 31] = [
     "cuModuleUnload",
     "cuModuleGetFunction",
     "cuFuncSetAttribute",
+    "cuTensorMapEncodeTiled",
     "cuLaunchKernel",
 ];
 
@@ -442,6 +444,31 @@ impl InFlight {
     pub(crate) fn land(self) -> Result<Option<Pinned>> {
         Ok(self.event.happened()?.then(|| ManuallyDrop::into_inner(self.staging)))
     }
+}
+
+/// A tensor as TMA knows it, of the one that `map` describes. The driver reads nothing of the tensor itself.
+pub(crate) fn encode(map: &TensorMap) -> Result<TensorMap> {
+    use sys::CUtensorMapDataType_enum as Type;
+    let data_type = match map.data_type {
+        TensorMap::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        _ => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    };
+    let mut encoded = sys::CUtensorMap { opaque: [0; 16] };
+    call!(cuTensorMapEncodeTiled(
+        &raw mut encoded,
+        data_type,
+        map.rank,
+        ptr::without_provenance_mut(usize::try_from(map.data).expect("an address")),
+        map.extent.as_ptr(),
+        map.stride.as_ptr(),
+        map.box_extent.as_ptr(),
+        [1; 5].as_ptr(),
+        sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
+        sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
+        sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    ))?;
+    Ok(bytemuck::cast(encoded.opaque))
 }
 
 /// Kernels that are loaded.

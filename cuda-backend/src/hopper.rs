@@ -6,9 +6,10 @@ use kyklos::Dtype;
 use crate::{AttendArguments, TensorArgument};
 
 /// What `cuTensorMapEncodeTiled` is told of a tensor, in 128 bytes, which the emulator takes as they are. A driver makes its
-/// own 128 bytes of them, with element strides of 1, no interleaving, and zeros where the tensor has no elements.
+/// own 128 bytes of them, with element strides of 1, no interleaving, and zeros where the tensor has no elements; kernels
+/// take them by value, aligned as they are here.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
-#[repr(C)]
+#[repr(C, align(64))]
 pub struct TensorMap {
     /// `globalAddress`: a multiple of 16.
     pub data: u64,
@@ -20,7 +21,7 @@ pub struct TensorMap {
     pub box_extent: [u32; 5],
     /// `tensorRank`.
     pub rank: u32,
-    /// `tensorDataType`: 6 is f16, 9 bf16.
+    /// `tensorDataType`: [`Self::F16`] or [`Self::BF16`].
     pub data_type: u32,
     /// `swizzle`: 3 is over 128 bytes.
     pub swizzle: u32,
@@ -29,6 +30,11 @@ pub struct TensorMap {
 }
 
 impl TensorMap {
+    /// The driver's number of f16.
+    pub const F16: u32 = 6;
+    /// The driver's number of bf16.
+    pub const BF16: u32 = 9;
+
     /// The map of `tensor`, `[batch, rows, heads, dim]` of 16-bit elements, for a kernel that copies `tile_rows` rows of one
     /// head at a time, in boxes of 64 elements each.
     pub fn new(tensor: &TensorArgument, dtype: Dtype, shape: [u32; 4], tile_rows: u32) -> Self {
@@ -40,7 +46,7 @@ impl TensorMap {
             stride: [tensor.row_stride * bytes, tensor.head_stride * bytes, tensor.batch_stride * bytes, 0],
             box_extent: [64, tile_rows, 1, 1, 0],
             rank: 4,
-            data_type: if dtype == Dtype::F16 { 6 } else { 9 },
+            data_type: if dtype == Dtype::F16 { Self::F16 } else { Self::BF16 },
             swizzle: 3,
             reserved: [0; 2],
         }

@@ -109,6 +109,20 @@ pub fn finalize_kernel(dtype: Dtype) -> &'static str {
 mod tests {
     use super::*;
 
+    /// NVRTC has no folder to look in.
+    #[test]
+    fn every_header_that_a_source_includes_is_a_source() {
+        let includes = |text: &'static str| {
+            text.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"'))
+        };
+        let mut all: Vec<_> = SOURCES.iter().flat_map(|(_, text)| includes(text)).collect();
+        all.sort_unstable();
+        all.dedup();
+        let mut headers: Vec<_> = SOURCES[1..].iter().map(|(name, _)| *name).collect();
+        headers.sort_unstable();
+        assert_eq!(all, headers);
+    }
+
     #[test]
     fn every_head_dim_has_a_kernel_that_fits_every_gpu_from_sm_80_on() {
         for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32] {

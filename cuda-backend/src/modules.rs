@@ -15,7 +15,12 @@ pub(crate) struct Image {
     pub(crate) bytes: Vec<u8>,
     /// What it is and where it came from, for reports.
     pub(crate) origin: String,
+    /// Whether the kernels for Hopper are in it.
+    pub(crate) wgmma: bool,
 }
+
+/// The architecture with the kernels for Hopper, which runs on nothing else.
+const HOPPER: &str = "sm_90a";
 
 /// Why there is no code for a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,7 +31,7 @@ pub(crate) fn image(capability: u32, cache: Option<&Path>) -> Result<Image, NoIm
     if let Some((name, packed)) = embedded(capability, IMAGES) {
         let bytes = miniz_oxide::inflate::decompress_to_vec_zlib(packed)
             .map_err(|error| NoImage(format!("the kernels in this program are damaged: {error}")))?;
-        return Ok(Image { bytes, origin: (*name).to_owned() });
+        return Ok(Image { bytes, origin: (*name).to_owned(), wgmma: *name == HOPPER });
     }
     let compiler = Compiler::find().map_err(|why| {
         NoImage(format!(
@@ -37,13 +42,14 @@ pub(crate) fn image(capability: u32, cache: Option<&Path>) -> Result<Image, NoIm
     let newest = compiler.newest_for(capability).map_err(NoImage)?;
     // A cubin where the compiler knows the device, else PTX, which the driver compiles on.
     let architecture = match (newest == capability, newest) {
-        (true, 90) => "sm_90a".to_owned(),
+        (true, 90) => HOPPER.to_owned(),
         (true, _) => format!("sm_{newest}"),
         (false, _) => format!("compute_{newest}"),
     };
+    let wgmma = architecture == HOPPER;
     let entry = cache.map(|folder| entry(folder, compiler, &architecture));
     if let Some(bytes) = entry.as_deref().and_then(cache::read) {
-        return Ok(Image { bytes, origin: format!("{architecture} from the cache") });
+        return Ok(Image { bytes, origin: format!("{architecture} from the cache"), wgmma });
     }
     let bytes = compiler.compile(&architecture).map_err(NoImage)?;
     if let Some(entry) = entry {
@@ -51,7 +57,7 @@ pub(crate) fn image(capability: u32, cache: Option<&Path>) -> Result<Image, NoIm
         let _ = cache::write(&entry, &bytes);
     }
     let (major, minor) = compiler.version;
-    Ok(Image { bytes, origin: format!("{architecture} by NVRTC {major}.{minor}") })
+    Ok(Image { bytes, origin: format!("{architecture} by NVRTC {major}.{minor}"), wgmma })
 }
 
 /// Of what was compiled in, what runs on such a device: a cubin for just it, one for an older device of its
@@ -117,12 +123,11 @@ mod tests {
             } else {
                 assert_eq!(image.last(), Some(&0), "{name}");
             }
-            for kernel in ["attend_bf16_128", "attend_f32", "merge_states", "finalize_f16", "repack"] {
-                assert!(
-                    image.windows(kernel.len()).any(|name| name == kernel.as_bytes()),
-                    "{name}: {kernel}"
-                );
+            let has = |kernel: &str| image.windows(kernel.len()).any(|name| name == kernel.as_bytes());
+            for kernel in ["attend_bf16_128", "decode_f16_64", "attend_f32", "merge_parts", "repack"] {
+                assert!(has(kernel), "{name}: {kernel}");
             }
+            assert_eq!(has("hopper_bf16_128"), *name == HOPPER, "{name}");
         }
     }
 

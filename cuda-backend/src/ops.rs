@@ -1,5 +1,6 @@
 //! Everything but attend: short kernels, submitted at once.
 
+use bytemuck::Pod;
 use kyklos::backend::{Extent, Layout, State, StateShape};
 use kyklos::{Dtype, Error, Result};
 
@@ -96,7 +97,8 @@ pub(crate) fn repack(
     Ok(())
 }
 
-fn state(shape: StateShape) -> Result<StateArguments> {
+/// The shape of a state, as kernels take it.
+pub(crate) fn state(shape: StateShape) -> Result<StateArguments> {
     Ok(StateArguments {
         batch: narrow("the batch", shape.batch)?,
         rows: narrow("the number of rows", shape.rows)?,
@@ -107,11 +109,11 @@ fn state(shape: StateShape) -> Result<StateArguments> {
 }
 
 /// Launches a kernel that has a warp for each row of a head.
-fn launch_rows(
+pub(crate) fn launch_rows(
     backend: &CudaBackend,
     kernel: &str,
     shape: StateShape,
-    arguments: &StateArguments,
+    arguments: &impl Pod,
     reads: &[&CudaBuffer],
     writes: &[&CudaBuffer],
 ) -> Result<()> {

@@ -1,33 +1,24 @@
 //! Which kernels a call gets. A pure function of the call and the device, so that all of it can be read and tested here.
 
-use kyklos::Dtype;
+use kyklos::{Dtype, TileShape};
 
-use crate::{AttendKernel, HeadPack, PACKED_ROWS, decode_parts};
+use crate::{AttendKernel, PACKED_ROWS};
 
-/// What the choice depends on in a call.
+/// What the choice depends on in a call. Keys are not among it: tiles are chosen before it is known which keys come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallShape {
     /// Of q, k and v.
     pub dtype: Dtype,
     /// Elements of a head.
     pub dim: u32,
-    /// Batch entries.
-    pub batch: u32,
     /// Query rows.
     pub rows: u32,
-    /// Keys.
-    pub keys: u32,
+    /// The most query heads that share a KV head, 1 to [`PACKED_ROWS`]; see [`crate::head_packs`].
+    pub pack: u32,
     /// Whether there is a boolean or additive pair tensor.
     pub pairs: bool,
-}
-
-/// What it depends on in a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Gpu {
-    /// Compute capability, major and minor.
-    pub capability: (u32, u32),
-    /// Streaming multiprocessors.
-    pub multiprocessors: u32,
+    /// Whether rows must get the same bytes whatever is computed with them.
+    pub fixed_order: bool,
 }
 
 /// A way to call attention kernels.
@@ -35,76 +26,99 @@ pub struct Gpu {
 pub enum Way {
     /// [`AttendKernel::of`] with [`crate::AttendArguments`]: a block for each query tile of a head.
     Tiles,
-    /// [`AttendKernel::decode`] with [`crate::DecodeArguments`], the keys of each query tile in so many parts, each with a
-    /// state of its own; then `merge_parts` with [`crate::PartsArguments`].
-    Parts(u32),
+    /// [`AttendKernel::decode`] with [`crate::DecodeArguments`], the keys of each query tile in
+    /// [`crate::decode_parts`], each with a state of its own; then `merge_parts` with [`crate::PartsArguments`].
+    Parts,
     /// [`AttendKernel::hopper`] with [`crate::HopperArguments`]: blocks that stay and take one query tile after the other.
     Hopper,
 }
 
 impl Way {
-    /// The way for a call whose heads lie in `packs` ([`crate::head_packs`]), or none for heads of more than 256 elements.
+    /// The ways that there are for a call, the one to take first, each with its kernel; none for heads of more than 256
+    /// elements. `wgmma`: the device has the kernels for Hopper.
     ///
-    /// | call | way |
+    /// | way | calls |
     /// |---|---|
-    /// | f32 | [`Way::Tiles`] |
-    /// | all rows of a pack fit into one tile, and packs hold several heads or there are keys for several parts | [`Way::Parts`] |
-    /// | compute capability 9.0, more rows than half a tile, no pair tensor | [`Way::Hopper`] |
-    /// | all others | [`Way::Tiles`] |
-    pub fn of(call: &CallShape, packs: &[HeadPack], gpu: Gpu) -> Option<Self> {
-        let most = packs.iter().map(|pack| pack.count).max().unwrap_or(1);
-        AttendKernel::of(call.dtype, call.dim)?;
-        if call.rows.saturating_mul(most) <= PACKED_ROWS
-            && let Some(kernel) = AttendKernel::decode(call.dtype, call.dim, most)
-        {
-            let blocks = packs.len() as u64 * u64::from(call.batch);
-            let parts = decode_parts(blocks, call.keys.div_ceil(kernel.tile.kv_cols), gpu.multiprocessors);
-            if parts > 1 || most > 1 {
-                return Some(Self::Parts(parts));
-            }
-        }
-        let on_hopper = gpu.capability == (9, 0)
-            && !call.pairs
-            && AttendKernel::hopper(call.dtype, call.dim)
-                .is_some_and(|kernel| call.rows > kernel.tile.q_rows / 2);
-        Some(if on_hopper { Self::Hopper } else { Self::Tiles })
+    /// | [`Way::Parts`] | bf16 and f16, all rows of a pack fit into one tile, not in a fixed order |
+    /// | [`Way::Hopper`] | bf16 and f16, `wgmma`, more rows than half a tile, no pair tensor, not in a fixed order |
+    /// | [`Way::Tiles`] | all |
+    pub fn all(call: &CallShape, wgmma: bool) -> Vec<(Self, AttendKernel)> {
+        let packed = (!call.fixed_order && call.rows.saturating_mul(call.pack) <= PACKED_ROWS)
+            .then(|| AttendKernel::decode(call.dtype, call.dim, call.pack));
+        let hopper = (!call.fixed_order && wgmma && !call.pairs)
+            .then(|| AttendKernel::hopper(call.dtype, call.dim))
+            .flatten()
+            .filter(|kernel| call.rows > kernel.tile.q_rows / 2);
+        let tiles = AttendKernel::of(call.dtype, call.dim);
+        [(Self::Parts, packed.flatten()), (Self::Hopper, hopper), (Self::Tiles, tiles)]
+            .into_iter()
+            .filter_map(|(way, kernel)| Some((way, kernel?)))
+            .collect()
+    }
+
+    /// Whether a work list in tiles of `tile` is for this way. Whoever made it may have known less of the packs, and made
+    /// tiles of fewer rows than there is room for.
+    pub fn takes(self, call: &CallShape, kernel: &AttendKernel, tile: TileShape) -> bool {
+        let rows = match self {
+            Self::Parts => call.rows..=kernel.tile.q_rows,
+            Self::Hopper | Self::Tiles => kernel.tile.q_rows..=kernel.tile.q_rows,
+        };
+        rows.contains(&tile.q_rows) && tile.kv_cols == kernel.tile.kv_cols
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::head_packs;
+
+    const PROMPT: CallShape =
+        CallShape { dtype: Dtype::Bf16, dim: 128, rows: 8192, pack: 4, pairs: false, fixed_order: false };
 
     #[test]
     fn calls_get_the_kernels_that_the_table_says() {
-        let prompt =
-            CallShape { dtype: Dtype::Bf16, dim: 128, batch: 1, rows: 8192, keys: 8192, pairs: false };
-        let token = CallShape { rows: 1, keys: 131_072, ..prompt };
-        let grouped: Vec<u32> = (0..32).map(|head| head / 4).collect();
-        let single: Vec<u32> = (0..32).collect();
-        let [h100, ada] = [(9, 0), (8, 9)].map(|capability| Gpu { capability, multiprocessors: 132 });
-        for (call, kv_head_of, gpu, way) in [
-            (prompt, &grouped, h100, Some(Way::Hopper)),
-            (prompt, &grouped, ada, Some(Way::Tiles)),
-            // What is newer does not run code for 9.0.
-            (prompt, &grouped, Gpu { capability: (10, 0), ..h100 }, Some(Way::Tiles)),
-            (CallShape { pairs: true, ..prompt }, &grouped, h100, Some(Way::Tiles)),
-            (CallShape { dtype: Dtype::F32, ..prompt }, &grouped, h100, Some(Way::Tiles)),
-            (CallShape { dim: 264, ..prompt }, &grouped, h100, None),
-            (CallShape { rows: 64, ..prompt }, &grouped, h100, Some(Way::Tiles)),
-            (token, &grouped, h100, Some(Way::Parts(33))),
-            (token, &grouped, ada, Some(Way::Parts(33))),
-            (token, &single, h100, Some(Way::Parts(8))),
-            (CallShape { pairs: true, ..token }, &grouped, h100, Some(Way::Parts(33))),
-            (CallShape { dtype: Dtype::F32, ..token }, &grouped, h100, Some(Way::Tiles)),
-            (CallShape { rows: 16, ..token }, &grouped, h100, Some(Way::Parts(33))),
-            (CallShape { rows: 17, ..token }, &grouped, h100, Some(Way::Tiles)),
-            // Too much work for parts: packed all the same, where heads share keys.
-            (CallShape { batch: 64, ..token }, &grouped, h100, Some(Way::Parts(1))),
-            (CallShape { batch: 64, ..token }, &single, h100, Some(Way::Tiles)),
+        let token = CallShape { rows: 1, ..PROMPT };
+        for (call, wgmma, ways) in [
+            (PROMPT, true, &[Way::Hopper, Way::Tiles][..]),
+            (PROMPT, false, &[Way::Tiles]),
+            (CallShape { pairs: true, ..PROMPT }, true, &[Way::Tiles]),
+            (CallShape { fixed_order: true, ..PROMPT }, true, &[Way::Tiles]),
+            (CallShape { dtype: Dtype::F32, ..PROMPT }, true, &[Way::Tiles]),
+            (CallShape { dim: 264, ..PROMPT }, true, &[]),
+            (CallShape { rows: 64, ..PROMPT }, true, &[Way::Tiles]),
+            (CallShape { rows: 64, pack: 1, ..PROMPT }, true, &[Way::Parts, Way::Tiles]),
+            (CallShape { rows: 65, pack: 1, ..PROMPT }, true, &[Way::Hopper, Way::Tiles]),
+            (token, true, &[Way::Parts, Way::Tiles]),
+            (token, false, &[Way::Parts, Way::Tiles]),
+            (CallShape { pairs: true, ..token }, true, &[Way::Parts, Way::Tiles]),
+            (CallShape { fixed_order: true, ..token }, true, &[Way::Tiles]),
+            (CallShape { dtype: Dtype::F32, ..token }, true, &[Way::Tiles]),
+            (CallShape { rows: 16, ..token }, true, &[Way::Parts, Way::Tiles]),
+            (CallShape { rows: 17, ..token }, true, &[Way::Tiles]),
         ] {
-            assert_eq!(Way::of(&call, &head_packs(kv_head_of), gpu), way, "{call:?} on {gpu:?}");
+            let all: Vec<_> = Way::all(&call, wgmma).into_iter().map(|(way, _)| way).collect();
+            assert_eq!(all, ways, "{call:?}, wgmma: {wgmma}");
+        }
+    }
+
+    /// Tiles are chosen for the largest packs that there may be; the call may have smaller ones, and has to know the way again.
+    #[test]
+    fn tiles_say_which_way_they_are_for() {
+        for dim in [64, 96, 128, 192, 256] {
+            for rows in [1, 7, 16, 17, 32, 33, 64, 65, 1000] {
+                for wgmma in [false, true] {
+                    for (most, pack) in [(1, 1), (4, 4), (4, 2), (8, 1), (64, 64)] {
+                        let expected = CallShape { dim, rows, pack: most, ..PROMPT };
+                        let call = CallShape { pack, ..expected };
+                        let (chosen, kernel) = Way::all(&expected, wgmma).swap_remove(0);
+                        let mut ways = Way::all(&call, wgmma).into_iter();
+                        let (taken, with) =
+                            ways.find(|(way, with)| way.takes(&call, with, kernel.tile)).unwrap();
+                        // Tiles of 64 rows by 32 keys serve two kernels.
+                        let either = (chosen, taken) == (Way::Tiles, Way::Parts) && with.tile == kernel.tile;
+                        assert!(chosen == taken || either, "{call:?}: {chosen:?} and {taken:?}");
+                    }
+                }
+            }
         }
     }
 }

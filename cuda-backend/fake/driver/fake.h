@@ -37,6 +37,7 @@ struct Config {
     u64 devices = 1, seed = 1, version = 13000, capability = 90, memory_mb = 4096;
     u64 delay_us = 200;     // longest nap before an operation of a stream
     u64 ignore_waits = 0;   // streams for which cuStreamWaitEvent does nothing, the n-th of every three has bit n: planted bugs
+    u64 late_parts = 0;     // launches that make states of parts run after the next merge_parts: a planted bug
     u64 report = 0;         // say at exit what was done
     // Faults befall device 0, at the n-th such call or operation, counted from 1; 0: never.
     u64 oom_at = 0;         // an allocation finds no memory, at the n-th and ever after
@@ -99,6 +100,7 @@ struct World {
     std::set<Event *> events;
     std::set<Module *> modules;
     std::map<Function *, std::unique_ptr<Function>> functions;
+    std::map<std::string, u64> launched;  // of each kernel
     u64 launches = 0, waits = 0, pageable = 0, copied = 0;
 };
 World &world();

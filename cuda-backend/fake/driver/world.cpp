@@ -32,6 +32,7 @@ const Config &config() {
             {"version", &config.version},     {"capability", &config.capability},
             {"memory_mb", &config.memory_mb}, {"delay_us", &config.delay_us},
             {"report", &config.report},       {"ignore_waits", &config.ignore_waits},
+            {"late_parts", &config.late_parts},
             {"oom_at", &config.oom_at},       {"pinned_oom_at", &config.pinned_oom_at},
             {"refuse_at", &config.refuse_at}, {"sticky_at", &config.sticky_at},
             {"sticky", &config.sticky},       {"hang_at", &config.hang_at},
@@ -154,9 +155,12 @@ static void end(int status, void *) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
         held.lock();
     }
-    if (config().report)
+    if (config().report) {
         std::fprintf(stderr, "fake driver: %llu launches, %llu waits, %llu bytes copied, %llu pageable copies\n",
                      all.launches, all.waits, all.copied, all.pageable);
+        for (const auto &kernel : all.launched)
+            std::fprintf(stderr, "fake driver: launched %s %llu times\n", kernel.first.c_str(), kernel.second);
+    }
     if (left() && !broken) {
         std::fprintf(stderr,
                      "fake driver: left behind: %zu allocations, %zu pinned, %zu streams, %zu events, %zu modules\n",

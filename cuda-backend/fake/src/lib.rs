@@ -54,7 +54,7 @@ fn build() -> PathBuf {
     let mut command = shared(&unfinished.join("libcuda.so.1"));
     command.arg("-I").arg(&emulator).arg("-I").arg(&kernels);
     command.args(["driver.cpp", "world.cpp"].map(|name| driver.join(name)));
-    command.args(["machine.cpp", "instructions.cpp"].map(|name| emulator.join(name)));
+    command.args(["machine.cpp", "instructions.cpp", "hopper.cpp"].map(|name| emulator.join(name)));
     run(command.args(["-x", "c++"]).arg(kernels.join("kernels.cu")));
     run(shared(&unfinished.join("libnvrtc.so")).arg(driver.join("nvrtc.cpp")));
     // Whole or not at all; who comes second finds it there.

@@ -65,6 +65,10 @@ DEVICE u32 load_shared(u32 address) {
     return word;
 }
 
+DEVICE void store_shared(u32 address, u32 word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
 // 2^x, denormal results as 0.
 DEVICE float exp2_fast(float x) {
     float y;

@@ -59,6 +59,9 @@ template <u32 count> DEVICE void registers_fewer() {
 }
 template <u32 count> DEVICE void registers_more() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
 
+// Between stores of a thread to shared memory and the barrier after which wgmma or TMA comes to it.
+DEVICE void stores_are_there() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // wgmma reads and writes registers at any time between a fence before it and the wait for its group.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -14,10 +14,12 @@ mod common;
 mod faults;
 #[cfg(target_os = "linux")]
 mod scenario;
+#[cfg(target_os = "linux")]
+mod ways;
 
 #[cfg(target_os = "linux")]
 fn main() {
-    let scenarios = [scenario::suite(), faults::scenarios()].concat();
+    let scenarios = [scenario::suite(), ways::scenarios(), faults::scenarios()].concat();
     if let Some(name) = std::env::var_os(scenario::CHOSEN) {
         let chosen = scenarios.iter().find(|scenario| scenario.name.as_str() == name).unwrap();
         return (chosen.run)();

@@ -10,7 +10,7 @@ use crate::call::{Call, Keys, Way};
 
 const FILE: &str = "attend_hopper.h";
 
-const FAULTS: [Fault; 27] = [
+const FAULTS: [Fault; 28] = [
     fault("queries are not waited for", FILE, "phase_wait(q_full(), taken % 2);", ""),
     fault("queries are overwritten while they are read", FILE, "phase_wait(q_empty(), taken % 2 ^ 1);", ""),
     fault(
@@ -106,6 +106,12 @@ const FAULTS: [Fault; 27] = [
         FILE,
         "if (odd_values(consumer, stage)) {",
         "if (false) {",
+    ),
+    fault(
+        "hidden values that are NaN are not cleared",
+        FILE,
+        "at < TILE_BYTES; at += 512 * CONSUMERS",
+        "at < 0; at += 512 * CONSUMERS",
     ),
     fault("the second warpgroup has the first one's queries", FILE, "consumer * 64 * 128 + within", "within"),
 ];

@@ -88,17 +88,23 @@ async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> 
     };
     check_repair(world, &LEFT, &reached, &repaired).unwrap();
     let survivors = left.into_iter().enumerate().filter(|(rank, _)| *rank != LOST.0 as usize);
-    let outputs = join_all(in_process_group(2).into_iter().zip(survivors).map(|(transport, (_, left))| {
-        let repaired = &repaired;
-        async move {
-            let (mut inputs, mut remains): (Inputs<B::Buffer>, Remains<B::Buffer>) = left;
-            let rank = transport.rank();
-            let collective = HostStaged::new(transport, DEADLINE);
-            let executor = Executor::new(backend, &collective, repaired, rank, [8; 32], 0, super::options());
-            executor.run_from(0, &mut inputs, &mut remains).await.unwrap()
-        }
-    }))
-    .await;
+    // They outlive the runs: a rank that is done must not be gone for one that is not.
+    let collectives = in_process_group(2).into_iter().enumerate().map(|(rank, transport)| {
+        assert_eq!(transport.rank().0 as usize, rank);
+        HostStaged::new(transport, DEADLINE)
+    });
+    let collectives: Vec<_> = collectives.collect();
+    let outputs =
+        join_all(collectives.iter().zip(survivors).enumerate().map(|(rank, (collective, (_, left)))| {
+            let (repaired, rank) = (&repaired, Rank(rank as u32));
+            async move {
+                let (mut inputs, mut remains): (Inputs<B::Buffer>, Remains<B::Buffer>) = left;
+                let executor =
+                    Executor::new(backend, collective, repaired, rank, [8; 32], 0, super::options());
+                executor.run_from(0, &mut inputs, &mut remains).await.unwrap()
+            }
+        }))
+        .await;
     let mut whole = Whole::new(world);
     outputs.iter().enumerate().for_each(|(rank, output)| whole.add(&repaired, rank, output));
     Some(whole)
