@@ -142,7 +142,7 @@ fn a_rank_beats_at_every_piece_and_its_work_ends_with_it() {
 
 #[test]
 fn a_pair_tensor_that_nobody_asked_for_is_refused_and_so_is_a_missing_one() {
-    let rank = kyklos_transport::Rank(0);
+    let rank = Rank(0);
     for name in ["mask tensor", "seven rows"] {
         let prepared = case(name);
         let mut tensors = prepared.tensors.clone();
