@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Compiles the CUDA kernels with NVIDIA's own compilers, for every architecture, on a machine without a GPU: nvcc through
-# the crate's build.rs, once, and NVRTC through the crate and by itself. Fails on warnings, spills, stack, more registers than cuda-backend/tests/compilers/budgets.txt allows (--bless writes that table), and
-# kernels for Hopper whose products are serialised or whose machine code has no wgmma or TMA in it.
+# the crate's build.rs, once, and NVRTC through the crate and by itself. Fails on warnings, spills, stack, more registers
+# than cuda-backend/tests/compilers/budgets.txt allows (--bless writes that table), and kernels for Hopper whose products are
+# serialised or whose machine code has no wgmma or TMA in it.
 # The compilers come from PyPI as wheels (about 200 MB, once) and stay in target/.
 set -euo pipefail
 cd "$(dirname "$0")/.."

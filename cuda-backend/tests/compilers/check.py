@@ -5,8 +5,8 @@
 
 TOOLKIT is a folder with bin/, include/, lib/ and nvvm/, as the wheels have it. IMAGES is where build.rs left the cubins that
 nvcc made for all of ARCHITECTURES, with what the compilers said; a warning there is a fault. NVRTC, which has no headers and
-gets the sources from memory, compiles here, for the oldest and the newest; the tiles of one type only, for it has the
-same optimiser, and the crate's own test gives it everything.
+gets the sources from memory, compiles here, for the oldest and the newest; a few of the tiles, for it has the same
+optimiser, and the crate's own test has it compile everything for the newest.
 Registers are compared with budgets.txt; spills and stack are faults. So are products of warpgroups that the compiler
 serialised, registers that it did not redistribute, and a kernel for Hopper whose machine code has no HGMMA or UTMALDG.
 A kernel that redistributes registers is counted by its machine code, for ptxas says what it starts with.
@@ -29,9 +29,10 @@ BUDGETS = Path(__file__).with_name("budgets.txt")
 
 # Real architectures, and the virtual one that their code comes from: as build.rs has them.
 ARCHITECTURES = {"sm_80": "compute_80", "sm_86": "compute_80", "sm_89": "compute_80", "sm_90a": "compute_90a"}
-NVRTC = ["sm_80", "sm_90a"]
-# The instances in kernels.cu that NVRTC is spared here, and their names.
-SPARED, SPARED_NAMES = re.compile(rb"^[A-Z]+_DIMS\(F16, f16\)$", flags=re.MULTILINE), "_f16_"
+# What NVRTC compiles here, besides the small kernels; and the lines of kernels.cu that say what there is, and its names.
+NVRTC = {"sm_80": "attend_bf16", "sm_90a": "hopper_bf16"}
+TILES = re.compile(rb"^([A-Z]+)_DIMS\(\w+, (\w+)\)$", flags=re.MULTILINE)
+TILE_NAMES = re.compile(r"(attend|decode|hopper)_b?f16_")
 OPTIONS = ["--std=c++17"]
 
 # Kernels that only Hopper has, and what their machine code must have.
@@ -142,7 +143,9 @@ def nvrtc(toolkit, real, out):
     texts = (ctypes.c_char_p * len(headers))(*[header.read_bytes() for header in headers])
     names = (ctypes.c_char_p * len(headers))(*[header.name.encode() for header in headers])
     program = ctypes.c_void_p()
-    source = SPARED.sub(b"", (KERNELS / "kernels.cu").read_bytes())
+    kept = NVRTC[real].encode()
+    source = TILES.sub(lambda line: line[0] if b"_".join(line.groups()).lower() == kept else b"",
+                       (KERNELS / "kernels.cu").read_bytes())
     made = library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", len(headers), texts, names)
     options = [f"--gpu-architecture={real}", *OPTIONS, "--ptxas-options=-v"]
     words = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
@@ -238,8 +241,9 @@ def main():
     if "--bless" in options:
         bless(tables)
     budgets = read_budgets()
-    for real in NVRTC:
-        budgets[f"{real} by NVRTC"] = {name: most for name, most in budgets[real].items() if SPARED_NAMES not in name}
+    for real, kept in NVRTC.items():
+        budgets[f"{real} by NVRTC"] = {name: most for name, most in budgets[real].items()
+                                       if name.startswith(kept) or not TILE_NAMES.match(name)}
     faults = [f"{name}: {fault}" for name, (table, others) in compiled.items()
               for fault in others + judge(table, budgets[name])]
     faults += [fault for virtual in dict.fromkeys(ARCHITECTURES.values())
