@@ -1,22 +1,23 @@
 //! Compiles the kernels where there is an nvcc: in `NVCC`, in `CUDA_HOME`, or on the PATH. Where there is none the crate
 //! builds all the same, and its kernels are compiled at run time.
 //!
-//! Writes `images.rs`: names of architectures, and what runs on them, deflated.
+//! Writes `images.rs`: names of architectures, and what runs on them, deflated. What was compiled stays in `OUT_DIR` as it
+//! came, and beside it in `.log` what the compilers said, registers included: `scripts/check-cuda.sh` reads both.
 
 use std::env;
 use std::fmt::Write as _;
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Names of images, and how nvcc is told: cubins run on their own generation, PTX on whatever is newer.
-const IMAGES: [(&str, &str, &str); 5] = [
-    ("sm_80", "arch=compute_80,code=sm_80", "-cubin"),
-    ("sm_86", "arch=compute_86,code=sm_86", "-cubin"),
-    ("sm_89", "arch=compute_89,code=sm_89", "-cubin"),
-    ("sm_90a", "arch=compute_90a,code=sm_90a", "-cubin"),
-    ("compute_90", "arch=compute_90,code=compute_90", "-ptx"),
-];
+/// Virtual architectures, and the real ones for which their PTX becomes cubins. The compiler's front end takes most of the
+/// time, and runs once for each of the former.
+const ARCHITECTURES: [(&str, &[&str]); 2] =
+    [("compute_80", &["sm_80", "sm_86", "sm_89"]), ("compute_90a", &["sm_90a"])];
+
+/// The PTX that goes into the program, for whatever is newer. What ends with an a runs on nothing newer.
+const NEWER: &str = "compute_80";
 
 fn main() {
     println!("cargo::rerun-if-changed=kernels");
@@ -26,15 +27,18 @@ fn main() {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
     let mut list = String::from("pub(crate) static IMAGES: &[(&str, &[u8])] = &[\n");
     if let Some(nvcc) = nvcc() {
-        // Two at a time: what it takes is mostly one core, and builds share theirs.
-        for pair in IMAGES.chunks(2) {
+        let (made_of, stamp) = (made_of(&nvcc), out.join("made_of"));
+        let images = || ARCHITECTURES.iter().flat_map(|(_, real)| *real).chain([&NEWER]);
+        if fs::read_to_string(&stamp).ok().as_ref() != Some(&made_of) {
             std::thread::scope(|scope| {
-                for (name, target, kind) in pair {
-                    scope.spawn(|| compile(&nvcc, name, target, kind, &out));
+                for (virtual_one, real) in ARCHITECTURES {
+                    scope.spawn(|| compile(&nvcc, virtual_one, real, &out));
                 }
             });
+            images().for_each(|name| pack(name, &out));
+            fs::write(stamp, made_of).expect("OUT_DIR can be written");
         }
-        for (name, ..) in IMAGES {
+        for name in images() {
             let _ = writeln!(
                 list,
                 "    (\"{name}\", include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.z\"))),"
@@ -57,24 +61,59 @@ fn nvcc() -> Option<PathBuf> {
     Some(PathBuf::from("nvcc")).filter(|path| runs(path))
 }
 
-fn compile(nvcc: &Path, name: &str, target: &str, kind: &str, out: &Path) {
-    let image = out.join(name);
-    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+/// Changes with all that the images are made of. Builds with and without nvcc take turns in one `OUT_DIR`, and what is
+/// there and still right is not compiled again.
+fn made_of(nvcc: &Path) -> String {
+    let version = Command::new(nvcc).arg("--version").output().expect("it ran a moment ago").stdout;
+    let mut hash = DefaultHasher::new();
+    (nvcc, version, include_str!("build.rs")).hash(&mut hash);
+    let mut sources: Vec<_> = [kernels(), kernels().join("cuda")]
+        .into_iter()
+        .flat_map(|folder| fs::read_dir(folder).expect("a folder of sources").flatten())
+        .map(|entry| entry.path())
+        .filter(|path| path.is_file())
+        .collect();
+    sources.sort();
+    for source in sources {
+        (fs::read(&source).expect("a source"), source).hash(&mut hash);
+    }
+    format!("{:016x}", hash.finish())
+}
+
+fn kernels() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")
+}
+
+/// PTX of all kernels, and a cubin of it for each of `real`.
+fn compile(nvcc: &Path, virtual_one: &str, real: &[&str], out: &Path) {
+    let kernels = kernels();
+    let ptx = out.join(virtual_one).with_extension("ptx");
     let mut command = Command::new(nvcc);
-    command.args(["--std=c++17", "-O3", kind, "-gencode", target, "-o"]).arg(&image);
+    command.args(["--std=c++17", "-O3", "-ptx", "-arch", virtual_one, "-o"]).arg(&ptx);
     command.arg("-I").arg(kernels.join("cuda")).arg("-I").arg(&kernels).arg(kernels.join("kernels.cu"));
+    run(&mut command, &out.join(virtual_one));
+    for name in real {
+        let mut command = Command::new(nvcc);
+        command.args(["-cubin", "-Xptxas", "-v", "-arch", name, "-o"]);
+        run(command.arg(out.join(name).with_extension("cubin")).arg(&ptx), &out.join(name));
+    }
+}
+
+/// Runs a compiler and leaves what it said in `log`.log.
+fn run(command: &mut Command, log: &Path) {
     let output = command.output().expect("it ran a moment ago");
-    assert!(
-        output.status.success(),
-        "{command:?}\n{}{}",
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr)
-    );
-    let mut bytes = fs::read(&image).expect("nvcc wrote it");
-    if kind == "-ptx" {
+    let said = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{command:?}\n{}", String::from_utf8_lossy(&said));
+    fs::write(log.with_extension("log"), said).expect("OUT_DIR can be written");
+}
+
+fn pack(name: &str, out: &Path) {
+    let kind = if name == NEWER { "ptx" } else { "cubin" };
+    let mut bytes = fs::read(out.join(name).with_extension(kind)).expect("nvcc wrote it");
+    if name == NEWER {
         // The driver takes PTX as a text that ends with a zero byte.
         bytes.push(0);
     }
     let packed = miniz_oxide::deflate::compress_to_vec_zlib(&bytes, 9);
-    fs::write(out.join(format!("{name}.z")), packed).expect("OUT_DIR can be written");
+    fs::write(out.join(name).with_extension("z"), packed).expect("OUT_DIR can be written");
 }

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Compiles the CUDA kernels with NVIDIA's own compilers, for every architecture, on a machine without a GPU. Fails on
-# spills, stack, more registers than cuda-backend/tests/compilers/budgets.txt allows (--bless writes that table), and
-# kernels for Hopper whose products are serialised or whose machine code has no wgmma or TMA in it.
+# Compiles the CUDA kernels with NVIDIA's own compilers, for every architecture, on a machine without a GPU: nvcc through
+# the crate's build.rs, once, and NVRTC through the crate and by itself. Fails on warnings, spills, stack, more registers
+# than cuda-backend/tests/compilers/budgets.txt allows (--bless writes that table), and kernels for Hopper whose products are
+# serialised or whose machine code has no wgmma or TMA in it.
 # The compilers come from PyPI as wheels (about 200 MB, once) and stay in target/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -38,7 +39,28 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "${wheels[*]}" ]; then
     echo "compilers installed in $((SECONDS - start)) s"
 fi
 toolkit=$folder/wheels/nvidia/cu13
+
+# All that the stage looks at; what passed as it is now is not compiled again.
+passed=$folder/passed
+state=$(find cuda-backend/{src,kernels,tests/compilers,build.rs,Cargo.toml} scripts/check-cuda.sh Cargo.lock -type f -not -path '*/__pycache__/*' -print0 |
+    sort -z | xargs -0 sha256sum | sha256sum)
+if [ $# = 0 ] && [ "$(cat "$passed" 2>/dev/null)" = "$state" ]; then
+    echo "unchanged since it passed; after rm $passed it runs again"
+    exit 0
+fi
+
+# Builds the crate's tests, and prints cargo's messages.
+build() { "$@" cargo test --release -q -p kyklos-cuda --lib --no-run --message-format=json; }
+field() { grep -o "\"$1\":\"[^\"]*\"" | tail -n 1 | cut -d'"' -f4; }
+
+# NVRTC, as the crate calls it, takes a minute of one core. It begins at once, from a copy, for cargo links the program anew.
+cp "$(build | field executable)" "$folder/run-time"
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+LD_LIBRARY_PATH=$toolkit/lib "$folder/run-time" -q --include-ignored nvrtc &
 python3 cuda-backend/tests/compilers/check.py "$toolkit" --control
-python3 cuda-backend/tests/compilers/check.py "$toolkit" "$@"
-# The crate's own ways to the same code: nvcc while it is built, and NVRTC while it runs.
-NVCC=$toolkit/bin/nvcc LD_LIBRARY_PATH=$toolkit/lib cargo test --release -q -p kyklos-cuda --lib -- --include-ignored
+# The crate's other way to the same code: nvcc while it is built.
+images=$(build env NVCC="$toolkit/bin/nvcc" | grep '"build-script-executed".*/cuda-backend#' | field out_dir)
+python3 cuda-backend/tests/compilers/check.py "$toolkit" "$images" "$@"
+NVCC=$toolkit/bin/nvcc cargo test --release -q -p kyklos-cuda --lib
+wait $!
+echo "$state" >"$passed"
