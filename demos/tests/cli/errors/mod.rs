@@ -57,7 +57,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("{layout:?} does not keep heads on 16-byte boundaries", CALLERS),
     ("a copy of {extent:?} from {from:?} into {into:?}", CALLERS),
     ("{:?} (in bytes) does not keep heads on 16-byte boundaries", CALLERS),
-    ("the work list is in tiles of {:?}, the kernel's are {:?}", CALLERS),
+    ("the work list is in tiles of {tile:?}, kernels for this call have {tiles:?}", CALLERS),
     ("{tensor:?} does not keep heads on 16-byte boundaries", CALLERS),
     ("a write of {} bytes at byte {offset} of a buffer of {}", CALLERS),
     ("a copy of {extent:?} from {from_layout:?} into {into_layout:?}", CALLERS),
