@@ -56,7 +56,7 @@ if part loopback; then
         --modes tcp,tls,quic:1500,quic:1500x2,quic:9000,quic,quic-hop,quic:tcp "${peer[@]}"
 fi
 if part ping; then
-    run "agreements beside bulk, loopback" "$bench" --rounds "$rounds" --mib "$mib" --modes quic:1500-ping,quic:9000-ping,quic-ping
+    run "agreements beside bulk, loopback" "$bench" --rounds "$rounds" --mib "$mib" --modes quic:1500-ping,quic:9000-ping,quic-ping,quic:tcp-ping
 fi
 part veth || part limited || exit 0
 if ! namespaces; then
