@@ -248,6 +248,10 @@ pub(crate) struct BenchArgs {
     /// Timed runs of each combination, after the first one
     #[arg(long, value_name = "N", default_value = "9")]
     pub(crate) repeat: NonZeroU32,
+    /// Hold every row of f16 and bf16 to what the same device makes of it in f32, which is held to the oracle on the rows that
+    /// are sampled anyway
+    #[arg(long)]
+    pub(crate) verify: bool,
     /// Another program to take turns with on one device; may be given again. COMMAND is called with a case, such as
     /// 1,1024,8,8,64,causal,f32, and a number of calls, and prints {"first_ms":…,"times_ms":[…],"max_abs_error":…}
     #[arg(long, value_name = "NAME=COMMAND")]

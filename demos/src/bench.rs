@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use kyklos::AttentionProblem;
 use kyklos::backend::wgpu::KernelChoice;
 use kyklos::backend::{Backend, Control};
 use kyklos::plan::table;
+use kyklos::{AttentionProblem, Dtype};
 use serde::Serialize;
 
 use crate::against::{self, Times};
@@ -14,7 +14,7 @@ use crate::device::{self, AnyBackend, DeviceId};
 use crate::failure::{Failure, Result, note, print};
 use crate::input::Source;
 use crate::resident::{Resident, state_shape};
-use crate::verify::Sample;
+use crate::verify::{Sample, Verdict, Whole};
 
 /// One combination.
 #[derive(Serialize)]
@@ -43,6 +43,22 @@ struct Measured {
     gflop_per_s: f64,
     max_abs_error: f64,
     tolerance: f64,
+    /// With --verify: all rows beside the device's own in f32.
+    every_row: Option<EveryRow>,
+}
+
+/// All rows of a result, beside those of the same device in f32.
+#[derive(Clone, Copy, Serialize)]
+struct EveryRow {
+    rows: usize,
+    max_abs_error: f64,
+}
+
+/// What a run was found to take, and that it was right.
+struct Checked {
+    times: Times,
+    tolerance: f64,
+    every_row: Option<EveryRow>,
 }
 
 /// Runs the command.
@@ -54,6 +70,12 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
         if !devices.contains(&device) {
             devices.push(device);
         }
+    }
+    if args.verify && args.dtype.contains(&Dtype::F32) {
+        return Err(Failure::request(
+            "--verify with f32, which is what it holds the other types to".to_owned(),
+            "add --dtype f16 or --dtype bf16; rows of f32 are held to the oracle in any case".to_owned(),
+        ));
     }
     let cases = cases(args)?;
     if !args.against.is_empty() {
@@ -68,7 +90,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
                 Ok(backend) if seen.contains(&backend.info().kernel) => {}
                 Ok(backend) => {
                     seen.push(backend.info().kernel.clone());
-                    lines.extend(cases.iter().map(|case| case.line(device, &backend, args.repeat.get())));
+                    lines.extend(cases.iter().map(|case| case.line(device, &backend, args)));
                 }
                 Err(failure) => lines.extend(cases.iter().map(|case| {
                     let info = device::info_of(device);
@@ -98,7 +120,9 @@ fn bench_against(args: &BenchArgs, devices: &[DeviceId], cases: &[Case]) -> Resu
     let mut comparisons = Vec::new();
     for case in cases {
         comparisons.push(against::compare(case.text(), &args.against, rounds, repeat, || {
-            case.times(&backend, repeat)
+            note(&format!("kyklos {}", case.text()));
+            let Checked { times, tolerance, .. } = case.checked(&backend, args)?;
+            Ok((times, tolerance))
         })?);
     }
     if args.json {
@@ -151,21 +175,16 @@ fn cases(args: &BenchArgs) -> Result<Vec<Case>> {
 }
 
 impl Case {
-    fn line(&self, device: DeviceId, backend: &AnyBackend, repeat: u32) -> Line {
+    fn line(&self, device: DeviceId, backend: &AnyBackend, args: &BenchArgs) -> Line {
         let info = backend.info();
         note(&format!(
             "{device} {}: {:?} {} {}",
             info.kernel, self.shape, self.mask.text, self.problem.dtype
         ));
-        let measured = match backend {
-            AnyBackend::Cpu(backend) => self.measure(backend, repeat),
-            AnyBackend::Wgpu(backend) => self.measure(&**backend, repeat),
-            AnyBackend::Cuda(backend) => self.measure(&**backend, repeat),
-        };
         let names = (info.name.clone(), info.driver.clone(), self.kernel(backend));
-        match measured {
-            Ok(measured) => Line {
-                measured: Some(measured),
+        match self.checked(backend, args) {
+            Ok(checked) => Line {
+                measured: Some(self.measured(checked)),
                 error: None,
                 ..self.empty_line(device, names, &Failure::run(""))
             },
@@ -213,21 +232,19 @@ impl Case {
         format!("{batch},{tokens},{heads},{kv_heads},{dim},{},{}", self.mask.text, self.problem.dtype)
     }
 
-    fn times(&self, backend: &AnyBackend, repeat: u32) -> Result<(Times, f64)> {
-        note(&format!("kyklos {}", self.text()));
+    fn checked(&self, backend: &AnyBackend, args: &BenchArgs) -> Result<Checked> {
         match backend {
-            AnyBackend::Cpu(backend) => self.checked_times(backend, repeat),
-            AnyBackend::Wgpu(backend) => self.checked_times(&**backend, repeat),
-            AnyBackend::Cuda(backend) => self.checked_times(&**backend, repeat),
+            AnyBackend::Cpu(backend) => self.checked_on(backend, args),
+            AnyBackend::Wgpu(backend) => self.checked_on(&**backend, args),
+            AnyBackend::Cuda(backend) => self.checked_on(&**backend, args),
         }
     }
 
-    fn measure<B: Backend>(&self, backend: &B, repeat: u32) -> Result<Measured> {
-        let (Times { first_ms, mut times_ms, max_abs_error }, tolerance) =
-            self.checked_times(backend, repeat)?;
+    fn measured(&self, Checked { times, tolerance, every_row }: Checked) -> Measured {
+        let Times { first_ms, mut times_ms, max_abs_error } = times;
         times_ms.sort_by(f64::total_cmp);
         let median_ms = times_ms[times_ms.len() / 2];
-        Ok(Measured {
+        Measured {
             first_ms,
             median_ms,
             min_ms: times_ms[0],
@@ -235,26 +252,41 @@ impl Case {
             gflop_per_s: self.flops() / median_ms / 1e6,
             max_abs_error,
             tolerance,
-        })
+            every_row,
+        }
     }
 
-    /// Times of a run whose result agrees with the oracle, and the tolerance for that.
-    fn checked_times<B: Backend>(&self, backend: &B, repeat: u32) -> Result<(Times, f64)> {
+    /// Times of a run whose result agrees with the oracle, and if that was asked, everywhere with the device's own in f32.
+    fn checked_on<B: Backend>(&self, backend: &B, args: &BenchArgs) -> Result<Checked> {
         let mut resident = Resident::new(backend, &self.problem, SEED)?;
         let mut times_ms = Vec::new();
-        for _ in 0..=repeat {
+        for _ in 0..=args.repeat.get() {
             let started = Instant::now();
             resident.run(backend, &Control::default())?;
             times_ms.push(started.elapsed().as_secs_f64() * 1e3);
         }
         let (o, lse) = resident.results(backend)?;
-        let sample = Sample::new(&self.problem, &Source::MadeUp { seed: SEED }, &self.mask.text)?;
-        let verdict = sample.judge_alone(&o, &lse, &backend.info().kernel)?;
-        if let Some(failure) = verdict.failure {
-            return Err(Failure::run(format!("wrong result: {failure}")));
-        }
         let first_ms = times_ms.remove(0);
-        Ok((Times { first_ms, times_ms, max_abs_error: verdict.max_abs_error }, verdict.tolerance))
+        let kernel = &backend.info().kernel;
+        let sample = Sample::new(&self.problem, &Source::MadeUp { seed: SEED }, &self.mask.text)?;
+        let right = |verdict: Verdict| match verdict.failure {
+            None => Ok(verdict),
+            Some(failure) => Err(Failure::run(format!("wrong result: {failure}"))),
+        };
+        let Verdict { max_abs_error, tolerance, .. } = right(sample.judge_alone(&o, &lse, kernel)?)?;
+        let every_row = if args.verify {
+            drop(resident);
+            let mut wide = Resident::widened(backend, &self.problem, SEED)?;
+            wide.run(backend, &Control::default())?;
+            let (wide_o, wide_lse) = wide.results(backend)?;
+            let actual = Whole { dtype: self.problem.dtype, o: &o, lse: &lse };
+            let wide = Whole { dtype: Dtype::F32, o: &wide_o, lse: &wide_lse };
+            let verdict = right(sample.judge_every_row(actual, wide, kernel)?)?;
+            Some(EveryRow { rows: verdict.rows, max_abs_error: verdict.max_abs_error })
+        } else {
+            None
+        };
+        Ok(Checked { times: Times { first_ms, times_ms, max_abs_error }, tolerance, every_row })
     }
 
     /// A multiply-add counts as two.
@@ -288,6 +320,7 @@ fn text(lines: &[Line]) -> String {
         "GFLOP/s",
         "error",
         "tolerance",
+        "every row",
     ];
     let rows = lines.iter().filter_map(|line| {
         let m = line.measured.as_ref()?;
@@ -295,7 +328,11 @@ fn text(lines: &[Line]) -> String {
         let case = [line.shape_text(), line.queries.to_string(), line.mask.clone(), line.dtype.clone()];
         let ms = [m.first_ms, m.median_ms, m.min_ms, m.max_ms].map(|ms| format!("{ms:.2}"));
         let errors = [m.max_abs_error, m.tolerance].map(|error| format!("{error:.1e}"));
-        Some([&names[..], &case, &ms, &[format!("{:.1}", m.gflop_per_s)], &errors].concat())
+        let every_row = match m.every_row {
+            Some(EveryRow { max_abs_error, .. }) => format!("{max_abs_error:.1e}"),
+            None => "not held".to_owned(),
+        };
+        Some([&names[..], &case, &ms, &[format!("{:.1}", m.gflop_per_s)], &errors, &[every_row]].concat())
     });
     let mut out = table(&header, rows.collect());
     // What stopped a kernel altogether is told once.

@@ -1,8 +1,9 @@
 //! One attention call on tensors that stay on a device, to be timed and checked.
 
 use bytes::Bytes;
+use half::{bf16, f16};
 use kyklos::backend::{Attend, Backend, Control, Layout, Operand, State, StateMut, StateShape};
-use kyklos::{AttentionProblem, BlockWork, TokenRuns};
+use kyklos::{AttentionProblem, BlockWork, Dtype, TokenRuns};
 
 use crate::failure::Result;
 use crate::input::{Source, Which};
@@ -30,19 +31,35 @@ impl<Buffer> Resident<Buffer> {
         problem: &AttentionProblem,
         seed: u64,
     ) -> Result<Self> {
-        let source = Source::MadeUp { seed };
-        let upload = |label, which, tokens| -> Result<Buffer> {
-            Ok(backend.upload(label, source.read(problem, which, &TokenRuns::contiguous(0..tokens))?)?)
-        };
+        Self::of(backend, problem, |which| whole(problem, seed, which))
+    }
+
+    /// The same tensors as [`Self::new`], as f32: the problem that is rounded to another type there, with nothing rounded
+    /// any more.
+    pub(crate) fn widened<B: Backend<Buffer = Buffer>>(
+        backend: &B,
+        problem: &AttentionProblem,
+        seed: u64,
+    ) -> Result<Self> {
+        let wide = AttentionProblem { dtype: Dtype::F32, ..problem.clone() };
+        Self::of(backend, &wide, |which| Ok(widen(problem.dtype, &whole(problem, seed, which)?)))
+    }
+
+    fn of<B: Backend<Buffer = Buffer>>(
+        backend: &B,
+        problem: &AttentionProblem,
+        read: impl Fn(Which) -> Result<Bytes>,
+    ) -> Result<Self> {
+        let upload = |label, which| -> Result<Buffer> { Ok(backend.upload(label, read(which)?)?) };
         let shape = state_shape(problem);
         let queries = TokenRuns::contiguous(0..problem.q_len);
         let keys = TokenRuns::contiguous(0..problem.kv_len);
         Ok(Self {
             layers: BlockWork::layers(problem, &queries, &keys, backend.tile_shape(problem, shape)),
             kv_head_of: (0..problem.q_heads).map(|head| head / problem.group()).collect(),
-            q: upload("q", Which::Q, problem.q_len)?,
-            k: upload("k", Which::K, problem.kv_len)?,
-            v: upload("v", Which::V, problem.kv_len)?,
+            q: upload("q", Which::Q)?,
+            k: upload("k", Which::K)?,
+            v: upload("v", Which::V)?,
             a: backend.alloc("a", shape.a_bytes())?,
             ml: backend.alloc("ml", shape.ml_bytes())?,
             o: backend.alloc("o", o_bytes(problem))?,
@@ -101,6 +118,21 @@ pub(crate) fn state_shape(problem: &AttentionProblem) -> StateShape {
         heads: problem.q_heads as usize,
         dim: problem.head_dim as usize,
     }
+}
+
+/// All tokens of a made-up tensor.
+fn whole(problem: &AttentionProblem, seed: u64, which: Which) -> Result<Bytes> {
+    let tokens = if which == Which::Q { problem.q_len } else { problem.kv_len };
+    Source::MadeUp { seed }.read(problem, which, &TokenRuns::contiguous(0..tokens))
+}
+
+fn widen(dtype: Dtype, bytes: &Bytes) -> Bytes {
+    let wide: Vec<f32> = match dtype {
+        Dtype::F32 => return bytes.clone(),
+        Dtype::F16 => bytemuck::cast_slice::<u8, f16>(bytes).iter().map(|x| x.to_f32()).collect(),
+        Dtype::Bf16 => bytemuck::cast_slice::<u8, bf16>(bytes).iter().map(|x| x.to_f32()).collect(),
+    };
+    bytemuck::cast_slice::<f32, u8>(&wide).to_vec().into()
 }
 
 fn o_bytes(problem: &AttentionProblem) -> usize {

@@ -3,6 +3,7 @@
 //! The tolerance is measured, not chosen: every kind of device that took part computes the sampled rows alone, and
 //! the shared result may be twice as wrong as the worst of them, plus a rounding allowance (`kyklos_tests::tolerance`).
 
+mod every_row;
 mod masks;
 
 use std::collections::{BTreeSet, HashMap};
@@ -24,6 +25,7 @@ use crate::failure::{Failure, Result};
 use crate::input::{Source, Which};
 use crate::pairs::OracleRows;
 use crate::request::Request;
+pub(crate) use every_row::Whole;
 use masks::oracle_mask;
 
 /// The rows that are looked at.

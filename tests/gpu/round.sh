@@ -50,7 +50,8 @@ else
     shapes=(--shape 1,2048,32,32,64 --shape 1,16384,32,32,64 --shape 1,2048,16,16,128 --shape 1,16384,16,16,128
         --shape 1,16384,8,8,256 --shape 1,8192,32,8,128) repeat=20
 fi
-bench=("$here/kyklos" bench --device cuda:0 "${shapes[@]}" --mask full --mask causal --dtype bf16 --repeat $repeat)
+bench=("$here/kyklos" bench --device cuda:0 "${shapes[@]}" --mask full --mask causal --dtype bf16 --repeat $repeat
+    --verify)
 stage bench 120 "${bench[@]}"
 if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
     stage bench-torch 150 "${bench[@]}" --against "flash=python3 $here/torch_cuda.py flash" \

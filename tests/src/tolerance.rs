@@ -8,6 +8,7 @@
 //! |---|---|---|
 //! | a parallel result | the same problem on one device | `2 · E_dense + a` |
 //! | a single-device kernel | f32 arithmetic without any care | `2 · E_naive + rounding of the output + a` |
+//! | rows that the oracle has no time for | f32 on the same device | the same, plus what that is off elsewhere |
 //!
 //! with `a` = 1e-6 for f32 and 2e-3 for f16 and bf16, at any world size. Errors are measured and not predicted,
 //! because they depend on length, head dimension and size of the scores; the factor 2 is for another order of the
@@ -122,6 +123,21 @@ impl Limit {
             lse_abs: lse_limit(naive.max_lse_error, naive.max_abs_lse),
             lse_ceiling: LSE_CEILING,
             rule: "2 x naive f32 + rounding of the output + a",
+        }
+    }
+
+    /// The limit of rows for which there is no oracle: `rows` compares them with what the same device computed in f32. Errors
+    /// are those of the rows for which there is one, of plain f32 arithmetic (`naive`) and of the device's (`wide`), which may
+    /// be wrong itself; magnitudes are those of `rows`. Where they fall, as they do along a causal mask, rows are best held in
+    /// bands of similar ones.
+    pub fn beside(dtype: Dtype, naive: &Comparison, wide: &Comparison, rows: &Comparison) -> Self {
+        let u = dtype.unit_roundoff();
+        Self {
+            o_abs: 2.0 * naive.max_abs_error + wide.max_abs_error + u * rows.max_abs_o + additive(dtype),
+            o_relative: 2.0 * naive.relative_error + wide.relative_error + u + additive(dtype),
+            lse_abs: lse_limit(naive.max_lse_error, rows.max_abs_lse) + wide.max_lse_error,
+            lse_ceiling: LSE_CEILING,
+            rule: "2 x naive f32 + f32 on the device + rounding of the output + a",
         }
     }
 

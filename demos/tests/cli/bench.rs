@@ -82,6 +82,35 @@ fn a_kernel_that_a_device_has_not_is_told_once_and_fails() {
 }
 
 #[test]
+fn every_row_is_held_to_the_device_in_f32() {
+    let common = [
+        "bench",
+        "--device",
+        "cpu",
+        "--shape",
+        "2,150,4,2,24",
+        "--mask",
+        "causal",
+        "--repeat",
+        "1",
+        "--verify",
+    ];
+    let run = |more: &[&str]| kyklos(&[&common[..], more].concat());
+    let output = run(&["--dtype", "f16", "--dtype", "bf16", "--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    for line in lines.as_array().unwrap() {
+        assert_eq!(line["every_row"]["rows"], 1200, "{line}");
+        assert!(
+            line["every_row"]["max_abs_error"].as_f64() >= line["max_abs_error"].as_f64().map(|e| e / 2.0)
+        );
+    }
+    let refused = run(&["--dtype", "f32"]);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("add --dtype f16 or --dtype bf16"));
+}
+
+#[test]
 fn another_program_takes_turns_and_is_told_the_case() {
     let folder = tempfile::tempdir().unwrap();
     let peer = folder.path().join("peer.sh");
