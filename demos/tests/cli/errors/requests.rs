@@ -105,6 +105,10 @@ pub(super) const GROUPS: &[Group] = &[
                 "Queries are the last tokens of the sequence.",
             ),
             (
+                "bench --device cpu --verify",
+                "What the other types are held to has nothing on the device to be held to itself.",
+            ),
+            (
                 "bench --device cpu,cpu --kernel auto,portable --against other=true",
                 "Turns are taken by one device and kernel.",
             ),
