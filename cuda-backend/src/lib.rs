@@ -10,7 +10,7 @@
 //!   nvcc they are in this library as machine code; elsewhere NVRTC compiles them at run time. [`Way`] says which a call gets.
 //! - Kernels, copies to the device and copies to the host have a stream each; events order them where buffers are shared.
 //!   Copies go through pinned memory, and a download hands it out without another copy.
-//! - `unsafe` is in two files: `driver.rs` and `compiler.rs`.
+//! - `unsafe` is in `driver.rs`, the files below it, and `compiler.rs`.
 #![deny(unsafe_code)]
 
 mod arguments;
