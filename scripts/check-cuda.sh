@@ -42,7 +42,7 @@ toolkit=$folder/wheels/nvidia/cu13
 
 # All that the stage looks at; what passed as it is now is not compiled again.
 passed=$folder/passed
-state=$(find cuda-backend/{src,kernels,tests/compilers,build.rs,Cargo.toml} scripts/check-cuda.sh Cargo.lock -type f -not -path '*/__pycache__/*' -print0 |
+state=$(find cuda-backend/{src,kernels,tests/compilers,architectures.txt,build.rs,Cargo.toml} scripts/check-cuda.sh Cargo.lock -type f -not -path '*/__pycache__/*' -print0 |
     sort -z | xargs -0 sha256sum | sha256sum)
 if [ $# = 0 ] && [ "$(cat "$passed" 2>/dev/null)" = "$state" ]; then
     echo "unchanged since it passed; after rm $passed it runs again"

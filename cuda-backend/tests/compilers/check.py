@@ -27,8 +27,9 @@ CRATE = Path(__file__).resolve().parents[2]
 KERNELS = CRATE / "kernels"
 BUDGETS = Path(__file__).with_name("budgets.txt")
 
-# Real architectures, and the virtual one that their code comes from: as build.rs has them.
-ARCHITECTURES = {"sm_80": "compute_80", "sm_86": "compute_80", "sm_89": "compute_80", "sm_90a": "compute_90a"}
+# Real architectures, and the virtual one that their code comes from.
+ARCHITECTURES = {real: line.split()[0] for line in (CRATE / "architectures.txt").read_text().splitlines()
+                 if not line.startswith("#") for real in line.split()[1:]}
 # What NVRTC compiles here, besides the small kernels; and the lines of kernels.cu that say what there is, and its names.
 NVRTC = {"sm_80": "attend_bf16", "sm_90a": "hopper_bf16"}
 TILES = re.compile(rb"^([A-Z]+)_DIMS\(\w+, (\w+)\)$", flags=re.MULTILINE)
