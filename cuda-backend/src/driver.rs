@@ -17,7 +17,7 @@ use crate::fault::Fault;
 type Result<T> = std::result::Result<T, Fault>;
 
 /// What this crate calls. All of it is in drivers since CUDA 12.
-const SYMBOLS: [&str; 32] = [
+const SYMBOLS: [&str; 38] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGetCount",
@@ -50,6 +50,12 @@ const SYMBOLS: [&str; 32] = [
     "cuFuncSetAttribute",
     "cuTensorMapEncodeTiled",
     "cuLaunchKernel",
+    "cuGraphCreate",
+    "cuGraphAddKernelNode_v2",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
 ];
 
 /// Calls the driver; an error keeps the name of the call.
@@ -61,12 +67,14 @@ macro_rules! call {
     };
 }
 
+mod graph;
 mod memory;
 mod module;
 mod stream;
 
+pub(crate) use graph::Graph;
 pub(crate) use memory::{InFlight, Memory, Pinned};
-pub(crate) use module::{Function, Module, encode};
+pub(crate) use module::{Function, Launch, Module, encode};
 pub(crate) use stream::{Event, Stream};
 
 /// Loads the driver, once. Says why it cannot.

@@ -23,6 +23,7 @@ mod device;
 mod devices;
 mod driver;
 mod fault;
+mod graphs;
 mod health;
 mod hopper;
 mod kernels;

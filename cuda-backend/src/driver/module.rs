@@ -1,6 +1,7 @@
 //! Kernels, and what they are given that only the driver can make.
 
 use std::ffi::{CStr, CString, c_int, c_void};
+use std::hash::{Hash, Hasher};
 use std::ptr;
 use std::sync::Arc;
 
@@ -46,8 +47,21 @@ pub(crate) struct Module {
 #[derive(Debug)]
 pub(crate) struct Function {
     pub(super) raw: Handle<sys::CUfunc_st>,
+    pub(crate) name: String,
     /// Keeps the code loaded.
     _module: Arc<Module>,
+}
+
+/// A launch of a kernel over `grid` blocks of `threads`, with `shared_bytes` of dynamic shared memory, on arguments that
+/// are one struct. What a kernel does with a wrong address is an error of the device, not of this process: it has no way to
+/// the host's memory but the staging, which no kernel is given.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Launch {
+    pub(crate) function: Arc<Function>,
+    pub(crate) grid: [u32; 3],
+    pub(crate) threads: u32,
+    pub(crate) shared_bytes: u32,
+    pub(crate) arguments: Vec<u8>,
 }
 
 impl Module {
@@ -77,15 +91,30 @@ impl Module {
     /// A kernel, with leave for this much dynamic shared memory of a block.
     pub(crate) fn function(self: &Arc<Self>, name: &str, shared_bytes: u32) -> Result<Function> {
         self.context.bind()?;
-        let name = CString::new(name).expect("names of kernels have no zero byte");
+        let text = CString::new(name).expect("names of kernels have no zero byte");
         let mut raw = ptr::null_mut();
-        call!(cuModuleGetFunction(&raw mut raw, self.raw.0, name.as_ptr()))?;
+        call!(cuModuleGetFunction(&raw mut raw, self.raw.0, text.as_ptr()))?;
         if shared_bytes > 48 * 1024 {
             let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             let bytes = c_int::try_from(shared_bytes).unwrap_or(c_int::MAX);
             call!(cuFuncSetAttribute(raw, attribute, bytes))?;
         }
-        Ok(Function { raw: Handle(raw), _module: self.clone() })
+        Ok(Function { raw: Handle(raw), name: name.to_owned(), _module: self.clone() })
+    }
+}
+
+/// One function is another where it is the same kernel of the same module.
+impl PartialEq for Function {
+    fn eq(&self, other: &Self) -> bool {
+        self.raw.0 == other.raw.0
+    }
+}
+
+impl Eq for Function {}
+
+impl Hash for Function {
+    fn hash<H: Hasher>(&self, hasher: &mut H) {
+        self.raw.0.hash(hasher);
     }
 }
 

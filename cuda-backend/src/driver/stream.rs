@@ -7,13 +7,13 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::{Context, Function, Handle, InFlight, Memory, Pinned, Result, check};
+use super::{Context, Handle, InFlight, Launch, Memory, Pinned, Result, check};
 
 /// Operations that the device does in order.
 #[derive(Debug)]
 pub(crate) struct Stream {
-    raw: Handle<sys::CUstream_st>,
-    context: Arc<Context>,
+    pub(super) raw: Handle<sys::CUstream_st>,
+    pub(super) context: Arc<Context>,
 }
 
 impl Stream {
@@ -65,32 +65,22 @@ impl Stream {
         InFlight::new(into, self.record())
     }
 
-    /// Launches a kernel over `grid` blocks of `threads`, with `shared_bytes` of dynamic shared memory, on arguments that
-    /// are one struct. What a kernel does with a wrong address is an error of the device, not of this process: it has no
-    /// way to the host's memory but the staging, which no kernel is given.
-    pub(crate) fn launch(
-        &self,
-        function: &Function,
-        grid: [u32; 3],
-        threads: u32,
-        shared_bytes: u32,
-        arguments: &[u8],
-    ) -> Result<()> {
+    /// Submits a launch. The driver has copied its arguments when it returns.
+    pub(crate) fn launch(&self, launch: &Launch) -> Result<()> {
         self.context.bind()?;
-        // The driver copies them before it returns, and writes to neither.
-        let mut pointers = [arguments.as_ptr().cast_mut().cast::<c_void>()];
-        let [x, y, z] = grid;
+        let mut arguments = [launch.arguments.as_ptr().cast_mut().cast::<c_void>()];
+        let [x, y, z] = launch.grid;
         call!(cuLaunchKernel(
-            function.raw.0,
+            launch.function.raw.0,
             x,
             y,
             z,
-            threads,
+            launch.threads,
             1,
             1,
-            shared_bytes,
+            launch.shared_bytes,
             self.raw.0,
-            pointers.as_mut_ptr(),
+            arguments.as_mut_ptr(),
             ptr::null_mut(),
         ))
     }

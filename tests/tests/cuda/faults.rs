@@ -88,7 +88,8 @@ fn endings() -> Vec<Scenario> {
     all.push(Scenario::new("goes on after a launch that is refused", "seed=42,refuse_at=1", || {
         let backend = open();
         let (mut a, mut ml) = state(&backend);
-        let refused = reset(&backend, &mut a, &mut ml).unwrap_err().to_string();
+        reset(&backend, &mut a, &mut ml).unwrap();
+        let refused = block_on(backend.wait()).unwrap_err().to_string();
         for word in
             ["cuda:0", "launch reset_state", "cuLaunchKernel", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES (701)"]
         {
@@ -230,10 +231,12 @@ fn refusals() -> Vec<Scenario> {
 fn overlap() {
     let options = CudaOptions { stuck_after: Duration::from_secs(3), ..CudaOptions::default() };
     let backend = CudaBackend::with_options(0, &options).unwrap();
-    let (mut a, mut ml) = state(&backend);
     let mut keys = backend.upload("keys", Bytes::from_static(&[9; 4096])).unwrap();
-    reset(&backend, &mut a, &mut ml).unwrap();
-    reset(&backend, &mut a, &mut ml).unwrap();
+    let mut copied = backend.alloc("copied", 4096).unwrap();
+    let rows = Layout { offset: 0, batch_stride: 0, row_stride: 64, head_stride: 64 };
+    let extent = Extent { batch: 1, rows: 64, heads: 1, row_bytes: 64 };
+    backend.repack((&keys, rows), (&mut copied, rows), extent).unwrap();
+    backend.repack((&keys, rows), (&mut copied, rows), extent).unwrap();
     assert_eq!(block_on(backend.download(&mut keys, 0..4096)).unwrap(), &[9; 4096][..]);
     // And keys come in meanwhile.
     let mut more = backend.upload("keys", Bytes::from_static(&[5; 4096])).unwrap();
@@ -320,7 +323,7 @@ fn open() -> CudaBackend {
 }
 
 /// A few calls over all kinds of operations.
-fn is_right(backend: &CudaBackend) {
+pub fn is_right(backend: &CudaBackend) {
     for (dtype, case) in [Dtype::Bf16, Dtype::F32].into_iter().zip(cases()) {
         let prepared = Prepared::new(case, dtype);
         let whole = block_on(run_alone(backend, &dense_world(&prepared.problem), &prepared));
