@@ -12,6 +12,7 @@ use pollster::block_on;
 
 use crate::common::Prepared;
 use crate::common::conformance::{dense_world, run_alone};
+use crate::graphs::Token;
 use crate::scenario::{Ends, Scenario};
 
 pub fn scenarios() -> Vec<Scenario> {
@@ -152,6 +153,19 @@ fn memory() -> Vec<Scenario> {
             let capped = CudaBackend::with_options(0, &capped).unwrap();
             let _held = capped.alloc("keys", 8 << 20).unwrap();
             assert_eq!(allowed(capped.alloc("keys", 4 << 20)), (4, 2));
+        }),
+        Scenario::new("says what a call lacks for the states of its parts", "", || {
+            // Room for the token's five buffers and its work list, not for two states more.
+            let capped = CudaOptions { max_memory_bytes: Some(150 << 10), ..CudaOptions::default() };
+            let backend = CudaBackend::with_options(0, &capped).unwrap();
+            match Token::new(&backend).attend(&backend, 1) {
+                Err(Error::OutOfMemory { what, asked_bytes, allowed_bytes, .. }) => {
+                    assert_eq!((what.as_str(), asked_bytes), ("the states of parts", 2 * (1024 + 32)));
+                    assert!(allowed_bytes < asked_bytes, "{allowed_bytes}");
+                }
+                other => panic!("{other:?}"),
+            }
+            is_right(&open());
         }),
         Scenario::new("refuses what the driver has not, and goes on", "oom_at=4", || {
             let backend = open();

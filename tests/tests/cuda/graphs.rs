@@ -182,7 +182,7 @@ fn held() -> Vec<Scenario> {
     let mut others = Scenario::new("holds nothing back that somebody may wait for", "", || {
         let backend = open();
         let (mut token, mut sequences) = (Token::new(&backend), Distinct::new(&backend));
-        token.attend(&backend, 1);
+        token.attend(&backend, 1).unwrap();
         let state = State { a: &token.a, ml: &token.ml, shape: DECODED };
         let [mut o, mut lse] = [(); 2].map(|()| backend.alloc("an output", 4096).unwrap());
         backend.finalize(&state, &[], Dtype::Bf16, &mut o, &mut lse).unwrap();
@@ -332,7 +332,7 @@ const DECODED: StateShape = StateShape { batch: 1, rows: 1, heads: 4, dim: 64 };
 const KEYS: usize = 520;
 
 /// One token that attends to some keys.
-struct Token {
+pub struct Token {
     tensors: [CudaBuffer; 3],
     a: CudaBuffer,
     ml: CudaBuffer,
@@ -341,14 +341,14 @@ struct Token {
 impl Token {
     const ELEMENTS: [usize; 3] = [4 * 64, KEYS * 64, KEYS * 64];
 
-    fn new(backend: &CudaBackend) -> Self {
+    pub fn new(backend: &CudaBackend) -> Self {
         let tensors = Self::ELEMENTS.map(|elements| backend.alloc("a tensor", elements * 2).unwrap());
         let alloc = |bytes| backend.alloc("a state", bytes).unwrap();
         Self { tensors, a: alloc(DECODED.a_bytes()), ml: alloc(DECODED.ml_bytes()) }
     }
 
     /// Attends, from a state that has seen nothing, to numbers of this seed. Nothing is waited for.
-    fn attend(&mut self, backend: &CudaBackend, seed: u64) {
+    pub fn attend(&mut self, backend: &CudaBackend, seed: u64) -> Result<()> {
         for (index, id) in [TensorId::Q, TensorId::K, TensorId::V].into_iter().enumerate() {
             let mut numbers = vec![bf16::ZERO; Self::ELEMENTS[index]];
             fill(seed, id, 0..numbers.len() as u64, &mut numbers);
@@ -379,7 +379,7 @@ impl Token {
             fixed_order: false,
             state,
         };
-        block_on(backend.attend(args, &Control::default())).unwrap();
+        block_on(backend.attend(args, &Control::default()))
     }
 }
 
@@ -387,7 +387,7 @@ impl Token {
 fn decodes(backend: &CudaBackend, times: u64) -> Vec<Bytes> {
     let mut token = Token::new(backend);
     let all = (0..times).map(|seed| {
-        token.attend(backend, seed);
+        token.attend(backend, seed).unwrap();
         block_on(backend.download(&mut token.a, 0..DECODED.a_bytes())).unwrap()
     });
     all.collect()
