@@ -53,7 +53,7 @@ fi
 build() { "$@" cargo test --release -q -p kyklos-cuda --lib --no-run --message-format=json; }
 field() { grep -o "\"$1\":\"[^\"]*\"" | tail -n 1 | cut -d'"' -f4; }
 
-# NVRTC, as the crate calls it, takes a minute of one core. It begins at once, from a copy, for cargo links the program anew.
+# NVRTC, as the crate calls it, takes 40 s of a core. It begins at once, from a copy, for cargo links the program anew.
 cp "$(build | field executable)" "$folder/run-time"
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 LD_LIBRARY_PATH=$toolkit/lib "$folder/run-time" -q --include-ignored nvrtc &

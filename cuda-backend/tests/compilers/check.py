@@ -6,7 +6,7 @@
 TOOLKIT is a folder with bin/, include/, lib/ and nvvm/, as the wheels have it. IMAGES is where build.rs left the cubins that
 nvcc made for all of ARCHITECTURES, with what the compilers said; a warning there is a fault. NVRTC, which has no headers and
 gets the sources from memory, compiles here, for the oldest and the newest; a few of the tiles, for it has the same
-optimiser, and the crate's own test has it compile everything for the newest.
+optimiser, and the crate's own test has its front end take everything for the newest.
 Registers are compared with budgets.txt; spills and stack are faults. So are products of warpgroups that the compiler
 serialised, registers that it did not redistribute, and a kernel for Hopper whose machine code has no HGMMA or UTMALDG.
 A kernel that redistributes registers is counted by its machine code, for ptxas says what it starts with.
@@ -148,7 +148,7 @@ def nvrtc(toolkit, real, out):
     source = TILES.sub(lambda line: line[0] if b"_".join(line.groups()).lower() == kept else b"",
                        (KERNELS / "kernels.cu").read_bytes())
     made = library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", len(headers), texts, names)
-    options = [f"--gpu-architecture={real}", *OPTIONS, "--ptxas-options=-v"]
+    options = [f"--gpu-architecture={real}", *OPTIONS, "--split-compile=0", "--ptxas-options=-v"]
     words = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     failed = made or library.nvrtcCompileProgram(program, len(options), words)
     size = ctypes.c_size_t()
