@@ -11,10 +11,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Virtual architectures, and the real ones for which their PTX becomes cubins. The compiler's front end takes most of the
-/// time, and runs once for each of the former.
-const ARCHITECTURES: [(&str, &[&str]); 2] =
-    [("compute_80", &["sm_80", "sm_86", "sm_89"]), ("compute_90a", &["sm_90a"])];
+/// Virtual architectures, and the real ones for which their PTX becomes cubins.
+const ARCHITECTURES: &str = include_str!("architectures.txt");
 
 /// The PTX that goes into the program, for whatever is newer. What ends with an a runs on nothing newer.
 const NEWER: &str = "compute_80";
@@ -22,16 +20,18 @@ const NEWER: &str = "compute_80";
 fn main() {
     println!("cargo::rerun-if-changed=kernels");
     println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=architectures.txt");
     println!("cargo::rerun-if-env-changed=NVCC");
     println!("cargo::rerun-if-env-changed=CUDA_HOME");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
     let mut list = String::from("pub(crate) static IMAGES: &[(&str, &[u8])] = &[\n");
     if let Some(nvcc) = nvcc() {
         let (made_of, stamp) = (made_of(&nvcc), out.join("made_of"));
-        let images = || ARCHITECTURES.iter().flat_map(|(_, real)| *real).chain([&NEWER]);
+        let architectures = architectures();
+        let images = || architectures.iter().flat_map(|(_, real)| real).chain([&NEWER]);
         if fs::read_to_string(&stamp).ok().as_ref() != Some(&made_of) {
             std::thread::scope(|scope| {
-                for (virtual_one, real) in ARCHITECTURES {
+                for (virtual_one, real) in &architectures {
                     scope.spawn(|| compile(&nvcc, virtual_one, real, &out));
                 }
             });
@@ -47,6 +47,13 @@ fn main() {
     }
     list.push_str("];\n");
     fs::write(out.join("images.rs"), list).expect("OUT_DIR can be written");
+}
+
+/// The compiler's front end takes most of the time, and runs once for each virtual architecture.
+fn architectures() -> Vec<(&'static str, Vec<&'static str>)> {
+    let lines = ARCHITECTURES.lines().filter(|line| !line.starts_with('#'));
+    let words = lines.map(str::split_whitespace);
+    words.map(|mut words| (words.next().expect("no empty line"), words.collect())).collect()
 }
 
 /// The compiler, unless there is none. One that is named and does not run is a mistake, and ends the build.
@@ -66,7 +73,7 @@ fn nvcc() -> Option<PathBuf> {
 fn made_of(nvcc: &Path) -> String {
     let version = Command::new(nvcc).arg("--version").output().expect("it ran a moment ago").stdout;
     let mut hash = DefaultHasher::new();
-    (nvcc, version, include_str!("build.rs")).hash(&mut hash);
+    (nvcc, version, include_str!("build.rs"), ARCHITECTURES).hash(&mut hash);
     let mut sources: Vec<_> = [kernels(), kernels().join("cuda")]
         .into_iter()
         .flat_map(|folder| fs::read_dir(folder).expect("a folder of sources").flatten())

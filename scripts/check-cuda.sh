@@ -42,7 +42,7 @@ toolkit=$folder/wheels/nvidia/cu13
 
 # All that the stage looks at; what passed as it is now is not compiled again.
 passed=$folder/passed
-state=$(find cuda-backend/{src,kernels,tests/compilers,build.rs,Cargo.toml} scripts/check-cuda.sh Cargo.lock -type f -not -path '*/__pycache__/*' -print0 |
+state=$(find cuda-backend/{src,kernels,tests/compilers,architectures.txt,build.rs,Cargo.toml} scripts/check-cuda.sh Cargo.lock -type f -not -path '*/__pycache__/*' -print0 |
     sort -z | xargs -0 sha256sum | sha256sum)
 if [ $# = 0 ] && [ "$(cat "$passed" 2>/dev/null)" = "$state" ]; then
     echo "unchanged since it passed; after rm $passed it runs again"
@@ -53,7 +53,7 @@ fi
 build() { "$@" cargo test --release -q -p kyklos-cuda --lib --no-run --message-format=json; }
 field() { grep -o "\"$1\":\"[^\"]*\"" | tail -n 1 | cut -d'"' -f4; }
 
-# NVRTC, as the crate calls it, takes a minute of one core. It begins at once, from a copy, for cargo links the program anew.
+# NVRTC, as the crate calls it, takes 40 s of a core. It begins at once, from a copy, for cargo links the program anew.
 cp "$(build | field executable)" "$folder/run-time"
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 LD_LIBRARY_PATH=$toolkit/lib "$folder/run-time" -q --include-ignored nvrtc &

@@ -1,5 +1,6 @@
 //! One call of `attend`: its work on the device, and its launches.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use bytemuck::Pod;
@@ -12,14 +13,15 @@ use crate::arguments::{
 use crate::backend::{CudaBackend, narrow};
 use crate::decode::{decode_parts, head_packs};
 use crate::device::{Launch, moment};
+use crate::driver::{self, Event};
 use crate::hopper::{HopperArguments, TensorMap};
 use crate::kernels::{AttendKernel, PACKED_ROWS};
+use crate::ops;
 use crate::pace::Flight;
 use crate::pieces::{Piece, Pieces, fill};
 use crate::pool::CudaBuffer;
 use crate::way::{CallShape, Way};
 use crate::work::DeviceWork;
-use crate::{driver, ops};
 
 /// Operations a second, before anything was measured: too few only make the first piece short.
 fn first_rate(dtype: Dtype) -> f64 {
@@ -116,19 +118,18 @@ struct Call<'a> {
     arguments: AttendArguments,
 }
 
-/// Arguments of a launch, its grid, and how many operations it is.
+/// What is launched, its grid, and how many operations it is.
 type Submission<A> = (A, [u32; 3], f64);
 
 impl Call<'_> {
     /// A block for each query tile of a head.
     async fn tiles(&self) -> Result<()> {
         let mut pieces = self.pieces(self.args.state.shape.heads, 0);
-        let state = &self.args.state;
-        self.submit(&[&*state.a, &*state.ml], |budget| {
+        let next = |budget| {
             let (piece, flops) = pieces.next(budget)?;
             Some(self.at(&piece).map(|(arguments, grid)| (arguments, grid, flops)))
-        })
-        .await
+        };
+        self.submit(next, |arguments, grid| self.launch(&arguments, grid)).await
     }
 
     /// A block for each part of the keys of a query tile of a pack, then the merge of all parts.
@@ -138,12 +139,13 @@ impl Call<'_> {
         let key_tiles = self.arguments.keys.div_ceil(self.kernel.tile.kv_cols);
         let parts = decode_parts((packs * shape.batch) as u64, key_tiles, backend.multiprocessors);
         let [a_bytes, ml_bytes] = [shape.a_bytes(), shape.ml_bytes()].map(|bytes| bytes * parts as usize);
-        let states = backend.gpu.pool.buffer("the states of parts", a_bytes + ml_bytes)?;
+        let states = backend.gpu.buffer("the states of parts", a_bytes + ml_bytes)?;
         let (from_a, from_ml) = (states.address(), states.address() + a_bytes as u64);
         // Parts without keys have a state too: no piece may be left out.
         let mut pieces = self.pieces(packs, parts);
-        self.submit(&[&states], |budget| {
+        let next = |budget| {
             let (piece, flops) = pieces.next(budget)?;
+            let last = pieces.are_done();
             Some(self.at(&piece).map(|(attend, [tiles, packs, batch])| {
                 let packs_at = packs_at + (piece.heads.start * size_of::<HeadPack>()) as u64;
                 let attend = AttendArguments { a: from_a, ml: from_ml, first_head: 0, ..attend };
@@ -155,10 +157,9 @@ impl Call<'_> {
                     tile_rows: self.args.work.tile.q_rows,
                     reserved: 0,
                 };
-                (arguments, [tiles * parts, packs, batch], flops)
+                ((arguments, last), [tiles * parts, packs, batch], flops)
             }))
-        })
-        .await?;
+        };
         let into = StateArguments {
             a: state.a.address(),
             ml: state.ml.address(),
@@ -166,8 +167,17 @@ impl Call<'_> {
             from_ml,
             ..ops::state(shape)?
         };
-        let arguments = PartsArguments { state: into, parts, reserved: 0 };
-        ops::launch_rows(backend, "merge_parts", shape, &arguments, &[&states], &[&*state.a, &*state.ml])
+        let merge = PartsArguments { state: into, parts, reserved: 0 };
+        let merge_parts = ops::over_rows("merge_parts", shape)?.expect("there are rows");
+        self.submit(next, |(arguments, last), grid| {
+            if !last {
+                return backend.gpu.launch(self.kernel_over(grid), &arguments, &self.reads(), &[&states]);
+            }
+            // Nothing comes between the last parts and their merge, no cancellation either.
+            backend.gpu.hold(self.kernel_over(grid), &arguments, &self.reads(), &[&states])?;
+            backend.gpu.launch(merge_parts, &merge, &[&states], &[&*state.a, &*state.ml])
+        })
+        .await
     }
 
     /// As many blocks as the device has multiprocessors, which take query tiles of `order` as they come.
@@ -187,27 +197,27 @@ impl Call<'_> {
             ..HopperArguments::default()
         };
         let heads = args.state.shape.heads;
-        let (mut next, items) = (0, order.len() * heads);
+        let (mut done, items) = (0, order.len() * heads);
         let pieces = self.pieces(heads, 0);
         let cost = |item: usize| {
             let [tile, batch] = order[item / heads];
             pieces.tiles_of(batch as usize)[tile as usize]
         };
-        self.submit(&[&*args.state.a, &*args.state.ml], |budget| {
-            let first = next;
+        let next = |budget| {
+            let first = done;
             if first == items {
                 return None;
             }
             let (end, flops) = fill(first..items, budget, cost);
-            next = end;
+            done = end;
             let count = |items| narrow("query tiles times heads", items);
             Some(count(first).and_then(|first_item| {
                 let arguments = HopperArguments { first_item, end_item: count(end)?, ..whole };
                 let blocks = (arguments.end_item - first_item).min(self.backend.multiprocessors);
                 Ok((arguments, [blocks, 1, 1], flops))
             }))
-        })
-        .await
+        };
+        self.submit(next, |arguments, grid| self.launch(&arguments, grid)).await
     }
 
     fn pieces(&self, heads: usize, more_tiles: u32) -> Pieces {
@@ -235,33 +245,43 @@ impl Call<'_> {
         Ok((arguments, grid))
     }
 
-    /// Launches what `next` makes of each budget of operations, until it makes nothing.
-    async fn submit<A: Pod>(
+    /// Has `launch` submit what `next` makes of each budget of operations, until it makes nothing.
+    async fn submit<A>(
         &self,
-        writes: &[&CudaBuffer],
         mut next: impl FnMut(f64) -> Option<Result<Submission<A>>>,
+        launch: impl Fn(A, [u32; 3]) -> Result<Arc<Event>>,
     ) -> Result<()> {
         let Self { backend, args, kernel, .. } = self;
-        let mut reads = vec![args.q.buffer, args.k.buffer, args.v.buffer, &self.lists];
-        reads.extend(args.pairs.as_ref().map(|pairs| pairs.buffer));
         let first_rate = first_rate(args.dtype);
         while let Some(submission) = next(backend.pace.piece_flops(&kernel.name, first_rate)) {
             let (arguments, grid, flops) = submission?;
             backend.pace.room().await;
-            let launch = Launch {
-                kernel: &kernel.name,
-                grid,
-                threads: kernel.threads,
-                shared_bytes: kernel.shared_bytes,
-            };
             let submitted = Instant::now();
-            let end = backend.gpu.launch(launch, &arguments, &reads, writes)?;
-            let done = moment(&backend.watch, end);
+            let done = moment(&backend.watch, launch(arguments, grid)?);
             backend.pace.submitted(Flight { kernel: kernel.name.clone(), flops, submitted, done });
             self.control.piece_done()?;
             yield_now().await;
         }
         Ok(())
+    }
+
+    /// Launches the kernel on the state itself.
+    fn launch(&self, arguments: &impl Pod, grid: [u32; 3]) -> Result<Arc<Event>> {
+        let state = &self.args.state;
+        let launch = self.kernel_over(grid);
+        self.backend.gpu.launch(launch, arguments, &self.reads(), &[&*state.a, &*state.ml])
+    }
+
+    fn kernel_over(&self, grid: [u32; 3]) -> Launch<'_> {
+        let AttendKernel { name, threads, shared_bytes, .. } = &self.kernel;
+        Launch { kernel: name, grid, threads: *threads, shared_bytes: *shared_bytes }
+    }
+
+    /// What the kernel reads besides a state.
+    fn reads(&self) -> Vec<&CudaBuffer> {
+        let args = &self.args;
+        let pairs = args.pairs.as_ref().map(|pairs| pairs.buffer);
+        [args.q.buffer, args.k.buffer, args.v.buffer, &self.lists].into_iter().chain(pairs).collect()
     }
 }
 

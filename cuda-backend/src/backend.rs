@@ -35,11 +35,14 @@ pub struct CudaOptions {
     /// A device that does nothing for this long is given up. It must be longer than the longest kernel, and than what
     /// others do on the same device.
     pub stuck_after: Duration,
+    /// Whether launches that come together again and again are submitted as one, as CUDA graphs. Without, profilers and
+    /// debuggers see each by itself.
+    pub graphs: bool,
 }
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        Self { max_memory_bytes: None, cache: None, stuck_after: Duration::from_secs(120) }
+        Self { max_memory_bytes: None, cache: None, stuck_after: Duration::from_secs(120), graphs: true }
     }
 }
 
@@ -134,7 +137,7 @@ impl Backend for CudaBackend {
     }
 
     fn alloc(&self, label: &str, bytes: usize) -> Result<CudaBuffer> {
-        self.gpu.pool.buffer(label, bytes)
+        self.gpu.buffer(label, bytes)
     }
 
     fn upload(&self, label: &str, data: Bytes) -> Result<CudaBuffer> {

@@ -26,6 +26,9 @@ const SYMBOLS: [&str; 13] = [
     "nvrtcGetPTX",
 ];
 
+/// From this version on it is known to compile on all cores if it is told to.
+const PARALLEL: (i32, i32) = (13, 0);
+
 /// The compiler that was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Compiler {
@@ -58,8 +61,14 @@ impl Compiler {
 
     /// Compiles all kernels: for `sm_…` a cubin, for `compute_…` PTX, which ends with a zero byte.
     pub(crate) fn compile(self, architecture: &str) -> Result<Vec<u8>, String> {
+        self.compile_as(SOURCES[0].1, architecture)
+    }
+
+    /// The same of a `source` that is in the place of `kernels.cu`.
+    fn compile_as(self, source: &str, architecture: &str) -> Result<Vec<u8>, String> {
         let text = |text: &str| CString::new(text).expect("sources have no zero byte");
-        let [names, texts] = [SOURCES.map(|(name, _)| text(name)), SOURCES.map(|(_, source)| text(source))];
+        let names = SOURCES.map(|(name, _)| text(name));
+        let texts = SOURCES.map(|(name, header)| text(if name == SOURCES[0].0 { source } else { header }));
         let pointers = |texts: &[CString]| texts.iter().map(|text| text.as_ptr()).collect::<Vec<_>>();
         let (headers, includes) = (pointers(&texts[1..]), pointers(&names[1..]));
         let mut program = Program(ptr::null_mut());
@@ -74,10 +83,13 @@ impl Compiler {
                 includes.as_ptr(),
             )
         })?;
-        let options = [text(&format!("--gpu-architecture={architecture}")), text("--std=c++17")];
-        let options = pointers(&options);
+        let mut options = vec![text(&format!("--gpu-architecture={architecture}")), text("--std=c++17")];
+        if self.version >= PARALLEL {
+            options.push(text("--split-compile=0"));
+        }
+        let count = c_int::try_from(options.len()).expect("few options");
         // SAFETY: as above.
-        let compiled = unsafe { sys::nvrtcCompileProgram(program.0, 2, options.as_ptr()) };
+        let compiled = unsafe { sys::nvrtcCompileProgram(program.0, count, pointers(&options).as_ptr()) };
         check(compiled).map_err(|error| format!("{error}\n{}", program.log()))?;
         program.image(architecture.starts_with("sm_"))
     }
@@ -160,6 +172,9 @@ impl Drop for Program {
 mod tests {
     use super::*;
 
+    /// Lines of `kernels.cu` that make kernels for tiles.
+    const TILES: [&str; 3] = ["ATTEND_DIMS(", "DECODE_DIMS(", "HOPPER_DIMS("];
+
     #[test]
     #[ignore = "needs NVIDIA's libnvrtc: scripts/check-cuda.sh has it"]
     fn nvrtc_compiles_the_sources_as_they_are_embedded() {
@@ -167,10 +182,20 @@ mod tests {
         assert!(compiler.version >= (12, 0), "{compiler:?}");
         assert_eq!(compiler.newest_for(90), Ok(90));
         assert!(compiler.newest_for(10).is_err());
-        let cubin = compiler.compile("sm_90a").unwrap();
+        // Its assembler is that of nvcc, and takes most of the time: it gets the small kernels.
+        let ptx = compiler.compile("compute_90a").unwrap();
+        assert_eq!(ptx.last(), Some(&0));
+        let small: Vec<_> =
+            SOURCES[0].1.lines().filter(|line| !TILES.iter().any(|tiles| line.starts_with(tiles))).collect();
+        let cubin = compiler.compile_as(&small.join("\n"), "sm_90a").unwrap();
         assert_eq!(cubin[..4], *b"\x7fELF");
-        for kernel in ["attend_bf16_128", "decode_f16_64", "hopper_bf16_128", "merge_parts", "repack"] {
-            assert!(cubin.windows(kernel.len()).any(|name| name == kernel.as_bytes()), "{kernel}");
+        let has =
+            |image: &[u8], kernel: &str| image.windows(kernel.len()).any(|name| name == kernel.as_bytes());
+        for kernel in ["attend_bf16_128", "decode_f16_64", "hopper_bf16_128"] {
+            assert!(has(&ptx, kernel) && !has(&cubin, kernel), "{kernel}");
+        }
+        for kernel in ["attend_f32", "merge_parts", "repack"] {
+            assert!(has(&ptx, kernel) && has(&cubin, kernel), "{kernel}");
         }
         let error = compiler.compile("sm_1").unwrap_err();
         assert!(error.contains("NVRTC"), "{error}");

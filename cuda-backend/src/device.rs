@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use bytemuck::Pod;
@@ -11,10 +11,11 @@ use futures_channel::oneshot;
 use kyklos::{Error, Result};
 
 use crate::backend::CudaOptions;
-use crate::driver::{Context, Event, Function, Module, Stream};
+use crate::driver::{self, Context, Event, Function, Module, Stream};
 use crate::fault::Fault;
+use crate::graphs::Graphs;
 use crate::health::Health;
-use crate::order::Lane;
+use crate::order::{End, Lane};
 use crate::pool::{CudaBuffer, Pool};
 use crate::staging::Staging;
 use crate::watch::Watch;
@@ -29,7 +30,7 @@ pub(crate) struct Gpu {
     functions: Mutex<HashMap<String, Arc<Function>>>,
     module: Arc<Module>,
     /// Operations are submitted one at a time, so that marks are set in the order of the streams.
-    submitting: Mutex<()>,
+    submitting: Mutex<Submitting>,
 }
 
 /// A launch of a kernel: which one, and how many threads.
@@ -40,6 +41,24 @@ pub(crate) struct Launch<'a> {
     pub(crate) threads: u32,
     pub(crate) shared_bytes: u32,
 }
+
+#[derive(Debug)]
+struct Submitting {
+    held: Held,
+    graphs: Graphs,
+}
+
+/// Launches that will be submitted together.
+#[derive(Debug, Default)]
+struct Held {
+    launches: Vec<driver::Launch>,
+    /// What the first of them will wait for, all of it submitted: none of it can be waiting for them.
+    waits: Vec<Arc<Event>>,
+    end: Arc<End>,
+}
+
+/// Launches that are held back at most.
+const MOST_HELD: usize = 16;
 
 impl Gpu {
     pub(crate) fn open(
@@ -61,13 +80,24 @@ impl Gpu {
             streams: [stream(false)?, stream(true)?, stream(true)?],
             functions: Mutex::default(),
             module: Module::load(context, image).map_err(fault("load the kernels"))?,
-            submitting: Mutex::default(),
+            submitting: Mutex::new(Submitting {
+                held: Held::default(),
+                graphs: Graphs::new(context, options.graphs),
+            }),
             health,
         }))
     }
 
-    /// Submits an operation to a lane, behind what it has to wait for. `work` submits it and records its event.
-    fn submit<T>(
+    /// Memory of the device.
+    pub(crate) fn buffer(&self, label: &str, bytes: usize) -> Result<CudaBuffer> {
+        self.pool.buffer(label, bytes, || {
+            // Whoever has what was to be written is told of a fault.
+            let _ = self.submit_held(&mut self.submitting());
+        })
+    }
+
+    /// Submits a copy to its lane, behind what it has to wait for. `work` submits it and records its event.
+    fn copy<T>(
         &self,
         lane: Lane,
         operation: &str,
@@ -76,28 +106,22 @@ impl Gpu {
         work: impl FnOnce(&Stream) -> Result<(T, Arc<Event>), Fault>,
     ) -> Result<T> {
         self.health.check()?;
-        let _one = self.submitting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut submitting = self.submitting();
+        let waits = waits(lane, reads, writes)?;
+        if waits.iter().any(|end| end.is_held()) {
+            self.submit_held(&mut submitting)?;
+        }
         let stream = &self.streams[lane as usize];
         let submit = || {
-            for buffer in reads {
-                buffer.block().marks().before_reading(lane).try_for_each(|event| stream.wait(event))?;
-            }
-            for buffer in writes {
-                buffer.block().marks().before_writing(lane).try_for_each(|event| stream.wait(event))?;
-            }
+            waits.iter().filter_map(|end| end.event()).try_for_each(|event| stream.wait(event))?;
             work(stream)
         };
         let (made, event) = submit().map_err(|fault| self.health.error(operation, &fault))?;
-        for buffer in reads {
-            buffer.block().marks().was_read(lane, &event);
-        }
-        for buffer in writes {
-            buffer.block().marks().was_written(lane, &event);
-        }
+        mark(lane, &End::of(event), reads, writes);
         Ok(made)
     }
 
-    /// Launches a kernel. The event is its end.
+    /// Launches a kernel, after those that are held back. The event is its end.
     pub(crate) fn launch<A: Pod>(
         &self,
         launch: Launch<'_>,
@@ -105,14 +129,67 @@ impl Gpu {
         reads: &[&CudaBuffer],
         writes: &[&CudaBuffer],
     ) -> Result<Arc<Event>> {
-        let operation = format!("launch {}", launch.kernel);
-        let function = self.function(launch.kernel, launch.shared_bytes)?;
-        let arguments = bytemuck::bytes_of(arguments);
-        self.submit(Lane::Compute, &operation, reads, writes, |stream| {
-            stream.launch(&function, launch.grid, launch.threads, launch.shared_bytes, arguments)?;
-            let event = Arc::new(stream.record()?);
-            Ok((event.clone(), event))
-        })
+        let mut submitting = self.submitting();
+        self.add(&mut submitting.held, launch, bytemuck::bytes_of(arguments), reads, writes)?;
+        self.submit_held(&mut submitting)
+    }
+
+    /// Holds a launch back until the next one, or until somebody needs its end. For what is of no use by itself: nobody may
+    /// be kept waiting. A fault is then an error of whoever comes next, and of whoever needs what was to be written.
+    pub(crate) fn hold<A: Pod>(
+        &self,
+        launch: Launch<'_>,
+        arguments: &A,
+        reads: &[&CudaBuffer],
+        writes: &[&CudaBuffer],
+    ) -> Result<()> {
+        let mut submitting = self.submitting();
+        self.add(&mut submitting.held, launch, bytemuck::bytes_of(arguments), reads, writes)?;
+        if submitting.held.launches.len() == MOST_HELD {
+            self.submit_held(&mut submitting)?;
+        }
+        Ok(())
+    }
+
+    fn add(
+        &self,
+        held: &mut Held,
+        launch: Launch<'_>,
+        arguments: &[u8],
+        reads: &[&CudaBuffer],
+        writes: &[&CudaBuffer],
+    ) -> Result<()> {
+        self.health.check()?;
+        let Launch { kernel, grid, threads, shared_bytes } = launch;
+        let function = self.function(kernel, shared_bytes)?;
+        let waits = waits(Lane::Compute, reads, writes)?;
+        held.waits.extend(waits.iter().filter_map(|end| end.event().cloned()));
+        mark(Lane::Compute, &held.end, reads, writes);
+        let arguments = arguments.to_vec();
+        held.launches.push(driver::Launch { function, grid, threads, shared_bytes, arguments });
+        Ok(())
+    }
+
+    /// Submits what is held back. The event is the end of everything in the lane of kernels.
+    fn submit_held(&self, submitting: &mut Submitting) -> Result<Arc<Event>> {
+        let Submitting { held, graphs } = submitting;
+        let Held { launches, waits, end } = std::mem::take(held);
+        let stream = &self.streams[Lane::Compute as usize];
+        let waiting = waits.iter().try_for_each(|event| stream.wait(event));
+        let submitted = waiting
+            .map_err(|fault| ("order kernels behind copies".to_owned(), fault))
+            .and_then(|()| graphs.submit(stream, launches))
+            .map_err(|(operation, fault)| self.health.error(&operation, &fault));
+        // What went before a fault is on its way.
+        let event =
+            stream.record().map_err(|fault| self.health.error("record an event", &fault)).map(Arc::new);
+        let failure = submitted.as_ref().err().or(event.as_ref().err()).cloned();
+        end.submitted(event.as_ref().ok().cloned(), failure);
+        submitted.and(event)
+    }
+
+    fn submitting(&self) -> MutexGuard<'_, Submitting> {
+        self.submitting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn function(&self, name: &str, shared_bytes: u32) -> Result<Arc<Function>> {
@@ -129,7 +206,7 @@ impl Gpu {
 
     /// A new buffer that holds `data`.
     pub(crate) fn upload(&self, watch: &Watch, label: &str, data: &[u8]) -> Result<CudaBuffer> {
-        let buffer = self.pool.buffer(label, data.len())?;
+        let buffer = self.buffer(label, data.len())?;
         self.write(watch, label, &buffer, 0, data)?;
         Ok(buffer)
     }
@@ -156,7 +233,7 @@ impl Gpu {
         let mut staging = self.staging.take(label, data.len())?;
         staging.contents_mut().copy_from_slice(data);
         let flight =
-            self.submit(Lane::Up, &format!("copy {label} to the device"), &[], &[buffer], |stream| {
+            self.copy(Lane::Up, &format!("copy {label} to the device"), &[], &[buffer], |stream| {
                 let flight = stream.upload(staging, &buffer.block().memory, offset)?;
                 let event = flight.event().clone();
                 Ok((flight, event))
@@ -190,7 +267,7 @@ impl Gpu {
             return Ok(receiver);
         }
         let staging = self.staging.take("a download", range.len())?;
-        let flight = self.submit(Lane::Down, "copy to the host", &[buffer], &[], |stream| {
+        let flight = self.copy(Lane::Down, "copy to the host", &[buffer], &[], |stream| {
             let flight = stream.download(&buffer.block().memory, range, staging)?;
             let event = flight.event().clone();
             Ok((flight, event))
@@ -223,7 +300,8 @@ impl Gpu {
     /// Lives until everything submitted so far is done.
     pub(crate) fn keep_until_done(self: Arc<Self>, watch: &Watch) {
         for lane in Lane::ALL {
-            if let Ok(event) = self.end(lane) {
+            // Where what was held back is refused now, nobody is left to hear of it, but it has an end.
+            if let Ok(event) = self.end(lane).or_else(|_| self.end(lane)) {
                 let gpu = self.clone();
                 watch.when(lane, event, move |result| {
                     if result.is_err() {
@@ -235,12 +313,49 @@ impl Gpu {
         }
     }
 
-    /// The end of everything submitted to a lane so far.
+    /// The end of everything in a lane so far.
     fn end(&self, lane: Lane) -> Result<Arc<Event>> {
-        self.submit(lane, "wait for the device", &[], &[], |stream| {
+        self.health.check()?;
+        if lane == Lane::Compute {
+            return self.submit_held(&mut self.submitting());
+        }
+        self.copy(lane, "wait for the device", &[], &[], |stream| {
             let event = Arc::new(stream.record()?);
             Ok((event.clone(), event))
         })
+    }
+}
+
+/// What an operation on these buffers has to wait for, each once.
+///
+/// # Errors
+/// Why one of them does not hold what was to be written there.
+fn waits(lane: Lane, reads: &[&CudaBuffer], writes: &[&CudaBuffer]) -> Result<Vec<Arc<End>>> {
+    let mut all: Vec<Arc<End>> = Vec::new();
+    let mut wait = |end: &Arc<End>| {
+        if !all.iter().any(|other| Arc::ptr_eq(other, end)) {
+            all.push(end.clone());
+        }
+    };
+    for buffer in reads {
+        let marks = buffer.block().marks();
+        marks.failure().map_or(Ok(()), |error| Err(error.clone()))?;
+        marks.before_reading(lane).for_each(&mut wait);
+    }
+    for buffer in writes {
+        let marks = buffer.block().marks();
+        marks.failure().map_or(Ok(()), |error| Err(error.clone()))?;
+        marks.before_writing(lane).for_each(&mut wait);
+    }
+    Ok(all)
+}
+
+fn mark(lane: Lane, end: &Arc<End>, reads: &[&CudaBuffer], writes: &[&CudaBuffer]) {
+    for buffer in reads {
+        buffer.block().marks().was_read(lane, end);
+    }
+    for buffer in writes {
+        buffer.block().marks().was_written(lane, end);
     }
 }
 

@@ -1,13 +1,11 @@
-//! The driver API as values that clean up after themselves. Here and in `compiler.rs` is all that is unsafe.
+//! The driver API as values that clean up after themselves. Here, in `driver/` and in `compiler.rs` is all that is unsafe.
 //!
 //! Bindings are cudarc's, loaded at run time; it panics where a library or a symbol is missing, so [`load`] looks for
 //! all of them first, and nothing else is called before it. Every call makes its context current: which thread calls
 //! does not matter.
 #![expect(unsafe_code, reason = "the driver is a C library")]
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::mem::ManuallyDrop;
-use std::ops::Range;
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::{Arc, OnceLock};
 
@@ -15,12 +13,11 @@ use cudarc::driver::sys;
 
 use crate::devices::{Unavailable, failed};
 use crate::fault::Fault;
-use crate::hopper::TensorMap;
 
 type Result<T> = std::result::Result<T, Fault>;
 
 /// What this crate calls. All of it is in drivers since CUDA 12.
-const SYMBOLS: [&str; 32] = [
+const SYMBOLS: [&str; 38] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGetCount",
@@ -53,6 +50,12 @@ const SYMBOLS: [&str; 32] = [
     "cuFuncSetAttribute",
     "cuTensorMapEncodeTiled",
     "cuLaunchKernel",
+    "cuGraphCreate",
+    "cuGraphAddKernelNode_v2",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
 ];
 
 /// Calls the driver; an error keeps the name of the call.
@@ -63,6 +66,16 @@ macro_rules! call {
         check(stringify!($name), unsafe { sys::$name($($argument),*) })
     };
 }
+
+mod graph;
+mod memory;
+mod module;
+mod stream;
+
+pub(crate) use graph::Graph;
+pub(crate) use memory::{InFlight, Memory, Pinned};
+pub(crate) use module::{Function, Launch, Module, encode};
+pub(crate) use stream::{Event, Stream};
 
 /// Loads the driver, once. Says why it cannot.
 pub(crate) fn load() -> std::result::Result<(), Unavailable> {
@@ -207,329 +220,5 @@ impl Drop for Context {
     fn drop(&mut self) {
         // Whoever has the context still calls with it is dropped before; a failure has nobody to be told to.
         let _ = call!(cuDevicePrimaryCtxRelease_v2(self.device));
-    }
-}
-
-/// Operations that the device does in order.
-#[derive(Debug)]
-pub(crate) struct Stream {
-    raw: Handle<sys::CUstream_st>,
-    context: Arc<Context>,
-}
-
-impl Stream {
-    /// A stream that does not wait for the default stream. `urgent` ones get the device first.
-    pub(crate) fn new(context: &Arc<Context>, urgent: bool) -> Result<Self> {
-        context.bind()?;
-        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-        let mut raw = ptr::null_mut();
-        // The driver takes a priority beyond what there is for the nearest one there is.
-        call!(cuStreamCreateWithPriority(&raw mut raw, flags, if urgent { -5 } else { 0 }))?;
-        Ok(Self { raw: Handle(raw), context: context.clone() })
-    }
-
-    /// Later operations of this stream begin when `event` has happened.
-    pub(crate) fn wait(&self, event: &Event) -> Result<()> {
-        self.context.bind()?;
-        call!(cuStreamWaitEvent(self.raw.0, event.raw.0, 0))
-    }
-
-    /// An event that happens when everything before it is done.
-    pub(crate) fn record(&self) -> Result<Event> {
-        self.context.bind()?;
-        let mut raw = ptr::null_mut();
-        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
-        call!(cuEventCreate(&raw mut raw, flags))?;
-        let event = Event { raw: Handle(raw), context: self.context.clone() };
-        call!(cuEventRecord(event.raw.0, self.raw.0))?;
-        Ok(event)
-    }
-
-    /// Copies all of `from` to `into`, `at` bytes behind its beginning. The staging comes back when it was read.
-    pub(crate) fn upload(&self, from: Pinned, into: &Memory, at: usize) -> Result<InFlight> {
-        assert!(at + from.used <= into.bytes, "{} bytes at {at} of {}", from.used, into.bytes);
-        self.context.bind()?;
-        call!(cuMemcpyHtoDAsync_v2(
-            into.address + at as u64,
-            from.raw.0.cast_const(),
-            from.used,
-            self.raw.0
-        ))?;
-        InFlight::new(from, self.record())
-    }
-
-    /// Copies `range` of `from` into staging, which comes back when it was written.
-    pub(crate) fn download(&self, from: &Memory, range: Range<usize>, into: Pinned) -> Result<InFlight> {
-        assert!(range.end <= from.bytes && range.len() == into.used, "{range:?} of {}", from.bytes);
-        self.context.bind()?;
-        call!(cuMemcpyDtoHAsync_v2(into.raw.0, from.address + range.start as u64, into.used, self.raw.0))?;
-        InFlight::new(into, self.record())
-    }
-
-    /// Launches a kernel over `grid` blocks of `threads`, with `shared_bytes` of dynamic shared memory, on arguments that
-    /// are one struct. What a kernel does with a wrong address is an error of the device, not of this process: it has no
-    /// way to the host's memory but the staging, which no kernel is given.
-    pub(crate) fn launch(
-        &self,
-        function: &Function,
-        grid: [u32; 3],
-        threads: u32,
-        shared_bytes: u32,
-        arguments: &[u8],
-    ) -> Result<()> {
-        self.context.bind()?;
-        // The driver copies them before it returns, and writes to neither.
-        let mut pointers = [arguments.as_ptr().cast_mut().cast::<c_void>()];
-        let [x, y, z] = grid;
-        call!(cuLaunchKernel(
-            function.raw.0,
-            x,
-            y,
-            z,
-            threads,
-            1,
-            1,
-            shared_bytes,
-            self.raw.0,
-            pointers.as_mut_ptr(),
-            ptr::null_mut(),
-        ))
-    }
-}
-
-impl Drop for Stream {
-    fn drop(&mut self) {
-        if self.context.bind().is_ok() {
-            let _ = call!(cuStreamDestroy_v2(self.raw.0));
-        }
-    }
-}
-
-/// A point in the order of a stream.
-#[derive(Debug)]
-pub(crate) struct Event {
-    raw: Handle<sys::CUevent_st>,
-    context: Arc<Context>,
-}
-
-impl Event {
-    /// Whether it has happened.
-    pub(crate) fn happened(&self) -> Result<bool> {
-        self.context.bind()?;
-        match call!(cuEventQuery(self.raw.0)) {
-            Ok(()) => Ok(true),
-            Err(fault) if fault.code == sys::CUresult::CUDA_ERROR_NOT_READY as u32 => Ok(false),
-            Err(fault) => Err(fault),
-        }
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        if self.context.bind().is_ok() {
-            let _ = call!(cuEventDestroy_v2(self.raw.0));
-        }
-    }
-}
-
-/// Memory of the device.
-#[derive(Debug)]
-pub(crate) struct Memory {
-    address: u64,
-    bytes: usize,
-    context: Arc<Context>,
-}
-
-impl Memory {
-    pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
-        context.bind()?;
-        let mut address = 0;
-        call!(cuMemAlloc_v2(&raw mut address, bytes))?;
-        Ok(Self { address, bytes, context: context.clone() })
-    }
-
-    pub(crate) fn address(&self) -> u64 {
-        self.address
-    }
-
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
-}
-
-impl Drop for Memory {
-    /// The device must be done with it.
-    fn drop(&mut self) {
-        if self.context.bind().is_ok() {
-            let _ = call!(cuMemFree_v2(self.address));
-        }
-    }
-}
-
-/// Memory of the host that the device copies from and to by itself.
-#[derive(Debug)]
-pub(crate) struct Pinned {
-    raw: Handle<c_void>,
-    bytes: usize,
-    /// How many of them are being used.
-    used: usize,
-    context: Arc<Context>,
-}
-
-impl Pinned {
-    pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
-        context.bind()?;
-        let mut raw = ptr::null_mut();
-        // Portable: pinned for every context of the process.
-        call!(cuMemHostAlloc(&raw mut raw, bytes, sys::CU_MEMHOSTALLOC_PORTABLE))?;
-        // SAFETY: it is of that many bytes; from here on all are initialised.
-        unsafe { ptr::write_bytes(raw.cast::<u8>(), 0, bytes) };
-        Ok(Self { raw: Handle(raw), bytes, used: bytes, context: context.clone() })
-    }
-
-    /// Bytes that it has.
-    pub(crate) fn capacity(&self) -> usize {
-        self.bytes
-    }
-
-    /// Has the first `bytes` used from now on.
-    pub(crate) fn using(mut self, bytes: usize) -> Self {
-        assert!(bytes <= self.bytes, "{bytes} of {} bytes of staging", self.bytes);
-        self.used = bytes;
-        self
-    }
-
-    /// The bytes in use.
-    pub(crate) fn contents(&self) -> &[u8] {
-        // SAFETY: initialised when it was made. While the device writes to it only an `InFlight` has it.
-        unsafe { std::slice::from_raw_parts(self.raw.0.cast::<u8>().cast_const(), self.used) }
-    }
-
-    /// The bytes in use, to be changed.
-    pub(crate) fn contents_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above; and nobody else has it.
-        unsafe { std::slice::from_raw_parts_mut(self.raw.0.cast::<u8>(), self.used) }
-    }
-}
-
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        if self.context.bind().is_ok() {
-            let _ = call!(cuMemFreeHost(self.raw.0));
-        }
-    }
-}
-
-/// Staging that a copy is under way to or from.
-///
-/// Dropped before it has landed, its memory is never freed: the device may still write to it.
-#[derive(Debug)]
-pub(crate) struct InFlight {
-    staging: ManuallyDrop<Pinned>,
-    event: Arc<Event>,
-}
-
-impl InFlight {
-    /// Staging whose copy was submitted. Where no event could be recorded nobody can know when it lands.
-    fn new(staging: Pinned, event: Result<Event>) -> Result<Self> {
-        let staging = ManuallyDrop::new(staging);
-        Ok(Self { staging, event: Arc::new(event?) })
-    }
-
-    pub(crate) fn event(&self) -> &Arc<Event> {
-        &self.event
-    }
-
-    /// The staging, when the copy is done.
-    pub(crate) fn land(self) -> Result<Option<Pinned>> {
-        Ok(self.event.happened()?.then(|| ManuallyDrop::into_inner(self.staging)))
-    }
-}
-
-/// A tensor as TMA knows it, of the one that `map` describes. The driver reads nothing of the tensor itself.
-pub(crate) fn encode(map: &TensorMap) -> Result<TensorMap> {
-    use sys::CUtensorMapDataType_enum as Type;
-    let data_type = match map.data_type {
-        TensorMap::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        _ => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-    };
-    let mut encoded = sys::CUtensorMap { opaque: [0; 16] };
-    call!(cuTensorMapEncodeTiled(
-        &raw mut encoded,
-        data_type,
-        map.rank,
-        ptr::without_provenance_mut(usize::try_from(map.data).expect("an address")),
-        map.extent.as_ptr(),
-        map.stride.as_ptr(),
-        map.box_extent.as_ptr(),
-        [1; 5].as_ptr(),
-        sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
-        sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
-        sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    ))?;
-    Ok(bytemuck::cast(encoded.opaque))
-}
-
-/// Kernels that are loaded.
-#[derive(Debug)]
-pub(crate) struct Module {
-    raw: Handle<sys::CUmod_st>,
-    context: Arc<Context>,
-}
-
-/// A kernel of a module.
-#[derive(Debug)]
-pub(crate) struct Function {
-    raw: Handle<sys::CUfunc_st>,
-    /// Keeps the code loaded.
-    _module: Arc<Module>,
-}
-
-impl Module {
-    /// Loads a cubin, or PTX that ends with a zero byte, which the driver compiles.
-    pub(crate) fn load(context: &Arc<Context>, image: &[u8]) -> Result<Arc<Self>> {
-        use sys::CUjit_option_enum as Option;
-        context.bind()?;
-        let mut log = vec![0_u8; 4096];
-        let mut options = [Option::CU_JIT_ERROR_LOG_BUFFER, Option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
-        let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
-        let mut raw = ptr::null_mut();
-        call!(cuModuleLoadDataEx(
-            &raw mut raw,
-            image.as_ptr().cast::<c_void>(),
-            2,
-            options.as_mut_ptr(),
-            values.as_mut_ptr(),
-        ))
-        .map_err(|fault| {
-            let said = CStr::from_bytes_until_nul(&log).unwrap_or_default().to_string_lossy();
-            let text = if said.is_empty() { fault.text } else { format!("{}: {}", fault.text, said.trim()) };
-            Fault { text, ..fault }
-        })?;
-        Ok(Arc::new(Self { raw: Handle(raw), context: context.clone() }))
-    }
-
-    /// A kernel, with leave for this much dynamic shared memory of a block.
-    pub(crate) fn function(self: &Arc<Self>, name: &str, shared_bytes: u32) -> Result<Function> {
-        self.context.bind()?;
-        let name = CString::new(name).expect("names of kernels have no zero byte");
-        let mut raw = ptr::null_mut();
-        call!(cuModuleGetFunction(&raw mut raw, self.raw.0, name.as_ptr()))?;
-        if shared_bytes > 48 * 1024 {
-            let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            let bytes = c_int::try_from(shared_bytes).unwrap_or(c_int::MAX);
-            call!(cuFuncSetAttribute(raw, attribute, bytes))?;
-        }
-        Ok(Function { raw: Handle(raw), _module: self.clone() })
-    }
-}
-
-impl Drop for Module {
-    /// The device must be done with it.
-    fn drop(&mut self) {
-        if self.context.bind().is_ok() {
-            let _ = call!(cuModuleUnload(self.raw.0));
-        }
     }
 }

@@ -9,8 +9,9 @@
 //! - Kernels are CUDA C++ in `kernels/`, one source for nvcc, NVRTC and the emulator in `emulator/`. Where the build found
 //!   nvcc they are in this library as machine code; elsewhere NVRTC compiles them at run time. [`Way`] says which a call gets.
 //! - Kernels, copies to the device and copies to the host have a stream each; events order them where buffers are shared.
+//!   Short kernels are submitted together, and as CUDA graphs where the same ones come again.
 //!   Copies go through pinned memory, and a download hands it out without another copy.
-//! - `unsafe` is in two files: `driver.rs` and `compiler.rs`.
+//! - `unsafe` is in `driver.rs`, the files below it, and `compiler.rs`.
 #![deny(unsafe_code)]
 
 mod arguments;
@@ -23,6 +24,7 @@ mod device;
 mod devices;
 mod driver;
 mod fault;
+mod graphs;
 mod health;
 mod hopper;
 mod kernels;

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     const ALL: &[(&str, &[u8])] =
-        &[("sm_80", &[0]), ("sm_86", &[1]), ("sm_89", &[2]), ("sm_90a", &[3]), ("compute_90", &[4])];
+        &[("sm_80", &[0]), ("sm_86", &[1]), ("sm_89", &[2]), ("sm_90a", &[3]), ("compute_80", &[4])];
 
     #[test]
     fn a_device_gets_its_own_code_or_the_newest_that_it_runs() {
@@ -108,8 +108,8 @@ mod tests {
         assert_eq!(of(89), Some("sm_89"));
         assert_eq!(of(90), Some("sm_90a"));
         // What ends with an a runs on nothing else.
-        assert_eq!(of(100), Some("compute_90"));
-        assert_eq!(of(120), Some("compute_90"));
+        assert_eq!(of(100), Some("compute_80"));
+        assert_eq!(of(120), Some("compute_80"));
         assert_eq!(of(75), None);
         assert_eq!(embedded(90, &[]), None);
     }

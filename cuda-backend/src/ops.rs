@@ -1,4 +1,5 @@
-//! Everything but attend: short kernels, submitted at once.
+//! Everything but attend: short kernels. All but the reset of a state, which is nothing to anybody by itself, are submitted
+//! at once.
 
 use bytemuck::Pod;
 use kyklos::backend::{Extent, Layout, State, StateShape};
@@ -18,7 +19,8 @@ pub(crate) fn reset_state(
     shape: StateShape,
 ) -> Result<()> {
     let arguments = StateArguments { a: a.address(), ml: ml.address(), ..state(shape)? };
-    launch_rows(backend, "reset_state", shape, &arguments, &[], &[a, ml])
+    let launch = over_rows("reset_state", shape)?;
+    launch.map_or(Ok(()), |launch| backend.gpu.hold(launch, &arguments, &[], &[a, ml]))
 }
 
 pub(crate) fn merge(
@@ -109,7 +111,7 @@ pub(crate) fn state(shape: StateShape) -> Result<StateArguments> {
 }
 
 /// Launches a kernel that has a warp for each row of a head.
-pub(crate) fn launch_rows(
+fn launch_rows(
     backend: &CudaBackend,
     kernel: &str,
     shape: StateShape,
@@ -117,12 +119,15 @@ pub(crate) fn launch_rows(
     reads: &[&CudaBuffer],
     writes: &[&CudaBuffer],
 ) -> Result<()> {
-    let rows = shape.batch * shape.rows * shape.heads;
-    if rows == 0 {
-        return Ok(());
+    if let Some(launch) = over_rows(kernel, shape)? {
+        backend.gpu.launch(launch, arguments, reads, writes)?;
     }
-    let grid = [narrow("rows times heads", rows.div_ceil(STATE_ROWS as usize))?, 1, 1];
-    let launch = Launch { kernel, grid, threads: SMALL_THREADS, shared_bytes: 0 };
-    backend.gpu.launch(launch, arguments, reads, writes)?;
     Ok(())
+}
+
+/// The launch of a kernel that has a warp for each row of a head, if there are rows.
+pub(crate) fn over_rows(kernel: &str, shape: StateShape) -> Result<Option<Launch<'_>>> {
+    let rows = shape.batch * shape.rows * shape.heads;
+    let grid = [narrow("rows times heads", rows.div_ceil(STATE_ROWS as usize))?, 1, 1];
+    Ok((rows > 0).then_some(Launch { kernel, grid, threads: SMALL_THREADS, shared_bytes: 0 }))
 }

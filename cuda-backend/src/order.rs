@@ -4,8 +4,13 @@
 //! attended to. Between streams nothing has an order but what events give it: each buffer knows the last operation that
 //! wrote it and the last ones that read it, and whoever comes next, on another stream, waits for those it has to.
 //! Memory that goes from one buffer to another takes this knowledge along.
+//!
+//! Kernels may be held back, to be submitted with the next ones. What they read and write knows of them all the same: it
+//! knows their [`End`], which comes to an event when they are submitted.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+
+use kyklos::{Error, Result};
 
 use crate::driver::Event;
 use crate::fault::Fault;
@@ -26,39 +31,93 @@ impl Lane {
     pub(crate) const ALL: [Self; Self::COUNT] = [Self::Compute, Self::Up, Self::Down];
 }
 
+/// The end of operations that are submitted together: of some that were, or of some that are held back.
+#[derive(Debug, Default)]
+pub(crate) struct End(OnceLock<Submitted>);
+
+#[derive(Debug)]
+struct Submitted {
+    /// None where none could be recorded, so that nobody will know when the device is done.
+    event: Option<Arc<Event>>,
+    /// Why not all of them were submitted.
+    failure: Option<Error>,
+}
+
+impl End {
+    /// Of an operation that was submitted.
+    pub(crate) fn of(event: Arc<Event>) -> Arc<Self> {
+        let end = Self::default();
+        end.submitted(Some(event), None);
+        Arc::new(end)
+    }
+
+    /// They were submitted, or as many of them as there was no fault.
+    pub(crate) fn submitted(&self, event: Option<Arc<Event>>, failure: Option<Error>) {
+        self.0.set(Submitted { event, failure }).expect("what was held back is submitted once");
+    }
+
+    pub(crate) fn is_held(&self) -> bool {
+        self.0.get().is_none()
+    }
+
+    /// What happens when the device is done, of operations that were submitted.
+    pub(crate) fn event(&self) -> Option<&Arc<Event>> {
+        self.0.get().and_then(|submitted| submitted.event.as_ref())
+    }
+
+    fn happened(&self) -> Result<bool, Fault> {
+        self.event().map_or(Ok(false), |event| event.happened())
+    }
+}
+
 /// What was last done with some memory.
 #[derive(Debug, Default)]
 pub(crate) struct Marks {
-    written: Option<(Lane, Arc<Event>)>,
+    written: Option<(Lane, Arc<End>)>,
     /// Since then.
-    read: [Option<Arc<Event>>; Lane::COUNT],
+    read: [Option<Arc<End>>; Lane::COUNT],
 }
 
 impl Marks {
     /// What an operation on `lane` that reads has to wait for.
-    pub(crate) fn before_reading(&self, lane: Lane) -> impl Iterator<Item = &Arc<Event>> {
-        self.written.iter().filter(move |(by, _)| *by != lane).map(|(_, event)| event)
+    pub(crate) fn before_reading(&self, lane: Lane) -> impl Iterator<Item = &Arc<End>> {
+        self.written.iter().filter(move |(by, _)| *by != lane).map(|(_, end)| end)
     }
 
     /// What an operation on `lane` that writes has to wait for.
-    pub(crate) fn before_writing(&self, lane: Lane) -> impl Iterator<Item = &Arc<Event>> {
+    pub(crate) fn before_writing(&self, lane: Lane) -> impl Iterator<Item = &Arc<End>> {
         let readers = Lane::ALL.into_iter().zip(&self.read).filter(move |(by, _)| *by != lane);
-        self.before_reading(lane).chain(readers.filter_map(|(_, event)| event.as_ref()))
+        self.before_reading(lane).chain(readers.filter_map(|(_, end)| end.as_ref()))
     }
 
-    pub(crate) fn was_read(&mut self, lane: Lane, event: &Arc<Event>) {
-        self.read[lane as usize] = Some(event.clone());
+    pub(crate) fn was_read(&mut self, lane: Lane, end: &Arc<End>) {
+        self.read[lane as usize] = Some(end.clone());
     }
 
-    pub(crate) fn was_written(&mut self, lane: Lane, event: &Arc<Event>) {
-        *self = Self { written: Some((lane, event.clone())), read: [const { None }; Lane::COUNT] };
+    pub(crate) fn was_written(&mut self, lane: Lane, end: &Arc<End>) {
+        *self = Self { written: Some((lane, end.clone())), read: [const { None }; Lane::COUNT] };
+    }
+
+    /// Why what is there is not what was to be written, if it is not.
+    pub(crate) fn failure(&self) -> Option<&Error> {
+        self.written.as_ref().and_then(|(_, end)| end.0.get()?.failure.as_ref())
+    }
+
+    /// It becomes somebody else's, who does not care what is there; only when the device is done with it still matters.
+    pub(crate) fn forget_failure(&mut self) {
+        if let Some((_, end)) = &mut self.written
+            && end.0.get().is_some_and(|submitted| submitted.failure.is_some())
+            && let Some(event) = end.event().cloned()
+        {
+            *end = End::of(event);
+        }
     }
 
     /// Whether the device is done with it.
     pub(crate) fn idle(&self) -> Result<bool, Fault> {
-        let written = self.written.iter().map(|(_, event)| event);
-        for event in written.chain(self.read.iter().flatten()) {
-            if !event.happened()? {
+        let written = self.written.iter().map(|(_, end)| end);
+        for end in written.chain(self.read.iter().flatten()) {
+            if !end.happened()? {
                 return Ok(false);
             }
         }

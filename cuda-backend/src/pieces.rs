@@ -44,6 +44,11 @@ impl Pieces {
         &self.tiles[batch.min(self.tiles.len() - 1)]
     }
 
+    /// Whether there is no tile left.
+    pub(crate) fn are_done(&self) -> bool {
+        self.next.0 == self.batch
+    }
+
     /// The next piece with work in it, of about `budget` operations, and those operations.
     pub(crate) fn next(&mut self, budget: f64) -> Option<(Piece, f64)> {
         loop {

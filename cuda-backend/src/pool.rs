@@ -106,8 +106,13 @@ impl Pool {
         })
     }
 
-    /// A buffer with unspecified contents.
-    pub(crate) fn buffer(self: &Arc<Self>, label: &str, bytes: usize) -> Result<CudaBuffer> {
+    /// A buffer with unspecified contents. `submit_held` submits what is held back, for nothing that is can come to an end.
+    pub(crate) fn buffer(
+        self: &Arc<Self>,
+        label: &str,
+        bytes: usize,
+        submit_held: impl Fn(),
+    ) -> Result<CudaBuffer> {
         self.health.check()?;
         let refusal = |allowed_bytes| Error::OutOfMemory {
             device: self.health.device().to_owned(),
@@ -126,24 +131,32 @@ impl Pool {
                 let free = self.context.free_bytes().map_err(fault)? as u64;
                 let allowed = left.min(free + state.kept_bytes());
                 let size = size.filter(|size| *size as u64 <= allowed).ok_or_else(|| refusal(allowed))?;
-                match self.make(&mut state, size, free).map_err(fault)? {
+                match self.make(&mut state, size, free, submit_held).map_err(fault)? {
                     Some(block) => block,
                     // The driver had less than it said, or in pieces.
                     None => return Err(refusal(self.context.free_bytes().map_err(fault)? as u64)),
                 }
             }
         };
+        block.marks().forget_failure();
         state.held_bytes += block.bytes();
         Ok(CudaBuffer { block: Some(block), bytes, pool: self.clone() })
     }
 
     /// `size` new bytes, or kept ones that the device still uses, or new ones in the place of kept ones of other sizes.
-    fn make(&self, state: &mut State, size: usize, free: u64) -> Result<Option<Block>, Fault> {
+    fn make(
+        &self,
+        state: &mut State,
+        size: usize,
+        free: u64,
+        submit_held: impl Fn(),
+    ) -> Result<Option<Block>, Fault> {
         if size as u64 <= free
             && let Some(block) = self.fresh(size)?
         {
             return Ok(Some(block));
         }
+        submit_held();
         if let Some(index) = state.kept.iter().position(|block| block.memory.bytes() == size) {
             return Ok(Some(state.kept.remove(index)));
         }

@@ -13,7 +13,7 @@ use kyklos_cuda::{CudaBackend, CudaDevice, CudaOptions, Unavailable};
 
 use crate::failure::{Failure, Result};
 use crate::report::Device;
-use crate::tuned;
+use crate::{switches, tuned};
 
 /// One entry of `--device`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -203,7 +203,8 @@ impl AnyBackend {
                 Self::Wgpu(Box::new(WgpuBackend::with_options(index, &options)?))
             }
             DeviceId::Cuda(index) => {
-                let options = CudaOptions { cache: tuned::cache_folder(), ..CudaOptions::default() };
+                let graphs = !switches::CUDA_GRAPHS.is_off()?;
+                let options = CudaOptions { cache: tuned::cache_folder(), graphs, ..CudaOptions::default() };
                 Self::Cuda(Box::new(CudaBackend::with_options(index, &options)?))
             }
         })

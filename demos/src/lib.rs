@@ -44,6 +44,7 @@ mod report;
 mod request;
 mod resident;
 mod support;
+mod switches;
 mod timed;
 mod trace;
 mod tune;
@@ -68,7 +69,7 @@ pub fn main() -> ExitCode {
         }
     };
     // Whatever the command: a switch that is set wrongly is refused.
-    if let Err(failure) = tuned::is_off() {
+    if let Err(failure) = switches::check() {
         return end(Err(failure));
     }
     end(match cli.command {

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Result, note};
 use crate::interrupt::Doomed;
+use crate::switches;
 
 /// What the file holds.
 #[derive(Debug, Serialize, Deserialize)]
@@ -24,7 +25,7 @@ struct Contents {
 /// The table for a run: none with `KYKLOS_TUNE=off`, and none where the file cannot be used, which is told once.
 pub(crate) fn for_runs() -> Result<Option<TuningTable>> {
     static TABLE: OnceLock<TuningTable> = OnceLock::new();
-    if is_off()? {
+    if switches::TUNE.is_off()? {
         return Ok(None);
     }
     Ok(Some(
@@ -38,22 +39,6 @@ pub(crate) fn for_runs() -> Result<Option<TuningTable>> {
             })
             .clone(),
     ))
-}
-
-/// Whether the user wants no tuned choices.
-pub(crate) fn is_off() -> Result<bool> {
-    off(env::var_os(SWITCH))
-}
-
-fn off(value: Option<OsString>) -> Result<bool> {
-    match value {
-        None => Ok(false),
-        Some(value) if value == "off" => Ok(true),
-        Some(value) => Err(Failure::request(
-            format!("{SWITCH} is `{}`", value.display()),
-            "set it to off, which uses the built-in choices, or leave it unset",
-        )),
-    }
 }
 
 /// The file, where there is a folder for it.
@@ -132,7 +117,6 @@ pub(crate) fn text_of(table: &TuningTable) -> serde_json::Result<String> {
     serde_json::to_string_pretty(&Contents { version: VERSION, entries: table.clone() })
 }
 
-const SWITCH: &str = "KYKLOS_TUNE";
 const VERSION: u32 = 1;
 /// Far more than all devices of a machine fill.
 const MOST_BYTES: u64 = 1 << 20;
@@ -156,17 +140,6 @@ mod tests {
             assert_eq!(of(&home), Some(PathBuf::from("/home/me/.cache/kyklos")));
             let caches = [("HOME", "/home/me"), ("XDG_CACHE_HOME", "/caches")];
             assert_eq!(of(&caches), Some(PathBuf::from("/caches/kyklos")));
-        }
-    }
-
-    #[test]
-    fn the_switch_is_off_or_absent() {
-        assert!(!off(None).unwrap());
-        assert!(off(Some("off".into())).unwrap());
-        for other in ["", "0", "on", "OFF"] {
-            let failure = off(Some(other.into())).unwrap_err();
-            assert_eq!(failure.exit, 2);
-            assert!(failure.text.contains("set it to off"), "{}", failure.text);
         }
     }
 

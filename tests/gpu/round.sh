@@ -53,6 +53,10 @@ fi
 bench=("$here/kyklos" bench --device cuda:0 "${shapes[@]}" --mask full --mask causal --dtype bf16 --repeat $repeat
     --verify)
 stage bench 120 "${bench[@]}"
+# One token over many keys, a call of a few microseconds: what graphs save.
+decoding=("$here/kyklos" bench --device cuda:0 "${shapes[@]}" --mask full --dtype bf16 --queries 1 --repeat $repeat)
+stage bench-decoding 60 "${decoding[@]}"
+stage bench-decoding-no-graphs 60 env KYKLOS_CUDA_GRAPHS=off "${decoding[@]}"
 if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
     stage bench-torch 150 "${bench[@]}" --against "flash=python3 $here/torch_cuda.py flash" \
         --against "cudnn=python3 $here/torch_cuda.py cudnn" --rounds 2

@@ -1,29 +1,13 @@
-// The entry points of `libcuda.so.1` that the CUDA backend uses.
+// The entry points of `libcuda.so.1` that the CUDA backend uses, but for kernels.
 #include "fake.h"
-#include "machine.h"
 
 #include <cstdio>
 #include <cstring>
 #include <sys/mman.h>
-#include <vector>
 
 using namespace fake;
 
-typedef std::unique_lock<std::mutex> Held;
-
-// A call with a current context, unless its device is broken.
-#define ENTER()                            \
-    Held held(world().lock);               \
-    if (!current) return INVALID_CONTEXT;  \
-    if (current->sticky) return current->sticky;
-
-#define API extern "C" __attribute__((visibility("default"))) int
-
 static const u64 PAGE = 4096;
-
-template <typename T> static void alive(const std::set<T *> &all, T *one, const char *what) {
-    if (!all.count(one)) die("a call with %s %p, which does not exist (any more)", what, (void *)one);
-}
 
 // --- what there is ----------------------------------------------------------------------------------------------------
 
@@ -309,126 +293,5 @@ API cuEventDestroy_v2(Event *event) {
     alive(world().events, event, "event");
     world().events.erase(event);
     delete event;
-    return SUCCESS;
-}
-
-// --- kernels ----------------------------------------------------------------------------------------------------------
-
-// Any image that looks like a cubin or like PTX will do: kernels are the ones that were compiled into this library.
-API cuModuleLoadDataEx(Module **module, const void *image, unsigned, int *, void **) {
-    ENTER();
-    if (std::memcmp(image, "\x7f" "ELF", 4) && !std::strstr(static_cast<const char *>(image), ".version")) return INVALID_IMAGE;
-    *module = new Module{current};
-    world().modules.insert(*module);
-    return SUCCESS;
-}
-
-API cuModuleUnload(Module *module) {
-    ENTER();
-    alive(world().modules, module, "module");
-    drain(held, *current);
-    world().modules.erase(module);
-    delete module;
-    return SUCCESS;
-}
-
-API cuModuleGetFunction(Function **function, Module *module, const char *name) {
-    ENTER();
-    alive(world().modules, module, "module");
-    const machine::Kernel *kernel = machine::Kernel::find(name);
-    if (!kernel) return NOT_FOUND;
-    std::unique_ptr<Function> made(new Function);
-    made->kernel = kernel;
-    made->device = current;
-    *function = made.get();
-    world().functions[*function] = std::move(made);
-    return SUCCESS;
-}
-
-API cuFuncSetAttribute(Function *function, int attribute, int value) {
-    ENTER();
-    if (attribute != 8) die("attribute %d of a function was set", attribute);
-    if (value > 227 * 1024) return INVALID_VALUE;
-    function->shared_most = unsigned(value);
-    return SUCCESS;
-}
-
-// In the last words of a tensor map: it came from this driver.
-static const u64 ENCODED = 0x656e636f64656421;
-
-// As the documentation of the call has it; and that no stride is 0, and no box larger than what its swizzling permits.
-API cuTensorMapEncodeTiled(TensorMap *map, int type, u32 rank, const void *data, const u64 *extent, const u64 *stride,
-                           const u32 *box, const u32 *step, int interleave, int swizzle, int, int fill) {
-    if (!map || u64(map) % 64 || !data || u64(data) % 16 || rank < 3 || rank > 5) return INVALID_VALUE;
-    if ((type != 6 && type != 9) || interleave || swizzle != 3 || fill) return INVALID_VALUE;
-    machine::TiledTensor tensor = {};
-    tensor.data = u64(data);
-    tensor.rank = rank;
-    tensor.type = u32(type);
-    tensor.swizzle = u32(swizzle);
-    for (u32 d = 0; d < rank; d++) {
-        if (!extent[d] || extent[d] > u64(1) << 32 || !box[d] || box[d] > 256 || step[d] != 1) return INVALID_VALUE;
-        tensor.extent[d] = extent[d];
-        tensor.box[d] = box[d];
-        if (d + 1 == rank) break;
-        if (!stride[d] || stride[d] % 16 || stride[d] >> 40) return INVALID_VALUE;
-        tensor.stride[d] = stride[d];
-    }
-    if (box[0] * 2 > 128) return INVALID_VALUE;
-    tensor.reserved[0] = tensor.reserved[1] = ENCODED;
-    std::memcpy(map, &tensor, sizeof tensor);
-    return SUCCESS;
-}
-
-// A kernel that was given what the host had for the driver would do anything.
-static void check_maps(const HopperArguments &args) {
-    for (const TensorMap *map : {&args.q, &args.k, &args.v})
-        if (map->words[15] != ENCODED) die("a tensor map that this driver has not made");
-}
-
-API cuLaunchKernel(Function *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
-                   unsigned threads_z, unsigned shared, Stream *stream, void **arguments, void **) {
-    ENTER();
-    alive(world().streams, stream, "stream");
-    if (!world().functions.count(function)) die("a launch of a function that does not exist");
-    const machine::Kernel &kernel = *static_cast<const machine::Kernel *>(function->kernel);
-    if (threads != kernel.threads || threads_y != 1 || threads_z != 1)
-        die("%s has %u threads and was launched with %u, %u, %u", kernel.name, kernel.threads, threads, threads_y, threads_z);
-    if (!x || !y || !z || x > 0x7fffffff || y > 65535 || z > 65535 || shared > function->shared_most) return INVALID_VALUE;
-    world().launches++;
-    world().launched[kernel.name]++;
-    const u64 nth = ++current->launches;
-    const bool here = current->ordinal == 0;
-    if (here && nth == config().refuse_at) return LAUNCH_OUT_OF_RESOURCES;
-    const std::string bytes(static_cast<const char *>(arguments[0]), kernel.argument_bytes);
-    Device *device = current;
-    const bool breaks = here && nth == config().sticky_at, hangs = here && nth == config().hang_at;
-    const u64 seed = config().seed + nth;
-    const bool parts = !std::strncmp(kernel.name, "decode_", 7), merge = !std::strcmp(kernel.name, "merge_parts");
-    submit(*stream, [=, &kernel] {
-        if (breaks || hangs) {
-            Held held(world().lock);
-            if (breaks) device->sticky = int(config().sticky);
-            world().changed.notify_all();
-            if (hangs) world().changed.wait(held, [] { return false; });
-            return;
-        }
-        // The emulator runs one launch at a time.
-        static std::mutex one;
-        std::lock_guard<std::mutex> alone(one);
-        static std::vector<std::function<void()>> late;
-        const auto runs = [=, &kernel] {
-            alignas(64) char aligned[4096];
-            std::memcpy(aligned, bytes.data(), bytes.size());
-            if (!std::strncmp(kernel.name, "hopper_", 7)) check_maps(*reinterpret_cast<const HopperArguments *>(aligned));
-            const u32 grid[3] = {x, y, z};
-            machine::launch(kernel, grid, shared, aligned, machine::Timing(seed % 3), seed);
-        };
-        if (config().late_parts && parts) return late.push_back(runs);
-        runs();
-        if (!merge) return;
-        for (const auto &part : late) part();
-        late.clear();
-    });
     return SUCCESS;
 }

@@ -15,6 +15,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <vector>
 
 namespace fake {
 
@@ -38,6 +39,7 @@ struct Config {
     u64 delay_us = 200;     // longest nap before an operation of a stream
     u64 ignore_waits = 0;   // streams for which cuStreamWaitEvent does nothing, the n-th of every three has bit n: planted bugs
     u64 late_parts = 0;     // launches that make states of parts run after the next merge_parts: a planted bug
+    u64 ignore_edges = 0;   // nodes of graphs run in the order in which they were not added: a planted bug
     u64 report = 0;         // say at exit what was done
     // Faults befall device 0, at the n-th such call or operation, counted from 1; 0: never.
     u64 oom_at = 0;         // an allocation finds no memory, at the n-th and ever after
@@ -46,6 +48,8 @@ struct Config {
     u64 sticky_at = 0;      // a launch runs into what `sticky` says
     u64 sticky = ILLEGAL_ADDRESS;
     u64 hang_at = 0;        // a launch never ends
+    u64 graph_create_at = 0, graph_instantiate_at = 0, graph_launch_at = 0;  // a call for graphs fails, that one only
+    u64 graph_code = OUT_OF_MEMORY;
 };
 const Config &config();
 
@@ -81,6 +85,27 @@ struct Function {
     unsigned shared_most = 48 * 1024;
 };
 
+// A launch with arguments of its own.
+struct Launch {
+    const void *kernel;
+    u32 grid[3], shared;
+    std::string arguments;
+};
+
+struct GraphNode {
+    Launch launch;
+    std::set<size_t> after;
+};
+
+struct Graph {
+    std::vector<GraphNode> nodes;
+};
+
+struct GraphExec {
+    Device *device;
+    std::vector<Launch> launches;
+};
+
 struct Device {
     int ordinal = 0, retained = 0;
     int sticky = 0;  // the error that every call ends with from then on
@@ -100,8 +125,10 @@ struct World {
     std::set<Event *> events;
     std::set<Module *> modules;
     std::map<Function *, std::unique_ptr<Function>> functions;
+    std::set<Graph *> graphs;
+    std::set<GraphExec *> graph_execs;
     std::map<std::string, u64> launched;  // of each kernel
-    u64 launches = 0, waits = 0, pageable = 0, copied = 0;
+    u64 launches = 0, waits = 0, pageable = 0, copied = 0, graphs_made = 0, graph_launches = 0, graph_kernels = 0;
 };
 World &world();
 
@@ -118,4 +145,18 @@ void start(Stream *stream);
 // Waits until all streams of a device are idle, or the device is broken.
 void drain(std::unique_lock<std::mutex> &held, Device &device);
 
+typedef std::unique_lock<std::mutex> Held;
+
+template <typename T> void alive(const std::set<T *> &all, T *one, const char *what) {
+    if (!all.count(one)) die("a call with %s %p, which does not exist (any more)", what, (void *)one);
+}
+
 }  // namespace fake
+
+// A call with a current context, unless its device is broken.
+#define ENTER()                                \
+    Held held(world().lock);                   \
+    if (!current) return INVALID_CONTEXT;      \
+    if (current->sticky) return current->sticky;
+
+#define API extern "C" __attribute__((visibility("default"))) int

@@ -36,6 +36,11 @@ const Config &config() {
             {"oom_at", &config.oom_at},       {"pinned_oom_at", &config.pinned_oom_at},
             {"refuse_at", &config.refuse_at}, {"sticky_at", &config.sticky_at},
             {"sticky", &config.sticky},       {"hang_at", &config.hang_at},
+            {"ignore_edges", &config.ignore_edges},
+            {"graph_create_at", &config.graph_create_at},
+            {"graph_instantiate_at", &config.graph_instantiate_at},
+            {"graph_launch_at", &config.graph_launch_at},
+            {"graph_code", &config.graph_code},
         };
         const char *text = std::getenv("KYKLOS_FAKE_CUDA");
         std::string left = text ? text : "";
@@ -144,7 +149,8 @@ static void end(int status, void *) {
     const auto left = [&] {
         u64 retained = 0;
         for (const auto &device : all.devices) retained += u64(device.second.retained);
-        return all.memory.size() + all.pinned.size() + all.streams.size() + all.events.size() + all.modules.size() + retained;
+        return all.memory.size() + all.pinned.size() + all.streams.size() + all.events.size() + all.modules.size() +
+               all.graphs.size() + all.graph_execs.size() + retained;
     };
     std::unique_lock<std::mutex> held(all.lock);
     bool broken = config().hang_at != 0;
@@ -158,13 +164,16 @@ static void end(int status, void *) {
     if (config().report) {
         std::fprintf(stderr, "fake driver: %llu launches, %llu waits, %llu bytes copied, %llu pageable copies\n",
                      all.launches, all.waits, all.copied, all.pageable);
+        std::fprintf(stderr, "fake driver: %llu graphs made, %llu launched with %llu kernels\n", all.graphs_made,
+                     all.graph_launches, all.graph_kernels);
         for (const auto &kernel : all.launched)
             std::fprintf(stderr, "fake driver: launched %s %llu times\n", kernel.first.c_str(), kernel.second);
     }
     if (left() && !broken) {
         std::fprintf(stderr,
-                     "fake driver: left behind: %zu allocations, %zu pinned, %zu streams, %zu events, %zu modules\n",
-                     all.memory.size(), all.pinned.size(), all.streams.size(), all.events.size(), all.modules.size());
+                     "fake driver: left behind: %zu allocations, %zu pinned, %zu streams, %zu events, %zu modules, %zu graphs\n",
+                     all.memory.size(), all.pinned.size(), all.streams.size(), all.events.size(), all.modules.size(),
+                     all.graphs.size() + all.graph_execs.size());
         if (!status) status = 87;
     }
     // Streams may still run kernels: the emulator must not be taken down under them.

@@ -6,7 +6,7 @@
 TOOLKIT is a folder with bin/, include/, lib/ and nvvm/, as the wheels have it. IMAGES is where build.rs left the cubins that
 nvcc made for all of ARCHITECTURES, with what the compilers said; a warning there is a fault. NVRTC, which has no headers and
 gets the sources from memory, compiles here, for the oldest and the newest; a few of the tiles, for it has the same
-optimiser, and the crate's own test has it compile everything for the newest.
+optimiser, and the crate's own test has its front end take everything for the newest.
 Registers are compared with budgets.txt; spills and stack are faults. So are products of warpgroups that the compiler
 serialised, registers that it did not redistribute, and a kernel for Hopper whose machine code has no HGMMA or UTMALDG.
 A kernel that redistributes registers is counted by its machine code, for ptxas says what it starts with.
@@ -27,8 +27,9 @@ CRATE = Path(__file__).resolve().parents[2]
 KERNELS = CRATE / "kernels"
 BUDGETS = Path(__file__).with_name("budgets.txt")
 
-# Real architectures, and the virtual one that their code comes from: as build.rs has them.
-ARCHITECTURES = {"sm_80": "compute_80", "sm_86": "compute_80", "sm_89": "compute_80", "sm_90a": "compute_90a"}
+# Real architectures, and the virtual one that their code comes from.
+ARCHITECTURES = {real: line.split()[0] for line in (CRATE / "architectures.txt").read_text().splitlines()
+                 if not line.startswith("#") for real in line.split()[1:]}
 # What NVRTC compiles here, besides the small kernels; and the lines of kernels.cu that say what there is, and its names.
 NVRTC = {"sm_80": "attend_bf16", "sm_90a": "hopper_bf16"}
 TILES = re.compile(rb"^([A-Z]+)_DIMS\(\w+, (\w+)\)$", flags=re.MULTILINE)
@@ -147,7 +148,7 @@ def nvrtc(toolkit, real, out):
     source = TILES.sub(lambda line: line[0] if b"_".join(line.groups()).lower() == kept else b"",
                        (KERNELS / "kernels.cu").read_bytes())
     made = library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", len(headers), texts, names)
-    options = [f"--gpu-architecture={real}", *OPTIONS, "--ptxas-options=-v"]
+    options = [f"--gpu-architecture={real}", *OPTIONS, "--split-compile=0", "--ptxas-options=-v"]
     words = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     failed = made or library.nvrtcCompileProgram(program, len(options), words)
     size = ctypes.c_size_t()

@@ -18,7 +18,7 @@ use crate::device::{self, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note, print};
 use crate::interrupt;
 use crate::resident::state_shape;
-use crate::tuned;
+use crate::{switches, tuned};
 use report::{CaseReport, Report};
 
 /// What is tuned.
@@ -62,7 +62,7 @@ struct Case {
 /// Runs the command.
 pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
     interrupt::end_on_interrupt()?;
-    if tuned::is_off()? && !args.dry_run {
+    if switches::TUNE.is_off()? && !args.dry_run {
         return Err(Failure::request(
             "KYKLOS_TUNE=off, and what kyklos tune keeps would be ignored",
             "unset it, or use --dry-run",

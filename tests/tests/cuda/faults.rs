@@ -12,6 +12,7 @@ use pollster::block_on;
 
 use crate::common::Prepared;
 use crate::common::conformance::{dense_world, run_alone};
+use crate::graphs::Token;
 use crate::scenario::{Ends, Scenario};
 
 pub fn scenarios() -> Vec<Scenario> {
@@ -88,7 +89,8 @@ fn endings() -> Vec<Scenario> {
     all.push(Scenario::new("goes on after a launch that is refused", "seed=42,refuse_at=1", || {
         let backend = open();
         let (mut a, mut ml) = state(&backend);
-        let refused = reset(&backend, &mut a, &mut ml).unwrap_err().to_string();
+        reset(&backend, &mut a, &mut ml).unwrap();
+        let refused = block_on(backend.wait()).unwrap_err().to_string();
         for word in
             ["cuda:0", "launch reset_state", "cuLaunchKernel", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES (701)"]
         {
@@ -151,6 +153,19 @@ fn memory() -> Vec<Scenario> {
             let capped = CudaBackend::with_options(0, &capped).unwrap();
             let _held = capped.alloc("keys", 8 << 20).unwrap();
             assert_eq!(allowed(capped.alloc("keys", 4 << 20)), (4, 2));
+        }),
+        Scenario::new("says what a call lacks for the states of its parts", "", || {
+            // Room for the token's five buffers and its work list, not for two states more.
+            let capped = CudaOptions { max_memory_bytes: Some(150 << 10), ..CudaOptions::default() };
+            let backend = CudaBackend::with_options(0, &capped).unwrap();
+            match Token::new(&backend).attend(&backend, 1) {
+                Err(Error::OutOfMemory { what, asked_bytes, allowed_bytes, .. }) => {
+                    assert_eq!((what.as_str(), asked_bytes), ("the states of parts", 2 * (1024 + 32)));
+                    assert!(allowed_bytes < asked_bytes, "{allowed_bytes}");
+                }
+                other => panic!("{other:?}"),
+            }
+            is_right(&open());
         }),
         Scenario::new("refuses what the driver has not, and goes on", "oom_at=4", || {
             let backend = open();
@@ -230,10 +245,12 @@ fn refusals() -> Vec<Scenario> {
 fn overlap() {
     let options = CudaOptions { stuck_after: Duration::from_secs(3), ..CudaOptions::default() };
     let backend = CudaBackend::with_options(0, &options).unwrap();
-    let (mut a, mut ml) = state(&backend);
     let mut keys = backend.upload("keys", Bytes::from_static(&[9; 4096])).unwrap();
-    reset(&backend, &mut a, &mut ml).unwrap();
-    reset(&backend, &mut a, &mut ml).unwrap();
+    let mut copied = backend.alloc("copied", 4096).unwrap();
+    let rows = Layout { offset: 0, batch_stride: 0, row_stride: 64, head_stride: 64 };
+    let extent = Extent { batch: 1, rows: 64, heads: 1, row_bytes: 64 };
+    backend.repack((&keys, rows), (&mut copied, rows), extent).unwrap();
+    backend.repack((&keys, rows), (&mut copied, rows), extent).unwrap();
     assert_eq!(block_on(backend.download(&mut keys, 0..4096)).unwrap(), &[9; 4096][..]);
     // And keys come in meanwhile.
     let mut more = backend.upload("keys", Bytes::from_static(&[5; 4096])).unwrap();
@@ -320,7 +337,7 @@ fn open() -> CudaBackend {
 }
 
 /// A few calls over all kinds of operations.
-fn is_right(backend: &CudaBackend) {
+pub fn is_right(backend: &CudaBackend) {
     for (dtype, case) in [Dtype::Bf16, Dtype::F32].into_iter().zip(cases()) {
         let prepared = Prepared::new(case, dtype);
         let whole = block_on(run_alone(backend, &dense_world(&prepared.problem), &prepared));

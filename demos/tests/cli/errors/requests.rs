@@ -116,6 +116,7 @@ pub(super) const GROUPS: &[Group] = &[
             ("tune --kernel portable-2", "One kernel is no choice."),
             ("KYKLOS_TUNE=off tune", "Keeping a choice and ignoring choices contradict each other."),
             ("KYKLOS_TUNE=no devices", "The switch knows one word, and a wrong one is not ignored."),
+            ("KYKLOS_CUDA_GRAPHS=no devices", "Likewise."),
             ("support --row nothing", "No row of the table begins like that."),
         ],
     },

@@ -1,0 +1,254 @@
+// The fake driver's entry points for kernels: modules, tensor maps, launches and graphs of them.
+#include "fake.h"
+#include "machine.h"
+
+#include <cstring>
+
+using namespace fake;
+
+// Any image that looks like a cubin or like PTX will do: kernels are the ones that were compiled into this library.
+API cuModuleLoadDataEx(Module **module, const void *image, unsigned, int *, void **) {
+    ENTER();
+    if (std::memcmp(image, "\x7f" "ELF", 4) && !std::strstr(static_cast<const char *>(image), ".version")) return INVALID_IMAGE;
+    *module = new Module{current};
+    world().modules.insert(*module);
+    return SUCCESS;
+}
+
+API cuModuleUnload(Module *module) {
+    ENTER();
+    alive(world().modules, module, "module");
+    drain(held, *current);
+    world().modules.erase(module);
+    delete module;
+    return SUCCESS;
+}
+
+API cuModuleGetFunction(Function **function, Module *module, const char *name) {
+    ENTER();
+    alive(world().modules, module, "module");
+    const machine::Kernel *kernel = machine::Kernel::find(name);
+    if (!kernel) return NOT_FOUND;
+    std::unique_ptr<Function> made(new Function);
+    made->kernel = kernel;
+    made->device = current;
+    *function = made.get();
+    world().functions[*function] = std::move(made);
+    return SUCCESS;
+}
+
+API cuFuncSetAttribute(Function *function, int attribute, int value) {
+    ENTER();
+    if (attribute != 8) die("attribute %d of a function was set", attribute);
+    if (value > 227 * 1024) return INVALID_VALUE;
+    function->shared_most = unsigned(value);
+    return SUCCESS;
+}
+
+// In the last words of a tensor map: it came from this driver.
+static const u64 ENCODED = 0x656e636f64656421;
+
+// As the documentation of the call has it; and that no stride is 0, and no box larger than what its swizzling permits.
+API cuTensorMapEncodeTiled(TensorMap *map, int type, u32 rank, const void *data, const u64 *extent, const u64 *stride,
+                           const u32 *box, const u32 *step, int interleave, int swizzle, int, int fill) {
+    if (!map || u64(map) % 64 || !data || u64(data) % 16 || rank < 3 || rank > 5) return INVALID_VALUE;
+    if ((type != 6 && type != 9) || interleave || swizzle != 3 || fill) return INVALID_VALUE;
+    machine::TiledTensor tensor = {};
+    tensor.data = u64(data);
+    tensor.rank = rank;
+    tensor.type = u32(type);
+    tensor.swizzle = u32(swizzle);
+    for (u32 d = 0; d < rank; d++) {
+        if (!extent[d] || extent[d] > u64(1) << 32 || !box[d] || box[d] > 256 || step[d] != 1) return INVALID_VALUE;
+        tensor.extent[d] = extent[d];
+        tensor.box[d] = box[d];
+        if (d + 1 == rank) break;
+        if (!stride[d] || stride[d] % 16 || stride[d] >> 40) return INVALID_VALUE;
+        tensor.stride[d] = stride[d];
+    }
+    if (box[0] * 2 > 128) return INVALID_VALUE;
+    tensor.reserved[0] = tensor.reserved[1] = ENCODED;
+    std::memcpy(map, &tensor, sizeof tensor);
+    return SUCCESS;
+}
+
+// A kernel that was given what the host had for the driver would do anything.
+static void check_maps(const HopperArguments &args) {
+    for (const TensorMap *map : {&args.q, &args.k, &args.v})
+        if (map->words[15] != ENCODED) die("a tensor map that this driver has not made");
+}
+
+// A launch as the driver keeps it, with arguments of its own. What is wrong with it that the host hears of at once.
+static int take(Launch *into, Function *function, const u32 (&grid)[3], const u32 (&threads)[3], u32 shared, void **arguments) {
+    if (!world().functions.count(function)) die("a launch of a function that does not exist");
+    const machine::Kernel &kernel = *static_cast<const machine::Kernel *>(function->kernel);
+    if (threads[0] != kernel.threads || threads[1] != 1 || threads[2] != 1)
+        die("%s has %u threads and was launched with %u, %u, %u", kernel.name, kernel.threads, threads[0], threads[1], threads[2]);
+    const bool fits = grid[0] && grid[1] && grid[2] && grid[0] <= 0x7fffffff && grid[1] <= 65535 && grid[2] <= 65535;
+    if (!fits || shared > function->shared_most) return INVALID_VALUE;
+    *into = {&kernel, {grid[0], grid[1], grid[2]}, shared, std::string(static_cast<const char *>(arguments[0]), kernel.argument_bytes)};
+    return SUCCESS;
+}
+
+// Runs a kernel, the nth launch of its device.
+static void run(const Launch &launch, u64 nth) {
+    const machine::Kernel &kernel = *static_cast<const machine::Kernel *>(launch.kernel);
+    const u64 seed = config().seed + nth;
+    // The emulator runs one launch at a time.
+    static std::mutex one;
+    std::lock_guard<std::mutex> alone(one);
+    static std::vector<std::function<void()>> late;
+    const auto runs = [=, &kernel] {
+        alignas(64) char aligned[4096];
+        std::memcpy(aligned, launch.arguments.data(), launch.arguments.size());
+        if (!std::strncmp(kernel.name, "hopper_", 7)) check_maps(*reinterpret_cast<const HopperArguments *>(aligned));
+        machine::launch(kernel, launch.grid, launch.shared, aligned, machine::Timing(seed % 3), seed);
+    };
+    if (config().late_parts && !std::strncmp(kernel.name, "decode_", 7)) return late.push_back(runs);
+    runs();
+    if (std::strcmp(kernel.name, "merge_parts")) return;
+    for (const auto &part : late) part();
+    late.clear();
+}
+
+// Queues launches, all or none of them; the lock is held.
+static int submit_all(Stream &stream, const std::vector<Launch> &launches) {
+    Device *device = stream.device;
+    const u64 before = device->launches;
+    const bool here = device->ordinal == 0;
+    device->launches += launches.size();
+    const auto among = [&](u64 nth) { return here && nth > before && nth <= device->launches; };
+    world().launches += launches.size();
+    for (const Launch &launch : launches) world().launched[static_cast<const machine::Kernel *>(launch.kernel)->name]++;
+    if (among(config().refuse_at)) return LAUNCH_OUT_OF_RESOURCES;
+    u64 nth = before;
+    for (const Launch &launch : launches) {
+        nth++;
+        const bool breaks = here && nth == config().sticky_at, hangs = here && nth == config().hang_at;
+        submit(stream, [=] {
+            if (!breaks && !hangs) return run(launch, nth);
+            Held held(world().lock);
+            if (breaks) device->sticky = int(config().sticky);
+            world().changed.notify_all();
+            if (hangs) world().changed.wait(held, [] { return false; });
+        });
+    }
+    return SUCCESS;
+}
+
+API cuLaunchKernel(Function *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
+                   unsigned threads_z, unsigned shared, Stream *stream, void **arguments, void **) {
+    ENTER();
+    alive(world().streams, stream, "stream");
+    Launch launch;
+    const int wrong = take(&launch, function, {x, y, z}, {threads, threads_y, threads_z}, shared, arguments);
+    return wrong ? wrong : submit_all(*stream, {launch});
+}
+
+// --- graphs -----------------------------------------------------------------------------------------------------------
+
+// The n-th such call, counted from 1, ends with what `graph_code` says, and so may the device.
+static int planned(u64 &count, u64 at) {
+    if (current->ordinal != 0 || ++count != at) return SUCCESS;
+    const int code = int(config().graph_code);
+    if (code >= ILLEGAL_ADDRESS && code != LAUNCH_OUT_OF_RESOURCES) current->sticky = code;
+    return code;
+}
+
+API cuGraphCreate(Graph **graph, unsigned flags) {
+    ENTER();
+    static u64 count;
+    if (flags) return INVALID_VALUE;
+    if (const int code = planned(count, config().graph_create_at)) return code;
+    *graph = new Graph;
+    world().graphs.insert(*graph);
+    return SUCCESS;
+}
+
+// CUDA_KERNEL_NODE_PARAMS_v2
+struct NodeParameters {
+    Function *function;
+    u32 grid[3], threads[3], shared;
+    void **arguments, **extra;
+    void *kernel, *context;
+};
+
+// A node is told by its place: 1 is the first.
+API cuGraphAddKernelNode_v2(u64 *node, Graph *graph, const u64 *after, size_t count, const NodeParameters *parameters) {
+    ENTER();
+    alive(world().graphs, graph, "graph");
+    if (parameters->extra || parameters->kernel || parameters->context) return INVALID_VALUE;
+    GraphNode made;
+    const int wrong = take(&made.launch, parameters->function, parameters->grid, parameters->threads, parameters->shared,
+                           parameters->arguments);
+    if (wrong) return wrong;
+    for (size_t i = 0; i < count; i++) {
+        if (!after[i] || after[i] > graph->nodes.size()) die("a node of a graph depends on what is none of its nodes");
+        made.after.insert(after[i] - 1);
+    }
+    graph->nodes.push_back(made);
+    *node = graph->nodes.size();
+    return SUCCESS;
+}
+
+API cuGraphDestroy(Graph *graph) {
+    ENTER();
+    alive(world().graphs, graph, "graph");
+    world().graphs.erase(graph);
+    delete graph;
+    return SUCCESS;
+}
+
+// Only what a node depends on comes before it. Of those that may come next the one that was added last does, so that a
+// dependency which is missing shows.
+static std::vector<Launch> ordered(const Graph &graph) {
+    std::vector<Launch> order;
+    std::set<size_t> done;
+    while (order.size() < graph.nodes.size()) {
+        size_t next = graph.nodes.size();
+        const auto may_run = [&](size_t node) {
+            if (done.count(node)) return false;
+            if (config().ignore_edges) return true;
+            for (size_t before : graph.nodes[node].after)
+                if (!done.count(before)) return false;
+            return true;
+        };
+        while (!may_run(--next)) {}
+        done.insert(next);
+        order.push_back(graph.nodes[next].launch);
+    }
+    return order;
+}
+
+API cuGraphInstantiateWithFlags(GraphExec **exec, Graph *graph, u64 flags) {
+    ENTER();
+    static u64 count;
+    alive(world().graphs, graph, "graph");
+    if (flags) return INVALID_VALUE;
+    if (const int code = planned(count, config().graph_instantiate_at)) return code;
+    *exec = new GraphExec{current, ordered(*graph)};
+    world().graph_execs.insert(*exec);
+    world().graphs_made++;
+    return SUCCESS;
+}
+
+API cuGraphLaunch(GraphExec *exec, Stream *stream) {
+    ENTER();
+    static u64 count;
+    alive(world().graph_execs, exec, "executable graph");
+    alive(world().streams, stream, "stream");
+    if (exec->device != stream->device) die("a graph was launched on a stream of another device");
+    if (const int code = planned(count, config().graph_launch_at)) return code;
+    world().graph_launches++;
+    world().graph_kernels += exec->launches.size();
+    return submit_all(*stream, exec->launches);
+}
+
+// What still runs of it goes on.
+API cuGraphExecDestroy(GraphExec *exec) {
+    ENTER();
+    alive(world().graph_execs, exec, "executable graph");
+    world().graph_execs.erase(exec);
+    delete exec;
+    return SUCCESS;
+}

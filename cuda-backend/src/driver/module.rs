@@ -1,0 +1,128 @@
+//! Kernels, and what they are given that only the driver can make.
+
+use std::ffi::{CStr, CString, c_int, c_void};
+use std::hash::{Hash, Hasher};
+use std::ptr;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::{Context, Handle, Result, check};
+use crate::fault::Fault;
+use crate::hopper::TensorMap;
+
+/// A tensor as TMA knows it, of the one that `map` describes. The driver reads nothing of the tensor itself.
+pub(crate) fn encode(map: &TensorMap) -> Result<TensorMap> {
+    use sys::CUtensorMapDataType_enum as Type;
+    let data_type = match map.data_type {
+        TensorMap::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        _ => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    };
+    let mut encoded = sys::CUtensorMap { opaque: [0; 16] };
+    call!(cuTensorMapEncodeTiled(
+        &raw mut encoded,
+        data_type,
+        map.rank,
+        ptr::without_provenance_mut(usize::try_from(map.data).expect("an address")),
+        map.extent.as_ptr(),
+        map.stride.as_ptr(),
+        map.box_extent.as_ptr(),
+        [1; 5].as_ptr(),
+        sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
+        sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
+        sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    ))?;
+    Ok(bytemuck::cast(encoded.opaque))
+}
+
+/// Kernels that are loaded.
+#[derive(Debug)]
+pub(crate) struct Module {
+    raw: Handle<sys::CUmod_st>,
+    context: Arc<Context>,
+}
+
+/// A kernel of a module.
+#[derive(Debug)]
+pub(crate) struct Function {
+    pub(super) raw: Handle<sys::CUfunc_st>,
+    pub(crate) name: String,
+    /// Keeps the code loaded.
+    _module: Arc<Module>,
+}
+
+/// A launch of a kernel over `grid` blocks of `threads`, with `shared_bytes` of dynamic shared memory, on arguments that
+/// are one struct. What a kernel does with a wrong address is an error of the device, not of this process: it has no way to
+/// the host's memory but the staging, which no kernel is given.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Launch {
+    pub(crate) function: Arc<Function>,
+    pub(crate) grid: [u32; 3],
+    pub(crate) threads: u32,
+    pub(crate) shared_bytes: u32,
+    pub(crate) arguments: Vec<u8>,
+}
+
+impl Module {
+    /// Loads a cubin, or PTX that ends with a zero byte, which the driver compiles.
+    pub(crate) fn load(context: &Arc<Context>, image: &[u8]) -> Result<Arc<Self>> {
+        use sys::CUjit_option_enum as Option;
+        context.bind()?;
+        let mut log = vec![0_u8; 4096];
+        let mut options = [Option::CU_JIT_ERROR_LOG_BUFFER, Option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+        let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
+        let mut raw = ptr::null_mut();
+        call!(cuModuleLoadDataEx(
+            &raw mut raw,
+            image.as_ptr().cast::<c_void>(),
+            2,
+            options.as_mut_ptr(),
+            values.as_mut_ptr(),
+        ))
+        .map_err(|fault| {
+            let said = CStr::from_bytes_until_nul(&log).unwrap_or_default().to_string_lossy();
+            let text = if said.is_empty() { fault.text } else { format!("{}: {}", fault.text, said.trim()) };
+            Fault { text, ..fault }
+        })?;
+        Ok(Arc::new(Self { raw: Handle(raw), context: context.clone() }))
+    }
+
+    /// A kernel, with leave for this much dynamic shared memory of a block.
+    pub(crate) fn function(self: &Arc<Self>, name: &str, shared_bytes: u32) -> Result<Function> {
+        self.context.bind()?;
+        let text = CString::new(name).expect("names of kernels have no zero byte");
+        let mut raw = ptr::null_mut();
+        call!(cuModuleGetFunction(&raw mut raw, self.raw.0, text.as_ptr()))?;
+        if shared_bytes > 48 * 1024 {
+            let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let bytes = c_int::try_from(shared_bytes).unwrap_or(c_int::MAX);
+            call!(cuFuncSetAttribute(raw, attribute, bytes))?;
+        }
+        Ok(Function { raw: Handle(raw), name: name.to_owned(), _module: self.clone() })
+    }
+}
+
+/// One function is another where it is the same kernel of the same module.
+impl PartialEq for Function {
+    fn eq(&self, other: &Self) -> bool {
+        self.raw.0 == other.raw.0
+    }
+}
+
+impl Eq for Function {}
+
+impl Hash for Function {
+    fn hash<H: Hasher>(&self, hasher: &mut H) {
+        self.raw.0.hash(hasher);
+    }
+}
+
+impl Drop for Module {
+    /// The device must be done with it.
+    fn drop(&mut self) {
+        if self.context.bind().is_ok() {
+            let _ = call!(cuModuleUnload(self.raw.0));
+        }
+    }
+}

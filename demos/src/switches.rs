@@ -1,0 +1,60 @@
+//! Environment variables that turn something off.
+
+use std::env;
+use std::ffi::OsString;
+
+use crate::failure::{Failure, Result};
+
+/// A variable that is `off` or not there.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Switch {
+    name: &'static str,
+    /// What `off` does.
+    does: &'static str,
+}
+
+/// Whether choices of `kyklos tune` count.
+pub(crate) const TUNE: Switch = Switch { name: "KYKLOS_TUNE", does: "uses the built-in choices" };
+
+/// Whether launches that come again are CUDA graphs.
+pub(crate) const CUDA_GRAPHS: Switch =
+    Switch { name: "KYKLOS_CUDA_GRAPHS", does: "has profilers see every launch by itself" };
+
+impl Switch {
+    /// Whether the user turned it off.
+    pub(crate) fn is_off(self) -> Result<bool> {
+        self.reads_off(env::var_os(self.name))
+    }
+
+    fn reads_off(self, value: Option<OsString>) -> Result<bool> {
+        match value {
+            None => Ok(false),
+            Some(value) if value == "off" => Ok(true),
+            Some(value) => Err(Failure::request(
+                format!("{} is `{}`", self.name, value.display()),
+                format!("set it to off, which {}, or leave it unset", self.does),
+            )),
+        }
+    }
+}
+
+/// Refuses a wrong word, also where nobody would look at it.
+pub(crate) fn check() -> Result<()> {
+    [TUNE, CUDA_GRAPHS].into_iter().try_for_each(|switch| switch.is_off().map(|_| ()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_switch_is_off_or_absent() {
+        assert!(!TUNE.reads_off(None).unwrap());
+        assert!(TUNE.reads_off(Some("off".into())).unwrap());
+        for other in ["", "0", "on", "OFF"] {
+            let failure = TUNE.reads_off(Some(other.into())).unwrap_err();
+            assert_eq!(failure.exit, 2);
+            assert!(failure.text.contains("set it to off"), "{}", failure.text);
+        }
+    }
+}
