@@ -97,6 +97,24 @@ struct PartsArguments {
     u32 parts, reserved;
 };
 
+// Elements from one storage type to another, eight for each thread. Grid: (⌈eights / 256⌉).
+struct ConvertArguments {
+    const void *from;
+    void *into;  // both at multiples of 16 bytes
+    u64 eights;
+};
+
+// Elements to 8-bit codes with scales, or back. Grid: of scales over rows (⌈batch · tokens · heads · lanes / 256⌉), over
+// channels (⌈heads · dim / 128⌉ · ⌈tokens / 64⌉ · batch).
+struct CodesArguments {
+    void *data;     // [batch, tokens, heads, dim], at a multiple of 16 bytes
+    void *codes;    // likewise
+    float *scales;  // over rows [batch, tokens, heads], over channels [batch, ⌈tokens / 64⌉, heads, dim]
+    u32 batch, tokens, heads, dim;
+    u32 lanes;      // over rows: lanes of a row, a power of two; dim is at most 8 times that
+    u32 reserved;
+};
+
 // Copies rows between two strided layouts; all in bytes and multiples of 4. Any grid.
 struct RepackArguments {
     Tensor from, into;

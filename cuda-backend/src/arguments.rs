@@ -155,6 +155,42 @@ pub struct RepackArguments {
     pub row_bytes: u32,
 }
 
+/// Arguments of `convert_…`: eight elements for each thread.
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct ConvertArguments {
+    /// Where elements come from. Both addresses are multiples of 16.
+    pub from: u64,
+    /// Where they go.
+    pub into: u64,
+    /// Eighths of the elements.
+    pub eights: u64,
+}
+
+/// Arguments of `to_codes_…` and `from_codes_…`. Grid: ([`CodesKernel::blocks`](crate::CodesKernel)).
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct CodesArguments {
+    /// Elements `[batch, tokens, heads, dim]`. This address and those of codes and scales are multiples of 16.
+    pub data: u64,
+    /// As many codes.
+    pub codes: u64,
+    /// f32: over rows `[batch, tokens, heads]`, over channels `[batch, ⌈tokens / 64⌉, heads, dim]`.
+    pub scales: u64,
+    /// Batch entries.
+    pub batch: u32,
+    /// Tokens.
+    pub tokens: u32,
+    /// Heads.
+    pub heads: u32,
+    /// Elements of a head, a multiple of 8.
+    pub dim: u32,
+    /// [`CodesKernel::lanes`](crate::CodesKernel).
+    pub lanes: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
 /// `scale` and `cap` of [`AttendArguments`]: kernels compute base-2 logits, `scale · q·k` or `cap · tanh(scale · q·k)`.
 pub fn logits(scale: f32, softcap: Option<f32>) -> (f32, f32) {
     let log2_e = std::f64::consts::LOG2_E;

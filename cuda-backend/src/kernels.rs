@@ -3,7 +3,7 @@
 use kyklos::{Dtype, TileShape};
 
 /// The sources by the names under which they include each other; `kernels.cu` is the one to compile.
-pub const SOURCES: [(&str, &str); 12] = [
+pub const SOURCES: [(&str, &str); 14] = [
     ("kernels.cu", include_str!("../kernels/kernels.cu")),
     ("arguments.h", include_str!("../kernels/arguments.h")),
     ("ptx.h", include_str!("../kernels/cuda/ptx.h")),
@@ -16,6 +16,8 @@ pub const SOURCES: [(&str, &str); 12] = [
     ("decode.h", include_str!("../kernels/decode.h")),
     ("state.h", include_str!("../kernels/state.h")),
     ("repack.h", include_str!("../kernels/repack.h")),
+    ("convert.h", include_str!("../kernels/convert.h")),
+    ("codes.h", include_str!("../kernels/codes.h")),
 ];
 
 /// Threads of a block of the kernels that are not for attention.
@@ -94,6 +96,11 @@ impl AttendKernel {
         let shared_bytes = (tile.q_rows + 4 * tile.kv_cols) * size * 2;
         Self { name: format!("{kind}_{dtype}_{size}"), tile, threads: warps * 32, shared_bytes }
     }
+}
+
+/// The kernel that converts between storage types, of which one is f32, or none for other pairs of them.
+pub fn convert_kernel(from: Dtype, into: Dtype) -> Option<String> {
+    ((from == Dtype::F32) != (into == Dtype::F32)).then(|| format!("convert_{from}_{into}"))
 }
 
 /// The kernel that makes outputs of a storage type.
