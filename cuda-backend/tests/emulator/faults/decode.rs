@@ -81,5 +81,5 @@ pub(super) fn kernel() -> Planted {
         (call(one_row), Way::Parts(3), Keys::Split),
         (call(some), Way::Parts(7), Keys::Whole),
     ];
-    Planted { name: "decode", instance: INSTANCE, faults: &FAULTS, calls }
+    Planted::attending("decode", INSTANCE, &FAULTS, calls)
 }
