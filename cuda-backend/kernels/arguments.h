@@ -52,13 +52,13 @@ struct HeadPack {
 };
 
 // As above for few rows: the tiles of keys of each query tile are cut into parts, each with a state of its own.
-// Grid: (query tiles · parts, packs, batch entries).
+// Grid: (query tiles · tile_blocks, packs, batch entries).
 struct DecodeArguments {
     AttendArguments attend;  // a and ml: `parts` states, one behind the other, written and not read; first_head: 0
     const HeadPack *packs;
     u32 parts, batch;
     u32 tile_rows;           // query rows of a tile; it has room for them times the heads of a pack
-    u32 reserved;
+    u32 tile_blocks;         // blocks of a query tile: one for each part; in f32 for 8 rows of parts
 };
 
 // What TMA knows of a tensor: 128 bytes that the driver encodes. The emulator reads `src/hopper.rs`'s TensorMap in it.

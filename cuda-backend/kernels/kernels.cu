@@ -23,6 +23,7 @@ ATTEND_DIMS(F16, f16)
 
 DECODE_DIMS(Bf16, bf16)
 DECODE_DIMS(F16, f16)
+KERNEL(decode_f32, DecodeArguments, DecodeF32::THREADS) { DecodeF32::run(args); }
 
 #if HOPPER
 #define HOPPER_ATTEND(type, name, dim, keys) \

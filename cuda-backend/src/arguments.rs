@@ -78,7 +78,7 @@ pub struct HeadPack {
     pub count: u32,
 }
 
-/// Arguments of the decoding kernels. Grid: (query tiles · parts, packs, batch entries).
+/// Arguments of the decoding kernels. Grid: (query tiles · `tile_blocks`, packs, batch entries).
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct DecodeArguments {
@@ -93,8 +93,8 @@ pub struct DecodeArguments {
     pub batch: u32,
     /// Query rows of a tile.
     pub tile_rows: u32,
-    /// 0.
-    pub reserved: u32,
+    /// [`AttendKernel::tile_blocks`](crate::AttendKernel::tile_blocks).
+    pub tile_blocks: u32,
 }
 
 /// Arguments of `reset_state`, `merge_states` and `finalize_…`: a warp for each row of a head.

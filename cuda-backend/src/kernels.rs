@@ -63,14 +63,25 @@ impl AttendKernel {
         Some(Self::in_tiles("attend", dtype, size, if size <= 192 { 8 } else { 4 }))
     }
 
-    /// The decoding kernel, whose tiles hold rows of up to `heads` query heads (1 to [`PACKED_ROWS`]) of a KV head. There is
-    /// none for f32, nor beyond a head dim of 256.
+    /// The decoding kernel, whose tiles hold rows of up to `heads` query heads (1 to [`PACKED_ROWS`]) of a KV head, or none
+    /// beyond a head dim of 256.
     pub fn decode(dtype: Dtype, dim: u32, heads: u32) -> Option<Self> {
         let size = DECODE_DIMS.into_iter().find(|size| dim <= *size)?;
-        let mut kernel =
-            (dtype != Dtype::F32).then(|| Self::in_tiles("decode", dtype, size, PACKED_ROWS / 16))?;
+        let mut kernel = if dtype == Dtype::F32 {
+            let tile = TileShape { q_rows: PACKED_ROWS, kv_cols: 32 };
+            Self { name: "decode_f32".to_owned(), tile, threads: 256, shared_bytes: 0 }
+        } else {
+            Self::in_tiles("decode", dtype, size, PACKED_ROWS / 16)
+        };
         kernel.tile.q_rows /= heads;
         Some(kernel)
+    }
+
+    /// Blocks that the decoding kernel of a storage type has for a query tile of so many rows, over all heads of a pack,
+    /// whose keys are cut into `parts`.
+    pub fn tile_blocks(dtype: Dtype, rows: u32, parts: u32) -> u32 {
+        // In f32 a warp has a row of a part, and a block 8 warps.
+        if dtype == Dtype::F32 { (rows * parts).div_ceil(8) } else { parts }
     }
 
     /// The kernel for Hopper (sm_90a), which takes [`crate::HopperArguments`] and has no pair tensors. There is none for
@@ -146,7 +157,8 @@ mod tests {
             let kernel = AttendKernel::hopper(Dtype::Bf16, dim).unwrap();
             assert!(kernel.shared_bytes <= 227 * 1024, "{kernel:?}");
         }
-        assert_eq!(AttendKernel::decode(Dtype::F32, 64, 1), None);
+        assert_eq!(AttendKernel::decode(Dtype::F32, 264, 1), None);
+        assert_eq!(AttendKernel::decode(Dtype::F32, 256, 5).unwrap().tile.q_rows, 12);
         let kernel = AttendKernel::decode(Dtype::Bf16, 200, 5).unwrap();
         assert_eq!((kernel.name.as_str(), kernel.tile.q_rows), ("decode_bf16_256", 12));
         assert!(kernel.shared_bytes <= 99 * 1024, "{kernel:?}");

@@ -86,10 +86,14 @@ fn write_if_new(path: &Path, text: &str) {
 
 /// A small call of three query heads over one KV head.
 fn call(change: impl FnOnce(&mut Case)) -> Call {
+    Call::new::<bf16>(case(change), Dtype::Bf16)
+}
+
+fn case(change: impl FnOnce(&mut Case)) -> Case {
     let mut case = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
     (case.problem.q_heads, case.problem.kv_heads) = (3, 1);
     change(&mut case);
-    Call::new::<bf16>(case, Dtype::Bf16)
+    case
 }
 
 /// What is found to be wrong with a program.
@@ -99,7 +103,14 @@ fn found(program: &Program, kernel: &Planted) -> Option<String> {
 
 #[test]
 fn every_planted_bug_is_found() {
-    let kernels = [tiles::kernel(), decode::kernel(), hopper::kernel(), convert::types(), convert::codes()];
+    let kernels = [
+        tiles::kernel(),
+        decode::kernel(),
+        decode::in_f32(),
+        hopper::kernel(),
+        convert::types(),
+        convert::codes(),
+    ];
     let all: Vec<_> =
         kernels.iter().flat_map(|kernel| (0..=kernel.faults.len()).map(move |n| (kernel, n))).collect();
     let wrong = in_parallel(all.len(), |n| {
