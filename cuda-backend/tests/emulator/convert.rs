@@ -67,7 +67,7 @@ fn converted<E: bytemuck::Pod>(
     timing: Timing,
 ) -> Result<Vec<u8>, String> {
     let mut job = Job::default();
-    let source = job.upload(&[&vec![E::zeroed(); FIRST], elements].concat());
+    let source = job.upload(&[&[E::zeroed(); FIRST], elements].concat());
     let target = job.poisoned((FIRST + elements.len()) * into.bytes());
     let arguments = ConvertArguments {
         from: source.address + (FIRST * from.bytes()) as u64,
@@ -184,7 +184,7 @@ pub(crate) fn judge_codes(
     let exact: Vec<f32> = made_up(&groups, elements).into_iter().map(rounded).collect();
 
     let mut job = Job::default();
-    let before = vec![9.0_f32; FIRST];
+    let before = [9.0_f32; FIRST];
     let source = match dtype {
         Dtype::F32 => job.upload(&[&before[..], &exact].concat()),
         _ => {

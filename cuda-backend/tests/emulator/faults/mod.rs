@@ -29,6 +29,8 @@ const fn fault(what: &'static str, file: &'static str, from: &'static str, into:
     Fault { what, file, from, into }
 }
 
+type Judge = Box<dyn Fn(&Program, Timing) -> Result<(), String> + Sync>;
+
 /// A kernel that bugs are planted in.
 struct Planted {
     name: &'static str,
@@ -36,7 +38,7 @@ struct Planted {
     instance: &'static str,
     faults: &'static [Fault],
     /// Small trials that together touch what the kernel does, in one order of threads: the first thing that is wrong.
-    judge: Box<dyn Fn(&Program, Timing) -> Result<(), String> + Sync>,
+    judge: Judge,
 }
 
 impl Planted {
