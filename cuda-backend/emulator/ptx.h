@@ -5,6 +5,7 @@
 #include "machine.h"
 
 #include <cmath>
+#include <cstring>
 
 #define DEVICE inline
 #define UNROLL
@@ -51,6 +52,16 @@ inline float tanh_exact(float x) { return std::tanh(x); }
 inline float fused(float x, float y, float z) { return std::fma(x, y, z); }
 inline float larger(float x, float y) { return std::fmax(x, y); }
 inline float magnitude(float x) { return std::fabs(x); }
+inline u32 bits_of(float x) {
+    u32 bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float float_of(u32 bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
 
 template <typename T> struct Sixteen {
     static u32 pack(float low, float high) { return T::narrow(low) | u32(T::narrow(high)) << 16; }

@@ -52,13 +52,13 @@ struct HeadPack {
 };
 
 // As above for few rows: the tiles of keys of each query tile are cut into parts, each with a state of its own.
-// Grid: (query tiles · parts, packs, batch entries).
+// Grid: (query tiles · tile_blocks, packs, batch entries).
 struct DecodeArguments {
     AttendArguments attend;  // a and ml: `parts` states, one behind the other, written and not read; first_head: 0
     const HeadPack *packs;
     u32 parts, batch;
     u32 tile_rows;           // query rows of a tile; it has room for them times the heads of a pack
-    u32 reserved;
+    u32 tile_blocks;         // blocks of a query tile: one for each part; in f32 for 8 rows of parts
 };
 
 // What TMA knows of a tensor: 128 bytes that the driver encodes. The emulator reads `src/hopper.rs`'s TensorMap in it.
@@ -95,6 +95,24 @@ struct StateArguments {
 struct PartsArguments {
     StateArguments state;
     u32 parts, reserved;
+};
+
+// Elements from one storage type to another, eight for each thread. Grid: (⌈eights / 256⌉).
+struct ConvertArguments {
+    const void *from;
+    void *into;  // both at multiples of 16 bytes
+    u64 eights;
+};
+
+// Elements to 8-bit codes with scales, or back. Grid: of scales over rows (⌈batch · tokens · heads · lanes / 256⌉), over
+// channels (⌈heads · dim / 128⌉ · ⌈tokens / 64⌉ · batch).
+struct CodesArguments {
+    void *data;     // [batch, tokens, heads, dim], at a multiple of 16 bytes
+    void *codes;    // likewise
+    float *scales;  // over rows [batch, tokens, heads], over channels [batch, ⌈tokens / 64⌉, heads, dim]
+    u32 batch, tokens, heads, dim;
+    u32 lanes;      // over rows: lanes of a row, a power of two; dim is at most 8 times that
+    u32 reserved;
 };
 
 // Copies rows between two strided layouts; all in bytes and multiples of 4. Any grid.

@@ -1,19 +1,22 @@
 // Attention in f32 without tensor cores, whose products have fewer bits: right, and slow. A warp has one query row and
 // 32 keys at a time: a key for each lane while scores are made, an element for each lane while values are summed.
 #pragma once
-#include "logits.h"
+#include "convert.h"
 
 struct AttentionF32 {
     static constexpr int ROWS = 8, KEYS = 32, THREADS = ROWS * 32, MOST_DIM = 256;
 
     DEVICE static void run(const AttendArguments &args) {
         const Place at(args);
-        const u32 lane = thread_x() % 32, row = at.tile * ROWS + thread_x() / 32;
-        // Nothing below waits for other warps.
-        if (row >= args.rows) return;
-        const TileRow here{row, at.head};
-        const RowSpan span = at.span(args, row);
-        const float *q = head_of<float>(args.q, at.batch, at.head) + row * args.q.row_stride;
+        attend(args, at, at.row(ROWS, thread_x() / 32));
+    }
+
+    // A warp's row. Nothing here waits for other warps.
+    template <typename At> DEVICE static void attend(const AttendArguments &args, const At &at, TileRow here) {
+        if (here.row >= args.rows) return;
+        const u32 lane = thread_x() % 32;
+        const RowSpan span = at.span(args, here.row);
+        const float *q = head_of<float>(args.q, at.batch, here.head) + here.row * args.q.row_stride;
         const float *k = head_of<float>(args.k, at.batch, at.kv_head);
         const float *v = head_of<float>(args.v, at.batch, at.kv_head);
         float acc[MOST_DIM / 32], top = -INFINITE, sum = 0.0f;
@@ -41,15 +44,18 @@ struct AttentionF32 {
         }
         for (u32 apart = 16; apart; apart /= 2) sum += shuffle_xor(sum, apart);
         float *ml = at.ml(args, here), *a = at.a(args, here);
-        const Entry entry(top, sum, ml[0], ml[1]);
+        // What is in memory of a fresh state is not read.
+        const Entry entry(top, sum, At::FRESH ? EMPTY_M : ml[0], At::FRESH ? 0.0f : ml[1]);
         warp_sync();
-        if (entry.nothing) return;
+        if (entry.nothing && !At::FRESH) return;
         if (lane == 0) {
-            ml[0] = entry.m;
-            ml[1] = entry.l;
+            ml[0] = entry.nothing ? EMPTY_M : entry.m;
+            ml[1] = entry.nothing ? 0.0f : entry.l;
         }
+        if (entry.nothing) return;
         UNROLL for (int i = 0; i < MOST_DIM / 32; i++)
-            if (lane + 32 * i < args.dim) a[lane + 32 * i] = entry.of(a[lane + 32 * i], acc[i]);
+            if (lane + 32 * i < args.dim)
+                a[lane + 32 * i] = At::FRESH ? acc[i] * entry.found : entry.of(a[lane + 32 * i], acc[i]);
     }
 
     // Base-2 logit of a (row, key); -inf where the row does not see it.
@@ -58,7 +64,12 @@ struct AttentionF32 {
         const float add = term<F32>(args, batch, at, span, position_of(args, key));
         if (add == -INFINITE) return add;
         float dot = 0.0f;
-        for (u32 d = 0; d < args.dim; d++) dot = fused(q[d], k[key * args.k.row_stride + d], dot);
+        const Unit *units = reinterpret_cast<const Unit *>(k + key * args.k.row_stride);
+        // More at a time would take registers that the values need.
+        ROLLED for (u32 n = 0; n < args.dim / 4; n++) {
+            const Unit x = reinterpret_cast<const Unit *>(q)[n], y = units[n];
+            UNROLL for (int i = 0; i < 4; i++) dot = fused(float_of(x.words[i]), float_of(y.words[i]), dot);
+        }
         const float x = dot * args.scale;
         return (args.cap != 0.0f ? args.cap * tanh_exact(x) : x) + add;
     }

@@ -4,6 +4,7 @@
 // The query heads of a KV head share its keys, so they lie in one tile, row by row: keys are read once for all of them.
 #pragma once
 #include "attend.h"
+#include "attend_f32.h"
 
 struct PackedPlace {
     // Each block has states of its own.
@@ -13,8 +14,8 @@ struct PackedPlace {
     u32 tile, part, batch, kv_head, mask_class;
     HeadPack pack;
 
-    DEVICE explicit PackedPlace(const DecodeArguments &more)
-        : more(more), tile(more.attend.first_tile + block_x() / more.parts), part(block_x() % more.parts),
+    DEVICE PackedPlace(const DecodeArguments &more, u32 part)
+        : more(more), tile(more.attend.first_tile + block_x() / more.tile_blocks), part(part),
           batch(more.attend.first_batch + block_z()),
           mask_class(more.attend.classes > 1 ? batch : 0), pack(more.packs[block_y()]) {
         kv_head = more.attend.kv_head_of[pack.first];
@@ -49,5 +50,19 @@ struct PackedPlace {
 
 template <typename T, int DIM> struct Decode : Attention<T, DIM, PackedPlace, 4> {
     DEVICE explicit Decode(const DecodeArguments &args)
-        : Attention<T, DIM, PackedPlace, 4>(args.attend, PackedPlace(args)) {}
+        : Attention<T, DIM, PackedPlace, 4>(args.attend, PackedPlace(args, block_x() % args.parts)) {}
+};
+
+// In f32 a warp has a row of a part. The rows of a part are side by side, so that what one of them reads of the keys is in
+// a cache for the others.
+struct DecodeF32 {
+    static constexpr u32 WARPS = 8, THREADS = WARPS * 32;
+
+    DEVICE static void run(const DecodeArguments &args) {
+        const u32 warp = block_x() % args.tile_blocks * WARPS + thread_x() / 32;
+        const u32 rows = args.tile_rows * args.packs[block_y()].count, part = warp / rows;
+        if (part >= args.parts) return;
+        const PackedPlace at(args, part);
+        AttentionF32::attend(args.attend, at, at.row(rows, warp % rows));
+    }
 };

@@ -1,5 +1,6 @@
 // All kernels, by the names that the host asks for. `src/kernels.rs` lists them with their tiles and shared memory.
 #include "attend_f32.h"
+#include "codes.h"
 #include "decode.h"
 #include "repack.h"
 #include "state.h"
@@ -22,6 +23,7 @@ ATTEND_DIMS(F16, f16)
 
 DECODE_DIMS(Bf16, bf16)
 DECODE_DIMS(F16, f16)
+KERNEL(decode_f32, DecodeArguments, DecodeF32::THREADS) { DecodeF32::run(args); }
 
 #if HOPPER
 #define HOPPER_ATTEND(type, name, dim, keys) \
@@ -46,3 +48,18 @@ KERNEL(finalize_f16, StateArguments, StateRow::THREADS) { finalize<F16>(args); }
 KERNEL(finalize_bf16, StateArguments, StateRow::THREADS) { finalize<Bf16>(args); }
 
 KERNEL(repack, RepackArguments, Repack::THREADS) { Repack::run(args); }
+
+KERNEL(convert_f32_f16, ConvertArguments, CONVERT_THREADS) { convert<F32, F16>(args); }
+KERNEL(convert_f32_bf16, ConvertArguments, CONVERT_THREADS) { convert<F32, Bf16>(args); }
+KERNEL(convert_f16_f32, ConvertArguments, CONVERT_THREADS) { convert<F16, F32>(args); }
+KERNEL(convert_bf16_f32, ConvertArguments, CONVERT_THREADS) { convert<Bf16, F32>(args); }
+
+#define CODES(type, name) \
+    KERNEL(to_codes_rows_##name, CodesArguments, RowCodes::THREADS) { RowCodes(args).make<type>(args); } \
+    KERNEL(from_codes_rows_##name, CodesArguments, RowCodes::THREADS) { RowCodes(args).read<type>(args); } \
+    KERNEL(to_codes_channels_##name, CodesArguments, ChannelCodes::THREADS) { ChannelCodes(args).make<type>(args); } \
+    KERNEL(from_codes_channels_##name, CodesArguments, ChannelCodes::THREADS) { ChannelCodes(args).read<type>(args); }
+
+CODES(F32, f32)
+CODES(F16, f16)
+CODES(Bf16, bf16)

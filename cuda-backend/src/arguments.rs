@@ -78,7 +78,7 @@ pub struct HeadPack {
     pub count: u32,
 }
 
-/// Arguments of the decoding kernels. Grid: (query tiles · parts, packs, batch entries).
+/// Arguments of the decoding kernels. Grid: (query tiles · `tile_blocks`, packs, batch entries).
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct DecodeArguments {
@@ -93,8 +93,8 @@ pub struct DecodeArguments {
     pub batch: u32,
     /// Query rows of a tile.
     pub tile_rows: u32,
-    /// 0.
-    pub reserved: u32,
+    /// [`AttendKernel::tile_blocks`](crate::AttendKernel::tile_blocks).
+    pub tile_blocks: u32,
 }
 
 /// Arguments of `reset_state`, `merge_states` and `finalize_…`: a warp for each row of a head.
@@ -153,6 +153,42 @@ pub struct RepackArguments {
     pub heads: u32,
     /// Adjacent bytes of one head of one row.
     pub row_bytes: u32,
+}
+
+/// Arguments of `convert_…`: eight elements for each thread.
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct ConvertArguments {
+    /// Where elements come from. Both addresses are multiples of 16.
+    pub from: u64,
+    /// Where they go.
+    pub into: u64,
+    /// Eighths of the elements.
+    pub eights: u64,
+}
+
+/// Arguments of `to_codes_…` and `from_codes_…`. Grid: ([`CodesKernel::blocks`](crate::CodesKernel)).
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct CodesArguments {
+    /// Elements `[batch, tokens, heads, dim]`. This address and those of codes and scales are multiples of 16.
+    pub data: u64,
+    /// As many codes.
+    pub codes: u64,
+    /// f32: over rows `[batch, tokens, heads]`, over channels `[batch, ⌈tokens / 64⌉, heads, dim]`.
+    pub scales: u64,
+    /// Batch entries.
+    pub batch: u32,
+    /// Tokens.
+    pub tokens: u32,
+    /// Heads.
+    pub heads: u32,
+    /// Elements of a head, a multiple of 8.
+    pub dim: u32,
+    /// [`CodesKernel::lanes`](crate::CodesKernel).
+    pub lanes: u32,
+    /// 0.
+    pub reserved: u32,
 }
 
 /// `scale` and `cap` of [`AttendArguments`]: kernels compute base-2 logits, `scale · q·k` or `cap · tanh(scale · q·k)`.

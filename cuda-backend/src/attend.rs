@@ -53,7 +53,7 @@ pub(crate) async fn attend(
     let call = Call { backend, control, args, kernel, lists, arguments };
     match way {
         Way::Tiles => call.tiles().await,
-        Way::Parts => call.parts(packs.len(), list).await,
+        Way::Parts => call.parts(&packs, list).await,
         Way::Hopper => call.hopper(&order, list).await,
     }
 }
@@ -133,16 +133,21 @@ impl Call<'_> {
     }
 
     /// A block for each part of the keys of a query tile of a pack, then the merge of all parts.
-    async fn parts(&self, packs: usize, packs_at: u64) -> Result<()> {
-        let (backend, state) = (self.backend, &self.args.state);
+    async fn parts(&self, packs: &[HeadPack], packs_at: u64) -> Result<()> {
+        let (backend, state, dtype) = (self.backend, &self.args.state, self.args.dtype);
         let shape = state.shape;
         let key_tiles = self.arguments.keys.div_ceil(self.kernel.tile.kv_cols);
-        let parts = decode_parts((packs * shape.batch) as u64, key_tiles, backend.multiprocessors);
+        // All rows are in one tile.
+        let tile_rows = self.arguments.rows;
+        let rows = packs.iter().map(|pack| pack.count).max().unwrap_or(1) * tile_rows;
+        let groups = (packs.len() * shape.batch) as u64;
+        let parts = decode_parts(dtype, groups, rows, key_tiles, backend.multiprocessors);
+        let tile_blocks = AttendKernel::tile_blocks(dtype, rows, parts);
         let [a_bytes, ml_bytes] = [shape.a_bytes(), shape.ml_bytes()].map(|bytes| bytes * parts as usize);
         let states = backend.gpu.buffer("the states of parts", a_bytes + ml_bytes)?;
         let (from_a, from_ml) = (states.address(), states.address() + a_bytes as u64);
         // Parts without keys have a state too: no piece may be left out.
-        let mut pieces = self.pieces(packs, parts);
+        let mut pieces = self.pieces(packs.len(), parts);
         let next = |budget| {
             let (piece, flops) = pieces.next(budget)?;
             let last = pieces.are_done();
@@ -154,10 +159,10 @@ impl Call<'_> {
                     packs: packs_at,
                     parts,
                     batch: self.batch(),
-                    tile_rows: self.args.work.tile.q_rows,
-                    reserved: 0,
+                    tile_rows,
+                    tile_blocks,
                 };
-                ((arguments, last), [tiles * parts, packs, batch], flops)
+                ((arguments, last), [tiles * tile_blocks, packs, batch], flops)
             }))
         };
         let into = StateArguments {

@@ -23,7 +23,7 @@ use crate::health::Health;
 use crate::pace::Pace;
 use crate::pool::CudaBuffer;
 use crate::watch::Watch;
-use crate::{attend, modules, ops};
+use crate::{attend, convert, modules, ops};
 
 /// What a backend can be told.
 #[derive(Clone, Debug)]
@@ -189,14 +189,11 @@ impl Backend for CudaBackend {
 
     fn convert(
         &self,
-        _from: Elements<&CudaBuffer>,
-        _into: Elements<&mut CudaBuffer>,
-        _shape: [usize; 4],
+        from: Elements<&CudaBuffer>,
+        into: Elements<&mut CudaBuffer>,
+        shape: [usize; 4],
     ) -> Result<()> {
-        Err(Error::request(
-            "the CUDA backend has no kernels that convert between types or to 8-bit codes",
-            "send keys in their own type, or use wgpu or cpu",
-        ))
+        convert::convert(self, from, into, shape)
     }
 
     async fn wait(&self) -> Result<()> {

@@ -1,6 +1,8 @@
 //! Decoding: how heads lie together, and into how many parts the keys are cut. Pure functions of the call and the device.
 
-use crate::{HeadPack, PACKED_ROWS};
+use kyklos::Dtype;
+
+use crate::{AttendKernel, HeadPack, PACKED_ROWS};
 
 /// Blocks that a multiprocessor is to have at a time, so that while one waits for memory another one computes.
 const BLOCKS_EACH: u64 = 2;
@@ -22,11 +24,13 @@ pub fn head_packs(kv_head_of: &[u32]) -> Vec<HeadPack> {
     packs
 }
 
-/// Parts into which the `kv_tiles` tiles of keys of each query tile are cut on a device of `multiprocessors`, where one part
-/// would make `blocks` blocks (query tiles · packs · batch entries). 1: cutting would gain nothing.
-pub fn decode_parts(blocks: u64, kv_tiles: u32, multiprocessors: u32) -> u32 {
-    let wanted = (BLOCKS_EACH * u64::from(multiprocessors)) / blocks.max(1);
+/// Parts into which the `kv_tiles` tiles of keys of each query tile are cut on a device of `multiprocessors`, for `groups`
+/// query tiles (of all packs and batch entries) of so many rows. 1: cutting would gain nothing.
+pub fn decode_parts(dtype: Dtype, groups: u64, rows: u32, kv_tiles: u32, multiprocessors: u32) -> u32 {
     let most = kv_tiles / TILES_EACH;
+    // Of eight parts, for a block may have several.
+    let blocks = groups * u64::from(AttendKernel::tile_blocks(dtype, rows, 8));
+    let wanted = 8 * BLOCKS_EACH * u64::from(multiprocessors) / blocks.max(1);
     let parts = u32::try_from(wanted).unwrap_or(u32::MAX).min(most).max(1);
     // As few as give the longest part the same length.
     kv_tiles.max(1).div_ceil(kv_tiles.max(1).div_ceil(parts))
@@ -47,22 +51,23 @@ mod tests {
 
     #[test]
     fn a_device_is_filled_by_parts_that_are_worth_their_state() {
+        let parts = |groups, tiles| decode_parts(Dtype::Bf16, groups, 4, tiles, 132);
         // 8 KV heads, 131072 keys in tiles of 64: 33 parts of at most 63 tiles fill 132 multiprocessors twice.
-        assert_eq!(decode_parts(8, 2048, 132), 33);
+        assert_eq!(parts(8, 2048), 33);
+        // In f32 a block has two parts of four rows.
+        assert_eq!(decode_parts(Dtype::F32, 8, 4, 4096, 132), 66);
         // A full device gains nothing, nor do few keys.
-        assert_eq!(decode_parts(264, 2048, 132), 1);
-        assert_eq!((decode_parts(1, 7, 132), decode_parts(1, 8, 132)), (1, 2));
-        assert_eq!((decode_parts(1, 0, 132), decode_parts(0, 1, 132)), (1, 1));
+        assert_eq!((parts(264, 2048), decode_parts(Dtype::F32, 264, 8, 2048, 132)), (1, 1));
+        assert_eq!((parts(1, 7), parts(1, 8)), (1, 2));
+        assert_eq!((parts(1, 0), parts(0, 1)), (1, 1));
         for tiles in 1..200 {
-            for blocks in [1, 3, 40, 1000] {
-                let parts = decode_parts(blocks, tiles, 132);
-                assert!(
-                    u64::from(parts) * blocks <= 264.max(blocks),
-                    "{tiles} tiles, {blocks} blocks: {parts}"
-                );
-                assert!(parts == 1 || tiles / parts >= TILES_EACH, "{tiles} tiles, {blocks} blocks: {parts}");
+            for groups in [1, 3, 40, 1000] {
+                let parts = parts(groups, tiles);
+                let what = format!("{tiles} tiles, {groups} groups: {parts}");
+                assert!(u64::from(parts) * groups <= 264.max(groups), "{what}");
+                assert!(parts == 1 || tiles / parts >= TILES_EACH, "{what}");
                 // One part fewer would make the longest one longer.
-                assert!(parts == 1 || tiles.div_ceil(parts - 1) > tiles.div_ceil(parts));
+                assert!(parts == 1 || tiles.div_ceil(parts - 1) > tiles.div_ceil(parts), "{what}");
             }
         }
     }

@@ -3,7 +3,7 @@
 use kyklos::{Dtype, TileShape};
 
 /// The sources by the names under which they include each other; `kernels.cu` is the one to compile.
-pub const SOURCES: [(&str, &str); 12] = [
+pub const SOURCES: [(&str, &str); 14] = [
     ("kernels.cu", include_str!("../kernels/kernels.cu")),
     ("arguments.h", include_str!("../kernels/arguments.h")),
     ("ptx.h", include_str!("../kernels/cuda/ptx.h")),
@@ -16,6 +16,8 @@ pub const SOURCES: [(&str, &str); 12] = [
     ("decode.h", include_str!("../kernels/decode.h")),
     ("state.h", include_str!("../kernels/state.h")),
     ("repack.h", include_str!("../kernels/repack.h")),
+    ("convert.h", include_str!("../kernels/convert.h")),
+    ("codes.h", include_str!("../kernels/codes.h")),
 ];
 
 /// Threads of a block of the kernels that are not for attention.
@@ -61,14 +63,25 @@ impl AttendKernel {
         Some(Self::in_tiles("attend", dtype, size, if size <= 192 { 8 } else { 4 }))
     }
 
-    /// The decoding kernel, whose tiles hold rows of up to `heads` query heads (1 to [`PACKED_ROWS`]) of a KV head. There is
-    /// none for f32, nor beyond a head dim of 256.
+    /// The decoding kernel, whose tiles hold rows of up to `heads` query heads (1 to [`PACKED_ROWS`]) of a KV head, or none
+    /// beyond a head dim of 256.
     pub fn decode(dtype: Dtype, dim: u32, heads: u32) -> Option<Self> {
         let size = DECODE_DIMS.into_iter().find(|size| dim <= *size)?;
-        let mut kernel =
-            (dtype != Dtype::F32).then(|| Self::in_tiles("decode", dtype, size, PACKED_ROWS / 16))?;
+        let mut kernel = if dtype == Dtype::F32 {
+            let tile = TileShape { q_rows: PACKED_ROWS, kv_cols: 32 };
+            Self { name: "decode_f32".to_owned(), tile, threads: 256, shared_bytes: 0 }
+        } else {
+            Self::in_tiles("decode", dtype, size, PACKED_ROWS / 16)
+        };
         kernel.tile.q_rows /= heads;
         Some(kernel)
+    }
+
+    /// Blocks that the decoding kernel of a storage type has for a query tile of so many rows, over all heads of a pack,
+    /// whose keys are cut into `parts`.
+    pub fn tile_blocks(dtype: Dtype, rows: u32, parts: u32) -> u32 {
+        // In f32 a warp has a row of a part, and a block 8 warps.
+        if dtype == Dtype::F32 { (rows * parts).div_ceil(8) } else { parts }
     }
 
     /// The kernel for Hopper (sm_90a), which takes [`crate::HopperArguments`] and has no pair tensors. There is none for
@@ -94,6 +107,11 @@ impl AttendKernel {
         let shared_bytes = (tile.q_rows + 4 * tile.kv_cols) * size * 2;
         Self { name: format!("{kind}_{dtype}_{size}"), tile, threads: warps * 32, shared_bytes }
     }
+}
+
+/// The kernel that converts between storage types, of which one is f32, or none for other pairs of them.
+pub fn convert_kernel(from: Dtype, into: Dtype) -> Option<String> {
+    ((from == Dtype::F32) != (into == Dtype::F32)).then(|| format!("convert_{from}_{into}"))
 }
 
 /// The kernel that makes outputs of a storage type.
@@ -139,7 +157,8 @@ mod tests {
             let kernel = AttendKernel::hopper(Dtype::Bf16, dim).unwrap();
             assert!(kernel.shared_bytes <= 227 * 1024, "{kernel:?}");
         }
-        assert_eq!(AttendKernel::decode(Dtype::F32, 64, 1), None);
+        assert_eq!(AttendKernel::decode(Dtype::F32, 264, 1), None);
+        assert_eq!(AttendKernel::decode(Dtype::F32, 256, 5).unwrap().tile.q_rows, 12);
         let kernel = AttendKernel::decode(Dtype::Bf16, 200, 5).unwrap();
         assert_eq!((kernel.name.as_str(), kernel.tile.q_rows), ("decode_bf16_256", 12));
         assert!(kernel.shared_bytes <= 99 * 1024, "{kernel:?}");

@@ -18,7 +18,9 @@ mod arguments;
 mod attend;
 mod backend;
 mod cache;
+mod codes;
 mod compiler;
+mod convert;
 mod decode;
 mod device;
 mod devices;
@@ -40,14 +42,17 @@ mod way;
 mod work;
 
 pub use arguments::{
-    AttendArguments, DecodeArguments, HeadPack, PartsArguments, RepackArguments, StateArguments,
-    TensorArgument, logits,
+    AttendArguments, CodesArguments, ConvertArguments, DecodeArguments, HeadPack, PartsArguments,
+    RepackArguments, StateArguments, TensorArgument, logits,
 };
 pub use backend::{CudaBackend, CudaOptions, Download};
+pub use codes::{CodesKernel, Direction};
 pub use decode::{decode_parts, head_packs};
 pub use devices::{CudaDevice, Unavailable, availability, devices};
 pub use hopper::{HopperArguments, TensorMap};
-pub use kernels::{AttendKernel, PACKED_ROWS, SMALL_THREADS, SOURCES, STATE_ROWS, finalize_kernel};
+pub use kernels::{
+    AttendKernel, PACKED_ROWS, SMALL_THREADS, SOURCES, STATE_ROWS, convert_kernel, finalize_kernel,
+};
 pub use pool::CudaBuffer;
 pub use way::{CallShape, Way};
 pub use work::DeviceWork;

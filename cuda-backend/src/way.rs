@@ -39,7 +39,7 @@ impl Way {
     ///
     /// | way | calls |
     /// |---|---|
-    /// | [`Way::Parts`] | bf16 and f16, all rows of a pack fit into one tile, not in a fixed order |
+    /// | [`Way::Parts`] | all rows of a pack fit into one tile, not in a fixed order |
     /// | [`Way::Hopper`] | bf16 and f16, `wgmma`, more rows than half a tile, no pair tensor, not in a fixed order |
     /// | [`Way::Tiles`] | all |
     pub fn all(call: &CallShape, wgmma: bool) -> Vec<(Self, AttendKernel)> {
@@ -91,7 +91,8 @@ mod tests {
             (token, false, &[Way::Parts, Way::Tiles]),
             (CallShape { pairs: true, ..token }, true, &[Way::Parts, Way::Tiles]),
             (CallShape { fixed_order: true, ..token }, true, &[Way::Tiles]),
-            (CallShape { dtype: Dtype::F32, ..token }, true, &[Way::Tiles]),
+            (CallShape { dtype: Dtype::F32, ..token }, true, &[Way::Parts, Way::Tiles]),
+            (CallShape { dtype: Dtype::F32, fixed_order: true, ..token }, true, &[Way::Tiles]),
             (CallShape { rows: 16, ..token }, true, &[Way::Parts, Way::Tiles]),
             (CallShape { rows: 17, ..token }, true, &[Way::Tiles]),
         ] {

@@ -30,7 +30,7 @@ stage facts 60 bash -c "$(declare -f facts); here='$here'; facts"
 grep -q '"id": "cuda:0"' "$results/facts.txt" || { echo "no device cuda:0, see $results/facts.txt"; exit 1; }
 
 suite=(cuda)
-[ $short = 1 ] && suite=("gives back what was put in" "merges two states")
+[ $short = 1 ] && suite=("gives back what was put in" "merges two states" "codes what")
 for claim in "${suite[@]}"; do
     stage "suite-${claim// /-}" 150 "$here/backends" "$claim" --skip wgpu --skip "cpu:"
 done
@@ -42,6 +42,11 @@ for dtype in f32 f16 bf16; do
         stage "attend-$dtype-$mesh" 60 "$here/kyklos" attend --device cuda --shape "1,$tokens,8,4,128" --mask causal \
             --dtype $dtype --mesh $mesh --verify --json
     done
+done
+
+for wire in f16 int8; do
+    stage "attend-f32-1x2-wire-$wire" 60 "$here/kyklos" attend --device cuda --shape "1,$tokens,8,4,128" --mask causal \
+        --dtype f32 --mesh 1x2 --wire $wire --verify --json
 done
 
 if [ $short = 1 ]; then

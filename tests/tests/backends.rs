@@ -84,17 +84,16 @@ fn wgpu_trials() -> Vec<Trial> {
 }
 
 /// The suite for every CUDA device. Without one each claim is ignored, with the reason, or fails where one was promised.
-/// What converts is left out: the backend has no kernels for it yet, and says so (`cuda/faults.rs`).
 fn cuda_trials() -> Vec<Trial> {
     let devices = kyklos_cuda::availability().and_then(|()| kyklos_cuda::devices());
-    let trials = match devices {
+    match devices {
         Ok(devices) => {
             let usable = (0..devices.len()).filter(|index| devices[*index].refused.is_none());
             let of = |index: usize| {
                 let who: &'static str = format!("cuda {index} ({})", devices[index].info.name).leak();
                 suite(who, move || CudaBackend::new(index).map_err(|error| error.to_string()))
             };
-            usable.flat_map(of).collect::<Vec<_>>()
+            usable.flat_map(of).collect()
         }
         Err(why) => {
             let promised = std::env::var_os("KYKLOS_REQUIRE_CUDA").is_some_and(|value| value == "1");
@@ -106,8 +105,5 @@ fn cuda_trials() -> Vec<Trial> {
             };
             claims.map(trial).collect()
         }
-    };
-    let converts =
-        |trial: &Trial| ["converts to", "codes what"].iter().any(|claim| trial.name().contains(claim));
-    trials.into_iter().filter(|trial| !converts(trial)).collect()
+    }
 }

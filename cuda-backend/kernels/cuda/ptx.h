@@ -80,6 +80,8 @@ DEVICE float tanh_exact(float x) { return tanhf(x); }
 DEVICE float fused(float x, float y, float z) { return fmaf(x, y, z); }
 DEVICE float larger(float x, float y) { return fmaxf(x, y); }
 DEVICE float magnitude(float x) { return fabsf(x); }
+DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
+DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 
 // The 16-bit storage types: what is different about them.
 struct Bf16 {

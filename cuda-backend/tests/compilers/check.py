@@ -190,10 +190,10 @@ def read_budgets():
 
 def bless(tables):
     lines = ["# Registers that each kernel may use, by architecture. Written by scripts/check-cuda.sh --bless."]
-    lines.append(f"{'kernel':<16}" + "".join(f"{arch:>8}" for arch in ARCHITECTURES))
+    lines.append(f"{'kernel':<24}" + "".join(f"{arch:>8}" for arch in ARCHITECTURES))
     for name in sorted({name for table in tables.values() for name in table}):
         registers = [str(table[name][0]) if name in table else "-" for table in tables.values()]
-        lines.append(f"{name:<16}" + "".join(f"{number:>8}" for number in registers))
+        lines.append(f"{name:<24}" + "".join(f"{number:>8}" for number in registers))
     BUDGETS.write_text("\n".join(lines) + "\n")
 
 

@@ -51,7 +51,7 @@ fn every_case_of_the_project_without_pairs_is_right_on_hopper() {
 fn every_case_of_the_project_is_right_in_parts() {
     let mut calls = Vec::new();
     for (n, case) in cases().into_iter().enumerate() {
-        let dtype = [Dtype::Bf16, Dtype::F16][n % 2];
+        let dtype = [Dtype::Bf16, Dtype::F16, Dtype::F32][n % 3];
         let keys = [Keys::Whole, Keys::Split][n / 2 % 2];
         // From fewer parts than tiles to parts without any.
         let parts = [1, 2, 3, 7][n % 4];
@@ -149,8 +149,9 @@ fn few_rows_over_many_keys_are_right_in_parts() {
         (problem.q_heads, problem.kv_heads) = (q_heads, kv_heads);
         (problem.mask, problem.q_offset) = (OracleMask::causal(), 389 - q_len as u64);
         problem.scale = (dim as f64).sqrt().recip();
-        let dtype = [Dtype::F16, Dtype::Bf16][n % 2];
-        calls.push((call(case, dtype), Way::Parts(3), Keys::Whole, Timing::ALL[n % 3]));
+        for dtype in [[Dtype::F16, Dtype::Bf16][n % 2], Dtype::F32] {
+            calls.push((call(case.clone(), dtype), Way::Parts(3), Keys::Whole, Timing::ALL[n % 3]));
+        }
     }
     judge(&calls);
 }

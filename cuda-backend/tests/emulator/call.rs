@@ -225,15 +225,18 @@ impl Call {
                     let rows = problem.batch * problem.q_len * problem.q_heads * parts as usize;
                     let from_a = job.poisoned(rows * problem.head_dim * 4).address;
                     let from_ml = job.poisoned(rows * 8).address;
+                    let tile_rows = kernel.tile.q_rows.min(state.rows);
+                    let most = packs.iter().map(|pack| pack.count).max().unwrap();
+                    let tile_blocks = AttendKernel::tile_blocks(self.dtype, tile_rows * most, parts);
                     let arguments = DecodeArguments {
                         attend: AttendArguments { a: from_a, ml: from_ml, ..arguments },
                         packs: job.upload(&packs).address,
                         parts,
                         batch: state.batch,
-                        tile_rows: kernel.tile.q_rows,
-                        reserved: 0,
+                        tile_rows,
+                        tile_blocks,
                     };
-                    let grid = [tiles * parts as usize, packs.len(), problem.batch];
+                    let grid = [tiles * tile_blocks as usize, packs.len(), problem.batch];
                     job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
                     let state = StateArguments { from_a, from_ml, ..state };
                     let merge = PartsArguments { state, parts, reserved: 0 };

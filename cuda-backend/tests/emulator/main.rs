@@ -7,6 +7,7 @@
 
 mod attention;
 mod call;
+mod convert;
 mod faults;
 mod hopper;
 mod instructions;

@@ -40,6 +40,30 @@ fn ranks_share_the_gpus_of_a_machine_and_the_result_is_right() {
 }
 
 #[test]
+fn keys_go_round_in_another_form_and_the_result_is_as_right_as_that_allows() {
+    for (fake, more) in [
+        ("capability=90", &["--mesh", "1x2", "--wire", "f16", "--device", "cuda"][..]),
+        ("capability=80", &["--mesh", "1x2", "--wire", "int8", "--device", "cuda", "--dtype", "bf16"]),
+        ("capability=90", &["--mesh", "2x2", "--wire", "int8", "--device", "cuda"]),
+        // Codes of one backend are another one's elements.
+        (
+            "capability=90",
+            &["--mesh", "1x3", "--wire", "int8", "--device", "cuda,cpu,cuda", "--dtype", "f16"],
+        ),
+        ("capability=80", &["--mesh", "1x2", "--wire", "f16", "--device", "cpu,cuda"]),
+    ] {
+        let attend = ["attend", "--shape", "1,150,4,2,64", "--mask", "causal", "--verify", "--json"];
+        let output = with_driver(&format!("devices=2,{fake}"), &[&attend[..], more].concat());
+        succeeds(&output);
+        let json = json(&output);
+        let error = json["max_abs_error"].as_f64().unwrap();
+        assert!(error <= json["tolerance"].as_f64().unwrap(), "{more:?}: {json}");
+        // f32 would be right to 1e-6: something was rounded.
+        assert!(error > 1e-5, "{more:?}: {json}");
+    }
+}
+
+#[test]
 fn a_gpu_and_a_cpu_share_a_ring() {
     let more = ["--mask", "causal", "--ranks", "3", "--device", "cuda:0,cpu,cuda:1", "--verify", "--json"];
     let output = with_driver("devices=2", &[&["attend", "--shape", "1,90,2,2,32"][..], &more].concat());

@@ -4,7 +4,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kyklos::backend::{Backend, Elements, Extent, Layout, StateMut, StateShape};
+use kyklos::backend::{Backend, Elements, Extent, Layout, Scales, StateMut, StateShape};
 use kyklos::{Dtype, Error, Result};
 use kyklos_cuda::{CudaBackend, CudaBuffer, CudaOptions, availability, devices};
 use kyklos_tests::inputs::cases;
@@ -224,14 +224,37 @@ fn refusals() -> Vec<Scenario> {
         Scenario::new("refuses what has no kernel, and what does not fit", "", || {
             let backend = open();
             let mut buffer = backend.upload("data", Bytes::from_static(&[0; 64])).unwrap();
-            let short = backend.alloc("short", 32).unwrap();
+            let mut short = backend.alloc("short", 32).unwrap();
             let request =
                 |result: Result<()>| assert!(matches!(result, Err(Error::Request { .. })), "{result:?}");
-            request(backend.convert(
-                Elements::Stored { buffer: &short, first: 0, dtype: Dtype::F16 },
-                Elements::Stored { buffer: &mut buffer, first: 0, dtype: Dtype::F32 },
-                [1, 2, 1, 8],
-            ));
+            // Types, what begins in the middle of eight elements, and more than there is on either side.
+            for (first, dtype, tokens) in [
+                (0, Dtype::Bf16, 1),
+                (0, Dtype::F16, 1),
+                (4, Dtype::F32, 1),
+                (8, Dtype::F32, 2),
+                (0, Dtype::F32, 3),
+            ] {
+                request(backend.convert(
+                    Elements::Stored { buffer: &buffer, first, dtype },
+                    Elements::Stored { buffer: &mut short, first: 0, dtype: Dtype::F16 },
+                    [1, tokens, 1, 8],
+                ));
+            }
+            let mut scales = backend.alloc("scales", 8).unwrap();
+            let (first, dtype) = (0, Dtype::F16);
+            for (of, shape) in [
+                (Scales::Rows, [1, 1, 1, 264]),
+                (Scales::Rows, [1, 3, 1, 8]),
+                (Scales::Channels, [1, 1, 1, 8]),
+                (Scales::Rows, [1, 1, 1, 40]),
+            ] {
+                request(backend.convert(
+                    Elements::Stored { buffer: &buffer, first, dtype },
+                    Elements::Coded { codes: &mut short, scales: &mut scales, of },
+                    shape,
+                ));
+            }
             request(backend.write(&mut buffer, 62, &[0; 4]));
             request(block_on(backend.download(&mut buffer, 60..65)).map(|_| ()));
             let odd = Layout { offset: 2, batch_stride: 0, row_stride: 0, head_stride: 0 };

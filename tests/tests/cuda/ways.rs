@@ -13,7 +13,12 @@ use crate::scenario::{Ends, Scenario};
 
 pub fn scenarios() -> Vec<Scenario> {
     let mut cut = Scenario::new("cuts the keys of few rows in parts", "seed=61", few_rows);
-    cut.says = &["launched decode_bf16_64 ", "launched decode_f16_64 ", "launched merge_parts "];
+    cut.says = &[
+        "launched decode_bf16_64 ",
+        "launched decode_f16_64 ",
+        "launched decode_f32 ",
+        "launched merge_parts ",
+    ];
     cut.says_not = &["launched attend_", "launched hopper_"];
     let mut late =
         Scenario::new("parts that are merged before they are there are missed", "late_parts=1", few_rows);
@@ -39,7 +44,7 @@ fn is_right(case: Case, dtype: Dtype) {
 
 /// The last rows of a sequence, of two batch entries, the second of which is padded away.
 fn few_rows() {
-    for dtype in [Dtype::Bf16, Dtype::F16] {
+    for dtype in Dtype::ALL {
         let mask = OracleMask::causal().and(OracleTerm::Valid(vec![900, 0]));
         is_right(
             case("3 rows over 900 keys", 900, mask, |case| {

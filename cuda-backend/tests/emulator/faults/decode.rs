@@ -1,10 +1,11 @@
 //! Bugs in decoding: packed heads, parts of the keys, and their merge.
 
-use kyklos_tests::inputs::Case;
+use kyklos::Dtype;
+use kyklos_tests::inputs::{Case, cases};
 use kyklos_tests::oracle::OracleMask;
 
-use super::{Fault, Planted, call, fault};
-use crate::call::{Keys, Way};
+use super::{Fault, Planted, call, case, fault};
+use crate::call::{Call, Keys, Way};
 
 const FAULTS: [Fault; 11] = [
     fault(
@@ -66,20 +67,87 @@ const INSTANCE: &str = "#include \"decode.h\"\n#include \"state.h\"\n\
     KERNEL(merge_parts, PartsArguments, StateRow::THREADS) { merge_in_order(args); }\n\
     KERNEL(finalize_bf16, StateArguments, StateRow::THREADS) { finalize<Bf16>(args); }\n";
 
+fn one_row(case: &mut Case) {
+    (case.problem.q_len, case.problem.kv_len) = (1, 210);
+    // Large enough for maxima to differ between parts.
+    case.problem.scale *= 4.0;
+}
+
+fn some_rows(case: &mut Case) {
+    (case.problem.batch, case.problem.q_len, case.problem.kv_len) = (2, 40, 300);
+    (case.problem.q_offset, case.problem.mask) = (230, OracleMask::causal());
+}
+
 pub(super) fn kernel() -> Planted {
-    let one_row = |case: &mut Case| {
-        (case.problem.q_len, case.problem.kv_len) = (1, 210);
-        // Large enough for maxima to differ between parts.
-        case.problem.scale *= 4.0;
-    };
-    let some = |case: &mut Case| {
-        (case.problem.batch, case.problem.q_len, case.problem.kv_len) = (2, 40, 300);
-        (case.problem.q_offset, case.problem.mask) = (230, OracleMask::causal());
-    };
     let calls = vec![
         (call(one_row), Way::Parts(3), Keys::Whole),
         (call(one_row), Way::Parts(3), Keys::Split),
-        (call(some), Way::Parts(7), Keys::Whole),
+        (call(some_rows), Way::Parts(7), Keys::Whole),
     ];
-    Planted { name: "decode", instance: INSTANCE, faults: &FAULTS, calls }
+    Planted::attending("decode", INSTANCE, &FAULTS, calls)
+}
+
+const F32: &str = "attend_f32.h";
+
+const F32_FAULTS: [Fault; 13] = [
+    fault("warps behind the last part go on", "decode.h", "if (part >= args.parts) return;", ""),
+    fault(
+        "all warps of a part have its first row",
+        "decode.h",
+        "at.row(rows, warp % rows)",
+        "at.row(rows, 0)",
+    ),
+    fault("a block has four warps", "decode.h", "args.tile_blocks * WARPS", "args.tile_blocks * 4"),
+    fault(
+        "all warps of a block have one part",
+        "decode.h",
+        "part = warp / rows",
+        "part = block_x() % args.parts",
+    ),
+    fault("a part adds to what is in memory", F32, "At::FRESH ? EMPTY_M : ml[0]", "ml[0]"),
+    fault(
+        "a part that sees nothing leaves its state as it was",
+        F32,
+        "if (entry.nothing && !At::FRESH) return;",
+        "if (entry.nothing) return;",
+    ),
+    fault("a part that sees nothing has a maximum", F32, "entry.nothing ? EMPTY_M : entry.m", "entry.m"),
+    fault(
+        "the maximum of half of the lanes",
+        F32,
+        "apart = 16; apart; apart /= 2) most",
+        "apart = 8; apart; apart /= 2) most",
+    ),
+    fault(
+        "the sum of half of the lanes",
+        F32,
+        "apart = 16; apart; apart /= 2) sum",
+        "apart = 8; apart; apart /= 2) sum",
+    ),
+    fault("weights are not scaled to a new maximum", F32, "fused(sum, rescale, weight)", "sum + weight"),
+    fault("values are not scaled to a new maximum", F32, "acc[i] *= rescale;", ""),
+    fault("hidden values that are NaN are multiplied by 0", F32, "if (!(seen >> c & 1)) continue;", ""),
+    fault(
+        "values of the first key",
+        F32,
+        "(first_key + c) * args.v.row_stride",
+        "first_key * args.v.row_stride",
+    ),
+];
+
+const F32_INSTANCE: &str = "#include \"decode.h\"\n#include \"state.h\"\n\
+    KERNEL(decode_f32, DecodeArguments, DecodeF32::THREADS) { DecodeF32::run(args); }\n\
+    KERNEL(reset_state, StateArguments, StateRow::THREADS) { reset(args); }\n\
+    KERNEL(merge_parts, PartsArguments, StateRow::THREADS) { merge_in_order(args); }\n\
+    KERNEL(finalize_f32, StateArguments, StateRow::THREADS) { finalize<F32>(args); }\n";
+
+pub(super) fn in_f32() -> Planted {
+    let call = |case| Call::new::<f32>(case, Dtype::F32);
+    let nan = cases().into_iter().find(|case| case.name == "NaN in padding").unwrap();
+    let calls = vec![
+        (call(case(one_row)), Way::Parts(3), Keys::Split),
+        (call(case(some_rows)), Way::Parts(7), Keys::Whole),
+        (call(nan), Way::Parts(2), Keys::Whole),
+    ];
+    Planted::attending("decode f32", F32_INSTANCE, &F32_FAULTS, calls)
 }

@@ -140,5 +140,5 @@ pub(super) fn kernel() -> Planted {
         (call(ragged), Way::Hopper(2), Keys::Whole),
         (Call::new::<bf16>(nan, Dtype::Bf16), Way::Hopper(3), Keys::Whole),
     ];
-    Planted { name: "hopper", instance: INSTANCE, faults: &FAULTS, calls }
+    Planted::attending("hopper", INSTANCE, &FAULTS, calls)
 }

@@ -1,6 +1,7 @@
 //! Planted bugs: a kernel's text is changed in one place, and the tests must say that it is wrong. What has never found
 //! a bug proves nothing.
 
+mod convert;
 mod decode;
 mod hopper;
 mod tiles;
@@ -28,14 +29,33 @@ const fn fault(what: &'static str, file: &'static str, from: &'static str, into:
     Fault { what, file, from, into }
 }
 
+type Judge = Box<dyn Fn(&Program, Timing) -> Result<(), String> + Sync>;
+
 /// A kernel that bugs are planted in.
 struct Planted {
     name: &'static str,
     /// What is compiled of a changed kernel: one instance.
     instance: &'static str,
     faults: &'static [Fault],
-    /// Small calls that together touch what the kernel does.
-    calls: Vec<(Call, Way, Keys)>,
+    /// Small trials that together touch what the kernel does, in one order of threads: the first thing that is wrong.
+    judge: Judge,
+}
+
+impl Planted {
+    /// A kernel that attends.
+    fn attending(
+        name: &'static str,
+        instance: &'static str,
+        faults: &'static [Fault],
+        calls: Vec<(Call, Way, Keys)>,
+    ) -> Self {
+        let judge = move |program: &Program, timing| {
+            calls
+                .iter()
+                .try_for_each(|(call, way, keys)| call.judge(program, *way, *keys, timing).map(|_| ()))
+        };
+        Self { name, instance, faults, judge: Box::new(judge) }
+    }
 }
 
 /// The emulator with changed kernels.
@@ -68,21 +88,31 @@ fn write_if_new(path: &Path, text: &str) {
 
 /// A small call of three query heads over one KV head.
 fn call(change: impl FnOnce(&mut Case)) -> Call {
+    Call::new::<bf16>(case(change), Dtype::Bf16)
+}
+
+fn case(change: impl FnOnce(&mut Case)) -> Case {
     let mut case = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
     (case.problem.q_heads, case.problem.kv_heads) = (3, 1);
     change(&mut case);
-    Call::new::<bf16>(case, Dtype::Bf16)
+    case
 }
 
-/// The first call in which a program is found to be wrong.
-fn found(program: &Program, calls: &[(Call, Way, Keys)]) -> Option<String> {
-    let runs = calls.iter().flat_map(|call| Timing::ALL.map(|timing| (call, timing)));
-    runs.map(|((call, way, keys), timing)| call.judge(program, *way, *keys, timing)).find_map(Result::err)
+/// What is found to be wrong with a program.
+fn found(program: &Program, kernel: &Planted) -> Option<String> {
+    Timing::ALL.into_iter().map(|timing| (kernel.judge)(program, timing)).find_map(Result::err)
 }
 
 #[test]
 fn every_planted_bug_is_found() {
-    let kernels = [tiles::kernel(), decode::kernel(), hopper::kernel()];
+    let kernels = [
+        tiles::kernel(),
+        decode::kernel(),
+        decode::in_f32(),
+        hopper::kernel(),
+        convert::types(),
+        convert::codes(),
+    ];
     let all: Vec<_> =
         kernels.iter().flat_map(|kernel| (0..=kernel.faults.len()).map(move |n| (kernel, n))).collect();
     let wrong = in_parallel(all.len(), |n| {
@@ -90,7 +120,7 @@ fn every_planted_bug_is_found() {
         // The last one is the kernel as it is.
         let fault = kernel.faults.get(n);
         let program = planted(kernel, &Vec::from_iter(fault), &n.to_string());
-        match (fault, found(&program, &kernel.calls)) {
+        match (fault, found(&program, kernel)) {
             (Some(fault), None) => Some(format!("{}: not found: {}", kernel.name, fault.what)),
             (None, Some(words)) => Some(format!("{} as it is: {words}", kernel.name)),
             _ => None,

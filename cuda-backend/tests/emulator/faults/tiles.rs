@@ -108,13 +108,16 @@ const INSTANCE: &str = "#include \"attend.h\"\n#include \"state.h\"\n\
     KERNEL(reset_state, StateArguments, StateRow::THREADS) { reset(args); }\n\
     KERNEL(finalize_bf16, StateArguments, StateRow::THREADS) { finalize<Bf16>(args); }\n";
 
-pub(super) fn kernel() -> Planted {
-    let causal = |case: &mut Case| {
+fn causal_call() -> Call {
+    call(|case| {
         (case.problem.q_len, case.problem.kv_len) = (72, 210);
         (case.problem.q_offset, case.problem.mask) = (138, OracleMask::causal());
         // Large enough for maxima to move.
         case.problem.scale *= 4.0;
-    };
+    })
+}
+
+pub(super) fn kernel() -> Planted {
     let window = |case: &mut Case| {
         (case.problem.q_len, case.problem.kv_len) = (40, 90);
         case.problem.mask = OracleMask::full().and(OracleTerm::Window { left: 9, right: 4 });
@@ -122,23 +125,26 @@ pub(super) fn kernel() -> Planted {
     let ragged = |case: &mut Case| (case.problem.q_len, case.problem.kv_len) = (17, 133);
     let nan = cases().into_iter().find(|case| case.name == "NaN in padding").unwrap();
     let calls = vec![
-        (call(causal), Way::Tiles, Keys::Whole),
-        (call(causal), Way::Tiles, Keys::Split),
+        (causal_call(), Way::Tiles, Keys::Whole),
+        (causal_call(), Way::Tiles, Keys::Split),
         (call(window), Way::Tiles, Keys::Whole),
         (call(ragged), Way::Tiles, Keys::Whole),
         (Call::new::<bf16>(nan, Dtype::Bf16), Way::Tiles, Keys::Whole),
     ];
-    Planted { name: "tiles", instance: INSTANCE, faults: &FAULTS, calls }
+    Planted::attending("tiles", INSTANCE, &FAULTS, calls)
 }
 
 #[test]
 fn banks_are_read_once_for_each_access_and_the_counter_shows_it() {
     let kernel = kernel();
-    let (call, way, keys) = &kernel.calls[0];
-    let counts = call.judge(&planted(&kernel, &[], "none"), *way, *keys, Timing::Eager).unwrap();
+    let call = causal_call();
+    let counts_of = |faults: &[&Fault], name| {
+        call.judge(&planted(&kernel, faults, name), Way::Tiles, Keys::Whole, Timing::Eager).unwrap()
+    };
+    let counts = counts_of(&[], "none");
     assert!(counts.accesses > 0);
     assert_eq!(counts.passes, counts.accesses, "{counts:?}");
     // Without a twist 8 rows of 128 bytes lie in the same banks, and the answers are right all the same.
-    let counts = call.judge(&planted(&kernel, &[&SLOWER], "slower"), *way, *keys, Timing::Eager).unwrap();
+    let counts = counts_of(&[&SLOWER], "slower");
     assert_eq!(counts.passes, 8 * counts.accesses, "{counts:?}");
 }

@@ -69,10 +69,10 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
         "no kernels for {}: {}",
         "an NVIDIA GPU, and a program that was built without nvcc where there is no NVRTC",
     ),
-    (
-        "the CUDA backend has no kernels that convert between types or to 8-bit codes",
-        "an NVIDIA GPU, and `--device cuda` with `--wire`",
-    ),
+    ("a conversion from or to element {first} on, kernels take eight at a time", CALLERS),
+    ("a conversion of {bytes} bytes of {what} in a buffer of {}", CALLERS),
+    ("no kernel converts {elements} elements of {} to {}", CALLERS),
+    ("no kernel makes codes of heads of {dim}", CALLERS),
 ];
 const CALLERS: &str = "callers of a GPU backend's own operations, which plans do not make";
 

@@ -1,0 +1,158 @@
+// Elements to 8-bit codes and back: an element is its code times a scale that it shares with others. A scale is their
+// largest finite magnitude over 127.
+//
+// They wait for memory: each element is read once and written once, at best 3 bytes for one of 16 bits and 5 for f32, and 4
+// for each scale, over the bandwidth.
+#pragma once
+#include "convert.h"
+
+// Of what is not finite; comes back as NaN.
+static constexpr u32 CODE_NOT_FINITE = 0x80;
+
+// Eight neighbouring codes.
+struct alignas(8) EightCodes {
+    u32 words[2];
+};
+
+// What counts for a scale: of what is not finite nothing.
+DEVICE float counted(float x) { return magnitude(x) < INFINITE ? magnitude(x) : 0.0f; }
+
+// 0 where it would be subnormal: other devices may flush those.
+DEVICE float scale_for(float largest) {
+    const float scale = largest / 127.0f;
+    return scale < 1.17549435e-38f ? 0.0f : scale;
+}
+
+DEVICE float inverse_of(float scale) { return scale == 0.0f ? 0.0f : 1.0f / scale; }
+
+DEVICE u32 code_of(float x, float scale, float inverse) {
+    // The second step makes of the product what a division would give, so that a tie is one, for a third of its instructions.
+    const float about = x * inverse, quotient = fused(fused(-about, scale, x), inverse, about);
+    // The sum has no bits for halves: the nearest whole number, of two the even one, is in its low bits.
+    const u32 code = bits_of(quotient + 12582912.0f) & 0xff;
+    return magnitude(x) < INFINITE ? code : CODE_NOT_FINITE;
+}
+
+DEVICE float number_of(u32 code, float scale) {
+    return code == CODE_NOT_FINITE ? float_of(0x7fc00000) : float(i32(code << 24) >> 24) * scale;
+}
+
+DEVICE void store_codes(const CodesArguments &args, u64 eight, const float (&x)[8], const float (&scales)[8],
+                        const float (&inverses)[8]) {
+    EightCodes codes = {};
+    UNROLL for (int i = 0; i < 8; i++) codes.words[i / 4] |= code_of(x[i], scales[i], inverses[i]) << i % 4 * 8;
+    static_cast<EightCodes *>(args.codes)[eight] = codes;
+}
+
+template <typename T> DEVICE void store_numbers(const CodesArguments &args, u64 eight, const float (&scales)[8]) {
+    const EightCodes codes = static_cast<const EightCodes *>(args.codes)[eight];
+    float x[8];
+    UNROLL for (int i = 0; i < 8; i++) x[i] = number_of(codes.words[i / 4] >> i % 4 * 8 & 0xff, scales[i]);
+    store_eight<T>(args.data, eight, x);
+}
+
+// A scale for each row, the elements of one head of one token: some lanes of a warp have eight elements each.
+struct RowCodes {
+    static constexpr int THREADS = 256;
+
+    u64 row, eight;
+    u32 lane;
+    bool there;
+
+    DEVICE explicit RowCodes(const CodesArguments &args) {
+        const u64 n = u64(block_x()) * THREADS + thread_x();
+        row = n / args.lanes;
+        lane = n % args.lanes;
+        there = row < u64(args.batch) * args.tokens * args.heads && lane < args.dim / 8;
+        eight = row * (args.dim / 8) + lane;
+    }
+
+    template <typename T> DEVICE void make(const CodesArguments &args) const {
+        float x[8] = {}, scales[8], inverses[8], largest = 0.0f;
+        if (there) load_eight<T>(args.data, eight, x);
+        UNROLL for (int i = 0; i < 8; i++) largest = larger(largest, counted(x[i]));
+        // Lanes behind the last row take part.
+        for (u32 apart = args.lanes / 2; apart; apart /= 2) largest = larger(largest, shuffle_xor(largest, apart));
+        if (!there) return;
+        const float scale = scale_for(largest), inverse = inverse_of(scale);
+        UNROLL for (int i = 0; i < 8; i++) {
+            scales[i] = scale;
+            inverses[i] = inverse;
+        }
+        store_codes(args, eight, x, scales, inverses);
+        if (lane == 0) args.scales[row] = scale;
+    }
+
+    template <typename T> DEVICE void read(const CodesArguments &args) const {
+        if (!there) return;
+        const float scale = args.scales[row];
+        float scales[8];
+        UNROLL for (int i = 0; i < 8; i++) scales[i] = scale;
+        store_numbers<T>(args, eight, scales);
+    }
+};
+
+// A scale for 64 tokens of each channel. A block has 128 channels of them; a thread keeps eight channels of four tokens in
+// registers, so that elements are not read again once their scales are known.
+struct ChannelCodes {
+    static constexpr int THREADS = 256, LANES = 16, TOKENS = 64, WARPS = THREADS / 32;
+    static constexpr u32 APART = THREADS / LANES, EACH = TOKENS / APART;
+
+    u32 lane, token, tokens, stride;  // tokens: of the group; stride: from a token to the next, in eights
+    u64 eight, scales;                // of this thread's first token; eights of scales
+    bool there;
+
+    DEVICE explicit ChannelCodes(const CodesArguments &args) : lane(thread_x() % LANES), token(thread_x() / LANES) {
+        stride = args.heads * (args.dim / 8);
+        const u32 across = (stride + LANES - 1) / LANES, groups = (args.tokens + TOKENS - 1) / TOKENS;
+        const u32 group = block_x() / across % groups, batch = block_x() / across / groups;
+        const u32 column = block_x() % across * LANES + lane, first = group * TOKENS;
+        tokens = args.tokens - first < TOKENS ? args.tokens - first : TOKENS;
+        eight = (u64(batch) * args.tokens + first + token) * stride + column;
+        scales = (u64(batch) * groups + group) * stride + column;
+        there = column < stride;
+    }
+    // Whether there is the `i`-th token of this thread, and where.
+    DEVICE bool has(u32 i) const { return there && token + i * APART < tokens; }
+    DEVICE u64 at(u32 i) const { return eight + u64(i * APART) * stride; }
+
+    // Where the block keeps element `i` of each lane, of a warp's tokens.
+    DEVICE u32 place(u32 warp, u32 i) const { return shared_base() + ((warp * 8 + i) * LANES + lane) * 4; }
+
+    template <typename T> DEVICE void make(const CodesArguments &args) const {
+        float x[EACH][8] = {}, most[8] = {}, inverses[8];
+        UNROLL for (u32 i = 0; i < EACH; i++)
+            if (has(i)) load_eight<T>(args.data, at(i), x[i]);
+        UNROLL for (u32 i = 0; i < EACH; i++)
+            UNROLL for (int e = 0; e < 8; e++) most[e] = larger(most[e], counted(x[i][e]));
+        // A warp has two tokens at a time.
+        UNROLL for (int e = 0; e < 8; e++) {
+            most[e] = larger(most[e], shuffle_xor(most[e], LANES));
+            if (thread_x() % 32 < LANES) store_shared(place(thread_x() / 32, e), bits_of(most[e]));
+        }
+        barrier_or(false);
+        // Half of the threads have a channel each, the first warp's, and leave its scale there.
+        if (token < 8) {
+            float largest = 0.0f;
+            UNROLL for (int warp = 0; warp < WARPS; warp++)
+                largest = larger(largest, float_of(load_shared(place(warp, token))));
+            store_shared(place(0, token), bits_of(scale_for(largest)));
+        }
+        barrier_or(false);
+        UNROLL for (int e = 0; e < 8; e++) {
+            most[e] = float_of(load_shared(place(0, e)));
+            inverses[e] = inverse_of(most[e]);
+        }
+        UNROLL for (u32 i = 0; i < EACH; i++)
+            if (has(i)) store_codes(args, at(i), x[i], most, inverses);
+        if (there && token == 0) store_eight<F32>(args.scales, scales, most);
+    }
+
+    template <typename T> DEVICE void read(const CodesArguments &args) const {
+        if (!there) return;
+        float shared_by[8];
+        load_eight<F32>(args.scales, scales, shared_by);
+        UNROLL for (u32 i = 0; i < EACH; i++)
+            if (has(i)) store_numbers<T>(args, at(i), shared_by);
+    }
+};
