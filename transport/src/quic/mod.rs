@@ -19,6 +19,8 @@ mod control;
 mod coordinator;
 mod core;
 mod door;
+#[cfg(test)]
+mod door_tests;
 mod frames;
 mod hex;
 mod identity;
