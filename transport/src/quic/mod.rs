@@ -18,6 +18,8 @@ mod congestion;
 mod control;
 mod coordinator;
 mod core;
+#[doc(hidden)]
+pub mod decoders;
 mod door;
 #[cfg(test)]
 mod door_tests;

@@ -49,6 +49,36 @@ impl Frame {
     }
 }
 
+/// Frames out of bytes that come in any pieces. Holds at most a frame and what came with its end.
+#[derive(Debug, Default)]
+pub struct FrameStream {
+    pending: Vec<u8>,
+}
+
+impl FrameStream {
+    /// Bytes that have come. Take every frame out before more are put in.
+    pub fn put(&mut self, bytes: &[u8]) {
+        self.pending.extend_from_slice(bytes);
+    }
+
+    /// The next frame, or `None` if more must come first.
+    ///
+    /// # Errors
+    ///
+    /// Any [`WireError`]; from then on it is the same one, whatever else comes.
+    pub fn take(&mut self) -> Result<Option<Frame>, WireError> {
+        Ok(Frame::decode(&self.pending)?.map(|(frame, taken)| {
+            self.pending.drain(..taken);
+            frame
+        }))
+    }
+
+    /// Whether the bytes that have come end with a frame.
+    pub fn is_empty(&self) -> bool {
+        self.pending.is_empty()
+    }
+}
+
 /// Bytes before the body: its length.
 const LENGTH_BYTES: usize = 4;
 

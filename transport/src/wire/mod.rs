@@ -17,7 +17,7 @@ mod garbage;
 mod golden;
 
 pub use codec::WireError;
-pub use envelope::MAX_FRAME_BYTES;
+pub use envelope::{FrameStream, MAX_FRAME_BYTES};
 pub use frame::{Frame, MAX_DER_BYTES, MAX_TEXT_BYTES, MAX_WORLD, MOST_LANES, Purpose, RejectCode};
 pub use header::{HEADER_BYTES, MessageHeader, part_digest};
 
