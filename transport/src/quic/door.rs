@@ -144,7 +144,7 @@ impl Door {
         }
     }
 
-    fn remember(&self, refusal: &str) {
+    pub(super) fn remember(&self, refusal: &str) {
         let mut refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
         if refusals.len() < MOST_REMEMBERED && !refusals.iter().any(|known| known == refusal) {
             refusals.push(refusal.to_owned());

@@ -78,3 +78,18 @@ fn a_rank_of_another_job_of_the_same_authority_is_refused_whatever_it_says() {
         zero.await.unwrap();
     });
 }
+
+#[test]
+fn a_stranger_that_gives_ever_new_reasons_is_not_remembered_for_ever() {
+    let (job, at) = (JobId([1; 16]), SocketAddr::from((Ipv4Addr::LOCALHOST, 1)));
+    let identity = ClusterAuthority::new(job).unwrap().issue(Rank(0)).unwrap();
+    let config = QuicConfig::new(Rank(0), 2, job, at, identity);
+    let path = Path::new(&config.link, config.bind, 2).unwrap();
+    let tls = TlsConfigs::new(&config, &path).unwrap();
+    let door = Door::new(&config, &tls, Vec::new()).unwrap();
+    for reason in 0..100_000 {
+        door.remember(&format!("reason {reason}"));
+    }
+    let said = door.turned_away();
+    assert!(said.contains("reason 0") && said.len() < 500, "{} bytes", said.len());
+}
