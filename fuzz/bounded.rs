@@ -18,24 +18,56 @@ pub(crate) fn corpus_folder(target: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target)
 }
 
-/// The corpus must be what the encoders make; `KYKLOS_BLESS=1` writes it. Returns it, in order.
+/// The corpus of a target, in order: what the encoders make, which it must hold byte for byte, then what cargo-fuzz has
+/// found. `KYKLOS_BLESS=1` writes what is made.
 pub(crate) fn corpus(target: &str, made: &[(String, Vec<u8>)]) -> Vec<Vec<u8>> {
     let folder = corpus_folder(target);
+    let found = found(&folder, |name| made.iter().any(|(made, _)| made == name));
     if std::env::var_os("KYKLOS_BLESS").is_some() {
-        let _ = std::fs::remove_dir_all(&folder);
-        std::fs::create_dir_all(&folder).expect("a folder");
-        for (name, bytes) in made {
-            std::fs::write(folder.join(name), bytes).expect("a file");
-        }
+        bless(&folder, made);
     }
     for (name, bytes) in made {
-        let found = std::fs::read(folder.join(name)).unwrap_or_default();
+        let held = std::fs::read(folder.join(name)).unwrap_or_default();
         assert!(
-            found == *bytes,
+            held == *bytes,
             "fuzz/corpus/{target}/{name} is not what is made now: KYKLOS_BLESS=1 writes it anew"
         );
     }
-    made.iter().map(|(_, bytes)| bytes.clone()).collect()
+    made.iter().map(|(_, bytes)| bytes.clone()).chain(found).collect()
+}
+
+/// The same where what is made is new each time, because of its keys. `KYKLOS_BLESS=1` writes it for cargo-fuzz to begin
+/// with, under a name that git ignores.
+#[allow(dead_code, reason = "the program's decoders read no keys")]
+pub(crate) fn corpus_with_keys(target: &str, made: &[Vec<u8>]) -> Vec<Vec<u8>> {
+    let folder = corpus_folder(target);
+    let named: Vec<_> = (0..).zip(made).map(|(at, bytes)| (format!("new-{at}"), bytes.clone())).collect();
+    if std::env::var_os("KYKLOS_BLESS").is_some() {
+        bless(&folder, &named);
+    }
+    made.iter().cloned().chain(found(&folder, |name| name.starts_with("new-"))).collect()
+}
+
+fn bless(folder: &Path, made: &[(String, Vec<u8>)]) {
+    std::fs::create_dir_all(folder).expect("a folder");
+    for (name, bytes) in made {
+        std::fs::write(folder.join(name), bytes).expect("a file");
+    }
+}
+
+/// What cargo-fuzz has found, which it names by its SHA-1, in order. Nothing else may lie beside what is made.
+fn found(folder: &Path, is_made: impl Fn(&str) -> bool) -> Vec<Vec<u8>> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.expect("an entry").file_name().into_string().expect("text")).collect();
+    names.retain(|name| !is_made(name));
+    names.sort();
+    let read = |name: String| {
+        let is_hash = name.len() == 40 && name.bytes().all(|byte| byte.is_ascii_hexdigit());
+        assert!(is_hash, "{} is made by nobody: remove it", folder.join(&name).display());
+        std::fs::read(folder.join(name)).expect("a file")
+    };
+    names.into_iter().map(read).collect()
 }
 
 /// Feeds a target. Returns how often.

@@ -2,19 +2,17 @@
 //! decodes must come back the same, and where the layout is canonical so must the bytes.
 
 use std::cell::OnceCell;
-
 use std::time::Duration;
 
-use kyklos_transport::quic::{Identity, Invitation, InvitationTerms, Token};
-use kyklos_transport::wire::{Frame, HEADER_BYTES, MessageHeader};
+use kyklos_transport::Rank;
+pub(crate) use kyklos_transport::quic::decoders::{application, certificate, grant, names, revoked, routes};
+use kyklos_transport::quic::{ClusterAuthority, Identity, Invitation, InvitationTerms, JobId, Token};
+use kyklos_transport::wire::{Frame, FrameStream, HEADER_BYTES, MAX_FRAME_BYTES, MessageHeader, WireError};
 
 /// Control frames: the bytes as they are, and as the body of a frame whose length and checksum fit.
 pub(crate) fn frame(bytes: &[u8]) {
     canonical(bytes);
-    let mut framed = u32::try_from(bytes.len()).unwrap_or(u32::MAX).to_le_bytes().to_vec();
-    framed.extend_from_slice(bytes);
-    framed.extend_from_slice(&crc32c::crc32c(&framed).to_le_bytes());
-    canonical(&framed);
+    canonical(&enveloped(bytes));
     // A frame that has been changed, with the checksum of what it is now.
     if let Some((covered, _)) = bytes.split_last_chunk::<4>() {
         let mut mended = covered.to_vec();
@@ -26,7 +24,57 @@ pub(crate) fn frame(bytes: &[u8]) {
 fn canonical(bytes: &[u8]) {
     if let Ok(Some((frame, taken))) = Frame::decode(bytes) {
         assert_eq!(frame.encode(), bytes[..taken], "{frame:?}");
+        assert!(taken <= MAX_FRAME_BYTES, "a frame of {taken} bytes");
+        // Nothing is a frame before its last byte has come.
+        for end in [0, 3, 4, taken / 2, taken - 4, taken - 1] {
+            assert_eq!(Frame::decode(&bytes[..end.min(taken - 1)]), Ok(None), "{end} bytes of {frame:?}");
+        }
     }
+}
+
+/// A body with the length before it and the checksum behind it that fit.
+pub(crate) fn enveloped(body: &[u8]) -> Vec<u8> {
+    let mut framed = u32::try_from(body.len()).unwrap_or(u32::MAX).to_le_bytes().to_vec();
+    framed.extend_from_slice(body);
+    framed.extend_from_slice(&crc32c::crc32c(&framed).to_le_bytes());
+    framed
+}
+
+/// A stream of frames: the first byte says how large the pieces are in which it comes, then each body follows its length
+/// in two bytes. What is left at the end comes as it is.
+pub(crate) fn stream(bytes: &[u8]) {
+    let Some((&piece_bytes, mut rest)) = bytes.split_first() else { return };
+    let mut stream = Vec::new();
+    while let Some((length, bodies)) = rest.split_first_chunk::<2>()
+        && let Some((body, others)) = bodies.split_at_checked(usize::from(u16::from_le_bytes(*length)))
+    {
+        stream.extend_from_slice(&enveloped(body));
+        rest = others;
+    }
+    stream.extend_from_slice(rest);
+    let whole = said(&stream, stream.len());
+    assert_eq!(said(&stream, usize::from(piece_bytes)), whole);
+}
+
+/// What a stream says that comes in such pieces, encoded again; how it ends, and whether that is the end of a frame.
+fn said(stream: &[u8], piece_bytes: usize) -> (Vec<u8>, Option<WireError>, bool) {
+    let (mut come, mut said) = (FrameStream::default(), Vec::new());
+    for piece in stream.chunks(piece_bytes.max(1)) {
+        come.put(piece);
+        loop {
+            match come.take() {
+                Ok(Some(frame)) => said.extend_from_slice(&frame.encode()),
+                Ok(None) => break,
+                Err(error) => {
+                    come.put(&Frame::Pong.encode());
+                    assert_eq!(come.take(), Err(error.clone()), "something is read after an error");
+                    return (said, Some(error), false);
+                }
+            }
+        }
+    }
+    assert_eq!(said[..], stream[..said.len()]);
+    (said, None, come.is_empty())
 }
 
 /// The header before a message, as it is and with a checksum that fits.
@@ -104,8 +152,6 @@ pub(crate) fn invitation() -> Invitation {
 
 /// An identity to begin with; its keys are new each time.
 pub(crate) fn seed() -> Identity {
-    use kyklos_transport::Rank;
-    use kyklos_transport::quic::{ClusterAuthority, JobId};
     let authority = ClusterAuthority::new(JobId::from_name("fuzz")).expect("an authority");
     authority.issue(Rank(3)).expect("an identity")
 }

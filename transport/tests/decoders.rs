@@ -11,7 +11,8 @@ use std::hint::black_box;
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use bounded::{Limit, corpus, run};
+use bounded::{Limit, corpus, corpus_with_keys, run};
+use kyklos_transport::quic::decoders;
 use kyklos_transport::wire::{Frame, MAX_TEXT_BYTES, MessageHeader, Purpose, RejectCode, part_digest};
 use kyklos_transport::{Abort, AbortCause, Claim, Progress, Rank, Tag, Vote};
 
@@ -82,23 +83,47 @@ fn headers_of_any_bytes() {
     assert!(times > 1000, "{times}");
 }
 
+/// The target itself makes a frame of a length of two bytes, and holds what was said twice.
+const OF_STREAMS: Limit = Limit { fixed: 4 << 10, per_byte: 32 };
+
+#[test]
+fn streams_of_frames_in_any_pieces() {
+    // Every frame once, in pieces of so many bytes; and all of them with the beginning of another one.
+    let bodies = frames().into_iter().map(|(_, bytes)| bytes[4..bytes.len() - 4].to_vec());
+    let bodies: Vec<Vec<u8>> = bodies.filter(|body| body.len() < 1000).collect();
+    let of = |piece: u8, bodies: &[Vec<u8>]| {
+        let mut bytes = vec![piece];
+        for body in bodies {
+            bytes.extend_from_slice(&u16::try_from(body.len()).expect("a short body").to_le_bytes());
+            bytes.extend_from_slice(body);
+        }
+        bytes
+    };
+    let mut cut = of(200, &bodies);
+    cut.extend_from_slice(&[9, 0, 4, 0, 0, 0, 1]);
+    let made = [("bytewise", of(1, &bodies[..4])), ("sevens", of(7, &bodies[4..])), ("cut", cut)];
+    let made = made.map(|(name, bytes)| (name.to_owned(), bytes));
+    let times = run("stream", &corpus("stream", &made), OF_STREAMS, wire::stream);
+    assert!(times > 1000, "{times}");
+}
+
+/// What is read with the file it is in, or with a certificate, costs a few copies and what their parsers keep.
+const OF_FILES: Limit = Limit { fixed: 64 << 10, per_byte: 16 };
+
 #[test]
 fn identities_of_any_bytes() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("identity.pem");
     wire::seed().write_file(&path).expect("a file");
-    // No key is kept in the repository.
-    let corpus = [std::fs::read(&path).expect("the file")];
-    let times = run("identity", &corpus, Limit { fixed: 64 << 10, per_byte: 16 }, wire::identity);
+    let made = [std::fs::read(&path).expect("the file")];
+    let times = run("identity", &corpus_with_keys("identity", &made), OF_FILES, wire::identity);
     assert!(times > 100, "{times}");
 }
 
 #[test]
 fn tokens_of_any_bytes() {
-    let made = [("token".to_owned(), wire::invitation().token().to_string().into_bytes())];
-    // A token is new each time, so none is kept.
-    let corpus: Vec<_> = made.into_iter().map(|(_, bytes)| bytes).collect();
-    let times = run("token", &corpus, BY_LENGTH, wire::token);
+    let made = [wire::invitation().token().to_string().into_bytes()];
+    let times = run("token", &corpus_with_keys("token", &made), BY_LENGTH, wire::token);
     assert!(times > 1000, "{times}");
 }
 
@@ -107,9 +132,68 @@ fn invitations_of_any_bytes() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("invitation.pem");
     wire::invitation().write_file(&path).expect("a file");
-    let corpus = [std::fs::read(&path).expect("the file")];
-    let times = run("invitation", &corpus, Limit { fixed: 64 << 10, per_byte: 16 }, wire::invitation_file);
+    let made = [std::fs::read(&path).expect("the file")];
+    let times = run("invitation", &corpus_with_keys("invitation", &made), OF_FILES, wire::invitation_file);
     assert!(times > 100, "{times}");
+}
+
+#[test]
+fn certificates_of_any_bytes() {
+    let made = decoders::certificates();
+    let times = run("certificate", &corpus_with_keys("certificate", &made), OF_FILES, wire::certificate);
+    assert!(times > 1000, "{times}");
+}
+
+#[test]
+fn requests_for_a_signature_of_any_bytes() {
+    let made = [decoders::request_of_mine()];
+    let times = run("application", &corpus_with_keys("application", &made), OF_FILES, wire::application);
+    assert!(times > 100, "{times}");
+}
+
+#[test]
+fn certificates_that_are_given_of_any_bytes() {
+    let made = [decoders::certificate_of_mine()];
+    let times = run("grant", &corpus_with_keys("grant", &made), OF_FILES, wire::grant);
+    assert!(times > 1000, "{times}");
+}
+
+#[test]
+fn lists_of_revoked_keys_of_any_bytes() {
+    let (one, two) = ("0123456789abcdef".repeat(4), "f".repeat(64));
+    let list = format!("# lost laptops\n\n{one}  rank 1, since Monday\r\n  {two}\n");
+    let made = [("list".to_owned(), list.into_bytes())];
+    let times =
+        run("revoked", &corpus("revoked", &made), Limit { fixed: 8 << 10, per_byte: 16 }, wire::revoked);
+    assert!(times > 1000, "{times}");
+}
+
+#[test]
+fn names_of_any_bytes() {
+    let texts = [
+        ("key", "0123456789abcdef".repeat(4)),
+        ("job", "0123456789ABCDEF".repeat(2)),
+        ("host", "Node1,10.0.0.1,fd00::1,a-b.c_d.example".to_owned()),
+    ];
+    let made = texts.map(|(name, text)| (name.to_owned(), text.into_bytes()));
+    let times = run("names", &corpus("names", &made), Limit { fixed: 8 << 10, per_byte: 64 }, wire::names);
+    assert!(times > 1000, "{times}");
+}
+
+#[test]
+fn tables_of_the_system_of_any_bytes() {
+    let v4 = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n\
+              eth0\t00000000\t010200C0\t0003\t0\t0\t0\t00000000\t0\t0\t0\n\
+              eth1\t0002A8C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n";
+    let v6 = "fd000000000000000000000000000002 04 40 00 82     eth0\n";
+    let mut v6_address = [0; 16];
+    (v6_address[0], v6_address[15]) = (0xfd, 2);
+    let mut v4_address = [0; 16];
+    v4_address[12..].copy_from_slice(&[192, 168, 2, 7]);
+    let made = [("v4", [&v4_address, v4.as_bytes()].concat()), ("v6", [&v6_address, v6.as_bytes()].concat())];
+    let made = made.map(|(name, bytes)| (name.to_owned(), bytes));
+    let times = run("routes", &corpus("routes", &made), Limit { fixed: 8 << 10, per_byte: 16 }, wire::routes);
+    assert!(times > 1000, "{times}");
 }
 
 /// Seeded bugs, each of which a run must find.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use quinn::{RecvStream, SendStream};
 use tokio::sync::mpsc;
 
-use crate::wire::{Frame, WireError};
+use crate::wire::{Frame, FrameStream, WireError};
 
 /// Why no more frames come.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -23,24 +23,23 @@ pub(crate) enum FrameError {
 #[derive(Debug)]
 pub(crate) struct FrameReader {
     stream: RecvStream,
-    pending: Vec<u8>,
+    come: FrameStream,
 }
 
 impl FrameReader {
     pub(crate) fn new(stream: RecvStream) -> Self {
-        Self { stream, pending: Vec::new() }
+        Self { stream, come: FrameStream::default() }
     }
 
     /// The next frame, or `None` at the end of the stream. Cancel-safe.
     pub(crate) async fn next(&mut self) -> Result<Option<Frame>, FrameError> {
         loop {
-            if let Some((frame, taken)) = Frame::decode(&self.pending)? {
-                self.pending.drain(..taken);
+            if let Some(frame) = self.come.take()? {
                 return Ok(Some(frame));
             }
             match self.stream.read_chunk(READ_BYTES, true).await.map_err(FrameError::Stream)? {
-                Some(chunk) => self.pending.extend_from_slice(&chunk.bytes),
-                None if self.pending.is_empty() => return Ok(None),
+                Some(chunk) => self.come.put(&chunk.bytes),
+                None if self.come.is_empty() => return Ok(None),
                 None => return Err(WireError::UnexpectedEnd.into()),
             }
         }

@@ -13,11 +13,16 @@ mod agreement;
 mod assembly;
 mod authority;
 mod bootstrap;
+mod config;
 mod congestion;
 mod control;
 mod coordinator;
 mod core;
+#[doc(hidden)]
+pub mod decoders;
 mod door;
+#[cfg(test)]
+mod door_tests;
 mod frames;
 mod hex;
 mod identity;
@@ -29,6 +34,7 @@ mod key_hash;
 mod lane_tests;
 mod lifecycle;
 mod link;
+mod loopback;
 mod messages;
 mod names;
 mod other_door;
@@ -52,7 +58,6 @@ mod verifier;
 mod visitors;
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -62,6 +67,7 @@ use quinn::AsyncUdpSocket;
 use tokio::time::Instant;
 
 pub use self::authority::{ClusterAuthority, VALID_DAYS};
+pub use self::config::QuicConfig;
 pub use self::congestion::Congestion;
 use self::core::{COORDINATOR, Core};
 use self::door::Door;
@@ -72,7 +78,7 @@ pub use self::join::{EnrolConfig, Enrolled, Invitation, InvitationTerms, Token, 
 pub use self::key_hash::KeyHash;
 use self::link::Path;
 pub use self::link::{Carrier, LinkSettings};
-use self::names::Known;
+pub use self::loopback::{quic_loopback_group, quic_loopback_group_over};
 pub use self::names::{Claims, HostNames, Subject};
 use self::regroup::{Next, Past};
 pub use self::revoked::Revoked;
@@ -85,113 +91,6 @@ use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
 use crate::reform::{Reformed, Regroup};
 use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
-
-/// How a rank finds its group, and proves that it belongs to it.
-#[derive(Clone, Debug)]
-pub struct QuicConfig {
-    /// This rank.
-    pub rank: Rank,
-    /// Number of ranks in the group, at most 2048.
-    pub world: u32,
-    /// The job; must be the job of the identity.
-    pub job: JobId,
-    /// Counts re-formations of the group within one job: ranks of different epochs refuse each other.
-    pub epoch: u32,
-    /// Where rank 0 listens (UDP).
-    pub coordinator: SocketAddr,
-    /// The name from which that address came: an identity of rank 0's host may hold it instead of the address.
-    pub coordinator_name: Option<String>,
-    /// What this rank proves itself with.
-    pub identity: Identity,
-    /// Of rank 0: lets others in by its token while the first group forms. The identity must be the invitation's.
-    pub invitation: Option<Arc<Invitation>>,
-    /// Identities that this rank takes no more, on either side of a connection; read again when a group forms again.
-    pub revoked: Option<Revoked>,
-    /// By rank, the host on which the bootstrap places it, by name or address; `None` and what is missing where it does
-    /// not say. An identity of a host is taken for a rank that has its place there; without a place it must hold the
-    /// address at which the rank is seen.
-    pub places: Vec<Option<String>>,
-    /// Local address: of rank 0 to listen on, with the coordinator's port; of others to dial from, with any port.
-    pub bind: IpAddr,
-    /// Port of ranks other than 0; 0 lets the system choose.
-    pub port: u16,
-    /// Port of the second lane, if there are several; the others follow it. 0 lets the system choose.
-    pub lane_port: u16,
-    /// How long the group may take to form.
-    pub connect_deadline: Duration,
-    /// Period of heartbeats, at most an hour; a rank counts as dead after twelve silent ones. Best the same on all ranks.
-    pub heartbeat: Duration,
-    /// How long a rank may hold [`Work`](crate::Work) without a beat of its [`Pulse`] while others wait for it; then it counts
-    /// as stuck, and the group is aborted. Rank 0's setting counts. More than whatever one piece of work can take, such as
-    /// the compilation of a kernel.
-    pub stuck_after: Duration,
-    /// Told in one line what may become a failure: by rank 0 of a rank that has stood still for a quarter of
-    /// [`Self::stuck_after`].
-    pub warn: fn(&str),
-    /// Told in one line what is worth knowing: by rank 0 to whom it has given an identity.
-    pub note: fn(&str),
-    /// What is known of the network between the ranks.
-    pub link: LinkSettings,
-}
-
-impl QuicConfig {
-    /// The usual settings: 20 s to connect, heartbeats every 200 ms, 180 s to be stuck, warnings as events of `tracing`,
-    /// bound to loopback if that is where the coordinator is and to all addresses otherwise.
-    pub fn new(rank: Rank, world: u32, job: JobId, coordinator: SocketAddr, identity: Identity) -> Self {
-        Self {
-            rank,
-            world,
-            job,
-            epoch: 0,
-            coordinator,
-            coordinator_name: None,
-            identity,
-            invitation: None,
-            revoked: None,
-            places: Vec::new(),
-            bind: usual_bind(coordinator),
-            port: 0,
-            lane_port: 0,
-            connect_deadline: Duration::from_secs(20),
-            heartbeat: Duration::from_millis(200),
-            stuck_after: Duration::from_secs(180),
-            warn: |text| tracing::warn!("{text}"),
-            note: |text| tracing::info!("{text}"),
-            link: LinkSettings::default(),
-        }
-    }
-
-    /// Where this rank's socket is bound.
-    fn local_address(&self) -> SocketAddr {
-        let port = if self.rank == COORDINATOR { self.coordinator.port() } else { self.port };
-        SocketAddr::new(self.bind, port)
-    }
-
-    /// Where the sockets of all lanes are bound.
-    fn lane_addresses(&self) -> impl Iterator<Item = SocketAddr> {
-        let beside = (0..u16::from(self.link.lanes.saturating_sub(1))).map(|lane| match self.lane_port {
-            0 => SocketAddr::new(self.bind, 0),
-            first => SocketAddr::new(self.bind, first.saturating_add(lane)),
-        });
-        std::iter::once(self.local_address()).chain(beside)
-    }
-
-    /// What is known of where a rank is.
-    fn known(&self, rank: Rank) -> Known<'_> {
-        let place = self.places.get(rank.0 as usize).and_then(Option::as_deref);
-        let name = self.coordinator_name.as_deref().filter(|_| rank == COORDINATOR);
-        Known { place, name }
-    }
-}
-
-/// Loopback if that is where the coordinator is, and all addresses otherwise.
-fn usual_bind(coordinator: SocketAddr) -> IpAddr {
-    match coordinator.ip() {
-        ip if ip.is_loopback() => ip,
-        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-        IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-    }
-}
 
 /// One rank's end of a group over QUIC. Dropping it without [`Transport::close`] means that the rank died.
 pub struct QuicTransport {
@@ -384,56 +283,6 @@ fn bind(config: &QuicConfig) -> Result<Ground, TransportError> {
     bootstrap::check(config)?;
     let sockets = config.lane_addresses().map(|address| socket::bind(address, config.link.carrier));
     Ok(Ground::Real(sockets.collect::<Result<_, _>>()?))
-}
-
-/// Makes a group of `world` ranks in this process over real sockets on loopback, with one I/O thread for all.
-///
-/// # Errors
-///
-/// [`TransportError::Bootstrap`] if sockets or keys cannot be made.
-pub fn quic_loopback_group(world: u32) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
-    quic_loopback_group_over(world, LinkSettings::default())
-}
-
-/// The same as if the loopback interface were a link of these settings.
-///
-/// # Errors
-///
-/// [`TransportError::Bootstrap`] if sockets or keys cannot be made, or the settings are refused.
-pub fn quic_loopback_group_over(
-    world: u32,
-    link: LinkSettings,
-) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
-    let job = JobId::random()?;
-    let authority = ClusterAuthority::new(job)?;
-    let mut coordinator = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-    let mut ranks = Vec::new();
-    for rank in (0..world).map(Rank) {
-        let config =
-            QuicConfig { link, ..QuicConfig::new(rank, world, job, coordinator, authority.issue(rank)?) };
-        let ground = bind(&config)?;
-        if rank == COORDINATOR {
-            coordinator = ground.local_addr()?;
-        }
-        ranks.push((QuicConfig { coordinator, ..config }, ground));
-    }
-    let thread = IoThread::start()?;
-    let alive = thread.alive();
-    thread.run(async move {
-        let forming: Vec<_> = ranks
-            .into_iter()
-            .map(|(config, ground)| {
-                let alive = alive.clone();
-                tokio::spawn(async { QuicTransport::form_on(config, ground, Some(alive)).await })
-            })
-            .collect();
-        let mut group: Vec<Arc<dyn Transport>> = Vec::new();
-        for rank in forming {
-            let formed = rank.await.map_err(|error| TransportError::Bootstrap { text: error.to_string() })?;
-            group.push(Arc::new(formed?));
-        }
-        Ok(group)
-    })?
 }
 
 impl fmt::Debug for QuicTransport {

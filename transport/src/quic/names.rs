@@ -177,7 +177,7 @@ pub(super) fn names_of(subject: &Subject, job: JobId) -> Vec<String> {
     }
 }
 
-fn any_rank_name(job: JobId) -> String {
+pub(super) fn any_rank_name(job: JobId) -> String {
     format!("*.{job}{SUFFIX}")
 }
 

@@ -46,8 +46,11 @@ impl Revoked {
 }
 
 fn read(path: &Path) -> Result<BTreeSet<KeyHash>, TransportError> {
+    parse(private_file::read_list(path, "list of revoked keys")?, path)
+}
+
+pub(super) fn parse(bytes: Vec<u8>, path: &Path) -> Result<BTreeSet<KeyHash>, TransportError> {
     let wrong = |text: String| TransportError::Bootstrap { text };
-    let bytes = private_file::read_list(path, "list of revoked keys")?;
     let text = String::from_utf8(bytes)
         .map_err(|_| wrong(format!("the list of revoked keys {} is not text", path.display())))?;
     let mut keys = BTreeSet::new();

@@ -78,6 +78,14 @@ fn in_addresses(table: &str, ip: u128) -> Option<String> {
     line.split_whitespace().last().map(str::to_owned)
 }
 
+/// The system's tables in `text`, for the fuzz targets: an interface is a word of its table.
+pub(super) fn tables(text: &str, ip: u128) {
+    let found = [in_routes(text, ip as u32), in_addresses(text, ip)];
+    for name in found.into_iter().flatten() {
+        assert!(text.split_whitespace().any(|word| word == name), "{name:?}");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,7 +4,9 @@
 //! Decoding returns a `Result`, never panics and never allocates by a length that the wire names without having
 //! the bytes in hand. Encoding cannot fail: texts are cut to [`MAX_TEXT_BYTES`].
 
+mod body;
 mod codec;
+mod envelope;
 mod fields;
 mod frame;
 mod header;
@@ -15,9 +17,8 @@ mod garbage;
 mod golden;
 
 pub use codec::WireError;
-pub use frame::{
-    Frame, MAX_DER_BYTES, MAX_FRAME_BYTES, MAX_TEXT_BYTES, MAX_WORLD, MOST_LANES, Purpose, RejectCode,
-};
+pub use envelope::{FrameStream, MAX_FRAME_BYTES};
+pub use frame::{Frame, MAX_DER_BYTES, MAX_TEXT_BYTES, MAX_WORLD, MOST_LANES, Purpose, RejectCode};
 pub use header::{HEADER_BYTES, MessageHeader, part_digest};
 
 /// Version of everything on the wire. Peers with another version refuse each other.

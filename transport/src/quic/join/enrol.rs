@@ -15,6 +15,7 @@ use super::pinned::Pinned;
 use super::token::Token;
 use crate::error::TransportError;
 use crate::quic::bootstrap::failed;
+use crate::quic::config::usual_bind;
 use crate::quic::control::describe;
 use crate::quic::frames::FrameReader;
 use crate::quic::identity::Identity;
@@ -23,7 +24,7 @@ use crate::quic::link::{LinkSettings, Path};
 use crate::quic::seat::LaneEnd;
 use crate::quic::seat::{DIAL_PATIENCE, is_silence};
 use crate::quic::socket::{self, Bound, Ends, Ground};
-use crate::quic::{tls, usual_bind};
+use crate::quic::tls;
 use crate::transport::Rank;
 use crate::wire::{Frame, RejectCode};
 

@@ -10,6 +10,7 @@
 //! What is decided is in `register.rs` and `applicant.rs`, which know no network; `desk.rs` and `enrol.rs` carry it.
 
 mod applicant;
+pub(super) mod decoders;
 mod desk;
 mod enrol;
 mod guesses;

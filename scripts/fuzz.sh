@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Feeds the fuzz targets with coverage, which wants a nightly compiler, cargo-fuzz and a C++ compiler.
+#   scripts/fuzz.sh [SECONDS [TARGET…]]   each target for so long (60 s), all of them unless some are named
+#   scripts/fuzz.sh --keep [TARGET…]      adds to fuzz/corpus what has reached new places, small inputs only
+# What is found on the way is under target/fuzz/corpus; what breaks a target, under fuzz/artifacts, with the command that
+# shows it again. FUZZ_SANITIZER=none does without AddressSanitizer.
+set -euo pipefail
+cd "$(dirname "$0")/../fuzz"
+export CARGO_INCREMENTAL=0 CARGO_PROFILE_RELEASE_DEBUG=${CARGO_PROFILE_RELEASE_DEBUG:-none}
+
+fail() {
+    echo "fuzz: $*" >&2
+    exit 1
+}
+
+cargo +nightly fuzz --version >/dev/null 2>&1 ||
+    fail "cargo +nightly fuzz does not run: rustup toolchain install nightly, then cargo install cargo-fuzz"
+
+fuzz() {
+    local verb=$1 target=$2
+    shift 2
+    cargo +nightly fuzz "$verb" --sanitizer "${FUZZ_SANITIZER:-address}" --target-dir ../target/fuzz "$target" "$@"
+}
+
+# libFuzzer's own limits: an input's bytes, a call's seconds, the process' MiB.
+limits=(-max_len=65536 -timeout=20 -rss_limit_mb=2048)
+
+keep=
+if [ "${1-}" = --keep ]; then
+    keep=yes
+else
+    seconds=${1:-60}
+fi
+[ $# = 0 ] || shift
+targets=("$@")
+[ $# != 0 ] || mapfile -t targets < <(cargo +nightly fuzz list)
+
+# Keys are new each time, and what is found of them is kept nowhere.
+for target in "${targets[@]}"; do
+    found=../target/fuzz/corpus/$target
+    mkdir -p "$found" "corpus/$target"
+    if [ -n "$keep" ]; then
+        case $target in identity | invitation | token) continue ;; esac
+        fuzz run "$target" "corpus/$target" "$found" -- -merge=1 -use_counters=0 -max_len=512 "${limits[@]:1}"
+    else
+        fuzz run "$target" "$found" "corpus/$target" -- "-max_total_time=$seconds" "${limits[@]}"
+    fi
+done

@@ -1,0 +1,63 @@
+//! A group in one process, over real sockets.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+
+use super::authority::ClusterAuthority;
+use super::core::COORDINATOR;
+use super::io_thread::IoThread;
+use super::job::JobId;
+use super::link::LinkSettings;
+use super::{QuicConfig, QuicTransport, bind};
+use crate::error::TransportError;
+use crate::transport::{Rank, Transport};
+
+/// Makes a group of `world` ranks in this process over real sockets on loopback, with one I/O thread for all.
+///
+/// # Errors
+///
+/// [`TransportError::Bootstrap`] if sockets or keys cannot be made.
+pub fn quic_loopback_group(world: u32) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
+    quic_loopback_group_over(world, LinkSettings::default())
+}
+
+/// The same as if the loopback interface were a link of these settings.
+///
+/// # Errors
+///
+/// [`TransportError::Bootstrap`] if sockets or keys cannot be made, or the settings are refused.
+pub fn quic_loopback_group_over(
+    world: u32,
+    link: LinkSettings,
+) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
+    let job = JobId::random()?;
+    let authority = ClusterAuthority::new(job)?;
+    let mut coordinator = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let mut ranks = Vec::new();
+    for rank in (0..world).map(Rank) {
+        let config =
+            QuicConfig { link, ..QuicConfig::new(rank, world, job, coordinator, authority.issue(rank)?) };
+        let ground = bind(&config)?;
+        if rank == COORDINATOR {
+            coordinator = ground.local_addr()?;
+        }
+        ranks.push((QuicConfig { coordinator, ..config }, ground));
+    }
+    let thread = IoThread::start()?;
+    let alive = thread.alive();
+    thread.run(async move {
+        let forming: Vec<_> = ranks
+            .into_iter()
+            .map(|(config, ground)| {
+                let alive = alive.clone();
+                tokio::spawn(async { QuicTransport::form_on(config, ground, Some(alive)).await })
+            })
+            .collect();
+        let mut group: Vec<Arc<dyn Transport>> = Vec::new();
+        for rank in forming {
+            let formed = rank.await.map_err(|error| TransportError::Bootstrap { text: error.to_string() })?;
+            group.push(Arc::new(formed?));
+        }
+        Ok(group)
+    })?
+}

@@ -1,0 +1,86 @@
+//! How frames follow each other on a stream: each with its length before it and its checksum behind it.
+
+use super::codec::WireError;
+use super::frame::Frame;
+
+/// Largest frame on the wire, envelope included.
+pub const MAX_FRAME_BYTES: usize = 64 * 1024;
+
+impl Frame {
+    /// The frame as it goes over the wire: length of the body (u32), body, CRC-32C of both. Cannot fail.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = vec![0; LENGTH_BYTES];
+        self.put_body(&mut out);
+        // A body is bounded by MAX_FRAME_BYTES: texts are cut, and a table has at most MAX_WORLD entries.
+        let body_bytes = u32::try_from(out.len() - LENGTH_BYTES).unwrap_or(u32::MAX);
+        out[..LENGTH_BYTES].copy_from_slice(&body_bytes.to_le_bytes());
+        let checksum = crc32c::crc32c(&out);
+        out.extend_from_slice(&checksum.to_le_bytes());
+        out
+    }
+
+    /// Decodes the frame at the start of `bytes`: the frame and the bytes it took, or `None` if more must come first.
+    ///
+    /// # Errors
+    ///
+    /// Any [`WireError`]; the stream cannot be read on after one.
+    pub fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, WireError> {
+        let Some(length) = bytes.first_chunk::<LENGTH_BYTES>() else {
+            return Ok(None);
+        };
+        let length = u32::from_le_bytes(*length);
+        let body_bytes = usize::try_from(length).unwrap_or(usize::MAX);
+        if body_bytes > MAX_FRAME_BYTES - LENGTH_BYTES - CHECKSUM_BYTES {
+            return Err(WireError::TooLong(u64::from(length)));
+        }
+        let covered_bytes = LENGTH_BYTES + body_bytes;
+        let Some((covered, rest)) = bytes.split_at_checked(covered_bytes) else {
+            return Ok(None);
+        };
+        let Some(checksum) = rest.first_chunk::<CHECKSUM_BYTES>() else {
+            return Ok(None);
+        };
+        let (found, computed) = (u32::from_le_bytes(*checksum), crc32c::crc32c(covered));
+        if found != computed {
+            return Err(WireError::Checksum { found, computed });
+        }
+        let frame = Self::decode_body(&covered[LENGTH_BYTES..])?;
+        Ok(Some((frame, covered_bytes + CHECKSUM_BYTES)))
+    }
+}
+
+/// Frames out of bytes that come in any pieces. Holds at most a frame and what came with its end.
+#[derive(Debug, Default)]
+pub struct FrameStream {
+    pending: Vec<u8>,
+}
+
+impl FrameStream {
+    /// Bytes that have come. Take every frame out before more are put in.
+    pub fn put(&mut self, bytes: &[u8]) {
+        self.pending.extend_from_slice(bytes);
+    }
+
+    /// The next frame, or `None` if more must come first.
+    ///
+    /// # Errors
+    ///
+    /// Any [`WireError`]; from then on it is the same one, whatever else comes.
+    pub fn take(&mut self) -> Result<Option<Frame>, WireError> {
+        Ok(Frame::decode(&self.pending)?.map(|(frame, taken)| {
+            self.pending.drain(..taken);
+            frame
+        }))
+    }
+
+    /// Whether the bytes that have come end with a frame.
+    pub fn is_empty(&self) -> bool {
+        self.pending.is_empty()
+    }
+}
+
+/// Bytes before the body: its length.
+const LENGTH_BYTES: usize = 4;
+
+/// Bytes after the body: CRC-32C of length and body.
+const CHECKSUM_BYTES: usize = 4;
