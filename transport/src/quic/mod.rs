@@ -50,6 +50,7 @@ mod tunnel;
 mod validity;
 mod verifier;
 mod visitors;
+mod windows;
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
