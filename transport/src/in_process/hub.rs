@@ -15,7 +15,7 @@ use crate::misuse;
 use crate::pulse::Pulse;
 use crate::recorder::{EventKind, Outstanding, Recorder};
 use crate::reform::{Reformed, Regroup};
-use crate::transport::{Completer, Progress, Rank, Tag, Vote};
+use crate::transport::{Completer, Progress, Rank, Tag, Taken, Vote};
 
 /// Shared by all ranks of the group and by the watchdog.
 #[derive(Debug)]
@@ -81,7 +81,7 @@ impl Hub {
         tag: Tag,
         parts: Vec<Bytes>,
         patience: Duration,
-        completer: Completer<()>,
+        completer: Completer<Taken>,
     ) {
         let total = match misuse::check_message(me, self.world, to, tag, parts.iter().map(Bytes::len)) {
             Ok(total) => total,
@@ -130,6 +130,7 @@ impl Hub {
             return completer.complete(Err(error));
         }
         state.note(me, EventKind::ReceivePosted, from, tag, total);
+        state.note(from, EventKind::Asked, me, tag, 0);
         let part_bytes = part_bytes.to_vec();
         let call = RecvCall { part_bytes, total, deadline: Deadline::after(patience), completer };
         state.recvs.insert(meeting, call);

@@ -85,7 +85,7 @@ use crate::figures::ConnectionFigures;
 use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
 use crate::reform::{Reformed, Regroup};
-use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
+use crate::transport::{Posted, Progress, Rank, Tag, Taken, Transport, Vote};
 
 /// How a rank finds its group, and proves that it belongs to it.
 #[derive(Clone, Debug)]
@@ -453,7 +453,7 @@ impl Transport for QuicTransport {
         self.core.world
     }
 
-    fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<()> {
+    fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<Taken> {
         let (completer, posted) = Posted::pair();
         self.core.send(to, tag, parts, deadline, completer);
         posted
