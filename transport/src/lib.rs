@@ -63,6 +63,7 @@ mod pulse;
 pub mod quic;
 mod recorder;
 mod reform;
+mod spans;
 mod transport;
 pub mod wire;
 

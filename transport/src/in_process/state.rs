@@ -52,6 +52,8 @@ pub(super) struct SendCall {
     pub(super) total: u64,
     pub(super) deadline: Deadline,
     pub(super) completer: Completer<Taken>,
+    /// From its post to its end.
+    pub(super) _span: tracing::Span,
 }
 
 #[derive(Debug)]
@@ -60,6 +62,8 @@ pub(super) struct RecvCall {
     pub(super) total: u64,
     pub(super) deadline: Deadline,
     pub(super) completer: Completer<Vec<Bytes>>,
+    /// As above.
+    pub(super) _span: tracing::Span,
 }
 
 #[derive(Debug)]

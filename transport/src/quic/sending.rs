@@ -15,6 +15,7 @@ use super::payload::{Outgoing, chunk_bytes, chunk_count, write_chunk};
 use super::state::{Patience, SendCall};
 use crate::misuse;
 use crate::recorder::EventKind;
+use crate::spans;
 use crate::transport::{Completer, Rank, Tag, Taken};
 use crate::wire::{MessageHeader, part_digest};
 
@@ -63,9 +64,7 @@ impl Core {
             (Some(sender), Some(receiver))
         };
         let moved = Arc::new(AtomicU64::new(0));
-        let Tag { op, message } = tag;
-        let span = tracing::debug_span!("send", rank = self.me.0, peer = to.0, op, message, bytes = total);
-        let told = (Arc::clone(&moved), span);
+        let told = (Arc::clone(&moved), spans::send(self.me, to, tag, total));
         let task = Arc::clone(self).send_message(to, tag, parts, total, told, wish);
         let task = self.runtime.spawn(task).abort_handle();
         let patience = Patience::of(patience);
