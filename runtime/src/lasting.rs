@@ -42,7 +42,7 @@ pub struct Finished {
     pub checks: Vec<RankCheck>,
     /// Hash of what they have agreed on.
     pub plan_hash: [u8; 32],
-    /// This rank's.
+    /// This rank's. Report and spans are of what was left to do: what the run spent and sent before it was cut off is in none.
     pub output: RankOutput,
 }
 
