@@ -59,7 +59,9 @@ fn slow_rank(records: &[Record], late: &[Late]) -> Option<Finding> {
     let waited = median(others.iter().map(|&spent| waited_ns(spent) as f64));
     let waits = median(others.iter().map(|&spent| share(waited_ns(spent), spent)));
     let own = busy_ns(slowest.rank.spent);
-    if own as f64 <= busy * LONGER || waits < SOME {
+    // Where the others waited for much longer than that, they waited for something else.
+    let explains = own as f64 - busy >= waited * EXPLAINED;
+    if own as f64 <= busy * LONGER || waits < SOME || !explains {
         return None;
     }
     let evidence = late.iter().filter(|late| late.rank == rank).map(|late| format!("; {}", late.words()));
@@ -237,6 +239,9 @@ const MUCH: f64 = 0.3;
 
 /// So much longer than the others a rank computes that it is the slow one.
 const LONGER: f64 = 1.25;
+
+/// What a slow rank computes longer is at least this part of what the others waited.
+const EXPLAINED: f64 = 0.5;
 
 /// So many times slower than the others a link is the slow one.
 const SLOWER: f64 = 2.0;

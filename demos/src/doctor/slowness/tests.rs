@@ -55,6 +55,13 @@ fn a_rank_that_computes_longer_is_what_the_others_wait_for() {
 }
 
 #[test]
+fn a_rank_that_computes_a_little_longer_is_not_what_others_wait_long_for() {
+    let times = [[50, 2500, 0], [100, 2500, 0], [50, 2500, 0], [50, 2500, 0]];
+    let records = [0, 1, 2, 3].map(|rank| record(rank, times[rank as usize], &[], 0));
+    assert_eq!(what(&records), [("slow-network", vec![0, 1, 2, 3])]);
+}
+
+#[test]
 fn a_link_that_is_slower_than_the_others_is_named() {
     let records = [0_u32, 1, 2, 3].map(|rank| {
         let took = if rank == 2 { 1000 } else { 100 };
