@@ -56,7 +56,8 @@ mtu() {
 "$program" certs issue --authority "$folder/authority" --host 10.77.0.2 --output "$folder" >/dev/null
 for host in 1 2 1 2; do printf '[[ranks]]\nhost = "10.77.0.%s"\n' "$host"; done >"$folder/cluster.toml"
 
-# Starts four ranks; what rank R says is in $folder/R.err, its answer in $folder/R.out.
+# Starts four ranks on the mesh; what rank R says is in $folder/R.err, its answer in $folder/R.out.
+mesh=2x2
 start() {
     ranks=()
     for rank in 0 1 2 3; do
@@ -64,7 +65,7 @@ start() {
         enter=()
         [ $host = 1 ] || enter=(nsenter --target "$other" --net)
         timeout 60 "${enter[@]}" "$program" attend --cluster "$folder/cluster.toml" --rank $rank \
-            --identity "$folder/host-10.77.0.$host.pem" --device cpu --join-deadline 20 --mesh 2x2 --mask causal \
+            --identity "$folder/host-10.77.0.$host.pem" --device cpu --join-deadline 20 --mesh $mesh --mask causal \
             --shape 1,2048,4,4,64 --progress json "$@" >"$folder/$rank.out" 2>"$folder/$rank.err" &
         ranks+=($!)
     done
@@ -162,8 +163,28 @@ if tc qdisc add dev near root tbf rate 20mbit burst 64k latency 50ms 2>/dev/null
     else
         fail "20 Mbit/s"
     fi
-    tc qdisc del dev near root
     there tc qdisc del dev far root
+
+    # Slow from the first host to the second only, which ranks 0 and 2 of a ring send over.
+    mesh=1x4
+    start --verify --json --record "$folder/records"
+    mesh=2x2
+    if all_well; then
+        said=$("$program" doctor "$folder/records") || true
+        # Of rank 0: for how many ns it was blocked by ranks that had not asked, and by the way to them.
+        spent() { grep -o "\"$1_blocked_ns\":[0-9]*" "$folder/records/rank-0.jsonl" | cut -d: -f2; }
+        link=$(grep -E '^messages from rank (0 to rank 1|2 to rank 3) came at' <<<"$said" || true)
+        if [ -z "$link" ]; then
+            fail "20 Mbit/s one way: the doctor names no slow link: $said"
+        elif [ "$(spent send)" -le $((4 * $(spent credit))) ]; then
+            fail "20 Mbit/s one way: rank 0 was blocked $(spent credit) ns by ranks, $(spent send) ns by the link"
+        else
+            pass "20 Mbit/s one way: $link"
+        fi
+    else
+        fail "20 Mbit/s one way"
+    fi
+    tc qdisc del dev near root
 else
     ignore "20 Mbit/s: this kernel has no tbf"
 fi

@@ -17,6 +17,7 @@ use kyklos::plan::table;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Result, note};
+use crate::median::median;
 
 /// A program to compare with: `NAME=COMMAND`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -233,12 +234,6 @@ pub(crate) fn text(comparisons: &[Comparison]) -> String {
         }
     }
     out
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut sorted: Vec<f64> = values.collect();
-    sorted.sort_by(f64::total_cmp);
-    sorted[sorted.len() / 2]
 }
 
 /// Peers may round weights to half precision, which ours do not, and draw inputs of their own.

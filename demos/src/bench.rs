@@ -13,6 +13,7 @@ use crate::args::{BenchArgs, KernelName, List, MaskArg, Shape};
 use crate::device::{self, AnyBackend, DeviceId};
 use crate::failure::{Failure, Result, note, print};
 use crate::input::Source;
+use crate::median::median;
 use crate::resident::{Resident, state_shape};
 use crate::verify::{Sample, Verdict, Whole};
 
@@ -241,14 +242,14 @@ impl Case {
     }
 
     fn measured(&self, Checked { times, tolerance, every_row }: Checked) -> Measured {
-        let Times { first_ms, mut times_ms, max_abs_error } = times;
-        times_ms.sort_by(f64::total_cmp);
-        let median_ms = times_ms[times_ms.len() / 2];
+        let Times { first_ms, times_ms, max_abs_error } = times;
+        let times = || times_ms.iter().copied();
+        let median_ms = median(times());
         Measured {
             first_ms,
             median_ms,
-            min_ms: times_ms[0],
-            max_ms: times_ms[times_ms.len() - 1],
+            min_ms: times().fold(f64::INFINITY, f64::min),
+            max_ms: times().fold(0.0, f64::max),
             gflop_per_s: self.flops() / median_ms / 1e6,
             max_abs_error,
             tolerance,

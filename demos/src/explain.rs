@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use crate::args::PlanArgs;
 use crate::device;
 use crate::failure::{Failure, Result, note, print};
+use crate::median::median;
 use crate::probe::{self, Probe};
 use crate::request::Asked;
 use crate::timed;
@@ -121,10 +122,6 @@ fn probe(args: &PlanArgs, asked: &Asked) -> Result<(Cluster, Vec<(Candidate, f64
             walls_s.push(timed::run(world, &probe.backends(), args.transport, &tensors, 1)?.wall_s);
         }
     }
-    let median = |mut walls_s: Vec<f64>| {
-        walls_s.sort_by(f64::total_cmp);
-        walls_s[walls_s.len() / 2]
-    };
     Ok((
         probe.cluster()?,
         runs.into_iter().map(|(candidate, _, walls_s)| (candidate, median(walls_s))).collect(),
@@ -148,13 +145,12 @@ fn comparison(compared: &[Compared]) -> String {
         let ms = [line.predicted_s, line.measured_s].map(|seconds| format!("{:.3}", seconds * 1e3));
         [&[line.plan.to_string()][..], &ms, &[format!("{:+.1} %", line.error * 100.0)]].concat()
     });
-    let mut sizes: Vec<f64> = compared.iter().map(|line| line.error.abs()).collect();
-    sizes.sort_by(f64::total_cmp);
+    let sizes = || compared.iter().map(|line| line.error.abs());
     format!(
         "\n{}\nerror of the prediction: median {:.1} %, worst {:.1} %\n",
         table(&["plan", "predicted ms", "measured ms", "error"], rows.collect()),
-        sizes[sizes.len() / 2] * 100.0,
-        sizes[sizes.len() - 1] * 100.0
+        median(sizes()) * 100.0,
+        sizes().fold(0.0, f64::max) * 100.0
     )
 }
 

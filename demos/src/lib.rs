@@ -29,6 +29,7 @@ mod input;
 mod interrupt;
 mod launch;
 mod launchers;
+mod median;
 mod metrics;
 mod network;
 mod on_loss;

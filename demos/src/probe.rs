@@ -19,6 +19,7 @@ use crate::args::TransportName;
 use crate::device::{AnyBackend, DeviceId};
 use crate::failure::{Failure, Result};
 use crate::input::Source;
+use crate::median::median;
 use crate::timed;
 
 /// What there is to look at.
@@ -96,11 +97,7 @@ impl Probe {
 
     /// The medians of what was seen, as a cluster of one host.
     pub(crate) fn cluster(&self) -> Result<Cluster> {
-        let median = |of: &dyn Fn(&Round) -> f64| {
-            let mut values: Vec<f64> = self.rounds.iter().map(of).collect();
-            values.sort_by(f64::total_cmp);
-            values.get(values.len() / 2).copied().unwrap_or(0.0)
-        };
+        let median = |of: &dyn Fn(&Round) -> f64| median(self.rounds.iter().map(of));
         let kinds: Vec<DeviceId> = self.backends.keys().copied().collect();
         let mut device = BTreeMap::new();
         for id in &kinds {
@@ -280,10 +277,8 @@ impl Probe {
         let small = self.problem([1, TINY, 1, 1, self.head_dim], Mask::full())?;
         let pinged = self.run(&ring(others, &small)?, &backends, self.transport)?;
         let hops = count(others - 1);
-        let mut waits: Vec<u64> = pinged.reports.iter().map(|report| report.wait_ns).collect();
-        waits.sort_unstable();
         #[expect(clippy::cast_precision_loss, reason = "milliseconds")]
-        let hop_ns = waits[waits.len() / 2] as f64 / hops;
+        let hop_ns = median(pinged.reports.iter().map(|report| report.wait_ns as f64)) / hops;
 
         let row_bytes = self.key_bytes();
         let keys = u32::try_from(BULK_BYTES / row_bytes).unwrap_or(1 << 16);

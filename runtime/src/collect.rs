@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kyklos_transport::{Posted, Rank, Tag, Transport};
+use kyklos_transport::{Posted, Rank, Tag, Taken, Transport};
 
 use crate::plan::World;
 use crate::{Error, Result};
@@ -43,7 +43,7 @@ pub async fn send_output(
     lse: &Bytes,
     deadline: Duration,
 ) -> Result<u64> {
-    let mut outstanding: VecDeque<Posted<()>> = VecDeque::new();
+    let mut outstanding: VecDeque<Posted<Taken>> = VecDeque::new();
     let mut sent = 0;
     for (message, piece) in (0..).zip(pieces(world, transport.rank())) {
         if outstanding.len() == IN_FLIGHT

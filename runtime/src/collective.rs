@@ -19,7 +19,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::{join_all, try_join, try_join_all};
-use kyklos_transport::{Abort, Posted, Progress, Pulse, Rank, Tag, Transport, TransportError, Vote};
+use kyklos_transport::{Abort, Posted, Progress, Pulse, Rank, Tag, Taken, Transport, TransportError, Vote};
 
 use crate::backend::Backend;
 use crate::meter::{Lane, Meter};
@@ -176,8 +176,11 @@ impl<B: Backend> Collective<B> for HostStaged {
                             (meter.start(), self.send(meter, to, tag, pieces))
                         }
                     };
-                    posted?.await.map_err(ExchangeError::Transport)?;
-                    meter.travelled(started, Lane::Send, || format!("{bytes} B to rank {to}, {tag}"));
+                    let taken = posted?.await.map_err(ExchangeError::Transport)?;
+                    let unasked_ns = meter.taken(tag.message, started, taken.under_way);
+                    meter.travelled(started, Lane::Send, || {
+                        format!("{bytes} B to rank {to}, {tag}, asked for after {} us", unasked_ns / 1000)
+                    });
                     Ok(())
                 }
             })
@@ -251,7 +254,7 @@ impl HostStaged {
         to: Rank,
         tag: Tag,
         pieces: Vec<crate::Result<Bytes>>,
-    ) -> Result<Posted<()>, ExchangeError> {
+    ) -> Result<Posted<Taken>, ExchangeError> {
         let pieces = pieces.into_iter().collect::<crate::Result<Vec<_>>>().map_err(ExchangeError::Own)?;
         meter.sent(pieces.iter().map(|piece| piece.len() as u64).sum());
         Ok(self.transport.post_send(to, tag, pieces, self.deadline))

@@ -4,6 +4,7 @@
 //! exchange moving.
 
 mod kept;
+mod places;
 mod run;
 
 use std::sync::Arc;

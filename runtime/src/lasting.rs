@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Tag, Transport, Vote};
+use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Tag, Taken, Transport, Vote};
 
 use crate::backend::Backend;
 use crate::collective::HostStaged;
@@ -42,7 +42,7 @@ pub struct Finished {
     pub checks: Vec<RankCheck>,
     /// Hash of what they have agreed on.
     pub plan_hash: [u8; 32],
-    /// This rank's.
+    /// This rank's. Report and spans are of what was left to do: what the run spent and sent before it was cut off is in none.
     pub output: RankOutput,
 }
 
@@ -124,7 +124,7 @@ async fn tell_each_other(
     let bytes = Bytes::from(mine.encode(plan_of(me)));
     let others: Vec<Rank> = (0..transport.world()).map(Rank).filter(|rank| *rank != me).collect();
     // All are posted before any is waited for.
-    let told: Vec<Posted<()>> = others
+    let told: Vec<Posted<Taken>> = others
         .iter()
         .map(|to| transport.post_send(*to, REACHED, vec![bytes.clone()], task.deadline))
         .collect();

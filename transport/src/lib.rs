@@ -63,6 +63,7 @@ mod pulse;
 pub mod quic;
 mod recorder;
 mod reform;
+mod spans;
 mod transport;
 pub mod wire;
 
@@ -73,4 +74,4 @@ pub use membership::{Claim, MOST_CLAIMS};
 pub use pulse::{Pulse, Work};
 pub use recorder::{Event, EventKind, Outstanding, PeerRecord, Recorded, Recorder};
 pub use reform::{Reformed, Regroup};
-pub use transport::{Posted, Progress, Rank, Tag, Transport, Vote};
+pub use transport::{Posted, Progress, Rank, Tag, Taken, Transport, Vote};

@@ -29,9 +29,9 @@ pub trait Transport: Send + Sync + fmt::Debug {
 
     /// Starts sending `parts` to rank `to` as the message `tag`.
     ///
-    /// Completes when the transport needs the payload no longer. Empty messages (no bytes at all) must not be sent:
+    /// Completes when the receiver has the message, and says how long it was under way. Empty messages (no bytes at all) must not be sent:
     /// they are neither sent nor counted, and both sides know that from their plans.
-    fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<()>;
+    fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<Taken>;
 
     /// Registers the receive of the message `tag` from rank `from`, whose parts have exactly `part_bytes` bytes.
     ///
@@ -108,6 +108,17 @@ impl fmt::Display for Tag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "op {} message {}", self.op, self.message)
     }
+}
+
+/// What a sender knows of a message that its receiver has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Taken {
+    /// From when this rank knew that the receiver had posted its receive, but not before the send was posted, until it
+    /// knew that the receiver had all of it. What the send took beyond that, it waited for its receiver to ask.
+    ///
+    /// A small message may leave before it is asked for; as nobody can take it then, it counts from the ask all the same.
+    /// Zero within one process, where a message is handed over at the moment both sides have posted it.
+    pub under_way: Duration,
 }
 
 /// A rank's word before an operation starts.

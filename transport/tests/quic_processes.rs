@@ -152,8 +152,8 @@ fn endless(me: &dyn Transport) {
         let received = me.post_recv(Rank((rank + world - 1) % world), tag, &[bytes], LONG);
         let ended = block_on(received).map(drop).and(block_on(sent));
         match ended {
-            Ok(()) if message == 10 => println!("under way"),
-            Ok(()) => {}
+            Ok(_) if message == 10 => println!("under way"),
+            Ok(_) => {}
             Err(TransportError::Aborted { abort, pending }) => {
                 assert!(matches!(abort.cause, AbortCause::Died(_)), "{abort}");
                 assert!(abort.progress.step >= 1 || abort.culprit == Rank(0), "{abort}");
@@ -190,9 +190,9 @@ fn computes(me: &dyn Transport, by: Option<Duration>) {
     }
     let got = match rank {
         0 => block_on(me.post_recv(Rank(2), tag, &[3], LONG)).map(drop),
-        1 => block_on(me.post_send(Rank(2), tag, vec!["hop".into()], LONG)),
+        1 => block_on(me.post_send(Rank(2), tag, vec!["hop".into()], LONG)).map(drop),
         _ => block_on(me.post_recv(Rank(1), tag, &[3], LONG))
-            .and_then(|parts| block_on(me.post_send(Rank(0), tag, parts, LONG))),
+            .and_then(|parts| block_on(me.post_send(Rank(0), tag, parts, LONG)).map(drop)),
     };
     match got {
         Ok(()) => block_on(me.close(LONG)).unwrap(),

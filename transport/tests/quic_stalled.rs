@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kyklos_transport::quic::{Carrier, ClusterAuthority, JobId, LinkSettings, QuicConfig, QuicTransport};
-use kyklos_transport::{Abort, AbortCause, Pending, Posted, Progress, Rank, Tag, Transport, TransportError};
+use kyklos_transport::{
+    Abort, AbortCause, Pending, Posted, Progress, Rank, Tag, Taken, Transport, TransportError,
+};
 use pollster::block_on;
 
 const LONG: Duration = Duration::from_secs(40);
@@ -109,7 +111,7 @@ fn a_rank_that_stood_still_hears_of_a_goodbye_that_came_to_its_deadline() {
 }
 
 /// Rank `from` sends to rank 1, which waits for the message, and stands still in the middle of it.
-fn in_flight(group: &Group, from: usize, patience: Duration) -> (Posted<Vec<Bytes>>, Posted<()>) {
+fn in_flight(group: &Group, from: usize, patience: Duration) -> (Posted<Vec<Bytes>>, Posted<Taken>) {
     let received = group.still.post_recv(Rank(from as u32), TAG, &LARGE, LONG);
     // The sender hears that the message is wanted.
     group.drive(Duration::from_millis(300));

@@ -1,6 +1,7 @@
 //! `kyklos doctor`: reads the records of all ranks together and says what went wrong first.
 
 mod diagnose;
+mod messages;
 pub(crate) mod read;
 mod slowness;
 mod waits;

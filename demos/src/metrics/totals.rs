@@ -15,10 +15,10 @@ pub(crate) struct Totals(Vec<Mutex<Total>>);
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Total {
     pub(crate) operations: u64,
-    /// Of earlier operations: computing, waiting, blocked, copying.
-    before_ns: [u64; 4],
+    /// Of earlier operations: computing, waiting, of that blocked by late ranks and by the network, copying.
+    before_ns: [u64; 5],
     op: u64,
-    so_far_ns: [u64; 4],
+    so_far_ns: [u64; 5],
 }
 
 impl Totals {
@@ -34,8 +34,8 @@ impl Totals {
             before_ns.iter_mut().zip(so_far_ns).for_each(|(before, so_far)| *before += *so_far);
             total.op = op;
         }
-        let RankReport { compute_ns, wait_ns, send_blocked_ns, copy_ns, .. } = *so_far;
-        total.so_far_ns = [compute_ns, wait_ns, send_blocked_ns, copy_ns];
+        let RankReport { compute_ns, wait_ns, credit_blocked_ns, send_blocked_ns, copy_ns, .. } = *so_far;
+        total.so_far_ns = [compute_ns, wait_ns, credit_blocked_ns, send_blocked_ns, copy_ns];
     }
 
     pub(crate) fn done(&self, rank: Rank) {
@@ -54,18 +54,20 @@ impl Totals {
 impl Total {
     /// All time, by what it went to.
     pub(crate) fn spent(&self) -> Spent {
-        let [compute_ns, wait_ns, send_blocked_ns, device_copy_ns] =
+        let [compute_ns, wait_ns, credit_blocked_ns, send_blocked_ns, device_copy_ns] =
             std::array::from_fn(|index| self.before_ns[index] + self.so_far_ns[index]);
-        let receive_wait_ns = wait_ns.saturating_sub(send_blocked_ns);
-        Spent { compute_ns, receive_wait_ns, send_blocked_ns, device_copy_ns }
+        let receive_wait_ns = wait_ns.saturating_sub(credit_blocked_ns + send_blocked_ns);
+        Spent { compute_ns, receive_wait_ns, credit_blocked_ns, send_blocked_ns, device_copy_ns }
     }
 
     /// The same with names.
-    pub(crate) fn split_ns(&self) -> [(&'static str, u64); 4] {
-        let Spent { compute_ns, receive_wait_ns, send_blocked_ns, device_copy_ns } = self.spent();
+    pub(crate) fn split_ns(&self) -> [(&'static str, u64); 5] {
+        let Spent { compute_ns, receive_wait_ns, credit_blocked_ns, send_blocked_ns, device_copy_ns } =
+            self.spent();
         [
             ("compute", compute_ns),
             ("receive-wait", receive_wait_ns),
+            ("credit-blocked", credit_blocked_ns),
             ("send-blocked", send_blocked_ns),
             ("device-copy", device_copy_ns),
         ]
@@ -80,13 +82,17 @@ mod tests {
     fn operations_add_up_and_steps_of_one_do_not() {
         let totals = Totals::new(1);
         let spent = |op, wait_ns| {
-            let report = RankReport { wait_ns, send_blocked_ns: 1, copy_ns: 2, ..RankReport::default() };
+            let (credit_blocked_ns, send_blocked_ns, copy_ns) = (3, 1, 2);
+            let report =
+                RankReport { wait_ns, credit_blocked_ns, send_blocked_ns, copy_ns, ..RankReport::default() };
             totals.counted(Rank(0), op, &report);
         };
         spent(0, 10);
         spent(0, 20);
         spent(1, 5);
-        let split = [("compute", 0), ("receive-wait", 23), ("send-blocked", 2), ("device-copy", 4)];
-        assert_eq!(totals.of(Rank(0)).split_ns(), split);
+        let split = totals.of(Rank(0)).split_ns();
+        assert_eq!(split.map(|(_, ns)| ns), [0, 17, 6, 2, 4]);
+        let names = ["compute", "receive-wait", "credit-blocked", "send-blocked", "device-copy"];
+        assert_eq!(split.map(|(name, _)| name), names);
     }
 }

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use kyklos::collect::{receive_output, send_output};
 use kyklos::{Error, RankOutput, RunOptions};
 use kyklos_tests::oracle::Row;
-use kyklos_transport::{Posted, Rank, Tag, Transport, TransportError, Vote};
+use kyklos_transport::{Posted, Rank, Tag, Taken, Transport, TransportError, Vote};
 
 use super::{Job, REFUSE, refuse};
 use crate::device::AnyBackend;
@@ -211,11 +211,12 @@ pub(crate) struct Lines<'a> {
 
 impl Lines<'_> {
     pub(crate) fn send(&self, to: Rank, message: u32, bytes: Bytes) -> Result<()> {
-        Ok(pollster::block_on(self.post(to, message, bytes))?)
+        pollster::block_on(self.post(to, message, bytes))?;
+        Ok(())
     }
 
     /// Starts sending.
-    pub(crate) fn post(&self, to: Rank, message: u32, bytes: Bytes) -> Posted<()> {
+    pub(crate) fn post(&self, to: Rank, message: u32, bytes: Bytes) -> Posted<Taken> {
         let tag = Tag { op: self.op, message };
         self.transport.post_send(to, tag, vec![bytes], self.deadline)
     }

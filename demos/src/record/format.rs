@@ -57,7 +57,10 @@ pub(crate) struct Spent {
     pub(crate) compute_ns: u64,
     /// Waiting for messages of others.
     pub(crate) receive_wait_ns: u64,
-    /// Waiting until others have taken messages, when all that was expected had come.
+    /// Waiting until others have asked for messages of this rank, when all that was expected had come.
+    #[serde(default)]
+    pub(crate) credit_blocked_ns: u64,
+    /// Waiting until messages that others have asked for have reached them, when all that was expected had come.
     pub(crate) send_blocked_ns: u64,
     /// Packing, and copies between host and device.
     pub(crate) device_copy_ns: u64,

@@ -1,5 +1,7 @@
 //! Which candidate wins: a function of what was measured and checked, and of nothing else.
 
+use crate::median::median;
+
 /// What is known of a candidate.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Outcome {
@@ -28,7 +30,9 @@ pub(crate) struct Choice {
 /// right one wins.
 pub(crate) fn choose(candidates: &[Outcome]) -> Choice {
     let timed = |index: usize| match candidates.get(index) {
-        Some(Outcome::Right(rounds)) if rounds.len() >= FEWEST_ROUNDS => Some((median(rounds), rounds)),
+        Some(Outcome::Right(rounds)) if rounds.len() >= FEWEST_ROUNDS => {
+            Some((median(rounds.iter().copied()), rounds))
+        }
         _ => None,
     };
     let built_in = timed(0);
@@ -66,7 +70,7 @@ fn why(candidates: &[Outcome], index: usize, winner: Option<usize>, beats: bool)
         (_, 0) | (Outcome::Wrong(_) | Outcome::Left(_), _) => String::new(),
         (Outcome::Right(others), _) if others.len() < FEWEST_ROUNDS => String::new(),
         (Outcome::Right(others), _) => {
-            let percent = 100.0 * (1.0 - median(rounds) / median(others));
+            let percent = 100.0 * (1.0 - median(rounds.iter().copied()) / median(others.iter().copied()));
             if percent >= 0.0 {
                 format!("{percent:.1} % faster")
             } else {
@@ -86,7 +90,7 @@ fn why(candidates: &[Outcome], index: usize, winner: Option<usize>, beats: bool)
 
 /// Whether these rounds are not enough better than those of the built-in choice.
 fn within_margin(candidates: &[Outcome], rounds: &[f64]) -> bool {
-    matches!(&candidates[0], Outcome::Right(others) if median(rounds) > median(others) * (1.0 - MARGIN))
+    matches!(&candidates[0], Outcome::Right(others) if median(rounds.iter().copied()) > median(others.iter().copied()) * (1.0 - MARGIN))
 }
 
 /// Whether these rounds were faster than their neighbours three times in four.
@@ -94,18 +98,6 @@ fn often_faster(rounds: &[f64], others: &[f64]) -> bool {
     let pairs = rounds.len().min(others.len());
     let faster = rounds.iter().zip(others).filter(|(own, other)| own < other).count();
     4 * faster >= 3 * pairs
-}
-
-/// Of at least one time.
-pub(crate) fn median(times: &[f64]) -> f64 {
-    let mut times = times.to_vec();
-    times.sort_by(f64::total_cmp);
-    let middle = times.len() / 2;
-    match times.len() {
-        0 => f64::NAN,
-        n if n.is_multiple_of(2) => 0.5 * (times[middle - 1] + times[middle]),
-        _ => times[middle],
-    }
 }
 
 /// How much faster than the built-in choice one must be: what two runs of the same kernel differ by on a quiet machine.
@@ -168,12 +160,5 @@ mod tests {
         assert_eq!(choose(&[fast, slow]).winner, None);
         let left = Outcome::Left("its first run took 9 times as long".to_owned());
         assert_eq!(choose(&[left, right([10.0; 4])]).winner, Some(1));
-    }
-
-    #[test]
-    fn medians() {
-        assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
-        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
-        assert!(median(&[]).is_nan());
     }
 }

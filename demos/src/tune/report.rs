@@ -7,11 +7,12 @@ use kyklos::backend::wgpu::{AttendVariant, ShapeBucket, WgpuBackend};
 use kyklos::plan::table;
 use serde::Serialize;
 
-use super::choose::{Choice, Outcome, choose, median};
+use super::choose::{Choice, Outcome, choose};
 use super::rounds::Measured;
 use super::{Case, TuneArgs};
 use crate::device::DeviceId;
 use crate::failure::{Failure, Result};
+use crate::median::median;
 
 /// The object of `--json`.
 #[derive(Serialize)]
@@ -133,7 +134,7 @@ impl CaseReport {
             CandidateReport {
                 variant: candidate.variant.name(),
                 rounds: times.len(),
-                median_ms: of(median(times)),
+                median_ms: of(median(times.iter().copied())),
                 min_ms: of(times.iter().copied().fold(f64::INFINITY, f64::min)),
                 max_ms: of(times.iter().copied().fold(0.0, f64::max)),
                 max_abs_error: candidate.verdict.as_ref().map(|verdict| verdict.max_abs_error),

@@ -66,6 +66,11 @@ fn the_rank_that_the_others_waited_for_is_named() {
         text.contains("rank 1 is what the others waited for") && text.contains("nothing wrong found"),
         "{text}"
     );
+    // Rank 0 had its own messages, and one for rank 1 that had not asked yet; loopback is not slow.
+    assert!(text.contains("rank 0 waited") && text.contains("for it to ask for messages"), "{text}");
+    let of_rank_0 = |kind: &str| report["ranks"][0]["spent"][kind].as_u64().unwrap();
+    let (credit, send) = (of_rank_0("credit_blocked_ns"), of_rank_0("send_blocked_ns"));
+    assert!(credit > 4 * send, "{credit} ns for rank 1, {send} ns for the network");
 }
 
 #[test]
@@ -114,9 +119,11 @@ fn after(name: &str) {
     assert_eq!(code, Some(1));
     assert_eq!((&found[0]["what"], &found[0]["ranks"]), (&"died".into(), &serde_json::json!([2])));
     let text = found[0]["text"].as_str().unwrap();
-    for words in ["rank 2 stopped at step", "before the others noticed", "waited for its"] {
+    for words in ["rank 2 stopped at step", "before the others noticed"] {
         assert!(text.contains(words), "`{words}` is not in: {text}");
     }
+    // It may have sent all that others expected, and not have taken all that they sent.
+    assert!(["waited for its", "still had message"].iter().any(|words| text.contains(words)), "{text}");
     let others: Vec<_> = found[1..].iter().map(|finding| finding["what"].as_str().unwrap()).collect();
     assert_eq!(others, ["no-record"]);
 }

@@ -65,6 +65,9 @@ fn metrics_of_a_running_job_move_whoever_else_asks() {
     ] {
         assert!(value(&metrics, metric) > 0.0, "{metric} in: {metrics}");
     }
+    for kind in ["credit-blocked", "send-blocked", "device-copy"] {
+        assert!(value(&metrics, &format!("kyklos_seconds_total{{rank=\"0\",kind=\"{kind}\"}}")) >= 0.0);
+    }
     assert_eq!(value(&metrics, "kyklos_aborts_total{rank=\"0\"}"), 0.0);
     assert_eq!(value(&metrics, "kyklos_peer_packet_bytes{rank=\"0\",peer=\"1\"}"), 8952.0);
     assert_eq!(value(&metrics, "kyklos_peer_black_holes_total{rank=\"0\",peer=\"1\"}"), 0.0);

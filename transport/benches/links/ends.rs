@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport};
-use kyklos_transport::{Posted, Rank, Tag, Transport, Vote};
+use kyklos_transport::{Posted, Rank, Tag, Taken, Transport, Vote};
 use pollster::block_on;
 
 use crate::streams;
@@ -169,7 +169,7 @@ fn transfer(me: &dyn Transport, mode: &Mode, mib: usize) -> (Ended, u64) {
 }
 
 /// A send and a receive, as far as this end does both.
-type UnderWay = (Option<Posted<()>>, Option<Posted<Vec<Bytes>>>);
+type UnderWay = (Option<Posted<Taken>>, Option<Posted<Vec<Bytes>>>);
 
 fn end((sent, received): UnderWay) {
     if let Some(received) = received {

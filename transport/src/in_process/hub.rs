@@ -15,7 +15,8 @@ use crate::misuse;
 use crate::pulse::Pulse;
 use crate::recorder::{EventKind, Outstanding, Recorder};
 use crate::reform::{Reformed, Regroup};
-use crate::transport::{Completer, Progress, Rank, Tag, Vote};
+use crate::spans;
+use crate::transport::{Completer, Progress, Rank, Tag, Taken, Vote};
 
 /// Shared by all ranks of the group and by the watchdog.
 #[derive(Debug)]
@@ -81,7 +82,7 @@ impl Hub {
         tag: Tag,
         parts: Vec<Bytes>,
         patience: Duration,
-        completer: Completer<()>,
+        completer: Completer<Taken>,
     ) {
         let total = match misuse::check_message(me, self.world, to, tag, parts.iter().map(Bytes::len)) {
             Ok(total) => total,
@@ -99,7 +100,8 @@ impl Hub {
             return completer.complete(Err(error));
         }
         state.note(me, EventKind::SendPosted, to, tag, total);
-        let call = SendCall { parts, total, deadline: Deadline::after(patience), completer };
+        let span = spans::send(me, to, tag, total);
+        let call = SendCall { parts, total, deadline: Deadline::after(patience), completer, _span: span };
         state.sends.insert(meeting, call);
         self.settle(state, meeting, to);
     }
@@ -130,8 +132,11 @@ impl Hub {
             return completer.complete(Err(error));
         }
         state.note(me, EventKind::ReceivePosted, from, tag, total);
+        state.note(from, EventKind::Asked, me, tag, 0);
         let part_bytes = part_bytes.to_vec();
-        let call = RecvCall { part_bytes, total, deadline: Deadline::after(patience), completer };
+        let span = spans::receive(me, from, tag, total);
+        let call =
+            RecvCall { part_bytes, total, deadline: Deadline::after(patience), completer, _span: span };
         state.recvs.insert(meeting, call);
         self.settle(state, meeting, from);
     }

@@ -23,7 +23,7 @@ use crate::figures::ConnectionFigures;
 use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
 use crate::reform::{Reformed, Regroup};
-use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
+use crate::transport::{Posted, Progress, Rank, Tag, Taken, Transport, Vote};
 use hub::Hub;
 
 /// Makes a group of `world` ranks in this process; the n-th element belongs to rank n.
@@ -63,7 +63,7 @@ impl Transport for InProcess {
         self.hub.world()
     }
 
-    fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<()> {
+    fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<Taken> {
         let (completer, posted) = Posted::pair();
         self.hub.send(self.rank, to, tag, parts, deadline, completer);
         posted

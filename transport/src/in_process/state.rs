@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 
@@ -15,7 +16,7 @@ use crate::membership::{Claim, next_group};
 use crate::pulse::Pulse;
 use crate::recorder::{EventKind, Outstanding, Recorder};
 use crate::reform::Reformed;
-use crate::transport::{Completer, Rank, Tag};
+use crate::transport::{Completer, Rank, Tag, Taken};
 
 #[derive(Debug)]
 pub(super) struct State {
@@ -50,7 +51,9 @@ pub(super) struct SendCall {
     pub(super) parts: Vec<Bytes>,
     pub(super) total: u64,
     pub(super) deadline: Deadline,
-    pub(super) completer: Completer<()>,
+    pub(super) completer: Completer<Taken>,
+    /// From its post to its end.
+    pub(super) _span: tracing::Span,
 }
 
 #[derive(Debug)]
@@ -59,6 +62,8 @@ pub(super) struct RecvCall {
     pub(super) total: u64,
     pub(super) deadline: Deadline,
     pub(super) completer: Completer<Vec<Bytes>>,
+    /// As above.
+    pub(super) _span: tracing::Span,
 }
 
 #[derive(Debug)]
@@ -128,7 +133,7 @@ impl State {
             self.note(meeting.from, EventKind::Sent, meeting.to, meeting.tag, send.total);
             self.note(meeting.to, EventKind::Received, meeting.from, meeting.tag, send.total);
             recv.completer.complete(Ok(send.parts));
-            send.completer.complete(Ok(()));
+            send.completer.complete(Ok(Taken { under_way: Duration::ZERO }));
             return Ok(());
         }
         let Meeting { from, to, tag } = meeting;

@@ -8,6 +8,7 @@ use quinn::{Connection, MtuDiscoveryConfig, TransportConfig, VarInt};
 
 use super::congestion::Congestion;
 use super::control::SILENT_TICKS;
+use super::windows::{Limits, Windows};
 use crate::error::TransportError;
 use crate::wire::MOST_LANES;
 
@@ -81,7 +82,7 @@ pub(crate) struct Path {
     kind: Kind,
     payload: u16,
     congestion: Congestion,
-    windows: Windows,
+    pub(super) windows: Windows,
     /// How many other ranks there are, and connections for messages to each.
     peers: u64,
     lanes: u64,
@@ -97,19 +98,6 @@ enum Kind {
     Probed,
     /// In streams, which carry packets of any size.
     Streams,
-}
-
-/// Bytes of a data connection that wait in memory, at most.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Windows {
-    receive: u64,
-    send: u64,
-}
-
-impl Windows {
-    fn both(self) -> u64 {
-        self.receive + self.send
-    }
 }
 
 impl Path {
@@ -147,16 +135,12 @@ impl Path {
             Congestion::Cubic if streams => Congestion::Fixed { window_bytes: STREAMS_WINDOW_BYTES },
             said => said,
         };
-        let path = Self { kind, payload, congestion, windows: MOST, peers, lanes };
-        let (least, mut most) = (path.least()?, path.most());
-        if bind.is_loopback() {
-            // There the only queue is the receiver's socket buffer: more than it holds is lost and sent again.
-            most.send = least.send.max(LOOPBACK_SEND_BYTES);
-        }
-        let each = match link.memory_bytes {
-            None => (USUAL_BYTES / (peers * lanes)).max(least.both()),
+        let limits = Limits::of(congestion, payload, bind.is_loopback())?;
+        let path = Self { kind, payload, congestion, windows: limits.least, peers, lanes };
+        let windows = match link.memory_bytes {
+            None => limits.share((USUAL_BYTES / (peers * lanes)).max(limits.least.both())),
             Some(memory) => {
-                let needed = path.receive_buffers() + peers * (lanes * least.both() + path.beside_bytes());
+                let needed = path.memory_bytes();
                 if memory < needed {
                     return Err(refused(format!(
                         "{memory} bytes for connections to {}{}, which need {needed} at the least ({}, packets \
@@ -166,44 +150,10 @@ impl Path {
                         path.congestion
                     )));
                 }
-                ((memory - path.receive_buffers()) / peers - path.beside_bytes()) / lanes
+                limits.share(((memory - path.receive_buffers()) / peers - path.beside_bytes()) / lanes)
             }
         };
-        // Two thirds for what comes: every message is read by somebody else than who writes it.
-        let receive = (each - each / 3).clamp(least.receive, most.receive);
-        let windows = Windows { receive, send: (each - receive).clamp(least.send, most.send) };
         Ok(Self { windows, ..path })
-    }
-
-    /// Windows with which everything works.
-    fn least(&self) -> Result<Windows, TransportError> {
-        let Congestion::Fixed { window_bytes } = self.congestion else { return Ok(LEAST) };
-        let ten_packets = 10 * u64::from(self.payload);
-        if window_bytes < ten_packets {
-            return Err(refused(format!(
-                "a fixed window of {window_bytes} bytes for packets of {}: nothing is ever sent through one that is \
-                 smaller than a packet, and little through a few; use at least {ten_packets}",
-                self.payload
-            )));
-        }
-        if window_bytes > MOST_FIXED {
-            return Err(refused(format!(
-                "a fixed window of {window_bytes} bytes: beyond {MOST_FIXED} packets are no longer spread over time; \
-                 use rate x round-trip time, such as 3000000 for 1 Gb/s and 20 ms"
-            )));
-        }
-        // What may be under way must fit both ends.
-        Ok(Windows { receive: LEAST.receive.max(2 * window_bytes), send: LEAST.send.max(window_bytes) })
-    }
-
-    /// Windows beyond which nothing gets faster.
-    fn most(&self) -> Windows {
-        match self.congestion {
-            Congestion::Cubic => MOST,
-            Congestion::Fixed { window_bytes } => {
-                Windows { receive: MOST.receive.max(2 * window_bytes), send: MOST.send.max(window_bytes) }
-            }
-        }
     }
 
     /// Largest UDP payload that is announced to peers; strangers may send what every Ethernet carries.
@@ -234,7 +184,7 @@ impl Path {
     }
 
     /// Bytes that the connections of this rank hold at most.
-    fn memory_bytes(&self) -> u64 {
+    pub(super) fn memory_bytes(&self) -> u64 {
         self.receive_buffers() + self.peers * (self.lanes * self.windows.both() + self.beside_bytes())
     }
 
@@ -335,7 +285,7 @@ fn refused(text: String) -> TransportError {
 }
 
 /// What IPv6 promises everywhere, and QUIC's smallest packets fit.
-const LEAST_MTU: u16 = 1280;
+pub(super) const LEAST_MTU: u16 = 1280;
 
 /// Headers of IPv6 and UDP.
 const HEADER_BYTES: u16 = 48;
@@ -368,28 +318,15 @@ const STREAM_BYTES: u64 = 16 << 20;
 /// In each direction of a connection for control: a few of its largest frames.
 const CONTROL_BYTES: u64 = 256 << 10;
 
-/// Messages that come before they are asked for take 4 MiB of the receive window; what is asked for must pass them.
-const LEAST: Windows = Windows { receive: 6 << 20, send: 3 << 20 };
-
-/// More than a link of 10 Gb/s and 20 ms has under way.
-const MOST: Windows = Windows { receive: 64 << 20, send: 32 << 20 };
-
-/// Bytes under way to one rank over loopback, where socket buffers hold 4 to 16 MiB.
-const LOOPBACK_SEND_BYTES: u64 = 4 << 20;
-
 /// Of all connections, where nobody says.
 const USUAL_BYTES: u64 = 1 << 30;
 
 /// Bytes handed to TCP and not yet acknowledged, where nobody says: 25 ms of 1 Gb/s, behind which control waits.
 const STREAMS_WINDOW_BYTES: u64 = 3 << 20;
 
-/// quinn does not pace larger windows.
-const MOST_FIXED: u64 = u32::MAX as u64;
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
     use std::net::Ipv4Addr;
 
     const ANY: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
@@ -416,33 +353,13 @@ mod tests {
     }
 
     #[test]
-    fn a_small_group_has_the_usual_windows_and_a_large_one_shares() {
-        let windows = |world| Path::new(&LinkSettings::default(), ANY, world).unwrap().windows;
-        assert_eq!(windows(2), MOST);
-        assert_eq!(windows(11), MOST);
-        let shared = windows(21);
-        assert!(shared.both() < MOST.both() && shared.both() > LEAST.both(), "{shared:?}");
-        assert_eq!(windows(2048), LEAST);
-    }
-
-    #[test]
     fn what_cannot_work_is_refused_with_the_reason() {
         let refusal = |link: LinkSettings, world| match link.check(ANY, world) {
             Err(TransportError::Bootstrap { text }) => text,
             other => panic!("{other:?}"),
         };
-        let fixed = |window_bytes| LinkSettings {
-            congestion: Congestion::Fixed { window_bytes },
-            ..LinkSettings::default()
-        };
         let mtu = refusal(LinkSettings { mtu: Some(1279), ..LinkSettings::default() }, 2);
         assert!(mtu.contains("1279") && mtu.contains("1280"), "{mtu}");
-        assert!(refusal(fixed(14_519), 2).contains("use at least 14520"));
-        fixed(14_520).check(ANY, 2).unwrap();
-        let jumbo = LinkSettings { mtu: Some(9000), ..fixed(80_000) };
-        assert!(refusal(jumbo, 2).contains("use at least 89520"));
-        fixed(MOST_FIXED).check(ANY, 2).unwrap();
-        assert!(refusal(fixed(MOST_FIXED + 1), 2).contains("spread over time"));
         let little = LinkSettings { memory_bytes: Some(20 << 20), ..LinkSettings::default() };
         little.check(ANY, 2).unwrap();
         let lanes = |lanes| LinkSettings { lanes, ..LinkSettings::default() };
@@ -451,29 +368,5 @@ mod tests {
         assert!(refusal(lanes(17), 2).contains("17 lanes"));
         assert!(refusal(LinkSettings { lanes: 2, ..little }, 2).contains("the other rank over 2 lanes"));
         assert!(refusal(little, 3).contains("20971520 bytes for connections to 2 ranks"));
-    }
-
-    proptest! {
-        #[test]
-        fn connections_stay_within_their_memory(
-            memory in 0_u64..1 << 36,
-            world in 1_u32..=2048,
-            mtu in proptest::option::of(LEAST_MTU..=u16::MAX),
-            window_bytes in proptest::option::of(700_000_u64..1 << 31),
-            bind in prop_oneof![Just(ANY), Just(LOCAL)],
-            streams in any::<bool>(),
-            lanes in 1..=MOST_LANES,
-        ) {
-            let congestion = window_bytes.map_or(Congestion::Cubic, |window_bytes| Congestion::Fixed { window_bytes });
-            let (mtu, carrier) = if streams { (None, Carrier::Tcp) } else { (mtu, Carrier::Udp) };
-            let link = LinkSettings { mtu, congestion, carrier, memory_bytes: Some(memory), lanes };
-            let unstated = LinkSettings { memory_bytes: None, ..link };
-            prop_assert!(unstated.check(bind, world).is_ok(), "without a limit");
-            if let Ok(path) = Path::new(&link, bind, world) {
-                prop_assert!(path.memory_bytes() <= memory, "{path:?}");
-                prop_assert!(path.windows.receive >= LEAST.receive && path.windows.send >= LEAST.send);
-                prop_assert!(path.windows.send >= window_bytes.unwrap_or(0));
-            }
-        }
     }
 }

@@ -1,13 +1,16 @@
 //! What two ranks say to each other of their messages.
 
 use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use super::core::Core;
 use super::frames::{FrameError, FrameReader};
 use crate::error::TransportError;
 use crate::history::Ended;
 use crate::recorder::EventKind;
-use crate::transport::{Rank, Tag};
+use crate::transport::{Rank, Tag, Taken};
 use crate::wire::Frame;
 
 /// Wishes of one rank for messages that have not been posted here, and messages that it took back before they came.
@@ -29,7 +32,9 @@ impl Core {
                     let call = self.lock().take_send(peer, tag, Ended::Done);
                     if let Some(call) = call {
                         self.recorder.note(EventKind::Sent, peer, tag, call.total);
-                        call.completer.complete(Ok(()));
+                        // Who has it has asked for it.
+                        let under_way = call.asked.map_or(Duration::ZERO, |asked| asked.elapsed());
+                        call.completer.complete(Ok(Taken { under_way }));
                     }
                     self.changed.notify_waiters();
                 }
@@ -81,6 +86,7 @@ impl Core {
             }
             return if peer.wants.len() > MOST_NOTES { Err(()) } else { Ok(()) };
         };
+        call.asked.get_or_insert_with(Instant::now);
         if let Some(wanted) = call.wanted.take() {
             let _ = wanted.send(());
         }

@@ -56,6 +56,7 @@ mod tunnel;
 mod validity;
 mod verifier;
 mod visitors;
+mod windows;
 
 use std::fmt;
 use std::sync::Arc;
@@ -90,7 +91,7 @@ use crate::figures::ConnectionFigures;
 use crate::pulse::Pulse;
 use crate::recorder::{Outstanding, Recorder};
 use crate::reform::{Reformed, Regroup};
-use crate::transport::{Posted, Progress, Rank, Tag, Transport, Vote};
+use crate::transport::{Posted, Progress, Rank, Tag, Taken, Transport, Vote};
 
 /// One rank's end of a group over QUIC. Dropping it without [`Transport::close`] means that the rank died.
 pub struct QuicTransport {
@@ -301,7 +302,7 @@ impl Transport for QuicTransport {
         self.core.world
     }
 
-    fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<()> {
+    fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<Taken> {
         let (completer, posted) = Posted::pair();
         self.core.send(to, tag, parts, deadline, completer);
         posted

@@ -18,6 +18,7 @@ use super::state::{Patience, Phase, Reading, RecvCall};
 use crate::history::Ended;
 use crate::misuse;
 use crate::recorder::EventKind;
+use crate::spans;
 use crate::transport::{Completer, Rank, Tag};
 use crate::wire::{Frame, HEADER_BYTES, MessageHeader, part_digest};
 
@@ -58,14 +59,7 @@ impl Core {
             moved: Arc::new(AtomicU64::new(0)),
             patience: Patience::of(patience),
             reading: None,
-            span: tracing::debug_span!(
-                "receive",
-                rank = self.me.0,
-                peer = from.0,
-                op = tag.op,
-                message = tag.message,
-                bytes = total
-            ),
+            span: spans::receive(self.me, from, tag, total),
         };
         state.recvs.insert((from, tag), call);
         drop(state);

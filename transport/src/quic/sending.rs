@@ -7,6 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tracing::Instrument;
 
 use super::core::{Core, Lane};
@@ -14,7 +15,8 @@ use super::payload::{Outgoing, chunk_bytes, chunk_count, write_chunk};
 use super::state::{Patience, SendCall};
 use crate::misuse;
 use crate::recorder::EventKind;
-use crate::transport::{Completer, Rank, Tag};
+use crate::spans;
+use crate::transport::{Completer, Rank, Tag, Taken};
 use crate::wire::{MessageHeader, part_digest};
 
 /// Larger messages are sent only when the receiver has asked for them.
@@ -31,7 +33,7 @@ impl Core {
         tag: Tag,
         parts: Vec<Bytes>,
         patience: Duration,
-        completer: Completer<()>,
+        completer: Completer<Taken>,
     ) {
         let total = match misuse::check_message(self.me, self.world, to, tag, parts.iter().map(Bytes::len)) {
             Ok(total) => total,
@@ -62,13 +64,13 @@ impl Core {
             (Some(sender), Some(receiver))
         };
         let moved = Arc::new(AtomicU64::new(0));
-        let Tag { op, message } = tag;
-        let span = tracing::debug_span!("send", rank = self.me.0, peer = to.0, op, message, bytes = total);
-        let told = (Arc::clone(&moved), span);
+        let told = (Arc::clone(&moved), spans::send(self.me, to, tag, total));
         let task = Arc::clone(self).send_message(to, tag, parts, total, told, wish);
         let task = self.runtime.spawn(task).abort_handle();
         let patience = Patience::of(patience);
-        state.sends.insert((to, tag), SendCall { completer, total, moved, patience, wanted, unwanted, task });
+        let asked = wanted_already.then(Instant::now);
+        let call = SendCall { completer, total, moved, patience, asked, wanted, unwanted, task };
+        state.sends.insert((to, tag), call);
         drop(state);
         if peer_left {
             self.peer_left(to);

@@ -14,7 +14,7 @@ use super::assembly::Assembly;
 use crate::error::{Abort, Pending, TransportError};
 use crate::history::{Ended, History};
 use crate::recorder::{Outstanding, Recorder};
-use crate::transport::{Completer, Rank, Tag};
+use crate::transport::{Completer, Rank, Tag, Taken};
 
 /// Changed under the core's lock.
 #[derive(Debug)]
@@ -44,10 +44,12 @@ pub(crate) enum Phase {
 
 #[derive(Debug)]
 pub(crate) struct SendCall {
-    pub(crate) completer: Completer<()>,
+    pub(crate) completer: Completer<Taken>,
     pub(crate) total: u64,
     pub(crate) moved: Arc<AtomicU64>,
     pub(crate) patience: Patience,
+    /// Since when the receiver has wanted the message, but not before it was posted here.
+    pub(crate) asked: Option<Instant>,
     /// Told when the receiver wants the message.
     pub(crate) wanted: Option<oneshot::Sender<()>>,
     /// Counts against the messages that may be under way unwanted.

@@ -129,7 +129,9 @@ pub(crate) fn exchange(ranks: &[Arc<dyn Transport>], op: u64) {
     for (posted, peer) in received {
         assert!(block_on(posted).unwrap()[0].iter().all(|&byte| u32::from(byte) == peer.0));
     }
-    sent.into_iter().for_each(|posted| block_on(posted).unwrap());
+    for posted in sent {
+        block_on(posted).unwrap();
+    }
 }
 
 pub(crate) fn close(group: &[Arc<dyn Transport>]) {

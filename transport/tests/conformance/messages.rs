@@ -1,9 +1,9 @@
 //! Messages arrive whole, in whatever order they are posted, and what cannot be right is refused.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kyklos_transport::{Rank, TransportError};
+use kyklos_transport::{Event, EventKind, Rank, TransportError};
 use pollster::block_on;
 
 use super::{Group, LONG, abort_of, close, payload, tag};
@@ -125,6 +125,41 @@ pub(crate) fn a_send_waits_for_its_receive(make: fn(u32) -> Group) {
         assert!(!early, "a send of {bytes} bytes ended before its receive was posted");
         block_on(group[1].post_recv(Rank(0), tag(0, message), &[bytes], LONG)).unwrap();
         block_on(sent).unwrap();
+    }
+    close(group);
+}
+
+pub(crate) fn a_send_knows_how_long_nobody_asked_for_it(make: fn(u32) -> Group) {
+    let group = make(2);
+    let late = Duration::from_millis(150);
+    // Small ones may leave before they are asked for, large ones may not.
+    for (message, bytes) in [(0, 10), (2, 1 << 20)] {
+        let send = |message| {
+            (Instant::now(), group[0].post_send(Rank(1), tag(0, message), vec![payload(bytes, 1)], LONG))
+        };
+        let (posted, sent) = send(message);
+        std::thread::sleep(late);
+        block_on(group[1].post_recv(Rank(0), tag(0, message), &[bytes], LONG)).unwrap();
+        let under_way = block_on(sent).unwrap().under_way;
+        let waited = posted.elapsed();
+        assert!(under_way + late <= waited, "asked for late: {under_way:?} of {waited:?}");
+
+        let early = tag(0, message + 1);
+        let received = group[1].post_recv(Rank(0), early, &[bytes], LONG);
+        let is_ask =
+            |event: &Event| (event.kind, event.peer, event.tag) == (EventKind::Asked, Rank(1), early);
+        while !group[0].recorder().look().events.iter().any(is_ask) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(late);
+        let (posted, sent) = send(message + 1);
+        let under_way = block_on(sent).unwrap().under_way;
+        let waited = posted.elapsed();
+        assert!(
+            under_way <= waited && waited < under_way + late,
+            "asked before: {under_way:?} of {waited:?}"
+        );
+        block_on(received).unwrap();
     }
     close(group);
 }

@@ -77,6 +77,7 @@ macro_rules! conformance_tests {
             bursts_from_everyone_to_everyone_arrive
             tags_are_matched_in_any_order
             a_send_waits_for_its_receive
+            a_send_knows_how_long_nobody_asked_for_it
             ranks_agree_when_all_are_ready_with_one_plan
             the_lowest_refusal_is_everyones_error_and_the_group_goes_on
             different_plans_are_noticed_by_everyone

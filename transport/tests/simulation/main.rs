@@ -12,6 +12,7 @@ mod network;
 mod program;
 mod rng;
 mod stage;
+mod waits;
 mod world;
 
 use std::collections::BTreeMap;

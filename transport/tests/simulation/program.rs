@@ -78,8 +78,8 @@ fn payload(seed: u64, op: u64, from: u32, to: u32, bytes: usize) -> Bytes {
 /// A future of a call, with the bytes that it brought.
 type Boxed = Pin<Box<dyn Future<Output = Result<Vec<Bytes>, TransportError>> + Send>>;
 
-fn send(posted: Posted<()>) -> Boxed {
-    Box::pin(async { posted.await.map(|()| Vec::new()) })
+fn send<T: Send + 'static>(posted: Posted<T>) -> Boxed {
+    Box::pin(async { posted.await.map(|_| Vec::new()) })
 }
 
 /// Runs one life of a rank to its end.

@@ -1,0 +1,84 @@
+//! Where a run has what its plan names: which memory, of which size, and where in it a slice lies.
+
+use bytes::Bytes;
+
+use super::run::Run;
+use super::{state_mut, state_shape};
+use crate::Result;
+use crate::backend::{Backend, Layout, StateShape};
+use crate::collective::{Collective, Piece};
+use crate::plan::{BufferId, Content, Slice};
+
+impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
+    /// The sinks of a state's heads; none where the problem has none.
+    pub(super) fn sinks(&self, state: BufferId) -> &'r [f32] {
+        let heads = &self.executor.plan.buffer(state).heads;
+        self.executor.world.problem.sinks.get(heads.start as usize..heads.end as usize).unwrap_or_default()
+    }
+
+    /// Takes a state's tensors out of memory; one that is not there yet has seen nothing.
+    pub(super) fn state(&mut self, id: BufferId) -> Result<Vec<B::Buffer>> {
+        if let Some(tensors) = self.memory.take(id) {
+            return Ok(tensors);
+        }
+        let mut tensors = self.allocate(id)?;
+        self.executor.backend.reset_state(&mut state_mut(&mut tensors, self.shape(id)))?;
+        Ok(tensors)
+    }
+
+    pub(super) fn allocate(&self, id: BufferId) -> Result<Vec<B::Buffer>> {
+        let name = &self.executor.plan.buffer(id).name;
+        let backend = self.executor.backend;
+        self.tensor_bytes(id)
+            .into_iter()
+            .map(|bytes| {
+                if self.executor.options.poison {
+                    backend.upload(name, Bytes::from(vec![0xFF; bytes]))
+                } else {
+                    backend.alloc(name, bytes)
+                }
+            })
+            .collect()
+    }
+
+    /// The extents of the running state that a buffer holds.
+    pub(super) fn shape(&self, state: BufferId) -> StateShape {
+        state_shape(self.executor.world, self.executor.plan, state)
+    }
+
+    pub(super) fn content(&self, buffer: BufferId) -> Content {
+        self.executor.plan.buffer(buffer).content
+    }
+
+    pub(super) fn tensor_bytes(&self, id: BufferId) -> Vec<usize> {
+        self.executor.tensor_bytes(id)
+    }
+
+    /// The memory of a slice that is one piece in each tensor.
+    pub(super) fn pieces(&self, slice: &Slice) -> Vec<Piece> {
+        let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
+        let heads = plan.buffer(slice.buffer).head_count() as usize;
+        let whole = slice.tokens == (0..plan.buffer(slice.buffer).tokens.len());
+        let batch = if whole { self.content(slice.buffer).batch(problem) as usize } else { 1 };
+        let tensors = plan.buffer(slice.buffer).content.tensors(problem).enumerate();
+        let pieces = tensors.map(|(index, tensor)| {
+            let bytes = |tokens: usize| tensor.bytes(tokens, heads);
+            let start = bytes(slice.tokens.start);
+            let end = start + batch * bytes(slice.tokens.len());
+            Piece { buffer: slice.buffer, tensor: index, bytes: start..end }
+        });
+        pieces.collect()
+    }
+
+    /// Where a slice lies in its tensors, in units of which a head of a token has `row`.
+    pub(super) fn layout(&self, slice: &Slice, row: usize) -> Layout {
+        let buffer = self.executor.plan.buffer(slice.buffer);
+        let row_stride = buffer.head_count() as usize * row;
+        Layout {
+            offset: slice.tokens.start * row_stride + slice.heads.start as usize * row,
+            batch_stride: buffer.tokens.len() * row_stride,
+            row_stride,
+            head_stride: row,
+        }
+    }
+}
