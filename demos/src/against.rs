@@ -52,6 +52,16 @@ pub(crate) struct Times {
 }
 
 impl Times {
+    /// Reads a line of JSON. An error is empty where it is times that are missing or endless.
+    pub(crate) fn of_line(line: &str) -> Result<Self, String> {
+        let times: Self = serde_json::from_str(line).map_err(|error| format!(": {error}"))?;
+        let numbers = times.times_ms.iter().chain([&times.first_ms, &times.max_abs_error]);
+        if times.times_ms.is_empty() || numbers.into_iter().any(|number| !number.is_finite()) {
+            return Err(String::new());
+        }
+        Ok(times)
+    }
+
     fn median_ms(&self) -> f64 {
         median(self.times_ms.iter().copied())
     }
@@ -168,13 +178,7 @@ impl Peer {
             return Err(last(&stderr));
         }
         let line: String = stdout.lines().next_back().unwrap_or_default().to_owned();
-        let times: Times = serde_json::from_str(&line)
-            .map_err(|error| format!("wrote no times: {error}: {}", last(&line)))?;
-        let numbers = times.times_ms.iter().chain([&times.first_ms, &times.max_abs_error]);
-        if times.times_ms.is_empty() || numbers.into_iter().any(|number| !number.is_finite()) {
-            return Err(format!("wrote no times: {}", last(&line)));
-        }
-        Ok(times)
+        Times::of_line(&line).map_err(|what| format!("wrote no times{what}: {}", last(&line)))
     }
 }
 

@@ -76,5 +76,23 @@ fn written(written: io::Result<()>) -> Result<()> {
 /// Writes one line to standard error, if anybody reads it.
 pub(crate) fn note(line: &str) {
     // One call, so that lines of several ranks do not mix.
-    let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
+    let _ = io::stderr().lock().write_all(format!("{}\n", harmless(line)).as_bytes());
+}
+
+/// What others have said stands in what is written, and does nothing to a terminal.
+fn harmless(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() && c != '\n' { ' ' } else { c }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_peer_says_does_nothing_to_a_terminal() {
+        assert_eq!(
+            harmless("rank 1: \u{1b}[2J\u{7}gone\r\u{9b}31m é\nrank 2"),
+            "rank 1:  [2J gone  31m é\nrank 2"
+        );
+    }
 }

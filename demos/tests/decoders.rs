@@ -5,13 +5,16 @@
 mod bounded;
 
 use bounded::{Limit, corpus, run};
-use kyklos_cli::decoders::ALL;
+use kyklos::plan::{Reached, World};
+use kyklos_cli::decoders::{ALL, worlds};
 
 /// What each target begins with: as the program writes it, or as its documents show it.
 fn made(target: &str) -> Vec<(String, Vec<u8>)> {
     let texts: &[(&str, &str)] = match target {
         "record" => &[("ring", include_str!("decoders/record.jsonl"))],
         "tuning" => &[("one", include_str!("decoders/tuning.json"))],
+        "note" => &[("cpu", include_str!("decoders/note.json"))],
+        "times" => &[("two", r#"{"first_ms": 3.5, "times_ms": [1.25, 1e1], "max_abs_error": 0}"#)],
         "cluster_file" => &[
             (
                 "three",
@@ -19,7 +22,38 @@ fn made(target: &str) -> Vec<(String, Vec<u8>)> {
             ),
             ("list", "ranks = [{ host = \"a\" }, { host = \"b\", device = \"cpu\" }]\n"),
         ],
+        "description" => &[
+            ("here", include_str!("../../clusters/loopback-2-cores.toml")),
+            ("two_hosts", include_str!("../../clusters/two-hosts-1gbe.toml")),
+        ],
         "nodelist" => &[("hosts", "node[01-03,7]-x[1-2],other"), ("tasks", "2(x3),1")],
+        "environment" => &[
+            (
+                "torchrun",
+                "RANK=5\nWORLD_SIZE=8\nLOCAL_RANK=1\nLOCAL_WORLD_SIZE=4\nMASTER_ADDR=a\nMASTER_PORT=29500\nKYKLOS_JOB_ID=train",
+            ),
+            (
+                "slurm",
+                "SLURM_JOB_ID=4007\nSLURM_STEP_ID=0\nSLURM_PROCID=4\nSLURM_LOCALID=1\nSLURM_STEP_NUM_TASKS=5\nSLURM_NODEID=1\nSLURMD_NODENAME=n2\nSLURM_STEP_NODELIST=n[1-2]\nSLURM_STEP_TASKS_PER_NODE=3,2\nSLURM_DISTRIBUTION=block",
+            ),
+            ("kubernetes", "JOB_COMPLETION_INDEX=2\nKYKLOS_WORLD=4\nKYKLOS_COORDINATOR=train-0.train:29600"),
+            (
+                "mpi",
+                "OMPI_COMM_WORLD_RANK=1\nOMPI_COMM_WORLD_SIZE=2\nPMI_RANK=1\nPMI_SIZE=2\nKYKLOS_COORDINATOR=[fd00::1]:29600",
+            ),
+        ],
+        "values" => &[
+            ("mask", "causal+window:16,-1+documents:0,128,512+valid:3,4"),
+            ("slices", "slices:0..32x0..64/causal,32..64x0..16/both"),
+            ("slice", "0..32x0..64/causal"),
+            ("mesh", "2x3"),
+            ("place", "[fd00::1]:29600"),
+            ("device", "wgpu:1"),
+            ("words", "per-document"),
+        ],
+        "request" => {
+            &[("get", "GET /metrics?a=b HTTP/1.1\r\nHost: a\r\n\r\n"), ("post", "POST / HTTP/1.0\n\n")]
+        }
         "arguments" => &[
             (
                 "attend",
@@ -33,9 +67,33 @@ fn made(target: &str) -> Vec<(String, Vec<u8>)> {
             ("ranks", "certs\nissue\n--ranks\n0-3,9\n--job\ntrain\n--host\na,10.0.0.1"),
             ("group", "attend\n--rank\n1\n--world\n4\n--coordinator\n[fd00::1]:29600\n--mask\nvalid:3,4"),
         ],
+        "tensors" => return vec![("qkv".to_owned(), tensors())],
+        "reached" => return reached(),
         other => panic!("{other} has no corpus"),
     };
     texts.iter().map(|(name, text)| ((*name).to_owned(), text.as_bytes().to_vec())).collect()
+}
+
+/// Two queries and three keys of one head, in f16, with a sink and a mask.
+fn tensors() -> Vec<u8> {
+    let header = r#"{"q":{"dtype":"F16","shape":[1,2,1,8],"data_offsets":[0,32]},"k":{"dtype":"F16","shape":[1,3,1,8],"data_offsets":[32,80]},"v":{"dtype":"F16","shape":[1,3,1,8],"data_offsets":[80,128]},"sinks":{"dtype":"F32","shape":[1],"data_offsets":[128,132]},"mask":{"dtype":"BOOL","shape":[2,3],"data_offsets":[132,138]}}"#;
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(header.as_bytes());
+    bytes.resize(bytes.len() + 138, 1);
+    bytes
+}
+
+/// By each plan: nobody has begun, and everybody has done some steps.
+fn reached() -> Vec<(String, Vec<u8>)> {
+    let of = |choice: usize, world: &World, steps: usize| {
+        let mut bytes = vec![choice as u8, 0];
+        for plan in &world.plans[1..] {
+            bytes.extend(Reached { op: 3, steps, arrived: Vec::new() }.encode(plan));
+        }
+        (format!("plan_{choice}_after_{steps}"), bytes)
+    };
+    let all = worlds().iter().enumerate();
+    all.flat_map(|(choice, world)| [0, 3].map(|steps| of(choice, world, steps))).collect()
 }
 
 /// What a target may hold: what it decodes may be larger than its text, and clap's own command line is large.
@@ -43,7 +101,9 @@ fn limit(target: &str) -> Limit {
     match target {
         // At most 4096 hosts of at most 253 letters each, several times.
         "nodelist" => Limit { fixed: 8 << 20, per_byte: 64 },
-        "arguments" => Limit { fixed: 2 << 20, per_byte: 64 },
+        "arguments" | "environment" => Limit { fixed: 2 << 20, per_byte: 64 },
+        // The plans of the repair, and their proof.
+        "reached" => Limit { fixed: 8 << 20, per_byte: 64 },
         _ => Limit { fixed: 64 << 10, per_byte: 256 },
     }
 }

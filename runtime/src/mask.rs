@@ -50,7 +50,7 @@ impl Mask {
     /// tokens and one of 16. Documents without tokens are allowed.
     ///
     /// # Errors
-    /// [`Error::Request`] unless the boundaries start at 0 and ascend.
+    /// [`Error::Request`] unless the boundaries start at 0 and ascend, beyond 0.
     pub fn documents(mut boundaries: Vec<u32>) -> Result<Self> {
         if boundaries.first() != Some(&0) || boundaries.len() < 2 || !boundaries.is_sorted() {
             return Err(Error::request(
@@ -59,6 +59,12 @@ impl Mask {
             ));
         }
         boundaries.dedup();
+        if boundaries.len() < 2 {
+            return Err(Error::request(
+                "documents without a token".to_owned(),
+                "let the last boundary be the sequence length, such as documents:0,8,24",
+            ));
+        }
         Ok(Self { documents: boundaries, ..Self::default() })
     }
 
@@ -388,6 +394,7 @@ mod tests {
             "window:-2,0",
             "documents:1,2",
             "documents:0,5,4",
+            "documents:0,0",
             "valid:-1",
             "valid:x",
             "valid",

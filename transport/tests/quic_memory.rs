@@ -18,9 +18,16 @@ use tokio::time::timeout;
 /// Ranks 0 and 1 are honest, rank 2 is not.
 const WORLD: u32 = 3;
 
+/// What the connections of each honest rank may hold.
+const MEMORY_BYTES: usize = 96 << 20;
+
 /// Opens every stream that it may, each beginning with its own bytes, and writes into each of them until nothing more is
-/// taken. Returns the streams, which nobody ends, and the bytes that went.
-async fn fill(connection: &Connection, begin: impl Fn(u32) -> Vec<u8>) -> (Vec<SendStream>, usize) {
+/// taken, or so many bytes are that this is wrong. Returns the streams, which nobody ends, and the bytes that went.
+async fn fill(
+    connection: &Connection,
+    begin: impl Fn(u32) -> Vec<u8>,
+    wrong: usize,
+) -> (Vec<SendStream>, usize) {
     const SOON: Duration = Duration::from_millis(200);
     let (mut streams, mut went) = (Vec::new(), 0);
     while let Ok(Ok(mut stream)) = timeout(SOON, connection.open_uni()).await {
@@ -32,7 +39,7 @@ async fn fill(connection: &Connection, begin: impl Fn(u32) -> Vec<u8>) -> (Vec<S
     }
     let junk = vec![7; 64 << 10];
     let (mut full, mut at) = (0, 0);
-    while full < streams.len() {
+    while full < streams.len() && went < wrong {
         match timeout(SOON / 10, streams[at].write(&junk)).await {
             Ok(Ok(bytes)) => (went, full) = (went + bytes, 0),
             _ => full += 1,
@@ -52,7 +59,7 @@ fn promised(network: &str) -> usize {
 #[test]
 fn a_member_that_fills_all_of_its_streams_makes_nobody_hold_more_than_was_said() {
     let job = Job::new();
-    let link = LinkSettings { memory_bytes: Some(96 << 20), ..LinkSettings::default() };
+    let link = LinkSettings { memory_bytes: Some(MEMORY_BYTES as u64), ..LinkSettings::default() };
     let honest = [0, 1].map(|rank| connect(QuicConfig { link, ..job.config(rank, WORLD) }));
     let (over, is_over) = oneshot::channel::<()>();
     let (begin, is_begun) = oneshot::channel::<()>();
@@ -79,7 +86,8 @@ fn a_member_that_fills_all_of_its_streams_makes_nobody_hold_more_than_was_said()
                     chunk: 0,
                 };
                 let (streams, bytes) =
-                    fill(&line.connection, |message| header(message).encode().to_vec()).await;
+                    fill(&line.connection, |message| header(message).encode().to_vec(), 2 * MEMORY_BYTES)
+                        .await;
                 kept.push(streams);
                 went += bytes;
             }

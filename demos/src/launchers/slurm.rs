@@ -90,7 +90,8 @@ fn coordinator(list: &Said<Vec<String>>, job: Option<&Said<u64>>, step: u64) -> 
 /// By task, its host: known where Slurm fills one host after the other, or deals tasks round.
 fn places(hosts: &[String], tasks: &[u32], world: u32, distribution: &str) -> Vec<Option<String>> {
     let total: u64 = tasks.iter().map(|tasks| u64::from(*tasks)).sum();
-    if tasks.len() != hosts.len() || total != u64::from(world) {
+    // The number of tasks may be anything: room is made for as many as can be ranks.
+    if tasks.len() != hosts.len() || total != u64::from(world) || world > kyklos::MAX_WORLD {
         return Vec::new();
     }
     let mut order: Vec<(u32, usize)> = tasks

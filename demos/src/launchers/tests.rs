@@ -33,6 +33,18 @@ const SLURM: &str = "SLURM_JOB_ID=4007 SLURM_STEP_ID=0 SLURM_NTASKS=5 SLURM_STEP
 const AT: &str = "KYKLOS_COORDINATOR=h:1";
 
 #[test]
+fn tasks_that_cannot_all_be_ranks_take_no_room() {
+    let places = |more: u32| {
+        let (most, all) = (kyklos::MAX_WORLD - 1, kyklos::MAX_WORLD - 1 + more);
+        let said = format!(
+            "SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS={all} SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_TASKS_PER_NODE={most},{more}"
+        );
+        read("", &said).unwrap().unwrap().places.len()
+    };
+    assert_eq!([1, 2].map(places), [kyklos::MAX_WORLD as usize, 0]);
+}
+
+#[test]
 fn every_launcher_is_read() {
     let slurm = |task: &str| format!("{SLURM} {task}");
     for (flags, variables, expected) in [

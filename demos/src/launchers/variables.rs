@@ -6,7 +6,7 @@ use std::str::FromStr;
 use super::source::Said;
 use crate::failure::{Failure, Result};
 
-/// Where variables come from: this process, or the table of a test.
+/// Where variables come from: this process, or a table of them.
 pub(crate) struct Variables<'a>(&'a dyn Fn(&str) -> Option<String>);
 
 impl Variables<'static> {
@@ -16,7 +16,6 @@ impl Variables<'static> {
 }
 
 impl<'a> Variables<'a> {
-    #[cfg(test)]
     pub(crate) fn of(look_up: &'a dyn Fn(&str) -> Option<String>) -> Self {
         Self(look_up)
     }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use kyklos_transport::{ConnectionFigures, Rank};
 
+use self::server::Request;
 use crate::args::AttendArgs;
 use crate::failure::{Failure, Result, note};
 use crate::record::{Flight, flights};
@@ -48,6 +49,15 @@ pub(crate) fn serve(args: &AttendArgs, rank: u32, local_rank: u32) -> Result<()>
     let address = server::serve(SocketAddr::new(address.ip(), port))?;
     note(&format!("rank {rank}: metrics at http://{address}/metrics"));
     Ok(())
+}
+
+/// The status of the answer to a request, for the fuzz targets.
+pub(crate) fn status_of(request: &[u8]) -> &'static str {
+    match server::path_of(request) {
+        Request::Path(path) => answer(&path).0,
+        Request::Wrong(status) => status,
+        Request::Gone => "",
+    }
 }
 
 /// Answers a request for a path: the status and the text.

@@ -55,7 +55,7 @@ fn converse(mut stream: TcpStream) {
     }
 }
 
-enum Request {
+pub(super) enum Request {
     Path(String),
     Wrong(&'static str),
     /// Closed, or too slow: nobody reads an answer.
@@ -84,7 +84,7 @@ fn read_path(stream: &mut TcpStream, until: Instant) -> Request {
     }
 }
 
-fn path_of(request: &[u8]) -> Request {
+pub(super) fn path_of(request: &[u8]) -> Request {
     let line = request.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let line = String::from_utf8_lossy(line);
     let mut words = line.split_whitespace();

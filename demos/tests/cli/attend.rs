@@ -284,7 +284,9 @@ fn a_trace_of_several_processes_is_on_one_clock() {
     let (posted, came) = (ends("send", "b"), ends("receive", "e"));
     assert_eq!((posted.len(), came.len()), (6, 6), "two hops of three ranks");
     for (from, name, posted_us) in posted {
-        let (bytes, tag) = (name.split(' ').next().unwrap(), name.split_once(", ").unwrap().1);
+        let (message, asked) = name.split_once(", asked for after ").unwrap();
+        assert!(asked.strip_suffix(" us").unwrap().parse::<u64>().is_ok(), "{asked}");
+        let (bytes, tag) = (message.split(' ').next().unwrap(), message.split_once(", ").unwrap().1);
         let to: u64 = (from + 1) % 3;
         let expected = format!("{bytes} B from rank {from}, {tag}");
         let (_, _, came_us) = came.iter().find(|(rank, name, _)| *rank == to && *name == expected).unwrap();
