@@ -34,6 +34,7 @@ pub(super) const GROUPS: &[Group] = &[
             ("@ --mask casual", "A term's name is misspelt."),
             ("@ --mask window:1", "A window has a left and a right side; -1 is unbounded."),
             ("@ --mask documents:8,64", "Boundaries are cumulative and begin with 0."),
+            ("@ --mask documents:0,0", "There would be no token to attend."),
             ("@ --mask documents:0,32", "The documents cover all keys."),
             ("@ --mask valid:65", "More keys are kept than there are."),
             (
