@@ -63,7 +63,10 @@ decoding=("$here/kyklos" bench --device cuda:0 "${shapes[@]}" --mask full --dtyp
 stage bench-decoding 60 "${decoding[@]}"
 stage bench-decoding-no-graphs 60 env KYKLOS_CUDA_GRAPHS=off "${decoding[@]}"
 if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-    stage bench-torch 150 "${bench[@]}" --against "flash=python3 $here/torch_cuda.py flash" \
+    # Python starts for each turn: the long shapes are what the targets are about.
+    long=(--shape 1,16384,32,32,64 --shape 1,16384,16,16,128 --shape 1,16384,8,8,256)
+    stage bench-torch 240 "$here/kyklos" bench --device cuda:0 "${long[@]}" --mask full --mask causal --dtype bf16 \
+        --repeat $repeat --against "flash=python3 $here/torch_cuda.py flash" \
         --against "cudnn=python3 $here/torch_cuda.py cudnn" --rounds 2
 else
     echo "bench-torch: not run, no PyTorch with CUDA"
