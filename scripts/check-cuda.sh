@@ -24,15 +24,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "${wheels[*]}" ]; then
     start=$SECONDS
     rm -rf "$folder"
     mkdir -p "$folder"
-    # A venv of its own: the system's Python may have no pip, or refuse to install.
-    if ! python3 -c 'import ensurepip' 2>/dev/null && command -v apt-get >/dev/null; then
-        echo "installing python3-venv"
-        as_root=()
-        [ "$(id -u)" = 0 ] || as_root=(sudo)
-        "${as_root[@]}" apt-get update -qq
-        DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends python3-venv
-    fi
-    python3 -m venv "$folder/venv"
+    scripts/make-venv.sh "$folder/venv"
     # One command: a second one into the same folder would not merge the wheels.
     "$folder/venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --target "$folder/wheels" "${wheels[@]}"
     echo "${wheels[*]}" >"$stamp"

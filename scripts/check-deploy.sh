@@ -12,14 +12,7 @@ mkdir -p "$folder"
 block() { awk -v begin="\`\`\`$1" '$0 == begin { on = 1; next } /^```/ { on = 0 } on' docs/deploy.md; }
 
 if [ "$(cat "$folder/installed" 2>/dev/null)" != "$schemas" ]; then
-    if ! python3 -c 'import ensurepip' 2>/dev/null && command -v apt-get >/dev/null; then
-        echo "installing python3-venv"
-        as_root=()
-        [ "$(id -u)" = 0 ] || as_root=(sudo)
-        "${as_root[@]}" apt-get update -qq
-        DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends python3-venv
-    fi
-    python3 -m venv "$folder/venv"
+    scripts/make-venv.sh "$folder/venv"
     "$folder/venv/bin/pip" install --quiet --disable-pip-version-check "$schemas"
     echo "$schemas" >"$folder/installed"
 fi
