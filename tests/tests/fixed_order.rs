@@ -12,8 +12,8 @@ use common::fixed_order::{Shared, UNEVEN, case, fixed};
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::plan::{Slice, Step};
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
-use kyklos_tests::inputs::{Case, CasePairs};
-use kyklos_tests::oracle::{OracleMask, OracleSlice, OracleTerm};
+use kyklos_oracle::inputs::{Case, CasePairs};
+use kyklos_oracle::oracle::{OracleMask, OracleSlice, OracleTerm};
 
 /// Even shards of 1024 tokens.
 const EVEN: [Shared; 7] = [

@@ -8,9 +8,9 @@ mod common;
 use common::{Prepared, run_world};
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
-use kyklos_tests::inputs::{Case, CasePairs, TensorId, normal};
-use kyklos_tests::oracle::{OracleMask, OracleProblem, OracleSlice, OracleTerm};
-use kyklos_tests::tolerance::{Cause, Failure};
+use kyklos_oracle::inputs::{Case, CasePairs, TensorId, normal};
+use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleSlice, OracleTerm};
+use kyklos_oracle::tolerance::{Cause, Failure};
 use kyklos_transport::in_process_group;
 use proptest::prelude::*;
 

@@ -13,8 +13,8 @@ use kyklos::backend::cpu::CpuBackend;
 use kyklos::local::{RankTask, Tensors, run_ranks};
 use kyklos::plan::{Step, World, check};
 use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
-use kyklos_tests::inputs::{Case, cases};
-use kyklos_tests::tolerance::{Comparison, discriminates};
+use kyklos_oracle::inputs::{Case, cases};
+use kyklos_oracle::tolerance::{Comparison, discriminates};
 use kyklos_transport::{Rank, Transport, in_process_group};
 
 /// Unified, and the strategies that differ from it in their round over the shards.

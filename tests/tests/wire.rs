@@ -15,8 +15,8 @@ use kyklos::backend::cpu::CpuBackend;
 use kyklos::local::Tensors;
 use kyklos::plan::{Content, Step, World, check};
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_world};
-use kyklos_tests::inputs::{TensorId, cases, fill};
-use kyklos_tests::wire;
+use kyklos_oracle::inputs::{TensorId, cases, fill};
+use kyklos_oracle::wire;
 use kyklos_transport::in_process_group;
 
 /// Strategies with keys on the wire, and meshes for them.

@@ -3,8 +3,8 @@
 use half::{bf16, f16};
 use kyklos::Dtype;
 use kyklos_cuda::AttendKernel;
-use kyklos_tests::inputs::{Case, cases};
-use kyklos_tests::oracle::OracleMask;
+use kyklos_oracle::inputs::{Case, cases};
+use kyklos_oracle::oracle::OracleMask;
 
 use crate::call::{Call, Keys, Way};
 use crate::job::Timing;

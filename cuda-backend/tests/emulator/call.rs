@@ -6,9 +6,9 @@ use kyklos_cuda::{
     AttendArguments, AttendKernel, DecodeArguments, DeviceWork, HopperArguments, PartsArguments, STATE_ROWS,
     StateArguments, TensorArgument, TensorMap, finalize_kernel, head_packs, logits,
 };
-use kyklos_tests::inputs::{Case, Inputs, PairInputs};
-use kyklos_tests::oracle::{self, Element, Oracle, Row, Values};
-use kyklos_tests::tolerance::{Comparison, Context, Limit, compare, compare_rows, naive_f32_rows};
+use kyklos_oracle::inputs::{Case, Inputs, PairInputs};
+use kyklos_oracle::oracle::{self, Element, Oracle, Row, Values};
+use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare, compare_rows, naive_f32_rows};
 
 use crate::job::{Buffer, Counts, Job, Timing, numbers};
 use crate::program::Program;

@@ -3,7 +3,7 @@
 use kyklos::Dtype;
 use kyklos::backend::Scales;
 use kyklos_cuda::{CodesArguments, CodesKernel, ConvertArguments, Direction, SMALL_THREADS, convert_kernel};
-use kyklos_tests::inputs::{TensorId, normal};
+use kyklos_oracle::inputs::{TensorId, normal};
 
 use crate::job::{Job, Timing, numbers};
 use crate::parallel::in_parallel;

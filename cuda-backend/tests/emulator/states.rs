@@ -2,7 +2,7 @@
 
 use kyklos::backend::EMPTY_M;
 use kyklos_cuda::{RepackArguments, STATE_ROWS, StateArguments, TensorArgument};
-use kyklos_tests::oracle::Dtype;
+use kyklos_oracle::oracle::Dtype;
 
 use crate::job::{Job, Timing, numbers};
 use crate::program::emulator;

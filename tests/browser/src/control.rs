@@ -4,8 +4,8 @@ use kyklos::backend::Backend;
 use kyklos::backend::wgpu::WgpuBackend;
 use kyklos::plan::World;
 use kyklos::{Dtype, Mask};
-use kyklos_tests::inputs::cases;
-use kyklos_tests::tolerance::discriminates;
+use kyklos_oracle::inputs::cases;
+use kyklos_oracle::tolerance::discriminates;
 
 use crate::Claim;
 use crate::common::Prepared;
@@ -40,6 +40,6 @@ async fn told(backend: &WgpuBackend, prepared: &Prepared, right: &World, wrong: 
     with.assert_within(&prepared.dense_limit());
     let without = prepared.judge(&run_alone(backend, wrong, prepared).await, who);
     assert!(without.within(&prepared.dense_limit()).is_err(), "the fault passes");
-    let times = discriminates(with.max_abs_error, without.max_abs_error, kyklos_tests::oracle::Dtype::F32);
+    let times = discriminates(with.max_abs_error, without.max_abs_error, kyklos_oracle::oracle::Dtype::F32);
     format!("{:.0} tolerances off", times.unwrap_or_else(|error| panic!("{error}")))
 }

@@ -3,8 +3,8 @@
 use kyklos::Dtype;
 use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
-use kyklos_tests::inputs::{Case, cases};
-use kyklos_tests::oracle::OracleProblem;
+use kyklos_oracle::inputs::{Case, cases};
+use kyklos_oracle::oracle::OracleProblem;
 
 use crate::common::Prepared;
 use crate::common::conformance::{dense_world, run_alone};

@@ -9,7 +9,7 @@ use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
 use kyklos::local::join_ranks;
 use kyklos::{Dtype, Error, Mesh, PlacementKind, Result, Split, Strategy, plan_world};
-use kyklos_tests::inputs::cases;
+use kyklos_oracle::inputs::cases;
 use kyklos_transport::in_process_group;
 
 use crate::common::conformance::{dense_world, run_alone};

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
 use kyklos::{Dtype, Error};
-use kyklos_tests::inputs::cases;
+use kyklos_oracle::inputs::cases;
 use wasm_bindgen::prelude::wasm_bindgen;
 
 use crate::common::Prepared;

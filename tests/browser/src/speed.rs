@@ -4,7 +4,7 @@ use bytes::Bytes;
 use kyklos::backend::wgpu::WgpuBackend;
 use kyklos::backend::{Attend, Backend, Control, Layout, Operand, StateMut, StateShape};
 use kyklos::{AttentionProblem, BlockWork, Clock, Dtype, SystemClock, TokenRuns};
-use kyklos_tests::inputs::{TensorId, fill};
+use kyklos_oracle::inputs::{TensorId, fill};
 
 use crate::Claim;
 

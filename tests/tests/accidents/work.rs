@@ -5,8 +5,8 @@ use kyklos::backend::cpu::CpuBackend;
 use kyklos::local::{RankTask, Tensors, run_ranks, shard};
 use kyklos::plan::World;
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
-use kyklos_tests::inputs::{Case, TensorId, fill};
-use kyklos_tests::oracle::{OracleMask, OracleProblem, OracleTerm};
+use kyklos_oracle::inputs::{Case, TensorId, fill};
+use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 use kyklos_transport::{Rank, in_process_group};
 
 use crate::common::{DEADLINE, options};

@@ -17,7 +17,7 @@ use kyklos::{
     AttentionProblem, BlockWork, Dtype, Error, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns,
     plan_world,
 };
-use kyklos_tests::inputs::{Case, TensorId, cases, fill, normal};
+use kyklos_oracle::inputs::{Case, TensorId, cases, fill, normal};
 use kyklos_transport::in_process_group;
 
 use super::{DEADLINE, Prepared, Whole, chosen_cases, options};

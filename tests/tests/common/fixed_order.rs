@@ -2,8 +2,8 @@
 
 use kyklos::backend::Backend;
 use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
-use kyklos_tests::inputs::Case;
-use kyklos_tests::oracle::{OracleMask, OracleProblem, OracleTerm};
+use kyklos_oracle::inputs::Case;
+use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 
 use super::conformance::{dense_world, run_alone, run_together};
 use super::{Prepared, Whole};

@@ -14,9 +14,9 @@ use kyklos::{
     AttentionProblem, Dtype, Mask, MaskSlice, NoObserver, PairKind, PairTensor, RankOutput, RunOptions,
     SlicePart, SystemClock,
 };
-use kyklos_tests::inputs::{Case, PairInputs, cases};
-use kyklos_tests::oracle::{self, Element, Oracle, OracleProblem, OracleTerm, Row, RowId, Values};
-use kyklos_tests::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
+use kyklos_oracle::inputs::{Case, PairInputs, cases};
+use kyklos_oracle::oracle::{self, Element, Oracle, OracleProblem, OracleTerm, Row, RowId, Values};
+use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
 
 pub mod conformance;
 #[cfg(not(target_arch = "wasm32"))]
@@ -126,7 +126,7 @@ impl Prepared {
         let rows = rows_to_judge(&case, &oracle);
         let (expected, plain) = (truth.rows(&rows), naive_f32_rows(&truth, &rows));
         let naive =
-            kyklos_tests::tolerance::compare_rows(&oracle, E::DTYPE, &plain, &expected, &Context::default());
+            kyklos_oracle::tolerance::compare_rows(&oracle, E::DTYPE, &plain, &expected, &Context::default());
         let bytes = |values: &[E]| Bytes::copy_from_slice(bytemuck::cast_slice(values));
         let pairs = inputs.pairs.as_ref().map(|pairs| stored_pairs(&case, pairs));
         let tensors = Tensors { q: bytes(&inputs.q), k: bytes(&inputs.k), v: bytes(&inputs.v), pairs };

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use kyklos::backend::{Backend, Elements, Extent, Layout, Scales, StateMut, StateShape};
 use kyklos::{Dtype, Error, Result};
 use kyklos_cuda::{CudaBackend, CudaBuffer, CudaOptions, availability, devices};
-use kyklos_tests::inputs::cases;
+use kyklos_oracle::inputs::cases;
 use pollster::block_on;
 
 use crate::common::Prepared;

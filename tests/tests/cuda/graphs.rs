@@ -7,7 +7,7 @@ use half::bf16;
 use kyklos::backend::{Attend, Backend, Control, Extent, Layout, Operand, State, StateMut, StateShape};
 use kyklos::{AttentionProblem, BlockWork, Dtype, Mask, Result, TokenRuns};
 use kyklos_cuda::{CudaBackend, CudaBuffer, CudaOptions};
-use kyklos_tests::inputs::{TensorId, fill};
+use kyklos_oracle::inputs::{TensorId, fill};
 use pollster::block_on;
 
 use crate::faults::is_right;

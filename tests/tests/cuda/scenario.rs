@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kyklos::Dtype;
 use kyklos_cuda::CudaBackend;
-use kyklos_tests::oracle::{OracleMask, OracleTerm};
+use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 use libtest_mimic::{Failed, Trial};
 
 use crate::common::Prepared;

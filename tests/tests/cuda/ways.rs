@@ -2,8 +2,8 @@
 
 use kyklos::Dtype;
 use kyklos_cuda::CudaBackend;
-use kyklos_tests::inputs::Case;
-use kyklos_tests::oracle::{OracleMask, OracleTerm};
+use kyklos_oracle::inputs::Case;
+use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 use pollster::block_on;
 
 use crate::common::Prepared;

@@ -2,8 +2,8 @@
 
 use kyklos::plan::World;
 use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_world};
-use kyklos_tests::inputs::{Case, CasePairs};
-use kyklos_tests::oracle::{OracleMask, OracleProblem, OracleSlice, OracleTerm};
+use kyklos_oracle::inputs::{Case, CasePairs};
+use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleSlice, OracleTerm};
 use kyklos_transport::Rank;
 
 use crate::common::problem_of;

@@ -3,8 +3,8 @@
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::plan::{Reached, Step, World, check_repair};
 use kyklos::{Dtype, Error, Mesh, PlacementKind, Split, Strategy, plan_world, repair};
-use kyklos_tests::inputs::cases;
-use kyklos_tests::tolerance::{Cause, Comparison, discriminates};
+use kyklos_oracle::inputs::cases;
+use kyklos_oracle::tolerance::{Cause, Comparison, discriminates};
 use kyklos_transport::{Rank, in_process_group};
 use proptest::prelude::*;
 

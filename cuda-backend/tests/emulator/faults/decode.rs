@@ -1,8 +1,8 @@
 //! Bugs in decoding: packed heads, parts of the keys, and their merge.
 
 use kyklos::Dtype;
-use kyklos_tests::inputs::{Case, cases};
-use kyklos_tests::oracle::OracleMask;
+use kyklos_oracle::inputs::{Case, cases};
+use kyklos_oracle::oracle::OracleMask;
 
 use super::{Fault, Planted, call, case, fault};
 use crate::call::{Call, Keys, Way};

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use half::bf16;
 use kyklos::Dtype;
-use kyklos_tests::inputs::{Case, cases};
+use kyklos_oracle::inputs::{Case, cases};
 
 use crate::call::{Call, Keys, Way};
 use crate::job::Timing;

@@ -2,8 +2,8 @@
 
 use half::bf16;
 use kyklos::Dtype;
-use kyklos_tests::inputs::{Case, cases};
-use kyklos_tests::oracle::{OracleMask, OracleTerm};
+use kyklos_oracle::inputs::{Case, cases};
+use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 
 use super::{Fault, Planted, call, fault, planted};
 use crate::call::{Call, Keys, Way};

@@ -3,8 +3,8 @@
 use bytes::Bytes;
 use kyklos::Dtype;
 use kyklos::backend::{Backend, DeviceClass, Elements, Scales};
-use kyklos_tests::inputs::{TensorId, normal};
-use kyklos_tests::wire::{TOGETHER, load, scale_of, store};
+use kyklos_oracle::inputs::{TensorId, normal};
+use kyklos_oracle::wire::{TOGETHER, load, scale_of, store};
 
 use crate::common::oracle_dtype;
 

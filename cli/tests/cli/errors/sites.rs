@@ -28,7 +28,7 @@ impl Site {
 pub(super) fn all() -> Vec<Site> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let mut sites = Vec::new();
-    for folder in ["runtime/src", "cuda-backend/src", "demos/src"] {
+    for folder in ["runtime/src", "cuda-backend/src", "cli/src"] {
         let mut files = Vec::new();
         walk(&root.join(folder), &mut files);
         for file in files {

@@ -11,8 +11,8 @@ use bytes::Bytes;
 use half::{bf16, f16};
 use kyklos::local::Tensors;
 use kyklos::{AttentionProblem, Dtype, TokenRuns};
-use kyklos_tests::inputs::{TensorId, fill, normal};
-use kyklos_tests::oracle::Element;
+use kyklos_oracle::inputs::{TensorId, fill, normal};
+use kyklos_oracle::oracle::Element;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::failure::{Failure, Result};

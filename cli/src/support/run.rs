@@ -8,7 +8,7 @@ use kyklos::backend::Backend;
 use kyklos::collective::HostStaged;
 use kyklos::local::Tensors;
 use kyklos::{Executor, NoObserver, RankOutput, RunOptions, SystemClock, plan};
-use kyklos_tests::oracle::Row;
+use kyklos_oracle::oracle::Row;
 use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
 

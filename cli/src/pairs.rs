@@ -5,7 +5,7 @@ use std::path::Path;
 
 use bytes::Bytes;
 use kyklos::{AttentionProblem, Dtype, PairKind, PairTensor, TokenRuns};
-use kyklos_tests::oracle::{Element, Values};
+use kyklos_oracle::oracle::{Element, Values};
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::failure::{Failure, Result};
@@ -152,10 +152,10 @@ impl OracleRows {
         }
     }
 
-    pub(crate) fn values(&self) -> kyklos_tests::oracle::PairValues<'_> {
+    pub(crate) fn values(&self) -> kyklos_oracle::oracle::PairValues<'_> {
         match self {
-            Self::Visible(values) => kyklos_tests::oracle::PairValues::Visible(values),
-            Self::Bias(values) => kyklos_tests::oracle::PairValues::Bias(Values::F32(values)),
+            Self::Visible(values) => kyklos_oracle::oracle::PairValues::Visible(values),
+            Self::Bias(values) => kyklos_oracle::oracle::PairValues::Bias(Values::F32(values)),
         }
     }
 }

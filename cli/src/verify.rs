@@ -1,7 +1,7 @@
 //! The result against the f64 oracle, on sampled rows.
 //!
 //! The tolerance is measured, not chosen: every kind of device that took part computes the sampled rows alone, and
-//! the shared result may be twice as wrong as the worst of them, plus a rounding allowance (`kyklos_tests::tolerance`).
+//! the shared result may be twice as wrong as the worst of them, plus a rounding allowance (`kyklos_oracle::tolerance`).
 
 mod every_row;
 mod masks;
@@ -13,10 +13,10 @@ use half::{bf16, f16};
 use kyklos::local::Tensors;
 use kyklos::plan::{Content, World};
 use kyklos::{AttentionProblem, Dtype, RunOptions, TokenRuns, WireFormat, plan_rows};
-use kyklos_tests::inputs::sample_rows;
-use kyklos_tests::oracle::{self, Oracle, OracleError, OraclePairs, OracleProblem, Row, RowId, Values};
-use kyklos_tests::tolerance::{Comparison, Context, Limit, compare_rows, naive_f32_rows};
-use kyklos_tests::wire;
+use kyklos_oracle::inputs::sample_rows;
+use kyklos_oracle::oracle::{self, Oracle, OracleError, OraclePairs, OracleProblem, Row, RowId, Values};
+use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare_rows, naive_f32_rows};
+use kyklos_oracle::wire;
 use kyklos_transport::Rank;
 
 use crate::alone;

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
 use kyklos::{Dtype, Mesh, Strategy};
-use kyklos_tests::inputs::{TensorId, fill, normal};
-use kyklos_tests::oracle::Element;
+use kyklos_oracle::inputs::{TensorId, fill, normal};
+use kyklos_oracle::oracle::Element;
 use safetensors::tensor::TensorView;
 
 use crate::failure::{Failure, Result};

@@ -10,7 +10,7 @@ use std::process::{Command, ExitCode};
 
 fn main() -> ExitCode {
     let verb = std::env::args().nth(1).unwrap_or_default();
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests crate lies in the workspace");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace");
     let faults = match verb.as_str() {
         "layers" => layers(root),
         "sizes" => sizes(root),
@@ -34,8 +34,8 @@ const CRATES: [(&str, &[&str]); 6] = [
     ("transport", &[]),
     ("runtime", &["kyklos-shaders", "kyklos-transport"]),
     ("cuda-backend", &["kyklos"]),
-    ("tests", &[]),
-    ("demos", &["kyklos", "kyklos-shaders", "kyklos-transport", "kyklos-cuda", "kyklos-tests"]),
+    ("tests/oracle", &[]),
+    ("cli", &["kyklos", "kyklos-shaders", "kyklos-transport", "kyklos-cuda", "kyklos-oracle"]),
 ];
 
 /// Inside the runtime: what each module may use of the others (`error` and `Result` are everybody's). The order is
@@ -160,7 +160,7 @@ fn uses(text: &str, exports: &[(String, String)]) -> BTreeSet<String> {
 const MOST_LINES: usize = 600;
 
 fn sizes(root: &Path) -> Vec<String> {
-    let folders = ["shaders", "transport", "runtime", "cuda-backend", "tests", "demos"];
+    let folders = ["shaders", "transport", "runtime", "cuda-backend", "tests", "cli", "xtask"];
     let files = folders.iter().flat_map(|folder| rust_files(&root.join(folder)));
     files
         .filter_map(|file| {

@@ -62,7 +62,7 @@ fn a_spoiled_result_is_wrong_and_the_table_says_so() {
     let mut judge = |rows| yardstick.judge(rows, &accepted, DeviceId::Cpu, &backend);
     assert!(matches!(judge(rows.clone()), State::Correct { .. }));
 
-    let spoil = |how: &dyn Fn(&mut Vec<kyklos_tests::oracle::Row>)| {
+    let spoil = |how: &dyn Fn(&mut Vec<kyklos_oracle::oracle::Row>)| {
         let mut rows = rows.clone();
         how(&mut rows);
         rows

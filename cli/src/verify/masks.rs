@@ -1,6 +1,6 @@
 //! Masks for the oracle, from the words of the command line.
 
-use kyklos_tests::oracle::{OracleMask, OracleSlice, OracleTerm};
+use kyklos_oracle::oracle::{OracleMask, OracleSlice, OracleTerm};
 
 use crate::failure::{Failure, Result};
 

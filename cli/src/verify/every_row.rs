@@ -6,8 +6,8 @@
 
 use bytes::Bytes;
 use kyklos::Dtype;
-use kyklos_tests::oracle::{Dtype as OracleDtype, OracleProblem, Row, RowId};
-use kyklos_tests::tolerance::{Limit, compare_rows};
+use kyklos_oracle::oracle::{Dtype as OracleDtype, OracleProblem, Row, RowId};
+use kyklos_oracle::tolerance::{Limit, compare_rows};
 
 use super::{Sample, Verdict, element_value, oracle_dtype};
 use crate::failure::Result;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kyklos::collect::{receive_output, send_output};
 use kyklos::{Error, RankOutput, RunOptions};
-use kyklos_tests::oracle::Row;
+use kyklos_oracle::oracle::Row;
 use kyklos_transport::{Posted, Rank, Tag, Taken, Transport, TransportError, Vote};
 
 use super::{Job, REFUSE, refuse};
