@@ -28,7 +28,7 @@
 //! - [`in_process_group`]: ranks as threads (or tasks) of one process; hands payload over without copying it. The
 //!   reference implementation, and the only one on wasm, where nothing watches deadlines.
 //! - `quic` (feature `quic`): ranks as processes, over UDP or in TCP streams, with certificates on both sides. `WIRE.md` has its bytes,
-//!   `docs/adr/0004-transport-first-cut.md` what it does not do yet.
+//!   `docs/adr/0004-quic-transport.md` what it does not do yet.
 //!
 //! One conformance suite (`tests/conformance`) holds both to this contract.
 //!
