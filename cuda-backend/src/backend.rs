@@ -16,14 +16,15 @@ use kyklos::backend::{
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 
-use crate::device::Gpu;
+use crate::device::event_poller::Watch;
+use crate::device::gpu::Gpu;
+use crate::device::memory_pool::CudaBuffer;
+use crate::device::pacer::Pace;
+use crate::device::status::Health;
 use crate::devices::{Unavailable, describe, ready};
 use crate::driver::{self, Context};
-use crate::health::Health;
-use crate::pace::Pace;
-use crate::pool::CudaBuffer;
-use crate::watch::Watch;
-use crate::{attend, convert, modules, ops};
+use crate::images;
+use crate::ops::{attend, convert, state as ops};
 
 /// What a backend can be told.
 #[derive(Clone, Debug)]
@@ -97,7 +98,7 @@ impl CudaBackend {
         if let Some(why) = device.refused {
             return Err(refusal(why));
         }
-        let image = modules::image(facts.capability, options.cache.as_deref()).map_err(|why| {
+        let image = images::image(facts.capability, options.cache.as_deref()).map_err(|why| {
             Error::request(format!("no kernels for {}: {}", facts.name, why.0), "or use wgpu")
         })?;
         let context = Context::retain(ordinal).map_err(fault("open the device"))?;

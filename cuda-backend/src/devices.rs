@@ -4,8 +4,7 @@ use std::fmt;
 
 use kyklos::backend::{DeviceClass, DeviceInfo};
 
-use crate::driver::{self, Facts};
-use crate::fault::Fault;
+use crate::driver::{self, Facts, Fault};
 
 /// CUDA 12.0, of drivers from 525 on: older ones are not tried.
 const OLDEST_DRIVER: u32 = 12_000;

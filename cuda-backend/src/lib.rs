@@ -14,45 +14,20 @@
 //! - `unsafe` is in `driver.rs`, the files below it, and `compiler.rs`.
 #![deny(unsafe_code)]
 
-mod arguments;
-mod attend;
 mod backend;
-mod cache;
-mod codes;
-mod compiler;
-mod convert;
-mod decode;
 mod device;
 mod devices;
 mod driver;
-mod fault;
-mod graphs;
-mod health;
-mod hopper;
+mod images;
 mod kernels;
-mod modules;
 mod ops;
-mod order;
-mod pace;
-mod pieces;
-mod pool;
-mod staging;
-mod watch;
-mod way;
-mod work;
 
-pub use arguments::{
-    AttendArguments, CodesArguments, ConvertArguments, DecodeArguments, HeadPack, PartsArguments,
-    RepackArguments, StateArguments, TensorArgument, logits,
-};
 pub use backend::{CudaBackend, CudaOptions, Download};
-pub use codes::{CodesKernel, Direction};
-pub use decode::{decode_parts, head_packs};
+pub use device::CudaBuffer;
 pub use devices::{CudaDevice, Unavailable, availability, devices};
-pub use hopper::{HopperArguments, TensorMap};
 pub use kernels::{
-    AttendKernel, PACKED_ROWS, SMALL_THREADS, SOURCES, STATE_ROWS, convert_kernel, finalize_kernel,
+    AttendArguments, AttendKernel, CallShape, CodesArguments, CodesKernel, ConvertArguments, DecodeArguments,
+    DeviceWork, Direction, HeadPack, HopperArguments, PACKED_ROWS, PartsArguments, RepackArguments,
+    SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument, TensorMap, Way, convert_kernel,
+    decode_parts, finalize_kernel, head_packs, logits,
 };
-pub use pool::CudaBuffer;
-pub use way::{CallShape, Way};
-pub use work::DeviceWork;

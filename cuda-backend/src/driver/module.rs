@@ -8,8 +8,8 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::{Context, Handle, Result, check};
-use crate::fault::Fault;
-use crate::hopper::TensorMap;
+use crate::driver::Fault;
+use crate::kernels::TensorMap;
 
 /// A tensor as TMA knows it, of the one that `map` describes. The driver reads nothing of the tensor itself.
 pub(crate) fn encode(map: &TensorMap) -> Result<TensorMap> {

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::cache;
-use crate::compiler::Compiler;
+use crate::images::cache;
+use crate::images::nvrtc::Compiler;
 use crate::kernels::SOURCES;
 
 include!(concat!(env!("OUT_DIR"), "/images.rs"));

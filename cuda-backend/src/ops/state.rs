@@ -5,12 +5,11 @@ use bytemuck::Pod;
 use kyklos::backend::{Extent, Layout, State, StateShape};
 use kyklos::{Dtype, Error, Result};
 
-use crate::arguments::{RepackArguments, StateArguments};
-use crate::attend::tensor;
 use crate::backend::{CudaBackend, narrow};
-use crate::device::Launch;
-use crate::kernels::{SMALL_THREADS, STATE_ROWS, finalize_kernel};
-use crate::pool::CudaBuffer;
+use crate::device::gpu::Launch;
+use crate::device::memory_pool::CudaBuffer;
+use crate::kernels::{RepackArguments, SMALL_THREADS, STATE_ROWS, StateArguments, finalize_kernel};
+use crate::ops::attend::tensor;
 
 pub(crate) fn reset_state(
     backend: &CudaBackend,

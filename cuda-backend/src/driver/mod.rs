@@ -12,7 +12,6 @@ use std::sync::{Arc, OnceLock};
 use cudarc::driver::sys;
 
 use crate::devices::{Unavailable, failed};
-use crate::fault::Fault;
 
 type Result<T> = std::result::Result<T, Fault>;
 
@@ -67,11 +66,13 @@ macro_rules! call {
     };
 }
 
+mod error;
 mod graph;
 mod memory;
 mod module;
 mod stream;
 
+pub(crate) use error::Fault;
 pub(crate) use graph::Graph;
 pub(crate) use memory::{InFlight, Memory, Pinned};
 pub(crate) use module::{Function, Launch, Module, encode};

@@ -11,14 +11,13 @@ use futures_channel::oneshot;
 use kyklos::{Error, Result};
 
 use crate::backend::CudaOptions;
-use crate::driver::{self, Context, Event, Function, Module, Stream};
-use crate::fault::Fault;
-use crate::graphs::Graphs;
-use crate::health::Health;
-use crate::order::{End, Lane};
-use crate::pool::{CudaBuffer, Pool};
-use crate::staging::Staging;
-use crate::watch::Watch;
+use crate::device::dependencies::{End, Lane};
+use crate::device::event_poller::Watch;
+use crate::device::graph_cache::Graphs;
+use crate::device::memory_pool::{CudaBuffer, Pool};
+use crate::device::staging::Staging;
+use crate::device::status::Health;
+use crate::driver::{self, Context, Event, Fault, Function, Module, Stream};
 
 /// What a backend and everything that it has made share.
 #[derive(Debug)]

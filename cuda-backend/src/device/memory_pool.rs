@@ -9,10 +9,9 @@ use std::time::{Duration, Instant};
 
 use kyklos::{Error, Result};
 
-use crate::driver::{Context, Memory};
-use crate::fault::Fault;
-use crate::health::Health;
-use crate::order::Marks;
+use crate::device::dependencies::Marks;
+use crate::device::status::Health;
+use crate::driver::{Context, Fault, Memory};
 
 /// The memory of one backend.
 #[derive(Debug)]

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytes::Bytes;
 use kyklos::{Error, Result};
 
+use crate::device::memory_pool::size_class;
+use crate::device::status::Health;
 use crate::driver::{Context, Pinned};
-use crate::health::Health;
-use crate::pool::size_class;
 
 /// What is kept at most: a few blocks that travel. Pinned memory is the host's, which has other uses for it.
 const MOST_KEPT_BYTES: usize = 2 << 30;

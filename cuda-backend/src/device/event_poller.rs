@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use kyklos::Result;
 
+use crate::device::dependencies::Lane;
+use crate::device::status::Health;
 use crate::driver::Event;
-use crate::health::Health;
-use crate::order::Lane;
 
 const SHORTEST_NAP: Duration = Duration::from_micros(10);
 const LONGEST_NAP: Duration = Duration::from_millis(1);

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kyklos::{Error, Result};
 
-use crate::fault::Fault;
+use crate::driver::Fault;
 
 /// The first failure after which nothing works is kept, and is what every later call says.
 #[derive(Debug)]

@@ -3,12 +3,12 @@
 use kyklos::backend::{Elements, Scales};
 use kyklos::{Dtype, Error, Result, TOKENS_PER_SCALE};
 
-use crate::arguments::{CodesArguments, ConvertArguments};
 use crate::backend::{CudaBackend, narrow};
-use crate::codes::{CodesKernel, Direction};
-use crate::device::Launch;
-use crate::kernels::{SMALL_THREADS, convert_kernel};
-use crate::pool::CudaBuffer;
+use crate::device::gpu::Launch;
+use crate::device::memory_pool::CudaBuffer;
+use crate::kernels::{
+    CodesArguments, CodesKernel, ConvertArguments, Direction, SMALL_THREADS, convert_kernel,
+};
 
 pub(crate) fn convert(
     backend: &CudaBackend,

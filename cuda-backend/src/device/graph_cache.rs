@@ -6,8 +6,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::driver::{Context, Graph, Launch, Stream};
-use crate::fault::Fault;
+use crate::driver::{Context, Fault, Graph, Launch, Stream};
 
 /// Sequences that are remembered at most: several for each layer of a large model. Those that came last stay.
 const MOST: usize = 256;

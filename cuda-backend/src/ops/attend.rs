@@ -7,21 +7,18 @@ use bytemuck::Pod;
 use kyklos::backend::{Attend, Control, Layout, StateShape, yield_now};
 use kyklos::{AttentionProblem, Dtype, Error, PairKind, Result, TileShape};
 
-use crate::arguments::{
-    AttendArguments, DecodeArguments, HeadPack, PartsArguments, StateArguments, TensorArgument, logits,
-};
 use crate::backend::{CudaBackend, narrow};
-use crate::decode::{decode_parts, head_packs};
-use crate::device::{Launch, moment};
+use crate::device::gpu::{Launch, moment};
+use crate::device::memory_pool::CudaBuffer;
+use crate::device::pacer::Flight;
 use crate::driver::{self, Event};
-use crate::hopper::{HopperArguments, TensorMap};
-use crate::kernels::{AttendKernel, PACKED_ROWS};
-use crate::ops;
-use crate::pace::Flight;
-use crate::pieces::{Piece, Pieces, fill};
-use crate::pool::CudaBuffer;
-use crate::way::{CallShape, Way};
-use crate::work::DeviceWork;
+use crate::kernels::{
+    AttendArguments, AttendKernel, CallShape, DecodeArguments, DeviceWork, HeadPack, HopperArguments,
+    PACKED_ROWS, PartsArguments, StateArguments, TensorArgument, TensorMap, Way, decode_parts, head_packs,
+    logits,
+};
+use crate::ops::pieces::{Piece, Pieces, fill};
+use crate::ops::state;
 
 /// Operations a second, before anything was measured: too few only make the first piece short.
 fn first_rate(dtype: Dtype) -> f64 {
@@ -170,10 +167,10 @@ impl Call<'_> {
             ml: state.ml.address(),
             from_a,
             from_ml,
-            ..ops::state(shape)?
+            ..state::state(shape)?
         };
         let merge = PartsArguments { state: into, parts, reserved: 0 };
-        let merge_parts = ops::over_rows("merge_parts", shape)?.expect("there are rows");
+        let merge_parts = state::over_rows("merge_parts", shape)?.expect("there are rows");
         self.submit(next, |(arguments, last), grid| {
             if !last {
                 return backend.gpu.launch(self.kernel_over(grid), &arguments, &self.reads(), &[&states]);

@@ -12,8 +12,7 @@ use std::sync::{Arc, OnceLock};
 
 use kyklos::{Error, Result};
 
-use crate::driver::Event;
-use crate::fault::Fault;
+use crate::driver::{Event, Fault};
 
 /// The streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
