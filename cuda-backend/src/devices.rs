@@ -1,30 +1,13 @@
 //! Which devices there are, and why not.
 
-use std::fmt;
-
 use kyklos::backend::{DeviceClass, DeviceInfo};
 
-use crate::driver::{self, Facts, Fault};
+use crate::driver::{self, Facts, Unavailable};
 
 /// CUDA 12.0, of drivers from 525 on: older ones are not tried.
 const OLDEST_DRIVER: u32 = 12_000;
 /// `mma.sync` for bf16, and `cp.async`.
 const OLDEST_CAPABILITY: u32 = 80;
-
-/// Why there is no CUDA here, or why a device is of no use; for people.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unavailable {
-    pub(crate) why: String,
-    pub(crate) remedy: &'static str,
-}
-
-impl fmt::Display for Unavailable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.why, self.remedy)
-    }
-}
-
-impl std::error::Error for Unavailable {}
 
 /// A device of this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,18 +40,19 @@ pub fn availability() -> Result<(), Unavailable> {
 /// Why the driver cannot be asked, or that it has none. Never panics.
 pub fn devices() -> Result<Vec<CudaDevice>, Unavailable> {
     let version = ready()?;
-    let count = driver::device_count().map_err(failed)?;
+    let count = driver::device_count().map_err(Unavailable::from)?;
     if count == 0 {
         return Err(no_device());
     }
-    let each = (0..count).map(|ordinal| Ok(describe(&driver::facts(ordinal).map_err(failed)?, version)));
+    let each =
+        (0..count).map(|ordinal| Ok(describe(&driver::facts(ordinal).map_err(Unavailable::from)?, version)));
     each.collect()
 }
 
 /// Loads the driver and asks for its version.
 pub(crate) fn ready() -> Result<u32, Unavailable> {
     driver::load()?;
-    let version = driver::version().map_err(failed)?;
+    let version = driver::version().map_err(Unavailable::from)?;
     if version < OLDEST_DRIVER {
         return Err(Unavailable {
             why: format!(
@@ -80,11 +64,6 @@ pub(crate) fn ready() -> Result<u32, Unavailable> {
         });
     }
     Ok(version)
-}
-
-/// The driver is there, and does not work.
-pub(crate) fn failed(fault: Fault) -> Unavailable {
-    Unavailable { why: format!("CUDA cannot be used: {fault}"), remedy: "see what nvidia-smi says" }
 }
 
 fn no_device() -> Unavailable {

@@ -11,7 +11,7 @@
 //! - Kernels, copies to the device and copies to the host have a stream each; events order them where buffers are shared.
 //!   Short kernels are submitted together, and as CUDA graphs where the same ones come again.
 //!   Copies go through pinned memory, and a download hands it out without another copy.
-//! - `unsafe` is in `driver.rs`, the files below it, and `compiler.rs`.
+//! - `unsafe` is in `driver/` and `images/nvrtc.rs`.
 #![deny(unsafe_code)]
 
 mod backend;
@@ -22,9 +22,10 @@ mod images;
 mod kernels;
 mod ops;
 
-pub use backend::{CudaBackend, CudaOptions, Download};
-pub use device::CudaBuffer;
-pub use devices::{CudaDevice, Unavailable, availability, devices};
+pub use backend::CudaBackend;
+pub use device::{CudaBuffer, CudaOptions, Download};
+pub use devices::{CudaDevice, availability, devices};
+pub use driver::Unavailable;
 pub use kernels::{
     AttendArguments, AttendKernel, CallShape, CodesArguments, CodesKernel, ConvertArguments, DecodeArguments,
     DeviceWork, Direction, HeadPack, HopperArguments, PACKED_ROWS, PartsArguments, RepackArguments,

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use kyklos::Result;
 
-use crate::device::dependencies::Lane;
-use crate::device::status::Health;
+use super::dependencies::Lane;
+use super::status::Health;
 use crate::driver::Event;
 
 const SHORTEST_NAP: Duration = Duration::from_micros(10);

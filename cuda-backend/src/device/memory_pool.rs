@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use kyklos::{Error, Result};
 
-use crate::device::dependencies::Marks;
-use crate::device::status::Health;
+use super::dependencies::Marks;
+use super::status::Health;
 use crate::driver::{Context, Fault, Memory};
 
 /// The memory of one backend.

@@ -1,12 +1,21 @@
 //! An open device: its streams, memory, submissions and completions.
 
-pub(crate) mod dependencies;
-pub(crate) mod event_poller;
-pub(crate) mod gpu;
-pub(crate) mod graph_cache;
-pub(crate) mod memory_pool;
-pub(crate) mod pacer;
-pub(crate) mod staging;
-pub(crate) mod status;
+mod dependencies;
+mod download;
+mod event_poller;
+mod graph_cache;
+mod memory_pool;
+mod open_device;
+mod options;
+mod pacer;
+mod staging;
+mod status;
+mod submitter;
 
+pub use download::Download;
 pub use memory_pool::CudaBuffer;
+pub(crate) use open_device::OpenDevice;
+pub use options::CudaOptions;
+pub(crate) use pacer::Flight;
+pub(crate) use status::Health;
+pub(crate) use submitter::Launch;

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytes::Bytes;
 use kyklos::{Error, Result};
 
-use crate::device::memory_pool::size_class;
-use crate::device::status::Health;
+use super::memory_pool::size_class;
+use super::status::Health;
 use crate::driver::{Context, Pinned};
 
 /// What is kept at most: a few blocks that travel. Pinned memory is the host's, which has other uses for it.

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+pub(super) type Result<T> = std::result::Result<T, Fault>;
+
 /// A call of the driver that failed: the call, the number, and what the driver calls it and says of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fault {
@@ -31,5 +33,27 @@ impl Fault {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {} ({}): {}", self.call, self.name, self.code, self.text)
+    }
+}
+
+/// Why there is no CUDA here, or why a device is of no use; for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unavailable {
+    pub(crate) why: String,
+    pub(crate) remedy: &'static str,
+}
+
+impl fmt::Display for Unavailable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.why, self.remedy)
+    }
+}
+
+impl std::error::Error for Unavailable {}
+
+/// The driver is there, and does not work.
+impl From<Fault> for Unavailable {
+    fn from(fault: Fault) -> Self {
+        Self { why: format!("CUDA cannot be used: {fault}"), remedy: "see what nvidia-smi says" }
     }
 }

@@ -1,13 +1,14 @@
 //! Memory of the device, and pinned memory of the host.
 
 use std::ffi::c_void;
-use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::{Context, Event, Handle, Result, check};
+use super::call::check;
+use super::context::{Context, Handle};
+use super::error::Result;
 
 /// Memory of the device.
 #[derive(Debug)]
@@ -94,31 +95,5 @@ impl Drop for Pinned {
         if self.context.bind().is_ok() {
             let _ = call!(cuMemFreeHost(self.raw.0));
         }
-    }
-}
-
-/// Staging that a copy is under way to or from.
-///
-/// Dropped before it has landed, its memory is never freed: the device may still write to it.
-#[derive(Debug)]
-pub(crate) struct InFlight {
-    staging: ManuallyDrop<Pinned>,
-    event: Arc<Event>,
-}
-
-impl InFlight {
-    /// Staging whose copy was submitted. Where no event could be recorded nobody can know when it lands.
-    pub(super) fn new(staging: Pinned, event: Result<Event>) -> Result<Self> {
-        let staging = ManuallyDrop::new(staging);
-        Ok(Self { staging, event: Arc::new(event?) })
-    }
-
-    pub(crate) fn event(&self) -> &Arc<Event> {
-        &self.event
-    }
-
-    /// The staging, when the copy is done.
-    pub(crate) fn land(self) -> Result<Option<Pinned>> {
-        Ok(self.event.happened()?.then(|| ManuallyDrop::into_inner(self.staging)))
     }
 }

@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::{Context, Handle, Result, check};
-use crate::driver::Fault;
+use super::call::check;
+use super::context::{Context, Handle};
+use super::error::{Fault, Result};
 use crate::kernels::TensorMap;
 
 /// A tensor as TMA knows it, of the one that `map` describes. The driver reads nothing of the tensor itself.

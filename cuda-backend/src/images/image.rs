@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::images::cache;
-use crate::images::nvrtc::Compiler;
+use super::cache;
+use super::nvrtc::Compiler;
 use crate::kernels::SOURCES;
 
 include!(concat!(env!("OUT_DIR"), "/images.rs"));

@@ -1,7 +1,7 @@
 //! Where the machine code of the kernels comes from: this library, a cache on disk, or NVRTC.
 
-pub(crate) mod cache;
+mod cache;
 mod image;
-pub(crate) mod nvrtc;
+mod nvrtc;
 
-pub(crate) use image::image;
+pub(crate) use image::{Image, image};

@@ -7,18 +7,15 @@ use bytemuck::Pod;
 use kyklos::backend::{Attend, Control, Layout, StateShape, yield_now};
 use kyklos::{AttentionProblem, Dtype, Error, PairKind, Result, TileShape};
 
-use crate::backend::{CudaBackend, narrow};
-use crate::device::gpu::{Launch, moment};
-use crate::device::memory_pool::CudaBuffer;
-use crate::device::pacer::Flight;
+use super::arguments::{narrow, over_rows, state_arguments, tensor};
+use super::pieces::{Piece, Pieces, fill};
+use crate::device::{CudaBuffer, Flight, Launch, OpenDevice};
 use crate::driver::{self, Event};
 use crate::kernels::{
     AttendArguments, AttendKernel, CallShape, DecodeArguments, DeviceWork, HeadPack, HopperArguments,
     PACKED_ROWS, PartsArguments, StateArguments, TensorArgument, TensorMap, Way, decode_parts, head_packs,
     logits,
 };
-use crate::ops::pieces::{Piece, Pieces, fill};
-use crate::ops::state;
 
 /// Operations a second, before anything was measured: too few only make the first piece short.
 fn first_rate(dtype: Dtype) -> f64 {
@@ -26,7 +23,7 @@ fn first_rate(dtype: Dtype) -> f64 {
 }
 
 pub(crate) async fn attend(
-    backend: &CudaBackend,
+    device: &OpenDevice,
     args: Attend<'_, CudaBuffer>,
     control: &Control,
 ) -> Result<()> {
@@ -35,7 +32,7 @@ pub(crate) async fn attend(
         return Ok(());
     }
     let packs = head_packs(args.kv_head_of);
-    let (way, kernel) = way_of(backend, &args, &packs)?;
+    let (way, kernel) = way_of(device, &args, &packs)?;
     let work = DeviceWork::new(args.work);
     let order = match way {
         Way::Hopper => work.longest_first(narrow("the batch", shape.batch)?),
@@ -46,8 +43,8 @@ pub(crate) async fn attend(
         Way::Parts => bytemuck::cast_slice(&packs),
         Way::Hopper => bytemuck::cast_slice(&order),
     };
-    let (lists, list, arguments) = prepare(backend, &args, &work, list)?;
-    let call = Call { backend, control, args, kernel, lists, arguments };
+    let (lists, list, arguments) = prepare(device, &args, &work, list)?;
+    let call = Call { device, control, args, kernel, lists, arguments };
     match way {
         Way::Tiles => call.tiles().await,
         Way::Parts => call.parts(&packs, list).await,
@@ -73,7 +70,7 @@ pub(crate) fn tile_shape(problem: &AttentionProblem, shape: StateShape, wgmma: b
 
 /// The way that the tiles of a call are for, and its kernel.
 fn way_of(
-    backend: &CudaBackend,
+    device: &OpenDevice,
     args: &Attend<'_, CudaBuffer>,
     packs: &[HeadPack],
 ) -> Result<(Way, AttendKernel)> {
@@ -86,7 +83,7 @@ fn way_of(
         pairs: args.pairs.is_some(),
         fixed_order: args.fixed_order,
     };
-    let ways = Way::all(&call, backend.wgmma);
+    let ways = Way::all(&call, device.wgmma);
     if ways.is_empty() || !call.dim.is_multiple_of(8) {
         return Err(Error::request(
             format!("head dim {} is not supported", call.dim),
@@ -98,14 +95,14 @@ fn way_of(
     ways.into_iter().find(|(way, kernel)| way.takes(&call, kernel, tile)).ok_or_else(|| {
         Error::request(
             format!("the work list is in tiles of {tile:?}, kernels for this call have {tiles:?}"),
-            "lower the mask with this backend's tile_shape for the shape of the state",
+            "lower the mask with this device's tile_shape for the shape of the state",
         )
     })
 }
 
 /// A call whose lists are on the device.
 struct Call<'a> {
-    backend: &'a CudaBackend,
+    device: &'a OpenDevice,
     control: &'a Control,
     args: Attend<'a, CudaBuffer>,
     kernel: AttendKernel,
@@ -131,17 +128,17 @@ impl Call<'_> {
 
     /// A block for each part of the keys of a query tile of a pack, then the merge of all parts.
     async fn parts(&self, packs: &[HeadPack], packs_at: u64) -> Result<()> {
-        let (backend, state, dtype) = (self.backend, &self.args.state, self.args.dtype);
+        let (device, state, dtype) = (self.device, &self.args.state, self.args.dtype);
         let shape = state.shape;
         let key_tiles = self.arguments.keys.div_ceil(self.kernel.tile.kv_cols);
         // All rows are in one tile.
         let tile_rows = self.arguments.rows;
         let rows = packs.iter().map(|pack| pack.count).max().unwrap_or(1) * tile_rows;
         let groups = (packs.len() * shape.batch) as u64;
-        let parts = decode_parts(dtype, groups, rows, key_tiles, backend.multiprocessors);
+        let parts = decode_parts(dtype, groups, rows, key_tiles, device.multiprocessors);
         let tile_blocks = AttendKernel::tile_blocks(dtype, rows, parts);
         let [a_bytes, ml_bytes] = [shape.a_bytes(), shape.ml_bytes()].map(|bytes| bytes * parts as usize);
-        let states = backend.gpu.buffer("the states of parts", a_bytes + ml_bytes)?;
+        let states = device.buffer("the states of parts", a_bytes + ml_bytes)?;
         let (from_a, from_ml) = (states.address(), states.address() + a_bytes as u64);
         // Parts without keys have a state too: no piece may be left out.
         let mut pieces = self.pieces(packs.len(), parts);
@@ -167,17 +164,17 @@ impl Call<'_> {
             ml: state.ml.address(),
             from_a,
             from_ml,
-            ..state::state(shape)?
+            ..state_arguments(shape)?
         };
         let merge = PartsArguments { state: into, parts, reserved: 0 };
-        let merge_parts = state::over_rows("merge_parts", shape)?.expect("there are rows");
+        let merge_parts = over_rows("merge_parts", shape)?.expect("there are rows");
         self.submit(next, |(arguments, last), grid| {
             if !last {
-                return backend.gpu.launch(self.kernel_over(grid), &arguments, &self.reads(), &[&states]);
+                return device.launch(self.kernel_over(grid), &arguments, &self.reads(), &[&states]);
             }
             // Nothing comes between the last parts and their merge, no cancellation either.
-            backend.gpu.hold(self.kernel_over(grid), &arguments, &self.reads(), &[&states])?;
-            backend.gpu.launch(merge_parts, &merge, &[&states], &[&*state.a, &*state.ml])
+            device.hold(self.kernel_over(grid), &arguments, &self.reads(), &[&states])?;
+            device.launch(merge_parts, &merge, &[&states], &[&*state.a, &*state.ml])
         })
         .await
     }
@@ -188,7 +185,7 @@ impl Call<'_> {
         let kv_heads = args.kv_head_of.iter().max().map_or(0, |head| head + 1);
         let map = |tensor: &TensorArgument, rows, heads, tile_rows| {
             let map = TensorMap::new(tensor, args.dtype, [self.batch(), rows, heads, whole.dim], tile_rows);
-            driver::encode(&map).map_err(|fault| self.backend.gpu.health.error("describe a tensor", &fault))
+            driver::encode(&map).map_err(|fault| self.device.error("describe a tensor", &fault))
         };
         let whole = HopperArguments {
             q: map(&whole.q, whole.rows, whole.heads, tile.q_rows)?,
@@ -215,7 +212,7 @@ impl Call<'_> {
             let count = |items| narrow("query tiles times heads", items);
             Some(count(first).and_then(|first_item| {
                 let arguments = HopperArguments { first_item, end_item: count(end)?, ..whole };
-                let blocks = (arguments.end_item - first_item).min(self.backend.multiprocessors);
+                let blocks = (arguments.end_item - first_item).min(self.device.multiprocessors);
                 Ok((arguments, [blocks, 1, 1], flops))
             }))
         };
@@ -253,14 +250,14 @@ impl Call<'_> {
         mut next: impl FnMut(f64) -> Option<Result<Submission<A>>>,
         launch: impl Fn(A, [u32; 3]) -> Result<Arc<Event>>,
     ) -> Result<()> {
-        let Self { backend, args, kernel, .. } = self;
+        let Self { device, args, kernel, .. } = self;
         let first_rate = first_rate(args.dtype);
-        while let Some(submission) = next(backend.pace.piece_flops(&kernel.name, first_rate)) {
+        while let Some(submission) = next(device.pace.piece_flops(&kernel.name, first_rate)) {
             let (arguments, grid, flops) = submission?;
-            backend.pace.room().await;
+            device.pace.room().await;
             let submitted = Instant::now();
-            let done = moment(&backend.watch, launch(arguments, grid)?);
-            backend.pace.submitted(Flight { kernel: kernel.name.clone(), flops, submitted, done });
+            let done = device.moment(launch(arguments, grid)?);
+            device.pace.submitted(Flight { kernel: kernel.name.clone(), flops, submitted, done });
             self.control.piece_done()?;
             yield_now().await;
         }
@@ -271,7 +268,7 @@ impl Call<'_> {
     fn launch(&self, arguments: &impl Pod, grid: [u32; 3]) -> Result<Arc<Event>> {
         let state = &self.args.state;
         let launch = self.kernel_over(grid);
-        self.backend.gpu.launch(launch, arguments, &self.reads(), &[&*state.a, &*state.ml])
+        self.device.launch(launch, arguments, &self.reads(), &[&*state.a, &*state.ml])
     }
 
     fn kernel_over(&self, grid: [u32; 3]) -> Launch<'_> {
@@ -290,7 +287,7 @@ impl Call<'_> {
 /// Uploads the work list and another list. Their buffer, the other list's address in it, and the arguments of a launch over
 /// everything.
 fn prepare(
-    backend: &CudaBackend,
+    device: &OpenDevice,
     args: &Attend<'_, CudaBuffer>,
     work: &DeviceWork,
     list: &[u8],
@@ -309,7 +306,7 @@ fn prepare(
     let runs = place(bytemuck::cast_slice(&work.runs));
     let kv_head_of = place(bytemuck::cast_slice(args.kv_head_of));
     let list = place(list);
-    let buffer = backend.gpu.upload(&backend.watch, "a work list", &bytes)?;
+    let buffer = device.upload("a work list", &bytes)?;
     let base = buffer.address();
     let (scale, cap) = logits(args.scale, args.softcap);
     let operand = |buffer: &CudaBuffer, layout: &Layout| {
@@ -346,16 +343,6 @@ fn prepare(
         ..AttendArguments::default()
     };
     Ok((buffer, base + list, arguments))
-}
-
-/// A tensor whose offset counts elements of so many bytes.
-pub(crate) fn tensor(buffer: &CudaBuffer, layout: &Layout, element_bytes: usize) -> TensorArgument {
-    TensorArgument {
-        data: buffer.address() + (layout.offset * element_bytes) as u64,
-        batch_stride: layout.batch_stride as u64,
-        row_stride: layout.row_stride as u64,
-        head_stride: layout.head_stride as u64,
-    }
 }
 
 /// Kernels load 16 bytes at a time.

@@ -3,15 +3,14 @@
 use kyklos::backend::{Elements, Scales};
 use kyklos::{Dtype, Error, Result, TOKENS_PER_SCALE};
 
-use crate::backend::{CudaBackend, narrow};
-use crate::device::gpu::Launch;
-use crate::device::memory_pool::CudaBuffer;
+use super::arguments::narrow;
+use crate::device::{CudaBuffer, Launch, OpenDevice};
 use crate::kernels::{
     CodesArguments, CodesKernel, ConvertArguments, Direction, SMALL_THREADS, convert_kernel,
 };
 
 pub(crate) fn convert(
-    backend: &CudaBackend,
+    device: &OpenDevice,
     from: Elements<&CudaBuffer>,
     into: Elements<&mut CudaBuffer>,
     shape: [usize; 4],
@@ -22,15 +21,15 @@ pub(crate) fn convert(
             Elements::Stored { buffer: into, first: into_first, dtype: into_dtype },
         ) => {
             let into = Stored { buffer: into, first: into_first, dtype: into_dtype };
-            store(backend, &Stored { buffer, first, dtype }, &into, shape.iter().product())
+            store(device, &Stored { buffer, first, dtype }, &into, shape.iter().product())
         }
         (Elements::Stored { buffer, first, dtype }, Elements::Coded { codes, scales, of }) => {
             let coded = Coded { codes, scales, of };
-            code(backend, Direction::ToCodes, &Stored { buffer, first, dtype }, &coded, shape)
+            code(device, Direction::ToCodes, &Stored { buffer, first, dtype }, &coded, shape)
         }
         (Elements::Coded { codes, scales, of }, Elements::Stored { buffer, first, dtype }) => {
             let coded = Coded { codes, scales, of };
-            code(backend, Direction::FromCodes, &Stored { buffer, first, dtype }, &coded, shape)
+            code(device, Direction::FromCodes, &Stored { buffer, first, dtype }, &coded, shape)
         }
         (Elements::Coded { .. }, Elements::Coded { .. }) => {
             unreachable!("plans convert to codes and back, not from codes to codes")
@@ -79,7 +78,7 @@ fn fits(what: &str, buffer: &CudaBuffer, bytes: usize) -> Result<()> {
 }
 
 /// From one storage type to another.
-fn store(backend: &CudaBackend, from: &Stored<'_>, into: &Stored<'_>, elements: usize) -> Result<()> {
+fn store(device: &OpenDevice, from: &Stored<'_>, into: &Stored<'_>, elements: usize) -> Result<()> {
     let kernel =
         convert_kernel(from.dtype, into.dtype).filter(|_| elements.is_multiple_of(8)).ok_or_else(|| {
             Error::request(
@@ -94,12 +93,12 @@ fn store(backend: &CudaBackend, from: &Stored<'_>, into: &Stored<'_>, elements: 
         eights: eights as u64,
     };
     let blocks = eights.div_ceil(SMALL_THREADS as usize);
-    launch(backend, (&kernel, blocks, 0), &arguments, &[from.buffer], &[into.buffer])
+    launch(device, (&kernel, blocks, 0), &arguments, &[from.buffer], &[into.buffer])
 }
 
 /// To codes or from them.
 fn code(
-    backend: &CudaBackend,
+    device: &OpenDevice,
     direction: Direction,
     stored: &Stored<'_>,
     coded: &Coded<'_>,
@@ -132,11 +131,11 @@ fn code(
         Direction::ToCodes => (&data, &codes),
         Direction::FromCodes => (&codes, &data),
     };
-    launch(backend, (&kernel.name, kernel.blocks, kernel.shared_bytes), &arguments, reads, writes)
+    launch(device, (&kernel.name, kernel.blocks, kernel.shared_bytes), &arguments, reads, writes)
 }
 
 fn launch(
-    backend: &CudaBackend,
+    device: &OpenDevice,
     (kernel, blocks, shared_bytes): (&str, usize, u32),
     arguments: &impl bytemuck::Pod,
     reads: &[&CudaBuffer],
@@ -147,11 +146,6 @@ fn launch(
         return Ok(());
     }
     let grid = [narrow("the number of blocks", blocks)?, 1, 1];
-    backend.gpu.launch(
-        Launch { kernel, grid, threads: SMALL_THREADS, shared_bytes },
-        arguments,
-        reads,
-        writes,
-    )?;
+    device.launch(Launch { kernel, grid, threads: SMALL_THREADS, shared_bytes }, arguments, reads, writes)?;
     Ok(())
 }

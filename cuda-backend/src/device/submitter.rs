@@ -1,30 +1,21 @@
-//! A device that is open: its context, streams, memory and kernels.
+//! Submits copies and launches to the streams of a device, in an order that keeps buffers right.
 
 use std::collections::HashMap;
-use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 use bytemuck::Pod;
-use bytes::Bytes;
-use futures_channel::oneshot;
-use kyklos::{Error, Result};
+use kyklos::Result;
 
-use crate::backend::CudaOptions;
-use crate::device::dependencies::{End, Lane};
-use crate::device::event_poller::Watch;
-use crate::device::graph_cache::Graphs;
-use crate::device::memory_pool::{CudaBuffer, Pool};
-use crate::device::staging::Staging;
-use crate::device::status::Health;
+use super::dependencies::{End, Lane};
+use super::graph_cache::Graphs;
+use super::memory_pool::CudaBuffer;
+use super::status::Health;
 use crate::driver::{self, Context, Event, Fault, Function, Module, Stream};
 
-/// What a backend and everything that it has made share.
+/// The streams and kernels of a device.
 #[derive(Debug)]
-pub(crate) struct Gpu {
-    pub(crate) health: Arc<Health>,
-    pub(crate) pool: Arc<Pool>,
-    staging: Arc<Staging>,
+pub(super) struct Submitter {
+    health: Arc<Health>,
     streams: [Stream; Lane::COUNT],
     functions: Mutex<HashMap<String, Arc<Function>>>,
     module: Arc<Module>,
@@ -59,44 +50,30 @@ struct Held {
 /// Launches that are held back at most.
 const MOST_HELD: usize = 16;
 
-impl Gpu {
-    pub(crate) fn open(
+impl Submitter {
+    pub(super) fn new(
         context: &Arc<Context>,
-        health: Arc<Health>,
+        health: &Arc<Health>,
         image: &[u8],
-        device_bytes: usize,
-        options: &CudaOptions,
-    ) -> Result<Arc<Self>> {
-        let fault = |operation: &str| {
-            let (health, operation) = (health.clone(), operation.to_owned());
-            move |fault: Fault| health.error(&operation, &fault)
-        };
+        graphs: bool,
+    ) -> Result<Self> {
+        let fault = |operation: &'static str| move |fault: Fault| health.error(operation, &fault);
         // Copies are short and somebody waits for them: they come first.
         let stream = |urgent| Stream::new(context, urgent).map_err(fault("make a stream"));
-        Ok(Arc::new(Self {
-            pool: Pool::new(context, &health, device_bytes, options.max_memory_bytes, options.stuck_after),
-            staging: Staging::new(context, &health),
+        Ok(Self {
+            health: health.clone(),
             streams: [stream(false)?, stream(true)?, stream(true)?],
             functions: Mutex::default(),
             module: Module::load(context, image).map_err(fault("load the kernels"))?,
             submitting: Mutex::new(Submitting {
                 held: Held::default(),
-                graphs: Graphs::new(context, options.graphs),
+                graphs: Graphs::new(context, graphs),
             }),
-            health,
-        }))
-    }
-
-    /// Memory of the device.
-    pub(crate) fn buffer(&self, label: &str, bytes: usize) -> Result<CudaBuffer> {
-        self.pool.buffer(label, bytes, || {
-            // Whoever has what was to be written is told of a fault.
-            let _ = self.submit_held(&mut self.submitting());
         })
     }
 
     /// Submits a copy to its lane, behind what it has to wait for. `work` submits it and records its event.
-    fn copy<T>(
+    pub(super) fn copy<T>(
         &self,
         lane: Lane,
         operation: &str,
@@ -121,7 +98,7 @@ impl Gpu {
     }
 
     /// Launches a kernel, after those that are held back. The event is its end.
-    pub(crate) fn launch<A: Pod>(
+    pub(super) fn launch<A: Pod>(
         &self,
         launch: Launch<'_>,
         arguments: &A,
@@ -135,7 +112,7 @@ impl Gpu {
 
     /// Holds a launch back until the next one, or until somebody needs its end. For what is of no use by itself: nobody may
     /// be kept waiting. A fault is then an error of whoever comes next, and of whoever needs what was to be written.
-    pub(crate) fn hold<A: Pod>(
+    pub(super) fn hold<A: Pod>(
         &self,
         launch: Launch<'_>,
         arguments: &A,
@@ -203,117 +180,8 @@ impl Gpu {
         Ok(function)
     }
 
-    /// A new buffer that holds `data`.
-    pub(crate) fn upload(&self, watch: &Watch, label: &str, data: &[u8]) -> Result<CudaBuffer> {
-        let buffer = self.buffer(label, data.len())?;
-        self.write(watch, label, &buffer, 0, data)?;
-        Ok(buffer)
-    }
-
-    /// Overwrites part of a buffer.
-    pub(crate) fn write(
-        &self,
-        watch: &Watch,
-        label: &str,
-        buffer: &CudaBuffer,
-        offset: usize,
-        data: &[u8],
-    ) -> Result<()> {
-        self.health.check()?;
-        if offset.checked_add(data.len()).is_none_or(|end| end > buffer.bytes()) {
-            return Err(Error::request(
-                format!("a write of {} bytes at byte {offset} of a buffer of {}", data.len(), buffer.bytes()),
-                "write within the buffer",
-            ));
-        }
-        if data.is_empty() {
-            return Ok(());
-        }
-        let mut staging = self.staging.take(label, data.len())?;
-        staging.contents_mut().copy_from_slice(data);
-        let flight =
-            self.copy(Lane::Up, &format!("copy {label} to the device"), &[], &[buffer], |stream| {
-                let flight = stream.upload(staging, &buffer.block().memory, offset)?;
-                let event = flight.event().clone();
-                Ok((flight, event))
-            })?;
-        let home = self.staging.clone();
-        watch.when(Lane::Up, flight.event().clone(), move |result| {
-            if let (Ok(()), Ok(Some(staging))) = (result, flight.land()) {
-                home.put(staging);
-            }
-        });
-        Ok(())
-    }
-
-    /// Starts copying `range` of a buffer to the host.
-    pub(crate) fn download(
-        &self,
-        watch: &Watch,
-        buffer: &CudaBuffer,
-        range: Range<usize>,
-    ) -> Result<oneshot::Receiver<Result<Bytes>>> {
-        self.health.check()?;
-        if range.start > range.end || range.end > buffer.bytes() {
-            return Err(Error::request(
-                format!("bytes {range:?} of a buffer of {}", buffer.bytes()),
-                "download what the buffer has",
-            ));
-        }
-        let (sender, receiver) = oneshot::channel();
-        if range.is_empty() {
-            let _ = sender.send(Ok(Bytes::new()));
-            return Ok(receiver);
-        }
-        let staging = self.staging.take("a download", range.len())?;
-        let flight = self.copy(Lane::Down, "copy to the host", &[buffer], &[], |stream| {
-            let flight = stream.download(&buffer.block().memory, range, staging)?;
-            let event = flight.event().clone();
-            Ok((flight, event))
-        })?;
-        let (home, health) = (self.staging.clone(), self.health.clone());
-        watch.when(Lane::Down, flight.event().clone(), move |result| {
-            let landed = result.and_then(|()| match flight.land() {
-                Ok(Some(staging)) => Ok(home.lend(staging)),
-                Ok(None) => Err(health.device_error("copy to the host", "an event did not stay happened")),
-                Err(fault) => Err(health.error("copy to the host", &fault)),
-            });
-            // Nobody waits any more: fine.
-            let _ = sender.send(landed);
-        });
-        Ok(receiver)
-    }
-
-    /// Ends, for each lane, when everything submitted to it so far is done.
-    pub(crate) fn all_done(&self, watch: &Watch) -> Result<Vec<oneshot::Receiver<Result<()>>>> {
-        let end = |lane| {
-            let (sender, receiver) = oneshot::channel();
-            watch.when(lane, self.end(lane)?, move |result| {
-                let _ = sender.send(result);
-            });
-            Ok(receiver)
-        };
-        Lane::ALL.into_iter().map(end).collect()
-    }
-
-    /// Lives until everything submitted so far is done.
-    pub(crate) fn keep_until_done(self: Arc<Self>, watch: &Watch) {
-        for lane in Lane::ALL {
-            // Where what was held back is refused now, nobody is left to hear of it, but it has an end.
-            if let Ok(event) = self.end(lane).or_else(|_| self.end(lane)) {
-                let gpu = self.clone();
-                watch.when(lane, event, move |result| {
-                    if result.is_err() {
-                        // As of a device that was lost before.
-                        std::mem::forget(gpu);
-                    }
-                });
-            }
-        }
-    }
-
     /// The end of everything in a lane so far.
-    fn end(&self, lane: Lane) -> Result<Arc<Event>> {
+    pub(super) fn end(&self, lane: Lane) -> Result<Arc<Event>> {
         self.health.check()?;
         if lane == Lane::Compute {
             return self.submit_held(&mut self.submitting());
@@ -322,6 +190,11 @@ impl Gpu {
             let event = Arc::new(stream.record()?);
             Ok((event.clone(), event))
         })
+    }
+
+    /// Submits what is held back.
+    pub(super) fn flush(&self) -> Result<()> {
+        self.submit_held(&mut self.submitting()).map(drop)
     }
 }
 
@@ -356,15 +229,4 @@ fn mark(lane: Lane, end: &Arc<End>, reads: &[&CudaBuffer], writes: &[&CudaBuffer
     for buffer in writes {
         buffer.block().marks().was_written(lane, end);
     }
-}
-
-/// When an event of the compute lane happens; nothing if the device is lost before.
-pub(crate) fn moment(watch: &Watch, event: Arc<Event>) -> oneshot::Receiver<Instant> {
-    let (sender, receiver) = oneshot::channel();
-    watch.when(Lane::Compute, event, move |result| {
-        if result.is_ok() {
-            let _ = sender.send(Instant::now());
-        }
-    });
-    receiver
 }
