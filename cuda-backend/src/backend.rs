@@ -9,8 +9,8 @@ use kyklos::backend::{
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 
-use crate::device::{CudaBuffer, CudaOptions, Download, Health, OpenDevice};
-use crate::devices::{describe, ready};
+use crate::device::{CudaBuffer, CudaOptions, DeviceStatus, Download, OpenDevice};
+use crate::devices::{describe, supported_driver_version};
 use crate::driver::{self, Context, Unavailable};
 use crate::{images, ops};
 
@@ -19,7 +19,7 @@ use crate::{images, ops};
 /// - **Errors** keep the driver's call, number, name and text. After one that ends a context (an illegal address, a lost
 ///   device) every call says so, and every future that waits for the device ends; other devices go on. The context is that
 ///   of the whole process: it takes a new process to use the device again.
-/// - **Memory** of buffers that are dropped is kept for the next ones of their size, up to a quarter of the device.
+/// - **DeviceMemory** of buffers that are dropped is kept for the next ones of their size, up to a quarter of the device.
 /// - **Threads.** One for each backend notices when the device is done. Any thread may call.
 #[derive(Debug)]
 pub struct CudaBackend {
@@ -41,32 +41,32 @@ impl CudaBackend {
     /// # Errors
     /// As [`Self::new`].
     pub fn with_options(ordinal: usize, options: &CudaOptions) -> Result<Self> {
-        let version = ready().map_err(refusal)?;
+        let version = supported_driver_version().map_err(refusal)?;
         let name: Arc<str> = format!("cuda:{ordinal}").into();
-        let health = Arc::new(Health::new(name));
-        let fault = |operation| {
-            let health = &health;
-            move |fault| health.error(operation, &fault)
+        let status = Arc::new(DeviceStatus::new(name));
+        let error = |operation| {
+            let status = &status;
+            move |error| status.error(operation, &error)
         };
-        let found = driver::device_count().map_err(fault("count the devices"))?;
+        let found = driver::device_count().map_err(error("count the devices"))?;
         if ordinal >= found {
             return Err(Error::request(
                 format!("device cuda:{ordinal} does not exist, this machine has {found}"),
                 format!("use a number below {found}"),
             ));
         }
-        let facts = driver::facts(ordinal).map_err(fault("describe the device"))?;
-        let device = describe(&facts, version);
+        let properties = driver::properties(ordinal).map_err(error("describe the device"))?;
+        let device = describe(&properties, version);
         if let Some(why) = device.refused {
             return Err(refusal(why));
         }
-        let image = images::image(facts.capability, options.cache.as_deref()).map_err(|why| {
-            Error::request(format!("no kernels for {}: {}", facts.name, why.0), "or use wgpu")
+        let image = images::image(properties.capability, options.cache.as_deref()).map_err(|why| {
+            Error::request(format!("no kernels for {}: {}", properties.name, why.0), "or use wgpu")
         })?;
-        let context = Context::retain(ordinal).map_err(fault("open the device"))?;
+        let context = Context::retain(ordinal).map_err(error("open the device"))?;
         let products = if image.wgmma { "wgmma and mma.sync" } else { "mma.sync" };
         let info = DeviceInfo { kernel: format!("{products}, {}", image.origin), ..device.info };
-        let device = OpenDevice::new(&context, health.clone(), &image, &facts, options)?;
+        let device = OpenDevice::new(&context, status.clone(), &image, &properties, options)?;
         Ok(Self { info, device })
     }
 }

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use futures_channel::oneshot;
 use kyklos::{Error, Result};
 
-use super::status::Health;
+use super::status::DeviceStatus;
 
 /// Ends with bytes of the device on the host; may be dropped, and may outlive its backend. The bytes lie in pinned
 /// memory, which goes back to the backend with the last of them.
@@ -18,13 +18,13 @@ pub struct Download(Copying);
 
 #[derive(Debug)]
 enum Copying {
-    Coming(oneshot::Receiver<Result<Bytes>>, Arc<Health>),
+    Coming(oneshot::Receiver<Result<Bytes>>, Arc<DeviceStatus>),
     Failed(Error),
 }
 
 impl Download {
-    pub(super) fn coming(receiver: oneshot::Receiver<Result<Bytes>>, health: &Arc<Health>) -> Self {
-        Self(Copying::Coming(receiver, health.clone()))
+    pub(super) fn coming(receiver: oneshot::Receiver<Result<Bytes>>, status: &Arc<DeviceStatus>) -> Self {
+        Self(Copying::Coming(receiver, status.clone()))
     }
 
     pub(super) fn failed(error: Error) -> Self {
@@ -38,10 +38,10 @@ impl Future for Download {
     fn poll(mut self: Pin<&mut Self>, context: &mut TaskContext<'_>) -> Poll<Self::Output> {
         match &mut self.0 {
             Copying::Failed(error) => Poll::Ready(Err(error.clone())),
-            Copying::Coming(receiver, health) => Pin::new(receiver).poll(context).map(|got| {
+            Copying::Coming(receiver, status) => Pin::new(receiver).poll(context).map(|got| {
                 got.unwrap_or_else(|_| {
-                    health.check()?;
-                    Err(health.device_error("copy to the host", "nobody looks after the device any more"))
+                    status.check()?;
+                    Err(status.device_error("copy to the host", "nobody looks after the device any more"))
                 })
             }),
         }

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use kyklos::Result;
 
-use super::dependencies::Lane;
-use super::status::Health;
+use super::dependencies::StreamKind;
+use super::status::DeviceStatus;
 use crate::driver::Event;
 
 const SHORTEST_NAP: Duration = Duration::from_micros(10);
@@ -22,10 +22,10 @@ type Then = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// The thread, from outside.
 #[derive(Debug)]
-pub(crate) struct Watch(Arc<Shared>);
+pub(crate) struct EventPoller(Arc<Shared>);
 
 struct Shared {
-    health: Arc<Health>,
+    status: Arc<DeviceStatus>,
     /// A stream on which nothing happens for this long hangs.
     stuck_after: Duration,
     queue: Mutex<Queue>,
@@ -34,20 +34,20 @@ struct Shared {
 
 #[derive(Default)]
 struct Queue {
-    lanes: [VecDeque<(Arc<Event>, Then)>; Lane::COUNT],
+    streams: [VecDeque<(Arc<Event>, Then)>; StreamKind::COUNT],
     closed: bool,
 }
 
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shared").field("health", &self.health).finish_non_exhaustive()
+        f.debug_struct("Shared").field("status", &self.status).finish_non_exhaustive()
     }
 }
 
-impl Watch {
-    pub(crate) fn start(health: &Arc<Health>, stuck_after: Duration) -> Result<Self> {
+impl EventPoller {
+    pub(crate) fn start(status: &Arc<DeviceStatus>, stuck_after: Duration) -> Result<Self> {
         let shared = Arc::new(Shared {
-            health: health.clone(),
+            status: status.clone(),
             stuck_after,
             queue: Mutex::default(),
             changed: Condvar::new(),
@@ -57,13 +57,18 @@ impl Watch {
             let shared = shared.clone();
             move || shared.run()
         };
-        thread.spawn(run).map_err(|error| health.device_error("start a thread", &error.to_string()))?;
+        thread.spawn(run).map_err(|error| status.device_error("start a thread", &error.to_string()))?;
         Ok(Self(shared))
     }
 
-    /// Calls `then` when `event` of this lane has happened. Events of a lane come in their order.
-    pub(crate) fn when(&self, lane: Lane, event: Arc<Event>, then: impl FnOnce(Result<()>) + Send + 'static) {
-        self.0.lock().lanes[lane as usize].push_back((event, Box::new(then)));
+    /// Calls `then` when `event` of this kind has happened. Events of a kind come in their order.
+    pub(crate) fn on_event(
+        &self,
+        kind: StreamKind,
+        event: Arc<Event>,
+        then: impl FnOnce(Result<()>) + Send + 'static,
+    ) {
+        self.0.lock().streams[kind as usize].push_back((event, Box::new(then)));
         self.0.changed.notify_one();
     }
 
@@ -74,7 +79,7 @@ impl Watch {
     }
 }
 
-impl Drop for Watch {
+impl Drop for EventPoller {
     fn drop(&mut self) {
         self.close();
     }
@@ -86,13 +91,13 @@ impl Shared {
     }
 
     fn run(&self) {
-        let mut since = [Instant::now(); Lane::COUNT];
+        let mut since = [Instant::now(); StreamKind::COUNT];
         let mut idle_since = Instant::now();
         loop {
             let (heads, closed) = {
                 let queue = self.lock();
                 (
-                    queue.lanes.each_ref().map(|lane| lane.front().map(|(event, _)| event.clone())),
+                    queue.streams.each_ref().map(|kind| kind.front().map(|(event, _)| event.clone())),
                     queue.closed,
                 )
             };
@@ -101,37 +106,37 @@ impl Shared {
                     return;
                 }
                 let sleeping =
-                    |queue: &mut Queue| !queue.closed && queue.lanes.iter().all(VecDeque::is_empty);
+                    |queue: &mut Queue| !queue.closed && queue.streams.iter().all(VecDeque::is_empty);
                 drop(self.changed.wait_while(self.lock(), sleeping).unwrap_or_else(PoisonError::into_inner));
                 idle_since = Instant::now();
-                since = [idle_since; Lane::COUNT];
+                since = [idle_since; StreamKind::COUNT];
                 continue;
             }
             let mut landed = false;
-            for (lane, head) in heads.into_iter().enumerate() {
+            for (kind, head) in heads.into_iter().enumerate() {
                 let Some(event) = head else {
-                    since[lane] = Instant::now();
+                    since[kind] = Instant::now();
                     continue;
                 };
-                match event.happened() {
-                    Ok(false) if since[lane].elapsed() < self.stuck_after => continue,
+                match event.is_complete() {
+                    Ok(false) if since[kind].elapsed() < self.stuck_after => continue,
                     Ok(false) => {
                         let text = format!(
                             "nothing was done for {} s: the device hangs, or somebody else keeps it busy",
                             self.stuck_after.as_secs_f32()
                         );
-                        self.health.lost(self.health.device_error("wait for the device", &text));
+                        self.status.mark_lost(self.status.device_error("wait for the device", &text));
                     }
                     Ok(true) => {}
-                    Err(fault) => {
-                        self.health.error("wait for the device", &fault);
+                    Err(error) => {
+                        self.status.error("wait for the device", &error);
                     }
                 }
-                since[lane] = Instant::now();
+                since[kind] = Instant::now();
                 landed = true;
-                let then = self.lock().lanes[lane].pop_front();
+                let then = self.lock().streams[kind].pop_front();
                 if let Some((_, then)) = then {
-                    then(self.health.check());
+                    then(self.status.check());
                 }
             }
             if landed {

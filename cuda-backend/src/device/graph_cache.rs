@@ -6,14 +6,14 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::driver::{Context, Fault, Graph, Launch, Stream};
+use crate::driver::{Context, DriverError, Graph, Launch, Stream};
 
 /// Sequences that are remembered at most: several for each layer of a large model. Those that came last stay.
 const MOST: usize = 256;
 
 /// The sequences that came, and the graphs of those that came again.
 #[derive(Debug)]
-pub(crate) struct Graphs {
+pub(crate) struct GraphCache {
     context: Arc<Context>,
     most: usize,
     /// Sequences that came so far.
@@ -29,9 +29,9 @@ struct Met {
 }
 
 /// A call that failed, and what it was to do.
-pub(crate) type Failed = (String, Fault);
+pub(crate) type Failed = (String, DriverError);
 
-impl Graphs {
+impl GraphCache {
     /// Without `enabled` no graph is ever made.
     pub(crate) fn new(context: &Arc<Context>, enabled: bool) -> Self {
         let most = if enabled { MOST } else { 0 };
@@ -51,12 +51,12 @@ impl Graphs {
                 Some(graph) => graph,
                 none => {
                     let made = Graph::new(&self.context, &launches);
-                    none.insert(made.map_err(|fault| (words("make a graph of", &launches), fault))?)
+                    none.insert(made.map_err(|error| (words("make a graph of", &launches), error))?)
                 }
             };
             return stream
                 .launch_graph(graph)
-                .map_err(|fault| (words("launch a graph of", &launches), fault));
+                .map_err(|error| (words("launch a graph of", &launches), error));
         }
         if self.met.len() == self.most {
             let oldest =
@@ -71,7 +71,7 @@ impl Graphs {
 
 fn one_by_one(stream: &Stream, launches: &[Launch]) -> Result<(), Failed> {
     launches.iter().try_for_each(|launch| {
-        stream.launch(launch).map_err(|fault| (words("launch", std::slice::from_ref(launch)), fault))
+        stream.launch(launch).map_err(|error| (words("launch", std::slice::from_ref(launch)), error))
     })
 }
 

@@ -1,4 +1,4 @@
-//! Memory of the device, counted and kept.
+//! DeviceMemory of the device, counted and kept.
 //!
 //! What a buffer gives back is kept for the next one of its size: freeing memory makes the driver wait for the whole
 //! device, and a ring asks for the same sizes over and over. It is given back when there is no other memory left, and beyond
@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 
 use kyklos::{Error, Result};
 
-use super::dependencies::Marks;
-use super::status::Health;
-use crate::driver::{Context, Fault, Memory};
+use super::dependencies::AccessRecord;
+use super::status::DeviceStatus;
+use crate::driver::{Context, DeviceMemory, DriverError};
 
 /// The memory of one backend.
 #[derive(Debug)]
-pub(crate) struct Pool {
+pub(crate) struct MemoryPool {
     context: Arc<Context>,
-    health: Arc<Health>,
+    status: Arc<DeviceStatus>,
     most_bytes: u64,
     most_kept_bytes: u64,
     stuck_after: Duration,
@@ -26,28 +26,28 @@ pub(crate) struct Pool {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Held by buffers.
+    /// LaunchBatch by buffers.
     held_bytes: u64,
     /// What was given back longest ago comes first.
-    kept: Vec<Block>,
+    kept: Vec<Allocation>,
 }
 
 impl State {
     fn kept_bytes(&self) -> u64 {
-        self.kept.iter().map(Block::bytes).sum()
+        self.kept.iter().map(Allocation::bytes).sum()
     }
 }
 
-/// Memory, and what was done with it.
+/// DeviceMemory, and what was done with it.
 #[derive(Debug)]
-pub(crate) struct Block {
-    pub(crate) memory: Memory,
-    pub(crate) marks: Mutex<Marks>,
+pub(crate) struct Allocation {
+    pub(crate) memory: DeviceMemory,
+    pub(crate) accesses: Mutex<AccessRecord>,
 }
 
-impl Block {
-    pub(crate) fn marks(&self) -> MutexGuard<'_, Marks> {
-        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+impl Allocation {
+    pub(crate) fn accesses(&self) -> MutexGuard<'_, AccessRecord> {
+        self.accesses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn bytes(&self) -> u64 {
@@ -59,19 +59,19 @@ impl Block {
 #[derive(Debug)]
 pub struct CudaBuffer {
     /// Until it is dropped.
-    block: Option<Block>,
+    allocation: Option<Allocation>,
     /// As asked for; the memory itself is a little larger.
     bytes: usize,
-    pool: Arc<Pool>,
+    pool: Arc<MemoryPool>,
 }
 
 impl CudaBuffer {
-    pub(crate) fn block(&self) -> &Block {
-        self.block.as_ref().expect("taken by drop only")
+    pub(crate) fn allocation(&self) -> &Allocation {
+        self.allocation.as_ref().expect("taken by drop only")
     }
 
     pub(crate) fn address(&self) -> u64 {
-        self.block().memory.address()
+        self.allocation().memory.address()
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -81,23 +81,23 @@ impl CudaBuffer {
 
 impl Drop for CudaBuffer {
     fn drop(&mut self) {
-        if let Some(block) = self.block.take() {
-            self.pool.keep(block);
+        if let Some(allocation) = self.allocation.take() {
+            self.pool.keep(allocation);
         }
     }
 }
 
-impl Pool {
+impl MemoryPool {
     pub(crate) fn new(
         context: &Arc<Context>,
-        health: &Arc<Health>,
+        status: &Arc<DeviceStatus>,
         device_bytes: usize,
         most_bytes: Option<u64>,
         stuck_after: Duration,
     ) -> Arc<Self> {
         Arc::new(Self {
             context: context.clone(),
-            health: health.clone(),
+            status: status.clone(),
             most_bytes: most_bytes.unwrap_or(u64::MAX),
             most_kept_bytes: device_bytes as u64 / 4,
             stuck_after,
@@ -105,41 +105,41 @@ impl Pool {
         })
     }
 
-    /// A buffer with unspecified contents. `submit_held` submits what is held back, for nothing that is can come to an end.
+    /// A buffer with unspecified contents. `submit_batch` submits what is held back, for nothing that is can come to an end.
     pub(crate) fn buffer(
         self: &Arc<Self>,
         label: &str,
         bytes: usize,
-        submit_held: impl Fn(),
+        submit_batch: impl Fn(),
     ) -> Result<CudaBuffer> {
-        self.health.check()?;
+        self.status.check()?;
         let refusal = |allowed_bytes| Error::OutOfMemory {
-            device: self.health.device().to_owned(),
+            device: self.status.device().to_owned(),
             what: label.to_owned(),
             asked_bytes: bytes as u64,
             allowed_bytes,
         };
-        let fault = |fault: Fault| self.health.error(&format!("allocate {label}"), &fault);
+        let error = |error: DriverError| self.status.error(&format!("allocate {label}"), &error);
         let mut state = self.lock();
         let left = self.most_bytes - state.held_bytes;
         let size = size_class(bytes).filter(|size| *size as u64 <= left);
-        let kept = size.map(|size| idle(&mut state, size)).transpose().map_err(fault)?.flatten();
-        let block = match kept {
-            Some(block) => block,
+        let kept = size.map(|size| idle(&mut state, size)).transpose().map_err(error)?.flatten();
+        let allocation = match kept {
+            Some(allocation) => allocation,
             None => {
-                let free = self.context.free_bytes().map_err(fault)? as u64;
+                let free = self.context.free_bytes().map_err(error)? as u64;
                 let allowed = left.min(free + state.kept_bytes());
                 let size = size.filter(|size| *size as u64 <= allowed).ok_or_else(|| refusal(allowed))?;
-                match self.make(&mut state, size, free, submit_held).map_err(fault)? {
-                    Some(block) => block,
+                match self.make(&mut state, size, free, submit_batch).map_err(error)? {
+                    Some(allocation) => allocation,
                     // The driver had less than it said, or in pieces.
-                    None => return Err(refusal(self.context.free_bytes().map_err(fault)? as u64)),
+                    None => return Err(refusal(self.context.free_bytes().map_err(error)? as u64)),
                 }
             }
         };
-        block.marks().forget_failure();
-        state.held_bytes += block.bytes();
-        Ok(CudaBuffer { block: Some(block), bytes, pool: self.clone() })
+        allocation.accesses().clear_failure();
+        state.held_bytes += allocation.bytes();
+        Ok(CudaBuffer { allocation: Some(allocation), bytes, pool: self.clone() })
     }
 
     /// `size` new bytes, or kept ones that the device still uses, or new ones in the place of kept ones of other sizes.
@@ -148,50 +148,50 @@ impl Pool {
         state: &mut State,
         size: usize,
         free: u64,
-        submit_held: impl Fn(),
-    ) -> Result<Option<Block>, Fault> {
+        submit_batch: impl Fn(),
+    ) -> Result<Option<Allocation>, DriverError> {
         if size as u64 <= free
-            && let Some(block) = self.fresh(size)?
+            && let Some(allocation) = self.fresh(size)?
         {
-            return Ok(Some(block));
+            return Ok(Some(allocation));
         }
-        submit_held();
-        if let Some(index) = state.kept.iter().position(|block| block.memory.bytes() == size) {
+        submit_batch();
+        if let Some(index) = state.kept.iter().position(|allocation| allocation.memory.bytes() == size) {
             return Ok(Some(state.kept.remove(index)));
         }
         // The one place where a caller waits for the device: there is no memory but what it is still using.
         let start = Instant::now();
         while !state.kept.is_empty() && start.elapsed() < self.stuck_after {
             let mut still = Vec::new();
-            for block in state.kept.drain(..) {
-                if !block.marks().idle()? {
-                    still.push(block);
+            for allocation in state.kept.drain(..) {
+                if !allocation.accesses().idle()? {
+                    still.push(allocation);
                 }
             }
             state.kept = still;
-            if let Some(block) = self.fresh(size)? {
-                return Ok(Some(block));
+            if let Some(allocation) = self.fresh(size)? {
+                return Ok(Some(allocation));
             }
             std::thread::sleep(Duration::from_micros(100));
         }
         self.fresh(size)
     }
 
-    fn fresh(&self, size: usize) -> Result<Option<Block>, Fault> {
-        match Memory::new(&self.context, size) {
-            Ok(memory) => Ok(Some(Block { memory, marks: Mutex::default() })),
-            Err(fault) if fault.is_out_of_memory() => Ok(None),
-            Err(fault) => Err(fault),
+    fn fresh(&self, size: usize) -> Result<Option<Allocation>, DriverError> {
+        match DeviceMemory::new(&self.context, size) {
+            Ok(memory) => Ok(Some(Allocation { memory, accesses: Mutex::default() })),
+            Err(error) if error.is_out_of_memory() => Ok(None),
+            Err(error) => Err(error),
         }
     }
 
-    fn keep(&self, block: Block) {
+    fn keep(&self, allocation: Allocation) {
         let mut state = self.lock();
-        state.held_bytes -= block.bytes();
-        state.kept.push(block);
+        state.held_bytes -= allocation.bytes();
+        state.kept.push(allocation);
         while state.kept_bytes() > self.most_kept_bytes {
             // Of a broken device nothing is freed.
-            let idle = |block: &Block| block.marks().idle().unwrap_or(false);
+            let idle = |allocation: &Allocation| allocation.accesses().idle().unwrap_or(false);
             let Some(index) = state.kept.iter().position(idle) else { break };
             drop(state.kept.remove(index));
         }
@@ -203,9 +203,9 @@ impl Pool {
 }
 
 /// Kept memory of this size that the device is done with.
-fn idle(state: &mut State, size: usize) -> Result<Option<Block>, Fault> {
-    for (index, block) in state.kept.iter().enumerate() {
-        if block.memory.bytes() == size && block.marks().idle()? {
+fn idle(state: &mut State, size: usize) -> Result<Option<Allocation>, DriverError> {
+    for (index, allocation) in state.kept.iter().enumerate() {
+        if allocation.memory.bytes() == size && allocation.accesses().idle()? {
             return Ok(Some(state.kept.remove(index)));
         }
     }

@@ -11,52 +11,52 @@ const PIECE_S: f64 = 0.08;
 /// Submissions between the host and the end of the queue: one runs, one waits.
 const IN_FLIGHT: usize = 2;
 
-/// Measured speed, and what is in flight.
+/// Measured speed, and what is in copy.
 #[derive(Debug, Default)]
-pub(crate) struct Pace(Mutex<State>);
+pub(crate) struct Pacer(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
     flops_per_s: HashMap<String, f64>,
-    flights: VecDeque<Flight>,
+    flights: VecDeque<InFlightPiece>,
     /// When the last measured submission was done.
     done: Option<Instant>,
 }
 
 /// A submission under way.
 #[derive(Debug)]
-pub(crate) struct Flight {
+pub(crate) struct InFlightPiece {
     pub(crate) kernel: String,
     pub(crate) flops: f64,
     pub(crate) submitted: Instant,
     pub(crate) done: oneshot::Receiver<Instant>,
 }
 
-impl Pace {
+impl Pacer {
     /// Operations of the next piece of a kernel whose speed is `first` where nothing was measured yet.
     pub(crate) fn piece_flops(&self, kernel: &str, first_flops_per_s: f64) -> f64 {
         PIECE_S * self.lock().flops_per_s.get(kernel).unwrap_or(&first_flops_per_s)
     }
 
-    pub(crate) fn submitted(&self, flight: Flight) {
-        self.lock().flights.push_back(flight);
+    pub(crate) fn record_submission(&self, copy: InFlightPiece) {
+        self.lock().flights.push_back(copy);
     }
 
     /// Waits until there is room for another submission.
-    pub(crate) async fn room(&self) {
+    pub(crate) async fn wait_for_slot(&self) {
         loop {
             // Taken out before it is awaited: no lock is held over an await.
-            let flight = {
+            let copy = {
                 let mut state = self.lock();
                 if state.flights.len() < IN_FLIGHT {
                     return;
                 }
                 state.flights.pop_front()
             };
-            if let Some(Flight { kernel, flops, submitted, done }) = flight
+            if let Some(InFlightPiece { kernel, flops, submitted, done }) = copy
                 && let Ok(done) = done.await
             {
-                self.lock().landed(kernel, flops, submitted, done);
+                self.lock().record_completion(kernel, flops, submitted, done);
             }
         }
     }
@@ -67,7 +67,7 @@ impl Pace {
 }
 
 impl State {
-    fn landed(&mut self, kernel: String, flops: f64, submitted: Instant, done: Instant) {
+    fn record_completion(&mut self, kernel: String, flops: f64, submitted: Instant, done: Instant) {
         let began = self.done.map_or(submitted, |last| last.max(submitted));
         self.done = Some(done);
         // Shorter ones measure the submission, not the device.
@@ -87,19 +87,19 @@ mod tests {
 
     #[test]
     fn pieces_shrink_at_once_and_grow_by_and_by() {
-        let pace = Pace::default();
-        assert_eq!(pace.piece_flops("x", 100.0), 8.0);
+        let pacer = Pacer::default();
+        assert_eq!(pacer.piece_flops("x", 100.0), 8.0);
         let start = Instant::now();
-        let land = |flops, from: u64, to: u64| {
+        let complete = |flops, from: u64, to: u64| {
             let at = |ms| start + Duration::from_millis(ms);
-            pace.lock().landed("x".to_owned(), flops, at(from), at(to));
-            pace.piece_flops("x", 100.0) / PIECE_S
+            pacer.lock().record_completion("x".to_owned(), flops, at(from), at(to));
+            pacer.piece_flops("x", 100.0) / PIECE_S
         };
-        assert!((land(10.0, 0, 100) - 100.0).abs() < 1e-6);
+        assert!((complete(10.0, 0, 100) - 100.0).abs() < 1e-6);
         // Submitted at 50, but the device was busy until 100.
-        assert!((land(10.0, 50, 300) - 50.0).abs() < 1e-6);
-        assert!((land(15.0, 300, 400) - 100.0).abs() < 1e-6);
+        assert!((complete(10.0, 50, 300) - 50.0).abs() < 1e-6);
+        assert!((complete(15.0, 300, 400) - 100.0).abs() < 1e-6);
         // Too short to be measured: never slower for it.
-        assert!(land(1e-9, 400, 400) >= 100.0);
+        assert!(complete(1e-9, 400, 400) >= 100.0);
     }
 }

@@ -4,16 +4,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kyklos::{Error, Result};
 
-use crate::driver::Fault;
+use crate::driver::DriverError;
 
 /// The first failure after which nothing works is kept, and is what every later call says.
 #[derive(Debug)]
-pub(crate) struct Health {
+pub(crate) struct DeviceStatus {
     device: Arc<str>,
     lost: Mutex<Option<Error>>,
 }
 
-impl Health {
+impl DeviceStatus {
     pub(crate) fn new(device: Arc<str>) -> Self {
         Self { device, lost: Mutex::default() }
     }
@@ -33,13 +33,13 @@ impl Health {
     }
 
     /// The error for a call that failed, which may be the end of the device.
-    pub(crate) fn error(&self, operation: &str, fault: &Fault) -> Error {
-        let error = self.device_error(operation, &fault.to_string());
-        if fault.ends_context() { self.lost(error) } else { error }
+    pub(crate) fn error(&self, operation: &str, cause: &DriverError) -> Error {
+        let error = self.device_error(operation, &cause.to_string());
+        if cause.ends_context() { self.mark_lost(error) } else { error }
     }
 
     /// The device is gone. Returns the first reason.
-    pub(crate) fn lost(&self, error: Error) -> Error {
+    pub(crate) fn mark_lost(&self, error: Error) -> Error {
         self.lock().get_or_insert(error).clone()
     }
 
@@ -60,18 +60,18 @@ impl Health {
 mod tests {
     use super::*;
 
-    fn fault(code: u32) -> Fault {
-        Fault { call: "cuX", code, name: "CUDA_ERROR_X".to_owned(), text: "it broke".to_owned() }
+    fn driver_error(code: u32) -> DriverError {
+        DriverError { call: "cuX", code, name: "CUDA_ERROR_X".to_owned(), text: "it broke".to_owned() }
     }
 
     #[test]
     fn the_first_end_of_a_context_is_what_every_later_call_says() {
-        let health = Health::new("GPU 0".into());
-        let error = health.error("copy to the host", &fault(1));
+        let status = DeviceStatus::new("GPU 0".into());
+        let error = status.error("copy to the host", &driver_error(1));
         assert_eq!(error.to_string(), "GPU 0: copy to the host failed: cuX: CUDA_ERROR_X (1): it broke");
-        assert_eq!(health.check(), Ok(()));
-        let first = health.error("launch attend", &fault(700));
-        assert_eq!(health.error("launch merge", &fault(719)), first);
-        assert_eq!(health.check(), Err(first));
+        assert_eq!(status.check(), Ok(()));
+        let first = status.error("launch attend", &driver_error(700));
+        assert_eq!(status.error("launch merge", &driver_error(719)), first);
+        assert_eq!(status.check(), Err(first));
     }
 }

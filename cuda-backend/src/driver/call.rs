@@ -5,7 +5,7 @@ use std::ptr;
 
 use cudarc::driver::sys;
 
-use super::error::{Fault, Result};
+use super::error::{DriverError, Result};
 
 /// Calls the driver; an error keeps the name of the call.
 macro_rules! call {
@@ -29,7 +29,7 @@ pub(super) fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
         }
     };
     let unknown = || "a code that the driver has no words for".to_owned();
-    Err(Fault {
+    Err(DriverError {
         call,
         code: code as u32,
         name: words(sys::cuGetErrorName).unwrap_or_else(|| format!("{code:?}")),

@@ -9,12 +9,12 @@ use cudarc::driver::sys;
 use super::call::check;
 use super::error::Result;
 use super::event::Event;
-use super::memory::{Memory, Pinned};
+use super::memory::{DeviceMemory, PinnedMemory};
 use super::stream::Stream;
 
 impl Stream {
     /// Copies all of `from` to `into`, `at` bytes behind its beginning. The staging comes back when it was read.
-    pub(crate) fn upload(&self, from: Pinned, into: &Memory, at: usize) -> Result<InFlight> {
+    pub(crate) fn upload(&self, from: PinnedMemory, into: &DeviceMemory, at: usize) -> Result<PendingCopy> {
         assert!(at + from.used <= into.bytes, "{} bytes at {at} of {}", from.used, into.bytes);
         self.context.bind()?;
         call!(cuMemcpyHtoDAsync_v2(
@@ -23,15 +23,20 @@ impl Stream {
             from.used,
             self.raw.0
         ))?;
-        InFlight::new(from, self.record())
+        PendingCopy::new(from, self.record())
     }
 
     /// Copies `range` of `from` into staging, which comes back when it was written.
-    pub(crate) fn download(&self, from: &Memory, range: Range<usize>, into: Pinned) -> Result<InFlight> {
+    pub(crate) fn download(
+        &self,
+        from: &DeviceMemory,
+        range: Range<usize>,
+        into: PinnedMemory,
+    ) -> Result<PendingCopy> {
         assert!(range.end <= from.bytes && range.len() == into.used, "{range:?} of {}", from.bytes);
         self.context.bind()?;
         call!(cuMemcpyDtoHAsync_v2(into.raw.0, from.address + range.start as u64, into.used, self.raw.0))?;
-        InFlight::new(into, self.record())
+        PendingCopy::new(into, self.record())
     }
 }
 
@@ -39,14 +44,14 @@ impl Stream {
 ///
 /// Dropped before it has landed, its memory is never freed: the device may still write to it.
 #[derive(Debug)]
-pub(crate) struct InFlight {
-    staging: ManuallyDrop<Pinned>,
+pub(crate) struct PendingCopy {
+    staging: ManuallyDrop<PinnedMemory>,
     event: Arc<Event>,
 }
 
-impl InFlight {
+impl PendingCopy {
     /// Staging whose copy was submitted. Where no event could be recorded nobody can know when it lands.
-    fn new(staging: Pinned, event: Result<Event>) -> Result<Self> {
+    fn new(staging: PinnedMemory, event: Result<Event>) -> Result<Self> {
         let staging = ManuallyDrop::new(staging);
         Ok(Self { staging, event: Arc::new(event?) })
     }
@@ -56,7 +61,7 @@ impl InFlight {
     }
 
     /// The staging, when the copy is done.
-    pub(crate) fn land(self) -> Result<Option<Pinned>> {
-        Ok(self.event.happened()?.then(|| ManuallyDrop::into_inner(self.staging)))
+    pub(crate) fn into_staging(self) -> Result<Option<PinnedMemory>> {
+        Ok(self.event.is_complete()?.then(|| ManuallyDrop::into_inner(self.staging)))
     }
 }

@@ -2,11 +2,11 @@
 
 use std::fmt;
 
-pub(super) type Result<T> = std::result::Result<T, Fault>;
+pub(super) type Result<T> = std::result::Result<T, DriverError>;
 
 /// A call of the driver that failed: the call, the number, and what the driver calls it and says of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Fault {
+pub(crate) struct DriverError {
     pub(crate) call: &'static str,
     pub(crate) code: u32,
     pub(crate) name: String,
@@ -20,7 +20,7 @@ const OUT_OF_MEMORY: u32 = 2;
 const ENDS_CONTEXT: [u32; 17] =
     [4, 46, 201, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999];
 
-impl Fault {
+impl DriverError {
     pub(crate) fn is_out_of_memory(&self) -> bool {
         self.code == OUT_OF_MEMORY
     }
@@ -30,7 +30,7 @@ impl Fault {
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for DriverError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {} ({}): {}", self.call, self.name, self.code, self.text)
     }
@@ -52,8 +52,8 @@ impl fmt::Display for Unavailable {
 impl std::error::Error for Unavailable {}
 
 /// The driver is there, and does not work.
-impl From<Fault> for Unavailable {
-    fn from(fault: Fault) -> Self {
-        Self { why: format!("CUDA cannot be used: {fault}"), remedy: "see what nvidia-smi says" }
+impl From<DriverError> for Unavailable {
+    fn from(error: DriverError) -> Self {
+        Self { why: format!("CUDA cannot be used: {error}"), remedy: "see what nvidia-smi says" }
     }
 }

@@ -17,12 +17,12 @@ pub(crate) struct Event {
 
 impl Event {
     /// Whether it has happened.
-    pub(crate) fn happened(&self) -> Result<bool> {
+    pub(crate) fn is_complete(&self) -> Result<bool> {
         self.context.bind()?;
         match call!(cuEventQuery(self.raw.0)) {
             Ok(()) => Ok(true),
-            Err(fault) if fault.code == sys::CUresult::CUDA_ERROR_NOT_READY as u32 => Ok(false),
-            Err(fault) => Err(fault),
+            Err(error) if error.code == sys::CUresult::CUDA_ERROR_NOT_READY as u32 => Ok(false),
+            Err(error) => Err(error),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Memory of the device, and pinned memory of the host.
+//! DeviceMemory of the device, and pinned memory of the host.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -10,15 +10,15 @@ use super::call::check;
 use super::context::{Context, Handle};
 use super::error::Result;
 
-/// Memory of the device.
+/// DeviceMemory of the device.
 #[derive(Debug)]
-pub(crate) struct Memory {
+pub(crate) struct DeviceMemory {
     pub(super) address: u64,
     pub(super) bytes: usize,
     context: Arc<Context>,
 }
 
-impl Memory {
+impl DeviceMemory {
     pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
         context.bind()?;
         let mut address = 0;
@@ -35,7 +35,7 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for DeviceMemory {
     /// The device must be done with it.
     fn drop(&mut self) {
         if self.context.bind().is_ok() {
@@ -44,9 +44,9 @@ impl Drop for Memory {
     }
 }
 
-/// Memory of the host that the device copies from and to by itself.
+/// DeviceMemory of the host that the device copies from and to by itself.
 #[derive(Debug)]
-pub(crate) struct Pinned {
+pub(crate) struct PinnedMemory {
     pub(super) raw: Handle<c_void>,
     pub(super) bytes: usize,
     /// How many of them are being used.
@@ -54,7 +54,7 @@ pub(crate) struct Pinned {
     context: Arc<Context>,
 }
 
-impl Pinned {
+impl PinnedMemory {
     pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
         context.bind()?;
         let mut raw = ptr::null_mut();
@@ -79,7 +79,7 @@ impl Pinned {
 
     /// The bytes in use.
     pub(crate) fn contents(&self) -> &[u8] {
-        // SAFETY: initialised when it was made. While the device writes to it only an `InFlight` has it.
+        // SAFETY: initialised when it was made. While the device writes to it only an `PendingCopy` has it.
         unsafe { std::slice::from_raw_parts(self.raw.0.cast::<u8>().cast_const(), self.used) }
     }
 
@@ -90,7 +90,7 @@ impl Pinned {
     }
 }
 
-impl Drop for Pinned {
+impl Drop for PinnedMemory {
     fn drop(&mut self) {
         if self.context.bind().is_ok() {
             let _ = call!(cuMemFreeHost(self.raw.0));

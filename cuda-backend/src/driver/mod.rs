@@ -19,12 +19,12 @@ mod properties;
 mod stream;
 
 pub(crate) use context::Context;
-pub(crate) use error::Fault;
+pub(crate) use error::DriverError;
 pub use error::Unavailable;
 pub(crate) use event::Event;
 pub(crate) use graph::Graph;
 pub(crate) use library::{load, version};
-pub(crate) use memory::{Memory, Pinned};
-pub(crate) use module::{Function, Launch, Module, encode};
-pub(crate) use properties::{Facts, device_count, facts};
+pub(crate) use memory::{DeviceMemory, PinnedMemory};
+pub(crate) use module::{Function, Launch, Module, encode_tensor_map};
+pub(crate) use properties::{DeviceProperties, device_count, properties};
 pub(crate) use stream::Stream;

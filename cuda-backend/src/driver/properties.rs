@@ -15,7 +15,7 @@ pub(crate) fn device_count() -> Result<usize> {
 
 /// What a device says of itself.
 #[derive(Clone, Debug)]
-pub(crate) struct Facts {
+pub(crate) struct DeviceProperties {
     pub(crate) name: String,
     /// Compute capability, 10 · major + minor.
     pub(crate) capability: u32,
@@ -24,7 +24,7 @@ pub(crate) struct Facts {
     pub(crate) memory_bytes: usize,
 }
 
-pub(crate) fn facts(ordinal: usize) -> Result<Facts> {
+pub(crate) fn properties(ordinal: usize) -> Result<DeviceProperties> {
     use sys::CUdevice_attribute_enum as Attribute;
     let device = device(ordinal)?;
     let attribute = |which| -> Result<u32> {
@@ -41,7 +41,7 @@ pub(crate) fn facts(ordinal: usize) -> Result<Facts> {
         attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
         attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
     ];
-    Ok(Facts {
+    Ok(DeviceProperties {
         name,
         capability: 10 * major + minor,
         multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,

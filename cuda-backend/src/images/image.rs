@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::cache;
-use super::nvrtc::Compiler;
+use super::nvrtc::Nvrtc;
 use crate::kernels::SOURCES;
 
 include!(concat!(env!("OUT_DIR"), "/images.rs"));
@@ -33,13 +33,13 @@ pub(crate) fn image(capability: u32, cache: Option<&Path>) -> Result<Image, NoIm
             .map_err(|error| NoImage(format!("the kernels in this program are damaged: {error}")))?;
         return Ok(Image { bytes, origin: (*name).to_owned(), wgmma: *name == HOPPER });
     }
-    let compiler = Compiler::find().map_err(|why| {
+    let compiler = Nvrtc::find().map_err(|why| {
         NoImage(format!(
             "this program was built without nvcc, so that kernels are compiled when they are needed, but {why}: \
              install CUDA's NVRTC, or build where nvcc is found (NVCC, CUDA_HOME or PATH)"
         ))
     })?;
-    let newest = compiler.newest_for(capability).map_err(NoImage)?;
+    let newest = compiler.newest_architecture_for(capability).map_err(NoImage)?;
     // A cubin where the compiler knows the device, else PTX, which the driver compiles on.
     let architecture = match (newest == capability, newest) {
         (true, 90) => HOPPER.to_owned(),
@@ -79,7 +79,7 @@ fn embedded<'a>(capability: u32, images: &'a [(&'a str, &'a [u8])]) -> Option<&'
 }
 
 /// The file for these sources, this compiler and this architecture.
-fn entry(folder: &Path, compiler: Compiler, architecture: &str) -> PathBuf {
+fn entry(folder: &Path, compiler: Nvrtc, architecture: &str) -> PathBuf {
     let mut hash = blake3::Hasher::new();
     for (name, source) in SOURCES {
         for text in [name, source] {
@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn compiled_code_is_kept_for_these_sources_this_compiler_and_this_architecture() {
-        let of = |version, architecture| entry(Path::new("/x"), Compiler { version }, architecture);
+        let of = |version, architecture| entry(Path::new("/x"), Nvrtc { version }, architecture);
         let one = of((13, 0), "sm_90a");
         assert_eq!(one, of((13, 0), "sm_90a"));
         assert_ne!(one, of((13, 1), "sm_90a"));

@@ -31,19 +31,19 @@ const PARALLEL: (i32, i32) = (13, 0);
 
 /// The compiler that was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Compiler {
+pub(crate) struct Nvrtc {
     pub(crate) version: (i32, i32),
 }
 
-impl Compiler {
+impl Nvrtc {
     /// Finds it, once. Says why it cannot be used.
     pub(crate) fn find() -> Result<Self, &'static str> {
-        static FOUND: OnceLock<Result<Compiler, String>> = OnceLock::new();
+        static FOUND: OnceLock<Result<Nvrtc, String>> = OnceLock::new();
         FOUND.get_or_init(find).as_ref().copied().map_err(String::as_str)
     }
 
     /// The newest architecture that it compiles for and a device of `capability` runs, in the same numbers.
-    pub(crate) fn newest_for(self, capability: u32) -> Result<u32, String> {
+    pub(crate) fn newest_architecture_for(self, capability: u32) -> Result<u32, String> {
         let mut count: c_int = 0;
         // SAFETY: the symbol is there; `count` is a local.
         check(unsafe { sys::nvrtcGetNumSupportedArchs(&raw mut count) })?;
@@ -95,7 +95,7 @@ impl Compiler {
     }
 }
 
-fn find() -> Result<Compiler, String> {
+fn find() -> Result<Nvrtc, String> {
     // SAFETY: this loads the compiler, whose initialisers do what NVIDIA has them do.
     if !unsafe { sys::is_culib_present() } {
         let name = if cfg!(windows) { "nvrtc64_130_0.dll" } else { "libnvrtc.so" };
@@ -112,7 +112,7 @@ fn find() -> Result<Compiler, String> {
     let mut version = (0, 0);
     // SAFETY: the symbol is there; both are locals.
     check(unsafe { sys::nvrtcVersion(&raw mut version.0, &raw mut version.1) })?;
-    Ok(Compiler { version })
+    Ok(Nvrtc { version })
 }
 
 fn check(code: sys::nvrtcResult) -> Result<(), String> {
@@ -178,10 +178,10 @@ mod tests {
     #[test]
     #[ignore = "needs NVIDIA's libnvrtc: scripts/check-cuda.sh has it"]
     fn nvrtc_compiles_the_sources_as_they_are_embedded() {
-        let compiler = Compiler::find().unwrap();
+        let compiler = Nvrtc::find().unwrap();
         assert!(compiler.version >= (12, 0), "{compiler:?}");
-        assert_eq!(compiler.newest_for(90), Ok(90));
-        assert!(compiler.newest_for(10).is_err());
+        assert_eq!(compiler.newest_architecture_for(90), Ok(90));
+        assert!(compiler.newest_architecture_for(10).is_err());
         // Its assembler is that of nvcc, and takes most of the time: it gets the small kernels.
         let ptx = compiler.compile("compute_90a").unwrap();
         assert_eq!(ptx.last(), Some(&0));

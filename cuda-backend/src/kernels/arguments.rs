@@ -87,7 +87,7 @@ pub struct DecodeArguments {
     pub attend: AttendArguments,
     /// [`HeadPack`]s.
     pub packs: u64,
-    /// Parts into which the keys of each query tile are cut; see [`crate::Way`].
+    /// Parts into which the keys of each query tile are cut; see [`crate::KernelChoice`].
     pub parts: u32,
     /// Batch entries of the state.
     pub batch: u32,

@@ -36,7 +36,7 @@ pub struct AttendKernel {
 
 impl AttendKernel {
     /// The kernel for a storage type and a head dim, or none beyond 256.
-    pub fn of(dtype: Dtype, dim: u32) -> Option<Self> {
+    pub fn tiled(dtype: Dtype, dim: u32) -> Option<Self> {
         let size = DIMS.into_iter().find(|size| dim <= *size)?;
         if dtype == Dtype::F32 {
             let tile = TileShape { q_rows: 8, kv_cols: 32 };
@@ -113,12 +113,12 @@ mod tests {
     fn every_head_dim_has_a_kernel_that_fits_every_gpu_from_sm_80_on() {
         for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32] {
             for dim in (8..=256).step_by(8) {
-                let kernel = AttendKernel::of(dtype, dim).unwrap();
+                let kernel = AttendKernel::tiled(dtype, dim).unwrap();
                 assert!(kernel.shared_bytes <= 99 * 1024, "{kernel:?}");
             }
-            assert_eq!(AttendKernel::of(dtype, 264), None);
+            assert_eq!(AttendKernel::tiled(dtype, 264), None);
         }
-        assert_eq!(AttendKernel::of(Dtype::F16, 72).unwrap().name, "attend_f16_96");
+        assert_eq!(AttendKernel::tiled(Dtype::F16, 72).unwrap().name, "attend_f16_96");
         assert_eq!(AttendKernel::hopper(Dtype::F16, 72).unwrap().name, "hopper_f16_128");
         assert_eq!(AttendKernel::hopper(Dtype::F32, 64), None);
         for (dim, _) in HOPPER_DIMS {

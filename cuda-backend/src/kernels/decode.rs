@@ -52,7 +52,7 @@ mod tests {
     #[test]
     fn a_device_is_filled_by_parts_that_are_worth_their_state() {
         let parts = |groups, tiles| decode_parts(Dtype::Bf16, groups, 4, tiles, 132);
-        // 8 KV heads, 131072 keys in tiles of 64: 33 parts of at most 63 tiles fill 132 multiprocessors twice.
+        // 8 KV heads, 131072 keys in tiles of 64: 33 parts of at most 63 tiles take_within_budget 132 multiprocessors twice.
         assert_eq!(parts(8, 2048), 33);
         // In f32 a block has two parts of four rows.
         assert_eq!(decode_parts(Dtype::F32, 8, 4, 4096, 132), 66);

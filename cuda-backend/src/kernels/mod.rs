@@ -18,5 +18,5 @@ pub use codes::{CodesKernel, Direction};
 pub use decode::{decode_parts, head_packs};
 pub use device_work::DeviceWork;
 pub use hopper::{HopperArguments, TensorMap};
-pub use kernel_choice::{CallShape, Way};
+pub use kernel_choice::{CallShape, KernelChoice};
 pub use sources::SOURCES;

@@ -7,14 +7,14 @@ use bytemuck::Pod;
 use kyklos::backend::{Attend, Control, Layout, StateShape, yield_now};
 use kyklos::{AttentionProblem, Dtype, Error, PairKind, Result, TileShape};
 
-use super::arguments::{narrow, over_rows, state_arguments, tensor};
-use super::pieces::{Piece, Pieces, fill};
-use crate::device::{CudaBuffer, Flight, Launch, OpenDevice};
+use super::arguments::{row_launch_config, state_arguments, tensor, to_u32};
+use super::pieces::{Piece, PieceSplitter, take_within_budget};
+use crate::device::{CudaBuffer, InFlightPiece, LaunchConfig, OpenDevice};
 use crate::driver::{self, Event};
 use crate::kernels::{
     AttendArguments, AttendKernel, CallShape, DecodeArguments, DeviceWork, HeadPack, HopperArguments,
-    PACKED_ROWS, PartsArguments, StateArguments, TensorArgument, TensorMap, Way, decode_parts, head_packs,
-    logits,
+    KernelChoice, PACKED_ROWS, PartsArguments, StateArguments, TensorArgument, TensorMap, decode_parts,
+    head_packs, logits,
 };
 
 /// Operations a second, before anything was measured: too few only make the first piece short.
@@ -32,23 +32,23 @@ pub(crate) async fn attend(
         return Ok(());
     }
     let packs = head_packs(args.kv_head_of);
-    let (way, kernel) = way_of(device, &args, &packs)?;
+    let (choice, kernel) = choose_kernel(device, &args, &packs)?;
     let work = DeviceWork::new(args.work);
-    let order = match way {
-        Way::Hopper => work.longest_first(narrow("the batch", shape.batch)?),
-        Way::Tiles | Way::Parts => Vec::new(),
+    let order = match choice {
+        KernelChoice::Hopper => work.longest_first(to_u32("the batch", shape.batch)?),
+        KernelChoice::Tiled | KernelChoice::Decode => Vec::new(),
     };
-    let list: &[u8] = match way {
-        Way::Tiles => &[],
-        Way::Parts => bytemuck::cast_slice(&packs),
-        Way::Hopper => bytemuck::cast_slice(&order),
+    let list: &[u8] = match choice {
+        KernelChoice::Tiled => &[],
+        KernelChoice::Decode => bytemuck::cast_slice(&packs),
+        KernelChoice::Hopper => bytemuck::cast_slice(&order),
     };
     let (lists, list, arguments) = prepare(device, &args, &work, list)?;
     let call = Call { device, control, args, kernel, lists, arguments };
-    match way {
-        Way::Tiles => call.tiles().await,
-        Way::Parts => call.parts(&packs, list).await,
-        Way::Hopper => call.hopper(&order, list).await,
+    match choice {
+        KernelChoice::Tiled => call.tiles().await,
+        KernelChoice::Decode => call.parts(&packs, list).await,
+        KernelChoice::Hopper => call.hopper(&order, list).await,
     }
 }
 
@@ -65,34 +65,34 @@ pub(crate) fn tile_shape(problem: &AttentionProblem, shape: StateShape, wgmma: b
         pairs: problem.pairs.is_some(),
         fixed_order: problem.fixed_order,
     };
-    Way::all(&call, wgmma).first().map(|(_, kernel)| kernel.tile)
+    KernelChoice::candidates(&call, wgmma).first().map(|(_, kernel)| kernel.tile)
 }
 
-/// The way that the tiles of a call are for, and its kernel.
-fn way_of(
+/// The choice that the tiles of a call are for, and its kernel.
+fn choose_kernel(
     device: &OpenDevice,
     args: &Attend<'_, CudaBuffer>,
     packs: &[HeadPack],
-) -> Result<(Way, AttendKernel)> {
+) -> Result<(KernelChoice, AttendKernel)> {
     let shape = args.state.shape;
     let call = CallShape {
         dtype: args.dtype,
-        dim: narrow("the head dim", shape.dim)?,
-        rows: narrow("the number of rows", shape.rows)?,
+        dim: to_u32("the head dim", shape.dim)?,
+        rows: to_u32("the number of rows", shape.rows)?,
         pack: packs.iter().map(|pack| pack.count).max().unwrap_or(1),
         pairs: args.pairs.is_some(),
         fixed_order: args.fixed_order,
     };
-    let ways = Way::all(&call, device.wgmma);
-    if ways.is_empty() || !call.dim.is_multiple_of(8) {
+    let candidates = KernelChoice::candidates(&call, device.wgmma);
+    if candidates.is_empty() || !call.dim.is_multiple_of(8) {
         return Err(Error::request(
             format!("head dim {} is not supported", call.dim),
             "use a multiple of 8 up to 256",
         ));
     }
     let tile = args.work.tile;
-    let tiles: Vec<_> = ways.iter().map(|(_, kernel)| kernel.tile).collect();
-    ways.into_iter().find(|(way, kernel)| way.takes(&call, kernel, tile)).ok_or_else(|| {
+    let tiles: Vec<_> = candidates.iter().map(|(_, kernel)| kernel.tile).collect();
+    candidates.into_iter().find(|(choice, kernel)| choice.accepts(&call, kernel, tile)).ok_or_else(|| {
         Error::request(
             format!("the work list is in tiles of {tile:?}, kernels for this call have {tiles:?}"),
             "lower the mask with this device's tile_shape for the shape of the state",
@@ -106,7 +106,7 @@ struct Call<'a> {
     control: &'a Control,
     args: Attend<'a, CudaBuffer>,
     kernel: AttendKernel,
-    /// The work list, and the list of this way.
+    /// The work list, and the list of this choice.
     lists: CudaBuffer,
     /// Of a launch over everything.
     arguments: AttendArguments,
@@ -144,7 +144,7 @@ impl Call<'_> {
         let mut pieces = self.pieces(packs.len(), parts);
         let next = |budget| {
             let (piece, flops) = pieces.next(budget)?;
-            let last = pieces.are_done();
+            let last = pieces.is_finished();
             Some(self.at(&piece).map(|(attend, [tiles, packs, batch])| {
                 let packs_at = packs_at + (piece.heads.start * size_of::<HeadPack>()) as u64;
                 let attend = AttendArguments { a: from_a, ml: from_ml, first_head: 0, ..attend };
@@ -167,13 +167,13 @@ impl Call<'_> {
             ..state_arguments(shape)?
         };
         let merge = PartsArguments { state: into, parts, reserved: 0 };
-        let merge_parts = over_rows("merge_parts", shape)?.expect("there are rows");
+        let merge_parts = row_launch_config("merge_parts", shape)?.expect("there are rows");
         self.submit(next, |(arguments, last), grid| {
             if !last {
                 return device.launch(self.kernel_over(grid), &arguments, &self.reads(), &[&states]);
             }
             // Nothing comes between the last parts and their merge, no cancellation either.
-            device.hold(self.kernel_over(grid), &arguments, &self.reads(), &[&states])?;
+            device.launch_deferred(self.kernel_over(grid), &arguments, &self.reads(), &[&states])?;
             device.launch(merge_parts, &merge, &[&states], &[&*state.a, &*state.ml])
         })
         .await
@@ -185,7 +185,7 @@ impl Call<'_> {
         let kv_heads = args.kv_head_of.iter().max().map_or(0, |head| head + 1);
         let map = |tensor: &TensorArgument, rows, heads, tile_rows| {
             let map = TensorMap::new(tensor, args.dtype, [self.batch(), rows, heads, whole.dim], tile_rows);
-            driver::encode(&map).map_err(|fault| self.device.error("describe a tensor", &fault))
+            driver::encode_tensor_map(&map).map_err(|error| self.device.error("describe a tensor", &error))
         };
         let whole = HopperArguments {
             q: map(&whole.q, whole.rows, whole.heads, tile.q_rows)?,
@@ -200,16 +200,16 @@ impl Call<'_> {
         let pieces = self.pieces(heads, 0);
         let cost = |item: usize| {
             let [tile, batch] = order[item / heads];
-            pieces.tiles_of(batch as usize)[tile as usize]
+            pieces.tile_flops(batch as usize)[tile as usize]
         };
         let next = |budget| {
             let first = done;
             if first == items {
                 return None;
             }
-            let (end, flops) = fill(first..items, budget, cost);
+            let (end, flops) = take_within_budget(first..items, budget, cost);
             done = end;
-            let count = |items| narrow("query tiles times heads", items);
+            let count = |items| to_u32("query tiles times heads", items);
             Some(count(first).and_then(|first_item| {
                 let arguments = HopperArguments { first_item, end_item: count(end)?, ..whole };
                 let blocks = (arguments.end_item - first_item).min(self.device.multiprocessors);
@@ -219,9 +219,9 @@ impl Call<'_> {
         self.submit(next, |arguments, grid| self.launch(&arguments, grid)).await
     }
 
-    fn pieces(&self, heads: usize, more_tiles: u32) -> Pieces {
+    fn pieces(&self, heads: usize, more_tiles: u32) -> PieceSplitter {
         let shape = self.args.state.shape;
-        Pieces::new(self.args.work, shape.batch, heads, shape.dim, more_tiles)
+        PieceSplitter::new(self.args.work, shape.batch, heads, shape.dim, more_tiles)
     }
 
     fn batch(&self) -> u32 {
@@ -231,15 +231,15 @@ impl Call<'_> {
     /// Arguments and grid of a piece.
     fn at(&self, piece: &Piece) -> Result<(AttendArguments, [u32; 3])> {
         let arguments = AttendArguments {
-            first_tile: narrow("the number of query tiles", piece.tiles.start)?,
-            first_head: narrow("the number of heads", piece.heads.start)?,
-            first_batch: narrow("the batch", piece.batch.start)?,
+            first_tile: to_u32("the number of query tiles", piece.tiles.start)?,
+            first_head: to_u32("the number of heads", piece.heads.start)?,
+            first_batch: to_u32("the batch", piece.batch.start)?,
             ..self.arguments
         };
         let grid = [
-            narrow("the number of query tiles", piece.tiles.len())?,
-            narrow("the number of heads", piece.heads.len())?,
-            narrow("the batch", piece.batch.len())?,
+            to_u32("the number of query tiles", piece.tiles.len())?,
+            to_u32("the number of heads", piece.heads.len())?,
+            to_u32("the batch", piece.batch.len())?,
         ];
         Ok((arguments, grid))
     }
@@ -252,12 +252,17 @@ impl Call<'_> {
     ) -> Result<()> {
         let Self { device, args, kernel, .. } = self;
         let first_rate = first_rate(args.dtype);
-        while let Some(submission) = next(device.pace.piece_flops(&kernel.name, first_rate)) {
+        while let Some(submission) = next(device.pacer.piece_flops(&kernel.name, first_rate)) {
             let (arguments, grid, flops) = submission?;
-            device.pace.room().await;
+            device.pacer.wait_for_slot().await;
             let submitted = Instant::now();
-            let done = device.moment(launch(arguments, grid)?);
-            device.pace.submitted(Flight { kernel: kernel.name.clone(), flops, submitted, done });
+            let done = device.completion_time(launch(arguments, grid)?);
+            device.pacer.record_submission(InFlightPiece {
+                kernel: kernel.name.clone(),
+                flops,
+                submitted,
+                done,
+            });
             self.control.piece_done()?;
             yield_now().await;
         }
@@ -271,9 +276,9 @@ impl Call<'_> {
         self.device.launch(launch, arguments, &self.reads(), &[&*state.a, &*state.ml])
     }
 
-    fn kernel_over(&self, grid: [u32; 3]) -> Launch<'_> {
+    fn kernel_over(&self, grid: [u32; 3]) -> LaunchConfig<'_> {
         let AttendKernel { name, threads, shared_bytes, .. } = &self.kernel;
-        Launch { kernel: name, grid, threads: *threads, shared_bytes: *shared_bytes }
+        LaunchConfig { kernel: name, grid, threads: *threads, shared_bytes: *shared_bytes }
     }
 
     /// What the kernel reads besides a state.
@@ -331,10 +336,10 @@ fn prepare(
         starts: base + starts,
         runs: base + runs,
         kv_head_of: base + kv_head_of,
-        rows: narrow("the number of rows", shape.rows)?,
-        keys: narrow("the number of keys", work.positions.len())?,
-        heads: narrow("the number of heads", shape.heads)?,
-        dim: narrow("the head dim", shape.dim)?,
+        rows: to_u32("the number of rows", shape.rows)?,
+        keys: to_u32("the number of keys", work.positions.len())?,
+        heads: to_u32("the number of heads", shape.heads)?,
+        dim: to_u32("the head dim", shape.dim)?,
         classes: work.classes,
         q_tiles: work.q_tiles,
         pair_kind,

@@ -3,8 +3,8 @@
 use kyklos::backend::{Elements, Scales};
 use kyklos::{Dtype, Error, Result, TOKENS_PER_SCALE};
 
-use super::arguments::narrow;
-use crate::device::{CudaBuffer, Launch, OpenDevice};
+use super::arguments::to_u32;
+use crate::device::{CudaBuffer, LaunchConfig, OpenDevice};
 use crate::kernels::{
     CodesArguments, CodesKernel, ConvertArguments, Direction, SMALL_THREADS, convert_kernel,
 };
@@ -119,10 +119,10 @@ fn code(
         data: stored.address(elements)?,
         codes: coded.codes.address(),
         scales: coded.scales.address(),
-        batch: narrow("the batch", batch)?,
-        tokens: narrow("the number of tokens", tokens)?,
-        heads: narrow("the number of heads", heads)?,
-        dim: narrow("the head dim", dim)?,
+        batch: to_u32("the batch", batch)?,
+        tokens: to_u32("the number of tokens", tokens)?,
+        heads: to_u32("the number of heads", heads)?,
+        dim: to_u32("the head dim", dim)?,
         lanes: kernel.lanes,
         reserved: 0,
     };
@@ -145,7 +145,12 @@ fn launch(
     if blocks == 0 {
         return Ok(());
     }
-    let grid = [narrow("the number of blocks", blocks)?, 1, 1];
-    device.launch(Launch { kernel, grid, threads: SMALL_THREADS, shared_bytes }, arguments, reads, writes)?;
+    let grid = [to_u32("the number of blocks", blocks)?, 1, 1];
+    device.launch(
+        LaunchConfig { kernel, grid, threads: SMALL_THREADS, shared_bytes },
+        arguments,
+        reads,
+        writes,
+    )?;
     Ok(())
 }

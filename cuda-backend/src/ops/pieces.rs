@@ -16,8 +16,8 @@ pub(crate) struct Piece {
 }
 
 /// The tiles of a call, a budget at a time: whole batch entries while they fit, else heads of one, else tiles of a head.
-/// Keys are never cut, so that results do not depend on the pace.
-pub(crate) struct Pieces {
+/// Keys are never cut, so that results do not depend on the pacer.
+pub(crate) struct PieceSplitter {
     /// Operations of each query tile of a head, for each mask class.
     tiles: Vec<Vec<f64>>,
     batch: usize,
@@ -26,7 +26,7 @@ pub(crate) struct Pieces {
     next: (usize, usize, usize),
 }
 
-impl Pieces {
+impl PieceSplitter {
     /// `more_tiles`: what each query tile costs besides its keys, as tiles of keys. Where it is not 0 there is a piece for
     /// tiles without keys too.
     pub(crate) fn new(work: &BlockWork, batch: usize, heads: usize, dim: usize, more_tiles: u32) -> Self {
@@ -40,12 +40,12 @@ impl Pieces {
     }
 
     /// Operations of each query tile of a head of a batch entry.
-    pub(crate) fn tiles_of(&self, batch: usize) -> &[f64] {
+    pub(crate) fn tile_flops(&self, batch: usize) -> &[f64] {
         &self.tiles[batch.min(self.tiles.len() - 1)]
     }
 
     /// Whether there is no tile left.
-    pub(crate) fn are_done(&self) -> bool {
+    pub(crate) fn is_finished(&self) -> bool {
         self.next.0 == self.batch
     }
 
@@ -64,21 +64,21 @@ impl Pieces {
         if batch == self.batch {
             return None;
         }
-        let of_head: f64 = self.tiles_of(batch).iter().sum();
-        let tiles = 0..self.tiles_of(batch).len();
-        let of_batch = |batch: usize| self.tiles_of(batch).iter().sum::<f64>() * self.heads as f64;
+        let of_head: f64 = self.tile_flops(batch).iter().sum();
+        let tiles = 0..self.tile_flops(batch).len();
+        let of_batch = |batch: usize| self.tile_flops(batch).iter().sum::<f64>() * self.heads as f64;
         if (head, tile) == (0, 0) && self.heads <= MOST_BLOCKS && of_batch(batch) <= budget {
-            let (end, flops) = fill(batch..self.batch, budget, of_batch);
+            let (end, flops) = take_within_budget(batch..self.batch, budget, of_batch);
             self.next = (end, 0, 0);
             return Some((Piece { tiles, heads: 0..self.heads, batch: batch..end }, flops));
         }
         if tile == 0 && of_head <= budget {
-            let (end, flops) = fill(head..self.heads, budget, |_| of_head);
+            let (end, flops) = take_within_budget(head..self.heads, budget, |_| of_head);
             self.next = if end == self.heads { (batch + 1, 0, 0) } else { (batch, end, 0) };
             return Some((Piece { tiles, heads: head..end, batch: batch..batch + 1 }, flops));
         }
-        let of_tile = self.tiles_of(batch);
-        let (end, flops) = fill(tile..tiles.end, budget, |tile| of_tile[tile]);
+        let of_tile = self.tile_flops(batch);
+        let (end, flops) = take_within_budget(tile..tiles.end, budget, |tile| of_tile[tile]);
         self.next = match (end == tiles.end, head + 1 == self.heads) {
             (false, _) => (batch, head, end),
             (true, false) => (batch, head + 1, 0),
@@ -89,7 +89,11 @@ impl Pieces {
 }
 
 /// How far a range goes within a budget, at least one and at most what a grid has, and what that costs.
-pub(crate) fn fill(range: Range<usize>, budget: f64, cost: impl Fn(usize) -> f64) -> (usize, f64) {
+pub(crate) fn take_within_budget(
+    range: Range<usize>,
+    budget: f64,
+    cost: impl Fn(usize) -> f64,
+) -> (usize, f64) {
     let (mut end, mut sum) = (range.start + 1, cost(range.start));
     while end < range.end && end - range.start < MOST_BLOCKS && sum + cost(end) <= budget {
         sum += cost(end);
@@ -111,11 +115,11 @@ mod tests {
         let tokens = TokenRuns::contiguous(0..100);
         let work = &BlockWork::layers(&problem, &tokens, &tokens, tile)[0];
         let all = {
-            let pieces = Pieces::new(work, 2, 3, 8, 0);
-            pieces.tiles_of(0).iter().sum::<f64>() * 6.0
+            let pieces = PieceSplitter::new(work, 2, 3, 8, 0);
+            pieces.tile_flops(0).iter().sum::<f64>() * 6.0
         };
         for budget in [0.0, all / 40.0, all / 6.0, all / 5.0, all / 2.0, all] {
-            let mut pieces = Pieces::new(work, 2, 3, 8, 0);
+            let mut pieces = PieceSplitter::new(work, 2, 3, 8, 0);
             let (mut seen, mut sum, mut count) = (vec![0; 7 * 3 * 2], 0.0, 0);
             while let Some((piece, flops)) = pieces.next(budget) {
                 for batch in piece.batch.clone() {
@@ -143,7 +147,7 @@ mod tests {
         let (rows, keys) = (TokenRuns::contiguous(84..100), TokenRuns::contiguous(0..100));
         let work = &BlockWork::layers(&problem, &rows, &keys, tile)[0];
         for (more_tiles, expected) in [(0, 1), (1, 2)] {
-            let mut pieces = Pieces::new(work, 2, 1, 8, more_tiles);
+            let mut pieces = PieceSplitter::new(work, 2, 1, 8, more_tiles);
             let count = std::iter::from_fn(|| pieces.next(0.0)).count();
             assert_eq!(count, expected, "{more_tiles} more tiles");
         }

@@ -3,8 +3,8 @@
 use kyklos::backend::{Extent, Layout};
 use kyklos::{Error, Result};
 
-use super::arguments::{narrow, tensor};
-use crate::device::{CudaBuffer, Launch, OpenDevice};
+use super::arguments::{tensor, to_u32};
+use crate::device::{CudaBuffer, LaunchConfig, OpenDevice};
 use crate::kernels::{RepackArguments, SMALL_THREADS};
 
 pub(crate) fn repack(
@@ -29,15 +29,15 @@ pub(crate) fn repack(
     let arguments = RepackArguments {
         from: tensor(from, &from_layout, 1),
         into: tensor(into, &into_layout, 1),
-        batch: narrow("the batch", extent.batch)?,
-        rows: narrow("the number of rows", extent.rows)?,
-        heads: narrow("the number of heads", extent.heads)?,
-        row_bytes: narrow("the bytes of a row", extent.row_bytes)?,
+        batch: to_u32("the batch", extent.batch)?,
+        rows: to_u32("the number of rows", extent.rows)?,
+        heads: to_u32("the number of heads", extent.heads)?,
+        row_bytes: to_u32("the bytes of a row", extent.row_bytes)?,
     };
     // Each block takes a share; more blocks than keep the device busy gain nothing.
     let blocks = words.div_ceil(SMALL_THREADS as usize).min(device.multiprocessors as usize * 16);
-    let grid = [narrow("the number of blocks", blocks)?, 1, 1];
-    let launch = Launch { kernel: "repack", grid, threads: SMALL_THREADS, shared_bytes: 0 };
+    let grid = [to_u32("the number of blocks", blocks)?, 1, 1];
+    let launch = LaunchConfig { kernel: "repack", grid, threads: SMALL_THREADS, shared_bytes: 0 };
     device.launch(launch, &arguments, &[from], &[into])?;
     Ok(())
 }

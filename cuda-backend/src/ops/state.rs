@@ -5,7 +5,7 @@ use bytemuck::Pod;
 use kyklos::backend::{State, StateShape};
 use kyklos::{Dtype, Result};
 
-use super::arguments::{over_rows, state_arguments};
+use super::arguments::{row_launch_config, state_arguments};
 use crate::device::{CudaBuffer, OpenDevice};
 use crate::kernels::{StateArguments, finalize_kernel};
 
@@ -16,8 +16,8 @@ pub(crate) fn reset_state(
     shape: StateShape,
 ) -> Result<()> {
     let arguments = StateArguments { a: a.address(), ml: ml.address(), ..state_arguments(shape)? };
-    let launch = over_rows("reset_state", shape)?;
-    launch.map_or(Ok(()), |launch| device.hold(launch, &arguments, &[], &[a, ml]))
+    let launch = row_launch_config("reset_state", shape)?;
+    launch.map_or(Ok(()), |launch| device.launch_deferred(launch, &arguments, &[], &[a, ml]))
 }
 
 pub(crate) fn merge(
@@ -70,7 +70,7 @@ fn launch_rows(
     reads: &[&CudaBuffer],
     writes: &[&CudaBuffer],
 ) -> Result<()> {
-    if let Some(launch) = over_rows(kernel, shape)? {
+    if let Some(launch) = row_launch_config(kernel, shape)? {
         device.launch(launch, arguments, reads, writes)?;
     }
     Ok(())

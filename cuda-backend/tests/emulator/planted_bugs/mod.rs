@@ -12,7 +12,7 @@ use half::bf16;
 use kyklos::Dtype;
 use kyklos_oracle::inputs::{Case, cases};
 
-use crate::call::{Call, Keys, Way};
+use crate::call::{Call, Kernel, Keys};
 use crate::job::Timing;
 use crate::parallel::in_parallel;
 use crate::program::Program;
@@ -47,12 +47,12 @@ impl Planted {
         name: &'static str,
         instance: &'static str,
         faults: &'static [Fault],
-        calls: Vec<(Call, Way, Keys)>,
+        calls: Vec<(Call, Kernel, Keys)>,
     ) -> Self {
         let judge = move |program: &Program, timing| {
             calls
                 .iter()
-                .try_for_each(|(call, way, keys)| call.judge(program, *way, *keys, timing).map(|_| ()))
+                .try_for_each(|(call, with, keys)| call.judge(program, *with, *keys, timing).map(|_| ()))
         };
         Self { name, instance, faults, judge: Box::new(judge) }
     }

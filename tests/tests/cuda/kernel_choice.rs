@@ -1,4 +1,4 @@
-//! That a call really gets the kernels that `Way` says, and that what goes wrong between them is noticed.
+//! That a call really gets the kernels that `KernelChoice` says, and that what goes wrong between them is noticed.
 
 use kyklos::Dtype;
 use kyklos_cuda::CudaBackend;

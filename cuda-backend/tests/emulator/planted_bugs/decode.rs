@@ -5,7 +5,7 @@ use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::OracleMask;
 
 use super::{Fault, Planted, call, case, fault};
-use crate::call::{Call, Keys, Way};
+use crate::call::{Call, Kernel, Keys};
 
 const FAULTS: [Fault; 11] = [
     fault(
@@ -80,9 +80,9 @@ fn some_rows(case: &mut Case) {
 
 pub(super) fn kernel() -> Planted {
     let calls = vec![
-        (call(one_row), Way::Parts(3), Keys::Whole),
-        (call(one_row), Way::Parts(3), Keys::Split),
-        (call(some_rows), Way::Parts(7), Keys::Whole),
+        (call(one_row), Kernel::Decode(3), Keys::Whole),
+        (call(one_row), Kernel::Decode(3), Keys::Split),
+        (call(some_rows), Kernel::Decode(7), Keys::Whole),
     ];
     Planted::attending("decode", INSTANCE, &FAULTS, calls)
 }
@@ -145,9 +145,9 @@ pub(super) fn in_f32() -> Planted {
     let call = |case| Call::new::<f32>(case, Dtype::F32);
     let nan = cases().into_iter().find(|case| case.name == "NaN in padding").unwrap();
     let calls = vec![
-        (call(case(one_row)), Way::Parts(3), Keys::Split),
-        (call(case(some_rows)), Way::Parts(7), Keys::Whole),
-        (call(nan), Way::Parts(2), Keys::Whole),
+        (call(case(one_row)), Kernel::Decode(3), Keys::Split),
+        (call(case(some_rows)), Kernel::Decode(7), Keys::Whole),
+        (call(nan), Kernel::Decode(2), Keys::Whole),
     ];
     Planted::attending("decode f32", F32_INSTANCE, &F32_FAULTS, calls)
 }

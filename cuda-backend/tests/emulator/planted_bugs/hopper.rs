@@ -6,7 +6,7 @@ use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::OracleMask;
 
 use super::{Fault, Planted, call, fault};
-use crate::call::{Call, Keys, Way};
+use crate::call::{Call, Kernel, Keys};
 
 const FILE: &str = "attend_hopper.h";
 
@@ -136,9 +136,9 @@ pub(super) fn kernel() -> Planted {
     let mut nan = cases().into_iter().find(|case| case.name == "NaN in padding").unwrap();
     nan.problem.head_dim = 72;
     let calls = vec![
-        (call(causal), Way::Hopper(1), Keys::Whole),
-        (call(ragged), Way::Hopper(2), Keys::Whole),
-        (Call::new::<bf16>(nan, Dtype::Bf16), Way::Hopper(3), Keys::Whole),
+        (call(causal), Kernel::Hopper(1), Keys::Whole),
+        (call(ragged), Kernel::Hopper(2), Keys::Whole),
+        (Call::new::<bf16>(nan, Dtype::Bf16), Kernel::Hopper(3), Keys::Whole),
     ];
     Planted::attending("hopper", INSTANCE, &FAULTS, calls)
 }

@@ -6,7 +6,7 @@ use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 
 use super::{Fault, Planted, call, fault, planted};
-use crate::call::{Call, Keys, Way};
+use crate::call::{Call, Kernel, Keys};
 use crate::job::Timing;
 
 const FAULTS: [Fault; 22] = [
@@ -125,11 +125,11 @@ pub(super) fn kernel() -> Planted {
     let ragged = |case: &mut Case| (case.problem.q_len, case.problem.kv_len) = (17, 133);
     let nan = cases().into_iter().find(|case| case.name == "NaN in padding").unwrap();
     let calls = vec![
-        (causal_call(), Way::Tiles, Keys::Whole),
-        (causal_call(), Way::Tiles, Keys::Split),
-        (call(window), Way::Tiles, Keys::Whole),
-        (call(ragged), Way::Tiles, Keys::Whole),
-        (Call::new::<bf16>(nan, Dtype::Bf16), Way::Tiles, Keys::Whole),
+        (causal_call(), Kernel::Tiled, Keys::Whole),
+        (causal_call(), Kernel::Tiled, Keys::Split),
+        (call(window), Kernel::Tiled, Keys::Whole),
+        (call(ragged), Kernel::Tiled, Keys::Whole),
+        (Call::new::<bf16>(nan, Dtype::Bf16), Kernel::Tiled, Keys::Whole),
     ];
     Planted::attending("tiles", INSTANCE, &FAULTS, calls)
 }
@@ -139,7 +139,7 @@ fn banks_are_read_once_for_each_access_and_the_counter_shows_it() {
     let kernel = kernel();
     let call = causal_call();
     let counts_of = |faults: &[&Fault], name| {
-        call.judge(&planted(&kernel, faults, name), Way::Tiles, Keys::Whole, Timing::Eager).unwrap()
+        call.judge(&planted(&kernel, faults, name), Kernel::Tiled, Keys::Whole, Timing::Eager).unwrap()
     };
     let counts = counts_of(&[], "none");
     assert!(counts.accesses > 0);
