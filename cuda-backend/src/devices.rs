@@ -1,31 +1,13 @@
 //! Which devices there are, and why not.
 
-use std::fmt;
-
 use kyklos::backend::{DeviceClass, DeviceInfo};
 
-use crate::driver::{self, Facts};
-use crate::fault::Fault;
+use crate::driver::{self, DeviceProperties, Unavailable};
 
 /// CUDA 12.0, of drivers from 525 on: older ones are not tried.
 const OLDEST_DRIVER: u32 = 12_000;
 /// `mma.sync` for bf16, and `cp.async`.
 const OLDEST_CAPABILITY: u32 = 80;
-
-/// Why there is no CUDA here, or why a device is of no use; for people.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unavailable {
-    pub(crate) why: String,
-    pub(crate) remedy: &'static str,
-}
-
-impl fmt::Display for Unavailable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.why, self.remedy)
-    }
-}
-
-impl std::error::Error for Unavailable {}
 
 /// A device of this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,7 +16,7 @@ pub struct CudaDevice {
     pub info: DeviceInfo,
     /// Compute capability, as (major, minor).
     pub capability: (u32, u32),
-    /// Memory, in bytes.
+    /// DeviceMemory, in bytes.
     pub memory_bytes: u64,
     /// Why it cannot be used, if it cannot.
     pub refused: Option<Unavailable>,
@@ -57,19 +39,20 @@ pub fn availability() -> Result<(), Unavailable> {
 /// # Errors
 /// Why the driver cannot be asked, or that it has none. Never panics.
 pub fn devices() -> Result<Vec<CudaDevice>, Unavailable> {
-    let version = ready()?;
-    let count = driver::device_count().map_err(failed)?;
+    let version = supported_driver_version()?;
+    let count = driver::device_count().map_err(Unavailable::from)?;
     if count == 0 {
         return Err(no_device());
     }
-    let each = (0..count).map(|ordinal| Ok(describe(&driver::facts(ordinal).map_err(failed)?, version)));
+    let each = (0..count)
+        .map(|ordinal| Ok(describe(&driver::properties(ordinal).map_err(Unavailable::from)?, version)));
     each.collect()
 }
 
 /// Loads the driver and asks for its version.
-pub(crate) fn ready() -> Result<u32, Unavailable> {
+pub(crate) fn supported_driver_version() -> Result<u32, Unavailable> {
     driver::load()?;
-    let version = driver::version().map_err(failed)?;
+    let version = driver::version().map_err(Unavailable::from)?;
     if version < OLDEST_DRIVER {
         return Err(Unavailable {
             why: format!(
@@ -83,11 +66,6 @@ pub(crate) fn ready() -> Result<u32, Unavailable> {
     Ok(version)
 }
 
-/// The driver is there, and does not work.
-pub(crate) fn failed(fault: Fault) -> Unavailable {
-    Unavailable { why: format!("CUDA cannot be used: {fault}"), remedy: "see what nvidia-smi says" }
-}
-
 fn no_device() -> Unavailable {
     Unavailable {
         why: "CUDA cannot be used: the driver has no device".to_owned(),
@@ -95,22 +73,22 @@ fn no_device() -> Unavailable {
     }
 }
 
-pub(crate) fn describe(facts: &Facts, version: u32) -> CudaDevice {
-    let (major, minor) = (facts.capability / 10, facts.capability % 10);
-    let refused = (facts.capability < OLDEST_CAPABILITY).then(|| Unavailable {
-        why: format!("{} has compute capability {major}.{minor}, kernels need 8.0 (Ampere)", facts.name),
+pub(crate) fn describe(properties: &DeviceProperties, version: u32) -> CudaDevice {
+    let (major, minor) = (properties.capability / 10, properties.capability % 10);
+    let refused = (properties.capability < OLDEST_CAPABILITY).then(|| Unavailable {
+        why: format!("{} has compute capability {major}.{minor}, kernels need 8.0 (Ampere)", properties.name),
         remedy: "use wgpu, which reaches it through Vulkan",
     });
     CudaDevice {
         info: DeviceInfo {
             backend: "cuda",
-            name: facts.name.clone(),
+            name: properties.name.clone(),
             driver: format!("CUDA {}", version_text(version)),
-            class: if facts.integrated { DeviceClass::IntegratedGpu } else { DeviceClass::DiscreteGpu },
+            class: if properties.integrated { DeviceClass::IntegratedGpu } else { DeviceClass::DiscreteGpu },
             kernel: String::new(),
         },
         capability: (major, minor),
-        memory_bytes: facts.memory_bytes as u64,
+        memory_bytes: properties.memory_bytes as u64,
         refused,
     }
 }

@@ -6,7 +6,11 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::{Context, Handle, Launch, Result, Stream, check};
+use super::call::check;
+use super::context::{Context, Handle};
+use super::error::Result;
+use super::module::Launch;
+use super::stream::Stream;
 
 /// Launches, each of which begins when the one before it is done, ready to be submitted together.
 ///

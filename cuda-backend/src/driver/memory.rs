@@ -1,23 +1,24 @@
-//! Memory of the device, and pinned memory of the host.
+//! DeviceMemory of the device, and pinned memory of the host.
 
 use std::ffi::c_void;
-use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::{Context, Event, Handle, Result, check};
+use super::call::check;
+use super::context::{Context, Handle};
+use super::error::Result;
 
-/// Memory of the device.
+/// DeviceMemory of the device.
 #[derive(Debug)]
-pub(crate) struct Memory {
+pub(crate) struct DeviceMemory {
     pub(super) address: u64,
     pub(super) bytes: usize,
     context: Arc<Context>,
 }
 
-impl Memory {
+impl DeviceMemory {
     pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
         context.bind()?;
         let mut address = 0;
@@ -34,7 +35,7 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for DeviceMemory {
     /// The device must be done with it.
     fn drop(&mut self) {
         if self.context.bind().is_ok() {
@@ -43,9 +44,9 @@ impl Drop for Memory {
     }
 }
 
-/// Memory of the host that the device copies from and to by itself.
+/// DeviceMemory of the host that the device copies from and to by itself.
 #[derive(Debug)]
-pub(crate) struct Pinned {
+pub(crate) struct PinnedMemory {
     pub(super) raw: Handle<c_void>,
     pub(super) bytes: usize,
     /// How many of them are being used.
@@ -53,7 +54,7 @@ pub(crate) struct Pinned {
     context: Arc<Context>,
 }
 
-impl Pinned {
+impl PinnedMemory {
     pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
         context.bind()?;
         let mut raw = ptr::null_mut();
@@ -78,7 +79,7 @@ impl Pinned {
 
     /// The bytes in use.
     pub(crate) fn contents(&self) -> &[u8] {
-        // SAFETY: initialised when it was made. While the device writes to it only an `InFlight` has it.
+        // SAFETY: initialised when it was made. While the device writes to it only an `PendingCopy` has it.
         unsafe { std::slice::from_raw_parts(self.raw.0.cast::<u8>().cast_const(), self.used) }
     }
 
@@ -89,36 +90,10 @@ impl Pinned {
     }
 }
 
-impl Drop for Pinned {
+impl Drop for PinnedMemory {
     fn drop(&mut self) {
         if self.context.bind().is_ok() {
             let _ = call!(cuMemFreeHost(self.raw.0));
         }
-    }
-}
-
-/// Staging that a copy is under way to or from.
-///
-/// Dropped before it has landed, its memory is never freed: the device may still write to it.
-#[derive(Debug)]
-pub(crate) struct InFlight {
-    staging: ManuallyDrop<Pinned>,
-    event: Arc<Event>,
-}
-
-impl InFlight {
-    /// Staging whose copy was submitted. Where no event could be recorded nobody can know when it lands.
-    pub(super) fn new(staging: Pinned, event: Result<Event>) -> Result<Self> {
-        let staging = ManuallyDrop::new(staging);
-        Ok(Self { staging, event: Arc::new(event?) })
-    }
-
-    pub(crate) fn event(&self) -> &Arc<Event> {
-        &self.event
-    }
-
-    /// The staging, when the copy is done.
-    pub(crate) fn land(self) -> Result<Option<Pinned>> {
-        Ok(self.event.happened()?.then(|| ManuallyDrop::into_inner(self.staging)))
     }
 }

@@ -7,12 +7,13 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::{Context, Handle, Result, check};
-use crate::fault::Fault;
-use crate::hopper::TensorMap;
+use super::call::check;
+use super::context::{Context, Handle};
+use super::error::{DriverError, Result};
+use crate::kernels::TensorMap;
 
 /// A tensor as TMA knows it, of the one that `map` describes. The driver reads nothing of the tensor itself.
-pub(crate) fn encode(map: &TensorMap) -> Result<TensorMap> {
+pub(crate) fn encode_tensor_map(map: &TensorMap) -> Result<TensorMap> {
     use sys::CUtensorMapDataType_enum as Type;
     let data_type = match map.data_type {
         TensorMap::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -80,10 +81,10 @@ impl Module {
             options.as_mut_ptr(),
             values.as_mut_ptr(),
         ))
-        .map_err(|fault| {
+        .map_err(|error| {
             let said = CStr::from_bytes_until_nul(&log).unwrap_or_default().to_string_lossy();
-            let text = if said.is_empty() { fault.text } else { format!("{}: {}", fault.text, said.trim()) };
-            Fault { text, ..fault }
+            let text = if said.is_empty() { error.text } else { format!("{}: {}", error.text, said.trim()) };
+            DriverError { text, ..error }
         })?;
         Ok(Arc::new(Self { raw: Handle(raw), context: context.clone() }))
     }

@@ -1,13 +1,16 @@
 //! Streams and events.
 
 use std::ffi::c_void;
-use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::{Context, Handle, InFlight, Launch, Memory, Pinned, Result, check};
+use super::call::check;
+use super::context::{Context, Handle};
+use super::error::Result;
+use super::event::Event;
+use super::module::Launch;
 
 /// Operations that the device does in order.
 #[derive(Debug)]
@@ -44,27 +47,6 @@ impl Stream {
         Ok(event)
     }
 
-    /// Copies all of `from` to `into`, `at` bytes behind its beginning. The staging comes back when it was read.
-    pub(crate) fn upload(&self, from: Pinned, into: &Memory, at: usize) -> Result<InFlight> {
-        assert!(at + from.used <= into.bytes, "{} bytes at {at} of {}", from.used, into.bytes);
-        self.context.bind()?;
-        call!(cuMemcpyHtoDAsync_v2(
-            into.address + at as u64,
-            from.raw.0.cast_const(),
-            from.used,
-            self.raw.0
-        ))?;
-        InFlight::new(from, self.record())
-    }
-
-    /// Copies `range` of `from` into staging, which comes back when it was written.
-    pub(crate) fn download(&self, from: &Memory, range: Range<usize>, into: Pinned) -> Result<InFlight> {
-        assert!(range.end <= from.bytes && range.len() == into.used, "{range:?} of {}", from.bytes);
-        self.context.bind()?;
-        call!(cuMemcpyDtoHAsync_v2(into.raw.0, from.address + range.start as u64, into.used, self.raw.0))?;
-        InFlight::new(into, self.record())
-    }
-
     /// Submits a launch. The driver has copied its arguments when it returns.
     pub(crate) fn launch(&self, launch: &Launch) -> Result<()> {
         self.context.bind()?;
@@ -90,33 +72,6 @@ impl Drop for Stream {
     fn drop(&mut self) {
         if self.context.bind().is_ok() {
             let _ = call!(cuStreamDestroy_v2(self.raw.0));
-        }
-    }
-}
-
-/// A point in the order of a stream.
-#[derive(Debug)]
-pub(crate) struct Event {
-    raw: Handle<sys::CUevent_st>,
-    context: Arc<Context>,
-}
-
-impl Event {
-    /// Whether it has happened.
-    pub(crate) fn happened(&self) -> Result<bool> {
-        self.context.bind()?;
-        match call!(cuEventQuery(self.raw.0)) {
-            Ok(()) => Ok(true),
-            Err(fault) if fault.code == sys::CUresult::CUDA_ERROR_NOT_READY as u32 => Ok(false),
-            Err(fault) => Err(fault),
-        }
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        if self.context.bind().is_ok() {
-            let _ = call!(cuEventDestroy_v2(self.raw.0));
         }
     }
 }

@@ -6,7 +6,7 @@ use kyklos_cuda::AttendKernel;
 use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::OracleMask;
 
-use crate::call::{Call, Keys, Way};
+use crate::call::{Call, Kernel, Keys};
 use crate::job::Timing;
 use crate::parallel::in_parallel;
 use crate::program::emulator;
@@ -28,7 +28,7 @@ fn every_case_of_the_project_is_right_in_every_type() {
     for (n, case) in cases().into_iter().enumerate() {
         for (i, dtype) in DTYPES.into_iter().enumerate() {
             let keys = [Keys::Whole, Keys::Split, Keys::Whole, Keys::Merged][(n + i) % 4];
-            calls.push((call(case.clone(), dtype), Way::Tiles, keys, Timing::ALL[(n + i) % 3]));
+            calls.push((call(case.clone(), dtype), Kernel::Tiled, keys, Timing::ALL[(n + i) % 3]));
         }
     }
     judge(&calls);
@@ -40,8 +40,8 @@ fn every_case_of_the_project_without_pairs_is_right_on_hopper() {
     for (n, case) in cases().into_iter().filter(|case| case.pairs.is_none()).enumerate() {
         for (i, dtype) in [Dtype::F16, Dtype::Bf16].into_iter().enumerate() {
             let keys = [Keys::Whole, Keys::Split, Keys::Merged][(n + i) % 3];
-            let way = Way::Hopper([1, 2, 3][n % 3]);
-            calls.push((call(case.clone(), dtype), way, keys, Timing::ALL[(n / 2 + i) % 3]));
+            let with = Kernel::Hopper([1, 2, 3][n % 3]);
+            calls.push((call(case.clone(), dtype), with, keys, Timing::ALL[(n / 2 + i) % 3]));
         }
     }
     judge(&calls);
@@ -55,16 +55,16 @@ fn every_case_of_the_project_is_right_in_parts() {
         let keys = [Keys::Whole, Keys::Split][n / 2 % 2];
         // From fewer parts than tiles to parts without any.
         let parts = [1, 2, 3, 7][n % 4];
-        calls.push((call(case, dtype), Way::Parts(parts), keys, Timing::ALL[n % 3]));
+        calls.push((call(case, dtype), Kernel::Decode(parts), keys, Timing::ALL[n % 3]));
     }
     judge(&calls);
 }
 
 /// Judges calls; says all that failed.
-fn judge(calls: &[(Call, Way, Keys, Timing)]) {
+fn judge(calls: &[(Call, Kernel, Keys, Timing)]) {
     let judge = |n: usize| {
-        let (call, way, keys, timing) = &calls[n];
-        call.judge(emulator(), *way, *keys, *timing).err()
+        let (call, with, keys, timing) = &calls[n];
+        call.judge(emulator(), *with, *keys, *timing).err()
     };
     let failures = in_parallel(calls.len(), judge);
     assert!(
@@ -82,7 +82,7 @@ fn every_head_dim_is_right_around_its_tiles() {
     let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
     let mut calls = Vec::new();
     for (n, dim) in [64, 96, 128, 192, 256].into_iter().enumerate() {
-        let tile = AttendKernel::of(Dtype::F16, dim).unwrap().tile;
+        let tile = AttendKernel::tiled(Dtype::F16, dim).unwrap().tile;
         let [rows, keys] = [tile.q_rows, tile.kv_cols].map(|n| n as usize);
         let sizes = [(rows, 2 * keys), (rows + 1, 3 * keys - 1), (1, keys + 1), (17, 1)];
         for (i, (q_len, kv_len)) in sizes.into_iter().enumerate() {
@@ -97,7 +97,7 @@ fn every_head_dim_is_right_around_its_tiles() {
             }
             // Types take turns; tiles are the same in both.
             let dtype = [Dtype::F16, Dtype::Bf16][(n + i) % 2];
-            calls.push((call(case, dtype), Way::Tiles, Keys::Whole, Timing::ALL[(n + i) % 3]));
+            calls.push((call(case, dtype), Kernel::Tiled, Keys::Whole, Timing::ALL[(n + i) % 3]));
         }
     }
     judge(&calls);
@@ -120,7 +120,7 @@ fn every_head_dim_is_right_around_its_tiles_on_hopper() {
             if i == 0 {
                 (problem.mask, problem.q_offset) = (OracleMask::causal(), 4 * keys as u64);
             }
-            calls.push((call(case, dtype), Way::Hopper(1 + i), Keys::Whole, Timing::ALL[(n + i) % 3]));
+            calls.push((call(case, dtype), Kernel::Hopper(1 + i), Keys::Whole, Timing::ALL[(n + i) % 3]));
         }
     }
     judge(&calls);
@@ -150,7 +150,7 @@ fn few_rows_over_many_keys_are_right_in_parts() {
         (problem.mask, problem.q_offset) = (OracleMask::causal(), 389 - q_len as u64);
         problem.scale = (dim as f64).sqrt().recip();
         for dtype in [[Dtype::F16, Dtype::Bf16][n % 2], Dtype::F32] {
-            calls.push((call(case.clone(), dtype), Way::Parts(3), Keys::Whole, Timing::ALL[n % 3]));
+            calls.push((call(case.clone(), dtype), Kernel::Decode(3), Keys::Whole, Timing::ALL[n % 3]));
         }
     }
     judge(&calls);

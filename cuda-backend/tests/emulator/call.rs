@@ -26,11 +26,11 @@ pub(crate) enum Keys {
 
 /// Which kernels are called.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Way {
+pub(crate) enum Kernel {
     /// A block for each query tile of a head.
-    Tiles,
+    Tiled,
     /// Heads packed into tiles, and keys cut into so many parts.
-    Parts(u32),
+    Decode(u32),
     /// So many blocks, which take one query tile after the other, by TMA and wgmma.
     Hopper(usize),
 }
@@ -73,7 +73,7 @@ impl Call {
     pub(crate) fn judge(
         &self,
         program: &Program,
-        way: Way,
+        with: Kernel,
         keys: Keys,
         timing: Timing,
     ) -> Result<Counts, String> {
@@ -95,7 +95,7 @@ impl Call {
                 states.push(self.reset(&mut job));
             }
             let (k, v) = (self.block_of(&mut job, k, 1, &block), self.block_of(&mut job, v, 2, &block));
-            self.attend(&mut job, way, states[states.len() - 1], q, [k, v], pairs, &block);
+            self.attend(&mut job, with, states[states.len() - 1], q, [k, v], pairs, &block);
         }
         let into = states[0];
         let grid = [state_blocks(&into), 1, 1];
@@ -111,7 +111,7 @@ impl Call {
         job.bring(o);
         job.bring(lse);
         let (results, counts) = job.run(program, timing, self.case.seed)?;
-        self.compare(&results[0], &numbers(&results[1]), &format!("{way:?}, keys {keys:?}, {timing:?}"))?;
+        self.compare(&results[0], &numbers(&results[1]), &format!("{with:?}, keys {keys:?}, {timing:?}"))?;
         Ok(counts)
     }
 
@@ -154,7 +154,7 @@ impl Call {
     fn attend(
         &self,
         job: &mut Job,
-        way: Way,
+        with: Kernel,
         state: StateArguments,
         q: Buffer,
         [k, v]: [TensorArgument; 2],
@@ -165,13 +165,13 @@ impl Call {
         let kv_head_of: Vec<u32> =
             (0..problem.q_heads).map(|head| u32::try_from(problem.kv_head(head)).unwrap()).collect();
         let packs = head_packs(&kv_head_of);
-        let kernel = match way {
-            Way::Tiles => AttendKernel::of(self.dtype, state.dim),
-            Way::Parts(_) => {
+        let kernel = match with {
+            Kernel::Tiled => AttendKernel::tiled(self.dtype, state.dim),
+            Kernel::Decode(_) => {
                 let most = packs.iter().map(|pack| pack.count).max().unwrap();
                 AttendKernel::decode(self.dtype, state.dim, most)
             }
-            Way::Hopper(_) => AttendKernel::hopper(self.dtype, state.dim),
+            Kernel::Hopper(_) => AttendKernel::hopper(self.dtype, state.dim),
         };
         let kernel = kernel.expect("heads of at most 256");
         let q_tokens = TokenRuns::contiguous(0..state.rows);
@@ -207,13 +207,13 @@ impl Call {
                 ..AttendArguments::default()
             };
             let tiles = work.q_tiles as usize;
-            match way {
-                Way::Tiles if keys.len() == problem.kv_len => {
+            match with {
+                Kernel::Tiled if keys.len() == problem.kv_len => {
                     let grid = [tiles, problem.q_heads, problem.batch];
                     job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
                 }
                 // In pieces: the tiles of one head at a time.
-                Way::Tiles => {
+                Kernel::Tiled => {
                     for first_batch in 0..state.batch {
                         for first_head in 0..state.heads {
                             let piece = AttendArguments { first_batch, first_head, ..arguments };
@@ -221,7 +221,7 @@ impl Call {
                         }
                     }
                 }
-                Way::Parts(parts) => {
+                Kernel::Decode(parts) => {
                     let rows = problem.batch * problem.q_len * problem.q_heads * parts as usize;
                     let from_a = job.poisoned(rows * problem.head_dim * 4).address;
                     let from_ml = job.poisoned(rows * 8).address;
@@ -242,7 +242,7 @@ impl Call {
                     let merge = PartsArguments { state, parts, reserved: 0 };
                     job.launch("merge_parts", [state_blocks(&state), 1, 1], 0, &merge);
                 }
-                Way::Hopper(blocks) => {
+                Kernel::Hopper(blocks) => {
                     let order = work.longest_first(state.batch);
                     let [batch, _, kv_heads, _] = problem.kv_shape().map(|n| u32::try_from(n).unwrap());
                     let map = |tensor, rows, heads, tile_rows| {

@@ -8,10 +8,10 @@
 mod attention;
 mod call;
 mod convert;
-mod faults;
 mod hopper;
 mod instructions;
 mod job;
 mod parallel;
+mod planted_bugs;
 mod program;
 mod states;

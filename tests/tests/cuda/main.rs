@@ -15,13 +15,14 @@ mod faults;
 #[cfg(target_os = "linux")]
 mod graphs;
 #[cfg(target_os = "linux")]
-mod scenario;
+mod kernel_choice;
 #[cfg(target_os = "linux")]
-mod ways;
+mod scenario;
 
 #[cfg(target_os = "linux")]
 fn main() {
-    let scenarios = [scenario::suite(), ways::scenarios(), faults::scenarios(), graphs::scenarios()].concat();
+    let scenarios =
+        [scenario::suite(), kernel_choice::scenarios(), faults::scenarios(), graphs::scenarios()].concat();
     if let Some(name) = std::env::var_os(scenario::CHOSEN) {
         let chosen = scenarios.iter().find(|scenario| scenario.name.as_str() == name).unwrap();
         return (chosen.run)();

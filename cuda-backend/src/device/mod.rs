@@ -1,0 +1,21 @@
+//! An open device: its streams, memory, submissions and completions.
+
+mod dependencies;
+mod download;
+mod event_poller;
+mod graph_cache;
+mod memory_pool;
+mod open_device;
+mod options;
+mod pacer;
+mod staging;
+mod status;
+mod submitter;
+
+pub use download::Download;
+pub use memory_pool::CudaBuffer;
+pub(crate) use open_device::OpenDevice;
+pub use options::CudaOptions;
+pub(crate) use pacer::InFlightPiece;
+pub(crate) use status::DeviceStatus;
+pub(crate) use submitter::LaunchConfig;

@@ -1,0 +1,77 @@
+//! Whether a device still works.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kyklos::{Error, Result};
+
+use crate::driver::DriverError;
+
+/// The first failure after which nothing works is kept, and is what every later call says.
+#[derive(Debug)]
+pub(crate) struct DeviceStatus {
+    device: Arc<str>,
+    lost: Mutex<Option<Error>>,
+}
+
+impl DeviceStatus {
+    pub(crate) fn new(device: Arc<str>) -> Self {
+        Self { device, lost: Mutex::default() }
+    }
+
+    pub(crate) fn device(&self) -> &str {
+        &self.device
+    }
+
+    /// # Errors
+    /// Why the device is lost.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.lock().clone().map_or(Ok(()), Err)
+    }
+
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lock().is_some()
+    }
+
+    /// The error for a call that failed, which may be the end of the device.
+    pub(crate) fn error(&self, operation: &str, cause: &DriverError) -> Error {
+        let error = self.device_error(operation, &cause.to_string());
+        if cause.ends_context() { self.mark_lost(error) } else { error }
+    }
+
+    /// The device is gone. Returns the first reason.
+    pub(crate) fn mark_lost(&self, error: Error) -> Error {
+        self.lock().get_or_insert(error).clone()
+    }
+
+    pub(crate) fn device_error(&self, operation: &str, native: &str) -> Error {
+        Error::Device {
+            device: self.device.to_string(),
+            operation: operation.to_owned(),
+            native: native.to_owned(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Error>> {
+        self.lost.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn driver_error(code: u32) -> DriverError {
+        DriverError { call: "cuX", code, name: "CUDA_ERROR_X".to_owned(), text: "it broke".to_owned() }
+    }
+
+    #[test]
+    fn the_first_end_of_a_context_is_what_every_later_call_says() {
+        let status = DeviceStatus::new("GPU 0".into());
+        let error = status.error("copy to the host", &driver_error(1));
+        assert_eq!(error.to_string(), "GPU 0: copy to the host failed: cuX: CUDA_ERROR_X (1): it broke");
+        assert_eq!(status.check(), Ok(()));
+        let first = status.error("launch attend", &driver_error(700));
+        assert_eq!(status.error("launch merge", &driver_error(719)), first);
+        assert_eq!(status.check(), Err(first));
+    }
+}

@@ -1,0 +1,134 @@
+//! Which kernels there are: names, tiles and shared memory. Data only; `kernels/kernels.cu` has their instances.
+
+use kyklos::{Dtype, TileShape};
+
+/// Threads of a block of the kernels that are not for attention.
+pub const SMALL_THREADS: u32 = 256;
+
+/// Rows of a head that a block of the kernels over running states takes.
+pub const STATE_ROWS: u32 = SMALL_THREADS / 32;
+
+/// Head dims of the kernels on tensor cores. Another one gets the next larger kernel, filled up with zeros in shared
+/// memory.
+const DIMS: [u32; 5] = [64, 96, 128, 192, 256];
+
+/// Head dims of the decoding kernels. They wait for memory, which zeros do not come from.
+const DECODE_DIMS: [u32; 3] = [64, 128, 256];
+
+/// Head dims of the kernels for Hopper and keys of their tiles. TMA fills up with zeros.
+const HOPPER_DIMS: [(u32, u32); 4] = [(64, 128), (128, 128), (192, 96), (256, 80)];
+
+/// Rows of a tile of the decoding kernels, over all heads of a pack.
+pub const PACKED_ROWS: u32 = 64;
+
+/// An attention kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AttendKernel {
+    /// Its name in the module.
+    pub name: String,
+    /// Tiles in which it wants its work.
+    pub tile: TileShape,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Dynamic shared memory of a block. Beyond 48 KiB a function needs leave for it.
+    pub shared_bytes: u32,
+}
+
+impl AttendKernel {
+    /// The kernel for a storage type and a head dim, or none beyond 256.
+    pub fn tiled(dtype: Dtype, dim: u32) -> Option<Self> {
+        let size = DIMS.into_iter().find(|size| dim <= *size)?;
+        if dtype == Dtype::F32 {
+            let tile = TileShape { q_rows: 8, kv_cols: 32 };
+            return Some(Self { name: "attend_f32".to_owned(), tile, threads: 256, shared_bytes: 0 });
+        }
+        Some(Self::in_tiles("attend", dtype, size, if size <= 192 { 8 } else { 4 }))
+    }
+
+    /// The decoding kernel, whose tiles hold rows of up to `heads` query heads (1 to [`PACKED_ROWS`]) of a KV head, or none
+    /// beyond a head dim of 256.
+    pub fn decode(dtype: Dtype, dim: u32, heads: u32) -> Option<Self> {
+        let size = DECODE_DIMS.into_iter().find(|size| dim <= *size)?;
+        let mut kernel = if dtype == Dtype::F32 {
+            let tile = TileShape { q_rows: PACKED_ROWS, kv_cols: 32 };
+            Self { name: "decode_f32".to_owned(), tile, threads: 256, shared_bytes: 0 }
+        } else {
+            Self::in_tiles("decode", dtype, size, PACKED_ROWS / 16)
+        };
+        kernel.tile.q_rows /= heads;
+        Some(kernel)
+    }
+
+    /// Blocks that the decoding kernel of a storage type has for a query tile of so many rows, over all heads of a pack,
+    /// whose keys are cut into `parts`.
+    pub fn tile_blocks(dtype: Dtype, rows: u32, parts: u32) -> u32 {
+        // In f32 a warp has a row of a part, and a block 8 warps.
+        if dtype == Dtype::F32 { (rows * parts).div_ceil(8) } else { parts }
+    }
+
+    /// The kernel for Hopper (sm_90a), which takes [`crate::HopperArguments`] and has no pair tensors. There is none for
+    /// f32, nor beyond a head dim of 256.
+    pub fn hopper(dtype: Dtype, dim: u32) -> Option<Self> {
+        let (size, kv_cols) = HOPPER_DIMS.into_iter().find(|(size, _)| dim <= *size)?;
+        let tile = TileShape { q_rows: 128, kv_cols };
+        let stages = if size == 64 { 4 } else { 2 };
+        // Queries, stages of keys and values, and mbarriers: two for queries and four for each stage.
+        let shared_bytes = (tile.q_rows + 2 * stages * kv_cols) * size * 2 + (2 + 4 * stages) * 8;
+        (dtype != Dtype::F32).then(|| Self {
+            name: format!("hopper_{dtype}_{size}"),
+            tile,
+            threads: 384,
+            shared_bytes,
+        })
+    }
+
+    /// A kernel of `attend.h`.
+    fn in_tiles(kind: &str, dtype: Dtype, size: u32, warps: u32) -> Self {
+        let tile = TileShape { q_rows: warps * 16, kv_cols: if size <= 128 { 64 } else { 32 } };
+        // Queries, and two stages of keys and values.
+        let shared_bytes = (tile.q_rows + 4 * tile.kv_cols) * size * 2;
+        Self { name: format!("{kind}_{dtype}_{size}"), tile, threads: warps * 32, shared_bytes }
+    }
+}
+
+/// The kernel that converts between storage types, of which one is f32, or none for other pairs of them.
+pub fn convert_kernel(from: Dtype, into: Dtype) -> Option<String> {
+    ((from == Dtype::F32) != (into == Dtype::F32)).then(|| format!("convert_{from}_{into}"))
+}
+
+/// The kernel that makes outputs of a storage type.
+pub fn finalize_kernel(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => "finalize_f32",
+        Dtype::F16 => "finalize_f16",
+        Dtype::Bf16 => "finalize_bf16",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_head_dim_has_a_kernel_that_fits_every_gpu_from_sm_80_on() {
+        for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32] {
+            for dim in (8..=256).step_by(8) {
+                let kernel = AttendKernel::tiled(dtype, dim).unwrap();
+                assert!(kernel.shared_bytes <= 99 * 1024, "{kernel:?}");
+            }
+            assert_eq!(AttendKernel::tiled(dtype, 264), None);
+        }
+        assert_eq!(AttendKernel::tiled(Dtype::F16, 72).unwrap().name, "attend_f16_96");
+        assert_eq!(AttendKernel::hopper(Dtype::F16, 72).unwrap().name, "hopper_f16_128");
+        assert_eq!(AttendKernel::hopper(Dtype::F32, 64), None);
+        for (dim, _) in HOPPER_DIMS {
+            let kernel = AttendKernel::hopper(Dtype::Bf16, dim).unwrap();
+            assert!(kernel.shared_bytes <= 227 * 1024, "{kernel:?}");
+        }
+        assert_eq!(AttendKernel::decode(Dtype::F32, 264, 1), None);
+        assert_eq!(AttendKernel::decode(Dtype::F32, 256, 5).unwrap().tile.q_rows, 12);
+        let kernel = AttendKernel::decode(Dtype::Bf16, 200, 5).unwrap();
+        assert_eq!((kernel.name.as_str(), kernel.tile.q_rows), ("decode_bf16_256", 12));
+        assert!(kernel.shared_bytes <= 99 * 1024, "{kernel:?}");
+    }
+}

@@ -1,0 +1,22 @@
+//! Which kernels there are, which one a call gets, and their arguments. Data and pure functions; no device.
+
+mod arguments;
+mod catalog;
+mod codes;
+mod decode;
+mod device_work;
+mod hopper;
+mod kernel_choice;
+mod sources;
+
+pub use arguments::{
+    AttendArguments, CodesArguments, ConvertArguments, DecodeArguments, HeadPack, PartsArguments,
+    RepackArguments, StateArguments, TensorArgument, logits,
+};
+pub use catalog::{AttendKernel, PACKED_ROWS, SMALL_THREADS, STATE_ROWS, convert_kernel, finalize_kernel};
+pub use codes::{CodesKernel, Direction};
+pub use decode::{decode_parts, head_packs};
+pub use device_work::DeviceWork;
+pub use hopper::{HopperArguments, TensorMap};
+pub use kernel_choice::{CallShape, KernelChoice};
+pub use sources::SOURCES;

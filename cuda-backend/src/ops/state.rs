@@ -1,0 +1,77 @@
+//! Running states: reset, merge, finalize. Short kernels, which are submitted at once; the reset of a state is held back,
+//! for it is nothing to anybody by itself.
+
+use bytemuck::Pod;
+use kyklos::backend::{State, StateShape};
+use kyklos::{Dtype, Result};
+
+use super::arguments::{row_launch_config, state_arguments};
+use crate::device::{CudaBuffer, OpenDevice};
+use crate::kernels::{StateArguments, finalize_kernel};
+
+pub(crate) fn reset_state(
+    device: &OpenDevice,
+    a: &CudaBuffer,
+    ml: &CudaBuffer,
+    shape: StateShape,
+) -> Result<()> {
+    let arguments = StateArguments { a: a.address(), ml: ml.address(), ..state_arguments(shape)? };
+    let launch = row_launch_config("reset_state", shape)?;
+    launch.map_or(Ok(()), |launch| device.launch_deferred(launch, &arguments, &[], &[a, ml]))
+}
+
+pub(crate) fn merge(
+    device: &OpenDevice,
+    a: &CudaBuffer,
+    ml: &CudaBuffer,
+    from: &State<'_, CudaBuffer>,
+) -> Result<()> {
+    let arguments = StateArguments {
+        a: a.address(),
+        ml: ml.address(),
+        from_a: from.a.address(),
+        from_ml: from.ml.address(),
+        ..state_arguments(from.shape)?
+    };
+    launch_rows(device, "merge_states", from.shape, &arguments, &[from.a, from.ml], &[a, ml])
+}
+
+pub(crate) fn finalize(
+    device: &OpenDevice,
+    from: &State<'_, CudaBuffer>,
+    sinks: &[f32],
+    dtype: Dtype,
+    o: &CudaBuffer,
+    lse: &CudaBuffer,
+) -> Result<()> {
+    let sinks = match sinks {
+        [] => None,
+        sinks => Some(device.upload("sinks", bytemuck::cast_slice(sinks))?),
+    };
+    let arguments = StateArguments {
+        a: from.a.address(),
+        ml: from.ml.address(),
+        sinks: sinks.as_ref().map_or(0, CudaBuffer::address),
+        o: o.address(),
+        lse: lse.address(),
+        ..state_arguments(from.shape)?
+    };
+    let mut reads = vec![from.a, from.ml];
+    reads.extend(&sinks);
+    launch_rows(device, finalize_kernel(dtype), from.shape, &arguments, &reads, &[o, lse])
+}
+
+/// Launches a kernel that has a warp for each row of a head.
+fn launch_rows(
+    device: &OpenDevice,
+    kernel: &str,
+    shape: StateShape,
+    arguments: &impl Pod,
+    reads: &[&CudaBuffer],
+    writes: &[&CudaBuffer],
+) -> Result<()> {
+    if let Some(launch) = row_launch_config(kernel, shape)? {
+        device.launch(launch, arguments, reads, writes)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,130 @@
+//! Planted bugs: a kernel's text is changed in one place, and the tests must say that it is wrong. What has never found
+//! a bug proves nothing.
+
+mod convert;
+mod decode;
+mod hopper;
+mod tiles;
+
+use std::path::{Path, PathBuf};
+
+use half::bf16;
+use kyklos::Dtype;
+use kyklos_oracle::inputs::{Case, cases};
+
+use crate::call::{Call, Kernel, Keys};
+use crate::job::Timing;
+use crate::parallel::in_parallel;
+use crate::program::Program;
+
+/// A change of one place in a file of `kernels/`.
+struct Fault {
+    what: &'static str,
+    file: &'static str,
+    from: &'static str,
+    into: &'static str,
+}
+
+const fn fault(what: &'static str, file: &'static str, from: &'static str, into: &'static str) -> Fault {
+    Fault { what, file, from, into }
+}
+
+type Judge = Box<dyn Fn(&Program, Timing) -> Result<(), String> + Sync>;
+
+/// A kernel that bugs are planted in.
+struct Planted {
+    name: &'static str,
+    /// What is compiled of a changed kernel: one instance.
+    instance: &'static str,
+    faults: &'static [Fault],
+    /// Small trials that together touch what the kernel does, in one order of threads: the first thing that is wrong.
+    judge: Judge,
+}
+
+impl Planted {
+    /// A kernel that attends.
+    fn attending(
+        name: &'static str,
+        instance: &'static str,
+        faults: &'static [Fault],
+        calls: Vec<(Call, Kernel, Keys)>,
+    ) -> Self {
+        let judge = move |program: &Program, timing| {
+            calls
+                .iter()
+                .try_for_each(|(call, with, keys)| call.judge(program, *with, *keys, timing).map(|_| ()))
+        };
+        Self { name, instance, faults, judge: Box::new(judge) }
+    }
+}
+
+/// The emulator with changed kernels.
+fn planted(kernel: &Planted, faults: &[&Fault], name: &str) -> Program {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("planted").join(kernel.name).join(name);
+    std::fs::create_dir_all(&folder).unwrap();
+    for entry in std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")).unwrap().flatten() {
+        let path = entry.path();
+        if path.extension().is_none_or(|extension| extension != "h") {
+            continue;
+        }
+        let file = entry.file_name().into_string().unwrap();
+        let mut text = std::fs::read_to_string(&path).unwrap();
+        for fault in faults.iter().filter(|fault| fault.file == file) {
+            assert_eq!(text.matches(fault.from).count(), 1, "{}: `{}` in {file}", fault.what, fault.from);
+            text = text.replace(fault.from, fault.into);
+        }
+        write_if_new(&folder.join(file), &text);
+    }
+    let instance: PathBuf = folder.join("instance.cu");
+    write_if_new(&instance, kernel.instance);
+    Program::build(&folder, &[instance])
+}
+
+fn write_if_new(path: &Path, text: &str) {
+    if std::fs::read_to_string(path).ok().as_deref() != Some(text) {
+        std::fs::write(path, text).unwrap();
+    }
+}
+
+/// A small call of three query heads over one KV head.
+fn call(change: impl FnOnce(&mut Case)) -> Call {
+    Call::new::<bf16>(case(change), Dtype::Bf16)
+}
+
+fn case(change: impl FnOnce(&mut Case)) -> Case {
+    let mut case = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
+    (case.problem.q_heads, case.problem.kv_heads) = (3, 1);
+    change(&mut case);
+    case
+}
+
+/// What is found to be wrong with a program.
+fn found(program: &Program, kernel: &Planted) -> Option<String> {
+    Timing::ALL.into_iter().map(|timing| (kernel.judge)(program, timing)).find_map(Result::err)
+}
+
+#[test]
+fn every_planted_bug_is_found() {
+    let kernels = [
+        tiles::kernel(),
+        decode::kernel(),
+        decode::in_f32(),
+        hopper::kernel(),
+        convert::types(),
+        convert::codes(),
+    ];
+    let all: Vec<_> =
+        kernels.iter().flat_map(|kernel| (0..=kernel.faults.len()).map(move |n| (kernel, n))).collect();
+    let wrong = in_parallel(all.len(), |n| {
+        let (kernel, n) = all[n];
+        // The last one is the kernel as it is.
+        let fault = kernel.faults.get(n);
+        let program = planted(kernel, &Vec::from_iter(fault), &n.to_string());
+        match (fault, found(&program, kernel)) {
+            (Some(fault), None) => Some(format!("{}: not found: {}", kernel.name, fault.what)),
+            (None, Some(words)) => Some(format!("{} as it is: {words}", kernel.name)),
+            _ => None,
+        }
+    });
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}

@@ -1,0 +1,61 @@
+//! That a call really gets the kernels that `KernelChoice` says, and that what goes wrong between them is noticed.
+
+use kyklos::Dtype;
+use kyklos_cuda::CudaBackend;
+use kyklos_oracle::inputs::Case;
+use kyklos_oracle::oracle::{OracleMask, OracleTerm};
+use pollster::block_on;
+
+use crate::common::Prepared;
+use crate::common::conformance::{dense_world, run_alone};
+use crate::common::fixed_order::case;
+use crate::scenario::{Ends, Scenario};
+
+pub fn scenarios() -> Vec<Scenario> {
+    let mut cut = Scenario::new("cuts the keys of few rows in parts", "seed=61", few_rows);
+    cut.says = &[
+        "launched decode_bf16_64 ",
+        "launched decode_f16_64 ",
+        "launched decode_f32 ",
+        "launched merge_parts ",
+    ];
+    cut.says_not = &["launched attend_", "launched hopper_"];
+    let mut late =
+        Scenario::new("parts that are merged before they are there are missed", "late_parts=1", few_rows);
+    late.ends = Ends::Failing;
+    let mut hopper = Scenario::new("takes wgmma on Hopper", "seed=62", many_rows);
+    hopper.says = &["launched hopper_bf16_64 "];
+    hopper.says_not = &["launched attend_"];
+    let mut older = Scenario::new("takes mma.sync before Hopper", "seed=63,capability=80", many_rows);
+    older.says = &["launched attend_bf16_64 "];
+    older.says_not = &["launched hopper_"];
+    let mut newer = Scenario::new("takes mma.sync after Hopper", "seed=64,capability=100", many_rows);
+    newer.says = &["launched attend_bf16_64 "];
+    newer.says_not = &["launched hopper_"];
+    vec![cut, late, hopper, older, newer]
+}
+
+fn is_right(case: Case, dtype: Dtype) {
+    let backend = CudaBackend::new(0).unwrap();
+    let prepared = Prepared::new(case, dtype);
+    let whole = block_on(run_alone(&backend, &dense_world(&prepared.problem), &prepared));
+    prepared.judge(&whole, "fake cuda").assert_within(&prepared.dense_limit());
+}
+
+/// The last rows of a sequence, of two batch entries, the second of which is padded away.
+fn few_rows() {
+    for dtype in Dtype::ALL {
+        let mask = OracleMask::causal().and(OracleTerm::Valid(vec![900, 0]));
+        is_right(
+            case("3 rows over 900 keys", 900, mask, |case| {
+                let problem = &mut case.problem;
+                (problem.batch, problem.q_len, problem.q_offset) = (2, 3, 897);
+            }),
+            dtype,
+        );
+    }
+}
+
+fn many_rows() {
+    is_right(case("300 causal tokens", 300, OracleMask::causal(), |_| {}), Dtype::Bf16);
+}
