@@ -61,6 +61,17 @@ pub enum TransportError {
     Closed,
 }
 
+impl TransportError {
+    /// The group could not be formed, because of `text`.
+    #[cfg_attr(
+        not(feature = "quic"),
+        expect(dead_code, reason = "groups of one process have one way to fail, which they spell out")
+    )]
+    pub(crate) fn bootstrap(text: impl Into<String>) -> Self {
+        Self::Bootstrap { text: text.into() }
+    }
+}
+
 impl AbortCause {
     /// The reason, without what kind of end it is.
     pub fn text(&self) -> &str {

@@ -88,6 +88,11 @@ pub trait Transport: Send + Sync + fmt::Debug {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Rank(pub u32);
 
+impl Rank {
+    /// The rank that counts votes and whose decision on an abort is final.
+    pub const COORDINATOR: Self = Self(0);
+}
+
 impl fmt::Display for Rank {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.0)

@@ -7,9 +7,9 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 use super::BINDING_BYTES;
 use super::enrol::Enrolled;
 use super::token::Token;
-use crate::quic::identity::Identity;
-use crate::quic::key_hash::KeyHash;
-use crate::quic::names::Subject;
+use crate::quic::trust::identity::Identity;
+use crate::quic::trust::key_hash::KeyHash;
+use crate::quic::trust::names::Subject;
 use crate::transport::Rank;
 use crate::wire::{Frame, MAX_WORLD};
 

@@ -11,7 +11,7 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 use super::applicant::Applicant;
 use super::register::{Register, Visit};
 use super::{Invitation, InvitationTerms};
-use crate::quic::names::Subject;
+use crate::quic::trust::names::Subject;
 use crate::transport::Rank;
 use crate::wire::{Frame, RejectCode};
 

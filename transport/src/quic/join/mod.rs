@@ -7,12 +7,12 @@
 //! a proof is worth nothing on any other connection. Rank 0 signs the key that the other made, and that never travels
 //! either. From there on the rank has an identity like any other.
 //!
-//! What is decided is in `register.rs` and `applicant.rs`, which know no network; `desk.rs` and `enrol.rs` carry it.
+//! What is decided is in `register.rs` and `applicant.rs`, which know no network; `enrol_server.rs` and `enrol.rs` carry it.
 
 mod applicant;
 pub(super) mod decoders;
-mod desk;
 mod enrol;
+mod enrol_server;
 mod guesses;
 mod invitation;
 mod pinned;
@@ -23,8 +23,8 @@ mod token;
 
 use quinn::Connection;
 
-pub(super) use self::desk::Desk;
 pub use self::enrol::{EnrolConfig, Enrolled, enrol};
+pub(super) use self::enrol_server::Desk;
 pub use self::invitation::{Invitation, InvitationTerms};
 pub use self::token::Token;
 use crate::transport::Rank;

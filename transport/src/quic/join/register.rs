@@ -13,9 +13,9 @@ use super::BINDING_BYTES;
 use super::guesses::Guesses;
 use super::invitation::Invitation;
 use crate::error::TransportError;
-use crate::quic::key_hash::KeyHash;
-use crate::quic::names::Subject;
-use crate::quic::validity::Date;
+use crate::quic::trust::key_hash::KeyHash;
+use crate::quic::trust::names::Subject;
+use crate::quic::trust::validity::Date;
 use crate::transport::Rank;
 use crate::wire::{Frame, RejectCode};
 

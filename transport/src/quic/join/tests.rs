@@ -15,11 +15,13 @@ use super::pinned::Pinned;
 use super::token::Token;
 use super::*;
 use crate::error::TransportError;
-use crate::quic::frames::FrameReader;
-use crate::quic::key_hash::KeyHash;
-use crate::quic::names::Subject;
-use crate::quic::validity::Validity;
-use crate::quic::{Carrier, Identity, LinkSettings, QuicConfig, QuicTransport, tls};
+use crate::quic::forming::config::QuicConfig;
+use crate::quic::network::frames::FrameReader;
+use crate::quic::trust::key_hash::KeyHash;
+use crate::quic::trust::names::Subject;
+use crate::quic::trust::tls;
+use crate::quic::trust::validity::Validity;
+use crate::quic::{Carrier, Identity, LinkSettings, QuicTransport};
 use crate::transport::{Tag, Transport};
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
@@ -249,9 +251,7 @@ async fn relay(
     to: SocketAddr,
     at: tokio::sync::oneshot::Sender<SocketAddr>,
 ) -> Option<Frame> {
-    let job = identity.claims().unwrap().job;
-    let config = QuicConfig::new(Rank(0), 2, job, to, identity);
-    let crypto: QuicServerConfig = tls::inviting_server(&config).unwrap();
+    let crypto: QuicServerConfig = tls::inviting_server(&identity, None).unwrap();
     let server = ServerConfig::with_crypto(Arc::new(crypto));
     let near = Endpoint::server(server, SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
     at.send(near.local_addr().unwrap()).unwrap();

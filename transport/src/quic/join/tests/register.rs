@@ -148,7 +148,7 @@ fn an_invitation_survives_its_file_and_garbage_is_none() {
     .enumerate()
     {
         let path = folder.path().join(format!("{index}.pem"));
-        crate::quic::private_file::write_new(&path, "invitation", &text).unwrap();
+        crate::quic::trust::private_file::write_new(&path, "invitation", &text).unwrap();
         let error = Invitation::read_file(&path).unwrap_err().to_string();
         assert!(error.contains("is not an invitation") && error.contains(words), "{index}: {error}");
     }
