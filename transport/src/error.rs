@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::ballot::Refusal;
-use crate::transport::{Progress, Rank, Tag};
+use crate::rank::{Progress, Rank, Tag};
 
 /// Why a transport call ended without its value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -13,7 +13,7 @@ use super::trust::revoked;
 use super::{ClusterAuthority, JobId, Validity};
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::{Claims, HostNames, Subject, any_rank_name, rank_name};
-use crate::transport::Rank;
+use crate::rank::Rank;
 
 /// A certificate in DER, as a peer shows it before anybody has verified it.
 pub fn certificate(der: &[u8]) {

@@ -12,6 +12,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::error::{Abort, AbortCause, Pending, TransportError};
 use crate::membership::Claim;
+use crate::posted::Completer;
 use crate::quic::control::control_connection::Silence;
 use crate::quic::control::core::{Core, Group};
 use crate::quic::control::link::{Lane, Link};
@@ -21,7 +22,7 @@ use crate::quic::forming::joined::Joined;
 use crate::quic::forming::regroup::{Next, Past};
 use crate::quic::network::connection::close_code;
 use crate::quic::network::frames::{FrameReader, write_frames};
-use crate::transport::{Completer, Rank, Tag};
+use crate::rank::{Rank, Tag};
 use crate::wire::Frame;
 
 /// Turns the connections of a rank into a working core. Must be called in a tokio context.

@@ -10,7 +10,8 @@ use crate::quic::network::io_thread::IoThread;
 use crate::quic::network::path::LinkSettings;
 use crate::quic::trust::authority::ClusterAuthority;
 use crate::quic::trust::job::JobId;
-use crate::transport::{Rank, Transport};
+use crate::rank::Rank;
+use crate::transport::Transport;
 
 /// Makes a group of `world` ranks in this process over real sockets on loopback, with one I/O thread for all.
 ///

@@ -26,10 +26,12 @@ use super::network::socket::{self, Ends, Ground};
 use super::trust::tls::TlsConfigs;
 use crate::error::{Abort, TransportError};
 use crate::figures::ConnectionFigures;
+use crate::posted::{Completer, Posted};
 use crate::pulse::Pulse;
+use crate::rank::{Progress, Rank, Tag, Taken, Vote};
 use crate::recorder::{Outstanding, Recorder};
-use crate::reform::{Reformed, Regroup};
-use crate::transport::{Completer, Posted, Progress, Rank, Tag, Taken, Transport, Vote};
+use crate::transport::Transport;
+use crate::transport::{Reformed, Regroup};
 
 /// One rank's end of a group over QUIC. Dropping it without [`Transport::close`] means that the rank died.
 pub struct QuicTransport {

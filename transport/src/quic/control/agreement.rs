@@ -7,8 +7,9 @@ use super::core::Core;
 use super::state::{AgreeCall, Patience};
 use crate::ballot::{Refusal, Verdict};
 use crate::error::TransportError;
+use crate::posted::Completer;
+use crate::rank::{Rank, Tag, Vote};
 use crate::recorder::EventKind;
-use crate::transport::{Completer, Rank, Tag, Vote};
 use crate::wire::Frame;
 
 impl Core {

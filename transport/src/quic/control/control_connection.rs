@@ -14,8 +14,8 @@ use crate::error::{Abort, AbortCause};
 use crate::quic::network::connection::{close_code, describe, is_leave};
 use crate::quic::network::frames::{FrameError, FrameReader};
 use crate::quic::network::path::SILENT_TICKS;
+use crate::rank::{Progress, Rank, Tag};
 use crate::recorder::EventKind;
-use crate::transport::{Progress, Rank, Tag};
 use crate::wire::Frame;
 
 impl Core {

@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::stalls::{Report, Stall, Stalls};
 use crate::ballot::Ballot;
 use crate::quic::network::path::SILENT_TICKS;
-use crate::transport::{Progress, Rank};
+use crate::rank::{Progress, Rank};
 
 /// What the coordinator knows; empty on other ranks.
 #[derive(Debug)]

@@ -19,8 +19,8 @@ use crate::pulse::Pulse;
 use crate::quic::forming::config::QuicConfig;
 use crate::quic::forming::endpoint::Seat;
 use crate::quic::trust::job::JobId;
+use crate::rank::{Progress, Rank, Tag};
 use crate::recorder::{EventKind, Recorder};
-use crate::transport::{Progress, Rank, Tag};
 use crate::wire::Frame;
 
 /// Everything that the tasks of one rank share.

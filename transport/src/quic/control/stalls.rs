@@ -4,7 +4,7 @@
 //! caller does something between two operations: the callers' own deadlines end that. Time is counted in heartbeats of
 //! the rank itself that came here and said nothing new: a host that stood still as a whole has not been stuck.
 
-use crate::transport::{Progress, Rank};
+use crate::rank::{Progress, Rank};
 
 /// What a rank says of itself with every heartbeat.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -12,9 +12,10 @@ use tokio::time::Instant;
 
 use crate::error::{Abort, Pending, TransportError};
 use crate::history::{Ended, History};
+use crate::posted::Completer;
 use crate::quic::payload::assembly::Assembly;
+use crate::rank::{Rank, Tag, Taken};
 use crate::recorder::{Outstanding, Recorder};
-use crate::transport::{Completer, Rank, Tag, Taken};
 
 /// Changed under the core's lock.
 #[derive(Debug)]

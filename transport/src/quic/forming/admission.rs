@@ -18,7 +18,7 @@ use crate::quic::network::frames::FrameReader;
 use crate::quic::network::handshakes::{Answer, Visitors};
 use crate::quic::trust::names::Claims;
 use crate::quic::trust::tls::{self, TlsConfigs};
-use crate::transport::Rank;
+use crate::rank::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
 /// Where connections come in, for as long as the endpoint lives.

@@ -13,7 +13,7 @@ use super::endpoint::{Errand, Seat};
 use super::joined::{Joined, Mesh};
 use crate::error::TransportError;
 use crate::quic::network::connection::describe;
-use crate::transport::Rank;
+use crate::rank::Rank;
 use crate::wire::{Frame, Purpose};
 
 /// Forms the first group: all connections of this rank, once every rank has all of its own.

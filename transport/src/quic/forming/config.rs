@@ -12,7 +12,7 @@ use crate::quic::trust::identity::Identity;
 use crate::quic::trust::job::JobId;
 use crate::quic::trust::names::Known;
 use crate::quic::trust::revoked::Revoked;
-use crate::transport::Rank;
+use crate::rank::Rank;
 use crate::wire::MAX_WORLD;
 
 /// How a rank finds its group, and proves that it belongs to it.

@@ -20,7 +20,7 @@ use crate::quic::network::socket::LaneEnd;
 use crate::quic::network::socket::{self, Granted, Refused};
 use crate::quic::trust::names::rank_name;
 use crate::quic::trust::tls::{self, TlsConfigs};
-use crate::transport::Rank;
+use crate::rank::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
 /// What a rank keeps for as long as it lives. Ranks here are those of the first group.

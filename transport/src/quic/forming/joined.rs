@@ -3,7 +3,7 @@
 use quinn::{Connection, SendStream};
 
 use crate::quic::network::frames::FrameReader;
-use crate::transport::Rank;
+use crate::rank::Rank;
 
 /// A connection whose other side is known and welcome.
 #[derive(Debug)]

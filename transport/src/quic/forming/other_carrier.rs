@@ -12,7 +12,7 @@ use super::endpoint::Seat;
 use crate::quic::network::connection::{GOODBYE_PATIENCE, close_code};
 use crate::quic::network::path::Carrier;
 use crate::quic::network::{socket, tunnel};
-use crate::transport::Rank;
+use crate::rank::Rank;
 
 /// Turns everybody away until it is dropped. Does nothing if the port of the other carrier is not free.
 pub(crate) async fn turn_away(seat: &Seat) -> std::convert::Infallible {

@@ -22,8 +22,8 @@ use super::endpoint::Seat;
 use super::joined::Mesh;
 use crate::error::TransportError;
 use crate::membership::{Claim, MOST_CLAIMS};
-use crate::reform::Regroup;
-use crate::transport::Rank;
+use crate::rank::Rank;
+use crate::transport::Regroup;
 use crate::wire::{Frame, RejectCode};
 
 /// What a rank knows when it comes to form a group again. Ranks are those of the first group.

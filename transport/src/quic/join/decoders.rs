@@ -12,7 +12,7 @@ use super::applicant::Applicant;
 use super::register::{Register, Visit};
 use super::{Invitation, InvitationTerms};
 use crate::quic::trust::names::Subject;
-use crate::transport::Rank;
+use crate::rank::Rank;
 use crate::wire::{Frame, RejectCode};
 
 /// Rank 0 and one who comes, for as long as the process runs.

@@ -10,7 +10,7 @@ use rustls::pki_types::CertificateDer;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::applicant::Applicant;
-use super::binding;
+use super::binding::binding;
 use super::pinned::Pinned;
 use super::token::Token;
 use crate::error::TransportError;
@@ -21,7 +21,7 @@ use crate::quic::network::path::{LinkSettings, Path};
 use crate::quic::network::socket::{self, Bound, Ends, Ground, LaneEnd, usual_bind};
 use crate::quic::trust::identity::Identity;
 use crate::quic::trust::tls;
-use crate::transport::Rank;
+use crate::rank::Rank;
 use crate::wire::{Frame, RejectCode};
 
 /// How a rank asks to be let in.

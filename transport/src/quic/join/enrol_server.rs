@@ -7,7 +7,7 @@ use quinn::Connection;
 use quinn::crypto::rustls::QuicServerConfig;
 use tokio::time::{Instant, timeout};
 
-use super::binding;
+use super::binding::binding;
 use super::invitation::Invitation;
 use super::register::{Given, Refusal, Register, Visit};
 use crate::error::TransportError;
@@ -17,7 +17,7 @@ use crate::quic::trust::identity::Identity;
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::revoked::Revoked;
 use crate::quic::trust::tls;
-use crate::transport::Rank;
+use crate::rank::Rank;
 use crate::wire::{Frame, RejectCode};
 
 /// Open from the start of the group's forming until it is complete.

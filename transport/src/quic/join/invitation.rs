@@ -16,7 +16,7 @@ use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::Subject;
 use crate::quic::trust::private_file::{self, pem_block};
 use crate::quic::trust::validity::Validity;
-use crate::transport::Rank;
+use crate::rank::Rank;
 use crate::wire::MAX_WORLD;
 
 /// Lets the ranks of one group in by a token. Its file holds the keys of all of that: rank 0's alone.

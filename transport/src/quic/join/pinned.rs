@@ -10,7 +10,7 @@ use rustls::{CertificateError, DigitallySignedStruct, Error, RootCertStore, Sign
 
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::{Claims, Subject, rank_name};
-use crate::transport::Rank;
+use crate::rank::Rank;
 
 /// Takes rank 0 of the authority with this key, and nobody else: another member must not collect proofs.
 #[derive(Debug)]

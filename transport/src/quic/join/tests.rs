@@ -11,6 +11,7 @@ use pollster::block_on;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{ClientConfig, Connection, Endpoint, ServerConfig};
 
+use super::binding::binding;
 use super::pinned::Pinned;
 use super::token::Token;
 use super::*;
@@ -22,7 +23,9 @@ use crate::quic::trust::names::Subject;
 use crate::quic::trust::tls;
 use crate::quic::trust::validity::Validity;
 use crate::quic::{Carrier, Identity, LinkSettings, QuicTransport};
-use crate::transport::{Tag, Transport};
+use crate::rank::Rank;
+use crate::rank::Tag;
+use crate::transport::Transport;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
 const LONG: Duration = Duration::from_secs(20);

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use aws_lc_rs::hmac;
 use aws_lc_rs::rand;
 
-use super::BINDING_BYTES;
+use super::binding::BINDING_BYTES;
 use crate::error::TransportError;
 use crate::quic::trust::hex;
 use crate::quic::trust::key_hash::KeyHash;

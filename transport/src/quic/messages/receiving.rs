@@ -11,13 +11,14 @@ use tracing::Instrument;
 
 use super::sending::EARLY_BYTES;
 use crate::history::Ended;
+use crate::posted::Completer;
 use crate::quic::control::core::Core;
 use crate::quic::control::state::{Patience, Phase, Reading, RecvCall};
 use crate::quic::network::connection::is_leave;
 use crate::quic::payload::assembly::{Assembly, Filled};
 use crate::quic::payload::chunks::{Granted, ReadEnd, chunk_bytes, read_chunk};
+use crate::rank::{Rank, Tag};
 use crate::recorder::EventKind;
-use crate::transport::{Completer, Rank, Tag};
 use crate::wire::{Frame, HEADER_BYTES, MessageHeader, part_digest};
 use crate::{misuse, spans};
 

@@ -9,8 +9,8 @@ use crate::error::TransportError;
 use crate::history::Ended;
 use crate::quic::control::core::Core;
 use crate::quic::network::frames::{FrameError, FrameReader};
+use crate::rank::{Rank, Tag, Taken};
 use crate::recorder::EventKind;
-use crate::transport::{Rank, Tag, Taken};
 use crate::wire::Frame;
 
 /// Wishes of one rank for messages that have not been posted here, and messages that it took back before they came.

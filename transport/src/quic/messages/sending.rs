@@ -10,12 +10,13 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::Instrument;
 
+use crate::posted::Completer;
 use crate::quic::control::core::Core;
 use crate::quic::control::link::Lane;
 use crate::quic::control::state::{Patience, SendCall};
 use crate::quic::payload::chunks::{Outgoing, chunk_bytes, chunk_count, write_chunk};
+use crate::rank::{Rank, Tag, Taken};
 use crate::recorder::EventKind;
-use crate::transport::{Completer, Rank, Tag, Taken};
 use crate::wire::{MessageHeader, part_digest};
 use crate::{misuse, spans};
 

@@ -12,7 +12,7 @@ use crate::quic::network::path::Path;
 use crate::quic::trust::names::rank_name;
 use crate::quic::trust::tls::TlsConfigs;
 use crate::quic::*;
-use crate::transport::Rank;
+use crate::rank::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
 /// An identity of rank 1, of any job.

@@ -11,7 +11,8 @@ use crate::error::TransportError;
 use crate::quic::control::link::Link;
 use crate::quic::transport::bind;
 use crate::quic::*;
-use crate::transport::{Rank, Tag, Transport};
+use crate::rank::{Rank, Tag};
+use crate::transport::Transport;
 
 const LONG: Duration = Duration::from_secs(30);
 

@@ -10,8 +10,9 @@ use crate::error::{Abort, TransportError};
 use crate::quic::forming::bootstrap;
 use crate::quic::transport::bind;
 use crate::quic::*;
-use crate::reform::Regroup;
-use crate::transport::{Progress, Rank, Tag, Transport};
+use crate::rank::{Progress, Rank, Tag};
+use crate::transport::Regroup;
+use crate::transport::Transport;
 
 const JOB: JobId = JobId([5; 16]);
 

@@ -18,7 +18,7 @@ use super::names::{Subject, is_job_name, names_of};
 use super::private_file::{self, pem_block};
 use super::validity::{Date, Validity};
 use crate::error::TransportError;
-use crate::transport::Rank;
+use crate::rank::Rank;
 
 /// Issues the identities of one job.
 pub struct ClusterAuthority {

@@ -120,7 +120,7 @@ mod tests {
     use crate::quic::trust::authority::ClusterAuthority;
     use crate::quic::trust::job::JobId;
     use crate::quic::trust::names::Subject;
-    use crate::transport::Rank;
+    use crate::rank::Rank;
 
     #[test]
     fn an_identity_survives_its_file_and_keeps_rank_and_job() {

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
     use crate::quic::trust::authority::ClusterAuthority;
     use crate::quic::trust::job::JobId;
-    use crate::transport::Rank;
+    use crate::rank::Rank;
 
     #[test]
     fn a_key_is_named_by_itself_and_not_by_its_certificate() {

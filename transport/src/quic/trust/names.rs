@@ -10,7 +10,7 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use super::job::JobId;
 use super::validity::Validity;
 use crate::error::TransportError;
-use crate::transport::Rank;
+use crate::rank::Rank;
 
 /// Whom a certificate is for.
 #[derive(Clone, Debug, PartialEq, Eq)]

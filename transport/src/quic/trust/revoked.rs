@@ -77,7 +77,7 @@ mod tests {
     use super::*;
     use crate::quic::trust::authority::ClusterAuthority;
     use crate::quic::trust::job::JobId;
-    use crate::transport::Rank;
+    use crate::rank::Rank;
 
     #[test]
     fn a_list_holds_its_keys_and_is_read_again() {

@@ -193,7 +193,7 @@ mod tests {
     use crate::quic::trust::authority::ClusterAuthority;
     use crate::quic::trust::job::JobId;
     use crate::quic::trust::names::rank_name;
-    use crate::transport::Rank;
+    use crate::rank::Rank;
 
     /// A handshake without a network, because quinn does not say which suite it came to.
     #[test]

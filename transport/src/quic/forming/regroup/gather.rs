@@ -15,8 +15,8 @@ use crate::quic::forming::admission::Arrival;
 use crate::quic::forming::endpoint::{Errand, Undialled};
 use crate::quic::forming::joined::Joined;
 use crate::quic::network::frames::FrameError;
-use crate::reform::Regroup;
-use crate::transport::Rank;
+use crate::rank::Rank;
+use crate::transport::Regroup;
 use crate::wire::{Frame, Purpose, RejectCode};
 
 /// Connections of one attempt.

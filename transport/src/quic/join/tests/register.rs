@@ -7,6 +7,7 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::quic::join::register::{Refusal, Register, Visit};
+
 /// One who asks a register without a network.
 struct Asking {
     register: Register,
