@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::transport::{Rank, Vote};
+use crate::rank::{Rank, Vote};
 
 /// How a round ended: all ready with one plan, or the refusal that becomes everyone's error.
 pub(crate) type Verdict = Result<(), Refusal>;

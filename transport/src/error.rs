@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::ballot::Refusal;
-use crate::transport::{Progress, Rank, Tag};
+use crate::rank::{Progress, Rank, Tag};
 
 /// Why a transport call ended without its value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -59,6 +59,17 @@ pub enum TransportError {
     /// The transport was closed while the call was outstanding.
     #[error("the transport was closed")]
     Closed,
+}
+
+impl TransportError {
+    /// The group could not be formed, because of `text`.
+    #[cfg_attr(
+        not(feature = "quic"),
+        expect(dead_code, reason = "groups of one process have one way to fail, which they spell out")
+    )]
+    pub(crate) fn bootstrap(text: impl Into<String>) -> Self {
+        Self::Bootstrap { text: text.into() }
+    }
 }
 
 impl AbortCause {

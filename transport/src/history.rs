@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::error::TransportError;
-use crate::transport::{Rank, Tag};
+use crate::rank::{Rank, Tag};
 
 /// Calls that have ended, of one direction between two ranks. Bounded: it remembers recent operations.
 #[derive(Debug, Default)]

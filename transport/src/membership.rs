@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::transport::Rank;
+use crate::rank::Rank;
 
 /// A group that a rank belongs to, as far as it knows. Ranks are those of the first group.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! Checks of a call's arguments that every implementation makes alike.
 
 use crate::error::TransportError;
-use crate::transport::{Rank, Tag};
+use crate::rank::{Rank, Tag};
 
 /// Total bytes of a message from or to `peer`, or why the call is wrong.
 pub(crate) fn check_message(

@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Abort, Pending};
-use crate::transport::{Progress, Rank, Tag};
+use crate::rank::{Progress, Rank, Tag};
 
 /// What one rank has done and heard. Every [`crate::Transport`] keeps one.
 #[derive(Debug)]

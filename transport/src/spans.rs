@@ -2,7 +2,7 @@
 
 use tracing::{Span, debug_span};
 
-use crate::transport::{Rank, Tag};
+use crate::rank::{Rank, Tag};
 
 pub(crate) fn send(me: Rank, to: Rank, tag: Tag, bytes: u64) -> Span {
     debug_span!("send", rank = me.0, peer = to.0, op = tag.op, message = tag.message, bytes)

@@ -1,21 +1,18 @@
 //! The seam: what a transport promises to the executor.
 
 use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_channel::oneshot;
 
-use crate::error::{Abort, TransportError};
+use crate::error::Abort;
 use crate::figures::ConnectionFigures;
+use crate::posted::Posted;
 use crate::pulse::Pulse;
+use crate::rank::{Progress, Rank, Tag, Taken, Vote};
 use crate::recorder::{Outstanding, Recorder};
-use crate::reform::{Reformed, Regroup};
 
 /// Moves bytes between the ranks of one group. Object-safe; the implementations are in-process channels and QUIC.
 ///
@@ -67,7 +64,7 @@ pub trait Transport: Send + Sync + fmt::Debug {
 
     /// Leaves a group that has been aborted, and forms the next one with the others that do the same, by `deadline`.
     ///
-    /// Ends with the same group and epoch on all its ranks, or with [`TransportError::Bootstrap`], which says who did not
+    /// Ends with the same group and epoch on all its ranks, or with [`crate::TransportError::Bootstrap`], which says who did not
     /// come or that the others have gone on without this rank. This transport is closed either way.
     fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Reformed>;
 
@@ -84,102 +81,25 @@ pub trait Transport: Send + Sync + fmt::Debug {
     fn connections(&self) -> Vec<Option<ConnectionFigures>>;
 }
 
-/// Index of a rank in its group, `0..world`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Rank(pub u32);
-
-impl fmt::Display for Rank {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)
-    }
-}
-
-/// Names a message between two ranks. A (source, destination, tag) triple is used once in the life of a group;
-/// a call that uses one again is refused, as far as its operation is one of the last 64.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Tag {
-    /// Which operation (attention call, output collection, …) of this group, counted from 0 on every rank alike.
-    pub op: u64,
-    /// Which message of that operation.
-    pub message: u32,
-}
-
-impl fmt::Display for Tag {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "op {} message {}", self.op, self.message)
-    }
-}
-
-/// What a sender knows of a message that its receiver has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Taken {
-    /// From when this rank knew that the receiver had posted its receive, but not before the send was posted, until it
-    /// knew that the receiver had all of it. What the send took beyond that, it waited for its receiver to ask.
-    ///
-    /// A small message may leave before it is asked for; as nobody can take it then, it counts from the ask all the same.
-    /// Zero within one process, where a message is handed over at the moment both sides have posted it.
-    pub under_way: Duration,
-}
-
-/// A rank's word before an operation starts.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Vote {
-    /// This rank is about to run the plan with this hash.
-    Ready {
-        /// BLAKE3 of everything that makes the plans of all ranks.
-        plan_hash: [u8; 32],
-    },
-    /// This rank cannot run it.
-    Refuse {
-        /// Process exit code that the refusal asks for.
-        exit: u8,
-        /// One line that says why, and what would be right.
-        text: String,
+/// Who is to be in the next group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Regroup {
+    /// Those of the last group that are left.
+    Survivors,
+    /// All ranks of the first group, those that were started anew among them; after so long those who have come.
+    Everyone {
+        /// How long to wait for all.
+        within: Duration,
     },
 }
 
-/// Where a rank is in its operation; carried by heartbeats and quoted in errors.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Progress {
-    /// Operation number, as in [`Tag::op`].
-    pub op: u64,
-    /// Step of the rank's plan.
-    pub step: u32,
-}
-
-/// Completion of a call: a future that any thread may wait for with any executor.
-#[must_use = "the work goes on by itself, but its failure is seen only by whoever waits for this"]
-#[derive(Debug)]
-pub struct Posted<T> {
-    receiver: oneshot::Receiver<Result<T, TransportError>>,
-}
-
-/// The side of a [`Posted`] that ends it.
-#[derive(Debug)]
-pub(crate) struct Completer<T> {
-    sender: oneshot::Sender<Result<T, TransportError>>,
-}
-
-impl<T> Posted<T> {
-    pub(crate) fn pair() -> (Completer<T>, Self) {
-        let (sender, receiver) = oneshot::channel();
-        (Completer { sender }, Self { receiver })
-    }
-}
-
-impl<T> Completer<T> {
-    /// Ends the completion. Nobody waiting for it any more is not an error.
-    pub(crate) fn complete(self, value: Result<T, TransportError>) {
-        let _ = self.sender.send(value);
-    }
-}
-
-impl<T> Future for Posted<T> {
-    type Output = Result<T, TransportError>;
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        Pin::new(&mut self.receiver)
-            .poll(context)
-            .map(|result| result.unwrap_or_else(|_| Err(TransportError::Closed)))
-    }
+/// A group that was formed again.
+#[derive(Clone, Debug)]
+pub struct Reformed {
+    /// This rank's end of it, with the number that it has there.
+    pub transport: Arc<dyn Transport>,
+    /// By rank of this group, its rank in the first one.
+    pub members: Vec<Rank>,
+    /// How often the group has been formed again, or more: every group of a job has another one.
+    pub epoch: u32,
 }

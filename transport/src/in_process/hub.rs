@@ -12,11 +12,12 @@ use crate::ballot::Ballot;
 use crate::deadline::Deadline;
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::misuse;
+use crate::posted::Completer;
 use crate::pulse::Pulse;
+use crate::rank::{Progress, Rank, Tag, Taken, Vote};
 use crate::recorder::{EventKind, Outstanding, Recorder};
-use crate::reform::{Reformed, Regroup};
 use crate::spans;
-use crate::transport::{Completer, Progress, Rank, Tag, Taken, Vote};
+use crate::transport::{Reformed, Regroup};
 
 /// Shared by all ranks of the group and by the watchdog.
 #[derive(Debug)]

@@ -20,10 +20,12 @@ use bytes::Bytes;
 
 use crate::error::Abort;
 use crate::figures::ConnectionFigures;
+use crate::posted::Posted;
 use crate::pulse::Pulse;
+use crate::rank::{Progress, Rank, Tag, Taken, Vote};
 use crate::recorder::{Outstanding, Recorder};
-use crate::reform::{Reformed, Regroup};
-use crate::transport::{Posted, Progress, Rank, Tag, Taken, Transport, Vote};
+use crate::transport::Transport;
+use crate::transport::{Reformed, Regroup};
 use hub::Hub;
 
 /// Makes a group of `world` ranks in this process; the n-th element belongs to rank n.

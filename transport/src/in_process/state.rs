@@ -13,10 +13,11 @@ use crate::deadline::Deadline;
 use crate::error::{Abort, AbortCause, Pending, TransportError};
 use crate::history::{Ended, History};
 use crate::membership::{Claim, next_group};
+use crate::posted::Completer;
 use crate::pulse::Pulse;
+use crate::rank::{Rank, Tag, Taken};
 use crate::recorder::{EventKind, Outstanding, Recorder};
-use crate::reform::Reformed;
-use crate::transport::{Completer, Rank, Tag, Taken};
+use crate::transport::Reformed;
 
 #[derive(Debug)]
 pub(super) struct State {

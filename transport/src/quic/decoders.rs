@@ -8,10 +8,12 @@ use std::time::SystemTime;
 use rustls::pki_types::CertificateDer;
 
 pub use super::join::decoders::{application, certificate_of_mine, grant, request_of_mine};
-use super::key_hash::KeyHash;
-use super::names::{Claims, HostNames, Subject, any_rank_name, rank_name};
-use super::{ClusterAuthority, JobId, Validity, revoked, told};
-use crate::transport::Rank;
+use super::network::interface;
+use super::trust::revoked;
+use super::{ClusterAuthority, JobId, Validity};
+use crate::quic::trust::key_hash::KeyHash;
+use crate::quic::trust::names::{Claims, HostNames, Subject, any_rank_name, rank_name};
+use crate::rank::Rank;
 
 /// A certificate in DER, as a peer shows it before anybody has verified it.
 pub fn certificate(der: &[u8]) {
@@ -67,7 +69,7 @@ pub fn names(bytes: &[u8]) {
 pub fn routes(bytes: &[u8]) {
     let (ip, table) =
         bytes.split_first_chunk::<16>().map_or((0, bytes), |(ip, rest)| (u128::from_be_bytes(*ip), rest));
-    told::tables(&String::from_utf8_lossy(table), ip);
+    interface::tables(&String::from_utf8_lossy(table), ip);
 }
 
 /// Certificates to begin with: of a rank, and of a host with names of every kind. Their keys are new each time.

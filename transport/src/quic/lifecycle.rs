@@ -7,22 +7,22 @@ use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 use quinn::VarInt;
-use tokio::sync::mpsc::WeakSender;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
-use super::QuicTransport;
-use super::bootstrap::Joined;
-use super::control::{Silence, close_code};
-use super::core::{COORDINATOR, Core, Group, Lane, Link};
-use super::frames::{FrameReader, write_frames};
-use super::regroup::{Next, Past, regroup};
-use super::seat::Seat;
-use super::state::{Patience, Phase};
 use crate::error::{Abort, AbortCause, Pending, TransportError};
 use crate::membership::Claim;
-use crate::reform::{Reformed, Regroup};
-use crate::transport::{Completer, Rank, Tag};
+use crate::posted::Completer;
+use crate::quic::control::control_connection::Silence;
+use crate::quic::control::core::{Core, Group};
+use crate::quic::control::link::{Lane, Link};
+use crate::quic::control::state::{Patience, Phase};
+use crate::quic::forming::endpoint::Seat;
+use crate::quic::forming::joined::Joined;
+use crate::quic::forming::regroup::{Next, Past};
+use crate::quic::network::connection::close_code;
+use crate::quic::network::frames::{FrameReader, write_frames};
+use crate::rank::{Rank, Tag};
 use crate::wire::Frame;
 
 /// Turns the connections of a rank into a working core. Must be called in a tokio context.
@@ -54,7 +54,7 @@ pub(crate) fn start(seat: Arc<Seat>, Next { epoch, members, mesh }: Next) -> Arc
             runtime.spawn(Arc::clone(&core).accept_chunks(rank, index, connection));
         }
     }
-    if me == COORDINATOR {
+    if me == Rank::COORDINATOR {
         tokio::spawn(Arc::clone(&core).beat_as_coordinator());
         for (rank, frames) in control_frames {
             tokio::spawn(Arc::clone(&core).read_member(rank, frames));
@@ -148,10 +148,11 @@ impl Core {
                 self.until(patience, || coordinator.lowest_present().map(pending_close)).await
             }
             None => {
-                if let Some(control) = self.control(COORDINATOR) {
+                if let Some(control) = self.control(Rank::COORDINATOR) {
                     control.say(Frame::Leave);
                 }
-                self.until(patience, || (!self.lock().goodbye).then(|| pending_close(COORDINATOR))).await
+                self.until(patience, || (!self.lock().goodbye).then(|| pending_close(Rank::COORDINATOR)))
+                    .await
             }
         }
     }
@@ -228,45 +229,35 @@ impl Core {
         self.seat.close(close_code::LEFT, b"", LONGEST_DRAIN).await;
     }
 
-    /// Leaves an aborted group to form the next one; the seat is kept.
-    pub(crate) fn reform(self: &Arc<Self>, who: Regroup, patience: Duration, completer: Completer<Reformed>) {
+    /// Begins to leave an aborted group, so that this rank can form the next one; the endpoint is kept.
+    pub(crate) fn leave_aborted(&self) -> Result<Abort, TransportError> {
         let mut state = self.lock();
         let abort = match (state.phase, &state.abort) {
             (Phase::Open, Some(abort)) => abort.clone(),
             (Phase::Open, None) => {
                 let text = "only a group that has been aborted can be formed again: call abort first".into();
-                return completer.complete(Err(TransportError::Misuse { text }));
+                return Err(TransportError::Misuse { text });
             }
-            _ => return completer.complete(Err(TransportError::Closed)),
+            _ => return Err(TransportError::Closed),
         };
         state.phase = Phase::Closing;
         state.end_receives();
-        drop(state);
-        let core = Arc::clone(self);
-        let until = Patience::of(patience).until;
-        // Held across the time in which no group holds it.
-        let alive = self.seat.thread.as_ref().and_then(WeakSender::upgrade);
-        self.runtime.spawn(async move {
-            let leaving = Arc::clone(&core);
-            tokio::spawn(async move {
-                leaving.hang_up(close_code::ABORTED, Instant::now() + LONGEST_FLUSH).await
-            });
-            let formed = regroup(&core.seat, core.past(&abort), who, until).await;
-            if let Err(error) = &formed {
-                core.seat.part(error).await;
-            }
-            completer.complete(formed.map(|next| QuicTransport::of(Arc::clone(&core.seat), next, alive)));
-        });
+        Ok(abort)
+    }
+
+    /// Ends what is left of a group that [`Self::leave_aborted`] has left.
+    pub(crate) async fn hang_up_aborted(&self) {
+        self.hang_up(close_code::ABORTED, Instant::now() + LONGEST_FLUSH).await;
     }
 
     /// What this rank knows when its group has been aborted.
-    fn past(&self, abort: &Abort) -> Past {
+    pub(crate) fn past(&self, abort: &Abort) -> Past {
         let links = self.members.iter().zip(&self.links);
         let addresses =
             links.filter_map(|(&rank, link)| Some((rank, link.as_ref()?.connection.remote_address())));
         let mut addresses: BTreeMap<Rank, SocketAddr> = addresses.collect();
-        if self.seat.config.rank != COORDINATOR {
-            addresses.insert(COORDINATOR, self.seat.config.coordinator);
+        if self.seat.config.rank != Rank::COORDINATOR {
+            addresses.insert(Rank::COORDINATOR, self.seat.config.coordinator);
         }
         let claim = Claim { epoch: self.epoch, started: true, members: self.members.clone() };
         let lost = match abort.cause {

@@ -3,14 +3,15 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
-use super::authority::ClusterAuthority;
-use super::core::COORDINATOR;
-use super::io_thread::IoThread;
-use super::job::JobId;
-use super::link::LinkSettings;
-use super::{QuicConfig, QuicTransport, bind};
+use super::transport::{QuicTransport, bind};
 use crate::error::TransportError;
-use crate::transport::{Rank, Transport};
+use crate::quic::forming::config::QuicConfig;
+use crate::quic::network::io_thread::IoThread;
+use crate::quic::network::path::LinkSettings;
+use crate::quic::trust::authority::ClusterAuthority;
+use crate::quic::trust::job::JobId;
+use crate::rank::Rank;
+use crate::transport::Transport;
 
 /// Makes a group of `world` ranks in this process over real sockets on loopback, with one I/O thread for all.
 ///
@@ -38,7 +39,7 @@ pub fn quic_loopback_group_over(
         let config =
             QuicConfig { link, ..QuicConfig::new(rank, world, job, coordinator, authority.issue(rank)?) };
         let ground = bind(&config)?;
-        if rank == COORDINATOR {
+        if rank == Rank::COORDINATOR {
             coordinator = ground.local_addr()?;
         }
         ranks.push((QuicConfig { coordinator, ..config }, ground));
@@ -55,7 +56,7 @@ pub fn quic_loopback_group_over(
             .collect();
         let mut group: Vec<Arc<dyn Transport>> = Vec::new();
         for rank in forming {
-            let formed = rank.await.map_err(|error| TransportError::Bootstrap { text: error.to_string() })?;
+            let formed = rank.await.map_err(|error| TransportError::bootstrap(error.to_string()))?;
             group.push(Arc::new(formed?));
         }
         Ok(group)

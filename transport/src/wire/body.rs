@@ -7,7 +7,7 @@ use super::fields::{
 };
 use super::frame::{Frame, MAX_DER_BYTES, MAX_TEXT_BYTES, Purpose, RejectCode};
 use crate::error::{Abort, AbortCause};
-use crate::transport::{Rank, Vote};
+use crate::rank::{Rank, Vote};
 
 /// The one table of frame numbers.
 mod number {

@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use super::codec::{Reader, WireError};
 use super::frame::{MAX_WORLD, MOST_LANES};
 use crate::membership::{Claim, MOST_CLAIMS};
-use crate::transport::{Progress, Rank, Tag};
+use crate::rank::{Progress, Rank, Tag};
 
 pub(super) fn put_addresses(out: &mut Vec<u8>, addresses: &[SocketAddr]) {
     let count = u32::try_from(addresses.len()).unwrap_or(MAX_WORLD).min(MAX_WORLD);

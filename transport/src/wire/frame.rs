@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use crate::error::Abort;
 use crate::membership::Claim;
-use crate::transport::{Progress, Rank, Tag, Vote};
+use crate::rank::{Progress, Rank, Tag, Vote};
 
 /// Longest text in a frame, in bytes of UTF-8; longer ones are cut.
 pub const MAX_TEXT_BYTES: u16 = 4096;

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::error::{Abort, AbortCause};
 use crate::membership::{Claim, MOST_CLAIMS};
-use crate::transport::{Progress, Rank, Tag, Vote};
+use crate::rank::{Progress, Rank, Tag, Vote};
 
 fn any_tag() -> impl Strategy<Value = Tag> {
     (any::<u64>(), any::<u32>()).prop_map(|(op, message)| Tag { op, message })

@@ -3,7 +3,7 @@
 use super::*;
 use crate::error::{Abort, AbortCause};
 use crate::membership::Claim;
-use crate::transport::{Progress, Rank, Tag, Vote};
+use crate::rank::{Progress, Rank, Tag, Vote};
 
 /// Bytes of hex text; spaces are ignored.
 fn hex(text: &str) -> Vec<u8> {

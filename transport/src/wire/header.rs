@@ -1,7 +1,7 @@
 //! The fixed-size header before the payload of each message.
 
 use super::codec::{Reader, WireError};
-use crate::transport::{Rank, Tag};
+use crate::rank::{Rank, Tag};
 
 /// Bytes of a [`MessageHeader`] on the wire.
 pub const HEADER_BYTES: usize = 64;

@@ -4,13 +4,13 @@ use rcgen::{CertificateParams, KeyPair, PKCS_ECDSA_P256_SHA256};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-use super::BINDING_BYTES;
+use super::binding::BINDING_BYTES;
 use super::enrol::Enrolled;
 use super::token::Token;
-use crate::quic::identity::Identity;
-use crate::quic::key_hash::KeyHash;
-use crate::quic::names::Subject;
-use crate::transport::Rank;
+use crate::quic::trust::identity::Identity;
+use crate::quic::trust::key_hash::KeyHash;
+use crate::quic::trust::names::Subject;
+use crate::rank::Rank;
 use crate::wire::{Frame, MAX_WORLD};
 
 /// Has made a key of its own, which stays here.

@@ -11,8 +11,8 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 use super::applicant::Applicant;
 use super::register::{Register, Visit};
 use super::{Invitation, InvitationTerms};
-use crate::quic::names::Subject;
-use crate::transport::Rank;
+use crate::quic::trust::names::Subject;
+use crate::rank::Rank;
 use crate::wire::{Frame, RejectCode};
 
 /// Rank 0 and one who comes, for as long as the process runs.

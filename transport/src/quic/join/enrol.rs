@@ -10,22 +10,18 @@ use rustls::pki_types::CertificateDer;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::applicant::Applicant;
-use super::binding;
+use super::binding::binding;
 use super::pinned::Pinned;
 use super::token::Token;
 use crate::error::TransportError;
-use crate::quic::bootstrap::failed;
-use crate::quic::config::usual_bind;
-use crate::quic::control::describe;
-use crate::quic::frames::FrameReader;
-use crate::quic::identity::Identity;
-use crate::quic::io_thread::IoThread;
-use crate::quic::link::{LinkSettings, Path};
-use crate::quic::seat::LaneEnd;
-use crate::quic::seat::{DIAL_PATIENCE, is_silence};
-use crate::quic::socket::{self, Bound, Ends, Ground};
-use crate::quic::tls;
-use crate::transport::Rank;
+use crate::quic::network::connection::{DIAL_PATIENCE, describe, is_silence};
+use crate::quic::network::frames::FrameReader;
+use crate::quic::network::io_thread::IoThread;
+use crate::quic::network::path::{LinkSettings, Path};
+use crate::quic::network::socket::{self, Bound, Ends, Ground, LaneEnd, usual_bind};
+use crate::quic::trust::identity::Identity;
+use crate::quic::trust::tls;
+use crate::rank::Rank;
 use crate::wire::{Frame, RejectCode};
 
 /// How a rank asks to be let in.
@@ -83,10 +79,12 @@ pub fn enrol(config: EnrolConfig) -> Result<Enrolled, TransportError> {
 
 async fn on(config: &EnrolConfig, socket: Bound) -> Result<Enrolled, TransportError> {
     let applicant = Applicant::new(config.token.clone(), config.rank)
-        .map_err(|error| failed(format!("cannot make a key: {error}")))?;
+        .map_err(|error| TransportError::bootstrap(format!("cannot make a key: {error}")))?;
     let path = Path::new(&LinkSettings { lanes: 1, ..config.link }, config.bind, 2)?;
     let Ends { lanes, refused, .. } = Ground::Real(vec![socket]).ends(&path, None, false)?;
-    let [LaneEnd { endpoint, .. }] = &lanes[..] else { return Err(failed("one socket is not one endpoint")) };
+    let [LaneEnd { endpoint, .. }] = &lanes[..] else {
+        return Err(TransportError::bootstrap("one socket is not one endpoint"));
+    };
     let provider = tls::provider();
     let pinned = Pinned { authority: config.token.authority, provider: Arc::clone(&provider) };
     let crypto = QuicClientConfig::try_from(tls::applicant(Arc::new(pinned), provider)?)
@@ -98,18 +96,18 @@ async fn on(config: &EnrolConfig, socket: Bound) -> Result<Enrolled, TransportEr
         loop {
             match attempt(config, &applicant, endpoint, client.clone()).await {
                 Err(Attempt::Again) => sleep(PAUSE).await,
-                Err(Attempt::Refused(text)) => return Err(failed(text)),
+                Err(Attempt::Refused(text)) => return Err(TransportError::bootstrap(text)),
                 Ok(enrolled) => return Ok(enrolled),
             }
         }
     };
     let enrolled = tokio::select! {
         biased;
-        tried = timeout_at(deadline, trying) => tried.unwrap_or_else(|_| Err(failed(format!(
+        tried = timeout_at(deadline, trying) => tried.unwrap_or_else(|_| Err(TransportError::bootstrap(format!(
             "rank 0 did not give an identity at {} within {:?}: is it running, and does {} get through?",
             config.coordinator, config.deadline, config.link.carrier
         )))),
-        text = socket::refusal(refused) => Err(failed(text)),
+        text = socket::refusal(refused) => Err(TransportError::bootstrap(text)),
     };
     endpoint.close(0_u32.into(), b"");
     let _ = timeout(PAUSE, endpoint.wait_idle()).await;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::quic::visitors::network;
+use crate::quic::network::handshakes::network;
 
 /// Wrong tokens by network. A secret of 128 bits is not guessed; this keeps trying from costing anything.
 #[derive(Debug, Default)]

@@ -9,14 +9,14 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
 use super::token::Token;
 use crate::error::TransportError;
-use crate::quic::authority::{ClusterAuthority, VALID_DAYS};
-use crate::quic::identity::Identity;
-use crate::quic::job::JobId;
-use crate::quic::key_hash::KeyHash;
-use crate::quic::names::Subject;
-use crate::quic::private_file::{self, pem_block};
-use crate::quic::validity::Validity;
-use crate::transport::Rank;
+use crate::quic::trust::authority::{ClusterAuthority, VALID_DAYS};
+use crate::quic::trust::identity::Identity;
+use crate::quic::trust::job::JobId;
+use crate::quic::trust::key_hash::KeyHash;
+use crate::quic::trust::names::Subject;
+use crate::quic::trust::private_file::{self, pem_block};
+use crate::quic::trust::validity::Validity;
+use crate::rank::Rank;
 use crate::wire::MAX_WORLD;
 
 /// Lets the ranks of one group in by a token. Its file holds the keys of all of that: rank 0's alone.
@@ -50,13 +50,13 @@ impl Invitation {
     pub fn new(terms: &InvitationTerms<'_>) -> Result<Self, TransportError> {
         let InvitationTerms { place, world, job, valid } = *terms;
         if !(2..=MAX_WORLD).contains(&world) {
-            return Err(bootstrap(format!(
+            return Err(TransportError::bootstrap(format!(
                 "a group that somebody joins has 2 to {MAX_WORLD} ranks, not {world}"
             )));
         }
         let days = valid.as_secs() / (24 * 3600);
         let days = u32::try_from(days).ok().filter(|days| *days <= MOST_DAYS).ok_or_else(|| {
-            bootstrap(format!(
+            TransportError::bootstrap(format!(
                 "a token that lets ranks in for more than {MOST_DAYS} days: use {MOST_DAYS} at most"
             ))
         })?;
@@ -94,7 +94,7 @@ impl Invitation {
     pub fn read_file(path: &Path) -> Result<Self, TransportError> {
         let bytes = private_file::read(path, "invitation")?;
         Self::parse(&bytes).map_err(|what| {
-            bootstrap(format!(
+            TransportError::bootstrap(format!(
                 "{} is not an invitation, {what}: make one with kyklos certs invite",
                 path.display()
             ))
@@ -175,12 +175,9 @@ impl fmt::Debug for Invitation {
 }
 
 fn seconds(time: SystemTime) -> Result<u64, TransportError> {
-    let since = time.duration_since(UNIX_EPOCH).map_err(|_| bootstrap("the clock is before 1970"))?;
+    let since =
+        time.duration_since(UNIX_EPOCH).map_err(|_| TransportError::bootstrap("the clock is before 1970"))?;
     Ok(since.as_secs())
-}
-
-fn bootstrap(text: impl Into<String>) -> TransportError {
-    TransportError::Bootstrap { text: text.into() }
 }
 
 /// For a token of a longer life a file is better.

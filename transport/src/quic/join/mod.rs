@@ -7,12 +7,13 @@
 //! a proof is worth nothing on any other connection. Rank 0 signs the key that the other made, and that never travels
 //! either. From there on the rank has an identity like any other.
 //!
-//! What is decided is in `register.rs` and `applicant.rs`, which know no network; `desk.rs` and `enrol.rs` carry it.
+//! What is decided is in `register.rs` and `applicant.rs`, which know no network; `enrol_server.rs` and `enrol.rs` carry it.
 
 mod applicant;
+mod binding;
 pub(super) mod decoders;
-mod desk;
 mod enrol;
+mod enrol_server;
 mod guesses;
 mod invitation;
 mod pinned;
@@ -21,25 +22,7 @@ mod register;
 mod tests;
 mod token;
 
-use quinn::Connection;
-
-pub(super) use self::desk::Desk;
 pub use self::enrol::{EnrolConfig, Enrolled, enrol};
+pub(super) use self::enrol_server::Desk;
 pub use self::invitation::{Invitation, InvitationTerms};
 pub use self::token::Token;
-use crate::transport::Rank;
-
-/// What the two ends of a connection have in common with nobody else, for an application of just these words.
-fn binding(connection: &Connection, asked: Option<Rank>, request: &[u8]) -> Option<[u8; BINDING_BYTES]> {
-    let mut context = asked.map_or(u32::MAX, |rank| rank.0).to_le_bytes().to_vec();
-    context.extend_from_slice(request);
-    let mut out = [0; BINDING_BYTES];
-    connection.export_keying_material(&mut out, EXPORTER_LABEL, &context).ok()?;
-    Some(out)
-}
-
-/// Names the use of the keying material, as RFC 5705 asks; part of the protocol.
-const EXPORTER_LABEL: &[u8] = b"EXPERIMENTAL kyklos join";
-
-/// Bytes that a proof is made of.
-const BINDING_BYTES: usize = 32;

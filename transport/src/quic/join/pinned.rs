@@ -8,9 +8,9 @@ use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signat
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{CertificateError, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
 
-use crate::quic::key_hash::KeyHash;
-use crate::quic::names::{Claims, Subject, rank_name};
-use crate::transport::Rank;
+use crate::quic::trust::key_hash::KeyHash;
+use crate::quic::trust::names::{Claims, Subject, rank_name};
+use crate::rank::Rank;
 
 /// Takes rank 0 of the authority with this key, and nobody else: another member must not collect proofs.
 #[derive(Debug)]

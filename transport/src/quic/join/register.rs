@@ -9,14 +9,14 @@ use rcgen::{CertificateSigningRequestParams, PKCS_ECDSA_P256_SHA256, PublicKeyDa
 use rustls::pki_types::CertificateSigningRequestDer;
 use tokio::time::Instant;
 
-use super::BINDING_BYTES;
+use super::binding::BINDING_BYTES;
 use super::guesses::Guesses;
 use super::invitation::Invitation;
 use crate::error::TransportError;
-use crate::quic::key_hash::KeyHash;
-use crate::quic::names::Subject;
-use crate::quic::validity::Date;
-use crate::transport::Rank;
+use crate::quic::trust::key_hash::KeyHash;
+use crate::quic::trust::names::Subject;
+use crate::quic::trust::validity::Date;
+use crate::rank::Rank;
 use crate::wire::{Frame, RejectCode};
 
 /// What rank 0 knows of those whom it has let in.

@@ -11,16 +11,21 @@ use pollster::block_on;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{ClientConfig, Connection, Endpoint, ServerConfig};
 
+use super::binding::binding;
 use super::pinned::Pinned;
 use super::token::Token;
 use super::*;
 use crate::error::TransportError;
-use crate::quic::frames::FrameReader;
-use crate::quic::key_hash::KeyHash;
-use crate::quic::names::Subject;
-use crate::quic::validity::Validity;
-use crate::quic::{Carrier, Identity, LinkSettings, QuicConfig, QuicTransport, tls};
-use crate::transport::{Tag, Transport};
+use crate::quic::forming::config::QuicConfig;
+use crate::quic::network::frames::FrameReader;
+use crate::quic::trust::key_hash::KeyHash;
+use crate::quic::trust::names::Subject;
+use crate::quic::trust::tls;
+use crate::quic::trust::validity::Validity;
+use crate::quic::{Carrier, Identity, LinkSettings, QuicTransport};
+use crate::rank::Rank;
+use crate::rank::Tag;
+use crate::transport::Transport;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
 const LONG: Duration = Duration::from_secs(20);
@@ -249,9 +254,7 @@ async fn relay(
     to: SocketAddr,
     at: tokio::sync::oneshot::Sender<SocketAddr>,
 ) -> Option<Frame> {
-    let job = identity.claims().unwrap().job;
-    let config = QuicConfig::new(Rank(0), 2, job, to, identity);
-    let crypto: QuicServerConfig = tls::inviting_server(&config).unwrap();
+    let crypto: QuicServerConfig = tls::inviting_server(&identity, None).unwrap();
     let server = ServerConfig::with_crypto(Arc::new(crypto));
     let near = Endpoint::server(server, SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
     at.send(near.local_addr().unwrap()).unwrap();

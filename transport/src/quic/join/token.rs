@@ -6,10 +6,10 @@ use std::str::FromStr;
 use aws_lc_rs::hmac;
 use aws_lc_rs::rand;
 
-use super::BINDING_BYTES;
+use super::binding::BINDING_BYTES;
 use crate::error::TransportError;
-use crate::quic::hex;
-use crate::quic::key_hash::KeyHash;
+use crate::quic::trust::hex;
+use crate::quic::trust::key_hash::KeyHash;
 
 /// `kyklos1.HASH.SECRET@HOST:PORT`: the hash of the authority's key, the secret, and where rank 0 is.
 ///
@@ -25,7 +25,7 @@ impl Token {
     /// A new one, with a secret of the system's randomness.
     pub(super) fn new(authority: KeyHash, place: &str) -> Result<Self, TransportError> {
         if !is_place(place) {
-            return Err(bootstrap(format!(
+            return Err(TransportError::bootstrap(format!(
                 "{place:?} is no address of rank 0: write host:port, such as node1:29600 or [fd00::1]:29600"
             )));
         }
@@ -60,7 +60,7 @@ impl FromStr for Token {
     /// [`TransportError::Bootstrap`], which does not repeat the text: a typing mistake leaves most of a secret as it is.
     fn from_str(text: &str) -> Result<Self, TransportError> {
         let wrong = |what: &str| {
-            bootstrap(format!(
+            TransportError::bootstrap(format!(
                 "this is not a whole token, {what}: copy the line that kyklos certs invite printed"
             ))
         };
@@ -86,7 +86,7 @@ pub(super) struct Secret([u8; SECRET_BYTES]);
 impl Secret {
     fn random() -> Result<Self, TransportError> {
         let mut bytes = [0; SECRET_BYTES];
-        rand::fill(&mut bytes).map_err(|_| bootstrap("no randomness for a secret"))?;
+        rand::fill(&mut bytes).map_err(|_| TransportError::bootstrap("no randomness for a secret"))?;
         Ok(Self(bytes))
     }
 
@@ -121,10 +121,6 @@ fn is_place(place: &str) -> bool {
         && place.rsplit_once(':').is_some_and(|(host, port)| {
             !host.is_empty() && port.parse::<u16>().is_ok_and(|number| number != 0)
         })
-}
-
-fn bootstrap(text: impl Into<String>) -> TransportError {
-    TransportError::Bootstrap { text: text.into() }
 }
 
 /// The number is the version.

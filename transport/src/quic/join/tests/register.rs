@@ -7,6 +7,7 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::quic::join::register::{Refusal, Register, Visit};
+
 /// One who asks a register without a network.
 struct Asking {
     register: Register,
@@ -148,7 +149,7 @@ fn an_invitation_survives_its_file_and_garbage_is_none() {
     .enumerate()
     {
         let path = folder.path().join(format!("{index}.pem"));
-        crate::quic::private_file::write_new(&path, "invitation", &text).unwrap();
+        crate::quic::trust::private_file::write_new(&path, "invitation", &text).unwrap();
         let error = Invitation::read_file(&path).unwrap_err().to_string();
         assert!(error.contains("is not an invitation") && error.contains(words), "{index}: {error}");
     }

@@ -1,0 +1,94 @@
+//! Agreements: every rank votes, rank 0 counts and tells all of them how it ended.
+
+use std::time::Duration;
+
+use super::coordinator::{Coordinator, Lacking};
+use super::core::Core;
+use super::state::{AgreeCall, Patience};
+use crate::ballot::{Refusal, Verdict};
+use crate::error::TransportError;
+use crate::posted::Completer;
+use crate::rank::{Rank, Tag, Vote};
+use crate::recorder::EventKind;
+use crate::wire::Frame;
+
+impl Core {
+    /// Of every rank: starts this rank's part in the next agreement.
+    pub(crate) fn agree(&self, vote: Vote, patience: Duration, completer: Completer<()>) {
+        let mut state = self.lock();
+        if let Err(error) = state.may_post() {
+            return completer.complete(Err(error));
+        }
+        let round = state.next_round;
+        state.next_round += 1;
+        self.recorder.note(EventKind::Voted, self.me, Tag { op: round, message: 0 }, 0);
+        state.agrees.insert(
+            round,
+            AgreeCall { completer, patience: Patience::of(patience), missing: Rank::COORDINATOR },
+        );
+        drop(state);
+        self.changed.notify_waiters();
+        match (&self.coordinator, self.control(Rank::COORDINATOR)) {
+            (Some(coordinator), _) => self.count_vote(coordinator, self.me, vote),
+            (None, Some(control)) => control.say(Frame::Vote { vote }),
+            (None, None) => {}
+        }
+    }
+
+    pub(crate) fn agreed(&self, round: u64, verdict: Verdict) {
+        let call = self.lock().agrees.remove(&round);
+        if let Some(call) = call {
+            self.recorder.note(EventKind::Agreed, Rank::COORDINATOR, Tag { op: round, message: 0 }, 0);
+            call.completer.complete(verdict.map_err(TransportError::from));
+        }
+        self.changed.notify_waiters();
+    }
+
+    /// Of the coordinator: counts a vote, and tells the verdict if it was the last one of its round.
+    pub(crate) fn count_vote(&self, coordinator: &Coordinator, rank: Rank, vote: Vote) {
+        let counted = coordinator.lock().ballot.cast(rank, vote);
+        match counted {
+            Err(text) => self.failed(rank, text),
+            Ok((round, Some(verdict))) => {
+                let refusal = verdict.clone().err().map(|Refusal { rank, exit, text }| (rank, exit, text));
+                for member in self.control.iter().flatten() {
+                    member.say(Frame::Verdict { round, refusal: refusal.clone() });
+                }
+                self.agreed(round, verdict);
+            }
+            // The others hear of it with the next heartbeat.
+            Ok((round, None)) => self.tell(coordinator.lacking(round).map(|lacking| (rank, lacking))),
+        }
+    }
+
+    /// Of the coordinator: a rank has left, maybe one whose vote somebody waits for.
+    pub(crate) fn check_open_rounds(&self, coordinator: &Coordinator) {
+        self.tell(coordinator.lacking_anywhere());
+    }
+
+    /// Of the coordinator: tells ranks whose vote they are waiting for.
+    pub(crate) fn tell(&self, lacking: impl IntoIterator<Item = (Rank, Lacking)>) {
+        for (voter, lacking) in lacking {
+            if voter == self.me {
+                self.lacks(lacking);
+            } else if let Some(control) = self.control(voter) {
+                let Lacking { round, rank, left } = lacking;
+                control.say(Frame::Missing { round, rank, left });
+            }
+        }
+    }
+
+    /// Of every rank: the coordinator has said whose vote a round lacks.
+    ///
+    /// Only the voter knows whether it is still waiting, so it is the one to end a wait in vain.
+    pub(crate) fn lacks(&self, Lacking { round, rank, left }: Lacking) {
+        let waits = {
+            let mut state = self.lock();
+            let call = state.agrees.get_mut(&round);
+            call.map(|call| call.missing = rank).is_some()
+        };
+        if waits && left {
+            self.failed(rank, format!("left the group while rank {} waited for its vote", self.me));
+        }
+    }
+}

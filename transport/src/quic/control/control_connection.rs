@@ -1,0 +1,283 @@
+//! The star of control connections: heartbeats, and the one abort that counts.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use quinn::{ApplicationClose, ConnectionError};
+use tokio::time::MissedTickBehavior;
+
+use super::coordinator::Lacking;
+use super::core::Core;
+use super::stalls::{Report, Stall};
+use crate::ballot::Refusal;
+use crate::error::{Abort, AbortCause};
+use crate::quic::network::connection::{close_code, describe, is_leave};
+use crate::quic::network::frames::{FrameError, FrameReader};
+use crate::quic::network::path::SILENT_TICKS;
+use crate::rank::{Progress, Rank, Tag};
+use crate::recorder::EventKind;
+use crate::wire::Frame;
+
+impl Core {
+    fn died(&self, rank: Rank, text: String) {
+        self.decide(Abort { culprit: rank, cause: AbortCause::Died(text), progress: Progress::default() });
+    }
+
+    /// Of the coordinator: handles the frames of one rank's control connection until it ends.
+    pub(crate) async fn read_member(self: Arc<Self>, rank: Rank, mut frames: FrameReader) {
+        let Some(coordinator) = &self.coordinator else {
+            return;
+        };
+        loop {
+            let frame = frames.next().await;
+            coordinator.heard(rank);
+            self.recorder.heard(rank, None);
+            match frame {
+                Ok(Some(Frame::Ping { progress, beats, works, waits_for })) => {
+                    coordinator.report(rank, Report { progress, beats, works, waits_for });
+                    self.recorder.heard(rank, Some(progress));
+                }
+                Ok(Some(Frame::Vote { vote })) => self.count_vote(coordinator, rank, vote),
+                Ok(Some(Frame::Abort { abort })) if abort.culprit.0 < self.world => {
+                    self.decide(abort);
+                }
+                Ok(Some(Frame::LinkLost { peer, text })) if peer.0 < self.world => {
+                    // A rank that has left in order owes nothing: the other side would have said so otherwise.
+                    if peer == self.me || !coordinator.left(peer) {
+                        let text = format!("rank {rank} lost its link to it: {text}");
+                        self.died(peer, text);
+                    }
+                }
+                Ok(Some(Frame::Leave)) => {
+                    if coordinator.leaves(rank) {
+                        return self.failed(rank, "broke the protocol: it left twice".to_owned());
+                    }
+                    if let Some(control) = self.control(rank) {
+                        control.say(Frame::Goodbye);
+                    }
+                    self.changed.notify_waiters();
+                    self.check_open_rounds(coordinator);
+                }
+                Ok(Some(other)) => return self.failed(rank, format!("broke the protocol: {other:?}")),
+                Err(FrameError::Wire(error)) => {
+                    return self.failed(rank, format!("broke the protocol: {error}"));
+                }
+                Ok(None) | Err(FrameError::Stream(_)) => break,
+            }
+        }
+        let Some(control) = self.control(rank) else { return };
+        let reason = control.connection.closed().await;
+        if !coordinator.left(rank) {
+            // It may have ended by itself, such as when nothing from here reaches it.
+            let text = match abort_in(&reason) {
+                Some(Abort { culprit, cause, .. }) => format!("it gave up: rank {culprit} {cause}"),
+                None => describe(&reason),
+            };
+            self.died(rank, text);
+        }
+    }
+
+    /// Of every other rank: handles the frames of the control connection until it ends.
+    pub(crate) async fn read_coordinator(self: Arc<Self>, heard: Arc<Silence>, mut frames: FrameReader) {
+        loop {
+            let frame = frames.next().await;
+            heard.reset();
+            self.recorder.heard(Rank::COORDINATOR, None);
+            match frame {
+                Ok(Some(Frame::Pong)) => {}
+                Ok(Some(Frame::Verdict { round, refusal })) => {
+                    let verdict = match refusal {
+                        None => Ok(()),
+                        Some((rank, exit, text)) => Err(Refusal { rank, exit, text }),
+                    };
+                    self.agreed(round, verdict);
+                }
+                Ok(Some(Frame::Missing { round, rank, left })) if rank.0 < self.world => {
+                    self.lacks(Lacking { round, rank, left });
+                }
+                Ok(Some(Frame::Abort { abort })) => self.aborted(abort),
+                Ok(Some(Frame::Goodbye)) => {
+                    self.lock().goodbye = true;
+                    self.changed.notify_waiters();
+                }
+                Ok(Some(other)) => return self.coordinator_failed(format!("broke the protocol: {other:?}")),
+                Err(FrameError::Wire(error)) => {
+                    return self.coordinator_failed(format!("broke the protocol: {error}"));
+                }
+                Ok(None) | Err(FrameError::Stream(_)) => break,
+            }
+        }
+        let Some(control) = self.control(Rank::COORDINATOR) else {
+            return;
+        };
+        let reason = control.connection.closed().await;
+        if self.lock().goodbye {
+            return;
+        }
+        if let Some(abort) = abort_in(&reason) {
+            return self.aborted(abort);
+        }
+        self.coordinator_died(describe(&reason));
+    }
+
+    fn coordinator_failed(&self, text: String) {
+        let progress = Progress::default();
+        self.aborted(Abort { culprit: Rank::COORDINATOR, cause: AbortCause::Failed(text), progress });
+    }
+
+    fn coordinator_died(&self, text: String) {
+        let progress = Progress::default();
+        self.aborted(Abort { culprit: Rank::COORDINATOR, cause: AbortCause::Died(text), progress });
+    }
+
+    /// Of the coordinator: tells everyone that it lives, and listens for silence.
+    pub(crate) async fn beat_as_coordinator(self: Arc<Self>) {
+        let Some(coordinator) = &self.coordinator else {
+            return;
+        };
+        let mut ticks = ticks(self.heartbeat);
+        let mut over = self.over.subscribe();
+        loop {
+            tokio::select! {
+                biased;
+                _ = ticks.tick() => {}
+                _ = over.wait_for(|over| *over) => return,
+            }
+            for (rank, member) in (0..).map(Rank).zip(&self.control) {
+                if let Some(member) = member
+                    && !coordinator.left(rank)
+                {
+                    member.say(Frame::Pong);
+                }
+            }
+            self.tell(coordinator.lacking_first());
+            if let Some(rank) = coordinator.tick() {
+                self.died(rank, self.silence());
+            }
+            self.look_for_the_deaf();
+            coordinator.report(self.me, self.report());
+            if let Some(stall) = coordinator.stalled() {
+                self.speak_of(stall);
+            }
+        }
+    }
+
+    /// Of the coordinator: a rank is in the way of others.
+    fn speak_of(&self, Stall { rank, progress, ticks, waiting, stuck }: Stall) {
+        let seconds = (self.heartbeat * ticks).as_secs_f64();
+        let waiting = ranks_in_words(&waiting);
+        if stuck {
+            let text = format!("it has got on with nothing for {seconds:.1} s while {waiting} waited for it");
+            return self.decide(Abort { culprit: rank, cause: AbortCause::Stuck(text), progress });
+        }
+        self.recorder.note(EventKind::Slow, rank, Tag { op: progress.op, message: 0 }, 0);
+        let Progress { op, step } = progress;
+        (self.warn)(&format!(
+            "rank {rank} has got on with nothing for {seconds:.1} s (operation {op}, step {step}) while {waiting} waited for it"
+        ));
+    }
+
+    /// What this rank says of itself.
+    fn report(&self) -> Report {
+        let works = self.pulse.works();
+        let waits_for = if works { Vec::new() } else { self.lock().waits_for() };
+        Report { progress: self.progress(), beats: self.pulse.beats(), works, waits_for }
+    }
+
+    /// Of every other rank: tells the coordinator what this rank is doing, and listens for silence.
+    pub(crate) async fn beat_as_member(self: Arc<Self>, heard: Arc<Silence>) {
+        let mut ticks = ticks(self.heartbeat);
+        let mut over = self.over.subscribe();
+        loop {
+            tokio::select! {
+                biased;
+                _ = ticks.tick() => {}
+                _ = over.wait_for(|over| *over) => return,
+            }
+            if self.lock().goodbye {
+                return;
+            }
+            if let Some(control) = self.control(Rank::COORDINATOR) {
+                let Report { progress, beats, works, waits_for } = self.report();
+                control.say(Frame::Ping { progress, beats, works, waits_for });
+            }
+            self.look_for_the_deaf();
+            if heard.tick() >= SILENT_TICKS {
+                self.coordinator_died(self.silence());
+            }
+        }
+    }
+
+    fn silence(&self) -> String {
+        format!("nothing heard of it for {:.1} s", (self.heartbeat * SILENT_TICKS).as_secs_f64())
+    }
+
+    /// A data connection has ended.
+    pub(crate) fn link_ended(&self, peer: Rank, reason: &ConnectionError) {
+        match reason {
+            ConnectionError::LocallyClosed => {}
+            reason if is_leave(reason) => self.peer_left(peer),
+            // The abort itself comes from the coordinator, or its silence does.
+            ConnectionError::ApplicationClosed(ApplicationClose { error_code, .. })
+                if *error_code == close_code::ABORTED => {}
+            _ => {
+                if self.lock().peers[peer.0 as usize].left {
+                    return;
+                }
+                self.recorder.note(EventKind::LinkLost, peer, Tag { op: 0, message: 0 }, 0);
+                let text = describe(reason);
+                if self.is_coordinator() {
+                    let cause = AbortCause::Died(format!("rank 0 lost its link to it: {text}"));
+                    self.decide(Abort { culprit: peer, cause, progress: Progress::default() });
+                } else if let Some(control) = self.control(Rank::COORDINATOR) {
+                    control.say(Frame::LinkLost { peer, text });
+                }
+            }
+        }
+    }
+}
+
+/// Ticks for which the coordinator has been silent.
+#[derive(Debug, Default)]
+pub(crate) struct Silence(std::sync::atomic::AtomicU32);
+
+impl Silence {
+    fn reset(&self) {
+        self.0.store(0, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    fn tick(&self) -> u32 {
+        self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1
+    }
+}
+
+fn ticks(heartbeat: Duration) -> tokio::time::Interval {
+    let mut ticks = tokio::time::interval(heartbeat);
+    // After a stall the next tick is a whole period away: the frames that have queued up are read first.
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
+}
+
+/// The abort that a coordinator put into the close of a connection.
+fn abort_in(reason: &ConnectionError) -> Option<Abort> {
+    let ConnectionError::ApplicationClosed(close) = reason else {
+        return None;
+    };
+    if close.error_code != close_code::ABORTED {
+        return None;
+    }
+    match Frame::decode(&close.reason) {
+        Ok(Some((Frame::Abort { abort }, _))) => Some(abort),
+        _ => None,
+    }
+}
+
+/// `rank 1`, or `ranks 1, 2 and 5 more`.
+fn ranks_in_words(ranks: &[Rank]) -> String {
+    let shown: Vec<String> = ranks.iter().take(8).map(Rank::to_string).collect();
+    let more = match ranks.len() - shown.len() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("rank{} {}{more}", if ranks.len() == 1 { "" } else { "s" }, shown.join(", "))
+}

@@ -1,0 +1,135 @@
+//! What only rank 0 knows: the votes, and the last word of every rank.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::stalls::{Report, Stall, Stalls};
+use crate::ballot::Ballot;
+use crate::quic::network::path::SILENT_TICKS;
+use crate::rank::{Progress, Rank};
+
+/// What the coordinator knows; empty on other ranks.
+#[derive(Debug)]
+pub(crate) struct Coordinator {
+    state: Mutex<CoordinatorState>,
+}
+
+#[derive(Debug)]
+pub(crate) struct CoordinatorState {
+    pub(crate) ballot: Ballot,
+    pub(crate) members: Vec<Member>,
+    pub(crate) stalls: Stalls,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Member {
+    pub(crate) progress: Progress,
+    pub(crate) silent_ticks: u32,
+    pub(crate) left: bool,
+}
+
+impl Coordinator {
+    pub(crate) fn new(world: u32, stuck_ticks: u32) -> Self {
+        let members = vec![Member::default(); world as usize];
+        let stalls = Stalls::new(world, stuck_ticks);
+        Self { state: Mutex::new(CoordinatorState { ballot: Ballot::new(world), members, stalls }) }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, CoordinatorState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The lowest rank, other than this one, that has not left.
+    pub(crate) fn lowest_present(&self) -> Option<Rank> {
+        let state = self.lock();
+        let mut ranks = (0..).map(Rank).zip(&state.members).skip(1);
+        ranks.find(|(_, member)| !member.left).map(|(rank, _)| rank)
+    }
+
+    /// What was last heard of a rank's work.
+    pub(crate) fn progress(&self, rank: Rank) -> Progress {
+        self.lock().members.get(rank.0 as usize).map(|member| member.progress).unwrap_or_default()
+    }
+
+    pub(crate) fn heard(&self, rank: Rank) {
+        self.lock().members[rank.0 as usize].silent_ticks = 0;
+    }
+
+    /// A heartbeat has come, or is this rank's own.
+    pub(crate) fn report(&self, rank: Rank, report: Report) {
+        let mut state = self.lock();
+        state.members[rank.0 as usize].progress = report.progress;
+        state.stalls.report(rank, report);
+    }
+
+    /// Counts a tick for those who stand still, and returns one that is in the way.
+    pub(crate) fn stalled(&self) -> Option<Stall> {
+        let mut state = self.lock();
+        let round = state.ballot.open_rounds().next();
+        let lacks: Vec<Rank> = round.iter().flat_map(|&round| state.ballot.missing(round)).collect();
+        let voters: Vec<Rank> = round.iter().flat_map(|&round| state.ballot.voted(round)).collect();
+        state.stalls.tick(&lacks, &voters)
+    }
+
+    pub(crate) fn left(&self, rank: Rank) -> bool {
+        self.lock().members[rank.0 as usize].left
+    }
+
+    /// Notes that a rank has left, and returns whether it had left before.
+    pub(crate) fn leaves(&self, rank: Rank) -> bool {
+        std::mem::replace(&mut self.lock().members[rank.0 as usize].left, true)
+    }
+
+    /// Whose vote an open round lacks.
+    pub(crate) fn lacking(&self, round: u64) -> Option<Lacking> {
+        self.lock().lacking(round)
+    }
+
+    /// For those who wait in the first open round: whose vote it lacks.
+    pub(crate) fn lacking_first(&self) -> Vec<(Rank, Lacking)> {
+        self.lock().lacking_in(1)
+    }
+
+    /// For those who wait in any open round: whose vote it lacks.
+    pub(crate) fn lacking_anywhere(&self) -> Vec<(Rank, Lacking)> {
+        self.lock().lacking_in(usize::MAX)
+    }
+
+    /// Counts a tick of silence for everyone, and returns a rank that has been silent for too long.
+    pub(crate) fn tick(&self) -> Option<Rank> {
+        let mut state = self.lock();
+        let mut dead = None;
+        for (rank, member) in (0..).map(Rank).zip(&mut state.members).skip(1) {
+            member.silent_ticks += 1;
+            if !member.left && member.silent_ticks >= SILENT_TICKS {
+                dead = dead.or(Some(rank));
+            }
+        }
+        dead
+    }
+}
+
+impl CoordinatorState {
+    /// A rank that has left is named before one that may still come.
+    fn lacking(&self, round: u64) -> Option<Lacking> {
+        let left = |rank: &Rank| self.members[rank.0 as usize].left;
+        let gone = self.ballot.missing(round).find(left);
+        let rank = gone.or_else(|| self.ballot.missing(round).next())?;
+        Some(Lacking { round, rank, left: gone.is_some() })
+    }
+
+    fn lacking_in(&self, most_rounds: usize) -> Vec<(Rank, Lacking)> {
+        let rounds = self.ballot.open_rounds().take(most_rounds);
+        let lacking = rounds.filter_map(|round| self.lacking(round));
+        lacking.flat_map(|one| self.ballot.voted(one.round).map(move |voter| (voter, one))).collect()
+    }
+}
+
+/// A vote that an open round lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Lacking {
+    pub(crate) round: u64,
+    /// Whose.
+    pub(crate) rank: Rank,
+    /// It will never come.
+    pub(crate) left: bool,
+}

@@ -1,0 +1,256 @@
+//! What the tasks and the calls of one rank share, and how a failure becomes everyone's.
+//!
+//! Calls come in from any thread, frames and streams from tasks of the tokio context; both change the state under
+//! one lock that is never held across a wait.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
+
+use super::coordinator::Coordinator;
+use super::link::{Link, MOST_QUEUED};
+use super::state::State;
+use crate::error::{Abort, AbortCause, TransportError};
+use crate::pulse::Pulse;
+use crate::quic::forming::config::QuicConfig;
+use crate::quic::forming::endpoint::Seat;
+use crate::quic::trust::job::JobId;
+use crate::rank::{Progress, Rank, Tag};
+use crate::recorder::{EventKind, Recorder};
+use crate::wire::Frame;
+
+/// Everything that the tasks of one rank share.
+#[derive(Debug)]
+pub(crate) struct Core {
+    pub(crate) me: Rank,
+    pub(crate) world: u32,
+    pub(crate) job: JobId,
+    pub(crate) epoch: u32,
+    pub(crate) heartbeat: Duration,
+    pub(crate) warn: fn(&str),
+    pub(crate) pulse: Arc<Pulse>,
+    pub(crate) stop_flag: Arc<AtomicBool>,
+    pub(crate) seat: Arc<Seat>,
+    /// By rank of this group, its rank in the first one.
+    pub(crate) members: Vec<Rank>,
+    /// Data connections, by rank; none to itself.
+    pub(crate) links: Vec<Option<Link>>,
+    /// Control connections: of rank 0 to every other rank, of another rank to rank 0.
+    pub(crate) control: Vec<Option<Link>>,
+    /// Of rank 0.
+    pub(crate) coordinator: Option<Coordinator>,
+    pub(crate) runtime: Handle,
+    /// Wakes who waits for calls to end, or for a deadline that has become earlier.
+    pub(crate) changed: Notify,
+    /// Becomes true when the rank has gone and all its tasks must end.
+    pub(crate) over: watch::Sender<bool>,
+    pub(crate) recorder: Arc<Recorder>,
+    state: Mutex<State>,
+}
+
+/// What a [`Core`] is made of.
+#[derive(Debug)]
+pub(crate) struct Group {
+    pub(crate) seat: Arc<Seat>,
+    pub(crate) me: Rank,
+    pub(crate) epoch: u32,
+    pub(crate) members: Vec<Rank>,
+    pub(crate) links: Vec<Option<Link>>,
+    pub(crate) control: Vec<Option<Link>>,
+}
+
+impl Core {
+    /// Must be called in a tokio context.
+    pub(crate) fn new(group: Group) -> Self {
+        let Group { seat, me, epoch, members, links, control } = group;
+        let QuicConfig { job, heartbeat, stuck_after, warn, .. } = seat.config;
+        let world = u32::try_from(members.len()).unwrap_or(u32::MAX);
+        let recorder = Arc::new(Recorder::new(me, world, format!("{job} epoch {epoch}")));
+        let stuck_ticks = stuck_after.as_nanos().div_ceil(heartbeat.as_nanos().max(1));
+        Self {
+            me,
+            world,
+            job,
+            epoch,
+            heartbeat,
+            warn,
+            pulse: Arc::default(),
+            stop_flag: Arc::new(AtomicBool::new(false)),
+            seat,
+            members,
+            links,
+            control,
+            coordinator: (me == Rank::COORDINATOR)
+                .then(|| Coordinator::new(world, u32::try_from(stuck_ticks).unwrap_or(u32::MAX))),
+            runtime: Handle::current(),
+            changed: Notify::new(),
+            over: watch::Sender::new(false),
+            state: Mutex::new(State::new(world, Arc::clone(&recorder))),
+            recorder,
+        }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        // State is changed by code that does not panic between two related changes; a poisoned lock is usable.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn is_coordinator(&self) -> bool {
+        self.me == Rank::COORDINATOR
+    }
+
+    pub(crate) fn link(&self, rank: Rank) -> Option<&Link> {
+        self.links.get(rank.0 as usize)?.as_ref()
+    }
+
+    pub(crate) fn control(&self, rank: Rank) -> Option<&Link> {
+        self.control.get(rank.0 as usize)?.as_ref()
+    }
+
+    /// All connections of this rank.
+    pub(crate) fn all_links(&self) -> impl Iterator<Item = &Link> {
+        self.links.iter().chain(&self.control).filter_map(Option::as_ref)
+    }
+
+    pub(crate) fn progress(&self) -> Progress {
+        self.recorder.progress()
+    }
+
+    pub(crate) fn report_progress(&self, progress: Progress) {
+        self.recorder.enter(progress);
+    }
+
+    /// The group is aborted, as far as this rank is concerned: everything outstanding ends. The first one counts.
+    pub(crate) fn aborted(&self, abort: Abort) {
+        let mut state = self.lock();
+        if state.abort.is_some() {
+            return;
+        }
+        tracing::debug!(rank = %self.me, %abort, "group aborted");
+        self.stop_flag.store(true, Ordering::Release);
+        self.recorder.aborted(&abort);
+        state.abort = Some(abort);
+        state.fail_everything();
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    /// `culprit` cannot go on; its last known progress is filled in by the coordinator.
+    pub(crate) fn failed(&self, culprit: Rank, text: String) {
+        let progress = if culprit == self.me { self.progress() } else { Progress::default() };
+        self.ask_for_abort(Abort { culprit, cause: AbortCause::Failed(text), progress });
+    }
+
+    /// Rank 0 decides; every other rank asks it to.
+    pub(crate) fn ask_for_abort(&self, abort: Abort) {
+        self.stop_flag.store(true, Ordering::Release);
+        if self.is_coordinator() {
+            self.decide(abort);
+        } else if let Some(control) = self.control(Rank::COORDINATOR) {
+            control.say(Frame::Abort { abort });
+        }
+    }
+
+    /// Of the coordinator: makes an abort everyone's, unless there is one already.
+    pub(crate) fn decide(&self, mut abort: Abort) {
+        if self.lock().abort.is_some() {
+            return;
+        }
+        if abort.progress == Progress::default() {
+            abort.progress = match &self.coordinator {
+                Some(coordinator) if abort.culprit != self.me => coordinator.progress(abort.culprit),
+                _ => self.progress(),
+            };
+        }
+        self.aborted(abort);
+        // Two ranks may have come here at once: what is said is what was kept.
+        let Some(abort) = self.lock().abort.clone() else {
+            return;
+        };
+        for member in self.control.iter().flatten() {
+            member.say(Frame::Abort { abort: abort.clone() });
+        }
+    }
+
+    /// A peer has broken the protocol: ends the receive that it concerns, tells the peer, and aborts the group.
+    pub(crate) fn misbehaved(&self, peer: Rank, tag: Option<Tag>, text: String) {
+        // Once is enough: a peer that goes on misbehaving, and reads no answer, must not fill queues.
+        let is_known = self.lock().abort.is_some();
+        if let Some(tag) = tag {
+            self.recorder.note(EventKind::Refused, peer, tag, 0);
+            let call = self.lock().recvs.remove(&(peer, tag));
+            if let Some(call) = call {
+                call.completer.complete(Err(TransportError::PeerMisbehaved { peer, text: text.clone() }));
+            }
+            if let Some(link) = self.link(peer).filter(|_| !is_known) {
+                link.say(Frame::Refuse { tag, text: text.clone() });
+            }
+        }
+        if !is_known {
+            self.failed(peer, format!("broke the protocol: {text}"));
+        }
+    }
+
+    /// Looks for peers that read nothing: what is said to them must not wait without end.
+    pub(crate) fn look_for_the_deaf(&self) {
+        for links in [&self.links, &self.control] {
+            let mut all = (0..).map(Rank).zip(links);
+            let deaf = all.find(|(_, link)| link.as_ref().is_some_and(Link::is_deaf));
+            if let Some((rank, _)) = deaf {
+                self.misbehaved(
+                    rank,
+                    None,
+                    format!("more than {MOST_QUEUED} frames wait for it, it reads none"),
+                );
+            }
+        }
+    }
+
+    /// A rank has left in order. Whoever still needs it would wait in vain.
+    pub(crate) fn peer_left(&self, peer: Rank) {
+        let mut state = self.lock();
+        if !std::mem::replace(&mut state.peers[peer.0 as usize].left, true) {
+            self.recorder.note(EventKind::PeerLeft, peer, Tag { op: 0, message: 0 }, 0);
+        }
+        let text = state.still_needs(peer, self.me);
+        drop(state);
+        if let Some(text) = text {
+            self.failed(peer, text);
+        }
+    }
+
+    /// Ends calls whose deadline has passed, until the rank has gone.
+    pub(crate) async fn watch_deadlines(self: Arc<Self>) {
+        let mut over = self.over.subscribe();
+        loop {
+            let mut changed = std::pin::pin!(self.changed.notified());
+            changed.as_mut().enable();
+            let (withdrawn, next) = {
+                let mut state = self.lock();
+                // A deadline ends the call it belongs to; the other side has its own.
+                (state.end_calls_past(Instant::now()), state.next_deadline())
+            };
+            for (to, tag) in withdrawn {
+                if let Some(link) = self.link(to) {
+                    link.say(Frame::Withdraw { tag });
+                }
+            }
+            let sleep = async {
+                match next {
+                    Some(next) => tokio::time::sleep_until(next).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                biased;
+                () = sleep => {}
+                () = changed => {}
+                _ = over.wait_for(|over| *over) => return,
+            }
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! The connections to one other rank, and the way frames go out on them.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use quinn::{Connection, VarInt};
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+
+use crate::figures::ConnectionFigures;
+use crate::quic::network::frames::FrameSender;
+use crate::wire::Frame;
+
+/// A connection for messages, and the runtime on whose thread it lives.
+#[derive(Clone, Debug)]
+pub(crate) struct Lane {
+    pub(crate) connection: Connection,
+    pub(crate) runtime: Handle,
+}
+
+/// A connection to a rank and the way its frames go out.
+#[derive(Debug)]
+pub(crate) struct Link {
+    pub(crate) connection: Connection,
+    /// Of a data connection: itself and those beside it. None of a control connection.
+    pub(crate) lanes: Vec<Lane>,
+    frames: Mutex<Option<FrameSender>>,
+    /// Frames that have not been handed to the connection.
+    queued: Arc<AtomicUsize>,
+    /// Becomes true when every frame has reached the peer, or never will.
+    pub(crate) flushed: watch::Receiver<bool>,
+}
+
+impl Link {
+    pub(crate) fn new(
+        connection: Connection,
+        (frames, queued): (FrameSender, Arc<AtomicUsize>),
+        flushed: watch::Receiver<bool>,
+    ) -> Self {
+        Self { connection, lanes: Vec::new(), frames: Mutex::new(Some(frames)), queued, flushed }
+    }
+
+    pub(crate) fn close(&self, code: VarInt, reason: &[u8]) {
+        for connection in
+            std::iter::once(&self.connection).chain(self.lanes.iter().map(|lane| &lane.connection))
+        {
+            connection.close(code, reason);
+        }
+    }
+
+    /// Queues a frame. A link that is gone drops it: its watcher knows.
+    pub(crate) fn say(&self, frame: Frame) {
+        if let Some(frames) = &*self.frames.lock().unwrap_or_else(PoisonError::into_inner) {
+            self.queued.fetch_add(1, Ordering::Relaxed);
+            let _ = frames.send(frame);
+        }
+    }
+
+    /// More frames wait for it than any plan has: it lives, and does not read.
+    pub(crate) fn is_deaf(&self) -> bool {
+        self.queued.load(Ordering::Relaxed) > MOST_QUEUED
+    }
+
+    /// Figures of all lanes together: sums, the longest round trip and the smallest packets.
+    pub(crate) fn figures(&self) -> ConnectionFigures {
+        let mut all = ConnectionFigures { packet_bytes: u16::MAX, ..ConnectionFigures::default() };
+        for lane in &self.lanes {
+            let stats = lane.connection.stats();
+            all.round_trip = all.round_trip.max(stats.path.rtt);
+            all.window_bytes += stats.path.cwnd;
+            all.packet_bytes = all.packet_bytes.min(stats.path.current_mtu);
+            all.packets_sent += stats.path.sent_packets;
+            all.packets_lost += stats.path.lost_packets;
+            all.congestion_events += stats.path.congestion_events;
+            all.black_holes += stats.path.black_holes_detected;
+            all.bytes_sent += stats.udp_tx.bytes;
+            all.bytes_received += stats.udp_rx.bytes;
+        }
+        all
+    }
+
+    /// No frame follows: ends the stream once the peer has all of them.
+    pub(crate) fn hang_up(&self) {
+        self.frames.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+}
+
+/// Frames that may wait for one peer.
+pub(crate) const MOST_QUEUED: usize = 1 << 16;

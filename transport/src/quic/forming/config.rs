@@ -1,0 +1,167 @@
+//! How a rank of QUIC is set up.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::TransportError;
+use crate::quic::join::Invitation;
+use crate::quic::network::path::LinkSettings;
+use crate::quic::network::socket::usual_bind;
+use crate::quic::trust::identity::Identity;
+use crate::quic::trust::job::JobId;
+use crate::quic::trust::names::Known;
+use crate::quic::trust::revoked::Revoked;
+use crate::rank::Rank;
+use crate::wire::MAX_WORLD;
+
+/// How a rank finds its group, and proves that it belongs to it.
+#[derive(Clone, Debug)]
+pub struct QuicConfig {
+    /// This rank.
+    pub rank: Rank,
+    /// Number of ranks in the group, at most 2048.
+    pub world: u32,
+    /// The job; must be the job of the identity.
+    pub job: JobId,
+    /// Counts re-formations of the group within one job: ranks of different epochs refuse each other.
+    pub epoch: u32,
+    /// Where rank 0 listens (UDP).
+    pub coordinator: SocketAddr,
+    /// The name from which that address came: an identity of rank 0's host may hold it instead of the address.
+    pub coordinator_name: Option<String>,
+    /// What this rank proves itself with.
+    pub identity: Identity,
+    /// Of rank 0: lets others in by its token while the first group forms. The identity must be the invitation's.
+    pub invitation: Option<Arc<Invitation>>,
+    /// Identities that this rank takes no more, on either side of a connection; read again when a group forms again.
+    pub revoked: Option<Revoked>,
+    /// By rank, the host on which the bootstrap places it, by name or address; `None` and what is missing where it does
+    /// not say. An identity of a host is taken for a rank that has its place there; without a place it must hold the
+    /// address at which the rank is seen.
+    pub places: Vec<Option<String>>,
+    /// Local address: of rank 0 to listen on, with the coordinator's port; of others to dial from, with any port.
+    pub bind: IpAddr,
+    /// Port of ranks other than 0; 0 lets the system choose.
+    pub port: u16,
+    /// Port of the second lane, if there are several; the others follow it. 0 lets the system choose.
+    pub lane_port: u16,
+    /// How long the group may take to form.
+    pub connect_deadline: Duration,
+    /// Period of heartbeats, at most an hour; a rank counts as dead after twelve silent ones. Best the same on all ranks.
+    pub heartbeat: Duration,
+    /// How long a rank may hold [`Work`](crate::Work) without a beat of its [`Pulse`](crate::Pulse) while others wait for it; then it counts
+    /// as stuck, and the group is aborted. Rank 0's setting counts. More than whatever one piece of work can take, such as
+    /// the compilation of a kernel.
+    pub stuck_after: Duration,
+    /// Told in one line what may become a failure: by rank 0 of a rank that has stood still for a quarter of
+    /// [`Self::stuck_after`].
+    pub warn: fn(&str),
+    /// Told in one line what is worth knowing: by rank 0 to whom it has given an identity.
+    pub note: fn(&str),
+    /// What is known of the network between the ranks.
+    pub link: LinkSettings,
+}
+
+impl QuicConfig {
+    /// The usual settings: 20 s to connect, heartbeats every 200 ms, 180 s to be stuck, warnings as events of `tracing`,
+    /// bound to loopback if that is where the coordinator is and to all addresses otherwise.
+    pub fn new(rank: Rank, world: u32, job: JobId, coordinator: SocketAddr, identity: Identity) -> Self {
+        Self {
+            rank,
+            world,
+            job,
+            epoch: 0,
+            coordinator,
+            coordinator_name: None,
+            identity,
+            invitation: None,
+            revoked: None,
+            places: Vec::new(),
+            bind: usual_bind(coordinator),
+            port: 0,
+            lane_port: 0,
+            connect_deadline: Duration::from_secs(20),
+            heartbeat: Duration::from_millis(200),
+            stuck_after: Duration::from_secs(180),
+            warn: |text| tracing::warn!("{text}"),
+            note: |text| tracing::info!("{text}"),
+            link: LinkSettings::default(),
+        }
+    }
+
+    /// Where this rank's socket is bound.
+    pub(crate) fn local_address(&self) -> SocketAddr {
+        let port = if self.rank == Rank::COORDINATOR { self.coordinator.port() } else { self.port };
+        SocketAddr::new(self.bind, port)
+    }
+
+    /// Where the sockets of all lanes are bound.
+    pub(crate) fn lane_addresses(&self) -> impl Iterator<Item = SocketAddr> {
+        let beside = (0..u16::from(self.link.lanes.saturating_sub(1))).map(|lane| match self.lane_port {
+            0 => SocketAddr::new(self.bind, 0),
+            first => SocketAddr::new(self.bind, first.saturating_add(lane)),
+        });
+        std::iter::once(self.local_address()).chain(beside)
+    }
+
+    /// What is known of where a rank is.
+    pub(crate) fn known(&self, rank: Rank) -> Known<'_> {
+        let place = self.places.get(rank.0 as usize).and_then(Option::as_deref);
+        let name = self.coordinator_name.as_deref().filter(|_| rank == Rank::COORDINATOR);
+        Known { place, name }
+    }
+
+    /// Checks that need no network.
+    pub(crate) fn check(&self) -> Result<(), TransportError> {
+        let Self { rank, world, identity, heartbeat, .. } = self;
+        if *world == 0 || *world > MAX_WORLD {
+            return Err(TransportError::bootstrap(format!(
+                "a group has 1 to {MAX_WORLD} ranks, not {world}"
+            )));
+        }
+        if rank.0 >= *world {
+            return Err(TransportError::bootstrap(format!("rank {rank} is not in a group of {world} ranks")));
+        }
+        if heartbeat.is_zero() || *heartbeat > LONGEST_HEARTBEAT {
+            let text = format!(
+                "the period of a heartbeat is more than 0 and at most {LONGEST_HEARTBEAT:?}, not {heartbeat:?}"
+            );
+            return Err(TransportError::bootstrap(text));
+        }
+        if let Some(invitation) = &self.invitation
+            && (*rank, *world) != (Rank::COORDINATOR, invitation.world())
+        {
+            return Err(TransportError::bootstrap(format!(
+                "rank {rank} of {world} has the invitation of rank 0 of {}: the others come with its token",
+                invitation.world()
+            )));
+        }
+        self.link.check(self.bind, *world)?;
+        identity.claims().map(|_| ())
+    }
+
+    /// Whether the others will take this rank for what it is, as far as it can tell by itself.
+    pub(crate) fn check_identity(&self) -> Result<(), TransportError> {
+        let claims = self.identity.claims()?;
+        if claims.job != self.job {
+            return Err(TransportError::bootstrap(format!(
+                "this is job {}, but the identity is of {claims}: use the files that were issued for this job",
+                self.job
+            )));
+        }
+        if self.revoked.as_ref().is_some_and(|revoked| revoked.has(&self.identity.certificate)) {
+            return Err(TransportError::bootstrap(format!(
+                "the certificate of {claims} has been revoked, by its own list: issue a new one with kyklos certs issue"
+            )));
+        }
+        if let Some(complaint) = claims.out_of_date() {
+            return Err(TransportError::bootstrap(complaint));
+        }
+        // At which address others see it, they know better.
+        claims.may_be(self.rank, self.known(self.rank), None).map_err(TransportError::bootstrap)
+    }
+}
+
+/// Multiples of it must be times that a clock can express.
+const LONGEST_HEARTBEAT: Duration = Duration::from_secs(3600);

@@ -1,0 +1,30 @@
+//! Where the packets of a rank go and how, in one line for people.
+
+use std::net::SocketAddr;
+
+use super::endpoint::Seat;
+use super::joined::Mesh;
+use crate::quic::network::interface::interface;
+use crate::quic::trust::tls;
+
+/// Where packets go and how, in one line.
+pub(crate) fn describe_network(seat: &Seat, mesh: &Mesh) -> String {
+    let Seat { ends, path, granted, .. } = seat;
+    let mut ends = ends.iter().map(|end| end.endpoint.local_addr().ok());
+    let local = ends.next().flatten();
+    // A socket that is bound to all addresses knows with its packets through which they come.
+    let seen = mesh.data.iter().find_map(|joined| joined.connection.local_ip());
+    let at = local.map(|local| SocketAddr::new(seen.unwrap_or(local.ip()).to_canonical(), local.port()));
+    let at = match at {
+        Some(at) => {
+            format!("{at}{}", interface(at.ip()).map(|name| format!(" ({name})")).unwrap_or_default())
+        }
+        None => "an unknown address".to_owned(),
+    };
+    let beside: Vec<String> = ends.flatten().map(|address| address.port().to_string()).collect();
+    let beside = match beside.len() {
+        0 => String::new(),
+        _ => format!(" and ports {}", beside.join(", ")),
+    };
+    format!("{at}{beside}, {granted}, {path}, {} offered first", tls::first_cipher())
+}

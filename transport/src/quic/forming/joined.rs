@@ -1,0 +1,24 @@
+//! Connections whose peer has been admitted.
+
+use quinn::{Connection, SendStream};
+
+use crate::quic::network::frames::FrameReader;
+use crate::rank::Rank;
+
+/// A connection whose other side is known and welcome.
+#[derive(Debug)]
+pub(crate) struct Joined {
+    pub(crate) rank: Rank,
+    /// Which of the data connections between two ranks; 0 of every other one.
+    pub(crate) lane: usize,
+    pub(crate) connection: Connection,
+    pub(crate) send: SendStream,
+    pub(crate) frames: FrameReader,
+}
+
+/// All connections of a rank.
+#[derive(Debug, Default)]
+pub(crate) struct Mesh {
+    pub(crate) control: Vec<Joined>,
+    pub(crate) data: Vec<Joined>,
+}

@@ -1,0 +1,10 @@
+//! How ranks become a group, for the first time and again after a failure.
+
+pub(crate) mod admission;
+pub(crate) mod bootstrap;
+pub(crate) mod config;
+pub(crate) mod description;
+pub(crate) mod endpoint;
+pub(crate) mod joined;
+pub(crate) mod other_carrier;
+pub(crate) mod regroup;

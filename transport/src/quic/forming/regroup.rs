@@ -1,0 +1,238 @@
+//! How those who are left become a group again (`membership.rs` says who may).
+//!
+//! Everyone dials every lower rank that it knows of, again and again, and follows the lowest one that it reaches. Who
+//! reaches none waits until all have come that should, or for a while; then it says who is in the next group, and the
+//! connections on which the others came are their control connections. An attempt that fails anywhere ends on all
+//! ranks, because its connections do, and the next one begins; what a rank was ready for, it remembers.
+
+mod gather;
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout};
+
+use self::gather::Attempt;
+use super::admission::{Era, gone_on_without};
+use super::bootstrap::Forming;
+use super::endpoint::Seat;
+use super::joined::Mesh;
+use crate::error::TransportError;
+use crate::membership::{Claim, MOST_CLAIMS};
+use crate::rank::Rank;
+use crate::transport::Regroup;
+use crate::wire::{Frame, RejectCode};
+
+/// What a rank knows when it comes to form a group again. Ranks are those of the first group.
+#[derive(Debug)]
+pub(crate) struct Past {
+    /// Empty if it was started anew.
+    pub(crate) claims: Vec<Claim>,
+    /// Where the others were.
+    pub(crate) addresses: BTreeMap<Rank, SocketAddr>,
+    /// A rank that will not come, as far as is known.
+    pub(crate) lost: Option<Rank>,
+}
+
+/// A group that has been formed again.
+#[derive(Debug)]
+pub(crate) struct Next {
+    pub(crate) epoch: u32,
+    pub(crate) members: Vec<Rank>,
+    pub(crate) mesh: Mesh,
+}
+
+/// Forms the next group, by `until` at the latest.
+pub(crate) async fn regroup(
+    seat: &Arc<Seat>,
+    past: Past,
+    who: Regroup,
+    until: Instant,
+) -> Result<Next, TransportError> {
+    if let Some(revoked) = &seat.config.revoked {
+        revoked.read_again()?;
+        seat.config.check_identity()?;
+    }
+    let floor = past.claims.iter().map(|claim| claim.epoch).max().unwrap_or(0);
+    let settled = Instant::now()
+        + match who {
+            Regroup::Survivors => seat.config.heartbeat * SETTLE_TICKS,
+            Regroup::Everyone { within } => within,
+        };
+    let mut party = Party { seat, past, who, until, settled, floor, refused: Arc::default() };
+    loop {
+        match party.attempt().await {
+            Ok(next) => {
+                seat.door.close(next.epoch, &next.members);
+                return Ok(next);
+            }
+            Err(Ended::ForGood(error)) => return Err(error),
+            Err(Ended::Again(error)) => {
+                tracing::debug!(rank = %seat.config.rank, %error, "forming a group again did not succeed yet");
+                if Instant::now() + PAUSE >= until {
+                    return Err(error);
+                }
+                sleep(PAUSE).await;
+                // Who was there may be gone by now, and is waited for a little.
+                party.settled = party.settled.max(Instant::now() + seat.config.heartbeat * AGAIN_TICKS);
+            }
+        }
+    }
+}
+
+/// Why an attempt came to nothing.
+enum Ended {
+    Again(TransportError),
+    ForGood(TransportError),
+}
+
+impl From<TransportError> for Ended {
+    fn from(error: TransportError) -> Self {
+        Self::Again(error)
+    }
+}
+
+struct Party<'a> {
+    seat: &'a Arc<Seat>,
+    past: Past,
+    who: Regroup,
+    until: Instant,
+    /// From when on those who have come will do.
+    settled: Instant,
+    /// The highest epoch that was heard of.
+    floor: u32,
+    /// Why a lower rank, or this one, did not take the other for what it is.
+    refused: Arc<Mutex<Option<String>>>,
+}
+
+impl Party<'_> {
+    fn everyone(&self) -> bool {
+        self.who != Regroup::Survivors
+    }
+
+    fn me(&self) -> Rank {
+        self.seat.config.rank
+    }
+
+    async fn attempt(&mut self) -> Result<Next, Ended> {
+        let arrivals = self.seat.door.open(Era::Between { epoch: self.floor, everyone: self.everyone() });
+        let mut attempt = Attempt {
+            arrivals,
+            early_data: Vec::new(),
+            below: BTreeMap::new(),
+            above: BTreeMap::new(),
+            dials: JoinSet::new(),
+            asked_above: false,
+        };
+        for (&rank, &address) in self.past.addresses.range(..self.me()) {
+            if self.may_lead(rank) {
+                attempt.dials.spawn(self.dial(rank, address));
+            }
+        }
+        match self.gather(&mut attempt).await? {
+            None => self.lead(attempt).await,
+            Some((epoch, members, addresses)) => self.follow(attempt, epoch, members, &addresses).await,
+        }
+    }
+
+    /// Of the lowest rank.
+    async fn lead(&mut self, mut attempt: Attempt) -> Result<Next, Ended> {
+        let members = self.next_members(&attempt).map_err(TransportError::bootstrap)?;
+        attempt.dials.abort_all();
+        let heard = attempt.above.values().map(|(.., epoch)| *epoch).max().unwrap_or(0).max(self.floor);
+        let epoch = heard.checked_add(1).ok_or_else(|| TransportError::bootstrap("no epoch is left"))?;
+        self.floor = epoch;
+        let mut control = Vec::new();
+        for (rank, (mut joined, ..)) in attempt.above {
+            if members.contains(&rank) {
+                control.push(joined);
+            } else {
+                let gone =
+                    Frame::Reject { code: RejectCode::Gone, text: gone_on_without(rank, epoch) }.encode();
+                tokio::spawn(async move {
+                    if joined.send.write_all(&gone).await.is_ok() && joined.send.finish().is_ok() {
+                        let _ = timeout(FAREWELL, joined.send.stopped()).await;
+                    }
+                });
+            }
+        }
+        if members.first() != Some(&self.me()) {
+            return Err(Ended::ForGood(TransportError::bootstrap(gone_on_without(self.me(), epoch))));
+        }
+        let mut forming = Forming {
+            seat: self.seat,
+            epoch,
+            members: members.clone(),
+            deadline: self.until.min(Instant::now() + LONGEST_ATTEMPT),
+            arrivals: attempt.arrivals,
+            early_data: attempt.early_data,
+        };
+        let addresses = forming.addresses(&control);
+        for member in &mut control {
+            let table = Frame::Members { epoch, members: members.clone(), addresses: addresses.clone() };
+            forming.say(member, &table).await?;
+        }
+        let data = forming.mesh_above(&mut control).await?;
+        self.be_ready_for(epoch, &members)?;
+        let mesh = forming.start(control, data).await?;
+        Ok(Next { epoch, members, mesh })
+    }
+
+    /// Of every other rank.
+    async fn follow(
+        &mut self,
+        attempt: Attempt,
+        epoch: u32,
+        members: Vec<Rank>,
+        addresses: &[SocketAddr],
+    ) -> Result<Next, Ended> {
+        self.floor = epoch;
+        let Some((_, control)) = attempt.below.into_iter().next() else {
+            return Err(TransportError::bootstrap("nobody to follow").into());
+        };
+        let mut forming = Forming {
+            seat: self.seat,
+            epoch,
+            members: members.clone(),
+            deadline: self.until.min(Instant::now() + LONGEST_ATTEMPT),
+            arrivals: attempt.arrivals,
+            early_data: attempt.early_data,
+        };
+        let leader = control.connection.remote_address();
+        let data = forming.mesh_below(&control, leader, addresses).await?;
+        self.be_ready_for(epoch, &members)?;
+        let mesh = forming.get_ready(control, data).await?;
+        Ok(Next { epoch, members, mesh })
+    }
+
+    /// From now on this rank may belong to the group, whether or not it hears that it has started.
+    fn be_ready_for(&mut self, epoch: u32, members: &[Rank]) -> Result<(), Ended> {
+        if self.past.claims.len() >= MOST_CLAIMS {
+            let text = format!(
+                "{MOST_CLAIMS} attempts to form a group again failed at their last step: start the job anew"
+            );
+            return Err(Ended::ForGood(TransportError::bootstrap(text)));
+        }
+        self.past.claims.push(Claim { epoch, started: false, members: members.to_vec() });
+        Ok(())
+    }
+}
+
+/// Heartbeats for which survivors are waited for that may have something else to do, or have not noticed yet: more than
+/// those after which one that is silent counts as dead.
+const SETTLE_TICKS: u32 = 24;
+
+/// The same for an attempt after the first one.
+const AGAIN_TICKS: u32 = 8;
+
+/// Between two attempts, and between two calls at a door.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// From who is in the group to its start.
+const LONGEST_ATTEMPT: Duration = Duration::from_secs(10);
+
+/// For a rank to read that it is not in the group.
+const FAREWELL: Duration = Duration::from_secs(1);

@@ -1,0 +1,192 @@
+//! Who comes when a group is formed again, and until when it is waited for the others.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, PoisonError};
+
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, sleep_until};
+
+use super::{Ended, PAUSE, Party};
+use crate::error::TransportError;
+use crate::membership::{Claim, last_started, next_group};
+use crate::quic::forming::admission::Arrival;
+use crate::quic::forming::endpoint::{Errand, Undialled};
+use crate::quic::forming::joined::Joined;
+use crate::quic::network::frames::FrameError;
+use crate::rank::Rank;
+use crate::transport::Regroup;
+use crate::wire::{Frame, Purpose, RejectCode};
+
+/// Connections of one attempt.
+pub(super) struct Attempt {
+    pub(super) arrivals: mpsc::Receiver<Arrival>,
+    pub(super) early_data: Vec<(u32, Joined)>,
+    /// Lower ranks that were reached.
+    pub(super) below: BTreeMap<Rank, Joined>,
+    /// Higher ranks that came.
+    pub(super) above: BTreeMap<Rank, (Joined, Vec<Claim>, u32)>,
+    pub(super) dials: JoinSet<(Rank, Result<Joined, TransportError>)>,
+    /// Higher ranks are asked whether they have gone on.
+    pub(super) asked_above: bool,
+}
+
+impl Party<'_> {
+    /// Whether to follow a lower rank: among survivors only one that was in the last group that this rank knows.
+    pub(super) fn may_lead(&self, rank: Rank) -> bool {
+        let last = self.past.claims.iter().rfind(|claim| claim.started);
+        self.everyone() || last.is_none_or(|last| last.members.contains(&rank))
+    }
+
+    /// Dials a rank until it answers or says that the group has gone on.
+    pub(super) fn dial(
+        &self,
+        rank: Rank,
+        address: SocketAddr,
+    ) -> impl Future<Output = (Rank, Result<Joined, TransportError>)> + Send + 'static {
+        let (seat, until, floor) = (Arc::clone(self.seat), self.until, self.floor);
+        let (claims, settled, refused) = (self.past.claims.clone(), self.settled, Arc::clone(&self.refused));
+        let purpose = if self.everyone() { Purpose::Rejoin } else { Purpose::Reform };
+        async move {
+            loop {
+                match seat.dial(rank, address, Errand { purpose, lane: 0, epoch: floor }, until).await {
+                    Ok((mut joined, _)) => {
+                        let patience = settled.saturating_duration_since(Instant::now()).as_millis();
+                        let patience_ms = u32::try_from(patience).unwrap_or(u32::MAX);
+                        let join = Frame::Join { claims: claims.clone(), patience_ms }.encode();
+                        if joined.send.write_all(&join).await.is_ok() {
+                            return (rank, Ok(joined));
+                        }
+                    }
+                    Err(Undialled::Rejected(RejectCode::Gone, error)) => return (rank, Err(error)),
+                    Err(Undialled::Failed(error)) => {
+                        *refused.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+                    }
+                    Err(_) => {}
+                }
+                sleep(PAUSE).await;
+            }
+        }
+    }
+
+    /// Waits for the others. Ends with the group that a lower rank says, or with nothing when this rank is to say it.
+    pub(super) async fn gather(
+        &mut self,
+        attempt: &mut Attempt,
+    ) -> Result<Option<(u32, Vec<Rank>, Vec<SocketAddr>)>, Ended> {
+        let mut settled = Instant::now() >= self.settled;
+        loop {
+            attempt.above.retain(|_, (joined, ..)| joined.connection.close_reason().is_none());
+            if attempt.below.is_empty() && (settled || self.all_are_here(attempt)) {
+                match self.next_members(attempt) {
+                    Ok(_) => return Ok(None),
+                    // They may have gone on without this rank, and can say so.
+                    Err(_) if settled => self.ask_above(attempt),
+                    Err(_) => {}
+                }
+            }
+            let Attempt { arrivals, below, dials, .. } = attempt;
+            tokio::select! {
+                biased;
+                arrived = arrivals.recv() => match arrived {
+                    Some(Arrival { purpose: Purpose::Data | Purpose::Lane, epoch, joined, .. }) => {
+                        attempt.early_data.push((epoch, joined));
+                    }
+                    Some(Arrival { epoch, joined, claims, patience, .. }) => {
+                        // Who was started anew does not know how long it is waited for.
+                        if !claims.is_empty() && self.past.claims.is_empty() {
+                            self.settled = self.settled.min(Instant::now() + patience);
+                        }
+                        attempt.above.insert(joined.rank, (joined, claims, epoch));
+                    }
+                    None => return Err(Ended::ForGood(TransportError::bootstrap("the endpoint has been closed"))),
+                },
+                Some(Ok((rank, dialled))) = dials.join_next(), if !dials.is_empty() => match dialled {
+                    Ok(joined) => {
+                        below.insert(rank, joined);
+                    }
+                    Err(error) => return Err(Ended::ForGood(error)),
+                },
+                (rank, frame) = next_of(below) => match frame {
+                    Ok(Some(Frame::Members { epoch, members, addresses }))
+                        if epoch > self.floor
+                            && members.len() == addresses.len()
+                            && members.first() == Some(&rank)
+                            && members.is_sorted_by(|a, b| a < b)
+                            && members.contains(&self.me()) =>
+                    {
+                        attempt.below.retain(|&lower, _| lower == rank);
+                        return Ok(Some((epoch, members, addresses)));
+                    }
+                    Ok(Some(Frame::Reject { code: RejectCode::Gone, text })) => {
+                        return Err(Ended::ForGood(TransportError::bootstrap(text)));
+                    }
+                    other => {
+                        let text = format!("rank {rank} was lost while a group was formed again: {other:?}");
+                        return Err(TransportError::bootstrap(text).into());
+                    }
+                },
+                () = sleep_until(self.settled), if !settled => settled = true,
+                () = sleep_until(self.until) => return Err(Ended::ForGood(self.too_late(attempt))),
+            }
+        }
+    }
+
+    /// Everyone who came, this rank among them.
+    fn came(&self, attempt: &Attempt) -> BTreeMap<Rank, Vec<Claim>> {
+        let above = attempt.above.iter().map(|(&rank, (_, claims, _))| (rank, claims.clone()));
+        above.chain([(self.me(), self.past.claims.clone())]).collect()
+    }
+
+    pub(super) fn next_members(&self, attempt: &Attempt) -> Result<Vec<Rank>, String> {
+        next_group(&self.came(attempt), self.everyone())
+    }
+
+    /// Nobody else is to be expected.
+    fn all_are_here(&self, attempt: &Attempt) -> bool {
+        let came = self.came(attempt);
+        match self.who {
+            Regroup::Everyone { .. } => {
+                (0..self.seat.config.world).all(|rank| came.contains_key(&Rank(rank)))
+            }
+            Regroup::Survivors => last_started(&came).is_some_and(|last| {
+                last.members.iter().all(|rank| Some(*rank) == self.past.lost || came.contains_key(rank))
+            }),
+        }
+    }
+
+    fn ask_above(&self, attempt: &mut Attempt) {
+        if std::mem::replace(&mut attempt.asked_above, true) || self.past.claims.is_empty() {
+            return;
+        }
+        for (&rank, &address) in self.past.addresses.range(self.me()..) {
+            if !attempt.above.contains_key(&rank) {
+                attempt.dials.spawn(self.dial(rank, address));
+            }
+        }
+    }
+
+    fn too_late(&self, attempt: &Attempt) -> TransportError {
+        let followed = attempt
+            .below
+            .keys()
+            .next()
+            .map(|rank| format!("rank {rank} did not say who is in the next group"));
+        let why = followed.unwrap_or_else(|| match self.next_members(attempt) {
+            Ok(_) => "time was up".to_owned(),
+            Err(text) => text,
+        });
+        let refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
+        let refused = refused.as_ref().map_or(String::new(), |text| format!("; {text}"));
+        TransportError::bootstrap(format!("rank {} could not form a group again: {why}{refused}", self.me()))
+    }
+}
+
+/// The next frame of the lowest rank that was reached, and of none while none was.
+async fn next_of(below: &mut BTreeMap<Rank, Joined>) -> (Rank, Result<Option<Frame>, FrameError>) {
+    match below.first_entry() {
+        Some(mut lowest) => (*lowest.key(), lowest.get_mut().frames.next().await),
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,105 @@
+//! Where rank 0 lets others in who come with a token, while its group is not complete.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use quinn::Connection;
+use quinn::crypto::rustls::QuicServerConfig;
+use tokio::time::{Instant, timeout};
+
+use super::binding::binding;
+use super::invitation::Invitation;
+use super::register::{Given, Refusal, Register, Visit};
+use crate::error::TransportError;
+use crate::quic::network::connection::{GOODBYE_PATIENCE, describe};
+use crate::quic::network::frames::FrameReader;
+use crate::quic::trust::identity::Identity;
+use crate::quic::trust::key_hash::KeyHash;
+use crate::quic::trust::revoked::Revoked;
+use crate::quic::trust::tls;
+use crate::rank::Rank;
+use crate::wire::{Frame, RejectCode};
+
+/// Open from the start of the group's forming until it is complete.
+pub(crate) struct Desk {
+    invitation: Arc<Invitation>,
+    tls: Arc<QuicServerConfig>,
+    register: Mutex<Option<Register>>,
+}
+
+impl std::fmt::Debug for Desk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Desk").field("invitation", &self.invitation).finish_non_exhaustive()
+    }
+}
+
+impl Desk {
+    /// A closed one.
+    pub(crate) fn new(
+        invitation: Arc<Invitation>,
+        identity: &Identity,
+        revoked: Option<&Revoked>,
+    ) -> Result<Self, TransportError> {
+        let tls = Arc::new(tls::inviting_server(identity, revoked)?);
+        Ok(Self { invitation, tls, register: Mutex::new(None) })
+    }
+
+    pub(crate) fn open(&self) {
+        *self.lock() = Some(Register::new(Arc::clone(&self.invitation)));
+    }
+
+    pub(crate) fn close(&self) {
+        *self.lock() = None;
+    }
+
+    /// What the endpoint runs while the desk is open: a handshake without a certificate, which is enough for nothing else.
+    pub(crate) fn tls(&self) -> Option<Arc<QuicServerConfig>> {
+        self.lock().is_some().then(|| Arc::clone(&self.tls))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Register>> {
+        self.register.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Answers one visitor.
+    ///
+    /// # Errors
+    ///
+    /// Why it got nothing, which it has been told as far as it could be.
+    pub(crate) async fn serve(&self, connection: &Connection) -> Result<(Rank, KeyHash), String> {
+        let (mut send, recv) = connection.accept_bi().await.map_err(|error| describe(&error))?;
+        let answer = match FrameReader::new(recv).next().await {
+            Ok(Some(Frame::Apply { rank, request, proof })) => {
+                self.answer(connection, rank, &request, &proof)
+            }
+            Ok(_) => Err((RejectCode::Protocol, "the first frame was no application".into())),
+            Err(error) => Err((RejectCode::Protocol, error.to_string())),
+        };
+        let (frame, result) = match answer {
+            Ok(Given { rank, key, frame }) => (frame, Ok((rank, key))),
+            Err((code, text)) => (Frame::Reject { code, text: text.clone() }, Err(text)),
+        };
+        if send.write_all(&frame.encode()).await.is_ok() && send.finish().is_ok() {
+            // Who has its answer hangs up; a close from here might overtake it.
+            let _ = timeout(GOODBYE_PATIENCE, connection.closed()).await;
+        }
+        result
+    }
+
+    fn answer(
+        &self,
+        connection: &Connection,
+        asked: Option<Rank>,
+        request: &[u8],
+        proof: &[u8; 32],
+    ) -> Result<Given, Refusal> {
+        let binding = binding(connection, asked, request);
+        let binding = binding.ok_or((RejectCode::Protocol, "TLS has no keying material".to_owned()))?;
+        let from = connection.remote_address().ip();
+        let visit = Visit { from, binding, now: Instant::now(), date: SystemTime::now() };
+        match &mut *self.lock() {
+            Some(register) => register.answer(asked, request, proof, &visit),
+            None => Err((RejectCode::Gone, "the group is complete".into())),
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! The receiver's side of messages: each is asked for when it was posted, and read then.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use bytes::Bytes;
+use quinn::{Connection, RecvStream, VarInt};
+use tokio::sync::{oneshot, watch};
+use tracing::Instrument;
+
+use super::sending::EARLY_BYTES;
+use crate::history::Ended;
+use crate::posted::Completer;
+use crate::quic::control::core::Core;
+use crate::quic::control::state::{Patience, Phase, Reading, RecvCall};
+use crate::quic::network::connection::is_leave;
+use crate::quic::payload::assembly::{Assembly, Filled};
+use crate::quic::payload::chunks::{Granted, ReadEnd, chunk_bytes, read_chunk};
+use crate::rank::{Rank, Tag};
+use crate::recorder::EventKind;
+use crate::wire::{Frame, HEADER_BYTES, MessageHeader, part_digest};
+use crate::{misuse, spans};
+
+/// The receiver does not take the message.
+const TURNED_AWAY: VarInt = VarInt::from_u32(2);
+
+impl Core {
+    pub(crate) fn recv(
+        self: &Arc<Self>,
+        from: Rank,
+        tag: Tag,
+        part_bytes: &[usize],
+        patience: Duration,
+        completer: Completer<Vec<Bytes>>,
+    ) {
+        let total = match misuse::check_message(self.me, self.world, from, tag, part_bytes.iter().copied()) {
+            Ok(total) => total,
+            Err(error) => return completer.complete(Err(error)),
+        };
+        let mut state = self.lock();
+        if let Err(error) = state.may_post() {
+            return completer.complete(Err(error));
+        }
+        let peer = &mut state.peers[from.0 as usize];
+        if let Err(error) = peer.received.post("receive", from, tag) {
+            return completer.complete(Err(error));
+        }
+        let early = peer.early.remove(&tag);
+        let peer_left = peer.left;
+        if state.recvs.contains_key(&(from, tag)) {
+            return completer.complete(Err(misuse::outstanding_already("receive", from, tag)));
+        }
+        self.recorder.note(EventKind::ReceivePosted, from, tag, total);
+        let call = RecvCall {
+            completer,
+            part_bytes: part_bytes.to_vec(),
+            total,
+            moved: Arc::new(AtomicU64::new(0)),
+            patience: Patience::of(patience),
+            reading: None,
+            span: spans::receive(self.me, from, tag, total),
+        };
+        state.recvs.insert((from, tag), call);
+        drop(state);
+        if let Some(link) = self.link(from) {
+            link.say(Frame::Want { tag });
+        }
+        if let Some(early) = early {
+            let _ = early.send(());
+        }
+        if peer_left {
+            self.peer_left(from);
+        }
+        self.changed.notify_waiters();
+    }
+
+    /// Takes the streams of a lane until its connection ends, and then says why it did.
+    pub(crate) async fn accept_chunks(self: Arc<Self>, peer: Rank, lane: usize, connection: Connection) {
+        // At most as many at once as the peer may have streams open.
+        while let Ok(stream) = connection.accept_uni().await {
+            tokio::spawn(Arc::clone(&self).receive_chunk(peer, lane, stream));
+        }
+        let reason = connection.closed().await;
+        // Who leaves in order says so on the first lane, after all else that it has to say there.
+        if lane == 0 || !is_leave(&reason) {
+            self.link_ended(peer, &reason);
+        }
+    }
+
+    async fn receive_chunk(self: Arc<Self>, from: Rank, lane: usize, mut stream: RecvStream) {
+        let mut header = [0; HEADER_BYTES];
+        match stream.read_exact(&mut header).await {
+            Ok(()) => {}
+            Err(quinn::ReadExactError::FinishedEarly(_)) => {
+                return self.misbehaved(from, None, "a message that ends within its header".into());
+            }
+            // Withdrawn, or the connection is gone.
+            Err(quinn::ReadExactError::ReadError(_)) => return,
+        }
+        let header = match MessageHeader::decode(&header) {
+            Ok(header) => header,
+            Err(error) => return self.misbehaved(from, None, error.to_string()),
+        };
+        if let Err(text) = self.check_addresses(from, &header) {
+            return self.misbehaved(from, None, text);
+        }
+        let tag = header.tag;
+        let (claim, span) = loop {
+            match self.claim(from, &header) {
+                Claim::Granted(claim, message) => {
+                    break (
+                        claim,
+                        tracing::trace_span!(parent: message, "chunk", lane, chunk = header.chunk),
+                    );
+                }
+                Claim::Early(posted) => {
+                    if posted.await.is_err() {
+                        return;
+                    }
+                }
+                Claim::TooLate => {
+                    let _ = stream.stop(TURNED_AWAY);
+                    return;
+                }
+                Claim::Wrong(text) => {
+                    let _ = stream.stop(TURNED_AWAY);
+                    return self.misbehaved(from, Some(tag), text);
+                }
+            }
+        };
+        self.recorder.heard(from, None);
+        match read_chunk(&mut stream, claim).instrument(span).await {
+            Ok(filled) => self.received(from, tag, header.chunk, filled),
+            Err(ReadEnd::Cancelled) => {
+                let _ = stream.stop(TURNED_AWAY);
+            }
+            // Who withdraws a message has given up or is being aborted; an abort is on its way then, and knows whose
+            // fault it is. If not, the receive has its own deadline.
+            Err(ReadEnd::ConnectionLost | ReadEnd::Withdrawn) => {}
+            Err(ReadEnd::Broken(text)) => self.misbehaved(from, Some(tag), format!("{tag} has {text}")),
+        }
+    }
+
+    /// A chunk is complete, and perhaps its message.
+    fn received(&self, from: Rank, tag: Tag, chunk: u32, filled: Filled) {
+        self.recorder.heard(from, None);
+        let (call, reading) = {
+            let mut state = self.lock();
+            let Some(reading) = state.recvs.get_mut(&(from, tag)).and_then(|call| call.reading.as_mut())
+            else {
+                return;
+            };
+            if !reading.assembly.put_back(chunk as usize, filled) {
+                return;
+            }
+            state.peers[from.0 as usize].received.end(tag, Ended::Done);
+            let Some(mut call) = state.recvs.remove(&(from, tag)) else { return };
+            let Some(reading) = call.reading.take() else { return };
+            (call, reading)
+        };
+        self.recorder.note(EventKind::Received, from, tag, call.total);
+        if let Some(link) = self.link(from) {
+            link.say(Frame::Done { tag });
+        }
+        call.completer.complete(Ok(reading.assembly.finish()));
+        self.changed.notify_waiters();
+    }
+
+    fn check_addresses(&self, from: Rank, header: &MessageHeader) -> Result<(), String> {
+        if header.from != from || header.to != self.me {
+            let MessageHeader { from: said_from, to, .. } = header;
+            return Err(format!(
+                "a message from rank {said_from} to rank {to} on the connection from rank {from} to rank {}",
+                self.me
+            ));
+        }
+        if header.job_low != self.job.low() || header.epoch != self.epoch {
+            return Err(format!("{} of another job or epoch ({})", header.tag, header.epoch));
+        }
+        Ok(())
+    }
+
+    /// Looks for the receive that a header belongs to.
+    fn claim(&self, from: Rank, header: &MessageHeader) -> Claim {
+        let tag = header.tag;
+        let mut state = self.lock();
+        if state.phase == Phase::Closed {
+            // Nobody will ever post it, and it would wait here for ever.
+            return Claim::TooLate;
+        }
+        if let Some(call) = state.recvs.get_mut(&(from, tag)) {
+            let expected = (call.part_bytes.len(), call.total, part_digest(call.part_bytes.iter().copied()));
+            if (header.part_count as usize, header.total_bytes, header.part_digest) != expected {
+                return Claim::Wrong(format!(
+                    "{tag}: rank {from} sends {} parts of {} bytes in all, rank {} expects parts of {:?} bytes",
+                    header.part_count, header.total_bytes, self.me, call.part_bytes
+                ));
+            }
+            let lanes = self.link(from).map_or(1, |link| link.lanes.len());
+            let reading = call.reading.get_or_insert_with(|| {
+                self.recorder.note(EventKind::FirstByte, from, tag, header.total_bytes);
+                let chunk_bytes = usize::try_from(chunk_bytes(call.total, lanes)).unwrap_or(usize::MAX);
+                let going_on = watch::Sender::new(());
+                Reading { assembly: Assembly::new(&call.part_bytes, chunk_bytes), going_on }
+            });
+            return match reading.assembly.take(header.chunk as usize) {
+                Ok(chunk) => {
+                    let (moved, cancelled) = (Arc::clone(&call.moved), reading.going_on.subscribe());
+                    Claim::Granted(Granted { chunk, moved, cancelled }, call.span.id())
+                }
+                Err(text) => Claim::Wrong(format!("{tag} has {text}")),
+            };
+        }
+        let peer = &mut state.peers[from.0 as usize];
+        match peer.received.of(tag) {
+            Some(Ended::Done) => return Claim::Wrong(format!("{tag} was sent twice")),
+            Some(Ended::GivenUp) => return Claim::TooLate,
+            None => {}
+        }
+        if peer.withdrawn.remove(&tag) {
+            return Claim::TooLate;
+        }
+        if let Some(latest_op) = peer.received.is_past(tag) {
+            return Claim::Wrong(format!("{tag} is of the past: operation {latest_op} is under way"));
+        }
+        if header.total_bytes > EARLY_BYTES {
+            return Claim::Wrong(format!(
+                "{} bytes of {tag} were sent before they were asked for",
+                header.total_bytes
+            ));
+        }
+        let (sender, posted) = oneshot::channel();
+        if peer.early.insert(tag, sender).is_some() {
+            return Claim::Wrong(format!("{tag} was sent twice"));
+        }
+        Claim::Early(posted)
+    }
+}
+
+/// What a header is entitled to.
+enum Claim {
+    /// With the span of its message.
+    Granted(Granted, Option<tracing::Id>),
+    /// Nothing yet: wait until the receive is posted, and look again.
+    Early(oneshot::Receiver<()>),
+    /// Its receiver or its sender has given it up.
+    TooLate,
+    Wrong(String),
+}

@@ -1,0 +1,112 @@
+//! What two ranks say to each other of their messages.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::error::TransportError;
+use crate::history::Ended;
+use crate::quic::control::core::Core;
+use crate::quic::network::frames::{FrameError, FrameReader};
+use crate::rank::{Rank, Tag, Taken};
+use crate::recorder::EventKind;
+use crate::wire::Frame;
+
+/// Wishes of one rank for messages that have not been posted here, and messages that it took back before they came.
+const MOST_NOTES: usize = 1 << 16;
+
+impl Core {
+    /// Handles the frames of a data connection until it ends.
+    pub(crate) async fn read_link(self: Arc<Self>, peer: Rank, mut frames: FrameReader) {
+        loop {
+            let frame = frames.next().await;
+            self.recorder.heard(peer, None);
+            match frame {
+                Ok(Some(Frame::Want { tag })) => {
+                    if self.wanted(peer, tag).is_err() {
+                        return self.misbehaved(peer, None, "wants more messages than any plan has".into());
+                    }
+                }
+                Ok(Some(Frame::Done { tag })) => {
+                    let call = self.lock().take_send(peer, tag, Ended::Done);
+                    if let Some(call) = call {
+                        self.recorder.note(EventKind::Sent, peer, tag, call.total);
+                        // Who has it has asked for it.
+                        let under_way = call.asked.map_or(Duration::ZERO, |asked| asked.elapsed());
+                        call.completer.complete(Ok(Taken { under_way }));
+                    }
+                    self.changed.notify_waiters();
+                }
+                Ok(Some(Frame::Refuse { tag, text })) => {
+                    let call = {
+                        let mut state = self.lock();
+                        state.peers[peer.0 as usize].wants.remove(&tag);
+                        state.take_send(peer, tag, Ended::GivenUp)
+                    };
+                    if let Some(call) = call {
+                        self.recorder.note(EventKind::Refused, peer, tag, call.total);
+                        call.task.abort();
+                        call.completer.complete(Err(TransportError::PeerMisbehaved { peer, text }));
+                    }
+                    self.changed.notify_waiters();
+                }
+                Ok(Some(Frame::Withdraw { tag })) => {
+                    if self.withdrawn(peer, tag).is_err() {
+                        return self.misbehaved(
+                            peer,
+                            None,
+                            "takes back more messages than any plan has".into(),
+                        );
+                    }
+                }
+                Ok(Some(Frame::Leave)) => self.peer_left(peer),
+                Ok(Some(other)) => {
+                    return self.misbehaved(
+                        peer,
+                        None,
+                        format!("{other:?} does not belong on a data connection"),
+                    );
+                }
+                Err(FrameError::Wire(error)) => return self.misbehaved(peer, None, error.to_string()),
+                // The end of the stream follows a leave; the end of the connection has a watcher.
+                Ok(None) | Err(FrameError::Stream(_)) => return,
+            }
+        }
+    }
+
+    fn wanted(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
+        self.recorder.note(EventKind::Asked, peer, tag, 0);
+        let mut state = self.lock();
+        let Some(call) = state.sends.get_mut(&(peer, tag)) else {
+            let peer = &mut state.peers[peer.0 as usize];
+            // A wish for a message that was given up comes too late, and nobody would ever look at it.
+            if peer.sent.of(tag).is_none() {
+                peer.wants.insert(tag);
+            }
+            return if peer.wants.len() > MOST_NOTES { Err(()) } else { Ok(()) };
+        };
+        call.asked.get_or_insert_with(Instant::now);
+        if let Some(wanted) = call.wanted.take() {
+            let _ = wanted.send(());
+        }
+        if std::mem::take(&mut call.unwanted) {
+            state.peers[peer.0 as usize].unwanted -= 1;
+        }
+        Ok(())
+    }
+
+    /// The sender of a message that came early, or will, has given it up: its stream must not be kept.
+    fn withdrawn(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
+        let mut state = self.lock();
+        let posted = state.recvs.contains_key(&(peer, tag));
+        self.recorder.note(EventKind::Withdrawn, peer, tag, 0);
+        let peer = &mut state.peers[peer.0 as usize];
+        // Who waits for the stream then lets go of it. If it is not here yet, it is turned away when it comes; if
+        // its receive is posted, it is read or reset.
+        if peer.early.remove(&tag).is_none() && !posted && peer.received.of(tag).is_none() {
+            peer.withdrawn.insert(tag);
+        }
+        if peer.withdrawn.len() > MOST_NOTES { Err(()) } else { Ok(()) }
+    }
+}

@@ -1,0 +1,166 @@
+//! The sender's side of messages: each goes out when it is wanted, by all lanes at once if it is large.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tracing::Instrument;
+
+use crate::posted::Completer;
+use crate::quic::control::core::Core;
+use crate::quic::control::link::Lane;
+use crate::quic::control::state::{Patience, SendCall};
+use crate::quic::payload::chunks::{Outgoing, chunk_bytes, chunk_count, write_chunk};
+use crate::rank::{Rank, Tag, Taken};
+use crate::recorder::EventKind;
+use crate::wire::{MessageHeader, part_digest};
+use crate::{misuse, spans};
+
+/// Larger messages are sent only when the receiver has asked for them.
+pub(crate) const EARLY_BYTES: u64 = 64 << 10;
+
+/// Messages that may be under way to one rank without having been asked for. With [`EARLY_BYTES`] they fill neither
+/// the connection's window nor its streams, so what is wanted always gets through.
+const EARLY_MESSAGES: usize = 64;
+
+impl Core {
+    pub(crate) fn send(
+        self: &Arc<Self>,
+        to: Rank,
+        tag: Tag,
+        parts: Vec<Bytes>,
+        patience: Duration,
+        completer: Completer<Taken>,
+    ) {
+        let total = match misuse::check_message(self.me, self.world, to, tag, parts.iter().map(Bytes::len)) {
+            Ok(total) => total,
+            Err(error) => return completer.complete(Err(error)),
+        };
+        let mut state = self.lock();
+        if let Err(error) = state.may_post() {
+            return completer.complete(Err(error));
+        }
+        if state.sends.contains_key(&(to, tag)) {
+            return completer.complete(Err(misuse::outstanding_already("send", to, tag)));
+        }
+        let peer = &mut state.peers[to.0 as usize];
+        if let Err(error) = peer.sent.post("send", to, tag) {
+            return completer.complete(Err(error));
+        }
+        let wanted_already = peer.wants.remove(&tag);
+        let unwanted = !wanted_already && total <= EARLY_BYTES && peer.unwanted < EARLY_MESSAGES;
+        if unwanted {
+            peer.unwanted += 1;
+        }
+        let peer_left = peer.left;
+        self.recorder.note(EventKind::SendPosted, to, tag, total);
+        let (wanted, wish) = if wanted_already || unwanted {
+            (None, None)
+        } else {
+            let (sender, receiver) = oneshot::channel();
+            (Some(sender), Some(receiver))
+        };
+        let moved = Arc::new(AtomicU64::new(0));
+        let told = (Arc::clone(&moved), spans::send(self.me, to, tag, total));
+        let task = Arc::clone(self).send_message(to, tag, parts, total, told, wish);
+        let task = self.runtime.spawn(task).abort_handle();
+        let patience = Patience::of(patience);
+        let asked = wanted_already.then(Instant::now);
+        let call = SendCall { completer, total, moved, patience, asked, wanted, unwanted, task };
+        state.sends.insert((to, tag), call);
+        drop(state);
+        if peer_left {
+            self.peer_left(to);
+        }
+        self.changed.notify_waiters();
+    }
+
+    /// Sends one message. Its call ends when the receiver says that it has it; a lost connection is noticed by the
+    /// watcher of the link.
+    async fn send_message(
+        self: Arc<Self>,
+        to: Rank,
+        tag: Tag,
+        parts: Vec<Bytes>,
+        total: u64,
+        (moved, span): (Arc<AtomicU64>, tracing::Span),
+        wish: Option<oneshot::Receiver<()>>,
+    ) {
+        if let Some(wish) = wish
+            && wish.await.is_err()
+        {
+            return;
+        }
+        let Some(link) = self.link(to) else { return };
+        let header = MessageHeader {
+            job_low: self.job.low(),
+            epoch: self.epoch,
+            from: self.me,
+            to,
+            tag,
+            // A list of parts that has more than 2^32 entries does not exist.
+            part_count: u32::try_from(parts.len()).unwrap_or(u32::MAX),
+            part_digest: part_digest(parts.iter().map(Bytes::len)),
+            total_bytes: total,
+            chunk: 0,
+        };
+        let sending = Sending {
+            header,
+            chunk_bytes: chunk_bytes(total, link.lanes.len()),
+            chunks: chunk_count(total, link.lanes.len()),
+            next: AtomicU32::new(0),
+            parts,
+            moved,
+            span,
+        };
+        if sending.chunks == 1 {
+            return sending.run(0, &link.lanes[0]).await;
+        }
+        let sending = Arc::new(sending);
+        // They end with this task if it is given up.
+        let mut lanes = JoinSet::new();
+        for (index, lane) in link.lanes.clone().into_iter().enumerate() {
+            let (sending, runtime) = (Arc::clone(&sending), lane.runtime.clone());
+            let run = async move { sending.run(index, &lane).await };
+            lanes.spawn_on(run, &runtime);
+        }
+        lanes.join_all().await;
+    }
+}
+
+/// A message that is being sent by all lanes at once: each takes the next chunk when it is done with one, so that a lane
+/// which has lost packets does not hold up the others.
+struct Sending {
+    header: MessageHeader,
+    chunk_bytes: u64,
+    chunks: u32,
+    /// The next one that nobody has taken.
+    next: AtomicU32,
+    parts: Vec<Bytes>,
+    moved: Arc<AtomicU64>,
+    span: tracing::Span,
+}
+
+impl Sending {
+    /// Sends chunks on one lane while there are any. Ends early if the connection does.
+    async fn run(&self, index: usize, lane: &Lane) {
+        loop {
+            let chunk = self.next.fetch_add(1, Ordering::Relaxed);
+            if chunk >= self.chunks {
+                return;
+            }
+            let Ok(stream) = lane.connection.open_uni().await else { return };
+            let header = MessageHeader { chunk, ..self.header };
+            let mut out = Outgoing::new(stream);
+            let span = tracing::trace_span!(parent: &self.span, "chunk", lane = index, chunk);
+            let written = write_chunk(&mut out, &header, self.chunk_bytes, &self.parts, &self.moved);
+            if written.instrument(span).await.is_err() {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! How a connection ends: the codes and reasons of a close, and what the end of a connection says about the peer.
+
+use std::time::Duration;
+
+use quinn::{ConnectionError, TransportErrorCode};
+
+/// Why a connection is closed, as the code of its close.
+pub(crate) mod close_code {
+    use quinn::VarInt;
+
+    /// The rank has left in order.
+    pub(crate) const LEFT: VarInt = VarInt::from_u32(1);
+    /// The group has been aborted; the reason is the abort's frame.
+    pub(crate) const ABORTED: VarInt = VarInt::from_u32(2);
+    /// The rank's endpoint was dropped without a goodbye.
+    pub(crate) const DROPPED: VarInt = VarInt::from_u32(3);
+    /// The rank is not taken into the group; the reason says why.
+    pub(crate) const REJECTED: VarInt = VarInt::from_u32(4);
+}
+
+/// Whether the other side has left in order.
+pub(crate) fn is_leave(reason: &ConnectionError) -> bool {
+    matches!(reason, ConnectionError::ApplicationClosed(close) if close.error_code == close_code::LEFT)
+}
+
+/// Whether packets did not get through, rather than that somebody refused something.
+///
+/// A handshake that is complete for this side may lack its last packets on the other, which then gives it up. A
+/// refusal has a code of its own.
+pub(crate) fn is_silence(reason: &ConnectionError) -> bool {
+    match reason {
+        ConnectionError::TimedOut | ConnectionError::Reset => true,
+        ConnectionError::ConnectionClosed(close) => close.error_code == TransportErrorCode::APPLICATION_ERROR,
+        _ => false,
+    }
+}
+
+/// What the end of a connection says about its other side.
+pub(crate) fn describe(reason: &ConnectionError) -> String {
+    match reason {
+        ConnectionError::ApplicationClosed(close) if close.error_code == close_code::DROPPED => {
+            "its endpoint was dropped without close".into()
+        }
+        ConnectionError::ApplicationClosed(close) if close.error_code == close_code::LEFT => {
+            "it left before the others had finished".into()
+        }
+        ConnectionError::ApplicationClosed(close) if close.error_code == close_code::REJECTED => {
+            String::from_utf8_lossy(&close.reason).into_owned()
+        }
+        ConnectionError::TimedOut => "its connection timed out".into(),
+        ConnectionError::Reset => "its process does not know the connection any more".into(),
+        // What either side refused in the handshake, in the words of whoever refused it.
+        ConnectionError::TransportError(error) if !error.reason.is_empty() => in_words(&error.reason),
+        ConnectionError::ConnectionClosed(close) if !close.reason.is_empty() => {
+            in_words(&String::from_utf8_lossy(&close.reason))
+        }
+        other => other.to_string(),
+    }
+}
+
+/// rustls puts words before a refusal that has its own.
+fn in_words(reason: &str) -> String {
+    reason.strip_prefix("unexpected error: ").unwrap_or(reason).to_owned()
+}
+
+/// What fits the reason of a close, which must fit one small packet.
+pub(crate) fn cut(text: &str) -> &str {
+    let mut end = text.len().min(700);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
+/// How long to wait for the other side to have read why it is turned away.
+pub(crate) const GOODBYE_PATIENCE: Duration = Duration::from_secs(1);
+
+/// How long one attempt at a handshake may take before the next one.
+pub(crate) const DIAL_PATIENCE: Duration = Duration::from_secs(4);

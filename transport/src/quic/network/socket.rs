@@ -1,0 +1,370 @@
+//! The UDP socket below an endpoint.
+
+use std::fmt;
+use std::io::{self, IoSliceMut};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use quinn::udp::{RecvMeta, Transmit};
+use quinn::{
+    AsyncTimer, AsyncUdpSocket, Endpoint, EndpointConfig, Runtime, ServerConfig, TokioRuntime, UdpPoller,
+};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+
+use super::io_thread::{Alive, IoThread};
+use super::path::{Carrier, Path};
+use super::tunnel::Tunnel;
+use crate::error::TransportError;
+
+/// Bytes asked of the system for each direction; with the usual default of 208 KiB even loopback loses packets.
+const BUFFER_BYTES: usize = 16 << 20;
+
+/// Less than this, and bursts of a fast sender will be lost.
+const LITTLE_BYTES: usize = 4 << 20;
+
+/// A socket of the system that has its address.
+#[derive(Debug)]
+pub(crate) enum Bound {
+    Udp(std::net::UdpSocket),
+    Tcp(std::net::TcpListener),
+}
+
+impl Bound {
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        match self {
+            Self::Udp(socket) => socket.local_addr(),
+            Self::Tcp(listener) => listener.local_addr(),
+        }
+    }
+}
+
+/// Binds a socket for packets in `carrier`.
+pub(crate) fn bind(address: SocketAddr, carrier: Carrier) -> Result<Bound, TransportError> {
+    let bound = match carrier {
+        Carrier::Udp => bind_udp(address).map(Bound::Udp),
+        Carrier::Tcp => bind_tcp(address).map(Bound::Tcp),
+    };
+    bound.map_err(|error| TransportError::Bootstrap {
+        text: format!("cannot listen on {address} ({carrier}): {error}; is another job using it?"),
+    })
+}
+
+/// Loopback if that is where the coordinator is, and all addresses otherwise.
+pub(crate) fn usual_bind(coordinator: SocketAddr) -> IpAddr {
+    match coordinator.ip() {
+        ip if ip.is_loopback() => ip,
+        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+    }
+}
+
+/// A socket with large buffers.
+pub(crate) fn bind_udp(address: SocketAddr) -> io::Result<std::net::UdpSocket> {
+    let socket = Socket::new(Domain::for_address(address), Type::DGRAM, Some(Protocol::UDP))?;
+    // Systems clamp what they do not allow; what was granted is read back later.
+    let _ = socket.set_recv_buffer_size(BUFFER_BYTES);
+    let _ = socket.set_send_buffer_size(BUFFER_BYTES);
+    socket.set_nonblocking(true)?;
+    socket.bind(&address.into())?;
+    Ok(socket.into())
+}
+
+/// A socket that listens, and from whose port others of this rank may dial.
+fn bind_tcp(address: SocketAddr) -> io::Result<std::net::TcpListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_nonblocking(true)?;
+    // An earlier run's streams may linger on the port.
+    #[cfg(unix)]
+    socket.set_reuse_address(true)?;
+    socket.bind(&address.into())?;
+    // After the bind, so that a port that another job has is still refused.
+    #[cfg(unix)]
+    socket.set_reuse_port(true)?;
+    socket.listen(LISTEN_BACKLOG)?;
+    Ok(socket.into())
+}
+
+/// Ranks that may dial at once before any of them is answered.
+const LISTEN_BACKLOG: i32 = 1024;
+
+/// What the system has granted a socket.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Granted {
+    Udp {
+        /// Bytes of its buffers, of packets that come and that go.
+        buffers: Option<(usize, usize)>,
+        /// Packets that it sends and hands over as one datagram.
+        segments: (usize, usize),
+    },
+    Tcp,
+}
+
+impl Granted {
+    /// Of packets as large as those of a path.
+    fn at_most(self, path: &Path) -> Self {
+        match self {
+            Self::Udp { buffers, segments: (send, receive) } => Self::Udp {
+                buffers,
+                segments: (send.min(path.transmit_segments()), receive.min(path.receive_segments())),
+            },
+            Self::Tcp => Self::Tcp,
+        }
+    }
+}
+
+impl fmt::Display for Granted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self::Udp { buffers, segments } = self else { return f.write_str("TCP") };
+        let batch = |name, segments| match segments {
+            1 => format!("{name} off"),
+            _ => format!("{name} of {segments} packets"),
+        };
+        write!(f, "UDP, {}, {}", batch("GSO", segments.0), batch("GRO", segments.1))?;
+        let Some((receive, send)) = *buffers else { return Ok(()) };
+        write!(f, ", socket buffers of {} KiB in and {} KiB out", receive >> 10, send >> 10)?;
+        match receive.min(send) < LITTLE_BYTES {
+            true => f.write_str(" (too little for bursts: raise net.core.rmem_max and wmem_max to 16 MiB)"),
+            false => Ok(()),
+        }
+    }
+}
+
+/// What somebody said who was dialled with TCP and does not talk it.
+pub(crate) type Refused = Option<watch::Receiver<Option<String>>>;
+
+/// Ends with the words of somebody who was dialled and talks over another carrier.
+pub(crate) async fn refusal(refused: Refused) -> String {
+    if let Some(mut refused) = refused
+        && let Ok(said) = refused.wait_for(Option::is_some).await
+        && let Some(text) = said.clone()
+    {
+        return text;
+    }
+    std::future::pending().await
+}
+
+/// What the endpoints of a rank stand on, by lane.
+#[derive(Debug)]
+pub(crate) enum Ground {
+    /// Sockets of the system.
+    Real(Vec<Bound>),
+    /// Others, with the seed of quinn's random numbers.
+    Simulated(Vec<Arc<dyn AsyncUdpSocket>>, [u8; 32]),
+}
+
+/// The endpoints of a rank, and what they have of the system.
+pub(crate) struct Ends {
+    pub(crate) lanes: Vec<LaneEnd>,
+    pub(crate) granted: Granted,
+    pub(crate) refused: Refused,
+}
+
+/// The endpoint of a lane, and the runtime on whose thread it lives.
+pub(crate) struct LaneEnd {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) runtime: Handle,
+    /// Of a thread that is there for this lane alone.
+    pub(crate) _thread: Option<Alive>,
+}
+
+impl Ground {
+    pub(crate) fn is_simulated(&self) -> bool {
+        matches!(self, Self::Simulated(..))
+    }
+
+    /// Where the first socket of the system is.
+    pub(crate) fn local_addr(&self) -> Result<SocketAddr, TransportError> {
+        match self {
+            Self::Real(sockets) => sockets.first().map(Bound::local_addr),
+            Self::Simulated(sockets, _) => sockets.first().map(|socket| socket.local_addr()),
+        }
+        .unwrap_or_else(|| Err(io::ErrorKind::AddrNotAvailable.into()))
+        .map_err(|error| cannot(&error))
+    }
+
+    /// Whoever brings sockets of its own may have brought another number.
+    pub(crate) fn has_lanes(&self, lanes: u8) -> Result<(), TransportError> {
+        match self.lanes() {
+            sockets if sockets == usize::from(lanes) => Ok(()),
+            sockets => Err(cannot(&format!("{sockets} sockets for {lanes} lanes"))),
+        }
+    }
+
+    fn lanes(&self) -> usize {
+        match self {
+            Self::Real(sockets) => sockets.len(),
+            Self::Simulated(sockets, _) => sockets.len(),
+        }
+    }
+
+    /// Endpoints that dial, and listen if they have what to answer. Must be called in a tokio context, in which the first lane lives; the others do too
+    /// unless they get threads of their own.
+    pub(crate) fn ends(
+        self,
+        path: &Path,
+        server: Option<&ServerConfig>,
+        own_threads: bool,
+    ) -> Result<Ends, TransportError> {
+        let runtimes = (0..self.lanes()).map(|lane| {
+            if lane > 0 && own_threads {
+                IoThread::start().map(IoThread::into_parts).map(|(runtime, alive)| (runtime, Some(alive)))
+            } else {
+                Ok((Handle::current(), None))
+            }
+        });
+        let runtimes = runtimes.collect::<Result<Vec<_>, _>>()?;
+        let footings: Vec<(Footing, _)> = match self {
+            Self::Real(sockets) => sockets
+                .into_iter()
+                .zip(&runtimes)
+                .map(|(socket, (runtime, _))| Ok((Footing::real(socket, runtime)?, None)))
+                .collect::<Result<_, TransportError>>()?,
+            Self::Simulated(sockets, seed) => (0..)
+                .zip(sockets)
+                .map(|(lane, socket)| {
+                    let mut seed = seed;
+                    seed[0] ^= lane;
+                    (Footing { granted: granted(&*socket, None), socket, refused: None }, Some(seed))
+                })
+                .collect(),
+        };
+        let mut ends = Ends { lanes: Vec::new(), granted: Granted::Tcp, refused: None };
+        for ((runtime, thread), (footing, seed)) in runtimes.into_iter().zip(footings) {
+            let endpoint = endpoint(footing.socket, seed, path, server.cloned(), &runtime)?;
+            if ends.lanes.is_empty() {
+                ends.granted = footing.granted.at_most(path);
+                ends.refused = footing.refused;
+            }
+            ends.lanes.push(LaneEnd { endpoint, runtime, _thread: thread });
+        }
+        Ok(ends)
+    }
+}
+
+/// What one endpoint stands on.
+struct Footing {
+    socket: Arc<dyn AsyncUdpSocket>,
+    granted: Granted,
+    refused: Refused,
+}
+
+impl Footing {
+    fn real(socket: Bound, runtime: &Handle) -> Result<Self, TransportError> {
+        // Sockets belong to the runtime that waits for them.
+        let _inside = runtime.enter();
+        match socket {
+            Bound::Udp(socket) => {
+                let open = SockRef::from(&socket);
+                let buffers = open.recv_buffer_size().ok().zip(open.send_buffer_size().ok());
+                let socket = TokioRuntime.wrap_udp_socket(socket).map_err(|error| cannot(&error))?;
+                Ok(Self { granted: granted(&*socket, buffers), socket, refused: None })
+            }
+            Bound::Tcp(listener) => {
+                let tunnel = Tunnel::new(listener).map_err(|error| cannot(&error))?;
+                let refused = Some(tunnel.refused());
+                Ok(Self { socket: Arc::new(tunnel), granted: Granted::Tcp, refused })
+            }
+        }
+    }
+}
+
+fn granted(socket: &dyn AsyncUdpSocket, buffers: Option<(usize, usize)>) -> Granted {
+    Granted::Udp { buffers, segments: (socket.max_transmit_segments(), socket.max_receive_segments()) }
+}
+
+/// An endpoint that dials, and listens if it has what to answer, on the thread of `runtime`.
+fn endpoint(
+    socket: Arc<dyn AsyncUdpSocket>,
+    seed: Option<[u8; 32]>,
+    path: &Path,
+    server: Option<ServerConfig>,
+    runtime: &Handle,
+) -> Result<Endpoint, TransportError> {
+    let mut config = EndpointConfig::default();
+    config.max_udp_payload_size(path.largest_datagram()).map_err(|error| cannot(&error))?;
+    config.rng_seed(seed);
+    let socket =
+        Arc::new(Segmented { socket, transmit: path.transmit_segments(), receive: path.receive_segments() });
+    let runtime = Arc::new(OnThread(runtime.clone()));
+    Endpoint::new_with_abstract_socket(config, server, socket, runtime).map_err(|error| cannot(&error))
+}
+
+/// quinn's tasks, wherever they are begun, on the thread of one runtime.
+#[derive(Debug)]
+struct OnThread(Handle);
+
+impl Runtime for OnThread {
+    fn new_timer(&self, at: std::time::Instant) -> Pin<Box<dyn AsyncTimer>> {
+        let _inside = self.0.enter();
+        TokioRuntime.new_timer(at)
+    }
+
+    fn spawn(&self, future: Pin<Box<dyn Future<Output = ()> + Send>>) {
+        self.0.spawn(future);
+    }
+
+    fn wrap_udp_socket(&self, socket: std::net::UdpSocket) -> io::Result<Arc<dyn AsyncUdpSocket>> {
+        let _inside = self.0.enter();
+        TokioRuntime.wrap_udp_socket(socket)
+    }
+
+    fn now(&self) -> std::time::Instant {
+        let _inside = self.0.enter();
+        TokioRuntime.now()
+    }
+}
+
+fn cannot(error: &dyn fmt::Display) -> TransportError {
+    TransportError::bootstrap(format!("cannot set up the QUIC endpoint: {error}"))
+}
+
+/// A socket that has no more packets in a datagram than the datagram holds.
+///
+/// quinn hands ten packets at a time to the system, which refuses more than 65,507 bytes; quinn takes the refusal for
+/// loss, and falls back to small packets. Its receive buffer has 32 datagrams of as many packets as the socket says: of
+/// 64 packets of 65,000 bytes, 134 MB.
+#[derive(Debug)]
+struct Segmented {
+    socket: Arc<dyn AsyncUdpSocket>,
+    transmit: usize,
+    receive: usize,
+}
+
+impl AsyncUdpSocket for Segmented {
+    fn create_io_poller(self: Arc<Self>) -> Pin<Box<dyn UdpPoller>> {
+        Arc::clone(&self.socket).create_io_poller()
+    }
+
+    fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
+        self.socket.try_send(transmit)
+    }
+
+    fn poll_recv(
+        &self,
+        context: &mut Context<'_>,
+        buffers: &mut [IoSliceMut<'_>],
+        meta: &mut [RecvMeta],
+    ) -> Poll<io::Result<usize>> {
+        self.socket.poll_recv(context, buffers, meta)
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.socket.local_addr()
+    }
+
+    fn max_transmit_segments(&self) -> usize {
+        self.socket.max_transmit_segments().min(self.transmit)
+    }
+
+    fn max_receive_segments(&self) -> usize {
+        self.socket.max_receive_segments().min(self.receive)
+    }
+
+    fn may_fragment(&self) -> bool {
+        self.socket.may_fragment()
+    }
+}

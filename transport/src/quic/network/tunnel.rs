@@ -1,0 +1,288 @@
+//! QUIC's packets in TCP streams, for networks that drop UDP.
+//!
+//! A packet is its length (u16, little-endian) and its bytes. Everything else stays as it is: who somebody is, what is
+//! encrypted, and what a stream is, QUIC says inside. A rank has one address, as over UDP: it dials from the port at which
+//! it listens. A length of 0 comes before a text and the end: whoever listens there does not want streams.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io::{self, IoSliceMut};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use quinn::udp::{RecvMeta, Transmit};
+use quinn::{AsyncUdpSocket, UdpPoller};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::{mpsc, watch};
+use tokio::time::timeout;
+
+use super::handshakes::{Answer, Visitors};
+
+/// Packets under way to one address. Not bounded here: QUIC has no more under way than its fixed window.
+type Queue = mpsc::UnboundedSender<Vec<u8>>;
+
+/// A socket whose datagrams travel in streams.
+pub(crate) struct Tunnel {
+    shared: Arc<Shared>,
+    inbox: Mutex<mpsc::Receiver<(SocketAddr, Vec<u8>)>>,
+    /// Dropped with the tunnel, which ends the listening.
+    _open: watch::Sender<()>,
+}
+
+struct Shared {
+    local: SocketAddr,
+    routes: Mutex<HashMap<SocketAddr, Queue>>,
+    arrived: mpsc::Sender<(SocketAddr, Vec<u8>)>,
+    /// What somebody who was dialled said instead of talking.
+    refused: watch::Sender<Option<String>>,
+    visitors: Visitors,
+}
+
+impl fmt::Debug for Tunnel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tunnel").field("local", &self.shared.local).finish_non_exhaustive()
+    }
+}
+
+impl Tunnel {
+    /// Must be called in a tokio context with I/O.
+    pub(crate) fn new(listener: std::net::TcpListener) -> io::Result<Self> {
+        let listener = TcpListener::from_std(listener)?;
+        let (arrived, inbox) = mpsc::channel(INBOX_PACKETS);
+        let (open, is_open) = watch::channel(());
+        let shared = Arc::new(Shared {
+            local: listener.local_addr()?,
+            routes: Mutex::default(),
+            arrived,
+            refused: watch::Sender::new(None),
+            visitors: Visitors::default(),
+        });
+        tokio::spawn(Arc::clone(&shared).listen(listener, is_open));
+        Ok(Self { shared, inbox: Mutex::new(inbox), _open: open })
+    }
+
+    /// Becomes what somebody said who listens for other than streams.
+    pub(crate) fn refused(&self) -> watch::Receiver<Option<String>> {
+        self.shared.refused.subscribe()
+    }
+}
+
+impl Drop for Tunnel {
+    fn drop(&mut self) {
+        // What is queued still goes out; then the streams end.
+        self.shared.lock().clear();
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, HashMap<SocketAddr, Queue>> {
+        self.routes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn send(self: &Arc<Self>, to: SocketAddr, packet: Vec<u8>) {
+        let mut routes = self.lock();
+        let packet = match routes.get(&to) {
+            None => packet,
+            Some(queue) => match queue.send(packet) {
+                Ok(()) => return,
+                Err(mpsc::error::SendError(packet)) => packet,
+            },
+        };
+        let (queue, packets) = mpsc::unbounded_channel();
+        let _ = queue.send(packet);
+        tokio::spawn(Arc::clone(self).dial(to, packets));
+        routes.insert(to, queue);
+    }
+
+    async fn dial(self: Arc<Self>, to: SocketAddr, packets: mpsc::UnboundedReceiver<Vec<u8>>) {
+        match timeout(DIAL_PATIENCE, connect(self.local, to)).await {
+            Ok(Ok(stream)) => self.carry(to, stream, packets, true).await,
+            // What was queued is lost, and QUIC sends it again. Until then nobody dials.
+            _ => tokio::time::sleep(DIAL_PAUSE).await,
+        }
+    }
+
+    async fn listen(self: Arc<Self>, listener: TcpListener, mut open: watch::Receiver<()>) {
+        loop {
+            let accepted = tokio::select! {
+                biased;
+                accepted = listener.accept() => accepted,
+                _ = open.changed() => return,
+            };
+            let Ok((stream, from)) = accepted else {
+                // Of a connection that was gone at once, or for want of descriptors.
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+                continue;
+            };
+            let shared = Arc::clone(&self);
+            tokio::spawn(async move {
+                // Who has opened a stream has shown its address.
+                let Answer::Enter(_place) = shared.visitors.answer(from.ip(), true) else { return };
+                let (queue, packets) = mpsc::unbounded_channel();
+                // An earlier stream from the same address and port is dead, or this one would not be.
+                shared.lock().insert(from, queue);
+                shared.carry(from, stream, packets, false).await;
+                // Strangers come from ever new ports.
+                shared.lock().retain(|at, queue| *at != from || !queue.is_closed());
+            });
+        }
+    }
+
+    /// Carries packets both ways until one of them ends.
+    async fn carry(
+        &self,
+        peer: SocketAddr,
+        stream: TcpStream,
+        packets: mpsc::UnboundedReceiver<Vec<u8>>,
+        dialled: bool,
+    ) {
+        let _ = stream.set_nodelay(true);
+        let (reading, writing) = stream.into_split();
+        tokio::select! {
+            biased;
+            // Whatever ends a stream, QUIC only sees that nothing comes.
+            _ = self.read(peer, reading, dialled) => {}
+            _ = write(writing, packets) => {}
+        }
+    }
+
+    async fn read(&self, peer: SocketAddr, reading: OwnedReadHalf, dialled: bool) -> io::Result<()> {
+        let mut reading = BufReader::with_capacity(READ_BYTES, reading);
+        loop {
+            let packet = timeout(LONGEST_SILENCE, async {
+                let length = reading.read_u16_le().await?;
+                let mut packet = vec![0; usize::from(length)];
+                reading.read_exact(&mut packet).await?;
+                io::Result::Ok(packet)
+            });
+            let packet = packet.await??;
+            if packet.is_empty() {
+                if dialled {
+                    let mut text = String::new();
+                    timeout(DIAL_PATIENCE, reading.take(MOST_TEXT).read_to_string(&mut text)).await??;
+                    self.refused.send_replace(Some(text));
+                }
+                return Ok(());
+            }
+            if self.arrived.send((peer, packet)).await.is_err() {
+                return Ok(());
+            }
+        }
+    }
+}
+
+async fn write(mut writing: OwnedWriteHalf, mut packets: mpsc::UnboundedReceiver<Vec<u8>>) -> io::Result<()> {
+    while let Some(packet) = packets.recv().await {
+        writing.write_all(&packet).await?;
+    }
+    writing.shutdown().await
+}
+
+async fn connect(from: SocketAddr, to: SocketAddr) -> io::Result<TcpStream> {
+    let socket = if to.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+    socket.set_reuseaddr(true)?;
+    #[cfg(unix)]
+    socket.set_reuseport(true)?;
+    socket.bind(from)?;
+    socket.connect(to).await
+}
+
+/// Tells everybody who dials the address with TCP that nobody wants streams there. Ends at once if the port is not free.
+pub(crate) async fn turn_away(address: SocketAddr, text: &str) {
+    let Ok(listener) = TcpListener::bind(address).await else { return };
+    loop {
+        match listener.accept().await {
+            Ok((mut stream, _)) => {
+                let said = async {
+                    stream.write_all(&[0, 0]).await?;
+                    stream.write_all(text.as_bytes()).await?;
+                    stream.shutdown().await?;
+                    // What the other side has sent must be read, or it would not get to read this.
+                    stream.read(&mut [0; 4096]).await
+                };
+                let _ = timeout(ACCEPT_PAUSE, said).await;
+            }
+            Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
+        }
+    }
+}
+
+impl AsyncUdpSocket for Tunnel {
+    fn create_io_poller(self: Arc<Self>) -> Pin<Box<dyn UdpPoller>> {
+        Box::pin(Ready)
+    }
+
+    fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
+        // quinn is told to send no larger ones.
+        let Ok(length) = u16::try_from(transmit.contents.len()) else { return Ok(()) };
+        let mut packet = Vec::with_capacity(2 + transmit.contents.len());
+        packet.extend_from_slice(&length.to_le_bytes());
+        packet.extend_from_slice(transmit.contents);
+        self.shared.send(transmit.destination, packet);
+        Ok(())
+    }
+
+    fn poll_recv(
+        &self,
+        context: &mut Context<'_>,
+        buffers: &mut [IoSliceMut<'_>],
+        meta: &mut [RecvMeta],
+    ) -> Poll<io::Result<usize>> {
+        let mut inbox = self.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut count = 0;
+        while count < buffers.len().min(meta.len())
+            && let Poll::Ready(Some((from, packet))) = inbox.poll_recv(context)
+        {
+            // Larger packets than any that this rank announces are nobody's.
+            if let Some(space) = buffers[count].get_mut(..packet.len()) {
+                space.copy_from_slice(&packet);
+                meta[count] =
+                    RecvMeta { addr: from, len: packet.len(), stride: packet.len(), ecn: None, dst_ip: None };
+                count += 1;
+            }
+        }
+        if count > 0 { Poll::Ready(Ok(count)) } else { Poll::Pending }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        Ok(self.shared.local)
+    }
+
+    fn may_fragment(&self) -> bool {
+        false
+    }
+}
+
+/// A queue that takes everything.
+#[derive(Debug)]
+struct Ready;
+
+impl UdpPoller for Ready {
+    fn poll_writable(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// Packets that have come and that the endpoint has not looked at; then streams are no longer read.
+const INBOX_PACKETS: usize = 16;
+
+/// Bytes read from a stream at once.
+const READ_BYTES: usize = 128 << 10;
+
+/// Who says nothing for so long can dial again. Members say something all the time.
+const LONGEST_SILENCE: Duration = Duration::from_secs(60);
+
+const DIAL_PATIENCE: Duration = Duration::from_secs(4);
+
+/// Between an attempt that failed and the next one.
+const DIAL_PAUSE: Duration = Duration::from_millis(100);
+
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Of a refusal.
+const MOST_TEXT: u64 = 700;

@@ -1,0 +1,343 @@
+//! A rank of a group over QUIC: how it is set up, and the contract that it keeps.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use bytes::Bytes;
+use quinn::AsyncUdpSocket;
+use tokio::sync::mpsc::WeakSender;
+use tokio::time::Instant;
+
+use super::control::core::Core;
+use super::control::link::Link;
+use super::control::state::Patience;
+use super::forming::admission::Door;
+use super::forming::config::QuicConfig;
+use super::forming::description::describe_network;
+use super::forming::endpoint::Seat;
+use super::forming::regroup::{self, Next, Past};
+use super::forming::{bootstrap, other_carrier};
+use super::lifecycle;
+use super::network::io_thread::{Alive, IoThread};
+use super::network::path::Path;
+use super::network::socket::{self, Ends, Ground};
+use super::trust::tls::TlsConfigs;
+use crate::error::{Abort, TransportError};
+use crate::figures::ConnectionFigures;
+use crate::posted::{Completer, Posted};
+use crate::pulse::Pulse;
+use crate::rank::{Progress, Rank, Tag, Taken, Vote};
+use crate::recorder::{Outstanding, Recorder};
+use crate::transport::Transport;
+use crate::transport::{Reformed, Regroup};
+
+/// One rank's end of a group over QUIC. Dropping it without [`Transport::close`] means that the rank died.
+pub struct QuicTransport {
+    pub(crate) core: Arc<Core>,
+    network: String,
+}
+
+impl QuicTransport {
+    /// Forms the group and returns this rank's end of it, with all I/O on a thread of its own. Blocks until every
+    /// rank is there.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Bootstrap`] if the group is not complete by the connect deadline, or this rank is refused. A
+    /// rank whose own identity does not fit shows it to rank 0 before it gives up, so that others can say why it is not
+    /// there.
+    pub fn connect(config: QuicConfig) -> Result<Arc<dyn Transport>, TransportError> {
+        let ground = bind(&config)?;
+        let thread = IoThread::start()?;
+        let alive = thread.alive();
+        thread.run(async move {
+            let transport: Arc<dyn Transport> = Arc::new(Self::form_on(config, ground, Some(alive)).await?);
+            Ok(transport)
+        })?
+    }
+
+    /// The same in the caller's tokio context, which must have I/O and time and must outlive the transport.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::connect`].
+    pub async fn form(config: QuicConfig) -> Result<Arc<dyn Transport>, TransportError> {
+        let ground = bind(&config)?;
+        Ok(Arc::new(Self::form_on(config, ground, None).await?))
+    }
+
+    /// The same over sockets that are not the system's, one for each lane, for a simulated network: with tokio's time paused
+    /// and quinn's random numbers from `seed`, a group does the same again and again. The first socket has the address that
+    /// the config says; no other use has a reason to choose the seed, which is no secret then.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::connect`].
+    pub async fn form_over(
+        config: QuicConfig,
+        sockets: Vec<Arc<dyn AsyncUdpSocket>>,
+        seed: [u8; 32],
+    ) -> Result<Arc<dyn Transport>, TransportError> {
+        config.check()?;
+        Ok(Arc::new(Self::form_on(config, Ground::Simulated(sockets, seed), None).await?))
+    }
+
+    /// Joins a job that runs already, as a rank that was started anew: with the config of its first start, but for the time
+    /// that it waits, which is the connect deadline. It is let in when the others form the group again, with
+    /// [`Regroup::Everyone`], and finds them through rank 0. Blocks until then.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::connect`].
+    pub fn rejoin(config: QuicConfig) -> Result<Reformed, TransportError> {
+        let ground = bind(&config)?;
+        let thread = IoThread::start()?;
+        let alive = thread.alive();
+        thread.run(async move { Self::rejoin_on(config, ground, Some(alive)).await })?
+    }
+
+    /// The same over sockets that are not the system's, as [`Self::form_over`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::connect`].
+    pub async fn rejoin_over(
+        config: QuicConfig,
+        sockets: Vec<Arc<dyn AsyncUdpSocket>>,
+        seed: [u8; 32],
+    ) -> Result<Reformed, TransportError> {
+        config.check()?;
+        Self::rejoin_on(config, Ground::Simulated(sockets, seed), None).await
+    }
+
+    pub(crate) async fn form_on(
+        config: QuicConfig,
+        ground: Ground,
+        alive: Option<Alive>,
+    ) -> Result<Self, TransportError> {
+        let seat = Self::sit_down(config, ground, alive.as_ref()).await?;
+        seat.door.invite();
+        seat.listen();
+        let is_simulated = seat.is_simulated;
+        let mesh = tokio::select! {
+            biased;
+            mesh = bootstrap::form(&seat) => mesh?,
+            text = seat.refusal() => return Err(TransportError::bootstrap(text)),
+            never = other_carrier::turn_away(&seat), if !is_simulated => match never {},
+        };
+        seat.door.invite_no_more();
+        let (epoch, members) = (seat.config.epoch, (0..seat.config.world).map(Rank).collect());
+        Ok(Self::start(seat, Next { epoch, members, mesh }, alive))
+    }
+
+    async fn rejoin_on(
+        config: QuicConfig,
+        ground: Ground,
+        alive: Option<Alive>,
+    ) -> Result<Reformed, TransportError> {
+        let patience = config.connect_deadline;
+        let until = Instant::now() + patience;
+        let seat = Self::sit_down(config, ground, alive.as_ref()).await?;
+        seat.listen();
+        let coordinator = (Rank::COORDINATOR, seat.config.coordinator);
+        let addresses = [coordinator].into_iter().filter(|(rank, _)| *rank != seat.config.rank).collect();
+        let past = Past { claims: Vec::new(), addresses, lost: None };
+        let formed = tokio::select! {
+            biased;
+            formed = regroup::regroup(&seat, past, Regroup::Everyone { within: patience }, until) => formed,
+            text = seat.refusal() => Err(TransportError::bootstrap(text)),
+        };
+        match formed {
+            Ok(next) => Ok(Self::of(seat, next, alive)),
+            Err(error) => {
+                seat.part(&error).await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes what of a rank outlives its groups, unless its own identity does not fit.
+    async fn sit_down(
+        config: QuicConfig,
+        ground: Ground,
+        alive: Option<&Alive>,
+    ) -> Result<Arc<Seat>, TransportError> {
+        let fits = config.check_identity();
+        let seat = Self::sit_down_unchecked(config, ground, alive)?;
+        if let Err(error) = fits {
+            bootstrap::knock(&seat).await;
+            return Err(error);
+        }
+        Ok(seat)
+    }
+
+    pub(crate) fn sit_down_unchecked(
+        config: QuicConfig,
+        ground: Ground,
+        alive: Option<&Alive>,
+    ) -> Result<Arc<Seat>, TransportError> {
+        let path = Path::new(&config.link, config.bind, config.world)?;
+        let tls = TlsConfigs::new(
+            &config.identity,
+            config.revoked.as_ref(),
+            path.transport_config(config.heartbeat),
+        )?;
+        ground.has_lanes(config.link.lanes)?;
+        let is_simulated = ground.is_simulated();
+        let Ends { lanes: ends, granted, refused } =
+            ground.ends(&path, Some(&tls.server()), alive.is_some())?;
+        let beside = ends.iter().skip(1).map(|end| end.endpoint.local_addr());
+        let lane_ports =
+            beside.map(|address| address.map(|address| address.port())).collect::<Result<_, _>>();
+        let lane_ports = lane_ports
+            .map_err(|error| TransportError::bootstrap(format!("a lane without a port: {error}")))?;
+        let door = Arc::new(Door::new(&config, &tls, lane_ports)?);
+        let thread = alive.map(Alive::downgrade);
+        Ok(Arc::new(Seat { config, ends, path, granted, refused, is_simulated, tls, door, thread }))
+    }
+
+    /// One rank's end of a group that has been formed. Must be called in a tokio context.
+    fn start(seat: Arc<Seat>, next: Next, alive: Option<Alive>) -> Self {
+        let network = describe_network(&seat, &next.mesh);
+        tracing::debug!(rank = %seat.config.rank, network);
+        let core = lifecycle::start(seat, next);
+        if let Some(alive) = alive {
+            // The I/O thread runs until this rank has gone, whoever still holds its transport.
+            let mut over = core.over.subscribe();
+            tokio::spawn(async move {
+                let _ = over.wait_for(|over| *over).await;
+                tokio::time::sleep(LAST_PACKETS).await;
+                drop(alive);
+            });
+        }
+        Self { core, network }
+    }
+
+    fn of(seat: Arc<Seat>, next: Next, alive: Option<Alive>) -> Reformed {
+        let (members, epoch) = (next.members.clone(), next.epoch);
+        Reformed { transport: Arc::new(Self::start(seat, next, alive)), members, epoch }
+    }
+
+    /// Leaves an aborted group to form the next one; the endpoint is kept.
+    fn form_again(core: &Arc<Core>, who: Regroup, patience: Duration, completer: Completer<Reformed>) {
+        let abort = match core.leave_aborted() {
+            Ok(abort) => abort,
+            Err(error) => return completer.complete(Err(error)),
+        };
+        let core = Arc::clone(core);
+        let until = Patience::of(patience).until;
+        // Held across the time in which no group holds it.
+        let alive = core.seat.thread.as_ref().and_then(WeakSender::upgrade);
+        core.runtime.clone().spawn(async move {
+            let leaving = Arc::clone(&core);
+            tokio::spawn(async move { leaving.hang_up_aborted().await });
+            let formed = regroup::regroup(&core.seat, core.past(&abort), who, until).await;
+            if let Err(error) = &formed {
+                core.seat.part(error).await;
+            }
+            completer.complete(formed.map(|next| Self::of(Arc::clone(&core.seat), next, alive)));
+        });
+    }
+}
+
+/// How long the I/O thread outlives a rank that has gone, for its last packets.
+const LAST_PACKETS: Duration = Duration::from_millis(400);
+
+pub(crate) fn bind(config: &QuicConfig) -> Result<Ground, TransportError> {
+    config.check()?;
+    let sockets = config.lane_addresses().map(|address| socket::bind(address, config.link.carrier));
+    Ok(Ground::Real(sockets.collect::<Result<_, _>>()?))
+}
+
+impl fmt::Debug for QuicTransport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Core { me, world, job, .. } = &*self.core;
+        f.debug_struct("QuicTransport").field("rank", me).field("world", world).field("job", job).finish()
+    }
+}
+
+impl Transport for QuicTransport {
+    fn rank(&self) -> Rank {
+        self.core.me
+    }
+
+    fn world(&self) -> u32 {
+        self.core.world
+    }
+
+    fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<Taken> {
+        let (completer, posted) = Posted::pair();
+        self.core.send(to, tag, parts, deadline, completer);
+        posted
+    }
+
+    fn post_recv(
+        &self,
+        from: Rank,
+        tag: Tag,
+        part_bytes: &[usize],
+        deadline: Duration,
+    ) -> Posted<Vec<Bytes>> {
+        let (completer, posted) = Posted::pair();
+        self.core.recv(from, tag, part_bytes, deadline, completer);
+        posted
+    }
+
+    fn agree(&self, vote: Vote, deadline: Duration) -> Posted<()> {
+        let (completer, posted) = Posted::pair();
+        self.core.agree(vote, deadline, completer);
+        posted
+    }
+
+    fn abort(&self, abort: Abort) {
+        self.core.ask_for_abort(abort);
+    }
+
+    fn report_progress(&self, progress: Progress) {
+        self.core.report_progress(progress);
+    }
+
+    fn stop_flag(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.core.stop_flag)
+    }
+
+    fn pulse(&self) -> Arc<Pulse> {
+        Arc::clone(&self.core.pulse)
+    }
+
+    fn close(&self, deadline: Duration) -> Posted<()> {
+        let (completer, posted) = Posted::pair();
+        self.core.close(deadline, completer);
+        posted
+    }
+
+    fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Reformed> {
+        let (completer, posted) = Posted::pair();
+        Self::form_again(&self.core, who, deadline, completer);
+        posted
+    }
+
+    fn recorder(&self) -> Arc<Recorder> {
+        Arc::clone(&self.core.recorder)
+    }
+
+    fn outstanding(&self) -> Vec<Outstanding> {
+        self.core.lock().outstanding()
+    }
+
+    fn network(&self) -> Option<String> {
+        Some(self.network.clone())
+    }
+
+    fn connections(&self) -> Vec<Option<ConnectionFigures>> {
+        self.core.links.iter().map(|link| link.as_ref().map(Link::figures)).collect()
+    }
+}
+
+impl Drop for QuicTransport {
+    fn drop(&mut self) {
+        self.core.dropped();
+    }
+}

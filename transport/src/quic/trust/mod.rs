@@ -1,0 +1,13 @@
+//! Who a rank is, and how it proves that: certificates, their authority, the files that hold them, and TLS.
+
+pub(crate) mod authority;
+pub(crate) mod hex;
+pub(crate) mod identity;
+pub(crate) mod job;
+pub(crate) mod key_hash;
+pub(crate) mod names;
+pub(crate) mod private_file;
+pub(crate) mod revoked;
+pub(crate) mod tls;
+pub(crate) mod validity;
+pub(crate) mod verifier;

@@ -1,0 +1,219 @@
+//! The checks of TLS, with refusals that both sides can read: who, what is wrong, and until when it was right.
+//!
+//! All decisions are webpki's but one, of the list of revoked keys; its words are replaced. A refusal travels to the refused side as the reason of the
+//! connection's end.
+
+use std::sync::Arc;
+
+use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme,
+};
+
+use super::identity::Identity;
+use super::names::Claims;
+use super::revoked::Revoked;
+use crate::error::TransportError;
+
+/// Verifies whom a rank dials.
+#[derive(Debug)]
+pub(crate) struct Dialled {
+    inner: Arc<WebPkiServerVerifier>,
+    own: Own,
+}
+
+/// What a rank's own identity is, for refusals, and whom it refuses.
+#[derive(Debug)]
+struct Own {
+    claims: Claims,
+    trusted: String,
+    revoked: Option<Revoked>,
+}
+
+impl Own {
+    fn of(identity: &Identity, revoked: Option<&Revoked>) -> Result<Self, TransportError> {
+        let revoked = revoked.cloned();
+        Ok(Self { claims: identity.claims()?, trusted: identity.authorities().join(" and "), revoked })
+    }
+
+    /// Refuses a certificate that is good otherwise. What it says of itself is proven.
+    fn still_takes(&self, certificate: &CertificateDer<'_>) -> Result<(), Error> {
+        if !self.revoked.as_ref().is_some_and(|revoked| revoked.has(certificate)) {
+            return Ok(());
+        }
+        let whose =
+            Claims::of(certificate).map_or_else(|_| "somebody".to_owned(), |claims| claims.to_string());
+        Err(Error::General(format!(
+            "the certificate of {whose} has been revoked, by the list of {}: issue a new one with kyklos certs issue",
+            self.claims
+        )))
+    }
+}
+
+/// Verifies who dials a rank.
+#[derive(Debug)]
+pub(crate) struct Dialler {
+    inner: Arc<dyn ClientCertVerifier>,
+    mandatory: bool,
+    own: Own,
+}
+
+impl Dialled {
+    pub(crate) fn new(
+        identity: &Identity,
+        revoked: Option<&Revoked>,
+        provider: Arc<CryptoProvider>,
+    ) -> Result<Self, TransportError> {
+        let inner = WebPkiServerVerifier::builder_with_provider(Arc::new(roots(identity)?), provider)
+            .build()
+            .map_err(cannot_set_up)?;
+        Ok(Self { inner, own: Own::of(identity, revoked)? })
+    }
+}
+
+impl Dialler {
+    pub(crate) fn new(
+        identity: &Identity,
+        revoked: Option<&Revoked>,
+        provider: Arc<CryptoProvider>,
+    ) -> Result<Self, TransportError> {
+        let inner = WebPkiClientVerifier::builder_with_provider(Arc::new(roots(identity)?), provider)
+            .build()
+            .map_err(cannot_set_up)?;
+        Ok(Self { inner, mandatory: true, own: Own::of(identity, revoked)? })
+    }
+
+    /// Takes those too who show no certificate. Whoever shows one is held to it.
+    pub(crate) fn or_nobody(self) -> Self {
+        Self { mandatory: false, ..self }
+    }
+}
+
+impl ServerCertVerifier for Dialled {
+    fn verify_server_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        self.inner
+            .verify_server_cert(certificate, intermediates, server_name, ocsp_response, now)
+            .map_err(|error| in_words(error, certificate, &self.own))
+            .and_then(|verified| self.own.still_takes(certificate).map(|()| verified))
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.inner.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.inner.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.inner.supported_verify_schemes()
+    }
+}
+
+impl ClientCertVerifier for Dialler {
+    fn client_auth_mandatory(&self) -> bool {
+        self.mandatory
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        // Who dials has one certificate: a hint could only keep it from showing it, and the refusal from naming it.
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        self.inner
+            .verify_client_cert(certificate, intermediates, now)
+            .map_err(|error| in_words(error, certificate, &self.own))
+            .and_then(|verified| self.own.still_takes(certificate).map(|()| verified))
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.inner.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.inner.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.inner.supported_verify_schemes()
+    }
+}
+
+/// The refusal of a certificate in words; what it says of itself is not proven, and is said as such.
+fn in_words(error: Error, certificate: &CertificateDer<'_>, own: &Own) -> Error {
+    let Error::InvalidCertificate(why) = &error else {
+        return error;
+    };
+    let Ok(claims) = Claims::of(certificate) else {
+        return Error::General(format!("{NOT_OF_THIS_CLUSTER} ({error})"));
+    };
+    Error::General(match why {
+        CertificateError::Expired
+        | CertificateError::ExpiredContext { .. }
+        | CertificateError::NotValidYet
+        | CertificateError::NotValidYetContext { .. } => claims
+            .out_of_date()
+            .unwrap_or_else(|| format!("the authority of the certificate of {claims} has expired: {why}")),
+        CertificateError::UnknownIssuer | CertificateError::BadSignature => format!(
+            "the certificate of {claims} is of another authority, {} trusts {}: issue all identities from one, or let \
+             them trust both (kyklos certs issue --also-trust)",
+            own.claims, own.trusted
+        ),
+        CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
+            format!("{} looked for a rank of its own job, and found the certificate of {claims}", own.claims)
+        }
+        _ => format!("the certificate of {claims} is refused: {why}"),
+    })
+}
+
+fn roots(identity: &Identity) -> Result<RootCertStore, TransportError> {
+    let mut roots = RootCertStore::empty();
+    for authority in &identity.authorities {
+        roots.add(authority.clone()).map_err(cannot_set_up)?;
+    }
+    Ok(roots)
+}
+
+fn cannot_set_up(error: impl std::fmt::Display) -> TransportError {
+    TransportError::bootstrap(format!("cannot set up TLS: {error}"))
+}
+
+const NOT_OF_THIS_CLUSTER: &str = "a certificate that is not of a kyklos authority";

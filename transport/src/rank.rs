@@ -1,0 +1,72 @@
+//! Ranks, the names of their messages, and what they say of themselves.
+
+use std::fmt;
+use std::time::Duration;
+
+/// Index of a rank in its group, `0..world`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Rank(pub u32);
+
+impl Rank {
+    /// The rank that counts votes and whose decision on an abort is final.
+    pub const COORDINATOR: Self = Self(0);
+}
+
+impl fmt::Display for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// Names a message between two ranks. A (source, destination, tag) triple is used once in the life of a group;
+/// a call that uses one again is refused, as far as its operation is one of the last 64.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Tag {
+    /// Which operation (attention call, output collection, …) of this group, counted from 0 on every rank alike.
+    pub op: u64,
+    /// Which message of that operation.
+    pub message: u32,
+}
+
+impl fmt::Display for Tag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "op {} message {}", self.op, self.message)
+    }
+}
+
+/// What a sender knows of a message that its receiver has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Taken {
+    /// From when this rank knew that the receiver had posted its receive, but not before the send was posted, until it
+    /// knew that the receiver had all of it. What the send took beyond that, it waited for its receiver to ask.
+    ///
+    /// A small message may leave before it is asked for; as nobody can take it then, it counts from the ask all the same.
+    /// Zero within one process, where a message is handed over at the moment both sides have posted it.
+    pub under_way: Duration,
+}
+
+/// A rank's word before an operation starts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Vote {
+    /// This rank is about to run the plan with this hash.
+    Ready {
+        /// BLAKE3 of everything that makes the plans of all ranks.
+        plan_hash: [u8; 32],
+    },
+    /// This rank cannot run it.
+    Refuse {
+        /// Process exit code that the refusal asks for.
+        exit: u8,
+        /// One line that says why, and what would be right.
+        text: String,
+    },
+}
+
+/// Where a rank is in its operation; carried by heartbeats and quoted in errors.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Operation number, as in [`Tag::op`].
+    pub op: u64,
+    /// Step of the rank's plan.
+    pub step: u32,
+}
