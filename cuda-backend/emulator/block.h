@@ -1,4 +1,4 @@
-// The state of a block that runs; `machine.cpp` and `instructions.cpp` only.
+// The state of the running block. Only the emulator's own sources include this.
 #pragma once
 #include "machine.h"
 
@@ -13,7 +13,7 @@ namespace machine {
 
 constexpr u64 STACK_BYTES = 128 * 1024;
 
-// 16 bytes on their way to shared memory, until they are waited for.
+// A cp.async of 16 bytes to shared memory that no wait has covered yet.
 struct Copy {
     u32 into;
     const void *from;
@@ -24,19 +24,19 @@ struct Copy {
 struct Fiber {
     Here here;
     bool begun, done;
-    // It waits while `*word` is `value`; null: it can run.
+    // The fiber waits while `*word` is `value`; null: it can run.
     const u32 *word;
     u32 value;
     const char *what;
     std::vector<Copy> copies;
     u32 committed;  // groups of copies so far
-    bool fenced;    // since it last waited for wgmma
+    bool fenced;    // wgmma.fence was executed since the last wait for wgmma
     ucontext_t start;
     jmp_buf resume;
     std::unique_ptr<u8[]> stack;
 };
 
-// What the lanes of a warp give to an instruction that they execute together, and what it gives them.
+// Inputs and outputs of one lane of a warp-wide instruction.
 struct Lane {
     u32 in[10], out[4];
 };
@@ -51,20 +51,20 @@ struct Barrier {
     bool gathered = false, result = false;
 };
 
-// An mbarrier: its current phase ends when nothing is pending and all expected bytes have come.
+// An mbarrier. The current phase is complete when no arrival is pending and no byte is expected.
 struct Phase {
     u32 count, pending, parity;
     i64 bytes;
 };
 
-// A box on its way from a tensor in global memory to shared memory.
+// A TMA copy of a box from a tensor in global memory to shared memory that is not done yet.
 struct BoxCopy {
     const TensorMap *map;
     u32 into, barrier;
     i32 at[5];
 };
 
-// A wgmma that has been issued and has read and written nothing yet.
+// A wgmma that was issued and has not read or written anything yet.
 struct Product {
     u32 n, group;
     float *c[128];
@@ -72,7 +72,7 @@ struct Product {
     u64 a_matrix, b_matrix;
     bool adds, b_turned;
     float (*widen)(u16);
-    std::vector<float> before;  // what the accumulators held, unless another product leaves it to this one
+    std::vector<float> before;  // the accumulators at issue; empty if an earlier product of the group has them
 };
 
 struct Warpgroup {
@@ -95,19 +95,19 @@ struct Block {
     std::vector<BoxCopy> boxes;
     std::vector<u8> shared;
     Fiber *running;
-    u32 left;  // threads that have not ended
+    u32 left;  // threads that have not ended yet
     bool pausing = false;
     jmp_buf scheduler;
 
     u32 chance(u32 below);
-    // The running thread waits while `word` is `value`.
+    // Suspends the running thread while `word` is `value`.
     void wait(const u32 &word, u32 value, const char *what);
-    // The `index`-th copy of a thread lands, unless it has.
+    // Does the `index`-th copy of a thread, unless it is done.
     void land(Fiber &fiber, u64 index);
     void land_box(u64 index);
-    // The oldest product of a warpgroup is made.
+    // Computes the oldest product of a warpgroup.
     void multiply_next(Warpgroup &warpgroup);
-    // Others go on before the running thread does, unless all is eager.
+    // Lets other threads run before the running one continues, unless the timing is Eager.
     void pause();
     void run();
 
@@ -129,7 +129,7 @@ inline float float_of(u32 bits) {
     return value;
 }
 
-// `bytes` of shared memory at an address, which must be theirs and aligned.
+// `bytes` of shared memory at an address. A fault if they are outside of the block's memory or misaligned.
 u8 *shared_at(u32 address, u32 bytes);
 
 }  // namespace machine

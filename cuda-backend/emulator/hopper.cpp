@@ -1,4 +1,4 @@
-// What the instructions of Hopper do: mbarriers, copies of boxes by TMA, products of warpgroups.
+// Semantics of the instructions of Hopper: mbarriers, TMA copies of boxes, products of warpgroups.
 #include "block.h"
 
 namespace machine {
@@ -28,13 +28,13 @@ void phase_arrive(u32 barrier, u32 bytes) {
     phase.bytes += bytes;
     phase.pending--;
     turn_if_done(phase);
-    // Who says that it has read may be overtaken by who writes next.
+    // The thread that arrives may be overtaken by the thread that writes next.
     if (!bytes) block->pause();
 }
 
 void phase_wait(u32 barrier, u32 parity) {
     Phase &phase = phase_at(barrier);
-    // The phase of that parity has ended when another one is current.
+    // The phase of this parity is complete when the current one has the other parity.
     while (phase.parity == parity) block->wait(phase.parity, parity, "a phase of an mbarrier");
 }
 
@@ -70,7 +70,7 @@ void copy_box(u32 into, const TensorMap *map, u32 barrier, const i32 *at, u32 ra
     if (block->timing == Timing::Eager) block->land_box(block->boxes.size() - 1);
 }
 
-// Rows of 128 bytes; of eight rows each has its 16-byte columns permuted in its own way.
+// Swizzled rows of 128 bytes: each of eight rows permutes its 16-byte columns in a different way.
 static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 void Block::land_box(u64 index) {
@@ -79,7 +79,7 @@ void Block::land_box(u64 index) {
     const TiledTensor &tensor = tensor_of(copy.map);
     const u32 bytes = box_bytes(tensor);
     for (u32 row = 0; row < bytes / 128; row++) {
-        // Which row of the tensor that is, and whether it is there.
+        // The row of the tensor, and whether it is inside of it.
         u64 from = tensor.data;
         bool there = true;
         for (u32 d = 1, rest = row; d < tensor.rank; rest /= tensor.box[d], d++) {
@@ -95,13 +95,13 @@ void Block::land_box(u64 index) {
             std::memcpy(&shared[swizzled(copy.into + row * 128 + column * 2) - SHARED_BASE], &element, ELEMENT_BYTES);
         }
     }
-    // Rows that are not there count as bytes that came.
+    // Rows outside of the tensor count as copied bytes.
     Phase &phase = phases.at(copy.barrier);
     phase.bytes -= bytes;
     turn_if_done(phase);
 }
 
-// The running thread's warpgroup, whose threads come together for `what`.
+// The warpgroup of the running thread, for the warpgroup-wide instruction `what`.
 static Warpgroup &warpgroup_for(const char *what) {
     if (here().thread / 128 >= block->warpgroups.size()) fault("%s by a warpgroup that is not whole", what);
     Warpgroup &warpgroup = block->warpgroups[here().thread / 128];
@@ -111,7 +111,7 @@ static Warpgroup &warpgroup_for(const char *what) {
     return warpgroup;
 }
 
-// The last one to come does `together`.
+// The last thread to arrive calls `together`.
 template <typename Together> static void with_warpgroup(Warpgroup &warpgroup, Together together) {
     if (++warpgroup.arrived == 128) {
         together(warpgroup);
@@ -160,7 +160,7 @@ void wgmma(float *c, u32 n, const u32 *a, u64 a_matrix, u64 b_matrix, bool adds,
         bool follows = false;
         for (const Product &product : warpgroup.products) follows |= product.c[0] == next.c[0];
         next.before.clear();
-        // Nothing may be expected in the accumulators until they are waited for.
+        // The accumulators are undefined until the wait.
         for (u32 thread = 0; thread < 128; thread++) {
             float *c = next.c[thread];
             if (!follows) next.before.insert(next.before.end(), c, c + next.n / 2);
@@ -172,9 +172,9 @@ void wgmma(float *c, u32 n, const u32 *a, u64 a_matrix, u64 b_matrix, bool adds,
     });
 }
 
-// Eight elements that lie side by side, from (row, k) on, of a matrix that a descriptor names. Rows of 128 bytes, swizzled:
-// along k, eight of them a stride apart; or, turned, along the other dimension, 64 elements a lead apart and eight k a
-// stride apart.
+// Eight contiguous elements from (row, k) on, of the matrix of a descriptor. Memory has swizzled rows of 128 bytes. They are along
+// k, with a stride between groups of eight rows; or, turned, along the other dimension, with the leading offset between groups of
+// 64 elements and the stride between groups of eight k.
 static const u16 *eight_of(u64 matrix, u32 row, u32 k, bool turned) {
     const u32 start = (matrix & 0x3fff) << 4, lead = (matrix >> 16 & 0x3fff) << 4, stride = (matrix >> 32 & 0x3fff) << 4;
     if (matrix >> 62 != 1 || matrix >> 49 & 7) fault("a matrix descriptor without swizzling over 128 bytes, or with an offset");
@@ -183,7 +183,7 @@ static const u16 *eight_of(u64 matrix, u32 row, u32 k, bool turned) {
     return reinterpret_cast<const u16 *>(shared_at(swizzled(at), 16));
 }
 
-// Where the ISA has element `i` of thread `thread`: of an accumulator, or of the registers of a.
+// The row and column of element `i` of thread `thread`, by the ISA: of the accumulator, or of a in registers.
 static u32 row_of(u32 thread, u32 i) { return thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8; }
 static u32 column_of(u32 thread, u32 i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
 
@@ -212,7 +212,7 @@ void Block::multiply_next(Warpgroup &warpgroup) {
         for (u32 i = 0; i < n / 2; i++)
             c[row_of(thread, i)][column_of(thread, i)] = product.adds ? before[i] : 0.0f;
     }
-    // By eights, which compilers make vectors of.
+    // In groups of eight, so that compilers vectorise the loop.
     for (u32 m = 0; m < 64; m++)
         for (u32 column = 0; column < n; column += 8) {
             float sums[8];

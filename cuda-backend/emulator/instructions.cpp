@@ -1,4 +1,4 @@
-// What the instructions do.
+// Semantics of the instructions.
 #include "block.h"
 
 #include <cmath>
@@ -13,7 +13,7 @@ u8 *shared_at(u32 address, u32 bytes) {
     return block->shared.data() + (address - SHARED_BASE);
 }
 
-// The lanes of a warp give `in`; the last one to come does `together` for all of them; each takes its `out`.
+// A warp-wide instruction: each lane gives `in`, the last one to arrive calls `together` for all, and each takes its `out`.
 template <typename Together> static const Lane &with_warp(const char *what, const u32 *in, u32 words, Together together) {
     Warp &warp = block->warps[here().thread / 32];
     Lane &lane = warp.lanes[here().thread % 32];
@@ -30,7 +30,7 @@ template <typename Together> static const Lane &with_warp(const char *what, cons
     return lane;
 }
 
-// A thread comes to a barrier; the last one opens it.
+// A thread arrives at a barrier. The last one completes it.
 static Barrier &arrive(u32 id, u32 threads, bool set) {
     if (id >= 16 || threads % 32 || threads > block->fibers.size()) fault("barrier %u for %u threads", id, threads);
     Barrier &barrier = block->barriers[id];
@@ -92,7 +92,7 @@ void Block::land(Fiber &fiber, u64 index) {
 void copy_async(u32 into, const void *from) {
     if (reinterpret_cast<u64>(from) % 16) fault("a copy from %p, which is no multiple of 16", from);
     Fiber &fiber = *block->running;
-    // Nothing may be expected here until it has landed.
+    // The destination is undefined until the copy is complete.
     std::memset(shared_at(into, 16), 0xff, 16);
     fiber.copies.push_back({into, from, fiber.committed, false});
     counting().copies++;
@@ -112,7 +112,7 @@ void copy_async_wait(u32 later) {
     }
 }
 
-// Passes that reading 8 rows of 16 bytes takes: of 128 bytes, which all banks give at once, each row has one eighth.
+// Passes for reading 8 rows of 16 bytes: all banks together give 128 bytes per pass, one eighth for each row.
 static u32 passes(const Warp &warp, u32 matrix) {
     u32 most = 0;
     for (u32 eighth = 0; eighth < 8; eighth++) {
@@ -155,8 +155,8 @@ u32 load_shared(u32 address) {
 
 void store_shared(u32 address, u32 word) { std::memcpy(shared_at(address, 4), &word, 4); }
 
-// The matrices of mma.m16n8k16 out of the lanes' registers, and back. Products are exact in f32, and sums are made in one
-// of the orders that the ISA leaves open.
+// mma.m16n8k16 from the lanes' registers to the lanes' registers. Products are exact in f32. The ISA leaves the order of sums
+// open; this is one of them.
 static void multiply_warp(Warp &warp, float (*widen)(u16)) {
     float a[16][16], b[16][8], c[16][8];
     for (u32 lane = 0; lane < 32; lane++) {
@@ -204,7 +204,7 @@ u16 narrow_f16(float value) {
     const u16 sign = bits_of(value) >> 16 & 0x8000;
     const float size = std::fabs(value);
     if (size >= 65520.0f) return sign | 0x7c00;
-    // Below 2^-14 numbers are multiples of 2^-24; above, of 2^-10 times their power of two. rint rounds ties to even.
+    // Numbers below 2^-14 are multiples of 2^-24; larger ones of 2^-10 times their power of two. rint rounds ties to even.
     int exponent = 0;
     std::frexp(size, &exponent);
     const float step = std::ldexp(1.0f, (exponent < -13 ? -13 : exponent) - 11);

@@ -1,4 +1,4 @@
-// Fibers, their schedule, and what threads wait for.
+// Fibers and their schedule.
 #include "machine.h"
 #include "block.h"
 
@@ -52,7 +52,7 @@ u32 Block::chance(u32 below) {
     return (z >> 33) % below;
 }
 
-// The first time a fiber runs it comes here.
+// The entry point of a fiber.
 static void enter() {
     Fiber &fiber = *block->running;
     block->kernel->body(block->args);
@@ -79,13 +79,13 @@ void Block::pause() {
     if (!_setjmp(fiber.resume)) _longjmp(scheduler, 1);
 }
 
-// The next thread in the order of the timing that has not to wait; null if all have to.
+// The next thread that can run, in the order of the timing; null if all wait.
 Fiber *Block::next() {
     const u32 count = fibers.size();
     u32 start = 0;
     if (timing == Timing::Random) {
         start = chance(count);
-        // Copies land whenever they like.
+        // Copies complete at random times.
         Fiber &lucky = fibers[chance(count)];
         if (!lucky.copies.empty()) land(lucky, chance(lucky.copies.size()));
         if (!boxes.empty() && chance(64) == 0) land_box(chance(boxes.size()));
@@ -97,7 +97,7 @@ Fiber *Block::next() {
         start = timing == Timing::Eager ? 0 : count - 1;
     }
     pausing = false;
-    // From a warp that is as far as it gets to the next one.
+    // A warp that cannot continue is followed by the next one.
     for (u32 i = 0; i < count; i++) {
         const u32 n = timing == Timing::Late ? (start + count - i) % count : (start + i) % count;
         Fiber &fiber = fibers[n];
@@ -111,7 +111,7 @@ void Block::run() {
     static ucontext_t home;
     while (left) {
         Fiber *fiber = next();
-        // As late as that: when nobody can go on without one.
+        // As late as possible: when no thread can continue without one.
         if (!fiber && !boxes.empty()) {
             land_box(chance(boxes.size()));
             continue;

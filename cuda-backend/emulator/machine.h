@@ -1,32 +1,32 @@
-// A block of CUDA threads on one CPU thread, as strict as the PTX ISA permits a GPU to be.
+// Emulates a block of CUDA threads on one CPU thread, as strictly as the PTX ISA permits.
 //
-// Each thread is a fiber; it runs until it has to wait for others, and then the schedule says who is next. What is
-// promised to nobody is used: copies land as early or as late as they may, one warp runs far ahead of the others, shared
-// memory starts as NaN, and what is being copied to is NaN until it has landed. If everybody waits, that is reported as a
-// deadlock, and an address outside of what a launch has ends the program. Nothing here is fast.
+// Each thread is a fiber. It runs until it has to wait, then the schedule chooses the next one. Behaviour that the ISA leaves
+// open is used against the kernel: copies complete as early or as late as they may, one warp runs far ahead of the others,
+// shared memory starts as NaN, and the destination of a copy is NaN until the copy is complete. A deadlock is reported, and an
+// address outside of the launch's memory ends the program. Not made for speed.
 #pragma once
 #include "../kernels/arguments.h"
 
 namespace machine {
 
-// When copies land, and in which order threads run.
+// When copies complete, and in which order threads run.
 enum class Timing {
     Eager,   // at once; the first warp runs as far ahead as it can
     Late,    // at the wait that needs them; the last warp runs ahead
-    Random,  // any time in between, in any order; threads take turns by chance
+    Random,  // at any time in between, in any order; threads take turns at random
 };
 
-// Shared addresses begin here, so that an offset that was meant to be an address is found out.
+// The first shared address. Not 0, so that an offset that is used as an address is a fault.
 constexpr u32 SHARED_BASE = 1024;
 constexpr u32 SHARED_MOST = 227 * 1024;
 
-// Where the running thread is.
+// The indices of the running thread.
 struct Here {
     u32 thread, block[3], grid[3];
 };
 const Here &here();
 
-// A kernel that was compiled in; they make a list.
+// A kernel of this program; all are in a linked list.
 struct Kernel {
     const char *name;
     u64 argument_bytes;
@@ -38,7 +38,7 @@ struct Kernel {
     static const Kernel *find(const char *name);
 };
 
-// What a run did. An access of ldmatrix is 8 rows of 16 bytes; it takes as many passes as rows share a bank, at most.
+// Counts of a run. An access of ldmatrix is 8 rows of 16 bytes. It takes as many passes as there are rows in the busiest bank.
 struct Counts {
     u64 accesses, passes, copies, barriers, products;
 };
@@ -62,9 +62,9 @@ u32 load_shared(u32 address);
 void store_shared(u32 address, u32 word);
 void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2], float (*widen)(u16));
 
-// What `src/hopper.rs` calls TensorMap: the arguments of cuTensorMapEncodeTiled.
+// TensorMap of `src/kernels/hopper.rs`: the arguments of cuTensorMapEncodeTiled.
 struct TiledTensor {
-    u64 data, extent[5], stride[4];  // strides in bytes, from the second dimension on
+    u64 data, extent[5], stride[4];  // strides in bytes, of the second and later dimensions
     u32 box[5], rank, type, swizzle;
     u64 reserved[2];
 };
@@ -78,10 +78,10 @@ void copy_box(u32 into, const TensorMap *map, u32 barrier, const i32 *at, u32 ra
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(u32 later);
-// c (64 x n) = or += a (64 x 16) · b (16 x n). `a`: registers, or null; `b_turned`: b lies in rows of n.
+// c (64 x n) = or += a (64 x 16) · b (16 x n). a: registers, or null for `a_matrix`. b_turned: rows of b have n columns in memory.
 void wgmma(float *c, u32 n, const u32 *a, u64 a_matrix, u64 b_matrix, bool adds, bool b_turned, float (*widen)(u16));
 
-// Conversions of the 16-bit types, to nearest even.
+// Conversions of the 16-bit types; rounding is to nearest, ties to even.
 float widen_bf16(u16 bits);
 float widen_f16(u16 bits);
 u16 narrow_bf16(float value);

@@ -1,14 +1,13 @@
-// Runs a job: launches over buffers, as a driver would get them. The job comes by stdin and the answer goes to stdout;
-// all numbers little-endian. `tests/emulator/` writes jobs.
+// Runs a job: launches on buffers. Reads the job from stdin and writes the answer to stdout. All numbers are little-endian.
+// `tests/emulator/` writes jobs.
 //
 //   job     u32 timing, u64 seed, buffers, launches, results
-//   buffers u32 count, each: u64 address, u64 bytes, u32 given, the bytes if given (else all bits are set: NaN)
+//   buffers u32 count, each: u64 address, u64 bytes, u32 given, the bytes if given (otherwise all bits are 1: NaN)
 //   launch  u32 name length, name, u32 grid[3], u32 shared bytes, u32 argument bytes, arguments
 //   results u32 count, each: u64 address, u64 bytes
-//   answer  those bytes, then u64 accesses, passes, copies, barriers, products
+//   answer  the bytes of the results, then u64 accesses, passes, copies, barriers, products
 //
-// Buffers lie at the addresses that the job says, so that arguments can hold them. Behind each is a page that nobody may
-// touch.
+// Buffers are at the addresses that the job gives, so that arguments can contain them. A page without access follows each.
 #include "machine.h"
 
 #include <cstdio>

@@ -1,4 +1,4 @@
-// Kernels of a few instructions each, so that tests can hold the emulator to the ISA's definitions.
+// Kernels of a few instructions each, for tests that compare the emulator with the definitions of the ISA.
 #include "ptx_hopper.h"
 
 struct ProbeArguments {
@@ -7,7 +7,7 @@ struct ProbeArguments {
     u32 option;
 };
 
-// Copies 512 bytes to shared memory (rows of four 8 x 8 matrices) and gives each lane's registers of ldmatrix.
+// Copies 512 bytes to shared memory (rows of four 8 x 8 matrices) and returns each lane's registers of ldmatrix.
 // Option: 0 plain, 1 transposed.
 KERNEL(probe_matrices, ProbeArguments, 32) {
     copy_async(shared_base() + thread_x() * 16, args.in + thread_x() * 4, true);
@@ -22,7 +22,7 @@ KERNEL(probe_matrices, ProbeArguments, 32) {
     for (u32 i = 0; i < 4; i++) args.out[thread_x() * 4 + i] = r[i];
 }
 
-// in: a[32][4], b[32][2], c[32][4] as lanes hold them. Option: 0 bf16, 1 f16.
+// in: a[32][4], b[32][2], c[32][4], each by lane. Option: 0 bf16, 1 f16.
 KERNEL(probe_multiply, ProbeArguments, 32) {
     u32 a[4];
     float c[4];
@@ -36,21 +36,21 @@ KERNEL(probe_multiply, ProbeArguments, 32) {
     for (u32 i = 0; i < 4; i++) reinterpret_cast<float *>(args.out)[lane * 4 + i] = c[i];
 }
 
-// in: pairs of f32. out: their packed halves, bf16 then f16.
+// in: pairs of f32. out: the pairs packed to 16 bits, bf16 then f16.
 KERNEL(probe_pack, ProbeArguments, 32) {
     const float *in = reinterpret_cast<const float *>(args.in) + thread_x() * 2;
     args.out[thread_x() * 2] = Bf16::pack(in[0], in[1]);
     args.out[thread_x() * 2 + 1] = F16::pack(in[0], in[1]);
 }
 
-// Reads rows of ldmatrix that are `option` bytes apart, for the count of passes.
+// Executes ldmatrix on rows that are `option` bytes apart, to count passes.
 KERNEL(probe_banks, ProbeArguments, 32) {
     u32 r[4];
     load_matrices(r, shared_base() + thread_x() % 8 * args.option);
     if (thread_x() == 0) args.out[0] = r[0];
 }
 
-// Two groups of copies; what is in shared memory before and after each wait.
+// Two groups of copies. out: shared memory before and after each wait.
 KERNEL(probe_copies, ProbeArguments, 32) {
     const u32 at = shared_base() + thread_x() * 32;
     copy_async(at, args.in + thread_x() * 8, true);
@@ -65,9 +65,8 @@ KERNEL(probe_copies, ProbeArguments, 32) {
     args.out[thread_x() * 4 + 3] = load_shared(at + 16);
 }
 
-// What a wrong kernel does. Option: 0 nothing wrong, 1 a warp skips a barrier, 2 lanes execute different instructions,
-// 3 a lane skips a shuffle, 4 a copy is left behind, 5 an address outside of shared memory, 6 one that is not aligned,
-// 7 a write behind a buffer.
+// Faults of a kernel. Option: 0 none, 1 a warp skips a barrier, 2 lanes execute different instructions, 3 a lane skips a
+// shuffle, 4 no wait for a copy, 5 an address outside of shared memory, 6 a misaligned address, 7 a write behind a buffer.
 KERNEL(probe_fault, ProbeArguments, 64) {
     const u32 lane = thread_x() % 32;
     if (args.option != 1 || thread_x() < 32) barrier_or(false);
@@ -81,7 +80,7 @@ KERNEL(probe_fault, ProbeArguments, 64) {
     args.out[args.option == 7 ? 2048 : 0] = 1;
 }
 
-// Of Hopper.
+// Hopper.
 
 struct BoxProbe {
     TensorMap map;
@@ -90,7 +89,7 @@ struct BoxProbe {
     u32 bytes, reserved;
 };
 
-// One box; its bytes in shared memory, before which the first word as it was before the wait.
+// Copies one box. out: the first word of shared memory before the wait, then the bytes of the box.
 KERNEL(probe_box, BoxProbe, 32) {
     const u32 box = shared_base(), phase = box + args.bytes;
     if (thread_x() == 0) {
@@ -98,7 +97,7 @@ KERNEL(probe_box, BoxProbe, 32) {
         phases_are_there();
     }
     barrier_or(false);
-    // Of a barrier that nothing has gone through, the phase before the first one is over.
+    // For a new mbarrier, the phase before the first one counts as complete.
     phase_wait(phase, 1);
     if (elect_one()) {
         phase_arrive_expecting(phase, args.bytes);
@@ -109,9 +108,9 @@ KERNEL(probe_box, BoxProbe, 32) {
     for (u32 n = thread_x(); n < args.bytes / 4; n += 32) args.out[1 + n] = load_shared(box + n * 4);
 }
 
-// c (64 x 128) = or += a (64 x 16) · b (16 x 128). in: shared memory from a on, then registers of a [128][4], then c
-// [128][64]. Option: bit 0 f16, bit 1 a in registers and b turned, bit 2 without adding. out: c [128][64], then for each
-// thread an accumulator before the wait.
+// c (64 x 128) = or += a (64 x 16) · b (16 x 128). in: shared memory from a on, then registers of a [128][4], then c [128][64].
+// Option: bit 0 f16, bit 1 a in registers and b turned, bit 2 `=` instead of `+=`. out: c [128][64], then one accumulator of each
+// thread before the wait.
 template <typename T> DEVICE void multiply_group(const ProbeArguments &args) {
     const u32 a = shared_base(), b = a + 8192, words = (8192 + 16384) / 4, thread = thread_x();
     for (u32 n = thread; n < words / 4; n += 128) copy_async(a + n * 16, args.in + n * 4, true);
@@ -123,13 +122,13 @@ template <typename T> DEVICE void multiply_group(const ProbeArguments &args) {
     for (u32 i = 0; i < 4; i++) p[i] = args.in[words + thread * 4 + i];
     for (u32 i = 0; i < 64; i++)
         c[i / 4][i % 4] = reinterpret_cast<const float *>(args.in)[words + 512 + thread * 64 + i];
-    // Eight rows are 1024 bytes; of b turned, 64 columns are 2048.
+    // Eight rows are 1024 bytes. In turned b, 64 columns are 2048.
     const u64 swizzle = u64(1) << 62, rows = u64(1024 / 16) << 32;
     wgmma_fence();
     if (args.option & 2)
         Wgmma<T, 128>::registers(c, p, swizzle | rows | u64(2048 / 16) << 16 | b / 16);
     else
-        // The second 16 of the 64 elements of a row.
+        // Elements 16 to 31 of the 64 elements of a row.
         Wgmma<T, 128>::shared(c, swizzle | rows | (a + 32) / 16, swizzle | rows | (b + 32) / 16, !(args.option & 4));
     wgmma_commit();
     reinterpret_cast<float *>(args.out)[8192 + thread] = c[15][3];
@@ -144,10 +143,10 @@ KERNEL(probe_wgmma, ProbeArguments, 128) {
         multiply_group<Bf16>(args);
 }
 
-// What a wrong kernel does. Option: 0 nothing wrong, 1 one arrives too many, 2 more bytes are expected than come, 3 an
-// mbarrier that nobody initialised, 4 a phase that does not end, 5 no fence, 6 a product is left behind, 7 a warp skips
-// wgmma, 8 threads stay at a named barrier, 9 a named barrier of two sizes, 10 a box is left behind, 11 it is not
-// aligned, 12 a register of a changes while it is read, 13 an accumulator.
+// Faults of a kernel. Option: 0 none, 1 one arrival too many, 2 more expected bytes than copied ones, 3 an mbarrier that is not
+// initialised, 4 a phase that is never complete, 5 no fence, 6 no wait for a product, 7 a warp skips wgmma, 8 threads stay at a
+// named barrier, 9 a named barrier of two sizes, 10 no wait for a box, 11 a misaligned box, 12 a register of a changes while it is
+// read, 13 an accumulator changes.
 KERNEL(probe_hopper_fault, BoxProbe, 128) {
     const u32 option = args.at[3], phase = shared_base() + 16384, thread = thread_x();
     if (thread == 0) {

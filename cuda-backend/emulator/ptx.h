@@ -1,5 +1,5 @@
-// The instructions that kernels use, on a CPU: the same names as `kernels/cuda/ptx.h`, and what they do as the PTX ISA
-// says it. Every lane is a fiber of its own (`machine.h`); what a warp does together is done when all its lanes are there.
+// The instructions that kernels use, on a CPU: the names of `kernels/cuda/ptx.h`, with the semantics of the PTX ISA. Every lane is
+// a fiber (`machine.h`). A warp-wide instruction is executed when all lanes have reached it.
 #pragma once
 #include "../kernels/arguments.h"
 #include "machine.h"

@@ -1,4 +1,4 @@
-// The instructions of Hopper, on a CPU: the same names as `kernels/cuda/ptx_hopper.h`.
+// The instructions of Hopper, on a CPU: the names of `kernels/cuda/ptx_hopper.h`.
 #pragma once
 #include "ptx.h"
 
@@ -18,7 +18,7 @@ inline void named_sync(u32 id, u32 threads) { machine::named_or(id, threads, fal
 inline void named_arrive(u32 id, u32 threads) { machine::named_arrive(id, threads); }
 inline bool named_or(u32 id, u32 threads, bool set) { return machine::named_or(id, threads, set); }
 
-// A branch on what it gives is the same for a whole warp.
+// The value of lane 0, for branches that are uniform in a warp.
 inline u32 warp_uniform(u32 value) { return value; }
 inline bool elect_one() {
     warp_sync();

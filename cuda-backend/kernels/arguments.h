@@ -1,6 +1,7 @@
-// What kernels are given, by value. `src/arguments.rs` has the same structs for the host; the tests compare their sizes.
+// Arguments of the kernels, passed by value. `src/kernels/arguments.rs` has the same structs for the host; the tests compare
+// their sizes.
 //
-// Sources of kernels include no header but these: NVRTC has none of the compiler's or the C library's.
+// Kernel sources include no other headers: NVRTC has no headers of the compiler or of the C library.
 #pragma once
 
 typedef unsigned char u8;
@@ -10,7 +11,7 @@ typedef int i32;
 typedef long long i64;
 typedef unsigned long long u64;
 
-// A strided tensor [batch, rows, heads, ·]. Strides count elements, 32-bit words of a boolean pair tensor, bytes in repack.
+// A strided tensor [batch, rows, heads, ·]. Strides count elements; of a mask tensor 32-bit words, in repack bytes.
 struct Tensor {
     const void *data;
     u64 batch_stride, row_stride, head_stride;
@@ -21,7 +22,7 @@ struct RowSpan {
     u32 lo, hi;
 };
 
-// Consecutive tiles of keys. In full ones every row of the query tile sees every key.
+// Consecutive tiles of keys. full: every row of the query tile sees every key of them.
 struct TileRun {
     u32 first, count, full;
 };
@@ -39,29 +40,29 @@ struct AttendArguments {
     const TileRun *runs;
     const u32 *kv_head_of;    // [heads]
     u32 rows, keys, heads, dim;
-    u32 classes, q_tiles;     // classes: 1, or one for each batch entry
-    u32 first_tile, first_head, first_batch;  // where the grid begins: a long call is several launches
+    u32 classes, q_tiles;     // classes: 1 if all batch entries have the same mask, else one for each
+    u32 first_tile, first_head, first_batch;  // the beginning of the grid: a long call is several launches
     u32 pair_kind;
-    float scale;              // of base-2 logits: scale · log2 e; under a softcap scale / cap
-    float cap;                // cap · log2 e; 0: no softcap
+    float scale;              // for base-2 logits: scale · log2 e; with a softcap scale / cap
+    float cap;                // cap · log2 e, or 0 without a softcap
 };
 
-// Query heads that share a KV head and lie side by side in a tile.
+// Consecutive query heads that share a KV head and a tile.
 struct HeadPack {
     u32 first, count;
 };
 
-// As above for few rows: the tiles of keys of each query tile are cut into parts, each with a state of its own.
+// The same for few rows: the tiles of keys of each query tile are split into parts, each with a state of its own.
 // Grid: (query tiles · tile_blocks, packs, batch entries).
 struct DecodeArguments {
-    AttendArguments attend;  // a and ml: `parts` states, one behind the other, written and not read; first_head: 0
+    AttendArguments attend;  // a and ml: `parts` states, one behind the other, only written; first_head: 0
     const HeadPack *packs;
     u32 parts, batch;
-    u32 tile_rows;           // query rows of a tile; it has room for them times the heads of a pack
-    u32 tile_blocks;         // blocks of a query tile: one for each part; in f32 for 8 rows of parts
+    u32 tile_rows;           // query rows of a tile, which holds them for each head of a pack
+    u32 tile_blocks;         // blocks per query tile: one per part; in f32 one per 8 (row, part) pairs
 };
 
-// What TMA knows of a tensor: 128 bytes that the driver encodes. The emulator reads `src/hopper.rs`'s TensorMap in it.
+// A tensor as TMA copies it: 128 bytes that the driver encodes. In the emulator they are TensorMap of `src/kernels/hopper.rs`.
 struct alignas(64) TensorMap {
     u64 words[16];
 };
@@ -71,51 +72,51 @@ struct TilePlace {
     u32 tile, batch;
 };
 
-// As above by wgmma and TMA. Item n is the query tile of order[n / heads] of head n % heads. Grid: any, at best as many
-// blocks as run at a time; each takes every so many items.
+// The same by wgmma and TMA. Item n is query tile order[n / heads] of head n % heads. Grid: any, best as many blocks as run at
+// a time. A block computes every (number of blocks)-th item.
 struct HopperArguments {
     TensorMap q, k, v;       // of 16-bit elements [dim, rows, heads, batch], boxes of 64 columns by the rows of a tile
-    AttendArguments attend;  // without the tensors, the pairs and the first tile, head and batch entry
+    AttendArguments attend;  // q, k, v, pairs and the beginning of the grid are not used
     const TilePlace *order;
     u32 first_item, end_item;
     u64 reserved;
 };
 
-// A running state. Grid: (⌈rows · heads · batch / 8⌉), a warp for each row of a head.
+// A running state. Grid: (⌈rows · heads · batch / 8⌉), one warp for each row of a head.
 struct StateArguments {
     float *a, *ml;
     const float *from_a, *from_ml;  // merge: the other state
-    const float *sinks;             // finalize: [heads], or null
+    const float *sinks;             // finalize: [heads], or null without sinks
     void *o;                        // finalize: [batch, rows, heads, dim]
     float *lse;                     // finalize: [batch, rows, heads]
     u32 batch, rows, heads, dim;
 };
 
-// Merges states that lie one behind the other from from_a and from_ml on into a state. Grid as above.
+// Merges `parts` states, one behind the other from from_a and from_ml on, into a state. Grid as above.
 struct PartsArguments {
     StateArguments state;
     u32 parts, reserved;
 };
 
-// Elements from one storage type to another, eight for each thread. Grid: (⌈eights / 256⌉).
+// Conversion between storage types, eight elements per thread. Grid: (⌈eights / 256⌉).
 struct ConvertArguments {
     const void *from;
-    void *into;  // both at multiples of 16 bytes
+    void *into;  // both addresses are multiples of 16
     u64 eights;
 };
 
-// Elements to 8-bit codes with scales, or back. Grid: of scales over rows (⌈batch · tokens · heads · lanes / 256⌉), over
-// channels (⌈heads · dim / 128⌉ · ⌈tokens / 64⌉ · batch).
+// Elements to 8-bit codes with scales, or back. Grid: with one scale per row (⌈batch · tokens · heads · lanes / 256⌉), with one
+// per channel (⌈heads · dim / 128⌉ · ⌈tokens / 64⌉ · batch).
 struct CodesArguments {
-    void *data;     // [batch, tokens, heads, dim], at a multiple of 16 bytes
+    void *data;     // [batch, tokens, heads, dim]; the address is a multiple of 16
     void *codes;    // likewise
-    float *scales;  // over rows [batch, tokens, heads], over channels [batch, ⌈tokens / 64⌉, heads, dim]
+    float *scales;  // per row [batch, tokens, heads], per channel [batch, ⌈tokens / 64⌉, heads, dim]
     u32 batch, tokens, heads, dim;
-    u32 lanes;      // over rows: lanes of a row, a power of two; dim is at most 8 times that
+    u32 lanes;      // per row: lanes of a row, a power of two; dim is at most 8 · lanes
     u32 reserved;
 };
 
-// Copies rows between two strided layouts; all in bytes and multiples of 4. Any grid.
+// Copies rows between two strided layouts. All sizes are in bytes and multiples of 4. Any grid.
 struct RepackArguments {
     Tensor from, into;
     u32 batch, rows, heads, row_bytes;

@@ -1,13 +1,13 @@
-// Attention on tensor cores by mma.sync, from sm_80 on: a block of warps, 16 query rows each, walks over tiles of keys.
+// Attention on tensor cores by mma.sync, for sm_80 and later: a block of warps with 16 query rows each iterates over tiles of
+// keys.
 //
-// - K and V come by cp.async into two stages: while a tile is multiplied the next one is on its way. There is one
-//   barrier for each tile.
-// - Scores, weights, sums and the accumulator stay in registers (`rows.h`). They begin afresh and are merged into the
-//   state in memory at the end, so that a state is read and written once.
+// - cp.async copies K and V into two stages: while one tile is multiplied, the next one is copied. One barrier per tile.
+// - Scores, weights, sums and the accumulator stay in registers (`rows.h`). They start empty and are merged into the state in
+//   memory at the end, so a state is read and written once.
 #pragma once
 #include "rows.h"
 
-// `At` says which rows a block has, and which keys (`Place`, `PackedPlace`).
+// `At` defines the rows and the keys of a block (`Place`, `PackedPlace`).
 template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 : 4> struct Attention {
     static constexpr int THREADS = WARPS * 32;
     static constexpr int ROWS = WARPS * 16;
@@ -16,7 +16,7 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
     static constexpr int COLUMNS = DIM / 8;
     static constexpr u32 TILE_BYTES = KEYS * DIM * 2;
     static constexpr u32 SHARED_BYTES = ROWS * DIM * 2 + 4 * TILE_BYTES;
-    // Beyond this the accumulator leaves no registers for queries: they are read for every tile.
+    // Above this the accumulator leaves no registers for the queries: they are read from shared memory for every tile.
     static constexpr bool Q_STAYS = DIM <= 128;
 
     using Mine = Rows<T, DIM, KEYS, At>;
@@ -31,14 +31,14 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
         mine.begin(at, ROWS, thread_x() / 32 * 16);
     }
 
-    // Where a 16-byte column of a row lies in a tile. Columns are permuted so that 8 rows at one column, which is what
-    // ldmatrix reads at a time, lie in different banks.
+    // The offset in bytes of a 16-byte column of a row in a tile. Columns are permuted so that 8 rows of one column, which
+    // ldmatrix reads at a time, are in different banks.
     DEVICE static u32 place(u32 row, u32 column) {
         const u32 twist = COLUMNS % 8 == 0 ? row & 7 : row >> 1 & 3;
         return (row * COLUMNS + (column ^ twist)) * 16;
     }
 
-    // Calls `each(row, column)` for the thread's part of a tile's 16-byte columns.
+    // Calls `each(row, column)` for this thread's share of the 16-byte columns of a tile.
     template <int rows, typename Each> DEVICE static void share(Each each) {
         static_assert(rows * COLUMNS % THREADS == 0, "threads share a tile evenly");
         UNROLL for (int i = 0; i < rows * COLUMNS / THREADS; i++) {
@@ -47,7 +47,7 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
         }
     }
 
-    // Starts copying 16 bytes, or zeros: they stand behind the last row and behind the last element.
+    // Starts a copy of 16 bytes, or of zeros behind the last row and behind the last element of a head.
     DEVICE void copy(u32 into, const u16 *row, u32 column, bool there) const {
         there = there && column * 8 < args.dim;
         copy_async(into, there ? row + column * 8 : row, there);
@@ -76,7 +76,7 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
         copy_async_commit();
     }
 
-    // Whether what this thread has copied of a tile of V holds NaN or an infinity.
+    // Whether this thread's share of a tile of V has a NaN or an infinity.
     DEVICE static bool copied_odd(u32 v) {
         bool odd = false;
         share<KEYS>([&](u32 row, u32 column) {
@@ -86,13 +86,13 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
         return odd;
     }
 
-    // The A fragment of 16 elements of the warp's queries. A negative scale is their sign.
+    // The A fragment of 16 elements of the warp's queries. For a negative scale the queries are negated.
     DEVICE void load_q(u32 (&q)[4], u32 from, u32 k) const {
         load_matrices(q, from + place(thread_x() / 32 * 16 + lane % 16, 2 * k + lane / 16));
         UNROLL for (int i = 0; i < 4; i++) q[i] ^= args.scale < 0.0f ? 0x80008000u : 0;
     }
 
-    // scores = q · k for all keys of a tile.
+    // scores = q · k, for all keys of a tile.
     DEVICE void multiply_keys(float (&scores)[KEYS / 8][4], const u32 (*held)[4], u32 q_from, u32 k_from) const {
         UNROLL for (int n = 0; n < KEYS / 8; n++)
             UNROLL for (int i = 0; i < 4; i++) scores[n][i] = 0.0f;
@@ -112,7 +112,7 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
         }
     }
 
-    // acc += weights · v. If `odd`, elements that are not finite count as 0.
+    // acc += weights · v. If `odd`, elements of v that are not finite count as 0.
     DEVICE void multiply_values(const float (&weights)[KEYS / 8][4], u32 v_from, bool odd) {
         UNROLL for (int k = 0; k < KEYS / 16; k++) {
             u32 p[4];
@@ -134,7 +134,7 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
 
     DEVICE void run() {
         Tiles tiles = at.tiles(args);
-        // Warps behind the last row help to copy, and no more.
+        // Warps behind the last row only copy.
         const bool rows_here = at.row(ROWS, thread_x() / 32 * 16).row < args.rows;
         if (tiles.done()) {
             if (At::FRESH && rows_here) mine.merge(at);
@@ -143,7 +143,7 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
         const u32 q_from = shared_base(), stages = q_from + ROWS * DIM * 2;
         copy_queries(q_from);
         copy_keys(stages, tiles.tile());
-        // A scale of 0 must not turn the -inf of hidden keys into NaN.
+        // With a scale of 0 the -inf of hidden keys would become NaN.
         const float scale = larger(magnitude(args.scale), 1.2e-38f);
         u32 held[Q_STAYS ? DIM / 16 : 1][4];
         for (u32 step = 0; !tiles.done(); step++) {
@@ -152,7 +152,7 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
             const bool tested = !tiles.full() || first_key + KEYS > args.keys || args.pair_kind != NO_PAIRS;
             tiles.advance();
             copy_async_wait<0>();
-            // The tile is there for everybody, and nobody reads the other stage any more.
+            // After this the tile is complete for all threads, and no thread reads the other stage.
             const bool odd = barrier_or(tested && copied_odd(v_from));
             if (!tiles.done()) copy_keys(stages + (step + 1) % 2 * 2 * TILE_BYTES, tiles.tile());
             if (!rows_here) continue;

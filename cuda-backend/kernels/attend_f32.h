@@ -1,5 +1,5 @@
-// Attention in f32 without tensor cores, whose products have fewer bits: right, and slow. A warp has one query row and
-// 32 keys at a time: a key for each lane while scores are made, an element for each lane while values are summed.
+// Attention in f32, without tensor cores because their products have fewer bits; slow. A warp has one query row and 32 keys at
+// a time: one key per lane for the scores, one element per lane for the sum of values.
 #pragma once
 #include "convert.h"
 
@@ -11,7 +11,7 @@ struct AttentionF32 {
         attend(args, at, at.row(ROWS, thread_x() / 32));
     }
 
-    // A warp's row. Nothing here waits for other warps.
+    // Computes one row with one warp. Warps do not wait for each other.
     template <typename At> DEVICE static void attend(const AttendArguments &args, const At &at, TileRow here) {
         if (here.row >= args.rows) return;
         const u32 lane = thread_x() % 32;
@@ -35,7 +35,7 @@ struct AttentionF32 {
             UNROLL for (int i = 0; i < MOST_DIM / 32; i++) acc[i] *= rescale;
             for (u32 c = 0; c < KEYS; c++) {
                 const float w = shuffle(weight, c);
-                // Left out and not multiplied by 0: the value of a hidden key may be NaN.
+                // Skipped instead of multiplied by 0: the value of a hidden key may be NaN.
                 if (!(seen >> c & 1)) continue;
                 const float *value = v + (first_key + c) * args.v.row_stride;
                 UNROLL for (int i = 0; i < MOST_DIM / 32; i++)
@@ -44,7 +44,7 @@ struct AttentionF32 {
         }
         for (u32 apart = 16; apart; apart /= 2) sum += shuffle_xor(sum, apart);
         float *ml = at.ml(args, here), *a = at.a(args, here);
-        // What is in memory of a fresh state is not read.
+        // The memory of a fresh state is not read.
         const Entry entry(top, sum, At::FRESH ? EMPTY_M : ml[0], At::FRESH ? 0.0f : ml[1]);
         warp_sync();
         if (entry.nothing && !At::FRESH) return;
@@ -58,14 +58,14 @@ struct AttentionF32 {
                 a[lane + 32 * i] = At::FRESH ? acc[i] * entry.found : entry.of(a[lane + 32 * i], acc[i]);
     }
 
-    // Base-2 logit of a (row, key); -inf where the row does not see it.
+    // The base-2 logit of a (row, key); -inf if the row does not see the key.
     DEVICE static float logit(const AttendArguments &args, u32 batch, TileRow at, RowSpan span, const float *q,
                               const float *k, u32 key) {
         const float add = term<F32>(args, batch, at, span, position_of(args, key));
         if (add == -INFINITE) return add;
         float dot = 0.0f;
         const Unit *units = reinterpret_cast<const Unit *>(k + key * args.k.row_stride);
-        // More at a time would take registers that the values need.
+        // Unrolled, this would take registers that the values need.
         ROLLED for (u32 n = 0; n < args.dim / 4; n++) {
             const Unit x = reinterpret_cast<const Unit *>(q)[n], y = units[n];
             UNROLL for (int i = 0; i < 4; i++) dot = fused(float_of(x.words[i]), float_of(y.words[i]), dot);

@@ -1,18 +1,18 @@
-// Attention for Hopper: TMA brings tiles, wgmma multiplies them out of shared memory.
+// Attention for Hopper: TMA copies tiles to shared memory, wgmma multiplies them there.
 //
-// - A block has three warpgroups. The first one gives its registers away; one thread of it keeps TMA busy. The others
-//   have 64 query rows each, and take tiles as they come.
-// - Blocks stay: each takes every so many items of a list in which the longest come first, and loads of the next item
-//   begin while the last one's state is still written.
-// - Full tiles come last, and overlap: while the scores of one become weights, the weights of the one before are
-//   multiplied; and the two warpgroups take turns at multiplying, so that one's exponentials run under the other's
-//   products.
-// - Tiles that need tests come first, one step after the other. There 0 · NaN of a hidden key is looked for.
+// - A block has three warpgroups. The first is the producer: it gives registers away, and one thread of it issues all copies.
+//   The other two are consumers with 64 query rows each.
+// - Blocks are persistent: each computes every (number of blocks)-th item of a list that begins with the longest items. Copies
+//   for the next item begin while the state of the previous one is written.
+// - Full tiles come last and overlap: while the softmax of one tile is computed, the weights of the previous one are multiplied.
+//   The two consumers take turns at issuing products, so that the exponentials of one run during the products of the other.
+// - Tiles that need mask tests come first, without overlap. Only there can a hidden key give 0 · NaN.
 #pragma once
 #include "ptx_hopper.h"
 #include "rows.h"
 
-// The tiles of an item that need tests, or the others. A full run needs one only for keys behind the last.
+// Iterates over the tiles of an item that need mask tests (`tested`), or over the others. In a full run only a tile that reaches
+// behind the last key needs tests.
 struct Sweep {
     const TileRun *run, *end;
     u32 tile, stop, whole;
@@ -44,14 +44,14 @@ template <typename T, int DIM, int KEYS> struct Hopper {
     static constexpr int THREADS = 128 * (1 + CONSUMERS);
     static constexpr u32 ROWS = 64 * CONSUMERS;
     static constexpr u32 STAGES = DIM == 64 ? 4 : 2;
-    // Rows of shared memory have 64 elements: a tile is one such chunk behind the other.
+    // A row in shared memory has 64 elements, 128 bytes. A tile of more columns is several such chunks, one behind the other.
     static constexpr u32 CHUNKS = DIM / 64, Q_CHUNK = ROWS * 128, KV_CHUNK = KEYS * 128;
     static constexpr u32 Q_BYTES = CHUNKS * Q_CHUNK, TILE_BYTES = CHUNKS * KV_CHUNK;
     static constexpr u32 PHASES = 2 + 4 * STAGES;
     static constexpr u32 SHARED_BYTES = Q_BYTES + 2 * STAGES * TILE_BYTES + PHASES * 8;
-    // A warp says for all of its lanes that it has read.
+    // Arrivals that free a stage: one for each warp of the consumers.
     static constexpr u32 READERS = 4 * CONSUMERS;
-    // Named barriers: a consumer's turn to multiply, its own threads', and those of both.
+    // Named barriers: the turn of a consumer to issue products, the threads of one consumer, the threads of both.
     static constexpr u32 TURN = 1, OWN = 1 + CONSUMERS, BOTH = 1 + 2 * CONSUMERS;
 
     using Mine = Rows<T, DIM, KEYS, Place>;
@@ -77,12 +77,12 @@ template <typename T, int DIM, int KEYS> struct Hopper {
     }
     DEVICE Sweep sweep(const Place &at, bool tested) const { return Sweep(at.tiles(args), args.keys / KEYS, tested); }
 
-    // What one thread does: everything that comes into shared memory.
+    // The producer, one thread: issues all copies to shared memory.
     DEVICE void produce() const {
         u32 taken = 0, step = 0;
         for (u32 item = more.first_item + block_x(); item < more.end_item; item += grid_x(), taken++) {
             const Place at = place(item);
-            // Of a barrier that nothing has gone through yet, the phase before the first one is over.
+            // For a new mbarrier, the phase before the first one counts as complete.
             phase_wait(q_empty(), taken % 2 ^ 1);
             phase_arrive_expecting(q_full(), Q_BYTES);
             for (u32 c = 0; c < CHUNKS; c++)
@@ -104,7 +104,7 @@ template <typename T, int DIM, int KEYS> struct Hopper {
         }
     }
 
-    // A matrix for wgmma, in rows of 128 bytes as TMA swizzles them; eight rows are 1024 bytes.
+    // The wgmma descriptor of a matrix in rows of 128 bytes, swizzled by TMA. Eight rows are 1024 bytes.
     DEVICE static u64 matrix(u32 address, u32 chunk) {
         return u64((address & 0x3ffff) >> 4) | u64(chunk >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
     }
@@ -112,7 +112,7 @@ template <typename T, int DIM, int KEYS> struct Hopper {
     // Starts scores = q · k.
     DEVICE void multiply_keys(float (&scores)[KEYS / 8][4], u32 consumer, u32 stage) const {
         UNROLL for (u32 i = 0; i < DIM / 16; i++) {
-            // 16 elements are 32 bytes of a row.
+            // 16 elements of a row are 32 bytes.
             const u32 from = i / 4, within = i % 4 * 32;
             Wgmma<T, KEYS>::shared(scores, matrix(q + from * Q_CHUNK + consumer * 64 * 128 + within, 16),
                                    matrix(k + stage * TILE_BYTES + from * KV_CHUNK + within, 16), i != 0);
@@ -127,13 +127,13 @@ template <typename T, int DIM, int KEYS> struct Hopper {
         wgmma_commit();
     }
 
-    // This warp has read what it waited for.
+    // Arrives at `phase` when all lanes of this warp have read.
     DEVICE static void release(u32 phase) {
         warp_sync();
         if (thread_x() % 32 == 0) phase_arrive(phase);
     }
 
-    // Whether a tile of V holds NaN or an infinity; for the whole warpgroup.
+    // Whether a tile of V has a NaN or an infinity; the same for the whole warpgroup.
     DEVICE bool odd_values(u32 consumer, u32 stage) const {
         bool odd = false;
         for (u32 at = thread_x() % 128 * 4; at < TILE_BYTES; at += 512)
@@ -141,8 +141,8 @@ template <typename T, int DIM, int KEYS> struct Hopper {
         return warp_uniform(named_or(OWN + consumer, 128, odd));
     }
 
-    // Zeros in the place of NaN and infinities in a tile of V. Both consumers come to here with the same tile, and each clears
-    // half of it when both have read it.
+    // Replaces NaN and infinities in a tile of V by zeros. Both consumers call this for the same tile. Each clears one half of it,
+    // after both have read it.
     DEVICE void clear_odd_values(u32 consumer, u32 stage) const {
         named_sync(BOTH, 128 * CONSUMERS);
         for (u32 at = consumer * 512 + thread_x() % 128 * 4; at < TILE_BYTES; at += 512 * CONSUMERS) {
@@ -158,9 +158,9 @@ template <typename T, int DIM, int KEYS> struct Hopper {
         UNROLL for (int i = 0; i < KEYS / 16; i++) Mine::pack_weights(p[i], weights, i);
     }
 
-    // What a warpgroup with 64 rows does.
+    // A consumer, one warpgroup: computes 64 rows of each item.
     DEVICE void consume(u32 consumer) const {
-        // A scale of 0 must not turn the -inf of hidden keys into NaN. A negative one bends logits.
+        // With a scale of 0 the -inf of hidden keys would become NaN. `shape` applies a negative scale itself.
         const float scale = args.scale < 0.0f ? args.scale : larger(args.scale, 1.2e-38f);
         Mine mine(args);
         float scores[KEYS / 8][4], rescale[2];
@@ -237,7 +237,7 @@ template <typename T, int DIM, int KEYS> struct Hopper {
             release(q_empty());
             mine.merge(at);
         }
-        // The last turn that was given to it.
+        // Consumes the last turn that the other consumer gave, so that no arrival is left.
         if (consumer == 0) named_sync(TURN, 256);
     }
 

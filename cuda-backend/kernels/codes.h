@@ -1,23 +1,22 @@
-// Elements to 8-bit codes and back: an element is its code times a scale that it shares with others. A scale is their
-// largest finite magnitude over 127.
+// Elements to 8-bit codes and back. An element is its code times a scale, which a group of elements shares. A scale is the
+// largest finite magnitude of its group divided by 127.
 //
-// They wait for memory: each element is read once and written once, at best 3 bytes for one of 16 bits and 5 for f32, and 4
-// for each scale, over the bandwidth.
+// Bound by memory: each element is read once and written once, 3 bytes for a 16-bit element and 5 for f32, and 4 bytes per scale.
 #pragma once
 #include "convert.h"
 
-// Of what is not finite; comes back as NaN.
+// The code of elements that are not finite. They come back as NaN.
 static constexpr u32 CODE_NOT_FINITE = 0x80;
 
-// Eight neighbouring codes.
+// Eight consecutive codes.
 struct alignas(8) EightCodes {
     u32 words[2];
 };
 
-// What counts for a scale: of what is not finite nothing.
+// The magnitude of an element for the scale: 0 if it is not finite.
 DEVICE float counted(float x) { return magnitude(x) < INFINITE ? magnitude(x) : 0.0f; }
 
-// 0 where it would be subnormal: other devices may flush those.
+// The scale, or 0 if it would be subnormal: other devices may flush subnormal numbers.
 DEVICE float scale_for(float largest) {
     const float scale = largest / 127.0f;
     return scale < 1.17549435e-38f ? 0.0f : scale;
@@ -26,9 +25,9 @@ DEVICE float scale_for(float largest) {
 DEVICE float inverse_of(float scale) { return scale == 0.0f ? 0.0f : 1.0f / scale; }
 
 DEVICE u32 code_of(float x, float scale, float inverse) {
-    // The second step makes of the product what a division would give, so that a tie is one, for a third of its instructions.
+    // The second step corrects the product to the result of a division, so that ties are exact, with a third of its instructions.
     const float about = x * inverse, quotient = fused(fused(-about, scale, x), inverse, about);
-    // The sum has no bits for halves: the nearest whole number, of two the even one, is in its low bits.
+    // The sum has no fraction bits: its low bits are the nearest integer, ties to even.
     const u32 code = bits_of(quotient + 12582912.0f) & 0xff;
     return magnitude(x) < INFINITE ? code : CODE_NOT_FINITE;
 }
@@ -51,7 +50,7 @@ template <typename T> DEVICE void store_numbers(const CodesArguments &args, u64 
     store_eight<T>(args.data, eight, x);
 }
 
-// A scale for each row, the elements of one head of one token: some lanes of a warp have eight elements each.
+// One scale per row, the elements of one head of one token. `lanes` lanes of a warp have eight elements each.
 struct RowCodes {
     static constexpr int THREADS = 256;
 
@@ -71,7 +70,7 @@ struct RowCodes {
         float x[8] = {}, scales[8], inverses[8], largest = 0.0f;
         if (there) load_eight<T>(args.data, eight, x);
         UNROLL for (int i = 0; i < 8; i++) largest = larger(largest, counted(x[i]));
-        // Lanes behind the last row take part.
+        // Lanes behind the last row take part in the shuffles.
         for (u32 apart = args.lanes / 2; apart; apart /= 2) largest = larger(largest, shuffle_xor(largest, apart));
         if (!there) return;
         const float scale = scale_for(largest), inverse = inverse_of(scale);
@@ -92,14 +91,14 @@ struct RowCodes {
     }
 };
 
-// A scale for 64 tokens of each channel. A block has 128 channels of them; a thread keeps eight channels of four tokens in
-// registers, so that elements are not read again once their scales are known.
+// One scale per channel and group of 64 tokens. A block has 128 channels. A thread keeps eight channels of four tokens in
+// registers, so that elements are read only once.
 struct ChannelCodes {
     static constexpr int THREADS = 256, LANES = 16, TOKENS = 64, WARPS = THREADS / 32;
     static constexpr u32 APART = THREADS / LANES, EACH = TOKENS / APART;
 
-    u32 lane, token, tokens, stride;  // tokens: of the group; stride: from a token to the next, in eights
-    u64 eight, scales;                // of this thread's first token; eights of scales
+    u32 lane, token, tokens, stride;  // tokens: of the group; stride: between tokens, in units of 8 elements
+    u64 eight, scales;                // first elements and scales of this thread, in units of 8
     bool there;
 
     DEVICE explicit ChannelCodes(const CodesArguments &args) : lane(thread_x() % LANES), token(thread_x() / LANES) {
@@ -112,11 +111,11 @@ struct ChannelCodes {
         scales = (u64(batch) * groups + group) * stride + column;
         there = column < stride;
     }
-    // Whether there is the `i`-th token of this thread, and where.
+    // Whether this thread has an `i`-th token, and its index in units of 8 elements.
     DEVICE bool has(u32 i) const { return there && token + i * APART < tokens; }
     DEVICE u64 at(u32 i) const { return eight + u64(i * APART) * stride; }
 
-    // Where the block keeps element `i` of each lane, of a warp's tokens.
+    // The shared address of element `i` of each lane, for the tokens of a warp.
     DEVICE u32 place(u32 warp, u32 i) const { return shared_base() + ((warp * 8 + i) * LANES + lane) * 4; }
 
     template <typename T> DEVICE void make(const CodesArguments &args) const {
@@ -125,13 +124,13 @@ struct ChannelCodes {
             if (has(i)) load_eight<T>(args.data, at(i), x[i]);
         UNROLL for (u32 i = 0; i < EACH; i++)
             UNROLL for (int e = 0; e < 8; e++) most[e] = larger(most[e], counted(x[i][e]));
-        // A warp has two tokens at a time.
+        // A warp has two tokens at a time: lanes of the same channels are 16 apart.
         UNROLL for (int e = 0; e < 8; e++) {
             most[e] = larger(most[e], shuffle_xor(most[e], LANES));
             if (thread_x() % 32 < LANES) store_shared(place(thread_x() / 32, e), bits_of(most[e]));
         }
         barrier_or(false);
-        // Half of the threads have a channel each, the first warp's, and leave its scale there.
+        // Half of the threads reduce one channel each over the warps and store its scale in the first warp's place.
         if (token < 8) {
             float largest = 0.0f;
             UNROLL for (int warp = 0; warp < WARPS; warp++)

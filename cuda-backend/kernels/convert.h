@@ -1,17 +1,17 @@
-// Elements from one storage type to another, rounded to nearest, ties to even; what is too large becomes infinite.
+// Conversion between storage types, rounded to nearest, ties to even. Values that are too large become infinite.
 //
-// They wait for memory: at best 6 bytes for each element, which is read once and written once, over the bandwidth.
+// Bound by memory: each element is read once and written once, 6 bytes.
 #pragma once
 #include "logits.h"
 
 static constexpr int CONVERT_THREADS = 256;
 
-// 16 bytes, which are read and written together.
+// 16 bytes that are read or written by one instruction.
 struct alignas(16) Unit {
     u32 words[4];
 };
 
-// The `eight`-th eight elements of a tensor that begins at a multiple of 16 bytes.
+// Elements 8 · eight to 8 · eight + 7 of a tensor whose address is a multiple of 16.
 template <typename T> DEVICE void load_eight(const void *data, u64 eight, float (&x)[8]) {
     const Unit unit = static_cast<const Unit *>(data)[eight];
     UNROLL for (int i = 0; i < 8; i++) x[i] = i % 2 ? T::high(unit.words[i / 2]) : T::low(unit.words[i / 2]);

@@ -1,13 +1,13 @@
-// Few query rows over many keys: the keys are split over blocks, each makes running states of its own (`attend.h`), and
-// merge_parts merges those, always in the same order.
+// Split-KV decoding, for few query rows and many keys: the keys are split over blocks, each of which computes running states of
+// its own (`attend.h`). merge_parts merges them, always in the same order.
 //
-// The query heads of a KV head share its keys, so they lie in one tile, row by row: keys are read once for all of them.
+// The query heads of a KV head share its keys. Their rows are in one tile, so keys are read once for all of them.
 #pragma once
 #include "attend.h"
 #include "attend_f32.h"
 
 struct PackedPlace {
-    // Each block has states of its own.
+    // Each block writes states of its own, which are not read before.
     static constexpr bool FRESH = true;
 
     const DecodeArguments &more;
@@ -21,7 +21,7 @@ struct PackedPlace {
         kv_head = more.attend.kv_head_of[pack.first];
     }
 
-    // This block's part of the tiles that the query tile looks at.
+    // The part of the query tile's tiles of keys that this block computes.
     DEVICE Tiles tiles(const AttendArguments &args) const {
         const u32 *starts = args.starts + mask_class * (args.q_tiles + 1) + tile;
         Tiles from{args.runs + starts[0], args.runs + starts[1], 0, 0}, end = from;
@@ -53,8 +53,8 @@ template <typename T, int DIM> struct Decode : Attention<T, DIM, PackedPlace, 4>
         : Attention<T, DIM, PackedPlace, 4>(args.attend, PackedPlace(args, block_x() % args.parts)) {}
 };
 
-// In f32 a warp has a row of a part. The rows of a part are side by side, so that what one of them reads of the keys is in
-// a cache for the others.
+// In f32 a warp computes one row of one part. The rows of a part are in neighbouring warps, so that keys that one of them reads
+// are in a cache for the others.
 struct DecodeF32 {
     static constexpr u32 WARPS = 8, THREADS = WARPS * 32;
 

@@ -1,4 +1,4 @@
-// All kernels, by the names that the host asks for. `src/kernels.rs` lists them with their tiles and shared memory.
+// All kernels. The host finds them by these names; `src/kernels/catalog.rs` has their tile shapes and shared memory.
 #include "attend_f32.h"
 #include "codes.h"
 #include "decode.h"
@@ -8,7 +8,7 @@
 #include "attend_hopper.h"
 #endif
 
-// One instance each, so that one object has one kernel's worth of work for the compiler where only that is wanted.
+// One macro call per instance, so that a build can leave out the others.
 #define ATTEND(type, name, dim) \
     KERNEL(attend_##name##_##dim, AttendArguments, (Attention<type, dim>::THREADS)) { Attention<type, dim>(args, Place(args)).run(); }
 #define ATTEND_DIMS(type, name) \

@@ -1,12 +1,12 @@
-// What a row sees, and what its logits become: the same for all attention kernels.
+// Masks, logits and the merge into a state: common to all attention kernels.
 #pragma once
 #include "ptx.h"
 
 static constexpr float LOG2_E = 1.44269504f, LOG2_E_REST = 1.92596299e-8f, LN_2 = 0.693147181f;
-// m of a row that has seen nothing, in a state in memory.
+// m of a row that has seen no key, in a state in memory.
 static constexpr float EMPTY_M = -0.7f * 3.40282347e38f;
 
-// The tiles of keys that a query tile looks at, in order. They end before `end`, or behind the first `end_taken` of it.
+// Iterates over the tiles of keys of a query tile, in order, up to tile `end_taken` (exclusive) of the run `end`.
 struct Tiles {
     const TileRun *run, *end;
     u32 taken, end_taken;
@@ -20,21 +20,21 @@ struct Tiles {
             taken = 0;
         }
     }
-    // From the `n`-th tile on.
+    // Moves to the `n`-th tile.
     DEVICE void skip(u32 n) {
         while (run != end && n >= run->count) n -= run++->count;
         taken = n;
     }
 };
 
-// A row of a query tile. Behind the last one `row` is no row of the call.
+// A row of a query tile. Behind the last row of the call, `row` is at least args.rows.
 struct TileRow {
     u32 row, head;
 };
 
-// Where a block is in its grid: its tile is of consecutive rows of one head.
+// The query tile of a block: consecutive rows of one head.
 struct Place {
-    // Its rows add to a state that is there.
+    // The rows are merged into an existing state.
     static constexpr bool FRESH = false;
 
     u32 tile, head, batch, kv_head, mask_class;
@@ -42,7 +42,7 @@ struct Place {
     DEVICE Place(const AttendArguments &args, u32 tile, u32 head, u32 batch)
         : tile(tile), head(head), batch(batch), kv_head(args.kv_head_of[head]),
           mask_class(args.classes > 1 ? batch : 0) {}
-    // The last tiles come first: under a causal mask they are the longest.
+    // The last tiles come first: under a causal mask they have the most keys.
     DEVICE explicit Place(const AttendArguments &args)
         : Place(args, args.first_tile + grid_x() - 1 - block_x(), args.first_head + block_y(),
                 args.first_batch + block_z()) {}
@@ -53,11 +53,11 @@ struct Place {
     }
     // The `n`-th row of the tile.
     DEVICE TileRow row(u32 tile_rows, u32 n) const { return {tile * tile_rows + n, head}; }
-    // What a row sees; behind the last row nothing.
+    // The key positions that a row sees; none behind the last row.
     DEVICE RowSpan span(const AttendArguments &args, u32 row) const {
         return row < args.rows ? args.spans[u64(mask_class) * args.rows + row] : RowSpan{0, 0};
     }
-    // Where the state of a row is.
+    // Addresses of the state of a row.
     DEVICE float *a(const AttendArguments &args, TileRow at) const {
         return args.a + ((u64(batch) * args.rows + at.row) * args.heads + at.head) * args.dim;
     }
@@ -70,12 +70,12 @@ template <typename E> DEVICE const E *head_of(const Tensor &tensor, u32 batch, u
     return static_cast<const E *>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride;
 }
 
-// The position of a key. Behind the last one it is a position that no span ends behind.
+// The position of a key. Behind the last key: a position that is in no span.
 DEVICE u32 position_of(const AttendArguments &args, u32 key) {
     return key < args.keys ? args.positions[key] : ~0u;
 }
 
-// The storage type f32, beside Bf16 and F16.
+// The storage type f32; Bf16 and F16 are in ptx.h.
 struct F32 {};
 
 template <typename T> DEVICE float element(const void *data, u64 index) {
@@ -83,7 +83,7 @@ template <typename T> DEVICE float element(const void *data, u64 index) {
 }
 template <> DEVICE float element<F32>(const void *data, u64 index) { return static_cast<const float *>(data)[index]; }
 
-// What is added to the base-2 logit of a (row, key position); -inf hides the key.
+// The term that is added to the base-2 logit of a (row, key position); -inf hides the key.
 template <typename T>
 DEVICE float term(const AttendArguments &args, u32 batch, TileRow at, RowSpan span, u32 position) {
     if (position < span.lo || position >= span.hi) return -INFINITE;
@@ -94,26 +94,26 @@ DEVICE float term(const AttendArguments &args, u32 batch, TileRow at, RowSpan sp
         return word >> position % 32 & 1 ? 0.0f : -INFINITE;
     }
     const float bias = element<T>(args.pairs.data, first + position);
-    // As the contract has it: f32 can still scale -1e38, and only -inf hides.
+    // The contract of the bias tensor: only -inf hides a key, and -1e38 times log2 e is still finite in f32.
     return bias < -1e38f ? (bias == -INFINITE ? bias : -1e38f * LOG2_E) : bias * LOG2_E;
 }
 
-// Whether logits are bent or shifted, so that they no longer are one factor away from q·k.
+// Whether a softcap or a bias applies, so that logits are not q·k times one factor.
 DEVICE bool reshaped(const AttendArguments &args) { return args.cap != 0.0f || args.pair_kind == BIAS_PAIRS; }
 
-// What a row of this block's state enters the caller's state with.
+// The merge of one row into the state in memory.
 struct Entry {
-    float keep, found;  // factors of what is there and of what was found
+    float keep, found;  // factors for the old state and for this block's sums
     float m, l;
     bool nothing;
 
-    // Merges what was found, base-2 maximum and sum, with (m, l) of the state. Where one side saw nothing the other one
-    // stays as it is.
+    // Merges the base-2 maximum and the sum of this block with (m, l) of the state. If one side saw no key, the other side stays
+    // as it is.
     DEVICE Entry(float top, float sum, float old_m, float old_l) : keep(0.0f), nothing(top == -INFINITE && sum == 0.0f) {
         m = top * LN_2;
         const bool fresh = old_l == 0.0f && old_m == EMPTY_M;
         if (!fresh) m = larger(m, old_m);
-        // m was rounded to natural units. The factor makes up for that, so log2 e has to be exact here.
+        // m was rounded when it was converted to natural units. The factor corrects for that, so log2 e needs its second word.
         found = exp2_fast(fused(-m, LOG2_E, top) - m * LOG2_E_REST);
         l = sum * found;
         if (!fresh) {

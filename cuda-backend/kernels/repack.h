@@ -1,4 +1,4 @@
-// Copies rows between strided layouts: what goes into a message, comes out of one, or stays on a rank.
+// Copies rows between strided layouts: into a message, out of a message, or on the same rank.
 #pragma once
 #include "ptx.h"
 

@@ -1,7 +1,7 @@
-// The 16 query rows of a warp, in the kernels on tensor cores: what they see, their softmax and their sums.
+// The 16 query rows of a warp in the tensor-core kernels: mask, softmax and sums.
 //
-// Fragments of mma.m16n8k16 and of wgmma lie alike: of its warp's 16 rows a lane has `lane / 4` and the one 8 below, which
-// `half` counts, and of every 8 columns `lane % 4 · 2` and the next.
+// Fragments of mma.m16n8k16 and of wgmma have the same layout: of the 16 rows of its warp a lane has rows `lane / 4` (half 0) and
+// `lane / 4 + 8` (half 1), and of every 8 columns `lane % 4 · 2` and the next one.
 #pragma once
 #include "logits.h"
 
@@ -11,12 +11,12 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
     TileRow rows[2];
     RowSpan spans[2];
     float acc[DIM / 8][4];
-    float top[2];  // largest base-2 logit so far, -inf before the first
-    float sum[2];  // of weights, over this lane's columns only
+    float top[2];  // largest base-2 logit so far, -inf at the beginning
+    float sum[2];  // sum of weights, over this lane's columns only
 
     DEVICE explicit Rows(const AttendArguments &args) : args(args), lane(thread_x() % 32) {}
 
-    // Begins with the warp that has the rows from `first` on of a tile of `tile_rows`.
+    // Starts an empty state for the 16 rows from `first` on of a tile of `tile_rows`.
     DEVICE void begin(const At &at, u32 tile_rows, u32 first) {
         UNROLL for (int half = 0; half < 2; half++) {
             rows[half] = at.row(tile_rows, first + lane / 4 + 8 * half);
@@ -28,7 +28,7 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
             UNROLL for (int i = 0; i < 4; i++) acc[j][i] = 0.0f;
     }
 
-    // Softcap, pair tensor and mask, on scores that `scale` makes logits. Returns the factor that is left between them.
+    // Applies softcap, bias and mask to scores. scores · scale are logits. Returns the factor that is still missing: 1 or `scale`.
     DEVICE float shape(float (&scores)[KEYS / 8][4], float scale, u32 batch, u32 first_key, bool tested) const {
         const bool bent = reshaped(args) || scale < 0.0f;
         if (bent) {
@@ -52,8 +52,8 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
         return bent ? 1.0f : scale;
     }
 
-    // Scores become weights relative to the largest logit so far. What was summed under an older one has to be scaled:
-    // `sum` is, `acc` is the caller's.
+    // Turns scores into weights relative to the largest logit so far. `rescale` is the factor for sums relative to the previous
+    // one: it is applied to `sum` here, and the caller applies it to `acc`.
     DEVICE void weigh(float (&scores)[KEYS / 8][4], float factor, float (&rescale)[2]) {
         UNROLL for (int half = 0; half < 2; half++) {
             float most = -INFINITE;
@@ -62,7 +62,7 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
             most = larger(most, shuffle_xor(most, 1));
             most = larger(most, shuffle_xor(most, 2));
             most = larger(top[half], most * factor);
-            // Where all is -inf so far, weights are relative to 0 and become 0.
+            // If all logits are -inf so far, weights are relative to 0 and become 0.
             const float base = most == -INFINITE ? 0.0f : most;
             rescale[half] = exp2_fast(top[half] - base);
             top[half] = most;
@@ -90,13 +90,13 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
     DEVICE static bool odd(u16 element) { return (element & T::EXPONENT) == T::EXPONENT; }
     DEVICE static bool odd_pair(u32 pair) { return odd(u16(pair)) || odd(u16(pair >> 16)); }
 
-    // acc += weights · v without tensor cores, of those elements of v that are not finite, for the rows that see their keys:
-    // 0 · NaN would reach others. `pair_at(key, j)` is this lane's pair of the j-th 8 elements of a key. Rare, so it is short
-    // rather than fast.
+    // acc += weights · v without tensor cores, only for elements of v that are not finite and only for rows that see their key: on
+    // tensor cores 0 · NaN would reach the other rows. `pair_at(key, j)` is this lane's pair of the j-th 8 elements of a key.
+    // Rare, so short rather than fast.
     template <typename PairAt>
     DEVICE void add_odd_values(const float (&weights)[KEYS / 8][4], u32 batch, u32 first_key, PairAt pair_at) {
         ROLLED for (u32 key = 0; key < KEYS; key++) {
-            // Registers have no index: the ones of the key's group are chosen one by one.
+            // Registers cannot be indexed, so the weights of the key's group are selected by comparison.
             float of_pair[4];
             UNROLL for (int i = 0; i < 4; i++)
                 UNROLL for (int n = 0; n < KEYS / 8; n++)
@@ -119,7 +119,7 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
         }
     }
 
-    // Merges what was found into the state in memory; into a fresh one it is written, and what is there is not read.
+    // Merges the rows into the state in memory. A fresh state is only written.
     DEVICE void merge(const At &at) {
         UNROLL for (int half = 0; half < 2; half++) {
             sum[half] += shuffle_xor(sum[half], 1);
@@ -128,7 +128,7 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
             const bool there = here.row < args.rows, reads = there && !At::FRESH;
             float *ml = at.ml(args, there ? here : TileRow{0, here.head});
             const Entry entry(top[half], sum[half], reads ? ml[0] : EMPTY_M, reads ? ml[1] : 0.0f);
-            // Four lanes share a row: all have read before one writes.
+            // Four lanes share a row. All must have read before one writes.
             warp_sync();
             if (!there || (entry.nothing && !At::FRESH)) continue;
             if (lane % 4 == 0) {

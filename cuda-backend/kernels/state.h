@@ -1,4 +1,4 @@
-// Running states: reset, merge, finalize. A warp for each row of a head.
+// Running states: reset, merge, finalize. One warp for each row of a head.
 #pragma once
 #include "logits.h"
 
@@ -7,7 +7,7 @@ struct StateRow {
 
     u32 lane;
     bool there;
-    u64 a, ml, lse;  // where the row's elements are
+    u64 a, ml, lse;  // indices of the row's elements
     u32 head;
 
     DEVICE explicit StateRow(const StateArguments &args) : lane(thread_x() % 32) {
@@ -31,13 +31,13 @@ DEVICE void reset(const StateArguments &args) {
     }
 }
 
-// A row of which one side is empty is the other side, bit for bit.
+// If one side of a row is empty, the result is the other side, bit for bit.
 DEVICE void merge(const StateArguments &args) {
     const StateRow row(args);
     if (!row.there) return;
     const float our_m = args.ml[row.ml], our_l = args.ml[row.ml + 1];
     const float their_m = args.from_ml[row.ml], their_l = args.from_ml[row.ml + 1];
-    // All lanes have read before one writes.
+    // All lanes must have read before one writes.
     warp_sync();
     if (their_l == 0.0f && their_m == EMPTY_M) return;
     const bool fresh = our_l == 0.0f && our_m == EMPTY_M;
@@ -53,7 +53,7 @@ DEVICE void merge(const StateArguments &args) {
     }
 }
 
-// Calls `with(part, m, l)` for the parts of a row that saw something, in order.
+// Calls `with(part, m, l)` for each part in which the row saw a key, in order.
 template <typename With> DEVICE void each_part(const PartsArguments &args, u64 ml_stride, u64 row_ml, With with) {
     for (u32 part = 0; part < args.parts; part++) {
         const float *ml = args.state.from_ml + part * ml_stride + row_ml;
@@ -61,17 +61,17 @@ template <typename With> DEVICE void each_part(const PartsArguments &args, u64 m
     }
 }
 
-// Merges parts in their order, whichever block ended first: the same parts give the same bytes.
+// Merges parts in their order, not in the order in which blocks end: the same parts give the same bytes.
 DEVICE void merge_in_order(const PartsArguments &args) {
     const StateArguments &state = args.state;
     const StateRow row(state);
     if (!row.there) return;
     const u64 rows = u64(state.batch) * state.rows * state.heads;
     const float old_m = state.ml[row.ml], old_l = state.ml[row.ml + 1];
-    // All lanes have read before one writes.
+    // All lanes must have read before one writes.
     warp_sync();
     const bool fresh = old_l == 0.0f && old_m == EMPTY_M;
-    // EMPTY_M is less than anything.
+    // EMPTY_M is less than every finite logit.
     float m = old_m;
     bool any = false;
     each_part(args, rows * 2, row.ml, [&](u32, float their_m, float) {
@@ -105,7 +105,7 @@ template <typename T> DEVICE void finalize(const StateArguments &args) {
     const StateRow row(args);
     if (!row.there) return;
     float m = args.ml[row.ml], l = args.ml[row.ml + 1], weight = 1.0f;
-    // A NaN in l is not 0, and goes on into o and lse.
+    // A NaN in l is not 0 and is passed on to o and lse.
     const bool nothing = l == 0.0f;
     if (args.sinks) {
         const float sink = args.sinks[row.head];
@@ -114,7 +114,7 @@ template <typename T> DEVICE void finalize(const StateArguments &args) {
         l = l * weight + exp2_fast((sink - most) * LOG2_E);
         m = most;
     }
-    // Zero is added, for zeros are to have no sign: which they have depends on what was merged.
+    // Adding 0 makes -0 positive: the sign of a zero would depend on the order of merges.
     for (u32 d = row.lane; d < args.dim; d += 32)
         store<T>(args.o, row.a + d, nothing ? 0.0f : args.a[row.a + d] * weight / l + 0.0f);
     if (row.lane == 0) args.lse[row.lse] = l == 0.0f ? -INFINITE : m + log_natural(l);

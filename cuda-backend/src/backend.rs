@@ -16,11 +16,11 @@ use crate::{images, ops};
 
 /// One NVIDIA GPU.
 ///
-/// - **Errors** keep the driver's call, number, name and text. After one that ends a context (an illegal address, a lost
-///   device) every call says so, and every future that waits for the device ends; other devices go on. The context is that
-///   of the whole process: it takes a new process to use the device again.
-/// - **DeviceMemory** of buffers that are dropped is kept for the next ones of their size, up to a quarter of the device.
-/// - **Threads.** One for each backend notices when the device is done. Any thread may call.
+/// - **Errors** name the driver's function and have its code, name and text. After an error that destroys the context (an
+///   illegal address, a lost device) every call returns that error, and so does every future that waits for the device. Other
+///   devices are not affected. The whole process shares the context, so only a new process can use the device again.
+/// - **Memory** of dropped buffers is kept for later buffers of their size, up to a quarter of the device's memory.
+/// - **Threads.** One thread per backend polls for completions. Any thread may call.
 #[derive(Debug)]
 pub struct CudaBackend {
     info: DeviceInfo,
@@ -28,15 +28,15 @@ pub struct CudaBackend {
 }
 
 impl CudaBackend {
-    /// Opens the device with this number in [`devices`](crate::devices).
+    /// Opens the device with this index in [`devices`](crate::devices), with default options.
     ///
     /// # Errors
-    /// [`Error::Request`] where there is no such device, or it cannot be used; [`Error::Device`].
+    /// [`Error::Request`] if there is no such device or it cannot be used, [`Error::Device`] if the driver fails.
     pub fn new(ordinal: usize) -> Result<Self> {
         Self::with_options(ordinal, &CudaOptions::default())
     }
 
-    /// As [`Self::new`].
+    /// Opens the device with this index in [`devices`](crate::devices).
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -80,7 +80,7 @@ impl Backend for CudaBackend {
     }
 
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
-        // A head dim without a kernel is refused by `attend`, whatever the tiles.
+        // `attend` refuses a head dim without a kernel, whatever the tile shape.
         ops::tile_shape(problem, shape, self.device.wgmma).unwrap_or(TileShape { q_rows: 64, kv_cols: 64 })
     }
 

@@ -1,31 +1,31 @@
-//! Which devices there are, and why not.
+//! The CUDA devices of this machine.
 
 use kyklos::backend::{DeviceClass, DeviceInfo};
 
 use crate::driver::{self, DeviceProperties, Unavailable};
 
-/// CUDA 12.0, of drivers from 525 on: older ones are not tried.
+/// CUDA 12.0, which drivers from 525 on support, as 1000 · major + 10 · minor. Older drivers are refused.
 const OLDEST_DRIVER: u32 = 12_000;
-/// `mma.sync` for bf16, and `cp.async`.
+/// Compute capability 8.0, 10 · major + minor: the first with `mma.sync` for bf16 and `cp.async`.
 const OLDEST_CAPABILITY: u32 = 80;
 
-/// A device of this machine.
+/// A CUDA device of this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CudaDevice {
-    /// What it is.
+    /// Name, class and driver version. `kernel` is empty: it is known when the device is open.
     pub info: DeviceInfo,
     /// Compute capability, as (major, minor).
     pub capability: (u32, u32),
-    /// DeviceMemory, in bytes.
+    /// Memory of the device, in bytes.
     pub memory_bytes: u64,
-    /// Why it cannot be used, if it cannot.
+    /// Why the device cannot be used, if it cannot.
     pub refused: Option<Unavailable>,
 }
 
-/// Whether the CUDA backend can run here: a driver that is new enough, and a device that is.
+/// Whether the CUDA backend can run on this machine: it needs a driver and a device that are new enough.
 ///
 /// # Errors
-/// The reason why it cannot. Never panics.
+/// Why it cannot run. Does not panic.
 pub fn availability() -> Result<(), Unavailable> {
     let devices = devices()?;
     if devices.iter().any(|device| device.refused.is_none()) {
@@ -34,10 +34,10 @@ pub fn availability() -> Result<(), Unavailable> {
     Err(devices.into_iter().find_map(|device| device.refused).unwrap_or_else(no_device))
 }
 
-/// All devices of this machine, those that cannot be used too, in the driver's order.
+/// All CUDA devices of this machine in the driver's order, including those that cannot be used.
 ///
 /// # Errors
-/// Why the driver cannot be asked, or that it has none. Never panics.
+/// The driver is missing, too old or failing, or it has no device. Does not panic.
 pub fn devices() -> Result<Vec<CudaDevice>, Unavailable> {
     let version = supported_driver_version()?;
     let count = driver::device_count().map_err(Unavailable::from)?;
@@ -49,14 +49,14 @@ pub fn devices() -> Result<Vec<CudaDevice>, Unavailable> {
     each.collect()
 }
 
-/// Loads the driver and asks for its version.
+/// Loads the driver and returns its CUDA version, which is new enough.
 pub(crate) fn supported_driver_version() -> Result<u32, Unavailable> {
     driver::load()?;
     let version = driver::version().map_err(Unavailable::from)?;
     if version < OLDEST_DRIVER {
         return Err(Unavailable {
             why: format!(
-                "the driver speaks CUDA {}, kernels need {}",
+                "the driver supports CUDA {}, the kernels need {}",
                 version_text(version),
                 version_text(OLDEST_DRIVER)
             ),
@@ -76,7 +76,10 @@ fn no_device() -> Unavailable {
 pub(crate) fn describe(properties: &DeviceProperties, version: u32) -> CudaDevice {
     let (major, minor) = (properties.capability / 10, properties.capability % 10);
     let refused = (properties.capability < OLDEST_CAPABILITY).then(|| Unavailable {
-        why: format!("{} has compute capability {major}.{minor}, kernels need 8.0 (Ampere)", properties.name),
+        why: format!(
+            "{} has compute capability {major}.{minor}, the kernels need 8.0 (Ampere)",
+            properties.name
+        ),
         remedy: "use wgpu, which reaches it through Vulkan",
     });
     CudaDevice {

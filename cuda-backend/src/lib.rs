@@ -4,14 +4,24 @@
 //!
 //! # Contract
 //!
-//! - [`CudaBackend`] is a [`kyklos::backend::Backend`]. The driver is loaded when it is first asked for: without one, or
-//!   without a device that is new enough, [`availability`] says why, and nothing panics.
-//! - Kernels are CUDA C++ in `kernels/`, one source for nvcc, NVRTC and the emulator in `emulator/`. Where the build found
-//!   nvcc they are in this library as machine code; elsewhere NVRTC compiles them at run time. [`KernelChoice`] says which a call gets.
-//! - Kernels, copies to the device and copies to the host have a stream each; events order them where buffers are shared.
-//!   Short kernels are submitted together, and as CUDA graphs where the same ones come again.
-//!   Copies go through pinned memory, and a download hands it out without another copy.
-//! - `unsafe` is in `driver/` and `images/nvrtc.rs`.
+//! - [`CudaBackend`] is a [`kyklos::backend::Backend`]. The first use loads the driver. If there is no driver, or no device
+//!   that is new enough, [`availability`] gives the reason; nothing panics.
+//! - Kernels are CUDA C++ in `kernels/`: one source for nvcc, NVRTC and the emulator in `emulator/`. If the build found nvcc,
+//!   this library contains them as machine code; otherwise NVRTC compiles them at run time. [`KernelChoice`] says which
+//!   kernel a call gets.
+//! - Kernels, copies to the device and copies to the host have a stream each. Events order operations that access the same
+//!   buffer. Short kernels are submitted together, and as CUDA graphs if the same sequence repeats. Copies go through pinned
+//!   memory, and a download returns that memory without another copy.
+//! - Unsafe code is in `driver/` and in `images/nvrtc.rs`.
+//!
+//! # Modules, from the bottom up
+//!
+//! - `kernels`: the kernels, their arguments, which one a call gets. Data only.
+//! - `driver`: the driver API as types that free what they own.
+//! - `images`: machine code of the kernels, from this library, a cache or NVRTC.
+//! - `device`: an open device with its memory, streams and completions.
+//! - `ops`: the operations as launches of kernels.
+//! - `devices`, `backend`: the list of devices, and the `Backend`.
 #![deny(unsafe_code)]
 
 mod backend;

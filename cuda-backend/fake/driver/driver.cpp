@@ -1,4 +1,4 @@
-// The entry points of `libcuda.so.1` that the CUDA backend uses, but for kernels.
+// The functions of `libcuda.so.1` that the CUDA backend uses, except those for kernels (`kernels.cpp`).
 #include "fake.h"
 
 #include <cstdio>
@@ -9,7 +9,7 @@ using namespace fake;
 
 static const u64 PAGE = 4096;
 
-// --- what there is ----------------------------------------------------------------------------------------------------
+// --- devices ---------------------------------------------------------------------------------------------------------
 
 API cuInit(unsigned) {
     judge_at_exit();
@@ -116,7 +116,7 @@ API cuMemAlloc_v2(u64 *address, size_t bytes) {
     current->allocations++;
     const bool planned = current->ordinal == 0 && config().oom_at && current->allocations >= config().oom_at;
     if (planned || bytes > (config().memory_mb << 20) - current->used) return OUT_OF_MEMORY;
-    // A page that nobody may touch lies behind, and another one before.
+    // A page without access before and one behind.
     const u64 pages = (bytes + PAGE - 1) / PAGE * PAGE;
     void *all = mmap(nullptr, pages + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (all == MAP_FAILED) return OUT_OF_MEMORY;
@@ -137,7 +137,7 @@ API cuMemFree_v2(u64 address) {
     const u64 bytes = at->second.first, first = address / PAGE * PAGE;
     at->second.second->used -= bytes;
     world().memory.erase(at);
-    // Its addresses are nobody's from now on, so that whoever still uses them is found out.
+    // The addresses stay reserved without access, so that every later access is a fault.
     const u64 length = (address + bytes - first + PAGE - 1) / PAGE * PAGE;
     madvise(reinterpret_cast<void *>(first), length, MADV_DONTNEED);
     mprotect(reinterpret_cast<void *>(first), length, PROT_NONE);
@@ -180,7 +180,7 @@ static bool is_pinned(u64 address, u64 bytes) {
     return inside(world().pinned, address, bytes, [](u64 pinned) { return pinned; });
 }
 
-// A copy in the order of a stream, which reads and writes when it comes to it.
+// A copy in stream order, which reads and writes when its turn comes.
 static void copy(Stream &stream, u64 into, u64 from, u64 bytes, u64 device_side, u64 host_side) {
     submit(stream, [=] {
         Held held(world().lock);
@@ -199,7 +199,7 @@ API cuMemcpyHtoDAsync_v2(u64 into, const void *from, size_t bytes, Stream *strea
         copy(*stream, into, u64(from), bytes, into, u64(from));
         return SUCCESS;
     }
-    // Pageable: the driver has read it when it returns, after what the stream does before.
+    // Pageable: the driver reads it before it returns, after earlier operations of the stream.
     world().pageable++;
     drain(held, *current);
     std::memcpy(reinterpret_cast<void *>(into), from, bytes);
@@ -211,7 +211,7 @@ API cuMemcpyDtoHAsync_v2(void *into, u64 from, size_t bytes, Stream *stream) {
     alive(world().streams, stream, "stream");
     if (!on_device(from, bytes)) return INVALID_VALUE;
     if (is_pinned(u64(into), bytes)) {
-        // What is there until the copy is done is nobody's business.
+        // The destination is undefined until the copy is done.
         std::memset(into, 0xff, bytes);
         copy(*stream, u64(into), from, bytes, from, u64(into));
         return SUCCESS;

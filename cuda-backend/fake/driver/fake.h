@@ -1,7 +1,7 @@
-// The fake driver: what its parts know of each other.
+// The fake driver: declarations for its parts.
 //
-// It is stricter than a GPU where the API promises little: streams run on threads of their own and dawdle by chance,
-// memory comes as NaN, a copy reads and writes as late as it may. What the host may not do ends the process with a word.
+// It is stricter than a GPU where the API promises little: each stream is a thread that sleeps at random, new memory is NaN, and
+// a copy reads and writes as late as it may. Misuse by the host ends the process with a message.
 #pragma once
 #include "arguments.h"
 
@@ -33,32 +33,32 @@ enum Code : int {
     LAUNCH_OUT_OF_RESOURCES = 701,
 };
 
-// What KYKLOS_FAKE_CUDA says, as `name=number,…`.
+// The settings in KYKLOS_FAKE_CUDA, as `name=number,…`.
 struct Config {
     u64 devices = 1, seed = 1, version = 13000, capability = 90, memory_mb = 4096;
-    u64 delay_us = 200;     // longest nap before an operation of a stream
-    u64 ignore_waits = 0;   // streams for which cuStreamWaitEvent does nothing, the n-th of every three has bit n: planted bugs
-    u64 late_parts = 0;     // launches that make states of parts run after the next merge_parts: a planted bug
-    u64 ignore_edges = 0;   // nodes of graphs run in the order in which they were not added: a planted bug
-    u64 report = 0;         // say at exit what was done
-    // Faults befall device 0, at the n-th such call or operation, counted from 1; 0: never.
-    u64 oom_at = 0;         // an allocation finds no memory, at the n-th and ever after
-    u64 pinned_oom_at = 0;  // the same of pinned memory
-    u64 refuse_at = 0;      // a launch is refused, that one only
-    u64 sticky_at = 0;      // a launch runs into what `sticky` says
+    u64 delay_us = 200;     // longest sleep before an operation of a stream
+    u64 ignore_waits = 0;   // planted bug: cuStreamWaitEvent does nothing; bit n: for the n-th of every three streams
+    u64 late_parts = 0;     // planted bug: launches that compute parts run after the next merge_parts
+    u64 ignore_edges = 0;   // planted bug: nodes of graphs run in reverse order
+    u64 report = 0;         // print counts at exit
+    // Faults of device 0, at the n-th such call or operation, counted from 1; 0: never.
+    u64 oom_at = 0;         // an allocation fails: the n-th and all later ones
+    u64 pinned_oom_at = 0;  // the same for pinned memory
+    u64 refuse_at = 0;      // a launch is refused: only the n-th
+    u64 sticky_at = 0;      // a launch fails on the device with the code `sticky`
     u64 sticky = ILLEGAL_ADDRESS;
     u64 hang_at = 0;        // a launch never ends
-    u64 graph_create_at = 0, graph_instantiate_at = 0, graph_launch_at = 0;  // a call for graphs fails, that one only
+    u64 graph_create_at = 0, graph_instantiate_at = 0, graph_launch_at = 0;  // a graph call fails: only the n-th
     u64 graph_code = OUT_OF_MEMORY;
 };
 const Config &config();
 
-// Ends the process: the host did what it must not.
+// Ends the process with a message: the host broke a rule of the API.
 [[noreturn]] void die(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 struct Device;
 
-// One record of an event.
+// One cuEventRecord of an event.
 struct Ticket {
     bool done = false;
     Device *device = nullptr;
@@ -85,7 +85,7 @@ struct Function {
     unsigned shared_most = 48 * 1024;
 };
 
-// A launch with arguments of its own.
+// A launch with its own copy of the arguments.
 struct Launch {
     const void *kernel;
     u32 grid[3], shared;
@@ -108,12 +108,12 @@ struct GraphExec {
 
 struct Device {
     int ordinal = 0, retained = 0;
-    int sticky = 0;  // the error that every call ends with from then on
+    int sticky = 0;  // the error that destroyed the context; every later call returns it
     u64 used = 0, allocations = 0, pinned = 0, launches = 0;
     std::set<Stream *> streams;
 };
 
-// Everything there is, under one lock.
+// All objects of the driver, under one lock.
 struct World {
     std::mutex lock;
     std::condition_variable changed;
@@ -132,17 +132,17 @@ struct World {
 };
 World &world();
 
-// Has the end of the process look for what was left behind.
+// Registers a check at exit for objects that were not freed.
 void judge_at_exit();
 
 u64 chance(u64 &random, u64 below);
 extern thread_local Device *current;
 extern thread_local bool on_worker;
 
-// Queues an operation; the lock is held.
+// Queues an operation. The caller holds the lock.
 void submit(Stream &stream, std::function<void()> operation);
 void start(Stream *stream);
-// Waits until all streams of a device are idle, or the device is broken.
+// Waits until all streams of a device are idle or its context is destroyed.
 void drain(std::unique_lock<std::mutex> &held, Device &device);
 
 typedef std::unique_lock<std::mutex> Held;
@@ -153,7 +153,7 @@ template <typename T> void alive(const std::set<T *> &all, T *one, const char *w
 
 }  // namespace fake
 
-// A call with a current context, unless its device is broken.
+// Locks, and returns an error without a current context or with a destroyed one.
 #define ENTER()                                \
     Held held(world().lock);                   \
     if (!current) return INVALID_CONTEXT;      \

@@ -1,4 +1,4 @@
-// The fake driver's entry points for kernels: modules, tensor maps, launches and graphs of them.
+// The functions of the fake driver for kernels: modules, tensor maps, launches, graphs.
 #include "fake.h"
 #include "machine.h"
 
@@ -6,7 +6,7 @@
 
 using namespace fake;
 
-// Any image that looks like a cubin or like PTX will do: kernels are the ones that were compiled into this library.
+// Accepts any image that looks like a cubin or PTX: the kernels are those of this library.
 API cuModuleLoadDataEx(Module **module, const void *image, unsigned, int *, void **) {
     ENTER();
     if (std::memcmp(image, "\x7f" "ELF", 4) && !std::strstr(static_cast<const char *>(image), ".version")) return INVALID_IMAGE;
@@ -45,10 +45,10 @@ API cuFuncSetAttribute(Function *function, int attribute, int value) {
     return SUCCESS;
 }
 
-// In the last words of a tensor map: it came from this driver.
+// The last word of a tensor map that this driver encoded.
 static const u64 ENCODED = 0x656e636f64656421;
 
-// As the documentation of the call has it; and that no stride is 0, and no box larger than what its swizzling permits.
+// The conditions of the call's documentation; also, no stride is 0, and no box is larger than its swizzle permits.
 API cuTensorMapEncodeTiled(TensorMap *map, int type, u32 rank, const void *data, const u64 *extent, const u64 *stride,
                            const u32 *box, const u32 *step, int interleave, int swizzle, int, int fill) {
     if (!map || u64(map) % 64 || !data || u64(data) % 16 || rank < 3 || rank > 5) return INVALID_VALUE;
@@ -72,13 +72,13 @@ API cuTensorMapEncodeTiled(TensorMap *map, int type, u32 rank, const void *data,
     return SUCCESS;
 }
 
-// A kernel that was given what the host had for the driver would do anything.
+// With a map that the driver did not encode, the behaviour of the kernel would be undefined.
 static void check_maps(const HopperArguments &args) {
     for (const TensorMap *map : {&args.q, &args.k, &args.v})
         if (map->words[15] != ENCODED) die("a tensor map that this driver has not made");
 }
 
-// A launch as the driver keeps it, with arguments of its own. What is wrong with it that the host hears of at once.
+// Checks a launch and copies its arguments. Returns the error that the host gets at once.
 static int take(Launch *into, Function *function, const u32 (&grid)[3], const u32 (&threads)[3], u32 shared, void **arguments) {
     if (!world().functions.count(function)) die("a launch of a function that does not exist");
     const machine::Kernel &kernel = *static_cast<const machine::Kernel *>(function->kernel);
@@ -94,7 +94,7 @@ static int take(Launch *into, Function *function, const u32 (&grid)[3], const u3
 static void run(const Launch &launch, u64 nth) {
     const machine::Kernel &kernel = *static_cast<const machine::Kernel *>(launch.kernel);
     const u64 seed = config().seed + nth;
-    // The emulator runs one launch at a time.
+    // The emulator can run one launch at a time.
     static std::mutex one;
     std::lock_guard<std::mutex> alone(one);
     static std::vector<std::function<void()>> late;
@@ -111,7 +111,7 @@ static void run(const Launch &launch, u64 nth) {
     late.clear();
 }
 
-// Queues launches, all or none of them; the lock is held.
+// Queues all launches, or none after an error. The caller holds the lock.
 static int submit_all(Stream &stream, const std::vector<Launch> &launches) {
     Device *device = stream.device;
     const u64 before = device->launches;
@@ -147,7 +147,7 @@ API cuLaunchKernel(Function *function, unsigned x, unsigned y, unsigned z, unsig
 
 // --- graphs -----------------------------------------------------------------------------------------------------------
 
-// The n-th such call, counted from 1, ends with what `graph_code` says, and so may the device.
+// `graph_code` if this is the call that has to fail, else SUCCESS. The code may destroy the context.
 static int planned(u64 &count, u64 at) {
     if (current->ordinal != 0 || ++count != at) return SUCCESS;
     const int code = int(config().graph_code);
@@ -173,7 +173,7 @@ struct NodeParameters {
     void *kernel, *context;
 };
 
-// A node is told by its place: 1 is the first.
+// The handle of a node is its number, from 1 on.
 API cuGraphAddKernelNode_v2(u64 *node, Graph *graph, const u64 *after, size_t count, const NodeParameters *parameters) {
     ENTER();
     alive(world().graphs, graph, "graph");
@@ -199,8 +199,8 @@ API cuGraphDestroy(Graph *graph) {
     return SUCCESS;
 }
 
-// Only what a node depends on comes before it. Of those that may come next the one that was added last does, so that a
-// dependency which is missing shows.
+// Orders nodes by their dependencies. Of the nodes that may run next, the one that was added last runs first, so that a missing
+// dependency changes the order.
 static std::vector<Launch> ordered(const Graph &graph) {
     std::vector<Launch> order;
     std::set<size_t> done;
@@ -244,7 +244,7 @@ API cuGraphLaunch(GraphExec *exec, Stream *stream) {
     return submit_all(*stream, exec->launches);
 }
 
-// What still runs of it goes on.
+// Launches that are queued or running are not affected.
 API cuGraphExecDestroy(GraphExec *exec) {
     ENTER();
     alive(world().graph_execs, exec, "executable graph");

@@ -1,4 +1,4 @@
-// The entry points of `libnvrtc.so` that the CUDA backend uses. What it "compiles" the fake driver takes for a cubin.
+// The functions of `libnvrtc.so` that the CUDA backend uses. The fake driver accepts its output as a cubin or PTX.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -48,7 +48,7 @@ API nvrtcDestroyProgram(Program **program) {
     return SUCCESS;
 }
 
-// Every header that is included has to be there, as for the real one.
+// Every included header must be given, as for the real NVRTC.
 static void look_for_headers(Program &program, const std::string &text) {
     const std::string include = "#include \"";
     for (size_t at = text.find(include); at != std::string::npos; at = text.find(include, at + 1)) {

@@ -1,4 +1,4 @@
-// The fake driver's streams, its configuration and its end.
+// The fake driver's settings, streams, and checks at exit.
 #include "fake.h"
 #include "machine.h"
 
@@ -15,7 +15,7 @@ namespace fake {
 thread_local Device *current;
 thread_local bool on_worker;
 
-// Never destroyed: threads of streams look at it to the very end.
+// Never destroyed: threads of streams use it until the process ends.
 World &world() {
     static World *all = new World;
     return *all;
@@ -90,17 +90,17 @@ static void work(Stream *stream) {
     std::unique_lock<std::mutex> held(all.lock);
     while (true) {
         all.changed.wait(held, [&] { return stream->closed || !stream->queue.empty(); });
-        // A stream that was destroyed ends when its work is done.
+        // A destroyed stream ends when its queue is empty.
         if (stream->queue.empty()) break;
         const auto operation = std::move(stream->queue.front());
         stream->queue.pop_front();
         stream->busy = true;
         const u64 longest = config().delay_us;
-        // Mostly no nap, sometimes a long one.
+        // Mostly no sleep, sometimes a long one.
         const u64 nap = longest && chance(stream->random, 3) == 0 ? chance(stream->random, longest + 1) : 0;
         held.unlock();
         if (nap) std::this_thread::sleep_for(std::chrono::microseconds(nap));
-        // Of a broken device nothing runs any more, and nothing that waits is told.
+        // After the context was destroyed nothing runs any more, and nothing that waits is woken.
         if (!stream->device->sticky) operation();
         held.lock();
         stream->busy = false;
@@ -132,7 +132,7 @@ __attribute__((constructor)) static void begin() {
     struct sigaction action = {};
     action.sa_sigaction = wild;
     action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
-    // A fiber of the emulator has no room for a guard page of its own: the handler needs another stack.
+    // The stack of an emulator's fiber is too small for the handler, so it gets its own.
     static char stack[64 * 1024];
     stack_t other = {};
     other.ss_sp = stack;
@@ -142,7 +142,7 @@ __attribute__((constructor)) static void begin() {
     sigaction(SIGBUS, &action, nullptr);
 }
 
-// At exit nothing may be left. Threads of the host that look after a device may still be about it for a moment.
+// At exit no object may be left. Threads of the host may still be freeing them for a moment.
 static void end(int status, void *) {
     if (on_worker) _exit(status);
     World &all = world();
@@ -155,7 +155,7 @@ static void end(int status, void *) {
     std::unique_lock<std::mutex> held(all.lock);
     bool broken = config().hang_at != 0;
     for (const auto &device : all.devices) broken |= device.second.sticky != 0;
-    // Of a broken or hanging device nothing can be freed.
+    // Objects of a device that hangs or whose context is destroyed cannot be freed.
     for (int tries = 0; !broken && left() && tries < 5000; tries++) {
         held.unlock();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -176,7 +176,7 @@ static void end(int status, void *) {
                      all.graphs.size() + all.graph_execs.size());
         if (!status) status = 87;
     }
-    // Streams may still run kernels: the emulator must not be taken down under them.
+    // Streams may still run kernels, so the emulator must not be destroyed before.
     std::fflush(nullptr);
     _exit(status);
 }
@@ -184,8 +184,8 @@ static void end(int status, void *) {
 void judge_at_exit() {
     static std::once_flag once;
     std::call_once(once, [] {
-        // What the emulator has for itself is made by its first launch, and is taken down before whatever was there
-        // earlier: this launch of no blocks makes it outlive `end`.
+        // Static objects are destroyed in reverse order of their creation. This launch of no blocks creates those of the emulator
+        // before `end` is registered, so that they outlive it.
         machine::launch(*machine::Kernel::find("reset_state"), {0, 0, 0}, 0, nullptr, machine::Timing::Eager, 0);
         on_exit(end, nullptr);
     });

@@ -1,7 +1,7 @@
-// The instructions that kernels use, for nvcc and NVRTC. `emulator/ptx.h` has the same names for a CPU: a kernel touches
-// the machine through these and through global memory, and in no other way.
+// The instructions that kernels use, for nvcc and NVRTC. `emulator/ptx.h` has the same names for a CPU. Kernels use only these
+// functions and global memory.
 //
-// Shared memory is named by 32-bit addresses, as the instructions name it.
+// Shared memory has 32-bit addresses, as in the instructions.
 #pragma once
 #include "arguments.h"
 
@@ -11,7 +11,7 @@
 #define KERNEL(name, Arguments, threads) \
     extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Arguments args)
 
-// Whether there is `ptx_hopper.h`.
+// Whether the instructions of `ptx_hopper.h` are available.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define HOPPER 1
 #else
@@ -26,13 +26,13 @@ DEVICE u32 block_y() { return blockIdx.y; }
 DEVICE u32 block_z() { return blockIdx.z; }
 DEVICE u32 grid_x() { return gridDim.x; }
 
-// Where the block's dynamic shared memory begins: at a multiple of 1024, for the tiles of TMA.
+// The address of the block's dynamic shared memory: a multiple of 1024, as the swizzled tiles of TMA need it.
 DEVICE u32 shared_base() {
     extern __shared__ __align__(1024) u8 shared[];
     return static_cast<u32>(__cvta_generic_to_shared(shared));
 }
 
-// Waits for the whole block; whether `odd` holds for any thread of it.
+// A barrier for the whole block. Returns whether `odd` is true for any of its threads.
 DEVICE bool barrier_or(bool odd) { return __syncthreads_or(odd); }
 
 DEVICE void warp_sync() { __syncwarp(); }
@@ -40,17 +40,17 @@ DEVICE float shuffle_xor(float value, u32 mask) { return __shfl_xor_sync(~0u, va
 DEVICE float shuffle(float value, u32 lane) { return __shfl_sync(~0u, value, lane); }
 DEVICE u32 vote(bool set) { return __ballot_sync(~0u, set); }
 
-// 16 bytes from global to shared memory, or 16 zeros. Lands for this thread by the next wait.
+// Copies 16 bytes from global to shared memory, or writes 16 zeros. Complete for this thread after the next wait.
 DEVICE void copy_async(u32 into, const void *from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  ::"r"(into), "l"(__cvta_generic_to_global(from)), "r"(there ? 16 : 0) : "memory");
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most `later` groups of this thread are under way.
+// Waits until at most `later` groups of this thread are incomplete.
 template <int later> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(later) : "memory"); }
 
-// Four 8 x 8 matrices of 16-bit elements. Lane 8i + r gives the address of row r of matrix i; lane l receives of
-// matrix i the elements (l / 4, l % 4 · 2) and the next one, transposed (l % 4 · 2, l / 4) and the one below.
+// Four 8 x 8 matrices of 16-bit elements. Lane 8i + r gives the address of row r of matrix i. Lane l receives from matrix i
+// elements (l / 4, l % 4 · 2) and the next one in the row; transposed (l % 4 · 2, l / 4) and the next one in the column.
 DEVICE void load_matrices(u32 (&r)[4], u32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
@@ -69,7 +69,7 @@ DEVICE void store_shared(u32 address, u32 word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
 
-// 2^x, denormal results as 0.
+// 2^x; subnormal results are 0.
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -83,7 +83,7 @@ DEVICE float magnitude(float x) { return fabsf(x); }
 DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 
-// The 16-bit storage types: what is different about them.
+// The 16-bit storage types.
 struct Bf16 {
     static constexpr u32 EXPONENT = 0x7f80;
     DEVICE static u32 pack(float low, float high) {
@@ -93,7 +93,7 @@ struct Bf16 {
     }
     DEVICE static float low(u32 pair) { return __int_as_float(pair << 16); }
     DEVICE static float high(u32 pair) { return __int_as_float(pair & 0xffff0000u); }
-    // c (16 x 8) += a (16 x 16) · b (16 x 8). Lane l has of c the rows l / 4 and 8 below, columns l % 4 · 2 and the next.
+    // c (16 x 8) += a (16 x 16) · b (16 x 8). Lane l has rows l / 4 and l / 4 + 8 of c, columns l % 4 · 2 and the next one.
     DEVICE static void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])

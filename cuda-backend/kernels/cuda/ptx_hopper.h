@@ -2,12 +2,12 @@
 #pragma once
 #include "ptx.h"
 
-// An mbarrier in shared memory, of 8 bytes: a phase ends when all have arrived and all expected bytes have come. Phases
-// have parity 0, 1, 0 and so on; waiting for a parity is waiting until the phase that has it is over.
+// An mbarrier, 8 bytes in shared memory. A phase is complete when `count` arrivals were made and all expected bytes were copied.
+// Phases have parity 0, 1, 0 and so on. A wait for a parity returns when the phase of that parity is complete.
 DEVICE void phase_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-// After the initialisation and before the block's barrier: TMA sees them too.
+// Makes initialised mbarriers visible to TMA. Call it before the block's barrier.
 DEVICE void phases_are_there() {
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -22,15 +22,15 @@ DEVICE void phase_wait(u32 barrier, u32 parity) {
                  "@!over bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// A box of a tensor to shared memory, its first element at (x, y, z, w), zeros where the tensor has none. Its bytes
-// complete those that `barrier` expects.
+// Copies a box of a tensor to shared memory, from element (x, y, z, w) on, with zeros outside of the tensor. Its bytes count for
+// those that `barrier` expects.
 DEVICE void copy_box(u32 into, const TensorMap &map, u32 barrier, i32 x, i32 y, i32 z, i32 w) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2];"
                  ::"r"(into), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// Barriers 1 to 15 of the block, for some of its threads; `threads` counts those that arrive and those that wait.
+// Named barriers 1 to 15 of the block, for some of its threads. `threads` is the sum of those that arrive and those that wait.
 DEVICE void named_sync(u32 id, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -44,43 +44,43 @@ DEVICE bool named_or(u32 id, u32 threads, bool set) {
     return any;
 }
 
-// A branch on what it gives is the same for a whole warp.
+// The value of lane 0, for branches that are uniform in a warp.
 DEVICE u32 warp_uniform(u32 value) { return __shfl_sync(~0u, value, 0); }
-// One lane of the warp.
+// True in one lane of the warp.
 DEVICE bool elect_one() {
     u32 elected;
     asm volatile("{\n.reg .pred mine;\nelect.sync _|mine, 0xffffffff;\nselp.u32 %0, 1, 0, mine;\n}" : "=r"(elected));
     return elected;
 }
 
-// The warpgroup gives registers back to the block, or takes them.
+// Sets the registers per thread of this warpgroup to `count`: releases registers to the block's pool, or takes them from it.
 template <u32 count> DEVICE void registers_fewer() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 template <u32 count> DEVICE void registers_more() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
 
-// Between stores of a thread to shared memory and the barrier after which wgmma or TMA comes to it.
+// Makes this thread's stores to shared memory visible to wgmma and TMA. Call it before the barrier between both.
 DEVICE void stores_are_there() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// wgmma reads and writes registers at any time between a fence before it and the wait for its group.
+// wgmma may read and write its registers at any time between the fence before it and the wait for its group.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most `later` groups are under way.
+// Waits until at most `later` groups are incomplete.
 template <int later> DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(later) : "memory");
 }
-// Says to the compiler that these registers change here: it knows nothing of what happens between wgmma and the wait.
+// Tells the compiler that these registers change here: it does not know that wgmma writes them before the wait.
 template <int rows> DEVICE void settle(float (&c)[rows][4]) {
     UNROLL for (int j = 0; j < rows; j++)
         UNROLL for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[j][i])::"memory");
 }
 
-// c (64 x N, a warpgroup's) = or += a · b (16 x N). Warp w has the rows from 16 w on, in the fragments of mma.m16n8k16.
-// shared: both from shared memory, where rows of a and columns of b are rows of 128 bytes. registers: a is each warp's
-// fragment, and b lies in rows of N.
+// c (64 x N, of a warpgroup) = or += a (64 x 16) · b (16 x N). Warp w has rows 16 w to 16 w + 15, in fragments of mma.m16n8k16.
+// shared: a and b in shared memory; rows of a and columns of b are rows of 128 bytes there. registers: a is in the fragments of
+// each warp; rows of b have N columns in shared memory.
 template <typename T, int N> struct Wgmma;
 
-// Registers are named one by one: of c, eight at a time.
+// Operand lists name each register: those of c, eight at a time.
 #define C0 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define C8 "%8,%9,%10,%11,%12,%13,%14,%15"
 #define C16 "%16,%17,%18,%19,%20,%21,%22,%23"
@@ -128,7 +128,7 @@ template <typename T, int N> struct Wgmma;
                      ", sums, 1, 1, 1;\n}" \
                      : CRS##N : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right) : "memory"); \
     }
-// For the numbers of columns that kernels use: keys of a tile, elements of a head, or both.
+// For the numbers of columns N that kernels use: keys of a tile, elements of a head, or both.
 #define WGMMA_TYPE(type, name) \
     template <> struct Wgmma<type, 64> { WGMMA_REGISTERS(type, name, 64, "%32,%33,%34,%35", "%36") }; \
     template <> struct Wgmma<type, 80> { WGMMA_SHARED(type, name, 80, "%40", "%41", "%42") }; \

@@ -1,12 +1,12 @@
-//! Which stream does what, and who waits for whom.
+//! Which operation has to wait for which.
 //!
-//! Kernels, copies to the device and copies to the host have a stream each, so that keys travel while others are
-//! attended to. Between streams nothing has an order but what events give it: each buffer knows the last operation that
-//! wrote it and the last ones that read it, and whoever comes next, on another stream, waits for those it has to.
-//! DeviceMemory that goes from one buffer to another takes this knowledge along.
+//! Kernels, copies to the device and copies to the host have a stream each, so that keys travel while the device computes.
+//! Operations of different streams have no order unless an event gives them one. Therefore each allocation records the last
+//! operation that wrote it and the operations that read it since. The next operation on another stream waits for those that
+//! conflict with it. When memory is reused for another buffer, its record stays with it.
 //!
-//! Kernels may be held back, to be submitted with the next ones. What they read and write knows of them all the same: it
-//! knows their [`Completion`], which comes to an event when they are submitted.
+//! Launches may be deferred and submitted together. A record then refers to their [`Completion`], which gets its event when
+//! they are submitted.
 
 use std::sync::{Arc, OnceLock};
 
@@ -14,14 +14,14 @@ use kyklos::{Error, Result};
 
 use crate::driver::{DriverError, Event};
 
-/// The streams.
+/// The streams of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamKind {
     /// Kernels.
     Compute,
-    /// Copies to the device.
+    /// Copies from the host to the device.
     Upload,
-    /// Copies to the host.
+    /// Copies from the device to the host.
     Download,
 }
 
@@ -30,36 +30,37 @@ impl StreamKind {
     pub(crate) const ALL: [Self; Self::COUNT] = [Self::Compute, Self::Upload, Self::Download];
 }
 
-/// The end of operations that are submitted together: of some that were, or of some that are held back.
+/// The completion of operations that are submitted together, or will be: a pending one belongs to deferred launches.
 #[derive(Debug, Default)]
 pub(crate) struct Completion(OnceLock<Submitted>);
 
 #[derive(Debug)]
 struct Submitted {
-    /// None where none could be recorded, so that nobody will know when the device is done.
+    /// `None` if no event could be recorded: then the operations never count as complete.
     event: Option<Arc<Event>>,
-    /// Why not all of them were submitted.
+    /// Why some of the operations were not submitted.
     failure: Option<Error>,
 }
 
 impl Completion {
-    /// Of an operation that was submitted.
+    /// The completion of an operation that was submitted.
     pub(crate) fn of(event: Arc<Event>) -> Arc<Self> {
-        let end = Self::default();
-        end.submitted(Some(event), None);
-        Arc::new(end)
+        let completion = Self::default();
+        completion.set_submitted(Some(event), None);
+        Arc::new(completion)
     }
 
-    /// They were submitted, or as many of them as there was no error.
-    pub(crate) fn submitted(&self, event: Option<Arc<Event>>, failure: Option<Error>) {
-        self.0.set(Submitted { event, failure }).expect("what was held back is submitted once");
+    /// Called once, when the operations were submitted, or those before the first that failed.
+    pub(crate) fn set_submitted(&self, event: Option<Arc<Event>>, failure: Option<Error>) {
+        self.0.set(Submitted { event, failure }).expect("a batch is submitted once");
     }
 
-    pub(crate) fn is_held(&self) -> bool {
+    /// Whether the operations are still deferred.
+    pub(crate) fn is_pending(&self) -> bool {
         self.0.get().is_none()
     }
 
-    /// What happens when the device is done, of operations that were submitted.
+    /// Complete when the operations are done; `None` while they are deferred.
     pub(crate) fn event(&self) -> Option<&Arc<Event>> {
         self.0.get().and_then(|submitted| submitted.event.as_ref())
     }
@@ -69,54 +70,56 @@ impl Completion {
     }
 }
 
-/// What was last done with some memory.
+/// The last write to an allocation and the reads since then.
 #[derive(Debug, Default)]
 pub(crate) struct AccessRecord {
-    written: Option<(StreamKind, Arc<Completion>)>,
-    /// Since then.
-    read: [Option<Arc<Completion>>; StreamKind::COUNT],
+    last_write: Option<(StreamKind, Arc<Completion>)>,
+    /// The last read of each stream since that write.
+    reads: [Option<Arc<Completion>>; StreamKind::COUNT],
 }
 
 impl AccessRecord {
-    /// What an operation on `kind` that reads has to wait for.
+    /// What a read on stream `kind` has to wait for: the last write, if another stream made it.
     pub(crate) fn awaited_by_read(&self, kind: StreamKind) -> impl Iterator<Item = &Arc<Completion>> {
-        self.written.iter().filter(move |(by, _)| *by != kind).map(|(_, end)| end)
+        self.last_write.iter().filter(move |(by, _)| *by != kind).map(|(_, completion)| completion)
     }
 
-    /// What an operation on `kind` that writes has to wait for.
+    /// What a write on stream `kind` has to wait for: the last write and the reads since, if other streams made them.
     pub(crate) fn awaited_by_write(&self, kind: StreamKind) -> impl Iterator<Item = &Arc<Completion>> {
-        let readers = StreamKind::ALL.into_iter().zip(&self.read).filter(move |(by, _)| *by != kind);
-        self.awaited_by_read(kind).chain(readers.filter_map(|(_, end)| end.as_ref()))
+        let readers = StreamKind::ALL.into_iter().zip(&self.reads).filter(move |(by, _)| *by != kind);
+        self.awaited_by_read(kind).chain(readers.filter_map(|(_, completion)| completion.as_ref()))
     }
 
-    pub(crate) fn record_read(&mut self, kind: StreamKind, end: &Arc<Completion>) {
-        self.read[kind as usize] = Some(end.clone());
+    pub(crate) fn record_read(&mut self, kind: StreamKind, completion: &Arc<Completion>) {
+        self.reads[kind as usize] = Some(completion.clone());
     }
 
-    pub(crate) fn record_write(&mut self, kind: StreamKind, end: &Arc<Completion>) {
-        *self = Self { written: Some((kind, end.clone())), read: [const { None }; StreamKind::COUNT] };
+    pub(crate) fn record_write(&mut self, kind: StreamKind, completion: &Arc<Completion>) {
+        *self =
+            Self { last_write: Some((kind, completion.clone())), reads: [const { None }; StreamKind::COUNT] };
     }
 
-    /// Why what is there is not what was to be written, if it is not.
+    /// The error of the last write, if it failed.
     pub(crate) fn failure(&self) -> Option<&Error> {
-        self.written.as_ref().and_then(|(_, end)| end.0.get()?.failure.as_ref())
+        self.last_write.as_ref().and_then(|(_, completion)| completion.0.get()?.failure.as_ref())
     }
 
-    /// It becomes somebody else's, who does not care what is there; only when the device is done with it still matters.
+    /// Forgets the error of the last write but not its event: for memory that becomes another buffer, whose contents are
+    /// unspecified.
     pub(crate) fn clear_failure(&mut self) {
-        if let Some((_, end)) = &mut self.written
-            && end.0.get().is_some_and(|submitted| submitted.failure.is_some())
-            && let Some(event) = end.event().cloned()
+        if let Some((_, completion)) = &mut self.last_write
+            && completion.0.get().is_some_and(|submitted| submitted.failure.is_some())
+            && let Some(event) = completion.event().cloned()
         {
-            *end = Completion::of(event);
+            *completion = Completion::of(event);
         }
     }
 
-    /// Whether the device is done with it.
-    pub(crate) fn idle(&self) -> Result<bool, DriverError> {
-        let written = self.written.iter().map(|(_, end)| end);
-        for end in written.chain(self.read.iter().flatten()) {
-            if !end.is_complete()? {
+    /// Whether all recorded operations are complete.
+    pub(crate) fn is_idle(&self) -> Result<bool, DriverError> {
+        let last_write = self.last_write.iter().map(|(_, completion)| completion);
+        for completion in last_write.chain(self.reads.iter().flatten()) {
+            if !completion.is_complete()? {
                 return Ok(false);
             }
         }

@@ -1,4 +1,4 @@
-//! A copy from the device to the host, as a future.
+//! Copies from the device to the host, as futures.
 
 use std::fmt;
 use std::future::Future;
@@ -12,23 +12,23 @@ use kyklos::{Error, Result};
 
 use super::status::DeviceStatus;
 
-/// Ends with bytes of the device on the host; may be dropped, and may outlive its backend. The bytes lie in pinned
-/// memory, which goes back to the backend with the last of them.
-pub struct Download(Copying);
+/// A copy from the device to the host. It may be dropped, and it may outlive its backend. The bytes are in pinned memory, which
+/// returns to the backend when the last reference to them is dropped.
+pub struct Download(State);
 
 #[derive(Debug)]
-enum Copying {
-    Coming(oneshot::Receiver<Result<Bytes>>, Arc<DeviceStatus>),
+enum State {
+    Pending(oneshot::Receiver<Result<Bytes>>, Arc<DeviceStatus>),
     Failed(Error),
 }
 
 impl Download {
-    pub(super) fn coming(receiver: oneshot::Receiver<Result<Bytes>>, status: &Arc<DeviceStatus>) -> Self {
-        Self(Copying::Coming(receiver, status.clone()))
+    pub(super) fn pending(receiver: oneshot::Receiver<Result<Bytes>>, status: &Arc<DeviceStatus>) -> Self {
+        Self(State::Pending(receiver, status.clone()))
     }
 
     pub(super) fn failed(error: Error) -> Self {
-        Self(Copying::Failed(error))
+        Self(State::Failed(error))
     }
 }
 
@@ -37,11 +37,11 @@ impl Future for Download {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut TaskContext<'_>) -> Poll<Self::Output> {
         match &mut self.0 {
-            Copying::Failed(error) => Poll::Ready(Err(error.clone())),
-            Copying::Coming(receiver, status) => Pin::new(receiver).poll(context).map(|got| {
+            State::Failed(error) => Poll::Ready(Err(error.clone())),
+            State::Pending(receiver, status) => Pin::new(receiver).poll(context).map(|got| {
                 got.unwrap_or_else(|_| {
                     status.check()?;
-                    Err(status.device_error("copy to the host", "nobody looks after the device any more"))
+                    Err(status.device_error("copy to the host", "the polling thread has ended"))
                 })
             }),
         }

@@ -1,7 +1,8 @@
-//! A thread for each backend that notices when the device is done, so that nobody's thread blocks on it.
+//! A thread per backend that polls events, so that no other thread blocks on the device.
 //!
-//! It asks and does not wait: a wait in the driver has no end when a kernel hangs. Its naps grow with what it waits for,
-//! to a sixteenth of it, so that a piece of 100 ms costs hardly any of its time.
+//! It polls because a blocking wait in the driver never returns when a kernel hangs. It sleeps between polls for a sixteenth
+//! of the time that it has waited so far, from 10 µs to 1 ms: an event is noticed late by at most a small part of its own
+//! duration.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -14,19 +15,19 @@ use super::dependencies::StreamKind;
 use super::status::DeviceStatus;
 use crate::driver::Event;
 
-const SHORTEST_NAP: Duration = Duration::from_micros(10);
-const LONGEST_NAP: Duration = Duration::from_millis(1);
+const SHORTEST_SLEEP: Duration = Duration::from_micros(10);
+const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 
-/// What is called when an event has happened, or never will.
-type Then = Box<dyn FnOnce(Result<()>) + Send>;
+/// Called with `Ok` when an event is complete, with the error when the device is lost.
+type Callback = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// The thread, from outside.
+/// A handle of the polling thread. Dropping it ends the thread once its queues are empty.
 #[derive(Debug)]
 pub(crate) struct EventPoller(Arc<Shared>);
 
 struct Shared {
     status: Arc<DeviceStatus>,
-    /// A stream on which nothing happens for this long hangs.
+    /// A stream that completes no event for this long hangs.
     stuck_after: Duration,
     queue: Mutex<Queue>,
     changed: Condvar,
@@ -34,7 +35,7 @@ struct Shared {
 
 #[derive(Default)]
 struct Queue {
-    streams: [VecDeque<(Arc<Event>, Then)>; StreamKind::COUNT],
+    streams: [VecDeque<(Arc<Event>, Callback)>; StreamKind::COUNT],
     closed: bool,
 }
 
@@ -61,27 +62,22 @@ impl EventPoller {
         Ok(Self(shared))
     }
 
-    /// Calls `then` when `event` of this kind has happened. Events of a kind come in their order.
+    /// Calls `callback` on the polling thread when `event` is complete. Events of a stream must be given in stream order.
     pub(crate) fn on_event(
         &self,
         kind: StreamKind,
         event: Arc<Event>,
-        then: impl FnOnce(Result<()>) + Send + 'static,
+        callback: impl FnOnce(Result<()>) + Send + 'static,
     ) {
-        self.0.lock().streams[kind as usize].push_back((event, Box::new(then)));
-        self.0.changed.notify_one();
-    }
-
-    /// Ends the thread, once everything that it has been told of has happened.
-    pub(crate) fn close(&self) {
-        self.0.lock().closed = true;
+        self.0.lock().streams[kind as usize].push_back((event, Box::new(callback)));
         self.0.changed.notify_one();
     }
 }
 
 impl Drop for EventPoller {
     fn drop(&mut self) {
-        self.close();
+        self.0.lock().closed = true;
+        self.0.changed.notify_one();
     }
 }
 
@@ -112,7 +108,7 @@ impl Shared {
                 since = [idle_since; StreamKind::COUNT];
                 continue;
             }
-            let mut landed = false;
+            let mut progressed = false;
             for (kind, head) in heads.into_iter().enumerate() {
                 let Some(event) = head else {
                     since[kind] = Instant::now();
@@ -122,7 +118,7 @@ impl Shared {
                     Ok(false) if since[kind].elapsed() < self.stuck_after => continue,
                     Ok(false) => {
                         let text = format!(
-                            "nothing was done for {} s: the device hangs, or somebody else keeps it busy",
+                            "the device completed nothing for {} s: it hangs, or another process keeps it busy",
                             self.stuck_after.as_secs_f32()
                         );
                         self.status.mark_lost(self.status.device_error("wait for the device", &text));
@@ -133,16 +129,16 @@ impl Shared {
                     }
                 }
                 since[kind] = Instant::now();
-                landed = true;
-                let then = self.lock().streams[kind].pop_front();
-                if let Some((_, then)) = then {
-                    then(self.status.check());
+                progressed = true;
+                let next = self.lock().streams[kind].pop_front();
+                if let Some((_, callback)) = next {
+                    callback(self.status.check());
                 }
             }
-            if landed {
+            if progressed {
                 idle_since = Instant::now();
             } else {
-                std::thread::sleep((idle_since.elapsed() / 16).clamp(SHORTEST_NAP, LONGEST_NAP));
+                std::thread::sleep((idle_since.elapsed() / 16).clamp(SHORTEST_SLEEP, LONGEST_SLEEP));
             }
         }
     }

@@ -1,53 +1,54 @@
-//! Which launches are submitted as a graph: those that came together before, to the last byte of their arguments.
+//! CUDA graphs of repeated launch sequences.
 //!
-//! A graph costs more to make than its launches save at a time, so that one is made when a sequence comes for the second
-//! time. Decoding comes back to the same addresses: memory is kept by its size.
+//! Making a graph costs more than it saves in one submission. So a graph is made when a sequence of launches comes for the
+//! second time, equal to the last byte of its arguments. Decoding repeats such sequences, because the memory pool hands out
+//! the same addresses again.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::driver::{Context, DriverError, Graph, Launch, Stream};
 
-/// Sequences that are remembered at most: several for each layer of a large model. Those that came last stay.
-const MOST: usize = 256;
+/// Sequences that are remembered: several for each layer of a large model. The least recently used one is dropped.
+const MAX_SEQUENCES: usize = 256;
 
-/// The sequences that came, and the graphs of those that came again.
+/// Recent launch sequences, and the graphs of those that were repeated.
 #[derive(Debug)]
 pub(crate) struct GraphCache {
     context: Arc<Context>,
-    most: usize,
-    /// Sequences that came so far.
+    capacity: usize,
+    /// Sequences submitted so far.
     count: u64,
-    met: HashMap<Vec<Launch>, Met>,
+    sequences: HashMap<Vec<Launch>, Sequence>,
 }
 
 #[derive(Debug)]
-struct Met {
-    /// When it came last, counted in sequences.
-    last: u64,
+struct Sequence {
+    /// The value of `count` at the last submission.
+    last_use: u64,
     graph: Option<Graph>,
 }
 
-/// A call that failed, and what it was to do.
-pub(crate) type Failed = (String, DriverError);
+/// The operation that failed, in words, and the driver's error.
+pub(crate) type SubmitError = (String, DriverError);
 
 impl GraphCache {
-    /// Without `enabled` no graph is ever made.
+    /// If not `enabled`, every launch is submitted by itself.
     pub(crate) fn new(context: &Arc<Context>, enabled: bool) -> Self {
-        let most = if enabled { MOST } else { 0 };
-        Self { context: context.clone(), most, count: 0, met: HashMap::new() }
+        let capacity = if enabled { MAX_SEQUENCES } else { 0 };
+        Self { context: context.clone(), capacity, count: 0, sequences: HashMap::new() }
     }
 
-    /// Submits launches, one after the other or as a graph. After an error those before the one that it names may have been
+    /// Submits launches, one by one or as a graph. After an error, the launches before the one that it names may have been
     /// submitted.
-    pub(crate) fn submit(&mut self, stream: &Stream, launches: Vec<Launch>) -> Result<(), Failed> {
-        if launches.len() < 2 || self.most == 0 {
+    pub(crate) fn submit(&mut self, stream: &Stream, launches: Vec<Launch>) -> Result<(), SubmitError> {
+        if launches.len() < 2 || self.capacity == 0 {
             return one_by_one(stream, &launches);
         }
         self.count += 1;
-        if let Some(met) = self.met.get_mut(&launches) {
-            met.last = self.count;
-            let graph = match &mut met.graph {
+        if let Some(sequence) = self.sequences.get_mut(&launches) {
+            sequence.last_use = self.count;
+            let graph = match &mut sequence.graph {
                 Some(graph) => graph,
                 none => {
                     let made = Graph::new(&self.context, &launches);
@@ -58,18 +59,21 @@ impl GraphCache {
                 .launch_graph(graph)
                 .map_err(|error| (words("launch a graph of", &launches), error));
         }
-        if self.met.len() == self.most {
-            let oldest =
-                self.met.iter().min_by_key(|(_, met)| met.last).map(|(launches, _)| launches.clone());
-            oldest.and_then(|oldest| self.met.remove(&oldest));
+        if self.sequences.len() == self.capacity {
+            let oldest = self
+                .sequences
+                .iter()
+                .min_by_key(|(_, sequence)| sequence.last_use)
+                .map(|(launches, _)| launches.clone());
+            oldest.and_then(|oldest| self.sequences.remove(&oldest));
         }
         one_by_one(stream, &launches)?;
-        self.met.insert(launches, Met { last: self.count, graph: None });
+        self.sequences.insert(launches, Sequence { last_use: self.count, graph: None });
         Ok(())
     }
 }
 
-fn one_by_one(stream: &Stream, launches: &[Launch]) -> Result<(), Failed> {
+fn one_by_one(stream: &Stream, launches: &[Launch]) -> Result<(), SubmitError> {
     launches.iter().try_for_each(|launch| {
         stream.launch(launch).map_err(|error| (words("launch", std::slice::from_ref(launch)), error))
     })

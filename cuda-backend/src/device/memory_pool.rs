@@ -1,8 +1,8 @@
-//! DeviceMemory of the device, counted and kept.
+//! Device memory of one backend: counted against a limit, and kept for reuse.
 //!
-//! What a buffer gives back is kept for the next one of its size: freeing memory makes the driver wait for the whole
-//! device, and a ring asks for the same sizes over and over. It is given back when there is no other memory left, and beyond
-//! a quarter of the device, for others want memory too.
+//! Memory of a dropped buffer is kept for the next buffer of its size: freeing memory makes the driver wait for the whole
+//! device, and a ring asks for the same sizes again and again. Kept memory is freed when an allocation fails without that,
+//! and when more than a quarter of the device's memory is kept: other processes need memory too.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,22 +13,23 @@ use super::dependencies::AccessRecord;
 use super::status::DeviceStatus;
 use crate::driver::{Context, DeviceMemory, DriverError};
 
-/// The memory of one backend.
+/// The device memory of one backend.
 #[derive(Debug)]
 pub(crate) struct MemoryPool {
     context: Arc<Context>,
     status: Arc<DeviceStatus>,
-    most_bytes: u64,
-    most_kept_bytes: u64,
+    max_bytes: u64,
+    max_kept_bytes: u64,
+    /// The longest time that an allocation waits for memory that the device still uses.
     stuck_after: Duration,
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// LaunchBatch by buffers.
-    held_bytes: u64,
-    /// What was given back longest ago comes first.
+    /// Bytes of all buffers.
+    used_bytes: u64,
+    /// Memory of dropped buffers, the one that was dropped first at the beginning.
     kept: Vec<Allocation>,
 }
 
@@ -38,7 +39,7 @@ impl State {
     }
 }
 
-/// DeviceMemory, and what was done with it.
+/// Device memory and the operations that use it.
 #[derive(Debug)]
 pub(crate) struct Allocation {
     pub(crate) memory: DeviceMemory,
@@ -58,9 +59,9 @@ impl Allocation {
 /// Linear memory on a CUDA device.
 #[derive(Debug)]
 pub struct CudaBuffer {
-    /// Until it is dropped.
+    /// `None` only during drop.
     allocation: Option<Allocation>,
-    /// As asked for; the memory itself is a little larger.
+    /// The requested size. The allocation is up to an eighth larger.
     bytes: usize,
     pool: Arc<MemoryPool>,
 }
@@ -82,7 +83,7 @@ impl CudaBuffer {
 impl Drop for CudaBuffer {
     fn drop(&mut self) {
         if let Some(allocation) = self.allocation.take() {
-            self.pool.keep(allocation);
+            self.pool.release(allocation);
         }
     }
 }
@@ -92,28 +93,29 @@ impl MemoryPool {
         context: &Arc<Context>,
         status: &Arc<DeviceStatus>,
         device_bytes: usize,
-        most_bytes: Option<u64>,
+        max_bytes: Option<u64>,
         stuck_after: Duration,
     ) -> Arc<Self> {
         Arc::new(Self {
             context: context.clone(),
             status: status.clone(),
-            most_bytes: most_bytes.unwrap_or(u64::MAX),
-            most_kept_bytes: device_bytes as u64 / 4,
+            max_bytes: max_bytes.unwrap_or(u64::MAX),
+            max_kept_bytes: device_bytes as u64 / 4,
             stuck_after,
             state: Mutex::default(),
         })
     }
 
-    /// A buffer with unspecified contents. `submit_batch` submits what is held back, for nothing that is can come to an end.
+    /// A buffer with unspecified contents. If memory is short, `flush` is called to submit the deferred launches: memory that
+    /// they use cannot become idle before.
     pub(crate) fn buffer(
         self: &Arc<Self>,
         label: &str,
         bytes: usize,
-        submit_batch: impl Fn(),
+        flush: impl Fn(),
     ) -> Result<CudaBuffer> {
         self.status.check()?;
-        let refusal = |allowed_bytes| Error::OutOfMemory {
+        let refuse = |allowed_bytes| Error::OutOfMemory {
             device: self.status.device().to_owned(),
             what: label.to_owned(),
             asked_bytes: bytes as u64,
@@ -121,63 +123,64 @@ impl MemoryPool {
         };
         let error = |error: DriverError| self.status.error(&format!("allocate {label}"), &error);
         let mut state = self.lock();
-        let left = self.most_bytes - state.held_bytes;
+        let left = self.max_bytes - state.used_bytes;
         let size = size_class(bytes).filter(|size| *size as u64 <= left);
-        let kept = size.map(|size| idle(&mut state, size)).transpose().map_err(error)?.flatten();
+        let kept = size.map(|size| take_idle(&mut state, size)).transpose().map_err(error)?.flatten();
         let allocation = match kept {
             Some(allocation) => allocation,
             None => {
                 let free = self.context.free_bytes().map_err(error)? as u64;
                 let allowed = left.min(free + state.kept_bytes());
-                let size = size.filter(|size| *size as u64 <= allowed).ok_or_else(|| refusal(allowed))?;
-                match self.make(&mut state, size, free, submit_batch).map_err(error)? {
+                let size = size.filter(|size| *size as u64 <= allowed).ok_or_else(|| refuse(allowed))?;
+                match self.allocate_or_reclaim(&mut state, size, free, flush).map_err(error)? {
                     Some(allocation) => allocation,
-                    // The driver had less than it said, or in pieces.
-                    None => return Err(refusal(self.context.free_bytes().map_err(error)? as u64)),
+                    // The driver had less memory than it reported, or in pieces that are too small.
+                    None => return Err(refuse(self.context.free_bytes().map_err(error)? as u64)),
                 }
             }
         };
         allocation.accesses().clear_failure();
-        state.held_bytes += allocation.bytes();
+        state.used_bytes += allocation.bytes();
         Ok(CudaBuffer { allocation: Some(allocation), bytes, pool: self.clone() })
     }
 
-    /// `size` new bytes, or kept ones that the device still uses, or new ones in the place of kept ones of other sizes.
-    fn make(
+    /// `size` bytes: newly allocated; or kept, even if the device still uses them; or newly allocated after kept memory of other
+    /// sizes was freed. `None` if all of that fails.
+    fn allocate_or_reclaim(
         &self,
         state: &mut State,
         size: usize,
         free: u64,
-        submit_batch: impl Fn(),
+        flush: impl Fn(),
     ) -> Result<Option<Allocation>, DriverError> {
         if size as u64 <= free
-            && let Some(allocation) = self.fresh(size)?
+            && let Some(allocation) = self.allocate(size)?
         {
             return Ok(Some(allocation));
         }
-        submit_batch();
+        flush();
         if let Some(index) = state.kept.iter().position(|allocation| allocation.memory.bytes() == size) {
             return Ok(Some(state.kept.remove(index)));
         }
-        // The one place where a caller waits for the device: there is no memory but what it is still using.
+        // The only place where a caller waits for the device: all memory is in use by it.
         let start = Instant::now();
         while !state.kept.is_empty() && start.elapsed() < self.stuck_after {
             let mut still = Vec::new();
             for allocation in state.kept.drain(..) {
-                if !allocation.accesses().idle()? {
+                if !allocation.accesses().is_idle()? {
                     still.push(allocation);
                 }
             }
             state.kept = still;
-            if let Some(allocation) = self.fresh(size)? {
+            if let Some(allocation) = self.allocate(size)? {
                 return Ok(Some(allocation));
             }
             std::thread::sleep(Duration::from_micros(100));
         }
-        self.fresh(size)
+        self.allocate(size)
     }
 
-    fn fresh(&self, size: usize) -> Result<Option<Allocation>, DriverError> {
+    fn allocate(&self, size: usize) -> Result<Option<Allocation>, DriverError> {
         match DeviceMemory::new(&self.context, size) {
             Ok(memory) => Ok(Some(Allocation { memory, accesses: Mutex::default() })),
             Err(error) if error.is_out_of_memory() => Ok(None),
@@ -185,13 +188,13 @@ impl MemoryPool {
         }
     }
 
-    fn keep(&self, allocation: Allocation) {
+    fn release(&self, allocation: Allocation) {
         let mut state = self.lock();
-        state.held_bytes -= allocation.bytes();
+        state.used_bytes -= allocation.bytes();
         state.kept.push(allocation);
-        while state.kept_bytes() > self.most_kept_bytes {
-            // Of a broken device nothing is freed.
-            let idle = |allocation: &Allocation| allocation.accesses().idle().unwrap_or(false);
+        while state.kept_bytes() > self.max_kept_bytes {
+            // If the device is lost, memory does not become idle and is not freed.
+            let idle = |allocation: &Allocation| allocation.accesses().is_idle().unwrap_or(false);
             let Some(index) = state.kept.iter().position(idle) else { break };
             drop(state.kept.remove(index));
         }
@@ -202,18 +205,18 @@ impl MemoryPool {
     }
 }
 
-/// Kept memory of this size that the device is done with.
-fn idle(state: &mut State, size: usize) -> Result<Option<Allocation>, DriverError> {
+/// Takes kept memory of this size that the device no longer uses.
+fn take_idle(state: &mut State, size: usize) -> Result<Option<Allocation>, DriverError> {
     for (index, allocation) in state.kept.iter().enumerate() {
-        if allocation.memory.bytes() == size && allocation.accesses().idle()? {
+        if allocation.memory.bytes() == size && allocation.accesses().is_idle()? {
             return Ok(Some(state.kept.remove(index)));
         }
     }
     Ok(None)
 }
 
-/// What is allocated for so many bytes: an eighth more at most, so that sizes which are nearly the same serve each
-/// other. Nothing beyond what an address space has.
+/// The allocated size for a request of `bytes`: at most an eighth more, so that requests of similar sizes can reuse each other's
+/// memory. `None` if the size exceeds the address space.
 pub(crate) fn size_class(bytes: usize) -> Option<usize> {
     let step = (bytes.max(1).checked_next_power_of_two()? / 16).max(512);
     bytes.max(1).checked_next_multiple_of(step)

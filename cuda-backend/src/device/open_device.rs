@@ -1,4 +1,4 @@
-//! A device that is open: memory, copies and launches, with their order and their completion.
+//! An open device: buffers, copies and launches.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,19 +21,19 @@ use super::submitter::{LaunchConfig, Submitter};
 use crate::driver::{Context, DeviceProperties, DriverError, Event};
 use crate::images::Image;
 
-/// An open device, as operations use it.
+/// An open device, as the operations of the backend use it. On drop its resources live until the device is idle.
 #[derive(Debug)]
 pub(crate) struct OpenDevice {
     /// Streaming multiprocessors of the device.
     pub(crate) multiprocessors: u32,
-    /// Whether there are kernels for Hopper.
+    /// Whether the image has the kernels for Hopper.
     pub(crate) wgmma: bool,
     pub(crate) pacer: Pacer,
     resources: Arc<Resources>,
     poller: EventPoller,
 }
 
-/// What must live until the device is done with everything that was submitted.
+/// What must live until everything that was submitted is done.
 #[derive(Debug)]
 struct Resources {
     status: Arc<DeviceStatus>,
@@ -65,7 +65,7 @@ impl OpenDevice {
     /// A buffer with unspecified contents.
     pub(crate) fn buffer(&self, label: &str, bytes: usize) -> Result<CudaBuffer> {
         self.resources.pool.buffer(label, bytes, || {
-            // Whoever has what was to be written is told of a error.
+            // An error is kept: it is returned by every later operation on the buffers that the launches were to write.
             let _ = self.resources.submitter.flush();
         })
     }
@@ -77,7 +77,7 @@ impl OpenDevice {
         Ok(buffer)
     }
 
-    /// Overwrites part of a buffer.
+    /// Copies `data` to byte `offset` of a buffer. `data` may be freed when this returns.
     pub(crate) fn write(&self, label: &str, buffer: &CudaBuffer, offset: usize, data: &[u8]) -> Result<()> {
         let resources = &self.resources;
         resources.status.check()?;
@@ -98,19 +98,19 @@ impl OpenDevice {
             let event = copy.event().clone();
             Ok((copy, event))
         })?;
-        let home = resources.staging.clone();
+        let pool = resources.staging.clone();
         self.poller.on_event(StreamKind::Upload, copy.event().clone(), move |result| {
             if let (Ok(()), Ok(Some(staging))) = (result, copy.into_staging()) {
-                home.put(staging);
+                pool.put(staging);
             }
         });
         Ok(())
     }
 
-    /// Starts copying `range` of a buffer to the host.
+    /// Starts a copy of bytes `range` of a buffer to the host.
     pub(crate) fn download(&self, buffer: &CudaBuffer, range: Range<usize>) -> Download {
         match self.start_download(buffer, range) {
-            Ok(receiver) => Download::coming(receiver, &self.resources.status),
+            Ok(receiver) => Download::pending(receiver, &self.resources.status),
             Err(error) => Download::failed(error),
         }
     }
@@ -140,20 +140,21 @@ impl OpenDevice {
                 let event = copy.event().clone();
                 Ok((copy, event))
             })?;
-        let (home, status) = (resources.staging.clone(), resources.status.clone());
+        let (pool, status) = (resources.staging.clone(), resources.status.clone());
         self.poller.on_event(StreamKind::Download, copy.event().clone(), move |result| {
-            let landed = result.and_then(|()| match copy.into_staging() {
-                Ok(Some(staging)) => Ok(home.lend(staging)),
-                Ok(None) => Err(status.device_error("copy to the host", "an event did not stay happened")),
+            let downloaded = result.and_then(|()| match copy.into_staging() {
+                Ok(Some(staging)) => Ok(pool.lend(staging)),
+                Ok(None) => Err(status
+                    .device_error("copy to the host", "an event that was complete is not complete any more")),
                 Err(error) => Err(status.error("copy to the host", &error)),
             });
-            // Nobody waits any more: fine.
-            let _ = sender.send(landed);
+            // The receiver may be dropped: then the result is not wanted.
+            let _ = sender.send(downloaded);
         });
         Ok(receiver)
     }
 
-    /// Launches a kernel, after those that are held back. The event is its end.
+    /// Launches a kernel; see [`Submitter::launch`].
     pub(crate) fn launch<A: Pod>(
         &self,
         launch: LaunchConfig<'_>,
@@ -164,7 +165,7 @@ impl OpenDevice {
         self.resources.submitter.launch(launch, arguments, reads, writes)
     }
 
-    /// Holds a launch back until the next one; see [`Submitter::launch_deferred`].
+    /// Launches a kernel together with the next one; see [`Submitter::launch_deferred`].
     pub(crate) fn launch_deferred<A: Pod>(
         &self,
         launch: LaunchConfig<'_>,
@@ -175,7 +176,7 @@ impl OpenDevice {
         self.resources.submitter.launch_deferred(launch, arguments, reads, writes)
     }
 
-    /// When an event of a launch happens; nothing if the device is lost before.
+    /// The time at which the event of a launch is complete. The sender is dropped if the device is lost before.
     pub(crate) fn completion_time(&self, event: Arc<Event>) -> oneshot::Receiver<Instant> {
         let (sender, receiver) = oneshot::channel();
         self.poller.on_event(StreamKind::Compute, event, move |result| {
@@ -186,44 +187,44 @@ impl OpenDevice {
         receiver
     }
 
-    /// Ends when everything submitted so far is done.
+    /// Returns when everything submitted so far is done.
     pub(crate) async fn wait(&self) -> Result<()> {
-        let end = |kind| {
+        let start = |kind| {
             let (sender, receiver) = oneshot::channel();
             self.poller.on_event(kind, self.resources.submitter.end(kind)?, move |result| {
                 let _ = sender.send(result);
             });
             Ok(receiver)
         };
-        let ends: Vec<_> = StreamKind::ALL.into_iter().map(end).collect::<Result<_>>()?;
+        let ends: Vec<_> = StreamKind::ALL.into_iter().map(start).collect::<Result<_>>()?;
         for end in ends {
             end.await.unwrap_or_else(|_| self.resources.status.check())?;
         }
         Ok(())
     }
 
-    /// The error for a call of the driver that failed.
+    /// The error of an operation whose call of the driver failed.
     pub(crate) fn error(&self, operation: &str, error: &DriverError) -> Error {
         self.resources.status.error(operation, error)
     }
 }
 
 impl Drop for OpenDevice {
-    /// Nobody waits here: what is in copy is waited for by the thread, which frees everything then.
+    /// Does not block: the polling thread waits for everything that was submitted, and frees the resources then.
     fn drop(&mut self) {
         if self.resources.status.is_lost() {
-            // A device that hangs does not give anything back, and one whose context ended has nothing left.
+            // A device that hangs may still access its resources, and a destroyed context has freed them.
             std::mem::forget(self.resources.clone());
             return;
         }
         for kind in StreamKind::ALL {
             let end = || self.resources.submitter.end(kind);
-            // Where what was held back is refused now, nobody is left to hear of it, but it has an end.
+            // If the deferred launches fail now, the error has no receiver. The second call then gives the event.
             if let Ok(event) = end().or_else(|_| end()) {
                 let resources = self.resources.clone();
                 self.poller.on_event(kind, event, move |result| {
                     if result.is_err() {
-                        // As of a device that was lost before.
+                        // As above: the device is lost.
                         std::mem::forget(resources);
                     }
                 });

@@ -1,20 +1,20 @@
-//! What a backend can be told.
+//! Options of a backend.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// What a backend can be told.
+/// Options of a [`CudaBackend`](crate::CudaBackend).
 #[derive(Clone, Debug)]
 pub struct CudaOptions {
-    /// Bytes that all buffers together may have; without it, all that the device has.
+    /// Limit for all buffers together, in bytes. `None`: the memory of the device.
     pub max_memory_bytes: Option<u64>,
-    /// Folder in which compiled kernels are kept, where they are compiled at run time; without it they are not kept.
+    /// Folder for kernels that are compiled at run time. `None`: they are compiled again at each start.
     pub cache: Option<PathBuf>,
-    /// A device that does nothing for this long is given up. It must be longer than the longest kernel, and than what
-    /// others do on the same device.
+    /// If the device completes nothing for this long, it counts as lost. Must be longer than the longest kernel, and longer
+    /// than other processes keep the device busy.
     pub stuck_after: Duration,
-    /// Whether launches that come together again and again are submitted as one, as CUDA graphs. Without, profilers and
-    /// debuggers see each by itself.
+    /// Whether sequences of launches that repeat are submitted as CUDA graphs. If not, profilers and debuggers see each
+    /// launch by itself.
     pub graphs: bool,
 }
 

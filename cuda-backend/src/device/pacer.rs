@@ -1,4 +1,4 @@
-//! How much is submitted at a time: about [`PIECE_S`] of the device's time, found out by measuring.
+//! Piece sizes: each piece should take the device about [`PIECE_S`], by the measured speed of its kernel.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -6,24 +6,24 @@ use std::time::Instant;
 
 use futures_channel::oneshot;
 
-/// What one submission should take: below what a user notices, above what submitting costs.
+/// Seconds that one piece should take: short enough to cancel without a noticeable delay, long compared with a submission.
 const PIECE_S: f64 = 0.08;
-/// Submissions between the host and the end of the queue: one runs, one waits.
-const IN_FLIGHT: usize = 2;
+/// Pieces that are submitted and not done: one runs, one waits.
+const MAX_IN_FLIGHT: usize = 2;
 
-/// Measured speed, and what is in copy.
+/// Measured speed of each kernel, and the pieces in flight.
 #[derive(Debug, Default)]
 pub(crate) struct Pacer(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
     flops_per_s: HashMap<String, f64>,
-    flights: VecDeque<InFlightPiece>,
-    /// When the last measured submission was done.
-    done: Option<Instant>,
+    in_flight: VecDeque<InFlightPiece>,
+    /// When the last measured piece was done.
+    last_done: Option<Instant>,
 }
 
-/// A submission under way.
+/// A piece that was submitted. `done` receives the time of its completion.
 #[derive(Debug)]
 pub(crate) struct InFlightPiece {
     pub(crate) kernel: String,
@@ -33,27 +33,28 @@ pub(crate) struct InFlightPiece {
 }
 
 impl Pacer {
-    /// Operations of the next piece of a kernel whose speed is `first` where nothing was measured yet.
+    /// Floating-point operations of the next piece of a kernel, whose speed counts as `first_flops_per_s` before the first
+    /// measurement.
     pub(crate) fn piece_flops(&self, kernel: &str, first_flops_per_s: f64) -> f64 {
         PIECE_S * self.lock().flops_per_s.get(kernel).unwrap_or(&first_flops_per_s)
     }
 
-    pub(crate) fn record_submission(&self, copy: InFlightPiece) {
-        self.lock().flights.push_back(copy);
+    pub(crate) fn record_submission(&self, piece: InFlightPiece) {
+        self.lock().in_flight.push_back(piece);
     }
 
-    /// Waits until there is room for another submission.
+    /// Waits until fewer than [`MAX_IN_FLIGHT`] pieces are in flight.
     pub(crate) async fn wait_for_slot(&self) {
         loop {
             // Taken out before it is awaited: no lock is held over an await.
-            let copy = {
+            let piece = {
                 let mut state = self.lock();
-                if state.flights.len() < IN_FLIGHT {
+                if state.in_flight.len() < MAX_IN_FLIGHT {
                     return;
                 }
-                state.flights.pop_front()
+                state.in_flight.pop_front()
             };
-            if let Some(InFlightPiece { kernel, flops, submitted, done }) = copy
+            if let Some(InFlightPiece { kernel, flops, submitted, done }) = piece
                 && let Ok(done) = done.await
             {
                 self.lock().record_completion(kernel, flops, submitted, done);
@@ -68,13 +69,13 @@ impl Pacer {
 
 impl State {
     fn record_completion(&mut self, kernel: String, flops: f64, submitted: Instant, done: Instant) {
-        let began = self.done.map_or(submitted, |last| last.max(submitted));
-        self.done = Some(done);
-        // Shorter ones measure the submission, not the device.
+        let began = self.last_done.map_or(submitted, |last| last.max(submitted));
+        self.last_done = Some(done);
+        // A shorter time is mostly that of the submission.
         let took_s = done.saturating_duration_since(began).as_secs_f64().max(1e-3);
         let measured = flops / took_s;
         let rate = self.flops_per_s.entry(kernel).or_insert(measured);
-        // Slower at once, faster by and by.
+        // A lower speed is taken over at once, a higher one by half: too large a piece delays a cancellation.
         *rate = if measured < *rate && took_s > 1e-3 { measured } else { rate.max(0.5 * (*rate + measured)) };
     }
 }
@@ -86,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_shrink_at_once_and_grow_by_and_by() {
+    fn pieces_shrink_at_once_and_grow_slowly() {
         let pacer = Pacer::default();
         assert_eq!(pacer.piece_flops("x", 100.0), 8.0);
         let start = Instant::now();
@@ -99,7 +100,7 @@ mod tests {
         // Submitted at 50, but the device was busy until 100.
         assert!((complete(10.0, 50, 300) - 50.0).abs() < 1e-6);
         assert!((complete(15.0, 300, 400) - 100.0).abs() < 1e-6);
-        // Too short to be measured: never slower for it.
+        // Too short to be measured: the speed does not drop.
         assert!(complete(1e-9, 400, 400) >= 100.0);
     }
 }

@@ -1,4 +1,4 @@
-//! PinnedMemory memory of the host for copies, kept for the next one of its size.
+//! Pinned memory of the host for copies, kept for reuse.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,7 +9,8 @@ use super::memory_pool::size_class;
 use super::status::DeviceStatus;
 use crate::driver::{Context, PinnedMemory};
 
-/// What is kept at most: a few blocks that travel. PinnedMemory memory is the host's, which has other uses for it.
+/// Limit for kept memory, in bytes: room for a few blocks of keys and values. Pinned memory is not available to the rest of the
+/// host.
 const MOST_KEPT_BYTES: usize = 2 << 30;
 
 #[derive(Debug)]
@@ -24,7 +25,7 @@ impl StagingPool {
         Arc::new(Self { context: context.clone(), status: status.clone(), kept: Mutex::default() })
     }
 
-    /// StagingPool of which `bytes` are used.
+    /// Pinned memory with `bytes` in use and unspecified contents.
     pub(crate) fn take(&self, label: &str, bytes: usize) -> Result<PinnedMemory> {
         let refusal = || Error::OutOfMemory {
             device: format!("pinned memory for {}", self.status.device()),
@@ -46,7 +47,7 @@ impl StagingPool {
         }
     }
 
-    /// Takes it back.
+    /// Takes memory back, which no copy uses any more.
     pub(crate) fn put(&self, pinned: PinnedMemory) {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes: usize = kept.iter().map(PinnedMemory::capacity).sum();
@@ -55,16 +56,16 @@ impl StagingPool {
         }
     }
 
-    /// Its contents, without a copy. It comes back when nobody needs them any more.
+    /// The contents as `Bytes`, without a copy. The memory comes back when the last reference is dropped.
     pub(crate) fn lend(self: &Arc<Self>, pinned: PinnedMemory) -> Bytes {
-        Bytes::from_owner(LentStaging { pinned: Some(pinned), home: self.clone() })
+        Bytes::from_owner(LentStaging { pinned: Some(pinned), pool: self.clone() })
     }
 }
 
 struct LentStaging {
-    /// Until it is dropped.
+    /// `None` only during drop.
     pinned: Option<PinnedMemory>,
-    home: Arc<StagingPool>,
+    pool: Arc<StagingPool>,
 }
 
 impl AsRef<[u8]> for LentStaging {
@@ -76,7 +77,7 @@ impl AsRef<[u8]> for LentStaging {
 impl Drop for LentStaging {
     fn drop(&mut self) {
         if let Some(pinned) = self.pinned.take() {
-            self.home.put(pinned);
+            self.pool.put(pinned);
         }
     }
 }

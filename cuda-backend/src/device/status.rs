@@ -1,4 +1,4 @@
-//! Whether a device still works.
+//! Whether a device still works, and errors that name it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -6,7 +6,7 @@ use kyklos::{Error, Result};
 
 use crate::driver::DriverError;
 
-/// The first failure after which nothing works is kept, and is what every later call says.
+/// The device's name, and the error by which it was lost, if it was. Every later call returns that error.
 #[derive(Debug)]
 pub(crate) struct DeviceStatus {
     device: Arc<str>,
@@ -23,7 +23,7 @@ impl DeviceStatus {
     }
 
     /// # Errors
-    /// Why the device is lost.
+    /// The error by which the device was lost.
     pub(crate) fn check(&self) -> Result<()> {
         self.lock().clone().map_or(Ok(()), Err)
     }
@@ -32,13 +32,13 @@ impl DeviceStatus {
         self.lock().is_some()
     }
 
-    /// The error for a call that failed, which may be the end of the device.
+    /// The error of an operation whose call of the driver failed. Marks the device as lost if the context is destroyed.
     pub(crate) fn error(&self, operation: &str, cause: &DriverError) -> Error {
         let error = self.device_error(operation, &cause.to_string());
         if cause.ends_context() { self.mark_lost(error) } else { error }
     }
 
-    /// The device is gone. Returns the first reason.
+    /// Marks the device as lost by `error`, unless it is lost already. Returns the error by which it was lost.
     pub(crate) fn mark_lost(&self, error: Error) -> Error {
         self.lock().get_or_insert(error).clone()
     }
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_end_of_a_context_is_what_every_later_call_says() {
+    fn after_the_context_is_destroyed_every_call_returns_the_first_error() {
         let status = DeviceStatus::new("GPU 0".into());
         let error = status.error("copy to the host", &driver_error(1));
         assert_eq!(error.to_string(), "GPU 0: copy to the host failed: cuX: CUDA_ERROR_X (1): it broke");

@@ -1,4 +1,5 @@
-//! Submits copies and launches to the streams of a device, in an order that keeps buffers right.
+//! Submits copies and launches to the streams of a device. Events order operations of different streams that access the
+//! same buffer.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -19,11 +20,11 @@ pub(super) struct Submitter {
     streams: [Stream; StreamKind::COUNT],
     functions: Mutex<HashMap<String, Arc<Function>>>,
     module: Arc<Module>,
-    /// Operations are submitted one at a time, so that accesses are set in the order of the streams.
-    submitting: Mutex<SubmitterState>,
+    /// Locked for each submission, so that access records and streams have the same order.
+    state: Mutex<SubmitterState>,
 }
 
-/// A launch of a kernel: which one, and how many threads.
+/// A kernel by name, its grid in blocks, threads and dynamic shared memory per block.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LaunchConfig<'a> {
     pub(crate) kernel: &'a str,
@@ -38,16 +39,17 @@ struct SubmitterState {
     graphs: GraphCache,
 }
 
-/// Launches that will be submitted together.
+/// Launches that are submitted together later.
 #[derive(Debug, Default)]
 struct LaunchBatch {
     launches: Vec<driver::Launch>,
-    /// What the first of them will wait for, all of it submitted: none of it can be waiting for them.
+    /// Events of other streams that must be complete before the first launch. All are recorded already, so none of them can
+    /// wait for this batch.
     waits: Vec<Arc<Event>>,
-    end: Arc<Completion>,
+    completion: Arc<Completion>,
 }
 
-/// Launches that are held back at most.
+/// A batch of this many launches is submitted at once.
 const MAX_BATCH_LAUNCHES: usize = 16;
 
 impl Submitter {
@@ -58,21 +60,21 @@ impl Submitter {
         graphs: bool,
     ) -> Result<Self> {
         let error = |operation: &'static str| move |error: DriverError| status.error(operation, &error);
-        // Copies are short and somebody waits for them: they come first.
-        let stream = |urgent| Stream::new(context, urgent).map_err(error("make a stream"));
+        // Copies are short and another rank waits for them, so their streams have the higher priority.
+        let stream = |urgent| Stream::new(context, urgent).map_err(error("create a stream"));
         Ok(Self {
             status: status.clone(),
             streams: [stream(false)?, stream(true)?, stream(true)?],
             functions: Mutex::default(),
             module: Module::load(context, image).map_err(error("load the kernels"))?,
-            submitting: Mutex::new(SubmitterState {
+            state: Mutex::new(SubmitterState {
                 batch: LaunchBatch::default(),
                 graphs: GraphCache::new(context, graphs),
             }),
         })
     }
 
-    /// Submits a copy to its kind, behind what it has to wait for. `work` submits it and records its event.
+    /// Submits a copy to its stream, behind the operations that it depends on. `work` submits the copy and records its event.
     pub(super) fn copy<T>(
         &self,
         kind: StreamKind,
@@ -82,22 +84,23 @@ impl Submitter {
         work: impl FnOnce(&Stream) -> Result<(T, Arc<Event>), DriverError>,
     ) -> Result<T> {
         self.status.check()?;
-        let mut submitting = self.submitting();
-        let waits = waits(kind, reads, writes)?;
-        if waits.iter().any(|end| end.is_held()) {
-            self.submit_batch(&mut submitting)?;
+        let mut state = self.state();
+        let dependencies = dependencies(kind, reads, writes)?;
+        if dependencies.iter().any(|completion| completion.is_pending()) {
+            self.submit_batch(&mut state)?;
         }
         let stream = &self.streams[kind as usize];
         let submit = || {
-            waits.iter().filter_map(|end| end.event()).try_for_each(|event| stream.wait(event))?;
+            let mut events = dependencies.iter().filter_map(|completion| completion.event());
+            events.try_for_each(|event| stream.wait(event))?;
             work(stream)
         };
         let (made, event) = submit().map_err(|error| self.status.error(operation, &error))?;
-        mark(kind, &Completion::of(event), reads, writes);
+        record_access(kind, &Completion::of(event), reads, writes);
         Ok(made)
     }
 
-    /// Launches a kernel, after those that are held back. The event is its end.
+    /// Submits the deferred launches and this one. The event is complete when the kernel is done.
     pub(super) fn launch<A: Pod>(
         &self,
         launch: LaunchConfig<'_>,
@@ -105,13 +108,14 @@ impl Submitter {
         reads: &[&CudaBuffer],
         writes: &[&CudaBuffer],
     ) -> Result<Arc<Event>> {
-        let mut submitting = self.submitting();
-        self.add(&mut submitting.batch, launch, bytemuck::bytes_of(arguments), reads, writes)?;
-        self.submit_batch(&mut submitting)
+        let mut state = self.state();
+        self.add(&mut state.batch, launch, bytemuck::bytes_of(arguments), reads, writes)?;
+        self.submit_batch(&mut state)
     }
 
-    /// Holds a launch back until the next one, or until somebody needs its end. For what is of no use by itself: nobody may
-    /// be kept waiting. A error is then an error of whoever comes next, and of whoever needs what was to be written.
+    /// Defers a launch until the next [`Self::launch`], or until another operation depends on it. For kernels whose result is
+    /// only of use to a later kernel, so that the delay costs nothing. If the launch fails, the call that submits it fails,
+    /// and so does every later operation on a buffer that the kernel was to write.
     pub(super) fn launch_deferred<A: Pod>(
         &self,
         launch: LaunchConfig<'_>,
@@ -119,10 +123,10 @@ impl Submitter {
         reads: &[&CudaBuffer],
         writes: &[&CudaBuffer],
     ) -> Result<()> {
-        let mut submitting = self.submitting();
-        self.add(&mut submitting.batch, launch, bytemuck::bytes_of(arguments), reads, writes)?;
-        if submitting.batch.launches.len() == MAX_BATCH_LAUNCHES {
-            self.submit_batch(&mut submitting)?;
+        let mut state = self.state();
+        self.add(&mut state.batch, launch, bytemuck::bytes_of(arguments), reads, writes)?;
+        if state.batch.launches.len() == MAX_BATCH_LAUNCHES {
+            self.submit_batch(&mut state)?;
         }
         Ok(())
     }
@@ -138,34 +142,34 @@ impl Submitter {
         self.status.check()?;
         let LaunchConfig { kernel, grid, threads, shared_bytes } = launch;
         let function = self.function(kernel, shared_bytes)?;
-        let waits = waits(StreamKind::Compute, reads, writes)?;
-        batch.waits.extend(waits.iter().filter_map(|end| end.event().cloned()));
-        mark(StreamKind::Compute, &batch.end, reads, writes);
+        let dependencies = dependencies(StreamKind::Compute, reads, writes)?;
+        batch.waits.extend(dependencies.iter().filter_map(|completion| completion.event().cloned()));
+        record_access(StreamKind::Compute, &batch.completion, reads, writes);
         let arguments = arguments.to_vec();
         batch.launches.push(driver::Launch { function, grid, threads, shared_bytes, arguments });
         Ok(())
     }
 
-    /// Submits what is held back. The event is the end of everything in the kind of kernels.
-    fn submit_batch(&self, submitting: &mut SubmitterState) -> Result<Arc<Event>> {
-        let SubmitterState { batch, graphs } = submitting;
-        let LaunchBatch { launches, waits, end } = std::mem::take(batch);
+    /// Submits the deferred launches. The event is complete when everything in the compute stream so far is done.
+    fn submit_batch(&self, state: &mut SubmitterState) -> Result<Arc<Event>> {
+        let SubmitterState { batch, graphs } = state;
+        let LaunchBatch { launches, waits, completion } = std::mem::take(batch);
         let stream = &self.streams[StreamKind::Compute as usize];
         let waiting = waits.iter().try_for_each(|event| stream.wait(event));
         let submitted = waiting
             .map_err(|error| ("order kernels behind copies".to_owned(), error))
             .and_then(|()| graphs.submit(stream, launches))
             .map_err(|(operation, error)| self.status.error(&operation, &error));
-        // What went before a error is on its way.
+        // Launches before one that failed are submitted, so an event is recorded after an error too.
         let event =
             stream.record().map_err(|error| self.status.error("record an event", &error)).map(Arc::new);
         let failure = submitted.as_ref().err().or(event.as_ref().err()).cloned();
-        end.submitted(event.as_ref().ok().cloned(), failure);
+        completion.set_submitted(event.as_ref().ok().cloned(), failure);
         submitted.and(event)
     }
 
-    fn submitting(&self) -> MutexGuard<'_, SubmitterState> {
-        self.submitting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, SubmitterState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn function(&self, name: &str, shared_bytes: u32) -> Result<Arc<Function>> {
@@ -180,11 +184,11 @@ impl Submitter {
         Ok(function)
     }
 
-    /// The end of everything in a kind so far.
+    /// An event that is complete when everything submitted to a stream so far is done.
     pub(super) fn end(&self, kind: StreamKind) -> Result<Arc<Event>> {
         self.status.check()?;
         if kind == StreamKind::Compute {
-            return self.submit_batch(&mut self.submitting());
+            return self.submit_batch(&mut self.state());
         }
         self.copy(kind, "wait for the device", &[], &[], |stream| {
             let event = Arc::new(stream.record()?);
@@ -192,41 +196,50 @@ impl Submitter {
         })
     }
 
-    /// Submits what is held back.
+    /// Submits the deferred launches.
     pub(super) fn flush(&self) -> Result<()> {
-        self.submit_batch(&mut self.submitting()).map(drop)
+        self.submit_batch(&mut self.state()).map(drop)
     }
 }
 
-/// What an operation on these buffers has to wait for, each once.
+/// Operations of other streams that an operation on these buffers has to wait for, each once.
 ///
 /// # Errors
-/// Why one of them does not hold what was to be written there.
-fn waits(kind: StreamKind, reads: &[&CudaBuffer], writes: &[&CudaBuffer]) -> Result<Vec<Arc<Completion>>> {
+/// The error of the last write to one of the buffers, if it failed: its contents are not what was to be written.
+fn dependencies(
+    kind: StreamKind,
+    reads: &[&CudaBuffer],
+    writes: &[&CudaBuffer],
+) -> Result<Vec<Arc<Completion>>> {
     let mut all: Vec<Arc<Completion>> = Vec::new();
-    let mut wait = |end: &Arc<Completion>| {
-        if !all.iter().any(|other| Arc::ptr_eq(other, end)) {
-            all.push(end.clone());
+    let mut add = |completion: &Arc<Completion>| {
+        if !all.iter().any(|other| Arc::ptr_eq(other, completion)) {
+            all.push(completion.clone());
         }
     };
     for buffer in reads {
         let accesses = buffer.allocation().accesses();
         accesses.failure().map_or(Ok(()), |error| Err(error.clone()))?;
-        accesses.awaited_by_read(kind).for_each(&mut wait);
+        accesses.awaited_by_read(kind).for_each(&mut add);
     }
     for buffer in writes {
         let accesses = buffer.allocation().accesses();
         accesses.failure().map_or(Ok(()), |error| Err(error.clone()))?;
-        accesses.awaited_by_write(kind).for_each(&mut wait);
+        accesses.awaited_by_write(kind).for_each(&mut add);
     }
     Ok(all)
 }
 
-fn mark(kind: StreamKind, end: &Arc<Completion>, reads: &[&CudaBuffer], writes: &[&CudaBuffer]) {
+fn record_access(
+    kind: StreamKind,
+    completion: &Arc<Completion>,
+    reads: &[&CudaBuffer],
+    writes: &[&CudaBuffer],
+) {
     for buffer in reads {
-        buffer.allocation().accesses().record_read(kind, end);
+        buffer.allocation().accesses().record_read(kind, completion);
     }
     for buffer in writes {
-        buffer.allocation().accesses().record_write(kind, end);
+        buffer.allocation().accesses().record_write(kind, completion);
     }
 }

@@ -1,4 +1,4 @@
-//! Calls of the driver.
+//! Result codes of the driver as errors.
 
 use std::ffi::{CStr, c_char};
 use std::ptr;
@@ -7,28 +7,21 @@ use cudarc::driver::sys;
 
 use super::error::{DriverError, Result};
 
-/// Calls the driver; an error keeps the name of the call.
-macro_rules! call {
-    ($name:ident ( $($argument:expr),* $(,)? )) => {
-        // SAFETY: `load` found the symbol. Handles are those of values that live, each of which destroys its own once;
-        // pointers are to locals or to memory that the value owns, of the sizes that are passed.
-        check(stringify!($name), unsafe { sys::$name($($argument),*) })
-    };
-}
-
+/// `Ok` for `CUDA_SUCCESS`, else an error with the name of the function, the code, and the driver's own text.
 pub(super) fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
     if code == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
     }
     let words = |ask: unsafe fn(sys::CUresult, *mut *const c_char) -> sys::CUresult| {
         let mut text: *const c_char = ptr::null();
-        // SAFETY: the driver writes the address of a text of its own, or null.
-        unsafe {
-            let _ = ask(code, &raw mut text);
-            (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
-        }
+        // SAFETY: `ask` is cuGetErrorName or cuGetErrorString. Both accept any code and write one pointer to `text`, which
+        // is valid for the call. They need no context.
+        let _ = unsafe { ask(code, &raw mut text) };
+        // SAFETY: a pointer that is not null points to a constant of the driver, which ends with a zero byte and lives as
+        // long as the process.
+        (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     };
-    let unknown = || "a code that the driver has no words for".to_owned();
+    let unknown = || "the driver has no text for this code".to_owned();
     Err(DriverError {
         call,
         code: code as u32,

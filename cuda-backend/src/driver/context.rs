@@ -9,16 +9,17 @@ use super::call::check;
 use super::error::Result;
 use super::properties::device;
 
-/// A handle of the driver's. The driver takes them from any thread.
+/// A handle of the driver, a pointer that only the driver dereferences.
 #[derive(Debug)]
 pub(super) struct Handle<T>(pub(super) *mut T);
 
-// SAFETY: the driver API may be called from any thread, with any handle.
+// SAFETY: the driver API takes a handle from any thread, not only from the one that created it.
 unsafe impl<T> Send for Handle<T> {}
-// SAFETY: as above, also at the same time.
+// SAFETY: the driver API locks internally and may be called from several threads with one handle. The exception, a graph
+// that is launched, is behind `&mut` (see `Stream::launch_graph`).
 unsafe impl<T> Sync for Handle<T> {}
 
-/// A device's primary context: the one that a whole process shares.
+/// The primary context of a device. The whole process shares it.
 #[derive(Debug)]
 pub(crate) struct Context {
     raw: Handle<sys::CUctx_st>,
@@ -29,26 +30,33 @@ impl Context {
     pub(crate) fn retain(ordinal: usize) -> Result<Arc<Self>> {
         let device = device(ordinal)?;
         let mut raw = ptr::null_mut();
-        call!(cuDevicePrimaryCtxRetain(&raw mut raw, device))?;
+        // SAFETY: `device` comes from cuDeviceGet. The driver writes one handle to `raw`, a local.
+        check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut raw, device) })?;
         Ok(Arc::new(Self { raw: Handle(raw), device }))
     }
 
+    /// Makes this context current on the calling thread.
     pub(super) fn bind(&self) -> Result<()> {
-        call!(cuCtxSetCurrent(self.raw.0))
+        // SAFETY: the context is retained until `self` is dropped, so the handle is valid.
+        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.raw.0) })
     }
 
-    /// Bytes of the device that nobody has.
+    /// Free memory of the device, in bytes, as the driver reports it.
     pub(crate) fn free_bytes(&self) -> Result<usize> {
         self.bind()?;
         let (mut free, mut total) = (0, 0);
-        call!(cuMemGetInfo_v2(&raw mut free, &raw mut total))?;
+        // SAFETY: this context is current. The driver writes one size to each of two locals.
+        check("cuMemGetInfo_v2", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
         Ok(free)
     }
 }
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // Whoever has the context still calls with it is dropped before; a failure has nobody to be told to.
-        let _ = call!(cuDevicePrimaryCtxRelease_v2(self.device));
+        // An error has no receiver here.
+        // SAFETY: `retain` retained the context of `device` once, and this releases it once. Every value that calls the
+        // driver in this context holds an `Arc` of it, so none is left.
+        let _ =
+            check("cuDevicePrimaryCtxRelease_v2", unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) });
     }
 }

@@ -13,20 +13,25 @@ use super::memory::{DeviceMemory, PinnedMemory};
 use super::stream::Stream;
 
 impl Stream {
-    /// Copies all of `from` to `into`, `at` bytes behind its beginning. The staging comes back when it was read.
+    /// Copies the used bytes of `from` to byte `at` of `into`. The copy owns `from` until it is complete.
     pub(crate) fn upload(&self, from: PinnedMemory, into: &DeviceMemory, at: usize) -> Result<PendingCopy> {
         assert!(at + from.used <= into.bytes, "{} bytes at {at} of {}", from.used, into.bytes);
         self.context.bind()?;
-        call!(cuMemcpyHtoDAsync_v2(
-            into.address + at as u64,
-            from.raw.0.cast_const(),
-            from.used,
-            self.raw.0
-        ))?;
+        // SAFETY: the context is current and the stream's handle is valid. The destination lies within `into`, as asserted.
+        // The source is pinned and `from.used` bytes long. It stays allocated and unchanged until the copy is complete:
+        // `PendingCopy` owns it from here on. After an error nothing was submitted.
+        check("cuMemcpyHtoDAsync_v2", unsafe {
+            sys::cuMemcpyHtoDAsync_v2(
+                into.address + at as u64,
+                from.raw.0.cast_const(),
+                from.used,
+                self.raw.0,
+            )
+        })?;
         PendingCopy::new(from, self.record())
     }
 
-    /// Copies `range` of `from` into staging, which comes back when it was written.
+    /// Copies bytes `range` of `from` to `into`, whose used bytes are as many. The copy owns `into` until it is complete.
     pub(crate) fn download(
         &self,
         from: &DeviceMemory,
@@ -35,14 +40,19 @@ impl Stream {
     ) -> Result<PendingCopy> {
         assert!(range.end <= from.bytes && range.len() == into.used, "{range:?} of {}", from.bytes);
         self.context.bind()?;
-        call!(cuMemcpyDtoHAsync_v2(into.raw.0, from.address + range.start as u64, into.used, self.raw.0))?;
+        // SAFETY: the context is current and the stream's handle is valid. The source lies within `from`, as asserted. The
+        // destination is pinned and `into.used` bytes long. Nobody reads, writes or frees it until the copy is complete:
+        // `PendingCopy` owns it from here on. After an error nothing was submitted.
+        check("cuMemcpyDtoHAsync_v2", unsafe {
+            sys::cuMemcpyDtoHAsync_v2(into.raw.0, from.address + range.start as u64, into.used, self.raw.0)
+        })?;
         PendingCopy::new(into, self.record())
     }
 }
 
-/// Staging that a copy is under way to or from.
+/// Staging memory that the device reads or writes.
 ///
-/// Dropped before it has landed, its memory is never freed: the device may still write to it.
+/// If this is dropped before the copy is complete, the memory is leaked: the device may still write to it.
 #[derive(Debug)]
 pub(crate) struct PendingCopy {
     staging: ManuallyDrop<PinnedMemory>,
@@ -50,7 +60,7 @@ pub(crate) struct PendingCopy {
 }
 
 impl PendingCopy {
-    /// Staging whose copy was submitted. Where no event could be recorded nobody can know when it lands.
+    /// A copy that was submitted. If no event could be recorded, its completion is unknown and the memory is leaked.
     fn new(staging: PinnedMemory, event: Result<Event>) -> Result<Self> {
         let staging = ManuallyDrop::new(staging);
         Ok(Self { staging, event: Arc::new(event?) })
@@ -60,7 +70,7 @@ impl PendingCopy {
         &self.event
     }
 
-    /// The staging, when the copy is done.
+    /// The staging memory if the copy is complete; otherwise it is leaked.
     pub(crate) fn into_staging(self) -> Result<Option<PinnedMemory>> {
         Ok(self.event.is_complete()?.then(|| ManuallyDrop::into_inner(self.staging)))
     }

@@ -8,7 +8,7 @@ use super::call::check;
 use super::context::{Context, Handle};
 use super::error::Result;
 
-/// A point in the order of a stream.
+/// A point in a stream. Complete when everything that was submitted to the stream before it is done.
 #[derive(Debug)]
 pub(crate) struct Event {
     pub(super) raw: Handle<sys::CUevent_st>,
@@ -16,10 +16,11 @@ pub(crate) struct Event {
 }
 
 impl Event {
-    /// Whether it has happened.
+    /// Asks the driver and does not wait.
     pub(crate) fn is_complete(&self) -> Result<bool> {
         self.context.bind()?;
-        match call!(cuEventQuery(self.raw.0)) {
+        // SAFETY: the event's context is current, and the handle is valid until `self` is dropped.
+        match check("cuEventQuery", unsafe { sys::cuEventQuery(self.raw.0) }) {
             Ok(()) => Ok(true),
             Err(error) if error.code == sys::CUresult::CUDA_ERROR_NOT_READY as u32 => Ok(false),
             Err(error) => Err(error),
@@ -30,7 +31,9 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if self.context.bind().is_ok() {
-            let _ = call!(cuEventDestroy_v2(self.raw.0));
+            // SAFETY: `Stream::record` created the event, `self` owns it, and nothing uses the handle after this. The driver
+            // allows destroying an event that is not complete.
+            let _ = check("cuEventDestroy_v2", unsafe { sys::cuEventDestroy_v2(self.raw.0) });
         }
     }
 }

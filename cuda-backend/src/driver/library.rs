@@ -8,7 +8,7 @@ use cudarc::driver::sys;
 use super::call::check;
 use super::error::{Result, Unavailable};
 
-/// What this crate calls. All of it is in drivers since CUDA 12.
+/// Every function of the driver that this crate calls. Drivers have all of them since CUDA 12.
 const SYMBOLS: [&str; 38] = [
     "cuInit",
     "cuDriverGetVersion",
@@ -50,34 +50,80 @@ const SYMBOLS: [&str; 38] = [
     "cuGraphExecDestroy",
 ];
 
-/// Loads the driver, once. Says why it cannot.
+/// Loads the driver once and checks that it has every function of [`SYMBOLS`].
 pub(crate) fn load() -> std::result::Result<(), Unavailable> {
     static LOADED: OnceLock<std::result::Result<(), Unavailable>> = OnceLock::new();
     LOADED.get_or_init(try_load).clone()
 }
 
 fn try_load() -> std::result::Result<(), Unavailable> {
-    // SAFETY: this loads the driver, whose initialisers do what NVIDIA has them do.
+    // SAFETY: this loads a shared library and runs its initialisers. The names that cudarc tries are those of NVIDIA's
+    // driver, whose initialisers are meant to be run by any process.
     if !unsafe { sys::is_culib_present() } {
         let name = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
         let why = format!("CUDA cannot be used: {name} was not found");
         return Err(Unavailable { why, remedy: "install NVIDIA's driver" });
     }
-    // SAFETY: as above; it is present.
+    // SAFETY: as above. The library was found, so this does not panic.
     let library = unsafe { sys::culib() };
     for symbol in SYMBOLS {
-        // SAFETY: only asked whether it is there.
+        // SAFETY: the symbol is only looked up. The pointer is neither called nor read.
         if unsafe { library.get::<*const c_void>(symbol.as_bytes()) }.is_err() {
-            let why = format!("CUDA cannot be used: the driver has no {symbol}");
+            let why = format!("CUDA cannot be used: the driver has no function {symbol}");
             return Err(Unavailable { why, remedy: "install a newer driver" });
         }
     }
-    call!(cuInit(0)).map_err(Unavailable::from)
+    // SAFETY: cuInit is the first call and takes no pointer. It may be called more than once in a process.
+    check("cuInit", unsafe { sys::cuInit(0) }).map_err(Unavailable::from)
 }
 
-/// The version of CUDA that the driver speaks, as 1000 · major + 10 · minor.
+/// The CUDA version that the driver supports, as 1000 · major + 10 · minor.
 pub(crate) fn version() -> Result<u32> {
     let mut version: c_int = 0;
-    call!(cuDriverGetVersion(&raw mut version))?;
+    // SAFETY: the driver writes one int to `version`, a local. The call needs no context.
+    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) })?;
     Ok(version.unsigned_abs())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    /// The sources of this folder without their tests.
+    fn sources() -> Vec<String> {
+        let folder = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/src/driver")).unwrap();
+        let read = |path| std::fs::read_to_string(path).unwrap();
+        let texts = folder.map(|entry| read(entry.unwrap().path()));
+        texts.map(|text| text.split("#[cfg(test)]").next().unwrap().to_owned()).collect()
+    }
+
+    /// The identifier at the beginning of `text`.
+    fn identifier(text: &str) -> &str {
+        text.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap()
+    }
+
+    /// cudarc panics at a call whose symbol is missing, so `load` has to look for all of them.
+    #[test]
+    fn load_looks_for_every_function_that_is_called_and_for_no_other() {
+        let sources = sources();
+        let after = sources.iter().flat_map(|text| text.split("sys::cu").skip(1)).map(identifier);
+        let called: BTreeSet<_> = after.filter(|name| name.starts_with(char::is_uppercase)).collect();
+        let listed: BTreeSet<_> = SYMBOLS.iter().map(|name| &name[2..]).collect();
+        assert_eq!(called, listed);
+    }
+
+    #[test]
+    fn an_error_names_the_function_that_was_called() {
+        let mut checked = 0;
+        for text in sources() {
+            for part in text.split("check(\"cu").skip(1) {
+                let call = part.split("sys::cu").nth(1).unwrap();
+                assert_eq!(identifier(part), identifier(call));
+                checked += 1;
+            }
+        }
+        assert_eq!(checked, 36);
+    }
 }

@@ -1,4 +1,4 @@
-//! DeviceMemory of the device, and pinned memory of the host.
+//! Device memory, and pinned memory of the host.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -10,7 +10,7 @@ use super::call::check;
 use super::context::{Context, Handle};
 use super::error::Result;
 
-/// DeviceMemory of the device.
+/// Linear memory of the device.
 #[derive(Debug)]
 pub(crate) struct DeviceMemory {
     pub(super) address: u64,
@@ -19,10 +19,12 @@ pub(crate) struct DeviceMemory {
 }
 
 impl DeviceMemory {
+    /// `bytes` of memory with unspecified contents.
     pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
         context.bind()?;
         let mut address = 0;
-        call!(cuMemAlloc_v2(&raw mut address, bytes))?;
+        // SAFETY: the context is current. The driver writes one device address to `address`, a local.
+        check("cuMemAlloc_v2", unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes) })?;
         Ok(Self { address, bytes, context: context.clone() })
     }
 
@@ -36,20 +38,22 @@ impl DeviceMemory {
 }
 
 impl Drop for DeviceMemory {
-    /// The device must be done with it.
+    /// To be dropped when the device no longer uses the memory.
     fn drop(&mut self) {
         if self.context.bind().is_ok() {
-            let _ = call!(cuMemFree_v2(self.address));
+            // SAFETY: the context is current. cuMemAlloc returned the address, `self` owns it, and this frees it once. The
+            // host never dereferences a device address.
+            let _ = check("cuMemFree_v2", unsafe { sys::cuMemFree_v2(self.address) });
         }
     }
 }
 
-/// DeviceMemory of the host that the device copies from and to by itself.
+/// Page-locked memory of the host, which the device reads and writes without the CPU. All bytes are initialised.
 #[derive(Debug)]
 pub(crate) struct PinnedMemory {
     pub(super) raw: Handle<c_void>,
     pub(super) bytes: usize,
-    /// How many of them are being used.
+    /// Bytes from the beginning that are in use; at most `bytes`.
     pub(super) used: usize,
     context: Arc<Context>,
 }
@@ -59,18 +63,20 @@ impl PinnedMemory {
         context.bind()?;
         let mut raw = ptr::null_mut();
         // Portable: pinned for every context of the process.
-        call!(cuMemHostAlloc(&raw mut raw, bytes, sys::CU_MEMHOSTALLOC_PORTABLE))?;
-        // SAFETY: it is of that many bytes; from here on all are initialised.
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE;
+        // SAFETY: the context is current. The driver writes one host address to `raw`, a local.
+        check("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&raw mut raw, bytes, flags) })?;
+        // SAFETY: cuMemHostAlloc succeeded, so `raw` points to `bytes` bytes that nothing else uses.
         unsafe { ptr::write_bytes(raw.cast::<u8>(), 0, bytes) };
         Ok(Self { raw: Handle(raw), bytes, used: bytes, context: context.clone() })
     }
 
-    /// Bytes that it has.
+    /// Allocated bytes.
     pub(crate) fn capacity(&self) -> usize {
         self.bytes
     }
 
-    /// Has the first `bytes` used from now on.
+    /// The same memory with its first `bytes` in use.
     pub(crate) fn using(mut self, bytes: usize) -> Self {
         assert!(bytes <= self.bytes, "{bytes} of {} bytes of staging", self.bytes);
         self.used = bytes;
@@ -79,13 +85,14 @@ impl PinnedMemory {
 
     /// The bytes in use.
     pub(crate) fn contents(&self) -> &[u8] {
-        // SAFETY: initialised when it was made. While the device writes to it only an `PendingCopy` has it.
+        // SAFETY: `used` is at most the size of the allocation, whose bytes `new` initialised. The device does not write
+        // meanwhile: during a copy only a `PendingCopy` has the memory, and it gives no access to it.
         unsafe { std::slice::from_raw_parts(self.raw.0.cast::<u8>().cast_const(), self.used) }
     }
 
     /// The bytes in use, to be changed.
     pub(crate) fn contents_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above; and nobody else has it.
+        // SAFETY: as in `contents`, and `&mut self` excludes other references.
         unsafe { std::slice::from_raw_parts_mut(self.raw.0.cast::<u8>(), self.used) }
     }
 }
@@ -93,7 +100,9 @@ impl PinnedMemory {
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
         if self.context.bind().is_ok() {
-            let _ = call!(cuMemFreeHost(self.raw.0));
+            // SAFETY: the context is current. cuMemHostAlloc returned the address, `self` owns it, and this frees it once. No
+            // copy is pending: a `PendingCopy` does not drop its memory.
+            let _ = check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(self.raw.0) });
         }
     }
 }

@@ -1,11 +1,11 @@
-//! The driver API as values that clean up after themselves. Here, in `driver/` and in `compiler.rs` is all that is unsafe.
+//! The CUDA driver API as types that free what they own. Together with `images/nvrtc.rs` this is all the unsafe code of the
+//! crate.
 //!
-//! Bindings are cudarc's, loaded at run time; it panics where a library or a symbol is missing, so [`load`] looks for
-//! all of them first, and nothing else is called before it. Every call makes its context current: which thread calls
-//! does not matter.
+//! The bindings are cudarc's. They load the library at run time and panic where the library or a symbol is missing.
+//! Therefore [`load`] looks for all symbols first, and nothing else in this folder is called before it succeeded. Every
+//! call that needs a context makes it current first, so any thread may call.
 #![expect(unsafe_code, reason = "the driver is a C library")]
 
-#[macro_use]
 mod call;
 mod context;
 mod copy;

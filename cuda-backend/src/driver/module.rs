@@ -1,4 +1,4 @@
-//! Kernels, and what they are given that only the driver can make.
+//! Loaded kernels, their launches, and tensor maps.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::hash::{Hash, Hasher};
@@ -12,7 +12,7 @@ use super::context::{Context, Handle};
 use super::error::{DriverError, Result};
 use crate::kernels::TensorMap;
 
-/// A tensor as TMA knows it, of the one that `map` describes. The driver reads nothing of the tensor itself.
+/// The driver's encoding of a tensor map for TMA. Needs no context and reads nothing of the tensor itself.
 pub(crate) fn encode_tensor_map(map: &TensorMap) -> Result<TensorMap> {
     use sys::CUtensorMapDataType_enum as Type;
     let data_type = match map.data_type {
@@ -20,24 +20,30 @@ pub(crate) fn encode_tensor_map(map: &TensorMap) -> Result<TensorMap> {
         _ => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     };
     let mut encoded = sys::CUtensorMap { opaque: [0; 16] };
-    call!(cuTensorMapEncodeTiled(
-        &raw mut encoded,
-        data_type,
-        map.rank,
-        ptr::without_provenance_mut(usize::try_from(map.data).expect("an address")),
-        map.extent.as_ptr(),
-        map.stride.as_ptr(),
-        map.box_extent.as_ptr(),
-        [1; 5].as_ptr(),
-        sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
-        sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
-        sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    ))?;
+    let data = ptr::without_provenance_mut(usize::try_from(map.data).expect("an address"));
+    // SAFETY: the driver writes 128 bytes to `encoded`, a local of that size. It reads `rank` extents, `rank` - 1 strides,
+    // `rank` box extents and `rank` element strides; the rank is 4 (see `TensorMap::new`), and the arrays have 5, 4, 5 and 5.
+    // It stores the address of the tensor and does not dereference it.
+    check("cuTensorMapEncodeTiled", unsafe {
+        sys::cuTensorMapEncodeTiled(
+            &raw mut encoded,
+            data_type,
+            map.rank,
+            data,
+            map.extent.as_ptr(),
+            map.stride.as_ptr(),
+            map.box_extent.as_ptr(),
+            [1; 5].as_ptr(),
+            sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    })?;
     Ok(bytemuck::cast(encoded.opaque))
 }
 
-/// Kernels that are loaded.
+/// Loaded kernels.
 #[derive(Debug)]
 pub(crate) struct Module {
     raw: Handle<sys::CUmod_st>,
@@ -53,9 +59,11 @@ pub(crate) struct Function {
     _module: Arc<Module>,
 }
 
-/// A launch of a kernel over `grid` blocks of `threads`, with `shared_bytes` of dynamic shared memory, on arguments that
-/// are one struct. What a kernel does with a wrong address is an error of the device, not of this process: it has no way to
-/// the host's memory but the staging, which no kernel is given.
+/// A launch of a kernel over `grid` blocks of `threads`, with `shared_bytes` of dynamic shared memory per block.
+///
+/// Kernels take one struct by value. `arguments` are its bytes: the struct of `kernels/arguments.rs` that belongs to the
+/// kernel, whose size the emulator's tests compare with the kernel's. A wrong address in it is an error of the device: the
+/// addresses are of device memory, and no kernel is given one of the host.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Launch {
     pub(crate) function: Arc<Function>,
@@ -66,7 +74,7 @@ pub(crate) struct Launch {
 }
 
 impl Module {
-    /// Loads a cubin, or PTX that ends with a zero byte, which the driver compiles.
+    /// Loads an image: a cubin, or PTX that ends with a zero byte, which the driver compiles.
     pub(crate) fn load(context: &Arc<Context>, image: &[u8]) -> Result<Arc<Self>> {
         use sys::CUjit_option_enum as Option;
         context.bind()?;
@@ -74,14 +82,19 @@ impl Module {
         let mut options = [Option::CU_JIT_ERROR_LOG_BUFFER, Option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
         let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
         let mut raw = ptr::null_mut();
-        call!(cuModuleLoadDataEx(
-            &raw mut raw,
-            image.as_ptr().cast::<c_void>(),
-            2,
-            options.as_mut_ptr(),
-            values.as_mut_ptr(),
-        ))
-        .map_err(|error| {
+        // SAFETY: the context is current. The driver finds the end of the image by the ELF header or by the zero byte: images
+        // come from nvcc or NVRTC, and those from the disk are protected by a hash. It reads two options and their values,
+        // writes at most 4095 bytes to `log`, which has 4096, and one handle to `raw`, a local.
+        let loaded = check("cuModuleLoadDataEx", unsafe {
+            sys::cuModuleLoadDataEx(
+                &raw mut raw,
+                image.as_ptr().cast::<c_void>(),
+                2,
+                options.as_mut_ptr(),
+                values.as_mut_ptr(),
+            )
+        });
+        loaded.map_err(|error| {
             let said = CStr::from_bytes_until_nul(&log).unwrap_or_default().to_string_lossy();
             let text = if said.is_empty() { error.text } else { format!("{}: {}", error.text, said.trim()) };
             DriverError { text, ..error }
@@ -89,22 +102,27 @@ impl Module {
         Ok(Arc::new(Self { raw: Handle(raw), context: context.clone() }))
     }
 
-    /// A kernel, with leave for this much dynamic shared memory of a block.
+    /// The kernel `name`, allowed to use `shared_bytes` of dynamic shared memory per block.
     pub(crate) fn function(self: &Arc<Self>, name: &str, shared_bytes: u32) -> Result<Function> {
         self.context.bind()?;
         let text = CString::new(name).expect("names of kernels have no zero byte");
         let mut raw = ptr::null_mut();
-        call!(cuModuleGetFunction(&raw mut raw, self.raw.0, text.as_ptr()))?;
+        // SAFETY: the context is current and the module is loaded. `text` ends with a zero byte and lives during the call. The
+        // driver writes one handle to `raw`, a local; the handle is valid while the module is loaded.
+        check("cuModuleGetFunction", unsafe {
+            sys::cuModuleGetFunction(&raw mut raw, self.raw.0, text.as_ptr())
+        })?;
         if shared_bytes > 48 * 1024 {
             let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             let bytes = c_int::try_from(shared_bytes).unwrap_or(c_int::MAX);
-            call!(cuFuncSetAttribute(raw, attribute, bytes))?;
+            // SAFETY: `raw` was found a moment ago in a module that is loaded. The driver refuses a value that is too large.
+            check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(raw, attribute, bytes) })?;
         }
         Ok(Function { raw: Handle(raw), name: name.to_owned(), _module: self.clone() })
     }
 }
 
-/// One function is another where it is the same kernel of the same module.
+/// Two functions are equal if they are the same kernel of the same module.
 impl PartialEq for Function {
     fn eq(&self, other: &Self) -> bool {
         self.raw.0 == other.raw.0
@@ -120,10 +138,12 @@ impl Hash for Function {
 }
 
 impl Drop for Module {
-    /// The device must be done with it.
+    /// To be dropped when the device no longer runs its kernels.
     fn drop(&mut self) {
         if self.context.bind().is_ok() {
-            let _ = call!(cuModuleUnload(self.raw.0));
+            // SAFETY: the context is current. cuModuleLoadDataEx made the module and `self` owns it. No function of it is left:
+            // each holds an `Arc` of the module.
+            let _ = check("cuModuleUnload", unsafe { sys::cuModuleUnload(self.raw.0) });
         }
     }
 }

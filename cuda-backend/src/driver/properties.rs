@@ -1,4 +1,4 @@
-//! What a device says of itself.
+//! The devices of this machine and their properties.
 
 use std::ffi::{CStr, c_char, c_int};
 
@@ -9,11 +9,12 @@ use super::error::Result;
 
 pub(crate) fn device_count() -> Result<usize> {
     let mut count: c_int = 0;
-    call!(cuDeviceGetCount(&raw mut count))?;
+    // SAFETY: the driver writes one int to `count`, a local. The call needs no context.
+    check("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// What a device says of itself.
+/// Properties of a device, as the driver reports them.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceProperties {
     pub(crate) name: String,
@@ -29,13 +30,18 @@ pub(crate) fn properties(ordinal: usize) -> Result<DeviceProperties> {
     let device = device(ordinal)?;
     let attribute = |which| -> Result<u32> {
         let mut value: c_int = 0;
-        call!(cuDeviceGetAttribute(&raw mut value, which, device))?;
+        // SAFETY: `device` comes from cuDeviceGet. The driver writes one int to `value`, a local.
+        check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&raw mut value, which, device) })?;
         Ok(value.unsigned_abs())
     };
     let mut name = [0_u8; 256];
-    call!(cuDeviceGetName(name.as_mut_ptr().cast::<c_char>(), 255, device))?;
+    // SAFETY: the driver writes at most 255 bytes, the last of them zero, to `name`, which has 256.
+    check("cuDeviceGetName", unsafe {
+        sys::cuDeviceGetName(name.as_mut_ptr().cast::<c_char>(), 255, device)
+    })?;
     let mut memory_bytes = 0;
-    call!(cuDeviceTotalMem_v2(&raw mut memory_bytes, device))?;
+    // SAFETY: `device` comes from cuDeviceGet. The driver writes one size to `memory_bytes`, a local.
+    check("cuDeviceTotalMem_v2", unsafe { sys::cuDeviceTotalMem_v2(&raw mut memory_bytes, device) })?;
     let name = CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned();
     let [major, minor] = [
         attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
@@ -52,6 +58,8 @@ pub(crate) fn properties(ordinal: usize) -> Result<DeviceProperties> {
 
 pub(super) fn device(ordinal: usize) -> Result<sys::CUdevice> {
     let mut device = 0;
-    call!(cuDeviceGet(&raw mut device, c_int::try_from(ordinal).unwrap_or(c_int::MAX)))?;
+    let ordinal = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
+    // SAFETY: the driver refuses an ordinal that it does not have. It writes one int to `device`, a local.
+    check("cuDeviceGet", unsafe { sys::cuDeviceGet(&raw mut device, ordinal) })?;
     Ok(device)
 }

@@ -1,4 +1,4 @@
-//! Streams and events.
+//! Streams.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -12,7 +12,7 @@ use super::error::Result;
 use super::event::Event;
 use super::module::Launch;
 
-/// Operations that the device does in order.
+/// A queue of operations that the device does in order.
 #[derive(Debug)]
 pub(crate) struct Stream {
     pub(super) raw: Handle<sys::CUstream_st>,
@@ -20,58 +20,73 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
-    /// A stream that does not wait for the default stream. `urgent` ones get the device first.
+    /// A stream that does not synchronise with the default stream. `urgent`: with the highest priority.
     pub(crate) fn new(context: &Arc<Context>, urgent: bool) -> Result<Self> {
         context.bind()?;
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         let mut raw = ptr::null_mut();
-        // The driver takes a priority beyond what there is for the nearest one there is.
-        call!(cuStreamCreateWithPriority(&raw mut raw, flags, if urgent { -5 } else { 0 }))?;
+        // The driver clamps a priority that is out of range.
+        let priority = if urgent { -5 } else { 0 };
+        // SAFETY: the context is current. The driver writes one handle to `raw`, a local.
+        check("cuStreamCreateWithPriority", unsafe {
+            sys::cuStreamCreateWithPriority(&raw mut raw, flags, priority)
+        })?;
         Ok(Self { raw: Handle(raw), context: context.clone() })
     }
 
-    /// Later operations of this stream begin when `event` has happened.
+    /// Operations that are submitted to this stream later begin after `event` is complete.
     pub(crate) fn wait(&self, event: &Event) -> Result<()> {
         self.context.bind()?;
-        call!(cuStreamWaitEvent(self.raw.0, event.raw.0, 0))
+        // SAFETY: the context is current. Both handles are valid during the call, and the driver keeps what it needs of the
+        // event, which may be destroyed before the wait is over.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.raw.0, event.raw.0, 0) })
     }
 
-    /// An event that happens when everything before it is done.
+    /// An event that is complete when everything submitted to this stream so far is done.
     pub(crate) fn record(&self) -> Result<Event> {
         self.context.bind()?;
         let mut raw = ptr::null_mut();
         let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
-        call!(cuEventCreate(&raw mut raw, flags))?;
+        // SAFETY: the context is current. The driver writes one handle to `raw`, a local.
+        check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut raw, flags) })?;
         let event = Event { raw: Handle(raw), context: self.context.clone() };
-        call!(cuEventRecord(event.raw.0, self.raw.0))?;
+        // SAFETY: event and stream are of the same, current context, and both handles are valid.
+        check("cuEventRecord", unsafe { sys::cuEventRecord(event.raw.0, self.raw.0) })?;
         Ok(event)
     }
 
-    /// Submits a launch. The driver has copied its arguments when it returns.
+    /// Submits a launch. The driver has copied its arguments when this returns.
     pub(crate) fn launch(&self, launch: &Launch) -> Result<()> {
         self.context.bind()?;
         let mut arguments = [launch.arguments.as_ptr().cast_mut().cast::<c_void>()];
         let [x, y, z] = launch.grid;
-        call!(cuLaunchKernel(
-            launch.function.raw.0,
-            x,
-            y,
-            z,
-            launch.threads,
-            1,
-            1,
-            launch.shared_bytes,
-            self.raw.0,
-            arguments.as_mut_ptr(),
-            ptr::null_mut(),
-        ))
+        // SAFETY: stream and function are of the current context, and both handles are valid: the launch keeps the module
+        // loaded. The driver reads one argument, of the size of the kernel's only parameter, from `arguments[0]` before it
+        // returns; `launch.arguments` has at least that size (see `Launch`).
+        check("cuLaunchKernel", unsafe {
+            sys::cuLaunchKernel(
+                launch.function.raw.0,
+                x,
+                y,
+                z,
+                launch.threads,
+                1,
+                1,
+                launch.shared_bytes,
+                self.raw.0,
+                arguments.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        })
     }
 }
 
 impl Drop for Stream {
     fn drop(&mut self) {
         if self.context.bind().is_ok() {
-            let _ = call!(cuStreamDestroy_v2(self.raw.0));
+            // SAFETY: `new` created the stream, `self` owns it, and nothing uses the handle after this. Work that is still in
+            // the stream is done by the device nonetheless, and the driver frees the stream afterwards.
+            let _ = check("cuStreamDestroy_v2", unsafe { sys::cuStreamDestroy_v2(self.raw.0) });
         }
     }
 }

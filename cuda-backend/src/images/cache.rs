@@ -1,14 +1,14 @@
-//! Files of compiled kernels: whole or not there.
+//! Files of compiled kernels. A damaged or incomplete file counts as absent.
 
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A hash of what follows stands at the beginning.
+/// A file begins with the BLAKE3 hash of the rest.
 const HASH_BYTES: usize = 32;
 
-/// What was kept, unless there is nothing, or it is not what was written.
+/// The contents of a file, unless it is absent or its hash does not match.
 pub(crate) fn read(path: &Path) -> Option<Vec<u8>> {
     let mut file = fs::read(path).ok()?;
     if file.len() < HASH_BYTES {
@@ -18,7 +18,7 @@ pub(crate) fn read(path: &Path) -> Option<Vec<u8>> {
     (blake3::hash(&bytes).as_bytes() == file.as_slice()).then_some(bytes)
 }
 
-/// Keeps `bytes`. Who reads at the same time finds what was there before, or all of it.
+/// Writes a file. A process that reads it at the same time finds the old contents or all of the new ones.
 pub(crate) fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     if let Some(folder) = path.parent() {
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_what_was_written_is_not_there() {
+    fn a_damaged_file_counts_as_absent() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a/b.cuda");
         assert_eq!(read(&path), None);
@@ -50,7 +50,7 @@ mod tests {
         assert_eq!(read(&path).unwrap(), b"machine code");
         write(&path, b"newer").unwrap();
         assert_eq!(read(&path).unwrap(), b"newer");
-        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "nothing unfinished stays");
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no unfinished file is left");
         let whole = fs::read(&path).unwrap();
         for damaged in [&whole[..whole.len() - 1], &whole[..7], &[]] {
             fs::write(&path, damaged).unwrap();

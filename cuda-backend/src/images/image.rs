@@ -1,4 +1,4 @@
-//! Where the code of a device comes from: compiled into this library, from the disk, or from NVRTC now.
+//! The image of the kernels for a device: embedded in this library, from the cache, or compiled by NVRTC.
 
 use std::path::{Path, PathBuf};
 
@@ -8,60 +8,60 @@ use crate::kernels::SOURCES;
 
 include!(concat!(env!("OUT_DIR"), "/images.rs"));
 
-/// Code for a device.
+/// Machine code or PTX of the kernels, for one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Image {
     /// A cubin, or PTX that ends with a zero byte.
     pub(crate) bytes: Vec<u8>,
-    /// What it is and where it came from, for reports.
+    /// Architecture and source of the image, for display.
     pub(crate) origin: String,
-    /// Whether the kernels for Hopper are in it.
+    /// Whether it has the kernels for Hopper.
     pub(crate) wgmma: bool,
 }
 
-/// The architecture with the kernels for Hopper, which runs on nothing else.
+/// The architecture that has the kernels for Hopper. Its code runs on no other device.
 const HOPPER: &str = "sm_90a";
 
-/// Why there is no code for a device.
+/// Why there is no image for a device, with a remedy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct NoImage(pub(crate) String);
 
-/// The code for a device of this compute capability (10 · major + minor). Compiled code is kept in `cache`.
+/// The image for a device of this compute capability (10 · major + minor). `cache`: folder for images that NVRTC compiled.
 pub(crate) fn image(capability: u32, cache: Option<&Path>) -> Result<Image, NoImage> {
     if let Some((name, packed)) = embedded(capability, IMAGES) {
         let bytes = miniz_oxide::inflate::decompress_to_vec_zlib(packed)
-            .map_err(|error| NoImage(format!("the kernels in this program are damaged: {error}")))?;
+            .map_err(|error| NoImage(format!("the embedded kernels are damaged: {error}")))?;
         return Ok(Image { bytes, origin: (*name).to_owned(), wgmma: *name == HOPPER });
     }
-    let compiler = Nvrtc::find().map_err(|why| {
+    let compiler = Nvrtc::load().map_err(|why| {
         NoImage(format!(
-            "this program was built without nvcc, so that kernels are compiled when they are needed, but {why}: \
+            "this library was built without nvcc, so NVRTC has to compile the kernels, but {why}: \
              install CUDA's NVRTC, or build where nvcc is found (NVCC, CUDA_HOME or PATH)"
         ))
     })?;
     let newest = compiler.newest_architecture_for(capability).map_err(NoImage)?;
-    // A cubin where the compiler knows the device, else PTX, which the driver compiles on.
+    // A cubin if NVRTC knows the device, else PTX, which the driver compiles.
     let architecture = match (newest == capability, newest) {
         (true, 90) => HOPPER.to_owned(),
         (true, _) => format!("sm_{newest}"),
         (false, _) => format!("compute_{newest}"),
     };
     let wgmma = architecture == HOPPER;
-    let entry = cache.map(|folder| entry(folder, compiler, &architecture));
-    if let Some(bytes) = entry.as_deref().and_then(cache::read) {
+    let file = cache.map(|folder| cache_file(folder, compiler, &architecture));
+    if let Some(bytes) = file.as_deref().and_then(cache::read) {
         return Ok(Image { bytes, origin: format!("{architecture} from the cache"), wgmma });
     }
     let bytes = compiler.compile(&architecture).map_err(NoImage)?;
-    if let Some(entry) = entry {
-        // Without it the next start takes as long as this one, which is no reason to fail.
-        let _ = cache::write(&entry, &bytes);
+    if let Some(file) = file {
+        // If the write fails, the next start compiles again. That is no reason to fail now.
+        let _ = cache::write(&file, &bytes);
     }
     let (major, minor) = compiler.version;
     Ok(Image { bytes, origin: format!("{architecture} by NVRTC {major}.{minor}"), wgmma })
 }
 
-/// Of what was compiled in, what runs on such a device: a cubin for just it, one for an older device of its
-/// generation, or PTX for any newer one.
+/// The best embedded image that runs on a device of this capability: a cubin for it, else one for an older device of its
+/// generation, else PTX for any newer device.
 fn embedded<'a>(capability: u32, images: &'a [(&'a str, &'a [u8])]) -> Option<&'a (&'a str, &'a [u8])> {
     let number = |name: &str| -> Option<u32> {
         name.split_once('_').and_then(|(_, number)| number.trim_end_matches('a').parse().ok())
@@ -78,8 +78,8 @@ fn embedded<'a>(capability: u32, images: &'a [(&'a str, &'a [u8])]) -> Option<&'
     images.iter().filter(|(name, _)| runs(name)).max_by_key(|(name, _)| rank(name))
 }
 
-/// The file for these sources, this compiler and this architecture.
-fn entry(folder: &Path, compiler: Nvrtc, architecture: &str) -> PathBuf {
+/// The cache file for these sources, this compiler and this architecture.
+fn cache_file(folder: &Path, compiler: Nvrtc, architecture: &str) -> PathBuf {
     let mut hash = blake3::Hasher::new();
     for (name, source) in SOURCES {
         for text in [name, source] {
@@ -100,14 +100,14 @@ mod tests {
         &[("sm_80", &[0]), ("sm_86", &[1]), ("sm_89", &[2]), ("sm_90a", &[3]), ("compute_80", &[4])];
 
     #[test]
-    fn a_device_gets_its_own_code_or_the_newest_that_it_runs() {
+    fn a_device_gets_its_own_image_or_the_newest_that_it_runs() {
         let of = |capability| embedded(capability, ALL).map(|(name, _)| *name);
         assert_eq!(of(80), Some("sm_80"));
         assert_eq!(of(86), Some("sm_86"));
         assert_eq!(of(87), Some("sm_86"));
         assert_eq!(of(89), Some("sm_89"));
         assert_eq!(of(90), Some("sm_90a"));
-        // What ends with an a runs on nothing else.
+        // An architecture that ends with `a` runs on no other device.
         assert_eq!(of(100), Some("compute_80"));
         assert_eq!(of(120), Some("compute_80"));
         assert_eq!(of(75), None);
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_compiled_in_is_whole() {
+    fn embedded_images_are_complete() {
         for (name, packed) in IMAGES {
             let image = miniz_oxide::inflate::decompress_to_vec_zlib(packed).unwrap();
             if name.starts_with("sm_") {
@@ -132,8 +132,8 @@ mod tests {
     }
 
     #[test]
-    fn compiled_code_is_kept_for_these_sources_this_compiler_and_this_architecture() {
-        let of = |version, architecture| entry(Path::new("/x"), Nvrtc { version }, architecture);
+    fn cache_files_differ_by_compiler_and_architecture() {
+        let of = |version, architecture| cache_file(Path::new("/x"), Nvrtc { version }, architecture);
         let one = of((13, 0), "sm_90a");
         assert_eq!(one, of((13, 0), "sm_90a"));
         assert_ne!(one, of((13, 1), "sm_90a"));

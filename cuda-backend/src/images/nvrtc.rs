@@ -1,4 +1,4 @@
-//! NVRTC, NVIDIA's compiler as a library: for builds that had no nvcc.
+//! NVRTC, NVIDIA's compiler as a library, for builds without nvcc.
 #![expect(unsafe_code, reason = "the compiler is a C library")]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -9,7 +9,7 @@ use cudarc::nvrtc::sys;
 
 use crate::kernels::SOURCES;
 
-/// What this crate calls.
+/// Every function of NVRTC that this crate calls.
 const SYMBOLS: [&str; 13] = [
     "nvrtcVersion",
     "nvrtcGetErrorString",
@@ -26,45 +26,45 @@ const SYMBOLS: [&str; 13] = [
     "nvrtcGetPTX",
 ];
 
-/// From this version on it is known to compile on all cores if it is told to.
+/// The first version that is known to support `--split-compile`, which compiles on all cores.
 const PARALLEL: (i32, i32) = (13, 0);
 
-/// The compiler that was found.
+/// NVRTC, loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Nvrtc {
     pub(crate) version: (i32, i32),
 }
 
 impl Nvrtc {
-    /// Finds it, once. Says why it cannot be used.
-    pub(crate) fn find() -> Result<Self, &'static str> {
-        static FOUND: OnceLock<Result<Nvrtc, String>> = OnceLock::new();
-        FOUND.get_or_init(find).as_ref().copied().map_err(String::as_str)
+    /// Loads NVRTC once, or gives the reason why it cannot be used.
+    pub(crate) fn load() -> Result<Self, &'static str> {
+        static LOADED: OnceLock<Result<Nvrtc, String>> = OnceLock::new();
+        LOADED.get_or_init(try_load).as_ref().copied().map_err(String::as_str)
     }
 
-    /// The newest architecture that it compiles for and a device of `capability` runs, in the same numbers.
+    /// The newest architecture that NVRTC supports and a device of `capability` runs, as 10 · major + minor.
     pub(crate) fn newest_architecture_for(self, capability: u32) -> Result<u32, String> {
         let mut count: c_int = 0;
-        // SAFETY: the symbol is there; `count` is a local.
+        // SAFETY: `load` checked the symbol. NVRTC writes one int to `count`, a local.
         check(unsafe { sys::nvrtcGetNumSupportedArchs(&raw mut count) })?;
         let mut all = vec![0; usize::try_from(count).unwrap_or(0)];
-        // SAFETY: as many as the compiler said it writes.
+        // SAFETY: NVRTC writes as many ints as it just reported, and `all` has that many.
         check(unsafe { sys::nvrtcGetSupportedArchs(all.as_mut_ptr()) })?;
         let all = all.into_iter().filter_map(|arch| u32::try_from(arch).ok());
         all.filter(|arch| *arch <= capability).max().ok_or_else(|| {
             format!(
-                "NVRTC {}.{} knows no architecture as old as {capability}",
+                "NVRTC {}.{} supports no architecture as old as {capability}",
                 self.version.0, self.version.1
             )
         })
     }
 
-    /// Compiles all kernels: for `sm_…` a cubin, for `compute_…` PTX, which ends with a zero byte.
+    /// Compiles all kernels: to a cubin for `sm_…`, to PTX that ends with a zero byte for `compute_…`.
     pub(crate) fn compile(self, architecture: &str) -> Result<Vec<u8>, String> {
         self.compile_as(SOURCES[0].1, architecture)
     }
 
-    /// The same of a `source` that is in the place of `kernels.cu`.
+    /// As [`Self::compile`], with `source` in place of `kernels.cu`.
     fn compile_as(self, source: &str, architecture: &str) -> Result<Vec<u8>, String> {
         let text = |text: &str| CString::new(text).expect("sources have no zero byte");
         let names = SOURCES.map(|(name, _)| text(name));
@@ -72,7 +72,8 @@ impl Nvrtc {
         let pointers = |texts: &[CString]| texts.iter().map(|text| text.as_ptr()).collect::<Vec<_>>();
         let (headers, includes) = (pointers(&texts[1..]), pointers(&names[1..]));
         let mut program = Program(ptr::null_mut());
-        // SAFETY: texts end with a zero byte and outlive the call; the counts are those of the lists.
+        // SAFETY: NVRTC writes one handle to a field of a local. All texts end with a zero byte, and they and the two lists, of
+        // the same length, outlive the call. NVRTC copies them.
         check(unsafe {
             sys::nvrtcCreateProgram(
                 &raw mut program.0,
@@ -88,29 +89,31 @@ impl Nvrtc {
             options.push(text("--split-compile=0"));
         }
         let count = c_int::try_from(options.len()).expect("few options");
-        // SAFETY: as above.
+        // SAFETY: the program was created above and is not destroyed yet. NVRTC reads `count` texts, which end with a zero byte
+        // and outlive the call.
         let compiled = unsafe { sys::nvrtcCompileProgram(program.0, count, pointers(&options).as_ptr()) };
         check(compiled).map_err(|error| format!("{error}\n{}", program.log()))?;
         program.image(architecture.starts_with("sm_"))
     }
 }
 
-fn find() -> Result<Nvrtc, String> {
-    // SAFETY: this loads the compiler, whose initialisers do what NVIDIA has them do.
+fn try_load() -> Result<Nvrtc, String> {
+    // SAFETY: this loads a shared library and runs its initialisers. The names that cudarc tries are those of NVRTC, whose
+    // initialisers are meant to be run by any process.
     if !unsafe { sys::is_culib_present() } {
         let name = if cfg!(windows) { "nvrtc64_130_0.dll" } else { "libnvrtc.so" };
         return Err(format!("{name} was not found"));
     }
-    // SAFETY: as above; it is present.
+    // SAFETY: as above. The library was found, so this does not panic.
     let library = unsafe { sys::culib() };
     for symbol in SYMBOLS {
-        // SAFETY: only asked whether it is there.
+        // SAFETY: the symbol is only looked up. The pointer is neither called nor read.
         if unsafe { library.get::<*const c_void>(symbol.as_bytes()) }.is_err() {
-            return Err(format!("NVRTC has no {symbol}: install that of CUDA 12 or later"));
+            return Err(format!("NVRTC has no function {symbol}: install NVRTC of CUDA 12 or later"));
         }
     }
     let mut version = (0, 0);
-    // SAFETY: the symbol is there; both are locals.
+    // SAFETY: the symbol was found above. NVRTC writes one int to each of two fields of a local.
     check(unsafe { sys::nvrtcVersion(&raw mut version.0, &raw mut version.1) })?;
     Ok(Nvrtc { version })
 }
@@ -119,7 +122,8 @@ fn check(code: sys::nvrtcResult) -> Result<(), String> {
     if code == sys::nvrtcResult::NVRTC_SUCCESS {
         return Ok(());
     }
-    // SAFETY: a text of the library's own.
+    // SAFETY: NVRTC accepts any code and returns a constant text that ends with a zero byte and lives as long as the library,
+    // which is never unloaded.
     let text = unsafe { CStr::from_ptr(sys::nvrtcGetErrorString(code)) };
     Err(format!("NVRTC: {} ({})", text.to_string_lossy(), code as u32))
 }
@@ -129,19 +133,19 @@ struct Program(sys::nvrtcProgram);
 impl Program {
     fn log(&self) -> String {
         let mut bytes = 0;
-        // SAFETY: the program lives; `bytes` is a local.
+        // SAFETY: `self` owns the program, which is not destroyed yet. NVRTC writes one size to `bytes`, a local.
         if check(unsafe { sys::nvrtcGetProgramLogSize(self.0, &raw mut bytes) }).is_err() {
             return String::new();
         }
         let mut log = vec![0_u8; bytes];
-        // SAFETY: as many bytes as the compiler said it writes.
+        // SAFETY: as above. NVRTC writes as many bytes as it just reported, and the buffer has that many.
         let _ = unsafe { sys::nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast::<c_char>()) };
         String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned()
     }
 
     fn image(&self, cubin: bool) -> Result<Vec<u8>, String> {
         let mut bytes = 0;
-        // SAFETY: the program lives; `bytes` is a local.
+        // SAFETY: `self` owns the program, which is not destroyed yet. NVRTC writes one size to `bytes`, a local.
         check(unsafe {
             if cubin {
                 sys::nvrtcGetCUBINSize(self.0, &raw mut bytes)
@@ -151,7 +155,7 @@ impl Program {
         })?;
         let mut image = vec![0_u8; bytes];
         let into = image.as_mut_ptr().cast::<c_char>();
-        // SAFETY: as many bytes as the compiler said it writes.
+        // SAFETY: as above. NVRTC writes as many bytes as it just reported, and the buffer has that many.
         check(unsafe {
             if cubin { sys::nvrtcGetCUBIN(self.0, into) } else { sys::nvrtcGetPTX(self.0, into) }
         })?;
@@ -162,7 +166,7 @@ impl Program {
 impl Drop for Program {
     fn drop(&mut self) {
         if !self.0.is_null() {
-            // SAFETY: made by this library, and destroyed once.
+            // SAFETY: nvrtcCreateProgram made the program, `self` owns it, and this destroys it once.
             let _ = unsafe { sys::nvrtcDestroyProgram(&raw mut self.0) };
         }
     }
@@ -172,17 +176,17 @@ impl Drop for Program {
 mod tests {
     use super::*;
 
-    /// Lines of `kernels.cu` that make kernels for tiles.
+    /// Lines of `kernels.cu` that instantiate the tensor-core attention kernels.
     const TILES: [&str; 3] = ["ATTEND_DIMS(", "DECODE_DIMS(", "HOPPER_DIMS("];
 
     #[test]
     #[ignore = "needs NVIDIA's libnvrtc: scripts/check-cuda.sh has it"]
     fn nvrtc_compiles_the_sources_as_they_are_embedded() {
-        let compiler = Nvrtc::find().unwrap();
+        let compiler = Nvrtc::load().unwrap();
         assert!(compiler.version >= (12, 0), "{compiler:?}");
         assert_eq!(compiler.newest_architecture_for(90), Ok(90));
         assert!(compiler.newest_architecture_for(10).is_err());
-        // Its assembler is that of nvcc, and takes most of the time: it gets the small kernels.
+        // The assembler takes most of the time and is that of nvcc, so it gets only the small kernels.
         let ptx = compiler.compile("compute_90a").unwrap();
         assert_eq!(ptx.last(), Some(&0));
         let small: Vec<_> =

@@ -1,4 +1,5 @@
-//! What kernels are given, by value: the structs of `kernels/arguments.h`, field by field.
+//! Arguments of the kernels, passed by value: the structs of `kernels/arguments.h`, field by field. Addresses are of device
+//! memory.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -8,7 +9,8 @@ use bytemuck::{Pod, Zeroable};
 pub struct TensorArgument {
     /// Address of element (0, 0, 0).
     pub data: u64,
-    /// Distance between batch entries, in elements; in 32-bit words of a boolean pair tensor, in bytes in `repack`.
+    /// Distance between batch entries. This and the other strides count elements; for a mask tensor 32-bit words, in `repack`
+    /// bytes.
     pub batch_stride: u64,
     /// Distance between rows.
     pub row_stride: u64,
@@ -26,7 +28,7 @@ pub struct AttendArguments {
     pub k: TensorArgument,
     /// Values.
     pub v: TensorArgument,
-    /// The pair tensor, if there is one.
+    /// The mask tensor or bias tensor, if there is one.
     pub pairs: TensorArgument,
     /// f32 `[batch, rows, heads, dim]`.
     pub a: u64,
@@ -40,7 +42,7 @@ pub struct AttendArguments {
     pub starts: u64,
     /// [`crate::DeviceWork::runs`].
     pub runs: u64,
-    /// u32 `[heads]`: for each query head the head of k and v.
+    /// u32 `[heads]`: the KV head of each query head.
     pub kv_head_of: u64,
     /// Query rows.
     pub rows: u32,
@@ -50,17 +52,17 @@ pub struct AttendArguments {
     pub heads: u32,
     /// Elements of a head.
     pub dim: u32,
-    /// Mask classes: 1, or one for each batch entry.
+    /// Mask classes: 1 if all batch entries have the same mask, else one for each.
     pub classes: u32,
     /// Query tiles of a class.
     pub q_tiles: u32,
-    /// The query tile at which the grid begins: a long call is several launches.
+    /// The first query tile of the grid: a long call is several launches.
     pub first_tile: u32,
-    /// The head at which the grid begins.
+    /// The first head of the grid.
     pub first_head: u32,
-    /// The batch entry at which the grid begins.
+    /// The first batch entry of the grid.
     pub first_batch: u32,
-    /// 0: no pair tensor, 1: a boolean one, 2: a bias.
+    /// 0: neither mask tensor nor bias tensor, 1: a mask tensor, 2: a bias tensor.
     pub pair_kind: u32,
     /// See [`logits`].
     pub scale: f32,
@@ -68,13 +70,13 @@ pub struct AttendArguments {
     pub cap: f32,
 }
 
-/// Query heads that share a KV head and lie side by side in a tile of a decoding kernel; see [`crate::head_packs`].
+/// Consecutive query heads that share a KV head and a tile of a decoding kernel; see [`crate::head_packs`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct HeadPack {
-    /// The first of them.
+    /// The first query head.
     pub first: u32,
-    /// How many.
+    /// Number of query heads.
     pub count: u32,
 }
 
@@ -82,12 +84,12 @@ pub struct HeadPack {
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct DecodeArguments {
-    /// As of the attention kernels, but `a` and `ml` are `parts` states, one behind the other, which are written and not
-    /// read, and `first_head` is 0.
+    /// As for the attention kernels, except: `a` and `ml` are `parts` states, one behind the other, which are written and not
+    /// read; `first_head` is 0.
     pub attend: AttendArguments,
     /// [`HeadPack`]s.
     pub packs: u64,
-    /// Parts into which the keys of each query tile are cut; see [`crate::KernelChoice`].
+    /// Parts into which the keys of each query tile are split; see [`crate::KernelChoice`].
     pub parts: u32,
     /// Batch entries of the state.
     pub batch: u32,
@@ -97,7 +99,7 @@ pub struct DecodeArguments {
     pub tile_blocks: u32,
 }
 
-/// Arguments of `reset_state`, `merge_states` and `finalize_…`: a warp for each row of a head.
+/// Arguments of `reset_state`, `merge_states` and `finalize_…`: one warp for each row of a head.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct StateArguments {
@@ -109,7 +111,7 @@ pub struct StateArguments {
     pub from_a: u64,
     /// Merge: the other state's `ml`.
     pub from_ml: u64,
-    /// Finalize: f32 `[heads]`, or 0.
+    /// Finalize: f32 `[heads]`, or 0 for no sinks.
     pub sinks: u64,
     /// Finalize: `[batch, rows, heads, dim]`.
     pub o: u64,
@@ -125,13 +127,13 @@ pub struct StateArguments {
     pub dim: u32,
 }
 
-/// Arguments of `merge_parts`: states one behind the other go into one, in their order. Grid as above.
+/// Arguments of `merge_parts`: merges states that are one behind the other into one state, in their order. Grid as above.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct PartsArguments {
-    /// As of `merge_states`; `from_a` and `from_ml` are the first part's.
+    /// As for `merge_states`; `from_a` and `from_ml` are those of the first part.
     pub state: StateArguments,
-    /// How many there are.
+    /// Number of parts.
     pub parts: u32,
     /// 0.
     pub reserved: u32,
@@ -141,9 +143,9 @@ pub struct PartsArguments {
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct RepackArguments {
-    /// Where rows come from.
+    /// Source.
     pub from: TensorArgument,
-    /// Where they go.
+    /// Destination.
     pub into: TensorArgument,
     /// Batch entries.
     pub batch: u32,
@@ -151,7 +153,7 @@ pub struct RepackArguments {
     pub rows: u32,
     /// Heads.
     pub heads: u32,
-    /// Adjacent bytes of one head of one row.
+    /// Contiguous bytes of one head of one row.
     pub row_bytes: u32,
 }
 
@@ -159,11 +161,11 @@ pub struct RepackArguments {
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct ConvertArguments {
-    /// Where elements come from. Both addresses are multiples of 16.
+    /// Source elements. Both addresses are multiples of 16.
     pub from: u64,
-    /// Where they go.
+    /// Destination elements.
     pub into: u64,
-    /// Eighths of the elements.
+    /// Number of elements divided by 8.
     pub eights: u64,
 }
 
@@ -173,9 +175,9 @@ pub struct ConvertArguments {
 pub struct CodesArguments {
     /// Elements `[batch, tokens, heads, dim]`. This address and those of codes and scales are multiples of 16.
     pub data: u64,
-    /// As many codes.
+    /// 8-bit codes, as many as elements.
     pub codes: u64,
-    /// f32: over rows `[batch, tokens, heads]`, over channels `[batch, ⌈tokens / 64⌉, heads, dim]`.
+    /// f32: per row `[batch, tokens, heads]`, per channel `[batch, ⌈tokens / 64⌉, heads, dim]`.
     pub scales: u64,
     /// Batch entries.
     pub batch: u32,
@@ -191,10 +193,11 @@ pub struct CodesArguments {
     pub reserved: u32,
 }
 
-/// `scale` and `cap` of [`AttendArguments`]: kernels compute base-2 logits, `scale · q·k` or `cap · tanh(scale · q·k)`.
+/// `scale` and `cap` of [`AttendArguments`]. Kernels compute base-2 logits: `scale · q·k`, or with a softcap
+/// `cap · tanh(scale · q·k)`.
 pub fn logits(scale: f32, softcap: Option<f32>) -> (f32, f32) {
     let log2_e = std::f64::consts::LOG2_E;
-    #[expect(clippy::cast_possible_truncation, reason = "rounded once, on purpose")]
+    #[expect(clippy::cast_possible_truncation, reason = "computed in f64 and rounded once")]
     match softcap {
         None => ((f64::from(scale) * log2_e) as f32, 0.0),
         Some(cap) => (scale / cap, (f64::from(cap) * log2_e) as f32),

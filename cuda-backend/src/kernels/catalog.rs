@@ -1,24 +1,23 @@
-//! Which kernels there are: names, tiles and shared memory. Data only; `kernels/kernels.cu` has their instances.
+//! The kernels: names, tile shapes, threads and shared memory. `kernels/kernels.cu` instantiates them.
 
 use kyklos::{Dtype, TileShape};
 
-/// Threads of a block of the kernels that are not for attention.
+/// Threads per block of all kernels except the attention kernels.
 pub const SMALL_THREADS: u32 = 256;
 
-/// Rows of a head that a block of the kernels over running states takes.
+/// Rows of a head per block, in the kernels on running states.
 pub const STATE_ROWS: u32 = SMALL_THREADS / 32;
 
-/// Head dims of the kernels on tensor cores. Another one gets the next larger kernel, filled up with zeros in shared
-/// memory.
+/// Head dims of the tensor-core kernels. Another head dim uses the next larger kernel, padded with zeros in shared memory.
 const DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 
-/// Head dims of the decoding kernels. They wait for memory, which zeros do not come from.
+/// Head dims of the decoding kernels. They are bound by memory, and the padding is not read from memory, so few are enough.
 const DECODE_DIMS: [u32; 3] = [64, 128, 256];
 
-/// Head dims of the kernels for Hopper and keys of their tiles. TMA fills up with zeros.
+/// Head dims of the kernels for Hopper, with the keys of their tiles. TMA pads with zeros.
 const HOPPER_DIMS: [(u32, u32); 4] = [(64, 128), (128, 128), (192, 96), (256, 80)];
 
-/// Rows of a tile of the decoding kernels, over all heads of a pack.
+/// Rows of a tile of the decoding kernels: query rows times heads of a pack.
 pub const PACKED_ROWS: u32 = 64;
 
 /// An attention kernel.
@@ -26,16 +25,16 @@ pub const PACKED_ROWS: u32 = 64;
 pub struct AttendKernel {
     /// Its name in the module.
     pub name: String,
-    /// Tiles in which it wants its work.
+    /// The tile shape of its work lists.
     pub tile: TileShape,
-    /// Threads of a block.
+    /// Threads per block.
     pub threads: u32,
-    /// Dynamic shared memory of a block. Beyond 48 KiB a function needs leave for it.
+    /// Dynamic shared memory per block, in bytes. A function must be allowed to use more than 48 KiB.
     pub shared_bytes: u32,
 }
 
 impl AttendKernel {
-    /// The kernel for a storage type and a head dim, or none beyond 256.
+    /// The kernel for a storage type and a head dim: one block for each query tile of a head. `None` above 256.
     pub fn tiled(dtype: Dtype, dim: u32) -> Option<Self> {
         let size = DIMS.into_iter().find(|size| dim <= *size)?;
         if dtype == Dtype::F32 {
@@ -45,8 +44,8 @@ impl AttendKernel {
         Some(Self::in_tiles("attend", dtype, size, if size <= 192 { 8 } else { 4 }))
     }
 
-    /// The decoding kernel, whose tiles hold rows of up to `heads` query heads (1 to [`PACKED_ROWS`]) of a KV head, or none
-    /// beyond a head dim of 256.
+    /// The decoding kernel, whose tiles hold the rows of up to `heads` query heads (1 to [`PACKED_ROWS`]) of a KV head. `None`
+    /// above a head dim of 256.
     pub fn decode(dtype: Dtype, dim: u32, heads: u32) -> Option<Self> {
         let size = DECODE_DIMS.into_iter().find(|size| dim <= *size)?;
         let mut kernel = if dtype == Dtype::F32 {
@@ -59,20 +58,20 @@ impl AttendKernel {
         Some(kernel)
     }
 
-    /// Blocks that the decoding kernel of a storage type has for a query tile of so many rows, over all heads of a pack,
-    /// whose keys are cut into `parts`.
+    /// Blocks of the decoding kernel for one query tile of `rows` rows (of all heads of a pack), whose keys are split into
+    /// `parts`.
     pub fn tile_blocks(dtype: Dtype, rows: u32, parts: u32) -> u32 {
-        // In f32 a warp has a row of a part, and a block 8 warps.
+        // In f32 a warp computes one row of one part, and a block has 8 warps.
         if dtype == Dtype::F32 { (rows * parts).div_ceil(8) } else { parts }
     }
 
-    /// The kernel for Hopper (sm_90a), which takes [`crate::HopperArguments`] and has no pair tensors. There is none for
-    /// f32, nor beyond a head dim of 256.
+    /// The kernel for Hopper (sm_90a), which takes [`crate::HopperArguments`] and supports neither mask tensors nor bias
+    /// tensors. `None` for f32 and above a head dim of 256.
     pub fn hopper(dtype: Dtype, dim: u32) -> Option<Self> {
         let (size, kv_cols) = HOPPER_DIMS.into_iter().find(|(size, _)| dim <= *size)?;
         let tile = TileShape { q_rows: 128, kv_cols };
         let stages = if size == 64 { 4 } else { 2 };
-        // Queries, stages of keys and values, and mbarriers: two for queries and four for each stage.
+        // Queries; stages of keys and values; mbarriers of 8 bytes: two for queries and four for each stage.
         let shared_bytes = (tile.q_rows + 2 * stages * kv_cols) * size * 2 + (2 + 4 * stages) * 8;
         (dtype != Dtype::F32).then(|| Self {
             name: format!("hopper_{dtype}_{size}"),
@@ -82,7 +81,7 @@ impl AttendKernel {
         })
     }
 
-    /// A kernel of `attend.h`.
+    /// A tensor-core kernel of `attend.h`, by `mma.sync`.
     fn in_tiles(kind: &str, dtype: Dtype, size: u32, warps: u32) -> Self {
         let tile = TileShape { q_rows: warps * 16, kv_cols: if size <= 128 { 64 } else { 32 } };
         // Queries, and two stages of keys and values.
@@ -91,12 +90,12 @@ impl AttendKernel {
     }
 }
 
-/// The kernel that converts between storage types, of which one is f32, or none for other pairs of them.
+/// The kernel that converts between f32 and a 16-bit type. `None` for other pairs.
 pub fn convert_kernel(from: Dtype, into: Dtype) -> Option<String> {
     ((from == Dtype::F32) != (into == Dtype::F32)).then(|| format!("convert_{from}_{into}"))
 }
 
-/// The kernel that makes outputs of a storage type.
+/// The kernel that computes outputs in a storage type.
 pub fn finalize_kernel(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::F32 => "finalize_f32",

@@ -1,38 +1,38 @@
-//! Which kernel makes 8-bit codes of a tensor, or reads them, and over which grid. Data only.
+//! The kernels that quantise a tensor to 8-bit codes or restore it, and their grids.
 
 use kyklos::backend::Scales;
 use kyklos::{Dtype, TOKENS_PER_SCALE};
 
 use crate::SMALL_THREADS;
 
-/// Channels of a block, where tokens of a channel share a scale.
+/// Channels per block, in the kernels with one scale per channel.
 const BLOCK_CHANNELS: usize = 128;
 
-/// Which way.
+/// Whether a kernel quantises or restores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// Elements become codes and scales.
+    /// From elements to codes and scales.
     ToCodes,
-    /// Codes and scales become elements.
+    /// From codes and scales to elements.
     FromCodes,
 }
 
-/// A kernel for a tensor. Its blocks have [`SMALL_THREADS`] threads.
+/// A kernel and its launch configuration for one tensor. Its blocks have [`SMALL_THREADS`] threads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CodesKernel {
     /// Its name in the module.
     pub name: String,
-    /// Blocks of the grid, along its first direction.
+    /// Blocks of the grid, in its first dimension.
     pub blocks: usize,
-    /// Dynamic shared memory of a block.
+    /// Dynamic shared memory per block, in bytes.
     pub shared_bytes: u32,
-    /// Lanes of a row, where rows share a scale; each has eight elements.
+    /// Lanes per row, in the kernels with one scale per row. A lane has eight elements.
     pub lanes: u32,
 }
 
 impl CodesKernel {
-    /// The kernel for elements `[batch, tokens, heads, dim]` of a storage type. There is none for heads of more than 256
-    /// elements, for a row is the work of one warp, nor where `dim` is no multiple of 8.
+    /// The kernel for elements `[batch, tokens, heads, dim]` of a storage type. `None` if `dim` is above 256, because one warp
+    /// computes a row, or no multiple of 8.
     pub fn of(direction: Direction, of: Scales, dtype: Dtype, shape: [usize; 4]) -> Option<Self> {
         let [batch, tokens, heads, dim] = shape;
         let lanes = u32::try_from(dim / 8).ok()?.checked_next_power_of_two()?;
@@ -46,7 +46,7 @@ impl CodesKernel {
             }
             Scales::Channels => {
                 let groups = batch * tokens.div_ceil(TOKENS_PER_SCALE);
-                // What each warp found of each channel.
+                // The largest magnitude of each channel, from each warp.
                 let shared_bytes = SMALL_THREADS / 32 * BLOCK_CHANNELS as u32 * 4;
                 ("channels", groups * (heads * dim).div_ceil(BLOCK_CHANNELS), shared_bytes)
             }

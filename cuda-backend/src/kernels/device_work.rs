@@ -1,17 +1,17 @@
-//! The work of a block as kernels read it.
+//! Work lists as kernels read them.
 
 use kyklos::{BlockWork, RowSpan};
 
-/// A [`BlockWork`] in flat arrays for the device.
+/// A [`BlockWork`] as flat arrays for the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceWork {
-    /// What each row sees, `[classes, rows]`.
+    /// `[classes, rows]`: the key positions that each row sees.
     pub spans: Vec<RowSpan>,
-    /// Position of each key.
+    /// `[keys]`: the position of each key.
     pub positions: Vec<u32>,
-    /// `[classes, q_tiles + 1]`: where the runs of each query tile begin in `runs`.
+    /// `[classes, q_tiles + 1]`: the index in `runs` at which the runs of each query tile begin.
     pub starts: Vec<u32>,
-    /// First KV tile, how many, and whether all rows see all of their keys.
+    /// First KV tile, number of KV tiles, and 1 if every row of the query tile sees every key of them, else 0.
     pub runs: Vec<[u32; 3]>,
     /// Mask classes.
     pub classes: u32,
@@ -40,8 +40,8 @@ impl DeviceWork {
         flat
     }
 
-    /// (query tile, batch entry) of all that have work, over `batch` entries, the ones with the most keys first: blocks that
-    /// take one after the other then end at about the same time.
+    /// (query tile, batch entry) of all query tiles that have keys, over `batch` entries, those with the most keys first. Blocks
+    /// that compute several items each then end at about the same time.
     pub fn longest_first(&self, batch: u32) -> Vec<[u32; 2]> {
         let tiles = |at: &[u32; 2]| -> u64 {
             let class = if self.classes > 1 { at[1] } else { 0 };

@@ -1,42 +1,42 @@
-//! What the kernels for Hopper are given besides [`AttendArguments`].
+//! Arguments of the kernels for Hopper.
 
 use bytemuck::{Pod, Zeroable};
 use kyklos::Dtype;
 
 use crate::{AttendArguments, TensorArgument};
 
-/// What `cuTensorMapEncodeTiled` is told of a tensor, in 128 bytes, which the emulator takes as they are. A driver makes its
-/// own 128 bytes of them, with element strides of 1, no interleaving, and zeros where the tensor has no elements; kernels
-/// take them by value, aligned as they are here.
+/// A tensor as TMA copies it: the arguments of `cuTensorMapEncodeTiled`, in 128 bytes. The driver encodes them in 128 bytes of
+/// its own format, with element strides of 1, no interleaving, and zeros for elements outside of the tensor. Kernels take the
+/// encoded map by value, with this alignment. The emulator takes it as it is here.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C, align(64))]
 pub struct TensorMap {
     /// `globalAddress`: a multiple of 16.
     pub data: u64,
-    /// `globalDim`: elements in each dimension, adjacent ones first.
+    /// `globalDim`: elements in each dimension, the contiguous one first.
     pub extent: [u64; 5],
-    /// `globalStrides`, from the second dimension on: bytes, multiples of 16.
+    /// `globalStrides`: bytes between elements of the second and later dimensions; multiples of 16.
     pub stride: [u64; 4],
-    /// `boxDim`: elements that are copied at a time.
+    /// `boxDim`: elements of one copy in each dimension.
     pub box_extent: [u32; 5],
     /// `tensorRank`.
     pub rank: u32,
     /// `tensorDataType`: [`Self::F16`] or [`Self::BF16`].
     pub data_type: u32,
-    /// `swizzle`: 3 is over 128 bytes.
+    /// `swizzle`: 3 stands for 128 bytes.
     pub swizzle: u32,
     /// 0.
     pub reserved: [u64; 2],
 }
 
 impl TensorMap {
-    /// The driver's number of f16.
+    /// The driver's number for f16.
     pub const F16: u32 = 6;
-    /// The driver's number of bf16.
+    /// The driver's number for bf16.
     pub const BF16: u32 = 9;
 
-    /// The map of `tensor`, `[batch, rows, heads, dim]` of 16-bit elements, for a kernel that copies `tile_rows` rows of one
-    /// head at a time, in boxes of 64 elements each.
+    /// The map of `tensor`, of `shape` `[batch, rows, heads, dim]` and 16-bit elements, for copies of `tile_rows` rows of one
+    /// head by 64 elements.
     pub fn new(tensor: &TensorArgument, dtype: Dtype, shape: [u32; 4], tile_rows: u32) -> Self {
         let [batch, rows, heads, dim] = shape.map(u64::from);
         let bytes = dtype.bytes() as u64;
@@ -53,8 +53,8 @@ impl TensorMap {
     }
 }
 
-/// Arguments of the kernels for Hopper. Item n is the query tile of `order[n / heads]` of head n % heads. Grid: any, at best
-/// as many blocks as run at a time, one for each multiprocessor; each takes every so many items.
+/// Arguments of the kernels for Hopper. Item n is query tile `order[n / heads]` of head n % heads. Grid: any; best is one block
+/// for each multiprocessor. A block computes every (number of blocks)-th item.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct HopperArguments {
@@ -64,13 +64,14 @@ pub struct HopperArguments {
     pub k: TensorMap,
     /// Values, likewise.
     pub v: TensorMap,
-    /// As of the other kernels, but the tensors, pairs and where the grid begins are not read: there are no pairs.
+    /// As for the other kernels. `q`, `k`, `v`, `pairs`, `pair_kind` and the beginning of the grid are not used: these kernels
+    /// support neither mask tensors nor bias tensors.
     pub attend: AttendArguments,
     /// [`crate::DeviceWork::longest_first`].
     pub order: u64,
-    /// The first item: a long call is several launches.
+    /// The first item of this launch: a long call is several launches.
     pub first_item: u32,
-    /// The item behind the last.
+    /// One past the last item of this launch.
     pub end_item: u32,
     /// 0.
     pub reserved: u64,

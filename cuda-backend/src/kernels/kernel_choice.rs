@@ -1,46 +1,46 @@
-//! Which kernels a call gets. A pure function of the call and the device, so that all of it can be read and tested here.
+//! Which kernel a call gets: a pure function of the call and the device.
 
 use kyklos::{Dtype, TileShape};
 
 use crate::{AttendKernel, PACKED_ROWS};
 
-/// What the choice depends on in a call. Keys are not among it: tiles are chosen before it is known which keys come.
+/// The properties of a call that decide the choice. The keys do not: the tile shape is chosen before they are known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallShape {
-    /// Of q, k and v.
+    /// Storage type of q, k and v.
     pub dtype: Dtype,
     /// Elements of a head.
     pub dim: u32,
     /// Query rows.
     pub rows: u32,
-    /// The most query heads that share a KV head, 1 to [`PACKED_ROWS`]; see [`crate::head_packs`].
+    /// The largest number of query heads that share a KV head, 1 to [`PACKED_ROWS`]; see [`crate::head_packs`].
     pub pack: u32,
-    /// Whether there is a boolean or additive pair tensor.
+    /// Whether there is a mask tensor or a bias tensor.
     pub pairs: bool,
-    /// Whether rows must get the same bytes whatever is computed with them.
+    /// Whether the result of a row must have the same bytes for every partition of the work.
     pub fixed_order: bool,
 }
 
-/// A way to call attention kernels.
+/// A family of attention kernels, with its arguments and its grid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelChoice {
-    /// [`AttendKernel::tiled`] with [`crate::AttendArguments`]: a block for each query tile of a head.
+    /// [`AttendKernel::tiled`] with [`crate::AttendArguments`]: one block for each query tile of a head.
     Tiled,
-    /// [`AttendKernel::decode`] with [`crate::DecodeArguments`], the keys of each query tile in
-    /// [`crate::decode_parts`], each with a state of its own; then `merge_parts` with [`crate::PartsArguments`].
+    /// [`AttendKernel::decode`] with [`crate::DecodeArguments`]: the keys of each query tile are split into
+    /// [`crate::decode_parts`], each with a state of its own. Then `merge_parts` with [`crate::PartsArguments`].
     Decode,
-    /// [`AttendKernel::hopper`] with [`crate::HopperArguments`]: blocks that stay and take one query tile after the other.
+    /// [`AttendKernel::hopper`] with [`crate::HopperArguments`]: persistent blocks that compute one query tile after the other.
     Hopper,
 }
 
 impl KernelChoice {
-    /// The ways that there are for a call, the one to take first, each with its kernel; none for heads of more than 256
-    /// elements. `wgmma`: the device has the kernels for Hopper.
+    /// The choices for a call with their kernels, the preferred one first; none for heads of more than 256 elements. `wgmma`:
+    /// the device has the kernels for Hopper.
     ///
-    /// | way | calls |
+    /// | choice | calls |
     /// |---|---|
-    /// | [`KernelChoice::Decode`] | all rows of a pack fit into one tile, not in a fixed order |
-    /// | [`KernelChoice::Hopper`] | bf16 and f16, `wgmma`, more rows than half a tile, no pair tensor, not in a fixed order |
+    /// | [`KernelChoice::Decode`] | all rows of a pack fit into one tile, no fixed order |
+    /// | [`KernelChoice::Hopper`] | bf16 and f16, `wgmma`, more rows than half a tile, no mask or bias tensor, no fixed order |
     /// | [`KernelChoice::Tiled`] | all |
     pub fn candidates(call: &CallShape, wgmma: bool) -> Vec<(Self, AttendKernel)> {
         let packed = (!call.fixed_order && call.rows.saturating_mul(call.pack) <= PACKED_ROWS)
@@ -52,12 +52,12 @@ impl KernelChoice {
         let tiles = AttendKernel::tiled(call.dtype, call.dim);
         [(Self::Decode, packed.flatten()), (Self::Hopper, hopper), (Self::Tiled, tiles)]
             .into_iter()
-            .filter_map(|(way, kernel)| Some((way, kernel?)))
+            .filter_map(|(choice, kernel)| Some((choice, kernel?)))
             .collect()
     }
 
-    /// Whether a work list in tiles of `tile` is for this way. Whoever made it may have known less of the packs, and made
-    /// tiles of fewer rows than there is room for.
+    /// Whether this kernel can compute a work list in tiles of `tile`. A tile shape that was chosen for larger packs than those
+    /// of the call has fewer rows than the kernel has room for.
     pub fn accepts(self, call: &CallShape, kernel: &AttendKernel, tile: TileShape) -> bool {
         let rows = match self {
             Self::Decode => call.rows..=kernel.tile.q_rows,
@@ -75,9 +75,9 @@ mod tests {
         CallShape { dtype: Dtype::Bf16, dim: 128, rows: 8192, pack: 4, pairs: false, fixed_order: false };
 
     #[test]
-    fn calls_get_the_kernels_that_the_table_says() {
+    fn calls_get_the_kernels_of_the_table() {
         let token = CallShape { rows: 1, ..PROMPT };
-        for (call, wgmma, ways) in [
+        for (call, wgmma, choices) in [
             (PROMPT, true, &[KernelChoice::Hopper, KernelChoice::Tiled][..]),
             (PROMPT, false, &[KernelChoice::Tiled]),
             (CallShape { pairs: true, ..PROMPT }, true, &[KernelChoice::Tiled]),
@@ -97,14 +97,15 @@ mod tests {
             (CallShape { rows: 17, ..token }, true, &[KernelChoice::Tiled]),
         ] {
             let all: Vec<_> =
-                KernelChoice::candidates(&call, wgmma).into_iter().map(|(way, _)| way).collect();
-            assert_eq!(all, ways, "{call:?}, wgmma: {wgmma}");
+                KernelChoice::candidates(&call, wgmma).into_iter().map(|(choice, _)| choice).collect();
+            assert_eq!(all, choices, "{call:?}, wgmma: {wgmma}");
         }
     }
 
-    /// Tiles are chosen for the largest packs that there may be; the call may have smaller ones, and has to know the way again.
+    /// The tile shape is chosen for the largest possible packs. The call may have smaller ones, and has to choose the same
+    /// kernel.
     #[test]
-    fn tiles_say_which_way_they_are_for() {
+    fn a_tile_shape_determines_the_kernel_it_was_chosen_for() {
         for dim in [64, 96, 128, 192, 256] {
             for rows in [1, 7, 16, 17, 32, 33, 64, 65, 1000] {
                 for wgmma in [false, true] {
@@ -112,9 +113,9 @@ mod tests {
                         let expected = CallShape { dim, rows, pack: most, ..PROMPT };
                         let call = CallShape { pack, ..expected };
                         let (chosen, kernel) = KernelChoice::candidates(&expected, wgmma).swap_remove(0);
-                        let mut ways = KernelChoice::candidates(&call, wgmma).into_iter();
+                        let mut choices = KernelChoice::candidates(&call, wgmma).into_iter();
                         let (taken, with) =
-                            ways.find(|(way, with)| way.accepts(&call, with, kernel.tile)).unwrap();
+                            choices.find(|(choice, with)| choice.accepts(&call, with, kernel.tile)).unwrap();
                         // Tiles of 64 rows by 32 keys serve two kernels.
                         let either = (chosen, taken) == (KernelChoice::Tiled, KernelChoice::Decode)
                             && with.tile == kernel.tile;

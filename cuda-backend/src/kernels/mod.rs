@@ -1,4 +1,4 @@
-//! Which kernels there are, which one a call gets, and their arguments. Data and pure functions; no device.
+//! The kernels, their arguments, and which one a call gets. Data and pure functions; no device.
 
 mod arguments;
 mod catalog;

@@ -1,6 +1,6 @@
 //! The texts of the kernels, embedded for NVRTC.
 
-/// The sources by the names under which they include each other; `kernels.cu` is the one to compile.
+/// Names and texts of the sources. Sources include each other by these names; the first, `kernels.cu`, is the one to compile.
 pub const SOURCES: [(&str, &str); 14] = [
     ("kernels.cu", include_str!("../../kernels/kernels.cu")),
     ("arguments.h", include_str!("../../kernels/arguments.h")),
@@ -22,9 +22,9 @@ pub const SOURCES: [(&str, &str); 14] = [
 mod tests {
     use super::*;
 
-    /// NVRTC has no folder to look in.
+    /// NVRTC has no include folder.
     #[test]
-    fn every_header_that_a_source_includes_is_a_source() {
+    fn every_included_header_is_embedded() {
         let includes = |text: &'static str| {
             text.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"'))
         };

@@ -1,4 +1,4 @@
-//! One call of `attend`: its work on the device, and its launches.
+//! Attention of a block of queries over a block of keys: the choice of the kernel, its work list, its launches.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,7 +17,7 @@ use crate::kernels::{
     head_packs, logits,
 };
 
-/// Operations a second, before anything was measured: too few only make the first piece short.
+/// Assumed speed in FLOP/s before the first measurement. Too low a value only makes the first piece short.
 fn first_rate(dtype: Dtype) -> f64 {
     if dtype == Dtype::F32 { 1e12 } else { 1e13 }
 }
@@ -46,20 +46,20 @@ pub(crate) async fn attend(
     let (lists, list, arguments) = prepare(device, &args, &work, list)?;
     let call = Call { device, control, args, kernel, lists, arguments };
     match choice {
-        KernelChoice::Tiled => call.tiles().await,
-        KernelChoice::Decode => call.parts(&packs, list).await,
-        KernelChoice::Hopper => call.hopper(&order, list).await,
+        KernelChoice::Tiled => call.run_tiled().await,
+        KernelChoice::Decode => call.run_decode(&packs, list).await,
+        KernelChoice::Hopper => call.run_hopper(&order, list).await,
     }
 }
 
-/// The tiles for calls of `problem` on states of this shape; none for a head dim without a kernel.
+/// The tile shape for calls of `problem` on states of this shape. `None` for a head dim without a kernel.
 pub(crate) fn tile_shape(problem: &AttentionProblem, shape: StateShape, wgmma: bool) -> Option<TileShape> {
-    // Which heads they are is not known here: of a KV head all that share it.
+    // Which query heads the state has is not known here. At most all that share a KV head are in a pack.
     let pack = (problem.q_heads / problem.kv_heads).min(PACKED_ROWS);
     let call = CallShape {
         dtype: problem.dtype,
         dim: problem.head_dim,
-        // A number of rows that is too large is refused by the call.
+        // The call itself refuses a number of rows that is too large.
         rows: u32::try_from(shape.rows).unwrap_or(u32::MAX),
         pack: pack.min(u32::try_from(shape.heads).unwrap_or(u32::MAX)).max(1),
         pairs: problem.pairs.is_some(),
@@ -68,7 +68,7 @@ pub(crate) fn tile_shape(problem: &AttentionProblem, shape: StateShape, wgmma: b
     KernelChoice::candidates(&call, wgmma).first().map(|(_, kernel)| kernel.tile)
 }
 
-/// The choice that the tiles of a call are for, and its kernel.
+/// The kernel whose tile shape the work list of a call has.
 fn choose_kernel(
     device: &OpenDevice,
     args: &Attend<'_, CudaBuffer>,
@@ -95,43 +95,43 @@ fn choose_kernel(
     candidates.into_iter().find(|(choice, kernel)| choice.accepts(&call, kernel, tile)).ok_or_else(|| {
         Error::request(
             format!("the work list is in tiles of {tile:?}, kernels for this call have {tiles:?}"),
-            "lower the mask with this device's tile_shape for the shape of the state",
+            "lower the mask with this backend's tile_shape for the shape of the state",
         )
     })
 }
 
-/// A call whose lists are on the device.
+/// A call whose work list is on the device.
 struct Call<'a> {
     device: &'a OpenDevice,
     control: &'a Control,
     args: Attend<'a, CudaBuffer>,
     kernel: AttendKernel,
-    /// The work list, and the list of this choice.
+    /// The work list, and the packs or the order of query tiles that the kernel needs besides.
     lists: CudaBuffer,
-    /// Of a launch over everything.
+    /// Arguments of one launch over the whole call.
     arguments: AttendArguments,
 }
 
-/// What is launched, its grid, and how many operations it is.
+/// The arguments of a launch, its grid, and its floating-point operations.
 type Submission<A> = (A, [u32; 3], f64);
 
 impl Call<'_> {
-    /// A block for each query tile of a head.
-    async fn tiles(&self) -> Result<()> {
+    /// One block for each query tile of a head.
+    async fn run_tiled(&self) -> Result<()> {
         let mut pieces = self.pieces(self.args.state.shape.heads, 0);
         let next = |budget| {
             let (piece, flops) = pieces.next(budget)?;
-            Some(self.at(&piece).map(|(arguments, grid)| (arguments, grid, flops)))
+            Some(self.arguments_of(&piece).map(|(arguments, grid)| (arguments, grid, flops)))
         };
         self.submit(next, |arguments, grid| self.launch(&arguments, grid)).await
     }
 
-    /// A block for each part of the keys of a query tile of a pack, then the merge of all parts.
-    async fn parts(&self, packs: &[HeadPack], packs_at: u64) -> Result<()> {
+    /// One block for each part of the keys of a query tile of a pack, then a merge of all parts into the state.
+    async fn run_decode(&self, packs: &[HeadPack], packs_at: u64) -> Result<()> {
         let (device, state, dtype) = (self.device, &self.args.state, self.args.dtype);
         let shape = state.shape;
         let key_tiles = self.arguments.keys.div_ceil(self.kernel.tile.kv_cols);
-        // All rows are in one tile.
+        // One query tile has all rows.
         let tile_rows = self.arguments.rows;
         let rows = packs.iter().map(|pack| pack.count).max().unwrap_or(1) * tile_rows;
         let groups = (packs.len() * shape.batch) as u64;
@@ -140,12 +140,12 @@ impl Call<'_> {
         let [a_bytes, ml_bytes] = [shape.a_bytes(), shape.ml_bytes()].map(|bytes| bytes * parts as usize);
         let states = device.buffer("the states of parts", a_bytes + ml_bytes)?;
         let (from_a, from_ml) = (states.address(), states.address() + a_bytes as u64);
-        // Parts without keys have a state too: no piece may be left out.
+        // A part without keys has a state too, which its block initialises. So no piece may be left out.
         let mut pieces = self.pieces(packs.len(), parts);
         let next = |budget| {
             let (piece, flops) = pieces.next(budget)?;
             let last = pieces.is_finished();
-            Some(self.at(&piece).map(|(attend, [tiles, packs, batch])| {
+            Some(self.arguments_of(&piece).map(|(attend, [tiles, packs, batch])| {
                 let packs_at = packs_at + (piece.heads.start * size_of::<HeadPack>()) as u64;
                 let attend = AttendArguments { a: from_a, ml: from_ml, first_head: 0, ..attend };
                 let arguments = DecodeArguments {
@@ -170,22 +170,22 @@ impl Call<'_> {
         let merge_parts = row_launch_config("merge_parts", shape)?.expect("there are rows");
         self.submit(next, |(arguments, last), grid| {
             if !last {
-                return device.launch(self.kernel_over(grid), &arguments, &self.reads(), &[&states]);
+                return device.launch(self.launch_config(grid), &arguments, &self.reads(), &[&states]);
             }
-            // Nothing comes between the last parts and their merge, no cancellation either.
-            device.launch_deferred(self.kernel_over(grid), &arguments, &self.reads(), &[&states])?;
+            // The last parts and their merge are submitted together, without a chance to cancel in between.
+            device.launch_deferred(self.launch_config(grid), &arguments, &self.reads(), &[&states])?;
             device.launch(merge_parts, &merge, &[&states], &[&*state.a, &*state.ml])
         })
         .await
     }
 
-    /// As many blocks as the device has multiprocessors, which take query tiles of `order` as they come.
-    async fn hopper(&self, order: &[[u32; 2]], order_at: u64) -> Result<()> {
+    /// One block for each multiprocessor. Each computes several query tiles of `order`, one after the other.
+    async fn run_hopper(&self, order: &[[u32; 2]], order_at: u64) -> Result<()> {
         let (args, whole, tile) = (&self.args, &self.arguments, self.kernel.tile);
         let kv_heads = args.kv_head_of.iter().max().map_or(0, |head| head + 1);
         let map = |tensor: &TensorArgument, rows, heads, tile_rows| {
             let map = TensorMap::new(tensor, args.dtype, [self.batch(), rows, heads, whole.dim], tile_rows);
-            driver::encode_tensor_map(&map).map_err(|error| self.device.error("describe a tensor", &error))
+            driver::encode_tensor_map(&map).map_err(|error| self.device.error("encode a tensor map", &error))
         };
         let whole = HopperArguments {
             q: map(&whole.q, whole.rows, whole.heads, tile.q_rows)?,
@@ -219,17 +219,17 @@ impl Call<'_> {
         self.submit(next, |arguments, grid| self.launch(&arguments, grid)).await
     }
 
-    fn pieces(&self, heads: usize, more_tiles: u32) -> PieceSplitter {
+    fn pieces(&self, heads: usize, extra_tiles: u32) -> PieceSplitter {
         let shape = self.args.state.shape;
-        PieceSplitter::new(self.args.work, shape.batch, heads, shape.dim, more_tiles)
+        PieceSplitter::new(self.args.work, shape.batch, heads, shape.dim, extra_tiles)
     }
 
     fn batch(&self) -> u32 {
         u32::try_from(self.args.state.shape.batch).expect("pieces were counted in 32 bits")
     }
 
-    /// Arguments and grid of a piece.
-    fn at(&self, piece: &Piece) -> Result<(AttendArguments, [u32; 3])> {
+    /// The arguments and the grid of a piece.
+    fn arguments_of(&self, piece: &Piece) -> Result<(AttendArguments, [u32; 3])> {
         let arguments = AttendArguments {
             first_tile: to_u32("the number of query tiles", piece.tiles.start)?,
             first_head: to_u32("the number of heads", piece.heads.start)?,
@@ -244,7 +244,7 @@ impl Call<'_> {
         Ok((arguments, grid))
     }
 
-    /// Has `launch` submit what `next` makes of each budget of operations, until it makes nothing.
+    /// Submits a call in pieces: `next` gives the next piece for a budget of floating-point operations, `launch` submits it.
     async fn submit<A>(
         &self,
         mut next: impl FnMut(f64) -> Option<Result<Submission<A>>>,
@@ -269,19 +269,19 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Launches the kernel on the state itself.
+    /// Launches the kernel, which reads and writes the state.
     fn launch(&self, arguments: &impl Pod, grid: [u32; 3]) -> Result<Arc<Event>> {
         let state = &self.args.state;
-        let launch = self.kernel_over(grid);
+        let launch = self.launch_config(grid);
         self.device.launch(launch, arguments, &self.reads(), &[&*state.a, &*state.ml])
     }
 
-    fn kernel_over(&self, grid: [u32; 3]) -> LaunchConfig<'_> {
+    fn launch_config(&self, grid: [u32; 3]) -> LaunchConfig<'_> {
         let AttendKernel { name, threads, shared_bytes, .. } = &self.kernel;
         LaunchConfig { kernel: name, grid, threads: *threads, shared_bytes: *shared_bytes }
     }
 
-    /// What the kernel reads besides a state.
+    /// The buffers that the kernel reads besides the state.
     fn reads(&self) -> Vec<&CudaBuffer> {
         let args = &self.args;
         let pairs = args.pairs.as_ref().map(|pairs| pairs.buffer);
@@ -289,8 +289,8 @@ impl Call<'_> {
     }
 }
 
-/// Uploads the work list and another list. Their buffer, the other list's address in it, and the arguments of a launch over
-/// everything.
+/// Uploads the work list, with `list` behind it. Returns their buffer, the address of `list`, and the arguments of one launch
+/// over the whole call.
 fn prepare(
     device: &OpenDevice,
     args: &Attend<'_, CudaBuffer>,
@@ -299,23 +299,23 @@ fn prepare(
 ) -> Result<(CudaBuffer, u64, AttendArguments)> {
     let shape = args.state.shape;
     let mut bytes = Vec::new();
-    let mut place = |part: &[u8]| {
+    let mut append = |part: &[u8]| {
         bytes.resize(bytes.len().next_multiple_of(16), 0);
-        let at = bytes.len() as u64;
+        let offset = bytes.len() as u64;
         bytes.extend_from_slice(part);
-        at
+        offset
     };
-    let spans = place(bytemuck::cast_slice(&work.spans));
-    let positions = place(bytemuck::cast_slice(&work.positions));
-    let starts = place(bytemuck::cast_slice(&work.starts));
-    let runs = place(bytemuck::cast_slice(&work.runs));
-    let kv_head_of = place(bytemuck::cast_slice(args.kv_head_of));
-    let list = place(list);
+    let spans = append(bytemuck::cast_slice(&work.spans));
+    let positions = append(bytemuck::cast_slice(&work.positions));
+    let starts = append(bytemuck::cast_slice(&work.starts));
+    let runs = append(bytemuck::cast_slice(&work.runs));
+    let kv_head_of = append(bytemuck::cast_slice(args.kv_head_of));
+    let list = append(list);
     let buffer = device.upload("a work list", &bytes)?;
     let base = buffer.address();
     let (scale, cap) = logits(args.scale, args.softcap);
     let operand = |buffer: &CudaBuffer, layout: &Layout| {
-        aligned(tensor(buffer, layout, args.dtype.bytes()), args.dtype)
+        require_alignment(tensor(buffer, layout, args.dtype.bytes()), args.dtype)
     };
     let (pairs, pair_kind) = match &args.pairs {
         None => (TensorArgument::default(), 0),
@@ -350,8 +350,8 @@ fn prepare(
     Ok((buffer, base + list, arguments))
 }
 
-/// Kernels load 16 bytes at a time.
-fn aligned(tensor: TensorArgument, dtype: Dtype) -> Result<TensorArgument> {
+/// Refuses a tensor whose heads are not on 16-byte boundaries: kernels load 16 bytes at a time.
+fn require_alignment(tensor: TensorArgument, dtype: Dtype) -> Result<TensorArgument> {
     let unit = 16 / dtype.bytes() as u64;
     let strides = [tensor.batch_stride, tensor.row_stride, tensor.head_stride];
     if tensor.data.is_multiple_of(16) && strides.iter().all(|stride| stride.is_multiple_of(unit)) {

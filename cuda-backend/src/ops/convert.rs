@@ -1,4 +1,4 @@
-//! Elements from one form to another: between storage types, and to 8-bit codes and back.
+//! Conversion of elements: between storage types, and to 8-bit codes and back.
 
 use kyklos::backend::{Elements, Scales};
 use kyklos::{Dtype, Error, Result, TOKENS_PER_SCALE};
@@ -37,7 +37,7 @@ pub(crate) fn convert(
     }
 }
 
-/// [`Elements::Stored`], to be read or written.
+/// [`Elements::Stored`], as source or destination.
 struct Stored<'a> {
     buffer: &'a CudaBuffer,
     first: usize,
@@ -45,7 +45,7 @@ struct Stored<'a> {
 }
 
 impl Stored<'_> {
-    /// The address of the first of `elements`.
+    /// The address of the first element, for kernels that access `elements` of them.
     fn address(&self, elements: usize) -> Result<u64> {
         let Self { buffer, first, dtype } = self;
         if !first.is_multiple_of(8) {
@@ -59,14 +59,14 @@ impl Stored<'_> {
     }
 }
 
-/// [`Elements::Coded`], to be read or written.
+/// [`Elements::Coded`], as source or destination.
 struct Coded<'a> {
     codes: &'a CudaBuffer,
     scales: &'a CudaBuffer,
     of: Scales,
 }
 
-/// Kernels know no ends of buffers, and what they touch behind one ends the context.
+/// Refuses an access behind the end of a buffer: kernels do not check it, and an illegal access destroys the context.
 fn fits(what: &str, buffer: &CudaBuffer, bytes: usize) -> Result<()> {
     if bytes <= buffer.bytes() {
         return Ok(());
@@ -77,7 +77,7 @@ fn fits(what: &str, buffer: &CudaBuffer, bytes: usize) -> Result<()> {
     ))
 }
 
-/// From one storage type to another.
+/// Converts between storage types.
 fn store(device: &OpenDevice, from: &Stored<'_>, into: &Stored<'_>, elements: usize) -> Result<()> {
     let kernel =
         convert_kernel(from.dtype, into.dtype).filter(|_| elements.is_multiple_of(8)).ok_or_else(|| {
@@ -96,7 +96,7 @@ fn store(device: &OpenDevice, from: &Stored<'_>, into: &Stored<'_>, elements: us
     launch(device, (&kernel, blocks, 0), &arguments, &[from.buffer], &[into.buffer])
 }
 
-/// To codes or from them.
+/// Converts to codes or from them.
 fn code(
     device: &OpenDevice,
     direction: Direction,
@@ -141,7 +141,7 @@ fn launch(
     reads: &[&CudaBuffer],
     writes: &[&CudaBuffer],
 ) -> Result<()> {
-    // Nothing to convert.
+    // An empty grid is an error.
     if blocks == 0 {
         return Ok(());
     }

@@ -1,4 +1,4 @@
-//! The operations of the backend, as launches of kernels.
+//! The operations of the backend, each as launches of kernels on an open device.
 
 mod arguments;
 mod attend;

@@ -1,13 +1,13 @@
-//! Parts of a call, of about as many operations as are submitted at a time.
+//! Division of a call into pieces that are submitted one by one.
 
 use std::ops::Range;
 
 use kyklos::{BlockWork, TileRun};
 
-/// Blocks of a grid in its second and third direction.
-const MOST_BLOCKS: usize = 65_535;
+/// Limit for the blocks of a grid in its second and third dimension.
+const MAX_BLOCKS: usize = 65_535;
 
-/// Part of a call: these tiles of these heads of these batch entries.
+/// Part of a call: some query tiles of some heads of some batch entries.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) tiles: Range<usize>,
@@ -15,41 +15,42 @@ pub(crate) struct Piece {
     pub(crate) batch: Range<usize>,
 }
 
-/// The tiles of a call, a budget at a time: whole batch entries while they fit, else heads of one, else tiles of a head.
-/// Keys are never cut, so that results do not depend on the pacer.
+/// Divides the query tiles of a call by a budget of floating-point operations: into whole batch entries if one fits, else into
+/// heads of an entry, else into query tiles of a head. The keys of a query tile are never divided, so results do not depend on
+/// measured speeds.
 pub(crate) struct PieceSplitter {
-    /// Operations of each query tile of a head, for each mask class.
+    /// `[class][query tile]`: floating-point operations of a query tile of one head.
     tiles: Vec<Vec<f64>>,
     batch: usize,
     heads: usize,
-    /// Where the next piece begins.
+    /// Batch entry, head and query tile at which the next piece begins.
     next: (usize, usize, usize),
 }
 
 impl PieceSplitter {
-    /// `more_tiles`: what each query tile costs besides its keys, as tiles of keys. Where it is not 0 there is a piece for
-    /// tiles without keys too.
-    pub(crate) fn new(work: &BlockWork, batch: usize, heads: usize, dim: usize, more_tiles: u32) -> Self {
+    /// `extra_tiles`: cost of a query tile besides its keys, in tiles of keys. If it is not 0, query tiles without keys are in a
+    /// piece too.
+    pub(crate) fn new(work: &BlockWork, batch: usize, heads: usize, dim: usize, extra_tiles: u32) -> Self {
         let flops_of_tile = 4.0 * f64::from(work.tile.q_rows) * f64::from(work.tile.kv_cols) * dim as f64;
         let tiles = work.classes.iter().map(|class| {
             let runs = class.starts.windows(2).map(|ends| &class.runs[ends[0] as usize..ends[1] as usize]);
             let tiles = |runs: &[TileRun]| runs.iter().map(|run| f64::from(run.count)).sum::<f64>();
-            runs.map(|runs| (tiles(runs) + f64::from(more_tiles)) * flops_of_tile).collect()
+            runs.map(|runs| (tiles(runs) + f64::from(extra_tiles)) * flops_of_tile).collect()
         });
         Self { tiles: tiles.collect(), batch, heads, next: (0, 0, 0) }
     }
 
-    /// Operations of each query tile of a head of a batch entry.
+    /// Floating-point operations of each query tile of one head of a batch entry.
     pub(crate) fn tile_flops(&self, batch: usize) -> &[f64] {
         &self.tiles[batch.min(self.tiles.len() - 1)]
     }
 
-    /// Whether there is no tile left.
+    /// Whether all query tiles were given out.
     pub(crate) fn is_finished(&self) -> bool {
         self.next.0 == self.batch
     }
 
-    /// The next piece with work in it, of about `budget` operations, and those operations.
+    /// The next piece that has work, of at most `budget` operations or one query tile, and its operations.
     pub(crate) fn next(&mut self, budget: f64) -> Option<(Piece, f64)> {
         loop {
             let (piece, flops) = self.advance(budget)?;
@@ -67,7 +68,7 @@ impl PieceSplitter {
         let of_head: f64 = self.tile_flops(batch).iter().sum();
         let tiles = 0..self.tile_flops(batch).len();
         let of_batch = |batch: usize| self.tile_flops(batch).iter().sum::<f64>() * self.heads as f64;
-        if (head, tile) == (0, 0) && self.heads <= MOST_BLOCKS && of_batch(batch) <= budget {
+        if (head, tile) == (0, 0) && self.heads <= MAX_BLOCKS && of_batch(batch) <= budget {
             let (end, flops) = take_within_budget(batch..self.batch, budget, of_batch);
             self.next = (end, 0, 0);
             return Some((Piece { tiles, heads: 0..self.heads, batch: batch..end }, flops));
@@ -88,14 +89,14 @@ impl PieceSplitter {
     }
 }
 
-/// How far a range goes within a budget, at least one and at most what a grid has, and what that costs.
+/// The end of the longest prefix of `range` within a budget, of at least one and at most [`MAX_BLOCKS`] elements, and its cost.
 pub(crate) fn take_within_budget(
     range: Range<usize>,
     budget: f64,
     cost: impl Fn(usize) -> f64,
 ) -> (usize, f64) {
     let (mut end, mut sum) = (range.start + 1, cost(range.start));
-    while end < range.end && end - range.start < MOST_BLOCKS && sum + cost(end) <= budget {
+    while end < range.end && end - range.start < MAX_BLOCKS && sum + cost(end) <= budget {
         sum += cost(end);
         end += 1;
     }
@@ -107,9 +108,9 @@ mod tests {
     use super::*;
     use kyklos::{AttentionProblem, Dtype, Mask, TileShape, TokenRuns};
 
-    /// Every tile of every head of every batch entry that has work is in just one piece, whatever the budget.
+    /// For every budget, each query tile of each head of each batch entry that has work is in exactly one piece.
     #[test]
-    fn pieces_are_everything_once() {
+    fn every_tile_with_work_is_in_one_piece() {
         let tile = TileShape { q_rows: 16, kv_cols: 16 };
         let problem = AttentionProblem::new([2, 100, 3, 3, 8], Dtype::F32, Mask::causal()).unwrap();
         let tokens = TokenRuns::contiguous(0..100);
@@ -138,18 +139,18 @@ mod tests {
         }
     }
 
-    /// Where a tile is work without keys too, there is a piece for it.
+    /// A query tile that costs something without keys is in a piece.
     #[test]
-    fn tiles_without_keys_are_pieces_where_they_cost_something() {
+    fn tiles_without_keys_are_in_a_piece_if_they_cost_something() {
         let tile = TileShape { q_rows: 16, kv_cols: 16 };
         let mask: Mask = "valid:40,0".parse().unwrap();
         let problem = AttentionProblem::new([2, 100, 1, 1, 8], Dtype::F32, mask).unwrap();
         let (rows, keys) = (TokenRuns::contiguous(84..100), TokenRuns::contiguous(0..100));
         let work = &BlockWork::layers(&problem, &rows, &keys, tile)[0];
-        for (more_tiles, expected) in [(0, 1), (1, 2)] {
-            let mut pieces = PieceSplitter::new(work, 2, 1, 8, more_tiles);
+        for (extra_tiles, expected) in [(0, 1), (1, 2)] {
+            let mut pieces = PieceSplitter::new(work, 2, 1, 8, extra_tiles);
             let count = std::iter::from_fn(|| pieces.next(0.0)).count();
-            assert_eq!(count, expected, "{more_tiles} more tiles");
+            assert_eq!(count, expected, "{extra_tiles} extra tiles");
         }
     }
 }

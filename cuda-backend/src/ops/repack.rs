@@ -34,7 +34,7 @@ pub(crate) fn repack(
         heads: to_u32("the number of heads", extent.heads)?,
         row_bytes: to_u32("the bytes of a row", extent.row_bytes)?,
     };
-    // Each block takes a share; more blocks than keep the device busy gain nothing.
+    // Blocks share the words. More blocks than the device can run at a time gain nothing.
     let blocks = words.div_ceil(SMALL_THREADS as usize).min(device.multiprocessors as usize * 16);
     let grid = [to_u32("the number of blocks", blocks)?, 1, 1];
     let launch = LaunchConfig { kernel: "repack", grid, threads: SMALL_THREADS, shared_bytes: 0 };

@@ -1,5 +1,5 @@
-//! Running states: reset, merge, finalize. Short kernels, which are submitted at once; the reset of a state is held back,
-//! for it is nothing to anybody by itself.
+//! Running states: reset, merge, finalize. A reset is submitted together with the next kernel, because nothing else reads its
+//! result.
 
 use bytemuck::Pod;
 use kyklos::backend::{State, StateShape};
@@ -61,7 +61,7 @@ pub(crate) fn finalize(
     launch_rows(device, finalize_kernel(dtype), from.shape, &arguments, &reads, &[o, lse])
 }
 
-/// Launches a kernel that has a warp for each row of a head.
+/// Launches a kernel with one warp for each row of a head.
 fn launch_rows(
     device: &OpenDevice,
     kernel: &str,
