@@ -1,8 +1,15 @@
-//! The one error type of this crate, by whose fault it is.
+//! The error type of this crate. Each variant says where the fault lies: in the request, a plan, a device or the group.
+
+mod remedy;
 
 use kyklos_transport::{Rank, TransportError};
 
-/// Why something could not be done.
+pub use remedy::Remedy;
+
+/// Why a call failed.
+///
+/// The texts speak of this library. A program that shows them to its users replaces [`Remedy`] by the names of its own
+/// options, and decides by [`Self::is_request`] with which exit code it ends.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -11,8 +18,8 @@ pub enum Error {
     Request {
         /// Both sides of the mismatch.
         mismatch: String,
-        /// What would be right.
-        remedy: String,
+        /// What would be accepted.
+        remedy: Remedy,
     },
     /// A plan failed its proof. A bug in a strategy, or a plan that was tampered with.
     #[error("plan of rank {rank}{}: {fault}", .step.map(|step| format!(", step {step}")).unwrap_or_default())]
@@ -80,8 +87,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// A wrong request: what does not fit, and what would.
-    pub fn request(mismatch: impl Into<String>, remedy: impl Into<String>) -> Self {
+    /// A wrong request: both sides of the mismatch, and what would be accepted.
+    pub fn request(mismatch: impl Into<String>, remedy: impl Into<Remedy>) -> Self {
         Self::Request { mismatch: mismatch.into(), remedy: remedy.into() }
     }
 
@@ -89,13 +96,10 @@ impl Error {
         Self::Plan { rank: rank.0, step, fault: fault.into() }
     }
 
-    /// The program's exit code for this error: 2 when the request is wrong, 1 when the run failed.
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            Self::Request { .. } => 2,
-            Self::Transport(TransportError::Refused { exit, .. })
-            | Self::Group { source: TransportError::Refused { exit, .. }, .. } => *exit,
-            _ => 1,
-        }
+    /// Whether this rank's own request is at fault. It fails again until the caller changes it, on every rank alike.
+    ///
+    /// A refusal that another rank voted for is [`TransportError::Refused`], which has its own reason.
+    pub fn is_request(&self) -> bool {
+        matches!(self, Self::Request { .. })
     }
 }

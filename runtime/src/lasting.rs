@@ -74,9 +74,8 @@ impl<'a, B: Backend> Lasting<'a, B> {
         let inputs = match executor.load(q, k, v, task.pairs.take()) {
             Ok(inputs) => self.inputs.insert(inputs),
             Err(error) => {
-                // The others are about to agree: they learn from this rank's vote why it cannot.
-                let vote = Vote::Refuse { exit: error.exit_code(), text: format!("rank {rank}: {error}") };
-                task.transport.agree(vote, task.deadline).await?;
+                // The other ranks are about to agree: this rank's vote tells them why it cannot run.
+                task.transport.agree(refusal(rank, &error), task.deadline).await?;
                 return Err(error);
             }
         };
@@ -111,6 +110,11 @@ impl<'a, B: Backend> Lasting<'a, B> {
         drop(executor);
         Ok(Finished { world, checks, plan_hash, output })
     }
+}
+
+/// A vote against the operation, for what went wrong on this rank.
+fn refusal(rank: Rank, error: &Error) -> Vote {
+    Vote::Refuse { exit: if error.is_request() { 2 } else { 1 }, text: format!("rank {rank}: {error}") }
 }
 
 /// How far each of those who are left came, by their rank.

@@ -44,7 +44,7 @@ mod wire;
 
 pub use clock::{Clock, SystemClock};
 pub use dtype::Dtype;
-pub use error::Error;
+pub use error::{Error, Remedy};
 pub use exec::{Executor, Inputs, NoObserver, Observer, RankOutput, Remains, RunOptions};
 pub use lasting::{Finished, Lasting, Survivors};
 pub use lower::{BlockWork, MaskClass, RowSpan, TileRun, TileShape};
