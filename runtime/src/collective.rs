@@ -22,7 +22,7 @@ use futures_util::future::{join_all, try_join, try_join_all};
 use kyklos_transport::{Abort, Posted, Progress, Pulse, Rank, Tag, Taken, Transport, TransportError, Vote};
 
 use crate::backend::Backend;
-use crate::meter::{Lane, Meter};
+use crate::meter::{Meter, Timeline};
 use crate::plan::BufferId;
 
 /// Device memory of a plan's buffers, by buffer and tensor.
@@ -144,11 +144,13 @@ impl<B: Backend> Collective<B> for HostStaged {
             .map(|(from, started, posted)| async move {
                 let pieces = posted.await.map_err(ExchangeError::Transport)?;
                 let bytes = || pieces.iter().map(Bytes::len).sum::<usize>();
-                meter.travelled(started, Lane::Receive, || format!("{} B from rank {from}, {tag}", bytes()));
+                meter.travelled(started, Timeline::Receive, || {
+                    format!("{} B from rank {from}, {tag}", bytes())
+                });
                 let copying = meter.start();
                 let uploaded: crate::Result<Vec<_>> =
                     pieces.into_iter().map(|piece| backend.upload("received", piece)).collect();
-                meter.end(copying, Lane::Copy, || format!("upload {tag}"));
+                meter.end(copying, Timeline::Copy, || format!("upload {tag}"));
                 uploaded.map_err(ExchangeError::Own)
             })
             .collect();
@@ -161,7 +163,7 @@ impl<B: Backend> Collective<B> for HostStaged {
                 }));
                 // A host backend has the bytes at once, and then the message leaves at once.
                 let ready = (&mut downloads).now_or_never();
-                meter.end(copying, Lane::Copy, || format!("download {tag}"));
+                meter.end(copying, Timeline::Copy, || format!("download {tag}"));
                 let to = send.to;
                 let bytes: usize = send.pieces.iter().map(|piece| piece.bytes.len()).sum();
                 let pulse = self.transport.pulse();
@@ -178,7 +180,7 @@ impl<B: Backend> Collective<B> for HostStaged {
                     };
                     let taken = posted?.await.map_err(ExchangeError::Transport)?;
                     let unasked_ns = meter.taken(tag.message, started, taken.under_way);
-                    meter.travelled(started, Lane::Send, || {
+                    meter.travelled(started, Timeline::Send, || {
                         format!("{bytes} B to rank {to}, {tag}, asked for after {} us", unasked_ns / 1000)
                     });
                     Ok(())

@@ -15,7 +15,7 @@ use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError, Vote};
 use crate::backend::{Backend, State, StateMut, StateShape};
 use crate::collective::{Collective, Memory};
 use crate::meter::{Meter, RankReport, Span};
-use crate::plan::{BufferId, Content, Plan, Reached, Step, World, describe};
+use crate::plan::{BufferId, Content, Plan, Step, StepProgress, World, describe};
 use crate::{BlockWork, Clock, Error, Result};
 use run::Run;
 
@@ -74,21 +74,21 @@ pub struct Inputs<Buffer> {
 
 /// What a run left on the device: where another plan goes on after a loss ([`crate::repair`]).
 #[derive(Debug)]
-pub struct Remains<Buffer> {
-    reached: Reached,
+pub struct Carryover<Buffer> {
+    progress: StepProgress,
     memory: Memory<Buffer>,
 }
 
-impl<Buffer> Default for Remains<Buffer> {
+impl<Buffer> Default for Carryover<Buffer> {
     fn default() -> Self {
-        Self { reached: Reached::default(), memory: Memory::default() }
+        Self { progress: StepProgress::default(), memory: Memory::default() }
     }
 }
 
-impl<Buffer> Remains<Buffer> {
+impl<Buffer> Carryover<Buffer> {
     /// How far the rank came.
-    pub fn reached(&self) -> &Reached {
-        &self.reached
+    pub fn progress(&self) -> &StepProgress {
+        &self.progress
     }
 }
 
@@ -137,7 +137,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     /// Keeps what a run that is cut off has done, for [`Self::run_from`]. Costs a copy of the running state while a block is
     /// attended to, of `batch · tokens · heads · (4 · dim + 8)` bytes.
     #[must_use]
-    pub fn keeping(mut self) -> Self {
+    pub fn resumable(mut self) -> Self {
         let states = self.plan.buffers.iter().filter(|buffer| buffer.content == Content::State);
         self.peak_bytes += states.map(|state| state.bytes(&self.world.problem)).max().unwrap_or(0);
         self.keeps = true;
@@ -184,11 +184,11 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     /// # Errors
     /// Any; [`Error::Group`] when another rank is the cause.
     pub async fn run(&self, op: u64, inputs: &mut Inputs<B::Buffer>) -> Result<RankOutput> {
-        self.run_from(op, inputs, &mut Remains::default()).await
+        self.run_from(op, inputs, &mut Carryover::default()).await
     }
 
-    /// As [`Self::run`], beginning with what the plan keeps of `remains`. Puts there what this run leaves in turn, unless
-    /// it never begins; of an executor that is not [`Self::keeping`] that is nothing.
+    /// As [`Self::run`], beginning with what the plan keeps of `carryover`. Puts there what this run leaves in turn, unless
+    /// it never begins; of an executor that is not [`Self::resumable`] that is nothing.
     ///
     /// # Errors
     /// As [`Self::run`]; [`Error::Plan`] when something is not there that the plan keeps.
@@ -196,7 +196,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         &self,
         op: u64,
         inputs: &mut Inputs<B::Buffer>,
-        remains: &mut Remains<B::Buffer>,
+        carryover: &mut Carryover<B::Buffer>,
     ) -> Result<RankOutput> {
         if let Err(error) = self.collective.agree(Vote::Ready { plan_hash: self.plan_hash }).await {
             let error = Error::from(error);
@@ -213,7 +213,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
             arrived: Vec::new(),
         };
         // Whatever else was left ends here.
-        let Remains { memory: mut old, .. } = std::mem::take(remains);
+        let Carryover { memory: mut old, .. } = std::mem::take(carryover);
         for kept in &self.plan.kept {
             match old.take(kept.was) {
                 Some(tensors) => run.memory.put(kept.buffer, tensors),
@@ -246,8 +246,8 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         // After an error of its own device a rank has nothing that could be trusted.
         let of_group = |error: &Error| matches!(error, Error::Group { .. } | Error::Cancelled);
         if self.keeps && result.as_ref().err().is_none_or(of_group) {
-            let reached = Reached { op, steps: run.step, arrived: std::mem::take(&mut run.arrived) };
-            *remains = Remains { reached, memory: std::mem::take(&mut run.memory) };
+            let progress = StepProgress { op, steps: run.step, arrived: std::mem::take(&mut run.arrived) };
+            *carryover = Carryover { progress, memory: std::mem::take(&mut run.memory) };
         }
         let (o, lse, pieces) = result?;
         let tokens = self.plan.buffer(self.plan.q).tokens.len() as u64;

@@ -12,7 +12,7 @@ use kyklos_transport::{Rank, Transport};
 use crate::backend::Backend;
 use crate::host::HostLayout;
 use crate::plan::{World, check, plan_hash};
-use crate::{Error, Lasting, RankOutput, Result, RunOptions};
+use crate::{Error, RankOutput, Result, ResumableRank, RunOptions};
 
 /// Everything one rank needs but a device.
 #[derive(Debug)]
@@ -57,7 +57,7 @@ impl RankTask<'_> {
     /// # Errors
     /// Any; an error of this rank ends the operation on all ranks.
     pub async fn run<B: Backend>(self, backend: &B, each: impl FnMut(u64, RankOutput)) -> Result<()> {
-        Lasting::new(backend, self).run(false, each).await
+        ResumableRank::new(backend, self).run(false, each).await
     }
 }
 

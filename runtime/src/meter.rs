@@ -39,7 +39,8 @@ pub struct RankReport {
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Span {
     /// What kind of work.
-    pub lane: Lane,
+    #[serde(rename = "lane")]
+    pub timeline: Timeline,
     /// The step in words.
     pub name: String,
     /// Start, on the clock of the run.
@@ -51,7 +52,7 @@ pub struct Span {
 /// Kind of work on a rank's timeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Lane {
+pub enum Timeline {
     /// Attention, merging and finalising.
     Compute,
     /// Packing, and copies between host and device.
@@ -68,8 +69,8 @@ pub enum Lane {
 #[derive(Debug)]
 pub struct Meter {
     clock: Arc<dyn Clock>,
-    /// Time of each lane on which the rank does something itself; copies inside a wait are counted as copies.
-    lanes: [Cell<u64>; 3],
+    /// Time of each timeline on which the rank does something itself; copies inside a wait are counted as copies.
+    spent_ns: [Cell<u64>; 3],
     bytes_sent: Cell<u64>,
     messages_sent: Cell<u64>,
     credit_blocked_ns: Cell<u64>,
@@ -84,7 +85,7 @@ impl Meter {
     pub fn new(clock: Arc<dyn Clock>, trace: bool) -> Self {
         Self {
             clock,
-            lanes: Default::default(),
+            spent_ns: Default::default(),
             bytes_sent: Cell::new(0),
             messages_sent: Cell::new(0),
             credit_blocked_ns: Cell::new(0),
@@ -100,29 +101,29 @@ impl Meter {
         self.messages_sent.set(self.messages_sent.get() + 1);
     }
 
-    /// Starts a stretch of `lane`; it ends when the result is given to [`Self::end`].
+    /// Starts a stretch of a timeline; it ends when the result is given to [`Self::end`].
     pub(crate) fn start(&self) -> Started {
-        Started { at_ns: self.clock.now_ns(), copied_ns: self.lanes[Lane::Copy as usize].get() }
+        Started { at_ns: self.clock.now_ns(), copied_ns: self.spent_ns[Timeline::Copy as usize].get() }
     }
 
-    pub(crate) fn end(&self, started: Started, lane: Lane, name: impl FnOnce() -> String) {
+    pub(crate) fn end(&self, started: Started, timeline: Timeline, name: impl FnOnce() -> String) {
         let end_ns = self.clock.now_ns();
-        let copy = &self.lanes[Lane::Copy as usize];
+        let copy = &self.spent_ns[Timeline::Copy as usize];
         // What was copied inside this stretch has been counted already.
         let inside = copy.get() - started.copied_ns;
-        let cell = &self.lanes[lane as usize];
+        let cell = &self.spent_ns[timeline as usize];
         cell.set(cell.get() + (end_ns - started.at_ns).saturating_sub(inside));
         if let Some(spans) = &self.spans {
-            spans.borrow_mut().push(Span { lane, name: name(), start_ns: started.at_ns, end_ns });
+            spans.borrow_mut().push(Span { timeline, name: name(), start_ns: started.at_ns, end_ns });
         }
     }
 
     /// Ends the way of a message that has been posted at `started`. Messages travel beside each other and beside whatever
     /// the rank does, so they are not counted, only shown.
-    pub(crate) fn travelled(&self, started: Started, lane: Lane, name: impl FnOnce() -> String) {
+    pub(crate) fn travelled(&self, started: Started, timeline: Timeline, name: impl FnOnce() -> String) {
         if let Some(spans) = &self.spans {
             let (start_ns, end_ns) = (started.at_ns, self.clock.now_ns());
-            spans.borrow_mut().push(Span { lane, name: name(), start_ns, end_ns });
+            spans.borrow_mut().push(Span { timeline, name: name(), start_ns, end_ns });
         }
     }
 
@@ -142,11 +143,11 @@ impl Meter {
 
     /// Ends a wait for the exchange `id`.
     pub(crate) fn end_wait(&self, started: Started, id: u32, name: impl FnOnce() -> String) {
-        let before = self.lanes[Lane::Wait as usize].get();
-        self.end(started, Lane::Wait, name);
+        let before = self.spent_ns[Timeline::Wait as usize].get();
+        self.end(started, Timeline::Wait, name);
         let Some(ends) = self.under_way.borrow_mut().remove(&id) else { return };
         let Some(arrived_ns) = ends.arrived_ns else { return };
-        let waited = self.lanes[Lane::Wait as usize].get() - before;
+        let waited = self.spent_ns[Timeline::Wait as usize].get() - before;
         let blocked_from = arrived_ns.max(started.at_ns);
         let blocked = self.clock.now_ns().saturating_sub(blocked_from).min(waited);
         let unasked =
@@ -158,11 +159,11 @@ impl Meter {
     /// The counters so far.
     pub fn report(&self) -> RankReport {
         RankReport {
-            compute_ns: self.lanes[Lane::Compute as usize].get(),
-            wait_ns: self.lanes[Lane::Wait as usize].get(),
+            compute_ns: self.spent_ns[Timeline::Compute as usize].get(),
+            wait_ns: self.spent_ns[Timeline::Wait as usize].get(),
             credit_blocked_ns: self.credit_blocked_ns.get(),
             send_blocked_ns: self.send_blocked_ns.get(),
-            copy_ns: self.lanes[Lane::Copy as usize].get(),
+            copy_ns: self.spent_ns[Timeline::Copy as usize].get(),
             bytes_sent: self.bytes_sent.get(),
             messages_sent: self.messages_sent.get(),
             ..RankReport::default()
@@ -295,7 +296,7 @@ mod tests {
         meter.arrived(EXCHANGE);
         let copying = meter.start();
         at(130);
-        meter.end(copying, Lane::Copy, String::new);
+        meter.end(copying, Timeline::Copy, String::new);
         at(150);
         meter.taken(EXCHANGE, waiting, Duration::ZERO);
         meter.end_wait(waiting, EXCHANGE, String::new);

@@ -64,8 +64,8 @@ const MODULES: [(&str, &[&str]); 22] = [
         &["backend", "clock", "collective", "dtype", "error", "lower", "meter", "plan", "problem", "wire"],
     ),
     ("collect", &["error", "host", "plan", "tokens"]),
-    ("local", &["backend", "error", "exec", "host", "lasting", "plan"]),
-    ("lasting", &["backend", "collective", "error", "exec", "local", "plan", "strategy"]),
+    ("local", &["backend", "error", "exec", "host", "resumable", "plan"]),
+    ("resumable", &["backend", "collective", "error", "exec", "local", "plan", "strategy"]),
 ];
 
 fn layers(root: &Path) -> Vec<String> {

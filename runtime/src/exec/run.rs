@@ -12,7 +12,7 @@ use tracing::Instrument;
 use super::{Executor, state_mut, state_ref};
 use crate::backend::{Attend, Backend, Control, Elements, Extent, Layout, Operand, Pairs, Scales};
 use crate::collective::{Arrivals, Broken, Collective, ExchangeError, Incoming, Memory, Outgoing};
-use crate::meter::{Lane, Meter};
+use crate::meter::{Meter, Timeline};
 use crate::plan::{BufferId, Content, Recv, Slice, Step, describe};
 use crate::{AttentionProblem, BlockWork, Dtype, Error, Result, WireFormat};
 
@@ -82,7 +82,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         if self.executor.keeps {
             self.memory.put(plan.output, output);
         }
-        self.meter.end(started, Lane::Copy, || "download the output".to_owned());
+        self.meter.end(started, Timeline::Copy, || "download the output".to_owned());
         Ok((o, lse, control.pieces_done()))
     }
 
@@ -100,7 +100,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         match step {
             Step::Repack { from, into } => {
                 self.repack(from, into)?;
-                self.meter.end(started, Lane::Copy, words);
+                self.meter.end(started, Timeline::Copy, words);
             }
             Step::Exchange { id, sends, recvs } => {
                 let sends: Vec<Outgoing> = sends
@@ -147,11 +147,11 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 }
                 attended?;
                 drive(in_flight, backend.wait()).await?;
-                self.meter.end(started, Lane::Compute, words);
+                self.meter.end(started, Timeline::Compute, words);
             }
             Step::Convert { from, into } => {
                 self.convert(from, *into)?;
-                self.meter.end(started, Lane::Copy, words);
+                self.meter.end(started, Timeline::Copy, words);
             }
             Step::Merge { from, into } => {
                 let (from_tensors, mut into_tensors) = (self.state(*from)?, self.state(*into)?);
@@ -161,7 +161,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 self.memory.put(*from, from_tensors);
                 self.memory.put(*into, into_tensors);
                 merged?;
-                self.meter.end(started, Lane::Compute, words);
+                self.meter.end(started, Timeline::Compute, words);
             }
             Step::Finalize { state, into } => {
                 let tensors = self.state(*state)?;
@@ -174,7 +174,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 self.memory.put(*state, tensors);
                 self.memory.put(*into, output);
                 drive(in_flight, backend.wait()).await?;
-                self.meter.end(started, Lane::Compute, words);
+                self.meter.end(started, Timeline::Compute, words);
             }
             Step::Free { buffer } => drop(self.memory.take(*buffer)),
         }

@@ -14,7 +14,7 @@ use kyklos_transport::Rank;
 use super::build::PlanBuilder;
 use super::{Strategy, TILE_KEYS};
 use crate::plan::{
-    BufferId, Content, Lost, Plan, Reached, Recv, Send, Slice, Step, World, left, lost_tokens,
+    BufferId, Content, Lost, Plan, Recv, Send, Slice, Step, StepProgress, World, left, lost_tokens,
 };
 use crate::{AttentionProblem, Error, Mesh, Remedy, Result, TokenRuns, lower};
 
@@ -52,7 +52,7 @@ pub fn can_repair(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) ->
 /// # Errors
 /// [`Error::KeysLost`] when nobody who is left has all keys that are still needed, [`Error::Request`] as
 /// [`can_repair`], [`Error::Plan`] when a rank cannot have come where it says. The same on all ranks.
-pub fn repair(before: &World, ranks: &[Rank], reached: &[Reached]) -> Result<World> {
+pub fn repair(before: &World, ranks: &[Rank], reached: &[StepProgress]) -> Result<World> {
     can_repair(&before.problem, before.mesh, before.strategy)?;
     if before.lost != Lost::default() {
         return Err(Error::request(
@@ -154,7 +154,7 @@ struct Has {
 }
 
 impl Has {
-    fn of(before: &World, rank: Rank, reached: &Reached, blocks: &[Block]) -> Result<Self> {
+    fn of(before: &World, rank: Rank, reached: &StepProgress, blocks: &[Block]) -> Result<Self> {
         let left = left(before, rank, reached)?;
         let plan = before.plan(rank);
         let arrived: Vec<BufferId> = arrivals(plan).filter(|id| left.blocks.contains(id)).collect();

@@ -11,17 +11,17 @@ use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Tag, Taken, Tr
 use crate::backend::Backend;
 use crate::collective::HostStaged;
 use crate::local::RankTask;
-use crate::plan::{RankCheck, Reached, World, check_repair, plan_hash};
-use crate::{Error, Executor, Inputs, RankOutput, Remains, Result, repair};
+use crate::plan::{RankCheck, StepProgress, World, check_repair, plan_hash};
+use crate::{Carryover, Error, Executor, Inputs, RankOutput, Result, repair};
 
 /// A rank's task on a device, with what it has there.
 #[derive(Debug)]
-pub struct Lasting<'a, B: Backend> {
+pub struct ResumableRank<'a, B: Backend> {
     backend: &'a B,
     task: RankTask<'a>,
     /// Once they are on the device.
     inputs: Option<Inputs<B::Buffer>>,
-    remains: Remains<B::Buffer>,
+    carryover: Carryover<B::Buffer>,
 }
 
 /// The group of those who are left.
@@ -35,7 +35,7 @@ pub struct Survivors {
 
 /// What those who are left have finished.
 #[derive(Debug)]
-pub struct Finished {
+pub struct Recovery {
     /// Their plans. [`World::lost`] says which queries have no answer.
     pub world: World,
     /// What the proof of them found.
@@ -46,13 +46,13 @@ pub struct Finished {
     pub output: RankOutput,
 }
 
-impl<'a, B: Backend> Lasting<'a, B> {
+impl<'a, B: Backend> ResumableRank<'a, B> {
     /// `task` on `backend`. Nothing has happened yet.
     pub fn new(backend: &'a B, task: RankTask<'a>) -> Self {
-        Self { backend, task, inputs: None, remains: Remains::default() }
+        Self { backend, task, inputs: None, carryover: Carryover::default() }
     }
 
-    /// As [`RankTask::run`]. With `keeps` what is done is kept; see [`Executor::keeping`] for what that costs.
+    /// As [`RankTask::run`]. With `keeps` what is done is kept; see [`Executor::resumable`] for what that costs.
     ///
     /// # Errors
     /// As [`RankTask::run`]. After one of the group [`Self::finish`] may do.
@@ -69,7 +69,7 @@ impl<'a, B: Backend> Lasting<'a, B> {
             task.peak_bytes,
             task.options.clone(),
         );
-        let executor = if keeps { executor.keeping() } else { executor };
+        let executor = if keeps { executor.resumable() } else { executor };
         let [q, k, v] = [&mut task.q, &mut task.k, &mut task.v].map(std::mem::take);
         let inputs = match executor.load(q, k, v, task.pairs.take()) {
             Ok(inputs) => self.inputs.insert(inputs),
@@ -80,7 +80,7 @@ impl<'a, B: Backend> Lasting<'a, B> {
             }
         };
         for op in 0..task.repeat {
-            each(op, executor.run_from(op, inputs, &mut self.remains).await?);
+            each(op, executor.run_from(op, inputs, &mut self.carryover).await?);
         }
         Ok(())
     }
@@ -90,25 +90,25 @@ impl<'a, B: Backend> Lasting<'a, B> {
     /// # Errors
     /// [`Error::KeysLost`] and [`Error::Request`], the same on all of them, when it cannot be finished: the group is as good
     /// as new then. Others as [`Executor::run_from`].
-    pub async fn finish(&mut self, survivors: &Survivors) -> Result<Finished> {
-        let Self { backend, task, inputs, remains } = self;
+    pub async fn finish(&mut self, survivors: &Survivors) -> Result<Recovery> {
+        let Self { backend, task, inputs, carryover } = self;
         let Some(inputs) = inputs else {
             return Err(Error::request("a task that has not run is to be finished", "run it first"));
         };
         let Survivors { transport, ranks } = survivors;
-        let mut reached = tell_each_other(task, survivors, remains.reached()).await?;
-        Reached::in_the_same_operation(&mut reached);
+        let mut reached = tell_each_other(task, survivors, carryover.progress()).await?;
+        StepProgress::align_operations(&mut reached);
         let world = repair(task.world, ranks, &reached)?;
         let checks = check_repair(task.world, ranks, &reached, &world)?;
-        let plan_hash = plan_hash(&world, &[format!("finishes {:?} from {reached:?}", task.plan_hash)]);
+        let plan_hash = plan_hash(&world, &[origin(task.plan_hash, &reached)]);
         let rank = transport.rank();
         let collective = HostStaged::new(transport.clone(), task.deadline);
         let peak_bytes = checks[rank.0 as usize].peak_bytes;
         let options = task.options.clone();
         let executor = Executor::new(*backend, &collective, &world, rank, plan_hash, peak_bytes, options);
-        let output = executor.run_from(0, inputs, remains).await?;
+        let output = executor.run_from(0, inputs, carryover).await?;
         drop(executor);
-        Ok(Finished { world, checks, plan_hash, output })
+        Ok(Recovery { world, checks, plan_hash, output })
     }
 }
 
@@ -117,12 +117,24 @@ fn refusal(rank: Rank, error: &Error) -> Vote {
     Vote::Refuse { exit: if error.is_request() { 2 } else { 1 }, text: format!("rank {rank}: {error}") }
 }
 
+/// What a recovery starts from, for the hash of its plans. All ranks must compose the same text, also those of other
+/// releases: it does not change with the names of types.
+fn origin(plan_hash: [u8; 32], reached: &[StepProgress]) -> String {
+    let ranks: Vec<String> = reached
+        .iter()
+        .map(|StepProgress { op, steps, arrived }| {
+            format!("Reached {{ op: {op}, steps: {steps}, arrived: {arrived:?} }}")
+        })
+        .collect();
+    format!("finishes {plan_hash:?} from [{}]", ranks.join(", "))
+}
+
 /// How far each of those who are left came, by their rank.
 async fn tell_each_other(
     task: &RankTask<'_>,
     Survivors { transport, ranks }: &Survivors,
-    mine: &Reached,
-) -> Result<Vec<Reached>> {
+    mine: &StepProgress,
+) -> Result<Vec<StepProgress>> {
     let me = transport.rank();
     let plan_of = |rank: Rank| task.world.plan(ranks[rank.0 as usize]);
     let bytes = Bytes::from(mine.encode(plan_of(me)));
@@ -135,7 +147,7 @@ async fn tell_each_other(
     let heard: Vec<Posted<Vec<Bytes>>> = others
         .iter()
         .map(|from| {
-            let size = Reached::encoded_bytes(plan_of(*from));
+            let size = StepProgress::encoded_bytes(plan_of(*from));
             transport.post_recv(*from, REACHED, &[size], task.deadline)
         })
         .collect();
@@ -143,7 +155,7 @@ async fn tell_each_other(
     for (from, heard) in others.iter().zip(heard) {
         let parts = heard.await?;
         let bytes = parts.first().map_or(&[][..], |bytes| &bytes[..]);
-        all.push(Reached::decode(bytes, plan_of(*from)).inspect_err(|error| {
+        all.push(StepProgress::decode(bytes, plan_of(*from)).inspect_err(|error| {
             // Who has said it does not know that it is wrong.
             let cause = AbortCause::Failed(error.to_string());
             transport.abort(Abort { culprit: *from, cause, progress: Progress::default() });
@@ -158,3 +170,20 @@ async fn tell_each_other(
 
 /// Beside the messages of the repair, which count from 0.
 const REACHED: Tag = Tag { op: 0, message: u32::MAX };
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::BufferId;
+
+    #[test]
+    fn the_text_that_enters_the_hash_is_that_of_earlier_releases() {
+        let reached = [
+            StepProgress { op: 3, steps: 7, arrived: vec![BufferId(1), BufferId(4)] },
+            StepProgress { op: 3, ..StepProgress::default() },
+        ];
+        let ranks = "[Reached { op: 3, steps: 7, arrived: [BufferId(1), BufferId(4)] }, \
+                     Reached { op: 3, steps: 0, arrived: [] }]";
+        assert_eq!(origin([7; 32], &reached), format!("finishes {:?} from {ranks}", [7; 32]));
+    }
+}
