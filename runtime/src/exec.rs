@@ -3,8 +3,8 @@
 //! It knows steps, not strategies. While it waits for anything, device or network, it keeps every outstanding
 //! exchange moving.
 
-mod kept;
-mod places;
+mod buffers;
+mod carryover;
 mod run;
 
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::backend::{Backend, State, StateMut, StateShape};
 use crate::collective::{Collective, Memory};
 use crate::meter::{Meter, RankReport, Span};
 use crate::plan::{BufferId, Content, Plan, Step, StepProgress, World, describe};
-use crate::{BlockWork, Clock, Error, Result};
+use crate::{BlockWork, Clock, Error, Result, SystemClock};
 use run::Run;
 
 /// One rank, ready to run its plan any number of times.
@@ -44,6 +44,18 @@ pub struct RunOptions {
     pub trace: bool,
     /// Fill fresh memory with NaN first, so that nobody can read what nobody wrote.
     pub poison: bool,
+}
+
+impl Default for RunOptions {
+    /// The system's clock, no observer, no trace, and memory as the device gives it.
+    fn default() -> Self {
+        Self {
+            clock: Arc::new(SystemClock::new()),
+            observer: Arc::new(NoObserver),
+            trace: false,
+            poison: false,
+        }
+    }
 }
 
 /// Looks on while ranks run. Called on the rank's thread; must not block.

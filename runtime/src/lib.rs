@@ -36,6 +36,7 @@ mod pairs;
 mod placement;
 pub mod plan;
 mod problem;
+mod rank_task;
 mod resumable;
 pub mod simulate;
 mod strategy;

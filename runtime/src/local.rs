@@ -9,57 +9,11 @@ use bytes::Bytes;
 use futures_util::future::join_all;
 use kyklos_transport::{Rank, Transport};
 
-use crate::backend::Backend;
 use crate::host::HostLayout;
 use crate::plan::{World, check, plan_hash};
-use crate::{Error, RankOutput, Result, ResumableRank, RunOptions};
+use crate::{Error, Result, RunOptions};
 
-/// Everything one rank needs but a device.
-#[derive(Debug)]
-pub struct RankTask<'a> {
-    /// The plans of all ranks.
-    pub world: &'a World,
-    /// This rank's way to the others.
-    pub transport: Arc<dyn Transport>,
-    /// Hash of what all ranks are about to run.
-    pub plan_hash: [u8; 32],
-    /// Peak bytes that the proof found for this rank.
-    pub peak_bytes: u64,
-    /// The rank's own queries, `[batch, tokens, q_heads, dim]`.
-    pub q: Bytes,
-    /// The keys that the rank holds, `[batch, tokens, kv_heads, dim]`: those of every rank, then its own.
-    pub k: Bytes,
-    /// The rank's own values, like `k`.
-    pub v: Bytes,
-    /// The rank's own rows of the problem's pair tensor, `[its batch, tokens, its heads, row]`.
-    pub pairs: Option<Bytes>,
-    /// How often to run; operations are numbered from 0.
-    pub repeat: u64,
-    /// After which time a message or an agreement that is not done is an error.
-    pub deadline: Duration,
-    /// Clock, observer and the like.
-    pub options: RunOptions,
-}
-
-impl RankTask<'_> {
-    /// [`Self::run`], on this thread until it is done.
-    ///
-    /// # Errors
-    /// As [`Self::run`].
-    #[cfg(not(target_arch = "wasm32"))]
-    pub fn run_on<B: Backend>(self, backend: &B, each: impl FnMut(u64, RankOutput)) -> Result<()> {
-        pollster::block_on(self.run(backend, each))
-    }
-
-    /// Runs the rank's plan on `backend`; `each` sees the output of every run. The transport stays open for what the
-    /// caller may want to send afterwards.
-    ///
-    /// # Errors
-    /// Any; an error of this rank ends the operation on all ranks.
-    pub async fn run<B: Backend>(self, backend: &B, each: impl FnMut(u64, RankOutput)) -> Result<()> {
-        ResumableRank::new(backend, self).run(false, each).await
-    }
-}
+pub use crate::rank_task::RankTask;
 
 /// Whole host tensors of a problem.
 #[derive(Clone, Debug)]

@@ -10,8 +10,8 @@ use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Tag, Taken, Tr
 
 use crate::backend::Backend;
 use crate::collective::HostStaged;
-use crate::local::RankTask;
 use crate::plan::{RankCheck, StepProgress, World, check_repair, plan_hash};
+use crate::rank_task::RankTask;
 use crate::{Carryover, Error, Executor, Inputs, RankOutput, Result, repair};
 
 /// A rank's task on a device, with what it has there.
@@ -109,6 +109,26 @@ impl<'a, B: Backend> ResumableRank<'a, B> {
         let output = executor.run_from(0, inputs, carryover).await?;
         drop(executor);
         Ok(Recovery { world, checks, plan_hash, output })
+    }
+}
+
+impl RankTask<'_> {
+    /// [`Self::run`], on this thread until it is done.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn run_on<B: Backend>(self, backend: &B, each: impl FnMut(u64, RankOutput)) -> Result<()> {
+        pollster::block_on(self.run(backend, each))
+    }
+
+    /// Runs the rank's plan on `backend`; `each` sees the output of every run. The transport stays open for what the
+    /// caller may want to send afterwards.
+    ///
+    /// # Errors
+    /// Any; an error of this rank ends the operation on all ranks.
+    pub async fn run<B: Backend>(self, backend: &B, each: impl FnMut(u64, RankOutput)) -> Result<()> {
+        ResumableRank::new(backend, self).run(false, each).await
     }
 }
 
