@@ -13,7 +13,7 @@ pub use remedy::Remedy;
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// What was asked for cannot be done; found before data moves, the same on every rank.
+    /// The request cannot be satisfied. Found before any data moves, and the same on every rank.
     #[error("{mismatch}: {remedy}")]
     Request {
         /// Both sides of the mismatch.
@@ -21,27 +21,27 @@ pub enum Error {
         /// What would be accepted.
         remedy: Remedy,
     },
-    /// A plan failed its proof. A bug in a strategy, or a plan that was tampered with.
+    /// A plan failed its proof: a bug in a strategy, or a plan that was tampered with.
     #[error("plan of rank {rank}{}: {fault}", .step.map(|step| format!(", step {step}")).unwrap_or_default())]
     Plan {
-        /// Whose plan.
+        /// The rank whose plan it is.
         rank: u32,
-        /// Which step, if one is to blame.
+        /// Index of the faulty step, if it is one step.
         step: Option<usize>,
         /// What is wrong.
         fault: String,
     },
-    /// The device, or its driver, failed. Keeps the native text.
+    /// The device or its driver failed.
     #[error("{device}: {operation} failed: {native}")]
     Device {
         /// The device's name.
         device: String,
-        /// What was being done.
+        /// The operation that failed, as a verb phrase.
         operation: String,
-        /// The driver's own words.
+        /// The driver's own text.
         native: String,
     },
-    /// The device has no such memory to give; found before anything is dispatched.
+    /// The device cannot give so much memory. Found before anything is dispatched.
     #[error("{device}: {what} needs {asked_bytes} bytes, allowed are {allowed_bytes}")]
     OutOfMemory {
         /// The device's name.
@@ -53,35 +53,35 @@ pub enum Error {
         /// Bytes that one allocation or binding may have.
         allowed_bytes: u64,
     },
-    /// Ranks could not finish together.
+    /// An operation failed on this rank or on another one, while this rank ran its plan.
     #[error("rank {rank}, step {step} ({doing}): {source}")]
     Group {
-        /// The rank that tells.
+        /// The rank that reports the error.
         rank: u32,
-        /// Step of its plan.
+        /// Index of the step of its plan.
         step: usize,
         /// That step in words.
         doing: String,
-        /// What the transport said: names the culprit and the bytes.
+        /// The transport's error; it names the culprit and the bytes that had moved.
         source: TransportError,
     },
-    /// Keys that queries of those who are left see are with nobody any more.
+    /// No survivor has keys that the survivors' queries see.
     #[error(
-        "keys {keys} of rank {rank} are lost: the rank was lost before any other one had all of them, and queries of rank \
-         {seen_by} see them: run again, or go on without them"
+        "keys {keys} of rank {rank} are lost: no survivor had received all of them, and queries of rank {seen_by} see them: \
+         run again, or continue without them"
     )]
     KeysLost {
-        /// Whose keys they were.
+        /// The lost rank that held the keys.
         rank: u32,
-        /// Which.
+        /// Their global tokens.
         keys: crate::TokenRuns,
-        /// A rank with queries that see them.
+        /// A survivor, by its rank in the interrupted world, with queries that see them.
         seen_by: u32,
     },
-    /// The transport failed outside a plan's steps (bootstrap, agreement, collecting the result).
+    /// The transport failed outside a plan's steps: forming the group, agreement, collecting the result.
     #[error(transparent)]
     Transport(#[from] TransportError),
-    /// The call was given up because its cancel token rose.
+    /// The call's cancel flag was set.
     #[error("cancelled")]
     Cancelled,
 }

@@ -12,11 +12,12 @@
 //!
 //! # Contract
 //!
-//! - **Who validates.** Constructors refuse ([`AttentionProblem::new`], [`Mesh::new`], [`Placement::new`]);
+//! - **Validation.** Constructors refuse wrong requests ([`AttentionProblem::new`], [`Mesh::new`], [`Placement::new`]);
 //!   [`plan::check`] proves the plans of a world. Backends and the executor trust both.
-//! - **Errors** are one enum, [`Error`], by whose fault they are.
-//! - **Blocking.** Nothing here blocks on a future. The executor is an `async fn` without `Send` bounds; native
-//!   callers give each rank a thread of its own, and in a browser all ranks share one ([`local`]).
+//! - **Errors** are one enum, [`Error`]; its variants say where the fault lies. A refused request has a [`Remedy`].
+//! - **Blocking.** Nothing here blocks on a future, except functions of [`local`] that say so. The executor is an
+//!   `async fn` without `Send` bounds: native callers give each rank its own thread, and in a browser all ranks
+//!   share one.
 //! - **Shapes** are `[batch, seq, heads, dim]`; scores, softmax and running state are f32 whatever the storage type.
 
 pub mod backend;

@@ -1,7 +1,7 @@
-//! A rank that outlives its group: when the group loses ranks, those who are left finish what all had begun.
+//! A rank that can resume: when its group loses ranks, the survivors complete the current operation (ADR 0021).
 //!
-//! They form a group again, tell each other how far they came, and all make the same plans from that ([`repair`]). What is on
-//! their devices stays there meanwhile.
+//! The survivors form a new group ([`Transport::reform`]), exchange how many steps each of them has done, and all compute the
+//! same plans from that ([`repair`]). Inputs, received keys and running states stay on their devices in the meantime.
 
 use std::sync::Arc;
 
@@ -14,49 +14,55 @@ use crate::plan::{RankCheck, StepProgress, World, check_repair, plan_hash};
 use crate::rank_task::RankTask;
 use crate::{Carryover, Error, Executor, Inputs, RankOutput, Result, repair};
 
-/// A rank's task on a device, with what it has there.
+/// A rank's task on a device, with the buffers that outlive the task's group.
+///
+/// ```text
+/// new -> run -> Ok
+///           \-> Err(Group): Transport::reform -> finish
+/// ```
 #[derive(Debug)]
 pub struct ResumableRank<'a, B: Backend> {
     backend: &'a B,
     task: RankTask<'a>,
-    /// Once they are on the device.
+    /// `None` until they are on the device.
     inputs: Option<Inputs<B::Buffer>>,
     carryover: Carryover<B::Buffer>,
 }
 
-/// The group of those who are left.
+/// The group that survivors have formed.
 #[derive(Clone, Debug)]
 pub struct Survivors {
-    /// This rank's end of it, which nobody has used yet.
+    /// This rank's endpoint in it. No message has been sent in the group yet.
     pub transport: Arc<dyn Transport>,
-    /// By rank of this group, its rank in the world that was cut off.
+    /// By rank of this group: the rank that it had in the interrupted world.
     pub ranks: Vec<Rank>,
 }
 
-/// What those who are left have finished.
+/// A completed recovery.
 #[derive(Debug)]
 pub struct Recovery {
-    /// Their plans. [`World::lost`] says which queries have no answer.
+    /// The plans of the survivors. [`World::lost`] lists the queries whose output rows are missing.
     pub world: World,
-    /// What the proof of them found.
+    /// What the proof of those plans found, by rank.
     pub checks: Vec<RankCheck>,
-    /// Hash of what they have agreed on.
+    /// Hash of those plans, on which the survivors agreed.
     pub plan_hash: [u8; 32],
-    /// This rank's. Report and spans are of what was left to do: what the run spent and sent before it was cut off is in none.
+    /// This rank's output. Its report and spans cover the recovery only, not the interrupted run.
     pub output: RankOutput,
 }
 
 impl<'a, B: Backend> ResumableRank<'a, B> {
-    /// `task` on `backend`. Nothing has happened yet.
+    /// Binds `task` to `backend`. Does not touch the device.
     pub fn new(backend: &'a B, task: RankTask<'a>) -> Self {
         Self { backend, task, inputs: None, carryover: Carryover::default() }
     }
 
-    /// As [`RankTask::run`]. With `keeps` what is done is kept; see [`Executor::resumable`] for what that costs.
+    /// As [`RankTask::run`]. With `keep` an interrupted run leaves its intermediate results on the device, so that
+    /// [`Self::finish`] can continue; [`Executor::resumable`] says what that costs.
     ///
     /// # Errors
-    /// As [`RankTask::run`]. After one of the group [`Self::finish`] may do.
-    pub async fn run(&mut self, keeps: bool, mut each: impl FnMut(u64, RankOutput)) -> Result<()> {
+    /// As [`RankTask::run`]. After [`Error::Group`] the survivors may call [`Self::finish`].
+    pub async fn run(&mut self, keep: bool, mut each: impl FnMut(u64, RankOutput)) -> Result<()> {
         let Self { backend, task, .. } = self;
         let rank = task.transport.rank();
         let collective = HostStaged::new(task.transport.clone(), task.deadline);
@@ -69,7 +75,7 @@ impl<'a, B: Backend> ResumableRank<'a, B> {
             task.peak_bytes,
             task.options.clone(),
         );
-        let executor = if keeps { executor.resumable() } else { executor };
+        let executor = if keep { executor.resumable() } else { executor };
         let [q, k, v] = [&mut task.q, &mut task.k, &mut task.v].map(std::mem::take);
         let inputs = match executor.load(q, k, v, task.pairs.take()) {
             Ok(inputs) => self.inputs.insert(inputs),
@@ -85,18 +91,22 @@ impl<'a, B: Backend> ResumableRank<'a, B> {
         Ok(())
     }
 
-    /// Finishes the operation in which ranks were lost with those who are left, as operation 0 of their group. Once.
+    /// Completes, together with the other survivors, the operation in which ranks were lost. It is operation 0 of the new
+    /// group. Call it once.
     ///
     /// # Errors
-    /// [`Error::KeysLost`] and [`Error::Request`], the same on all of them, when it cannot be finished: the group is as good
-    /// as new then. Others as [`Executor::run_from`].
+    /// [`Error::KeysLost`] and [`Error::Request`] when the operation cannot be completed. They are the same on all survivors,
+    /// no operation has run in the new group, and it can be used for another call. Other errors as [`Executor::run_from`].
     pub async fn finish(&mut self, survivors: &Survivors) -> Result<Recovery> {
         let Self { backend, task, inputs, carryover } = self;
         let Some(inputs) = inputs else {
-            return Err(Error::request("a task that has not run is to be finished", "run it first"));
+            return Err(Error::request(
+                "ResumableRank::finish without an interrupted run",
+                "call ResumableRank::run first",
+            ));
         };
         let Survivors { transport, ranks } = survivors;
-        let mut reached = tell_each_other(task, survivors, carryover.progress()).await?;
+        let mut reached = exchange_progress(task, survivors, carryover.progress()).await?;
         StepProgress::align_operations(&mut reached);
         let world = repair(task.world, ranks, &reached)?;
         let checks = check_repair(task.world, ranks, &reached, &world)?;
@@ -149,8 +159,8 @@ fn origin(plan_hash: [u8; 32], reached: &[StepProgress]) -> String {
     format!("finishes {plan_hash:?} from [{}]", ranks.join(", "))
 }
 
-/// How far each of those who are left came, by their rank.
-async fn tell_each_other(
+/// How far each survivor came in the interrupted plan, by its rank in the new group.
+async fn exchange_progress(
     task: &RankTask<'_>,
     Survivors { transport, ranks }: &Survivors,
     mine: &StepProgress,
@@ -159,37 +169,37 @@ async fn tell_each_other(
     let plan_of = |rank: Rank| task.world.plan(ranks[rank.0 as usize]);
     let bytes = Bytes::from(mine.encode(plan_of(me)));
     let others: Vec<Rank> = (0..transport.world()).map(Rank).filter(|rank| *rank != me).collect();
-    // All are posted before any is waited for.
-    let told: Vec<Posted<Taken>> = others
+    // All messages are posted before any is waited for.
+    let sent: Vec<Posted<Taken>> = others
         .iter()
-        .map(|to| transport.post_send(*to, REACHED, vec![bytes.clone()], task.deadline))
+        .map(|to| transport.post_send(*to, PROGRESS, vec![bytes.clone()], task.deadline))
         .collect();
-    let heard: Vec<Posted<Vec<Bytes>>> = others
+    let received: Vec<Posted<Vec<Bytes>>> = others
         .iter()
         .map(|from| {
             let size = StepProgress::encoded_bytes(plan_of(*from));
-            transport.post_recv(*from, REACHED, &[size], task.deadline)
+            transport.post_recv(*from, PROGRESS, &[size], task.deadline)
         })
         .collect();
     let mut all = Vec::with_capacity(ranks.len());
-    for (from, heard) in others.iter().zip(heard) {
-        let parts = heard.await?;
+    for (from, received) in others.iter().zip(received) {
+        let parts = received.await?;
         let bytes = parts.first().map_or(&[][..], |bytes| &bytes[..]);
         all.push(StepProgress::decode(bytes, plan_of(*from)).inspect_err(|error| {
-            // Who has said it does not know that it is wrong.
+            // The sender does not know that its message is malformed.
             let cause = AbortCause::Failed(error.to_string());
             transport.abort(Abort { culprit: *from, cause, progress: Progress::default() });
         })?);
     }
-    for told in told {
-        told.await?;
+    for sent in sent {
+        sent.await?;
     }
     all.insert(me.0 as usize, mine.clone());
     Ok(all)
 }
 
-/// Beside the messages of the repair, which count from 0.
-const REACHED: Tag = Tag { op: 0, message: u32::MAX };
+/// Apart from the messages of the recovery, which count from 0.
+const PROGRESS: Tag = Tag { op: 0, message: u32::MAX };
 
 #[cfg(test)]
 mod tests {
