@@ -262,7 +262,7 @@ fn job(args: &AttendArgs, request: Request, here: u32, members: Vec<Rank>) -> Re
         record: record::folder(args.record.as_deref())?,
         options: RunOptions { clock, observer: watch.clone(), trace: args.trace.is_some(), poison: false },
         watch,
-        lasting: args.on_loss.finishes(),
+        resumable: args.on_loss.finishes(),
         members,
     })
 }

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-use kyklos::plan::{Reached, World, check_repair};
+use kyklos::plan::{StepProgress, World, check_repair};
 use kyklos::simulate::Cluster;
 use kyklos::{
     AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PlacementKind, Split, Strategy, TokenRuns, WireFormat,
@@ -142,7 +142,7 @@ fn comes_back<T: FromStr + Display + PartialEq + std::fmt::Debug>(text: &str) {
 /// `--hardware F`: a description of machines.
 pub fn description(bytes: &[u8]) {
     if let Err(error) = Cluster::from_toml(&String::from_utf8_lossy(bytes)) {
-        assert_eq!(error.exit_code(), 2, "{error}");
+        assert!(error.is_request(), "{error}");
     }
 }
 
@@ -177,13 +177,13 @@ pub fn reached(bytes: &[u8]) {
     let (mut rest, mut all) = (rest, Vec::new());
     for rank in &ranks {
         let plan = world.plan(*rank);
-        let (said, others) = rest.split_at(rest.len().min(Reached::encoded_bytes(plan)));
-        let Ok(reached) = Reached::decode(said, plan) else { return };
+        let (said, others) = rest.split_at(rest.len().min(StepProgress::encoded_bytes(plan)));
+        let Ok(reached) = StepProgress::decode(said, plan) else { return };
         assert_eq!(reached.encode(plan), said, "{reached:?}");
         all.push(reached);
         rest = others;
     }
-    Reached::in_the_same_operation(&mut all);
+    StepProgress::align_operations(&mut all);
     // What they say may be a lie: then the repair or its proof refuses, on every rank alike.
     if let Ok(repaired) = repair(world, &ranks, &all) {
         let _ = check_repair(world, &ranks, &all, &repaired);

@@ -76,7 +76,7 @@ pub(crate) fn demo() -> Result<()> {
         record: None,
         options: RunOptions { clock, observer: watch.clone(), ..quiet() },
         watch,
-        lasting: false,
+        resumable: false,
         members: (0..world.mesh.world()).map(Rank).collect(),
         begun: None,
         world: Arc::new(world),

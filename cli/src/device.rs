@@ -8,7 +8,7 @@ use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{DeviceClass, DeviceInfo};
 use kyklos::local::RankTask;
-use kyklos::{Error, Finished, Lasting, RankOutput, Survivors};
+use kyklos::{Error, RankOutput, Recovery, ResumableRank, Survivors};
 use kyklos_cuda::{CudaBackend, CudaDevice, CudaOptions, Unavailable};
 
 use crate::failure::{Failure, Result};
@@ -220,11 +220,11 @@ impl AnyBackend {
     }
 
     /// A rank's task on this device, which may outlive its group.
-    pub(crate) fn lasting<'a>(&'a self, task: RankTask<'a>) -> AnyLasting<'a> {
+    pub(crate) fn resumable<'a>(&'a self, task: RankTask<'a>) -> AnyResumableRank<'a> {
         match self {
-            Self::Cpu(backend) => AnyLasting::Cpu(Box::new(Lasting::new(backend, task))),
-            Self::Wgpu(backend) => AnyLasting::Wgpu(Box::new(Lasting::new(&**backend, task))),
-            Self::Cuda(backend) => AnyLasting::Cuda(Box::new(Lasting::new(&**backend, task))),
+            Self::Cpu(backend) => AnyResumableRank::Cpu(Box::new(ResumableRank::new(backend, task))),
+            Self::Wgpu(backend) => AnyResumableRank::Wgpu(Box::new(ResumableRank::new(&**backend, task))),
+            Self::Cuda(backend) => AnyResumableRank::Cuda(Box::new(ResumableRank::new(&**backend, task))),
         }
     }
 
@@ -240,28 +240,28 @@ impl AnyBackend {
 
 /// A rank's task on one of them, with what it has there.
 #[derive(Debug)]
-pub(crate) enum AnyLasting<'a> {
-    Cpu(Box<Lasting<'a, CpuBackend>>),
-    Wgpu(Box<Lasting<'a, WgpuBackend>>),
-    Cuda(Box<Lasting<'a, CudaBackend>>),
+pub(crate) enum AnyResumableRank<'a> {
+    Cpu(Box<ResumableRank<'a, CpuBackend>>),
+    Wgpu(Box<ResumableRank<'a, WgpuBackend>>),
+    Cuda(Box<ResumableRank<'a, CudaBackend>>),
 }
 
-impl AnyLasting<'_> {
+impl AnyResumableRank<'_> {
     /// Runs the rank's plan, on this thread; if it `keeps` what is done, [`Self::finish`] may go on from there.
     pub(crate) fn run(&mut self, keeps: bool, each: impl FnMut(u64, RankOutput)) -> Result<(), Error> {
         match self {
-            Self::Cpu(lasting) => pollster::block_on(lasting.run(keeps, each)),
-            Self::Wgpu(lasting) => pollster::block_on(lasting.run(keeps, each)),
-            Self::Cuda(lasting) => pollster::block_on(lasting.run(keeps, each)),
+            Self::Cpu(resumable) => pollster::block_on(resumable.run(keeps, each)),
+            Self::Wgpu(resumable) => pollster::block_on(resumable.run(keeps, each)),
+            Self::Cuda(resumable) => pollster::block_on(resumable.run(keeps, each)),
         }
     }
 
     /// Finishes it with those who are left.
-    pub(crate) fn finish(&mut self, survivors: &Survivors) -> Result<Finished, Error> {
+    pub(crate) fn finish(&mut self, survivors: &Survivors) -> Result<Recovery, Error> {
         match self {
-            Self::Cpu(lasting) => pollster::block_on(lasting.finish(survivors)),
-            Self::Wgpu(lasting) => pollster::block_on(lasting.finish(survivors)),
-            Self::Cuda(lasting) => pollster::block_on(lasting.finish(survivors)),
+            Self::Cpu(resumable) => pollster::block_on(resumable.finish(survivors)),
+            Self::Wgpu(resumable) => pollster::block_on(resumable.finish(survivors)),
+            Self::Cuda(resumable) => pollster::block_on(resumable.finish(survivors)),
         }
     }
 }

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::args::PlanArgs;
 use crate::device;
-use crate::failure::{Failure, Result, note, print};
+use crate::failure::{Failure, Result, in_options, note, print};
 use crate::median::median;
 use crate::probe::{self, Probe};
 use crate::request::Asked;
@@ -44,7 +44,12 @@ pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
     if let Some(path) = &args.save {
         std::fs::write(path, cluster.to_toml()?).map_err(|error| Failure::file("write", path, &error))?;
     }
-    let priced = choose(&asked.problem, &asked.wanted, &cluster)?;
+    let mut priced = choose(&asked.problem, &asked.wanted, &cluster)?;
+    for Priced { verdict, .. } in &mut priced {
+        if let Verdict::Refused(error) = verdict {
+            *error = in_options(error.clone());
+        }
+    }
     // A request of which nothing can be done is one line, like every wrong request.
     if let Some(Priced { verdict: Verdict::Refused(error), .. }) = priced.first() {
         return Err(nothing_fits(priced.len(), error));
@@ -173,6 +178,7 @@ pub(crate) fn read(path: &Path) -> Result<Cluster> {
 /// Every candidate is refused.
 pub(crate) fn nothing_fits(candidates: usize, first: &Error) -> Failure {
     let plural = if candidates == 1 { "the plan is" } else { "all plans are" };
+    let first = in_options(first.clone());
     Failure {
         exit: 2,
         text: format!("{plural} refused, of {candidates} the first one because: {first}"),

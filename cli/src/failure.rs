@@ -4,6 +4,7 @@ use std::fmt;
 use std::io::{self, Write};
 use std::path::Path;
 
+use kyklos::{Error, Remedy};
 use kyklos_transport::TransportError;
 
 /// What goes to standard error, and the exit code.
@@ -35,19 +36,63 @@ impl Failure {
     }
 }
 
-impl From<kyklos::Error> for Failure {
-    fn from(error: kyklos::Error) -> Self {
-        Self {
-            exit: error.exit_code(),
-            text: error.to_string(),
-            of_group: matches!(error, kyklos::Error::Group { .. } | kyklos::Error::Transport(_)),
-        }
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        let of_group = matches!(error, Error::Group { .. } | Error::Transport(_));
+        Self { exit: exit_code(&error), text: in_options(error).to_string(), of_group }
     }
+}
+
+/// 2 where the request is wrong, here or on the rank that refused; 1 where a run failed.
+fn exit_code(error: &Error) -> u8 {
+    match error {
+        Error::Request { .. } => 2,
+        Error::Transport(TransportError::Refused { exit, .. })
+        | Error::Group { source: TransportError::Refused { exit, .. }, .. } => *exit,
+        _ => 1,
+    }
+}
+
+/// The same error, with its remedy in the options of this program instead of the library's terms.
+pub(crate) fn in_options(error: Error) -> Error {
+    match error {
+        Error::Request { mismatch, remedy } => Error::request(mismatch, option_for(remedy)),
+        other => other,
+    }
+}
+
+/// What a user of this program gives to follow `remedy`.
+fn option_for(remedy: Remedy) -> Remedy {
+    let text = match remedy {
+        Remedy::UseMesh { ulysses, ring } => format!("use --mesh {ulysses}x{ring}, or a ring"),
+        Remedy::UseTokens(counts) => {
+            let counts: Vec<String> = counts.iter().map(u32::to_string).collect();
+            format!("use --tokens {}", counts.join(","))
+        }
+        Remedy::CompleteTokensOrUseWeights => {
+            "give counts that add up to the sequence length, or weights with --split".to_owned()
+        }
+        Remedy::UseWeights => "use weights (--split) where the two lengths differ".to_owned(),
+        Remedy::DescribeDtypeOrUseAnother { device } => {
+            format!("add a [[device.{device}.attention]] of that dtype, or use another --dtype")
+        }
+        Remedy::RecoverOnRing => {
+            "a rank of a Ulysses group has its heads of all tokens, and they are lost with it: use --mesh 1xR, or another \
+             --on-loss"
+                .to_owned()
+        }
+        Remedy::RecoverBySendingKeys => {
+            "keys stay with their rank there: use one that sends keys, such as ring, or another --on-loss".to_owned()
+        }
+        Remedy::RecoverInAnyOrder => "leave --fixed-order away, or use another --on-loss".to_owned(),
+        other => return other,
+    };
+    Remedy::Text(text)
 }
 
 impl From<TransportError> for Failure {
     fn from(error: TransportError) -> Self {
-        kyklos::Error::from(error).into()
+        Error::from(error).into()
     }
 }
 
@@ -87,6 +132,24 @@ fn harmless(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_remedy_of_the_library_names_the_option_of_this_program() {
+        for (remedy, option) in [
+            (Remedy::UseMesh { ulysses: 2, ring: 3 }, "--mesh 2x3"),
+            (Remedy::UseTokens(vec![512, 256]), "--tokens 512,256"),
+            (Remedy::CompleteTokensOrUseWeights, "--split"),
+            (Remedy::UseWeights, "--split"),
+            (Remedy::DescribeDtypeOrUseAnother { device: "gpu".to_owned() }, "--dtype"),
+            (Remedy::RecoverOnRing, "--mesh 1xR"),
+            (Remedy::RecoverBySendingKeys, "--on-loss"),
+            (Remedy::RecoverInAnyOrder, "--fixed-order"),
+        ] {
+            let failure = Failure::from(Error::request("it does not fit", remedy));
+            assert_eq!(failure.exit, 2);
+            assert!(failure.text.contains(option), "{}", failure.text);
+        }
+    }
 
     #[test]
     fn what_a_peer_says_does_nothing_to_a_terminal() {

@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use kyklos::local::{RankTask, Tensors};
 use kyklos::plan::{RankCheck, World};
-use kyklos::{Error, Finished, RankOutput, RunOptions, Span, Survivors};
+use kyklos::{Error, RankOutput, Recovery, RunOptions, Span, Survivors};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, TransportError, Vote};
 
-use crate::device::{AnyBackend, AnyLasting, DeviceId};
+use crate::device::{AnyBackend, AnyResumableRank, DeviceId};
 use crate::failure::{Failure, Result, note};
 use crate::on_loss::Losses;
 use crate::output::{OutputFile, OutputTarget};
@@ -43,7 +43,7 @@ pub(crate) struct Job {
     pub(crate) options: RunOptions,
     pub(crate) watch: Arc<Watch>,
     /// What is done outlives the group.
-    pub(crate) lasting: bool,
+    pub(crate) resumable: bool,
     /// By rank, its number in the first group.
     pub(crate) members: Vec<Rank>,
 }
@@ -101,14 +101,14 @@ pub(crate) fn work(
             return result;
         }
     };
-    let mut lasting = backend.lasting(job.task(transport, tensors));
+    let mut resumable = backend.resumable(job.task(transport, tensors));
     let result = job
-        .compute(transport.rank(), &mut lasting)
+        .compute(transport.rank(), &mut resumable)
         .and_then(|computed| job.deliver(transport, &backend, computed, file));
     flight.ended(&result);
     match (result, losses) {
         (Err(failure), Some(losses)) => match losses.survivors(&failure) {
-            Some(survivors) => finish(job, &survivors?, &backend, &mut lasting, losses),
+            Some(survivors) => finish(job, &survivors?, &backend, &mut resumable, losses),
             None => Err(failure),
         },
         (result, _) => result,
@@ -120,11 +120,11 @@ fn finish(
     job: &Job,
     survivors: &Survivors,
     backend: &AnyBackend,
-    lasting: &mut AnyLasting<'_>,
+    resumable: &mut AnyResumableRank<'_>,
     losses: &mut Losses<'_>,
 ) -> Result<RankDone> {
     let transport = &survivors.transport;
-    let Finished { world, checks, plan_hash, output } = lasting.finish(survivors).map_err(|error| {
+    let Recovery { world, checks, plan_hash, output } = resumable.finish(survivors).map_err(|error| {
         if matches!(error, Error::KeysLost { .. } | Error::Request { .. }) {
             losses.refuse();
         }
@@ -200,7 +200,7 @@ impl Job {
             record: self.record.clone(),
             options: self.options.clone(),
             watch: Arc::clone(&self.watch),
-            lasting: false,
+            resumable: false,
             members: members.to_vec(),
         }
     }
@@ -247,10 +247,10 @@ impl Job {
         }
     }
 
-    fn compute(&self, rank: Rank, lasting: &mut AnyLasting<'_>) -> Result<Computed> {
+    fn compute(&self, rank: Rank, resumable: &mut AnyResumableRank<'_>) -> Result<Computed> {
         let mut spans = Vec::new();
         let (mut last, mut walls_ns) = (None, Vec::new());
-        lasting.run(self.lasting, |op, mut output| {
+        resumable.run(self.resumable, |op, mut output| {
             walls_ns.push(self.watch.since_start_ns(rank));
             self.watch.done(rank, op);
             spans.append(&mut output.spans);

@@ -1,4 +1,4 @@
-//! Timelines as Chrome trace JSON, which Perfetto and chrome://tracing open: one process for each rank, with a lane for each
+//! Timelines as Chrome trace JSON, which Perfetto and chrome://tracing open: one process for each rank, with a timeline for each
 //! kind of work, all on the clock of rank 0.
 //!
 //! Every process has a clock of its own, so rank 0 asks each rank for its time, a few times. The answer that came back
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use bytes::Bytes;
-use kyklos::{Clock, Lane, Span};
+use kyklos::{Clock, Span, Timeline};
 use kyklos_transport::Rank;
 
 use crate::failure::{Failure, Result};
@@ -81,9 +81,9 @@ impl Track {
             serde_json::json!({ "ph": "M", "name": "process_name", "pid": pid, "args": { "name": name } }),
             serde_json::json!({ "ph": "M", "name": "process_sort_index", "pid": pid, "args": { "sort_index": pid } }),
         ];
-        for lane in LANES {
+        for timeline in TIMELINES {
             events.push(serde_json::json!({
-                "ph": "M", "name": "thread_name", "pid": pid, "tid": lane as u32, "args": { "name": lane_name(lane) },
+                "ph": "M", "name": "thread_name", "pid": pid, "tid": timeline as u32, "args": { "name": timeline_name(timeline) },
             }));
         }
         for (id, span) in self.spans.iter().enumerate() {
@@ -100,12 +100,12 @@ impl Track {
         let (start, end) = (microseconds(span.start_ns), microseconds(span.end_ns.max(span.start_ns)));
         let event = |phase: &str, ts: f64| {
             serde_json::json!({
-                "ph": phase, "pid": self.rank.0, "tid": span.lane as u32, "ts": ts,
+                "ph": phase, "pid": self.rank.0, "tid": span.timeline as u32, "ts": ts,
                 "name": span.name.split_whitespace().collect::<Vec<_>>().join(" "),
-                "cat": lane_name(span.lane),
+                "cat": timeline_name(span.timeline),
             })
         };
-        if !matches!(span.lane, Lane::Send | Lane::Receive) {
+        if !matches!(span.timeline, Timeline::Send | Timeline::Receive) {
             let mut whole = event("X", start);
             whole["dur"] = (end - start).into();
             return vec![whole];
@@ -177,17 +177,18 @@ fn numbers<const N: usize>(bytes: &[u8]) -> [u64; N] {
     std::array::from_fn(|index| u64::from_le_bytes(numbers[index]))
 }
 
-const fn lane_name(lane: Lane) -> &'static str {
-    match lane {
-        Lane::Compute => "compute",
-        Lane::Copy => "copy",
-        Lane::Wait => "wait",
-        Lane::Send => "send",
-        Lane::Receive => "receive",
+const fn timeline_name(timeline: Timeline) -> &'static str {
+    match timeline {
+        Timeline::Compute => "compute",
+        Timeline::Copy => "copy",
+        Timeline::Wait => "wait",
+        Timeline::Send => "send",
+        Timeline::Receive => "receive",
     }
 }
 
-const LANES: [Lane; 5] = [Lane::Compute, Lane::Copy, Lane::Wait, Lane::Send, Lane::Receive];
+const TIMELINES: [Timeline; 5] =
+    [Timeline::Compute, Timeline::Copy, Timeline::Wait, Timeline::Send, Timeline::Receive];
 /// Tells processes apart, also of hosts that number them alike.
 static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(std::process::id()));
 /// Questions for the time; the first ones pay for caches and windows.

@@ -5,7 +5,7 @@
 mod bounded;
 
 use bounded::{Limit, corpus, run};
-use kyklos::plan::{Reached, World};
+use kyklos::plan::{StepProgress, World};
 use kyklos_cli::decoders::{ALL, worlds};
 
 /// What each target begins with: as the program writes it, or as its documents show it.
@@ -88,7 +88,7 @@ fn reached() -> Vec<(String, Vec<u8>)> {
     let of = |choice: usize, world: &World, steps: usize| {
         let mut bytes = vec![choice as u8, 0];
         for plan in &world.plans[1..] {
-            bytes.extend(Reached { op: 3, steps, arrived: Vec::new() }.encode(plan));
+            bytes.extend(StepProgress { op: 3, steps, arrived: Vec::new() }.encode(plan));
         }
         (format!("plan_{choice}_after_{steps}"), bytes)
     };

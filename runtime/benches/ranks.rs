@@ -12,8 +12,7 @@ use kyklos::backend::cpu::CpuBackend;
 use kyklos::local::{RankTask, Tensors, layouts, run_ranks};
 use kyklos::plan::World;
 use kyklos::{
-    AttentionProblem, Dtype, Mask, Mesh, NoObserver, PlacementKind, RankOutput, RunOptions, Split, Strategy,
-    SystemClock, plan_world,
+    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, RankOutput, RunOptions, Split, Strategy, plan_world,
 };
 use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Transport, in_process_group};
@@ -87,12 +86,7 @@ struct Timed {
 
 /// Milliseconds of the second run of all ranks, inputs loaded: from the first rank's start to the last one's end.
 fn run(world: &World, transports: Vec<Arc<dyn Transport>>, tensors: &Tensors) -> Timed {
-    let options = RunOptions {
-        clock: Arc::new(SystemClock::new()),
-        observer: Arc::new(NoObserver),
-        trace: false,
-        poison: false,
-    };
+    let options = RunOptions::default();
     let deadline = Duration::from_secs(60);
     let ends = run_ranks(world, transports, tensors, 2, deadline, &options, |task: RankTask<'_>| {
         let mut ends = Vec::new();

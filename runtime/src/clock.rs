@@ -1,10 +1,10 @@
-//! Time, injected: library code never asks the system for it.
+//! Time. The caller injects a clock; the library never asks the system for the time of a run.
 
 use std::fmt;
 
-/// A monotonic clock.
+/// A monotonic clock, for reports and traces. Tests inject their own.
 pub trait Clock: fmt::Debug + Send + Sync {
-    /// Nanoseconds since some fixed moment.
+    /// Nanoseconds since a fixed moment. Never decreases.
     fn now_ns(&self) -> u64;
 }
 
@@ -15,7 +15,7 @@ pub struct SystemClock {
 }
 
 impl SystemClock {
-    /// A clock that starts at 0 now.
+    /// A clock that is at 0 ns now.
     pub fn new() -> Self {
         Self { start: Moment::now() }
     }
@@ -46,12 +46,12 @@ mod web {
 
     #[wasm_bindgen]
     extern "C" {
-        /// Milliseconds since the page was opened or the worker started; never goes back.
+        /// Milliseconds since the page was opened or the worker started; never decreases.
         #[wasm_bindgen(js_namespace = performance)]
         fn now() -> f64;
     }
 
-    /// As `std::time::Instant`, which panics where there is no operating system.
+    /// In place of `std::time::Instant`, which panics in a browser.
     #[derive(Clone, Copy, Debug)]
     pub(super) struct Moment(f64);
 

@@ -1,12 +1,14 @@
-//! The seam between plans and networks: moves a backend's buffers between ranks.
+//! The interface between the executor and a network: it moves a backend's buffers between ranks.
 //!
 //! # Contract
 //!
-//! - [`Collective::post_exchange`] starts everything it can at once and never blocks. What it could not start (a
-//!   copy off the device has to finish first) goes on whenever the returned future is polled; the executor polls
-//!   all outstanding exchanges whenever it waits for anything, so messages travel while the device computes.
-//! - A part arrives as a fresh buffer. Where it goes from there is the plan's business.
-//! - An exchange that ends early tells which of its messages had arrived whole: after a loss others may need them.
+//! - [`Collective::post_exchange`] starts at once everything that it can, and never blocks. Work that has to wait, such as a
+//!   send whose copy off the device is not done, continues when the returned future is polled. The executor polls all
+//!   exchanges under way whenever it waits for anything, so messages travel while the device computes.
+//! - Each part arrives in a new buffer. The plan says what happens to it.
+//! - An exchange that ends early returns the messages that had arrived whole: survivors may need them in a recovery.
+//! - **Panics.** Plans are proved before they run ([`check`](crate::plan::check())), so implementations and [`Memory`] may panic on
+//!   a buffer that is not alive.
 
 use std::future::Future;
 use std::ops::Range;
@@ -22,10 +24,10 @@ use futures_util::future::{join_all, try_join, try_join_all};
 use kyklos_transport::{Abort, Posted, Progress, Pulse, Rank, Tag, Taken, Transport, TransportError, Vote};
 
 use crate::backend::Backend;
-use crate::meter::{Lane, Meter};
+use crate::meter::{Meter, Timeline};
 use crate::plan::BufferId;
 
-/// Device memory of a plan's buffers, by buffer and tensor.
+/// Device memory of a plan's buffers: for each buffer that is alive, its tensors.
 #[derive(Debug)]
 pub struct Memory<Buffer> {
     buffers: Vec<Option<Vec<Buffer>>>,
@@ -34,56 +36,57 @@ pub struct Memory<Buffer> {
 /// Adjacent bytes of one tensor of a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Which buffer.
+    /// The buffer of the plan.
     pub buffer: BufferId,
-    /// Which of its tensors.
+    /// Index of the tensor in it.
     pub tensor: usize,
-    /// Which bytes of it.
+    /// Range of bytes in the tensor.
     pub bytes: Range<usize>,
 }
 
 /// A message to a peer.
 #[derive(Clone, Debug)]
 pub struct Outgoing {
-    /// To whom.
+    /// The receiver.
     pub to: Rank,
-    /// What.
+    /// Its payload, in order.
     pub pieces: Vec<Piece>,
 }
 
 /// A message from a peer.
 #[derive(Clone, Debug)]
 pub struct Incoming {
-    /// From whom.
+    /// The sender.
     pub from: Rank,
-    /// Bytes of each piece.
+    /// Bytes of each piece, in order.
     pub piece_bytes: Vec<usize>,
 }
 
-/// The pieces of each incoming message, in order.
+/// Ends with the pieces of each incoming message as new buffers, in the order of the posted receives.
 pub type Arrivals<'a, Buffer> = Pin<Box<dyn Future<Output = Result<Vec<Vec<Buffer>>, Broken<Buffer>>> + 'a>>;
 
 /// An exchange that ended early.
 #[derive(Debug)]
 pub struct Broken<Buffer> {
-    /// Why.
+    /// What ended it.
     pub error: ExchangeError,
-    /// The pieces of each incoming message that had arrived whole, in order.
+    /// By posted receive: the pieces of the message, or `None` where it had not arrived whole.
     pub arrived: Vec<Option<Vec<Buffer>>>,
 }
 
-/// What can end an exchange early.
+/// Why an exchange ended early.
 #[derive(Clone, Debug)]
 pub enum ExchangeError {
-    /// The network, or a peer.
+    /// The network or a peer failed.
     Transport(TransportError),
-    /// This rank's own device.
+    /// This rank's own device failed.
     Own(crate::Error),
 }
 
 /// Moves buffers of `B` between the ranks of a group.
 pub trait Collective<B: Backend> {
-    /// Posts the messages of one exchange as a group.
+    /// Posts the messages of one exchange together. `tag` is the same for all of them: at most one message goes from one rank to
+    /// another in an exchange.
     fn post_exchange<'a>(
         &'a self,
         backend: &'a B,
@@ -94,23 +97,24 @@ pub trait Collective<B: Backend> {
         recvs: &[Incoming],
     ) -> Arrivals<'a, B::Buffer>;
 
-    /// Meets all ranks before an operation, see [`Transport::agree`].
+    /// Casts this rank's vote before an operation; ends when all ranks have voted, see [`Transport::agree`].
     fn agree(&self, vote: Vote) -> Posted<()>;
 
     /// Ends the operation on all ranks, see [`Transport::abort`].
     fn abort(&self, abort: Abort);
 
-    /// Says where this rank is, see [`Transport::report_progress`].
+    /// Reports which step this rank has reached, see [`Transport::report_progress`].
     fn report_progress(&self, progress: Progress);
 
-    /// Of this rank's own work, see [`Transport::pulse`].
+    /// Beats while this rank works, see [`Transport::pulse`].
     fn pulse(&self) -> Arc<Pulse>;
 
-    /// Rises when the group has been aborted.
+    /// True once the group has been aborted.
     fn stop_flag(&self) -> Arc<AtomicBool>;
 }
 
-/// Any transport under any backend: copies to the host, sends, receives, copies to the device.
+/// A collective for any backend over any transport. It stages messages in host memory: it copies from the device to the
+/// host, sends, receives, and copies to the device.
 #[derive(Clone, Debug)]
 pub struct HostStaged {
     transport: Arc<dyn Transport>,
@@ -118,7 +122,7 @@ pub struct HostStaged {
 }
 
 impl HostStaged {
-    /// Staging over `transport`; a message or an agreement that is not done after `deadline` is an error.
+    /// Staging over `transport`. A message or an agreement that takes longer than `deadline` is an error.
     pub fn new(transport: Arc<dyn Transport>, deadline: Duration) -> Self {
         Self { transport, deadline }
     }
@@ -134,7 +138,7 @@ impl<B: Backend> Collective<B> for HostStaged {
         sends: &[Outgoing],
         recvs: &[Incoming],
     ) -> Arrivals<'a, B::Buffer> {
-        // Receives first: a peer may be waiting for them already.
+        // Receives first: a peer may already wait for them.
         let recvs: Vec<_> = recvs
             .iter()
             .map(|recv| {
@@ -144,11 +148,13 @@ impl<B: Backend> Collective<B> for HostStaged {
             .map(|(from, started, posted)| async move {
                 let pieces = posted.await.map_err(ExchangeError::Transport)?;
                 let bytes = || pieces.iter().map(Bytes::len).sum::<usize>();
-                meter.travelled(started, Lane::Receive, || format!("{} B from rank {from}, {tag}", bytes()));
+                meter.message_done(started, Timeline::Receive, || {
+                    format!("{} B from rank {from}, {tag}", bytes())
+                });
                 let copying = meter.start();
                 let uploaded: crate::Result<Vec<_>> =
                     pieces.into_iter().map(|piece| backend.upload("received", piece)).collect();
-                meter.end(copying, Lane::Copy, || format!("upload {tag}"));
+                meter.end(copying, Timeline::Copy, || format!("upload {tag}"));
                 uploaded.map_err(ExchangeError::Own)
             })
             .collect();
@@ -159,9 +165,9 @@ impl<B: Backend> Collective<B> for HostStaged {
                 let mut downloads = join_all(send.pieces.iter().map(|piece| {
                     backend.download(memory.tensor(piece.buffer, piece.tensor), piece.bytes.clone())
                 }));
-                // A host backend has the bytes at once, and then the message leaves at once.
+                // A host backend has the bytes at once; the message is then sent at once.
                 let ready = (&mut downloads).now_or_never();
-                meter.end(copying, Lane::Copy, || format!("download {tag}"));
+                meter.end(copying, Timeline::Copy, || format!("download {tag}"));
                 let to = send.to;
                 let bytes: usize = send.pieces.iter().map(|piece| piece.bytes.len()).sum();
                 let pulse = self.transport.pulse();
@@ -178,7 +184,7 @@ impl<B: Backend> Collective<B> for HostStaged {
                     };
                     let taken = posted?.await.map_err(ExchangeError::Transport)?;
                     let unasked_ns = meter.taken(tag.message, started, taken.under_way);
-                    meter.travelled(started, Lane::Send, || {
+                    meter.message_done(started, Timeline::Send, || {
                         format!("{bytes} B to rank {to}, {tag}, asked for after {} us", unasked_ns / 1000)
                     });
                     Ok(())
@@ -193,7 +199,7 @@ impl<B: Backend> Collective<B> for HostStaged {
                 meter.arrived(tag.message);
                 Ok(())
             };
-            // Receives first: what has come with a failure counts.
+            // Receives first: messages that arrived before a failure are kept.
             match try_join(recvs, try_join_all(sends)).await {
                 Ok(_) => Ok(arrived.into_iter().flatten().collect()),
                 Err(error) => Err(Broken { error, arrived }),
@@ -222,8 +228,8 @@ impl<B: Backend> Collective<B> for HostStaged {
     }
 }
 
-/// Ends when all of `futures` have, or the first of them has failed, in which case all that were ready then have been
-/// put down too.
+/// Ends when all of `futures` have ended or one of them has failed. Puts their values into `done`, after a failure too those
+/// of the futures that were ready by then.
 async fn all_or_error<T, E>(
     futures: Vec<impl Future<Output = Result<T, E>>>,
     done: &mut [Option<T>],
@@ -268,7 +274,7 @@ impl<Buffer> Default for Memory<Buffer> {
 }
 
 impl<Buffer> Memory<Buffer> {
-    /// No memory for any of `count` buffers.
+    /// `count` buffers, none of them alive.
     pub(crate) fn new(count: usize) -> Self {
         Self { buffers: (0..count).map(|_| None).collect() }
     }
@@ -276,7 +282,7 @@ impl<Buffer> Memory<Buffer> {
     /// One tensor of a buffer that is alive.
     ///
     /// # Panics
-    /// When the buffer is not alive: plans are proved not to ask for that.
+    /// When the buffer is not alive. A plan that was proved ([`check`](crate::plan::check())) never asks for one.
     pub fn tensor(&mut self, buffer: BufferId, tensor: usize) -> &mut Buffer {
         &mut self.tensors(buffer)[tensor]
     }

@@ -1,40 +1,47 @@
-//! The one error type of this crate, by whose fault it is.
+//! The error type of this crate. Each variant says where the fault lies: in the request, a plan, a device or the group.
+
+mod remedy;
 
 use kyklos_transport::{Rank, TransportError};
 
-/// Why something could not be done.
+pub use remedy::Remedy;
+
+/// Why a call failed.
+///
+/// The texts speak of this library. A program that shows them to its users replaces [`Remedy`] by the names of its own
+/// options, and decides by [`Self::is_request`] with which exit code it ends.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// What was asked for cannot be done; found before data moves, the same on every rank.
+    /// The request cannot be satisfied. Found before any data moves, and the same on every rank.
     #[error("{mismatch}: {remedy}")]
     Request {
         /// Both sides of the mismatch.
         mismatch: String,
-        /// What would be right.
-        remedy: String,
+        /// What would be accepted.
+        remedy: Remedy,
     },
-    /// A plan failed its proof. A bug in a strategy, or a plan that was tampered with.
+    /// A plan failed its proof: a bug in a strategy, or a plan that was tampered with.
     #[error("plan of rank {rank}{}: {fault}", .step.map(|step| format!(", step {step}")).unwrap_or_default())]
     Plan {
-        /// Whose plan.
+        /// The rank whose plan it is.
         rank: u32,
-        /// Which step, if one is to blame.
+        /// Index of the faulty step, if it is one step.
         step: Option<usize>,
         /// What is wrong.
         fault: String,
     },
-    /// The device, or its driver, failed. Keeps the native text.
+    /// The device or its driver failed.
     #[error("{device}: {operation} failed: {native}")]
     Device {
         /// The device's name.
         device: String,
-        /// What was being done.
+        /// The operation that failed, as a verb phrase.
         operation: String,
-        /// The driver's own words.
+        /// The driver's own text.
         native: String,
     },
-    /// The device has no such memory to give; found before anything is dispatched.
+    /// The device cannot give so much memory. Found before anything is dispatched.
     #[error("{device}: {what} needs {asked_bytes} bytes, allowed are {allowed_bytes}")]
     OutOfMemory {
         /// The device's name.
@@ -46,42 +53,42 @@ pub enum Error {
         /// Bytes that one allocation or binding may have.
         allowed_bytes: u64,
     },
-    /// Ranks could not finish together.
+    /// An operation failed on this rank or on another one, while this rank ran its plan.
     #[error("rank {rank}, step {step} ({doing}): {source}")]
     Group {
-        /// The rank that tells.
+        /// The rank that reports the error.
         rank: u32,
-        /// Step of its plan.
+        /// Index of the step of its plan.
         step: usize,
         /// That step in words.
         doing: String,
-        /// What the transport said: names the culprit and the bytes.
+        /// The transport's error; it names the culprit and the bytes that had moved.
         source: TransportError,
     },
-    /// Keys that queries of those who are left see are with nobody any more.
+    /// No survivor has keys that the survivors' queries see.
     #[error(
-        "keys {keys} of rank {rank} are lost: the rank was lost before any other one had all of them, and queries of rank \
-         {seen_by} see them: run again, or go on without them"
+        "keys {keys} of rank {rank} are lost: no survivor had received all of them, and queries of rank {seen_by} see them: \
+         run again, or continue without them"
     )]
     KeysLost {
-        /// Whose keys they were.
+        /// The lost rank that held the keys.
         rank: u32,
-        /// Which.
+        /// Their global tokens.
         keys: crate::TokenRuns,
-        /// A rank with queries that see them.
+        /// A survivor, by its rank in the interrupted world, with queries that see them.
         seen_by: u32,
     },
-    /// The transport failed outside a plan's steps (bootstrap, agreement, collecting the result).
+    /// The transport failed outside a plan's steps: forming the group, agreement, collecting the result.
     #[error(transparent)]
     Transport(#[from] TransportError),
-    /// The call was given up because its cancel token rose.
+    /// The call's cancel flag was set.
     #[error("cancelled")]
     Cancelled,
 }
 
 impl Error {
-    /// A wrong request: what does not fit, and what would.
-    pub fn request(mismatch: impl Into<String>, remedy: impl Into<String>) -> Self {
+    /// A wrong request: both sides of the mismatch, and what would be accepted.
+    pub fn request(mismatch: impl Into<String>, remedy: impl Into<Remedy>) -> Self {
         Self::Request { mismatch: mismatch.into(), remedy: remedy.into() }
     }
 
@@ -89,13 +96,10 @@ impl Error {
         Self::Plan { rank: rank.0, step, fault: fault.into() }
     }
 
-    /// The program's exit code for this error: 2 when the request is wrong, 1 when the run failed.
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            Self::Request { .. } => 2,
-            Self::Transport(TransportError::Refused { exit, .. })
-            | Self::Group { source: TransportError::Refused { exit, .. }, .. } => *exit,
-            _ => 1,
-        }
+    /// Whether this rank's own request is at fault. It fails again until the caller changes it, on every rank alike.
+    ///
+    /// A refusal that another rank voted for is [`TransportError::Refused`], which has its own reason.
+    pub fn is_request(&self) -> bool {
+        matches!(self, Self::Request { .. })
     }
 }

@@ -1,10 +1,9 @@
 //! The executor: runs one rank's plan on any backend, through any collective.
 //!
-//! It knows steps, not strategies. While it waits for anything, device or network, it keeps every outstanding
-//! exchange moving.
+//! It knows steps, not strategies. While it waits for a device or for the network, it polls every exchange that is under way.
 
-mod kept;
-mod places;
+mod buffers;
+mod carryover;
 mod run;
 
 use std::sync::Arc;
@@ -15,11 +14,13 @@ use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError, Vote};
 use crate::backend::{Backend, State, StateMut, StateShape};
 use crate::collective::{Collective, Memory};
 use crate::meter::{Meter, RankReport, Span};
-use crate::plan::{BufferId, Content, Plan, Reached, Step, World, describe};
-use crate::{BlockWork, Clock, Error, Result};
+use crate::plan::{BufferId, Content, Plan, Step, StepProgress, World, describe};
+use crate::{BlockWork, Clock, Error, Result, SystemClock};
 use run::Run;
 
 /// One rank, ready to run its plan any number of times.
+///
+/// [`Self::load`] brings the rank's tensors to the device, [`Self::run`] runs one operation on them.
 pub struct Executor<'a, B: Backend, C> {
     backend: &'a B,
     collective: &'a C,
@@ -30,32 +31,45 @@ pub struct Executor<'a, B: Backend, C> {
     /// For each attend step, its lowered masks and positions, layer by layer; for other steps nothing.
     works: Vec<Vec<BlockWork>>,
     options: RunOptions,
+    /// Whether an interrupted run leaves its intermediate results on the device.
     keeps: bool,
 }
 
-/// How to run, for whoever looks on.
+/// Settings of a run that change no result: clock, observation, poisoning.
 #[derive(Clone, Debug)]
 pub struct RunOptions {
-    /// Where time comes from.
+    /// Clock of the reports and spans.
     pub clock: Arc<dyn Clock>,
-    /// Told about every step.
+    /// Called at every step.
     pub observer: Arc<dyn Observer>,
-    /// Keep spans for a trace.
+    /// Whether to record [`RankOutput::spans`].
     pub trace: bool,
-    /// Fill fresh memory with NaN first, so that nobody can read what nobody wrote.
+    /// Whether to fill new memory with NaN, so that a read of memory that no step wrote shows in the output. For tests.
     pub poison: bool,
 }
 
-/// Looks on while ranks run. Called on the rank's thread; must not block.
+impl Default for RunOptions {
+    /// The system's clock, no observer, no trace, and memory as the device gives it.
+    fn default() -> Self {
+        Self {
+            clock: Arc::new(SystemClock::new()),
+            observer: Arc::new(NoObserver),
+            trace: false,
+            poison: false,
+        }
+    }
+}
+
+/// Observes ranks while they run. Called on the rank's thread; must not block.
 pub trait Observer: std::fmt::Debug + Send + Sync {
-    /// `rank` starts step `step` of `steps`; `doing` puts it in words.
+    /// `rank` starts step `step` (counted from 0) of the `steps` steps of operation `op`. `doing` describes the step in words.
     fn step(&self, rank: Rank, op: u64, step: usize, steps: usize, doing: &dyn Fn() -> String);
 
-    /// `rank` has spent and sent this much in run `op` so far; told after every step.
+    /// The counters of `rank` in operation `op` so far. Called after every step.
     fn counted(&self, _rank: Rank, _op: u64, _so_far: &RankReport) {}
 }
 
-/// Looks away.
+/// An observer that does nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoObserver;
 
@@ -63,7 +77,7 @@ impl Observer for NoObserver {
     fn step(&self, _: Rank, _: u64, _: usize, _: usize, _: &dyn Fn() -> String) {}
 }
 
-/// A rank's own queries, keys and values on its device.
+/// A rank's own queries, keys and values on its device. Made by [`Executor::load`].
 #[derive(Debug)]
 pub struct Inputs<Buffer> {
     q: Option<Buffer>,
@@ -72,41 +86,47 @@ pub struct Inputs<Buffer> {
     pairs: Option<Buffer>,
 }
 
-/// What a run left on the device: where another plan goes on after a loss ([`crate::repair`]).
+/// What an interrupted run left on the device: a recovery plan ([`crate::repair`]) continues from it. Empty by default.
 #[derive(Debug)]
-pub struct Remains<Buffer> {
-    reached: Reached,
+pub struct Carryover<Buffer> {
+    progress: StepProgress,
     memory: Memory<Buffer>,
 }
 
-impl<Buffer> Default for Remains<Buffer> {
+impl<Buffer> Default for Carryover<Buffer> {
     fn default() -> Self {
-        Self { reached: Reached::default(), memory: Memory::default() }
+        Self { progress: StepProgress::default(), memory: Memory::default() }
     }
 }
 
-impl<Buffer> Remains<Buffer> {
-    /// How far the rank came.
-    pub fn reached(&self) -> &Reached {
-        &self.reached
+impl<Buffer> Carryover<Buffer> {
+    /// How far the rank came in its plan.
+    pub fn progress(&self) -> &StepProgress {
+        &self.progress
     }
 }
 
-/// What a rank gets out of one run.
+/// The result of one operation on one rank, in host memory.
 #[derive(Clone, Debug)]
 pub struct RankOutput {
     /// `[batch, tokens, heads, dim]` of the rank's own tokens, in the problem's dtype.
     pub o: Bytes,
-    /// f32 `[batch, tokens, heads]` of the same tokens.
+    /// Log-sum-exp of the logits (natural logarithm), f32 `[batch, tokens, heads]` of the same tokens.
     pub lse: Bytes,
-    /// Time and traffic.
+    /// Time in nanoseconds and traffic in bytes.
     pub report: RankReport,
-    /// The rank's timeline, if it was asked for.
+    /// The rank's timelines; empty without [`RunOptions::trace`].
     pub spans: Vec<Span>,
 }
 
 impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
-    /// Prepares `rank`'s part of `world`, whose proof found `peak_bytes` for it.
+    /// Prepares the plan of `rank`: lowers the mask of each attend step to the backend's tiles.
+    ///
+    /// `world` must have passed [`check`](crate::plan::check()) (or [`check_repair`](crate::plan::check_repair()) for the plans of a
+    /// recovery); `plan_hash` and `peak_bytes` are what [`plan_hash`](crate::plan::plan_hash()) and that proof found. This is a
+    /// precondition that the type does not express: a plan that was not proved makes [`Self::run`] panic, for instance on
+    /// a step that uses a buffer which is not alive. [`RankTask`](crate::local::RankTask) and the functions of
+    /// [`local`](crate::local) prove the plans that they run.
     pub fn new(
         backend: &'a B,
         collective: &'a C,
@@ -134,10 +154,10 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         Self { backend, collective, world, plan, plan_hash, peak_bytes, works, options, keeps: false }
     }
 
-    /// Keeps what a run that is cut off has done, for [`Self::run_from`]. Costs a copy of the running state while a block is
-    /// attended to, of `batch · tokens · heads · (4 · dim + 8)` bytes.
+    /// Makes an interrupted run leave its intermediate results in the [`Carryover`] of [`Self::run_from`]. Costs a copy of the
+    /// running state during each attend step: `batch · tokens · heads · (4 · dim + 8)` bytes.
     #[must_use]
-    pub fn keeping(mut self) -> Self {
+    pub fn resumable(mut self) -> Self {
         let states = self.plan.buffers.iter().filter(|buffer| buffer.content == Content::State);
         self.peak_bytes += states.map(|state| state.bytes(&self.world.problem)).max().unwrap_or(0);
         self.keeps = true;
@@ -145,10 +165,10 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     }
 
     /// Brings the rank's own tensors, `[batch, tokens, heads, dim]` in the problem's dtype, to its device, and its rows
-    /// of the problem's pair tensor if there is one, as [`PairTensor`](crate::PairTensor) says.
+    /// of the problem's pair tensor if there is one; their layout is in [`PairTensor`](crate::PairTensor).
     ///
     /// # Errors
-    /// [`Error::Request`] when a tensor has not the size of the rank's tokens, [`Error::OutOfMemory`],
+    /// [`Error::Request`] when the size of a tensor is not that of the rank's tokens, [`Error::OutOfMemory`],
     /// [`Error::Device`].
     pub fn load(&self, q: Bytes, k: Bytes, v: Bytes, pairs: Option<Bytes>) -> Result<Inputs<B::Buffer>> {
         let [own_q, own_kv, own_pairs] = [Some(self.plan.q), Some(self.plan.kv), self.plan.pairs]
@@ -179,24 +199,29 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     }
 
     /// Agrees with all ranks that they are about to run the same plan, runs it as operation `op`, and brings the
-    /// output to the host. An error of this rank ends the operation on all of them.
+    /// output to the host. An error of this rank ends the operation on all ranks. Each operation of a group has a number of
+    /// its own, counted from 0 on every rank alike.
     ///
     /// # Errors
     /// Any; [`Error::Group`] when another rank is the cause.
+    ///
+    /// # Panics
+    /// On a plan that was not proved, see [`Self::new`].
     pub async fn run(&self, op: u64, inputs: &mut Inputs<B::Buffer>) -> Result<RankOutput> {
-        self.run_from(op, inputs, &mut Remains::default()).await
+        self.run_from(op, inputs, &mut Carryover::default()).await
     }
 
-    /// As [`Self::run`], beginning with what the plan keeps of `remains`. Puts there what this run leaves in turn, unless
-    /// it never begins; of an executor that is not [`Self::keeping`] that is nothing.
+    /// As [`Self::run`], starting from the buffers of `carryover` that the plan keeps; the other ones are freed. Replaces
+    /// `carryover` by what this run leaves in turn: nothing unless the executor is [`Self::resumable`]. A run that does
+    /// not start, because the ranks do not agree, leaves `carryover` as it is.
     ///
     /// # Errors
-    /// As [`Self::run`]; [`Error::Plan`] when something is not there that the plan keeps.
+    /// As [`Self::run`]; [`Error::Plan`] when `carryover` lacks a buffer that the plan keeps.
     pub async fn run_from(
         &self,
         op: u64,
         inputs: &mut Inputs<B::Buffer>,
-        remains: &mut Remains<B::Buffer>,
+        carryover: &mut Carryover<B::Buffer>,
     ) -> Result<RankOutput> {
         if let Err(error) = self.collective.agree(Vote::Ready { plan_hash: self.plan_hash }).await {
             let error = Error::from(error);
@@ -212,8 +237,8 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
             step: 0,
             arrived: Vec::new(),
         };
-        // Whatever else was left ends here.
-        let Remains { memory: mut old, .. } = std::mem::take(remains);
+        // Buffers that the plan does not keep are freed.
+        let Carryover { memory: mut old, .. } = std::mem::take(carryover);
         for kept in &self.plan.kept {
             match old.take(kept.was) {
                 Some(tensors) => run.memory.put(kept.buffer, tensors),
@@ -226,7 +251,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
             }
         }
         drop(old);
-        // The inputs are lent to the run's memory and come back whatever happens.
+        // The inputs are lent to the run's memory, and taken back also after an error.
         run.memory.put(self.plan.q, inputs.q.take().into_iter().collect());
         run.memory.put(self.plan.kv, inputs.k.take().into_iter().chain(inputs.v.take()).collect());
         if let Some(id) = self.plan.pairs {
@@ -243,11 +268,11 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         if let Err(error) = &result {
             self.end_for_all(op, run.step, error);
         }
-        // After an error of its own device a rank has nothing that could be trusted.
+        // After an error of its own device nothing on it can be trusted.
         let of_group = |error: &Error| matches!(error, Error::Group { .. } | Error::Cancelled);
         if self.keeps && result.as_ref().err().is_none_or(of_group) {
-            let reached = Reached { op, steps: run.step, arrived: std::mem::take(&mut run.arrived) };
-            *remains = Remains { reached, memory: std::mem::take(&mut run.memory) };
+            let progress = StepProgress { op, steps: run.step, arrived: std::mem::take(&mut run.arrived) };
+            *carryover = Carryover { progress, memory: std::mem::take(&mut run.memory) };
         }
         let (o, lse, pieces) = result?;
         let tokens = self.plan.buffer(self.plan.q).tokens.len() as u64;
@@ -255,17 +280,17 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         Ok(RankOutput { o, lse, report, spans: meter.spans() })
     }
 
-    /// Ends the operation on every rank, unless it is another rank's failure that has ended it here.
+    /// Ends the operation on every rank, unless another rank's failure has ended it here.
     fn end_for_all(&self, op: u64, step: usize, error: &Error) {
         let me = Rank(self.plan.rank);
         let culprit = match error {
             Error::Group { source, .. } | Error::Transport(source) => match source {
-                // A transport ends the group by itself when a peer misbehaves: it knows who did.
+                // When a peer misbehaves the transport has aborted the group by itself, and named the peer.
                 TransportError::Aborted { .. }
                 | TransportError::Refused { .. }
                 | TransportError::PeerMisbehaved { .. }
                 | TransportError::Closed => return,
-                // Nobody is known to have died, but everybody would wait for that rank next.
+                // No rank is known to have died, but every rank would wait for that one next.
                 TransportError::Deadline { pending, .. } => pending.peer,
                 _ => me,
             },
@@ -285,7 +310,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
 }
 
 impl World {
-    /// A step of a rank's plan in words, if there is such a step.
+    /// Step `step` of the plan of `rank` in words; `None` where there is no such rank or step.
     pub fn step_in_words(&self, rank: Rank, step: u32) -> Option<String> {
         let plan = self.plans.get(rank.0 as usize)?;
         plan.steps.get(step as usize).map(|step| describe(self, plan, step))

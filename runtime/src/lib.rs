@@ -12,11 +12,12 @@
 //!
 //! # Contract
 //!
-//! - **Who validates.** Constructors refuse ([`AttentionProblem::new`], [`Mesh::new`], [`Placement::new`]);
+//! - **Validation.** Constructors refuse wrong requests ([`AttentionProblem::new`], [`Mesh::new`], [`Placement::new`]);
 //!   [`plan::check`] proves the plans of a world. Backends and the executor trust both.
-//! - **Errors** are one enum, [`Error`], by whose fault they are.
-//! - **Blocking.** Nothing here blocks on a future. The executor is an `async fn` without `Send` bounds; native
-//!   callers give each rank a thread of its own, and in a browser all ranks share one ([`local`]).
+//! - **Errors** are one enum, [`Error`]; its variants say where the fault lies. A refused request has a [`Remedy`].
+//! - **Blocking.** Nothing here blocks on a future, except functions of [`local`] that say so. The executor is an
+//!   `async fn` without `Send` bounds: native callers give each rank its own thread, and in a browser all ranks
+//!   share one.
 //! - **Shapes** are `[batch, seq, heads, dim]`; scores, softmax and running state are f32 whatever the storage type.
 
 pub mod backend;
@@ -27,7 +28,6 @@ mod dtype;
 mod error;
 mod exec;
 pub mod host;
-mod lasting;
 pub mod local;
 mod lower;
 mod mask;
@@ -37,6 +37,8 @@ mod pairs;
 mod placement;
 pub mod plan;
 mod problem;
+mod rank_task;
+mod resumable;
 pub mod simulate;
 mod strategy;
 mod tokens;
@@ -44,16 +46,16 @@ mod wire;
 
 pub use clock::{Clock, SystemClock};
 pub use dtype::Dtype;
-pub use error::Error;
-pub use exec::{Executor, Inputs, NoObserver, Observer, RankOutput, Remains, RunOptions};
-pub use lasting::{Finished, Lasting, Survivors};
+pub use error::{Error, Remedy};
+pub use exec::{Carryover, Executor, Inputs, NoObserver, Observer, RankOutput, RunOptions};
 pub use lower::{BlockWork, MaskClass, RowSpan, TileRun, TileShape};
 pub use mask::{Mask, MaskSlice, SlicePart, Spans};
 pub use mesh::{MAX_WORLD, Mesh};
-pub use meter::{Lane, Meter, RankReport, Span};
+pub use meter::{Meter, RankReport, Span, Timeline};
 pub use pairs::{PairKind, PairTensor};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::AttentionProblem;
+pub use resumable::{Recovery, ResumableRank, Survivors};
 pub use strategy::{Strategy, TILE_KEYS, can_repair, meshes_by_bytes, plan as plan_world, plan_rows, repair};
 pub use tokens::{Run, TokenRuns};
 pub use wire::{TOKENS_PER_SCALE, WireFormat};

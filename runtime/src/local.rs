@@ -1,5 +1,7 @@
-//! The task of one rank wherever it runs, and all ranks in one process: each on a thread of its own, or, where a program
-//! has no threads to give as in a browser, all of them taking turns on one.
+//! All ranks of a world in one process.
+//!
+//! [`run_ranks`] gives each rank a thread. [`join_ranks`] runs all ranks as one future on one thread, for programs without
+//! threads, such as a page in a browser.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -9,59 +11,13 @@ use bytes::Bytes;
 use futures_util::future::join_all;
 use kyklos_transport::{Rank, Transport};
 
-use crate::backend::Backend;
 use crate::host::HostLayout;
 use crate::plan::{World, check, plan_hash};
-use crate::{Error, Lasting, RankOutput, Result, RunOptions};
+use crate::{Error, Result, RunOptions};
 
-/// Everything one rank needs but a device.
-#[derive(Debug)]
-pub struct RankTask<'a> {
-    /// The plans of all ranks.
-    pub world: &'a World,
-    /// This rank's way to the others.
-    pub transport: Arc<dyn Transport>,
-    /// Hash of what all ranks are about to run.
-    pub plan_hash: [u8; 32],
-    /// Peak bytes that the proof found for this rank.
-    pub peak_bytes: u64,
-    /// The rank's own queries, `[batch, tokens, q_heads, dim]`.
-    pub q: Bytes,
-    /// The keys that the rank holds, `[batch, tokens, kv_heads, dim]`: those of every rank, then its own.
-    pub k: Bytes,
-    /// The rank's own values, like `k`.
-    pub v: Bytes,
-    /// The rank's own rows of the problem's pair tensor, `[its batch, tokens, its heads, row]`.
-    pub pairs: Option<Bytes>,
-    /// How often to run; operations are numbered from 0.
-    pub repeat: u64,
-    /// After which time a message or an agreement that is not done is an error.
-    pub deadline: Duration,
-    /// Clock, observer and the like.
-    pub options: RunOptions,
-}
+pub use crate::rank_task::RankTask;
 
-impl RankTask<'_> {
-    /// [`Self::run`], on this thread until it is done.
-    ///
-    /// # Errors
-    /// As [`Self::run`].
-    #[cfg(not(target_arch = "wasm32"))]
-    pub fn run_on<B: Backend>(self, backend: &B, each: impl FnMut(u64, RankOutput)) -> Result<()> {
-        pollster::block_on(self.run(backend, each))
-    }
-
-    /// Runs the rank's plan on `backend`; `each` sees the output of every run. The transport stays open for what the
-    /// caller may want to send afterwards.
-    ///
-    /// # Errors
-    /// Any; an error of this rank ends the operation on all ranks.
-    pub async fn run<B: Backend>(self, backend: &B, each: impl FnMut(u64, RankOutput)) -> Result<()> {
-        Lasting::new(backend, self).run(false, each).await
-    }
-}
-
-/// Whole host tensors of a problem.
+/// Whole tensors of a problem, in host memory and in the problem's dtype; or one rank's part of them, see [`shard`].
 #[derive(Clone, Debug)]
 pub struct Tensors {
     /// `[batch, q_len, q_heads, dim]`.
@@ -70,12 +26,13 @@ pub struct Tensors {
     pub k: Bytes,
     /// Like `k`.
     pub v: Bytes,
-    /// The problem's pair tensor, `[its batch, q_len, its heads, row]`, as [`PairTensor`](crate::PairTensor) says.
+    /// The problem's pair tensor, `[its batch, q_len, its heads, row]`; the layout of a row is in [`PairTensor`](crate::PairTensor) says.
     pub pairs: Option<Bytes>,
 }
 
-/// Runs all ranks of `world`, each on a thread of its own with one of `transports`; `run` brings a rank's task to a
-/// device (see [`RankTask::run_on`]). Returns what `run` returned, by rank.
+/// Proves the plans of `world` and runs all its ranks, each on a thread of its own with one of `transports`. `run` runs a
+/// rank's task on a device (see [`RankTask::run_on`]); it is called `repeat` operations once for each rank. Returns the
+/// results of `run`, by rank.
 ///
 /// # Errors
 /// [`crate::Error::Plan`] when the proof of the plans fails, [`crate::Error::Request`] when the tensors do not have
@@ -96,14 +53,14 @@ pub fn run_ranks<T: Send>(
     let tasks = tasks(world, transports, tensors, repeat, deadline, options)?;
     let run = &run;
     Ok(std::thread::scope(|scope| {
-        // The thread owns the rank's transport: a rank that panics drops it, and the others hear of it.
+        // The thread owns the rank's transport. A rank that panics drops it, which tells the other ranks.
         let threads: Vec<_> = tasks
             .into_iter()
             .map(|task| {
                 scope.spawn(move || {
                     let transport = task.transport.clone();
                     let done = run(task);
-                    // Only what peers have not fetched yet could still go wrong, and they would say so themselves.
+                    // The operations are done. Peers that still wait for a message report their own error.
                     let _ = pollster::block_on(transport.close(deadline));
                     done
                 })
@@ -116,8 +73,8 @@ pub fn run_ranks<T: Send>(
     }))
 }
 
-/// [`run_ranks`] as one future: the ranks take turns wherever one of them waits. `run` is [`RankTask::run`] on a device,
-/// which may be the same for all.
+/// As [`run_ranks`], but as one future: wherever a rank waits, other ranks go on. `run` is [`RankTask::run`] on a device,
+/// which may be the same for all ranks.
 ///
 /// # Errors
 /// As [`run_ranks`].
@@ -136,7 +93,7 @@ pub async fn join_ranks<'a, T, F: Future<Output = T>>(
         let running = run(task);
         async move {
             let done = running.await;
-            // As above.
+            // As in `run_ranks`.
             let _ = transport.close(deadline).await;
             done
         }
@@ -144,7 +101,7 @@ pub async fn join_ranks<'a, T, F: Future<Output = T>>(
     Ok(join_all(ranks).await)
 }
 
-/// Every rank's task, once the plans are proved.
+/// Proves the plans and makes the task of every rank.
 fn tasks<'a>(
     world: &'a World,
     transports: Vec<Arc<dyn Transport>>,
@@ -177,7 +134,7 @@ fn tasks<'a>(
     Ok(tasks)
 }
 
-/// A rank's own part of the tensors.
+/// The part of whole tensors that `rank` holds.
 ///
 /// # Errors
 /// [`crate::Error::Request`] when the tensors do not have the problem's shape.
@@ -185,14 +142,10 @@ pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
     let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
     let (q, kv) = layouts(world);
     if world.problem.pairs.is_some() != tensors.pairs.is_some() {
-        let has = |some| if some { "has" } else { "has not" };
+        let (has, given) = if world.problem.pairs.is_some() { ("has a", "none") } else { ("has no", "one") };
         return Err(Error::request(
-            format!(
-                "the problem {} a pair tensor, who calls {} one",
-                has(world.problem.pairs.is_some()),
-                has(tensors.pairs.is_some())
-            ),
-            "say AttentionProblem::with_pairs and give Tensors::pairs, or neither",
+            format!("the problem {has} pair tensor, Tensors::pairs gives {given}"),
+            "use AttentionProblem::with_pairs together with Tensors::pairs, or neither",
         ));
     }
     let pairs = pair_layout(world).zip(tensors.pairs.as_ref());
@@ -204,7 +157,7 @@ pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
     })
 }
 
-/// Layout of the whole pair tensor, if the problem has one.
+/// Layout in host memory of the whole pair tensor, if the problem has one.
 pub fn pair_layout(world: &World) -> Option<HostLayout> {
     let problem = &world.problem;
     problem.pairs.map(|pairs| HostLayout {
@@ -214,7 +167,7 @@ pub fn pair_layout(world: &World) -> Option<HostLayout> {
     })
 }
 
-/// Layouts of the whole q (and o), and of the whole k and v.
+/// Layouts in host memory: of the whole q, which is also that of o, and of the whole k, which is also that of v.
 pub fn layouts(world: &World) -> (HostLayout, HostLayout) {
     let problem = &world.problem;
     let layout = |tokens: u32, heads: u32| HostLayout {

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use kyklos_transport::Rank;
 
-use crate::{AttentionProblem, Error, Result};
+use crate::{AttentionProblem, Error, Remedy, Result};
 
 /// `ulysses × ring` ranks; rank `r·U + u` is piece `u` of ring shard `r`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
@@ -67,7 +67,7 @@ impl Mesh {
         let best = (1..=heads).rev().find(|u| world.is_multiple_of(*u)).unwrap_or(1);
         Err(Error::request(
             format!("ulysses = {ulysses} needs at least {ulysses} query heads, the problem has {heads}"),
-            format!("use --mesh {best}x{}, or a ring", world / best),
+            Remedy::UseMesh { ulysses: best, ring: world / best },
         ))
     }
 

@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use kyklos_transport::Rank;
 
-use crate::{Error, Mesh, Result, TokenRuns};
+use crate::{Error, Mesh, Remedy, Result, TokenRuns};
 use dealers::{by_largest_remainder, contiguous, per_document, striped, zigzag};
 
 /// How tokens are dealt to the ring shards.
@@ -201,7 +201,7 @@ impl Split {
                 }
                 Err(Error::request(
                     format!("the token counts add up to {sum}, the sequence has {total}"),
-                    "give counts that add up to the sequence length, or weights with --split",
+                    Remedy::CompleteTokensOrUseWeights,
                 ))
             }
         }
@@ -323,7 +323,7 @@ mod tests {
         ];
         for split in bad {
             let error = Placement::new(PlacementKind::Contiguous, mesh, 8, &split).unwrap_err();
-            assert_eq!(error.exit_code(), 2, "{error}");
+            assert!(error.is_request(), "{error}");
         }
     }
 }

@@ -13,7 +13,7 @@ use kyklos::local::{Tensors, run_ranks};
 use kyklos::plan::{Plan, Slice, Step, World};
 use kyklos::{
     AttentionProblem, Dtype, Mask, Mesh, NoObserver, Observer, PlacementKind, RunOptions, Split, Strategy,
-    SystemClock, plan_world,
+    plan_world,
 };
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
 use tracing::field::{Field, Visit};
@@ -122,8 +122,7 @@ fn run(world: &World, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer
     let zeros = |heads: u32| Bytes::from(vec![0; (problem.q_len * heads * problem.head_dim * 4) as usize]);
     let (q, kv) = (zeros(problem.q_heads), zeros(problem.kv_heads));
     let tensors = Tensors { q, k: kv.clone(), v: kv, pairs: None };
-    let clock = Arc::new(SystemClock::new());
-    let options = RunOptions { clock, observer, trace: false, poison: false };
+    let options = RunOptions { observer, ..RunOptions::default() };
     let spans: Vec<Spans> = group.iter().map(|_| Spans::default()).collect();
     let ended = run_ranks(world, group, &tensors, REPEAT, Duration::from_secs(20), &options, |task| {
         let spans = spans[task.transport.rank().0 as usize].clone();

@@ -5,7 +5,7 @@ use crate::kernel::Kernel;
 use crate::text::Text;
 
 /// Elements of one thread: a 16-byte unit of a 16-bit type, two of f32.
-pub(crate) const ELEMENTS: u32 = 8;
+const ELEMENTS: u32 = Storage::CONVERTED_TOGETHER;
 
 /// Bindings: source, destination, both arrays of 16-byte units. One of the two types is f32.
 pub(crate) fn source(from: Storage, into: Storage) -> String {

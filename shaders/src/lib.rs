@@ -29,13 +29,15 @@ mod finish;
 mod kernel;
 mod pairs;
 mod repack;
+mod source;
 mod storage;
 mod text;
 mod uniforms;
 mod variant;
 
-pub use kernel::{Access, Binding, Dialect, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM};
+pub use kernel::{Access, Binding, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM};
 pub use pairs::Pairs;
+pub use source::Dialect;
 pub use storage::{Scales, Storage};
 pub use uniforms::{
     AttendParams, CodesParams, ConvertParams, DecodeParams, Field, FinalizeParams, MergeParams,

@@ -38,7 +38,7 @@ impl Storage {
     pub const ALL: [Self; 3] = [Self::F32, Self::F16, Self::Bf16];
 
     /// Elements that [`Kernel::Convert`](crate::Kernel::Convert) takes together.
-    pub const CONVERTED_TOGETHER: u32 = crate::convert::ELEMENTS;
+    pub const CONVERTED_TOGETHER: u32 = 8;
 
     /// Name in labels.
     pub const fn name(self) -> &'static str {

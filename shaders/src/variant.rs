@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::{Pairs, Storage, attend, decode};
+use crate::{Pairs, Storage};
 
 /// How attention is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -84,7 +84,7 @@ impl AttendVariant {
         head_dim: u32,
     ) -> Option<Self> {
         let made = matches!(storage, Storage::F16)
-            && head_dim <= attend::cooperative::MAX_HEAD_DIM
+            && head_dim <= MAX_COOPERATIVE_HEAD_DIM
             && head_dim.is_multiple_of(size)
             && (size == 8 || size == 16)
             && subgroup_size.is_multiple_of(size)
@@ -140,6 +140,9 @@ impl FromStr for AttendVariant {
 /// Query rows of a lane times elements of a head beyond which the broadcast variant's text takes long to compile.
 const MOST_UNROLLED: u32 = 384;
 
+/// Largest head dim for which the matrix variant is made.
+pub(crate) const MAX_COOPERATIVE_HEAD_DIM: u32 = 256;
+
 /// A text that is not the name of an attention variant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnknownVariant {
@@ -182,23 +185,6 @@ pub struct Tile {
     pub kv_cols: u32,
 }
 
-impl AttendKernel {
-    /// The tiles of this kernel.
-    pub const fn tile(&self) -> Tile {
-        match self.variant {
-            AttendVariant::Portable { rows_per_thread } => {
-                Tile { q_rows: attend::portable::q_rows(rows_per_thread), kv_cols: attend::portable::KV_COLS }
-            }
-            AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
-                Tile { q_rows: subgroup_size * rows_per_lane, kv_cols: attend::subgroup::KV_COLS }
-            }
-            AttendVariant::Cooperative { size, subgroups, .. } => {
-                Tile { q_rows: size * subgroups, kv_cols: attend::cooperative::kv_cols(self.head_dim) }
-            }
-        }
-    }
-}
-
 /// How attention of few query rows is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DecodeVariant {
@@ -213,23 +199,6 @@ pub enum DecodeVariant {
 }
 
 impl DecodeVariant {
-    /// Query rows, counted over all heads of a workgroup, that it is made for; 0 where heads are too
-    /// large for it.
-    pub const fn most_slots(self, head_dim: u32) -> u32 {
-        match self {
-            Self::Portable => decode::portable_slots(head_dim),
-            Self::Lanes { .. } => decode::lanes_slots(head_dim),
-        }
-    }
-
-    /// Keys that a workgroup takes in one turn: splits are multiples of it.
-    pub const fn keys_at_once(self) -> u32 {
-        match self {
-            Self::Portable => decode::THREADS,
-            Self::Lanes { subgroup_size } => subgroup_size,
-        }
-    }
-
     /// Name for reports.
     pub fn name(self) -> String {
         match self {

@@ -40,7 +40,7 @@ const CRATES: [(&str, &[&str]); 6] = [
 
 /// Inside the runtime: what each module may use of the others (`error` and `Result` are everybody's). The order is
 /// from the bottom to the top; whoever is missing may be used by nobody below.
-const MODULES: [(&str, &[&str]); 22] = [
+const MODULES: [(&str, &[&str]); 23] = [
     ("dtype", &["error"]),
     ("error", &["tokens"]),
     ("tokens", &[]),
@@ -64,8 +64,9 @@ const MODULES: [(&str, &[&str]); 22] = [
         &["backend", "clock", "collective", "dtype", "error", "lower", "meter", "plan", "problem", "wire"],
     ),
     ("collect", &["error", "host", "plan", "tokens"]),
-    ("local", &["backend", "error", "exec", "host", "lasting", "plan"]),
-    ("lasting", &["backend", "collective", "error", "exec", "local", "plan", "strategy"]),
+    ("rank_task", &["exec", "plan"]),
+    ("resumable", &["backend", "collective", "error", "exec", "plan", "rank_task", "strategy"]),
+    ("local", &["error", "exec", "host", "plan", "rank_task"]),
 ];
 
 fn layers(root: &Path) -> Vec<String> {

@@ -1,27 +1,27 @@
-//! The seam between plans and devices.
+//! The interface between the executor and devices.
 //!
 //! # Contract
 //!
-//! - **Who validates.** The layer above: descriptors are in bounds and of the right type when they get here.
-//!   What a backend must find out itself is what only it can know: memory that is not there, a device that is lost.
+//! - **Validation.** The caller validates: descriptors are in bounds and of the right type when they arrive here. A backend
+//!   reports what only it can know: memory that the device cannot give, a device that is lost.
 //! - **Order.** Operations on one backend take effect in the order of the calls. A buffer that is dropped while the
 //!   device still uses it stays alive underneath until the device is done.
 //! - **Blocking.** No method blocks on the device. `attend` works through its block in pieces of at most about
-//!   100 ms; between two pieces it looks at [`Control`] and lets other futures of its task run. It may resolve
-//!   before the last pieces are done; [`Backend::wait`] ends when everything submitted so far is.
-//! - **Errors.** A device failure surfaces at the call or at any later call, at the latest at `wait`.
+//!   100 ms; between two pieces it checks [`Control`] and lets other futures of its task run. It may resolve
+//!   before the last pieces are done; [`Backend::wait`] ends when all submitted work is done.
+//! - **Errors.** A device failure is returned by the call or by a later call, at the latest by `wait`.
 //! - **Non-finite values.** NaN and ∞ in q, k, v reach exactly the rows that see them. A NaN or ∞ in a key or value
-//!   that a row cannot see leaves that row bit for bit as it was.
-//!   A row whose every visible logit is −∞ has seen nothing: `o = 0`, `lse = −∞`.
+//!   that a row cannot see does not change a bit of that row.
+//!   A row whose visible logits are all −∞ counts as a row that saw no key: `o = 0`, `lse = −∞`.
 //!
 //! # Running state
 //!
 //! For each query row and head: the largest logit so far `m` (natural-log units), `l = Σ exp(x − m)`, and the
 //! un-normalised `a = Σ exp(x − m)·v`, all f32. `ml` is `[batch, heads, rows, 2]` (m then l), `a` is
-//! `[batch, rows, heads, dim]`. Nothing seen yet is `m = `[`EMPTY_M`], `l = 0`, `a = 0`. Two states of disjoint key
+//! `[batch, rows, heads, dim]`. The empty state, of a row that saw no key, is `m = `[`EMPTY_M`], `l = 0`, `a = 0`. Two states of disjoint key
 //! sets merge as `m = max(m₁, m₂)`, `l = l₁e^{m₁−m} + l₂e^{m₂−m}`, `a` likewise (Milakov & Gimelshein 2018, §3.1).
-//! Where one of them has seen nothing the result is the other one, bit for bit but for the sign of zeros, which
-//! `finalize` takes away: [`fixed order`](crate::AttentionProblem::fixed_order) rests on it.
+//! Where one of them is empty the result is the other one, bit for bit except for the sign of zeros, which `finalize`
+//! normalises: [`fixed order`](crate::AttentionProblem::fixed_order) relies on it.
 
 use std::fmt;
 use std::future::Future;
@@ -38,10 +38,10 @@ pub mod cpu;
 #[cfg(feature = "wgpu")]
 pub mod wgpu;
 
-/// `m` of a row that has seen no key: finite, because WGSL promises nothing about infinities.
+/// `m` of a row that saw no key: finite, because WGSL promises nothing about infinities.
 pub const EMPTY_M: f32 = -0.7 * f32::MAX;
 
-/// A device that can do the few things a plan asks for.
+/// The operations that plans need of a device. The contract of all of them is in the [module](self).
 #[expect(
     async_fn_in_trait,
     reason = "no Send bound on purpose: each rank drives its own future on its own thread"
@@ -49,17 +49,16 @@ pub const EMPTY_M: f32 = -0.7 * f32::MAX;
 pub trait Backend {
     /// Linear memory on the device.
     type Buffer: fmt::Debug;
-    /// Ends with the bytes on the host.
+    /// Ends with the bytes in host memory.
     type Download: Future<Output = Result<Bytes>> + 'static;
 
-    /// What this device is.
+    /// Name, driver and kind of the device.
     fn info(&self) -> &DeviceInfo;
 
-    /// The tiles in which this backend wants [`BlockWork`] for a call of [`Self::attend`] of `problem` on a state of this
-    /// shape.
+    /// The tiles of the [`BlockWork`] that [`Self::attend`] takes for `problem` and a state of this shape.
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape;
 
-    /// `bytes` of memory with unspecified contents; `label` names it in errors and debuggers.
+    /// Allocates `bytes` bytes with unspecified contents; `label` names them in errors and debuggers.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] with the bytes asked and allowed, before the device is touched.
@@ -71,17 +70,17 @@ pub trait Backend {
     /// As [`Self::alloc`].
     fn upload(&self, label: &str, data: Bytes) -> Result<Self::Buffer>;
 
-    /// Overwrites `buffer` from byte `offset` on.
+    /// Overwrites `buffer` from byte `offset` on. GPU backends take whole 32-bit words.
     ///
     /// # Errors
     /// [`Error::Device`].
     fn write(&self, buffer: &mut Self::Buffer, offset: usize, data: &[u8]) -> Result<()>;
 
-    /// Starts copying `range` (bytes) to the host: what the buffer holds now, whatever is submitted afterwards.
+    /// Starts to copy `range` (bytes) to the host: the present contents, not those of work that is submitted later.
     /// Takes the buffer mutably so that a host backend can share the memory instead of copying it.
     fn download(&self, buffer: &mut Self::Buffer, range: std::ops::Range<usize>) -> Self::Download;
 
-    /// Makes a running state that has seen nothing.
+    /// Makes a running state empty.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -90,7 +89,7 @@ pub trait Backend {
     /// Attention of one block of queries against one block of keys, into a running state.
     ///
     /// # Errors
-    /// [`Error::Cancelled`] when the control's cancel token rises between two pieces, [`Error::Device`].
+    /// [`Error::Cancelled`] when the control's cancel flag is set between two pieces, [`Error::Device`].
     async fn attend(&self, args: Attend<'_, Self::Buffer>, control: &Control) -> Result<()>;
 
     /// Merges the state `from` into `into`; both are of the same rows and heads and of disjoint keys.
@@ -147,17 +146,17 @@ pub trait Backend {
         shape: [usize; 4],
     ) -> Result<()>;
 
-    /// Ends when everything submitted so far is done.
+    /// Ends when all submitted work is done.
     ///
     /// # Errors
-    /// [`Error::Device`]: also what surfaced late.
+    /// [`Error::Device`], also for a failure of earlier work that no call has returned yet.
     async fn wait(&self) -> Result<()>;
 }
 
-/// What a device is, for tables and for choosing.
+/// A device in words, for reports and for the choice of a device.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct DeviceInfo {
-    /// `cpu`, `wgpu` or `cuda`.
+    /// Name of the backend: `cpu`, `wgpu` or `cuda`.
     pub backend: &'static str,
     /// The device's own name.
     pub name: String,
@@ -173,13 +172,13 @@ pub struct DeviceInfo {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceClass {
-    /// A GPU with memory of its own.
+    /// A GPU with its own memory.
     DiscreteGpu,
     /// A GPU that shares the host's memory.
     IntegratedGpu,
-    /// A GPU behind a hypervisor, or of unknown kind.
+    /// A GPU behind a hypervisor, or one whose kind the driver does not tell.
     OtherGpu,
-    /// The host's cores.
+    /// The cores of the host.
     Cpu,
     /// A graphics driver that computes on the host's cores.
     SoftwareGpu,
@@ -188,16 +187,16 @@ pub enum DeviceClass {
 /// A tensor `[batch, rows, heads, dim]` inside a buffer; the elements of one head of one row are adjacent.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand<'a, Buffer> {
-    /// Where it lives.
+    /// The buffer that holds it.
     pub buffer: &'a Buffer,
-    /// How it lies there, in elements of its storage type.
+    /// Offset and strides, in elements of its storage type.
     pub layout: Layout,
 }
 
-/// Element offsets of a strided `[batch, rows, heads, ·]` tensor.
+/// Offset and strides of a `[batch, rows, heads, ·]` tensor, in elements of its storage type; in [`Backend::repack`] in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Element (bytes in [`Backend::repack`]) at which (0, 0, 0) starts.
+    /// Where (0, 0, 0) starts.
     pub offset: usize,
     /// Distance between batch entries.
     pub batch_stride: usize,
@@ -207,39 +206,40 @@ pub struct Layout {
     pub head_stride: usize,
 }
 
-/// Where the elements of a dense tensor `[batch, tokens, heads, dim]` are, and in which form.
+/// A dense tensor `[batch, tokens, heads, dim]` in one of the forms that [`Backend::convert`] converts.
 #[derive(Clone, Copy, Debug)]
 pub enum Elements<Buffer> {
     /// In a storage type.
     Stored {
-        /// Where they live.
+        /// The buffer that holds the elements.
         buffer: Buffer,
-        /// The element of the buffer with which the tensor begins; a multiple of 8.
+        /// Index of the tensor's first element in the buffer; a multiple of 8.
         first: usize,
-        /// The type.
+        /// Storage type of the elements.
         dtype: Dtype,
     },
-    /// As [`WireFormat::Int8`](crate::WireFormat::Int8) says, from the beginning of both buffers.
+    /// 8-bit codes with scales, see [`WireFormat::Int8`](crate::WireFormat::Int8). The tensor starts at the beginning of both
+    /// buffers.
     Coded {
         /// 8-bit codes in two's complement, `[batch, tokens, heads, dim]`.
         codes: Buffer,
-        /// f32 scales.
+        /// Scales, f32; the shape depends on `of`.
         scales: Buffer,
-        /// What shares one.
+        /// Which elements share a scale.
         of: Scales,
     },
 }
 
-/// What shares a scale in [`Elements::Coded`].
+/// Which elements share a scale in [`Elements::Coded`], and the shape of the scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scales {
-    /// [`TOKENS_PER_SCALE`](crate::TOKENS_PER_SCALE) tokens of a channel: `[batch, ⌈tokens / 64⌉, heads, dim]`.
+    /// [`TOKENS_PER_SCALE`](crate::TOKENS_PER_SCALE) consecutive tokens of a channel: `[batch, ⌈tokens / 64⌉, heads, dim]`.
     Channels,
     /// The elements of one head of one token: `[batch, tokens, heads]`.
     Rows,
 }
 
-/// How much [`Backend::repack`] copies.
+/// Extents of a copy by [`Backend::repack`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Batch entries.
@@ -248,11 +248,11 @@ pub struct Extent {
     pub rows: usize,
     /// Heads.
     pub heads: usize,
-    /// Adjacent bytes of one head of one row.
+    /// Bytes of one head of one row, which are adjacent; a multiple of 4.
     pub row_bytes: usize,
 }
 
-/// A dense running state, to be read.
+/// A dense running state that is read.
 #[derive(Debug)]
 pub struct State<'a, Buffer> {
     /// f32 `[batch, rows, heads, dim]`.
@@ -263,7 +263,7 @@ pub struct State<'a, Buffer> {
     pub shape: StateShape,
 }
 
-/// A dense running state, to be changed.
+/// A dense running state that is changed.
 #[derive(Debug)]
 pub struct StateMut<'a, Buffer> {
     /// f32 `[batch, rows, heads, dim]`.
@@ -299,7 +299,7 @@ impl StateShape {
     }
 }
 
-/// One Q block against one KV block.
+/// The arguments of [`Backend::attend`]: one block of queries against one block of keys.
 #[derive(Debug)]
 pub struct Attend<'a, Buffer> {
     /// Storage type of q, k and v.
@@ -316,34 +316,35 @@ pub struct Attend<'a, Buffer> {
     pub v: Operand<'a, Buffer>,
     /// For each query head of `q`, the head of `k` and `v` that it attends to.
     pub kv_head_of: &'a [u32],
-    /// What the queries see of the keys, in this backend's tiles. Rows: `work.classes[..].rows`; keys: `work.kv_positions`.
+    /// The mask between these queries and keys, in this backend's tiles. Rows: `work.classes[..].rows`; keys:
+    /// `work.kv_positions`.
     pub work: &'a BlockWork,
-    /// A tensor over the pairs of these rows and of all key positions, which hides keys or is added to logits.
+    /// A tensor over (query, key position) pairs, which hides keys or is added to logits.
     pub pairs: Option<Pairs<'a, Buffer>>,
-    /// Whether each row must get the same bytes whatever rows are computed with it, and on whatever mesh: no kernel may be
-    /// chosen by the number of rows, nor keys be divided by it.
+    /// Whether the bytes of a row must depend neither on the other rows of the call nor on the mesh. If so, the number of rows
+    /// must decide neither which kernel runs nor how keys are divided.
     pub fixed_order: bool,
-    /// The running state of exactly these rows and heads.
+    /// The running state of the rows and heads of `q`.
     pub state: StateMut<'a, Buffer>,
 }
 
-/// Rows of a [`PairTensor`](crate::PairTensor): `[batch, q rows, q heads, key positions]`. Columns are positions, not
-/// places in a block of keys.
+/// Rows of a [`PairTensor`](crate::PairTensor): `[batch, q rows, q heads, key positions]`. Columns are global key
+/// positions, not indices into a block of keys.
 #[derive(Clone, Copy, Debug)]
 pub struct Pairs<'a, Buffer> {
-    /// What it does.
+    /// Whether it hides keys or is added to logits.
     pub kind: PairKind,
-    /// Where it lives.
+    /// The buffer that holds it.
     pub buffer: &'a Buffer,
-    /// How it lies there, in 32-bit words of [`PairKind::Visible`], in elements of [`PairKind::Bias`]. A stride of 0
-    /// serves all batch entries, or all heads, alike.
+    /// Offset and strides, in 32-bit words of [`PairKind::Visible`], in elements of [`PairKind::Bias`]. A stride of 0
+    /// means that all batch entries, or all heads, share the same rows.
     pub layout: Layout,
 }
 
-/// How the outside reaches into a long computation, and looks at it.
+/// Cancels a long computation, and counts its pieces.
 #[derive(Clone, Debug, Default)]
 pub struct Control {
-    /// Raised from outside: give up between two pieces.
+    /// Set by the caller: the computation ends between two pieces.
     cancel: Arc<AtomicBool>,
     /// Pieces done so far.
     pieces: Arc<AtomicU64>,
@@ -352,12 +353,12 @@ pub struct Control {
 }
 
 impl Control {
-    /// A control that is cancelled when `cancel` rises.
+    /// A control that is cancelled when `cancel` becomes true.
     pub fn new(cancel: Arc<AtomicBool>) -> Self {
         Self { cancel, ..Self::default() }
     }
 
-    /// A control that beats `pulse` at every piece too.
+    /// The same control, which also beats `pulse` with every piece.
     pub fn beating(self, pulse: Arc<Pulse>) -> Self {
         Self { pulse, ..self }
     }
@@ -365,7 +366,7 @@ impl Control {
     /// Called by backends between two pieces.
     ///
     /// # Errors
-    /// [`Error::Cancelled`] when the token has risen.
+    /// [`Error::Cancelled`] when the cancel flag is set.
     pub fn piece_done(&self) -> Result<()> {
         self.pieces.fetch_add(1, Ordering::Relaxed);
         self.pulse.beat();

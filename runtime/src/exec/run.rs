@@ -1,4 +1,4 @@
-//! One run of one rank: its steps, in order.
+//! One operation of one rank: its steps, in order.
 
 use std::future::Future;
 use std::pin::pin;
@@ -12,23 +12,23 @@ use tracing::Instrument;
 use super::{Executor, state_mut, state_ref};
 use crate::backend::{Attend, Backend, Control, Elements, Extent, Layout, Operand, Pairs, Scales};
 use crate::collective::{Arrivals, Broken, Collective, ExchangeError, Incoming, Memory, Outgoing};
-use crate::meter::{Lane, Meter};
+use crate::meter::{Meter, Timeline};
 use crate::plan::{BufferId, Content, Recv, Slice, Step, describe};
 use crate::{AttentionProblem, BlockWork, Dtype, Error, Result, WireFormat};
 
-/// One run of one rank.
+/// One operation of one rank.
 pub(super) struct Run<'r, 'a, B: Backend, C> {
     pub(super) executor: &'r Executor<'a, B, C>,
     pub(super) op: u64,
     pub(super) meter: &'r Meter,
     pub(super) memory: Memory<B::Buffer>,
-    /// The step under way: those before it are done.
+    /// Index of the current step. The steps before it are done.
     pub(super) step: usize,
-    /// What had arrived of exchanges that were not waited for when the run was cut off, ascending.
+    /// Buffers, ascending, that had arrived whole when the run was interrupted, with exchanges for which it had not waited.
     pub(super) arrived: Vec<BufferId>,
 }
 
-/// An exchange that has been posted and not been waited for.
+/// An exchange that was posted and not yet waited for.
 pub(super) struct InFlight<'r, Buffer> {
     id: u32,
     pub(super) recvs: &'r [Recv],
@@ -43,7 +43,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         let span = tracing::info_span!("operation", rank = plan.rank, op = self.op, steps = plan.steps.len());
         let result = self.steps(&mut in_flight).instrument(span).await;
         if result.is_err() && self.executor.keeps {
-            in_flight.into_iter().for_each(|exchange| self.take_in(exchange));
+            in_flight.into_iter().for_each(|exchange| self.keep_arrived(exchange));
             self.arrived.sort_unstable();
         }
         result
@@ -59,7 +59,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             options.observer.step(Rank(plan.rank), self.op, index, plan.steps.len(), &words);
             collective
                 .report_progress(Progress { op: self.op, step: u32::try_from(index).unwrap_or(u32::MAX) });
-            // Whoever waits depends on others; all else is this rank's own.
+            // A wait depends on other ranks; every other step is this rank's own work, for which its pulse must beat.
             let work = (!matches!(step, Step::Wait { .. })).then(|| pulse.work());
             let span = tracing::debug_span!("step", index, doing = tracing::field::Empty);
             if !span.is_disabled() {
@@ -71,7 +71,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         self.step = plan.steps.len();
         let _work = pulse.work();
         let started = self.meter.start();
-        // A rank without tokens writes nothing into its output, and has one all the same.
+        // The plan of a rank without tokens does not write its output, which is empty.
         let mut output = match self.memory.take(plan.output) {
             Some(output) => output,
             None => self.allocate(plan.output)?,
@@ -82,11 +82,11 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         if self.executor.keeps {
             self.memory.put(plan.output, output);
         }
-        self.meter.end(started, Lane::Copy, || "download the output".to_owned());
+        self.meter.end(started, Timeline::Copy, || "download the output".to_owned());
         Ok((o, lse, control.pieces_done()))
     }
 
-    /// Runs the step that the rank has come to; `work` ends with it.
+    /// Runs the current step; `work` ends with it.
     async fn step(
         &mut self,
         step: &'r Step,
@@ -100,7 +100,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         match step {
             Step::Repack { from, into } => {
                 self.repack(from, into)?;
-                self.meter.end(started, Lane::Copy, words);
+                self.meter.end(started, Timeline::Copy, words);
             }
             Step::Exchange { id, sends, recvs } => {
                 let sends: Vec<Outgoing> = sends
@@ -139,7 +139,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 }
                 self.memory.put(*state, tensors);
                 if let Err(Error::Cancelled) = attended {
-                    // Some rows have met the block, and others not: none has.
+                    // Some rows have met the block and others have not: back to the state before the block.
                     self.memory.take(*state);
                     before.into_iter().for_each(|tensors| self.memory.put(*state, tensors));
                     drop(work);
@@ -147,11 +147,11 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 }
                 attended?;
                 drive(in_flight, backend.wait()).await?;
-                self.meter.end(started, Lane::Compute, words);
+                self.meter.end(started, Timeline::Compute, words);
             }
             Step::Convert { from, into } => {
                 self.convert(from, *into)?;
-                self.meter.end(started, Lane::Copy, words);
+                self.meter.end(started, Timeline::Copy, words);
             }
             Step::Merge { from, into } => {
                 let (from_tensors, mut into_tensors) = (self.state(*from)?, self.state(*into)?);
@@ -161,7 +161,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 self.memory.put(*from, from_tensors);
                 self.memory.put(*into, into_tensors);
                 merged?;
-                self.meter.end(started, Lane::Compute, words);
+                self.meter.end(started, Timeline::Compute, words);
             }
             Step::Finalize { state, into } => {
                 let tensors = self.state(*state)?;
@@ -174,7 +174,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 self.memory.put(*state, tensors);
                 self.memory.put(*into, output);
                 drive(in_flight, backend.wait()).await?;
-                self.meter.end(started, Lane::Compute, words);
+                self.meter.end(started, Timeline::Compute, words);
             }
             Step::Free { buffer } => drop(self.memory.take(*buffer)),
         }
@@ -287,7 +287,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         Ok(())
     }
 
-    /// A message becomes the buffers of its parts.
+    /// Makes the tensors of a message the buffers of its parts.
     pub(super) fn receive(&mut self, recv: &Recv, tensors: Vec<B::Buffer>) {
         let mut tensors = tensors.into_iter();
         for part in &recv.parts {
@@ -296,9 +296,9 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         }
     }
 
-    /// The group's failure, after a computation was given up because of it.
+    /// The failure of the group because of which a computation was cancelled.
     async fn why_stopped(&self, in_flight: &mut Vec<InFlight<'r, B::Buffer>>) -> Error {
-        // What was outstanding knows most: peer and bytes.
+        // An exchange under way gives the most detail: peer and bytes.
         for exchange in in_flight {
             let ended = match exchange.ended.take() {
                 Some(ended) => ended,
@@ -310,7 +310,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 return self.explain(error);
             }
         }
-        // Nothing was outstanding: any call tells.
+        // No exchange is under way: any call of the transport returns the failure.
         match self.executor.collective.agree(Vote::Ready { plan_hash: self.executor.plan_hash }).await {
             Err(error) => self.explain(ExchangeError::Transport(error)),
             Ok(()) => Error::Cancelled,
@@ -332,7 +332,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
     }
 }
 
-/// Runs `future` and, meanwhile, keeps every exchange in flight moving.
+/// Runs `future` and polls every exchange in flight meanwhile.
 async fn drive<T, Buffer>(in_flight: &mut [InFlight<'_, Buffer>], future: impl Future<Output = T>) -> T {
     let mut future = pin!(future);
     std::future::poll_fn(|context| {
@@ -346,7 +346,8 @@ async fn drive<T, Buffer>(in_flight: &mut [InFlight<'_, Buffer>], future: impl F
     .await
 }
 
-/// Keys, then values, of a buffer with these tensors: from element `first` on, where tokens stand by themselves.
+/// Keys, then values, of a buffer with these tensors. Stored elements are taken from element `first` on; coded ones from the
+/// beginning, because their tokens share scales.
 fn key_value<Buffer>(
     problem: &AttentionProblem,
     content: Content,

@@ -7,13 +7,13 @@
 mod check;
 mod explain;
 mod hash;
-mod reached;
 mod step;
+mod step_progress;
 
 pub(crate) use check::lost_tokens;
 pub use check::{Left, RankCheck, check, check_repair, left};
 pub(crate) use explain::describe;
 pub use explain::{Explained, bytes, expected_of_wire, explain, table};
 pub use hash::plan_hash;
-pub use reached::Reached;
 pub use step::{Buffer, BufferId, Content, Kept, Lost, Plan, Recv, Send, Slice, Step, World};
+pub use step_progress::StepProgress;

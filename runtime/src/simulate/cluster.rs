@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::describe::{Description, DeviceDescription, LinkDescription};
-use crate::{AttentionProblem, Error, Result};
+use crate::{AttentionProblem, Error, Remedy, Result};
 
 /// A validated [`Description`], hosts counted out.
 #[derive(Clone, Debug)]
@@ -220,10 +220,7 @@ impl Cluster {
             Some(rate) => Ok(4.0 * dim / (rate.gflop_per_s * rate.share_of_it)),
             None => Err(Error::request(
                 format!("{} has no attention rate for {}", self.kind_of(device), problem.dtype),
-                format!(
-                    "add a [[device.{}.attention]] of that dtype, or use another --dtype",
-                    self.kind_of(device)
-                ),
+                Remedy::DescribeDtypeOrUseAnother { device: self.kind_of(device).to_owned() },
             )),
         }
     }

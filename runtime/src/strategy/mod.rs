@@ -23,7 +23,9 @@ use std::str::FromStr;
 use kyklos_transport::Rank;
 
 use crate::plan::{BufferId, Content, Lost, Plan, World};
-use crate::{AttentionProblem, Deal, Error, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
+use crate::{
+    AttentionProblem, Deal, Error, Mesh, Placement, PlacementKind, Remedy, Result, Split, TokenRuns,
+};
 use build::{Inputs, PlanBuilder};
 pub use order::TILE_KEYS;
 pub use repair::{can_repair, repair};
@@ -212,7 +214,7 @@ fn placements(
     if matches!(split, Split::Tokens(_)) && problem.q_len != problem.kv_len {
         return Err(Error::request(
             format!("exact token counts for {} queries and {} keys", problem.q_len, problem.kv_len),
-            "use weights (--split) where the two lengths differ",
+            Remedy::UseWeights,
         ));
     }
     let (q_split, kv_split) = match split {

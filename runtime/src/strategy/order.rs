@@ -14,7 +14,7 @@ use kyklos_transport::Rank;
 use super::Strategy;
 use super::build::{Inputs, PlanBuilder};
 use crate::plan::{BufferId, Content, Slice};
-use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, TokenRuns};
+use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Remedy, Result, TokenRuns};
 
 /// Keys of a tile. Kernels must give a row the same bytes whatever rows they compute with it, and divide keys into
 /// steps of their own from the first key of a call on.
@@ -121,29 +121,29 @@ pub(super) fn fits(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy, k
 }
 
 /// Counts of tokens that would be on the grid, where the placement allows any.
-fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, strategy: Strategy) -> String {
+fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, strategy: Strategy) -> Remedy {
     let (ring, ulysses, keys) = (mesh.ring(), mesh.ulysses(), problem.kv_len);
     let halves = if kv.kind() == PlacementKind::Zigzag || strategy == Strategy::TwoWay { 2 } else { 1 };
     let unit = TILE_KEYS * halves;
     if matches!(kv.kind(), PlacementKind::Striped | PlacementKind::PerDocument)
         || kv.kind() == PlacementKind::Zigzag && !keys.is_multiple_of(unit)
     {
-        return "use contiguous placement".to_owned();
+        return "use contiguous placement".into();
     }
     if !keys.is_multiple_of(unit) && halves == 2 {
-        return "its halves of shards cannot all be on that grid: use another strategy".to_owned();
+        return "its halves of shards cannot all be on that grid: use another strategy".into();
     }
     if problem.q_len != keys || keys / unit < ring || !kv.replicated().is_empty() {
-        return format!("let every shard have a multiple of {unit} keys, or use fewer shards");
+        return format!("let every shard have a multiple of {unit} keys, or use fewer shards").into();
     }
     let units = keys / unit;
     let counts = (0..mesh.world()).map(|rank| {
         let (r, u) = mesh.coordinates(Rank(rank));
         let over = if r + 1 == ring { keys % unit } else { 0 };
         let shard = (units / ring + u32::from(r < units % ring)) * unit + over;
-        (shard / ulysses + u32::from(u < shard % ulysses)).to_string()
+        shard / ulysses + u32::from(u < shard % ulysses)
     });
-    format!("use --tokens {}", counts.collect::<Vec<_>>().join(","))
+    Remedy::UseTokens(counts.collect())
 }
 
 /// The tiles of tokens that are on the grid, as all are that are attended to.

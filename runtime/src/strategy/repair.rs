@@ -14,9 +14,9 @@ use kyklos_transport::Rank;
 use super::build::PlanBuilder;
 use super::{Strategy, TILE_KEYS};
 use crate::plan::{
-    BufferId, Content, Lost, Plan, Reached, Recv, Send, Slice, Step, World, left, lost_tokens,
+    BufferId, Content, Lost, Plan, Recv, Send, Slice, Step, StepProgress, World, left, lost_tokens,
 };
-use crate::{AttentionProblem, Error, Mesh, Result, TokenRuns, lower};
+use crate::{AttentionProblem, Error, Mesh, Remedy, Result, TokenRuns, lower};
 
 /// Whether those who are left can finish a call of `problem` on `mesh` by `strategy`, if they still have all keys.
 ///
@@ -26,13 +26,13 @@ pub fn can_repair(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) ->
     if mesh.ulysses() > 1 {
         return Err(Error::request(
             format!("mesh {mesh}, to be finished without ranks that are lost"),
-            "a rank of a Ulysses group has its heads of all tokens, and they are lost with it: use --mesh 1xR, or another --on-loss",
+            Remedy::RecoverOnRing,
         ));
     }
     if strategy.moves_queries() {
         return Err(Error::request(
             format!("strategy {strategy}, to be finished without ranks that are lost"),
-            "keys stay with their rank there: use one that sends keys, such as ring, or another --on-loss",
+            Remedy::RecoverBySendingKeys,
         ));
     }
     if problem.fixed_order {
@@ -40,7 +40,7 @@ pub fn can_repair(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) ->
             format!(
                 "sums in a fixed order, of {TILE_KEYS} keys each, to be finished without ranks that are lost"
             ),
-            "leave --fixed-order away, or use another --on-loss",
+            Remedy::RecoverInAnyOrder,
         ));
     }
     Ok(())
@@ -52,7 +52,7 @@ pub fn can_repair(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) ->
 /// # Errors
 /// [`Error::KeysLost`] when nobody who is left has all keys that are still needed, [`Error::Request`] as
 /// [`can_repair`], [`Error::Plan`] when a rank cannot have come where it says. The same on all ranks.
-pub fn repair(before: &World, ranks: &[Rank], reached: &[Reached]) -> Result<World> {
+pub fn repair(before: &World, ranks: &[Rank], reached: &[StepProgress]) -> Result<World> {
     can_repair(&before.problem, before.mesh, before.strategy)?;
     if before.lost != Lost::default() {
         return Err(Error::request(
@@ -154,7 +154,7 @@ struct Has {
 }
 
 impl Has {
-    fn of(before: &World, rank: Rank, reached: &Reached, blocks: &[Block]) -> Result<Self> {
+    fn of(before: &World, rank: Rank, reached: &StepProgress, blocks: &[Block]) -> Result<Self> {
         let left = left(before, rank, reached)?;
         let plan = before.plan(rank);
         let arrived: Vec<BufferId> = arrivals(plan).filter(|id| left.blocks.contains(id)).collect();

@@ -15,9 +15,6 @@
 use crate::text::Text;
 use crate::variant::AttendKernel;
 
-/// Query rows that a subgroup owns at most, and largest head.
-pub(crate) const MAX_HEAD_DIM: u32 = 256;
-
 /// Growth of a maximum, as a power of two, up to which nothing is rescaled. 2^8 · 2048 keys is far below what f16
 /// weights and f32 sums hold.
 const SLACK: &str = "8.0f";

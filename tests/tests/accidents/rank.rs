@@ -9,7 +9,7 @@ use std::time::Duration;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::local::RankTask;
 use kyklos::plan::{check, plan_hash};
-use kyklos::{Error, Lasting, Observer, RankOutput, RunOptions, Survivors, SystemClock};
+use kyklos::{Error, Observer, RankOutput, ResumableRank, RunOptions, Survivors, SystemClock};
 use kyklos_transport::quic::{Identity, QuicConfig, QuicTransport};
 use kyklos_transport::{Rank, Regroup, Transport, TransportError};
 
@@ -143,14 +143,14 @@ fn run(backend: &CpuBackend, order: &Order, transport: &Arc<dyn Transport>) -> k
     };
     let mut result = Vec::new();
     let bytes = |output: &RankOutput| [&output.o[..], &output.lse[..]].concat();
-    let mut lasting = Lasting::new(backend, task);
-    let run = lasting.run(order.finish, |_, output| result = bytes(&output));
+    let mut resumable = ResumableRank::new(backend, task);
+    let run = resumable.run(order.finish, |_, output| result = bytes(&output));
     match pollster::block_on(run) {
         Ok(()) => Ok(result),
         Err(_) if order.finish => {
             let group = pollster::block_on(transport.reform(Regroup::Survivors, PATIENCE))?;
             let survivors = Survivors { transport: group.transport, ranks: group.members };
-            let finished = pollster::block_on(lasting.finish(&survivors));
+            let finished = pollster::block_on(resumable.finish(&survivors));
             let _ = pollster::block_on(survivors.transport.close(Duration::from_secs(5)));
             Ok(bytes(&finished?.output))
         }

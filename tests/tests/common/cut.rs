@@ -5,8 +5,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use kyklos::backend::Backend;
 use kyklos::collective::HostStaged;
 use kyklos::local::{Tensors, shard};
-use kyklos::plan::{Reached, Step, World};
-use kyklos::{Executor, Inputs, Observer, RankOutput, Remains, RunOptions};
+use kyklos::plan::{Step, StepProgress, World};
+use kyklos::{Carryover, Executor, Inputs, Observer, RankOutput, RunOptions};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
 
 use super::{DEADLINE, Whole, options};
@@ -14,7 +14,7 @@ use super::{DEADLINE, Whole, options};
 /// What a rank has on its device when its group is no more.
 pub struct CutOff<B: Backend> {
     pub inputs: Inputs<B::Buffer>,
-    pub remains: Remains<B::Buffer>,
+    pub carryover: Carryover<B::Buffer>,
 }
 
 /// Steps that each rank of `world` has done at some time, when they are scheduled as `choose` says: it gets those who can go on,
@@ -117,22 +117,22 @@ where
         let Tensors { q, k, v, pairs } = shard(world, rank, tensors).unwrap();
         let collective = HostStaged::new(transport, DEADLINE);
         let options = RunOptions { observer: Arc::clone(&gate) as Arc<dyn Observer>, ..options() };
-        let executor = Executor::new(&backend, &collective, world, rank, [7; 32], 0, options).keeping();
+        let executor = Executor::new(&backend, &collective, world, rank, [7; 32], 0, options).resumable();
         let mut inputs = executor.load(q, k, v, pairs).unwrap();
-        let mut remains = Remains::default();
-        let ended = pollster::block_on(executor.run_from(0, &mut inputs, &mut remains));
+        let mut carryover = Carryover::default();
+        let ended = pollster::block_on(executor.run_from(0, &mut inputs, &mut carryover));
         let steps = world.plan(rank).steps.len();
         assert!(
-            ended.is_ok() || remains.reached().steps < steps,
+            ended.is_ok() || carryover.progress().steps < steps,
             "{rank}: {:?} after {:?}",
             ended.err(),
-            remains.reached()
+            carryover.progress()
         );
         if gate.steps[rank.0 as usize] == steps {
             gate.arrive();
         }
         drop(executor);
-        (backend, CutOff { inputs, remains })
+        (backend, CutOff { inputs, carryover })
     };
     std::thread::scope(|scope| {
         let rank = &rank;
@@ -156,8 +156,8 @@ where
     let rank = |transport: Arc<dyn Transport>, (backend, mut cut): (B, CutOff<B>)| {
         let rank = transport.rank();
         let collective = HostStaged::new(transport.clone(), DEADLINE);
-        let executor = Executor::new(&backend, &collective, repair, rank, [8; 32], 0, options()).keeping();
-        let output = pollster::block_on(executor.run_from(0, &mut cut.inputs, &mut cut.remains));
+        let executor = Executor::new(&backend, &collective, repair, rank, [8; 32], 0, options()).resumable();
+        let output = pollster::block_on(executor.run_from(0, &mut cut.inputs, &mut cut.carryover));
         let _ = pollster::block_on(transport.close(DEADLINE));
         output
     };
@@ -179,6 +179,6 @@ where
 }
 
 /// What was reached by those of `ranks`.
-pub fn reached_by<B: Backend>(all: &[(B, CutOff<B>)], ranks: &[Rank]) -> Vec<Reached> {
-    ranks.iter().map(|rank| all[rank.0 as usize].1.remains.reached().clone()).collect()
+pub fn reached_by<B: Backend>(all: &[(B, CutOff<B>)], ranks: &[Rank]) -> Vec<StepProgress> {
+    ranks.iter().map(|rank| all[rank.0 as usize].1.carryover.progress().clone()).collect()
 }

@@ -204,7 +204,7 @@ fn refusals() -> Vec<Scenario> {
             let why = availability().unwrap_err().to_string();
             let error = CudaBackend::new(0).unwrap_err();
             assert!(words.iter().all(|word| why.contains(word)), "{why}");
-            assert_eq!((error.to_string(), error.exit_code()), (why, 2));
+            assert_eq!((error.to_string(), error.is_request()), (why, true));
         })
     };
     vec![

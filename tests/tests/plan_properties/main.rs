@@ -269,7 +269,7 @@ fn ulysses_wider_than_the_heads_is_refused_with_a_mesh_that_works() {
         plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ulysses).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "ulysses = 4 needs at least 4 query heads, the problem has 3: use --mesh 2x2, or a ring"
+        "ulysses = 4 needs at least 4 query heads, the problem has 3: use a mesh of 2 x 2, or a ring"
     );
 }
 

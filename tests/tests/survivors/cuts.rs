@@ -1,6 +1,6 @@
 //! Proofs of repairs at times that are drawn.
 
-use kyklos::plan::{BufferId, Content, Left, Reached, Recv, Step, World, check_repair, left};
+use kyklos::plan::{BufferId, Content, Left, Recv, Step, StepProgress, World, check_repair, left};
 use kyklos::{Dtype, Error, repair};
 use kyklos_transport::Rank;
 use proptest::prelude::*;
@@ -9,7 +9,7 @@ use crate::common::cut::reach;
 use crate::drawn::{self, Chance};
 
 /// How far all ranks are at some time, with what may have arrived by then.
-fn some_time(world: &World, chance: &mut Chance) -> Vec<Reached> {
+fn some_time(world: &World, chance: &mut Chance) -> Vec<StepProgress> {
     let whole: usize = world.plans.iter().map(|plan| plan.steps.len()).sum();
     let (mut steps, patience) = (0, chance.below(whole + 1));
     // Some are slow, as ranks that wait for nobody may be.
@@ -23,7 +23,7 @@ fn some_time(world: &World, chance: &mut Chance) -> Vec<Reached> {
     let reached = (0u32..).zip(&at).map(|(rank, steps)| {
         let all = on_the_way(world, rank, *steps, &at);
         let arrived = all.into_iter().filter(|_| chance.below(2) == 0).flatten().collect();
-        Reached { op: 3, steps: *steps, arrived: sorted(arrived) }
+        StepProgress { op: 3, steps: *steps, arrived: sorted(arrived) }
     });
     reached.collect()
 }
@@ -60,7 +60,7 @@ fn holds(world: &World, rank: Rank, left: &Left, key: u32) -> bool {
 struct Loss {
     world: World,
     ranks: Vec<Rank>,
-    reached: Vec<Reached>,
+    reached: Vec<StepProgress>,
 }
 
 fn loss(seed: u64) -> Loss {
@@ -99,7 +99,7 @@ fn are_really_lost(loss: &Loss, owner: u32, keys: &kyklos::TokenRuns, seen_by: u
 type Fault = fn(&mut Loss, &mut Option<World>, &mut Chance) -> Option<&'static str>;
 
 /// A rank says something, and the repair is made of it; the truth is otherwise.
-fn said(loss: &Loss, at: usize, reached: Reached) -> Option<World> {
+fn said(loss: &Loss, at: usize, reached: StepProgress) -> Option<World> {
     let mut said = loss.reached.clone();
     said[at] = reached;
     repair(&loss.world, &loss.ranks, &said).ok()
@@ -111,7 +111,7 @@ const FAULTS: [Fault; 8] = [
         let truth = &loss.reached[at];
         let plan = loss.world.plan(loss.ranks[at]);
         let half = matches!(plan.steps.get(truth.steps), Some(Step::Attend { .. }));
-        *broken = said(loss, at, Reached { steps: truth.steps + 1, ..truth.clone() }).filter(|_| half);
+        *broken = said(loss, at, StepProgress { steps: truth.steps + 1, ..truth.clone() }).filter(|_| half);
         broken.as_ref().map(|_| "an attend half done is taken for done")
     },
     |loss, broken, chance| {
@@ -119,7 +119,7 @@ const FAULTS: [Fault; 8] = [
         let truth = &loss.reached[at];
         let plan = loss.world.plan(loss.ranks[at]);
         let done = truth.steps > 0 && matches!(plan.steps[truth.steps - 1], Step::Attend { .. });
-        *broken = said(loss, at, Reached { steps: truth.steps.saturating_sub(1), ..truth.clone() });
+        *broken = said(loss, at, StepProgress { steps: truth.steps.saturating_sub(1), ..truth.clone() });
         // The state is kept, or is the first one and begins anew.
         broken.as_ref().filter(|_| done)?.plans[at]
             .kept
@@ -135,7 +135,7 @@ const FAULTS: [Fault; 8] = [
         let open = on_the_way(&loss.world, rank.0, truth.steps, &everybody).concat();
         let more = open.into_iter().find(|id| !truth.arrived.contains(id))?;
         let arrived = sorted([&truth.arrived[..], &[more]].concat());
-        *broken = said(loss, at, Reached { arrived, ..truth });
+        *broken = said(loss, at, StepProgress { arrived, ..truth });
         broken.as_ref()?.plans[at].kept.iter().find(|kept| kept.was == more)?;
         Some("a block that is not here is taken for held")
     },
@@ -219,13 +219,13 @@ proptest! {
         for (rank, reached) in loss.ranks.iter().zip(&loss.reached) {
             let plan = loss.world.plan(*rank);
             let mut bytes = reached.encode(plan);
-            prop_assert_eq!(bytes.len(), Reached::encoded_bytes(plan));
-            prop_assert_eq!(&Reached::decode(&bytes, plan).unwrap(), reached);
-            prop_assert!(Reached::decode(&bytes[1..], plan).is_err());
+            prop_assert_eq!(bytes.len(), StepProgress::encoded_bytes(plan));
+            prop_assert_eq!(&StepProgress::decode(&bytes, plan).unwrap(), reached);
+            prop_assert!(StepProgress::decode(&bytes[1..], plan).is_err());
             let place = chance.below(bytes.len());
             bytes[place] ^= 1 << chance.below(8);
             // Whatever was changed is refused, or cannot have been, or is another place that can be reached.
-            if let Ok(other) = Reached::decode(&bytes, plan) {
+            if let Ok(other) = StepProgress::decode(&bytes, plan) {
                 prop_assert_ne!(&other, reached);
                 let _ = left(&loss.world, *rank, &other);
             }

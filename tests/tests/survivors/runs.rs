@@ -1,7 +1,7 @@
 //! What is really left on each rank, finished on the CPU backend.
 
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::plan::{Reached, Step, World, check_repair};
+use kyklos::plan::{Step, StepProgress, World, check_repair};
 use kyklos::{Dtype, Error, Mesh, PlacementKind, Split, Strategy, plan_world, repair};
 use kyklos_oracle::inputs::cases;
 use kyklos_oracle::tolerance::{Cause, Comparison, discriminates};
@@ -25,7 +25,7 @@ fn lose(
     prepared: &Prepared,
     steps: &[usize],
     ranks: &[Rank],
-    lie: impl FnOnce(&mut [Reached]) -> bool,
+    lie: impl FnOnce(&mut [StepProgress]) -> bool,
 ) -> End {
     let lost = (0..world.mesh.world()).map(Rank).find(|rank| !ranks.contains(rank)).unwrap();
     let all = cut_off(world, &prepared.tensors, steps, lost, CpuBackend::new);
@@ -208,7 +208,7 @@ fn a_ring_that_loses_any_rank_at_any_step_is_finished_once_its_keys_are_with_oth
 }
 
 /// What a rank says wrongly of itself must show by far more than the tolerance, where it gets past the proof.
-fn must_be_caught(bug: &str, lie: impl Fn(&World, &mut [Reached]) -> bool) {
+fn must_be_caught(bug: &str, lie: impl Fn(&World, &mut [StepProgress]) -> bool) {
     let (_, world, right) = ring();
     let ranks = [0, 1, 3].map(Rank);
     let mut caught = 0;
@@ -237,7 +237,7 @@ fn must_be_caught(bug: &str, lie: impl Fn(&World, &mut [Reached]) -> bool) {
 #[test]
 fn an_attend_half_done_that_is_taken_for_done_is_caught() {
     must_be_caught("an attend half done", |world, reached| {
-        let half = |(rank, reached): (Rank, &mut Reached)| {
+        let half = |(rank, reached): (Rank, &mut StepProgress)| {
             let next = world.plan(rank).steps.get(reached.steps);
             let is = matches!(next, Some(Step::Attend { .. })) && reached.steps > 1;
             reached.steps += usize::from(is);
@@ -250,7 +250,7 @@ fn an_attend_half_done_that_is_taken_for_done_is_caught() {
 #[test]
 fn a_block_that_was_met_and_is_met_again_is_caught() {
     must_be_caught("a pair counted twice", |world, reached| {
-        let again = |(rank, reached): (Rank, &mut Reached)| {
+        let again = |(rank, reached): (Rank, &mut StepProgress)| {
             let steps = &world.plan(rank).steps[..reached.steps];
             let last = steps.iter().rposition(|step| matches!(step, Step::Attend { .. }));
             let earlier = steps.iter().filter(|step| matches!(step, Step::Attend { .. })).count();

@@ -10,10 +10,10 @@ use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::{Backend, Control};
 use kyklos::local::{RankTask, Tensors, run_ranks, shard};
-use kyklos::plan::{Lost, Reached, World, check, plan_hash};
+use kyklos::plan::{Lost, StepProgress, World, check, plan_hash};
 use kyklos::{
-    AttentionProblem, Dtype, Error, Lasting, Mask, Mesh, NoObserver, PairKind, PairTensor, Placement,
-    PlacementKind, RunOptions, Split, Strategy, Survivors, SystemClock, TokenRuns, plan_rows, plan_world,
+    AttentionProblem, Dtype, Error, Mask, Mesh, NoObserver, PairKind, PairTensor, Placement, PlacementKind,
+    ResumableRank, RunOptions, Split, Strategy, Survivors, SystemClock, TokenRuns, plan_rows, plan_world,
     repair,
 };
 use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport, Revoked};
@@ -84,8 +84,8 @@ pub(super) fn refusals() -> Vec<Entry> {
     let alone = in_process_group(1).remove(0);
     let survivors = Survivors { transport: alone.clone(), ranks: vec![Rank(0)] };
     let cpu = CpuBackend::new();
-    let mut lasting = Lasting::new(&cpu, task(&world, alone, zeros(0)));
-    let unrun = pollster::block_on(lasting.finish(&survivors)).unwrap_err();
+    let mut resumable = ResumableRank::new(&cpu, task(&world, alone, zeros(0)));
+    let unrun = pollster::block_on(resumable.finish(&survivors)).unwrap_err();
     let finishes = World { lost: Lost { keys: TokenRuns::contiguous(0..4), ..Lost::default() }, ..ring() };
     vec![
         entry(
@@ -122,10 +122,10 @@ pub(super) fn refusals() -> Vec<Entry> {
         ),
         entry(
             "repair of a world that finishes what another one began",
-            repair(&finishes, &[Rank(0)], &[Reached::default()]).unwrap_err(),
+            repair(&finishes, &[Rank(0)], &[StepProgress::default()]).unwrap_err(),
             "Those who are left can still form a group, and call anew.",
         ),
-        entry("Lasting::finish before Lasting::run", unrun, "There is nothing to finish."),
+        entry("ResumableRank::finish before ResumableRank::run", unrun, "There is nothing to finish."),
         entry("Executor::load with a short q", loaded, "A rank brings the tensors of its own tokens."),
     ]
 }
@@ -212,7 +212,7 @@ pub(super) fn of_runs() -> Vec<Entry> {
         ),
         entry(
             "a ring that is to be finished without a rank lost it before its keys were elsewhere",
-            repair(&ring(), &[Rank(0)], &[Reached::default()]).unwrap_err(),
+            repair(&ring(), &[Rank(0)], &[StepProgress::default()]).unwrap_err(),
             "`--on-loss finish` met it; `finish-or-shrink` begins again without these tokens.",
         ),
         entry(

@@ -6,7 +6,8 @@ use std::time::Instant;
 
 use rayon::iter::{ParallelBridge, ParallelIterator};
 
-use super::job::{Call, Job, Run};
+use super::call::Call;
+use super::job::{Job, Run};
 use super::keys::PackedKeys;
 use super::pack::Tensor;
 use super::pairs::PairRows;

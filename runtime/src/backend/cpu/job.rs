@@ -8,27 +8,14 @@ use std::ops::Range;
 
 use pulp::Simd;
 
+use super::call::Call;
 use super::keys::PackedKeys;
-use super::pack::{MAX_LANES, Tensor, pack_lanes, transposed};
-use super::pairs::PairRows;
+use super::pack::{MAX_LANES, pack_lanes, transposed};
 use super::panel::Panel;
 use super::scratch::{Line, Scratch};
 use super::simd::{KernelShape, WithKernel};
 use crate::backend::EMPTY_M;
-use crate::{BlockWork, MaskClass, RowSpan, TileRun};
-
-/// What all jobs of one call share.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Call<'a> {
-    pub(super) q: Tensor<'a>,
-    pub(super) k: Tensor<'a>,
-    pub(super) v: Tensor<'a>,
-    pub(super) work: &'a BlockWork,
-    pub(super) dim: usize,
-    pub(super) scale: f32,
-    pub(super) softcap: Option<f32>,
-    pub(super) pairs: Option<PairRows<'a>>,
-}
+use crate::{MaskClass, RowSpan, TileRun};
 
 /// One Q tile of one query head, and the running state of its rows.
 #[derive(Debug)]

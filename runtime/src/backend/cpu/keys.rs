@@ -6,7 +6,7 @@ use pulp::Simd;
 use rayon::iter::{IndexedParallelIterator, IntoParallelRefMutIterator, ParallelIterator};
 use rayon::slice::ParallelSliceMut;
 
-use super::job::Call;
+use super::call::Call;
 use super::pack::{pack_keys, pack_values};
 use super::scratch::{Line, Scratch, Spare, grow};
 use super::simd::{KernelShape, Level, WithKernel};
@@ -115,7 +115,7 @@ impl PackedKeys {
             k: k.as_chunks().0,
             v: v.as_chunks().0,
             stride: (call.work.tile.kv_cols as usize).next_multiple_of(MR),
-            positions: positions(call, tile),
+            positions: call.positions(tile),
             finite: self.finite[at],
         }
     }
@@ -140,21 +140,13 @@ impl WithKernel for Pack<'_> {
         let shape = KernelShape::of::<S, MR, NV>();
         self.scratch.fit(call.work.tile, call.dim, shape);
         let row = &mut bytemuck::cast_slice_mut(&mut self.scratch.row)[..call.dim * MR];
-        let keys = positions(call, self.tile).len();
+        let keys = call.positions(self.tile).len();
         let first = self.tile as usize * call.work.tile.kv_cols as usize;
         let at = [self.at[0], first, self.at[1]];
         let stride = (call.work.tile.kv_cols as usize).next_multiple_of(MR);
         pack_keys::<MR>(&call.k, at, keys, row, self.k);
         pack_values::<MR>(&call.v, at, keys, stride, &mut row[..call.dim], self.v)
     }
-}
-
-/// Positions of the keys of a tile.
-fn positions<'a>(call: &Call<'a>, tile: u32) -> &'a [u32] {
-    let all = &call.work.kv_positions;
-    let width = call.work.tile.kv_cols as usize;
-    let first = tile as usize * width;
-    &all[first..all.len().min(first + width)]
 }
 
 fn tile_lines(call: &Call<'_>, shape: KernelShape) -> [usize; 2] {

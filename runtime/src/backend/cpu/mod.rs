@@ -12,6 +12,7 @@
 
 mod attend;
 mod buffer;
+mod call;
 mod convert;
 mod exp;
 mod job;

@@ -2,35 +2,15 @@
 
 use std::sync::Arc;
 
-use kyklos_shaders::AttendVariant;
-
-use super::WgpuBackend;
+use super::backend::WgpuBackend;
+use super::class::class;
 use super::device::Gpu;
 use super::memory::Budget;
 use super::pieces::Pace;
 use super::tuning::{AdapterKey, Tuned, TuningTable};
-use super::variant::Variants;
+use super::variant::{KernelChoice, Variants};
 use crate::backend::{DeviceClass, DeviceInfo};
 use crate::{Error, Result};
-
-/// Which attention kernel is used.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum KernelChoice {
-    /// The one that suits the device.
-    #[default]
-    Auto,
-    /// The one that runs everywhere.
-    Portable,
-    /// The one for software drivers with subgroups; refused elsewhere.
-    SubgroupBroadcast,
-    /// The one for matrix units, where the tensors allow it (f16, a head dim that is a multiple of the matrices'
-    /// size, at most 256), and the portable one for others; refused on devices without f16 matrices that sum in f32.
-    /// Not chosen by [`Self::Auto`]: it has run on a software driver only, and what it needs of wgpu is experimental.
-    Cooperative,
-    /// This variant and no other, where the tensors allow it: what a tuner compares. Refused where the device has no such variant;
-    /// a cooperative one gives way to the portable kernel as in [`Self::Cooperative`].
-    Exactly(AttendVariant),
-}
 
 /// How a device is opened.
 #[derive(Clone, Debug, Default)]
@@ -216,14 +196,5 @@ fn shared_memory_features(adapter: &wgpu::Adapter, class: DeviceClass) -> wgpu::
             adapter.features() & wgpu::Features::MAPPABLE_PRIMARY_BUFFERS
         }
         _ => wgpu::Features::empty(),
-    }
-}
-
-pub(super) fn class(info: &wgpu::AdapterInfo) -> DeviceClass {
-    match info.device_type {
-        wgpu::DeviceType::Cpu => DeviceClass::SoftwareGpu,
-        wgpu::DeviceType::DiscreteGpu => DeviceClass::DiscreteGpu,
-        wgpu::DeviceType::IntegratedGpu => DeviceClass::IntegratedGpu,
-        wgpu::DeviceType::VirtualGpu | wgpu::DeviceType::Other => DeviceClass::OtherGpu,
     }
 }

@@ -4,13 +4,16 @@ use std::ops::Range;
 
 use kyklos_shaders::{AttendKernel, AttendParams, Kernel};
 
+use super::backend::WgpuBackend;
+use super::buffer::WgpuBuffer;
 use super::clock::now_s;
+use super::decode;
 use super::dispatch::Window;
+use super::numbers::{checked_dim, narrow};
 use super::operands::{KeysValues, Operands, PairRows, factors, pair_kind, units};
 use super::pieces::{Flight, Pace};
 use super::region::cut;
 use super::work::WorkList;
-use super::{WgpuBackend, WgpuBuffer, checked_dim, decode, narrow};
 use crate::backend::{Attend, Control, yield_now};
 use crate::{Error, Result};
 

@@ -4,10 +4,11 @@ use std::ops::Range;
 
 use kyklos_shaders::{CodesParams, Kernel, Storage};
 
+use super::buffer::WgpuBuffer;
 use super::device::Gpu;
 use super::dispatch::Window;
+use super::numbers::{narrow, storage};
 use super::region::cut;
-use super::{WgpuBuffer, narrow, storage};
 use crate::backend::Scales;
 use crate::{Dtype, Result, TOKENS_PER_SCALE};
 

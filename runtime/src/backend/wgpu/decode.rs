@@ -8,18 +8,19 @@ use std::ops::Range;
 
 use kyklos_shaders::{DecodeKernel, DecodeParams, Kernel, MergePartsParams};
 
+use super::backend::WgpuBackend;
+use super::buffer::WgpuBuffer;
 use super::clock::now_s;
 use super::dispatch::Window;
+use super::numbers::{checked_dim, narrow, storage};
 use super::operands::{KeysValues, Operands, PairRows, factors, pair_kind, units};
 use super::pieces::Flight;
 use super::region::cut;
+use super::variant::MOST_SLOTS;
 use super::work::WorkList;
-use super::{WgpuBackend, WgpuBuffer, checked_dim, narrow, storage};
 use crate::Result;
 use crate::backend::{Attend, Control, yield_now};
 
-/// Query rows times heads of a KV head above which tiles of rows pay off. A single row is always too few for them.
-pub(super) const MOST_SLOTS: usize = 16;
 /// Keys of a block below which splitting does not pay.
 const FEWEST_KEYS: usize = 256;
 /// Keys of a split: fewer are not worth the merge, more could hold up one workgroup for too long.

@@ -2,13 +2,14 @@
 
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
+use super::buffer::WgpuBuffer;
 use super::completion::{self, Done, Poller};
-use super::dispatch::Pipelines;
 use super::health::Health;
 use super::memory::Budget;
+use super::numbers::wide;
+use super::pipeline::Pipelines;
 use super::staging::{StagingPool, class_bytes};
 use super::stopwatch::Stopwatch;
-use super::{WgpuBuffer, wide};
 use crate::{Error, Result};
 
 /// A device with its queue.

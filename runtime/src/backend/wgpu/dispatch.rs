@@ -1,27 +1,16 @@
-//! Compiled kernels, bindings and dispatches.
+//! Bindings and dispatches.
 
-use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
-use kyklos_shaders::{Access, Dialect, ENTRY_POINT, Kernel};
+use kyklos_shaders::Kernel;
 
+use super::buffer::WgpuBuffer;
 use super::device::Gpu;
+use super::numbers::narrow;
+use super::pipeline::Pipeline;
 use super::stopwatch::Stopwatch;
-use super::{WgpuBuffer, narrow};
 use crate::{Error, Result};
-
-/// Kernels compiled so far.
-#[derive(Debug, Default)]
-pub(super) struct Pipelines(Mutex<HashMap<Kernel, Arc<Pipeline>>>);
-
-/// A compiled kernel.
-#[derive(Debug)]
-pub(super) struct Pipeline {
-    label: String,
-    raw: wgpu::ComputePipeline,
-    layout: wgpu::BindGroupLayout,
-}
 
 /// Part of a buffer as a kernel sees it.
 #[derive(Clone, Copy, Debug)]
@@ -66,49 +55,10 @@ impl Gpu {
         if let Some(pipeline) = pipelines.get(&kernel) {
             return Ok(pipeline.clone());
         }
-        let pipeline = Arc::new(self.compile(kernel));
+        let pipeline = Arc::new(Pipeline::compile(&self.device, kernel));
         self.check()?;
         pipelines.insert(kernel, pipeline.clone());
         Ok(pipeline)
-    }
-
-    fn compile(&self, kernel: Kernel) -> Pipeline {
-        let label = kernel.name();
-        let module = self.device.create_shader_module(wgpu::ShaderModuleDescriptor {
-            label: Some(&label),
-            source: wgpu::ShaderSource::Wgsl(kernel.source(DIALECT).into()),
-        });
-        let entries: Vec<_> = (0..)
-            .zip(kernel.bindings())
-            .map(|(binding, bound)| wgpu::BindGroupLayoutEntry {
-                binding,
-                visibility: wgpu::ShaderStages::COMPUTE,
-                ty: binding_type(bound.access),
-                count: None,
-            })
-            .collect();
-        let layout = self.device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor {
-            label: Some(&label),
-            entries: &entries,
-        });
-        let pipeline_layout = self.device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
-            label: Some(&label),
-            bind_group_layouts: &[Some(&layout)],
-            immediate_size: 0,
-        });
-        let raw = self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
-            label: Some(&label),
-            layout: Some(&pipeline_layout),
-            module: &module,
-            entry_point: Some(ENTRY_POINT),
-            compilation_options: wgpu::PipelineCompilationOptions {
-                // Every kernel writes its workgroup memory before it reads it.
-                zero_initialize_workgroup_memory: false,
-                ..Default::default()
-            },
-            cache: None,
-        });
-        Pipeline { label, raw, layout }
     }
 
     /// The bytes `range` of `buffer` as a binding; it may start a little earlier, where the device wants it aligned.
@@ -210,20 +160,3 @@ impl Gpu {
         self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some(label) })
     }
 }
-
-fn binding_type(access: Access) -> wgpu::BindingType {
-    let buffer = |ty| wgpu::BindingType::Buffer { ty, has_dynamic_offset: false, min_binding_size: None };
-    match access {
-        Access::Uniform => buffer(wgpu::BufferBindingType::Uniform),
-        Access::Read => buffer(wgpu::BufferBindingType::Storage { read_only: true }),
-        Access::ReadWrite => buffer(wgpu::BufferBindingType::Storage { read_only: false }),
-        Access::Texture => wgpu::BindingType::StorageTexture {
-            access: wgpu::StorageTextureAccess::ReadOnly,
-            format: wgpu::TextureFormat::Rgba32Uint,
-            view_dimension: wgpu::TextureViewDimension::D2,
-        },
-    }
-}
-
-/// wgpu hands WGSL to naga natively and to the browser on the web.
-pub(super) const DIALECT: Dialect = if cfg!(target_arch = "wasm32") { Dialect::Tint } else { Dialect::Naga };

@@ -19,7 +19,7 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use futures_channel::oneshot;
 
-use super::WgpuBuffer;
+use super::buffer::WgpuBuffer;
 use super::device::Gpu;
 use crate::{Error, Result};
 

@@ -13,6 +13,9 @@
 
 mod adapter;
 mod attend;
+mod backend;
+mod buffer;
+mod class;
 mod clock;
 mod codes;
 mod completion;
@@ -22,9 +25,11 @@ mod dispatch;
 mod download;
 mod health;
 mod memory;
+mod numbers;
 mod operands;
 mod ops;
 mod pieces;
+mod pipeline;
 mod region;
 mod staging;
 mod stopwatch;
@@ -36,140 +41,19 @@ mod work;
 use std::ops::Range;
 
 use bytes::Bytes;
-use kyklos_shaders::{AttendKernel, Pairs, Storage};
 
-pub use adapter::{KernelChoice, WgpuOptions};
+pub use adapter::WgpuOptions;
+pub use backend::WgpuBackend;
+pub use buffer::WgpuBuffer;
 pub use download::Download;
 pub use kyklos_shaders::{AttendVariant, UnknownVariant};
 pub use tuning::{AdapterKey, ShapeBucket, TuningEntry, TuningKey, TuningTable};
+pub use variant::KernelChoice;
 
 use super::{Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, State, StateMut, StateShape};
 use crate::{AttentionProblem, Dtype, Error, Result, TileShape};
 use codes::Direction;
-use device::Gpu;
-use memory::Lease;
-use pieces::Pace;
-use tuning::Tuned;
-use variant::Variants;
-
-/// One device behind wgpu.
-#[derive(Debug)]
-pub struct WgpuBackend {
-    info: DeviceInfo,
-    gpu: Gpu,
-    variants: Variants,
-    pace: Pace,
-    key: AdapterKey,
-    tuned: Tuned,
-}
-
-/// Linear memory on a wgpu device.
-#[derive(Debug)]
-pub struct WgpuBuffer {
-    raw: wgpu::Buffer,
-    /// As asked for; the buffer itself is a little larger and never empty.
-    bytes: usize,
-    _lease: Lease,
-}
-
-/// A browser frees the memory of a buffer when it is told to, or when its garbage collector comes by, which does not
-/// know how much there is to gain. What was submitted still has the use of it.
-#[cfg(target_arch = "wasm32")]
-impl Drop for WgpuBuffer {
-    fn drop(&mut self) {
-        self.raw.destroy();
-    }
-}
-
-impl WgpuBackend {
-    /// Ends the device and frees its memory, whatever still refers to it: for a program that lives on and wants the
-    /// memory for something else, and to see what it makes of a device that is lost. Every later call fails as after a
-    /// reset by the driver, and every future that waits for the device ends. What is in flight on it is done first.
-    pub fn destroy(&self) {
-        self.gpu.destroy();
-    }
-
-    /// The attention variant for a state of this shape, and whether it is a tuned choice. Few query rows go through
-    /// other kernels, whatever this says.
-    ///
-    /// # Errors
-    /// [`Error::Request`] for a head dim that no kernel has.
-    pub fn attend_variant(&self, dtype: Dtype, shape: StateShape) -> Result<(AttendVariant, bool)> {
-        Ok(self.chosen(dtype, checked_dim(shape.dim)?, shape))
-    }
-
-    /// Every variant that this device may be told to use for such tensors; the first is the built-in choice.
-    ///
-    /// # Errors
-    /// [`Error::Request`] for a head dim that no kernel has.
-    pub fn attend_choices(&self, dtype: Dtype, head_dim: usize) -> Result<Vec<AttendVariant>> {
-        Ok(self.variants.choices(storage(dtype), checked_dim(head_dim)?))
-    }
-
-    /// Under which key a choice for a state of this shape is kept.
-    ///
-    /// # Errors
-    /// [`Error::Request`] for a head dim that no kernel has, and for so few rows that there is nothing to choose.
-    pub fn tuning_key(&self, dtype: Dtype, shape: StateShape) -> Result<TuningKey> {
-        let head_dim = checked_dim(shape.dim)?;
-        let bucket = ShapeBucket::of(shape).ok_or_else(|| {
-            Error::request(
-                format!("{} query rows have no kernels to choose from", shape.rows),
-                format!("use more than {}", decode::MOST_SLOTS),
-            )
-        })?;
-        Ok(TuningKey {
-            adapter: self.key.clone(),
-            kernel: self.variants.choice_name(),
-            dtype: dtype.name().to_owned(),
-            head_dim,
-            bucket,
-            sources: tuning::sources(self.variants, storage(dtype), head_dim),
-        })
-    }
-
-    /// Seconds by the device's own clock from the start of the first compute pass since the last call to the end of
-    /// the last one; what lies between them, such as copies, counts. `None` where the device has no such clock, was
-    /// opened without [`WgpuOptions::timestamps`], or ran more passes than are kept.
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    pub async fn device_seconds(&self) -> Result<Option<f64>> {
-        self.gpu.check()?;
-        match &self.gpu.stopwatch {
-            Some(stopwatch) => stopwatch.seconds(&self.gpu).await,
-            None => Ok(None),
-        }
-    }
-
-    fn chosen(&self, dtype: Dtype, head_dim: u32, shape: StateShape) -> (AttendVariant, bool) {
-        match self.tuned.get(dtype, head_dim, shape) {
-            Some(variant) => (variant, true),
-            None => (self.variants.built_in(storage(dtype), head_dim), false),
-        }
-    }
-
-    /// The kernel for a state of this shape, or one for states of every shape.
-    fn attend_kernel(
-        &self,
-        dtype: Dtype,
-        head_dim: u32,
-        shape: Option<StateShape>,
-        softcap: bool,
-        pairs: Pairs,
-    ) -> AttendKernel {
-        let chosen = match shape {
-            Some(shape) => self.chosen(dtype, head_dim, shape).0,
-            None => self.variants.built_in(storage(dtype), head_dim),
-        };
-        let variant = match chosen {
-            // It reads none.
-            AttendVariant::Cooperative { .. } if pairs.any() => AttendVariant::portable(head_dim),
-            variant => variant,
-        };
-        AttendKernel { variant, storage: storage(dtype), head_dim, softcap, pairs }
-    }
-}
+use numbers::storage;
 
 impl Backend for WgpuBackend {
     type Buffer = WgpuBuffer;
@@ -298,36 +182,5 @@ impl Backend for WgpuBackend {
         let done = self.gpu.submit(None);
         done.finished().await;
         self.gpu.check()
-    }
-}
-
-fn storage(dtype: Dtype) -> Storage {
-    match dtype {
-        Dtype::F32 => Storage::F32,
-        Dtype::F16 => Storage::F16,
-        Dtype::Bf16 => Storage::Bf16,
-    }
-}
-
-/// Bytes as the 64-bit sizes of the API.
-fn wide(bytes: usize) -> u64 {
-    bytes as u64
-}
-
-/// An index for a kernel. Kernels count 16-byte units in u32; what they bind is far below that.
-fn narrow(what: &str, value: usize) -> Result<u32> {
-    u32::try_from(value).map_err(|_| {
-        Error::request(format!("{what} is {value}"), "kernels count in 32 bits: use smaller pieces")
-    })
-}
-
-/// Head dims are checked by the problem; a backend used alone says so itself.
-fn checked_dim(dim: usize) -> Result<u32> {
-    match u32::try_from(dim) {
-        Ok(dim) if dim > 0 && dim.is_multiple_of(8) && dim <= kyklos_shaders::MAX_HEAD_DIM => Ok(dim),
-        _ => Err(Error::request(
-            format!("head dim {dim} is not supported"),
-            format!("use a multiple of 8 up to {}", kyklos_shaders::MAX_HEAD_DIM),
-        )),
     }
 }

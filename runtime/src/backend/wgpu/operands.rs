@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 
+use super::buffer::WgpuBuffer;
 use super::device::Gpu;
 use super::dispatch::{Bound, Window};
+use super::numbers::narrow;
 use super::region::Strided;
-use super::{WgpuBuffer, narrow, texture};
+use super::texture;
 use crate::backend::{Attend, Layout, Operand};
 use crate::{Error, PairKind, Result};
 

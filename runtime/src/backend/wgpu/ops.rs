@@ -4,10 +4,11 @@ use kyklos_shaders::{
     ConvertParams, FinalizeParams, Kernel, MergeParams, RepackParams, ResetParams, Storage,
 };
 
+use super::buffer::WgpuBuffer;
 use super::device::Gpu;
-use super::dispatch::Bound;
+use super::dispatch::{Bound, Window};
+use super::numbers::{checked_dim, narrow};
 use super::region::{Strided, cut};
-use super::{WgpuBuffer, checked_dim, narrow};
 use crate::backend::{Extent, Layout, State, StateMut, StateShape};
 use crate::{Error, Result};
 
@@ -151,9 +152,8 @@ pub(super) fn repack(
             let target = gpu.window("the target of a copy", into, sides[1].bytes(&batch, &rows))?;
             let units = batch.len() * rows.len() * extent.heads * (extent.row_bytes / unit);
             let grid = gpu.grid((units as u64).div_ceil(u64::from(kernel.rows_per_workgroup())))?;
-            let skipped = |window: super::dispatch::Window<'_>| -> Result<u32> {
-                Ok(window.skipped_units()?.wrapping_mul(4 / words))
-            };
+            let skipped =
+                |window: Window<'_>| -> Result<u32> { Ok(window.skipped_units()?.wrapping_mul(4 / words)) };
             let start = |layout: &Layout| {
                 layout.offset + batch.start * layout.batch_stride + rows.start * layout.row_stride
             };

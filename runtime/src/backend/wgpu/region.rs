@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::texture::Source;
-use super::{WgpuBuffer, wide};
+use super::buffer::WgpuBuffer;
+use super::numbers::wide;
 use crate::backend::Layout;
 
 /// A strided `[batch, rows, heads, ·]` tensor, in bytes.
@@ -16,6 +16,17 @@ pub(super) struct Strided {
     head_bytes: usize,
     /// From the first byte of a row to the last of its last head.
     row_reach: usize,
+}
+
+/// The heads of k or v that queries attend to, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Source<'a> {
+    pub(super) buffer: &'a WgpuBuffer,
+    /// In bytes.
+    pub(super) layout: Layout,
+    pub(super) heads: usize,
+    /// Bytes of one head of one row.
+    pub(super) head_bytes: usize,
 }
 
 impl Strided {

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::WgpuBuffer;
+use super::buffer::WgpuBuffer;
 
 /// The staging buffers of one device: those that wait for work, and those whose copy is under way.
 ///

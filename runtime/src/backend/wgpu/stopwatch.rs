@@ -2,10 +2,6 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::device::Gpu;
-use super::download::Download;
-use crate::Result;
-
 /// Passes between two readings.
 const PASSES: u32 = 2048;
 
@@ -45,23 +41,29 @@ impl Stopwatch {
         })
     }
 
-    /// From the first begin to the last end, in seconds; starts anew.
-    pub(super) async fn seconds(&self, gpu: &Gpu) -> Result<Option<f64>> {
+    /// Passes since the last reading, and starts anew. `None` where there were none, or more than are kept.
+    pub(super) fn take_passes(&self) -> Option<u32> {
         let passes = std::mem::take(&mut *self.lock());
-        if passes == 0 || passes > PASSES {
-            return Ok(None);
-        }
-        let bytes = 16 * passes as usize;
-        let times = gpu.query_results("times", bytes)?;
-        let mut encoder = gpu.encoder("read times");
-        encoder.resolve_query_set(&self.set, 0..2 * passes, &times.raw, 0);
-        let _ = gpu.submit(Some(encoder.finish()));
-        let ticks: Vec<u64> = bytemuck::pod_collect_to_vec(&Download::start(gpu, &times, 0..bytes).await?);
-        Ok(span_ticks(&ticks).map(|ticks| {
+        (1..=PASSES).contains(&passes).then_some(passes)
+    }
+
+    /// Bytes of the times of so many passes: a begin and an end of 8 bytes for each.
+    pub(super) fn bytes(&self, passes: u32) -> usize {
+        16 * passes as usize
+    }
+
+    /// Records that the times of the first `passes` passes are written to `into`.
+    pub(super) fn resolve(&self, passes: u32, encoder: &mut wgpu::CommandEncoder, into: &wgpu::Buffer) {
+        encoder.resolve_query_set(&self.set, 0..2 * passes, into, 0);
+    }
+
+    /// Seconds from the first begin to the last end. `ticks` are what [`Self::resolve`] wrote.
+    pub(super) fn seconds(&self, ticks: &[u64]) -> Option<f64> {
+        span_ticks(ticks).map(|ticks| {
             #[expect(clippy::cast_precision_loss, reason = "a span of ticks, far below 2^52")]
             let ticks = ticks as f64;
             ticks * f64::from(self.period_ns) * 1e-9
-        }))
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, u32> {

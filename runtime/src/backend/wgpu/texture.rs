@@ -6,20 +6,11 @@
 use std::ops::Range;
 
 use super::device::Gpu;
-use super::{WgpuBuffer, narrow, ops};
+use super::numbers::narrow;
+use super::ops;
+use super::region::Source;
 use crate::backend::{Extent, Layout};
 use crate::{Error, Result};
-
-/// The heads of k or v that queries attend to, in bytes.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Source<'a> {
-    pub(super) buffer: &'a WgpuBuffer,
-    /// In bytes.
-    pub(super) layout: Layout,
-    pub(super) heads: usize,
-    /// Bytes of one head of one row.
-    pub(super) head_bytes: usize,
-}
 
 /// A copy of a region of k or v.
 pub(super) fn texture(

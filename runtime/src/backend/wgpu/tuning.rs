@@ -8,10 +8,8 @@ use std::collections::HashMap;
 use kyklos_shaders::{AttendKernel, AttendVariant, Kernel, Pairs, Storage};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::decode::MOST_SLOTS;
-use super::dispatch::DIALECT;
-use super::storage;
-use super::variant::Variants;
+use super::numbers::storage;
+use super::variant::{DIALECT, MOST_SLOTS, Variants};
 use crate::Dtype;
 use crate::backend::StateShape;
 

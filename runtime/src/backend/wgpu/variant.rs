@@ -1,11 +1,29 @@
 //! Which attention kernels a device runs.
 
-use kyklos_shaders::{AttendKernel, AttendVariant, DecodeVariant, Kernel, Pairs, Storage};
+use kyklos_shaders::{AttendKernel, AttendVariant, DecodeVariant, Dialect, Kernel, Pairs, Storage};
 
-use super::KernelChoice;
-use super::adapter::class;
+use super::class::class;
 use crate::backend::DeviceClass;
 use crate::{Error, Result};
+
+/// Which attention kernel is used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KernelChoice {
+    /// The one that suits the device.
+    #[default]
+    Auto,
+    /// The one that runs everywhere.
+    Portable,
+    /// The one for software drivers with subgroups; refused elsewhere.
+    SubgroupBroadcast,
+    /// The one for matrix units, where the tensors allow it (f16, a head dim that is a multiple of the matrices'
+    /// size, at most 256), and the portable one for others; refused on devices without f16 matrices that sum in f32.
+    /// Not chosen by [`Self::Auto`]: it has run on a software driver only, and what it needs of wgpu is experimental.
+    Cooperative,
+    /// This variant and no other, where the tensors allow it: what a tuner compares. Refused where the device has no such variant;
+    /// a cooperative one gives way to the portable kernel as in [`Self::Cooperative`].
+    Exactly(AttendVariant),
+}
 
 /// What the device was opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -267,3 +285,9 @@ fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
 const MATRIX_FEATURES: wgpu::Features = wgpu::Features::SUBGROUP
     .union(wgpu::Features::SHADER_F16)
     .union(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
+
+/// Query rows times heads of a KV head above which tiles of rows pay off. A single row is always too few for them.
+pub(super) const MOST_SLOTS: usize = 16;
+
+/// wgpu hands WGSL to naga natively and to the browser on the web.
+pub(super) const DIALECT: Dialect = if cfg!(target_arch = "wasm32") { Dialect::Tint } else { Dialect::Naga };

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::narrow;
+use super::numbers::narrow;
 use crate::{BlockWork, MaskClass, Result};
 
 /// What a block's queries see of its keys, ready to upload.

@@ -6,7 +6,7 @@ use kyklos_transport::Rank;
 
 use super::alone::RankProof;
 use super::{RankCheck, check};
-use crate::plan::{BufferId, Content, Reached, World};
+use crate::plan::{BufferId, Content, StepProgress, World};
 use crate::{Error, Placement, Result, TokenRuns};
 
 /// What a rank has after some of its steps, beside its inputs.
@@ -24,13 +24,13 @@ pub struct Left {
 ///
 /// # Errors
 /// [`Error::Plan`] when no run of the plan comes there, or the plan is wrong up to there.
-pub fn left(world: &World, rank: Rank, reached: &Reached) -> Result<Left> {
+pub fn left(world: &World, rank: Rank, reached: &StepProgress) -> Result<Left> {
     RankProof::new(world, world.plan(rank)).until(reached)
 }
 
 impl RankProof<'_> {
     /// What there is after the steps that were done, each of which is proved on the way.
-    fn until(mut self, reached: &Reached) -> Result<Left> {
+    fn until(mut self, reached: &StepProgress) -> Result<Left> {
         self.declarations()?;
         let Some(steps) = self.plan.steps.get(..reached.steps) else {
             let steps = self.plan.steps.len();
@@ -80,7 +80,7 @@ impl RankProof<'_> {
 pub fn check_repair(
     before: &World,
     ranks: &[Rank],
-    reached: &[Reached],
+    reached: &[StepProgress],
     repair: &World,
 ) -> Result<Vec<RankCheck>> {
     let fault = |rank: usize, fault: String| {
@@ -129,7 +129,12 @@ pub(crate) fn lost_tokens(placement: &Placement, ranks: &[Rank]) -> TokenRuns {
 }
 
 /// Everything that rank `at` of the repair keeps is what was left of its plan before.
-fn kept_was_left(before: &World, (rank, reached): (Rank, &Reached), repair: &World, at: usize) -> Result<()> {
+fn kept_was_left(
+    before: &World,
+    (rank, reached): (Rank, &StepProgress),
+    repair: &World,
+    at: usize,
+) -> Result<()> {
     let left = left(before, rank, reached)?;
     let (old, plan) = (before.plan(rank), &repair.plans[at]);
     let fault = |fault: String| Err(Error::plan(Rank(plan.rank), None, fault));

@@ -8,7 +8,7 @@ use kyklos::collective::HostStaged;
 use kyklos::local::{Tensors, shard};
 use kyklos::plan::{Step, World, check_repair};
 use kyklos::{
-    Dtype, Error, Executor, Inputs, Mesh, Observer, PlacementKind, Remains, RunOptions, Split, Strategy,
+    Carryover, Dtype, Error, Executor, Inputs, Mesh, Observer, PlacementKind, RunOptions, Split, Strategy,
     plan_world, repair,
 };
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
@@ -71,12 +71,12 @@ async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> 
         async move {
             let rank = transport.rank();
             let collective = HostStaged::new(transport, DEADLINE);
-            let executor = Executor::new(backend, &collective, world, rank, [7; 32], 0, options).keeping();
+            let executor = Executor::new(backend, &collective, world, rank, [7; 32], 0, options).resumable();
             let Tensors { q, k, v, pairs } = shard(world, rank, &prepared.tensors).unwrap();
             let mut inputs = executor.load(q, k, v, pairs).unwrap();
-            let mut remains = Remains::default();
-            executor.run_from(0, &mut inputs, &mut remains).await.unwrap_err();
-            (inputs, remains)
+            let mut carryover = Carryover::default();
+            executor.run_from(0, &mut inputs, &mut carryover).await.unwrap_err();
+            (inputs, carryover)
         }
     }))
     .await;
@@ -98,10 +98,10 @@ async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> 
         join_all(collectives.iter().zip(survivors).enumerate().map(|(rank, (collective, (_, left)))| {
             let (repaired, rank) = (&repaired, Rank(rank as u32));
             async move {
-                let (mut inputs, mut remains): (Inputs<B::Buffer>, Remains<B::Buffer>) = left;
+                let (mut inputs, mut carryover): (Inputs<B::Buffer>, Carryover<B::Buffer>) = left;
                 let executor =
                     Executor::new(backend, collective, repaired, rank, [8; 32], 0, super::options());
-                executor.run_from(0, &mut inputs, &mut remains).await.unwrap()
+                executor.run_from(0, &mut inputs, &mut carryover).await.unwrap()
             }
         }))
         .await;

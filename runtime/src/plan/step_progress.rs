@@ -8,7 +8,7 @@ use crate::{Error, Result};
 /// How far a rank came with a plan before its operation was cut off. Since everybody has everybody's plan, this tells what
 /// the rank has computed and what it holds, see [`left`](super::left()).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Reached {
+pub struct StepProgress {
     /// The operation. A rank that has begun none has done no steps of operation 0.
     pub op: u64,
     /// Steps done, each of them whole.
@@ -17,9 +17,9 @@ pub struct Reached {
     pub arrived: Vec<BufferId>,
 }
 
-impl Reached {
+impl StepProgress {
     /// Who had not begun the last operation that anybody began has done nothing of it.
-    pub fn in_the_same_operation(all: &mut [Self]) {
+    pub fn align_operations(all: &mut [Self]) {
         let last = all.iter().map(|reached| reached.op).max().unwrap_or(0);
         for reached in all {
             if reached.op < last {

@@ -1,4 +1,4 @@
-//! Where a run has what its plan names: which memory, of which size, and where in it a slice lies.
+//! The memory of a plan's buffers: allocation, sizes, and where a slice lies in it.
 
 use bytes::Bytes;
 
@@ -10,13 +10,13 @@ use crate::collective::{Collective, Piece};
 use crate::plan::{BufferId, Content, Slice};
 
 impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
-    /// The sinks of a state's heads; none where the problem has none.
+    /// The sinks of a state's heads, one each; empty where the problem has none.
     pub(super) fn sinks(&self, state: BufferId) -> &'r [f32] {
         let heads = &self.executor.plan.buffer(state).heads;
         self.executor.world.problem.sinks.get(heads.start as usize..heads.end as usize).unwrap_or_default()
     }
 
-    /// Takes a state's tensors out of memory; one that is not there yet has seen nothing.
+    /// Takes the tensors of a running state out of memory. A state that is not there yet is made, and is empty.
     pub(super) fn state(&mut self, id: BufferId) -> Result<Vec<B::Buffer>> {
         if let Some(tensors) = self.memory.take(id) {
             return Ok(tensors);
@@ -41,7 +41,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             .collect()
     }
 
-    /// The extents of the running state that a buffer holds.
+    /// Extents of the running state that a buffer holds.
     pub(super) fn shape(&self, state: BufferId) -> StateShape {
         state_shape(self.executor.world, self.executor.plan, state)
     }
@@ -54,7 +54,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         self.executor.tensor_bytes(id)
     }
 
-    /// The memory of a slice that is one piece in each tensor.
+    /// The bytes of a slice in each tensor of its buffer, where they are adjacent.
     pub(super) fn pieces(&self, slice: &Slice) -> Vec<Piece> {
         let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
         let heads = plan.buffer(slice.buffer).head_count() as usize;
@@ -70,7 +70,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         pieces.collect()
     }
 
-    /// Where a slice lies in its tensors, in units of which a head of a token has `row`.
+    /// Offset and strides of a slice in its tensors, in units of which a head of a token has `row`.
     pub(super) fn layout(&self, slice: &Slice, row: usize) -> Layout {
         let buffer = self.executor.plan.buffer(slice.buffer);
         let row_stride = buffer.head_count() as usize * row;

@@ -1,4 +1,4 @@
-//! What a run keeps for those who finish it after a loss.
+//! What an interrupted run keeps, so that the survivors can complete the operation.
 
 use futures_util::FutureExt;
 
@@ -9,8 +9,8 @@ use crate::collective::Collective;
 use crate::plan::BufferId;
 
 impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
-    /// What has arrived of an exchange that the run, which was cut off, has not waited for.
-    pub(super) fn take_in(&mut self, mut exchange: InFlight<'r, B::Buffer>) {
+    /// Keeps the messages that had arrived whole with an exchange for which the interrupted run had not waited.
+    pub(super) fn keep_arrived(&mut self, mut exchange: InFlight<'r, B::Buffer>) {
         let ended = exchange.ended.take().or_else(|| exchange.arrivals.as_mut().now_or_never());
         let arrived = match ended {
             None => return,
@@ -25,7 +25,8 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         }
     }
 
-    /// Where what is done must outlive a loss: a state as it was before a step that may be cut off.
+    /// A copy of a running state from before an attend step, which may be interrupted. `None` where the run is not resumable or
+    /// the state is empty.
     pub(super) fn copy_of_state(&self, id: BufferId) -> Result<Option<Vec<B::Buffer>>> {
         if !self.executor.keeps || !self.memory.is_alive(id) {
             return Ok(None);

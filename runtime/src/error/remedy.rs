@@ -1,0 +1,111 @@
+//! What a caller can do about a refused request.
+
+use std::fmt;
+
+/// What would be accepted in place of a refused request.
+///
+/// `Display` says it in terms of this library. A front end whose users choose by options, flags or configuration keys
+/// matches on the variants and names its own option instead; it prints the others, and variants that it does not know, as
+/// they are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Remedy {
+    /// Advice that reads the same for every caller.
+    Text(String),
+    /// Use a mesh of these extents, or any ring (Ulysses extent 1).
+    UseMesh {
+        /// Ranks of a Ulysses group; divides the number of ranks of the refused mesh.
+        ulysses: u32,
+        /// Shards of the ring.
+        ring: u32,
+    },
+    /// Give each rank this many tokens ([`Split::Tokens`](crate::Split::Tokens)), by rank; they add up to the sequence
+    /// length.
+    UseTokens(Vec<u32>),
+    /// Give token counts that add up to the sequence length, or weights ([`Split::Weights`](crate::Split::Weights)).
+    CompleteTokensOrUseWeights,
+    /// Give weights ([`Split::Weights`](crate::Split::Weights)) where queries and keys differ in number.
+    UseWeights,
+    /// Describe how fast this kind of device computes attention in the problem's dtype, or use another dtype.
+    DescribeDtypeOrUseAnother {
+        /// The key of the device in the cluster description, as in `[device.KEY]`.
+        device: String,
+    },
+    /// Survivors of a lost rank can complete a call only on a ring (Ulysses extent 1). Use one, or do not complete the call.
+    RecoverOnRing,
+    /// Survivors of a lost rank can complete a call only by a strategy that sends keys. Use one, or do not complete the call.
+    RecoverBySendingKeys,
+    /// Survivors of a lost rank cannot keep a fixed order of sums. Allow any order, or do not complete the call.
+    RecoverInAnyOrder,
+}
+
+impl fmt::Display for Remedy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Text(text) => f.write_str(text),
+            Self::UseMesh { ulysses, ring } => write!(f, "use a mesh of {ulysses} x {ring}, or a ring"),
+            Self::UseTokens(counts) => {
+                f.write_str("use token counts ")?;
+                for (rank, count) in counts.iter().enumerate() {
+                    write!(f, "{}{count}", if rank == 0 { "" } else { ", " })?;
+                }
+                Ok(())
+            }
+            Self::CompleteTokensOrUseWeights => {
+                f.write_str("give counts that add up to the sequence length, or weights")
+            }
+            Self::UseWeights => f.write_str("use weights where the two lengths differ"),
+            Self::DescribeDtypeOrUseAnother { device } => {
+                write!(f, "add a [[device.{device}.attention]] of that dtype, or use another dtype")
+            }
+            Self::RecoverOnRing => f.write_str(
+                "each rank of a Ulysses group has some heads of all tokens, and a lost rank takes them with it: use a ring, \
+                 or begin the call again without the lost ranks",
+            ),
+            Self::RecoverBySendingKeys => f.write_str(
+                "with this strategy keys stay on their rank: use one that sends keys, such as ring, or begin the call \
+                 again without the lost ranks",
+            ),
+            Self::RecoverInAnyOrder => {
+                f.write_str("allow any order of sums, or begin the call again without the lost ranks")
+            }
+        }
+    }
+}
+
+impl From<String> for Remedy {
+    fn from(text: String) -> Self {
+        Self::Text(text)
+    }
+}
+
+impl From<&str> for Remedy {
+    fn from(text: &str) -> Self {
+        Self::Text(text.to_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_library_words_a_remedy_without_the_options_of_a_program() {
+        let remedies = [
+            Remedy::from("use a positive softcap, or none"),
+            Remedy::UseMesh { ulysses: 2, ring: 3 },
+            Remedy::UseTokens(vec![512, 256]),
+            Remedy::CompleteTokensOrUseWeights,
+            Remedy::UseWeights,
+            Remedy::DescribeDtypeOrUseAnother { device: "gpu".to_owned() },
+            Remedy::RecoverOnRing,
+            Remedy::RecoverBySendingKeys,
+            Remedy::RecoverInAnyOrder,
+        ];
+        for remedy in &remedies {
+            assert!(!remedy.to_string().contains("--"), "{remedy}");
+        }
+        assert_eq!(remedies[1].to_string(), "use a mesh of 2 x 3, or a ring");
+        assert_eq!(remedies[2].to_string(), "use token counts 512, 256");
+    }
+}
