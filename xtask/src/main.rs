@@ -40,15 +40,16 @@ const CRATES: [(&str, &[&str]); 6] = [
 
 /// Inside the runtime: what each module may use of the others (`error` and `Result` are everybody's). The order is
 /// from the bottom to the top; whoever is missing may be used by nobody below.
-const MODULES: [(&str, &[&str]); 22] = [
+const MODULES: [(&str, &[&str]); 23] = [
     ("dtype", &["error"]),
     ("error", &["tokens"]),
     ("tokens", &[]),
-    ("mask", &["error", "lower"]),
+    ("spans", &[]),
+    ("mask", &["error", "spans"]),
     ("pairs", &["dtype", "error"]),
     ("wire", &["error"]),
     ("problem", &["dtype", "error", "mask", "pairs", "wire"]),
-    ("lower", &["mask", "problem", "tokens"]),
+    ("lower", &["mask", "problem", "spans", "tokens"]),
     ("mesh", &["error", "problem"]),
     ("placement", &["error", "mesh", "tokens"]),
     ("plan", &["error", "mesh", "pairs", "placement", "problem", "tokens", "strategy", "wire"]),
@@ -57,7 +58,7 @@ const MODULES: [(&str, &[&str]); 22] = [
     ("host", &["error", "tokens"]),
     ("clock", &[]),
     ("meter", &["clock"]),
-    ("backend", &["dtype", "error", "lower", "pairs", "problem", "wire"]),
+    ("backend", &["dtype", "error", "lower", "pairs", "problem", "spans", "wire"]),
     ("collective", &["backend", "error", "meter", "plan"]),
     (
         "exec",
