@@ -33,6 +33,7 @@ mod lower;
 mod mask;
 mod mesh;
 mod meter;
+mod named;
 mod pairs;
 mod placement;
 pub mod plan;
@@ -40,6 +41,7 @@ mod problem;
 pub mod simulate;
 mod spans;
 mod strategy;
+mod strategy_list;
 mod tokens;
 mod wire;
 
@@ -54,9 +56,10 @@ pub use mesh::{MAX_WORLD, Mesh};
 pub use meter::{Lane, Meter, RankReport, Span};
 pub use pairs::{PairKind, PairTensor};
 pub use placement::{Deal, Placement, PlacementKind, Split};
-pub use problem::AttentionProblem;
+pub use problem::{AttentionProblem, TILE_KEYS};
 pub use spans::{RowSpan, Spans};
-pub use strategy::{Strategy, TILE_KEYS, can_repair, meshes_by_bytes, plan as plan_world, plan_rows, repair};
+pub use strategy::{can_repair, meshes_by_bytes, plan as plan_world, plan_rows, repair};
+pub use strategy_list::Strategy;
 pub use tokens::{Run, TokenRuns};
 pub use wire::{TOKENS_PER_SCALE, WireFormat};
 
