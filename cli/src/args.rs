@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
-use kyklos::{Dtype, Mesh, PlacementKind, WireFormat};
+use kyklos::{Dtype, Mesh, PlacementKind, Strategy, WireFormat};
 
 use crate::against::Peer;
 use crate::certs::CertsArgs;
@@ -79,6 +79,35 @@ pub(crate) struct DevicesArgs {
     pub(crate) json: bool,
 }
 
+fn strategy_help() -> String {
+    format!("{}, or auto: without --hardware the strategy of the mesh", Strategy::names())
+}
+
+/// One line for each strategy.
+fn strategy_long_help() -> String {
+    let lines = Strategy::ALL.map(|strategy| format!("- {strategy}: {}", strategy.summary()));
+    format!(
+        "How the work is shared; auto: without --hardware the strategy of the mesh.\n{}",
+        lines.join("\n")
+    )
+}
+
+fn placement_help() -> String {
+    format!(
+        "{} or auto: without --hardware zigzag where a ring's mask works like causal",
+        PlacementKind::names()
+    )
+}
+
+/// One line for each placement.
+fn placement_long_help() -> String {
+    let lines = PlacementKind::ALL.map(|kind| format!("- {kind}: {}", kind.summary()));
+    format!(
+        "Which rank holds which tokens; auto: without --hardware zigzag where a ring's mask works like causal.\n{}",
+        lines.join("\n")
+    )
+}
+
 /// What is computed, and how it is shared: common to `attend` and `plan`.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ProblemArgs {
@@ -97,11 +126,9 @@ pub(crate) struct ProblemArgs {
     /// Ulysses x ring, or auto: without --hardware the mesh that sends fewest bytes
     #[arg(long, value_name = "UxR|auto", default_value = "auto")]
     pub(crate) mesh: OrAuto<Mesh>,
-    /// dense, ring, ulysses, unified, chunked, bidirectional, two-way, line, gather, pass-q, tree, relay, or auto: without --hardware what the mesh says
-    #[arg(long, value_name = "NAME", default_value = "auto")]
+    #[arg(long, value_name = "NAME", default_value = "auto", help = strategy_help(), long_help = strategy_long_help())]
     pub(crate) strategy: OrAuto<StrategyName>,
-    /// contiguous, zigzag, striped, per-document or auto: without --hardware zigzag where a ring's mask works like causal
-    #[arg(long, value_name = "KIND", default_value = "auto")]
+    #[arg(long, value_name = "KIND", default_value = "auto", help = placement_help(), long_help = placement_long_help())]
     pub(crate) placement: OrAuto<PlacementKind>,
     /// Share the tokens by these weights, one for each rank; with work: before them, the visible (query, key) pairs
     #[arg(long, value_name = "[work:]W,W,…", conflicts_with = "tokens")]

@@ -4,27 +4,7 @@
 
 use std::sync::Arc;
 
-use crate::{AttentionProblem, TokenRuns};
-
-/// The key positions `lo..hi` that one query row sees.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-pub struct RowSpan {
-    /// First visible position.
-    pub lo: u32,
-    /// One past the last visible position.
-    pub hi: u32,
-}
-
-impl RowSpan {
-    /// Sees nothing.
-    pub const EMPTY: Self = Self { lo: 0, hi: 0 };
-
-    /// Whether the key at `position` is visible.
-    pub fn sees(self, position: u32) -> bool {
-        self.lo <= position && position < self.hi
-    }
-}
+use crate::{AttentionProblem, RowSpan, TokenRuns};
 
 /// Extent of the tiles that a kernel works on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

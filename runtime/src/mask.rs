@@ -7,8 +7,8 @@
 
 mod slices;
 
-use crate::{Error, Result, RowSpan};
-pub use slices::{MaskSlice, SlicePart, Spans};
+use crate::{Error, Result, RowSpan, Spans};
+pub use slices::{MaskSlice, SlicePart};
 
 /// The intersection of any number of causal, window, key-padding, document and slice masks, in normal form.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
@@ -171,7 +171,7 @@ impl Mask {
     /// The key positions that the query at global position `q` of batch entry `batch` sees, of keys `0..kv_len`.
     pub fn visible(&self, batch: usize, q: u32, kv_len: u32) -> Spans {
         let bounds = Spans::one(self.bounds(batch, q, kv_len));
-        self.unions.iter().fold(bounds, |spans, slices| spans.within(slices, q))
+        self.unions.iter().fold(bounds, |spans, slices| spans.intersect(&slices::shown(slices, q)))
     }
 
     /// An interval that holds every key that a query at any of the positions `first..=last` sees, and maybe others.

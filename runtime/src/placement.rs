@@ -1,33 +1,21 @@
 //! Which global tokens a rank holds, and in what order.
 
-mod dealers;
+mod contiguous;
+mod kind;
+mod per_document;
+mod shares;
+mod striped;
+mod zigzag;
 
-use std::fmt;
 use std::ops::Range;
-use std::str::FromStr;
 
 use kyklos_transport::Rank;
 
 use crate::{Error, Mesh, Remedy, Result, TokenRuns};
-use dealers::{by_largest_remainder, contiguous, per_document, striped, zigzag};
-
-/// How tokens are dealt to the ring shards.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum PlacementKind {
-    /// Shard r holds the next n tokens.
-    #[default]
-    Contiguous,
-    /// Shard r holds a chunk of ⌈n/2⌉ tokens dealt ascending from the front, and one of ⌊n/2⌋ dealt descending
-    /// from the back: equal causal work for equal shards.
-    Zigzag,
-    /// One token at a time, round robin, full shards skipped.
-    Striped,
-    /// Every document of the mask zigzag by itself, so that each shard has its share of each: equal work for equal shards
-    /// however long the documents are. A sequence without documents is one.
-    #[serde(rename = "per-document")]
-    PerDocument,
-}
+use kind::Dealt;
+pub use kind::PlacementKind;
+pub(crate) use kind::ShardShape;
+use shares::by_largest_remainder;
 
 /// What there is to deal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -84,18 +72,11 @@ impl Placement {
         let counts = split.counts(mesh, dealt)?;
         let of_shard = |r: u32| &counts[(r * mesh.ulysses()) as usize..((r + 1) * mesh.ulysses()) as usize];
         let sizes: Vec<u32> = (0..mesh.ring()).map(|r| of_shard(r).iter().sum()).collect();
-        let shards = match kind {
-            PlacementKind::Contiguous => contiguous(&sizes),
-            PlacementKind::Zigzag => zigzag(&sizes),
-            PlacementKind::Striped => striped(&sizes),
-            PlacementKind::PerDocument => {
-                // Where they lie among the tokens that are dealt.
-                let missing = |token: u32| token.clamp(replicated.start, replicated.end) - replicated.start;
-                let inside =
-                    documents.iter().filter(|token| *token < total).map(|token| token - missing(*token));
-                per_document(&sizes, inside, dealt)?
-            }
-        };
+        // Where documents begin and end among the tokens that are dealt.
+        let missing = |token: u32| token.clamp(replicated.start, replicated.end) - replicated.start;
+        let inside = documents.iter().filter(|token| **token < *total).map(|token| token - missing(*token));
+        let dealt = Dealt { total: dealt, documents: inside.collect() };
+        let shards = (kind.facts().deal)(&sizes, &dealt)?;
         let mut ranks = Vec::with_capacity(counts.len());
         for (r, shard) in (0..).zip(&shards) {
             let mut at = 0;
@@ -126,6 +107,14 @@ impl Placement {
             replicated: self.replicated.clone(),
             ranks: ranks.iter().map(|rank| self.of_rank(*rank).clone()).collect(),
         })
+    }
+
+    /// The tokens whose owner is none of `ranks`, ascending.
+    pub(crate) fn without(&self, ranks: &[Rank]) -> TokenRuns {
+        let others = (0..).map(Rank).zip(&self.ranks).filter(|(rank, _)| !ranks.contains(rank));
+        let mut tokens: Vec<u32> = others.flat_map(|(_, tokens)| tokens.iter()).collect();
+        tokens.sort_unstable();
+        TokenRuns::from_positions(tokens)
     }
 
     /// How the tokens were dealt.
@@ -205,40 +194,6 @@ impl Split {
                 ))
             }
         }
-    }
-}
-
-impl PlacementKind {
-    /// All of them, for tests and help texts.
-    pub const ALL: [Self; 4] = [Self::Contiguous, Self::Zigzag, Self::Striped, Self::PerDocument];
-
-    /// The name used on the command line and in reports.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Contiguous => "contiguous",
-            Self::Zigzag => "zigzag",
-            Self::Striped => "striped",
-            Self::PerDocument => "per-document",
-        }
-    }
-}
-
-impl fmt::Display for PlacementKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for PlacementKind {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|kind| kind.name() == text).ok_or_else(|| {
-            Error::request(
-                format!("placement `{text}` is not known"),
-                "use contiguous, zigzag, striped or per-document",
-            )
-        })
     }
 }
 

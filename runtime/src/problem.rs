@@ -242,6 +242,9 @@ fn dtype_by_name<S: serde::Serializer>(dtype: &Dtype, serializer: S) -> Result<S
     serializer.serialize_str(dtype.name())
 }
 
+/// Keys of a tile of [`AttentionProblem::fixed_order`]. Kernels must give a row the same bytes whatever rows they compute
+/// with it, and divide keys into steps of their own from the first key of a call on.
+pub const TILE_KEYS: u32 = 256;
 /// Positions are handed to kernels as u32 and compared there with one to spare.
 const MAX_POSITION: u32 = 1 << 31;
 /// So that byte counts of f32 state fit 63 bits with room to add them up.

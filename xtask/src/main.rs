@@ -40,24 +40,44 @@ const CRATES: [(&str, &[&str]); 6] = [
 
 /// Inside the runtime: what each module may use of the others (`error` and `Result` are everybody's). The order is
 /// from the bottom to the top; whoever is missing may be used by nobody below.
-const MODULES: [(&str, &[&str]); 23] = [
+const MODULES: [(&str, &[&str]); 26] = [
     ("dtype", &["error"]),
+    ("named", &["error"]),
+    ("strategy_list", &["error", "named"]),
     ("error", &["tokens"]),
     ("tokens", &[]),
-    ("mask", &["error", "lower"]),
+    ("spans", &[]),
+    ("mask", &["error", "spans"]),
     ("pairs", &["dtype", "error"]),
     ("wire", &["error"]),
     ("problem", &["dtype", "error", "mask", "pairs", "wire"]),
-    ("lower", &["mask", "problem", "tokens"]),
+    ("lower", &["mask", "problem", "spans", "tokens"]),
     ("mesh", &["error", "problem"]),
-    ("placement", &["error", "mesh", "tokens"]),
-    ("plan", &["error", "mesh", "pairs", "placement", "problem", "tokens", "strategy", "wire"]),
-    ("strategy", &["error", "lower", "mesh", "placement", "plan", "problem", "tokens"]),
-    ("simulate", &["dtype", "error", "mask", "mesh", "placement", "plan", "problem", "strategy", "tokens"]),
+    ("placement", &["error", "mesh", "named", "tokens"]),
+    ("plan", &["error", "mesh", "pairs", "placement", "problem", "strategy_list", "tokens", "wire"]),
+    (
+        "strategy",
+        &["error", "lower", "mesh", "named", "placement", "plan", "problem", "strategy_list", "tokens"],
+    ),
+    (
+        "simulate",
+        &[
+            "dtype",
+            "error",
+            "mask",
+            "mesh",
+            "placement",
+            "plan",
+            "problem",
+            "strategy",
+            "strategy_list",
+            "tokens",
+        ],
+    ),
     ("host", &["error", "tokens"]),
     ("clock", &[]),
     ("meter", &["clock"]),
-    ("backend", &["dtype", "error", "lower", "pairs", "problem", "wire"]),
+    ("backend", &["dtype", "error", "lower", "pairs", "problem", "spans", "wire"]),
     ("collective", &["backend", "error", "meter", "plan"]),
     (
         "exec",

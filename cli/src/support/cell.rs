@@ -6,7 +6,7 @@ use kyklos::plan::{RankCheck, World};
 use kyklos::{Dtype, Mesh, PlacementKind, Strategy};
 use serde::Serialize;
 
-use super::rows::{Row, mesh_of};
+use super::rows::Row;
 use crate::args::{self, Command, TransportName};
 use crate::device::DeviceId;
 use crate::failure::{Failure, Result};
@@ -84,8 +84,8 @@ impl Cell {
         dtype: Dtype,
         placement: PlacementKind,
         place: Place,
-    ) -> Result<Self> {
-        Ok(Self { row, strategy, mesh: mesh_of(strategy)?, dtype, placement, place })
+    ) -> Self {
+        Self { row, strategy, mesh: strategy.example_mesh(), dtype, placement, place }
     }
 
     /// The arguments of the program that repeat this cell, with input files in `folder`.

@@ -5,7 +5,7 @@ use std::path::Path;
 use kyklos::{Dtype, Mesh, PlacementKind, Strategy};
 
 use super::cell::{Cell, Place};
-use super::rows::{ROWS, Row, mesh_of};
+use super::rows::{ROWS, Row};
 use super::table::place_in;
 use crate::args::TransportName;
 use crate::device::{DeviceId, DeviceRequest};
@@ -16,7 +16,7 @@ pub(crate) fn document() -> Result<String> {
     let folder =
         tempfile::tempdir().map_err(|error| Failure::run(format!("no folder for inputs: {error}")))?;
     let mut refusals = Vec::new();
-    let meshes = Strategy::ALL.into_iter().map(mesh_of).collect::<Result<Vec<_>>>()?;
+    let meshes = Strategy::ALL.map(Strategy::example_mesh);
     let columns: Vec<String> =
         Strategy::ALL.iter().zip(&meshes).map(|(strategy, mesh)| format!("{strategy} {mesh}")).collect();
     let mut out = format!("{HEAD}{}", header("", &columns));

@@ -176,7 +176,7 @@ impl Axes {
         for strategy in &self.strategies {
             for placement in &self.placements {
                 for place in &self.places {
-                    let cell = Cell::new(row, *strategy, dtype, *placement, *place)?;
+                    let cell = Cell::new(row, *strategy, dtype, *placement, *place);
                     let state = run_cell(&cell, folder, workshop, &mut yardstick)
                         .unwrap_or_else(|failure| State::Failed(failure.text));
                     each(cell.report(state, folder));

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
-use kyklos::{Dtype, Mesh, Strategy};
+use kyklos::Dtype;
 use kyklos_oracle::inputs::{TensorId, fill, normal};
 use kyklos_oracle::oracle::Element;
 use safetensors::tensor::TensorView;
@@ -102,18 +102,6 @@ pub(crate) const ROWS: &[Row] = &[
 
 const fn file(q_len: usize, kv_len: usize, pairs: Option<Pairs>) -> Tensors {
     Tensors::File { q_len, kv_len, pairs }
-}
-
-/// The mesh that a strategy is tried on.
-pub(crate) fn mesh_of(strategy: Strategy) -> Result<Mesh> {
-    Ok(match strategy {
-        Strategy::Dense => "1x1",
-        Strategy::Ring | Strategy::Bidirectional | Strategy::TwoWay | Strategy::Line => "1x4",
-        Strategy::Ulysses => "4x1",
-        Strategy::Unified | Strategy::Chunked | Strategy::Gather | Strategy::PassQ | Strategy::Relay => "2x2",
-        Strategy::Tree => "1x4",
-    }
-    .parse()?)
 }
 
 impl Row {

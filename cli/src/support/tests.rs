@@ -16,7 +16,7 @@ fn sample() -> SupportArgs {
 const HERE: Place = Place { device: DeviceId::Cpu, transport: TransportName::InProcess };
 
 fn cell(row: Row, strategy: Strategy) -> Cell {
-    Cell::new(row, strategy, Dtype::F32, PlacementKind::Zigzag, HERE).unwrap()
+    Cell::new(row, strategy, Dtype::F32, PlacementKind::Zigzag, HERE)
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Unions of slices, and what a row sees of them: several runs of keys.
 
 use std::fmt;
-use std::ops::{Deref, Range};
+use std::ops::Range;
 
 use crate::{Error, Result, RowSpan};
 
@@ -71,6 +71,26 @@ impl MaskSlice {
     }
 }
 
+/// The runs of keys that the union of `slices` (ascending) shows the query at `q`, ascending, with hidden keys between
+/// them.
+pub(super) fn shown(slices: &[MaskSlice], q: u32) -> Vec<RowSpan> {
+    let mut shown: Vec<RowSpan> = slices
+        .iter()
+        .take_while(|slice| slice.q_begin <= q)
+        .map(|slice| slice.span(q))
+        .filter(|span| *span != RowSpan::EMPTY)
+        .collect();
+    shown.sort_unstable_by_key(|span| (span.lo, span.hi));
+    shown.dedup_by(|next, last| {
+        let joined = next.lo <= last.hi;
+        if joined {
+            last.hi = last.hi.max(next.hi);
+        }
+        joined
+    });
+    shown
+}
+
 /// An interval that holds every key that the union of `slices` (ascending) shows a query at any of the positions
 /// `first..=last`. Neither end of what a slice shows moves left as the query moves right.
 pub(super) fn hull(slices: &[MaskSlice], first: u32, last: u32) -> RowSpan {
@@ -125,71 +145,3 @@ impl fmt::Display for MaskSlice {
         if self.part == SlicePart::Full { Ok(()) } else { write!(f, "/{}", self.part.name()) }
     }
 }
-
-/// The key positions that a row sees: runs that are not empty, ascending, with hidden keys between them.
-#[derive(Clone, Debug)]
-pub enum Spans {
-    /// At most one run; [`RowSpan::EMPTY`] is none.
-    One([RowSpan; 1]),
-    /// Any number of them.
-    Many(Vec<RowSpan>),
-}
-
-impl Spans {
-    /// The run `span`, if it is not empty.
-    pub(super) const fn one(span: RowSpan) -> Self {
-        Self::One([span])
-    }
-
-    /// What these runs and the union of `slices` (ascending) both show the query at `q`.
-    pub(super) fn within(&self, slices: &[MaskSlice], q: u32) -> Self {
-        let mut shown: Vec<RowSpan> = slices
-            .iter()
-            .take_while(|slice| slice.q_begin <= q)
-            .map(|slice| slice.span(q))
-            .filter(|span| *span != RowSpan::EMPTY)
-            .collect();
-        shown.sort_unstable_by_key(|span| (span.lo, span.hi));
-        shown.dedup_by(|next, last| {
-            let joined = next.lo <= last.hi;
-            if joined {
-                last.hi = last.hi.max(next.hi);
-            }
-            joined
-        });
-        let both = self.iter().flat_map(|a| {
-            shown.iter().map(|b| RowSpan { lo: a.lo.max(b.lo), hi: a.hi.min(b.hi) }).filter(|c| c.lo < c.hi)
-        });
-        Self::Many(both.collect())
-    }
-
-    /// How many keys are visible.
-    pub fn keys(&self) -> u64 {
-        self.iter().map(|span| u64::from(span.hi - span.lo)).sum()
-    }
-
-    /// Whether the key at `position` is visible.
-    pub fn sees(&self, position: u32) -> bool {
-        self.iter().any(|span| span.sees(position))
-    }
-}
-
-impl Deref for Spans {
-    type Target = [RowSpan];
-
-    fn deref(&self) -> &[RowSpan] {
-        match self {
-            Self::One([RowSpan::EMPTY]) => &[],
-            Self::One(span) => span,
-            Self::Many(spans) => spans,
-        }
-    }
-}
-
-impl PartialEq for Spans {
-    fn eq(&self, other: &Self) -> bool {
-        **self == **other
-    }
-}
-
-impl Eq for Spans {}

@@ -10,7 +10,6 @@ mod hash;
 mod step;
 mod step_progress;
 
-pub(crate) use check::lost_tokens;
 pub use check::{Left, RankCheck, check, check_repair, left};
 pub(crate) use explain::describe;
 pub use explain::{Explained, bytes, expected_of_wire, explain, table};

@@ -1,6 +1,9 @@
 //! What could be run, and what each would take.
 
-use super::{Cluster, Prediction, predict};
+use super::candidate::Candidate;
+use super::cluster::Cluster;
+use super::large::predict;
+use super::prediction::Prediction;
 use crate::{AttentionProblem, Error, Mesh, PlacementKind, Result, Split, Strategy};
 
 /// What is fixed, and what is the planner's.
@@ -16,18 +19,6 @@ pub struct Wanted {
     pub placement: Option<PlacementKind>,
     /// Tokens of each rank.
     pub split: Split,
-}
-
-/// One way to share a problem.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-pub struct Candidate {
-    /// By which strategy.
-    pub strategy: Strategy,
-    /// On which mesh.
-    #[serde(serialize_with = "as_text")]
-    pub mesh: Mesh,
-    /// With which placement.
-    pub placement: PlacementKind,
 }
 
 /// A candidate and what became of it.
@@ -71,9 +62,7 @@ pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Can
             None => Strategy::ALL
                 .into_iter()
                 .filter(|strategy| strategy.accepts(mesh).is_ok())
-                .filter(|strategy| *strategy != Strategy::Unified || Strategy::of_mesh(mesh) == *strategy)
-                .filter(|strategy| differs(*strategy, mesh))
-                .filter(|strategy| !strategy.is_unified(problem, mesh))
+                .filter(|strategy| (strategy.facts().is_distinct)(problem, mesh))
                 .collect(),
         };
         let placements: Vec<PlacementKind> = match wanted.placement {
@@ -83,8 +72,8 @@ pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Can
             }
             None => {
                 let documents = !problem.mask.document_boundaries().is_empty();
-                let differs = |kind: &PlacementKind| documents || *kind != PlacementKind::PerDocument;
-                PlacementKind::ALL.into_iter().filter(differs).collect()
+                let is_distinct = |kind: &PlacementKind| documents || kind.facts().of_one_document.is_none();
+                PlacementKind::ALL.into_iter().filter(is_distinct).collect()
             }
         };
         for strategy in strategies {
@@ -96,16 +85,6 @@ pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Can
         }
     }
     Ok(found)
-}
-
-/// Whether a strategy's plans are not those of one before it: between two shards there is one way, and a tree of three ranks
-/// has no branches.
-fn differs(strategy: Strategy, mesh: Mesh) -> bool {
-    match strategy {
-        Strategy::Bidirectional | Strategy::Line | Strategy::Gather => mesh.ring() > 2,
-        Strategy::Tree => mesh.ring() > 3,
-        _ => true,
-    }
 }
 
 /// Prices every candidate, the fastest first and those that are refused last; among equals the order of
@@ -135,14 +114,4 @@ impl Priced {
             Verdict::Refused(_) => None,
         }
     }
-}
-
-impl std::fmt::Display for Candidate {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} {} {}", self.strategy, self.mesh, self.placement)
-    }
-}
-
-fn as_text<S: serde::Serializer>(mesh: &Mesh, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(mesh)
 }

@@ -7,7 +7,9 @@ use std::collections::BinaryHeap;
 use super::cluster::Cluster;
 use super::network::Network;
 use super::program::{Op, Program};
-use super::share::{Flow, LEAST_SPEED, Processor, Sender, Share, SharedChannel, ends, remove, whole_ns};
+use super::share::{
+    ChannelUse, Flow, LEAST_SPEED, Processor, Sender, Share, SharedChannel, ends, remove, whole_ns,
+};
 use crate::{Error, Result};
 
 /// What a run came to.
@@ -24,14 +26,6 @@ pub(super) struct RankTimes {
     pub(super) compute_ns: u64,
     pub(super) copy_ns: u64,
     pub(super) wait_ns: u64,
-}
-
-/// What one direction of a link carried.
-#[derive(Clone, Debug, Default)]
-pub(super) struct ChannelUse {
-    pub(super) name: String,
-    pub(super) bytes: u64,
-    pub(super) busy_ns: u64,
 }
 
 /// Plays `program` on `cluster`.

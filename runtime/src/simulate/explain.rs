@@ -2,8 +2,11 @@
 
 use std::fmt::Write;
 
-use super::candidates::{Candidate, Priced, Verdict};
-use super::{Cluster, Prediction, predict};
+use super::candidate::Candidate;
+use super::candidates::{Priced, Verdict};
+use super::cluster::Cluster;
+use super::large::predict;
+use super::prediction::{Prediction, RankPrediction};
 use crate::plan::{bytes, table};
 use crate::{AttentionProblem, Result, Split};
 
@@ -66,7 +69,7 @@ pub fn why_first(priced: &[Priced]) -> Option<String> {
         let _ = write!(out, "; {second} takes as long");
         return Some(out);
     }
-    let per_rank = |prediction: &Prediction, of: fn(&super::RankPrediction) -> u64| {
+    let per_rank = |prediction: &Prediction, of: fn(&RankPrediction) -> u64| {
         prediction.ranks.iter().map(of).sum::<u64>() / prediction.ranks.len().max(1) as u64
     };
     let idle = |prediction: &Prediction| {

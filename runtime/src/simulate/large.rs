@@ -5,9 +5,12 @@
 //! R along a line: two small rings tell it. That holds where hops are alike: for full and causal masks, even splits, and
 //! hosts of one make.
 
-use super::candidates::Candidate;
-use super::{Cluster, Prediction, RankPrediction, simulate};
-use crate::{AttentionProblem, Error, Mask, Mesh, PlacementKind, Result, Split, Strategy, plan_world};
+use super::candidate::Candidate;
+use super::cluster::Cluster;
+use super::prediction::{LinkPrediction, Prediction, RankPrediction};
+use super::walk::simulate;
+use crate::strategy::EqualHops;
+use crate::{AttentionProblem, Error, Mask, Mesh, Result, Split, plan_world};
 
 /// What `candidate` takes for `problem`: walked, or where its ring is long, extrapolated from two shorter ones.
 ///
@@ -27,12 +30,12 @@ pub fn predict(
     candidate.strategy.accepts(mesh)?;
     mesh.fits(problem)?;
     let hops = u64::from(mesh.world()) * u64::from(mesh.ring() + mesh.ulysses()) * at_once(candidate);
-    // Under a causal mask keys of contiguous shards, and back halves of zigzag ones, go as far as somebody sees them: hops
-    // then differ, as those of a line do by themselves.
-    let causal = problem.mask == Mask::causal()
-        && candidate.placement != PlacementKind::Contiguous
-        && candidate.strategy != Strategy::TwoWay;
-    let alike = (problem.mask.is_full() || causal) && candidate.strategy != Strategy::Line;
+    let causal = problem.mask == Mask::causal() && candidate.placement.facts().equal_causal_hops;
+    let alike = match candidate.strategy.facts().equal_hops {
+        EqualHops::FullAndCausal => problem.mask.is_full() || causal,
+        EqualHops::Full => problem.mask.is_full(),
+        EqualHops::Never => false,
+    };
     let even = *split == Split::Even && problem.q_len == problem.kv_len && problem.q_offset == 0;
     if hops <= MOST_HOPS
         || mesh.ring() < 4 * SHORTEST
@@ -65,9 +68,10 @@ pub fn predict(
 /// How much more a hop takes to walk where all are under way at once: each that starts or ends changes the speed of all that
 /// share a link with it.
 fn at_once(candidate: Candidate) -> u64 {
-    match candidate.strategy {
-        Strategy::Gather | Strategy::PassQ | Strategy::Tree => u64::from(candidate.mesh.ring()).div_ceil(8),
-        _ => 1,
+    if candidate.strategy.facts().posts_all_at_once {
+        u64::from(candidate.mesh.ring()).div_ceil(8)
+    } else {
+        1
     }
 }
 
@@ -99,7 +103,7 @@ impl Line {
         });
         let links =
             far.links.iter().map(|link| match near.links.iter().find(|before| before.name == link.name) {
-                Some(before) => super::LinkPrediction {
+                Some(before) => LinkPrediction {
                     name: link.name.clone(),
                     bytes: self.at(before.bytes, link.bytes),
                     busy_ns: self.at(before.busy_ns, link.busy_ns),

@@ -1,6 +1,5 @@
 //! What shares devices and links, and how fast each of it goes: equal shares.
 
-use super::engine::ChannelUse;
 use super::network::Route;
 
 /// Something that is worked off at a speed that changes.
@@ -31,6 +30,14 @@ pub(super) struct Flow {
 pub(super) struct Sender {
     pub(super) flows: Vec<usize>,
     pub(super) version: u32,
+}
+
+/// What one direction of a link carried.
+#[derive(Clone, Debug, Default)]
+pub(super) struct ChannelUse {
+    pub(super) name: String,
+    pub(super) bytes: u64,
+    pub(super) busy_ns: u64,
 }
 
 /// One direction of a link, and what is on it.

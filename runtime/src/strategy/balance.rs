@@ -1,5 +1,7 @@
 //! Token counts by which every rank gets its share of the *work*: of visible (query, key) pairs, not of tokens.
 
+use super::deals::queries;
+use crate::placement::ShardShape;
 use crate::{AttentionProblem, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
 
 /// Counts for every rank of `mesh`, so that the pairs of each shard are in proportion to the weights of its ranks. Inside a
@@ -18,10 +20,10 @@ pub(super) fn tokens(
     }
     let shards: Vec<f64> = weights.chunks(mesh.ulysses() as usize).map(|shard| shard.iter().sum()).collect();
     let one_document = problem.mask.document_boundaries().is_empty();
-    let kind = if kind == PlacementKind::PerDocument && one_document { PlacementKind::Zigzag } else { kind };
-    let sizes = match kind {
-        PlacementKind::Contiguous | PlacementKind::Zigzag => cut(&work, kind, problem.q_len, &shards),
-        PlacementKind::Striped | PlacementKind::PerDocument => deal(&work, problem, kind, mesh, &shards)?,
+    let kind = if one_document { kind.facts().of_one_document.unwrap_or(kind) } else { kind };
+    let sizes = match kind.facts().shape {
+        shape @ (ShardShape::OneRun | ShardShape::TwoRuns) => cut(&work, shape, problem.q_len, &shards),
+        ShardShape::ManyRuns => deal(&work, problem, kind, mesh, &shards)?,
     };
     let mut all = Vec::with_capacity(weights.len());
     for (size, weights) in sizes.into_iter().zip(weights.chunks(mesh.ulysses() as usize)) {
@@ -38,9 +40,9 @@ pub(super) fn tokens(
 
 /// Sizes of shards that hold the next tokens from the front, or from the front and the back: the tokens of the first few of
 /// them grow from outside in, and their work with them.
-fn cut(work: &Work, kind: PlacementKind, total: u32, shards: &[f64]) -> Vec<u32> {
-    let of_first = |tokens: u32| match kind {
-        PlacementKind::Zigzag => {
+fn cut(work: &Work, shape: ShardShape, total: u32, shards: &[f64]) -> Vec<u32> {
+    let of_first = |tokens: u32| match shape {
+        ShardShape::TwoRuns => {
             work.before[tokens.div_ceil(2) as usize] + work.all() - work.before[(total - tokens / 2) as usize]
         }
         _ => work.before[tokens as usize],
@@ -84,8 +86,7 @@ fn deal(
     let mut density = shards.to_vec();
     let mut best = (f64::INFINITY, Vec::new());
     for _ in 0..ROUNDS {
-        let placement =
-            Placement::deal(&super::queries(problem), kind, ring, &Split::Weights(density.clone()))?;
+        let placement = Placement::deal(&queries(problem), kind, ring, &Split::Weights(density.clone()))?;
         let shares: Vec<f64> = placement.ranks().iter().map(|tokens| work.of(tokens) / work.all()).collect();
         let late = |(share, weight): (&f64, &f64)| if *weight > 0.0 { share * all / weight } else { 0.0 };
         let slowest = shares.iter().zip(shards).map(late).fold(0.0, f64::max);
@@ -153,7 +154,6 @@ const TINY: f64 = 1e-9;
 
 #[cfg(test)]
 mod tests {
-    use super::super::queries;
     use super::*;
     use crate::Dtype;
 

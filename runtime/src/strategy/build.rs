@@ -1,10 +1,10 @@
 //! Builds one rank's plan step by step, with names for the patterns that strategies share.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use kyklos_transport::Rank;
 
-use super::order::{self, Reduction};
 use crate::mesh::kv_heads_for;
 use crate::plan::{Buffer, BufferId, Content, Kept, Plan, Recv, Send, Slice, Step, World};
 use crate::{TokenRuns, lower};
@@ -22,8 +22,8 @@ pub(super) struct PlanBuilder<'a> {
     pub(super) rank: Rank,
     plan: Plan,
     exchanges: u32,
-    /// In a fixed order: what is known of the state under way.
-    reduction: Reduction,
+    /// In a fixed order: merged states that wait for their neighbour, by height in the tree and number at this height.
+    pub(super) waiting: BTreeMap<(u32, u32), BufferId>,
 }
 
 impl<'a> PlanBuilder<'a> {
@@ -44,7 +44,7 @@ impl<'a> PlanBuilder<'a> {
             kept: Vec::new(),
             steps: Vec::with_capacity(8 + 4 * hops + 8 * peers),
         };
-        let mut builder = Self { world, rank, plan, exchanges: 0, reduction: Reduction::default() };
+        let mut builder = Self { world, rank, plan, exchanges: 0, waiting: BTreeMap::new() };
         builder.declare("q".to_owned(), Content::Query, q_tokens.clone(), 0..problem.q_heads);
         builder.declare("kv".to_owned(), Content::KeyValue, kv_tokens, 0..problem.kv_heads);
         builder.declare("o".to_owned(), Content::Output, q_tokens.clone(), 0..problem.q_heads);
@@ -216,19 +216,6 @@ impl<'a> PlanBuilder<'a> {
         self.declare(format!("kv of shard {owner}"), content, tokens, heads)
     }
 
-    /// Attention of all of `own` queries against what has arrived in `kv`, which stays as it is.
-    pub(super) fn attend_arrived(&mut self, own: Inputs, kv: BufferId, state: BufferId) {
-        if self.buffer(kv).content == Content::KeyValue {
-            return self.attend(Inputs { kv, ..own }, state);
-        }
-        if !lower::any_visible(&self.world.problem, &self.buffer(own.q).tokens, &self.buffer(kv).tokens) {
-            return;
-        }
-        let back = self.converted_back(kv);
-        self.attend(Inputs { kv: back, ..own }, state);
-        self.free(back);
-    }
-
     /// What has arrived in `kv` in the tensors' own type; ends `kv` where that is another buffer.
     pub(super) fn stored(&mut self, kv: BufferId) -> BufferId {
         if !self.converts() {
@@ -239,7 +226,8 @@ impl<'a> PlanBuilder<'a> {
         back
     }
 
-    fn converted_back(&mut self, kv: BufferId) -> BufferId {
+    /// What has arrived in `kv` in the tensors' own type, as a buffer beside it.
+    pub(super) fn converted_back(&mut self, kv: BufferId) -> BufferId {
         let Buffer { name, tokens, heads, .. } = self.buffer(kv).clone();
         let back = self.declare(format!("{name}, converted"), Content::KeyValue, tokens, heads);
         let from = self.plan.whole(kv);
@@ -269,19 +257,6 @@ impl<'a> PlanBuilder<'a> {
         }
     }
 
-    /// Attention of all of `q` against all of `kv`, with all of `pairs`; no step where the mask hides every pair.
-    pub(super) fn attend(&mut self, inputs: Inputs, state: BufferId) {
-        self.attend_part(inputs, self.whole(inputs.kv), state);
-    }
-
-    /// The same against some of the keys, in a fixed order whole tiles.
-    pub(super) fn attend_part(&mut self, inputs: Inputs, kv: Slice, state: BufferId) {
-        if self.world.problem.fixed_order {
-            return order::attend_tiles(self, inputs, kv.tokens);
-        }
-        self.attend_some(inputs, kv, state);
-    }
-
     /// One step for all of the keys in `kv`; whether there was a step.
     pub(super) fn attend_some(
         &mut self,
@@ -298,18 +273,12 @@ impl<'a> PlanBuilder<'a> {
         seen
     }
 
-    /// In a fixed order: states of tiles, on their way to one.
-    pub(super) fn reduction(&mut self) -> &mut Reduction {
-        &mut self.reduction
-    }
-
     pub(super) fn merge(&mut self, from: BufferId, into: BufferId) {
         self.plan.steps.push(Step::Merge { from, into });
     }
 
-    /// Output of the running state that was attended into.
-    pub(super) fn finalize(&mut self, state: BufferId, into: BufferId) {
-        let state = order::total(self).unwrap_or(state);
+    /// The step that turns a running state into output; ends the state.
+    pub(super) fn finalize_state(&mut self, state: BufferId, into: BufferId) {
         self.plan.steps.push(Step::Finalize { state, into });
         self.free(state);
     }

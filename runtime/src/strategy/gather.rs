@@ -5,10 +5,26 @@
 //! the rest travels.
 
 use super::build::{Inputs, PlanBuilder};
+use super::facts::{Extent, MeshRule, StrategyFacts};
+use super::price::Traffic;
+use super::streams::Routes;
+use super::unified;
 use crate::plan::{BufferId, Recv, Send};
 
+pub(super) const FACTS: StrategyFacts = StrategyFacts {
+    meshes: MeshRule { ulysses: Extent::Any, ring: Extent::AtLeastTwo },
+    default_on: None,
+    // Between two shards it is a ring.
+    is_distinct: |_, mesh| mesh.ring() > 2,
+    streams: &[],
+    attend_round: attend_all,
+    round_bytes,
+    posts_all_at_once: true,
+    ..unified::FACTS
+};
+
 /// Attention of the queries against the keys and values of every shard. Ends all inputs, returns the running state.
-pub(super) fn attend_all(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> BufferId {
+fn attend_all(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> BufferId {
     let mesh = builder.world.mesh;
     let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
     let heads = builder.buffer(inputs.kv).heads.clone();
@@ -41,4 +57,8 @@ pub(super) fn attend_all(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> Buffe
     builder.free(inputs.kv);
     builder.end_queries(inputs);
     state
+}
+
+fn round_bytes(traffic: &Traffic<'_>, _: &Routes) -> u128 {
+    traffic.visits().map(|(_, owner)| traffic.key_bytes(traffic.kv.of_shard(owner).len())).sum()
 }

@@ -1,90 +1,21 @@
-//! Sums in an order that no mesh changes (`AttentionProblem::fixed_order`).
-//!
-//! Floating-point sums depend on their order, and in a ring every rank meets keys in another one. So each tile of
-//! [`TILE_KEYS`] keys, counted from position 0, is attended to by itself, and the states of tiles are merged along one
-//! binary tree over their numbers: a pair of neighbours as soon as both are there, the lower one first. What arrives when
-//! does not matter then, and of a stretch of tiles in a row only about log₂ of them are kept. A tile that no query of a
-//! rank sees is left out: merging a state that has seen nothing changes no bit.
+//! Which shards consist of whole tiles, as a fixed order of sums needs (`AttentionProblem::fixed_order`).
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use kyklos_transport::Rank;
 
-use super::Strategy;
-use super::build::{Inputs, PlanBuilder};
-use crate::plan::{BufferId, Content, Slice};
-use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Remedy, Result, TokenRuns};
-
-/// Keys of a tile. Kernels must give a row the same bytes whatever rows they compute with it, and divide keys into
-/// steps of their own from the first key of a call on.
-pub const TILE_KEYS: u32 = 256;
-
-/// Merged states that wait for their neighbours.
-#[derive(Debug, Default)]
-pub(super) struct Reduction {
-    /// By height in the tree, and number at this height.
-    waiting: BTreeMap<(u32, u32), BufferId>,
-}
-
-/// Attention of all of `inputs.q` against the keys at the list positions `part` of `inputs.kv`, tile by tile.
-pub(super) fn attend_tiles(builder: &mut PlanBuilder<'_>, inputs: Inputs, part: Range<usize>) {
-    let tokens = builder.buffer(inputs.kv).tokens.slice(part.clone());
-    for (tile, range) in whole_tiles(&tokens, builder.world.problem.kv_len) {
-        let keys = builder.tokens_of(inputs.kv, part.start + range.start..part.start + range.end);
-        let (tokens, heads) =
-            (builder.buffer(inputs.q).tokens.clone(), builder.buffer(inputs.q).heads.clone());
-        let state = builder.declare(format!("state of tile {tile}"), Content::State, tokens, heads);
-        if builder.attend_some(inputs, keys, state) {
-            take(builder, (0, tile), state);
-        }
-    }
-}
-
-/// The keys in `kv` in two halves, each of which can be attended to by itself.
-pub(super) fn halves(builder: &PlanBuilder<'_>, kv: BufferId) -> [Slice; 2] {
-    let (tokens, problem) = (&builder.buffer(kv).tokens, &builder.world.problem);
-    let middle = if problem.fixed_order {
-        let tiles = whole_tiles(tokens, problem.kv_len);
-        tiles.get(tiles.len() / 2).map_or(0, |(_, tile)| tile.start)
-    } else {
-        tokens.len() / 2
-    };
-    [0..middle, middle..tokens.len()].map(|half| builder.tokens_of(kv, half))
-}
-
-/// The sum over all tiles, if any was attended to. Neighbours that are missing now were seen by nobody.
-pub(super) fn total(builder: &mut PlanBuilder<'_>) -> Option<BufferId> {
-    loop {
-        let (&(height, _), _) = builder.reduction().waiting.first_key_value()?;
-        if builder.reduction().waiting.len() == 1 {
-            return builder.reduction().waiting.pop_first().map(|(_, state)| state);
-        }
-        let above = builder.reduction().waiting.split_off(&(height + 1, 0));
-        let lowest = std::mem::replace(&mut builder.reduction().waiting, above);
-        for ((_, number), state) in lowest {
-            take(builder, (height + 1, number / 2), state);
-        }
-    }
-}
-
-/// Merges `state` with its neighbour if that waits, and so on up the tree; else it waits.
-fn take(builder: &mut PlanBuilder<'_>, (mut height, mut number): (u32, u32), mut state: BufferId) {
-    while let Some(neighbour) = builder.reduction().waiting.remove(&(height, number ^ 1)) {
-        let (lower, upper) = if number % 2 == 0 { (state, neighbour) } else { (neighbour, state) };
-        builder.merge(upper, lower);
-        builder.free(upper);
-        (state, height, number) = (lower, height + 1, number / 2);
-    }
-    builder.reduction().waiting.insert((height, number), state);
-}
+use super::facts::{Moves, StrategyFacts};
+use super::streams::Part;
+use crate::placement::ShardShape;
+use crate::{AttentionProblem, Error, Mesh, Placement, Remedy, Result, Strategy, TILE_KEYS, TokenRuns};
 
 /// Refuses what would make the order of sums depend on who holds which keys.
 pub(super) fn fits(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy, kv: &Placement) -> Result<()> {
     if !problem.fixed_order {
         return Ok(());
     }
-    if strategy.moves_queries() {
+    let facts = strategy.facts();
+    if facts.moves == Moves::Queries {
         return Err(Error::request(
             format!("a fixed order with strategy {strategy}"),
             "its ranks send sums over their own keys, which no order of tiles can be made of: use a strategy that sends keys",
@@ -101,18 +32,13 @@ pub(super) fn fits(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy, k
     }
     for r in 0..mesh.ring() {
         let shard = kv.of_shard(r);
-        let parts = if strategy == Strategy::TwoWay {
-            vec![shard.slice(0..shard.len().div_ceil(2)), shard.slice(shard.len().div_ceil(2)..shard.len())]
-        } else {
-            vec![shard]
-        };
-        for part in parts {
+        for part in parts_that_travel(facts).iter().map(|part| shard.slice(part.of(shard.len()))) {
             if let Err(key) = tiles(&part, problem.kv_len) {
                 return Err(Error::request(
                     format!(
                         "a fixed order where shard {r} holds {part}: key {key} begins or ends a part of a tile of {TILE_KEYS} keys"
                     ),
-                    remedy(problem, mesh, kv, strategy),
+                    remedy(problem, mesh, kv, facts),
                 ));
             }
         }
@@ -120,14 +46,19 @@ pub(super) fn fits(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy, k
     Ok(())
 }
 
+/// The parts of a shard that travel, and are attended to, by themselves.
+fn parts_that_travel(facts: &StrategyFacts) -> &'static [Part] {
+    let in_halves = facts.streams.iter().any(|stream| stream.part != Part::Whole);
+    if in_halves { &[Part::Front, Part::Back] } else { &[Part::Whole] }
+}
+
 /// Counts of tokens that would be on the grid, where the placement allows any.
-fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, strategy: Strategy) -> Remedy {
+fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, facts: &StrategyFacts) -> Remedy {
     let (ring, ulysses, keys) = (mesh.ring(), mesh.ulysses(), problem.kv_len);
-    let halves = if kv.kind() == PlacementKind::Zigzag || strategy == Strategy::TwoWay { 2 } else { 1 };
+    let shape = kv.kind().facts().shape;
+    let halves = if shape == ShardShape::TwoRuns || parts_that_travel(facts).len() > 1 { 2 } else { 1 };
     let unit = TILE_KEYS * halves;
-    if matches!(kv.kind(), PlacementKind::Striped | PlacementKind::PerDocument)
-        || kv.kind() == PlacementKind::Zigzag && !keys.is_multiple_of(unit)
-    {
+    if shape == ShardShape::ManyRuns || shape == ShardShape::TwoRuns && !keys.is_multiple_of(unit) {
         return "use contiguous placement".into();
     }
     if !keys.is_multiple_of(unit) && halves == 2 {
@@ -147,7 +78,7 @@ fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, strategy: Stra
 }
 
 /// The tiles of tokens that are on the grid, as all are that are attended to.
-fn whole_tiles(tokens: &TokenRuns, kv_len: u32) -> Vec<(u32, Range<usize>)> {
+pub(super) fn whole_tiles(tokens: &TokenRuns, kv_len: u32) -> Vec<(u32, Range<usize>)> {
     tiles(tokens, kv_len).expect("a world in fixed order is refused where shards are off the grid")
 }
 

@@ -6,10 +6,26 @@
 //! the queries are fewer than about Hkv/Hq of the keys (in the problem's dtype; f32 states halve that for f16).
 
 use super::build::{Inputs, PlanBuilder};
+use super::facts::{Extent, MeshRule, Moves, StrategyFacts};
+use super::price::Traffic;
+use super::streams::Routes;
+use super::unified;
 use crate::plan::{BufferId, Recv, Send};
 
+pub(super) const FACTS: StrategyFacts = StrategyFacts {
+    meshes: MeshRule { ulysses: Extent::Any, ring: Extent::AtLeastTwo },
+    default_on: None,
+    is_distinct: |_, _| true,
+    moves: Moves::Queries,
+    streams: &[],
+    attend_round: attend_everywhere,
+    round_bytes,
+    posts_all_at_once: true,
+    ..unified::FACTS
+};
+
 /// Attention of the queries against the keys and values of every shard. Ends all inputs, returns the running state.
-pub(super) fn attend_everywhere(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> BufferId {
+fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> BufferId {
     let mesh = builder.world.mesh;
     let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
     let at = |distance: u32| (r + distance) % ring;
@@ -70,4 +86,8 @@ pub(super) fn attend_everywhere(builder: &mut PlanBuilder<'_>, inputs: Inputs) -
     builder.free(inputs.kv);
     builder.end_queries(inputs);
     state
+}
+
+fn round_bytes(traffic: &Traffic<'_>, _: &Routes) -> u128 {
+    traffic.visits().map(|(guest, _)| traffic.query_bytes(traffic.q.of_shard(guest).len())).sum()
 }

@@ -1,104 +1,85 @@
 //! What a mesh sends, from counts of tokens and heads alone: a mesh is chosen before any plan is made.
 
-use super::Strategy;
-use super::relay::piece;
-use super::streams::Routes;
-use super::tree::seen_from;
 use crate::mesh::kv_heads_for;
 use crate::plan::Content;
 use crate::{AttentionProblem, Placement, lower};
 
-/// Plan payload that all ranks send together, in bytes: what the plans over these placements add up to.
-pub(super) fn bytes_sent(
-    strategy: Strategy,
-    problem: &AttentionProblem,
-    q: &Placement,
-    kv: &Placement,
-) -> u64 {
-    let mesh = q.mesh();
-    let heads = mesh.q_heads(problem);
-    let kv_heads: Vec<u128> = heads.iter().map(|heads| kv_heads_for(problem, heads).len() as u128).collect();
-    let all_kv_heads: u128 = kv_heads.iter().sum();
-    let batch = u128::from(problem.batch);
-    let row = batch * u128::from(problem.head_dim) * problem.dtype.bytes() as u128;
-    let lse = batch * 4;
+/// A problem and the owners of its tokens, from which the bytes of messages follow.
+pub(crate) struct Traffic<'a> {
+    pub(super) problem: &'a AttentionProblem,
+    pub(super) q: &'a Placement,
+    pub(super) kv: &'a Placement,
+}
 
-    // The trades: the tokens of each piece, for the heads of all other pieces, there and back.
-    let mut bytes = 0;
-    for (u, (heads, kv_heads)) in (0..).zip(heads.iter().zip(&kv_heads)) {
-        let of_piece = |placement: &Placement| -> u128 {
-            (0..mesh.ring()).map(|r| placement.of_rank(mesh.rank(r, u)).len() as u128).sum()
-        };
-        let foreign = u128::from(problem.q_heads) - heads.len() as u128;
-        bytes += of_piece(q) * foreign * (row + row + lse);
-        bytes += of_piece(kv) * (all_kv_heads - kv_heads) * 2 * row;
-        if let Some(pairs) = problem.pairs {
-            let row = u128::from(pairs.batch) * pairs.row_bytes(problem.dtype, problem.kv_len) as u128;
-            let copies = if pairs.heads > 1 { foreign } else { u128::from(mesh.ulysses()) - 1 };
-            bytes += of_piece(q) * copies * row;
-        }
-    }
-    // The round.
-    let pair_rows = problem.pairs.map_or(0, |pairs| {
-        let heads = if pairs.heads > 1 { problem.q_heads } else { mesh.ulysses() };
-        u128::from(heads * pairs.batch) * pairs.row_bytes(problem.dtype, problem.kv_len) as u128
-    });
-    let sent = |tokens: usize| u128::from(Content::WireKeyValue.bytes(problem, tokens, 1)) * all_kv_heads;
-    bytes += match strategy {
-        Strategy::Gather => visits(problem, q, kv).map(|(_, owner)| sent(kv.of_shard(owner).len())).sum(),
-        Strategy::Relay => relayed(problem, q, kv),
-        Strategy::PassQ | Strategy::Tree => {
-            let tokens: u128 = if strategy == Strategy::PassQ {
-                visits(problem, q, kv).map(|(guest, _)| q.of_shard(guest).len() as u128).sum()
-            } else {
-                handed_on(problem, q, kv).map(|owner| q.of_shard(owner).len() as u128).sum()
+impl Traffic<'_> {
+    /// Payload that all ranks together send in the all-to-alls, there and back: the tokens of each piece, for the heads of all
+    /// other pieces.
+    pub(super) fn all_to_all_bytes(&self) -> u128 {
+        let Self { problem, q, kv } = *self;
+        let mesh = q.mesh();
+        let all_kv_heads = self.all_kv_heads();
+        let (row, lse) = (self.row_bytes(), u128::from(problem.batch) * 4);
+        let mut bytes = 0;
+        for (u, heads) in (0..).zip(mesh.q_heads(problem)) {
+            let of_piece = |placement: &Placement| -> u128 {
+                (0..mesh.ring()).map(|r| placement.of_rank(mesh.rank(r, u)).len() as u128).sum()
             };
-            let state = batch * (u128::from(problem.head_dim) * 4 + 8);
-            tokens * (u128::from(problem.q_heads) * (row + state) + pair_rows)
+            let foreign = u128::from(problem.q_heads) - heads.len() as u128;
+            let foreign_kv = all_kv_heads - kv_heads_for(problem, &heads).len() as u128;
+            bytes += of_piece(q) * foreign * (row + row + lse);
+            bytes += of_piece(kv) * foreign_kv * 2 * row;
+            if let Some(pairs) = problem.pairs {
+                let row = u128::from(pairs.batch) * pairs.row_bytes(problem.dtype, problem.kv_len) as u128;
+                let copies = if pairs.heads > 1 { foreign } else { u128::from(mesh.ulysses()) - 1 };
+                bytes += of_piece(q) * copies * row;
+            }
         }
-        _ => {
-            let routes = Routes::new(strategy, problem, q, kv);
-            routes.parts_sent(kv).map(|(hops, tokens)| u128::from(hops) * sent(tokens)).sum()
-        }
-    };
-    u64::try_from(bytes).unwrap_or(u64::MAX)
-}
-
-/// Bytes of keys and values that cross between shards in pieces, and inside the shards that see them.
-fn relayed(problem: &AttentionProblem, q: &Placement, kv: &Placement) -> u128 {
-    let mesh = q.mesh();
-    let (heads, routes) = (mesh.q_heads(problem), Routes::new(Strategy::Relay, problem, q, kv));
-    let mut bytes = 0;
-    for group in mesh.kv_groups(problem) {
-        let kv_heads = kv_heads_for(problem, &heads[group.start as usize]);
-        let kv_heads = kv_heads.end - kv_heads.start;
-        let sent = |owner: u32| -> u128 {
-            let tokens = kv.of_shard(owner).len();
-            let pieces = (0..group.len()).map(|index| piece(tokens, index, group.len()).len());
-            pieces.map(|tokens| u128::from(Content::WireKeyValue.bytes(problem, tokens, kv_heads))).sum()
-        };
-        bytes += (0..mesh.ring()).map(|owner| u128::from(routes.reach(owner)) * sent(owner)).sum::<u128>();
-        let passed_on = visits(problem, q, kv).map(|(_, owner)| sent(owner)).sum::<u128>();
-        bytes += passed_on * (group.len() as u128 - 1);
+        bytes
     }
-    bytes
-}
 
-/// The owner of the queries of each edge of each tree that they go along.
-fn handed_on(problem: &AttentionProblem, q: &Placement, kv: &Placement) -> impl Iterator<Item = u32> {
-    let ring = q.mesh().ring();
-    let edges = (0..ring).flat_map(move |owner| (1..ring).map(move |position| (owner, position)));
-    let sees = |owner, shard| lower::any_visible(problem, &q.of_shard(owner), &kv.of_shard(shard));
-    edges
-        .filter(move |(owner, position)| seen_from(ring, *owner, *position, sees).next().is_some())
-        .map(|(owner, _)| owner)
-}
+    /// Bytes of the keys and values of so many tokens on the wire, for all KV heads that the pieces of a shard need.
+    pub(super) fn key_bytes(&self, tokens: usize) -> u128 {
+        self.key_bytes_of(tokens, 1) * self.all_kv_heads()
+    }
 
-/// Two shards, the first of which sees keys of the second.
-fn visits(problem: &AttentionProblem, q: &Placement, kv: &Placement) -> impl Iterator<Item = (u32, u32)> {
-    let ring = q.mesh().ring();
-    let pairs = (0..ring).flat_map(move |guest| (0..ring).map(move |owner| (guest, owner)));
-    pairs.filter(|(guest, owner)| {
-        guest != owner && lower::any_visible(problem, &q.of_shard(*guest), &kv.of_shard(*owner))
-    })
+    /// The same for `kv_heads` heads.
+    pub(super) fn key_bytes_of(&self, tokens: usize, kv_heads: usize) -> u128 {
+        let heads = u32::try_from(kv_heads).expect("heads are counted in u32");
+        u128::from(Content::WireKeyValue.bytes(self.problem, tokens, heads))
+    }
+
+    /// Bytes of so many queries, their rows of a pair tensor, and their running states back, for all heads.
+    pub(super) fn query_bytes(&self, tokens: usize) -> u128 {
+        let problem = self.problem;
+        let state = u128::from(problem.batch) * (u128::from(problem.head_dim) * 4 + 8);
+        let pair_rows = problem.pairs.map_or(0, |pairs| {
+            let heads = if pairs.heads > 1 { problem.q_heads } else { self.q.mesh().ulysses() };
+            u128::from(heads * pairs.batch) * pairs.row_bytes(problem.dtype, problem.kv_len) as u128
+        });
+        tokens as u128 * (u128::from(problem.q_heads) * (self.row_bytes() + state) + pair_rows)
+    }
+
+    /// Pairs of shards of which the first sees keys of the second.
+    pub(super) fn visits(&self) -> impl Iterator<Item = (u32, u32)> {
+        let ring = self.q.mesh().ring();
+        let pairs = (0..ring).flat_map(move |guest| (0..ring).map(move |owner| (guest, owner)));
+        pairs.filter(|(guest, owner)| guest != owner && self.sees(*guest, *owner))
+    }
+
+    /// Whether any query of the shard `q_shard` sees any key of the shard `kv_shard`.
+    pub(super) fn sees(&self, q_shard: u32, kv_shard: u32) -> bool {
+        lower::any_visible(self.problem, &self.q.of_shard(q_shard), &self.kv.of_shard(kv_shard))
+    }
+
+    /// KV heads that each piece of a shard needs, added up.
+    fn all_kv_heads(&self) -> u128 {
+        let heads = self.q.mesh().q_heads(self.problem);
+        heads.iter().map(|heads| kv_heads_for(self.problem, heads).len() as u128).sum()
+    }
+
+    /// Bytes of one token of one head, over the batch.
+    fn row_bytes(&self) -> u128 {
+        let problem = self.problem;
+        u128::from(problem.batch) * u128::from(problem.head_dim) * problem.dtype.bytes() as u128
+    }
 }

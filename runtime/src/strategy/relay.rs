@@ -16,9 +16,27 @@
 use std::ops::Range;
 
 use super::build::{Inputs, PlanBuilder};
-use super::order;
+use super::facts::{Extent, MeshRule, StrategyFacts};
+use super::price::Traffic;
 use super::streams::{self, Routes};
+use super::unified;
+use crate::mesh::kv_heads_for;
 use crate::plan::{BufferId, Content, Recv, Send, Slice};
+use crate::{AttentionProblem, Mesh};
+
+pub(super) const FACTS: StrategyFacts = StrategyFacts {
+    meshes: MeshRule { ulysses: Extent::AtLeastTwo, ring: Extent::AtLeastTwo },
+    default_on: None,
+    is_distinct: |problem, mesh| mesh.fits(problem).is_err() || !all_alone(problem, mesh),
+    attend_round,
+    round_bytes,
+    ..unified::FACTS
+};
+
+/// Whether no two ranks of a shard need the same KV heads: then this is unified.
+fn all_alone(problem: &AttentionProblem, mesh: Mesh) -> bool {
+    mesh.kv_groups(problem).iter().all(|group| group.len() == 1)
+}
 
 /// The round of a world, from the side of one rank.
 struct Relay<'a, 'b> {
@@ -40,17 +58,17 @@ struct Piece {
 
 /// Attention of the queries against the keys and values of every shard, of which `inputs.kv` is this rank's. Ends all
 /// inputs, returns the running state.
-pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> BufferId {
+fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> BufferId {
     let mesh = builder.world.mesh;
     let groups = mesh.kv_groups(&builder.world.problem);
-    if routes.hops() == 0 || groups.iter().all(|group| group.len() == 1) {
+    if routes.hops() == 0 || all_alone(&builder.world.problem, mesh) {
         return streams::attend_round(builder, routes, inputs);
     }
     let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
     let group = groups.into_iter().find(|group| group.contains(&u)).expect("every rank is in a group");
     let heads = builder.buffer(inputs.kv).heads.clone();
     let state = builder.state(inputs.q);
-    let [front, back] = order::halves(builder, inputs.kv);
+    let [front, back] = builder.halves(inputs.kv);
     let mut relay = Relay { builder, routes, group, heads };
     let mut made = Vec::new();
     let own = relay.own_piece(inputs.kv, &mut made);
@@ -180,7 +198,27 @@ impl Relay<'_, '_> {
 }
 
 /// List positions of one of `count` pieces of a block of so many tokens: sizes differ by at most one, larger first.
-pub(super) fn piece(tokens: usize, index: usize, count: usize) -> Range<usize> {
+fn piece(tokens: usize, index: usize, count: usize) -> Range<usize> {
     let cut = |index: usize| tokens / count * index + index.min(tokens % count);
     cut(index)..cut(index + 1)
+}
+
+/// Bytes of the pieces that cross between shards, and of those that are passed on inside the shards that see them.
+fn round_bytes(traffic: &Traffic<'_>, routes: &Routes) -> u128 {
+    let Traffic { problem, kv, .. } = *traffic;
+    let mesh = kv.mesh();
+    let q_heads = mesh.q_heads(problem);
+    let of_group = |group: Range<u32>| -> u128 {
+        let kv_heads = kv_heads_for(problem, &q_heads[group.start as usize]).len();
+        let sent = |owner: u32| -> u128 {
+            let tokens = kv.of_shard(owner).len();
+            let pieces = (0..group.len()).map(|index| piece(tokens, index, group.len()).len());
+            pieces.map(|tokens| traffic.key_bytes_of(tokens, kv_heads)).sum()
+        };
+        let between =
+            (0..mesh.ring()).map(|owner| u128::from(routes.reach(owner)) * sent(owner)).sum::<u128>();
+        let passed_on = traffic.visits().map(|(_, owner)| sent(owner)).sum::<u128>();
+        between + passed_on * (group.len() as u128 - 1)
+    };
+    mesh.kv_groups(problem).into_iter().map(of_group).sum()
 }

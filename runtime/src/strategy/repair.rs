@@ -12,11 +12,8 @@ use std::ops::Range;
 use kyklos_transport::Rank;
 
 use super::build::PlanBuilder;
-use super::{Strategy, TILE_KEYS};
-use crate::plan::{
-    BufferId, Content, Lost, Plan, Recv, Send, Slice, Step, StepProgress, World, left, lost_tokens,
-};
-use crate::{AttentionProblem, Error, Mesh, Remedy, Result, TokenRuns, lower};
+use crate::plan::{BufferId, Content, Lost, Plan, Recv, Send, Slice, Step, StepProgress, World, left};
+use crate::{AttentionProblem, Error, Mesh, Remedy, Result, Strategy, TILE_KEYS, TokenRuns, lower};
 
 /// Whether those who are left can finish a call of `problem` on `mesh` by `strategy`, if they still have all keys.
 ///
@@ -66,10 +63,7 @@ pub fn repair(before: &World, ranks: &[Rank], reached: &[StepProgress]) -> Resul
         have.push(Has::of(before, *rank, reached, &blocks)?);
     }
     let rounds = rounds(before, ranks, &blocks, &have)?;
-    let lost = Lost {
-        queries: lost_tokens(&before.q_placement, ranks),
-        keys: lost_tokens(&before.kv_placement, ranks),
-    };
+    let lost = Lost { queries: before.q_placement.without(ranks), keys: before.kv_placement.without(ranks) };
     let mut world = World {
         problem: before.problem.clone(),
         mesh: Mesh::new(1, u32::try_from(ranks.len()).expect("ranks are counted in u32"))?,

@@ -1,23 +1,37 @@
-//! Keys and values go round the shards, queries stay (Liu et al. 2023, arXiv 2310.01889), one way or both.
+//! Rounds in which keys and values go from neighbour to neighbour, and queries stay.
 //!
-//! A *stream* is a part of every shard that travels in one direction, from neighbour to neighbour, as far as anybody is
-//! left who sees any of it: what a mask hides from all that are still to come is not sent on. A hop is posted before
-//! what is here is computed, so that the next blocks travel under the computation: of each stream one block is read
-//! and sent on while the next one arrives.
-//!
-//! | strategy | streams |
-//! |---|---|
-//! | ring | whole shards, forwards; likewise [`relay`](super::relay), in pieces |
-//! | bidirectional | whole shards, half of the way forwards, the rest backwards: half the hops |
-//! | two-way | the front halves of all shards forwards, the back halves backwards: half the bytes each way. Over a zigzag placement a causal mask hides every back half from all higher shards, and 75 % of a ring's bytes are left |
-//! | line | whole shards, to the last shard forwards and to the first one backwards: no link closes the ring |
+//! A *stream* is a part of every shard that travels in one direction. It goes as far as a shard that sees any of it: what a
+//! mask hides from all shards further on is not sent on. A hop is posted before the blocks that are here are attended to,
+//! so that the next blocks travel under the computation: of each stream one block is read and sent on while the next one
+//! arrives.
 
 use std::ops::Range;
 
-use super::Strategy;
 use super::build::{Inputs, PlanBuilder};
+use super::price::Traffic;
 use crate::plan::{BufferId, Recv, Send, Slice};
 use crate::{AttentionProblem, Placement, TokenRuns, lower};
+
+/// A stream as a strategy describes it.
+#[derive(Debug)]
+pub(super) struct StreamShape {
+    /// What of a shard travels.
+    pub(super) part: Part,
+    /// To higher shards, from the last one to the first.
+    pub(super) forwards: bool,
+    /// The most hops that the part of shard `owner` goes, of `farthest` = R − 1 and `owner`.
+    pub(super) most_hops: fn(u32, u32) -> u32,
+}
+
+/// A part of a shard, by position in its list of tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    Whole,
+    /// Its first ⌈n/2⌉ tokens: the front chunk of a zigzag placement.
+    Front,
+    /// The other tokens.
+    Back,
+}
 
 /// The streams of a world.
 #[derive(Debug, Default)]
@@ -33,17 +47,8 @@ struct Stream {
     reach: Vec<u32>,
 }
 
-/// Which part of a shard.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Part {
-    Whole,
-    /// Its first ⌈n/2⌉ tokens: the front chunk of a zigzag placement.
-    Front,
-    Back,
-}
-
 impl Part {
-    fn of(self, tokens: usize) -> Range<usize> {
+    pub(super) fn of(self, tokens: usize) -> Range<usize> {
         match self {
             Self::Whole => 0..tokens,
             Self::Front => 0..tokens.div_ceil(2),
@@ -53,33 +58,18 @@ impl Part {
 }
 
 impl Routes {
-    /// The streams by which `strategy` moves keys; none where it does not move them from neighbour to neighbour.
-    pub(super) fn new(strategy: Strategy, problem: &AttentionProblem, q: &Placement, kv: &Placement) -> Self {
+    /// How far each stream of `shapes` takes each shard.
+    pub(super) fn new(
+        shapes: &[StreamShape],
+        problem: &AttentionProblem,
+        q: &Placement,
+        kv: &Placement,
+    ) -> Self {
         let ring = kv.mesh().ring();
-        let farthest = ring - 1;
-        type Limit = fn(u32, u32) -> u32;
-        let streams: Vec<(Part, bool, Limit)> = match strategy {
-            Strategy::Dense | Strategy::Ulysses | Strategy::Gather | Strategy::PassQ | Strategy::Tree => {
-                Vec::new()
-            }
-            Strategy::Ring | Strategy::Unified | Strategy::Chunked | Strategy::Relay => {
-                vec![(Part::Whole, true, |farthest, _| farthest)]
-            }
-            Strategy::Bidirectional => vec![
-                (Part::Whole, true, |farthest, _| farthest.div_ceil(2)),
-                (Part::Whole, false, |farthest, _| farthest / 2),
-            ],
-            Strategy::TwoWay => {
-                vec![(Part::Front, true, |farthest, _| farthest), (Part::Back, false, |farthest, _| farthest)]
-            }
-            Strategy::Line => vec![
-                (Part::Whole, true, |farthest, owner| farthest - owner),
-                (Part::Whole, false, |_, owner| owner),
-            ],
-        };
         let queries: Vec<TokenRuns> = (0..ring).map(|r| q.of_shard(r)).collect();
         let keys: Vec<TokenRuns> = (0..ring).map(|r| kv.of_shard(r)).collect();
-        let stream = |(part, forwards, limit): (Part, bool, Limit)| {
+        let stream = |shape: &StreamShape| {
+            let StreamShape { part, forwards, most_hops } = *shape;
             let reach = |owner: u32| {
                 let shard = &keys[owner as usize];
                 let part = shard.slice(part.of(shard.len()));
@@ -87,28 +77,27 @@ impl Routes {
                     let there = &queries[passed(ring, forwards, owner, *hops) as usize];
                     lower::any_visible(problem, there, &part)
                 };
-                let limit = limit(farthest, owner);
-                (1..=limit).rev().find(sees).filter(|_| !part.is_empty()).unwrap_or(0)
+                (1..=most_hops(ring - 1, owner)).rev().find(sees).filter(|_| !part.is_empty()).unwrap_or(0)
             };
             Stream { part, forwards, reach: (0..ring).map(reach).collect() }
         };
-        Self { streams: streams.into_iter().map(stream).collect() }
+        Self { streams: shapes.iter().map(stream).collect() }
     }
 
-    /// For each part of a shard that travels, how many hops it goes and of how many tokens it is.
-    pub(super) fn parts_sent(&self, kv: &Placement) -> impl Iterator<Item = (u32, usize)> {
+    /// For each part of a shard that travels: its hops, and its tokens.
+    fn parts_sent(&self, kv: &Placement) -> impl Iterator<Item = (u32, usize)> {
         self.streams.iter().flat_map(move |stream| {
             let tokens = move |owner| stream.part.of(kv.of_shard(owner).len()).len();
             (0..).zip(&stream.reach).map(move |(owner, hops)| (*hops, tokens(owner)))
         })
     }
 
-    /// How many hops the keys of shard `owner` go, where whole shards go one way.
+    /// Hops of the keys of shard `owner`, where whole shards go one way.
     pub(super) fn reach(&self, owner: u32) -> u32 {
         self.streams[0].reach[owner as usize]
     }
 
-    /// Hops until every part is where it ends.
+    /// Hops of the part that goes farthest.
     pub(super) fn hops(&self) -> u32 {
         self.streams.iter().flat_map(|stream| &stream.reach).copied().max().unwrap_or(0)
     }
@@ -119,7 +108,12 @@ fn passed(ring: u32, forwards: bool, owner: u32, hops: u32) -> u32 {
     if forwards { (owner + hops) % ring } else { (owner + ring - hops) % ring }
 }
 
-/// What a rank holds of a stream, and may have to send on.
+/// Payload of the round that all ranks together send, in bytes.
+pub(super) fn round_bytes(traffic: &Traffic<'_>, routes: &Routes) -> u128 {
+    routes.parts_sent(traffic.kv).map(|(hops, tokens)| u128::from(hops) * traffic.key_bytes(tokens)).sum()
+}
+
+/// A block of a stream that a rank holds, and may have to send on.
 struct Held {
     slice: Slice,
     /// A buffer to attend to and to free; of the rank's own keys there is none.

@@ -10,8 +10,21 @@
 //! position of the child in it: every rank is that child in one tree, and that child's parent in another.
 
 use super::build::{Inputs, PlanBuilder};
+use super::facts::StrategyFacts;
+use super::pass_q;
+use super::price::Traffic;
+use super::streams::Routes;
 use crate::TokenRuns;
 use crate::plan::{BufferId, Recv, Send};
+
+pub(super) const FACTS: StrategyFacts = StrategyFacts {
+    example_mesh: (1, 4),
+    // A tree of three ranks has no branches.
+    is_distinct: |_, mesh| mesh.ring() > 3,
+    attend_round: attend_everywhere,
+    round_bytes,
+    ..pass_q::FACTS
+};
 
 /// The trees of a world, from the side of one rank.
 struct Trees<'a, 'b> {
@@ -32,7 +45,7 @@ struct Guest {
 }
 
 /// Attention of the queries against the keys and values of every shard. Ends all inputs, returns the running state.
-pub(super) fn attend_everywhere(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> BufferId {
+fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> BufferId {
     let mesh = builder.world.mesh;
     let (r, u) = mesh.coordinates(builder.rank);
     let state = builder.state(inputs.q);
@@ -171,7 +184,7 @@ impl Trees<'_, '_> {
 }
 
 /// Shards from `position` on, as far as its part of the tree of `owner` reaches, of which `sees` says so.
-pub(super) fn seen_from(
+fn seen_from(
     ring: u32,
     owner: u32,
     position: u32,
@@ -180,6 +193,16 @@ pub(super) fn seen_from(
     let below = 1 << position.trailing_zeros();
     let shards = (position..ring.min(position + below)).map(move |position| (owner + position) % ring);
     shards.filter(move |shard| sees(owner, *shard))
+}
+
+/// Of every edge of every tree along which queries travel, those queries.
+fn round_bytes(traffic: &Traffic<'_>, _: &Routes) -> u128 {
+    let ring = traffic.q.mesh().ring();
+    let edges = (0..ring).flat_map(|owner| (1..ring).map(move |position| (owner, position)));
+    let goes_down =
+        |owner, position| seen_from(ring, owner, position, |q, kv| traffic.sees(q, kv)).next().is_some();
+    let owners = edges.filter(|(owner, position)| goes_down(*owner, *position)).map(|(owner, _)| owner);
+    owners.map(|owner| traffic.query_bytes(traffic.q.of_shard(owner).len())).sum()
 }
 
 fn parent(position: u32) -> u32 {

@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 use kyklos_transport::Rank;
 
 use super::alone::RankProof;
-use super::{RankCheck, check};
+use super::world::{RankCheck, check};
 use crate::plan::{BufferId, Content, StepProgress, World};
-use crate::{Error, Placement, Result, TokenRuns};
+use crate::{Error, Result, TokenRuns};
 
 /// What a rank has after some of its steps, beside its inputs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -110,7 +110,7 @@ pub fn check_repair(
         if let Some((at, rank)) = moved {
             return fault(at, format!("has other tokens than as rank {rank}"));
         }
-        if *lost != lost_tokens(theirs, ranks) {
+        if *lost != theirs.without(ranks) {
             return fault(0, format!("{lost} are not the tokens of those who are lost"));
         }
     }
@@ -118,14 +118,6 @@ pub fn check_repair(
         kept_was_left(before, (*rank, reached), repair, at)?;
     }
     check(repair)
-}
-
-/// The tokens that nobody owns when only `ranks` are left, ascending.
-pub(crate) fn lost_tokens(placement: &Placement, ranks: &[Rank]) -> TokenRuns {
-    let all = (0..).map(Rank).zip(placement.ranks()).filter(|(rank, _)| !ranks.contains(rank));
-    let mut lost: Vec<u32> = all.flat_map(|(_, tokens)| tokens.iter()).collect();
-    lost.sort_unstable();
-    TokenRuns::from_positions(lost)
 }
 
 /// Everything that rank `at` of the repair keeps is what was left of its plan before.

@@ -1,0 +1,16 @@
+//! Every shard holds the tokens next to those of the shard before.
+
+use super::kind::{Dealt, KindFacts, ShardShape};
+use crate::{Result, TokenRuns};
+
+pub(super) const FACTS: KindFacts =
+    KindFacts { deal, shape: ShardShape::OneRun, of_one_document: None, equal_causal_hops: false };
+
+fn deal(sizes: &[u32], _: &Dealt) -> Result<Vec<TokenRuns>> {
+    let mut start = 0;
+    let next = |n: &u32| {
+        start += n;
+        TokenRuns::contiguous(start - n..start)
+    };
+    Ok(sizes.iter().map(next).collect())
+}

@@ -1,0 +1,93 @@
+//! The proof of all plans of a world.
+
+use kyklos_transport::Rank;
+
+use super::alone::RankProof;
+use super::together::{messages_meet, nobody_waits_for_ever};
+use crate::plan::World;
+use crate::{Error, Result, TokenRuns};
+
+/// What the proof found out about one rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct RankCheck {
+    /// Most bytes of buffers alive at once, the rank's input and output among them.
+    pub peak_bytes: u64,
+    /// Plan payload sent, in bytes.
+    pub bytes_sent: u64,
+    /// Messages sent.
+    pub messages_sent: u64,
+}
+
+/// Proves the plans of `world`.
+///
+/// # Errors
+/// [`Error::Plan`] that says which rank, which step and what is wrong.
+pub fn check(world: &World) -> Result<Vec<RankCheck>> {
+    let ranks = world.mesh.world() as usize;
+    let lists = [world.plans.len(), world.q_placement.ranks().len(), world.kv_placement.ranks().len()];
+    if lists != [ranks; 3] {
+        let fault =
+            format!("{ranks} ranks have {} plans and {} and {} token lists", lists[0], lists[1], lists[2]);
+        return Err(Error::plan(Rank(0), None, fault));
+    }
+    owners(world)?;
+    let mut checks = Vec::with_capacity(world.plans.len());
+    for (rank, plan) in (0..).map(Rank).zip(&world.plans) {
+        if plan.rank != rank.0 {
+            return Err(Error::plan(rank, None, format!("the plan says it is of rank {}", plan.rank)));
+        }
+        let peak_bytes = RankProof::new(world, plan).run()?;
+        let (bytes_sent, messages_sent) = plan.volume(&world.problem);
+        checks.push(RankCheck { peak_bytes, bytes_sent, messages_sent });
+    }
+    messages_meet(world)?;
+    nobody_waits_for_ever(world)?;
+    Ok(checks)
+}
+
+/// Every token has exactly one owner, but those that all ranks hold and those that are lost, which have none.
+fn owners(world: &World) -> Result<()> {
+    for (what, placement, total, lost) in [
+        ("query", &world.q_placement, world.problem.q_len, &world.lost.queries),
+        ("key", &world.kv_placement, world.problem.kv_len, &world.lost.keys),
+    ] {
+        let mut owner: Vec<Option<u32>> = vec![None; total as usize];
+        let is_in =
+            |tokens: &TokenRuns, token: u32| tokens.runs().iter().any(|run| run.meets(token, token + 1));
+        let replicated = |token: u32| is_in(placement.replicated(), token);
+        let mut is_lost = vec![false; total as usize];
+        for token in lost.iter() {
+            match is_lost.get_mut(token as usize) {
+                Some(is_lost) => *is_lost = true,
+                None => {
+                    let fault = format!("{what} {token} is lost and does not exist, there are {total}");
+                    return Err(Error::plan(Rank(0), None, fault));
+                }
+            }
+        }
+        for (rank, tokens) in (0u32..).zip(placement.ranks()) {
+            for token in tokens.iter() {
+                let fault = match owner.get_mut(token as usize) {
+                    Some(None) if replicated(token) => format!("{what} {token} is also on every rank"),
+                    Some(None) if is_lost[token as usize] => format!("{what} {token} is also lost"),
+                    Some(owner @ None) => {
+                        *owner = Some(rank);
+                        continue;
+                    }
+                    Some(Some(other)) => format!("{what} {token} is also rank {other}'s"),
+                    None => format!("{what} {token} does not exist, there are {total}"),
+                };
+                return Err(Error::plan(Rank(rank), None, fault));
+            }
+        }
+        if let Some((token, _)) = (0..)
+            .zip(&owner)
+            .zip(&is_lost)
+            .map(|((token, owner), lost)| (token, owner.is_some() || *lost))
+            .find(|(token, fine)| !fine && !replicated(*token))
+        {
+            return Err(Error::plan(Rank(0), None, format!("{what} {token} has no owner")));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,110 @@
+//! What a run is expected to take.
+
+use std::collections::BTreeMap;
+
+use super::cluster::Cluster;
+use crate::{Error, Result};
+
+/// What a run is expected to take.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Prediction {
+    /// From the common start to the end of the last rank.
+    pub wall_ns: u64,
+    /// Each rank; of a world that was extrapolated, those of the larger world that was walked.
+    pub ranks: Vec<RankPrediction>,
+    /// Each direction of a link that carries bytes, the busiest first.
+    pub links: Vec<LinkPrediction>,
+    /// Whether this was walked on smaller worlds with shards of the same size.
+    pub extrapolated: bool,
+}
+
+/// What one rank is expected to do.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct RankPrediction {
+    /// Its device, counted over the cluster.
+    pub device: usize,
+    /// When it has its output.
+    pub finish_ns: u64,
+    /// Attention, merging and finalising; on a device that ranks share also the others' turns.
+    pub compute_ns: u64,
+    /// Waiting for messages.
+    pub wait_ns: u64,
+    /// Packing, staging, and posting messages.
+    pub copy_ns: u64,
+    /// Payload sent.
+    pub bytes_sent: u64,
+    /// Messages sent.
+    pub messages_sent: u64,
+    /// Most bytes of plan buffers alive at once.
+    pub peak_bytes: u64,
+    /// Visible (query, key) pairs that it computes, times heads.
+    pub pairs: f64,
+}
+
+/// What one direction of a link is expected to carry.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct LinkPrediction {
+    /// Host, device and kind.
+    pub name: String,
+    /// Payload.
+    pub bytes: u64,
+    /// How long any of it is on its way.
+    pub busy_ns: u64,
+}
+
+impl Prediction {
+    /// Seconds from the common start to the last end.
+    #[expect(clippy::cast_precision_loss, reason = "a run is far shorter than 2^52 ns")]
+    pub fn wall_s(&self) -> f64 {
+        self.wall_ns as f64 / 1e9
+    }
+
+    /// Share of the wall time in which ranks compute, on average.
+    pub fn overlap(&self) -> f64 {
+        self.share(|rank| rank.compute_ns)
+    }
+
+    /// Share of the wall time in which ranks neither compute nor copy, on average: waiting, and being done early.
+    pub fn idle(&self) -> f64 {
+        (1.0 - self.share(|rank| rank.compute_ns + rank.copy_ns)).max(0.0)
+    }
+
+    /// Most bytes of plan buffers that any rank holds at once.
+    pub fn peak_bytes(&self) -> u64 {
+        self.ranks.iter().map(|rank| rank.peak_bytes).max().unwrap_or(0)
+    }
+
+    /// Most payload that any rank sends.
+    pub fn bytes_sent(&self) -> u64 {
+        self.ranks.iter().map(|rank| rank.bytes_sent).max().unwrap_or(0)
+    }
+
+    /// Refuses where the ranks of a device need more memory than it has.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] with the bytes asked and allowed.
+    pub fn fits(&self, cluster: &Cluster) -> Result<()> {
+        let mut asked = BTreeMap::new();
+        for rank in &self.ranks {
+            *asked.entry(rank.device).or_insert(0_u64) += rank.peak_bytes;
+        }
+        for (device, asked_bytes) in asked {
+            if let Some(allowed_bytes) = cluster.memory_bytes(device).filter(|allowed| asked_bytes > *allowed)
+            {
+                return Err(Error::OutOfMemory {
+                    device: format!("device {device} ({})", cluster.kind_of(device)),
+                    what: "what its ranks hold at once".to_owned(),
+                    asked_bytes,
+                    allowed_bytes,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "sums of times are far below 2^52 ns")]
+    fn share(&self, of: impl Fn(&RankPrediction) -> u64) -> f64 {
+        let whole = self.wall_ns.max(1) as f64 * self.ranks.len().max(1) as f64;
+        self.ranks.iter().map(of).sum::<u64>() as f64 / whole
+    }
+}

@@ -1,0 +1,19 @@
+//! As unified, with whole shards sent both ways round the ring: half of the way forwards, the rest backwards, so half as
+//! many hops.
+
+use super::facts::{Extent, MeshRule, StrategyFacts};
+use super::streams::{Part, StreamShape};
+use super::unified;
+
+pub(super) const FACTS: StrategyFacts = StrategyFacts {
+    meshes: MeshRule { ulysses: Extent::Any, ring: Extent::AtLeastTwo },
+    default_on: None,
+    example_mesh: (1, 4),
+    // Between two shards there is one way.
+    is_distinct: |_, mesh| mesh.ring() > 2,
+    streams: &[
+        StreamShape { part: Part::Whole, forwards: true, most_hops: |farthest, _| farthest.div_ceil(2) },
+        StreamShape { part: Part::Whole, forwards: false, most_hops: |farthest, _| farthest / 2 },
+    ],
+    ..unified::FACTS
+};

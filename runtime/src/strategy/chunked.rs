@@ -1,0 +1,13 @@
+//! As unified, with the heads of a rank in up to four chunks: the next chunk crosses the all-to-all while this one is
+//! attended to.
+
+use super::facts::{Extent, MeshRule, StrategyFacts};
+use super::unified;
+
+pub(super) const FACTS: StrategyFacts = StrategyFacts {
+    meshes: MeshRule { ulysses: Extent::AtLeastTwo, ring: Extent::Any },
+    default_on: None,
+    is_distinct: |_, _| true,
+    chunks_heads: true,
+    ..unified::FACTS
+};

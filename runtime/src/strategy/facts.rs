@@ -1,0 +1,102 @@
+//! What other modules ask of a strategy.
+
+use std::fmt;
+
+use super::build::{Inputs, PlanBuilder};
+use super::price::Traffic;
+use super::streams::{Routes, StreamShape};
+use crate::plan::BufferId;
+use crate::{AttentionProblem, Mesh};
+
+/// Everything that other modules ask of a strategy. Each strategy has one constant of this type, `FACTS`, in its own file.
+pub(crate) struct StrategyFacts {
+    /// The meshes that it runs on.
+    pub(super) meshes: MeshRule,
+    /// The meshes for which it is the strategy where the user names none.
+    pub(super) default_on: Option<MeshRule>,
+    /// A mesh of at most four ranks, as (U, R), that shows what it does: for examples and tables.
+    pub(super) example_mesh: (u32, u32),
+    /// Whether its plans differ from those of every strategy before it in the list. The planner tries only those.
+    pub(crate) is_distinct: fn(&AttentionProblem, Mesh) -> bool,
+    /// What travels between shards.
+    pub(super) moves: Moves,
+    /// How keys and values travel from neighbour to neighbour; empty where they do not.
+    pub(super) streams: &'static [StreamShape],
+    /// Whether the heads of a rank cross the all-to-all in chunks.
+    pub(super) chunks_heads: bool,
+    /// The round over the shards: writes its steps for one rank, ends the inputs and returns the running state.
+    pub(super) attend_round: fn(&mut PlanBuilder<'_>, &Routes, Inputs) -> BufferId,
+    /// Payload that all ranks together send in that round, in bytes.
+    pub(super) round_bytes: fn(&Traffic<'_>, &Routes) -> u128,
+    /// Whether a rank posts all messages of the round at once. Simulating them takes longer: each that starts or ends changes
+    /// the speed of all others.
+    pub(crate) posts_all_at_once: bool,
+    /// Under which masks every hop of a ring costs the same, so that a long ring is extrapolated from two shorter ones.
+    pub(crate) equal_hops: EqualHops,
+}
+
+/// What travels between shards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Moves {
+    /// Keys and values. A rank meets keys one block after the other, so the order of sums can be fixed, a wire format
+    /// applies, and survivors can finish a round from blocks that others still have.
+    Keys,
+    /// Queries, and running states back.
+    Queries,
+}
+
+/// Under which masks every hop of a ring costs the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EqualHops {
+    /// Without a mask, and under a causal mask over shards that are not contiguous.
+    FullAndCausal,
+    /// Without a mask.
+    Full,
+    /// Under none.
+    Never,
+}
+
+/// The extents that a mesh may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MeshRule {
+    pub(crate) ulysses: Extent,
+    pub(crate) ring: Extent,
+}
+
+/// The values that one extent of a mesh may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Extent {
+    One,
+    Any,
+    AtLeastTwo,
+}
+
+impl MeshRule {
+    pub(crate) fn takes(self, mesh: Mesh) -> bool {
+        self.ulysses.takes(mesh.ulysses()) && self.ring.takes(mesh.ring())
+    }
+}
+
+impl Extent {
+    fn takes(self, extent: u32) -> bool {
+        match self {
+            Self::One => extent == 1,
+            Self::Any => true,
+            Self::AtLeastTwo => extent >= 2,
+        }
+    }
+}
+
+/// As in `a mesh UxR with R of at least 2`.
+impl fmt::Display for MeshRule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let side = |extent: Extent, name: &'static str| if extent == Extent::One { "1" } else { name };
+        write!(f, "a mesh {}x{}", side(self.ulysses, "U"), side(self.ring, "R"))?;
+        match (self.ulysses, self.ring) {
+            (Extent::AtLeastTwo, Extent::AtLeastTwo) => f.write_str(" with U and R of at least 2"),
+            (Extent::AtLeastTwo, _) => f.write_str(" with U of at least 2"),
+            (_, Extent::AtLeastTwo) => f.write_str(" with R of at least 2"),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! From a [`Strategy`] to its facts, and the questions that are answered from them.
+
+use super::facts::{MeshRule, Moves, StrategyFacts};
+use super::{
+    bidirectional, chunked, dense, gather, line, pass_q, relay, ring, tree, two_way, ulysses, unified,
+};
+use crate::named::facts_of_each;
+use crate::strategy_list::strategies;
+use crate::{Error, Mesh, Result, Strategy};
+
+macro_rules! strategy_facts {
+    ($($list:tt)*) => {
+        facts_of_each! { Strategy, StrategyFacts: $($list)* }
+    };
+}
+strategies!(strategy_facts);
+
+impl Strategy {
+    /// The strategy of a mesh where the user names none: 1x1 dense, 1xR ring, Ux1 ulysses, else unified.
+    pub fn of_mesh(mesh: Mesh) -> Self {
+        let is_default = |rule: MeshRule| rule.takes(mesh);
+        let found =
+            Self::ALL.into_iter().find(|strategy| strategy.facts().default_on.is_some_and(is_default));
+        found.unwrap_or(Self::Unified)
+    }
+
+    /// Refuses a mesh that this strategy does not run on.
+    ///
+    /// # Errors
+    /// [`Error::Request`] that names the meshes it runs on.
+    pub fn accepts(self, mesh: Mesh) -> Result<()> {
+        let rule = self.facts().meshes;
+        if rule.takes(mesh) {
+            return Ok(());
+        }
+        Err(Error::request(
+            format!("strategy {self} does not run on mesh {mesh}"),
+            format!("use {rule}, or strategy unified, which takes any mesh"),
+        ))
+    }
+
+    /// A mesh of at most four ranks that shows what this strategy does.
+    pub fn example_mesh(self) -> Mesh {
+        let (ulysses, ring) = self.facts().example_mesh;
+        Mesh::new(ulysses, ring).expect("facts name meshes that exist")
+    }
+
+    /// Whether queries travel between shards, and keys stay.
+    pub(crate) fn moves_queries(self) -> bool {
+        self.facts().moves == Moves::Queries
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_strategy_takes_its_example_mesh_and_the_meshes_whose_default_it_is() {
+        for strategy in Strategy::ALL {
+            assert!(strategy.accepts(strategy.example_mesh()).is_ok(), "{strategy}");
+            assert_eq!(strategy.name().parse::<Strategy>().unwrap(), strategy);
+            assert!(strategy.summary().ends_with('.'), "{strategy}");
+        }
+        for (ulysses, ring) in (1..5).flat_map(|u| (1..5).map(move |r| (u, r))) {
+            let mesh = Mesh::new(ulysses, ring).unwrap();
+            let default = Strategy::of_mesh(mesh);
+            assert!(default.accepts(mesh).is_ok(), "{default} on {mesh}");
+            let all = Strategy::ALL.into_iter();
+            let rules = all.filter_map(|strategy| strategy.facts().default_on);
+            assert_eq!(rules.filter(|rule| rule.takes(mesh)).count(), 1, "{mesh}");
+        }
+    }
+
+    #[test]
+    fn a_mesh_that_does_not_fit_is_refused_with_the_meshes_that_do() {
+        let refusal = Strategy::Relay.accepts(Mesh::new(1, 4).unwrap()).unwrap_err().to_string();
+        assert!(refusal.contains("a mesh UxR with U and R of at least 2"), "{refusal}");
+        let refusal = Strategy::Ring.accepts(Mesh::new(2, 2).unwrap()).unwrap_err().to_string();
+        assert!(refusal.contains("a mesh 1xR, or strategy unified"), "{refusal}");
+    }
+}

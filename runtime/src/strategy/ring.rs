@@ -1,0 +1,12 @@
+//! Keys and values go round the ring, queries stay (Liu et al. 2023, arXiv 2310.01889): unified without Ulysses.
+
+use super::facts::{Extent, MeshRule, StrategyFacts};
+use super::unified;
+
+pub(super) const FACTS: StrategyFacts = StrategyFacts {
+    meshes: MeshRule { ulysses: Extent::One, ring: Extent::Any },
+    default_on: Some(MeshRule { ulysses: Extent::One, ring: Extent::AtLeastTwo }),
+    example_mesh: (1, 4),
+    is_distinct: |_, _| true,
+    ..unified::FACTS
+};

@@ -1,0 +1,20 @@
+//! As unified, with the front halves of all shards sent forwards and the back halves backwards: half of the bytes each
+//! way. Over a zigzag placement a causal mask hides every back half from all higher shards, and 75 % of a ring's bytes
+//! are sent.
+
+use super::facts::{EqualHops, Extent, MeshRule, StrategyFacts};
+use super::streams::{Part, StreamShape};
+use super::unified;
+
+pub(super) const FACTS: StrategyFacts = StrategyFacts {
+    meshes: MeshRule { ulysses: Extent::Any, ring: Extent::AtLeastTwo },
+    default_on: None,
+    example_mesh: (1, 4),
+    is_distinct: |_, _| true,
+    streams: &[
+        StreamShape { part: Part::Front, forwards: true, most_hops: |farthest, _| farthest },
+        StreamShape { part: Part::Back, forwards: false, most_hops: |farthest, _| farthest },
+    ],
+    equal_hops: EqualHops::Full,
+    ..unified::FACTS
+};

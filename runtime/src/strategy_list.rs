@@ -1,0 +1,38 @@
+//! The closed list of strategies. A plan says which strategy made it, so the list stands below the plans; what each
+//! strategy does, and everything that is known about it, is in its own file in `strategy/`.
+
+use crate::named::named_enum;
+
+/// Hands the list to the macro `$then`: here it becomes [`Strategy`], in `strategy/registry.rs` the way to the facts.
+///
+/// **To add a strategy, add a line here**: variant, name, module in `strategy/`, what it does. The order is that of
+/// [`Strategy::ALL`]; a strategy whose plans may equal those of another one comes behind it.
+macro_rules! strategies {
+    ($then:ident) => {
+        $then! {
+            Dense, "dense", dense, "One rank does everything.";
+            Ring, "ring", ring, "Keys and values go round the ring, queries stay.";
+            Ulysses, "ulysses", ulysses, "An all-to-all exchanges tokens for heads: each rank attends to the whole sequence for some of the heads.";
+            Unified, "unified", unified, "Ulysses inside a shard, a ring over the shards. Takes any mesh.";
+            Chunked, "chunked", chunked, "As unified, with heads in chunks: the next chunk travels while this one is attended to.";
+            Bidirectional, "bidirectional", bidirectional, "As unified, with keys and values sent both ways round the ring, each half as far.";
+            TwoWay, "two-way", two_way, "As unified, with one half of every shard's keys and values sent each way round the ring.";
+            Line, "line", line, "As unified, with keys and values sent both ways to the ends of the line: no link joins the last shard to the first.";
+            Gather, "gather", gather, "As unified, with keys and values sent straight to every shard that sees them.";
+            PassQ, "pass-q", pass_q, "As unified, with queries sent to the keys, and running states sent back.";
+            Tree, "tree", tree, "As pass-q, with queries handed on along a tree, and running states merged on the way back.";
+            Relay, "relay", relay, "As unified, with KV heads that several ranks of a shard need sent between shards once, in pieces.";
+        }
+    };
+}
+pub(crate) use strategies;
+
+macro_rules! define_strategy {
+    ($($list:tt)*) => {
+        named_enum! {
+            /// How the work is shared among the ranks.
+            Strategy, "strategy": $($list)*
+        }
+    };
+}
+strategies!(define_strategy);
