@@ -1,246 +1,232 @@
-//! Which rank of which group this process is: what flags, a file and the environments of launchers say, made one.
+//! Which rank of which group this process is, from all sources together.
 //!
-//! What is given to the run comes first, then a launcher that starts the ranks itself (torchrun, MPI), then a scheduler
-//! (Slurm, Kubernetes), under which such a launcher may run. Each may leave out what another says. Two that say
-//! different things of rank or world are refused by both their words, with two exceptions: a scheduler counts tasks
-//! that are launchers themselves, and an environment of one rank (an interactive shell) gives way to flags.
+//! Explicit settings come first, then a launcher that starts the ranks itself (torchrun, MPI), then a scheduler (Slurm,
+//! Kubernetes), under which such a launcher may run. A source may provide what another one does not. Two sources with
+//! different ranks or worlds are refused, and the error names both, with two exceptions: the tasks of a scheduler may be
+//! launchers, which count other things; and explicit settings win over an environment of one rank (an interactive shell).
 
-pub(crate) mod cluster_file;
-mod given;
-mod kubernetes;
-mod mpi;
-pub(crate) mod nodelist;
-mod slurm;
-mod source;
-mod token;
-mod torchrun;
-mod variables;
+use crate::address::HostPort;
+use crate::credentials::Credentials;
+use crate::error::{Error, Remedy, Result};
+use crate::launchers::{LAUNCHERS, torchrun};
+use crate::options::Options;
+use crate::source::{Precedence, Setting, Source};
+use crate::variables::{LAUNCH, Variables, WORLD};
+use crate::{cluster_file, explicit};
 
-use std::fmt::Display;
-
-pub(crate) use self::given::{GroupArgs, IDENTITY, JOB_ID};
-pub(crate) use self::source::{HostPort, Source};
-use self::source::{Nearness, Said};
-pub(crate) use self::token::{enrolled, invited};
-pub(crate) use self::variables::Variables;
-use crate::device::DeviceRequest;
-use crate::failure::{Failure, Result};
-
-/// This process is one rank of several.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Launched {
-    pub(crate) rank: u32,
-    pub(crate) world: u32,
-    /// Place of this rank among those of its host.
-    pub(crate) local_rank: u32,
-    pub(crate) local_world: u32,
-    /// Started by `kyklos launch`, not by somebody else's launcher.
-    pub(crate) by_kyklos: bool,
-    /// Where rank 0 is; a group of one needs no place to meet.
-    pub(crate) coordinator: Option<HostPort>,
-    /// The address of rank 0's host may appear only later.
-    pub(crate) host_appears_late: bool,
-    /// By rank, its host, where that is known.
-    pub(crate) places: Vec<Option<String>>,
-    /// The job that identities must be of, where one is named.
-    pub(crate) job: Option<String>,
-    /// What tells this run from an earlier one of the same job.
-    pub(crate) run: Option<String>,
-    /// What a cluster file says of this rank's device.
-    pub(crate) device: Option<DeviceRequest>,
-    /// Who said all this.
-    pub(crate) because: String,
+/// This process's place in a group of several ranks, before the group is formed ([`Self::join`]).
+#[derive(Clone, Debug)]
+pub struct Assignment {
+    /// This rank, `0..world`.
+    pub rank: u32,
+    /// Number of ranks.
+    pub world: u32,
+    /// This rank's index among the ranks of its host.
+    pub local_rank: u32,
+    /// Number of ranks on its host.
+    pub local_world: u32,
+    /// `kyklos launch` has started this process: it prints the notes itself, and ends its processes by closing their
+    /// standard input.
+    pub by_kyklos_launch: bool,
+    /// Where rank 0 listens; a group of one needs no address.
+    pub coordinator: Option<HostPort>,
+    /// By rank, the host on which it runs; empty or `None` where no source says.
+    pub hosts: Vec<Option<String>>,
+    /// Name of the job that the identities must be of, if one is set.
+    pub job: Option<String>,
+    /// What the cluster file says of this rank's device.
+    pub device: Option<String>,
+    /// The values and their origins, in one line for people.
+    pub summary: String,
+    /// The name of rank 0's host may get an address only after this process has started.
+    pub(crate) coordinator_resolves_late: bool,
+    /// Differs between two runs of the same job.
+    pub(crate) run_id: Option<String>,
+    pub(crate) credentials: Credentials,
+    pub(crate) options: Options,
 }
 
-/// What the environment says of rank and world, whether or not that makes sense; `None` where it says nothing.
-pub(crate) fn hints(variables: &Variables<'_>) -> Option<String> {
-    let said: Vec<String> =
-        HINTS.iter().filter_map(|name| variables.text(name)).map(|said| said.words).collect();
-    (!said.is_empty()).then(|| said.join(" "))
+impl Assignment {
+    /// Combines options, environment and cluster file; `None` if nothing says that there are several ranks. With a token
+    /// this asks rank 0 for an identity, and blocks until it answers.
+    ///
+    /// # Errors
+    ///
+    /// Settings that are incomplete or contradict each other, files that cannot be used, a rank 0 that gives no identity.
+    pub fn find(options: &Options) -> Result<Option<Self>> {
+        let variables = Variables::of_process();
+        let credentials = Credentials::obtain(options, &variables)?;
+        assign(options, &variables, credentials)
+    }
 }
 
-/// Whether `kyklos launch` made the environment.
-pub(crate) fn by_kyklos(variables: &Variables<'_>) -> bool {
+/// The variables in this environment that say which rank a process is or how many there are, as `NAME=value` with spaces
+/// between, right or wrong; `None` if there are none.
+pub fn rank_variables() -> Option<String> {
+    let variables = Variables::of_process();
+    let names = LAUNCHERS.iter().flat_map(|launcher| launcher.rank_variables).copied().chain([WORLD]);
+    let set: Vec<String> = names.filter_map(|name| variables.text(name)).map(|set| set.origin).collect();
+    (!set.is_empty()).then(|| set.join(" "))
+}
+
+/// Whether `kyklos launch` has started this process.
+pub fn is_under_kyklos_launch() -> bool {
+    under_kyklos_launch(&Variables::of_process())
+}
+
+pub(crate) fn under_kyklos_launch(variables: &Variables<'_>) -> bool {
     variables.text(LAUNCH).is_some()
 }
 
-/// Which rank flags and environment say this process is, before anybody else is asked.
-pub(crate) fn rank_said(args: &GroupArgs, variables: &Variables<'_>) -> Result<Option<u32>> {
-    let sources = without_nested(all_sources(args, variables)?);
+/// The rank that options, environment and cluster file give this process, if any.
+pub(crate) fn requested_rank(options: &Options, variables: &Variables<'_>) -> Result<Option<u32>> {
+    let sources = without_enclosing(all_sources(options, variables)?);
     Ok(first(&sources, |source| source.rank.as_ref()).map(|rank| rank.value))
 }
 
-/// Which rank this process is; `None` where nothing says that there are several. `told` is what an invitation says, or
-/// rank 0 has said.
-pub(crate) fn find(
-    args: &GroupArgs,
+/// [`Assignment::find`] in any environment.
+pub(crate) fn assign(
+    options: &Options,
     variables: &Variables<'_>,
-    told: Option<Source>,
-) -> Result<Option<Launched>> {
-    let by_kyklos = by_kyklos(variables);
-    let sources = if by_kyklos {
-        if let Some(flag) = args.first() {
-            return Err(Failure::request(
-                format!("{flag} under kyklos launch"),
-                "leave it away: kyklos launch says who is which rank, and where",
+    credentials: Credentials,
+) -> Result<Option<Assignment>> {
+    let by_kyklos_launch = under_kyklos_launch(variables);
+    let sources = if by_kyklos_launch {
+        if let Some(option) = options.first_of_group() {
+            return Err(Error::request(
+                format!("{option} under kyklos launch"),
+                Remedy::RemoveUnderKyklosLaunch,
             ));
         }
-        vec![given::variables(variables)?, torchrun::source(variables)?]
+        vec![explicit::variables(variables)?, torchrun::LAUNCHER.source(variables)?]
     } else {
-        let mut sources = all_sources(args, variables)?;
-        sources.splice(0..0, told);
-        sources
+        let by_credentials = credentials.source(options)?;
+        by_credentials.into_iter().chain(all_sources(options, variables)?).collect()
     };
-    let sources = without_nested(sources);
-    agree(&sources, |source| source.rank.as_ref())?;
-    agree(&sources, |source| source.world.as_ref())?;
-    let given: Vec<Source> =
-        sources.iter().filter(|source| source.nearness == Nearness::Given).cloned().collect();
-    agree(&given, |source| source.coordinator.as_ref())?;
-    agree(&given, |source| source.job.as_ref())?;
+    let sources = without_enclosing(sources);
+    require_equal(&sources, |source| source.rank.as_ref())?;
+    require_equal(&sources, |source| source.world.as_ref())?;
+    let explicit: Vec<Source> =
+        sources.iter().filter(|source| source.precedence == Precedence::Explicit).cloned().collect();
+    require_equal(&explicit, |source| source.coordinator.as_ref())?;
+    require_equal(&explicit, |source| source.job.as_ref())?;
 
     let (rank, world) = match (first(&sources, |s| s.rank.as_ref()), first(&sources, |s| s.world.as_ref())) {
         (Some(rank), Some(world)) => (rank, world),
         (Some(rank), None) => {
-            return Err(Failure::request(
-                format!("{}, and nothing says how many ranks there are", rank.words),
-                "add --world N or KYKLOS_WORLD; --ranks N instead puts all ranks into this process",
+            return Err(Error::request(
+                format!("{}, and nothing says how many ranks there are", rank.origin),
+                Remedy::SetWorld,
             ));
         }
         (None, world) => {
-            let said = world.map(|world| world.words.clone()).or_else(|| args.first());
-            return match said {
+            let set = world.map(|world| world.origin.clone()).or_else(|| options.first_of_group());
+            return match set {
                 None => Ok(None),
-                Some(said) => Err(Failure::request(
-                    format!("{said}, and nothing says which rank this process is"),
-                    "add --rank R, or start the processes with a launcher",
+                Some(set) => Err(Error::request(
+                    format!("{set}, and nothing says which rank this process is"),
+                    Remedy::SetRank,
                 )),
             };
         }
     };
     if rank.value >= world.value {
-        return Err(Failure::request(
-            format!("{} with {}", rank.words, world.words),
+        return Err(Error::request(
+            format!("{} with {}", rank.origin, world.origin),
             "ranks go from 0 to the world's size less one",
         ));
     }
     let coordinator = first(&sources, |source| source.coordinator.as_ref());
     if coordinator.is_none() && world.value > 1 {
-        return Err(Failure::request(
-            format!("{} with {}, and nothing says where rank 0 is", rank.words, world.words),
-            "set MASTER_ADDR and MASTER_PORT or KYKLOS_COORDINATOR, or add --coordinator HOST:PORT",
+        return Err(Error::request(
+            format!("{} with {}, and nothing says where rank 0 is", rank.origin, world.origin),
+            Remedy::SetCoordinator,
         ));
     }
-    let at = coordinator.map(|said| format!("; rank 0 at {} ({})", said.value, said.words));
-    Ok(Some(Launched {
+    let at = coordinator.map(|at| format!("; rank 0 at {} ({})", at.value, at.origin));
+    Ok(Some(Assignment {
         rank: rank.value,
         world: world.value,
         local_rank: sources.iter().find_map(|source| source.local_rank).unwrap_or(0),
         local_world: sources.iter().find_map(|source| source.local_world).unwrap_or(1),
-        by_kyklos,
-        coordinator: coordinator.map(|said| said.value.clone()),
-        host_appears_late: sources.iter().any(|source| source.host_appears_late),
-        places: sources.iter().map(|s| &s.places).find(|all| !all.is_empty()).cloned().unwrap_or_default(),
+        by_kyklos_launch,
+        coordinator: coordinator.map(|at| at.value.clone()),
+        coordinator_resolves_late: sources.iter().any(|source| source.coordinator_resolves_late),
+        hosts: sources.iter().map(|s| &s.hosts).find(|hosts| !hosts.is_empty()).cloned().unwrap_or_default(),
         job: first(&sources, |source| source.job.as_ref()).map(|job| job.value.clone()),
-        run: sources.iter().find_map(|source| source.run.clone()),
-        device: sources.iter().find_map(|source| source.devices.get(rank.value as usize).copied().flatten()),
-        because: format!(
+        run_id: sources.iter().find_map(|source| source.run_id.clone()),
+        device: sources.iter().find_map(|source| source.devices.get(rank.value as usize).cloned().flatten()),
+        summary: format!(
             "rank {} of {} ({}, {}){}",
             rank.value,
             world.value,
-            rank.words,
-            world.words,
+            rank.origin,
+            world.origin,
             at.unwrap_or_default()
         ),
+        credentials,
+        options: options.clone(),
     }))
 }
 
-/// All sources, the ones that count first in front.
-fn all_sources(args: &GroupArgs, variables: &Variables<'_>) -> Result<Vec<Source>> {
-    let mut sources = vec![given::flags(args)?, given::variables(variables)?];
-    let environment = [
-        torchrun::source(variables)?,
-        mpi::open_mpi(variables)?,
-        mpi::pmi(variables)?,
-        slurm::source(variables)?,
-        kubernetes::source(variables)?,
-    ];
-    if let Some(path) = &args.cluster {
-        let said = sources.iter().chain(&environment).find_map(|source| source.rank.as_ref());
-        let file = cluster_file::source(path, said.map(|rank| rank.value))?;
+/// All sources; of two that provide the same setting the first one wins.
+fn all_sources(options: &Options, variables: &Variables<'_>) -> Result<Vec<Source>> {
+    let mut sources = vec![explicit::options(options)?, explicit::variables(variables)?];
+    let environment: Vec<Source> =
+        LAUNCHERS.iter().map(|launcher| launcher.source(variables)).collect::<Result<_>>()?;
+    if let Some(path) = &options.cluster_file {
+        let rank = sources.iter().chain(&environment).find_map(|source| source.rank.as_ref());
+        let file = cluster_file::source(path, options, rank.map(|rank| rank.value))?;
         sources.push(file);
     }
     sources.extend(environment);
     Ok(sources)
 }
 
-/// Leaves out the environments that count something else than ranks.
-fn without_nested(sources: Vec<Source>) -> Vec<Source> {
-    let of = |nearness: Nearness| {
-        let mut said = sources.iter().filter(|source| source.nearness == nearness);
-        let rank_and_world =
-            |source: &Source| Some((source.rank.as_ref()?.value, source.world.as_ref()?.value));
-        said.find_map(rank_and_world)
-    };
-    let given = |source: &Source| source.nearness == Nearness::Given;
-    let given_rank = first(&sources, |s| s.rank.as_ref().filter(|_| given(s))).is_some();
-    let given_world = first(&sources, |s| s.world.as_ref().filter(|_| given(s)));
-    let given_several = given_rank && given_world.is_some_and(|world| world.value > 1);
-    let inner = of(Nearness::Inner);
-    let keep = |source: &Source| match source.nearness {
-        Nearness::Given => true,
+/// Leaves out environments that count something else than ranks, because other sources know better.
+fn without_enclosing(sources: Vec<Source>) -> Vec<Source> {
+    let explicit = |source: &Source| source.precedence == Precedence::Explicit;
+    let explicit_rank = first(&sources, |s| s.rank.as_ref().filter(|_| explicit(s)));
+    let explicit_world = first(&sources, |s| s.world.as_ref().filter(|_| explicit(s)));
+    let explicit_several = explicit_rank.is_some() && explicit_world.is_some_and(|world| world.value > 1);
+    let mut launchers = sources.iter().filter(|source| source.precedence == Precedence::Launcher);
+    let by_launcher =
+        launchers.find_map(|source| Some((source.rank.as_ref()?.value, source.world.as_ref()?.value)));
+    let keep = |source: &Source| match source.precedence {
+        Precedence::Explicit => true,
         // An interactive shell of one task, from which somebody starts ranks by hand.
-        _ if given_several && source.world.as_ref().is_some_and(|world| world.value == 1) => false,
-        Nearness::Inner => true,
-        Nearness::Outer => match (inner, &source.rank, &source.world) {
-            (Some((rank, world)), said_rank, said_world) => {
-                said_rank.as_ref().is_none_or(|said| said.value == rank)
-                    && said_world.as_ref().is_none_or(|said| said.value == world)
-            }
-            _ => true,
-        },
+        _ if explicit_several && source.world.as_ref().is_some_and(|world| world.value == 1) => false,
+        Precedence::Launcher => true,
+        // A task that is itself a launcher: its number is not the rank.
+        Precedence::Scheduler => by_launcher.is_none_or(|(rank, world)| {
+            source.rank.as_ref().is_none_or(|set| set.value == rank)
+                && source.world.as_ref().is_none_or(|set| set.value == world)
+        }),
     };
     sources.iter().filter(|source| keep(source)).cloned().collect()
 }
 
-/// Refuses two sources that say different things.
-fn agree<T: PartialEq>(sources: &[Source], pick: impl Fn(&Source) -> Option<&Said<T>>) -> Result<()> {
-    let mut said = sources.iter().filter_map(pick);
-    let Some(one) = said.next() else {
+/// Refuses two sources with different values of a setting.
+fn require_equal<T: PartialEq>(
+    sources: &[Source],
+    pick: impl Fn(&Source) -> Option<&Setting<T>>,
+) -> Result<()> {
+    let mut settings = sources.iter().filter_map(pick);
+    let Some(one) = settings.next() else {
         return Ok(());
     };
-    match said.find(|other| other.value != one.value) {
-        Some(other) => Err(contradiction(&one.words, &other.words)),
+    match settings.find(|other| other.value != one.value) {
+        Some(other) => Err(Error::request(
+            format!("{} and {} contradict each other", one.origin, other.origin),
+            Remedy::RemoveOneSetting,
+        )),
         None => Ok(()),
     }
 }
 
-fn contradiction(one: impl Display, other: impl Display) -> Failure {
-    Failure::request(
-        format!("{one} and {other} contradict each other"),
-        "leave one of them away, or unset it; --ranks N puts all ranks into this process",
-    )
-}
-
-fn first<T>(sources: &[Source], pick: impl Fn(&Source) -> Option<&Said<T>>) -> Option<&Said<T>> {
+fn first<T>(sources: &[Source], pick: impl Fn(&Source) -> Option<&Setting<T>>) -> Option<&Setting<T>> {
     sources.iter().find_map(pick)
 }
-
-/// Set by `kyklos launch` for its processes.
-pub(crate) const LAUNCH: &str = "KYKLOS_LAUNCH";
-
-/// The variables that say which rank a process is, or how many there are.
-const HINTS: [&str; 9] = [
-    "RANK",
-    "WORLD_SIZE",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_RANK",
-    "PMI_SIZE",
-    "SLURM_PROCID",
-    "JOB_COMPLETION_INDEX",
-    "KYKLOS_WORLD",
-];
 
 #[cfg(test)]
 mod tests;

@@ -1,5 +1,5 @@
-//! A cluster that an operator has written down (`--cluster F`): where every rank runs, in TOML. Which rank a process is
-//! comes from elsewhere.
+//! The cluster file, which an operator writes: the host of every rank, in TOML. Which of these ranks this process is, another
+//! source says.
 
 use std::fs::File;
 use std::io::Read;
@@ -7,22 +7,24 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::source::{DEFAULT_PORT, HostPort, Nearness, Said, Source};
-use crate::device::DeviceRequest;
-use crate::failure::{Failure, Result};
+use crate::MAX_WORLD;
+use crate::address::{DEFAULT_PORT, HostPort};
+use crate::error::{Error, Result};
+use crate::options::{OptionName, Options};
+use crate::source::{Precedence, Setting, Source};
 
 /// The whole file.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ClusterFile {
-    /// Job of the identities.
+    /// Name of the job that the identities must be of.
     job: Option<String>,
-    /// `HOST:PORT` of rank 0; by default its host, and the usual port.
+    /// `HOST:PORT` of rank 0; default: the host of its entry and [`DEFAULT_PORT`].
     coordinator: Option<String>,
     ranks: Vec<RankEntry>,
 }
 
-/// One rank; its number is its place in the list.
+/// One rank; its number is its index in the list.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RankEntry {
@@ -30,47 +32,57 @@ struct RankEntry {
     device: Option<String>,
 }
 
-/// Reads the file; `rank` is this process, where that is known.
-pub(crate) fn source(path: &Path, rank: Option<u32>) -> Result<Source> {
-    let cannot = |error| Failure::file("read the cluster file", path, &error);
+/// Reads the file; `rank` is this process's rank, if it is known.
+pub(crate) fn source(path: &Path, options: &Options, rank: Option<u32>) -> Result<Source> {
+    let failed = |source| Error::ClusterFile { path: path.to_owned(), source };
     let mut text = String::new();
-    let file = File::open(path).map_err(cannot)?;
-    file.take(LONGEST_BYTES + 1).read_to_string(&mut text).map_err(cannot)?;
-    if text.len() as u64 > LONGEST_BYTES {
-        return Err(Failure::request(
-            format!("{} has more than {LONGEST_BYTES} bytes", path.display()),
+    let file = File::open(path).map_err(failed)?;
+    file.take(MAX_BYTES + 1).read_to_string(&mut text).map_err(failed)?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err(Error::request(
+            format!("{} has more than {MAX_BYTES} bytes", path.display()),
             "list the ranks and nothing else",
         ));
     }
-    parse(&text, &format!("--cluster {}", path.display()), rank)
+    parse(&text, &options.named(OptionName::ClusterFile, path.display()), rank, options.check_device)
 }
 
-pub(crate) fn parse(text: &str, words: &str, rank: Option<u32>) -> Result<Source> {
+/// `origin` is where the text was written, for errors.
+pub(crate) fn parse(
+    text: &str,
+    origin: &str,
+    rank: Option<u32>,
+    check_device: fn(&str) -> Result<(), String>,
+) -> Result<Source> {
     let file: ClusterFile = toml::from_str(text).map_err(|error| {
         let line = error.span().map(|span| 1 + text[..span.start.min(text.len())].matches('\n').count());
         let line = line.map_or(String::new(), |line| format!(", line {line}"));
-        Failure::request(
-            format!("{words}{line}: {}", error.message()),
+        Error::request(
+            format!("{origin}{line}: {}", error.message()),
             "it holds job, coordinator, and [[ranks]] with host and device",
         )
     })?;
-    let world = u32::try_from(file.ranks.len()).ok().filter(|world| (1..=kyklos::MAX_WORLD).contains(world));
+    let world = u32::try_from(file.ranks.len()).ok().filter(|world| (1..=MAX_WORLD).contains(world));
     let world = world.ok_or_else(|| {
-        Failure::request(
-            format!("{words} has {} ranks", file.ranks.len()),
-            format!("list 1 to {} under [[ranks]]", kyklos::MAX_WORLD),
+        Error::request(
+            format!("{origin} has {} ranks", file.ranks.len()),
+            format!("list 1 to {} under [[ranks]]", MAX_WORLD),
         )
     })?;
     let first = &file.ranks[0].host;
     let coordinator = match &file.coordinator {
-        Some(text) => HostPort::parse(text, &format!("{words}: coordinator {text:?}"))?,
-        None => HostPort::new(first, DEFAULT_PORT).ok_or_else(|| not_a_host(words, 0, first))?,
+        Some(text) => HostPort::parse(text, &format!("{origin}: coordinator {text:?}"))?,
+        None => HostPort::new(first, DEFAULT_PORT).ok_or_else(|| not_a_host(origin, 0, first))?,
     };
     let mut devices = Vec::new();
     for (index, entry) in file.ranks.iter().enumerate() {
-        HostPort::new(&entry.host, DEFAULT_PORT).ok_or_else(|| not_a_host(words, index, &entry.host))?;
-        let device = entry.device.as_ref().map(|device| device.parse::<DeviceRequest>()).transpose();
-        devices.push(device.map_err(|error| Failure::request(format!("{words}, rank {index}"), error))?);
+        HostPort::new(&entry.host, DEFAULT_PORT).ok_or_else(|| not_a_host(origin, index, &entry.host))?;
+        entry.device.as_deref().map_or(Ok(()), check_device).map_err(|text| Error::Device {
+            origin: origin.to_owned(),
+            rank: index,
+            text,
+        })?;
+        devices.push(entry.device.clone());
     }
     let host = rank.and_then(|rank| file.ranks.get(rank as usize)).map(|entry| &entry.host);
     let on_host = |entries: &[RankEntry]| {
@@ -78,27 +90,27 @@ pub(crate) fn parse(text: &str, words: &str, rank: Option<u32>) -> Result<Source
         host.and_then(|_| u32::try_from(count).ok())
     };
     Ok(Source {
-        nearness: Nearness::Given,
-        world: Some(Said::new(world, format!("{words} has {world} ranks"))),
+        precedence: Precedence::Explicit,
+        world: Some(Setting::new(world, format!("{origin} has {world} ranks"))),
         local_rank: on_host(&file.ranks[..rank.map_or(0, |rank| rank as usize).min(file.ranks.len())]),
         local_world: on_host(&file.ranks),
-        coordinator: Some(Said::new(coordinator, words)),
-        job: file.job.map(|job| Said::new(job, words)),
-        places: file.ranks.into_iter().map(|entry| Some(entry.host)).collect(),
+        coordinator: Some(Setting::new(coordinator, origin)),
+        job: file.job.map(|job| Setting::new(job, origin)),
+        hosts: file.ranks.into_iter().map(|entry| Some(entry.host)).collect(),
         devices,
         ..Source::default()
     })
 }
 
-fn not_a_host(words: &str, rank: usize, host: &str) -> Failure {
-    Failure::request(
-        format!("{words}: rank {rank} has the host {host:?}"),
+fn not_a_host(origin: &str, rank: usize, host: &str) -> Error {
+    Error::request(
+        format!("{origin}: rank {rank} has the host {host:?}"),
         "write a host's name or address, without a port",
     )
 }
 
 /// Longest file that is read.
-const LONGEST_BYTES: u64 = 1 << 20;
+const MAX_BYTES: u64 = 1 << 20;
 
 #[cfg(test)]
 mod tests {
@@ -110,24 +122,32 @@ mod tests {
         ranks = [{ host = "a" }, { host = "b", device = "wgpu:1" }, { host = "a", device = "cpu" }]
     "#;
 
-    #[test]
-    fn a_cluster_says_where_every_rank_is() {
-        let source = parse(THREE, "F", Some(2)).unwrap();
-        assert_eq!(source.world.unwrap().value, 3);
-        assert_eq!(source.coordinator.unwrap().value.to_string(), "a:1234");
-        assert_eq!(source.job.unwrap().value, "train");
-        assert_eq!(source.places, ["a", "b", "a"].map(|host| Some(host.to_owned())));
-        assert_eq!((source.local_rank, source.local_world), (Some(1), Some(2)));
-        assert_eq!(source.devices, [None, Some(DeviceRequest::Wgpu(Some(1))), Some(DeviceRequest::Cpu)]);
-        let short = parse("[[ranks]]\nhost = 'fd00::1'\n[[ranks]]\nhost = 'b'", "F", None).unwrap();
-        assert_eq!(short.coordinator.unwrap().value.to_string(), "[fd00::1]:29600");
-        assert_eq!((short.local_rank, short.local_world), (None, None));
-        // A rank that is not there is somebody else's to refuse.
-        assert_eq!(parse(THREE, "F", Some(7)).unwrap().local_rank, None);
+    fn parse_any(text: &str, rank: Option<u32>) -> Result<Source> {
+        parse(text, "F", rank, |_| Ok(()))
+    }
+
+    fn no_abacus(device: &str) -> Result<(), String> {
+        if device == "abacus" { Err("device `abacus` is not known".to_owned()) } else { Ok(()) }
     }
 
     #[test]
-    fn what_is_no_cluster_is_refused_in_one_line_that_says_where() {
+    fn a_cluster_file_gives_the_host_of_every_rank() {
+        let source = parse_any(THREE, Some(2)).unwrap();
+        assert_eq!(source.world.unwrap().value, 3);
+        assert_eq!(source.coordinator.unwrap().value.to_string(), "a:1234");
+        assert_eq!(source.job.unwrap().value, "train");
+        assert_eq!(source.hosts, ["a", "b", "a"].map(|host| Some(host.to_owned())));
+        assert_eq!((source.local_rank, source.local_world), (Some(1), Some(2)));
+        assert_eq!(source.devices, [None, Some("wgpu:1".to_owned()), Some("cpu".to_owned())]);
+        let short = parse_any("[[ranks]]\nhost = 'fd00::1'\n[[ranks]]\nhost = 'b'", None).unwrap();
+        assert_eq!(short.coordinator.unwrap().value.to_string(), "[fd00::1]:29600");
+        assert_eq!((short.local_rank, short.local_world), (None, None));
+        // A rank that the file does not list is refused later.
+        assert_eq!(parse_any(THREE, Some(7)).unwrap().local_rank, None);
+    }
+
+    #[test]
+    fn a_wrong_cluster_file_is_refused_with_its_name_and_line() {
         let many = format!("ranks = [{}]", "{ host = 'a' },".repeat(5000));
         let deep = format!("ranks = {}{}", "[".repeat(5000), "]".repeat(5000));
         for (wrong, word) in [
@@ -145,9 +165,9 @@ mod tests {
             (&many, "5000 ranks"),
             (&deep, "ranks"),
         ] {
-            let failure = parse(wrong, "--cluster F", None).expect_err(&wrong[..wrong.len().min(60)]);
-            assert_eq!(failure.exit, 2);
-            assert!(failure.text.contains(word) && failure.text.contains("--cluster F"), "{}", failure.text);
+            let error = parse(wrong, "file F", None, no_abacus).expect_err(&wrong[..wrong.len().min(60)]);
+            let text = error.to_string();
+            assert!(error.is_request() && text.contains(word) && text.contains("file F"), "{text}");
         }
     }
 }

@@ -1,98 +1,27 @@
-//! What is given to this very run: flags, and Kyklos' own variables, which say the same.
+//! What is set for this run: options, and Kyklos' own variables.
 
-use std::net::IpAddr;
-use std::num::NonZeroU32;
-use std::path::PathBuf;
+use std::fmt::Display;
 
-use clap::Args;
+use crate::address::HostPort;
+use crate::error::{Error, Result};
+use crate::options::{OptionName, Options};
+use crate::source::{Precedence, Setting, Source};
+use crate::variables::{COORDINATOR, JOB_ID, Variables, WORLD};
 
-use super::source::{HostPort, Nearness, Said, Source};
-use super::variables::Variables;
-use crate::failure::{Failure, Result};
-
-/// How this process joins a group of processes. Without any of it the environment of a launcher says.
-#[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Options of one process of several")]
-pub(crate) struct GroupArgs {
-    /// This process is rank R of several
-    #[arg(long, value_name = "R")]
-    pub(crate) rank: Option<u32>,
-    /// Number of processes [or KYKLOS_WORLD]
-    #[arg(long, value_name = "N")]
-    pub(crate) world: Option<NonZeroU32>,
-    /// Where rank 0 listens, UDP [or KYKLOS_COORDINATOR]
-    #[arg(long, value_name = "HOST:PORT")]
-    pub(crate) coordinator: Option<String>,
-    /// TOML file that says where every rank runs
-    #[arg(long, value_name = "F", conflicts_with = "world")]
-    pub(crate) cluster: Option<PathBuf>,
-    /// File that proves this rank or its host to the others, by {rank} or {host} in its name a file each [or KYKLOS_IDENTITY]
-    #[arg(long, value_name = "F")]
-    pub(crate) identity: Option<PathBuf>,
-    /// This process is rank 0, and lets the others in by the token of this invitation (kyklos certs invite)
-    #[arg(long, value_name = "F")]
-    pub(crate) invite: Option<PathBuf>,
-    /// Get this rank's identity from rank 0 with a token [or KYKLOS_JOIN, which other users do not see]; --identity F keeps it,
-    /// --rank R asks for a rank
-    #[arg(long, value_name = "TOKEN")]
-    pub(crate) join: Option<String>,
-    /// List of keys whose identities this process takes no more; read again when a group forms again (--on-loss)
-    #[arg(long, value_name = "F")]
-    pub(crate) revoked: Option<PathBuf>,
-    /// Warn if the identity expires within so many days
-    #[arg(long, value_name = "DAYS", default_value_t = 3)]
-    pub(crate) warn_days: u32,
-    /// Seconds within which all processes must have come
-    #[arg(long, value_name = "SECONDS", default_value = "60")]
-    pub(crate) join_deadline: NonZeroU32,
-    /// Seconds without progress after which a rank that computes while others wait for it ends the run by name; more than
-    /// a kernel takes to compile. Rank 0's counts, which warns after a quarter [default: 180]
-    #[arg(long, value_name = "SECONDS")]
-    pub(crate) stuck_after: Option<NonZeroU32>,
-    /// This process takes the place of one that died: it joins when the others form the group again (--on-loss rejoin)
-    #[arg(long)]
-    pub(crate) rejoin: bool,
-    /// Local address of this process [default: all, or loopback if rank 0 is there]
-    #[arg(long, value_name = "ADDRESS")]
-    pub(crate) bind: Option<IpAddr>,
-    /// Port of a rank other than 0, plus its number on its host; with --lanes so many for each rank [default: the system's choice]
-    #[arg(long, value_name = "N")]
-    pub(crate) port: Option<u16>,
-}
-
-impl GroupArgs {
-    /// The first option that makes a group, in the words it was given in.
-    pub(crate) fn first(&self) -> Option<String> {
-        let path = |name: &str, path: &Option<PathBuf>| {
-            path.as_ref().map(|path| format!("{name} {}", path.display()))
-        };
-        self.rank
-            .map(|rank| format!("--rank {rank}"))
-            .or_else(|| self.world.map(|world| format!("--world {world}")))
-            .or_else(|| self.coordinator.as_ref().map(|address| format!("--coordinator {address}")))
-            .or_else(|| path("--cluster", &self.cluster))
-            .or_else(|| path("--identity", &self.identity))
-            .or_else(|| path("--invite", &self.invite))
-            .or_else(|| path("--revoked", &self.revoked))
-            // Not its token, which is a secret.
-            .or_else(|| self.join.as_ref().map(|_| "--join".to_owned()))
-            .or_else(|| self.bind.map(|address| format!("--bind {address}")))
-            .or_else(|| self.port.map(|port| format!("--port {port}")))
-    }
-}
-
-pub(crate) fn flags(args: &GroupArgs) -> Result<Source> {
+pub(crate) fn options(options: &Options) -> Result<Source> {
+    let named = |option, value: &dyn Display| options.named(option, value);
     Ok(Source {
-        nearness: Nearness::Given,
-        rank: args.rank.map(|rank| Said::new(rank, format!("--rank {rank}"))),
-        world: args.world.map(|world| Said::new(world.get(), format!("--world {world}"))),
-        coordinator: match &args.coordinator {
+        precedence: Precedence::Explicit,
+        rank: options.rank.map(|rank| Setting::new(rank, named(OptionName::Rank, &rank))),
+        world: options.world.map(|world| Setting::new(world.get(), named(OptionName::World, &world))),
+        coordinator: match &options.coordinator {
             Some(text) => {
-                let words = format!("--coordinator {text}");
-                Some(Said::new(HostPort::parse(text, &words)?, words))
+                let origin = named(OptionName::Coordinator, text);
+                Some(Setting::new(HostPort::parse(text, &origin)?, origin))
             }
             None => None,
         },
+        job: options.job.as_ref().map(|job| Setting::new(job.clone(), named(OptionName::Job, job))),
         ..Source::default()
     })
 }
@@ -100,23 +29,16 @@ pub(crate) fn flags(args: &GroupArgs) -> Result<Source> {
 pub(crate) fn variables(variables: &Variables<'_>) -> Result<Source> {
     let world = variables.number::<u32>(WORLD)?;
     if let Some(zero) = world.as_ref().filter(|world| world.value == 0) {
-        return Err(Failure::request(&zero.words, "a group has at least one rank"));
+        return Err(Error::request(zero.origin.clone(), "a group has at least one rank"));
     }
     Ok(Source {
-        nearness: Nearness::Given,
+        precedence: Precedence::Explicit,
         world,
         coordinator: match variables.text(COORDINATOR) {
-            Some(text) => Some(Said::new(HostPort::parse(&text.value, &text.words)?, text.words)),
+            Some(text) => Some(Setting::new(HostPort::parse(&text.value, &text.origin)?, text.origin)),
             None => None,
         },
         job: variables.text(JOB_ID),
         ..Source::default()
     })
 }
-
-const WORLD: &str = "KYKLOS_WORLD";
-const COORDINATOR: &str = "KYKLOS_COORDINATOR";
-/// Name of the job.
-pub(crate) const JOB_ID: &str = "KYKLOS_JOB_ID";
-/// Path of the file with which a rank proves itself.
-pub(crate) const IDENTITY: &str = "KYKLOS_IDENTITY";

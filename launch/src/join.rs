@@ -1,80 +1,77 @@
-//! Joining the group of processes that a launcher, flags or a file speak of.
+//! Forming the group.
 
-use std::io::Read;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use kyklos_transport::quic::{Claims, Date, Identity, JobId, QuicConfig, QuicTransport, Revoked};
-use kyklos_transport::{Rank, Reformed, in_process_group};
+use kyklos_transport::{Rank, Reformed, TransportError, in_process_group};
 
-use crate::entrance::Entrance;
-use crate::failure::{Failure, Result, note};
-use crate::interrupt;
-use crate::launchers::{GroupArgs, HostPort, IDENTITY, Launched, Variables};
-use crate::network::NetworkArgs;
-use crate::output::RANK;
-use crate::record;
+use crate::address::resolve;
+use crate::assignment::Assignment;
+use crate::credentials::Credentials;
+use crate::error::{Error, Remedy, Result};
+use crate::options::{OptionName, Options};
+use crate::variables::{IDENTITY, Variables};
 
-impl Launched {
-    /// Joins the group, and says on standard error who made this process which rank.
-    pub(crate) fn connect(
-        &self,
-        args: &GroupArgs,
-        network: &NetworkArgs,
-        entrance: &Entrance,
-    ) -> Result<Reformed> {
+impl Assignment {
+    /// Forms the group and returns this rank's end of it. Blocks until every rank is there. Notes say where rank, world
+    /// and address come from, and what joins the ranks.
+    ///
+    /// # Errors
+    ///
+    /// No identity or a wrong one, an address that nobody has, a group that is not complete by the deadline.
+    pub fn join(&self) -> Result<Reformed> {
+        let options = &self.options;
         let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.world > 1) else {
-            let alone = in_process_group(1).pop();
-            let transport = alone.ok_or_else(|| Failure::run("a group of one rank has no rank"))?;
-            return Ok(Reformed { transport, members: vec![Rank(0)], epoch: 0 });
+            return group_of_one();
         };
-        let (identity, proof) = match entrance {
-            Entrance::File => {
-                let path = self.identity_path(args)?;
+        let (identity, proof) = match &self.credentials {
+            Credentials::IdentityFile => {
+                let path = self.identity_path()?;
                 (Identity::read_file(&path)?, format!("identity {}", path.display()))
             }
-            Entrance::Invites(invitation, path) => {
+            Credentials::Invitation(invitation, path) => {
                 (invitation.identity().clone(), format!("invitation {}", path.display()))
             }
-            Entrance::Enrolled(enrolled, _) => (enrolled.identity.clone(), "identity by token".to_owned()),
+            Credentials::Enrolled(enrolled, _) => (enrolled.identity.clone(), "identity by token".to_owned()),
         };
         let claims = identity.claims()?;
-        let patience = Duration::from_secs(u64::from(args.join_deadline.get()));
-        if !self.by_kyklos {
+        if !self.by_kyklos_launch {
             let until = Date(claims.validity.until);
-            note(&format!("{}; {proof}: {claims}, until {until}", self.because));
+            (options.note)(&format!("{}; {proof}: {claims}, until {until}", self.summary));
         }
-        warn_of_expiry(&claims, args.warn_days, &proof);
+        warn_of_expiry(&claims, &proof, options);
         let job = self.job.as_deref().map_or(claims.job, JobId::of_text);
-        let by = Instant::now() + patience;
-        let address = resolve(coordinator, self.host_appears_late, by)?;
+        let by = Instant::now() + options.join_deadline;
+        let address = resolve(coordinator, self.coordinator_resolves_late, by, options.note)?;
         let mut config = QuicConfig::new(Rank(self.rank), self.world, job, address, identity);
-        if let Entrance::Invites(invitation, _) = entrance {
+        if let Credentials::Invitation(invitation, _) = &self.credentials {
             config.invitation = Some(Arc::clone(invitation));
         }
-        config.revoked = args.revoked.as_deref().map(Revoked::read_file).transpose()?;
+        config.revoked = options.revoked.as_deref().map(Revoked::read_file).transpose()?;
         config.coordinator_name = Some(coordinator.host.clone());
-        config.places.clone_from(&self.places);
+        config.places.clone_from(&self.hosts);
         // In whole seconds, because errors quote it.
         let left = by.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
         config.connect_deadline = Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1));
-        config.bind = args.bind.unwrap_or(config.bind);
-        if let Some(seconds) = args.stuck_after {
-            config.stuck_after = Duration::from_secs(u64::from(seconds.get()));
-        }
-        config.warn = |text| note(&format!("warning: {text}"));
-        config.note = note;
-        config.epoch = self.run.as_deref().map_or(0, epoch);
-        config.link = network.settings(config.bind, self.world)?;
-        if let Some(port) = args.port {
+        config.bind = options.bind.unwrap_or(config.bind);
+        config.stuck_after = options.stuck_after.unwrap_or(config.stuck_after);
+        (config.warn, config.note) = (options.warn, options.note);
+        config.epoch = self.run_id.as_deref().map_or(0, epoch);
+        options.link.check(config.bind, self.world).map_err(Error::Link)?;
+        config.link = options.link;
+        if let Some(port) = options.port {
             let lanes = u32::from(config.link.lanes);
             let first = u32::from(port) + self.local_rank * lanes;
             let on_host = |lane| {
                 u16::try_from(first + lane).map_err(|_| {
-                    Failure::request(
-                        format!("--port {port} for rank {} on its host", self.local_rank),
+                    Error::request(
+                        format!(
+                            "{} for rank {} on its host",
+                            options.named(OptionName::Port, port),
+                            self.local_rank
+                        ),
                         "ports go up to 65535",
                     )
                 })
@@ -82,35 +79,38 @@ impl Launched {
             on_host(lanes - 1)?;
             (config.port, config.lane_port) = (on_host(0)?, if lanes > 1 { on_host(1)? } else { 0 });
         }
-        let group = if args.rejoin {
+        let group = if options.rejoin {
             QuicTransport::rejoin(config)?
         } else {
             let (epoch, members) = (config.epoch, (0..self.world).map(Rank).collect());
             Reformed { transport: QuicTransport::connect(config)?, members, epoch }
         };
-        if let Some(line) = group.transport.network().filter(|_| !self.by_kyklos) {
-            note(&format!("rank {}: {line}", self.rank));
+        if let Some(line) = group.transport.network().filter(|_| !self.by_kyklos_launch) {
+            (options.note)(&format!("rank {}: {line}", self.rank));
         }
         Ok(group)
     }
 
-    fn identity_path(&self, args: &GroupArgs) -> Result<PathBuf> {
-        let said = args.identity.as_ref().map(|path| path.to_string_lossy().into_owned());
-        let said = said.or_else(|| Variables::of_this_process().text(IDENTITY).map(|said| said.value));
-        let said = said.ok_or_else(|| {
-            Failure::request(
+    /// The identity file of this rank.
+    fn identity_path(&self) -> Result<PathBuf> {
+        let options = &self.options;
+        let path = options.identity.as_ref().map(|path| path.to_string_lossy().into_owned());
+        let path = path.or_else(|| Variables::of_process().text(IDENTITY).map(|path| path.value));
+        let path = path.ok_or_else(|| {
+            Error::request(
                 format!(
-                    "{}: neither --identity nor {IDENTITY} says which file proves this rank to the others",
-                    self.because
+                    "{}: neither {} nor {IDENTITY} says which file proves this rank to the others",
+                    self.summary,
+                    options.name(OptionName::Identity)
                 ),
-                "make identities with kyklos certs init and kyklos certs issue, or a token with kyklos certs invite",
+                Remedy::ObtainIdentity,
             )
         })?;
-        let path = said.replace(RANK, &self.rank.to_string());
-        match (path.contains(HOST), self.places.get(self.rank as usize).cloned().flatten()) {
+        let path = path.replace(RANK, &self.rank.to_string());
+        match (path.contains(HOST), self.hosts.get(self.rank as usize).cloned().flatten()) {
             (false, _) => Ok(PathBuf::from(path)),
-            (true, Some(place)) => Ok(PathBuf::from(path.replace(HOST, &place))),
-            (true, None) => Err(Failure::request(
+            (true, Some(host)) => Ok(PathBuf::from(path.replace(HOST, &host))),
+            (true, None) => Err(Error::request(
                 format!(
                     "the identity {path}, and nothing says on which host rank {} has its place",
                     self.rank
@@ -119,67 +119,35 @@ impl Launched {
             )),
         }
     }
-
-    /// A process of `kyklos launch` ends when its launcher does, whatever happened to it: the launcher holds the
-    /// other end of standard input.
-    pub(crate) fn end_with_launcher(&self) {
-        if self.by_kyklos {
-            std::thread::spawn(|| {
-                let mut bytes = [0; 64];
-                // A byte asks for this rank's record.
-                while std::io::stdin().read(&mut bytes).is_ok_and(|read| read > 0) {
-                    record::write_all();
-                }
-                interrupt::end(1);
-            });
-        }
-    }
 }
 
-fn warn_of_expiry(claims: &Claims, days: u32, proof: &str) {
+/// This process as the only rank; no network is involved.
+pub(crate) fn group_of_one() -> Result<Reformed> {
+    let transport = in_process_group(1).pop().ok_or_else(|| {
+        Error::Transport(TransportError::Bootstrap { text: "a group of one rank has no rank".to_owned() })
+    })?;
+    Ok(Reformed { transport, members: vec![Rank(0)], epoch: 0 })
+}
+
+fn warn_of_expiry(claims: &Claims, proof: &str, options: &Options) {
     let left = claims.validity.days_left(SystemTime::now());
-    if left < u64::from(days) && claims.validity.complaint(SystemTime::now()).is_none() {
-        note(&format!(
-            "warning: the {proof} of {claims} expires on {}: issue a new one with kyklos certs issue",
-            Date(claims.validity.until)
+    if left < u64::from(options.expiry_warning_days) && claims.validity.complaint(SystemTime::now()).is_none()
+    {
+        (options.warn)(&format!(
+            "the {proof} of {claims} expires on {}: {}",
+            Date(claims.validity.until),
+            options.wording.remedy(&Remedy::RenewIdentity)
         ));
     }
 }
 
-/// Ranks of another run of the same job are strangers. What is cut off counts the groups of this run.
+/// Ranks of different runs of a job refuse each other by their epochs. The lowest 12 bits count the groups of one run.
 fn epoch(run: &str) -> u32 {
     let [a, b, c, d, ..] = JobId::from_name(run).0;
     u32::from_be_bytes([a, b, c, d]) & !0xFFF
 }
 
-/// The address of rank 0. A name that may appear late is looked up until then.
-pub(crate) fn resolve(HostPort { host, port }: &HostPort, late: bool, until: Instant) -> Result<SocketAddr> {
-    // Names under localhost are this host's (RFC 6761), and not every resolver knows.
-    if host == "localhost" || host.ends_with(".localhost") {
-        return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), *port));
-    }
-    let mut told = false;
-    loop {
-        let why = match (host.as_str(), *port).to_socket_addrs() {
-            Ok(mut addresses) => match addresses.next() {
-                Some(address) => return Ok(address),
-                None => "the name has no address".to_owned(),
-            },
-            Err(error) => error.to_string(),
-        };
-        if !late || Instant::now() >= until {
-            return Err(Failure::request(
-                format!("rank 0 cannot be found at {host}: {why}"),
-                "name a host and a UDP port that all ranks can reach",
-            ));
-        }
-        if !told {
-            note(&format!("waiting for the address of {host}: {why}"));
-            told = true;
-        }
-        std::thread::sleep(Duration::from_millis(500));
-    }
-}
-
-/// In the name of an identity's file: the host on which the rank has its place.
+/// In the path of an identity file: this rank.
+pub(crate) const RANK: &str = "{rank}";
+/// In the path of an identity file: the host of this rank.
 const HOST: &str = "{host}";

@@ -1,33 +1,35 @@
-//! Groups that come together by a token: the invitation says it to rank 0, and rank 0 to everybody else.
+//! Groups that form by a token: the invitation describes the group to rank 0, and rank 0 describes it to the others.
 
 use std::path::Path;
 
 use kyklos_transport::quic::{Enrolled, Invitation};
 
-use super::source::{HostPort, Nearness, Said, Source};
-use crate::failure::Result;
+use crate::address::HostPort;
+use crate::error::Result;
+use crate::options::{OptionName, Options};
+use crate::source::{Precedence, Setting, Source};
 
-/// Of the one who invites.
-pub(crate) fn invited(invitation: &Invitation, path: &Path) -> Result<Source> {
-    let words = format!("--invite {}", path.display());
-    let place = HostPort::parse(invitation.token().place(), &words)?;
+/// What rank 0's invitation says.
+pub(crate) fn of_invitation(invitation: &Invitation, path: &Path, options: &Options) -> Result<Source> {
+    let origin = options.named(OptionName::Invitation, path.display());
+    let coordinator = HostPort::parse(invitation.token().place(), &origin)?;
     Ok(Source {
-        nearness: Nearness::Given,
-        rank: Some(Said::new(0, format!("{words} is rank 0's"))),
-        world: Some(Said::new(invitation.world(), format!("{words} for {} ranks", invitation.world()))),
-        coordinator: Some(Said::new(place, words)),
+        precedence: Precedence::Explicit,
+        rank: Some(Setting::new(0, format!("{origin} is rank 0's"))),
+        world: Some(Setting::new(invitation.world(), format!("{origin} for {} ranks", invitation.world()))),
+        coordinator: Some(Setting::new(coordinator, origin)),
         ..Source::default()
     })
 }
 
-/// Of one who was let in.
-pub(crate) fn enrolled(got: &Enrolled, place: &HostPort) -> Source {
-    let Enrolled { rank, world, .. } = got;
+/// What rank 0 has told a rank that it enrolled.
+pub(crate) fn of_enrolment(enrolled: &Enrolled, coordinator: &HostPort) -> Source {
+    let Enrolled { rank, world, .. } = enrolled;
     Source {
-        nearness: Nearness::Given,
-        rank: Some(Said::new(rank.0, format!("by its token rank {rank}"))),
-        world: Some(Said::new(*world, format!("by its token of {world} ranks"))),
-        coordinator: Some(Said::new(place.clone(), "the token")),
+        precedence: Precedence::Explicit,
+        rank: Some(Setting::new(rank.0, format!("by its token rank {rank}"))),
+        world: Some(Setting::new(*world, format!("by its token of {world} ranks"))),
+        coordinator: Some(Setting::new(coordinator.clone(), "the token")),
         ..Source::default()
     }
 }

@@ -1,55 +1,60 @@
-//! The environment's variables, looked up by name.
+//! Environment variables: those of Kyklos itself, and how all are read.
 
 use std::env;
 use std::str::FromStr;
 
-use super::source::Said;
-use crate::failure::{Failure, Result};
+use crate::error::{Error, Result};
+use crate::source::Setting;
 
-/// Where variables come from: this process, or a table of them.
+/// A lookup by name: in the environment of this process, or in a table.
 pub(crate) struct Variables<'a>(&'a dyn Fn(&str) -> Option<String>);
 
 impl Variables<'static> {
-    pub(crate) fn of_this_process() -> Self {
+    pub(crate) fn of_process() -> Self {
         Self(&|name| env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 }
 
 impl<'a> Variables<'a> {
-    pub(crate) fn of(look_up: &'a dyn Fn(&str) -> Option<String>) -> Self {
+    pub(crate) fn from_lookup(look_up: &'a dyn Fn(&str) -> Option<String>) -> Self {
         Self(look_up)
     }
 
-    /// What it says; `None` where it is not set or empty.
-    pub(crate) fn text(&self, name: &str) -> Option<Said<String>> {
+    /// Its value; `None` if it is not set or empty.
+    pub(crate) fn text(&self, name: &str) -> Option<Setting<String>> {
         let value = (self.0)(name).filter(|value| !value.is_empty())?;
         let shown: String = value.chars().take(LONGEST_SHOWN).collect();
         let dots = if shown.len() < value.len() { "…" } else { "" };
-        Some(Said { words: format!("{name}={shown}{dots}"), value })
+        Some(Setting { origin: format!("{name}={shown}{dots}"), value })
     }
 
-    /// The same as a number.
-    pub(crate) fn number<T: FromStr>(&self, name: &str) -> Result<Option<Said<T>>> {
-        let Some(Said { value, words }) = self.text(name) else {
+    /// Its value as a number.
+    pub(crate) fn number<T: FromStr>(&self, name: &str) -> Result<Option<Setting<T>>> {
+        let Some(Setting { value, origin }) = self.text(name) else {
             return Ok(None);
         };
         match value.parse() {
-            Ok(value) => Ok(Some(Said { value, words })),
-            Err(_) => Err(Failure::request(
-                format!("{words} in the environment is not a number that can be meant"),
+            Ok(value) => Ok(Some(Setting { value, origin })),
+            Err(_) => Err(Error::request(
+                format!("{origin} in the environment is not a number that can be meant"),
                 "let the launcher set it, or unset it",
             )),
         }
     }
 
-    /// Two variables of which a launcher sets both or none.
-    pub(crate) fn both<T: FromStr>(&self, names: [&str; 2]) -> Result<Option<[Said<T>; 2]>> {
+    /// Its value as a number, without its origin.
+    pub(crate) fn count(&self, name: &str) -> Result<Option<u32>> {
+        Ok(self.number(name)?.map(|setting| setting.value))
+    }
+
+    /// Two variables of which a launcher sets both or neither.
+    pub(crate) fn pair<T: FromStr>(&self, names: [&str; 2]) -> Result<Option<[Setting<T>; 2]>> {
         match (self.number(names[0])?, self.number(names[1])?) {
             (None, None) => Ok(None),
             (Some(first), Some(second)) => Ok(Some([first, second])),
             (first, _) => {
                 let [set, unset] = if first.is_some() { names } else { [names[1], names[0]] };
-                Err(Failure::request(
+                Err(Error::request(
                     format!("{set} is set in the environment and {unset} is not"),
                     "set both, as a launcher does, or none",
                 ))
@@ -58,5 +63,18 @@ impl<'a> Variables<'a> {
     }
 }
 
-/// Characters of a value that an error quotes.
+/// Number of ranks, where no launcher sets it.
+pub const WORLD: &str = "KYKLOS_WORLD";
+/// Where rank 0 listens, `HOST:PORT`.
+pub const COORDINATOR: &str = "KYKLOS_COORDINATOR";
+/// Name of the job that the identities must be of.
+pub const JOB_ID: &str = "KYKLOS_JOB_ID";
+/// Path of the file that proves this rank to the others.
+pub const IDENTITY: &str = "KYKLOS_IDENTITY";
+/// A join token: other users of a host see arguments, not variables.
+pub const JOIN: &str = "KYKLOS_JOIN";
+/// Set by `kyklos launch` for its processes.
+pub const LAUNCH: &str = "KYKLOS_LAUNCH";
+
+/// An error quotes at most so many characters of a value.
 const LONGEST_SHOWN: usize = 120;

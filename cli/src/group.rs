@@ -1,0 +1,115 @@
+//! The options of one process of several, and its end with the launcher that started it.
+
+use std::io::Read;
+use std::net::IpAddr;
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use kyklos_launch::{Options, SecretText};
+use kyklos_transport::quic::LinkSettings;
+
+use crate::device::DeviceRequest;
+use crate::failure::note;
+use crate::launch_words::Flags;
+use crate::{interrupt, record};
+
+/// How this process joins a group of processes. Without any of it the environment of a launcher says.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Options of one process of several")]
+pub(crate) struct GroupArgs {
+    /// This process is rank R of several
+    #[arg(long, value_name = "R")]
+    pub(crate) rank: Option<u32>,
+    /// Number of processes [or KYKLOS_WORLD]
+    #[arg(long, value_name = "N")]
+    pub(crate) world: Option<NonZeroU32>,
+    /// Where rank 0 listens, UDP [or KYKLOS_COORDINATOR]
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) coordinator: Option<String>,
+    /// TOML file that says where every rank runs
+    #[arg(long, value_name = "F", conflicts_with = "world")]
+    pub(crate) cluster: Option<PathBuf>,
+    /// File that proves this rank or its host to the others, by {rank} or {host} in its name a file each [or KYKLOS_IDENTITY]
+    #[arg(long, value_name = "F")]
+    pub(crate) identity: Option<PathBuf>,
+    /// This process is rank 0, and lets the others in by the token of this invitation (kyklos certs invite)
+    #[arg(long, value_name = "F")]
+    pub(crate) invite: Option<PathBuf>,
+    /// Get this rank's identity from rank 0 with a token [or KYKLOS_JOIN, which other users do not see]; --identity F keeps it,
+    /// --rank R asks for a rank
+    #[arg(long, value_name = "TOKEN")]
+    pub(crate) join: Option<String>,
+    /// List of keys whose identities this process takes no more; read again when a group forms again (--on-loss)
+    #[arg(long, value_name = "F")]
+    pub(crate) revoked: Option<PathBuf>,
+    /// Warn if the identity expires within so many days
+    #[arg(long, value_name = "DAYS", default_value_t = 3)]
+    pub(crate) warn_days: u32,
+    /// Seconds within which all processes must have come
+    #[arg(long, value_name = "SECONDS", default_value = "60")]
+    pub(crate) join_deadline: NonZeroU32,
+    /// Seconds without progress after which a rank that computes while others wait for it ends the run by name; more than
+    /// a kernel takes to compile. Rank 0's counts, which warns after a quarter [default: 180]
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) stuck_after: Option<NonZeroU32>,
+    /// This process takes the place of one that died: it joins when the others form the group again (--on-loss rejoin)
+    #[arg(long)]
+    pub(crate) rejoin: bool,
+    /// Local address of this process [default: all, or loopback if rank 0 is there]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) bind: Option<IpAddr>,
+    /// Port of a rank other than 0, plus its number on its host; with --lanes so many for each rank [default: the system's choice]
+    #[arg(long, value_name = "N")]
+    pub(crate) port: Option<u16>,
+}
+
+impl GroupArgs {
+    /// The same for the library, which says on standard error what an operator may want to know.
+    pub(crate) fn options(&self, link: LinkSettings) -> Options {
+        let seconds = |seconds: NonZeroU32| Duration::from_secs(u64::from(seconds.get()));
+        Options {
+            rank: self.rank,
+            world: self.world,
+            coordinator: self.coordinator.clone(),
+            cluster_file: self.cluster.clone(),
+            identity: self.identity.clone(),
+            invitation: self.invite.clone(),
+            token: self.join.clone().map(SecretText),
+            revoked: self.revoked.clone(),
+            job: None,
+            expiry_warning_days: self.warn_days,
+            join_deadline: seconds(self.join_deadline),
+            stuck_after: self.stuck_after.map(seconds),
+            rejoin: self.rejoin,
+            bind: self.bind,
+            port: self.port,
+            link,
+            check_device: |device| {
+                device.parse::<DeviceRequest>().map(|_| ()).map_err(|error| error.to_string())
+            },
+            note,
+            warn: |text| note(&format!("warning: {text}")),
+            wording: &Flags,
+        }
+    }
+
+    /// The first option that makes a group, as it was written.
+    pub(crate) fn first(&self) -> Option<String> {
+        self.options(LinkSettings::default()).first_of_group()
+    }
+}
+
+/// A process of `kyklos launch` ends when its launcher does, whatever happened to it: the launcher holds the other end
+/// of standard input.
+pub(crate) fn end_with_launcher() {
+    std::thread::spawn(|| {
+        let mut bytes = [0; 64];
+        // A byte asks for this rank's record.
+        while std::io::stdin().read(&mut bytes).is_ok_and(|read| read > 0) {
+            record::write_all();
+        }
+        interrupt::end(1);
+    });
+}
