@@ -97,7 +97,7 @@ impl GroupArgs {
 
     /// The first option that makes a group, as it was written.
     pub(crate) fn first(&self) -> Option<String> {
-        self.options(LinkSettings::default()).first_of_group()
+        self.options(LinkSettings::default()).first_group_option()
     }
 }
 

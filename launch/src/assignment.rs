@@ -92,7 +92,7 @@ pub(crate) fn assign(
 ) -> Result<Option<Assignment>> {
     let by_kyklos_launch = under_kyklos_launch(variables);
     let sources = if by_kyklos_launch {
-        if let Some(option) = options.first_of_group() {
+        if let Some(option) = options.first_group_option() {
             return Err(Error::request(
                 format!("{option} under kyklos launch"),
                 Remedy::RemoveUnderKyklosLaunch,
@@ -120,7 +120,7 @@ pub(crate) fn assign(
             ));
         }
         (None, world) => {
-            let set = world.map(|world| world.origin.clone()).or_else(|| options.first_of_group());
+            let set = world.map(|world| world.origin.clone()).or_else(|| options.first_group_option());
             return match set {
                 None => Ok(None),
                 Some(set) => Err(Error::request(

@@ -26,16 +26,7 @@ impl Assignment {
         let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.world > 1) else {
             return group_of_one();
         };
-        let (identity, proof) = match &self.credentials {
-            Credentials::IdentityFile => {
-                let path = self.identity_path()?;
-                (Identity::read_file(&path)?, format!("identity {}", path.display()))
-            }
-            Credentials::Invitation(invitation, path) => {
-                (invitation.identity().clone(), format!("invitation {}", path.display()))
-            }
-            Credentials::Enrolled(enrolled, _) => (enrolled.identity.clone(), "identity by token".to_owned()),
-        };
+        let (identity, proof) = self.identity()?;
         let claims = identity.claims()?;
         if !self.by_kyklos_launch {
             let until = Date(claims.validity.until);
@@ -43,42 +34,11 @@ impl Assignment {
         }
         warn_of_expiry(&claims, &proof, options);
         let job = self.job.as_deref().map_or(claims.job, JobId::of_text);
-        let by = Instant::now() + options.join_deadline;
-        let address = resolve(coordinator, self.coordinator_resolves_late, by, options.note)?;
+        let deadline = Instant::now() + options.join_deadline;
+        let address = resolve(coordinator, self.coordinator_resolves_late, deadline, options.note)?;
         let mut config = QuicConfig::new(Rank(self.rank), self.world, job, address, identity);
-        if let Credentials::Invitation(invitation, _) = &self.credentials {
-            config.invitation = Some(Arc::clone(invitation));
-        }
-        config.revoked = options.revoked.as_deref().map(Revoked::read_file).transpose()?;
         config.coordinator_name = Some(coordinator.host.clone());
-        config.places.clone_from(&self.hosts);
-        // In whole seconds, because errors quote it.
-        let left = by.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
-        config.connect_deadline = Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1));
-        config.bind = options.bind.unwrap_or(config.bind);
-        config.stuck_after = options.stuck_after.unwrap_or(config.stuck_after);
-        (config.warn, config.note) = (options.warn, options.note);
-        config.epoch = self.run_id.as_deref().map_or(0, epoch);
-        options.link.check(config.bind, self.world).map_err(Error::Link)?;
-        config.link = options.link;
-        if let Some(port) = options.port {
-            let lanes = u32::from(config.link.lanes);
-            let first = u32::from(port) + self.local_rank * lanes;
-            let on_host = |lane| {
-                u16::try_from(first + lane).map_err(|_| {
-                    Error::request(
-                        format!(
-                            "{} for rank {} on its host",
-                            options.named(OptionName::Port, port),
-                            self.local_rank
-                        ),
-                        "ports go up to 65535",
-                    )
-                })
-            };
-            on_host(lanes - 1)?;
-            (config.port, config.lane_port) = (on_host(0)?, if lanes > 1 { on_host(1)? } else { 0 });
-        }
+        self.configure(&mut config, deadline)?;
         let group = if options.rejoin {
             QuicTransport::rejoin(config)?
         } else {
@@ -89,6 +49,53 @@ impl Assignment {
             (options.note)(&format!("rank {}: {line}", self.rank));
         }
         Ok(group)
+    }
+
+    /// This rank's identity, and where it comes from, for notes.
+    fn identity(&self) -> Result<(Identity, String)> {
+        Ok(match &self.credentials {
+            Credentials::IdentityFile => {
+                let path = self.identity_path()?;
+                (Identity::read_file(&path)?, format!("identity {}", path.display()))
+            }
+            Credentials::Invitation(invitation, path) => {
+                (invitation.identity().clone(), format!("invitation {}", path.display()))
+            }
+            Credentials::Enrolled(enrolled, _) => (enrolled.identity.clone(), "identity by token".to_owned()),
+        })
+    }
+
+    /// Everything in the configuration that the options decide.
+    fn configure(&self, config: &mut QuicConfig, deadline: Instant) -> Result<()> {
+        let options = &self.options;
+        if let Credentials::Invitation(invitation, _) = &self.credentials {
+            config.invitation = Some(Arc::clone(invitation));
+        }
+        config.revoked = options.revoked.as_deref().map(Revoked::read_file).transpose()?;
+        config.places.clone_from(&self.hosts);
+        // In whole seconds, because errors quote it.
+        let left = deadline.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
+        config.connect_deadline = Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1));
+        config.bind = options.bind.unwrap_or(config.bind);
+        config.stuck_after = options.stuck_after.unwrap_or(config.stuck_after);
+        (config.warn, config.note) = (options.warn, options.note);
+        config.epoch = self.run_id.as_deref().map_or(0, epoch);
+        options.link.check(config.bind, self.world).map_err(Error::Link)?;
+        config.link = options.link;
+        if let Some(port) = options.port {
+            (config.port, config.lane_port) =
+                ports(port, self.local_rank, options.link.lanes).ok_or_else(|| {
+                    Error::request(
+                        format!(
+                            "{} for rank {} on its host",
+                            options.named(OptionName::Port, port),
+                            self.local_rank
+                        ),
+                        "ports go up to 65535",
+                    )
+                })?;
+        }
+        Ok(())
     }
 
     /// The identity file of this rank.
@@ -141,6 +148,15 @@ fn warn_of_expiry(claims: &Claims, proof: &str, options: &Options) {
     }
 }
 
+/// The port of a rank and that of its second lane (0 if it has one lane), when the ranks of a host share the ports from
+/// `first` on; `None` if they go beyond 65535.
+fn ports(first: u16, local_rank: u32, lanes: u8) -> Option<(u16, u16)> {
+    let lanes = u64::from(lanes);
+    let port = |lane| u16::try_from(u64::from(first) + u64::from(local_rank) * lanes + lane).ok();
+    port(lanes.saturating_sub(1))?;
+    Some((port(0)?, if lanes > 1 { port(1)? } else { 0 }))
+}
+
 /// Ranks of different runs of a job refuse each other by their epochs. The lowest 12 bits count the groups of one run.
 fn epoch(run: &str) -> u32 {
     let [a, b, c, d, ..] = JobId::from_name(run).0;
@@ -151,3 +167,21 @@ fn epoch(run: &str) -> u32 {
 pub(crate) const RANK: &str = "{rank}";
 /// In the path of an identity file: the host of this rank.
 const HOST: &str = "{host}";
+
+#[cfg(test)]
+mod tests {
+    use super::ports;
+
+    #[test]
+    fn ranks_of_a_host_share_consecutive_ports() {
+        assert_eq!(ports(4000, 0, 1), Some((4000, 0)));
+        assert_eq!(ports(4000, 3, 1), Some((4003, 0)));
+        assert_eq!(ports(4000, 3, 4), Some((4012, 4013)));
+        assert_eq!(ports(65_532, 0, 4), Some((65_532, 65_533)));
+        for (first, local_rank, lanes) in
+            [(65_535, 1, 1), (65_533, 0, 4), (1, u32::MAX, 1), (1, u32::MAX, 16)]
+        {
+            assert_eq!(ports(first, local_rank, lanes), None, "{first} {local_rank} {lanes}");
+        }
+    }
+}

@@ -125,7 +125,7 @@ impl Options {
 
     /// The first option that only makes sense for one process of several, as [`Self::wording`] names it; `None` if none is
     /// set.
-    pub fn first_of_group(&self) -> Option<String> {
+    pub fn first_group_option(&self) -> Option<String> {
         let path = |name, path: &Option<PathBuf>| path.as_ref().map(|path| self.named(name, path.display()));
         (self.rank.map(|rank| self.named(OptionName::Rank, rank)))
             .or_else(|| self.world.map(|world| self.named(OptionName::World, world)))
