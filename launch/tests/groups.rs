@@ -1,4 +1,5 @@
 //! Groups that form by the options of this library, every rank on a thread of its own.
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 use std::fmt::Display;
 use std::net::{Ipv4Addr, UdpSocket};
