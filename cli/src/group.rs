@@ -66,7 +66,7 @@ pub(crate) struct GroupArgs {
 }
 
 impl GroupArgs {
-    /// The same for the library, which says on standard error what an operator may want to know.
+    /// These options for the library, whose notes and warnings go to standard error.
     pub(crate) fn options(&self, link: LinkSettings) -> Options {
         let seconds = |seconds: NonZeroU32| Duration::from_secs(u64::from(seconds.get()));
         Options {

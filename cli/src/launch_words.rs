@@ -1,4 +1,5 @@
-//! How the program words what `kyklos-launch` says: options as flags, remedies as what to write on the command line.
+//! How the program words the errors and notes of `kyklos-launch`: options by their flags, remedies by what to write on
+//! the command line.
 
 use std::fmt::Display;
 

@@ -1,4 +1,4 @@
-//! What the operator says of the network between ranks.
+//! The options of the network between ranks.
 
 use std::fmt;
 use std::net::Ipv4Addr;

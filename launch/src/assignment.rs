@@ -14,7 +14,7 @@ use crate::source::{Precedence, Setting, Source};
 use crate::variables::{LAUNCH, Variables, WORLD};
 use crate::{cluster_file, explicit};
 
-/// This process's place in a group of several ranks, before the group is formed ([`Self::join`]).
+/// This process's rank in a group, before the group is formed ([`Self::join`]).
 #[derive(Clone, Debug)]
 pub struct Assignment {
     /// This rank, `0..world`.
@@ -25,8 +25,8 @@ pub struct Assignment {
     pub local_rank: u32,
     /// Number of ranks on its host.
     pub local_world: u32,
-    /// `kyklos launch` has started this process: it prints the notes itself, and ends its processes by closing their
-    /// standard input.
+    /// `kyklos launch` has started this process and holds the other end of its standard input, which closes when the
+    /// launcher ends. [`Self::join`] gives no notes then: the launcher's user knows rank, world and address.
     pub by_kyklos_launch: bool,
     /// Where rank 0 listens; a group of one needs no address.
     pub coordinator: Option<HostPort>,
@@ -36,7 +36,7 @@ pub struct Assignment {
     pub job: Option<String>,
     /// What the cluster file says of this rank's device.
     pub device: Option<String>,
-    /// The values and their origins, in one line for people.
+    /// Rank, world and coordinator with their origins, in one line to print.
     pub summary: String,
     /// The name of rank 0's host may get an address only after this process has started.
     pub(crate) coordinator_resolves_late: bool,
@@ -194,7 +194,7 @@ fn without_enclosing(sources: Vec<Source>) -> Vec<Source> {
         launchers.find_map(|source| Some((source.rank.as_ref()?.value, source.world.as_ref()?.value)));
     let keep = |source: &Source| match source.precedence {
         Precedence::Explicit => true,
-        // An interactive shell of one task, from which somebody starts ranks by hand.
+        // An interactive shell that is itself the only task; ranks are started in it by hand.
         _ if explicit_several && source.world.as_ref().is_some_and(|world| world.value == 1) => false,
         Precedence::Launcher => true,
         // A task that is itself a launcher: its number is not the rank.

@@ -71,7 +71,7 @@ impl Credentials {
     fn enrol(text: &str, origin: &str, options: &Options, variables: &Variables<'_>) -> Result<Self> {
         let token: Token =
             text.parse().map_err(|source| Error::Token { origin: origin.to_owned(), source })?;
-        let place = HostPort::parse(token.place(), &format!("{origin} …@{}", token.place()))?;
+        let coordinator = HostPort::parse(token.place(), &format!("{origin} …@{}", token.place()))?;
         let rank = requested_rank(options, variables)?;
         if let Some(path) = options.identity.as_ref().filter(|path| path.exists()) {
             return Err(Error::request(
@@ -82,7 +82,7 @@ impl Credentials {
                 Remedy::IdentityFileOrToken,
             ));
         }
-        let address = resolve(&place, false, Instant::now() + options.join_deadline, options.note)?;
+        let address = resolve(&coordinator, false, Instant::now() + options.join_deadline, options.note)?;
         let mut config = EnrolConfig::new(token, address);
         config.rank = rank.map(Rank);
         config.bind = options.bind.unwrap_or(config.bind);
@@ -96,7 +96,7 @@ impl Credentials {
             let claims = enrolled.identity.claims()?;
             (options.note)(&format!("{}: {claims}, until {}", path.display(), Date(claims.validity.until)));
         }
-        Ok(Self::Enrolled(enrolled, place))
+        Ok(Self::Enrolled(enrolled, coordinator))
     }
 
     /// What they say about the group.
@@ -104,7 +104,7 @@ impl Credentials {
         match self {
             Self::IdentityFile => Ok(None),
             Self::Invitation(invitation, path) => of_invitation(invitation, path, options).map(Some),
-            Self::Enrolled(enrolled, place) => Ok(Some(of_enrolment(enrolled, place))),
+            Self::Enrolled(enrolled, coordinator) => Ok(Some(of_enrolment(enrolled, coordinator))),
         }
     }
 }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use kyklos_transport::TransportError;
 
-/// Why a process has no place in a group.
+/// Why a process cannot join a group.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Options, environment and cluster file do not describe one rank of one group. Nothing has been sent.

@@ -20,7 +20,7 @@ impl Assignment {
     ///
     /// # Errors
     ///
-    /// No identity or a wrong one, an address that nobody has, a group that is not complete by the deadline.
+    /// No identity or a wrong one, a coordinator that cannot be resolved, a group that is not complete by the deadline.
     pub fn join(&self) -> Result<Reformed> {
         let options = &self.options;
         let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.world > 1) else {

@@ -1,4 +1,4 @@
-//! What a caller may say about the group and this process's place in it.
+//! What a caller may set about the group and this process's rank in it.
 
 use std::fmt::{self, Debug, Display};
 use std::net::IpAddr;
@@ -44,7 +44,7 @@ pub struct Options {
     pub cluster_file: Option<PathBuf>,
     /// PEM file that proves this rank or its host to the others; `{rank}` and `{host}` in it stand for this rank and the
     /// host that the environment or the cluster file gives it. With [`Self::token`]: where to keep the identity that
-    /// the token obtains. Also by `KYKLOS_IDENTITY`.
+    /// the token obtains. Without a token also by `KYKLOS_IDENTITY`.
     pub identity: Option<PathBuf>,
     /// This process is rank 0, and admits the others by the token of this invitation file.
     pub invitation: Option<PathBuf>,

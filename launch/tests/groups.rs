@@ -14,7 +14,7 @@ use kyklos_transport::{Rank, Reformed, Tag};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// An address on loopback that nobody uses now.
+/// An unused address on loopback.
 fn free_address() -> String {
     UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().to_string()
 }
@@ -97,8 +97,9 @@ fn a_cluster_file_gives_world_and_coordinator() {
 #[test]
 fn ranks_with_a_token_get_their_ranks_from_rank_0() {
     let folder = tempfile::tempdir().unwrap();
-    let place = free_address();
-    let terms = InvitationTerms { place: &place, world: 3, job: "train", valid: Duration::from_secs(60) };
+    let coordinator = free_address();
+    let terms =
+        InvitationTerms { place: &coordinator, world: 3, job: "train", valid: Duration::from_secs(60) };
     let invitation = Invitation::new(&terms).unwrap();
     let path = folder.path().join("invitation.pem");
     invitation.write_file(&path).unwrap();

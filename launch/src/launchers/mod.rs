@@ -1,4 +1,5 @@
-//! The launchers whose environments are read. A new one is a file here and a line of [`LAUNCHERS`].
+//! The launchers whose environments are read. To add one: a file here with its tests, its `mod` line, its entry in
+//! [`LAUNCHERS`].
 
 mod kubernetes;
 mod mpi;

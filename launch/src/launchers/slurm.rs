@@ -153,7 +153,7 @@ mod tests {
             ),
             ("coordinator=x:1", step("SLURM_PROCID=0 SLURM_LOCALID=0"), "0/5 0/2 x:1"),
             ("", step("SLURM_PROCID=0 SLURM_LOCALID=0 MASTER_ADDR=m MASTER_PORT=2"), "0/5 0/2 m:2"),
-            // Shells in which nobody has started ranks.
+            // Shells of batch scripts and of salloc.
             ("", "SLURM_NTASKS=4 SLURM_JOB_ID=1 SLURM_JOB_NODELIST=a".into(), "alone"),
             ("", "SLURM_PROCID=0 SLURM_JOB_ID=1 SLURM_JOB_NODELIST=a".into(), "alone"),
             ("", "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_STEP_ID=4294967291 SLURM_JOB_NODELIST=a".into(), "alone"),
