@@ -4,15 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kyklos::{Mesh, RunOptions, SystemClock, can_repair, plan};
+use kyklos_launch::{Assignment, is_under_kyklos_launch, rank_variables};
 use kyklos_transport::quic::quic_loopback_group_over;
 use kyklos_transport::{Rank, Transport, in_process_group};
 
 use crate::args::{AttendArgs, OrAuto, TransportName};
 use crate::device::{self, DeviceId, DeviceRequest};
-use crate::entrance::Entrance;
 use crate::failure::{Failure, Result, note, print};
+use crate::group;
 use crate::interrupt;
-use crate::launchers::{self, Launched, Variables};
 use crate::metrics;
 use crate::on_loss::{self, Losses, Lost, OnLoss};
 use crate::output::{OutputTarget, keep_apart};
@@ -25,24 +25,22 @@ use crate::verify::Sample;
 
 /// Runs the command.
 pub(crate) fn attend(args: &AttendArgs) -> Result<()> {
-    let variables = Variables::of_this_process();
-    if let (Some(ranks), false) = (args.problem.ranks, launchers::by_kyklos(&variables)) {
+    if let (Some(ranks), false) = (args.problem.ranks, is_under_kyklos_launch()) {
         if let Some(flag) = args.group.first() {
             return Err(Failure::request(
                 format!("--ranks {ranks} with {flag}"),
                 "--ranks puts all ranks into this process, so leave one of the two away",
             ));
         }
-        if let Some(said) = launchers::hints(&variables) {
+        if let Some(set) = rank_variables() {
             note(&format!(
-                "warning: --ranks puts all ranks into this process; {said} in the environment is not used"
+                "warning: --ranks puts all ranks into this process; {set} in the environment is not used"
             ));
         }
         return here(args);
     }
-    let entrance = Entrance::of(&args.group, &variables, &args.network)?;
-    match launchers::find(&args.group, &variables, entrance.source()?)? {
-        Some(launched) => as_rank(args, &launched, &entrance),
+    match Assignment::find(&args.group.options(args.network.link()))? {
+        Some(assignment) => as_rank(args, &assignment),
         None => here(args),
     }
 }
@@ -70,8 +68,10 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
     Ok(request)
 }
 
-fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entrance) -> Result<()> {
-    launched.end_with_launcher();
+fn as_rank(args: &AttendArgs, assignment: &Assignment) -> Result<()> {
+    if assignment.by_kyklos_launch {
+        group::end_with_launcher();
+    }
     interrupt::end_on_interrupt()?;
     record::write_on_request()?;
     if args.group.rejoin && args.on_loss != OnLoss::Rejoin {
@@ -80,8 +80,8 @@ fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entrance) -> Resul
             "give both, as the other ranks have the latter",
         ));
     }
-    let mut metrics = metrics::serve(args, launched.rank, launched.local_rank);
-    let mut group = launched.connect(&args.group, &args.network, entrance)?;
+    let mut metrics = metrics::serve(args, assignment.rank, assignment.local_rank);
+    let mut group = assignment.join()?;
     let mut lost: Option<Lost> = None;
     loop {
         let transport = &group.transport;
@@ -92,12 +92,12 @@ fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entrance) -> Resul
             failure
         };
         let world = transport.world();
-        let request = launched_request(args, world, launched.local_world).map_err(|failure| {
-            if world == launched.world { failure } else { on_loss::does_not_fit(world, &failure) }
+        let request = launched_request(args, world, assignment.local_world).map_err(|failure| {
+            if world == assignment.world { failure } else { on_loss::does_not_fit(world, &failure) }
         });
         let job = std::mem::replace(&mut metrics, Ok(()))
             .and(request)
-            .and_then(|request| job(args, request, launched.local_world, group.members.clone()))
+            .and_then(|request| job(args, request, assignment.local_world, group.members.clone()))
             .map_err(refuse)?;
         if transport.rank().0 == 0 {
             match &lost {
@@ -107,7 +107,7 @@ fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entrance) -> Resul
             }
         }
         let mut losses = Losses::new(args, &group);
-        let done = rank::work(&job, transport, device_of(args, launched), Some(&mut losses));
+        let done = rank::work(&job, transport, device_of(args, assignment), Some(&mut losses));
         job.watch.phase(None);
         if let Some((ended, next, begins_again)) = losses.into_next() {
             group = next;
@@ -133,14 +133,15 @@ fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entrance) -> Resul
 }
 
 /// The device of a launched rank: by `--device`, or by the cluster file.
-fn device_of(args: &AttendArgs, launched: &Launched) -> Result<DeviceId> {
-    match (launched.device, &args.device.0[..]) {
+fn device_of(args: &AttendArgs, assignment: &Assignment) -> Result<DeviceId> {
+    let device = assignment.device.as_deref().map(str::parse::<DeviceRequest>).transpose()?;
+    match (device, &args.device.0[..]) {
         (Some(device), [DeviceRequest::Auto]) => device::choose(&[device], 0),
         (Some(device), _) if args.device.0 != [device] => Err(Failure::request(
             format!("--device {} and device {device} of the cluster file", args.device),
             "leave one of them away",
         )),
-        (_, devices) => device::choose(devices, launched.local_rank as usize),
+        (_, devices) => device::choose(devices, assignment.local_rank as usize),
     }
 }
 

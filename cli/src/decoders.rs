@@ -15,13 +15,12 @@ use kyklos::{
     AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PlacementKind, Split, Strategy, TokenRuns, WireFormat,
     plan_world, repair,
 };
+use kyklos_launch::HostPort;
 use kyklos_transport::Rank;
 
 use crate::against::Times;
-use crate::args::{Cli, Command};
 use crate::device::DeviceRequest;
 use crate::input::{InputFile, Source, Which};
-use crate::launchers::{self, HostPort, Variables, cluster_file, nodelist};
 use crate::record::format::Line;
 use crate::report::RankNote;
 use crate::{args, doctor, metrics, tuned};
@@ -30,11 +29,8 @@ use crate::{args, doctor, metrics, tuned};
 pub type Target = fn(&[u8]);
 
 /// A decoder's name, and what feeds it.
-pub const ALL: [(&str, Target); 13] = [
+pub const ALL: [(&str, Target); 10] = [
     ("record", record),
-    ("cluster_file", cluster_file),
-    ("nodelist", nodelist),
-    ("environment", environment),
     ("tuning", tuning),
     ("arguments", arguments),
     ("values", values),
@@ -57,28 +53,6 @@ pub fn record(bytes: &[u8]) {
     }
 }
 
-/// `--cluster F`.
-pub fn cluster_file(bytes: &[u8]) {
-    let text = String::from_utf8_lossy(bytes);
-    for rank in [None, Some(0), Some(u32::MAX)] {
-        if let Err(failure) = cluster_file::parse(&text, "--cluster F", rank) {
-            assert!(failure.text.contains("--cluster F"), "{}", failure.text);
-        }
-    }
-}
-
-/// Slurm's lists of hosts and of tasks.
-pub fn nodelist(bytes: &[u8]) {
-    let text = String::from_utf8_lossy(bytes);
-    if let Ok(hosts) = nodelist::hosts(&text, "F") {
-        // A list of its own hosts says the same, unless it is too long.
-        if let Ok(again) = nodelist::hosts(&hosts.join(","), "F") {
-            assert_eq!(again, hosts);
-        }
-    }
-    let _ = nodelist::tasks_per_host(&text, "F");
-}
-
 /// The choices that `kyklos tune` keeps.
 pub fn tuning(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
@@ -94,25 +68,6 @@ pub fn arguments(bytes: &[u8]) {
     let words = std::iter::once("kyklos").chain(text.lines()).map(OsString::from);
     if let Err(error) = args::parse(words) {
         let _ = args::one_line(&error);
-    }
-}
-
-/// The environment of a launcher: one variable a line, `NAME=value`.
-pub fn environment(bytes: &[u8]) {
-    let text = String::from_utf8_lossy(bytes);
-    let look_up = |name: &str| {
-        text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('=')).map(str::to_owned)
-    };
-    let variables = Variables::of(&look_up);
-    let no_flags = args::parse(["kyklos", "attend", "--shape", "1,8,1,1,8"].map(OsString::from));
-    let Ok(Cli { command: Some(Command::Attend(attend)), .. }) = no_flags else { unreachable!("a command") };
-    match launchers::find(&attend.group, &variables, None) {
-        Ok(Some(launched)) => {
-            assert!(launched.rank < launched.world, "{launched:?}");
-            assert!(launched.world == 1 || launched.coordinator.is_some(), "{launched:?}");
-        }
-        Ok(None) => {}
-        Err(failure) => assert_eq!(failure.exit, 2, "{}", failure.text),
     }
 }
 

@@ -1,185 +1,115 @@
-//! Joining the group of processes that a launcher, flags or a file speak of.
+//! The options of one process of several, and its end with the launcher that started it.
 
 use std::io::Read;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::net::IpAddr;
+use std::num::NonZeroU32;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Duration;
 
-use kyklos_transport::quic::{Claims, Date, Identity, JobId, QuicConfig, QuicTransport, Revoked};
-use kyklos_transport::{Rank, Reformed, in_process_group};
+use clap::Args;
+use kyklos_launch::{Options, SecretText};
+use kyklos_transport::quic::LinkSettings;
 
-use crate::entrance::Entrance;
-use crate::failure::{Failure, Result, note};
-use crate::interrupt;
-use crate::launchers::{GroupArgs, HostPort, IDENTITY, Launched, Variables};
-use crate::network::NetworkArgs;
-use crate::output::RANK;
-use crate::record;
+use crate::device::DeviceRequest;
+use crate::failure::note;
+use crate::launch_words::Flags;
+use crate::{interrupt, record};
 
-impl Launched {
-    /// Joins the group, and says on standard error who made this process which rank.
-    pub(crate) fn connect(
-        &self,
-        args: &GroupArgs,
-        network: &NetworkArgs,
-        entrance: &Entrance,
-    ) -> Result<Reformed> {
-        let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.world > 1) else {
-            let alone = in_process_group(1).pop();
-            let transport = alone.ok_or_else(|| Failure::run("a group of one rank has no rank"))?;
-            return Ok(Reformed { transport, members: vec![Rank(0)], epoch: 0 });
-        };
-        let (identity, proof) = match entrance {
-            Entrance::File => {
-                let path = self.identity_path(args)?;
-                (Identity::read_file(&path)?, format!("identity {}", path.display()))
-            }
-            Entrance::Invites(invitation, path) => {
-                (invitation.identity().clone(), format!("invitation {}", path.display()))
-            }
-            Entrance::Enrolled(enrolled, _) => (enrolled.identity.clone(), "identity by token".to_owned()),
-        };
-        let claims = identity.claims()?;
-        let patience = Duration::from_secs(u64::from(args.join_deadline.get()));
-        if !self.by_kyklos {
-            let until = Date(claims.validity.until);
-            note(&format!("{}; {proof}: {claims}, until {until}", self.because));
-        }
-        warn_of_expiry(&claims, args.warn_days, &proof);
-        let job = self.job.as_deref().map_or(claims.job, JobId::of_text);
-        let by = Instant::now() + patience;
-        let address = resolve(coordinator, self.host_appears_late, by)?;
-        let mut config = QuicConfig::new(Rank(self.rank), self.world, job, address, identity);
-        if let Entrance::Invites(invitation, _) = entrance {
-            config.invitation = Some(Arc::clone(invitation));
-        }
-        config.revoked = args.revoked.as_deref().map(Revoked::read_file).transpose()?;
-        config.coordinator_name = Some(coordinator.host.clone());
-        config.places.clone_from(&self.places);
-        // In whole seconds, because errors quote it.
-        let left = by.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
-        config.connect_deadline = Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1));
-        config.bind = args.bind.unwrap_or(config.bind);
-        if let Some(seconds) = args.stuck_after {
-            config.stuck_after = Duration::from_secs(u64::from(seconds.get()));
-        }
-        config.warn = |text| note(&format!("warning: {text}"));
-        config.note = note;
-        config.epoch = self.run.as_deref().map_or(0, epoch);
-        config.link = network.settings(config.bind, self.world)?;
-        if let Some(port) = args.port {
-            let lanes = u32::from(config.link.lanes);
-            let first = u32::from(port) + self.local_rank * lanes;
-            let on_host = |lane| {
-                u16::try_from(first + lane).map_err(|_| {
-                    Failure::request(
-                        format!("--port {port} for rank {} on its host", self.local_rank),
-                        "ports go up to 65535",
-                    )
-                })
-            };
-            on_host(lanes - 1)?;
-            (config.port, config.lane_port) = (on_host(0)?, if lanes > 1 { on_host(1)? } else { 0 });
-        }
-        let group = if args.rejoin {
-            QuicTransport::rejoin(config)?
-        } else {
-            let (epoch, members) = (config.epoch, (0..self.world).map(Rank).collect());
-            Reformed { transport: QuicTransport::connect(config)?, members, epoch }
-        };
-        if let Some(line) = group.transport.network().filter(|_| !self.by_kyklos) {
-            note(&format!("rank {}: {line}", self.rank));
-        }
-        Ok(group)
-    }
-
-    fn identity_path(&self, args: &GroupArgs) -> Result<PathBuf> {
-        let said = args.identity.as_ref().map(|path| path.to_string_lossy().into_owned());
-        let said = said.or_else(|| Variables::of_this_process().text(IDENTITY).map(|said| said.value));
-        let said = said.ok_or_else(|| {
-            Failure::request(
-                format!(
-                    "{}: neither --identity nor {IDENTITY} says which file proves this rank to the others",
-                    self.because
-                ),
-                "make identities with kyklos certs init and kyklos certs issue, or a token with kyklos certs invite",
-            )
-        })?;
-        let path = said.replace(RANK, &self.rank.to_string());
-        match (path.contains(HOST), self.places.get(self.rank as usize).cloned().flatten()) {
-            (false, _) => Ok(PathBuf::from(path)),
-            (true, Some(place)) => Ok(PathBuf::from(path.replace(HOST, &place))),
-            (true, None) => Err(Failure::request(
-                format!(
-                    "the identity {path}, and nothing says on which host rank {} has its place",
-                    self.rank
-                ),
-                "a Slurm step or a cluster file does; else name the file without {host}",
-            )),
-        }
-    }
-
-    /// A process of `kyklos launch` ends when its launcher does, whatever happened to it: the launcher holds the
-    /// other end of standard input.
-    pub(crate) fn end_with_launcher(&self) {
-        if self.by_kyklos {
-            std::thread::spawn(|| {
-                let mut bytes = [0; 64];
-                // A byte asks for this rank's record.
-                while std::io::stdin().read(&mut bytes).is_ok_and(|read| read > 0) {
-                    record::write_all();
-                }
-                interrupt::end(1);
-            });
-        }
-    }
+/// How this process joins a group of processes. Without any of it the environment of a launcher says.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Options of one process of several")]
+pub(crate) struct GroupArgs {
+    /// This process is rank R of several
+    #[arg(long, value_name = "R")]
+    pub(crate) rank: Option<u32>,
+    /// Number of processes [or KYKLOS_WORLD]
+    #[arg(long, value_name = "N")]
+    pub(crate) world: Option<NonZeroU32>,
+    /// Where rank 0 listens, UDP [or KYKLOS_COORDINATOR]
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) coordinator: Option<String>,
+    /// TOML file that says where every rank runs
+    #[arg(long, value_name = "F", conflicts_with = "world")]
+    pub(crate) cluster: Option<PathBuf>,
+    /// File that proves this rank or its host to the others, by {rank} or {host} in its name a file each [or KYKLOS_IDENTITY]
+    #[arg(long, value_name = "F")]
+    pub(crate) identity: Option<PathBuf>,
+    /// This process is rank 0, and lets the others in by the token of this invitation (kyklos certs invite)
+    #[arg(long, value_name = "F")]
+    pub(crate) invite: Option<PathBuf>,
+    /// Get this rank's identity from rank 0 with a token [or KYKLOS_JOIN, which other users do not see]; --identity F keeps it,
+    /// --rank R asks for a rank
+    #[arg(long, value_name = "TOKEN")]
+    pub(crate) join: Option<String>,
+    /// List of keys whose identities this process takes no more; read again when a group forms again (--on-loss)
+    #[arg(long, value_name = "F")]
+    pub(crate) revoked: Option<PathBuf>,
+    /// Warn if the identity expires within so many days
+    #[arg(long, value_name = "DAYS", default_value_t = 3)]
+    pub(crate) warn_days: u32,
+    /// Seconds within which all processes must have come
+    #[arg(long, value_name = "SECONDS", default_value = "60")]
+    pub(crate) join_deadline: NonZeroU32,
+    /// Seconds without progress after which a rank that computes while others wait for it ends the run by name; more than
+    /// a kernel takes to compile. Rank 0's counts, which warns after a quarter [default: 180]
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) stuck_after: Option<NonZeroU32>,
+    /// This process takes the place of one that died: it joins when the others form the group again (--on-loss rejoin)
+    #[arg(long)]
+    pub(crate) rejoin: bool,
+    /// Local address of this process [default: all, or loopback if rank 0 is there]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) bind: Option<IpAddr>,
+    /// Port of a rank other than 0, plus its number on its host; with --lanes so many for each rank [default: the system's choice]
+    #[arg(long, value_name = "N")]
+    pub(crate) port: Option<u16>,
 }
 
-fn warn_of_expiry(claims: &Claims, days: u32, proof: &str) {
-    let left = claims.validity.days_left(SystemTime::now());
-    if left < u64::from(days) && claims.validity.complaint(SystemTime::now()).is_none() {
-        note(&format!(
-            "warning: the {proof} of {claims} expires on {}: issue a new one with kyklos certs issue",
-            Date(claims.validity.until)
-        ));
-    }
-}
-
-/// Ranks of another run of the same job are strangers. What is cut off counts the groups of this run.
-fn epoch(run: &str) -> u32 {
-    let [a, b, c, d, ..] = JobId::from_name(run).0;
-    u32::from_be_bytes([a, b, c, d]) & !0xFFF
-}
-
-/// The address of rank 0. A name that may appear late is looked up until then.
-pub(crate) fn resolve(HostPort { host, port }: &HostPort, late: bool, until: Instant) -> Result<SocketAddr> {
-    // Names under localhost are this host's (RFC 6761), and not every resolver knows.
-    if host == "localhost" || host.ends_with(".localhost") {
-        return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), *port));
-    }
-    let mut told = false;
-    loop {
-        let why = match (host.as_str(), *port).to_socket_addrs() {
-            Ok(mut addresses) => match addresses.next() {
-                Some(address) => return Ok(address),
-                None => "the name has no address".to_owned(),
+impl GroupArgs {
+    /// These options for the library, whose notes and warnings go to standard error.
+    pub(crate) fn options(&self, link: LinkSettings) -> Options {
+        let seconds = |seconds: NonZeroU32| Duration::from_secs(u64::from(seconds.get()));
+        Options {
+            rank: self.rank,
+            world: self.world,
+            coordinator: self.coordinator.clone(),
+            cluster_file: self.cluster.clone(),
+            identity: self.identity.clone(),
+            invitation: self.invite.clone(),
+            token: self.join.clone().map(SecretText),
+            revoked: self.revoked.clone(),
+            job: None,
+            expiry_warning_days: self.warn_days,
+            join_deadline: seconds(self.join_deadline),
+            stuck_after: self.stuck_after.map(seconds),
+            rejoin: self.rejoin,
+            bind: self.bind,
+            port: self.port,
+            link,
+            check_device: |device| {
+                device.parse::<DeviceRequest>().map(|_| ()).map_err(|error| error.to_string())
             },
-            Err(error) => error.to_string(),
-        };
-        if !late || Instant::now() >= until {
-            return Err(Failure::request(
-                format!("rank 0 cannot be found at {host}: {why}"),
-                "name a host and a UDP port that all ranks can reach",
-            ));
+            note,
+            warn: |text| note(&format!("warning: {text}")),
+            wording: &Flags,
         }
-        if !told {
-            note(&format!("waiting for the address of {host}: {why}"));
-            told = true;
-        }
-        std::thread::sleep(Duration::from_millis(500));
+    }
+
+    /// The first option that makes a group, as it was written.
+    pub(crate) fn first(&self) -> Option<String> {
+        self.options(LinkSettings::default()).first_group_option()
     }
 }
 
-/// In the name of an identity's file: the host on which the rank has its place.
-const HOST: &str = "{host}";
+/// A process of `kyklos launch` ends when its launcher does, whatever happened to it: the launcher holds the other end
+/// of standard input.
+pub(crate) fn end_with_launcher() {
+    std::thread::spawn(|| {
+        let mut bytes = [0; 64];
+        // A byte asks for this rank's record.
+        while std::io::stdin().read(&mut bytes).is_ok_and(|read| read > 0) {
+            record::write_all();
+        }
+        interrupt::end(1);
+    });
+}

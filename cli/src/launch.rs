@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use kyklos_launch::variables::{IDENTITY, JOB_ID, LAUNCH};
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId};
 
@@ -19,7 +20,6 @@ use crate::args;
 use crate::attend::launched_request;
 use crate::failure::{Failure, Result, note};
 use crate::interrupt::{self, EXIT_INTERRUPTED};
-use crate::launchers::{IDENTITY, JOB_ID, LAUNCH};
 use crate::on_loss::OnLoss;
 use crate::rank::EXIT_LACKS;
 

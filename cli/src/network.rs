@@ -1,7 +1,7 @@
-//! What the operator says of the network between ranks.
+//! The options of the network between ranks.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::Ipv4Addr;
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
@@ -33,9 +33,9 @@ pub(crate) struct NetworkArgs {
 }
 
 impl NetworkArgs {
-    /// The settings, checked for a group of `world` ranks.
-    pub(crate) fn settings(&self, bind: IpAddr, world: u32) -> Result<LinkSettings> {
-        let link = LinkSettings {
+    /// The settings, not yet checked for a group.
+    pub(crate) fn link(&self) -> LinkSettings {
+        LinkSettings {
             mtu: self.link_mtu,
             carrier: match self.network {
                 Some(CarrierName::Tcp) => Carrier::Tcp,
@@ -44,15 +44,16 @@ impl NetworkArgs {
             congestion: self.congestion.map(|CongestionName(congestion)| congestion).unwrap_or_default(),
             memory_bytes: self.net_memory.map(|ByteSize(bytes)| bytes),
             lanes: self.lanes.unwrap_or(1),
-        };
-        // No rank has tried anything yet: it is the request that is wrong.
-        link.check(bind, world).map_err(|error| Failure { exit: 2, ..Failure::run(error.to_string()) })?;
-        Ok(link)
+        }
     }
 
-    /// The settings for ranks that share this process and its loopback interface.
+    /// The settings, checked for `world` ranks that share this process and its loopback interface.
     pub(crate) fn here(&self, world: u32) -> Result<LinkSettings> {
-        self.settings(Ipv4Addr::LOCALHOST.into(), world)
+        let link = self.link();
+        // No rank has tried anything yet: it is the request that is wrong.
+        link.check(Ipv4Addr::LOCALHOST.into(), world)
+            .map_err(|error| Failure { exit: 2, ..Failure::run(error.to_string()) })?;
+        Ok(link)
     }
 
     /// Refuses what would be ignored between ranks that need no network.

@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kyklos_cli::decoders::cluster_file(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kyklos_launch::decoders::cluster_file(bytes));

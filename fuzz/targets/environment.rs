@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kyklos_cli::decoders::environment(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kyklos_launch::decoders::environment(bytes));

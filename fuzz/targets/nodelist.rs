@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kyklos_cli::decoders::nodelist(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kyklos_launch::decoders::nodelist(bytes));

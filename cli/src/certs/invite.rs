@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use clap::Args;
 use kyklos::MAX_WORLD;
+use kyklos_launch::HostPort;
 use kyklos_transport::quic::{Date, Invitation, InvitationTerms};
 
 use crate::failure::{Result, note, print};
-use crate::launchers::HostPort;
 
 #[derive(Debug, Args)]
 pub(super) struct InviteArgs {

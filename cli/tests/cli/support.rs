@@ -8,37 +8,19 @@ use std::time::{Duration, Instant};
 
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
-/// How the names of variables begin that launchers set: none of it may leak into a test from outside.
-const LAUNCHER: [&str; 22] = [
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_",
-    "SLURM",
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "MPI_",
-    "JOB_COMPLETION_INDEX",
-    "KYKLOS_JOB_ID",
-    "KYKLOS_IDENTITY",
-    "KYKLOS_JOIN",
-    "KYKLOS_LAUNCH",
-    "KYKLOS_RECORD_DIR",
-    "KYKLOS_WORLD",
-    "KYKLOS_COORDINATOR",
-    "KYKLOS_SERVICE",
-    "HOSTNAME",
-];
+/// Whether a launcher or an operator sets this variable for a run: none of it may leak into a test from outside.
+fn is_of_a_run(name: &str) -> bool {
+    use kyklos_launch::variables::{COORDINATOR, IDENTITY, JOB_ID, JOIN, LAUNCH, WORLD};
+    let own = ["KYKLOS_RECORD_DIR", COORDINATOR, IDENTITY, JOB_ID, JOIN, LAUNCH, WORLD];
+    let launchers = kyklos_launch::LAUNCHERS.iter().flat_map(|launcher| launcher.variables);
+    own.iter().chain(launchers).any(|start| name.starts_with(start))
+}
 
 pub(crate) fn command(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kyklos"));
     command.args(arguments).stdin(Stdio::null());
     for (name, _) in std::env::vars_os() {
-        if LAUNCHER.iter().any(|start| name.to_string_lossy().starts_with(start)) {
+        if is_of_a_run(&name.to_string_lossy()) {
             command.env_remove(name);
         }
     }

@@ -24,11 +24,11 @@ impl Site {
     }
 }
 
-/// All of them in the library and the program, tests left out.
+/// All of them in the libraries and the program, tests left out.
 pub(super) fn all() -> Vec<Site> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let mut sites = Vec::new();
-    for folder in ["runtime/src", "cuda-backend/src", "cli/src"] {
+    for folder in ["runtime/src", "cuda-backend/src", "launch/src", "cli/src"] {
         let mut files = Vec::new();
         walk(&root.join(folder), &mut files);
         for file in files {

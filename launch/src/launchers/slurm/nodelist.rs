@@ -1,13 +1,13 @@
 //! Slurm's lists of hosts and of tasks per host: `node[01-03,7]-x,other` and `2(x3),1`.
 
-use crate::failure::{Failure, Result};
+use crate::error::{Error, Remedy, Result};
 
-/// The hosts of a list, in its order. `words` are where it was written.
-pub(crate) fn hosts(list: &str, words: &str) -> Result<Vec<String>> {
+/// The hosts of a list, in its order. `origin` is where it was written, for errors.
+pub(crate) fn hosts(list: &str, origin: &str) -> Result<Vec<String>> {
     let wrong = |why: &str| {
-        Failure::request(
-            format!("{words} is not a list of hosts: {why}"),
-            "it is written like node[01-03,7],other; name rank 0 with --coordinator HOST:PORT instead",
+        Error::request(
+            format!("{origin} is not a list of hosts: {why}"),
+            Remedy::SyntaxOrCoordinator { example: "node[01-03,7],other" },
         )
     };
     if list.len() > LONGEST_LIST {
@@ -25,10 +25,10 @@ pub(crate) fn hosts(list: &str, words: &str) -> Result<Vec<String>> {
 }
 
 /// Tasks on each host, in the order of the hosts.
-pub(crate) fn tasks_per_host(list: &str, words: &str) -> Result<Vec<u32>> {
+pub(crate) fn tasks_per_host(list: &str, origin: &str) -> Result<Vec<u32>> {
     let wrong = || {
-        Failure::request(
-            format!("{words} does not say how many tasks each host has"),
+        Error::request(
+            format!("{origin} does not say how many tasks each host has"),
             "it is written like 2(x3),1; let Slurm set it, or unset it",
         )
     };
@@ -182,7 +182,7 @@ mod tests {
             "$(x)",
             &long,
         ] {
-            assert_eq!(hosts(wrong, "L").unwrap_err().exit, 2, "{wrong:.40}");
+            assert!(hosts(wrong, "L").unwrap_err().is_request(), "{wrong:.40}");
         }
     }
 
@@ -205,7 +205,7 @@ mod tests {
             "99999(x2)",
             "1(x4096),1(x1)",
         ] {
-            assert_eq!(tasks_per_host(wrong, "L").unwrap_err().exit, 2, "{wrong}");
+            assert!(tasks_per_host(wrong, "L").unwrap_err().is_request(), "{wrong}");
         }
     }
 }

@@ -1,0 +1,84 @@
+//! How the program words the errors and notes of `kyklos-launch`: options by their flags, remedies by what to write on
+//! the command line.
+
+use std::fmt::Display;
+
+use kyklos_launch::{Error, OptionName, Remedy, Wording};
+
+use crate::failure::Failure;
+
+/// Options by their flags.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Flags;
+
+impl Wording for Flags {
+    fn option(&self, option: OptionName, value: Option<&dyn Display>) -> String {
+        let flag = match option {
+            OptionName::Rank => "--rank",
+            OptionName::World => "--world",
+            OptionName::Coordinator => "--coordinator",
+            OptionName::ClusterFile => "--cluster",
+            OptionName::Identity => "--identity",
+            OptionName::Invitation => "--invite",
+            OptionName::Token => "--join",
+            OptionName::Revoked => "--revoked",
+            OptionName::Job => kyklos_launch::variables::JOB_ID,
+            OptionName::Rejoin => "--rejoin",
+            OptionName::Bind => "--bind",
+            OptionName::Port => "--port",
+        };
+        value.map_or_else(|| flag.to_owned(), |value| format!("{flag} {value}"))
+    }
+
+    fn remedy(&self, remedy: &Remedy) -> String {
+        let text = match remedy {
+            Remedy::SetWorld => {
+                "add --world N or KYKLOS_WORLD; --ranks N instead puts all ranks into this process"
+            }
+            Remedy::SetRank => "add --rank R, or start the processes with a launcher",
+            Remedy::SetCoordinator => {
+                "set MASTER_ADDR and MASTER_PORT or KYKLOS_COORDINATOR, or add --coordinator HOST:PORT"
+            }
+            Remedy::SyntaxOrCoordinator { example } => {
+                return format!(
+                    "it is written like {example}; name rank 0 with --coordinator HOST:PORT instead"
+                );
+            }
+            Remedy::RemoveOneSetting => {
+                "leave one of them away, or unset it; --ranks N puts all ranks into this process"
+            }
+            Remedy::RemoveUnderKyklosLaunch => {
+                "leave it away: kyklos launch says who is which rank, and where"
+            }
+            Remedy::ObtainIdentity => {
+                "make identities with kyklos certs init and kyklos certs issue, or a token with kyklos certs invite"
+            }
+            Remedy::RejoinWithIdentity => {
+                "whoever joins again comes with the identity that it had: --identity FILE"
+            }
+            Remedy::UnsetIdentityVariable => {
+                "unset the variable; --identity FILE says where the identity that this rank gets is to be kept"
+            }
+            Remedy::IdentityFileOrToken => {
+                "to use it leave the token away and say --rank, --world and --coordinator; to get another one name another file"
+            }
+            Remedy::RenewIdentity => "issue a new one with kyklos certs issue",
+            Remedy::Text(text) => text,
+        };
+        text.to_owned()
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Request { mismatch, remedy } => Self::request(mismatch, Flags.remedy(&remedy)),
+            Error::Transport(error) => error.into(),
+            wrong if wrong.is_request() => Self { exit: 2, ..Self::run(wrong.to_string()) },
+            failed => Self::run(failed.to_string()),
+        }
+    }
+}
+
+/// A cluster file may list as many ranks as can be planned for.
+const _: () = assert!(kyklos_launch::MAX_WORLD == kyklos::MAX_WORLD, "the two limits are one");

@@ -1,0 +1,122 @@
+//! Where rank 0 is: written, and resolved.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+
+/// A host by name or address, and a UDP port.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostPort {
+    /// Name or address, an IPv6 address without brackets: 1 to 253 bytes.
+    pub host: String,
+    /// 1 to 65535.
+    pub port: u16,
+}
+
+impl HostPort {
+    /// Reads `HOST:PORT`; an IPv6 address is in brackets. `origin` is where it was written, for errors.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Request`] if it is no address, with an example.
+    pub fn parse(text: &str, origin: &str) -> Result<Self> {
+        let wrong = |why: &str| {
+            Error::request(
+                format!("{origin} is not the address of rank 0: {why}"),
+                "write host:port, such as node1:29600 or [fd00::1]:29600",
+            )
+        };
+        let (host, port) = text.rsplit_once(':').ok_or_else(|| wrong("it has no port"))?;
+        let host = match host.strip_prefix('[').map(|rest| rest.strip_suffix(']')) {
+            Some(Some(inner)) => inner,
+            Some(None) => return Err(wrong("a bracket is not closed")),
+            None if host.contains(':') => return Err(wrong("an IPv6 address has no brackets")),
+            None => host,
+        };
+        let port = port.parse().ok().filter(|port| *port != 0);
+        let port = port.ok_or_else(|| wrong("the port is not a number from 1 to 65535"))?;
+        Self::new(host, port).ok_or_else(|| wrong("the host is empty or holds what no host name holds"))
+    }
+
+    /// `None` if `host` is neither a name nor an address.
+    pub fn new(host: &str, port: u16) -> Option<Self> {
+        let allowed = |c: char| c.is_ascii_alphanumeric() || ".-_:%".contains(c);
+        let fits = (1..=253).contains(&host.len()) && host.chars().all(allowed);
+        fits.then(|| Self { host: host.to_owned(), port })
+    }
+}
+
+impl fmt::Display for HostPort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { host, port } = self;
+        if host.contains(':') { write!(f, "[{host}]:{port}") } else { write!(f, "{host}:{port}") }
+    }
+}
+
+/// The socket address of rank 0. With `retry` a name without an address is looked up again until `until`.
+pub(crate) fn resolve(
+    HostPort { host, port }: &HostPort,
+    retry: bool,
+    until: Instant,
+    note: fn(&str),
+) -> Result<SocketAddr> {
+    // Names under localhost are this host (RFC 6761); not every resolver implements that.
+    if host == "localhost" || host.ends_with(".localhost") {
+        return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), *port));
+    }
+    let mut noted = false;
+    loop {
+        let why = match (host.as_str(), *port).to_socket_addrs() {
+            Ok(mut addresses) => match addresses.next() {
+                Some(address) => return Ok(address),
+                None => "the name has no address".to_owned(),
+            },
+            Err(error) => error.to_string(),
+        };
+        if !retry || Instant::now() >= until {
+            return Err(Error::request(
+                format!("rank 0 cannot be found at {host}: {why}"),
+                "name a host and a UDP port that all ranks can reach",
+            ));
+        }
+        if !noted {
+            note(&format!("waiting for the address of {host}: {why}"));
+            noted = true;
+        }
+        std::thread::sleep(Duration::from_millis(500));
+    }
+}
+
+/// Rank 0's default port: next to torch's 29500, which its own store uses.
+pub const DEFAULT_PORT: u16 = 29_600;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_or_refused_with_an_example() {
+        let read = |text: &str| HostPort::parse(text, &format!("option coordinator={text}"));
+        for (text, host, port) in [
+            ("node1:29600", "node1", 29600),
+            ("10.0.0.1:1", "10.0.0.1", 1),
+            ("[fd00::1]:65535", "fd00::1", 65535),
+            ("a.b-c_d:2", "a.b-c_d", 2),
+        ] {
+            let read = read(text).unwrap();
+            assert_eq!((read.host.as_str(), read.port), (host, port));
+            assert_eq!(read.to_string(), text);
+        }
+        let long = format!("{}:1", "a".repeat(300));
+        for wrong in
+            ["", "node1", ":1", "node1:", "node1:0", "node1:65536", "node1:x", "fd00::1:1", "[fd00::1:1"]
+                .into_iter()
+                .chain(["a b:1", "a/b:1", "a\n:1", "ä:1", &long])
+        {
+            let error = read(wrong).unwrap_err();
+            assert!(error.is_request() && error.to_string().contains("node1:29600"), "{wrong}: {error}");
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! Which rank of which group this process is, from all sources together.
+//!
+//! Explicit settings come first, then a launcher that starts the ranks itself (torchrun, MPI), then a scheduler (Slurm,
+//! Kubernetes), under which such a launcher may run. A source may provide what another one does not. Two sources with
+//! different ranks or worlds are refused, and the error names both, with two exceptions: the tasks of a scheduler may be
+//! launchers, which count other things; and explicit settings win over an environment of one rank (an interactive shell).
+
+use crate::address::HostPort;
+use crate::credentials::Credentials;
+use crate::error::{Error, Remedy, Result};
+use crate::launchers::{LAUNCHERS, torchrun};
+use crate::options::Options;
+use crate::source::{Precedence, Setting, Source};
+use crate::variables::{LAUNCH, Variables, WORLD};
+use crate::{cluster_file, explicit};
+
+/// This process's rank in a group, before the group is formed ([`Self::join`]).
+#[derive(Clone, Debug)]
+pub struct Assignment {
+    /// This rank, `0..world`.
+    pub rank: u32,
+    /// Number of ranks.
+    pub world: u32,
+    /// This rank's index among the ranks of its host.
+    pub local_rank: u32,
+    /// Number of ranks on its host.
+    pub local_world: u32,
+    /// `kyklos launch` has started this process and holds the other end of its standard input, which closes when the
+    /// launcher ends. [`Self::join`] gives no notes then: the launcher's user knows rank, world and address.
+    pub by_kyklos_launch: bool,
+    /// Where rank 0 listens; a group of one needs no address.
+    pub coordinator: Option<HostPort>,
+    /// By rank, the host on which it runs; empty or `None` where no source says.
+    pub hosts: Vec<Option<String>>,
+    /// Name of the job that the identities must be of, if one is set.
+    pub job: Option<String>,
+    /// What the cluster file says of this rank's device.
+    pub device: Option<String>,
+    /// Rank, world and coordinator with their origins, in one line to print.
+    pub summary: String,
+    /// The name of rank 0's host may get an address only after this process has started.
+    pub(crate) coordinator_resolves_late: bool,
+    /// Differs between two runs of the same job.
+    pub(crate) run_id: Option<String>,
+    pub(crate) credentials: Credentials,
+    pub(crate) options: Options,
+}
+
+impl Assignment {
+    /// Combines options, environment and cluster file; `None` if nothing says that there are several ranks. With a token
+    /// this asks rank 0 for an identity, and blocks until it answers.
+    ///
+    /// # Errors
+    ///
+    /// Settings that are incomplete or contradict each other, files that cannot be used, a rank 0 that gives no identity.
+    pub fn find(options: &Options) -> Result<Option<Self>> {
+        let variables = Variables::of_process();
+        let credentials = Credentials::obtain(options, &variables)?;
+        assign(options, &variables, credentials)
+    }
+}
+
+/// The variables in this environment that say which rank a process is or how many there are, as `NAME=value` with spaces
+/// between, right or wrong; `None` if there are none.
+pub fn rank_variables() -> Option<String> {
+    let variables = Variables::of_process();
+    let names = LAUNCHERS.iter().flat_map(|launcher| launcher.rank_variables).copied().chain([WORLD]);
+    let set: Vec<String> = names.filter_map(|name| variables.text(name)).map(|set| set.origin).collect();
+    (!set.is_empty()).then(|| set.join(" "))
+}
+
+/// Whether `kyklos launch` has started this process.
+pub fn is_under_kyklos_launch() -> bool {
+    under_kyklos_launch(&Variables::of_process())
+}
+
+pub(crate) fn under_kyklos_launch(variables: &Variables<'_>) -> bool {
+    variables.text(LAUNCH).is_some()
+}
+
+/// The rank that options, environment and cluster file give this process, if any.
+pub(crate) fn requested_rank(options: &Options, variables: &Variables<'_>) -> Result<Option<u32>> {
+    let sources = without_enclosing(all_sources(options, variables)?);
+    Ok(first(&sources, |source| source.rank.as_ref()).map(|rank| rank.value))
+}
+
+/// [`Assignment::find`] in any environment.
+pub(crate) fn assign(
+    options: &Options,
+    variables: &Variables<'_>,
+    credentials: Credentials,
+) -> Result<Option<Assignment>> {
+    let by_kyklos_launch = under_kyklos_launch(variables);
+    let sources = if by_kyklos_launch {
+        if let Some(option) = options.first_group_option() {
+            return Err(Error::request(
+                format!("{option} under kyklos launch"),
+                Remedy::RemoveUnderKyklosLaunch,
+            ));
+        }
+        vec![explicit::variables(variables)?, torchrun::LAUNCHER.source(variables)?]
+    } else {
+        let by_credentials = credentials.source(options)?;
+        by_credentials.into_iter().chain(all_sources(options, variables)?).collect()
+    };
+    let sources = without_enclosing(sources);
+    require_equal(&sources, |source| source.rank.as_ref())?;
+    require_equal(&sources, |source| source.world.as_ref())?;
+    let explicit: Vec<Source> =
+        sources.iter().filter(|source| source.precedence == Precedence::Explicit).cloned().collect();
+    require_equal(&explicit, |source| source.coordinator.as_ref())?;
+    require_equal(&explicit, |source| source.job.as_ref())?;
+
+    let (rank, world) = match (first(&sources, |s| s.rank.as_ref()), first(&sources, |s| s.world.as_ref())) {
+        (Some(rank), Some(world)) => (rank, world),
+        (Some(rank), None) => {
+            return Err(Error::request(
+                format!("{}, and nothing says how many ranks there are", rank.origin),
+                Remedy::SetWorld,
+            ));
+        }
+        (None, world) => {
+            let set = world.map(|world| world.origin.clone()).or_else(|| options.first_group_option());
+            return match set {
+                None => Ok(None),
+                Some(set) => Err(Error::request(
+                    format!("{set}, and nothing says which rank this process is"),
+                    Remedy::SetRank,
+                )),
+            };
+        }
+    };
+    if rank.value >= world.value {
+        return Err(Error::request(
+            format!("{} with {}", rank.origin, world.origin),
+            "ranks go from 0 to the world's size less one",
+        ));
+    }
+    let coordinator = first(&sources, |source| source.coordinator.as_ref());
+    if coordinator.is_none() && world.value > 1 {
+        return Err(Error::request(
+            format!("{} with {}, and nothing says where rank 0 is", rank.origin, world.origin),
+            Remedy::SetCoordinator,
+        ));
+    }
+    let at = coordinator.map(|at| format!("; rank 0 at {} ({})", at.value, at.origin));
+    Ok(Some(Assignment {
+        rank: rank.value,
+        world: world.value,
+        local_rank: sources.iter().find_map(|source| source.local_rank).unwrap_or(0),
+        local_world: sources.iter().find_map(|source| source.local_world).unwrap_or(1),
+        by_kyklos_launch,
+        coordinator: coordinator.map(|at| at.value.clone()),
+        coordinator_resolves_late: sources.iter().any(|source| source.coordinator_resolves_late),
+        hosts: sources.iter().map(|s| &s.hosts).find(|hosts| !hosts.is_empty()).cloned().unwrap_or_default(),
+        job: first(&sources, |source| source.job.as_ref()).map(|job| job.value.clone()),
+        run_id: sources.iter().find_map(|source| source.run_id.clone()),
+        device: sources.iter().find_map(|source| source.devices.get(rank.value as usize).cloned().flatten()),
+        summary: format!(
+            "rank {} of {} ({}, {}){}",
+            rank.value,
+            world.value,
+            rank.origin,
+            world.origin,
+            at.unwrap_or_default()
+        ),
+        credentials,
+        options: options.clone(),
+    }))
+}
+
+/// All sources; of two that provide the same setting the first one wins.
+fn all_sources(options: &Options, variables: &Variables<'_>) -> Result<Vec<Source>> {
+    let mut sources = vec![explicit::options(options)?, explicit::variables(variables)?];
+    let environment: Vec<Source> =
+        LAUNCHERS.iter().map(|launcher| launcher.source(variables)).collect::<Result<_>>()?;
+    if let Some(path) = &options.cluster_file {
+        let rank = sources.iter().chain(&environment).find_map(|source| source.rank.as_ref());
+        let file = cluster_file::source(path, options, rank.map(|rank| rank.value))?;
+        sources.push(file);
+    }
+    sources.extend(environment);
+    Ok(sources)
+}
+
+/// Leaves out environments that count something else than ranks, because other sources know better.
+fn without_enclosing(sources: Vec<Source>) -> Vec<Source> {
+    let explicit = |source: &Source| source.precedence == Precedence::Explicit;
+    let explicit_rank = first(&sources, |s| s.rank.as_ref().filter(|_| explicit(s)));
+    let explicit_world = first(&sources, |s| s.world.as_ref().filter(|_| explicit(s)));
+    let explicit_several = explicit_rank.is_some() && explicit_world.is_some_and(|world| world.value > 1);
+    let mut launchers = sources.iter().filter(|source| source.precedence == Precedence::Launcher);
+    let by_launcher =
+        launchers.find_map(|source| Some((source.rank.as_ref()?.value, source.world.as_ref()?.value)));
+    let keep = |source: &Source| match source.precedence {
+        Precedence::Explicit => true,
+        // An interactive shell that is itself the only task; ranks are started in it by hand.
+        _ if explicit_several && source.world.as_ref().is_some_and(|world| world.value == 1) => false,
+        Precedence::Launcher => true,
+        // A task that is itself a launcher: its number is not the rank.
+        Precedence::Scheduler => by_launcher.is_none_or(|(rank, world)| {
+            source.rank.as_ref().is_none_or(|set| set.value == rank)
+                && source.world.as_ref().is_none_or(|set| set.value == world)
+        }),
+    };
+    sources.iter().filter(|source| keep(source)).cloned().collect()
+}
+
+/// Refuses two sources with different values of a setting.
+fn require_equal<T: PartialEq>(
+    sources: &[Source],
+    pick: impl Fn(&Source) -> Option<&Setting<T>>,
+) -> Result<()> {
+    let mut settings = sources.iter().filter_map(pick);
+    let Some(one) = settings.next() else {
+        return Ok(());
+    };
+    match settings.find(|other| other.value != one.value) {
+        Some(other) => Err(Error::request(
+            format!("{} and {} contradict each other", one.origin, other.origin),
+            Remedy::RemoveOneSetting,
+        )),
+        None => Ok(()),
+    }
+}
+
+fn first<T>(sources: &[Source], pick: impl Fn(&Source) -> Option<&Setting<T>>) -> Option<&Setting<T>> {
+    sources.iter().find_map(pick)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,119 @@
+use crate::error::Error;
+use crate::test_support::{assign, brief};
+
+#[test]
+fn options_and_own_variables_give_rank_world_and_coordinator() {
+    for (options, variables, expected) in [
+        ("", "", "alone"),
+        ("", "KYKLOS_COORDINATOR=h:1", "alone"),
+        ("rank=1 world=3 coordinator=a:7", "", "1/3 0/1 a:7"),
+        ("rank=1", "KYKLOS_WORLD=3 KYKLOS_COORDINATOR=a:7", "1/3 0/1 a:7"),
+    ] {
+        assert_eq!(brief(assign(options, variables).unwrap()), expected, "{options} | {variables}");
+    }
+}
+
+#[test]
+fn a_launcher_wins_over_its_scheduler_and_equal_settings_are_no_contradiction() {
+    let slurm =
+        |rest: &str| format!("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=a,b {rest}");
+    for (options, variables, expected) in [
+        // One torchrun or mpirun as a task on each host.
+        (
+            "",
+            slurm("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=3"),
+            "5/8 1/4 a:3",
+        ),
+        (
+            "",
+            slurm(
+                "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 KYKLOS_COORDINATOR=a:3",
+            ),
+            "5/8 1/1 a:3",
+        ),
+        // Two sources with equal values: each provides what the other one does not.
+        ("", slurm("PMI_RANK=1 PMI_SIZE=2"), "1/2 0/1 a:29600"),
+        ("", slurm("RANK=1 WORLD_SIZE=2 LOCAL_RANK=0"), "1/2 0/1 a:29600"),
+        ("rank=1 world=2", slurm(""), "1/2 0/1 a:29600"),
+        (
+            "",
+            "JOB_COMPLETION_INDEX=1 RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=a MASTER_PORT=3".into(),
+            "5/8 1/1 a:3",
+        ),
+        // Ranks started by hand from the shell of a task.
+        (
+            "rank=1 world=2 coordinator=h:1",
+            "SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_JOB_NODELIST=a".into(),
+            "1/2 0/1 h:1",
+        ),
+    ] {
+        assert_eq!(brief(assign(options, &variables).unwrap()), expected, "{options} | {variables}");
+    }
+}
+
+#[test]
+fn contradictory_and_incomplete_settings_are_refused_by_both_names() {
+    for (options, variables, words) in [
+        ("", "KYKLOS_WORLD=3", &["KYKLOS_WORLD=3", "option rank"][..]),
+        ("", "KYKLOS_WORLD=0", &["KYKLOS_WORLD=0"]),
+        ("world=3", "", &["option world=3", "option rank"]),
+        ("coordinator=a:1", "", &["option coordinator=a:1", "option rank"]),
+        ("rank=0", "", &["option rank=0", "option world"]),
+        ("", "RANK=0 WORLD_SIZE=2 PMI_RANK=1 PMI_SIZE=2", &["RANK=0", "PMI_RANK=1"]),
+        (
+            "",
+            "SLURM_PROCID=0 SLURM_NTASKS=2 JOB_COMPLETION_INDEX=1",
+            &["SLURM_PROCID=0", "JOB_COMPLETION_INDEX=1"],
+        ),
+        ("rank=0 world=4", "SLURM_PROCID=1 SLURM_NTASKS=4", &["option rank=0", "SLURM_PROCID=1"]),
+        ("world=4", "SLURM_PROCID=0 SLURM_NTASKS=1", &["option world=4", "SLURM_NTASKS=1"]),
+        ("world=4 rank=1", "KYKLOS_WORLD=3", &["option world=4", "KYKLOS_WORLD=3"]),
+        (
+            "coordinator=a:1 rank=1 world=2",
+            "KYKLOS_COORDINATOR=b:1",
+            &["option coordinator=a:1", "KYKLOS_COORDINATOR=b:1"],
+        ),
+        ("rank=1 world=2 coordinator=a", "", &["option coordinator=a", "node1:29600"]),
+        (
+            "rank=0 world=2 coordinator=a:1",
+            "KYKLOS_LAUNCH=1 RANK=0 WORLD_SIZE=2",
+            &["rank=0", "kyklos launch"],
+        ),
+    ] {
+        let error = assign(options, variables).expect_err(variables);
+        let text = error.to_string();
+        assert!(matches!(error, Error::Request { .. }), "{options} | {variables}: {text}");
+        for word in words {
+            assert!(text.contains(word), "`{word}` is not in: {text}");
+        }
+    }
+}
+
+#[test]
+fn a_cluster_file_completes_a_launcher_or_is_refused_with_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("cluster.toml");
+    std::fs::write(
+        &path,
+        "job = 'train'\nranks = [{ host = 'a' }, { host = 'b' }, { host = 'b', device = 'cpu' }]",
+    )
+    .unwrap();
+    let file = format!("cluster_file={}", path.display());
+    let assignment = assign(&file, "SLURM_PROCID=2 SLURM_NTASKS=3").unwrap().unwrap();
+    assert_eq!(assignment.device.as_deref(), Some("cpu"));
+    assert_eq!(assignment.job.as_deref(), Some("train"));
+    assert_eq!(assignment.hosts, ["a", "b", "b"].map(|host| Some(host.to_owned())));
+    assert_eq!(brief(Some(assignment)), "2/3 1/2 a:29600");
+    assert_eq!(brief(assign(&format!("{file} rank=0"), "").unwrap()), "0/3 0/1 a:29600");
+    for (options, variables, word) in [
+        ("", "", "option rank"),
+        ("rank=3", "", "has 3 ranks"),
+        ("", "SLURM_PROCID=0 SLURM_NTASKS=1", "SLURM_NTASKS=1"),
+        ("", "RANK=0 WORLD_SIZE=2", "WORLD_SIZE=2"),
+        ("rank=0 coordinator=b:1", "", "option coordinator=b:1"),
+        ("rank=0", "KYKLOS_JOB_ID=other", "KYKLOS_JOB_ID=other"),
+    ] {
+        let error = assign(&format!("{file} {options}"), variables).unwrap_err();
+        assert!(error.is_request() && error.to_string().contains(word), "{error}");
+    }
+}

@@ -1,0 +1,110 @@
+//! How this process proves that it belongs to the group: by an identity file, as rank 0 with an invitation, or with a
+//! token.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use kyklos_transport::Rank;
+use kyklos_transport::quic::{Date, EnrolConfig, Enrolled, Invitation, Token, enrol};
+
+use crate::address::{HostPort, resolve};
+use crate::assignment::{requested_rank, under_kyklos_launch};
+use crate::error::{Error, Remedy, Result};
+use crate::join::RANK;
+use crate::options::{OptionName, Options};
+use crate::source::Source;
+use crate::token::{of_enrolment, of_invitation};
+use crate::variables::{IDENTITY, JOIN, Variables};
+
+/// What proves that this process belongs to its group.
+#[derive(Clone, Debug)]
+pub(crate) enum Credentials {
+    /// An identity file, which is read when the rank is known; a group of one needs none.
+    IdentityFile,
+    /// Rank 0's invitation, and its path.
+    Invitation(Arc<Invitation>, PathBuf),
+    /// What rank 0 has given for a token, and rank 0's address.
+    Enrolled(Enrolled, HostPort),
+}
+
+impl Credentials {
+    /// Reads the invitation, if there is one. With a token this asks rank 0 for an identity, and blocks until it answers.
+    pub(crate) fn obtain(options: &Options, variables: &Variables<'_>) -> Result<Self> {
+        let variable = variables.text(JOIN).filter(|_| !under_kyklos_launch(variables));
+        let token = match (&options.token, variable) {
+            (Some(token), _) => Some((token.0.clone(), options.name(OptionName::Token))),
+            (None, variable) => variable.map(|token| (token.value, JOIN.to_owned())),
+        };
+        let identity_variable = variables.text(IDENTITY).map(|path| path.origin);
+        match (&options.invitation, token) {
+            (None, None) => Ok(Self::IdentityFile),
+            (Some(path), Some((_, origin))) => Err(Error::request(
+                format!("{} with {origin}", options.named(OptionName::Invitation, path.display())),
+                "rank 0 invites and the others join, so leave one of the two away",
+            )),
+            (Some(path), None) => {
+                let option =
+                    options.identity.as_ref().map(|path| options.named(OptionName::Identity, path.display()));
+                match option.or(identity_variable) {
+                    Some(identity) => Err(Error::request(
+                        format!("{} with {identity}", options.named(OptionName::Invitation, path.display())),
+                        "the invitation holds the identity of rank 0, so leave the other one away",
+                    )),
+                    None => Ok(Self::Invitation(Arc::new(Invitation::read_file(path)?), path.clone())),
+                }
+            }
+            (None, Some((_, origin))) if options.rejoin => Err(Error::request(
+                format!("{} with {origin}", options.name(OptionName::Rejoin)),
+                Remedy::RejoinWithIdentity,
+            )),
+            (None, Some((token, origin))) => match identity_variable.filter(|_| options.identity.is_none()) {
+                Some(identity) => {
+                    Err(Error::request(format!("{identity} with {origin}"), Remedy::UnsetIdentityVariable))
+                }
+                None => Self::enrol(&token, &origin, options, variables),
+            },
+        }
+    }
+
+    /// `origin` names the option or the variable of the token, which no message repeats.
+    fn enrol(text: &str, origin: &str, options: &Options, variables: &Variables<'_>) -> Result<Self> {
+        let token: Token =
+            text.parse().map_err(|source| Error::Token { origin: origin.to_owned(), source })?;
+        let coordinator = HostPort::parse(token.place(), &format!("{origin} …@{}", token.place()))?;
+        let rank = requested_rank(options, variables)?;
+        if let Some(path) = options.identity.as_ref().filter(|path| path.exists()) {
+            return Err(Error::request(
+                format!(
+                    "{} with {origin}, and the file exists",
+                    options.named(OptionName::Identity, path.display())
+                ),
+                Remedy::IdentityFileOrToken,
+            ));
+        }
+        let address = resolve(&coordinator, false, Instant::now() + options.join_deadline, options.note)?;
+        let mut config = EnrolConfig::new(token, address);
+        config.rank = rank.map(Rank);
+        config.bind = options.bind.unwrap_or(config.bind);
+        options.link.check(config.bind, 2).map_err(Error::Link)?;
+        config.link = options.link;
+        config.deadline = options.join_deadline;
+        let enrolled = enrol(config)?;
+        if let Some(path) = &options.identity {
+            let path = PathBuf::from(path.to_string_lossy().replace(RANK, &enrolled.rank.to_string()));
+            enrolled.identity.write_file(&path)?;
+            let claims = enrolled.identity.claims()?;
+            (options.note)(&format!("{}: {claims}, until {}", path.display(), Date(claims.validity.until)));
+        }
+        Ok(Self::Enrolled(enrolled, coordinator))
+    }
+
+    /// What they say about the group.
+    pub(crate) fn source(&self, options: &Options) -> Result<Option<Source>> {
+        match self {
+            Self::IdentityFile => Ok(None),
+            Self::Invitation(invitation, path) => of_invitation(invitation, path, options).map(Some),
+            Self::Enrolled(enrolled, coordinator) => Ok(Some(of_enrolment(enrolled, coordinator))),
+        }
+    }
+}

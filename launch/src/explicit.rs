@@ -1,0 +1,44 @@
+//! What is set for this run: options, and Kyklos' own variables.
+
+use std::fmt::Display;
+
+use crate::address::HostPort;
+use crate::error::{Error, Result};
+use crate::options::{OptionName, Options};
+use crate::source::{Precedence, Setting, Source};
+use crate::variables::{COORDINATOR, JOB_ID, Variables, WORLD};
+
+pub(crate) fn options(options: &Options) -> Result<Source> {
+    let named = |option, value: &dyn Display| options.named(option, value);
+    Ok(Source {
+        precedence: Precedence::Explicit,
+        rank: options.rank.map(|rank| Setting::new(rank, named(OptionName::Rank, &rank))),
+        world: options.world.map(|world| Setting::new(world.get(), named(OptionName::World, &world))),
+        coordinator: match &options.coordinator {
+            Some(text) => {
+                let origin = named(OptionName::Coordinator, text);
+                Some(Setting::new(HostPort::parse(text, &origin)?, origin))
+            }
+            None => None,
+        },
+        job: options.job.as_ref().map(|job| Setting::new(job.clone(), named(OptionName::Job, job))),
+        ..Source::default()
+    })
+}
+
+pub(crate) fn variables(variables: &Variables<'_>) -> Result<Source> {
+    let world = variables.number::<u32>(WORLD)?;
+    if let Some(zero) = world.as_ref().filter(|world| world.value == 0) {
+        return Err(Error::request(zero.origin.clone(), "a group has at least one rank"));
+    }
+    Ok(Source {
+        precedence: Precedence::Explicit,
+        world,
+        coordinator: match variables.text(COORDINATOR) {
+            Some(text) => Some(Setting::new(HostPort::parse(&text.value, &text.origin)?, text.origin)),
+            None => None,
+        },
+        job: variables.text(JOB_ID),
+        ..Source::default()
+    })
+}

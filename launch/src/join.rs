@@ -1,0 +1,187 @@
+//! Forming the group.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use kyklos_transport::quic::{Claims, Date, Identity, JobId, QuicConfig, QuicTransport, Revoked};
+use kyklos_transport::{Rank, Reformed, TransportError, in_process_group};
+
+use crate::address::resolve;
+use crate::assignment::Assignment;
+use crate::credentials::Credentials;
+use crate::error::{Error, Remedy, Result};
+use crate::options::{OptionName, Options};
+use crate::variables::{IDENTITY, Variables};
+
+impl Assignment {
+    /// Forms the group and returns this rank's end of it. Blocks until every rank is there. Notes say where rank, world
+    /// and address come from, and what joins the ranks.
+    ///
+    /// # Errors
+    ///
+    /// No identity or a wrong one, a coordinator that cannot be resolved, a group that is not complete by the deadline.
+    pub fn join(&self) -> Result<Reformed> {
+        let options = &self.options;
+        let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.world > 1) else {
+            return group_of_one();
+        };
+        let (identity, proof) = self.identity()?;
+        let claims = identity.claims()?;
+        if !self.by_kyklos_launch {
+            let until = Date(claims.validity.until);
+            (options.note)(&format!("{}; {proof}: {claims}, until {until}", self.summary));
+        }
+        warn_of_expiry(&claims, &proof, options);
+        let job = self.job.as_deref().map_or(claims.job, JobId::of_text);
+        let deadline = Instant::now() + options.join_deadline;
+        let address = resolve(coordinator, self.coordinator_resolves_late, deadline, options.note)?;
+        let mut config = QuicConfig::new(Rank(self.rank), self.world, job, address, identity);
+        config.coordinator_name = Some(coordinator.host.clone());
+        self.configure(&mut config, deadline)?;
+        let group = if options.rejoin {
+            QuicTransport::rejoin(config)?
+        } else {
+            let (epoch, members) = (config.epoch, (0..self.world).map(Rank).collect());
+            Reformed { transport: QuicTransport::connect(config)?, members, epoch }
+        };
+        if let Some(line) = group.transport.network().filter(|_| !self.by_kyklos_launch) {
+            (options.note)(&format!("rank {}: {line}", self.rank));
+        }
+        Ok(group)
+    }
+
+    /// This rank's identity, and where it comes from, for notes.
+    fn identity(&self) -> Result<(Identity, String)> {
+        Ok(match &self.credentials {
+            Credentials::IdentityFile => {
+                let path = self.identity_path()?;
+                (Identity::read_file(&path)?, format!("identity {}", path.display()))
+            }
+            Credentials::Invitation(invitation, path) => {
+                (invitation.identity().clone(), format!("invitation {}", path.display()))
+            }
+            Credentials::Enrolled(enrolled, _) => (enrolled.identity.clone(), "identity by token".to_owned()),
+        })
+    }
+
+    /// Everything in the configuration that the options decide.
+    fn configure(&self, config: &mut QuicConfig, deadline: Instant) -> Result<()> {
+        let options = &self.options;
+        if let Credentials::Invitation(invitation, _) = &self.credentials {
+            config.invitation = Some(Arc::clone(invitation));
+        }
+        config.revoked = options.revoked.as_deref().map(Revoked::read_file).transpose()?;
+        config.places.clone_from(&self.hosts);
+        // In whole seconds, because errors quote it.
+        let left = deadline.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
+        config.connect_deadline = Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1));
+        config.bind = options.bind.unwrap_or(config.bind);
+        config.stuck_after = options.stuck_after.unwrap_or(config.stuck_after);
+        (config.warn, config.note) = (options.warn, options.note);
+        config.epoch = self.run_id.as_deref().map_or(0, epoch);
+        options.link.check(config.bind, self.world).map_err(Error::Link)?;
+        config.link = options.link;
+        if let Some(port) = options.port {
+            (config.port, config.lane_port) =
+                ports(port, self.local_rank, options.link.lanes).ok_or_else(|| {
+                    Error::request(
+                        format!(
+                            "{} for rank {} on its host",
+                            options.named(OptionName::Port, port),
+                            self.local_rank
+                        ),
+                        "ports go up to 65535",
+                    )
+                })?;
+        }
+        Ok(())
+    }
+
+    /// The identity file of this rank.
+    fn identity_path(&self) -> Result<PathBuf> {
+        let options = &self.options;
+        let path = options.identity.as_ref().map(|path| path.to_string_lossy().into_owned());
+        let path = path.or_else(|| Variables::of_process().text(IDENTITY).map(|path| path.value));
+        let path = path.ok_or_else(|| {
+            Error::request(
+                format!(
+                    "{}: neither {} nor {IDENTITY} says which file proves this rank to the others",
+                    self.summary,
+                    options.name(OptionName::Identity)
+                ),
+                Remedy::ObtainIdentity,
+            )
+        })?;
+        let path = path.replace(RANK, &self.rank.to_string());
+        match (path.contains(HOST), self.hosts.get(self.rank as usize).cloned().flatten()) {
+            (false, _) => Ok(PathBuf::from(path)),
+            (true, Some(host)) => Ok(PathBuf::from(path.replace(HOST, &host))),
+            (true, None) => Err(Error::request(
+                format!(
+                    "the identity {path}, and nothing says on which host rank {} has its place",
+                    self.rank
+                ),
+                "a Slurm step or a cluster file does; else name the file without {host}",
+            )),
+        }
+    }
+}
+
+/// This process as the only rank; no network is involved.
+pub(crate) fn group_of_one() -> Result<Reformed> {
+    let transport = in_process_group(1).pop().ok_or_else(|| {
+        Error::Transport(TransportError::Bootstrap { text: "a group of one rank has no rank".to_owned() })
+    })?;
+    Ok(Reformed { transport, members: vec![Rank(0)], epoch: 0 })
+}
+
+fn warn_of_expiry(claims: &Claims, proof: &str, options: &Options) {
+    let left = claims.validity.days_left(SystemTime::now());
+    if left < u64::from(options.expiry_warning_days) && claims.validity.complaint(SystemTime::now()).is_none()
+    {
+        (options.warn)(&format!(
+            "the {proof} of {claims} expires on {}: {}",
+            Date(claims.validity.until),
+            options.wording.remedy(&Remedy::RenewIdentity)
+        ));
+    }
+}
+
+/// The port of a rank and that of its second lane (0 if it has one lane), when the ranks of a host share the ports from
+/// `first` on; `None` if they go beyond 65535.
+fn ports(first: u16, local_rank: u32, lanes: u8) -> Option<(u16, u16)> {
+    let lanes = u64::from(lanes);
+    let port = |lane| u16::try_from(u64::from(first) + u64::from(local_rank) * lanes + lane).ok();
+    port(lanes.saturating_sub(1))?;
+    Some((port(0)?, if lanes > 1 { port(1)? } else { 0 }))
+}
+
+/// Ranks of different runs of a job refuse each other by their epochs. The lowest 12 bits count the groups of one run.
+fn epoch(run: &str) -> u32 {
+    let [a, b, c, d, ..] = JobId::from_name(run).0;
+    u32::from_be_bytes([a, b, c, d]) & !0xFFF
+}
+
+/// In the path of an identity file: this rank.
+pub(crate) const RANK: &str = "{rank}";
+/// In the path of an identity file: the host of this rank.
+const HOST: &str = "{host}";
+
+#[cfg(test)]
+mod tests {
+    use super::ports;
+
+    #[test]
+    fn ranks_of_a_host_share_consecutive_ports() {
+        assert_eq!(ports(4000, 0, 1), Some((4000, 0)));
+        assert_eq!(ports(4000, 3, 1), Some((4003, 0)));
+        assert_eq!(ports(4000, 3, 4), Some((4012, 4013)));
+        assert_eq!(ports(65_532, 0, 4), Some((65_532, 65_533)));
+        for (first, local_rank, lanes) in
+            [(65_535, 1, 1), (65_533, 0, 4), (1, u32::MAX, 1), (1, u32::MAX, 16)]
+        {
+            assert_eq!(ports(first, local_rank, lanes), None, "{first} {local_rank} {lanes}");
+        }
+    }
+}

@@ -1,0 +1,36 @@
+//! The launchers whose environments are read. To add one: a file here with its tests, its `mod` line, its entry in
+//! [`LAUNCHERS`].
+
+mod kubernetes;
+mod mpi;
+pub(crate) mod slurm;
+pub(crate) mod torchrun;
+
+use crate::error::Result;
+use crate::source::{Precedence, Source};
+use crate::variables::Variables;
+
+/// A launcher or scheduler that tells its processes by environment variables which rank they are.
+#[derive(Clone, Copy, Debug)]
+pub struct Launcher {
+    /// Its name for people.
+    pub name: &'static str,
+    /// Every variable that is read begins with one of these.
+    pub variables: &'static [&'static str],
+    /// The variables that alone show that a process is one of several, in the order in which notes quote them.
+    pub rank_variables: &'static [&'static str],
+    pub(crate) precedence: Precedence,
+    /// What the variables say; [`Source::default`] if this launcher did not start the process.
+    pub(crate) read: fn(&Variables<'_>) -> Result<Source>,
+}
+
+/// All of them. Of two launchers that provide the same setting the first one wins.
+pub const LAUNCHERS: &[Launcher] =
+    &[torchrun::LAUNCHER, mpi::OPEN_MPI, mpi::PMI, slurm::LAUNCHER, kubernetes::LAUNCHER];
+
+impl Launcher {
+    /// What the environment of this launcher says.
+    pub(crate) fn source(&self, variables: &Variables<'_>) -> Result<Source> {
+        Ok(Source { precedence: self.precedence, ..(self.read)(variables)? })
+    }
+}

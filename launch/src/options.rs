@@ -1,0 +1,214 @@
+//! What a caller may set about the group and this process's rank in it.
+
+use std::fmt::{self, Debug, Display};
+use std::net::IpAddr;
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kyklos_transport::Reformed;
+use kyklos_transport::quic::LinkSettings;
+
+use crate::assignment::Assignment;
+use crate::error::{Remedy, Result};
+use crate::join::group_of_one;
+
+/// How this process joins its group. What is not set comes from the environment ([`LAUNCHERS`](crate::LAUNCHERS)), then
+/// from defaults; with [`Options::default`] everything does.
+///
+/// ```no_run
+/// use std::num::NonZeroU32;
+/// use kyklos_launch::Options;
+///
+/// let options = Options {
+///     rank: Some(1),
+///     world: NonZeroU32::new(4),
+///     coordinator: Some("node1:29600".into()),
+///     identity: Some("/etc/kyklos/rank-{rank}.pem".into()),
+///     ..Options::default()
+/// };
+/// let group = options.join()?;
+/// assert_eq!(group.transport.rank().0, 1);
+/// # Ok::<(), kyklos_launch::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// This process's rank, `0..world`.
+    pub rank: Option<u32>,
+    /// Number of ranks in the group, at most [`MAX_WORLD`](crate::MAX_WORLD). Also by `KYKLOS_WORLD`.
+    pub world: Option<NonZeroU32>,
+    /// Where rank 0 listens, `HOST:PORT` (UDP, or TCP with that carrier); an IPv6 address is in brackets. Also by
+    /// `KYKLOS_COORDINATOR`.
+    pub coordinator: Option<String>,
+    /// TOML file that lists the host of every rank, with `job`, `coordinator` and a `[[ranks]]` entry for each rank.
+    pub cluster_file: Option<PathBuf>,
+    /// PEM file that proves this rank or its host to the others; `{rank}` and `{host}` in it stand for this rank and the
+    /// host that the environment or the cluster file gives it. With [`Self::token`]: where to keep the identity that
+    /// the token obtains. Without a token also by `KYKLOS_IDENTITY`.
+    pub identity: Option<PathBuf>,
+    /// This process is rank 0, and admits the others by the token of this invitation file.
+    pub invitation: Option<PathBuf>,
+    /// Token with which this process gets its rank and its identity from rank 0; [`Self::rank`] asks for a rank. Also by
+    /// `KYKLOS_JOIN`.
+    pub token: Option<SecretText>,
+    /// File with the keys of identities that are no longer accepted; read again each time the group forms again.
+    pub revoked: Option<PathBuf>,
+    /// Name of the job that the identities must be of; default: the job of this rank's identity. Also by
+    /// `KYKLOS_JOB_ID`.
+    pub job: Option<String>,
+    /// [`Self::warn`] is called if the identity expires within so many days. Default: 3.
+    pub expiry_warning_days: u32,
+    /// Longest time until all ranks are there. Whole seconds, at least one. Default: 60 s.
+    pub join_deadline: Duration,
+    /// How long a rank may compute without progress while others wait for it, before the run ends and names it. Rank 0's
+    /// value counts. `None`: the transport's 180 s.
+    pub stuck_after: Option<Duration>,
+    /// This process replaces one that died: it joins when the others form the group again.
+    pub rejoin: bool,
+    /// Local address. `None`: all, or loopback if rank 0's address is loopback.
+    pub bind: Option<IpAddr>,
+    /// First port of the ranks other than 0 on this host: a rank takes this one plus its local rank times
+    /// [`LinkSettings::lanes`]. `None`: the system chooses.
+    pub port: Option<u16>,
+    /// What is known of the network between the ranks.
+    pub link: LinkSettings,
+    /// Called with each device that the cluster file holds, which is opaque here; refuses one with its own words.
+    pub check_device: fn(&str) -> Result<(), String>,
+    /// Told in one line what an operator may want to know. Default: an `info` event of `tracing`.
+    pub note: fn(&str),
+    /// Told in one line what may become a failure. Default: a `warn` event of `tracing`.
+    pub warn: fn(&str),
+    /// How errors and notes name these options. Default: [`PlainWording`].
+    pub wording: &'static dyn Wording,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            rank: None,
+            world: None,
+            coordinator: None,
+            cluster_file: None,
+            identity: None,
+            invitation: None,
+            token: None,
+            revoked: None,
+            job: None,
+            expiry_warning_days: 3,
+            join_deadline: Duration::from_secs(60),
+            stuck_after: None,
+            rejoin: false,
+            bind: None,
+            port: None,
+            link: LinkSettings::default(),
+            check_device: |_| Ok(()),
+            note: |text| tracing::info!("{text}"),
+            warn: |text| tracing::warn!("{text}"),
+            wording: &PlainWording,
+        }
+    }
+}
+
+impl Options {
+    /// Forms the group and returns this rank's end of it; a group of one if neither these options nor the environment
+    /// mention ranks. Blocks until every rank is there.
+    ///
+    /// # Errors
+    ///
+    /// Options, environment or files that do not fit; a group that is not complete by [`Self::join_deadline`].
+    pub fn join(&self) -> Result<Reformed> {
+        match Assignment::find(self)? {
+            Some(assignment) => assignment.join(),
+            None => group_of_one(),
+        }
+    }
+
+    /// The first option that only makes sense for one process of several, as [`Self::wording`] names it; `None` if none is
+    /// set.
+    pub fn first_group_option(&self) -> Option<String> {
+        let path = |name, path: &Option<PathBuf>| path.as_ref().map(|path| self.named(name, path.display()));
+        (self.rank.map(|rank| self.named(OptionName::Rank, rank)))
+            .or_else(|| self.world.map(|world| self.named(OptionName::World, world)))
+            .or_else(|| self.coordinator.as_ref().map(|at| self.named(OptionName::Coordinator, at)))
+            .or_else(|| path(OptionName::ClusterFile, &self.cluster_file))
+            .or_else(|| path(OptionName::Identity, &self.identity))
+            .or_else(|| path(OptionName::Invitation, &self.invitation))
+            .or_else(|| path(OptionName::Revoked, &self.revoked))
+            // Without its value, which is a secret.
+            .or_else(|| self.token.as_ref().map(|_| self.name(OptionName::Token)))
+            .or_else(|| self.bind.map(|address| self.named(OptionName::Bind, address)))
+            .or_else(|| self.port.map(|port| self.named(OptionName::Port, port)))
+            .or_else(|| self.job.as_ref().map(|job| self.named(OptionName::Job, job)))
+    }
+
+    /// An option and its value, as the front end writes them.
+    pub(crate) fn named(&self, option: OptionName, value: impl Display) -> String {
+        self.wording.option(option, Some(&value))
+    }
+
+    /// An option without its value.
+    pub(crate) fn name(&self, option: OptionName) -> String {
+        self.wording.option(option, None)
+    }
+}
+
+/// The options that messages mention: fields of [`Options`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "each is the field of its name")]
+pub enum OptionName {
+    Rank,
+    World,
+    Coordinator,
+    ClusterFile,
+    Identity,
+    Invitation,
+    Token,
+    Revoked,
+    Job,
+    Rejoin,
+    Bind,
+    Port,
+}
+
+/// How a front end names options and remedies to its user: a program by flags, a binding by keyword arguments.
+pub trait Wording: Debug + Send + Sync {
+    /// An option, with its value or as a name alone. Default: `option rank=1`, `option rank`.
+    fn option(&self, option: OptionName, value: Option<&dyn Display>) -> String {
+        let name = match option {
+            OptionName::Rank => "rank",
+            OptionName::World => "world",
+            OptionName::Coordinator => "coordinator",
+            OptionName::ClusterFile => "cluster_file",
+            OptionName::Identity => "identity",
+            OptionName::Invitation => "invitation",
+            OptionName::Token => "token",
+            OptionName::Revoked => "revoked",
+            OptionName::Job => "job",
+            OptionName::Rejoin => "rejoin",
+            OptionName::Bind => "bind",
+            OptionName::Port => "port",
+        };
+        value.map_or_else(|| format!("option {name}"), |value| format!("option {name}={value}"))
+    }
+
+    /// What to do, as one clause. Default: its `Display`.
+    fn remedy(&self, remedy: &Remedy) -> String {
+        remedy.to_string()
+    }
+}
+
+/// Options by the names of their fields, remedies by their `Display`.
+#[derive(Clone, Copy, Debug)]
+pub struct PlainWording;
+
+impl Wording for PlainWording {}
+
+/// A text that `Debug` does not print.
+#[derive(Clone, PartialEq, Eq)]
+pub struct SecretText(pub String);
+
+impl Debug for SecretText {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SecretText(…)")
+    }
+}

@@ -1,0 +1,154 @@
+//! Groups that form by the options of this library, every rank on a thread of its own.
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
+use std::fmt::Display;
+use std::net::{Ipv4Addr, UdpSocket};
+use std::num::NonZeroU32;
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use kyklos_launch::{Error, OptionName, Options, Remedy, SecretText, Wording};
+use kyklos_transport::quic::{ClusterAuthority, Invitation, InvitationTerms, JobId};
+use kyklos_transport::{Rank, Reformed, Tag};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// An unused address on loopback.
+fn free_address() -> String {
+    UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().to_string()
+}
+
+fn join_all(all: Vec<Options>) -> Vec<Reformed> {
+    let joining: Vec<_> = all.into_iter().map(|options| thread::spawn(move || options.join())).collect();
+    let mut groups: Vec<_> = joining.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect();
+    groups.sort_by_key(|group| group.transport.rank());
+    groups
+}
+
+/// Every rank sends a message to the next one.
+fn works(groups: &[Reformed]) {
+    let world = groups.len() as u32;
+    let tag = Tag { op: 0, message: 0 };
+    for (rank, group) in (0..).zip(groups) {
+        assert_eq!((group.transport.rank(), group.transport.world()), (Rank(rank), world));
+        assert_eq!(group.members, (0..world).map(Rank).collect::<Vec<_>>());
+    }
+    let sends: Vec<_> = (0..world)
+        .map(|rank| {
+            let text = format!("from {rank}").into_bytes();
+            let to = Rank((rank + 1) % world);
+            groups[rank as usize].transport.post_send(to, tag, vec![text.into()], LIMIT)
+        })
+        .collect();
+    for rank in 0..world {
+        let from = (rank + world - 1) % world;
+        let receive = groups[rank as usize].transport.post_recv(Rank(from), tag, &[6], LIMIT);
+        assert_eq!(pollster::block_on(receive).unwrap(), [format!("from {from}")]);
+    }
+    for send in sends {
+        pollster::block_on(send).unwrap();
+    }
+    let closes: Vec<_> = groups.iter().map(|group| group.transport.close(LIMIT)).collect();
+    closes.into_iter().for_each(|close| pollster::block_on(close).unwrap());
+}
+
+fn identity_files(folder: &Path, world: u32) {
+    let authority = ClusterAuthority::new(JobId::random().unwrap()).unwrap();
+    for rank in 0..world {
+        let identity = authority.issue(Rank(rank)).unwrap();
+        identity.write_file(&folder.join(format!("rank-{rank}.pem"))).unwrap();
+    }
+}
+
+#[test]
+fn ranks_with_identity_files_form_a_group() {
+    let folder = tempfile::tempdir().unwrap();
+    identity_files(folder.path(), 3);
+    let coordinator = free_address();
+    let options = |rank| Options {
+        rank: Some(rank),
+        world: NonZeroU32::new(3),
+        coordinator: Some(coordinator.clone()),
+        identity: Some(folder.path().join("rank-{rank}.pem")),
+        join_deadline: LIMIT,
+        ..Options::default()
+    };
+    works(&join_all((0..3).map(options).collect()));
+}
+
+#[test]
+fn a_cluster_file_gives_world_and_coordinator() {
+    let folder = tempfile::tempdir().unwrap();
+    identity_files(folder.path(), 2);
+    let cluster = folder.path().join("cluster.toml");
+    let ranks = "ranks = [{ host = 'localhost' }, { host = 'localhost' }]";
+    std::fs::write(&cluster, format!("coordinator = '{}'\n{ranks}", free_address())).unwrap();
+    let options = |rank| Options {
+        rank: Some(rank),
+        cluster_file: Some(cluster.clone()),
+        identity: Some(folder.path().join("rank-{rank}.pem")),
+        join_deadline: LIMIT,
+        ..Options::default()
+    };
+    works(&join_all((0..2).map(options).collect()));
+}
+
+#[test]
+fn ranks_with_a_token_get_their_ranks_from_rank_0() {
+    let folder = tempfile::tempdir().unwrap();
+    let coordinator = free_address();
+    let terms =
+        InvitationTerms { place: &coordinator, world: 3, job: "train", valid: Duration::from_secs(60) };
+    let invitation = Invitation::new(&terms).unwrap();
+    let path = folder.path().join("invitation.pem");
+    invitation.write_file(&path).unwrap();
+    let token = SecretText(invitation.token().to_string());
+    assert!(!format!("{token:?}").contains(&token.0));
+    let zero = Options { invitation: Some(path), join_deadline: LIMIT, ..Options::default() };
+    let other = Options { token: Some(token), join_deadline: LIMIT, ..Options::default() };
+    works(&join_all(vec![zero, other.clone(), other]));
+}
+
+/// Options as another front end names them.
+#[derive(Debug)]
+struct Keywords;
+
+impl Wording for Keywords {
+    fn option(&self, option: OptionName, value: Option<&dyn Display>) -> String {
+        let name = format!("{option:?}").to_lowercase();
+        value.map_or_else(|| name.clone(), |value| format!("{name}={value}"))
+    }
+}
+
+#[test]
+fn errors_name_options_as_the_front_end_does_and_hold_a_remedy() {
+    let refused = |options: Options| match options.join() {
+        Err(Error::Request { mismatch, remedy }) => (mismatch, remedy),
+        other => panic!("{other:?}"),
+    };
+    let keywords = Options { wording: &Keywords, ..Options::default() };
+    let (mismatch, remedy) = refused(Options { rank: Some(1), ..keywords.clone() });
+    assert_eq!(mismatch, "rank=1, and nothing says how many ranks there are");
+    assert_eq!(remedy, Remedy::SetWorld);
+    let (mismatch, remedy) =
+        refused(Options { token: Some(SecretText("secret".into())), rejoin: true, ..keywords });
+    assert_eq!(mismatch, "rejoin with token");
+    assert_eq!(remedy, Remedy::RejoinWithIdentity);
+}
+
+#[test]
+fn a_device_of_the_cluster_file_is_the_callers_to_refuse() {
+    let folder = tempfile::tempdir().unwrap();
+    let cluster = folder.path().join("cluster.toml");
+    std::fs::write(&cluster, "ranks = [{ host = 'a' }, { host = 'b', device = 'abacus' }]").unwrap();
+    let options = Options {
+        rank: Some(0),
+        cluster_file: Some(cluster),
+        check_device: |device| Err(format!("no {device} here")),
+        ..Options::default()
+    };
+    let error = options.join().unwrap_err();
+    assert!(matches!(&error, Error::Device { rank: 1, .. }), "{error:?}");
+    assert!(error.is_request() && error.to_string().ends_with("rank 1: no abacus here"), "{error}");
+}
