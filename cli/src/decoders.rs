@@ -17,14 +17,16 @@ use kyklos::{
 };
 use kyklos_transport::Rank;
 
-use crate::against::Times;
-use crate::args::{Cli, Command};
-use crate::device::DeviceRequest;
-use crate::input::{InputFile, Source, Which};
+use crate::commands;
+use crate::commands::bench::against::Times;
+use crate::commands::{Cli, Command};
+use crate::devices::DeviceRequest;
+use crate::devices::tuned;
+use crate::job::report::RankNote;
 use crate::launchers::{self, HostPort, Variables, cluster_file, nodelist};
-use crate::record::format::Line;
-use crate::report::RankNote;
-use crate::{args, doctor, metrics, tuned};
+use crate::observe::record::format::Line;
+use crate::observe::{doctor, metrics};
+use crate::tensors::input::{InputFile, Source, Which};
 
 /// Something that takes any bytes.
 pub type Target = fn(&[u8]);
@@ -92,8 +94,8 @@ pub fn tuning(bytes: &[u8]) {
 pub fn arguments(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     let words = std::iter::once("kyklos").chain(text.lines()).map(OsString::from);
-    if let Err(error) = args::parse(words) {
-        let _ = args::one_line(&error);
+    if let Err(error) = commands::parse(words) {
+        let _ = commands::one_line(&error);
     }
 }
 
@@ -104,7 +106,7 @@ pub fn environment(bytes: &[u8]) {
         text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('=')).map(str::to_owned)
     };
     let variables = Variables::of(&look_up);
-    let no_flags = args::parse(["kyklos", "attend", "--shape", "1,8,1,1,8"].map(OsString::from));
+    let no_flags = commands::parse(["kyklos", "attend", "--shape", "1,8,1,1,8"].map(OsString::from));
     let Ok(Cli { command: Some(Command::Attend(attend)), .. }) = no_flags else { unreachable!("a command") };
     match launchers::find(&attend.group, &variables, None) {
         Ok(Some(launched)) => {

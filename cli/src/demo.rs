@@ -10,18 +10,18 @@ use kyklos::{
 };
 use kyklos_transport::{Rank, in_process_group};
 
-use crate::alone;
-use crate::args::ProgressKind;
-use crate::attend::run_here;
-use crate::device::{self, AnyBackend, DeviceId};
-use crate::devices::{probe, quiet};
+use crate::commands::attend::run_here;
+use crate::commands::devices::{probe, quiet};
+use crate::devices::{self, AnyBackend, DeviceId};
 use crate::failure::{Failure, Result, note, print};
-use crate::input::Source;
 use crate::interrupt;
-use crate::progress::Watch;
-use crate::rank::Job;
-use crate::report::{duration, headline, verdict_line};
+use crate::job::rank::Job;
+use crate::job::report::{duration, headline, verdict_line};
+use crate::observe::progress::Watch;
+use crate::options::ProgressKind;
 use crate::request::Request;
+use crate::run::alone;
+use crate::tensors::input::Source;
 use crate::verify::Sample;
 
 /// Runs the demonstration.
@@ -117,7 +117,7 @@ pub(crate) fn demo() -> Result<()> {
 
 /// Every hardware GPU and the CPU, or the CPU twice, with the GFLOP/s of each.
 fn take_part() -> Result<(Vec<DeviceId>, Vec<f64>)> {
-    let gpus = device::hardware_gpus().into_iter().map(|(index, _)| DeviceId::Wgpu(index));
+    let gpus = devices::hardware_gpus().into_iter().map(|(index, _)| DeviceId::Wgpu(index));
     let mut devices = Vec::new();
     let mut speeds = Vec::new();
     for id in gpus.chain([DeviceId::Cpu]) {

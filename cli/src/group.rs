@@ -14,8 +14,8 @@ use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::launchers::{GroupArgs, HostPort, IDENTITY, Launched, Variables};
 use crate::network::NetworkArgs;
-use crate::output::RANK;
-use crate::record;
+use crate::observe::record;
+use crate::tensors::output::RANK;
 
 impl Launched {
     /// Joins the group, and says on standard error who made this process which rank.

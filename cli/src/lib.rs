@@ -8,65 +8,42 @@
 #[cfg(target_endian = "big")]
 compile_error!("tensor files are little-endian, and so must be the machine");
 
-mod against;
-mod alone;
-mod args;
-mod attend;
-mod bench;
-mod certs;
+mod commands;
 #[doc(hidden)]
 pub mod decoders;
 mod demo;
-mod device;
 mod devices;
-mod doctor;
-mod driver;
 mod entrance;
-mod explain;
 mod failure;
 mod group;
-mod input;
 mod interrupt;
-mod launch;
+mod job;
 mod launchers;
 mod median;
-mod metrics;
 mod network;
-mod on_loss;
-mod output;
-mod pairs;
-mod plan;
-mod positioned;
-mod probe;
-mod progress;
-mod rank;
-mod record;
-mod report;
+mod observe;
+mod options;
 mod request;
-mod resident;
-mod support;
+mod run;
 mod switches;
-mod timed;
-mod trace;
-mod tune;
-mod tuned;
+mod tensors;
 mod verify;
 
 use std::process::ExitCode;
 
-use args::Command;
+use commands::Command;
 use failure::{Failure, note, print};
 
 /// Runs the program with the arguments of this process.
 pub fn main() -> ExitCode {
-    driver::give_a_runtime_folder();
-    let cli = match args::parse(std::env::args_os()) {
+    devices::driver::give_a_runtime_folder();
+    let cli = match commands::parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(help) if !help.use_stderr() => {
             return end(print(&help.render().to_string()));
         }
         Err(error) => {
-            return end(Err(Failure { exit: 2, ..Failure::run(args::one_line(&error)) }));
+            return end(Err(Failure { exit: 2, ..Failure::run(commands::one_line(&error)) }));
         }
     };
     // Whatever the command: a switch that is set wrongly is refused.
@@ -75,18 +52,18 @@ pub fn main() -> ExitCode {
     }
     end(match cli.command {
         None => demo::demo(),
-        Some(Command::Devices(args)) => devices::devices(&args),
-        Some(Command::Attend(args)) => attend::attend(&args),
-        Some(Command::Plan(args)) => plan::plan(&args),
-        Some(Command::Bench(args)) => bench::bench(&args),
-        Some(Command::Tune(args)) => tune::tune(&args),
-        Some(Command::Certs(args)) => certs::certs(&args),
-        Some(Command::Support(args)) => support::support(&args),
+        Some(Command::Devices(args)) => commands::devices::devices(&args),
+        Some(Command::Attend(args)) => commands::attend::attend(&args),
+        Some(Command::Plan(args)) => commands::plan::plan(&args),
+        Some(Command::Bench(args)) => commands::bench::bench(&args),
+        Some(Command::Tune(args)) => commands::tune::tune(&args),
+        Some(Command::Certs(args)) => commands::certs::certs(&args),
+        Some(Command::Support(args)) => commands::support::support(&args),
         Some(Command::Doctor(args)) => {
-            return doctor::doctor(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
+            return observe::doctor::doctor(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
         }
         Some(Command::Launch(args)) => {
-            return launch::launch(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
+            return commands::launch::launch(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
         }
     })
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::source::{DEFAULT_PORT, HostPort, Nearness, Said, Source};
-use crate::device::DeviceRequest;
+use crate::devices::DeviceRequest;
 use crate::failure::{Failure, Result};
 
 /// The whole file.

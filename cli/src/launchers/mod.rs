@@ -23,7 +23,7 @@ pub(crate) use self::source::{HostPort, Source};
 use self::source::{Nearness, Said};
 pub(crate) use self::token::{enrolled, invited};
 pub(crate) use self::variables::Variables;
-use crate::device::DeviceRequest;
+use crate::devices::DeviceRequest;
 use crate::failure::{Failure, Result};
 
 /// This process is one rank of several.

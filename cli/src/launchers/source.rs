@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::device::DeviceRequest;
+use crate::devices::DeviceRequest;
 use crate::failure::{Failure, Result};
 
 /// A value, and the words in which it was said: `SLURM_PROCID=3`.
