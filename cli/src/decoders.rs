@@ -9,6 +9,7 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
+use clap::Parser;
 use kyklos::plan::{Reached, World, check_repair};
 use kyklos::simulate::Cluster;
 use kyklos::{
@@ -17,15 +18,16 @@ use kyklos::{
 };
 use kyklos_transport::Rank;
 
-use crate::commands;
-use crate::commands::bench::against::Times;
-use crate::commands::{Cli, Command};
+use crate::commands::Cli;
+use crate::commands::against::Times;
+use crate::commands::attend::AttendArgs;
 use crate::devices::DeviceRequest;
 use crate::devices::tuned;
 use crate::job::report::RankNote;
 use crate::launchers::{self, HostPort, Variables, cluster_file, nodelist};
 use crate::observe::record::format::Line;
 use crate::observe::{doctor, metrics};
+use crate::options::one_line;
 use crate::tensors::input::{InputFile, Source, Which};
 
 /// Something that takes any bytes.
@@ -94,8 +96,8 @@ pub fn tuning(bytes: &[u8]) {
 pub fn arguments(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     let words = std::iter::once("kyklos").chain(text.lines()).map(OsString::from);
-    if let Err(error) = commands::parse(words) {
-        let _ = commands::one_line(&error);
+    if let Err(error) = Cli::try_parse_from(words) {
+        let _ = one_line(&error);
     }
 }
 
@@ -106,8 +108,8 @@ pub fn environment(bytes: &[u8]) {
         text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('=')).map(str::to_owned)
     };
     let variables = Variables::of(&look_up);
-    let no_flags = commands::parse(["kyklos", "attend", "--shape", "1,8,1,1,8"].map(OsString::from));
-    let Ok(Cli { command: Some(Command::Attend(attend)), .. }) = no_flags else { unreachable!("a command") };
+    let no_flags = AttendArgs::of_words(["attend", "--shape", "1,8,1,1,8"].map(OsString::from));
+    let Ok(attend) = no_flags else { unreachable!("a command") };
     match launchers::find(&attend.group, &variables, None) {
         Ok(Some(launched)) => {
             assert!(launched.rank < launched.world, "{launched:?}");

@@ -11,7 +11,7 @@ use kyklos::{
 use kyklos_transport::{Rank, in_process_group};
 
 use crate::commands::attend::run_here;
-use crate::commands::devices::{probe, quiet};
+use crate::commands::devices::probe;
 use crate::devices::{self, AnyBackend, DeviceId};
 use crate::failure::{Failure, Result, note, print};
 use crate::interrupt;
@@ -20,7 +20,7 @@ use crate::job::report::{duration, headline, verdict_line};
 use crate::observe::progress::Watch;
 use crate::options::ProgressKind;
 use crate::request::Request;
-use crate::run::alone;
+use crate::run::{alone, quiet};
 use crate::tensors::input::Source;
 use crate::verify::Sample;
 

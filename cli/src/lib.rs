@@ -31,46 +31,32 @@ mod verify;
 
 use std::process::ExitCode;
 
-use commands::Command;
+use clap::Parser;
+use commands::Cli;
 use failure::{Failure, note, print};
 
 /// Runs the program with the arguments of this process.
 pub fn main() -> ExitCode {
     devices::driver::give_a_runtime_folder();
-    let cli = match commands::parse(std::env::args_os()) {
+    let cli = match Cli::try_parse_from(std::env::args_os()) {
         Ok(cli) => cli,
         Err(help) if !help.use_stderr() => {
-            return end(print(&help.render().to_string()));
+            return end(print(&help.render().to_string()).map(|()| 0));
         }
         Err(error) => {
-            return end(Err(Failure { exit: 2, ..Failure::run(commands::one_line(&error)) }));
+            return end(Err(Failure { exit: 2, ..Failure::run(options::one_line(&error)) }));
         }
     };
-    // Whatever the command: a switch that is set wrongly is refused.
+    // A switch with a wrong value is refused by every command.
     if let Err(failure) = switches::check() {
         return end(Err(failure));
     }
-    end(match cli.command {
-        None => demo::demo(),
-        Some(Command::Devices(args)) => commands::devices::devices(&args),
-        Some(Command::Attend(args)) => commands::attend::attend(&args),
-        Some(Command::Plan(args)) => commands::plan::plan(&args),
-        Some(Command::Bench(args)) => commands::bench::bench(&args),
-        Some(Command::Tune(args)) => commands::tune::tune(&args),
-        Some(Command::Certs(args)) => commands::certs::certs(&args),
-        Some(Command::Support(args)) => commands::support::support(&args),
-        Some(Command::Doctor(args)) => {
-            return observe::doctor::doctor(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
-        }
-        Some(Command::Launch(args)) => {
-            return commands::launch::launch(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
-        }
-    })
+    end(cli.command.map_or_else(|| demo::demo().map(|()| 0), |command| command.run()))
 }
 
-fn end(result: failure::Result<()>) -> ExitCode {
+fn end(result: failure::Result<u8>) -> ExitCode {
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(exit) => ExitCode::from(exit),
         Err(failure) => {
             let text = match failure.exit {
                 2 => failure.text.split_whitespace().collect::<Vec<_>>().join(" "),

@@ -1,20 +1,22 @@
 //! `kyklos devices`, and the probe that it and the demonstration share.
 
-use std::sync::Arc;
-
+use clap::Args;
 use kyklos::plan::table;
-use kyklos::{
-    AttentionProblem, Dtype, Mask, Mesh, NoObserver, PlacementKind, RunOptions, Split, Strategy, SystemClock,
-    TokenRuns, plan_world,
-};
+use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world};
 use serde::Serialize;
 
-use crate::commands::DevicesArgs;
 use crate::devices::{self, AnyBackend, DeviceId};
 use crate::failure::{Failure, Result, print};
 use crate::job::report::Device;
-use crate::run::alone;
+use crate::run::{alone, quiet};
 use crate::tensors::input::Source;
+
+#[derive(Debug, Args)]
+pub(crate) struct DevicesArgs {
+    /// Print one JSON array
+    #[arg(long)]
+    pub(crate) json: bool,
+}
 
 #[derive(Serialize)]
 struct Line {
@@ -89,16 +91,6 @@ pub(crate) fn probe(backend: &AnyBackend) -> Result<f64> {
             return Ok(flops / alone.wall_s.max(1e-9) / 1e9);
         }
         tokens *= 2;
-    }
-}
-
-/// Options for runs that nobody watches.
-pub(crate) fn quiet() -> RunOptions {
-    RunOptions {
-        clock: Arc::new(SystemClock::new()),
-        observer: Arc::new(NoObserver),
-        trace: false,
-        poison: false,
     }
 }
 

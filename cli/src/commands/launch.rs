@@ -15,13 +15,12 @@ use clap::Args;
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId};
 
-use crate::commands;
-use crate::commands::attend::launched_request;
+use crate::commands::attend::{AttendArgs, launched_request};
 use crate::failure::{Failure, Result, note};
 use crate::interrupt::{self, EXIT_INTERRUPTED};
-use crate::job::on_loss::OnLoss;
 use crate::job::rank::EXIT_LACKS;
 use crate::launchers::{IDENTITY, JOB_ID, LAUNCH};
+use crate::options::{OnLoss, one_line};
 
 /// How many processes, and of what.
 #[derive(Debug, Args)]
@@ -104,28 +103,29 @@ fn refuse_early(args: &LaunchArgs) -> Result<OnLoss> {
             format!("use at most {MAX_RANKS}"),
         ));
     }
-    let inner = std::iter::once("kyklos".into()).chain(args.command.iter().map(Into::into));
-    let inner = commands::parse(inner)
-        .map_err(|error| Failure { exit: 2, ..Failure::run(commands::one_line(&error)) })?;
-    match inner.command {
-        Some(commands::Command::Attend(attend)) if attend.group.first().is_some() => Err(Failure::request(
-            format!("{} under kyklos launch", attend.group.first().unwrap_or_default()),
-            "leave it away: kyklos launch says who is which rank, and where",
-        )),
-        Some(commands::Command::Attend(attend)) if attend.group.rejoin => Err(Failure::request(
-            "--rejoin under kyklos launch",
-            "leave it away: kyklos launch gives it to the processes that it starts anew",
-        )),
-        Some(commands::Command::Attend(attend)) => {
-            attend.network.here(ranks)?;
-            launched_request(&attend, ranks, ranks)?.fits_in_memory(ranks)?;
-            Ok(attend.on_loss)
-        }
-        _ => Err(Failure::request(
+    if args.command.first().is_none_or(|command| command != "attend") {
+        return Err(Failure::request(
             format!("launch cannot run `{}`", args.command.join(" ")),
             "write kyklos launch -n 4 -- attend and its options",
-        )),
+        ));
     }
+    let attend = AttendArgs::of_words(args.command.iter().map(Into::into))
+        .map_err(|error| Failure { exit: 2, ..Failure::run(one_line(&error)) })?;
+    if let Some(flag) = attend.group.first() {
+        return Err(Failure::request(
+            format!("{flag} under kyklos launch"),
+            "leave it away: kyklos launch says who is which rank, and where",
+        ));
+    }
+    if attend.group.rejoin {
+        return Err(Failure::request(
+            "--rejoin under kyklos launch",
+            "leave it away: kyklos launch gives it to the processes that it starts anew",
+        ));
+    }
+    attend.network.here(ranks)?;
+    launched_request(&attend, ranks, ranks)?.fits_in_memory(ranks)?;
+    Ok(attend.on_loss)
 }
 
 /// A UDP port of loopback that nobody uses now.

@@ -3,36 +3,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use clap::ValueEnum;
 use kyklos::Survivors;
 use kyklos_transport::{Abort, AbortCause, Rank, Reformed, Regroup, Transport, TransportError, Vote};
 
-use crate::commands::AttendArgs;
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::job::rank::Job;
+use crate::options::OnLoss;
 
-/// The value of `--on-loss`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum OnLoss {
-    /// Every rank ends, and names the one that is to blame.
-    Stop,
-    /// Those who are left plan anew for their number, and begin again.
-    Shrink,
-    /// The same, but a rank that is started anew within half of `--join-deadline` comes along.
-    Rejoin,
-    /// Those who are left finish what all had begun: their queries see all keys, also those of the rank that was lost. Where
-    /// those are lost too, every rank ends.
-    Finish,
-    /// The same, but where keys are lost those who are left begin again without them, as with shrink.
-    FinishOrShrink,
-}
-
-impl OnLoss {
-    /// Whether what is done must outlive the group.
-    pub(crate) fn finishes(self) -> bool {
-        matches!(self, Self::Finish | Self::FinishOrShrink)
-    }
+/// What the operator wants when the group loses a rank.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LossPolicy {
+    pub(crate) on_loss: OnLoss,
+    /// How long the next group may take to form.
+    pub(crate) patience: Duration,
 }
 
 /// What became of a group.
@@ -60,9 +44,9 @@ impl Lost {
     }
 
     /// Forms the next group, as `--on-loss` says.
-    pub(crate) fn go_on(&self, args: &AttendArgs, transport: &dyn Transport) -> Result<Reformed> {
-        let patience = Duration::from_secs(u64::from(args.group.join_deadline.get()));
-        let who = match args.on_loss {
+    pub(crate) fn go_on(&self, policy: LossPolicy, transport: &dyn Transport) -> Result<Reformed> {
+        let LossPolicy { on_loss, patience } = policy;
+        let who = match on_loss {
             OnLoss::Rejoin => Regroup::Everyone { within: patience / 2 },
             OnLoss::Stop | OnLoss::Shrink | OnLoss::Finish | OnLoss::FinishOrShrink => Regroup::Survivors,
         };
@@ -96,7 +80,7 @@ impl Lost {
 
 /// The next group of a rank that is at work, and that is to finish it without those who are lost.
 pub(crate) struct Losses<'a> {
-    args: &'a AttendArgs,
+    policy: LossPolicy,
     group: &'a Reformed,
     /// Once there is one.
     next: Option<(Lost, Reformed)>,
@@ -105,17 +89,17 @@ pub(crate) struct Losses<'a> {
 }
 
 impl<'a> Losses<'a> {
-    pub(crate) fn new(args: &'a AttendArgs, group: &'a Reformed) -> Self {
-        Self { args, group, next: None, refused: false }
+    pub(crate) fn new(policy: LossPolicy, group: &'a Reformed) -> Self {
+        Self { policy, group, next: None, refused: false }
     }
 
     /// Forms the next group after this failure, if the call is to be finished there.
     pub(crate) fn survivors(&mut self, failure: &Failure) -> Option<Result<Survivors>> {
-        if !self.args.on_loss.finishes() || self.next.is_some() {
+        if !self.policy.on_loss.finishes() || self.next.is_some() {
             return None;
         }
         let lost = Lost::of(self.group, failure)?;
-        let next = match lost.go_on(self.args, &*self.group.transport) {
+        let next = match lost.go_on(self.policy, &*self.group.transport) {
             Ok(next) => next,
             Err(failure) => return Some(Err(failure)),
         };
@@ -146,8 +130,8 @@ impl<'a> Losses<'a> {
 
     /// The next group, and whether it has still to begin again.
     pub(crate) fn into_next(self) -> Option<(Lost, Reformed, bool)> {
-        let Self { next, refused, args, .. } = self;
-        next.map(|(lost, next)| (lost, next, refused && args.on_loss == OnLoss::FinishOrShrink))
+        let Self { next, refused, policy, .. } = self;
+        next.map(|(lost, next)| (lost, next, refused && policy.on_loss == OnLoss::FinishOrShrink))
     }
 }
 

@@ -1,8 +1,12 @@
-//! Values of options: what a text of the command line means.
+//! Values of options, what they mean, and the options that several commands share.
 
+mod problem;
+mod refusal;
 mod values;
 
+pub(crate) use problem::ProblemArgs;
+pub(crate) use refusal::one_line;
 pub(crate) use values::{
-    ByteSize, KernelName, List, ListItem, MaskArg, OrAuto, ProgressKind, Shape, SplitName, StrategyName,
-    TokenRange, TransportName,
+    ByteSize, KernelName, List, ListItem, MaskArg, OnLoss, OrAuto, ProgressKind, Shape, SplitName,
+    StrategyName, TransportName,
 };

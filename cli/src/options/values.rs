@@ -136,6 +136,29 @@ pub(crate) enum ProgressKind {
     None,
 }
 
+/// The value of `--on-loss`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnLoss {
+    /// Every rank ends, and names the one that is to blame.
+    Stop,
+    /// Those who are left plan anew for their number, and begin again.
+    Shrink,
+    /// The same, but a rank that is started anew within half of `--join-deadline` comes along.
+    Rejoin,
+    /// Those who are left finish what all had begun: their queries see all keys, also those of the rank that was lost. Where
+    /// those are lost too, every rank ends.
+    Finish,
+    /// The same, but where keys are lost those who are left begin again without them, as with shrink.
+    FinishOrShrink,
+}
+
+impl OnLoss {
+    /// Whether what is done must outlive the group.
+    pub(crate) fn finishes(self) -> bool {
+        matches!(self, Self::Finish | Self::FinishOrShrink)
+    }
+}
+
 /// A value, or the program's choice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OrAuto<T> {

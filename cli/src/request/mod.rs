@@ -1,5 +1,7 @@
 //! From options to a problem on a mesh: everything that can be refused before a device is touched.
 
+pub(crate) mod description;
+
 use std::sync::Arc;
 
 use kyklos::simulate::{Candidate, Cluster, Verdict, Wanted, choose};
@@ -8,10 +10,9 @@ use kyklos::{
     plan_world,
 };
 
-use crate::commands::ProblemArgs;
-use crate::commands::plan::explain::{self, nothing_fits};
+use self::description::nothing_fits;
 use crate::failure::{Failure, Result};
-use crate::options::{List, OrAuto, SplitName};
+use crate::options::{List, OrAuto, ProblemArgs, SplitName};
 use crate::tensors::input::{InputFile, Source};
 
 /// Something definite to compute, shared in a definite way.
@@ -98,7 +99,7 @@ impl Request {
         let asked = Asked::new(args, seed, launched)?;
         let (Candidate { strategy, mesh, placement }, predicted_s) = match &args.hardware {
             Some(path) => {
-                let (fastest, predicted_s) = asked.by_time(&explain::read(path)?)?;
+                let (fastest, predicted_s) = asked.by_time(&description::read(path)?)?;
                 (fastest, Some(predicted_s))
             }
             None => (asked.by_bytes()?, None),

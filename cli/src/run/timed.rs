@@ -9,10 +9,10 @@ use kyklos::{Observer, RankReport, RunOptions};
 use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Rank, Transport, in_process_group};
 
-use crate::commands::devices::quiet;
 use crate::devices::AnyBackend;
 use crate::failure::{Failure, Result};
 use crate::options::TransportName;
+use crate::run::quiet;
 
 /// One timed run.
 #[derive(Debug)]

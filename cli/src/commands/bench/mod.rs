@@ -1,6 +1,7 @@
 //! `kyklos bench`: attention kernels on resident data, timed and checked.
 
 pub(crate) mod against;
+mod args;
 
 use std::time::Instant;
 
@@ -10,7 +11,8 @@ use kyklos::plan::table;
 use kyklos::{AttentionProblem, Dtype};
 use serde::Serialize;
 
-use crate::commands::BenchArgs;
+use self::against::Times;
+pub(crate) use self::args::BenchArgs;
 use crate::devices::{self, AnyBackend, DeviceId};
 use crate::failure::{Failure, Result, note, print};
 use crate::median::median;
@@ -18,7 +20,6 @@ use crate::options::{KernelName, List, MaskArg, Shape};
 use crate::run::resident::{Resident, state_shape};
 use crate::tensors::input::Source;
 use crate::verify::{Sample, Verdict, Whole};
-use against::Times;
 
 /// One combination.
 #[derive(Serialize)]

@@ -4,13 +4,13 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::SystemTime;
 
 use clap::{ArgGroup, Args};
 use kyklos::{Error, MAX_WORLD};
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, Date, HostNames, Subject, Validity};
 
-use super::until;
 use crate::failure::{Failure, Result, print};
 
 #[derive(Debug, Args)]
@@ -128,6 +128,11 @@ impl FromStr for RankList {
         }
         Ok(Self(ranks))
     }
+}
+
+/// The last day of a certificate, and the days that are left.
+pub(super) fn until(validity: &Validity) -> String {
+    format!("until {} ({} days)", Date(validity.until), validity.days_left(SystemTime::now()))
 }
 
 #[cfg(test)]

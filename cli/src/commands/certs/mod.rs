@@ -10,7 +10,7 @@ use clap::{Args, Subcommand};
 use kyklos_transport::quic::{ClusterAuthority, Date, Identity, Validity};
 
 use self::invite::InviteArgs;
-use self::issue::IssueArgs;
+use self::issue::{IssueArgs, until};
 use crate::failure::{Failure, Result, print};
 
 #[derive(Debug, Args)]
@@ -103,8 +103,4 @@ fn describe(path: &Path) -> Result<(String, Validity)> {
     let (until, key) = (until(&claims.validity), identity.key_hash()?);
     let line = format!("{claims} ({}), trusts {trusts}, {until}, key {key}", claims.job);
     Ok((line, claims.validity))
-}
-
-fn until(validity: &Validity) -> String {
-    format!("until {} ({} days)", Date(validity.until), validity.days_left(SystemTime::now()))
 }

@@ -1,21 +1,20 @@
 //! `kyklos plan --explain`: every plan that could run on described devices and links, priced. No device is touched.
 
-use std::path::Path;
-
 use kyklos::plan::{expected_of_wire, table};
 use kyklos::simulate::{
     Candidate, Cluster, Priced, Verdict, bound, candidates, choose, explain_choice, why_first,
 };
-use kyklos::{AttentionProblem, Error, TokenRuns, plan_world};
+use kyklos::{AttentionProblem, TokenRuns, plan_world};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::commands::PlanArgs;
+use super::args::PlanArgs;
 use crate::commands::plan::probe::{self, Probe};
 use crate::devices;
 use crate::failure::{Failure, Result, note, print};
 use crate::median::median;
 use crate::request::Asked;
+use crate::request::description::{self, nothing_fits};
 use crate::run::timed;
 
 /// Runs the command.
@@ -32,7 +31,7 @@ pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
     }
     let ranks = asked.wanted.ranks;
     let (cluster, measured) = match &args.problem.hardware {
-        Some(path) => (read(path)?.grown_for(ranks)?, Vec::new()),
+        Some(path) => (description::read(path)?.grown_for(ranks)?, Vec::new()),
         None if args.probe => probe(args, &asked)?,
         None => {
             return Err(Failure::request(
@@ -154,32 +153,6 @@ fn comparison(compared: &[Compared]) -> String {
     )
 }
 
-/// Reads a description.
-pub(crate) fn read(path: &Path) -> Result<Cluster> {
-    let bytes = std::fs::metadata(path).map_err(|error| Failure::file("read", path, &error))?.len();
-    if bytes > MOST_BYTES {
-        return Err(Failure::request(
-            format!("{} has {bytes} bytes", path.display()),
-            format!("a cluster description has at most {MOST_BYTES}"),
-        ));
-    }
-    let text = std::fs::read_to_string(path).map_err(|error| Failure::file("read", path, &error))?;
-    Cluster::from_toml(&text).map_err(|error| {
-        let failure = Failure::from(error);
-        Failure { text: format!("{}: {}", path.display(), failure.text), ..failure }
-    })
-}
-
-/// Every candidate is refused.
-pub(crate) fn nothing_fits(candidates: usize, first: &Error) -> Failure {
-    let plural = if candidates == 1 { "the plan is" } else { "all plans are" };
-    Failure {
-        exit: 2,
-        text: format!("{plural} refused, of {candidates} the first one because: {first}"),
-        of_group: false,
-    }
-}
-
 fn headline(problem: &AttentionProblem, ranks: u32) -> String {
     let plural = if ranks == 1 { "" } else { "s" };
     let wire = match problem.wire.rounds() {
@@ -216,5 +189,3 @@ fn plan(priced: &Priced) -> Value {
         }),
     }
 }
-
-const MOST_BYTES: u64 = 1 << 20;

@@ -1,14 +1,15 @@
 //! `kyklos plan`: what `attend` would run. No device is touched.
 
-pub(crate) mod explain;
+mod args;
+mod explain;
 mod probe;
 
 use kyklos::Mesh;
 use kyklos::plan::{Explained, explain};
 use kyklos_transport::Rank;
 
+pub(crate) use self::args::PlanArgs;
 use self::explain::explain as explain_plans;
-use crate::commands::PlanArgs;
 use crate::failure::{Failure, Result, note, print, print_json};
 use crate::job::report::duration;
 use crate::request::Request;

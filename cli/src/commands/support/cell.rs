@@ -7,10 +7,10 @@ use kyklos::{Dtype, Mesh, PlacementKind, Strategy};
 use serde::Serialize;
 
 use super::rows::{Row, mesh_of};
-use crate::commands::{self, Command};
+use crate::commands::attend::AttendArgs;
 use crate::devices::DeviceId;
 use crate::failure::{Failure, Result};
-use crate::options::TransportName;
+use crate::options::{TransportName, one_line};
 use crate::request::Request;
 use crate::verify::Verdict;
 
@@ -110,12 +110,8 @@ impl Cell {
     /// # Errors
     /// What is no refusal: the row cannot be read, or a plan fails its proof.
     pub(crate) fn validate(&self, folder: &Path) -> Result<Result<Box<Accepted>, String>> {
-        let arguments = std::iter::once("kyklos".to_owned()).chain(self.arguments(folder));
-        let cli = commands::parse(arguments.map(Into::into))
-            .map_err(|error| Failure::run(commands::one_line(&error)))?;
-        let Some(Command::Attend(args)) = cli.command else {
-            return Err(Failure::run("a row that is no call of attend"));
-        };
+        let words = self.arguments(folder).into_iter().map(Into::into);
+        let args = AttendArgs::of_words(words).map_err(|error| Failure::run(one_line(&error)))?;
         let planned = Request::new(&args.problem, args.seed, None)
             .and_then(|request| request.plan().map(|(world, checks)| Accepted { request, world, checks }));
         match planned {

@@ -1,9 +1,9 @@
 //! What made a run slower than it could be: a rank that computes longer than the others or is late for another reason, a
 //! link that is slower than the others, or all of the network.
 
-use super::diagnose::{Finding, seconds, verb};
 use super::messages::{Link, latest_to_ask, links};
 use super::read::Record;
+use super::words::{Finding, seconds, verb};
 use crate::median::median;
 use crate::observe::record::format::Spent;
 

@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use super::diagnose::{Finding, diagnose};
+use super::diagnose::diagnose;
 use super::read::{Record, of_lines};
+use super::words::Finding;
 
 fn rank_line(rank: u32, step: u32) -> String {
     serde_json::json!({

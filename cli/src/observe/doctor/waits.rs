@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::diagnose::{Finding, place, seconds, words_of};
 use super::read::Record;
+use super::words::{Finding, place, seconds, words_of};
 use crate::observe::record::format::CallLine;
 
 /// One rank cannot go on before another one has done something.

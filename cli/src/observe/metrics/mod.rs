@@ -10,17 +10,28 @@ use std::fmt::{Display, Write};
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use clap::Args;
 use kyklos_transport::{ConnectionFigures, Rank};
 
 use self::server::Request;
-use crate::commands::AttendArgs;
 use crate::failure::{Failure, Result, note};
 use crate::observe::record::{Flight, flights};
 
 pub(crate) use totals::{Total, Totals};
 
+/// Where metrics are served, and whether other machines may read them.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct MetricsArgs {
+    /// Serve Prometheus metrics, /healthz and /readyz there, on loopback; ranks of one host take the ports that follow (0: any)
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub(crate) metrics: Option<SocketAddr>,
+    /// Let --metrics be an address that other machines reach
+    #[arg(long, requires = "metrics")]
+    pub(crate) metrics_anywhere: bool,
+}
+
 /// Refuses an address that more than this machine can reach, unless that is wanted.
-pub(crate) fn check(args: &AttendArgs) -> Result<()> {
+pub(crate) fn check(args: &MetricsArgs) -> Result<()> {
     match args.metrics {
         Some(address) if !address.ip().is_loopback() && !args.metrics_anywhere => Err(Failure::request(
             format!(
@@ -34,7 +45,7 @@ pub(crate) fn check(args: &AttendArgs) -> Result<()> {
 }
 
 /// Serves metrics at the address that was asked for, if any; ranks of one host take the ports that follow it.
-pub(crate) fn serve(args: &AttendArgs, rank: u32, local_rank: u32) -> Result<()> {
+pub(crate) fn serve(args: &MetricsArgs, rank: u32, local_rank: u32) -> Result<()> {
     check(args)?;
     let Some(address) = args.metrics else { return Ok(()) };
     let port = match address.port() {
@@ -46,7 +57,7 @@ pub(crate) fn serve(args: &AttendArgs, rank: u32, local_rank: u32) -> Result<()>
             )
         })?,
     };
-    let address = server::serve(SocketAddr::new(address.ip(), port))?;
+    let address = server::serve(SocketAddr::new(address.ip(), port), answer)?;
     note(&format!("rank {rank}: metrics at http://{address}/metrics"));
     Ok(())
 }

@@ -8,20 +8,23 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::answer;
 use crate::failure::{Failure, Result};
 
-/// Listens at `address` for as long as the process lives. Returns where.
-pub(super) fn serve(address: SocketAddr) -> Result<SocketAddr> {
+/// Gives the status and the text for a path.
+type Answer = fn(&str) -> (&'static str, String);
+
+/// Listens at `address` for as long as the process lives. Returns the address, with the port that was chosen.
+pub(super) fn serve(address: SocketAddr, answer: Answer) -> Result<SocketAddr> {
     let cannot = |error| Failure::run(format!("cannot serve metrics at {address}: {error}"));
     let listener = TcpListener::bind(address).map_err(cannot)?;
     let address = listener.local_addr().map_err(cannot)?;
-    let spawned = std::thread::Builder::new().name("kyklos-metrics".into()).spawn(move || listen(&listener));
+    let spawned =
+        std::thread::Builder::new().name("kyklos-metrics".into()).spawn(move || listen(&listener, answer));
     spawned.map_err(cannot)?;
     Ok(address)
 }
 
-fn listen(listener: &TcpListener) {
+fn listen(listener: &TcpListener, answer: Answer) {
     // Each connection holds a reference.
     let open = Arc::new(());
     loop {
@@ -37,13 +40,13 @@ fn listen(listener: &TcpListener) {
         }
         // A thread that cannot be had drops the connection, and that is all.
         let _ = std::thread::Builder::new().name("kyklos-metrics".into()).spawn(move || {
-            converse(stream);
+            converse(stream, answer);
             drop(guard);
         });
     }
 }
 
-fn converse(mut stream: TcpStream) {
+fn converse(mut stream: TcpStream, answer: Answer) {
     let until = Instant::now() + PATIENCE;
     match read_path(&mut stream, until) {
         Request::Path(path) => {

@@ -1,5 +1,7 @@
 //! `kyklos attend`: as one rank of a launcher's, or with all ranks in this process.
 
+mod args;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,19 +9,19 @@ use kyklos::{Mesh, RunOptions, SystemClock, can_repair, plan};
 use kyklos_transport::quic::quic_loopback_group_over;
 use kyklos_transport::{Rank, Transport, in_process_group};
 
-use crate::commands::AttendArgs;
+pub(crate) use self::args::AttendArgs;
 use crate::devices::{self, DeviceId, DeviceRequest};
 use crate::entrance::Entrance;
 use crate::failure::{Failure, Result, note, print};
 use crate::interrupt;
-use crate::job::on_loss::{self, Losses, Lost, OnLoss};
+use crate::job::on_loss::{self, LossPolicy, Losses, Lost};
 use crate::job::rank::{self, Job, RankDone};
 use crate::launchers::{self, Launched, Variables};
 use crate::observe::metrics;
 use crate::observe::progress::Watch;
 use crate::observe::record;
 use crate::observe::trace;
-use crate::options::{OrAuto, TransportName};
+use crate::options::{OnLoss, OrAuto, TransportName};
 use crate::request::Request;
 use crate::tensors::output::{OutputTarget, keep_apart};
 use crate::verify::Sample;
@@ -62,7 +64,7 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
             "leave it away, or use quic",
         ));
     }
-    metrics::check(args)?;
+    metrics::check(&args.metrics)?;
     devices_fit(args, local_world)?;
     let request = Request::new(&args.problem, args.seed, Some(world))?;
     if args.on_loss.finishes() {
@@ -81,8 +83,10 @@ fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entrance) -> Resul
             "give both, as the other ranks have the latter",
         ));
     }
-    let mut metrics = metrics::serve(args, launched.rank, launched.local_rank);
+    let mut metrics = metrics::serve(&args.metrics, launched.rank, launched.local_rank);
     let mut group = launched.connect(&args.group, &args.network, entrance)?;
+    let patience = Duration::from_secs(u64::from(args.group.join_deadline.get()));
+    let policy = LossPolicy { on_loss: args.on_loss, patience };
     let mut lost: Option<Lost> = None;
     loop {
         let transport = &group.transport;
@@ -107,7 +111,7 @@ fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entrance) -> Resul
                 None => job.request.source.warning().iter().for_each(|warning| note(warning)),
             }
         }
-        let mut losses = Losses::new(args, &group);
+        let mut losses = Losses::new(policy, &group);
         let done = rank::work(&job, transport, device_of(args, launched), Some(&mut losses));
         job.watch.phase(None);
         if let Some((ended, next, begins_again)) = losses.into_next() {
@@ -128,7 +132,7 @@ fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entrance) -> Resul
             rank::leave(&job, transport, &done);
             return tell(args, &job, vec![(transport.rank().0, done?)]);
         };
-        group = ended.go_on(args, &**transport)?;
+        group = ended.go_on(policy, &**transport)?;
         lost = Some(ended);
     }
 }
@@ -181,7 +185,7 @@ fn here(args: &AttendArgs) -> Result<()> {
             "leave it away, or start a process for each rank with kyklos launch",
         ));
     }
-    metrics::check(args)?;
+    metrics::check(&args.metrics)?;
     let request = Request::new(&args.problem, args.seed, None)?;
     let world = request.mesh.world();
     devices_fit(args, world)?;
@@ -200,7 +204,7 @@ fn here(args: &AttendArgs) -> Result<()> {
         (0..world as usize).map(|rank| devices::choose(&args.device.0, rank)).collect::<Result<Vec<_>>>()?;
     interrupt::end_on_interrupt()?;
     record::write_on_request()?;
-    metrics::serve(args, 0, 0)?;
+    metrics::serve(&args.metrics, 0, 0)?;
     let transports = match link {
         Some(link) => quic_loopback_group_over(world, link)?,
         None => in_process_group(world),
