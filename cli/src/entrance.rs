@@ -11,7 +11,7 @@ use crate::failure::{Failure, Result, note};
 use crate::group::resolve;
 use crate::launchers::{self, GroupArgs, HostPort, IDENTITY, Source, Variables, enrolled, invited};
 use crate::network::NetworkArgs;
-use crate::tensors::output::RANK;
+use crate::options::RANK;
 
 /// What a process has before it knows its group.
 pub(crate) enum Entrance {

@@ -15,7 +15,7 @@ use crate::interrupt;
 use crate::launchers::{GroupArgs, HostPort, IDENTITY, Launched, Variables};
 use crate::network::NetworkArgs;
 use crate::observe::record;
-use crate::tensors::output::RANK;
+use crate::options::RANK;
 
 impl Launched {
     /// Joins the group, and says on standard error who made this process which rank.

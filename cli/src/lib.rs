@@ -20,6 +20,7 @@ mod interrupt;
 mod job;
 mod launchers;
 mod median;
+mod messages;
 mod network;
 mod observe;
 mod options;

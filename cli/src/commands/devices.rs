@@ -5,9 +5,8 @@ use kyklos::plan::table;
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world};
 use serde::Serialize;
 
-use crate::devices::{self, AnyBackend, DeviceId};
+use crate::devices::{self, AnyBackend, Device, DeviceId};
 use crate::failure::{Failure, Result, print};
-use crate::job::report::Device;
 use crate::run::{alone, quiet};
 use crate::tensors::input::Source;
 

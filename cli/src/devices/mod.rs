@@ -1,6 +1,7 @@
 //! Devices: what was asked for, what there is, and the one enum over backends.
 
 pub(crate) mod driver;
+mod report;
 pub(crate) mod tuned;
 
 use std::fmt;
@@ -14,8 +15,8 @@ use kyklos::local::RankTask;
 use kyklos::{Error, Finished, Lasting, RankOutput, Survivors};
 use kyklos_cuda::{CudaBackend, CudaDevice, CudaOptions, Unavailable};
 
+pub(crate) use self::report::Device;
 use crate::failure::{Failure, Result};
-use crate::job::report::Device;
 use crate::switches;
 
 /// One entry of `--device`.

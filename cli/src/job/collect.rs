@@ -1,18 +1,18 @@
 //! What goes to rank 0 when all ranks have computed: reports, sampled rows, output.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
 use kyklos::collect::{receive_output, send_output};
-use kyklos::{Error, RankOutput, RunOptions};
+use kyklos::{RankOutput, RunOptions};
 use kyklos_oracle::oracle::Row;
-use kyklos_transport::{Posted, Rank, Tag, Taken, Transport, TransportError, Vote};
+use kyklos_transport::{Rank, Transport, Vote};
 
 use crate::devices::AnyBackend;
 use crate::failure::{Failure, Result};
 use crate::job::rank::{Job, REFUSE, refuse};
 use crate::job::report::{Lost, NOTE_BYTES, RankNote, Summary};
+use crate::messages::Messages;
 use crate::tensors::output::{OutputFile, OutputTarget};
 use crate::verify::{Sample, Verdict};
 
@@ -26,20 +26,20 @@ impl Job {
         wall_ns: u64,
         file: Option<OutputFile>,
     ) -> Result<(Option<Summary>, Option<Failure>)> {
-        let lines = Lines { transport: &**transport, op: self.repeat, deadline: self.deadline };
+        let messages = Messages { transport: &**transport, op: self.repeat, deadline: self.deadline };
         let mine = RankNote::new(backend.info(), &output.report, wall_ns);
         let rank = transport.rank();
         if rank.0 != 0 {
-            lines.send(Rank(0), NOTE, mine.encode()?.into())?;
+            messages.send(Rank(0), NOTE, mine.encode()?.into())?;
             if let Some(sample) = &self.sample {
-                self.send_rows(&lines, sample, backend, output)?;
+                self.send_rows(&messages, sample, backend, output)?;
             }
             let rejected = match (&self.output, file) {
                 (_, Some(file)) => self.write_part(&**transport, file, output, None),
                 (Some(OutputTarget::Whole(_)), None) => {
                     self.watch.phase(Some("sending the output"));
                     pollster::block_on(send_output(
-                        lines.transport,
+                        messages.transport,
                         &self.world,
                         self.repeat + 1,
                         &output.o,
@@ -55,10 +55,10 @@ impl Job {
 
         let mut ranks = vec![mine];
         for other in (1..transport.world()).map(Rank) {
-            ranks.push(RankNote::decode(&lines.recv(other, NOTE, NOTE_BYTES)?)?);
+            ranks.push(RankNote::decode(&messages.recv(other, NOTE, NOTE_BYTES)?)?);
         }
         let verdict = match &self.sample {
-            Some(sample) => Some(self.verify(&lines, sample, backend, output, &ranks)?),
+            Some(sample) => Some(self.verify(&messages, sample, backend, output, &ranks)?),
             None => None,
         };
         let wrong = verdict.as_ref().and_then(|verdict| verdict.failure.as_ref());
@@ -69,7 +69,7 @@ impl Job {
             (Some(OutputTarget::Whole(_)), Some(file)) => {
                 self.watch.phase(Some("writing the output"));
                 pollster::block_on(receive_output::<Failure>(
-                    lines.transport,
+                    messages.transport,
                     &self.world,
                     self.repeat + 1,
                     &output.o,
@@ -128,22 +128,22 @@ impl Job {
     /// A rank's part in the verification: its sampled rows, and all of them computed alone if rank 0 wants that.
     fn send_rows(
         &self,
-        lines: &Lines<'_>,
+        messages: &Messages<'_>,
         sample: &Sample,
         backend: &AnyBackend,
         output: &RankOutput,
     ) -> Result<()> {
-        let tokens = self.world.q_placement.of_rank(lines.transport.rank());
+        let tokens = self.world.q_placement.of_rank(messages.transport.rank());
         let rows = sample.extract(tokens, &output.o, &output.lse);
         if !rows.is_empty() {
-            lines.send(Rank(0), ROWS, rows)?;
+            messages.send(Rank(0), ROWS, rows)?;
         }
-        let asked = lines.recv(Rank(0), ALONE, 1)?;
+        let asked = messages.recv(Rank(0), ALONE, 1)?;
         if asked[..] == [1] {
             self.watch.phase(Some("computing the sampled rows alone"));
             let rows = sample.dense(backend, self.begun(), &sample.whole_kv()?, &self.quiet())?;
             if !rows.is_empty() {
-                lines.send(Rank(0), ALONE_ROWS, rows)?;
+                messages.send(Rank(0), ALONE_ROWS, rows)?;
             }
         }
         Ok(())
@@ -152,21 +152,21 @@ impl Job {
     /// Rank 0's part: everybody's rows against the oracle, within what the devices reach alone.
     fn verify(
         &self,
-        lines: &Lines<'_>,
+        messages: &Messages<'_>,
         sample: &Sample,
         backend: &AnyBackend,
         output: &RankOutput,
         ranks: &[RankNote],
     ) -> Result<Verdict> {
         self.watch.phase(Some("verifying"));
-        let others = || (1..lines.transport.world()).map(Rank);
+        let others = || (1..messages.transport.world()).map(Rank);
         let mut rows: Vec<Row> = Vec::new();
         for rank in std::iter::once(Rank(0)).chain(others()) {
             let ids = sample.rows_of(&self.world, rank);
             let bytes = match (rank.0, ids.len()) {
                 (_, 0) => continue,
                 (0, _) => sample.extract(self.world.q_placement.of_rank(rank), &output.o, &output.lse),
-                (_, count) => lines.recv(rank, ROWS, sample.row_bytes(count))?,
+                (_, count) => messages.recv(rank, ROWS, sample.row_bytes(count))?,
             };
             rows.extend(sample.decode(&ids, &bytes));
         }
@@ -175,7 +175,7 @@ impl Job {
         let mut asked = Vec::new();
         for (rank, note) in others().zip(&ranks[1..]) {
             let first = !seen.contains(&&note.device);
-            lines.send(rank, ALONE, vec![u8::from(first)].into())?;
+            messages.send(rank, ALONE, vec![u8::from(first)].into())?;
             if first {
                 seen.push(&note.device);
                 asked.push((rank, note));
@@ -187,7 +187,7 @@ impl Job {
         for (rank, note) in asked {
             let bytes = match sample.row_bytes(sample.rows().len()) {
                 0 => Bytes::new(),
-                size => lines.recv(rank, ALONE_ROWS, size)?,
+                size => messages.recv(rank, ALONE_ROWS, size)?,
             };
             dense.push((note.device.label(), sample.decode(sample.rows(), &bytes)));
         }
@@ -199,35 +199,6 @@ impl Job {
     /// Options for runs that nobody watches.
     fn quiet(&self) -> RunOptions {
         RunOptions { observer: Arc::new(kyklos::NoObserver), trace: false, ..self.options.clone() }
-    }
-}
-
-/// Small messages of an operation of their own.
-pub(crate) struct Lines<'a> {
-    pub(crate) transport: &'a dyn Transport,
-    pub(crate) op: u64,
-    pub(crate) deadline: Duration,
-}
-
-impl Lines<'_> {
-    pub(crate) fn send(&self, to: Rank, message: u32, bytes: Bytes) -> Result<()> {
-        pollster::block_on(self.post(to, message, bytes))?;
-        Ok(())
-    }
-
-    /// Starts sending.
-    pub(crate) fn post(&self, to: Rank, message: u32, bytes: Bytes) -> Posted<Taken> {
-        let tag = Tag { op: self.op, message };
-        self.transport.post_send(to, tag, vec![bytes], self.deadline)
-    }
-
-    pub(crate) fn recv(&self, from: Rank, message: u32, bytes: usize) -> Result<Bytes> {
-        let tag = Tag { op: self.op, message };
-        let mut parts = pollster::block_on(self.transport.post_recv(from, tag, &[bytes], self.deadline))?;
-        parts.pop().ok_or_else(|| {
-            Error::from(TransportError::PeerMisbehaved { peer: from, text: "an empty message".to_owned() })
-                .into()
-        })
     }
 }
 

@@ -9,11 +9,11 @@ use kyklos::plan::{RankCheck, World};
 use kyklos::{Error, Finished, RankOutput, RunOptions, Span, Survivors};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, TransportError, Vote};
 
-pub(crate) use super::collect::Lines;
 use crate::devices::{AnyBackend, AnyLasting, DeviceId};
 use crate::failure::{Failure, Result, note};
 use crate::job::on_loss::Losses;
 use crate::job::report::Summary;
+use crate::messages::Messages;
 use crate::observe::progress::Watch;
 use crate::observe::record::Flight;
 use crate::observe::trace::{Trace, Track};
@@ -270,11 +270,11 @@ impl Job {
     ) -> Result<RankDone> {
         let rank = transport.rank();
         let Computed { output, spans, wall_ns } = computed;
-        let lines = Lines { transport: &**transport, op: self.repeat, deadline: self.deadline };
+        let messages = Messages { transport: &**transport, op: self.repeat, deadline: self.deadline };
         let trace = match &self.trace {
             Some(path) => {
                 let track = Track { rank, device: backend.info().name.clone(), spans };
-                let told = track.tell(path, &lines, &*self.options.clock);
+                let told = track.tell(path, &messages, &*self.options.clock);
                 told.map_err(|failure| self.give_up(&**transport, failure))?
             }
             None => None,

@@ -5,6 +5,7 @@ use kyklos::plan::{bytes, table};
 use kyklos::{PairKind, RankReport, TokenRuns};
 use serde::{Deserialize, Serialize};
 
+use crate::devices::Device;
 use crate::failure::{Failure, Result};
 use crate::job::rank::Job;
 use crate::request::Request;
@@ -16,16 +17,6 @@ pub(crate) struct RankNote {
     pub(crate) device: Device,
     pub(crate) figures: Figures,
     pub(crate) wall_s: f64,
-}
-
-/// A device in reports.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Device {
-    pub(crate) backend: String,
-    pub(crate) name: String,
-    pub(crate) driver: String,
-    pub(crate) class: String,
-    pub(crate) kernel: String,
 }
 
 /// One entry of `per_rank`.
@@ -119,27 +110,6 @@ impl RankNote {
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
         serde_json::from_slice(bytes)
             .map_err(|error| Failure::run(format!("a rank sent a report that cannot be read: {error}")))
-    }
-}
-
-impl Device {
-    pub(crate) fn new(info: &DeviceInfo) -> Self {
-        let short = |text: &str| text.chars().take(200).collect();
-        Self {
-            backend: info.backend.to_owned(),
-            name: short(&info.name),
-            driver: short(&info.driver),
-            class: serde_json::to_value(info.class)
-                .ok()
-                .and_then(|class| class.as_str().map(str::to_owned))
-                .unwrap_or_default(),
-            kernel: short(&info.kernel),
-        }
-    }
-
-    /// Backend and name.
-    pub(crate) fn label(&self) -> String {
-        format!("{} {}", self.backend, self.name)
     }
 }
 

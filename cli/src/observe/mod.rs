@@ -4,4 +4,5 @@ pub(crate) mod doctor;
 pub(crate) mod metrics;
 pub(crate) mod progress;
 pub(crate) mod record;
+mod totals;
 pub(crate) mod trace;

@@ -9,7 +9,7 @@ use kyklos::{Clock, Observer, RankReport};
 use kyklos_transport::Rank;
 
 use crate::failure::note;
-use crate::observe::metrics::Totals;
+use crate::observe::totals::Totals;
 use crate::options::ProgressKind;
 
 /// Looks on while the ranks of this process run, and remembers when each run began.

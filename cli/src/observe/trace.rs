@@ -15,8 +15,8 @@ use kyklos::{Clock, Lane, Span};
 use kyklos_transport::Rank;
 
 use crate::failure::{Failure, Result};
-use crate::job::rank::Lines;
-use crate::tensors::output::RANK;
+use crate::messages::Messages;
+use crate::options::RANK;
 
 /// What a rank did.
 pub(crate) struct Track {
@@ -44,27 +44,32 @@ pub(crate) fn is_by_rank(path: &Path) -> bool {
 impl Track {
     /// Puts the timeline on rank 0's clock, and takes it where it is written: nowhere else, if each rank has its own
     /// file, and then to rank 0. Returns what this rank is to write. All ranks call it together.
-    pub(crate) fn tell(self, path: &Path, lines: &Lines<'_>, clock: &dyn Clock) -> Result<Option<Trace>> {
+    pub(crate) fn tell(
+        self,
+        path: &Path,
+        messages: &Messages<'_>,
+        clock: &dyn Clock,
+    ) -> Result<Option<Trace>> {
         if self.rank.0 != 0 {
-            let ahead = follow(lines, clock)?;
+            let ahead = follow(messages, clock)?;
             let events = Bytes::from(self.events(ahead)?);
             if is_by_rank(path) {
                 return Ok(Some(Trace(vec![events])));
             }
-            lines.send(Rank(0), LENGTH, Bytes::copy_from_slice(&(events.len() as u64).to_le_bytes()))?;
-            lines.send(Rank(0), EVENTS, events)?;
+            messages.send(Rank(0), LENGTH, Bytes::copy_from_slice(&(events.len() as u64).to_le_bytes()))?;
+            messages.send(Rank(0), EVENTS, events)?;
             return Ok(None);
         }
         let mut all = vec![Bytes::from(self.events(Ahead { ns: 0, within_ns: 0 })?)];
-        for rank in (1..lines.transport.world()).map(Rank) {
-            lead(lines, clock, rank)?;
+        for rank in (1..messages.transport.world()).map(Rank) {
+            lead(messages, clock, rank)?;
             if !is_by_rank(path) {
-                let [length] = numbers(&lines.recv(rank, LENGTH, 8)?);
+                let [length] = numbers(&messages.recv(rank, LENGTH, 8)?);
                 let length = usize::try_from(length).ok().filter(|length| *length <= MOST_BYTES);
                 let length = length.ok_or_else(|| {
                     Failure::run(format!("rank {rank} has more than {MOST_BYTES} bytes of trace"))
                 })?;
-                all.push(lines.recv(rank, EVENTS, length)?);
+                all.push(messages.recv(rank, EVENTS, length)?);
             }
         }
         Ok(Some(Trace(all)))
@@ -138,12 +143,12 @@ impl Trace {
 }
 
 /// Rank 0's part: asks, and tells the other what came out.
-fn lead(lines: &Lines<'_>, clock: &dyn Clock, rank: Rank) -> Result<()> {
+fn lead(messages: &Messages<'_>, clock: &dyn Clock, rank: Rank) -> Result<()> {
     let mut best = Ahead { ns: 0, within_ns: u64::MAX };
     for round in 0..ROUNDS {
         let asked_ns = clock.now_ns();
-        let asking = lines.post(rank, PING + 2 * round, Bytes::from_static(&[0; 8]));
-        let [theirs_ns, process] = numbers(&lines.recv(rank, PING + 2 * round + 1, 16)?);
+        let asking = messages.post(rank, PING + 2 * round, Bytes::from_static(&[0; 8]));
+        let [theirs_ns, process] = numbers(&messages.recv(rank, PING + 2 * round + 1, 16)?);
         let answered_ns = clock.now_ns();
         pollster::block_on(asking)?;
         if process == *PROCESS {
@@ -158,17 +163,17 @@ fn lead(lines: &Lines<'_>, clock: &dyn Clock, rank: Rank) -> Result<()> {
         }
     }
     let told = [best.ns.cast_unsigned(), best.within_ns].map(u64::to_le_bytes).concat();
-    lines.send(rank, AHEAD, told.into())
+    messages.send(rank, AHEAD, told.into())
 }
 
 /// The other side of that.
-fn follow(lines: &Lines<'_>, clock: &dyn Clock) -> Result<Ahead> {
+fn follow(messages: &Messages<'_>, clock: &dyn Clock) -> Result<Ahead> {
     for round in 0..ROUNDS {
-        lines.recv(Rank(0), PING + 2 * round, 8)?;
+        messages.recv(Rank(0), PING + 2 * round, 8)?;
         let answer = [clock.now_ns(), *PROCESS].map(u64::to_le_bytes).concat();
-        lines.send(Rank(0), PING + 2 * round + 1, answer.into())?;
+        messages.send(Rank(0), PING + 2 * round + 1, answer.into())?;
     }
-    let [ns, within_ns] = numbers(&lines.recv(Rank(0), AHEAD, 16)?);
+    let [ns, within_ns] = numbers(&messages.recv(Rank(0), AHEAD, 16)?);
     Ok(Ahead { ns: ns.cast_signed(), within_ns })
 }
 
@@ -192,7 +197,7 @@ const LANES: [Lane; 5] = [Lane::Compute, Lane::Copy, Lane::Wait, Lane::Send, Lan
 static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(std::process::id()));
 /// Questions for the time; the first ones pay for caches and windows.
 const ROUNDS: u32 = 8;
-/// Messages beside those of `rank.rs`.
+/// Messages beside those of `job/collect.rs`.
 const LENGTH: u32 = 8;
 const EVENTS: u32 = 9;
 const AHEAD: u32 = 10;

@@ -7,6 +7,6 @@ mod values;
 pub(crate) use problem::ProblemArgs;
 pub(crate) use refusal::one_line;
 pub(crate) use values::{
-    ByteSize, KernelName, List, ListItem, MaskArg, OnLoss, OrAuto, ProgressKind, Shape, SplitName,
+    ByteSize, KernelName, List, ListItem, MaskArg, OnLoss, OrAuto, ProgressKind, RANK, Shape, SplitName,
     StrategyName, TransportName,
 };

@@ -282,3 +282,6 @@ impl<T: fmt::Display> fmt::Display for List<T> {
         Ok(())
     }
 }
+
+/// Stands for the rank in file names.
+pub(crate) const RANK: &str = "{rank}";

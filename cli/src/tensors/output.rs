@@ -11,6 +11,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::failure::{Failure, Result};
 use crate::interrupt::Doomed;
+use crate::options::RANK;
 use crate::tensors::input::LENGTH_BYTES;
 use crate::tensors::positioned::write_all_at;
 
@@ -275,8 +276,6 @@ fn header(tensors: Vec<(String, TensorInfo)>) -> Result<Vec<u8>> {
     Ok(header)
 }
 
-/// Stands for the rank in file names.
-pub(crate) const RANK: &str = "{rank}";
 const ALIGNMENT: usize = 8;
 /// A number of any of the types that is made of this byte is NaN.
 const NAN_BYTE: u8 = 0xFF;

@@ -4,7 +4,6 @@
 //! `metrics` crate with its exporter would bring some thirty crates more for the same lines, and hyper to serve them.
 
 mod server;
-mod totals;
 
 use std::fmt::{Display, Write};
 use std::net::SocketAddr;
@@ -16,8 +15,6 @@ use kyklos_transport::{ConnectionFigures, Rank};
 use self::server::Request;
 use crate::failure::{Failure, Result, note};
 use crate::observe::record::{Flight, flights};
-
-pub(crate) use totals::{Total, Totals};
 
 /// Where metrics are served, and whether other machines may read them.
 #[derive(Clone, Debug, Args)]

@@ -13,8 +13,8 @@ use kyklos_transport::{ConnectionFigures, Rank, Recorder, Transport};
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::job::rank::Job;
-use crate::observe::metrics::Total;
 use crate::observe::progress::Watch;
+use crate::observe::totals::Total;
 
 /// A rank of this process while it runs.
 #[derive(Debug)]
