@@ -1,28 +1,24 @@
 //! The demonstration: one attention call shared by everything this machine has.
 
 use std::num::NonZeroU64;
-use std::sync::Arc;
 use std::time::Duration;
 
 use kyklos::{
-    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, RunOptions, Split, Strategy, SystemClock, TokenRuns,
-    plan, plan_world,
+    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world,
 };
 use kyklos_transport::{Rank, in_process_group};
 
-use crate::commands::attend::run_here;
 use crate::commands::devices::probe;
 use crate::devices::{self, AnyBackend, DeviceId};
 use crate::failure::{Failure, Result, note, print};
 use crate::interrupt;
-use crate::job::rank::Job;
+use crate::job::here::run_here;
 use crate::job::report::{duration, headline, verdict_line};
-use crate::observe::progress::Watch;
+use crate::job::{Job, Outputs, Settings};
 use crate::options::ProgressKind;
 use crate::request::Request;
 use crate::run::{alone, quiet};
 use crate::tensors::input::Source;
-use crate::verify::Sample;
 
 /// Runs the demonstration.
 pub(crate) fn demo() -> Result<()> {
@@ -59,29 +55,17 @@ pub(crate) fn demo() -> Result<()> {
     }
     print("\n")?;
 
-    let (world, checks) = request.plan()?;
-    let clock = Arc::new(SystemClock::new());
-    let steps = world.plans.iter().map(|plan| plan.steps.len() as u64).sum::<u64>();
-    let watch =
-        Arc::new(Watch::new(ProgressKind::Auto, clock.clone(), world.mesh.world(), steps * REPEAT.get()));
-    let job = Job {
-        plan_hash: plan::plan_hash(&world, &[]),
-        sample: Some(Sample::of(&request)?),
-        request,
-        checks,
+    let ranks = request.mesh.world();
+    let settings = Settings {
         repeat: REPEAT.get(),
         deadline: Duration::from_secs(120),
-        output: None,
-        trace: None,
-        record: None,
-        options: RunOptions { clock, observer: watch.clone(), ..quiet() },
-        watch,
-        lasting: false,
-        members: (0..world.mesh.world()).map(Rank).collect(),
-        begun: None,
-        world: Arc::new(world),
+        verify: true,
+        progress: ProgressKind::Auto,
+        ranks_here: ranks,
+        resumable: false,
     };
-    let done = run_here(&job, in_process_group(job.world.mesh.world()), &devices)?;
+    let job = Job::new(request, settings, Outputs::default(), (0..ranks).map(Rank).collect())?;
+    let done = run_here(&job, in_process_group(ranks), &devices)?;
     let summary = done
         .into_iter()
         .find_map(|done| done.summary)
@@ -95,7 +79,7 @@ pub(crate) fn demo() -> Result<()> {
     print(&out)?;
 
     let best = (0..devices.len()).max_by(|a, b| speeds[*a].total_cmp(&speeds[*b])).unwrap_or(0);
-    let alone_s = alone_on(devices[best], &job.request)?;
+    let alone_s = alone_on(devices[best], &job.agreed.request)?;
     let ratio = alone_s / summary.wall_s.max(1e-9);
     print(&format!(
         "time       {} together, {} on {} alone: {ratio:.2} x\n",
@@ -155,7 +139,7 @@ fn alone_on(device: DeviceId, request: &Request) -> Result<f64> {
         plan_world(problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?;
     let all = TokenRuns::contiguous(0..problem.kv_len);
     let tensors = request.source.all(problem, &all, &all)?;
-    Ok(alone::run(&AnyBackend::open(device)?, &world, tensors, REPEAT.get(), &quiet())?.wall_s)
+    Ok(alone::run(&AnyBackend::open(device)?, world, tensors, REPEAT.get(), &quiet())?.wall_s)
 }
 
 const HEADS: u32 = 8;

@@ -224,11 +224,11 @@ impl AnyBackend {
     }
 
     /// A rank's task on this device, which may outlive its group.
-    pub(crate) fn lasting<'a>(&'a self, task: RankTask<'a>) -> AnyLasting<'a> {
+    pub(crate) fn resumable<'a>(&'a self, task: RankTask<'a>) -> AnyResumable<'a> {
         match self {
-            Self::Cpu(backend) => AnyLasting::Cpu(Box::new(Lasting::new(backend, task))),
-            Self::Wgpu(backend) => AnyLasting::Wgpu(Box::new(Lasting::new(&**backend, task))),
-            Self::Cuda(backend) => AnyLasting::Cuda(Box::new(Lasting::new(&**backend, task))),
+            Self::Cpu(backend) => AnyResumable::Cpu(Box::new(Lasting::new(backend, task))),
+            Self::Wgpu(backend) => AnyResumable::Wgpu(Box::new(Lasting::new(&**backend, task))),
+            Self::Cuda(backend) => AnyResumable::Cuda(Box::new(Lasting::new(&**backend, task))),
         }
     }
 
@@ -244,28 +244,28 @@ impl AnyBackend {
 
 /// A rank's task on one of them, with what it has there.
 #[derive(Debug)]
-pub(crate) enum AnyLasting<'a> {
+pub(crate) enum AnyResumable<'a> {
     Cpu(Box<Lasting<'a, CpuBackend>>),
     Wgpu(Box<Lasting<'a, WgpuBackend>>),
     Cuda(Box<Lasting<'a, CudaBackend>>),
 }
 
-impl AnyLasting<'_> {
+impl AnyResumable<'_> {
     /// Runs the rank's plan, on this thread; if it `keeps` what is done, [`Self::finish`] may go on from there.
     pub(crate) fn run(&mut self, keeps: bool, each: impl FnMut(u64, RankOutput)) -> Result<(), Error> {
         match self {
-            Self::Cpu(lasting) => pollster::block_on(lasting.run(keeps, each)),
-            Self::Wgpu(lasting) => pollster::block_on(lasting.run(keeps, each)),
-            Self::Cuda(lasting) => pollster::block_on(lasting.run(keeps, each)),
+            Self::Cpu(rank) => pollster::block_on(rank.run(keeps, each)),
+            Self::Wgpu(rank) => pollster::block_on(rank.run(keeps, each)),
+            Self::Cuda(rank) => pollster::block_on(rank.run(keeps, each)),
         }
     }
 
     /// Finishes it with those who are left.
     pub(crate) fn finish(&mut self, survivors: &Survivors) -> Result<Finished, Error> {
         match self {
-            Self::Cpu(lasting) => pollster::block_on(lasting.finish(survivors)),
-            Self::Wgpu(lasting) => pollster::block_on(lasting.finish(survivors)),
-            Self::Cuda(lasting) => pollster::block_on(lasting.finish(survivors)),
+            Self::Cpu(rank) => pollster::block_on(rank.finish(survivors)),
+            Self::Wgpu(rank) => pollster::block_on(rank.finish(survivors)),
+            Self::Cuda(rank) => pollster::block_on(rank.finish(survivors)),
         }
     }
 }

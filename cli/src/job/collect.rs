@@ -10,8 +10,9 @@ use kyklos_transport::{Rank, Transport, Vote};
 
 use crate::devices::AnyBackend;
 use crate::failure::{Failure, Result};
-use crate::job::rank::{Job, REFUSE, refuse};
-use crate::job::report::{Lost, NOTE_BYTES, RankNote, Summary};
+use crate::job::call::Job;
+use crate::job::refusal::{REFUSE, refuse};
+use crate::job::report::{MissingRows, NOTE_BYTES, RankNote, Summary};
 use crate::messages::Messages;
 use crate::tensors::output::{OutputFile, OutputTarget};
 use crate::verify::{Sample, Verdict};
@@ -26,25 +27,26 @@ impl Job {
         wall_ns: u64,
         file: Option<OutputFile>,
     ) -> Result<(Option<Summary>, Option<Failure>)> {
-        let messages = Messages { transport: &**transport, op: self.repeat, deadline: self.deadline };
+        let messages =
+            Messages { transport: &**transport, op: self.runs.repeat, deadline: self.runs.deadline };
         let mine = RankNote::new(backend.info(), &output.report, wall_ns);
         let rank = transport.rank();
         if rank.0 != 0 {
             messages.send(Rank(0), NOTE, mine.encode()?.into())?;
-            if let Some(sample) = &self.sample {
+            if let Some(sample) = &self.agreed.sample {
                 self.send_rows(&messages, sample, backend, output)?;
             }
-            let rejected = match (&self.output, file) {
+            let rejected = match (&self.outputs.result, file) {
                 (_, Some(file)) => self.write_part(&**transport, file, output, None),
                 (Some(OutputTarget::Whole(_)), None) => {
                     self.watch.phase(Some("sending the output"));
                     pollster::block_on(send_output(
                         messages.transport,
-                        &self.world,
-                        self.repeat + 1,
+                        self.world(),
+                        self.runs.repeat + 1,
                         &output.o,
                         &output.lse,
-                        self.deadline,
+                        self.runs.deadline,
                     ))?;
                     None
                 }
@@ -57,29 +59,29 @@ impl Job {
         for other in (1..transport.world()).map(Rank) {
             ranks.push(RankNote::decode(&messages.recv(other, NOTE, NOTE_BYTES)?)?);
         }
-        let verdict = match &self.sample {
+        let verdict = match &self.agreed.sample {
             Some(sample) => Some(self.verify(&messages, sample, backend, output, &ranks)?),
             None => None,
         };
         let wrong = verdict.as_ref().and_then(|verdict| verdict.failure.as_ref());
         let wrong = wrong.map(|failure| Failure::run(format!("verification failed: {failure}")));
         let mut output_bytes = 0;
-        let rejected = match (&self.output, file) {
+        let rejected = match (&self.outputs.result, file) {
             (Some(OutputTarget::Parts(_)), Some(file)) => self.write_part(&**transport, file, output, wrong),
             (Some(OutputTarget::Whole(_)), Some(file)) => {
                 self.watch.phase(Some("writing the output"));
                 pollster::block_on(receive_output::<Failure>(
                     messages.transport,
-                    &self.world,
-                    self.repeat + 1,
+                    self.world(),
+                    self.runs.repeat + 1,
                     &output.o,
                     &output.lse,
-                    self.deadline,
+                    self.runs.deadline,
                     |piece| {
                         if piece.rank.0 != 0 {
                             output_bytes += (piece.o.len() + piece.lse.len()) as u64;
                         }
-                        file.write_piece(&self.world, &piece)
+                        file.write_piece(self.world(), &piece)
                     },
                 ))?;
                 // A result that is known to be wrong gets no name.
@@ -95,7 +97,7 @@ impl Job {
             ranks,
             verdict,
             output_bytes,
-            lost: Lost::of(self),
+            missing: self.missing(),
         };
         Ok((Some(summary), rejected))
     }
@@ -117,9 +119,9 @@ impl Job {
         if let Err(failure) = file.write_part(&output.o, &output.lse) {
             return Some(refuse(transport, self.named(transport.rank(), failure)));
         }
-        let vote = Vote::Ready { plan_hash: self.plan_hash };
+        let vote = Vote::Ready { plan_hash: self.agreed.plans.hash };
         // Rank 0 votes after it has verified, which no deadline for messages has anything to do with.
-        match pollster::block_on(transport.agree(vote, self.deadline.max(REFUSE))) {
+        match pollster::block_on(transport.agree(vote, self.runs.deadline.max(REFUSE))) {
             Ok(()) => file.commit().map_err(|failure| self.named(transport.rank(), failure)).err(),
             Err(error) => Some(error.into()),
         }
@@ -133,7 +135,7 @@ impl Job {
         backend: &AnyBackend,
         output: &RankOutput,
     ) -> Result<()> {
-        let tokens = self.world.q_placement.of_rank(messages.transport.rank());
+        let tokens = self.world().q_placement.of_rank(messages.transport.rank());
         let rows = sample.extract(tokens, &output.o, &output.lse);
         if !rows.is_empty() {
             messages.send(Rank(0), ROWS, rows)?;
@@ -141,7 +143,7 @@ impl Job {
         let asked = messages.recv(Rank(0), ALONE, 1)?;
         if asked[..] == [1] {
             self.watch.phase(Some("computing the sampled rows alone"));
-            let rows = sample.dense(backend, self.begun(), &sample.whole_kv()?, &self.quiet())?;
+            let rows = sample.dense(backend, self.agreed.begun(), &sample.whole_kv()?, &self.quiet())?;
             if !rows.is_empty() {
                 messages.send(Rank(0), ALONE_ROWS, rows)?;
             }
@@ -162,10 +164,10 @@ impl Job {
         let others = || (1..messages.transport.world()).map(Rank);
         let mut rows: Vec<Row> = Vec::new();
         for rank in std::iter::once(Rank(0)).chain(others()) {
-            let ids = sample.rows_of(&self.world, rank);
+            let ids = sample.rows_of(self.world(), rank);
             let bytes = match (rank.0, ids.len()) {
                 (_, 0) => continue,
-                (0, _) => sample.extract(self.world.q_placement.of_rank(rank), &output.o, &output.lse),
+                (0, _) => sample.extract(self.world().q_placement.of_rank(rank), &output.o, &output.lse),
                 (_, count) => messages.recv(rank, ROWS, sample.row_bytes(count))?,
             };
             rows.extend(sample.decode(&ids, &bytes));
@@ -182,7 +184,7 @@ impl Job {
             }
         }
         let kv = sample.whole_kv()?;
-        let alone = sample.dense(backend, self.begun(), &kv, &self.quiet())?;
+        let alone = sample.dense(backend, self.agreed.begun(), &kv, &self.quiet())?;
         let mut dense = vec![(ranks[0].device.label(), sample.decode(sample.rows(), &alone))];
         for (rank, note) in asked {
             let bytes = match sample.row_bytes(sample.rows().len()) {
@@ -191,14 +193,26 @@ impl Job {
             };
             dense.push((note.device.label(), sample.decode(sample.rows(), &bytes)));
         }
-        let shared =
-            format!("{} on {} ranks, mesh {}", self.request.strategy, ranks.len(), self.request.mesh);
+        let shared = format!(
+            "{} on {} ranks, mesh {}",
+            self.agreed.request.strategy,
+            ranks.len(),
+            self.agreed.request.mesh
+        );
         sample.judge(rows, &dense, &kv, &shared)
+    }
+
+    /// The rows that went with lost ranks, if this job completes the call of another group.
+    fn missing(&self) -> Option<MissingRows> {
+        self.agreed.begun.is_some().then(|| MissingRows {
+            members: self.agreed.members.iter().map(|rank| rank.0).collect(),
+            queries: self.world().lost.queries.clone(),
+        })
     }
 
     /// Options for runs that nobody watches.
     fn quiet(&self) -> RunOptions {
-        RunOptions { observer: Arc::new(kyklos::NoObserver), trace: false, ..self.options.clone() }
+        RunOptions { observer: Arc::new(kyklos::NoObserver), trace: false, ..self.runs.options.clone() }
     }
 }
 

@@ -8,8 +8,8 @@ use kyklos_transport::{Abort, AbortCause, Rank, Reformed, Regroup, Transport, Tr
 
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
-use crate::job::rank::Job;
 use crate::options::OnLoss;
+use crate::request::Request;
 
 /// What the operator wants when the group loses a rank.
 #[derive(Clone, Copy, Debug)]
@@ -20,12 +20,12 @@ pub(crate) struct LossPolicy {
 }
 
 /// What became of a group.
-pub(crate) struct Lost {
+pub(crate) struct GroupLoss {
     abort: Abort,
     members: Vec<Rank>,
 }
 
-impl Lost {
+impl GroupLoss {
     /// Why the group of a rank that failed was aborted, if it is that and not this rank's own doing.
     pub(crate) fn of(group: &Reformed, failure: &Failure) -> Option<Self> {
         if !failure.of_group {
@@ -55,8 +55,8 @@ impl Lost {
     }
 
     /// Says on standard error what has happened, and how it goes on.
-    pub(crate) fn tell(&self, next: &Reformed, job: &Job) {
-        note(&format!("{}; {}", self.in_words(next), in_words(next, job)));
+    pub(crate) fn tell(&self, next: &Reformed, request: &Request) {
+        note(&format!("{}; {}", self.in_words(next), in_words(next, request)));
     }
 
     /// The same when those who are left finish what all had begun.
@@ -79,16 +79,16 @@ impl Lost {
 }
 
 /// The next group of a rank that is at work, and that is to finish it without those who are lost.
-pub(crate) struct Losses<'a> {
+pub(crate) struct Recovery<'a> {
     policy: LossPolicy,
     group: &'a Reformed,
     /// Once there is one.
-    next: Option<(Lost, Reformed)>,
+    next: Option<(GroupLoss, Reformed)>,
     /// It could not be finished, and all who are left know it.
     refused: bool,
 }
 
-impl<'a> Losses<'a> {
+impl<'a> Recovery<'a> {
     pub(crate) fn new(policy: LossPolicy, group: &'a Reformed) -> Self {
         Self { policy, group, next: None, refused: false }
     }
@@ -98,7 +98,7 @@ impl<'a> Losses<'a> {
         if !self.policy.on_loss.finishes() || self.next.is_some() {
             return None;
         }
-        let lost = Lost::of(self.group, failure)?;
+        let lost = GroupLoss::of(self.group, failure)?;
         let next = match lost.go_on(self.policy, &*self.group.transport) {
             Ok(next) => next,
             Err(failure) => return Some(Err(failure)),
@@ -129,7 +129,7 @@ impl<'a> Losses<'a> {
     }
 
     /// The next group, and whether it has still to begin again.
-    pub(crate) fn into_next(self) -> Option<(Lost, Reformed, bool)> {
+    pub(crate) fn into_next(self) -> Option<(GroupLoss, Reformed, bool)> {
         let Self { next, refused, policy, .. } = self;
         next.map(|(lost, next)| (lost, next, refused && policy.on_loss == OnLoss::FinishOrShrink))
     }
@@ -159,12 +159,11 @@ pub(crate) fn end_if_stuck(group: &Reformed) {
 }
 
 /// A rank that was started anew says where it is.
-pub(crate) fn tell_rejoined(next: &Reformed, job: &Job) {
-    note(&format!("joined again; {}", in_words(next, job)));
+pub(crate) fn tell_rejoined(next: &Reformed, request: &Request) {
+    note(&format!("joined again; {}", in_words(next, request)));
 }
 
-fn in_words(next: &Reformed, job: &Job) -> String {
-    let request = &job.request;
+fn in_words(next: &Reformed, request: &Request) -> String {
     format!(
         "{} ranks begin again (epoch {}: {}), mesh {}, strategy {}",
         next.members.len(),

@@ -1,50 +1,22 @@
 //! One rank, from its own tokens to everyone's result. The same for ranks of one process and for a rank that is one.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::local::{RankTask, Tensors};
-use kyklos::plan::{RankCheck, World};
-use kyklos::{Error, Finished, RankOutput, RunOptions, Span, Survivors};
-use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, TransportError, Vote};
+use kyklos::local::Tensors;
+use kyklos::{Error, RankOutput, Span, Survivors};
+use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
-use crate::devices::{AnyBackend, AnyLasting, DeviceId};
+use crate::devices::{AnyBackend, AnyResumable, DeviceId};
 use crate::failure::{Failure, Result, note};
-use crate::job::on_loss::Losses;
+use crate::job::call::Job;
+use crate::job::on_loss::Recovery;
+use crate::job::refusal::refuse;
 use crate::job::report::Summary;
 use crate::messages::Messages;
-use crate::observe::progress::Watch;
-use crate::observe::record::Flight;
 use crate::observe::trace::{Trace, Track};
 use crate::request::Request;
-use crate::tensors::output::{OutputFile, OutputTarget};
-use crate::verify::Sample;
-
-/// Everything that all ranks agree on.
-#[derive(Debug)]
-pub(crate) struct Job {
-    pub(crate) request: Request,
-    pub(crate) world: Arc<World>,
-    /// Where this finishes what more ranks began: their world.
-    pub(crate) begun: Option<Arc<World>>,
-    pub(crate) checks: Vec<RankCheck>,
-    pub(crate) plan_hash: [u8; 32],
-    pub(crate) repeat: u64,
-    pub(crate) deadline: Duration,
-    pub(crate) sample: Option<Sample>,
-    pub(crate) output: Option<OutputTarget>,
-    /// Where the timelines go, by rank or of all ranks together.
-    pub(crate) trace: Option<PathBuf>,
-    /// Where records go.
-    pub(crate) record: Option<PathBuf>,
-    pub(crate) options: RunOptions,
-    pub(crate) watch: Arc<Watch>,
-    /// What is done outlives the group.
-    pub(crate) lasting: bool,
-    /// By rank, its number in the first group.
-    pub(crate) members: Vec<Rank>,
-}
+use crate::tensors::output::OutputFile;
 
 /// What a rank leaves behind.
 #[derive(Debug)]
@@ -80,14 +52,14 @@ pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<Devi
     result
 }
 
-/// Runs a rank, and tells the others if it fails. With `losses` it is finished with those who are left, in their group.
+/// Runs a rank, and tells the others if it fails. With `recovery` it is finished with those who are left, in their group.
 pub(crate) fn work(
     job: &Job,
     transport: &Arc<dyn Transport>,
     device: Result<DeviceId>,
-    losses: Option<&mut Losses<'_>>,
+    recovery: Option<&mut Recovery<'_>>,
 ) -> Result<RankDone> {
-    let flight = Flight::list(job, transport);
+    let flight = job.list(transport);
     let ready = device
         .and_then(|device| job.prepare(transport.rank(), device))
         .map_err(|failure| refuse(&**transport, job.named(transport.rank(), failure)));
@@ -99,14 +71,14 @@ pub(crate) fn work(
             return result;
         }
     };
-    let mut lasting = backend.lasting(job.task(transport, tensors));
+    let mut resumable = backend.resumable(job.agreed.plans.task(Arc::clone(transport), tensors, &job.runs));
     let result = job
-        .compute(transport.rank(), &mut lasting)
+        .compute(transport.rank(), &mut resumable)
         .and_then(|computed| job.deliver(transport, &backend, computed, file));
     flight.ended(&result);
-    match (result, losses) {
-        (Err(failure), Some(losses)) => match losses.survivors(&failure) {
-            Some(survivors) => finish(job, &survivors?, &backend, &mut lasting, losses),
+    match (result, recovery) {
+        (Err(failure), Some(recovery)) => match recovery.survivors(&failure) {
+            Some(survivors) => finish(job, &survivors?, &backend, &mut resumable, recovery),
             None => Err(failure),
         },
         (result, _) => result,
@@ -118,18 +90,18 @@ fn finish(
     job: &Job,
     survivors: &Survivors,
     backend: &AnyBackend,
-    lasting: &mut AnyLasting<'_>,
-    losses: &mut Losses<'_>,
+    resumable: &mut AnyResumable<'_>,
+    recovery: &mut Recovery<'_>,
 ) -> Result<RankDone> {
     let transport = &survivors.transport;
-    let Finished { world, checks, plan_hash, output } = lasting.finish(survivors).map_err(|error| {
+    let finished = resumable.finish(survivors).map_err(|error| {
         if matches!(error, Error::KeysLost { .. } | Error::Request { .. }) {
-            losses.refuse();
+            recovery.refuse();
         }
         error
     })?;
-    let job = job.finishing(world, checks, plan_hash, losses.members());
-    let flight = Flight::list(&job, transport);
+    let (job, output) = job.completion(finished, recovery.members());
+    let flight = job.list(transport);
     let computed =
         Computed { wall_ns: job.watch.since_start_ns(transport.rank()), spans: output.spans.clone(), output };
     let lacks = job.lacks();
@@ -145,28 +117,18 @@ fn finish(
 /// Leaves the group after that.
 pub(crate) fn leave(job: &Job, transport: &Arc<dyn Transport>, result: &Result<RankDone>) {
     let well = result.as_ref().is_ok_and(|done| done.rejected.is_none());
-    let left = pollster::block_on(transport.close(if well { job.deadline } else { LEAVE }));
+    let left = pollster::block_on(transport.close(if well { job.runs.deadline } else { LEAVE }));
     // The work is done: who leaves rudely afterwards takes nothing away.
     if let (true, Err(error)) = (well, left) {
         note(&format!("warning: rank {}: {error}", transport.rank()));
     }
 }
 
-/// Refuses the operation on all ranks. Returns what became everyone's error.
-pub(crate) fn refuse(transport: &dyn Transport, failure: Failure) -> Failure {
-    let vote = Vote::Refuse { exit: failure.exit, text: failure.text.clone() };
-    match pollster::block_on(transport.agree(vote, REFUSE)) {
-        Err(refused @ TransportError::Refused { .. }) => refused.into(),
-        // Whatever became of the others, this rank knows its own reason.
-        _ => failure,
-    }
-}
-
 impl Job {
     fn prepare(&self, rank: Rank, device: DeviceId) -> Result<Ready> {
-        let Request { problem, source, .. } = &self.request;
+        let Request { problem, source, .. } = &self.agreed.request;
         let (q_tokens, kv_tokens) =
-            (self.world.q_placement.of_rank(rank), &self.world.kv_placement.held_by(rank));
+            (self.world().q_placement.of_rank(rank), &self.world().kv_placement.held_by(rank));
         Ok(Ready {
             backend: AnyBackend::open(device)?,
             tensors: source.all(problem, q_tokens, kv_tokens)?,
@@ -176,79 +138,28 @@ impl Job {
 
     /// What this rank has to write, if anything.
     fn open_output(&self, rank: Rank) -> Result<Option<OutputFile>> {
-        match &self.output {
-            Some(target) => target.open(&self.world, rank, self.members[rank.0 as usize]),
+        match &self.outputs.result {
+            Some(target) => target.open(self.world(), rank, self.agreed.members[rank.0 as usize]),
             None => Ok(None),
         }
     }
 
-    /// The job of those who finish this one in `world`.
-    fn finishing(&self, world: World, checks: Vec<RankCheck>, plan_hash: [u8; 32], members: &[Rank]) -> Self {
-        Self {
-            request: Request { mesh: world.mesh, predicted_s: None, ..self.request.clone() },
-            begun: Some(Arc::clone(&self.world)),
-            checks,
-            plan_hash,
-            repeat: self.repeat,
-            deadline: self.deadline,
-            sample: self.sample.as_ref().map(|sample| sample.owned_in(&world)),
-            world: Arc::new(world),
-            output: self.output.clone(),
-            trace: self.trace.clone(),
-            record: self.record.clone(),
-            options: self.options.clone(),
-            watch: Arc::clone(&self.watch),
-            lasting: false,
-            members: members.to_vec(),
-        }
-    }
-
-    /// The world in which keys began to travel.
-    pub(super) fn begun(&self) -> &World {
-        self.begun.as_ref().unwrap_or(&self.world)
-    }
-
     /// What the result lacks when ranks were lost.
     fn lacks(&self) -> Failure {
-        let queries = &self.world.lost.queries;
+        let queries = &self.world().lost.queries;
         Failure {
             exit: EXIT_LACKS,
             ..Failure::run(format!(
                 "queries {queries} have no answer, their ranks were lost; the other {} are answered over all keys",
-                self.world.problem.q_len as usize - queries.len()
+                self.world().problem.q_len as usize - queries.len()
             ))
         }
     }
 
-    /// A wrong request is wrong everywhere; what failed, failed on this rank.
-    pub(super) fn named(&self, rank: Rank, failure: Failure) -> Failure {
-        if failure.exit == 2 || self.world.mesh.world() == 1 {
-            return failure;
-        }
-        Failure { text: format!("rank {rank}: {}", failure.text), ..failure }
-    }
-
-    fn task<'a>(&'a self, transport: &Arc<dyn Transport>, tensors: Tensors) -> RankTask<'a> {
-        let Tensors { q, k, v, pairs } = tensors;
-        RankTask {
-            world: &self.world,
-            transport: transport.clone(),
-            plan_hash: self.plan_hash,
-            peak_bytes: self.checks[transport.rank().0 as usize].peak_bytes,
-            q,
-            k,
-            v,
-            pairs,
-            repeat: self.repeat,
-            deadline: self.deadline,
-            options: self.options.clone(),
-        }
-    }
-
-    fn compute(&self, rank: Rank, lasting: &mut AnyLasting<'_>) -> Result<Computed> {
+    fn compute(&self, rank: Rank, resumable: &mut AnyResumable<'_>) -> Result<Computed> {
         let mut spans = Vec::new();
         let (mut last, mut walls_ns) = (None, Vec::new());
-        lasting.run(self.lasting, |op, mut output| {
+        resumable.run(self.resumable, |op, mut output| {
             walls_ns.push(self.watch.since_start_ns(rank));
             self.watch.done(rank, op);
             spans.append(&mut output.spans);
@@ -270,11 +181,12 @@ impl Job {
     ) -> Result<RankDone> {
         let rank = transport.rank();
         let Computed { output, spans, wall_ns } = computed;
-        let messages = Messages { transport: &**transport, op: self.repeat, deadline: self.deadline };
-        let trace = match &self.trace {
+        let messages =
+            Messages { transport: &**transport, op: self.runs.repeat, deadline: self.runs.deadline };
+        let trace = match &self.outputs.trace {
             Some(path) => {
                 let track = Track { rank, device: backend.info().name.clone(), spans };
-                let told = track.tell(path, &messages, &*self.options.clock);
+                let told = track.tell(path, &messages, &*self.runs.options.clock);
                 told.map_err(|failure| self.give_up(&**transport, failure))?
             }
             None => None,
@@ -290,7 +202,7 @@ impl Job {
         transport.abort(Abort {
             culprit: transport.rank(),
             cause: AbortCause::Failed(failure.text.clone()),
-            progress: Progress { op: self.repeat, step: 0 },
+            progress: Progress { op: self.runs.repeat, step: 0 },
         });
         failure
     }
@@ -298,7 +210,5 @@ impl Job {
 
 /// Exit code of a result that is right and lacks the answers of ranks that were lost.
 pub(crate) const EXIT_LACKS: u8 = 3;
-/// How long a refusal waits for the others' votes: as long as they may take to get there.
-pub(super) const REFUSE: Duration = Duration::from_secs(600);
 /// How long a rank that failed waits for the others to hear of it.
 const LEAVE: Duration = Duration::from_secs(3);

@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::devices::Device;
 use crate::failure::{Failure, Result};
-use crate::job::rank::Job;
 use crate::request::Request;
 use crate::verify::Verdict;
 
@@ -38,26 +37,17 @@ pub(crate) struct Summary {
     pub(crate) wall_s: f64,
     pub(crate) verdict: Option<Verdict>,
     pub(crate) output_bytes: u64,
-    /// Where ranks were lost and the others have finished.
-    pub(crate) lost: Option<Lost>,
+    /// Where survivors completed the call of a larger group.
+    pub(crate) missing: Option<MissingRows>,
 }
 
-/// What went with the ranks that were lost.
+/// What is missing because ranks were lost.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Lost {
-    /// By rank of those who are left, its number in the first group.
-    members: Vec<u32>,
-    /// Queries that have no answer.
-    queries: TokenRuns,
-}
-
-impl Lost {
-    pub(crate) fn of(job: &Job) -> Option<Self> {
-        job.begun.is_some().then(|| Self {
-            members: job.members.iter().map(|rank| rank.0).collect(),
-            queries: job.world.lost.queries.clone(),
-        })
-    }
+pub(crate) struct MissingRows {
+    /// By rank of the survivors, its number in the first group.
+    pub(crate) members: Vec<u32>,
+    /// Queries without output rows.
+    pub(crate) queries: TokenRuns,
 }
 
 /// The object of `--json`.
@@ -74,9 +64,9 @@ struct Json<'a> {
     predicted_s: Option<f64>,
     max_abs_error: Option<f64>,
     tolerance: Option<f64>,
-    /// Only where ranks were lost and the others have finished.
+    /// Only where survivors completed the call.
     #[serde(skip_serializing_if = "Option::is_none")]
-    lost: Option<&'a Lost>,
+    lost: Option<&'a MissingRows>,
 }
 
 impl RankNote {
@@ -126,7 +116,7 @@ impl Summary {
             predicted_s: request.predicted_s,
             max_abs_error: self.verdict.as_ref().map(|verdict| verdict.max_abs_error),
             tolerance: self.verdict.as_ref().map(|verdict| verdict.tolerance),
-            lost: self.lost.as_ref(),
+            lost: self.missing.as_ref(),
         };
         let text = serde_json::to_string_pretty(&json)
             .map_err(|error| Failure::run(format!("cannot print the report: {error}")))?;
@@ -144,7 +134,7 @@ impl Summary {
         if self.output_bytes > 0 {
             out.push_str(&format!("collected  {}\n", bytes(self.output_bytes)));
         }
-        if let Some(Lost { members, queries }) = &self.lost {
+        if let Some(MissingRows { members, queries }) = &self.missing {
             let members: Vec<String> = members.iter().map(u32::to_string).collect();
             out.push_str(&format!(
                 "lost       queries {queries} have no answer; those who are left were ranks {}\n",

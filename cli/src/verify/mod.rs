@@ -195,7 +195,7 @@ impl Sample {
         let pairs = self.source.read_pairs(&self.problem, &tokens)?;
         let WholeKv { k, v } = kv.as_on_the_wire(shared);
         let tensors = Tensors { q, k, v, pairs };
-        let alone = alone::run(backend, &world, tensors, 1, options)?;
+        let alone = alone::run(backend, world, tensors, 1, options)?;
         Ok(self.extract(&tokens, &alone.output.o, &alone.output.lse))
     }
 

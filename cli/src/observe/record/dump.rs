@@ -5,10 +5,21 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use kyklos_transport::{AbortCause, Outstanding, Progress, Rank};
 
+use super::flight::Flight;
 use super::format::{
     AbortLine, CallLine, ConnectionLine, EventLine, FORMAT, Line, PeerLine, Place, RankLine,
 };
-use super::{Flight, Why};
+
+/// Why a record is written.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Why<'a> {
+    /// The rank has done its work.
+    Done,
+    /// The rank failed, with this error.
+    Failed(&'a str),
+    /// An operator asked.
+    Asked,
+}
 
 pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Result<()> {
     let mut out = BufWriter::new(out);
@@ -23,6 +34,7 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
         op,
         step,
         doing: flight
+            .about
             .world
             .step_in_words(rank, step)
             .map(|words| words.split_whitespace().collect::<Vec<_>>().join(" ")),
@@ -36,11 +48,11 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
         format: FORMAT,
         version: env!("CARGO_PKG_VERSION").to_owned(),
         rank: flight.rank.0,
-        world: flight.world.mesh.world(),
+        world: flight.about.world.mesh.world(),
         job: flight.recorder.job().to_owned(),
         plan_hash: flight.plan_hash_text(),
-        strategy: flight.strategy.clone(),
-        mesh: flight.world.mesh.to_string(),
+        strategy: flight.about.strategy.clone(),
+        mesh: flight.about.world.mesh.to_string(),
         pid: std::process::id(),
         started_unix_ms: unix_ms(flight.started),
         written_unix_ms: unix_ms(SystemTime::now()),
