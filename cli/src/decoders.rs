@@ -28,7 +28,7 @@ use crate::launchers::{self, HostPort, Variables, cluster_file, nodelist};
 use crate::observe::record::format::Line;
 use crate::observe::{doctor, metrics};
 use crate::options::one_line;
-use crate::tensors::input::{InputFile, Source, Which};
+use crate::tensors::{InputFile, Source, Which};
 
 /// Something that takes any bytes.
 pub type Target = fn(&[u8]);

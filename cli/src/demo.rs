@@ -3,9 +3,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use kyklos::{
-    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world,
-};
+use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world};
 use kyklos_transport::{Rank, in_process_group};
 
 use crate::commands::devices::probe;
@@ -18,7 +16,7 @@ use crate::job::{Job, Outputs, Settings};
 use crate::options::ProgressKind;
 use crate::request::Request;
 use crate::run::{alone, quiet};
-use crate::tensors::input::Source;
+use crate::tensors::Source;
 
 /// Runs the demonstration.
 pub(crate) fn demo() -> Result<()> {

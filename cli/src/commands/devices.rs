@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::devices::{self, AnyBackend, Device, DeviceId};
 use crate::failure::{Failure, Result, print};
 use crate::run::{alone, quiet};
-use crate::tensors::input::Source;
+use crate::tensors::Source;
 
 #[derive(Debug, Args)]
 pub(crate) struct DevicesArgs {

@@ -15,7 +15,7 @@ use crate::observe::trace;
 use crate::options::ProgressKind;
 use crate::request::Request;
 use crate::run::plans::{Plans, Runs};
-use crate::tensors::input::Source;
+use crate::tensors::Source;
 use crate::tensors::output::OutputTarget;
 use crate::verify::Sample;
 

@@ -13,7 +13,7 @@ use kyklos::{
 use self::description::nothing_fits;
 use crate::failure::{Failure, Result};
 use crate::options::{List, OrAuto, ProblemArgs, SplitName};
-use crate::tensors::input::{InputFile, Source};
+use crate::tensors::{InputFile, Source};
 
 /// Something definite to compute, shared in a definite way.
 #[derive(Clone, Debug)]

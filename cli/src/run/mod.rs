@@ -9,6 +9,11 @@ pub(crate) mod timed;
 use std::sync::Arc;
 
 use kyklos::{NoObserver, RunOptions, SystemClock};
+use kyklos_transport::quic::quic_loopback_group;
+use kyklos_transport::{Transport, in_process_group};
+
+use crate::failure::Result;
+use crate::options::TransportName;
 
 /// Options for runs that nobody watches.
 pub(crate) fn quiet() -> RunOptions {
@@ -18,4 +23,12 @@ pub(crate) fn quiet() -> RunOptions {
         trace: false,
         poison: false,
     }
+}
+
+/// A group of `ranks` ranks in this process.
+pub(crate) fn group(transport: TransportName, ranks: u32) -> Result<Vec<Arc<dyn Transport>>> {
+    Ok(match transport {
+        TransportName::InProcess => in_process_group(ranks),
+        TransportName::Quic => quic_loopback_group(ranks)?,
+    })
 }

@@ -6,7 +6,7 @@ use kyklos::backend::{Attend, Backend, Control, Layout, Operand, State, StateMut
 use kyklos::{AttentionProblem, BlockWork, Dtype, TokenRuns};
 
 use crate::failure::Result;
-use crate::tensors::input::{Source, Which};
+use crate::tensors::{Source, Which};
 
 /// Tensors and results on a device.
 #[derive(Debug)]

@@ -6,13 +6,12 @@ use std::time::{Duration, Instant};
 use kyklos::local::{Tensors, run_ranks};
 use kyklos::plan::World;
 use kyklos::{Observer, RankReport, RunOptions};
-use kyklos_transport::quic::quic_loopback_group;
-use kyklos_transport::{Rank, Transport, in_process_group};
+use kyklos_transport::Rank;
 
 use crate::devices::AnyBackend;
 use crate::failure::{Failure, Result};
 use crate::options::TransportName;
-use crate::run::quiet;
+use crate::run::{group, quiet};
 
 /// One timed run.
 #[derive(Debug)]
@@ -45,10 +44,7 @@ pub(crate) fn run(
     repeat: u64,
 ) -> Result<Timed> {
     let ranks = world.mesh.world();
-    let transports: Vec<Arc<dyn Transport>> = match transport {
-        TransportName::InProcess => in_process_group(ranks),
-        TransportName::Quic => quic_loopback_group(ranks)?,
-    };
+    let transports = group(transport, ranks)?;
     let starts = Arc::new(Starts::default());
     let options = RunOptions { observer: starts.clone(), ..quiet() };
     let ended = run_ranks(world, transports, tensors, repeat + 1, DEADLINE, &options, |task| {

@@ -9,10 +9,10 @@ use kyklos::{AttentionProblem, Dtype, Run, TokenRuns};
 use kyklos_transport::Rank;
 use safetensors::tensor::{Metadata, TensorInfo};
 
+use super::file::LENGTH_BYTES;
 use crate::failure::{Failure, Result};
 use crate::interrupt::Doomed;
 use crate::options::RANK;
-use crate::tensors::input::LENGTH_BYTES;
 use crate::tensors::positioned::write_all_at;
 
 /// Where the result goes.

@@ -101,7 +101,7 @@ mod tests {
     use super::*;
     use crate::options::MaskArg;
     use crate::run::resident::Resident;
-    use crate::tensors::input::Source;
+    use crate::tensors::Source;
 
     const SEED: u64 = 3;
 

@@ -23,8 +23,8 @@ use crate::devices::AnyBackend;
 use crate::failure::{Failure, Result};
 use crate::request::Request;
 use crate::run::alone;
-use crate::tensors::input::{Source, Which};
 use crate::tensors::pairs::OracleRows;
+use crate::tensors::{Source, Which};
 pub(crate) use every_row::Whole;
 use masks::oracle_mask;
 

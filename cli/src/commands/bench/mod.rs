@@ -18,7 +18,7 @@ use crate::failure::{Failure, Result, note, print};
 use crate::median::median;
 use crate::options::{KernelName, List, MaskArg, Shape};
 use crate::run::resident::{Resident, state_shape};
-use crate::tensors::input::Source;
+use crate::tensors::Source;
 use crate::verify::{Sample, Verdict, Whole};
 
 /// One combination.

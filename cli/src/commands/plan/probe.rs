@@ -20,7 +20,7 @@ use crate::failure::{Failure, Result};
 use crate::median::median;
 use crate::options::TransportName;
 use crate::run::timed;
-use crate::tensors::input::Source;
+use crate::tensors::Source;
 
 /// What there is to look at.
 #[derive(Debug)]

@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use kyklos::plan::{RankCheck, World};
 use kyklos::{Dtype, Mesh, PlacementKind, Strategy};
 use serde::Serialize;
 
@@ -12,6 +11,7 @@ use crate::devices::DeviceId;
 use crate::failure::{Failure, Result};
 use crate::options::{TransportName, one_line};
 use crate::request::Request;
+use crate::run::plans::Plans;
 use crate::verify::Verdict;
 
 /// A combination.
@@ -69,12 +69,11 @@ impl State {
     }
 }
 
-/// What can run: the request, the plans of all ranks, and their proof.
+/// What can run.
 #[derive(Debug)]
 pub(crate) struct Accepted {
     pub(crate) request: Request,
-    pub(crate) world: World,
-    pub(crate) checks: Vec<RankCheck>,
+    pub(crate) plans: Plans,
 }
 
 impl Cell {
@@ -113,7 +112,7 @@ impl Cell {
         let words = self.arguments(folder).into_iter().map(Into::into);
         let args = AttendArgs::of_words(words).map_err(|error| Failure::run(one_line(&error)))?;
         let planned = Request::new(&args.problem, args.seed, None)
-            .and_then(|request| request.plan().map(|(world, checks)| Accepted { request, world, checks }));
+            .and_then(|request| Ok(Accepted { plans: Plans::proved(request.plan()?, &[]), request }));
         match planned {
             Ok(accepted) => Ok(Ok(Box::new(accepted))),
             Err(refusal) if refusal.exit == 2 => Ok(Err(refusal.text)),

@@ -7,15 +7,16 @@ use std::time::Duration;
 use kyklos::backend::Backend;
 use kyklos::collective::HostStaged;
 use kyklos::local::Tensors;
-use kyklos::{Executor, NoObserver, RankOutput, RunOptions, SystemClock, plan};
+use kyklos::{Executor, RankOutput, RunOptions};
 use kyklos_oracle::oracle::Row;
-use kyklos_transport::quic::quic_loopback_group;
-use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
+use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
 use super::cell::{Accepted, Place, State};
 use crate::devices::{AnyBackend, DeviceId};
-use crate::failure::{Failure, Result};
+use crate::failure::Result;
 use crate::options::TransportName;
+use crate::run::threads::on_threads;
+use crate::run::{group, quiet};
 use crate::verify::{Sample, WholeKv};
 
 /// What all cells of one row and dtype are held to.
@@ -63,7 +64,7 @@ impl Yardstick {
     fn compute_alone(&self, accepted: &Accepted, backend: &AnyBackend) -> Result<Vec<Row>, State> {
         let bytes = self
             .sample
-            .dense(backend, &accepted.world, &self.kv, &options())
+            .dense(backend, &accepted.plans.world, &self.kv, &options())
             .map_err(|failure| State::Failed(format!("the device alone: {}", failure.text)))?;
         let rows = self.sample.decode(self.sample.rows(), &bytes);
         let problem = &accepted.request.problem;
@@ -106,7 +107,7 @@ impl Workshop {
     /// The rows of `sample` as the ranks of a world compute them.
     pub(crate) fn run(&mut self, accepted: &Accepted, place: Place, sample: &Sample) -> Result<Vec<Row>> {
         let backend = self.backend(place.device)?;
-        let key = (place.transport, accepted.world.mesh.world());
+        let key = (place.transport, accepted.plans.world.mesh.world());
         let mut group = match self.groups.remove(&key) {
             Some(group) => group,
             None => Group::new(place.transport, key.1)?,
@@ -115,9 +116,9 @@ impl Workshop {
         self.groups.insert(key, group);
         let mut rows = Vec::new();
         for (rank, output) in (0..).map(Rank).zip(outputs) {
-            let tokens = accepted.world.q_placement.of_rank(rank);
+            let tokens = accepted.plans.world.q_placement.of_rank(rank);
             let bytes = sample.extract(tokens, &output.o, &output.lse);
-            rows.extend(sample.decode(&sample.rows_of(&accepted.world, rank), &bytes));
+            rows.extend(sample.decode(&sample.rows_of(&accepted.plans.world, rank), &bytes));
         }
         Ok(rows)
     }
@@ -125,44 +126,18 @@ impl Workshop {
 
 impl Group {
     fn new(transport: TransportName, world: u32) -> Result<Self> {
-        let transports = match transport {
-            TransportName::InProcess => in_process_group(world),
-            TransportName::Quic => quic_loopback_group(world)?,
-        };
-        Ok(Self { transports, op: 0 })
+        Ok(Self { transports: group(transport, world)?, op: 0 })
     }
 
     /// Every rank on a thread of its own, all on one device.
     fn run(&mut self, accepted: &Accepted, backend: &AnyBackend) -> Result<Vec<RankOutput>> {
-        let identities: Vec<String> =
-            (0..accepted.world.mesh.world()).map(|rank| format!("rank-{rank}")).collect();
-        let (op, hash) = (self.op, plan::plan_hash(&accepted.world, &identities));
+        let op = self.op;
         self.op += 1;
-        let results: Vec<Result<RankOutput>> = std::thread::scope(|scope| {
-            let threads: Vec<_> = self
-                .transports
-                .iter()
-                .map(|transport| {
-                    scope.spawn(move || match backend {
-                        AnyBackend::Cpu(backend) => run_rank(backend, transport, accepted, op, hash),
-                        AnyBackend::Wgpu(backend) => run_rank(&**backend, transport, accepted, op, hash),
-                        AnyBackend::Cuda(backend) => run_rank(&**backend, transport, accepted, op, hash),
-                    })
-                })
-                .collect();
-            threads
-                .into_iter()
-                .map(|thread| {
-                    thread.join().unwrap_or_else(|_| Err(Failure::run("a rank panicked: this is a bug")))
-                })
-                .collect()
-        });
-        let blame =
-            results.iter().filter_map(|result| result.as_ref().err()).min_by_key(|failure| failure.of_group);
-        match blame {
-            Some(failure) => Err(failure.clone()),
-            None => results.into_iter().collect(),
-        }
+        on_threads(&self.transports, |transport| match backend {
+            AnyBackend::Cpu(backend) => run_rank(backend, transport, accepted, op),
+            AnyBackend::Wgpu(backend) => run_rank(&**backend, transport, accepted, op),
+            AnyBackend::Cuda(backend) => run_rank(&**backend, transport, accepted, op),
+        })
     }
 }
 
@@ -171,12 +146,12 @@ fn run_rank<B: Backend>(
     transport: &Arc<dyn Transport>,
     accepted: &Accepted,
     op: u64,
-    plan_hash: [u8; 32],
 ) -> Result<RankOutput> {
-    let (rank, world) = (transport.rank(), &accepted.world);
+    let (rank, plans) = (transport.rank(), &accepted.plans);
+    let world = &*plans.world;
     let collective = HostStaged::new(transport.clone(), DEADLINE);
-    let peak_bytes = accepted.checks[rank.0 as usize].peak_bytes;
-    let executor = Executor::new(backend, &collective, world, rank, plan_hash, peak_bytes, options());
+    let executor =
+        Executor::new(backend, &collective, world, rank, plans.hash, plans.peak_bytes(rank), options());
     let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
     let loaded = accepted
         .request
@@ -194,14 +169,9 @@ fn run_rank<B: Backend>(
     }
 }
 
-/// Memory that nobody wrote holds NaN.
+/// Memory that was never written holds NaN.
 fn options() -> RunOptions {
-    RunOptions {
-        clock: Arc::new(SystemClock::new()),
-        observer: Arc::new(NoObserver),
-        trace: false,
-        poison: true,
-    }
+    RunOptions { poison: true, ..quiet() }
 }
 
 /// For one message: ranks of one process that compute for milliseconds.

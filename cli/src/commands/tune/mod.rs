@@ -1,64 +1,25 @@
 //! `kyklos tune`: the kernels that a device has for its shapes, checked, timed against each other, and the choice kept.
 
+mod args;
+mod case;
 mod choose;
 mod report;
 mod rounds;
 
-use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use clap::Args;
-use kyklos::backend::wgpu::{KernelChoice, TuningEntry, TuningKey, WgpuBackend, WgpuOptions};
-use kyklos::backend::{Backend, DeviceClass};
-use kyklos::{AttentionProblem, Dtype, Mask};
+use kyklos::backend::wgpu::{KernelChoice, TuningEntry, WgpuBackend, WgpuOptions};
 
+pub(crate) use self::args::TuneArgs;
+use self::case::{Case, cases};
+use self::report::{CaseReport, Report};
 use crate::devices::tuned;
 use crate::devices::{self, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note, print};
 use crate::interrupt;
-use crate::options::{KernelName, ListItem, Shape};
-use crate::run::resident::state_shape;
+use crate::options::KernelName;
 use crate::switches;
-use report::{CaseReport, Report};
-
-/// What is tuned.
-#[derive(Clone, Debug, Args)]
-pub(crate) struct TuneArgs {
-    /// wgpu, the best there is, or one by number (wgpu:1)
-    #[arg(long, value_name = "D", default_value = "wgpu")]
-    device: DeviceRequest,
-    /// Among which kernels: auto, portable, subgroup, cooperative. A choice made under a name other than auto is used only where
-    /// that name is given
-    #[arg(long, value_name = "K", default_value = "auto", value_parser = KernelName::item)]
-    kernel: KernelName,
-    /// f32, f16, bf16; may be given again
-    #[arg(long, value_name = "NAME", default_values = ["f32", "f16"])]
-    dtype: Vec<Dtype>,
-    /// Elements of a head; may be given again [default: 64 and 128]
-    #[arg(long, value_name = "D", conflicts_with = "shape")]
-    head_dim: Vec<u32>,
-    /// Batch, tokens, query heads, kv heads, head dim; may be given again [default: 1,1024,8,8,D for each head dim, and on
-    /// hardware also 128 and 8192 tokens]
-    #[arg(long, value_name = "B,S,HQ,HKV,D")]
-    shape: Vec<Shape>,
-    /// Seconds that it may take; shapes for which there is no time keep the choice that they have
-    #[arg(long, value_name = "N", default_value = "60")]
-    budget_s: NonZeroU32,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
-    /// Keep nothing
-    #[arg(long)]
-    dry_run: bool,
-}
-
-/// One shape in one dtype.
-struct Case {
-    problem: AttentionProblem,
-    shape: [u32; 5],
-    key: TuningKey,
-}
 
 /// Runs the command.
 pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
@@ -128,32 +89,6 @@ fn device_index(request: DeviceRequest) -> Result<usize> {
     }
 }
 
-fn cases(args: &TuneArgs, backend: &WgpuBackend) -> Result<Vec<Case>> {
-    let mut shapes: Vec<[u32; 5]> = args.shape.iter().map(|Shape(shape)| *shape).collect();
-    if shapes.is_empty() {
-        let software = backend.info().class == DeviceClass::SoftwareGpu;
-        let tokens = if software { &TOKENS[..1] } else { &TOKENS[..] };
-        let dims = if args.head_dim.is_empty() { &HEAD_DIMS[..] } else { &args.head_dim };
-        shapes
-            .extend(dims.iter().flat_map(|dim| tokens.iter().map(|tokens| [1, *tokens, HEADS, HEADS, *dim])));
-    }
-    let mut cases: Vec<Case> = Vec::new();
-    for shape in shapes {
-        for dtype in &args.dtype {
-            let problem = AttentionProblem::new(shape, *dtype, MASK.parse::<Mask>()?)?;
-            let key = backend.tuning_key(*dtype, state_shape(&problem))?;
-            if let Some(same) = cases.iter().find(|case| case.key == key) {
-                return Err(Failure::request(
-                    format!("shapes {:?} and {shape:?} in {dtype} share one choice", same.shape),
-                    "leave one out",
-                ));
-            }
-            cases.push(Case { problem, shape, key });
-        }
-    }
-    Ok(cases)
-}
-
 /// Keeps the winners; where the built-in choice won, nothing is needed. A file that cannot be used is no failure.
 fn keep(args: &TuneArgs, cases: &[Case], report: &Report) -> Option<PathBuf> {
     if args.dry_run {
@@ -185,11 +120,3 @@ fn keep(args: &TuneArgs, cases: &[Case], report: &Report) -> Option<PathBuf> {
         }
     }
 }
-
-const HEAD_DIMS: [u32; 2] = [64, 128];
-/// Shapes that fill devices hardly, well and fully. The first is enough for a few cores, and the last would take them
-/// minutes.
-const TOKENS: [u32; 3] = [1024, 128, 8192];
-const HEADS: u32 = 8;
-/// Its tiles are full and partial: both loops of a kernel are timed and checked.
-const MASK: &str = "causal";

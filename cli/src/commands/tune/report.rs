@@ -7,9 +7,10 @@ use kyklos::backend::wgpu::{AttendVariant, ShapeBucket, WgpuBackend};
 use kyklos::plan::table;
 use serde::Serialize;
 
+use super::args::TuneArgs;
+use super::case::Case;
 use super::choose::{Choice, Outcome, choose};
 use super::rounds::Measured;
-use super::{Case, TuneArgs};
 use crate::devices::DeviceId;
 use crate::failure::{Failure, Result};
 use crate::median::median;

@@ -10,11 +10,11 @@ use kyklos::AttentionProblem;
 use kyklos::backend::wgpu::{AttendVariant, KernelChoice, WgpuBackend, WgpuBuffer, WgpuOptions};
 use kyklos::backend::{Backend, Control};
 
-use super::MASK;
+use super::case::MASK;
 use super::choose::Outcome;
 use crate::failure::Result;
 use crate::run::resident::Resident;
-use crate::tensors::input::Source;
+use crate::tensors::Source;
 use crate::verify::{Sample, Verdict};
 
 /// What came out for the candidates of one case.
