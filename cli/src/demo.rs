@@ -7,7 +7,7 @@ use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy
 use kyklos_transport::{Rank, in_process_group};
 
 use crate::commands::devices::probe;
-use crate::devices::{self, AnyBackend, DeviceId};
+use crate::devices::{self, DeviceId};
 use crate::failure::{Failure, Result, note, print};
 use crate::interrupt;
 use crate::job::here::run_here;
@@ -27,7 +27,7 @@ pub(crate) fn demo() -> Result<()> {
     )?;
     let (devices, speeds) = take_part()?;
     // Then there are two ranks, which share one device.
-    let all_cpu = devices.iter().all(|device| *device == DeviceId::Cpu);
+    let all_cpu = devices.iter().all(|device| *device == DeviceId::CPU);
     let total: f64 = speeds.iter().sum();
     let world = u32::try_from(devices.len()).map_err(|_| Failure::run("too many devices"))?;
     let problem =
@@ -99,24 +99,24 @@ pub(crate) fn demo() -> Result<()> {
 
 /// Every hardware GPU and the CPU, or the CPU twice, with the GFLOP/s of each.
 fn take_part() -> Result<(Vec<DeviceId>, Vec<f64>)> {
-    let gpus = devices::hardware_gpus().into_iter().map(|(index, _)| DeviceId::Wgpu(index));
+    let gpus = devices::hardware_gpus().into_iter();
     let mut devices = Vec::new();
     let mut speeds = Vec::new();
-    for id in gpus.chain([DeviceId::Cpu]) {
-        match AnyBackend::open(id).and_then(|backend| probe(&backend)) {
+    for id in gpus.chain([DeviceId::CPU]) {
+        match id.open().and_then(|backend| probe(&backend)) {
             Ok(speed) => {
                 devices.push(id);
                 speeds.push(speed);
             }
             // One broken driver does not end the demonstration for the others.
-            Err(failure) if id != DeviceId::Cpu => {
+            Err(failure) if id != DeviceId::CPU => {
                 note(&format!("{id} does not take part: {}", failure.text))
             }
             Err(failure) => return Err(failure),
         }
     }
     if devices.len() == 1 {
-        devices.push(DeviceId::Cpu);
+        devices.push(DeviceId::CPU);
         speeds = vec![speeds[0] / 2.0; 2];
     }
     Ok((devices, speeds))
@@ -137,7 +137,7 @@ fn alone_on(device: DeviceId, request: &Request) -> Result<f64> {
         plan_world(problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?;
     let all = TokenRuns::contiguous(0..problem.kv_len);
     let tensors = request.source.all(problem, &all, &all)?;
-    Ok(alone::run(&AnyBackend::open(device)?, world, tensors, REPEAT.get(), &quiet())?.wall_s)
+    Ok(alone::run(&device.open()?, world, tensors, REPEAT.get(), &quiet())?.wall_s)
 }
 
 const HEADS: u32 = 8;

@@ -30,7 +30,7 @@ struct Line {
 pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     let mut lines = Vec::new();
     for id in devices::all() {
-        match AnyBackend::open(id) {
+        match id.open() {
             Ok(backend) => {
                 let probed = probe(&backend);
                 lines.push(Line {
@@ -42,7 +42,7 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
             }
             Err(failure) => lines.push(Line {
                 id: id.to_string(),
-                device: devices::info_of(id),
+                device: id.describe(),
                 gflops: None,
                 error: Some(failure.text),
             }),
@@ -53,7 +53,7 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
             .map_err(|error| Failure::run(format!("cannot print the devices: {error}")))?;
         return print(&(json + "\n"));
     }
-    let gpus = lines.iter().any(|line| line.id != DeviceId::Cpu.to_string());
+    let gpus = lines.iter().any(|line| line.id != DeviceId::CPU.to_string());
     let rows = lines.into_iter().map(|line| {
         vec![
             line.id,

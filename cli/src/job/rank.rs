@@ -130,7 +130,7 @@ impl Job {
         let (q_tokens, kv_tokens) =
             (self.world().q_placement.of_rank(rank), &self.world().kv_placement.held_by(rank));
         Ok(Ready {
-            backend: AnyBackend::open(device)?,
+            backend: device.open()?,
             tensors: source.all(problem, q_tokens, kv_tokens)?,
             file: self.open_output(rank)?,
         })

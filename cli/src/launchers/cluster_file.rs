@@ -118,7 +118,7 @@ mod tests {
         assert_eq!(source.job.unwrap().value, "train");
         assert_eq!(source.places, ["a", "b", "a"].map(|host| Some(host.to_owned())));
         assert_eq!((source.local_rank, source.local_world), (Some(1), Some(2)));
-        assert_eq!(source.devices, [None, Some(DeviceRequest::Wgpu(Some(1))), Some(DeviceRequest::Cpu)]);
+        assert_eq!(source.devices, [None, "wgpu:1".parse().ok(), "cpu".parse().ok()]);
         let short = parse("[[ranks]]\nhost = 'fd00::1'\n[[ranks]]\nhost = 'b'", "F", None).unwrap();
         assert_eq!(short.coordinator.unwrap().value.to_string(), "[fd00::1]:29600");
         assert_eq!((short.local_rank, short.local_world), (None, None));

@@ -203,7 +203,7 @@ fn a_cluster_file_joins_with_a_launcher_or_refuses_it() {
     .unwrap();
     let file = format!("--cluster {}", path.display());
     let launched = read(&file, "SLURM_PROCID=2 SLURM_NTASKS=3").unwrap().unwrap();
-    assert_eq!(launched.device, Some(DeviceRequest::Cpu));
+    assert_eq!(launched.device, "cpu".parse().ok());
     assert_eq!(launched.job.as_deref(), Some("train"));
     assert_eq!(launched.places, ["a", "b", "b"].map(|host| Some(host.to_owned())));
     assert_eq!(short(Some(launched)), "2/3 1/2 a:29600");

@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use self::against::Times;
 pub(crate) use self::args::BenchArgs;
-use crate::devices::{self, AnyBackend, DeviceId};
+use crate::devices::{self, AnyBackend, DeviceId, OnBackend};
 use crate::failure::{Failure, Result, note, print};
 use crate::median::median;
 use crate::options::{KernelName, List, MaskArg, Shape};
@@ -98,7 +98,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
                     lines.extend(cases.iter().map(|case| case.line(device, &backend, args)));
                 }
                 Err(failure) => lines.extend(cases.iter().map(|case| {
-                    let info = devices::info_of(device);
+                    let info = device.describe();
                     case.empty_line(device, (info.name, info.driver, kernel.to_string()), &failure)
                 })),
             }
@@ -126,7 +126,7 @@ fn bench_against(args: &BenchArgs, devices: &[DeviceId], cases: &[Case]) -> Resu
     for case in cases {
         comparisons.push(against::compare(case.text(), &args.against, rounds, repeat, || {
             note(&format!("kyklos {}", case.text()));
-            let Checked { times, tolerance, .. } = case.checked(&backend, args)?;
+            let Checked { times, tolerance, .. } = backend.with(Check { case, args })?;
             Ok((times, tolerance))
         })?);
     }
@@ -143,10 +143,10 @@ fn bench_against(args: &BenchArgs, devices: &[DeviceId], cases: &[Case]) -> Resu
 }
 
 fn open(device: DeviceId, KernelName(kernel): KernelName) -> Result<AnyBackend> {
-    if !matches!(device, DeviceId::Wgpu(_)) && kernel != KernelChoice::Auto {
+    if !device.kind.has_kernels() && kernel != KernelChoice::Auto {
         return Err(Failure::run(format!("{device} has one kernel: use --kernel auto")));
     }
-    AnyBackend::open_with(device, kernel)
+    device.open_with(kernel)
 }
 
 /// A shape, mask and dtype.
@@ -186,24 +186,18 @@ impl Case {
             "{device} {}: {:?} {} {}",
             info.kernel, self.shape, self.mask.text, self.problem.dtype
         ));
-        let names = (info.name.clone(), info.driver.clone(), self.kernel(backend));
-        match self.checked(backend, args) {
+        let names = (
+            info.name.clone(),
+            info.driver.clone(),
+            backend.kernel(self.problem.dtype, state_shape(&self.problem)),
+        );
+        match backend.with(Check { case: self, args }) {
             Ok(checked) => Line {
                 measured: Some(self.measured(checked)),
                 error: None,
                 ..self.empty_line(device, names, &Failure::run(""))
             },
             Err(failure) => self.empty_line(device, names, &failure),
-        }
-    }
-
-    /// The device's kernel, and where a tuned choice displaces the built-in one, that.
-    fn kernel(&self, backend: &AnyBackend) -> String {
-        let device_wide = backend.info().kernel.clone();
-        let AnyBackend::Wgpu(wgpu) = backend else { return device_wide };
-        match wgpu.attend_variant(self.problem.dtype, state_shape(&self.problem)) {
-            Ok((variant, true)) => format!("{} (tuned)", variant.name()),
-            _ => device_wide,
         }
     }
 
@@ -237,14 +231,6 @@ impl Case {
         format!("{batch},{tokens},{heads},{kv_heads},{dim},{},{}", self.mask.text, self.problem.dtype)
     }
 
-    fn checked(&self, backend: &AnyBackend, args: &BenchArgs) -> Result<Checked> {
-        match backend {
-            AnyBackend::Cpu(backend) => self.checked_on(backend, args),
-            AnyBackend::Wgpu(backend) => self.checked_on(&**backend, args),
-            AnyBackend::Cuda(backend) => self.checked_on(&**backend, args),
-        }
-    }
-
     fn measured(&self, Checked { times, tolerance, every_row }: Checked) -> Measured {
         let Times { first_ms, times_ms, max_abs_error } = times;
         let times = || times_ms.iter().copied();
@@ -261,9 +247,28 @@ impl Case {
         }
     }
 
-    /// Times of a run whose result agrees with the oracle, and if that was asked, everywhere with the device's own in f32.
-    fn checked_on<B: Backend>(&self, backend: &B, args: &BenchArgs) -> Result<Checked> {
-        let mut resident = Resident::new(backend, &self.problem, SEED)?;
+    /// A multiply-add counts as two.
+    fn flops(&self) -> f64 {
+        let p = &self.problem;
+        let row =
+            |batch: u32, row: u32| p.mask.visible(batch as usize, p.q_position(row), p.kv_len).keys() as f64;
+        let pairs: f64 = (0..p.batch).flat_map(|b| (0..p.q_len).map(move |r| row(b, r))).sum();
+        4.0 * pairs * f64::from(p.head_dim) * f64::from(p.q_heads)
+    }
+}
+
+/// Times a case. The result must agree with the oracle, and with `--verify` every row with the device's own result in f32.
+struct Check<'a> {
+    case: &'a Case,
+    args: &'a BenchArgs,
+}
+
+impl OnBackend for Check<'_> {
+    type Output = Result<Checked>;
+
+    fn on<B: Backend>(self, backend: &B) -> Result<Checked> {
+        let Self { case, args } = self;
+        let mut resident = Resident::new(backend, &case.problem, SEED)?;
         let mut times_ms = Vec::new();
         for _ in 0..=args.repeat.get() {
             let started = Instant::now();
@@ -273,7 +278,7 @@ impl Case {
         let (o, lse) = resident.results(backend)?;
         let first_ms = times_ms.remove(0);
         let kernel = &backend.info().kernel;
-        let sample = Sample::new(&self.problem, &Source::MadeUp { seed: SEED }, &self.mask.text)?;
+        let sample = Sample::new(&case.problem, &Source::MadeUp { seed: SEED }, &case.mask.text)?;
         let right = |verdict: Verdict| match verdict.failure {
             None => Ok(verdict),
             Some(failure) => Err(Failure::run(format!("wrong result: {failure}"))),
@@ -281,10 +286,10 @@ impl Case {
         let Verdict { max_abs_error, tolerance, .. } = right(sample.judge_alone(&o, &lse, kernel)?)?;
         let every_row = if args.verify {
             drop(resident);
-            let mut wide = Resident::widened(backend, &self.problem, SEED)?;
+            let mut wide = Resident::widened(backend, &case.problem, SEED)?;
             wide.run(backend, &Control::default())?;
             let (wide_o, wide_lse) = wide.results(backend)?;
-            let actual = Whole { dtype: self.problem.dtype, o: &o, lse: &lse };
+            let actual = Whole { dtype: case.problem.dtype, o: &o, lse: &lse };
             let wide = Whole { dtype: Dtype::F32, o: &wide_o, lse: &wide_lse };
             let verdict = right(sample.judge_every_row(actual, wide, kernel)?)?;
             Some(EveryRow { rows: verdict.rows, max_abs_error: verdict.max_abs_error })
@@ -292,15 +297,6 @@ impl Case {
             None
         };
         Ok(Checked { times: Times { first_ms, times_ms, max_abs_error }, tolerance, every_row })
-    }
-
-    /// A multiply-add counts as two.
-    fn flops(&self) -> f64 {
-        let p = &self.problem;
-        let row =
-            |batch: u32, row: u32| p.mask.visible(batch as usize, p.q_position(row), p.kv_len).keys() as f64;
-        let pairs: f64 = (0..p.batch).flat_map(|b| (0..p.q_len).map(move |r| row(b, r))).sum();
-        4.0 * pairs * f64::from(p.head_dim) * f64::from(p.q_heads)
     }
 }
 

@@ -70,7 +70,7 @@ impl Probe {
         let mut backends = BTreeMap::new();
         for device in &devices {
             if !backends.contains_key(device) {
-                backends.insert(*device, AnyBackend::open(*device)?);
+                backends.insert(*device, device.open()?);
             }
         }
         let heads = [problem.q_heads, problem.kv_heads];

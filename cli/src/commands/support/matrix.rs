@@ -7,7 +7,7 @@ use kyklos::{Dtype, Mesh, PlacementKind, Strategy};
 use super::cell::{Cell, Place};
 use super::rows::{ROWS, Row, mesh_of};
 use super::table::place_in;
-use crate::devices::{DeviceId, DeviceRequest};
+use crate::devices::{BackendKind, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result};
 use crate::options::TransportName;
 
@@ -38,12 +38,8 @@ pub(crate) fn document() -> Result<String> {
         out.push_str(&line(mesh, &states));
     }
     out.push_str(DEVICES);
-    for name in ["cpu", "wgpu", "cuda"] {
-        let state = match name.parse::<DeviceRequest>() {
-            Ok(_) => "yes".to_owned(),
-            Err(error) => format!("no{}", refused(error.to_string(), &mut refusals)),
-        };
-        out.push_str(&line(name, &[state]));
+    for kind in BackendKind::ALL {
+        out.push_str(&line(kind.name(), &["yes".to_owned()]));
     }
     out.push('\n');
     for (index, refusal) in refusals.iter().enumerate() {
@@ -66,7 +62,7 @@ fn accepted(
         row.write(dtype, folder)?;
         let said = notes.len();
         for placement in PlacementKind::ALL {
-            let place = Place { device: DeviceId::Cpu, transport: TransportName::InProcess };
+            let place = Place { device: DeviceId::CPU, transport: TransportName::InProcess };
             let cell = Cell { row, strategy, mesh, dtype, placement, place };
             if let Err(refusal) = cell.validate(folder)? {
                 notes.push(refusal);

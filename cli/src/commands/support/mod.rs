@@ -16,7 +16,7 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use kyklos::{Dtype, PlacementKind, Strategy};
 
-use crate::devices::{self, DeviceId, DeviceRequest};
+use crate::devices::{self, BackendKind, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note, print};
 use crate::options::{StrategyName, TransportName};
 use cell::{Cell, Place, Report, State};
@@ -209,7 +209,11 @@ fn run_cell(
 
 /// The devices that are asked for, else all kinds that are there; and what is not.
 fn devices(requests: &[DeviceRequest]) -> Result<(Vec<DeviceId>, Vec<String>)> {
-    let kinds = [DeviceRequest::Cpu, DeviceRequest::Wgpu(None)];
+    let kinds: Vec<DeviceRequest> = BackendKind::ALL
+        .iter()
+        .filter(|kind| kind.is_in_support_table())
+        .map(|kind| DeviceRequest::Of(*kind, None))
+        .collect();
     let mut devices = Vec::new();
     let mut not_run = Vec::new();
     for request in or_all(requests, &kinds) {

@@ -12,7 +12,7 @@ use kyklos_oracle::oracle::Row;
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
 use super::cell::{Accepted, Place, State};
-use crate::devices::{AnyBackend, DeviceId};
+use crate::devices::{AnyBackend, DeviceId, OnBackend};
 use crate::failure::Result;
 use crate::options::TransportName;
 use crate::run::threads::on_threads;
@@ -99,7 +99,7 @@ impl Workshop {
         if let Some(backend) = self.backends.get(&device) {
             return Ok(backend.clone());
         }
-        let backend = Arc::new(AnyBackend::open(device)?);
+        let backend = Arc::new(device.open()?);
         self.backends.insert(device, backend.clone());
         Ok(backend)
     }
@@ -133,38 +133,41 @@ impl Group {
     fn run(&mut self, accepted: &Accepted, backend: &AnyBackend) -> Result<Vec<RankOutput>> {
         let op = self.op;
         self.op += 1;
-        on_threads(&self.transports, |transport| match backend {
-            AnyBackend::Cpu(backend) => run_rank(backend, transport, accepted, op),
-            AnyBackend::Wgpu(backend) => run_rank(&**backend, transport, accepted, op),
-            AnyBackend::Cuda(backend) => run_rank(&**backend, transport, accepted, op),
-        })
+        on_threads(&self.transports, |transport| backend.with(RunRank { transport, accepted, op }))
     }
 }
 
-fn run_rank<B: Backend>(
-    backend: &B,
-    transport: &Arc<dyn Transport>,
-    accepted: &Accepted,
+/// One rank of a group that has run other worlds before.
+struct RunRank<'a> {
+    transport: &'a Arc<dyn Transport>,
+    accepted: &'a Accepted,
     op: u64,
-) -> Result<RankOutput> {
-    let (rank, plans) = (transport.rank(), &accepted.plans);
-    let world = &*plans.world;
-    let collective = HostStaged::new(transport.clone(), DEADLINE);
-    let executor =
-        Executor::new(backend, &collective, world, rank, plans.hash, plans.peak_bytes(rank), options());
-    let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
-    let loaded = accepted
-        .request
-        .source
-        .all(&world.problem, q_tokens, kv_tokens)
-        .and_then(|Tensors { q, k, v, pairs }| Ok(executor.load(q, k, v, pairs)?));
-    match loaded {
-        Ok(mut inputs) => Ok(pollster::block_on(executor.run(op, &mut inputs))?),
-        Err(failure) => {
-            // The others need not wait for this rank.
-            let cause = AbortCause::Failed(failure.text.clone());
-            transport.abort(Abort { culprit: rank, cause, progress: Progress { op, step: 0 } });
-            Err(failure)
+}
+
+impl OnBackend for RunRank<'_> {
+    type Output = Result<RankOutput>;
+
+    fn on<B: Backend>(self, backend: &B) -> Result<RankOutput> {
+        let Self { transport, accepted, op } = self;
+        let (rank, plans) = (transport.rank(), &accepted.plans);
+        let world = &*plans.world;
+        let collective = HostStaged::new(transport.clone(), DEADLINE);
+        let executor =
+            Executor::new(backend, &collective, world, rank, plans.hash, plans.peak_bytes(rank), options());
+        let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
+        let loaded = accepted
+            .request
+            .source
+            .all(&world.problem, q_tokens, kv_tokens)
+            .and_then(|Tensors { q, k, v, pairs }| Ok(executor.load(q, k, v, pairs)?));
+        match loaded {
+            Ok(mut inputs) => Ok(pollster::block_on(executor.run(op, &mut inputs))?),
+            Err(failure) => {
+                // The others need not wait for this rank.
+                let cause = AbortCause::Failed(failure.text.clone());
+                transport.abort(Abort { culprit: rank, cause, progress: Progress { op, step: 0 } });
+                Err(failure)
+            }
         }
     }
 }

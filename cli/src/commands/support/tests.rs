@@ -7,13 +7,13 @@ fn sample() -> SupportArgs {
     SupportArgs {
         dtype: vec![Dtype::F32],
         placement: vec![PlacementKind::Zigzag],
-        device: vec![DeviceRequest::Cpu],
+        device: vec![DeviceRequest::Of(BackendKind::Cpu, None)],
         transport: vec![TransportName::InProcess],
         ..SupportArgs::default()
     }
 }
 
-const HERE: Place = Place { device: DeviceId::Cpu, transport: TransportName::InProcess };
+const HERE: Place = Place { device: DeviceId::CPU, transport: TransportName::InProcess };
 
 fn cell(row: Row, strategy: Strategy) -> Cell {
     Cell::new(row, strategy, Dtype::F32, PlacementKind::Zigzag, HERE).unwrap()
@@ -57,9 +57,9 @@ fn a_spoiled_result_is_wrong_and_the_table_says_so() {
     let cell = cell(ROWS[1], Strategy::Unified);
     let accepted = cell.validate(folder.path()).unwrap().unwrap();
     let mut yardstick = Yardstick::new(&accepted).unwrap();
-    let backend = workshop.backend(DeviceId::Cpu).unwrap();
+    let backend = workshop.backend(DeviceId::CPU).unwrap();
     let rows = workshop.run(&accepted, HERE, &yardstick.sample).unwrap();
-    let mut judge = |rows| yardstick.judge(rows, &accepted, DeviceId::Cpu, &backend);
+    let mut judge = |rows| yardstick.judge(rows, &accepted, DeviceId::CPU, &backend);
     assert!(matches!(judge(rows.clone()), State::Correct { .. }));
 
     let spoil = |how: &dyn Fn(&mut Vec<kyklos_oracle::oracle::Row>)| {
@@ -106,12 +106,12 @@ fn what_an_option_changes_is_seen() {
         row.write(Dtype::F32, folder.path()).unwrap();
         let accepted = cell(*row, Strategy::Dense).validate(folder.path()).unwrap().unwrap();
         let mut yardstick = Yardstick::new(&accepted).unwrap();
-        let backend = workshop.backend(DeviceId::Cpu).unwrap();
+        let backend = workshop.backend(DeviceId::CPU).unwrap();
         for other in rows.iter().filter(|other| other.same_tensors(row) && other.name != row.name) {
             other.write(Dtype::F32, folder.path()).unwrap();
             let others = cell(*other, Strategy::Dense).validate(folder.path()).unwrap().unwrap();
             let answer = workshop.run(&others, HERE, &yardstick.sample).unwrap();
-            match yardstick.judge(answer, &accepted, DeviceId::Cpu, &backend) {
+            match yardstick.judge(answer, &accepted, DeviceId::CPU, &backend) {
                 State::Wrong { error, tolerance, .. } => {
                     assert!(error > 100.0 * tolerance, "{} for {}: {error}", other.name, row.name);
                 }

@@ -15,7 +15,7 @@ pub(crate) use self::args::TuneArgs;
 use self::case::{Case, cases};
 use self::report::{CaseReport, Report};
 use crate::devices::tuned;
-use crate::devices::{self, DeviceId, DeviceRequest};
+use crate::devices::{self, BackendKind, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note, print};
 use crate::interrupt;
 use crate::options::KernelName;
@@ -50,7 +50,7 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
         let variants = backend.attend_choices(case.problem.dtype, case.problem.head_dim as usize)?;
         let measured = rounds::measure(index, &case.problem, &variants, Instant::now() + share)?;
         for wrong in measured.wrong() {
-            note(&format!("WRONG RESULT on {}: {wrong}", DeviceId::Wgpu(index)));
+            note(&format!("WRONG RESULT on {}: {wrong}", DeviceId { kind: BackendKind::Wgpu, index }));
         }
         report.cases.push(CaseReport::new(case, measured));
     }
@@ -64,28 +64,28 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
     }
 }
 
-/// The device, which must be one that has several kernels.
+/// The number of the device, which must be one that has several kernels.
 fn device_index(request: DeviceRequest) -> Result<usize> {
-    let one_kernel = |what: &str| {
+    let one_kernel = |kind: BackendKind| {
         Failure::request(
-            format!("--device {request} is {what}, which has one kernel"),
+            format!("--device {request} means {kind}, which has one kernel"),
             "use wgpu, or wgpu:0; kyklos devices lists them",
         )
     };
-    if let DeviceRequest::Cuda(_) = request {
-        return Err(one_kernel("CUDA"));
+    if let DeviceRequest::Of(kind, _) = request
+        && !kind.has_kernels()
+    {
+        return Err(one_kernel(kind));
     }
-    let none = !devices::has_wgpu();
-    if none && request != DeviceRequest::Cpu {
+    if BackendKind::Wgpu.devices().is_empty() {
         return Err(Failure::run(
             "nothing to tune: no Vulkan, Metal or DX12 driver was found, and the cpu has one kernel: install the \
              GPU's driver",
         ));
     }
     match devices::choose(&[request], 0)? {
-        DeviceId::Wgpu(index) => Ok(index),
-        DeviceId::Cpu => Err(one_kernel("the cpu here")),
-        DeviceId::Cuda(_) => Err(one_kernel("CUDA")),
+        DeviceId { kind: BackendKind::Wgpu, index } => Ok(index),
+        DeviceId { kind, .. } => Err(one_kernel(kind)),
     }
 }
 

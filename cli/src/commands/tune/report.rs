@@ -11,7 +11,7 @@ use super::args::TuneArgs;
 use super::case::Case;
 use super::choose::{Choice, Outcome, choose};
 use super::rounds::Measured;
-use crate::devices::DeviceId;
+use crate::devices::{BackendKind, DeviceId};
 use crate::failure::{Failure, Result};
 use crate::median::median;
 
@@ -62,7 +62,7 @@ impl Report {
     pub(super) fn new(index: usize, backend: &WgpuBackend, args: &TuneArgs) -> Self {
         let info = backend.info();
         Self {
-            device: DeviceId::Wgpu(index).to_string(),
+            device: DeviceId { kind: BackendKind::Wgpu, index }.to_string(),
             name: info.name.clone(),
             driver: info.driver.clone(),
             kernel: args.kernel.to_string(),
