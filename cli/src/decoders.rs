@@ -9,6 +9,7 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
+use clap::Parser;
 use kyklos::plan::{StepProgress, World, check_repair};
 use kyklos::simulate::Cluster;
 use kyklos::{
@@ -18,12 +19,15 @@ use kyklos::{
 use kyklos_launch::HostPort;
 use kyklos_transport::Rank;
 
-use crate::against::Times;
-use crate::device::DeviceRequest;
-use crate::input::{InputFile, Source, Which};
-use crate::record::format::Line;
-use crate::report::RankNote;
-use crate::{args, doctor, metrics, tuned};
+use crate::commands::Cli;
+use crate::commands::against::Times;
+use crate::devices::DeviceRequest;
+use crate::devices::tuned;
+use crate::job::report::RankNote;
+use crate::observe::record::format::Line;
+use crate::observe::{doctor, metrics};
+use crate::options::one_line;
+use crate::tensors::{InputFile, Source, Which};
 
 /// Something that takes any bytes.
 pub type Target = fn(&[u8]);
@@ -66,8 +70,8 @@ pub fn tuning(bytes: &[u8]) {
 pub fn arguments(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     let words = std::iter::once("kyklos").chain(text.lines()).map(OsString::from);
-    if let Err(error) = args::parse(words) {
-        let _ = args::one_line(&error);
+    if let Err(error) = Cli::try_parse_from(words) {
+        let _ = one_line(&error);
     }
 }
 

@@ -1,28 +1,22 @@
 //! The demonstration: one attention call shared by everything this machine has.
 
 use std::num::NonZeroU64;
-use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::{
-    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, RunOptions, Split, Strategy, SystemClock, TokenRuns,
-    plan, plan_world,
-};
+use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world};
 use kyklos_transport::{Rank, in_process_group};
 
-use crate::alone;
-use crate::args::ProgressKind;
-use crate::attend::run_here;
-use crate::device::{self, AnyBackend, DeviceId};
-use crate::devices::{probe, quiet};
+use crate::commands::devices::probe;
+use crate::devices::{self, DeviceId};
 use crate::failure::{Failure, Result, note, print};
-use crate::input::Source;
 use crate::interrupt;
-use crate::progress::Watch;
-use crate::rank::Job;
-use crate::report::{duration, headline, verdict_line};
+use crate::job::here::run_here;
+use crate::job::report::{duration, headline, verdict_line};
+use crate::job::{Job, Outputs, Settings};
+use crate::options::ProgressKind;
 use crate::request::Request;
-use crate::verify::Sample;
+use crate::run::{alone, quiet};
+use crate::tensors::Source;
 
 /// Runs the demonstration.
 pub(crate) fn demo() -> Result<()> {
@@ -33,7 +27,7 @@ pub(crate) fn demo() -> Result<()> {
     )?;
     let (devices, speeds) = take_part()?;
     // Then there are two ranks, which share one device.
-    let all_cpu = devices.iter().all(|device| *device == DeviceId::Cpu);
+    let all_cpu = devices.iter().all(|device| *device == DeviceId::CPU);
     let total: f64 = speeds.iter().sum();
     let world = u32::try_from(devices.len()).map_err(|_| Failure::run("too many devices"))?;
     let problem =
@@ -59,29 +53,17 @@ pub(crate) fn demo() -> Result<()> {
     }
     print("\n")?;
 
-    let (world, checks) = request.plan()?;
-    let clock = Arc::new(SystemClock::new());
-    let steps = world.plans.iter().map(|plan| plan.steps.len() as u64).sum::<u64>();
-    let watch =
-        Arc::new(Watch::new(ProgressKind::Auto, clock.clone(), world.mesh.world(), steps * REPEAT.get()));
-    let job = Job {
-        plan_hash: plan::plan_hash(&world, &[]),
-        sample: Some(Sample::of(&request)?),
-        request,
-        checks,
+    let ranks = request.mesh.world();
+    let settings = Settings {
         repeat: REPEAT.get(),
         deadline: Duration::from_secs(120),
-        output: None,
-        trace: None,
-        record: None,
-        options: RunOptions { clock, observer: watch.clone(), ..quiet() },
-        watch,
+        verify: true,
+        progress: ProgressKind::Auto,
+        ranks_here: ranks,
         resumable: false,
-        members: (0..world.mesh.world()).map(Rank).collect(),
-        begun: None,
-        world: Arc::new(world),
     };
-    let done = run_here(&job, in_process_group(job.world.mesh.world()), &devices)?;
+    let job = Job::new(request, settings, Outputs::default(), (0..ranks).map(Rank).collect())?;
+    let done = run_here(&job, in_process_group(ranks), &devices)?;
     let summary = done
         .into_iter()
         .find_map(|done| done.summary)
@@ -95,7 +77,7 @@ pub(crate) fn demo() -> Result<()> {
     print(&out)?;
 
     let best = (0..devices.len()).max_by(|a, b| speeds[*a].total_cmp(&speeds[*b])).unwrap_or(0);
-    let alone_s = alone_on(devices[best], &job.request)?;
+    let alone_s = alone_on(devices[best], &job.agreed.request)?;
     let ratio = alone_s / summary.wall_s.max(1e-9);
     print(&format!(
         "time       {} together, {} on {} alone: {ratio:.2} x\n",
@@ -117,24 +99,24 @@ pub(crate) fn demo() -> Result<()> {
 
 /// Every hardware GPU and the CPU, or the CPU twice, with the GFLOP/s of each.
 fn take_part() -> Result<(Vec<DeviceId>, Vec<f64>)> {
-    let gpus = device::hardware_gpus().into_iter().map(|(index, _)| DeviceId::Wgpu(index));
+    let gpus = devices::hardware_gpus().into_iter();
     let mut devices = Vec::new();
     let mut speeds = Vec::new();
-    for id in gpus.chain([DeviceId::Cpu]) {
-        match AnyBackend::open(id).and_then(|backend| probe(&backend)) {
+    for id in gpus.chain([DeviceId::CPU]) {
+        match id.open().and_then(|backend| probe(&backend)) {
             Ok(speed) => {
                 devices.push(id);
                 speeds.push(speed);
             }
             // One broken driver does not end the demonstration for the others.
-            Err(failure) if id != DeviceId::Cpu => {
+            Err(failure) if id != DeviceId::CPU => {
                 note(&format!("{id} does not take part: {}", failure.text))
             }
             Err(failure) => return Err(failure),
         }
     }
     if devices.len() == 1 {
-        devices.push(DeviceId::Cpu);
+        devices.push(DeviceId::CPU);
         speeds = vec![speeds[0] / 2.0; 2];
     }
     Ok((devices, speeds))
@@ -155,7 +137,7 @@ fn alone_on(device: DeviceId, request: &Request) -> Result<f64> {
         plan_world(problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?;
     let all = TokenRuns::contiguous(0..problem.kv_len);
     let tensors = request.source.all(problem, &all, &all)?;
-    Ok(alone::run(&AnyBackend::open(device)?, &world, tensors, REPEAT.get(), &quiet())?.wall_s)
+    Ok(alone::run(&device.open()?, world, tensors, REPEAT.get(), &quiet())?.wall_s)
 }
 
 const HEADS: u32 = 8;

@@ -10,10 +10,11 @@ use clap::Args;
 use kyklos_launch::{Options, SecretText};
 use kyklos_transport::quic::LinkSettings;
 
-use crate::device::DeviceRequest;
+use crate::devices::DeviceRequest;
 use crate::failure::note;
+use crate::interrupt;
 use crate::launch_words::Flags;
-use crate::{interrupt, record};
+use crate::observe::record;
 
 /// How this process joins a group of processes. Without any of it the environment of a launcher says.
 #[derive(Clone, Debug, Args)]

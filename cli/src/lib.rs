@@ -8,91 +8,55 @@
 #[cfg(target_endian = "big")]
 compile_error!("tensor files are little-endian, and so must be the machine");
 
-mod against;
-mod alone;
-mod args;
-mod attend;
-mod bench;
-mod certs;
+mod commands;
 #[doc(hidden)]
 pub mod decoders;
 mod demo;
-mod device;
 mod devices;
-mod doctor;
-mod driver;
-mod explain;
 mod failure;
 mod group;
-mod input;
 mod interrupt;
-mod launch;
+mod job;
 mod launch_words;
 mod median;
-mod metrics;
+mod messages;
 mod network;
-mod on_loss;
-mod output;
-mod pairs;
-mod plan;
-mod positioned;
-mod probe;
-mod progress;
-mod rank;
-mod record;
-mod report;
+mod observe;
+mod options;
 mod request;
-mod resident;
-mod support;
+mod run;
 mod switches;
-mod timed;
-mod trace;
-mod tune;
-mod tuned;
+mod tensors;
 mod verify;
 
 use std::process::ExitCode;
 
-use args::Command;
+use clap::Parser;
+use commands::Cli;
 use failure::{Failure, note, print};
 
 /// Runs the program with the arguments of this process.
 pub fn main() -> ExitCode {
-    driver::give_a_runtime_folder();
-    let cli = match args::parse(std::env::args_os()) {
+    devices::driver::give_a_runtime_folder();
+    let cli = match Cli::try_parse_from(std::env::args_os()) {
         Ok(cli) => cli,
         Err(help) if !help.use_stderr() => {
-            return end(print(&help.render().to_string()));
+            return end(print(&help.render().to_string()).map(|()| 0));
         }
         Err(error) => {
-            return end(Err(Failure { exit: 2, ..Failure::run(args::one_line(&error)) }));
+            return end(Err(Failure { exit: 2, ..Failure::run(options::one_line(&error)) }));
         }
     };
-    // Whatever the command: a switch that is set wrongly is refused.
+    // A switch with a wrong value is refused by every command.
     if let Err(failure) = switches::check() {
         return end(Err(failure));
     }
-    end(match cli.command {
-        None => demo::demo(),
-        Some(Command::Devices(args)) => devices::devices(&args),
-        Some(Command::Attend(args)) => attend::attend(&args),
-        Some(Command::Plan(args)) => plan::plan(&args),
-        Some(Command::Bench(args)) => bench::bench(&args),
-        Some(Command::Tune(args)) => tune::tune(&args),
-        Some(Command::Certs(args)) => certs::certs(&args),
-        Some(Command::Support(args)) => support::support(&args),
-        Some(Command::Doctor(args)) => {
-            return doctor::doctor(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
-        }
-        Some(Command::Launch(args)) => {
-            return launch::launch(&args).map_or_else(|failure| end(Err(failure)), ExitCode::from);
-        }
-    })
+    end(cli.command.map_or_else(|| demo::demo().map(|()| 0), |command| command.run()))
 }
 
-fn end(result: failure::Result<()>) -> ExitCode {
+fn end(result: failure::Result<u8>) -> ExitCode {
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(exit) => ExitCode::from(exit),
         Err(failure) => {
             let text = match failure.exit {
                 2 => failure.text.split_whitespace().collect::<Vec<_>>().join(" "),

@@ -8,8 +8,8 @@ use clap::{Args, ValueEnum};
 use kyklos::Error;
 use kyklos_transport::quic::{Carrier, Congestion, LinkSettings};
 
-use crate::args::ByteSize;
 use crate::failure::{Failure, Result};
+use crate::options::ByteSize;
 
 /// Best the same on all ranks. What is not given is as it was found best.
 #[derive(Clone, Debug, Args)]

@@ -99,9 +99,9 @@ mod tests {
     use kyklos::backend::cpu::CpuBackend;
 
     use super::*;
-    use crate::args::MaskArg;
-    use crate::input::Source;
-    use crate::resident::Resident;
+    use crate::options::MaskArg;
+    use crate::run::resident::Resident;
+    use crate::tensors::Source;
 
     const SEED: u64 = 3;
 

@@ -1,0 +1,72 @@
+//! `kyklos attend` with all ranks in this process.
+
+use kyklos::Mesh;
+use kyklos_transport::quic::quic_loopback_group_over;
+use kyklos_transport::{Rank, in_process_group};
+
+use super::args::AttendArgs;
+use super::prepare::{devices_fit, job};
+use super::result::tell;
+use crate::devices;
+use crate::failure::{Failure, Result, note};
+use crate::interrupt;
+use crate::job::here::run_here;
+use crate::observe::{metrics, record};
+use crate::options::{OnLoss, OrAuto, TransportName};
+use crate::request::Request;
+
+/// Runs all ranks on threads of this process.
+pub(super) fn here(args: &AttendArgs) -> Result<()> {
+    let ranks = args.problem.ranks.map_or(1, std::num::NonZeroU32::get);
+    let ranks = ranks.max(match args.problem.mesh {
+        OrAuto::Is(mesh) => Mesh::world(mesh),
+        OrAuto::Auto => 1,
+    });
+    if ranks > MAX_RANKS_HERE {
+        return Err(Failure::request(
+            format!("{ranks} ranks in one process"),
+            format!("use at most {MAX_RANKS_HERE}, or more processes with kyklos launch"),
+        ));
+    }
+    if let Some(seconds) = args.group.stuck_after {
+        return Err(Failure::request(
+            format!("--stuck-after {seconds} with all ranks in one process"),
+            "leave it away: there --deadline ends a run that does not get on",
+        ));
+    }
+    if args.on_loss != OnLoss::Stop || args.group.rejoin {
+        return Err(Failure::request(
+            "--on-loss or --rejoin with all ranks in one process",
+            "leave it away, or start a process for each rank with kyklos launch",
+        ));
+    }
+    metrics::check(&args.metrics)?;
+    let request = Request::new(&args.problem, args.seed, None)?;
+    let world = request.mesh.world();
+    devices_fit(args, world)?;
+    let link = match args.transport {
+        Some(TransportName::Quic) => Some(args.network.here(world)?),
+        Some(TransportName::InProcess) | None => {
+            args.network.refuse_without_network()?;
+            None
+        }
+    };
+    let job = job(args, request, world, (0..world).map(Rank).collect())?;
+    if let Some(warning) = job.agreed.request.source.warning() {
+        note(&warning);
+    }
+    let devices =
+        (0..world as usize).map(|rank| devices::choose(&args.device.0, rank)).collect::<Result<Vec<_>>>()?;
+    interrupt::end_on_interrupt()?;
+    record::write_on_request()?;
+    metrics::serve(&args.metrics, 0, 0)?;
+    let transports = match link {
+        Some(link) => quic_loopback_group_over(world, link)?,
+        None => in_process_group(world),
+    };
+    let done = run_here(&job, transports, &devices)?;
+    tell(args, &job, (0..).zip(done).collect())
+}
+
+/// Each rank here is a thread.
+const MAX_RANKS_HERE: u32 = 256;

@@ -1,0 +1,98 @@
+//! `kyklos attend` as one rank that a launcher started.
+
+use std::time::Duration;
+
+use kyklos_launch::Assignment;
+
+use super::args::AttendArgs;
+use super::prepare::{job, launched_request};
+use super::result::tell;
+use crate::devices::{self, DeviceId, DeviceRequest};
+use crate::failure::{Failure, Result, note};
+use crate::group;
+use crate::interrupt;
+use crate::job::on_loss::{self, GroupLoss, LossPolicy, Recovery};
+use crate::job::rank;
+use crate::job::refusal::refuse;
+use crate::observe::{metrics, record};
+use crate::options::OnLoss;
+
+/// Runs the rank of `assignment`, and what follows when its group loses a rank.
+pub(super) fn as_rank(args: &AttendArgs, assignment: &Assignment) -> Result<()> {
+    if assignment.by_kyklos_launch {
+        group::end_with_launcher();
+    }
+    interrupt::end_on_interrupt()?;
+    record::write_on_request()?;
+    if args.group.rejoin && args.on_loss != OnLoss::Rejoin {
+        return Err(Failure::request(
+            "--rejoin without --on-loss rejoin",
+            "give both, as the other ranks have the latter",
+        ));
+    }
+    let mut metrics = metrics::serve(&args.metrics, assignment.rank, assignment.local_rank);
+    let mut group = assignment.join()?;
+    let patience = Duration::from_secs(u64::from(args.group.join_deadline.get()));
+    let policy = LossPolicy { on_loss: args.on_loss, patience };
+    let mut lost: Option<GroupLoss> = None;
+    loop {
+        let transport = &group.transport;
+        on_loss::end_if_stuck(&group);
+        let refuse_all = |failure| {
+            let failure = refuse(&**transport, failure);
+            let _ = pollster::block_on(transport.close(Duration::from_secs(3)));
+            failure
+        };
+        let world = transport.world();
+        let request = launched_request(args, world, assignment.local_world).map_err(|failure| {
+            if world == assignment.world { failure } else { on_loss::does_not_fit(world, &failure) }
+        });
+        let job = std::mem::replace(&mut metrics, Ok(()))
+            .and(request)
+            .and_then(|request| job(args, request, assignment.local_world, group.members.clone()))
+            .map_err(refuse_all)?;
+        if transport.rank().0 == 0 {
+            match &lost {
+                Some(lost) => lost.tell(&group, &job.agreed.request),
+                None if args.group.rejoin => on_loss::tell_rejoined(&group, &job.agreed.request),
+                None => job.agreed.request.source.warning().iter().for_each(|warning| note(warning)),
+            }
+        }
+        let mut recovery = Recovery::new(policy, &group);
+        let done = rank::work(&job, transport, device_of(args, assignment), Some(&mut recovery));
+        job.watch.phase(None);
+        if let Some((ended, next, begins_again)) = recovery.into_next() {
+            group = next;
+            if begins_again {
+                if let (0, Err(failure)) = (group.transport.rank().0, &done) {
+                    note(&format!("it cannot be finished: {}", failure.text));
+                }
+                lost = Some(ended);
+                continue;
+            }
+            rank::leave(&job, &group.transport, &done);
+            return tell(args, &job, vec![(group.transport.rank().0, done?)]);
+        }
+        let begins_again = matches!(args.on_loss, OnLoss::Shrink | OnLoss::Rejoin);
+        let failure = done.as_ref().err().filter(|_| begins_again);
+        let Some(ended) = failure.and_then(|failure| GroupLoss::of(&group, failure)) else {
+            rank::leave(&job, transport, &done);
+            return tell(args, &job, vec![(transport.rank().0, done?)]);
+        };
+        group = ended.go_on(policy, &**transport)?;
+        lost = Some(ended);
+    }
+}
+
+/// The device of a launched rank: by `--device`, or by the cluster file.
+fn device_of(args: &AttendArgs, assignment: &Assignment) -> Result<DeviceId> {
+    let device = assignment.device.as_deref().map(str::parse::<DeviceRequest>).transpose()?;
+    match (device, &args.device.0[..]) {
+        (Some(device), [DeviceRequest::Auto]) => devices::choose(&[device], 0),
+        (Some(device), _) if args.device.0 != [device] => Err(Failure::request(
+            format!("--device {} and device {device} of the cluster file", args.device),
+            "leave one of them away",
+        )),
+        (_, devices) => devices::choose(devices, assignment.local_rank as usize),
+    }
+}

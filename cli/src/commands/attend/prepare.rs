@@ -1,0 +1,82 @@
+//! What `kyklos attend` checks and plans before any rank runs.
+
+use std::time::Duration;
+
+use kyklos::can_repair;
+use kyklos_transport::Rank;
+
+use super::args::AttendArgs;
+use crate::failure::{Failure, Result};
+use crate::job::{Job, Outputs, Settings};
+use crate::observe::{metrics, record};
+use crate::options::TransportName;
+use crate::request::Request;
+use crate::tensors::output::{OutputTarget, keep_apart};
+
+/// What a launched `attend` is, refusing what only makes sense without a launcher.
+pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) -> Result<Request> {
+    if let Some(ranks) = args.problem.ranks {
+        return Err(Failure::request(
+            format!("--ranks {ranks} under a launcher that starts {world} processes"),
+            "leave --ranks away: every process is one rank",
+        ));
+    }
+    if args.transport == Some(TransportName::InProcess) {
+        return Err(Failure::request(
+            format!("--transport in-process between {world} processes"),
+            "leave it away, or use quic",
+        ));
+    }
+    metrics::check(&args.metrics)?;
+    devices_fit(args, local_world)?;
+    let request = Request::new(&args.problem, args.seed, Some(world))?;
+    if args.on_loss.finishes() {
+        can_repair(&request.problem, request.mesh, request.strategy)?;
+    }
+    Ok(request)
+}
+
+/// A device that no rank would use is a mistake.
+pub(super) fn devices_fit(args: &AttendArgs, ranks: u32) -> Result<()> {
+    let devices = args.device.0.len();
+    if devices <= ranks as usize {
+        return Ok(());
+    }
+    Err(Failure::request(
+        format!("{devices} devices for {ranks} ranks here"),
+        "give at most one for each rank",
+    ))
+}
+
+/// Plans and proves the call. `ranks_here` ranks share the memory of this machine; `members` are the numbers of all ranks
+/// in the first group.
+pub(super) fn job(args: &AttendArgs, request: Request, ranks_here: u32, members: Vec<Rank>) -> Result<Job> {
+    request.fits_in_memory(ranks_here)?;
+    let outputs = outputs(args, &request)?;
+    let settings = Settings {
+        repeat: args.repeat.get(),
+        deadline: Duration::from_secs(u64::from(args.deadline.get())),
+        verify: args.verify,
+        progress: args.progress,
+        ranks_here,
+        resumable: args.on_loss.finishes(),
+    };
+    let mut job = Job::new(request, settings, outputs, members)?;
+    // Last, because it makes the folder.
+    job.outputs.record = record::folder(args.record.as_deref())?;
+    Ok(job)
+}
+
+/// The files to write; refuses one that is another file of the call.
+fn outputs(args: &AttendArgs, request: &Request) -> Result<Outputs> {
+    let ranks = request.mesh.world();
+    let result = match &args.output {
+        Some(path) => Some(OutputTarget::new(path, request.source.path(), ranks)?),
+        None => None,
+    };
+    if let Some(trace) = &args.trace {
+        keep_apart(("--trace", trace), ("the input", request.source.path()), ranks)?;
+        keep_apart(("--trace", trace), ("the output", args.output.as_deref()), ranks)?;
+    }
+    Ok(Outputs { result, trace: args.trace.clone(), record: None })
+}

@@ -1,0 +1,360 @@
+//! `kyklos bench`: attention kernels on resident data, timed and checked.
+
+pub(crate) mod against;
+mod args;
+
+use std::time::Instant;
+
+use kyklos::backend::wgpu::KernelChoice;
+use kyklos::backend::{Backend, Control};
+use kyklos::plan::table;
+use kyklos::{AttentionProblem, Dtype};
+use serde::Serialize;
+
+use self::against::Times;
+pub(crate) use self::args::BenchArgs;
+use crate::devices::{self, AnyBackend, DeviceId, OnBackend};
+use crate::failure::{Failure, Result, note, print};
+use crate::median::median;
+use crate::options::{KernelName, List, MaskArg, Shape};
+use crate::run::resident::{Resident, state_shape};
+use crate::tensors::Source;
+use crate::verify::{Sample, Verdict, Whole};
+
+/// One combination.
+#[derive(Serialize)]
+struct Line {
+    device: String,
+    name: String,
+    driver: String,
+    kernel: String,
+    shape: [u32; 5],
+    queries: u32,
+    mask: String,
+    dtype: String,
+    #[serde(flatten)]
+    measured: Option<Measured>,
+    /// Why there is no time.
+    error: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Measured {
+    /// The first run: kernels are compiled in it.
+    first_ms: f64,
+    median_ms: f64,
+    min_ms: f64,
+    max_ms: f64,
+    gflop_per_s: f64,
+    max_abs_error: f64,
+    tolerance: f64,
+    /// With --verify: all rows beside the device's own in f32.
+    every_row: Option<EveryRow>,
+}
+
+/// All rows of a result, beside those of the same device in f32.
+#[derive(Clone, Copy, Serialize)]
+struct EveryRow {
+    rows: usize,
+    max_abs_error: f64,
+}
+
+/// What a run was found to take, and that it was right.
+struct Checked {
+    times: Times,
+    tolerance: f64,
+    every_row: Option<EveryRow>,
+}
+
+/// Runs the command.
+pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
+    let List(requests) = &args.device;
+    let mut devices = Vec::new();
+    for place in 0..requests.len() {
+        let device = devices::choose(requests, place)?;
+        if !devices.contains(&device) {
+            devices.push(device);
+        }
+    }
+    if args.verify && args.dtype.contains(&Dtype::F32) {
+        return Err(Failure::request(
+            "--verify with f32, which is what it holds the other types to".to_owned(),
+            "add --dtype f16 or --dtype bf16; rows of f32 are held to the oracle in any case".to_owned(),
+        ));
+    }
+    let cases = cases(args)?;
+    if !args.against.is_empty() {
+        return bench_against(args, &devices, &cases);
+    }
+    let mut lines = Vec::new();
+    for device in devices {
+        let mut seen = Vec::new();
+        for kernel in &args.kernel.0 {
+            match open(device, *kernel) {
+                // auto is one of the others, and need not be timed twice.
+                Ok(backend) if seen.contains(&backend.info().kernel) => {}
+                Ok(backend) => {
+                    seen.push(backend.info().kernel.clone());
+                    lines.extend(cases.iter().map(|case| case.line(device, &backend, args)));
+                }
+                Err(failure) => lines.extend(cases.iter().map(|case| {
+                    let info = device.describe();
+                    case.empty_line(device, (info.name, info.driver, kernel.to_string()), &failure)
+                })),
+            }
+        }
+    }
+    print(&if args.json { json(&lines)? } else { text(&lines) })?;
+    match lines.iter().filter(|line| line.error.is_some()).count() {
+        0 => Ok(()),
+        count => Err(Failure::run(format!("{count} of {} combinations have no time", lines.len()))),
+    }
+}
+
+/// One device and kernel beside other programs.
+fn bench_against(args: &BenchArgs, devices: &[DeviceId], cases: &[Case]) -> Result<()> {
+    let (&[device], &[kernel]) = (devices, &args.kernel.0[..]) else {
+        return Err(Failure::request(
+            format!("--against with {} devices and {} kernels", devices.len(), args.kernel.0.len()),
+            "name one of each",
+        ));
+    };
+    let backend = open(device, kernel)?;
+    let info = backend.info();
+    let (repeat, rounds) = (args.repeat.get(), args.rounds.get());
+    let mut comparisons = Vec::new();
+    for case in cases {
+        comparisons.push(against::compare(case.text(), &args.against, rounds, repeat, || {
+            note(&format!("kyklos {}", case.text()));
+            let Checked { times, tolerance, .. } = backend.with(Check { case, args })?;
+            Ok((times, tolerance))
+        })?);
+    }
+    if args.json {
+        return print(&json(&comparisons)?);
+    }
+    print(&format!(
+        "{} ({}), {}; data resident; {rounds} rounds of {repeat} calls, programs in turns; ratio: their time over ours\n\n{}",
+        info.name,
+        info.driver,
+        info.kernel,
+        against::text(&comparisons)
+    ))
+}
+
+fn open(device: DeviceId, KernelName(kernel): KernelName) -> Result<AnyBackend> {
+    if !device.kind.has_kernels() && kernel != KernelChoice::Auto {
+        return Err(Failure::run(format!("{device} has one kernel: use --kernel auto")));
+    }
+    device.open_with(kernel)
+}
+
+/// A shape, mask and dtype.
+struct Case {
+    problem: AttentionProblem,
+    shape: [u32; 5],
+    mask: MaskArg,
+}
+
+fn cases(args: &BenchArgs) -> Result<Vec<Case>> {
+    let mut cases = Vec::new();
+    for Shape(shape) in &args.shape {
+        for mask in &args.mask {
+            for dtype in &args.dtype {
+                let mut problem = AttentionProblem::new(*shape, *dtype, mask.mask.clone())?;
+                if let Some(queries) = args.queries {
+                    let tokens = problem.kv_len;
+                    let first = tokens.checked_sub(queries.get()).ok_or_else(|| {
+                        Failure::request(
+                            format!("--queries {queries} of {tokens} tokens"),
+                            format!("use at most {tokens}"),
+                        )
+                    })?;
+                    problem = problem.with_queries(queries.get(), first)?;
+                }
+                cases.push(Case { problem, shape: *shape, mask: mask.clone() });
+            }
+        }
+    }
+    Ok(cases)
+}
+
+impl Case {
+    fn line(&self, device: DeviceId, backend: &AnyBackend, args: &BenchArgs) -> Line {
+        let info = backend.info();
+        note(&format!(
+            "{device} {}: {:?} {} {}",
+            info.kernel, self.shape, self.mask.text, self.problem.dtype
+        ));
+        let names = (
+            info.name.clone(),
+            info.driver.clone(),
+            backend.kernel(self.problem.dtype, state_shape(&self.problem)),
+        );
+        match backend.with(Check { case: self, args }) {
+            Ok(checked) => Line {
+                measured: Some(self.measured(checked)),
+                error: None,
+                ..self.empty_line(device, names, &Failure::run(""))
+            },
+            Err(failure) => self.empty_line(device, names, &failure),
+        }
+    }
+
+    fn empty_line(
+        &self,
+        device: DeviceId,
+        (name, driver, kernel): (String, String, String),
+        why: &Failure,
+    ) -> Line {
+        Line {
+            device: device.to_string(),
+            name,
+            driver,
+            kernel,
+            shape: self.shape,
+            queries: self.problem.q_len,
+            mask: self.mask.text.clone(),
+            dtype: self.problem.dtype.to_string(),
+            measured: None,
+            error: Some(why.text.clone()),
+        }
+    }
+
+    /// As peers read it.
+    fn text(&self) -> String {
+        let [batch, keys, heads, kv_heads, dim] = self.shape;
+        let tokens = match self.problem.q_len {
+            queries if queries == keys => keys.to_string(),
+            queries => format!("{queries}:{keys}"),
+        };
+        format!("{batch},{tokens},{heads},{kv_heads},{dim},{},{}", self.mask.text, self.problem.dtype)
+    }
+
+    fn measured(&self, Checked { times, tolerance, every_row }: Checked) -> Measured {
+        let Times { first_ms, times_ms, max_abs_error } = times;
+        let times = || times_ms.iter().copied();
+        let median_ms = median(times());
+        Measured {
+            first_ms,
+            median_ms,
+            min_ms: times().fold(f64::INFINITY, f64::min),
+            max_ms: times().fold(0.0, f64::max),
+            gflop_per_s: self.flops() / median_ms / 1e6,
+            max_abs_error,
+            tolerance,
+            every_row,
+        }
+    }
+
+    /// A multiply-add counts as two.
+    fn flops(&self) -> f64 {
+        let p = &self.problem;
+        let row =
+            |batch: u32, row: u32| p.mask.visible(batch as usize, p.q_position(row), p.kv_len).keys() as f64;
+        let pairs: f64 = (0..p.batch).flat_map(|b| (0..p.q_len).map(move |r| row(b, r))).sum();
+        4.0 * pairs * f64::from(p.head_dim) * f64::from(p.q_heads)
+    }
+}
+
+/// Times a case. The result must agree with the oracle, and with `--verify` every row with the device's own result in f32.
+struct Check<'a> {
+    case: &'a Case,
+    args: &'a BenchArgs,
+}
+
+impl OnBackend for Check<'_> {
+    type Output = Result<Checked>;
+
+    fn on<B: Backend>(self, backend: &B) -> Result<Checked> {
+        let Self { case, args } = self;
+        let mut resident = Resident::new(backend, &case.problem, SEED)?;
+        let mut times_ms = Vec::new();
+        for _ in 0..=args.repeat.get() {
+            let started = Instant::now();
+            resident.run(backend, &Control::default())?;
+            times_ms.push(started.elapsed().as_secs_f64() * 1e3);
+        }
+        let (o, lse) = resident.results(backend)?;
+        let first_ms = times_ms.remove(0);
+        let kernel = &backend.info().kernel;
+        let sample = Sample::new(&case.problem, &Source::MadeUp { seed: SEED }, &case.mask.text)?;
+        let right = |verdict: Verdict| match verdict.failure {
+            None => Ok(verdict),
+            Some(failure) => Err(Failure::run(format!("wrong result: {failure}"))),
+        };
+        let Verdict { max_abs_error, tolerance, .. } = right(sample.judge_alone(&o, &lse, kernel)?)?;
+        let every_row = if args.verify {
+            drop(resident);
+            let mut wide = Resident::widened(backend, &case.problem, SEED)?;
+            wide.run(backend, &Control::default())?;
+            let (wide_o, wide_lse) = wide.results(backend)?;
+            let actual = Whole { dtype: case.problem.dtype, o: &o, lse: &lse };
+            let wide = Whole { dtype: Dtype::F32, o: &wide_o, lse: &wide_lse };
+            let verdict = right(sample.judge_every_row(actual, wide, kernel)?)?;
+            Some(EveryRow { rows: verdict.rows, max_abs_error: verdict.max_abs_error })
+        } else {
+            None
+        };
+        Ok(Checked { times: Times { first_ms, times_ms, max_abs_error }, tolerance, every_row })
+    }
+}
+
+fn json<T: Serialize>(lines: &[T]) -> Result<String> {
+    serde_json::to_string_pretty(lines)
+        .map(|json| json + "\n")
+        .map_err(|error| Failure::run(format!("cannot print the table: {error}")))
+}
+
+fn text(lines: &[Line]) -> String {
+    let header = [
+        "device",
+        "kernel",
+        "shape",
+        "queries",
+        "mask",
+        "dtype",
+        "first ms",
+        "median ms",
+        "min ms",
+        "max ms",
+        "GFLOP/s",
+        "error",
+        "tolerance",
+        "every row",
+    ];
+    let rows = lines.iter().filter_map(|line| {
+        let m = line.measured.as_ref()?;
+        let names = [&line.device, &line.kernel].map(String::clone);
+        let case = [line.shape_text(), line.queries.to_string(), line.mask.clone(), line.dtype.clone()];
+        let ms = [m.first_ms, m.median_ms, m.min_ms, m.max_ms].map(|ms| format!("{ms:.2}"));
+        let errors = [m.max_abs_error, m.tolerance].map(|error| format!("{error:.1e}"));
+        let every_row = match m.every_row {
+            Some(EveryRow { max_abs_error, .. }) => format!("{max_abs_error:.1e}"),
+            None => "not held".to_owned(),
+        };
+        Some([&names[..], &case, &ms, &[format!("{:.1}", m.gflop_per_s)], &errors, &[every_row]].concat())
+    });
+    let mut out = table(&header, rows.collect());
+    // What stopped a kernel altogether is told once.
+    let mut told = Vec::new();
+    for line in lines {
+        let Some(error) = &line.error else { continue };
+        let key = (&line.device, &line.kernel, error);
+        if !told.contains(&key) {
+            let (device, kernel, shape) = (&line.device, &line.kernel, line.shape_text());
+            out.push_str(&format!("\n{device} {kernel}, {shape} {} {}: {error}\n", line.mask, line.dtype));
+            told.push(key);
+        }
+    }
+    out
+}
+
+impl Line {
+    fn shape_text(&self) -> String {
+        self.shape.map(|n| n.to_string()).join(",")
+    }
+}
+
+/// Seed of the tensors.
+const SEED: u64 = 0;

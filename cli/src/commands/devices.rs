@@ -1,0 +1,100 @@
+//! `kyklos devices`, and the probe that it and the demonstration share.
+
+use clap::Args;
+use kyklos::plan::table;
+use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world};
+use serde::Serialize;
+
+use crate::devices::{self, AnyBackend, Device, DeviceId};
+use crate::failure::{Failure, Result, print};
+use crate::run::{alone, quiet};
+use crate::tensors::Source;
+
+#[derive(Debug, Args)]
+pub(crate) struct DevicesArgs {
+    /// Print one JSON array
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Serialize)]
+struct Line {
+    id: String,
+    #[serde(flatten)]
+    device: Device,
+    gflops: Option<f64>,
+    error: Option<String>,
+}
+
+/// Runs the command.
+pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
+    let mut lines = Vec::new();
+    for id in devices::all() {
+        match id.open() {
+            Ok(backend) => {
+                let probed = probe(&backend);
+                lines.push(Line {
+                    id: id.to_string(),
+                    device: Device::new(backend.info()),
+                    gflops: probed.as_ref().ok().copied(),
+                    error: probed.err().map(|failure| failure.text),
+                });
+            }
+            Err(failure) => lines.push(Line {
+                id: id.to_string(),
+                device: id.describe(),
+                gflops: None,
+                error: Some(failure.text),
+            }),
+        }
+    }
+    if args.json {
+        let json = serde_json::to_string_pretty(&lines)
+            .map_err(|error| Failure::run(format!("cannot print the devices: {error}")))?;
+        return print(&(json + "\n"));
+    }
+    let gpus = lines.iter().any(|line| line.id != DeviceId::CPU.to_string());
+    let rows = lines.into_iter().map(|line| {
+        vec![
+            line.id,
+            line.device.name,
+            line.device.class,
+            line.device.driver,
+            line.device.kernel,
+            match (line.gflops, line.error) {
+                (Some(gflops), _) => format!("{gflops:.0} GFLOP/s"),
+                (None, error) => error.unwrap_or_default(),
+            },
+        ]
+    });
+    let mut out = table(&["device", "name", "class", "driver", "kernel", "probe"], rows.collect());
+    if !gpus {
+        out.push_str("\nno GPU: no Vulkan, Metal, DX12 or CUDA driver was found\n");
+    }
+    print(&out)
+}
+
+/// GFLOP/s that a device reaches on attention of a growing number of tokens, until a run takes long enough to time.
+pub(crate) fn probe(backend: &AnyBackend) -> Result<f64> {
+    let mut tokens = FIRST_TOKENS;
+    loop {
+        let problem = AttentionProblem::new([1, tokens, HEADS, HEADS, DIM], Dtype::F32, Mask::full())?;
+        let world =
+            plan_world(&problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?;
+        let (source, all) = (Source::MadeUp { seed: 0 }, TokenRuns::contiguous(0..tokens));
+        let tensors = source.all(&problem, &all, &all)?;
+        // The first run compiles kernels and wakes the device.
+        let alone = alone::run(backend, world, tensors, 2, &quiet())?;
+        let flops = 4.0 * f64::from(tokens).powi(2) * f64::from(HEADS * DIM);
+        if alone.wall_s >= LONG_ENOUGH_S || tokens >= LAST_TOKENS {
+            return Ok(flops / alone.wall_s.max(1e-9) / 1e9);
+        }
+        tokens *= 2;
+    }
+}
+
+const FIRST_TOKENS: u32 = 512;
+const LAST_TOKENS: u32 = 8192;
+const HEADS: u32 = 4;
+const DIM: u32 = 64;
+const LONG_ENOUGH_S: f64 = 0.03;

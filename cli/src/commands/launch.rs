@@ -1,0 +1,320 @@
+//! `kyklos launch`: one process per rank on this host, with an identity for each that lasts as long as the job.
+
+use std::collections::BTreeMap;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, UdpSocket};
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use kyklos_launch::variables::{IDENTITY, JOB_ID, LAUNCH};
+use kyklos_transport::Rank;
+use kyklos_transport::quic::{ClusterAuthority, JobId};
+
+use crate::commands::attend::{AttendArgs, launched_request};
+use crate::failure::{Failure, Result, note};
+use crate::interrupt::{self, EXIT_INTERRUPTED};
+use crate::job::rank::EXIT_LACKS;
+use crate::options::{OnLoss, one_line};
+
+/// How many processes, and of what.
+#[derive(Debug, Args)]
+pub(crate) struct LaunchArgs {
+    /// Number of processes
+    #[arg(short = 'n', long, value_name = "N")]
+    pub(crate) ranks: NonZeroU32,
+    /// `attend` and its options
+    #[arg(trailing_var_arg = true, required = true, value_name = "attend …")]
+    pub(crate) command: Vec<String>,
+}
+
+/// Runs the command; returns the exit code.
+pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
+    let ranks = args.ranks.get();
+    let on_loss = refuse_early(args)?;
+    let interrupted = Arc::new(AtomicBool::new(false));
+    let raise = interrupted.clone();
+    interrupt::on_interrupt(move || raise.store(true, Ordering::Relaxed))?;
+    let asked = Arc::new(AtomicBool::new(false));
+    let raise = asked.clone();
+    interrupt::on_request(move || raise.store(true, Ordering::Relaxed))?;
+
+    let mut builder = tempfile::Builder::new();
+    builder.prefix("kyklos-");
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700));
+    let folder = builder
+        .tempdir()
+        .map_err(|error| Failure::run(format!("cannot make a folder for the job's identity: {error}")))?;
+    let job = JobId::random()?;
+    let authority = ClusterAuthority::new(job)?;
+    let port = free_port()?;
+    let program = std::env::current_exe()
+        .map_err(|error| Failure::run(format!("cannot find this program again: {error}")))?;
+    for rank in 0..ranks {
+        authority.issue(Rank(rank))?.write_file(&identity_of(folder.path(), rank))?;
+    }
+    let start = |rank: u32, again: bool| {
+        Command::new(&program)
+            .args(&args.command)
+            .args(again.then_some("--rejoin"))
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", ranks.to_string())
+            .env("LOCAL_RANK", rank.to_string())
+            .env("LOCAL_WORLD_SIZE", ranks.to_string())
+            .env("MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string())
+            .env("MASTER_PORT", port.to_string())
+            .env(JOB_ID, job.to_string())
+            .env(IDENTITY, identity_of(folder.path(), rank))
+            .env(LAUNCH, "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(|error| Failure::run(format!("cannot start rank {rank}: {error}")))
+    };
+    let mut children = Children::default();
+    for rank in 0..ranks {
+        children.take(rank, start(rank, false)?);
+    }
+    let exit = children.watch(&interrupted, &asked, on_loss, &start);
+    // Explicit, because a folder that stays behind holds keys.
+    if let Err(error) = folder.close() {
+        note(&format!("warning: the job's identity could not be removed: {error}"));
+    }
+    Ok(exit)
+}
+
+fn identity_of(folder: &Path, rank: u32) -> PathBuf {
+    folder.join(format!("rank-{rank}.pem"))
+}
+
+/// What is wrong with the options is said once, before any process is there to say it. Returns what to do about losses.
+fn refuse_early(args: &LaunchArgs) -> Result<OnLoss> {
+    let ranks = args.ranks.get();
+    if ranks > MAX_RANKS {
+        return Err(Failure::request(
+            format!("{ranks} processes on one host"),
+            format!("use at most {MAX_RANKS}"),
+        ));
+    }
+    if args.command.first().is_none_or(|command| command != "attend") {
+        return Err(Failure::request(
+            format!("launch cannot run `{}`", args.command.join(" ")),
+            "write kyklos launch -n 4 -- attend and its options",
+        ));
+    }
+    let attend = AttendArgs::of_words(args.command.iter().map(Into::into))
+        .map_err(|error| Failure { exit: 2, ..Failure::run(one_line(&error)) })?;
+    if let Some(flag) = attend.group.first() {
+        return Err(Failure::request(
+            format!("{flag} under kyklos launch"),
+            "leave it away: kyklos launch says who is which rank, and where",
+        ));
+    }
+    if attend.group.rejoin {
+        return Err(Failure::request(
+            "--rejoin under kyklos launch",
+            "leave it away: kyklos launch gives it to the processes that it starts anew",
+        ));
+    }
+    attend.network.here(ranks)?;
+    launched_request(&attend, ranks, ranks)?.fits_in_memory(ranks)?;
+    Ok(attend.on_loss)
+}
+
+/// A UDP port of loopback that nobody uses now.
+fn free_port() -> Result<u16> {
+    UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))
+        .and_then(|socket| socket.local_addr())
+        .map(|address| address.port())
+        .map_err(|error| Failure::run(format!("cannot find a free port on loopback: {error}")))
+}
+
+/// The processes of the job. Dropping them ends them.
+#[derive(Debug, Default)]
+struct Children {
+    running: Vec<Running>,
+    ended: Vec<(u32, ExitStatus)>,
+    /// By rank, how often it was started anew.
+    restarts: BTreeMap<u32, u32>,
+    readers: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Running {
+    rank: u32,
+    child: Child,
+    /// A process ends when this does, and writes its record when a byte comes.
+    lifeline: Option<ChildStdin>,
+}
+
+impl Children {
+    fn take(&mut self, rank: u32, mut child: Child) {
+        if let Some(stdout) = child.stdout.take() {
+            self.readers.push(std::thread::spawn(move || pass_on(stdout, io::stdout(), |_| String::new())));
+        }
+        if let Some(stderr) = child.stderr.take() {
+            let prefix = move |line: &[u8]| match line {
+                [b'{', ..] => String::new(),
+                _ => format!("[{rank}] "),
+            };
+            self.readers.push(std::thread::spawn(move || pass_on(stderr, io::stderr(), prefix)));
+        }
+        self.running.push(Running { rank, lifeline: child.stdin.take(), child });
+    }
+
+    /// Waits for all of them; when one fails the others have [`SURVIVORS`] to end by themselves, or go on without it, or it
+    /// is started anew.
+    fn watch(
+        &mut self,
+        interrupted: &AtomicBool,
+        asked: &AtomicBool,
+        on_loss: OnLoss,
+        start: &dyn Fn(u32, bool) -> Result<Child>,
+    ) -> u8 {
+        let mut patience: Option<Instant> = None;
+        let mut asked_to_end = false;
+        while !self.running.is_empty() {
+            self.reap();
+            if asked.swap(false, Ordering::Relaxed) {
+                self.ask_for_records();
+            }
+            if interrupted.load(Ordering::Relaxed) && !asked_to_end {
+                asked_to_end = true;
+                patience = Some(Instant::now() + INTERRUPTED);
+                self.running.iter_mut().for_each(|running| running.lifeline = None);
+            }
+            if on_loss == OnLoss::Rejoin && !asked_to_end {
+                self.start_anew(start);
+            }
+            let failed = self.ended.iter().any(|(_, status)| !status.success());
+            if failed && patience.is_none() && on_loss == OnLoss::Stop {
+                patience = Some(Instant::now() + SURVIVORS);
+            }
+            if patience.is_some_and(|until| Instant::now() >= until) {
+                for running in &self.running {
+                    note(&format!("launch: rank {} did not end by itself and is ended", running.rank));
+                }
+                self.end_all();
+                break;
+            }
+            std::thread::sleep(POLL);
+        }
+        for reader in self.readers.drain(..) {
+            let _ = reader.join();
+        }
+        self.ended.sort_by_key(|(rank, _)| *rank);
+        for (rank, status) in &self.ended {
+            let told = status.code().is_some_and(|code| code == 2 || code == i32::from(EXIT_LACKS));
+            if !asked_to_end && !status.success() && !told {
+                note(&format!("launch: rank {rank} ended with {status}"));
+            }
+        }
+        if asked_to_end {
+            EXIT_INTERRUPTED
+        } else if self.ended.iter().all(|(_, status)| status.success())
+            || (on_loss != OnLoss::Stop && self.ended.iter().any(|(_, status)| status.success()))
+        {
+            // Those who went on have the whole result.
+            0
+        } else if self.ended.iter().any(|(_, status)| status.code() == Some(i32::from(EXIT_LACKS))) {
+            // Those who are left have finished what all had begun.
+            EXIT_LACKS
+        } else if self.ended.iter().all(|(_, status)| status.code() == Some(2)) {
+            2
+        } else {
+            1
+        }
+    }
+
+    /// Starts again who was killed, while there are others to join. Who ends by itself knows why, and stays away.
+    fn start_anew(&mut self, start: &dyn Fn(u32, bool) -> Result<Child>) {
+        let killed: Vec<u32> =
+            self.ended.iter().filter(|(_, status)| status.code().is_none()).map(|(rank, _)| *rank).collect();
+        for rank in killed {
+            let restarts = self.restarts.entry(rank).or_default();
+            let others_are_done = self.ended.iter().any(|(_, status)| status.success());
+            if self.running.is_empty() || others_are_done || *restarts >= MOST_RESTARTS {
+                continue;
+            }
+            *restarts += 1;
+            match start(rank, true) {
+                Ok(child) => {
+                    note(&format!("launch: rank {rank} was killed and is started anew"));
+                    self.ended.retain(|(ended, _)| *ended != rank);
+                    self.take(rank, child);
+                }
+                Err(failure) => note(&format!("launch: {}", failure.text)),
+            }
+        }
+    }
+
+    /// What SIGUSR1 would do to each process.
+    fn ask_for_records(&mut self) {
+        for lifeline in self.running.iter_mut().filter_map(|running| running.lifeline.as_mut()) {
+            // A process that does not read has its own end; a pipe takes thousands of bytes before it blocks.
+            let _ = lifeline.write_all(b"r");
+        }
+    }
+
+    fn reap(&mut self) {
+        let ended = &mut self.ended;
+        self.running.retain_mut(|running| match running.child.try_wait() {
+            Ok(Some(status)) => {
+                ended.push((running.rank, status));
+                false
+            }
+            _ => true,
+        });
+    }
+
+    fn end_all(&mut self) {
+        for mut running in self.running.drain(..) {
+            let _ = running.child.kill();
+            if let Ok(status) = running.child.wait() {
+                self.ended.push((running.rank, status));
+            }
+        }
+    }
+}
+
+impl Drop for Children {
+    fn drop(&mut self) {
+        self.end_all();
+    }
+}
+
+/// Copies lines until the other side closes; goes on reading when nobody wants them.
+fn pass_on(from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String) {
+    let mut from = BufReader::new(from);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match from.read_until(b'\n', &mut line) {
+            Ok(0) | Err(_) => return,
+            Ok(_) => {
+                let mut whole = prefix(&line).into_bytes();
+                whole.extend_from_slice(&line);
+                // One call, so that lines of several ranks do not mix.
+                let _ = to.write_all(&whole).and_then(|()| to.flush());
+            }
+        }
+    }
+}
+
+/// How long the others may take to end by themselves when one rank has failed.
+const SURVIVORS: Duration = Duration::from_secs(15);
+/// The same after an interruption.
+const INTERRUPTED: Duration = Duration::from_secs(3);
+/// A rank that is killed more often is not started again.
+const MOST_RESTARTS: u32 = 3;
+/// How often the processes are looked at.
+const POLL: Duration = Duration::from_millis(20);
+/// More processes than this on one host are a typing mistake.
+const MAX_RANKS: u32 = 256;

@@ -1,0 +1,196 @@
+//! `kyklos plan --explain`: every plan that could run on described devices and links, priced. No device is touched.
+
+use kyklos::plan::{expected_of_wire, table};
+use kyklos::simulate::{
+    Candidate, Cluster, Priced, Verdict, bound, candidates, choose, explain_choice, why_first,
+};
+use kyklos::{AttentionProblem, TokenRuns, plan_world};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::args::PlanArgs;
+use crate::commands::plan::probe::{self, Probe};
+use crate::devices;
+use crate::failure::{Failure, Result, in_options, note, print};
+use crate::median::median;
+use crate::request::Asked;
+use crate::request::description::{self, nothing_fits};
+use crate::run::timed;
+
+/// Runs the command.
+pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
+    if let Some(rank) = args.rank {
+        return Err(Failure::request(
+            format!("--rank {rank} with --explain, which shows plans and no steps"),
+            "leave one of the two away",
+        ));
+    }
+    let asked = Asked::new(&args.problem, 0, None)?;
+    if let Some(warning) = asked.source.warning() {
+        note(&warning);
+    }
+    let ranks = asked.wanted.ranks;
+    let (cluster, measured) = match &args.problem.hardware {
+        Some(path) => (description::read(path)?.grown_for(ranks)?, Vec::new()),
+        None if args.probe => probe(args, &asked)?,
+        None => {
+            return Err(Failure::request(
+                "--explain without devices and links to look at",
+                "name a description with --hardware, such as clusters/two-hosts-1gbe.toml, or measure with --probe",
+            ));
+        }
+    };
+    if let Some(path) = &args.save {
+        std::fs::write(path, cluster.to_toml()?).map_err(|error| Failure::file("write", path, &error))?;
+    }
+    let mut priced = choose(&asked.problem, &asked.wanted, &cluster)?;
+    for Priced { verdict, .. } in &mut priced {
+        if let Verdict::Refused(error) = verdict {
+            *error = in_options(error.clone());
+        }
+    }
+    // A request of which nothing can be done is one line, like every wrong request.
+    if let Some(Priced { verdict: Verdict::Refused(error), .. }) = priced.first() {
+        return Err(nothing_fits(priced.len(), error));
+    }
+    let compared = compare(&priced, &measured);
+    let bound = priced
+        .first()
+        .map(|first| bound(&asked.problem, first.candidate, &asked.wanted.split, &cluster))
+        .transpose()?;
+    let why = why_first(&priced);
+    if args.json {
+        let object = json!({
+            "cluster": cluster.name(),
+            "problem": asked.problem,
+            "wire_expected_error": asked.problem.wire.expected_error(asked.problem.head_dim, asked.problem.scale),
+            "ranks": ranks,
+            "bound": bound,
+            "why": why,
+            "description": cluster.description(),
+            "measured": compared,
+            "plans": priced.iter().map(plan).collect::<Vec<_>>(),
+        });
+        let text = serde_json::to_string_pretty(&object)
+            .map_err(|error| Failure::run(format!("cannot print the plans: {error}")))?;
+        print(&(text + "\n"))?;
+    } else {
+        let mut out = format!(
+            "{}\ncluster    {}\n\n{}",
+            headline(&asked.problem, ranks),
+            cluster.name(),
+            explain_choice(&priced)
+        );
+        if let (Some(why), Some(bound)) = (why, bound) {
+            out.push_str(&format!("\n{why}; what bounds it: {bound}\n"));
+        }
+        out.push_str(&comparison(&compared));
+        print(&out)?;
+    }
+    Ok(())
+}
+
+/// A plan that was run.
+#[derive(Clone, Debug, Serialize)]
+struct Compared {
+    plan: Candidate,
+    predicted_s: f64,
+    measured_s: f64,
+    /// Predicted over measured, less one.
+    error: f64,
+}
+
+/// Looks at the devices and the link of ranks in this process and, if so asked, runs every plan in turns with that.
+fn probe(args: &PlanArgs, asked: &Asked) -> Result<(Cluster, Vec<(Candidate, f64)>)> {
+    let (problem, wanted) = (&asked.problem, &asked.wanted);
+    probe::fits(wanted.ranks)?;
+    let devices = (0..wanted.ranks as usize).map(|rank| devices::choose(&args.device.0, rank));
+    let mut probe = Probe::new(problem, devices.collect::<Result<_>>()?, args.transport)?;
+    let Some(rounds) = args.measure else {
+        probe.look()?;
+        return Ok((probe.cluster()?, Vec::new()));
+    };
+    let (q, kv) = (TokenRuns::contiguous(0..problem.q_len), TokenRuns::contiguous(0..problem.kv_len));
+    let tensors = asked.source.all(problem, &q, &kv)?;
+    let mut runs = Vec::new();
+    for candidate in candidates(problem, wanted)? {
+        let Candidate { strategy, mesh, placement } = candidate;
+        // What is refused here is refused in the table, with the reason.
+        if let Ok(world) = plan_world(problem, mesh, placement, &wanted.split, strategy) {
+            runs.push((candidate, world, Vec::new()));
+        }
+    }
+    for _ in 0..rounds.get() {
+        probe.look()?;
+        for (_, world, walls_s) in &mut runs {
+            walls_s.push(timed::run(world, &probe.backends(), args.transport, &tensors, 1)?.wall_s);
+        }
+    }
+    Ok((
+        probe.cluster()?,
+        runs.into_iter().map(|(candidate, _, walls_s)| (candidate, median(walls_s))).collect(),
+    ))
+}
+
+fn compare(priced: &[Priced], measured: &[(Candidate, f64)]) -> Vec<Compared> {
+    let found = priced.iter().filter_map(|priced| {
+        let predicted_s = priced.prediction()?.wall_s();
+        let (plan, measured_s) = *measured.iter().find(|(candidate, _)| *candidate == priced.candidate)?;
+        Some(Compared { plan, predicted_s, measured_s, error: predicted_s / measured_s - 1.0 })
+    });
+    found.collect()
+}
+
+fn comparison(compared: &[Compared]) -> String {
+    if compared.is_empty() {
+        return String::new();
+    }
+    let rows = compared.iter().map(|line| {
+        let ms = [line.predicted_s, line.measured_s].map(|seconds| format!("{:.3}", seconds * 1e3));
+        [&[line.plan.to_string()][..], &ms, &[format!("{:+.1} %", line.error * 100.0)]].concat()
+    });
+    let sizes = || compared.iter().map(|line| line.error.abs());
+    format!(
+        "\n{}\nerror of the prediction: median {:.1} %, worst {:.1} %\n",
+        table(&["plan", "predicted ms", "measured ms", "error"], rows.collect()),
+        median(sizes()) * 100.0,
+        sizes().fold(0.0, f64::max) * 100.0
+    )
+}
+
+fn headline(problem: &AttentionProblem, ranks: u32) -> String {
+    let plural = if ranks == 1 { "" } else { "s" };
+    let wire = match problem.wire.rounds() {
+        true => format!("wire       {}\n", expected_of_wire(problem)),
+        false => String::new(),
+    };
+    format!(
+        "problem    {} x {} queries to {} keys, {} query heads, {} kv heads, dim {}, {}, mask {}\n{wire}ranks      {ranks} rank{plural}",
+        problem.batch,
+        problem.q_len,
+        problem.kv_len,
+        problem.q_heads,
+        problem.kv_heads,
+        problem.head_dim,
+        problem.dtype,
+        problem.mask
+    )
+}
+
+fn plan(priced: &Priced) -> Value {
+    let candidate = json!(priced.candidate);
+    match &priced.verdict {
+        Verdict::Refused(error) => json!({ "plan": candidate, "refused": error.to_string() }),
+        Verdict::Fits(prediction) => json!({
+            "plan": candidate,
+            "predicted_s": prediction.wall_s(),
+            "overlap": prediction.overlap(),
+            "idle": prediction.idle(),
+            "bytes_sent": prediction.bytes_sent(),
+            "peak_bytes": prediction.peak_bytes(),
+            "extrapolated": prediction.extrapolated,
+            "per_rank": prediction.ranks,
+            "links": prediction.links,
+        }),
+    }
+}

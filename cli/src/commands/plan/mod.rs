@@ -1,0 +1,59 @@
+//! `kyklos plan`: what `attend` would run. No device is touched.
+
+mod args;
+mod explain;
+mod probe;
+
+use kyklos::Mesh;
+use kyklos::plan::{Explained, explain};
+use kyklos_transport::Rank;
+
+pub(crate) use self::args::PlanArgs;
+use self::explain::explain as explain_plans;
+use crate::failure::{Failure, Result, note, print, print_json};
+use crate::job::report::duration;
+use crate::request::Request;
+
+/// Runs the command.
+pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
+    if args.explain {
+        return explain_plans(args);
+    }
+    let asked = args.problem.ranks.map_or(1, std::num::NonZeroU32::get);
+    let asked = asked.max(args.problem.mesh.chosen().map_or(1, Mesh::world));
+    if asked > MAX_RANKS {
+        return Err(Failure::request(format!("a plan of {asked} ranks"), format!("use at most {MAX_RANKS}")));
+    }
+    let request = Request::new(&args.problem, 0, None)?;
+    if let Some(warning) = request.source.warning() {
+        note(&warning);
+    }
+    let world = request.mesh.world();
+    if let Some(rank) = args.rank.filter(|rank| *rank >= world) {
+        return Err(Failure::request(
+            format!("--rank {rank} of {world} ranks"),
+            format!("use a rank from 0 to {}", world - 1),
+        ));
+    }
+    let tokens = request.problem.q_len.max(request.problem.kv_len);
+    if tokens > MAX_TOKENS {
+        return Err(Failure::request(
+            format!("a plan over {tokens} tokens"),
+            format!("plans are proved token by token, for at most {MAX_TOKENS}"),
+        ));
+    }
+    let (plans, checks) = request.plan()?;
+    if args.json {
+        return print_json(&Explained::new(&plans, &checks, request.predicted_s));
+    }
+    let shown = args.rank.or((world > FEW).then_some(0)).map(Rank);
+    let predicted = request.predicted_s.map(|seconds| format!("predicted  {}\n", duration(seconds)));
+    print(&(predicted.unwrap_or_default() + &explain(&plans, &checks, shown)))
+}
+
+/// The steps of so many ranks are shown without being asked for.
+const FEW: u32 = 4;
+/// The proof keeps some bytes for each token.
+const MAX_TOKENS: u32 = 1 << 26;
+/// Plans of a ring grow with the square of its ranks.
+const MAX_RANKS: u32 = 1024;

@@ -1,0 +1,245 @@
+//! `kyklos support`: every strategy, mask, option, dtype and placement on every device and transport of this machine,
+//! and the same as the validator sees it.
+
+mod cell;
+mod matrix;
+mod rows;
+mod run;
+mod table;
+#[cfg(test)]
+mod tests;
+
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use kyklos::{Dtype, PlacementKind, Strategy};
+
+use crate::devices::{self, BackendKind, DeviceId, DeviceRequest};
+use crate::failure::{Failure, Result, note, print};
+use crate::options::{StrategyName, TransportName};
+use cell::{Cell, Place, Report, State};
+use rows::{ROWS, Row};
+use run::{Workshop, Yardstick};
+use table::Table;
+
+/// Which part of the table: options that are not given leave nothing out.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct SupportArgs {
+    /// Only these strategies
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    strategy: Vec<StrategyName>,
+    /// Only rows whose names begin like this; may be given again
+    #[arg(long, value_name = "NAME")]
+    row: Vec<String>,
+    /// Only these
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    dtype: Vec<Dtype>,
+    /// Only these
+    #[arg(long, value_name = "KIND,…", value_delimiter = ',')]
+    placement: Vec<PlacementKind>,
+    /// cpu, wgpu, also by number; one that is not there is then an error
+    #[arg(long, value_name = "D,D,…", value_delimiter = ',')]
+    device: Vec<DeviceRequest>,
+    /// Only these
+    #[arg(long, value_enum, value_delimiter = ',')]
+    transport: Vec<TransportName>,
+    /// Keep the input files in this folder, for the command lines that repeat a cell
+    #[arg(long, value_name = "DIR")]
+    inputs: Option<PathBuf>,
+    /// Print docs/support.md instead: what the validator accepts. Runs nothing and needs no device
+    #[arg(long, conflicts_with_all = ["strategy", "row", "dtype", "placement", "device", "transport", "inputs", "json"])]
+    matrix: bool,
+    /// Print one JSON object with every cell
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub(crate) fn support(args: &SupportArgs) -> Result<()> {
+    if args.matrix {
+        return print(&matrix::document()?);
+    }
+    let table = fill(args)?;
+    print(&if args.json { table.json()? } else { table.text() })?;
+    let bad = table.reports.iter().filter(|report| report.state.is_bad()).count();
+    match bad {
+        0 => Ok(()),
+        _ => Err(Failure::run(format!(
+            "{bad} of {} cells are neither correct nor refused",
+            table.reports.len()
+        ))),
+    }
+}
+
+/// The table, or the part of it that is asked for.
+fn fill(args: &SupportArgs) -> Result<Table> {
+    let (devices, not_run) = devices(&args.device)?;
+    let mut axes = Axes::new(args)?;
+    axes.places = devices
+        .iter()
+        .flat_map(|device| {
+            axes.transports.iter().map(|transport| Place { device: *device, transport: *transport })
+        })
+        .collect();
+    let (_doomed, folder) = match &args.inputs {
+        Some(folder) => {
+            std::fs::create_dir_all(folder).map_err(|error| Failure::file("make", folder, &error))?;
+            (None, folder.clone())
+        }
+        None => {
+            let made = tempfile::tempdir()
+                .map_err(|error| Failure::run(format!("no folder for inputs: {error}")))?;
+            let path = made.path().to_owned();
+            (Some(made), path)
+        }
+    };
+    let mut workshop = Workshop::default();
+    let mut names = Vec::new();
+    for device in devices {
+        let backend = workshop.backend(device)?;
+        names.push(format!("{device}: {}", backend.info().name));
+    }
+    let bar = progress(axes.cells());
+    let mut reports = Vec::with_capacity(axes.cells());
+    for row in &axes.rows {
+        for dtype in &axes.dtypes {
+            row.write(*dtype, &folder)?;
+            axes.cells_of(*row, *dtype, &folder, &mut workshop, |report| {
+                if let Some(bar) = &bar {
+                    bar.set_message(format!("{}, {dtype}", row.name));
+                    bar.inc(1);
+                }
+                reports.push(report);
+            })?;
+        }
+    }
+    if let Some(bar) = bar {
+        bar.finish_and_clear();
+    }
+    Ok(Table { reports, devices: names, not_run })
+}
+
+/// What is combined.
+struct Axes {
+    rows: Vec<Row>,
+    strategies: Vec<Strategy>,
+    dtypes: Vec<Dtype>,
+    placements: Vec<PlacementKind>,
+    transports: Vec<TransportName>,
+    places: Vec<Place>,
+}
+
+impl Axes {
+    fn new(args: &SupportArgs) -> Result<Self> {
+        let named = |row: &&Row| {
+            args.row.is_empty() || args.row.iter().any(|name| row.name.starts_with(name.as_str()))
+        };
+        let rows: Vec<Row> = ROWS.iter().filter(named).copied().collect();
+        if rows.is_empty() {
+            let names: Vec<&str> = ROWS.iter().map(|row| row.name).collect();
+            return Err(Failure::request(
+                format!("no row is called {}", args.row.join(" or ")),
+                format!("name the beginning of one of: {}", names.join("; ")),
+            ));
+        }
+        let strategies: Vec<Strategy> = args.strategy.iter().map(|name| name.0).collect();
+        Ok(Self {
+            rows,
+            strategies: or_all(&strategies, &Strategy::ALL),
+            dtypes: or_all(&args.dtype, &Dtype::ALL),
+            placements: or_all(&args.placement, &PlacementKind::ALL),
+            transports: or_all(&args.transport, &[TransportName::InProcess, TransportName::Quic]),
+            places: Vec::new(),
+        })
+    }
+
+    fn cells(&self) -> usize {
+        self.rows.len()
+            * self.strategies.len()
+            * self.dtypes.len()
+            * self.placements.len()
+            * self.places.len()
+    }
+
+    /// Runs all cells of a row and dtype: they share the oracle's answer.
+    fn cells_of(
+        &self,
+        row: Row,
+        dtype: Dtype,
+        folder: &Path,
+        workshop: &mut Workshop,
+        mut each: impl FnMut(Report),
+    ) -> Result<()> {
+        let mut yardstick = None;
+        for strategy in &self.strategies {
+            for placement in &self.placements {
+                for place in &self.places {
+                    let cell = Cell::new(row, *strategy, dtype, *placement, *place);
+                    let state = run_cell(&cell, folder, workshop, &mut yardstick)
+                        .unwrap_or_else(|failure| State::Failed(failure.text));
+                    each(cell.report(state, folder));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What becomes of a cell. An error is a cell that failed.
+fn run_cell(
+    cell: &Cell,
+    folder: &Path,
+    workshop: &mut Workshop,
+    yardstick: &mut Option<Yardstick>,
+) -> Result<State> {
+    let accepted = match cell.validate(folder)? {
+        Ok(accepted) => accepted,
+        Err(refusal) => return Ok(State::Refused(refusal)),
+    };
+    let yardstick = match yardstick {
+        Some(yardstick) => yardstick,
+        None => yardstick.insert(Yardstick::new(&accepted)?),
+    };
+    let rows = workshop.run(&accepted, cell.place, &yardstick.sample)?;
+    let backend = workshop.backend(cell.place.device)?;
+    Ok(yardstick.judge(rows, &accepted, cell.place.device, &backend))
+}
+
+/// The devices that are asked for, else all kinds that are there; and what is not.
+fn devices(requests: &[DeviceRequest]) -> Result<(Vec<DeviceId>, Vec<String>)> {
+    let kinds: Vec<DeviceRequest> = BackendKind::ALL
+        .iter()
+        .filter(|kind| kind.is_in_support_table())
+        .map(|kind| DeviceRequest::Of(*kind, None))
+        .collect();
+    let mut devices = Vec::new();
+    let mut not_run = Vec::new();
+    for request in or_all(requests, &kinds) {
+        match devices::choose(&[request], 0) {
+            Ok(device) if devices.contains(&device) => {}
+            Ok(device) => devices.push(device),
+            Err(failure) if requests.is_empty() => not_run.push(failure.text),
+            Err(failure) => return Err(failure),
+        }
+    }
+    for absent in &not_run {
+        note(&format!("note: not run: {absent}"));
+    }
+    Ok((devices, not_run))
+}
+
+fn or_all<T: Copy>(chosen: &[T], all: &[T]) -> Vec<T> {
+    if chosen.is_empty() { all.to_vec() } else { chosen.to_vec() }
+}
+
+fn progress(cells: usize) -> Option<ProgressBar> {
+    std::io::stderr().is_terminal().then(|| {
+        let bar = ProgressBar::new(cells as u64);
+        if let Ok(style) = ProgressStyle::with_template("{bar:32} {pos}/{len} cells, {elapsed}  {wide_msg}") {
+            bar.set_style(style);
+        }
+        bar
+    })
+}

@@ -1,0 +1,124 @@
+//! A sample of the table, and answers that it must not take.
+
+use super::rows::ROWS;
+use super::*;
+
+fn sample() -> SupportArgs {
+    SupportArgs {
+        dtype: vec![Dtype::F32],
+        placement: vec![PlacementKind::Zigzag],
+        device: vec![DeviceRequest::Of(BackendKind::Cpu, None)],
+        transport: vec![TransportName::InProcess],
+        ..SupportArgs::default()
+    }
+}
+
+const HERE: Place = Place { device: DeviceId::CPU, transport: TransportName::InProcess };
+
+fn cell(row: Row, strategy: Strategy) -> Cell {
+    Cell::new(row, strategy, Dtype::F32, PlacementKind::Zigzag, HERE)
+}
+
+#[test]
+fn every_strategy_and_row_is_correct_or_refused() {
+    let table = fill(&sample()).unwrap();
+    assert_eq!(table.reports.len(), ROWS.len() * Strategy::ALL.len());
+    let mut refused = 0;
+    for Report { cell, state, command } in &table.reports {
+        match state {
+            State::Correct { error, tolerance } => {
+                let most = if cell.row.name == "wire int8" { 0.1 } else { 0.01 };
+                assert!(error <= tolerance && *tolerance < most, "{command}: {error} {tolerance}")
+            }
+            State::Refused(text) => {
+                refused += 1;
+                let expected = match cell.row.name {
+                    "wire f16" => "f16 on the wire",
+                    "wire int8" => "int8 on the wire",
+                    "fixed order" => "a fixed order ",
+                    "token counts, cross-attention" => "exact token counts",
+                    _ => panic!("{command}: {text}"),
+                };
+                assert!(text.starts_with(expected), "{command}: {text}");
+            }
+            State::Wrong { why, .. } | State::Failed(why) => panic!("{command}: {why}"),
+        }
+    }
+    // Token counts over unlike lengths everywhere; other forms on the wire where no keys go round; a fixed order where
+    // zigzag shards are not whole tiles, which is all but one shard.
+    let strategies = Strategy::ALL.len();
+    assert_eq!(refused, strategies + 2 * 4 + (strategies - 2));
+}
+
+#[test]
+fn a_spoiled_result_is_wrong_and_the_table_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut workshop = Workshop::default();
+    let cell = cell(ROWS[1], Strategy::Unified);
+    let accepted = cell.validate(folder.path()).unwrap().unwrap();
+    let mut yardstick = Yardstick::new(&accepted).unwrap();
+    let backend = workshop.backend(DeviceId::CPU).unwrap();
+    let rows = workshop.run(&accepted, HERE, &yardstick.sample).unwrap();
+    let mut judge = |rows| yardstick.judge(rows, &accepted, DeviceId::CPU, &backend);
+    assert!(matches!(judge(rows.clone()), State::Correct { .. }));
+
+    let spoil = |how: &dyn Fn(&mut Vec<kyklos_oracle::oracle::Row>)| {
+        let mut rows = rows.clone();
+        how(&mut rows);
+        rows
+    };
+    let value = spoil(&|rows| rows[700].o[3] += 1e-5);
+    let lse = spoil(&|rows| rows[700].lse += 1e-4);
+    let nan = spoil(&|rows| rows[3].o[0] = f64::NAN);
+    let swapped = spoil(&|rows| {
+        let other = rows[700].o.clone();
+        rows[701].o = other;
+    });
+    for rows in [lse, nan, swapped, value] {
+        let state = judge(rows);
+        assert!(matches!(state, State::Wrong { .. }), "{state:?}");
+        let table = Table {
+            reports: vec![cell.report(state, folder.path())],
+            devices: Vec::new(),
+            not_run: Vec::new(),
+        };
+        let text = table.text();
+        assert!(
+            text.contains("1 WRONG") && text.contains("0 correct, 0 refused, 1 wrong, 0 failed"),
+            "{text}"
+        );
+        assert!(
+            text.contains("kyklos attend --shape 1,260,6,2,16 --dtype f32 --mask causal --strategy unified")
+        );
+    }
+}
+
+/// The answer to one row is no answer to another one with the same tensors: each option matters on its inputs, by the
+/// factor that negative controls are held to.
+#[test]
+fn what_an_option_changes_is_seen() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut workshop = Workshop::default();
+    // Who holds which tokens does not change the answer, and rounding on the wire not by much.
+    let rows: Vec<Row> = ROWS.iter().copied().filter(|row| row.changes_the_answer()).collect();
+    let mut seen = 0;
+    for row in &rows {
+        row.write(Dtype::F32, folder.path()).unwrap();
+        let accepted = cell(*row, Strategy::Dense).validate(folder.path()).unwrap().unwrap();
+        let mut yardstick = Yardstick::new(&accepted).unwrap();
+        let backend = workshop.backend(DeviceId::CPU).unwrap();
+        for other in rows.iter().filter(|other| other.same_tensors(row) && other.name != row.name) {
+            other.write(Dtype::F32, folder.path()).unwrap();
+            let others = cell(*other, Strategy::Dense).validate(folder.path()).unwrap().unwrap();
+            let answer = workshop.run(&others, HERE, &yardstick.sample).unwrap();
+            match yardstick.judge(answer, &accepted, DeviceId::CPU, &backend) {
+                State::Wrong { error, tolerance, .. } => {
+                    assert!(error > 100.0 * tolerance, "{} for {}: {error}", other.name, row.name);
+                }
+                state => panic!("{} passes for {}: {state:?}", other.name, row.name),
+            }
+            seen += 1;
+        }
+    }
+    assert!(seen > 60, "{seen} pairs of rows");
+}

@@ -1,0 +1,52 @@
+//! The shapes that `kyklos tune` tries.
+
+use kyklos::backend::wgpu::{TuningKey, WgpuBackend};
+use kyklos::backend::{Backend, DeviceClass};
+use kyklos::{AttentionProblem, Mask};
+
+use super::args::TuneArgs;
+use crate::failure::{Failure, Result};
+use crate::options::Shape;
+use crate::run::resident::state_shape;
+
+/// One shape in one dtype.
+pub(super) struct Case {
+    pub(super) problem: AttentionProblem,
+    pub(super) shape: [u32; 5],
+    pub(super) key: TuningKey,
+}
+
+/// The shapes that the options name, else the usual ones of the device.
+pub(super) fn cases(args: &TuneArgs, backend: &WgpuBackend) -> Result<Vec<Case>> {
+    let mut shapes: Vec<[u32; 5]> = args.shape.iter().map(|Shape(shape)| *shape).collect();
+    if shapes.is_empty() {
+        let software = backend.info().class == DeviceClass::SoftwareGpu;
+        let tokens = if software { &TOKENS[..1] } else { &TOKENS[..] };
+        let dims = if args.head_dim.is_empty() { &HEAD_DIMS[..] } else { &args.head_dim };
+        shapes
+            .extend(dims.iter().flat_map(|dim| tokens.iter().map(|tokens| [1, *tokens, HEADS, HEADS, *dim])));
+    }
+    let mut cases: Vec<Case> = Vec::new();
+    for shape in shapes {
+        for dtype in &args.dtype {
+            let problem = AttentionProblem::new(shape, *dtype, MASK.parse::<Mask>()?)?;
+            let key = backend.tuning_key(*dtype, state_shape(&problem))?;
+            if let Some(same) = cases.iter().find(|case| case.key == key) {
+                return Err(Failure::request(
+                    format!("shapes {:?} and {shape:?} in {dtype} share one choice", same.shape),
+                    "leave one out",
+                ));
+            }
+            cases.push(Case { problem, shape, key });
+        }
+    }
+    Ok(cases)
+}
+
+const HEAD_DIMS: [u32; 2] = [64, 128];
+/// Shapes that fill devices hardly, well and fully. The first is enough for a few cores, and the last would take them
+/// minutes.
+const TOKENS: [u32; 3] = [1024, 128, 8192];
+const HEADS: u32 = 8;
+/// Its tiles are full and partial: both loops of a kernel are timed and checked.
+pub(super) const MASK: &str = "causal";

@@ -1,0 +1,58 @@
+//! What the program asks of one backend.
+
+use kyklos::Dtype;
+use kyklos::backend::wgpu::KernelChoice;
+use kyklos::backend::{Backend, DeviceClass, DeviceInfo, StateShape};
+
+use crate::failure::{Failure, Result};
+
+/// A backend of this build: how its devices are named, found and opened. One implementation and one line of the table in
+/// `table.rs` add a backend to all commands.
+pub(super) trait BackendEntry {
+    type Backend: Backend;
+
+    /// On the command line: `cpu`, or `wgpu` and `wgpu:1`.
+    const NAME: &'static str;
+    /// Whether devices have numbers.
+    const NUMBERED: bool = true;
+    /// Whether `kyklos support` runs it where `--device` is not given.
+    const IN_SUPPORT_TABLE: bool = false;
+    /// Whether `--kernel` and `kyklos tune` have several kernels to choose from.
+    const HAS_KERNELS: bool = false;
+
+    /// What the drivers of this machine offer. Empty where there is no driver.
+    fn devices() -> Vec<DeviceInfo>;
+
+    /// The device that `--device` means: `index` as it was given, for the rank number `local_rank` of this machine.
+    fn choose(index: Option<usize>, local_rank: usize) -> Result<usize>;
+
+    /// The devices among which `--device auto` chooses, with their classes.
+    fn for_auto() -> Vec<(usize, DeviceClass)> {
+        Vec::new()
+    }
+
+    fn open(index: usize, kernel: KernelChoice) -> Result<Self::Backend>;
+
+    /// The kernel of one call, where it is not the device's usual one.
+    fn special_kernel(_: &Self::Backend, _: Dtype, _: StateShape) -> Option<String> {
+        None
+    }
+}
+
+/// Code that is generic over the backend of an opened device.
+pub(crate) trait OnBackend {
+    type Output;
+
+    fn on<B: Backend>(self, backend: &B) -> Self::Output;
+}
+
+/// `index` if there is such a device among `found`.
+pub(super) fn existing(name: &str, index: usize, found: usize) -> Result<usize> {
+    if index < found {
+        return Ok(index);
+    }
+    Err(Failure::run(format!(
+        "device {name}:{index} does not exist, this machine has {found}: use a number below {found}; \
+         kyklos devices lists them"
+    )))
+}

@@ -1,0 +1,192 @@
+//! The table of backends, and the enums that are made of it.
+
+use std::fmt;
+
+use kyklos::backend::wgpu::KernelChoice;
+use kyklos::backend::{Backend, DeviceClass, DeviceInfo, StateShape};
+use kyklos::local::RankTask;
+use kyklos::{Dtype, Error, RankOutput, Recovery, ResumableRank, Survivors};
+
+use super::backend::{BackendEntry, OnBackend};
+use super::cpu::Cpu;
+use super::cuda::Cuda;
+use super::wgpu::Wgpu;
+use crate::failure::Result;
+
+/// The facts of a backend that need no device.
+struct Facts {
+    name: &'static str,
+    numbered: bool,
+    in_support_table: bool,
+    has_kernels: bool,
+    devices: fn() -> Vec<DeviceInfo>,
+    choose: fn(Option<usize>, usize) -> Result<usize>,
+    for_auto: fn() -> Vec<(usize, DeviceClass)>,
+}
+
+impl Facts {
+    const fn of<E: BackendEntry>() -> Self {
+        Self {
+            name: E::NAME,
+            numbered: E::NUMBERED,
+            in_support_table: E::IN_SUPPORT_TABLE,
+            has_kernels: E::HAS_KERNELS,
+            devices: E::devices,
+            choose: E::choose,
+            for_auto: E::for_auto,
+        }
+    }
+}
+
+macro_rules! backends {
+    ($($entry:ident),* $(,)?) => {
+        /// A backend of this build.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub(crate) enum BackendKind {
+            $($entry),*
+        }
+
+        /// An opened device. Here a backend is chosen at run time; below, all code is generic.
+        #[derive(Debug)]
+        pub(crate) enum AnyBackend {
+            $($entry(Box<<$entry as BackendEntry>::Backend>)),*
+        }
+
+        /// A rank's task on an opened device, which survives the loss of its group.
+        #[derive(Debug)]
+        pub(crate) enum AnyResumable<'a> {
+            $($entry(Box<ResumableRank<'a, <$entry as BackendEntry>::Backend>>)),*
+        }
+
+        impl BackendKind {
+            /// All backends; the later ones are listed first.
+            pub(crate) const ALL: &'static [Self] = &[$(Self::$entry),*];
+
+            fn facts(self) -> &'static Facts {
+                match self {
+                    $(Self::$entry => const { &Facts::of::<$entry>() }),*
+                }
+            }
+
+            /// Opens the device number `index`, with `kernel` where the backend has several.
+            pub(super) fn open(self, index: usize, kernel: KernelChoice) -> Result<AnyBackend> {
+                Ok(match self {
+                    $(Self::$entry => AnyBackend::$entry(Box::new($entry::open(index, kernel)?))),*
+                })
+            }
+        }
+
+        impl AnyBackend {
+            /// Runs code that is generic over the backend.
+            pub(crate) fn with<V: OnBackend>(&self, code: V) -> V::Output {
+                match self {
+                    $(Self::$entry(backend) => code.on(&**backend)),*
+                }
+            }
+
+            pub(crate) fn info(&self) -> &DeviceInfo {
+                match self {
+                    $(Self::$entry(backend) => backend.info()),*
+                }
+            }
+
+            /// The kernel of a call with this state.
+            pub(crate) fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {
+                let special = match self {
+                    $(Self::$entry(backend) => $entry::special_kernel(backend, dtype, shape)),*
+                };
+                special.unwrap_or_else(|| self.info().kernel.clone())
+            }
+
+            /// A rank's task on this device, which survives the loss of its group.
+            pub(crate) fn resumable<'a>(&'a self, task: RankTask<'a>) -> AnyResumable<'a> {
+                match self {
+                    $(Self::$entry(backend) => {
+                        AnyResumable::$entry(Box::new(ResumableRank::new(&**backend, task)))
+                    }),*
+                }
+            }
+
+            /// Runs a rank's plan on this device, on this thread.
+            pub(crate) fn run(
+                &self,
+                task: RankTask<'_>,
+                each: impl FnMut(u64, RankOutput),
+            ) -> Result<(), Error> {
+                match self {
+                    $(Self::$entry(backend) => task.run_on(&**backend, each)),*
+                }
+            }
+        }
+
+        impl AnyResumable<'_> {
+            /// Runs the rank's plan, on this thread. With `keep`, [`Self::finish`] can continue from there.
+            pub(crate) fn run(
+                &mut self,
+                keep: bool,
+                each: impl FnMut(u64, RankOutput),
+            ) -> Result<(), Error> {
+                match self {
+                    $(Self::$entry(rank) => pollster::block_on(rank.run(keep, each))),*
+                }
+            }
+
+            /// Completes the plan together with the other survivors.
+            pub(crate) fn finish(&mut self, survivors: &Survivors) -> Result<Recovery, Error> {
+                match self {
+                    $(Self::$entry(rank) => pollster::block_on(rank.finish(survivors))),*
+                }
+            }
+        }
+    };
+}
+
+// A backend is one entry here. Lists of devices show the last backend first.
+backends![Cpu, Wgpu, Cuda];
+
+impl BackendKind {
+    /// The backend of this name.
+    pub(super) fn named(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|kind| kind.name() == name)
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        self.facts().name
+    }
+
+    /// Whether its devices have numbers.
+    pub(super) fn is_numbered(self) -> bool {
+        self.facts().numbered
+    }
+
+    /// Whether `kyklos support` runs it where `--device` is not given.
+    pub(crate) fn is_in_support_table(self) -> bool {
+        self.facts().in_support_table
+    }
+
+    /// Whether there are several kernels to choose from.
+    pub(crate) fn has_kernels(self) -> bool {
+        self.facts().has_kernels
+    }
+
+    /// What the drivers of this machine offer.
+    pub(crate) fn devices(self) -> Vec<DeviceInfo> {
+        (self.facts().devices)()
+    }
+
+    /// The device that is meant by `index`, for the rank number `local_rank` of this machine.
+    pub(super) fn choose(self, index: Option<usize>, local_rank: usize) -> Result<usize> {
+        (self.facts().choose)(index, local_rank)
+    }
+
+    /// The devices among which `--device auto` chooses.
+    pub(super) fn for_auto(self) -> Vec<(usize, DeviceClass)> {
+        (self.facts().for_auto)()
+    }
+}
+
+impl fmt::Display for BackendKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

@@ -1,0 +1,65 @@
+//! GPUs through Vulkan, Metal and DX12, and software drivers of these.
+
+use std::sync::OnceLock;
+
+use kyklos::Dtype;
+use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
+use kyklos::backend::{DeviceClass, DeviceInfo, StateShape};
+
+use super::backend::{BackendEntry, existing};
+use super::tuned;
+use crate::failure::{Failure, Result};
+
+#[derive(Debug)]
+pub(super) struct Wgpu;
+
+impl BackendEntry for Wgpu {
+    type Backend = WgpuBackend;
+
+    const NAME: &'static str = "wgpu";
+    const IN_SUPPORT_TABLE: bool = true;
+    const HAS_KERNELS: bool = true;
+
+    fn devices() -> Vec<DeviceInfo> {
+        adapters().to_vec()
+    }
+
+    /// Without a number: the first device of the best class.
+    fn choose(index: Option<usize>, _: usize) -> Result<usize> {
+        let adapters = adapters();
+        let best = adapters.iter().enumerate().min_by_key(|(_, info)| info.class);
+        let (best, _) = best.ok_or_else(|| {
+            Failure::run(
+                "no device for wgpu: no Vulkan, Metal or DX12 driver was found: install the GPU's driver, \
+                 or use --device cpu",
+            )
+        })?;
+        index.map_or(Ok(best), |index| existing(Self::NAME, index, adapters.len()))
+    }
+
+    fn for_auto() -> Vec<(usize, DeviceClass)> {
+        let classes = adapters().iter().map(|info| info.class).enumerate();
+        classes.filter(|(_, class)| *class < DeviceClass::Cpu).collect()
+    }
+
+    fn open(index: usize, kernel: KernelChoice) -> Result<WgpuBackend> {
+        // A variant that is named is used as it is.
+        let exactly = matches!(kernel, KernelChoice::Exactly(_));
+        let tuned = if exactly { None } else { tuned::for_runs()? };
+        let options = WgpuOptions { kernel, tuned, ..WgpuOptions::default() };
+        Ok(WgpuBackend::with_options(index, &options)?)
+    }
+
+    fn special_kernel(backend: &WgpuBackend, dtype: Dtype, shape: StateShape) -> Option<String> {
+        match backend.attend_variant(dtype, shape) {
+            Ok((variant, true)) => Some(format!("{} (tuned)", variant.name())),
+            _ => None,
+        }
+    }
+}
+
+/// What the drivers of this machine offer. Asked once: loading a driver is slow, and some drivers print.
+fn adapters() -> &'static [DeviceInfo] {
+    static ADAPTERS: OnceLock<Vec<DeviceInfo>> = OnceLock::new();
+    ADAPTERS.get_or_init(WgpuBackend::enumerate)
+}

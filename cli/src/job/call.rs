@@ -1,0 +1,176 @@
+//! A job: one attention call of a group of ranks. Its parts are separate by reader.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kyklos::plan::World;
+use kyklos::{Recovery, RunOptions, SystemClock};
+use kyklos_transport::{Rank, Transport};
+
+use crate::failure::{Failure, Result};
+use crate::observe::progress::Watch;
+use crate::observe::record::{About, Flight, ListedFlight};
+use crate::observe::trace;
+use crate::options::ProgressKind;
+use crate::request::Request;
+use crate::run::plans::{Plans, Runs};
+use crate::tensors::Source;
+use crate::tensors::output::OutputTarget;
+use crate::verify::Sample;
+
+/// One attention call of a group of ranks.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) agreed: Agreed,
+    /// How this process runs its ranks.
+    pub(crate) runs: Runs,
+    /// Whether a rank keeps its partial result when the group ends, for `--on-loss finish`.
+    pub(crate) resumable: bool,
+    pub(crate) outputs: Outputs,
+    /// What observers of this process see.
+    pub(crate) watch: Arc<Watch>,
+}
+
+/// What is the same on all ranks.
+#[derive(Debug)]
+pub(crate) struct Agreed {
+    pub(crate) request: Request,
+    pub(crate) plans: Plans,
+    /// Rows to verify, if any.
+    pub(crate) sample: Option<Sample>,
+    /// By rank, its number in the first group.
+    pub(crate) members: Vec<Rank>,
+    /// In a job that completes the call of a group that lost ranks: the world of that group.
+    pub(crate) begun: Option<Arc<World>>,
+}
+
+/// Files that a job writes.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Outputs {
+    pub(crate) result: Option<OutputTarget>,
+    /// The timelines, of each rank or of all ranks together.
+    pub(crate) trace: Option<PathBuf>,
+    /// The folder of records.
+    pub(crate) record: Option<PathBuf>,
+}
+
+/// What the options say about the runs of a job.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Settings {
+    pub(crate) repeat: u64,
+    /// For one message.
+    pub(crate) deadline: Duration,
+    pub(crate) verify: bool,
+    pub(crate) progress: ProgressKind,
+    /// Ranks on this machine: the progress bar counts their steps.
+    pub(crate) ranks_here: u32,
+    pub(crate) resumable: bool,
+}
+
+impl Job {
+    /// Plans the call and proves the plans. `members` are the numbers of its ranks in the first group.
+    pub(crate) fn new(
+        request: Request,
+        settings: Settings,
+        outputs: Outputs,
+        members: Vec<Rank>,
+    ) -> Result<Self> {
+        let Settings { repeat, deadline, verify, progress, ranks_here, resumable } = settings;
+        let sample = match verify {
+            true => Some(Sample::of(&request)?),
+            false => None,
+        };
+        let plans = Plans::proved(request.plan()?, &inputs(&request, settings, &outputs));
+        let ranks = plans.world.mesh.world();
+        let steps_here = plans.steps() * repeat * u64::from(ranks_here.min(ranks)) / u64::from(ranks.max(1));
+        let clock = Arc::new(SystemClock::new());
+        let watch = Arc::new(Watch::new(progress, clock.clone(), ranks, steps_here));
+        let trace = outputs.trace.is_some();
+        let options = RunOptions { clock, observer: watch.clone(), trace, poison: false };
+        Ok(Self {
+            agreed: Agreed { request, plans, sample, members, begun: None },
+            runs: Runs { repeat, deadline, options },
+            resumable,
+            outputs,
+            watch,
+        })
+    }
+
+    /// The job in which survivors complete this one; `members` are their numbers in the first group.
+    pub(super) fn completion(&self, finished: Recovery, members: &[Rank]) -> (Self, kyklos::RankOutput) {
+        let Recovery { world, checks, plan_hash, output } = finished;
+        let Agreed { request, plans, sample, .. } = &self.agreed;
+        let job = Self {
+            agreed: Agreed {
+                request: Request { mesh: world.mesh, predicted_s: None, ..request.clone() },
+                sample: sample.as_ref().map(|sample| sample.owned_in(&world)),
+                plans: Plans { world: Arc::new(world), checks, hash: plan_hash },
+                members: members.to_vec(),
+                begun: Some(Arc::clone(&plans.world)),
+            },
+            runs: self.runs.clone(),
+            resumable: false,
+            outputs: self.outputs.clone(),
+            watch: Arc::clone(&self.watch),
+        };
+        (job, output)
+    }
+
+    pub(crate) fn world(&self) -> &World {
+        &self.agreed.plans.world
+    }
+
+    /// Lists a rank that starts, for records and metrics.
+    pub(super) fn list(&self, transport: &Arc<dyn Transport>) -> ListedFlight {
+        let Agreed { request, plans, .. } = &self.agreed;
+        let about = About {
+            world: Arc::clone(&plans.world),
+            plan_hash: plans.hash,
+            strategy: request.strategy.to_string(),
+            watch: Arc::clone(&self.watch),
+            folder: self.outputs.record.clone(),
+        };
+        Flight::list(transport, about)
+    }
+
+    /// A wrong request is wrong on all ranks; any other failure names this rank.
+    pub(super) fn named(&self, rank: Rank, failure: Failure) -> Failure {
+        if failure.exit == 2 || self.world().mesh.world() == 1 {
+            return failure;
+        }
+        Failure { text: format!("rank {rank}: {}", failure.text), ..failure }
+    }
+}
+
+impl Agreed {
+    /// The world in which keys began to travel.
+    pub(super) fn begun(&self) -> &World {
+        self.begun.as_ref().unwrap_or(&self.plans.world)
+    }
+}
+
+/// What else must be the same on all ranks, or they would wait for messages that nobody sends, or mix their inputs.
+fn inputs(request: &Request, settings: Settings, outputs: &Outputs) -> [String; 2] {
+    let input_bytes = request.source.path().map(|path| std::fs::metadata(path).map_or(0, |file| file.len()));
+    let seed = match request.source {
+        Source::MadeUp { seed } => seed,
+        Source::File(_) => 0,
+    };
+    let Settings { repeat, verify, .. } = settings;
+    let result = match &outputs.result {
+        None => "none",
+        Some(OutputTarget::Whole(_)) => "whole",
+        Some(OutputTarget::Parts(_)) => "parts",
+    };
+    let trace = match &outputs.trace {
+        None => "no trace".to_owned(),
+        Some(path) => format!("a trace by rank: {}", trace::is_by_rank(path)),
+    };
+    [
+        format!(
+            "input of {input_bytes:?} bytes, seed {seed:?}, {repeat} times, verify {verify}, output {result}"
+        ),
+        trace,
+    ]
+}

@@ -1,0 +1,226 @@
+//! What goes to rank 0 when all ranks have computed: reports, sampled rows, output.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use kyklos::collect::{receive_output, send_output};
+use kyklos::{RankOutput, RunOptions};
+use kyklos_oracle::oracle::Row;
+use kyklos_transport::{Rank, Transport, Vote};
+
+use crate::devices::AnyBackend;
+use crate::failure::{Failure, Result};
+use crate::job::call::Job;
+use crate::job::refusal::{REFUSE, refuse};
+use crate::job::report::{MissingRows, NOTE_BYTES, RankNote, Summary};
+use crate::messages::Messages;
+use crate::tensors::output::{OutputFile, OutputTarget};
+use crate::verify::{Sample, Verdict};
+
+impl Job {
+    /// Reports, sampled rows and output go to rank 0. Returns rank 0's summary, and why the result is rejected if it is.
+    pub(super) fn collect(
+        &self,
+        transport: &Arc<dyn Transport>,
+        backend: &AnyBackend,
+        output: &RankOutput,
+        wall_ns: u64,
+        file: Option<OutputFile>,
+    ) -> Result<(Option<Summary>, Option<Failure>)> {
+        let messages =
+            Messages { transport: &**transport, op: self.runs.repeat, deadline: self.runs.deadline };
+        let mine = RankNote::new(backend.info(), &output.report, wall_ns);
+        let rank = transport.rank();
+        if rank.0 != 0 {
+            messages.send(Rank(0), NOTE, mine.encode()?.into())?;
+            if let Some(sample) = &self.agreed.sample {
+                self.send_rows(&messages, sample, backend, output)?;
+            }
+            let rejected = match (&self.outputs.result, file) {
+                (_, Some(file)) => self.write_part(&**transport, file, output, None),
+                (Some(OutputTarget::Whole(_)), None) => {
+                    self.watch.phase(Some("sending the output"));
+                    pollster::block_on(send_output(
+                        messages.transport,
+                        self.world(),
+                        self.runs.repeat + 1,
+                        &output.o,
+                        &output.lse,
+                        self.runs.deadline,
+                    ))?;
+                    None
+                }
+                _ => None,
+            };
+            return Ok((None, rejected));
+        }
+
+        let mut ranks = vec![mine];
+        for other in (1..transport.world()).map(Rank) {
+            ranks.push(RankNote::decode(&messages.recv(other, NOTE, NOTE_BYTES)?)?);
+        }
+        let verdict = match &self.agreed.sample {
+            Some(sample) => Some(self.verify(&messages, sample, backend, output, &ranks)?),
+            None => None,
+        };
+        let wrong = verdict.as_ref().and_then(|verdict| verdict.failure.as_ref());
+        let wrong = wrong.map(|failure| Failure::run(format!("verification failed: {failure}")));
+        let mut output_bytes = 0;
+        let rejected = match (&self.outputs.result, file) {
+            (Some(OutputTarget::Parts(_)), Some(file)) => self.write_part(&**transport, file, output, wrong),
+            (Some(OutputTarget::Whole(_)), Some(file)) => {
+                self.watch.phase(Some("writing the output"));
+                pollster::block_on(receive_output::<Failure>(
+                    messages.transport,
+                    self.world(),
+                    self.runs.repeat + 1,
+                    &output.o,
+                    &output.lse,
+                    self.runs.deadline,
+                    |piece| {
+                        if piece.rank.0 != 0 {
+                            output_bytes += (piece.o.len() + piece.lse.len()) as u64;
+                        }
+                        file.write_piece(self.world(), &piece)
+                    },
+                ))?;
+                // A result that is known to be wrong gets no name.
+                if wrong.is_none() {
+                    file.commit()?;
+                }
+                wrong
+            }
+            _ => wrong,
+        };
+        let summary = Summary {
+            wall_s: ranks.iter().map(|rank| rank.wall_s).fold(0.0, f64::max),
+            ranks,
+            verdict,
+            output_bytes,
+            missing: self.missing(),
+        };
+        Ok((Some(summary), rejected))
+    }
+
+    /// Writes this rank's part, and names it once all ranks have written theirs and rank 0 has found nothing `wrong`.
+    /// Returns what came between: to every rank the same reason, except that rank 0 tells its own in full.
+    fn write_part(
+        &self,
+        transport: &dyn Transport,
+        file: OutputFile,
+        output: &RankOutput,
+        wrong: Option<Failure>,
+    ) -> Option<Failure> {
+        self.watch.phase(Some("writing the output"));
+        if let Some(wrong) = wrong {
+            refuse(transport, Failure::run("verification failed, rank 0 says how: no part is kept"));
+            return Some(wrong);
+        }
+        if let Err(failure) = file.write_part(&output.o, &output.lse) {
+            return Some(refuse(transport, self.named(transport.rank(), failure)));
+        }
+        let vote = Vote::Ready { plan_hash: self.agreed.plans.hash };
+        // Rank 0 votes after it has verified, which no deadline for messages has anything to do with.
+        match pollster::block_on(transport.agree(vote, self.runs.deadline.max(REFUSE))) {
+            Ok(()) => file.commit().map_err(|failure| self.named(transport.rank(), failure)).err(),
+            Err(error) => Some(error.into()),
+        }
+    }
+
+    /// A rank's part in the verification: its sampled rows, and all of them computed alone if rank 0 wants that.
+    fn send_rows(
+        &self,
+        messages: &Messages<'_>,
+        sample: &Sample,
+        backend: &AnyBackend,
+        output: &RankOutput,
+    ) -> Result<()> {
+        let tokens = self.world().q_placement.of_rank(messages.transport.rank());
+        let rows = sample.extract(tokens, &output.o, &output.lse);
+        if !rows.is_empty() {
+            messages.send(Rank(0), ROWS, rows)?;
+        }
+        let asked = messages.recv(Rank(0), ALONE, 1)?;
+        if asked[..] == [1] {
+            self.watch.phase(Some("computing the sampled rows alone"));
+            let rows = sample.dense(backend, self.agreed.begun(), &sample.whole_kv()?, &self.quiet())?;
+            if !rows.is_empty() {
+                messages.send(Rank(0), ALONE_ROWS, rows)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Rank 0's part: everybody's rows against the oracle, within what the devices reach alone.
+    fn verify(
+        &self,
+        messages: &Messages<'_>,
+        sample: &Sample,
+        backend: &AnyBackend,
+        output: &RankOutput,
+        ranks: &[RankNote],
+    ) -> Result<Verdict> {
+        self.watch.phase(Some("verifying"));
+        let others = || (1..messages.transport.world()).map(Rank);
+        let mut rows: Vec<Row> = Vec::new();
+        for rank in std::iter::once(Rank(0)).chain(others()) {
+            let ids = sample.rows_of(self.world(), rank);
+            let bytes = match (rank.0, ids.len()) {
+                (_, 0) => continue,
+                (0, _) => sample.extract(self.world().q_placement.of_rank(rank), &output.o, &output.lse),
+                (_, count) => messages.recv(rank, ROWS, sample.row_bytes(count))?,
+            };
+            rows.extend(sample.decode(&ids, &bytes));
+        }
+        // One rank of every kind of device computes alone.
+        let mut seen = vec![&ranks[0].device];
+        let mut asked = Vec::new();
+        for (rank, note) in others().zip(&ranks[1..]) {
+            let first = !seen.contains(&&note.device);
+            messages.send(rank, ALONE, vec![u8::from(first)].into())?;
+            if first {
+                seen.push(&note.device);
+                asked.push((rank, note));
+            }
+        }
+        let kv = sample.whole_kv()?;
+        let alone = sample.dense(backend, self.agreed.begun(), &kv, &self.quiet())?;
+        let mut dense = vec![(ranks[0].device.label(), sample.decode(sample.rows(), &alone))];
+        for (rank, note) in asked {
+            let bytes = match sample.row_bytes(sample.rows().len()) {
+                0 => Bytes::new(),
+                size => messages.recv(rank, ALONE_ROWS, size)?,
+            };
+            dense.push((note.device.label(), sample.decode(sample.rows(), &bytes)));
+        }
+        let shared = format!(
+            "{} on {} ranks, mesh {}",
+            self.agreed.request.strategy,
+            ranks.len(),
+            self.agreed.request.mesh
+        );
+        sample.judge(rows, &dense, &kv, &shared)
+    }
+
+    /// The rows that went with lost ranks, if this job completes the call of another group.
+    fn missing(&self) -> Option<MissingRows> {
+        self.agreed.begun.is_some().then(|| MissingRows {
+            members: self.agreed.members.iter().map(|rank| rank.0).collect(),
+            queries: self.world().lost.queries.clone(),
+        })
+    }
+
+    /// Options for runs that nobody watches.
+    fn quiet(&self) -> RunOptions {
+        RunOptions { observer: Arc::new(kyklos::NoObserver), trace: false, ..self.runs.options.clone() }
+    }
+}
+
+/// A rank's [`RankNote`].
+const NOTE: u32 = 0;
+/// Whether a rank is asked to compute the sample alone.
+const ALONE: u32 = 1;
+/// The sampled rows that a rank owns.
+const ROWS: u32 = 2;
+/// All sampled rows, computed alone.
+const ALONE_ROWS: u32 = 3;

@@ -1,0 +1,23 @@
+//! A job whose ranks are all in this process.
+
+use std::sync::Arc;
+
+use kyklos_transport::Transport;
+
+use crate::devices::DeviceId;
+use crate::failure::Result;
+use crate::job::call::Job;
+use crate::job::rank::{self, RankDone};
+use crate::run::threads::on_threads;
+
+/// Runs every rank on a thread of its own, rank i on `devices[i]`. Returns the failure that caused the others, if any.
+pub(crate) fn run_here(
+    job: &Job,
+    transports: Vec<Arc<dyn Transport>>,
+    devices: &[DeviceId],
+) -> Result<Vec<RankDone>> {
+    let ranks = transports.into_iter().zip(devices);
+    let done = on_threads(ranks, |(transport, device)| rank::run(job, &transport, Ok(*device)));
+    job.watch.phase(None);
+    done
+}

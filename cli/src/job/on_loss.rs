@@ -1,0 +1,202 @@
+//! What a launched rank does when its group has lost one: it ends with it, or goes on in the next group.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kyklos::Survivors;
+use kyklos_transport::{Abort, AbortCause, Rank, Reformed, Regroup, Transport, TransportError, Vote};
+
+use crate::failure::{Failure, Result, note};
+use crate::interrupt;
+use crate::options::OnLoss;
+use crate::request::Request;
+
+/// What the operator wants when the group loses a rank.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LossPolicy {
+    pub(crate) on_loss: OnLoss,
+    /// How long the next group may take to form.
+    pub(crate) patience: Duration,
+}
+
+/// What became of a group.
+pub(crate) struct GroupLoss {
+    abort: Abort,
+    members: Vec<Rank>,
+}
+
+impl GroupLoss {
+    /// Why the group of a rank that failed was aborted, if it is that and not this rank's own doing.
+    pub(crate) fn of(group: &Reformed, failure: &Failure) -> Option<Self> {
+        if !failure.of_group {
+            return None;
+        }
+        // A deadline of this rank becomes everyone's abort, which may be under way.
+        let vote = Vote::Refuse { exit: failure.exit, text: failure.text.clone() };
+        match pollster::block_on(group.transport.agree(vote, ABORT_UNDER_WAY)) {
+            Err(TransportError::Aborted { abort, .. }) => {
+                let own =
+                    abort.culprit == group.transport.rank() && matches!(abort.cause, AbortCause::Failed(_));
+                (!own).then(|| Self { abort, members: group.members.clone() })
+            }
+            _ => None,
+        }
+    }
+
+    /// Forms the next group, as `--on-loss` says.
+    pub(crate) fn go_on(&self, policy: LossPolicy, transport: &dyn Transport) -> Result<Reformed> {
+        let LossPolicy { on_loss, patience } = policy;
+        let who = match on_loss {
+            OnLoss::Rejoin => Regroup::Everyone { within: patience / 2 },
+            OnLoss::Stop | OnLoss::Shrink | OnLoss::Finish | OnLoss::FinishOrShrink => Regroup::Survivors,
+        };
+        pollster::block_on(transport.reform(who, patience))
+            .map_err(|error| Failure { text: format!("{}; {error}", self.abort), ..error.into() })
+    }
+
+    /// Says on standard error what has happened, and how it goes on.
+    pub(crate) fn tell(&self, next: &Reformed, request: &Request) {
+        note(&format!("{}; {}", self.in_words(next), in_words(next, request)));
+    }
+
+    /// The same when those who are left finish what all had begun.
+    fn tell_finishing(&self, next: &Reformed) {
+        let (ranks, members) = (next.members.len(), list(next.members.iter()));
+        let epoch = next.epoch;
+        note(&format!(
+            "{}; {ranks} ranks finish what was begun (epoch {epoch}: {members})",
+            self.in_words(next)
+        ));
+    }
+
+    fn in_words(&self, next: &Reformed) -> String {
+        let Abort { culprit, cause, .. } = &self.abort;
+        let culprit = self.members.get(culprit.0 as usize).copied().unwrap_or(*culprit);
+        let gone = list(self.members.iter().filter(|rank| !next.members.contains(rank)));
+        let gone = if gone.is_empty() { "nobody is lost".to_owned() } else { format!("without {gone}") };
+        format!("rank {culprit} {cause}; {gone}")
+    }
+}
+
+/// The next group of a rank that is at work, and that is to finish it without those who are lost.
+pub(crate) struct Recovery<'a> {
+    policy: LossPolicy,
+    group: &'a Reformed,
+    /// Once there is one.
+    next: Option<(GroupLoss, Reformed)>,
+    /// It could not be finished, and all who are left know it.
+    refused: bool,
+}
+
+impl<'a> Recovery<'a> {
+    pub(crate) fn new(policy: LossPolicy, group: &'a Reformed) -> Self {
+        Self { policy, group, next: None, refused: false }
+    }
+
+    /// Forms the next group after this failure, if the call is to be finished there.
+    pub(crate) fn survivors(&mut self, failure: &Failure) -> Option<Result<Survivors>> {
+        if !self.policy.on_loss.finishes() || self.next.is_some() {
+            return None;
+        }
+        let lost = GroupLoss::of(self.group, failure)?;
+        let next = match lost.go_on(self.policy, &*self.group.transport) {
+            Ok(next) => next,
+            Err(failure) => return Some(Err(failure)),
+        };
+        end_if_stuck(&next);
+        if next.transport.rank().0 == 0 {
+            lost.tell_finishing(&next);
+        }
+        // Both are ascending, in numbers of the first group.
+        let rank_before = |member: &Rank| {
+            let place = self.group.members.iter().position(|rank| rank == member);
+            Rank(place.and_then(|place| u32::try_from(place).ok()).unwrap_or(u32::MAX))
+        };
+        let ranks = next.members.iter().map(rank_before).collect();
+        let survivors = Survivors { transport: next.transport.clone(), ranks };
+        self.next = Some((lost, next));
+        Some(Ok(survivors))
+    }
+
+    /// By rank of the next group, its rank in the first one.
+    pub(crate) fn members(&self) -> &[Rank] {
+        self.next.as_ref().map_or(&self.group.members, |(_, next)| &next.members)
+    }
+
+    /// It cannot be finished. The same on all who are left.
+    pub(crate) fn refuse(&mut self) {
+        self.refused = true;
+    }
+
+    /// The next group, and whether it has still to begin again.
+    pub(crate) fn into_next(self) -> Option<(GroupLoss, Reformed, bool)> {
+        let Self { next, refused, policy, .. } = self;
+        next.map(|(lost, next)| (lost, next, refused && policy.on_loss == OnLoss::FinishOrShrink))
+    }
+}
+
+/// Ends this process when the others have given it up for stuck and it stays so: they have gone on, and wait for nothing of
+/// it, but whoever started it does.
+pub(crate) fn end_if_stuck(group: &Reformed) {
+    let (transport, recorder, me) =
+        (Arc::downgrade(&group.transport), group.transport.recorder(), group.transport.rank());
+    std::thread::spawn(move || {
+        while transport.strong_count() > 0 {
+            std::thread::sleep(LOOK);
+            let is_stuck = || {
+                let abort = recorder.look().abort.map(|(_, abort)| abort);
+                abort.is_some_and(|abort| abort.culprit == me && matches!(abort.cause, AbortCause::Stuck(_)))
+            };
+            if recorder.is_aborted() && is_stuck() {
+                std::thread::sleep(STUCK_FOR_GOOD);
+                if transport.strong_count() > 0 {
+                    note("this rank is stuck, the others do without it: ended");
+                    interrupt::end(1);
+                }
+            }
+        }
+    });
+}
+
+/// A rank that was started anew says where it is.
+pub(crate) fn tell_rejoined(next: &Reformed, request: &Request) {
+    note(&format!("joined again; {}", in_words(next, request)));
+}
+
+fn in_words(next: &Reformed, request: &Request) -> String {
+    format!(
+        "{} ranks begin again (epoch {}: {}), mesh {}, strategy {}",
+        next.members.len(),
+        next.epoch,
+        list(next.members.iter()),
+        request.mesh,
+        request.strategy
+    )
+}
+
+fn list<'a>(ranks: impl Iterator<Item = &'a Rank>) -> String {
+    let ranks: Vec<String> = ranks.map(Rank::to_string).collect();
+    match ranks.len() {
+        0 => String::new(),
+        1 => format!("rank {}", ranks[0]),
+        _ => format!("ranks {}", ranks.join(", ")),
+    }
+}
+
+/// A request that does not fit the smaller world.
+pub(crate) fn does_not_fit(world: u32, failure: &Failure) -> Failure {
+    Failure::run(format!(
+        "the group goes on with {world} ranks, and the request does not fit them ({}): leave mesh and shares to the planner \
+         for --on-loss shrink, or use --on-loss stop",
+        failure.text
+    ))
+}
+
+/// How often to look whether this rank has been given up.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// After which a rank that was given up will not come back.
+const STUCK_FOR_GOOD: Duration = Duration::from_secs(10);
+
+/// For a request of this rank to become everyone's abort.
+const ABORT_UNDER_WAY: Duration = Duration::from_secs(10);

@@ -1,0 +1,133 @@
+//! Reads a record. Whoever wrote it may have been cut off, or may not be one of us.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use kyklos::MAX_WORLD;
+
+use crate::observe::record::format::{
+    AbortLine, CallLine, EventLine, FORMAT, Line, PeerLine, Place, RankLine,
+};
+
+/// What one rank has left.
+#[derive(Clone, Debug)]
+pub(crate) struct Record {
+    pub(super) path: PathBuf,
+    pub(super) rank: RankLine,
+    pub(super) peers: Vec<PeerLine>,
+    pub(super) calls: Vec<CallLine>,
+    pub(super) abort: Option<AbortLine>,
+    pub(super) events: Vec<EventLine>,
+    /// What is wrong with the file, though it says something.
+    pub(super) damage: Option<String>,
+}
+
+/// Reads a file, or says why it cannot be used.
+pub(super) fn read(path: &Path) -> Result<Record, String> {
+    let file = File::open(path).map_err(|error| error.to_string())?;
+    of_lines(path, file)
+}
+
+pub(crate) fn of_lines(path: &Path, from: impl Read) -> Result<Record, String> {
+    let mut from = BufReader::new(from.take(MOST_BYTES));
+    let mut next = || -> Result<Option<Vec<u8>>, String> {
+        let mut line = Vec::new();
+        let read = from.read_until(b'\n', &mut line).map_err(|error| error.to_string())?;
+        Ok((read > 0).then_some(line))
+    };
+    let first = next()?.ok_or("it is empty")?;
+    let rank = match serde_json::from_slice(&first) {
+        Ok(Line::Rank(rank)) => rank,
+        _ => return Err("its first line does not say whose record it is".to_owned()),
+    };
+    if rank.format != FORMAT {
+        return Err(format!("its format is {}, this program reads {FORMAT}", rank.format));
+    }
+    if rank.world == 0 || rank.world > MAX_WORLD || rank.rank >= rank.world {
+        return Err(format!("it says rank {} of {} ranks", rank.rank, rank.world));
+    }
+    let mut record = Record {
+        path: path.to_owned(),
+        rank: clean_rank(rank),
+        peers: Vec::new(),
+        calls: Vec::new(),
+        abort: None,
+        events: Vec::new(),
+        damage: None,
+    };
+    let mut bad_lines = 0_u32;
+    let mut ended = false;
+    while let Some(line) = next()? {
+        match serde_json::from_slice(&line) {
+            Ok(Line::End) => {
+                ended = true;
+                break;
+            }
+            Ok(line) => bad_lines += u32::from(!record.take(line)),
+            Err(_) => bad_lines = bad_lines.saturating_add(1),
+        }
+    }
+    record.damage = match (bad_lines, ended) {
+        (0, true) => None,
+        (0, false) => Some("it was cut off before its end".to_owned()),
+        (bad, true) => Some(format!("{bad} of its lines make no sense")),
+        (bad, false) => Some(format!("{bad} of its lines make no sense, and it was cut off before its end")),
+    };
+    Ok(record)
+}
+
+impl Record {
+    /// Keeps a line if it is one that a rank of this group can have written.
+    fn take(&mut self, line: Line) -> bool {
+        let world = self.rank.world;
+        match line {
+            Line::Peer(mut peer) if peer.rank < world && self.peers.len() < world as usize => {
+                peer.at = peer.at.map(clean_place);
+                self.peers.push(peer);
+            }
+            Line::Call(call) if call.peer < world && self.calls.len() < MOST_LINES => {
+                self.calls.push(CallLine { call: clean(&call.call), ..call });
+            }
+            Line::Abort(abort) if abort.culprit < world && self.abort.is_none() => {
+                let (text, at) = (clean(&abort.text), clean_place(abort.at));
+                self.abort = Some(AbortLine { text, at, ..abort });
+            }
+            Line::Event(event) if event.peer < world && self.events.len() < MOST_LINES => {
+                self.events.push(EventLine { event: clean(&event.event), ..event });
+            }
+            _ => return false,
+        }
+        true
+    }
+}
+
+fn clean_rank(rank: RankLine) -> RankLine {
+    RankLine {
+        version: clean(&rank.version),
+        job: clean(&rank.job),
+        plan_hash: clean(&rank.plan_hash),
+        strategy: clean(&rank.strategy),
+        mesh: clean(&rank.mesh),
+        why: clean(&rank.why),
+        error: rank.error.as_deref().map(clean),
+        network: rank.network.as_deref().map(clean),
+        at: clean_place(rank.at),
+        ..rank
+    }
+}
+
+fn clean_place(place: Place) -> Place {
+    Place { doing: place.doing.as_deref().map(clean), ..place }
+}
+
+/// Text that does nothing to a terminal, and not too much of it.
+pub(super) fn clean(text: &str) -> String {
+    let harmless = |c: char| if c.is_control() { ' ' } else { c };
+    text.chars().take(MOST_CHARACTERS).map(harmless).collect()
+}
+
+/// More than any record has: a recorder keeps some thousand events, of about 120 bytes each.
+const MOST_BYTES: u64 = 64 << 20;
+const MOST_LINES: usize = 1 << 16;
+const MOST_CHARACTERS: usize = 1000;

@@ -1,0 +1,8 @@
+//! What operators see of a run: progress, metrics, timelines, records, and the diagnosis of records.
+
+pub(crate) mod doctor;
+pub(crate) mod metrics;
+pub(crate) mod progress;
+pub(crate) mod record;
+mod totals;
+pub(crate) mod trace;

@@ -1,0 +1,105 @@
+//! What ranks are doing: a bar on a terminal, JSON lines for programs, silence in a pipe.
+
+use std::io::IsTerminal;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use kyklos::{Clock, Observer, RankReport};
+use kyklos_transport::Rank;
+
+use crate::failure::note;
+use crate::observe::totals::Totals;
+use crate::options::ProgressKind;
+
+/// Looks on while the ranks of this process run, and remembers when each run began.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    clock: Arc<dyn Clock>,
+    json: bool,
+    bar: Option<ProgressBar>,
+    /// When each rank took the first step of its latest run.
+    started_ns: Vec<AtomicU64>,
+    pub(crate) totals: Totals,
+}
+
+impl Watch {
+    /// Looks on at a world of ranks that take `steps` steps in all.
+    pub(crate) fn new(kind: ProgressKind, clock: Arc<dyn Clock>, world: u32, steps: u64) -> Self {
+        let bar = (kind == ProgressKind::Auto && std::io::stderr().is_terminal()).then(|| {
+            let bar = ProgressBar::new(steps);
+            if let Ok(style) =
+                ProgressStyle::with_template("{bar:32} {pos}/{len} steps, {elapsed}  {wide_msg}")
+            {
+                bar.set_style(style);
+            }
+            bar
+        });
+        Self {
+            clock,
+            json: kind == ProgressKind::Json,
+            bar,
+            started_ns: (0..world).map(|_| AtomicU64::new(0)).collect(),
+            totals: Totals::new(world),
+        }
+    }
+
+    /// Nanoseconds since `rank` began its latest run.
+    pub(crate) fn since_start_ns(&self, rank: Rank) -> u64 {
+        let started = self.started_ns[rank.0 as usize].load(Ordering::Relaxed);
+        self.clock.now_ns().saturating_sub(started)
+    }
+
+    /// `rank` has finished run `op`.
+    pub(crate) fn done(&self, rank: Rank, op: u64) {
+        self.totals.done(rank);
+        if self.json {
+            note(
+                &serde_json::json!({
+                    "event": "done", "rank": rank.0, "pid": std::process::id(), "op": op,
+                })
+                .to_string(),
+            );
+        }
+    }
+
+    /// What happens after the runs, in words; `None` when there is nothing more.
+    pub(crate) fn phase(&self, doing: Option<&'static str>) {
+        if let Some(bar) = &self.bar {
+            match doing {
+                Some(doing) => bar.set_message(doing),
+                None => bar.finish_and_clear(),
+            }
+        }
+    }
+}
+
+impl Observer for Watch {
+    fn counted(&self, rank: Rank, op: u64, so_far: &RankReport) {
+        self.totals.counted(rank, op, so_far);
+    }
+
+    fn step(&self, rank: Rank, op: u64, step: usize, steps: usize, doing: &dyn Fn() -> String) {
+        if step == 0 {
+            self.started_ns[rank.0 as usize].store(self.clock.now_ns(), Ordering::Relaxed);
+        }
+        if let Some(bar) = &self.bar {
+            bar.inc(1);
+            bar.set_message(format!("rank {rank}: {}", squeeze(&doing())));
+        }
+        if self.json {
+            note(
+                &serde_json::json!({
+                    "event": "step", "rank": rank.0, "pid": std::process::id(), "op": op,
+                    "step": step, "of": steps, "doing": squeeze(&doing()),
+                })
+                .to_string(),
+            );
+        }
+    }
+}
+
+/// The words of a step without the spaces that align them in tables.
+fn squeeze(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}

@@ -1,0 +1,96 @@
+//! The ranks of this process while they run: records and metrics read them.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::SystemTime;
+
+use kyklos::plan::World;
+use kyklos_transport::{ConnectionFigures, Rank, Recorder, Transport};
+
+use crate::observe::progress::Watch;
+use crate::observe::totals::Total;
+
+/// A rank of this process while it runs.
+#[derive(Debug)]
+pub(crate) struct Flight {
+    pub(crate) rank: Rank,
+    pub(crate) recorder: Arc<Recorder>,
+    /// Weak: a transport that is dropped tells the others that its rank has died.
+    pub(super) transport: Weak<dyn Transport>,
+    pub(super) started: SystemTime,
+    pub(super) about: About,
+}
+
+/// What a rank runs, as far as observers need it.
+#[derive(Debug)]
+pub(crate) struct About {
+    pub(crate) world: Arc<World>,
+    pub(crate) plan_hash: [u8; 32],
+    pub(crate) strategy: String,
+    pub(crate) watch: Arc<Watch>,
+    /// Where the record goes.
+    pub(crate) folder: Option<PathBuf>,
+}
+
+/// A flight that observers see until this is dropped.
+#[derive(Debug)]
+pub(crate) struct ListedFlight(pub(super) Arc<Flight>);
+
+impl Flight {
+    /// Lists the rank of `transport`, which is about to run.
+    pub(crate) fn list(transport: &Arc<dyn Transport>, about: About) -> ListedFlight {
+        let flight = Arc::new(Self {
+            rank: transport.rank(),
+            recorder: transport.recorder(),
+            transport: Arc::downgrade(transport),
+            started: SystemTime::now(),
+            about,
+        });
+        lock().push(Arc::clone(&flight));
+        ListedFlight(flight)
+    }
+
+    /// What the rank has spent so far.
+    pub(crate) fn totals(&self) -> Total {
+        self.about.watch.totals.of(self.rank)
+    }
+
+    /// Figures of the rank's connections; none once its transport is gone.
+    pub(crate) fn connections(&self) -> Vec<Option<ConnectionFigures>> {
+        self.transport.upgrade().map_or_else(Vec::new, |transport| transport.connections())
+    }
+
+    /// What runs, as names and values.
+    pub(crate) fn labels(&self) -> [(&'static str, String); 6] {
+        [
+            ("rank", self.rank.to_string()),
+            ("world", self.about.world.mesh.world().to_string()),
+            ("job", self.recorder.job().to_owned()),
+            ("plan_hash", self.plan_hash_text()),
+            ("strategy", self.about.strategy.clone()),
+            ("version", env!("CARGO_PKG_VERSION").to_owned()),
+        ]
+    }
+
+    pub(super) fn plan_hash_text(&self) -> String {
+        self.about.plan_hash.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+}
+
+impl Drop for ListedFlight {
+    fn drop(&mut self) {
+        lock().retain(|flight| !Arc::ptr_eq(flight, &self.0));
+    }
+}
+
+/// The ranks that run in this process now.
+pub(crate) fn flights() -> Vec<Arc<Flight>> {
+    lock().clone()
+}
+
+fn lock() -> MutexGuard<'static, Vec<Arc<Flight>>> {
+    // A panic while the list was held cannot have left it half changed.
+    FLIGHTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+static FLIGHTS: Mutex<Vec<Arc<Flight>>> = Mutex::new(Vec::new());

@@ -1,0 +1,207 @@
+//! Timelines as Chrome trace JSON, which Perfetto and chrome://tracing open: one process for each rank, with a timeline for each
+//! kind of work, all on the clock of rank 0.
+//!
+//! Every process has a clock of its own, so rank 0 asks each rank for its time, a few times. The answer that came back
+//! soonest says by how much that rank's clock is ahead, within half of the time that asking took.
+
+use std::fs::File;
+use std::hash::{BuildHasher, RandomState};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
+
+use bytes::Bytes;
+use kyklos::{Clock, Span, Timeline};
+use kyklos_transport::Rank;
+
+use crate::failure::{Failure, Result};
+use crate::messages::Messages;
+use crate::options::RANK;
+
+/// What a rank did.
+pub(crate) struct Track {
+    pub(crate) rank: Rank,
+    pub(crate) device: String,
+    pub(crate) spans: Vec<Span>,
+}
+
+/// Events of one rank, or of all, in the order of ranks.
+#[derive(Debug)]
+pub(crate) struct Trace(Vec<Bytes>);
+
+/// How far a rank's clock is ahead of rank 0's.
+#[derive(Clone, Copy)]
+struct Ahead {
+    ns: i64,
+    within_ns: u64,
+}
+
+/// Whether every rank writes a file of its own.
+pub(crate) fn is_by_rank(path: &Path) -> bool {
+    path.to_string_lossy().contains(RANK)
+}
+
+impl Track {
+    /// Puts the timeline on rank 0's clock, and takes it where it is written: nowhere else, if each rank has its own
+    /// file, and then to rank 0. Returns what this rank is to write. All ranks call it together.
+    pub(crate) fn tell(
+        self,
+        path: &Path,
+        messages: &Messages<'_>,
+        clock: &dyn Clock,
+    ) -> Result<Option<Trace>> {
+        if self.rank.0 != 0 {
+            let ahead = follow(messages, clock)?;
+            let events = Bytes::from(self.events(ahead)?);
+            if is_by_rank(path) {
+                return Ok(Some(Trace(vec![events])));
+            }
+            messages.send(Rank(0), LENGTH, Bytes::copy_from_slice(&(events.len() as u64).to_le_bytes()))?;
+            messages.send(Rank(0), EVENTS, events)?;
+            return Ok(None);
+        }
+        let mut all = vec![Bytes::from(self.events(Ahead { ns: 0, within_ns: 0 })?)];
+        for rank in (1..messages.transport.world()).map(Rank) {
+            lead(messages, clock, rank)?;
+            if !is_by_rank(path) {
+                let [length] = numbers(&messages.recv(rank, LENGTH, 8)?);
+                let length = usize::try_from(length).ok().filter(|length| *length <= MOST_BYTES);
+                let length = length.ok_or_else(|| {
+                    Failure::run(format!("rank {rank} has more than {MOST_BYTES} bytes of trace"))
+                })?;
+                all.push(messages.recv(rank, EVENTS, length)?);
+            }
+        }
+        Ok(Some(Trace(all)))
+    }
+
+    fn events(&self, ahead: Ahead) -> Result<Vec<u8>> {
+        let pid = self.rank.0;
+        let within = match ahead.within_ns {
+            0 => String::new(),
+            ns => format!(", clock within {} µs", ns.div_ceil(1000)),
+        };
+        let name = format!("rank {pid}: {}{within}", self.device);
+        let mut events = vec![
+            serde_json::json!({ "ph": "M", "name": "process_name", "pid": pid, "args": { "name": name } }),
+            serde_json::json!({ "ph": "M", "name": "process_sort_index", "pid": pid, "args": { "sort_index": pid } }),
+        ];
+        for timeline in TIMELINES {
+            events.push(serde_json::json!({
+                "ph": "M", "name": "thread_name", "pid": pid, "tid": timeline as u32, "args": { "name": timeline_name(timeline) },
+            }));
+        }
+        for (id, span) in self.spans.iter().enumerate() {
+            events.extend(self.span(id, span, ahead));
+        }
+        let lines: std::result::Result<Vec<Vec<u8>>, _> = events.iter().map(serde_json::to_vec).collect();
+        Ok(lines.map_err(|error| Failure::run(format!("cannot write a trace: {error}")))?.join(&b",\n"[..]))
+    }
+
+    /// Work of the rank as one event; messages, which travel beside each other, as their beginning and their end.
+    fn span(&self, id: usize, span: &Span, ahead: Ahead) -> Vec<serde_json::Value> {
+        #[expect(clippy::cast_precision_loss, reason = "a trace counts microseconds")]
+        let microseconds = |ns: u64| (i64::try_from(ns).unwrap_or(i64::MAX) - ahead.ns) as f64 / 1e3;
+        let (start, end) = (microseconds(span.start_ns), microseconds(span.end_ns.max(span.start_ns)));
+        let event = |phase: &str, ts: f64| {
+            serde_json::json!({
+                "ph": phase, "pid": self.rank.0, "tid": span.timeline as u32, "ts": ts,
+                "name": span.name.split_whitespace().collect::<Vec<_>>().join(" "),
+                "cat": timeline_name(span.timeline),
+            })
+        };
+        if !matches!(span.timeline, Timeline::Send | Timeline::Receive) {
+            let mut whole = event("X", start);
+            whole["dur"] = (end - start).into();
+            return vec![whole];
+        }
+        let ends = [event("b", start), event("e", end)];
+        ends.map(|mut event| {
+            event["id"] = format!("{}-{id}", self.rank).into();
+            event
+        })
+        .into()
+    }
+}
+
+impl Trace {
+    /// Writes the file of `rank`.
+    pub(crate) fn write(&self, path: &Path, rank: u32) -> Result<()> {
+        let path = PathBuf::from(path.to_string_lossy().replace(RANK, &rank.to_string()));
+        let write = || -> std::io::Result<()> {
+            let mut out = BufWriter::new(File::create(&path)?);
+            out.write_all(b"{\"traceEvents\":[\n")?;
+            for (index, events) in self.0.iter().enumerate() {
+                out.write_all(if index == 0 { b"" } else { b",\n" })?;
+                out.write_all(events)?;
+            }
+            out.write_all(b"\n]}\n")?;
+            out.flush()
+        };
+        write().map_err(|error| Failure::file("write", &path, &error))
+    }
+}
+
+/// Rank 0's part: asks, and tells the other what came out.
+fn lead(messages: &Messages<'_>, clock: &dyn Clock, rank: Rank) -> Result<()> {
+    let mut best = Ahead { ns: 0, within_ns: u64::MAX };
+    for round in 0..ROUNDS {
+        let asked_ns = clock.now_ns();
+        let asking = messages.post(rank, PING + 2 * round, Bytes::from_static(&[0; 8]));
+        let [theirs_ns, process] = numbers(&messages.recv(rank, PING + 2 * round + 1, 16)?);
+        let answered_ns = clock.now_ns();
+        pollster::block_on(asking)?;
+        if process == *PROCESS {
+            // Ranks of one process share a clock.
+            best = Ahead { ns: 0, within_ns: 0 };
+            continue;
+        }
+        let within_ns = (answered_ns - asked_ns).div_ceil(2);
+        if within_ns < best.within_ns {
+            let middle = asked_ns + (answered_ns - asked_ns) / 2;
+            best = Ahead { ns: theirs_ns.wrapping_sub(middle).cast_signed(), within_ns };
+        }
+    }
+    let told = [best.ns.cast_unsigned(), best.within_ns].map(u64::to_le_bytes).concat();
+    messages.send(rank, AHEAD, told.into())
+}
+
+/// The other side of that.
+fn follow(messages: &Messages<'_>, clock: &dyn Clock) -> Result<Ahead> {
+    for round in 0..ROUNDS {
+        messages.recv(Rank(0), PING + 2 * round, 8)?;
+        let answer = [clock.now_ns(), *PROCESS].map(u64::to_le_bytes).concat();
+        messages.send(Rank(0), PING + 2 * round + 1, answer.into())?;
+    }
+    let [ns, within_ns] = numbers(&messages.recv(Rank(0), AHEAD, 16)?);
+    Ok(Ahead { ns: ns.cast_signed(), within_ns })
+}
+
+fn numbers<const N: usize>(bytes: &[u8]) -> [u64; N] {
+    let (numbers, _) = bytes.as_chunks::<8>();
+    std::array::from_fn(|index| u64::from_le_bytes(numbers[index]))
+}
+
+const fn timeline_name(timeline: Timeline) -> &'static str {
+    match timeline {
+        Timeline::Compute => "compute",
+        Timeline::Copy => "copy",
+        Timeline::Wait => "wait",
+        Timeline::Send => "send",
+        Timeline::Receive => "receive",
+    }
+}
+
+const TIMELINES: [Timeline; 5] =
+    [Timeline::Compute, Timeline::Copy, Timeline::Wait, Timeline::Send, Timeline::Receive];
+/// Tells processes apart, also of hosts that number them alike.
+static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(std::process::id()));
+/// Questions for the time; the first ones pay for caches and windows.
+const ROUNDS: u32 = 8;
+/// Messages beside those of `job/collect.rs`.
+const LENGTH: u32 = 8;
+const EVENTS: u32 = 9;
+const AHEAD: u32 = 10;
+const PING: u32 = 16;
+/// More spans than this no viewer opens.
+const MOST_BYTES: usize = 1 << 30;

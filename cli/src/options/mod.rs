@@ -1,0 +1,12 @@
+//! Values of options, what they mean, and the options that several commands share.
+
+mod problem;
+mod refusal;
+mod values;
+
+pub(crate) use problem::ProblemArgs;
+pub(crate) use refusal::one_line;
+pub(crate) use values::{
+    ByteSize, KernelName, List, ListItem, MaskArg, OnLoss, OrAuto, ProgressKind, RANK, Shape, SplitName,
+    StrategyName, TransportName,
+};

@@ -1,0 +1,287 @@
+//! Values of options: what a text means, and what is wrong with it.
+
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+
+use clap::ValueEnum;
+use kyklos::backend::wgpu::KernelChoice;
+use kyklos::{Error, Mask, Strategy};
+
+use crate::devices::DeviceRequest;
+
+/// The value of `--split`: shares of tokens, or of work.
+#[derive(Clone, Debug)]
+pub(crate) enum SplitName {
+    Tokens(List<f64>),
+    Work(List<f64>),
+}
+
+impl FromStr for SplitName {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        match text.strip_prefix("work:") {
+            Some(weights) => weights.parse().map(Self::Work),
+            None => text.parse().map(Self::Tokens),
+        }
+    }
+}
+
+/// Tokens from one number up to another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct TokenRange(pub(crate) Range<u32>);
+
+impl FromStr for TokenRange {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let range = text.split_once("..").and_then(|(a, b)| Some(a.parse().ok()?..b.parse().ok()?));
+        range.filter(|range: &Range<u32>| range.start <= range.end).map(Self).ok_or_else(|| {
+            Error::request(
+                format!("`{text}` is not a range of tokens"),
+                "write it like 0..512: from 0 up to 511",
+            )
+        })
+    }
+}
+
+impl fmt::Display for TokenRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}..{}", self.0.start, self.0.end)
+    }
+}
+
+/// An entry of `--kernel`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct KernelName(pub(crate) KernelChoice);
+
+impl ListItem for KernelName {
+    fn item(text: &str) -> Result<Self, Error> {
+        Ok(Self(match text {
+            "auto" => KernelChoice::Auto,
+            "portable" => KernelChoice::Portable,
+            "subgroup" => KernelChoice::SubgroupBroadcast,
+            "cooperative" => KernelChoice::Cooperative,
+            _ => KernelChoice::Exactly(text.parse().map_err(|_| {
+                Error::request(
+                    format!("kernel `{text}` is not known"),
+                    "use auto, portable, subgroup or cooperative, or one that kyklos tune lists, joined by commas",
+                )
+            })?),
+        }))
+    }
+}
+
+impl fmt::Display for KernelName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 {
+            KernelChoice::Auto => "auto",
+            KernelChoice::Portable => "portable",
+            KernelChoice::SubgroupBroadcast => "subgroup",
+            KernelChoice::Cooperative => "cooperative",
+            KernelChoice::Exactly(variant) => return f.write_str(&variant.name()),
+        })
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
+pub(crate) enum TransportName {
+    /// Channels inside this process
+    InProcess,
+    /// QUIC with mutual authentication; between ranks of one process over loopback sockets
+    Quic,
+}
+
+impl TransportName {
+    /// As on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::InProcess => "in-process",
+            Self::Quic => "quic",
+        }
+    }
+}
+
+/// Bytes, as people write them: 4096, 512KiB, 64MiB, 2GiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ByteSize(pub(crate) u64);
+
+impl FromStr for ByteSize {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let units = [("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
+        let unit = units.iter().find_map(|&(name, bytes)| Some((text.strip_suffix(name)?, bytes)));
+        let (number, bytes) = unit.unwrap_or((text, 1));
+        number.parse().ok().and_then(|number: u64| number.checked_mul(bytes)).map(Self).ok_or_else(|| {
+            Error::request(
+                format!("`{text}` is not a number of bytes"),
+                "write a whole number, alone or before KiB, MiB or GiB, such as 64MiB",
+            )
+        })
+    }
+}
+
+impl fmt::Display for ByteSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ProgressKind {
+    Auto,
+    Json,
+    None,
+}
+
+/// The value of `--on-loss`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnLoss {
+    /// Every rank ends, and names the one that is to blame.
+    Stop,
+    /// Those who are left plan anew for their number, and begin again.
+    Shrink,
+    /// The same, but a rank that is started anew within half of `--join-deadline` comes along.
+    Rejoin,
+    /// Those who are left finish what all had begun: their queries see all keys, also those of the rank that was lost. Where
+    /// those are lost too, every rank ends.
+    Finish,
+    /// The same, but where keys are lost those who are left begin again without them, as with shrink.
+    FinishOrShrink,
+}
+
+impl OnLoss {
+    /// Whether what is done must outlive the group.
+    pub(crate) fn finishes(self) -> bool {
+        matches!(self, Self::Finish | Self::FinishOrShrink)
+    }
+}
+
+/// A value, or the program's choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OrAuto<T> {
+    Auto,
+    Is(T),
+}
+
+impl<T: FromStr> FromStr for OrAuto<T> {
+    type Err = T::Err;
+
+    fn from_str(text: &str) -> Result<Self, T::Err> {
+        if text == "auto" {
+            return Ok(Self::Auto);
+        }
+        text.parse().map(Self::Is)
+    }
+}
+
+impl<T> OrAuto<T> {
+    pub(crate) fn chosen(self) -> Option<T> {
+        match self {
+            Self::Auto => None,
+            Self::Is(value) => Some(value),
+        }
+    }
+}
+
+/// A strategy of this build. One that is planned but not there is refused by its own name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StrategyName(pub(crate) Strategy);
+
+impl FromStr for StrategyName {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        text.parse().map(Self)
+    }
+}
+
+/// `B,S,HQ,HKV,D`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shape(pub(crate) [u32; 5]);
+
+impl FromStr for Shape {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let List(numbers) = text.parse::<List<u32>>()?;
+        let count = numbers.len();
+        numbers.try_into().map(Self).map_err(|_| {
+            Error::request(
+                format!("shape `{text}` has {count} numbers"),
+                "give five: batch, tokens, query heads, kv heads, head dim, such as 1,4096,8,2,64",
+            )
+        })
+    }
+}
+
+/// A mask with the words it was given in: the oracle reads those for itself.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct MaskArg {
+    pub(crate) text: String,
+    pub(crate) mask: Mask,
+}
+
+impl FromStr for MaskArg {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        Ok(Self { text: text.to_owned(), mask: text.parse()? })
+    }
+}
+
+/// Values joined by commas.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct List<T>(pub(crate) Vec<T>);
+
+impl<T: ListItem> FromStr for List<T> {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        text.split(',').map(T::item).collect::<Result<_, _>>().map(Self)
+    }
+}
+
+/// What a [`List`] can hold.
+pub(crate) trait ListItem: Sized {
+    fn item(text: &str) -> Result<Self, Error>;
+}
+
+impl ListItem for u32 {
+    fn item(text: &str) -> Result<Self, Error> {
+        text.parse().map_err(|_| {
+            Error::request(
+                format!("`{text}` is not a whole number"),
+                format!("use numbers from 0 to {} joined by commas", Self::MAX),
+            )
+        })
+    }
+}
+
+impl ListItem for f64 {
+    fn item(text: &str) -> Result<Self, Error> {
+        text.parse().map_err(|_| {
+            Error::request(format!("`{text}` is not a number"), "use numbers joined by commas, such as 3,1")
+        })
+    }
+}
+
+impl ListItem for DeviceRequest {
+    fn item(text: &str) -> Result<Self, Error> {
+        text.parse()
+    }
+}
+
+impl<T: fmt::Display> fmt::Display for List<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, item) in self.0.iter().enumerate() {
+            write!(f, "{}{item}", if index == 0 { "" } else { "," })?;
+        }
+        Ok(())
+    }
+}
+
+/// Stands for the rank in file names.
+pub(crate) const RANK: &str = "{rank}";

@@ -1,0 +1,37 @@
+//! Descriptions of devices and links: `--hardware`.
+
+use std::path::Path;
+
+use kyklos::Error;
+use kyklos::simulate::Cluster;
+
+use crate::failure::{Failure, Result, in_options};
+
+/// Reads a description.
+pub(crate) fn read(path: &Path) -> Result<Cluster> {
+    let bytes = std::fs::metadata(path).map_err(|error| Failure::file("read", path, &error))?.len();
+    if bytes > MOST_BYTES {
+        return Err(Failure::request(
+            format!("{} has {bytes} bytes", path.display()),
+            format!("a cluster description has at most {MOST_BYTES}"),
+        ));
+    }
+    let text = std::fs::read_to_string(path).map_err(|error| Failure::file("read", path, &error))?;
+    Cluster::from_toml(&text).map_err(|error| {
+        let failure = Failure::from(error);
+        Failure { text: format!("{}: {}", path.display(), failure.text), ..failure }
+    })
+}
+
+/// Every candidate is refused.
+pub(crate) fn nothing_fits(candidates: usize, first: &Error) -> Failure {
+    let plural = if candidates == 1 { "the plan is" } else { "all plans are" };
+    let first = in_options(first.clone());
+    Failure {
+        exit: 2,
+        text: format!("{plural} refused, of {candidates} the first one because: {first}"),
+        of_group: false,
+    }
+}
+
+const MOST_BYTES: u64 = 1 << 20;

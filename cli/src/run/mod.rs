@@ -1,0 +1,34 @@
+//! Runs of a plan on the ranks of this process.
+
+pub(crate) mod alone;
+pub(crate) mod plans;
+pub(crate) mod resident;
+pub(crate) mod threads;
+pub(crate) mod timed;
+
+use std::sync::Arc;
+
+use kyklos::{NoObserver, RunOptions, SystemClock};
+use kyklos_transport::quic::quic_loopback_group;
+use kyklos_transport::{Transport, in_process_group};
+
+use crate::failure::Result;
+use crate::options::TransportName;
+
+/// Options for runs that nobody watches.
+pub(crate) fn quiet() -> RunOptions {
+    RunOptions {
+        clock: Arc::new(SystemClock::new()),
+        observer: Arc::new(NoObserver),
+        trace: false,
+        poison: false,
+    }
+}
+
+/// A group of `ranks` ranks in this process.
+pub(crate) fn group(transport: TransportName, ranks: u32) -> Result<Vec<Arc<dyn Transport>>> {
+    Ok(match transport {
+        TransportName::InProcess => in_process_group(ranks),
+        TransportName::Quic => quic_loopback_group(ranks)?,
+    })
+}

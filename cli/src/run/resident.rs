@@ -1,0 +1,140 @@
+//! One attention call on tensors that stay on a device, to be timed and checked.
+
+use bytes::Bytes;
+use half::{bf16, f16};
+use kyklos::backend::{Attend, Backend, Control, Layout, Operand, State, StateMut, StateShape};
+use kyklos::{AttentionProblem, BlockWork, Dtype, TokenRuns};
+
+use crate::failure::Result;
+use crate::tensors::{Source, Which};
+
+/// Tensors and results on a device.
+#[derive(Debug)]
+pub(crate) struct Resident<Buffer> {
+    problem: AttentionProblem,
+    layers: Vec<BlockWork>,
+    kv_head_of: Vec<u32>,
+    q: Buffer,
+    k: Buffer,
+    v: Buffer,
+    a: Buffer,
+    ml: Buffer,
+    o: Buffer,
+    lse: Buffer,
+    shape: StateShape,
+}
+
+impl<Buffer> Resident<Buffer> {
+    /// Made-up tensors for `problem`.
+    pub(crate) fn new<B: Backend<Buffer = Buffer>>(
+        backend: &B,
+        problem: &AttentionProblem,
+        seed: u64,
+    ) -> Result<Self> {
+        Self::of(backend, problem, |which| whole(problem, seed, which))
+    }
+
+    /// The same tensors as [`Self::new`], as f32: the problem that is rounded to another type there, with nothing rounded
+    /// any more.
+    pub(crate) fn widened<B: Backend<Buffer = Buffer>>(
+        backend: &B,
+        problem: &AttentionProblem,
+        seed: u64,
+    ) -> Result<Self> {
+        let wide = AttentionProblem { dtype: Dtype::F32, ..problem.clone() };
+        Self::of(backend, &wide, |which| Ok(widen(problem.dtype, &whole(problem, seed, which)?)))
+    }
+
+    fn of<B: Backend<Buffer = Buffer>>(
+        backend: &B,
+        problem: &AttentionProblem,
+        read: impl Fn(Which) -> Result<Bytes>,
+    ) -> Result<Self> {
+        let upload = |label, which| -> Result<Buffer> { Ok(backend.upload(label, read(which)?)?) };
+        let shape = state_shape(problem);
+        let queries = TokenRuns::contiguous(0..problem.q_len);
+        let keys = TokenRuns::contiguous(0..problem.kv_len);
+        Ok(Self {
+            layers: BlockWork::layers(problem, &queries, &keys, backend.tile_shape(problem, shape)),
+            kv_head_of: (0..problem.q_heads).map(|head| head / problem.group()).collect(),
+            q: upload("q", Which::Q)?,
+            k: upload("k", Which::K)?,
+            v: upload("v", Which::V)?,
+            a: backend.alloc("a", shape.a_bytes())?,
+            ml: backend.alloc("ml", shape.ml_bytes())?,
+            o: backend.alloc("o", o_bytes(problem))?,
+            lse: backend.alloc("lse", shape.ml_bytes() / 2)?,
+            shape,
+            problem: problem.clone(),
+        })
+    }
+
+    /// Reset, attend and finalize, until the device is done; `control` may end it earlier, which is an error.
+    pub(crate) fn run<B: Backend<Buffer = Buffer>>(&mut self, backend: &B, control: &Control) -> Result<()> {
+        let problem = &self.problem;
+        let layout = |tokens: u32, heads: u32| {
+            let [tokens, heads] = [tokens as usize, heads as usize];
+            let row_stride = heads * self.shape.dim;
+            Layout { offset: 0, batch_stride: tokens * row_stride, row_stride, head_stride: self.shape.dim }
+        };
+        let (q_layout, kv_layout) =
+            (layout(problem.q_len, problem.q_heads), layout(problem.kv_len, problem.kv_heads));
+        let mut state = StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape };
+        backend.reset_state(&mut state)?;
+        for work in &self.layers {
+            let args = Attend {
+                dtype: problem.dtype,
+                scale: problem.scale,
+                softcap: problem.softcap,
+                q: Operand { buffer: &self.q, layout: q_layout },
+                k: Operand { buffer: &self.k, layout: kv_layout },
+                v: Operand { buffer: &self.v, layout: kv_layout },
+                kv_head_of: &self.kv_head_of,
+                work,
+                pairs: None,
+                fixed_order: false,
+                state: StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape },
+            };
+            pollster::block_on(backend.attend(args, control))?;
+        }
+        let state = State { a: &self.a, ml: &self.ml, shape: self.shape };
+        backend.finalize(&state, &problem.sinks, problem.dtype, &mut self.o, &mut self.lse)?;
+        Ok(pollster::block_on(backend.wait())?)
+    }
+
+    /// o and lse of the last run.
+    pub(crate) fn results<B: Backend<Buffer = Buffer>>(&mut self, backend: &B) -> Result<(Bytes, Bytes)> {
+        let o = backend.download(&mut self.o, 0..o_bytes(&self.problem));
+        let lse = backend.download(&mut self.lse, 0..self.shape.ml_bytes() / 2);
+        Ok((pollster::block_on(o)?, pollster::block_on(lse)?))
+    }
+}
+
+/// Extents of the running state of all of `problem`.
+pub(crate) fn state_shape(problem: &AttentionProblem) -> StateShape {
+    StateShape {
+        batch: problem.batch as usize,
+        rows: problem.q_len as usize,
+        heads: problem.q_heads as usize,
+        dim: problem.head_dim as usize,
+    }
+}
+
+/// All tokens of a made-up tensor.
+fn whole(problem: &AttentionProblem, seed: u64, which: Which) -> Result<Bytes> {
+    let tokens = if which == Which::Q { problem.q_len } else { problem.kv_len };
+    Source::MadeUp { seed }.read(problem, which, &TokenRuns::contiguous(0..tokens))
+}
+
+fn widen(dtype: Dtype, bytes: &Bytes) -> Bytes {
+    let wide: Vec<f32> = match dtype {
+        Dtype::F32 => return bytes.clone(),
+        Dtype::F16 => bytemuck::cast_slice::<u8, f16>(bytes).iter().map(|x| x.to_f32()).collect(),
+        Dtype::Bf16 => bytemuck::cast_slice::<u8, bf16>(bytes).iter().map(|x| x.to_f32()).collect(),
+    };
+    bytemuck::cast_slice::<f32, u8>(&wide).to_vec().into()
+}
+
+fn o_bytes(problem: &AttentionProblem) -> usize {
+    state_shape(problem).a_bytes() / 4 * problem.dtype.bytes()
+}

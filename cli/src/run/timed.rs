@@ -1,0 +1,74 @@
+//! Runs of a world on ranks of this process, timed from the first rank's first step to the last rank's end.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use kyklos::local::{Tensors, run_ranks};
+use kyklos::plan::World;
+use kyklos::{Observer, RankReport, RunOptions};
+use kyklos_transport::Rank;
+
+use crate::devices::AnyBackend;
+use crate::failure::{Failure, Result};
+use crate::options::TransportName;
+use crate::run::{group, quiet};
+
+/// One timed run.
+#[derive(Debug)]
+pub(crate) struct Timed {
+    pub(crate) wall_s: f64,
+    pub(crate) reports: Vec<RankReport>,
+}
+
+/// Notes when ranks start their first step.
+#[derive(Debug, Default)]
+struct Starts(Mutex<Vec<(u64, Instant)>>);
+
+impl Observer for Starts {
+    fn step(&self, _: Rank, op: u64, step: usize, _: usize, _: &dyn Fn() -> String) {
+        if step == 0 {
+            // A poisoned lock means that a rank panicked, which ends the run anyway.
+            if let Ok(mut starts) = self.0.lock() {
+                starts.push((op, Instant::now()));
+            }
+        }
+    }
+}
+
+/// Runs `world` `repeat` times after a first run that does not count; rank i has `backends[i]`. The median by wall time.
+pub(crate) fn run(
+    world: &World,
+    backends: &[&AnyBackend],
+    transport: TransportName,
+    tensors: &Tensors,
+    repeat: u64,
+) -> Result<Timed> {
+    let ranks = world.mesh.world();
+    let transports = group(transport, ranks)?;
+    let starts = Arc::new(Starts::default());
+    let options = RunOptions { observer: starts.clone(), ..quiet() };
+    let ended = run_ranks(world, transports, tensors, repeat + 1, DEADLINE, &options, |task| {
+        let backend = backends[task.transport.rank().0 as usize];
+        let mut ends = Vec::new();
+        backend.run(task, |_, output| ends.push((Instant::now(), output.report))).map(|()| ends)
+    })?;
+    let ended = ended.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let starts = starts.0.lock().map_err(|_| Failure::run("a rank panicked: this is a bug"))?;
+    let mut runs = Vec::new();
+    for op in 1..=repeat {
+        let place = usize::try_from(op).unwrap_or(usize::MAX);
+        let ends: Vec<_> = ended.iter().filter_map(|ends| ends.get(place)).collect();
+        let start = starts.iter().filter(|(of, _)| *of == op).map(|(_, at)| *at).min();
+        let end = ends.iter().map(|(at, _)| *at).max();
+        let (Some(start), Some(end)) = (start, end) else {
+            return Err(Failure::run("a run took no step"));
+        };
+        let reports = ends.iter().map(|(_, report)| report.clone()).collect();
+        runs.push(Timed { wall_s: (end - start).as_secs_f64(), reports });
+    }
+    runs.sort_by(|a, b| a.wall_s.total_cmp(&b.wall_s));
+    let middle = runs.len() / 2;
+    runs.into_iter().nth(middle).ok_or_else(|| Failure::run("no run took place"))
+}
+
+const DEADLINE: Duration = Duration::from_secs(120);

@@ -1,0 +1,106 @@
+//! Where q, k and v come from: a safetensors file, or a seed. Either way a rank gets its own tokens and no others.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use half::{bf16, f16};
+use kyklos::local::Tensors;
+use kyklos::{AttentionProblem, Dtype, TokenRuns};
+use kyklos_oracle::inputs::{TensorId, normal};
+
+use super::file::InputFile;
+use super::shard::{Shard, Which, too_large};
+use crate::failure::Result;
+
+/// Where tensors come from.
+#[derive(Clone, Debug)]
+pub(crate) enum Source {
+    MadeUp { seed: u64 },
+    File(Arc<InputFile>),
+}
+
+impl Source {
+    /// The queries `q_tokens` and the keys `kv_tokens` of all tensors.
+    pub(crate) fn all(
+        &self,
+        problem: &AttentionProblem,
+        q_tokens: &TokenRuns,
+        kv_tokens: &TokenRuns,
+    ) -> Result<Tensors> {
+        Ok(Tensors {
+            q: self.read(problem, Which::Q, q_tokens)?,
+            k: self.read(problem, Which::K, kv_tokens)?,
+            v: self.read(problem, Which::V, kv_tokens)?,
+            pairs: self.read_pairs(problem, q_tokens)?,
+        })
+    }
+
+    /// The tokens `tokens` of a tensor, `[batch, tokens, heads, dim]`, in their order.
+    pub(crate) fn read(&self, problem: &AttentionProblem, which: Which, tokens: &TokenRuns) -> Result<Bytes> {
+        let (seq, heads) = match which {
+            Which::Q => (problem.q_len, problem.q_heads),
+            Which::K | Which::V => (problem.kv_len, problem.kv_heads),
+        };
+        let token_elements = u64::from(heads) * u64::from(problem.head_dim);
+        let elements = u64::from(problem.batch) * tokens.len() as u64 * token_elements;
+        let shard = Shard {
+            batch: problem.batch,
+            seq,
+            token_elements,
+            elements: usize::try_from(elements).map_err(|_| too_large(elements))?,
+            tokens,
+        };
+        match self {
+            Self::File(file) => file.read(which, &shard),
+            Self::MadeUp { seed } => {
+                let id = match which {
+                    Which::Q => TensorId::Q,
+                    Which::K => TensorId::K,
+                    Which::V => TensorId::V,
+                };
+                match problem.dtype {
+                    Dtype::F32 => shard.make_up::<f32>(*seed, id, 0.0),
+                    Dtype::F16 => shard.make_up::<f16>(*seed, id, f16::ZERO),
+                    Dtype::Bf16 => shard.make_up::<bf16>(*seed, id, bf16::ZERO),
+                }
+            }
+        }
+    }
+
+    /// The rows of the queries `tokens` in the problem's pair tensor, if it has one.
+    pub(crate) fn read_pairs(&self, problem: &AttentionProblem, tokens: &TokenRuns) -> Result<Option<Bytes>> {
+        match self {
+            Self::MadeUp { .. } => Ok(None),
+            Self::File(file) => {
+                file.pairs.map(|pairs| pairs.read(&file.file, &file.path, problem, tokens)).transpose()
+            }
+        }
+    }
+
+    /// Made-up sinks: one for each query head, about as large as a row's largest logit.
+    pub(crate) fn made_up_sinks(seed: u64, q_heads: u32) -> Vec<f32> {
+        (0..q_heads).map(|head| normal(seed, TensorId::Sinks, u64::from(head)) + 2.0).collect()
+    }
+
+    /// What a user should know about the file, if anything.
+    pub(crate) fn warning(&self) -> Option<String> {
+        match self {
+            Self::File(file) if !file.ignored.is_empty() => {
+                let (path, count) = (file.path.display(), file.ignored.len());
+                let names = file.ignored.iter().take(4).cloned().collect::<Vec<_>>().join(", ");
+                let more = if count > 4 { ", …" } else { "" };
+                Some(format!("warning: {path}: {count} more tensors are ignored: {names}{more}"))
+            }
+            _ => None,
+        }
+    }
+
+    /// The file, if it is one.
+    pub(crate) fn path(&self) -> Option<&Path> {
+        match self {
+            Self::MadeUp { .. } => None,
+            Self::File(file) => Some(&file.path),
+        }
+    }
+}

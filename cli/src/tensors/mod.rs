@@ -1,0 +1,12 @@
+//! Tensors in files: inputs, outputs, and the tensors of masks and biases.
+
+mod file;
+mod input;
+pub(crate) mod output;
+pub(crate) mod pairs;
+mod positioned;
+mod shard;
+
+pub(crate) use self::file::InputFile;
+pub(crate) use self::input::Source;
+pub(crate) use self::shard::Which;

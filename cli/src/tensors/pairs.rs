@@ -1,0 +1,161 @@
+//! The pair tensor of an input file: `mask` or `bias`.
+
+use std::fs::File;
+use std::path::Path;
+
+use bytes::Bytes;
+use kyklos::{AttentionProblem, Dtype, PairKind, PairTensor, TokenRuns};
+use kyklos_oracle::oracle::{Element, Values};
+use safetensors::tensor::{Metadata, TensorInfo};
+
+use crate::failure::{Failure, Result};
+use crate::tensors::positioned::read_exact_at;
+
+/// Where a file holds `mask` or `bias`, `[batch or 1, query heads or 1, q_len, kv_len]`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FilePairs {
+    pub(crate) tensor: PairTensor,
+    /// Byte of the file at which it begins.
+    start: u64,
+}
+
+impl FilePairs {
+    /// Finds it in the header of a file whose q is `[batch, q_len, q_heads, …]` of `dtype`. An error is a mismatch and
+    /// its remedy.
+    pub(crate) fn find(
+        tensors: &Metadata,
+        data_start: u64,
+        [batch, q_len, q_heads, kv_len]: [u32; 4],
+        dtype: Dtype,
+    ) -> Result<Option<Self>, (String, String)> {
+        let (name, kind, info) = match (tensors.info("mask"), tensors.info("bias")) {
+            (None, None) => return Ok(None),
+            (Some(info), None) => ("mask", PairKind::Visible, info),
+            (None, Some(info)) => ("bias", PairKind::Bias, info),
+            (Some(_), Some(_)) => {
+                return Err((
+                    "holds both `mask` and `bias`".to_owned(),
+                    "give the bias alone, and -inf in it where the mask hides a key".to_owned(),
+                ));
+            }
+        };
+        let wanted = match (kind, dtype) {
+            (PairKind::Visible, _) => [safetensors::Dtype::BOOL, safetensors::Dtype::U8],
+            (PairKind::Bias, Dtype::F32) => [safetensors::Dtype::F32; 2],
+            (PairKind::Bias, Dtype::F16) => [safetensors::Dtype::F16; 2],
+            (PairKind::Bias, Dtype::Bf16) => [safetensors::Dtype::BF16; 2],
+        };
+        if !wanted.contains(&info.dtype) {
+            return Err((
+                format!("holds `{name}` as {:?}", info.dtype),
+                format!(
+                    "convert it to {:?}{}",
+                    wanted[0],
+                    if kind == PairKind::Bias { ", as q is" } else { "" }
+                ),
+            ));
+        }
+        let [file_batch, file_heads] = extents(info, [q_len, kv_len]).ok_or_else(|| {
+            (
+                format!("holds `{name}` with shape {:?}", info.shape),
+                format!("use [{batch} or 1, {q_heads} or 1, {q_len}, {kv_len}], or [{q_len}, {kv_len}]"),
+            )
+        })?;
+        let tensor = PairTensor { kind, batch: file_batch, heads: file_heads };
+        Ok(Some(Self { tensor, start: data_start + info.data_offsets.0 as u64 }))
+    }
+
+    /// The rows of the queries `tokens`, `[its batch, tokens, its heads, row]` as [`PairTensor`] says.
+    pub(crate) fn read(
+        &self,
+        file: &File,
+        path: &Path,
+        problem: &AttentionProblem,
+        tokens: &TokenRuns,
+    ) -> Result<Bytes> {
+        let (tensor, kv_len) = (self.tensor, problem.kv_len as usize);
+        let row_bytes = tensor.row_bytes(problem.dtype, problem.kv_len);
+        let rows = tensor.batch as usize * tokens.len() * tensor.heads as usize;
+        let mut out = Vec::new();
+        out.try_reserve_exact(rows.saturating_mul(row_bytes)).map_err(|_| {
+            Failure::run(format!("{rows} rows of the pair tensor do not fit the memory: use fewer tokens"))
+        })?;
+        let element = if tensor.kind == PairKind::Visible { 1 } else { problem.dtype.bytes() };
+        let mut row = vec![0; kv_len * element];
+        for batch in 0..u64::from(tensor.batch) {
+            for token in tokens.iter() {
+                for head in 0..u64::from(tensor.heads) {
+                    let index = (batch * u64::from(tensor.heads) + head) * u64::from(problem.q_len);
+                    let at = self.start + (index + u64::from(token)) * row.len() as u64;
+                    read_exact_at(file, &mut row, at).map_err(|error| Failure::file("read", path, &error))?;
+                    match tensor.kind {
+                        PairKind::Visible => {
+                            let words = PairTensor::pack(row.iter().map(|byte| *byte != 0));
+                            out.extend_from_slice(bytemuck::cast_slice(&words));
+                        }
+                        PairKind::Bias => {
+                            out.extend_from_slice(&row);
+                            out.resize(out.len().next_multiple_of(4), 0);
+                        }
+                    }
+                }
+            }
+        }
+        // Not shared with anybody, so that it may become whole words.
+        Ok(Bytes::from(out))
+    }
+}
+
+/// Batch and heads of a tensor `[…, q_len, kv_len]`; missing leading extents are 1.
+fn extents(info: &TensorInfo, [q_len, kv_len]: [u32; 2]) -> Option<[u32; 2]> {
+    let (leading, rows) = info.shape.split_last_chunk::<2>()?;
+    if *rows != [q_len as usize, kv_len as usize] {
+        return None;
+    }
+    let small = |extent: usize| u32::try_from(extent).ok().filter(|extent| *extent > 0);
+    match leading {
+        [] => Some([1, 1]),
+        [heads] => Some([1, small(*heads)?]),
+        [batch, heads] => Some([small(*batch)?, small(*heads)?]),
+        _ => None,
+    }
+}
+
+/// Rows as the oracle takes them: `[its batch, its heads, kv_len]` of one token.
+pub(crate) enum OracleRows {
+    Visible(Vec<bool>),
+    Bias(Vec<f32>),
+}
+
+impl OracleRows {
+    /// `bytes` holds the rows of one token.
+    pub(crate) fn new(tensor: PairTensor, problem: &AttentionProblem, bytes: &[u8]) -> Self {
+        let kv_len = problem.kv_len as usize;
+        let rows = bytes.chunks_exact(tensor.row_bytes(problem.dtype, problem.kv_len));
+        match tensor.kind {
+            PairKind::Visible => Self::Visible(
+                rows.flat_map(|row| (0..kv_len).map(|key| row[key / 8] >> (key % 8) & 1 == 1)).collect(),
+            ),
+            PairKind::Bias => {
+                let element = problem.dtype.bytes();
+                let number = |bytes: &[u8]| match problem.dtype {
+                    Dtype::F32 => bytemuck::pod_read_unaligned::<f32>(bytes).to_f64(),
+                    Dtype::F16 => Element::to_f64(bytemuck::pod_read_unaligned::<half::f16>(bytes)),
+                    Dtype::Bf16 => Element::to_f64(bytemuck::pod_read_unaligned::<half::bf16>(bytes)),
+                };
+                #[expect(clippy::cast_possible_truncation, reason = "all storage types are exact in f32")]
+                let row = |row: &[u8]| -> Vec<f32> {
+                    row[..kv_len * element].chunks_exact(element).map(|bytes| number(bytes) as f32).collect()
+                };
+                Self::Bias(rows.flat_map(row).collect())
+            }
+        }
+    }
+
+    pub(crate) fn values(&self) -> kyklos_oracle::oracle::PairValues<'_> {
+        match self {
+            Self::Visible(values) => kyklos_oracle::oracle::PairValues::Visible(values),
+            Self::Bias(values) => kyklos_oracle::oracle::PairValues::Bias(Values::F32(values)),
+        }
+    }
+}

@@ -1,0 +1,384 @@
+//! The result against the f64 oracle, on sampled rows.
+//!
+//! The tolerance is measured, not chosen: every kind of device that took part computes the sampled rows alone, and
+//! the shared result may be twice as wrong as the worst of them, plus a rounding allowance (`kyklos_oracle::tolerance`).
+
+mod every_row;
+mod masks;
+
+use std::collections::{BTreeSet, HashMap};
+
+use bytes::{Bytes, BytesMut};
+use half::{bf16, f16};
+use kyklos::local::Tensors;
+use kyklos::plan::{Content, World};
+use kyklos::{AttentionProblem, Dtype, RunOptions, TokenRuns, WireFormat, plan_rows};
+use kyklos_oracle::inputs::sample_rows;
+use kyklos_oracle::oracle::{self, Oracle, OracleError, OraclePairs, OracleProblem, Row, RowId, Values};
+use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare_rows, naive_f32_rows};
+use kyklos_oracle::wire;
+use kyklos_transport::Rank;
+
+use crate::devices::AnyBackend;
+use crate::failure::{Failure, Result};
+use crate::request::Request;
+use crate::run::alone;
+use crate::tensors::pairs::OracleRows;
+use crate::tensors::{Source, Which};
+pub(crate) use every_row::Whole;
+use masks::oracle_mask;
+
+/// The rows that are looked at.
+#[derive(Clone, Debug)]
+pub(crate) struct Sample {
+    problem: AttentionProblem,
+    source: Source,
+    oracle: OracleProblem,
+    rows: Vec<RowId>,
+}
+
+/// How the result compares.
+#[derive(Clone, Debug)]
+pub(crate) struct Verdict {
+    pub(crate) rows: usize,
+    pub(crate) max_abs_error: f64,
+    pub(crate) tolerance: f64,
+    /// The largest error of a device alone.
+    pub(crate) dense_error: f64,
+    /// What is wrong, if anything is.
+    pub(crate) failure: Option<String>,
+}
+
+/// All keys and values.
+#[derive(Clone, Debug)]
+pub(crate) struct WholeKv {
+    k: Bytes,
+    v: Bytes,
+}
+
+impl WholeKv {
+    /// Rounded as those are that travel in `world`: what a device alone makes of them tells what the rounding costs.
+    fn as_on_the_wire(&self, world: &World) -> Self {
+        let problem = &world.problem;
+        let shape = [problem.batch, problem.kv_len, problem.kv_heads, problem.head_dim].map(|n| n as usize);
+        let buffers = world.plans.iter().flat_map(|plan| &plan.buffers);
+        let sent = buffers.filter(|buffer| buffer.content == Content::WireKeyValue);
+        let lists: BTreeSet<Vec<u32>> = sent.map(|buffer| buffer.tokens.iter().collect()).collect();
+        let lists: Vec<Vec<u32>> = lists.into_iter().collect();
+        let rounded = |tensor: &Bytes, int8: fn(&mut [f32], wire::Shape, &[Vec<u32>])| {
+            let dtype = oracle_dtype(problem.dtype);
+            let mut numbers = wire::load(dtype, tensor);
+            match problem.wire {
+                WireFormat::Same => return tensor.clone(),
+                WireFormat::F16 => wire::f16_each(&mut numbers),
+                WireFormat::Int8 => int8(&mut numbers, shape, &lists),
+            }
+            wire::store(dtype, &numbers).into()
+        };
+        Self { k: rounded(&self.k, wire::int8_keys), v: rounded(&self.v, wire::int8_values) }
+    }
+}
+
+impl Sample {
+    pub(crate) fn of(request: &Request) -> Result<Self> {
+        Self::new(&request.problem, &request.source, &request.mask_text)
+    }
+
+    /// `mask_text` is the problem's mask in words.
+    pub(crate) fn new(problem: &AttentionProblem, source: &Source, mask_text: &str) -> Result<Self> {
+        Self::of_rows(problem, source, mask_text, ROWS)
+    }
+
+    /// All rows of the request.
+    pub(crate) fn whole(request: &Request) -> Result<Self> {
+        Self::of_rows(&request.problem, &request.source, &request.mask_text, usize::MAX)
+    }
+
+    fn of_rows(problem: &AttentionProblem, source: &Source, mask_text: &str, rows: usize) -> Result<Self> {
+        let oracle = OracleProblem {
+            batch: problem.batch as usize,
+            q_len: problem.q_len as usize,
+            kv_len: problem.kv_len as usize,
+            q_heads: problem.q_heads as usize,
+            kv_heads: problem.kv_heads as usize,
+            head_dim: problem.head_dim as usize,
+            scale: f64::from(problem.scale),
+            softcap: problem.softcap.map(f64::from),
+            mask: oracle_mask(mask_text)?,
+            q_offset: u64::from(problem.q_offset),
+            sinks: problem.sinks.iter().copied().map(f64::from).collect(),
+        };
+        let rows = sample_rows(&oracle, rows, SEED);
+        Ok(Self { problem: problem.clone(), source: source.clone(), oracle, rows })
+    }
+
+    /// The sampled rows that `rank` owns.
+    pub(crate) fn rows_of(&self, world: &World, rank: Rank) -> Vec<RowId> {
+        let places = self.places(world.q_placement.of_rank(rank));
+        self.rows.iter().filter(|id| places.contains_key(&id.row)).copied().collect()
+    }
+
+    /// Only the rows that ranks of `world` own.
+    pub(crate) fn owned_in(&self, world: &World) -> Self {
+        let lost: BTreeSet<usize> = world.lost.queries.iter().map(|token| token as usize).collect();
+        let rows = self.rows.iter().filter(|id| !lost.contains(&id.row)).copied().collect();
+        Self { rows, ..self.clone() }
+    }
+
+    /// All sampled rows.
+    pub(crate) fn rows(&self) -> &[RowId] {
+        &self.rows
+    }
+
+    /// Bytes of so many rows on their way to rank 0: o, then lse.
+    pub(crate) fn row_bytes(&self, rows: usize) -> usize {
+        rows * (self.problem.head_dim as usize * self.problem.dtype.bytes() + 4)
+    }
+
+    /// The sampled rows out of the output of a rank that owns `tokens`.
+    pub(crate) fn extract(&self, tokens: &TokenRuns, o: &Bytes, lse: &Bytes) -> Bytes {
+        let places = self.places(tokens);
+        let (heads, row_bytes) =
+            (self.oracle.q_heads, self.problem.head_dim as usize * self.problem.dtype.bytes());
+        let mut out = BytesMut::new();
+        for id in &self.rows {
+            if let Some(place) = places.get(&id.row) {
+                let row = (id.batch * tokens.len() + place) * heads + id.head;
+                out.extend_from_slice(&o[row * row_bytes..(row + 1) * row_bytes]);
+                out.extend_from_slice(&lse[row * 4..(row + 1) * 4]);
+            }
+        }
+        out.freeze()
+    }
+
+    /// What [`Self::extract`] packed.
+    pub(crate) fn decode(&self, ids: &[RowId], bytes: &[u8]) -> Vec<Row> {
+        let dim = self.oracle.head_dim;
+        let element = self.problem.dtype.bytes();
+        let row_bytes = self.row_bytes(1).max(1);
+        ids.iter()
+            .zip(bytes.chunks_exact(row_bytes))
+            .map(|(id, row)| Row {
+                id: *id,
+                o: row[..dim * element]
+                    .chunks_exact(element)
+                    .map(|bytes| element_value(self.problem.dtype, bytes))
+                    .collect(),
+                lse: element_value(Dtype::F32, &row[dim * element..]),
+            })
+            .collect()
+    }
+
+    /// Reads all keys and values.
+    pub(crate) fn whole_kv(&self) -> Result<WholeKv> {
+        let all = TokenRuns::contiguous(0..self.problem.kv_len);
+        Ok(WholeKv {
+            k: self.source.read(&self.problem, Which::K, &all)?,
+            v: self.source.read(&self.problem, Which::V, &all)?,
+        })
+    }
+
+    /// The sampled rows, computed by one device alone from keys and values as they travel in `shared`.
+    pub(crate) fn dense(
+        &self,
+        backend: &AnyBackend,
+        shared: &World,
+        kv: &WholeKv,
+        options: &RunOptions,
+    ) -> Result<Bytes> {
+        let mut tokens: Vec<u32> = self.rows.iter().filter_map(|id| u32::try_from(id.row).ok()).collect();
+        tokens.sort_unstable();
+        tokens.dedup();
+        let tokens = TokenRuns::from_positions(tokens);
+        let world = plan_rows(&self.problem, tokens.clone())?;
+        let q = self.source.read(&self.problem, Which::Q, &tokens)?;
+        let pairs = self.source.read_pairs(&self.problem, &tokens)?;
+        let WholeKv { k, v } = kv.as_on_the_wire(shared);
+        let tensors = Tensors { q, k, v, pairs };
+        let alone = alone::run(backend, world, tensors, 1, options)?;
+        Ok(self.extract(&tokens, &alone.output.o, &alone.output.lse))
+    }
+
+    /// Holds `actual` to the oracle, and to what the devices did alone.
+    pub(crate) fn judge(
+        &self,
+        actual: Vec<Row>,
+        dense: &[(String, Vec<Row>)],
+        kv: &WholeKv,
+        backend: &str,
+    ) -> Result<Verdict> {
+        Ok(self.hold(actual, dense, &self.expected(kv)?, backend))
+    }
+
+    /// [`Self::judge`] with the oracle's rows at hand.
+    pub(crate) fn hold(
+        &self,
+        mut actual: Vec<Row>,
+        dense: &[(String, Vec<Row>)],
+        expected: &[Row],
+        backend: &str,
+    ) -> Verdict {
+        actual.sort_by_key(|row| row.id);
+        let dtype = oracle_dtype(self.problem.dtype);
+        let dense: Vec<Comparison> = dense
+            .iter()
+            .map(|(device, rows)| compare_rows(&self.oracle, dtype, rows, expected, &self.context(device)))
+            .collect();
+        let limit = Limit::parallel(dtype, &dense.iter().collect::<Vec<_>>());
+        let coarse = self.problem.wire == WireFormat::Int8;
+        let limit = if coarse { limit.of_coarse_keys() } else { limit };
+        let shared = compare_rows(&self.oracle, dtype, &actual, expected, &self.context(backend));
+        Verdict {
+            rows: expected.len(),
+            max_abs_error: shared.max_abs_error,
+            tolerance: limit.o_abs(),
+            dense_error: dense.iter().map(|dense| dense.max_abs_error).fold(0.0, f64::max),
+            failure: shared.within(&limit).err().map(|failure| failure.to_string()),
+        }
+    }
+
+    /// Holds what one device computed alone, in the order of [`Self::rows`], to the oracle. The tolerance comes from
+    /// plain f32 arithmetic on the same rows.
+    pub(crate) fn hold_alone(
+        &self,
+        actual: &[Row],
+        naive: &[Row],
+        expected: &[Row],
+        backend: &str,
+    ) -> Verdict {
+        let dtype = oracle_dtype(self.problem.dtype);
+        let naive =
+            compare_rows(&self.oracle, oracle::Dtype::F32, naive, expected, &self.context("plain f32"));
+        let limit = Limit::dense(dtype, &naive);
+        let actual = compare_rows(&self.oracle, dtype, actual, expected, &self.context(backend));
+        Verdict {
+            rows: expected.len(),
+            max_abs_error: actual.max_abs_error,
+            tolerance: limit.o_abs(),
+            dense_error: naive.max_abs_error,
+            failure: actual.within(&limit).err().map(|failure| failure.to_string()),
+        }
+    }
+
+    /// Holds what one device computed alone, all tokens of it, to the oracle, as [`Self::hold_alone`] does.
+    pub(crate) fn judge_alone(&self, o: &Bytes, lse: &Bytes, backend: &str) -> Result<Verdict> {
+        let kv = self.whole_kv()?;
+        let tokens = TokenRuns::contiguous(0..self.problem.q_len);
+        let actual = self.decode(&self.rows, &self.extract(&tokens, o, lse));
+        Ok(self.hold_alone(&actual, &self.naive(&kv)?, &self.expected(&kv)?, backend))
+    }
+
+    /// What a failed comparison says about itself.
+    fn context(&self, backend: &str) -> Context {
+        Context {
+            case: match self.source.path() {
+                Some(path) => path.display().to_string(),
+                None => "made-up tensors".to_owned(),
+            },
+            seed: match self.source {
+                Source::MadeUp { seed } => seed,
+                Source::File(_) => 0,
+            },
+            backend: backend.to_owned(),
+            rerun: std::env::args().collect::<Vec<_>>().join(" "),
+        }
+    }
+
+    /// The oracle's rows.
+    pub(crate) fn expected(&self, kv: &WholeKv) -> Result<Vec<Row>> {
+        self.by_the_oracle(kv, |oracle, id| {
+            let (o, lse) = oracle.row(id.batch, id.row, id.head);
+            Row { id, o, lse }
+        })
+    }
+
+    /// The rows in plain f32 arithmetic.
+    pub(crate) fn naive(&self, kv: &WholeKv) -> Result<Vec<Row>> {
+        self.by_the_oracle(kv, |oracle, id| naive_f32_rows(oracle, &[id]).remove(0))
+    }
+
+    /// Every row as `compute` makes it of the oracle's problem, on all cores.
+    fn by_the_oracle(
+        &self,
+        kv: &WholeKv,
+        compute: impl Fn(&Oracle<'_>, RowId) -> Row + Sync,
+    ) -> Result<Vec<Row>> {
+        let workers = std::thread::available_parallelism().map_or(1, usize::from);
+        let share = self.rows.len().div_ceil(workers).max(1);
+        let compute = &compute;
+        let compute_all = move |rows: &[RowId]| -> Result<Vec<Row>> {
+            rows.iter().map(|id| self.one_row(*id, kv, compute)).collect()
+        };
+        std::thread::scope(|scope| {
+            let threads: Vec<_> =
+                self.rows.chunks(share).map(|rows| scope.spawn(move || compute_all(rows))).collect();
+            let mut all = Vec::with_capacity(self.rows.len());
+            for thread in threads {
+                all.extend(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?);
+            }
+            Ok(all)
+        })
+    }
+
+    /// One row: a problem of one query, so that no other query need be read.
+    fn one_row(&self, id: RowId, kv: &WholeKv, compute: impl Fn(&Oracle<'_>, RowId) -> Row) -> Result<Row> {
+        let token = u32::try_from(id.row).map_err(|_| Failure::run("a row beyond all positions"))?;
+        let tokens = TokenRuns::contiguous(token..token + 1);
+        let q = self.source.read(&self.problem, Which::Q, &tokens)?;
+        let pairs = self.source.read_pairs(&self.problem, &tokens)?.zip(self.problem.pairs);
+        let pairs = pairs.map(|(bytes, tensor)| (tensor, OracleRows::new(tensor, &self.problem, &bytes)));
+        let problem =
+            OracleProblem { q_len: 1, q_offset: self.oracle.q_offset + id.row as u64, ..self.oracle.clone() };
+        let dtype = self.problem.dtype;
+        let refused = |error: OracleError| Failure::run(format!("the oracle refuses the problem: {error}"));
+        let mut oracle = Oracle::new(&problem, values(dtype, &q), values(dtype, &kv.k), values(dtype, &kv.v))
+            .map_err(refused)?;
+        if let Some((tensor, rows)) = &pairs {
+            let (batch, heads) = (tensor.batch as usize, tensor.heads as usize);
+            oracle =
+                oracle.with_pairs(OraclePairs { values: rows.values(), batch, heads }).map_err(refused)?;
+        }
+        Ok(Row { id, ..compute(&oracle, RowId { row: 0, ..id }) })
+    }
+
+    /// List position of every sampled token among `tokens`.
+    fn places(&self, tokens: &TokenRuns) -> HashMap<usize, usize> {
+        let mut wanted: Vec<usize> = self.rows.iter().map(|id| id.row).collect();
+        wanted.sort_unstable();
+        tokens
+            .iter()
+            .enumerate()
+            .map(|(place, token)| (token as usize, place))
+            .filter(|(token, _)| wanted.binary_search(token).is_ok())
+            .collect()
+    }
+}
+
+fn values(dtype: Dtype, bytes: &Bytes) -> Values<'_> {
+    match dtype {
+        Dtype::F32 => Values::F32(bytemuck::cast_slice(bytes)),
+        Dtype::F16 => Values::F16(bytemuck::cast_slice(bytes)),
+        Dtype::Bf16 => Values::Bf16(bytemuck::cast_slice(bytes)),
+    }
+}
+
+fn element_value(dtype: Dtype, bytes: &[u8]) -> f64 {
+    match dtype {
+        Dtype::F32 => f64::from(bytemuck::pod_read_unaligned::<f32>(bytes)),
+        Dtype::F16 => bytemuck::pod_read_unaligned::<f16>(bytes).to_f64(),
+        Dtype::Bf16 => bytemuck::pod_read_unaligned::<bf16>(bytes).to_f64(),
+    }
+}
+
+fn oracle_dtype(dtype: Dtype) -> oracle::Dtype {
+    match dtype {
+        Dtype::F32 => oracle::Dtype::F32,
+        Dtype::F16 => oracle::Dtype::F16,
+        Dtype::Bf16 => oracle::Dtype::Bf16,
+    }
+}
+
+/// Rows of a sample.
+const ROWS: usize = 256;
+/// The same rows for every run of the same problem.
+const SEED: u64 = 0x6b79_6b6c_6f73;
