@@ -5,9 +5,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export KYKLOS_SOAK_MINUTES=${1:-10} KYKLOS_SOAK_SEED=${2:-1}
-test=(cargo test --release -q -p kyklos-tests --test accidents)
+test=(cargo test --release -q -p kyklos-tests --test suites)
 "${test[@]}" --no-run
-test+=(-- --ignored --exact soak::soak --nocapture)
+test+=(-- --ignored --exact accidents::soak::soak --nocapture)
 if command -v ip >/dev/null && unshare --user --map-root-user --net ip link set lo up 2>/dev/null; then
     export KYKLOS_SOAK_CUTS=1
     exec unshare --user --map-root-user --net sh -c 'ip link set lo up && exec "$@"' sh "${test[@]}"
