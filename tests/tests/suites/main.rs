@@ -6,6 +6,8 @@
 
 #[cfg(unix)]
 mod accidents;
+#[path = "../../amount.rs"]
+mod amount;
 #[path = "../common/mod.rs"]
 mod common;
 mod fixed_order;
@@ -16,3 +18,12 @@ mod spans;
 mod strategies;
 mod survivors;
 mod wire;
+
+use amount::amount;
+use proptest::test_runner::{Config, RngSeed};
+
+/// The configuration of a property: so many cases of a sample, whose seed is fixed, or of everything, whose seed is random.
+fn cases(sample: u32, all: u32) -> Config {
+    let rng_seed = amount(RngSeed::Fixed(7), RngSeed::Random);
+    Config { cases: amount(sample, all), failure_persistence: None, rng_seed, ..Config::default() }
+}

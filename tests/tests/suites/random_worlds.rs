@@ -44,7 +44,7 @@ fn sink(seed: u64, head: usize) -> f64 {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(crate::cases(30, 150))]
 
     #[test]
     fn every_random_world_agrees_with_the_oracle(

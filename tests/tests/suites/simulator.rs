@@ -5,8 +5,7 @@ use kyklos::simulate::{
     Candidate, Cluster, Prediction, Priced, Wanted, candidates, choose, predict, simulate,
 };
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_world};
-use proptest::prelude::{ProptestConfig, any, prop, prop_assert, prop_assert_eq, proptest};
-use proptest::test_runner::RngSeed;
+use proptest::prelude::{any, prop, prop_assert, prop_assert_eq, proptest};
 
 /// Devices of 100 GFLOP/s, one a host, with free copies.
 fn cluster(link: &str, more: &str) -> Cluster {
@@ -448,7 +447,7 @@ fn relay_is_a_candidate_where_it_differs_from_unified() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, rng_seed: RngSeed::Fixed(4), ..ProptestConfig::default() })]
+    #![proptest_config(crate::cases(60, 200))]
 
     #[test]
     fn bytes_messages_and_peaks_are_those_of_the_proof_and_links_carry_what_ranks_send(

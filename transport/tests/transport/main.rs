@@ -2,6 +2,9 @@
 //! of the memory of its process is in `tests/memory/`.
 #![cfg_attr(feature = "quic", expect(clippy::unwrap_used, reason = "a test that cannot continue has failed"))]
 
+#[cfg(feature = "quic")]
+#[path = "../../../tests/amount.rs"]
+mod amount;
 #[macro_use]
 mod conformance;
 mod in_process;

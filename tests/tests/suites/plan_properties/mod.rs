@@ -143,7 +143,7 @@ impl Random {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 3000, ..ProptestConfig::default() })]
+    #![proptest_config(crate::cases(400, 3000))]
 
     #[test]
     fn every_plan_is_proved_and_sends_what_the_closed_form_says(Drawn(world) in worlds()) {

@@ -184,7 +184,7 @@ const FAULTS: [Fault; 8] = [
 ];
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 4000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(crate::cases(500, 4000))]
 
     #[test]
     fn every_repair_is_proved_and_every_refusal_is_true(seed in any::<u64>()) {

@@ -64,7 +64,7 @@ fn lost_rows_have_none(whole: &Whole, world: &World, ranks: &[Rank]) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 250, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(crate::cases(50, 250))]
 
     #[test]
     fn survivors_of_any_loss_agree_with_the_oracle(seed in any::<u64>()) {
@@ -105,7 +105,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 80, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(crate::cases(20, 80))]
 
     /// Keys on the wire are rounded as they would have been, whoever sends them: only sums are in another order.
     #[test]

@@ -1,6 +1,6 @@
 //! Groups over a simulated network: everything that chance does to a world comes from one seed (ADR 0017).
 //!
-//! `KYKLOS_SEEDS=from..to cargo test -p kyklos-transport --features quic --test simulation seeds` plays other ones.
+//! `KYKLOS_SEEDS=from..to cargo test -p kyklos-transport --features quic --test transport simulation` runs other seeds.
 
 mod again;
 mod found;
@@ -17,17 +17,16 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use crate::amount::amount;
 use judge::judge;
 use network::Cut;
 use program::Sabotage;
 use stage::{Played, Secret, play};
 use world::{FaultKind, World};
 
-/// The seeds of every run of the tests.
-const SEEDS: Range<u64> = 0..400;
-
-fn seeds() -> Range<u64> {
-    let Ok(text) = std::env::var("KYKLOS_SEEDS") else { return SEEDS };
+/// The seeds that are given, else the first ones: `sample` of them, or `all`.
+fn seeds(sample: u64, all: u64) -> Range<u64> {
+    let Ok(text) = std::env::var("KYKLOS_SEEDS") else { return 0..amount(sample, all) };
     let range = text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
     range.unwrap_or_else(|| panic!("KYKLOS_SEEDS is from..to, such as 100..2000, not {text:?}"))
 }
@@ -39,7 +38,8 @@ fn whatever_a_seed_does_to_a_world_the_transport_keeps_its_promises() {
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
     let mut simulated = Duration::ZERO;
     let mut traces = 0_u64;
-    for seed in seeds() {
+    let seeds = seeds(80, 400);
+    for seed in seeds.clone() {
         let world = World::draw(seed);
         let played = play(&world, &Secret::default());
         *counts.entry(in_a_word(&world, &played)).or_default() += 1;
@@ -59,9 +59,30 @@ fn whatever_a_seed_does_to_a_world_the_transport_keeps_its_promises() {
         }
     }
     let took = started.elapsed();
-    println!("{:?} in {took:?}, simulated {simulated:?}, traces {traces:016x}: {counts:?}", seeds());
+    println!("{seeds:?} in {took:?}, simulated {simulated:?}, traces {traces:016x}: {counts:?}");
+    // A sample that lacks a kind of fault would lose a claim.
+    if std::env::var_os("KYKLOS_SEEDS").is_none() {
+        for kind in KINDS {
+            assert!(counts.contains_key(kind), "no seed has `{kind}`: {counts:?}");
+        }
+    }
     assert!(failures.is_empty(), "{} seeds fail: {failures:?}", failures.len());
 }
+
+/// All that `in_a_word` says.
+const KINDS: [&str; 11] = [
+    "no fault",
+    "cut",
+    "cut and healed",
+    "crash",
+    "crash and restart",
+    "dropped",
+    "abort",
+    "refusal",
+    "slow reader",
+    "stuck",
+    "slow device",
+];
 
 /// What kind of world it was, for statistics.
 fn in_a_word(world: &World, played: &Played) -> &'static str {
@@ -82,10 +103,8 @@ fn in_a_word(world: &World, played: &Played) -> &'static str {
 
 #[test]
 fn a_seed_gives_the_same_packets_and_the_same_calls_again() {
-    // The first ones, or all that were asked for.
-    let most = if std::env::var_os("KYKLOS_SEEDS").is_some() { usize::MAX } else { 12 };
     let mut differ = Vec::new();
-    for seed in seeds().take(most) {
+    for seed in seeds(4, 12) {
         let world = World::draw(seed);
         let [first, second] = [0; 2].map(|_| play(&world, &Secret::default()));
         let (first, second) = (format!("{first:?}"), format!("{second:?}"));
@@ -104,8 +123,8 @@ fn whatever_happens_those_who_are_left_form_one_group_again_or_none() {
     let mut failures = Vec::new();
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
     // Fewer than of the others, which take half as long.
-    let most = if std::env::var_os("KYKLOS_SEEDS").is_some() { usize::MAX } else { 300 };
-    for seed in seeds().take(most) {
+    let seeds = seeds(50, 300);
+    for seed in seeds.clone() {
         let world = again::World::draw(seed);
         let played = again::play(&world);
         for life in &played.lives {
@@ -127,7 +146,12 @@ fn whatever_happens_those_who_are_left_form_one_group_again_or_none() {
             wrong.iter().for_each(|one| eprintln!("  seed {seed}: {one}"));
         }
     }
-    println!("{:?} in {:?}: {counts:?}", seeds(), started.elapsed());
+    println!("{seeds:?} in {:?}: {counts:?}", started.elapsed());
+    if std::env::var_os("KYKLOS_SEEDS").is_none() {
+        for outcome in ["finished", "alone", "again in all", "again in fewer"] {
+            assert!(counts.contains_key(outcome), "no seed has `{outcome}`: {counts:?}");
+        }
+    }
     assert!(failures.is_empty(), "{} seeds fail: {failures:?}", failures.len());
 }
 
