@@ -314,7 +314,7 @@ fn a_missing_rescale_is_caught() {
 }
 
 #[test]
-fn what_a_row_cannot_see_does_not_change_it() {
+fn hidden_values_do_not_change_a_row() {
     for poisoned in cases().into_iter().filter(|case: &Case| !case.poison.is_empty()) {
         let name = poisoned.name;
         let clean =

@@ -174,7 +174,7 @@ fn a_scale_of_anything_but_the_channel_of_these_tokens_is_caught() {
 }
 
 #[test]
-fn what_is_not_finite_shows_where_it_is_seen_and_nowhere_else() {
+fn non_finite_values_show_in_the_rows_that_see_them_and_in_no_others() {
     for dtype in Dtype::ALL {
         let prepared = case("two rows beyond four tiles", dtype);
         let problem = prepared.problem.clone().with_wire(WireFormat::Int8).unwrap();

@@ -111,7 +111,7 @@ impl Wire {
 }
 
 #[test]
-fn packets_that_are_said_again_change_nothing() {
+fn replayed_packets_change_nothing() {
     let _alone = alone();
     let job = Job::new();
     // Every packet twice, both ways, while the group works.

@@ -99,7 +99,7 @@ fn framed(frames: &[Frame]) -> Vec<u8> {
 const SOON: Duration = Duration::from_secs(3);
 
 #[test]
-fn who_never_reads_is_named_by_the_deadline_and_costs_its_senders_nothing() {
+fn a_rank_that_never_reads_is_named_at_the_deadline_and_costs_its_senders_nothing() {
     let large = Tag { op: 1, message: 1 };
     let (group, done) = Group::with(async move |member, _| {
         // It asks for everything, reads nothing, and goes on saying that it lives.
@@ -142,7 +142,7 @@ fn who_never_reads_is_named_by_the_deadline_and_costs_its_senders_nothing() {
 }
 
 #[test]
-fn frames_do_not_wait_without_end_for_one_that_does_not_read() {
+fn frames_to_a_peer_that_does_not_read_do_not_wait_forever() {
     let (group, done) = Group::with(async |_, _| ());
     done.recv().unwrap();
     // Each of these is a wish that it is told and does not read.
@@ -155,7 +155,7 @@ fn frames_do_not_wait_without_end_for_one_that_does_not_read() {
 }
 
 #[test]
-fn control_frames_of_a_member_in_another_order_end_the_group_by_its_name() {
+fn control_frames_in_a_wrong_order_abort_the_group_and_name_the_sender() {
     let progress = Progress { op: 0, step: 0 };
     let ready = Frame::Vote { vote: Vote::Ready { plan_hash: [3; 32] } };
     let orders: [&[Frame]; 7] = [
@@ -187,7 +187,7 @@ fn control_frames_of_a_member_in_another_order_end_the_group_by_its_name() {
 }
 
 #[test]
-fn votes_ahead_of_all_others_have_an_end() {
+fn early_votes_are_limited() {
     let (group, _done) = Group::with(async |member, _| {
         let ready = Frame::Vote { vote: Vote::Ready { plan_hash: [3; 32] } };
         member.control.say(&framed(&vec![ready; 50_000])).await;
@@ -197,7 +197,7 @@ fn votes_ahead_of_all_others_have_an_end() {
 }
 
 #[test]
-fn what_was_never_said_before_it_is_answered_harms_nobody() {
+fn answers_without_a_question_are_harmless() {
     let (group, done) = Group::with(async |member, _| {
         for line in &member.data {
             for message in 0..3000 {
@@ -227,7 +227,7 @@ fn what_was_never_said_before_it_is_answered_harms_nobody() {
 }
 
 #[test]
-fn a_member_that_says_the_wrong_thing_while_the_group_forms_is_named() {
+fn a_member_that_sends_a_wrong_frame_while_the_group_forms_is_named() {
     let _alone = alone();
     let job = Job::new();
     let honest = [0, 1].map(|rank| connect(job.config(rank, WORLD)));
@@ -247,7 +247,7 @@ fn a_member_that_says_the_wrong_thing_while_the_group_forms_is_named() {
 
 /// Which bytes on which stream, and what the others say of it.
 #[test]
-fn broken_frames_and_headers_after_the_handshake_end_the_group_by_its_name() {
+fn broken_frames_and_headers_abort_the_group_and_name_the_sender() {
     let ping = Frame::Pong.encode();
     let mut flipped = ping.clone();
     flipped[4] ^= 0x40;
@@ -367,7 +367,7 @@ fn streams_that_are_reset_by_the_thousand_leave_nothing_behind() {
 }
 
 #[test]
-fn who_goes_on_misbehaving_is_answered_once() {
+fn a_member_that_keeps_misbehaving_is_answered_once() {
     let (group, done) = Group::with(async |member, header: MessageHeader| {
         let line = &mut member.data[0];
         let mut said = 0;

@@ -53,7 +53,7 @@ fn promised(network: &str) -> usize {
 }
 
 #[test]
-fn a_member_that_fills_all_of_its_streams_makes_nobody_hold_more_than_was_said() {
+fn a_member_that_fills_all_streams_stays_within_the_stated_memory() {
     let job = Job::new();
     let link = LinkSettings { memory_bytes: Some(MEMORY_BYTES as u64), ..LinkSettings::default() };
     let honest = [0, 1].map(|rank| connect(QuicConfig { link, ..job.config(rank, WORLD) }));

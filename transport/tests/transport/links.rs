@@ -42,14 +42,14 @@ fn jumbo_packets_arrive_as_they_are() {
 }
 
 #[test]
-fn packets_for_ethernet_are_as_large_as_it_carries() {
+fn packets_fill_an_ethernet_frame() {
     let (figures, line) = send(LinkSettings { mtu: Some(1500), ..LinkSettings::default() }, 2);
     assert_eq!((figures.packet_bytes, figures.black_holes), (1452, 0), "{figures:?}");
     assert!(line.contains("packets of 1452 bytes"), "{line}");
 }
 
 #[test]
-fn a_fixed_window_stays_what_it_is() {
+fn a_fixed_window_stays_fixed() {
     let congestion = Congestion::Fixed { window_bytes: 1_500_000 };
     let (figures, line) = send(LinkSettings { mtu: Some(1500), congestion, ..LinkSettings::default() }, 4);
     assert_eq!(figures.window_bytes, 1_500_000);

@@ -18,8 +18,8 @@ const RANK: &str = "KYKLOS_TEST_RANK";
 const LONG: Duration = Duration::from_secs(40);
 
 over_every_carrier! {
-    a_rank_whose_compute_thread_blocks_is_named_by_all_who_wait
-    a_rank_that_computes_for_long_but_gets_on_is_not_stuck
+    a_rank_whose_compute_thread_blocks_is_named_by_all_waiting_ranks
+    a_slow_rank_that_makes_progress_is_not_stuck
     processes_exchange_and_leave_in_order
     survivors_of_a_killed_rank_name_it_within_seconds
 }
@@ -65,7 +65,7 @@ impl Job {
             let log = std::fs::File::create(self.log(rank)).unwrap();
             let mut command = Command::new(std::env::current_exe().unwrap());
             let (_, module) = module_path!().split_once("::").expect("a module of the program");
-            let test = format!("{module}::a_rank_of_its_own");
+            let test = format!("{module}::runs_as_a_rank");
             command.args(["--exact", &test, "--ignored", "--nocapture"]).env(RANK, what);
             Process(
                 command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap(),
@@ -99,7 +99,7 @@ fn join(config: QuicConfig) -> std::sync::Arc<dyn Transport> {
 /// Runs as a rank when another test started it; does nothing otherwise.
 #[test]
 #[ignore = "a rank of the other tests"]
-fn a_rank_of_its_own() {
+fn runs_as_a_rank() {
     let Ok(what) = std::env::var(RANK) else { return };
     let [rank, world, coordinator, identity, carrier, task] = what.split(' ').collect::<Vec<_>>()[..] else {
         panic!("{what}")
@@ -209,7 +209,7 @@ fn computes(me: &dyn Transport, by: Option<Duration>) {
 /// When a rank of these tests counts as stuck.
 const STUCK: Duration = Duration::from_secs(2);
 
-fn a_rank_whose_compute_thread_blocks_is_named_by_all_who_wait(carrier: Carrier) {
+fn a_rank_whose_compute_thread_blocks_is_named_by_all_waiting_ranks(carrier: Carrier) {
     let job = Job::new(carrier, 3);
     let _ranks = job.start("stuck");
     job.wait_for(1, "computes");
@@ -229,7 +229,7 @@ fn a_rank_whose_compute_thread_blocks_is_named_by_all_who_wait(carrier: Carrier)
     assert!(job.said(0).contains("warning: rank 1 has got on with nothing for"), "{}", job.said(0));
 }
 
-fn a_rank_that_computes_for_long_but_gets_on_is_not_stuck(carrier: Carrier) {
+fn a_slow_rank_that_makes_progress_is_not_stuck(carrier: Carrier) {
     let job = Job::new(carrier, 3);
     for (rank, mut process) in (0..).zip(job.start("slow")) {
         let status = process.0.wait().unwrap();

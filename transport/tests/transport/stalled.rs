@@ -20,12 +20,12 @@ const LARGE: [usize; 128] = [4 << 20; 128];
 const TAG: Tag = Tag { op: 2, message: 1 };
 
 over_every_carrier! {
-    a_rank_that_stood_still_for_less_than_its_silence_is_not_dead
-    a_goodbye_to_a_rank_that_stands_still_ends_by_its_deadline
-    a_rank_that_stood_still_hears_of_a_goodbye_that_came_to_its_deadline
+    a_rank_that_stalls_for_less_than_the_timeout_is_not_dead
+    closing_while_a_peer_is_stalled_ends_at_its_deadline
+    a_stalled_rank_learns_of_a_close_that_timed_out
     an_abort_of_a_third_rank_ends_a_message_half_way
     a_sender_that_is_dropped_half_way_has_died
-    a_message_that_is_withdrawn_half_way_ends_nothing_but_itself
+    a_message_that_is_abandoned_half_way_ends_only_itself
 }
 
 /// A group in which rank 1 stands still unless it is driven.
@@ -76,7 +76,7 @@ impl Group {
     }
 }
 
-fn a_rank_that_stood_still_for_less_than_its_silence_is_not_dead(carrier: Carrier) {
+fn a_rank_that_stalls_for_less_than_the_timeout_is_not_dead(carrier: Carrier) {
     // Twelve heartbeats are 36 s.
     let group = Group::new(carrier, 2, Duration::from_secs(3));
     std::thread::sleep(Duration::from_millis(6500));
@@ -86,7 +86,7 @@ fn a_rank_that_stood_still_for_less_than_its_silence_is_not_dead(carrier: Carrie
     group.drive_until(sent).unwrap();
 }
 
-fn a_goodbye_to_a_rank_that_stands_still_ends_by_its_deadline(carrier: Carrier) {
+fn closing_while_a_peer_is_stalled_ends_at_its_deadline(carrier: Carrier) {
     let patience = Duration::from_secs(1);
     // The best of three: a busy machine delays one or the other.
     let overrun = (0..3).map(|_| {
@@ -102,7 +102,7 @@ fn a_goodbye_to_a_rank_that_stands_still_ends_by_its_deadline(carrier: Carrier) 
     assert!(overrun < Duration::from_millis(200), "{overrun:?}");
 }
 
-fn a_rank_that_stood_still_hears_of_a_goodbye_that_came_to_its_deadline(carrier: Carrier) {
+fn a_stalled_rank_learns_of_a_close_that_timed_out(carrier: Carrier) {
     let group = Group::new(carrier, 2, Duration::from_secs(3));
     let needed = group.still.post_recv(Rank(0), TAG, &LARGE, LONG);
     block_on(group.rank(0).close(Duration::from_millis(300))).unwrap_err();
@@ -174,7 +174,7 @@ fn a_sender_that_is_dropped_half_way_has_died(carrier: Carrier) {
     }
 }
 
-fn a_message_that_is_withdrawn_half_way_ends_nothing_but_itself(carrier: Carrier) {
+fn a_message_that_is_abandoned_half_way_ends_only_itself(carrier: Carrier) {
     let group = Group::new(carrier, 2, Duration::from_secs(3));
     let patience = Duration::from_secs(1);
     let (received, sent) = in_flight(&group, 0, patience);

@@ -60,7 +60,7 @@ fn a_heartbeat_that_cannot_be_kept_is_refused() {
 }
 
 #[test]
-fn a_rank_that_was_told_another_world_is_refused_and_told_both_numbers() {
+fn a_rank_with_another_world_size_is_refused_with_both_sizes() {
     let job = Job::new();
     let (group, text) = job.form_while(2, || refused(job.config(2, 4)));
     assert!(text.contains("told 2 ranks") && text.contains("told 4"), "{text}");
@@ -93,7 +93,7 @@ fn a_second_process_of_the_same_rank_is_refused_and_the_first_one_stays() {
 }
 
 #[test]
-fn a_coordinator_that_never_comes_is_named_with_its_address() {
+fn a_missing_coordinator_is_named_with_its_address() {
     let job = Job::new();
     let started = Instant::now();
     let config = QuicConfig { connect_deadline: Duration::from_secs(2), ..job.config(1, 2) };
@@ -103,7 +103,7 @@ fn a_coordinator_that_never_comes_is_named_with_its_address() {
 }
 
 #[test]
-fn ranks_that_never_come_are_named() {
+fn missing_ranks_are_named() {
     let job = Job::new();
     let short = |rank| QuicConfig { connect_deadline: Duration::from_secs(2), ..job.config(rank, 4) };
     let ranks = [connect(short(0)), connect(QuicConfig { connect_deadline: LONG, ..job.config(2, 4) })];
@@ -221,7 +221,7 @@ mod by_hand {
     }
 
     #[test]
-    fn a_rank_of_this_job_that_speaks_for_another_one_is_refused() {
+    fn a_rank_that_sends_in_the_name_of_another_rank_is_refused() {
         let (job, other) = (Job::new(), JobId::random().unwrap());
         let (group, reason) = job.form_while(2, || {
             dial(&job, Some(1), "kyklos-ctl/1", async |connection| {

@@ -8,7 +8,7 @@ use crate::common::*;
 use kyklos_transport::quic::{Carrier, QuicConfig};
 
 #[test]
-fn strangers_who_stream_nonsense_keep_nobody_out() {
+fn clients_that_stream_garbage_do_not_keep_a_group_from_forming() {
     let job = Job::new();
     let mut ranks = vec![connect(job.over(Carrier::Tcp, 0, 3))];
     std::thread::sleep(Duration::from_millis(100));
@@ -42,7 +42,7 @@ fn strangers_who_stream_nonsense_keep_nobody_out() {
 }
 
 #[test]
-fn ranks_that_come_another_way_are_told_soon() {
+fn ranks_with_another_carrier_are_refused_soon() {
     let carriers = [Carrier::Udp, Carrier::Tcp];
     for (zero, one) in [(carriers[0], carriers[1]), (carriers[1], carriers[0])] {
         let job = Job::new();

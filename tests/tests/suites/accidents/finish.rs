@@ -14,7 +14,7 @@ use crate::common::{Prepared, Whole};
 const RINGS: [Work; 2] = [Work { ulysses: 1, ring: 3, seed: 4 }, Work { ulysses: 1, ring: 4, seed: 5 }];
 
 #[test]
-fn a_ring_whose_rank_is_killed_at_any_step_is_finished_right_or_names_the_keys_that_are_lost() {
+fn a_ring_whose_rank_is_killed_at_any_step_is_finished_or_names_the_lost_keys() {
     let ends = Mutex::new([0, 0]);
     at_every_step(&RINGS, |group, work, victim, step| {
         group.order_to(work, Some((victim, step)), true);

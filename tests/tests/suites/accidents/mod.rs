@@ -116,7 +116,7 @@ fn a_rank_stopped_for_a_second_at_any_step_loses_nothing() {
 }
 
 #[test]
-fn a_rank_that_stays_stopped_is_named_by_all_and_finds_out_when_it_goes_on() {
+fn a_rank_that_stays_stopped_is_named_by_all_and_learns_it_when_it_continues() {
     let one = |work: Work, victim: u32| {
         let mut group = Group::new(work.ranks(), false);
         group.order(work, Some((victim, 2)));

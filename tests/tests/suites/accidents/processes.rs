@@ -45,7 +45,7 @@ pub(crate) enum End {
 impl Process {
     fn start(folder: &std::path::Path) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "accidents::rank::a_rank_of_its_own", "--ignored", "--nocapture"])
+            .args(["--exact", "accidents::rank::runs_as_a_rank", "--ignored", "--nocapture"])
             .env(FOLDER, folder)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -84,7 +84,7 @@ pub(crate) fn identity_file(folder: &Path, rank: u32) -> PathBuf {
 /// Runs as a rank when another test started it; does nothing otherwise.
 #[test]
 #[ignore = "a rank of the other tests"]
-fn a_rank_of_its_own() {
+fn runs_as_a_rank() {
     let Ok(folder) = std::env::var(FOLDER) else { return };
     let (folder, backend) = (Path::new(&folder), CpuBackend::new());
     say("ready");

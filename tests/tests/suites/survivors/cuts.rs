@@ -213,7 +213,7 @@ proptest! {
     }
 
     #[test]
-    fn what_a_rank_says_of_itself_comes_back_and_nothing_else_does(seed in any::<u64>()) {
+    fn encoded_progress_decodes_to_itself_and_other_bytes_are_refused(seed in any::<u64>()) {
         let loss = loss(seed);
         let mut chance = Chance(seed);
         for (rank, reached) in loss.ranks.iter().zip(&loss.reached) {

@@ -109,7 +109,7 @@ proptest! {
 
     /// Keys on the wire are rounded as they would have been, whoever sends them: only sums are in another order.
     #[test]
-    fn survivors_get_what_they_would_have_got_whatever_keys_are_on_the_wire(seed in any::<u64>()) {
+    fn survivors_get_the_undisturbed_output_with_any_wire_format(seed in any::<u64>()) {
         let mut chance = Chance(seed);
         let prepared = Prepared::new(drawn::case(&mut chance, 140), Dtype::F32);
         let world = drawn::world(&mut chance, &prepared.case, Dtype::F32, true);
@@ -176,7 +176,7 @@ fn held_at(world: &World, victim: u32, step: usize, late: bool) -> Vec<usize> {
 }
 
 #[test]
-fn a_ring_that_loses_any_rank_at_any_step_is_finished_once_its_keys_are_with_others() {
+fn a_ring_that_loses_a_rank_at_any_step_is_finished_if_survivors_hold_its_keys() {
     let (_, world, right) = ring();
     let (mut finished, mut refused) = (0, 0);
     for victim in 0..4 {
@@ -248,7 +248,7 @@ fn an_attend_half_done_that_is_taken_for_done_is_caught() {
 }
 
 #[test]
-fn a_block_that_was_met_and_is_met_again_is_caught() {
+fn a_block_that_is_attended_twice_is_caught() {
     must_be_caught("a pair counted twice", |world, reached| {
         let again = |(rank, reached): (Rank, &mut Reached)| {
             let steps = &world.plan(rank).steps[..reached.steps];

@@ -49,7 +49,7 @@ fn works(group: &Group) {
     }
 }
 
-pub(crate) fn survivors_form_the_next_group_whoever_has_died(make: fn(u32) -> Group) {
+pub(crate) fn survivors_form_the_next_group_whichever_rank_died(make: fn(u32) -> Group) {
     for victim in [2, 0] {
         let mut group = make(4);
         works(&group);
@@ -75,7 +75,7 @@ pub(crate) fn survivors_form_the_next_group_whoever_has_died(make: fn(u32) -> Gr
     }
 }
 
-pub(crate) fn a_group_that_failed_is_whole_again_if_all_come(make: fn(u32) -> Group) {
+pub(crate) fn a_failed_group_forms_again_with_all_ranks(make: fn(u32) -> Group) {
     let mut group = make(3);
     for _ in 0..2 {
         abort(&group, 1);
@@ -87,7 +87,7 @@ pub(crate) fn a_group_that_failed_is_whole_again_if_all_come(make: fn(u32) -> Gr
     close(group);
 }
 
-pub(crate) fn too_few_survivors_form_nothing(make: fn(u32) -> Group) {
+pub(crate) fn too_few_survivors_form_no_group(make: fn(u32) -> Group) {
     let mut group = make(4);
     drop(group.drain(..2));
     let short = std::time::Duration::from_secs(12);
@@ -102,7 +102,7 @@ pub(crate) fn too_few_survivors_form_nothing(make: fn(u32) -> Group) {
     }
 }
 
-pub(crate) fn a_group_that_works_is_not_formed_again(make: fn(u32) -> Group) {
+pub(crate) fn a_working_group_is_not_formed_again(make: fn(u32) -> Group) {
     let group = make(2);
     let error = block_on(group[0].reform(Regroup::Survivors, LONG)).unwrap_err();
     assert!(matches!(error, TransportError::Misuse { .. }), "{error:?}");

@@ -146,7 +146,7 @@ pub(crate) fn a_deadline_ends_a_call_and_says_how_far_it_got(make: fn(u32) -> Gr
     assert!(block_on(received).unwrap() == [payload(3, 3)]);
 }
 
-pub(crate) fn a_deadline_that_a_rank_makes_everyones_ends_the_whole_group(make: fn(u32) -> Group) {
+pub(crate) fn a_deadline_that_a_rank_reports_as_an_abort_ends_the_group(make: fn(u32) -> Group) {
     let group = make(3);
     let flags: Vec<_> = group.iter().map(|rank| rank.stop_flag()).collect();
     let receive = group[0].post_recv(Rank(1), tag(0, 0), &[10], LONG);
@@ -224,7 +224,7 @@ pub(crate) fn a_rank_that_leaves_while_it_is_needed_is_an_error(make: fn(u32) ->
     }
 }
 
-pub(crate) fn a_rank_whose_goodbye_came_to_its_deadline_has_left_all_the_same(make: fn(u32) -> Group) {
+pub(crate) fn a_rank_whose_close_timed_out_has_left(make: fn(u32) -> Group) {
     let group = make(3);
     let needed = group[2].post_recv(Rank(1), tag(0, 7), &[10], LONG);
     // Nobody takes this: it is what keeps rank 1 from leaving in order.

@@ -129,7 +129,7 @@ pub(crate) fn a_send_waits_for_its_receive(make: fn(u32) -> Group) {
     close(group);
 }
 
-pub(crate) fn a_send_knows_how_long_nobody_asked_for_it(make: fn(u32) -> Group) {
+pub(crate) fn a_send_reports_how_long_it_waited_for_its_receive(make: fn(u32) -> Group) {
     let group = make(2);
     let late = Duration::from_millis(150);
     // Small ones may leave before they are asked for, large ones may not.
@@ -186,7 +186,7 @@ pub(crate) fn parts_of_other_lengths_than_expected_are_a_broken_protocol(make: f
     }
 }
 
-pub(crate) fn calls_that_cannot_be_right_are_refused_and_harm_nothing(make: fn(u32) -> Group) {
+pub(crate) fn invalid_calls_are_refused_and_harmless(make: fn(u32) -> Group) {
     let group = make(2);
     let misuse = |error: TransportError, words: &str| {
         let TransportError::Misuse { text } = &error else { panic!("{error:?}") };
@@ -236,7 +236,7 @@ pub(crate) fn a_tag_is_used_once(make: fn(u32) -> Group) {
 }
 
 /// Small messages leave before they are wanted. Those that are given up unread must not use up what the wanted ones need.
-pub(crate) fn messages_that_were_given_up_are_not_in_the_way(make: fn(u32) -> Group) {
+pub(crate) fn abandoned_messages_do_not_block_later_ones(make: fn(u32) -> Group) {
     let group = make(2);
     for op in 0..6 {
         let short = Duration::from_millis(150);

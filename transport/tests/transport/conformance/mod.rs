@@ -76,31 +76,31 @@ macro_rules! conformance_tests {
             bursts_from_everyone_to_everyone_arrive
             tags_are_matched_in_any_order
             a_send_waits_for_its_receive
-            a_send_knows_how_long_nobody_asked_for_it
+            a_send_reports_how_long_it_waited_for_its_receive
             ranks_agree_when_all_are_ready_with_one_plan
-            the_lowest_refusal_is_everyones_error_and_the_group_goes_on
+            the_lowest_refusal_is_the_error_of_all_ranks_and_the_group_continues
             different_plans_are_noticed_by_everyone
-            an_agreement_that_ends_at_its_deadline_names_who_did_not_vote
+            an_agreement_that_times_out_names_the_missing_voters
             a_rank_that_leaves_instead_of_voting_is_an_error
             an_abort_ends_everything_everywhere_and_names_one_culprit
             an_abort_of_a_third_rank_ends_messages_in_flight
             a_sender_that_is_dropped_ends_messages_in_flight
             a_dropped_rank_has_died
             a_deadline_ends_a_call_and_says_how_far_it_got
-            a_deadline_that_a_rank_makes_everyones_ends_the_whole_group
+            a_deadline_that_a_rank_reports_as_an_abort_ends_the_group
             ranks_that_finish_early_may_leave
             close_waits_until_the_receiver_has_what_was_sent
             a_rank_that_leaves_while_it_is_needed_is_an_error
-            a_rank_whose_goodbye_came_to_its_deadline_has_left_all_the_same
+            a_rank_whose_close_timed_out_has_left
             parts_of_other_lengths_than_expected_are_a_broken_protocol
-            calls_that_cannot_be_right_are_refused_and_harm_nothing
+            invalid_calls_are_refused_and_harmless
             a_tag_is_used_once
-            messages_that_were_given_up_are_not_in_the_way
+            abandoned_messages_do_not_block_later_ones
             a_rank_records_what_it_did_and_what_an_abort_ended
-            survivors_form_the_next_group_whoever_has_died
-            a_group_that_failed_is_whole_again_if_all_come
-            too_few_survivors_form_nothing
-            a_group_that_works_is_not_formed_again
+            survivors_form_the_next_group_whichever_rank_died
+            a_failed_group_forms_again_with_all_ranks
+            too_few_survivors_form_no_group
+            a_working_group_is_not_formed_again
         }
     };
 }

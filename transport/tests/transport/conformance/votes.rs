@@ -20,7 +20,7 @@ pub(crate) fn ranks_agree_when_all_are_ready_with_one_plan(make: fn(u32) -> Grou
     }
 }
 
-pub(crate) fn the_lowest_refusal_is_everyones_error_and_the_group_goes_on(make: fn(u32) -> Group) {
+pub(crate) fn the_lowest_refusal_is_the_error_of_all_ranks_and_the_group_continues(make: fn(u32) -> Group) {
     let group = make(4);
     let refuse = |exit, text: &str| Vote::Refuse { exit, text: text.into() };
     let ballots = [ready(1), refuse(2, "3 heads are too few"), ready(9), refuse(1, "out of memory")];
@@ -46,7 +46,7 @@ pub(crate) fn different_plans_are_noticed_by_everyone(make: fn(u32) -> Group) {
     close(group);
 }
 
-pub(crate) fn an_agreement_that_ends_at_its_deadline_names_who_did_not_vote(make: fn(u32) -> Group) {
+pub(crate) fn an_agreement_that_times_out_names_the_missing_voters(make: fn(u32) -> Group) {
     for silent in 0..3 {
         let group = make(3);
         // Long enough for every rank to have heard who is missing, also of those who vote first.

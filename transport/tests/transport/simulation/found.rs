@@ -65,7 +65,7 @@ fn a_handshake_that_rank_0_gave_up_is_tried_again() {
 
 /// A rank that had closed in order took its last word with it, which had been lost: that a message had come.
 #[test]
-fn who_leaves_in_order_is_heard_to_its_last_word() {
+fn the_last_messages_of_a_leaving_rank_arrive() {
     let world = World {
         seed: 1640,
         ranks: 3,

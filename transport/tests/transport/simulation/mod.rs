@@ -32,7 +32,7 @@ fn seeds(sample: u64, all: u64) -> Range<u64> {
 }
 
 #[test]
-fn whatever_a_seed_does_to_a_world_the_transport_keeps_its_promises() {
+fn every_seeded_world_keeps_the_contract() {
     let started = Instant::now();
     let mut failures = Vec::new();
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
@@ -102,7 +102,7 @@ fn in_a_word(world: &World, played: &Played) -> &'static str {
 }
 
 #[test]
-fn a_seed_gives_the_same_packets_and_the_same_calls_again() {
+fn a_seed_gives_the_same_packets_and_calls_every_time() {
     let mut differ = Vec::new();
     for seed in seeds(4, 12) {
         let world = World::draw(seed);
@@ -118,7 +118,7 @@ fn a_seed_gives_the_same_packets_and_the_same_calls_again() {
 }
 
 #[test]
-fn whatever_happens_those_who_are_left_form_one_group_again_or_none() {
+fn survivors_form_one_group_again_or_none() {
     let started = Instant::now();
     let mut failures = Vec::new();
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
@@ -170,7 +170,7 @@ fn found(secret: Secret) -> String {
 }
 
 #[test]
-fn what_goes_wrong_in_secret_is_found() {
+fn planted_faults_are_found() {
     assert_eq!(found(Secret::default()), "");
     let sabotage = |what| found(Secret { sabotage: Some((1, what)), ..Secret::default() });
     let wrong = sabotage(Sabotage::WrongByte);
