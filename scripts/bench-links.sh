@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What a byte costs over raw TCP, TLS and QUIC, in turns: on loopback beside a peer (PyTorch's gloo, if PEER_PYTHON names a Python
-# that has it), over a veth pair between two network namespaces with MTU 1500 and 9000, and over the same pair limited to
-# 1 Gb/s, where the question is how much of the link the hop of a ring uses. What this machine cannot do is said and skipped.
+# Measures throughput and CPU time per byte of raw TCP, TLS and QUIC, in turns: on loopback beside PyTorch's gloo (if
+# PEER_PYTHON names a Python that has it), over a veth pair between two network namespaces with MTU 1500 and 9000, and over
+# the same pair limited to 1 Gb/s, where it shows how much of the link a ring hop uses. Prints what this machine cannot do.
 # Usage: scripts/bench-links.sh [rounds] [MiB] [parts: loopback,veth,limited,ping]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -71,7 +71,7 @@ if part veth; then
 fi
 if part limited; then
     if limit; then
-        # A hop goes both ways at once, so that 100 % of the link are 238.4 MiB/s in the column, and 119.2 one way.
+        # A hop uses both directions at once: 100 % of the link is 238.4 MiB/s in the column, and 119.2 in one direction.
         mtu 1500
         run "1 Gb/s, MTU 1500" between --rounds "$rounds" --mib 256 --modes tcp,quic:1500,quic:1500-hop,quic:1500-hop-ping
         mtu 9000

@@ -32,7 +32,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "${wheels[*]}" ]; then
 fi
 toolkit=$folder/wheels/nvidia/cu13
 
-# All that the stage looks at; what passed as it is now is not compiled again.
+# All inputs of the check. When they have passed unchanged, nothing is compiled again.
 passed=$folder/passed
 state=$(find cuda-backend/{src,kernels,tests/compilers,architectures.txt,build.rs,Cargo.toml} scripts/check-cuda.sh Cargo.lock -type f -not -path '*/__pycache__/*' -print0 |
     sort -z | xargs -0 sha256sum | sha256sum)
@@ -45,12 +45,12 @@ fi
 build() { "$@" cargo test --release -q -p kyklos-cuda --lib --no-run --message-format=json; }
 field() { grep -o "\"$1\":\"[^\"]*\"" | tail -n 1 | cut -d'"' -f4; }
 
-# NVRTC, as the crate calls it, takes 40 s of a core. It begins at once, from a copy, for cargo links the program anew.
+# NVRTC, as the crate calls it, takes 40 s of a core. It starts first, from a copy, because cargo links the program again.
 cp "$(build | field executable)" "$folder/run-time"
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 LD_LIBRARY_PATH=$toolkit/lib "$folder/run-time" -q --include-ignored nvrtc &
 python3 cuda-backend/tests/compilers/check.py "$toolkit" --control
-# The crate's other way to the same code: nvcc while it is built.
+# The crate's other way to compile the kernels: nvcc, from build.rs.
 images=$(build env NVCC="$toolkit/bin/nvcc" | grep '"build-script-executed".*/cuda-backend#' | field out_dir)
 python3 cuda-backend/tests/compilers/check.py "$toolkit" "$images" "$@"
 NVCC=$toolkit/bin/nvcc cargo test --release -q -p kyklos-cuda --lib

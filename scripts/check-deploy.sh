@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Holds what docs/deploy.md gives to copy to the programs that will read it: the manifest to the schemas of Kubernetes
-# and to itself, the unit to systemd. The schemas come from PyPI (once) and stay in target/.
+# Checks the files that docs/deploy.md offers to copy: the manifest against the schemas of Kubernetes and for
+# contradictions, the unit with systemd. The schemas come from PyPI (once) and stay in target/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 schemas=kubernetes-validate==1.37.0
@@ -22,7 +22,7 @@ sed 's/completionMode/completionMod/' "$folder/job.yaml" >"$folder/misspelled.ya
 for version in "${versions[@]}"; do
     "$folder/venv/bin/kubernetes-validate" --strict -k "$version" "$folder/job.yaml"
     if "$folder/venv/bin/kubernetes-validate" --strict --quiet -k "$version" "$folder/misspelled.yaml" >/dev/null 2>&1; then
-        echo "a misspelled field of the manifest is not noticed: the schemas of $version are not what they were" >&2
+        echo "a misspelled field of the manifest is not noticed: the schemas of $version have changed" >&2
         exit 1
     fi
 done
@@ -47,18 +47,18 @@ for what, one, other in [
         sys.exit(f"the manifest in docs/deploy.md contradicts itself ({what}): {one} and {other}")
 PYTHON
 
-# The program need not be installed for its unit to be read.
+# systemd checks that the program exists, and it may not be installed here.
 block ini | sed 's,/usr/local/bin/kyklos,/bin/true,' >"$folder/kyklos@.service"
 if command -v systemd-analyze >/dev/null; then
     said=$(systemd-analyze verify "$folder/kyklos@.service" 2>&1) || { echo "$said" >&2; exit 1; }
-    # Keys that it does not know are no error to it.
+    # systemd only warns about unknown keys.
     [ -z "$said" ] || { echo "$said" >&2; exit 1; }
     sed 's/^Restart=/Restrat=/' "$folder/kyklos@.service" >"$folder/misspelled@.service"
     [ -n "$(systemd-analyze verify "$folder/misspelled@.service" 2>&1)" ] || {
         echo "a misspelled key of the unit is not noticed" >&2
         exit 1
     }
-    echo "the unit for systemd is one to $(systemd-analyze --version | head -n 1)"
+    echo "the unit for systemd is valid for $(systemd-analyze --version | head -n 1)"
 else
-    echo "the unit for systemd: not run, no systemd-analyze here"
+    echo "the unit for systemd: not checked, there is no systemd-analyze here"
 fi

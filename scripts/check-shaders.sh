@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One source, two dialects: proves every kernel of the catalogue with the compilers that meet it outside of our tests.
+# One source, two dialects: compiles every kernel of the catalogue with the compilers that users run.
 #   Tint        the browsers' compiler, in Dawn for Node.js, on a device without GPU and without driver
 #   spirv-val   the rules of Vulkan, over what naga makes of the native texts
 # Installs what is missing: Dawn and spirv-val under target/tools, in the versions pinned here and in
 # shaders/tests/compilers/package-lock.json; on Debian and Ubuntu also Node.js and pip. KYKLOS_SPIRV_VAL names another
 # spirv-val (2025.5 or later: older ones do not know cooperative matrices, or miss rules).
-# Whatever cannot be installed or run is a failure.
+# A tool that cannot be installed or run is a failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CARGO_PROFILE_RELEASE_DEBUG=${CARGO_PROFILE_RELEASE_DEBUG:-none}
@@ -38,7 +38,7 @@ apt_install() {
 install_dawn() {
     apt_install node nodejs
     [ "$(node -p 'parseInt(process.versions.node)')" -ge 18 ] || fail "Node.js $(node --version) is too old: 18 or later"
-    # A changed pin makes a new installation; the copy of the lock is written last, so half of one is made again.
+    # A changed pin leads to a new installation. The copy of the lock is written last, so an interrupted one is repeated.
     cmp -s "$compilers/package-lock.json" "$dawn/installed.json" && return
     apt_install npm npm
     rm -rf "$dawn"
@@ -71,10 +71,12 @@ install_spirv_val
 
 start=$SECONDS
 rm -rf "$kernels"
-cargo run --quiet --release -p kyklos-shaders --example write_kernels "$kernels"
+# With the features of scripts/test.sh, which has compiled it already.
+cargo build --quiet --release --workspace --all-features --example write_kernels
+"${CARGO_TARGET_DIR:-target}/release/examples/write_kernels" "$kernels"
 echo "written in $((SECONDS - start)) s"
 
-# Both are run to the end, so that one look shows all.
+# Both run to the end, so that one run shows all faults.
 faults=0
 node "$compilers/tint.mjs" "$kernels" "$dawn/node_modules/webgpu" || faults=1
 node "$compilers/spirv.mjs" "$kernels" "$KYKLOS_SPIRV_VAL" || faults=1

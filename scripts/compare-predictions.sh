@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Predicted against measured wall time over a grid of shapes, masks, ranks and links on this machine's CPU: every
+# Compares predicted with measured wall time over a grid of shapes, masks, ranks and links on this machine's CPU: every
 # plan that fits, in turns with the probe that calibrates its prediction. Links: memory, QUIC on loopback, and QUIC on a
-# loopback of 1 Gb/s (a network namespace with a token bucket; skipped where the system has none of that for this user).
+# loopback of 1 Gb/s (a network namespace with a token bucket; skipped where this user cannot make one).
 # Prints a table and the median and worst error of each link and of all.
 # Usage: scripts/compare-predictions.sh [rounds] [folder for the JSON]
 set -euo pipefail

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Feeds the fuzz targets with coverage, which wants a nightly compiler, cargo-fuzz and a C++ compiler.
+# Runs the fuzz targets with coverage. Needs a nightly compiler, cargo-fuzz and a C++ compiler.
 #   scripts/fuzz.sh [SECONDS [TARGET…]]   each target for so long (60 s), all of them unless some are named
-#   scripts/fuzz.sh --keep [TARGET…]      adds to fuzz/corpus what has reached new places, small inputs only
-# What is found on the way is under target/fuzz/corpus; what breaks a target, under fuzz/artifacts, with the command that
-# shows it again. FUZZ_SANITIZER=none does without AddressSanitizer.
+#   scripts/fuzz.sh --keep [TARGET…]      adds small inputs that reached new code to fuzz/corpus
+# New inputs are under target/fuzz/corpus. An input that breaks a target is under fuzz/artifacts, with the command that
+# repeats it. FUZZ_SANITIZER=none turns AddressSanitizer off.
 set -euo pipefail
 cd "$(dirname "$0")/../fuzz"
 export CARGO_INCREMENTAL=0 CARGO_PROFILE_RELEASE_DEBUG=${CARGO_PROFILE_RELEASE_DEBUG:-none}
@@ -35,7 +35,7 @@ fi
 targets=("$@")
 [ $# != 0 ] || mapfile -t targets < <(cargo +nightly fuzz list)
 
-# Keys are new each time, and what is found of them is kept nowhere.
+# Inputs with keys are made anew each time, and none of them is kept.
 for target in "${targets[@]}"; do
     found=../target/fuzz/corpus/$target
     mkdir -p "$found" "corpus/$target"

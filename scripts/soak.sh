@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Groups of processes that form, work and meet with accidents: kills, stops and, where a network namespace can be made,
-# ranks that nothing reaches. Prints a line a minute and a summary; fails on a wrong result, a hang, or memory or
-# descriptors that grow. The same seed makes the same choices. Usage: scripts/soak.sh [minutes] [seed]
+# Random failures of groups of processes: ranks are killed, stopped and, where a network namespace can be made, cut off.
+# Prints a line a minute and a summary; fails on a wrong result, a hang, or growing memory or descriptors. The same seed
+# makes the same choices. Usage: scripts/soak.sh [MINUTES] [SEED]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export KYKLOS_SOAK_MINUTES=${1:-10} KYKLOS_SOAK_SEED=${2:-1}
-test=(cargo test --release -q -p kyklos-tests --test accidents)
+# As scripts/test.sh builds them: nothing is compiled twice.
+test=(cargo test --release -q --workspace --all-features --test suites)
 "${test[@]}" --no-run
-test+=(-- --ignored --exact soak::soak --nocapture)
+test+=(-- --ignored --exact accidents::soak::soak --nocapture)
 if command -v ip >/dev/null && unshare --user --map-root-user --net ip link set lo up 2>/dev/null; then
     export KYKLOS_SOAK_CUTS=1
     exec unshare --user --map-root-user --net sh -c 'ip link set lo up && exec "$@"' sh "${test[@]}"

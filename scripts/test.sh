@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds what is missing and passes all the tests. On Debian and Ubuntu it installs the software Vulkan driver and g++
-# where they are missing; elsewhere it says what to install.
+# Builds and runs the tests: a sample in which every claim occurs; with KYKLOS_TESTS=all everything (scripts/test-all.sh).
+# On Debian and Ubuntu it installs the software Vulkan driver and g++ where they are missing; elsewhere it says what to
+# install. Arguments go to cargo test.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -33,7 +34,7 @@ if [ -z "${CXX:-}" ] && ! command -v g++ >/dev/null && ! command -v clang++ >/de
     fi
 fi
 
-# The driver wants a private folder, and keeps compiled shaders for the next run.
+# The driver needs a private folder, and keeps compiled shaders for the next run.
 if [ -z "${XDG_RUNTIME_DIR:-}" ]; then
     XDG_RUNTIME_DIR=$(mktemp -d)
     export XDG_RUNTIME_DIR

@@ -30,7 +30,7 @@ stage facts 60 bash -c "$(declare -f facts); here='$here'; facts"
 grep -q '"id": "cuda:0"' "$results/facts.txt" || { echo "no device cuda:0, see $results/facts.txt"; exit 1; }
 
 suite=(cuda)
-[ $short = 1 ] && suite=("gives back what was put in" "merges two states" "codes what")
+[ $short = 1 ] && suite=("downloads the bytes" "merges two states" "encodes int8")
 for claim in "${suite[@]}"; do
     stage "suite-${claim// /-}" 150 "$here/backends" "$claim" --skip wgpu --skip "cpu:"
 done

@@ -77,7 +77,7 @@ fn wgpu_trials() -> Vec<Trial> {
         };
         let who: &'static str = format!("wgpu {index} small bindings ({})", adapter.name).leak();
         let converts =
-            |trial: &Trial| ["converts to", "codes what"].iter().any(|claim| trial.name().contains(claim));
+            |trial: &Trial| ["converts as", "encodes int8"].iter().any(|claim| trial.name().contains(claim));
         trials.extend(suite(who, make).into_iter().filter(converts));
     }
     trials

@@ -30,7 +30,7 @@
 //! - `quic` (feature `quic`): ranks as processes, over UDP or in TCP streams, with certificates on both sides. `WIRE.md` has its bytes,
 //!   `docs/adr/0004-quic-transport.md` what it does not do yet.
 //!
-//! One conformance suite (`tests/conformance`) holds both to this contract.
+//! One conformance suite (`tests/transport/conformance`) holds both to this contract.
 //!
 //! ```
 //! use std::time::Duration;

@@ -11,6 +11,8 @@
 mod cases;
 mod decode;
 mod device;
+#[cfg(target_os = "linux")]
+mod driver;
 mod naive;
 mod ops;
 mod tuning;
@@ -89,6 +91,15 @@ fn main() -> ExitCode {
     } else if first.class == DeviceClass::SoftwareGpu && cfg!(target_os = "linux") && child.is_none() {
         trials.push(Trial::ignorable_test("no memory left", passes_with_little_memory));
     }
+    #[cfg(target_os = "linux")]
+    match child.as_deref() {
+        None => trials.push(Trial::test("the last device", passes_with_the_last_device)),
+        Some(LAST_DEVICE) => trials.push(Trial::test(LAST_DEVICE, || {
+            driver::a_driver_stays_loaded_when_its_last_device_is_closed(open(KernelChoice::Auto, None)?);
+            Ok(())
+        })),
+        Some(_) => {}
+    }
     let conclusion = libtest_mimic::run(&arguments, trials);
     if std::env::var_os(REQUIRED).is_some()
         && !arguments.list
@@ -132,6 +143,24 @@ fn passes_with_width(bits: &str, size: u32) -> Result<(), Failed> {
     command.args(["subgroup::every", "--test-threads=1"]).env(WIDTH, bits).env(CHILD, "width");
     // Also when the driver does not make such subgroups: then nothing would run, and nothing fail.
     passed(&command.env(REQUIRED, format!("subgroup-broadcast-{size}")).output()?)
+}
+
+#[cfg(target_os = "linux")]
+const LAST_DEVICE: &str = "a_driver_stays_loaded_when_its_last_device_is_closed";
+
+/// Runs the test of a closed device in a process of its own, where no other device is open.
+#[cfg(target_os = "linux")]
+fn passes_with_the_last_device() -> Result<(), Failed> {
+    let mut command = myself(&[])?;
+    let output =
+        command.args(["--exact", LAST_DEVICE]).env(CHILD, LAST_DEVICE).env_remove(REQUIRED).output()?;
+    passed(&output)?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    if said.contains(" 1 passed") {
+        Ok(())
+    } else {
+        Err(Failed::from(format!("the test did not run: {said}")))
+    }
 }
 
 const NO_MEMORY: &str = "memory_that_the_driver_has_not_is_an_error";

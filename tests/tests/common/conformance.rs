@@ -40,8 +40,8 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
             Box::pin(dense_cases(backend, who, Dtype::Bf16))
         }),
         ("carries a running state over a ring", |backend, who| Box::pin(on_mesh(backend, who, 1, 3))),
-        ("trades heads for tokens", |backend, who| Box::pin(on_mesh(backend, who, 2, 1))),
-        ("lets nothing leak from what a row cannot see", |backend, who| Box::pin(no_leaks(backend, who))),
+        ("swaps heads for tokens with an all-to-all", |backend, who| Box::pin(on_mesh(backend, who, 2, 1))),
+        ("lets no hidden value reach a row", |backend, who| Box::pin(no_leaks(backend, who))),
         ("shows a NaN in a bias to the row that sees it", |backend, who| Box::pin(nan_in_bias(backend, who))),
         ("gives the same bytes every time", |backend, who| Box::pin(same_bytes(backend, who))),
         ("merges two states as if it had attended to both", |backend, who| {
@@ -53,15 +53,15 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
         ("sums in a fixed order to the same bytes on any mesh", |backend, who| {
             Box::pin(super::fixed_order::same_bytes_on_any_mesh(backend, who))
         }),
-        ("gives back what was put in", |backend, who| Box::pin(bytes_come_back(backend, who))),
-        ("copies exactly the rows it is told to", |backend, who| Box::pin(repack_is_exact(backend, who))),
-        ("converts to what the definition says", |backend, who| Box::pin(conversions(backend, who))),
-        ("codes what the definition says", |backend, who| Box::pin(codes::codes(backend, who))),
-        ("refuses memory that is not there", |backend, who| Box::pin(absurd_memory(backend, who))),
+        ("downloads the bytes that were uploaded", |backend, who| Box::pin(bytes_come_back(backend, who))),
+        ("copies exactly the given rows", |backend, who| Box::pin(repack_is_exact(backend, who))),
+        ("converts as the definition says", |backend, who| Box::pin(conversions(backend, who))),
+        ("encodes int8 as the definition says", |backend, who| Box::pin(codes::codes(backend, who))),
+        ("refuses more memory than there is", |backend, who| Box::pin(absurd_memory(backend, who))),
         ("keeps exactly what was done when a run is cut off", |backend, who| {
             Box::pin(loss::finishes_what_was_cut_off(backend, who))
         }),
-        ("gives up when it is cancelled", |backend, who| Box::pin(cancel(backend, who))),
+        ("stops when it is cancelled", |backend, who| Box::pin(cancel(backend, who))),
     ]
 }
 

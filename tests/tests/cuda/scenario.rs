@@ -103,14 +103,14 @@ pub fn suite() -> Vec<Scenario> {
         let capability = if has(claim, &["case in f16", "carries a running state"]) { 80 } else { 90 };
         let run = move || pollster::block_on(check(&CudaBackend::new(0).unwrap(), "fake cuda"));
         let mut scenario = Scenario::new(claim, &format!("seed={},capability={capability}", index + 1), run);
-        if has(claim, &["case in f16", "case in bf16", "carries", "trades"]) {
+        if has(claim, &["case in f16", "case in bf16", "carries", "all-to-all"]) {
             scenario.says = &["launched decode_", "launched hopper_"];
             if capability < 90 {
                 scenario.says = &["launched decode_", "launched attend_"];
                 scenario.says_not = &["launched hopper_"];
             }
         }
-        if has(claim, &["converts to", "codes what"]) {
+        if has(claim, &["converts as", "encodes int8"]) {
             let mut older = scenario.clone();
             older.name += ", before Hopper";
             older.fake = format!("seed={},capability=80", index + 31);

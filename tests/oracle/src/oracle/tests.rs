@@ -105,7 +105,7 @@ fn grouped_heads_read_their_own_key_head_and_batches_do_not_mix() {
 }
 
 #[test]
-fn what_a_row_cannot_see_does_not_reach_it_and_what_it_sees_does() {
+fn hidden_values_do_not_reach_a_row_and_visible_ones_do() {
     let mut problem = OracleProblem { mask: OracleMask::causal(), ..plain(3, 3, 1) };
     let (q, k, v) = ([1.0; 3], [1.0, 1.0, f32::NAN], [1.0, 3.0, f32::INFINITY]);
     let rows = oracle(&problem, &q, &k, &v).all_rows();
@@ -149,7 +149,7 @@ fn chosen_rows_and_indices_agree_with_all_rows() {
 }
 
 #[test]
-fn what_defines_no_attention_is_refused_with_both_sides_named() {
+fn invalid_problems_are_refused_with_both_sides_named() {
     let refuse = |problem: &OracleProblem| {
         Oracle::new(problem, Values::F32(&[0.0]), Values::F32(&[0.0]), Values::F32(&[0.0])).unwrap_err()
     };

@@ -71,7 +71,7 @@ fn the_limit_is_twice_the_worst_device_plus_a() {
 }
 
 #[test]
-fn a_failure_prints_all_that_is_needed_to_look_into_it() {
+fn a_failure_prints_what_is_needed_to_debug_it() {
     let problem = problem(64);
     let (right, naive) = rows_of(&problem);
     let limit = Limit::dense(Dtype::F32, &compared(&problem, &naive, &right));

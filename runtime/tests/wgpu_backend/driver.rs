@@ -1,0 +1,29 @@
+//! What the process keeps of a driver once its last device is closed.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use kyklos::backend::wgpu::WgpuBackend;
+
+/// The files that the process has code of.
+fn code() -> BTreeSet<String> {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("Linux shows a process its maps");
+    maps.lines()
+        .filter(|line| line.contains("r-xp"))
+        .filter_map(|line| line.split('/').next_back())
+        .map(str::to_owned)
+        .collect()
+}
+
+/// A driver that is unloaded while the process ends takes the process with it: its exit handlers are gone.
+pub(crate) fn a_driver_stays_loaded_when_its_last_device_is_closed(device: WgpuBackend) {
+    let open = code();
+    drop(device);
+    // The device's own thread lets go of it a little later.
+    let until = Instant::now() + Duration::from_millis(500);
+    while Instant::now() < until {
+        let gone: Vec<_> = open.difference(&code()).cloned().collect();
+        assert!(gone.is_empty(), "unloaded: {gone:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

@@ -1,0 +1,139 @@
+//! Ranks that are killed, stopped and started again at every step of their plans: every other rank says who it was
+//! within seconds, nobody hangs, and what is computed is what would have been computed otherwise, byte for byte.
+//!
+//! Every rank is a process of its own, over QUIC with the usual settings. A rank stands still before a step until it is
+//! told to go on, so an accident happens exactly there. `soak.rs` has accidents at random, for as long as one likes.
+
+mod finish;
+mod processes;
+mod rank;
+mod soak;
+mod work;
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use kyklos_transport::Rank;
+use processes::{End, Group};
+use work::Work;
+
+/// A ring, an all-to-all, and both.
+const WORKS: [Work; 3] = [
+    Work { ulysses: 1, ring: 3, seed: 1 },
+    Work { ulysses: 3, ring: 1, seed: 2 },
+    Work { ulysses: 2, ring: 2, seed: 3 },
+];
+
+/// Within which time every survivor knows: the 3 s, with the usual settings.
+const KNOWN: Duration = Duration::from_secs(3);
+
+/// Steps at which the ranks of one group have accidents, one after the other.
+const STEPS_OF_GROUP: usize = 5;
+
+/// Has an accident at every step of the plans, each to another rank in turn. Groups are under way side by side: they
+/// mostly wait. One test at a time does that: they are dozens of processes each.
+fn at_every_step(works: &[Work], accident: impl Fn(&mut Group, Work, u32, usize) + Sync) {
+    static TURN: Mutex<()> = Mutex::new(());
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    std::thread::scope(|scope| {
+        for &work in works {
+            let world = work.world();
+            let steps = |rank| world.plan(Rank(rank)).steps.len();
+            let longest = (0..work.ranks()).map(steps).max().unwrap();
+            let all: Vec<(u32, usize)> = (0..longest)
+                .map(|step| (step as u32 % work.ranks(), step))
+                .map(|(rank, step)| (rank, step.min(steps(rank) - 1)))
+                .collect();
+            for some in all.chunks(STEPS_OF_GROUP) {
+                let (some, accident) = (some.to_vec(), &accident);
+                scope.spawn(move || {
+                    let mut group = Group::new(work.ranks(), false);
+                    for (rank, step) in some {
+                        accident(&mut group, work, rank, step);
+                    }
+                });
+            }
+        }
+    });
+}
+
+fn right(work: Work) -> Vec<Vec<u8>> {
+    static KNOWN: Mutex<Vec<(Work, Vec<Vec<u8>>)>> = Mutex::new(Vec::new());
+    let mut known = KNOWN.lock().unwrap();
+    if let Some((_, results)) = known.iter().find(|(of, _)| *of == work) {
+        return results.clone();
+    }
+    let results = work.undisturbed();
+    known.push((work, results.clone()));
+    results
+}
+
+/// Every rank but `victim` has ended with an error that names it; returns when they knew, by rank.
+fn all_name(group: &Group, work: Work, victim: u32) -> Vec<std::time::Instant> {
+    let survivors = (0..work.ranks()).filter(|&rank| rank != victim);
+    survivors
+        .map(|rank| match group.ranks[rank as usize].end() {
+            End::Failed { at, culprit, .. } if culprit == Some(victim) => at,
+            other => panic!("rank {victim} of {work:?} is gone, and rank {rank} ended with {other:?}"),
+        })
+        .collect()
+}
+
+#[test]
+fn a_rank_killed_at_any_step_is_named_by_all_within_3_s_and_the_group_forms_again() {
+    let took = Mutex::new(Vec::new());
+    at_every_step(&WORKS, |group, work, victim, step| {
+        group.order(work, Some((victim, step)));
+        group.ranks[victim as usize].is_here().expect("it gets there");
+        let killed = group.ranks[victim as usize].kill();
+        for at in all_name(group, work, victim) {
+            took.lock().unwrap().push(at - killed);
+        }
+        // The survivors' processes go on, with a new one in the place of the dead.
+        group.restart(victim);
+        group.order(work, None);
+        group.must_be_right(work, &right(work));
+    });
+    let mut took = took.into_inner().unwrap();
+    took.sort_unstable();
+    let [least, median, most] = [0, took.len() / 2, took.len() - 1].map(|at| took[at]);
+    println!("{} survivors knew after {least:.1?} to {most:.1?}, median {median:.1?}", took.len());
+    assert!(most < KNOWN, "{took:?}");
+}
+
+#[test]
+fn a_rank_stopped_for_a_second_at_any_step_loses_nothing() {
+    at_every_step(&WORKS, |group, work, victim, step| {
+        group.order(work, Some((victim, step)));
+        let stopped = &mut group.ranks[victim as usize];
+        stopped.is_here().expect("it gets there");
+        stopped.signal("STOP");
+        stopped.tell("go on");
+        std::thread::sleep(Duration::from_secs(1));
+        stopped.signal("CONT");
+        group.must_be_right(work, &right(work));
+    });
+}
+
+#[test]
+fn a_rank_that_stays_stopped_is_named_by_all_and_learns_it_when_it_continues() {
+    let one = |work: Work, victim: u32| {
+        let mut group = Group::new(work.ranks(), false);
+        group.order(work, Some((victim, 2)));
+        let stopped = &mut group.ranks[victim as usize];
+        stopped.is_here().expect("it gets there");
+        stopped.signal("STOP");
+        stopped.tell("go on");
+        all_name(&group, work, victim);
+        group.ranks[victim as usize].signal("CONT");
+        let end = group.ranks[victim as usize].end();
+        assert!(matches!(end, End::Failed { .. }), "rank {victim} of {work:?}: {end:?}");
+        group.order(work, None);
+        group.must_be_right(work, &right(work));
+    };
+    std::thread::scope(|scope| {
+        for work in WORKS {
+            scope.spawn(move || [0, 1].map(|victim| one(work, victim)));
+        }
+    });
+}

@@ -1,0 +1,191 @@
+//! Processes that are ranks: how they are started, ordered, stopped and killed.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use kyklos_transport::Rank;
+use kyklos_transport::quic::{ClusterAuthority, JobId};
+
+use crate::accidents::rank::{FOLDER, MARK, Order, identity_file, result_file};
+use crate::accidents::work::Work;
+
+/// After this time without a word a process hangs.
+const HANG: Duration = Duration::from_secs(30);
+
+/// A rank's process, killed at the latest when it is dropped.
+pub(crate) struct Process {
+    child: Child,
+    orders: ChildStdin,
+    lines: Receiver<(Instant, String)>,
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// How a group ended for one rank.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum End {
+    Done,
+    Failed {
+        at: Instant,
+        culprit: Option<u32>,
+        text: String,
+    },
+    /// It has said nothing for too long.
+    Hang,
+}
+
+impl Process {
+    fn start(folder: &std::path::Path) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "accidents::rank::runs_as_a_rank", "--ignored", "--nocapture"])
+            .env(FOLDER, folder)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (orders, said) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+        let (sender, lines) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(said).lines().map_while(Result::ok) {
+                if let Some(line) = line.strip_prefix(MARK) {
+                    let _ = sender.send((Instant::now(), line.to_owned()));
+                }
+            }
+        });
+        let process = Self { child, orders, lines };
+        assert_eq!(process.next().map(|(_, line)| line).as_deref(), Some("ready"));
+        process
+    }
+
+    fn next(&self) -> Option<(Instant, String)> {
+        self.lines.recv_timeout(HANG).ok()
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub(crate) fn tell(&mut self, line: &str) {
+        // Who has been killed hears nothing.
+        let _ = self.orders.write_all(format!("{line}\n").as_bytes());
+    }
+
+    /// Waits until it stands still where it was told to; `None` if something came between.
+    pub(crate) fn is_here(&self) -> Option<()> {
+        self.next().filter(|(_, line)| line == "here").map(|_| ())
+    }
+
+    /// `STOP` or `CONT`.
+    pub(crate) fn signal(&self, name: &str) {
+        let status =
+            Command::new("kill").args([format!("-{name}"), self.pid().to_string()]).status().unwrap();
+        assert!(status.success(), "kill -{name}");
+    }
+
+    /// SIGKILL: no destructor runs, no packet says goodbye. Returns when.
+    pub(crate) fn kill(&mut self) -> Instant {
+        let at = Instant::now();
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+        at
+    }
+
+    /// Waits for the end of what was ordered.
+    pub(crate) fn end(&self) -> End {
+        let mut end = End::Hang;
+        while let Some((at, line)) = self.next() {
+            let (word, rest) = line.split_once(' ').unwrap_or((&line, ""));
+            match word {
+                "done" => end = End::Done,
+                "failed" => {
+                    let (culprit, text) = rest.split_once(' ').unwrap_or((rest, ""));
+                    end = End::Failed { at, culprit: culprit.parse().ok(), text: text.to_owned() };
+                }
+                "idle" => return end,
+                _ => {}
+            }
+        }
+        End::Hang
+    }
+}
+
+/// Processes that form one group after the other, with identities of one job.
+pub(crate) struct Group {
+    /// By rank; any of them may be another process in the next group.
+    pub(crate) ranks: Vec<Process>,
+    pub(crate) epoch: u32,
+    folder: tempfile::TempDir,
+    /// Every rank at a loopback address of its own, where the system has those.
+    apart: bool,
+}
+
+impl Group {
+    pub(crate) fn new(ranks: u32, apart: bool) -> Self {
+        let authority = ClusterAuthority::new(JobId::random().unwrap()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        for rank in 0..ranks {
+            let identity = authority.issue(Rank(rank)).unwrap();
+            identity.write_file(&identity_file(folder.path(), rank)).unwrap();
+        }
+        let processes = (0..ranks).map(|_| Process::start(folder.path())).collect();
+        Self { ranks: processes, epoch: 0, folder, apart }
+    }
+
+    pub(crate) fn address(&self, rank: u32) -> Ipv4Addr {
+        if self.apart { Ipv4Addr::new(127, 0, 1, 1 + rank as u8) } else { Ipv4Addr::LOCALHOST }
+    }
+
+    /// Puts a new process in a rank's place.
+    pub(crate) fn restart(&mut self, rank: u32) {
+        self.ranks[rank as usize] = Process::start(self.folder.path());
+    }
+
+    /// Has the first ranks form the next group and work, one of them pausing before a step.
+    pub(crate) fn order(&mut self, work: Work, pause: Option<(u32, usize)>) {
+        self.order_to(work, pause, false);
+    }
+
+    /// The same; with `finish` those who are left finish what all had begun.
+    pub(crate) fn order_to(&mut self, work: Work, pause: Option<(u32, usize)>, finish: bool) {
+        // Those who are left may have formed a group in between.
+        self.epoch += 2;
+        // A rank that has gone keeps its port a moment longer, for its last packets.
+        let socket = UdpSocket::bind((self.address(0), 0)).unwrap();
+        let coordinator = socket.local_addr().unwrap();
+        drop(socket);
+        for rank in 0..work.ranks() {
+            let _ = std::fs::remove_file(result_file(self.folder.path(), rank));
+            let order = Order {
+                epoch: self.epoch,
+                rank,
+                coordinator,
+                bind: IpAddr::V4(self.address(rank)),
+                pause: pause.and_then(|(who, step)| (who == rank).then_some(step)),
+                finish,
+                work,
+            };
+            self.ranks[rank as usize].tell(&order.line());
+        }
+    }
+
+    /// What a rank has computed, byte for byte.
+    pub(crate) fn result(&self, rank: u32) -> Vec<u8> {
+        std::fs::read(result_file(self.folder.path(), rank)).unwrap_or_default()
+    }
+
+    /// All ranks of `work` have ended well, with the bytes that are right.
+    pub(crate) fn must_be_right(&self, work: Work, right: &[Vec<u8>]) {
+        for rank in 0..work.ranks() {
+            assert_eq!(self.ranks[rank as usize].end(), End::Done, "rank {rank} of {work:?}");
+            assert!(self.result(rank) == right[rank as usize], "rank {rank} of {work:?} has other bytes");
+        }
+    }
+}

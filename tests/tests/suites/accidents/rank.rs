@@ -1,0 +1,196 @@
+//! One rank in a process of its own, which takes orders on standard input and outlives many groups.
+
+use std::io::Write;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kyklos::backend::cpu::CpuBackend;
+use kyklos::local::RankTask;
+use kyklos::plan::{check, plan_hash};
+use kyklos::{Error, Observer, RankOutput, ResumableRank, RunOptions, Survivors, SystemClock};
+use kyklos_transport::quic::{Identity, QuicConfig, QuicTransport};
+use kyklos_transport::{Rank, Regroup, Transport, TransportError};
+
+use crate::accidents::work::Work;
+
+/// Tells a copy of this test program that it is a rank: the folder of its group.
+pub(crate) const FOLDER: &str = "KYKLOS_TEST_FOLDER";
+
+/// Begins every line that is meant for whoever gives orders: the test harness writes lines of its own.
+pub(crate) const MARK: &str = "> ";
+
+/// Times a rank runs its plan; the first is the one that is disturbed. Whoever has done its part of it learns in the
+/// second one's agreement what has become of the others.
+const RUNS: u64 = 2;
+
+/// For those who are left to form a group again.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Where a rank finds its group, and what it does there.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Order {
+    pub(crate) epoch: u32,
+    pub(crate) rank: u32,
+    pub(crate) coordinator: SocketAddr,
+    /// The rank's own address.
+    pub(crate) bind: IpAddr,
+    /// Before which step of the first run it stands still until it is told to go on.
+    pub(crate) pause: Option<usize>,
+    /// Whether to finish with those who are left when others are lost.
+    pub(crate) finish: bool,
+    pub(crate) work: Work,
+}
+
+impl Order {
+    pub(crate) fn line(&self) -> String {
+        let Self { epoch, rank, coordinator, bind, pause, finish, work: Work { ulysses, ring, seed } } = self;
+        let pause = pause.map_or("-".to_owned(), |step| step.to_string());
+        format!("{epoch} {rank} {coordinator} {bind} {pause} {finish} {ulysses} {ring} {seed}")
+    }
+
+    fn parse(line: &str) -> Self {
+        let [epoch, rank, coordinator, bind, pause, finish, ulysses, ring, seed] =
+            line.split_whitespace().collect::<Vec<_>>()[..]
+        else {
+            panic!("{line:?} is no order")
+        };
+        Self {
+            epoch: epoch.parse().unwrap(),
+            rank: rank.parse().unwrap(),
+            coordinator: coordinator.parse().unwrap(),
+            bind: bind.parse().unwrap(),
+            pause: pause.parse().ok(),
+            finish: finish.parse().unwrap(),
+            work: Work {
+                ulysses: ulysses.parse().unwrap(),
+                ring: ring.parse().unwrap(),
+                seed: seed.parse().unwrap(),
+            },
+        }
+    }
+}
+
+/// Where a rank leaves its part of the result: its outputs, then its log-sum-exps.
+pub(crate) fn result_file(folder: &Path, rank: u32) -> PathBuf {
+    folder.join(format!("{rank}.result"))
+}
+
+pub(crate) fn identity_file(folder: &Path, rank: u32) -> PathBuf {
+    folder.join(format!("{rank}.pem"))
+}
+
+/// Runs as a rank when another test started it; does nothing otherwise.
+#[test]
+#[ignore = "a rank of the other tests"]
+fn runs_as_a_rank() {
+    let Ok(folder) = std::env::var(FOLDER) else { return };
+    let (folder, backend) = (Path::new(&folder), CpuBackend::new());
+    say("ready");
+    while let Some(line) = heard() {
+        obey(folder, &backend, &Order::parse(&line));
+        say("idle");
+    }
+}
+
+fn obey(folder: &Path, backend: &CpuBackend, order: &Order) {
+    let identity = Identity::read_file(&identity_file(folder, order.rank)).unwrap();
+    let job = identity.claims().unwrap().job;
+    let (rank, ranks) = (Rank(order.rank), order.work.ranks());
+    let config = QuicConfig {
+        epoch: order.epoch,
+        bind: order.bind,
+        connect_deadline: Duration::from_secs(20),
+        ..QuicConfig::new(rank, ranks, job, order.coordinator, identity)
+    };
+    let transport = match QuicTransport::connect(config) {
+        Ok(transport) => transport,
+        Err(error) => return say(&format!("failed - {error}")),
+    };
+    match run(backend, order, &transport) {
+        Ok(result) => {
+            std::fs::write(result_file(folder, order.rank), result).unwrap();
+            say("done");
+        }
+        Err(error) => say(&format!("failed {} {error}", culprit(&error))),
+    }
+    let _ = pollster::block_on(transport.close(Duration::from_secs(5)));
+}
+
+fn run(backend: &CpuBackend, order: &Order, transport: &Arc<dyn Transport>) -> kyklos::Result<Vec<u8>> {
+    let world = order.work.world();
+    let rank = Rank(order.rank);
+    let tensors = order.work.tensors_of(&world, rank);
+    let names: Vec<String> = (0..order.work.ranks()).map(|rank| format!("rank-{rank}")).collect();
+    let task = RankTask {
+        world: &world,
+        transport: transport.clone(),
+        plan_hash: plan_hash(&world, &names),
+        peak_bytes: check(&world)?[order.rank as usize].peak_bytes,
+        q: tensors.q,
+        k: tensors.k,
+        v: tensors.v,
+        pairs: None,
+        repeat: RUNS,
+        deadline: Duration::from_secs(60),
+        options: RunOptions {
+            clock: Arc::new(SystemClock::new()),
+            observer: Arc::new(Pause { before: order.pause }),
+            trace: false,
+            poison: true,
+        },
+    };
+    let mut result = Vec::new();
+    let bytes = |output: &RankOutput| [&output.o[..], &output.lse[..]].concat();
+    let mut resumable = ResumableRank::new(backend, task);
+    let run = resumable.run(order.finish, |_, output| result = bytes(&output));
+    match pollster::block_on(run) {
+        Ok(()) => Ok(result),
+        Err(_) if order.finish => {
+            let group = pollster::block_on(transport.reform(Regroup::Survivors, PATIENCE))?;
+            let survivors = Survivors { transport: group.transport, ranks: group.members };
+            let finished = pollster::block_on(resumable.finish(&survivors));
+            let _ = pollster::block_on(survivors.transport.close(Duration::from_secs(5)));
+            Ok(bytes(&finished?.output))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Stands still before a step, until it is told to go on.
+#[derive(Debug)]
+struct Pause {
+    before: Option<usize>,
+}
+
+impl Observer for Pause {
+    fn step(&self, _: Rank, op: u64, step: usize, _: usize, _: &dyn Fn() -> String) {
+        if op == 0 && self.before == Some(step) {
+            say("here");
+            heard();
+        }
+    }
+}
+
+/// Whom the error blames, or `-`.
+fn culprit(error: &Error) -> String {
+    match error {
+        Error::Group { source: TransportError::Aborted { abort, .. }, .. }
+        | Error::Transport(TransportError::Aborted { abort, .. }) => abort.culprit.to_string(),
+        _ => "-".to_owned(),
+    }
+}
+
+fn say(line: &str) {
+    // The harness leaves its own line open.
+    let text = format!("\n{MARK}{}\n", line.replace('\n', " "));
+    std::io::stdout().lock().write_all(text.as_bytes()).unwrap();
+}
+
+fn heard() -> Option<String> {
+    let mut line = String::new();
+    // Who gave the orders may be gone.
+    let read = std::io::stdin().read_line(&mut line).unwrap_or(0);
+    (read > 0).then_some(line)
+}

@@ -1,0 +1,310 @@
+//! Groups that form, work and meet with accidents one after the other, for as long as one likes.
+//!
+//! Five processes take part in all of it, in ranks that change; one of them, the elder, is never killed. The choices
+//! are those of a seed; when exactly a process stands where is not.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::accidents::processes::{End, Group};
+use crate::accidents::right;
+use crate::accidents::work::Work;
+
+/// Meshes of three to five ranks.
+const MESHES: [(u32, u32); 6] = [(1, 3), (3, 1), (2, 2), (1, 4), (4, 1), (1, 5)];
+
+/// What happens to one rank of a group.
+#[derive(Clone, Copy, Debug)]
+enum Accident {
+    Nothing,
+    /// Killed before a step.
+    Killed {
+        step: usize,
+    },
+    /// Killed some time after its order, perhaps before the group has formed, perhaps when it is done.
+    KilledAnyTime {
+        after: Duration,
+    },
+    /// Stopped before a step, and told to go on before it counts as dead.
+    Stopped {
+        step: usize,
+        during: Duration,
+    },
+    /// Stopped before a step until all others have ended.
+    StoppedForLong {
+        step: usize,
+    },
+    /// Nothing reaches it for a moment.
+    CutOff {
+        step: usize,
+        during: Duration,
+    },
+    /// Nothing reaches it until all have ended.
+    CutOffForLong {
+        step: usize,
+    },
+}
+
+impl Accident {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Nothing => "none",
+            Self::Killed { .. } => "killed at a step",
+            Self::KilledAnyTime { .. } => "killed at any time",
+            Self::Stopped { .. } => "stopped for a moment",
+            Self::StoppedForLong { .. } => "stopped for long",
+            Self::CutOff { .. } => "cut off for a moment",
+            Self::CutOffForLong { .. } => "cut off for long",
+        }
+    }
+
+    fn step(self) -> Option<usize> {
+        match self {
+            Self::Nothing | Self::KilledAnyTime { .. } => None,
+            Self::Killed { step }
+            | Self::Stopped { step, .. }
+            | Self::StoppedForLong { step }
+            | Self::CutOff { step, .. }
+            | Self::CutOffForLong { step } => Some(step),
+        }
+    }
+
+    /// Nobody may lose anything by it.
+    fn is_harmless(self) -> bool {
+        matches!(self, Self::Nothing | Self::Stopped { .. } | Self::CutOff { .. })
+    }
+}
+
+/// `SplitMix64`: all choices of a soak.
+struct Chance(u64);
+
+impl Chance {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % end
+    }
+
+    fn accident(&mut self, steps: usize) -> Accident {
+        let step = self.below(steps as u64) as usize;
+        let moment = Duration::from_millis(100 + self.below(1100));
+        match self.below(12) {
+            0..=2 => Accident::Nothing,
+            3 | 4 => Accident::Killed { step },
+            5 => Accident::KilledAnyTime { after: moment / 2 },
+            6 | 7 => Accident::Stopped { step, during: moment },
+            8 => Accident::StoppedForLong { step },
+            9 | 10 => Accident::CutOff { step, during: moment },
+            _ => Accident::CutOffForLong { step },
+        }
+    }
+}
+
+/// What has been seen so far.
+#[derive(Default)]
+struct Tally {
+    groups: u32,
+    by_accident: BTreeMap<&'static str, u32>,
+    ignored: u32,
+    right: u32,
+    ended: u32,
+    wrong: Vec<String>,
+    hangs: Vec<String>,
+    /// From an accident to the error of each other rank.
+    known: Vec<Duration>,
+    rss_kib: Vec<u64>,
+    descriptors: Vec<usize>,
+}
+
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mib = self.rss_kib.last().copied().unwrap_or(0) as f64 / 1024.0;
+        let descriptors = self.descriptors.last().copied().unwrap_or(0);
+        write!(
+            f,
+            "{} groups: {} ranks right, {} ended with an error, {} wrong, {} hangs; the elder has {mib:.1} MiB and \
+             {descriptors} descriptors",
+            self.groups,
+            self.right,
+            self.ended,
+            self.wrong.len(),
+            self.hangs.len()
+        )
+    }
+}
+
+#[test]
+#[ignore = "runs for as long as KYKLOS_SOAK_MINUTES says: scripts/soak.sh"]
+fn soak() {
+    let number = |name, usual: u64| std::env::var(name).map_or(usual, |text| text.parse().unwrap());
+    let (minutes, seed) = (number("KYKLOS_SOAK_MINUTES", 10), number("KYKLOS_SOAK_SEED", 1));
+    // Only in a network namespace of its own may a test change the routes of loopback.
+    let may_cut = number("KYKLOS_SOAK_CUTS", 0) == 1;
+    let (mut chance, mut tally) = (Chance(seed), Tally::default());
+    let mut group = Group::new(5, true);
+    let elder = group.ranks[0].pid();
+    println!("seed {seed}, {minutes} minutes");
+    let (started, mut told) = (Instant::now(), 0);
+    while started.elapsed().as_secs() < 60 * minutes {
+        one_group(&mut group, &mut chance, &mut tally, elder, may_cut);
+        tally.rss_kib.push(resident_kib(elder));
+        let minute = started.elapsed().as_secs() / 60;
+        if minute > told {
+            told = minute;
+            tally.descriptors.push(settled_descriptors(elder));
+            println!("minute {minute}: {tally}");
+        }
+    }
+    summary(&mut tally);
+}
+
+fn one_group(group: &mut Group, chance: &mut Chance, tally: &mut Tally, elder: u32, may_cut: bool) {
+    let (ulysses, ring) = MESHES[chance.below(MESHES.len() as u64) as usize];
+    let work = Work { ulysses, ring, seed: chance.below(4) };
+    group.ranks.rotate_left(chance.below(5) as usize);
+    let mut victim = chance.below(u64::from(work.ranks())) as u32;
+    if group.ranks[victim as usize].pid() == elder {
+        victim = (victim + 1) % work.ranks();
+    }
+    let mut accident = chance.accident(work.world().plan(kyklos_transport::Rank(victim)).steps.len());
+    if matches!(accident, Accident::CutOff { .. } | Accident::CutOffForLong { .. }) && !may_cut {
+        tally.ignored += 1;
+        accident = Accident::Nothing;
+    }
+    tally.groups += 1;
+    *tally.by_accident.entry(accident.name()).or_default() += 1;
+    let what = format!("group {}: {work:?}, rank {victim}: {accident:?}", tally.groups);
+
+    group.order(work, accident.step().map(|step| (victim, step)));
+    let process = &mut group.ranks[victim as usize];
+    if accident.step().is_some() && process.is_here().is_none() {
+        tally.hangs.push(format!("{what}: it never got there"));
+    }
+    let mut happened = Instant::now();
+    match accident {
+        Accident::Nothing => {}
+        Accident::Killed { .. } => happened = process.kill(),
+        Accident::KilledAnyTime { after } => {
+            std::thread::sleep(after);
+            happened = process.kill();
+        }
+        Accident::Stopped { during, .. } => {
+            process.signal("STOP");
+            process.tell("go on");
+            std::thread::sleep(during);
+            process.signal("CONT");
+        }
+        Accident::StoppedForLong { .. } => {
+            process.signal("STOP");
+            process.tell("go on");
+        }
+        Accident::CutOff { during, .. } => {
+            cut(group, victim, true);
+            group.ranks[victim as usize].tell("go on");
+            std::thread::sleep(during);
+            cut(group, victim, false);
+        }
+        Accident::CutOffForLong { .. } => {
+            cut(group, victim, true);
+            group.ranks[victim as usize].tell("go on");
+        }
+    }
+    let right = right(work);
+    let killed = matches!(accident, Accident::Killed { .. } | Accident::KilledAnyTime { .. });
+    // Who is stopped is heard last: the others must not wait for it.
+    let others = (0..work.ranks()).filter(|&rank| rank != victim);
+    for rank in others.chain((!killed).then_some(victim)) {
+        if rank == victim && matches!(accident, Accident::StoppedForLong { .. }) {
+            group.ranks[victim as usize].signal("CONT");
+        }
+        match group.ranks[rank as usize].end() {
+            End::Hang => tally.hangs.push(format!("{what}: rank {rank}")),
+            End::Done if group.result(rank) != right[rank as usize] => {
+                tally.wrong.push(format!("{what}: rank {rank} has other bytes"));
+            }
+            End::Done if accident.step().is_some() && !accident.is_harmless() => {
+                tally.wrong.push(format!("{what}: rank {rank} ended well without it"));
+            }
+            End::Done => tally.right += 1,
+            End::Failed { text, .. } if accident.is_harmless() => {
+                tally.wrong.push(format!("{what}: rank {rank} gave up: {text}"));
+            }
+            End::Failed { at, culprit, text } => {
+                tally.ended += 1;
+                if matches!(accident, Accident::Killed { .. } | Accident::StoppedForLong { .. })
+                    && rank != victim
+                {
+                    tally.known.push(at.saturating_duration_since(happened));
+                    if culprit != Some(victim) {
+                        tally.wrong.push(format!("{what}: rank {rank} blames {culprit:?}: {text}"));
+                    }
+                }
+            }
+        }
+    }
+    if matches!(accident, Accident::CutOffForLong { .. }) {
+        cut(group, victim, false);
+    }
+    if killed {
+        group.restart(victim);
+    }
+}
+
+/// Lets nothing through to a rank's address any more, or mends that.
+fn cut(group: &Group, rank: u32, off: bool) {
+    let address = format!("{}/32", group.address(rank));
+    let what = if off { "add" } else { "del" };
+    let status = Command::new("ip").args(["route", what, "blackhole", &address, "table", "local"]).status();
+    assert!(status.unwrap().success(), "ip route {what} blackhole {address}");
+}
+
+fn resident_kib(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+/// Descriptors of a process that is doing nothing: those of its last group are closed after a moment.
+fn settled_descriptors(pid: u32) -> usize {
+    let count = || std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count();
+    let counts = (0..15).map(|_| {
+        std::thread::sleep(Duration::from_millis(100));
+        count()
+    });
+    counts.min().unwrap()
+}
+
+fn summary(tally: &mut Tally) {
+    println!("{tally}");
+    println!("accidents: {:?}", tally.by_accident);
+    if tally.ignored > 0 {
+        println!("ignored: {} ranks would have been cut off: no network namespace of its own", tally.ignored);
+    }
+    tally.known.sort_unstable();
+    if let [least, .., most] = tally.known[..] {
+        let median = tally.known[tally.known.len() / 2];
+        println!(
+            "{} survivors of a killed or stopped rank knew after {least:.1?} to {most:.1?}, median {median:.1?}",
+            tally.known.len()
+        );
+    }
+    let most = |of: &[u64]| of.iter().max().copied().unwrap_or(0);
+    let third = tally.rss_kib.len() / 3;
+    let (first, last) = (most(&tally.rss_kib[..third]), most(&tally.rss_kib[2 * third..]));
+    println!("the elder's memory: at most {first} KiB in the first third, {last} KiB in the last");
+    println!("the elder's descriptors, by minute: {:?}", tally.descriptors);
+    for line in tally.wrong.iter().chain(&tally.hangs) {
+        println!("FAULT {line}");
+    }
+    assert!(tally.wrong.is_empty() && tally.hangs.is_empty(), "see above");
+    assert!(last < first + FLAT_KIB, "memory grows");
+    let (least, most) = (tally.descriptors.iter().min(), tally.descriptors.iter().max());
+    assert_eq!(least, most, "descriptors leak");
+}
+
+/// What an allocator may keep in pieces of its own.
+const FLAT_KIB: u64 = 8 << 10;

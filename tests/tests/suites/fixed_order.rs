@@ -1,0 +1,165 @@
+//! Sums in a fixed order over every strategy and mask, on the CPU backend; the shared suite holds every backend to one
+//! case of it.
+
+use crate::common::Prepared;
+use crate::common::conformance::{dense_world, run_alone, run_together};
+use crate::common::fixed_order::{Shared, UNEVEN, case, fixed};
+use kyklos::backend::cpu::CpuBackend;
+use kyklos::plan::{Slice, Step};
+use kyklos::{
+    AttentionProblem, Dtype, Error, Mask, Mesh, PlacementKind, Remedy, Split, Strategy, plan_world,
+};
+use kyklos_oracle::inputs::{Case, CasePairs};
+use kyklos_oracle::oracle::{OracleMask, OracleSlice, OracleTerm};
+
+/// Even shards of 1024 tokens.
+const EVEN: [Shared; 7] = [
+    ((1, 2), &[], PlacementKind::Zigzag, Strategy::Ring),
+    ((2, 2), &[], PlacementKind::Zigzag, Strategy::TwoWay),
+    ((4, 1), &[], PlacementKind::Contiguous, Strategy::Ulysses),
+    ((1, 4), &[], PlacementKind::Contiguous, Strategy::Line),
+    ((2, 2), &[], PlacementKind::Contiguous, Strategy::Unified),
+    // Tiles that lie apart in the sequence come to one rank together.
+    ((1, 3), &[0, 512, 512], PlacementKind::Zigzag, Strategy::Bidirectional),
+    // Shards whose halves are a tile.
+    ((4, 2), &[], PlacementKind::Contiguous, Strategy::Relay),
+];
+
+/// Shards of one tile, which has no halves, and of three and a part, in pieces off the grid.
+const RELAYED: [Shared; 1] =
+    [((4, 2), &[256, 0, 0, 0, 300, 300, 132, 100], PlacementKind::Contiguous, Strategy::Relay)];
+
+fn check(case: Case, worlds: &[Shared]) {
+    // The order of sums knows no types: one of them in f16 is enough.
+    let dtypes = if case.name == "causal" { &[Dtype::F32, Dtype::F16][..] } else { &[Dtype::F32] };
+    for dtype in dtypes {
+        let prepared = Prepared::new(case.clone(), *dtype);
+        pollster::block_on(fixed(&CpuBackend::new(), &prepared, worlds, "cpu"));
+    }
+}
+
+fn masks(tokens: u64) -> [(&'static str, OracleMask); 5] {
+    let slice = |q, k, causal| OracleSlice { q, k, causal, inverse: false };
+    let slices = OracleTerm::Slices(vec![
+        slice(0..500, 0..200, false),
+        slice(100..900, 300..800, true),
+        slice(600..1024, 0..130, false),
+        slice(1000..tokens, 800..1000, false),
+    ]);
+    [
+        ("full", OracleMask::full()),
+        ("causal", OracleMask::causal()),
+        ("a narrow window", OracleMask::full().and(OracleTerm::Window { left: 300, right: 40 })),
+        ("documents", OracleMask::causal().and(OracleTerm::Documents(vec![0, 130, 257, tokens]))),
+        ("slices", OracleMask::full().and(slices)),
+    ]
+}
+
+#[test]
+fn uneven_shards_give_the_same_bytes() {
+    for (name, mask) in masks(1088) {
+        let worlds = [&UNEVEN[..], &RELAYED].concat();
+        check(case(name, 1088, mask, |_| {}), &worlds);
+    }
+}
+
+#[test]
+fn every_strategy_that_moves_keys_gives_the_same_bytes() {
+    for (name, mask) in masks(1024) {
+        check(case(name, 1024, mask, |_| {}), &EVEN);
+    }
+}
+
+#[test]
+fn options_keep_the_same_bytes() {
+    let softcap = case("softcap and sinks", 1024, OracleMask::causal(), |case| {
+        case.problem.softcap = Some(3.0);
+        case.problem.sinks = vec![0.5, -1.0, 2.0, 30.0];
+    });
+    check(softcap, &EVEN);
+    for bias in [false, true] {
+        let pairs = case("a pair tensor", 1024, OracleMask::causal(), |case| {
+            case.pairs = Some(CasePairs { bias, batch: 1, heads: 1 });
+        });
+        check(pairs, &EVEN);
+    }
+    // Few queries, late in the sequence: kernels that are chosen by their number must not be.
+    let few = case("few queries", 1024, OracleMask::causal(), |case| {
+        case.problem.q_len = 6;
+        case.problem.q_offset = 1018;
+    });
+    check(few, &EVEN[2..5]);
+}
+
+/// What the other tests would not see if sums were the same in any order.
+#[test]
+fn without_a_fixed_order_bytes_differ() {
+    let prepared = Prepared::new(case("full", 1024, OracleMask::full(), |_| {}), Dtype::F32);
+    let backend = CpuBackend::new();
+    let ring = |fixed| {
+        let problem = prepared.problem.clone().with_fixed_order(fixed).unwrap();
+        let mesh = Mesh::new(1, 4).unwrap();
+        plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap()
+    };
+    let alone = pollster::block_on(run_alone(&backend, &dense_world(&prepared.problem), &prepared));
+    let together = pollster::block_on(run_together(&backend, &ring(false), &prepared));
+    assert!(alone.o != together.o);
+
+    // Nor is it the tiles alone: two that change places in the tree are seen.
+    let in_order = prepared.problem.clone().with_fixed_order(true).unwrap();
+    let mut world = dense_world(&in_order);
+    let order = pollster::block_on(run_alone(&backend, &world, &prepared));
+    let mut tiles: Vec<&mut Slice> = world.plans[0]
+        .steps
+        .iter_mut()
+        .filter_map(|step| match step {
+            Step::Attend { kv, .. } => Some(kv),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(tiles.len(), 4);
+    let (first, last) = tiles.split_at_mut(2);
+    std::mem::swap(first[1], last[0]);
+    let turned = pollster::block_on(run_alone(&backend, &world, &prepared));
+    assert!(order.o != turned.o);
+}
+
+#[test]
+fn shards_off_the_grid_are_refused_with_what_would_fit() {
+    let problem = |tokens| {
+        let problem = AttentionProblem::new([1, tokens, 8, 2, 64], Dtype::F32, Mask::causal()).unwrap();
+        problem.with_fixed_order(true).unwrap()
+    };
+    let plan = |tokens, (u, r), kind, split: &Split, strategy| {
+        plan_world(&problem(tokens), Mesh::new(u, r).unwrap(), kind, split, strategy)
+    };
+    use PlacementKind::{Contiguous, Striped, Zigzag};
+    for (tokens, mesh, kind, strategy) in [
+        (4096, (1, 3), Contiguous, Strategy::Ring),
+        (4096, (1, 3), Zigzag, Strategy::Ring),
+        (4000, (1, 3), Contiguous, Strategy::Line),
+        (8192, (2, 3), Zigzag, Strategy::Unified),
+        (8192, (1, 5), Contiguous, Strategy::TwoWay),
+        (75_600, (5, 8), Contiguous, Strategy::Unified),
+    ] {
+        let refused = plan(tokens, mesh, kind, &Split::Even, strategy).unwrap_err();
+        assert!(refused.is_request(), "{refused}");
+        // What it says would fit does fit.
+        let text = refused.to_string();
+        let Error::Request { remedy: Remedy::UseTokens(counts), .. } = refused else {
+            panic!("no counts in: {text}");
+        };
+        let split = Split::Tokens(counts);
+        plan(tokens, mesh, kind, &split, strategy).unwrap_or_else(|error| panic!("{text}\nbut {error}"));
+    }
+    for (tokens, kind, strategy, remedy) in [
+        (4096, Striped, Strategy::Ring, "contiguous placement"),
+        (4000, Zigzag, Strategy::Ring, "contiguous placement"),
+        (4000, Contiguous, Strategy::TwoWay, "another strategy"),
+        (4096, Contiguous, Strategy::PassQ, "sends keys"),
+        (300, Contiguous, Strategy::Ring, "fewer shards"),
+    ] {
+        let refused = plan(tokens, (1, 2), kind, &Split::Even, strategy).unwrap_err().to_string();
+        assert!(refused.contains(remedy), "{refused}");
+    }
+}

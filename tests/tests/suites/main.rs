@@ -1,0 +1,29 @@
+//! Suites over plans, strategies and groups of ranks, as one program, so that it is linked once. What every backend must do is
+//! in `tests/backends.rs`, the CUDA backend on its fake driver in `tests/cuda/`.
+
+#![expect(unreachable_pub, reason = "`common` is shared by several programs")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot continue has failed")]
+
+#[cfg(unix)]
+mod accidents;
+#[path = "../../amount.rs"]
+mod amount;
+#[path = "../common/mod.rs"]
+mod common;
+mod fixed_order;
+mod plan_properties;
+mod random_worlds;
+mod simulator;
+mod spans;
+mod strategies;
+mod survivors;
+mod wire;
+
+use amount::amount;
+use proptest::test_runner::{Config, RngSeed};
+
+/// The configuration of a property: so many cases of a sample, whose seed is fixed, or of everything, whose seed is random.
+fn cases(sample: u32, all: u32) -> Config {
+    let rng_seed = amount(RngSeed::Fixed(7), RngSeed::Random);
+    Config { cases: amount(sample, all), failure_persistence: None, rng_seed, ..Config::default() }
+}

@@ -1,0 +1,224 @@
+//! Faults that are put into plans, none of which may pass the proof.
+
+use kyklos::plan::{Content, Recv, Send, Slice, Step, World};
+
+use crate::plan_properties::Random;
+
+pub(crate) type Fault = fn(&mut World, &mut Random) -> Option<&'static str>;
+
+/// Each breaks a plan in one way, or says that the plan has nothing to break like that.
+pub(crate) const FAULTS: &[Fault] = &[
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { .. }))?;
+        world.plans[rank].steps.remove(step);
+        Some("a dropped block")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { .. }))?;
+        let again = world.plans[rank].steps[step].clone();
+        world.plans[rank].steps.insert(step, again);
+        Some("a block counted twice")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Wait { .. }))?;
+        world.plans[rank].steps.remove(step);
+        Some("a wait that is missing")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Exchange { .. }))?;
+        world.plans[rank].steps.remove(step);
+        Some("a dropped hop")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Repack { .. }))?;
+        let plan = &mut world.plans[rank];
+        let Step::Repack { into, .. } = plan.steps.remove(step) else {
+            return None;
+        };
+        // Where a mask hides everything, nobody reads the copy and nothing is lost; of keys that every rank holds beside
+        // those that are sent on, likewise, and of keys that are attended to in halves.
+        let of_copy = |part: &Slice| {
+            let (start, end) = (part.tokens.start, part.tokens.end);
+            part.buffer == into.buffer && start < into.tokens.end && into.tokens.start < end
+        };
+        let read = |step: &Step| match step {
+            Step::Repack { .. } => false,
+            Step::Exchange { sends, .. } => sends.iter().flat_map(|send| &send.parts).any(of_copy),
+            Step::Convert { from, .. } => of_copy(from),
+            Step::Attend { kv, .. } if kv.buffer == into.buffer => of_copy(kv),
+            _ => uses(step, into.buffer),
+        };
+        (into.buffer == plan.output || plan.steps[step..].iter().any(read))
+            .then_some("a copy that is missing")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Free { .. }))?;
+        let free = world.plans[rank].steps.remove(step);
+        let Step::Free { buffer } = &free else { return None };
+        if world.plans[rank].buffer(*buffer).tokens.is_empty() {
+            return None;
+        }
+        if random.below(2) == 0 {
+            return Some("a buffer that is never freed");
+        }
+        // Before its last use.
+        let last = world.plans[rank].steps[..step].iter().rposition(|step| uses(step, *buffer))?;
+        world.plans[rank].steps.insert(last, free);
+        Some("a buffer freed before its last use")
+    },
+    |world, random| {
+        // The owner is taken from the wrong side of the ring.
+        let arrived = |world: &World, rank: usize, buffer: usize| {
+            world.plans[rank].buffers[buffer].name.starts_with("kv of shard")
+                && world.plans[rank].buffers[buffer].tokens.len() > 1
+        };
+        let rank = random.below(world.plans.len() as u32) as usize;
+        let buffer = (0..world.plans[rank].buffers.len()).find(|buffer| arrived(world, rank, *buffer))?;
+        let tokens = &world.plans[rank].buffers[buffer].tokens;
+        let other: Vec<u32> = tokens.iter().map(|token| token ^ 1).collect();
+        let other = kyklos::TokenRuns::from_positions(other);
+        if other == *tokens {
+            return None;
+        }
+        world.plans[rank].buffers[buffer].tokens = other;
+        Some("a block under the wrong owner")
+    },
+    |world, random| {
+        let (rank, step) =
+            pick(world, random, |step| matches!(step, Step::Exchange { sends, .. } if !sends.is_empty()))?;
+        let (count, me) = (world.mesh.world(), world.plans[rank].rank);
+        let Step::Exchange { sends, .. } = &mut world.plans[rank].steps[step] else {
+            return None;
+        };
+        let to = sends[0].to;
+        sends[0].to = (0..count).find(|other| *other != to && *other != me)?;
+        Some("a message to the wrong rank")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { .. }))?;
+        let Step::Attend { q, .. } = &mut world.plans[rank].steps[step] else {
+            return None;
+        };
+        q.tokens.end -= 1;
+        Some("a query row left out")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { .. }))?;
+        let buffers = world.plans[rank].buffers.clone();
+        let Step::Attend { kv, .. } = &mut world.plans[rank].steps[step] else {
+            return None;
+        };
+        if buffers[kv.buffer.0].content != Content::KeyValue || !world.problem.mask.is_full() {
+            return None;
+        }
+        kv.tokens.end -= 1;
+        Some("a key left out")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { pairs: Some(_), .. }))?;
+        let Step::Attend { pairs, .. } = &mut world.plans[rank].steps[step] else {
+            return None;
+        };
+        *pairs = None;
+        Some("a pair tensor left out")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { pairs: Some(_), .. }))?;
+        let Step::Attend { pairs: Some(pairs), .. } = &mut world.plans[rank].steps[step] else {
+            return None;
+        };
+        pairs.tokens.end -= 1;
+        Some("the pair tensor of other rows")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Convert { .. }))?;
+        world.plans[rank].steps.remove(step);
+        Some("a conversion left out")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Convert { .. }))?;
+        let Step::Convert { from, .. } = &mut world.plans[rank].steps[step] else { return None };
+        from.heads.end -= 1;
+        Some("a conversion of fewer heads")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Merge { .. }))?;
+        world.plans[rank].steps.remove(step);
+        Some("a merge left out")
+    },
+    |world, random| {
+        // A rank says of a state that it has met fewer keys than it has: on both sides, so that they agree.
+        let (rank, step) =
+            pick(world, random, |step| matches!(step, Step::Exchange { sends, .. } if !sends.is_empty()))?;
+        let Step::Exchange { id, sends, .. } = world.plans[rank].steps[step].clone() else { return None };
+        let sent = &mut world.plans[rank].buffers[sends[0].parts[0].buffer.0];
+        if sent.content != Content::State {
+            return None;
+        }
+        let fewer = sent.met.slice(1..sent.met.len());
+        sent.met = fewer.clone();
+        let receiver = &mut world.plans[sends[0].to as usize];
+        let Recv { parts, .. } = receiver.steps.iter().find_map(|step| match step {
+            Step::Exchange { id: theirs, recvs, .. } if *theirs == id => {
+                recvs.iter().find(|recv| recv.from == rank as u32).cloned()
+            }
+            _ => None,
+        })?;
+        receiver.buffers[parts[0].0].met = fewer;
+        Some("a state of other keys")
+    },
+    |world, random| {
+        // A rank posts its next hop only after it has waited for it.
+        let rank = random.below(world.plans.len() as u32) as usize;
+        let steps = &mut world.plans[rank].steps;
+        let wait = steps.iter().position(|step| matches!(step, Step::Wait { .. }))?;
+        let Step::Wait { id } = steps[wait] else {
+            return None;
+        };
+        let post = steps
+            .iter()
+            .position(|step| matches!(step, Step::Exchange { id: posted, .. } if *posted == id))?;
+        steps.swap(post, wait);
+        Some("a wait before its post")
+    },
+    |world, random| {
+        // On both sides, so that nothing else is wrong with it.
+        let from = random.below(world.mesh.world());
+        let to = (0..world.mesh.world()).find(|to| *to != from)?;
+        let id = u32::MAX;
+        for (rank, sends, recvs) in [
+            (from, vec![Send { to, parts: Vec::new() }], Vec::new()),
+            (to, Vec::new(), vec![Recv { from, parts: Vec::new() }]),
+        ] {
+            let steps = &mut world.plans[rank as usize].steps;
+            steps.splice(0..0, [Step::Exchange { id, sends, recvs }, Step::Wait { id }]);
+        }
+        Some("a message without parts")
+    },
+];
+
+fn pick(world: &World, random: &mut Random, wanted: fn(&Step) -> bool) -> Option<(usize, usize)> {
+    let rank = random.below(world.plans.len() as u32) as usize;
+    let found: Vec<usize> =
+        (0..world.plans[rank].steps.len()).filter(|step| wanted(&world.plans[rank].steps[*step])).collect();
+    let index = random.below(found.len() as u32) as usize;
+    found.get(index).map(|step| (rank, *step))
+}
+
+fn uses(step: &Step, buffer: kyklos::plan::BufferId) -> bool {
+    match step {
+        Step::Repack { from, into } => from.buffer == buffer || into.buffer == buffer,
+        Step::Exchange { sends, .. } => {
+            sends.iter().flat_map(|send| &send.parts).any(|part| part.buffer == buffer)
+        }
+        Step::Attend { q, kv, state, pairs } => {
+            [q.buffer, kv.buffer, *state].contains(&buffer)
+                || pairs.as_ref().is_some_and(|pairs| pairs.buffer == buffer)
+        }
+        Step::Convert { from, into } => from.buffer == buffer || *into == buffer,
+        Step::Merge { from, into } | Step::Finalize { state: from, into } => {
+            *from == buffer || *into == buffer
+        }
+        Step::Wait { .. } | Step::Free { .. } => false,
+    }
+}

@@ -1,0 +1,350 @@
+//! Every strategy, placement and split, with every mask, against the oracle: `E_par <= 2·E_dense + a` at any world
+//! size, bytes as planned, and seeded bugs that the same comparison must catch.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use crate::amount::amount;
+use crate::common::{DEADLINE, Prepared, Whole, options, run_world};
+use kyklos::backend::cpu::CpuBackend;
+use kyklos::local::{RankTask, Tensors, run_ranks};
+use kyklos::plan::{Step, World, check};
+use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos_oracle::inputs::{Case, cases};
+use kyklos_oracle::tolerance::{Comparison, discriminates};
+use kyklos_transport::{Rank, Transport, in_process_group};
+
+/// Unified, and the strategies that differ from it in their round over the shards.
+const ROUNDS: [Strategy; 7] = [
+    Strategy::Unified,
+    Strategy::Bidirectional,
+    Strategy::TwoWay,
+    Strategy::Line,
+    Strategy::Gather,
+    Strategy::PassQ,
+    Strategy::Tree,
+];
+
+fn dense(problem: &AttentionProblem) -> World {
+    let mesh = Mesh::new(1, 1).unwrap();
+    plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
+}
+
+fn run_on_cpu(world: &World, prepared: &Prepared) -> Whole {
+    run_world(world, in_process_group(world.mesh.world()), &prepared.tensors, CpuBackend::new).0
+}
+
+/// Uneven weights for a world of `ranks`; from four ranks on, one of them has nothing.
+fn uneven(ranks: u32) -> Split {
+    Split::Weights((0..ranks).map(|rank| if rank == 3 { 0.0 } else { f64::from(1 + rank % 3) }).collect())
+}
+
+fn every_world_agrees(dtype: Dtype) {
+    // Cells are counted over all cases: a sample has every case, mesh, placement, split and strategy, not all together.
+    let (mut cell, step) = (dtype as usize, amount(7, 1));
+    let mut occurred = BTreeSet::new();
+    for case in cases() {
+        let prepared = Prepared::new(case, dtype);
+        let name = prepared.case.name;
+        let alone = prepared.judge(&run_on_cpu(&dense(&prepared.problem), &prepared), "cpu dense");
+        alone.assert_within(&prepared.dense_limit());
+        let limit = prepared.parallel_limit(&alone);
+        for (ulysses, ring) in [(1, 1), (1, 2), (1, 3), (2, 1), (3, 1), (2, 2), (3, 2), (2, 4)] {
+            if ulysses > prepared.problem.q_heads {
+                continue;
+            }
+            let mesh = Mesh::new(ulysses, ring).unwrap();
+            for kind in PlacementKind::ALL {
+                for (index, split) in [Split::Even, uneven(mesh.world())].into_iter().enumerate() {
+                    // Every way round the shards has its turn on every case, mesh and placement or split.
+                    let mut rounds = ROUNDS[..if ring > 1 { ROUNDS.len() } else { 1 }].to_vec();
+                    rounds.extend(
+                        [Strategy::Chunked, Strategy::Relay]
+                            .into_iter()
+                            .filter(|round| round.accepts(mesh).is_ok()),
+                    );
+                    cell += 1;
+                    if cell % step != 0 {
+                        continue;
+                    }
+                    let turn = prepared.case.seed as usize + index + kind as usize;
+                    let strategy = rounds[turn % rounds.len()];
+                    let world = plan_world(&prepared.problem, mesh, kind, &split, strategy).unwrap();
+                    let who = format!("cpu {strategy} {mesh} {kind} {split:?}");
+                    occurred.extend([
+                        strategy.to_string(),
+                        mesh.to_string(),
+                        kind.to_string(),
+                        index.to_string(),
+                    ]);
+                    let whole = run_on_cpu(&world, &prepared);
+                    let judged = prepared.judge(&whole, &who);
+                    if let Err(failure) = judged.within(&limit) {
+                        panic!("{name} on {who}: {failure}");
+                    }
+                    if mesh.world() == 1 {
+                        let again = run_on_cpu(&dense(&prepared.problem), &prepared);
+                        assert_eq!(whole.o, again.o, "{name}: one rank is the dense run, bit for bit");
+                    }
+                }
+            }
+        }
+    }
+    // Strategies, meshes, placements, splits.
+    assert_eq!(occurred.len(), ROUNDS.len() + 2 + 8 + PlacementKind::ALL.len() + 2, "{occurred:?}");
+}
+
+#[test]
+fn every_world_agrees_with_the_oracle_in_f32() {
+    every_world_agrees(Dtype::F32);
+}
+
+#[test]
+fn every_world_agrees_with_the_oracle_in_f16() {
+    every_world_agrees(Dtype::F16);
+}
+
+#[test]
+fn every_world_agrees_with_the_oracle_in_bf16() {
+    every_world_agrees(Dtype::Bf16);
+}
+
+fn case(name: &str) -> Prepared {
+    let case = cases().into_iter().find(|case| case.name == name);
+    Prepared::new(case.unwrap_or_else(|| panic!("no case `{name}`")), Dtype::F32)
+}
+
+#[test]
+fn ranks_send_exactly_what_their_plans_say() {
+    let prepared = case("six query heads in groups of two");
+    for (ulysses, ring) in [(1, 4), (4, 1), (2, 3)] {
+        let mesh = Mesh::new(ulysses, ring).unwrap();
+        let kind = PlacementKind::Zigzag;
+        let world =
+            plan_world(&prepared.problem, mesh, kind, &uneven(mesh.world()), Strategy::Unified).unwrap();
+        let (_, outputs) =
+            run_world(&world, in_process_group(mesh.world()), &prepared.tensors, CpuBackend::new);
+        for (output, planned) in outputs.iter().zip(check(&world).unwrap()) {
+            assert_eq!(output.report.bytes_sent, planned.bytes_sent, "{mesh}");
+            assert_eq!(output.report.messages_sent, planned.messages_sent, "{mesh}");
+        }
+    }
+}
+
+/// What tells a rank that computes for long from one that is stuck: a beat for every piece of attention, and work that is
+/// under way in every step but a wait.
+#[test]
+fn a_rank_beats_at_every_piece_and_its_work_ends_with_it() {
+    let prepared = case("six query heads in groups of two");
+    let mesh = Mesh::new(1, 3).unwrap();
+    let kind = PlacementKind::Contiguous;
+    let world = plan_world(&prepared.problem, mesh, kind, &Split::Even, Strategy::Unified).unwrap();
+    let group = in_process_group(3);
+    let pulses: Vec<_> = group.iter().map(|rank| rank.pulse()).collect();
+    let (_, outputs) = run_world(&world, group, &prepared.tensors, CpuBackend::new);
+    for (rank, (pulse, output)) in pulses.iter().zip(&outputs).enumerate() {
+        let report = &output.report;
+        let steps = &world.plan(Rank(rank as u32)).steps;
+        let own = steps.iter().filter(|step| !matches!(step, Step::Wait { .. })).count() as u64;
+        assert!(report.pieces > 0, "rank {rank}");
+        assert!(pulse.beats() >= 2 * own + report.pieces, "{} of {own} steps: {report:?}", pulse.beats());
+        assert!(!pulse.works(), "rank {rank} still works");
+    }
+}
+
+#[test]
+fn a_pair_tensor_that_nobody_asked_for_is_refused_and_so_is_a_missing_one() {
+    let rank = Rank(0);
+    for name in ["mask tensor", "seven rows"] {
+        let prepared = case(name);
+        let mut tensors = prepared.tensors.clone();
+        tensors.pairs = match tensors.pairs {
+            Some(_) => None,
+            None => Some(bytes::Bytes::from(vec![0; 64])),
+        };
+        let error = kyklos::local::shard(&dense(&prepared.problem), rank, &tensors).unwrap_err();
+        assert!(error.is_request(), "{error}");
+        assert!(error.to_string().contains("pair tensor"), "{error}");
+    }
+}
+
+#[test]
+fn the_same_plan_gives_the_same_bytes() {
+    let prepared = case("two rows beyond four tiles");
+    let mesh = Mesh::new(2, 2).unwrap();
+    let world =
+        plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified).unwrap();
+    let first = run_on_cpu(&world, &prepared);
+    for _ in 0..4 {
+        let again = run_on_cpu(&world, &prepared);
+        assert_eq!(first.o, again.o);
+        assert_eq!(first.lse, again.lse);
+    }
+}
+
+#[test]
+fn sockets_and_channels_give_the_same_bytes() {
+    let prepared = case("two rows beyond four tiles");
+    for (ulysses, ring, strategy) in [
+        (1, 3, Strategy::Unified),
+        (2, 1, Strategy::Unified),
+        (2, 2, Strategy::TwoWay),
+        (1, 4, Strategy::Bidirectional),
+        (2, 2, Strategy::PassQ),
+        (1, 3, Strategy::Gather),
+    ] {
+        let mesh = Mesh::new(ulysses, ring).unwrap();
+        let kind = PlacementKind::Zigzag;
+        let world = plan_world(&prepared.problem, mesh, kind, &uneven(mesh.world()), strategy).unwrap();
+        let over_channels = run_on_cpu(&world, &prepared);
+        let sockets = kyklos_transport::quic::quic_loopback_group(mesh.world()).unwrap();
+        let (over_sockets, outputs) = run_world(&world, sockets, &prepared.tensors, CpuBackend::new);
+        assert_eq!(over_channels.o, over_sockets.o, "{mesh}");
+        assert_eq!(over_channels.lse, over_sockets.lse, "{mesh}");
+        for (output, planned) in outputs.iter().zip(check(&world).unwrap()) {
+            assert_eq!(output.report.bytes_sent, planned.bytes_sent, "{mesh}");
+        }
+    }
+}
+
+/// Runs a world whose plans may be wrong, past the proof that would refuse it.
+fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
+    let group: Vec<Arc<dyn Transport>> = in_process_group(world.mesh.world());
+    let mut whole = Whole::new(world);
+    let outputs: Vec<_> = std::thread::scope(|scope| {
+        let ranks: Vec<_> = group
+            .into_iter()
+            .map(|transport| {
+                let Tensors { q, k, v, pairs } =
+                    kyklos::local::shard(world, transport.rank(), &prepared.tensors).unwrap();
+                scope.spawn(move || {
+                    let task = RankTask {
+                        world,
+                        transport: transport.clone(),
+                        plan_hash: [0; 32],
+                        peak_bytes: 0,
+                        q,
+                        k,
+                        v,
+                        pairs,
+                        repeat: 1,
+                        deadline: DEADLINE,
+                        options: options(),
+                    };
+                    let mut last = None;
+                    task.run_on(&CpuBackend::new(), |_, output| last = Some(output)).unwrap();
+                    pollster::block_on(transport.close(DEADLINE)).unwrap();
+                    last.unwrap()
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    for (rank, output) in outputs.iter().enumerate() {
+        whole.add(world, rank, output);
+    }
+    whole
+}
+
+/// A seeded bug must show by far more than the tolerance, or the suites above prove nothing.
+fn must_be_caught(prepared: &Prepared, right: &Comparison, broken: &Whole, bug: &str) {
+    let wrong = prepared.judge(broken, bug);
+    let limit = prepared.parallel_limit(right);
+    assert!(wrong.within(&limit).is_err(), "{bug} passes: {wrong}");
+    let ratio =
+        discriminates(right.max_abs_error, wrong.max_abs_error, crate::common::oracle_dtype(Dtype::F32));
+    ratio.unwrap_or_else(|error| panic!("{bug}: {error}"));
+}
+
+fn controls(kind: PlacementKind) -> (Prepared, World, Comparison) {
+    let prepared = case("two rows beyond four tiles");
+    let mesh = Mesh::new(1, 4).unwrap();
+    let world = plan_world(&prepared.problem, mesh, kind, &Split::Even, Strategy::Ring).unwrap();
+    let right = prepared.judge(&run_unproved(&world, &prepared), "no bug");
+    (prepared, world, right)
+}
+
+#[test]
+fn a_dropped_hop_is_caught() {
+    let (prepared, mut world, right) = controls(PlacementKind::Zigzag);
+    let steps = &mut world.plans[2].steps;
+    let last = steps.iter().rposition(|step| matches!(step, Step::Attend { .. })).unwrap();
+    steps.remove(last);
+    must_be_caught(&prepared, &right, &run_unproved(&world, &prepared), "a dropped hop");
+}
+
+#[test]
+fn a_mask_that_is_off_by_one_is_caught() {
+    let (prepared, mut world, right) = controls(PlacementKind::Zigzag);
+    let q_len = world.problem.q_len;
+    world.problem = world.problem.with_queries(q_len, 1).unwrap();
+    must_be_caught(&prepared, &right, &run_unproved(&world, &prepared), "a mask off by one");
+}
+
+#[test]
+fn a_block_under_the_wrong_owner_is_caught() {
+    let (prepared, mut world, right) = controls(PlacementKind::Striped);
+    // Zigzag and contiguous blocks are seen whole or not at all, whoever owns them; striped ones have a diagonal.
+    // Rank 1 takes the block of the shard after it for that of the shard before it.
+    let plan = &mut world.plans[1];
+    let block = |name: &str| plan.buffers.iter().position(|buffer| buffer.name == name).unwrap();
+    let (theirs, mistaken) = (block("kv of shard 2"), block("kv of shard 0"));
+    let count = plan.buffers[theirs].tokens.len();
+    plan.buffers[theirs].tokens = plan.buffers[mistaken].tokens.slice(0..count);
+    must_be_caught(&prepared, &right, &run_unproved(&world, &prepared), "a wrong owner");
+}
+
+#[test]
+fn a_missing_rescale_is_caught() {
+    let (prepared, world, right) = controls(PlacementKind::Zigzag);
+    let group = in_process_group(world.mesh.world());
+    let run = |task: RankTask<'_>| {
+        let mut last = None;
+        let backend =
+            crate::common::devices::Broken(CpuBackend::new(), crate::common::devices::Fault::WithoutRescale);
+        task.run_on(&backend, |_, output| last = Some(output)).unwrap();
+        last.unwrap()
+    };
+    let outputs = run_ranks(&world, group, &prepared.tensors, 1, DEADLINE, &options(), run).unwrap();
+    let mut whole = Whole::new(&world);
+    for (rank, output) in outputs.iter().enumerate() {
+        whole.add(&world, rank, output);
+    }
+    must_be_caught(&prepared, &right, &whole, "a missing rescale");
+}
+
+#[test]
+fn hidden_values_do_not_change_a_row() {
+    for poisoned in cases().into_iter().filter(|case: &Case| !case.poison.is_empty()) {
+        let name = poisoned.name;
+        let clean =
+            Case { poison: Vec::new(), ..cases().into_iter().find(|case| case.name == name).unwrap() };
+        let ids = poisoned.problem.row_ids();
+        let seeing: Vec<_> = ids.iter().filter(|id| poisoned.sees_poison(**id)).copied().collect();
+        let (bad, good) = (Prepared::new(poisoned, Dtype::F32), Prepared::new(clean, Dtype::F32));
+        for (ulysses, ring) in [(1, 1), (1, 3)] {
+            let mesh = Mesh::new(ulysses, ring).unwrap();
+            let world =
+                plan_world(&bad.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified)
+                    .unwrap();
+            let (with, without) = (run_on_cpu(&world, &bad), run_on_cpu(&world, &good));
+            let dim = bad.problem.head_dim as usize;
+            let (with_o, without_o): (Vec<f32>, Vec<f32>) =
+                (bytemuck::pod_collect_to_vec(&with.o), bytemuck::pod_collect_to_vec(&without.o));
+            for id in &ids {
+                let at = bad.oracle.o_index(*id);
+                let row = at..at + dim;
+                let same = with_o[row.clone()]
+                    .iter()
+                    .zip(&without_o[row.clone()])
+                    .all(|(a, b)| a.to_bits() == b.to_bits());
+                if seeing.contains(id) {
+                    let lost = with_o[row].iter().all(|x| x.is_finite());
+                    assert!(!lost, "{name} {mesh}: {id:?} sees a NaN or infinity and does not show it");
+                } else {
+                    assert!(same, "{name} {mesh}: {id:?} changed by what it cannot see");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Those who begin and never go on, and those who say again what others have said: honest ranks finish, and memory stays
+//! flat. Who shows a wrong certificate or a wrong frame is in `quic_strangers.rs`.
+
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crate::common::*;
+use kyklos_transport::quic::QuicConfig;
+use quinn::crypto::rustls::QuicClientConfig;
+
+/// One of two ranks; rank 1 may look for rank 0 somewhere else.
+fn rank(job: &Job, rank: u32, coordinator: SocketAddr) -> JoinHandle<Formed> {
+    connect(QuicConfig { coordinator, ..job.config(rank, 2) })
+}
+
+/// Begins `count` connections from an address that no rank has, and is gone before any of them is complete.
+fn half_open(to: SocketAddr, count: usize) {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut tls = rustls::ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_root_certificates(rustls::RootCertStore::empty())
+        .with_no_client_auth();
+    tls.alpn_protocols = vec![b"kyklos/1".to_vec()];
+    let config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).unwrap()));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let endpoint = quinn::Endpoint::client(SocketAddr::from(([127, 0, 0, 2], 0))).unwrap();
+        let begun: Vec<_> =
+            (0..count).map(|_| endpoint.connect_with(config.clone(), to, "rank-0").unwrap()).collect();
+        // Long enough for their first packets, and for most to show that the address is theirs.
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        // Their ends are never told: the socket goes with the runtime.
+        drop(begun);
+    });
+}
+
+#[test]
+fn thousands_of_half_open_connections_leave_memory_flat_and_honest_ranks_finish() {
+    let _alone = alone();
+    let job = Job::new();
+    let zero = rank(&job, 0, job.coordinator);
+    std::thread::sleep(Duration::from_millis(200));
+    // While rank 0 waits for the others.
+    half_open(job.coordinator, 1000);
+    let one = rank(&job, 1, job.coordinator);
+    let group = formed(vec![zero, one]);
+    let mut resident = Vec::new();
+    for op in 0..8 {
+        half_open(job.coordinator, 1000);
+        exchange(&group, op);
+        resident.push(resident_kib());
+    }
+    close(&group);
+    println!("KiB after every 1000: {resident:?}");
+    // One network gets 512 places, at about 60 KiB; 7000 connections would be 400 MiB.
+    let (first, last) = (resident[0], resident[7]);
+    assert!(last < first + (48 << 10), "7000 more half-open connections took more than 48 MiB: {resident:?}");
+}
+
+/// Hands packets on between a rank and rank 0, keeps those of the rank, and says everything twice if asked to.
+struct Wire {
+    address: SocketAddr,
+    kept: Arc<Mutex<Vec<Vec<u8>>>>,
+    over: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
+}
+
+impl Wire {
+    fn to(coordinator: SocketAddr, copies: usize) -> Self {
+        let [near, far] = [(); 2].map(|()| UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
+        let address = near.local_addr().unwrap();
+        let (kept, over) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicBool::new(false)));
+        let (keep, end) = (Arc::clone(&kept), Arc::clone(&over));
+        let thread = std::thread::spawn(move || {
+            let mut client = None;
+            let mut buffer = vec![0; 1 << 16];
+            for socket in [&near, &far] {
+                socket.set_nonblocking(true).unwrap();
+            }
+            while !end.load(Ordering::Relaxed) {
+                let mut idle = true;
+                while let Ok((bytes, from)) = near.recv_from(&mut buffer) {
+                    (client, idle) = (Some(from), false);
+                    keep.lock().unwrap().push(buffer[..bytes].to_vec());
+                    for _ in 0..copies {
+                        let _ = far.send_to(&buffer[..bytes], coordinator);
+                    }
+                }
+                while let Ok((bytes, _)) = far.recv_from(&mut buffer) {
+                    idle = false;
+                    for _ in 0..copies {
+                        let _ = client.map(|client| near.send_to(&buffer[..bytes], client));
+                    }
+                }
+                if idle {
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+            }
+        });
+        Self { address, kept, over, thread }
+    }
+
+    fn end(self) {
+        self.over.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap();
+    }
+}
+
+#[test]
+fn replayed_packets_change_nothing() {
+    let _alone = alone();
+    let job = Job::new();
+    // Every packet twice, both ways, while the group works.
+    let wire = Wire::to(job.coordinator, 2);
+    let ranks = [rank(&job, 0, job.coordinator), rank(&job, 1, wire.address)];
+    let group = formed(ranks.into());
+    (0..4).for_each(|op| exchange(&group, op));
+    let said = wire.kept.lock().unwrap().clone();
+    assert!(said.len() > 50, "{} packets", said.len());
+    // All of them again, from somewhere else: the group goes on.
+    let stranger = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    for packet in &said {
+        stranger.send_to(packet, job.coordinator).unwrap();
+    }
+    exchange(&group, 4);
+    close(&group);
+    wire.end();
+    // A rank keeps its port until nobody holds it, and for its last packets.
+    drop(group);
+    std::thread::sleep(Duration::from_secs(1));
+    // And before the same ranks form their next group: nobody is taken for the rank that said it.
+    let zero = rank(&job, 0, job.coordinator);
+    std::thread::sleep(Duration::from_millis(200));
+    for packet in &said {
+        let _ = stranger.send_to(packet, job.coordinator);
+    }
+    let one = rank(&job, 1, job.coordinator);
+    let group = formed(vec![zero, one]);
+    exchange(&group, 0);
+    close(&group);
+}

@@ -1,0 +1,72 @@
+//! What an operator says of the links is what the connections do.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kyklos_transport::quic::{Congestion, LinkSettings, quic_loopback_group_over};
+use kyklos_transport::{ConnectionFigures, Rank, Tag, Transport};
+use pollster::block_on;
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// Sends `messages` of 8 MiB from rank 0 to rank 1; returns rank 0's figures of the way there, and its line.
+fn send(link: LinkSettings, messages: u32) -> (ConnectionFigures, String) {
+    let group: Vec<Arc<dyn Transport>> = quic_loopback_group_over(2, link).unwrap();
+    let payload = Bytes::from(vec![7; 8 << 20]);
+    for message in 0..messages {
+        let tag = Tag { op: 0, message };
+        let received = group[1].post_recv(Rank(0), tag, &[payload.len()], LONG);
+        let sent = group[0].post_send(Rank(1), tag, vec![payload.clone()], LONG);
+        assert!(block_on(received).unwrap() == [payload.clone()]);
+        block_on(sent).unwrap();
+    }
+    let figures = group[0].connections();
+    let lines = (figures[1].unwrap(), group[0].network().unwrap());
+    assert_eq!(figures[0], None);
+    let closing: Vec<_> = group.iter().map(|rank| rank.close(LONG)).collect();
+    closing.into_iter().for_each(|closed| block_on(closed).unwrap());
+    lines
+}
+
+#[test]
+fn jumbo_packets_arrive_as_they_are() {
+    let (figures, line) = send(LinkSettings { mtu: Some(9000), ..LinkSettings::default() }, 8);
+    assert_eq!((figures.packet_bytes, figures.black_holes), (8952, 0), "{figures:?}");
+    let packets = 8 * (8 << 20) / 8952;
+    assert!((packets..2 * packets).contains(&figures.packets_sent), "{figures:?}");
+    assert!(figures.bytes_sent > 64 << 20 && figures.bytes_received > 0, "{figures:?}");
+    for part in ["127.0.0.1:", "packets of 8952 bytes as stated", "cubic", "TLS13_AES", "socket buffers of"] {
+        assert!(line.contains(part), "no {part} in {line}");
+    }
+}
+
+#[test]
+fn packets_fill_an_ethernet_frame() {
+    let (figures, line) = send(LinkSettings { mtu: Some(1500), ..LinkSettings::default() }, 2);
+    assert_eq!((figures.packet_bytes, figures.black_holes), (1452, 0), "{figures:?}");
+    assert!(line.contains("packets of 1452 bytes"), "{line}");
+}
+
+#[test]
+fn a_fixed_window_stays_fixed() {
+    let congestion = Congestion::Fixed { window_bytes: 1_500_000 };
+    let (figures, line) = send(LinkSettings { mtu: Some(1500), congestion, ..LinkSettings::default() }, 4);
+    assert_eq!(figures.window_bytes, 1_500_000);
+    assert!(line.contains("fixed:1500000"), "{line}");
+    let (figures, _) = send(LinkSettings { mtu: Some(1500), ..LinkSettings::default() }, 4);
+    assert_ne!(figures.window_bytes, 1_500_000);
+}
+
+#[test]
+fn a_group_works_with_the_least_memory_that_is_taken() {
+    let refusal = |memory_bytes| {
+        let link = LinkSettings { memory_bytes: Some(memory_bytes), ..LinkSettings::default() };
+        quic_loopback_group_over(2, link).unwrap_err().to_string()
+    };
+    let words = refusal(0);
+    let least: u64 = words.split("need ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+    assert!(refusal(least - 1).contains(&format!("{} bytes for connections", least - 1)));
+    let (_, line) = send(LinkSettings { memory_bytes: Some(least), ..LinkSettings::default() }, 4);
+    assert!(line.contains("windows of 6.0 MiB in and 3.0 MiB out"), "{line}");
+}

@@ -1,0 +1,9 @@
+//! The QUIC transport over loopback sockets keeps the contract.
+
+use crate::conformance::Group;
+
+fn make(world: u32) -> Group {
+    kyklos_transport::quic::quic_loopback_group(world).expect("a group over loopback")
+}
+
+conformance_tests!(make);

@@ -1,0 +1,279 @@
+//! Ranks in processes of their own, and what the others say when one of them is killed.
+
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use kyklos_transport::quic::{
+    Carrier, ClusterAuthority, Identity, JobId, LinkSettings, QuicConfig, QuicTransport, Subject,
+};
+use kyklos_transport::{AbortCause, Progress, Rank, Tag, Transport, TransportError, Vote};
+use pollster::block_on;
+
+/// Tells a copy of this test program that it is a rank: rank, world, coordinator, identity, carrier, task.
+const RANK: &str = "KYKLOS_TEST_RANK";
+
+const LONG: Duration = Duration::from_secs(40);
+
+over_every_carrier! {
+    a_rank_whose_compute_thread_blocks_is_named_by_all_waiting_ranks
+    a_slow_rank_that_makes_progress_is_not_stuck
+    processes_exchange_and_leave_in_order
+    survivors_of_a_killed_rank_name_it_within_seconds
+}
+
+/// A rank's process, killed at the latest when the test ends.
+struct Process(Child);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+struct Job {
+    carrier: Carrier,
+    world: u32,
+    coordinator: SocketAddr,
+    folder: tempfile::TempDir,
+}
+
+impl Job {
+    fn new(carrier: Carrier, world: u32) -> Self {
+        let authority = ClusterAuthority::new(JobId::random().unwrap()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        for rank in 0..world {
+            authority
+                .issue(Rank(rank))
+                .unwrap()
+                .write_file(&folder.path().join(format!("{rank}.pem")))
+                .unwrap();
+        }
+        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        Self { carrier, world, coordinator: socket.local_addr().unwrap(), folder }
+    }
+
+    fn start(&self, task: &str) -> Vec<Process> {
+        let start = |rank| {
+            let identity = self.folder.path().join(format!("{rank}.pem"));
+            let carrier = if self.carrier == Carrier::Tcp { "tcp" } else { "udp" };
+            let (world, coordinator, identity) = (self.world, self.coordinator, identity.display());
+            let what = format!("{rank} {world} {coordinator} {identity} {carrier} {task}");
+            let log = std::fs::File::create(self.log(rank)).unwrap();
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            let (_, module) = module_path!().split_once("::").expect("a module of the program");
+            let test = format!("{module}::runs_as_a_rank");
+            command.args(["--exact", &test, "--ignored", "--nocapture"]).env(RANK, what);
+            Process(
+                command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap(),
+            )
+        };
+        (0..self.world).map(start).collect()
+    }
+
+    fn log(&self, rank: u32) -> std::path::PathBuf {
+        self.folder.path().join(format!("{rank}.log"))
+    }
+
+    fn said(&self, rank: u32) -> String {
+        std::fs::read_to_string(self.log(rank)).unwrap_or_default()
+    }
+
+    /// Waits until a rank's output contains `words`.
+    fn wait_for(&self, rank: u32, words: &str) {
+        let started = Instant::now();
+        while !self.said(rank).contains(words) {
+            assert!(started.elapsed() < LONG, "rank {rank} never said {words:?}:\n{}", self.said(rank));
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+fn join(config: QuicConfig) -> std::sync::Arc<dyn Transport> {
+    QuicTransport::connect(config).expect("the group forms")
+}
+
+/// Runs as a rank when another test started it; does nothing otherwise.
+#[test]
+#[ignore = "a rank of the other tests"]
+fn runs_as_a_rank() {
+    let Ok(what) = std::env::var(RANK) else { return };
+    let [rank, world, coordinator, identity, carrier, task] = what.split(' ').collect::<Vec<_>>()[..] else {
+        panic!("{what}")
+    };
+    let identity = Identity::read_file(Path::new(identity)).unwrap();
+    let claims = identity.claims().unwrap();
+    let (rank, world): (u32, u32) = (rank.parse().unwrap(), world.parse().unwrap());
+    assert_eq!(claims.subject, Subject::Rank(Rank(rank)));
+    let mut config = QuicConfig::new(Rank(rank), world, claims.job, coordinator.parse().unwrap(), identity);
+    let carrier = if carrier == "tcp" { Carrier::Tcp } else { Carrier::Udp };
+    config.link = LinkSettings { carrier, ..LinkSettings::default() };
+    config.stuck_after = STUCK;
+    config.warn = |text| println!("warning: {text}");
+    let me = join(config);
+    println!("joined");
+    match task {
+        "ring" => ring(&*me),
+        "endless" => endless(&*me),
+        "stuck" => computes(&*me, None),
+        "slow" => computes(&*me, Some(2 * STUCK)),
+        other => panic!("{other}"),
+    }
+}
+
+/// Twenty hops round the ring, then goodbye, each rank as soon as it is done.
+fn ring(me: &dyn Transport) {
+    let (rank, world) = (me.rank().0, me.world());
+    block_on(me.agree(Vote::Ready { plan_hash: [1; 32] }, LONG)).unwrap();
+    let bytes = 1 << 20;
+    for message in 0..20 {
+        let tag = Tag { op: 0, message };
+        let parts = vec![Bytes::from(vec![rank as u8; bytes])];
+        let sent = me.post_send(Rank((rank + 1) % world), tag, parts, LONG);
+        let before = (rank + world - 1) % world;
+        let received = block_on(me.post_recv(Rank(before), tag, &[bytes], LONG)).unwrap();
+        assert!(received[0].iter().all(|&byte| byte == before as u8));
+        block_on(sent).unwrap();
+    }
+    block_on(me.close(LONG)).unwrap();
+    println!("closed in order");
+}
+
+/// Hops round the ring until something ends them.
+fn endless(me: &dyn Transport) {
+    let (rank, world) = (me.rank().0, me.world());
+    let bytes = 8 << 20;
+    let payload = Bytes::from(vec![rank as u8; bytes]);
+    for message in 0.. {
+        me.report_progress(Progress { op: 7, step: message + 1 });
+        let tag = Tag { op: 7, message };
+        let sent = me.post_send(Rank((rank + 1) % world), tag, vec![payload.clone()], LONG);
+        let received = me.post_recv(Rank((rank + world - 1) % world), tag, &[bytes], LONG);
+        let ended = block_on(received).map(drop).and(block_on(sent));
+        match ended {
+            Ok(_) if message == 10 => println!("under way"),
+            Ok(_) => {}
+            Err(TransportError::Aborted { abort, pending }) => {
+                assert!(matches!(abort.cause, AbortCause::Died(_)), "{abort}");
+                assert!(abort.progress.step >= 1 || abort.culprit == Rank(0), "{abort}");
+                println!("culprit {} pending {}", abort.culprit, pending.is_some());
+                println!("{abort}");
+                let later = block_on(me.agree(Vote::Ready { plan_hash: [1; 32] }, LONG)).unwrap_err();
+                assert!(matches!(later, TransportError::Aborted { .. }), "{later}");
+                let _ = block_on(me.close(Duration::from_secs(2)));
+                println!("survived");
+                return;
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+}
+
+/// Rank 1 computes before it sends to rank 2, which waits for it, as rank 0 does for rank 2: with beats for a while,
+/// or for ever without.
+fn computes(me: &dyn Transport, by: Option<Duration>) {
+    let (rank, tag) = (me.rank().0, Tag { op: 7, message: 3 });
+    me.report_progress(Progress { op: 7, step: 4 + rank });
+    if rank == 1 {
+        let pulse = me.pulse();
+        let work = pulse.work();
+        println!("computes");
+        let started = Instant::now();
+        while by.is_none_or(|by| started.elapsed() < by) {
+            std::thread::sleep(Duration::from_millis(100));
+            if by.is_some() {
+                pulse.beat();
+            }
+        }
+        drop(work);
+    }
+    let got = match rank {
+        0 => block_on(me.post_recv(Rank(2), tag, &[3], LONG)).map(drop),
+        1 => block_on(me.post_send(Rank(2), tag, vec!["hop".into()], LONG)).map(drop),
+        _ => block_on(me.post_recv(Rank(1), tag, &[3], LONG))
+            .and_then(|parts| block_on(me.post_send(Rank(0), tag, parts, LONG)).map(drop)),
+    };
+    match got {
+        Ok(()) => block_on(me.close(LONG)).unwrap(),
+        Err(error) => {
+            println!("{error}");
+            let _ = block_on(me.close(Duration::from_secs(2)));
+        }
+    }
+    println!("through");
+}
+
+/// When a rank of these tests counts as stuck.
+const STUCK: Duration = Duration::from_secs(2);
+
+fn a_rank_whose_compute_thread_blocks_is_named_by_all_waiting_ranks(carrier: Carrier) {
+    let job = Job::new(carrier, 3);
+    let _ranks = job.start("stuck");
+    job.wait_for(1, "computes");
+    let started = Instant::now();
+    for rank in [0, 2] {
+        job.wait_for(rank, "through");
+        let said = job.said(rank);
+        for word in [
+            "rank 1 is stuck: it has got on with nothing for",
+            "(operation 7, step 5)",
+            "while rank 2 waited",
+        ] {
+            assert!(said.contains(word), "no `{word}` in what rank {rank} said: {said}");
+        }
+    }
+    assert!(started.elapsed() < 3 * STUCK, "{:?}", started.elapsed());
+    assert!(job.said(0).contains("warning: rank 1 has got on with nothing for"), "{}", job.said(0));
+}
+
+fn a_slow_rank_that_makes_progress_is_not_stuck(carrier: Carrier) {
+    let job = Job::new(carrier, 3);
+    for (rank, mut process) in (0..).zip(job.start("slow")) {
+        let status = process.0.wait().unwrap();
+        let said = job.said(rank);
+        assert!(status.success() && said.contains("through"), "rank {rank}: {said}");
+        assert!(!said.contains("stuck") && !said.contains("warning"), "rank {rank}: {said}");
+    }
+}
+
+fn processes_exchange_and_leave_in_order(carrier: Carrier) {
+    let job = Job::new(carrier, 4);
+    for (rank, mut process) in (0..).zip(job.start("ring")) {
+        let status = process.0.wait().unwrap();
+        let said = job.said(rank);
+        assert!(status.success() && said.contains("closed in order"), "rank {rank}: {said}");
+    }
+}
+
+fn survivors_of_a_killed_rank_name_it_within_seconds(carrier: Carrier) {
+    for victim in [2, 0] {
+        let job = Job::new(carrier, 3);
+        let mut ranks = job.start("endless");
+        for rank in 0..3 {
+            job.wait_for(rank, "under way");
+        }
+        // SIGKILL on unix: no destructor runs, no packet says goodbye.
+        ranks[victim as usize].0.kill().unwrap();
+        let killed = Instant::now();
+        let survivors: Vec<u32> = (0..3).filter(|&rank| rank != victim).collect();
+        for &rank in &survivors {
+            job.wait_for(rank, "culprit");
+            let took = killed.elapsed();
+            let said = job.said(rank);
+            assert!(said.contains(&format!("culprit {victim} pending true")), "rank {rank}: {said}");
+            assert!(took < Duration::from_secs(8), "rank {rank} took {took:?}");
+            println!(
+                "rank {rank} knew after {took:?}: {}",
+                said.lines().find(|line| line.contains("died")).unwrap()
+            );
+        }
+        for &rank in &survivors {
+            let status = ranks[rank as usize].0.wait().unwrap();
+            assert!(status.success() && job.said(rank).contains("survived"), "{}", job.said(rank));
+            assert!(killed.elapsed() < Duration::from_secs(12), "{:?}", killed.elapsed());
+        }
+    }
+}

@@ -1,0 +1,435 @@
+//! Worlds in which ranks vanish, come again and are cut off, and those who are left form a group again.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use kyklos_transport::quic::{QuicConfig, QuicTransport};
+use kyklos_transport::{
+    Abort, AbortCause, Progress, Rank, Reformed, Regroup, Tag, Transport, TransportError, Vote,
+};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::simulation::identities::{JOB, MOST_RANKS, identity};
+use crate::simulation::network::{Conditions, Cut, Network, address};
+use crate::simulation::rng::Rng;
+
+/// What a seed stands for.
+#[derive(Clone, Debug)]
+pub(crate) struct World {
+    pub(crate) seed: u64,
+    pub(crate) ranks: u32,
+    pub(crate) conditions: Conditions,
+    pub(crate) everyone: bool,
+    pub(crate) strikes: Vec<(Duration, Strike)>,
+    /// Connections for messages between two ranks.
+    pub(crate) lanes: u8,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Strike {
+    /// A host vanishes; perhaps its rank starts again, and does not know what has become of the group.
+    Crash { rank: u32, restarts: Option<Duration> },
+    /// Some ranks are cut off from the others.
+    Cut { side: Vec<u32>, one_way: bool, heals: Option<Duration> },
+    /// A rank says that it has failed, and comes along.
+    Abort { rank: u32 },
+}
+
+/// What one life of a rank was part of.
+#[derive(Clone, Debug)]
+pub(crate) struct Life {
+    pub(crate) rank: u32,
+    pub(crate) life: u32,
+    pub(crate) stays: Vec<Stay>,
+    pub(crate) end: End,
+    pub(crate) complaints: Vec<String>,
+}
+
+/// A rank's time in one group.
+#[derive(Clone, Debug)]
+pub(crate) struct Stay {
+    pub(crate) epoch: u32,
+    pub(crate) members: Vec<Rank>,
+    pub(crate) entered: Duration,
+    pub(crate) left: Duration,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum End {
+    Finished,
+    /// No group, and why.
+    Alone(#[expect(dead_code, reason = "shown when a seed fails")] TransportError),
+    Never(String),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Played {
+    pub(crate) lives: Vec<Life>,
+    /// When hosts vanished.
+    pub(crate) crashed: BTreeMap<u32, Duration>,
+    pub(crate) tasks_left: usize,
+}
+
+const OPERATIONS: u64 = 6;
+const PATIENCE: Duration = Duration::from_secs(40);
+/// How long a rank tries to be part of a group again.
+const AGAIN: Duration = Duration::from_secs(60);
+/// How long ranks that are to come again are waited for.
+const WITHIN: Duration = Duration::from_secs(20);
+const BYTES: usize = 20_000;
+/// After which nothing of any group may be left; connections that were closed in an outage take their time.
+const AFTERMATH: Duration = Duration::from_secs(300);
+
+impl World {
+    pub(crate) fn draw(seed: u64) -> Self {
+        let mut rng = Rng::new(seed, 3);
+        let ranks = rng.within(2..u64::from(MOST_RANKS) + 1) as u32;
+        let latency = rng.micros(100..30_000);
+        let conditions = Conditions {
+            latency,
+            jitter: rng.micros(0..latency.as_micros() as u64 + 1),
+            loss_per_mille: if rng.per_mille(500) { 0 } else { rng.within(0..60) },
+            reorder_per_mille: rng.within(0..60),
+            duplicate_per_mille: rng.within(0..60),
+            bytes_per_second: 10 << 20,
+        };
+        let everyone = rng.per_mille(400);
+        let mut strikes = Vec::new();
+        let mut cut = false;
+        // Soon enough to meet the group at work, and the next ones in each other's wake.
+        let mut at = rng.millis(1200..4500);
+        for _ in 0..rng.within(1..4) {
+            let rank = rng.within(0..u64::from(ranks)) as u32;
+            let strike = match rng.within(0..6) {
+                0..=2 => Strike::Crash { rank, restarts: rng.per_mille(500).then(|| rng.millis(300..7000)) },
+                3 | 4 if !cut => {
+                    cut = true;
+                    let mut side: Vec<u32> =
+                        (0..ranks).filter(|&one| one == rank || rng.per_mille(300)).collect();
+                    side.truncate(ranks as usize - 1);
+                    let heals = rng.per_mille(600).then(|| rng.millis(500..20_000));
+                    Strike::Cut { side, one_way: rng.per_mille(200), heals }
+                }
+                _ => Strike::Abort { rank },
+            };
+            strikes.push((at, strike));
+            at += rng.millis(0..9000);
+        }
+        let lanes = [1, 1, 2][Rng::new(seed, 4).within(0..3) as usize];
+        Self { seed, ranks, conditions, everyone, strikes, lanes }
+    }
+}
+
+struct Stage {
+    world: World,
+    network: Arc<Network>,
+    began: Instant,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    transports: BTreeMap<u32, Arc<dyn Transport>>,
+    crashed: BTreeMap<u32, Duration>,
+    restarted: Vec<JoinHandle<Life>>,
+}
+
+/// Plays a world to its end, on this thread.
+pub(crate) fn play(world: &World) -> Played {
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    runtime.block_on(play_here(world.clone()))
+}
+
+async fn play_here(world: World) -> Played {
+    let network = Network::new(world.seed, world.ranks, world.conditions);
+    let pump = tokio::spawn(Arc::clone(&network).run());
+    let stage = Arc::new(Stage { world, network, began: Instant::now(), inner: Mutex::default() });
+    let ranks = stage.world.ranks;
+    let lives: Vec<_> = (0..ranks).map(|rank| tokio::spawn(live(Arc::clone(&stage), rank, 0))).collect();
+    let mut striking = Vec::new();
+    for (at, strike) in stage.world.strikes.clone() {
+        let stage = Arc::clone(&stage);
+        striking.push(tokio::spawn(async move {
+            sleep(at).await;
+            stage.strike(strike).await;
+        }));
+    }
+    let mut ended = Vec::new();
+    for (rank, life) in (0..).zip(lives) {
+        ended.push(end_of(life, rank, 0).await);
+    }
+    for strike in striking {
+        let _ = timeout(4 * AGAIN, strike).await;
+    }
+    let restarted = std::mem::take(&mut stage.inner.lock().unwrap().restarted);
+    for life in restarted {
+        ended.push(end_of(life, u32::MAX, 1).await);
+    }
+    stage.inner.lock().unwrap().transports.clear();
+    sleep(AFTERMATH).await;
+    let tasks_left = tokio::runtime::Handle::current().metrics().num_alive_tasks() - 1;
+    pump.abort();
+    let crashed = stage.inner.lock().unwrap().crashed.clone();
+    Played { lives: ended, crashed, tasks_left }
+}
+
+async fn end_of(life: JoinHandle<Life>, rank: u32, number: u32) -> Life {
+    let never = |why: &str| Life {
+        rank,
+        life: number,
+        stays: Vec::new(),
+        end: End::Never(why.into()),
+        complaints: Vec::new(),
+    };
+    match timeout(Duration::from_secs(1000), life).await {
+        Ok(Ok(life)) => life,
+        Ok(Err(_)) => never("its program has panicked"),
+        Err(_) => never("its program did not end"),
+    }
+}
+
+impl Stage {
+    async fn strike(self: &Arc<Self>, strike: Strike) {
+        match strike {
+            Strike::Crash { rank, restarts } => {
+                let at = self.began.elapsed();
+                if self.inner.lock().unwrap().crashed.insert(rank, at).is_some() {
+                    return;
+                }
+                self.network.crash(rank);
+                if let Some(after) = restarts {
+                    sleep(after).await;
+                    let again = tokio::spawn(live(Arc::clone(self), rank, 1));
+                    self.inner.lock().unwrap().restarted.push(again);
+                }
+            }
+            Strike::Cut { side, one_way, heals } => {
+                self.network.cut(Cut::around(&side, self.world.ranks, one_way));
+                if let Some(after) = heals {
+                    sleep(after).await;
+                    self.network.heal();
+                }
+            }
+            Strike::Abort { rank } => {
+                let transport = self.inner.lock().unwrap().transports.get(&rank).cloned();
+                if let Some(transport) = transport {
+                    let (culprit, cause) =
+                        (transport.rank(), AbortCause::Failed("a failure of its own".into()));
+                    transport.abort(Abort { culprit, cause, progress: Progress { op: 9, step: 9 } });
+                }
+            }
+        }
+    }
+
+    fn config(&self, rank: u32) -> QuicConfig {
+        let mut config = QuicConfig::new(Rank(rank), self.world.ranks, JOB, address(0), identity(rank));
+        config.bind = address(rank).ip();
+        config.port = address(rank).port();
+        config.link.lanes = self.world.lanes;
+        config
+    }
+}
+
+async fn live(stage: Arc<Stage>, rank: u32, life: u32) -> Life {
+    let mut this = Life { rank, life, stays: Vec::new(), end: End::Finished, complaints: Vec::new() };
+    let mut seed = [life as u8; 32];
+    seed[..8].copy_from_slice(&stage.world.seed.to_le_bytes());
+    seed[8] = rank as u8;
+    let (config, sockets) = (stage.config(rank), stage.network.sockets(rank, stage.world.lanes));
+    let formed = if life == 0 {
+        let members = (0..stage.world.ranks).map(Rank).collect();
+        let formed = QuicTransport::form_over(config, sockets, seed).await;
+        formed.map(|transport| Reformed { transport, members, epoch: 0 })
+    } else {
+        QuicTransport::rejoin_over(QuicConfig { connect_deadline: AGAIN, ..config }, sockets, seed).await
+    };
+    let mut formed = match formed {
+        Ok(formed) => formed,
+        Err(error) => {
+            this.end = End::Alone(error);
+            return this;
+        }
+    };
+    loop {
+        let Reformed { transport, members, epoch } = formed;
+        if life == 0 {
+            stage.inner.lock().unwrap().transports.insert(rank, Arc::clone(&transport));
+        }
+        let entered = stage.began.elapsed();
+        let done = work(&stage, &*transport, &members, epoch, &mut this.complaints).await;
+        let left = stage.began.elapsed();
+        this.stays.push(Stay { epoch, members, entered, left });
+        stage.inner.lock().unwrap().transports.remove(&rank);
+        match done {
+            Ok(()) => {
+                let _ = transport.close(PATIENCE).await;
+                return this;
+            }
+            Err(TransportError::Aborted { .. }) => {}
+            Err(error) => {
+                let cause = AbortCause::Failed(error.to_string());
+                transport.abort(Abort {
+                    culprit: transport.rank(),
+                    cause,
+                    progress: Progress { op: 0, step: 0 },
+                });
+                // Its own request comes back from rank 0.
+                let _ = transport.agree(Vote::Ready { plan_hash: [0; 32] }, PATIENCE).await;
+            }
+        }
+        let who =
+            if stage.world.everyone { Regroup::Everyone { within: WITHIN } } else { Regroup::Survivors };
+        let asked = stage.began.elapsed();
+        let again = transport.reform(who, AGAIN).await;
+        drop(transport);
+        if stage.began.elapsed() > asked + AGAIN + Duration::from_secs(3) {
+            this.complaints
+                .push(format!("formed a group again for longer than its deadline, from {asked:?} on"));
+        }
+        match again {
+            Ok(again) => formed = again,
+            Err(error) => {
+                this.end = End::Alone(error);
+                return this;
+            }
+        }
+    }
+}
+
+/// A job: a few operations, in each of which everybody has bytes for everybody that tell who sent them, and in which group.
+async fn work(
+    stage: &Stage,
+    transport: &dyn Transport,
+    members: &[Rank],
+    epoch: u32,
+    complaints: &mut Vec<String>,
+) -> Result<(), TransportError> {
+    let (me, world) = (transport.rank().0, transport.world());
+    if members.len() as u32 != world || !members.is_sorted() {
+        complaints.push(format!("{members:?} are not the ranks of a world of {world}"));
+    }
+    let of = |op: u64, from: u32, to: u32| {
+        let first = members[from as usize].0 as u8;
+        let byte = (op as u8).wrapping_mul(37) ^ first.wrapping_mul(16) ^ to as u8 ^ (epoch as u8) << 4;
+        Bytes::from(vec![byte; BYTES])
+    };
+    let mut rng = Rng::new(stage.world.seed, 100 + u64::from(epoch));
+    for op in 0..OPERATIONS {
+        let mut plan_hash = [op as u8; 32];
+        plan_hash[0] = epoch as u8;
+        transport.agree(Vote::Ready { plan_hash }, PATIENCE).await?;
+        let others: Vec<u32> = (1..world).map(|step| (me + step) % world).collect();
+        let tag = |from: u32, to: u32| Tag { op, message: from * 16 + to };
+        let received: Vec<_> = others
+            .iter()
+            .map(|&from| transport.post_recv(Rank(from), tag(from, me), &[BYTES], PATIENCE))
+            .collect();
+        let sent: Vec<_> = others
+            .iter()
+            .map(|&to| transport.post_send(Rank(to), tag(me, to), vec![of(op, me, to)], PATIENCE))
+            .collect();
+        for (&from, received) in others.iter().zip(received) {
+            if received.await? != [of(op, from, me)] {
+                complaints.push(format!("op {op} of epoch {epoch}: wrong bytes from rank {from}"));
+            }
+        }
+        for sent in sent {
+            sent.await?;
+        }
+        sleep(rng.millis(100..1500)).await;
+    }
+    Ok(())
+}
+
+/// By epoch, the ranks of a group, and who was in it from when until when.
+type Groups = BTreeMap<u32, (Vec<Rank>, Vec<(u32, Duration, Duration)>)>;
+
+/// Everything that is wrong with how a world was played.
+pub(crate) fn judge(world: &World, played: &Played) -> Vec<String> {
+    let mut wrong = Vec::new();
+    if played.tasks_left > 0 {
+        wrong.push(format!("{} tasks are left after everybody has gone", played.tasks_left));
+    }
+    let crashed_at = |life: &Life| played.crashed.get(&life.rank).copied().filter(|_| life.life == 0);
+    let mut groups: Groups = BTreeMap::new();
+    for life in &played.lives {
+        let who = format!("rank {} (life {})", life.rank, life.life);
+        wrong.extend(life.complaints.iter().map(|text| format!("{who}: {text}")));
+        if let End::Never(why) = &life.end {
+            wrong.push(format!("{who}: {why}"));
+        }
+        let mut last = None;
+        for stay in &life.stays {
+            if last.is_some_and(|last| stay.epoch <= last) {
+                wrong.push(format!("{who}: epoch {} after {last:?}", stay.epoch));
+            }
+            last = Some(stay.epoch);
+            let (members, stays) =
+                groups.entry(stay.epoch).or_insert_with(|| (stay.members.clone(), Vec::new()));
+            if *members != stay.members {
+                wrong.push(format!("epoch {} is of {members:?} and of {:?}", stay.epoch, stay.members));
+            }
+            let left = crashed_at(life).map_or(stay.left, |at| at.min(stay.left));
+            stays.push((life.rank, stay.entered, left));
+        }
+    }
+    wrong.extend(two_wholes(&groups));
+    let crashes = played.crashed.len() as u32;
+    let calm = !world.strikes.iter().any(|(_, strike)| matches!(strike, Strike::Cut { .. }));
+    // Without cuts, those who are left are always enough if they are more than half of all.
+    if calm && 2 * (world.ranks - crashes) > world.ranks {
+        let first = played.lives.iter().filter(|life| life.life == 0);
+        // Not those whose last group some have left in order when others have just failed in it, and only if there was one.
+        let epoch = |life: &Life| life.stays.last().map(|stay| stay.epoch);
+        let done =
+            played.lives.iter().filter(|life| matches!(life.end, End::Finished)).filter_map(epoch).max();
+        let formed = first.clone().all(|life| !life.stays.is_empty());
+        for life in first {
+            let should = formed && crashed_at(life).is_none() && done != epoch(life);
+            if should && !matches!(life.end, End::Finished) {
+                wrong.push(format!("rank {} should have finished: {:?}", life.rank, life.end));
+            }
+        }
+    }
+    wrong.extend(came_again(world, played));
+    wrong
+}
+
+/// At no time do two groups have all their ranks.
+fn two_wholes(groups: &Groups) -> Vec<String> {
+    let whole = |(members, stays): &(Vec<Rank>, Vec<(u32, Duration, Duration)>)| {
+        let there: BTreeSet<u32> = stays.iter().map(|(rank, ..)| *rank).collect();
+        let all = members.iter().all(|rank| there.contains(&rank.0));
+        let (from, until) = (stays.iter().map(|stay| stay.1).max()?, stays.iter().map(|stay| stay.2).min()?);
+        (all && from < until).then_some((from, until))
+    };
+    let wholes: Vec<(u32, (Duration, Duration))> =
+        groups.iter().filter_map(|(&epoch, group)| Some((epoch, whole(group)?))).collect();
+    let pairs =
+        wholes.iter().enumerate().flat_map(|(at, one)| wholes[at + 1..].iter().map(move |two| (one, two)));
+    pairs
+        .filter(|((_, one), (_, two))| one.0 < two.1 && two.0 < one.1)
+        .map(|(one, two)| format!("two groups have all their ranks at a time: {one:?}, {two:?}"))
+        .collect()
+}
+
+/// One rank that crashes, starts again soon and is waited for is part of the group again, and the job ends with it.
+fn came_again(world: &World, played: &Played) -> Option<String> {
+    let [(at, Strike::Crash { rank, restarts: Some(_) })] = &world.strikes[..] else { return None };
+    let life = |number| played.lives.iter().find(move |life| life.rank == *rank && life.life == number);
+    let was_done = matches!(life(0)?.end, End::Finished)
+        || played.lives.iter().any(|life| life.stays.len() == 1 && life.stays[0].left < *at);
+    let enough = 2 * (world.ranks - 1) > world.ranks || (world.ranks == 2 && *rank == 1);
+    let formed = played.lives.iter().all(|life| life.life > 0 || !life.stays.is_empty());
+    if !world.everyone || was_done || !enough || !formed {
+        return None;
+    }
+    let again = life(1)?;
+    let whole = again.stays.last().is_some_and(|stay| stay.members.len() as u32 == world.ranks);
+    (!whole || !matches!(again.end, End::Finished))
+        .then(|| format!("rank {rank} did not come again: {again:?}"))
+}

@@ -1,0 +1,371 @@
+//! What every rank does in a world, and what it writes down of it.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kyklos_transport::quic::{QuicConfig, QuicTransport};
+use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Tag, Transport, TransportError, Vote};
+
+use crate::simulation::identities::{JOB, identity};
+use crate::simulation::network::address;
+use crate::simulation::stage::Stage;
+use crate::simulation::world::{Boundary, FaultKind, Operation, Phase};
+
+/// How long a group may take to form.
+pub(crate) const CONNECT: Duration = Duration::from_secs(20);
+
+/// Patience of a call of an operation, and of a close: far more than it takes to notice any fault.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(40);
+
+/// When a rank that others wait for counts as stuck; longer than outages after which nobody is to blame.
+pub(crate) const STUCK: Duration = Duration::from_secs(12);
+
+/// A call of one rank, in simulated time since the world began.
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub(crate) what: What,
+    pub(crate) posted: Duration,
+    pub(crate) ended: Duration,
+    pub(crate) patience: Duration,
+    pub(crate) result: Result<(), TransportError>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum What {
+    Form,
+    Vote { round: u64 },
+    Send { to: u32, tag: Tag },
+    Receive { from: u32, tag: Tag },
+    Close,
+}
+
+/// One life of a rank.
+#[derive(Clone, Debug)]
+pub(crate) struct Log {
+    pub(crate) rank: u32,
+    pub(crate) life: u32,
+    pub(crate) calls: Vec<Call>,
+    /// What a rank finds wrong by itself.
+    pub(crate) complaints: Vec<String>,
+}
+
+/// A wrong that a rank does in a test of the judge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sabotage {
+    /// Sends a byte that is not the one it should be.
+    WrongByte,
+    /// Looks at its watch long after a call has ended.
+    Late,
+    /// Never closes, and never lets go.
+    Stays,
+}
+
+/// The bytes of one rank for another in an operation.
+fn payload(seed: u64, op: u64, from: u32, to: u32, bytes: usize) -> Bytes {
+    let mut rng =
+        crate::simulation::rng::Rng::new(seed, 1000 + op * 100 + u64::from(from) * 10 + u64::from(to));
+    let mut out = Vec::with_capacity(bytes + 8);
+    while out.len() < bytes {
+        out.extend_from_slice(&rng.next().to_le_bytes());
+    }
+    out.truncate(bytes);
+    out.into()
+}
+
+/// A future of a call, with the bytes that it brought.
+type Boxed = Pin<Box<dyn Future<Output = Result<Vec<Bytes>, TransportError>> + Send>>;
+
+fn send<T: Send + 'static>(posted: Posted<T>) -> Boxed {
+    Box::pin(async { posted.await.map(|_| Vec::new()) })
+}
+
+/// Runs one life of a rank to its end.
+pub(crate) async fn run(stage: Arc<Stage>, rank: u32, life: u32, sabotage: Option<Sabotage>) -> Log {
+    let log = Log { rank, life, calls: Vec::new(), complaints: Vec::new() };
+    let mut program = Program { stage, rank, slot: life as usize * 16 + rank as usize, log, sabotage };
+    program.form().await;
+    if program.failed() {
+        return program.log;
+    }
+    for op in 0..program.stage.world.operations.len() as u64 {
+        program.operation(op).await;
+        if program.failed() {
+            program.make_everyones(op);
+            break;
+        }
+    }
+    program.close().await;
+    program.log
+}
+
+struct Program {
+    stage: Arc<Stage>,
+    rank: u32,
+    slot: usize,
+    log: Log,
+    sabotage: Option<Sabotage>,
+}
+
+impl Program {
+    fn transport(&self) -> Option<Arc<dyn Transport>> {
+        self.stage.transport(self.slot)
+    }
+
+    fn failed(&self) -> bool {
+        self.log.calls.iter().any(|call| call.result.is_err())
+    }
+
+    async fn form(&mut self) {
+        let posted = self.stage.now();
+        let mut config =
+            QuicConfig::new(Rank(self.rank), self.stage.world.ranks, JOB, address(0), identity(self.rank));
+        config.bind = address(self.rank).ip();
+        config.port = address(self.rank).port();
+        config.connect_deadline = CONNECT;
+        config.stuck_after = STUCK;
+        config.link.mtu = self.stage.world.mtu;
+        config.link.lanes = self.stage.world.lanes;
+        let mut seed = [0; 32];
+        seed[..8].copy_from_slice(&self.stage.world.seed.to_le_bytes());
+        seed[8] = self.slot as u8;
+        let sockets = self.stage.network.sockets(self.rank, self.stage.world.lanes);
+        let formed = QuicTransport::form_over(config, sockets, seed).await;
+        let result = formed.map(|transport| self.stage.formed(self.slot, transport));
+        self.note(What::Form, posted, self.stage.now(), CONNECT, result);
+    }
+
+    fn note(
+        &mut self,
+        what: What,
+        posted: Duration,
+        ended: Duration,
+        patience: Duration,
+        result: Result<(), TransportError>,
+    ) {
+        self.log.calls.push(Call { what, posted, ended, patience, result });
+    }
+
+    /// Waits for all calls, and notes when each of them ended. Returns what they brought.
+    async fn all(&mut self, calls: Vec<(What, Boxed)>) -> Vec<Vec<Bytes>> {
+        let posted = self.stage.now();
+        let count = calls.len();
+        let mut waiting: Vec<_> = calls.into_iter().enumerate().collect();
+        let mut brought = vec![Vec::new(); count];
+        std::future::poll_fn(|context| {
+            let mut ended = Vec::new();
+            waiting.retain_mut(|(index, (what, future))| match future.as_mut().poll(context) {
+                Poll::Pending => true,
+                Poll::Ready(result) => {
+                    ended.push((*index, *what, result));
+                    false
+                }
+            });
+            for (index, what, result) in ended {
+                let result = result.map(|parts| brought[index] = parts);
+                let late = if self.sabotage == Some(Sabotage::Late) { 2 * PATIENCE } else { Duration::ZERO };
+                let now = self.stage.now() + late;
+                self.note(what, posted, now, PATIENCE, result);
+            }
+            if waiting.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+        brought
+    }
+
+    async fn operation(&mut self, op: u64) {
+        let boundary = |phase| Boundary { op, phase };
+        self.stage.reached(self.rank, boundary(Phase::BeforeVote));
+        let Some(transport) = self.transport() else { return self.gone() };
+        transport.report_progress(Progress { op, step: 1 });
+        let refuses = self.stage.fault_here(self.rank, op, |kind| matches!(kind, FaultKind::Refuse { .. }));
+        let vote = match refuses {
+            Some(_) => {
+                self.stage.strike();
+                Vote::Refuse { exit: 9, text: format!("rank {} will not", self.rank) }
+            }
+            None => Vote::Ready { plan_hash: [op as u8; 32] },
+        };
+        let agreed = transport.agree(vote, PATIENCE);
+        drop(transport);
+        self.all(vec![(What::Vote { round: op }, send(agreed))]).await;
+        if self.failed() {
+            return;
+        }
+        self.stage.reached(self.rank, boundary(Phase::Agreed));
+        let slow = self.stage.fault_here(self.rank, op, |kind| matches!(kind, FaultKind::Slow { .. }));
+        if let Some(FaultKind::Slow { by, .. }) = slow {
+            self.stand_about(op, by).await;
+        }
+        let computes =
+            self.stage.fault_here(self.rank, op, |kind| matches!(kind, FaultKind::Computes { .. }));
+        if let Some(FaultKind::Computes { by, .. }) = computes {
+            self.compute(by).await;
+        }
+        match self.stage.world.operations[op as usize] {
+            Operation::Ring { bytes } => self.ring(op, bytes).await,
+            Operation::AllToAll { bytes } => self.all_to_all(op, bytes).await,
+        }
+        if let Some(transport) = self.transport()
+            && !transport.outstanding().is_empty()
+        {
+            self.log.complaints.push(format!("all calls of op {op} have ended, but not for the transport"));
+        }
+    }
+
+    /// A late reader: what nobody has asked for must not pile up here.
+    async fn stand_about(&mut self, op: u64, by: Duration) {
+        self.stage.strike();
+        let before = self.stage.network.delivered_to(self.rank);
+        tokio::time::sleep(by).await;
+        let came = self.stage.network.delivered_to(self.rank) - before;
+        let senders = u64::from(self.stage.world.ranks - 1);
+        let unasked = match self.stage.world.operations[op as usize] {
+            Operation::Ring { bytes } | Operation::AllToAll { bytes } if bytes <= EARLY_BYTES => bytes as u64,
+            _ => 0,
+        };
+        // Some of it comes twice; heartbeats come too.
+        let most = senders * (3 * unasked + 20_000);
+        if came > most {
+            self.log.complaints.push(format!("{came} bytes came unasked, at most {most} may"));
+        }
+    }
+
+    /// A device that takes its time, or hangs: the I/O of its rank lives on.
+    async fn compute(&mut self, by: Option<Duration>) {
+        self.stage.strike();
+        let Some(transport) = self.transport() else { return };
+        let (pulse, stop) = (transport.pulse(), transport.stop_flag());
+        drop(transport);
+        let work = pulse.work();
+        let until = self.stage.now() + by.unwrap_or(10 * STUCK);
+        while self.stage.now() < until && !stop.load(std::sync::atomic::Ordering::Acquire) {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            if by.is_some() {
+                pulse.beat();
+            }
+        }
+        drop(work);
+    }
+
+    async fn ring(&mut self, op: u64, bytes: usize) {
+        let (me, ranks) = (self.rank, self.stage.world.ranks);
+        let (next, previous) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
+        let seed = self.stage.world.seed;
+        let mut mine = payload(seed, op, me, me, bytes);
+        for hop in 0..ranks - 1 {
+            let tag = Tag { op, message: hop };
+            let Some(transport) = self.transport() else { return self.gone() };
+            let received = transport.post_recv(Rank(previous), tag, &[bytes], PATIENCE);
+            let sent = transport.post_send(Rank(next), tag, vec![self.forge(op, mine)], PATIENCE);
+            drop(transport);
+            if hop == 0 {
+                self.stage.reached(me, Boundary { op, phase: Phase::Posted });
+            }
+            let calls = vec![
+                (What::Receive { from: previous, tag }, Box::pin(received) as Boxed),
+                (What::Send { to: next, tag }, send(sent)),
+            ];
+            let brought = self.all(calls).await;
+            if self.failed() {
+                return;
+            }
+            let origin = (previous + ranks - hop) % ranks;
+            mine = brought[0][0].clone();
+            self.check(tag, previous, &mine, &payload(seed, op, origin, origin, bytes));
+        }
+    }
+
+    async fn all_to_all(&mut self, op: u64, bytes: usize) {
+        let (me, ranks, seed) = (self.rank, self.stage.world.ranks, self.stage.world.seed);
+        let others: Vec<u32> = (1..ranks).map(|step| (me + step) % ranks).collect();
+        let tag = |from: u32, to: u32| Tag { op, message: from * 16 + to };
+        let split = bytes / 3;
+        let Some(transport) = self.transport() else { return self.gone() };
+        let mut calls: Vec<(What, Boxed)> = Vec::new();
+        for &from in &others {
+            let tag = tag(from, me);
+            let received = transport.post_recv(Rank(from), tag, &[split, bytes - split], PATIENCE);
+            calls.push((What::Receive { from, tag }, Box::pin(received)));
+        }
+        for &to in &others {
+            let tag = tag(me, to);
+            let mut first = self.forge(op, payload(seed, op, me, to, bytes));
+            let second = first.split_off(split);
+            let sent = transport.post_send(Rank(to), tag, vec![first, second], PATIENCE);
+            calls.push((What::Send { to, tag }, send(sent)));
+        }
+        drop(transport);
+        self.stage.reached(me, Boundary { op, phase: Phase::Posted });
+        let brought = self.all(calls).await;
+        if self.failed() {
+            return;
+        }
+        for (&from, parts) in others.iter().zip(brought) {
+            self.check(tag(from, me), from, &parts.concat(), &payload(seed, op, from, me, bytes));
+        }
+    }
+
+    fn forge(&self, op: u64, bytes: Bytes) -> Bytes {
+        if self.sabotage != Some(Sabotage::WrongByte) || op != 1 {
+            return bytes;
+        }
+        let mut forged = bytes.to_vec();
+        forged[bytes.len() / 2] ^= 1;
+        forged.into()
+    }
+
+    fn check(&mut self, tag: Tag, from: u32, came: &[u8], right: &[u8]) {
+        if came != right {
+            self.log.complaints.push(format!("{tag} from rank {from} has come with wrong bytes"));
+        }
+    }
+
+    /// The stage has taken this rank's transport away.
+    fn gone(&mut self) {
+        let now = self.stage.now();
+        self.note(What::Close, now, now, PATIENCE, Err(TransportError::Closed));
+    }
+
+    /// What an executor does: a deadline of one rank ends the operation of all.
+    fn make_everyones(&mut self, op: u64) {
+        let Some(transport) = self.transport() else { return };
+        for call in &self.log.calls {
+            match &call.result {
+                Err(TransportError::Deadline { pending, .. }) => {
+                    let cause = AbortCause::Failed(format!("{pending}"));
+                    transport.abort(Abort {
+                        culprit: pending.peer,
+                        cause,
+                        progress: Progress { op, step: 2 },
+                    });
+                    break;
+                }
+                Err(TransportError::Aborted { .. })
+                    if !transport.stop_flag().load(std::sync::atomic::Ordering::Acquire) =>
+                {
+                    self.log.complaints.push("aborted, but the stop flag is down".into());
+                    break;
+                }
+                _ => {}
+            }
+        }
+    }
+
+    async fn close(&mut self) {
+        if self.sabotage == Some(Sabotage::Stays) {
+            return;
+        }
+        let Some(transport) = self.transport() else { return };
+        let closed = transport.close(PATIENCE);
+        drop(transport);
+        self.all(vec![(What::Close, send(closed))]).await;
+        self.stage.let_go(self.slot);
+    }
+}
+
+/// Larger messages are sent only when they are asked for (`WIRE.md`).
+const EARLY_BYTES: usize = 64 << 10;

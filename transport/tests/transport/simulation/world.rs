@@ -1,0 +1,181 @@
+//! What a seed stands for: a network, a job, and perhaps a fault.
+
+use std::time::Duration;
+
+use crate::simulation::identities::MOST_RANKS;
+use crate::simulation::network::{Conditions, Cut};
+use crate::simulation::rng::Rng;
+
+/// A world as it was drawn; printed when a seed fails.
+#[derive(Clone, Debug)]
+pub(crate) struct World {
+    pub(crate) seed: u64,
+    pub(crate) ranks: u32,
+    pub(crate) conditions: Conditions,
+    /// When each rank starts.
+    pub(crate) starts: Vec<Duration>,
+    pub(crate) operations: Vec<Operation>,
+    pub(crate) fault: Option<Fault>,
+    /// What the ranks are told of the links' MTU.
+    pub(crate) mtu: Option<u16>,
+    /// Connections for messages between two ranks.
+    pub(crate) lanes: u8,
+}
+
+/// What all ranks do between two agreements.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Operation {
+    /// Every rank's bytes go round.
+    Ring { bytes: usize },
+    /// Every rank has bytes for every other.
+    AllToAll { bytes: usize },
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Fault {
+    pub(crate) kind: FaultKind,
+    pub(crate) when: When,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum FaultKind {
+    /// Between some ranks and all others; only what they send is lost, if one-way.
+    Partition { side: Vec<u32>, one_way: bool, heals: Option<Duration> },
+    /// Between two ranks.
+    Link { a: u32, b: u32, one_way: bool, heals: Option<Duration> },
+    /// A rank's host vanishes, and perhaps the rank starts again.
+    Crash { rank: u32, restarts: Option<Duration> },
+    /// A rank drops its transport without a goodbye.
+    Dropped { rank: u32 },
+    /// A rank says that it has failed.
+    Abort { rank: u32 },
+    /// A rank votes against an operation.
+    Refuse { rank: u32 },
+    /// A rank is late with its receives.
+    Slow { rank: u32, by: Duration },
+    /// A rank computes before it posts anything: with a beat now and then for `by`, or for ever without one.
+    Computes { rank: u32, by: Option<Duration> },
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum When {
+    At(Duration),
+    /// When the fault's own rank gets there.
+    Boundary(Boundary),
+}
+
+/// A place in every rank's program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Boundary {
+    pub(crate) op: u64,
+    pub(crate) phase: Phase,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    BeforeVote,
+    Agreed,
+    /// Its first messages are posted.
+    Posted,
+}
+
+impl World {
+    pub(crate) fn draw(seed: u64) -> Self {
+        let mut rng = Rng::new(seed, 1);
+        let ranks = rng.within(2..u64::from(MOST_RANKS) + 1) as u32;
+        let conditions = draw_conditions(&mut rng);
+        let starts = (0..ranks).map(|_| rng.millis(0..1500)).collect();
+        // Drawn apart, so that a seed's network and fault do not depend on it.
+        let lanes = [1, 1, 2, 3][Rng::new(seed, 3).within(0..4) as usize];
+        // Large enough to be cut into chunks, where several lanes share them and so many bytes get through in time.
+        let scale = if lanes > 1 && conditions.loss_per_mille <= 60 { 4 } else { 1 };
+        let operations: Vec<Operation> = (0..rng.within(2..5))
+            .map(|_| {
+                let bytes = scale * rng.within(10_000..200_000) as usize;
+                if rng.per_mille(500) { Operation::Ring { bytes } } else { Operation::AllToAll { bytes } }
+            })
+            .collect();
+        let fault = (!rng.per_mille(200)).then(|| draw_fault(&mut rng, ranks, operations.len() as u64));
+        Self { seed, ranks, conditions, starts, operations, fault, mtu: None, lanes }
+    }
+}
+
+fn draw_conditions(rng: &mut Rng) -> Conditions {
+    let latency = rng.micros(100..60_000);
+    let some = |rng: &mut Rng, most| if rng.per_mille(400) { 0 } else { rng.within(0..most) };
+    Conditions {
+        latency,
+        jitter: rng.micros(0..latency.as_micros() as u64 + 1),
+        loss_per_mille: some(rng, 201),
+        reorder_per_mille: some(rng, 100),
+        duplicate_per_mille: some(rng, 100),
+        bytes_per_second: [2 << 20, 10 << 20, 1 << 30][rng.within(0..3) as usize],
+    }
+}
+
+fn draw_fault(rng: &mut Rng, ranks: u32, operations: u64) -> Fault {
+    let rank = rng.within(0..u64::from(ranks)) as u32;
+    let other = (rank + rng.within(1..u64::from(ranks)) as u32) % ranks;
+    let heals = rng.per_mille(500).then(|| rng.millis(50..9000));
+    let one_way = rng.per_mille(300);
+    let by = rng.millis(500..8000);
+    let kind = match rng.within(0..11) {
+        0 | 1 => {
+            let mut side: Vec<u32> = (0..ranks).filter(|&one| one == rank || rng.per_mille(300)).collect();
+            if side.len() as u32 == ranks {
+                side.retain(|&one| one != other);
+            }
+            FaultKind::Partition { side, one_way, heals }
+        }
+        2 => FaultKind::Link { a: rank, b: other, one_way, heals },
+        3..=5 => FaultKind::Crash { rank, restarts: rng.per_mille(400).then_some(by) },
+        6 => FaultKind::Dropped { rank },
+        7 => FaultKind::Abort { rank },
+        8 => FaultKind::Refuse { rank },
+        9 => FaultKind::Computes { rank, by: rng.per_mille(500).then_some(3 * by) },
+        _ => FaultKind::Slow { rank, by },
+    };
+    let phase = [Phase::BeforeVote, Phase::Agreed, Phase::Posted][rng.within(0..3) as usize];
+    let boundary = When::Boundary(Boundary { op: rng.within(0..operations), phase });
+    let longest = [300, 1500, 5000][rng.within(0..3) as usize];
+    let at = When::At(rng.millis(0..longest));
+    let when = match kind {
+        FaultKind::Refuse { .. } | FaultKind::Slow { .. } | FaultKind::Computes { .. } => boundary,
+        _ if rng.per_mille(600) => boundary,
+        _ => at,
+    };
+    Fault { kind, when }
+}
+
+impl FaultKind {
+    /// Whose way through its program decides when a fault at a boundary strikes.
+    pub(crate) fn rank(&self) -> u32 {
+        match *self {
+            Self::Partition { ref side, .. } => side[0],
+            Self::Link { a, .. } => a,
+            Self::Crash { rank, .. }
+            | Self::Dropped { rank }
+            | Self::Abort { rank }
+            | Self::Refuse { rank }
+            | Self::Slow { rank, .. }
+            | Self::Computes { rank, .. } => rank,
+        }
+    }
+
+    /// What it cuts, and for how long.
+    pub(crate) fn cut(&self, world: u32) -> Option<(Cut, Option<Duration>)> {
+        match *self {
+            Self::Partition { ref side, one_way, heals } => Some((Cut::around(side, world, one_way), heals)),
+            Self::Link { a, b, one_way, heals } => Some((Cut::between(a, b, one_way), heals)),
+            _ => None,
+        }
+    }
+
+    /// The rank that is gone for good, whatever its own program still believes.
+    pub(crate) fn gone(&self) -> Option<u32> {
+        match *self {
+            Self::Crash { rank, .. } | Self::Dropped { rank } => Some(rank),
+            _ => None,
+        }
+    }
+}

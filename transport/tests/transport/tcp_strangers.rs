@@ -1,0 +1,80 @@
+//! Groups whose packets travel in TCP streams: who disturbs them, who comes another way, and who comes again.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::time::{Duration, Instant};
+
+use crate::common::*;
+use kyklos_transport::quic::{Carrier, QuicConfig};
+
+#[test]
+fn clients_that_stream_garbage_do_not_keep_a_group_from_forming() {
+    let job = Job::new();
+    let mut ranks = vec![connect(job.over(Carrier::Tcp, 0, 3))];
+    std::thread::sleep(Duration::from_millis(100));
+    let mut strangers = Vec::new();
+    for stranger in 0..60 {
+        let mut stream = TcpStream::connect(job.coordinator).unwrap();
+        let _ = match stranger % 6 {
+            // Says nothing; half a length; a packet that never ends; nonsense of every length.
+            0 => Ok(()),
+            1 => stream.write_all(&[7]),
+            2 => stream.write_all(&[0xff, 0xff, 1, 2, 3]),
+            3 => (1..200_u16).try_for_each(|length| {
+                stream.write_all(&length.to_le_bytes())?;
+                stream.write_all(&vec![stranger as u8; usize::from(length)])
+            }),
+            // A packet larger than any, and a refusal of somebody who was not asked.
+            4 => stream.write_all(&[&[0xff; 2][..], &[0xc0; 65_535]].concat()),
+            _ => stream.write_all(b"\0\0nobody is here").and_then(|()| stream.shutdown(Shutdown::Write)),
+        };
+        strangers.push(stream);
+    }
+    ranks.extend((1..3).map(|rank| connect(job.over(Carrier::Tcp, rank, 3))));
+    let group = formed(ranks);
+    exchange(&group, 0);
+    assert!(group[1].network().unwrap().contains("TCP"), "{:?}", group[1].network());
+    // Whoever said what no member says has been hung up on, the others wait.
+    let mut refuser = strangers.pop().unwrap();
+    refuser.set_read_timeout(Some(LONG)).unwrap();
+    assert_eq!(refuser.read(&mut [0]).unwrap_or(0), 0);
+    close(&group);
+}
+
+#[test]
+fn ranks_with_another_carrier_are_refused_soon() {
+    let carriers = [Carrier::Udp, Carrier::Tcp];
+    for (zero, one) in [(carriers[0], carriers[1]), (carriers[1], carriers[0])] {
+        let job = Job::new();
+        let short = |config| QuicConfig { connect_deadline: Duration::from_secs(8), ..config };
+        let waiting = connect(short(job.over(zero, 0, 2)));
+        std::thread::sleep(Duration::from_millis(200));
+        let started = Instant::now();
+        let error = connect(short(job.over(one, 1, 2))).join().unwrap().unwrap_err().to_string();
+        assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
+        let words = format!("rank 0 is reached over {zero}, and this rank came over {one}");
+        assert!(error.contains(&words), "{error}");
+        // Rank 0 still waits for a rank 1 that comes as it should.
+        let group = formed(vec![waiting, connect(short(job.over(zero, 1, 2)))]);
+        exchange(&group, 0);
+        close(&group);
+    }
+}
+
+#[test]
+fn a_port_that_another_job_has_is_refused_and_is_free_afterwards() {
+    let job = Job::new();
+    let port = free_address().port();
+    let one = || QuicConfig { port, ..job.over(Carrier::Tcp, 1, 2) };
+    for round in 0..2 {
+        // The streams of the first round linger between the same ports.
+        let group = formed(vec![connect(job.over(Carrier::Tcp, 0, 2)), connect(one())]);
+        exchange(&group, 0);
+        let other = Job { coordinator: job.coordinator, ..Job::new() };
+        let error = connect(other.over(Carrier::Tcp, 0, 2)).join().unwrap().unwrap_err().to_string();
+        assert!(error.contains("cannot listen on") && error.contains("(TCP)"), "round {round}: {error}");
+        close(&group);
+        drop(group);
+        std::thread::sleep(Duration::from_millis(1500));
+    }
+}

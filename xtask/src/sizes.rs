@@ -1,0 +1,44 @@
+//! No source file is longer than one reads at a sitting.
+
+use std::path::Path;
+
+use crate::files::{files, read, relative};
+
+/// Lines of a source file.
+const MOST_LINES: usize = 400;
+
+/// Files that may have up to 600, each with the reason.
+const LONGER: [(&str, &str); 0] = [];
+
+const MOST_LINES_WITH_REASON: usize = 600;
+
+/// How the names of source files end.
+const SOURCES: [&str; 14] =
+    ["rs", "sh", "py", "mjs", "js", "ts", "html", "css", "c", "cpp", "cu", "h", "wgsl", "toml"];
+
+pub(crate) fn check(root: &Path) -> Vec<String> {
+    let mut faults = Vec::new();
+    for file in files(root) {
+        let is_source =
+            file.extension().is_some_and(|extension| SOURCES.iter().any(|source| extension == *source));
+        let name = relative(root, &file);
+        // Made by programs and kept as they are.
+        if !is_source || name.contains("/golden/") || name.starts_with("docs/results/") {
+            continue;
+        }
+        let lines = read(&file).lines().count();
+        let is_listed = LONGER.iter().any(|(longer, _)| *longer == name);
+        let most = if is_listed { MOST_LINES_WITH_REASON } else { MOST_LINES };
+        if lines > most {
+            faults.push(format!("{name}: {lines} lines, at most {most}"));
+        } else if is_listed && lines <= MOST_LINES {
+            faults.push(format!("{name}: {lines} lines need no place in LONGER of xtask/src/sizes.rs"));
+        }
+    }
+    for (longer, _) in LONGER {
+        if !root.join(longer).exists() {
+            faults.push(format!("xtask/src/sizes.rs: there is no {longer}"));
+        }
+    }
+    faults
+}
