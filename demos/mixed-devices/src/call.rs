@@ -1,0 +1,152 @@
+//! The attention call: its size, its tensors, and running it on one or several devices.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use kyklos::local::{Tensors, run_ranks};
+use kyklos::plan::World;
+use kyklos::{
+    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, RankReport, RunOptions, Split, Strategy, plan_world,
+};
+use kyklos_oracle::inputs::{TensorId, fill};
+use kyklos_transport::in_process_group;
+
+use crate::devices::Device;
+use crate::error::Result;
+
+/// Attention of one sequence over ranks.
+pub(crate) struct Call {
+    pub(crate) world: World,
+    pub(crate) tensors: Tensors,
+}
+
+/// What ranks computed together.
+pub(crate) struct Output {
+    /// By rank, `[batch, tokens, heads, dim]`, f32.
+    pub(crate) o: Vec<Bytes>,
+    /// By rank, `[batch, tokens, heads]`, f32.
+    pub(crate) lse: Vec<Bytes>,
+    /// By rank.
+    pub(crate) reports: Vec<RankReport>,
+    /// Median of the repetitions, without the first one, which compiles kernels and allocates.
+    pub(crate) wall_s: f64,
+}
+
+impl Call {
+    /// A causal call that takes the devices about half a second together. Tokens are shared by `gflops`, which has
+    /// the measured speed of each rank's device.
+    pub(crate) fn new(gflops: &[f64]) -> Result<Self> {
+        let problem = problem(tokens_for(gflops.iter().sum()), Dtype::F32, Mask::causal())?;
+        let mesh = Mesh::new(1, u32::try_from(gflops.len())?)?;
+        // Zigzag: every rank gets early and late tokens, so that the causal mask leaves no rank idle.
+        let split = Split::Weights(gflops.to_vec());
+        let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &split, Strategy::of_mesh(mesh))?;
+        Ok(Self { tensors: tensors(&problem), world })
+    }
+
+    /// The same heads for a single rank, with another number of tokens.
+    pub(crate) fn of_one(tokens: u32, dtype: Dtype, mask: Mask) -> Result<Self> {
+        let problem = problem(tokens, dtype, mask)?;
+        Ok(Self { tensors: tensors(&problem), world: world_of_one(&problem)? })
+    }
+
+    /// One line for the user.
+    pub(crate) fn description(&self) -> String {
+        let problem = &self.world.problem;
+        format!(
+            "problem    {} tokens, {} query heads, {} key/value heads of dim {}, f32, causal; a ring of {} ranks\n",
+            problem.q_len,
+            problem.q_heads,
+            problem.kv_heads,
+            problem.head_dim,
+            self.world.mesh.world(),
+        )
+    }
+
+    /// Floating-point operations without a mask: 2 for each multiply and add of q·k and of p·v.
+    pub(crate) fn flops(&self) -> f64 {
+        let problem = &self.world.problem;
+        4.0 * f64::from(problem.q_len) * f64::from(problem.kv_len) * f64::from(problem.q_heads * problem.head_dim)
+    }
+
+    /// Runs it with one rank on each device.
+    pub(crate) fn run(&self, devices: &[Device]) -> Result<Output> {
+        run(&self.world, &self.tensors, devices.iter())
+    }
+
+    /// Runs the whole call on `device`.
+    pub(crate) fn run_alone(&self, device: &Device) -> Result<Output> {
+        run(&world_of_one(&self.world.problem)?, &self.tensors, [device].into_iter())
+    }
+}
+
+fn run<'a>(world: &World, tensors: &Tensors, devices: impl Iterator<Item = &'a Device>) -> Result<Output> {
+    let devices: Vec<&Device> = devices.collect();
+    // When the last rank finished each repetition: the ranks start the next one together, by a vote.
+    let finished = Mutex::new(vec![Instant::now(); REPETITIONS]);
+    let transports = in_process_group(u32::try_from(devices.len())?);
+    let options = RunOptions::default();
+    let results = run_ranks(world, transports, tensors, REPETITIONS as u64, DEADLINE, &options, |task| {
+        let device = devices[task.transport.rank().0 as usize];
+        let mut last = None;
+        device.run(task, |repetition, output| {
+            let mut finished = finished.lock().unwrap_or_else(PoisonError::into_inner);
+            finished[usize::try_from(repetition).unwrap_or_default()] = Instant::now();
+            last = Some(output);
+        })?;
+        Ok::<_, kyklos::Error>(last)
+    })?;
+    let mut output = Output { o: Vec::new(), lse: Vec::new(), reports: Vec::new(), wall_s: 0.0 };
+    for result in results {
+        let rank = result?.ok_or("a rank ended without an output")?;
+        output.o.push(rank.o);
+        output.lse.push(rank.lse);
+        output.reports.push(rank.report);
+    }
+    let finished = finished.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut walls: Vec<f64> = finished.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect();
+    walls.sort_by(f64::total_cmp);
+    output.wall_s = walls[walls.len() / 2];
+    Ok(output)
+}
+
+fn problem(tokens: u32, dtype: Dtype, mask: Mask) -> Result<AttentionProblem> {
+    Ok(AttentionProblem::new([1, tokens, HEADS, KV_HEADS, DIM], dtype, mask)?)
+}
+
+fn world_of_one(problem: &AttentionProblem) -> Result<World> {
+    let mesh = Mesh::new(1, 1)?;
+    Ok(plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?)
+}
+
+/// Standard normal numbers, the same for any number of ranks.
+fn tensors(problem: &AttentionProblem) -> Tensors {
+    let made_up = |tensor, heads: u32| {
+        let mut values = vec![0.0_f32; problem.q_len as usize * heads as usize * problem.head_dim as usize];
+        fill(SEED, tensor, 0..values.len() as u64, &mut values);
+        Bytes::from(bytemuck::pod_collect_to_vec::<f32, u8>(&values))
+    };
+    Tensors {
+        q: made_up(TensorId::Q, problem.q_heads),
+        k: made_up(TensorId::K, problem.kv_heads),
+        v: made_up(TensorId::V, problem.kv_heads),
+        pairs: None,
+    }
+}
+
+/// Tokens whose causal attention, half of 4·S²·H·D operations, takes devices of this speed about [`SECONDS`].
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped to a range of u32")]
+fn tokens_for(gflops: f64) -> u32 {
+    let tokens = (SECONDS * gflops * 1e9 / (2.0 * f64::from(HEADS * DIM))).sqrt();
+    (tokens.clamp(1024.0, 32_768.0) as u32).next_multiple_of(256)
+}
+
+const HEADS: u32 = 8;
+const KV_HEADS: u32 = 2;
+const DIM: u32 = 64;
+const SEED: u64 = 0;
+const SECONDS: f64 = 0.5;
+/// The first one is not timed.
+const REPETITIONS: usize = 4;
+const DEADLINE: Duration = Duration::from_secs(120);

@@ -1,0 +1,121 @@
+//! The devices of this machine, and how fast each computes attention.
+
+use std::fmt;
+use std::sync::Arc;
+
+use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
+use kyklos::backend::{Backend, DeviceClass};
+use kyklos::local::RankTask;
+use kyklos::{Dtype, Mask, RankOutput};
+
+use crate::call::Call;
+use crate::error::Result;
+
+/// One device, which becomes one rank.
+pub(crate) enum Device {
+    Cpu { backend: CpuBackend, cores: usize },
+    Gpu(Box<WgpuBackend>),
+}
+
+impl Device {
+    /// Runs a rank's plan on this device, on this thread. `each` receives the output of every repetition.
+    pub(crate) fn run(&self, task: RankTask<'_>, each: impl FnMut(u64, RankOutput)) -> kyklos::Result<()> {
+        match self {
+            Self::Cpu { backend, .. } => task.run_on(backend, each),
+            Self::Gpu(backend) => task.run_on(&**backend, each),
+        }
+    }
+
+    fn on_cores(cores: usize) -> Result<Self> {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(cores).build()?;
+        Ok(Self::Cpu { backend: CpuBackend::with_pool(Arc::new(pool)), cores })
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu { backend, cores } => {
+                let name: String = backend.info().name.chars().take(24).collect();
+                write!(f, "{cores} CPU core{} ({})", if *cores == 1 { "" } else { "s" }, name.trim())
+            }
+            Self::Gpu(backend) => {
+                let name: String = backend.info().name.chars().take(36).collect();
+                f.write_str(name.trim())
+            }
+        }
+    }
+}
+
+/// Which devices take part.
+pub(crate) struct Choice {
+    pub(crate) devices: Vec<Device>,
+    /// Sentences for the user.
+    pub(crate) notes: Vec<String>,
+}
+
+/// Every hardware GPU and the CPU. Without a GPU: the CPU's cores, divided into two devices.
+pub(crate) fn choose() -> Choice {
+    let mut notes = Vec::new();
+    let mut devices = Vec::new();
+    for (index, info) in WgpuBackend::enumerate().into_iter().enumerate() {
+        // Software drivers compute on the same cores as the CPU backend.
+        if info.class >= DeviceClass::Cpu {
+            continue;
+        }
+        match WgpuBackend::with_options(index, &WgpuOptions::default()) {
+            Ok(backend) => devices.push(Device::Gpu(Box::new(backend))),
+            Err(error) => notes.push(format!("{} is left out: {error}", info.name)),
+        }
+    }
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let shares = if devices.is_empty() {
+        notes.push(format!("No GPU was found. The {cores} cores of the CPU act as two devices."));
+        divide(cores)
+    } else {
+        vec![cores]
+    };
+    for cores in shares {
+        match Device::on_cores(cores) {
+            Ok(device) => devices.push(device),
+            Err(error) => notes.push(format!("{cores} cores are left out: {error}")),
+        }
+    }
+    Choice { devices, notes }
+}
+
+/// Two unlike shares where there are enough cores, so that the shares of tokens differ too.
+fn divide(cores: usize) -> Vec<usize> {
+    let small = (cores / 3).max(1);
+    vec![cores.saturating_sub(small).max(1), small]
+}
+
+/// GFLOP/s that `device` reaches on attention: a growing number of tokens, until a run is long enough to time.
+pub(crate) fn measure_gflops(device: &Device) -> Result<f64> {
+    let mut tokens = FIRST_TOKENS;
+    loop {
+        let call = Call::of_one(tokens, Dtype::F32, Mask::full())?;
+        let wall_s = call.run_alone(device)?.wall_s;
+        if wall_s >= LONG_ENOUGH_S || tokens >= LAST_TOKENS {
+            return Ok(call.flops() / wall_s.max(1e-9) / 1e9);
+        }
+        tokens *= 2;
+    }
+}
+
+const FIRST_TOKENS: u32 = 512;
+const LAST_TOKENS: u32 = 8192;
+const LONG_ENOUGH_S: f64 = 0.03;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cores_are_divided_without_a_rest() {
+        for (cores, shares) in [(1, [1, 1]), (2, [1, 1]), (3, [2, 1]), (8, [6, 2]), (16, [11, 5])] {
+            assert_eq!(divide(cores), shares, "{cores} cores");
+        }
+    }
+}
