@@ -47,17 +47,11 @@
 #![forbid(unsafe_code)]
 
 mod ballot;
-#[cfg_attr(
-    target_family = "wasm",
-    expect(dead_code, reason = "deadlines are not watched where there are no threads")
-)]
-mod deadline;
+mod calls;
 mod error;
 mod figures;
-mod history;
 mod in_process;
 mod membership;
-mod misuse;
 mod posted;
 mod pulse;
 #[cfg(feature = "quic")]
