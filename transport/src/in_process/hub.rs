@@ -308,7 +308,7 @@ fn reform(state: &mut GroupState) {
             Ok((ends, members)) => {
                 Ok(Reformed { transport: Arc::clone(&ends[place]), members: members.clone(), epoch })
             }
-            Err(text) => Err(TransportError::Bootstrap { text: text.clone() }),
+            Err(text) => Err(TransportError::bootstrap(text)),
         });
     }
 }

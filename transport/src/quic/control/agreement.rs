@@ -49,7 +49,8 @@ impl Core {
         match counted {
             Err(text) => self.failed(rank, text),
             Ok((round, Some(verdict))) => {
-                let refusal = verdict.clone().err().map(|Refusal { rank, exit, text }| (rank, exit, text));
+                let refusal =
+                    verdict.clone().err().map(|Refusal { rank, reason, text }| (rank, reason, text));
                 for member in self.control.iter().flatten() {
                     member.say(Frame::Verdict { round, refusal: refusal.clone() });
                 }

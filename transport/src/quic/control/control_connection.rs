@@ -88,7 +88,7 @@ impl Core {
                 Ok(Some(Frame::Verdict { round, refusal })) => {
                     let verdict = match refusal {
                         None => Ok(()),
-                        Some((rank, exit, text)) => Err(Refusal { rank, exit, text }),
+                        Some((rank, reason, text)) => Err(Refusal { rank, reason, text }),
                     };
                     self.agreed(round, verdict);
                 }
