@@ -4,7 +4,7 @@ use std::fmt;
 use std::io::{self, Write};
 use std::path::Path;
 
-use kyklos_transport::TransportError;
+use kyklos_transport::{Remedy, TransportError};
 
 /// What goes to standard error, and the exit code.
 #[derive(Clone, Debug)]
@@ -76,7 +76,38 @@ fn written(written: io::Result<()>) -> Result<()> {
 /// Writes one line to standard error, if anybody reads it.
 pub(crate) fn note(line: &str) {
     // One call, so that lines of several ranks do not mix.
-    let _ = io::stderr().lock().write_all(format!("{}\n", harmless(line)).as_bytes());
+    let line = harmless(&with_commands(line));
+    let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
+}
+
+/// A text in which each remedy of the transport, also one that a peer has sent, names the command or option of this
+/// program.
+fn with_commands(text: &str) -> String {
+    Remedy::ALL.iter().fold(text.to_owned(), |text, remedy| match command(*remedy) {
+        Some(command) => text.replace(remedy.words(), command),
+        None => text,
+    })
+}
+
+/// A remedy as this program offers it.
+fn command(remedy: Remedy) -> Option<&'static str> {
+    Some(match remedy {
+        Remedy::IssueCertificate => "issue a new one with kyklos certs issue",
+        Remedy::TrustBothAuthorities => {
+            "issue all identities from one, or let them trust both (kyklos certs issue --also-trust)"
+        }
+        Remedy::MakeAuthority => "make one with kyklos certs init",
+        Remedy::MakeInvitation => "make a new one with kyklos certs invite",
+        Remedy::CopyWholeToken => "copy the line that kyklos certs invite printed",
+        Remedy::StartWithInvitation => "start rank 0 with --invite",
+        Remedy::KeepIdentity => "start that rank again with the identity that it got (--identity)",
+        Remedy::WriteKeyHash => {
+            "write the 64 hexadecimal digits that kyklos certs show and the authority's list of what it has issued say of \
+             an identity"
+        }
+        // A remedy that is newer than this program.
+        _ => return None,
+    })
 }
 
 /// What others have said stands in what is written, and does nothing to a terminal.
@@ -87,6 +118,15 @@ fn harmless(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_remedy_names_a_command_or_an_option_of_the_program() {
+        for remedy in Remedy::ALL {
+            let said = with_commands(&format!("rank 0 refused this rank: {remedy}; rank 2 did not come"));
+            assert!(said.contains("kyklos certs") || said.contains(" --") || said.contains("(--"), "{said}");
+            assert!(said.starts_with("rank 0 refused") && said.ends_with("rank 2 did not come"), "{said}");
+        }
+    }
 
     #[test]
     fn what_a_peer_says_does_nothing_to_a_terminal() {

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use kyklos::Survivors;
-use kyklos_transport::{Abort, AbortCause, Rank, Reformed, Regroup, Transport, TransportError, Vote};
+use kyklos_transport::{
+    Abort, AbortCause, Rank, Reformed, RefusalReason, Regroup, Transport, TransportError, Vote,
+};
 
 use crate::args::AttendArgs;
 use crate::failure::{Failure, Result, note};
@@ -48,7 +50,8 @@ impl Lost {
             return None;
         }
         // A deadline of this rank becomes everyone's abort, which may be under way.
-        let vote = Vote::Refuse { exit: failure.exit, text: failure.text.clone() };
+        let vote =
+            Vote::Refuse { reason: RefusalReason::from_code(failure.exit), text: failure.text.clone() };
         match pollster::block_on(group.transport.agree(vote, ABORT_UNDER_WAY)) {
             Err(TransportError::Aborted { abort, .. }) => {
                 let own =

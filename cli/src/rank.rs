@@ -9,7 +9,7 @@ use std::time::Duration;
 use kyklos::local::{RankTask, Tensors};
 use kyklos::plan::{RankCheck, World};
 use kyklos::{Error, Finished, RankOutput, RunOptions, Span, Survivors};
-use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, TransportError, Vote};
+use kyklos_transport::{Abort, AbortCause, Progress, Rank, RefusalReason, Transport, TransportError, Vote};
 
 use crate::device::{AnyBackend, AnyLasting, DeviceId};
 use crate::failure::{Failure, Result, note};
@@ -156,7 +156,7 @@ pub(crate) fn leave(job: &Job, transport: &Arc<dyn Transport>, result: &Result<R
 
 /// Refuses the operation on all ranks. Returns what became everyone's error.
 pub(crate) fn refuse(transport: &dyn Transport, failure: Failure) -> Failure {
-    let vote = Vote::Refuse { exit: failure.exit, text: failure.text.clone() };
+    let vote = Vote::Refuse { reason: RefusalReason::from_code(failure.exit), text: failure.text.clone() };
     match pollster::block_on(transport.agree(vote, REFUSE)) {
         Err(refused @ TransportError::Refused { .. }) => refused.into(),
         // Whatever became of the others, this rank knows its own reason.

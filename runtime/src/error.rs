@@ -93,8 +93,8 @@ impl Error {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Request { .. } => 2,
-            Self::Transport(TransportError::Refused { exit, .. })
-            | Self::Group { source: TransportError::Refused { exit, .. }, .. } => *exit,
+            Self::Transport(TransportError::Refused { reason, .. })
+            | Self::Group { source: TransportError::Refused { reason, .. }, .. } => reason.code(),
             _ => 1,
         }
     }

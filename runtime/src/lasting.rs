@@ -6,7 +6,9 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Tag, Taken, Transport, Vote};
+use kyklos_transport::{
+    Abort, AbortCause, Posted, Progress, Rank, RefusalReason, Tag, Taken, Transport, Vote,
+};
 
 use crate::backend::Backend;
 use crate::collective::HostStaged;
@@ -75,7 +77,10 @@ impl<'a, B: Backend> Lasting<'a, B> {
             Ok(inputs) => self.inputs.insert(inputs),
             Err(error) => {
                 // The others are about to agree: they learn from this rank's vote why it cannot.
-                let vote = Vote::Refuse { exit: error.exit_code(), text: format!("rank {rank}: {error}") };
+                let vote = Vote::Refuse {
+                    reason: RefusalReason::from_code(error.exit_code()),
+                    text: format!("rank {rank}: {error}"),
+                };
                 task.transport.agree(vote, task.deadline).await?;
                 return Err(error);
             }
