@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use kyklos::{Error, Remedy};
-use kyklos_transport::TransportError;
+use kyklos_transport::{Remedy as TransportRemedy, TransportError};
 
 /// What goes to standard error, and the exit code.
 #[derive(Clone, Debug)]
@@ -47,8 +47,8 @@ impl From<Error> for Failure {
 fn exit_code(error: &Error) -> u8 {
     match error {
         Error::Request { .. } => 2,
-        Error::Transport(TransportError::Refused { exit, .. })
-        | Error::Group { source: TransportError::Refused { exit, .. }, .. } => *exit,
+        Error::Transport(TransportError::Refused { reason, .. })
+        | Error::Group { source: TransportError::Refused { reason, .. }, .. } => reason.code(),
         _ => 1,
     }
 }
@@ -121,7 +121,38 @@ fn written(written: io::Result<()>) -> Result<()> {
 /// Writes one line to standard error, if anybody reads it.
 pub(crate) fn note(line: &str) {
     // One call, so that lines of several ranks do not mix.
-    let _ = io::stderr().lock().write_all(format!("{}\n", harmless(line)).as_bytes());
+    let line = harmless(&with_commands(line));
+    let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
+}
+
+/// A text in which each remedy of the transport, also one that a peer has sent, names the command or option of this
+/// program.
+fn with_commands(text: &str) -> String {
+    TransportRemedy::ALL.iter().fold(text.to_owned(), |text, remedy| match command(*remedy) {
+        Some(command) => text.replace(remedy.words(), command),
+        None => text,
+    })
+}
+
+/// A remedy as this program offers it.
+fn command(remedy: TransportRemedy) -> Option<&'static str> {
+    Some(match remedy {
+        TransportRemedy::IssueCertificate => "issue a new one with kyklos certs issue",
+        TransportRemedy::TrustBothAuthorities => {
+            "issue all identities from one, or let them trust both (kyklos certs issue --also-trust)"
+        }
+        TransportRemedy::MakeAuthority => "make one with kyklos certs init",
+        TransportRemedy::MakeInvitation => "make a new one with kyklos certs invite",
+        TransportRemedy::CopyWholeToken => "copy the line that kyklos certs invite printed",
+        TransportRemedy::StartWithInvitation => "start rank 0 with --invite",
+        TransportRemedy::KeepIdentity => "start that rank again with the identity that it got (--identity)",
+        TransportRemedy::WriteKeyHash => {
+            "write the 64 hexadecimal digits that kyklos certs show and the authority's list of what it has issued say of \
+             an identity"
+        }
+        // A remedy that is newer than this program.
+        _ => return None,
+    })
 }
 
 /// What others have said stands in what is written, and does nothing to a terminal.
@@ -148,6 +179,15 @@ mod tests {
             let failure = Failure::from(Error::request("it does not fit", remedy));
             assert_eq!(failure.exit, 2);
             assert!(failure.text.contains(option), "{}", failure.text);
+        }
+    }
+
+    #[test]
+    fn every_remedy_names_a_command_or_an_option_of_the_program() {
+        for remedy in TransportRemedy::ALL {
+            let said = with_commands(&format!("rank 0 refused this rank: {remedy}; rank 2 did not come"));
+            assert!(said.contains("kyklos certs") || said.contains(" --") || said.contains("(--"), "{said}");
+            assert!(said.starts_with("rank 0 refused") && said.ends_with("rank 2 did not come"), "{said}");
         }
     }
 

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Tag, Taken, Transport, Vote};
+use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, RefusalReason, Tag, Taken, Transport, Vote};
 
 use crate::backend::Backend;
 use crate::collective::HostStaged;
@@ -144,7 +144,8 @@ impl RankTask<'_> {
 
 /// A vote against the operation, for what went wrong on this rank.
 fn refusal(rank: Rank, error: &Error) -> Vote {
-    Vote::Refuse { exit: if error.is_request() { 2 } else { 1 }, text: format!("rank {rank}: {error}") }
+    let reason = if error.is_request() { RefusalReason::WrongRequest } else { RefusalReason::Failed };
+    Vote::Refuse { reason, text: format!("rank {rank}: {error}") }
 }
 
 /// What a recovery starts from, for the hash of its plans. All ranks must compose the same text, also those of other

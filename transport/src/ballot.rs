@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::rank::{Rank, Vote};
+use crate::rank::{Rank, RefusalReason, Vote};
 
 /// How a round ended: all ready with one plan, or the refusal that becomes everyone's error.
 pub(crate) type Verdict = Result<(), Refusal>;
@@ -11,7 +11,7 @@ pub(crate) type Verdict = Result<(), Refusal>;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Refusal {
     pub(crate) rank: Rank,
-    pub(crate) exit: u8,
+    pub(crate) reason: RefusalReason,
     pub(crate) text: String,
 }
 
@@ -73,8 +73,8 @@ impl Ballot {
 fn count(votes: &[Vote]) -> Verdict {
     let ranks = (0..).map(Rank);
     for (rank, vote) in ranks.clone().zip(votes) {
-        if let Vote::Refuse { exit, text } = vote {
-            return Err(Refusal { rank, exit: *exit, text: text.clone() });
+        if let Vote::Refuse { reason, text } = vote {
+            return Err(Refusal { rank, reason: *reason, text: text.clone() });
         }
     }
     let hashes = || {
@@ -95,7 +95,7 @@ fn count(votes: &[Vote]) -> Verdict {
                 short_hex(first),
                 short_hex(hash),
             );
-            return Err(Refusal { rank, exit: EXIT_REQUEST_IS_WRONG, text });
+            return Err(Refusal { rank, reason: RefusalReason::WrongRequest, text });
         }
     }
     Ok(())
@@ -107,9 +107,6 @@ fn short_hex(hash: &[u8; 32]) -> String {
 
 /// Most rounds that may be open at once.
 const MAX_OPEN_ROUNDS: usize = 1024;
-
-/// The program's exit code for requests that cannot be right.
-const EXIT_REQUEST_IS_WRONG: u8 = 2;
 
 #[cfg(test)]
 mod tests {
@@ -134,9 +131,12 @@ mod tests {
 
     #[test]
     fn the_lowest_refusal_wins_over_a_hash_mismatch() {
-        let refuse = |text: &str| Vote::Refuse { exit: 1, text: text.into() };
+        let refuse = |text: &str| Vote::Refuse { reason: RefusalReason::Failed, text: text.into() };
         let verdict = count(&[ready(1), refuse("first"), ready(2), refuse("second")]);
-        assert_eq!(verdict, Err(Refusal { rank: Rank(1), exit: 1, text: "first".into() }));
+        assert_eq!(
+            verdict,
+            Err(Refusal { rank: Rank(1), reason: RefusalReason::Failed, text: "first".into() })
+        );
     }
 
     #[test]

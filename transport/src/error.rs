@@ -4,7 +4,8 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::ballot::Refusal;
-use crate::rank::{Progress, Rank, Tag};
+use crate::rank::{Progress, Rank, RefusalReason, Tag};
+use crate::remedy::Remedy;
 
 /// Why a transport call ended without its value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -23,8 +24,8 @@ pub enum TransportError {
     Refused {
         /// The lowest refusing rank.
         rank: Rank,
-        /// Exit code asked for.
-        exit: u8,
+        /// What kind of refusal it is.
+        reason: RefusalReason,
         /// The refusing rank's own line.
         text: String,
     },
@@ -49,6 +50,8 @@ pub enum TransportError {
     Bootstrap {
         /// What failed and what to do about it.
         text: String,
+        /// What to do about it, as far as the library knows; its words are part of the text.
+        remedy: Option<Remedy>,
     },
     /// A call that this transport's contract does not allow; found by reading the caller's code.
     #[error("{text}")]
@@ -62,13 +65,10 @@ pub enum TransportError {
 }
 
 impl TransportError {
-    /// The group could not be formed, because of `text`.
-    #[cfg_attr(
-        not(feature = "quic"),
-        expect(dead_code, reason = "groups of one process have one way to fail, which they spell out")
-    )]
+    /// The group could not be formed, because of `text`, which may come from a peer and may name a [`Remedy`].
     pub(crate) fn bootstrap(text: impl Into<String>) -> Self {
-        Self::Bootstrap { text: text.into() }
+        let text = text.into();
+        Self::Bootstrap { remedy: Remedy::in_text(&text), text }
     }
 }
 
@@ -81,8 +81,8 @@ impl AbortCause {
 }
 
 impl From<Refusal> for TransportError {
-    fn from(Refusal { rank, exit, text }: Refusal) -> Self {
-        Self::Refused { rank, exit, text }
+    fn from(Refusal { rank, reason, text }: Refusal) -> Self {
+        Self::Refused { rank, reason, text }
     }
 }
 

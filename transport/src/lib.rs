@@ -47,23 +47,18 @@
 #![forbid(unsafe_code)]
 
 mod ballot;
-#[cfg_attr(
-    target_family = "wasm",
-    expect(dead_code, reason = "deadlines are not watched where there are no threads")
-)]
-mod deadline;
+mod calls;
 mod error;
 mod figures;
-mod history;
 mod in_process;
 mod membership;
-mod misuse;
 mod posted;
 mod pulse;
 #[cfg(feature = "quic")]
 pub mod quic;
 mod rank;
 mod recorder;
+mod remedy;
 mod spans;
 mod transport;
 pub mod wire;
@@ -74,6 +69,7 @@ pub use in_process::in_process_group;
 pub use membership::{Claim, MOST_CLAIMS};
 pub use posted::Posted;
 pub use pulse::{Pulse, Work};
-pub use rank::{Progress, Rank, Tag, Taken, Vote};
+pub use rank::{Progress, Rank, RefusalReason, Tag, Taken, Vote};
 pub use recorder::{Event, EventKind, Outstanding, PeerRecord, Recorded, Recorder};
+pub use remedy::Remedy;
 pub use transport::{Reformed, Regroup, Transport};

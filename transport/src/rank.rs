@@ -55,11 +55,42 @@ pub enum Vote {
     },
     /// This rank cannot run it.
     Refuse {
-        /// Process exit code that the refusal asks for.
-        exit: u8,
+        /// What kind of refusal it is.
+        reason: RefusalReason,
         /// One line that says why, and what would be right.
         text: String,
     },
+}
+
+/// What kind of refusal a rank gives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RefusalReason {
+    /// The request cannot be right, whichever rank runs it: it does not fit itself, or the ranks have different ones.
+    WrongRequest,
+    /// The rank has failed.
+    Failed,
+    /// Anything else that programs agree on; neither 1 nor 2.
+    Other(u8),
+}
+
+impl RefusalReason {
+    /// The reason with this number: 1 is [`Self::Failed`], 2 is [`Self::WrongRequest`].
+    pub const fn from_code(code: u8) -> Self {
+        match code {
+            1 => Self::Failed,
+            2 => Self::WrongRequest,
+            other => Self::Other(other),
+        }
+    }
+
+    /// The number of the reason, as it is on the wire.
+    pub const fn code(self) -> u8 {
+        match self {
+            Self::Failed => 1,
+            Self::WrongRequest => 2,
+            Self::Other(code) => code,
+        }
+    }
 }
 
 /// Where a rank is in its operation; carried by heartbeats and quoted in errors.

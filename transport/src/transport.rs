@@ -39,7 +39,7 @@ pub trait Transport: Send + Sync + fmt::Debug {
 
     /// Exchanges votes before an operation: every rank brings [`Vote::Ready`] with the hash of what it is about to
     /// run, or refuses. Completes with `Ok(())` on all ranks if all are ready and all hashes are equal, and with
-    /// the same error on all ranks otherwise (the lowest refusing rank's text and exit code).
+    /// the same error on all ranks otherwise (the lowest refusing rank's reason and text).
     ///
     /// Votes are counted in call order: the n-th `agree` of one rank meets the n-th of the others. It carries no
     /// tensor bytes, so it is also the barrier between two operations.

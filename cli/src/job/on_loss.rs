@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kyklos::Survivors;
-use kyklos_transport::{Abort, AbortCause, Rank, Reformed, Regroup, Transport, TransportError, Vote};
+use kyklos_transport::{
+    Abort, AbortCause, Rank, Reformed, RefusalReason, Regroup, Transport, TransportError, Vote,
+};
 
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
@@ -32,7 +34,8 @@ impl GroupLoss {
             return None;
         }
         // A deadline of this rank becomes everyone's abort, which may be under way.
-        let vote = Vote::Refuse { exit: failure.exit, text: failure.text.clone() };
+        let vote =
+            Vote::Refuse { reason: RefusalReason::from_code(failure.exit), text: failure.text.clone() };
         match pollster::block_on(group.transport.agree(vote, ABORT_UNDER_WAY)) {
             Err(TransportError::Aborted { abort, .. }) => {
                 let own =

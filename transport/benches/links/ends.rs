@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport};
-use kyklos_transport::{Posted, Rank, Tag, Taken, Transport, Vote};
+use kyklos_transport::{Posted, Rank, RefusalReason, Tag, Taken, Transport, Vote};
 use pollster::block_on;
 
 use crate::streams;
@@ -191,7 +191,7 @@ fn ping(me: &dyn Transport, done: &AtomicBool) -> Vec<f64> {
         }
         let over = !is_first && done.load(Ordering::Relaxed);
         let vote = match over {
-            true => Vote::Refuse { exit: 0, text: "over".into() },
+            true => Vote::Refuse { reason: RefusalReason::Other(0), text: "over".into() },
             false => Vote::Ready { plan_hash: [0; 32] },
         };
         let started = Instant::now();

@@ -1,17 +1,16 @@
 //! The meeting place of the ranks of one process.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::state::{AgreeCall, Meeting, Phase, RankState, RecvCall, ReformCall, SendCall, State};
+use super::state::{Calls, Deadline, GroupState, Incoming, Outgoing, Phase, RankState, ReformCall};
 use crate::ballot::Ballot;
-use crate::deadline::Deadline;
+use crate::calls::{AgreeCall, ReceiveCall, SendCall, check_message};
 use crate::error::{Abort, AbortCause, TransportError};
-use crate::misuse;
 use crate::posted::Completer;
 use crate::pulse::Pulse;
 use crate::rank::{Progress, Rank, Tag, Taken, Vote};
@@ -29,7 +28,7 @@ pub(crate) struct Hub {
 
 #[derive(Debug)]
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<GroupState>,
     /// Wakes the watchdog when an earlier deadline was posted or the group has ended.
     #[cfg(not(target_family = "wasm"))]
     changed: std::sync::Condvar,
@@ -39,24 +38,20 @@ impl Hub {
     /// A hub for these ranks of the first group.
     pub(crate) fn new(members: Vec<Rank>, epoch: u32) -> Self {
         let world = u32::try_from(members.len()).unwrap_or(u32::MAX);
-        let ranks = (0..world).map(|rank| RankState {
-            phase: Phase::Active,
-            recorder: Arc::new(Recorder::new(Rank(rank), world, IN_PROCESS.to_owned())),
-            pulse: Arc::default(),
+        let ranks = (0..world).map(|rank| {
+            let recorder = Arc::new(Recorder::new(Rank(rank), world, IN_PROCESS.to_owned()));
+            let calls = Calls::new(Arc::clone(&recorder));
+            RankState { phase: Phase::Active, calls, recorder, pulse: Arc::default() }
         });
         let stop_flag = Arc::new(AtomicBool::new(false));
-        let state = State {
+        let state = GroupState {
             stop_flag: Arc::clone(&stop_flag),
-            sends: HashMap::new(),
-            recvs: HashMap::new(),
-            histories: HashMap::new(),
-            agrees: HashMap::new(),
             ballot: Ballot::new(world),
             ranks: ranks.collect(),
             aborted: None,
             members,
             epoch,
-            comers: BTreeMap::new(),
+            reforming: BTreeMap::new(),
             #[cfg(not(target_family = "wasm"))]
             watched_until: None,
         };
@@ -85,7 +80,7 @@ impl Hub {
         patience: Duration,
         completer: Completer<Taken>,
     ) {
-        let total = match misuse::check_message(me, self.world, to, tag, parts.iter().map(Bytes::len)) {
+        let total = match check_message(me, self.world, to, tag, parts.iter().map(Bytes::len)) {
             Ok(total) => total,
             Err(error) => return completer.complete(Err(error)),
         };
@@ -93,18 +88,14 @@ impl Hub {
         if let Err(error) = state.may_post(me) {
             return completer.complete(Err(error));
         }
-        let meeting = Meeting { from: me, to, tag };
-        if state.sends.contains_key(&meeting) {
-            return completer.complete(Err(misuse::outstanding_already("send", to, tag)));
-        }
-        if let Err(error) = state.histories.entry((me, to)).or_default().sent.post("send", to, tag) {
+        if let Err(error) = state.rank_mut(me).calls.begin_send(to, tag) {
             return completer.complete(Err(error));
         }
         state.note(me, EventKind::SendPosted, to, tag, total);
-        let span = spans::send(me, to, tag, total);
-        let call = SendCall { parts, total, deadline: Deadline::after(patience), completer, _span: span };
-        state.sends.insert(meeting, call);
-        self.settle(state, meeting, to);
+        let transfer = Outgoing { parts, _span: spans::send(me, to, tag, total) };
+        let call = SendCall { completer, total, deadline: Deadline::after(patience), transfer };
+        state.rank_mut(me).calls.sends.insert((to, tag), call);
+        self.settle(state, (me, to, tag), to);
     }
 
     pub(crate) fn recv(
@@ -116,7 +107,7 @@ impl Hub {
         patience: Duration,
         completer: Completer<Vec<Bytes>>,
     ) {
-        let total = match misuse::check_message(me, self.world, from, tag, part_bytes.iter().copied()) {
+        let total = match check_message(me, self.world, from, tag, part_bytes.iter().copied()) {
             Ok(total) => total,
             Err(error) => return completer.complete(Err(error)),
         };
@@ -124,34 +115,28 @@ impl Hub {
         if let Err(error) = state.may_post(me) {
             return completer.complete(Err(error));
         }
-        let meeting = Meeting { from, to: me, tag };
-        if state.recvs.contains_key(&meeting) {
-            return completer.complete(Err(misuse::outstanding_already("receive", from, tag)));
-        }
-        if let Err(error) = state.histories.entry((from, me)).or_default().received.post("receive", from, tag)
-        {
+        if let Err(error) = state.rank_mut(me).calls.begin_receive(from, tag) {
             return completer.complete(Err(error));
         }
         state.note(me, EventKind::ReceivePosted, from, tag, total);
         state.note(from, EventKind::Asked, me, tag, 0);
-        let part_bytes = part_bytes.to_vec();
-        let span = spans::receive(me, from, tag, total);
-        let call =
-            RecvCall { part_bytes, total, deadline: Deadline::after(patience), completer, _span: span };
-        state.recvs.insert(meeting, call);
-        self.settle(state, meeting, from);
+        let transfer = Incoming { _span: spans::receive(me, from, tag, total) };
+        let (part_bytes, deadline) = (part_bytes.to_vec(), Deadline::after(patience));
+        let call = ReceiveCall { completer, part_bytes, total, deadline, transfer };
+        state.rank_mut(me).calls.receives.insert((from, tag), call);
+        self.settle(state, (from, me, tag), from);
     }
 
     /// Hands the message over if both sides are there; else sees to it that its deadline is watched.
-    fn settle(&self, mut state: MutexGuard<'_, State>, meeting: Meeting, peer: Rank) {
-        if state.sends.contains_key(&meeting) && state.recvs.contains_key(&meeting) {
-            if let Err(abort) = state.hand_over(meeting) {
+    fn settle(&self, mut state: MutexGuard<'_, GroupState>, (from, to, tag): (Rank, Rank, Tag), peer: Rank) {
+        if state.is_met(from, to, tag) {
+            if let Err(abort) = state.hand_over(from, to, tag) {
                 state.abort(abort);
             }
             state.let_leavers_go();
-            state.abort_if_somebody_waits_for_a_leaver();
-        } else if matches!(state.ranks[peer.0 as usize].phase, Phase::Left) {
-            state.abort_if_somebody_waits_for_a_leaver();
+            state.abort_if_a_leaver_is_needed();
+        } else if matches!(state.rank(peer).phase, Phase::Left) {
+            state.abort_if_a_leaver_is_needed();
         } else {
             self.watch(&mut state);
         }
@@ -169,19 +154,21 @@ impl Hub {
             }
         };
         state.note(me, EventKind::Voted, me, Tag { op: round, message: 0 }, 0);
-        state.agrees.insert((me, round), AgreeCall { deadline: Deadline::after(patience), completer });
+        let call = AgreeCall { completer, deadline: Deadline::after(patience), missing: Rank::COORDINATOR };
+        state.rank_mut(me).calls.agreements.insert(round, call);
         match verdict {
             Some(verdict) => {
                 let result = verdict.map_err(TransportError::from);
                 for rank in 0..self.world {
-                    if let Some(call) = state.agrees.remove(&(Rank(rank), round)) {
+                    if let Some(call) = state.rank_mut(Rank(rank)).calls.agreements.remove(&round) {
                         state.note(Rank(rank), EventKind::Agreed, me, Tag { op: round, message: 0 }, 0);
                         call.completer.complete(result.clone());
                     }
                 }
             }
             None => {
-                state.abort_if_somebody_waits_for_a_leaver();
+                state.tell_missing(round);
+                state.abort_if_a_leaver_is_needed();
                 self.watch(&mut state);
             }
         }
@@ -192,19 +179,19 @@ impl Hub {
     }
 
     pub(crate) fn report_progress(&self, me: Rank, progress: Progress) {
-        self.shared.lock().ranks[me.0 as usize].recorder.enter(progress);
+        self.shared.lock().rank(me).recorder.enter(progress);
     }
 
     pub(crate) fn recorder(&self, me: Rank) -> Arc<Recorder> {
-        Arc::clone(&self.shared.lock().ranks[me.0 as usize].recorder)
+        Arc::clone(&self.shared.lock().rank(me).recorder)
     }
 
     pub(crate) fn pulse(&self, me: Rank) -> Arc<Pulse> {
-        Arc::clone(&self.shared.lock().ranks[me.0 as usize].pulse)
+        Arc::clone(&self.shared.lock().rank(me).pulse)
     }
 
     pub(crate) fn outstanding(&self, me: Rank) -> Vec<Outstanding> {
-        self.shared.lock().outstanding(me)
+        self.shared.lock().rank(me).calls.outstanding()
     }
 
     pub(crate) fn close(&self, me: Rank, patience: Duration, completer: Completer<()>) {
@@ -212,10 +199,10 @@ impl Hub {
         if let Err(error) = state.may_post(me) {
             return completer.complete(Err(error));
         }
-        state.end_receives_of(me);
-        state.ranks[me.0 as usize].phase = Phase::Leaving { deadline: Deadline::after(patience), completer };
+        state.rank_mut(me).calls.end_receives();
+        state.rank_mut(me).phase = Phase::Leaving { deadline: Deadline::after(patience), completer };
         state.let_leavers_go();
-        state.abort_if_somebody_waits_for_a_leaver();
+        state.abort_if_a_leaver_is_needed();
         self.watch(&mut state);
     }
 
@@ -224,7 +211,7 @@ impl Hub {
     pub(crate) fn reform(&self, me: Rank, who: Regroup, patience: Duration, completer: Completer<Reformed>) {
         let misuse = |text: &str| Err(TransportError::Misuse { text: text.into() });
         let mut state = self.shared.lock();
-        if !matches!(state.ranks[me.0 as usize].phase, Phase::Active) {
+        if !matches!(state.rank(me).phase, Phase::Active) {
             return completer.complete(Err(TransportError::Closed));
         }
         if who != Regroup::Survivors {
@@ -237,28 +224,32 @@ impl Hub {
                 "only a group that has been aborted can be formed again: call abort first",
             ));
         }
-        state.ranks[me.0 as usize].phase = Phase::Reforming;
-        state.comers.insert(me, ReformCall { deadline: Deadline::after(patience), completer });
-        state.reform_if_all_are_here();
+        state.rank_mut(me).phase = Phase::Reforming;
+        state.reforming.insert(me, ReformCall { deadline: Deadline::after(patience), completer });
+        if state.may_reform() {
+            reform(&mut state);
+        }
         self.watch(&mut state);
     }
 
     pub(crate) fn dropped(&self, me: Rank) {
         let mut state = self.shared.lock();
         // A rank that is leaving has said all it had to say: the hub finishes its goodbye.
-        if matches!(state.ranks[me.0 as usize].phase, Phase::Active) {
-            let progress = state.ranks[me.0 as usize].recorder.progress();
+        if matches!(state.rank(me).phase, Phase::Active) {
+            let progress = state.rank(me).recorder.progress();
             let cause = AbortCause::Died("its endpoint was dropped without close".into());
             state.abort(Abort { culprit: me, cause, progress });
-            state.ranks[me.0 as usize].phase = Phase::Gone;
-            state.reform_if_all_are_here();
+            state.rank_mut(me).phase = Phase::Gone;
+            if state.may_reform() {
+                reform(&mut state);
+            }
         }
         #[cfg(not(target_family = "wasm"))]
         self.shared.changed.notify_all();
     }
 
     #[cfg(not(target_family = "wasm"))]
-    fn watch(&self, state: &mut State) {
+    fn watch(&self, state: &mut GroupState) {
         let Some(next) = state.next_deadline() else { return };
         match state.watched_until {
             Some(until) if until <= next => return,
@@ -276,11 +267,11 @@ impl Hub {
     }
 
     #[cfg(target_family = "wasm")]
-    fn watch(&self, _state: &mut State) {}
+    fn watch(&self, _state: &mut GroupState) {}
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, GroupState> {
         // State is changed by code that does not panic between two related changes; a poisoned lock is usable.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -290,7 +281,11 @@ impl Shared {
     fn watchdog(&self) {
         let mut state = self.lock();
         loop {
-            state.end_calls_past(std::time::Instant::now());
+            let now = std::time::Instant::now();
+            state.end_calls_past(now);
+            if state.reform_is_late(now) {
+                reform(&mut state);
+            }
             let Some(next) = state.next_deadline() else {
                 // The next call starts a new watchdog: an idle group costs no thread.
                 state.watched_until = None;
@@ -300,6 +295,21 @@ impl Shared {
             let pause = next.saturating_duration_since(std::time::Instant::now());
             state = self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+}
+
+/// Forms the next group of the ranks that have called `reform`, if they are enough.
+fn reform(state: &mut GroupState) {
+    let epoch = state.epoch + 1;
+    let (calls, next) = state.take_next_group();
+    let next = next.map(|members| (super::ends_of(&Arc::new(Hub::new(members.clone(), epoch))), members));
+    for (place, call) in calls.into_iter().enumerate() {
+        call.completer.complete(match &next {
+            Ok((ends, members)) => {
+                Ok(Reformed { transport: Arc::clone(&ends[place]), members: members.clone(), epoch })
+            }
+            Err(text) => Err(TransportError::bootstrap(text)),
+        });
     }
 }
 

@@ -16,7 +16,7 @@ use crate::posted::Completer;
 use crate::quic::control::control_connection::Silence;
 use crate::quic::control::core::{Core, Group};
 use crate::quic::control::link::{Lane, Link};
-use crate::quic::control::state::{Patience, Phase};
+use crate::quic::control::state::{Deadline, Phase};
 use crate::quic::forming::endpoint::Seat;
 use crate::quic::forming::joined::Joined;
 use crate::quic::forming::regroup::{Next, Past};
@@ -102,21 +102,22 @@ impl Core {
             return completer.complete(Err(TransportError::Closed));
         }
         state.phase = Phase::Closing;
-        state.end_receives();
+        state.calls.end_receives();
         drop(state);
         let core = Arc::clone(self);
-        let patience = Patience::of(patience);
+        let deadline = Deadline::after(patience);
         self.runtime.spawn(async move {
-            // The end of the patience belongs to the last frames and packets.
-            let farewell = (SHORTEST_FLUSH + LONGEST_DRAIN).min(patience.asked / 2);
-            let result = core.say_goodbye(Patience { until: patience.until - farewell, ..patience }).await;
-            let code = if core.lock().abort.is_some() { close_code::ABORTED } else { close_code::LEFT };
-            let hang_up_until = patience.until - farewell / 2;
+            // The end of the time belongs to the last frames and packets.
+            let farewell = (SHORTEST_FLUSH + LONGEST_DRAIN).min(deadline.asked() / 2);
+            let result = core.say_goodbye(deadline.at() - farewell, deadline.asked()).await;
+            let code =
+                if core.lock().calls.aborted().is_some() { close_code::ABORTED } else { close_code::LEFT };
+            let hang_up_until = deadline.at() - farewell / 2;
             let mut hanging_up = std::pin::pin!(async {
                 core.hang_up(code, hang_up_until).await;
                 core.leave_seat().await;
             });
-            let late = timeout_at(patience.until, &mut hanging_up).await.is_err();
+            let late = timeout_at(deadline.at(), &mut hanging_up).await.is_err();
             completer.complete(result);
             if late {
                 // The caller waits no longer; the peers may still hear why.
@@ -125,16 +126,16 @@ impl Core {
         });
     }
 
-    async fn say_goodbye(&self, patience: Patience) -> Result<(), TransportError> {
+    async fn say_goodbye(&self, end: Instant, asked: Duration) -> Result<(), TransportError> {
         // Peers first get what they were sent.
-        self.until(patience, || {
+        self.until((end, asked), || {
             let state = self.lock();
-            let (&(to, tag), call) = state.sends.iter().next()?;
+            let (&(to, tag), call) = state.calls.sends.iter().next()?;
             Some(Pending { operation: "close", ..call.pending(to, tag) })
         })
         .await?;
         // Nobody leaves a group that has been aborted in order, and so the others must not take it.
-        if let Some(abort) = self.lock().abort.clone() {
+        if let Some(abort) = self.lock().calls.aborted().cloned() {
             return Err(TransportError::Aborted { abort, pending: None });
         }
         for link in self.links.iter().flatten() {
@@ -145,33 +146,33 @@ impl Core {
             Some(coordinator) => {
                 coordinator.leaves(self.me);
                 self.check_open_rounds(coordinator);
-                self.until(patience, || coordinator.lowest_present().map(pending_close)).await
+                self.until((end, asked), || coordinator.lowest_present().map(pending_close)).await
             }
             None => {
                 if let Some(control) = self.control(Rank::COORDINATOR) {
                     control.say(Frame::Leave);
                 }
-                self.until(patience, || (!self.lock().goodbye).then(|| pending_close(Rank::COORDINATOR)))
+                self.until((end, asked), || (!self.lock().goodbye).then(|| pending_close(Rank::COORDINATOR)))
                     .await
             }
         }
     }
 
-    /// Waits until nothing is `pending` any more, the group is aborted, or patience ends.
+    /// Waits until nothing is `pending` any more, the group is aborted, or the time ends of which the caller `asked` for so much.
     async fn until(
         &self,
-        patience: Patience,
+        (end, asked): (Instant, Duration),
         pending: impl Fn() -> Option<Pending>,
     ) -> Result<(), TransportError> {
         loop {
             let mut changed = std::pin::pin!(self.changed.notified());
             changed.as_mut().enable();
             let Some(pending) = pending() else { return Ok(()) };
-            if let Some(abort) = self.lock().abort.clone() {
+            if let Some(abort) = self.lock().calls.aborted().cloned() {
                 return Err(TransportError::Aborted { abort, pending: Some(pending) });
             }
-            if timeout_at(patience.until, changed).await.is_err() {
-                return Err(TransportError::Deadline { pending, waited: patience.asked });
+            if timeout_at(end, changed).await.is_err() {
+                return Err(TransportError::Deadline { pending, waited: asked });
             }
         }
     }
@@ -185,7 +186,7 @@ impl Core {
             close_code::LEFT => flush_until,
             _ => flush_until.min(Instant::now() + LONGEST_FLUSH),
         };
-        let abort = self.lock().abort.clone().filter(|_| code == close_code::ABORTED);
+        let abort = self.lock().calls.aborted().cloned().filter(|_| code == close_code::ABORTED);
         let dead = match &abort {
             Some(Abort { culprit, cause: AbortCause::Died(_), .. }) => Some(*culprit),
             _ => None,
@@ -215,11 +216,8 @@ impl Core {
             for peer in &mut state.peers {
                 peer.early.clear();
             }
-            for (_, call) in std::mem::take(&mut state.sends) {
-                call.task.abort();
-                call.completer.complete(Err(TransportError::Closed));
-            }
-            state.end_receives();
+            state.calls.end_sends();
+            state.calls.end_receives();
         }
         self.over.send_replace(true);
     }
@@ -232,7 +230,7 @@ impl Core {
     /// Begins to leave an aborted group, so that this rank can form the next one; the endpoint is kept.
     pub(crate) fn leave_aborted(&self) -> Result<Abort, TransportError> {
         let mut state = self.lock();
-        let abort = match (state.phase, &state.abort) {
+        let abort = match (state.phase, state.calls.aborted()) {
             (Phase::Open, Some(abort)) => abort.clone(),
             (Phase::Open, None) => {
                 let text = "only a group that has been aborted can be formed again: call abort first".into();
@@ -241,7 +239,7 @@ impl Core {
             _ => return Err(TransportError::Closed),
         };
         state.phase = Phase::Closing;
-        state.end_receives();
+        state.calls.end_receives();
         Ok(abort)
     }
 
@@ -274,7 +272,7 @@ impl Core {
         if phase != Phase::Open {
             return;
         }
-        let aborted_before = self.lock().abort.is_some();
+        let aborted_before = self.lock().calls.aborted().is_some();
         let cause = AbortCause::Died("its endpoint was dropped without close".into());
         let abort = Abort { culprit: self.me, cause, progress: self.progress() };
         if self.is_coordinator() {

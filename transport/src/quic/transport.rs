@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use super::control::core::Core;
 use super::control::link::Link;
-use super::control::state::Patience;
+use super::control::state::Deadline;
 use super::forming::admission::Door;
 use super::forming::config::QuicConfig;
 use super::forming::description::describe_network;
@@ -227,7 +227,7 @@ impl QuicTransport {
             Err(error) => return completer.complete(Err(error)),
         };
         let core = Arc::clone(core);
-        let until = Patience::of(patience).until;
+        let until = Deadline::after(patience).at();
         // Held across the time in which no group holds it.
         let alive = core.seat.thread.as_ref().and_then(WeakSender::upgrade);
         core.runtime.clone().spawn(async move {
@@ -324,7 +324,7 @@ impl Transport for QuicTransport {
     }
 
     fn outstanding(&self) -> Vec<Outstanding> {
-        self.core.lock().outstanding()
+        self.core.lock().calls.outstanding()
     }
 
     fn network(&self) -> Option<String> {

@@ -7,7 +7,7 @@ use super::fields::{
 };
 use super::frame::{Frame, MAX_DER_BYTES, MAX_TEXT_BYTES, Purpose, RejectCode};
 use crate::error::{Abort, AbortCause};
-use crate::rank::{Rank, Vote};
+use crate::rank::{Rank, RefusalReason, Vote};
 
 /// The one table of frame numbers.
 mod number {
@@ -125,18 +125,18 @@ impl Frame {
                 out.push(0);
                 out.extend_from_slice(plan_hash);
             }
-            Self::Vote { vote: Vote::Refuse { exit, text } } => {
-                out.extend_from_slice(&[1, *exit]);
+            Self::Vote { vote: Vote::Refuse { reason, text } } => {
+                out.extend_from_slice(&[1, reason.code()]);
                 put_text(out, text, MAX_TEXT_BYTES);
             }
             Self::Verdict { round, refusal } => {
                 out.extend_from_slice(&round.to_le_bytes());
                 match refusal {
                     None => out.push(0),
-                    Some((rank, exit, text)) => {
+                    Some((rank, reason, text)) => {
                         out.push(1);
                         out.extend_from_slice(&rank.0.to_le_bytes());
-                        out.push(*exit);
+                        out.push(reason.code());
                         put_text(out, text, MAX_TEXT_BYTES);
                     }
                 }
@@ -226,7 +226,9 @@ impl Frame {
             number::VOTE => Self::Vote {
                 vote: match reader.u8()? {
                     0 => Vote::Ready { plan_hash: reader.array()? },
-                    1 => Vote::Refuse { exit: reader.u8()?, text: reader.text()? },
+                    1 => {
+                        Vote::Refuse { reason: RefusalReason::from_code(reader.u8()?), text: reader.text()? }
+                    }
                     value => {
                         return Err(WireError::BadValue { field: "vote", value: u64::from(value) });
                     }
@@ -236,7 +238,10 @@ impl Frame {
                 round: reader.u64()?,
                 refusal: match reader.u8()? {
                     0 => None,
-                    1 => Some((Rank(reader.u32()?), reader.u8()?, reader.text()?)),
+                    1 => {
+                        let (rank, reason) = (Rank(reader.u32()?), RefusalReason::from_code(reader.u8()?));
+                        Some((rank, reason, reader.text()?))
+                    }
                     value => {
                         return Err(WireError::BadValue { field: "verdict", value: u64::from(value) });
                     }

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use crate::error::Abort;
 use crate::membership::Claim;
-use crate::rank::{Progress, Rank, Tag, Vote};
+use crate::rank::{Progress, Rank, RefusalReason, Tag, Vote};
 
 /// Longest text in a frame, in bytes of UTF-8; longer ones are cut.
 pub const MAX_TEXT_BYTES: u16 = 4096;
@@ -103,8 +103,8 @@ pub enum Frame {
     Verdict {
         /// Rounds are counted from 0.
         round: u64,
-        /// The refusal, if the round did not end well: rank, exit code, text.
-        refusal: Option<(Rank, u8, String)>,
+        /// The refusal, if the round did not end well: the lowest refusing rank, its reason, its text.
+        refusal: Option<(Rank, RefusalReason, String)>,
     },
     /// Whose vote a round lacks, for a rank that has voted in it.
     Missing {

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::error::{Abort, AbortCause};
 use crate::membership::{Claim, MOST_CLAIMS};
-use crate::rank::{Progress, Rank, Tag, Vote};
+use crate::rank::{Progress, Rank, RefusalReason, Tag, Vote};
 
 fn any_tag() -> impl Strategy<Value = Tag> {
     (any::<u64>(), any::<u32>()).prop_map(|(op, message)| Tag { op, message })
@@ -25,6 +25,10 @@ fn any_address() -> impl Strategy<Value = SocketAddr> {
             SocketAddr::from((ip, port))
         }),
     ]
+}
+
+fn any_reason() -> impl Strategy<Value = RefusalReason> {
+    any::<u8>().prop_map(RefusalReason::from_code)
 }
 
 fn any_frame() -> impl Strategy<Value = Frame> {
@@ -48,7 +52,7 @@ fn any_frame() -> impl Strategy<Value = Frame> {
     ];
     let vote = prop_oneof![
         any::<[u8; 32]>().prop_map(|plan_hash| Vote::Ready { plan_hash }),
-        (any::<u8>(), ".{0,40}").prop_map(|(exit, text)| Vote::Refuse { exit, text }),
+        (any_reason(), ".{0,40}").prop_map(|(reason, text)| Vote::Refuse { reason, text }),
     ];
     let cause = prop_oneof![
         ".{0,40}".prop_map(AbortCause::Died),
@@ -56,7 +60,7 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         ".{0,40}".prop_map(AbortCause::Stuck),
     ];
     let ranks = || proptest::collection::vec(any::<u32>().prop_map(Rank), 0..20);
-    let refusal = proptest::option::of((any::<u32>().prop_map(Rank), any::<u8>(), ".{0,40}"));
+    let refusal = proptest::option::of((any::<u32>().prop_map(Rank), any_reason(), ".{0,40}"));
     prop_oneof![
         (any::<u16>(), purpose, any::<[u8; 16]>(), any::<u32>(), any::<u32>(), any::<u32>()).prop_map(
             |(protocol, purpose, job, epoch, rank, world)| Frame::Hello {

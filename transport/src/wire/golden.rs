@@ -3,7 +3,7 @@
 use super::*;
 use crate::error::{Abort, AbortCause};
 use crate::membership::Claim;
-use crate::rank::{Progress, Rank, Tag, Vote};
+use crate::rank::{Progress, Rank, RefusalReason, Tag, Vote};
 
 /// Bytes of hex text; spaces are ignored.
 fn hex(text: &str) -> Vec<u8> {
@@ -172,19 +172,19 @@ fn frames_of_a_running_group_are_pinned() {
         &["07", "01", "00", &"cd".repeat(32)], // number, layout, ready, hash
     );
     pinned(
-        &Frame::Vote { vote: Vote::Refuse { exit: 2, text: "é".into() } },
-        &["07", "01", "01", "02", "0200", "c3a9"], // number, layout, refuse, exit, bytes of the text, text
+        &Frame::Vote { vote: Vote::Refuse { reason: RefusalReason::WrongRequest, text: "é".into() } },
+        &["07", "01", "01", "02", "0200", "c3a9"], // number, layout, refuse, reason, bytes of the text, text
     );
     pinned(&Frame::Verdict { round: 1, refusal: None }, &["08", "01", "0100000000000000", "00"]);
     pinned(
-        &Frame::Verdict { round: 1, refusal: Some((Rank(2), 2, "x".into())) },
+        &Frame::Verdict { round: 1, refusal: Some((Rank(2), RefusalReason::WrongRequest, "x".into())) },
         &[
             "08",
             "01",
             "0100000000000000", // round
             "01",               // refused
             "02000000",         // rank
-            "02",               // exit code
+            "02",               // reason: wrong request
             "0100",             // bytes of the text
             "78",               // text
         ],

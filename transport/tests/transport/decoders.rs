@@ -13,7 +13,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use bounded::{Limit, corpus, corpus_with_keys, run};
 use kyklos_transport::quic::decoders;
 use kyklos_transport::wire::{Frame, MAX_TEXT_BYTES, MessageHeader, Purpose, RejectCode, part_digest};
-use kyklos_transport::{Abort, AbortCause, Claim, Progress, Rank, Tag, Vote};
+use kyklos_transport::{Abort, AbortCause, Claim, Progress, Rank, RefusalReason, Tag, Vote};
 
 /// A few copies of what came, one of them as a frame in memory.
 const BY_LENGTH: Limit = Limit { fixed: 2 << 10, per_byte: 8 };
@@ -37,8 +37,14 @@ fn frames() -> Vec<(String, Vec<u8>)> {
         ("grant", Frame::Grant { rank: Rank(3), world: 4, certificate: vec![0x30; 600] }),
         ("start", Frame::Start),
         ("ready", Frame::Vote { vote: Vote::Ready { plan_hash: [3; 32] } }),
-        ("refuse_vote", Frame::Vote { vote: Vote::Refuse { exit: 2, text: "é".into() } }),
-        ("verdict", Frame::Verdict { round: 1, refusal: Some((Rank(2), 2, "x".into())) }),
+        (
+            "refuse_vote",
+            Frame::Vote { vote: Vote::Refuse { reason: RefusalReason::WrongRequest, text: "é".into() } },
+        ),
+        (
+            "verdict",
+            Frame::Verdict { round: 1, refusal: Some((Rank(2), RefusalReason::WrongRequest, "x".into())) },
+        ),
         ("missing", Frame::Missing { round: 1, rank: Rank(2), left: true }),
         ("join", Frame::Join { claims, patience_ms: 7 }),
         ("members", Frame::Members { epoch: 6, members: vec![Rank(2)], addresses: vec![addresses[0]] }),

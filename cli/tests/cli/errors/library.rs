@@ -17,7 +17,7 @@ use kyklos::{
     repair,
 };
 use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport, Revoked};
-use kyklos_transport::{Rank, Tag, Transport, Vote, in_process_group};
+use kyklos_transport::{Rank, RefusalReason, Tag, Transport, Vote, in_process_group};
 
 use super::Entry;
 
@@ -195,7 +195,13 @@ pub(super) fn of_runs() -> Vec<Entry> {
         ),
         entry(
             "a rank cannot run what the others can",
-            agree(ready(1), Vote::Refuse { exit: 2, text: "rank 1: the refusal's own words".to_owned() }),
+            agree(
+                ready(1),
+                Vote::Refuse {
+                    reason: RefusalReason::WrongRequest,
+                    text: "rank 1: the refusal's own words".to_owned(),
+                },
+            ),
             "The lowest refusing rank's sentence and exit code become everyone's.",
         ),
         entry(

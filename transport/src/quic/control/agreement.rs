@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use super::coordinator::{Coordinator, Lacking};
 use super::core::Core;
-use super::state::{AgreeCall, Patience};
+use super::state::Deadline;
 use crate::ballot::{Refusal, Verdict};
+use crate::calls::AgreeCall;
 use crate::error::TransportError;
 use crate::posted::Completer;
 use crate::rank::{Rank, Tag, Vote};
@@ -22,10 +23,8 @@ impl Core {
         let round = state.next_round;
         state.next_round += 1;
         self.recorder.note(EventKind::Voted, self.me, Tag { op: round, message: 0 }, 0);
-        state.agrees.insert(
-            round,
-            AgreeCall { completer, patience: Patience::of(patience), missing: Rank::COORDINATOR },
-        );
+        let deadline = Deadline::after(patience);
+        state.calls.agreements.insert(round, AgreeCall { completer, deadline, missing: Rank::COORDINATOR });
         drop(state);
         self.changed.notify_waiters();
         match (&self.coordinator, self.control(Rank::COORDINATOR)) {
@@ -36,7 +35,7 @@ impl Core {
     }
 
     pub(crate) fn agreed(&self, round: u64, verdict: Verdict) {
-        let call = self.lock().agrees.remove(&round);
+        let call = self.lock().calls.agreements.remove(&round);
         if let Some(call) = call {
             self.recorder.note(EventKind::Agreed, Rank::COORDINATOR, Tag { op: round, message: 0 }, 0);
             call.completer.complete(verdict.map_err(TransportError::from));
@@ -50,7 +49,8 @@ impl Core {
         match counted {
             Err(text) => self.failed(rank, text),
             Ok((round, Some(verdict))) => {
-                let refusal = verdict.clone().err().map(|Refusal { rank, exit, text }| (rank, exit, text));
+                let refusal =
+                    verdict.clone().err().map(|Refusal { rank, reason, text }| (rank, reason, text));
                 for member in self.control.iter().flatten() {
                     member.say(Frame::Verdict { round, refusal: refusal.clone() });
                 }
@@ -84,7 +84,7 @@ impl Core {
     pub(crate) fn lacks(&self, Lacking { round, rank, left }: Lacking) {
         let waits = {
             let mut state = self.lock();
-            let call = state.agrees.get_mut(&round);
+            let call = state.calls.agreements.get_mut(&round);
             call.map(|call| call.missing = rank).is_some()
         };
         if waits && left {

@@ -88,7 +88,7 @@ impl Core {
                 Ok(Some(Frame::Verdict { round, refusal })) => {
                     let verdict = match refusal {
                         None => Ok(()),
-                        Some((rank, exit, text)) => Err(Refusal { rank, exit, text }),
+                        Some((rank, reason, text)) => Err(Refusal { rank, reason, text }),
                     };
                     self.agreed(round, verdict);
                 }
@@ -180,7 +180,7 @@ impl Core {
     /// What this rank says of itself.
     fn report(&self) -> Report {
         let works = self.pulse.works();
-        let waits_for = if works { Vec::new() } else { self.lock().waits_for() };
+        let waits_for = if works { Vec::new() } else { self.lock().calls.waits_for() };
         Report { progress: self.progress(), beats: self.pulse.beats(), works, waits_for }
     }
 

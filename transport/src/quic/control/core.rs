@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::coordinator::Coordinator;
 use super::link::{Link, MOST_QUEUED};
-use super::state::State;
+use super::state::RankState;
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::pulse::Pulse;
 use crate::quic::forming::config::QuicConfig;
@@ -49,7 +49,7 @@ pub(crate) struct Core {
     /// Becomes true when the rank has gone and all its tasks must end.
     pub(crate) over: watch::Sender<bool>,
     pub(crate) recorder: Arc<Recorder>,
-    state: Mutex<State>,
+    state: Mutex<RankState>,
 }
 
 /// What a [`Core`] is made of.
@@ -89,12 +89,12 @@ impl Core {
             runtime: Handle::current(),
             changed: Notify::new(),
             over: watch::Sender::new(false),
-            state: Mutex::new(State::new(world, Arc::clone(&recorder))),
+            state: Mutex::new(RankState::new(world, Arc::clone(&recorder))),
             recorder,
         }
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, RankState> {
         // State is changed by code that does not panic between two related changes; a poisoned lock is usable.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -127,14 +127,13 @@ impl Core {
     /// The group is aborted, as far as this rank is concerned: everything outstanding ends. The first one counts.
     pub(crate) fn aborted(&self, abort: Abort) {
         let mut state = self.lock();
-        if state.abort.is_some() {
+        if state.calls.aborted().is_some() {
             return;
         }
         tracing::debug!(rank = %self.me, %abort, "group aborted");
         self.stop_flag.store(true, Ordering::Release);
         self.recorder.aborted(&abort);
-        state.abort = Some(abort);
-        state.fail_everything();
+        state.calls.abort(&abort);
         drop(state);
         self.changed.notify_waiters();
     }
@@ -157,7 +156,7 @@ impl Core {
 
     /// Of the coordinator: makes an abort everyone's, unless there is one already.
     pub(crate) fn decide(&self, mut abort: Abort) {
-        if self.lock().abort.is_some() {
+        if self.lock().calls.aborted().is_some() {
             return;
         }
         if abort.progress == Progress::default() {
@@ -168,7 +167,7 @@ impl Core {
         }
         self.aborted(abort);
         // Two ranks may have come here at once: what is said is what was kept.
-        let Some(abort) = self.lock().abort.clone() else {
+        let Some(abort) = self.lock().calls.aborted().cloned() else {
             return;
         };
         for member in self.control.iter().flatten() {
@@ -179,10 +178,10 @@ impl Core {
     /// A peer has broken the protocol: ends the receive that it concerns, tells the peer, and aborts the group.
     pub(crate) fn misbehaved(&self, peer: Rank, tag: Option<Tag>, text: String) {
         // Once is enough: a peer that goes on misbehaving, and reads no answer, must not fill queues.
-        let is_known = self.lock().abort.is_some();
+        let is_known = self.lock().calls.aborted().is_some();
         if let Some(tag) = tag {
             self.recorder.note(EventKind::Refused, peer, tag, 0);
-            let call = self.lock().recvs.remove(&(peer, tag));
+            let call = self.lock().calls.receives.remove(&(peer, tag));
             if let Some(call) = call {
                 call.completer.complete(Err(TransportError::PeerMisbehaved { peer, text: text.clone() }));
             }
@@ -216,7 +215,7 @@ impl Core {
         if !std::mem::replace(&mut state.peers[peer.0 as usize].left, true) {
             self.recorder.note(EventKind::PeerLeft, peer, Tag { op: 0, message: 0 }, 0);
         }
-        let text = state.still_needs(peer, self.me);
+        let text = state.calls.still_needs(peer, self.me);
         drop(state);
         if let Some(text) = text {
             self.failed(peer, text);
@@ -232,7 +231,7 @@ impl Core {
             let (withdrawn, next) = {
                 let mut state = self.lock();
                 // A deadline ends the call it belongs to; the other side has its own.
-                (state.end_calls_past(Instant::now()), state.next_deadline())
+                (state.end_calls_past(Instant::now()), state.calls.next_deadline())
             };
             for (to, tag) in withdrawn {
                 if let Some(link) = self.link(to) {

@@ -13,6 +13,7 @@ use crate::quic::trust::job::JobId;
 use crate::quic::trust::names::Known;
 use crate::quic::trust::revoked::Revoked;
 use crate::rank::Rank;
+use crate::remedy::Remedy;
 use crate::wire::MAX_WORLD;
 
 /// How a rank finds its group, and proves that it belongs to it.
@@ -152,7 +153,8 @@ impl QuicConfig {
         }
         if self.revoked.as_ref().is_some_and(|revoked| revoked.has(&self.identity.certificate)) {
             return Err(TransportError::bootstrap(format!(
-                "the certificate of {claims} has been revoked, by its own list: issue a new one with kyklos certs issue"
+                "the certificate of {claims} has been revoked, by its own list: {}",
+                Remedy::IssueCertificate
             )));
         }
         if let Some(complaint) = claims.out_of_date() {

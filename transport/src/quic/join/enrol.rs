@@ -22,6 +22,7 @@ use crate::quic::network::socket::{self, Bound, Ends, Ground, LaneEnd, usual_bin
 use crate::quic::trust::identity::Identity;
 use crate::quic::trust::tls;
 use crate::rank::Rank;
+use crate::remedy::Remedy;
 use crate::wire::{Frame, RejectCode};
 
 /// How a rank asks to be let in.
@@ -129,14 +130,18 @@ async fn attempt(
 ) -> Result<Enrolled, Attempt> {
     let at = config.coordinator;
     let refused = |what: String| Attempt::Refused(format!("rank 0 at {at} gave no identity: {what}"));
-    let ended = |error: ConnectionError| {
-        match error {
+    let ended = |error: ConnectionError| match error {
         error if is_silence(&error) => Attempt::Again,
-        ConnectionError::ConnectionClosed(close) if close.error_code == TransportErrorCode::crypto(NO_SUCH_PROTOCOL) => refused(
-            "it takes no tokens, because its group is complete or it was started without the invitation (--invite)".into(),
-        ),
+        ConnectionError::ConnectionClosed(close)
+            if close.error_code == TransportErrorCode::crypto(NO_SUCH_PROTOCOL) =>
+        {
+            refused(
+                "it takes no tokens, because its group is complete or it was started without an invitation: "
+                    .to_owned()
+                    + Remedy::StartWithInvitation.words(),
+            )
+        }
         error => refused(describe(&error)),
-    }
     };
     let connecting = endpoint
         .connect_with(client, at, NAME)

@@ -17,6 +17,7 @@ use crate::quic::trust::names::Subject;
 use crate::quic::trust::private_file::{self, pem_block};
 use crate::quic::trust::validity::Validity;
 use crate::rank::Rank;
+use crate::remedy::Remedy;
 use crate::wire::MAX_WORLD;
 
 /// Lets the ranks of one group in by a token. Its file holds the keys of all of that: rank 0's alone.
@@ -95,8 +96,9 @@ impl Invitation {
         let bytes = private_file::read(path, "invitation")?;
         Self::parse(&bytes).map_err(|what| {
             TransportError::bootstrap(format!(
-                "{} is not an invitation, {what}: make one with kyklos certs invite",
-                path.display()
+                "{} is not an invitation, {what}: {}",
+                path.display(),
+                Remedy::MakeInvitation
             ))
         })
     }

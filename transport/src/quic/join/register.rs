@@ -17,6 +17,7 @@ use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::Subject;
 use crate::quic::trust::validity::Date;
 use crate::rank::Rank;
+use crate::remedy::Remedy;
 use crate::wire::{Frame, RejectCode};
 
 /// What rank 0 knows of those whom it has let in.
@@ -79,18 +80,21 @@ impl Register {
         let token = self.invitation.token();
         if !token.secret.is_proven(&visit.binding, proof) {
             self.guesses.wrong(visit.from, visit.now);
-            let text = "its token has another secret than this rank 0's: copy the whole line that kyklos certs invite \
-                        printed, and start rank 0 with that invitation";
-            return Err((RejectCode::Token, text.into()));
+            let text = format!(
+                "its token has another secret than this rank 0's: {}, and use the token of the invitation with which rank 0 \
+                 was started",
+                Remedy::CopyWholeToken
+            );
+            return Err((RejectCode::Token, text));
         }
         if visit.date > self.invitation.until() {
             return Err((
                 RejectCode::Token,
                 format!(
-                    "its token has expired on {} (the clock of rank 0 says {}): make a new invitation with kyklos certs \
-                     invite",
+                    "its token has expired on {} (the clock of rank 0 says {}): {}",
                     Date(self.invitation.until()),
-                    Date(visit.date)
+                    Date(visit.date),
+                    Remedy::MakeInvitation
                 ),
             ));
         }
@@ -125,9 +129,10 @@ impl Register {
             None => (1..world).map(Rank).find(|rank| !self.given.contains_key(rank)).map_or_else(
                 || {
                     let text = format!(
-                        "its token is used up, ranks 1 to {} have been given away: invite for more ranks, or start a rank \
-                         again with the identity that it got (--identity)",
-                        world - 1
+                        "its token is used up, ranks 1 to {} have been given away: invite for more ranks; if a rank has been \
+                         given to this one before, {}",
+                        world - 1,
+                        Remedy::KeepIdentity
                     );
                     refuse(RejectCode::Token, text)
                 },
@@ -144,8 +149,8 @@ impl Register {
             Some(rank) if self.given.contains_key(&rank) => refuse(
                 RejectCode::Duplicate,
                 format!(
-                    "rank {rank} has been given to another one: ask for none and get one that is free, or start that rank \
-                     again with the identity that it got (--identity)"
+                    "rank {rank} has been given to another one: ask for none and get one that is free, or {}",
+                    Remedy::KeepIdentity
                 ),
             ),
             Some(rank) => Ok(rank),

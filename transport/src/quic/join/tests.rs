@@ -25,6 +25,7 @@ use crate::quic::trust::validity::Validity;
 use crate::quic::{Carrier, Identity, LinkSettings, QuicTransport};
 use crate::rank::Rank;
 use crate::rank::Tag;
+use crate::remedy::Remedy;
 use crate::transport::Transport;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
@@ -183,7 +184,10 @@ fn rank_0_without_an_invitation_takes_no_tokens() {
     let config = QuicConfig { connect_deadline: Duration::from_secs(3), ..config };
     let zero = std::thread::spawn(|| QuicTransport::connect(config));
     let error = enrol(EnrolConfig::new(invitation.token().clone(), at)).unwrap_err().to_string();
-    assert!(error.contains("takes no tokens") && error.contains("--invite"), "{error}");
+    assert!(
+        error.contains("takes no tokens") && error.contains(Remedy::StartWithInvitation.words()),
+        "{error}"
+    );
     assert!(zero.join().unwrap().is_err());
 }
 

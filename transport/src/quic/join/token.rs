@@ -10,6 +10,7 @@ use super::binding::BINDING_BYTES;
 use crate::error::TransportError;
 use crate::quic::trust::hex;
 use crate::quic::trust::key_hash::KeyHash;
+use crate::remedy::Remedy;
 
 /// `kyklos1.HASH.SECRET@HOST:PORT`: the hash of the authority's key, the secret, and where rank 0 is.
 ///
@@ -61,7 +62,8 @@ impl FromStr for Token {
     fn from_str(text: &str) -> Result<Self, TransportError> {
         let wrong = |what: &str| {
             TransportError::bootstrap(format!(
-                "this is not a whole token, {what}: copy the line that kyklos certs invite printed"
+                "this is not a whole token, {what}: {}",
+                Remedy::CopyWholeToken
             ))
         };
         let rest = text.strip_prefix(PREFIX).ok_or_else(|| wrong("it does not begin with kyklos1."))?;

@@ -10,17 +10,17 @@ use tokio::sync::{oneshot, watch};
 use tracing::Instrument;
 
 use super::sending::EARLY_BYTES;
-use crate::history::Ended;
+use crate::calls::{Ended, check_message};
 use crate::posted::Completer;
 use crate::quic::control::core::Core;
-use crate::quic::control::state::{Patience, Phase, Reading, RecvCall};
+use crate::quic::control::state::{Deadline, Incoming, Phase, Reading, ReceiveCall};
 use crate::quic::network::connection::is_leave;
 use crate::quic::payload::assembly::{Assembly, Filled};
 use crate::quic::payload::chunks::{Granted, ReadEnd, chunk_bytes, read_chunk};
 use crate::rank::{Rank, Tag};
 use crate::recorder::EventKind;
+use crate::spans;
 use crate::wire::{Frame, HEADER_BYTES, MessageHeader, part_digest};
-use crate::{misuse, spans};
 
 /// The receiver does not take the message.
 const TURNED_AWAY: VarInt = VarInt::from_u32(2);
@@ -34,7 +34,7 @@ impl Core {
         patience: Duration,
         completer: Completer<Vec<Bytes>>,
     ) {
-        let total = match misuse::check_message(self.me, self.world, from, tag, part_bytes.iter().copied()) {
+        let total = match check_message(self.me, self.world, from, tag, part_bytes.iter().copied()) {
             Ok(total) => total,
             Err(error) => return completer.complete(Err(error)),
         };
@@ -42,26 +42,18 @@ impl Core {
         if let Err(error) = state.may_post() {
             return completer.complete(Err(error));
         }
-        let peer = &mut state.peers[from.0 as usize];
-        if let Err(error) = peer.received.post("receive", from, tag) {
+        if let Err(error) = state.calls.begin_receive(from, tag) {
             return completer.complete(Err(error));
         }
+        let peer = state.peer(from);
         let early = peer.early.remove(&tag);
         let peer_left = peer.left;
-        if state.recvs.contains_key(&(from, tag)) {
-            return completer.complete(Err(misuse::outstanding_already("receive", from, tag)));
-        }
         self.recorder.note(EventKind::ReceivePosted, from, tag, total);
-        let call = RecvCall {
-            completer,
-            part_bytes: part_bytes.to_vec(),
-            total,
-            moved: Arc::new(AtomicU64::new(0)),
-            patience: Patience::of(patience),
-            reading: None,
-            span: spans::receive(self.me, from, tag, total),
-        };
-        state.recvs.insert((from, tag), call);
+        let span = spans::receive(self.me, from, tag, total);
+        let transfer = Incoming { moved: Arc::new(AtomicU64::new(0)), reading: None, span };
+        let (part_bytes, deadline) = (part_bytes.to_vec(), Deadline::after(patience));
+        let call = ReceiveCall { completer, part_bytes, total, deadline, transfer };
+        state.calls.receives.insert((from, tag), call);
         drop(state);
         if let Some(link) = self.link(from) {
             link.say(Frame::Want { tag });
@@ -147,16 +139,13 @@ impl Core {
         self.recorder.heard(from, None);
         let (call, reading) = {
             let mut state = self.lock();
-            let Some(reading) = state.recvs.get_mut(&(from, tag)).and_then(|call| call.reading.as_mut())
-            else {
-                return;
-            };
+            let call = state.calls.receives.get_mut(&(from, tag));
+            let Some(reading) = call.and_then(|call| call.transfer.reading.as_mut()) else { return };
             if !reading.assembly.put_back(chunk as usize, filled) {
                 return;
             }
-            state.peers[from.0 as usize].received.end(tag, Ended::Done);
-            let Some(mut call) = state.recvs.remove(&(from, tag)) else { return };
-            let Some(reading) = call.reading.take() else { return };
+            let Some(mut call) = state.calls.take_receive(from, tag, Ended::Done) else { return };
+            let Some(reading) = call.transfer.reading.take() else { return };
             (call, reading)
         };
         self.recorder.note(EventKind::Received, from, tag, call.total);
@@ -189,7 +178,7 @@ impl Core {
             // Nobody will ever post it, and it would wait here for ever.
             return Claim::TooLate;
         }
-        if let Some(call) = state.recvs.get_mut(&(from, tag)) {
+        if let Some(call) = state.calls.receives.get_mut(&(from, tag)) {
             let expected = (call.part_bytes.len(), call.total, part_digest(call.part_bytes.iter().copied()));
             if (header.part_count as usize, header.total_bytes, header.part_digest) != expected {
                 return Claim::Wrong(format!(
@@ -198,7 +187,7 @@ impl Core {
                 ));
             }
             let lanes = self.link(from).map_or(1, |link| link.lanes.len());
-            let reading = call.reading.get_or_insert_with(|| {
+            let reading = call.transfer.reading.get_or_insert_with(|| {
                 self.recorder.note(EventKind::FirstByte, from, tag, header.total_bytes);
                 let chunk_bytes = usize::try_from(chunk_bytes(call.total, lanes)).unwrap_or(usize::MAX);
                 let going_on = watch::Sender::new(());
@@ -206,22 +195,21 @@ impl Core {
             });
             return match reading.assembly.take(header.chunk as usize) {
                 Ok(chunk) => {
-                    let (moved, cancelled) = (Arc::clone(&call.moved), reading.going_on.subscribe());
-                    Claim::Granted(Granted { chunk, moved, cancelled }, call.span.id())
+                    let (moved, cancelled) = (Arc::clone(&call.transfer.moved), reading.going_on.subscribe());
+                    Claim::Granted(Granted { chunk, moved, cancelled }, call.transfer.span.id())
                 }
                 Err(text) => Claim::Wrong(format!("{tag} has {text}")),
             };
         }
-        let peer = &mut state.peers[from.0 as usize];
-        match peer.received.of(tag) {
+        match state.calls.receive_ended(from, tag) {
             Some(Ended::Done) => return Claim::Wrong(format!("{tag} was sent twice")),
             Some(Ended::GivenUp) => return Claim::TooLate,
             None => {}
         }
-        if peer.withdrawn.remove(&tag) {
+        if state.peer(from).withdrawn.remove(&tag) {
             return Claim::TooLate;
         }
-        if let Some(latest_op) = peer.received.is_past(tag) {
+        if let Some(latest_op) = state.calls.receive_is_past(from, tag) {
             return Claim::Wrong(format!("{tag} is of the past: operation {latest_op} is under way"));
         }
         if header.total_bytes > EARLY_BYTES {
@@ -231,7 +219,7 @@ impl Core {
             ));
         }
         let (sender, posted) = oneshot::channel();
-        if peer.early.insert(tag, sender).is_some() {
+        if state.peer(from).early.insert(tag, sender).is_some() {
             return Claim::Wrong(format!("{tag} was sent twice"));
         }
         Claim::Early(posted)

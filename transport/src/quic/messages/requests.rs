@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::calls::Ended;
 use crate::error::TransportError;
-use crate::history::Ended;
 use crate::quic::control::core::Core;
 use crate::quic::network::frames::{FrameError, FrameReader};
 use crate::rank::{Rank, Tag, Taken};
@@ -33,7 +33,7 @@ impl Core {
                     if let Some(call) = call {
                         self.recorder.note(EventKind::Sent, peer, tag, call.total);
                         // Who has it has asked for it.
-                        let under_way = call.asked.map_or(Duration::ZERO, |asked| asked.elapsed());
+                        let under_way = call.transfer.asked.map_or(Duration::ZERO, |asked| asked.elapsed());
                         call.completer.complete(Ok(Taken { under_way }));
                     }
                     self.changed.notify_waiters();
@@ -41,12 +41,12 @@ impl Core {
                 Ok(Some(Frame::Refuse { tag, text })) => {
                     let call = {
                         let mut state = self.lock();
-                        state.peers[peer.0 as usize].wants.remove(&tag);
+                        state.peer(peer).wants.remove(&tag);
                         state.take_send(peer, tag, Ended::GivenUp)
                     };
                     if let Some(call) = call {
                         self.recorder.note(EventKind::Refused, peer, tag, call.total);
-                        call.task.abort();
+                        call.transfer.task.abort();
                         call.completer.complete(Err(TransportError::PeerMisbehaved { peer, text }));
                     }
                     self.changed.notify_waiters();
@@ -78,20 +78,21 @@ impl Core {
     fn wanted(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
         self.recorder.note(EventKind::Asked, peer, tag, 0);
         let mut state = self.lock();
-        let Some(call) = state.sends.get_mut(&(peer, tag)) else {
-            let peer = &mut state.peers[peer.0 as usize];
-            // A wish for a message that was given up comes too late, and nobody would ever look at it.
-            if peer.sent.of(tag).is_none() {
-                peer.wants.insert(tag);
+        let Some(call) = state.calls.sends.get_mut(&(peer, tag)) else {
+            // A request for a message that was given up comes too late, and nothing would ever answer it.
+            let is_given_up = state.calls.send_ended(peer, tag).is_some();
+            let wants = &mut state.peer(peer).wants;
+            if !is_given_up {
+                wants.insert(tag);
             }
-            return if peer.wants.len() > MOST_NOTES { Err(()) } else { Ok(()) };
+            return if wants.len() > MOST_NOTES { Err(()) } else { Ok(()) };
         };
-        call.asked.get_or_insert_with(Instant::now);
-        if let Some(wanted) = call.wanted.take() {
+        call.transfer.asked.get_or_insert_with(Instant::now);
+        if let Some(wanted) = call.transfer.wanted.take() {
             let _ = wanted.send(());
         }
-        if std::mem::take(&mut call.unwanted) {
-            state.peers[peer.0 as usize].unwanted -= 1;
+        if std::mem::take(&mut call.transfer.unwanted) {
+            state.peer(peer).unwanted -= 1;
         }
         Ok(())
     }
@@ -99,12 +100,13 @@ impl Core {
     /// The sender of a message that came early, or will, has given it up: its stream must not be kept.
     fn withdrawn(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
         let mut state = self.lock();
-        let posted = state.recvs.contains_key(&(peer, tag));
+        let is_known =
+            state.calls.receives.contains_key(&(peer, tag)) || state.calls.receive_ended(peer, tag).is_some();
         self.recorder.note(EventKind::Withdrawn, peer, tag, 0);
-        let peer = &mut state.peers[peer.0 as usize];
-        // Who waits for the stream then lets go of it. If it is not here yet, it is turned away when it comes; if
-        // its receive is posted, it is read or reset.
-        if peer.early.remove(&tag).is_none() && !posted && peer.received.of(tag).is_none() {
+        let peer = state.peer(peer);
+        // The task that holds the stream then lets go of it. If the stream is not here yet, it is turned away when it
+        // comes; if its receive is posted, it is read or reset.
+        if peer.early.remove(&tag).is_none() && !is_known {
             peer.withdrawn.insert(tag);
         }
         if peer.withdrawn.len() > MOST_NOTES { Err(()) } else { Ok(()) }

@@ -10,15 +10,16 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::Instrument;
 
+use crate::calls::check_message;
 use crate::posted::Completer;
 use crate::quic::control::core::Core;
 use crate::quic::control::link::Lane;
-use crate::quic::control::state::{Patience, SendCall};
-use crate::quic::payload::chunks::{Outgoing, chunk_bytes, chunk_count, write_chunk};
+use crate::quic::control::state::{Deadline, Outgoing, SendCall};
+use crate::quic::payload::chunks::{OutgoingChunk, chunk_bytes, chunk_count, write_chunk};
 use crate::rank::{Rank, Tag, Taken};
 use crate::recorder::EventKind;
+use crate::spans;
 use crate::wire::{MessageHeader, part_digest};
-use crate::{misuse, spans};
 
 /// Larger messages are sent only when the receiver has asked for them.
 pub(crate) const EARLY_BYTES: u64 = 64 << 10;
@@ -36,7 +37,7 @@ impl Core {
         patience: Duration,
         completer: Completer<Taken>,
     ) {
-        let total = match misuse::check_message(self.me, self.world, to, tag, parts.iter().map(Bytes::len)) {
+        let total = match check_message(self.me, self.world, to, tag, parts.iter().map(Bytes::len)) {
             Ok(total) => total,
             Err(error) => return completer.complete(Err(error)),
         };
@@ -44,13 +45,10 @@ impl Core {
         if let Err(error) = state.may_post() {
             return completer.complete(Err(error));
         }
-        if state.sends.contains_key(&(to, tag)) {
-            return completer.complete(Err(misuse::outstanding_already("send", to, tag)));
-        }
-        let peer = &mut state.peers[to.0 as usize];
-        if let Err(error) = peer.sent.post("send", to, tag) {
+        if let Err(error) = state.calls.begin_send(to, tag) {
             return completer.complete(Err(error));
         }
+        let peer = state.peer(to);
         let wanted_already = peer.wants.remove(&tag);
         let unwanted = !wanted_already && total <= EARLY_BYTES && peer.unwanted < EARLY_MESSAGES;
         if unwanted {
@@ -68,10 +66,10 @@ impl Core {
         let told = (Arc::clone(&moved), spans::send(self.me, to, tag, total));
         let task = Arc::clone(self).send_message(to, tag, parts, total, told, wish);
         let task = self.runtime.spawn(task).abort_handle();
-        let patience = Patience::of(patience);
         let asked = wanted_already.then(Instant::now);
-        let call = SendCall { completer, total, moved, patience, asked, wanted, unwanted, task };
-        state.sends.insert((to, tag), call);
+        let transfer = Outgoing { moved, asked, wanted, unwanted, task };
+        let call = SendCall { completer, total, deadline: Deadline::after(patience), transfer };
+        state.calls.sends.insert((to, tag), call);
         drop(state);
         if peer_left {
             self.peer_left(to);
@@ -155,7 +153,7 @@ impl Sending {
             }
             let Ok(stream) = lane.connection.open_uni().await else { return };
             let header = MessageHeader { chunk, ..self.header };
-            let mut out = Outgoing::new(stream);
+            let mut out = OutgoingChunk::new(stream);
             let span = tracing::trace_span!(parent: &self.span, "chunk", lane = index, chunk);
             let written = write_chunk(&mut out, &header, self.chunk_bytes, &self.parts, &self.moved);
             if written.instrument(span).await.is_err() {

@@ -360,7 +360,7 @@ mod tests {
     #[test]
     fn what_cannot_work_is_refused_with_the_reason() {
         let refusal = |link: LinkSettings, world| match link.check(ANY, world) {
-            Err(TransportError::Bootstrap { text }) => text,
+            Err(TransportError::Bootstrap { text, .. }) => text,
             other => panic!("{other:?}"),
         };
         let mtu = refusal(LinkSettings { mtu: Some(1279), ..LinkSettings::default() }, 2);

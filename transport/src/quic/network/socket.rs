@@ -48,8 +48,10 @@ pub(crate) fn bind(address: SocketAddr, carrier: Carrier) -> Result<Bound, Trans
         Carrier::Udp => bind_udp(address).map(Bound::Udp),
         Carrier::Tcp => bind_tcp(address).map(Bound::Tcp),
     };
-    bound.map_err(|error| TransportError::Bootstrap {
-        text: format!("cannot listen on {address} ({carrier}): {error}; is another job using it?"),
+    bound.map_err(|error| {
+        TransportError::bootstrap(format!(
+            "cannot listen on {address} ({carrier}): {error}; is another job using it?"
+        ))
     })
 }
 

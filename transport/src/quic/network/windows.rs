@@ -111,7 +111,7 @@ mod tests {
             ..LinkSettings::default()
         };
         let refusal = |link: LinkSettings| match link.check(ANY, 2) {
-            Err(TransportError::Bootstrap { text }) => text,
+            Err(TransportError::Bootstrap { text, .. }) => text,
             other => panic!("{other:?}"),
         };
         assert!(refusal(fixed(14_519)).contains("use at least 14520"));

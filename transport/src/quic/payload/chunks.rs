@@ -65,18 +65,18 @@ pub(crate) async fn read_chunk(stream: &mut RecvStream, granted: Granted) -> Res
 }
 
 /// A stream that is reset, not ended, when its message is given up half-way.
-pub(crate) struct Outgoing {
+pub(crate) struct OutgoingChunk {
     stream: SendStream,
     finished: bool,
 }
 
-impl Outgoing {
+impl OutgoingChunk {
     pub(crate) fn new(stream: SendStream) -> Self {
         Self { stream, finished: false }
     }
 }
 
-impl Drop for Outgoing {
+impl Drop for OutgoingChunk {
     fn drop(&mut self) {
         if !self.finished {
             let _ = self.stream.reset(WITHDRAWN);
@@ -86,7 +86,7 @@ impl Drop for Outgoing {
 
 /// Writes the chunk that the header names.
 pub(crate) async fn write_chunk(
-    out: &mut Outgoing,
+    out: &mut OutgoingChunk,
     header: &MessageHeader,
     chunk_bytes: u64,
     parts: &[Bytes],

@@ -73,7 +73,10 @@ fn a_rank_of_another_job_of_the_same_authority_is_refused_whatever_it_says() {
         let stranger = QuicConfig { job: other, identity: genuine, ..config(1) };
         stranger.check().unwrap();
         let error = QuicTransport::form(stranger).await.unwrap_err();
-        assert!(matches!(&error, TransportError::Bootstrap { text } if text.contains("rank 0")), "{error}");
+        assert!(
+            matches!(&error, TransportError::Bootstrap { text, .. } if text.contains("rank 0")),
+            "{error}"
+        );
         // None of this has kept the honest ranks from each other.
         let one = QuicTransport::form(config(1)).await.unwrap();
         let zero = zero.await.unwrap().unwrap();

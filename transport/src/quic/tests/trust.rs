@@ -11,6 +11,7 @@ use crate::quic::forming::bootstrap;
 use crate::quic::transport::bind;
 use crate::quic::*;
 use crate::rank::{Progress, Rank, Tag};
+use crate::remedy::Remedy;
 use crate::transport::Regroup;
 use crate::transport::Transport;
 
@@ -81,7 +82,7 @@ fn an_identity_of_another_authority_is_refused_and_both_sides_say_why() {
     let (ours, theirs) = (authority(), authority());
     let errors = meet(ours.issue(Rank(0)).unwrap(), theirs.issue(Rank(1)).unwrap(), &[]).unwrap_err();
     // The rank that dials verifies first, so it is rank 0's certificate that is strange, to rank 1.
-    both_say(errors, &["rank 0", "another authority", "--also-trust"]);
+    both_say(errors, &["rank 0", "another authority", Remedy::TrustBothAuthorities.words()]);
 }
 
 #[test]

@@ -19,6 +19,7 @@ use super::private_file::{self, pem_block};
 use super::validity::{Date, Validity};
 use crate::error::TransportError;
 use crate::rank::Rank;
+use crate::remedy::Remedy;
 
 /// Issues the identities of one job.
 pub struct ClusterAuthority {
@@ -110,8 +111,9 @@ impl ClusterAuthority {
         let pem = folder.join(CERTIFICATE_FILE);
         if !pem.exists() {
             return Err(TransportError::bootstrap(format!(
-                "there is no authority in {}: make one with kyklos certs init",
-                folder.display()
+                "there is no authority in {}: {}",
+                folder.display(),
+                Remedy::MakeAuthority
             )));
         }
         let certificate = read_certificate(&pem)?;
@@ -127,8 +129,9 @@ impl ClusterAuthority {
         let authority = Self::of(certificate, key, JobId::of_text(job), Some(job.to_owned()))?;
         match authority.validity.complaint(SystemTime::now()) {
             Some(complaint) => Err(TransportError::bootstrap(format!(
-                "the authority {} {complaint}: make a new one with kyklos certs init",
-                pem.display()
+                "the authority {} {complaint}: {}",
+                pem.display(),
+                Remedy::MakeAuthority
             ))),
             None => Ok(authority),
         }
@@ -355,7 +358,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let refusal =
             |name: &str| ClusterAuthority::read(&root.path().join(name), "train").unwrap_err().to_string();
-        assert!(refusal("nothing").contains("kyklos certs init"));
+        assert!(refusal("nothing").contains(Remedy::MakeAuthority.words()));
         let (a, b) = (root.path().join("a"), root.path().join("b"));
         ClusterAuthority::create(&a, 10).unwrap();
         ClusterAuthority::create(&b, 10).unwrap();

@@ -47,8 +47,11 @@ impl FromStr for KeyHash {
     type Err = TransportError;
 
     fn from_str(text: &str) -> Result<Self, TransportError> {
-        let wrong = || TransportError::Bootstrap {
-            text: format!("the hash of a key has {} hexadecimal digits, not {text:?}", 2 * KEY_HASH_BYTES),
+        let wrong = || {
+            TransportError::bootstrap(format!(
+                "the hash of a key has {} hexadecimal digits, not {text:?}",
+                2 * KEY_HASH_BYTES
+            ))
         };
         hex::read(text).map(Self).ok_or_else(wrong)
     }

@@ -11,6 +11,7 @@ use super::job::JobId;
 use super::validity::Validity;
 use crate::error::TransportError;
 use crate::rank::Rank;
+use crate::remedy::Remedy;
 
 /// Whom a certificate is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -118,7 +119,7 @@ impl Claims {
     /// What is wrong with the time it is used at.
     pub(crate) fn out_of_date(&self) -> Option<String> {
         let complaint = self.validity.complaint(SystemTime::now())?;
-        Some(format!("the certificate of {self} {complaint}: issue a new one with kyklos certs issue"))
+        Some(format!("the certificate of {self} {complaint}: {}", Remedy::IssueCertificate))
     }
 
     /// Why this may not be `rank`, of which so much is known, and which is seen at `address`.

@@ -9,6 +9,7 @@ use rustls::pki_types::CertificateDer;
 use super::key_hash::KeyHash;
 use super::private_file;
 use crate::error::TransportError;
+use crate::remedy::Remedy;
 
 /// A list of keys, in a file that is read again whenever a group forms again. Clones share what was read.
 ///
@@ -60,9 +61,9 @@ pub(crate) fn parse(bytes: Vec<u8>, path: &Path) -> Result<BTreeSet<KeyHash>, Tr
         keys.insert(first.parse().map_err(|_| {
             let shown: String = first.chars().take(LONGEST_SHOWN).collect();
             wrong(format!(
-                "the list of revoked keys {}, line {number}, begins with {shown:?}: write the 64 hexadecimal digits that \
-                 kyklos certs show and the authority's list of what it has issued say of an identity",
-                path.display()
+                "the list of revoked keys {}, line {number}, begins with {shown:?}: {}",
+                path.display(),
+                Remedy::WriteKeyHash
             ))
         })?);
     }
@@ -117,7 +118,7 @@ mod tests {
         ] {
             std::fs::write(&path, &text).unwrap();
             let error = Revoked::read_file(&path).unwrap_err().to_string();
-            assert!(error.contains(words) && error.contains("certs show"), "{error}");
+            assert!(error.contains(words) && error.contains("key hash"), "{error}");
         }
         std::fs::write(&path, [0xff; 9]).unwrap();
         assert!(Revoked::read_file(&path).unwrap_err().to_string().contains("not text"));

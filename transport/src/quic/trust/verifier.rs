@@ -19,6 +19,7 @@ use super::identity::Identity;
 use super::names::Claims;
 use super::revoked::Revoked;
 use crate::error::TransportError;
+use crate::remedy::Remedy;
 
 /// Verifies whom a rank dials.
 #[derive(Debug)]
@@ -49,8 +50,9 @@ impl Own {
         let whose =
             Claims::of(certificate).map_or_else(|_| "somebody".to_owned(), |claims| claims.to_string());
         Err(Error::General(format!(
-            "the certificate of {whose} has been revoked, by the list of {}: issue a new one with kyklos certs issue",
-            self.claims
+            "the certificate of {whose} has been revoked, by the list of {}: {}",
+            self.claims,
+            Remedy::IssueCertificate
         )))
     }
 }
@@ -193,9 +195,10 @@ fn in_words(error: Error, certificate: &CertificateDer<'_>, own: &Own) -> Error 
             .out_of_date()
             .unwrap_or_else(|| format!("the authority of the certificate of {claims} has expired: {why}")),
         CertificateError::UnknownIssuer | CertificateError::BadSignature => format!(
-            "the certificate of {claims} is of another authority, {} trusts {}: issue all identities from one, or let \
-             them trust both (kyklos certs issue --also-trust)",
-            own.claims, own.trusted
+            "the certificate of {claims} is of another authority, {} trusts {}: {}",
+            own.claims,
+            own.trusted,
+            Remedy::TrustBothAuthorities
         ),
         CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
             format!("{} looked for a rank of its own job, and found the certificate of {claims}", own.claims)

@@ -110,7 +110,7 @@ pub(crate) fn formed(ranks: Vec<JoinHandle<Formed>>) -> Vec<Arc<dyn Transport>> 
 pub(crate) fn refused(config: QuicConfig) -> String {
     let config = QuicConfig { connect_deadline: Duration::from_secs(6), ..config };
     match connect(config).join().unwrap() {
-        Err(TransportError::Bootstrap { text }) => text,
+        Err(TransportError::Bootstrap { text, .. }) => text,
         other => panic!("a stranger got {other:?}"),
     }
 }

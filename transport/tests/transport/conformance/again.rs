@@ -97,7 +97,7 @@ pub(crate) fn too_few_survivors_form_no_group(make: fn(u32) -> Group) {
     let forming: Vec<_> = group.iter().map(|rank| rank.reform(Regroup::Survivors, short)).collect();
     for posted in forming {
         let error = block_on(posted).unwrap_err();
-        let TransportError::Bootstrap { text } = &error else { panic!("{error:?}") };
+        let TransportError::Bootstrap { text, .. } = &error else { panic!("{error:?}") };
         assert!(text.contains("too few") || text.contains("did not say") || text.contains("lost"), "{text}");
     }
 }

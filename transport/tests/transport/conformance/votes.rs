@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kyklos_transport::{AbortCause, Rank, TransportError, Vote};
+use kyklos_transport::{AbortCause, Rank, RefusalReason, TransportError, Vote};
 use pollster::block_on;
 
 use super::{Group, LONG, abort_of, close, ready};
@@ -22,11 +22,20 @@ pub(crate) fn ranks_agree_when_all_are_ready_with_one_plan(make: fn(u32) -> Grou
 
 pub(crate) fn the_lowest_refusal_is_the_error_of_all_ranks_and_the_group_continues(make: fn(u32) -> Group) {
     let group = make(4);
-    let refuse = |exit, text: &str| Vote::Refuse { exit, text: text.into() };
-    let ballots = [ready(1), refuse(2, "3 heads are too few"), ready(9), refuse(1, "out of memory")];
+    let refuse = |reason, text: &str| Vote::Refuse { reason, text: text.into() };
+    let ballots = [
+        ready(1),
+        refuse(RefusalReason::WrongRequest, "3 heads are too few"),
+        ready(9),
+        refuse(RefusalReason::Failed, "out of memory"),
+    ];
     let votes: Vec<_> = group.iter().zip(ballots).map(|(rank, vote)| rank.agree(vote, LONG)).collect();
     for vote in votes {
-        let expected = TransportError::Refused { rank: Rank(1), exit: 2, text: "3 heads are too few".into() };
+        let expected = TransportError::Refused {
+            rank: Rank(1),
+            reason: RefusalReason::WrongRequest,
+            text: "3 heads are too few".into(),
+        };
         assert_eq!(block_on(vote), Err(expected));
     }
     let votes: Vec<_> = group.iter().map(|rank| rank.agree(ready(7), LONG)).collect();
@@ -40,8 +49,8 @@ pub(crate) fn different_plans_are_noticed_by_everyone(make: fn(u32) -> Group) {
         group.iter().map(|rank| rank.agree(ready(u8::from(rank.rank() == Rank(2))), LONG)).collect();
     let errors: Vec<_> = votes.into_iter().map(|vote| block_on(vote).unwrap_err()).collect();
     assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
-    let TransportError::Refused { rank, exit, text } = &errors[0] else { panic!("{errors:?}") };
-    assert_eq!((*rank, *exit), (Rank(2), 2));
+    let TransportError::Refused { rank, reason, text } = &errors[0] else { panic!("{errors:?}") };
+    assert_eq!((*rank, *reason), (Rank(2), RefusalReason::WrongRequest));
     assert!(text.contains("000000") && text.contains("010101"), "{text}");
     close(group);
 }

@@ -136,12 +136,11 @@ impl Judge<'_> {
                 let culprit = abort.culprit.0;
                 (!self.may_blame(kind, log.rank, abort)).then(|| format!("blames rank {culprit}"))
             }
-            TransportError::Refused { rank, exit, .. } => {
-                let right =
-                    matches!(kind, FaultKind::Refuse { rank: refused } if (rank.0, *exit) == (*refused, 9));
+            TransportError::Refused { rank, reason, .. } => {
+                let right = matches!(kind, FaultKind::Refuse { rank: refused } if (rank.0, reason.code()) == (*refused, 9));
                 (!right).then(|| "a refusal of nobody".into())
             }
-            TransportError::Bootstrap { text } => {
+            TransportError::Bootstrap { text, .. } => {
                 // Who waits for somebody that waits for the dead one can name only the former.
                 if !text.contains("rank ") {
                     return Some("no group, and nobody to blame".into());

@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kyklos_transport::quic::{QuicConfig, QuicTransport};
-use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Tag, Transport, TransportError, Vote};
+use kyklos_transport::{
+    Abort, AbortCause, Posted, Progress, Rank, RefusalReason, Tag, Transport, TransportError, Vote,
+};
 
 use crate::simulation::identities::{JOB, identity};
 use crate::simulation::network::address;
@@ -185,7 +187,7 @@ impl Program {
         let vote = match refuses {
             Some(_) => {
                 self.stage.strike();
-                Vote::Refuse { exit: 9, text: format!("rank {} will not", self.rank) }
+                Vote::Refuse { reason: RefusalReason::Other(9), text: format!("rank {} will not", self.rank) }
             }
             None => Vote::Ready { plan_hash: [op as u8; 32] },
         };

@@ -18,11 +18,7 @@ pub(crate) struct History {
 pub(crate) enum Ended {
     /// The message has arrived.
     Done,
-    /// Its deadline passed, or this rank closed.
-    #[cfg_attr(
-        target_family = "wasm",
-        expect(dead_code, reason = "no deadline passes where nobody watches it")
-    )]
+    /// Its deadline passed, the group was aborted, or this rank closed.
     GivenUp,
 }
 
