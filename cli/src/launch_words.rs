@@ -71,11 +71,15 @@ impl Wording for Flags {
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
+        // The transport's words, as for its other errors; but no rank has tried anything yet.
+        let request = |text: String| Self { exit: 2, ..Self::run(text) };
         match error {
             Error::Request { mismatch, remedy } => Self::request(mismatch, Flags.remedy(&remedy)),
+            Error::Token { origin, source } => request(format!("{origin}: {}", Self::from(source).text)),
+            Error::Link(source) => request(Self::from(source).text),
             Error::Transport(error) => error.into(),
-            wrong if wrong.is_request() => Self { exit: 2, ..Self::run(wrong.to_string()) },
-            failed => Self::run(failed.to_string()),
+            Error::Device { .. } => request(error.to_string()),
+            Error::ClusterFile { .. } => Self::run(error.to_string()),
         }
     }
 }
