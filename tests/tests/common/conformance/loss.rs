@@ -80,7 +80,7 @@ async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> 
         }
     }))
     .await;
-    let reached: Vec<_> = LEFT.iter().map(|rank| left[rank.0 as usize].1.reached().clone()).collect();
+    let reached: Vec<_> = LEFT.iter().map(|rank| left[rank.0 as usize].1.progress().clone()).collect();
     assert_eq!(reached[1].steps, step, "it is cut off in the block");
     let repaired = match repair(world, &LEFT, &reached) {
         Err(Error::KeysLost { .. }) => return None,
