@@ -56,7 +56,7 @@ fn exit_code(error: &Error) -> u8 {
 /// The same error, with its remedy in the options of this program instead of the library's terms.
 pub(crate) fn in_options(error: Error) -> Error {
     match error {
-        Error::Request { mismatch, remedy } => Error::request(mismatch, option_for(remedy)),
+        Error::Request { mismatch, remedy } => Error::Request { mismatch, remedy: option_for(remedy) },
         other => other,
     }
 }

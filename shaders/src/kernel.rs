@@ -49,17 +49,17 @@ pub enum Kernel {
     ToCodes {
         /// Type of the source.
         storage: Storage,
-        /// What shares a scale.
+        /// Which elements share a scale.
         scales: Scales,
     },
     /// 8-bit codes back to elements; as many threads.
     FromCodes {
         /// Type of the destination.
         storage: Storage,
-        /// What shares a scale.
+        /// Which elements share a scale.
         scales: Scales,
     },
-    /// The m and l of a state that has seen nothing.
+    /// Makes m and l of a state empty.
     ResetState,
 }
 
@@ -90,7 +90,7 @@ pub struct Binding {
 /// Largest head dim for which kernels are made.
 pub const MAX_HEAD_DIM: u32 = 512;
 
-/// `m` of a row that has seen no key: finite, because WGSL promises nothing about infinities.
+/// `m` of a row that saw no key: finite, because WGSL promises nothing about infinities.
 pub const EMPTY_M: f32 = -0.7 * f32::MAX;
 
 /// Name of the entry point of every kernel.

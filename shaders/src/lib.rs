@@ -1,4 +1,4 @@
-//! WGSL attention kernels and what they mean. No GPU API: a backend compiles the text, fills the bindings and
+//! WGSL attention kernels and their meaning. No GPU API: a backend compiles the text, fills the bindings and
 //! dispatches.
 //!
 //! # Contract
@@ -7,17 +7,17 @@
 //!   interface, [`Kernel::workgroup_size`] and [`Kernel::workgroup_bytes`] its demands. The same value gives the same
 //!   text.
 //! - All kernels but those that [`Kernel::needs_subgroups`] stay within WebGPU's default limits and need no feature.
-//! - For few query rows there is a second way: [`Kernel::Decode`] splits the keys over workgroups, each of which takes
-//!   all rows that share a KV head, and [`Kernel::MergeParts`] takes what they found into the running state.
-//! - Kernels that [`Kernel::reads_textures`] says so of, those for software drivers, read k and v from read-only storage textures: x = KV head · units of a head + unit,
+//! - For few query rows there are other kernels: [`Kernel::Decode`] splits the keys over workgroups, each of which takes
+//!   all rows that share a KV head, and [`Kernel::MergeParts`] merges their partial states into the running state.
+//! - The kernels for software drivers ([`Kernel::reads_textures`]) read k and v from read-only storage textures: x = KV head · units of a head + unit,
 //!   y = (batch entry − `batch_first`) · `k_batch` (or `v_batch`) + key − `key_begin`.
 //! - Storage is f32, f16 or bf16, 16-bit elements packed in u32 words; all arithmetic is f32.
-//! - Masks do not occur: kernels read an interval of key positions for each query row, a position for each key, and a
+//! - Kernels know no masks: they read an interval of key positions for each query row, a position for each key, and a
 //!   list of runs of tiles. The layout of both is described in [`AttendParams`] and in the module of the kernels:
 //!   positions hold, in this order, the KV head of each query head, key positions from `keys_at`, spans `lo, hi` of
 //!   each class and row from `spans_at`; work holds, for each class, `2·q_tiles + 1` starts (first full run, first
 //!   partial run of each Q tile, and the end), and from `runs_at` on the runs `first key, end key`.
-//! - Kernels trust what they are given: extents above zero, indices in bounds.
+//! - Kernels check nothing: extents must be above zero, indices in bounds.
 
 #![forbid(unsafe_code)]
 

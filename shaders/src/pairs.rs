@@ -3,7 +3,7 @@
 use crate::Storage;
 use crate::text::Text;
 
-/// What a kernel reads for each (query, key) pair, if anything.
+/// Which mask or bias tensor a kernel reads, if any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Pairs {
     /// Nothing.
@@ -16,7 +16,7 @@ pub enum Pairs {
 }
 
 impl Pairs {
-    /// Whether there is something to read.
+    /// Whether the kernel reads a tensor.
     pub const fn any(self) -> bool {
         !matches!(self, Self::None)
     }

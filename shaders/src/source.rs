@@ -1,4 +1,4 @@
-//! The text of each kernel and what follows from it: workgroups, their memory, tiles.
+//! The text of each kernel, and the numbers that depend on it: threads and memory of a workgroup, tiles.
 
 use crate::kernel::{Kernel, MAX_HEAD_DIM};
 use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile};
@@ -70,7 +70,7 @@ impl Kernel {
         }
     }
 
-    /// `text`, behind the announcement of subgroups where `dialect` wants one.
+    /// `text`, after the directive that enables subgroups where `dialect` needs it.
     fn announced(&self, dialect: Dialect, text: String) -> String {
         if self.needs_subgroups() && dialect == Dialect::Tint {
             format!("enable subgroups;\n\n{text}")

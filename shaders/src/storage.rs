@@ -11,7 +11,7 @@ pub enum Storage {
     Bf16,
 }
 
-/// What shares a scale among 8-bit codes.
+/// Which elements of a tensor in 8-bit codes share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scales {
     /// Some tokens of a channel.

@@ -1,6 +1,6 @@
-//! The little that a generator needs of text: indented lines and blocks.
+//! Indented lines and blocks of text, for the generators.
 
-/// WGSL text that grows line by line.
+/// A text that is written line by line.
 #[derive(Debug, Default)]
 pub(crate) struct Text {
     out: String,

@@ -1,5 +1,5 @@
-//! Uniform structs: one list of fields makes the Rust struct, its WGSL declaration and the table that a test holds
-//! against naga's offsets.
+//! Uniform structs: one list of fields makes the Rust struct, its WGSL declaration and the table that a test compares with
+//! naga's offsets.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -59,14 +59,14 @@ macro_rules! uniform {
 }
 
 uniform! {
-    /// What [`Kernel::Attend`](crate::Kernel::Attend) is told.
+    /// Parameters of [`Kernel::Attend`](crate::Kernel::Attend).
     ///
     /// Offsets and strides of q, k, v and a count 16-byte units, those of ml 8-byte units. (Where k and v are textures,
     /// `k_batch` and `v_batch` count texel rows, and the other offsets and strides of both are not used.) An offset may be
     /// "negative" by wrapping: sums wrap too, so a binding may start behind the first element of its tensor as long
     /// as the rows in use lie inside.
     AttendParams {
-        /// Where (batch 0, row 0, head 0) of q is.
+        /// Offset of (batch 0, row 0, head 0) of q.
         q_offset: u32,
         /// Distance of batch entries in q.
         q_batch: u32,
@@ -74,7 +74,7 @@ uniform! {
         q_row: u32,
         /// Distance of heads in q.
         q_head: u32,
-        /// Where (batch 0, row 0, head 0) of k is.
+        /// Offset of (batch 0, row 0, head 0) of k.
         k_offset: u32,
         /// Distance of batch entries in k.
         k_batch: u32,
@@ -82,7 +82,7 @@ uniform! {
         k_row: u32,
         /// Distance of heads in k.
         k_head: u32,
-        /// Where (batch 0, row 0, head 0) of v is.
+        /// Offset of (batch 0, row 0, head 0) of v.
         v_offset: u32,
         /// Distance of batch entries in v.
         v_batch: u32,
@@ -90,9 +90,9 @@ uniform! {
         v_row: u32,
         /// Distance of heads in v.
         v_head: u32,
-        /// Where (batch 0, row 0, head 0) of the state's a is; it is dense.
+        /// Offset of (batch 0, row 0, head 0) of the state's a, which is dense.
         a_offset: u32,
-        /// Where (batch 0, head 0, row 0) of the state's ml is; it is dense.
+        /// Offset of (batch 0, head 0, row 0) of the state's ml, which is dense.
         ml_offset: u32,
         /// Query rows.
         rows: u32,
@@ -119,11 +119,11 @@ uniform! {
         last_class: u32,
         /// Distance of classes in the starts of the work list.
         starts_class: u32,
-        /// Where the runs start in the work list.
+        /// Index of the first run in the work list.
         runs_at: u32,
-        /// Where the key positions start in the positions.
+        /// Index of the first key position in the positions.
         keys_at: u32,
-        /// Where the row spans start in the positions.
+        /// Index of the first row span in the positions.
         spans_at: u32,
         /// Factor on q: scale · log2 e; with softcap c, scale / c.
         q_scale: f32,
@@ -143,9 +143,9 @@ uniform! {
 }
 
 uniform! {
-    /// What [`Kernel::Decode`](crate::Kernel::Decode) is told; units are those of [`AttendParams`].
+    /// Parameters of [`Kernel::Decode`](crate::Kernel::Decode); units are those of [`AttendParams`].
     DecodeParams {
-        /// Where (batch 0, row 0, head 0) of q is.
+        /// Offset of (batch 0, row 0, head 0) of q.
         q_offset: u32,
         /// Distance of batch entries in q.
         q_batch: u32,
@@ -153,7 +153,7 @@ uniform! {
         q_row: u32,
         /// Distance of heads in q.
         q_head: u32,
-        /// Where (batch 0, row 0, head 0) of k is.
+        /// Offset of (batch 0, row 0, head 0) of k.
         k_offset: u32,
         /// Distance of batch entries in k.
         k_batch: u32,
@@ -161,7 +161,7 @@ uniform! {
         k_row: u32,
         /// Distance of heads in k.
         k_head: u32,
-        /// Where (batch 0, row 0, head 0) of v is.
+        /// Offset of (batch 0, row 0, head 0) of v.
         v_offset: u32,
         /// Distance of batch entries in v.
         v_batch: u32,
@@ -195,11 +195,11 @@ uniform! {
         last_class: u32,
         /// Distance of classes in the starts of the work list.
         starts_class: u32,
-        /// Where the runs start in the work list.
+        /// Index of the first run in the work list.
         runs_at: u32,
-        /// Where the key positions start in the positions.
+        /// Index of the first key position in the positions.
         keys_at: u32,
-        /// Where the row spans start in the positions.
+        /// Index of the first row span in the positions.
         spans_at: u32,
         /// Factor on q: scale · log2 e; with softcap c, scale / c.
         q_scale: f32,
@@ -221,7 +221,7 @@ uniform! {
 }
 
 uniform! {
-    /// What [`Kernel::MergeParts`](crate::Kernel::MergeParts) is told. Row-heads are (batch, row, head) triples in this
+    /// Parameters of [`Kernel::MergeParts`](crate::Kernel::MergeParts). Row-heads are (batch, row, head) triples in this
     /// order.
     MergePartsParams {
         /// First row-head of this dispatch.
@@ -252,7 +252,7 @@ uniform! {
 }
 
 uniform! {
-    /// What [`Kernel::Merge`](crate::Kernel::Merge) is told. Row-heads are (batch, row, head) triples in this order.
+    /// Parameters of [`Kernel::Merge`](crate::Kernel::Merge). Row-heads are (batch, row, head) triples in this order.
     MergeParams {
         /// First row-head of this dispatch.
         first: u32,
@@ -274,7 +274,7 @@ uniform! {
 }
 
 uniform! {
-    /// What [`Kernel::Finalize`](crate::Kernel::Finalize) is told. Row-heads are (batch, row, head) triples in this order.
+    /// Parameters of [`Kernel::Finalize`](crate::Kernel::Finalize). Row-heads are (batch, row, head) triples in this order.
     FinalizeParams {
         /// First row-head of this dispatch.
         first: u32,
@@ -296,7 +296,7 @@ uniform! {
 }
 
 uniform! {
-    /// What [`Kernel::Repack`](crate::Kernel::Repack) is told; everything counts copied units.
+    /// Parameters of [`Kernel::Repack`](crate::Kernel::Repack); everything counts copied units.
     RepackParams {
         /// Where (0, 0, 0) of the source is.
         from_offset: u32,
@@ -334,7 +334,7 @@ uniform! {
 }
 
 uniform! {
-    /// What [`Kernel::Convert`](crate::Kernel::Convert) is told; offsets count 16-byte units of each side.
+    /// Parameters of [`Kernel::Convert`](crate::Kernel::Convert); offsets count 16-byte units of each side.
     ConvertParams {
         /// Where the source begins.
         from_offset: u32,
@@ -380,7 +380,7 @@ uniform! {
 }
 
 uniform! {
-    /// What [`Kernel::ResetState`](crate::Kernel::ResetState) is told.
+    /// Parameters of [`Kernel::ResetState`](crate::Kernel::ResetState).
     ResetParams {
         /// (batch, head, row) triples.
         row_heads: u32,

@@ -38,7 +38,7 @@ impl AttendVariant {
     pub const SUBGROUP_SIZES: [u32; 3] = [4, 8, 16];
     /// Rows in a thread for which the portable variant is made: 8 would not fit WebGPU's default workgroup memory.
     pub const ROWS_PER_THREAD: [u32; 3] = [1, 2, 4];
-    // The built-in table: what is used where nobody measured. Two functions, so that nobody must tune.
+    // The built-in choices, which are used without a measured one: the next two functions.
 
     /// The portable variant with as many rows in a thread as suit heads of `head_dim` elements.
     pub const fn portable(head_dim: u32) -> Self {
@@ -110,8 +110,7 @@ impl AttendVariant {
 impl FromStr for AttendVariant {
     type Err = UnknownVariant;
 
-    /// Reads what [`Self::name`] writes, and nothing else. Whether there is such a kernel for some device and tensors is
-    /// another question.
+    /// Reads exactly the names that [`Self::name`] writes. Does not check whether a device has such a kernel.
     fn from_str(text: &str) -> Result<Self, UnknownVariant> {
         let unknown = || UnknownVariant { text: text.to_owned() };
         let (family, numbers) = ["portable-", "subgroup-broadcast-", "cooperative-"]
@@ -172,7 +171,7 @@ pub struct AttendKernel {
     pub head_dim: u32,
     /// Whether logits pass c · tanh(x / c).
     pub softcap: bool,
-    /// What is read for each (query, key) pair. The matrix variant reads nothing.
+    /// Which mask or bias tensor it reads. The matrix variant reads none.
     pub pairs: Pairs,
 }
 
@@ -221,6 +220,6 @@ pub struct DecodeKernel {
     pub slots: u32,
     /// Whether logits pass c · tanh(x / c).
     pub softcap: bool,
-    /// What is read for each (query, key) pair. The matrix variant reads nothing.
+    /// Which mask or bias tensor it reads. The matrix variant reads none.
     pub pairs: Pairs,
 }

@@ -104,7 +104,7 @@ const LOAD_Q: &str = "fn load_q(at: u32, d: u32) -> f16 {
     return f16(select(pair.x, pair.y, (d & 1u) == 1u));
 }";
 
-/// What the text depends on.
+/// The parameters on which the text depends.
 struct Shape {
     kernel: AttendKernel,
     /// Rows and columns of a matrix.

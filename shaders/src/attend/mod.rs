@@ -94,7 +94,7 @@ const CAPPED: &str = "fn capped(t: f32) -> f32 {
 }
 ";
 
-/// What every workgroup finds out first: its Q tile, batch entry, heads and runs. Returns where there is nothing to do.
+/// The first statements of every workgroup: its Q tile, batch entry, heads and runs. Returns where there is nothing to do.
 fn item(t: &mut Text) {
     t.lines(
         "
@@ -117,7 +117,7 @@ let spans = params.spans_at + 2u * class_index * params.rows;",
 }
 
 /// All runs: the full ones, and the partial ones, whose elements are tested. Where the kernel reads pairs, those of the
-/// full runs are tested as well. `body` is told whether it has to test.
+/// full runs are tested as well. The argument of `body` says whether it has to test.
 fn all_runs(t: &mut Text, pairs: Pairs, body: impl Fn(&mut Text, bool)) {
     if pairs.any() {
         runs(t, "full_runs", "runs_end", |t| body(t, true));

@@ -73,7 +73,7 @@ pub(crate) fn source(kernel: AttendKernel, rows_per_thread: u32) -> String {
     t.finish()
 }
 
-/// What the text depends on.
+/// The parameters on which the text depends.
 struct Shape {
     kernel: AttendKernel,
     /// Query rows of the tile.

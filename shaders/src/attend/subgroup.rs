@@ -64,7 +64,7 @@ pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
     t.finish()
 }
 
-/// What the text depends on.
+/// The parameters on which the text depends.
 struct Shape {
     kernel: AttendKernel,
     lanes: u32,

@@ -33,7 +33,7 @@ pub(crate) use portable::{
 /// Most slots of any kernel.
 pub(crate) const MAX_SLOTS: u32 = 16;
 
-/// l of a slot that saw nothing.
+/// l of a slot that saw no key.
 const UNSEEN: &str = "const UNSEEN: f32 = -1.0f;
 // By bits, so that NaN counts as seen.
 fn is_unseen(l: f32) -> bool { return bitcast<u32>(l) == 0xbf800000u; }";
@@ -47,7 +47,7 @@ fn prelude(kernel: DecodeKernel) -> String {
     text
 }
 
-/// What every workgroup finds out first: its split of the keys, batch entry, heads and runs, and the span of each slot.
+/// The first statements of every workgroup: its split of the keys, batch entry, heads and runs, and the span of each slot.
 fn item(t: &mut Text, kernel: DecodeKernel) {
     t.lines(
         "
@@ -88,7 +88,7 @@ fn visible(t: &mut Text, kernel: DecodeKernel, s: u32) {
     }
 }
 
-/// The logit `x` of slot `s` with what pairs add to it.
+/// The logit `x` of slot `s` plus its bias, if there is one.
 fn with_term(kernel: DecodeKernel, s: u32, x: &str) -> String {
     if kernel.pairs.any() { format!("{x} + term{s}") } else { x.to_owned() }
 }

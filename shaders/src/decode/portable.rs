@@ -63,7 +63,7 @@ pub(crate) fn source(kernel: DecodeKernel) -> String {
     t.finish()
 }
 
-/// What the text depends on.
+/// The parameters on which the text depends.
 #[derive(Clone, Copy)]
 struct Shape {
     kernel: DecodeKernel,

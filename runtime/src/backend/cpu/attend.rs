@@ -20,7 +20,7 @@ use crate::{BlockWork, MaskClass, Result, TileShape};
 /// and 48. KV tiles hold whole groups of 6 or 8 keys.
 pub(super) const TILE: TileShape = TileShape { q_rows: 96, kv_cols: 120 };
 
-/// Multiply-adds in a second, as last measured; decides how much goes into one piece, never a result.
+/// Multiply-adds per second, as last measured. Decides the size of a piece, never a result.
 #[derive(Debug)]
 pub(super) struct Rate(AtomicU64);
 
@@ -72,8 +72,8 @@ pub(super) async fn attend(
     let kv_heads = args.kv_head_of.iter().max().map_or(0, |head| *head as usize + 1);
     let kernel = backend.level.run(AskShape);
 
-    // Keys are taken a stretch at a time, so that no job is long, and KV heads a few at a time, so that what is packed
-    // stays small. Both at the same places whatever the speed and the number of threads: results are the same.
+    // Keys are taken in stretches, so that no job is long, and KV heads a few at a time, so that the packed keys stay small.
+    // The cuts do not depend on the speed or on the number of threads, so neither do results.
     let tiles = u32::try_from(work.kv_positions.len().div_ceil(work.tile.kv_cols as usize))
         .expect("positions are u32, so tiles are");
     let tile_cost = u64::from(work.tile.q_rows * work.tile.kv_cols) * dim as u64 * 2;
@@ -202,11 +202,11 @@ fn wanted(work: &BlockWork, tiles: &Range<u32>) -> Vec<Vec<bool>> {
     work.classes.iter().map(of_class).collect()
 }
 
-/// Multiply-adds in a second before anything was measured: little, so that the first piece of a slow machine is short.
+/// Assumed multiply-adds per second before the first measurement: low, so that the first piece is short on a slow machine.
 const FIRST_RATE: u64 = 5_000_000_000;
-/// Aim of a piece, below the contract's 100 ms for what the measurement misses.
+/// Milliseconds at which a piece aims: below the contract's 100 ms, because the measured speed varies.
 const PIECE_MS: u64 = 60;
-/// Multiply-adds that a job may have: some milliseconds of one core.
+/// Most multiply-adds of a job: some milliseconds of one core.
 const JOB_COST: u64 = 128_000_000;
 /// Packed keys and values of one call, at most, where one KV head does not need more.
 const PACKED_BYTES: usize = 64 << 20;

@@ -1,4 +1,4 @@
-//! What all jobs of one `attend` call share.
+//! The arguments of one `attend` call, as its jobs share them.
 
 use super::pack::Tensor;
 use super::pairs::PairRows;

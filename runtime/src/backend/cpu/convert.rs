@@ -10,7 +10,7 @@ use super::CpuBuffer;
 use crate::backend::{Elements, Scales};
 use crate::{Dtype, Result, TOKENS_PER_SCALE};
 
-/// What [`Backend::convert`](crate::backend::Backend::convert) says.
+/// [`Backend::convert`](crate::backend::Backend::convert) of this backend.
 pub(super) fn convert(
     from: Elements<&CpuBuffer>,
     into: Elements<&mut CpuBuffer>,
@@ -180,7 +180,7 @@ impl Grid {
     }
 }
 
-/// Magnitude of what counts for a scale: what is not finite does not.
+/// Magnitude of an element that counts for a scale; 0 for NaN and ∞, which do not count.
 fn size(x: f32) -> f32 {
     if x.is_finite() { x.abs() } else { 0.0 }
 }
@@ -195,7 +195,7 @@ fn scale_for(largest: f32) -> f32 {
 /// vector of numbers, on any processor.
 #[expect(clippy::cast_possible_truncation, reason = "the low byte is the code")]
 fn code_of(x: f32, scale: f32) -> i8 {
-    // Where the scale counts as 0 everything rounds to 0 anyway.
+    // With a scale of 0 every element rounds to 0 anyway.
     let divisor = if scale == 0.0 { 1.0 } else { scale };
     let code = (x / divisor + 12_582_912.0).to_bits() as i8;
     if x.is_finite() { code } else { NOT_FINITE }

@@ -110,13 +110,13 @@ impl<'a> Job<'a> {
         self.batch * kv_heads + self.kv_head
     }
 
-    /// What its rows see.
+    /// The row spans of its rows.
     fn spans(&self, call: &Call<'_>) -> &'a [RowSpan] {
         let first = self.tile * call.work.tile.q_rows as usize;
         &self.class.rows[first..first + self.a.len()]
     }
 
-    /// Packs q and starts a state of its own: base-2 logits, merged into the caller's state at the end.
+    /// Packs q and starts a local running state with base-2 logits, which is merged into the caller's state at the end.
     #[inline(always)]
     fn begin(&self, call: &Call<'_>, padded: usize, lanes: usize, scratch: &mut Scratch) {
         let (rows, dim) = (self.a.len(), call.dim);
@@ -142,8 +142,8 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Merges what the job found into the caller's state (Milakov & Gimelshein 2018, §3.1). A row that saw nothing, or
-    /// nothing but −∞, is not touched.
+    /// Merges the local running state into the caller's (Milakov & Gimelshein 2018, §3.1). Rows that saw no key, or only
+    /// logits of −∞, keep the caller's state bit for bit.
     #[inline(always)]
     fn end(&mut self, dim: usize, padded: usize, lanes: usize, scratch: &Scratch) {
         let rows = self.a.chunks_mut(lanes).zip(self.ml.chunks_mut(2 * lanes));
@@ -177,7 +177,7 @@ impl<'a> Job<'a> {
     }
 }
 
-/// How a row found by a job enters the caller's accumulator.
+/// How a row of the local state enters the caller's accumulator.
 #[derive(Clone, Copy)]
 enum Merge {
     Nothing,

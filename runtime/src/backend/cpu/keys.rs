@@ -11,7 +11,7 @@ use super::pack::{pack_keys, pack_values};
 use super::scratch::{Line, Scratch, Spare, grow};
 use super::simd::{KernelShape, Level, WithKernel};
 
-/// Packed KV tiles `tiles` of some (batch entry, KV head), f32 whatever the storage type.
+/// Packed KV tiles of some (batch entry, KV head) pairs; f32 for every storage type.
 #[derive(Debug, Default)]
 pub(super) struct PackedKeys {
     /// Which tiles.
@@ -51,7 +51,7 @@ impl PackedKeys {
         tile_lines(call, shape).iter().sum::<usize>() * size_of::<Line>()
     }
 
-    /// Packs the tiles `tiles` that `wanted` says of the heads `heads` (batch · KV heads + KV head).
+    /// Packs those of the tiles `tiles` for which `wanted` is true, of the heads `heads` (batch · KV heads + KV head).
     pub(super) fn pack(
         &mut self,
         level: Level,
@@ -80,7 +80,7 @@ impl PackedKeys {
             .zip(self.finite.par_iter_mut())
             .enumerate()
             .for_each(|(i, ((k, v), finite))| {
-                // Heads of a token lie side by side in memory: one after the other, what was read ahead is used.
+                // Heads of a token are adjacent in memory: packing them one after the other uses what the core prefetched.
                 let head = heads.start + i % heads.len();
                 let tile = tiles.start + (i / heads.len()) as u32;
                 if wanted(head / kv_heads, tile) {

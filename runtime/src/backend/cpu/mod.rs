@@ -7,8 +7,8 @@
 //! one process: `gemm` 0.19 reached 75 to 78 GFLOP/s in K·Qᵀ and 90 to 92 in Vᵀ·P, module `kernel` 95 to 101 and 98;
 //! and its operands stay packed, scores get their mask and maximum while in registers, and nothing is unsafe.
 //!
-//! A row whose every visible logit is −∞ counts as one that saw nothing (o = 0, lse = −∞): that is what the finite
-//! `m` of an empty state makes of it however the keys are cut into blocks. A logit of +∞ or NaN makes its row NaN.
+//! A row whose visible logits are all −∞ counts as a row that saw no key (o = 0, lse = −∞): that follows from the finite
+//! `m` of an empty state, however the keys are cut into blocks. A logit of +∞ or NaN makes its row NaN.
 
 mod attend;
 mod buffer;
@@ -58,7 +58,7 @@ impl CpuBackend {
         Self::on(None)
     }
 
-    /// On a pool of its own.
+    /// On `pool`, which other backends may share.
     pub fn with_pool(pool: Arc<rayon::ThreadPool>) -> Self {
         Self::on(Some(pool))
     }
@@ -182,7 +182,7 @@ fn threads(pool: Option<&rayon::ThreadPool>) -> usize {
     pool.map_or_else(rayon::current_num_threads, rayon::ThreadPool::current_num_threads)
 }
 
-/// What the processor calls itself where that is cheap to learn, else its architecture.
+/// The processor's name on Linux, else its architecture.
 fn brand() -> String {
     std::fs::read_to_string("/proc/cpuinfo")
         .ok()

@@ -21,15 +21,15 @@ pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
     pub(super) scores: &'a mut [[S::f32s; NV]],
     /// `[key]`, what is added to the scores; −∞ hides a key.
     pub(super) terms: Option<&'a [[S::f32s; NV]]>,
-    /// What each row sees; `None`: all of the tile.
+    /// The span of each row; `None` where every row sees every key of the tile.
     pub(super) spans: Option<&'a [RowSpan]>,
 }
 
-/// What each lane sees: `position − lo < width`, unsigned.
+/// The row spans of a panel, as vectors: a lane sees a key if `position − lo < width`, unsigned.
 struct Visible<S: Simd, const NV: usize> {
     lo: [S::u32s; NV],
     width: [S::u32s; NV],
-    /// What all of them see.
+    /// The span that all rows see.
     common: RowSpan,
 }
 

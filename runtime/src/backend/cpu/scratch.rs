@@ -10,7 +10,7 @@ use crate::TileShape;
 #[repr(C, align(64))]
 pub(super) struct Line([f32; 16]);
 
-/// What one job works in, in panels of `lanes` rows. Bounded by the tile, not by the sequence.
+/// Work space of one job, in panels of `lanes` rows. Its size depends on the tile, not on the sequence.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     /// `panels × [dim][lane]`.
@@ -41,7 +41,7 @@ impl Scratch {
     }
 }
 
-/// What nobody holds at the moment: at most as many as were ever held at the same time.
+/// A pool of objects that are not in use: at most as many as were ever in use at the same time.
 #[derive(Debug)]
 pub(super) struct Spare<T>(Mutex<Vec<T>>);
 

@@ -7,7 +7,7 @@ use pulp::{Arch, Scalar128b, Simd, WithSimd};
 pub(super) struct Level {
     /// `None`: portable.
     arch: Option<Arch>,
-    /// The kernel for 32 registers whatever there is: tests run it where no such machine is.
+    /// The kernel for 32 vector registers on any machine, for tests.
     #[cfg(test)]
     wide: bool,
 }

@@ -9,7 +9,7 @@ use super::CpuBuffer;
 use crate::backend::{EMPTY_M, State, StateMut, StateShape};
 use crate::{Dtype, Result};
 
-/// Every row as if it had seen nothing.
+/// Makes every row empty: it has seen no key.
 pub(super) fn reset(state: &mut StateMut<'_, CpuBuffer>) -> Result<()> {
     let shape = state.shape;
     floats(state.a, shape.a_bytes())?.fill(0.0);
@@ -94,7 +94,7 @@ pub(super) fn finalize(
                     let (m, l) = (ml[at], ml[at + 1]);
                     let a = &a[i * row + head * shape.dim..][..shape.dim];
                     let sink = sinks.get(head).copied();
-                    // A NaN in l is not 0, and goes on into o and lse.
+                    // A NaN in l is not 0, and reaches o and lse.
                     if l == 0.0 {
                         o.fill(0);
                         *lse = sink.unwrap_or(f32::NEG_INFINITY);
@@ -125,7 +125,7 @@ pub(super) fn finalize(
     Ok(())
 }
 
-/// What a merge does with a row.
+/// How a merge changes a row.
 enum Weights {
     KeepOurs,
     TakeTheirs,

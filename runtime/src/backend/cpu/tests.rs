@@ -17,7 +17,7 @@ struct Case {
     v: Vec<f32>,
 }
 
-/// What came out: o `[batch, rows, heads, dim]`, lse `[batch, rows, heads]`.
+/// A result: o `[batch, rows, heads, dim]`, lse `[batch, rows, heads]`.
 struct Output {
     o: Vec<f32>,
     lse: Vec<f32>,

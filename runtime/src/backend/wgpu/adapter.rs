@@ -12,20 +12,20 @@ use super::variant::{KernelChoice, Variants};
 use crate::backend::{DeviceClass, DeviceInfo};
 use crate::{Error, Result};
 
-/// How a device is opened.
+/// Settings with which a device is opened.
 #[derive(Clone, Debug, Default)]
 pub struct WgpuOptions {
-    /// Which attention kernel is used.
+    /// Which attention kernels it may use.
     pub kernel: KernelChoice,
-    /// Largest binding to use, where that is less than the device allows: makes a device behave like a smaller one.
+    /// Largest binding to use, in bytes, where that is less than the device allows. For tests on large devices.
     pub max_binding_bytes: Option<u64>,
-    /// Bytes that the backend's buffers may hold together; more is [`Error::OutOfMemory`]. Left out, it is the memory of
-    /// the host where the device computes in it (Linux only), and what the driver gives elsewhere.
+    /// Most bytes of all buffers of the backend together; more is [`Error::OutOfMemory`]. By default the host's memory, for
+    /// devices that compute in it (Linux only), and as much as the driver gives for other devices.
     pub max_memory_bytes: Option<u64>,
-    /// What measurements said; entries for other devices, drivers, kernels or kernel texts are passed over. Without it
-    /// the built-in choices are used.
+    /// Kernel variants that were measured to be fast. Entries for other devices, drivers, kernels or kernel texts are ignored.
+    /// Without a table the built-in choices are used.
     pub tuned: Option<TuningTable>,
-    /// Keep the device's own times of compute passes, where it has a clock: see [`WgpuBackend::device_seconds`].
+    /// Whether to record times of compute passes by the device's own clock, where it has one; see [`WgpuBackend::device_seconds`].
     pub timestamps: bool,
 }
 
@@ -138,8 +138,7 @@ impl WgpuBackend {
     }
 }
 
-/// What the browser tells of a device: vendor and architecture, and mostly an empty description, which is all that wgpu
-/// takes for its name.
+/// A device's name in a browser: vendor and architecture. wgpu takes only the description, which is mostly empty.
 #[cfg(target_arch = "wasm32")]
 fn web_name(device: &wgpu::Device) -> String {
     let said = device.as_webgpu().map(|device| device.adapter_info());
@@ -160,8 +159,8 @@ fn instance() -> wgpu::Instance {
     new_instance()
 }
 
-/// The one instance of the process, which is never dropped: with its last instance the Vulkan loader unloads the
-/// drivers, and a process that ends while another thread does that jumps into code that is gone.
+/// The only instance of the process. It is never dropped: the Vulkan loader unloads the drivers with the last instance, and
+/// a process that exits while another thread does that jumps into unmapped code.
 #[cfg(not(target_arch = "wasm32"))]
 fn instance() -> &'static wgpu::Instance {
     static INSTANCE: std::sync::OnceLock<wgpu::Instance> = std::sync::OnceLock::new();
@@ -173,7 +172,7 @@ fn adapters() -> Vec<wgpu::Adapter> {
     pollster::block_on(instance().enumerate_adapters(wgpu::Backends::PRIMARY))
 }
 
-/// `tuned` is the number of choices that measurements made.
+/// `tuned` is the number of measured choices that apply to the device.
 fn describe(info: wgpu::AdapterInfo, variants: Variants, tuned: usize) -> DeviceInfo {
     let driver = [info.backend.to_str(), &info.driver, &info.driver_info]
         .into_iter()
@@ -188,8 +187,7 @@ fn describe(info: wgpu::AdapterInfo, variants: Variants, tuned: usize) -> Device
     DeviceInfo { backend: "wgpu", class: class(&info), driver, kernel, name: info.name }
 }
 
-/// Buffers that can be filled where they are, on devices that share the host's memory. On others such memory would be
-/// slow for the device.
+/// The feature to map any buffer, on devices that share the host's memory. On other devices such memory is slow.
 fn shared_memory_features(adapter: &wgpu::Adapter, class: DeviceClass) -> wgpu::Features {
     match class {
         DeviceClass::SoftwareGpu | DeviceClass::IntegratedGpu => {

@@ -1,4 +1,4 @@
-//! One call of `attend`: cut into regions that fit the device's bindings, and those into pieces of bounded time.
+//! One call of `attend`. It is cut into regions that fit the device's bindings, and each region into pieces of bounded time.
 
 use std::ops::Range;
 
@@ -100,11 +100,11 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// Cuts what does not fit the device's bindings: into batch entries, then rows, then keys. Keys are also cut where
-    /// as many Q tiles as keep the device busy would take longer than a piece should.
+    /// Cuts a call that does not fit the device's bindings: by batch entries, then rows, then keys. Keys are also cut where
+    /// the number of Q tiles that keeps the device busy would take longer than a piece may.
     ///
-    /// The cut depends on shapes and on the kind of device only, not on measured times: where a state is stored and
-    /// loaded again it is rounded, and the same call must give the same bytes.
+    /// The cuts depend on shapes and on the kind of device only, not on measured times: storing a state and loading it
+    /// again rounds it, and the same call must give the same bytes.
     fn regions(&self) -> Vec<Region> {
         let limit = self.backend.gpu.window_bytes();
         let shape = self.args.state.shape;
@@ -192,7 +192,7 @@ impl<'a> Call<'a> {
         Ok(())
     }
 
-    /// All but which items.
+    /// Parameters of the kernel, except for the range of items.
     fn params(&self, region: &Region, windows: &Windows<'_>) -> Result<AttendParams> {
         let (args, shape) = (self.args, self.args.state.shape);
         let unit = self.kernel.storage.unit_elements() as usize;
@@ -238,7 +238,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// The items of a region, a budget at a time.
+/// Takes the items of a region in pieces of a given cost.
 struct Pieces {
     /// For each mask class, the keys of each Q tile in the order of items.
     keys: Vec<Vec<u32>>,
@@ -266,8 +266,8 @@ impl Pieces {
         }
     }
 
-    /// The next items, at least one, of about `budget` operations, and those operations. Items without work at either
-    /// end are left out.
+    /// The next items, at least one, with about `budget` floating-point operations; and the operations that they have. Skips
+    /// items without work at both ends.
     fn next(&mut self, budget: f64) -> Option<(Range<u64>, f64)> {
         while self.next < self.items && self.flops(self.next) == 0.0 {
             self.next += 1;

@@ -11,7 +11,7 @@ use super::variant::{MOST_SLOTS, Variants};
 use crate::backend::{DeviceInfo, StateShape};
 use crate::{Dtype, Error, Result};
 
-/// One device behind wgpu.
+/// An open device.
 #[derive(Debug)]
 pub struct WgpuBackend {
     pub(super) info: DeviceInfo,
@@ -23,15 +23,15 @@ pub struct WgpuBackend {
 }
 
 impl WgpuBackend {
-    /// Ends the device and frees its memory, whatever still refers to it: for a program that lives on and wants the
-    /// memory for something else, and to see what it makes of a device that is lost. Every later call fails as after a
-    /// reset by the driver, and every future that waits for the device ends. What is in flight on it is done first.
+    /// Ends the device and frees its memory, even if buffers still refer to it: for a program that needs the memory for
+    /// something else, and for tests of a lost device. Work in flight is done first. Every later call fails as after a
+    /// reset by the driver, and every future that waits for the device ends.
     pub fn destroy(&self) {
         self.gpu.destroy();
     }
 
-    /// The attention variant for a state of this shape, and whether it is a tuned choice. Few query rows go through
-    /// other kernels, whatever this says.
+    /// The attention variant for a state of this shape, and whether a tuning table chose it. Calls with few query rows use
+    /// the decoding kernels instead.
     ///
     /// # Errors
     /// [`Error::Request`] for a head dim that no kernel has.
@@ -39,7 +39,7 @@ impl WgpuBackend {
         Ok(self.chosen(dtype, checked_dim(shape.dim)?, shape))
     }
 
-    /// Every variant that this device may be told to use for such tensors; the first is the built-in choice.
+    /// Every variant that can be chosen on this device for such tensors; the first is the built-in choice.
     ///
     /// # Errors
     /// [`Error::Request`] for a head dim that no kernel has.
@@ -47,7 +47,7 @@ impl WgpuBackend {
         Ok(self.variants.choices(storage(dtype), checked_dim(head_dim)?))
     }
 
-    /// Under which key a choice for a state of this shape is kept.
+    /// The key in a [`TuningTable`](super::TuningTable) of the choice for a state of this shape.
     ///
     /// # Errors
     /// [`Error::Request`] for a head dim that no kernel has, and for so few rows that there is nothing to choose.
@@ -69,9 +69,9 @@ impl WgpuBackend {
         })
     }
 
-    /// Seconds by the device's own clock from the start of the first compute pass since the last call to the end of
-    /// the last one; what lies between them, such as copies, counts. `None` where the device has no such clock, was
-    /// opened without [`WgpuOptions::timestamps`], or ran more passes than are kept.
+    /// Seconds by the device's own clock from the start of the first compute pass since the last call of this method to the
+    /// end of the last pass, with everything between them, such as copies. `None` where the device has no such clock, was
+    /// opened without [`WgpuOptions::timestamps`](super::WgpuOptions::timestamps), or ran no pass or more than 2048.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -98,7 +98,7 @@ impl WgpuBackend {
         }
     }
 
-    /// The kernel for a state of this shape, or one for states of every shape.
+    /// The kernel for a state of this shape; without a shape, one whose choice does not depend on it.
     pub(super) fn attend_kernel(
         &self,
         dtype: Dtype,
@@ -112,7 +112,7 @@ impl WgpuBackend {
             None => self.variants.built_in(storage(dtype), head_dim),
         };
         let variant = match chosen {
-            // It reads none.
+            // The matrix variant reads no mask or bias tensor.
             AttendVariant::Cooperative { .. } if pairs.any() => AttendVariant::portable(head_dim),
             variant => variant,
         };

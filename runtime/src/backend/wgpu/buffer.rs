@@ -6,13 +6,13 @@ use super::memory::Lease;
 #[derive(Debug)]
 pub struct WgpuBuffer {
     pub(super) raw: wgpu::Buffer,
-    /// As asked for; the buffer itself is a little larger and never empty.
+    /// The requested size. The buffer itself is rounded up and never empty.
     pub(super) bytes: usize,
     pub(super) _lease: Lease,
 }
 
-/// A browser frees the memory of a buffer when it is told to, or when its garbage collector comes by, which does not
-/// know how much there is to gain. What was submitted still has the use of it.
+/// Frees the memory at once. A browser otherwise leaves that to its garbage collector, which does not know the size. Work that
+/// was submitted still completes.
 #[cfg(target_arch = "wasm32")]
 impl Drop for WgpuBuffer {
     fn drop(&mut self) {

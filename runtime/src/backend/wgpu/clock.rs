@@ -1,6 +1,6 @@
-//! Seconds, where the standard library has a clock and where the browser has one.
+//! A clock in seconds, natively and in a browser.
 
-/// Seconds since some moment.
+/// Seconds since a fixed moment.
 #[cfg(not(target_arch = "wasm32"))]
 pub(super) fn now_s() -> f64 {
     use std::sync::OnceLock;
@@ -10,14 +10,14 @@ pub(super) fn now_s() -> f64 {
     START.get_or_init(Instant::now).elapsed().as_secs_f64()
 }
 
-/// Seconds since some moment.
+/// Seconds since a fixed moment.
 #[cfg(target_arch = "wasm32")]
 pub(super) fn now_s() -> f64 {
     use wasm_bindgen::prelude::wasm_bindgen;
 
     #[wasm_bindgen]
     extern "C" {
-        /// Milliseconds since the page was opened or the worker started; unlike the date, it never goes back.
+        /// Milliseconds since the page was opened or the worker started; never decreases, unlike the date.
         #[wasm_bindgen(js_namespace = performance)]
         fn now() -> f64;
     }

@@ -12,14 +12,14 @@ use super::region::cut;
 use crate::backend::Scales;
 use crate::{Dtype, Result, TOKENS_PER_SCALE};
 
-/// Which way.
+/// Direction of a conversion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Direction {
     ToCodes,
     FromCodes,
 }
 
-/// Tokens that share scales lie side by side, so windows hold whole parts of them.
+/// Converts between elements and codes. Tokens that share scales are adjacent, so each window holds whole groups of them.
 pub(super) fn convert(
     gpu: &Gpu,
     direction: Direction,
@@ -49,7 +49,7 @@ pub(super) fn convert(
         let codes = gpu.window("codes", codes, bytes(elements, 0, 1))?;
         let scales =
             gpu.window("scales", scales, bytes(part.start * scale_count..part.end * scale_count, 0, 4))?;
-        // Where element 0 of the tensor is, as seen from the window, in units of so many bytes.
+        // Offset of element 0 of the tensor from the start of the window, in units of `unit` bytes.
         let offset = |window: &Window<'_>, start: usize, unit: usize| -> Result<u32> {
             let skipped = window.skipped_units()?.wrapping_mul(narrow("words of a unit", 16 / unit)?);
             Ok(narrow("an offset", start / unit)?.wrapping_sub(skipped))

@@ -1,11 +1,11 @@
-//! Learning that the device is done, without blocking anyone's thread.
+//! Completion of submitted work, without blocking the caller's thread.
 
 use futures_channel::oneshot;
 
 use super::clock::now_s;
 use super::health::{Health, Loss};
 
-/// Resolves when everything up to one submission is done, or the device is lost.
+/// Resolves when all work up to one submission is done, or when the device is lost.
 #[derive(Debug)]
 pub(super) struct Done {
     receiver: oneshot::Receiver<f64>,
@@ -13,7 +13,7 @@ pub(super) struct Done {
 }
 
 impl Done {
-    /// The moment at which it was done; `None` when the device was lost first.
+    /// The time at which the work was done, in seconds of [`now_s`]; `None` when the device was lost first.
     pub(super) async fn finished(self) -> Option<f64> {
         self.loss.or(self.receiver).await
     }
@@ -22,7 +22,7 @@ impl Done {
 pub(super) fn done(queue: &wgpu::Queue, loss: Loss) -> Done {
     let (sender, receiver) = oneshot::channel();
     queue.on_submitted_work_done(move || {
-        // Nobody waits any more: fine.
+        // The receiver may be gone; then nothing needs the answer.
         let _ = sender.send(now_s());
     });
     Done { receiver, loss }
@@ -37,7 +37,7 @@ pub(super) use web::Poller;
 mod web {
     use super::Health;
 
-    /// In a browser callbacks come by themselves.
+    /// Does nothing: a browser runs callbacks by itself.
     #[derive(Debug)]
     pub(crate) struct Poller;
 
@@ -95,7 +95,7 @@ mod native {
             self.0.changed.notify_one();
         }
 
-        /// Ends the thread. What is in flight is still waited for: a download may outlive its backend.
+        /// Ends the thread once all submissions in flight are done: a download may outlive its backend.
         pub(crate) fn close(&self) {
             self.0.lock().closed = true;
             self.0.changed.notify_one();
@@ -113,7 +113,7 @@ mod native {
             self.queue.lock().unwrap_or_else(PoisonError::into_inner)
         }
 
-        /// The next submission; `None` when there will be none.
+        /// The next submission; `None` after the last one.
         fn next(&self) -> Option<wgpu::SubmissionIndex> {
             let mut queue = self
                 .changed
@@ -136,7 +136,7 @@ mod native {
                     }
                 }
             }
-            // A device that was destroyed frees its memory now. Nothing waits, so nothing can fail.
+            // A destroyed device frees its memory in this call. Nothing waits any more, so no error can be lost.
             let _ = std::panic::catch_unwind(AssertUnwindSafe(|| device.poll(wgpu::PollType::Poll)));
         }
     }

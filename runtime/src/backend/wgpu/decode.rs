@@ -1,8 +1,7 @@
-//! A call of `attend` with few query rows: the keys are split over workgroups, each of which takes all rows that share
-//! a KV head; what they find is then merged into the state.
+//! A call of `attend` with few query rows. The keys are split over workgroups, each of which takes all rows that share a KV
+//! head; a second kernel merges their partial states into the running state.
 //!
-//! How many splits there are depends on shapes, the mask and the kind of device only: the same call gives the same
-//! bytes.
+//! The number of splits depends on shapes, the mask and the kind of device only: the same call gives the same bytes.
 
 use std::ops::Range;
 
@@ -23,10 +22,10 @@ use crate::backend::{Attend, Control, yield_now};
 
 /// Keys of a block below which splitting does not pay.
 const FEWEST_KEYS: usize = 256;
-/// Keys of a split: fewer are not worth the merge, more could hold up one workgroup for too long.
+/// Keys of a split. Fewer would not be worth the merge; more would keep one workgroup busy for too long.
 const SPLIT_KEYS: Range<usize> = 256..32768;
 
-/// The call, if it is one with few rows and many keys.
+/// Prepares the call for the decoding kernels; `None` where it has too many rows or too few keys for them.
 pub(super) fn decode<'a>(
     backend: &'a WgpuBackend,
     args: &'a Attend<'a, WgpuBuffer>,
@@ -116,8 +115,8 @@ struct Splits {
     keys: usize,
 }
 
-/// `keys` keys, each of which `tiles` workgroups want, for a device that `target` workgroups keep busy. At most `most`
-/// splits, each a multiple of `unit` keys.
+/// Keys of each split, where `keys` keys are read by `tiles` workgroups on a device that `target` workgroups keep busy. At
+/// most `most` splits, each a multiple of `unit` keys.
 fn splits(keys: usize, tiles: usize, target: usize, most: usize, unit: usize) -> Splits {
     let wanted = target.div_ceil(tiles).min(keys.div_ceil(SPLIT_KEYS.start));
     let count = wanted.max(keys.div_ceil(SPLIT_KEYS.end)).min(most).max(1);
@@ -175,7 +174,7 @@ impl Decode<'_> {
         }
         let mut regions = Vec::new();
         for batch in cut(0..shape.batch, batch_step) {
-            // What no row sees is neither bound nor split.
+            // Keys that no row sees are neither bound nor split.
             let visible = self.list.key_range(&batch, 0);
             for keys in cut(visible, key_step) {
                 let tiles = batch.len() * self.groups;
@@ -208,7 +207,7 @@ impl Decode<'_> {
         })
     }
 
-    /// The items of a piece, and behind the last of a region the merge of its parts.
+    /// Submits the items of a piece, and after the last piece of a region the merge of its parts.
     fn submit(
         &self,
         region: &Region,
@@ -268,7 +267,7 @@ impl Decode<'_> {
         Ok(())
     }
 
-    /// All but which items.
+    /// Parameters of the kernel, except for the range of items.
     fn params(&self, region: &Region, bindings: &Bindings<'_>) -> Result<DecodeParams> {
         let args = self.args;
         let unit = self.kernel.storage.unit_elements() as usize;

@@ -1,4 +1,4 @@
-//! The device, its memory and its health.
+//! The device: submission, allocation and failures.
 
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
@@ -22,14 +22,15 @@ pub(super) struct Gpu {
     pub(super) health: Arc<Health>,
     pub(super) pipelines: Pipelines,
     pub(super) staging: Arc<StagingPool>,
-    /// Uniform buffers of what was recorded, until something is submitted: in a browser a dropped buffer is gone.
+    /// Uniform buffers of recorded commands, kept until the commands are submitted: in a browser a dropped buffer is freed at
+    /// once.
     recorded: Mutex<Vec<WgpuBuffer>>,
     budget: Budget,
-    /// Buffers can be filled where they are: host and device share their memory.
+    /// Whether host and device share memory, so that buffers are filled in place.
     shared_memory: bool,
-    /// Held to submit, and alone to destroy the device.
+    /// Read-locked to submit, write-locked to destroy the device.
     submitting: RwLock<()>,
-    /// Where the device was opened with its clock.
+    /// `Some` where the device was opened with timestamps.
     pub(super) stopwatch: Option<Stopwatch>,
     poller: Poller,
 }
@@ -70,12 +71,12 @@ impl Gpu {
         }
     }
 
-    /// What went wrong since the last call, if anything.
+    /// Returns the failure since the last call, if there is one.
     pub(super) fn check(&self) -> Result<()> {
         self.health.check().inspect_err(|_| self.let_go())
     }
 
-    /// Where the device is lost, its staging buffers are of no use, and would keep it alive.
+    /// Frees the staging buffers of a lost device, which would keep it alive.
     fn let_go(&self) {
         if self.health.is_lost() {
             self.staging.close();
@@ -92,9 +93,9 @@ impl Gpu {
         done
     }
 
-    /// Ends the device. Whoever waits for it hears of it at once; its memory is freed when what is in flight is done.
+    /// Ends the device. Every future that waits for it ends at once; its memory is freed when the work in flight is done.
     pub(super) fn destroy(&self) {
-        // First, so that nobody begins anything new.
+        // First, so that no new work begins.
         self.health.lost("use the device", "WgpuBackend::destroy ended it".to_owned());
         {
             // Submitting runs callbacks, which read mapped memory; a destroyed device frees it under them.
@@ -112,7 +113,7 @@ impl Gpu {
 
     /// A buffer for storage and copies that holds `data`.
     pub(super) fn buffer_with(&self, label: &str, data: &[u8]) -> Result<WgpuBuffer> {
-        // One that can be mapped is filled where it is; others are filled through a copy on the device.
+        // A buffer that can be mapped is filled in place; others are filled through a copy on the device.
         let mappable =
             if self.shared_memory { wgpu::BufferUsages::MAP_WRITE } else { wgpu::BufferUsages::empty() };
         let buffer = self.create(label, data.len(), STORAGE | mappable, true)?;
@@ -120,12 +121,12 @@ impl Gpu {
         Ok(buffer)
     }
 
-    /// A buffer that query results are written to, and copied from.
+    /// A buffer for query results, which can be copied from.
     pub(super) fn query_results(&self, label: &str, bytes: usize) -> Result<WgpuBuffer> {
         self.create(label, bytes, wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC, false)
     }
 
-    /// A uniform buffer that holds `data`, for what is submitted next.
+    /// A uniform buffer that holds `data`, for the commands that are submitted next.
     pub(super) fn uniform(&self, label: &str, data: &[u8]) -> Result<wgpu::Buffer> {
         let buffer =
             self.create(label, data.len(), wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::COPY_DST, true)?;
@@ -135,7 +136,7 @@ impl Gpu {
         Ok(raw)
     }
 
-    /// A buffer of at least `bytes` to read results from, for the pool to take back.
+    /// A buffer of at least `bytes` bytes to read results from. The pool takes it back.
     pub(super) fn staging_buffer(&self, label: &str, bytes: usize) -> Result<WgpuBuffer> {
         if let Some(buffer) = self.staging.take(bytes) {
             return Ok(buffer);
@@ -164,7 +165,7 @@ impl Gpu {
         usage: wgpu::BufferUsages,
         to_fill: bool,
     ) -> Result<WgpuBuffer> {
-        // Whole 16-byte units, which is what kernels bind; and nothing may be bound that is empty.
+        // Kernels bind whole 16-byte units, and no binding may be empty.
         let size = wide(bytes).max(1).checked_next_multiple_of(16).unwrap_or(u64::MAX);
         if size > self.limits.max_buffer_size {
             return Err(self.out_of_memory(label, wide(bytes), self.limits.max_buffer_size));
@@ -187,19 +188,19 @@ impl Gpu {
         Ok(WgpuBuffer { raw, bytes, _lease: lease })
     }
 
-    /// What `create` makes; `None` when the driver has not the memory for it.
+    /// The result of `create`; `None` when the driver has no memory for it.
     pub(super) fn within_memory<T>(&self, create: impl FnOnce(&wgpu::Device) -> T) -> Option<T> {
         let scope = self.device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
         let made = create(&self.device);
-        // Natively the answer is there at once. In a browser a failure shows when the buffer is used.
+        // Natively the answer is ready at once. In a browser a failure surfaces when the buffer is used.
         match futures_util::FutureExt::now_or_never(scope.pop()) {
             Some(Some(_)) => None,
             _ => Some(made),
         }
     }
 
-    /// Bytes that the driver still gives in one buffer, below `refused` ones which it did not: it tells only when it is
-    /// asked, so they are found by halving.
+    /// Most bytes that the driver gives in one buffer, below `refused`, which it did not give. No driver reports the number, so
+    /// it is found by halving.
     pub(super) fn largest_bytes(&self, refused: u64) -> u64 {
         let sizes = std::iter::successors(Some(refused / 32 * 16), |size| Some(size / 32 * 16));
         let mut sizes = sizes.take_while(|size| *size > 0);
@@ -215,7 +216,7 @@ impl Gpu {
         given.unwrap_or(0)
     }
 
-    /// Fills a buffer that was created for it.
+    /// Fills a buffer that was created to be filled.
     fn fill(&self, buffer: &wgpu::Buffer, data: &[u8]) -> Result<()> {
         if !FILLED_WHERE_IT_IS {
             let (words, rest) = data.split_at(data.len() / 4 * 4);
@@ -247,6 +248,6 @@ impl Drop for Gpu {
 
 const STORAGE: wgpu::BufferUsages =
     wgpu::BufferUsages::STORAGE.union(wgpu::BufferUsages::COPY_SRC).union(wgpu::BufferUsages::COPY_DST);
-/// Whether new buffers are mapped to be filled. In a browser wgpu keeps one more copy of what is written to mapped memory,
-/// and panics where the browser has none to map.
+/// Whether new buffers are mapped to be filled. In a browser wgpu keeps one more copy of the bytes that are written to mapped
+/// memory, and panics where the browser has no memory to map.
 const FILLED_WHERE_IT_IS: bool = !cfg!(target_arch = "wasm32");

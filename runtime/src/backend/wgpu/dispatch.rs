@@ -20,7 +20,7 @@ pub(super) struct Window<'a> {
     size: u64,
 }
 
-/// What a kernel is given.
+/// A resource that is bound to a kernel.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Bound<'a> {
     Buffer(Window<'a>),
@@ -43,13 +43,13 @@ impl Window<'_> {
 /// Workgroups of a dispatch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Grid {
-    /// In x; the kernel is told.
+    /// In x; a parameter of the kernel.
     pub(super) width: u32,
     height: u32,
 }
 
 impl Gpu {
-    /// The pipeline of `kernel`, compiled when it is first asked for.
+    /// The pipeline of `kernel`, compiled at its first use.
     pub(super) fn pipeline(&self, kernel: Kernel) -> Result<Arc<Pipeline>> {
         let mut pipelines = self.pipelines.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pipeline) = pipelines.get(&kernel) {
@@ -95,7 +95,7 @@ impl Gpu {
         self.window(what, buffer, 0..buffer.bytes as u64)
     }
 
-    /// Bytes that a window is sure to hold, wherever it starts.
+    /// Bytes that a window can hold wherever it starts.
     pub(super) fn window_bytes(&self) -> u64 {
         self.limits.max_storage_buffer_binding_size
             - u64::from(self.limits.min_storage_buffer_offset_alignment).max(16)

@@ -1,13 +1,12 @@
 //! Copies to the host.
 //!
-//! A download is two copies: the device's into a staging buffer at once, so that the range is what it was whatever is
-//! submitted afterwards, and the host's out of it. The second is made where the driver says that the first is done,
-//! which natively is mostly the thread that looks after the device: the rank's own thread is not held up, and a download
-//! that was dropped gives its staging buffer back like any other.
+//! A download is two copies. The device copies into a staging buffer at once, so that later submissions do not change the
+//! bytes; the host copies out of it. The second copy is made in the driver's callback, natively mostly on the thread that
+//! polls the device: the rank's own thread is not blocked, and a dropped download also returns its staging buffer.
 //!
-//! Both are needed. Mapping the buffer itself, where memory is shared, would forbid the device to use it until the bytes
-//! are no longer needed, and the block that travels is the one that is being attended to. Handing out the mapped staging
-//! buffer instead of a copy of it is unsound: `wgpu::Device::destroy` frees the memory of mapped buffers under the views
+//! Both copies are needed. Mapping the buffer itself, where memory is shared, would keep the device from using it until the
+//! bytes are no longer needed, and the block that is sent is the block that is being computed on. Handing out the mapped
+//! staging buffer instead of a copy of it is unsound: `wgpu::Device::destroy` frees the memory of mapped buffers under the views
 //! of them (wgpu 30; `release_gpu_resources` in wgpu-core).
 
 use std::fmt;
@@ -23,7 +22,7 @@ use super::buffer::WgpuBuffer;
 use super::device::Gpu;
 use crate::{Error, Result};
 
-/// Ends with bytes of the device on the host; may be dropped, and may outlive its backend.
+/// Ends with the bytes in host memory. May be dropped early, and may outlive its backend.
 pub struct Download(Pin<Box<dyn Future<Output = Result<Bytes>>>>);
 
 impl Download {
@@ -46,7 +45,7 @@ impl Download {
         if range.is_empty() {
             return Ok(Self(Box::pin(std::future::ready(Ok(Bytes::new())))));
         }
-        // Copies are of whole words.
+        // The API copies whole 32-bit words.
         let start = range.start / 4 * 4;
         let size = (range.end - start).next_multiple_of(4);
         let skip = range.start - start;
@@ -55,20 +54,20 @@ impl Download {
         let staging = gpu.staging_buffer("download", size)?;
         let mut encoder = gpu.encoder("download");
         encoder.copy_buffer_to_buffer(&buffer.raw, start as u64, &staging.raw, 0, Some(size as u64));
-        // Resolved through the mapping; the submission itself needs no one to wait for it.
+        // The mapping resolves the future; nothing waits for the submission itself.
         let _ = gpu.submit(Some(encoder.finish()));
         let (sender, receiver) = oneshot::channel();
         let raw = staging.raw.clone();
-        let (pool, number) = (gpu.staging.clone(), gpu.staging.fly(staging));
+        let (pool, number) = (gpu.staging.clone(), gpu.staging.start_copy(staging));
         raw.map_async(wgpu::MapMode::Read, ..size as u64, move |mapped| {
-            let Some(staging) = pool.landed(number) else {
-                return; // the device is lost, and whoever waits hears of it
+            let Some(staging) = pool.copied(number) else {
+                return; // the device is lost, which ends the future
             };
             let bytes = match mapped {
-                // Nobody waits any more: fine.
+                // The download was dropped: its bytes are not needed.
                 Ok(()) if sender.is_canceled() => None,
                 Ok(()) => Some(read(&staging.raw, size, wanted)),
-                // Not put back: who knows what state it is in.
+                // Not returned to the pool: its state is unknown.
                 Err(error) => {
                     let _ = sender.send(Err(error.to_string()));
                     return;
@@ -80,7 +79,7 @@ impl Download {
                 let _ = sender.send(bytes);
             }
         });
-        // Mapping begins behind the copy's submission: have the device looked after once more.
+        // Mapping begins after the copy's submission: have the device polled once more.
         let _ = gpu.submit(None);
         let health = gpu.health.clone();
         Ok(Self(Box::pin(async move {
@@ -89,7 +88,7 @@ impl Download {
             let native = match got {
                 Some(Ok(bytes)) => return Ok(bytes),
                 Some(Err(native)) => native,
-                None => "the device went away".to_owned(),
+                None => "the device was lost".to_owned(),
             };
             Err(health.error("copy to the host", native))
         })))

@@ -1,4 +1,4 @@
-//! What the driver says behind our back, and who must hear of it.
+//! Failures that the driver reports outside a call, and the futures that they end.
 
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,24 +9,24 @@ use futures_util::future::{Either, Shared, select};
 
 use crate::{Error, Result};
 
-/// Whether a device still works.
+/// Whether a device works. Shared by the device, its callbacks and its futures.
 #[derive(Debug)]
 pub(super) struct Health {
     device: Arc<str>,
-    state: Mutex<Ailment>,
+    state: Mutex<Failures>,
     loss: Loss,
 }
 
-/// Resolves when the device is lost. Where a driver dies, wgpu forgets the callbacks of what was in flight: whoever
-/// waits for one waits for this as well.
+/// Resolves when the device is lost. When a driver dies, wgpu drops the callbacks of work in flight, so every future that
+/// waits for a callback waits for this as well.
 #[derive(Clone, Debug)]
 pub(super) struct Loss(Shared<oneshot::Receiver<Infallible>>);
 
 #[derive(Debug)]
-struct Ailment {
-    /// Ended the device: every later call fails.
+struct Failures {
+    /// Why the device was lost: every later call fails with it.
     lost: Option<Error>,
-    /// To be told once.
+    /// A failure that the next call returns, once.
     failed: Option<Error>,
     /// Dropped when the device is lost.
     alive: Option<oneshot::Sender<Infallible>>,
@@ -37,12 +37,12 @@ impl Health {
         let (alive, loss) = oneshot::channel();
         Self {
             device,
-            state: Mutex::new(Ailment { lost: None, failed: None, alive: Some(alive) }),
+            state: Mutex::new(Failures { lost: None, failed: None, alive: Some(alive) }),
             loss: Loss(loss.shared()),
         }
     }
 
-    /// The device is gone; the first reason is kept.
+    /// The device is lost. The first reason is kept.
     pub(super) fn lost(&self, operation: &str, native: String) {
         let error = self.error(operation, native);
         let alive = {
@@ -50,7 +50,7 @@ impl Health {
             state.lost.get_or_insert(error);
             state.alive.take()
         };
-        // Wakes those who wait, which must not find the lock taken.
+        // Wakes the waiting futures after the lock is released.
         drop(alive);
     }
 
@@ -59,7 +59,7 @@ impl Health {
         self.lock().failed.get_or_insert(error);
     }
 
-    /// What went wrong since the last call, if anything.
+    /// Returns the failure since the last call, if there is one.
     pub(super) fn check(&self) -> Result<()> {
         let mut state = self.lock();
         match state.failed.take().or_else(|| state.lost.clone()) {
@@ -85,13 +85,13 @@ impl Health {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Ailment> {
+    fn lock(&self) -> MutexGuard<'_, Failures> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Loss {
-    /// What `receiver` gets; `None` when the device is lost before.
+    /// The value of `receiver`; `None` when the device is lost first.
     pub(super) async fn or<T>(self, receiver: oneshot::Receiver<T>) -> Option<T> {
         match select(receiver, self.0).await {
             Either::Left((got, _)) => got.ok(),
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_arrived_before_the_loss_is_not_lost() {
+    fn a_value_that_arrived_before_the_loss_is_returned() {
         let health = health();
         let (sender, receiver) = oneshot::channel();
         sender.send(7).expect("the receiver lives");
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_told_once() {
+    fn a_failure_is_returned_once() {
         let health = health();
         health.failed("use the device", "a bad call".to_owned());
         assert!(health.check().is_err());

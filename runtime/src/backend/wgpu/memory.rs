@@ -1,22 +1,22 @@
-//! How much memory a device may be asked for.
+//! The limit on the memory of a device.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::backend::DeviceClass;
 
-/// Counts what the buffers of one backend hold, and says when it is too much.
+/// Counts the bytes of all buffers of one backend, and refuses more than a limit.
 ///
-/// The driver is no help in time: software drivers take memory when it is first written, so that every allocation
-/// succeeds and a kernel dies of it later. (The budgets that Vulkan drivers report do not count what was never written
-/// either, and asking costs 70 µs for each buffer on Mesa 26.2.)
+/// The driver does not refuse in time: software drivers take memory when it is first written, so every allocation succeeds and
+/// a kernel crashes later. (The budgets that Vulkan drivers report do not count memory that was never written either, and
+/// a query costs 70 µs for each buffer on Mesa 26.2.)
 #[derive(Clone, Debug)]
 pub(super) struct Budget {
     most_bytes: u64,
     held_bytes: Arc<AtomicU64>,
 }
 
-/// Bytes that are given back when this is dropped.
+/// Bytes of a budget; returned to it on drop.
 #[derive(Debug)]
 pub(super) struct Lease {
     bytes: u64,
@@ -24,7 +24,7 @@ pub(super) struct Lease {
 }
 
 impl Budget {
-    /// `most_bytes`, or what is known of this kind of device: those that compute in the host's memory have no more.
+    /// A limit of `most_bytes`; by default the host's memory for devices that compute in it, and none for others.
     pub(super) fn new(most_bytes: Option<u64>, class: DeviceClass) -> Self {
         let known = match class {
             DeviceClass::SoftwareGpu => host_bytes(),
@@ -33,10 +33,10 @@ impl Budget {
         Self { most_bytes: most_bytes.or(known).unwrap_or(u64::MAX), held_bytes: Arc::default() }
     }
 
-    /// Takes `bytes`.
+    /// Takes `bytes` bytes out of the budget.
     ///
     /// # Errors
-    /// The bytes that may still be taken.
+    /// The bytes that are left, where that is less.
     pub(super) fn take(&self, bytes: u64) -> Result<Lease, u64> {
         let add = |held: u64| held.checked_add(bytes).filter(|sum| *sum <= self.most_bytes);
         match self.held_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add) {
@@ -52,7 +52,7 @@ impl Drop for Lease {
     }
 }
 
-/// Memory of this machine, or of the group of processes that this one is in.
+/// Memory of this machine, or of this process's control group where that is less.
 #[cfg(target_os = "linux")]
 fn host_bytes() -> Option<u64> {
     let read = |path: &str| std::fs::read_to_string(path).ok();

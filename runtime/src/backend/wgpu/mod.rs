@@ -1,15 +1,15 @@
-//! Attention on whatever wgpu reaches: Vulkan, Metal, DX12, and WebGPU in a browser.
+//! The backend on wgpu: Vulkan, Metal, DX12, and WebGPU in a browser.
 //!
-//! - **Errors.** What the driver reports late (uncaptured errors, a lost device) is kept and returned by the next call
-//!   or by [`wait`](Backend::wait). A lost device stays lost: every call says so, and every future that waits for it
-//!   ends. Open the device anew, [`WgpuBackend::new`] asks the driver for it afresh, and upload again.
-//! - **Memory.** A buffer is refused beyond the device's largest, beyond [`WgpuOptions::max_memory_bytes`] together
-//!   with all others, and where the driver has none left. Tensors beyond the largest *binding* (128 MiB on some
-//!   software drivers and in browsers) are worked on in pieces that bind what they need.
+//! - **Errors.** Failures that the driver reports late (uncaptured errors, a lost device) are returned by the next call
+//!   or by [`wait`](Backend::wait). A lost device stays lost: every call fails, and every future that waits for it
+//!   ends. Open the device again, [`WgpuBackend::new`] asks the driver for a new one, and upload again.
+//! - **Memory.** A buffer is refused when it exceeds the device's largest buffer, when all buffers together exceed
+//!   [`WgpuOptions::max_memory_bytes`], and when the driver has no memory left. Tensors beyond the largest *binding*
+//!   (128 MiB on some software drivers and in browsers) are processed in regions that fit one.
 //! - **Copies.** Downloads go through staging buffers that are pooled and mapped while the device works on; uploads go
 //!   straight into the buffer where host and device share memory, and through the driver's staging elsewhere.
 //! - **Threads.** Natively one thread for each device waits for submissions and resolves futures; it sleeps while
-//!   nothing is in flight. In a browser callbacks come by themselves.
+//!   nothing is in flight. A browser runs callbacks by itself.
 
 mod adapter;
 mod attend;

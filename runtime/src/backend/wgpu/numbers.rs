@@ -1,10 +1,10 @@
-//! Sizes, indices and types of the library as kernels and the API take them.
+//! Conversions of the library's sizes, indices and types to those of kernels and of the API.
 
 use kyklos_shaders::{MAX_HEAD_DIM, Storage};
 
 use crate::{Dtype, Error, Result};
 
-/// What kernels call a dtype.
+/// The storage type of kernels for a dtype.
 pub(super) fn storage(dtype: Dtype) -> Storage {
     match dtype {
         Dtype::F32 => Storage::F32,
@@ -13,19 +13,20 @@ pub(super) fn storage(dtype: Dtype) -> Storage {
     }
 }
 
-/// Bytes as the 64-bit sizes of the API.
+/// Bytes as a 64-bit size of the API.
 pub(super) fn wide(bytes: usize) -> u64 {
     bytes as u64
 }
 
-/// An index for a kernel. Kernels count 16-byte units in u32; what they bind is far below that.
+/// A number for a kernel, which counts in u32; bindings are far smaller than 2^32 units of 16 bytes.
 pub(super) fn narrow(what: &str, value: usize) -> Result<u32> {
     u32::try_from(value).map_err(|_| {
         Error::request(format!("{what} is {value}"), "kernels count in 32 bits: use smaller pieces")
     })
 }
 
-/// Head dims are checked by the problem; a backend used alone says so itself.
+/// A head dim that kernels are made for. [`AttentionProblem`](crate::AttentionProblem) checks it too; this is for callers of the
+/// backend alone.
 pub(super) fn checked_dim(dim: usize) -> Result<u32> {
     match u32::try_from(dim) {
         Ok(dim) if dim > 0 && dim.is_multiple_of(8) && dim <= MAX_HEAD_DIM => Ok(dim),

@@ -1,4 +1,4 @@
-//! The tensors of a call as kernels see them.
+//! The tensors of a call in the layout that kernels read.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use super::texture;
 use crate::backend::{Attend, Layout, Operand};
 use crate::{Error, PairKind, Result};
 
-/// Where the elements of a call's tensors are.
+/// Byte layouts of a call's tensors.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Operands {
     pub(super) q: Strided,
@@ -37,7 +37,7 @@ impl Operands {
             a: Strided::dense_f32([shape.batch, shape.rows, shape.heads, shape.dim]),
             ml: Strided::dense_f32([shape.batch, shape.heads, shape.rows, 2]),
             pairs: args.pairs.as_ref().map(|pairs| {
-                // As far as any key of the block reaches.
+                // Columns up to the largest key position of the block.
                 let keys = args.work.kv_positions.iter().max().map_or(0, |last| *last as usize + 1);
                 let (element_bytes, elements) = match pairs.kind {
                     PairKind::Visible => (4, keys.div_ceil(32)),
@@ -49,7 +49,7 @@ impl Operands {
         }
     }
 
-    /// Whether one window of `limit` bytes holds each of those with rows of their own.
+    /// Whether each tensor fits one window of `limit` bytes.
     pub(super) fn fit(&self, limit: u64) -> bool {
         let mut tensors = [&self.q, &self.k, &self.v, &self.a].into_iter().chain(&self.pairs);
         tensors.all(|tensor| tensor.fits(limit))
@@ -91,7 +91,7 @@ impl<'a> PairRows<'a> {
         Bound::Buffer(self.window)
     }
 
-    /// Offset and strides as the kernel counts them.
+    /// Offset and strides in the units of the kernel.
     pub(super) fn units(&self) -> Result<[u32; 4]> {
         let Layout { offset, batch_stride, row_stride, head_stride } = self.layout;
         let [offset, batch, row, head] = [offset, batch_stride, row_stride, head_stride]
@@ -101,7 +101,7 @@ impl<'a> PairRows<'a> {
     }
 }
 
-/// What a call's kernel reads for each pair.
+/// The kind of mask or bias tensor that a call's kernel reads.
 pub(super) fn pair_kind(args: &Attend<'_, WgpuBuffer>) -> kyklos_shaders::Pairs {
     pairs_of(args.pairs.as_ref().map(|pairs| pairs.kind))
 }

@@ -1,4 +1,4 @@
-//! Everything but attend: short kernels, submitted at once.
+//! The short operations: every operation but `attend`, each submitted at once.
 
 use kyklos_shaders::{
     ConvertParams, FinalizeParams, Kernel, MergeParams, RepackParams, ResetParams, Storage,
@@ -233,7 +233,7 @@ fn row_heads_within(gpu: &Gpu, dim: usize) -> usize {
     (rows / 64 * 64).max(64)
 }
 
-/// The widest unit on whose boundaries everything lies.
+/// The widest unit, in 32-bit words, to which all offsets, strides and rows are aligned.
 fn repack_words(from: &Layout, into: &Layout, extent: Extent) -> Result<u32> {
     let all = [
         from.offset,
@@ -259,7 +259,7 @@ fn repack_words(from: &Layout, into: &Layout, extent: Extent) -> Result<u32> {
     }
 }
 
-/// Whether the bytes of `extent` lie one behind the other.
+/// Whether the bytes of `extent` are adjacent in this layout.
 fn is_dense(layout: &Layout, extent: Extent) -> bool {
     let rows_bytes = extent.heads * extent.row_bytes;
     (extent.heads == 1 || layout.head_stride == extent.row_bytes)

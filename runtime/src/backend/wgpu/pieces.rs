@@ -1,4 +1,4 @@
-//! How much is submitted at a time: about [`PIECE_S`] of the device's time, found out by measuring.
+//! The size of submissions: about [`PIECE_S`] seconds of device time each, by measured speed.
 
 use std::collections::HashMap;
 use std::collections::VecDeque;
@@ -9,24 +9,24 @@ use kyklos_shaders::{AttendKernel, Kernel};
 use super::completion::Done;
 use crate::backend::DeviceClass;
 
-/// What one submission should take: below what a watchdog or a user notices, above what submitting costs.
+/// Seconds of one submission: short for a watchdog and for a user, long against the cost of submitting.
 const PIECE_S: f64 = 0.08;
-/// Submissions between the host and the end of the queue: one runs, one waits.
+/// Most submissions in flight: one runs, one waits.
 const IN_FLIGHT: usize = 2;
 
-/// Keys below which loading and storing the state would be felt.
+/// Fewest keys of a piece: with fewer, loading and storing the state would take a noticeable share of the time.
 const FEWEST_KEYS: usize = 2048;
 
 /// Measured speed, and what is in flight.
 #[derive(Debug)]
 pub(super) struct Pace {
-    /// Where nothing was measured yet.
+    /// Assumed speed before the first measurement.
     first_flops_per_s: f64,
-    /// Workgroups that it takes to keep the device busy.
+    /// Workgroups that keep the device busy.
     busy_groups: u64,
-    /// The same of the small ones that few query rows make.
+    /// The same for the smaller workgroups of the decoding kernels.
     decode_groups: usize,
-    /// Operations beyond which so many workgroups get their keys in several turns.
+    /// Most operations of `busy_groups` workgroups in one piece; beyond it their keys are cut.
     most_flops: f64,
     state: Mutex<State>,
 }
@@ -50,7 +50,7 @@ pub(super) struct Flight {
 
 impl Pace {
     pub(super) fn new(class: DeviceClass) -> Self {
-        // Too little only makes the first piece short; too much could trip a watchdog of 2 s.
+        // Too low a speed only makes the first piece short; too high a speed could exceed a watchdog's 2 s.
         let (first_flops_per_s, busy_groups, decode_groups, most_flops) = match class {
             DeviceClass::SoftwareGpu | DeviceClass::Cpu => (4e9, 32, 16, 3e9),
             DeviceClass::IntegratedGpu => (1e11, 512, 96, 3e11),
@@ -70,7 +70,7 @@ impl Pace {
         4.0 * f64::from(kernel.tile().q_rows) * f64::from(kernel.head_dim)
     }
 
-    /// How many keys `items` workgroups may be given in one piece. Depends on nothing measured.
+    /// Most keys of `items` workgroups in one piece. Does not depend on measurements.
     pub(super) fn keys_at_once(&self, kernel: &AttendKernel, items: u64) -> usize {
         let groups = u32::try_from(items.clamp(1, self.busy_groups)).expect("busy_groups is small");
         let keys = self.most_flops / (f64::from(groups) * Self::flops_per_key(kernel));
@@ -83,7 +83,7 @@ impl Pace {
         keys.max(FEWEST_KEYS)
     }
 
-    /// How many workgroups the splits of the keys should make. Depends on nothing measured.
+    /// Number of workgroups at which the splits of the keys aim. Does not depend on measurements.
     pub(super) fn decode_groups(&self) -> usize {
         self.decode_groups
     }
@@ -92,10 +92,10 @@ impl Pace {
         self.lock().flights.push_back(flight);
     }
 
-    /// Waits until there is room for another submission.
+    /// Waits until another submission may be made.
     pub(super) async fn room(&self) {
         loop {
-            // Taken out before it is awaited: no lock is held over an await.
+            // Taken out of the queue first: no lock is held over an await.
             let flight = {
                 let mut state = self.lock();
                 if state.flights.len() < IN_FLIGHT {
@@ -116,11 +116,11 @@ impl Pace {
         let mut state = self.lock();
         let took_s = done_s - flight.submitted_s.max(state.done_s);
         state.done_s = state.done_s.max(done_s);
-        // Shorter ones measure the submission, not the device.
+        // A shorter time measures the submission, not the device.
         if took_s > 1e-3 {
             let measured = flight.flops / took_s;
             let rate = state.flops_per_s.entry(flight.kernel).or_insert(measured);
-            // Slower at once, faster by and by.
+            // Adapts at once to a lower speed, and gradually to a higher one.
             *rate = if measured < *rate { measured } else { 0.5 * (*rate + measured) };
         } else if took_s > 0.0 {
             let rate = state.flops_per_s.entry(flight.kernel).or_insert(self.first_flops_per_s);

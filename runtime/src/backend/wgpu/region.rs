@@ -18,7 +18,7 @@ pub(super) struct Strided {
     row_reach: usize,
 }
 
-/// The heads of k or v that queries attend to, in bytes.
+/// The heads of k or v that queries attend to, as the source of a texture. All sizes are in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Source<'a> {
     pub(super) buffer: &'a WgpuBuffer,
@@ -48,14 +48,14 @@ impl Strided {
         }
     }
 
-    /// A dense one of f32.
+    /// A dense tensor of f32.
     pub(super) fn dense_f32([batch, rows, heads, dim]: [usize; 4]) -> Self {
         let layout =
             Layout { offset: 0, batch_stride: rows * heads * dim, row_stride: heads * dim, head_stride: dim };
         Self::new(layout, 4, [batch, rows, heads, dim])
     }
 
-    /// From the first to the last byte of these batch entries and rows; none of both is empty.
+    /// The range from the first to the last byte of these batch entries and rows. Neither range may be empty.
     pub(super) fn bytes(&self, batch: &Range<usize>, rows: &Range<usize>) -> Range<u64> {
         let at = |b: usize, r: usize| {
             self.layout.offset + b * self.layout.batch_stride + r * self.layout.row_stride
@@ -69,7 +69,7 @@ impl Strided {
         all.end - all.start <= limit
     }
 
-    /// It, in `buffer`, as what a texture is made of.
+    /// The tensor, which lies in `buffer`, as the source of a texture.
     pub(super) fn source<'a>(&self, buffer: &'a WgpuBuffer) -> Source<'a> {
         Source { buffer, layout: self.layout, heads: self.heads, head_bytes: self.head_bytes }
     }

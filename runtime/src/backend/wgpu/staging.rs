@@ -1,24 +1,24 @@
-//! Buffers through which results come to the host, kept for the next ones.
+//! A pool of staging buffers, through which results are copied to the host.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::buffer::WgpuBuffer;
 
-/// The staging buffers of one device: those that wait for work, and those whose copy is under way.
+/// The staging buffers of one device: idle ones, and those whose copy is in flight.
 ///
-/// The pool holds both, and the driver's callbacks hold only numbers: a callback that owned its own buffer would keep
-/// it and the device for ever where a driver dies and calls nobody back.
+/// The pool owns both, and the driver's callbacks hold only numbers: a callback that owned its buffer would keep it and the
+/// device for ever when a driver dies and never calls back.
 #[derive(Debug, Default)]
-pub(super) struct StagingPool(Mutex<Shelves>);
+pub(super) struct StagingPool(Mutex<Buffers>);
 
 #[derive(Debug, Default)]
-struct Shelves {
-    /// Unmapped, the longest unused first.
+struct Buffers {
+    /// Unmapped buffers, the least recently used first.
     idle: VecDeque<WgpuBuffer>,
     in_flight: HashMap<u64, WgpuBuffer>,
     next: u64,
-    /// The device is lost: nothing is kept.
+    /// The device is lost: buffers are freed, not kept.
     closed: bool,
 }
 
@@ -26,78 +26,77 @@ impl StagingPool {
     /// An idle buffer of [`class_bytes`]`(bytes)`, if there is one.
     pub(super) fn take(&self, bytes: usize) -> Option<WgpuBuffer> {
         let wanted = class_bytes(bytes);
-        let mut shelves = self.lock();
-        // The last one used is the likeliest to be in the caches.
-        let at = shelves.idle.iter().rposition(|buffer| buffer.bytes == wanted)?;
-        shelves.idle.remove(at)
+        let mut buffers = self.lock();
+        // The most recently used buffer is most likely to be in a cache.
+        let at = buffers.idle.iter().rposition(|buffer| buffer.bytes == wanted)?;
+        buffers.idle.remove(at)
     }
 
-    /// Keeps `buffer` while its copy is under way; the number is for [`Self::landed`].
-    pub(super) fn fly(&self, buffer: WgpuBuffer) -> u64 {
-        let mut shelves = self.lock();
-        let number = shelves.next;
-        shelves.next += 1;
-        if !shelves.closed {
-            shelves.in_flight.insert(number, buffer);
+    /// Keeps `buffer` while its copy is in flight. Returns its number for [`Self::copied`].
+    pub(super) fn start_copy(&self, buffer: WgpuBuffer) -> u64 {
+        let mut buffers = self.lock();
+        let number = buffers.next;
+        buffers.next += 1;
+        if !buffers.closed {
+            buffers.in_flight.insert(number, buffer);
         }
         number
     }
 
     /// The buffer whose copy is done; `None` when the device is lost.
-    pub(super) fn landed(&self, number: u64) -> Option<WgpuBuffer> {
+    pub(super) fn copied(&self, number: u64) -> Option<WgpuBuffer> {
         self.lock().in_flight.remove(&number)
     }
 
-    /// Takes back an unmapped buffer; gives up others where the pool would become too large.
+    /// Takes back an unmapped buffer. Frees the least recently used ones where the pool becomes too large.
     pub(super) fn put(&self, buffer: WgpuBuffer) {
-        let mut given_up = Vec::new();
+        let mut freed = Vec::new();
         {
-            let mut shelves = self.lock();
-            if shelves.closed || buffer.bytes > IDLE_BYTES {
-                given_up.push(buffer);
+            let mut buffers = self.lock();
+            if buffers.closed || buffer.bytes > IDLE_BYTES {
+                freed.push(buffer);
             } else {
-                shelves.idle.push_back(buffer);
-                while shelves.idle.iter().map(|buffer| buffer.bytes).sum::<usize>() > IDLE_BYTES {
-                    given_up.extend(shelves.idle.pop_front());
+                buffers.idle.push_back(buffer);
+                while buffers.idle.iter().map(|buffer| buffer.bytes).sum::<usize>() > IDLE_BYTES {
+                    freed.extend(buffers.idle.pop_front());
                 }
             }
         }
         // Freed without the lock.
-        drop(given_up);
+        drop(freed);
     }
 
-    /// Gives up the idle ones: somebody needs the memory.
+    /// Frees the idle buffers, because an allocation failed. Returns whether there were any.
     pub(super) fn shrink(&self) -> bool {
         let idle = std::mem::take(&mut self.lock().idle);
         !idle.is_empty()
     }
 
-    /// Gives up everything: the device is lost.
+    /// Frees all buffers, because the device is lost.
     pub(super) fn close(&self) {
         let (idle, in_flight) = {
-            let mut shelves = self.lock();
-            shelves.closed = true;
-            (std::mem::take(&mut shelves.idle), std::mem::take(&mut shelves.in_flight))
+            let mut buffers = self.lock();
+            buffers.closed = true;
+            (std::mem::take(&mut buffers.idle), std::mem::take(&mut buffers.in_flight))
         };
         drop((idle, in_flight));
     }
 
-    fn lock(&self) -> MutexGuard<'_, Shelves> {
+    fn lock(&self) -> MutexGuard<'_, Buffers> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Bytes of the staging buffer for `bytes`: four sizes to each power of two, so that at most a quarter is wasted.
+/// Size of the staging buffer for `bytes` bytes. There are four sizes between two powers of two, so at most a quarter is wasted.
 pub(super) fn class_bytes(bytes: usize) -> usize {
     let bytes = bytes.max(SMALLEST_BYTES);
     let step = 1 << (bytes.ilog2() - 2);
     bytes.checked_next_multiple_of(step).unwrap_or(bytes)
 }
 
-/// Below this, buffers cost more for being there than for their bytes.
+/// Smallest staging buffer, in bytes: a smaller one costs as much.
 const SMALLEST_BYTES: usize = 4096;
-/// What the pool keeps at most while nothing is in flight: keys and values of two blocks of 16 Ki tokens, 8 heads of 64
-/// in f16.
+/// Most bytes of idle buffers: keys and values of two blocks of 16 Ki tokens, 8 heads of 64 in f16.
 const IDLE_BYTES: usize = 64 << 20;
 
 #[cfg(test)]

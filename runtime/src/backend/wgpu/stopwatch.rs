@@ -2,10 +2,10 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Passes between two readings.
+/// Most passes between two readings.
 const PASSES: u32 = 2048;
 
-/// A begin and an end for each pass since the last reading.
+/// Records the begin and the end of each compute pass since the last reading.
 #[derive(Debug)]
 pub(super) struct Stopwatch {
     set: wgpu::QuerySet,
@@ -16,7 +16,7 @@ pub(super) struct Stopwatch {
 }
 
 impl Stopwatch {
-    /// For a device that was opened with timestamp queries.
+    /// `None` for a device that was opened without timestamp queries.
     pub(super) fn new(device: &wgpu::Device, queue: &wgpu::Queue) -> Option<Self> {
         if !device.features().contains(wgpu::Features::TIMESTAMP_QUERY) {
             return None;
@@ -29,7 +29,7 @@ impl Stopwatch {
         Some(Self { set, period_ns: queue.get_timestamp_period(), passes: Mutex::new(0) })
     }
 
-    /// Where the next pass writes its times, while there is room.
+    /// The queries of the next pass; `None` after [`PASSES`] passes.
     pub(super) fn next(&self) -> Option<wgpu::ComputePassTimestampWrites<'_>> {
         let mut passes = self.lock();
         let pass = *passes;
@@ -41,13 +41,13 @@ impl Stopwatch {
         })
     }
 
-    /// Passes since the last reading, and starts anew. `None` where there were none, or more than are kept.
+    /// The number of passes since the last reading, which is reset. `None` where there was no pass, or more than [`PASSES`].
     pub(super) fn take_passes(&self) -> Option<u32> {
         let passes = std::mem::take(&mut *self.lock());
         (1..=PASSES).contains(&passes).then_some(passes)
     }
 
-    /// Bytes of the times of so many passes: a begin and an end of 8 bytes for each.
+    /// Bytes of the times of `passes` passes: a begin and an end of 8 bytes each.
     pub(super) fn bytes(&self, passes: u32) -> usize {
         16 * passes as usize
     }

@@ -48,7 +48,7 @@ pub(super) fn texture(
     if source.layout.row_stride.is_multiple_of(ROW_ALIGNMENT) || keys.len() == 1 {
         copy(gpu, label, source, batch, keys, &texture)?;
     } else {
-        // Rows that a copy cannot step over go through a buffer in which it can.
+        // A copy needs an aligned row stride: rows with another stride are packed into a buffer first.
         let row_stride = row_bytes.next_multiple_of(ROW_ALIGNMENT);
         let aligned = Layout {
             offset: 0,
@@ -132,5 +132,5 @@ fn at(layout: &Layout, batch: usize, row: usize, head: usize) -> usize {
 }
 
 const TEXEL: usize = 16;
-/// What the API asks of a row stride.
+/// Alignment of row strides that the API requires, in bytes.
 const ROW_ALIGNMENT: usize = wgpu::COPY_BYTES_PER_ROW_ALIGNMENT as usize;

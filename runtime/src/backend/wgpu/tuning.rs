@@ -1,7 +1,7 @@
-//! Choices that measurements made, and when they hold.
+//! Measured choices of kernel variants, and when they apply.
 //!
-//! The library measures nothing and reads no files: it is given a [`TuningTable`] and passes over what does not belong
-//! to the device, the driver, the kernels asked for or their text. Without an entry the built-in choice is used.
+//! The library measures nothing and reads no files: the caller passes a [`TuningTable`]. An entry applies only to its device,
+//! driver, kernel choice and kernel texts; without an entry that applies the built-in choice is used.
 
 use std::collections::HashMap;
 
@@ -13,48 +13,48 @@ use super::variant::{DIALECT, MOST_SLOTS, Variants};
 use crate::Dtype;
 use crate::backend::StateShape;
 
-/// Variants that were found to be faster than the built-in ones, each for one kind of call on one device.
+/// Measured choices of kernel variants, each for one kind of call on one device. Serialises as a list of entries.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct TuningTable {
     entries: Vec<TuningEntry>,
 }
 
-/// One choice.
+/// A measured choice.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TuningEntry {
-    /// When it holds.
+    /// To which calls on which device it applies.
     pub key: TuningKey,
-    /// What was fastest, by [its name](AttendVariant::name).
+    /// The fastest variant; serialised by [its name](AttendVariant::name).
     #[serde(serialize_with = "write_variant", deserialize_with = "read_variant")]
     pub variant: AttendVariant,
 }
 
-/// When a choice holds: while all of this is as it was.
+/// To which calls a choice applies. All fields must be equal.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TuningKey {
     /// Device and driver.
     pub adapter: AdapterKey,
-    /// Among which kernels the choice was: `auto`, or the ones that were asked for by name.
+    /// The [`KernelChoice`](super::KernelChoice) among whose variants the choice was made, by its name.
     pub kernel: String,
     /// Storage type of q, k and v.
     pub dtype: String,
     /// Elements of a head.
     pub head_dim: u32,
-    /// Shapes for which it holds.
+    /// Shapes of the running state.
     pub bucket: ShapeBucket,
-    /// Hash of the texts of all kernels that there were to choose from: neither the fastest nor the others have changed.
+    /// Hash of the texts of all kernels among which the choice was made, so that a changed kernel invalidates it.
     pub sources: String,
 }
 
-/// A device with its driver.
+/// A device with its driver, as the driver names them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AdapterKey {
     /// The device's own name.
     pub name: String,
-    /// PCI vendor, or what the API has in its place.
+    /// PCI vendor, or the API's substitute for it.
     pub vendor: u32,
-    /// PCI device, or what the API has in its place.
+    /// PCI device, or the API's substitute for it.
     pub device: u32,
     /// Vulkan, Metal, DX12 or WebGPU.
     pub backend: String,
@@ -66,9 +66,9 @@ pub struct AdapterKey {
 
 /// Shapes that share a choice: calls with about as many query rows, counted over heads and batch.
 ///
-/// What is chosen is how many of them a workgroup takes. That trades work for each loaded key against the number of
-/// workgroups, so it depends on how many rows there are to share out, up to where they fill any device. Keys lengthen
-/// all workgroups alike, whatever the choice, and masks take the same keys from all; neither is part of a bucket.
+/// A variant fixes the number of rows of a workgroup. That trades the work for each loaded key against the number of
+/// workgroups, so the best choice depends on the number of rows, up to the number that fills any device. The number of
+/// keys and the mask change the time of all variants alike, so neither is part of a bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ShapeBucket {
     /// floor(log4(query rows x heads x batch)), at most 8: 65536 and more are one bucket.
@@ -81,13 +81,13 @@ impl TuningTable {
         &self.entries
     }
 
-    /// Replaces what there was for this key, and what is out of date: the same key with other kernel texts.
+    /// Adds an entry. Replaces entries with the same key, also those of other kernel texts.
     pub fn set(&mut self, entry: TuningEntry) {
         self.forget(&entry.key);
         self.entries.push(entry);
     }
 
-    /// The built-in choice again, whatever the kernel texts were.
+    /// Removes the entries with this key, also those of other kernel texts.
     pub fn forget(&mut self, key: &TuningKey) {
         self.entries.retain(|entry| TuningKey { sources: key.sources.clone(), ..entry.key.clone() } != *key);
     }
@@ -107,7 +107,7 @@ impl AdapterKey {
 }
 
 impl ShapeBucket {
-    /// The bucket of a running state. None for so few rows that the kernels of decoding may take them.
+    /// The bucket of a running state. `None` for an empty one, and for so few rows that the decoding kernels may be used.
     pub fn of(shape: StateShape) -> Option<Self> {
         let row_heads = shape.batch.saturating_mul(shape.rows).saturating_mul(shape.heads);
         if shape.rows <= MOST_SLOTS || row_heads == 0 {
@@ -117,7 +117,7 @@ impl ShapeBucket {
     }
 }
 
-/// What of a table holds for an open device.
+/// The entries of a table that apply to an open device.
 #[derive(Debug, Default)]
 pub(super) struct Tuned(HashMap<(Dtype, u32, ShapeBucket), AttendVariant>);
 
@@ -156,7 +156,7 @@ impl Tuned {
     }
 }
 
-/// Hash of the texts of all kernels that there are to choose from.
+/// Hash of the texts of all kernels that can be chosen for these tensors.
 pub(super) fn sources(variants: Variants, storage: Storage, head_dim: u32) -> String {
     let mut hasher = blake3::Hasher::new();
     for variant in variants.choices(storage, head_dim) {
@@ -179,7 +179,7 @@ fn read_variant<'de, D: Deserializer<'de>>(deserializer: D) -> Result<AttendVari
     String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
 }
 
-/// Where a bucket has no end: so many rows fill any device.
+/// The last bucket, which has no upper bound: so many rows fill any device.
 const FULL_LOG4: u32 = 8;
 
 #[cfg(test)]
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_has_one_entry_for_a_key_and_drops_what_is_out_of_date() {
+    fn a_table_has_one_entry_for_a_key_and_drops_outdated_ones() {
         let mut table = TuningTable::default();
         let [two, four] = [2, 4].map(|rows_per_thread| AttendVariant::Portable { rows_per_thread });
         table.set(entry("old", two));

@@ -6,33 +6,33 @@ use super::class::class;
 use crate::backend::DeviceClass;
 use crate::{Error, Result};
 
-/// Which attention kernel is used.
+/// Which attention kernels a device may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum KernelChoice {
-    /// The one that suits the device.
+    /// The kernel that suits the device.
     #[default]
     Auto,
-    /// The one that runs everywhere.
+    /// The kernel that runs on every device.
     Portable,
-    /// The one for software drivers with subgroups; refused elsewhere.
+    /// The kernel for software drivers with subgroups; refused on other devices.
     SubgroupBroadcast,
-    /// The one for matrix units, where the tensors allow it (f16, a head dim that is a multiple of the matrices'
-    /// size, at most 256), and the portable one for others; refused on devices without f16 matrices that sum in f32.
-    /// Not chosen by [`Self::Auto`]: it has run on a software driver only, and what it needs of wgpu is experimental.
+    /// The kernel for matrix units, where the tensors allow it (f16, a head dim that is a multiple of the matrices' size, at
+    /// most 256), and the portable one for others; refused on devices without f16 matrices that sum in f32.
+    /// [`Self::Auto`] does not choose it: it has run on a software driver only, and uses experimental features of wgpu.
     Cooperative,
-    /// This variant and no other, where the tensors allow it: what a tuner compares. Refused where the device has no such variant;
-    /// a cooperative one gives way to the portable kernel as in [`Self::Cooperative`].
+    /// Exactly this variant, for comparisons by a tuner. Refused where the device does not have it; where the tensors do not allow
+    /// a cooperative variant, the portable kernel is used as in [`Self::Cooperative`].
     Exactly(AttendVariant),
 }
 
-/// What the device was opened for.
+/// The attention variants of an open device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Variants {
     family: Family,
     choice: KernelChoice,
 }
 
-/// What the device can run of what was asked for. The portable kernel is always there.
+/// The kind of kernel that the device runs by choice. Every device can also run the portable kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Family {
     Portable,
@@ -47,22 +47,22 @@ pub(super) struct Matrices {
     /// Rows and columns of a matrix.
     size: u32,
     subgroup_size: u32,
-    /// Subgroups of a workgroup where nobody measured.
+    /// Subgroups of a workgroup in the built-in choice.
     subgroups: u32,
     /// Subgroups that fit a workgroup.
     most_subgroups: u32,
-    /// Workgroup memory that the device has.
+    /// Workgroup memory of the device, in bytes.
     workgroup_bytes: u32,
 }
 
 impl Variants {
-    /// What suits the device.
+    /// The variants that suit the device.
     pub(super) fn auto(adapter: &wgpu::Adapter) -> Self {
         let family = broadcast(adapter).map_or(Family::Portable, Family::Broadcast);
         Self { family, choice: KernelChoice::Auto }
     }
 
-    /// What was asked for.
+    /// The variants of `choice`.
     ///
     /// # Errors
     /// [`Error::Request`] when the device cannot run it.
@@ -103,7 +103,7 @@ impl Variants {
                     AttendVariant::Cooperative { .. } => KernelChoice::Cooperative,
                 };
                 let whole = Self::chosen(adapter, whole)?;
-                // Small heads have every variant; f16 is what matrix units take.
+                // With a small head dim and f16, which matrix units need, every variant exists.
                 let choices = whole.choices(Storage::F16, 16);
                 if !choices.contains(&variant) {
                     let names: Vec<_> = choices.into_iter().map(AttendVariant::name).collect();
@@ -118,7 +118,7 @@ impl Variants {
         Ok(Self { family, choice })
     }
 
-    /// The variant for these tensors where nobody measured.
+    /// The variant for these tensors without a measured choice.
     pub(super) fn built_in(self, storage: Storage, head_dim: u32) -> AttendVariant {
         match (self.choice, self.family) {
             (KernelChoice::Exactly(variant), Family::Cooperative(matrices)) => {
@@ -137,8 +137,8 @@ impl Variants {
         }
     }
 
-    /// Every variant that the device may be told to use for these tensors, the built-in one first, and in each family the
-    /// one that is built in there. Matrix units are among them only where they were asked for by name (ADR 0008).
+    /// Every variant that can be chosen for these tensors: first the built-in one, and in each family first the one that is
+    /// built in there. Those for matrix units only where the caller chose them by name (ADR 0008).
     pub(super) fn choices(self, storage: Storage, head_dim: u32) -> Vec<AttendVariant> {
         let built_in = self.built_in(storage, head_dim);
         let others: Vec<_> = match (self.choice, self.family) {
@@ -166,7 +166,7 @@ impl Variants {
         choices
     }
 
-    /// Name of what was asked for, as files have it.
+    /// Name of the choice in tuning tables.
     pub(super) fn choice_name(self) -> String {
         match self.choice {
             KernelChoice::Auto => "auto".to_owned(),
@@ -177,7 +177,7 @@ impl Variants {
         }
     }
 
-    /// The variant for few query rows, of any tensors.
+    /// The variant for few query rows.
     pub(super) fn decode(self) -> DecodeVariant {
         match self.family {
             Family::Portable | Family::Cooperative(_) => DecodeVariant::Portable,
@@ -185,7 +185,7 @@ impl Variants {
         }
     }
 
-    /// What the device has to be opened with.
+    /// Features with which the device must be opened.
     pub(super) fn features(self) -> wgpu::Features {
         match self.family {
             Family::Portable => wgpu::Features::empty(),
@@ -197,7 +197,7 @@ impl Variants {
     /// Permission for the experimental ones among the features.
     pub(super) fn experimental(self) -> wgpu::ExperimentalFeatures {
         match self.family {
-            // SAFETY: wgpu asks for no more than the knowledge that its support for these features may have bugs.
+            // SAFETY: the caller of this function only has to know that wgpu's support for these features may have bugs.
             // They are used only where the caller asked for the cooperative kernel by name.
             Family::Cooperative(_) => unsafe { wgpu::ExperimentalFeatures::enabled() },
             Family::Portable | Family::Broadcast(_) => wgpu::ExperimentalFeatures::disabled(),
@@ -207,7 +207,7 @@ impl Variants {
     /// Name for reports.
     pub(super) fn name(self) -> String {
         match (self.choice, self.family) {
-            // Which of the two a call gets, its tensors say.
+            // The tensors of a call decide which of the two it uses.
             (KernelChoice::Exactly(variant), Family::Cooperative(_)) => {
                 format!("{} (f16), else portable", variant.name())
             }
@@ -222,7 +222,7 @@ impl Variants {
 }
 
 impl Matrices {
-    /// With as many subgroups, where that can be made for these tensors and fits.
+    /// The variant with this number of subgroups, where it exists for these tensors and fits workgroup memory.
     fn variant(self, subgroups: u32, storage: Storage, head_dim: u32) -> Option<AttendVariant> {
         let variant =
             AttendVariant::cooperative(self.size, self.subgroup_size, subgroups, storage, head_dim)?;
@@ -237,7 +237,7 @@ impl Matrices {
     }
 }
 
-/// The subgroup size for the broadcast kernel, where it pays off: drivers that compute on the host's cores.
+/// The subgroup size for the broadcast kernel, on devices where it pays: drivers that compute on the host's cores.
 fn broadcast(adapter: &wgpu::Adapter) -> Option<u32> {
     let info = adapter.get_info();
     let size = info.subgroup_min_size;
@@ -248,14 +248,15 @@ fn broadcast(adapter: &wgpu::Adapter) -> Option<u32> {
     .then_some(size)
 }
 
-/// The matrices that the cooperative kernel can use, if the device has such.
+/// The device's matrix units, if the cooperative kernel can use them.
 fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
     let (info, limits) = (adapter.get_info(), adapter.limits());
     let subgroup_size = info.subgroup_min_size;
     let software = class(&info) == DeviceClass::SoftwareGpu;
     if !adapter.features().contains(MATRIX_FEATURES)
         || subgroup_size != info.subgroup_max_size
-        // Mesa's software driver lists them at every vector width; at others than 256 bits using one crashes it.
+        // Mesa's software driver lists matrices at every vector width, and crashes when one is used at another width than
+        // 256 bits.
         || software && subgroup_size != 8
     {
         return None;
@@ -275,7 +276,7 @@ fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
     Some(Matrices {
         size,
         subgroup_size,
-        // Several share a staged tile; where lanes are a core's vector, barriers between them cost more than that.
+        // Several subgroups share a staged tile. On a software driver the barriers between them cost more than that saves.
         subgroups: if software { 1 } else { most.clamp(1, 4) },
         most_subgroups: most,
         workgroup_bytes: limits.max_compute_workgroup_storage_size,
@@ -286,8 +287,9 @@ const MATRIX_FEATURES: wgpu::Features = wgpu::Features::SUBGROUP
     .union(wgpu::Features::SHADER_F16)
     .union(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
 
-/// Query rows times heads of a KV head above which tiles of rows pay off. A single row is always too few for them.
+/// Most query rows times query heads of a KV head for the decoding kernels; above it, tiles of rows pay. A single row
+/// always uses the decoding kernels.
 pub(super) const MOST_SLOTS: usize = 16;
 
-/// wgpu hands WGSL to naga natively and to the browser on the web.
+/// wgpu gives WGSL to naga natively, and to the browser's compiler on the web.
 pub(super) const DIALECT: Dialect = if cfg!(target_arch = "wasm32") { Dialect::Tint } else { Dialect::Naga };

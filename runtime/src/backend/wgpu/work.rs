@@ -1,11 +1,11 @@
-//! Positions and work lists in the words that kernels read (layout: `kyklos_shaders`).
+//! Positions and work lists in the layout that kernels read, which `kyklos_shaders` describes.
 
 use std::ops::Range;
 
 use super::numbers::narrow;
 use crate::{BlockWork, MaskClass, Result};
 
-/// What a block's queries see of its keys, ready to upload.
+/// The mask between a block's queries and keys, ready to upload.
 #[derive(Debug)]
 pub(super) struct WorkList {
     pub(super) positions: Vec<u32>,
@@ -61,7 +61,7 @@ impl WorkList {
         self.tiles.len() - 1
     }
 
-    /// From the first to the last key that Q tile `tile` of any of these batch entries works on.
+    /// The range from the first to the last key that Q tile `tile` of these batch entries reads.
     pub(super) fn key_range(&self, batch: &Range<usize>, tile: usize) -> Range<usize> {
         let classes = batch.start.min(self.last_class())..=(batch.end - 1).min(self.last_class());
         let runs = || self.tiles[classes.clone()].iter().flat_map(|class| &class[tile]);
@@ -70,7 +70,7 @@ impl WorkList {
         start as usize..end as usize
     }
 
-    /// How many of the keys `range` Q tile `tile` of batch entry `batch` works on.
+    /// How many of the keys `range` Q tile `tile` of batch entry `batch` reads.
     pub(super) fn keys_of(&self, batch: usize, tile: usize, range: &Range<u32>) -> u32 {
         self.tiles[batch.min(self.last_class())][tile]
             .iter()
@@ -79,8 +79,8 @@ impl WorkList {
     }
 }
 
-/// The full and the partial runs of one Q tile, in keys. The last tile, if it is not whole, counts as partial, so that
-/// a kernel tests there which of its keys exist.
+/// The full and the partial runs of one Q tile, in keys. A last tile that is not whole counts as partial, so that the
+/// kernel tests which of its keys exist.
 fn key_runs(class: &MaskClass, tile: usize, kv_cols: u32, keys: u32) -> (Vec<Range<u32>>, Vec<Range<u32>>) {
     let (mut full, mut partial) = (Vec::new(), Vec::new());
     for run in &class.runs[class.starts[tile] as usize..class.starts[tile + 1] as usize] {

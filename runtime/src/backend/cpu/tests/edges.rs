@@ -5,7 +5,7 @@ use crate::Error;
 use crate::backend::EMPTY_M;
 
 #[test]
-fn what_a_row_cannot_see_does_not_reach_it_whatever_it_holds() {
+fn keys_that_a_row_cannot_see_do_not_reach_it_even_if_they_are_nan() {
     for backend in backends() {
         for mask in ["causal", "window:20,4", "valid:130", "documents:0,60,150"] {
             let clean = case([1, 150, 2, 1, 32], Dtype::F32, mask);
@@ -36,7 +36,7 @@ fn what_a_row_cannot_see_does_not_reach_it_whatever_it_holds() {
 }
 
 #[test]
-fn an_infinite_logit_makes_its_row_nan_and_a_row_of_minus_infinities_saw_nothing() {
+fn an_infinite_logit_makes_its_row_nan_and_a_row_of_minus_infinities_saw_no_key() {
     for backend in backends() {
         let mut case = case([1, 70, 1, 1, 8], Dtype::F32, "full");
         case.q.fill(1.0);
@@ -47,7 +47,7 @@ fn an_infinite_logit_makes_its_row_nan_and_a_row_of_minus_infinities_saw_nothing
         assert!(output.lse[0].is_nan() && output.o[..8].iter().all(|x| x.is_nan()));
         assert!(output.lse[1].is_finite(), "its logit of that key is -inf: weight 0");
         assert!(output.o[8..16].iter().all(|x| x.is_finite()));
-        // All logits −∞: no weight anywhere, and the empty state says exactly that.
+        // All logits −∞: all weights are 0, which is the empty state.
         case.k.fill(f32::INFINITY);
         let output = run(&backend, &case, &blocks);
         assert_eq!(output.lse[1], f32::NEG_INFINITY);
@@ -57,7 +57,7 @@ fn an_infinite_logit_makes_its_row_nan_and_a_row_of_minus_infinities_saw_nothing
 }
 
 #[test]
-fn rows_that_see_nothing_keep_their_state_bit_for_bit() {
+fn rows_that_see_no_key_keep_their_state_bit_for_bit() {
     let backend = CpuBackend::new();
     let case = case([1, 200, 1, 1, 16], Dtype::F32, "causal");
     let first = run(&backend, &case, &[TokenRuns::contiguous(0..100)]);
@@ -72,7 +72,7 @@ fn rows_that_see_nothing_keep_their_state_bit_for_bit() {
 }
 
 #[test]
-fn the_same_bytes_come_out_whatever_the_number_of_threads() {
+fn results_have_the_same_bytes_for_every_number_of_threads() {
     let case = case([1, 700, 3, 1, 64], Dtype::F32, "causal");
     let expected = run(&CpuBackend::new(), &case, &all_keys(&case)).state;
     for threads in [1, 3, 8] {
