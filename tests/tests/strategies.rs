@@ -17,16 +17,13 @@ use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::tolerance::{Comparison, discriminates};
 use kyklos_transport::{Rank, Transport, in_process_group};
 
-/// Unified, and the strategies that differ from it in their round over the shards.
-const ROUNDS: [Strategy; 7] = [
-    Strategy::Unified,
-    Strategy::Bidirectional,
-    Strategy::TwoWay,
-    Strategy::Line,
-    Strategy::Gather,
-    Strategy::PassQ,
-    Strategy::Tree,
-];
+/// Strategies that run on `mesh`, but for dense, ring and Ulysses: those are unified by another name.
+fn strategies_on(mesh: Mesh) -> Vec<Strategy> {
+    let own = Strategy::ALL
+        .into_iter()
+        .filter(|strategy| !matches!(strategy, Strategy::Dense | Strategy::Ring | Strategy::Ulysses));
+    own.filter(|strategy| strategy.accepts(mesh).is_ok()).collect()
+}
 
 fn dense(problem: &AttentionProblem) -> World {
     let mesh = Mesh::new(1, 1).unwrap();
@@ -56,15 +53,10 @@ fn every_world_agrees(dtype: Dtype) {
             let mesh = Mesh::new(ulysses, ring).unwrap();
             for kind in PlacementKind::ALL {
                 for (index, split) in [Split::Even, uneven(mesh.world())].into_iter().enumerate() {
-                    // Every way round the shards has its turn on every case, mesh and placement or split.
-                    let mut rounds = ROUNDS[..if ring > 1 { ROUNDS.len() } else { 1 }].to_vec();
-                    rounds.extend(
-                        [Strategy::Chunked, Strategy::Relay]
-                            .into_iter()
-                            .filter(|round| round.accepts(mesh).is_ok()),
-                    );
+                    // Every strategy has its turn on every case, mesh and placement or split.
+                    let strategies = strategies_on(mesh);
                     let turn = prepared.case.seed as usize + index + kind as usize;
-                    let strategy = rounds[turn % rounds.len()];
+                    let strategy = strategies[turn % strategies.len()];
                     let world = plan_world(&prepared.problem, mesh, kind, &split, strategy).unwrap();
                     let who = format!("cpu {strategy} {mesh} {kind} {split:?}");
                     let whole = run_on_cpu(&world, &prepared);

@@ -7,7 +7,7 @@ use super::Mask;
 use super::kind::{MaskKind, Term};
 use crate::{Error, Result, RowSpan, Spans};
 
-/// Unions of slices; what is visible is in every one of them.
+/// Unions of slices; a visible key is in every one of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 pub(super) struct SliceUnions {
     /// The slices of each union, ascending.
@@ -95,7 +95,7 @@ pub struct MaskSlice {
     pub part: SlicePart,
 }
 
-/// Which part of a slice's rectangle is visible; `q` and `k` are global positions.
+/// The visible part of a slice's rectangle; `q` and `k` are global positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SlicePart {
@@ -124,7 +124,7 @@ impl MaskSlice {
         Ok(Self { q_begin: q.start, q_end: q.end, k_begin: k.start, k_end: k.end, part })
     }
 
-    /// What the query at `q` sees of the slice.
+    /// The keys of the slice that the query at `q` sees.
     fn span(&self, q: u32) -> RowSpan {
         if q < self.q_begin || self.q_end <= q {
             return RowSpan::EMPTY;
@@ -133,7 +133,7 @@ impl MaskSlice {
         if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
     }
 
-    /// Where what the query at `q`, which is one of the slice's, sees of it would begin and end.
+    /// The ends of the interval that the query at `q`, one of the slice's, sees; empty where the second is not above the first.
     fn ends(&self, q: u32) -> (u32, u32) {
         let (mut lo, mut hi) = (self.k_begin, self.k_end);
         if matches!(self.part, SlicePart::Causal | SlicePart::Both) {
@@ -167,7 +167,7 @@ fn shown(slices: &[MaskSlice], q: u32) -> Vec<RowSpan> {
 }
 
 /// An interval that holds every key that the union of `slices` (ascending) shows a query at any of the positions
-/// `first..=last`. Neither end of what a slice shows moves left as the query moves right.
+/// `first..=last`. Neither end of the interval of a slice moves left as the query moves right.
 fn hull(slices: &[MaskSlice], first: u32, last: u32) -> RowSpan {
     let meets = |slice: &&MaskSlice| first.max(slice.q_begin) < slice.q_end;
     let shown = slices.iter().take_while(|slice| slice.q_begin <= last).filter(meets);
@@ -192,7 +192,7 @@ impl SlicePart {
     }
 }
 
-/// `0..8x0..24/causal`; a part that is not said is full.
+/// `0..8x0..24/causal`; without a part, the slice is full.
 impl std::str::FromStr for MaskSlice {
     type Err = Error;
 

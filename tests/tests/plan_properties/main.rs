@@ -27,16 +27,6 @@ impl std::fmt::Debug for Drawn {
     }
 }
 
-/// Strategies that differ from unified in their round over the shards, on any mesh with a ring.
-const ROUNDS: [Strategy; 6] = [
-    Strategy::Bidirectional,
-    Strategy::TwoWay,
-    Strategy::Line,
-    Strategy::Gather,
-    Strategy::PassQ,
-    Strategy::Tree,
-];
-
 /// A problem, a mesh and a split that fit each other.
 fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
     let shape = (1u32..4, 0u32..70, 1u32..5, 1u32..5, prop::sample::select(vec![8u32, 16, 24]));
@@ -65,12 +55,10 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
                 ),
                 _ => Split::Tokens(random.shares(seq, mesh.world())),
             };
-            let strategy = match random.below(11) {
-                drawn @ 0..6 if mesh.ring() > 1 => ROUNDS[drawn as usize],
-                6..8 if mesh.ulysses() > 1 => Strategy::Chunked,
-                8..10 if Strategy::Relay.accepts(mesh).is_ok() => Strategy::Relay,
-                _ => Strategy::Unified,
-            };
+            // Dense, ring and Ulysses are unified by another name.
+            let known = &Strategy::ALL[3..];
+            let drawn = known[random.below(known.len() as u32) as usize];
+            let strategy = if drawn.accepts(mesh).is_ok() { drawn } else { Strategy::Unified };
             let queries = matches!(strategy, Strategy::PassQ | Strategy::Tree);
             let rounds = mesh.ring() > 1 && !queries;
             let wire = match random.below(6) {
