@@ -111,8 +111,8 @@ fn ranks_send_exactly_what_their_plans_say() {
     }
 }
 
-/// What tells a rank that computes for long from one that is stuck: a beat for every piece of attention, and work that is
-/// under way in every step but a wait.
+/// A rank that computes for long differs from a stuck one: it beats at every piece of attention, and its work is open in every
+/// step but a wait.
 #[test]
 fn a_rank_beats_at_every_piece_and_its_work_ends_with_it() {
     let prepared = case("six query heads in groups of two");
@@ -133,7 +133,7 @@ fn a_rank_beats_at_every_piece_and_its_work_ends_with_it() {
 }
 
 #[test]
-fn a_pair_tensor_that_nobody_asked_for_is_refused_and_so_is_a_missing_one() {
+fn an_unexpected_attention_bias_tensor_is_refused_and_so_is_a_missing_one() {
     let rank = Rank(0);
     for name in ["mask tensor", "seven rows"] {
         let prepared = case(name);
@@ -187,7 +187,7 @@ fn sockets_and_channels_give_the_same_bytes() {
     }
 }
 
-/// Runs a world whose plans may be wrong, past the proof that would refuse it.
+/// Runs a world whose plans may be wrong, without the proof that would refuse it.
 fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
     let group: Vec<Arc<dyn Transport>> = in_process_group(world.mesh.world());
     let mut whole = Whole::new(world);
@@ -263,7 +263,7 @@ fn a_mask_that_is_off_by_one_is_caught() {
 #[test]
 fn a_block_under_the_wrong_owner_is_caught() {
     let (prepared, mut world, right) = controls(PlacementKind::Striped);
-    // Zigzag and contiguous blocks are seen whole or not at all, whoever owns them; striped ones have a diagonal.
+    // Zigzag and contiguous blocks are visible whole or not at all, whichever rank owns them; striped ones have a diagonal.
     // Rank 1 takes the block of the shard after it for that of the shard before it.
     let plan = &mut world.plans[1];
     let block = |name: &str| plan.buffers.iter().position(|buffer| buffer.name == name).unwrap();
@@ -292,7 +292,7 @@ fn a_missing_rescale_is_caught() {
 }
 
 #[test]
-fn what_a_row_cannot_see_does_not_change_it() {
+fn keys_that_a_row_cannot_see_do_not_change_it() {
     for poisoned in cases().into_iter().filter(|case: &Case| !case.poison.is_empty()) {
         let name = poisoned.name;
         let clean =
