@@ -14,7 +14,7 @@ use kyklos_transport::Rank;
 use crate::{Error, Mesh, Result, TokenRuns};
 use kind::Dealt;
 pub use kind::PlacementKind;
-pub(crate) use kind::{KindFacts, ShardShape};
+pub(crate) use kind::ShardShape;
 use shares::by_largest_remainder;
 
 /// The tokens that a placement deals.
