@@ -2,8 +2,8 @@
 //!
 //! A piece is a range of tokens of one batch entry: its rows of o and of lse travel as the two parts of one message.
 //! Rank 0 takes the pieces in one fixed order, the first of every rank, then the second of every rank and so on, and
-//! has at most `IN_FLIGHT` of them in memory; so no rank waits for all the others to be done. The bytes are no plan
-//! payload and are counted apart.
+//! has at most `IN_FLIGHT` of them in memory, so no rank waits until all others are done. The bytes are not plan payload
+//! and are counted apart.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -18,9 +18,9 @@ use crate::{Error, Result};
 /// Rows of one batch entry of one rank's output.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OutputPiece {
-    /// Whose.
+    /// The rank whose rows these are.
     pub rank: Rank,
-    /// Of which batch entry.
+    /// The batch entry.
     pub batch: u32,
     /// List positions in the rank's own tokens.
     pub tokens: Range<usize>,
@@ -61,10 +61,10 @@ pub async fn send_output(
     Ok(sent)
 }
 
-/// Takes all ranks' output on rank 0, whose own is `o` and `lse`; `sink` sees every piece once.
+/// Receives the output of all ranks on rank 0, whose own output is `o` and `lse`; `sink` gets every piece once.
 ///
 /// # Errors
-/// [`Error::Transport`], and what `sink` returns.
+/// [`Error::Transport`], and the errors of `sink`.
 pub async fn receive_output<E: From<Error>>(
     transport: &dyn Transport,
     world: &World,
@@ -106,7 +106,7 @@ pub async fn receive_output<E: From<Error>>(
     Ok(())
 }
 
-/// Which rows a piece has.
+/// The rows of a piece.
 struct Cut {
     batch: u32,
     tokens: Range<usize>,
@@ -160,7 +160,7 @@ fn row_bytes(world: &World) -> (usize, usize) {
 
 /// Most bytes of a piece, unless one token alone has more.
 const PIECE_BYTES: usize = 8 << 20;
-/// Pieces under way at once.
+/// The most pieces in flight at once.
 const IN_FLIGHT: usize = 3;
 
 #[cfg(test)]

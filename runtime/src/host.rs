@@ -21,7 +21,7 @@ impl HostLayout {
         self.batch * self.tokens * self.token_bytes
     }
 
-    /// The tokens `tokens` of `whole`, in their order. Shares memory where they are one piece of it.
+    /// The tokens `tokens` of `whole`, in their order. Shares memory where they are contiguous in `whole`.
     ///
     /// # Errors
     /// [`Error::Request`] when `whole` has not the size of this layout.
@@ -43,7 +43,7 @@ impl HostLayout {
         Ok(part.freeze())
     }
 
-    /// Puts `part`, which holds the tokens `tokens` in their order, to their places in `whole`.
+    /// Copies `part`, which holds the tokens `tokens` in their order, to their positions in `whole`.
     ///
     /// # Errors
     /// [`Error::Request`] when `part` or `whole` has the wrong size.
@@ -87,7 +87,7 @@ impl HostLayout {
     }
 }
 
-/// From a rank's lse `[batch, tokens, heads]` to its places in the whole `[batch, heads, seq]`.
+/// Copies a rank's lse `[batch, tokens, heads]` to its positions in the whole `[batch, heads, seq]`.
 pub fn scatter_lse(part: &[f32], batch: usize, heads: usize, tokens: &TokenRuns, whole: &mut [f32]) {
     let seq = whole.len() / (batch * heads).max(1);
     let positions: Vec<usize> = tokens.iter().map(|token| token as usize).collect();

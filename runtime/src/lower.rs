@@ -1,6 +1,6 @@
-//! Lowering of masks and token lists to what kernels read: an interval of key positions for each query row, a
-//! position for each key, and a list of tiles that are not empty. Where a mask shows rows several intervals, there are
-//! as many layers of that, over different keys for each row, and a block is attended to layer by layer.
+//! Lowering of masks and token lists to the arrays that kernels read: an interval of key positions for each query row, a
+//! position for each key, and a list of tiles that are not empty. Where a mask shows a row several intervals, there is one
+//! layer for each, and a block is attended to layer by layer.
 
 use std::sync::Arc;
 
@@ -26,12 +26,12 @@ pub struct TileRun {
     pub full: bool,
 }
 
-/// What one block of queries sees of one block of keys, for all batch entries with the same mask.
+/// The visible part of one block of queries × keys, for all batch entries with the same mask.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MaskClass {
     /// One span for each query row of the block, in buffer order. Blocks of other keys may share them.
     pub rows: Arc<[RowSpan]>,
-    /// `q_tiles + 1` offsets into `runs`: those of Q tile `t` are `runs[starts[t]..starts[t + 1]]`.
+    /// `q_tiles + 1` offsets into `runs`: the runs of Q tile `t` are `runs[starts[t]..starts[t + 1]]`.
     pub starts: Vec<u32>,
     /// Tiles that are not empty, ascending within a Q tile.
     pub runs: Vec<TileRun>,
@@ -78,7 +78,7 @@ impl BlockWork {
             .collect()
     }
 
-    /// Keeps the spans of `other` where this work's are the same: a step for each tile of keys would keep a copy each.
+    /// Shares the row spans of `other` where they are the same: otherwise each step of a tile would keep a copy.
     pub(crate) fn share_rows(&mut self, other: &Self) {
         for (class, other) in self.classes.iter_mut().zip(&other.classes) {
             if class.rows == other.rows {
@@ -116,8 +116,8 @@ pub(crate) fn any_visible(problem: &AttentionProblem, q_tokens: &TokenRuns, kv_t
             spans.iter().any(|span| meets(kv_tokens, *span))
         };
         q_tokens.runs().iter().any(|run| {
-            // Most blocks that are not seen lie outside of what a whole run sees, and most others are seen by its last
-            // query: neither needs a look at each query.
+            // Most invisible blocks lie outside of the hull of a whole run, and most visible ones are visible to its last
+            // query: for both, one test is enough.
             let [first, last] = [run.start, run.last()].map(|token| problem.q_position(token));
             let hull = problem.mask.hull(batch, first, last, problem.kv_len);
             meets(kv_tokens, hull)
@@ -130,8 +130,8 @@ fn meets(kv_tokens: &TokenRuns, span: RowSpan) -> bool {
     kv_tokens.runs().iter().any(|run| run.meets(span.lo, span.hi))
 }
 
-/// The interval of every query row in each layer. Of several intervals of a row only those take up a layer that hold
-/// keys of the block.
+/// The interval of every query row in each layer. Of several intervals of a row only those that hold keys of the block need a
+/// layer.
 fn row_layers(
     problem: &AttentionProblem,
     batch: usize,
@@ -157,8 +157,8 @@ fn row_layers(
 }
 
 impl MaskClass {
-    /// With `each_tested` no tile counts as full: whether one is depends on which rows lie together, and kernels have other
-    /// instructions for full ones, which may round otherwise.
+    /// With `each_tested` no tile counts as full: whether a tile is full depends on which rows share it, and kernels have other
+    /// instructions for full tiles, which may round differently.
     fn new(rows: Vec<RowSpan>, kv_bounds: &[(u32, u32)], tile: TileShape, each_tested: bool) -> Self {
         let mut starts = vec![0];
         let mut runs: Vec<TileRun> = Vec::new();

@@ -2,27 +2,116 @@
 //!
 //! For one batch entry and one query position, a mask is a few *intervals* of key positions: causal and window bound
 //! one on both sides, key padding from above, documents on both sides; a union of slices is several; intersecting
-//! masks intersects the intervals. So a mask is stored in that normal form, and everything downstream (tile classes,
-//! kernels, proofs) asks for the intervals of a row and knows no mask kinds.
+//! masks intersects the intervals. So everything downstream (tile classes, kernels, proofs) asks for the intervals of a row
+//! and knows no mask kinds. What each kind says of itself is in its own file in `mask/`.
 
+mod documents;
+mod kind;
+mod padding;
 mod slices;
+mod window;
 
 use crate::{Error, Result, RowSpan, Spans};
+use documents::Documents;
+use kind::{MaskKind, Term};
+use padding::KeyPadding;
+use slices::SliceUnions;
 pub use slices::{MaskSlice, SlicePart};
+use window::Window;
 
-/// The intersection of any number of causal, window, key-padding, document and slice masks, in normal form.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
-pub struct Mask {
-    /// Keys further left of the query than this are hidden; `None` is unbounded.
-    left: Option<u32>,
-    /// Keys further right of the query than this are hidden; `None` is unbounded, `Some(0)` is causal.
-    right: Option<u32>,
-    /// Keys at or above this are hidden; empty: none are. One value for all batch entries, or one for each.
-    valid: Vec<u32>,
-    /// Ascending cumulative boundaries of documents, `0` first; empty: one document that holds everything.
-    documents: Vec<u32>,
-    /// Unions of slices, each ascending; what is visible is in every one of them.
-    unions: Vec<Vec<MaskSlice>>,
+macro_rules! define_mask {
+    ($($field:ident: $Kind:ty,)*) => {
+        /// The intersection of any number of causal, window, key-padding, document and slice masks: one value of each kind.
+        #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
+        pub struct Mask {
+            $(#[serde(flatten)] $field: $Kind,)*
+        }
+
+        impl Mask {
+            /// What both masks show.
+            ///
+            /// # Errors
+            /// [`Error::Request`] where both have key padding for different numbers of batch entries.
+            pub fn and(self, other: Self) -> Result<Self> {
+                Ok(Self { $($field: self.$field.and(other.$field)?,)* })
+            }
+
+            /// How masks are written, for help texts.
+            pub fn notation() -> String {
+                let terms = [&["full"][..], $(<$Kind>::NOTATION,)*].concat();
+                format!("{}, joined by +", terms.join(", "))
+            }
+
+            /// Refuses what does not fit a problem of `batch` entries and `kv_len` keys.
+            pub(crate) fn fits(&self, batch: u32, kv_len: u32) -> Result<()> {
+                $(self.$field.fits(batch, kv_len)?;)*
+                Ok(())
+            }
+
+            /// Number of different masks over the batch: 1, or one for each entry where key padding differs.
+            pub(crate) fn batch_classes(&self) -> usize {
+                [$(self.$field.batch_classes(),)*].into_iter().fold(1, usize::max)
+            }
+
+            /// Whether both ends of what a query sees only grow along the queries, up to a first query that sees nothing.
+            pub(crate) fn grows_along_queries(&self) -> bool {
+                $(self.$field.is_one_interval())&&*
+            }
+
+            /// The key positions that the query at global position `q` of batch entry `batch` sees, of keys `0..kv_len`.
+            pub fn visible(&self, batch: usize, q: u32, kv_len: u32) -> Spans {
+                let (lo, hi) = self.ends(batch, q, kv_len);
+                let spans = Spans::one(interval(lo, hi));
+                $(let spans = self.$field.within(q, spans);)*
+                spans
+            }
+
+            /// An interval that holds every key that a query at any of the positions `first..=last` sees, and maybe others.
+            pub(crate) fn hull(&self, batch: usize, first: u32, last: u32, kv_len: u32) -> RowSpan {
+                let (mut lo, _) = self.ends(batch, first, kv_len);
+                let (_, mut hi) = self.ends(batch, last, kv_len);
+                $(
+                    let (begin, end) = self.$field.hull(first, last, kv_len);
+                    (lo, hi) = (lo.max(begin), hi.min(end));
+                )*
+                interval(lo, hi)
+            }
+
+            /// The interval that all kinds leave that show one. Neither end moves left as `q` grows.
+            fn ends(&self, batch: usize, q: u32, kv_len: u32) -> (u32, u32) {
+                let (mut lo, mut hi) = (0, kv_len);
+                $(
+                    let (begin, end) = self.$field.ends(batch, q, kv_len);
+                    (lo, hi) = (lo.max(begin), hi.min(end));
+                )*
+                (lo, hi)
+            }
+
+            fn terms(&self) -> Vec<String> {
+                [$(self.$field.terms(),)*].concat()
+            }
+
+            fn of_term(term: &Term<'_>) -> Result<Self> {
+                if term.text == "full" {
+                    return Ok(Self::full());
+                }
+                $(
+                    if let Some(kind) = <$Kind>::parse(term)? {
+                        return Ok(Self { $field: kind, ..Self::default() });
+                    }
+                )*
+                Err(term.wrong("is not known"))
+            }
+        }
+    };
+}
+
+// To add a mask kind, add a line here and its module above. The order is that of the fields in plan hashes and in JSON.
+define_mask! {
+    window: Window,
+    padding: KeyPadding,
+    documents: Documents,
+    slices: SliceUnions,
 }
 
 impl Mask {
@@ -31,258 +120,32 @@ impl Mask {
         Self::default()
     }
 
-    /// A query sees the keys at its own position and before.
-    pub fn causal() -> Self {
-        Self { right: Some(0), ..Self::default() }
-    }
-
-    /// A query at `q` sees the keys `q − left ..= q + right`; `None` is unbounded.
-    pub fn window(left: Option<u32>, right: Option<u32>) -> Self {
-        Self { left, right, ..Self::default() }
-    }
-
-    /// Keys at position `valid[batch]` and above are hidden; one value serves all batch entries.
-    pub fn key_padding(valid: Vec<u32>) -> Self {
-        Self { valid, ..Self::default() }
-    }
-
-    /// Queries see keys of their own document only. `boundaries` are cumulative: `0, 8, 24` is a document of 8
-    /// tokens and one of 16. Documents without tokens are allowed.
-    ///
-    /// # Errors
-    /// [`Error::Request`] unless the boundaries start at 0 and ascend, beyond 0.
-    pub fn documents(mut boundaries: Vec<u32>) -> Result<Self> {
-        if boundaries.first() != Some(&0) || boundaries.len() < 2 || !boundaries.is_sorted() {
-            return Err(Error::request(
-                format!("document boundaries {boundaries:?} do not ascend from 0"),
-                "give cumulative boundaries from 0 to the sequence length, such as documents:0,8,24",
-            ));
-        }
-        boundaries.dedup();
-        if boundaries.len() < 2 {
-            return Err(Error::request(
-                "documents without a token".to_owned(),
-                "let the last boundary be the sequence length, such as documents:0,8,24",
-            ));
-        }
-        Ok(Self { documents: boundaries, ..Self::default() })
-    }
-
-    /// Ascending positions at which documents begin or end; none where there is one document.
-    pub(crate) fn document_boundaries(&self) -> &[u32] {
-        &self.documents
-    }
-
-    /// A query sees the keys that any of these slices shows it; where slices overlap, once.
-    pub fn slices(mut slices: Vec<MaskSlice>) -> Self {
-        slices.sort_unstable();
-        slices.dedup();
-        Self { unions: vec![slices], ..Self::default() }
-    }
-
-    /// What both masks show.
-    ///
-    /// # Errors
-    /// [`Error::Request`] where both have key padding for different numbers of batch entries.
-    pub fn and(mut self, other: Self) -> Result<Self> {
-        let tighter = |a: Option<u32>, b: Option<u32>| match (a, b) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        };
-        self.left = tighter(self.left, other.left);
-        self.right = tighter(self.right, other.right);
-        self.valid = match (self.valid.len(), other.valid.len()) {
-            (0, _) => other.valid,
-            (_, 0) => self.valid,
-            (1, _) => other.valid.iter().map(|n| (*n).min(self.valid[0])).collect(),
-            (_, 1) => self.valid.iter().map(|n| (*n).min(other.valid[0])).collect(),
-            (a, b) if a == b => self.valid.iter().zip(&other.valid).map(|(a, b)| *a.min(b)).collect(),
-            (a, b) => {
-                return Err(Error::request(
-                    format!("one key padding has {a} batch entries, the other {b}"),
-                    "give one value, or one for each batch entry",
-                ));
-            }
-        };
-        self.documents = match (self.documents.is_empty(), other.documents.is_empty()) {
-            (true, _) => other.documents,
-            (_, true) => self.documents,
-            _ => {
-                // Two tokens share a document of the intersection when no boundary of either lies between them;
-                // past the shorter list's end nobody sees anything.
-                let end = *self.documents.last().min(other.documents.last()).unwrap_or(&0);
-                let mut all: Vec<u32> =
-                    self.documents.iter().chain(&other.documents).copied().filter(|b| *b <= end).collect();
-                all.sort_unstable();
-                all.dedup();
-                all
-            }
-        };
-        self.unions.extend(other.unions);
-        self.unions.sort_unstable();
-        self.unions.dedup();
-        Ok(self)
-    }
-
-    /// Whether both ends of what a query sees only grow along the queries, up to a first query that sees nothing.
-    pub(crate) fn grows_along_queries(&self) -> bool {
-        self.unions.is_empty()
-    }
-
     /// Whether every query sees every key, whatever the lengths.
     pub fn is_full(&self) -> bool {
         *self == Self::default()
     }
-
-    /// Refuses what does not fit a problem of `batch` entries and `kv_len` keys.
-    pub(crate) fn fits(&self, batch: u32, kv_len: u32) -> Result<()> {
-        if self.valid.len() > 1 && self.valid.len() != batch as usize {
-            return Err(Error::request(
-                format!("key padding has {} values, the batch has {batch} entries", self.valid.len()),
-                "give valid:N for all, or one value for each batch entry",
-            ));
-        }
-        if let Some(above) = self.valid.iter().find(|n| **n > kv_len) {
-            return Err(Error::request(
-                format!("key padding keeps {above} keys, the problem has {kv_len}"),
-                format!("use values from 0 to {kv_len}"),
-            ));
-        }
-        if let Some(slice) = self.unions.iter().flatten().find(|slice| slice.k_end > kv_len) {
-            return Err(Error::request(
-                format!("the slice {slice} reaches key {}, the problem has {kv_len}", slice.k_end),
-                format!("let key ranges end at {kv_len} or before"),
-            ));
-        }
-        match self.documents.last() {
-            Some(end) if *end != kv_len => Err(Error::request(
-                format!("the documents end at {end}, the keys at {kv_len}"),
-                format!("let the last boundary be {kv_len}"),
-            )),
-            _ => Ok(()),
-        }
-    }
-
-    /// Number of different masks over the batch: 1, or one for each entry where key padding differs.
-    pub(crate) fn batch_classes(&self) -> usize {
-        self.valid.len().max(1)
-    }
-
-    /// The key positions that the query at global position `q` of batch entry `batch` sees, of keys `0..kv_len`.
-    pub fn visible(&self, batch: usize, q: u32, kv_len: u32) -> Spans {
-        let bounds = Spans::one(self.bounds(batch, q, kv_len));
-        self.unions.iter().fold(bounds, |spans, slices| spans.intersect(&slices::shown(slices, q)))
-    }
-
-    /// An interval that holds every key that a query at any of the positions `first..=last` sees, and maybe others.
-    pub(crate) fn hull(&self, batch: usize, first: u32, last: u32, kv_len: u32) -> RowSpan {
-        let bounds = match (self.ends(batch, first, kv_len), self.ends(batch, last, kv_len)) {
-            (Some((lo, _)), Some((_, hi))) => (lo, hi),
-            (Some((lo, _)), None) => (lo, kv_len),
-            (None, _) => return RowSpan::EMPTY,
-        };
-        let hulls = self.unions.iter().map(|slices| slices::hull(slices, first, last));
-        let (lo, hi) = hulls.fold(bounds, |(lo, hi), hull| (lo.max(hull.lo), hi.min(hull.hi)));
-        if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
-    }
-
-    /// The interval that all but the slices leave.
-    fn bounds(&self, batch: usize, q: u32, kv_len: u32) -> RowSpan {
-        match self.ends(batch, q, kv_len) {
-            Some((lo, hi)) if lo < hi => RowSpan { lo, hi },
-            _ => RowSpan::EMPTY,
-        }
-    }
-
-    /// Where that interval would begin and end; neither end moves left as `q` grows. None behind the last document.
-    fn ends(&self, batch: usize, q: u32, kv_len: u32) -> Option<(u32, u32)> {
-        let (mut lo, mut hi) = (0, kv_len);
-        if let Some(left) = self.left {
-            lo = lo.max(q.saturating_sub(left));
-        }
-        if let Some(right) = self.right {
-            hi = hi.min(q.saturating_add(right).saturating_add(1));
-        }
-        if let Some(valid) = self.valid.get(if self.valid.len() > 1 { batch } else { 0 }) {
-            hi = hi.min(*valid);
-        }
-        if !self.documents.is_empty() {
-            // The document that holds q: boundaries[next - 1] <= q < boundaries[next].
-            let next = self.documents.partition_point(|boundary| *boundary <= q);
-            lo = lo.max(self.documents[next - 1]);
-            hi = hi.min(*self.documents.get(next)?);
-        }
-        Some((lo, hi))
-    }
 }
 
-/// The command line's notation (design section 6): `full|causal|window:L,R|documents:0,8,24|valid:N[,N…]|slices:Q..QxK..K[/part],…`, joined
-/// by `+`.
+fn interval(lo: u32, hi: u32) -> RowSpan {
+    if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
+}
+
+/// The command line's notation (design section 6), see [`Mask::notation`].
 impl std::str::FromStr for Mask {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        text.split('+').map(parse_term).try_fold(Self::full(), |mask, term| mask.and(term?))
+        text.split('+')
+            .map(|term| Self::of_term(&Term::new(term)))
+            .try_fold(Self::full(), |mask, term| mask.and(term?))
     }
 }
 
 impl std::fmt::Display for Mask {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let list = |values: &[u32]| values.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
-        let bound = |bound: Option<u32>| bound.map_or("-1".to_owned(), |n| n.to_string());
-        let mut terms = Vec::new();
-        match (self.left, self.right) {
-            (None, None) => {}
-            (None, Some(0)) => terms.push("causal".to_owned()),
-            (left, right) => terms.push(format!("window:{},{}", bound(left), bound(right))),
-        }
-        if !self.documents.is_empty() {
-            terms.push(format!("documents:{}", list(&self.documents)));
-        }
-        if !self.valid.is_empty() {
-            terms.push(format!("valid:{}", list(&self.valid)));
-        }
-        for slices in &self.unions {
-            let slices: Vec<String> = slices.iter().map(MaskSlice::to_string).collect();
-            terms.push(format!("slices:{}", slices.join(",")));
-        }
+        let terms = self.terms();
         f.write_str(if terms.is_empty() { "full" } else { "" })?;
         f.write_str(&terms.join("+"))
-    }
-}
-
-fn parse_term(term: &str) -> Result<Mask> {
-    let wrong = |why: &str| {
-        Error::request(
-            format!("mask `{term}` {why}"),
-            "use full, causal, window:L,R, documents:0,8,24, valid:N[,N…] or slices:0..8x0..24/causal,…, joined by +",
-        )
-    };
-    let (kind, arguments) = term.split_once(':').map_or((term, None), |(kind, rest)| (kind, Some(rest)));
-    let numbers = || -> Result<Vec<i64>> {
-        arguments
-            .ok_or_else(|| wrong("has no numbers"))?
-            .split(',')
-            .map(|n| n.parse::<i64>().map_err(|_| wrong(&format!("has `{n}` where a whole number belongs"))))
-            .collect()
-    };
-    let unsigned = |n: i64| u32::try_from(n).map_err(|_| wrong(&format!("has {n}, which is out of range")));
-    match (kind, arguments) {
-        ("full", None) => Ok(Mask::full()),
-        ("causal", None) => Ok(Mask::causal()),
-        ("window", _) => match numbers()?[..] {
-            [left, right] => {
-                let side = |n: i64| if n == -1 { Ok(None) } else { unsigned(n).map(Some) };
-                Ok(Mask::window(side(left)?, side(right)?))
-            }
-            _ => Err(wrong("needs two numbers, left and right, -1 for unbounded")),
-        },
-        ("documents", _) => Mask::documents(numbers()?.into_iter().map(unsigned).collect::<Result<_>>()?),
-        ("slices", Some(slices)) => {
-            Ok(Mask::slices(slices.split(',').map(str::parse).collect::<Result<_>>()?))
-        }
-        ("valid", _) => Ok(Mask::key_padding(numbers()?.into_iter().map(unsigned).collect::<Result<_>>()?)),
-        _ => Err(wrong("is not known")),
     }
 }
 
@@ -374,7 +237,7 @@ mod tests {
             "full",
             "causal",
             "window:3,-1",
-            "window:3,0+documents:0,8,24+valid:3,4",
+            "window:3,0+valid:3,4+documents:0,8,24",
             "valid:0",
             "slices:0..4x2..9,0..4x10..12/both+slices:0..9x0..9/causal",
         ] {
@@ -382,6 +245,15 @@ mod tests {
             assert_eq!(mask.to_string(), text);
             assert_eq!(mask.to_string().parse::<Mask>().unwrap(), mask);
         }
+    }
+
+    #[test]
+    fn the_fields_in_json_and_plan_hashes_stay() {
+        let mask: Mask = "window:3,0+documents:0,8,24+valid:3,4+slices:0..4x2..9/both".parse().unwrap();
+        let slice = r#"{"q_begin":0,"q_end":4,"k_begin":2,"k_end":9,"part":"both"}"#;
+        let expected =
+            format!(r#"{{"left":3,"right":0,"valid":[3,4],"documents":[0,8,24],"unions":[[{slice}]]}}"#);
+        assert_eq!(serde_json::to_string(&mask).unwrap(), expected);
     }
 
     #[test]

@@ -30,17 +30,17 @@ impl Mesh {
         Ok(Self { ulysses, ring })
     }
 
-    /// Ranks that exchange heads for tokens.
+    /// U: the ranks of a shard, which exchange tokens for heads.
     pub fn ulysses(self) -> u32 {
         self.ulysses
     }
 
-    /// Shards whose keys and values go round.
+    /// R: the number of shards in the ring.
     pub fn ring(self) -> u32 {
         self.ring
     }
 
-    /// Number of ranks.
+    /// Number of ranks, U·R.
     pub fn world(self) -> u32 {
         self.ulysses * self.ring
     }
@@ -98,7 +98,7 @@ impl Mesh {
     }
 }
 
-/// The KV heads that the query heads `q_heads` need: every one of them, and no other.
+/// The KV heads that the query heads `q_heads` need.
 pub(crate) fn kv_heads_for(problem: &AttentionProblem, q_heads: &Range<u32>) -> Range<u32> {
     let group = problem.group();
     q_heads.start / group..(q_heads.end - 1) / group + 1
@@ -123,5 +123,5 @@ impl FromStr for Mesh {
     }
 }
 
-/// More ranks than this are a typing mistake.
+/// The most ranks of a mesh; a larger number is a typing mistake.
 pub const MAX_WORLD: u32 = 4096;

@@ -63,14 +63,17 @@ impl PairTensor {
         if ![1, batch].contains(&self.batch) || ![1, q_heads].contains(&self.heads) {
             return Err(Error::request(
                 format!(
-                    "a pair tensor of {} batch entries and {} heads for {batch} and {q_heads}",
+                    "an attention bias tensor of {} batch entries and {} heads for {batch} and {q_heads}",
                     self.batch, self.heads
                 ),
                 "give it the problem's batch entries and query heads, or 1 for all",
             ));
         }
         if kv_len == 0 {
-            return Err(Error::request("a pair tensor over no keys", "leave it away, or give keys"));
+            return Err(Error::request(
+                "an attention bias tensor over no keys",
+                "leave it out, or give keys",
+            ));
         }
         Ok(())
     }

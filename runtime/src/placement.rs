@@ -1,4 +1,4 @@
-//! Which global tokens a rank holds, and in what order.
+//! The global tokens that each rank holds, and their order.
 
 mod contiguous;
 mod kind;
@@ -17,12 +17,12 @@ pub use kind::PlacementKind;
 pub(crate) use kind::ShardShape;
 use shares::by_largest_remainder;
 
-/// What there is to deal.
+/// The tokens that a placement deals.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Deal {
-    /// Tokens in all.
+    /// Number of tokens: `0..total`.
     pub total: u32,
-    /// Those that every rank holds, and that are not dealt.
+    /// Tokens that every rank holds; they are not dealt.
     pub replicated: Range<u32>,
     /// Ascending tokens at which documents begin or end.
     pub documents: Vec<u32>,
@@ -38,17 +38,17 @@ pub enum Split {
     Weights(Vec<f64>),
     /// Exactly these.
     Tokens(Vec<u32>),
-    /// So many that the pairs which the queries of a shard see are in proportion to these weights of its ranks: which that
-    /// is, the mask says, so a placement by itself cannot be made of it.
+    /// So many that the visible (query, key) pairs of each shard are in proportion to these weights of its ranks. They depend on
+    /// the mask, so [`Placement::new`] refuses this and [`plan_world`](crate::plan_world) takes it.
     Work(Vec<f64>),
 }
 
-/// The tokens of every rank of a mesh. Every token has exactly one owner, but for those that all ranks hold.
+/// The tokens of every rank of a mesh. Every token has exactly one owner, but for replicated tokens, which all ranks hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     kind: PlacementKind,
     mesh: Mesh,
-    /// Of these no rank is the owner.
+    /// Tokens that all ranks hold and none owns.
     replicated: TokenRuns,
     ranks: Vec<TokenRuns>,
 }
@@ -62,10 +62,10 @@ impl Placement {
         Self::deal(&Deal { total, ..Deal::default() }, kind, mesh, split)
     }
 
-    /// Deals tokens of which some are special.
+    /// Deals tokens, with replicated tokens and documents.
     ///
     /// # Errors
-    /// As [`Self::new`]; exact token counts must add up to what is dealt.
+    /// As [`Self::new`]; exact token counts must add up to the number of dealt tokens.
     pub fn deal(deal: &Deal, kind: PlacementKind, mesh: Mesh, split: &Split) -> Result<Self> {
         let Deal { total, replicated, documents } = deal;
         let dealt = total - replicated.len() as u32;
@@ -98,7 +98,7 @@ impl Placement {
         })
     }
 
-    /// What is left when only `ranks` are: each keeps what it has, on a ring of their number.
+    /// The placement of the survivors `ranks`: each keeps its tokens, on a ring of them.
     pub(crate) fn of_ranks(&self, ranks: &[Rank]) -> Result<Self> {
         let count = u32::try_from(ranks.len()).expect("ranks are counted in u32");
         Ok(Self {
@@ -117,7 +117,7 @@ impl Placement {
         TokenRuns::from_positions(tokens)
     }
 
-    /// How the tokens were dealt.
+    /// The kind by which the tokens were dealt.
     pub fn kind(&self) -> PlacementKind {
         self.kind
     }
@@ -132,7 +132,7 @@ impl Placement {
         &self.replicated
     }
 
-    /// All tokens that `rank` has at the start: those that every rank holds, then those that it owns.
+    /// All tokens of `rank` at the start: replicated tokens, then its own.
     pub fn held_by(&self, rank: Rank) -> TokenRuns {
         let mut tokens = self.replicated.clone();
         tokens.extend(self.of_rank(rank));
@@ -144,7 +144,7 @@ impl Placement {
         &self.ranks[rank.0 as usize]
     }
 
-    /// The tokens of ring shard `r`: those that its ranks own, one after the other.
+    /// The tokens of ring shard `r`: the tokens of its ranks, one after the other.
     pub fn of_shard(&self, r: u32) -> TokenRuns {
         let mut tokens = TokenRuns::default();
         for u in 0..self.mesh.ulysses() {
@@ -153,7 +153,7 @@ impl Placement {
         tokens
     }
 
-    /// The tokens that every rank owns.
+    /// The tokens that each rank owns, in rank order.
     pub fn ranks(&self) -> &[TokenRuns] {
         &self.ranks
     }
@@ -177,7 +177,7 @@ impl Split {
             }
             Self::Weights(weights) => by_largest_remainder(weights, total),
             Self::Work(_) => Err(Error::request(
-                "shares of work without a mask",
+                "a split by work without a mask",
                 "make plans with it (plan_world), or give token counts",
             )),
             Self::Tokens(tokens) if tokens.len() != world as usize => {

@@ -1,4 +1,4 @@
-//! What is to be computed, without data.
+//! An attention call, without data.
 
 use std::ops::Range;
 
@@ -32,18 +32,19 @@ pub struct AttentionProblem {
     pub scale: f32,
     /// `Some(c)`: logits become `c · tanh(logit / c)` before the mask.
     pub softcap: Option<f32>,
-    /// For each query head one logit without a value, which takes part in the softmax of every row, also of one that
-    /// sees no key; empty: none. The log-sum-exp counts it.
+    /// For each query head one logit without a value, which takes part in the softmax of every row, also of a row that
+    /// sees no key; empty: none. The log-sum-exp includes it.
     pub sinks: Vec<f32>,
-    /// A tensor over (query, key) pairs that hides keys or is added to logits.
+    /// The attention bias tensor, if there is one: a boolean mask tensor or an additive bias tensor over (query, key).
     pub pairs: Option<PairTensor>,
-    /// Form of keys and values on their way round the shards.
+    /// Format of keys and values that are sent between shards.
     pub wire: WireFormat,
-    /// Whether rows are summed over tiles of 256 keys in one order, whoever holds them: on one type of device the result is
-    /// then the same, byte for byte, on any mesh. Costs a state for each tile, and shards must begin and end with tiles.
+    /// Whether rows are summed over tiles of [`TILE_KEYS`] keys in one order that does not depend on the mesh: on one type of
+    /// device the result is then the same, byte for byte, on any mesh. Costs a state for each tile, and shards must begin and end
+    /// with tiles.
     pub fixed_order: bool,
-    /// Keys that every rank holds from the start, such as those of a prompt beside an image that is split: they are never
-    /// sent, and every row meets them once, at home. All keys: attention needs no other rank. Empty: each key has one owner.
+    /// Replicated keys: every rank holds them from the start, such as those of a prompt beside an image that is split. They are
+    /// never sent, and every row meets them once, on its own rank. Empty: each key has one owner.
     pub replicated: Range<u32>,
 }
 
@@ -103,7 +104,7 @@ impl AttentionProblem {
         Self { sinks, ..self }.checked()
     }
 
-    /// This problem with a pair tensor, or without.
+    /// This problem with an attention bias tensor, or without.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -111,8 +112,7 @@ impl AttentionProblem {
         Self { pairs, ..self }.checked()
     }
 
-    /// This problem with keys and values in another form on their way round the shards; what is f16 already is the same as
-    /// f16.
+    /// This problem with keys and values sent in another format; for f16 tensors, f16 is [`WireFormat::Same`].
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -227,7 +227,7 @@ impl AttentionProblem {
         if self.fixed_order && self.wire.rounds() {
             return Err(Error::request(
                 format!("a fixed order with {} on the wire", self.wire),
-                "which keys are rounded depends on who holds them: send tensors as they are",
+                "rounding would depend on the owners of keys: send tensors as they are",
             ));
         }
         if let Some(pairs) = self.pairs {

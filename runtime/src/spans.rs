@@ -1,4 +1,4 @@
-//! Intervals of key positions: what every mask comes down to for one query row.
+//! Intervals of key positions: the form of every mask for one query row.
 
 use std::ops::Deref;
 
@@ -13,7 +13,7 @@ pub struct RowSpan {
 }
 
 impl RowSpan {
-    /// Sees nothing.
+    /// No key.
     pub const EMPTY: Self = Self { lo: 0, hi: 0 };
 
     /// Whether the key at `position` is visible.

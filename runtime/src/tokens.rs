@@ -5,7 +5,7 @@
 pub struct Run {
     /// First global token.
     pub start: u32,
-    /// How many.
+    /// Number of tokens.
     pub count: u32,
     /// Distance between two, at least 1.
     pub stride: u32,
@@ -73,7 +73,7 @@ impl TokenRuns {
         }
     }
 
-    /// The same list where tokens are counted around `gap`: those from its start on are moved behind it.
+    /// The same list with tokens renumbered around `gap`: those from its start on move behind its end.
     pub(crate) fn around(&self, gap: &std::ops::Range<u32>) -> Self {
         let mut out = Self::default();
         for run in &self.runs {

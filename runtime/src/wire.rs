@@ -1,11 +1,11 @@
-//! In which form keys and values go round the shards.
+//! The format of keys and values that are sent between shards.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::Error;
 
-/// The form of keys and values on their way between shards.
+/// The format of keys and values that are sent between shards.
 ///
 /// Other than [`Self::Same`] it bounds how exact a result can be: keys and values of other shards are rounded, once, by
 /// their owner, and travel as they are from there on.
@@ -19,7 +19,7 @@ pub enum WireFormat {
     /// 8-bit codes, for tensors of any type. Keys have an f32 scale for each (batch entry, KV head, channel) and
     /// [`TOKENS_PER_SCALE`] tokens of the list that travels together, values one for each (batch entry, token, KV head). A
     /// scale is the largest finite magnitude over 127, a code the element over its scale, rounded to nearest, ties to even;
-    /// a scale below the normal numbers counts as 0. The code −128 stands for what is not finite, and comes back as NaN.
+    /// a subnormal scale counts as 0. The code −128 stands for a value that is not finite, and is read as NaN.
     Int8,
 }
 
@@ -39,7 +39,7 @@ impl WireFormat {
         }
     }
 
-    /// Whether anything is rounded.
+    /// Whether keys and values are rounded.
     pub fn rounds(self) -> bool {
         self != Self::Same
     }
@@ -47,18 +47,18 @@ impl WireFormat {
     /// The error that this format is expected to cost: the L2 norm of the output's error relative to that of the output,
     /// where heads have `head_dim` elements and `scale` is the factor on q·k.
     ///
-    /// Rounding is noise of its own for each element, with ε times the rms of what is rounded. To first order noise in the
-    /// values comes through as it is, relative to the output, and noise in the keys times the spread of the logits, since it
-    /// weighs values that are as random as the output itself: ε·√(1 + spread²).
+    /// Rounding is independent noise for each element, ε times the rms of the rounded tensor. To first order, noise in the values
+    /// is the same noise in the output, relatively; noise in the keys is multiplied by the spread of the logits, since it weighs
+    /// values that are as random as the output itself: ε·√(1 + spread²).
     ///
     /// Assumes that q, k and v are normal, independent, and of variance 1, so that logits spread by scale·√dim; that every
     /// key came from another shard (a rank's own are not rounded, so a share f from elsewhere has √f of this); that rows
-    /// see many keys; and no softcap, which only makes it less. Data whose rare channels of the keys are much larger than
-    /// the others have more; channels share no scale, so what is lost is what those channels do to the spread.
+    /// see many keys; and no softcap, which only makes the error smaller. Data with a few much larger channels of the keys has a
+    /// larger error: channels share no scale, but those channels spread the logits.
     pub fn expected_error(self, head_dim: u32, scale: f32) -> f64 {
         let (keys, values) = match self {
             Self::Same => return 0.0,
-            // Uniform noise over a step of 2^-10 times the power of two below a number, whose mean square is 0.542.
+            // Uniform noise over a step of 2^-10 times the power of two below a number; the mean square of the latter is 0.542.
             Self::F16 => [(0.542_f64 / 12.0).sqrt() / 1024.0; 2].into(),
             Self::Int8 => {
                 // Uniform noise over a step of largest / 127.

@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 
 use clap::Args;
-use kyklos::{Dtype, Mesh, PlacementKind, Strategy, WireFormat};
+use kyklos::{Dtype, Mask, Mesh, PlacementKind, Strategy, WireFormat};
 
 use super::values::{List, MaskArg, OrAuto, Shape, SplitName, StrategyName, TokenRange};
 
@@ -36,8 +36,7 @@ pub(crate) struct ProblemArgs {
     /// Share the tokens exactly like this, one number for each rank
     #[arg(long, value_name = "N,N,…")]
     pub(crate) tokens: Option<List<u32>>,
-    /// full, causal, window:L,R, documents:0,8,24, valid:N[,N…], slices:Q..QxK..K[/causal|inverse|both],…, joined by +
-    #[arg(long, value_name = "MASK", default_value = "full")]
+    #[arg(long, value_name = "MASK", default_value = "full", help = Mask::notation())]
     pub(crate) mask: MaskArg,
     /// same, f16 (for f32 tensors) or int8 (with scales): keys and values on their way between shards, rounded once;
     /// `kyklos plan` says how wrong that makes the result

@@ -4,7 +4,6 @@
 //! the shared result may be twice as wrong as the worst of them, plus a rounding allowance (`kyklos_oracle::tolerance`).
 
 mod every_row;
-mod masks;
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -26,7 +25,6 @@ use crate::run::alone;
 use crate::tensors::pairs::OracleRows;
 use crate::tensors::{Source, Which};
 pub(crate) use every_row::Whole;
-use masks::oracle_mask;
 
 /// The rows that are looked at.
 #[derive(Clone, Debug)]
@@ -104,7 +102,7 @@ impl Sample {
             head_dim: problem.head_dim as usize,
             scale: f64::from(problem.scale),
             softcap: problem.softcap.map(f64::from),
-            mask: oracle_mask(mask_text)?,
+            mask: mask_text.parse().map_err(|error: OracleError| Failure::run(error.to_string()))?,
             q_offset: u64::from(problem.q_offset),
             sinks: problem.sinks.iter().copied().map(f64::from).collect(),
         };

@@ -1,9 +1,84 @@
-//! Unions of slices, and what a row sees of them: several runs of keys.
+//! Unions of slices: a query may see several intervals of keys.
 
 use std::fmt;
 use std::ops::Range;
 
-use crate::{Error, Result, RowSpan};
+use super::Mask;
+use super::kind::{MaskKind, Term};
+use crate::{Error, Result, RowSpan, Spans};
+
+/// Unions of slices; a visible key is in every one of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
+pub(super) struct SliceUnions {
+    /// The slices of each union, ascending.
+    unions: Vec<Vec<MaskSlice>>,
+}
+
+impl Mask {
+    /// A query sees the keys that any of these slices shows it; where slices overlap, once.
+    pub fn slices(slices: Vec<MaskSlice>) -> Self {
+        Self { slices: SliceUnions::of(slices), ..Self::default() }
+    }
+}
+
+impl SliceUnions {
+    fn of(mut slices: Vec<MaskSlice>) -> Self {
+        slices.sort_unstable();
+        slices.dedup();
+        Self { unions: vec![slices] }
+    }
+}
+
+impl MaskKind for SliceUnions {
+    const NOTATION: &'static [&'static str] = &["slices:Q..QxK..K[/causal|inverse|both],…"];
+
+    fn parse(term: &Term<'_>) -> Result<Option<Self>> {
+        match (term.name, term.arguments) {
+            ("slices", Some(slices)) => {
+                Ok(Some(Self::of(slices.split(',').map(str::parse).collect::<Result<_>>()?)))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    fn terms(&self) -> Vec<String> {
+        let union = |slices: &Vec<MaskSlice>| {
+            let slices: Vec<String> = slices.iter().map(MaskSlice::to_string).collect();
+            format!("slices:{}", slices.join(","))
+        };
+        self.unions.iter().map(union).collect()
+    }
+
+    fn and(mut self, other: Self) -> Result<Self> {
+        self.unions.extend(other.unions);
+        self.unions.sort_unstable();
+        self.unions.dedup();
+        Ok(self)
+    }
+
+    fn fits(&self, _batch: u32, kv_len: u32) -> Result<()> {
+        match self.unions.iter().flatten().find(|slice| slice.k_end > kv_len) {
+            Some(slice) => Err(Error::request(
+                format!("the slice {slice} reaches key {}, the problem has {kv_len}", slice.k_end),
+                format!("let key ranges end at {kv_len} or before"),
+            )),
+            None => Ok(()),
+        }
+    }
+
+    fn within(&self, q: u32, spans: Spans) -> Spans {
+        self.unions.iter().fold(spans, |spans, slices| spans.intersect(&shown(slices, q)))
+    }
+
+    fn hull(&self, first: u32, last: u32, kv_len: u32) -> (u32, u32) {
+        let hulls = self.unions.iter().map(|slices| hull(slices, first, last));
+        hulls.fold((0, kv_len), |(lo, hi), hull| (lo.max(hull.lo), hi.min(hull.hi)))
+    }
+
+    fn is_one_interval(&self) -> bool {
+        self.unions.is_empty()
+    }
+}
 
 /// A rectangle of queries × keys by global position, and which part of it is visible.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
@@ -20,7 +95,7 @@ pub struct MaskSlice {
     pub part: SlicePart,
 }
 
-/// Which part of a slice's rectangle is visible; `q` and `k` are global positions.
+/// The visible part of a slice's rectangle; `q` and `k` are global positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SlicePart {
@@ -49,7 +124,7 @@ impl MaskSlice {
         Ok(Self { q_begin: q.start, q_end: q.end, k_begin: k.start, k_end: k.end, part })
     }
 
-    /// What the query at `q` sees of the slice.
+    /// The keys of the slice that the query at `q` sees.
     fn span(&self, q: u32) -> RowSpan {
         if q < self.q_begin || self.q_end <= q {
             return RowSpan::EMPTY;
@@ -58,7 +133,7 @@ impl MaskSlice {
         if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
     }
 
-    /// Where what the query at `q`, which is one of the slice's, sees of it would begin and end.
+    /// The ends of the interval that the query at `q`, one of the slice's, sees; empty where the second is not above the first.
     fn ends(&self, q: u32) -> (u32, u32) {
         let (mut lo, mut hi) = (self.k_begin, self.k_end);
         if matches!(self.part, SlicePart::Causal | SlicePart::Both) {
@@ -73,7 +148,7 @@ impl MaskSlice {
 
 /// The runs of keys that the union of `slices` (ascending) shows the query at `q`, ascending, with hidden keys between
 /// them.
-pub(super) fn shown(slices: &[MaskSlice], q: u32) -> Vec<RowSpan> {
+fn shown(slices: &[MaskSlice], q: u32) -> Vec<RowSpan> {
     let mut shown: Vec<RowSpan> = slices
         .iter()
         .take_while(|slice| slice.q_begin <= q)
@@ -92,8 +167,8 @@ pub(super) fn shown(slices: &[MaskSlice], q: u32) -> Vec<RowSpan> {
 }
 
 /// An interval that holds every key that the union of `slices` (ascending) shows a query at any of the positions
-/// `first..=last`. Neither end of what a slice shows moves left as the query moves right.
-pub(super) fn hull(slices: &[MaskSlice], first: u32, last: u32) -> RowSpan {
+/// `first..=last`. Neither end of the interval of a slice moves left as the query moves right.
+fn hull(slices: &[MaskSlice], first: u32, last: u32) -> RowSpan {
     let meets = |slice: &&MaskSlice| first.max(slice.q_begin) < slice.q_end;
     let shown = slices.iter().take_while(|slice| slice.q_begin <= last).filter(meets);
     let (lo, hi) = shown.fold((u32::MAX, 0), |(lo, hi), slice| {
@@ -117,7 +192,7 @@ impl SlicePart {
     }
 }
 
-/// `0..8x0..24/causal`; a part that is not said is full.
+/// `0..8x0..24/causal`; without a part, the slice is full.
 impl std::str::FromStr for MaskSlice {
     type Err = Error;
 

@@ -1,4 +1,4 @@
-//! Plans for people: a table, and JSON.
+//! Plans in print: a table, and JSON.
 
 use std::fmt::Write;
 
@@ -76,7 +76,7 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
     out
 }
 
-/// What the form of keys and values on the wire is expected to cost, in words.
+/// The expected error of the wire format, in words.
 pub fn expected_of_wire(problem: &AttentionProblem) -> String {
     let error = problem.wire.expected_error(problem.head_dim, problem.scale);
     format!(
@@ -101,7 +101,7 @@ pub struct Explained<'a> {
 }
 
 impl<'a> Explained<'a> {
-    /// The world, what its proof found, and the seconds that a simulation expects, if somebody asked one.
+    /// The world, the figures of its proof, and the seconds that a simulation predicts, if there was one.
     pub fn new(world: &'a World, checks: &'a [RankCheck], predicted_s: Option<f64>) -> Self {
         let World { problem, mesh, strategy, q_placement, .. } = world;
         Self {

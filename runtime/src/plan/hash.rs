@@ -1,10 +1,10 @@
-//! The plan hash: what all ranks compare before the first byte moves.
+//! The plan hash, which all ranks compare before the first data byte is sent.
 
 use crate::plan::World;
 
 /// BLAKE3 of everything that makes the plans of all ranks: format version, problem and mask, mesh, every rank's
-/// token list, strategy, wire format, and `identities`: who each rank is, and whatever else the caller wants to be the
-/// same on all of them.
+/// token list, strategy, wire format, and `identities`: the identity of each rank, and whatever else the caller wants to be
+/// the same on all of them.
 ///
 /// The canonical encoding is JSON with fixed field order; floats are written so that they read back to the same bits.
 pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {

@@ -1,8 +1,8 @@
-//! Plans: what a rank does, as data.
+//! Plans: the steps of a rank, as data.
 //!
 //! A [`Plan`] is a list of [`Step`]s over declared buffers. Each buffer is written once and freed when its last
-//! reader is done; what a buffer holds (which tokens, which heads, of what) is part of its declaration, so a plan
-//! can be proved without running it ([`check`]) and printed without knowing where it came from ([`explain`]).
+//! reader is done. Its declaration says which tokens and heads of which tensor it holds, so a plan can be proved without
+//! running it ([`check`]), and printed whatever strategy made it ([`explain`]).
 
 mod check;
 mod explain;

@@ -1,4 +1,4 @@
-//! The words of a plan.
+//! The data types of a plan.
 
 use std::ops::Range;
 
@@ -11,35 +11,35 @@ use crate::{
 /// The plans of all ranks, and what they were made from.
 #[derive(Clone, Debug)]
 pub struct World {
-    /// What is computed.
+    /// The attention call.
     pub problem: AttentionProblem,
-    /// On which mesh.
+    /// How the ranks are arranged.
     pub mesh: Mesh,
-    /// Who holds which queries (and gets their output).
+    /// The owners of the queries, which are the owners of their output rows too.
     pub q_placement: Placement,
-    /// Who holds which keys and values.
+    /// The owners of keys and values.
     pub kv_placement: Placement,
-    /// By which strategy.
+    /// The strategy that made the plans.
     pub strategy: Strategy,
-    /// One plan for each rank.
+    /// One plan for each rank, in rank order.
     pub plans: Vec<Plan>,
-    /// What no rank owns any more; nothing but in a world that finishes what another one began.
+    /// Tokens without an owner: none, but in a repair.
     pub lost: Lost,
 }
 
-/// The tokens of ranks that are gone, ascending.
+/// The tokens of failed ranks, ascending.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Lost {
-    /// Queries that get no answer.
+    /// Queries whose output rows are missing.
     pub queries: TokenRuns,
-    /// Keys that are only where they are kept.
+    /// Keys whose only copies are the blocks that survivors keep.
     pub keys: TokenRuns,
 }
 
-/// What one rank does.
+/// The steps of one rank, and the buffers that they work on.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Plan {
-    /// Whose plan this is.
+    /// The rank.
     pub rank: u32,
     /// Every buffer that the steps name.
     pub buffers: Vec<Buffer>,
@@ -47,23 +47,23 @@ pub struct Plan {
     pub q: BufferId,
     /// The rank's own keys and values: borrowed, never written.
     pub kv: BufferId,
-    /// Where the rank's own output ends up.
+    /// The rank's output rows: written once.
     pub output: BufferId,
-    /// The rank's own rows of the problem's pair tensor: borrowed, never written.
+    /// The rank's own rows of the problem's attention bias tensor: borrowed, never written.
     pub pairs: Option<BufferId>,
-    /// What is here before the first step, of a plan that was cut off.
+    /// In a repair: buffers of the interrupted plan that hold their content before the first step.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub kept: Vec<Kept>,
-    /// What happens, in issue order.
+    /// The steps, in issue order.
     pub steps: Vec<Step>,
 }
 
-/// A buffer of a plan that was cut off, which goes on as a buffer of this one.
+/// A buffer of an interrupted plan that is a buffer of its repair too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Kept {
-    /// In the plan that was cut off.
+    /// Its index in the interrupted plan.
     pub was: BufferId,
-    /// In this one: of the same content, tokens and heads. A state has met [`Buffer::met`].
+    /// Its index in the repair: of the same content, tokens and heads. A state has met [`Buffer::met`].
     pub buffer: BufferId,
 }
 
@@ -72,24 +72,23 @@ pub struct Kept {
 #[serde(transparent)]
 pub struct BufferId(pub usize);
 
-/// What a buffer holds, from its first write to its end.
+/// What a buffer holds, from its first write until it is freed.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Buffer {
-    /// For people.
+    /// Display name.
     pub name: String,
-    /// Of what.
+    /// Tensor kind.
     pub content: Content,
-    /// Which global tokens, in this order.
+    /// Global tokens, in the order of the rows.
     pub tokens: TokenRuns,
-    /// Which global heads: KV heads for [`Content::KeyValue`] and [`Content::WireKeyValue`], the pair tensor's for [`Content::Pairs`], query heads
-    /// otherwise.
+    /// Global heads: KV heads for [`Content::KeyValue`] and [`Content::WireKeyValue`], heads of the attention bias tensor for
+    /// [`Content::Pairs`], query heads otherwise.
     pub heads: Range<u32>,
-    /// For a running state that is sent, received or kept: the keys that it has met when it travels, or at the beginning.
-    /// Otherwise none.
+    /// For a running state that is sent, received or kept: the keys that it has met by then. Otherwise none.
     pub met: TokenRuns,
 }
 
-/// Kind of tensors in a buffer.
+/// The kind of tensors in a buffer, and their shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Content {
@@ -97,7 +96,7 @@ pub enum Content {
     Query,
     /// k, then v: two tensors `[batch, tokens, heads, dim]`.
     KeyValue,
-    /// The same in the form that keys and values have on the wire, where that is another. In
+    /// k, then v, in their wire format, where that is not the storage type. In
     /// [`WireFormat::Int8`]: codes of k, then of v, one byte each; scales of k, f32
     /// `[batch, ⌈tokens / 64⌉, heads, dim]`; scales of v, f32 `[batch, tokens, heads]`.
     WireKeyValue,
@@ -105,14 +104,14 @@ pub enum Content {
     State,
     /// o `[batch, tokens, heads, dim]`, then lse f32 `[batch, tokens, heads]`.
     Output,
-    /// The pair tensor: `[its batch, query tokens, its heads, keys]`.
+    /// The attention bias tensor: `[its batch, query tokens, its heads, keys]`.
     Pairs,
 }
 
 /// A range of a buffer's tokens (by list position) × a range of its heads (counted from its first).
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Slice {
-    /// Of which buffer.
+    /// The buffer.
     pub buffer: BufferId,
     /// List positions in the buffer's tokens.
     pub tokens: Range<usize>,
@@ -123,36 +122,36 @@ pub struct Slice {
 /// One message to a peer.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Send {
-    /// To whom.
+    /// The receiving rank.
     pub to: u32,
-    /// Slices that are each one piece of memory.
+    /// Slices, each of them contiguous in memory.
     pub parts: Vec<Slice>,
 }
 
 /// One message from a peer.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Recv {
-    /// From whom.
+    /// The sending rank.
     pub from: u32,
-    /// Buffers that come into being with the message, one for each part.
+    /// Buffers that the message fills, one for each part.
     pub parts: Vec<BufferId>,
 }
 
-/// One thing a rank does. Steps are issued in order; only [`Step::Wait`] waits.
+/// One step of a rank. Steps are issued in order; only [`Step::Wait`] waits.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Step {
     /// Copies one slice to another that holds the same tokens and heads: packing for a message, unpacking from
     /// one, and the piece that a rank keeps.
     Repack {
-        /// What.
+        /// The source.
         from: Slice,
-        /// Where to.
+        /// The destination.
         into: Slice,
     },
     /// Posts messages as one group: a ring hop, or an all-to-all. Never waits.
     Exchange {
-        /// Names the exchange on all ranks alike, and the [`Step::Wait`] that ends it.
+        /// The number of the exchange: the same on all its ranks, and in the [`Step::Wait`] that ends it.
         id: u32,
         /// At most one to each peer.
         sends: Vec<Send>,
@@ -161,44 +160,44 @@ pub enum Step {
     },
     /// Ends an exchange: what was sent may be freed, what was received may be read.
     Wait {
-        /// Which.
+        /// The number of the exchange.
         id: u32,
     },
     /// Attention of a slice of queries against a slice of keys and values, into a running state.
     Attend {
         /// Queries: the tokens and heads of `state`.
         q: Slice,
-        /// Keys and values: whatever heads the queries need.
+        /// Keys and values of the KV heads that the queries need.
         kv: Slice,
         /// Running state; the first step that names it finds it empty.
         state: BufferId,
-        /// The queries' rows of the pair tensor, where the problem has one: of the queries' heads, or of its only one.
+        /// The queries' rows of the attention bias tensor, where the problem has one: of the queries' heads, or of its only one.
         pairs: Option<Slice>,
     },
-    /// Turns keys and values into the form that they have on the wire, or back.
+    /// Converts keys and values to their wire format, or back.
     Convert {
-        /// What: one piece of memory in each tensor.
+        /// The source: contiguous in each of its tensors.
         from: Slice,
-        /// All of it: the same tokens and heads in the other form.
+        /// The whole destination: the same tokens and heads in the other format.
         into: BufferId,
     },
     /// Merges one running state into another of the same tokens and heads, over other keys.
     Merge {
-        /// Consumed.
+        /// The state that is read; it is not used again.
         from: BufferId,
-        /// Changed.
+        /// The state that is updated.
         into: BufferId,
     },
     /// Turns a running state into output.
     Finalize {
-        /// Consumed.
+        /// The state that is read; it is not used again.
         state: BufferId,
         /// Output of the same tokens and heads.
         into: BufferId,
     },
-    /// Ends a buffer's life.
+    /// Frees a buffer.
     Free {
-        /// Whose.
+        /// The buffer.
         buffer: BufferId,
     },
 }
@@ -256,7 +255,7 @@ impl Plan {
         content.bytes(problem, slice.tokens.len(), slice.heads.end - slice.heads.start)
     }
 
-    /// Whether each tensor of the slice is one piece of memory.
+    /// Whether each tensor of the slice is contiguous in memory.
     pub(crate) fn is_one_piece(&self, problem: &AttentionProblem, slice: &Slice) -> bool {
         let buffer = self.buffer(slice.buffer);
         let all_tokens = slice.tokens == (0..buffer.tokens.len());
@@ -303,7 +302,7 @@ impl Content {
         let dim = problem.head_dim as usize;
         let stored = Some(Tensor::of_rows(dim * problem.dtype.bytes()));
         let rows = |row_bytes| Some(Tensor::of_rows(row_bytes));
-        // Asked at every step of a proof, so without a list.
+        // Every step of a proof asks for this, so it allocates nothing.
         let tensors = match (self, problem.wire) {
             (Self::Query, _) => [stored, None, None, None],
             (Self::KeyValue, _) | (Self::WireKeyValue, WireFormat::Same) => [stored, stored, None, None],
@@ -322,12 +321,12 @@ impl Content {
         tensors.into_iter().flatten()
     }
 
-    /// Whether tokens share rows of a tensor, so that no part of a list stands by itself.
+    /// Whether tokens share rows of a tensor, so that a part of a token list is not contiguous in memory.
     pub(crate) fn shares_rows(self, problem: &AttentionProblem) -> bool {
         self.tensors(problem).any(|tensor| tensor.shared_by > 1)
     }
 
-    /// Bytes of so many tokens and heads, all batch entries and tensors together.
+    /// Bytes of `tokens` tokens and `heads` heads, all batch entries and tensors together.
     pub(crate) fn bytes(self, problem: &AttentionProblem, tokens: usize, heads: u32) -> u64 {
         let one_head: u64 = self.tensors(problem).map(|tensor| tensor.bytes(tokens, 1) as u64).sum();
         u64::from(self.batch(problem)) * u64::from(heads) * one_head

@@ -4,15 +4,15 @@ use std::fmt;
 
 use crate::{Mesh, PlacementKind, Strategy};
 
-/// One way to share a problem.
+/// One way to run a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Candidate {
-    /// By which strategy.
+    /// The strategy.
     pub strategy: Strategy,
-    /// On which mesh.
+    /// The mesh.
     #[serde(serialize_with = "as_text")]
     pub mesh: Mesh,
-    /// With which placement.
+    /// The placement of queries and keys.
     pub placement: PlacementKind,
 }
 

@@ -1,4 +1,4 @@
-//! What could be run, and what each would take.
+//! The ways to run a problem, and the predicted time of each.
 
 use super::candidate::Candidate;
 use super::cluster::Cluster;
@@ -6,10 +6,10 @@ use super::large::predict;
 use super::prediction::Prediction;
 use crate::{AttentionProblem, Error, Mesh, PlacementKind, Result, Split, Strategy};
 
-/// What is fixed, and what is the planner's.
+/// What the user fixes; the planner chooses the rest.
 #[derive(Clone, Debug)]
 pub struct Wanted {
-    /// Ranks in all.
+    /// Number of ranks.
     pub ranks: u32,
     /// Only this mesh.
     pub mesh: Option<Mesh>,
@@ -21,27 +21,27 @@ pub struct Wanted {
     pub split: Split,
 }
 
-/// A candidate and what became of it.
+/// A candidate with its prediction or its refusal.
 #[derive(Clone, Debug)]
 pub struct Priced {
-    /// Which.
+    /// The candidate.
     pub candidate: Candidate,
-    /// What it takes, or why it is refused.
+    /// Its prediction, or its refusal.
     pub verdict: Verdict,
 }
 
-/// What became of a candidate.
+/// The prediction or the refusal of a candidate.
 #[derive(Clone, Debug)]
 pub enum Verdict {
-    /// It fits and takes this.
+    /// It fits; this is its prediction.
     Fits(Prediction),
-    /// It is refused.
+    /// It is refused for this reason.
     Refused(Error),
 }
 
-/// Every strategy on every mesh in every placement that differs: with one shard there is nothing to deal, without a mask
-/// all tokens are alike, and a mesh that the problem does not fit is refused in any placement. A strategy that takes any
-/// mesh is left out where the mesh has a name of its own, and one that sends the same messages as another.
+/// Every strategy on every mesh in every placement, without those that make the same plans as another one: with one shard a
+/// placement deals nothing, without a mask all tokens are alike, a mesh that the problem does not fit is refused in any
+/// placement, and some strategies equal another one on some meshes.
 ///
 /// # Errors
 /// [`crate::Error::Request`] for more ranks than a mesh can have.
@@ -107,7 +107,7 @@ pub fn choose(problem: &AttentionProblem, wanted: &Wanted, cluster: &Cluster) ->
 }
 
 impl Priced {
-    /// What it takes, if it is not refused.
+    /// The prediction, if the candidate is not refused.
     pub fn prediction(&self) -> Option<&Prediction> {
         match &self.verdict {
             Verdict::Fits(prediction) => Some(prediction),

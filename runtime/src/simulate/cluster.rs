@@ -1,11 +1,11 @@
-//! Devices, hosts and links, resolved and validated: what a simulation runs on.
+//! Devices, hosts and links, resolved and validated: the machine of a simulation.
 
 use std::collections::BTreeMap;
 
 use super::describe::{Description, DeviceDescription, LinkDescription};
 use crate::{AttentionProblem, Error, Remedy, Result};
 
-/// A validated [`Description`], hosts counted out.
+/// A validated [`Description`], with one entry for each host.
 #[derive(Clone, Debug)]
 pub struct Cluster {
     description: Description,
@@ -25,10 +25,10 @@ pub(super) struct Host {
 }
 
 impl Cluster {
-    /// Reads a description in TOML; `clusters/README.md` says what it holds.
+    /// Reads a description in TOML; its fields are in `clusters/README.md`.
     ///
     /// # Errors
-    /// [`Error::Request`] that says which key is wrong and what would be right.
+    /// [`Error::Request`] with the wrong key and a right value.
     pub fn from_toml(text: &str) -> Result<Self> {
         let description = toml::from_str::<Description>(text).map_err(|error| {
             let line =
@@ -95,7 +95,7 @@ impl Cluster {
     /// The description in TOML, as [`Self::from_toml`] reads it.
     ///
     /// # Errors
-    /// [`Error::Request`] where TOML has no words for it, which is not known to happen.
+    /// [`Error::Request`] where TOML cannot express it, which is not known to happen.
     pub fn to_toml(&self) -> Result<String> {
         toml::to_string(&self.description).map_err(|error| {
             Error::request(
@@ -105,17 +105,17 @@ impl Cluster {
         })
     }
 
-    /// What it is called.
+    /// The name in the description.
     pub fn name(&self) -> &str {
         &self.description.name
     }
 
-    /// What it was made from.
+    /// The description.
     pub fn description(&self) -> &Description {
         &self.description
     }
 
-    /// The same hosts with `count` of the last kind of host: to look at larger machines of the same make.
+    /// The same hosts with `count` of the last kind of host: larger machines of the same kind.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -138,7 +138,7 @@ impl Cluster {
     /// The device of each of `ranks` ranks.
     ///
     /// # Errors
-    /// [`Error::Request`] where there are not enough of them.
+    /// [`Error::Request`] where there are fewer devices than ranks.
     pub(super) fn place(&self, ranks: u32) -> Result<Vec<usize>> {
         let (ranks, devices) = (ranks as usize, self.devices.len());
         if let Some(list) = &self.description.rank_on_device {
@@ -197,7 +197,7 @@ impl Cluster {
         })
     }
 
-    /// Bytes that each device has for ranks, where the description says so.
+    /// Bytes of the device for plan buffers, where the description has them.
     pub(super) fn memory_bytes(&self, device: usize) -> Option<u64> {
         #[expect(
             clippy::cast_possible_truncation,
@@ -207,7 +207,7 @@ impl Cluster {
         self.device(device).memory_gib.map(|gib| (gib * f64::from(1 << 30)) as u64)
     }
 
-    /// Nanoseconds of one visible pair of one head.
+    /// Nanoseconds for one visible (query, key) pair of one head.
     pub(super) fn ns_per_pair(&self, device: usize, problem: &AttentionProblem) -> Result<f64> {
         let rates = &self.device(device).attention;
         let dim = f64::from(problem.head_dim);

@@ -1,4 +1,4 @@
-//! The words of a cluster description: what `clusters/*.toml` hold.
+//! The fields of a cluster description, as in `clusters/*.toml`.
 
 use std::collections::BTreeMap;
 
@@ -8,9 +8,9 @@ use crate::{Dtype, Error, Result};
 #[derive(Clone, Debug, PartialEq, serde::Deserialize, serde::Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Description {
-    /// What it is called.
+    /// Display name.
     pub name: String,
-    /// Where the numbers come from.
+    /// The source of the numbers.
     #[serde(default)]
     pub about: String,
     /// The link between any two hosts that `[[between]]` does not name.
@@ -19,7 +19,7 @@ pub struct Description {
     /// Device of each rank, counted host by host; without it rank i is on device i.
     #[serde(default)]
     pub rank_on_device: Option<Vec<usize>>,
-    /// Whether more ranks than devices are dealt round, to share them.
+    /// Whether more ranks than devices are allowed; they share devices, dealt round robin.
     #[serde(default)]
     pub share_devices: bool,
     /// Kinds of devices by name.
@@ -38,12 +38,12 @@ pub struct Description {
 #[derive(Clone, Debug, PartialEq, serde::Deserialize, serde::Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceDescription {
-    /// Memory for plan buffers; without it nothing is refused.
+    /// Memory for plan buffers in GiB; without it no plan is refused for memory.
     #[serde(default)]
     pub memory_gib: Option<f64>,
-    /// Sustained speed on pairs that the mask shows.
+    /// Sustained speed on visible (query, key) pairs.
     pub attention: Vec<AttentionRate>,
-    /// Rows of a tile: an interval that ends inside a tile costs the tile.
+    /// Rows of a tile: an interval that ends inside a tile costs the whole tile.
     #[serde(default = "one")]
     pub tile_rows: u32,
     /// Keys of a tile.
@@ -52,19 +52,19 @@ pub struct DeviceDescription {
     /// Fixed cost of an attend step.
     #[serde(default)]
     pub attend_step_us: f64,
-    /// Attention between two looks at the cancel token.
+    /// Time of attention between two checks of the cancel token.
     #[serde(default = "default_piece_ms")]
     pub piece_ms: f64,
-    /// Fixed cost of such a piece.
+    /// Fixed cost of the attention between two checks.
     #[serde(default)]
     pub piece_us: f64,
-    /// Bytes written in a second by a copy on the device, such as packing, while other ranks copy too.
+    /// Speed of a copy on the device, such as packing, while other ranks copy too.
     pub copy_gb_per_s: f64,
-    /// Bytes of running states read or written in a second by a device that one rank has for itself; without it as copies.
+    /// Speed at which a device that one rank uses alone reads or writes running states; without it, that of copies.
     #[serde(default)]
     pub state_gb_per_s: Option<f64>,
-    /// Bytes of keys and values that attention takes in in a second before it can use them, by a device that one rank has for
-    /// itself: a CPU packs them once for each block, however few queries there are. Without it, for nothing.
+    /// Speed at which attention on a device that one rank uses alone reads a block of keys and values before it computes: a
+    /// CPU packs a block once, however few queries there are. Without it, this takes no time.
     #[serde(default)]
     pub key_gb_per_s: Option<f64>,
     /// Fixed cost of a copy.
@@ -72,30 +72,30 @@ pub struct DeviceDescription {
     pub copy_us: f64,
     /// Whether links reach this memory.
     pub memory: MemoryKind,
-    /// Copies between discrete memory and the host; every message takes one on either side.
+    /// Speed of copies between discrete memory and the host; every message takes one at each end.
     #[serde(default)]
     pub staging_gb_per_s: Option<f64>,
 }
 
-/// Whether messages leave from a device's memory.
+/// Whether links reach a device's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MemoryKind {
-    /// They do: a CPU, a GPU that shares the host's memory, or one with links of its own.
+    /// They do: a CPU, a GPU that shares the host's memory, or a GPU with links of its own.
     Unified,
-    /// They are copied to the host first.
+    /// They do not: messages are copied to the host first.
     Discrete,
 }
 
-/// Sustained speed of attention. Between described head dims the nearest counts.
+/// Sustained speed of attention. For another head dim the nearest one counts.
 #[derive(Clone, Debug, PartialEq, serde::Deserialize, serde::Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttentionRate {
     /// f32, f16 or bf16.
     pub dtype: String,
-    /// At this head dim.
+    /// The head dim.
     pub head_dim: u32,
-    /// 4 · head dim for each visible pair and head.
+    /// 10⁹ floating-point operations in a second: 4 · head dim for each visible pair and head.
     pub gflop_per_s: f64,
     /// Factor on `gflop_per_s`, where that is a peak.
     #[serde(default = "whole")]
@@ -106,45 +106,45 @@ pub struct AttentionRate {
 #[derive(Clone, Debug, PartialEq, serde::Deserialize, serde::Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinkDescription {
-    /// Bytes in a second and direction; of both together where it is half duplex.
+    /// Bytes in a second in each direction; of both directions together where it is half duplex.
     pub gb_per_s: f64,
-    /// From one end to the other; a message needs it twice, once for the receiver's asking.
+    /// Latency from one end to the other; a message takes it twice, since the receiver asks for the message first.
     pub latency_us: f64,
-    /// What posting a message costs its sender.
+    /// Time that posting a message takes the sender.
     #[serde(default)]
     pub message_us: f64,
     /// full or half.
     #[serde(default)]
     pub duplex: Duplex,
-    /// Compute time that carrying a GB takes from the device at either end: 0 where an adapter carries it.
+    /// Compute time of the device at each end for each GB carried: 0 where an adapter carries it.
     #[serde(default)]
     pub host_s_per_gb: f64,
 }
 
-/// Whether both directions have the bandwidth for themselves.
+/// Whether each direction of a link has the whole bandwidth.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Duplex {
-    /// Each has all of it.
+    /// Each direction has all of it.
     #[default]
     Full,
-    /// They share it.
+    /// Both directions share it.
     Half,
 }
 
-/// Hosts of one make.
+/// Hosts of one kind.
 #[derive(Clone, Debug, PartialEq, serde::Deserialize, serde::Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct HostDescription {
-    /// Its name; of several, the part before the number.
+    /// The name; with several hosts, the part before the number.
     pub name: String,
-    /// How many.
+    /// Their number.
     #[serde(default = "one")]
     pub count: u32,
-    /// Whether `plan --explain` may look at more of these than there are.
+    /// Whether the planner may look at clusters with more of these hosts.
     #[serde(default)]
     pub grow: bool,
-    /// Its devices.
+    /// The devices of a host.
     pub devices: Vec<DeviceCount>,
     /// Link of each device to the others of the host.
     #[serde(default)]
@@ -157,13 +157,13 @@ pub struct HostDescription {
     pub uplink: Option<String>,
 }
 
-/// So many devices of a kind.
+/// A number of devices of one kind.
 #[derive(Clone, Debug, PartialEq, serde::Deserialize, serde::Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceCount {
     /// A name of `[device]`.
     pub kind: String,
-    /// How many.
+    /// Their number.
     #[serde(default = "one")]
     pub count: u32,
 }
@@ -172,7 +172,7 @@ pub struct DeviceCount {
 #[derive(Clone, Debug, PartialEq, serde::Deserialize, serde::Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Between {
-    /// Names of the two.
+    /// The names of both hosts.
     pub hosts: [String; 2],
     /// A name of `[link]`.
     pub link: String,
@@ -330,6 +330,6 @@ fn default_piece_ms() -> f64 {
     100.0
 }
 
-/// Beyond this a number is a mistake, and times would no longer fit 64 bits.
+/// A larger number is a mistake, and times would not fit 64 bits.
 const LARGEST: f64 = 1e12;
 const MAX_DEVICES: u64 = 65_536;

@@ -1,5 +1,5 @@
-//! The events of a run, in order of time: ranks start and end work, messages start and end, and whatever shares a
-//! device or a link gets an equal share of it. No clock, no chance: the same input gives the same events.
+//! The events of a run, in order of time: ranks start and end work, messages start and end, and all that use a device or a
+//! link at the same time get equal shares of it. No clock and no randomness: the same input gives the same events.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -12,14 +12,14 @@ use super::share::{
 };
 use crate::{Error, Result};
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Debug)]
 pub(super) struct Outcome {
     pub(super) ranks: Vec<RankTimes>,
     pub(super) channels: Vec<ChannelUse>,
 }
 
-/// One rank's timeline in sums.
+/// Sums over one rank's timeline.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RankTimes {
     pub(super) end_ns: u64,
@@ -87,24 +87,24 @@ struct Engine<'a> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    /// A rank goes on.
+    /// A rank issues its next steps.
     Rank(usize),
     /// A rank's computation has ended, if its speed has not changed since.
     Computed(usize, u32),
     /// A message starts to move.
     Start(usize),
-    /// The last byte of a device's next message, or of several, has left, if no speed of its messages has changed since.
+    /// The last byte of the device's next message, or of several, has left, if no speed of its messages has changed since.
     Sent(usize, u32),
-    /// A message is there.
+    /// A message has arrived.
     Arrived(usize),
 }
 
 struct RankState {
     op: usize,
     times: RankTimes,
-    /// Messages that are still on their way, of each exchange.
+    /// Messages of each exchange that have not arrived.
     open: Vec<usize>,
-    /// Which exchange it waits for, and since when.
+    /// The exchange that it waits for, and the start of the wait.
     waiting: Option<(usize, u64)>,
     job: Share,
     job_version: u32,
@@ -117,7 +117,7 @@ impl Engine<'_> {
         while let Some(Reverse((time_ns, _, event))) = self.events.pop() {
             self.now_ns = time_ns;
             self.happen(event);
-            // What happens at one moment changes speeds once.
+            // All events of one moment change speeds once.
             if self.events.peek().is_none_or(|Reverse((next, _, _))| *next > time_ns) {
                 self.share_out();
             }
@@ -127,7 +127,7 @@ impl Engine<'_> {
             Some(rank) => Err(Error::plan(
                 kyklos_transport::Rank(u32::try_from(rank).unwrap_or(u32::MAX)),
                 None,
-                "the rank waits for ever for a message that nobody sends",
+                "the rank waits for ever for a message that no rank sends",
             )),
         }
     }
@@ -285,7 +285,7 @@ impl Engine<'_> {
         self.after(latency_ns, Event::Arrived(flow));
     }
 
-    /// A message of `exchange` is over for one of its ends.
+    /// A message of `exchange` is complete for one of its ends.
     fn arrived(&mut self, rank: usize, exchange: usize) {
         let state = &mut self.ranks[rank];
         state.open[exchange] -= 1;
@@ -300,7 +300,7 @@ impl Engine<'_> {
         }
     }
 
-    /// New speeds for whatever shares something with what has started or ended.
+    /// Sets new speeds for ranks and messages that share a device or a link with one that has started or ended.
     fn share_out(&mut self) {
         self.shared_out += 1;
         let mut processors = std::mem::take(&mut self.dirty_processors);

@@ -1,4 +1,4 @@
-//! The planner's choice for people and programs.
+//! The planner's choice in words.
 
 use std::fmt::Write;
 
@@ -10,7 +10,7 @@ use super::prediction::{Prediction, RankPrediction};
 use crate::plan::{bytes, table};
 use crate::{AttentionProblem, Result, Split};
 
-/// Priced candidates as a table: what each takes, or why it is refused.
+/// Priced candidates as a table: the prediction of each, or its refusal.
 pub fn explain_choice(priced: &[Priced]) -> String {
     let mut rows = Vec::new();
     for Priced { candidate, verdict } in priced {
@@ -54,7 +54,7 @@ pub fn explain_choice(priced: &[Priced]) -> String {
     out
 }
 
-/// One sentence on why the first of `priced` is first: what its time goes to, and what the next one pays more for.
+/// One sentence on why the first of `priced` is first: where its time goes, and where the next one needs more.
 pub fn why_first(priced: &[Priced]) -> Option<String> {
     let mut fitting =
         priced.iter().filter_map(|priced| priced.prediction().map(|found| (priced.candidate, found)));
@@ -107,7 +107,7 @@ fn spent(prediction: &Prediction) -> String {
     )
 }
 
-/// What bounds a plan: what its time would be without it.
+/// The cost that bounds a plan: without it the plan would be fastest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Bound {
@@ -115,7 +115,7 @@ pub enum Bound {
     Compute,
     /// Bytes on links.
     Link,
-    /// Messages, whatever their size.
+    /// The number of messages.
     Latency,
     /// Ranks that compute longer than others.
     Imbalance,
@@ -123,7 +123,7 @@ pub enum Bound {
     Copies,
 }
 
-/// What bounds `candidate` on `cluster`: computing where that is most of the time, else what would save most if it were
+/// The bound of `candidate` on `cluster`: computing where that is most of the time, else the cost that would save most if it were
 /// free.
 ///
 /// # Errors

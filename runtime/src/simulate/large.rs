@@ -1,9 +1,9 @@
 //! Worlds of thousands of ranks, from smaller ones.
 //!
-//! A ring of R shards has R² hops in all, so the plans of a large ring take more memory than they are worth. But with
-//! shards of the same size, every further hop costs what the one before cost, so what a rank takes and sends grows with
-//! R along a line: two small rings tell it. That holds where hops are alike: for full and causal masks, even splits, and
-//! hosts of one make.
+//! A ring of R shards has R² hops in all, so the plans of a large ring take too much memory. But with shards of the same size
+//! every further hop costs as much as the one before it, so the times and bytes of a rank grow linearly with R, and two small
+//! rings determine the line. That holds where all hops cost the same: for full and causal masks, even splits, and hosts of one
+//! kind.
 
 use super::candidate::Candidate;
 use super::cluster::Cluster;
@@ -12,7 +12,7 @@ use super::walk::simulate;
 use crate::strategy::EqualHops;
 use crate::{AttentionProblem, Error, Mask, Mesh, Result, Split, plan_world};
 
-/// What `candidate` takes for `problem`: walked, or where its ring is long, extrapolated from two shorter ones.
+/// Predicts `candidate` for `problem`: by a walk, or where its ring is long, extrapolated from two shorter ones.
 ///
 /// # Errors
 /// As [`simulate`] and [`plan_world`].
@@ -47,8 +47,8 @@ pub fn predict(
     {
         if hops > MOST_WALKED {
             return Err(Error::request(
-                format!("{} on {mesh} has hops that differ, too many to walk", candidate.strategy),
-                "ask for fewer ranks, or for a strategy and placement whose hops are alike",
+                format!("{} on {mesh} has too many unequal hops to simulate", candidate.strategy),
+                "ask for fewer ranks, or for a strategy and placement whose hops all cost the same",
             ));
         }
         return walk(problem, mesh);
@@ -65,8 +65,8 @@ pub fn predict(
     Ok(Line { near: short, far: 2 * short, wanted: mesh.ring() }.extend(&near, far))
 }
 
-/// How much more a hop takes to walk where all are under way at once: each that starts or ends changes the speed of all that
-/// share a link with it.
+/// The factor on the time to walk a hop where all hops are in flight at once: each start and end changes the speed of all hops on
+/// the same links.
 fn at_once(candidate: Candidate) -> u64 {
     if candidate.strategy.facts().posts_all_at_once {
         u64::from(candidate.mesh.ring()).div_ceil(8)
@@ -75,7 +75,7 @@ fn at_once(candidate: Candidate) -> u64 {
     }
 }
 
-/// A line through what was found at two lengths of the ring.
+/// A line through the predictions for two lengths of the ring.
 struct Line {
     near: u32,
     far: u32,
@@ -84,7 +84,7 @@ struct Line {
 
 impl Line {
     fn extend(&self, near: &Prediction, far: Prediction) -> Prediction {
-        // Rank i of the longer ring stands where rank i of the shorter did, or its like.
+        // Rank i of the longer ring is paired with rank i of the shorter one, modulo its length.
         let of_near = |index: usize| &near.ranks[index % near.ranks.len()];
         let ranks = far.ranks.iter().enumerate().map(|(index, rank)| {
             let before = of_near(index);
@@ -118,7 +118,7 @@ impl Line {
         }
     }
 
-    /// How often the step from the shorter to the longer ring fits up to the wanted one.
+    /// The distance of the wanted length from the shorter one, in steps from the shorter to the longer.
     fn steps(&self) -> f64 {
         f64::from(self.wanted - self.near) / f64::from(self.far - self.near)
     }
@@ -134,7 +134,7 @@ impl Line {
     }
 }
 
-/// Hops and trades in all up to which plans are walked as they are: a fraction of a second.
+/// The most hops and all-to-all messages of plans that are walked as they are: a fraction of a second.
 const MOST_HOPS: u64 = 1 << 14;
 /// Hops beyond which a walk would take many seconds, for each of many candidates.
 const MOST_WALKED: u64 = 1 << 18;

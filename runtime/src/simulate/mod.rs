@@ -1,9 +1,9 @@
-//! What a world's plans cost on described devices and links, without running them.
+//! The cost of a world's plans on described devices and links, without running them.
 //!
 //! [`simulate`] walks the same plans that the executor runs, step by step, as events in time: an exchange is posted and
-//! goes on while attention is computed, a wait waits, a message moves when both its ends have posted it, and whatever
-//! shares a device or a link gets an equal share of it. [`candidates`] lists what could be run and [`choose`] prices it.
-//! No device, no clock: a [`Cluster`] says how fast things are, from a file or from a probe.
+//! goes on while attention is computed, a wait waits, a message moves when both its ends have posted it, and
+//! ranks and messages get equal shares of a device or a link that they share. [`candidates`] lists the ways to run a problem and
+//! [`choose`] prices them. No device, no clock: a [`Cluster`] says how fast devices and links are, from a file or from a probe.
 
 mod candidate;
 mod candidates;

@@ -1,4 +1,4 @@
-//! Which links a message crosses: ports of devices, uplinks of hosts, and what joins two hosts.
+//! The links that a message crosses: ports of devices, uplinks of hosts, and links between two hosts.
 
 use std::collections::HashMap;
 
@@ -6,7 +6,7 @@ use super::cluster::Cluster;
 use super::describe::{Duplex, LinkDescription};
 use crate::{Error, Result};
 
-/// One direction of something that messages share.
+/// One direction of a link, which messages share.
 #[derive(Clone, Debug)]
 pub(super) struct Channel {
     pub(super) name: String,
@@ -14,7 +14,7 @@ pub(super) struct Channel {
     pub(super) capacity: f64,
 }
 
-/// What a message crosses, and what that costs besides.
+/// The channels that a message crosses, and the costs that do not depend on sharing.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Route {
     pub(super) channels: Vec<usize>,
@@ -38,7 +38,7 @@ impl<'a> Network<'a> {
         Self { cluster, channels: Vec::new(), names: HashMap::new(), routes: HashMap::new() }
     }
 
-    /// The way from one device to another, or to another rank on the same device.
+    /// The route from one device to another, or to another rank on the same device.
     pub(super) fn route(&mut self, from: usize, to: usize) -> Result<Route> {
         if let Some(route) = self.routes.get(&(from, to)) {
             return Ok(route.clone());

@@ -1,37 +1,37 @@
-//! What a run is expected to take.
+//! The predicted times, bytes and memory of a run.
 
 use std::collections::BTreeMap;
 
 use super::cluster::Cluster;
 use crate::{Error, Result};
 
-/// What a run is expected to take.
+/// The predicted times, bytes and memory of a run.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Prediction {
-    /// From the common start to the end of the last rank.
+    /// From the common start to the end of the last rank, in nanoseconds.
     pub wall_ns: u64,
-    /// Each rank; of a world that was extrapolated, those of the larger world that was walked.
+    /// The ranks; of an extrapolated world, the ranks of the larger world that was walked.
     pub ranks: Vec<RankPrediction>,
-    /// Each direction of a link that carries bytes, the busiest first.
+    /// The directions of links that carry bytes, the busiest first.
     pub links: Vec<LinkPrediction>,
-    /// Whether this was walked on smaller worlds with shards of the same size.
+    /// Whether this is extrapolated from two smaller worlds with shards of the same size.
     pub extrapolated: bool,
 }
 
-/// What one rank is expected to do.
+/// The predicted times, bytes and memory of one rank.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct RankPrediction {
-    /// Its device, counted over the cluster.
+    /// Its device, counted over the cluster from 0.
     pub device: usize,
-    /// When it has its output.
+    /// Nanoseconds from the start until its output is complete.
     pub finish_ns: u64,
-    /// Attention, merging and finalising; on a device that ranks share also the others' turns.
+    /// Nanoseconds of attention, merging and finalising; on a shared device, the time of the other ranks' turns too.
     pub compute_ns: u64,
-    /// Waiting for messages.
+    /// Nanoseconds of waiting for messages.
     pub wait_ns: u64,
-    /// Packing, staging, and posting messages.
+    /// Nanoseconds of packing, staging, and posting messages.
     pub copy_ns: u64,
-    /// Payload sent.
+    /// Payload sent, in bytes.
     pub bytes_sent: u64,
     /// Messages sent.
     pub messages_sent: u64,
@@ -41,14 +41,14 @@ pub struct RankPrediction {
     pub pairs: f64,
 }
 
-/// What one direction of a link is expected to carry.
+/// The predicted load of one direction of a link.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct LinkPrediction {
-    /// Host, device and kind.
+    /// Host, device and kind of the link.
     pub name: String,
-    /// Payload.
+    /// Payload, in bytes.
     pub bytes: u64,
-    /// How long any of it is on its way.
+    /// Nanoseconds in which at least one message uses it.
     pub busy_ns: u64,
 }
 
@@ -93,7 +93,7 @@ impl Prediction {
             {
                 return Err(Error::OutOfMemory {
                     device: format!("device {device} ({})", cluster.kind_of(device)),
-                    what: "what its ranks hold at once".to_owned(),
+                    what: "buffers that its ranks hold at once".to_owned(),
                     asked_bytes,
                     allowed_bytes,
                 });

@@ -1,4 +1,4 @@
-//! A world's plans as what a machine does: amounts of work, messages, and who waits for which.
+//! A world's plans as work for a machine: compute times, copies, messages and waits.
 
 use std::collections::HashMap;
 
@@ -8,14 +8,14 @@ use super::work::WorkCounter;
 use crate::plan::{BufferId, Plan, Slice, Step, World};
 use crate::{Error, Result};
 
-/// What all ranks do.
+/// The work of all ranks, and their messages.
 #[derive(Debug, Default)]
 pub(super) struct Program {
     pub(super) ranks: Vec<RankProgram>,
     pub(super) messages: Vec<Message>,
 }
 
-/// What one rank does.
+/// The work of one rank.
 #[derive(Debug, Default)]
 pub(super) struct RankProgram {
     pub(super) device: usize,
@@ -27,20 +27,20 @@ pub(super) struct RankProgram {
     pub(super) peak_bytes: u64,
 }
 
-/// One thing that takes a rank's time.
+/// One operation of a rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Op {
-    /// So many nanoseconds of a device that nobody else uses.
+    /// Computes, for this many nanoseconds on a device that no other rank uses.
     Compute(f64),
-    /// Copies, for so many nanoseconds.
+    /// Copies, for this many nanoseconds.
     Copy(f64),
-    /// Posts an exchange, by its place among the rank's.
+    /// Posts an exchange, by its index among the rank's exchanges.
     Post(usize),
     /// Waits for it.
     Wait(usize),
 }
 
-/// Messages posted together, and what staging costs.
+/// Messages posted together, and the cost of staging them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Exchange {
     pub(super) sends: Vec<usize>,
@@ -55,7 +55,7 @@ pub(super) struct Message {
     pub(super) from: usize,
     pub(super) to: usize,
     pub(super) bytes: u64,
-    /// Place of the exchange among the sender's, and among the receiver's.
+    /// Index of the exchange among the sender's exchanges, and among the receiver's.
     pub(super) exchanges: [usize; 2],
 }
 
@@ -200,7 +200,7 @@ impl<'a> Pricer<'a> {
                     self.born(*into);
                     self.touch(*from, 1.0, Some((*into, 2.0)));
                 }
-                // A state that nothing was attended into comes to life here.
+                // A state without an attend step is first used here.
                 Step::Finalize { state, into } => {
                     self.born(*state);
                     self.born(*into);
@@ -224,7 +224,7 @@ impl<'a> Pricer<'a> {
         let attended = computed * self.prices.pair;
         let fresh = !self.alive[state.0];
         self.born(state);
-        // A running state is read and written once; one that has seen nothing is written first.
+        // A running state is read and written once; an empty one is written first.
         let state_bytes = self.plan.buffer(state).bytes(&self.world.problem) as f64;
         let state_ns = state_bytes * self.prices.state_byte * if fresh { 3.0 } else { 2.0 };
         let pieces = (attended / self.prices.piece_every).ceil().max(1.0);

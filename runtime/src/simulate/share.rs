@@ -1,30 +1,30 @@
-//! What shares devices and links, and how fast each of it goes: equal shares.
+//! Ranks and messages that share devices and links, and their speeds: equal shares.
 
 use super::network::Route;
 
-/// Something that is worked off at a speed that changes.
+/// An amount of work that is done at a changing speed.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Share {
     left: f64,
     pub(super) speed: f64,
     since_ns: u64,
-    /// When nothing is left, at this speed.
+    /// The end of the work, at this speed.
     pub(super) end_ns: u64,
 }
 
-/// A message on its way.
+/// A message in flight.
 pub(super) struct Flow {
     pub(super) bytes: u64,
     pub(super) devices: [usize; 2],
     pub(super) route: Route,
-    /// When its sender and its receiver had posted it.
+    /// The times at which its sender and its receiver posted it.
     pub(super) posted: [Option<u64>; 2],
     pub(super) share: Share,
-    /// Which sharing out looked at it last.
+    /// The number of the last update of speeds that visited it.
     pub(super) shared_out: u64,
 }
 
-/// The messages on their way from a device. One event for the next that ends, rather than one for each: every message
+/// The messages in flight from a device. One event for the next that ends, rather than one for each: every message
 /// that starts or ends changes the speed of all others on its links.
 #[derive(Default)]
 pub(super) struct Sender {
@@ -32,7 +32,7 @@ pub(super) struct Sender {
     pub(super) version: u32,
 }
 
-/// What one direction of a link carried.
+/// The load of one direction of a link.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ChannelUse {
     pub(super) name: String,
@@ -40,7 +40,7 @@ pub(super) struct ChannelUse {
     pub(super) busy_ns: u64,
 }
 
-/// One direction of a link, and what is on it.
+/// One direction of a link, and the messages on it.
 pub(super) struct SharedChannel {
     pub(super) capacity: f64,
     pub(super) active: Vec<usize>,
@@ -48,7 +48,7 @@ pub(super) struct SharedChannel {
     pub(super) used: ChannelUse,
 }
 
-/// A device, and who uses it: ranks that compute, and messages that it carries itself.
+/// A device, and its users: ranks that compute, and messages that the device carries itself.
 #[derive(Default)]
 pub(super) struct Processor {
     pub(super) jobs: Vec<usize>,
@@ -60,14 +60,14 @@ impl Flow {
         Self { bytes, devices, route, posted: [None; 2], share: Share::default(), shared_out: 0 }
     }
 
-    /// Compute nanoseconds of `device` for each byte: of both ends, where it is both.
+    /// Compute nanoseconds of `device` for each byte: twice as many where it is both ends.
     pub(super) fn load_on(&self, device: usize) -> f64 {
         let ends = self.devices.iter().filter(|end| **end == device).count();
         self.route.host_ns_per_byte * if ends > 1 { 2.0 } else { 1.0 }
     }
 
-    /// Bytes in a nanosecond: the least of the equal shares of what it crosses. A device that carries messages itself
-    /// gives each at most what a rank that computes there gets.
+    /// Bytes in a nanosecond: the least of its shares of the channels that it crosses. A device that carries messages itself
+    /// gives each message at most the share of a rank that computes there.
     #[expect(clippy::cast_precision_loss, reason = "messages of one moment")]
     pub(super) fn speed(&self, channels: &[SharedChannel], processors: &[Processor]) -> f64 {
         let Self { devices, route, .. } = self;
@@ -91,7 +91,7 @@ impl Share {
         Self { left, speed: 0.0, since_ns: now_ns, end_ns: u64::MAX }
     }
 
-    /// Goes on with another speed. Returns whether that is news.
+    /// Continues at another speed. Returns whether the speed has changed.
     #[expect(clippy::cast_precision_loss, reason = "a run is far shorter than 2^52 ns, which is 52 days")]
     pub(super) fn set(&mut self, speed: f64, now_ns: u64) -> bool {
         if speed.to_bits() == self.speed.to_bits() {
@@ -118,10 +118,10 @@ pub(super) fn whole_ns(ns: f64) -> u64 {
     ns.ceil() as u64
 }
 
-/// Of a device that is busy with messages: so that computing there still ends.
+/// The least share of a rank on a device that is busy with messages, so that its computing ends.
 pub(super) const LEAST_SPEED: f64 = 1e-3;
 
-/// Takes one out of a list whose order says nothing.
+/// Removes `one` from a list without keeping its order.
 pub(super) fn remove(list: &mut Vec<usize>, one: usize) {
     if let Some(place) = list.iter().position(|other| *other == one) {
         list.swap_remove(place);

@@ -4,10 +4,10 @@ use std::collections::HashMap;
 
 use crate::{AttentionProblem, Run, TokenRuns};
 
-/// What a block of queries sees of a block of keys, for one head and all batch entries.
+/// The visible part of a block of queries × keys, for one head and all batch entries.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Work {
-    /// (query, key) pairs that the mask shows.
+    /// Visible (query, key) pairs.
     pub(super) pairs: f64,
     /// Ends of intervals that lie inside the block: each cuts a tile of a kernel.
     pub(super) edges: f64,
@@ -15,7 +15,7 @@ pub(super) struct Work {
     pub(super) area: f64,
 }
 
-/// Counts, and remembers: ranks of one Ulysses group attend to the same tokens, with other heads.
+/// Counts work and keeps the counts: ranks of one Ulysses group attend to the same tokens, with other heads.
 #[derive(Debug, Default)]
 pub(super) struct WorkCounter {
     known: HashMap<[Vec<Run>; 2], Work>,
@@ -48,7 +48,7 @@ struct Block<'a> {
     kv: &'a TokenRuns,
 }
 
-/// What one row sees of a block.
+/// The visible part of a block for one row.
 #[derive(Clone, Copy, PartialEq)]
 struct Row {
     keys: f64,
@@ -60,7 +60,7 @@ struct Row {
 impl Block<'_> {
     /// Pairs and edges of the queries of one run.
     fn run(&self, run: Run) -> (f64, f64) {
-        // Where the ends of what a row sees only grow, rows between two with the same ends have those too.
+        // Where the ends of intervals only grow along the rows, all rows between two rows with the same ends have these ends.
         let monotone = self.problem.mask.grows_along_queries();
         let leaf = (run.count / EXACT_ROWS).max(1);
         let (mut pairs, mut edges) = (0.0, 0.0);
@@ -108,8 +108,8 @@ fn count(n: usize) -> f64 {
     n as f64
 }
 
-/// Runs of up to twice so many queries are counted row by row where a mask cuts them; of longer ones the ends of as
-/// many stretches, which is exact where what a row sees grows evenly along a stretch, as under causal masks.
+/// Runs of up to twice this many queries are counted row by row where a mask cuts them. Longer runs are cut into this many
+/// stretches and counted at the ends of each: exact where the intervals grow evenly along a stretch, as under causal masks.
 const EXACT_ROWS: u32 = 128;
 
 #[cfg(test)]

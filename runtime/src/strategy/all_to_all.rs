@@ -1,7 +1,7 @@
 //! The all-to-all of Ulysses: all tokens of some heads for some tokens of all heads, inside one shard's group of U ranks
 //! (Jacobs et al. 2023, arXiv 2309.14509).
 //!
-//! One message to each peer and direction: q, k, v and the rows of a pair tensor together on the way in, o and lse on the way
+//! One message to each peer and direction: q, k, v and the rows of an attention bias tensor together on the way in, o and lse on the way
 //! back. A rank gets every KV head that its query heads need and no other, so KV heads are never repeated within a message.
 
 use std::ops::Range;
@@ -11,7 +11,7 @@ use kyklos_transport::Rank;
 use super::build::{Inputs, PlanBuilder};
 use crate::plan::{BufferId, Content, Recv, Send, Slice};
 
-/// A share of every rank's query heads, traded and attended to by itself.
+/// A share of every rank's query heads, which crosses the all-to-all and is attended to by itself.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chunk {
     index: u32,
@@ -24,7 +24,7 @@ impl Chunk {
     pub(super) fn all(builder: &PlanBuilder<'_>, chunked: bool) -> impl Iterator<Item = Self> + use<> {
         let groups = (0..builder.world.mesh.ulysses()).map(|u| builder.kv_heads(u).len());
         let fewest = u32::try_from(groups.min().unwrap_or(1)).unwrap_or(MOST_CHUNKS);
-        // Rows that serve all heads would travel with each chunk.
+        // Rows of an attention bias tensor that serve all heads would travel with each chunk.
         let shared = builder.world.problem.pairs.is_some_and(|pairs| pairs.heads == 1);
         let count = if chunked && !shared { fewest.min(MOST_CHUNKS) } else { 1 };
         (0..count).map(move |index| Self { index, count })
@@ -53,20 +53,20 @@ impl Chunk {
     }
 }
 
-/// Messages of a trade that have been posted.
+/// The posted messages of an all-to-all.
 pub(super) struct Posted {
     chunk: Chunk,
     exchange: Option<u32>,
-    /// Copies that were made to be sent.
+    /// Copies that are sent.
     packed: Vec<BufferId>,
-    /// From which piece of the group, and what.
+    /// The sending rank's position in the group, and the buffer that it fills.
     arriving: Vec<(u32, BufferId)>,
 }
 
-/// Posts the trade of a chunk from the rank's own tokens with all heads to the shard's tokens with the rank's heads.
+/// Posts the all-to-all of a chunk from the rank's own tokens with all heads to the shard's tokens with the rank's heads.
 pub(super) fn post_tokens_for_heads(builder: &mut PlanBuilder<'_>, chunk: Chunk) -> Posted {
     let (_, u) = builder.world.mesh.coordinates(builder.rank);
-    let inputs = traded(builder);
+    let inputs = exchanged(builder);
     let (mut sends, mut recvs, mut packed, mut arriving) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for (peer_u, peer) in peers(builder) {
         let mut parts = Vec::new();
@@ -100,13 +100,13 @@ pub(super) fn post_tokens_for_heads(builder: &mut PlanBuilder<'_>, chunk: Chunk)
     Posted { chunk, exchange, packed, arriving }
 }
 
-/// Ends that trade: what a round over the shards begins with.
+/// Waits for that all-to-all. Returns the inputs of the round over the shards.
 pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Inputs {
     let (r, u) = builder.world.mesh.coordinates(builder.rank);
     let Posted { chunk, exchange, packed, arriving } = posted;
-    // The piece that stays is copied while the others travel.
+    // The rank's own piece is copied while the others travel.
     let mut whole = Vec::new();
-    for (own, content) in traded(builder) {
+    for (own, content) in exchanged(builder) {
         let mine = chunk.heads(builder, content, u);
         let mut tokens = placement(builder, content).replicated().clone();
         tokens.extend(&placement(builder, content).of_shard(r));
@@ -125,7 +125,7 @@ pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Input
     }
     for (peer_u, buffer) in arriving {
         let content = builder.buffer(buffer).content;
-        let shard = shard_of(content).expect("what peers send is of the kinds that this rank has");
+        let shard = shard_of(content).expect("peers send the contents that this rank has");
         let into = piece(builder, shard, content, peer_u);
         builder.unpack(buffer, into);
     }
@@ -133,7 +133,7 @@ pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Input
     Inputs { q, kv, pairs: shard_of(Content::Pairs) }
 }
 
-/// Posts the trade of a chunk from the output of the shard's tokens with the rank's heads, `mine`, to the rank's own tokens
+/// Posts the all-to-all of a chunk from the output of the shard's tokens with the rank's heads, `mine`, to the rank's own tokens
 /// with all heads.
 pub(super) fn post_heads_for_tokens(builder: &mut PlanBuilder<'_>, chunk: Chunk, mine: BufferId) -> Posted {
     let (_, u) = builder.world.mesh.coordinates(builder.rank);
@@ -160,7 +160,7 @@ pub(super) fn post_heads_for_tokens(builder: &mut PlanBuilder<'_>, chunk: Chunk,
     Posted { chunk, exchange, packed, arriving }
 }
 
-/// Ends that trade, and the output that was sent.
+/// Waits for that all-to-all, and frees the output that was sent.
 pub(super) fn take_tokens(builder: &mut PlanBuilder<'_>, posted: Posted) {
     builder.wait(posted.exchange);
     for buffer in posted.packed {
@@ -172,8 +172,8 @@ pub(super) fn take_tokens(builder: &mut PlanBuilder<'_>, posted: Posted) {
     }
 }
 
-/// The rank's own tensors that are traded.
-fn traded(builder: &PlanBuilder<'_>) -> Vec<(BufferId, Content)> {
+/// The rank's own tensors that cross the all-to-all.
+fn exchanged(builder: &PlanBuilder<'_>) -> Vec<(BufferId, Content)> {
     let Inputs { q, kv, pairs } = builder.inputs();
     let mut inputs = vec![(q, Content::Query), (kv, Content::KeyValue)];
     inputs.extend(pairs.map(|pairs| (pairs, Content::Pairs)));
@@ -203,7 +203,7 @@ fn placement<'a>(builder: &PlanBuilder<'a>, content: Content) -> &'a crate::Plac
     }
 }
 
-/// Tokens at the front of such a buffer that every rank holds, and that are not traded.
+/// Tokens at the front of such a buffer that every rank holds, and that are not sent.
 fn replicated(builder: &PlanBuilder<'_>, content: Content) -> usize {
     placement(builder, content).replicated().len()
 }

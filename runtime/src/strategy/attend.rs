@@ -15,12 +15,12 @@ use crate::lower;
 use crate::plan::{BufferId, Content, Slice};
 
 impl PlanBuilder<'_> {
-    /// Attention of all of `q` against all of `kv`, with all of `pairs`; no step where the mask hides every pair.
+    /// Attention of all queries against all keys; no step where the mask hides every (query, key) pair.
     pub(super) fn attend(&mut self, inputs: Inputs, state: BufferId) {
         self.attend_part(inputs, self.whole(inputs.kv), state);
     }
 
-    /// The same against some of the keys, in a fixed order whole tiles.
+    /// Attention of all queries against some of the keys: in a fixed order, whole tiles of them.
     pub(super) fn attend_part(&mut self, inputs: Inputs, kv: Slice, state: BufferId) {
         if self.world.problem.fixed_order {
             return self.attend_tiles(inputs, kv.tokens);
@@ -28,7 +28,7 @@ impl PlanBuilder<'_> {
         self.attend_some(inputs, kv, state);
     }
 
-    /// Attention of all of `own` queries against what has arrived in `kv`, which stays as it is.
+    /// Attention of the queries of `own` against the received keys in `kv`, which are not changed.
     pub(super) fn attend_arrived(&mut self, own: Inputs, kv: BufferId, state: BufferId) {
         if self.buffer(kv).content == Content::KeyValue {
             return self.attend(Inputs { kv, ..own }, state);
@@ -53,7 +53,7 @@ impl PlanBuilder<'_> {
         [0..middle, middle..tokens.len()].map(|half| self.tokens_of(kv, half))
     }
 
-    /// Turns the running state that was attended into, `state` or the sum over all tiles, into output; ends it.
+    /// Turns the running state that was attended into, `state` or the sum over all tiles, into output; frees it.
     pub(super) fn finalize(&mut self, state: BufferId, into: BufferId) {
         let state = self.total().unwrap_or(state);
         self.finalize_state(state, into);

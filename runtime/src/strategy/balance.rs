@@ -38,8 +38,8 @@ pub(super) fn tokens(
     Ok(all)
 }
 
-/// Sizes of shards that hold the next tokens from the front, or from the front and the back: the tokens of the first few of
-/// them grow from outside in, and their work with them.
+/// Sizes of shards of one run or two: the tokens of the first few shards grow from the front on, or from both ends on, and their
+/// work grows with them.
 fn cut(work: &Work, shape: ShardShape, total: u32, shards: &[f64]) -> Vec<u32> {
     let of_first = |tokens: u32| match shape {
         ShardShape::TwoRuns => {
@@ -55,7 +55,7 @@ fn cut(work: &Work, shape: ShardShape, total: u32, shards: &[f64]) -> Vec<u32> {
         let end = if *shard == 0.0 {
             start
         } else if Some(place) == last {
-            // With what nobody has any work for.
+            // With the tokens that have no work.
             total
         } else {
             let target = work.all() * weight / all;
@@ -73,7 +73,7 @@ fn cut(work: &Work, shape: ShardShape, total: u32, shards: &[f64]) -> Vec<u32> {
     shards.iter().enumerate().map(end_of).collect()
 }
 
-/// Sizes of shards that take turns, all along or in each document: by trial, for what a shard gets depends on when the others are full.
+/// Sizes of shards of many runs: by trial, since the tokens of a shard depend on the sizes of all others.
 fn deal(
     work: &Work,
     problem: &AttentionProblem,
@@ -111,9 +111,9 @@ fn counts(placement: &Placement) -> Vec<u32> {
     placement.ranks().iter().map(count).collect()
 }
 
-/// Visible pairs by query.
+/// Visible (query, key) pairs of ranges of queries.
 struct Work {
-    /// Those of all queries before.
+    /// Entry `i`: visible pairs of all queries before query `i`.
     before: Vec<f64>,
 }
 
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
     use crate::Dtype;
 
-    /// The slowest shard's work over what it should be.
+    /// The work of the slowest shard over its share.
     fn slowest(mask: &str, mesh: (u32, u32), kind: PlacementKind, weights: &[f64]) -> f64 {
         let problem = AttentionProblem::new([2, 6000, 4, 4, 8], Dtype::F32, mask.parse().unwrap()).unwrap();
         let mesh = Mesh::new(mesh.0, mesh.1).unwrap();

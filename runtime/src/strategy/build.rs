@@ -9,7 +9,7 @@ use crate::mesh::kv_heads_for;
 use crate::plan::{Buffer, BufferId, Content, Kept, Plan, Recv, Send, Slice, Step, World};
 use crate::{TokenRuns, lower};
 
-/// What a rank attends with.
+/// The buffers that a rank attends with.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Inputs {
     pub(super) q: BufferId,
@@ -32,7 +32,7 @@ impl<'a> PlanBuilder<'a> {
         let problem = &world.problem;
         let q_tokens = world.q_placement.of_rank(rank).clone();
         let kv_tokens = world.kv_placement.held_by(rank);
-        // A hop is one buffer and four steps, a peer of the trades up to eight of each.
+        // A hop is one buffer and four steps, a peer of the all-to-alls up to eight of each.
         let (hops, peers) = (world.mesh.ring() as usize, world.mesh.ulysses() as usize - 1);
         let plan = Plan {
             rank: rank.0,
@@ -76,7 +76,7 @@ impl<'a> PlanBuilder<'a> {
         kv_heads_for(&self.world.problem, &self.q_heads(u))
     }
 
-    /// Heads of the pair tensor that the query heads of Ulysses piece `u` need.
+    /// Heads of the attention bias tensor that the query heads of Ulysses piece `u` need.
     pub(super) fn pair_heads(&self, u: u32) -> Range<u32> {
         match self.world.problem.pairs {
             Some(pairs) if pairs.heads > 1 => self.q_heads(u),
@@ -109,7 +109,7 @@ impl<'a> PlanBuilder<'a> {
         BufferId(self.plan.buffers.len() - 1)
     }
 
-    /// The buffer `was` of a plan that was cut off, which this one goes on with; a state has met `met`.
+    /// Declares the buffer `was` of an interrupted plan, which this repair keeps; a state has met `met`.
     pub(super) fn keep(&mut self, was: BufferId, of: &Buffer, met: TokenRuns) -> BufferId {
         self.plan.buffers.push(Buffer { met, ..of.clone() });
         let buffer = BufferId(self.plan.buffers.len() - 1);
@@ -117,13 +117,13 @@ impl<'a> PlanBuilder<'a> {
         buffer
     }
 
-    /// The same of an output that is there.
+    /// Keeps the output of an interrupted plan, which is complete.
     pub(super) fn keep_output(&mut self, was: BufferId) {
         self.plan.kept.push(Kept { was, buffer: self.plan.output });
     }
 
-    /// Queries of shard `shard` (and their rows of the pair tensor), of the heads of `own`, to be received; attended with
-    /// this rank's keys.
+    /// Queries of shard `shard` (and their rows of the attention bias tensor), of the heads of `own`, to be received and
+    /// attended with this rank's keys.
     pub(super) fn visitor(&mut self, shard: u32, own: Inputs) -> Inputs {
         let tokens = self.world.q_placement.of_shard(shard);
         let mut arriving = |id: BufferId, name: &str| {
@@ -144,12 +144,12 @@ impl<'a> PlanBuilder<'a> {
         self.plan.whole(buffer)
     }
 
-    /// How many tokens at the front of the rank's keys, before and after a trade, are on every rank and are not sent.
+    /// The number of tokens at the front of the rank's keys, before and after an all-to-all, that are on every rank and not sent.
     pub(super) fn replicated(&self) -> usize {
         self.world.kv_placement.replicated().len()
     }
 
-    /// The keys in `kv`, the rank's or its shard's, that other shards have not.
+    /// The keys in `kv`, the rank's or its shard's, without those that every rank holds.
     pub(super) fn own_keys(&self, kv: BufferId) -> Slice {
         self.tokens_of(kv, self.replicated()..self.buffer(kv).tokens.len())
     }
@@ -171,8 +171,8 @@ impl<'a> PlanBuilder<'a> {
         }
     }
 
-    /// A slice that can be sent as it is: `slice` itself where it is one piece of memory, else a packed copy of it,
-    /// which is added to `packed`.
+    /// A slice that can be sent: `slice` itself where it is contiguous in memory, else a packed copy of it, which is added to
+    /// `packed`.
     pub(super) fn sendable(&mut self, slice: Slice, name: &str, packed: &mut Vec<BufferId>) -> Slice {
         if self.is_one_piece(&slice) {
             return slice;
@@ -186,15 +186,15 @@ impl<'a> PlanBuilder<'a> {
         whole
     }
 
-    /// Unpacks a received buffer to its place, and ends it.
+    /// Copies a received buffer into `into`, and frees it.
     pub(super) fn unpack(&mut self, received: BufferId, into: Slice) {
         let whole = self.plan.whole(received);
         self.repack(whole, into);
         self.free(received);
     }
 
-    /// `slice` of keys and values as it goes round the shards: one piece of memory, in the form for the wire. What is
-    /// made for that is added to `made`.
+    /// `slice` of keys and values, contiguous in memory and in wire format. Buffers that are made for that are added to
+    /// `made`.
     pub(super) fn for_the_wire(&mut self, slice: Slice, made: &mut Vec<BufferId>) -> Slice {
         let mut packed = Vec::new();
         let piece = self.sendable(slice, "kv for the round", &mut packed);
@@ -210,13 +210,13 @@ impl<'a> PlanBuilder<'a> {
         self.plan.whole(wire)
     }
 
-    /// Keys and values of shard `owner` on their way, to be received.
+    /// Keys and values of shard `owner` in wire format, to be received.
     pub(super) fn arrival(&mut self, owner: u32, tokens: TokenRuns, heads: Range<u32>) -> BufferId {
         let content = if self.converts() { Content::WireKeyValue } else { Content::KeyValue };
         self.declare(format!("kv of shard {owner}"), content, tokens, heads)
     }
 
-    /// What has arrived in `kv` in the tensors' own type; ends `kv` where that is another buffer.
+    /// The keys and values in `kv` in the storage type; frees `kv` where that is another buffer.
     pub(super) fn stored(&mut self, kv: BufferId) -> BufferId {
         if !self.converts() {
             return kv;
@@ -226,7 +226,7 @@ impl<'a> PlanBuilder<'a> {
         back
     }
 
-    /// What has arrived in `kv` in the tensors' own type, as a buffer beside it.
+    /// The keys and values in `kv` in the storage type, as another buffer.
     pub(super) fn converted_back(&mut self, kv: BufferId) -> BufferId {
         let Buffer { name, tokens, heads, .. } = self.buffer(kv).clone();
         let back = self.declare(format!("{name}, converted"), Content::KeyValue, tokens, heads);
@@ -257,7 +257,7 @@ impl<'a> PlanBuilder<'a> {
         }
     }
 
-    /// One step for all of the keys in `kv`; whether there was a step.
+    /// One step for all keys in `kv`, if a query sees any of them. Returns whether there is a step.
     pub(super) fn attend_some(
         &mut self,
         Inputs { q, pairs, .. }: Inputs,
@@ -277,20 +277,20 @@ impl<'a> PlanBuilder<'a> {
         self.plan.steps.push(Step::Merge { from, into });
     }
 
-    /// The step that turns a running state into output; ends the state.
+    /// The step that turns a running state into output; frees the state.
     pub(super) fn finalize_state(&mut self, state: BufferId, into: BufferId) {
         self.plan.steps.push(Step::Finalize { state, into });
         self.free(state);
     }
 
-    /// Ends a buffer; the rank's inputs and output are the caller's and stay.
+    /// Frees a buffer; the rank's inputs and output are the caller's and stay.
     pub(super) fn free(&mut self, buffer: BufferId) {
         if !self.plan.is_own(buffer) {
             self.plan.steps.push(Step::Free { buffer });
         }
     }
 
-    /// Ends queries, and their rows of the pair tensor.
+    /// Frees queries, and their rows of the attention bias tensor.
     pub(super) fn end_queries(&mut self, Inputs { q, pairs, .. }: Inputs) {
         for buffer in std::iter::once(q).chain(pairs) {
             self.free(buffer);

@@ -1,15 +1,15 @@
-//! What a placement deals of a problem's tokens.
+//! The tokens of a problem that a placement deals.
 
 use crate::{AttentionProblem, Deal};
 
-/// What a placement deals of the queries.
+/// The queries.
 pub(super) fn queries(problem: &AttentionProblem) -> Deal {
     let boundaries = problem.mask.document_boundaries().iter();
     let documents = boundaries.map(|position| position.saturating_sub(problem.q_offset)).collect();
     Deal { total: problem.q_len, documents, ..Deal::default() }
 }
 
-/// What a placement deals of the keys.
+/// The keys.
 pub(super) fn keys(problem: &AttentionProblem) -> Deal {
     let documents = problem.mask.document_boundaries().to_vec();
     Deal { total: problem.kv_len, replicated: problem.replicated.clone(), documents }

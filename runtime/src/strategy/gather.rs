@@ -1,8 +1,8 @@
 //! All keys and values at once: every rank sends its own straight to each rank that sees any of them.
 //!
 //! As many bytes as in a ring, one hop of latency instead of R − 1, and memory for all of them: for keys and values that
-//! are small beside the queries. Each message is an exchange of its own, so that what has arrived is attended to while
-//! the rest travels.
+//! are small beside the queries. Each message is an exchange of its own, so that a rank attends to the blocks that have arrived
+//! while the others travel.
 
 use super::build::{Inputs, PlanBuilder};
 use super::facts::{Extent, MeshRule, StrategyFacts};
@@ -23,7 +23,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     ..unified::FACTS
 };
 
-/// Attention of the queries against the keys and values of every shard. Ends all inputs, returns the running state.
+/// Attention of the queries against the keys and values of every shard. Frees all inputs, returns the running state.
 fn attend_all(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> BufferId {
     let mesh = builder.world.mesh;
     let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
@@ -31,9 +31,9 @@ fn attend_all(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> Buff
     let state = builder.state(inputs.q);
     let mut arriving = Vec::new();
     let mut made = Vec::new();
-    let anybody = (0..ring).any(|other| other != r && builder.sees(other, r));
+    let any_reader = (0..ring).any(|other| other != r && builder.sees(other, r));
     let own = builder.own_keys(inputs.kv);
-    let own = if anybody { builder.for_the_wire(own, &mut made) } else { own };
+    let own = if any_reader { builder.for_the_wire(own, &mut made) } else { own };
     for distance in 1..ring {
         let (to, from) = ((r + distance) % ring, (r + ring - distance) % ring);
         let send = builder.sees(to, r).then(|| Send { to: mesh.rank(to, u).0, parts: vec![own.clone()] });

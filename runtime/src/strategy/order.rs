@@ -9,7 +9,7 @@ use super::streams::Part;
 use crate::placement::ShardShape;
 use crate::{AttentionProblem, Error, Mesh, Placement, Remedy, Result, Strategy, TILE_KEYS, TokenRuns};
 
-/// Refuses what would make the order of sums depend on who holds which keys.
+/// Refuses plans whose order of sums depends on the owners of keys.
 pub(super) fn fits(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy, kv: &Placement) -> Result<()> {
     if !problem.fixed_order {
         return Ok(());
@@ -18,7 +18,7 @@ pub(super) fn fits(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy, k
     if facts.moves == Moves::Queries {
         return Err(Error::request(
             format!("a fixed order with strategy {strategy}"),
-            "its ranks send sums over their own keys, which no order of tiles can be made of: use a strategy that sends keys",
+            "its ranks send sums over their own keys, which cannot be put in the order of tiles: use a strategy that sends keys",
         ));
     }
     if tiles(kv.replicated(), problem.kv_len).is_err() {

@@ -1,9 +1,9 @@
-//! Queries go to the keys: every rank sends its queries straight to each rank whose keys they see, and gets back what
-//! they found there, as a running state; keys and values stay where they are.
+//! Queries go to the keys: every rank sends its queries straight to each rank whose keys they see, and gets a running state
+//! over those keys back. Keys and values are not sent.
 //!
 //! For few queries over many keys: decoding over a cache that is split over ranks, cross-attention to a long context.
-//! What travels is q one way, and f32 a, m and l of every query the other way, so it is less than keys and values where
-//! the queries are fewer than about Hkv/Hq of the keys (in the problem's dtype; f32 states halve that for f16).
+//! One way travels q, the other way f32 a, m and l of every query: fewer bytes than keys and values where the queries are
+//! fewer than about Hkv / Hq of the keys in f32, Hkv / (1.5 Hq) in f16 or bf16.
 
 use super::build::{Inputs, PlanBuilder};
 use super::facts::{Extent, MeshRule, Moves, StrategyFacts};
@@ -24,7 +24,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     ..unified::FACTS
 };
 
-/// Attention of the queries against the keys and values of every shard. Ends all inputs, returns the running state.
+/// Attention of the queries against the keys and values of every shard. Frees all inputs, returns the running state.
 fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> BufferId {
     let mesh = builder.world.mesh;
     let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
@@ -50,37 +50,40 @@ fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) 
     let state = builder.state(inputs.q);
     builder.attend(inputs, state);
 
-    // What a visitor found goes home while the next one is served.
-    let mut going_home = Vec::new();
+    // The state of one visiting shard travels back while the next one is attended to.
+    let mut returning = Vec::new();
     for (distance, (exchange, guest)) in (1..ring).zip(visitors) {
         builder.wait(exchange);
         let own_keys = builder.own_keys(inputs.kv);
-        let found = guest.map(|guest| {
-            // What every rank holds, the visitor has met at home.
+        let state_back = guest.map(|guest| {
+            // A query meets the keys that every rank holds on its own rank.
             let met = builder.world.kv_placement.of_shard(r);
-            let found = builder.travelling_state(guest.q, met);
-            builder.attend_some(guest, own_keys, found);
+            let state_back = builder.travelling_state(guest.q, met);
+            builder.attend_some(guest, own_keys, state_back);
             builder.end_queries(guest);
-            found
+            state_back
         });
-        let send = found
-            .map(|found| Send { to: mesh.rank(behind(distance), u).0, parts: vec![builder.whole(found)] });
-        let came = builder.sees(r, at(distance)).then(|| {
+        let send = state_back.map(|state_back| Send {
+            to: mesh.rank(behind(distance), u).0,
+            parts: vec![builder.whole(state_back)],
+        });
+        let returned = builder.sees(r, at(distance)).then(|| {
             let their_keys = builder.world.kv_placement.of_shard(at(distance));
             builder.travelling_state(inputs.q, their_keys)
         });
-        let recv = came.map(|came| Recv { from: mesh.rank(at(distance), u).0, parts: vec![came] });
+        let recv =
+            returned.map(|returned| Recv { from: mesh.rank(at(distance), u).0, parts: vec![returned] });
         let exchange = builder.exchange(send.into_iter().collect(), recv.into_iter().collect());
-        going_home.push((exchange, found, came));
+        returning.push((exchange, state_back, returned));
     }
-    for (exchange, found, came) in going_home {
+    for (exchange, state_back, returned) in returning {
         builder.wait(exchange);
-        if let Some(found) = found {
-            builder.free(found);
+        if let Some(state_back) = state_back {
+            builder.free(state_back);
         }
-        if let Some(came) = came {
-            builder.merge(came, state);
-            builder.free(came);
+        if let Some(returned) = returned {
+            builder.merge(returned, state);
+            builder.free(returned);
         }
     }
     builder.free(inputs.kv);

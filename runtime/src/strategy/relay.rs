@@ -1,17 +1,17 @@
 //! Keys and values go round the shards, and each KV head crosses between two shards once.
 //!
-//! After the trade, ranks of a shard whose query heads need the same KV heads, a *group*, hold the same keys and values.
-//! In a plain ring each of them sends all of that on. Here each sends one *piece* of every block, a share of its tokens,
-//! to the rank that has its place in the next shard, and the pieces that have arrived are passed on inside the group. With
+//! After the all-to-all, ranks of a shard whose query heads need the same KV heads, a *group*, hold the same keys and values.
+//! In a plain ring each of them sends all of them on. Here each sends one *piece* of every block, a share of its tokens,
+//! to the rank at the same position of the next shard, and the group exchanges the pieces that have arrived. With
 //! U ranks in a shard and Hkv < U KV heads a slow link between shards carries Hkv/U of the bytes, as evenly as before.
 //!
-//! Both legs travel under computation: while a block is attended to, the pieces of the block behind it travel inside the
-//! group, and the piece of the one behind that between the shards. So that there is something to compute while the first
-//! block is under way, a rank attends to its own keys in two halves. Pieces are put together before they are attended to:
+//! Both moves travel under computation: while a block is attended to, the pieces of the next block travel inside the
+//! group, and the piece of the block after it between the shards. A rank attends to its own keys in two halves, so that it
+//! computes while the first block travels too. Pieces are put together before they are attended to:
 //! with few KV heads a copy of a block costs less than reading and writing the running state for each piece.
 //!
-//! A group is of ranks that need just the same KV heads. Where ranges overlap only in part, as those of 3 KV heads over 4
-//! ranks, what they have in common still crosses more than once. A rank that shares its heads with nobody sends whole blocks.
+//! The ranks of a group need exactly the same KV heads. Where the heads of two ranks overlap only in part, as with 3 KV heads
+//! over 4 ranks, the common heads still cross more than once. A rank that is alone in its group sends whole blocks.
 
 use std::ops::Range;
 
@@ -42,7 +42,7 @@ fn all_alone(problem: &AttentionProblem, mesh: Mesh) -> bool {
 struct Relay<'a, 'b> {
     builder: &'a mut PlanBuilder<'b>,
     routes: &'a Routes,
-    /// Ranks of the shard with the same KV heads, by their place inside the shard; this rank is one of them.
+    /// Positions in the shard of the ranks with the same KV heads; this rank is one of them.
     group: Range<u32>,
     heads: Range<u32>,
 }
@@ -50,13 +50,13 @@ struct Relay<'a, 'b> {
 /// This rank's piece of a block.
 #[derive(Default)]
 struct Piece {
-    /// As it is sent; none where the block ends here and does not come, or has no token for this rank.
+    /// As it is sent; none where the block does not reach this shard, or the piece is empty.
     slice: Option<Slice>,
-    /// The buffer that it came in; of the rank's own keys there is none.
+    /// The buffer that it arrived in; none for the rank's own keys.
     arrived: Option<BufferId>,
 }
 
-/// Attention of the queries against the keys and values of every shard, of which `inputs.kv` is this rank's. Ends all
+/// Attention of the queries against the keys and values of every shard, of which `inputs.kv` is this rank's. Frees all
 /// inputs, returns the running state.
 fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> BufferId {
     let mesh = builder.world.mesh;
@@ -97,7 +97,7 @@ fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) 
 }
 
 impl Relay<'_, '_> {
-    /// Of the rank's own keys, in the form for the wire.
+    /// The piece of the rank's own keys, in wire format.
     fn own_piece(&mut self, kv: BufferId, made: &mut Vec<BufferId>) -> Piece {
         let (r, u) = self.builder.world.mesh.coordinates(self.builder.rank);
         let first = self.builder.replicated();
@@ -110,7 +110,7 @@ impl Relay<'_, '_> {
         Piece { slice, arrived: None }
     }
 
-    /// Posts the hop from this shard to the next of a block that has come `hop` hops, and the arrival of the block behind it.
+    /// Posts the hop of a block that has made `hop` hops from this shard to the next, and the arrival of the block after it.
     fn send_on(&mut self, hop: u32, owner: u32, piece: &Piece) -> (Piece, Option<u32>) {
         if hop == self.routes.hops() {
             return (Piece::default(), None);
@@ -128,7 +128,7 @@ impl Relay<'_, '_> {
     }
 
     /// Posts the exchange of pieces of a block inside the group, if this shard sees any of it.
-    /// Returns what arrives, and of which rank of the shard.
+    /// Returns the buffers that arrive, each with the position of its rank in the shard, and the exchange.
     fn share(&mut self, owner: u32, piece: &Piece) -> (Vec<(u32, BufferId)>, Option<u32>) {
         let mesh = self.builder.world.mesh;
         let (r, u) = mesh.coordinates(self.builder.rank);
@@ -147,7 +147,7 @@ impl Relay<'_, '_> {
         (others, self.builder.exchange(sends, recvs))
     }
 
-    /// The block of `owner`, if this shard sees any of it; ends its pieces. A block in one piece is that piece.
+    /// The block of `owner`, if this shard sees any of it; frees its pieces. A block of one piece is that piece.
     fn put_together(
         &mut self,
         owner: u32,
@@ -174,7 +174,7 @@ impl Relay<'_, '_> {
         Some(block)
     }
 
-    /// Attends to a block and ends it.
+    /// Attends to a block and frees it.
     fn attend_block(&mut self, inputs: Inputs, block: Option<BufferId>, state: BufferId) {
         if let Some(block) = block {
             self.builder.attend_arrived(inputs, block, state);
@@ -189,7 +189,7 @@ impl Relay<'_, '_> {
         (!piece.is_empty()).then(|| self.builder.arrival(owner, piece, self.heads.clone()))
     }
 
-    /// Where in the list of the block of `owner` the piece of rank `u` of the group lies.
+    /// The positions of the piece of rank `u` of the group in the token list of the block of `owner`.
     fn tokens(&self, owner: u32, u: u32) -> Range<usize> {
         let world = self.builder.world;
         let block = world.kv_placement.of_shard(owner);
@@ -197,13 +197,13 @@ impl Relay<'_, '_> {
     }
 }
 
-/// List positions of one of `count` pieces of a block of so many tokens: sizes differ by at most one, larger first.
+/// List positions of piece `index` of `count` of a block of `tokens` tokens: sizes differ by at most one, larger first.
 fn piece(tokens: usize, index: usize, count: usize) -> Range<usize> {
     let cut = |index: usize| tokens / count * index + index.min(tokens % count);
     cut(index)..cut(index + 1)
 }
 
-/// Bytes of the pieces that cross between shards, and of those that are passed on inside the shards that see them.
+/// Bytes of the pieces that cross between shards, and of their copies inside the shards that see them.
 fn round_bytes(traffic: &Traffic<'_>, routes: &Routes) -> u128 {
     let Traffic { problem, kv, .. } = *traffic;
     let mesh = kv.mesh();

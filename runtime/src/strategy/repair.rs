@@ -1,10 +1,9 @@
-//! A round over the shards that lost ranks, finished by those who are left (ADR 0021).
+//! Survivors complete the current operation after other ranks failed, if they hold the lost keys (ADR 0021).
 //!
-//! Everybody knows everybody's plan, and how far each rank came with it: so everybody knows which keys each running state
-//! has met and who holds which block, and makes the same plans from it. A block goes straight from one that has it, its owner
-//! or whoever it had come to, to each that has not met it and sees any of it. In each of some rounds a rank sends at
-//! most one block and gets at most one, the nearest first, as in the ring; it is posted before what is here is
-//! computed.
+//! Every survivor knows the plan of every rank and the progress of every survivor. So each knows which keys every running state has
+//! met and which rank holds which block, and all make the same plans. A block goes straight from a holder, its owner or a rank
+//! that it had arrived at, to each rank that has not met it and sees any of it. In a round a rank sends at most one block and
+//! receives at most one, the nearest first, as in the ring; it posts the exchange before it computes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,52 +14,50 @@ use super::build::PlanBuilder;
 use crate::plan::{BufferId, Content, Lost, Plan, Recv, Send, Slice, Step, StepProgress, World, left};
 use crate::{AttentionProblem, Error, Mesh, Remedy, Result, Strategy, TILE_KEYS, TokenRuns, lower};
 
-/// Whether those who are left can finish a call of `problem` on `mesh` by `strategy`, if they still have all keys.
+/// Whether survivors can complete a call of `problem` on `mesh` by `strategy`, if they hold all keys.
 ///
 /// # Errors
-/// [`Error::Request`] that says why not.
+/// [`Error::Request`] with the reason, where they cannot.
 pub fn can_repair(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) -> Result<()> {
     if mesh.ulysses() > 1 {
         return Err(Error::request(
-            format!("mesh {mesh}, to be finished without ranks that are lost"),
+            format!("mesh {mesh}, to be completed without lost ranks"),
             Remedy::RecoverOnRing,
         ));
     }
     if strategy.moves_queries() {
         return Err(Error::request(
-            format!("strategy {strategy}, to be finished without ranks that are lost"),
+            format!("strategy {strategy}, to be completed without lost ranks"),
             Remedy::RecoverBySendingKeys,
         ));
     }
     if problem.fixed_order {
         return Err(Error::request(
-            format!(
-                "sums in a fixed order, of {TILE_KEYS} keys each, to be finished without ranks that are lost"
-            ),
+            format!("sums in a fixed order, of {TILE_KEYS} keys each, to be completed without lost ranks"),
             Remedy::RecoverInAnyOrder,
         ));
     }
     Ok(())
 }
 
-/// Plans by which `ranks`, those of `before` that are left, finish what they began there, each from where it came. They
-/// are numbered anew, in their order; the queries of the others get no answer.
+/// Plans by which `ranks`, the survivors of `before`, complete the operation, where `reached` is the progress of each. The
+/// survivors are numbered anew, in their order; the output rows of the lost ranks are missing.
 ///
 /// # Errors
-/// [`Error::KeysLost`] when nobody who is left has all keys that are still needed, [`Error::Request`] as
-/// [`can_repair`], [`Error::Plan`] when a rank cannot have come where it says. The same on all ranks.
+/// [`Error::KeysLost`] when no survivor holds a block that is still needed, [`Error::Request`] as [`can_repair`],
+/// [`Error::Plan`] when the plan of a rank cannot have this progress. The same on all ranks.
 pub fn repair(before: &World, ranks: &[Rank], reached: &[StepProgress]) -> Result<World> {
     can_repair(&before.problem, before.mesh, before.strategy)?;
     if before.lost != Lost::default() {
         return Err(Error::request(
-            "a second loss while those who were left finished what they had begun",
-            "what they have left is not put together again: begin again",
+            "a second rank failed while survivors completed the operation of a first",
+            "a second failure during recovery is unsupported: restart the operation",
         ));
     }
     let blocks = Block::all(before)?;
     let mut have = Vec::with_capacity(ranks.len());
     for (rank, reached) in ranks.iter().zip(reached) {
-        have.push(Has::of(before, *rank, reached, &blocks)?);
+        have.push(Holdings::of(before, *rank, reached, &blocks)?);
     }
     let rounds = rounds(before, ranks, &blocks, &have)?;
     let lost = Lost { queries: before.q_placement.without(ranks), keys: before.kv_placement.without(ranks) };
@@ -82,7 +79,7 @@ pub fn repair(before: &World, ranks: &[Rank], reached: &[StepProgress]) -> Resul
 
 /// Keys that travel together.
 struct Block {
-    /// Before the loss.
+    /// Its number before the failure.
     owner: Rank,
     /// List positions in the owner's own tokens.
     part: Range<usize>,
@@ -90,10 +87,10 @@ struct Block {
 }
 
 impl Block {
-    /// The pieces into which the messages of `world` cut everybody's keys, by owner and place.
+    /// The parts of every rank's keys that the messages of `world` carry, by owner and position.
     fn all(world: &World) -> Result<Vec<Self>> {
         let shards = world.kv_placement.ranks();
-        // Where each key lies: whose it is, and at which place of its list.
+        // For each key its owner, and its position in the owner's list.
         let mut places = vec![None; world.problem.kv_len as usize];
         for (owner, tokens) in (0..).map(Rank).zip(shards) {
             tokens.iter().enumerate().for_each(|(at, token)| places[token as usize] = Some((owner, at)));
@@ -107,7 +104,7 @@ impl Block {
                     world.kv_placement.of_rank(*owner).slice(part.clone()) == buffer.tokens
                 };
                 let Some((owner, part)) = part.filter(fits) else {
-                    let fault = format!("`{}` is of no rank's keys as they lie there", buffer.name);
+                    let fault = format!("`{}` is not a part of any rank's keys", buffer.name);
                     return Err(Error::plan(Rank(plan.rank), None, fault));
                 };
                 cuts[owner.0 as usize].extend([part.start, part.end]);
@@ -124,7 +121,7 @@ impl Block {
     }
 }
 
-/// Keys and values that come by a message.
+/// Buffers of keys and values that a message fills.
 fn arrivals(plan: &Plan) -> impl Iterator<Item = BufferId> {
     let recvs = plan.steps.iter().flat_map(|step| match step {
         Step::Exchange { recvs, .. } => recvs.as_slice(),
@@ -134,20 +131,20 @@ fn arrivals(plan: &Plan) -> impl Iterator<Item = BufferId> {
     recvs.flat_map(|recv: &Recv| recv.parts.iter().copied()).filter(keys)
 }
 
-/// What a rank has when the repair begins, and what it lacks.
-struct Has {
+/// The buffers of a survivor when the repair begins, and the blocks that it lacks.
+struct Holdings {
     /// The running state, and the keys that it has met.
     state: Option<(BufferId, TokenRuns)>,
     finished: bool,
-    /// Whether it has still to attend to its own keys, and those of everybody.
+    /// Whether it has not yet attended to its own keys, and to those that every rank holds.
     own: bool,
-    /// Blocks of others that are here, by block.
+    /// Blocks of other ranks that it holds, by block.
     blocks: BTreeMap<usize, BufferId>,
-    /// Blocks of others that it has not met, and that a row of it sees.
+    /// Blocks of other ranks that it has not met, and that a row of it sees.
     lacks: Vec<usize>,
 }
 
-impl Has {
+impl Holdings {
     fn of(before: &World, rank: Rank, reached: &StepProgress, blocks: &[Block]) -> Result<Self> {
         let left = left(before, rank, reached)?;
         let plan = before.plan(rank);
@@ -176,15 +173,15 @@ impl Has {
     }
 }
 
-/// A block on its way, between ranks of the repair.
+/// A message with a block, between ranks of the repair.
 struct Move {
     from: usize,
     to: usize,
     block: usize,
 }
 
-/// Who sends what to whom, round by round.
-fn rounds(before: &World, ranks: &[Rank], blocks: &[Block], have: &[Has]) -> Result<Vec<Vec<Move>>> {
+/// The messages of each round.
+fn rounds(before: &World, ranks: &[Rank], blocks: &[Block], have: &[Holdings]) -> Result<Vec<Vec<Move>>> {
     let world = before.mesh.world();
     let mut wanted: Vec<Vec<usize>> = Vec::with_capacity(ranks.len());
     for (rank, has) in ranks.iter().zip(have) {
@@ -223,8 +220,15 @@ fn rounds(before: &World, ranks: &[Rank], blocks: &[Block], have: &[Has]) -> Res
     Ok(rounds)
 }
 
-/// The plan of rank `at`, which had `old` before.
-fn finish(world: &World, at: usize, old: &Plan, has: &Has, blocks: &[Block], rounds: &[Vec<Move>]) -> Plan {
+/// The plan of rank `at` of the repair, whose interrupted plan is `old`.
+fn finish(
+    world: &World,
+    at: usize,
+    old: &Plan,
+    has: &Holdings,
+    blocks: &[Block],
+    rounds: &[Vec<Move>],
+) -> Plan {
     let rank = Rank(u32::try_from(at).expect("ranks are counted in u32"));
     let mut builder = PlanBuilder::new(world, rank);
     let inputs = builder.inputs();
@@ -242,7 +246,7 @@ fn finish(world: &World, at: usize, old: &Plan, has: &Has, blocks: &[Block], rou
     // In which round each block is sent for the last time.
     let sends = (0..).zip(rounds).filter_map(|(number, round)| Some((sent_in(round)?.1, number)));
     let last_sent: BTreeMap<usize, usize> = sends.collect();
-    // Of the blocks that are here those stay that are still needed, by this rank or by others.
+    // A block stays where this rank or another one still needs it.
     let needed = |block: &usize| has.lacks.contains(block) || last_sent.contains_key(block);
     let here: BTreeMap<usize, BufferId> = has
         .blocks
@@ -250,7 +254,7 @@ fn finish(world: &World, at: usize, old: &Plan, has: &Has, blocks: &[Block], rou
         .filter(|(block, _)| needed(block))
         .map(|(block, was)| (*block, builder.keep(*was, old.buffer(*was), TokenRuns::default())))
         .collect();
-    // What is sent of each block, and what was made for that.
+    // For each block the slice that is sent, and the buffers that were made for it.
     let mut made: BTreeMap<usize, (Slice, Vec<BufferId>)> = BTreeMap::new();
     let mut arrived: Option<BufferId> = None;
     for number in 0..=rounds.len() {
@@ -275,7 +279,7 @@ fn finish(world: &World, at: usize, old: &Plan, has: &Has, blocks: &[Block], rou
             (buffer, Recv { from: moved.from as u32, parts: vec![buffer] })
         });
         let (arriving, recvs) = recv.map_or((None, Vec::new()), |(buffer, recv)| (Some(buffer), vec![recv]));
-        // The last time there is nothing left to move.
+        // After the last round there is nothing to send.
         let exchange = if number < rounds.len() { builder.exchange(sends, recvs) } else { None };
         if let Some(state) = state {
             if number == 0 && has.own {
@@ -291,7 +295,7 @@ fn finish(world: &World, at: usize, old: &Plan, has: &Has, blocks: &[Block], rou
         }
         builder.wait(exchange);
         arrived = arriving;
-        // What is not sent any more goes.
+        // Frees blocks after their last send.
         if let Some(block) = sent.filter(|block| last_sent[block] == number) {
             made.remove(&block)
                 .into_iter()

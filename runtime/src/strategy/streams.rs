@@ -1,7 +1,7 @@
 //! Rounds in which keys and values go from neighbour to neighbour, and queries stay.
 //!
-//! A *stream* is a part of every shard that travels in one direction. It goes as far as a shard that sees any of it: what a
-//! mask hides from all shards further on is not sent on. A hop is posted before the blocks that are here are attended to,
+//! A *stream* is a part of every shard that travels in one direction. It goes as far as a shard sees any of it: keys that a
+//! mask hides from all shards further on are not sent on. A hop is posted before the blocks that are here are attended to,
 //! so that the next blocks travel under the computation: of each stream one block is read and sent on while the next one
 //! arrives.
 
@@ -116,11 +116,11 @@ pub(super) fn round_bytes(traffic: &Traffic<'_>, routes: &Routes) -> u128 {
 /// A block of a stream that a rank holds, and may have to send on.
 struct Held {
     slice: Slice,
-    /// A buffer to attend to and to free; of the rank's own keys there is none.
+    /// The buffer to attend to and to free; none for the rank's own keys.
     arrived: Option<BufferId>,
 }
 
-/// Attention of the queries against the keys and values of every shard, of which `inputs.kv` is this rank's. Ends all
+/// Attention of the queries against the keys and values of every shard, of which `inputs.kv` is this rank's. Frees all
 /// inputs, returns the running state.
 pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> BufferId {
     let mesh = builder.world.mesh;
@@ -132,7 +132,7 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, input
     let mut held: Vec<Option<Held>> = Vec::new();
     for stream in &routes.streams {
         let goes = stream.reach[r as usize] > 0;
-        // What goes both ways is made for the wire once.
+        // A part that travels both ways is converted once.
         let same = routes.streams.iter().zip(&held).filter(|(other, _)| other.part == stream.part);
         let made = { same }.find_map(|(_, held)| held.as_ref().map(|held| held.slice.clone()));
         held.push(goes.then(|| {
@@ -197,7 +197,7 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, input
     state
 }
 
-/// Attends to what has arrived, and the first time to the rank's own keys.
+/// Attends to the blocks that have arrived, and the first time to the rank's own keys.
 fn attend_held(
     builder: &mut PlanBuilder<'_>,
     held: &[Option<Held>],

@@ -1,13 +1,12 @@
-//! Queries go to the keys along a tree, and what they found comes back along it, merged on the way.
+//! Queries go to the keys along a tree, and running states come back along it, merged on the way.
 //!
 //! As [`pass_q`](super::pass_q), but a shard's queries are handed on from shard to shard, and partial results meet half
 //! way: the owner of the queries sends and receives log₂ R messages instead of R − 1, after log₂ R latencies instead of
-//! one. All ranks together send the same bytes. For queries that one rank has, such as a token that is decoded, over keys
-//! that many have (Shyam et al. 2024, arXiv 2408.04093).
+//! one. All ranks together send the same bytes. For queries of one rank, such as a token that is decoded, over the keys of many ranks (Shyam et al. 2024, arXiv 2408.04093).
 //!
-//! Of each shard's tree this shard is the root, at position 0, and the shard `p` places ahead is at position p. The
-//! parent of a position is it without its lowest bit, so those below p are p and the next ones, and an exchange is named by the
-//! position of the child in it: every rank is that child in one tree, and that child's parent in another.
+//! Each shard is the root of one tree, at position 0; the shard `p` shards ahead of it is at position p. The parent of a
+//! position is the position without its lowest set bit, so the subtree of p is p and the positions that follow it. An exchange is numbered by
+//! the position of the child in it: every rank is that child in one tree, and the parent of that child in another.
 
 use super::build::{Inputs, PlanBuilder};
 use super::facts::StrategyFacts;
@@ -31,39 +30,39 @@ struct Trees<'a, 'b> {
     builder: &'a mut PlanBuilder<'b>,
     inputs: Inputs,
     ring: u32,
-    /// This rank's shard, and its place inside.
+    /// The shard of this rank, and its piece of the shard.
     r: u32,
     u: u32,
-    /// By position: the queries of the tree in which this rank is there, and what they have found from there on.
-    guests: Vec<Option<Guest>>,
+    /// By position: the queries of the tree in which this rank has that position, and their state over the keys from there on.
+    visits: Vec<Option<Visit>>,
 }
 
 #[derive(Clone, Copy)]
-struct Guest {
+struct Visit {
     inputs: Inputs,
-    found: BufferId,
+    state: BufferId,
 }
 
-/// Attention of the queries against the keys and values of every shard. Ends all inputs, returns the running state.
+/// Attention of the queries against the keys and values of every shard. Frees all inputs, returns the running state.
 fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> BufferId {
     let mesh = builder.world.mesh;
     let (r, u) = mesh.coordinates(builder.rank);
     let state = builder.state(inputs.q);
-    let mut trees = Trees { builder, inputs, ring: mesh.ring(), r, u, guests: Vec::new() };
-    trees.guests = vec![None; trees.ring as usize];
-    trees.guests[0] = Some(Guest { inputs, found: state });
-    trees.hand_queries_down();
-    trees.hand_states_up();
+    let mut trees = Trees { builder, inputs, ring: mesh.ring(), r, u, visits: Vec::new() };
+    trees.visits = vec![None; trees.ring as usize];
+    trees.visits[0] = Some(Visit { inputs, state });
+    trees.send_queries_down();
+    trees.send_states_up();
     builder.free(inputs.kv);
     builder.end_queries(inputs);
     state
 }
 
 impl Trees<'_, '_> {
-    /// Depth by depth, so that no message waits for one that could travel beside it. What has arrived is attended to while
-    /// it travels on.
-    fn hand_queries_down(&mut self) {
-        self.builder.attend(self.inputs, self.found(0));
+    /// Sends queries down, depth by depth, so that no message waits for one that could travel at the same time. A rank attends
+    /// to queries while they travel on.
+    fn send_queries_down(&mut self) {
+        self.builder.attend(self.inputs, self.state(0));
         let deepest = (1..self.ring).map(u32::count_ones).max().unwrap_or(0);
         let mut arriving: Vec<(u32, Option<u32>)> = Vec::new();
         for depth in 1..=deepest + 1 {
@@ -73,9 +72,10 @@ impl Trees<'_, '_> {
             let arrived = std::mem::take(&mut arriving);
             for position in self.positions(depth) {
                 let send = self.goes_down(self.owner(parent(position)), position).then(|| {
-                    let guest =
-                        self.guests[parent(position) as usize].expect("it has what it hands on").inputs;
-                    let parts = [Some(guest.q), guest.pairs].into_iter().flatten();
+                    let visit = self.visits[parent(position) as usize]
+                        .expect("received before they are sent on")
+                        .inputs;
+                    let parts = [Some(visit.q), visit.pairs].into_iter().flatten();
                     let parts = parts.map(|part| self.builder.whole(part)).collect();
                     Send { to: self.child(position), parts }
                 });
@@ -83,8 +83,8 @@ impl Trees<'_, '_> {
                 let recv = self.goes_down(owner, position).then(|| {
                     let inputs = self.builder.visitor(owner, self.inputs);
                     let met = self.met_from(owner, position);
-                    let found = self.builder.travelling_state(inputs.q, met);
-                    self.guests[position as usize] = Some(Guest { inputs, found });
+                    let state = self.builder.travelling_state(inputs.q, met);
+                    self.visits[position as usize] = Some(Visit { inputs, state });
                     let parts = [Some(inputs.q), inputs.pairs].into_iter().flatten().collect();
                     Recv { from: self.parent_rank(position), parts }
                 });
@@ -92,58 +92,61 @@ impl Trees<'_, '_> {
                 arriving.push((position, exchange));
             }
             for (position, _) in arrived {
-                if let Some(guest) = self.guests[position as usize] {
-                    // What every rank holds, the visitor has met at home.
+                if let Some(visit) = self.visits[position as usize] {
+                    // A query meets the keys that every rank holds on its own rank.
                     let own = self.builder.own_keys(self.inputs.kv);
                     if self.builder.sees(self.owner(position), self.r) {
-                        self.builder.attend_some(guest.inputs, own, guest.found);
+                        self.builder.attend_some(visit.inputs, own, visit.state);
                     }
                 }
             }
         }
     }
 
-    /// The same way back: from the deepest on, each once all below it have come.
-    fn hand_states_up(&mut self) {
+    /// Sends states up: from the deepest position on, each after all states from below it have arrived.
+    fn send_states_up(&mut self) {
         let deepest = (1..self.ring).map(u32::count_ones).max().unwrap_or(0);
         let mut arriving: Vec<(u32, Option<u32>, Option<BufferId>)> = Vec::new();
         for depth in (0..=deepest).rev() {
-            for (position, exchange, came) in std::mem::take(&mut arriving) {
+            for (position, exchange, returned) in std::mem::take(&mut arriving) {
                 self.builder.wait(exchange);
-                if let Some(Guest { inputs, found }) = self.guests[position as usize].take() {
-                    self.builder.free(found);
+                if let Some(Visit { inputs, state }) = self.visits[position as usize].take() {
+                    self.builder.free(state);
                     self.builder.end_queries(inputs);
                 }
-                if let Some(came) = came {
-                    let into = self.found(parent(position));
-                    self.builder.merge(came, into);
-                    self.builder.free(came);
+                if let Some(returned) = returned {
+                    let into = self.state(parent(position));
+                    self.builder.merge(returned, into);
+                    self.builder.free(returned);
                 }
             }
             for position in self.positions(depth) {
-                let send = self.guests[position as usize].map(|guest| Send {
+                let send = self.visits[position as usize].map(|visit| Send {
                     to: self.parent_rank(position),
-                    parts: vec![self.builder.whole(guest.found)],
+                    parts: vec![self.builder.whole(visit.state)],
                 });
                 let owner = self.owner(parent(position));
-                let came = self.goes_down(owner, position).then(|| {
-                    let guest = self.guests[parent(position) as usize].expect("it has handed them on").inputs;
+                let returned = self.goes_down(owner, position).then(|| {
+                    let visit = self.visits[parent(position) as usize]
+                        .expect("sent on before their state returns")
+                        .inputs;
                     let met = self.met_from(owner, position);
-                    self.builder.travelling_state(guest.q, met)
+                    self.builder.travelling_state(visit.q, met)
                 });
-                let recv = came.map(|came| Recv { from: self.child(position), parts: vec![came] });
+                let recv =
+                    returned.map(|returned| Recv { from: self.child(position), parts: vec![returned] });
                 let exchange = self.builder.exchange(send.into_iter().collect(), recv.into_iter().collect());
-                arriving.push((position, exchange, came));
+                arriving.push((position, exchange, returned));
             }
         }
     }
 
-    /// Positions at this depth, but for the root.
+    /// Positions at this depth, without the root.
     fn positions(&self, depth: u32) -> Vec<u32> {
         (1..self.ring).filter(|position| position.count_ones() == depth).collect()
     }
 
-    /// Whose tree it is in which this rank is at `position`.
+    /// The shard whose tree has this rank at `position`.
     fn owner(&self, position: u32) -> u32 {
         (self.r + self.ring - position) % self.ring
     }
@@ -159,12 +162,12 @@ impl Trees<'_, '_> {
         self.builder.world.mesh.rank(shard, self.u).0
     }
 
-    /// The running state of the queries that this rank has at `position`.
-    fn found(&self, position: u32) -> BufferId {
-        self.guests[position as usize].expect("queries that it has").found
+    /// The running state of the queries at `position`.
+    fn state(&self, position: u32) -> BufferId {
+        self.visits[position as usize].expect("queries that are here").state
     }
 
-    /// Shards from `position` on, as far as its part of the tree of `owner` reaches, whose keys those queries see.
+    /// Shards of the subtree of `position` in the tree of `owner` whose keys its queries see.
     fn seen_from(&self, owner: u32, position: u32) -> impl Iterator<Item = u32> {
         seen_from(self.ring, owner, position, |owner, shard| self.builder.sees(owner, shard))
     }
@@ -173,7 +176,7 @@ impl Trees<'_, '_> {
         self.seen_from(owner, position).next().is_some()
     }
 
-    /// The keys that the queries of `owner` meet there.
+    /// The keys that the queries of `owner` meet in the subtree of `position`.
     fn met_from(&self, owner: u32, position: u32) -> TokenRuns {
         let mut met = TokenRuns::default();
         for shard in self.seen_from(owner, position) {
@@ -183,7 +186,7 @@ impl Trees<'_, '_> {
     }
 }
 
-/// Shards from `position` on, as far as its part of the tree of `owner` reaches, of which `sees` says so.
+/// Shards of the subtree of `position` in the tree of `owner` for which `sees(owner, shard)` holds.
 fn seen_from(
     ring: u32,
     owner: u32,
@@ -195,7 +198,7 @@ fn seen_from(
     shards.filter(move |shard| sees(owner, *shard))
 }
 
-/// Of every edge of every tree along which queries travel, those queries.
+/// Queries, once for every edge of every tree that they travel along, and their states back.
 fn round_bytes(traffic: &Traffic<'_>, _: &Routes) -> u128 {
     let ring = traffic.q.mesh().ring();
     let edges = (0..ring).flat_map(|owner| (1..ring).map(move |position| (owner, position)));

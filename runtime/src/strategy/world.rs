@@ -41,7 +41,7 @@ pub fn plan(
     Ok(world)
 }
 
-/// Who holds which queries, and who which keys, if all fits together.
+/// The owners of queries, and those of keys, if problem, mesh, placement, split and strategy fit together.
 fn placements(
     problem: &AttentionProblem,
     mesh: Mesh,
@@ -55,7 +55,9 @@ fn placements(
         let other = if mesh.ring() == 1 { "a mesh with a ring" } else { "a strategy that sends keys" };
         return Err(Error::request(
             format!("{} on the wire with strategy {strategy} on mesh {mesh}", problem.wire),
-            format!("no keys go round shards there: send tensors as they are, or use {other}"),
+            format!(
+                "this strategy sends no keys or values between shards: send tensors as they are, or use {other}"
+            ),
         ));
     }
     let same_tokens = problem.q_len == problem.kv_len && problem.replicated.is_empty();
@@ -68,10 +70,10 @@ fn placements(
     let (q_split, kv_split) = match split {
         Split::Work(weights) => {
             let tokens = Split::Tokens(balance::tokens(problem, mesh, kind, weights)?);
-            // Where keys are not the queries' own tokens, how they lie changes no rank's work.
+            // Where keys are not the queries' own tokens, their placement changes no rank's work.
             (tokens.clone(), if same_tokens { tokens } else { Split::Weights(weights.clone()) })
         }
-        // Keys that all ranks hold are not dealt: the others, in the proportions of the queries.
+        // Replicated keys are not dealt; the others are, in the proportions of the queries.
         Split::Tokens(tokens) if !same_tokens => {
             let weights = tokens.iter().map(|count| f64::from(*count)).collect();
             (split.clone(), if problem.q_len == 0 { Split::Even } else { Split::Weights(weights) })

@@ -340,6 +340,11 @@ pub enum OracleError {
         /// Query heads of the problem.
         q_heads: usize,
     },
+    /// A text is not a mask.
+    Notation {
+        /// The text given.
+        text: String,
+    },
     /// A side of a window is below -1.
     Window {
         /// The left side given.
@@ -376,6 +381,7 @@ impl fmt::Display for OracleError {
             Self::Sinks { sinks, q_heads } => {
                 write!(f, "{sinks} sinks for {q_heads} query heads: give one for each, or none")
             }
+            Self::Notation { text } => write!(f, "mask `{text}` cannot be read for the oracle"),
             Self::Window { left, right } => {
                 write!(f, "window {left},{right}: a side is a number of tokens, or -1 for no bound")
             }

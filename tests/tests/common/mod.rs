@@ -2,7 +2,6 @@
 
 #![allow(dead_code, reason = "each suite uses its part")]
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -11,11 +10,10 @@ use bytes::Bytes;
 use kyklos::local::{Tensors, layouts};
 use kyklos::plan::World;
 use kyklos::{
-    AttentionProblem, Dtype, Mask, MaskSlice, NoObserver, PairKind, PairTensor, RankOutput, RunOptions,
-    SlicePart, SystemClock,
+    AttentionProblem, Dtype, Mask, NoObserver, PairKind, PairTensor, RankOutput, RunOptions, SystemClock,
 };
 use kyklos_oracle::inputs::{Case, PairInputs, cases};
-use kyklos_oracle::oracle::{self, Element, Oracle, OracleProblem, OracleTerm, Row, RowId, Values};
+use kyklos_oracle::oracle::{self, Element, Oracle, OracleProblem, Row, RowId, Values};
 use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
 
 pub mod conformance;
@@ -47,7 +45,8 @@ pub fn chosen_cases() -> impl Iterator<Item = Case> {
 pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
     let oracle = &case.problem;
     let small = |n: usize| u32::try_from(n).unwrap();
-    let mask = oracle.mask.terms.iter().fold(Mask::full(), |mask, term| mask.and(mask_of(term)).unwrap());
+    // The notation is what both sides share.
+    let mask: Mask = oracle.mask.to_string().parse().unwrap();
     let shape = [oracle.batch, oracle.kv_len, oracle.q_heads, oracle.kv_heads, oracle.head_dim].map(small);
     AttentionProblem::new(shape, dtype, mask)
         .and_then(|problem| problem.with_queries(small(oracle.q_len), oracle.q_offset as u32))
@@ -61,32 +60,6 @@ pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
         })
         .and_then(|problem| problem.with_sinks(oracle.sinks.iter().map(|sink| *sink as f32).collect()))
         .unwrap()
-}
-
-fn mask_of(term: &OracleTerm) -> Mask {
-    let small = |n: &u64| u32::try_from(*n).unwrap();
-    let side = |n: i64| u32::try_from(n).ok();
-    match term {
-        OracleTerm::Causal => Mask::causal(),
-        OracleTerm::Window { left, right } => Mask::window(side(*left), side(*right)),
-        OracleTerm::Documents(boundaries) => Mask::documents(boundaries.iter().map(small).collect()).unwrap(),
-        OracleTerm::Slices(slices) => Mask::slices(
-            slices
-                .iter()
-                .map(|slice| {
-                    let part = match (slice.causal, slice.inverse) {
-                        (false, false) => SlicePart::Full,
-                        (true, false) => SlicePart::Causal,
-                        (false, true) => SlicePart::Inverse,
-                        (true, true) => SlicePart::Both,
-                    };
-                    let range = |range: &Range<u64>| small(&range.start)..small(&range.end);
-                    MaskSlice::new(range(&slice.q), range(&slice.k), part).unwrap()
-                })
-                .collect(),
-        ),
-        OracleTerm::Valid(lengths) => Mask::key_padding(lengths.iter().map(small).collect()),
-    }
 }
 
 /// A case in one storage type: its tensors, what is right, and how far from it one device may be.

@@ -1,4 +1,4 @@
-//! The simulator: what it must say whatever the numbers, and what it says of published runs.
+//! The simulator: claims that hold for any numbers, and its predictions for published runs.
 
 use kyklos::plan::{World, check};
 use kyklos::simulate::{
@@ -72,7 +72,7 @@ fn compute_of_all_ranks_is_the_work_over_the_rate_whatever_the_mesh_mask_and_pla
 }
 
 #[test]
-fn a_hop_under_compute_costs_nothing_and_a_slow_one_is_all_that_counts() {
+fn a_hop_under_compute_costs_nothing_and_a_slow_one_costs_all() {
     let world = full([1, 8]);
     let free = simulate(&world, &fast()).unwrap();
     // A block of 512 tokens takes 5.4 ms to attend to, and 2 MiB to send.
@@ -87,7 +87,7 @@ fn a_hop_under_compute_costs_nothing_and_a_slow_one_is_all_that_counts() {
 }
 
 #[test]
-fn codes_take_their_own_bytes_of_a_slow_link_and_are_paid_for_in_copies() {
+fn int8_codes_send_fewer_bytes_and_cost_copies() {
     let exact = full([1, 8]);
     let problem = exact.problem.clone().with_wire(WireFormat::Int8).unwrap();
     let coded = plan_world(&problem, exact.mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring);
@@ -172,7 +172,10 @@ fn several_messages_share_a_link_equally_and_half_duplex_counts_both_ways() {
     assert_eq!(uplink(&shared, "h-0 wire out").bytes as f64, 4.0 * hop_bytes);
     assert!(close(uplink(&shared, "h-0 wire out").busy_ns as f64, 4.0 * hop_bytes));
     assert!(close(uplink(&half, "h-0 wire").busy_ns as f64, 8.0 * hop_bytes));
-    assert!(uplink(&alone, "h-0 wire out").bytes as f64 > hop_bytes, "trades between hosts cross it too");
+    assert!(
+        uplink(&alone, "h-0 wire out").bytes as f64 > hop_bytes,
+        "all-to-alls between hosts cross it too"
+    );
 }
 
 #[test]
@@ -208,7 +211,7 @@ fn ranks_that_share_a_device_share_its_speed_and_pay_for_carrying_messages() {
 }
 
 #[test]
-fn a_lacking_device_rate_or_link_is_refused_and_so_is_memory_that_is_not_there() {
+fn a_missing_device_rate_or_link_is_refused_and_so_is_too_little_memory() {
     let refused = |result: kyklos::Result<Prediction>, words: &str| {
         let text = result.unwrap_err().to_string();
         assert!(text.contains(words), "{text}");
@@ -335,7 +338,7 @@ fn orderings_published_for_tpu_v7x_come_out_of_the_description_that_is_like_it()
 }
 
 #[test]
-fn the_first_candidate_is_the_fastest_and_what_does_not_fit_is_last_with_its_reason() {
+fn the_first_candidate_is_the_fastest_and_refused_ones_are_last_with_their_reason() {
     let problem = AttentionProblem::new([1, 4096, 6, 6, 64], Dtype::F32, Mask::causal()).unwrap();
     let wanted = Wanted { ranks: 8, mesh: None, strategy: None, placement: None, split: Split::Even };
     let priced = choose(&problem, &wanted, &cluster("gb_per_s = 1\nlatency_us = 50", "")).unwrap();
@@ -349,7 +352,7 @@ fn the_first_candidate_is_the_fastest_and_what_does_not_fit_is_last_with_its_rea
 }
 
 #[test]
-fn a_long_ring_is_told_from_two_short_ones_within_a_few_percent() {
+fn a_long_ring_is_extrapolated_from_two_short_ones_within_a_few_percent() {
     // Longer than what is walked. The walk itself is the judge.
     for (strategy, ring, mask, placement) in [
         (Strategy::Ring, 256, Mask::full(), PlacementKind::Contiguous),

@@ -1,40 +1,40 @@
-//! What a plan that was cut off leaves, and the proof that a repair keeps nothing else.
+//! The buffers that an interrupted plan leaves, and the proof that a repair keeps no others.
 
 use std::collections::BTreeSet;
 
 use kyklos_transport::Rank;
 
-use super::alone::RankProof;
+use super::proof::RankProof;
 use super::world::{RankCheck, check};
 use crate::plan::{BufferId, Content, StepProgress, World};
 use crate::{Error, Result, TokenRuns};
 
-/// What a rank has after some of its steps, beside its inputs.
+/// The buffers of a rank after some of its steps, beside its inputs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Left {
-    /// Keys and values that are here whole, as they arrived or as something was made of them.
+    /// Complete blocks of keys and values, as they arrived or as the rank converted them.
     pub blocks: Vec<BufferId>,
-    /// Running states that nobody has consumed, and the keys that each has met, ascending.
+    /// Running states that no step has consumed, and the keys that each has met, ascending.
     pub states: Vec<(BufferId, TokenRuns)>,
-    /// Whether the output is here.
+    /// Whether the output is complete.
     pub finished: bool,
 }
 
-/// What `rank` has of its plan in `world` when it came so far.
+/// The buffers that `rank` holds of its plan in `world` after this progress.
 ///
 /// # Errors
-/// [`Error::Plan`] when no run of the plan comes there, or the plan is wrong up to there.
+/// [`Error::Plan`] when no run of the plan reaches this point, or the plan is wrong before it.
 pub fn left(world: &World, rank: Rank, reached: &StepProgress) -> Result<Left> {
     RankProof::new(world, world.plan(rank)).until(reached)
 }
 
 impl RankProof<'_> {
-    /// What there is after the steps that were done, each of which is proved on the way.
+    /// The buffers after the completed steps, each of which is proved on the way.
     fn until(mut self, reached: &StepProgress) -> Result<Left> {
         self.declarations()?;
         let Some(steps) = self.plan.steps.get(..reached.steps) else {
             let steps = self.plan.steps.len();
-            return self.fault(format!("{} steps are said to be done, there are {steps}", reached.steps));
+            return self.fault(format!("{} steps are reported as done, the plan has {steps}", reached.steps));
         };
         for (index, step) in steps.iter().enumerate() {
             self.step = Some(index);
@@ -46,7 +46,7 @@ impl RankProof<'_> {
                 Some(_) => {}
                 None => {
                     let done = reached.steps;
-                    return self.fault(format!("buffer {} cannot be on its way after {done} steps", id.0));
+                    return self.fault(format!("buffer {} cannot be in flight after {done} steps", id.0));
                 }
             }
         }
@@ -71,9 +71,9 @@ impl RankProof<'_> {
     }
 }
 
-/// Proves that `repair` finishes for `ranks` what they began in `before`, of which each came as far as `reached` says: it
-/// is about the same problem, every rank keeps its tokens, what is kept was left, and [`check`] holds from there on. So
-/// every visible pair of a row that is left has been met exactly once, before or after.
+/// Proves that `repair` completes for `ranks` the operation that they began with the plans of `before`, where `reached` is the
+/// progress of each: it is about the same problem, every rank keeps its tokens, every kept buffer was left, and [`check`]
+/// holds from there on. So every visible pair of a surviving row is met exactly once, before or after.
 ///
 /// # Errors
 /// [`Error::Plan`] that says which rank and what is wrong; ranks are those of `repair`.
@@ -95,7 +95,7 @@ pub fn check_repair(
         let (told, plans) = (reached.len(), repair.plans.len());
         return fault(
             0,
-            format!("{} ranks are left, {told} say how far they came, {plans} have plans", ranks.len()),
+            format!("{} ranks survive, {told} report their progress, {plans} have plans", ranks.len()),
         );
     }
     if repair.problem != before.problem {
@@ -111,7 +111,7 @@ pub fn check_repair(
             return fault(at, format!("has other tokens than as rank {rank}"));
         }
         if *lost != theirs.without(ranks) {
-            return fault(0, format!("{lost} are not the tokens of those who are lost"));
+            return fault(0, format!("{lost} are not the tokens of the lost ranks"));
         }
     }
     for (at, (rank, reached)) in ranks.iter().zip(reached).enumerate() {
@@ -120,13 +120,8 @@ pub fn check_repair(
     check(repair)
 }
 
-/// Everything that rank `at` of the repair keeps is what was left of its plan before.
-fn kept_was_left(
-    before: &World,
-    (rank, reached): (Rank, &StepProgress),
-    repair: &World,
-    at: usize,
-) -> Result<()> {
+/// Checks that rank `at` of the repair keeps only buffers that its interrupted plan left.
+fn kept_was_left(before: &World, (rank, reached): (Rank, &StepProgress), repair: &World, at: usize) -> Result<()> {
     let left = left(before, rank, reached)?;
     let (old, plan) = (before.plan(rank), &repair.plans[at]);
     let fault = |fault: String| Err(Error::plan(Rank(plan.rank), None, fault));
@@ -141,7 +136,7 @@ fn kept_was_left(
                 match state {
                     Some((_, met)) if *met != is.met => {
                         return fault(format!(
-                            "`{}` is said to have met {}, and has met {met}",
+                            "`{}` is declared to have met {}, and has met {met}",
                             is.name, is.met
                         ));
                     }
@@ -152,10 +147,7 @@ fn kept_was_left(
             _ => left.blocks.contains(&kept.was),
         };
         if !there || !taken.insert(kept.was) {
-            return fault(format!(
-                "`{}` is kept, which was not left after {} steps",
-                was.name, reached.steps
-            ));
+            return fault(format!("`{}` is kept, and was not left after {} steps", was.name, reached.steps));
         }
         if (was.content, &was.tokens, &was.heads) != (is.content, &is.tokens, &is.heads) {
             return fault(format!("`{}` is kept as something else", was.name));

@@ -1,5 +1,5 @@
-//! Which keys a running state has met. Every state of every rank is asked of every key, so keys are looked at in
-//! ranges and not one by one where they lie side by side.
+//! The keys that a running state has met. A proof asks every state of every rank about every key, so adjacent keys are
+//! handled as ranges.
 
 use std::ops::Range;
 
@@ -9,9 +9,9 @@ use crate::{Run, TokenRuns};
 #[derive(Default)]
 pub(super) struct MetKeys {
     kv_len: u32,
-    /// The keys, while they are one ascending list: all that a state that travels ever meets.
+    /// The keys, while they are one ascending list: all keys of a state that travels.
     list: TokenRuns,
-    /// For each key 0 or 1; empty while `list` says it all.
+    /// For each key 0 or 1; empty while `list` holds all keys.
     met: Vec<u8>,
 }
 
@@ -24,7 +24,7 @@ impl MetKeys {
         Self { kv_len, ..Self::default() }
     }
 
-    /// Adds `keys`; returns one that was there before, if any was.
+    /// Adds `keys`; returns a key that was in the set before, if any was.
     pub(super) fn meet(&mut self, keys: &TokenRuns) -> Option<u32> {
         let ascends = || keys.runs().windows(2).all(|pair| pair[0].last() < pair[1].start);
         if self.met.is_empty() && self.list.is_empty() && ascends() {
@@ -128,7 +128,7 @@ impl Gaps {
     }
 }
 
-/// Without a way out in the middle, so that it is compiled to wide instructions; so is [`all`].
+/// Without an early return, so that it is compiled to wide instructions; so is [`all`].
 fn any(met: &[u8]) -> bool {
     met.iter().fold(0, |any, met| any | met) == 1
 }
@@ -137,7 +137,7 @@ fn all(met: &[u8]) -> bool {
     met.iter().fold(1, |all, met| all & met) == 1
 }
 
-/// Keys that are looked at together in search of gaps.
+/// Keys that are tested together in the search for gaps.
 const PIECE: usize = 256;
 
 #[cfg(test)]

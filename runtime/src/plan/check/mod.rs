@@ -5,16 +5,18 @@
 //!    output has met every key that its rows can see exactly once.
 //! 2. **All plans together**: every message that is sent is received, and is what the receiver declared.
 //! 3. **No deadlock**, though a send completes only when its receive has been posted.
-//! 4. Of plans that finish what others began ([`check_repair`]): **what they keep was there**, and was what they say,
-//!    since the plans before are walked as far as they came.
+//! 4. Of the plans of a repair ([`check_repair`]): **every buffer that they keep was there**, with the content that they
+//!    declare: the interrupted plans are walked up to the progress of each rank.
 //!
 //! Since every buffer says which tokens and heads of what it holds and every step preserves that, a rank whose
 //! output is written whole has the right output.
 
-mod alone;
 mod left;
 mod met;
+mod proof;
+mod states;
 mod together;
+mod walk;
 mod world;
 
 pub use left::{Left, check_repair, left};

@@ -1,4 +1,4 @@
-//! All plans together: messages meet, and nobody waits for ever.
+//! All plans together: every message is received, and no rank waits for ever.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -102,7 +102,7 @@ fn exchanges(plan: &Plan) -> impl Iterator<Item = (usize, u32, &[Send], &[Recv])
 }
 
 /// Runs all plans in step: a wait passes when every message of its exchange has been posted on the other side too.
-pub(super) fn nobody_waits_for_ever(world: &World) -> Result<()> {
+pub(super) fn no_rank_waits_for_ever(world: &World) -> Result<()> {
     let schedules: Vec<Schedule<'_>> = world.plans.iter().map(Schedule::new).collect();
     // What a rank has posted is what lies behind the step it is at.
     let mut at = vec![0; world.plans.len()];

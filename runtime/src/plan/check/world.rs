@@ -2,12 +2,12 @@
 
 use kyklos_transport::Rank;
 
-use super::alone::RankProof;
-use super::together::{messages_meet, nobody_waits_for_ever};
+use super::proof::RankProof;
+use super::together::{messages_meet, no_rank_waits_for_ever};
 use crate::plan::World;
 use crate::{Error, Result, TokenRuns};
 
-/// What the proof found out about one rank.
+/// Figures of one rank that the proof finds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct RankCheck {
     /// Most bytes of buffers alive at once, the rank's input and output among them.
@@ -34,18 +34,18 @@ pub fn check(world: &World) -> Result<Vec<RankCheck>> {
     let mut checks = Vec::with_capacity(world.plans.len());
     for (rank, plan) in (0..).map(Rank).zip(&world.plans) {
         if plan.rank != rank.0 {
-            return Err(Error::plan(rank, None, format!("the plan says it is of rank {}", plan.rank)));
+            return Err(Error::plan(rank, None, format!("the plan is of rank {}", plan.rank)));
         }
         let peak_bytes = RankProof::new(world, plan).run()?;
         let (bytes_sent, messages_sent) = plan.volume(&world.problem);
         checks.push(RankCheck { peak_bytes, bytes_sent, messages_sent });
     }
     messages_meet(world)?;
-    nobody_waits_for_ever(world)?;
+    no_rank_waits_for_ever(world)?;
     Ok(checks)
 }
 
-/// Every token has exactly one owner, but those that all ranks hold and those that are lost, which have none.
+/// Every token has exactly one owner, but replicated and lost tokens, which have none.
 fn owners(world: &World) -> Result<()> {
     for (what, placement, total, lost) in [
         ("query", &world.q_placement, world.problem.q_len, &world.lost.queries),

@@ -4,9 +4,7 @@
 //! feature out and looks for the difference.
 
 use super::{TensorId, fill, normal};
-use crate::oracle::{
-    Element, OracleMask, OraclePairs, OracleProblem, OracleSlice, OracleTerm, PairValues, RowId,
-};
+use crate::oracle::{Element, OracleMask, OraclePairs, OracleProblem, OracleTerm, PairValues, RowId};
 
 /// One problem with its inputs.
 #[derive(Clone, Debug, PartialEq)]
@@ -383,21 +381,8 @@ fn scores() -> Vec<Case> {
 
 /// Slices in the words of the command line.
 fn slices(texts: &[&str]) -> OracleTerm {
-    let range = |text: &str| {
-        let (begin, end) = text.split_once("..").expect("a range");
-        begin.parse().expect("a number")..end.parse().expect("a number")
-    };
-    let slice = |text: &&str| {
-        let (area, part) = text.split_once('/').unwrap_or((text, ""));
-        let (q, k) = area.split_once('x').expect("queries x keys");
-        OracleSlice {
-            q: range(q),
-            k: range(k),
-            causal: matches!(part, "causal" | "both"),
-            inverse: matches!(part, "inverse" | "both"),
-        }
-    };
-    OracleTerm::Slices(texts.iter().map(slice).collect())
+    let mask: OracleMask = format!("slices:{}", texts.join(",")).parse().expect("slices");
+    mask.terms.into_iter().next().expect("one term")
 }
 
 /// Poison lies in one key head only: with grouped heads, rows of the other must not change either.

@@ -166,6 +166,62 @@ impl fmt::Display for OracleMask {
     }
 }
 
+/// Reads the words of the command line, by itself: nothing of how the product reads them is shared.
+impl std::str::FromStr for OracleMask {
+    type Err = OracleError;
+
+    fn from_str(text: &str) -> Result<Self, OracleError> {
+        let unreadable = || OracleError::Notation { text: text.to_owned() };
+        let mut mask = Self::full();
+        for term in text.split('+') {
+            let (kind, arguments) = term.split_once(':').unwrap_or((term, ""));
+            let numbers = || -> Result<Vec<i64>, OracleError> {
+                arguments.split(',').map(|number| number.parse().map_err(|_| unreadable())).collect()
+            };
+            let unsigned = || -> Result<Vec<u64>, OracleError> {
+                numbers()?.into_iter().map(|number| u64::try_from(number).map_err(|_| unreadable())).collect()
+            };
+            mask = match kind {
+                "full" => mask,
+                "causal" => mask.and(OracleTerm::Causal),
+                "window" => match numbers()?[..] {
+                    [left, right] => mask.and(OracleTerm::Window { left, right }),
+                    _ => return Err(unreadable()),
+                },
+                "documents" => mask.and(OracleTerm::Documents(unsigned()?)),
+                "valid" => mask.and(OracleTerm::Valid(unsigned()?)),
+                "slices" => {
+                    let slices =
+                        arguments.split(',').map(|slice| OracleSlice::read(slice).ok_or_else(unreadable));
+                    mask.and(OracleTerm::Slices(slices.collect::<Result<_, _>>()?))
+                }
+                _ => return Err(unreadable()),
+            };
+        }
+        Ok(mask)
+    }
+}
+
+impl OracleSlice {
+    /// Reads `0..8x0..24/causal`.
+    fn read(text: &str) -> Option<Self> {
+        let (area, part) = text.split_once('/').unwrap_or((text, "full"));
+        let (q, k) = area.split_once('x')?;
+        let range = |text: &str| {
+            let (begin, end) = text.split_once("..")?;
+            Some(begin.parse().ok()?..end.parse().ok()?)
+        };
+        let (causal, inverse) = match part {
+            "full" => (false, false),
+            "causal" => (true, false),
+            "inverse" => (false, true),
+            "both" => (true, true),
+            _ => return None,
+        };
+        Some(Self { q: range(q)?, k: range(k)?, causal, inverse })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -235,6 +291,18 @@ mod tests {
         assert_eq!(picture(&mask, 0, 5), "....##..");
         assert_eq!(picture(&mask, 0, 7), "....##..");
         assert_eq!(mask.to_string(), "causal+window:3,-1+documents:0,4,8+valid:6");
+    }
+
+    #[test]
+    fn a_mask_reads_back_what_it_prints() {
+        for text in
+            ["full", "causal", "window:3,-1+valid:6,2", "slices:0..3x2..7/both,4..5x0..1+documents:0,4,8"]
+        {
+            assert_eq!(text.parse::<OracleMask>().unwrap().to_string(), text);
+        }
+        for text in ["", "casual", "window:1", "valid:-1", "slices:0..3", "slices:0..3x2..7/some"] {
+            assert!(text.parse::<OracleMask>().is_err(), "{text}");
+        }
     }
 
     #[test]

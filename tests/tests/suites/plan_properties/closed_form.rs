@@ -1,4 +1,4 @@
-//! What a rank sends, a second time: from counts and from the mask, asked pair by pair.
+//! The bytes and messages of a rank from a second, independent closed form: from counts, and from the mask pair by pair.
 
 use kyklos::plan::World;
 use kyklos::{AttentionProblem, PairKind, Placement, Strategy, WireFormat};
@@ -44,7 +44,7 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
     let (batch, element) = (u64::from(problem.batch), problem.dtype.bytes() as u64);
     let row = batch * u64::from(problem.head_dim) * element;
 
-    // Of a pair tensor: its heads that rank `u` of a group needs, and what a token of one weighs.
+    // Of an attention bias tensor: the heads that rank `u` of a group needs, and the bytes of a token of one head.
     let pair_row = problem.pairs.map_or(0, |pairs| {
         let bits = pairs.kind == PairKind::Visible;
         let row = if bits {
@@ -66,7 +66,7 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
         send(row * (q_tokens(r, u) * q_heads(peer) + 2 * kv_tokens(r, u) * kv_heads(peer)) + pairs);
         send(q_tokens(r, peer) * q_heads(u) * (row + 4 * batch));
     }
-    // Keys and values of so many tokens as one part of a message.
+    // Bytes of the keys and values of `tokens` tokens as one part of a message.
     let kv = |tokens: usize| {
         let (tokens, dim) = (tokens as u64, u64::from(problem.head_dim));
         let one_head = match problem.wire {
@@ -97,7 +97,7 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
             }
         }
         Strategy::Tree => {
-            // From `owner`, to the ranks that lie `place` and more ahead, up to the next with as many factors of two.
+            // From `owner`, to the ranks that are `place` and more ahead, up to the next with as many factors of two.
             let state = batch * (4 * u64::from(problem.head_dim) + 8);
             let wanted = |owner: u32, place: u32| {
                 let stride = place & place.wrapping_neg();
@@ -116,7 +116,7 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
             }
         }
         Strategy::Relay => {
-            // Who needs the first and the last KV head that this rank does: by turns they get a block's tokens dealt.
+            // The ranks that need the same first and last KV head as this one: a block's tokens are dealt to them in turn.
             let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
             let ends = |u: u32| [first(u), first(u + 1) - 1].map(|head| head / problem.group());
             let mates: Vec<u32> = (0..ulysses).filter(|other| ends(*other) == ends(u)).collect();
@@ -134,7 +134,7 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
             }
         }
         strategy => {
-            // By hop and direction: what goes on from here because somebody further on sees some of it.
+            // By hop and direction: blocks that a shard further on sees are sent on from here.
             for hop in 0..ring {
                 let mut sent = [0; 2];
                 for (direction, sent) in sent.iter_mut().enumerate() {

@@ -1,4 +1,4 @@
-//! Faults that are put into plans, none of which may pass the proof.
+//! Seeded faults in plans. None of them may pass the proof.
 
 use kyklos::plan::{Content, Recv, Send, Slice, Step, World};
 
@@ -6,7 +6,7 @@ use crate::plan_properties::Random;
 
 pub(crate) type Fault = fn(&mut World, &mut Random) -> Option<&'static str>;
 
-/// Each breaks a plan in one way, or says that the plan has nothing to break like that.
+/// Each breaks a plan in one way, or returns false where the plan has nothing to break in that way.
 pub(crate) const FAULTS: &[Fault] = &[
     |world, random| {
         let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { .. }))?;
@@ -35,8 +35,8 @@ pub(crate) const FAULTS: &[Fault] = &[
         let Step::Repack { into, .. } = plan.steps.remove(step) else {
             return None;
         };
-        // Where a mask hides everything, nobody reads the copy and nothing is lost; of keys that every rank holds beside
-        // those that are sent on, likewise, and of keys that are attended to in halves.
+        // Not where a mask hides everything and no step reads the copy, nor with replicated keys, nor with keys that are attended
+        // to in halves.
         let of_copy = |part: &Slice| {
             let (start, end) = (part.tokens.start, part.tokens.end);
             part.buffer == into.buffer && start < into.tokens.end && into.tokens.start < end
@@ -120,7 +120,7 @@ pub(crate) const FAULTS: &[Fault] = &[
             return None;
         };
         *pairs = None;
-        Some("a pair tensor left out")
+        Some("an attention bias tensor left out")
     },
     |world, random| {
         let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { pairs: Some(_), .. }))?;
@@ -128,7 +128,7 @@ pub(crate) const FAULTS: &[Fault] = &[
             return None;
         };
         pairs.tokens.end -= 1;
-        Some("the pair tensor of other rows")
+        Some("the attention bias tensor of other rows")
     },
     |world, random| {
         let (rank, step) = pick(world, random, |step| matches!(step, Step::Convert { .. }))?;
@@ -147,7 +147,7 @@ pub(crate) const FAULTS: &[Fault] = &[
         Some("a merge left out")
     },
     |world, random| {
-        // A rank says of a state that it has met fewer keys than it has: on both sides, so that they agree.
+        // A state is declared to have met fewer keys than it has: on both sides, so that they agree.
         let (rank, step) =
             pick(world, random, |step| matches!(step, Step::Exchange { sends, .. } if !sends.is_empty()))?;
         let Step::Exchange { id, sends, .. } = world.plans[rank].steps[step].clone() else { return None };
@@ -182,7 +182,7 @@ pub(crate) const FAULTS: &[Fault] = &[
         Some("a wait before its post")
     },
     |world, random| {
-        // On both sides, so that nothing else is wrong with it.
+        // On both sides, so that this is the only fault.
         let from = random.below(world.mesh.world());
         let to = (0..world.mesh.world()).find(|to| *to != from)?;
         let id = u32::MAX;

@@ -15,7 +15,7 @@ use kyklos::{
 use proptest::prelude::*;
 use proptest::strategy::Strategy as _;
 
-/// A world that prints as what it was made from: its plans would fill screens.
+/// A world that prints its problem, mesh, strategy and placement: its plans would fill screens.
 #[derive(Clone)]
 struct Drawn(World);
 
@@ -26,16 +26,6 @@ impl std::fmt::Debug for Drawn {
         write!(f, "{problem:?} {strategy} on {mesh}, {} {tokens:?}", q_placement.kind())
     }
 }
-
-/// Strategies that differ from unified in their round over the shards, on any mesh with a ring.
-const ROUNDS: [Strategy; 6] = [
-    Strategy::Bidirectional,
-    Strategy::TwoWay,
-    Strategy::Line,
-    Strategy::Gather,
-    Strategy::PassQ,
-    Strategy::Tree,
-];
 
 /// A problem, a mesh and a split that fit each other.
 fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
@@ -65,12 +55,10 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
                 ),
                 _ => Split::Tokens(random.shares(seq, mesh.world())),
             };
-            let strategy = match random.below(11) {
-                drawn @ 0..6 if mesh.ring() > 1 => ROUNDS[drawn as usize],
-                6..8 if mesh.ulysses() > 1 => Strategy::Chunked,
-                8..10 if Strategy::Relay.accepts(mesh).is_ok() => Strategy::Relay,
-                _ => Strategy::Unified,
-            };
+            // Dense, ring and Ulysses are unified by another name.
+            let known = &Strategy::ALL[3..];
+            let drawn = known[random.below(known.len() as u32) as usize];
+            let strategy = if drawn.accepts(mesh).is_ok() { drawn } else { Strategy::Unified };
             let queries = matches!(strategy, Strategy::PassQ | Strategy::Tree);
             let rounds = mesh.ring() > 1 && !queries;
             let wire = match random.below(6) {
@@ -127,7 +115,7 @@ impl Random {
         ((z ^ (z >> 31)) % u64::from(bound.max(1))) as u32
     }
 
-    /// Some of the numbers below `end`.
+    /// A range of numbers below `end`.
     fn range(&mut self, end: u32) -> std::ops::Range<u32> {
         let (a, b) = (self.below(end + 1), self.below(end + 1));
         a.min(b)..a.max(b)
@@ -221,7 +209,7 @@ fn a_message_without_parts_is_refused() {
 }
 
 #[test]
-fn worlds_that_are_no_worlds_are_refused() {
+fn worlds_with_missing_plans_or_owners_are_refused() {
     let problem = AttentionProblem::new([1, 8, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(1, 1).unwrap();
     let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
@@ -300,7 +288,7 @@ fn strategies_refuse_meshes_that_contradict_them() {
 }
 
 #[test]
-fn the_hash_sees_everything_that_makes_a_plan_and_nothing_else() {
+fn the_hash_covers_everything_that_makes_a_plan_and_nothing_else() {
     let make = |shape, mask: &str, mesh: (u32, u32), kind, split: Split| {
         let problem = AttentionProblem::new(shape, Dtype::F32, mask.parse().unwrap()).unwrap();
         plan_world(&problem, Mesh::new(mesh.0, mesh.1).unwrap(), kind, &split, Strategy::Unified).unwrap()
@@ -355,8 +343,8 @@ fn a_plan_explains_itself_the_same_way_every_time() {
 }
 
 #[test]
-fn a_causal_mask_leaves_of_each_ring_the_bytes_that_it_must() {
-    // In units of what a ring sends without a mask: R − 1 hops of all R shards.
+fn under_a_causal_mask_each_ring_sends_only_visible_blocks() {
+    // In units of the bytes of a ring without a mask: R − 1 hops of all R shards.
     let problem = AttentionProblem::new([1, 640, 2, 2, 16], Dtype::F16, Mask::causal()).unwrap();
     for ring in [2, 4, 5, 8] {
         let share = |strategy, kind| {
@@ -365,7 +353,7 @@ fn a_causal_mask_leaves_of_each_ring_the_bytes_that_it_must() {
             let sent: u64 = check(&world).unwrap().iter().map(|check| check.bytes_sent).sum();
             sent as f64 / (f64::from(ring - 1) * f64::from(640 * 2 * 2 * 16 * 2))
         };
-        // Contiguous shards are seen by later ones only; zigzag ones by all, but their back halves by earlier ones only.
+        // Only later shards see a contiguous shard; all shards see a zigzag one, but only earlier ones its back half.
         assert_eq!(share(Strategy::Ring, PlacementKind::Contiguous), 0.5);
         assert_eq!(share(Strategy::Gather, PlacementKind::Contiguous), 0.5);
         assert_eq!(share(Strategy::Ring, PlacementKind::Zigzag), 1.0);
@@ -375,7 +363,7 @@ fn a_causal_mask_leaves_of_each_ring_the_bytes_that_it_must() {
 }
 
 #[test]
-fn codes_take_their_scales_along() {
+fn int8_codes_are_sent_with_their_scales() {
     let problem = AttentionProblem::new([2, 400, 6, 3, 40], Dtype::F16, Mask::full()).unwrap();
     let mesh = Mesh::new(1, 2).unwrap();
     let sent = |wire, strategy| {
@@ -396,14 +384,14 @@ fn codes_take_their_scales_along() {
 }
 
 #[test]
-fn a_part_of_what_shares_scales_is_refused() {
+fn a_part_of_a_buffer_whose_tokens_share_scales_is_refused() {
     let problem = AttentionProblem::new([1, 400, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(1, 2).unwrap();
     for (wire, refused) in [(WireFormat::F16, false), (WireFormat::Int8, true)] {
         let problem = problem.clone().with_wire(wire).unwrap();
         let placement = PlacementKind::Contiguous;
         let mut world = plan_world(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap();
-        // The last half of what rank 0 sends, for a receiver that expects just that.
+        // The last half of a block that rank 0 sends, for a receiver that expects exactly this half.
         for plan in &mut world.plans {
             for step in &mut plan.steps {
                 let Step::Exchange { sends, .. } = step else { continue };
@@ -470,7 +458,7 @@ fn the_next_chunk_of_heads_travels_while_this_one_is_attended_to() {
 }
 
 #[test]
-fn what_every_rank_holds_is_never_sent() {
+fn replicated_keys_are_never_sent() {
     let problem = AttentionProblem::new([2, 96, 4, 2, 8], Dtype::F16, Mask::full()).unwrap();
     let sent = |replicated: std::ops::Range<u32>, mesh: (u32, u32), strategy| -> u64 {
         let problem = problem.clone().with_replicated(replicated).unwrap();
@@ -478,7 +466,7 @@ fn what_every_rank_holds_is_never_sent() {
         let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap();
         check(&world).unwrap().iter().map(|check| check.bytes_sent).sum()
     };
-    // Of 96 keys 64 are left, in shards of 16 instead of 24.
+    // 64 of 96 keys are not replicated: shards of 16 instead of 24.
     let key_bytes = 2 * 2 * 2 * 8 * 2;
     for strategy in
         [Strategy::Ring, Strategy::Bidirectional, Strategy::TwoWay, Strategy::Line, Strategy::Gather]
@@ -489,9 +477,9 @@ fn what_every_rank_holds_is_never_sent() {
         assert_eq!(sent(50..82, (1, 4), strategy), of_keys(64), "{strategy}");
         assert_eq!(sent(0..96, (1, 4), strategy), 0, "{strategy}: cross-attention to keys that all have");
     }
-    let trades = sent(0..0, (2, 2), Strategy::Unified) - sent(0..96, (2, 2), Strategy::Unified);
+    let all_to_all = sent(0..0, (2, 2), Strategy::Unified) - sent(0..96, (2, 2), Strategy::Unified);
     // Half of the heads of each rank's 24 keys goes to its peer, then of all its 48 keys one head goes round.
-    assert_eq!(trades, 4 * (24 * key_bytes / 2 + 48 * key_bytes / 2));
+    assert_eq!(all_to_all, 4 * (24 * key_bytes / 2 + 48 * key_bytes / 2));
 }
 
 #[test]
@@ -512,7 +500,7 @@ fn documents_that_are_dealt_one_by_one_level_the_work() {
 }
 
 #[test]
-fn a_tree_spares_the_owner_of_a_query_all_but_a_few_messages() {
+fn the_owner_of_a_query_sends_log2_messages_in_a_tree() {
     // One query, which rank 0 has, over the keys of 13 ranks.
     let problem = AttentionProblem::new([1, 130, 4, 2, 8], Dtype::F32, Mask::full()).unwrap();
     let problem = problem.with_queries(1, 129).unwrap();

@@ -1,9 +1,9 @@
-//! What relay is for: KV heads that several ranks of a shard need cross between shards once, under attention.
+//! Relay: KV heads that several ranks of a shard need cross between shards once, under attention.
 
 use kyklos::plan::{Plan, Step, World, check};
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
 
-/// Keys and values that each rank sends to other shards, and to ranks of its own.
+/// Keys and values that each rank sends to other shards, and inside its own shard.
 fn rounds_sent(world: &World) -> Vec<(u64, u64)> {
     let shard = |rank: u32| rank / world.mesh.ulysses();
     let sent = |plan: &Plan| {
@@ -40,8 +40,8 @@ fn relayed_kv_heads_cross_between_shards_once() {
         // Three blocks of 1024 tokens, k and v, of batch 2 and 8 elements of 2 bytes.
         assert!(relay.iter().all(|(between, _)| *between == 3 * (1024 / 4) * 2 * 2 * 8 * 2));
         // Inside, each passes its piece of three blocks on to three others.
-        for ((_, traded), (between, inside)) in unified.iter().zip(&relay) {
-            assert_eq!(inside - traded, 3 * between);
+        for ((_, exchanged), (between, inside)) in unified.iter().zip(&relay) {
+            assert_eq!(inside - exchanged, 3 * between);
         }
     }
 }
@@ -60,7 +60,7 @@ fn relay_is_unified_where_no_two_ranks_need_the_same_kv_heads() {
 }
 
 #[test]
-fn both_legs_of_a_relay_travel_under_attention() {
+fn both_moves_of_a_relay_travel_under_attention() {
     let problem = AttentionProblem::new([1, 96, 4, 2, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(4, 3).unwrap();
     let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Relay).unwrap();

@@ -1,0 +1,227 @@
+//! What a proof knows of the buffers of one rank: which parts are written, which messages use them, which are freed.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
+
+use kyklos_transport::Rank;
+
+use super::met::MetKeys;
+use crate::plan::{BufferId, Content, Plan, Recv, Send, Slice, World};
+use crate::{Error, Result, TokenRuns};
+
+/// A rectangle of a buffer that has been written: list positions × heads.
+pub(super) type Area = (std::ops::Range<usize>, std::ops::Range<u32>);
+
+#[derive(Default)]
+pub(super) struct Life {
+    /// Written parts, disjoint.
+    pub(super) written: Vec<Area>,
+    /// Exchanges that still read it.
+    pub(super) sending: Vec<u32>,
+    /// The exchange that is still writing it.
+    pub(super) arriving: Option<u32>,
+    /// For a state: the keys it has met.
+    pub(super) met: MetKeys,
+    pub(super) live: bool,
+    freed: bool,
+    pub(super) consumed: bool,
+}
+
+/// An exchange that has been posted.
+pub(super) struct Posted<'a> {
+    pub(super) waited: bool,
+    pub(super) sends: &'a [Send],
+    pub(super) recvs: &'a [Recv],
+}
+
+/// Walks a plan and keeps, for every buffer, what has happened to it.
+pub(super) struct RankProof<'a> {
+    pub(super) world: &'a World,
+    pub(super) plan: &'a Plan,
+    pub(super) step: Option<usize>,
+    pub(super) lives: Vec<Life>,
+    pub(super) exchanges: BTreeMap<u32, Posted<'a>>,
+    live_bytes: u64,
+    pub(super) peak_bytes: u64,
+}
+
+impl<'a> RankProof<'a> {
+    pub(super) fn new(world: &'a World, plan: &'a Plan) -> Self {
+        let lives = plan.buffers.iter().map(|_| Life::default()).collect();
+        Self { world, plan, step: None, lives, exchanges: BTreeMap::new(), live_bytes: 0, peak_bytes: 0 }
+    }
+
+    pub(super) fn free(&mut self, id: BufferId) -> Result<()> {
+        self.exists(id)?;
+        if self.plan.is_own(id) {
+            return self.fault(format!("{} is the caller's and cannot be freed", self.name(id)));
+        }
+        let life = &mut self.lives[id.0];
+        if let Some(exchange) = life.sending.first().or(life.arriving.as_ref()) {
+            let exchange = *exchange;
+            return self.fault(format!("{} is freed while exchange {exchange} uses it", self.name(id)));
+        }
+        if life.live {
+            self.live_bytes -= self.plan.buffer(id).bytes(&self.world.problem);
+        }
+        life.live = false;
+        life.freed = true;
+        Ok(())
+    }
+
+    pub(super) fn must_be_written(&self, slice: &Slice) -> Result<()> {
+        self.in_bounds(slice)?;
+        let life = &self.lives[slice.buffer.0];
+        if let Some(exchange) = life.arriving {
+            return self
+                .fault(format!("{} is read before exchange {exchange} is done", self.name(slice.buffer)));
+        }
+        // Written areas are disjoint, so the slice is written when their intersections with it fill it.
+        let size = |area: &Area| area.0.len() as u64 * u64::from(area.1.end.saturating_sub(area.1.start));
+        let wanted: Area = (slice.tokens.clone(), slice.heads.clone());
+        let there: u64 = life.written.iter().map(|area| size(&overlap(area, &wanted))).sum();
+        if there == size(&wanted) {
+            return Ok(());
+        }
+        self.fault(format!("{} is read before it is written", self.name(slice.buffer)))
+    }
+
+    pub(super) fn write(&mut self, slice: &Slice) -> Result<()> {
+        self.in_bounds(slice)?;
+        let id = slice.buffer;
+        if self.plan.is_own(id) && id != self.plan.output {
+            return self.fault(format!("{} is the caller's and cannot be written", self.name(id)));
+        }
+        if self.plan.buffer(id).content == Content::State {
+            return self.fault(format!("{} is a running state and cannot be copied to", self.name(id)));
+        }
+        let area: Area = (slice.tokens.clone(), slice.heads.clone());
+        if self.lives[id.0].written.iter().any(|other| {
+            let (tokens, heads) = overlap(other, &area);
+            !tokens.is_empty() && !heads.is_empty()
+        }) {
+            return self.fault(format!("{} is written twice", self.name(id)));
+        }
+        if !self.lives[id.0].live {
+            self.bring_to_life(id);
+        }
+        let written = &mut self.lives[id.0].written;
+        // Most buffers are written whole, by one message.
+        written.reserve_exact(usize::from(written.is_empty()));
+        written.push(area);
+        Ok(())
+    }
+
+    /// The global tokens of a slice; nearly always all of its buffer's.
+    pub(super) fn tokens(&self, slice: &Slice) -> Cow<'a, TokenRuns> {
+        let tokens = &self.plan.buffer(slice.buffer).tokens;
+        match slice.tokens == (0..tokens.len()) {
+            true => Cow::Borrowed(tokens),
+            false => Cow::Owned(tokens.slice(slice.tokens.clone())),
+        }
+    }
+
+    pub(super) fn same_meaning(&self, from: &Slice, into: &Slice) -> Result<()> {
+        self.in_bounds(from)?;
+        self.in_bounds(into)?;
+        let content = |slice: &Slice| self.plan.buffer(slice.buffer).content;
+        if content(from) == content(into)
+            && self.tokens(from) == self.tokens(into)
+            && self.plan.slice_heads(from) == self.plan.slice_heads(into)
+        {
+            return Ok(());
+        }
+        self.fault(format!(
+            "{} (tokens {}, heads {:?}) is copied to {} (tokens {}, heads {:?})",
+            self.name(from.buffer),
+            self.plan.slice_tokens(from),
+            self.plan.slice_heads(from),
+            self.name(into.buffer),
+            self.plan.slice_tokens(into),
+            self.plan.slice_heads(into),
+        ))
+    }
+
+    pub(super) fn same_meaning_but_content(
+        &self,
+        from: BufferId,
+        into: BufferId,
+        is: Content,
+        becomes: Content,
+    ) -> Result<()> {
+        self.exists(from)?;
+        self.exists(into)?;
+        let (a, b) = (self.plan.buffer(from), self.plan.buffer(into));
+        if a.content == is && b.content == becomes && a.tokens == b.tokens && a.heads == b.heads {
+            return Ok(());
+        }
+        self.fault(format!("{} does not fit {}", self.name(from), self.name(into)))
+    }
+
+    pub(super) fn in_bounds(&self, slice: &Slice) -> Result<()> {
+        self.exists(slice.buffer)?;
+        let buffer = self.plan.buffer(slice.buffer);
+        let fits = slice.tokens.start <= slice.tokens.end
+            && slice.tokens.end <= buffer.tokens.len()
+            && slice.heads.start <= slice.heads.end
+            && slice.heads.end <= buffer.head_count();
+        if !fits {
+            return self.fault(format!("a slice reaches outside of {}", self.name(slice.buffer)));
+        }
+        if *slice != self.plan.whole(slice.buffer) && buffer.content.shares_rows(&self.world.problem) {
+            return self
+                .fault(format!("a part of {} is used, whose tokens share scales", self.name(slice.buffer)));
+        }
+        Ok(())
+    }
+
+    pub(super) fn not_empty(&self, slice: &Slice) -> Result<()> {
+        self.in_bounds(slice)?;
+        if slice.tokens.is_empty() || slice.heads.is_empty() {
+            return self.fault(format!("a slice of {} is empty", self.name(slice.buffer)));
+        }
+        Ok(())
+    }
+
+    pub(super) fn exists(&self, id: BufferId) -> Result<()> {
+        match self.lives.get(id.0) {
+            None => self.fault(format!("there is no buffer {}", id.0)),
+            Some(life) if life.freed => self.fault(format!("{} is used after it was freed", self.name(id))),
+            Some(_) => Ok(()),
+        }
+    }
+
+    pub(super) fn peers(&self, peers: impl ExactSizeIterator<Item = u32> + Clone, verb: &str) -> Result<()> {
+        let wrong = |peer: &u32| *peer == self.plan.rank || *peer >= self.world.mesh.world();
+        let mut known = BTreeSet::new();
+        // A ring has one peer each way, which needs no list.
+        let twice = match peers.len() {
+            0 | 1 => None,
+            _ => peers.clone().find(|peer| !known.insert(*peer)),
+        };
+        match { peers }.find(wrong).or(twice) {
+            Some(peer) => {
+                self.fault(format!("an exchange {verb} rank {peer}, which is itself, unknown or named twice"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn bring_to_life(&mut self, id: BufferId) {
+        self.lives[id.0].live = true;
+        self.live_bytes += self.plan.buffer(id).bytes(&self.world.problem);
+        self.peak_bytes = self.peak_bytes.max(self.live_bytes);
+    }
+
+    pub(super) fn name(&self, id: BufferId) -> String {
+        format!("`{}`", self.plan.buffer(id).name)
+    }
+
+    pub(super) fn fault<T>(&self, fault: String) -> Result<T> {
+        Err(Error::plan(Rank(self.plan.rank), self.step, fault))
+    }
+}
+
+fn overlap(a: &Area, b: &Area) -> Area {
+    (a.0.start.max(b.0.start)..a.0.end.min(b.0.end), a.1.start.max(b.1.start)..a.1.end.min(b.1.end))
+}
