@@ -6,7 +6,9 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, RefusalReason, Tag, Taken, Transport, Vote};
+use kyklos_transport::{
+    Abort, AbortCause, Posted, Progress, Rank, RefusalReason, Tag, Taken, Transport, Vote,
+};
 
 use crate::backend::Backend;
 use crate::collective::HostStaged;
@@ -154,7 +156,7 @@ fn origin(plan_hash: [u8; 32], reached: &[StepProgress]) -> String {
     let ranks: Vec<String> = reached
         .iter()
         .map(|StepProgress { op, steps, arrived }| {
-            format!("StepProgress {{ op: {op}, steps: {steps}, arrived: {arrived:?} }}")
+            format!("Reached {{ op: {op}, steps: {steps}, arrived: {arrived:?} }}")
         })
         .collect();
     format!("finishes {plan_hash:?} from [{}]", ranks.join(", "))
@@ -213,8 +215,8 @@ mod tests {
             StepProgress { op: 3, steps: 7, arrived: vec![BufferId(1), BufferId(4)] },
             StepProgress { op: 3, ..StepProgress::default() },
         ];
-        let ranks = "[StepProgress { op: 3, steps: 7, arrived: [BufferId(1), BufferId(4)] }, \
-                     StepProgress { op: 3, steps: 0, arrived: [] }]";
+        let ranks = "[Reached { op: 3, steps: 7, arrived: [BufferId(1), BufferId(4)] }, \
+                     Reached { op: 3, steps: 0, arrived: [] }]";
         assert_eq!(origin([7; 32], &reached), format!("finishes {:?} from {ranks}", [7; 32]));
     }
 }

@@ -67,7 +67,9 @@ impl Call {
     /// Floating-point operations without a mask: 2 for each multiply and add of q·k and of p·v.
     pub(crate) fn flops(&self) -> f64 {
         let problem = &self.world.problem;
-        4.0 * f64::from(problem.q_len) * f64::from(problem.kv_len) * f64::from(problem.q_heads * problem.head_dim)
+        4.0 * f64::from(problem.q_len)
+            * f64::from(problem.kv_len)
+            * f64::from(problem.q_heads * problem.head_dim)
     }
 
     /// Runs it with one rank on each device.

@@ -50,7 +50,10 @@ fn demonstrate(out: &mut dyn Write) -> Result<()> {
     out.flush()?;
 
     let together = call.run(&devices)?;
-    writeln!(out, "rank  device                                   measured  tokens  computed    waited      sent")?;
+    writeln!(
+        out,
+        "rank  device                                   measured  tokens  computed    waited      sent"
+    )?;
     for (rank, device) in devices.iter().enumerate() {
         let report = &together.reports[rank];
         writeln!(
@@ -108,7 +111,9 @@ mod tests {
         let mut out = Vec::new();
         demonstrate(&mut out).unwrap();
         let text = String::from_utf8(out).unwrap();
-        for words in ["GFLOP/s", "   0  ", "   1  ", "rows agree with attention in f64", "x as fast", "at most"] {
+        for words in
+            ["GFLOP/s", "   0  ", "   1  ", "rows agree with attention in f64", "x as fast", "at most"]
+        {
             assert!(text.contains(words), "`{words}` is missing in:\n{text}");
         }
     }

@@ -121,7 +121,12 @@ pub fn check_repair(
 }
 
 /// Checks that rank `at` of the repair keeps only buffers that its interrupted plan left.
-fn kept_was_left(before: &World, (rank, reached): (Rank, &StepProgress), repair: &World, at: usize) -> Result<()> {
+fn kept_was_left(
+    before: &World,
+    (rank, reached): (Rank, &StepProgress),
+    repair: &World,
+    at: usize,
+) -> Result<()> {
     let left = left(before, rank, reached)?;
     let (old, plan) = (before.plan(rank), &repair.plans[at]);
     let fault = |fault: String| Err(Error::plan(Rank(plan.rank), None, fault));
