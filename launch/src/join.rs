@@ -131,7 +131,10 @@ impl Assignment {
 /// This process as the only rank; no network is involved.
 pub(crate) fn group_of_one() -> Result<Reformed> {
     let transport = in_process_group(1).pop().ok_or_else(|| {
-        Error::Transport(TransportError::Bootstrap { text: "a group of one rank has no rank".to_owned() })
+        Error::Transport(TransportError::Bootstrap {
+            text: "a group of one rank has no rank".to_owned(),
+            remedy: None,
+        })
     })?;
     Ok(Reformed { transport, members: vec![Rank(0)], epoch: 0 })
 }

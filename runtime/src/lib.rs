@@ -21,6 +21,7 @@
 //! - **Shapes** are `[batch, seq, heads, dim]`; scores, softmax and running state are f32 whatever the storage type.
 
 pub mod backend;
+mod bias;
 mod clock;
 pub mod collect;
 pub mod collective;
@@ -34,7 +35,6 @@ mod mask;
 mod mesh;
 mod meter;
 mod named;
-mod pairs;
 mod placement;
 pub mod plan;
 mod problem;
@@ -47,6 +47,7 @@ mod strategy_list;
 mod tokens;
 mod wire;
 
+pub use bias::{BiasKind, BiasTensor};
 pub use clock::{Clock, SystemClock};
 pub use dtype::Dtype;
 pub use error::{Error, Remedy};
@@ -55,7 +56,6 @@ pub use lower::{BlockWork, MaskClass, TileRun, TileShape};
 pub use mask::{Mask, MaskSlice, SlicePart};
 pub use mesh::{MAX_WORLD, Mesh};
 pub use meter::{Meter, RankReport, Span, Timeline};
-pub use pairs::{PairKind, PairTensor};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, TILE_KEYS};
 pub use resumable::{Recovery, ResumableRank, Survivors};

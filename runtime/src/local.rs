@@ -26,8 +26,8 @@ pub struct Tensors {
     pub k: Bytes,
     /// Like `k`.
     pub v: Bytes,
-    /// The problem's pair tensor, `[its batch, q_len, its heads, row]`; the layout of a row is in [`PairTensor`](crate::PairTensor) says.
-    pub pairs: Option<Bytes>,
+    /// The problem's pair tensor, `[its batch, q_len, its heads, row]`; the layout of a row is in [`BiasTensor`](crate::BiasTensor) says.
+    pub bias: Option<Bytes>,
 }
 
 /// Proves the plans of `world` and runs all its ranks, each on a thread of its own with one of `transports`. `run` runs a
@@ -116,7 +116,7 @@ fn tasks<'a>(
     let hash = plan_hash(world, &identities);
     let mut tasks = Vec::with_capacity(transports.len());
     for (transport, check) in transports.into_iter().zip(&checks) {
-        let Tensors { q, k, v, pairs } = shard(world, transport.rank(), tensors)?;
+        let Tensors { q, k, v, bias: pairs } = shard(world, transport.rank(), tensors)?;
         tasks.push(RankTask {
             world,
             transport,
@@ -125,7 +125,7 @@ fn tasks<'a>(
             q,
             k,
             v,
-            pairs,
+            bias: pairs,
             repeat,
             deadline,
             options: options.clone(),
@@ -141,26 +141,26 @@ fn tasks<'a>(
 pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
     let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
     let (q, kv) = layouts(world);
-    if world.problem.pairs.is_some() != tensors.pairs.is_some() {
-        let (has, given) = if world.problem.pairs.is_some() { ("has a", "none") } else { ("has no", "one") };
+    if world.problem.bias.is_some() != tensors.bias.is_some() {
+        let (has, given) = if world.problem.bias.is_some() { ("has a", "none") } else { ("has no", "one") };
         return Err(Error::request(
-            format!("the problem {has} pair tensor, Tensors::pairs gives {given}"),
-            "use AttentionProblem::with_pairs together with Tensors::pairs, or neither",
+            format!("the problem {has} pair tensor, Tensors::bias gives {given}"),
+            "use AttentionProblem::with_bias together with Tensors::bias, or neither",
         ));
     }
-    let pairs = pair_layout(world).zip(tensors.pairs.as_ref());
+    let pairs = bias_layout(world).zip(tensors.bias.as_ref());
     Ok(Tensors {
         q: q.gather(&tensors.q, q_tokens)?,
         k: kv.gather(&tensors.k, kv_tokens)?,
         v: kv.gather(&tensors.v, kv_tokens)?,
-        pairs: pairs.map(|(layout, pairs)| layout.gather(pairs, q_tokens)).transpose()?,
+        bias: pairs.map(|(layout, pairs)| layout.gather(pairs, q_tokens)).transpose()?,
     })
 }
 
 /// Layout in host memory of the whole pair tensor, if the problem has one.
-pub fn pair_layout(world: &World) -> Option<HostLayout> {
+pub fn bias_layout(world: &World) -> Option<HostLayout> {
     let problem = &world.problem;
-    problem.pairs.map(|pairs| HostLayout {
+    problem.bias.map(|pairs| HostLayout {
         batch: pairs.batch as usize,
         tokens: problem.q_len as usize,
         token_bytes: pairs.heads as usize * pairs.row_bytes(problem.dtype, problem.kv_len),

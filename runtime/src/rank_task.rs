@@ -31,7 +31,7 @@ pub struct RankTask<'a> {
     /// The values of the same tokens, like `k`.
     pub v: Bytes,
     /// The rank's own rows of the problem's pair tensor, `[its batch, tokens, its heads, row]`.
-    pub pairs: Option<Bytes>,
+    pub bias: Option<Bytes>,
     /// How often to run; operations are numbered from 0.
     pub repeat: u64,
     /// How long a message or an agreement may take before it is an error.

@@ -79,7 +79,7 @@ impl<'a, B: Backend> ResumableRank<'a, B> {
         );
         let executor = if keep { executor.resumable() } else { executor };
         let [q, k, v] = [&mut task.q, &mut task.k, &mut task.v].map(std::mem::take);
-        let inputs = match executor.load(q, k, v, task.pairs.take()) {
+        let inputs = match executor.load(q, k, v, task.bias.take()) {
             Ok(inputs) => self.inputs.insert(inputs),
             Err(error) => {
                 // The other ranks are about to agree: this rank's vote tells them why it cannot run.

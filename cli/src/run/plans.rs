@@ -56,7 +56,7 @@ impl Plans {
     pub(crate) fn task(
         &self,
         transport: Arc<dyn Transport>,
-        Tensors { q, k, v, pairs }: Tensors,
+        Tensors { q, k, v, bias: pairs }: Tensors,
         Runs { repeat, deadline, options }: &Runs,
     ) -> RankTask<'_> {
         RankTask {
@@ -67,7 +67,7 @@ impl Plans {
             q,
             k,
             v,
-            pairs,
+            bias: pairs,
             repeat: *repeat,
             deadline: *deadline,
             options: options.clone(),

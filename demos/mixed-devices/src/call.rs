@@ -133,7 +133,7 @@ fn tensors(problem: &AttentionProblem) -> Tensors {
         q: made_up(TensorId::Q, problem.q_heads),
         k: made_up(TensorId::K, problem.kv_heads),
         v: made_up(TensorId::V, problem.kv_heads),
-        pairs: None,
+        bias: None,
     }
 }
 

@@ -31,7 +31,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use bytes::Bytes;
 use kyklos_transport::Pulse;
 
-use crate::{AttentionProblem, BlockWork, Dtype, Error, PairKind, Result, TileShape};
+use crate::{AttentionProblem, BiasKind, BlockWork, Dtype, Error, Result, TileShape};
 
 #[cfg(feature = "cpu")]
 pub mod cpu;
@@ -328,15 +328,15 @@ pub struct Attend<'a, Buffer> {
     pub state: StateMut<'a, Buffer>,
 }
 
-/// Rows of a [`PairTensor`](crate::PairTensor): `[batch, q rows, q heads, key positions]`. Columns are global key
+/// Rows of a [`BiasTensor`](crate::BiasTensor): `[batch, q rows, q heads, key positions]`. Columns are global key
 /// positions, not indices into a block of keys.
 #[derive(Clone, Copy, Debug)]
 pub struct Pairs<'a, Buffer> {
     /// Whether it hides keys or is added to logits.
-    pub kind: PairKind,
+    pub kind: BiasKind,
     /// The buffer that holds it.
     pub buffer: &'a Buffer,
-    /// Offset and strides, in 32-bit words of [`PairKind::Visible`], in elements of [`PairKind::Bias`]. A stride of 0
+    /// Offset and strides, in 32-bit words of [`BiasKind::Mask`], in elements of [`BiasKind::Additive`]. A stride of 0
     /// means that all batch entries, or all heads, share the same rows.
     pub layout: Layout,
 }

@@ -159,7 +159,7 @@ impl OnBackend for RunRank<'_> {
             .request
             .source
             .all(&world.problem, q_tokens, kv_tokens)
-            .and_then(|Tensors { q, k, v, pairs }| Ok(executor.load(q, k, v, pairs)?));
+            .and_then(|Tensors { q, k, v, bias: pairs }| Ok(executor.load(q, k, v, pairs)?));
         match loaded {
             Ok(mut inputs) => Ok(pollster::block_on(executor.run(op, &mut inputs))?),
             Err(failure) => {

@@ -9,7 +9,7 @@ use super::numbers::narrow;
 use super::region::Strided;
 use super::texture;
 use crate::backend::{Attend, Layout, Operand};
-use crate::{Error, PairKind, Result};
+use crate::{BiasKind, Error, Result};
 
 /// Byte layouts of a call's tensors.
 #[derive(Clone, Copy, Debug)]
@@ -40,8 +40,8 @@ impl Operands {
                 // Columns up to the largest key position of the block.
                 let keys = args.work.kv_positions.iter().max().map_or(0, |last| *last as usize + 1);
                 let (element_bytes, elements) = match pairs.kind {
-                    PairKind::Visible => (4, keys.div_ceil(32)),
-                    PairKind::Bias => (args.dtype.bytes(), keys),
+                    BiasKind::Mask => (4, keys.div_ceil(32)),
+                    BiasKind::Additive => (args.dtype.bytes(), keys),
                 };
                 let extents = [shape.batch, shape.rows, shape.heads, elements];
                 Strided::new(pairs.layout, element_bytes, extents)
@@ -80,8 +80,8 @@ impl<'a> PairRows<'a> {
     ) -> Result<Option<Self>> {
         let Some((pairs, tensor)) = args.pairs.as_ref().zip(operands.pairs) else { return Ok(None) };
         let element_bytes = match pairs.kind {
-            PairKind::Visible => 4,
-            PairKind::Bias => args.dtype.bytes(),
+            BiasKind::Mask => 4,
+            BiasKind::Additive => args.dtype.bytes(),
         };
         let window = gpu.window("pairs", pairs.buffer, tensor.bytes(batch, rows))?;
         Ok(Some(Self { window, layout: pairs.layout, element_bytes }))
@@ -107,11 +107,11 @@ pub(super) fn pair_kind(args: &Attend<'_, WgpuBuffer>) -> kyklos_shaders::Pairs 
 }
 
 /// What kernels call a kind of pair tensor.
-pub(super) fn pairs_of(kind: Option<PairKind>) -> kyklos_shaders::Pairs {
+pub(super) fn pairs_of(kind: Option<BiasKind>) -> kyklos_shaders::Pairs {
     match kind {
         None => kyklos_shaders::Pairs::None,
-        Some(PairKind::Visible) => kyklos_shaders::Pairs::Visible,
-        Some(PairKind::Bias) => kyklos_shaders::Pairs::Bias,
+        Some(BiasKind::Mask) => kyklos_shaders::Pairs::Visible,
+        Some(BiasKind::Additive) => kyklos_shaders::Pairs::Bias,
     }
 }
 
