@@ -1,8 +1,8 @@
-//! Compiles the kernels where there is an nvcc: in `NVCC`, in `CUDA_HOME`, or on the PATH. Where there is none the crate
-//! builds all the same, and its kernels are compiled at run time.
+//! Compiles the kernels if there is an nvcc: in `NVCC`, in `CUDA_HOME/bin`, or on the PATH. Without nvcc the crate builds too,
+//! and NVRTC compiles its kernels at run time.
 //!
-//! Writes `images.rs`: names of architectures, and what runs on them, deflated. What was compiled stays in `OUT_DIR` as it
-//! came, and beside it in `.log` what the compilers said, registers included: `scripts/check-cuda.sh` reads both.
+//! Writes `images.rs`: names of architectures with their images, deflated. `OUT_DIR` keeps the images, and in `.log` files the
+//! output of the compilers with the register counts: `scripts/check-cuda.sh` reads both.
 
 use std::env;
 use std::fmt::Write as _;
@@ -11,10 +11,11 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Virtual architectures, and the real ones for which their PTX becomes cubins.
+/// Each line: a virtual architecture, and the real ones for which its PTX is assembled to cubins.
 const ARCHITECTURES: &str = include_str!("architectures.txt");
 
-/// The PTX that goes into the program, for whatever is newer. What ends with an a runs on nothing newer.
+/// The virtual architecture whose PTX is embedded for newer devices. Code for an architecture that ends with `a` does not run on
+/// newer devices.
 const NEWER: &str = "compute_80";
 
 fn main() {
@@ -26,17 +27,17 @@ fn main() {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
     let mut list = String::from("pub(crate) static IMAGES: &[(&str, &[u8])] = &[\n");
     if let Some(nvcc) = nvcc() {
-        let (made_of, stamp) = (made_of(&nvcc), out.join("made_of"));
+        let (fingerprint, stamp) = (fingerprint(&nvcc), out.join("fingerprint"));
         let architectures = architectures();
         let images = || architectures.iter().flat_map(|(_, real)| real).chain([&NEWER]);
-        if fs::read_to_string(&stamp).ok().as_ref() != Some(&made_of) {
+        if fs::read_to_string(&stamp).ok().as_ref() != Some(&fingerprint) {
             std::thread::scope(|scope| {
                 for (virtual_one, real) in &architectures {
                     scope.spawn(|| compile(&nvcc, virtual_one, real, &out));
                 }
             });
             images().for_each(|name| pack(name, &out));
-            fs::write(stamp, made_of).expect("OUT_DIR can be written");
+            fs::write(stamp, fingerprint).expect("OUT_DIR can be written");
         }
         for name in images() {
             let _ = writeln!(
@@ -49,14 +50,14 @@ fn main() {
     fs::write(out.join("images.rs"), list).expect("OUT_DIR can be written");
 }
 
-/// The compiler's front end takes most of the time, and runs once for each virtual architecture.
+/// (virtual architecture, real architectures). The compiler's front end takes most of the time and runs once for each virtual one.
 fn architectures() -> Vec<(&'static str, Vec<&'static str>)> {
     let lines = ARCHITECTURES.lines().filter(|line| !line.starts_with('#'));
     let words = lines.map(str::split_whitespace);
     words.map(|mut words| (words.next().expect("no empty line"), words.collect())).collect()
 }
 
-/// The compiler, unless there is none. One that is named and does not run is a mistake, and ends the build.
+/// The compiler, if there is one. If `NVCC` or `CUDA_HOME` names one that does not run, the build fails.
 fn nvcc() -> Option<PathBuf> {
     let runs =
         |path: &Path| Command::new(path).arg("--version").output().is_ok_and(|out| out.status.success());
@@ -68,9 +69,9 @@ fn nvcc() -> Option<PathBuf> {
     Some(PathBuf::from("nvcc")).filter(|path| runs(path))
 }
 
-/// Changes with all that the images are made of. Builds with and without nvcc take turns in one `OUT_DIR`, and what is
-/// there and still right is not compiled again.
-fn made_of(nvcc: &Path) -> String {
+/// A hash of everything that the images depend on. Builds with and without nvcc may alternate in one `OUT_DIR`; images with the
+/// same hash are not compiled again.
+fn fingerprint(nvcc: &Path) -> String {
     let version = Command::new(nvcc).arg("--version").output().expect("it ran a moment ago").stdout;
     let mut hash = DefaultHasher::new();
     (nvcc, version, include_str!("build.rs"), ARCHITECTURES).hash(&mut hash);
@@ -91,7 +92,7 @@ fn kernels() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")
 }
 
-/// PTX of all kernels, and a cubin of it for each of `real`.
+/// Compiles all kernels to PTX, and assembles a cubin from it for each of `real`.
 fn compile(nvcc: &Path, virtual_one: &str, real: &[&str], out: &Path) {
     let kernels = kernels();
     let ptx = out.join(virtual_one).with_extension("ptx");
@@ -106,7 +107,7 @@ fn compile(nvcc: &Path, virtual_one: &str, real: &[&str], out: &Path) {
     }
 }
 
-/// Runs a compiler and leaves what it said in `log`.log.
+/// Runs a compiler and writes its output to `log`.log.
 fn run(command: &mut Command, log: &Path) {
     let output = command.output().expect("it ran a moment ago");
     let said = [output.stdout, output.stderr].concat();
@@ -118,7 +119,7 @@ fn pack(name: &str, out: &Path) {
     let kind = if name == NEWER { "ptx" } else { "cubin" };
     let mut bytes = fs::read(out.join(name).with_extension(kind)).expect("nvcc wrote it");
     if name == NEWER {
-        // The driver takes PTX as a text that ends with a zero byte.
+        // The driver expects a zero byte at the end of PTX.
         bytes.push(0);
     }
     let packed = miniz_oxide::deflate::compress_to_vec_zlib(&bytes, 9);

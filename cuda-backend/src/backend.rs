@@ -44,18 +44,18 @@ impl CudaBackend {
         let version = supported_driver_version().map_err(refusal)?;
         let name: Arc<str> = format!("cuda:{ordinal}").into();
         let status = Arc::new(DeviceStatus::new(name));
-        let error = |operation| {
+        let failed = |operation| {
             let status = &status;
             move |error| status.error(operation, &error)
         };
-        let found = driver::device_count().map_err(error("count the devices"))?;
+        let found = driver::device_count().map_err(failed("count the devices"))?;
         if ordinal >= found {
             return Err(Error::request(
                 format!("device cuda:{ordinal} does not exist, this machine has {found}"),
                 format!("use a number below {found}"),
             ));
         }
-        let properties = driver::properties(ordinal).map_err(error("describe the device"))?;
+        let properties = driver::properties(ordinal).map_err(failed("describe the device"))?;
         let device = describe(&properties, version);
         if let Some(why) = device.refused {
             return Err(refusal(why));
@@ -63,7 +63,7 @@ impl CudaBackend {
         let image = images::image(properties.capability, options.cache.as_deref()).map_err(|why| {
             Error::request(format!("no kernels for {}: {}", properties.name, why.0), "or use wgpu")
         })?;
-        let context = Context::retain(ordinal).map_err(error("open the device"))?;
+        let context = Context::retain(ordinal).map_err(failed("open the device"))?;
         let products = if image.wgmma { "wgmma and mma.sync" } else { "mma.sync" };
         let info = DeviceInfo { kernel: format!("{products}, {}", image.origin), ..device.info };
         let device = OpenDevice::new(&context, status.clone(), &image, &properties, options)?;

@@ -81,8 +81,8 @@ API cuGetErrorString(int code, const char **text) {
 // --- contexts ---------------------------------------------------------------------------------------------------------
 
 API cuDevicePrimaryCtxRetain(void **context, int ordinal) {
-    Held held(world().lock);
-    Device &device = world().devices[ordinal];
+    Held held(state().lock);
+    Device &device = state().devices[ordinal];
     device.ordinal = ordinal;
     device.retained++;
     *context = &device;
@@ -90,8 +90,8 @@ API cuDevicePrimaryCtxRetain(void **context, int ordinal) {
 }
 
 API cuDevicePrimaryCtxRelease_v2(int ordinal) {
-    Held held(world().lock);
-    if (--world().devices[ordinal].retained < 0) die("a context was released once more than it was retained");
+    Held held(state().lock);
+    if (--state().devices[ordinal].retained < 0) die("a context was released once more than it was retained");
     return SUCCESS;
 }
 
@@ -123,20 +123,20 @@ API cuMemAlloc_v2(u64 *address, size_t bytes) {
     mprotect(static_cast<char *>(all) + PAGE, pages, PROT_READ | PROT_WRITE);
     *address = u64(all) + PAGE + (pages - bytes) / 256 * 256;
     std::memset(reinterpret_cast<void *>(*address), 0xff, bytes);
-    world().memory[*address] = {bytes, current};
-    world().freed.erase(*address);
+    state().memory[*address] = {bytes, current};
+    state().freed.erase(*address);
     current->used += bytes;
     return SUCCESS;
 }
 
 API cuMemFree_v2(u64 address) {
     ENTER();
-    auto at = world().memory.find(address);
-    if (at == world().memory.end()) die("memory at %llx was freed, but is none", address);
+    auto at = state().memory.find(address);
+    if (at == state().memory.end()) die("memory at %llx was freed, but is none", address);
     drain(held, *current);
     const u64 bytes = at->second.first, first = address / PAGE * PAGE;
     at->second.second->used -= bytes;
-    world().memory.erase(at);
+    state().memory.erase(at);
     // The addresses stay reserved without access, so that every later access is a fault.
     const u64 length = (address + bytes - first + PAGE - 1) / PAGE * PAGE;
     madvise(reinterpret_cast<void *>(first), length, MADV_DONTNEED);
@@ -151,16 +151,16 @@ API cuMemHostAlloc(void **memory, size_t bytes, unsigned) {
     *memory = aligned_alloc(PAGE, (bytes + PAGE - 1) / PAGE * PAGE);
     if (!*memory) return OUT_OF_MEMORY;
     std::memset(*memory, 0xff, bytes);
-    world().pinned[u64(*memory)] = bytes;
+    state().pinned[u64(*memory)] = bytes;
     return SUCCESS;
 }
 
 API cuMemFreeHost(void *memory) {
     ENTER();
-    auto at = world().pinned.find(u64(memory));
-    if (at == world().pinned.end()) die("pinned memory at %p was freed, but is none", memory);
+    auto at = state().pinned.find(u64(memory));
+    if (at == state().pinned.end()) die("pinned memory at %p was freed, but is none", memory);
     std::memset(memory, 0xff, at->second);
-    world().pinned.erase(at);
+    state().pinned.erase(at);
     free(memory);
     return SUCCESS;
 }
@@ -173,34 +173,34 @@ template <typename Map, typename Bytes> static bool inside(const Map &map, u64 a
 }
 
 static bool on_device(u64 address, u64 bytes) {
-    return inside(world().memory, address, bytes, [](const std::pair<u64, Device *> &entry) { return entry.first; });
+    return inside(state().memory, address, bytes, [](const std::pair<u64, Device *> &entry) { return entry.first; });
 }
 
 static bool is_pinned(u64 address, u64 bytes) {
-    return inside(world().pinned, address, bytes, [](u64 pinned) { return pinned; });
+    return inside(state().pinned, address, bytes, [](u64 pinned) { return pinned; });
 }
 
 // A copy in stream order, which reads and writes when its turn comes.
 static void copy(Stream &stream, u64 into, u64 from, u64 bytes, u64 device_side, u64 host_side) {
     submit(stream, [=] {
-        Held held(world().lock);
+        Held held(state().lock);
         if (!on_device(device_side, bytes)) die("a copy meets device memory that was freed");
         if (!is_pinned(host_side, bytes)) die("a copy meets pinned memory that was freed");
-        world().copied += bytes;
+        state().copied += bytes;
         std::memcpy(reinterpret_cast<void *>(into), reinterpret_cast<void *>(from), bytes);
     });
 }
 
 API cuMemcpyHtoDAsync_v2(u64 into, const void *from, size_t bytes, Stream *stream) {
     ENTER();
-    alive(world().streams, stream, "stream");
+    alive(state().streams, stream, "stream");
     if (!on_device(into, bytes)) return INVALID_VALUE;
     if (is_pinned(u64(from), bytes)) {
         copy(*stream, into, u64(from), bytes, into, u64(from));
         return SUCCESS;
     }
     // Pageable: the driver reads it before it returns, after earlier operations of the stream.
-    world().pageable++;
+    state().pageable++;
     drain(held, *current);
     std::memcpy(reinterpret_cast<void *>(into), from, bytes);
     return current->sticky;
@@ -208,7 +208,7 @@ API cuMemcpyHtoDAsync_v2(u64 into, const void *from, size_t bytes, Stream *strea
 
 API cuMemcpyDtoHAsync_v2(void *into, u64 from, size_t bytes, Stream *stream) {
     ENTER();
-    alive(world().streams, stream, "stream");
+    alive(state().streams, stream, "stream");
     if (!on_device(from, bytes)) return INVALID_VALUE;
     if (is_pinned(u64(into), bytes)) {
         // The destination is undefined until the copy is done.
@@ -216,7 +216,7 @@ API cuMemcpyDtoHAsync_v2(void *into, u64 from, size_t bytes, Stream *stream) {
         copy(*stream, u64(into), from, bytes, from, u64(into));
         return SUCCESS;
     }
-    world().pageable++;
+    state().pageable++;
     drain(held, *current);
     std::memcpy(into, reinterpret_cast<void *>(from), bytes);
     return current->sticky;
@@ -232,30 +232,30 @@ API cuStreamCreateWithPriority(Stream **stream, unsigned, int) {
     (*stream)->number = count++;
     (*stream)->random = config().seed * 1000 + (*stream)->number;
     current->streams.insert(*stream);
-    world().streams.insert(*stream);
+    state().streams.insert(*stream);
     start(*stream);
     return SUCCESS;
 }
 
 API cuStreamDestroy_v2(Stream *stream) {
-    Held held(world().lock);
-    alive(world().streams, stream, "stream");
-    world().streams.erase(stream);
+    Held held(state().lock);
+    alive(state().streams, stream, "stream");
+    state().streams.erase(stream);
     stream->closed = true;
-    world().changed.notify_all();
+    state().changed.notify_all();
     return SUCCESS;
 }
 
 API cuStreamWaitEvent(Stream *stream, Event *event, unsigned) {
     ENTER();
-    alive(world().streams, stream, "stream");
-    alive(world().events, event, "event");
-    world().waits++;
-    const std::shared_ptr<Ticket> ticket = event->ticket;
-    if (config().ignore_waits >> stream->number % 3 & 1 || !ticket) return SUCCESS;
+    alive(state().streams, stream, "stream");
+    alive(state().events, event, "event");
+    state().waits++;
+    const std::shared_ptr<EventRecord> record = event->record;
+    if (config().ignore_waits >> stream->number % 3 & 1 || !record) return SUCCESS;
     submit(*stream, [=] {
-        Held held(world().lock);
-        world().changed.wait(held, [&] { return ticket->done || ticket->device->sticky; });
+        Held held(state().lock);
+        state().changed.wait(held, [&] { return record->done || record->device->sticky; });
     });
     return SUCCESS;
 }
@@ -263,35 +263,35 @@ API cuStreamWaitEvent(Stream *stream, Event *event, unsigned) {
 API cuEventCreate(Event **event, unsigned) {
     ENTER();
     *event = new Event;
-    world().events.insert(*event);
+    state().events.insert(*event);
     return SUCCESS;
 }
 
 API cuEventRecord(Event *event, Stream *stream) {
     ENTER();
-    alive(world().streams, stream, "stream");
-    alive(world().events, event, "event");
-    const std::shared_ptr<Ticket> ticket = std::make_shared<Ticket>();
-    ticket->device = current;
-    event->ticket = ticket;
+    alive(state().streams, stream, "stream");
+    alive(state().events, event, "event");
+    const std::shared_ptr<EventRecord> record = std::make_shared<EventRecord>();
+    record->device = current;
+    event->record = record;
     submit(*stream, [=] {
-        Held held(world().lock);
-        ticket->done = true;
-        world().changed.notify_all();
+        Held held(state().lock);
+        record->done = true;
+        state().changed.notify_all();
     });
     return SUCCESS;
 }
 
 API cuEventQuery(Event *event) {
     ENTER();
-    alive(world().events, event, "event");
-    return !event->ticket || event->ticket->done ? SUCCESS : NOT_READY;
+    alive(state().events, event, "event");
+    return !event->record || event->record->done ? SUCCESS : NOT_READY;
 }
 
 API cuEventDestroy_v2(Event *event) {
-    Held held(world().lock);
-    alive(world().events, event, "event");
-    world().events.erase(event);
+    Held held(state().lock);
+    alive(state().events, event, "event");
+    state().events.erase(event);
     delete event;
     return SUCCESS;
 }

@@ -59,13 +59,13 @@ const Config &config();
 struct Device;
 
 // One cuEventRecord of an event.
-struct Ticket {
+struct EventRecord {
     bool done = false;
     Device *device = nullptr;
 };
 
 struct Event {
-    std::shared_ptr<Ticket> ticket;
+    std::shared_ptr<EventRecord> record;
 };
 
 struct Stream {
@@ -114,7 +114,7 @@ struct Device {
 };
 
 // All objects of the driver, under one lock.
-struct World {
+struct State {
     std::mutex lock;
     std::condition_variable changed;
     std::map<int, Device> devices;
@@ -130,7 +130,7 @@ struct World {
     std::map<std::string, u64> launched;  // of each kernel
     u64 launches = 0, waits = 0, pageable = 0, copied = 0, graphs_made = 0, graph_launches = 0, graph_kernels = 0;
 };
-World &world();
+State &state();
 
 // Registers a check at exit for objects that were not freed.
 void judge_at_exit();
@@ -155,7 +155,7 @@ template <typename T> void alive(const std::set<T *> &all, T *one, const char *w
 
 // Locks, and returns an error without a current context or with a destroyed one.
 #define ENTER()                                \
-    Held held(world().lock);                   \
+    Held held(state().lock);                   \
     if (!current) return INVALID_CONTEXT;      \
     if (current->sticky) return current->sticky;
 

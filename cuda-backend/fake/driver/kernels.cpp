@@ -11,29 +11,29 @@ API cuModuleLoadDataEx(Module **module, const void *image, unsigned, int *, void
     ENTER();
     if (std::memcmp(image, "\x7f" "ELF", 4) && !std::strstr(static_cast<const char *>(image), ".version")) return INVALID_IMAGE;
     *module = new Module{current};
-    world().modules.insert(*module);
+    state().modules.insert(*module);
     return SUCCESS;
 }
 
 API cuModuleUnload(Module *module) {
     ENTER();
-    alive(world().modules, module, "module");
+    alive(state().modules, module, "module");
     drain(held, *current);
-    world().modules.erase(module);
+    state().modules.erase(module);
     delete module;
     return SUCCESS;
 }
 
 API cuModuleGetFunction(Function **function, Module *module, const char *name) {
     ENTER();
-    alive(world().modules, module, "module");
+    alive(state().modules, module, "module");
     const machine::Kernel *kernel = machine::Kernel::find(name);
     if (!kernel) return NOT_FOUND;
     std::unique_ptr<Function> made(new Function);
     made->kernel = kernel;
     made->device = current;
     *function = made.get();
-    world().functions[*function] = std::move(made);
+    state().functions[*function] = std::move(made);
     return SUCCESS;
 }
 
@@ -80,7 +80,7 @@ static void check_maps(const HopperArguments &args) {
 
 // Checks a launch and copies its arguments. Returns the error that the host gets at once.
 static int take(Launch *into, Function *function, const u32 (&grid)[3], const u32 (&threads)[3], u32 shared, void **arguments) {
-    if (!world().functions.count(function)) die("a launch of a function that does not exist");
+    if (!state().functions.count(function)) die("a launch of a function that does not exist");
     const machine::Kernel &kernel = *static_cast<const machine::Kernel *>(function->kernel);
     if (threads[0] != kernel.threads || threads[1] != 1 || threads[2] != 1)
         die("%s has %u threads and was launched with %u, %u, %u", kernel.name, kernel.threads, threads[0], threads[1], threads[2]);
@@ -118,8 +118,8 @@ static int submit_all(Stream &stream, const std::vector<Launch> &launches) {
     const bool here = device->ordinal == 0;
     device->launches += launches.size();
     const auto among = [&](u64 nth) { return here && nth > before && nth <= device->launches; };
-    world().launches += launches.size();
-    for (const Launch &launch : launches) world().launched[static_cast<const machine::Kernel *>(launch.kernel)->name]++;
+    state().launches += launches.size();
+    for (const Launch &launch : launches) state().launched[static_cast<const machine::Kernel *>(launch.kernel)->name]++;
     if (among(config().refuse_at)) return LAUNCH_OUT_OF_RESOURCES;
     u64 nth = before;
     for (const Launch &launch : launches) {
@@ -127,10 +127,10 @@ static int submit_all(Stream &stream, const std::vector<Launch> &launches) {
         const bool breaks = here && nth == config().sticky_at, hangs = here && nth == config().hang_at;
         submit(stream, [=] {
             if (!breaks && !hangs) return run(launch, nth);
-            Held held(world().lock);
+            Held held(state().lock);
             if (breaks) device->sticky = int(config().sticky);
-            world().changed.notify_all();
-            if (hangs) world().changed.wait(held, [] { return false; });
+            state().changed.notify_all();
+            if (hangs) state().changed.wait(held, [] { return false; });
         });
     }
     return SUCCESS;
@@ -139,7 +139,7 @@ static int submit_all(Stream &stream, const std::vector<Launch> &launches) {
 API cuLaunchKernel(Function *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
                    unsigned threads_z, unsigned shared, Stream *stream, void **arguments, void **) {
     ENTER();
-    alive(world().streams, stream, "stream");
+    alive(state().streams, stream, "stream");
     Launch launch;
     const int wrong = take(&launch, function, {x, y, z}, {threads, threads_y, threads_z}, shared, arguments);
     return wrong ? wrong : submit_all(*stream, {launch});
@@ -161,7 +161,7 @@ API cuGraphCreate(Graph **graph, unsigned flags) {
     if (flags) return INVALID_VALUE;
     if (const int code = planned(count, config().graph_create_at)) return code;
     *graph = new Graph;
-    world().graphs.insert(*graph);
+    state().graphs.insert(*graph);
     return SUCCESS;
 }
 
@@ -176,7 +176,7 @@ struct NodeParameters {
 // The handle of a node is its number, from 1 on.
 API cuGraphAddKernelNode_v2(u64 *node, Graph *graph, const u64 *after, size_t count, const NodeParameters *parameters) {
     ENTER();
-    alive(world().graphs, graph, "graph");
+    alive(state().graphs, graph, "graph");
     if (parameters->extra || parameters->kernel || parameters->context) return INVALID_VALUE;
     GraphNode made;
     const int wrong = take(&made.launch, parameters->function, parameters->grid, parameters->threads, parameters->shared,
@@ -193,8 +193,8 @@ API cuGraphAddKernelNode_v2(u64 *node, Graph *graph, const u64 *after, size_t co
 
 API cuGraphDestroy(Graph *graph) {
     ENTER();
-    alive(world().graphs, graph, "graph");
-    world().graphs.erase(graph);
+    alive(state().graphs, graph, "graph");
+    state().graphs.erase(graph);
     delete graph;
     return SUCCESS;
 }
@@ -223,32 +223,32 @@ static std::vector<Launch> ordered(const Graph &graph) {
 API cuGraphInstantiateWithFlags(GraphExec **exec, Graph *graph, u64 flags) {
     ENTER();
     static u64 count;
-    alive(world().graphs, graph, "graph");
+    alive(state().graphs, graph, "graph");
     if (flags) return INVALID_VALUE;
     if (const int code = planned(count, config().graph_instantiate_at)) return code;
     *exec = new GraphExec{current, ordered(*graph)};
-    world().graph_execs.insert(*exec);
-    world().graphs_made++;
+    state().graph_execs.insert(*exec);
+    state().graphs_made++;
     return SUCCESS;
 }
 
 API cuGraphLaunch(GraphExec *exec, Stream *stream) {
     ENTER();
     static u64 count;
-    alive(world().graph_execs, exec, "executable graph");
-    alive(world().streams, stream, "stream");
+    alive(state().graph_execs, exec, "executable graph");
+    alive(state().streams, stream, "stream");
     if (exec->device != stream->device) die("a graph was launched on a stream of another device");
     if (const int code = planned(count, config().graph_launch_at)) return code;
-    world().graph_launches++;
-    world().graph_kernels += exec->launches.size();
+    state().graph_launches++;
+    state().graph_kernels += exec->launches.size();
     return submit_all(*stream, exec->launches);
 }
 
 // Launches that are queued or running are not affected.
 API cuGraphExecDestroy(GraphExec *exec) {
     ENTER();
-    alive(world().graph_execs, exec, "executable graph");
-    world().graph_execs.erase(exec);
+    alive(state().graph_execs, exec, "executable graph");
+    state().graph_execs.erase(exec);
     delete exec;
     return SUCCESS;
 }

@@ -121,21 +121,21 @@ impl MemoryPool {
             asked_bytes: bytes as u64,
             allowed_bytes,
         };
-        let error = |error: DriverError| self.status.error(&format!("allocate {label}"), &error);
+        let failed = |error: DriverError| self.status.error(&format!("allocate {label}"), &error);
         let mut state = self.lock();
         let left = self.max_bytes - state.used_bytes;
         let size = size_class(bytes).filter(|size| *size as u64 <= left);
-        let kept = size.map(|size| take_idle(&mut state, size)).transpose().map_err(error)?.flatten();
+        let kept = size.map(|size| take_idle(&mut state, size)).transpose().map_err(failed)?.flatten();
         let allocation = match kept {
             Some(allocation) => allocation,
             None => {
-                let free = self.context.free_bytes().map_err(error)? as u64;
+                let free = self.context.free_bytes().map_err(failed)? as u64;
                 let allowed = left.min(free + state.kept_bytes());
                 let size = size.filter(|size| *size as u64 <= allowed).ok_or_else(|| refuse(allowed))?;
-                match self.allocate_or_reclaim(&mut state, size, free, flush).map_err(error)? {
+                match self.allocate_or_reclaim(&mut state, size, free, flush).map_err(failed)? {
                     Some(allocation) => allocation,
                     // The driver had less memory than it reported, or in pieces that are too small.
-                    None => return Err(refuse(self.context.free_bytes().map_err(error)? as u64)),
+                    None => return Err(refuse(self.context.free_bytes().map_err(failed)? as u64)),
                 }
             }
         };

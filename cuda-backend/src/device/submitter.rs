@@ -59,14 +59,14 @@ impl Submitter {
         image: &[u8],
         graphs: bool,
     ) -> Result<Self> {
-        let error = |operation: &'static str| move |error: DriverError| status.error(operation, &error);
+        let failed = |operation: &'static str| move |error: DriverError| status.error(operation, &error);
         // Copies are short and another rank waits for them, so their streams have the higher priority.
-        let stream = |urgent| Stream::new(context, urgent).map_err(error("create a stream"));
+        let stream = |urgent| Stream::new(context, urgent).map_err(failed("create a stream"));
         Ok(Self {
             status: status.clone(),
             streams: [stream(false)?, stream(true)?, stream(true)?],
             functions: Mutex::default(),
-            module: Module::load(context, image).map_err(error("load the kernels"))?,
+            module: Module::load(context, image).map_err(failed("load the kernels"))?,
             state: Mutex::new(SubmitterState {
                 batch: LaunchBatch::default(),
                 graphs: GraphCache::new(context, graphs),

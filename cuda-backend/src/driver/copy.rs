@@ -41,7 +41,7 @@ impl Stream {
         assert!(range.end <= from.bytes && range.len() == into.used, "{range:?} of {}", from.bytes);
         self.context.bind()?;
         // SAFETY: the context is current and the stream's handle is valid. The source lies within `from`, as asserted. The
-        // destination is pinned and `into.used` bytes long. Nobody reads, writes or frees it until the copy is complete:
+        // destination is pinned and `into.used` bytes long. No one else reads, writes or frees it until the copy is complete:
         // `PendingCopy` owns it from here on. After an error nothing was submitted.
         check("cuMemcpyDtoHAsync_v2", unsafe {
             sys::cuMemcpyDtoHAsync_v2(into.raw.0, from.address + range.start as u64, into.used, self.raw.0)

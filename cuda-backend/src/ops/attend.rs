@@ -43,12 +43,12 @@ pub(crate) async fn attend(
         KernelChoice::Decode => bytemuck::cast_slice(&packs),
         KernelChoice::Hopper => bytemuck::cast_slice(&order),
     };
-    let (lists, list, arguments) = prepare(device, &args, &work, list)?;
+    let (lists, list_at, arguments) = prepare(device, &args, &work, list)?;
     let call = Call { device, control, args, kernel, lists, arguments };
     match choice {
         KernelChoice::Tiled => call.run_tiled().await,
-        KernelChoice::Decode => call.run_decode(&packs, list).await,
-        KernelChoice::Hopper => call.run_hopper(&order, list).await,
+        KernelChoice::Decode => call.run_decode(&packs, list_at).await,
+        KernelChoice::Hopper => call.run_hopper(&order, list_at).await,
     }
 }
 

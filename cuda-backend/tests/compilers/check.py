@@ -1,17 +1,16 @@
-"""Holds the machine code of every kernel, as NVIDIA's compilers make it for every architecture, to its budgets.
+"""Compares the machine code of every kernel, as NVIDIA's compilers make it for every architecture, with its budgets.
 
     check.py TOOLKIT IMAGES [--bless]
     check.py TOOLKIT --control
 
-TOOLKIT is a folder with bin/, include/, lib/ and nvvm/, as the wheels have it. IMAGES is where build.rs left the cubins that
-nvcc made for all of ARCHITECTURES, with what the compilers said; a warning there is a fault. NVRTC, which has no headers and
-gets the sources from memory, compiles here, for the oldest and the newest; a few of the tiles, for it has the same
-optimiser, and the crate's own test has its front end take everything for the newest.
-Registers are compared with budgets.txt; spills and stack are faults. So are products of warpgroups that the compiler
-serialised, registers that it did not redistribute, and a kernel for Hopper whose machine code has no HGMMA or UTMALDG.
-A kernel that redistributes registers is counted by its machine code, for ptxas says what it starts with.
---bless writes the table. --control compiles kernels that are wrong in each of these ways, and succeeds only if all of that
-is found.
+TOOLKIT is a folder with bin/, include/, lib/ and nvvm/, as in the wheels. IMAGES is the folder in which build.rs left the
+cubins of nvcc for all of ARCHITECTURES and the output of the compilers; a warning there is a fault. NVRTC, which gets the
+sources from memory and has no include folder, compiles here, for the oldest and the newest architecture, only some of the
+attention kernels: it has the same optimiser, and a test of the crate gives its front end all kernels for the newest.
+Registers are compared with budgets.txt. Faults are: spills and stack, wgmma products that the compiler serialised, setmaxnreg
+that it ignored, and a kernel for Hopper whose machine code has no HGMMA or UTMALDG.
+The registers of a kernel with setmaxnreg are counted in its machine code, because ptxas reports those at its start.
+--bless writes the table. --control compiles kernels with each of these faults, and succeeds only if all are found.
 """
 
 import ctypes
@@ -27,22 +26,22 @@ CRATE = Path(__file__).resolve().parents[2]
 KERNELS = CRATE / "kernels"
 BUDGETS = Path(__file__).with_name("budgets.txt")
 
-# Real architectures, and the virtual one that their code comes from.
+# {real architecture: the virtual one that its code comes from}.
 ARCHITECTURES = {real: line.split()[0] for line in (CRATE / "architectures.txt").read_text().splitlines()
                  if not line.startswith("#") for real in line.split()[1:]}
-# What NVRTC compiles here, besides the small kernels; and the lines of kernels.cu that say what there is, and its names.
+# The attention kernels that NVRTC compiles here, besides all small kernels; the lines of kernels.cu that instantiate attention
+# kernels; the names of those kernels.
 NVRTC = {"sm_80": "attend_bf16", "sm_90a": "hopper_bf16"}
 TILES = re.compile(rb"^([A-Z]+)_DIMS\(\w+, (\w+)\)$", flags=re.MULTILINE)
 TILE_NAMES = re.compile(r"(attend|decode|hopper)_b?f16_")
 OPTIONS = ["--std=c++17"]
 
-# Kernels that only Hopper has, and what their machine code must have.
+# The prefix of kernels for Hopper, and the instructions that their machine code must have.
 HOPPER, INSTRUCTIONS = "hopper_", ["HGMMA", "UTMALDG"]
-# What ptxas says of products that wait for each other (C7510 and its like) or for a wait that it puts in (C7517), and of
-# setmaxnreg without effect (C7508).
+# Messages of ptxas about serialised products (C7510 and others), an inserted wait (C7517) and ignored setmaxnreg (C7508).
 LOSSES = re.compile(r"\(C75\d\d\) Potential Performance Loss.*|\(C7517\).*")
 
-# 256 floats that live at once and are indexed by what is not known: neither fits into registers.
+# 256 live floats, and an array with an index that is not known at compile time: neither fits into registers.
 CONTROL = """
 #include "ptx.h"
 struct ControlArguments { float *data; u32 n; };
@@ -58,7 +57,7 @@ KERNEL(control, ControlArguments, 1024) {
 }
 """
 
-# Products between which accumulators are touched; no budget of threads, so that registers cannot be redistributed.
+# Accumulators that are used between products; no launch bounds, so that ptxas ignores setmaxnreg.
 HOPPER_CONTROL = """
 #include "ptx_hopper.h"
 struct ControlArguments { float *data; u64 a, b; u32 n; };
@@ -88,7 +87,7 @@ def run(command, **options):
 
 
 def usage(text):
-    """{kernel: (registers, stack bytes, spilled bytes)} of what ptxas says."""
+    """{kernel: (registers, stack bytes, spilled bytes)} from the output of ptxas."""
     found = {}
     for part in text.split("Compiling entry function '")[1:]:
         name = part.split("'")[0]
@@ -105,14 +104,14 @@ def losses(text):
 
 
 def machine_code(toolkit, cubin):
-    """{kernel: its disassembly} of a cubin's kernels for Hopper."""
+    """{kernel: disassembly} of the kernels for Hopper in a cubin."""
     text = run([toolkit / "bin/nvdisasm", "--print-code", cubin])
     parts = re.split(r"^\.text\.(\w+):", text, flags=re.MULTILINE)
     return {name: code for name, code in zip(parts[1::2], parts[2::2]) if name.startswith(HOPPER)}
 
 
 def judge_code(code):
-    """Words for what is missing, and {kernel: registers}."""
+    """Messages about missing instructions, and {kernel: registers}."""
     missing = [f"{name}: no {word} in its machine code" for name, text in code.items()
                for word in INSTRUCTIONS if word not in text]
     most = {name: 1 + max(int(n) for n in re.findall(r"\bR(\d+)\b", text)) for name, text in code.items()}
@@ -120,7 +119,7 @@ def judge_code(code):
 
 
 def nvcc(toolkit, source, virtual, real, out):
-    """What build.rs does, for the controls: what nvcc says of a source and of its PTX, and the cubin."""
+    """As build.rs, for the controls. Returns the output of nvcc, the output of ptxas, and the path of the cubin."""
     ptx, cubin = out / f"{source.stem}.ptx", out / f"{source.stem}.cubin"
     command = [toolkit / "bin/nvcc", *OPTIONS, "-O3", "-ptx", "-arch", virtual, "-o", ptx]
     warnings = run([*command, f"-I{KERNELS / 'cuda'}", f"-I{KERNELS}", source])
@@ -128,7 +127,7 @@ def nvcc(toolkit, source, virtual, real, out):
 
 
 def with_code(toolkit, text, cubin):
-    """{kernel: (registers, stack bytes, spilled bytes)}, and words for what is wrong besides."""
+    """{kernel: (registers, stack bytes, spilled bytes)}, and messages about other faults."""
     table, faults = usage(text), losses(text)
     if any(name.startswith(HOPPER) for name in table):
         missing, most = judge_code(machine_code(toolkit, cubin))
@@ -138,7 +137,7 @@ def with_code(toolkit, text, cubin):
 
 
 def nvrtc(toolkit, real, out):
-    """What run-time compilation does, in a process of its own: it prints what its ptxas says and leaves the cubin in `out`."""
+    """Compiles with NVRTC, in a process of its own. Prints the output of its ptxas and writes the cubin to `out`."""
     library = ctypes.CDLL(str(next((toolkit / "lib").glob("libnvrtc.so.1*"))))
     headers = [*sorted(KERNELS.glob("cuda/*.h")), *sorted(KERNELS.glob("*.h"))]
     texts = (ctypes.c_char_p * len(headers))(*[header.read_bytes() for header in headers])
@@ -164,12 +163,12 @@ def nvrtc(toolkit, real, out):
 
 
 def warned(name, text):
-    """There are no warnings, and a new one is worth a look."""
+    """A message if a compiler warned."""
     return [f"{name}: {text.strip()}"] if text.strip() else []
 
 
 def judge(found, budgets):
-    """Words for what is wrong with one compilation's kernels."""
+    """Messages about the kernels of one compilation."""
     faults = []
     for name, (registers, stack, spilled) in sorted(found.items()):
         if stack or spilled:
@@ -198,7 +197,7 @@ def bless(tables):
 
 
 def control(toolkit, out):
-    """Compiles what is wrong. Words for what was not found, or 0."""
+    """Compiles the controls. Returns a message about faults that were not found, or 0."""
     source, hopper = out / "control.cu", out / "hopper_control.cu"
     source.write_text(CONTROL)
     hopper.write_text(HOPPER_CONTROL)

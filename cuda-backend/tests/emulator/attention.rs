@@ -22,8 +22,8 @@ fn call(case: Case, dtype: Dtype) -> Call {
 }
 
 #[test]
-fn every_case_of_the_project_is_right_in_every_type() {
-    // Timings and ways to cut keys take turns: each case meets all timings over the three types.
+fn every_case_agrees_with_the_oracle_in_every_type() {
+    // Timings and divisions of the keys alternate: each case runs with all timings over the three types.
     let mut calls = Vec::new();
     for (n, case) in cases().into_iter().enumerate() {
         for (i, dtype) in DTYPES.into_iter().enumerate() {
@@ -35,7 +35,7 @@ fn every_case_of_the_project_is_right_in_every_type() {
 }
 
 #[test]
-fn every_case_of_the_project_without_pairs_is_right_on_hopper() {
+fn every_case_without_mask_or_bias_tensor_agrees_with_the_oracle_on_hopper() {
     let mut calls = Vec::new();
     for (n, case) in cases().into_iter().filter(|case| case.pairs.is_none()).enumerate() {
         for (i, dtype) in [Dtype::F16, Dtype::Bf16].into_iter().enumerate() {
@@ -48,19 +48,19 @@ fn every_case_of_the_project_without_pairs_is_right_on_hopper() {
 }
 
 #[test]
-fn every_case_of_the_project_is_right_in_parts() {
+fn every_case_agrees_with_the_oracle_with_split_keys() {
     let mut calls = Vec::new();
     for (n, case) in cases().into_iter().enumerate() {
         let dtype = [Dtype::Bf16, Dtype::F16, Dtype::F32][n % 3];
         let keys = [Keys::Whole, Keys::Split][n / 2 % 2];
-        // From fewer parts than tiles to parts without any.
+        // From fewer parts than tiles of keys to parts without tiles.
         let parts = [1, 2, 3, 7][n % 4];
         calls.push((call(case, dtype), Kernel::Decode(parts), keys, Timing::ALL[n % 3]));
     }
     judge(&calls);
 }
 
-/// Judges calls; says all that failed.
+/// Compares calls with the oracle and lists all that failed.
 fn judge(calls: &[(Call, Kernel, Keys, Timing)]) {
     let judge = |n: usize| {
         let (call, with, keys, timing) = &calls[n];
@@ -76,9 +76,9 @@ fn judge(calls: &[(Call, Kernel, Keys, Timing)]) {
     );
 }
 
-/// Sizes around the tiles of every head dim, with a GQA group of three and masks that leave tiles full, cut and empty.
+/// Sizes around the tile shape of every head dim, with a GQA group of three and masks that make tiles full, partial and empty.
 #[test]
-fn every_head_dim_is_right_around_its_tiles() {
+fn every_head_dim_agrees_with_the_oracle_around_its_tile_sizes() {
     let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
     let mut calls = Vec::new();
     for (n, dim) in [64, 96, 128, 192, 256].into_iter().enumerate() {
@@ -92,10 +92,10 @@ fn every_head_dim_is_right_around_its_tiles() {
             (problem.q_heads, problem.kv_heads) = (3, 1);
             problem.scale = f64::from(dim).sqrt().recip();
             if i == 1 {
-                // The first rows see all but one key of a tile, so that later tiles are empty for them.
+                // The first rows see all keys of a tile except one. Later tiles are empty for them.
                 (problem.mask, problem.q_offset) = (OracleMask::causal(), keys as u64 - 2);
             }
-            // Types take turns; tiles are the same in both.
+            // Types alternate; tile shapes are the same in both.
             let dtype = [Dtype::F16, Dtype::Bf16][(n + i) % 2];
             calls.push((call(case, dtype), Kernel::Tiled, Keys::Whole, Timing::ALL[(n + i) % 3]));
         }
@@ -103,9 +103,9 @@ fn every_head_dim_is_right_around_its_tiles() {
     judge(&calls);
 }
 
-/// Enough full tiles for every stage to come round, tested ones and empty ones, and items whose last rows are not there.
+/// Enough full tiles to use every stage twice, tiles that need mask tests, empty tiles, and items whose tile has missing rows.
 #[test]
-fn every_head_dim_is_right_around_its_tiles_on_hopper() {
+fn every_head_dim_agrees_with_the_oracle_around_its_tile_sizes_on_hopper() {
     let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
     let mut calls = Vec::new();
     for (n, dim) in [64, 96, 128, 192, 256].into_iter().enumerate() {
@@ -126,9 +126,9 @@ fn every_head_dim_is_right_around_its_tiles_on_hopper() {
     judge(&calls);
 }
 
-/// A few rows over many keys: rows of several heads in a tile, groups that do not divide it, parts of unlike length.
+/// A few rows over many keys: rows of several heads in a tile, groups that do not divide it, parts of unequal length.
 #[test]
-fn few_rows_over_many_keys_are_right_in_parts() {
+fn few_rows_over_many_keys_agree_with_the_oracle_with_split_keys() {
     let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
     let mut calls = Vec::new();
     // Head dim, rows, query and KV heads.

@@ -1,4 +1,4 @@
-//! From a case to launches, and from their results to the oracle: what a backend does, without a device.
+//! Turns a case into launches, as a backend does, and compares their results with the oracle.
 
 use bytemuck::Pod;
 use kyklos::{AttentionProblem, BiasTensor, BlockWork, Dtype, Mask, TokenRuns};
@@ -13,29 +13,29 @@ use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare, compare_rows
 use crate::job::{Buffer, Counts, Job, Timing, numbers};
 use crate::program::Program;
 
-/// How the keys of a case come.
+/// How the keys of a case are divided into blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Keys {
-    /// All at once.
+    /// One block.
     Whole,
-    /// In two blocks, one after the other into one state; the second holds every third key.
+    /// Two blocks, one after the other into one state. The second has every third key.
     Split,
-    /// The same blocks, each into a state of its own; the states are merged.
+    /// The same two blocks, each into a state of its own. The states are merged.
     Merged,
 }
 
-/// Which kernels are called.
+/// The kernels that compute a case.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Kernel {
-    /// A block for each query tile of a head.
+    /// One block for each query tile of a head.
     Tiled,
-    /// Heads packed into tiles, and keys cut into so many parts.
+    /// Split-KV decoding with this number of parts.
     Decode(u32),
-    /// So many blocks, which take one query tile after the other, by TMA and wgmma.
+    /// The kernels for Hopper with this number of blocks, each of which computes several query tiles.
     Hopper(usize),
 }
 
-/// A case in one storage type, and what is right.
+/// A case in one storage type, and its expected result.
 pub(crate) struct Call {
     case: Case,
     dtype: Dtype,
@@ -51,7 +51,7 @@ impl Call {
         let inputs = case.inputs::<E>();
         let problem = problem_of(&case, dtype);
         let mut case = case;
-        // The oracle judges the numbers that the product is given: its f32 scale, softcap and sinks.
+        // The oracle computes with the numbers that the product gets: f32 scale, softcap and sinks.
         case.problem.scale = f64::from(problem.scale);
         case.problem.softcap = problem.softcap.map(f64::from);
         case.problem.sinks = problem.sinks.iter().copied().map(f64::from).collect();
@@ -60,7 +60,7 @@ impl Call {
         if let Some(pairs) = inputs.oracle_pairs(&case) {
             truth = truth.with_bias(pairs).unwrap();
         }
-        // What becomes of a row that sees a NaN is not specified.
+        // The result of a row that sees a NaN is not specified.
         let rows: Vec<_> = case.problem.row_ids().into_iter().filter(|id| !case.sees_poison(*id)).collect();
         let (expected, naive) = (truth.rows(&rows), naive_f32_rows(&truth, &rows));
         let naive = compare_rows(&case.problem, E::DTYPE, &naive, &expected, &Context::default());
@@ -69,7 +69,7 @@ impl Call {
         Self { case, dtype, problem, tensors, pairs, expected, naive }
     }
 
-    /// Runs it and holds it to the oracle. What was wrong, or what the run did.
+    /// Runs the case and compares it with the oracle. Returns the counts of the run, or what is wrong.
     pub(crate) fn judge(
         &self,
         program: &Program,
@@ -132,8 +132,8 @@ impl Call {
         state
     }
 
-    /// The rows `keys` of tensor `index`: where they are, unless they are all in a buffer of their own, in which each is
-    /// followed by as many bytes that nobody may read.
+    /// Uploads the rows `keys` of tensor `index`: the whole tensor if they are all of it, else a buffer in which each row is
+    /// followed by as many bytes of NaN, which no kernel may read.
     fn block_of(&self, job: &mut Job, whole: Buffer, index: usize, keys: &[u32]) -> TensorArgument {
         let [batch, tokens, heads, dim] = self.case.problem.kv_shape();
         if keys.len() == tokens {
@@ -212,7 +212,7 @@ impl Call {
                     let grid = [tiles, problem.q_heads, problem.batch];
                     job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
                 }
-                // In pieces: the tiles of one head at a time.
+                // In pieces: one launch for the tiles of each head.
                 Kernel::Tiled => {
                     for first_batch in 0..state.batch {
                         for first_head in 0..state.heads {
@@ -259,7 +259,7 @@ impl Call {
                         end_item: items,
                         reserved: 0,
                     };
-                    // In pieces: the first item, then the others.
+                    // In pieces: one launch for the first item, one for the others.
                     let cut = if keys.len() == problem.kv_len { 0 } else { 1 };
                     for (first_item, end_item) in [(0, cut), (cut, items)] {
                         let piece = HopperArguments { first_item, end_item, ..arguments };
@@ -307,12 +307,12 @@ impl Call {
     }
 }
 
-/// The product's words for a case.
+/// The product's description of a case.
 fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
     let oracle = &case.problem;
     let small = |n: usize| u32::try_from(n).unwrap();
     let shape = [oracle.batch, oracle.kv_len, oracle.q_heads, oracle.kv_heads, oracle.head_dim].map(small);
-    // Both sides read and write masks in the words of the command line.
+    // The oracle and the product share the text form of masks.
     let mask: Mask = oracle.mask.to_string().parse().unwrap();
     let pairs = case.pairs.map(|pairs| BiasTensor {
         kind: if pairs.bias { kyklos::BiasKind::Additive } else { kyklos::BiasKind::Mask },
@@ -329,7 +329,7 @@ fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
         .unwrap()
 }
 
-/// A pair tensor `[batch, heads, q_len, kv_len]` as the product takes it: `[batch, q_len, heads, row]`.
+/// A mask or bias tensor `[batch, heads, q_len, kv_len]` as the product takes it: `[batch, q_len, heads, row]`.
 fn stored_pairs<E: Element + Pod>(case: &Case, inputs: &Inputs<E>) -> Option<Vec<u8>> {
     let (pairs, problem) = (case.pairs?, &case.problem);
     let mut stored = Vec::new();

@@ -1,4 +1,4 @@
-//! Conversions: between storage types, and to 8-bit codes and back, bit for bit against their definitions in f64.
+//! Conversions between storage types, and to 8-bit codes and back: bit for bit against their definitions in f64.
 
 use kyklos::Dtype;
 use kyklos::backend::Scales;
@@ -9,10 +9,10 @@ use crate::job::{Job, Timing, numbers};
 use crate::parallel::in_parallel;
 use crate::program::{Program, emulator};
 
-/// Elements before those that are converted.
+/// Elements of the buffer before the converted ones.
 const FIRST: usize = 24;
 
-/// The numbers of a type of 16 bits, as its definition has them: without a sign, in their order, up to infinity.
+/// The non-negative numbers of a 16-bit type by its definition, in increasing order, up to infinity.
 fn sizes(dtype: Dtype) -> Vec<f64> {
     let (fraction_bits, bias) = if dtype == Dtype::F16 { (10, 15) } else { (7, 127) };
     let one = 1 << fraction_bits;
@@ -25,7 +25,7 @@ fn sizes(dtype: Dtype) -> Vec<f64> {
     finite.chain([f64::INFINITY]).collect()
 }
 
-/// The nearest of `sizes`, of two the one with an even number. Infinity is as far away as a number would be in its place.
+/// The nearest of `sizes`, on a tie the one with an even index. Infinity counts as the next number behind the largest.
 fn nearest(sizes: &[f64], x: f32) -> u16 {
     let sign = u16::try_from(x.to_bits() >> 31 << 15).unwrap();
     if x.is_nan() {
@@ -41,10 +41,10 @@ fn nearest(sizes: &[f64], x: f32) -> u16 {
     sign | u16::try_from(below + usize::from(up)).unwrap()
 }
 
-/// All numbers of a type of 16 bits, what lies in the middle between two of them, and its neighbours; and what is special.
+/// All numbers of a 16-bit type, the midpoints between two of them, the f32 neighbours of these, and special values.
 fn around(sizes: &[f64]) -> Vec<f32> {
     let mut all = vec![f32::MAX, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN];
-    // NaNs that have no bits among the upper 16, and numbers that a device may take for 0.
+    // NaNs whose mantissa is 0 in the upper 16 bits, and subnormal numbers, which a device may flush to 0.
     all.extend([0x7f80_0001, 0xff80_0001, 1, 0x8000_0001, 0x007f_ffff].map(f32::from_bits));
     let finite = &sizes[..sizes.len() - 1];
     let last = [finite[finite.len() - 1], 2.0 * finite[finite.len() - 1] - finite[finite.len() - 2]];
@@ -58,8 +58,8 @@ fn around(sizes: &[f64]) -> Vec<f32> {
     all
 }
 
-/// Converts `elements` (whole eights) from the middle of a buffer into the middle of another one; what is before them there
-/// must stay as it was, and what is behind them is nobody's.
+/// Converts `elements` (a multiple of 8) from the middle of a buffer to the middle of another one. Elements before them must not
+/// change. Memory behind them is inaccessible.
 fn converted<E: bytemuck::Pod>(
     program: &Program,
     (from, elements): (Dtype, &[E]),
@@ -85,7 +85,7 @@ fn converted<E: bytemuck::Pod>(
     Ok(wanted.to_vec())
 }
 
-/// f32 to a type of 16 bits, and back. What was wrong.
+/// Converts f32 to a 16-bit type and back. Returns what is wrong.
 pub(crate) fn judge_types(program: &Program, dtype: Dtype, timing: Timing) -> Result<(), String> {
     let sizes = sizes(dtype);
     let all = around(&sizes);
@@ -110,13 +110,13 @@ pub(crate) fn judge_types(program: &Program, dtype: Dtype, timing: Timing) -> Re
 }
 
 #[test]
-fn every_number_of_16_bits_and_what_lies_between_two_is_rounded_to_the_nearest() {
+fn every_16_bit_number_and_every_midpoint_is_rounded_to_nearest_even() {
     for (dtype, timing) in [(Dtype::F16, Timing::Eager), (Dtype::Bf16, Timing::Late)] {
         judge_types(emulator(), dtype, timing).unwrap();
     }
 }
 
-/// Places of the elements that share each scale, in the order of the scales.
+/// The indices of the elements that share each scale, in the order of the scales.
 fn groups([batch, tokens, heads, dim]: [usize; 4], of: Scales) -> Vec<Vec<usize>> {
     let channels = heads * dim;
     match of {
@@ -134,7 +134,7 @@ fn groups([batch, tokens, heads, dim]: [usize; 4], of: Scales) -> Vec<Vec<usize>
     }
 }
 
-/// Numbers of a size of its own in each group; groups are awkward by turns.
+/// Numbers of a different magnitude in each group, with a different special case in each group in turn.
 fn made_up(groups: &[Vec<usize>], elements: usize) -> Vec<f32> {
     let mut all: Vec<f32> = (0..elements as u64).map(|i| normal(7, TensorId::V, i)).collect();
     for (group, places) in groups.iter().enumerate() {
@@ -144,16 +144,16 @@ fn made_up(groups: &[Vec<usize>], elements: usize) -> Vec<f32> {
         match group % 16 {
             0 => each(&|_, _| 0.0),
             1 => each(&|_, _| f32::NAN),
-            // What is not finite is no part of a scale, wherever it lies.
+            // Elements that are not finite do not count for a scale, wherever they are.
             2 => each(&|n, x| if n == group / 16 % 8 { f32::NAN } else { x }),
             3 => each(&|n, x| [f32::INFINITY, f32::NEG_INFINITY].get(n).copied().unwrap_or(x)),
             4 => each(&|n, _| if n == 0 { -0.0 } else { 0.0 }),
-            // Scales on both sides of the smallest normal number, and the largest number.
+            // Scales around the smallest normal number, and the largest number.
             5 => each(&|n, x| if n == 0 { 127.0 * f32::MIN_POSITIVE } else { x * 1e-37 }),
             6 => each(&|n, x| if n == 0 { -127.0 * f32::MIN_POSITIVE * 0.9999 } else { x * 1e-38 }),
             7 => each(&|n, x| if n == 0 { f32::MAX } else { x * 1e37 }),
             8 => each(&|_, x| x * 1e-42),
-            // Ties of steps that are powers of two, and of others.
+            // Ties, with steps that are powers of two and with others.
             9 => each(&|n, _| if n == 0 { -127.0 } else { n as f32 * 3.0 % 127.0 - 63.5 }),
             10..13 => {
                 let step = (129 + 2 * group % 127) as f32 / 1024.0;
@@ -165,7 +165,7 @@ fn made_up(groups: &[Vec<usize>], elements: usize) -> Vec<f32> {
     all
 }
 
-/// There and back. What was wrong.
+/// Converts to codes and back. Returns what is wrong.
 pub(crate) fn judge_codes(
     program: &Program,
     of: Scales,
@@ -179,7 +179,7 @@ pub(crate) fn judge_codes(
         let size = sizes.get(usize::from(bits & 0x7fff)).map_or(f32::NAN, |size| *size as f32);
         if bits >> 15 == 1 { -size } else { size }
     };
-    // As it is in its type.
+    // The inputs, rounded to the storage type.
     let rounded = |x: f32| if dtype == Dtype::F32 { x } else { value(nearest(&sizes, x)) };
     let exact: Vec<f32> = made_up(&groups, elements).into_iter().map(rounded).collect();
 
@@ -231,7 +231,7 @@ pub(crate) fn judge_codes(
         }
         for place in places {
             let (x, code) = (exact[*place], codes[*place]);
-            // Rounded as f32 first, as a division does.
+            // Rounded to f32 first, as a division in f32 is.
             let quotient = if scale == 0.0 { 0.0 } else { (f64::from(x) / f64::from(scale)) as f32 };
             let right = if x.is_finite() { quotient.round_ties_even() as i8 } else { i8::MIN };
             if code != right {
@@ -247,8 +247,8 @@ pub(crate) fn judge_codes(
     Ok(())
 }
 
-/// Batch entries that begin within a group of tokens, last groups from one token on, channels of several blocks and fewer
-/// than one has, rows that are a lane, some of a warp's and all of them.
+/// Token counts that are no multiple of the group size, last groups of one token and more, more channels than a block has and
+/// fewer, rows of one lane, of some lanes and of a whole warp.
 const SHAPES: [[usize; 4]; 9] = [
     [2, 150, 3, 24],
     [1, 64, 1, 8],
@@ -262,7 +262,7 @@ const SHAPES: [[usize; 4]; 9] = [
 ];
 
 #[test]
-fn codes_and_scales_and_what_comes_back_are_what_their_definition_says() {
+fn codes_scales_and_restored_elements_match_their_definition() {
     let mut trials = Vec::new();
     for (n, shape) in SHAPES.into_iter().enumerate() {
         for (i, dtype) in [Dtype::F32, Dtype::F16, Dtype::Bf16].into_iter().enumerate() {
@@ -280,7 +280,7 @@ fn codes_and_scales_and_what_comes_back_are_what_their_definition_says() {
 }
 
 #[test]
-fn there_are_kernels_for_what_has_some() {
+fn head_dims_without_a_codes_kernel_are_refused() {
     let of = |dim| CodesKernel::of(Direction::ToCodes, Scales::Rows, Dtype::F16, [1, 10, 3, dim]);
     assert_eq!(of(96).map(|kernel| (kernel.lanes, kernel.blocks)), Some((16, 2)));
     assert_eq!(of(256).map(|kernel| (kernel.lanes, kernel.blocks)), Some((32, 4)));

@@ -1,4 +1,4 @@
-//! The emulator's mbarriers, TMA and wgmma against the definitions of the PTX ISA, and its strictness about them.
+//! The emulator's mbarriers, TMA and wgmma against the definitions of the PTX ISA, and the faults that it must find.
 
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -27,7 +27,7 @@ struct Probe {
     zero: u32,
 }
 
-/// `words` words that a probe wrote.
+/// The first `words` words of a probe's output.
 fn probe<A: Pod>(
     name: &str,
     timing: Timing,
@@ -42,7 +42,7 @@ fn probe<A: Pod>(
     Ok(numbers(&job.run(emulator(), timing, 1)?.0[0]))
 }
 
-/// A probe of a box of 8 rows of a tensor of [2 batch entries, 5 rows, 3 heads, 72 elements], which count up from 1.
+/// Copies a box of 8 rows of a tensor of [2 batch entries, 5 rows, 3 heads, 72 elements], whose elements are 1, 2, 3 and so on.
 fn box_probe(job: &mut Job, out: u64, at: [i32; 4], tile_rows: u32) -> BoxProbe {
     let elements: Vec<u16> = (1..=2 * 5 * 3 * 72).collect();
     let tensor = TensorArgument {
@@ -56,9 +56,9 @@ fn box_probe(job: &mut Job, out: u64, at: [i32; 4], tile_rows: u32) -> BoxProbe 
 }
 
 #[test]
-fn a_box_comes_in_swizzled_rows_with_zeros_where_the_tensor_ends() {
+fn a_box_is_copied_to_swizzled_rows_with_zeros_outside_of_the_tensor() {
     for timing in Timing::ALL {
-        // (element, row, head, batch): inside, over two edges, and behind.
+        // (element, row, head, batch): inside, across two edges, and outside.
         for at in [[0, 0, 0, 0], [64, 1, 2, 1], [-8, -2, 1, 0], [0, 5, 0, 0], [0, 0, 3, 1]] {
             let out =
                 probe("probe_box", timing, 1 + 16 * 32, |job, out| box_probe(job, out, at, 16)).unwrap();
@@ -69,7 +69,7 @@ fn a_box_comes_in_swizzled_rows_with_zeros_where_the_tensor_ends() {
                     let [x, y, z, w] = [at[0] + column, at[1] + row, at[2], at[3]];
                     let there = (0..72).contains(&x) && (0..5).contains(&y) && (0..3).contains(&z);
                     let expected = if there { (((w * 5 + y) * 3 + z) * 72 + x + 1) as u16 } else { 0 };
-                    // Swizzling over 128 bytes: 16-byte column c of row r lies at c ^ r % 8.
+                    // Swizzle of 128 bytes: 16-byte column c of row r is at c ^ r % 8.
                     let place = row * 64 + ((column / 8) ^ (row % 8)) * 8 + column % 8;
                     assert_eq!(
                         got[place as usize], expected,
@@ -87,8 +87,8 @@ fn a_box_comes_in_swizzled_rows_with_zeros_where_the_tensor_ends() {
 }
 
 #[test]
-fn wgmma_multiplies_the_matrices_that_descriptors_and_registers_name() {
-    // Small whole numbers are exact in all types, so that nothing but the layout is judged.
+fn wgmma_multiplies_the_matrices_in_descriptors_and_registers() {
+    // Small integers are exact in all types, so only the layout matters.
     let a = |row: usize, k: usize| ((row * 7 + k * 3) % 13) as f32 - 6.0;
     let b = |k: usize, column: usize| ((k * 5 + column * 11) % 9) as f32 - 4.0;
     let c = |row: usize, column: usize| (row * 128 + column) as f32;
@@ -97,24 +97,24 @@ fn wgmma_multiplies_the_matrices_that_descriptors_and_registers_name() {
         let bits = |value: f32| {
             if half_type { f16::from_f32(value).to_bits() } else { bf16::from_f32(value).to_bits() }
         };
-        // What is no element is large, and would be seen.
+        // Memory outside of the matrices has large numbers, so that a wrong address changes the result.
         let mut shared = vec![bits(4096.0); (8192 + 16384) / 2];
-        // Rows of 64 elements whose 16-byte columns are swizzled; the matrices have the second 16 elements.
+        // Swizzled rows of 64 elements. The matrices are elements 16 to 31 of them.
         let place = |row: usize, column: usize| row * 64 + ((column / 8) ^ (row % 8)) * 8 + column % 8;
         for k in 0..16 {
             for row in 0..64 {
                 shared[place(row, 16 + k)] = bits(a(row, k));
             }
             for column in 0..128 {
-                // Turned: rows are k, and 16 of them make a chunk of 64 columns.
+                // Turned: a row is one k. 16 rows are a chunk of 64 columns.
                 let at =
                     if turned { column / 64 * 1024 + place(k, column % 64) } else { place(column, 16 + k) };
                 shared[4096 + at] = bits(b(k, column));
             }
         }
         let mut input: Vec<u32> = numbers(bytemuck::cast_slice(&shared));
-        // Where thread t has elements: rows 16 (t / 32) + t % 32 / 4, and 8 below; columns t % 4 * 2, the next one, and
-        // those 8 further on.
+        // Elements of thread t: rows 16 (t / 32) + t % 32 / 4 and the one 8 below; columns t % 4 * 2, the next one, and both
+        // plus 8.
         let row_of = |thread: usize, i: usize| thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
         let column_of = |thread: usize, i: usize| i / 4 * 8 + thread % 4 * 2 + i % 2;
         for thread in 0..128 {
@@ -150,7 +150,7 @@ fn wgmma_multiplies_the_matrices_that_descriptors_and_registers_name() {
 }
 
 #[test]
-fn what_a_wrong_kernel_does_with_them_is_found() {
+fn faults_of_hopper_kernels_are_found() {
     let run = |option, timing| {
         probe("probe_hopper_fault", timing, 128, |job, out| box_probe(job, out, [0, 0, 0, option], 16))
     };
@@ -172,12 +172,12 @@ fn what_a_wrong_kernel_does_with_them_is_found() {
             assert!(fault.contains(words), "{timing:?}, option {option}: {fault}");
         }
     }
-    // What was ready early does no harm; late it does.
+    // With the eager schedule this fault has no effect, with the late one it has.
     for (option, words) in [(6, "a product was not waited for"), (10, "boxes were not waited for")] {
         let fault = run(option, Timing::Late).expect_err("a fault");
         assert!(fault.contains(words), "option {option}: {fault}");
     }
-    // Registers that change under way: what comes out depends on when they were read and written.
+    // Registers that change before the wait: the result depends on the schedule.
     for option in [12, 13] {
         assert_ne!(
             run(option, Timing::Eager).unwrap(),

@@ -1,4 +1,4 @@
-//! The emulator against the definitions of the PTX ISA, and its own strictness.
+//! The emulator against the definitions of the PTX ISA, and the faults that it must find.
 
 use half::{bf16, f16};
 
@@ -27,7 +27,7 @@ fn probe(name: &str, input: &[u32], option: u32, timing: Timing) -> Result<(Vec<
 }
 
 #[test]
-fn ldmatrix_gives_each_lane_two_neighbours_of_a_row_or_of_a_column() {
+fn ldmatrix_gives_each_lane_two_adjacent_elements_of_a_row_or_column() {
     // Element (row, column) of matrix i is 1000 i + 10 row + column.
     let element = |matrix: usize, row: usize, column: usize| (1000 * matrix + 10 * row + column) as u16;
     let all: Vec<u16> = (0..256).map(|n| element(n / 64, n / 8 % 8, n % 8)).collect();
@@ -51,15 +51,15 @@ fn ldmatrix_gives_each_lane_two_neighbours_of_a_row_or_of_a_column() {
                     );
                 }
             }
-            // 32 rows of 16 bytes, one behind the other: each matrix is 128 bytes.
+            // 32 contiguous rows of 16 bytes: each matrix has 128 bytes.
             assert_eq!((counts.accesses, counts.passes, counts.copies), (4, 4, 32));
         }
     }
 }
 
 #[test]
-fn mma_multiplies_the_matrices_that_its_fragments_spell() {
-    // Small whole numbers are exact in all types, so that nothing but the layout is judged.
+fn mma_multiplies_the_matrices_in_its_fragments() {
+    // Small integers are exact in all types, so only the layout matters.
     let a = |row: usize, k: usize| ((row * 7 + k * 3) % 13) as f32 - 6.0;
     let b = |k: usize, column: usize| ((k * 5 + column * 11) % 9) as f32 - 4.0;
     let c = |row: usize, column: usize| (row * 8 + column) as f32;
@@ -109,7 +109,7 @@ fn mma_multiplies_the_matrices_that_its_fragments_spell() {
 }
 
 #[test]
-fn packing_rounds_to_nearest_even_and_puts_the_first_number_low() {
+fn packing_rounds_to_nearest_even_and_puts_the_first_number_into_the_low_half() {
     let numbers: Vec<f32> =
         [1.0, -2.0, 1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, 65519.0, 65520.0, 1e-7, 3e-8, -2.98e-8, 6.1e-5]
             .into_iter()
@@ -136,7 +136,7 @@ fn rows_that_share_a_bank_take_as_many_passes() {
 }
 
 #[test]
-fn copies_land_no_later_than_their_group_is_waited_for() {
+fn copies_are_complete_after_the_wait_for_their_group() {
     const POISON: u32 = u32::MAX;
     let input: Vec<u32> = (0..256).collect();
     for timing in Timing::ALL {
@@ -157,7 +157,7 @@ fn copies_land_no_later_than_their_group_is_waited_for() {
 }
 
 #[test]
-fn what_a_wrong_kernel_does_is_found() {
+fn faults_of_kernels_are_found() {
     let faults = [
         (1, "deadlock"),
         (2, "while others of its warp"),

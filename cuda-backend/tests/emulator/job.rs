@@ -1,10 +1,10 @@
-//! Jobs for the emulator: buffers, launches over them, and what to bring back (`emulator/main.cpp` has the format).
+//! Jobs for the emulator: buffers, launches, and the buffers to return (`emulator/main.cpp` has the format).
 
 use bytemuck::Pod;
 
 use crate::program::Program;
 
-/// When copies land, and who runs first.
+/// When copies complete, and which threads run first.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Timing {
     Eager,
@@ -16,7 +16,7 @@ impl Timing {
     pub(crate) const ALL: [Self; 3] = [Self::Eager, Self::Late, Self::Random];
 }
 
-/// Where a buffer is on the emulated device.
+/// A buffer's address on the emulated device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Buffer {
     pub(crate) address: u64,
@@ -32,18 +32,18 @@ pub(crate) struct Job {
     results: Vec<Buffer>,
 }
 
-/// What a run did.
+/// Counts of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Counts {
     /// Reads of 8 rows of 16 bytes by ldmatrix.
     pub(crate) accesses: u64,
-    /// How often the banks had to be read for them: as many, where no two rows share a bank.
+    /// Passes over the shared-memory banks for them: as many as accesses if no two rows share a bank.
     pub(crate) passes: u64,
-    /// cp.async, and boxes by TMA.
+    /// Copies by cp.async, and boxes by TMA.
     pub(crate) copies: u64,
     /// Barriers of whole blocks.
     pub(crate) barriers: u64,
-    /// wgmma, of a warpgroup each.
+    /// wgmma instructions, one for each warpgroup.
     pub(crate) products: u64,
 }
 
@@ -53,7 +53,7 @@ impl Job {
         self.buffer(size_of_val(data), Some(bytemuck::cast_slice(data)))
     }
 
-    /// A buffer of `bytes` whose bits are all set, which makes every float a NaN.
+    /// A buffer of `bytes` in which all bits are 1, so every float is NaN.
     pub(crate) fn poisoned(&mut self, bytes: usize) -> Buffer {
         self.buffer(bytes, None)
     }
@@ -61,7 +61,7 @@ impl Job {
     fn buffer(&mut self, bytes: usize, data: Option<&[u8]>) -> Buffer {
         const PAGE: u64 = 4096;
         let bytes = bytes as u64;
-        // It ends with a page, as nearly as 16 bytes allow: who goes on reading is found out.
+        // The buffer ends at the end of a page, rounded to 16 bytes, so that an access behind it is a fault.
         let room = bytes.next_multiple_of(16);
         let address = u64::from(16 + self.buffer_count) * (1 << 32) + room.next_multiple_of(PAGE) - room;
         self.buffers.extend(address.to_le_bytes());
@@ -86,12 +86,12 @@ impl Job {
         self.launch_count += 1;
     }
 
-    /// Asks for a buffer's bytes after all launches.
+    /// Adds a buffer to the results, which are read after all launches.
     pub(crate) fn bring(&mut self, buffer: Buffer) {
         self.results.push(buffer);
     }
 
-    /// The buffers that were asked for, in order, or what was wrong.
+    /// Runs the job. Returns the results in order and the counts, or the emulator's message.
     pub(crate) fn run(
         &self,
         program: &Program,
@@ -124,7 +124,7 @@ impl Job {
     }
 }
 
-/// What a buffer holds.
+/// The initial contents of a buffer.
 pub(crate) fn numbers<T: Pod>(bytes: &[u8]) -> Vec<T> {
     bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
 }

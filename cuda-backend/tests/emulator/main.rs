@@ -1,6 +1,6 @@
-//! The CUDA kernels on the emulator of their instructions: no GPU, no CUDA, a C++ compiler.
+//! The CUDA kernels on an emulator of their instructions. Needs a C++ compiler, no GPU and no CUDA.
 //!
-//! Linux only: the emulator asks for memory at addresses of its choice.
+//! Linux only: the emulator maps memory at fixed addresses.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a check that cannot go on fails")]

@@ -1,9 +1,9 @@
-//! Independent pieces of work on all cores.
+//! Independent work on all cores.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Does `work` for each of `0..count`; what it has to say, in no order.
+/// Calls `work` for each of `0..count` and collects its results, in no particular order.
 pub(crate) fn in_parallel<T: Send>(count: usize, work: impl Fn(usize) -> Option<T> + Sync) -> Vec<T> {
     let next = AtomicUsize::new(0);
     let said = Mutex::new(Vec::new());
@@ -16,11 +16,11 @@ pub(crate) fn in_parallel<T: Send>(count: usize, work: impl Fn(usize) -> Option<
                         break;
                     }
                     if let Some(word) = work(n) {
-                        said.lock().expect("nobody panicked").push(word);
+                        said.lock().expect("no thread panicked").push(word);
                     }
                 }
             });
         }
     });
-    said.into_inner().expect("nobody panicked")
+    said.into_inner().expect("no thread panicked")
 }

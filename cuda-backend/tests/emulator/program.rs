@@ -1,14 +1,15 @@
-//! The emulator as a program: built here by the C++ compiler, run for each job.
+//! The emulator as a program: built by the C++ compiler, run for each job.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
+use kyklos_fake_cuda::cxx;
+
 use crate::parallel::in_parallel;
 
-/// An emulator with some kernels in it.
+/// An emulator with some kernels.
 #[derive(Clone, Debug)]
 pub(crate) struct Program(PathBuf);
 
@@ -27,7 +28,7 @@ fn folder() -> &'static Path {
 }
 
 impl Program {
-    /// The emulator with the kernels in `sources`, which may include what is in `headers`.
+    /// Builds the emulator with the kernels in `sources`, which may include headers of the folder `headers`.
     pub(crate) fn build(headers: &Path, sources: &[PathBuf]) -> Self {
         let emulator = folder().join("emulator");
         let machine = ["machine.cpp", "instructions.cpp", "hopper.cpp", "main.cpp"]
@@ -37,14 +38,14 @@ impl Program {
             sources.iter().map(|source| (source.clone(), headers.to_owned())).chain(machine).collect();
         let mut objects = in_parallel(all.len(), |n| Some(object(&all[n].0, &all[n].1)));
         objects.sort();
-        let program = made_of(&objects, "emulate");
+        let program = path_for(&objects, "emulate");
         if !program.exists() {
-            compile(Command::new(compiler()).args(&objects), &program);
+            compile(Command::new(cxx::compiler()).args(&objects), &program);
         }
         Self(program)
     }
 
-    /// Runs a job. The answer, or what was wrong: the emulator's own words, or the signal that ended it.
+    /// Runs a job. Returns its answer, or as error the emulator's message or the signal that ended it.
     pub(crate) fn run(&self, job: &[u8]) -> Result<Vec<u8>, String> {
         let mut child = Command::new(&self.0)
             .stdin(Stdio::piped())
@@ -52,7 +53,7 @@ impl Program {
             .stderr(Stdio::piped())
             .spawn()
             .expect("the emulator was built");
-        // It reads all of the job before it answers, or ends early, and then this write fails.
+        // The emulator reads the whole job before it answers. If it ends early, this write fails.
         let written = child.stdin.take().expect("piped").write_all(job);
         let output = child.wait_with_output().expect("the emulator ends");
         if output.status.success() {
@@ -64,23 +65,7 @@ impl Program {
     }
 }
 
-fn compiler() -> String {
-    static FOUND: OnceLock<String> = OnceLock::new();
-    let find = || {
-        let chosen = std::env::var("CXX").ok();
-        let names = chosen.into_iter().chain(["g++", "clang++", "c++"].map(str::to_owned));
-        let works = |name: &String| {
-            Command::new(name).arg("--version").output().is_ok_and(|out| out.status.success())
-        };
-        names
-            .into_iter()
-            .find(works)
-            .expect("a C++ compiler builds the emulator: install g++ or clang++, or set CXX")
-    };
-    FOUND.get_or_init(find).clone()
-}
-
-/// The object of a source, which is compiled unless one of this source, these headers and this machine is there.
+/// The object of a source. It is compiled unless there is one of the same source, headers and compiler.
 fn object(source: &Path, headers: &Path) -> PathBuf {
     let mut read = vec![source.to_owned()];
     for folder in [headers, &folder().join("kernels"), &folder().join("emulator")] {
@@ -89,35 +74,25 @@ fn object(source: &Path, headers: &Path) -> PathBuf {
         read.extend(entries.filter(|path| path.extension().is_some_and(|extension| extension == "h")));
     }
     let stem = source.file_stem().expect("a file").to_string_lossy().into_owned();
-    let object = made_of(&read, &format!("{stem}.o"));
+    let object = path_for(&read, &format!("{stem}.o"));
     if !object.exists() {
-        let mut command = Command::new(compiler());
-        // Kernels are large, and changed ones run for a moment: compiling them must not take longer than that.
+        // Kernels with planted bugs run only for a moment, so they are compiled fast rather than well.
         let level = if source.extension().is_some_and(|extension| extension == "cu") { "-O1" } else { "-O2" };
-        command.args(["-std=c++17", level, "-march=native", "-ffp-contract=off"]);
-        // Fibers jump between stacks, which the checks that some distributions switch on take for a fault.
-        command.args(["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=0"]);
+        let mut command = cxx::command(level);
         command.arg("-I").arg(folder().join("emulator")).arg("-I").arg(headers);
         compile(command.args(["-c", "-x", "c++"]).arg(source), &object);
     }
     object
 }
 
-/// A path that changes with what is in `files`.
-fn made_of(files: &[PathBuf], name: &str) -> PathBuf {
-    let mut hash = DefaultHasher::new();
-    compiler().hash(&mut hash);
-    for file in files {
-        file.hash(&mut hash);
-        std::fs::read(file).expect("a source").hash(&mut hash);
-    }
-    Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{:016x}-{name}", hash.finish()))
+/// A path that changes with the contents of `files`.
+fn path_for(files: &[PathBuf], name: &str) -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{name}", cxx::fingerprint(files)))
 }
 
-/// Runs a compiler; what it makes appears whole or not at all, for tests build at the same time.
+/// Runs a compiler. Tests build at the same time, so its output is renamed when it is complete.
 fn compile(command: &mut Command, into: &Path) {
     let unfinished = into.with_extension(format!("{:?}", std::thread::current().id()));
-    let output = command.arg("-o").arg(&unfinished).output().expect("the compiler starts");
-    assert!(output.status.success(), "{command:?}\n{}", String::from_utf8_lossy(&output.stderr));
+    cxx::run(command.arg("-o").arg(&unfinished));
     std::fs::rename(&unfinished, into).expect("both are in one folder");
 }

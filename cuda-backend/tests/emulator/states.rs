@@ -1,4 +1,4 @@
-//! The kernels beside attention: running states, and copies between layouts.
+//! The kernels for running states, and for copies between layouts.
 
 use kyklos::backend::EMPTY_M;
 use kyklos_cuda::{RepackArguments, STATE_ROWS, StateArguments, TensorArgument};
@@ -7,7 +7,7 @@ use kyklos_oracle::oracle::Dtype;
 use crate::job::{Job, Timing, numbers};
 use crate::program::emulator;
 
-/// `[batch, rows, heads, dim]`: warps beyond the last row, and a head that is no multiple of 32.
+/// `[batch, rows, heads, dim]`: with warps behind the last row, and a head dim that is no multiple of 32.
 const SHAPE: [usize; 4] = [2, 3, 3, 40];
 
 fn arguments(a: u64, ml: u64) -> StateArguments {
@@ -20,7 +20,7 @@ fn grid() -> [usize; 3] {
     [(batch * rows * heads).div_ceil(STATE_ROWS as usize), 1, 1]
 }
 
-/// A state in which row n saw something unless `n % 3 == empty`.
+/// A state in which row n saw a key unless `n % 3 == empty`.
 fn state(empty: usize, shift: f32) -> (Vec<f32>, Vec<f32>) {
     let [batch, rows, heads, dim] = SHAPE;
     let mut a = vec![0.0; batch * rows * heads * dim];
@@ -39,7 +39,7 @@ fn state(empty: usize, shift: f32) -> (Vec<f32>, Vec<f32>) {
 }
 
 #[test]
-fn a_reset_state_has_seen_nothing() {
+fn a_reset_state_is_empty() {
     let [batch, rows, heads, dim] = SHAPE;
     let mut job = Job::default();
     let (a, ml) = (job.poisoned(batch * rows * heads * dim * 4), job.poisoned(batch * rows * heads * 8));
@@ -52,7 +52,7 @@ fn a_reset_state_has_seen_nothing() {
 }
 
 #[test]
-fn a_merge_adds_weights_and_leaves_alone_what_only_one_side_saw() {
+fn a_merge_adds_weights_and_keeps_rows_that_only_one_side_saw() {
     let [batch, rows, heads, dim] = SHAPE;
     let ((a, ml), (from_a, from_ml)) = (state(0, 0.5), state(1, -1.25));
     for timing in Timing::ALL {
@@ -97,8 +97,8 @@ fn a_merge_adds_weights_and_leaves_alone_what_only_one_side_saw() {
 }
 
 #[test]
-fn repack_copies_the_rows_it_is_asked_for_and_touches_nothing_else() {
-    // Of [2, 5, 4] heads of 6 words the heads 1..4 of the rows 2..5, into a layout with heads outside.
+fn repack_copies_the_given_rows_and_writes_nothing_else() {
+    // From [2, 5, 4] heads of 6 words: heads 1..4 of rows 2..5, into a layout with more heads.
     let (batch, rows, heads, words) = (2, 3, 3, 6);
     let from: Vec<u32> = (0..2 * 5 * 4 * 6).collect();
     for blocks in [1, 3] {

@@ -1,4 +1,4 @@
-//! What becomes of bugs of the host, and of faults of the driver and the device.
+//! Planted bugs of the host side, and faults of the driver and the device.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -23,11 +23,15 @@ pub fn scenarios() -> Vec<Scenario> {
     all.extend([
         Scenario::new("a copy to the host does not wait for later kernels", "hang_at=2", overlap),
         Scenario::new(
-            "code compiled at run time is kept, and compiled again when it is damaged",
+            "keeps kernels that were compiled at run time, and compiles again if the file is damaged",
             "",
-            kept_code,
+            kernel_cache,
         ),
-        Scenario::new("orders what overlaps", "delay_us=3000,seed=30", orders_what_overlaps),
+        Scenario::new(
+            "orders overlapping operations",
+            "delay_us=3000,seed=30",
+            orders_overlapping_operations,
+        ),
         Scenario::new("opens every device of a process", "devices=3,seed=31", || {
             let all: Vec<_> = (0..3).map(|ordinal| CudaBackend::new(ordinal).unwrap()).collect();
             all.iter().for_each(is_right);
@@ -42,24 +46,24 @@ pub fn scenarios() -> Vec<Scenario> {
     all
 }
 
-/// Bugs that must be found: by a check, or by the fake driver.
+/// Planted bugs, which a check or the fake driver must find.
 fn planted() -> Vec<Scenario> {
-    // The stream of kernels, that of copies to the device, that of copies to the host.
-    let without_waits = |seed: u64, lane: u64| {
+    // Stream 0: kernels, 1: copies to the device, 2: copies to the host.
+    let without_waits = |seed: u64, kind: u64| {
         let mut scenario = Scenario::new(
-            &format!("waits for events that stream {lane} leaves out are missed, seed {seed}"),
-            &format!("ignore_waits={},delay_us=3000,seed={seed}", 1 << lane),
+            &format!("a stream {kind} that ignores waits fails the check, seed {seed}"),
+            &format!("ignore_waits={},delay_us=3000,seed={seed}", 1 << kind),
             || {
                 is_right(&open());
-                orders_what_overlaps();
+                orders_overlapping_operations();
             },
         );
         scenario.ends = Ends::Failing;
         scenario
     };
     let seeds = 1..=3;
-    let mut all: Vec<_> = seeds.flat_map(|seed| (0..3).map(move |lane| without_waits(seed, lane))).collect();
-    let mut forgets = Scenario::new("what is left behind is found", "", || {
+    let mut all: Vec<_> = seeds.flat_map(|seed| (0..3).map(move |kind| without_waits(seed, kind))).collect();
+    let mut forgets = Scenario::new("a buffer that is left at exit is found", "", || {
         std::mem::forget(open().alloc("forgotten", 100).unwrap());
     });
     forgets.ends = Ends::LeavingSomething;
@@ -67,7 +71,8 @@ fn planted() -> Vec<Scenario> {
     all
 }
 
-/// A device that ends in the middle: every call says why, every future ends, and the other device goes on.
+/// A context that is destroyed during the work: every call and every future returns the first error, and the other device still
+/// works.
 fn endings() -> Vec<Scenario> {
     let ends = [
         (
@@ -78,7 +83,7 @@ fn endings() -> Vec<Scenario> {
         ("a launch that fails on the device", "sticky_at=1,sticky=719", "CUDA_ERROR_LAUNCH_FAILED (719)"),
         ("a broken memory cell", "sticky_at=3,sticky=214", "CUDA_ERROR_ECC_UNCORRECTABLE (214)"),
         ("a lost device", "sticky_at=2,sticky=46", "CUDA_ERROR_DEVICE_UNAVAILABLE (46)"),
-        ("a kernel that hangs", "hang_at=2", "nothing was done for 0.5 s"),
+        ("a kernel that hangs", "hang_at=2", "completed nothing for 0.5 s"),
     ];
     let scenario = |(name, fake, words): (&str, &str, &'static str)| {
         Scenario::new(&format!("ends with {name}"), &format!("devices=2,seed=41,{fake}"), move || {
@@ -107,7 +112,7 @@ fn ends_with(words: &str) {
     let backend = CudaBackend::with_options(0, &options).unwrap();
     let (mut a, mut ml) = state(&backend);
     for _ in 0..3 {
-        // Which call is the first to hear of it is up to the device.
+        // The call that gets the first error depends on timing.
         let _ = reset(&backend, &mut a, &mut ml);
     }
     let download = backend.download(&mut a, 0..SHAPE.a_bytes());
@@ -141,7 +146,7 @@ fn memory() -> Vec<Scenario> {
             let held = mib(40).unwrap();
             assert_eq!(allowed(mib(32)), (32, 24));
             drop(held);
-            // The memory of the first is given back for one of another size, though the device may be using it.
+            // The first buffer's memory is freed for one of another size, though the device may still use it.
             let mut some = mib(14).unwrap();
             backend.write(&mut some, 0, &[7; 1 << 20]).unwrap();
             drop(some);
@@ -154,8 +159,8 @@ fn memory() -> Vec<Scenario> {
             let _held = capped.alloc("keys", 8 << 20).unwrap();
             assert_eq!(allowed(capped.alloc("keys", 4 << 20)), (4, 2));
         }),
-        Scenario::new("says what a call lacks for the states of its parts", "", || {
-            // Room for the token's five buffers and its work list, not for two states more.
+        Scenario::new("names the states of the parts if there is no memory for them", "", || {
+            // Memory for the token's five buffers and its work list, but not for two more states.
             let capped = CudaOptions { max_memory_bytes: Some(150 << 10), ..CudaOptions::default() };
             let backend = CudaBackend::with_options(0, &capped).unwrap();
             match Token::new(&backend).attend(&backend, 1) {
@@ -167,26 +172,30 @@ fn memory() -> Vec<Scenario> {
             }
             is_right(&open());
         }),
-        Scenario::new("refuses what the driver has not, and goes on", "oom_at=4", || {
+        Scenario::new("reports that the driver has no memory left, and still works", "oom_at=4", || {
             let backend = open();
             let held: Vec<_> = (0..3).map(|_| backend.alloc("held", 1000).unwrap()).collect();
             let error = backend.alloc("one more", 1000).unwrap_err();
             assert!(matches!(&error, Error::OutOfMemory { what, .. } if what == "one more"), "{error}");
             drop(held);
-            assert!(backend.alloc("one more", 1000).is_ok(), "what was given back serves again");
+            assert!(backend.alloc("one more", 1000).is_ok(), "memory of dropped buffers is reused");
         }),
-        Scenario::new("refuses staging that the host has not, and goes on", "pinned_oom_at=1", || {
-            let backend = open();
-            let error = backend.upload("keys", Bytes::from_static(&[1; 64])).unwrap_err();
-            assert!(
-                matches!(&error, Error::OutOfMemory { device, .. } if device.contains("pinned")),
-                "{error}"
-            );
-            let (mut a, mut ml) = state(&backend);
-            reset(&backend, &mut a, &mut ml).unwrap();
-            block_on(backend.wait()).unwrap();
-        }),
-        Scenario::new("what was downloaded outlives its backend", "seed=51", || {
+        Scenario::new(
+            "reports that the host has no pinned memory left, and still works",
+            "pinned_oom_at=1",
+            || {
+                let backend = open();
+                let error = backend.upload("keys", Bytes::from_static(&[1; 64])).unwrap_err();
+                assert!(
+                    matches!(&error, Error::OutOfMemory { device, .. } if device.contains("pinned")),
+                    "{error}"
+                );
+                let (mut a, mut ml) = state(&backend);
+                reset(&backend, &mut a, &mut ml).unwrap();
+                block_on(backend.wait()).unwrap();
+            },
+        ),
+        Scenario::new("downloaded bytes outlive their backend", "seed=51", || {
             let backend = open();
             let mut buffer = backend.upload("data", Bytes::from_static(b"sixteen bytes...")).unwrap();
             let (kept, coming) = (backend.download(&mut buffer, 0..7), backend.download(&mut buffer, 8..13));
@@ -200,7 +209,7 @@ fn memory() -> Vec<Scenario> {
 
 fn refusals() -> Vec<Scenario> {
     let unavailable = |name: &str, fake: &str, words: &'static [&'static str]| {
-        Scenario::new(&format!("says that it cannot run: {name}"), fake, move || {
+        Scenario::new(&format!("reports why it cannot run: {name}"), fake, move || {
             let why = availability().unwrap_err().to_string();
             let error = CudaBackend::new(0).unwrap_err();
             assert!(words.iter().all(|word| why.contains(word)), "{why}");
@@ -211,7 +220,7 @@ fn refusals() -> Vec<Scenario> {
         unavailable("no device", "devices=0", &["cuInit", "CUDA_ERROR_NO_DEVICE (100)"]),
         unavailable("an old driver", "version=11080", &["11.8", "12.0", "525"]),
         unavailable("an old device", "capability=75", &["Fake GPU 0", "7.5", "8.0", "wgpu"]),
-        Scenario::new("lists devices, and refuses a number too far", "devices=2", || {
+        Scenario::new("lists devices, and refuses an index that is too large", "devices=2", || {
             let all = devices().unwrap();
             assert_eq!(
                 all.iter().map(|device| device.info.name.as_str()).collect::<Vec<_>>(),
@@ -221,50 +230,54 @@ fn refusals() -> Vec<Scenario> {
             let error = CudaBackend::new(2).unwrap_err().to_string();
             assert!(error.contains("cuda:2") && error.contains("has 2"), "{error}");
         }),
-        Scenario::new("refuses what has no kernel, and what does not fit", "", || {
-            let backend = open();
-            let mut buffer = backend.upload("data", Bytes::from_static(&[0; 64])).unwrap();
-            let mut short = backend.alloc("short", 32).unwrap();
-            let request =
-                |result: Result<()>| assert!(matches!(result, Err(Error::Request { .. })), "{result:?}");
-            // Types, what begins in the middle of eight elements, and more than there is on either side.
-            for (first, dtype, tokens) in [
-                (0, Dtype::Bf16, 1),
-                (0, Dtype::F16, 1),
-                (4, Dtype::F32, 1),
-                (8, Dtype::F32, 2),
-                (0, Dtype::F32, 3),
-            ] {
-                request(backend.convert(
-                    Elements::Stored { buffer: &buffer, first, dtype },
-                    Elements::Stored { buffer: &mut short, first: 0, dtype: Dtype::F16 },
-                    [1, tokens, 1, 8],
-                ));
-            }
-            let mut scales = backend.alloc("scales", 8).unwrap();
-            let (first, dtype) = (0, Dtype::F16);
-            for (of, shape) in [
-                (Scales::Rows, [1, 1, 1, 264]),
-                (Scales::Rows, [1, 3, 1, 8]),
-                (Scales::Channels, [1, 1, 1, 8]),
-                (Scales::Rows, [1, 1, 1, 40]),
-            ] {
-                request(backend.convert(
-                    Elements::Stored { buffer: &buffer, first, dtype },
-                    Elements::Coded { codes: &mut short, scales: &mut scales, of },
-                    shape,
-                ));
-            }
-            request(backend.write(&mut buffer, 62, &[0; 4]));
-            request(block_on(backend.download(&mut buffer, 60..65)).map(|_| ()));
-            let odd = Layout { offset: 2, batch_stride: 0, row_stride: 0, head_stride: 0 };
-            let extent = Extent { batch: 1, rows: 1, heads: 1, row_bytes: 4 };
-            request(backend.repack((&short, odd), (&mut buffer, odd), extent));
-        }),
+        Scenario::new(
+            "refuses conversions without a kernel, and accesses behind the end of a buffer",
+            "",
+            || {
+                let backend = open();
+                let mut buffer = backend.upload("data", Bytes::from_static(&[0; 64])).unwrap();
+                let mut short = backend.alloc("short", 32).unwrap();
+                let request =
+                    |result: Result<()>| assert!(matches!(result, Err(Error::Request { .. })), "{result:?}");
+                // Pairs of types without a kernel, a beginning that is no multiple of 8, and more elements than either buffer has.
+                for (first, dtype, tokens) in [
+                    (0, Dtype::Bf16, 1),
+                    (0, Dtype::F16, 1),
+                    (4, Dtype::F32, 1),
+                    (8, Dtype::F32, 2),
+                    (0, Dtype::F32, 3),
+                ] {
+                    request(backend.convert(
+                        Elements::Stored { buffer: &buffer, first, dtype },
+                        Elements::Stored { buffer: &mut short, first: 0, dtype: Dtype::F16 },
+                        [1, tokens, 1, 8],
+                    ));
+                }
+                let mut scales = backend.alloc("scales", 8).unwrap();
+                let (first, dtype) = (0, Dtype::F16);
+                for (of, shape) in [
+                    (Scales::Rows, [1, 1, 1, 264]),
+                    (Scales::Rows, [1, 3, 1, 8]),
+                    (Scales::Channels, [1, 1, 1, 8]),
+                    (Scales::Rows, [1, 1, 1, 40]),
+                ] {
+                    request(backend.convert(
+                        Elements::Stored { buffer: &buffer, first, dtype },
+                        Elements::Coded { codes: &mut short, scales: &mut scales, of },
+                        shape,
+                    ));
+                }
+                request(backend.write(&mut buffer, 62, &[0; 4]));
+                request(block_on(backend.download(&mut buffer, 60..65)).map(|_| ()));
+                let odd = Layout { offset: 2, batch_stride: 0, row_stride: 0, head_stride: 0 };
+                let extent = Extent { batch: 1, rows: 1, heads: 1, row_bytes: 4 };
+                request(backend.repack((&short, odd), (&mut buffer, odd), extent));
+            },
+        ),
     ]
 }
 
-/// The second launch never ends; a copy of what was written before comes to the host all the same.
+/// The second launch never ends. A copy of a buffer that was written before is done nevertheless.
 fn overlap() {
     let options = CudaOptions { stuck_after: Duration::from_secs(3), ..CudaOptions::default() };
     let backend = CudaBackend::with_options(0, &options).unwrap();
@@ -275,14 +288,14 @@ fn overlap() {
     backend.repack((&keys, rows), (&mut copied, rows), extent).unwrap();
     backend.repack((&keys, rows), (&mut copied, rows), extent).unwrap();
     assert_eq!(block_on(backend.download(&mut keys, 0..4096)).unwrap(), &[9; 4096][..]);
-    // And keys come in meanwhile.
+    // So is a copy to the device.
     let mut more = backend.upload("keys", Bytes::from_static(&[5; 4096])).unwrap();
     assert_eq!(block_on(backend.download(&mut more, 4000..4096)).unwrap(), &[5; 96][..]);
     assert!(block_on(backend.wait()).unwrap_err().to_string().contains("hangs"));
 }
 
-/// Nobody waits between operations on the same buffers, on all three streams.
-fn orders_what_overlaps() {
+/// Operations on the same buffers in all three streams, without a wait of the host between them.
+fn orders_overlapping_operations() {
     let backend = open();
     let bytes = 4096;
     let data = |round: u8| Bytes::from(vec![round; bytes]);
@@ -291,7 +304,7 @@ fn orders_what_overlaps() {
     let mut buffer = backend.upload("buffer", data(0)).unwrap();
     let mut downloads = Vec::new();
     for round in 0..20 {
-        // What was there is read by a kernel and by a copy, and then overwritten.
+        // A kernel and a copy read the contents, then they are overwritten.
         let mut copied = backend.alloc("copied", bytes).unwrap();
         backend.repack((&buffer, rows), (&mut copied, rows), extent).unwrap();
         downloads.push((round, backend.download(&mut buffer, 0..bytes)));
@@ -309,8 +322,8 @@ fn orders_what_overlaps() {
     }
 }
 
-/// Plays itself: the folder for compiled code is a process's own affair.
-fn kept_code() {
+/// Starts itself again: each process gets the cache folder by its environment.
+fn kernel_cache() {
     const FOLDER: &str = "KYKLOS_TEST_CODE";
     let open = |folder: &str| {
         let options = CudaOptions { cache: Some(folder.into()), ..CudaOptions::default() };
@@ -326,8 +339,11 @@ fn kept_code() {
     availability().unwrap();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().to_str().unwrap();
-    let this =
-        Scenario::new("code compiled at run time is kept, and compiled again when it is damaged", "", || {});
+    let this = Scenario::new(
+        "keeps kernels that were compiled at run time, and compiles again if the file is damaged",
+        "",
+        || {},
+    );
     let run = |fake: &str, also: &[(&str, &str)]| {
         this.play(&[&[(FOLDER, path), ("KYKLOS_FAKE_CUDA", fake)], also].concat()).unwrap()
     };
@@ -337,11 +353,11 @@ fn kept_code() {
         return; // built with nvcc: nothing is compiled at run time
     }
     assert!(first.contains("refused: ") && first.contains("error: told to fail"), "{first}");
-    assert_eq!(fs::read_dir(path).unwrap().count(), 0, "what failed is not kept");
+    assert_eq!(fs::read_dir(path).unwrap().count(), 0, "the result of a failed compilation is not kept");
     assert!(run("report=1", &[]).contains("sm_90a by NVRTC 13.0"));
-    // It would fail, were it asked.
+    // A compilation would fail here.
     assert!(run("report=1", &fails).contains("sm_90a from the cache"));
-    // Another architecture is another entry; one that NVRTC does not know gets PTX.
+    // Each architecture has a file of its own. A device that NVRTC does not support gets PTX.
     assert!(run("report=1,capability=86", &[]).contains("sm_86 by NVRTC"));
     assert!(run("report=1,capability=103", &[]).contains("compute_100 by NVRTC"));
     assert_eq!(fs::read_dir(path).unwrap().count(), 3);
@@ -351,7 +367,7 @@ fn kept_code() {
         *bytes.last_mut().unwrap() ^= 1;
         fs::write(&entry, bytes).unwrap();
     }
-    assert!(run("report=1", &[]).contains("sm_90a by NVRTC"), "damaged code is not used");
+    assert!(run("report=1", &[]).contains("sm_90a by NVRTC"), "a damaged file is not used");
     assert!(run("report=1", &fails).contains("sm_90a from the cache"), "and replaced");
 }
 
@@ -359,7 +375,7 @@ fn open() -> CudaBackend {
     CudaBackend::new(0).unwrap()
 }
 
-/// A few calls over all kinds of operations.
+/// A few calls that use all kinds of operations.
 pub fn is_right(backend: &CudaBackend) {
     for (dtype, case) in [Dtype::Bf16, Dtype::F32].into_iter().zip(cases()) {
         let prepared = Prepared::new(case, dtype);

@@ -1,4 +1,4 @@
-//! What is submitted together: launches that are held back, and graphs of those that come again.
+//! Launches that are submitted together: deferred launches, and graphs of repeated sequences.
 
 use std::time::Duration;
 
@@ -19,14 +19,14 @@ pub fn scenarios() -> Vec<Scenario> {
         scenario
     };
     let graphs = says(
-        Scenario::new("submits what comes again as a graph", "seed=71", || again(&open(), 5)),
+        Scenario::new("submits a repeated sequence as a graph", "seed=71", || again(&open(), 5)),
         &["1 graphs made, 4 launched with 8 kernels", "launched reset_state 5 times"],
     );
     let none = says(
-        Scenario::new("makes no graphs where none are wanted", "seed=72", || again(&without_graphs(), 5)),
+        Scenario::new("makes no graphs if they are disabled", "seed=72", || again(&without_graphs(), 5)),
         &["0 graphs made", "launched reset_state 5 times"],
     );
-    // How often is up to the time: calls that take long are cut in pieces.
+    // The number of graphs depends on timing: a long call is divided into pieces.
     let mut decoding = Scenario::new("decodes by graphs to the same bytes as without", "seed=73", || {
         let [with, without] = [open(), without_graphs()].map(|backend| decodes(&backend, 6));
         assert_eq!(with, without);
@@ -54,16 +54,16 @@ pub fn scenarios() -> Vec<Scenario> {
         &["2 graphs made, 4 launched with 8 kernels"],
     );
     let forgotten = says(
-        Scenario::new("forgets the sequences that came longest ago", "delay_us=0", || {
+        Scenario::new("forgets the least recently used sequence", "delay_us=0", || {
             let backend = open();
             let mut sequences = Distinct::new(&backend);
-            // Each comes again too late.
+            // Each sequence repeats after it was forgotten.
             (0..2 * 257).for_each(|n| sequences.submit(&backend, n % 257));
         }),
         &["0 graphs made"],
     );
     let evicted = says(
-        Scenario::new("gives up graphs that still run", "seed=75,delay_us=20", || {
+        Scenario::new("forgets graphs that still run", "seed=75,delay_us=20", || {
             let backend = open();
             let mut sequences = Distinct::new(&backend);
             (0..2 * 270).for_each(|n| sequences.submit(&backend, n / 2));
@@ -73,20 +73,20 @@ pub fn scenarios() -> Vec<Scenario> {
     let mut all = vec![graphs, none, decoding, devices, addresses, forgotten, evicted];
     all.extend(order());
     all.extend(faults());
-    all.extend(held());
+    all.extend(deferred());
     all
 }
 
-/// Graphs have the order that their launches had, and other streams wait for them.
+/// The launches of a graph run in their order, and other streams wait for graphs.
 fn order() -> Vec<Scenario> {
     let overlaps =
         |name: &str, fake: &str| Scenario::new(name, &format!("delay_us=3000,{fake}"), || overlaps(&open()));
     let mut all = vec![overlaps("orders graphs and copies", "seed=76")];
     let planted = [
-        ("graphs without edges are missed", "ignore_edges=1,seed=77"),
-        ("a stream of graphs that waits for nothing is missed", "ignore_waits=1,seed=78"),
-        ("copies to the device that do not wait for graphs are missed", "ignore_waits=2,seed=79"),
-        ("copies to the host that do not wait for graphs are missed", "ignore_waits=4,seed=80"),
+        ("a graph without edges fails the check", "ignore_edges=1,seed=77"),
+        ("graphs that wait for no copy fail the check", "ignore_waits=1,seed=78"),
+        ("copies to the device that do not wait for graphs fail the check", "ignore_waits=2,seed=79"),
+        ("copies to the host that do not wait for graphs fail the check", "ignore_waits=4,seed=80"),
     ];
     all.extend(planted.map(|(name, fake)| {
         let mut scenario = overlaps(name, fake);
@@ -96,17 +96,18 @@ fn order() -> Vec<Scenario> {
     all
 }
 
-/// What the driver refuses is said, in its words, to whoever needs what was to be written; all else goes on.
+/// If the driver refuses a graph, its error is returned, also by later operations on the buffers that the graph was to write. All
+/// else still works.
 fn faults() -> Vec<Scenario> {
     let refused = [
         (
-            "cannot be begun",
+            "cannot be created",
             "graph_create_at=1",
             "make a graph of reset_state, merge_states",
             "cuGraphCreate",
         ),
         (
-            "cannot be made",
+            "cannot be instantiated",
             "graph_instantiate_at=1",
             "make a graph of reset_state, merge_states",
             "cuGraphInstantiateWithFlags",
@@ -122,7 +123,7 @@ fn faults() -> Vec<Scenario> {
         .into_iter()
         .map(|(name, fake, operation, call)| {
             Scenario::new(
-                &format!("goes on after a graph that {name}"),
+                &format!("still works after a graph that {name}"),
                 &format!("seed=81,{fake}"),
                 move || {
                     let backend = open();
@@ -132,7 +133,7 @@ fn faults() -> Vec<Scenario> {
                     for word in ["cuda:0", operation, call, "CUDA_ERROR_OUT_OF_MEMORY (2)"] {
                         assert!(text.contains(word), "{text}");
                     }
-                    // Nobody takes what is there for a result.
+                    // The buffer's contents are not taken for a result.
                     assert_eq!(block_on(backend.download(&mut state.a, 0..4)).unwrap_err(), error);
                     assert_eq!(state.submit(&backend, 1.0).unwrap_err(), error);
                     drop(state);
@@ -144,19 +145,19 @@ fn faults() -> Vec<Scenario> {
         .collect();
     let ends = [
         (
-            "a graph that breaks the device",
+            "a graph that destroys the context",
             "graph_launch_at=1,graph_code=719",
             "CUDA_ERROR_LAUNCH_FAILED (719)",
         ),
         ("an illegal address in a graph", "sticky_at=4", "CUDA_ERROR_ILLEGAL_ADDRESS (700)"),
-        ("a kernel of a graph that hangs", "hang_at=4", "nothing was done for 0.5 s"),
+        ("a kernel of a graph that hangs", "hang_at=4", "completed nothing for 0.5 s"),
     ];
     all.extend(ends.map(|(name, fake, words)| {
         Scenario::new(&format!("ends with {name}"), &format!("devices=2,seed=82,{fake}"), move || {
             let options = CudaOptions { stuck_after: Duration::from_millis(500), ..CudaOptions::default() };
             let backend = CudaBackend::with_options(0, &options).unwrap();
             let mut state = Accumulator::new(&backend);
-            // Which call is the first to hear of it is up to the device.
+            // The call that gets the first error depends on timing.
             let _ = (0..2).try_for_each(|_| state.submit(&backend, 1.0));
             let first = block_on(backend.wait()).unwrap_err();
             assert!(first.to_string().contains(words), "{first}");
@@ -168,10 +169,10 @@ fn faults() -> Vec<Scenario> {
     all
 }
 
-/// What is held back, and what must not be.
-fn held() -> Vec<Scenario> {
-    // The process ends without another call: what was not submitted then never was.
-    let mut reset = Scenario::new("holds the reset of a state back", "", || {
+/// Launches that are deferred, and launches that must not be.
+fn deferred() -> Vec<Scenario> {
+    // The process ends without another call, so a deferred launch is never submitted.
+    let mut reset = Scenario::new("defers the reset of a state", "", || {
         let backend = open();
         let mut state = Accumulator::new(&backend);
         state.reset(&backend);
@@ -179,7 +180,7 @@ fn held() -> Vec<Scenario> {
     });
     reset.says_not = &["launched reset_state"];
     reset.ends = Ends::LeavingSomething;
-    let mut others = Scenario::new("holds nothing back that somebody may wait for", "", || {
+    let mut others = Scenario::new("defers no launch that may be waited for", "", || {
         let backend = open();
         let (mut token, mut sequences) = (Token::new(&backend), Distinct::new(&backend));
         token.attend(&backend, 1).unwrap();
@@ -197,7 +198,7 @@ fn held() -> Vec<Scenario> {
     ];
     others.ends = Ends::LeavingSomething;
     let refused = Scenario::new(
-        "tells whoever needs it of a launch that was held back and refused",
+        "returns the error of a deferred launch that is refused from every operation that needs its result",
         "refuse_at=1",
         || {
             let backend = open();
@@ -208,18 +209,18 @@ fn held() -> Vec<Scenario> {
             assert_eq!(block_on(backend.download(&mut one.a, 0..4)).unwrap_err(), error);
             assert_eq!(block_on(backend.download(&mut other.ml, 0..4)).unwrap_err(), error);
             drop((one, other));
-            // Their memory serves again.
+            // Their memory is reused.
             Accumulator::new(&backend).round(&backend, 3.0);
         },
     );
-    let dropped = Scenario::new("drops what is held back with its backend", "seed=83", || {
+    let dropped = Scenario::new("drops deferred launches with their backend", "seed=83", || {
         let backend = open();
         let mut state = Accumulator::new(&backend);
         state.reset(&backend);
         drop(backend);
         drop(state);
     });
-    let memory = Scenario::new("waits for memory that a held launch will write", "memory_mb=8", || {
+    let memory = Scenario::new("waits for memory that a deferred launch will write", "memory_mb=8", || {
         let backend = open();
         let shape = StateShape { batch: 1, rows: 1 << 12, heads: 1, dim: 256 };
         let mut a = backend.alloc("a", shape.a_bytes()).unwrap();
@@ -241,7 +242,7 @@ fn without_graphs() -> CudaBackend {
 
 const ACCUMULATED: StateShape = StateShape { batch: 1, rows: 20, heads: 2, dim: 64 };
 
-/// A state that is reset and takes in another one: two launches.
+/// A state that is reset and merged with another one: two launches.
 struct Accumulator {
     a: CudaBuffer,
     ml: CudaBuffer,
@@ -261,7 +262,7 @@ impl Accumulator {
         backend.reset_state(&mut state).unwrap();
     }
 
-    /// The other one has seen one key of this value, and so has this one afterwards.
+    /// The other state has seen one key with this value, and afterwards this state has too.
     fn submit(&mut self, backend: &CudaBackend, value: f32) -> Result<()> {
         let floats =
             |values: Vec<f32>| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>();
@@ -289,7 +290,7 @@ fn again(backend: &CudaBackend, times: u8) {
     (0..times).for_each(|round| state.round(backend, f32::from(round) + 0.5));
 }
 
-/// Nobody waits between graphs, what they read and what becomes of it.
+/// Graphs with copies to their inputs and from their outputs, without a wait of the host between them.
 fn overlaps(backend: &CudaBackend) {
     let mut state = Accumulator::new(backend);
     let downloads: Vec<_> = (0..12_u8)
@@ -305,7 +306,7 @@ fn overlaps(backend: &CudaBackend) {
     }
 }
 
-/// Sequences of two launches: the reset of a state, and a copy from one row or another.
+/// Different sequences of two launches: the reset of a state, and a copy of the row `row`.
 struct Distinct {
     a: CudaBuffer,
     ml: CudaBuffer,
@@ -331,7 +332,7 @@ impl Distinct {
 const DECODED: StateShape = StateShape { batch: 1, rows: 1, heads: 4, dim: 64 };
 const KEYS: usize = 520;
 
-/// One token that attends to some keys.
+/// One query token over [`KEYS`] keys.
 pub struct Token {
     tensors: [CudaBuffer; 3],
     a: CudaBuffer,
@@ -347,7 +348,7 @@ impl Token {
         Self { tensors, a: alloc(DECODED.a_bytes()), ml: alloc(DECODED.ml_bytes()) }
     }
 
-    /// Attends, from a state that has seen nothing, to numbers of this seed. Nothing is waited for.
+    /// Resets the state and attends over made-up tensors of this seed. Does not wait for the device.
     pub fn attend(&mut self, backend: &CudaBackend, seed: u64) -> Result<()> {
         for (index, id) in [TensorId::Q, TensorId::K, TensorId::V].into_iter().enumerate() {
             let mut numbers = vec![bf16::ZERO; Self::ELEMENTS[index]];
@@ -383,7 +384,7 @@ impl Token {
     }
 }
 
-/// The same call over and over, on other numbers each time: the bytes of each state.
+/// Repeats one call with different tensors. Returns the bytes of each state.
 fn decodes(backend: &CudaBackend, times: u64) -> Vec<Bytes> {
     let mut token = Token::new(backend);
     let all = (0..times).map(|seed| {

@@ -1,4 +1,4 @@
-//! That a call really gets the kernels that `KernelChoice` says, and that what goes wrong between them is noticed.
+//! A call runs the kernels that `KernelChoice` names.
 
 use kyklos::Dtype;
 use kyklos_cuda::CudaBackend;
@@ -12,7 +12,7 @@ use crate::common::fixed_order::case;
 use crate::scenario::{Ends, Scenario};
 
 pub fn scenarios() -> Vec<Scenario> {
-    let mut cut = Scenario::new("cuts the keys of few rows in parts", "seed=61", few_rows);
+    let mut cut = Scenario::new("splits the keys of few rows", "seed=61", few_rows);
     cut.says = &[
         "launched decode_bf16_64 ",
         "launched decode_f16_64 ",
@@ -21,7 +21,7 @@ pub fn scenarios() -> Vec<Scenario> {
     ];
     cut.says_not = &["launched attend_", "launched hopper_"];
     let mut late =
-        Scenario::new("parts that are merged before they are there are missed", "late_parts=1", few_rows);
+        Scenario::new("a merge before the parts are computed fails the check", "late_parts=1", few_rows);
     late.ends = Ends::Failing;
     let mut hopper = Scenario::new("takes wgmma on Hopper", "seed=62", many_rows);
     hopper.says = &["launched hopper_bf16_64 "];
@@ -42,7 +42,7 @@ fn is_right(case: Case, dtype: Dtype) {
     prepared.judge(&whole, "fake cuda").assert_within(&prepared.dense_limit());
 }
 
-/// The last rows of a sequence, of two batch entries, the second of which is padded away.
+/// The last rows of a sequence, for two batch entries. The second entry has only padding.
 fn few_rows() {
     for dtype in Dtype::ALL {
         let mask = OracleMask::causal().and(OracleTerm::Valid(vec![900, 0]));

@@ -1,9 +1,9 @@
-//! The CUDA backend on the fake driver: the suite of all backends, and what becomes of faults.
+//! The CUDA backend on the fake driver: the conformance suite of all backends, driver faults, kernel choice and graphs.
 //!
-//! Each trial is a process of its own, for which the fake driver is the only one: this program, told by the environment
-//! which scenario to play. A driver that was broken on purpose stays broken, and what was left behind shows at the end.
+//! Each trial is a process of its own that finds the fake driver as its CUDA driver: this program, with the name of the scenario
+//! in the environment. So a destroyed context affects no other trial, and objects that are not freed are found at exit.
 //!
-//! Linux only: the emulator under the fake driver asks for more than others have.
+//! Linux only, as the emulator in the fake driver is.
 
 #![expect(unreachable_pub, reason = "`common` is shared by several suites")]
 #![expect(clippy::unwrap_used, reason = "a check that cannot go on fails")]

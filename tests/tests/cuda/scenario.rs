@@ -1,4 +1,4 @@
-//! A scenario: how the fake driver is set up, what runs on it, and how that must end.
+//! Scenarios: the settings of the fake driver, what runs on it, and how the process must end.
 
 use std::process::{Command, Output};
 use std::sync::Arc;
@@ -12,34 +12,36 @@ use crate::common::Prepared;
 use crate::common::conformance::checks;
 use crate::common::fixed_order::{UNEVEN, case, fixed};
 
-/// The variable that names the scenario which a process plays.
+/// The environment variable with the name of the scenario that a process runs.
 pub const CHOSEN: &str = "KYKLOS_CUDA_SCENARIO";
 
-/// Exit code of a process that a check has failed in.
+/// Exit code of a process in which a check failed.
 const FAILED_CHECK: i32 = 101;
-/// Exit code of a process in which the fake driver has found a fault.
-const FAULT: i32 = 86;
+/// Exit code of a process in which the fake driver found a misuse of the API.
+const MISUSE: i32 = 86;
+/// Exit code of a process in which objects of the fake driver were left at exit.
+const LEAK: i32 = 87;
 
 #[derive(Clone)]
 pub struct Scenario {
     pub name: String,
-    /// `KYKLOS_FAKE_CUDA`.
+    /// The value of `KYKLOS_FAKE_CUDA`.
     pub fake: String,
     pub run: Arc<dyn Fn() + Send + Sync>,
     pub ends: Ends,
-    /// Words that it must say, and words that it must not.
+    /// Words that its output must contain, and words that it must not contain.
     pub says: &'static [&'static str],
     pub says_not: &'static [&'static str],
 }
 
-/// How its process must end.
+/// How the process of a scenario must end.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Ends {
-    /// Every check holds, nothing is left behind, nothing that was freed is used, no copy is from or to pageable memory.
+    /// All checks pass, no object is left at exit, the API is not misused, and no copy is from or to pageable memory.
     Well,
-    /// A check fails, or the fake driver finds a fault: a bug was planted.
+    /// A check fails, or the fake driver finds a misuse: a bug was planted.
     Failing,
-    /// The fake driver finds that something was left behind.
+    /// The fake driver finds objects that are left at exit.
     LeavingSomething,
 }
 
@@ -59,7 +61,7 @@ impl Scenario {
         Trial::test(self.name.clone(), move || self.play(&[]).map(|_| ()).map_err(Failed::from))
     }
 
-    /// Plays it in a process of its own, and says what that wrote.
+    /// Runs the scenario in a process of its own and returns its output.
     pub fn play(&self, environment: &[(&str, &str)]) -> Result<String, String> {
         let output = Command::new(std::env::current_exe().unwrap())
             .env(CHOSEN, &self.name)
@@ -71,8 +73,8 @@ impl Scenario {
         let said = words(&output);
         let right = match self.ends {
             Ends::Well => output.status.success() && said.contains(" 0 pageable copies"),
-            Ends::Failing => matches!(output.status.code(), Some(FAILED_CHECK | FAULT)),
-            Ends::LeavingSomething => output.status.code() == Some(87),
+            Ends::Failing => matches!(output.status.code(), Some(FAILED_CHECK | MISUSE)),
+            Ends::LeavingSomething => output.status.code() == Some(LEAK),
         };
         let right = right
             && self.says.iter().all(|words| said.contains(words))
@@ -92,9 +94,8 @@ fn words(output: &Output) -> String {
     [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()).concat()
 }
 
-/// What every backend must do, on streams that dawdle by different seeds, on Hopper and, where kernels are called most, on a
-/// device before it; what converts on both. The fixed order is tried in bf16: in f32, whose kernel has most to do, it takes
-/// two minutes.
+/// The conformance suite of all backends, each claim with a seed of its own for the delays of streams: on Hopper; the claims that
+/// use most kernels on an older device; conversions on both. The fixed order runs in bf16 only: in f32 it takes two minutes.
 pub fn suite() -> Vec<Scenario> {
     let claims = checks::<CudaBackend>().into_iter().enumerate();
     let has = |claim: &str, words: &[&str]| words.iter().any(|word| claim.contains(word));

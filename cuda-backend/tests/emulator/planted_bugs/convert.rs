@@ -1,56 +1,51 @@
-//! Bugs in conversions.
+//! Planted bugs in conversions.
 
 use kyklos::Dtype;
 use kyklos::backend::Scales;
 
-use super::{Fault, Planted, fault};
+use super::{Bug, Planted, bug};
 use crate::convert::{judge_codes, judge_types};
 
 const PACKED: &str = "T::pack(x[2 * i], x[2 * i + 1])";
 
-const OF_TYPES: [Fault; 12] = [
-    fault("elements swapped where they are written", "convert.h", PACKED, "T::pack(x[2 * i + 1], x[2 * i])"),
-    fault(
+const OF_TYPES: [Bug; 12] = [
+    bug("elements swapped where they are written", "convert.h", PACKED, "T::pack(x[2 * i + 1], x[2 * i])"),
+    bug(
         "elements swapped where they are read",
         "convert.h",
         "i % 2 ? T::high(unit.words[i / 2])",
         "i % 2 == 0 ? T::high(unit.words[i / 2])",
     ),
-    fault("a sign is lost", "convert.h", PACKED, "T::pack(magnitude(x[2 * i]), x[2 * i + 1])"),
-    fault(
+    bug("a sign is lost", "convert.h", PACKED, "T::pack(magnitude(x[2 * i]), x[2 * i + 1])"),
+    bug(
         "cut off, not rounded",
         "convert.h",
         PACKED,
         "T::pack(float_of(bits_of(x[2 * i]) & 0xffffe000), x[2 * i + 1])",
     ),
-    fault("ties go up", "convert.h", PACKED, "T::pack(float_of(bits_of(x[2 * i]) | 1), x[2 * i + 1])"),
-    fault(
-        "what is too large becomes the largest number",
+    bug("ties go up", "convert.h", PACKED, "T::pack(float_of(bits_of(x[2 * i]) | 1), x[2 * i + 1])"),
+    bug(
+        "a value that is too large becomes the largest number",
         "convert.h",
         PACKED,
         "T::pack(x[2 * i] > 65504.0f ? 65504.0f : x[2 * i], x[2 * i + 1])",
     ),
-    fault("NaN becomes a number", "convert.h", PACKED, "T::pack(larger(x[2 * i], -65504.0f), x[2 * i + 1])"),
-    fault(
+    bug("NaN becomes a number", "convert.h", PACKED, "T::pack(larger(x[2 * i], -65504.0f), x[2 * i + 1])"),
+    bug(
         "small numbers become 0",
         "convert.h",
         PACKED,
         "T::pack(magnitude(x[2 * i]) < 6.1e-5f ? 0.0f : x[2 * i], x[2 * i + 1])",
     ),
-    fault("the end is not looked for", "convert.h", "if (eight >= args.eights) return;", ""),
-    fault(
-        "every block takes what the first one takes",
+    bug("the end of the elements is not checked", "convert.h", "if (eight >= args.eights) return;", ""),
+    bug(
+        "every block converts the elements of the first one",
         "convert.h",
         "u64(block_x()) * CONVERT_THREADS + thread_x()",
         "thread_x()",
     ),
-    fault(
-        "the first half of eight is read twice",
-        "convert.h",
-        "{units[0], units[1]}",
-        "{units[0], units[0]}",
-    ),
-    fault(
+    bug("the first half of eight is read twice", "convert.h", "{units[0], units[1]}", "{units[0], units[0]}"),
+    bug(
         "the first half of eight is written twice",
         "convert.h",
         "2 * eight + 1] = both[1]",
@@ -58,131 +53,131 @@ const OF_TYPES: [Fault; 12] = [
     ),
 ];
 
-const OF_CODES: [Fault; 29] = [
-    fault(
-        "what is infinite counts for a scale",
+const OF_CODES: [Bug; 29] = [
+    bug(
+        "an infinite element counts for a scale",
         "codes.h",
         "magnitude(x) < INFINITE ? magnitude(x) : 0.0f",
         "magnitude(x)",
     ),
-    fault("a 128th of the largest", "codes.h", "largest / 127.0f", "largest / 128.0f"),
-    fault("by the inverse of 127", "codes.h", "largest / 127.0f", "largest * (1.0f / 127.0f)"),
-    fault(
+    bug("a scale is a 128th of the largest magnitude", "codes.h", "largest / 127.0f", "largest / 128.0f"),
+    bug(
+        "a scale is a product with the inverse of 127",
+        "codes.h",
+        "largest / 127.0f",
+        "largest * (1.0f / 127.0f)",
+    ),
+    bug(
         "scales that are subnormal are kept",
         "codes.h",
         "return scale < 1.17549435e-38f ? 0.0f : scale;",
         "return scale;",
     ),
-    fault(
-        "a product with the inverse for a quotient",
+    bug(
+        "a product with the inverse instead of a quotient",
         "codes.h",
         "fused(fused(-about, scale, x), inverse, about)",
         "about",
     ),
-    fault("cut off, not rounded", "codes.h", "bits_of(quotient + 12582912.0f)", "u32(i32(quotient))"),
-    fault("ties go up", "codes.h", "bits_of(quotient + 12582912.0f)", "u32(i32(quotient + 128.5f) - 128)"),
-    fault(
+    bug("cut off, not rounded", "codes.h", "bits_of(quotient + 12582912.0f)", "u32(i32(quotient))"),
+    bug("ties go up", "codes.h", "bits_of(quotient + 12582912.0f)", "u32(i32(quotient + 128.5f) - 128)"),
+    bug(
         "a sign is lost",
         "codes.h",
         "bits_of(quotient + 12582912.0f)",
         "bits_of(magnitude(quotient) + 12582912.0f)",
     ),
-    fault(
-        "what is not finite has a code as if it were",
+    bug(
+        "an element that is not finite gets a code of a number",
         "codes.h",
         "magnitude(x) < INFINITE ? code : CODE_NOT_FINITE",
         "code",
     ),
-    fault(
-        "what was not finite comes back as a number",
+    bug(
+        "the code of elements that are not finite comes back as a number",
         "codes.h",
         "code == CODE_NOT_FINITE ? float_of(0x7fc00000) : ",
         "",
     ),
-    fault("codes come back without a sign", "codes.h", "float(i32(code << 24) >> 24)", "float(code)"),
-    fault("codes in the wrong order", "codes.h", "<< i % 4 * 8;", "<< (3 - i % 4) * 8;"),
-    fault(
-        "the maximum of a row without half of it",
-        "codes.h",
-        "apart = args.lanes / 2",
-        "apart = args.lanes / 4",
-    ),
-    fault("lanes behind the end of a row read on", "codes.h", " && lane < args.dim / 8;", ";"),
-    fault(
-        "rows behind the last one",
+    bug("codes come back without a sign", "codes.h", "float(i32(code << 24) >> 24)", "float(code)"),
+    bug("codes in the wrong order", "codes.h", "<< i % 4 * 8;", "<< (3 - i % 4) * 8;"),
+    bug("the maximum of half of a row", "codes.h", "apart = args.lanes / 2", "apart = args.lanes / 4"),
+    bug("lanes behind the end of a row read on", "codes.h", " && lane < args.dim / 8;", ";"),
+    bug(
+        "rows behind the last one are written",
         "codes.h",
         "row < u64(args.batch) * args.tokens * args.heads && lane",
         "lane",
     ),
-    fault(
-        "lanes behind the last row are gone",
+    bug(
+        "lanes behind the last row take no part in shuffles",
         "codes.h",
         "        float x[8] = {}, scales[8], inverses[8], largest",
         "        if (!there) return;\n        float x[8] = {}, scales[8], inverses[8], largest",
     ),
-    fault(
+    bug(
         "scales of rows one too far",
         "codes.h",
         "args.scales[row] = scale;",
         "args.scales[row + 1] = scale;",
     ),
-    fault(
+    bug(
         "all heads have the scale of the first one",
         "codes.h",
         "= args.scales[row];",
         "= args.scales[row / args.heads * args.heads];",
     ),
-    fault("a short group of tokens reads on", "codes.h", "there && token + i * APART < tokens", "there"),
-    fault("channels behind the last one", "codes.h", "there = column < stride;", "there = true;"),
-    fault(
+    bug("a short group of tokens reads on", "codes.h", "there && token + i * APART < tokens", "there"),
+    bug("channels behind the last one", "codes.h", "there = column < stride;", "there = true;"),
+    bug(
         "scales of the first batch entry",
         "codes.h",
         "(u64(batch) * groups + group) * stride",
         "u64(group) * stride",
     ),
-    fault(
+    bug(
         "scales of the first group of tokens",
         "codes.h",
         "(u64(batch) * groups + group) * stride",
         "u64(batch) * groups * stride",
     ),
-    fault(
+    bug(
         "batch entries begin with a group of tokens",
         "codes.h",
         "u64(batch) * args.tokens + first",
         "u64(batch) * groups * TOKENS + first",
     ),
-    fault(
-        "tokens of a thread lie side by side",
+    bug(
+        "the tokens of a thread are adjacent",
         "codes.h",
         "eight + u64(i * APART) * stride",
         "eight + u64(i) * stride",
     ),
-    fault(
+    bug(
         "the maximum of every second token",
         "codes.h",
         "most[e] = larger(most[e], shuffle_xor(most[e], LANES));",
         "",
     ),
-    fault(
+    bug(
         "the maximum without a warp's tokens",
         "codes.h",
         "int warp = 0; warp < WARPS",
         "int warp = 1; warp < WARPS",
     ),
-    fault(
-        "no barrier before what warps found is read",
+    bug(
+        "no barrier before the maxima of other warps are read",
         "codes.h",
         "barrier_or(false);\n        // Half",
         "// Half",
     ),
-    fault(
+    bug(
         "no barrier before scales are read",
         "codes.h",
         "barrier_or(false);\n        UNROLL for (int e = 0; e < 8; e++) {\n            most[e] = float_of",
         "UNROLL for (int e = 0; e < 8; e++) {\n            most[e] = float_of",
     ),
-    fault(
+    bug(
         "the scale of another channel",
         "codes.h",
         "float_of(load_shared(place(0, e)))",
@@ -196,7 +191,7 @@ const TYPES: &str = "#include \"convert.h\"\n\
 
 pub(super) fn types() -> Planted {
     let judge = Box::new(|program: &_, timing| judge_types(program, Dtype::F16, timing));
-    Planted { name: "types", instance: TYPES, faults: &OF_TYPES, judge }
+    Planted { name: "types", instance: TYPES, bugs: &OF_TYPES, judge }
 }
 
 const CODES: &str = "#include \"codes.h\"\n\
@@ -211,5 +206,5 @@ pub(super) fn codes() -> Planted {
             .into_iter()
             .try_for_each(|of| judge_codes(program, of, Dtype::F32, [2, 150, 3, 24], timing))
     });
-    Planted { name: "codes", instance: CODES, faults: &OF_CODES, judge }
+    Planted { name: "codes", instance: CODES, bugs: &OF_CODES, judge }
 }

@@ -1,59 +1,54 @@
-//! Bugs in decoding: packed heads, parts of the keys, and their merge.
+//! Planted bugs in decoding: packed heads, parts of the keys, and their merge.
 
 use kyklos::Dtype;
 use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::OracleMask;
 
-use super::{Fault, Planted, call, case, fault};
+use super::{Bug, Planted, bug, call, case};
 use crate::call::{Call, Kernel, Keys};
 
-const FAULTS: [Fault; 11] = [
-    fault(
+const BUGS: [Bug; 11] = [
+    bug(
         "a tile between two parts is in neither",
         "decode.h",
         "from.skip(u32(u64(all) * part / more.parts))",
         "from.skip(u32((u64(all) * part + more.parts - 1) / more.parts))",
     ),
-    fault(
+    bug(
         "a part without tiles leaves its state as it was",
         "attend.h",
         "if (At::FRESH && rows_here) mine.merge(at);",
         "",
     ),
-    fault(
-        "a row that sees nothing of a part leaves its state as it was",
+    bug(
+        "a row that sees no key of a part leaves its state as it was",
         "rows.h",
         "if (!there || (entry.nothing && !At::FRESH)) continue;",
         "if (!there || entry.nothing) continue;",
     ),
-    fault("a part adds to what is in memory", "rows.h", "reads = there && !At::FRESH", "reads = there"),
-    fault("all rows are of the first head", "decode.h", "pack.first + n % pack.count", "pack.first"),
-    fault(
+    bug("a part adds to what is in memory", "rows.h", "reads = there && !At::FRESH", "reads = there"),
+    bug("all rows are of the first head", "decode.h", "pack.first + n % pack.count", "pack.first"),
+    bug(
         "each packed row is a query row",
         "decode.h",
         "const u32 row = n / pack.count;",
         "const u32 row = n;",
     ),
-    fault(
+    bug(
         "parts forget the batch",
         "decode.h",
         "args.ml + (((u64(part) * more.batch + batch)",
         "args.ml + (((u64(part) + batch)",
     ),
-    fault("the state that was there is not scaled", "state.h", "float l = old_l * keep;", "float l = old_l;"),
-    fault(
+    bug("the state that was there is not scaled", "state.h", "float l = old_l * keep;", "float l = old_l;"),
+    bug(
         "a part is not scaled",
         "state.h",
         "fused(state.from_a[part * rows * state.dim + row.a + d], exp2_fast((their_m - m) * LOG2_E), a)",
         "state.from_a[part * rows * state.dim + row.a + d] + a",
     ),
-    fault(
-        "parts that saw nothing are merged",
-        "state.h",
-        "if (ml[0] != EMPTY_M || ml[1] != 0.0f) with",
-        "with",
-    ),
-    fault(
+    bug("parts that saw no key are merged", "state.h", "if (ml[0] != EMPTY_M || ml[1] != 0.0f) with", "with"),
+    bug(
         "a lane writes before the others have read",
         "state.h",
         "warp_sync();\n    const bool fresh = old_l == 0.0f && old_m == EMPTY_M;",
@@ -84,50 +79,45 @@ pub(super) fn kernel() -> Planted {
         (call(one_row), Kernel::Decode(3), Keys::Split),
         (call(some_rows), Kernel::Decode(7), Keys::Whole),
     ];
-    Planted::attending("decode", INSTANCE, &FAULTS, calls)
+    Planted::attending("decode", INSTANCE, &BUGS, calls)
 }
 
 const F32: &str = "attend_f32.h";
 
-const F32_FAULTS: [Fault; 13] = [
-    fault("warps behind the last part go on", "decode.h", "if (part >= args.parts) return;", ""),
-    fault(
-        "all warps of a part have its first row",
-        "decode.h",
-        "at.row(rows, warp % rows)",
-        "at.row(rows, 0)",
-    ),
-    fault("a block has four warps", "decode.h", "args.tile_blocks * WARPS", "args.tile_blocks * 4"),
-    fault(
+const F32_FAULTS: [Bug; 13] = [
+    bug("warps behind the last part go on", "decode.h", "if (part >= args.parts) return;", ""),
+    bug("all warps of a part have its first row", "decode.h", "at.row(rows, warp % rows)", "at.row(rows, 0)"),
+    bug("a block has four warps", "decode.h", "args.tile_blocks * WARPS", "args.tile_blocks * 4"),
+    bug(
         "all warps of a block have one part",
         "decode.h",
         "part = warp / rows",
         "part = block_x() % args.parts",
     ),
-    fault("a part adds to what is in memory", F32, "At::FRESH ? EMPTY_M : ml[0]", "ml[0]"),
-    fault(
-        "a part that sees nothing leaves its state as it was",
+    bug("a part adds to what is in memory", F32, "At::FRESH ? EMPTY_M : ml[0]", "ml[0]"),
+    bug(
+        "a part that sees no key leaves its state as it was",
         F32,
         "if (entry.nothing && !At::FRESH) return;",
         "if (entry.nothing) return;",
     ),
-    fault("a part that sees nothing has a maximum", F32, "entry.nothing ? EMPTY_M : entry.m", "entry.m"),
-    fault(
+    bug("a part that sees no key has a maximum", F32, "entry.nothing ? EMPTY_M : entry.m", "entry.m"),
+    bug(
         "the maximum of half of the lanes",
         F32,
         "apart = 16; apart; apart /= 2) most",
         "apart = 8; apart; apart /= 2) most",
     ),
-    fault(
+    bug(
         "the sum of half of the lanes",
         F32,
         "apart = 16; apart; apart /= 2) sum",
         "apart = 8; apart; apart /= 2) sum",
     ),
-    fault("weights are not scaled to a new maximum", F32, "fused(sum, rescale, weight)", "sum + weight"),
-    fault("values are not scaled to a new maximum", F32, "acc[i] *= rescale;", ""),
-    fault("hidden values that are NaN are multiplied by 0", F32, "if (!(seen >> c & 1)) continue;", ""),
-    fault(
+    bug("weights are not scaled to a new maximum", F32, "fused(sum, rescale, weight)", "sum + weight"),
+    bug("values are not scaled to a new maximum", F32, "acc[i] *= rescale;", ""),
+    bug("hidden values that are NaN are multiplied by 0", F32, "if (!(seen >> c & 1)) continue;", ""),
+    bug(
         "values of the first key",
         F32,
         "(first_key + c) * args.v.row_stride",

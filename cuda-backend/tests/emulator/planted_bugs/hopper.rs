@@ -1,119 +1,134 @@
-//! Bugs in the kernel for Hopper.
+//! Planted bugs in the kernel for Hopper.
 
 use half::bf16;
 use kyklos::Dtype;
 use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::OracleMask;
 
-use super::{Fault, Planted, call, fault};
+use super::{Bug, Planted, bug, call};
 use crate::call::{Call, Kernel, Keys};
 
 const FILE: &str = "attend_hopper.h";
 
-const FAULTS: [Fault; 28] = [
-    fault("queries are not waited for", FILE, "phase_wait(q_full(), taken % 2);", ""),
-    fault("queries are overwritten while they are read", FILE, "phase_wait(q_empty(), taken % 2 ^ 1);", ""),
-    fault(
+const BUGS: [Bug; 28] = [
+    bug("queries are not waited for", FILE, "phase_wait(q_full(), taken % 2);", ""),
+    bug("queries are overwritten while they are read", FILE, "phase_wait(q_empty(), taken % 2 ^ 1);", ""),
+    bug(
         "keys of tested tiles are not waited for",
         FILE,
         "phase_wait(k_full(stage), parity);\n                wgmma_fence();",
         "wgmma_fence();",
     ),
-    fault("values of full tiles are not waited for", FILE, "phase_wait(v_full(before), parity);", ""),
-    fault("keys are loaded before the last ones were read", FILE, "phase_wait(k_empty(stage), over);", ""),
-    fault("values are loaded before the last ones were read", FILE, "phase_wait(v_empty(stage), over);", ""),
-    fault(
-        "the producer's first wait is for a phase to come",
+    bug("values of full tiles are not waited for", FILE, "phase_wait(v_full(before), parity);", ""),
+    bug("keys are copied before the previous ones were read", FILE, "phase_wait(k_empty(stage), over);", ""),
+    bug(
+        "values are copied before the previous ones were read",
+        FILE,
+        "phase_wait(v_empty(stage), over);",
+        "",
+    ),
+    bug(
+        "the producer's first wait is for a future phase",
         FILE,
         "over = step / STAGES % 2 ^ 1",
         "over = step / STAGES % 2",
     ),
-    fault("the phase bit of the producer is never flipped", FILE, "over = step / STAGES % 2 ^ 1", "over = 1"),
-    fault(
+    bug("the phase bit of the producer is never flipped", FILE, "over = step / STAGES % 2 ^ 1", "over = 1"),
+    bug(
         "values are released before they are read",
         FILE,
         "                    wgmma_wait<0>();\n                    settle(mine.acc);\n                    release(v_empty(before));",
         "                    release(v_empty(before));\n                    wgmma_wait<0>();\n                    settle(mine.acc);",
     ),
-    fault(
+    bug(
         "keys are released before they are read",
         FILE,
         "wgmma_wait<0>();\n                settle(scores);\n                release(k_empty(stage));",
         "release(k_empty(stage));\n                wgmma_wait<0>();\n                settle(scores);",
     ),
-    fault("scores are not waited for", FILE, "wgmma_wait<1>();", "wgmma_wait<2>();"),
-    fault(
+    bug("scores are not waited for", FILE, "wgmma_wait<1>();", "wgmma_wait<2>();"),
+    bug(
         "values are not waited for",
         FILE,
         "wgmma_wait<0>();\n                    settle(mine.acc);\n                    release(v_empty(before));",
         "release(v_empty(before));",
     ),
-    fault(
+    bug(
         "no fence before the products of full tiles",
         FILE,
         "named_sync(TURN + consumer, 256);\n                    wgmma_fence();",
         "named_sync(TURN + consumer, 256);",
     ),
-    fault("a wrong stride between eight rows", FILE, "u64(1024 >> 4) << 32", "u64(2048 >> 4) << 32"),
-    fault(
+    bug("a wrong stride between eight rows", FILE, "u64(1024 >> 4) << 32", "u64(2048 >> 4) << 32"),
+    bug(
         "a wrong stride between chunks of values",
         FILE,
         "i * 16 * 128, KV_CHUNK)",
         "i * 16 * 128, KV_CHUNK / 2)",
     ),
-    fault("a wrong step along the elements of a row", FILE, "within = i % 4 * 32", "within = i % 4 * 16"),
-    fault("nobody has the first turn", FILE, "if (consumer == CONSUMERS - 1) named_arrive(TURN, 256);", ""),
-    fault("a turn is left at the end", FILE, "if (consumer == 0) named_sync(TURN, 256);", ""),
-    fault(
-        "more bytes are expected than come",
+    bug("a wrong step along the elements of a row", FILE, "within = i % 4 * 32", "within = i % 4 * 16"),
+    bug(
+        "no consumer has the first turn",
+        FILE,
+        "if (consumer == CONSUMERS - 1) named_arrive(TURN, 256);",
+        "",
+    ),
+    bug("a turn is left at the end", FILE, "if (consumer == 0) named_sync(TURN, 256);", ""),
+    bug(
+        "more bytes are expected than copied",
         FILE,
         "phase_arrive_expecting(k_full(stage), TILE_BYTES);",
         "phase_arrive_expecting(k_full(stage), TILE_BYTES + 16);",
     ),
-    fault(
-        "fewer bytes are expected than come",
+    bug(
+        "fewer bytes are expected than copied",
         FILE,
         "phase_arrive_expecting(v_full(stage), TILE_BYTES);",
         "phase_arrive_expecting(v_full(stage), TILE_BYTES / 2);",
     ),
-    fault(
-        "a warp says nothing when it has read",
+    bug(
+        "a warp does not arrive after it has read",
         FILE,
         "phase_init(v_empty(stage), READERS);",
         "phase_init(v_empty(stage), READERS + 1);",
     ),
-    fault(
-        "each lane says that its warp has read",
+    bug(
+        "each lane arrives for its warp",
         FILE,
         "if (thread_x() % 32 == 0) phase_arrive(phase);",
         "phase_arrive(phase);",
     ),
-    fault(
-        "what was summed is not scaled in full tiles",
+    bug(
+        "sums are not rescaled in full tiles",
         FILE,
         "release(v_empty(before));\n                    mine.scale_sums(rescale);",
         "release(v_empty(before));",
     ),
-    fault(
-        "sums are scaled before the values of the tile before",
+    bug(
+        "sums are rescaled before the values of the previous tile are added",
         FILE,
         "pack(p, scores);\n                }\n                phase_wait",
         "mine.scale_sums(rescale);\n                    pack(p, scores);\n                }\n                phase_wait",
     ),
-    fault("the ragged end of full runs is full", FILE, "args.keys / KEYS, tested)", "~0u / KEYS, tested)"),
-    fault(
+    bug(
+        "the incomplete last tile of a full run counts as full",
+        FILE,
+        "args.keys / KEYS, tested)",
+        "~0u / KEYS, tested)",
+    ),
+    bug(
         "hidden values that are NaN are multiplied by 0",
         FILE,
         "if (odd_values(consumer, stage)) {",
         "if (false) {",
     ),
-    fault(
+    bug(
         "hidden values that are NaN are not cleared",
         FILE,
         "at < TILE_BYTES; at += 512 * CONSUMERS",
         "at < 0; at += 512 * CONSUMERS",
     ),
-    fault("the second warpgroup has the first one's queries", FILE, "consumer * 64 * 128 + within", "within"),
+    bug("the second warpgroup has the first one's queries", FILE, "consumer * 64 * 128 + within", "within"),
 ];
 
 const INSTANCE: &str = "#include \"attend_hopper.h\"\n#include \"state.h\"\n\
@@ -122,12 +137,12 @@ const INSTANCE: &str = "#include \"attend_hopper.h\"\n#include \"state.h\"\n\
     KERNEL(finalize_bf16, StateArguments, StateRow::THREADS) { finalize<Bf16>(args); }\n";
 
 pub(super) fn kernel() -> Planted {
-    // Six full tiles and some that are tested, for rows of both warpgroups, and a second item for the same block.
+    // Six full tiles and some with mask tests, for rows of both consumers, and a second item for the same block.
     let causal = |case: &mut Case| {
         (case.problem.q_len, case.problem.kv_len, case.problem.head_dim) = (70, 850, 128);
         (case.problem.q_heads, case.problem.q_offset) = (2, 780);
         case.problem.mask = OracleMask::causal();
-        // Large enough for maxima to move.
+        // Large enough for the maxima to change between tiles.
         case.problem.scale *= 4.0;
     };
     let ragged = |case: &mut Case| {
@@ -140,5 +155,5 @@ pub(super) fn kernel() -> Planted {
         (call(ragged), Kernel::Hopper(2), Keys::Whole),
         (Call::new::<bf16>(nan, Dtype::Bf16), Kernel::Hopper(3), Keys::Whole),
     ];
-    Planted::attending("hopper", INSTANCE, &FAULTS, calls)
+    Planted::attending("hopper", INSTANCE, &BUGS, calls)
 }

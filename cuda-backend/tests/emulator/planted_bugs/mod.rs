@@ -1,5 +1,5 @@
-//! Planted bugs: a kernel's text is changed in one place, and the tests must say that it is wrong. What has never found
-//! a bug proves nothing.
+//! Planted bugs: the source of a kernel is changed in one place, and the tests must fail. This shows that the tests can find such
+//! bugs.
 
 mod convert;
 mod decode;
@@ -17,36 +17,36 @@ use crate::job::Timing;
 use crate::parallel::in_parallel;
 use crate::program::Program;
 
-/// A change of one place in a file of `kernels/`.
-struct Fault {
+/// A change of one place in a file of `kernels/`: `from` occurs once and is replaced by `into`.
+struct Bug {
     what: &'static str,
     file: &'static str,
     from: &'static str,
     into: &'static str,
 }
 
-const fn fault(what: &'static str, file: &'static str, from: &'static str, into: &'static str) -> Fault {
-    Fault { what, file, from, into }
+const fn bug(what: &'static str, file: &'static str, from: &'static str, into: &'static str) -> Bug {
+    Bug { what, file, from, into }
 }
 
 type Judge = Box<dyn Fn(&Program, Timing) -> Result<(), String> + Sync>;
 
-/// A kernel that bugs are planted in.
+/// A kernel with planted bugs.
 struct Planted {
     name: &'static str,
-    /// What is compiled of a changed kernel: one instance.
+    /// The source that is compiled with the changed headers: one instance of the kernel.
     instance: &'static str,
-    faults: &'static [Fault],
-    /// Small trials that together touch what the kernel does, in one order of threads: the first thing that is wrong.
+    bugs: &'static [Bug],
+    /// Small calls that together cover the kernel, with one schedule of the emulator. Returns the first thing that is wrong.
     judge: Judge,
 }
 
 impl Planted {
-    /// A kernel that attends.
+    /// An attention kernel.
     fn attending(
         name: &'static str,
         instance: &'static str,
-        faults: &'static [Fault],
+        bugs: &'static [Bug],
         calls: Vec<(Call, Kernel, Keys)>,
     ) -> Self {
         let judge = move |program: &Program, timing| {
@@ -54,12 +54,12 @@ impl Planted {
                 .iter()
                 .try_for_each(|(call, with, keys)| call.judge(program, *with, *keys, timing).map(|_| ()))
         };
-        Self { name, instance, faults, judge: Box::new(judge) }
+        Self { name, instance, bugs, judge: Box::new(judge) }
     }
 }
 
 /// The emulator with changed kernels.
-fn planted(kernel: &Planted, faults: &[&Fault], name: &str) -> Program {
+fn planted(kernel: &Planted, bugs: &[&Bug], name: &str) -> Program {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("planted").join(kernel.name).join(name);
     std::fs::create_dir_all(&folder).unwrap();
     for entry in std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")).unwrap().flatten() {
@@ -69,9 +69,9 @@ fn planted(kernel: &Planted, faults: &[&Fault], name: &str) -> Program {
         }
         let file = entry.file_name().into_string().unwrap();
         let mut text = std::fs::read_to_string(&path).unwrap();
-        for fault in faults.iter().filter(|fault| fault.file == file) {
-            assert_eq!(text.matches(fault.from).count(), 1, "{}: `{}` in {file}", fault.what, fault.from);
-            text = text.replace(fault.from, fault.into);
+        for bug in bugs.iter().filter(|bug| bug.file == file) {
+            assert_eq!(text.matches(bug.from).count(), 1, "{}: `{}` in {file}", bug.what, bug.from);
+            text = text.replace(bug.from, bug.into);
         }
         write_if_new(&folder.join(file), &text);
     }
@@ -98,7 +98,7 @@ fn case(change: impl FnOnce(&mut Case)) -> Case {
     case
 }
 
-/// What is found to be wrong with a program.
+/// The first thing that is wrong with a program, over all schedules.
 fn found(program: &Program, kernel: &Planted) -> Option<String> {
     Timing::ALL.into_iter().map(|timing| (kernel.judge)(program, timing)).find_map(Result::err)
 }
@@ -114,14 +114,14 @@ fn every_planted_bug_is_found() {
         convert::codes(),
     ];
     let all: Vec<_> =
-        kernels.iter().flat_map(|kernel| (0..=kernel.faults.len()).map(move |n| (kernel, n))).collect();
+        kernels.iter().flat_map(|kernel| (0..=kernel.bugs.len()).map(move |n| (kernel, n))).collect();
     let wrong = in_parallel(all.len(), |n| {
         let (kernel, n) = all[n];
-        // The last one is the kernel as it is.
-        let fault = kernel.faults.get(n);
-        let program = planted(kernel, &Vec::from_iter(fault), &n.to_string());
-        match (fault, found(&program, kernel)) {
-            (Some(fault), None) => Some(format!("{}: not found: {}", kernel.name, fault.what)),
+        // The last one is the unchanged kernel, which must pass.
+        let bug = kernel.bugs.get(n);
+        let program = planted(kernel, &Vec::from_iter(bug), &n.to_string());
+        match (bug, found(&program, kernel)) {
+            (Some(bug), None) => Some(format!("{}: not found: {}", kernel.name, bug.what)),
             (None, Some(words)) => Some(format!("{} as it is: {words}", kernel.name)),
             _ => None,
         }

@@ -1,107 +1,111 @@
-//! Bugs in the kernel that has a block for each query tile.
+//! Planted bugs in the kernel with one block for each query tile.
 
 use half::bf16;
 use kyklos::Dtype;
 use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 
-use super::{Fault, Planted, call, fault, planted};
+use super::{Bug, Planted, bug, call, planted};
 use crate::call::{Call, Kernel, Keys};
 use crate::job::Timing;
 
-const FAULTS: [Fault; 22] = [
-    fault("copies are not waited for", "attend.h", "copy_async_wait<0>();", ""),
-    fault(
-        "one group too many may be under way",
+const BUGS: [Bug; 22] = [
+    bug("copies are not waited for", "attend.h", "copy_async_wait<0>();", ""),
+    bug(
+        "the wait leaves one group of copies incomplete",
         "attend.h",
         "copy_async_wait<0>();",
         "copy_async_wait<1>();",
     ),
-    fault(
+    bug(
         "no barrier between the copies of all threads and their readers",
         "attend.h",
         "const bool odd = barrier_or(tested && copied_odd(v_from));",
         "const bool odd = false;",
     ),
-    fault(
+    bug(
         "the next tile goes to the stage that is being read",
         "attend.h",
         "copy_keys(stages + (step + 1) % 2 * 2 * TILE_BYTES",
         "copy_keys(stages + step % 2 * 2 * TILE_BYTES",
     ),
-    fault("what was summed is not scaled to a new maximum", "attend.h", "mine.scale_sums(rescale);", ""),
-    fault(
+    bug("sums are not rescaled to a new maximum", "attend.h", "mine.scale_sums(rescale);", ""),
+    bug(
         "the sum of weights is not scaled",
         "rows.h",
         "fused(sum[half], rescale[half], sum_here)",
         "sum[half] + sum_here",
     ),
-    fault(
-        "rows of keys in the order of those of values",
+    bug(
+        "keys are loaded in the order of values",
         "attend.h",
         "k_from + place(16 * n + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2)",
         "k_from + place(16 * n + lane % 16, 2 * k + lane / 16)",
     ),
-    fault(
+    bug(
         "columns of queries swapped",
         "attend.h",
         "lane % 16, 2 * k + lane / 16));\n        UNROLL",
         "lane % 16, 2 * k + 1 - lane / 16));\n        UNROLL",
     ),
-    fault("values are not transposed", "attend.h", "load_matrices_transposed(v,", "load_matrices(v,"),
-    fault(
-        "tiles are written without the twist",
+    bug("values are not transposed", "attend.h", "load_matrices_transposed(v,", "load_matrices(v,"),
+    bug(
+        "tiles are written without the permutation of columns",
         "attend.h",
         "copy(into + place(n, column), head + (there ? first",
         "copy(into + (n * COLUMNS + column) * 16, head + (there ? first",
     ),
-    fault(
+    bug(
         "halves of the weights swapped",
         "rows.h",
         "T::pack(weights[2 * k + i / 2][i % 2 * 2], weights[2 * k + i / 2][i % 2 * 2 + 1])",
         "T::pack(weights[2 * k + i % 2][i / 2 * 2], weights[2 * k + i % 2][i / 2 * 2 + 1])",
     ),
-    fault("the maximum of two of four lanes", "rows.h", "most = larger(most, shuffle_xor(most, 2));", ""),
-    fault("the sum of two of four lanes", "rows.h", "sum[half] += shuffle_xor(sum[half], 2);", ""),
-    fault("a row sees one key more", "logits.h", "position >= span.hi", "position > span.hi"),
-    fault("a row sees one key less", "logits.h", "position < span.lo", "position <= span.lo"),
-    fault(
-        "no tile is tested",
+    bug("the maximum of two of four lanes", "rows.h", "most = larger(most, shuffle_xor(most, 2));", ""),
+    bug("the sum of two of four lanes", "rows.h", "sum[half] += shuffle_xor(sum[half], 2);", ""),
+    bug("a row sees one key more", "logits.h", "position >= span.hi", "position > span.hi"),
+    bug("a row sees one key less", "logits.h", "position < span.lo", "position <= span.lo"),
+    bug(
+        "no tile is tested against the mask",
         "attend.h",
         "tested = !tiles.full() || first_key + KEYS > args.keys || args.pair_kind != NO_PAIRS;",
         "tested = false;",
     ),
-    fault(
-        "the ragged end of full tiles is not tested",
+    bug(
+        "an incomplete full tile is not tested against the mask",
         "attend.h",
         "!tiles.full() || first_key + KEYS > args.keys ||",
         "!tiles.full() ||",
     ),
-    fault("a lane writes before its row's others have read", "rows.h", "warp_sync();", ""),
-    fault(
+    bug("a lane writes before the other lanes of its row have read", "rows.h", "warp_sync();", ""),
+    bug(
         "hidden values that are NaN are multiplied by 0",
         "attend.h",
         "barrier_or(tested && copied_odd(v_from))",
         "barrier_or(false)",
     ),
-    fault("the state that was there is forgotten", "logits.h", "l += old_l * keep;", ""),
-    fault(
+    bug("the state that was there is forgotten", "logits.h", "l += old_l * keep;", ""),
+    bug(
         "rows behind the last are written",
         "rows.h",
         "if (!there || (entry.nothing && !At::FRESH)) continue;",
         "if (entry.nothing && !At::FRESH) continue;",
     ),
-    fault(
-        "query heads read the KV head of their own number",
+    bug(
+        "a query head reads the KV head with its own index",
         "logits.h",
         "kv_head(args.kv_head_of[head])",
         "kv_head(head / 2)",
     ),
 ];
 
-/// Changes that are no bugs: the same answers, slower. The counters have to show them.
-const SLOWER: Fault =
-    fault("no twist at all", "attend.h", "COLUMNS % 8 == 0 ? row & 7 : row >> 1 & 3", "row & 0");
+/// Changes that give the same results more slowly. The counters must show them.
+const SLOWER: Bug = bug(
+    "no permutation of columns at all",
+    "attend.h",
+    "COLUMNS % 8 == 0 ? row & 7 : row >> 1 & 3",
+    "row & 0",
+);
 
 const INSTANCE: &str = "#include \"attend.h\"\n#include \"state.h\"\n\
     KERNEL(attend_bf16_64, AttendArguments, (Attention<Bf16, 64>::THREADS)) { Attention<Bf16, 64>(args, Place(args)).run(); }\n\
@@ -112,7 +116,7 @@ fn causal_call() -> Call {
     call(|case| {
         (case.problem.q_len, case.problem.kv_len) = (72, 210);
         (case.problem.q_offset, case.problem.mask) = (138, OracleMask::causal());
-        // Large enough for maxima to move.
+        // Large enough for the maxima to change between tiles.
         case.problem.scale *= 4.0;
     })
 }
@@ -131,20 +135,20 @@ pub(super) fn kernel() -> Planted {
         (call(ragged), Kernel::Tiled, Keys::Whole),
         (Call::new::<bf16>(nan, Dtype::Bf16), Kernel::Tiled, Keys::Whole),
     ];
-    Planted::attending("tiles", INSTANCE, &FAULTS, calls)
+    Planted::attending("tiles", INSTANCE, &BUGS, calls)
 }
 
 #[test]
 fn banks_are_read_once_for_each_access_and_the_counter_shows_it() {
     let kernel = kernel();
     let call = causal_call();
-    let counts_of = |faults: &[&Fault], name| {
-        call.judge(&planted(&kernel, faults, name), Kernel::Tiled, Keys::Whole, Timing::Eager).unwrap()
+    let counts_of = |bugs: &[&Bug], name| {
+        call.judge(&planted(&kernel, bugs, name), Kernel::Tiled, Keys::Whole, Timing::Eager).unwrap()
     };
     let counts = counts_of(&[], "none");
     assert!(counts.accesses > 0);
     assert_eq!(counts.passes, counts.accesses, "{counts:?}");
-    // Without a twist 8 rows of 128 bytes lie in the same banks, and the answers are right all the same.
+    // Without the permutation 8 rows of 128 bytes are in the same banks. The results are the same.
     let counts = counts_of(&[&SLOWER], "slower");
     assert_eq!(counts.passes, 8 * counts.accesses, "{counts:?}");
 }

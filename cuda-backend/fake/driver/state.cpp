@@ -16,8 +16,8 @@ thread_local Device *current;
 thread_local bool on_worker;
 
 // Never destroyed: threads of streams use it until the process ends.
-World &world() {
-    static World *all = new World;
+State &state() {
+    static State *all = new State;
     return *all;
 }
 
@@ -81,12 +81,12 @@ u64 chance(u64 &random, u64 below) {
 
 void submit(Stream &stream, std::function<void()> operation) {
     stream.queue.push_back(std::move(operation));
-    world().changed.notify_all();
+    state().changed.notify_all();
 }
 
 static void work(Stream *stream) {
     on_worker = true;
-    World &all = world();
+    State &all = state();
     std::unique_lock<std::mutex> held(all.lock);
     while (true) {
         all.changed.wait(held, [&] { return stream->closed || !stream->queue.empty(); });
@@ -113,7 +113,7 @@ static void work(Stream *stream) {
 void start(Stream *stream) { std::thread(work, stream).detach(); }
 
 void drain(std::unique_lock<std::mutex> &held, Device &device) {
-    world().changed.wait(held, [&] {
+    state().changed.wait(held, [&] {
         if (device.sticky) return true;
         for (const Stream *stream : device.streams)
             if (stream->busy || !stream->queue.empty()) return false;
@@ -123,7 +123,7 @@ void drain(std::unique_lock<std::mutex> &held, Device &device) {
 
 static void wild(int, siginfo_t *info, void *) {
     char text[128];
-    const int bytes = std::snprintf(text, sizeof text, "fake driver: an access to %p, which is nobody's\n", info->si_addr);
+    const int bytes = std::snprintf(text, sizeof text, "fake driver: an access to %p, which is not allocated\n", info->si_addr);
     if (write(2, text, size_t(bytes)) < 0) _exit(85);
     _exit(86);
 }
@@ -145,7 +145,7 @@ __attribute__((constructor)) static void begin() {
 // At exit no object may be left. Threads of the host may still be freeing them for a moment.
 static void end(int status, void *) {
     if (on_worker) _exit(status);
-    World &all = world();
+    State &all = state();
     const auto left = [&] {
         u64 retained = 0;
         for (const auto &device : all.devices) retained += u64(device.second.retained);
