@@ -25,7 +25,7 @@ use super::{DEADLINE, Prepared, Whole, chosen_cases, options};
 mod codes;
 mod loss;
 
-/// A claim and the check that holds a backend to it. Checks wait as futures do: in a browser nothing may block.
+/// A claim and its check. Checks are futures: in a browser nothing may block.
 pub type Check<B> = (&'static str, for<'a> fn(&'a B, &'a str) -> Pin<Box<dyn Future<Output = ()> + 'a>>);
 
 pub fn checks<B: Backend>() -> Vec<Check<B>> {
@@ -93,7 +93,7 @@ pub fn dense_world(problem: &AttentionProblem) -> World {
 }
 
 async fn dense_cases<B: Backend>(backend: &B, who: &str, dtype: Dtype) {
-    // A software driver takes a second for each kernel: of the 16-bit types, every second case, other ones for each. They
+    // A software driver compiles a kernel in a second: of the 16-bit types every second case, different ones for each. They
     // differ from f32 in how elements are read, which every kernel's own tests try at every head dim.
     let sparse = dtype != Dtype::F32 && backend.info().class == DeviceClass::SoftwareGpu;
     let (offset, step) = if sparse { (dtype as usize % 2, 2) } else { (0, 1) };
@@ -122,7 +122,7 @@ pub async fn run_together<B: Backend>(backend: &B, world: &World, prepared: &Pre
 
 async fn on_mesh<B: Backend>(backend: &B, who: &str, ulysses: u32, ring: u32) {
     for dtype in Dtype::ALL {
-        // Every third case, another third for each dtype: the arithmetic has been held to all of them already.
+        // Every third case, another third for each dtype: the arithmetic is checked on all of them above.
         let offset = dtype as usize;
         for case in chosen_cases().skip(offset).step_by(3) {
             let prepared = Prepared::new(case, dtype);
@@ -168,7 +168,7 @@ async fn no_leaks<B: Backend>(backend: &B, who: &str) {
 }
 
 async fn nan_in_bias<B: Backend>(backend: &B, who: &str) {
-    // A software driver takes a second for each kernel, and types differ in how a bias is read only.
+    // A software driver compiles a kernel in a second, and dtypes differ only in how a bias is read.
     let few = backend.info().class == DeviceClass::SoftwareGpu;
     for dtype in Dtype::ALL {
         let biased = |case: &Case| case.poison.is_empty() && case.pairs.is_some_and(|pairs| pairs.bias);
@@ -306,7 +306,7 @@ async fn attend_with<B: Backend>(
         &keys,
         backend.tile_shape(problem, SHAPE),
     )[0];
-    // The keys lie in the middle of the whole tensor: an offset and strides that are not those of a dense block.
+    // The keys are in the middle of the whole tensor: its offset and strides are not those of a dense block.
     let first = keys.iter().next().unwrap_or(0) as usize;
     let layout = |tokens: usize, heads: usize, first: usize| Layout {
         offset: first * heads * 24,
@@ -337,7 +337,7 @@ fn close(a: &[f32], b: &[f32], what: &str) {
     }
 }
 
-/// Output and lse of a state: what two states have in common, whatever their m.
+/// Output and lse of a state: equal for equivalent states with different m.
 async fn finalized<B: Backend>(backend: &B, state: &OnDevice<B>) -> (Vec<f32>, Vec<f32>) {
     let rows = SHAPE.batch * SHAPE.rows * SHAPE.heads;
     let poison = |bytes: usize| backend.upload("output", Bytes::from(vec![0xFF; bytes])).unwrap();
@@ -364,7 +364,7 @@ async fn merge_is_attending_to_both<B: Backend>(backend: &B, who: &str) {
     close(&o, &expected_o, &format!("{who} o"));
     close(&lse, &expected_lse, &format!("{who} lse"));
 
-    // A state that has seen nothing changes nothing, on either side.
+    // An empty state changes nothing, on either side.
     let mut empty = OnDevice::empty(backend);
     backend.merge(&mut empty.edit(), &last.view()).unwrap();
     assert_eq!(empty.floats(backend).await, last.floats(backend).await, "{who}: into an empty state");
@@ -372,7 +372,7 @@ async fn merge_is_attending_to_both<B: Backend>(backend: &B, who: &str) {
     backend.merge(&mut last.edit(), &OnDevice::empty(backend).view()).unwrap();
     assert_eq!(last.floats(backend).await, before, "{who}: from an empty state");
 
-    // Which sign a zero has in a state depends on what was merged, and must not be seen.
+    // The sign of a zero in a state depends on the merge, and must not show.
     let zeros = vec![-0.0_f32; SHAPE.a_bytes() / 4];
     backend.write(&mut last.a, 0, bytemuck::cast_slice(&zeros)).unwrap();
     let (o, _) = finalized(backend, &last).await;
@@ -415,7 +415,7 @@ async fn bytes_come_back<B: Backend>(backend: &B, who: &str) {
         let data = Bytes::from((0..size).map(|i| (i * 7 % 251) as u8).collect::<Vec<_>>());
         let mut buffer = backend.upload("data", data.clone()).unwrap();
         assert_eq!(read(backend, &mut buffer, 0..size).await, data, "{who}: {size} bytes");
-        // Downloaded bytes stay what they were when the buffer changes afterwards, and the buffer does change.
+        // Downloaded bytes do not change when the buffer changes afterwards.
         let kept = read(backend, &mut buffer, 0..size).await;
         if size >= 16 {
             assert_eq!(

@@ -1,4 +1,4 @@
-//! Worlds in which ranks vanish, come again and are cut off, and those who are left form a group again.
+//! Worlds in which ranks vanish, return and are cut off, and the survivors form a group again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -16,7 +16,7 @@ use crate::simulation::identities::{JOB, MOST_RANKS, identity};
 use crate::simulation::network::{Conditions, Cut, Network, address};
 use crate::simulation::rng::Rng;
 
-/// What a seed stands for.
+/// What a seed draws.
 #[derive(Clone, Debug)]
 pub(crate) struct World {
     pub(crate) seed: u64,
@@ -30,15 +30,15 @@ pub(crate) struct World {
 
 #[derive(Clone, Debug)]
 pub(crate) enum Strike {
-    /// A host vanishes; perhaps its rank starts again, and does not know what has become of the group.
+    /// A host vanishes; its rank may start again, without knowing the state of the group.
     Crash { rank: u32, restarts: Option<Duration> },
     /// Some ranks are cut off from the others.
     Cut { side: Vec<u32>, one_way: bool, heals: Option<Duration> },
-    /// A rank says that it has failed, and comes along.
+    /// A rank reports its own failure, and joins the next group.
     Abort { rank: u32 },
 }
 
-/// What one life of a rank was part of.
+/// The groups of one life of a rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Life {
     pub(crate) rank: u32,
@@ -75,12 +75,12 @@ pub(crate) struct Played {
 
 const OPERATIONS: u64 = 6;
 const PATIENCE: Duration = Duration::from_secs(40);
-/// How long a rank tries to be part of a group again.
+/// How long a rank tries to join a group again.
 const AGAIN: Duration = Duration::from_secs(60);
-/// How long ranks that are to come again are waited for.
+/// How long a group waits for returning ranks.
 const WITHIN: Duration = Duration::from_secs(20);
 const BYTES: usize = 20_000;
-/// After which nothing of any group may be left; connections that were closed in an outage take their time.
+/// After this no task of any group may remain; connections closed during an outage take long.
 const AFTERMATH: Duration = Duration::from_secs(300);
 
 impl World {
@@ -99,7 +99,7 @@ impl World {
         let everyone = rng.per_mille(400);
         let mut strikes = Vec::new();
         let mut cut = false;
-        // Soon enough to meet the group at work, and the next ones in each other's wake.
+        // Early enough to hit the group at work; later ones follow closely.
         let mut at = rng.millis(1200..4500);
         for _ in 0..rng.within(1..4) {
             let rank = rng.within(0..u64::from(ranks)) as u32;
@@ -137,7 +137,7 @@ struct Inner {
     restarted: Vec<JoinHandle<Life>>,
 }
 
-/// Plays a world to its end, on this thread.
+/// Runs a world to its end, on this thread.
 pub(crate) fn play(world: &World) -> Played {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
@@ -300,7 +300,7 @@ async fn live(stage: Arc<Stage>, rank: u32, life: u32) -> Life {
     }
 }
 
-/// A job: a few operations, in each of which everybody has bytes for everybody that tell who sent them, and in which group.
+/// A job: a few all-to-all operations whose bytes identify the sender and the group.
 async fn work(
     stage: &Stage,
     transport: &dyn Transport,
@@ -345,10 +345,10 @@ async fn work(
     Ok(())
 }
 
-/// By epoch, the ranks of a group, and who was in it from when until when.
+/// By epoch: the ranks of a group, and the time each spent in it.
 type Groups = BTreeMap<u32, (Vec<Rank>, Vec<(u32, Duration, Duration)>)>;
 
-/// Everything that is wrong with how a world was played.
+/// All violations of the contract in a run.
 pub(crate) fn judge(world: &World, played: &Played) -> Vec<String> {
     let mut wrong = Vec::new();
     if played.tasks_left > 0 {
@@ -380,10 +380,11 @@ pub(crate) fn judge(world: &World, played: &Played) -> Vec<String> {
     wrong.extend(two_wholes(&groups));
     let crashes = played.crashed.len() as u32;
     let calm = !world.strikes.iter().any(|(_, strike)| matches!(strike, Strike::Cut { .. }));
-    // Without cuts, those who are left are always enough if they are more than half of all.
+    // Without cuts, more than half of the ranks are always enough.
     if calm && 2 * (world.ranks - crashes) > world.ranks {
         let first = played.lives.iter().filter(|life| life.life == 0);
-        // Not those whose last group some have left in order when others have just failed in it, and only if there was one.
+        // Except where some ranks closed their last group in order just as others failed in it, and only if there was
+        // a group.
         let epoch = |life: &Life| life.stays.last().map(|stay| stay.epoch);
         let done =
             played.lives.iter().filter(|life| matches!(life.end, End::Finished)).filter_map(epoch).max();
@@ -417,7 +418,7 @@ fn two_wholes(groups: &Groups) -> Vec<String> {
         .collect()
 }
 
-/// One rank that crashes, starts again soon and is waited for is part of the group again, and the job ends with it.
+/// A rank that crashes and soon returns to a waiting group is a member again, and the job finishes.
 fn came_again(world: &World, played: &Played) -> Option<String> {
     let [(at, Strike::Crash { rank, restarts: Some(_) })] = &world.strikes[..] else { return None };
     let life = |number| played.lives.iter().find(move |life| life.rank == *rank && life.life == number);
