@@ -14,7 +14,7 @@ use libtest_mimic::Completion;
 use pollster::block_on;
 
 use crate::Test;
-use crate::cases::Case;
+use crate::case::Case;
 
 pub(crate) const ALL: &[(&str, Test)] = &[
     ("a_device_lost_in_the_middle_of_attend_is_an_error", a_device_lost_in_the_middle_of_attend_is_an_error),

@@ -8,6 +8,7 @@
     reason = "a test: without the standard harness clippy does not see that it is one"
 )]
 
+mod case;
 mod cases;
 mod decode;
 mod device;
