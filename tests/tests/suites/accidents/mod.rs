@@ -13,6 +13,7 @@ mod work;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::amount::amount;
 use kyklos_transport::Rank;
 use processes::{End, Group};
 use work::Work;
@@ -30,8 +31,8 @@ const KNOWN: Duration = Duration::from_secs(3);
 /// Steps at which ranks of one group fail, one after another.
 const STEPS_OF_GROUP: usize = 5;
 
-/// Causes a failure at every step of the plans, of each rank in turn. Groups run side by side: they
-/// mostly wait. One test at a time does this, because each has dozens of processes.
+/// Causes a failure at every step of the plans, of each rank in turn. Groups run side by side: they mostly wait. One test
+/// at a time does this, because each has dozens of processes.
 fn at_every_step(works: &[Work], accident: impl Fn(&mut Group, Work, u32, usize) + Sync) {
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -40,7 +41,10 @@ fn at_every_step(works: &[Work], accident: impl Fn(&mut Group, Work, u32, usize)
             let world = work.world();
             let steps = |rank| world.plan(Rank(rank)).steps.len();
             let longest = (0..work.ranks()).map(steps).max().unwrap();
+            // A sample has the last step and every fifth: of 3 and of 4 ranks each has its turn.
+            let every = amount(5, 1);
             let all: Vec<(u32, usize)> = (0..longest)
+                .filter(|step| step % every == 0 || step + 1 == longest)
                 .map(|step| (step as u32 % work.ranks(), step))
                 .map(|(rank, step)| (rank, step.min(steps(rank) - 1)))
                 .collect();
