@@ -16,7 +16,7 @@ part() {
     echo "== $name: $((SECONDS - start)) s"
 }
 part tests scripts/test.sh
-part support target/release/kyklos support --device cpu
+part support target/release/kyklos support
 part namespaces scripts/test-namespaces.sh --all target/release/kyklos
 part newest-mesa scripts/test-newest-mesa.sh
 part soak scripts/soak.sh 3

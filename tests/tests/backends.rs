@@ -1,4 +1,4 @@
-//! One suite for the `Backend` seam, run over every backend that this machine has.
+//! The suite for the `Backend` trait, run over every backend of this machine.
 //!
 //! A backend that cannot run here is reported as ignored with its reason, and fails under `KYKLOS_REQUIRE_GPU=1`.
 
@@ -21,7 +21,7 @@ fn main() {
     libtest_mimic::run(&arguments, trials).exit();
 }
 
-/// The suite for one backend; `make` says why when the backend cannot be made.
+/// The suite for one backend; `make` returns the reason when the backend cannot be made.
 fn suite<B: Backend + 'static>(
     who: &'static str,
     make: impl Fn() -> Result<B, String> + Clone + Send + 'static,
@@ -70,7 +70,7 @@ fn wgpu_trials() -> Vec<Trial> {
                 trials.extend(suite(who, make));
             }
         }
-        // Where bindings are small, what is converted lies in several of them.
+        // With small bindings, a converted tensor spans several of them.
         let make = move || {
             let options = WgpuOptions { max_binding_bytes: Some(1 << 16), ..WgpuOptions::default() };
             WgpuBackend::with_options(index, &options).map_err(|error| error.to_string())

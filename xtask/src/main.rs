@@ -27,7 +27,8 @@ fn main() -> ExitCode {
         "deps" => deps::check(root),
         "all" => {
             let house = house();
-            [layers::check(root, &house), sizes::check(root), deps::check(root)].concat()
+            [circles::check(&house), layers::check(root, &house), sizes::check(root), deps::check(root)]
+                .concat()
         }
         _ => vec![format!("`{verb}` is not known: use circles, layers, sizes, deps or all")],
     };

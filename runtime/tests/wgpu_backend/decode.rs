@@ -7,7 +7,8 @@ use kyklos::{AttentionProblem, Dtype, TokenRuns};
 use pollster::block_on;
 
 use crate::Test;
-use crate::cases::{Case, TOLERANCE, head_dims, read};
+use crate::case::{Case, TOLERANCE, read};
+use crate::cases::head_dims;
 use crate::naive::{Random, loaded, stored};
 
 pub(crate) const ALL: &[(&str, Test)] = &[

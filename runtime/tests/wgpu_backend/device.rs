@@ -14,7 +14,7 @@ use libtest_mimic::Completion;
 use pollster::block_on;
 
 use crate::Test;
-use crate::cases::Case;
+use crate::case::Case;
 
 pub(crate) const ALL: &[(&str, Test)] = &[
     ("a_device_lost_in_the_middle_of_attend_is_an_error", a_device_lost_in_the_middle_of_attend_is_an_error),
@@ -239,7 +239,7 @@ fn a_download_is_done_before_the_attention_behind_it(backend: &WgpuBackend) {
     let data: Bytes = (0..1 << 20).map(|i: u32| i.to_le_bytes()[1]).collect();
     let mut buffer = backend.upload("a block", data.clone()).unwrap();
     let mut download = pin!(backend.download(&mut buffer, 0..data.len()));
-    // The device goes on to use what is being copied, and to change it.
+    // The device still uses and changes the buffer that is being copied.
     backend.write(&mut buffer, 0, &[0xff; 64]).unwrap();
     let mut arrived = None;
     block_on(async {

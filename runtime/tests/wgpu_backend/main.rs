@@ -8,6 +8,7 @@
     reason = "a test: without the standard harness clippy does not see that it is one"
 )]
 
+mod case;
 mod cases;
 mod decode;
 mod device;
@@ -186,7 +187,7 @@ fn passes_with_little_memory() -> Result<Completion, Failed> {
 /// This program, started by the program and arguments in `before`.
 ///
 /// Under a loader that is called by name, as by the `run` of an unpacked driver, the program of this process is the
-/// loader: whoever calls it so says in `KYKLOS_RUNNER` with what programs are to be started.
+/// loader, and `KYKLOS_RUNNER` names the command that starts programs.
 fn myself(before: &[&str]) -> Result<Command, Failed> {
     let mut words: Vec<OsString> = before.iter().map(OsString::from).collect();
     match std::env::var_os("KYKLOS_RUNNER") {

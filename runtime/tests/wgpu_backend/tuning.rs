@@ -7,7 +7,7 @@ use kyklos::backend::{Backend, StateShape};
 use kyklos::{AttentionProblem, Dtype, Mask};
 use libtest_mimic::Failed;
 
-use crate::cases::Case;
+use crate::case::Case;
 
 type Test = fn() -> Result<(), Failed>;
 

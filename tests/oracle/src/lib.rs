@@ -1,8 +1,8 @@
-//! The yardstick of Kyklos: what the right answer is, how far from it an answer may be, and on which inputs.
+//! The reference of Kyklos: the right result, the tolerance, and the inputs of the tests.
 //!
 //! # Contract
 //!
-//! - [`oracle`] is attention in f64 as one would write it on a blackboard. It shares no code and no algorithm with
+//! - [`oracle`] is attention in f64, written straight from its definition. It shares no code and no algorithm with
 //!   the product and must stay that way: no tiles, no running state, no merge, no dependency on `kyklos`.
 //! - [`tolerance`] is the only place where a tolerance is computed. A suite that needs a number takes a
 //!   [`tolerance::Limit`]; a literal `1e-5` in a test is a bug.

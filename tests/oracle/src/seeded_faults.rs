@@ -1,5 +1,5 @@
 //! Attention done block by block, as a product would, with the bugs such code has. The limits must accept the
-//! sound version and refuse each bug: a yardstick that has never refused anything is untested.
+//! sound version and refuse each bug: a reference that has never refused anything is untested.
 
 use half::bf16;
 

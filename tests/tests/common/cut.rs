@@ -1,4 +1,4 @@
-//! Runs that are cut off where one likes, and those who are left finish them.
+//! Runs that are interrupted at given steps, and finished by the survivors.
 
 use std::sync::{Arc, Condvar, Mutex};
 
@@ -11,14 +11,14 @@ use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_
 
 use super::{DEADLINE, Whole, options};
 
-/// What a rank has on its device when its group is no more.
+/// What a rank has on its device after the abort of its group.
 pub struct CutOff<B: Backend> {
     pub inputs: Inputs<B::Buffer>,
     pub carryover: Carryover<B::Buffer>,
 }
 
-/// Steps that each rank of `world` has done at some time, when they are scheduled as `choose` says: it gets those who can go on,
-/// and returns the place of one of them, or that here is the time.
+/// The steps that each rank of `world` has done, when `choose` schedules them: it gets the ranks that can continue,
+/// and returns the index of one of them, or `None` to end.
 pub fn reach(world: &World, mut choose: impl FnMut(&[u32]) -> Option<usize>) -> Vec<usize> {
     let mut at = vec![0; world.plans.len()];
     loop {
@@ -58,7 +58,7 @@ fn peers(plan: &kyklos::plan::Plan, exchange: u32) -> impl Iterator<Item = u32> 
     sends.iter().map(|send| send.to).chain(recvs.iter().map(|recv| recv.from)).collect::<Vec<_>>().into_iter()
 }
 
-/// Lets all ranks get to their steps, then aborts the group.
+/// Lets all ranks reach their steps, then aborts the group.
 #[derive(Debug)]
 struct Gate {
     steps: Vec<usize>,
@@ -91,8 +91,8 @@ impl Observer for Gate {
     }
 }
 
-/// Runs `world` until every rank stands before its step of `steps`, and loses `culprit` there. Returns what each has,
-/// the lost one too.
+/// Runs `world` until every rank is before its step of `steps`, and loses `culprit` there. Returns the state of each,
+/// including the lost one.
 pub fn cut_off<B>(
     world: &World,
     tensors: &Tensors,
@@ -142,7 +142,7 @@ where
     })
 }
 
-/// Runs `repair` on what is left.
+/// Runs `repair` on the states of the survivors.
 pub fn go_on<B>(
     repair: &World,
     left: Vec<(B, CutOff<B>)>,
@@ -178,7 +178,7 @@ where
     outputs
 }
 
-/// What was reached by those of `ranks`.
+/// The progress of `ranks`.
 pub fn reached_by<B: Backend>(all: &[(B, CutOff<B>)], ranks: &[Rank]) -> Vec<StepProgress> {
     ranks.iter().map(|rank| all[rank.0 as usize].1.carryover.progress().clone()).collect()
 }

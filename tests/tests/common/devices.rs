@@ -1,4 +1,4 @@
-//! Backends that are broken on purpose.
+//! Backends with planted faults.
 
 use std::ops::Range;
 
@@ -15,12 +15,12 @@ type Buffer = <CpuBackend as Backend>::Buffer;
 #[derive(Debug)]
 pub struct Broken(pub CpuBackend, pub Fault);
 
-/// What is wrong with it.
+/// The planted fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Adds the blocks of a running state up as if their maxima were all the same.
+    /// Adds the blocks of a running state as if their maxima were equal.
     WithoutRescale,
-    /// Takes 8-bit codes of keys with the scales of the tokens before.
+    /// Decodes int8 keys with the scales of other tokens.
     ScalesOfOthers,
 }
 

@@ -1,4 +1,4 @@
-//! What the suites share: from a case to a run on real backends, and from its output to the oracle.
+//! Shared by the suites: runs a case on real backends, and compares its output with the oracle.
 
 #![allow(dead_code, reason = "each suite uses its part")]
 
@@ -32,16 +32,16 @@ pub use threads::run_world;
 /// Long enough for a loaded machine, short enough that a hang is a failure.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Where a driver takes seconds to compile a kernel: the one head dim whose cases are run. 0 runs all.
+/// The one head dim whose cases run, for drivers that compile a kernel for seconds. 0 runs all.
 pub static ONLY_HEAD_DIM: AtomicUsize = AtomicUsize::new(0);
 
-/// The cases that are to be run here.
+/// The cases that run here.
 pub fn chosen_cases() -> impl Iterator<Item = Case> {
     let only = ONLY_HEAD_DIM.load(Ordering::Relaxed);
     cases().into_iter().filter(move |case| only == 0 || case.problem.head_dim == only)
 }
 
-/// The product's words for a case, in storage type `dtype`.
+/// The product's types for a case, in storage type `dtype`.
 pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
     let oracle = &case.problem;
     let small = |n: usize| u32::try_from(n).unwrap();
@@ -62,7 +62,7 @@ pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
         .unwrap()
 }
 
-/// A case in one storage type: its tensors, what is right, and how far from it one device may be.
+/// A case in one storage type: its tensors, the right result, and the limit for one device.
 pub struct Prepared {
     pub case: Case,
     pub oracle: OracleProblem,
@@ -83,7 +83,7 @@ impl Prepared {
 
     fn typed<E: Element + bytemuck::Pod>(case: Case, dtype: Dtype) -> Self {
         let problem = problem_of(&case, dtype);
-        // The oracle judges the numbers that the product is given: its f32 scale and softcap.
+        // The oracle takes the numbers that the product gets: its f32 scale and softcap.
         let oracle = OracleProblem {
             scale: f64::from(problem.scale),
             softcap: problem.softcap.map(f64::from),
@@ -151,7 +151,7 @@ fn stored_pairs<E: Element + bytemuck::Pod>(case: &Case, inputs: &PairInputs<E>)
     stored.into()
 }
 
-/// Rows that see a NaN or ∞ are judged by a test of their own: everything else about them is unspecified.
+/// Rows that see a NaN or ∞ have a test of their own: everything else about them is unspecified.
 fn rows_to_judge(case: &Case, oracle: &OracleProblem) -> Vec<RowId> {
     oracle.row_ids().into_iter().filter(|id| !case.sees_poison(*id)).collect()
 }
@@ -183,7 +183,7 @@ impl Whole {
     pub fn new(world: &World) -> Self {
         let problem = &world.problem;
         let rows = problem.batch as usize * problem.q_heads as usize * problem.q_len as usize;
-        // Poisoned: what no rank wrote shows.
+        // Poisoned: elements that no rank writes show.
         Self { o: vec![0xFF; layouts(world).0.bytes()], lse: vec![f32::NAN; rows] }
     }
 

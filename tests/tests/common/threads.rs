@@ -1,4 +1,4 @@
-//! Ranks on threads of their own, which a browser has not.
+//! Ranks on threads, which a browser does not have.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use kyklos_transport::Transport;
 
 use super::{DEADLINE, Whole, options};
 
-/// Runs a world with each rank on a backend of its own making, and puts the result together.
+/// Runs a world with one backend per rank, and assembles the result.
 pub fn run_world<B: Backend>(
     world: &World,
     transports: Vec<Arc<dyn Transport>>,

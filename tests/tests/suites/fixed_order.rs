@@ -1,5 +1,5 @@
-//! Sums in a fixed order over every strategy and mask, on the CPU backend; the shared suite holds every backend to one
-//! case of it.
+//! Sums in a fixed order over every strategy and mask, on the CPU backend; the shared suite runs one case of it on
+//! every backend.
 
 use crate::common::Prepared;
 use crate::common::conformance::{dense_world, run_alone, run_together};
@@ -19,18 +19,18 @@ const EVEN: [Shared; 7] = [
     ((4, 1), &[], PlacementKind::Contiguous, Strategy::Ulysses),
     ((1, 4), &[], PlacementKind::Contiguous, Strategy::Line),
     ((2, 2), &[], PlacementKind::Contiguous, Strategy::Unified),
-    // Tiles that lie apart in the sequence come to one rank together.
+    // Tiles that are apart in the sequence arrive at one rank together.
     ((1, 3), &[0, 512, 512], PlacementKind::Zigzag, Strategy::Bidirectional),
     // Shards whose halves are a tile.
     ((4, 2), &[], PlacementKind::Contiguous, Strategy::Relay),
 ];
 
-/// Shards of one tile, which has no halves, and of three and a part, in pieces off the grid.
+/// Shards of one tile, which has no halves, and of three and a part, in pieces that do not end at tiles.
 const RELAYED: [Shared; 1] =
     [((4, 2), &[256, 0, 0, 0, 300, 300, 132, 100], PlacementKind::Contiguous, Strategy::Relay)];
 
 fn check(case: Case, worlds: &[Shared]) {
-    // The order of sums knows no types: one of them in f16 is enough.
+    // The order of sums does not depend on the dtype: one case in f16 is enough.
     let dtypes = if case.name == "causal" { &[Dtype::F32, Dtype::F16][..] } else { &[Dtype::F32] };
     for dtype in dtypes {
         let prepared = Prepared::new(case.clone(), *dtype);
@@ -83,7 +83,7 @@ fn options_keep_the_same_bytes() {
         });
         check(pairs, &EVEN);
     }
-    // Few queries, late in the sequence: kernels that are chosen by their number must not be.
+    // Few queries, late in the sequence: kernels for few queries must not be chosen.
     let few = case("few queries", 1024, OracleMask::causal(), |case| {
         case.problem.q_len = 6;
         case.problem.q_offset = 1018;
@@ -91,7 +91,7 @@ fn options_keep_the_same_bytes() {
     check(few, &EVEN[2..5]);
 }
 
-/// What the other tests would not see if sums were the same in any order.
+/// Negative control: without a fixed order the sums differ.
 #[test]
 fn without_a_fixed_order_bytes_differ() {
     let prepared = Prepared::new(case("full", 1024, OracleMask::full(), |_| {}), Dtype::F32);
@@ -105,7 +105,7 @@ fn without_a_fixed_order_bytes_differ() {
     let together = pollster::block_on(run_together(&backend, &ring(false), &prepared));
     assert!(alone.o != together.o);
 
-    // Nor is it the tiles alone: two that change places in the tree are seen.
+    // Two tiles that swap places in the tree show too.
     let in_order = prepared.problem.clone().with_fixed_order(true).unwrap();
     let mut world = dense_world(&in_order);
     let order = pollster::block_on(run_alone(&backend, &world, &prepared));
@@ -144,7 +144,7 @@ fn shards_off_the_grid_are_refused_with_what_would_fit() {
     ] {
         let refused = plan(tokens, mesh, kind, &Split::Even, strategy).unwrap_err();
         assert!(refused.is_request(), "{refused}");
-        // What it says would fit does fit.
+        // The proposed token counts do fit.
         let text = refused.to_string();
         let Error::Request { remedy: Remedy::UseTokens(counts), .. } = refused else {
             panic!("no counts in: {text}");

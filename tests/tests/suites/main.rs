@@ -1,5 +1,5 @@
-//! Suites over plans, strategies and groups of ranks, as one program, so that it is linked once. What every backend must do is
-//! in `tests/backends.rs`, the CUDA backend on its fake driver in `tests/cuda/`.
+//! Suites over plans, strategies and groups of ranks, as one program, so that it is linked once. The suite for all
+//! backends is `tests/backends.rs`, the CUDA backend on its fake driver `tests/cuda/`.
 
 #![expect(unreachable_pub, reason = "`common` is shared by several programs")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot continue has failed")]
@@ -22,7 +22,7 @@ mod wire;
 use amount::amount;
 use proptest::test_runner::{Config, RngSeed};
 
-/// The configuration of a property: so many cases of a sample, whose seed is fixed, or of everything, whose seed is random.
+/// The configuration of a property: the sample has a fixed seed, the full run a random one.
 fn cases(sample: u32, all: u32) -> Config {
     let rng_seed = amount(RngSeed::Fixed(7), RngSeed::Random);
     Config { cases: amount(sample, all), failure_persistence: None, rng_seed, ..Config::default() }

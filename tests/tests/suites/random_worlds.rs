@@ -1,4 +1,4 @@
-//! Random problems on random worlds, run on the CPU backend and held to the oracle.
+//! Random problems on random worlds, run on the CPU backend and compared with the oracle.
 
 use crate::common::{Prepared, run_world};
 use kyklos::backend::cpu::CpuBackend;

@@ -1,4 +1,4 @@
-//! Spans of a run, as a program sees them that has installed a subscriber.
+//! Tracing spans of a run, as a subscriber sees them.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -21,7 +21,7 @@ use tracing::{Event, Id, Metadata, Subscriber};
 const RANKS: u32 = 3;
 const REPEAT: u64 = 2;
 
-/// What one rank's thread has begun, in that order.
+/// The spans that one rank's thread began, in order.
 #[derive(Clone, Default)]
 struct Spans(Arc<Mutex<Seen>>);
 
@@ -114,7 +114,7 @@ fn ring() -> World {
     plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap()
 }
 
-/// Runs `world` on threads, and returns for each rank whether that went well and its spans, when all transports are gone.
+/// Runs `world` on threads, and returns for each rank whether it succeeded and its spans, once all transports are dropped.
 fn run(world: &World, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer>) -> Vec<(bool, Vec<Span>)> {
     let problem = &world.problem;
     let zeros = |heads: u32| Bytes::from(vec![0; (problem.q_len * heads * problem.head_dim * 4) as usize]);
@@ -135,7 +135,7 @@ fn run(world: &World, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer
     ended.unwrap().into_iter().zip(spans.iter().map(seen)).collect()
 }
 
-/// The spans around which `parent` is, with their places.
+/// The child spans of `parent`, with their positions.
 fn inside(spans: &[Span], parent: Option<usize>) -> Vec<(usize, &Span)> {
     spans.iter().enumerate().filter(|(_, span)| span.parent == parent).collect()
 }
@@ -188,7 +188,7 @@ fn an_operation_has_its_steps_and_a_step_its_messages() {
     }
 }
 
-/// Ends the operation when rank 1 comes to a step.
+/// Aborts the operation when rank 1 reaches a step.
 #[derive(Debug)]
 struct Fails {
     at: usize,
@@ -225,7 +225,7 @@ fn spans_of_an_operation_that_failed_are_closed() {
             assert_eq!(open, [""; 0], "rank {rank} failed at step {at}");
         }
         let last = ranks[1].1.iter().rfind(|span| span.name == "step").unwrap();
-        // It goes on until it needs the group.
+        // It continues until it needs the group.
         assert!(last.number("index") >= at as u64);
     }
 }

@@ -1,5 +1,5 @@
-//! Keys and values in another form on their way between shards: they cost what rounding costs one device and no more, what
-//! is not finite stays visible to whom it was visible, and what is wrong with a scale is caught.
+//! Wire formats of keys and values: they cost what rounding costs one device and no more, values that
+//! are not finite reach exactly the rows that see them, and wrong scales are caught.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +14,7 @@ use kyklos_oracle::inputs::{TensorId, cases, fill};
 use kyklos_oracle::wire;
 use kyklos_transport::in_process_group;
 
-/// Strategies with keys on the wire, and meshes for them.
+/// Strategies that send keys, with a mesh for each.
 const WORLDS: [(u32, u32, Strategy); 8] = [
     (1, 2, Strategy::Ring),
     (1, 3, Strategy::Ring),
@@ -51,7 +51,7 @@ fn case(name: &str, dtype: Dtype) -> Prepared {
     Prepared::new(case.unwrap_or_else(|| panic!("no case `{name}`")), dtype)
 }
 
-/// What travels together in a world.
+/// Tokens that are sent together in a world.
 fn lists(world: &World) -> Vec<Vec<u32>> {
     let buffers = world.plans.iter().flat_map(|plan| &plan.buffers);
     let sent = buffers.filter(|buffer| buffer.content == Content::WireKeyValue);
@@ -70,7 +70,7 @@ fn kv_shape(problem: &AttentionProblem) -> wire::Shape {
     [problem.batch, problem.kv_len, problem.kv_heads, problem.head_dim].map(|n| n as usize)
 }
 
-/// The tensors with all keys and values that travel in `world` rounded.
+/// The tensors, with all keys and values that `world` sends rounded.
 fn rounded(world: &World, exact: &Tensors) -> Tensors {
     let problem = &world.problem;
     let round = |tensor: &Bytes, int8: fn(&mut [f32], wire::Shape, &[Vec<u32>])| {
@@ -97,7 +97,7 @@ fn keys_on_the_wire_are_rounded_once_and_cost_no_more_than_that() {
             let problem = prepared.problem.clone().with_wire(format).unwrap();
             for shared in WORLDS {
                 let world = world(&problem, shared);
-                // One device with these keys and values rounded: what rounding costs, on these inputs.
+                // One device with these keys and values rounded: the cost of rounding on these inputs.
                 let tensors = rounded(&world, &prepared.tensors);
                 let rounded = prepared.judge(&alone(&problem, &tensors), "rounded, alone");
                 let limit = prepared.parallel_limit(&rounded);
@@ -130,8 +130,8 @@ fn keys_that_go_both_ways_are_converted_once_by_their_owner() {
     }
 }
 
-/// A case in which four channels of the keys are 16 times the others, and the queries' a sixteenth: the logits are what they
-/// were, and so is the right answer.
+/// A case in which four channels of the keys are 16 times larger, and those of the queries 16 times smaller: the logits,
+/// and so the right result, are unchanged.
 fn with_outliers() -> Prepared {
     let mut prepared = case("two rows beyond four tiles", Dtype::F32);
     let dim = prepared.problem.head_dim as usize;
@@ -191,7 +191,7 @@ fn non_finite_values_show_in_the_rows_that_see_them_and_in_no_others() {
         };
         for shared in WORLDS {
             let world = world(&problem, shared);
-            // What is not finite has no part in a scale, and neither has 0: all other codes are the same.
+            // Neither non-finite values nor 0 influence a scale: all other codes are the same.
             let clean = run(&world, &with(0.0, 0.0));
             for (k, v) in [(f32::NAN, f32::INFINITY), (f32::NEG_INFINITY, f32::NAN)] {
                 let poisoned = run(&world, &with(k, v));
@@ -199,7 +199,7 @@ fn non_finite_values_show_in_the_rows_that_see_them_and_in_no_others() {
                 for id in prepared.oracle.row_ids() {
                     let at = prepared.oracle.o_index(id);
                     let (clean, poisoned) = (&clean_o[at..at + dim], &poisoned_o[at..at + dim]);
-                    // A key of −∞ may be one that its owner's rows lose sight of, as they do on one device.
+                    // Rows may stop seeing a key of −∞, as on one device.
                     let shown = poisoned.iter().any(|x| !x.is_finite());
                     let sees = |key| prepared.oracle.sees(id.batch, id.row, key);
                     if sees(in_v) || (k.is_nan() && sees(in_k)) {
@@ -240,7 +240,7 @@ fn the_error_that_a_plan_expects_is_the_one_that_is_measured() {
             let o = floats(Dtype::F32, &run(&world, &tensors).o);
             let off = norm(&mut o.iter().zip(&exact).map(|(x, y)| x - y));
             let measured = (off / norm(&mut exact.iter().copied())).sqrt();
-            // What comes from other shards: the weights of the split are not equal.
+            // The share of keys from other shards: the split has unequal weights.
             let own = world.kv_placement.ranks().iter().map(|tokens| (tokens.len() as f64 / 1024.0).powi(2));
             let expected = format.expected_error(dim, problem.scale) * (1.0 - own.sum::<f64>()).sqrt();
             let ratio = measured / expected;

@@ -1,5 +1,5 @@
-//! Those who begin and never go on, and those who say again what others have said: honest ranks finish, and memory stays
-//! flat. Who shows a wrong certificate or a wrong frame is in `quic_strangers.rs`.
+//! Half-open connections and replayed packets: honest ranks finish, and memory stays
+//! flat. Wrong certificates and wrong frames are tested in `strangers.rs`.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +16,7 @@ fn rank(job: &Job, rank: u32, coordinator: SocketAddr) -> JoinHandle<Formed> {
     connect(QuicConfig { coordinator, ..job.config(rank, 2) })
 }
 
-/// Begins `count` connections from an address that no rank has, and is gone before any of them is complete.
+/// Begins `count` connections from an address that no rank has, and vanishes before any is complete.
 fn half_open(to: SocketAddr, count: usize) {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut tls = rustls::ClientConfig::builder_with_provider(provider)
@@ -31,9 +31,9 @@ fn half_open(to: SocketAddr, count: usize) {
         let endpoint = quinn::Endpoint::client(SocketAddr::from(([127, 0, 0, 2], 0))).unwrap();
         let begun: Vec<_> =
             (0..count).map(|_| endpoint.connect_with(config.clone(), to, "rank-0").unwrap()).collect();
-        // Long enough for their first packets, and for most to show that the address is theirs.
+        // Long enough for their first packets, and for most to validate their address.
         tokio::time::sleep(Duration::from_millis(50)).await;
-        // Their ends are never told: the socket goes with the runtime.
+        // No close is sent: the socket goes with the runtime.
         drop(begun);
     });
 }
@@ -61,7 +61,7 @@ fn thousands_of_half_open_connections_leave_memory_flat_and_honest_ranks_finish(
     assert!(last < first + (48 << 10), "7000 more half-open connections took more than 48 MiB: {resident:?}");
 }
 
-/// Hands packets on between a rank and rank 0, keeps those of the rank, and says everything twice if asked to.
+/// Forwards packets between a rank and rank 0, records those of the rank, and sends `copies` of each.
 struct Wire {
     address: SocketAddr,
     kept: Arc<Mutex<Vec<Vec<u8>>>>,
@@ -114,14 +114,14 @@ impl Wire {
 fn replayed_packets_change_nothing() {
     let _alone = alone();
     let job = Job::new();
-    // Every packet twice, both ways, while the group works.
+    // Every packet twice, in both directions, while the group works.
     let wire = Wire::to(job.coordinator, 2);
     let ranks = [rank(&job, 0, job.coordinator), rank(&job, 1, wire.address)];
     let group = formed(ranks.into());
     (0..4).for_each(|op| exchange(&group, op));
     let said = wire.kept.lock().unwrap().clone();
     assert!(said.len() > 50, "{} packets", said.len());
-    // All of them again, from somewhere else: the group goes on.
+    // All packets again, from another address: the group still works.
     let stranger = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     for packet in &said {
         stranger.send_to(packet, job.coordinator).unwrap();
@@ -129,10 +129,10 @@ fn replayed_packets_change_nothing() {
     exchange(&group, 4);
     close(&group);
     wire.end();
-    // A rank keeps its port until nobody holds it, and for its last packets.
+    // A rank keeps its port until it is dropped, and for its last packets.
     drop(group);
     std::thread::sleep(Duration::from_secs(1));
-    // And before the same ranks form their next group: nobody is taken for the rank that said it.
+    // And before the same ranks form their next group: no replayed packet passes for a rank.
     let zero = rank(&job, 0, job.coordinator);
     std::thread::sleep(Duration::from_millis(200));
     for packet in &said {

@@ -1,5 +1,5 @@
-//! A member that turns hostile: its certificate is right, it has joined as it should, and then it does as it likes. The honest ranks
-//! hear whose fault it is or do not notice, and hold no more memory for it. Strangers are in `quic_strangers.rs`.
+//! A hostile member: its certificate is valid, it has joined, and then it breaks the protocol. The honest ranks
+//! name it or are not disturbed, and hold no more memory for it. Clients outside the group are tested in `strangers.rs`.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ const WORLD: u32 = 3;
 const HOSTILE: Rank = Rank(2);
 const TAG: Tag = Tag { op: 1, message: 0 };
 
-/// A group with a hostile member, which has done its deed when `done` comes and is there until the test lets go of it.
+/// A group with a hostile member. Its deed is done when the receiver yields; it stays until the test drops the group.
 struct Group {
     honest: Vec<Arc<dyn Transport>>,
     hostile: std::thread::JoinHandle<()>,
@@ -27,7 +27,7 @@ struct Group {
 }
 
 impl Group {
-    /// What the deed returns comes when it is done.
+    /// The receiver yields what the deed returns.
     fn with<T: Send + 'static>(
         deed: impl AsyncFnOnce(&mut Member, MessageHeader) -> T + Send + 'static,
     ) -> (Self, std::sync::mpsc::Receiver<T>) {
@@ -47,7 +47,7 @@ impl Group {
         (Self { honest: formed(honest.into()), hostile, over, _alone }, is_done)
     }
 
-    /// A receive of rank 0 from rank 1 that ends when the group does. Returns how all honest ranks were told that it has.
+    /// Receives of the honest ranks from each other, which end when the group is aborted. All must name the hostile rank.
     #[track_caller]
     fn is_aborted_for_the_hostile_one(&self, words: &str) {
         let waiting: Vec<Posted<Vec<Bytes>>> =
@@ -63,7 +63,7 @@ impl Group {
         assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
     }
 
-    /// The others get on with each other.
+    /// The honest ranks still exchange messages.
     fn goes_on(&self, op: u64) {
         exchange(&self.honest, op);
         assert!(self.honest.iter().all(|one| !one.recorder().is_aborted()));
@@ -76,7 +76,7 @@ impl Group {
     }
 }
 
-/// Of a message of 9 bytes from the hostile rank to rank 0, which nobody has asked for.
+/// The header of an unrequested message of 9 bytes from the hostile rank to rank 0.
 fn header(job: &Job) -> MessageHeader {
     let [_, _, _, _, _, _, _, _, low @ ..] = job.id.0;
     MessageHeader {
@@ -102,7 +102,7 @@ const SOON: Duration = Duration::from_secs(3);
 fn a_rank_that_never_reads_is_named_at_the_deadline_and_costs_its_senders_nothing() {
     let large = Tag { op: 1, message: 1 };
     let (group, done) = Group::with(async move |member, _| {
-        // It asks for everything, reads nothing, and goes on saying that it lives.
+        // It requests everything, reads nothing, and keeps sending heartbeats.
         let wants: Vec<Frame> =
             (1..2000).map(|message| Frame::Want { tag: Tag { op: 1, message } }).collect();
         for line in &member.data {
@@ -135,7 +135,7 @@ fn a_rank_that_never_reads_is_named_at_the_deadline_and_costs_its_senders_nothin
     let after = resident_kib().saturating_sub(before);
     println!("KiB while it does not read: {took}, after: {after}");
     assert!(took.max(after) < 160 << 10, "{took} KiB, then {after} KiB for one that does not read");
-    // It does not answer a goodbye either.
+    // It does not answer a close either.
     let error = block_on(group.honest[0].close(Duration::from_secs(2))).unwrap_err().to_string();
     assert!(error.contains("rank"), "{error}");
     group.end();
@@ -145,7 +145,7 @@ fn a_rank_that_never_reads_is_named_at_the_deadline_and_costs_its_senders_nothin
 fn frames_to_a_peer_that_does_not_read_do_not_wait_forever() {
     let (group, done) = Group::with(async |_, _| ());
     done.recv().unwrap();
-    // Each of these is a wish that it is told and does not read.
+    // Each of these is a request that it receives and does not read.
     let waiting: Vec<_> = (1..80_000)
         .map(|message| group.honest[0].post_recv(HOSTILE, Tag { op: 1, message }, &[1], LONG))
         .collect();
@@ -245,7 +245,7 @@ fn a_member_that_sends_a_wrong_frame_while_the_group_forms_is_named() {
     assert!(one.contains("rank 2 sent Leave instead of Meshed"), "{one}");
 }
 
-/// Which bytes on which stream, and what the others say of it.
+/// Which bytes on which stream, and what the other ranks report.
 #[test]
 fn broken_frames_and_headers_abort_the_group_and_name_the_sender() {
     let ping = Frame::Pong.encode();
@@ -387,7 +387,7 @@ fn a_member_that_keeps_misbehaving_is_answered_once() {
     });
     group.is_aborted_for_the_hostile_one("were sent before they were asked for");
     let (said, answered) = done.recv().unwrap();
-    // Those that were looked at before the first of them had become everyone's abort.
+    // The frames that were read before the first of them aborted the group.
     assert!(said == 2000 && answered < 50, "{said} broken messages were answered {answered} times");
     group.end();
 }

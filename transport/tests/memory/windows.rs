@@ -1,4 +1,4 @@
-//! What a member can make the others hold: no more than the line says that each rank prints of its network.
+//! What a member can make the others hold: no more than each rank states in its line about the network.
 
 use std::time::Duration;
 
@@ -14,11 +14,11 @@ use tokio::time::timeout;
 /// Ranks 0 and 1 are honest, rank 2 is not.
 const WORLD: u32 = 3;
 
-/// What the connections of each honest rank may hold.
+/// The memory limit for the connections of each honest rank.
 const MEMORY_BYTES: usize = 96 << 20;
 
-/// Opens every stream that it may, each beginning with its own bytes, and writes into each of them until nothing more is
-/// taken, or so many bytes are that this is wrong. Returns the streams, which nobody ends, and the bytes that went.
+/// Opens every stream that it may, each with its own first bytes, and writes to all of them until no more is
+/// accepted, or until `wrong` bytes are. Returns the open streams and the number of accepted bytes.
 async fn fill(
     connection: &Connection,
     begin: impl Fn(u32) -> Vec<u8>,
@@ -69,7 +69,7 @@ fn a_member_that_fills_all_streams_stays_within_the_stated_memory() {
             let mut kept = Vec::new();
             let mut went = 0;
             for (to, line) in (0..).zip(&member.data) {
-                // Messages so small that they may come before they are asked for, and nobody ever asks.
+                // Messages small enough to be sent unrequested, which no rank ever requests.
                 let header = |message| MessageHeader {
                     job_low: u64::from_le_bytes(low),
                     epoch: 0,
@@ -94,14 +94,14 @@ fn a_member_that_fills_all_streams_stays_within_the_stated_memory() {
     });
     let group = formed(honest.into());
     let promised: Vec<usize> = group.iter().map(|rank| promised(&rank.network().unwrap())).collect();
-    // Whatever the honest ranks need for each other, they have by now.
+    // By now the honest ranks have allocated what they need for each other.
     exchange(&group, 2);
     let before = resident_kib();
     begin.send(()).unwrap();
     let went = is_done.recv().unwrap();
     let took = resident_kib().saturating_sub(before) as usize * 1024;
     println!("{went} bytes went, {took} are held, {promised:?} were promised");
-    // It is one of two peers of each of the two, so what it can take is half of both lines.
+    // It is one of two peers of each honest rank, so it can take half of both limits.
     let most = promised.iter().sum::<usize>() / 2;
     assert!(went > most / 4, "{went} bytes: it was not let do its worst");
     assert!(went < most && took < most + (24 << 20), "{went} bytes went, {took} are held, of {most}");

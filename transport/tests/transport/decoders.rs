@@ -1,4 +1,4 @@
-//! Whatever bytes come, the transport's decoders neither panic nor hold more memory than the bytes can account for.
+//! For any input, the transport's decoders neither panic nor hold more memory than the input's length justifies.
 //! The targets are those of `fuzz/`, the corpus is made by the encoders.
 
 #[path = "../../../fuzz/bounded.rs"]
@@ -15,7 +15,7 @@ use kyklos_transport::quic::decoders;
 use kyklos_transport::wire::{Frame, MAX_TEXT_BYTES, MessageHeader, Purpose, RejectCode, part_digest};
 use kyklos_transport::{Abort, AbortCause, Claim, Progress, Rank, RefusalReason, Tag, Vote};
 
-/// A few copies of what came, one of them as a frame in memory.
+/// A few copies of the input, one of them decoded.
 const BY_LENGTH: Limit = Limit { fixed: 2 << 10, per_byte: 8 };
 
 fn frames() -> Vec<(String, Vec<u8>)> {
@@ -55,7 +55,7 @@ fn frames() -> Vec<(String, Vec<u8>)> {
         ("refuse", Frame::Refuse { tag, text: "é".repeat(usize::from(MAX_TEXT_BYTES)) }),
     ];
     let mut made: Vec<_> = all.map(|(name, frame)| (name.to_owned(), frame.encode())).into();
-    // A body whose text is one byte longer than a text may be.
+    // A body whose text is one byte above the limit.
     let mut long = [2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0].to_vec();
     long.splice(0..0, [17, 1]);
     long.extend_from_slice(&(MAX_TEXT_BYTES + 1).to_le_bytes());
@@ -88,12 +88,12 @@ fn headers_of_any_bytes() {
     assert!(times > 1000, "{times}");
 }
 
-/// The target itself makes a frame of a length of two bytes, and holds what was said twice.
+/// The target builds a frame for each length of two bytes, and holds its input twice.
 const OF_STREAMS: Limit = Limit { fixed: 4 << 10, per_byte: 32 };
 
 #[test]
 fn streams_of_frames_in_any_pieces() {
-    // Every frame once, in pieces of so many bytes; and all of them with the beginning of another one.
+    // Every frame once, in pieces of this many bytes; and all frames followed by the start of another one.
     let bodies = frames().into_iter().map(|(_, bytes)| bytes[4..bytes.len() - 4].to_vec());
     let bodies: Vec<Vec<u8>> = bodies.filter(|body| body.len() < 1000).collect();
     let of = |piece: u8, bodies: &[Vec<u8>]| {
@@ -112,7 +112,7 @@ fn streams_of_frames_in_any_pieces() {
     assert!(times > 1000, "{times}");
 }
 
-/// What is read with the file it is in, or with a certificate, costs a few copies and what their parsers keep.
+/// For files and certificates: a few copies, and what the parsers hold.
 const OF_FILES: Limit = Limit { fixed: 64 << 10, per_byte: 16 };
 
 #[test]
@@ -209,17 +209,17 @@ fn decoders_with_bugs_are_caught() {
         catch_unwind(AssertUnwindSafe(|| run("a bug", &made, BY_LENGTH, bug))).is_err()
     };
     assert!(!found(|bytes| drop(black_box(bytes.to_vec()))), "a decoder without a bug");
-    // Memory for as many bytes as the first four say.
+    // Allocates as many bytes as the first four claim.
     assert!(found(|bytes| {
         let length = bytes.first_chunk().map_or(0, |length| u32::from_le_bytes(*length) as usize);
         drop(black_box(Vec::<u8>::with_capacity(length.min(1 << 16))));
     }));
-    // As many bytes as the first four say are taken to be there.
+    // Slices as many bytes as the first four claim.
     assert!(found(|bytes| {
         let length = bytes.first_chunk().map_or(0, |length| u32::from_le_bytes(*length) as usize);
         black_box(&bytes[..length]);
     }));
-    // A number is taken to be in range.
+    // Indexes with an unchecked byte.
     assert!(found(|bytes| {
         black_box([0_u8; 20][usize::from(bytes.get(4).copied().unwrap_or(0))]);
     }));

@@ -1,4 +1,4 @@
-//! What an operator says of the links is what the connections do.
+//! Connections follow the link settings.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,8 @@ use pollster::block_on;
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Sends `messages` of 8 MiB from rank 0 to rank 1; returns rank 0's figures of the way there, and its line.
+/// Sends `messages` of 8 MiB from rank 0 to rank 1; returns rank 0's figures of that connection, and its line about the
+/// network.
 fn send(link: LinkSettings, messages: u32) -> (ConnectionFigures, String) {
     let group: Vec<Arc<dyn Transport>> = quic_loopback_group_over(2, link).unwrap();
     let payload = Bytes::from(vec![7; 8 << 20]);

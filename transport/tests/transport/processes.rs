@@ -1,4 +1,4 @@
-//! Ranks in processes of their own, and what the others say when one of them is killed.
+//! Ranks as separate processes, and what the survivors report when one is killed.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::Path;
@@ -124,7 +124,7 @@ fn runs_as_a_rank() {
     }
 }
 
-/// Twenty hops round the ring, then goodbye, each rank as soon as it is done.
+/// Twenty ring hops; then each rank closes as soon as it is done.
 fn ring(me: &dyn Transport) {
     let (rank, world) = (me.rank().0, me.world());
     block_on(me.agree(Vote::Ready { plan_hash: [1; 32] }, LONG)).unwrap();
@@ -142,7 +142,7 @@ fn ring(me: &dyn Transport) {
     println!("closed in order");
 }
 
-/// Hops round the ring until something ends them.
+/// Ring hops until something ends them.
 fn endless(me: &dyn Transport) {
     let (rank, world) = (me.rank().0, me.world());
     let bytes = 8 << 20;
@@ -172,8 +172,8 @@ fn endless(me: &dyn Transport) {
     }
 }
 
-/// Rank 1 computes before it sends to rank 2, which waits for it, as rank 0 does for rank 2: with beats for a while,
-/// or for ever without.
+/// Rank 1 computes before it sends to rank 2, which waits for it; rank 0 waits for rank 2. Rank 1 beats for a while,
+/// or computes forever without a beat.
 fn computes(me: &dyn Transport, by: Option<Duration>) {
     let (rank, tag) = (me.rank().0, Tag { op: 7, message: 3 });
     me.report_progress(Progress { op: 7, step: 4 + rank });
@@ -255,7 +255,7 @@ fn survivors_of_a_killed_rank_name_it_within_seconds(carrier: Carrier) {
         for rank in 0..3 {
             job.wait_for(rank, "under way");
         }
-        // SIGKILL on unix: no destructor runs, no packet says goodbye.
+        // SIGKILL on unix: no destructor runs, and no closing packet is sent.
         ranks[victim as usize].0.kill().unwrap();
         let killed = Instant::now();
         let survivors: Vec<u32> = (0..3).filter(|&rank| rank != victim).collect();

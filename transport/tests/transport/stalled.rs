@@ -1,4 +1,4 @@
-//! Ranks that stand still: their I/O runs only while the test drives it, so what is under way stays under way.
+//! Stalled ranks: their I/O runs only while the test drives it, so messages stay half sent.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
@@ -28,7 +28,7 @@ over_every_carrier! {
     a_message_that_is_abandoned_half_way_ends_only_itself
 }
 
-/// A group in which rank 1 stands still unless it is driven.
+/// A group in which rank 1 is stalled unless the test drives it.
 struct Group {
     /// Ranks 0, 2, 3, …, each with a thread of its own.
     others: Vec<Option<Arc<dyn Transport>>>,
@@ -112,15 +112,15 @@ fn a_stalled_rank_learns_of_a_close_that_timed_out(carrier: Carrier) {
     assert!(abort.to_string().contains("left"), "{abort}");
 }
 
-/// Rank `from` sends to rank 1, which waits for the message, and stands still in the middle of it.
+/// Rank `from` sends to rank 1, which has posted the receive and stalls in the middle of the message.
 fn in_flight(group: &Group, from: usize, patience: Duration) -> (Posted<Vec<Bytes>>, Posted<Taken>) {
     let received = group.still.post_recv(Rank(from as u32), TAG, &LARGE, LONG);
     // The sender hears that the message is wanted.
     group.drive(Duration::from_millis(300));
-    // All parts are the same memory, and what is not received takes none.
+    // All parts share one buffer, and unreceived parts take no memory.
     let payload = vec![Bytes::from(vec![7; LARGE[0]]); LARGE.len()];
     let sent = group.rank(from).post_send(Rank(1), TAG, payload, patience);
-    // It sends as much as the windows take, and rank 1 reads some of it.
+    // It sends as much as the windows allow, and rank 1 reads some of it.
     for _ in 0..3 {
         std::thread::sleep(Duration::from_millis(150));
         group.drive(Duration::from_millis(4));
@@ -182,7 +182,7 @@ fn a_message_that_is_abandoned_half_way_ends_only_itself(carrier: Carrier) {
     let TransportError::Deadline { pending, waited } = &error else { panic!("{error:?}") };
     assert_eq!(*waited, patience);
     half_way("send", 1, pending);
-    // The receive goes on waiting, and the group goes on working.
+    // The receive still waits, and the group still works.
     let next = Tag { op: 3, ..TAG };
     let next_received = group.still.post_recv(Rank(0), next, &[4 << 20], LONG);
     let next_sent = group.rank(0).post_send(Rank(1), next, vec![Bytes::from(vec![8; 4 << 20])], LONG);

@@ -1,4 +1,4 @@
-//! Who may join a group over QUIC, and who may not, and that those who may not harm nobody.
+//! Which clients may join a group over QUIC, and that refused clients do no harm.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
@@ -127,7 +127,7 @@ fn datagrams_of_garbage_do_not_disturb_a_group() {
                     (state >> 24) as u8
                 })
                 .collect();
-            // The port may be closed for a moment; that is the noise's problem.
+            // The port may be closed for a moment: errors of these packets do not matter.
             let _ = noise.send_to(&datagram, job.coordinator);
         }
     };
@@ -136,7 +136,7 @@ fn datagrams_of_garbage_do_not_disturb_a_group() {
     works(&group);
 }
 
-/// Clients made by hand: everything that a rank would never do.
+/// Hand-made clients that do what a rank never does.
 mod by_hand {
     use super::*;
     use kyklos_transport::wire::{Frame, PROTOCOL_VERSION, Purpose};
@@ -188,7 +188,7 @@ mod by_hand {
     fn a_client_without_a_certificate_is_refused() {
         let job = Job::new();
         let (group, reason) = job.form_while(2, || {
-            // The client is done before the server has looked at its empty certificate: the refusal comes as a close.
+            // The client finishes before the server has checked its empty certificate, so the refusal arrives as a close.
             match dial(&job, None, "kyklos-ctl/1", async |connection| verdict(&connection).await) {
                 Ok(reason) => reason,
                 Err(error) => error.to_string(),
@@ -254,7 +254,7 @@ mod by_hand {
         let ((group, reasons), ()) = (
             job.form_while(2, || {
                 [
-                    // A length beyond all bounds, bytes that are no frame, and a frame that is no hello.
+                    // A length above the limit, bytes that are no frame, and a frame that is no hello.
                     dial(&job, Some(1), "kyklos-ctl/1", async |connection| {
                         say(&connection, &[0xff; 3000]).await;
                         verdict(&connection).await

@@ -1,4 +1,4 @@
-//! Groups whose packets travel in TCP streams: who disturbs them, who comes another way, and who comes again.
+//! Groups over TCP streams: clients that send garbage, ranks with another carrier, ports that are reused.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -16,7 +16,7 @@ fn clients_that_stream_garbage_do_not_keep_a_group_from_forming() {
     for stranger in 0..60 {
         let mut stream = TcpStream::connect(job.coordinator).unwrap();
         let _ = match stranger % 6 {
-            // Says nothing; half a length; a packet that never ends; nonsense of every length.
+            // Silence; half a length; a packet that never ends; garbage of every length.
             0 => Ok(()),
             1 => stream.write_all(&[7]),
             2 => stream.write_all(&[0xff, 0xff, 1, 2, 3]),
@@ -24,7 +24,7 @@ fn clients_that_stream_garbage_do_not_keep_a_group_from_forming() {
                 stream.write_all(&length.to_le_bytes())?;
                 stream.write_all(&vec![stranger as u8; usize::from(length)])
             }),
-            // A packet larger than any, and a refusal of somebody who was not asked.
+            // A packet above every limit, and an unexpected refusal.
             4 => stream.write_all(&[&[0xff; 2][..], &[0xc0; 65_535]].concat()),
             _ => stream.write_all(b"\0\0nobody is here").and_then(|()| stream.shutdown(Shutdown::Write)),
         };
@@ -34,7 +34,7 @@ fn clients_that_stream_garbage_do_not_keep_a_group_from_forming() {
     let group = formed(ranks);
     exchange(&group, 0);
     assert!(group[1].network().unwrap().contains("TCP"), "{:?}", group[1].network());
-    // Whoever said what no member says has been hung up on, the others wait.
+    // The connection with the invalid frame is closed; the others stay open.
     let mut refuser = strangers.pop().unwrap();
     refuser.set_read_timeout(Some(LONG)).unwrap();
     assert_eq!(refuser.read(&mut [0]).unwrap_or(0), 0);
@@ -54,7 +54,7 @@ fn ranks_with_another_carrier_are_refused_soon() {
         assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
         let words = format!("rank 0 is reached over {zero}, and this rank came over {one}");
         assert!(error.contains(&words), "{error}");
-        // Rank 0 still waits for a rank 1 that comes as it should.
+        // Rank 0 still waits for a rank 1 with the right carrier.
         let group = formed(vec![waiting, connect(short(job.over(zero, 1, 2)))]);
         exchange(&group, 0);
         close(&group);

@@ -1,4 +1,4 @@
-//! Who sees whom, decided for one (query, key) pair at a time.
+//! Which query sees which key, decided for one pair at a time.
 //!
 //! No ranges, no blocks, no shortcuts: those are what the product does, and what this is here to check.
 
@@ -19,7 +19,7 @@ pub enum OracleTerm {
         right: i64,
     },
     /// Query and key lie in the same `boundaries[i]..boundaries[i + 1]`. A position outside all of them sees
-    /// nothing and is seen by nobody.
+    /// nothing and no query sees it.
     Documents(Vec<u64>),
     /// `k < n`: one `n` for all batch entries, or one for each.
     Valid(Vec<u64>),

@@ -5,7 +5,7 @@ use std::fmt;
 use super::{Limit, Vacuous};
 use crate::oracle::{Dtype, OracleProblem, Row, RowId, Values};
 
-/// Who computed what, so that a failure can be run again from its message alone.
+/// What was computed by which rank and backend, so that the message of a failure is enough to repeat it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Context {
     /// The case, or what else the inputs are called.

@@ -1,4 +1,4 @@
-//! Attention in f32 without any care, as a measure of what f32 costs on given inputs.
+//! Naive attention in f32: measures the rounding error of f32 on given inputs.
 //!
 //! It is not a reference for the answer, only for the size of the error: a kernel that keeps scores, weights and
 //! sums in f32 has no excuse to be more than twice as far from the oracle as this.

@@ -1,4 +1,4 @@
-//! Conversion to 8-bit codes and back, held to the definition.
+//! Conversion to int8 codes and back, compared with the definition.
 
 use bytes::Bytes;
 use kyklos::Dtype;
@@ -8,10 +8,10 @@ use kyklos_oracle::wire::{TOGETHER, load, scale_of, store};
 
 use crate::common::oracle_dtype;
 
-/// Two batch entries, so that the second begins in the middle of a block; a last block that is short; several heads.
+/// Two batch entries, so that the second begins inside a block; a short last block; several heads.
 const SHAPES: [[usize; 4]; 3] = [[2, 150, 3, 24], [1, 64, 1, 8], [3, 7, 2, 72]];
 
-/// Element of the source buffer at which the tensor begins, and of the buffer that it comes back into.
+/// First element of the tensor in the source buffer, and in the buffer that gets it back.
 const FIRST: usize = 40;
 
 pub async fn codes<B: Backend>(backend: &B, who: &str) {
@@ -103,7 +103,7 @@ fn groups([batch, tokens, heads, dim]: [usize; 4], of: Scales) -> Vec<Vec<usize>
     groups
 }
 
-/// Numbers of a size of its own in each group; some groups are awkward.
+/// Numbers of a different magnitude in each group, some of them extreme.
 fn numbers(groups: &[Vec<usize>], elements: usize) -> Vec<f32> {
     let mut numbers: Vec<f32> = (0..elements as u64).map(|i| normal(11, TensorId::K, i)).collect();
     for (group, places) in groups.iter().enumerate() {

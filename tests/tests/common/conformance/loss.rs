@@ -1,4 +1,4 @@
-//! What a backend keeps of a run that is cut off in the middle of a block is exact.
+//! The state that a backend keeps after an interrupted block is exact.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_
 
 use super::{DEADLINE, Prepared, Whole, chosen_cases, dense_world, options, run_alone};
 
-/// Aborts the group when a rank comes to a step.
+/// Aborts the group when a rank reaches a step.
 #[derive(Debug)]
 struct Cut {
     rank: Rank,
@@ -59,7 +59,7 @@ pub async fn finishes_what_was_cut_off<B: Backend>(backend: &B, who: &str) {
     assert!(finished > 1, "{who}: {finished} runs were finished");
 }
 
-/// Cuts off the last rank's second block of keys, which are those of the lost rank. `None` where it has none.
+/// Interrupts the last rank's second block of keys, which come from the lost rank. `None` where it has none.
 async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> Option<Whole> {
     let attends = world.plan(Rank(2)).steps.iter().enumerate();
     let (step, _) = attends.filter(|(_, step)| matches!(step, Step::Attend { .. })).nth(1)?;
@@ -88,7 +88,7 @@ async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> 
     };
     check_repair(world, &LEFT, &reached, &repaired).unwrap();
     let survivors = left.into_iter().enumerate().filter(|(rank, _)| *rank != LOST.0 as usize);
-    // They outlive the runs: a rank that is done must not be gone for one that is not.
+    // Transports outlive the runs: a finished rank must not close while others still run.
     let collectives = in_process_group(2).into_iter().enumerate().map(|(rank, transport)| {
         assert_eq!(transport.rank().0 as usize, rank);
         HostStaged::new(transport, DEADLINE)

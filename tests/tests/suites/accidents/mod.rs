@@ -1,8 +1,8 @@
-//! Ranks that are killed, stopped and started again at every step of their plans: every other rank says who it was
-//! within seconds, nobody hangs, and what is computed is what would have been computed otherwise, byte for byte.
+//! Ranks that are killed, stopped and restarted at every step of their plans: every other rank names the culprit
+//! within seconds, no rank hangs, and the results are the undisturbed ones, byte for byte.
 //!
-//! Every rank is a process of its own, over QUIC with the usual settings. A rank stands still before a step until it is
-//! told to go on, so an accident happens exactly there. `soak.rs` has accidents at random, for as long as one likes.
+//! Every rank is a process, over QUIC with the default settings. A rank pauses before a step until it is
+//! told to continue, so the failure happens exactly there. `soak.rs` has random failures, for any duration.
 
 mod finish;
 mod processes;
@@ -13,6 +13,7 @@ mod work;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::amount::amount;
 use kyklos_transport::Rank;
 use processes::{End, Group};
 use work::Work;
@@ -24,14 +25,14 @@ const WORKS: [Work; 3] = [
     Work { ulysses: 2, ring: 2, seed: 3 },
 ];
 
-/// Within which time every survivor knows: the 3 s, with the usual settings.
+/// Every survivor knows within this time, with the default settings.
 const KNOWN: Duration = Duration::from_secs(3);
 
-/// Steps at which the ranks of one group have accidents, one after the other.
+/// Steps at which ranks of one group fail, one after another.
 const STEPS_OF_GROUP: usize = 5;
 
-/// Has an accident at every step of the plans, each to another rank in turn. Groups are under way side by side: they
-/// mostly wait. One test at a time does that: they are dozens of processes each.
+/// Causes a failure at every step of the plans, of each rank in turn. Groups run side by side: they mostly wait. One test
+/// at a time does this, because each has dozens of processes.
 fn at_every_step(works: &[Work], accident: impl Fn(&mut Group, Work, u32, usize) + Sync) {
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -40,7 +41,10 @@ fn at_every_step(works: &[Work], accident: impl Fn(&mut Group, Work, u32, usize)
             let world = work.world();
             let steps = |rank| world.plan(Rank(rank)).steps.len();
             let longest = (0..work.ranks()).map(steps).max().unwrap();
+            // A sample has the last step and every fifth: of 3 and of 4 ranks each has its turn.
+            let every = amount(5, 1);
             let all: Vec<(u32, usize)> = (0..longest)
+                .filter(|step| step % every == 0 || step + 1 == longest)
                 .map(|step| (step as u32 % work.ranks(), step))
                 .map(|(rank, step)| (rank, step.min(steps(rank) - 1)))
                 .collect();
@@ -89,7 +93,7 @@ fn a_rank_killed_at_any_step_is_named_by_all_within_3_s_and_the_group_forms_agai
         for at in all_name(group, work, victim) {
             took.lock().unwrap().push(at - killed);
         }
-        // The survivors' processes go on, with a new one in the place of the dead.
+        // The survivors' processes continue, with a new process for the killed rank.
         group.restart(victim);
         group.order(work, None);
         group.must_be_right(work, &right(work));

@@ -1,4 +1,4 @@
-//! Processes that are ranks: how they are started, ordered, stopped and killed.
+//! Ranks as processes: how they are started, ordered, stopped and killed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
@@ -12,7 +12,7 @@ use kyklos_transport::quic::{ClusterAuthority, JobId};
 use crate::accidents::rank::{FOLDER, MARK, Order, identity_file, result_file};
 use crate::accidents::work::Work;
 
-/// After this time without a word a process hangs.
+/// A process that prints nothing for this long hangs.
 const HANG: Duration = Duration::from_secs(30);
 
 /// A rank's process, killed at the latest when it is dropped.
@@ -38,7 +38,7 @@ pub(crate) enum End {
         culprit: Option<u32>,
         text: String,
     },
-    /// It has said nothing for too long.
+    /// It has printed nothing for too long.
     Hang,
 }
 
@@ -74,11 +74,11 @@ impl Process {
     }
 
     pub(crate) fn tell(&mut self, line: &str) {
-        // Who has been killed hears nothing.
+        // A killed process reads nothing.
         let _ = self.orders.write_all(format!("{line}\n").as_bytes());
     }
 
-    /// Waits until it stands still where it was told to; `None` if something came between.
+    /// Waits until it pauses at the ordered step; `None` if the run ended before.
     pub(crate) fn is_here(&self) -> Option<()> {
         self.next().filter(|(_, line)| line == "here").map(|_| ())
     }
@@ -90,7 +90,7 @@ impl Process {
         assert!(status.success(), "kill -{name}");
     }
 
-    /// SIGKILL: no destructor runs, no packet says goodbye. Returns when.
+    /// SIGKILL: no destructor runs, and no closing packet is sent. Returns the time.
     pub(crate) fn kill(&mut self) -> Instant {
         let at = Instant::now();
         self.child.kill().unwrap();
@@ -117,13 +117,13 @@ impl Process {
     }
 }
 
-/// Processes that form one group after the other, with identities of one job.
+/// Processes that form one group after another, with identities of one job.
 pub(crate) struct Group {
     /// By rank; any of them may be another process in the next group.
     pub(crate) ranks: Vec<Process>,
     pub(crate) epoch: u32,
     folder: tempfile::TempDir,
-    /// Every rank at a loopback address of its own, where the system has those.
+    /// Every rank has its own loopback address, where the system has several.
     apart: bool,
 }
 
@@ -143,7 +143,7 @@ impl Group {
         if self.apart { Ipv4Addr::new(127, 0, 1, 1 + rank as u8) } else { Ipv4Addr::LOCALHOST }
     }
 
-    /// Puts a new process in a rank's place.
+    /// Replaces a rank's process with a new one.
     pub(crate) fn restart(&mut self, rank: u32) {
         self.ranks[rank as usize] = Process::start(self.folder.path());
     }
@@ -153,11 +153,11 @@ impl Group {
         self.order_to(work, pause, false);
     }
 
-    /// The same; with `finish` those who are left finish what all had begun.
+    /// The same; with `finish` the survivors complete the current operation.
     pub(crate) fn order_to(&mut self, work: Work, pause: Option<(u32, usize)>, finish: bool) {
-        // Those who are left may have formed a group in between.
+        // The survivors may have formed a group in between.
         self.epoch += 2;
-        // A rank that has gone keeps its port a moment longer, for its last packets.
+        // A closed rank keeps its port a moment longer, for its last packets.
         let socket = UdpSocket::bind((self.address(0), 0)).unwrap();
         let coordinator = socket.local_addr().unwrap();
         drop(socket);
@@ -181,7 +181,7 @@ impl Group {
         std::fs::read(result_file(self.folder.path(), rank)).unwrap_or_default()
     }
 
-    /// All ranks of `work` have ended well, with the bytes that are right.
+    /// All ranks of `work` have succeeded, with the right bytes.
     pub(crate) fn must_be_right(&self, work: Work, right: &[Vec<u8>]) {
         for rank in 0..work.ranks() {
             assert_eq!(self.ranks[rank as usize].end(), End::Done, "rank {rank} of {work:?}");

@@ -1,4 +1,4 @@
-//! One rank in a process of its own, which takes orders on standard input and outlives many groups.
+//! A rank process, which reads orders from standard input and takes part in many groups.
 
 use std::io::Write;
 use std::net::{IpAddr, SocketAddr};
@@ -18,14 +18,14 @@ use crate::accidents::work::Work;
 /// Tells a copy of this test program that it is a rank: the folder of its group.
 pub(crate) const FOLDER: &str = "KYKLOS_TEST_FOLDER";
 
-/// Begins every line that is meant for whoever gives orders: the test harness writes lines of its own.
+/// Marks the lines for the ordering test: the test harness prints lines too.
 pub(crate) const MARK: &str = "> ";
 
-/// Times a rank runs its plan; the first is the one that is disturbed. Whoever has done its part of it learns in the
-/// second one's agreement what has become of the others.
+/// Times a rank runs its plan; the failure is in the first. A rank that has finished its part learns in the
+/// second run's agreement how the others ended.
 const RUNS: u64 = 2;
 
-/// For those who are left to form a group again.
+/// How long survivors may take to form a group again.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Where a rank finds its group, and what it does there.
@@ -36,9 +36,9 @@ pub(crate) struct Order {
     pub(crate) coordinator: SocketAddr,
     /// The rank's own address.
     pub(crate) bind: IpAddr,
-    /// Before which step of the first run it stands still until it is told to go on.
+    /// The step of the first run before which it pauses until it is told to continue.
     pub(crate) pause: Option<usize>,
-    /// Whether to finish with those who are left when others are lost.
+    /// Whether the survivors finish when ranks are lost.
     pub(crate) finish: bool,
     pub(crate) work: Work,
 }
@@ -72,7 +72,7 @@ impl Order {
     }
 }
 
-/// Where a rank leaves its part of the result: its outputs, then its log-sum-exps.
+/// The file of a rank's part of the result: its outputs, then its log-sum-exps.
 pub(crate) fn result_file(folder: &Path, rank: u32) -> PathBuf {
     folder.join(format!("{rank}.result"))
 }
@@ -158,7 +158,7 @@ fn run(backend: &CpuBackend, order: &Order, transport: &Arc<dyn Transport>) -> k
     }
 }
 
-/// Stands still before a step, until it is told to go on.
+/// Pauses before a step, until it is told to continue.
 #[derive(Debug)]
 struct Pause {
     before: Option<usize>,
@@ -173,7 +173,7 @@ impl Observer for Pause {
     }
 }
 
-/// Whom the error blames, or `-`.
+/// The rank that the error names, or `-`.
 fn culprit(error: &Error) -> String {
     match error {
         Error::Group { source: TransportError::Aborted { abort, .. }, .. }
@@ -190,7 +190,7 @@ fn say(line: &str) {
 
 fn heard() -> Option<String> {
     let mut line = String::new();
-    // Who gave the orders may be gone.
+    // The ordering test may have ended.
     let read = std::io::stdin().read_line(&mut line).unwrap_or(0);
     (read > 0).then_some(line)
 }

@@ -1,7 +1,7 @@
-//! Groups that form, work and meet with accidents one after the other, for as long as one likes.
+//! Groups that form, work and suffer random failures, one after another, for any duration.
 //!
-//! Five processes take part in all of it, in ranks that change; one of them, the elder, is never killed. The choices
-//! are those of a seed; when exactly a process stands where is not.
+//! Five processes take part, with changing ranks; one of them, the elder, is never killed. The choices
+//! come from a seed; the exact timing of the processes does not.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,11 +23,11 @@ enum Accident {
     Killed {
         step: usize,
     },
-    /// Killed some time after its order, perhaps before the group has formed, perhaps when it is done.
+    /// Killed some time after its order: perhaps before the group has formed, perhaps after its end.
     KilledAnyTime {
         after: Duration,
     },
-    /// Stopped before a step, and told to go on before it counts as dead.
+    /// Stopped before a step, and continued before it counts as dead.
     Stopped {
         step: usize,
         during: Duration,
@@ -71,7 +71,7 @@ impl Accident {
         }
     }
 
-    /// Nobody may lose anything by it.
+    /// No rank may fail because of it.
     fn is_harmless(self) -> bool {
         matches!(self, Self::Nothing | Self::Stopped { .. } | Self::CutOff { .. })
     }
@@ -142,7 +142,7 @@ impl fmt::Display for Tally {
 fn soak() {
     let number = |name, usual: u64| std::env::var(name).map_or(usual, |text| text.parse().unwrap());
     let (minutes, seed) = (number("KYKLOS_SOAK_MINUTES", 10), number("KYKLOS_SOAK_SEED", 1));
-    // Only in a network namespace of its own may a test change the routes of loopback.
+    // A test may change the routes of loopback only in its own network namespace.
     let may_cut = number("KYKLOS_SOAK_CUTS", 0) == 1;
     let (mut chance, mut tally) = (Chance(seed), Tally::default());
     let mut group = Group::new(5, true);
@@ -215,7 +215,7 @@ fn one_group(group: &mut Group, chance: &mut Chance, tally: &mut Tally, elder: u
     }
     let right = right(work);
     let killed = matches!(accident, Accident::Killed { .. } | Accident::KilledAnyTime { .. });
-    // Who is stopped is heard last: the others must not wait for it.
+    // The stopped rank is read last: the others must not wait for it.
     let others = (0..work.ranks()).filter(|&rank| rank != victim);
     for rank in others.chain((!killed).then_some(victim)) {
         if rank == victim && matches!(accident, Accident::StoppedForLong { .. }) {
@@ -254,7 +254,7 @@ fn one_group(group: &mut Group, chance: &mut Chance, tally: &mut Tally, elder: u
     }
 }
 
-/// Lets nothing through to a rank's address any more, or mends that.
+/// Blocks all packets to a rank's address, or unblocks them.
 fn cut(group: &Group, rank: u32, off: bool) {
     let address = format!("{}/32", group.address(rank));
     let what = if off { "add" } else { "del" };
@@ -268,7 +268,7 @@ fn resident_kib(pid: u32) -> u64 {
     line.trim().trim_end_matches(" kB").parse().unwrap()
 }
 
-/// Descriptors of a process that is doing nothing: those of its last group are closed after a moment.
+/// Descriptors of an idle process: those of its last group are closed after a moment.
 fn settled_descriptors(pid: u32) -> usize {
     let count = || std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count();
     let counts = (0..15).map(|_| {

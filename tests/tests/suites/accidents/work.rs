@@ -1,4 +1,4 @@
-//! What the ranks compute, and what is right.
+//! What the ranks compute, and the right result.
 
 use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
@@ -69,7 +69,7 @@ impl Work {
         shard(world, rank, &self.tensors()).unwrap()
     }
 
-    /// Every rank's result where nothing disturbs it: on threads of this process.
+    /// Every rank's result without a failure, computed on threads of this process.
     pub(crate) fn undisturbed(self) -> Vec<Vec<u8>> {
         let run = |task: RankTask<'_>| {
             let mut result = Vec::new();

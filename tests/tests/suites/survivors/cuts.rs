@@ -1,4 +1,4 @@
-//! Proofs of repairs at times that are drawn.
+//! Proofs of repairs at random times.
 
 use kyklos::plan::{
     BufferId, Content, Recv, RemainingBuffers, Step, StepProgress, World, check_repair, remaining_buffers,
@@ -10,11 +10,11 @@ use proptest::prelude::*;
 use crate::common::cut::reach;
 use crate::survivors::drawn::{self, Chance};
 
-/// How far all ranks are at some time, with what may have arrived by then.
+/// The progress of all ranks at a random time, with the messages that may have arrived.
 fn some_time(world: &World, chance: &mut Chance) -> Vec<StepProgress> {
     let whole: usize = world.plans.iter().map(|plan| plan.steps.len()).sum();
     let (mut steps, patience) = (0, chance.below(whole + 1));
-    // Some are slow, as ranks that wait for nobody may be.
+    // Some are slow: ranks that wait for no other can be.
     let slow = chance.below(world.plans.len() * 2) as u32;
     let at = reach(world, |can| {
         steps += 1;
@@ -35,7 +35,7 @@ fn sorted(mut ids: Vec<BufferId>) -> Vec<BufferId> {
     ids
 }
 
-/// The buffers of each message that may have arrived without having been waited for.
+/// The buffers of each message that may have arrived without a finished wait.
 fn on_the_way(world: &World, rank: u32, steps: usize, at: &[usize]) -> Vec<Vec<BufferId>> {
     let done = &world.plans[rank as usize].steps[..steps];
     let waited = |id: &u32| done.iter().any(|step| matches!(step, Step::Wait { id: other } if other == id));
@@ -52,13 +52,13 @@ fn on_the_way(world: &World, rank: u32, steps: usize, at: &[usize]) -> Vec<Vec<B
         .collect()
 }
 
-/// What of a world's keys a rank has in one buffer.
+/// The keys that a rank has in one buffer.
 fn holds(world: &World, rank: Rank, left: &RemainingBuffers, key: u32) -> bool {
     let has = |id: &BufferId| world.plan(rank).buffer(*id).tokens.iter().any(|token| token == key);
     left.blocks.iter().any(has)
 }
 
-/// A world, how far all of its ranks came, and who is left.
+/// A world, the progress of its ranks, and the survivors.
 struct Loss {
     world: World,
     ranks: Vec<Rank>,
@@ -79,7 +79,7 @@ fn proved(loss: &Loss, repair: &World) -> Result<(), Error> {
     check_repair(&loss.world, &loss.ranks, &loss.reached, repair).map(|_| ())
 }
 
-/// Nobody who is left has all of some keys together, though queries see them.
+/// Some visible keys are complete on no survivor.
 fn are_really_lost(loss: &Loss, owner: u32, keys: &kyklos::TokenRuns, seen_by: u32) {
     let world = &loss.world;
     assert!(!loss.ranks.contains(&Rank(owner)), "rank {owner} is left");
@@ -97,10 +97,10 @@ fn are_really_lost(loss: &Loss, owner: u32, keys: &kyklos::TokenRuns, seen_by: u
     assert!(world.q_placement.of_rank(Rank(seen_by)).iter().any(sees), "nobody sees {keys}");
 }
 
-/// Faults in what is said or planned; each returns whether there was anything to break.
+/// Faults in reported progress or in plans; each returns `None` where there is nothing to break.
 type Fault = fn(&mut Loss, &mut Option<World>, &mut Chance) -> Option<&'static str>;
 
-/// A rank says something, and the repair is made of it; the truth is otherwise.
+/// A rank reports wrong progress, and the repair is planned from it.
 fn said(loss: &Loss, at: usize, reached: StepProgress) -> Option<World> {
     let mut said = loss.reached.clone();
     said[at] = reached;
@@ -122,7 +122,7 @@ const FAULTS: [Fault; 8] = [
         let plan = loss.world.plan(loss.ranks[at]);
         let done = truth.steps > 0 && matches!(plan.steps[truth.steps - 1], Step::Attend { .. });
         *broken = said(loss, at, StepProgress { steps: truth.steps.saturating_sub(1), ..truth.clone() });
-        // The state is kept, or is the first one and begins anew.
+        // The state is kept, or is the first one and starts again.
         broken.as_ref().filter(|_| done)?.plans[at]
             .kept
             .iter()
@@ -226,7 +226,7 @@ proptest! {
             prop_assert!(StepProgress::decode(&bytes[1..], plan).is_err());
             let place = chance.below(bytes.len());
             bytes[place] ^= 1 << chance.below(8);
-            // Whatever was changed is refused, or cannot have been, or is another place that can be reached.
+            // Every change is refused, or leads to another valid progress.
             if let Ok(other) = StepProgress::decode(&bytes, plan) {
                 prop_assert_ne!(&other, reached);
                 let _ = remaining_buffers(&loss.world, *rank, &other);

@@ -1,4 +1,4 @@
-//! Problems and rings that are drawn.
+//! Random problems and rings.
 
 use kyklos::plan::World;
 use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_world};
@@ -8,7 +8,7 @@ use kyklos_transport::Rank;
 
 use crate::common::problem_of;
 
-/// Strategies whose keys go from rank to rank.
+/// Strategies that send keys from rank to rank.
 const ROUNDS: [Strategy; 6] = [
     Strategy::Ring,
     Strategy::Unified,
@@ -34,7 +34,7 @@ impl Chance {
         all[self.below(all.len())].clone()
     }
 
-    /// Some of the ranks, at least one, and those who are left, of whom there is at least one.
+    /// Lost ranks, at least one, and survivors, at least one.
     pub fn losses(&mut self, ranks: u32) -> (Vec<Rank>, Vec<Rank>) {
         let count = 1 + usize::from(ranks > 2 && self.below(3) == 0);
         let mut left: Vec<Rank> = (0..ranks).map(Rank).collect();
@@ -43,7 +43,7 @@ impl Chance {
     }
 }
 
-/// A problem of up to `longest` tokens, and what it is called.
+/// A problem of up to `longest` tokens.
 pub fn case(chance: &mut Chance, longest: usize) -> Case {
     let (kv_heads, group) = (1 + chance.below(3), 1 + chance.below(3));
     let (batch, kv_len) = (1 + chance.below(2), 1 + chance.below(longest));

@@ -1,4 +1,4 @@
-//! What is really left on each rank, finished on the CPU backend.
+//! Repairs of real interrupted runs, on the CPU backend.
 
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::plan::{Step, StepProgress, World, check_repair};
@@ -14,12 +14,12 @@ use crate::survivors::drawn::{self, Chance};
 
 /// How a loss ended.
 enum End {
-    /// The survivors' output, with NaN where nobody has one.
+    /// The survivors' output, with NaN in rows of lost ranks.
     Finished(Whole),
     Refused,
 }
 
-/// Runs `world` to `steps`, loses all but `ranks`, and finishes it. `lie` may change what a rank says of itself.
+/// Runs `world` to `steps`, loses all but `ranks`, and finishes it. `lie` may change the reported progress.
 fn lose(
     world: &World,
     prepared: &Prepared,
@@ -48,13 +48,13 @@ fn lose(
     End::Finished(whole)
 }
 
-/// Only the rows of those who are left are judged.
+/// Only the rows of the survivors are judged.
 fn of_survivors(prepared: &mut Prepared, world: &World, ranks: &[Rank]) {
     let tokens: Vec<u32> = ranks.iter().flat_map(|rank| world.q_placement.of_rank(*rank).iter()).collect();
     prepared.expected.retain(|row| tokens.contains(&(row.id.row as u32)));
 }
 
-/// No row of a lost rank has an answer.
+/// No row of a lost rank has an output.
 fn lost_rows_have_none(whole: &Whole, world: &World, ranks: &[Rank]) {
     let seq = world.problem.q_len as usize;
     let lost = (0..).map(Rank).zip(world.q_placement.ranks()).filter(|(rank, _)| !ranks.contains(rank));
@@ -97,7 +97,7 @@ proptest! {
             }
             let who = format!("{} {} {dtype} {:?} at {steps:?}, left {ranks:?}", world.strategy, world.q_placement.kind(), world.mesh);
             if let Err(failure) = prepared.judge(&output, &who).within(&limit) {
-                // A few rows over many keys have a small output, for which a limit says nothing.
+                // A few rows over many keys have a small output, and a large limit that proves nothing.
                 prop_assert!(matches!(failure.cause, Cause::Vacuous(_)), "{who}: {failure}");
             }
         }
@@ -107,7 +107,7 @@ proptest! {
 proptest! {
     #![proptest_config(crate::cases(20, 80))]
 
-    /// Keys on the wire are rounded as they would have been, whoever sends them: only sums are in another order.
+    /// Keys are rounded the same way whichever rank sends them: only the order of sums differs.
     #[test]
     fn survivors_get_the_undisturbed_output_with_any_wire_format(seed in any::<u64>()) {
         let mut chance = Chance(seed);
@@ -143,7 +143,7 @@ proptest! {
     }
 }
 
-/// A causal ring of four over zigzag shards, where everything is large enough to show.
+/// A causal ring of four over zigzag shards, large enough for every fault to show.
 fn ring() -> (Prepared, World, Comparison) {
     let case = cases().into_iter().find(|case| case.name == "two rows beyond four tiles").unwrap();
     let prepared = Prepared::new(case, Dtype::F32);
@@ -155,14 +155,14 @@ fn ring() -> (Prepared, World, Comparison) {
     (prepared, world, right)
 }
 
-/// The others go on as far as they can while `victim` stands before `step`; with `late` they first stay as far behind as
+/// The others run as far as they can while `victim` pauses before `step`; with `late` they first stay as far behind as
 /// they can.
 fn held_at(world: &World, victim: u32, step: usize, late: bool) -> Vec<usize> {
     let mut at = vec![0; world.plans.len()];
     reach(world, |can| {
         let mine = can.iter().position(|rank| *rank == victim).filter(|_| at[victim as usize] < step);
         let others = can.iter().position(|rank| *rank != victim);
-        // Those who are late stop when the victim is there.
+        // Late ranks stop when the victim is there.
         let there = at[victim as usize] >= step;
         let place = if late && there {
             None
@@ -207,7 +207,7 @@ fn a_ring_that_loses_a_rank_at_any_step_is_finished_if_survivors_hold_its_keys()
     assert!(finished > 40 && refused > 3, "{finished} finished, {refused} refused");
 }
 
-/// What a rank says wrongly of itself must show by far more than the tolerance, where it gets past the proof.
+/// Wrongly reported progress that passes the proof must exceed the tolerance by far.
 fn must_be_caught(bug: &str, lie: impl Fn(&World, &mut [StepProgress]) -> bool) {
     let (_, world, right) = ring();
     let ranks = [0, 1, 3].map(Rank);

@@ -1,4 +1,4 @@
-//! A rank with the right certificate that is made by hand: it becomes a member as it should, and then does as it likes.
+//! A hand-made rank with a valid certificate: it joins as it should, and then sends what a test wants.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -32,7 +32,7 @@ pub(crate) struct Line {
 
 impl Line {
     pub(crate) async fn say(&self, bytes: &[u8]) {
-        // Who is thrown out in the middle of a sentence has said enough.
+        // The peer may close the connection before everything is written.
         let _ = self.send.lock().await.write_all(bytes).await;
     }
 
@@ -57,7 +57,7 @@ impl Line {
 }
 
 impl Member {
-    /// Dials all others, and is ready for the group's start unless it says something else first.
+    /// Dials all other ranks and waits for the start of the group, unless the test sends something first.
     pub(crate) async fn come(job: &Job, world: u32) -> Self {
         let me = Rank(world - 1);
         let endpoint = Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
@@ -67,7 +67,7 @@ impl Member {
             let mut config = quinn::ClientConfig::new(Arc::new(tls));
             let mut transport = quinn::TransportConfig::default();
             transport.keep_alive_interval(Some(Duration::from_millis(500)));
-            // So that little of what it does not read is on its way.
+            // Small windows: little of what it does not read is in flight.
             transport.stream_receive_window(quinn::VarInt::from_u32(64 << 10));
             config.transport_config(Arc::new(transport));
             let connection = endpoint.connect_with(config, address, &job.name(to)).unwrap().await.unwrap();
@@ -89,7 +89,7 @@ impl Member {
         Self { control, data, _endpoint: endpoint }
     }
 
-    /// The same, and the group has started. From here on it sends heartbeats by itself for as long as it lives.
+    /// The same, and the group has started. From here on it sends heartbeats until it is dropped.
     pub(crate) async fn join(job: &Job, world: u32) -> Self {
         let mut member = Self::come(job, world).await;
         member.control.say(&Frame::Meshed.encode()).await;

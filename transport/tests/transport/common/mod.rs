@@ -1,4 +1,4 @@
-//! A job whose ranks are threads of the test, and what its strangers and its members have in common.
+//! A job whose ranks are threads of the test, and helpers for clients outside and inside the group.
 #![allow(dead_code, reason = "each test program uses its part")]
 
 pub(crate) mod member;
@@ -43,14 +43,14 @@ impl Job {
         QuicConfig { link, ..self.config(rank, world) }
     }
 
-    /// Runs the honest ranks, each on a thread, while `disturb` does what it does.
+    /// Runs the honest ranks, each on a thread, while `disturb` runs.
     pub(crate) fn form_while<T>(
         &self,
         world: u32,
         disturb: impl FnOnce() -> T,
     ) -> (Vec<Arc<dyn Transport>>, T) {
         let mut ranks = vec![connect(self.config(0, world))];
-        // Strangers come while rank 0 is waiting for the others.
+        // Strangers connect while rank 0 is waiting for the others.
         std::thread::sleep(Duration::from_millis(100));
         let disturbed = disturb();
         ranks.extend((1..world).map(|rank| connect(self.config(rank, world))));
@@ -88,7 +88,7 @@ impl Job {
     }
 }
 
-/// An address of loopback that nobody uses now, over UDP or TCP.
+/// A loopback address that is free now, for UDP and TCP.
 pub(crate) fn free_address() -> SocketAddr {
     loop {
         let address = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
@@ -106,7 +106,7 @@ pub(crate) fn formed(ranks: Vec<JoinHandle<Formed>>) -> Vec<Arc<dyn Transport>> 
     ranks.into_iter().map(|rank| rank.join().unwrap().expect("an honest rank joins")).collect()
 }
 
-/// Connects with a deadline short enough for a test of those who never get in.
+/// Connects with a short deadline, and returns the text of the refusal.
 pub(crate) fn refused(config: QuicConfig) -> String {
     let config = QuicConfig { connect_deadline: Duration::from_secs(6), ..config };
     match connect(config).join().unwrap() {
@@ -139,7 +139,7 @@ pub(crate) fn close(group: &[Arc<dyn Transport>]) {
     closing.into_iter().for_each(|closed| block_on(closed).unwrap());
 }
 
-/// The group does its work, and leaves.
+/// The group exchanges messages and closes.
 pub(crate) fn works(group: &[Arc<dyn Transport>]) {
     exchange(group, 0);
     close(group);
@@ -151,7 +151,7 @@ pub(crate) fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What this process holds, by the system's count.
+/// Resident memory of this process, in KiB.
 #[cfg(target_os = "linux")]
 pub(crate) fn resident_kib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();

@@ -19,7 +19,7 @@ fn abort(group: &Group, culprit: u32) {
     }
 }
 
-/// All of them form the next group; they come with the same members and epoch.
+/// All of them form the next group, with the same members and epoch.
 fn reform(group: Group) -> (Group, Vec<Rank>, u32) {
     let forming: Vec<Posted<Reformed>> =
         group.iter().map(|rank| rank.reform(Regroup::Survivors, LONG)).collect();
@@ -34,7 +34,7 @@ fn reform(group: Group) -> (Group, Vec<Rank>, u32) {
     (formed.into_iter().map(|one| one.transport).collect(), members, epoch)
 }
 
-/// Everybody agrees, and sends to everybody under tags that were used before.
+/// All ranks agree, and send to each other under tags that were used before.
 fn works(group: &Group) {
     let world = group.len() as u32;
     let votes: Vec<_> = group.iter().map(|rank| rank.agree(ready(3), LONG)).collect();

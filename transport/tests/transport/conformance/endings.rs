@@ -1,4 +1,4 @@
-//! Aborts, deaths, deadlines and goodbyes.
+//! Aborts, deaths, deadlines and closing.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -54,7 +54,7 @@ pub(crate) fn an_abort_ends_everything_everywhere_and_names_one_culprit(make: fn
 }
 
 /// Messages from rank 0 to rank 1, some of them on their way when `end` ends the group, and one that is never sent.
-/// Returns how the calls ended that did not come to their end: all of them with one abort.
+/// Returns the errors of the unfinished calls, which are all the same abort.
 fn ends_in_flight(mut group: Group, end: impl FnOnce(&mut Group)) -> Abort {
     const BYTES: usize = 8 << 20;
     let receive = |message| group[1].post_recv(Rank(0), tag(1, message), &[BYTES], LONG);
@@ -140,7 +140,7 @@ pub(crate) fn a_deadline_ends_a_call_and_says_how_far_it_got(make: fn(u32) -> Gr
         "{:?}",
         started.elapsed()
     );
-    // The group lives on.
+    // The group still works.
     let received = group[1].post_recv(Rank(0), tag(2, 0), &[3], LONG);
     block_on(group[0].post_send(Rank(1), tag(2, 0), vec![payload(3, 3)], LONG)).unwrap();
     assert!(block_on(received).unwrap() == [payload(3, 3)]);
@@ -159,7 +159,7 @@ pub(crate) fn a_deadline_that_a_rank_reports_as_an_abort_ends_the_group(make: fn
         flags.iter().all(|flag| !flag.load(Ordering::Acquire)),
         "a deadline alone ends its own call only"
     );
-    // What an executor does then: it names whom it waited for.
+    // As an executor does: it names the rank that it waited for.
     let cause = AbortCause::Failed(error.to_string());
     let abort = Abort { culprit: pending.peer, cause, progress: Progress { op: 0, step: 4 } };
     group[1].abort(abort.clone());
@@ -227,7 +227,7 @@ pub(crate) fn a_rank_that_leaves_while_it_is_needed_is_an_error(make: fn(u32) ->
 pub(crate) fn a_rank_whose_close_timed_out_has_left(make: fn(u32) -> Group) {
     let group = make(3);
     let needed = group[2].post_recv(Rank(1), tag(0, 7), &[10], LONG);
-    // Nobody takes this: it is what keeps rank 1 from leaving in order.
+    // No rank receives this message, so rank 1 cannot close in order.
     let untaken = group[1].post_send(Rank(0), tag(0, 8), vec![payload(1 << 20, 0)], LONG);
     let error = block_on(group[1].close(Duration::from_millis(200))).unwrap_err();
     let TransportError::Deadline { pending, .. } = &error else { panic!("{error:?}") };

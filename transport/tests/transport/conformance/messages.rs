@@ -1,4 +1,4 @@
-//! Messages arrive whole, in whatever order they are posted, and what cannot be right is refused.
+//! Messages arrive complete, in any order of posting, and invalid calls are refused.
 
 use std::time::{Duration, Instant};
 
@@ -93,8 +93,8 @@ pub(crate) fn bursts_from_everyone_to_everyone_arrive(make: fn(u32) -> Group) {
     }
 }
 
-/// 300 messages are sent in order and received in reverse, half of them large: whatever the transport holds back,
-/// what is wanted must get through.
+/// 300 messages are sent in order and received in reverse order, half of them large: whatever the transport delays,
+/// requested messages must arrive.
 pub(crate) fn tags_are_matched_in_any_order(make: fn(u32) -> Group) {
     let group = make(2);
     let bytes = |message: u32| if message.is_multiple_of(2) { 50 } else { 600_000 };
@@ -132,7 +132,7 @@ pub(crate) fn a_send_waits_for_its_receive(make: fn(u32) -> Group) {
 pub(crate) fn a_send_reports_how_long_it_waited_for_its_receive(make: fn(u32) -> Group) {
     let group = make(2);
     let late = Duration::from_millis(150);
-    // Small ones may leave before they are asked for, large ones may not.
+    // Small messages may leave before they are requested, large ones may not.
     for (message, bytes) in [(0, 10), (2, 1 << 20)] {
         let send = |message| {
             (Instant::now(), group[0].post_send(Rank(1), tag(0, message), vec![payload(bytes, 1)], LONG))
@@ -228,14 +228,14 @@ pub(crate) fn a_tag_is_used_once(make: fn(u32) -> Group) {
     let receive = |patience| group[0].post_recv(Rank(1), tag(3, 4), &[2], patience);
     assert!(matches!(block_on(receive(short)).unwrap_err(), TransportError::Deadline { .. }));
     misuse(block_on(receive(LONG)).unwrap_err());
-    // None of this has harmed the group.
+    // The group still works.
     let received = group[0].post_recv(Rank(1), tag(3, 5), &[2], LONG);
     block_on(group[1].post_send(Rank(0), tag(3, 5), vec![payload(2, 2)], LONG)).unwrap();
     assert!(block_on(received).unwrap() == [payload(2, 2)]);
     close(group);
 }
 
-/// Small messages leave before they are wanted. Those that are given up unread must not use up what the wanted ones need.
+/// Small messages leave before they are requested. Abandoned ones must not use up the buffers of requested ones.
 pub(crate) fn abandoned_messages_do_not_block_later_ones(make: fn(u32) -> Group) {
     let group = make(2);
     for op in 0..6 {

@@ -1,4 +1,4 @@
-//! What every transport must do, whatever carries the bytes. Each claim is a function of a factory of groups.
+//! What every transport must do. Each claim is a function of a factory of groups.
 
 mod again;
 mod endings;

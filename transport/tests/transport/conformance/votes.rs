@@ -1,4 +1,4 @@
-//! Agreements end alike on all ranks.
+//! Agreements end the same way on all ranks.
 
 use std::time::Duration;
 
@@ -58,7 +58,7 @@ pub(crate) fn different_plans_are_noticed_by_everyone(make: fn(u32) -> Group) {
 pub(crate) fn an_agreement_that_times_out_names_the_missing_voters(make: fn(u32) -> Group) {
     for silent in 0..3 {
         let group = make(3);
-        // Long enough for every rank to have heard who is missing, also of those who vote first.
+        // Long enough for every rank, also early voters, to learn which vote is missing.
         let patience = Duration::from_secs(2);
         let voters = group.iter().rev().filter(|rank| rank.rank() != Rank(silent));
         let votes: Vec<_> = voters.map(|rank| (rank.rank(), rank.agree(ready(1), patience))).collect();
@@ -68,7 +68,7 @@ pub(crate) fn an_agreement_that_times_out_names_the_missing_voters(make: fn(u32)
             assert_eq!((pending.operation, pending.peer), ("agree", Rank(silent)), "of rank {voter}");
             assert_eq!(*waited, patience);
         }
-        // Nobody waits for the missing vote any more: everyone may go.
+        // No rank waits for the missing vote any more.
         close(group);
     }
 }

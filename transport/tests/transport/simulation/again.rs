@@ -1,6 +1,8 @@
-//! Worlds in which ranks vanish, come again and are cut off, and those who are left form a group again.
+//! Worlds in which ranks vanish, return and are cut off, and the survivors form a group again.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod judge;
+
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -16,7 +18,9 @@ use crate::simulation::identities::{JOB, MOST_RANKS, identity};
 use crate::simulation::network::{Conditions, Cut, Network, address};
 use crate::simulation::rng::Rng;
 
-/// What a seed stands for.
+pub(crate) use judge::judge;
+
+/// What a seed draws.
 #[derive(Clone, Debug)]
 pub(crate) struct World {
     pub(crate) seed: u64,
@@ -30,15 +34,15 @@ pub(crate) struct World {
 
 #[derive(Clone, Debug)]
 pub(crate) enum Strike {
-    /// A host vanishes; perhaps its rank starts again, and does not know what has become of the group.
+    /// A host vanishes; its rank may start again, without knowing the state of the group.
     Crash { rank: u32, restarts: Option<Duration> },
     /// Some ranks are cut off from the others.
     Cut { side: Vec<u32>, one_way: bool, heals: Option<Duration> },
-    /// A rank says that it has failed, and comes along.
+    /// A rank reports its own failure, and joins the next group.
     Abort { rank: u32 },
 }
 
-/// What one life of a rank was part of.
+/// The groups of one life of a rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Life {
     pub(crate) rank: u32,
@@ -75,12 +79,12 @@ pub(crate) struct Played {
 
 const OPERATIONS: u64 = 6;
 const PATIENCE: Duration = Duration::from_secs(40);
-/// How long a rank tries to be part of a group again.
+/// How long a rank tries to join a group again.
 const AGAIN: Duration = Duration::from_secs(60);
-/// How long ranks that are to come again are waited for.
+/// How long a group waits for returning ranks.
 const WITHIN: Duration = Duration::from_secs(20);
 const BYTES: usize = 20_000;
-/// After which nothing of any group may be left; connections that were closed in an outage take their time.
+/// After this no task of any group may remain; connections closed during an outage take long.
 const AFTERMATH: Duration = Duration::from_secs(300);
 
 impl World {
@@ -99,7 +103,7 @@ impl World {
         let everyone = rng.per_mille(400);
         let mut strikes = Vec::new();
         let mut cut = false;
-        // Soon enough to meet the group at work, and the next ones in each other's wake.
+        // Early enough to hit the group at work; later ones follow closely.
         let mut at = rng.millis(1200..4500);
         for _ in 0..rng.within(1..4) {
             let rank = rng.within(0..u64::from(ranks)) as u32;
@@ -137,7 +141,7 @@ struct Inner {
     restarted: Vec<JoinHandle<Life>>,
 }
 
-/// Plays a world to its end, on this thread.
+/// Runs a world to its end, on this thread.
 pub(crate) fn play(world: &World) -> Played {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
@@ -300,7 +304,7 @@ async fn live(stage: Arc<Stage>, rank: u32, life: u32) -> Life {
     }
 }
 
-/// A job: a few operations, in each of which everybody has bytes for everybody that tell who sent them, and in which group.
+/// A job: a few all-to-all operations whose bytes identify the sender and the group.
 async fn work(
     stage: &Stage,
     transport: &dyn Transport,
@@ -343,93 +347,4 @@ async fn work(
         sleep(rng.millis(100..1500)).await;
     }
     Ok(())
-}
-
-/// By epoch, the ranks of a group, and who was in it from when until when.
-type Groups = BTreeMap<u32, (Vec<Rank>, Vec<(u32, Duration, Duration)>)>;
-
-/// Everything that is wrong with how a world was played.
-pub(crate) fn judge(world: &World, played: &Played) -> Vec<String> {
-    let mut wrong = Vec::new();
-    if played.tasks_left > 0 {
-        wrong.push(format!("{} tasks are left after everybody has gone", played.tasks_left));
-    }
-    let crashed_at = |life: &Life| played.crashed.get(&life.rank).copied().filter(|_| life.life == 0);
-    let mut groups: Groups = BTreeMap::new();
-    for life in &played.lives {
-        let who = format!("rank {} (life {})", life.rank, life.life);
-        wrong.extend(life.complaints.iter().map(|text| format!("{who}: {text}")));
-        if let End::Never(why) = &life.end {
-            wrong.push(format!("{who}: {why}"));
-        }
-        let mut last = None;
-        for stay in &life.stays {
-            if last.is_some_and(|last| stay.epoch <= last) {
-                wrong.push(format!("{who}: epoch {} after {last:?}", stay.epoch));
-            }
-            last = Some(stay.epoch);
-            let (members, stays) =
-                groups.entry(stay.epoch).or_insert_with(|| (stay.members.clone(), Vec::new()));
-            if *members != stay.members {
-                wrong.push(format!("epoch {} is of {members:?} and of {:?}", stay.epoch, stay.members));
-            }
-            let left = crashed_at(life).map_or(stay.left, |at| at.min(stay.left));
-            stays.push((life.rank, stay.entered, left));
-        }
-    }
-    wrong.extend(two_wholes(&groups));
-    let crashes = played.crashed.len() as u32;
-    let calm = !world.strikes.iter().any(|(_, strike)| matches!(strike, Strike::Cut { .. }));
-    // Without cuts, those who are left are always enough if they are more than half of all.
-    if calm && 2 * (world.ranks - crashes) > world.ranks {
-        let first = played.lives.iter().filter(|life| life.life == 0);
-        // Not those whose last group some have left in order when others have just failed in it, and only if there was one.
-        let epoch = |life: &Life| life.stays.last().map(|stay| stay.epoch);
-        let done =
-            played.lives.iter().filter(|life| matches!(life.end, End::Finished)).filter_map(epoch).max();
-        let formed = first.clone().all(|life| !life.stays.is_empty());
-        for life in first {
-            let should = formed && crashed_at(life).is_none() && done != epoch(life);
-            if should && !matches!(life.end, End::Finished) {
-                wrong.push(format!("rank {} should have finished: {:?}", life.rank, life.end));
-            }
-        }
-    }
-    wrong.extend(came_again(world, played));
-    wrong
-}
-
-/// At no time do two groups have all their ranks.
-fn two_wholes(groups: &Groups) -> Vec<String> {
-    let whole = |(members, stays): &(Vec<Rank>, Vec<(u32, Duration, Duration)>)| {
-        let there: BTreeSet<u32> = stays.iter().map(|(rank, ..)| *rank).collect();
-        let all = members.iter().all(|rank| there.contains(&rank.0));
-        let (from, until) = (stays.iter().map(|stay| stay.1).max()?, stays.iter().map(|stay| stay.2).min()?);
-        (all && from < until).then_some((from, until))
-    };
-    let wholes: Vec<(u32, (Duration, Duration))> =
-        groups.iter().filter_map(|(&epoch, group)| Some((epoch, whole(group)?))).collect();
-    let pairs =
-        wholes.iter().enumerate().flat_map(|(at, one)| wholes[at + 1..].iter().map(move |two| (one, two)));
-    pairs
-        .filter(|((_, one), (_, two))| one.0 < two.1 && two.0 < one.1)
-        .map(|(one, two)| format!("two groups have all their ranks at a time: {one:?}, {two:?}"))
-        .collect()
-}
-
-/// One rank that crashes, starts again soon and is waited for is part of the group again, and the job ends with it.
-fn came_again(world: &World, played: &Played) -> Option<String> {
-    let [(at, Strike::Crash { rank, restarts: Some(_) })] = &world.strikes[..] else { return None };
-    let life = |number| played.lives.iter().find(move |life| life.rank == *rank && life.life == number);
-    let was_done = matches!(life(0)?.end, End::Finished)
-        || played.lives.iter().any(|life| life.stays.len() == 1 && life.stays[0].left < *at);
-    let enough = 2 * (world.ranks - 1) > world.ranks || (world.ranks == 2 && *rank == 1);
-    let formed = played.lives.iter().all(|life| life.life > 0 || !life.stays.is_empty());
-    if !world.everyone || was_done || !enough || !formed {
-        return None;
-    }
-    let again = life(1)?;
-    let whole = again.stays.last().is_some_and(|stay| stay.members.len() as u32 == world.ranks);
-    (!whole || !matches!(again.end, End::Finished))
-        .then(|| format!("rank {rank} did not come again: {again:?}"))
 }

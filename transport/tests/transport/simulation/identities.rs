@@ -1,7 +1,7 @@
 //! Identities with Ed25519 keys.
 //!
-//! The product's ECDSA signatures are of 70 to 72 bytes as chance has it, and with them the packets of a handshake.
-//! Here a seed must give the same packets again, to the byte.
+//! The product's ECDSA signatures have a random length of 70 to 72 bytes, and so have the packets of a handshake.
+//! Here a seed must give the same packets, to the byte.
 
 use std::sync::OnceLock;
 

@@ -71,7 +71,7 @@ impl Judge<'_> {
         self.world.fault.as_ref().map(|fault| &fault.kind)
     }
 
-    /// A rank's own view counts for nothing once it is gone, nor does that of one that comes too late.
+    /// The view of a rank does not count once it is gone, or if it joins too late.
     fn is_judged(&self, log: &Log) -> bool {
         log.life == 0 && self.kind().and_then(FaultKind::gone) != Some(log.rank)
     }
@@ -82,7 +82,7 @@ impl Judge<'_> {
         self.played.logs.iter().any(|log| log.life == 1 && log.calls.iter().any(joined))
     }
 
-    /// Nobody waits longer than it wanted to, nor than it takes to hear of a fault.
+    /// No call lasts longer than its deadline, or than detecting the fault takes.
     fn bounds(&self, call: &Call) -> Option<String> {
         let grace = if call.what == What::Form { FORM_GRACE } else { GRACE };
         if call.ended > call.posted + call.patience + grace {
@@ -103,13 +103,13 @@ impl Judge<'_> {
             _ => Duration::ZERO,
         };
         let known = self.played.struck? + found + self.news();
-        // Who leaves in order waits for whoever it still has something to say to, which its deadline bounds.
+        // A closing rank waits for peers that still need its messages, up to its deadline.
         let leaves = call.what == What::Close && call.result.is_ok();
         (lasts && !leaves && call.what != What::Form && call.ended > known.max(call.posted + GRACE))
             .then(|| format!("had not heard of the fault by {known:?}"))
     }
 
-    /// How soon a fault is heard of. A rank that says that it fails need not be found: what it says comes at once, or a few
+    /// How soon a fault is known. A rank that reports its own failure is known at once, or a few
     /// lost packets later.
     fn news(&self) -> Duration {
         match self.kind() {
@@ -118,7 +118,7 @@ impl Judge<'_> {
         }
     }
 
-    /// Every error has a reason, and names who is to blame.
+    /// Every error has a cause, and names the culprit.
     fn errors(&self, log: &Log, call: &Call) -> Option<String> {
         let error = call.result.as_ref().err()?;
         if !self.is_judged(log) {
@@ -141,7 +141,7 @@ impl Judge<'_> {
                 (!right).then(|| "a refusal of nobody".into())
             }
             TransportError::Bootstrap { text, .. } => {
-                // Who waits for somebody that waits for the dead one can name only the former.
+                // A rank that waits for a rank that waits for the dead one can name only the former.
                 if !text.contains("rank ") {
                     return Some("no group, and nobody to blame".into());
                 }
@@ -149,7 +149,7 @@ impl Judge<'_> {
                     FaultKind::Partition { heals, .. } | FaultKind::Link { heals, .. } => {
                         heals.is_none_or(|heals| heals > SHORT_OUTAGE)
                     }
-                    // A rank that heard the last word before others did may die before they have.
+                    // A rank that received the last message before others did may die before they have.
                     FaultKind::Crash { .. } | FaultKind::Dropped { .. } | FaultKind::Abort { .. } => true,
                     FaultKind::Refuse { .. } | FaultKind::Slow { .. } | FaultKind::Computes { .. } => false,
                 };
@@ -184,7 +184,7 @@ impl Judge<'_> {
                 let lost = |rank: u32| side.contains(&rank) != side.contains(&0);
                 match heals {
                     Some(heals) if *heals <= SHORT_OUTAGE => false,
-                    // Who was cut off may be heard again, and blame somebody on the other side.
+                    // A rank that was cut off may reconnect, and blame a rank on the other side.
                     Some(_) => true,
                     None if lost(who) => culprit == 0 || lost(culprit),
                     None => lost(culprit),
@@ -201,7 +201,7 @@ impl Judge<'_> {
         }
     }
 
-    /// Nobody has a verdict that others do not share, or that lacks a vote.
+    /// All ranks have the same verdict, and it includes every vote.
     fn votes(&self) -> Vec<String> {
         let mut wrong = Vec::new();
         for round in 0..self.world.operations.len() as u64 {
@@ -223,7 +223,7 @@ impl Judge<'_> {
         wrong
     }
 
-    /// Who was told that its message has arrived was told the truth.
+    /// A message that is reported as arrived has arrived.
     fn messages(&self) -> Vec<String> {
         let mut wrong = Vec::new();
         for log in &self.played.logs {
@@ -242,7 +242,7 @@ impl Judge<'_> {
         wrong
     }
 
-    /// The same abort for everybody who can hear a coordinator that lives.
+    /// The same abort for all ranks that reach a living coordinator.
     fn aborts(&self) -> Option<String> {
         let cut_off = |rank: u32| match self.kind() {
             Some(FaultKind::Partition { side, .. }) => side.contains(&rank) != side.contains(&0),
@@ -258,7 +258,7 @@ impl Judge<'_> {
         });
         let first = aborts.next()?;
         if self.kind().and_then(FaultKind::gone) == Some(0) {
-            // Everybody notices by itself; whom they may blame has been looked at.
+            // Every rank notices by itself; the culprits are checked above.
             return None;
         }
         let other = aborts.find(|abort| *abort != first)?;

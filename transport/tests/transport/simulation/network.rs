@@ -1,4 +1,4 @@
-//! A network in memory: what ranks send arrives late, twice, in another order or not at all, as the seed has it.
+//! A network in memory. The seed decides which packets are late, duplicated, reordered or lost.
 //!
 //! It runs on tokio's paused clock, so that a second of waiting takes no time; its grain is tokio's millisecond.
 
@@ -21,10 +21,10 @@ use crate::simulation::rng::Rng;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Conditions {
     pub(crate) latency: Duration,
-    /// Up to so much later, packet by packet.
+    /// The largest extra delay, drawn for each packet.
     pub(crate) jitter: Duration,
     pub(crate) loss_per_mille: u64,
-    /// A packet that is late lets later ones overtake it.
+    /// Whether later packets can overtake a late one.
     pub(crate) reorder_per_mille: u64,
     pub(crate) duplicate_per_mille: u64,
     /// Of each direction between two hosts; a packet that would wait longer than [`LONGEST_QUEUE`] is dropped.
@@ -94,12 +94,12 @@ pub(crate) struct Trace {
 
 #[derive(Debug, Default)]
 struct Host {
-    /// Counts restarts: sockets of earlier lives are deaf and dumb.
+    /// Counts restarts: sockets of earlier lives neither send nor receive.
     life: u32,
     /// One for each lane.
     sockets: Vec<Mailbox>,
     crashed: bool,
-    /// Bytes that have come, in all its lives.
+    /// Bytes received, in all its lives.
     delivered: u64,
 }
 
@@ -188,7 +188,7 @@ impl Network {
         self.lock().trace
     }
 
-    /// Bytes that have come to a rank's host.
+    /// Bytes received by a rank's host.
     pub(crate) fn delivered_to(&self, rank: u32) -> u64 {
         self.lock().hosts[rank as usize].delivered
     }
@@ -212,7 +212,7 @@ impl Network {
 
 impl Inner {
     fn send(&mut self, from: Place, to: Place, bytes: &[u8]) {
-        // Every packet draws the same random numbers, whatever becomes of it.
+        // Every packet draws the same random numbers, delivered or not.
         let Conditions { latency, jitter, .. } = self.conditions;
         let lost = self.rng.per_mille(self.conditions.loss_per_mille);
         let twice = self.rng.per_mille(self.conditions.duplicate_per_mille);
@@ -347,7 +347,7 @@ impl AsyncUdpSocket for Socket {
     }
 }
 
-/// A link that is full drops; it does not make its sender wait.
+/// A full link drops packets; the sender does not wait.
 #[derive(Debug)]
 struct AlwaysWritable;
 

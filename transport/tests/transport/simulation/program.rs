@@ -1,4 +1,4 @@
-//! What every rank does in a world, and what it writes down of it.
+//! What every rank does in a world, and its log.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -20,10 +20,10 @@ use crate::simulation::world::{Boundary, FaultKind, Operation, Phase};
 /// How long a group may take to form.
 pub(crate) const CONNECT: Duration = Duration::from_secs(20);
 
-/// Patience of a call of an operation, and of a close: far more than it takes to notice any fault.
+/// Deadline of a call of an operation, and of a close: far more than detecting any fault takes.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(40);
 
-/// When a rank that others wait for counts as stuck; longer than outages after which nobody is to blame.
+/// When a rank that others wait for counts as stuck; longer than outages that heal without an error.
 pub(crate) const STUCK: Duration = Duration::from_secs(12);
 
 /// A call of one rank, in simulated time since the world began.
@@ -51,18 +51,18 @@ pub(crate) struct Log {
     pub(crate) rank: u32,
     pub(crate) life: u32,
     pub(crate) calls: Vec<Call>,
-    /// What a rank finds wrong by itself.
+    /// Violations that a rank finds by itself.
     pub(crate) complaints: Vec<String>,
 }
 
-/// A wrong that a rank does in a test of the judge.
+/// A planted fault, for tests of the judge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sabotage {
     /// Sends a byte that is not the one it should be.
     WrongByte,
-    /// Looks at its watch long after a call has ended.
+    /// Records the end of a call too late.
     Late,
-    /// Never closes, and never lets go.
+    /// Never closes, and never drops its transport.
     Stays,
 }
 
@@ -151,7 +151,7 @@ impl Program {
         self.log.calls.push(Call { what, posted, ended, patience, result });
     }
 
-    /// Waits for all calls, and notes when each of them ended. Returns what they brought.
+    /// Waits for all calls, and records when each ended. Returns the received bytes.
     async fn all(&mut self, calls: Vec<(What, Boxed)>) -> Vec<Vec<Bytes>> {
         let posted = self.stage.now();
         let count = calls.len();
@@ -218,7 +218,7 @@ impl Program {
         }
     }
 
-    /// A late reader: what nobody has asked for must not pile up here.
+    /// A late reader: unrequested bytes must not pile up here.
     async fn stand_about(&mut self, op: u64, by: Duration) {
         self.stage.strike();
         let before = self.stage.network.delivered_to(self.rank);
@@ -236,7 +236,7 @@ impl Program {
         }
     }
 
-    /// A device that takes its time, or hangs: the I/O of its rank lives on.
+    /// A device that is slow or hangs, while the I/O of its rank works.
     async fn compute(&mut self, by: Option<Duration>) {
         self.stage.strike();
         let Some(transport) = self.transport() else { return };
@@ -326,7 +326,7 @@ impl Program {
         }
     }
 
-    /// The stage has taken this rank's transport away.
+    /// The stage has dropped this rank's transport.
     fn gone(&mut self) {
         let now = self.stage.now();
         self.note(What::Close, now, now, PATIENCE, Err(TransportError::Closed));

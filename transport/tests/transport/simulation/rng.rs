@@ -1,4 +1,4 @@
-//! Random numbers of the simulation (`SplitMix64`): the same ones for the same seed, on every machine.
+//! Random numbers of the simulation (`SplitMix64`): a seed gives the same numbers on every machine.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use std::time::Duration;
 pub(crate) struct Rng(u64);
 
 impl Rng {
-    /// Streams of one seed for different purposes do not depend on how much the others are used.
+    /// Independent streams of one seed, for different purposes.
     pub(crate) fn new(seed: u64, purpose: u64) -> Self {
         let mut rng = Self(seed ^ purpose.wrapping_mul(0xd134_2543_de82_ef95));
         rng.next();
@@ -26,7 +26,7 @@ impl Rng {
         range.start + self.next() % (range.end - range.start)
     }
 
-    /// True in so many of 1000 cases.
+    /// True in `chance` of 1000 cases, on average.
     pub(crate) fn per_mille(&mut self, chance: u64) -> bool {
         self.within(0..1000) < chance
     }

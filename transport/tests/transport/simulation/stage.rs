@@ -1,4 +1,4 @@
-//! Where a world is played: its network, its ranks' transports, and the moment its fault strikes.
+//! Runs a world: its network, its ranks' transports, and the moment of its fault.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -56,7 +56,7 @@ thread_local! {
     static PANICS: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Plays a world to its end, on this thread.
+/// Runs a world to its end, on this thread.
 pub(crate) fn play(world: &World, secret: &Secret) -> Played {
     static COUNT_PANICS: Once = Once::new();
     COUNT_PANICS.call_once(|| {

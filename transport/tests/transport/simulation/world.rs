@@ -1,4 +1,4 @@
-//! What a seed stands for: a network, a job, and perhaps a fault.
+//! What a seed draws: a network, a job, and perhaps a fault.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use crate::simulation::identities::MOST_RANKS;
 use crate::simulation::network::{Conditions, Cut};
 use crate::simulation::rng::Rng;
 
-/// A world as it was drawn; printed when a seed fails.
+/// A drawn world; printed when a seed fails.
 #[derive(Clone, Debug)]
 pub(crate) struct World {
     pub(crate) seed: u64,
@@ -16,18 +16,18 @@ pub(crate) struct World {
     pub(crate) starts: Vec<Duration>,
     pub(crate) operations: Vec<Operation>,
     pub(crate) fault: Option<Fault>,
-    /// What the ranks are told of the links' MTU.
+    /// The MTU that the ranks are configured with.
     pub(crate) mtu: Option<u16>,
     /// Connections for messages between two ranks.
     pub(crate) lanes: u8,
 }
 
-/// What all ranks do between two agreements.
+/// What the ranks do between two agreements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Operation {
-    /// Every rank's bytes go round.
+    /// A ring: the bytes of every rank visit all others.
     Ring { bytes: usize },
-    /// Every rank has bytes for every other.
+    /// An all-to-all.
     AllToAll { bytes: usize },
 }
 
@@ -45,22 +45,22 @@ pub(crate) enum FaultKind {
     Link { a: u32, b: u32, one_way: bool, heals: Option<Duration> },
     /// A rank's host vanishes, and perhaps the rank starts again.
     Crash { rank: u32, restarts: Option<Duration> },
-    /// A rank drops its transport without a goodbye.
+    /// A rank drops its transport without closing.
     Dropped { rank: u32 },
-    /// A rank says that it has failed.
+    /// A rank reports its own failure.
     Abort { rank: u32 },
     /// A rank votes against an operation.
     Refuse { rank: u32 },
     /// A rank is late with its receives.
     Slow { rank: u32, by: Duration },
-    /// A rank computes before it posts anything: with a beat now and then for `by`, or for ever without one.
+    /// A rank computes before it posts anything: for `by` with beats, or forever without.
     Computes { rank: u32, by: Option<Duration> },
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum When {
     At(Duration),
-    /// When the fault's own rank gets there.
+    /// When the faulty rank gets there.
     Boundary(Boundary),
 }
 
@@ -148,7 +148,7 @@ fn draw_fault(rng: &mut Rng, ranks: u32, operations: u64) -> Fault {
 }
 
 impl FaultKind {
-    /// Whose way through its program decides when a fault at a boundary strikes.
+    /// The rank whose progress decides when a fault at a boundary strikes.
     pub(crate) fn rank(&self) -> u32 {
         match *self {
             Self::Partition { ref side, .. } => side[0],
@@ -171,7 +171,7 @@ impl FaultKind {
         }
     }
 
-    /// The rank that is gone for good, whatever its own program still believes.
+    /// The rank that is gone for good, whatever its program still does.
     pub(crate) fn gone(&self) -> Option<u32> {
         match *self {
             Self::Crash { rank, .. } | Self::Dropped { rank } => Some(rank),
