@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::devices::{self, AnyBackend, Device, DeviceId};
 use crate::failure::{Failure, Result, print};
+use crate::run::plans::Plans;
 use crate::run::{alone, quiet};
 use crate::tensors::Source;
 
@@ -84,7 +85,7 @@ pub(crate) fn probe(backend: &AnyBackend) -> Result<f64> {
         let (source, all) = (Source::MadeUp { seed: 0 }, TokenRuns::contiguous(0..tokens));
         let tensors = source.all(&problem, &all, &all)?;
         // The first run compiles kernels and wakes the device.
-        let alone = alone::run(backend, world, tensors, 2, &quiet())?;
+        let alone = alone::run(backend, &Plans::prove(world)?, tensors, 2, &quiet())?;
         let flops = 4.0 * f64::from(tokens).powi(2) * f64::from(HEADS * DIM);
         if alone.wall_s >= LONG_ENOUGH_S || tokens >= LAST_TOKENS {
             return Ok(flops / alone.wall_s.max(1e-9) / 1e9);

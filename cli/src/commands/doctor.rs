@@ -10,7 +10,7 @@ use crate::observe::doctor::Diagnosis;
 /// Which records.
 #[derive(Debug, Args)]
 pub(crate) struct DoctorArgs {
-    /// Records of one run, or folders that hold them (*.jsonl)
+    /// Records of one run, or folders with records (*.jsonl)
     #[arg(required = true, value_name = "DUMP")]
     pub(crate) dumps: Vec<PathBuf>,
     /// Print one JSON object

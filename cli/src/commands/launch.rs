@@ -25,7 +25,7 @@ use crate::options::{OnLoss, one_line};
 /// How many processes, and of what.
 #[derive(Debug, Args)]
 pub(crate) struct LaunchArgs {
-    /// Number of processes
+    /// Number of processes, one for each rank
     #[arg(short = 'n', long, value_name = "N")]
     pub(crate) ranks: NonZeroU32,
     /// `attend` and its options

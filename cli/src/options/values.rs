@@ -139,21 +139,22 @@ pub(crate) enum ProgressKind {
 /// The value of `--on-loss`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OnLoss {
-    /// Every rank ends, and names the one that is to blame.
+    /// Every rank ends with an error that names the failed rank
     Stop,
-    /// Those who are left plan anew for their number, and begin again.
+    /// The survivors make a new plan for their number and start the call again
     Shrink,
-    /// The same, but a rank that is started anew within half of `--join-deadline` comes along.
+    /// As shrink, but a replacement that `kyklos launch` starts (attend --rejoin) joins first, if it comes within half of
+    /// --join-deadline
     Rejoin,
-    /// Those who are left finish what all had begun: their queries see all keys, also those of the rank that was lost. Where
-    /// those are lost too, every rank ends.
+    /// The survivors of a ring complete the current call, also over the keys of the lost rank, and end with exit code 3:
+    /// the output rows of the lost rank are missing. If those keys are lost too, every rank ends
     Finish,
-    /// The same, but where keys are lost those who are left begin again without them, as with shrink.
+    /// As finish, but if the keys are lost too, as shrink
     FinishOrShrink,
 }
 
 impl OnLoss {
-    /// Whether what is done must outlive the group.
+    /// Whether ranks must keep their partial results when the group ends.
     pub(crate) fn finishes(self) -> bool {
         matches!(self, Self::Finish | Self::FinishOrShrink)
     }

@@ -3,7 +3,6 @@
 use std::time::{Duration, Instant};
 
 use kyklos::local::Tensors;
-use kyklos::plan::World;
 use kyklos::{RankOutput, RunOptions};
 use kyklos_transport::in_process_group;
 
@@ -18,17 +17,16 @@ pub(crate) struct Alone {
     pub(crate) wall_s: f64,
 }
 
-/// Runs the plan of a world of one rank `repeat` times on `backend`.
+/// Runs the plan of one rank `repeat` times on `backend`.
 pub(crate) fn run(
     backend: &AnyBackend,
-    world: World,
+    plans: &Plans,
     tensors: Tensors,
     repeat: u64,
     options: &RunOptions,
 ) -> Result<Alone> {
     let transport =
         in_process_group(1).pop().ok_or_else(|| Failure::run("a group of one rank has no rank"))?;
-    let plans = Plans::prove(world)?;
     let runs = Runs { repeat, deadline: DEADLINE, options: options.clone() };
     let mut started = Instant::now();
     let mut last = None;

@@ -23,6 +23,7 @@ use crate::devices::AnyBackend;
 use crate::failure::{Failure, Result};
 use crate::request::Request;
 use crate::run::alone;
+use crate::run::plans::Plans;
 use crate::tensors::pairs::OracleRows;
 use crate::tensors::{Source, Which};
 pub(crate) use every_row::Whole;
@@ -195,7 +196,7 @@ impl Sample {
         let pairs = self.source.read_pairs(&self.problem, &tokens)?;
         let WholeKv { k, v } = kv.as_on_the_wire(shared);
         let tensors = Tensors { q, k, v, pairs };
-        let alone = alone::run(backend, world, tensors, 1, options)?;
+        let alone = alone::run(backend, &Plans::of_rows(world), tensors, 1, options)?;
         Ok(self.extract(&tokens, &alone.output.o, &alone.output.lse))
     }
 

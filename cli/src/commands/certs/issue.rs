@@ -22,19 +22,19 @@ pub(super) struct IssueArgs {
     /// For ranks 0 to N-1
     #[arg(short = 'n', value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_WORLD)))]
     count: Option<u32>,
-    /// For a host: its names and addresses, joined by commas; may be given again for another host
+    /// For a host: its names and addresses, joined by commas; repeatable
     #[arg(long, value_name = "NAME,ADDRESS,…")]
     host: Vec<String>,
-    /// Name of the job or the cluster: ranks of different jobs refuse each other
+    /// Name of the job or cluster. Ranks of different jobs refuse each other
     #[arg(long, value_name = "NAME", default_value = "cluster")]
     job: String,
     /// Folder of the authority
     #[arg(long, value_name = "FOLDER", default_value = "authority")]
     authority: PathBuf,
-    /// Days for which they hold
+    /// Days of validity
     #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..=3650))]
     days: u32,
-    /// authority.pem of another authority that they trust as well; may be given again
+    /// authority.pem of another authority to trust as well; repeatable
     #[arg(long, value_name = "FILE")]
     also_trust: Vec<PathBuf>,
     /// Folder to write to

@@ -7,7 +7,7 @@ use kyklos::{Dtype, Mesh, PlacementKind, Strategy};
 use super::cell::{Cell, Place};
 use super::rows::{ROWS, Row, mesh_of};
 use super::table::place_in;
-use crate::devices::{BackendKind, DeviceId, DeviceRequest};
+use crate::devices::{BackendKind, DeviceId};
 use crate::failure::{Failure, Result};
 use crate::options::TransportName;
 

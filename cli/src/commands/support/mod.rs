@@ -24,28 +24,32 @@ use rows::{ROWS, Row};
 use run::{Workshop, Yardstick};
 use table::Table;
 
-/// Which part of the table: options that are not given leave nothing out.
+/// The part of the table to run. Without options: all of it.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct SupportArgs {
     /// Only these strategies
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     strategy: Vec<StrategyName>,
-    /// Only rows whose names begin like this; may be given again
+    /// Only rows whose name starts with this; repeatable
     #[arg(long, value_name = "NAME")]
     row: Vec<String>,
-    /// Only these
+    /// Only these dtypes
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     dtype: Vec<Dtype>,
-    /// Only these
+    /// Only these placements
     #[arg(long, value_name = "KIND,…", value_delimiter = ',')]
     placement: Vec<PlacementKind>,
-    /// cpu, wgpu, also by number; one that is not there is then an error
-    #[arg(long, value_name = "D,D,…", value_delimiter = ',')]
+    #[arg(
+        long,
+        value_name = "D,D,…",
+        value_delimiter = ',',
+        help = format!("Only these devices; a missing one is then an error: {}", devices::names())
+    )]
     device: Vec<DeviceRequest>,
-    /// Only these
+    /// Only these transports
     #[arg(long, value_enum, value_delimiter = ',')]
     transport: Vec<TransportName>,
-    /// Keep the input files in this folder, for the command lines that repeat a cell
+    /// Keep the input files in this folder, so that the printed command lines can repeat a cell
     #[arg(long, value_name = "DIR")]
     inputs: Option<PathBuf>,
     /// Print docs/support.md instead: what the validator accepts. Runs nothing and needs no device

@@ -19,7 +19,8 @@ use crate::observe::record::{Flight, flights};
 /// Where metrics are served, and whether other machines may read them.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct MetricsArgs {
-    /// Serve Prometheus metrics, /healthz and /readyz there, on loopback; ranks of one host take the ports that follow (0: any)
+    /// Serve Prometheus metrics, /healthz and /readyz at this address, which must be a loopback address.
+    /// Ranks of one host take this port and the ports that follow; port 0 is any free port
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub(crate) metrics: Option<SocketAddr>,
     /// Let --metrics be an address that other machines reach
