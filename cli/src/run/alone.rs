@@ -1,4 +1,4 @@
-//! A world of one rank on one device: for probes, and for what a device reaches by itself.
+//! Runs of one rank on one device: probes, and the accuracy of a device alone.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use crate::devices::AnyBackend;
 use crate::failure::{Failure, Result};
 use crate::run::plans::{Plans, Runs};
 
-/// The last of several runs.
+/// The last of several runs: its output and wall time.
 #[derive(Debug)]
 pub(crate) struct Alone {
     pub(crate) output: RankOutput,

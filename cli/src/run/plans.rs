@@ -1,4 +1,4 @@
-//! Plans that are proved, and what each rank runs of them.
+//! Proved plans, and the task of each rank.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +23,7 @@ pub(crate) struct Plans {
 #[derive(Clone, Debug)]
 pub(crate) struct Runs {
     pub(crate) repeat: u64,
-    /// For one message.
+    /// Longest wait for one message.
     pub(crate) deadline: Duration,
     pub(crate) options: RunOptions,
 }

@@ -1,4 +1,4 @@
-//! Where q, k and v come from: a safetensors file, or a seed. Either way a rank gets its own tokens and no others.
+//! The source of q, k and v: a safetensors file or a seed. A rank reads or generates only its own tokens.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::file::InputFile;
 use super::shard::{Shard, Which, too_large};
 use crate::failure::Result;
 
-/// Where tensors come from.
+/// The source of the tensors.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
     MadeUp { seed: u64 },
@@ -21,7 +21,7 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// The queries `q_tokens` and the keys `kv_tokens` of all tensors.
+    /// The rows of the queries `q_tokens` and of the keys `kv_tokens`, of all tensors.
     pub(crate) fn all(
         &self,
         problem: &AttentionProblem,
@@ -68,7 +68,7 @@ impl Source {
         }
     }
 
-    /// The rows of the queries `tokens` in the problem's pair tensor, if it has one.
+    /// The rows of the queries `tokens` in the mask or bias tensor, if there is one.
     pub(crate) fn read_pairs(&self, problem: &AttentionProblem, tokens: &TokenRuns) -> Result<Option<Bytes>> {
         match self {
             Self::MadeUp { .. } => Ok(None),
@@ -78,12 +78,12 @@ impl Source {
         }
     }
 
-    /// Made-up sinks: one for each query head, about as large as a row's largest logit.
+    /// Random sinks, one for each query head, about as large as the largest logit of a row.
     pub(crate) fn made_up_sinks(seed: u64, q_heads: u32) -> Vec<f32> {
         (0..q_heads).map(|head| normal(seed, TensorId::Sinks, u64::from(head)) + 2.0).collect()
     }
 
-    /// What a user should know about the file, if anything.
+    /// A warning about the file, if there is one.
     pub(crate) fn warning(&self) -> Option<String> {
         match self {
             Self::File(file) if !file.ignored.is_empty() => {
@@ -96,7 +96,7 @@ impl Source {
         }
     }
 
-    /// The file, if it is one.
+    /// The path of the file, if the source is a file.
     pub(crate) fn path(&self) -> Option<&Path> {
         match self {
             Self::MadeUp { .. } => None,

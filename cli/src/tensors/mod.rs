@@ -1,4 +1,4 @@
-//! Tensors in files: inputs, outputs, and the tensors of masks and biases.
+//! Tensors in files: inputs, outputs, masks and biases.
 
 mod file;
 mod input;

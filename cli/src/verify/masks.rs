@@ -1,10 +1,10 @@
-//! Masks for the oracle, from the words of the command line.
+//! Masks for the oracle, parsed from the text of the command line.
 
 use kyklos_oracle::oracle::{OracleMask, OracleSlice, OracleTerm};
 
 use crate::failure::{Failure, Result};
 
-/// The mask as the oracle understands it: read from the command line's words, not from the product's normal form.
+/// The mask for the oracle. Parsed from the text, not converted from the library's form, so that both parsers are tested.
 pub(super) fn oracle_mask(text: &str) -> Result<OracleMask> {
     let unreadable = || Failure::run(format!("mask `{text}` cannot be read for the oracle"));
     let mut mask = OracleMask::full();

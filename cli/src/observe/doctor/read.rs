@@ -1,4 +1,4 @@
-//! Reads a record. Whoever wrote it may have been cut off, or may not be one of us.
+//! Reads a record. The file may be truncated, or may not be a record.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -10,7 +10,7 @@ use crate::observe::record::format::{
     AbortLine, CallLine, EventLine, FORMAT, Line, PeerLine, Place, RankLine,
 };
 
-/// What one rank has left.
+/// The record of one rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Record {
     pub(super) path: PathBuf,
@@ -19,7 +19,7 @@ pub(crate) struct Record {
     pub(super) calls: Vec<CallLine>,
     pub(super) abort: Option<AbortLine>,
     pub(super) events: Vec<EventLine>,
-    /// What is wrong with the file, though it says something.
+    /// The damage of a file that is partly readable.
     pub(super) damage: Option<String>,
 }
 
@@ -121,7 +121,7 @@ fn clean_place(place: Place) -> Place {
     Place { doing: place.doing.as_deref().map(clean), ..place }
 }
 
-/// Text that does nothing to a terminal, and not too much of it.
+/// Text without control characters, of limited length.
 pub(super) fn clean(text: &str) -> String {
     let harmless = |c: char| if c.is_control() { ' ' } else { c };
     text.chars().take(MOST_CHARACTERS).map(harmless).collect()

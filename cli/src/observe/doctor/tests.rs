@@ -1,4 +1,4 @@
-//! Records made by hand: what a run cannot be made to leave.
+//! Hand-made records, for cases that no test run can produce.
 
 use std::path::Path;
 
@@ -42,7 +42,7 @@ fn findings(records: &[Vec<String>]) -> Vec<Finding> {
     diagnose(&mut records.iter().map(|lines| record(lines)).collect())
 }
 
-/// What was found, and about whom.
+/// The kind of each finding and its ranks.
 fn what(findings: &[Finding]) -> Vec<(&str, &[u32])> {
     findings.iter().map(|finding| (finding.what, &finding.ranks[..])).collect()
 }

@@ -1,4 +1,4 @@
-//! Hints from records made by hand; `tests/cli/doctor.rs` has those of real runs.
+//! Hints from hand-made records; `tests/cli/doctor.rs` uses records of real runs.
 
 use std::path::Path;
 
@@ -110,7 +110,7 @@ fn a_rank_that_asks_late_and_waits_for_nobody_is_named() {
     assert_eq!(what(&records), [("late-rank", vec![2])]);
     let text = &hints(&records)[0].text;
     assert!(text.contains("rank 1 waited 0.9 s for it to ask for messages"), "{text}");
-    // One that waited itself was kept by another.
+    // A late rank that waited itself was delayed by another.
     let [zero, one, mut two, three] = records;
     two.rank.spent.receive_wait_ns = 500_000_000;
     assert_eq!(what(&[zero, one, two, three]), []);
