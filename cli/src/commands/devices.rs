@@ -1,4 +1,4 @@
-//! `kyklos devices`, and the probe that it and the demonstration share.
+//! `kyklos devices`, and the speed probe.
 
 use clap::Args;
 use kyklos::plan::table;
@@ -75,7 +75,7 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     print(&out)
 }
 
-/// GFLOP/s that a device reaches on attention of a growing number of tokens, until a run takes long enough to time.
+/// GFLOP/s of a device on attention. The number of tokens grows until a run is long enough to time.
 pub(crate) fn probe(backend: &AnyBackend) -> Result<f64> {
     let mut tokens = FIRST_TOKENS;
     loop {

@@ -1,4 +1,4 @@
-//! `kyklos doctor`: what the records of a run say together.
+//! `kyklos doctor`: the diagnosis of a run from the records of its ranks.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use clap::Args;
 use crate::failure::{Result, print};
 use crate::observe::doctor::Diagnosis;
 
-/// Which records.
+/// The records to read.
 #[derive(Debug, Args)]
 pub(crate) struct DoctorArgs {
     /// Records of one run, or folders with records (*.jsonl)

@@ -63,17 +63,14 @@ impl GroupLoss {
     fn tell_finishing(&self, next: &Reformed) {
         let (ranks, members) = (next.members.len(), list(next.members.iter()));
         let epoch = next.epoch;
-        note(&format!(
-            "{}; {ranks} ranks finish what was begun (epoch {epoch}: {members})",
-            self.in_words(next)
-        ));
+        note(&format!("{}; {ranks} ranks complete the call (epoch {epoch}: {members})", self.in_words(next)));
     }
 
     fn in_words(&self, next: &Reformed) -> String {
         let Abort { culprit, cause, .. } = &self.abort;
         let culprit = self.members.get(culprit.0 as usize).copied().unwrap_or(*culprit);
         let gone = list(self.members.iter().filter(|rank| !next.members.contains(rank)));
-        let gone = if gone.is_empty() { "nobody is lost".to_owned() } else { format!("without {gone}") };
+        let gone = if gone.is_empty() { "no rank is lost".to_owned() } else { format!("without {gone}") };
         format!("rank {culprit} {cause}; {gone}")
     }
 }
@@ -150,7 +147,7 @@ pub(crate) fn end_if_stuck(group: &Reformed) {
             if recorder.is_aborted() && is_stuck() {
                 std::thread::sleep(STUCK_FOR_GOOD);
                 if transport.strong_count() > 0 {
-                    note("this rank is stuck, the others do without it: ended");
+                    note("this rank is stuck, and the others continue without it: ended");
                     interrupt::end(1);
                 }
             }
@@ -160,12 +157,12 @@ pub(crate) fn end_if_stuck(group: &Reformed) {
 
 /// Reports on standard error that this rank has replaced a lost one.
 pub(crate) fn tell_rejoined(next: &Reformed, request: &Request) {
-    note(&format!("joined again; {}", in_words(next, request)));
+    note(&format!("joined the group; {}", in_words(next, request)));
 }
 
 fn in_words(next: &Reformed, request: &Request) -> String {
     format!(
-        "{} ranks begin again (epoch {}: {}), mesh {}, strategy {}",
+        "{} ranks start again (epoch {}: {}), mesh {}, strategy {}",
         next.members.len(),
         next.epoch,
         list(next.members.iter()),
@@ -186,8 +183,8 @@ fn list<'a>(ranks: impl Iterator<Item = &'a Rank>) -> String {
 /// The failure when the request does not fit the smaller group.
 pub(crate) fn does_not_fit(world: u32, failure: &Failure) -> Failure {
     Failure::run(format!(
-        "the group goes on with {world} ranks, and the request does not fit them ({}): leave mesh and shares to the planner \
-         for --on-loss shrink, or use --on-loss stop",
+        "the group continues with {world} ranks, and the request does not fit them ({}): leave --mesh, --split and --tokens \
+         away with --on-loss shrink, or use --on-loss stop",
         failure.text
     ))
 }

@@ -150,7 +150,7 @@ impl Job {
         Failure {
             exit: EXIT_LACKS,
             ..Failure::run(format!(
-                "queries {queries} have no answer, their ranks were lost; the other {} are answered over all keys",
+                "the output rows of queries {queries} are missing, their ranks were lost; the other {} rows are over all keys",
                 self.world().problem.q_len as usize - queries.len()
             ))
         }

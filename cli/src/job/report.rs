@@ -137,7 +137,7 @@ impl Summary {
         if let Some(MissingRows { members, queries }) = &self.missing {
             let members: Vec<String> = members.iter().map(u32::to_string).collect();
             out.push_str(&format!(
-                "lost       queries {queries} have no answer; those who are left were ranks {}\n",
+                "lost       the output rows of queries {queries} are missing; the survivors were ranks {}\n",
                 members.join(", ")
             ));
         }

@@ -193,7 +193,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
         (None, None) => {
             return Err(Failure::request(
                 "neither --input nor --shape is given",
-                "name a safetensors file with q, k, v, or make tensors up with --shape 1,4096,8,2,64",
+                "name a safetensors file with q, k, v, or generate random tensors with --shape 1,4096,8,2,64",
             ));
         }
     };

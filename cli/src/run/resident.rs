@@ -6,7 +6,7 @@ use kyklos::backend::{Attend, Backend, Control, Layout, Operand, State, StateMut
 use kyklos::{AttentionProblem, BlockWork, Dtype, TokenRuns};
 
 use crate::failure::Result;
-use crate::tensors::{Source, Which};
+use crate::tensors::{Source, TensorKind};
 
 /// Tensors and results on a device.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ impl<Buffer> Resident<Buffer> {
     fn of<B: Backend<Buffer = Buffer>>(
         backend: &B,
         problem: &AttentionProblem,
-        read: impl Fn(Which) -> Result<Bytes>,
+        read: impl Fn(TensorKind) -> Result<Bytes>,
     ) -> Result<Self> {
         let upload = |label, which| -> Result<Buffer> { Ok(backend.upload(label, read(which)?)?) };
         let shape = state_shape(problem);
@@ -56,9 +56,9 @@ impl<Buffer> Resident<Buffer> {
         Ok(Self {
             layers: BlockWork::layers(problem, &queries, &keys, backend.tile_shape(problem, shape)),
             kv_head_of: (0..problem.q_heads).map(|head| head / problem.group()).collect(),
-            q: upload("q", Which::Q)?,
-            k: upload("k", Which::K)?,
-            v: upload("v", Which::V)?,
+            q: upload("q", TensorKind::Q)?,
+            k: upload("k", TensorKind::K)?,
+            v: upload("v", TensorKind::V)?,
             a: backend.alloc("a", shape.a_bytes())?,
             ml: backend.alloc("ml", shape.ml_bytes())?,
             o: backend.alloc("o", o_bytes(problem))?,
@@ -120,8 +120,8 @@ pub(crate) fn state_shape(problem: &AttentionProblem) -> StateShape {
 }
 
 /// All tokens of a random tensor.
-fn whole(problem: &AttentionProblem, seed: u64, which: Which) -> Result<Bytes> {
-    let tokens = if which == Which::Q { problem.q_len } else { problem.kv_len };
+fn whole(problem: &AttentionProblem, seed: u64, which: TensorKind) -> Result<Bytes> {
+    let tokens = if which == TensorKind::Q { problem.q_len } else { problem.kv_len };
     Source::MadeUp { seed }.read(problem, which, &TokenRuns::contiguous(0..tokens))
 }
 

@@ -13,7 +13,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::pairs::FilePairs;
 use super::positioned::read_exact_at;
-use super::shard::{Elements, Shard, Which, zeroed};
+use super::shard::{Elements, Shard, TensorKind, zeroed};
 use crate::failure::{Failure, Result};
 
 /// A safetensors file whose header has been checked.
@@ -172,7 +172,7 @@ impl InputFile {
         })
     }
 
-    pub(super) fn read(&self, which: Which, shard: &Shard<'_>) -> Result<Bytes> {
+    pub(super) fn read(&self, which: TensorKind, shard: &Shard<'_>) -> Result<Bytes> {
         let element = self.dtype.bytes() as u64;
         let bytes = shard.elements * element as usize;
         // Whole words, so that elements are aligned.

@@ -10,7 +10,7 @@ use kyklos::{AttentionProblem, Dtype, TokenRuns};
 use kyklos_oracle::inputs::{TensorId, normal};
 
 use super::file::InputFile;
-use super::shard::{Shard, Which, too_large};
+use super::shard::{Shard, TensorKind, too_large};
 use crate::failure::Result;
 
 /// The source of the tensors.
@@ -29,18 +29,23 @@ impl Source {
         kv_tokens: &TokenRuns,
     ) -> Result<Tensors> {
         Ok(Tensors {
-            q: self.read(problem, Which::Q, q_tokens)?,
-            k: self.read(problem, Which::K, kv_tokens)?,
-            v: self.read(problem, Which::V, kv_tokens)?,
+            q: self.read(problem, TensorKind::Q, q_tokens)?,
+            k: self.read(problem, TensorKind::K, kv_tokens)?,
+            v: self.read(problem, TensorKind::V, kv_tokens)?,
             pairs: self.read_pairs(problem, q_tokens)?,
         })
     }
 
     /// The tokens `tokens` of a tensor, `[batch, tokens, heads, dim]`, in their order.
-    pub(crate) fn read(&self, problem: &AttentionProblem, which: Which, tokens: &TokenRuns) -> Result<Bytes> {
+    pub(crate) fn read(
+        &self,
+        problem: &AttentionProblem,
+        which: TensorKind,
+        tokens: &TokenRuns,
+    ) -> Result<Bytes> {
         let (seq, heads) = match which {
-            Which::Q => (problem.q_len, problem.q_heads),
-            Which::K | Which::V => (problem.kv_len, problem.kv_heads),
+            TensorKind::Q => (problem.q_len, problem.q_heads),
+            TensorKind::K | TensorKind::V => (problem.kv_len, problem.kv_heads),
         };
         let token_elements = u64::from(heads) * u64::from(problem.head_dim);
         let elements = u64::from(problem.batch) * tokens.len() as u64 * token_elements;
@@ -55,9 +60,9 @@ impl Source {
             Self::File(file) => file.read(which, &shard),
             Self::MadeUp { seed } => {
                 let id = match which {
-                    Which::Q => TensorId::Q,
-                    Which::K => TensorId::K,
-                    Which::V => TensorId::V,
+                    TensorKind::Q => TensorId::Q,
+                    TensorKind::K => TensorId::K,
+                    TensorKind::V => TensorId::V,
                 };
                 match problem.dtype {
                     Dtype::F32 => shard.make_up::<f32>(*seed, id, 0.0),

@@ -9,4 +9,4 @@ mod shard;
 
 pub(crate) use self::file::InputFile;
 pub(crate) use self::input::Source;
-pub(crate) use self::shard::Which;
+pub(crate) use self::shard::TensorKind;

@@ -9,7 +9,7 @@ use crate::failure::{Failure, Result};
 
 /// One of the three tensors of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Which {
+pub(crate) enum TensorKind {
     Q,
     K,
     V,

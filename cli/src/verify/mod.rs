@@ -25,7 +25,7 @@ use crate::request::Request;
 use crate::run::alone;
 use crate::run::plans::Plans;
 use crate::tensors::pairs::OracleRows;
-use crate::tensors::{Source, Which};
+use crate::tensors::{Source, TensorKind};
 pub(crate) use every_row::Whole;
 use masks::oracle_mask;
 
@@ -174,8 +174,8 @@ impl Sample {
     pub(crate) fn whole_kv(&self) -> Result<WholeKv> {
         let all = TokenRuns::contiguous(0..self.problem.kv_len);
         Ok(WholeKv {
-            k: self.source.read(&self.problem, Which::K, &all)?,
-            v: self.source.read(&self.problem, Which::V, &all)?,
+            k: self.source.read(&self.problem, TensorKind::K, &all)?,
+            v: self.source.read(&self.problem, TensorKind::V, &all)?,
         })
     }
 
@@ -192,7 +192,7 @@ impl Sample {
         tokens.dedup();
         let tokens = TokenRuns::from_positions(tokens);
         let world = plan_rows(&self.problem, tokens.clone())?;
-        let q = self.source.read(&self.problem, Which::Q, &tokens)?;
+        let q = self.source.read(&self.problem, TensorKind::Q, &tokens)?;
         let pairs = self.source.read_pairs(&self.problem, &tokens)?;
         let WholeKv { k, v } = kv.as_on_the_wire(shared);
         let tensors = Tensors { q, k, v, pairs };
@@ -274,7 +274,7 @@ impl Sample {
         Context {
             case: match self.source.path() {
                 Some(path) => path.display().to_string(),
-                None => "made-up tensors".to_owned(),
+                None => "random tensors".to_owned(),
             },
             seed: match self.source {
                 Source::MadeUp { seed } => seed,
@@ -325,7 +325,7 @@ impl Sample {
     fn one_row(&self, id: RowId, kv: &WholeKv, compute: impl Fn(&Oracle<'_>, RowId) -> Row) -> Result<Row> {
         let token = u32::try_from(id.row).map_err(|_| Failure::run("a row beyond all positions"))?;
         let tokens = TokenRuns::contiguous(token..token + 1);
-        let q = self.source.read(&self.problem, Which::Q, &tokens)?;
+        let q = self.source.read(&self.problem, TensorKind::Q, &tokens)?;
         let pairs = self.source.read_pairs(&self.problem, &tokens)?.zip(self.problem.pairs);
         let pairs = pairs.map(|(bytes, tensor)| (tensor, OracleRows::new(tensor, &self.problem, &bytes)));
         let problem =

@@ -116,7 +116,7 @@ fn those_who_are_left_compute_what_a_fresh_run_of_their_number_computes() {
     ] {
         let ended = killed(ranks, victims, Duration::from_millis(pause), &shrink(strategy), &there);
         assert_eq!(ended.code, Some(0), "{}", ended.said);
-        for words in [format!("{left} ranks begin again"), "died".into(), format!("strategy {strategy}")] {
+        for words in [format!("{left} ranks start again"), "died".into(), format!("strategy {strategy}")] {
             assert!(ended.said.contains(&words), "no `{words}` in {}", ended.said);
         }
         assert!(
@@ -135,8 +135,8 @@ fn a_rank_that_is_started_anew_is_part_of_the_result() {
     for victim in [2, 0] {
         let ended = killed("3", &[victim], Duration::from_millis(100), &options, &there);
         assert_eq!(ended.code, Some(0), "{}", ended.said);
-        let anew = format!("launch: rank {victim} was killed and is started anew");
-        for words in [anew, "3 ranks begin again".into()] {
+        let anew = format!("launch: rank {victim} was killed and is started again");
+        for words in [anew, "3 ranks start again".into()] {
             assert!(ended.said.contains(&words), "no `{words}` in {}", ended.said);
         }
         assert!(std::fs::read(&there).unwrap() == fresh("3", &[], &here), "rank {victim}");
@@ -153,7 +153,7 @@ fn too_few_are_left_and_a_mesh_that_does_not_fit_ends_the_run() {
     let ended = killed("4", &[3], Duration::from_millis(50), &fixed, &there);
     assert_eq!(ended.code, Some(1), "{}", ended.said);
     assert!(
-        ended.said.contains("the group goes on with 3 ranks, and the request does not fit them"),
+        ended.said.contains("the group continues with 3 ranks, and the request does not fit them"),
         "{}",
         ended.said
     );
@@ -235,8 +235,8 @@ fn those_who_are_left_finish_the_call_over_all_keys() {
         assert_eq!(ended.code, Some(3), "{}", ended.said);
         let (start, end) = (1536 * victim as i64, 1536 * (victim as i64 + 1));
         for words in [
-            "3 ranks finish what was begun (epoch 1".to_owned(),
-            format!("queries {start}..{end} have no answer"),
+            "3 ranks complete the call (epoch 1".to_owned(),
+            format!("queries {start}..{end} are missing"),
             "the other 4608 are answered over all keys".to_owned(),
         ] {
             assert!(ended.said.contains(&words), "no `{words}` in {}", ended.said);
@@ -270,7 +270,7 @@ fn where_keys_are_lost_those_who_are_left_begin_again_without_them() {
         }
         assert_eq!(ended.code, Some(0), "{}", ended.said);
         for words in
-            ["it cannot be finished: keys 1024..2048 of rank 1 are lost", "3 ranks begin again (epoch 1"]
+            ["the call cannot be completed: keys 1024..2048 of rank 1 are lost", "3 ranks start again (epoch 1"]
         {
             assert!(ended.said.contains(words), "no `{words}` in {}", ended.said);
         }

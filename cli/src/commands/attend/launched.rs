@@ -16,7 +16,7 @@ use crate::launchers::Launched;
 use crate::observe::{metrics, record};
 use crate::options::OnLoss;
 
-/// Runs the rank that `launched` describes, and what follows when its group loses a rank.
+/// Runs the rank that `launched` describes. When its group loses a rank, continues by `--on-loss`.
 pub(super) fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entrance) -> Result<()> {
     launched.end_with_launcher();
     interrupt::end_on_interrupt()?;
@@ -62,7 +62,7 @@ pub(super) fn as_rank(args: &AttendArgs, launched: &Launched, entrance: &Entranc
             group = next;
             if begins_again {
                 if let (0, Err(failure)) = (group.transport.rank().0, &done) {
-                    note(&format!("it cannot be finished: {}", failure.text));
+                    note(&format!("the call cannot be completed: {}", failure.text));
                 }
                 lost = Some(ended);
                 continue;

@@ -36,7 +36,7 @@ pub(super) fn invite(args: &InviteArgs) -> Result<()> {
     let terms = InvitationTerms { place: &place, world: args.world, job: &args.job, valid };
     let invitation = Invitation::new(&terms)?;
     invitation.write_file(&args.output)?;
-    // The token alone on standard output, so that a script can take it.
+    // Only the token goes to standard output, for scripts.
     print(&format!("{}\n", invitation.token()))?;
     note(&format!(
         "rank 0: kyklos attend --invite {} …; the other {}: kyklos attend --join TOKEN …, until {}",

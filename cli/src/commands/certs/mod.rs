@@ -97,7 +97,7 @@ fn show(args: &ShowArgs) -> Result<()> {
 }
 
 fn describe(path: &Path) -> Result<(String, Validity)> {
-    // The certificate of an authority is no secret and stands alone; an identity has a key.
+    // The file of an authority is a certificate alone; an identity also has a key.
     if let Ok((fingerprint, validity)) = ClusterAuthority::describe(path) {
         return Ok((format!("authority {fingerprint}, {}", until(&validity)), validity));
     }

@@ -57,7 +57,7 @@ fn one_each(records: &mut Vec<Record>) -> Vec<Finding> {
     let began = records.iter().map(|record| record.rank.started_unix_ms).max().unwrap_or(0);
     for record in records.extract_if(.., |record| record.rank.written_unix_ms < began) {
         let text = format!(
-            "{} was written before the others had begun (or a clock is wrong), and was left out",
+            "{} was written before the others started (or a clock is wrong), and was left out",
             name(&record.path)
         );
         findings.push(Finding::new("old", [record.rank.rank], text));

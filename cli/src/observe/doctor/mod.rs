@@ -66,7 +66,7 @@ impl Diagnosis {
         if records.is_empty() {
             let why = findings.into_iter().next().map(|finding| finding.text);
             return Err(Failure::request(
-                why.unwrap_or_else(|| "there are no records in what was named".to_owned()),
+                why.unwrap_or_else(|| "the named files and folders hold no records".to_owned()),
                 "name rank-R.jsonl files of a run with --record DIR, or their folder",
             ));
         }
@@ -120,7 +120,7 @@ impl Diagnosis {
         let mut out = table(&head, rows.collect());
         out.push('\n');
         if findings.is_empty() {
-            out.push_str("nothing wrong found\n");
+            out.push_str("no problem found\n");
         }
         for Finding { text, .. } in findings.iter().chain(slow) {
             out.push_str(text);

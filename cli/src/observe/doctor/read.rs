@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use kyklos::MAX_WORLD;
 
 use crate::observe::record::format::{
-    AbortLine, CallLine, EventLine, FORMAT, Line, PeerLine, Place, RankLine,
+    AbortLine, CallLine, EventLine, FORMAT, Line, PeerLine, RankLine, StepAt,
 };
 
 /// The record of one rank.
@@ -83,14 +83,14 @@ impl Record {
         let world = self.rank.world;
         match line {
             Line::Peer(mut peer) if peer.rank < world && self.peers.len() < world as usize => {
-                peer.at = peer.at.map(clean_place);
+                peer.at = peer.at.map(clean_step);
                 self.peers.push(peer);
             }
             Line::Call(call) if call.peer < world && self.calls.len() < MOST_LINES => {
                 self.calls.push(CallLine { call: clean(&call.call), ..call });
             }
             Line::Abort(abort) if abort.culprit < world && self.abort.is_none() => {
-                let (text, at) = (clean(&abort.text), clean_place(abort.at));
+                let (text, at) = (clean(&abort.text), clean_step(abort.at));
                 self.abort = Some(AbortLine { text, at, ..abort });
             }
             Line::Event(event) if event.peer < world && self.events.len() < MOST_LINES => {
@@ -112,13 +112,13 @@ fn clean_rank(rank: RankLine) -> RankLine {
         why: clean(&rank.why),
         error: rank.error.as_deref().map(clean),
         network: rank.network.as_deref().map(clean),
-        at: clean_place(rank.at),
+        at: clean_step(rank.at),
         ..rank
     }
 }
 
-fn clean_place(place: Place) -> Place {
-    Place { doing: place.doing.as_deref().map(clean), ..place }
+fn clean_step(place: StepAt) -> StepAt {
+    StepAt { doing: place.doing.as_deref().map(clean), ..place }
 }
 
 /// Text without control characters, of limited length.

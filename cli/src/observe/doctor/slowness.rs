@@ -113,7 +113,7 @@ fn late_ranks(late: &[Late], said: &[Finding]) -> Vec<Finding> {
             continue;
         }
         let text = format!(
-            "rank {} was late, though it waited for nobody: {}; see what it did meanwhile (kyklos attend --trace)",
+            "rank {} was late without waiting for another rank: {}; its timeline shows why (kyklos attend --trace)",
             late.rank,
             late.words()
         );

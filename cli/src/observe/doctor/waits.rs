@@ -49,7 +49,7 @@ pub(super) fn stuck(records: &[Record]) -> Vec<Finding> {
         let words: Vec<String> =
             circle.iter().map(|wait| format!("rank {} for rank {}", wait.who, wait.call.peer)).collect();
         let ranks = circle.iter().map(|wait| wait.who);
-        let text = format!("ranks wait for each other in a circle: {}", words.join("; "));
+        let text = format!("ranks wait for each other in a cycle: {}", words.join("; "));
         findings.push(Finding::new("circle", ranks, text));
     }
     // The cause is a rank that others wait for, and that waits for no rank.
@@ -64,17 +64,18 @@ fn beginning(records: &[Record], behind: &BTreeMap<u32, Vec<Wait<'_>>>, rank: u3
     let waits = || behind.values().flatten().filter(|wait| wait.call.peer == rank);
     let longest = waits().map(|wait| wait.call.waited_ns).max().unwrap_or(0);
     let at = match records.iter().find(|record| record.rank.rank == rank) {
-        Some(record) => format!("is at {} and waits for nobody", place(&record.rank.at)),
+        Some(record) => format!("is at {} and waits for no rank", place(&record.rank.at)),
         None => {
             let heard = records.iter().flat_map(|record| &record.peers).filter(|peer| peer.rank == rank);
             match heard.filter_map(|peer| peer.at.as_ref()).max_by_key(|at| (at.op, at.step)) {
-                Some(at) => format!("left no record, and was last heard of at {}", place(at)),
+                Some(at) => format!("left no record, and its last message came from {}", place(at)),
                 None => "left no record".to_owned(),
             }
         }
     };
     let others = for_rank(records, rank).join("; ");
-    let text = format!("rank {rank} stands still: it {at}; {others}, the longest for {}", seconds(longest));
+    let text =
+        format!("rank {rank} makes no progress: it {at}; {others}, the longest for {}", seconds(longest));
     Finding::new("stands-still", [rank], text)
 }
 

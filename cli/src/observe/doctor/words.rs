@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::read::clean;
-use crate::observe::record::format::Place;
+use crate::observe::record::format::StepAt;
 
 /// One problem, in a sentence.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -30,7 +30,7 @@ impl Finding {
     }
 }
 
-pub(super) fn place(at: &Place) -> String {
+pub(super) fn place(at: &StepAt) -> String {
     let doing = at.doing.as_deref().map(|doing| format!(" ({doing})")).unwrap_or_default();
     format!("step {} of operation {}{doing}", at.step, at.op)
 }

@@ -33,10 +33,10 @@ pub(crate) fn check(args: &MetricsArgs) -> Result<()> {
     match args.metrics {
         Some(address) if !address.ip().is_loopback() && !args.metrics_anywhere => Err(Failure::request(
             format!(
-                "--metrics {address}: who reaches {} can read the metrics, without a password",
+                "--metrics {address}: every machine that reaches {} can read the metrics without a password",
                 address.ip()
             ),
-            format!("use 127.0.0.1:{}, or add --metrics-anywhere if its network may know", address.port()),
+            format!("use 127.0.0.1:{}, or add --metrics-anywhere if its network is trusted", address.port()),
         )),
         _ => Ok(()),
     }

@@ -40,7 +40,7 @@ pub(crate) struct RankLine {
     /// `done`, `failed` or `asked`.
     pub(crate) why: String,
     pub(crate) error: Option<String>,
-    pub(crate) at: Place,
+    pub(crate) at: StepAt,
     /// Number of older events that are no longer kept.
     pub(crate) forgotten: u64,
     /// The network between the ranks; none within one process.
@@ -68,7 +68,7 @@ pub(crate) struct Spent {
 
 /// The position of a rank in its plan.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Place {
+pub(crate) struct StepAt {
     pub(crate) op: u64,
     pub(crate) step: u32,
     /// The text of the step.
@@ -85,7 +85,7 @@ pub(crate) struct PeerLine {
     /// Time of the last message from this peer.
     pub(crate) heard_ns: Option<u64>,
     /// Its position, from its last heartbeat.
-    pub(crate) at: Option<Place>,
+    pub(crate) at: Option<StepAt>,
     /// Bytes of calls with this peer that are pending or were cancelled.
     pub(crate) bytes_done: u64,
     pub(crate) bytes_expected: u64,
@@ -123,7 +123,7 @@ pub(crate) struct AbortLine {
     /// The connection or the process is gone; else the rank failed with an error, its own or one that others reported.
     pub(crate) died: bool,
     pub(crate) text: String,
-    pub(crate) at: Place,
+    pub(crate) at: StepAt,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
