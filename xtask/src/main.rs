@@ -4,6 +4,8 @@
 //! - `sizes`: no source file outgrows one sitting.
 //! - `deps`: what a feature brings in is absent without it.
 
+mod program;
+
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -69,7 +71,7 @@ const MODULES: [(&str, &[&str]); 22] = [
 ];
 
 fn layers(root: &Path) -> Vec<String> {
-    let mut faults = Vec::new();
+    let mut faults = program::layers(root);
     for (folder, allowed) in CRATES {
         let manifest = read(&root.join(folder).join("Cargo.toml"));
         let dependencies = manifest.split("\n[").filter(|part| {
