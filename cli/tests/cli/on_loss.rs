@@ -269,9 +269,10 @@ fn where_keys_are_lost_those_who_are_left_begin_again_without_them() {
             continue;
         }
         assert_eq!(ended.code, Some(0), "{}", ended.said);
-        for words in
-            ["the call cannot be completed: keys 1024..2048 of rank 1 are lost", "3 ranks start again (epoch 1"]
-        {
+        for words in [
+            "the call cannot be completed: keys 1024..2048 of rank 1 are lost",
+            "3 ranks start again (epoch 1",
+        ] {
             assert!(ended.said.contains(words), "no `{words}` in {}", ended.said);
         }
         assert!(std::fs::read(&there).unwrap() == std::fs::read(&fewer).unwrap());
