@@ -10,52 +10,54 @@ use super::source::{HostPort, Nearness, Said, Source};
 use super::variables::Variables;
 use crate::failure::{Failure, Result};
 
-/// How this process joins a group of processes. Without any of it the environment of a launcher says.
+/// How this process joins a group of processes. The environment of a launcher supplies missing values.
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Options of one process of several")]
+#[command(next_help_heading = "Options of a process in a group")]
 pub(crate) struct GroupArgs {
-    /// This process is rank R of several
+    /// The rank of this process
     #[arg(long, value_name = "R")]
     pub(crate) rank: Option<u32>,
-    /// Number of processes [or KYKLOS_WORLD]
+    /// Number of ranks [or KYKLOS_WORLD]
     #[arg(long, value_name = "N")]
     pub(crate) world: Option<NonZeroU32>,
-    /// Where rank 0 listens, UDP [or KYKLOS_COORDINATOR]
+    /// Address at which rank 0 listens, UDP [or KYKLOS_COORDINATOR]
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) coordinator: Option<String>,
-    /// TOML file that says where every rank runs
+    /// TOML file with the host of every rank
     #[arg(long, value_name = "F", conflicts_with = "world")]
     pub(crate) cluster: Option<PathBuf>,
-    /// File that proves this rank or its host to the others, by {rank} or {host} in its name a file each [or KYKLOS_IDENTITY]
+    /// File that proves this rank or its host to the others. {rank} or {host} in the name stands for the rank or the host
+    /// [or KYKLOS_IDENTITY]
     #[arg(long, value_name = "F")]
     pub(crate) identity: Option<PathBuf>,
-    /// This process is rank 0, and lets the others in by the token of this invitation (kyklos certs invite)
+    /// This process is rank 0 and lets other ranks in with the token of this invitation (kyklos certs invite)
     #[arg(long, value_name = "F")]
     pub(crate) invite: Option<PathBuf>,
-    /// Get this rank's identity from rank 0 with a token [or KYKLOS_JOIN, which other users do not see]; --identity F keeps it,
-    /// --rank R asks for a rank
+    /// Get the identity of this rank from rank 0 with this token. --identity F keeps the identity, --rank R asks for a rank
+    /// [or KYKLOS_JOIN, which other users cannot see]
     #[arg(long, value_name = "TOKEN")]
     pub(crate) join: Option<String>,
-    /// List of keys whose identities this process takes no more; read again when a group forms again (--on-loss)
+    /// List of keys whose identities are refused; read again each time a group forms (--on-loss)
     #[arg(long, value_name = "F")]
     pub(crate) revoked: Option<PathBuf>,
-    /// Warn if the identity expires within so many days
+    /// Warn if the identity expires within this many days
     #[arg(long, value_name = "DAYS", default_value_t = 3)]
     pub(crate) warn_days: u32,
-    /// Seconds within which all processes must have come
+    /// Seconds within which all processes must join
     #[arg(long, value_name = "SECONDS", default_value = "60")]
     pub(crate) join_deadline: NonZeroU32,
-    /// Seconds without progress after which a rank that computes while others wait for it ends the run by name; more than
-    /// a kernel takes to compile. Rank 0's counts, which warns after a quarter [default: 180]
+    /// Declare a rank stuck, and end the run, if it makes no progress for this many seconds while others wait for it.
+    /// Must be longer than a kernel takes to compile. The value of rank 0 counts; it warns after a quarter [default: 180]
     #[arg(long, value_name = "SECONDS")]
     pub(crate) stuck_after: Option<NonZeroU32>,
-    /// This process takes the place of one that died: it joins when the others form the group again (--on-loss rejoin)
+    /// Replace a rank that died: join when the others form the group again (--on-loss rejoin)
     #[arg(long)]
     pub(crate) rejoin: bool,
-    /// Local address of this process [default: all, or loopback if rank 0 is there]
+    /// Local address of this process [default: all addresses, or loopback if rank 0 is there]
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) bind: Option<IpAddr>,
-    /// Port of a rank other than 0, plus its number on its host; with --lanes so many for each rank [default: the system's choice]
+    /// First UDP port of the ranks on this host, other than rank 0: each rank takes one port for each lane
+    /// [default: the system chooses]
     #[arg(long, value_name = "N")]
     pub(crate) port: Option<u16>,
 }
