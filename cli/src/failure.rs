@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_peer_says_does_nothing_to_a_terminal() {
+    fn text_of_peers_cannot_control_the_terminal() {
         assert_eq!(
             harmless("rank 1: \u{1b}[2J\u{7}gone\r\u{9b}31m é\nrank 2"),
             "rank 1:  [2J gone  31m é\nrank 2"

@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_is_named_or_the_platforms() {
+    fn the_cache_folder_is_the_named_one_or_that_of_the_platform() {
         let of = |set: &[(&str, &str)]| {
             let set: Vec<(String, OsString)> =
                 set.iter().map(|(k, v)| ((*k).to_owned(), (*v).into())).collect();
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_and_what_is_damaged_or_foreign_is_not() {
+    fn a_written_table_is_read_and_a_damaged_or_foreign_one_is_not() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("deeper").join("tuning.json");
         assert_eq!(read(&path), Ok(TuningTable::default()));

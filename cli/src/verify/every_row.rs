@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_no_sample_has_is_held_all_the_same() {
+    fn rows_outside_the_sample_are_checked_too() {
         let (sample, narrow, wide) = computed();
         let verdict = judge(&sample, &narrow, &wide);
         assert_eq!((verdict.failure, verdict.rows), (None, 4200));
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_rows_are_held_to_is_held_to_the_oracle() {
+    fn the_reference_in_f32_is_checked_against_the_oracle() {
         let (sample, narrow, mut wide) = computed();
         let row = place(&sample, true);
         let mut o = wide[0].to_vec();

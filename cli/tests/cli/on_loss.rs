@@ -104,7 +104,7 @@ fn fresh(ranks: &str, options: &[&str], output: &Path) -> Vec<u8> {
 }
 
 #[test]
-fn those_who_are_left_compute_what_a_fresh_run_of_their_number_computes() {
+fn survivors_compute_what_a_fresh_run_of_their_number_computes() {
     let folder = tempfile::tempdir().unwrap();
     let (there, here) = (folder.path().join("there"), folder.path().join("here"));
     let shrink = |strategy| [&REPEAT[..], &["--on-loss", "shrink", "--strategy", strategy]].concat();
@@ -128,7 +128,7 @@ fn those_who_are_left_compute_what_a_fresh_run_of_their_number_computes() {
 }
 
 #[test]
-fn a_rank_that_is_started_anew_is_part_of_the_result() {
+fn a_restarted_rank_is_part_of_the_result() {
     let folder = tempfile::tempdir().unwrap();
     let (there, here) = (folder.path().join("there"), folder.path().join("here"));
     let options = [&REPEAT[..], &["--on-loss", "rejoin"]].concat();
@@ -145,7 +145,7 @@ fn a_rank_that_is_started_anew_is_part_of_the_result() {
 }
 
 #[test]
-fn too_few_are_left_and_a_mesh_that_does_not_fit_ends_the_run() {
+fn too_few_survivors_or_a_mesh_that_does_not_fit_end_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let there = folder.path().join("there");
     let shrink = [&REPEAT[..], &["--on-loss", "shrink"]].concat();
@@ -223,7 +223,7 @@ fn wrong_rows(there: &Path, here: &Path, lost: &[i64]) -> Vec<String> {
 }
 
 #[test]
-fn those_who_are_left_finish_the_call_over_all_keys() {
+fn survivors_complete_the_call_over_all_keys() {
     let folder = tempfile::tempdir().unwrap();
     let (there, here) = (folder.path().join("there"), folder.path().join("here"));
     let alone = ["attend", "--ranks", "4", "--output", here.to_str().unwrap()];
@@ -237,7 +237,7 @@ fn those_who_are_left_finish_the_call_over_all_keys() {
         for words in [
             "3 ranks complete the call (epoch 1".to_owned(),
             format!("queries {start}..{end} are missing"),
-            "the other 4608 are answered over all keys".to_owned(),
+            "the other 4608 rows are over all keys".to_owned(),
         ] {
             assert!(ended.said.contains(&words), "no `{words}` in {}", ended.said);
         }
@@ -249,7 +249,7 @@ fn those_who_are_left_finish_the_call_over_all_keys() {
 
 /// A rank that is killed in its first step may or may not have given its keys away: either way the result is right.
 #[test]
-fn where_keys_are_lost_those_who_are_left_begin_again_without_them() {
+fn if_keys_are_lost_survivors_start_again_without_them() {
     let folder = tempfile::tempdir().unwrap();
     let (there, here, fewer) =
         (folder.path().join("there"), folder.path().join("here"), folder.path().join("fewer"));
@@ -282,7 +282,7 @@ fn where_keys_are_lost_those_who_are_left_begin_again_without_them() {
 }
 
 #[test]
-fn what_is_not_launched_loses_no_ranks() {
+fn ranks_of_one_process_refuse_loss_policies() {
     let attend = ["attend", "--shape", "1,64,8,2,64", "--device", "cpu"];
     refused(
         &kyklos(&[&attend[..], &["--ranks", "2", "--on-loss", "shrink"]].concat()),

@@ -51,7 +51,7 @@ fn every_strategy_and_row_is_correct_or_refused() {
 }
 
 #[test]
-fn a_spoiled_result_is_wrong_and_the_table_says_so() {
+fn a_spoiled_result_is_reported_as_wrong() {
     let folder = tempfile::tempdir().unwrap();
     let mut runner = Runner::default();
     let cell = cell(ROWS[1], Strategy::Unified);
@@ -96,7 +96,7 @@ fn a_spoiled_result_is_wrong_and_the_table_says_so() {
 /// The result of one row is wrong for every other row with the same tensors: each option changes the result, by the factor
 /// that negative controls need.
 #[test]
-fn what_an_option_changes_is_seen() {
+fn every_option_changes_the_result_measurably() {
     let folder = tempfile::tempdir().unwrap();
     let mut runner = Runner::default();
     // The placement does not change the result, and rounding on the wire changes it little.

@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_spell_of_the_built_in_choice_decides_nothing() {
+    fn a_slow_period_of_the_built_in_choice_decides_nothing() {
         // Faster by the medians, but in two of four rounds only.
         let built_in = right([5.0, 20.0, 20.0, 5.0]);
         let steady = right([10.0, 10.0, 10.0, 10.0]);

@@ -77,7 +77,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
 const CALLERS: &str = "callers of a GPU backend's own operations, which plans do not make";
 
 #[test]
-fn the_index_of_errors_is_what_is_printed_and_misses_none() {
+fn the_index_of_errors_is_complete_and_as_printed() {
     let folder = tempfile::tempdir().unwrap();
     files::make(folder.path());
     let mut out = HEAD.to_owned();
