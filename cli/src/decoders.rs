@@ -1,6 +1,5 @@
-//! Everything of the program that reads bytes it did not write, for the fuzz targets in `fuzz/` and the bounded run of
-//! `tests/decoders.rs`. Each takes any bytes: it must not panic, and what it decodes must come back the same when it is
-//! encoded and decoded again. Not an interface.
+//! Every decoder of the program for foreign bytes, for the fuzz targets in `fuzz/` and the bounded run of `tests/decoders.rs`.
+//! Each accepts any bytes: it must not panic, and a decoded value must survive encoding and decoding. Not an interface.
 
 use std::cell::OnceCell;
 use std::ffi::OsString;
@@ -27,12 +26,12 @@ use crate::job::report::RankNote;
 use crate::observe::record::format::Line;
 use crate::observe::{doctor, metrics};
 use crate::options::one_line;
-use crate::tensors::{InputFile, Source, Which};
+use crate::tensors::{InputFile, Source, TensorKind};
 
-/// Something that takes any bytes.
+/// A decoder with its checks; accepts any bytes.
 pub type Target = fn(&[u8]);
 
-/// A decoder's name, and what feeds it.
+/// Names of decoders, and the decoders.
 pub const ALL: [(&str, Target); 10] = [
     ("record", record),
     ("tuning", tuning),
@@ -57,7 +56,7 @@ pub fn record(bytes: &[u8]) {
     }
 }
 
-/// The choices that `kyklos tune` keeps.
+/// The file of `kyklos tune`.
 pub fn tuning(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     if let Ok(table) = tuned::parse(&text) {
@@ -75,7 +74,7 @@ pub fn arguments(bytes: &[u8]) {
     }
 }
 
-/// What an option may be: each value comes back from its own text.
+/// Values of options: each value is parsed again from its own text.
 pub fn values(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     comes_back::<Mask>(&text);
@@ -117,17 +116,19 @@ pub fn tensors(bytes: &[u8]) {
         let problem = AttentionProblem::new(shape, input.dtype, Mask::full());
         let Ok(problem) = problem.and_then(|problem| problem.with_queries(input.q_len, 0)) else { return };
         let source = Source::File(input.into());
-        for (which, tokens) in [(Which::Q, problem.q_len), (Which::K, kv_len), (Which::V, kv_len)] {
+        for (which, tokens) in
+            [(TensorKind::Q, problem.q_len), (TensorKind::K, kv_len), (TensorKind::V, kv_len)]
+        {
             let last = TokenRuns::contiguous(tokens - 1..tokens);
             let read = source.read(&problem, which, &last).map(|part| part.len());
-            // A file that has been checked holds what it says.
+            // A checked file holds all tensors of its header.
             assert!(read.is_ok_and(|read| read < bytes.len()), "{which:?}");
         }
     });
 }
 
-/// How far those who are left of a ring say they came (`--on-loss finish`): the first byte says by which plan, the second
-/// who is lost, then each of them says it.
+/// The step progress of survivors of a ring (`--on-loss finish`). The first byte selects the plan, the second the lost rank;
+/// the progress of each survivor follows.
 pub fn reached(bytes: &[u8]) {
     let [choice, lost, rest @ ..] = bytes else { return };
     let world = &worlds()[usize::from(*choice) % worlds().len()];
@@ -143,13 +144,13 @@ pub fn reached(bytes: &[u8]) {
         rest = others;
     }
     StepProgress::align_operations(&mut all);
-    // What they say may be a lie: then the repair or its proof refuses, on every rank alike.
+    // The progress may be false: then the repair or its proof refuses, in the same way on every rank.
     if let Ok(repaired) = repair(world, &ranks, &all) {
         let _ = check_repair(world, &ranks, &all, &repaired);
     }
 }
 
-/// Some plans that can be finished by those who are left.
+/// Some plans that survivors can complete.
 pub fn worlds() -> &'static [World] {
     static WORLDS: OnceLock<Vec<World>> = OnceLock::new();
     WORLDS.get_or_init(|| {
@@ -168,26 +169,26 @@ pub fn worlds() -> &'static [World] {
     })
 }
 
-/// What a rank tells rank 0 about itself.
+/// The report of a rank to rank 0.
 pub fn note(bytes: &[u8]) {
     if let Ok(note) = RankNote::decode(bytes) {
         match note.encode() {
             // Numbers may come back an ulp off.
             Ok(again) => assert!(RankNote::decode(&again).is_ok(), "{note:?}"),
-            // One that is too long: nobody has sent it.
+            // Too long for a note: no rank sends it.
             Err(_) => assert!(bytes.len() > 1000, "{note:?}"),
         }
     }
 }
 
-/// The last line of a program that is compared with (`--against`).
+/// The last line of another program (`--against`).
 pub fn times(bytes: &[u8]) {
     if let Ok(times) = Times::of_line(&String::from_utf8_lossy(bytes)) {
         assert!(times.times_ms.iter().all(|time| time.is_finite()), "{times:?}");
     }
 }
 
-/// What somebody asks of the metrics' port: only whole words of HTTP/1 get anything but a refusal.
+/// A request to the port of the metrics: anything but a whole HTTP/1 request is refused.
 pub fn request(bytes: &[u8]) {
     let status = metrics::status_of(bytes);
     let text = String::from_utf8_lossy(bytes);

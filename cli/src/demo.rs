@@ -15,6 +15,7 @@ use crate::job::report::{duration, headline, verdict_line};
 use crate::job::{Job, Outputs, Settings};
 use crate::options::ProgressKind;
 use crate::request::Request;
+use crate::run::plans::Plans;
 use crate::run::{alone, quiet};
 use crate::tensors::Source;
 
@@ -137,7 +138,7 @@ fn alone_on(device: DeviceId, request: &Request) -> Result<f64> {
         plan_world(problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?;
     let all = TokenRuns::contiguous(0..problem.kv_len);
     let tensors = request.source.all(problem, &all, &all)?;
-    Ok(alone::run(&device.open()?, world, tensors, REPEAT.get(), &quiet())?.wall_s)
+    Ok(alone::run(&device.open()?, &Plans::prove(world)?, tensors, REPEAT.get(), &quiet())?.wall_s)
 }
 
 const HEADS: u32 = 8;

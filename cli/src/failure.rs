@@ -1,4 +1,4 @@
-//! How the program ends when it does not end well.
+//! Failures of the program, and what it prints.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -7,12 +7,12 @@ use std::path::Path;
 use kyklos::{Error, Remedy};
 use kyklos_transport::{Remedy as TransportRemedy, TransportError};
 
-/// What goes to standard error, and the exit code.
+/// An error message for standard error, and the exit code.
 #[derive(Clone, Debug)]
 pub(crate) struct Failure {
     pub(crate) exit: u8,
     pub(crate) text: String,
-    /// Another rank is the cause, or may be.
+    /// Another rank is, or may be, the cause.
     pub(crate) of_group: bool,
 }
 
@@ -25,12 +25,12 @@ impl Failure {
         Self { exit: 1, text: text.into(), of_group: false }
     }
 
-    /// The request is wrong: what does not fit, and what would.
+    /// The request is wrong: the mismatch, and a request that would work.
     pub(crate) fn request(mismatch: impl fmt::Display, remedy: impl fmt::Display) -> Self {
         Self { exit: 2, text: format!("{mismatch}: {remedy}"), of_group: false }
     }
 
-    /// A file that cannot be used, by its own name.
+    /// The file `path` cannot be opened, read or written.
     pub(crate) fn file(what: &str, path: &Path, error: &io::Error) -> Self {
         Self::run(format!("cannot {what} {}: {error}", path.display()))
     }
@@ -96,13 +96,13 @@ impl From<TransportError> for Failure {
     }
 }
 
-/// Writes to standard output. A reader that has gone away is no failure.
+/// Writes to standard output. A closed reader is no failure.
 pub(crate) fn print(text: &str) -> Result<()> {
     let mut stdout = io::stdout().lock();
     written(stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()))
 }
 
-/// Prints an object piece by piece: it may be large.
+/// Prints an object as JSON, without a copy of the text in memory: it may be large.
 pub(crate) fn print_json(value: &impl serde::Serialize) -> Result<()> {
     let mut stdout = io::BufWriter::new(io::stdout().lock());
     let json = serde_json::to_writer_pretty(&mut stdout, value).map_err(io::Error::from);
@@ -118,7 +118,7 @@ fn written(written: io::Result<()>) -> Result<()> {
     }
 }
 
-/// Writes one line to standard error, if anybody reads it.
+/// Writes one line to standard error; errors of writing are ignored.
 pub(crate) fn note(line: &str) {
     // One call, so that lines of several ranks do not mix.
     let line = harmless(&with_commands(line));
@@ -155,7 +155,7 @@ fn command(remedy: TransportRemedy) -> Option<&'static str> {
     })
 }
 
-/// What others have said stands in what is written, and does nothing to a terminal.
+/// Replaces control characters: messages may quote other ranks, and must not control the terminal.
 fn harmless(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' { ' ' } else { c }).collect()
 }
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_peer_says_does_nothing_to_a_terminal() {
+    fn text_of_peers_cannot_control_the_terminal() {
         assert_eq!(
             harmless("rank 1: \u{1b}[2J\u{7}gone\r\u{9b}31m é\nrank 2"),
             "rank 1:  [2J gone  31m é\nrank 2"

@@ -1,4 +1,4 @@
-//! Ctrl-C and termination: files that are not complete go, and so do child processes.
+//! Ctrl-C and termination: incomplete files are removed, and child processes end.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -24,17 +24,17 @@ impl Drop for Doomed {
     }
 }
 
-/// From now on an interruption removes what is doomed and ends the process.
+/// From now on an interruption removes all [`Doomed`] paths and ends the process.
 pub(crate) fn end_on_interrupt() -> Result<()> {
     on_interrupt(|| end(EXIT_INTERRUPTED))
 }
 
-/// From now on an interruption calls `then`, on a thread of its own. Once in a process.
+/// From now on an interruption calls `then` on a separate thread. At most once in a process.
 pub(crate) fn on_interrupt(then: impl FnMut() + Send + 'static) -> Result<()> {
     ctrlc::set_handler(then).map_err(|error| Failure::run(format!("cannot handle Ctrl-C: {error}")))
 }
 
-/// From now on SIGUSR1 calls `then`, on a thread of its own; elsewhere than on unix nothing does.
+/// From now on SIGUSR1 calls `then` on a separate thread. Only Unix has this signal.
 #[cfg(unix)]
 pub(crate) fn on_request(mut then: impl FnMut() + Send + 'static) -> Result<()> {
     let mut signals = signal_hook::iterator::Signals::new([signal_hook::consts::SIGUSR1])
@@ -49,7 +49,7 @@ pub(crate) fn on_request(_: impl FnMut() + Send + 'static) -> Result<()> {
     Ok(())
 }
 
-/// Removes what is doomed and ends the process.
+/// Removes all [`Doomed`] paths and ends the process.
 pub(crate) fn end(exit: u8) {
     for path in paths().iter() {
         let _ = std::fs::remove_file(path);
@@ -58,11 +58,11 @@ pub(crate) fn end(exit: u8) {
 }
 
 fn paths() -> std::sync::MutexGuard<'static, Vec<PathBuf>> {
-    // A panic while the list was held cannot have left it half changed.
+    // No panic can leave the list half changed.
     PATHS.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
 static PATHS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// What shells say of a process that Ctrl-C ended.
+/// The exit code that shells use for a process that Ctrl-C ended.
 pub(crate) const EXIT_INTERRUPTED: u8 = 130;

@@ -1,8 +1,25 @@
-//! The `kyklos` program: [`main`] is all of it. The library is no interface for other programs.
+//! The `kyklos` program. This library is not an interface for other programs; tests reach the decoders through it.
 //!
-//! Exit codes: 0 done, 1 the run failed (a device or driver that is not there among it) or `doctor` found something,
-//! 2 the request is wrong.
-//! A wrong request is one line on standard error.
+//! Exit codes: 0 success; 1 the run failed (also without a device or driver), or `doctor` found a problem; 2 the request is
+//! wrong; 3 the result is right, without the rows of lost ranks. A wrong request is one line on standard error.
+//!
+//! # Modules, from the bottom up
+//!
+//! A module uses only modules above it in this list (`cargo run -p xtask -- layers` checks it).
+//!
+//! | module | holds |
+//! |---|---|
+//! | `failure`, `interrupt`, `switches`, `median`, `messages` | errors and printing, signals, environment switches, small messages between ranks |
+//! | `devices` | names of devices, the table of backends, tuned choices |
+//! | `options` | values of options, and options that several commands share |
+//! | `tensors` | input and output files |
+//! | `request` | from options to a problem on a mesh |
+//! | `run` | proved plans, and runs on ranks of this process |
+//! | `verify` | comparison with the f64 oracle |
+//! | `observe` | progress, timelines, metrics, records and their diagnosis |
+//! | `launchers`, `network`, `group`, `entrance` | the rank of this process, and how it joins its group |
+//! | `job` | one attention call over all ranks of a group |
+//! | `commands` | one module for each command, with its options |
 #![forbid(unsafe_code)]
 
 #[cfg(target_endian = "big")]

@@ -1,6 +1,6 @@
-//! The value in the middle, of all that is measured more than once.
+//! The median of repeated measurements.
 
-/// Half of `values` are smaller, half are larger; no number if there are none.
+/// The median of `values`; NaN if there are none.
 pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);

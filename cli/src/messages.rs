@@ -8,7 +8,7 @@ use kyklos_transport::{Posted, Rank, Tag, Taken, Transport, TransportError};
 
 use crate::failure::Result;
 
-/// Messages of one operation of their own.
+/// Messages of one operation, apart from those of the plan.
 pub(crate) struct Messages<'a> {
     pub(crate) transport: &'a dyn Transport,
     pub(crate) op: u64,

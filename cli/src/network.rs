@@ -11,23 +11,25 @@ use kyklos_transport::quic::{Carrier, Congestion, LinkSettings};
 use crate::failure::{Failure, Result};
 use crate::options::ByteSize;
 
-/// Best the same on all ranks. What is not given is as it was found best.
+/// Settings of the links between ranks; usually the same on all ranks.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Options of the network between ranks (--transport quic)")]
 pub(crate) struct NetworkArgs {
-    /// What carries packets: udp, or tcp where UDP does not get through; the same on all ranks [default: udp]
+    /// Protocol that carries the packets: udp, or tcp where UDP is blocked. The same on all ranks [default: udp]
     #[arg(long, value_enum)]
     pub(crate) network: Option<CarrierName>,
-    /// Bytes of the largest IP packet that every link carries, such as 9000 with jumbo frames [default: finds out, up to 1500]
+    /// Largest IP packet that every link carries, in bytes, such as 9000 with jumbo frames [default: measured, up to 1500]
     #[arg(long, value_name = "BYTES")]
     pub(crate) link_mtu: Option<u16>,
-    /// cubic gives way to others; fixed:BYTES keeps so much under way whatever is lost, for links that nobody else uses [default: cubic; the system's with tcp, to which fixed hands so much at a time]
+    /// cubic shares links with other traffic. fixed:BYTES keeps this much in flight in spite of losses, for links without
+    /// other traffic [default: cubic; with tcp the choice of the system]
     #[arg(long, value_name = "cubic|fixed:BYTES")]
     pub(crate) congestion: Option<CongestionName>,
-    /// Connections for messages between two ranks, each with a port and a thread, for links that are faster than one core encrypts; the same on all ranks [default: 1]
+    /// Connections between two ranks for messages, each with a port and a thread, for links that are faster than one core
+    /// can encrypt. The same on all ranks [default: 1]
     #[arg(long, value_name = "N")]
     pub(crate) lanes: Option<u8>,
-    /// Most bytes that the connections of a rank hold, such as 512MiB [default: 1GiB, or what the ranks need at the least]
+    /// Memory limit of the connections of a rank, such as 512MiB [default: 1GiB, or the minimum for the group]
     #[arg(long, value_name = "BYTES")]
     pub(crate) net_memory: Option<ByteSize>,
 }

@@ -1,22 +1,22 @@
-//! Environment variables that turn something off.
+//! Environment variables that switch a feature off.
 
 use std::env;
 use std::ffi::OsString;
 
 use crate::failure::{Failure, Result};
 
-/// A variable that is `off` or not there.
+/// A variable that is `off` or unset.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Switch {
     name: &'static str,
-    /// What `off` does.
+    /// The effect of `off`, for the message.
     does: &'static str,
 }
 
-/// Whether choices of `kyklos tune` count.
+/// Whether runs use the choices of `kyklos tune`.
 pub(crate) const TUNE: Switch = Switch { name: "KYKLOS_TUNE", does: "uses the built-in choices" };
 
-/// Whether launches that come again are CUDA graphs.
+/// Whether repeated CUDA launches run as CUDA graphs.
 pub(crate) const CUDA_GRAPHS: Switch =
     Switch { name: "KYKLOS_CUDA_GRAPHS", does: "has profilers see every launch by itself" };
 
@@ -38,7 +38,7 @@ impl Switch {
     }
 }
 
-/// Refuses a wrong word, also where nobody would look at it.
+/// Refuses a wrong value, also where the command does not use the switch.
 pub(crate) fn check() -> Result<()> {
     [TUNE, CUDA_GRAPHS].into_iter().try_for_each(|switch| switch.is_off().map(|_| ()))
 }

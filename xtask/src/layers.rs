@@ -24,6 +24,21 @@ const CRATES: [(&str, &[&str]); 11] = [
     ("xtask", &[]),
 ];
 
+/// The modules of the program, from the bottom to the top. A module uses modules of its own line and of earlier lines.
+const PROGRAM: [&[&str]; 11] = [
+    &["failure", "interrupt", "switches", "median", "messages"],
+    &["devices"],
+    &["options"],
+    &["tensors"],
+    &["request"],
+    &["run"],
+    &["verify"],
+    &["observe"],
+    &["network", "group", "launch_words"],
+    &["job"],
+    &["commands"],
+];
+
 /// What computes plans: a pure function, whatever it uses.
 const PURE: [&str; 6] = [
     "runtime/src/mask.rs",
@@ -56,6 +71,30 @@ pub(crate) fn check(root: &Path, house: &House) -> Vec<String> {
         for impure in IMPURE {
             if let Some(way) = house.way(Path::new(pure), Path::new(impure)) {
                 faults.push(format!("{pure} must not use {impure}, but {way}"));
+            }
+        }
+    }
+    faults.extend(of_program(house));
+    faults
+}
+
+/// Modules of the program that use a module of a later line of [`PROGRAM`].
+fn of_program(house: &House) -> Vec<String> {
+    let path = |module: &str| {
+        let folder = Path::new("cli/src").join(module);
+        if house.contains(&folder) { folder } else { folder.with_extension("rs") }
+    };
+    let mut faults = Vec::new();
+    for (line, modules) in PROGRAM.iter().enumerate() {
+        for module in *modules {
+            let lower = path(module);
+            if !house.contains(&lower) {
+                faults.push(format!("xtask/src/layers.rs: there is no {}", lower.display()));
+            }
+            for above in PROGRAM[line + 1..].iter().flat_map(|line| line.iter()) {
+                if let Some(way) = house.way(&lower, &path(above)) {
+                    faults.push(format!("cli/src/{module} is below {above}, but {way}"));
+                }
             }
         }
     }

@@ -1,4 +1,4 @@
-//! `kyklos devices`, and the probe that it and the demonstration share.
+//! `kyklos devices`, and the speed probe.
 
 use clap::Args;
 use kyklos::plan::table;
@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::devices::{self, AnyBackend, Device, DeviceId};
 use crate::failure::{Failure, Result, print};
+use crate::run::plans::Plans;
 use crate::run::{alone, quiet};
 use crate::tensors::Source;
 
@@ -74,7 +75,7 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     print(&out)
 }
 
-/// GFLOP/s that a device reaches on attention of a growing number of tokens, until a run takes long enough to time.
+/// GFLOP/s of a device on attention. The number of tokens grows until a run is long enough to time.
 pub(crate) fn probe(backend: &AnyBackend) -> Result<f64> {
     let mut tokens = FIRST_TOKENS;
     loop {
@@ -84,7 +85,7 @@ pub(crate) fn probe(backend: &AnyBackend) -> Result<f64> {
         let (source, all) = (Source::MadeUp { seed: 0 }, TokenRuns::contiguous(0..tokens));
         let tensors = source.all(&problem, &all, &all)?;
         // The first run compiles kernels and wakes the device.
-        let alone = alone::run(backend, world, tensors, 2, &quiet())?;
+        let alone = alone::run(backend, &Plans::prove(world)?, tensors, 2, &quiet())?;
         let flops = 4.0 * f64::from(tokens).powi(2) * f64::from(HEADS * DIM);
         if alone.wall_s >= LONG_ENOUGH_S || tokens >= LAST_TOKENS {
             return Ok(flops / alone.wall_s.max(1e-9) / 1e9);

@@ -1,4 +1,4 @@
-//! `kyklos doctor`: what the records of a run say together.
+//! `kyklos doctor`: the diagnosis of a run from the records of its ranks.
 
 use std::path::PathBuf;
 
@@ -7,10 +7,10 @@ use clap::Args;
 use crate::failure::{Result, print};
 use crate::observe::doctor::Diagnosis;
 
-/// Which records.
+/// The records to read.
 #[derive(Debug, Args)]
 pub(crate) struct DoctorArgs {
-    /// Records of one run, or folders that hold them (*.jsonl)
+    /// Records of one run, or folders with records (*.jsonl)
     #[arg(required = true, value_name = "DUMP")]
     pub(crate) dumps: Vec<PathBuf>,
     /// Print one JSON object

@@ -22,10 +22,10 @@ use crate::interrupt::{self, EXIT_INTERRUPTED};
 use crate::job::rank::EXIT_LACKS;
 use crate::options::{OnLoss, one_line};
 
-/// How many processes, and of what.
+/// Number of processes and their command.
 #[derive(Debug, Args)]
 pub(crate) struct LaunchArgs {
-    /// Number of processes
+    /// Number of processes, one for each rank
     #[arg(short = 'n', long, value_name = "N")]
     pub(crate) ranks: NonZeroU32,
     /// `attend` and its options
@@ -83,7 +83,7 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
         children.take(rank, start(rank, false)?);
     }
     let exit = children.watch(&interrupted, &asked, on_loss, &start);
-    // Explicit, because a folder that stays behind holds keys.
+    // Explicit: a folder that is not removed holds keys.
     if let Err(error) = folder.close() {
         note(&format!("warning: the job's identity could not be removed: {error}"));
     }
@@ -94,7 +94,7 @@ fn identity_of(folder: &Path, rank: u32) -> PathBuf {
     folder.join(format!("rank-{rank}.pem"))
 }
 
-/// What is wrong with the options is said once, before any process is there to say it. Returns what to do about losses.
+/// Refuses wrong options once, before any process starts. Returns the policy for losses.
 fn refuse_early(args: &LaunchArgs) -> Result<OnLoss> {
     let ranks = args.ranks.get();
     if ranks > MAX_RANKS {
@@ -114,13 +114,13 @@ fn refuse_early(args: &LaunchArgs) -> Result<OnLoss> {
     if let Some(flag) = attend.group.first() {
         return Err(Failure::request(
             format!("{flag} under kyklos launch"),
-            "leave it away: kyklos launch says who is which rank, and where",
+            "leave it away: kyklos launch assigns the ranks and the address of rank 0",
         ));
     }
     if attend.group.rejoin {
         return Err(Failure::request(
             "--rejoin under kyklos launch",
-            "leave it away: kyklos launch gives it to the processes that it starts anew",
+            "leave it away: kyklos launch gives it to the processes that it starts again",
         ));
     }
     attend.network.here(ranks)?;
@@ -128,7 +128,7 @@ fn refuse_early(args: &LaunchArgs) -> Result<OnLoss> {
     Ok(attend.on_loss)
 }
 
-/// A UDP port of loopback that nobody uses now.
+/// A free UDP port of the loopback interface.
 fn free_port() -> Result<u16> {
     UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))
         .and_then(|socket| socket.local_addr())
@@ -141,7 +141,7 @@ fn free_port() -> Result<u16> {
 struct Children {
     running: Vec<Running>,
     ended: Vec<(u32, ExitStatus)>,
-    /// By rank, how often it was started anew.
+    /// By rank, the number of restarts.
     restarts: BTreeMap<u32, u32>,
     readers: Vec<JoinHandle<()>>,
 }
@@ -150,7 +150,7 @@ struct Children {
 struct Running {
     rank: u32,
     child: Child,
-    /// A process ends when this does, and writes its record when a byte comes.
+    /// Standard input of the process: it ends when this closes, and writes its record when a byte arrives.
     lifeline: Option<ChildStdin>,
 }
 
@@ -169,8 +169,8 @@ impl Children {
         self.running.push(Running { rank, lifeline: child.stdin.take(), child });
     }
 
-    /// Waits for all of them; when one fails the others have [`SURVIVORS`] to end by themselves, or go on without it, or it
-    /// is started anew.
+    /// Waits for all processes. When one fails, the others end within [`SURVIVORS`], or continue without it, or it is started
+    /// again, by the policy.
     fn watch(
         &mut self,
         interrupted: &AtomicBool,
@@ -199,7 +199,10 @@ impl Children {
             }
             if patience.is_some_and(|until| Instant::now() >= until) {
                 for running in &self.running {
-                    note(&format!("launch: rank {} did not end by itself and is ended", running.rank));
+                    note(&format!(
+                        "launch: rank {} did not end within the time limit and is killed",
+                        running.rank
+                    ));
                 }
                 self.end_all();
                 break;
@@ -221,10 +224,10 @@ impl Children {
         } else if self.ended.iter().all(|(_, status)| status.success())
             || (on_loss != OnLoss::Stop && self.ended.iter().any(|(_, status)| status.success()))
         {
-            // Those who went on have the whole result.
+            // The processes that continued have the whole result.
             0
         } else if self.ended.iter().any(|(_, status)| status.code() == Some(i32::from(EXIT_LACKS))) {
-            // Those who are left have finished what all had begun.
+            // The survivors have completed the call.
             EXIT_LACKS
         } else if self.ended.iter().all(|(_, status)| status.code() == Some(2)) {
             2
@@ -233,7 +236,8 @@ impl Children {
         }
     }
 
-    /// Starts again who was killed, while there are others to join. Who ends by itself knows why, and stays away.
+    /// Starts killed processes again, while there are others to join. A process that ended by itself has a reason and is not
+    /// started again.
     fn start_anew(&mut self, start: &dyn Fn(u32, bool) -> Result<Child>) {
         let killed: Vec<u32> =
             self.ended.iter().filter(|(_, status)| status.code().is_none()).map(|(rank, _)| *rank).collect();
@@ -246,7 +250,7 @@ impl Children {
             *restarts += 1;
             match start(rank, true) {
                 Ok(child) => {
-                    note(&format!("launch: rank {rank} was killed and is started anew"));
+                    note(&format!("launch: rank {rank} was killed and is started again"));
                     self.ended.retain(|(ended, _)| *ended != rank);
                     self.take(rank, child);
                 }
@@ -255,10 +259,10 @@ impl Children {
         }
     }
 
-    /// What SIGUSR1 would do to each process.
+    /// Asks each process for its record, as SIGUSR1 does.
     fn ask_for_records(&mut self) {
         for lifeline in self.running.iter_mut().filter_map(|running| running.lifeline.as_mut()) {
-            // A process that does not read has its own end; a pipe takes thousands of bytes before it blocks.
+            // Errors are ignored: the process may have ended. A pipe takes thousands of bytes before it blocks.
             let _ = lifeline.write_all(b"r");
         }
     }
@@ -290,7 +294,7 @@ impl Drop for Children {
     }
 }
 
-/// Copies lines until the other side closes; goes on reading when nobody wants them.
+/// Copies lines until the other side closes. Keeps reading when writing fails, so that the process does not block.
 fn pass_on(from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String) {
     let mut from = BufReader::new(from);
     let mut line = Vec::new();
@@ -308,13 +312,13 @@ fn pass_on(from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String
     }
 }
 
-/// How long the others may take to end by themselves when one rank has failed.
+/// Time for the other processes to end by themselves after a failure.
 const SURVIVORS: Duration = Duration::from_secs(15);
-/// The same after an interruption.
+/// Time for all processes to end after an interruption.
 const INTERRUPTED: Duration = Duration::from_secs(3);
-/// A rank that is killed more often is not started again.
+/// Most restarts of one rank.
 const MOST_RESTARTS: u32 = 3;
-/// How often the processes are looked at.
+/// Interval between checks of the processes.
 const POLL: Duration = Duration::from_millis(20);
-/// More processes than this on one host are a typing mistake.
+/// Most processes on one host.
 const MAX_RANKS: u32 = 256;

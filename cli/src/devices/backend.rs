@@ -8,7 +8,7 @@ use crate::failure::{Failure, Result};
 
 /// A backend of this build: how its devices are named, found and opened. One implementation and one line of the table in
 /// `table.rs` add a backend to all commands.
-pub(super) trait BackendEntry {
+pub(crate) trait BackendEntry {
     type Backend: Backend;
 
     /// On the command line: `cpu`, or `wgpu` and `wgpu:1`.

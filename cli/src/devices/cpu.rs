@@ -8,7 +8,7 @@ use super::backend::BackendEntry;
 use crate::failure::Result;
 
 #[derive(Debug)]
-pub(super) struct Cpu;
+pub(crate) struct Cpu;
 
 impl BackendEntry for Cpu {
     type Backend = CpuBackend;

@@ -12,7 +12,7 @@ use crate::failure::{Failure, Result};
 use crate::switches;
 
 #[derive(Debug)]
-pub(super) struct Cuda;
+pub(crate) struct Cuda;
 
 impl BackendEntry for Cuda {
     type Backend = CudaBackend;

@@ -1,4 +1,4 @@
-//! The file in which tuned choices are kept: found, read without ever failing a run, and replaced as a whole.
+//! The file with the choices of `kyklos tune`. A damaged file never fails a run; a new file replaces the old one whole.
 
 use std::env;
 use std::ffi::OsString;
@@ -14,15 +14,15 @@ use crate::failure::{Failure, Result, note};
 use crate::interrupt::Doomed;
 use crate::switches;
 
-/// What the file holds.
+/// The content of the file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Contents {
-    /// Of this layout, and of the names in it.
+    /// Version of the layout and of the names in it.
     version: u32,
     entries: TuningTable,
 }
 
-/// The table for a run: none with `KYKLOS_TUNE=off`, and none where the file cannot be used, which is told once.
+/// The table for a run. None with `KYKLOS_TUNE=off`, or if the file cannot be used, which is reported once.
 pub(crate) fn for_runs() -> Result<Option<TuningTable>> {
     static TABLE: OnceLock<TuningTable> = OnceLock::new();
     if switches::TUNE.is_off()? {
@@ -41,17 +41,17 @@ pub(crate) fn for_runs() -> Result<Option<TuningTable>> {
     ))
 }
 
-/// The file, where there is a folder for it.
+/// The path of the file, if this user has a cache folder.
 pub(crate) fn path() -> Option<PathBuf> {
     cache_folder().map(|folder| folder.join("tuning.json"))
 }
 
-/// The folder for what can be made anew, where there is one.
+/// The cache folder, if this user has one.
 pub(crate) fn cache_folder() -> Option<PathBuf> {
     folder(|name| env::var_os(name))
 }
 
-/// Where the platform keeps such things. Relative paths and empty names are no folders.
+/// The cache folder of the platform. Relative paths and empty names are ignored.
 fn folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let absolute = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
     if let Some(own) = variable("KYKLOS_CACHE_DIR").filter(|own| !own.is_empty()) {
@@ -67,7 +67,7 @@ fn folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     Some(caches.join("kyklos"))
 }
 
-/// The table in the file; an empty one where there is no file. The error says why the file cannot be used.
+/// The table in the file; empty if there is no file. The error says why the file cannot be used.
 pub(crate) fn read(path: &Path) -> Result<TuningTable, String> {
     let file = match fs::File::open(path) {
         Ok(file) => file,
@@ -97,8 +97,7 @@ pub(crate) fn parse(text: &str) -> Result<TuningTable, String> {
         .map_err(|error| format!("it is damaged: {error}"))
 }
 
-/// Replaces the file as a whole: who reads it meanwhile gets the old one or the new one. Of two programs that do so at
-/// the same time the later wins.
+/// Replaces the file atomically: a concurrent reader gets the old or the new file. Of two concurrent writers the later wins.
 pub(crate) fn write(path: &Path, table: &TuningTable) -> Result<()> {
     let failed = |error: &io::Error| Failure::file("keep the choices in", path, error);
     let folder = path.parent().unwrap_or(Path::new("."));
@@ -118,7 +117,7 @@ pub(crate) fn text_of(table: &TuningTable) -> serde_json::Result<String> {
 }
 
 const VERSION: u32 = 1;
-/// Far more than all devices of a machine fill.
+/// Far more than the choices for all devices of a machine.
 const MOST_BYTES: u64 = 1 << 20;
 
 #[cfg(test)]
@@ -126,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_is_named_or_the_platforms() {
+    fn the_cache_folder_is_the_named_one_or_that_of_the_platform() {
         let of = |set: &[(&str, &str)]| {
             let set: Vec<(String, OsString)> =
                 set.iter().map(|(k, v)| ((*k).to_owned(), (*v).into())).collect();
@@ -144,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_and_what_is_damaged_or_foreign_is_not() {
+    fn a_written_table_is_read_and_a_damaged_or_foreign_one_is_not() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("deeper").join("tuning.json");
         assert_eq!(read(&path), Ok(TuningTable::default()));

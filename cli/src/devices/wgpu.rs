@@ -11,7 +11,7 @@ use super::tuned;
 use crate::failure::{Failure, Result};
 
 #[derive(Debug)]
-pub(super) struct Wgpu;
+pub(crate) struct Wgpu;
 
 impl BackendEntry for Wgpu {
     type Backend = WgpuBackend;

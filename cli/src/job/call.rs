@@ -1,4 +1,4 @@
-//! A job: one attention call of a group of ranks. Its parts are separate by reader.
+//! A job: one attention call of a group of ranks. Each part has its own readers.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -59,7 +59,7 @@ pub(crate) struct Outputs {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Settings {
     pub(crate) repeat: u64,
-    /// For one message.
+    /// Longest wait for one message.
     pub(crate) deadline: Duration,
     pub(crate) verify: bool,
     pub(crate) progress: ProgressKind,
@@ -144,7 +144,7 @@ impl Job {
 }
 
 impl Agreed {
-    /// The world in which keys began to travel.
+    /// The world that started the call: its wire format decides how keys were rounded.
     pub(super) fn begun(&self) -> &World {
         self.begun.as_ref().unwrap_or(&self.plans.world)
     }

@@ -1,4 +1,4 @@
-//! What goes to rank 0 when all ranks have computed: reports, sampled rows, output.
+//! Collects reports, sampled rows and output on rank 0 after the computation.
 
 use std::sync::Arc;
 
@@ -18,7 +18,8 @@ use crate::tensors::output::{OutputFile, OutputTarget};
 use crate::verify::{Sample, Verdict};
 
 impl Job {
-    /// Reports, sampled rows and output go to rank 0. Returns rank 0's summary, and why the result is rejected if it is.
+    /// Sends reports, sampled rows and output to rank 0. Returns the summary on rank 0, and the reason if the result is
+    /// rejected.
     pub(super) fn collect(
         &self,
         transport: &Arc<dyn Transport>,
@@ -84,7 +85,7 @@ impl Job {
                         file.write_piece(self.world(), &piece)
                     },
                 ))?;
-                // A result that is known to be wrong gets no name.
+                // A wrong result does not get its final name.
                 if wrong.is_none() {
                     file.commit()?;
                 }
@@ -102,8 +103,8 @@ impl Job {
         Ok((Some(summary), rejected))
     }
 
-    /// Writes this rank's part, and names it once all ranks have written theirs and rank 0 has found nothing `wrong`.
-    /// Returns what came between: to every rank the same reason, except that rank 0 tells its own in full.
+    /// Writes this rank's part. Renames it when all ranks have written theirs and rank 0 has found nothing `wrong`.
+    /// Returns the reason if not: the same on every rank, in full on rank 0.
     fn write_part(
         &self,
         transport: &dyn Transport,
@@ -120,14 +121,15 @@ impl Job {
             return Some(refuse(transport, self.named(transport.rank(), failure)));
         }
         let vote = Vote::Ready { plan_hash: self.agreed.plans.hash };
-        // Rank 0 votes after it has verified, which no deadline for messages has anything to do with.
+        // Rank 0 votes after the verification, which may take longer than the deadline of a message.
         match pollster::block_on(transport.agree(vote, self.runs.deadline.max(REFUSE))) {
             Ok(()) => file.commit().map_err(|failure| self.named(transport.rank(), failure)).err(),
             Err(error) => Some(error.into()),
         }
     }
 
-    /// A rank's part in the verification: its sampled rows, and all of them computed alone if rank 0 wants that.
+    /// The part of ranks other than 0 in the verification: send the own sampled rows and, if rank 0 asks, all sampled rows
+    /// computed alone.
     fn send_rows(
         &self,
         messages: &Messages<'_>,
@@ -151,7 +153,7 @@ impl Job {
         Ok(())
     }
 
-    /// Rank 0's part: everybody's rows against the oracle, within what the devices reach alone.
+    /// The part of rank 0: compare the rows of all ranks with the oracle, within a tolerance from the devices alone.
     fn verify(
         &self,
         messages: &Messages<'_>,
@@ -202,7 +204,7 @@ impl Job {
         sample.judge(rows, &dense, &kv, &shared)
     }
 
-    /// The rows that went with lost ranks, if this job completes the call of another group.
+    /// The rows of lost ranks, if this job completes the call of a larger group.
     fn missing(&self) -> Option<MissingRows> {
         self.agreed.begun.is_some().then(|| MissingRows {
             members: self.agreed.members.iter().map(|rank| rank.0).collect(),
@@ -210,7 +212,7 @@ impl Job {
         })
     }
 
-    /// Options for runs that nobody watches.
+    /// Options of runs without observers.
     fn quiet(&self) -> RunOptions {
         RunOptions { observer: Arc::new(kyklos::NoObserver), trace: false, ..self.runs.options.clone() }
     }

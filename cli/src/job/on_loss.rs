@@ -1,4 +1,4 @@
-//! What a launched rank does when its group has lost one: it ends with it, or goes on in the next group.
+//! What a rank does when its group loses a rank: end, or continue in the next group.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,19 +21,19 @@ pub(crate) struct LossPolicy {
     pub(crate) patience: Duration,
 }
 
-/// What became of a group.
+/// The end of a group that lost a rank.
 pub(crate) struct GroupLoss {
     abort: Abort,
     members: Vec<Rank>,
 }
 
 impl GroupLoss {
-    /// Why the group of a rank that failed was aborted, if it is that and not this rank's own doing.
+    /// The abort behind `failure`, unless this rank caused it.
     pub(crate) fn of(group: &Reformed, failure: &Failure) -> Option<Self> {
         if !failure.of_group {
             return None;
         }
-        // A deadline of this rank becomes everyone's abort, which may be under way.
+        // The abort of the group may still be on its way to this rank: the vote waits for it.
         let vote =
             Vote::Refuse { reason: RefusalReason::from_code(failure.exit), text: failure.text.clone() };
         match pollster::block_on(group.transport.agree(vote, ABORT_UNDER_WAY)) {
@@ -46,7 +46,7 @@ impl GroupLoss {
         }
     }
 
-    /// Forms the next group, as `--on-loss` says.
+    /// Forms the next group by the policy.
     pub(crate) fn go_on(&self, policy: LossPolicy, transport: &dyn Transport) -> Result<Reformed> {
         let LossPolicy { on_loss, patience } = policy;
         let who = match on_loss {
@@ -57,37 +57,34 @@ impl GroupLoss {
             .map_err(|error| Failure { text: format!("{}; {error}", self.abort), ..error.into() })
     }
 
-    /// Says on standard error what has happened, and how it goes on.
+    /// Reports the loss and the next group on standard error.
     pub(crate) fn tell(&self, next: &Reformed, request: &Request) {
         note(&format!("{}; {}", self.in_words(next), in_words(next, request)));
     }
 
-    /// The same when those who are left finish what all had begun.
+    /// Reports the loss when the survivors complete the current call.
     fn tell_finishing(&self, next: &Reformed) {
         let (ranks, members) = (next.members.len(), list(next.members.iter()));
         let epoch = next.epoch;
-        note(&format!(
-            "{}; {ranks} ranks finish what was begun (epoch {epoch}: {members})",
-            self.in_words(next)
-        ));
+        note(&format!("{}; {ranks} ranks complete the call (epoch {epoch}: {members})", self.in_words(next)));
     }
 
     fn in_words(&self, next: &Reformed) -> String {
         let Abort { culprit, cause, .. } = &self.abort;
         let culprit = self.members.get(culprit.0 as usize).copied().unwrap_or(*culprit);
         let gone = list(self.members.iter().filter(|rank| !next.members.contains(rank)));
-        let gone = if gone.is_empty() { "nobody is lost".to_owned() } else { format!("without {gone}") };
+        let gone = if gone.is_empty() { "no rank is lost".to_owned() } else { format!("without {gone}") };
         format!("rank {culprit} {cause}; {gone}")
     }
 }
 
-/// The next group of a rank that is at work, and that is to finish it without those who are lost.
+/// The completion of a call by the survivors, in the next group.
 pub(crate) struct Recovery<'a> {
     policy: LossPolicy,
     group: &'a Reformed,
-    /// Once there is one.
+    /// The loss and the next group, once it has formed.
     next: Option<(GroupLoss, Reformed)>,
-    /// It could not be finished, and all who are left know it.
+    /// All survivors know that the call cannot be completed.
     refused: bool,
 }
 
@@ -96,7 +93,7 @@ impl<'a> Recovery<'a> {
         Self { policy, group, next: None, refused: false }
     }
 
-    /// Forms the next group after this failure, if the call is to be finished there.
+    /// Forms the next group after this failure, if the policy is to complete the call there.
     pub(crate) fn survivors(&mut self, failure: &Failure) -> Option<Result<Survivors>> {
         if !self.policy.on_loss.finishes() || self.next.is_some() {
             return None;
@@ -110,7 +107,7 @@ impl<'a> Recovery<'a> {
         if next.transport.rank().0 == 0 {
             lost.tell_finishing(&next);
         }
-        // Both are ascending, in numbers of the first group.
+        // Both lists are in ascending order, in numbers of the first group.
         let rank_before = |member: &Rank| {
             let place = self.group.members.iter().position(|rank| rank == member);
             Rank(place.and_then(|place| u32::try_from(place).ok()).unwrap_or(u32::MAX))
@@ -121,25 +118,25 @@ impl<'a> Recovery<'a> {
         Some(Ok(survivors))
     }
 
-    /// By rank of the next group, its rank in the first one.
+    /// By rank of the next group, its rank in the first group.
     pub(crate) fn members(&self) -> &[Rank] {
         self.next.as_ref().map_or(&self.group.members, |(_, next)| &next.members)
     }
 
-    /// It cannot be finished. The same on all who are left.
+    /// The call cannot be completed. All survivors come to the same result.
     pub(crate) fn refuse(&mut self) {
         self.refused = true;
     }
 
-    /// The next group, and whether it has still to begin again.
+    /// The loss, the next group, and whether that group must start the call again.
     pub(crate) fn into_next(self) -> Option<(GroupLoss, Reformed, bool)> {
         let Self { next, refused, policy, .. } = self;
         next.map(|(lost, next)| (lost, next, refused && policy.on_loss == OnLoss::FinishOrShrink))
     }
 }
 
-/// Ends this process when the others have given it up for stuck and it stays so: they have gone on, and wait for nothing of
-/// it, but whoever started it does.
+/// Ends this process if the others have declared this rank stuck and it stays stuck. The others continue without it, but
+/// the launcher still waits for this process.
 pub(crate) fn end_if_stuck(group: &Reformed) {
     let (transport, recorder, me) =
         (Arc::downgrade(&group.transport), group.transport.recorder(), group.transport.rank());
@@ -153,7 +150,7 @@ pub(crate) fn end_if_stuck(group: &Reformed) {
             if recorder.is_aborted() && is_stuck() {
                 std::thread::sleep(STUCK_FOR_GOOD);
                 if transport.strong_count() > 0 {
-                    note("this rank is stuck, the others do without it: ended");
+                    note("this rank is stuck, and the others continue without it: ended");
                     interrupt::end(1);
                 }
             }
@@ -161,14 +158,14 @@ pub(crate) fn end_if_stuck(group: &Reformed) {
     });
 }
 
-/// A rank that was started anew says where it is.
+/// Reports on standard error that this rank has replaced a lost one.
 pub(crate) fn tell_rejoined(next: &Reformed, request: &Request) {
-    note(&format!("joined again; {}", in_words(next, request)));
+    note(&format!("joined the group; {}", in_words(next, request)));
 }
 
 fn in_words(next: &Reformed, request: &Request) -> String {
     format!(
-        "{} ranks begin again (epoch {}: {}), mesh {}, strategy {}",
+        "{} ranks start again (epoch {}: {}), mesh {}, strategy {}",
         next.members.len(),
         next.epoch,
         list(next.members.iter()),
@@ -186,20 +183,20 @@ fn list<'a>(ranks: impl Iterator<Item = &'a Rank>) -> String {
     }
 }
 
-/// A request that does not fit the smaller world.
+/// The failure when the request does not fit the smaller group.
 pub(crate) fn does_not_fit(world: u32, failure: &Failure) -> Failure {
     Failure::run(format!(
-        "the group goes on with {world} ranks, and the request does not fit them ({}): leave mesh and shares to the planner \
-         for --on-loss shrink, or use --on-loss stop",
+        "the group continues with {world} ranks, and the request does not fit them ({}): leave --mesh, --split and --tokens \
+         away with --on-loss shrink, or use --on-loss stop",
         failure.text
     ))
 }
 
-/// How often to look whether this rank has been given up.
+/// Interval between two checks for an abort of this rank.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// After which a rank that was given up will not come back.
+/// Time after which a stuck rank counts as stuck for ever.
 const STUCK_FOR_GOOD: Duration = Duration::from_secs(10);
 
-/// For a request of this rank to become everyone's abort.
+/// Longest wait for the abort of the group.
 const ABORT_UNDER_WAY: Duration = Duration::from_secs(10);

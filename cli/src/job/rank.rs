@@ -1,4 +1,4 @@
-//! One rank, from its own tokens to everyone's result. The same for ranks of one process and for a rank that is one.
+//! The work of one rank. The same for a rank in its own process and for ranks of one process.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,27 +18,27 @@ use crate::observe::trace::{Trace, Track};
 use crate::request::Request;
 use crate::tensors::output::OutputFile;
 
-/// What a rank leaves behind.
+/// The results of a rank.
 #[derive(Debug)]
 pub(crate) struct RankDone {
-    /// Timelines to write: its own, or on rank 0 those of all.
+    /// Timelines to write: of this rank, or on rank 0 of all ranks.
     pub(crate) trace: Option<Trace>,
     /// On rank 0.
     pub(crate) summary: Option<Summary>,
-    /// Why the result is not to be used, though it was computed.
+    /// Why the computed result must not be used.
     pub(crate) rejected: Option<Failure>,
-    /// What the result lacks, which is right otherwise.
+    /// Which rows are missing from a result that is otherwise right.
     pub(crate) lacks: Option<Failure>,
 }
 
-/// What a rank has before it meets the others.
+/// What a rank prepares before it votes.
 struct Ready {
     backend: AnyBackend,
     tensors: Tensors,
     file: Option<OutputFile>,
 }
 
-/// What a rank has computed.
+/// The output of a rank, before it is delivered.
 struct Computed {
     output: RankOutput,
     spans: Vec<Span>,
@@ -52,7 +52,7 @@ pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<Devi
     result
 }
 
-/// Runs a rank, and tells the others if it fails. With `recovery` it is finished with those who are left, in their group.
+/// Runs a rank, and tells the others if it fails. With `recovery`, the survivors complete the call in the next group.
 pub(crate) fn work(
     job: &Job,
     transport: &Arc<dyn Transport>,
@@ -85,7 +85,7 @@ pub(crate) fn work(
     }
 }
 
-/// Finishes, with those who are left, what a group began that has lost ranks.
+/// Completes, together with the other survivors, the call of a group that lost ranks.
 fn finish(
     job: &Job,
     survivors: &Survivors,
@@ -114,11 +114,11 @@ fn finish(
     result
 }
 
-/// Leaves the group after that.
+/// Leaves the group.
 pub(crate) fn leave(job: &Job, transport: &Arc<dyn Transport>, result: &Result<RankDone>) {
     let well = result.as_ref().is_ok_and(|done| done.rejected.is_none());
     let left = pollster::block_on(transport.close(if well { job.runs.deadline } else { LEAVE }));
-    // The work is done: who leaves rudely afterwards takes nothing away.
+    // The work is done: a peer that fails now changes nothing.
     if let (true, Err(error)) = (well, left) {
         note(&format!("warning: rank {}: {error}", transport.rank()));
     }
@@ -136,7 +136,7 @@ impl Job {
         })
     }
 
-    /// What this rank has to write, if anything.
+    /// The file that this rank writes, if any.
     fn open_output(&self, rank: Rank) -> Result<Option<OutputFile>> {
         match &self.outputs.result {
             Some(target) => target.open(self.world(), rank, self.agreed.members[rank.0 as usize]),
@@ -144,13 +144,13 @@ impl Job {
         }
     }
 
-    /// What the result lacks when ranks were lost.
+    /// Names the rows that are missing because ranks were lost.
     fn lacks(&self) -> Failure {
         let queries = &self.world().lost.queries;
         Failure {
             exit: EXIT_LACKS,
             ..Failure::run(format!(
-                "queries {queries} have no answer, their ranks were lost; the other {} are answered over all keys",
+                "the output rows of queries {queries} are missing, their ranks were lost; the other {} rows are over all keys",
                 self.world().problem.q_len as usize - queries.len()
             ))
         }
@@ -166,12 +166,12 @@ impl Job {
             last = Some(output);
         })?;
         let output = last.ok_or_else(|| Failure::run("no run took place"))?;
-        // The median over the repetitions: the first one pays for memory and shaders, the last one is any other.
+        // The median: the first run also allocates memory and compiles shaders.
         walls_ns.sort_unstable();
         Ok(Computed { output, spans, wall_ns: walls_ns[walls_ns.len() / 2] })
     }
 
-    /// Timelines, reports and output go where they belong.
+    /// Collects timelines, reports and output.
     fn deliver(
         &self,
         transport: &Arc<dyn Transport>,
@@ -197,7 +197,7 @@ impl Job {
         Ok(RankDone { trace, summary, rejected, lacks: None })
     }
 
-    /// Ends the group after a failure that only this rank knows of.
+    /// Aborts the group after a failure that only this rank knows.
     fn give_up(&self, transport: &dyn Transport, failure: Failure) -> Failure {
         transport.abort(Abort {
             culprit: transport.rank(),
@@ -208,7 +208,7 @@ impl Job {
     }
 }
 
-/// Exit code of a result that is right and lacks the answers of ranks that were lost.
+/// Exit code of a result that is right, without the rows of lost ranks.
 pub(crate) const EXIT_LACKS: u8 = 3;
-/// How long a rank that failed waits for the others to hear of it.
+/// How long a failed rank stays, so that the others learn of the failure.
 const LEAVE: Duration = Duration::from_secs(3);

@@ -1,4 +1,4 @@
-//! What a run has to tell: a table for people, an object for programs.
+//! The report of a run: a table, or a JSON object.
 
 use kyklos::backend::DeviceInfo;
 use kyklos::plan::{bytes, table};
@@ -10,7 +10,7 @@ use crate::failure::{Failure, Result};
 use crate::request::Request;
 use crate::verify::Verdict;
 
-/// What a rank sends to rank 0 about itself.
+/// The report of one rank, which it sends to rank 0.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RankNote {
     pub(crate) device: Device,
@@ -30,7 +30,7 @@ pub(crate) struct Figures {
     peak_bytes: u64,
 }
 
-/// What rank 0 knows at the end.
+/// The report of all ranks.
 #[derive(Clone, Debug)]
 pub(crate) struct Summary {
     pub(crate) ranks: Vec<RankNote>,
@@ -60,7 +60,7 @@ struct Json<'a> {
     devices: Vec<&'a Device>,
     wall_s: f64,
     per_rank: Vec<&'a Figures>,
-    /// What the simulator expected, where devices and links were described.
+    /// Predicted time, with `--hardware`.
     predicted_s: Option<f64>,
     max_abs_error: Option<f64>,
     tolerance: Option<f64>,
@@ -86,7 +86,7 @@ impl RankNote {
         }
     }
 
-    /// As [`NOTE_BYTES`] bytes.
+    /// JSON, padded with spaces to [`NOTE_BYTES`] bytes.
     pub(crate) fn encode(&self) -> Result<Vec<u8>> {
         let mut text =
             serde_json::to_vec(self).map_err(|error| Failure::run(format!("cannot report: {error}")))?;
@@ -137,7 +137,7 @@ impl Summary {
         if let Some(MissingRows { members, queries }) = &self.missing {
             let members: Vec<String> = members.iter().map(u32::to_string).collect();
             out.push_str(&format!(
-                "lost       queries {queries} have no answer; those who are left were ranks {}\n",
+                "lost       the output rows of queries {queries} are missing; the survivors were ranks {}\n",
                 members.join(", ")
             ));
         }
@@ -169,7 +169,7 @@ impl Summary {
     }
 }
 
-/// The problem and how it is shared.
+/// The problem, and how the ranks share it.
 pub(crate) fn headline(request: &Request) -> String {
     let problem = &request.problem;
     let tokens = if problem.q_len == problem.kv_len {
@@ -210,7 +210,7 @@ pub(crate) fn verdict_line(verdict: &Verdict) -> String {
     )
 }
 
-/// Seconds in the unit that reads best.
+/// A time in s, ms or µs.
 pub(crate) fn duration(seconds: f64) -> String {
     if seconds >= 1.0 {
         format!("{seconds:.2} s")
@@ -226,5 +226,5 @@ fn seconds(ns: u64) -> f64 {
     ns as f64 / 1e9
 }
 
-/// Size of an encoded note: the same for all, so that rank 0 knows what to expect.
+/// Size of an encoded note; fixed, because a receiver must know the size of a message.
 pub(crate) const NOTE_BYTES: usize = 8 << 10;

@@ -1,4 +1,4 @@
-//! What ranks are doing: a bar on a terminal, JSON lines for programs, silence in a pipe.
+//! Progress of ranks: a bar on a terminal, JSON lines for programs, nothing in a pipe.
 
 use std::io::IsTerminal;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::failure::note;
 use crate::observe::totals::Totals;
 use crate::options::ProgressKind;
 
-/// Looks on while the ranks of this process run, and remembers when each run began.
+/// Observes the ranks of this process, and records when each run started.
 #[derive(Debug)]
 pub(crate) struct Watch {
     clock: Arc<dyn Clock>,
@@ -24,7 +24,7 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    /// Looks on at a world of ranks that take `steps` steps in all.
+    /// `steps` is the number of steps of all ranks together.
     pub(crate) fn new(kind: ProgressKind, clock: Arc<dyn Clock>, world: u32, steps: u64) -> Self {
         let bar = (kind == ProgressKind::Auto && std::io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::new(steps);
@@ -63,7 +63,7 @@ impl Watch {
         }
     }
 
-    /// What happens after the runs, in words; `None` when there is nothing more.
+    /// Shows what happens after the runs; `None` removes the bar.
     pub(crate) fn phase(&self, doing: Option<&'static str>) {
         if let Some(bar) = &self.bar {
             match doing {
@@ -99,7 +99,7 @@ impl Observer for Watch {
     }
 }
 
-/// The words of a step without the spaces that align them in tables.
+/// The text of a step without the spaces that align it in tables.
 fn squeeze(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }

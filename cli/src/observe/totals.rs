@@ -1,4 +1,4 @@
-//! What ranks have spent over all their operations.
+//! Time that ranks have spent over all their operations.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,15 +7,15 @@ use kyklos_transport::Rank;
 
 use crate::observe::record::format::Spent;
 
-/// By rank. Written after every step, read when somebody looks.
+/// By rank. Written after every step; read by records and metrics.
 #[derive(Debug)]
 pub(crate) struct Totals(Vec<Mutex<Total>>);
 
-/// Of one rank.
+/// The time of one rank.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Total {
     pub(crate) operations: u64,
-    /// Of earlier operations: computing, waiting, of that blocked by late ranks and by the network, copying.
+    /// In earlier operations: compute, wait, the parts of wait for late ranks and for the network, copy.
     before_ns: [u64; 5],
     op: u64,
     so_far_ns: [u64; 5],
@@ -52,7 +52,7 @@ impl Totals {
 }
 
 impl Total {
-    /// All time, by what it went to.
+    /// All time, by kind.
     pub(crate) fn spent(&self) -> Spent {
         let [compute_ns, wait_ns, credit_blocked_ns, send_blocked_ns, device_copy_ns] =
             std::array::from_fn(|index| self.before_ns[index] + self.so_far_ns[index]);

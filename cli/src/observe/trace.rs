@@ -1,8 +1,8 @@
-//! Timelines as Chrome trace JSON, which Perfetto and chrome://tracing open: one process for each rank, with a timeline for each
-//! kind of work, all on the clock of rank 0.
+//! Timelines as Chrome trace JSON, which Perfetto and chrome://tracing open: one process for each rank, one row for each kind
+//! of work, all on the clock of rank 0.
 //!
-//! Every process has a clock of its own, so rank 0 asks each rank for its time, a few times. The answer that came back
-//! soonest says by how much that rank's clock is ahead, within half of the time that asking took.
+//! Every process has its own clock. Rank 0 asks each rank for its time, several times. The fastest answer gives the offset of
+//! that clock, within half of the round-trip time.
 
 use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
@@ -18,14 +18,14 @@ use crate::failure::{Failure, Result};
 use crate::messages::Messages;
 use crate::options::RANK;
 
-/// What a rank did.
+/// The timeline of one rank.
 pub(crate) struct Track {
     pub(crate) rank: Rank,
     pub(crate) device: String,
     pub(crate) spans: Vec<Span>,
 }
 
-/// Events of one rank, or of all, in the order of ranks.
+/// Events of one rank, or of all ranks in order.
 #[derive(Debug)]
 pub(crate) struct Trace(Vec<Bytes>);
 
@@ -42,8 +42,8 @@ pub(crate) fn is_by_rank(path: &Path) -> bool {
 }
 
 impl Track {
-    /// Puts the timeline on rank 0's clock, and takes it where it is written: nowhere else, if each rank has its own
-    /// file, and then to rank 0. Returns what this rank is to write. All ranks call it together.
+    /// Converts the timeline to the clock of rank 0. If there is one file for all ranks, sends the timeline to rank 0.
+    /// Returns the events that this rank writes. All ranks call it together.
     pub(crate) fn tell(
         self,
         path: &Path,
@@ -98,7 +98,7 @@ impl Track {
         Ok(lines.map_err(|error| Failure::run(format!("cannot write a trace: {error}")))?.join(&b",\n"[..]))
     }
 
-    /// Work of the rank as one event; messages, which travel beside each other, as their beginning and their end.
+    /// Work of the rank is one event. A message is two events, its start and its end, because messages overlap.
     fn span(&self, id: usize, span: &Span, ahead: Ahead) -> Vec<serde_json::Value> {
         #[expect(clippy::cast_precision_loss, reason = "a trace counts microseconds")]
         let microseconds = |ns: u64| (i64::try_from(ns).unwrap_or(i64::MAX) - ahead.ns) as f64 / 1e3;
@@ -142,7 +142,7 @@ impl Trace {
     }
 }
 
-/// Rank 0's part: asks, and tells the other what came out.
+/// The part of rank 0: measures the offset of a rank's clock, and sends it to the rank.
 fn lead(messages: &Messages<'_>, clock: &dyn Clock, rank: Rank) -> Result<()> {
     let mut best = Ahead { ns: 0, within_ns: u64::MAX };
     for round in 0..ROUNDS {
@@ -166,7 +166,7 @@ fn lead(messages: &Messages<'_>, clock: &dyn Clock, rank: Rank) -> Result<()> {
     messages.send(rank, AHEAD, told.into())
 }
 
-/// The other side of that.
+/// The part of another rank: answers, and receives the offset of its clock.
 fn follow(messages: &Messages<'_>, clock: &dyn Clock) -> Result<Ahead> {
     for round in 0..ROUNDS {
         messages.recv(Rank(0), PING + 2 * round, 8)?;
@@ -194,14 +194,14 @@ const fn timeline_name(timeline: Timeline) -> &'static str {
 
 const TIMELINES: [Timeline; 5] =
     [Timeline::Compute, Timeline::Copy, Timeline::Wait, Timeline::Send, Timeline::Receive];
-/// Tells processes apart, also of hosts that number them alike.
+/// Identifies the process; process ids are not unique over hosts.
 static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(std::process::id()));
-/// Questions for the time; the first ones pay for caches and windows.
+/// Number of questions; the first ones are slower.
 const ROUNDS: u32 = 8;
-/// Messages beside those of `job/collect.rs`.
+/// Message numbers that `job/collect.rs` does not use.
 const LENGTH: u32 = 8;
 const EVENTS: u32 = 9;
 const AHEAD: u32 = 10;
 const PING: u32 = 16;
-/// More spans than this no viewer opens.
+/// Largest timeline of one rank; viewers do not open more.
 const MOST_BYTES: usize = 1 << 30;

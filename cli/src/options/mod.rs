@@ -1,4 +1,4 @@
-//! Values of options, what they mean, and the options that several commands share.
+//! Values of options, and the options that several commands share.
 
 mod problem;
 mod refusal;

@@ -8,79 +8,83 @@ use kyklos::{Dtype, Mask, Mesh, PlacementKind, Strategy, WireFormat};
 
 use super::values::{List, MaskArg, OrAuto, Shape, SplitName, StrategyName, TokenRange};
 
-/// What is computed, and how it is shared: common to `attend` and `plan`.
+/// The problem and how ranks share it: the options that `attend` and `plan` have in common.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ProblemArgs {
-    /// safetensors file with q, k, v, each [batch, seq, heads, dim]
+    /// safetensors file with the tensors q, k and v, each [batch, seq, heads, dim]
     #[arg(long, value_name = "F")]
     pub(crate) input: Option<PathBuf>,
-    /// Made-up tensors: batch, tokens, query heads, kv heads, head dim
+    /// Generate random tensors: batch, tokens, query heads, KV heads, head dim
     #[arg(long, value_name = "B,S,HQ,HKV,D", conflicts_with = "input")]
     pub(crate) shape: Option<Shape>,
-    /// Number of ranks in this process [default: the mesh's, else 1]
+    /// Run this many ranks in one process [default: as many as the mesh has, else 1]
     #[arg(long, value_name = "N")]
     pub(crate) ranks: Option<NonZeroU32>,
-    /// Description of devices and links: `auto` is then what the simulator finds fastest, and the time is predicted
+    /// TOML file that describes devices and links. Then `auto` takes the plan with the shortest predicted time
     #[arg(long, value_name = "F")]
     pub(crate) hardware: Option<PathBuf>,
-    /// Ulysses x ring, or auto: without --hardware the mesh that sends fewest bytes
+    /// Ulysses x ring, such as 2x4. auto: the mesh that sends the fewest bytes, or with --hardware the fastest one
     #[arg(long, value_name = "UxR|auto", default_value = "auto")]
     pub(crate) mesh: OrAuto<Mesh>,
     #[arg(long, value_name = "NAME", default_value = "auto", help = strategy_help(), long_help = strategy_long_help())]
     pub(crate) strategy: OrAuto<StrategyName>,
     #[arg(long, value_name = "KIND", default_value = "auto", help = placement_help(), long_help = placement_long_help())]
     pub(crate) placement: OrAuto<PlacementKind>,
-    /// Share the tokens by these weights, one for each rank; with work: before them, the visible (query, key) pairs
+    /// Share the tokens by weight, one weight for each rank. With `work:` the weights share the visible (query, key) pairs
     #[arg(long, value_name = "[work:]W,W,…", conflicts_with = "tokens")]
     pub(crate) split: Option<SplitName>,
-    /// Share the tokens exactly like this, one number for each rank
+    /// Give each rank this exact number of tokens
     #[arg(long, value_name = "N,N,…")]
     pub(crate) tokens: Option<List<u32>>,
     #[arg(long, value_name = "MASK", default_value = "full", help = Mask::notation())]
     pub(crate) mask: MaskArg,
-    /// same, f16 (for f32 tensors) or int8 (with scales): keys and values on their way between shards, rounded once;
-    /// `kyklos plan` says how wrong that makes the result
+    /// Number format of keys and values between ranks: same, f16 (for f32 tensors) or int8 (with scales).
+    /// Each value is rounded once; `kyklos plan` prints the expected error
     #[arg(long, value_name = "NAME", default_value = "same")]
     pub(crate) wire: WireFormat,
-    /// Sum over tiles of 256 keys in one order: on one type of device the same bytes on any mesh; costs time
+    /// Add up tiles of 256 keys in a fixed order. One type of device then gives the same bytes on every mesh; slower
     #[arg(long)]
     pub(crate) fixed_order: bool,
-    /// Keys A to B that every rank holds from the start, such as a prompt beside an image: never sent, met once
+    /// Keys A to B (exclusive) are on every rank from the start, such as a prompt beside an image, and are never sent
     #[arg(long, value_name = "A..B", default_value = "0..0")]
     pub(crate) replicated: TokenRange,
     /// Global position of query 0; key 0 is at position 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) q_offset: u32,
-    /// Factor on q·k [default: 1/√dim]
+    /// Scale of the logits q·k [default: 1/√dim]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub(crate) scale: Option<f32>,
-    /// Logits become X·tanh(logit/X)
+    /// Limit the logits: X·tanh(logit/X)
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub(crate) softcap: Option<f32>,
-    /// With made-up tensors: make up a sink for each query head too (an input file brings its own as `sinks`)
+    /// Generate a random sink for each query head (an input file has them as the tensor `sinks`)
     #[arg(long, conflicts_with = "input")]
     pub(crate) sinks: bool,
-    /// f32, f16 or bf16 [default: the input's, else f32]
+    /// f32, f16 or bf16 [default: that of the input file, else f32]
     #[arg(long, value_name = "NAME")]
     pub(crate) dtype: Option<Dtype>,
 }
 
 fn strategy_help() -> String {
-    format!("{}, or auto: without --hardware the strategy of the mesh", Strategy::names())
+    format!(
+        "{}; auto: dense, ring, ulysses or unified, by the mesh, or with --hardware the fastest one",
+        Strategy::names()
+    )
 }
 
 /// One line for each strategy.
 fn strategy_long_help() -> String {
     let lines = Strategy::ALL.map(|strategy| format!("- {strategy}: {}", strategy.summary()));
     format!(
-        "How the work is shared; auto: without --hardware the strategy of the mesh.\n{}",
+        "How ranks share the work.\n{}\n- auto: dense, ring, ulysses or unified, by the mesh, or with --hardware the fastest one",
         lines.join("\n")
     )
 }
 
 fn placement_help() -> String {
     format!(
-        "{} or auto: without --hardware zigzag where a ring's mask works like causal",
+        "How tokens are dealt to ranks: {}; auto: zigzag for causal and similar masks on a ring, else contiguous, or with \
+         --hardware the fastest one",
         PlacementKind::names()
     )
 }
@@ -89,7 +93,8 @@ fn placement_help() -> String {
 fn placement_long_help() -> String {
     let lines = PlacementKind::ALL.map(|kind| format!("- {kind}: {}", kind.summary()));
     format!(
-        "Which rank holds which tokens; auto: without --hardware zigzag where a ring's mask works like causal.\n{}",
+        "How tokens are dealt to ranks.\n{}\n- auto: zigzag for causal and similar masks on a ring, else contiguous, or with \
+         --hardware the fastest one",
         lines.join("\n")
     )
 }

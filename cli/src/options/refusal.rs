@@ -1,8 +1,8 @@
-//! What the parser of the command line says when it refuses.
+//! Errors of the command-line parser on one line.
 
 use clap::error::ErrorKind;
 
-/// clap's refusal on one line: what is wrong, its tips, and where to read more.
+/// clap's error on one line: the mistake, clap's tips, and where to read more.
 pub(crate) fn one_line(error: &clap::Error) -> String {
     let text = error.render().to_string();
     let mut parts: Vec<&str> = Vec::new();

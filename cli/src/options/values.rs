@@ -1,4 +1,4 @@
-//! Values of options: what a text means, and what is wrong with it.
+//! Values of options: parsing, and refusals of wrong values.
 
 use std::fmt;
 use std::ops::Range;
@@ -28,7 +28,7 @@ impl FromStr for SplitName {
     }
 }
 
-/// Tokens from one number up to another.
+/// A range of tokens, such as `0..512`; the end is exclusive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TokenRange(pub(crate) Range<u32>);
 
@@ -94,7 +94,7 @@ pub(crate) enum TransportName {
 }
 
 impl TransportName {
-    /// As on the command line.
+    /// The name on the command line.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::InProcess => "in-process",
@@ -103,7 +103,7 @@ impl TransportName {
     }
 }
 
-/// Bytes, as people write them: 4096, 512KiB, 64MiB, 2GiB.
+/// A number of bytes: 4096, 512KiB, 64MiB, 2GiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ByteSize(pub(crate) u64);
 
@@ -139,27 +139,28 @@ pub(crate) enum ProgressKind {
 /// The value of `--on-loss`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OnLoss {
-    /// Every rank ends, and names the one that is to blame.
+    /// Every rank ends with an error that names the failed rank
     Stop,
-    /// Those who are left plan anew for their number, and begin again.
+    /// The survivors make a new plan for their number and start the call again
     Shrink,
-    /// The same, but a rank that is started anew within half of `--join-deadline` comes along.
+    /// As shrink, but a replacement that `kyklos launch` starts (attend --rejoin) joins first, if it comes within half of
+    /// --join-deadline
     Rejoin,
-    /// Those who are left finish what all had begun: their queries see all keys, also those of the rank that was lost. Where
-    /// those are lost too, every rank ends.
+    /// The survivors of a ring complete the current call, also over the keys of the lost rank, and end with exit code 3:
+    /// the output rows of the lost rank are missing. If those keys are lost too, every rank ends
     Finish,
-    /// The same, but where keys are lost those who are left begin again without them, as with shrink.
+    /// As finish, but if the keys are lost too, as shrink
     FinishOrShrink,
 }
 
 impl OnLoss {
-    /// Whether what is done must outlive the group.
+    /// Whether ranks must keep their partial results when the group ends.
     pub(crate) fn finishes(self) -> bool {
         matches!(self, Self::Finish | Self::FinishOrShrink)
     }
 }
 
-/// A value, or the program's choice.
+/// A value, or `auto`: the program chooses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OrAuto<T> {
     Auto,
@@ -186,7 +187,7 @@ impl<T> OrAuto<T> {
     }
 }
 
-/// A strategy of this build. One that is planned but not there is refused by its own name.
+/// A strategy of this build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StrategyName(pub(crate) Strategy);
 
@@ -198,7 +199,7 @@ impl FromStr for StrategyName {
     }
 }
 
-/// `B,S,HQ,HKV,D`.
+/// `B,S,HQ,HKV,D`: batch, tokens, query heads, KV heads, head dim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Shape(pub(crate) [u32; 5]);
 
@@ -217,7 +218,7 @@ impl FromStr for Shape {
     }
 }
 
-/// A mask with the words it was given in: the oracle reads those for itself.
+/// A mask and its text: the oracle parses the text by itself.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct MaskArg {
     pub(crate) text: String,
@@ -244,7 +245,7 @@ impl<T: ListItem> FromStr for List<T> {
     }
 }
 
-/// What a [`List`] can hold.
+/// An item of a [`List`].
 pub(crate) trait ListItem: Sized {
     fn item(text: &str) -> Result<Self, Error>;
 }
@@ -283,5 +284,5 @@ impl<T: fmt::Display> fmt::Display for List<T> {
     }
 }
 
-/// Stands for the rank in file names.
+/// Placeholder of the rank in file names.
 pub(crate) const RANK: &str = "{rank}";

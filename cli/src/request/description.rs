@@ -7,7 +7,7 @@ use kyklos::simulate::Cluster;
 
 use crate::failure::{Failure, Result, in_options};
 
-/// Reads a description.
+/// Reads a description of a cluster.
 pub(crate) fn read(path: &Path) -> Result<Cluster> {
     let bytes = std::fs::metadata(path).map_err(|error| Failure::file("read", path, &error))?.len();
     if bytes > MOST_BYTES {
@@ -23,7 +23,7 @@ pub(crate) fn read(path: &Path) -> Result<Cluster> {
     })
 }
 
-/// Every candidate is refused.
+/// The failure when every candidate is refused.
 pub(crate) fn nothing_fits(candidates: usize, first: &Error) -> Failure {
     let plural = if candidates == 1 { "the plan is" } else { "all plans are" };
     let first = in_options(first.clone());

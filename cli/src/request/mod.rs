@@ -1,4 +1,4 @@
-//! From options to a problem on a mesh: everything that can be refused before a device is touched.
+//! From options to a problem on a mesh. Wrong requests are refused here, before any device is opened.
 
 pub(crate) mod description;
 
@@ -15,22 +15,22 @@ use crate::failure::{Failure, Result};
 use crate::options::{List, OrAuto, ProblemArgs, SplitName};
 use crate::tensors::{InputFile, Source};
 
-/// Something definite to compute, shared in a definite way.
+/// A problem with a chosen mesh, strategy and placement.
 #[derive(Clone, Debug)]
 pub(crate) struct Request {
     pub(crate) problem: AttentionProblem,
-    /// The mask in the words of the command line.
+    /// The text of the mask on the command line.
     pub(crate) mask_text: String,
     pub(crate) source: Source,
     pub(crate) mesh: Mesh,
     pub(crate) strategy: Strategy,
     pub(crate) placement: PlacementKind,
     pub(crate) split: Split,
-    /// What the simulator expects, where devices and links are described.
+    /// Predicted time in seconds, with `--hardware`.
     pub(crate) predicted_s: Option<f64>,
 }
 
-/// Something to compute, before it is decided how it is shared.
+/// A problem before mesh, strategy and placement are chosen.
 #[derive(Clone, Debug)]
 pub(crate) struct Asked {
     pub(crate) problem: AttentionProblem,
@@ -39,8 +39,8 @@ pub(crate) struct Asked {
 }
 
 impl Asked {
-    /// Reads the options, and the header of the input file. `launched` is the number of processes that a launcher
-    /// has started, where one has.
+    /// Reads the options and the header of the input file. `launched` is the number of processes that a launcher has
+    /// started, if one has.
     pub(crate) fn new(args: &ProblemArgs, seed: u64, launched: Option<u32>) -> Result<Self> {
         let (problem, source) = problem(args, seed)?;
         let split = match (&args.split, &args.tokens) {
@@ -59,7 +59,7 @@ impl Asked {
         Ok(Self { problem, source, wanted })
     }
 
-    /// The candidate that sends fewest bytes: what there is to go by without a description of devices and links.
+    /// The candidate that sends the fewest bytes: the only criterion without a description of devices and links.
     fn by_bytes(&self) -> Result<Candidate> {
         let Wanted { ranks, mesh, strategy, placement, ref split } = self.wanted;
         let mesh = match mesh {
@@ -79,7 +79,7 @@ impl Asked {
         Ok(Candidate { strategy, mesh, placement })
     }
 
-    /// The candidate that is expected to be the fastest on `cluster`, and how long it takes.
+    /// The candidate with the shortest predicted time on `cluster`, and that time in seconds.
     fn by_time(&self, cluster: &Cluster) -> Result<(Candidate, f64)> {
         let priced = choose(&self.problem, &self.wanted, cluster)?;
         let refused = || match priced.first().map(|priced| &priced.verdict) {
@@ -93,8 +93,8 @@ impl Asked {
 }
 
 impl Request {
-    /// Reads the options, and the header of the input file, and decides what is left to be decided. `launched` is the
-    /// number of processes that a launcher has started, where one has.
+    /// Reads the options and the header of the input file, and makes all choices that are `auto`. `launched` is the number
+    /// of processes that a launcher has started, if one has.
     pub(crate) fn new(args: &ProblemArgs, seed: u64, launched: Option<u32>) -> Result<Self> {
         let asked = Asked::new(args, seed, launched)?;
         let (Candidate { strategy, mesh, placement }, predicted_s) = match &args.hardware {
@@ -116,7 +116,7 @@ impl Request {
         Ok((world, checks))
     }
 
-    /// Refuses what this machine could never hold: the inputs and outputs of `ranks` of its ranks.
+    /// Refuses inputs and outputs of `ranks` ranks that do not fit the memory of this machine.
     pub(crate) fn fits_in_memory(&self, ranks: u32) -> Result<()> {
         let problem = &self.problem;
         let rows = |tokens: u32, heads: u32| {
@@ -145,7 +145,7 @@ impl Request {
     }
 }
 
-/// Ranks in all, from the one place that may say it.
+/// The number of ranks: from `--ranks`, the launcher or the mesh, which must not contradict each other.
 fn ranks(args: &ProblemArgs, launched: Option<u32>) -> Result<u32> {
     let of_mesh = args.mesh.chosen().map(Mesh::world);
     let here = args.ranks.map(std::num::NonZeroU32::get);
@@ -193,7 +193,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
         (None, None) => {
             return Err(Failure::request(
                 "neither --input nor --shape is given",
-                "name a safetensors file with q, k, v, or make tensors up with --shape 1,4096,8,2,64",
+                "name a safetensors file with q, k, v, or generate random tensors with --shape 1,4096,8,2,64",
             ));
         }
     };
@@ -204,7 +204,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
 }
 
 /// Zigzag where later queries have clearly more work than earlier ones, as under a causal mask; else contiguous,
-/// which keeps neighbours together.
+/// which keeps neighbouring tokens on one rank.
 fn placement_for(problem: &AttentionProblem) -> PlacementKind {
     const SAMPLES: u64 = 64;
     let work = |half: u64| -> u64 {
@@ -219,7 +219,7 @@ fn placement_for(problem: &AttentionProblem) -> PlacementKind {
     if back * 4 > front * 5 { PlacementKind::Zigzag } else { PlacementKind::Contiguous }
 }
 
-/// Memory of this machine, where it is easy to find out.
+/// Bytes of memory of this machine; only Linux says it in a file.
 fn memory_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;

@@ -1,9 +1,8 @@
-//! A world of one rank on one device: for probes, and for what a device reaches by itself.
+//! Runs of one rank on one device: probes, and the accuracy of a device alone.
 
 use std::time::{Duration, Instant};
 
 use kyklos::local::Tensors;
-use kyklos::plan::World;
 use kyklos::{RankOutput, RunOptions};
 use kyklos_transport::in_process_group;
 
@@ -11,24 +10,23 @@ use crate::devices::AnyBackend;
 use crate::failure::{Failure, Result};
 use crate::run::plans::{Plans, Runs};
 
-/// The last of several runs.
+/// The last of several runs: its output and wall time.
 #[derive(Debug)]
 pub(crate) struct Alone {
     pub(crate) output: RankOutput,
     pub(crate) wall_s: f64,
 }
 
-/// Runs the plan of a world of one rank `repeat` times on `backend`.
+/// Runs the plan of one rank `repeat` times on `backend`.
 pub(crate) fn run(
     backend: &AnyBackend,
-    world: World,
+    plans: &Plans,
     tensors: Tensors,
     repeat: u64,
     options: &RunOptions,
 ) -> Result<Alone> {
     let transport =
         in_process_group(1).pop().ok_or_else(|| Failure::run("a group of one rank has no rank"))?;
-    let plans = Plans::prove(world)?;
     let runs = Runs { repeat, deadline: DEADLINE, options: options.clone() };
     let mut started = Instant::now();
     let mut last = None;

@@ -15,7 +15,7 @@ use kyklos_transport::{Transport, in_process_group};
 use crate::failure::Result;
 use crate::options::TransportName;
 
-/// Options for runs that nobody watches.
+/// Options of runs without observers.
 pub(crate) fn quiet() -> RunOptions {
     RunOptions {
         clock: Arc::new(SystemClock::new()),

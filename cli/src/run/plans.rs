@@ -1,4 +1,4 @@
-//! Plans that are proved, and what each rank runs of them.
+//! Proved plans, and the task of each rank.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::failure::Result;
 #[derive(Clone, Debug)]
 pub(crate) struct Plans {
     pub(crate) world: Arc<World>,
-    /// By rank.
+    /// By rank; empty for some rows only.
     pub(crate) checks: Vec<RankCheck>,
     pub(crate) hash: [u8; 32],
 }
@@ -23,7 +23,7 @@ pub(crate) struct Plans {
 #[derive(Clone, Debug)]
 pub(crate) struct Runs {
     pub(crate) repeat: u64,
-    /// For one message.
+    /// Longest wait for one message.
     pub(crate) deadline: Duration,
     pub(crate) options: RunOptions,
 }
@@ -33,6 +33,12 @@ impl Plans {
     pub(crate) fn prove(world: World) -> Result<Self> {
         let checks = plan::check(&world)?;
         Ok(Self::proved((world, checks), &[]))
+    }
+
+    /// The plan of one rank that attends from some queries only (`kyklos::plan_rows`). It has no proof: a proof covers
+    /// every query.
+    pub(crate) fn of_rows(world: World) -> Self {
+        Self::proved((world, Vec::new()), &[])
     }
 
     /// Plans with their proof. `inputs` is what else must be the same on all ranks: the hash covers it.
@@ -47,9 +53,9 @@ impl Plans {
         self.world.plans.iter().map(|plan| plan.steps.len() as u64).sum()
     }
 
-    /// Most bytes that `rank` has on its device at one time.
+    /// Most bytes that `rank` has on its device at one time; 0 where there is no proof.
     pub(crate) fn peak_bytes(&self, rank: Rank) -> u64 {
-        self.checks[rank.0 as usize].peak_bytes
+        self.checks.get(rank.0 as usize).map_or(0, |check| check.peak_bytes)
     }
 
     /// What the rank of `transport` runs, on its own part of the tensors.

@@ -1,4 +1,4 @@
-//! One attention call on tensors that stay on a device, to be timed and checked.
+//! One attention call on tensors that stay on a device, for timing and checks.
 
 use bytes::Bytes;
 use half::{bf16, f16};
@@ -6,7 +6,7 @@ use kyklos::backend::{Attend, Backend, Control, Layout, Operand, State, StateMut
 use kyklos::{AttentionProblem, BlockWork, Dtype, TokenRuns};
 
 use crate::failure::Result;
-use crate::tensors::{Source, Which};
+use crate::tensors::{Source, TensorKind};
 
 /// Tensors and results on a device.
 #[derive(Debug)]
@@ -25,7 +25,7 @@ pub(crate) struct Resident<Buffer> {
 }
 
 impl<Buffer> Resident<Buffer> {
-    /// Made-up tensors for `problem`.
+    /// Random tensors for `problem`.
     pub(crate) fn new<B: Backend<Buffer = Buffer>>(
         backend: &B,
         problem: &AttentionProblem,
@@ -34,8 +34,7 @@ impl<Buffer> Resident<Buffer> {
         Self::of(backend, problem, |which| whole(problem, seed, which))
     }
 
-    /// The same tensors as [`Self::new`], as f32: the problem that is rounded to another type there, with nothing rounded
-    /// any more.
+    /// The values of [`Self::new`] as f32, so that the computation rounds nothing further.
     pub(crate) fn widened<B: Backend<Buffer = Buffer>>(
         backend: &B,
         problem: &AttentionProblem,
@@ -48,7 +47,7 @@ impl<Buffer> Resident<Buffer> {
     fn of<B: Backend<Buffer = Buffer>>(
         backend: &B,
         problem: &AttentionProblem,
-        read: impl Fn(Which) -> Result<Bytes>,
+        read: impl Fn(TensorKind) -> Result<Bytes>,
     ) -> Result<Self> {
         let upload = |label, which| -> Result<Buffer> { Ok(backend.upload(label, read(which)?)?) };
         let shape = state_shape(problem);
@@ -57,9 +56,9 @@ impl<Buffer> Resident<Buffer> {
         Ok(Self {
             layers: BlockWork::layers(problem, &queries, &keys, backend.tile_shape(problem, shape)),
             kv_head_of: (0..problem.q_heads).map(|head| head / problem.group()).collect(),
-            q: upload("q", Which::Q)?,
-            k: upload("k", Which::K)?,
-            v: upload("v", Which::V)?,
+            q: upload("q", TensorKind::Q)?,
+            k: upload("k", TensorKind::K)?,
+            v: upload("v", TensorKind::V)?,
             a: backend.alloc("a", shape.a_bytes())?,
             ml: backend.alloc("ml", shape.ml_bytes())?,
             o: backend.alloc("o", o_bytes(problem))?,
@@ -69,7 +68,7 @@ impl<Buffer> Resident<Buffer> {
         })
     }
 
-    /// Reset, attend and finalize, until the device is done; `control` may end it earlier, which is an error.
+    /// Runs reset, attend and finalize, and waits for the device. Cancelling through `control` is an error.
     pub(crate) fn run<B: Backend<Buffer = Buffer>>(&mut self, backend: &B, control: &Control) -> Result<()> {
         let problem = &self.problem;
         let layout = |tokens: u32, heads: u32| {
@@ -110,7 +109,7 @@ impl<Buffer> Resident<Buffer> {
     }
 }
 
-/// Extents of the running state of all of `problem`.
+/// Extents of the running state of the whole problem.
 pub(crate) fn state_shape(problem: &AttentionProblem) -> StateShape {
     StateShape {
         batch: problem.batch as usize,
@@ -120,9 +119,9 @@ pub(crate) fn state_shape(problem: &AttentionProblem) -> StateShape {
     }
 }
 
-/// All tokens of a made-up tensor.
-fn whole(problem: &AttentionProblem, seed: u64, which: Which) -> Result<Bytes> {
-    let tokens = if which == Which::Q { problem.q_len } else { problem.kv_len };
+/// All tokens of a random tensor.
+fn whole(problem: &AttentionProblem, seed: u64, which: TensorKind) -> Result<Bytes> {
+    let tokens = if which == TensorKind::Q { problem.q_len } else { problem.kv_len };
     Source::MadeUp { seed }.read(problem, which, &TokenRuns::contiguous(0..tokens))
 }
 

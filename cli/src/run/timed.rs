@@ -1,4 +1,4 @@
-//! Runs of a world on ranks of this process, timed from the first rank's first step to the last rank's end.
+//! Timed runs on ranks of this process: from the first step of the first rank to the end of the last rank.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ pub(crate) struct Timed {
     pub(crate) reports: Vec<RankReport>,
 }
 
-/// Notes when ranks start their first step.
+/// Records when each rank starts its first step.
 #[derive(Debug, Default)]
 struct Starts(Mutex<Vec<(u64, Instant)>>);
 
@@ -35,7 +35,7 @@ impl Observer for Starts {
     }
 }
 
-/// Runs `world` `repeat` times after a first run that does not count; rank i has `backends[i]`. The median by wall time.
+/// Runs `world` `repeat` times after a warm-up run; rank i has `backends[i]`. Returns the run with the median wall time.
 pub(crate) fn run(
     world: &World,
     backends: &[&AnyBackend],

@@ -13,7 +13,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::pairs::FilePairs;
 use super::positioned::read_exact_at;
-use super::shard::{Elements, Shard, Which, zeroed};
+use super::shard::{Elements, Shard, TensorKind, zeroed};
 use crate::failure::{Failure, Result};
 
 /// A safetensors file whose header has been checked.
@@ -33,7 +33,7 @@ pub(crate) struct InputFile {
     /// One for each query head, or none.
     pub(crate) sinks: Vec<f32>,
     pub(crate) pairs: Option<FilePairs>,
-    /// Names of tensors that are not looked at.
+    /// Names of tensors that are not used.
     pub(super) ignored: Vec<String>,
 }
 
@@ -48,7 +48,7 @@ impl InputFile {
             true => Ok(()),
             false => Err(wrong("is not a regular file".to_owned(), "name a safetensors file")),
         };
-        // Before it is opened: opening a pipe waits for somebody to write to it.
+        // Before the file is opened: opening a pipe waits for a writer.
         regular(&fs::metadata(path).map_err(cannot_open)?)?;
         let file = File::open(path).map_err(cannot_open)?;
         let metadata = file.metadata().map_err(|error| Failure::file("read", path, &error))?;
@@ -172,7 +172,7 @@ impl InputFile {
         })
     }
 
-    pub(super) fn read(&self, which: Which, shard: &Shard<'_>) -> Result<Bytes> {
+    pub(super) fn read(&self, which: TensorKind, shard: &Shard<'_>) -> Result<Bytes> {
         let element = self.dtype.bytes() as u64;
         let bytes = shard.elements * element as usize;
         // Whole words, so that elements are aligned.
@@ -242,5 +242,5 @@ fn list_or_none(names: &[String]) -> String {
 
 /// The header's length comes first, as a little-endian u64.
 pub(crate) const LENGTH_BYTES: u64 = 8;
-/// Far above any header of three tensors, far below what would hurt.
+/// Far more than any header of three tensors, and harmless to allocate.
 const MAX_HEADER_BYTES: u64 = 16 << 20;

@@ -1,4 +1,4 @@
-//! Where q, k and v come from: a safetensors file, or a seed. Either way a rank gets its own tokens and no others.
+//! The source of q, k and v: a safetensors file or a seed. A rank reads or generates only its own tokens.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,10 +10,10 @@ use kyklos::{AttentionProblem, Dtype, TokenRuns};
 use kyklos_oracle::inputs::{TensorId, normal};
 
 use super::file::InputFile;
-use super::shard::{Shard, Which, too_large};
+use super::shard::{Shard, TensorKind, too_large};
 use crate::failure::Result;
 
-/// Where tensors come from.
+/// The source of the tensors.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
     MadeUp { seed: u64 },
@@ -21,7 +21,7 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// The queries `q_tokens` and the keys `kv_tokens` of all tensors.
+    /// The rows of the queries `q_tokens` and of the keys `kv_tokens`, of all tensors.
     pub(crate) fn all(
         &self,
         problem: &AttentionProblem,
@@ -29,18 +29,23 @@ impl Source {
         kv_tokens: &TokenRuns,
     ) -> Result<Tensors> {
         Ok(Tensors {
-            q: self.read(problem, Which::Q, q_tokens)?,
-            k: self.read(problem, Which::K, kv_tokens)?,
-            v: self.read(problem, Which::V, kv_tokens)?,
+            q: self.read(problem, TensorKind::Q, q_tokens)?,
+            k: self.read(problem, TensorKind::K, kv_tokens)?,
+            v: self.read(problem, TensorKind::V, kv_tokens)?,
             bias: self.read_pairs(problem, q_tokens)?,
         })
     }
 
     /// The tokens `tokens` of a tensor, `[batch, tokens, heads, dim]`, in their order.
-    pub(crate) fn read(&self, problem: &AttentionProblem, which: Which, tokens: &TokenRuns) -> Result<Bytes> {
+    pub(crate) fn read(
+        &self,
+        problem: &AttentionProblem,
+        which: TensorKind,
+        tokens: &TokenRuns,
+    ) -> Result<Bytes> {
         let (seq, heads) = match which {
-            Which::Q => (problem.q_len, problem.q_heads),
-            Which::K | Which::V => (problem.kv_len, problem.kv_heads),
+            TensorKind::Q => (problem.q_len, problem.q_heads),
+            TensorKind::K | TensorKind::V => (problem.kv_len, problem.kv_heads),
         };
         let token_elements = u64::from(heads) * u64::from(problem.head_dim);
         let elements = u64::from(problem.batch) * tokens.len() as u64 * token_elements;
@@ -55,9 +60,9 @@ impl Source {
             Self::File(file) => file.read(which, &shard),
             Self::MadeUp { seed } => {
                 let id = match which {
-                    Which::Q => TensorId::Q,
-                    Which::K => TensorId::K,
-                    Which::V => TensorId::V,
+                    TensorKind::Q => TensorId::Q,
+                    TensorKind::K => TensorId::K,
+                    TensorKind::V => TensorId::V,
                 };
                 match problem.dtype {
                     Dtype::F32 => shard.make_up::<f32>(*seed, id, 0.0),
@@ -68,7 +73,7 @@ impl Source {
         }
     }
 
-    /// The rows of the queries `tokens` in the problem's pair tensor, if it has one.
+    /// The rows of the queries `tokens` in the mask or bias tensor, if there is one.
     pub(crate) fn read_pairs(&self, problem: &AttentionProblem, tokens: &TokenRuns) -> Result<Option<Bytes>> {
         match self {
             Self::MadeUp { .. } => Ok(None),
@@ -78,12 +83,12 @@ impl Source {
         }
     }
 
-    /// Made-up sinks: one for each query head, about as large as a row's largest logit.
+    /// Random sinks, one for each query head, about as large as the largest logit of a row.
     pub(crate) fn made_up_sinks(seed: u64, q_heads: u32) -> Vec<f32> {
         (0..q_heads).map(|head| normal(seed, TensorId::Sinks, u64::from(head)) + 2.0).collect()
     }
 
-    /// What a user should know about the file, if anything.
+    /// A warning about the file, if there is one.
     pub(crate) fn warning(&self) -> Option<String> {
         match self {
             Self::File(file) if !file.ignored.is_empty() => {
@@ -96,7 +101,7 @@ impl Source {
         }
     }
 
-    /// The file, if it is one.
+    /// The path of the file, if the source is a file.
     pub(crate) fn path(&self) -> Option<&Path> {
         match self {
             Self::MadeUp { .. } => None,

@@ -1,4 +1,4 @@
-//! Tensors in files: inputs, outputs, and the tensors of masks and biases.
+//! Tensors in files: inputs, outputs, masks and biases.
 
 mod file;
 mod input;
@@ -9,4 +9,4 @@ mod shard;
 
 pub(crate) use self::file::InputFile;
 pub(crate) use self::input::Source;
-pub(crate) use self::shard::Which;
+pub(crate) use self::shard::TensorKind;

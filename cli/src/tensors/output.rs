@@ -1,4 +1,4 @@
-//! The result as a safetensors file: written beside its final name, renamed when complete.
+//! The result as a safetensors file: written under a temporary name, renamed when complete.
 
 use std::path::{Path, PathBuf};
 
@@ -18,9 +18,9 @@ use crate::tensors::positioned::write_all_at;
 /// Where the result goes.
 #[derive(Clone, Debug)]
 pub(crate) enum OutputTarget {
-    /// Everything into one file, which rank 0 writes.
+    /// One file, written by rank 0.
     Whole(PathBuf),
-    /// The name of every rank's own part, with `{rank}` in it.
+    /// One file for each rank; the name contains `{rank}`.
     Parts(String),
 }
 
@@ -35,7 +35,7 @@ impl OutputTarget {
             ));
         }
         for name in names(path, ranks) {
-            // A finished result replaces what has its name, and a pipe or a device is not to be replaced.
+            // A finished result replaces the file of its name. A pipe or a device must not be replaced.
             if std::fs::metadata(&name).is_ok_and(|there| !there.is_file()) {
                 return Err(Failure::request(
                     format!("--output would replace {}, which is not a regular file", name.display()),
@@ -49,7 +49,7 @@ impl OutputTarget {
         }
     }
 
-    /// Opens what `rank` has to write, if anything; a part of its own gets the number that it has in the first group.
+    /// Opens the file that `rank` writes, if any. `first` is the number of the rank in the first group, for the file name.
     pub(crate) fn open(&self, world: &World, rank: Rank, first: Rank) -> Result<Option<OutputFile>> {
         match self {
             Self::Whole(path) if rank.0 == 0 => OutputFile::whole(path, world).map(Some),
@@ -62,13 +62,13 @@ impl OutputTarget {
     }
 }
 
-/// Refuses a file to be written that is another one of the call, under any rank's name.
+/// Refuses an output file that is also another file of the call, under the name of any rank.
 pub(crate) fn keep_apart(
     (option, written): (&str, &Path),
     (what, kept): (&str, Option<&Path>),
     ranks: u32,
 ) -> Result<()> {
-    // A file that is not there yet has no canonical name, but may be named twice all the same.
+    // A file that does not exist yet has no canonical name, but two options may name it.
     let canonical = |path: &Path| -> Vec<PathBuf> {
         let one = |name: PathBuf| name.canonicalize().or_else(|_| std::path::absolute(&name)).unwrap_or(name);
         names(path, ranks).into_iter().map(one).collect()
@@ -83,7 +83,7 @@ pub(crate) fn keep_apart(
     }
 }
 
-/// The name of each rank's file, or the one name that all share. One that is not text holds no `{rank}`.
+/// The file names of all ranks, or the one common name. A name that is not UTF-8 contains no `{rank}`.
 fn names(path: &Path, ranks: u32) -> Vec<PathBuf> {
     match path.to_str() {
         Some(text) if text.contains(RANK) => {
@@ -93,7 +93,7 @@ fn names(path: &Path, ranks: u32) -> Vec<PathBuf> {
     }
 }
 
-/// A file that is being written.
+/// An incomplete file.
 #[derive(Debug)]
 pub(crate) struct OutputFile {
     target: PathBuf,
@@ -108,7 +108,7 @@ pub(crate) struct OutputFile {
 }
 
 impl OutputFile {
-    /// Rows of queries that are lost hold NaN, and the tensor `lost` lists them.
+    /// Rows of lost queries hold NaN, and the tensor `lost` lists the queries.
     fn whole(path: &Path, world: &World) -> Result<Self> {
         let (problem, lost) = (&world.problem, &world.lost.queries);
         let list = (!lost.is_empty()).then(|| ("lost", lost.iter().map(i64::from).collect()));
@@ -169,7 +169,7 @@ impl OutputFile {
         };
         let mut builder = tempfile::Builder::new();
         builder.prefix(".kyklos-").suffix(".part");
-        // As a file made by any other program: the user's umask decides.
+        // The user's umask decides, as for any other program.
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
         let file = builder.tempfile_in(folder).map_err(cannot)?;
@@ -193,7 +193,7 @@ impl OutputFile {
         Ok(this)
     }
 
-    /// Writes a piece to the places of its tokens in the whole sequence.
+    /// Writes a piece to the positions of its tokens in the whole sequence.
     pub(crate) fn write_piece(&self, world: &World, piece: &OutputPiece) -> Result<()> {
         let tokens = world.q_placement.of_rank(piece.rank).slice(piece.tokens.clone());
         let mut row = 0;
@@ -251,14 +251,14 @@ impl OutputFile {
             .map_err(|error| Failure::file("write", &self.target, &error))
     }
 
-    /// Gives the file its name. Until then nobody has seen it.
+    /// Renames the complete file to its final name.
     pub(crate) fn commit(self) -> Result<()> {
         let Self { target, file, .. } = self;
         file.persist(&target).map(drop).map_err(|error| Failure::file("write", &target, &error.error))
     }
 }
 
-/// The tokens of a run, side by side, few enough at a time to be made in memory.
+/// A run of tokens in contiguous pieces that are small enough for one buffer.
 fn pieces(run: &Run) -> Vec<std::ops::Range<u32>> {
     if run.stride > 1 {
         return (0..run.count).map(|i| run.start + i * run.stride).map(|token| token..token + 1).collect();
@@ -277,6 +277,6 @@ fn header(tensors: Vec<(String, TensorInfo)>) -> Result<Vec<u8>> {
 }
 
 const ALIGNMENT: usize = 8;
-/// A number of any of the types that is made of this byte is NaN.
+/// This byte repeated is NaN in every dtype.
 const NAN_BYTE: u8 = 0xFF;
 const NAN_ROWS: u32 = 256;

@@ -1,4 +1,4 @@
-//! The pair tensor of an input file: `mask` or `bias`.
+//! The mask or bias tensor of an input file.
 
 use std::fs::File;
 use std::path::Path;
@@ -11,7 +11,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use crate::failure::{Failure, Result};
 use crate::tensors::positioned::read_exact_at;
 
-/// Where a file holds `mask` or `bias`, `[batch or 1, query heads or 1, q_len, kv_len]`.
+/// The position of `mask` or `bias` in a file, `[batch or 1, query heads or 1, q_len, kv_len]`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FilePairs {
     pub(crate) tensor: BiasTensor,
@@ -20,8 +20,8 @@ pub(crate) struct FilePairs {
 }
 
 impl FilePairs {
-    /// Finds it in the header of a file whose q is `[batch, q_len, q_heads, …]` of `dtype`. An error is a mismatch and
-    /// its remedy.
+    /// Finds the tensor in the header of a file whose q is `[batch, q_len, q_heads, …]` of `dtype`. An error is a mismatch
+    /// and its remedy.
     pub(crate) fn find(
         tensors: &Metadata,
         data_start: u64,
@@ -101,7 +101,7 @@ impl FilePairs {
                 }
             }
         }
-        // Not shared with anybody, so that it may become whole words.
+        // The only reference, so the buffer can become whole words without a copy.
         Ok(Bytes::from(out))
     }
 }
@@ -121,7 +121,7 @@ fn extents(info: &TensorInfo, [q_len, kv_len]: [u32; 2]) -> Option<[u32; 2]> {
     }
 }
 
-/// Rows as the oracle takes them: `[its batch, its heads, kv_len]` of one token.
+/// Rows for the oracle: `[its batch, its heads, kv_len]` of one token.
 pub(crate) enum OracleRows {
     Visible(Vec<bool>),
     Bias(Vec<f32>),

@@ -1,4 +1,4 @@
-//! The tokens of one rank, in the order of its list, out of a whole tensor.
+//! The part of a tensor that one rank holds: its tokens, in the order of its list.
 
 use bytes::Bytes;
 use kyklos::TokenRuns;
@@ -9,7 +9,7 @@ use crate::failure::{Failure, Result};
 
 /// One of the three tensors of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Which {
+pub(crate) enum TensorKind {
     Q,
     K,
     V,
@@ -65,7 +65,7 @@ impl Shard<'_> {
     }
 }
 
-/// Keeps the alignment of what it holds.
+/// Bytes with the alignment of their elements.
 pub(super) struct Elements<E>(pub(super) Vec<E>);
 
 impl<E: bytemuck::Pod> AsRef<[u8]> for Elements<E> {

@@ -1,8 +1,8 @@
-//! Every row of a result, where the oracle has time for a sample only.
+//! Checks every row of a result; the oracle is too slow for more than a sample.
 //!
-//! A kernel for f16 or bf16 that is right in the sample may still be wrong in a tile that no sampled row is in. What knows
-//! all rows is the same device computing in f32, with another kernel, from the same tensors: it is held to the oracle on
-//! the sample, and then the result to it, everywhere.
+//! A kernel for f16 or bf16 that is right in the sample may be wrong in a tile without sampled rows. So the same device also
+//! computes all rows in f32, with another kernel, from the same tensors. That result is compared with the oracle on the
+//! sample; then every row of the f16 or bf16 result is compared with it.
 
 use bytes::Bytes;
 use kyklos::Dtype;
@@ -12,7 +12,7 @@ use kyklos_oracle::tolerance::{Limit, compare_rows};
 use super::{Sample, Verdict, element_value, oracle_dtype};
 use crate::failure::Result;
 
-/// All of one device's `o` and `lse`, tokens in order.
+/// The whole `o` and `lse` of one device, tokens in order.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Whole<'a> {
     pub(crate) dtype: Dtype,
@@ -21,7 +21,7 @@ pub(crate) struct Whole<'a> {
 }
 
 impl Sample {
-    /// Holds every row of `actual` to `wide`, what the same device made of the same tensors in f32.
+    /// Compares every row of `actual` with `wide`, the result of the same device from the same tensors in f32.
     pub(crate) fn judge_every_row(
         &self,
         actual: Whole<'_>,
@@ -63,8 +63,8 @@ impl Sample {
         Ok(verdict)
     }
 
-    /// All rows, in bands of neighbouring tokens: their limit is that of the rows in them, and not of the few at the top of a
-    /// causal mask that are a hundred times as large.
+    /// All rows in bands of neighbouring tokens. Each band has its own limit: the first rows of a causal mask are a hundred
+    /// times as large as the others, and would loosen a common limit.
     fn bands(&self) -> impl Iterator<Item = Vec<RowId>> {
         let &OracleProblem { batch, q_len, q_heads, head_dim, .. } = &self.oracle;
         let tokens = BAND_ELEMENTS.div_ceil(q_heads * head_dim);
@@ -89,7 +89,7 @@ impl Sample {
     }
 }
 
-/// Elements of a band: enough for their norm to be what it is for all.
+/// Elements of a band: enough for a stable norm.
 const BAND_ELEMENTS: usize = 4096;
 
 #[cfg(test)]
@@ -105,7 +105,7 @@ mod tests {
 
     const SEED: u64 = 3;
 
-    /// A causal problem of f16 on the CPU: the sample, what came out, and what came out in f32.
+    /// A causal problem of f16 on the CPU: the sample, the result, and the result in f32.
     fn computed() -> (Sample, [Bytes; 2], [Bytes; 2]) {
         let mask: MaskArg = "causal".parse().unwrap();
         let problem = AttentionProblem::new([2, 700, 3, 1, 16], Dtype::F16, mask.mask).unwrap();
@@ -126,7 +126,7 @@ mod tests {
         sample.judge_every_row(actual, wide, "cpu").unwrap()
     }
 
-    /// The first row of the second half that the sample has, or has not.
+    /// The first row of the second half that is, or is not, in the sample.
     fn place(sample: &Sample, sampled: bool) -> usize {
         let rows = (0..700).flat_map(|row| (0..3).map(move |head| RowId { batch: 1, row, head }));
         let place = rows.into_iter().skip(1050).position(|id| sample.rows().contains(&id) == sampled);
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_no_sample_has_is_held_all_the_same() {
+    fn rows_outside_the_sample_are_checked_too() {
         let (sample, narrow, wide) = computed();
         let verdict = judge(&sample, &narrow, &wide);
         assert_eq!((verdict.failure, verdict.rows), (None, 4200));
@@ -155,7 +155,7 @@ mod tests {
             [poisoned.into(), narrow[1].clone()],
             [narrow[0].clone(), shifted.into()],
         ] {
-            // The sample alone does not see it.
+            // The sample alone does not detect the error.
             let blind = sample.judge_alone(&wrong[0], &wrong[1], "cpu").unwrap();
             assert_eq!((blind.failure, blind.max_abs_error), (None, alone.max_abs_error));
             let failure = judge(&sample, &wrong, &wide).failure.expect("a wrong row");
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_rows_are_held_to_is_held_to_the_oracle() {
+    fn the_reference_in_f32_is_checked_against_the_oracle() {
         let (sample, narrow, mut wide) = computed();
         let row = place(&sample, true);
         let mut o = wide[0].to_vec();

@@ -1,7 +1,7 @@
-//! The result against the f64 oracle, on sampled rows.
+//! Compares sampled rows of a result with the f64 oracle.
 //!
-//! The tolerance is measured, not chosen: every kind of device that took part computes the sampled rows alone, and
-//! the shared result may be twice as wrong as the worst of them, plus a rounding allowance (`kyklos_oracle::tolerance`).
+//! The tolerance is measured, not chosen: one device of every kind in the run computes the sampled rows alone. The error of
+//! the shared result may be twice the largest of their errors, plus a rounding allowance (`kyklos_oracle::tolerance`).
 
 mod every_row;
 
@@ -22,11 +22,12 @@ use crate::devices::AnyBackend;
 use crate::failure::{Failure, Result};
 use crate::request::Request;
 use crate::run::alone;
+use crate::run::plans::Plans;
 use crate::tensors::pairs::OracleRows;
-use crate::tensors::{Source, Which};
+use crate::tensors::{Source, TensorKind};
 pub(crate) use every_row::Whole;
 
-/// The rows that are looked at.
+/// The rows to compare, and the problem for the oracle.
 #[derive(Clone, Debug)]
 pub(crate) struct Sample {
     problem: AttentionProblem,
@@ -35,7 +36,7 @@ pub(crate) struct Sample {
     rows: Vec<RowId>,
 }
 
-/// How the result compares.
+/// The outcome of a comparison.
 #[derive(Clone, Debug)]
 pub(crate) struct Verdict {
     pub(crate) rows: usize,
@@ -43,7 +44,7 @@ pub(crate) struct Verdict {
     pub(crate) tolerance: f64,
     /// The largest error of a device alone.
     pub(crate) dense_error: f64,
-    /// What is wrong, if anything is.
+    /// The first error, if there is one.
     pub(crate) failure: Option<String>,
 }
 
@@ -55,7 +56,7 @@ pub(crate) struct WholeKv {
 }
 
 impl WholeKv {
-    /// Rounded as those are that travel in `world`: what a device alone makes of them tells what the rounding costs.
+    /// Rounded like the keys and values that ranks of `world` send. The error of a device alone then includes the rounding.
     fn as_on_the_wire(&self, world: &World) -> Self {
         let problem = &world.problem;
         let shape = [problem.batch, problem.kv_len, problem.kv_heads, problem.head_dim].map(|n| n as usize);
@@ -82,7 +83,7 @@ impl Sample {
         Self::new(&request.problem, &request.source, &request.mask_text)
     }
 
-    /// `mask_text` is the problem's mask in words.
+    /// `mask_text` is the text of the mask on the command line.
     pub(crate) fn new(problem: &AttentionProblem, source: &Source, mask_text: &str) -> Result<Self> {
         Self::of_rows(problem, source, mask_text, ROWS)
     }
@@ -116,7 +117,7 @@ impl Sample {
         self.rows.iter().filter(|id| places.contains_key(&id.row)).copied().collect()
     }
 
-    /// Only the rows that ranks of `world` own.
+    /// Without the rows that `world` has lost.
     pub(crate) fn owned_in(&self, world: &World) -> Self {
         let lost: BTreeSet<usize> = world.lost.queries.iter().map(|token| token as usize).collect();
         let rows = self.rows.iter().filter(|id| !lost.contains(&id.row)).copied().collect();
@@ -128,7 +129,7 @@ impl Sample {
         &self.rows
     }
 
-    /// Bytes of so many rows on their way to rank 0: o, then lse.
+    /// Bytes of this many rows in a message to rank 0: o, then lse.
     pub(crate) fn row_bytes(&self, rows: usize) -> usize {
         rows * (self.problem.head_dim as usize * self.problem.dtype.bytes() + 4)
     }
@@ -171,12 +172,12 @@ impl Sample {
     pub(crate) fn whole_kv(&self) -> Result<WholeKv> {
         let all = TokenRuns::contiguous(0..self.problem.kv_len);
         Ok(WholeKv {
-            k: self.source.read(&self.problem, Which::K, &all)?,
-            v: self.source.read(&self.problem, Which::V, &all)?,
+            k: self.source.read(&self.problem, TensorKind::K, &all)?,
+            v: self.source.read(&self.problem, TensorKind::V, &all)?,
         })
     }
 
-    /// The sampled rows, computed by one device alone from keys and values as they travel in `shared`.
+    /// The sampled rows, computed by one device alone from keys and values that are rounded as in `shared`.
     pub(crate) fn dense(
         &self,
         backend: &AnyBackend,
@@ -189,15 +190,15 @@ impl Sample {
         tokens.dedup();
         let tokens = TokenRuns::from_positions(tokens);
         let world = plan_rows(&self.problem, tokens.clone())?;
-        let q = self.source.read(&self.problem, Which::Q, &tokens)?;
+        let q = self.source.read(&self.problem, TensorKind::Q, &tokens)?;
         let pairs = self.source.read_pairs(&self.problem, &tokens)?;
         let WholeKv { k, v } = kv.as_on_the_wire(shared);
         let tensors = Tensors { q, k, v, bias: pairs };
-        let alone = alone::run(backend, world, tensors, 1, options)?;
+        let alone = alone::run(backend, &Plans::of_rows(world), tensors, 1, options)?;
         Ok(self.extract(&tokens, &alone.output.o, &alone.output.lse))
     }
 
-    /// Holds `actual` to the oracle, and to what the devices did alone.
+    /// Compares `actual` with the oracle, within a tolerance from the results of the devices alone.
     pub(crate) fn judge(
         &self,
         actual: Vec<Row>,
@@ -208,7 +209,7 @@ impl Sample {
         Ok(self.hold(actual, dense, &self.expected(kv)?, backend))
     }
 
-    /// [`Self::judge`] with the oracle's rows at hand.
+    /// [`Self::judge`] with the rows of the oracle already computed.
     pub(crate) fn hold(
         &self,
         mut actual: Vec<Row>,
@@ -235,8 +236,8 @@ impl Sample {
         }
     }
 
-    /// Holds what one device computed alone, in the order of [`Self::rows`], to the oracle. The tolerance comes from
-    /// plain f32 arithmetic on the same rows.
+    /// Compares the rows of one device alone, in the order of [`Self::rows`], with the oracle. The tolerance comes from plain
+    /// f32 arithmetic on the same rows.
     pub(crate) fn hold_alone(
         &self,
         actual: &[Row],
@@ -258,7 +259,7 @@ impl Sample {
         }
     }
 
-    /// Holds what one device computed alone, all tokens of it, to the oracle, as [`Self::hold_alone`] does.
+    /// As [`Self::hold_alone`], for the whole result of one device.
     pub(crate) fn judge_alone(&self, o: &Bytes, lse: &Bytes, backend: &str) -> Result<Verdict> {
         let kv = self.whole_kv()?;
         let tokens = TokenRuns::contiguous(0..self.problem.q_len);
@@ -266,12 +267,12 @@ impl Sample {
         Ok(self.hold_alone(&actual, &self.naive(&kv)?, &self.expected(&kv)?, backend))
     }
 
-    /// What a failed comparison says about itself.
+    /// What the message of a failed comparison names.
     fn context(&self, backend: &str) -> Context {
         Context {
             case: match self.source.path() {
                 Some(path) => path.display().to_string(),
-                None => "made-up tensors".to_owned(),
+                None => "random tensors".to_owned(),
             },
             seed: match self.source {
                 Source::MadeUp { seed } => seed,
@@ -295,7 +296,7 @@ impl Sample {
         self.by_the_oracle(kv, |oracle, id| naive_f32_rows(oracle, &[id]).remove(0))
     }
 
-    /// Every row as `compute` makes it of the oracle's problem, on all cores.
+    /// Calls `compute` for every row, on all cores.
     fn by_the_oracle(
         &self,
         kv: &WholeKv,
@@ -318,11 +319,11 @@ impl Sample {
         })
     }
 
-    /// One row: a problem of one query, so that no other query need be read.
+    /// One row as a problem of one query, so that no other query is read.
     fn one_row(&self, id: RowId, kv: &WholeKv, compute: impl Fn(&Oracle<'_>, RowId) -> Row) -> Result<Row> {
         let token = u32::try_from(id.row).map_err(|_| Failure::run("a row beyond all positions"))?;
         let tokens = TokenRuns::contiguous(token..token + 1);
-        let q = self.source.read(&self.problem, Which::Q, &tokens)?;
+        let q = self.source.read(&self.problem, TensorKind::Q, &tokens)?;
         let pairs = self.source.read_pairs(&self.problem, &tokens)?.zip(self.problem.bias);
         let pairs = pairs.map(|(bytes, tensor)| (tensor, OracleRows::new(tensor, &self.problem, &bytes)));
         let problem =
@@ -339,7 +340,7 @@ impl Sample {
         Ok(Row { id, ..compute(&oracle, RowId { row: 0, ..id }) })
     }
 
-    /// List position of every sampled token among `tokens`.
+    /// The index in `tokens` of every sampled token.
     fn places(&self, tokens: &TokenRuns) -> HashMap<usize, usize> {
         let mut wanted: Vec<usize> = self.rows.iter().map(|id| id.row).collect();
         wanted.sort_unstable();
@@ -376,7 +377,7 @@ fn oracle_dtype(dtype: Dtype) -> oracle::Dtype {
     }
 }
 
-/// Rows of a sample.
+/// Number of rows in a sample.
 const ROWS: usize = 256;
-/// The same rows for every run of the same problem.
+/// Fixed, so that every run of a problem has the same sample.
 const SEED: u64 = 0x6b79_6b6c_6f73;

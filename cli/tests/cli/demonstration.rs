@@ -21,7 +21,7 @@ fn the_demonstration_says_who_did_what_and_how_it_compares() {
 }
 
 #[test]
-fn devices_are_listed_with_what_they_reached() {
+fn devices_are_listed_with_their_speed() {
     let devices = json(&kyklos(&["devices", "--json"]));
     let cpu = devices.as_array().unwrap().iter().find(|device| device["id"] == "cpu").unwrap();
     assert!(cpu["gflops"].as_f64().unwrap() > 0.1, "{cpu}");

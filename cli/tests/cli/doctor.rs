@@ -39,7 +39,7 @@ fn in_the_records_of_a_run_that_went_well_nothing_is_found() {
         assert_eq!(records(folder.path()).len(), ranks);
         let output = doctor(folder.path(), &[]);
         assert_eq!(output.status.code(), Some(0), "{}{}", stdout(&output), stderr(&output));
-        assert!(stdout(&output).contains("nothing wrong found"), "{}", stdout(&output));
+        assert!(stdout(&output).contains("no problem found"), "{}", stdout(&output));
     }
 }
 
@@ -63,7 +63,7 @@ fn the_rank_that_the_others_waited_for_is_named() {
     );
     let text = stdout(&doctor(folder.path(), &[]));
     assert!(
-        text.contains("rank 1 is what the others waited for") && text.contains("nothing wrong found"),
+        text.contains("rank 1 is what the others waited for") && text.contains("no problem found"),
         "{text}"
     );
     // Rank 0 had its own messages, and one for rank 1 that had not asked yet; loopback is not slow.

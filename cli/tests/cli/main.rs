@@ -12,6 +12,7 @@ mod doctor;
 #[cfg(target_os = "linux")]
 mod errors;
 mod files;
+mod hostile_files;
 mod launch;
 mod metrics;
 mod on_loss;

@@ -104,7 +104,7 @@ fn fresh(ranks: &str, options: &[&str], output: &Path) -> Vec<u8> {
 }
 
 #[test]
-fn those_who_are_left_compute_what_a_fresh_run_of_their_number_computes() {
+fn survivors_compute_what_a_fresh_run_of_their_number_computes() {
     let folder = tempfile::tempdir().unwrap();
     let (there, here) = (folder.path().join("there"), folder.path().join("here"));
     let shrink = |strategy| [&REPEAT[..], &["--on-loss", "shrink", "--strategy", strategy]].concat();
@@ -116,7 +116,7 @@ fn those_who_are_left_compute_what_a_fresh_run_of_their_number_computes() {
     ] {
         let ended = killed(ranks, victims, Duration::from_millis(pause), &shrink(strategy), &there);
         assert_eq!(ended.code, Some(0), "{}", ended.said);
-        for words in [format!("{left} ranks begin again"), "died".into(), format!("strategy {strategy}")] {
+        for words in [format!("{left} ranks start again"), "died".into(), format!("strategy {strategy}")] {
             assert!(ended.said.contains(&words), "no `{words}` in {}", ended.said);
         }
         assert!(
@@ -128,15 +128,15 @@ fn those_who_are_left_compute_what_a_fresh_run_of_their_number_computes() {
 }
 
 #[test]
-fn a_rank_that_is_started_anew_is_part_of_the_result() {
+fn a_restarted_rank_is_part_of_the_result() {
     let folder = tempfile::tempdir().unwrap();
     let (there, here) = (folder.path().join("there"), folder.path().join("here"));
     let options = [&REPEAT[..], &["--on-loss", "rejoin"]].concat();
     for victim in [2, 0] {
         let ended = killed("3", &[victim], Duration::from_millis(100), &options, &there);
         assert_eq!(ended.code, Some(0), "{}", ended.said);
-        let anew = format!("launch: rank {victim} was killed and is started anew");
-        for words in [anew, "3 ranks begin again".into()] {
+        let anew = format!("launch: rank {victim} was killed and is started again");
+        for words in [anew, "3 ranks start again".into()] {
             assert!(ended.said.contains(&words), "no `{words}` in {}", ended.said);
         }
         assert!(std::fs::read(&there).unwrap() == fresh("3", &[], &here), "rank {victim}");
@@ -145,7 +145,7 @@ fn a_rank_that_is_started_anew_is_part_of_the_result() {
 }
 
 #[test]
-fn too_few_are_left_and_a_mesh_that_does_not_fit_ends_the_run() {
+fn too_few_survivors_or_a_mesh_that_does_not_fit_end_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let there = folder.path().join("there");
     let shrink = [&REPEAT[..], &["--on-loss", "shrink"]].concat();
@@ -153,7 +153,7 @@ fn too_few_are_left_and_a_mesh_that_does_not_fit_ends_the_run() {
     let ended = killed("4", &[3], Duration::from_millis(50), &fixed, &there);
     assert_eq!(ended.code, Some(1), "{}", ended.said);
     assert!(
-        ended.said.contains("the group goes on with 3 ranks, and the request does not fit them"),
+        ended.said.contains("the group continues with 3 ranks, and the request does not fit them"),
         "{}",
         ended.said
     );
@@ -223,7 +223,7 @@ fn wrong_rows(there: &Path, here: &Path, lost: &[i64]) -> Vec<String> {
 }
 
 #[test]
-fn those_who_are_left_finish_the_call_over_all_keys() {
+fn survivors_complete_the_call_over_all_keys() {
     let folder = tempfile::tempdir().unwrap();
     let (there, here) = (folder.path().join("there"), folder.path().join("here"));
     let alone = ["attend", "--ranks", "4", "--output", here.to_str().unwrap()];
@@ -235,9 +235,9 @@ fn those_who_are_left_finish_the_call_over_all_keys() {
         assert_eq!(ended.code, Some(3), "{}", ended.said);
         let (start, end) = (1536 * victim as i64, 1536 * (victim as i64 + 1));
         for words in [
-            "3 ranks finish what was begun (epoch 1".to_owned(),
-            format!("queries {start}..{end} have no answer"),
-            "the other 4608 are answered over all keys".to_owned(),
+            "3 ranks complete the call (epoch 1".to_owned(),
+            format!("queries {start}..{end} are missing"),
+            "the other 4608 rows are over all keys".to_owned(),
         ] {
             assert!(ended.said.contains(&words), "no `{words}` in {}", ended.said);
         }
@@ -249,7 +249,7 @@ fn those_who_are_left_finish_the_call_over_all_keys() {
 
 /// A rank that is killed in its first step may or may not have given its keys away: either way the result is right.
 #[test]
-fn where_keys_are_lost_those_who_are_left_begin_again_without_them() {
+fn if_keys_are_lost_survivors_start_again_without_them() {
     let folder = tempfile::tempdir().unwrap();
     let (there, here, fewer) =
         (folder.path().join("there"), folder.path().join("here"), folder.path().join("fewer"));
@@ -269,9 +269,10 @@ fn where_keys_are_lost_those_who_are_left_begin_again_without_them() {
             continue;
         }
         assert_eq!(ended.code, Some(0), "{}", ended.said);
-        for words in
-            ["it cannot be finished: keys 1024..2048 of rank 1 are lost", "3 ranks begin again (epoch 1"]
-        {
+        for words in [
+            "the call cannot be completed: keys 1024..2048 of rank 1 are lost",
+            "3 ranks start again (epoch 1",
+        ] {
             assert!(ended.said.contains(words), "no `{words}` in {}", ended.said);
         }
         assert!(std::fs::read(&there).unwrap() == std::fs::read(&fewer).unwrap());
@@ -281,7 +282,7 @@ fn where_keys_are_lost_those_who_are_left_begin_again_without_them() {
 }
 
 #[test]
-fn what_is_not_launched_loses_no_ranks() {
+fn ranks_of_one_process_refuse_loss_policies() {
     let attend = ["attend", "--shape", "1,64,8,2,64", "--device", "cpu"];
     refused(
         &kyklos(&[&attend[..], &["--ranks", "2", "--on-loss", "shrink"]].concat()),

@@ -30,8 +30,8 @@ fn main() {
     let wgpu: [(&str, fn()); 4] = [
         ("candidates_are_timed_and_checked_and_the_choice_is_kept", timed_checked_and_kept),
         ("a_kept_choice_is_used_until_it_is_switched_off", used_until_switched_off),
-        ("a_file_that_cannot_be_used_is_told_once_and_stops_nothing", unusable_file),
-        ("a_budget_that_is_over_leaves_the_choices_alone", over_budget),
+        ("a_file_that_cannot_be_used_is_reported_once_and_stops_nothing", unusable_file),
+        ("an_exceeded_budget_leaves_the_choices_alone", over_budget),
     ];
     let there = !WgpuBackend::enumerate().is_empty();
     let required = std::env::var_os("KYKLOS_REQUIRE_GPU").is_some_and(|value| value == "1");
@@ -49,7 +49,7 @@ fn main() {
         })
         .collect();
     for (name, test) in [
-        ("wrong_requests_say_what_would_be_right", wrong_requests as fn()),
+        ("wrong_requests_name_the_remedy", wrong_requests as fn()),
         ("without_a_driver_there_is_nothing_to_tune", no_driver),
     ] {
         trials.push(Trial::test(name, move || {

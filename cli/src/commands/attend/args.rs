@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser};
 
-use crate::devices::DeviceRequest;
+use crate::devices::{self, DeviceRequest};
 use crate::group::GroupArgs;
 use crate::network::NetworkArgs;
 use crate::observe::metrics::MetricsArgs;
@@ -16,40 +16,43 @@ use crate::options::{List, OnLoss, ProblemArgs, ProgressKind, TransportName};
 pub(crate) struct AttendArgs {
     #[command(flatten)]
     pub(crate) problem: ProblemArgs,
-    /// safetensors file to write o and lse to; with {rank} in its name every rank writes its own part
+    /// Write o and lse to this safetensors file. With {rank} in the name, every rank writes a file of its own part
     #[arg(long, value_name = "F")]
     pub(crate) output: Option<PathBuf>,
-    /// Seed of made-up tensors
+    /// Seed of the random tensors
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "input")]
     pub(crate) seed: u64,
-    /// auto, cpu, wgpu or cuda, the last two also by number (wgpu:1); a comma list goes by rank, its last entry repeats
-    #[arg(long, value_name = "D,D,…", default_value = "auto")]
+    #[arg(
+        long,
+        value_name = "D,D,…",
+        default_value = "auto",
+        help = format!("One device for each rank; the last one repeats: {}", devices::names())
+    )]
     pub(crate) device: List<DeviceRequest>,
-    /// How ranks talk [default: in-process for --ranks, quic under a launcher]
+    /// How ranks send messages [default: in-process with --ranks, quic under a launcher]
     #[arg(long, value_enum)]
     pub(crate) transport: Option<TransportName>,
-    /// Run N times; the wall time is the median, the other figures are those of the last run
+    /// Run N times. The wall time is the median; other figures are of the last run
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) repeat: NonZeroU64,
-    /// Seconds after which a message that has not come is an error
+    /// Fail when an expected message does not arrive within this many seconds
     #[arg(long, value_name = "SECONDS", default_value = "600")]
     pub(crate) deadline: NonZeroU32,
-    /// Under a launcher, when a rank dies or is stuck: every rank ends, or those who are left plan anew and begin again; with
-    /// rejoin after a rank that was started anew with --rejoin has come, as kyklos launch does. With finish those who are left
-    /// of a ring finish what all had begun, over the lost rank's keys too, once others have these (exit code 3); else they end,
-    /// or shrink
+    /// What to do when a rank fails or makes no progress (only under a launcher)
     #[arg(long, value_enum, default_value_t = OnLoss::Stop)]
     pub(crate) on_loss: OnLoss,
-    /// auto: a bar on a terminal; json: lines on standard error
+    /// auto: a bar on a terminal. json: one JSON object a line on standard error
     #[arg(long, value_enum, default_value_t = ProgressKind::Auto)]
     pub(crate) progress: ProgressKind,
-    /// Compare sampled rows with the f64 oracle; a result outside the tolerance ends with exit code 1
+    /// Compare sampled rows with the f64 oracle. A result outside the tolerance ends with exit code 1
     #[arg(long)]
     pub(crate) verify: bool,
-    /// Write the timelines of all ranks as Perfetto/Chrome trace JSON, on one clock; with {rank} in its name a file for each
+    /// Write the timelines of all ranks as a Perfetto/Chrome trace (JSON), on one clock.
+    /// With {rank} in the name, every rank writes its own file
     #[arg(long, value_name = "F")]
     pub(crate) trace: Option<PathBuf>,
-    /// Folder for a record of every rank (rank-R.jsonl), written when it ends and on SIGUSR1 [default: KYKLOS_RECORD_DIR]; kyklos doctor reads them
+    /// Write a record of each rank (rank-R.jsonl) to this folder when the rank ends and on SIGUSR1; `kyklos doctor`
+    /// reads records [default: KYKLOS_RECORD_DIR]
     #[arg(long, value_name = "DIR")]
     pub(crate) record: Option<PathBuf>,
     #[command(flatten)]

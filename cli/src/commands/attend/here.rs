@@ -31,7 +31,7 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
     if let Some(seconds) = args.group.stuck_after {
         return Err(Failure::request(
             format!("--stuck-after {seconds} with all ranks in one process"),
-            "leave it away: there --deadline ends a run that does not get on",
+            "leave it away: in one process, --deadline ends a run that makes no progress",
         ));
     }
     if args.on_loss != OnLoss::Stop || args.group.rejoin {
@@ -68,5 +68,5 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
     tell(args, &job, (0..).zip(done).collect())
 }
 
-/// Each rank here is a thread.
+/// Each rank is a thread.
 const MAX_RANKS_HERE: u32 = 256;

@@ -17,7 +17,7 @@ use crate::job::refusal::refuse;
 use crate::observe::{metrics, record};
 use crate::options::OnLoss;
 
-/// Runs the rank of `assignment`, and what follows when its group loses a rank.
+/// Runs the rank of `assignment`. When its group loses a rank, continues by `--on-loss`.
 pub(super) fn as_rank(args: &AttendArgs, assignment: &Assignment) -> Result<()> {
     if assignment.by_kyklos_launch {
         group::end_with_launcher();
@@ -65,7 +65,7 @@ pub(super) fn as_rank(args: &AttendArgs, assignment: &Assignment) -> Result<()> 
             group = next;
             if begins_again {
                 if let (0, Err(failure)) = (group.transport.rank().0, &done) {
-                    note(&format!("it cannot be finished: {}", failure.text));
+                    note(&format!("the call cannot be completed: {}", failure.text));
                 }
                 lost = Some(ended);
                 continue;

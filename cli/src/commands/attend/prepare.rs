@@ -13,7 +13,7 @@ use crate::options::TransportName;
 use crate::request::Request;
 use crate::tensors::output::{OutputTarget, keep_apart};
 
-/// What a launched `attend` is, refusing what only makes sense without a launcher.
+/// The request of a launched `attend`. Refuses options that make sense only without a launcher.
 pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) -> Result<Request> {
     if let Some(ranks) = args.problem.ranks {
         return Err(Failure::request(
@@ -36,7 +36,7 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
     Ok(request)
 }
 
-/// A device that no rank would use is a mistake.
+/// Refuses more devices than ranks.
 pub(super) fn devices_fit(args: &AttendArgs, ranks: u32) -> Result<()> {
     let devices = args.device.0.len();
     if devices <= ranks as usize {
@@ -62,7 +62,7 @@ pub(super) fn job(args: &AttendArgs, request: Request, ranks_here: u32, members:
         resumable: args.on_loss.finishes(),
     };
     let mut job = Job::new(request, settings, outputs, members)?;
-    // Last, because it makes the folder.
+    // Last, because this creates the folder.
     job.outputs.record = record::folder(args.record.as_deref())?;
     Ok(job)
 }

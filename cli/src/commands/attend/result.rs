@@ -5,7 +5,7 @@ use crate::failure::{Result, print};
 use crate::job::Job;
 use crate::job::rank::RankDone;
 
-/// Prints and writes what is to be known of a run.
+/// Prints the report, and writes timelines. A rejected or incomplete result is a failure.
 pub(super) fn tell(args: &AttendArgs, job: &Job, mut done: Vec<(u32, RankDone)>) -> Result<()> {
     if let Some(path) = &args.trace {
         for (rank, done) in &mut done {

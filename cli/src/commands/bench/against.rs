@@ -1,11 +1,11 @@
-//! `kyklos bench --against`: attention beside other programs, in turns, on one device.
+//! `kyklos bench --against`: times other programs in turns with this one, on one device.
 //!
 //! # What a peer is
 //!
-//! Any command. To its words are added the case, `BATCH,KEYS,HEADS,KV HEADS,DIM,MASK,DTYPE` with `QUERIES:KEYS` in the
-//! place of KEYS where the queries are the last of the tokens, and the number of timed calls. It checks its own result
-//! and ends with one line of JSON, `{"first_ms":…,"times_ms":[…],"max_abs_error":…}`. If it cannot do a case it ends
-//! with another exit code than 0, and the last line of its standard error says why.
+//! Any command. It gets two more arguments: the case, `BATCH,KEYS,HEADS,KV HEADS,DIM,MASK,DTYPE`, with `QUERIES:KEYS` instead
+//! of KEYS if only the last tokens are queries, and the number of timed calls. It checks its own result and ends with one
+//! line of JSON, `{"first_ms":…,"times_ms":[…],"max_abs_error":…}`. If it cannot run a case, its exit code is not 0, and the
+//! last line of its standard error is the reason.
 
 use std::io::Read;
 use std::process::{Command, ExitStatus, Stdio};
@@ -42,17 +42,17 @@ impl FromStr for Peer {
     }
 }
 
-/// What a program found in one round of one case.
+/// The measurements of one program in one round of one case.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Times {
-    /// The first call, in which kernels are compiled.
+    /// The first call, which compiles kernels.
     pub(crate) first_ms: f64,
     pub(crate) times_ms: Vec<f64>,
     pub(crate) max_abs_error: f64,
 }
 
 impl Times {
-    /// Reads a line of JSON. An error is empty where it is times that are missing or endless.
+    /// Reads a line of JSON. The error is empty if times are missing or not finite.
     pub(crate) fn of_line(line: &str) -> Result<Self, String> {
         let times: Self = serde_json::from_str(line).map_err(|error| format!(": {error}"))?;
         let numbers = times.times_ms.iter().chain([&times.first_ms, &times.max_abs_error]);
@@ -72,7 +72,7 @@ impl Times {
 pub(crate) struct Comparison {
     pub(crate) case: String,
     programs: Vec<Program>,
-    /// Peers that could not do it, and why.
+    /// Peers that could not run the case, with the reason.
     left_out: Vec<(String, String)>,
 }
 
@@ -82,18 +82,18 @@ struct Program {
     /// Each round's median.
     medians_ms: Vec<f64>,
     min_ms: f64,
-    /// Its median over ours, round by round.
+    /// The median of the program divided by ours, for each round.
     ratios: Vec<f64>,
     first_ms: f64,
     max_abs_error: f64,
 }
 
-/// Runs `ours` and the peers in turns, `rounds` times, every second time backwards. `ours` checks itself, and says by what
-/// tolerance.
+/// Runs `ours` and the peers in turns, `rounds` times, in reverse order every second time. `ours` checks itself, and returns
+/// its tolerance.
 ///
 /// # Errors
-/// Those of `ours`. A peer's result further off than [`ALLOWANCE`] tolerances: a wrong program's time is no time. A peer
-/// that fails after it has once done the case.
+/// Errors of `ours`. A peer with an error of more than [`ALLOWANCE`] tolerances: the time of a wrong result means nothing. A
+/// peer that fails after it has run the case once.
 pub(crate) fn compare(
     case: String,
     peers: &[Peer],
@@ -150,7 +150,7 @@ pub(crate) fn compare(
 }
 
 impl Peer {
-    /// Runs it once. An error says why there is no time.
+    /// Runs the program once. An error is the reason for a missing time.
     fn measure(&self, case: &str, repeat: u32) -> Result<Times, String> {
         let [program, arguments @ ..] = &self.command[..] else { return Err("no command".to_owned()) };
         let mut child = Command::new(program)
@@ -182,7 +182,7 @@ impl Peer {
     }
 }
 
-/// Waits until the process ends; `None` where it had to be ended.
+/// Waits until the process ends; `None` if it was killed at the time limit.
 fn wait_for(child: &mut std::process::Child) -> std::io::Result<Option<ExitStatus>> {
     let started = Instant::now();
     loop {
@@ -201,13 +201,13 @@ fn wait_for(child: &mut std::process::Child) -> std::io::Result<Option<ExitStatu
 fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
-        // What came before an error is still worth a look.
+        // The output before an error may help.
         let _ = from.read_to_end(&mut bytes);
         bytes
     })
 }
 
-/// The comparisons as a table: `ratio` is a program's time over ours.
+/// The comparisons as a table: `ratio` is the time of a program divided by ours.
 pub(crate) fn text(comparisons: &[Comparison]) -> String {
     let header =
         ["case", "program", "median ms", "of medians", "min ms", "ratio", "of ratios", "first ms", "error"];
@@ -240,11 +240,11 @@ pub(crate) fn text(comparisons: &[Comparison]) -> String {
     out
 }
 
-/// Peers may round weights to half precision, which ours do not, and draw inputs of their own.
+/// Peers may round weights to half precision, which ours does not, and may use other inputs.
 const ALLOWANCE: f64 = 10.0;
 /// Name of this program in the table.
 const OURS: &str = "kyklos";
-/// A peer may compile and tune for minutes, but not for ever.
+/// Time limit of a peer, which may compile and tune for minutes.
 const PATIENCE: Duration = Duration::from_secs(1800);
 
 #[cfg(test)]

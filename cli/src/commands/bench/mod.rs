@@ -34,13 +34,13 @@ struct Line {
     dtype: String,
     #[serde(flatten)]
     measured: Option<Measured>,
-    /// Why there is no time.
+    /// Why the combination was not measured.
     error: Option<String>,
 }
 
 #[derive(Serialize)]
 struct Measured {
-    /// The first run: kernels are compiled in it.
+    /// The first run, which compiles kernels.
     first_ms: f64,
     median_ms: f64,
     min_ms: f64,
@@ -48,18 +48,18 @@ struct Measured {
     gflop_per_s: f64,
     max_abs_error: f64,
     tolerance: f64,
-    /// With --verify: all rows beside the device's own in f32.
+    /// With --verify: every row compared with the device's own result in f32.
     every_row: Option<EveryRow>,
 }
 
-/// All rows of a result, beside those of the same device in f32.
+/// The comparison of every row with the result of the same device in f32.
 #[derive(Clone, Copy, Serialize)]
 struct EveryRow {
     rows: usize,
     max_abs_error: f64,
 }
 
-/// What a run was found to take, and that it was right.
+/// The times of a right result.
 struct Checked {
     times: Times,
     tolerance: f64,
@@ -91,7 +91,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
         let mut seen = Vec::new();
         for kernel in &args.kernel.0 {
             match open(device, *kernel) {
-                // auto is one of the others, and need not be timed twice.
+                // `auto` may be one of the other kernels: it is not timed twice.
                 Ok(backend) if seen.contains(&backend.info().kernel) => {}
                 Ok(backend) => {
                     seen.push(backend.info().kernel.clone());
@@ -107,11 +107,11 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     print(&if args.json { json(&lines)? } else { text(&lines) })?;
     match lines.iter().filter(|line| line.error.is_some()).count() {
         0 => Ok(()),
-        count => Err(Failure::run(format!("{count} of {} combinations have no time", lines.len()))),
+        count => Err(Failure::run(format!("{count} of {} combinations were not measured", lines.len()))),
     }
 }
 
-/// One device and kernel beside other programs.
+/// Times one device and kernel in turns with other programs.
 fn bench_against(args: &BenchArgs, devices: &[DeviceId], cases: &[Case]) -> Result<()> {
     let (&[device], &[kernel]) = (devices, &args.kernel.0[..]) else {
         return Err(Failure::request(
@@ -221,7 +221,7 @@ impl Case {
         }
     }
 
-    /// As peers read it.
+    /// The case as other programs read it.
     fn text(&self) -> String {
         let [batch, keys, heads, kv_heads, dim] = self.shape;
         let tokens = match self.problem.q_len {
@@ -336,7 +336,7 @@ fn text(lines: &[Line]) -> String {
         Some([&names[..], &case, &ms, &[format!("{:.1}", m.gflop_per_s)], &errors, &[every_row]].concat())
     });
     let mut out = table(&header, rows.collect());
-    // What stopped a kernel altogether is told once.
+    // The same error of a kernel is printed once.
     let mut told = Vec::new();
     for line in lines {
         let Some(error) = &line.error else { continue };

@@ -12,16 +12,16 @@ use crate::failure::{Result, note, print};
 
 #[derive(Debug, Args)]
 pub(super) struct InviteArgs {
-    /// Where the others reach rank 0
+    /// Address at which the other ranks reach rank 0
     #[arg(long, value_name = "HOST:PORT")]
     coordinator: String,
-    /// Number of ranks, rank 0 among them
+    /// Number of ranks, including rank 0
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=i64::from(MAX_WORLD)))]
     world: u32,
     /// Name of the job
     #[arg(long, value_name = "NAME", default_value = "cluster")]
     job: String,
-    /// Hours for which the token lets ranks in
+    /// Hours for which the token is valid
     #[arg(long, value_name = "N", default_value_t = 24, value_parser = clap::value_parser!(u32).range(1..=8760))]
     hours: u32,
     /// File to write, for rank 0 alone
@@ -36,7 +36,7 @@ pub(super) fn invite(args: &InviteArgs) -> Result<()> {
     let terms = InvitationTerms { place: &place, world: args.world, job: &args.job, valid };
     let invitation = Invitation::new(&terms)?;
     invitation.write_file(&args.output)?;
-    // The token alone on standard output, so that a script can take it.
+    // Only the token goes to standard output, for scripts.
     print(&format!("{}\n", invitation.token()))?;
     note(&format!(
         "rank 0: kyklos attend --invite {} …; the other {}: kyklos attend --join TOKEN …, until {}",

@@ -22,19 +22,19 @@ pub(super) struct IssueArgs {
     /// For ranks 0 to N-1
     #[arg(short = 'n', value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_WORLD)))]
     count: Option<u32>,
-    /// For a host: its names and addresses, joined by commas; may be given again for another host
+    /// For a host: its names and addresses, joined by commas; repeatable
     #[arg(long, value_name = "NAME,ADDRESS,…")]
     host: Vec<String>,
-    /// Name of the job or the cluster: ranks of different jobs refuse each other
+    /// Name of the job or cluster. Ranks of different jobs refuse each other
     #[arg(long, value_name = "NAME", default_value = "cluster")]
     job: String,
     /// Folder of the authority
     #[arg(long, value_name = "FOLDER", default_value = "authority")]
     authority: PathBuf,
-    /// Days for which they hold
+    /// Days of validity
     #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..=3650))]
     days: u32,
-    /// authority.pem of another authority that they trust as well; may be given again
+    /// authority.pem of another authority to trust as well; repeatable
     #[arg(long, value_name = "FILE")]
     also_trust: Vec<PathBuf>,
     /// Folder to write to
@@ -59,7 +59,7 @@ pub(super) fn issue(args: &IssueArgs) -> Result<()> {
     for host in &args.host {
         let names = HostNames::new(host.split(','))
             .map_err(|error| Failure { exit: 2, ..Failure::run(format!("--host {host}: {error}")) })?;
-        // Colons of addresses have a meaning in names of files elsewhere.
+        // Other systems do not allow colons in file names.
         let name = host.split(',').next().unwrap_or_default().replace(':', "-");
         files.push((args.output.join(format!("host-{name}.pem")), Subject::Host(names)));
     }
@@ -68,7 +68,7 @@ pub(super) fn issue(args: &IssueArgs) -> Result<()> {
     for (path, subject) in &files {
         let identity = authority.issue_to(subject, Validity::days(args.days))?;
         let claims = identity.claims()?;
-        // Before the identity is anywhere: what is not in the list could not be revoked.
+        // Before the identity is written: an identity that is not in the list could not be revoked.
         let date = Date(claims.validity.until);
         record(&args.authority.join(ISSUED), &format!("{}  {claims}, until {date}\n", identity.key_hash()?))?;
         identity.write_file(path)?;
@@ -77,17 +77,17 @@ pub(super) fn issue(args: &IssueArgs) -> Result<()> {
     Ok(())
 }
 
-/// Adds a line to the authority's list of what it has issued.
+/// Adds a line to the authority's list of issued identities.
 fn record(path: &Path, line: &str) -> Result<()> {
     let file = OpenOptions::new().append(true).create(true).open(path);
     file.and_then(|mut file| file.write_all(line.as_bytes()))
         .map_err(|error| Failure::file("write the list of issued identities", path, &error))
 }
 
-/// In the authority's folder: a line for each identity, which begins with its key as `--revoked` wants it.
+/// File in the authority's folder: one line for each identity, which starts with its key in the form for `--revoked`.
 const ISSUED: &str = "issued";
 
-/// Before the first one is written, so that a refusal leaves nothing behind.
+/// Refuses existing files before the first file is written, so that a refusal leaves nothing behind.
 fn refuse_what_is_there(files: &[(PathBuf, Subject)]) -> Result<()> {
     for (index, (path, _)) in files.iter().enumerate() {
         let twice = files[..index].iter().any(|(other, _): &(PathBuf, _)| other == path);

@@ -1,4 +1,4 @@
-//! `kyklos certs`: the authority of a cluster, and the files with which ranks and hosts prove themselves.
+//! `kyklos certs`: the authority of a cluster, and identity files of ranks and hosts.
 
 mod invite;
 mod issue;
@@ -21,34 +21,38 @@ pub(crate) struct CertsArgs {
 
 #[derive(Debug, Subcommand)]
 enum CertsCommand {
-    /// Makes an authority: a folder with authority.pem, and authority.key that only its owner can read
+    /// Creates an authority: a folder with authority.pem and authority.key
     ///
-    /// Whoever has the key can make members of the cluster: keep it where identities are issued, and copy only identities
-    /// to the hosts.
+    /// Only the owner can read authority.key. The key can create members of the cluster: keep it where identities are
+    /// issued, and copy only identities to the hosts.
     Init(InitArgs),
-    /// Makes the identities of ranks (rank-N.pem) or of hosts (host-NAME.pem), each readable by its owner only
+    /// Issues identities of ranks (rank-N.pem) or hosts (host-NAME.pem); only the owner can read them
     ///
-    /// A rank's identity proves one rank, wherever it runs. A host's proves any rank that has its place on that host: what
-    /// Slurm or a cluster file says of the rank must be one of the host's names; where nothing says, the address at which
-    /// others see the rank must be one of its addresses. To change the authority without a pause: issue from the old one
-    /// with --also-trust NEW/authority.pem, then from the new one with --also-trust OLD/authority.pem, then from the new one.
+    /// The identity of a rank proves that rank on any host. The identity of a host proves every rank that runs there: the host
+    /// that Slurm or a cluster file names for the rank must be one of the names in the identity. If neither names a host,
+    /// the network address of the rank must be one of the addresses in the identity.
+    ///
+    /// To replace the authority without downtime, issue three times: from the old one with --also-trust NEW/authority.pem,
+    /// then from the new one with --also-trust OLD/authority.pem, then from the new one alone.
     Issue(IssueArgs),
-    /// Prints a token, one line of text, by which the other ranks of one group get their identities from rank 0
+    /// Prints a token, one line of text, with which the other ranks of a group get their identities from rank 0
     ///
-    /// For hosts to which no files are copied. The invitation that is written is rank 0's alone (attend --invite): it holds an
-    /// authority made for this group, and rank 0's identity. Whoever has the token (attend --join, or KYKLOS_JOIN) makes a key, and
-    /// rank 0 signs it, for as long as its group is not complete: every rank once.
+    /// Use it when no files can be copied to the hosts. The command also writes an invitation file for rank 0 alone (attend
+    /// --invite): it holds an authority for this group and the identity of rank 0. A process with the token (attend --join or
+    /// KYKLOS_JOIN) creates a key, and rank 0 signs it. Rank 0 signs once for each rank, until the group is complete.
     Invite(InviteArgs),
-    /// Says whom a file is for, of which job, until when, and the key by which it is revoked (attend --revoked); exit code 1 if that is over or soon will be
+    /// Shows the subject, job, expiry date and key of identities and authorities
+    ///
+    /// The key is what a list for attend --revoked names. Exit code 1: a file has expired, or expires within --warn-days.
     Show(ShowArgs),
 }
 
 #[derive(Debug, Args)]
 struct InitArgs {
-    /// Folder to make
+    /// Folder to create
     #[arg(long, value_name = "FOLDER", default_value = "authority")]
     authority: PathBuf,
-    /// Days for which it holds
+    /// Days of validity
     #[arg(long, value_name = "N", default_value_t = 3650, value_parser = clap::value_parser!(u32).range(1..=36500))]
     days: u32,
 }
@@ -58,7 +62,7 @@ struct ShowArgs {
     /// Identities, or authority.pem
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// What ends within so many days counts as over
+    /// Also report files that expire within this many days
     #[arg(long, value_name = "N", default_value_t = 0)]
     warn_days: u32,
 }
@@ -93,7 +97,7 @@ fn show(args: &ShowArgs) -> Result<()> {
 }
 
 fn describe(path: &Path) -> Result<(String, Validity)> {
-    // The certificate of an authority is no secret and stands alone; an identity has a key.
+    // The file of an authority is a certificate alone; an identity also has a key.
     if let Ok((fingerprint, validity)) = ClusterAuthority::describe(path) {
         return Ok((format!("authority {fingerprint}, {}", until(&validity)), validity));
     }

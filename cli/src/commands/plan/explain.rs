@@ -1,4 +1,4 @@
-//! `kyklos plan --explain`: every plan that could run on described devices and links, priced. No device is touched.
+//! `kyklos plan --explain`: every plan that could run, with its predicted time. Without `--probe` no device is opened.
 
 use kyklos::plan::{expected_of_wire, table};
 use kyklos::simulate::{
@@ -21,7 +21,7 @@ use crate::run::timed;
 pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
     if let Some(rank) = args.rank {
         return Err(Failure::request(
-            format!("--rank {rank} with --explain, which shows plans and no steps"),
+            format!("--rank {rank} with --explain, which has no steps of ranks"),
             "leave one of the two away",
         ));
     }
@@ -49,7 +49,7 @@ pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
             *error = in_options(error.clone());
         }
     }
-    // A request of which nothing can be done is one line, like every wrong request.
+    // If every plan is refused, the request is wrong: one line.
     if let Some(Priced { verdict: Verdict::Refused(error), .. }) = priced.first() {
         return Err(nothing_fits(priced.len(), error));
     }
@@ -96,11 +96,11 @@ struct Compared {
     plan: Candidate,
     predicted_s: f64,
     measured_s: f64,
-    /// Predicted over measured, less one.
+    /// Predicted time divided by measured time, minus one.
     error: f64,
 }
 
-/// Looks at the devices and the link of ranks in this process and, if so asked, runs every plan in turns with that.
+/// Measures the devices and the link of ranks in this process. With `--measure`, also runs every plan, in turns with that.
 fn probe(args: &PlanArgs, asked: &Asked) -> Result<(Cluster, Vec<(Candidate, f64)>)> {
     let (problem, wanted) = (&asked.problem, &asked.wanted);
     probe::fits(wanted.ranks)?;
@@ -115,7 +115,7 @@ fn probe(args: &PlanArgs, asked: &Asked) -> Result<(Cluster, Vec<(Candidate, f64
     let mut runs = Vec::new();
     for candidate in candidates(problem, wanted)? {
         let Candidate { strategy, mesh, placement } = candidate;
-        // What is refused here is refused in the table, with the reason.
+        // A refused plan appears in the table with the reason.
         if let Ok(world) = plan_world(problem, mesh, placement, &wanted.split, strategy) {
             runs.push((candidate, world, Vec::new()));
         }

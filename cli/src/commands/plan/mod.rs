@@ -1,4 +1,4 @@
-//! `kyklos plan`: what `attend` would run. No device is touched.
+//! `kyklos plan`: what `attend` would run. No device is opened.
 
 mod args;
 mod explain;
@@ -51,9 +51,9 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     print(&(predicted.unwrap_or_default() + &explain(&plans, &checks, shown)))
 }
 
-/// The steps of so many ranks are shown without being asked for.
+/// Up to this many ranks, the steps of all ranks are shown.
 const FEW: u32 = 4;
-/// The proof keeps some bytes for each token.
+/// The proof needs memory for each token.
 const MAX_TOKENS: u32 = 1 << 26;
 /// Plans of a ring grow with the square of its ranks.
 const MAX_RANKS: u32 = 1024;

@@ -1,5 +1,5 @@
-//! A short look at the devices and the link of ranks in this process: how fast they attend, copy and send. Everything is
-//! measured with runs of real plans, through the executor and the collective.
+//! Measures the devices and the link of ranks in this process: the speed of attention, copies and messages. All
+//! measurements are runs of real plans, through the executor and the collective.
 
 use std::collections::BTreeMap;
 
@@ -22,21 +22,21 @@ use crate::options::TransportName;
 use crate::run::timed;
 use crate::tensors::Source;
 
-/// What there is to look at.
+/// The devices and the transport to measure, and the measurements.
 #[derive(Debug)]
 pub(crate) struct Probe {
     dtype: Dtype,
     head_dim: u32,
-    /// Query heads, and those of keys and values.
+    /// Query heads and KV heads.
     heads: [u32; 2],
     transport: TransportName,
-    /// Of each rank.
+    /// By rank.
     devices: Vec<DeviceId>,
     backends: BTreeMap<DeviceId, AnyBackend>,
     rounds: Vec<Round>,
 }
 
-/// One look.
+/// The measurements of one round.
 #[derive(Clone, Debug)]
 struct Round {
     devices: BTreeMap<DeviceId, DeviceRound>,
@@ -83,7 +83,7 @@ impl Probe {
         self.devices.iter().map(|device| &self.backends[device]).collect()
     }
 
-    /// Looks once more.
+    /// Measures one more round.
     pub(crate) fn look(&mut self) -> Result<()> {
         let mut devices = BTreeMap::new();
         for (id, backend) in &self.backends {
@@ -95,7 +95,7 @@ impl Probe {
         Ok(())
     }
 
-    /// The medians of what was seen, as a cluster of one host.
+    /// The medians of all rounds, as a cluster of one host.
     pub(crate) fn cluster(&self) -> Result<Cluster> {
         let median = |of: &dyn Fn(&Round) -> f64| median(self.rounds.iter().map(of));
         let kinds: Vec<DeviceId> = self.backends.keys().copied().collect();
@@ -123,7 +123,7 @@ impl Probe {
                     state_gb_per_s: Some(of(|round| round.state_gb_per_s)),
                     key_gb_per_s: Some(of(|round| round.key_gb_per_s)),
                     copy_us: 0.0,
-                    // Staging is part of what a message was seen to take.
+                    // The measured time of a message includes staging.
                     memory: MemoryKind::Unified,
                     staging_gb_per_s: None,
                 },
@@ -165,8 +165,7 @@ impl Probe {
         }
     }
 
-    /// A device at work for as many ranks at once as will share it: a machine that does other work too gives several
-    /// ranks more than one.
+    /// Measures a device with as many ranks as will share it: on a busy machine several ranks get more of it than one.
     fn device(&self, backend: &AnyBackend, sharing: usize) -> Result<DeviceRound> {
         let apart = |batch: u32, tokens: u32, mask: Mask| -> Result<f64> {
             let ends = (0..=ranks(sharing)).map(|rank| rank * tokens);
@@ -187,8 +186,7 @@ impl Probe {
         let key_gb_per_s = self.keys(backend, sharing)?;
         let keys_s = rows * kv_heads * self.key_bytes() as f64 / key_gb_per_s / 1e9;
         let pair_s = (full_s - step_s - keys_s).max(full_s / 2.0) / (rows * rows * heads);
-        // What a row's edge costs beyond its visible pairs shows best in short rows; kernels may work on finer parts
-        // than their tiles.
+        // The cost of partial tiles at the edge of a row shows best in short rows; kernels may work on parts of tiles.
         let batch = (EDGE_HEADS / self.heads[0]).max(1);
         let (all_s, seen_s) =
             (apart(batch, EDGE_TOKENS, Mask::full())?, apart(batch, EDGE_TOKENS, Mask::causal())?);
@@ -204,15 +202,15 @@ impl Probe {
         })
     }
 
-    /// Seconds that each of `sharing` ranks of a problem would take if it had the device for itself. The mask shows each
-    /// what it has, so that nothing travels.
+    /// Seconds that each of `sharing` ranks would take if it had the device for itself. Each rank sees only its own keys, so
+    /// that no message is sent.
     fn at_once(&self, backend: &AnyBackend, sharing: usize, problem: &AttentionProblem) -> Result<f64> {
         let world = ring(sharing, problem)?;
         let wall_s = self.run(&world, &vec![backend; sharing], TransportName::InProcess)?.wall_s;
         Ok(wall_s / count(sharing))
     }
 
-    /// Bytes of keys and values that attention takes in in a second: two queries see many, and do little with each.
+    /// Bytes of keys and values that attention reads in a second: two queries see many keys, with little work for each.
     fn keys(&self, backend: &AnyBackend, sharing: usize) -> Result<f64> {
         let ranks = ranks(sharing);
         let keys = u32::try_from(BULK_BYTES / self.key_bytes()).unwrap_or(1 << 16) / ranks;
@@ -225,13 +223,13 @@ impl Probe {
         Ok((u64::from(keys) * self.key_bytes()) as f64 / wall_s / 1e9)
     }
 
-    /// Of a key and its value, for one head.
+    /// Bytes of a key and its value, for one head.
     fn key_bytes(&self) -> u64 {
         2 * u64::from(self.head_dim) * self.dtype.bytes() as u64
     }
 
-    /// Bytes of running states that are read or written in a second: in a fixed order every tile of keys has states of its
-    /// own, which are merged, and here every row sees one key of each tile.
+    /// Bytes of running states that are read or written in a second. In a fixed order every tile of keys has its own states,
+    /// which are merged; here every row sees one key of each tile.
     fn states(&self, backend: &AnyBackend, sharing: usize) -> Result<f64> {
         let (tiles, ranks) = (STATE_TILES, ranks(sharing));
         let (tokens, heads) = (tiles * TILE_KEYS, self.heads[0]);
@@ -242,14 +240,14 @@ impl Probe {
         let mask = Mask::slices((0..ranks * tiles).map(own).collect::<kyklos::Result<_>>()?);
         let problem = self.problem([1, ranks * tokens, heads, heads, self.head_dim], mask)?;
         let wall_s = self.at_once(backend, sharing, &problem.with_fixed_order(true)?)?;
-        // Written twice and read where keys are attended to; two read and one written where states are merged; one read
-        // and as much written at the end.
+        // Attention writes the state twice and reads it once; a merge reads two and writes one; the end reads one and writes as
+        // much.
         let moved = f64::from(3 * tiles + 3 * (tiles - 1) + 2);
         let state = f64::from(tokens * heads) * (f64::from(self.head_dim) * 4.0 + 8.0);
         Ok(moved * state / wall_s / 1e9)
     }
 
-    /// Bytes that packing and unpacking write in a second, while both of two ranks do so.
+    /// Bytes that packing and unpacking write in a second, on two ranks at once.
     fn copies(&self, backend: &AnyBackend) -> Result<f64> {
         let problem = self.problem([64, 64, 8, 8, self.head_dim], Mask::full())?;
         let mesh = Mesh::new(2, 1)?;
@@ -269,7 +267,7 @@ impl Probe {
         Ok(copied as f64 / copy_ns.max(1) as f64)
     }
 
-    /// A ring of many small hops for the latency, and one of a large hop for the bandwidth.
+    /// Measures the latency with a ring of many small hops, and the bandwidth with a ring of one large hop.
     fn link(&self) -> Result<LinkRound> {
         let backend = self.backends[&self.devices[0]].info().class;
         let others = self.devices.len().clamp(2, 4);
@@ -282,7 +280,7 @@ impl Probe {
 
         let row_bytes = self.key_bytes();
         let keys = u32::try_from(BULK_BYTES / row_bytes).unwrap_or(1 << 16);
-        // Both queries see one key of each half, so that all keys travel and next to none are attended to.
+        // Both queries see one key of each half: all keys are sent, with almost no attention.
         let key = |at: u32| MaskSlice::new(0..2, at..at + 1, SlicePart::Full);
         let few = Mask::slices(vec![key(0)?, key(keys / 2)?]);
         let bulk = self.problem([1, keys, 1, 1, self.head_dim], few)?.with_queries(2, 0)?;
@@ -291,7 +289,7 @@ impl Probe {
         let moved = timed::run(&world, &backends[..2], self.transport, &tensors, REPEAT)?;
         let used_s = before_s.zip(processor_s()).map(|(before, after)| after - before);
         let gb = (u64::from(keys) * row_bytes) as f64 / 1e9;
-        // The run that does not count carries too, and both ends of each byte are here.
+        // The warm-up run sends too, and this process handles both ends of each byte.
         let runs = REPEAT_RUNS;
         let cores = std::thread::available_parallelism().map_or(1.0, |cores| count(cores.get()));
         let carries = self.transport == TransportName::Quic && backend >= DeviceClass::Cpu;
@@ -334,7 +332,7 @@ fn count(n: usize) -> f64 {
     n as f64
 }
 
-/// Processor seconds of this process so far, where the system says: Linux counts them in hundredths.
+/// Processor seconds of this process so far; Linux only, in hundredths.
 fn processor_s() -> Option<f64> {
     let text = std::fs::read_to_string("/proc/self/stat").ok()?;
     let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
@@ -342,7 +340,7 @@ fn processor_s() -> Option<f64> {
     Some(ticks as f64 / 100.0)
 }
 
-/// Refuses what a probe cannot look at.
+/// Refuses a request that a probe cannot measure.
 pub(crate) fn fits(ranks: u32) -> Result<()> {
     if ranks > MOST_RANKS {
         return Err(Failure::request(
@@ -362,8 +360,8 @@ const EDGE_HEADS: u32 = 32;
 const STATE_TILES: u32 = 4;
 const LONG_ENOUGH_S: f64 = 0.03;
 const BULK_BYTES: u64 = 64 << 20;
-/// Timed runs of each, after one that does not count.
+/// Timed runs of each measurement, after a warm-up run.
 const REPEAT: u64 = 3;
-/// All of them together.
+/// Number of all runs of a measurement.
 const REPEAT_RUNS: f64 = 4.0;
 const MOST_RANKS: u32 = 64;

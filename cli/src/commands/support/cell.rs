@@ -1,4 +1,4 @@
-//! One cell of the table: what it is, and what became of it.
+//! One cell of the table and its result.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use crate::request::Request;
 use crate::run::plans::Plans;
 use crate::verify::Verdict;
 
-/// A combination.
+/// One combination.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cell {
     pub(crate) row: Row,
@@ -22,31 +22,31 @@ pub(crate) struct Cell {
     pub(crate) mesh: Mesh,
     pub(crate) dtype: Dtype,
     pub(crate) placement: PlacementKind,
-    pub(crate) place: Place,
+    pub(crate) target: Target,
 }
 
 /// Where a cell runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Place {
+pub(crate) struct Target {
     pub(crate) device: DeviceId,
     pub(crate) transport: TransportName,
 }
 
-/// What became of a cell. Nobody wants to see the last two.
+/// The result of a cell. The last two are faults.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum State {
-    /// It agrees with the oracle.
+pub(crate) enum CellState {
+    /// The result agrees with the oracle.
     Correct { error: f64, tolerance: f64 },
-    /// The validator refused it, with this sentence, before anything ran.
+    /// The validator refused the cell with this message, before anything ran.
     Refused(String),
-    /// It ran, and the result is wrong.
+    /// The result is wrong.
     Wrong { error: f64, tolerance: f64, why: String },
-    /// It did not run to its end.
+    /// The run failed.
     Failed(String),
 }
 
-impl State {
-    /// What a comparison says.
+impl CellState {
+    /// From a comparison.
     pub(crate) fn of(verdict: Verdict) -> Self {
         let Verdict { max_abs_error: error, tolerance, failure, .. } = verdict;
         match failure {
@@ -69,7 +69,7 @@ impl State {
     }
 }
 
-/// What can run.
+/// A request that can run.
 #[derive(Debug)]
 pub(crate) struct Accepted {
     pub(crate) request: Request,
@@ -77,18 +77,18 @@ pub(crate) struct Accepted {
 }
 
 impl Cell {
-    /// On the mesh that the strategy is tried on.
+    /// A cell on the test mesh of its strategy.
     pub(crate) fn new(
         row: Row,
         strategy: Strategy,
         dtype: Dtype,
         placement: PlacementKind,
-        place: Place,
+        target: Target,
     ) -> Self {
-        Self { row, strategy, mesh: strategy.example_mesh(), dtype, placement, place }
+        Self { row, strategy, mesh: strategy.example_mesh(), dtype, placement, target }
     }
 
-    /// The arguments of the program that repeat this cell, with input files in `folder`.
+    /// Arguments of the program that repeat this cell, with input files in `folder`.
     pub(crate) fn arguments(&self, folder: &Path) -> Vec<String> {
         let mut arguments = vec!["attend".to_owned()];
         arguments.extend(self.row.options(self.dtype, self.mesh.world(), folder));
@@ -96,18 +96,18 @@ impl Cell {
             ("--strategy", self.strategy.to_string()),
             ("--mesh", self.mesh.to_string()),
             ("--placement", self.placement.to_string()),
-            ("--device", self.place.device.to_string()),
-            ("--transport", self.place.transport.name().to_owned()),
+            ("--device", self.target.device.to_string()),
+            ("--transport", self.target.transport.name().to_owned()),
         ];
         arguments.extend(chosen.into_iter().flat_map(|(name, value)| [name.to_owned(), value]));
         arguments.push("--verify".to_owned());
         arguments
     }
 
-    /// What the validator says, by the same way as `attend`: plans that are proved, or the sentence that refuses.
+    /// Asks the validator in the same way as `attend`: returns proved plans, or the refusal.
     ///
     /// # Errors
-    /// What is no refusal: the row cannot be read, or a plan fails its proof.
+    /// Other than a refusal: the row cannot be read, or a plan fails its proof.
     pub(crate) fn validate(&self, folder: &Path) -> Result<Result<Box<Accepted>, String>> {
         let words = self.arguments(folder).into_iter().map(Into::into);
         let args = AttendArgs::of_words(words).map_err(|error| Failure::run(one_line(&error)))?;
@@ -120,18 +120,18 @@ impl Cell {
         }
     }
 
-    /// The cell with what became of it.
-    pub(crate) fn report(&self, state: State, folder: &Path) -> Report {
+    /// The cell with its result.
+    pub(crate) fn report(&self, state: CellState, folder: &Path) -> Report {
         Report { cell: *self, state, command: format!("kyklos {}", self.arguments(folder).join(" ")) }
     }
 }
 
-/// A cell and what became of it.
+/// A cell and its result.
 #[derive(Clone, Debug)]
 pub(crate) struct Report {
     pub(crate) cell: Cell,
-    pub(crate) state: State,
-    /// Repeats it.
+    pub(crate) state: CellState,
+    /// The command line that repeats the cell.
     pub(crate) command: String,
 }
 
@@ -152,11 +152,11 @@ impl Serialize for Report {
             message: Option<&'a str>,
             command: &'a str,
         }
-        let Cell { row, strategy, mesh, dtype, placement, place } = self.cell;
+        let Cell { row, strategy, mesh, dtype, placement, target } = self.cell;
         let (numbers, message) = match &self.state {
-            State::Correct { error, tolerance } => (Some((*error, *tolerance)), None),
-            State::Wrong { error, tolerance, why } => (Some((*error, *tolerance)), Some(why.as_str())),
-            State::Refused(text) | State::Failed(text) => (None, Some(text.as_str())),
+            CellState::Correct { error, tolerance } => (Some((*error, *tolerance)), None),
+            CellState::Wrong { error, tolerance, why } => (Some((*error, *tolerance)), Some(why.as_str())),
+            CellState::Refused(text) | CellState::Failed(text) => (None, Some(text.as_str())),
         };
         Line {
             strategy,
@@ -164,8 +164,8 @@ impl Serialize for Report {
             row: row.name,
             dtype: dtype.name(),
             placement: placement.to_string(),
-            device: place.device.to_string(),
-            transport: place.transport.name(),
+            device: target.device.to_string(),
+            transport: target.transport.name(),
             state: self.state.name(),
             max_abs_error: numbers.map(|(error, _)| error),
             tolerance: numbers.map(|(_, tolerance)| tolerance),

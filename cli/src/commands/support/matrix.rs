@@ -1,10 +1,10 @@
-//! What the validator accepts, as a document. Nothing runs.
+//! `docs/support.md`: what the validator accepts. Nothing runs.
 
 use std::path::Path;
 
 use kyklos::{Dtype, Mesh, PlacementKind, Strategy};
 
-use super::cell::{Cell, Place};
+use super::cell::{Cell, Target};
 use super::rows::{ROWS, Row};
 use super::table::place_in;
 use crate::devices::{BackendKind, DeviceId};
@@ -48,7 +48,7 @@ pub(crate) fn document() -> Result<String> {
     Ok(out)
 }
 
-/// For which dtypes a combination is accepted over every placement, or over which placements for every dtype.
+/// The dtypes that are accepted with every placement, or the placements that are accepted with every dtype.
 fn accepted(
     row: Row,
     strategy: Strategy,
@@ -62,8 +62,8 @@ fn accepted(
         row.write(dtype, folder)?;
         let said = notes.len();
         for placement in PlacementKind::ALL {
-            let place = Place { device: DeviceId::CPU, transport: TransportName::InProcess };
-            let cell = Cell { row, strategy, mesh, dtype, placement, place };
+            let target = Target { device: DeviceId::CPU, transport: TransportName::InProcess };
+            let cell = Cell { row, strategy, mesh, dtype, placement, target };
             if let Err(refusal) = cell.validate(folder)? {
                 notes.push(refusal);
                 placements.retain(|other| *other != placement);
@@ -86,7 +86,7 @@ fn accepted(
     Ok(if taken.is_empty() { refused } else { format!("{}, else {refused}", taken.join(", ")) })
 }
 
-/// The mark of a sentence, or of one that refuses another strategy or mesh for the same reason.
+/// The footnote of a refusal. Refusals of other strategies or meshes for the same reason share one.
 fn refused(sentence: String, refusals: &mut Vec<String>) -> String {
     let reason = |sentence: &str| {
         let alike = sentence.starts_with("strategy ");
@@ -105,32 +105,34 @@ fn line(first: &str, cells: &[String]) -> String {
     format!("| {first} | {} |\n", cells.join(" | "))
 }
 
-const HEAD: &str = "# What goes with what
+const HEAD: &str = "# Supported combinations
 
-`kyklos support --matrix` prints this page from the validator that every command asks before anything runs; a test holds the
-page to it, and `KYKLOS_BLESS=1` rewrites it. That what is accepted is also right is what `kyklos support` finds out: it runs all
-of this on every device of the machine, in-process and over QUIC, and holds each result to the f64 oracle. Tables of such
-runs are in `docs/results/`. What refusals mean and what to do about them: [errors](errors.md).
+`kyklos support --matrix` prints this page from the validator that every command asks before it runs anything. A test compares
+the page with the validator, and `KYKLOS_BLESS=1` rewrites it. `kyklos support` checks that accepted combinations are also
+correct: it runs all of them on every device of the machine, in-process and over QUIC, and compares each result with the f64
+oracle. Tables of such runs are in `docs/results/`. For the meaning of refusals see [errors](errors.md).
 
 ## Options and strategies
 
-Every strategy on one mesh that it takes, four ranks except for dense. yes: f32, f16 and bf16, over contiguous, zigzag, striped and
-per-document shards; else the dtypes or placements that are taken, and why the others are not. The problem, unless the row says otherwise, is `--shape 1,260,6,2,16`. Devices and transports make no difference here.
+Each strategy is on one mesh that it accepts, with four ranks, except for dense. `yes` means f32, f16 and bf16 with contiguous,
+zigzag, striped and per-document placement. Otherwise a cell lists the accepted dtypes or placements, and a footnote with the
+refusal of the others. The problem is `--shape 1,260,6,2,16` unless the row names another one. Devices and transports make no
+difference here.
 
 ";
 
 const MESHES: &str = "
 ## Meshes
 
-The first row's problem, which has 6 query heads. A strategy that a mesh contradicts is refused by its own name; the note shows
-the first of these sentences.
+The problem of the first row, which has 6 query heads. A strategy that does not fit a mesh is refused; the footnote shows the
+first of these messages.
 
 ";
 
 const DEVICES: &str = "
 ## Devices
 
-Which of them a machine has is not the validator's to know; `kyklos devices` lists them.
+The validator does not know which devices a machine has; `kyklos devices` lists them.
 
 | `--device` | part of this build |
 |---|---|

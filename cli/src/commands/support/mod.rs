@@ -1,5 +1,4 @@
-//! `kyklos support`: every strategy, mask, option, dtype and placement on every device and transport of this machine,
-//! and the same as the validator sees it.
+//! `kyklos support`: runs every strategy, mask, option, dtype and placement on every device and transport of this machine.
 
 mod cell;
 mod matrix;
@@ -19,33 +18,37 @@ use kyklos::{Dtype, PlacementKind, Strategy};
 use crate::devices::{self, BackendKind, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note, print};
 use crate::options::{StrategyName, TransportName};
-use cell::{Cell, Place, Report, State};
+use cell::{Cell, CellState, Report, Target};
 use rows::{ROWS, Row};
-use run::{Workshop, Yardstick};
+use run::{Reference, Runner};
 use table::Table;
 
-/// Which part of the table: options that are not given leave nothing out.
+/// The part of the table to run. Without options: all of it.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct SupportArgs {
     /// Only these strategies
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     strategy: Vec<StrategyName>,
-    /// Only rows whose names begin like this; may be given again
+    /// Only rows whose name starts with this; repeatable
     #[arg(long, value_name = "NAME")]
     row: Vec<String>,
-    /// Only these
+    /// Only these dtypes
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     dtype: Vec<Dtype>,
-    /// Only these
+    /// Only these placements
     #[arg(long, value_name = "KIND,…", value_delimiter = ',')]
     placement: Vec<PlacementKind>,
-    /// cpu, wgpu, also by number; one that is not there is then an error
-    #[arg(long, value_name = "D,D,…", value_delimiter = ',')]
+    #[arg(
+        long,
+        value_name = "D,D,…",
+        value_delimiter = ',',
+        help = format!("Only these devices; a missing one is then an error: {}", devices::names())
+    )]
     device: Vec<DeviceRequest>,
-    /// Only these
+    /// Only these transports
     #[arg(long, value_enum, value_delimiter = ',')]
     transport: Vec<TransportName>,
-    /// Keep the input files in this folder, for the command lines that repeat a cell
+    /// Keep the input files in this folder, so that the printed command lines can repeat a cell
     #[arg(long, value_name = "DIR")]
     inputs: Option<PathBuf>,
     /// Print docs/support.md instead: what the validator accepts. Runs nothing and needs no device
@@ -73,14 +76,14 @@ pub(crate) fn support(args: &SupportArgs) -> Result<()> {
     }
 }
 
-/// The table, or the part of it that is asked for.
+/// Runs the selected part of the table.
 fn fill(args: &SupportArgs) -> Result<Table> {
     let (devices, not_run) = devices(&args.device)?;
     let mut axes = Axes::new(args)?;
-    axes.places = devices
+    axes.targets = devices
         .iter()
         .flat_map(|device| {
-            axes.transports.iter().map(|transport| Place { device: *device, transport: *transport })
+            axes.transports.iter().map(|transport| Target { device: *device, transport: *transport })
         })
         .collect();
     let (_doomed, folder) = match &args.inputs {
@@ -95,10 +98,10 @@ fn fill(args: &SupportArgs) -> Result<Table> {
             (Some(made), path)
         }
     };
-    let mut workshop = Workshop::default();
+    let mut runner = Runner::default();
     let mut names = Vec::new();
     for device in devices {
-        let backend = workshop.backend(device)?;
+        let backend = runner.backend(device)?;
         names.push(format!("{device}: {}", backend.info().name));
     }
     let bar = progress(axes.cells());
@@ -106,7 +109,7 @@ fn fill(args: &SupportArgs) -> Result<Table> {
     for row in &axes.rows {
         for dtype in &axes.dtypes {
             row.write(*dtype, &folder)?;
-            axes.cells_of(*row, *dtype, &folder, &mut workshop, |report| {
+            axes.cells_of(*row, *dtype, &folder, &mut runner, |report| {
                 if let Some(bar) = &bar {
                     bar.set_message(format!("{}, {dtype}", row.name));
                     bar.inc(1);
@@ -121,14 +124,14 @@ fn fill(args: &SupportArgs) -> Result<Table> {
     Ok(Table { reports, devices: names, not_run })
 }
 
-/// What is combined.
+/// The values to combine.
 struct Axes {
     rows: Vec<Row>,
     strategies: Vec<Strategy>,
     dtypes: Vec<Dtype>,
     placements: Vec<PlacementKind>,
     transports: Vec<TransportName>,
-    places: Vec<Place>,
+    targets: Vec<Target>,
 }
 
 impl Axes {
@@ -151,7 +154,7 @@ impl Axes {
             dtypes: or_all(&args.dtype, &Dtype::ALL),
             placements: or_all(&args.placement, &PlacementKind::ALL),
             transports: or_all(&args.transport, &[TransportName::InProcess, TransportName::Quic]),
-            places: Vec::new(),
+            targets: Vec::new(),
         })
     }
 
@@ -160,25 +163,25 @@ impl Axes {
             * self.strategies.len()
             * self.dtypes.len()
             * self.placements.len()
-            * self.places.len()
+            * self.targets.len()
     }
 
-    /// Runs all cells of a row and dtype: they share the oracle's answer.
+    /// Runs all cells of a row and dtype, which share the result of the oracle.
     fn cells_of(
         &self,
         row: Row,
         dtype: Dtype,
         folder: &Path,
-        workshop: &mut Workshop,
+        runner: &mut Runner,
         mut each: impl FnMut(Report),
     ) -> Result<()> {
-        let mut yardstick = None;
+        let mut reference = None;
         for strategy in &self.strategies {
             for placement in &self.placements {
-                for place in &self.places {
-                    let cell = Cell::new(row, *strategy, dtype, *placement, *place);
-                    let state = run_cell(&cell, folder, workshop, &mut yardstick)
-                        .unwrap_or_else(|failure| State::Failed(failure.text));
+                for target in &self.targets {
+                    let cell = Cell::new(row, *strategy, dtype, *placement, *target);
+                    let state = run_cell(&cell, folder, runner, &mut reference)
+                        .unwrap_or_else(|failure| CellState::Failed(failure.text));
                     each(cell.report(state, folder));
                 }
             }
@@ -187,27 +190,27 @@ impl Axes {
     }
 }
 
-/// What becomes of a cell. An error is a cell that failed.
+/// Runs a cell. An error is a cell that failed.
 fn run_cell(
     cell: &Cell,
     folder: &Path,
-    workshop: &mut Workshop,
-    yardstick: &mut Option<Yardstick>,
-) -> Result<State> {
+    runner: &mut Runner,
+    reference: &mut Option<Reference>,
+) -> Result<CellState> {
     let accepted = match cell.validate(folder)? {
         Ok(accepted) => accepted,
-        Err(refusal) => return Ok(State::Refused(refusal)),
+        Err(refusal) => return Ok(CellState::Refused(refusal)),
     };
-    let yardstick = match yardstick {
-        Some(yardstick) => yardstick,
-        None => yardstick.insert(Yardstick::new(&accepted)?),
+    let reference = match reference {
+        Some(reference) => reference,
+        None => reference.insert(Reference::new(&accepted)?),
     };
-    let rows = workshop.run(&accepted, cell.place, &yardstick.sample)?;
-    let backend = workshop.backend(cell.place.device)?;
-    Ok(yardstick.judge(rows, &accepted, cell.place.device, &backend))
+    let rows = runner.run(&accepted, cell.target, &reference.sample)?;
+    let backend = runner.backend(cell.target.device)?;
+    Ok(reference.judge(rows, &accepted, cell.target.device, &backend))
 }
 
-/// The devices that are asked for, else all kinds that are there; and what is not.
+/// The selected devices, else one of every kind that this machine has; and the kinds that are missing.
 fn devices(requests: &[DeviceRequest]) -> Result<(Vec<DeviceId>, Vec<String>)> {
     let kinds: Vec<DeviceRequest> = BackendKind::ALL
         .iter()

@@ -1,6 +1,6 @@
-//! The rows of the table: small problems in the words of `attend`, each for one thing that it may be asked for.
+//! The rows of the table: small problems as options of `attend`, one for each feature.
 //!
-//! Sizes are no multiples of any tile, masks cut inside of tiles, heads do not divide evenly over a mesh.
+//! Sizes are not multiples of any tile, mask edges lie inside tiles, and heads do not divide evenly over a mesh.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -23,23 +23,23 @@ pub(crate) struct Row {
     options: &'static str,
 }
 
-/// What is attended to.
+/// The source of the tensors.
 #[derive(Clone, Copy, Debug)]
 enum Tensors {
     /// `--shape`.
     MadeUp([u32; 5]),
-    /// `--input`: what no option makes up. Queries, keys (of [`HEADS`]), and a pair tensor.
+    /// `--input`: tensors that no option generates. Queries and keys have [`HEADS`]; there may be a mask or bias tensor.
     File { q_len: usize, kv_len: usize, pairs: Option<Pairs> },
 }
 
-/// A pair tensor for all batch entries, for each head or for all.
+/// A mask or bias tensor for all batch entries, with one head or one for each query head.
 #[derive(Clone, Copy, Debug)]
 enum Pairs {
     Mask { heads: usize },
     Bias { heads: usize },
 }
 
-/// Who gets how many tokens, on four ranks. One rank alone gets them all.
+/// How four ranks share the tokens. One rank alone gets all tokens.
 #[derive(Clone, Copy, Debug)]
 enum Share {
     Even,
@@ -57,7 +57,7 @@ const fn row(name: &'static str, tensors: Tensors, options: &'static str) -> Row
     Row { name, tensors, share: Share::Even, options }
 }
 
-/// All of them.
+/// All rows.
 pub(crate) const ROWS: &[Row] = &[
     row("full", SHAPE, "--mask full"),
     row("causal", SHAPE, "--mask causal"),
@@ -105,8 +105,7 @@ const fn file(q_len: usize, kv_len: usize, pairs: Option<Pairs>) -> Tensors {
 }
 
 impl Row {
-    /// Options of `attend` that say what is computed and who has which tokens, on `ranks` ranks (1 or 4), with input
-    /// files in `folder`.
+    /// Options of `attend` for the problem and the placement, on `ranks` ranks (1 or 4), with input files in `folder`.
     pub(crate) fn options(&self, dtype: Dtype, ranks: u32, folder: &Path) -> Vec<String> {
         let mut options = match self.tensors {
             Tensors::MadeUp(shape) => {
@@ -130,7 +129,7 @@ impl Row {
         options
     }
 
-    /// What is asked for, in Markdown.
+    /// The options of the row, in Markdown.
     pub(crate) fn in_words(&self) -> String {
         let tensors = match self.tensors {
             Tensors::MadeUp([1, 260, 6, 2, 16]) => String::new(),
@@ -154,7 +153,7 @@ impl Row {
         [tensors, options].into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(" ")
     }
 
-    /// Whether this asks for another function of its tensors than rows with other options do.
+    /// Whether the options change the result for the same tensors.
     #[cfg(test)]
     pub(super) fn changes_the_answer(&self) -> bool {
         matches!(self.share, Share::Even)
@@ -162,7 +161,7 @@ impl Row {
             && !self.options.contains("--replicated")
     }
 
-    /// Whether the same q, k and v are attended to.
+    /// Whether both rows have the same q, k and v.
     #[cfg(test)]
     pub(super) fn same_tensors(&self, other: &Self) -> bool {
         match (self.tensors, other.tensors) {
@@ -241,8 +240,8 @@ impl InputFile {
     }
 }
 
-/// An element of a pair tensor; `None` hides the key. Single keys are hidden here and there, and stretches of keys from
-/// stretches of rows, longer than a tile of any kernel.
+/// An element of a mask or bias tensor; `None` hides the key. Some single keys are hidden, and whole ranges of keys from
+/// ranges of rows, longer than a tile of any kernel.
 fn term(row: usize, key: usize, index: u64) -> Option<f32> {
     let made = normal(0, TensorId::Bias, index);
     let stretch = (row / 40 + key / 32) % 3 == 1 || (row < 100 && (96..230).contains(&key));

@@ -1,4 +1,4 @@
-//! Running cells: groups and devices that serve many of them, and what their results are held to.
+//! Runs cells on groups and devices that are reused, and compares the results with a reference.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use kyklos::{Executor, RankOutput, RunOptions};
 use kyklos_oracle::oracle::Row;
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
-use super::cell::{Accepted, Place, State};
+use super::cell::{Accepted, CellState, Target};
 use crate::devices::{AnyBackend, DeviceId, OnBackend};
 use crate::failure::Result;
 use crate::options::TransportName;
@@ -19,18 +19,18 @@ use crate::run::threads::on_threads;
 use crate::run::{group, quiet};
 use crate::verify::{Sample, WholeKv};
 
-/// What all cells of one row and dtype are held to.
+/// The reference of all cells of one row and dtype.
 #[derive(Debug)]
-pub(crate) struct Yardstick {
+pub(crate) struct Reference {
     pub(crate) sample: Sample,
     kv: WholeKv,
     expected: Vec<Row>,
     naive: Vec<Row>,
-    /// What each device computed alone, or what is wrong with that.
-    alone: HashMap<DeviceId, Result<Vec<Row>, State>>,
+    /// The result of each device alone, or why it is wrong.
+    alone: HashMap<DeviceId, Result<Vec<Row>, CellState>>,
 }
 
-impl Yardstick {
+impl Reference {
     pub(crate) fn new(accepted: &Accepted) -> Result<Self> {
         let sample = Sample::whole(&accepted.request)?;
         let kv = sample.whole_kv()?;
@@ -38,16 +38,16 @@ impl Yardstick {
         Ok(Self { sample, kv, expected, naive, alone: HashMap::new() })
     }
 
-    /// Holds the rows of a shared result to the oracle, within what its device reaches alone; a device that alone is
-    /// further off than plain f32 arithmetic allows makes everything wrong that is held to it.
+    /// Compares the rows of a shared result with the oracle. The tolerance comes from the error of the device alone; if that
+    /// error is larger than plain f32 arithmetic allows, every result of the device is wrong.
     pub(crate) fn judge(
         &mut self,
         rows: Vec<Row>,
         accepted: &Accepted,
         device: DeviceId,
         backend: &AnyBackend,
-    ) -> State {
-        // Which keys share a scale on the wire, their owners say, so that is measured for each world anew.
+    ) -> CellState {
+        // The owner of keys decides which keys share a scale on the wire: measured again for each world.
         if accepted.request.problem.wire.rounds() || !self.alone.contains_key(&device) {
             let alone = self.compute_alone(accepted, backend);
             self.alone.insert(device, alone);
@@ -56,22 +56,22 @@ impl Yardstick {
             Err(state) => state.clone(),
             Ok(alone) => {
                 let dense = [(format!("{device} alone"), alone.clone())];
-                State::of(self.sample.hold(rows, &dense, &self.expected, &device.to_string()))
+                CellState::of(self.sample.hold(rows, &dense, &self.expected, &device.to_string()))
             }
         }
     }
 
-    fn compute_alone(&self, accepted: &Accepted, backend: &AnyBackend) -> Result<Vec<Row>, State> {
+    fn compute_alone(&self, accepted: &Accepted, backend: &AnyBackend) -> Result<Vec<Row>, CellState> {
         let bytes = self
             .sample
             .dense(backend, &accepted.plans.world, &self.kv, &options())
-            .map_err(|failure| State::Failed(format!("the device alone: {}", failure.text)))?;
+            .map_err(|failure| CellState::Failed(format!("the device alone: {}", failure.text)))?;
         let rows = self.sample.decode(self.sample.rows(), &bytes);
         let problem = &accepted.request.problem;
-        // Keys that were rounded for the wire are no longer the oracle's: what that costs is what is measured.
+        // Keys that were rounded for the wire differ from the oracle's: that difference is what is measured.
         if !problem.wire.rounds() {
             let state =
-                State::of(self.sample.hold_alone(&rows, &self.naive, &self.expected, "the device alone"));
+                CellState::of(self.sample.hold_alone(&rows, &self.naive, &self.expected, "the device alone"));
             if state.is_bad() {
                 return Err(state);
             }
@@ -80,9 +80,9 @@ impl Yardstick {
     }
 }
 
-/// Devices and groups, made when they are needed first. A group in which a rank failed is given up.
+/// Opened devices and groups, created at first use. A group in which a rank failed is dropped.
 #[derive(Debug, Default)]
-pub(crate) struct Workshop {
+pub(crate) struct Runner {
     backends: HashMap<DeviceId, Arc<AnyBackend>>,
     groups: HashMap<(TransportName, u32), Group>,
 }
@@ -94,7 +94,7 @@ struct Group {
     op: u64,
 }
 
-impl Workshop {
+impl Runner {
     pub(crate) fn backend(&mut self, device: DeviceId) -> Result<Arc<AnyBackend>> {
         if let Some(backend) = self.backends.get(&device) {
             return Ok(backend.clone());
@@ -105,12 +105,12 @@ impl Workshop {
     }
 
     /// The rows of `sample` as the ranks of a world compute them.
-    pub(crate) fn run(&mut self, accepted: &Accepted, place: Place, sample: &Sample) -> Result<Vec<Row>> {
-        let backend = self.backend(place.device)?;
-        let key = (place.transport, accepted.plans.world.mesh.world());
+    pub(crate) fn run(&mut self, accepted: &Accepted, target: Target, sample: &Sample) -> Result<Vec<Row>> {
+        let backend = self.backend(target.device)?;
+        let key = (target.transport, accepted.plans.world.mesh.world());
         let mut group = match self.groups.remove(&key) {
             Some(group) => group,
-            None => Group::new(place.transport, key.1)?,
+            None => Group::new(target.transport, key.1)?,
         };
         let outputs = group.run(accepted, &backend)?;
         self.groups.insert(key, group);
@@ -129,7 +129,7 @@ impl Group {
         Ok(Self { transports: group(transport, world)?, op: 0 })
     }
 
-    /// Every rank on a thread of its own, all on one device.
+    /// Runs every rank on its own thread, all on one device.
     fn run(&mut self, accepted: &Accepted, backend: &AnyBackend) -> Result<Vec<RankOutput>> {
         let op = self.op;
         self.op += 1;
@@ -137,7 +137,7 @@ impl Group {
     }
 }
 
-/// One rank of a group that has run other worlds before.
+/// One operation of one rank in a reused group.
 struct RunRank<'a> {
     transport: &'a Arc<dyn Transport>,
     accepted: &'a Accepted,
@@ -163,7 +163,7 @@ impl OnBackend for RunRank<'_> {
         match loaded {
             Ok(mut inputs) => Ok(pollster::block_on(executor.run(op, &mut inputs))?),
             Err(failure) => {
-                // The others need not wait for this rank.
+                // So that the others do not wait for this rank.
                 let cause = AbortCause::Failed(failure.text.clone());
                 transport.abort(Abort { culprit: rank, cause, progress: Progress { op, step: 0 } });
                 Err(failure)
@@ -177,5 +177,5 @@ fn options() -> RunOptions {
     RunOptions { poison: true, ..quiet() }
 }
 
-/// For one message: ranks of one process that compute for milliseconds.
+/// Longest wait for one message; ranks compute for milliseconds.
 const DEADLINE: Duration = Duration::from_secs(60);

@@ -1,26 +1,26 @@
-//! The table as people and programs read it.
+//! The table as text and as JSON.
 
 use std::collections::BTreeMap;
 
 use kyklos::plan::table;
 
-use super::cell::{Place, Report, State};
+use super::cell::{CellState, Report, Target};
 use crate::failure::{Failure, Result};
 
-/// Every cell that was asked for.
+/// All selected cells.
 #[derive(Debug)]
 pub(crate) struct Table {
     pub(crate) reports: Vec<Report>,
-    /// Devices that took part, by their own names.
+    /// Names of the devices in the run.
     pub(crate) devices: Vec<String>,
-    /// Kinds of devices that this machine has not.
+    /// Kinds of devices that this machine does not have.
     pub(crate) not_run: Vec<String>,
 }
 
 impl Table {
-    /// One line for each strategy and row, a column for each device and transport.
+    /// One line for each strategy and row, one column for each device and transport.
     pub(crate) fn text(&self) -> String {
-        let places = self.places();
+        let targets = self.targets();
         let mut refusals: Vec<&str> = Vec::new();
         // Lines in the order of strategies, and of rows in each; cells run row by row.
         let mut lines: BTreeMap<(usize, usize), Vec<&Report>> = BTreeMap::new();
@@ -31,15 +31,15 @@ impl Table {
             let row = place_in(&mut rows, report.cell.row.name);
             lines.entry((strategy, row)).or_default().push(report);
         }
-        let columns = places.iter().map(|place| format!("{} {}", place.device, place.transport.name()));
+        let columns = targets.iter().map(|target| format!("{} {}", target.device, target.transport.name()));
         let header: Vec<String> =
             ["strategy", "mesh", "row"].into_iter().map(str::to_owned).chain(columns).collect();
         let header: Vec<&str> = header.iter().map(String::as_str).collect();
         let body = lines.values().map(|reports| {
             let cell = &reports[0].cell;
             let names = [cell.strategy.to_string(), cell.mesh.to_string(), cell.row.name.to_owned()];
-            let states = places.iter().map(|place| {
-                let here = reports.iter().filter(|report| report.cell.place == *place);
+            let states = targets.iter().map(|target| {
+                let here = reports.iter().filter(|report| report.cell.target == *target);
                 summary(&here.map(|report| &report.state).collect::<Vec<_>>(), &mut refusals)
             });
             names.into_iter().chain(states.collect::<Vec<_>>()).collect()
@@ -49,14 +49,14 @@ impl Table {
         for absent in &self.not_run {
             out.push_str(&format!("not run: {absent}\n"));
         }
-        out.push_str("\nCells: how many combinations of dtype and placement are correct; refused: by the validator, before anything ran.\n\n");
+        out.push_str("\nEach cell counts combinations of dtype and placement; the validator refuses before anything runs.\n\n");
         out.push_str(&table(&header, body));
         for (index, refusal) in refusals.iter().enumerate() {
             out.push_str(&format!("{}[{}] {refusal}\n", if index == 0 { "\n" } else { "" }, index + 1));
         }
         out.push_str(&format!("\n{}\n", self.count()));
         for report in self.reports.iter().filter(|report| report.state.is_bad()) {
-            let (State::Wrong { why, .. } | State::Failed(why)) = &report.state else { continue };
+            let (CellState::Wrong { why, .. } | CellState::Failed(why)) = &report.state else { continue };
             out.push_str(&format!("\n{}\n  {why}\n", report.command));
         }
         out
@@ -73,36 +73,37 @@ impl Table {
     }
 
     fn count(&self) -> String {
-        let count = |is: fn(&State) -> bool| self.reports.iter().filter(|report| is(&report.state)).count();
+        let count =
+            |is: fn(&CellState) -> bool| self.reports.iter().filter(|report| is(&report.state)).count();
         format!(
             "{} cells: {} correct, {} refused, {} wrong, {} failed",
             self.reports.len(),
-            count(|state| matches!(state, State::Correct { .. })),
-            count(|state| matches!(state, State::Refused(_))),
-            count(|state| matches!(state, State::Wrong { .. })),
-            count(|state| matches!(state, State::Failed(_))),
+            count(|state| matches!(state, CellState::Correct { .. })),
+            count(|state| matches!(state, CellState::Refused(_))),
+            count(|state| matches!(state, CellState::Wrong { .. })),
+            count(|state| matches!(state, CellState::Failed(_))),
         )
     }
 
-    fn places(&self) -> Vec<Place> {
-        let mut places = Vec::new();
+    fn targets(&self) -> Vec<Target> {
+        let mut targets = Vec::new();
         for report in &self.reports {
-            place_in(&mut places, report.cell.place);
+            place_in(&mut targets, report.cell.target);
         }
-        places
+        targets
     }
 }
 
-/// What became of the combinations of one line and column.
-fn summary<'a>(states: &[&'a State], refusals: &mut Vec<&'a str>) -> String {
+/// Counts of the results in one line and column.
+fn summary<'a>(states: &[&'a CellState], refusals: &mut Vec<&'a str>) -> String {
     let (mut correct, mut refused, mut wrong, mut failed) = (0, 0, 0, 0);
     let mut notes = Vec::new();
     for state in states {
         match state {
-            State::Correct { .. } => correct += 1,
-            State::Wrong { .. } => wrong += 1,
-            State::Failed(_) => failed += 1,
-            State::Refused(text) => {
+            CellState::Correct { .. } => correct += 1,
+            CellState::Wrong { .. } => wrong += 1,
+            CellState::Failed(_) => failed += 1,
+            CellState::Refused(text) => {
                 refused += 1;
                 place_in(&mut notes, place_in(refusals, text.as_str()) + 1);
             }
@@ -123,7 +124,7 @@ fn summary<'a>(states: &[&'a State], refusals: &mut Vec<&'a str>) -> String {
     said.join(", ")
 }
 
-/// Where `item` is in `list`, which gets it if it is not there.
+/// The index of `item` in `list`; adds it if it is missing.
 pub(super) fn place_in<T: PartialEq>(list: &mut Vec<T>, item: T) -> usize {
     list.iter().position(|other| *other == item).unwrap_or_else(|| {
         list.push(item);

@@ -1,4 +1,4 @@
-//! A sample of the table, and answers that it must not take.
+//! A sample of the table, and wrong results that it must detect.
 
 use super::rows::ROWS;
 use super::*;
@@ -13,7 +13,7 @@ fn sample() -> SupportArgs {
     }
 }
 
-const HERE: Place = Place { device: DeviceId::CPU, transport: TransportName::InProcess };
+const HERE: Target = Target { device: DeviceId::CPU, transport: TransportName::InProcess };
 
 fn cell(row: Row, strategy: Strategy) -> Cell {
     Cell::new(row, strategy, Dtype::F32, PlacementKind::Zigzag, HERE)
@@ -26,11 +26,11 @@ fn every_strategy_and_row_is_correct_or_refused() {
     let mut refused = 0;
     for Report { cell, state, command } in &table.reports {
         match state {
-            State::Correct { error, tolerance } => {
+            CellState::Correct { error, tolerance } => {
                 let most = if cell.row.name == "wire int8" { 0.1 } else { 0.01 };
                 assert!(error <= tolerance && *tolerance < most, "{command}: {error} {tolerance}")
             }
-            State::Refused(text) => {
+            CellState::Refused(text) => {
                 refused += 1;
                 let expected = match cell.row.name {
                     "wire f16" => "f16 on the wire",
@@ -41,26 +41,26 @@ fn every_strategy_and_row_is_correct_or_refused() {
                 };
                 assert!(text.starts_with(expected), "{command}: {text}");
             }
-            State::Wrong { why, .. } | State::Failed(why) => panic!("{command}: {why}"),
+            CellState::Wrong { why, .. } | CellState::Failed(why) => panic!("{command}: {why}"),
         }
     }
-    // Token counts over unlike lengths everywhere; other forms on the wire where no keys go round; a fixed order where
-    // zigzag shards are not whole tiles, which is all but one shard.
+    // Refused: token counts over unequal lengths everywhere; other wire formats where a strategy sends no keys or values
+    // between shards; a fixed order where zigzag shards are not whole tiles, that is with more than one shard.
     let strategies = Strategy::ALL.len();
     assert_eq!(refused, strategies + 2 * 4 + (strategies - 2));
 }
 
 #[test]
-fn a_spoiled_result_is_wrong_and_the_table_says_so() {
+fn a_spoiled_result_is_reported_as_wrong() {
     let folder = tempfile::tempdir().unwrap();
-    let mut workshop = Workshop::default();
+    let mut runner = Runner::default();
     let cell = cell(ROWS[1], Strategy::Unified);
     let accepted = cell.validate(folder.path()).unwrap().unwrap();
-    let mut yardstick = Yardstick::new(&accepted).unwrap();
-    let backend = workshop.backend(DeviceId::CPU).unwrap();
-    let rows = workshop.run(&accepted, HERE, &yardstick.sample).unwrap();
-    let mut judge = |rows| yardstick.judge(rows, &accepted, DeviceId::CPU, &backend);
-    assert!(matches!(judge(rows.clone()), State::Correct { .. }));
+    let mut reference = Reference::new(&accepted).unwrap();
+    let backend = runner.backend(DeviceId::CPU).unwrap();
+    let rows = runner.run(&accepted, HERE, &reference.sample).unwrap();
+    let mut judge = |rows| reference.judge(rows, &accepted, DeviceId::CPU, &backend);
+    assert!(matches!(judge(rows.clone()), CellState::Correct { .. }));
 
     let spoil = |how: &dyn Fn(&mut Vec<kyklos_oracle::oracle::Row>)| {
         let mut rows = rows.clone();
@@ -76,7 +76,7 @@ fn a_spoiled_result_is_wrong_and_the_table_says_so() {
     });
     for rows in [lse, nan, swapped, value] {
         let state = judge(rows);
-        assert!(matches!(state, State::Wrong { .. }), "{state:?}");
+        assert!(matches!(state, CellState::Wrong { .. }), "{state:?}");
         let table = Table {
             reports: vec![cell.report(state, folder.path())],
             devices: Vec::new(),
@@ -93,26 +93,26 @@ fn a_spoiled_result_is_wrong_and_the_table_says_so() {
     }
 }
 
-/// The answer to one row is no answer to another one with the same tensors: each option matters on its inputs, by the
-/// factor that negative controls are held to.
+/// The result of one row is wrong for every other row with the same tensors: each option changes the result, by the factor
+/// that negative controls need.
 #[test]
-fn what_an_option_changes_is_seen() {
+fn every_option_changes_the_result_measurably() {
     let folder = tempfile::tempdir().unwrap();
-    let mut workshop = Workshop::default();
-    // Who holds which tokens does not change the answer, and rounding on the wire not by much.
+    let mut runner = Runner::default();
+    // The placement does not change the result, and rounding on the wire changes it little.
     let rows: Vec<Row> = ROWS.iter().copied().filter(|row| row.changes_the_answer()).collect();
     let mut seen = 0;
     for row in &rows {
         row.write(Dtype::F32, folder.path()).unwrap();
         let accepted = cell(*row, Strategy::Dense).validate(folder.path()).unwrap().unwrap();
-        let mut yardstick = Yardstick::new(&accepted).unwrap();
-        let backend = workshop.backend(DeviceId::CPU).unwrap();
+        let mut reference = Reference::new(&accepted).unwrap();
+        let backend = runner.backend(DeviceId::CPU).unwrap();
         for other in rows.iter().filter(|other| other.same_tensors(row) && other.name != row.name) {
             other.write(Dtype::F32, folder.path()).unwrap();
             let others = cell(*other, Strategy::Dense).validate(folder.path()).unwrap().unwrap();
-            let answer = workshop.run(&others, HERE, &yardstick.sample).unwrap();
-            match yardstick.judge(answer, &accepted, DeviceId::CPU, &backend) {
-                State::Wrong { error, tolerance, .. } => {
+            let answer = runner.run(&others, HERE, &reference.sample).unwrap();
+            match reference.judge(answer, &accepted, DeviceId::CPU, &backend) {
+                CellState::Wrong { error, tolerance, .. } => {
                     assert!(error > 100.0 * tolerance, "{} for {}: {error}", other.name, row.name);
                 }
                 state => panic!("{} passes for {}: {state:?}", other.name, row.name),

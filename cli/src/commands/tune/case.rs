@@ -16,7 +16,7 @@ pub(super) struct Case {
     pub(super) key: TuningKey,
 }
 
-/// The shapes that the options name, else the usual ones of the device.
+/// The shapes in the options, else the default shapes of the device.
 pub(super) fn cases(args: &TuneArgs, backend: &WgpuBackend) -> Result<Vec<Case>> {
     let mut shapes: Vec<[u32; 5]> = args.shape.iter().map(|Shape(shape)| *shape).collect();
     if shapes.is_empty() {
@@ -44,9 +44,8 @@ pub(super) fn cases(args: &TuneArgs, backend: &WgpuBackend) -> Result<Vec<Case>>
 }
 
 const HEAD_DIMS: [u32; 2] = [64, 128];
-/// Shapes that fill devices hardly, well and fully. The first is enough for a few cores, and the last would take them
-/// minutes.
+/// Few, some and many tokens. The first entry is enough for a software driver; the last would take it minutes.
 const TOKENS: [u32; 3] = [1024, 128, 8192];
 const HEADS: u32 = 8;
-/// Its tiles are full and partial: both loops of a kernel are timed and checked.
+/// Has full and partial tiles, so both loops of a kernel are timed and checked.
 pub(super) const MASK: &str = "causal";

@@ -1,8 +1,8 @@
-//! Which candidate wins: a function of what was measured and checked, and of nothing else.
+//! The choice among candidates: a pure function of their times and checks.
 
 use crate::median::median;
 
-/// What is known of a candidate.
+/// The measurement of a candidate.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Outcome {
     /// Its result is within the tolerance; the times of its rounds, in milliseconds. Round i of one candidate ran next
@@ -14,7 +14,7 @@ pub(crate) enum Outcome {
     Left(String),
 }
 
-/// The choice, and what is to be said of each candidate.
+/// The choice, and the reason for each candidate.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Choice {
     /// Index of the winner; none where nothing could be compared.
@@ -25,9 +25,9 @@ pub(crate) struct Choice {
 
 /// Chooses among `candidates`, the built-in one first.
 ///
-/// One displaces the built-in choice only if its median is [`MARGIN`] better and it was faster in three of four rounds:
-/// machines are noisy, and one slow spell must not decide. Where the built-in choice is wrong or cannot run, the fastest
-/// right one wins.
+/// A candidate replaces the built-in choice only if its median is better by [`MARGIN`] and it was faster in three of four
+/// rounds: one slow period of a noisy machine must not decide. If the built-in choice is wrong or cannot run, the fastest
+/// right candidate wins.
 pub(crate) fn choose(candidates: &[Outcome]) -> Choice {
     let timed = |index: usize| match candidates.get(index) {
         Some(Outcome::Right(rounds)) if rounds.len() >= FEWEST_ROUNDS => {
@@ -40,7 +40,7 @@ pub(crate) fn choose(candidates: &[Outcome]) -> Choice {
         let (Some((_, rounds)), true) = (timed(index), index > 0) else { return false };
         match (built_in, &candidates[0]) {
             (Some((_, others)), _) => !within_margin(candidates, rounds) && often_faster(rounds, others),
-            // Not timed is no reason to lose, wrong is.
+            // A built-in choice that was not timed stays; a wrong one does not.
             (None, Outcome::Right(_)) => false,
             (None, _) => true,
         }
@@ -88,21 +88,21 @@ fn why(candidates: &[Outcome], index: usize, winner: Option<usize>, beats: bool)
     [name, &relative, verdict].into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(", ")
 }
 
-/// Whether these rounds are not enough better than those of the built-in choice.
+/// Whether these rounds are less than [`MARGIN`] better than those of the built-in choice.
 fn within_margin(candidates: &[Outcome], rounds: &[f64]) -> bool {
     matches!(&candidates[0], Outcome::Right(others) if median(rounds.iter().copied()) > median(others.iter().copied()) * (1.0 - MARGIN))
 }
 
-/// Whether these rounds were faster than their neighbours three times in four.
+/// Whether at least three of four rounds were faster than the rounds next to them.
 fn often_faster(rounds: &[f64], others: &[f64]) -> bool {
     let pairs = rounds.len().min(others.len());
     let faster = rounds.iter().zip(others).filter(|(own, other)| own < other).count();
     4 * faster >= 3 * pairs
 }
 
-/// How much faster than the built-in choice one must be: what two runs of the same kernel differ by on a quiet machine.
+/// Required advantage over the built-in choice: two runs of one kernel differ by this much on a quiet machine.
 pub(crate) const MARGIN: f64 = 0.03;
-/// Rounds below which nothing is decided.
+/// Fewest rounds for a decision.
 pub(crate) const FEWEST_ROUNDS: usize = 4;
 
 #[cfg(test)]
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_spell_of_the_built_in_choice_decides_nothing() {
+    fn a_slow_period_of_the_built_in_choice_decides_nothing() {
         // Faster by the medians, but in two of four rounds only.
         let built_in = right([5.0, 20.0, 20.0, 5.0]);
         let steady = right([10.0, 10.0, 10.0, 10.0]);

@@ -1,4 +1,4 @@
-//! `kyklos tune`: the kernels that a device has for its shapes, checked, timed against each other, and the choice kept.
+//! `kyklos tune`: checks and times the kernels of a device on several shapes, and keeps the fastest.
 
 mod args;
 mod case;
@@ -89,7 +89,7 @@ fn device_index(request: DeviceRequest) -> Result<usize> {
     }
 }
 
-/// Keeps the winners; where the built-in choice won, nothing is needed. A file that cannot be used is no failure.
+/// Keeps the winners; a built-in choice is not written. A file that cannot be used is a note, not a failure.
 fn keep(args: &TuneArgs, cases: &[Case], report: &Report) -> Option<PathBuf> {
     if args.dry_run {
         return None;
@@ -98,7 +98,7 @@ fn keep(args: &TuneArgs, cases: &[Case], report: &Report) -> Option<PathBuf> {
         note("note: the choices are not kept: this user has no cache folder: set KYKLOS_CACHE_DIR");
         return None;
     };
-    // Read now, not at the start: another program may have added to it.
+    // Read now, not at the start: another process may have changed the file.
     let mut table = tuned::read(&path).unwrap_or_else(|why| {
         note(&format!("note: {} is replaced: {why}", path.display()));
         Default::default()

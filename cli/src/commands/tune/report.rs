@@ -1,4 +1,4 @@
-//! What a tuning run has to tell.
+//! The report of a tuning run.
 
 use std::path::PathBuf;
 
@@ -21,7 +21,7 @@ pub(super) struct Report {
     device: String,
     name: String,
     driver: String,
-    /// Among which kernels the choice was.
+    /// The value of `--kernel`.
     kernel: String,
     dry_run: bool,
     pub(super) cases: Vec<CaseReport>,
@@ -160,12 +160,12 @@ impl CaseReport {
         self.chosen.map(|(_, variant)| variant)
     }
 
-    /// Whether the winner is another than the built-in choice.
+    /// Whether the winner differs from the built-in choice.
     pub(super) fn displaces(&self) -> bool {
         self.chosen.is_some_and(|(index, _)| index > 0)
     }
 
-    /// How many candidates gave wrong results.
+    /// Number of candidates with wrong results.
     pub(super) fn wrong(&self) -> usize {
         self.candidates.iter().filter(|candidate| candidate.wrong).count()
     }

@@ -1,4 +1,4 @@
-//! Candidates on a device: compiled, checked, and then timed in turns until the time is over.
+//! Measures candidates on a device: compiles and checks each, then times them in turns until the time limit.
 
 use std::mem::discriminant;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ use crate::run::resident::Resident;
 use crate::tensors::Source;
 use crate::verify::{Sample, Verdict};
 
-/// What came out for the candidates of one case.
+/// The measurements of the candidates of one case.
 pub(super) struct Measured {
     pub(super) candidates: Vec<Candidate>,
     /// Whether the times are the device's own.
@@ -27,13 +27,13 @@ pub(super) struct Measured {
 /// One variant.
 pub(super) struct Candidate {
     pub(super) variant: AttendVariant,
-    /// With times by the clock that all candidates of the case have.
+    /// Times are by a clock that all candidates of the case have.
     pub(super) outcome: Outcome,
     pub(super) verdict: Option<Verdict>,
 }
 
 impl Measured {
-    /// What is wrong with the candidates that are.
+    /// The wrong candidates, with the reason.
     pub(super) fn wrong(&self) -> impl Iterator<Item = String> {
         self.candidates.iter().filter_map(|candidate| match &candidate.outcome {
             Outcome::Wrong(how) => Some(format!("{}: {how}", candidate.variant.name())),
@@ -42,7 +42,7 @@ impl Measured {
     }
 }
 
-/// Measures `variants` on device `index` until `until`, give or take one run.
+/// Measures `variants` on device `index` until about `until`: the last run may end later.
 pub(super) fn measure(
     index: usize,
     problem: &AttentionProblem,
@@ -54,8 +54,8 @@ pub(super) fn measure(
     let mut entrants: Vec<Entrant> = Vec::new();
     for variant in variants {
         let fastest = Trial::fastest(entrants.iter().filter_map(|entrant| entrant.state.as_ref().ok()));
-        // The first one in any case: without the built-in choice nothing can be compared.
-        // The first of a family stands for the others: they differ by less than what it was dropped for.
+        // The first one enters in any case: nothing can be compared without the built-in choice.
+        // If the first of a family is too slow, so are the others: they differ by less than the limit.
         let kin = |entrant: &&Entrant| discriminant(&entrant.variant) == discriminant(variant);
         let dropped = entrants.iter().find(kin).filter(|kin| kin.too_slow).map(|kin| kin.variant.name());
         entrants.push(match dropped {
@@ -70,7 +70,7 @@ pub(super) fn measure(
         if Instant::now() >= until {
             break;
         }
-        // Nobody is always the one behind a slow one.
+        // Rotate, so that no candidate always follows a slow one.
         let count = entrants.len();
         for place in 0..count {
             entrants[(round + place) % count].time();
@@ -84,7 +84,7 @@ pub(super) fn measure(
     Ok(Measured { candidates, timestamps })
 }
 
-/// A variant on its way.
+/// A variant that entered, or was dropped.
 struct Entrant {
     variant: AttendVariant,
     verdict: Option<Verdict>,
@@ -92,7 +92,7 @@ struct Entrant {
     state: Result<Box<Runner>, Outcome>,
 }
 
-/// A checked variant on a device of its own: what one does to a driver cannot hurt the others.
+/// A checked variant with its own device, so that an error of one variant does not affect the others.
 struct Runner {
     backend: WgpuBackend,
     resident: Resident<WgpuBuffer>,
@@ -112,7 +112,7 @@ struct Trial {
 }
 
 impl Trial {
-    /// The best of all; for ever where there are none.
+    /// The shortest times of all; infinite if there are none.
     fn fastest<'a>(runners: impl Iterator<Item = &'a Box<Runner>>) -> Self {
         runners.fold(Self { few_s: f64::INFINITY, run_s: f64::INFINITY }, |best, runner| Self {
             few_s: best.few_s.min(runner.trial.few_s),
@@ -128,7 +128,7 @@ struct Time {
 }
 
 impl Entrant {
-    /// Compiles, runs and checks; gives up one that takes much longer than the fastest so far.
+    /// Compiles, runs and checks a variant; drops it if it takes much longer than the fastest so far.
     fn new(
         index: usize,
         problem: &AttentionProblem,
@@ -183,7 +183,7 @@ impl Entrant {
 }
 
 impl Runner {
-    /// `None` for one that takes much longer than `fastest`.
+    /// `None` if the variant takes much longer than `fastest`.
     fn new(
         index: usize,
         problem: &AttentionProblem,
@@ -193,8 +193,8 @@ impl Runner {
         let kernel = KernelChoice::Exactly(variant);
         let options = WgpuOptions { kernel, timestamps: true, ..WgpuOptions::default() };
         let backend = WgpuBackend::with_options(index, &options)?;
-        // A few tokens compile the kernel, and tell the hopeless ones: between two pieces of work is the first moment
-        // at which one can be stopped, and for those that is long.
+        // A few tokens compile the kernel and reveal very slow ones early: a run can be cancelled only between two pieces of
+        // work, and a piece of a very slow kernel is long.
         let p = problem;
         let few = [p.batch, p.q_len.min(FEW_TOKENS), p.q_heads, p.kv_heads, p.head_dim];
         let few = AttentionProblem::new(few, p.dtype, p.mask.clone())?;
@@ -211,12 +211,12 @@ impl Runner {
         Ok(Some(Self { backend, resident, trial: Trial { few_s, run_s }, repeats, times: Vec::new() }))
     }
 
-    /// Holds one more run to the oracle.
+    /// Compares the result of one more run with the oracle.
     fn check(&mut self, sample: &Sample, name: &str) -> Result<Verdict> {
         self.resident.run(&self.backend, &Control::default())?;
         let (o, lse) = self.resident.results(&self.backend)?;
         let verdict = sample.judge_alone(&o, &lse, name)?;
-        // What ran so far is not timed.
+        // Earlier runs are not timed.
         pollster::block_on(self.backend.device_seconds())?;
         Ok(verdict)
     }
@@ -236,11 +236,11 @@ impl Runner {
 /// The shortest of some runs, in seconds; `None` when all took longer than `limit_s`.
 fn shortest(backend: &WgpuBackend, resident: &mut Resident<WgpuBuffer>, limit_s: f64) -> Result<Option<f64>> {
     let (mut shortest_s, begun) = (f64::INFINITY, Instant::now());
-    // One slow spell must not decide.
+    // One slow period must not decide.
     for _ in 0..TRIALS {
         match within(limit_s, |control| resident.run(backend, control))? {
             Some(run_s) => shortest_s = shortest_s.min(run_s),
-            // What was submitted still runs, and must not disturb the next.
+            // Submitted work still runs, and must not disturb the next run.
             None => pollster::block_on(backend.wait())?,
         }
         if begun.elapsed().as_secs_f64() > TRIALS_S {
@@ -277,19 +277,19 @@ fn within(limit_s: f64, run: impl FnOnce(&Control) -> Result<()>) -> Result<Opti
 
 /// Seed of the tensors.
 const SEED: u64 = 0;
-/// Seconds of a round: enough for a clock, and for the driver's manners to even out.
+/// Seconds of a round: long compared with the clock and with jitter of the driver.
 const ROUND_S: f64 = 0.005;
 const MOST_REPEATS: u32 = 50;
 const MOST_ROUNDS: usize = 15;
-/// Tokens that compile a kernel and cost next to nothing.
+/// Tokens of the first run, which compiles the kernel.
 const FEW_TOKENS: u32 = 128;
-/// Times the fastest so far, for those few tokens, beyond which a candidate is not run on more.
+/// Factor over the fastest so far, for the first run, beyond which a candidate is dropped.
 const HOPELESS: f64 = 10.0;
-/// Runs of which the shortest says how fast a candidate is, unless they take longer than this.
+/// Number of runs for the first estimate, and the time limit for them.
 const TRIALS: u32 = 3;
 const TRIALS_S: f64 = 0.5;
-/// Part of a case's time in which candidates may enter; the rest is for comparing those that did.
+/// Part of the time of a case for compiling and checks; the rest is for timing.
 const ENTER: f64 = 0.5;
-/// Times the fastest so far beyond which a candidate is not timed.
+/// Factor over the fastest so far beyond which a candidate is not timed.
 const TOO_SLOW: f64 = 3.0;
 const NO_TIME: &str = "not run: the time was over; give more with --budget-s";

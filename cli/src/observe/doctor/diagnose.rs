@@ -1,4 +1,4 @@
-//! What the records of a group say together.
+//! Finds what is wrong, from the records of a group.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use super::waits;
 use super::words::{Finding, name, place, seconds, verb, words_of};
 use crate::observe::record::format::AbortLine;
 
-/// Says what is wrong, the cause first. Leaves in `records` those of the group, one for each rank, by rank.
+/// Finds what is wrong, the cause first. Keeps in `records` one record for each rank of the group, sorted by rank.
 pub(super) fn diagnose(records: &mut Vec<Record>) -> Vec<Finding> {
     let mut about_files = one_group(records);
     about_files.extend(one_each(records));
@@ -27,7 +27,7 @@ pub(super) fn diagnose(records: &mut Vec<Record>) -> Vec<Finding> {
     findings
 }
 
-/// Keeps the records of the group of which there are most.
+/// Keeps the records of the group with the most records.
 fn one_group(records: &mut Vec<Record>) -> Vec<Finding> {
     let group = |record: &Record| (record.rank.job.clone(), record.rank.world);
     let mut counts: BTreeMap<(String, u32), usize> = BTreeMap::new();
@@ -51,13 +51,13 @@ fn one_group(records: &mut Vec<Record>) -> Vec<Finding> {
     others.map(of_another).collect()
 }
 
-/// Keeps the latest record of each rank, and none from before the run.
+/// Keeps the latest record of each rank, and drops records from before the run.
 fn one_each(records: &mut Vec<Record>) -> Vec<Finding> {
     let mut findings = Vec::new();
     let began = records.iter().map(|record| record.rank.started_unix_ms).max().unwrap_or(0);
     for record in records.extract_if(.., |record| record.rank.written_unix_ms < began) {
         let text = format!(
-            "{} was written before the others had begun (or a clock is wrong), and was left out",
+            "{} was written before the others started (or a clock is wrong), and was left out",
             name(&record.path)
         );
         findings.push(Finding::new("old", [record.rank.rank], text));
@@ -73,7 +73,7 @@ fn one_each(records: &mut Vec<Record>) -> Vec<Finding> {
     findings
 }
 
-/// Ranks that were not about to do the same.
+/// Ranks with different plans or versions.
 fn differences(records: &[Record]) -> Vec<Finding> {
     let mut findings = Vec::new();
     let mut compare = |what, thing: &str, value: &dyn Fn(&Record) -> String| {
@@ -95,7 +95,7 @@ fn differences(records: &[Record]) -> Vec<Finding> {
     findings
 }
 
-/// What the ranks say of the end of their group.
+/// The causes that the ranks recorded for the end of their group.
 fn failures(records: &[Record]) -> Vec<Finding> {
     let mut by_culprit: BTreeMap<u32, Vec<(&Record, &AbortLine)>> = BTreeMap::new();
     for record in records {
@@ -116,7 +116,7 @@ fn failures(records: &[Record]) -> Vec<Finding> {
         let text = format!("the ranks do not agree: {}", words.join("; "));
         findings.push(Finding::new("no-agreement", by_culprit.keys().copied(), text));
     }
-    // Errors that no abort explains.
+    // Errors without an abort.
     for record in records.iter().filter(|record| record.abort.is_none()) {
         if let Some(error) = &record.rank.error {
             let text = format!("rank {} failed: {error}", record.rank.rank);
@@ -135,7 +135,7 @@ fn failure(records: &[Record], culprit: u32, said: &[(&Record, &AbortLine)]) -> 
     if let Some(at) = at {
         text.push_str(&format!(" at {}", place(at)));
     }
-    // The latest sign of life that anybody had, each by its own clock.
+    // The latest message from the culprit to any rank, by the clock of that rank.
     let silence = |(record, abort): &(&Record, &AbortLine)| {
         let heard = record.peers.iter().find(|peer| peer.rank == culprit)?.heard_ns?;
         abort.at_ns.checked_sub(heard)

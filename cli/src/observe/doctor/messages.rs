@@ -1,4 +1,4 @@
-//! What the events of ranks say of the messages between them.
+//! Messages between ranks, from their recorded events.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,7 +19,7 @@ impl Link {
     }
 }
 
-/// Links by what the receivers' events say, of those on which enough has come.
+/// The links with enough traffic, from the events of the receivers.
 pub(super) fn links(records: &[Record]) -> Vec<Link> {
     let mut links: BTreeMap<(u32, u32), Link> = BTreeMap::new();
     for record in records {
@@ -68,5 +68,5 @@ pub(super) fn latest_to_ask(record: &Record) -> Option<u32> {
     unasked_ns.into_iter().max_by_key(|(_, ns)| *ns).map(|(peer, _)| peer)
 }
 
-/// Less says little about a link.
+/// A link with fewer bytes is not judged.
 const LEAST_BYTES: u64 = 1 << 20;

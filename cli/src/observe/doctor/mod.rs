@@ -1,4 +1,4 @@
-//! Reads the records of all ranks together and says what went wrong first.
+//! Diagnosis of a run from the records of its ranks.
 
 mod diagnose;
 mod messages;
@@ -26,7 +26,7 @@ use words::{Finding, seconds};
 struct Report<'a> {
     ranks: Vec<RankState<'a>>,
     findings: &'a [Finding],
-    /// What made the run slower than it could be; nothing is wrong for that.
+    /// What slowed the run down; no error.
     slow: &'a [Finding],
 }
 
@@ -42,13 +42,13 @@ struct RankState<'a> {
     waiting: usize,
 }
 
-/// The records of a run, and what they say together.
+/// The records of a run, and the findings.
 #[derive(Debug)]
 pub(crate) struct Diagnosis {
     records: Vec<Record>,
-    /// What is wrong, the cause first.
+    /// Problems, the cause first.
     findings: Vec<Finding>,
-    /// What made the run slower than it could be.
+    /// What slowed the run down.
     slow: Vec<Finding>,
 }
 
@@ -66,7 +66,7 @@ impl Diagnosis {
         if records.is_empty() {
             let why = findings.into_iter().next().map(|finding| finding.text);
             return Err(Failure::request(
-                why.unwrap_or_else(|| "there are no records in what was named".to_owned()),
+                why.unwrap_or_else(|| "the named files and folders hold no records".to_owned()),
                 "name rank-R.jsonl files of a run with --record DIR, or their folder",
             ));
         }
@@ -120,7 +120,7 @@ impl Diagnosis {
         let mut out = table(&head, rows.collect());
         out.push('\n');
         if findings.is_empty() {
-            out.push_str("nothing wrong found\n");
+            out.push_str("no problem found\n");
         }
         for Finding { text, .. } in findings.iter().chain(slow) {
             out.push_str(text);
@@ -130,7 +130,7 @@ impl Diagnosis {
     }
 }
 
-/// Files as they are named, and of folders what is in them.
+/// The named files, and the records in named folders.
 fn paths(named: &[PathBuf]) -> Vec<PathBuf> {
     let mut paths = Vec::new();
     for path in named {
@@ -148,5 +148,5 @@ fn paths(named: &[PathBuf]) -> Vec<PathBuf> {
     paths
 }
 
-/// More ranks than this have no records in one folder.
+/// Most records that are read from one folder.
 const MOST_FILES: usize = 1 << 14;

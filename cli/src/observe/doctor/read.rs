@@ -1,4 +1,4 @@
-//! Reads a record. Whoever wrote it may have been cut off, or may not be one of us.
+//! Reads a record. The file may be truncated, or may not be a record.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use kyklos::MAX_WORLD;
 
 use crate::observe::record::format::{
-    AbortLine, CallLine, EventLine, FORMAT, Line, PeerLine, Place, RankLine,
+    AbortLine, CallLine, EventLine, FORMAT, Line, PeerLine, RankLine, StepAt,
 };
 
-/// What one rank has left.
+/// The record of one rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Record {
     pub(super) path: PathBuf,
@@ -19,7 +19,7 @@ pub(crate) struct Record {
     pub(super) calls: Vec<CallLine>,
     pub(super) abort: Option<AbortLine>,
     pub(super) events: Vec<EventLine>,
-    /// What is wrong with the file, though it says something.
+    /// The damage of a file that is partly readable.
     pub(super) damage: Option<String>,
 }
 
@@ -83,14 +83,14 @@ impl Record {
         let world = self.rank.world;
         match line {
             Line::Peer(mut peer) if peer.rank < world && self.peers.len() < world as usize => {
-                peer.at = peer.at.map(clean_place);
+                peer.at = peer.at.map(clean_step);
                 self.peers.push(peer);
             }
             Line::Call(call) if call.peer < world && self.calls.len() < MOST_LINES => {
                 self.calls.push(CallLine { call: clean(&call.call), ..call });
             }
             Line::Abort(abort) if abort.culprit < world && self.abort.is_none() => {
-                let (text, at) = (clean(&abort.text), clean_place(abort.at));
+                let (text, at) = (clean(&abort.text), clean_step(abort.at));
                 self.abort = Some(AbortLine { text, at, ..abort });
             }
             Line::Event(event) if event.peer < world && self.events.len() < MOST_LINES => {
@@ -112,16 +112,16 @@ fn clean_rank(rank: RankLine) -> RankLine {
         why: clean(&rank.why),
         error: rank.error.as_deref().map(clean),
         network: rank.network.as_deref().map(clean),
-        at: clean_place(rank.at),
+        at: clean_step(rank.at),
         ..rank
     }
 }
 
-fn clean_place(place: Place) -> Place {
-    Place { doing: place.doing.as_deref().map(clean), ..place }
+fn clean_step(place: StepAt) -> StepAt {
+    StepAt { doing: place.doing.as_deref().map(clean), ..place }
 }
 
-/// Text that does nothing to a terminal, and not too much of it.
+/// Text without control characters, of limited length.
 pub(super) fn clean(text: &str) -> String {
     let harmless = |c: char| if c.is_control() { ' ' } else { c };
     text.chars().take(MOST_CHARACTERS).map(harmless).collect()

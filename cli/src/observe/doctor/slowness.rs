@@ -1,5 +1,5 @@
-//! What made a run slower than it could be: a rank that computes longer than the others or is late for another reason, a
-//! link that is slower than the others, or all of the network.
+//! Finds what slowed a run down: a rank that computes longer than the others or is late for another reason, a slow link, or
+//! the whole network.
 
 use super::messages::{Link, latest_to_ask, links};
 use super::read::Record;
@@ -7,7 +7,7 @@ use super::words::{Finding, seconds, verb};
 use crate::median::median;
 use crate::observe::record::format::Spent;
 
-/// What others waited for, most likely. Needs the records of at least two ranks.
+/// The most likely reasons for waiting. Needs the records of at least two ranks.
 pub(super) fn hints(records: &[Record]) -> Vec<Finding> {
     let waits = median(records.iter().map(|record| share(waited_ns(record.rank.spent), record.rank.spent)));
     let longest = records.iter().map(|record| waited_ns(record.rank.spent)).max().unwrap_or(0);
@@ -19,10 +19,10 @@ pub(super) fn hints(records: &[Record]) -> Vec<Finding> {
     hints.extend(slow_rank(records, &late));
     hints.extend(late_ranks(&late, &hints));
     let links = links(records);
-    // A rank that computes all the time is also slow to send, where its cores do both.
+    // A rank that computes all the time also sends slowly if the same cores do both.
     let slow = slow_link(&links, records)
         .filter(|link| !hints.iter().any(|rank: &Finding| link.ranks.contains(&rank.ranks[0])));
-    // Ranks that compute equally long and wait all the same, wait for the network.
+    // If all ranks compute equally long and still wait, they wait for the network.
     if hints.is_empty() && slow.is_none() && waits >= MUCH {
         hints.push(slow_network(records, &links, waits));
     }
@@ -32,7 +32,7 @@ pub(super) fn hints(records: &[Record]) -> Vec<Finding> {
     hints
 }
 
-/// Time in which a rank could not go on because of others.
+/// Time that a rank waited for others.
 pub(super) fn waited_ns(spent: Spent) -> u64 {
     spent.receive_wait_ns.saturating_add(spent.credit_blocked_ns).saturating_add(spent.send_blocked_ns)
 }
@@ -41,7 +41,7 @@ fn busy_ns(spent: Spent) -> u64 {
     spent.compute_ns.saturating_add(spent.device_copy_ns)
 }
 
-/// Which part of a rank's time this is.
+/// This part of the rank's time, from 0 to 1.
 fn share(part_ns: u64, spent: Spent) -> f64 {
     part_ns as f64 / (busy_ns(spent).saturating_add(waited_ns(spent)).max(1)) as f64
 }
@@ -59,7 +59,7 @@ fn slow_rank(records: &[Record], late: &[Late]) -> Option<Finding> {
     let waited = median(others.iter().map(|&spent| waited_ns(spent) as f64));
     let waits = median(others.iter().map(|&spent| share(waited_ns(spent), spent)));
     let own = busy_ns(slowest.rank.spent);
-    // Where the others waited for much longer than that, they waited for something else.
+    // If the others waited much longer than the difference, they waited for something else.
     let explains = own as f64 - busy >= waited * EXPLAINED;
     if own as f64 <= busy * LONGER || waits < SOME || !explains {
         return None;
@@ -76,7 +76,7 @@ fn slow_rank(records: &[Record], late: &[Late]) -> Option<Finding> {
     Some(Finding::new("slow-rank", [rank], text))
 }
 
-/// A rank for which another one waited, message in hand, while it waited for nobody itself.
+/// A rank that asked late for a message that another rank had ready, without waiting itself.
 #[derive(Clone, Copy, Debug)]
 struct Late {
     rank: u32,
@@ -101,11 +101,11 @@ fn late(records: &[Record]) -> Vec<Late> {
         let its = records.iter().map(|record| &record.rank).find(|line| line.rank == rank);
         its.is_some_and(|its| share(waited_ns(its.spent), its.spent) >= SOME)
     };
-    // Who waits itself is late because of somebody else.
+    // A rank that waits itself is late because of another rank.
     waiting.filter(|late| !waits(late.rank)).collect()
 }
 
-/// Those of whom nothing has been said.
+/// Late ranks without a hint so far.
 fn late_ranks(late: &[Late], said: &[Finding]) -> Vec<Finding> {
     let mut found: Vec<Finding> = Vec::new();
     for late in late {
@@ -113,7 +113,7 @@ fn late_ranks(late: &[Late], said: &[Finding]) -> Vec<Finding> {
             continue;
         }
         let text = format!(
-            "rank {} was late, though it waited for nobody: {}; see what it did meanwhile (kyklos attend --trace)",
+            "rank {} was late without waiting for another rank: {}; its timeline shows why (kyklos attend --trace)",
             late.rank,
             late.words()
         );
@@ -177,7 +177,7 @@ fn slow_network(records: &[Record], links: &[Link], waits: f64) -> Finding {
     Finding::new("slow-network", ranks, text)
 }
 
-/// Connections that lose what slows them down.
+/// Connections with enough packet loss to slow them down.
 fn losses(records: &[Record]) -> Vec<Finding> {
     let mut found = Vec::new();
     for record in records {
@@ -216,7 +216,7 @@ fn copies(records: &[Record]) -> Vec<Finding> {
     copying.map(finding).take(MOST_HINTS).collect()
 }
 
-/// What the sender knows of its connection, as the end of a sentence.
+/// Describes the sender's connection; the end of a sentence.
 fn connection(records: &[Record], from: u32, to: u32) -> String {
     let sender = records.iter().find(|record| record.rank.rank == from);
     let peer = sender.and_then(|record| record.peers.iter().find(|peer| peer.rank == to));
@@ -230,27 +230,27 @@ fn rate(bytes_per_s: f64) -> String {
     format!("{:.1} MB/s", bytes_per_s / 1e6)
 }
 
-/// Shorter waits belong to every run.
+/// Shorter waits are normal.
 const LEAST_NS: u64 = 200_000_000;
 
-/// A part of a rank's time that is worth a word, and one that is most of what could be gained.
+/// The smallest part of a rank's time to report, and a part that dominates.
 const SOME: f64 = 0.15;
 const MUCH: f64 = 0.3;
 
-/// So much longer than the others a rank computes that it is the slow one.
+/// A rank is slow if it computes this factor longer than the others.
 const LONGER: f64 = 1.25;
 
-/// What a slow rank computes longer is at least this part of what the others waited.
+/// The extra time of a slow rank is at least this part of the others' waits.
 const EXPLAINED: f64 = 0.5;
 
-/// So many times slower than the others a link is the slow one.
+/// A link is slow if the others are faster by this factor.
 const SLOWER: f64 = 2.0;
 
-/// Packets that are lost at random on a path that is good.
+/// Share of packets that a good path may lose.
 const LOSSY: f64 = 0.02;
 const LEAST_PACKETS: u64 = 1000;
 
-/// More of one kind do not make a report clearer.
+/// Most sentences of one kind in a report.
 const MOST_HINTS: usize = 8;
 
 #[cfg(test)]

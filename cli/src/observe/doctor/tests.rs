@@ -1,4 +1,4 @@
-//! Records made by hand: what a run cannot be made to leave.
+//! Hand-made records, for cases that no test run can produce.
 
 use std::path::Path;
 
@@ -42,7 +42,7 @@ fn findings(records: &[Vec<String>]) -> Vec<Finding> {
     diagnose(&mut records.iter().map(|lines| record(lines)).collect())
 }
 
-/// What was found, and about whom.
+/// The kind of each finding and its ranks.
 fn what(findings: &[Finding]) -> Vec<(&str, &[u32])> {
     findings.iter().map(|finding| (finding.what, &finding.ranks[..])).collect()
 }
@@ -54,7 +54,7 @@ fn short_waits_are_part_of_every_run() {
 }
 
 #[test]
-fn who_is_waited_for_and_waits_for_nobody_is_where_it_begins() {
+fn the_cause_is_a_rank_that_others_wait_for_and_that_waits_for_none() {
     let records =
         [vec![rank_line(0, 5), wait_for(2, 9)], vec![rank_line(1, 5), wait_for(0, 8)], vec![rank_line(2, 4)]];
     let found = findings(&records);
@@ -65,7 +65,7 @@ fn who_is_waited_for_and_waits_for_nobody_is_where_it_begins() {
 }
 
 #[test]
-fn a_rank_that_left_no_record_can_be_where_it_begins() {
+fn a_rank_without_a_record_can_be_the_cause() {
     let records = [vec![rank_line(0, 5), wait_for(2, 9)], vec![rank_line(1, 5), wait_for(2, 9)]];
     let found = findings(&records);
     assert_eq!(what(&found), [("stands-still", &[2][..]), ("no-record", &[2][..])]);
@@ -73,7 +73,7 @@ fn a_rank_that_left_no_record_can_be_where_it_begins() {
 }
 
 #[test]
-fn waits_in_a_circle_are_told_from_messages_under_way() {
+fn cycles_of_waits_are_distinguished_from_messages_in_flight() {
     let circle = [0, 1, 2].map(|rank| vec![rank_line(rank, 3), wait_for((rank + 1) % 3, 9)]);
     assert_eq!(what(&findings(&circle)), [("circle", &[0, 1, 2][..])]);
     let mut under_way = circle.map(|mut lines| {
@@ -122,7 +122,7 @@ fn every_cut_and_every_flipped_byte_is_survived() {
 }
 
 #[test]
-fn numbers_and_texts_of_a_stranger_do_no_harm() {
+fn hostile_numbers_and_texts_do_no_harm() {
     for hostile in [
         rank_line(0, 1).replace("\"world\":3", "\"world\":4294967295"),
         rank_line(0, 1).replace("\"rank\":0", "\"rank\":3"),

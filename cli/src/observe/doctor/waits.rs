@@ -1,4 +1,4 @@
-//! Who waits for whom.
+//! Which rank waits for which.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,14 +6,14 @@ use super::read::Record;
 use super::words::{Finding, place, seconds, words_of};
 use crate::observe::record::format::CallLine;
 
-/// One rank cannot go on before another one has done something.
+/// A call of one rank that another rank must serve.
 #[derive(Clone, Debug)]
 struct Wait<'a> {
     who: u32,
     call: &'a CallLine,
 }
 
-/// What the others waited for of `rank`, in words.
+/// Describes the calls of other ranks that wait for `rank`.
 pub(super) fn for_rank(records: &[Record], rank: u32) -> Vec<String> {
     let mut who: BTreeMap<String, BTreeSet<u32>> = BTreeMap::new();
     for record in records.iter().filter(|record| record.rank.rank != rank) {
@@ -27,10 +27,10 @@ pub(super) fn for_rank(records: &[Record], rank: u32) -> Vec<String> {
     who.into_iter().take(MOST_SENTENCES).map(words).collect()
 }
 
-/// Waits that went on for long, followed to where they begin.
+/// Follows long waits to the rank that causes them.
 pub(super) fn stuck(records: &[Record]) -> Vec<Finding> {
     let mut findings = Vec::new();
-    // Rank by rank, the waits that another rank can end by going on.
+    // By rank: the waits that end when another rank makes progress.
     let mut behind: BTreeMap<u32, Vec<Wait<'_>>> = BTreeMap::new();
     for record in records {
         let who = record.rank.rank;
@@ -49,10 +49,10 @@ pub(super) fn stuck(records: &[Record]) -> Vec<Finding> {
         let words: Vec<String> =
             circle.iter().map(|wait| format!("rank {} for rank {}", wait.who, wait.call.peer)).collect();
         let ranks = circle.iter().map(|wait| wait.who);
-        let text = format!("ranks wait for each other in a circle: {}", words.join("; "));
+        let text = format!("ranks wait for each other in a cycle: {}", words.join("; "));
         findings.push(Finding::new("circle", ranks, text));
     }
-    // Who is waited for and waits for nobody is where it begins.
+    // The cause is a rank that others wait for, and that waits for no rank.
     let awaited: BTreeSet<u32> = behind.values().flatten().map(|wait| wait.call.peer).collect();
     for rank in awaited.into_iter().filter(|rank| !behind.contains_key(rank)).take(MOST_SENTENCES) {
         findings.push(beginning(records, &behind, rank));
@@ -64,21 +64,22 @@ fn beginning(records: &[Record], behind: &BTreeMap<u32, Vec<Wait<'_>>>, rank: u3
     let waits = || behind.values().flatten().filter(|wait| wait.call.peer == rank);
     let longest = waits().map(|wait| wait.call.waited_ns).max().unwrap_or(0);
     let at = match records.iter().find(|record| record.rank.rank == rank) {
-        Some(record) => format!("is at {} and waits for nobody", place(&record.rank.at)),
+        Some(record) => format!("is at {} and waits for no rank", place(&record.rank.at)),
         None => {
             let heard = records.iter().flat_map(|record| &record.peers).filter(|peer| peer.rank == rank);
             match heard.filter_map(|peer| peer.at.as_ref()).max_by_key(|at| (at.op, at.step)) {
-                Some(at) => format!("left no record, and was last heard of at {}", place(at)),
+                Some(at) => format!("left no record, and its last message came from {}", place(at)),
                 None => "left no record".to_owned(),
             }
         }
     };
     let others = for_rank(records, rank).join("; ");
-    let text = format!("rank {rank} stands still: it {at}; {others}, the longest for {}", seconds(longest));
+    let text =
+        format!("rank {rank} makes no progress: it {at}; {others}, the longest for {}", seconds(longest));
     Finding::new("stands-still", [rank], text)
 }
 
-/// Whether `peer` has handed the message to its transport that `who` waits for.
+/// Whether `peer` has posted the message that `who` waits for.
 fn has_posted(peer: &Record, who: u32, call: &CallLine) -> bool {
     let same = |to: u32, op: u64, message: u32| (to, op, message) == (who, call.op, call.message);
     let calls = peer.calls.iter().filter(|other| other.call == "send");
@@ -97,12 +98,12 @@ fn under_way(who: u32, call: &CallLine) -> Finding {
     Finding::new("under-way", [*peer, who], text)
 }
 
-/// A circle of waits, if there is one.
+/// A cycle of waits, if there is one.
 fn circle<'w, 'a>(behind: &'w BTreeMap<u32, Vec<Wait<'a>>>) -> Option<Vec<&'w Wait<'a>>> {
-    // Ranks from which no circle can be reached.
+    // Ranks that reach no cycle.
     let mut free = BTreeSet::new();
     for &start in behind.keys() {
-        // The way from the start, and for each rank on it the next wait to follow.
+        // The path from the start, and for each rank on it the next wait to follow.
         let mut way: Vec<(u32, usize)> = vec![(start, 0)];
         while let Some((rank, next)) = way.last_mut() {
             let waits = behind.get(rank).map_or(&[][..], Vec::as_slice);
@@ -123,7 +124,7 @@ fn circle<'w, 'a>(behind: &'w BTreeMap<u32, Vec<Wait<'a>>>) -> Option<Vec<&'w Wa
     None
 }
 
-/// What a call waits for, as the end of a sentence that begins with a rank.
+/// Describes what a call waits for; the sentence begins with a rank.
 fn thing(call: &CallLine) -> String {
     let CallLine { op, message, bytes_done, bytes_expected, .. } = call;
     match call.call.as_str() {
@@ -137,8 +138,8 @@ fn thing(call: &CallLine) -> String {
     }
 }
 
-/// Waits that are shorter belong to every run.
+/// Shorter waits are normal.
 const LONG_NS: u64 = 5_000_000_000;
 
-/// More of one kind do not make a report clearer.
+/// Most sentences of one kind in a report.
 const MOST_SENTENCES: usize = 8;

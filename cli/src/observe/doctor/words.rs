@@ -5,13 +5,13 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::read::clean;
-use crate::observe::record::format::Place;
+use crate::observe::record::format::StepAt;
 
-/// One thing that is wrong, in a sentence.
+/// One problem, in a sentence.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Finding {
     pub(super) what: &'static str,
-    /// The ranks that it is about, the cause and not the victims.
+    /// The ranks that caused it, not the ranks that suffered.
     pub(super) ranks: Vec<u32>,
     pub(super) text: String,
 }
@@ -30,12 +30,12 @@ impl Finding {
     }
 }
 
-pub(super) fn place(at: &Place) -> String {
+pub(super) fn place(at: &StepAt) -> String {
     let doing = at.doing.as_deref().map(|doing| format!(" ({doing})")).unwrap_or_default();
     format!("step {} of operation {}{doing}", at.step, at.op)
 }
 
-/// `rank 3`, or `ranks 0, 1, 3`; of many the first.
+/// `rank 3`, or `ranks 0, 1, 3`; at most [`MOST_NAMED`] are named.
 pub(super) fn words_of(ranks: &[u32]) -> String {
     let shown: Vec<String> = ranks.iter().take(MOST_NAMED).map(u32::to_string).collect();
     let more = match ranks.len().saturating_sub(MOST_NAMED) {
@@ -54,10 +54,10 @@ pub(super) fn seconds(ns: u64) -> String {
     format!("{:.1} s", ns as f64 / 1e9)
 }
 
-/// How a file is called in a sentence.
+/// The name of a file, safe to print.
 pub(super) fn name(path: &Path) -> String {
     clean(&path.display().to_string())
 }
 
-/// Ranks that a sentence names.
+/// Most ranks that a sentence names.
 const MOST_NAMED: usize = 16;

@@ -1,7 +1,7 @@
-//! What a process and its ranks are doing, in numbers: the text that Prometheus scrapes.
+//! Prometheus metrics of the ranks of this process.
 //!
-//! Written here by hand. The text is a few lines for each number, and what the numbers come from is kept anyway; the
-//! `metrics` crate with its exporter would bring some thirty crates more for the same lines, and hyper to serve them.
+//! Written by hand: the text is a few lines for each number, and the counters exist anyway. The `metrics` crate with its
+//! exporter would add about thirty crates for the same lines, and hyper to serve them.
 
 mod server;
 
@@ -19,7 +19,8 @@ use crate::observe::record::{Flight, flights};
 /// Where metrics are served, and whether other machines may read them.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct MetricsArgs {
-    /// Serve Prometheus metrics, /healthz and /readyz there, on loopback; ranks of one host take the ports that follow (0: any)
+    /// Serve Prometheus metrics, /healthz and /readyz at this address, which must be a loopback address.
+    /// Ranks of one host take this port and the ports that follow; port 0 is any free port
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub(crate) metrics: Option<SocketAddr>,
     /// Let --metrics be an address that other machines reach
@@ -27,21 +28,21 @@ pub(crate) struct MetricsArgs {
     pub(crate) metrics_anywhere: bool,
 }
 
-/// Refuses an address that more than this machine can reach, unless that is wanted.
+/// Refuses an address that other machines reach, unless `--metrics-anywhere` allows it.
 pub(crate) fn check(args: &MetricsArgs) -> Result<()> {
     match args.metrics {
         Some(address) if !address.ip().is_loopback() && !args.metrics_anywhere => Err(Failure::request(
             format!(
-                "--metrics {address}: who reaches {} can read the metrics, without a password",
+                "--metrics {address}: every machine that reaches {} can read the metrics without a password",
                 address.ip()
             ),
-            format!("use 127.0.0.1:{}, or add --metrics-anywhere if its network may know", address.port()),
+            format!("use 127.0.0.1:{}, or add --metrics-anywhere if its network is trusted", address.port()),
         )),
         _ => Ok(()),
     }
 }
 
-/// Serves metrics at the address that was asked for, if any; ranks of one host take the ports that follow it.
+/// Serves metrics at the address in `args`, if there is one. Ranks of one host take the following ports.
 pub(crate) fn serve(args: &MetricsArgs, rank: u32, local_rank: u32) -> Result<()> {
     check(args)?;
     let Some(address) = args.metrics else { return Ok(()) };
@@ -173,7 +174,7 @@ fn text(flights: &[Arc<Flight>]) -> String {
     out.0
 }
 
-/// What the connections between ranks tell, where there are any.
+/// Figures of the connections between ranks, if there are connections.
 fn connections(out: &mut Text, flights: &[Arc<Flight>]) {
     let all: Vec<_> = flights.iter().map(|flight| (flight.rank, flight.connections())).collect();
     if all.iter().all(|(_, connections)| connections.iter().flatten().next().is_none()) {
@@ -256,7 +257,7 @@ const FIGURES: [Figure; 9] = [
     },
 ];
 
-/// The text, line by line.
+/// The text of an answer, built line by line.
 #[derive(Debug, Default)]
 struct Text(String);
 
@@ -276,7 +277,7 @@ impl Text {
     }
 }
 
-/// A line of the kernel's word on this process, which only Linux gives.
+/// A value in bytes from `/proc/self/status`; Linux only.
 fn status_bytes(field: &str) -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix(field))?;

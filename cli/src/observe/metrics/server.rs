@@ -1,7 +1,7 @@
-//! A responder for three short texts, in HTTP/1.0.
+//! A small HTTP/1.0 server for three short texts.
 //!
-//! A request has a bounded size and a bounded time, and so many of them at once: whoever sends slowly, much or nothing
-//! holds one of a few threads for two seconds, and never one that computes or moves messages.
+//! The size, the time and the number of simultaneous requests are bounded: a slow or hostile client holds one of a few
+//! threads for at most two seconds, and never a thread that computes or sends messages.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -29,7 +29,7 @@ fn listen(listener: &TcpListener, answer: Answer) {
     let open = Arc::new(());
     loop {
         let Ok((stream, _)) = listener.accept() else {
-            // Out of descriptors, for example: not a reason to spin.
+            // Out of file descriptors, for example: wait before the next try.
             std::thread::sleep(PAUSE);
             continue;
         };
@@ -38,7 +38,7 @@ fn listen(listener: &TcpListener, answer: Answer) {
             reply(stream, Instant::now() + PAUSE, "503 Service Unavailable", "too many at once\n");
             continue;
         }
-        // A thread that cannot be had drops the connection, and that is all.
+        // If no thread can start, the connection is dropped.
         let _ = std::thread::Builder::new().name("kyklos-metrics".into()).spawn(move || {
             converse(stream, answer);
             drop(guard);
@@ -61,7 +61,7 @@ fn converse(mut stream: TcpStream, answer: Answer) {
 pub(super) enum Request {
     Path(String),
     Wrong(&'static str),
-    /// Closed, or too slow: nobody reads an answer.
+    /// Closed or too slow: no answer is sent.
     Gone,
 }
 
@@ -123,9 +123,9 @@ fn reply(mut stream: TcpStream, until: Instant, status: &str, text: &str) {
     let _ = stream.shutdown(std::net::Shutdown::Write);
 }
 
-/// For a whole request and its answer.
+/// Time limit of a request with its answer.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// For what must not hold up the listener.
+/// Time limit of answers on the listener's own thread.
 const PAUSE: Duration = Duration::from_millis(50);
 const MOST_CONNECTIONS: usize = 8;
 const MOST_REQUEST_BYTES: usize = 4 << 10;

@@ -7,7 +7,7 @@ use kyklos_transport::{AbortCause, Outstanding, Progress, Rank};
 
 use super::flight::Flight;
 use super::format::{
-    AbortLine, CallLine, ConnectionLine, EventLine, FORMAT, Line, PeerLine, Place, RankLine,
+    AbortLine, CallLine, ConnectionLine, EventLine, FORMAT, Line, PeerLine, RankLine, StepAt,
 };
 
 /// Why a record is written.
@@ -30,7 +30,7 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
     let transport = flight.transport.upgrade();
     let outstanding = transport.as_ref().map_or_else(Vec::new, |transport| transport.outstanding());
     let seen = flight.recorder.look();
-    let place = |rank: Rank, Progress { op, step }| Place {
+    let place = |rank: Rank, Progress { op, step }| StepAt {
         op,
         step,
         doing: flight

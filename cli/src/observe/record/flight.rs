@@ -89,7 +89,7 @@ pub(crate) fn flights() -> Vec<Arc<Flight>> {
 }
 
 fn lock() -> MutexGuard<'static, Vec<Arc<Flight>>> {
-    // A panic while the list was held cannot have left it half changed.
+    // No panic can leave the list half changed.
     FLIGHTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

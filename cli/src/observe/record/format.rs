@@ -1,6 +1,6 @@
-//! The lines of a record, for who writes them and for who reads them.
+//! The lines of a record: the common format of writer and reader.
 //!
-//! One JSON object a line. The first is of kind `rank`, the last of kind `end`: a record without its end was cut off.
+//! One JSON object a line. The first is of kind `rank`, the last of kind `end`: a record without `end` is truncated.
 //! Times are nanoseconds on the rank's own clock, from the moment its transport was made.
 
 use serde::{Deserialize, Serialize};
@@ -9,17 +9,17 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub(crate) enum Line {
-    /// Whose record it is.
+    /// The rank of the record.
     Rank(RankLine),
-    /// What the rank knows of another one.
+    /// What the rank knows about another rank.
     Peer(PeerLine),
-    /// A call that has not ended, or ended early.
+    /// A call that is pending, or that was cancelled.
     Call(CallLine),
-    /// What ended the group.
+    /// The end of the group.
     Abort(AbortLine),
-    /// One thing that happened.
+    /// One event.
     Event(EventLine),
-    /// Nothing follows.
+    /// The last line.
     End,
 }
 
@@ -40,13 +40,13 @@ pub(crate) struct RankLine {
     /// `done`, `failed` or `asked`.
     pub(crate) why: String,
     pub(crate) error: Option<String>,
-    pub(crate) at: Place,
-    /// Events that are no longer kept.
+    pub(crate) at: StepAt,
+    /// Number of older events that are no longer kept.
     pub(crate) forgotten: u64,
-    /// What joined the rank to the others; none within one process.
+    /// The network between the ranks; none within one process.
     #[serde(default)]
     pub(crate) network: Option<String>,
-    /// What its time went to.
+    /// How the rank spent its time.
     #[serde(default)]
     pub(crate) spent: Spent,
 }
@@ -57,21 +57,21 @@ pub(crate) struct Spent {
     pub(crate) compute_ns: u64,
     /// Waiting for messages of others.
     pub(crate) receive_wait_ns: u64,
-    /// Waiting until others have asked for messages of this rank, when all that was expected had come.
+    /// Waiting until others ask for messages of this rank, while no expected message was missing.
     #[serde(default)]
     pub(crate) credit_blocked_ns: u64,
-    /// Waiting until messages that others have asked for have reached them, when all that was expected had come.
+    /// Waiting until messages of this rank reach the others, while no expected message was missing.
     pub(crate) send_blocked_ns: u64,
     /// Packing, and copies between host and device.
     pub(crate) device_copy_ns: u64,
 }
 
-/// Where a rank is.
+/// The position of a rank in its plan.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Place {
+pub(crate) struct StepAt {
     pub(crate) op: u64,
     pub(crate) step: u32,
-    /// The step in words.
+    /// The text of the step.
     pub(crate) doing: Option<String>,
 }
 
@@ -82,14 +82,14 @@ pub(crate) struct PeerLine {
     pub(crate) bytes_sent: u64,
     pub(crate) messages_received: u64,
     pub(crate) bytes_received: u64,
-    /// When anything was last heard of it.
+    /// Time of the last message from this peer.
     pub(crate) heard_ns: Option<u64>,
-    /// Where its last heartbeat said it was.
-    pub(crate) at: Option<Place>,
-    /// Bytes of calls with it that have not ended, or ended early.
+    /// Its position, from its last heartbeat.
+    pub(crate) at: Option<StepAt>,
+    /// Bytes of calls with this peer that are pending or were cancelled.
     pub(crate) bytes_done: u64,
     pub(crate) bytes_expected: u64,
-    /// Of the connection to it; none within one process.
+    /// The connection to this peer; none within one process.
     #[serde(default)]
     pub(crate) connection: Option<ConnectionLine>,
 }
@@ -112,7 +112,7 @@ pub(crate) struct CallLine {
     pub(crate) bytes_done: u64,
     pub(crate) bytes_expected: u64,
     pub(crate) waited_ns: u64,
-    /// It has been given up.
+    /// The call was cancelled.
     pub(crate) ended: bool,
 }
 
@@ -120,10 +120,10 @@ pub(crate) struct CallLine {
 pub(crate) struct AbortLine {
     pub(crate) at_ns: u64,
     pub(crate) culprit: u32,
-    /// Its link or its process is gone; else it reported an error of its own, or was reported.
+    /// The connection or the process is gone; else the rank failed with an error, its own or one that others reported.
     pub(crate) died: bool,
     pub(crate) text: String,
-    pub(crate) at: Place,
+    pub(crate) at: StepAt,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -137,5 +137,5 @@ pub(crate) struct EventLine {
     pub(crate) bytes: u64,
 }
 
-/// Version of the lines.
+/// Version of the format.
 pub(crate) const FORMAT: u32 = 1;

@@ -1,4 +1,4 @@
-//! Records: what each rank of this process did lately, as a file, written when the rank ends or on request.
+//! Records: the recent events of each rank of this process, written to a file when the rank ends or on request.
 
 mod dump;
 mod flight;
@@ -30,7 +30,7 @@ fn write(flight: &Flight, why: Why<'_>) {
 
 fn try_to_write(flight: &Flight, why: Why<'_>) -> Result<()> {
     let Some(folder) = &flight.about.folder else { return Ok(()) };
-    // The name is made of this rank's own number: a later record of it replaces an earlier one.
+    // The name contains this rank's own number: a later record replaces an earlier one.
     let path = folder.join(format!("rank-{}.jsonl", flight.rank));
     let write = || {
         let mut file = tempfile::NamedTempFile::new_in(folder)?;
@@ -40,7 +40,7 @@ fn try_to_write(flight: &Flight, why: Why<'_>) -> Result<()> {
     write().map(drop).map_err(|error| Failure::file("write", &path, &error))
 }
 
-/// The folder that `--record` or the environment names, which is made if it is not there.
+/// The folder from `--record` or the environment; created if it does not exist.
 pub(crate) fn folder(flag: Option<&Path>) -> Result<Option<PathBuf>> {
     let named = std::env::var_os(FOLDER).filter(|folder| !folder.is_empty()).map(PathBuf::from);
     let Some(folder) = flag.map(Path::to_owned).or(named) else { return Ok(None) };
@@ -70,5 +70,5 @@ pub(crate) fn write_all() {
     }
 }
 
-/// Names the folder for records.
+/// Variable with the folder for records.
 pub(crate) const FOLDER: &str = "KYKLOS_RECORD_DIR";

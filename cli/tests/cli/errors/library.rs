@@ -1,4 +1,4 @@
-//! Refusals that only callers of the library meet, and errors of runs. Each is provoked, none is made up.
+//! Refusals for callers of the library, and errors of runs. Each is provoked.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::Path;
@@ -103,7 +103,7 @@ pub(super) fn refusals() -> Vec<Entry> {
         entry(
             "Placement::new with Split::Work",
             Placement::new(PlacementKind::Zigzag, one, 8, &Split::Work(vec![1.0])).unwrap_err(),
-            "How much work a token is, the mask says.",
+            "The work of a token depends on the mask.",
         ),
         entry(
             "plan_rows with row 8",
@@ -119,15 +119,15 @@ pub(super) fn refusals() -> Vec<Entry> {
         entry(
             "local::shard without the pair tensor that the problem has",
             shard(&dense, Rank(0), &whole).unwrap_err(),
-            "Options and tensors come together.",
+            "The problem and the tensors must agree.",
         ),
         entry(
             "repair of a world that finishes what another one began",
             repair(&finishes, &[Rank(0)], &[StepProgress::default()]).unwrap_err(),
-            "Those who are left can still form a group, and call anew.",
+            "The survivors can form a group and start a new call.",
         ),
-        entry("ResumableRank::finish before ResumableRank::run", unrun, "There is nothing to finish."),
-        entry("Executor::load with a short q", loaded, "A rank brings the tensors of its own tokens."),
+        entry("ResumableRank::finish before ResumableRank::run", unrun, "There is no call to complete."),
+        entry("Executor::load with a short q", loaded, "A rank loads the tensors of its own tokens."),
     ]
 }
 
@@ -187,12 +187,12 @@ pub(super) fn of_runs() -> Vec<Entry> {
             "the same inside a run",
             // Which of the messages under way is named then depends on who is woken first.
             in_a_run.to_string().split("; ").next().unwrap_or_default(),
-            "Then follows a message that was under way, with the bytes that had moved.",
+            "A pending message follows, with the bytes that were transferred.",
         ),
         entry(
             "a message does not come in time",
             late,
-            "The peer lives and is slower than --deadline, or waits for something itself: `kyklos doctor` says for whom.",
+            "The peer runs, but is slower than --deadline or waits itself: `kyklos doctor` names the rank.",
         ),
         entry(
             "a rank cannot run what the others can",
@@ -203,7 +203,7 @@ pub(super) fn of_runs() -> Vec<Entry> {
                     text: "rank 1: the refusal's own words".to_owned(),
                 },
             ),
-            "The lowest refusing rank's sentence and exit code become everyone's.",
+            "All ranks report the message and exit code of the lowest rank that refused.",
         ),
         entry(
             "ranks were started with different options or files",
@@ -220,14 +220,14 @@ pub(super) fn of_runs() -> Vec<Entry> {
         entry(
             "a ring that is to be finished without a rank lost it before its keys were elsewhere",
             repair(&ring(), &[Rank(0)], &[StepProgress::default()]).unwrap_err(),
-            "`--on-loss finish` met it; `finish-or-shrink` begins again without these tokens.",
+            "With `--on-loss finish` the call ends; `finish-or-shrink` starts again without these tokens.",
         ),
         entry(
             "a device has no such memory to give",
             memory,
             "Fewer tokens a rank (more ranks), or another strategy: `kyklos plan` says what each needs.",
         ),
-        entry("the call's cancel token rose", cancelled(), "Somebody wanted it so; the group ends."),
+        entry("the call's cancel token rose", cancelled(), "The caller cancelled; the group ends."),
     ]
 }
 
@@ -294,27 +294,27 @@ pub(super) fn of_groups() -> Vec<Entry> {
         entry(
             "an identity of another authority",
             stranger,
-            "`kyklos certs show` says whom a file is for and whom it trusts; issue all of them from one authority.",
+            "`kyklos certs show` prints the subject of a file and the authorities that it trusts; issue all files from one authority.",
         ),
         entry(
             "the identity of another rank",
             join(1, job, free(), issue(&ours, 0)),
-            "`{rank}` in --identity stands for each rank's own number.",
+            "`{rank}` in --identity stands for the number of the rank.",
         ),
         entry(
             "the identity of another job",
             join(1, JobId::from_name("other"), free(), issue(&ours, 1)),
-            "Jobs are told apart by --job of `kyklos certs issue`.",
+            "--job of `kyklos certs issue` sets the job.",
         ),
         entry(
             "rank 0 is not there",
             no_zero,
-            "Start rank 0, and let UDP to its port through; --join-deadline is how long the others wait.",
+            "Start rank 0, and open its UDP port; --join-deadline is how long the others wait.",
         ),
         entry(
             "no rank but 0 comes",
             no_one,
-            "Start the others, with the address of this one; see what they say.",
+            "Start the others with the address of this rank; read their errors.",
         ),
         entry(
             "an identity that has been revoked",
@@ -324,7 +324,7 @@ pub(super) fn of_groups() -> Vec<Entry> {
         entry(
             "a list of revoked keys of which a line cannot be read",
             unreadable_list(),
-            "A part of a list is worth nothing: correct the line, or let it begin with #.",
+            "A list with errors is not used: correct the line, or start it with #.",
         ),
         entry(
             "an identity's file is not there",

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use crate::support::*;
 
-/// Sentences of one kind.
+/// Messages of one kind.
 struct Group {
     title: &'static str,
     about: &'static str,
@@ -17,14 +17,14 @@ struct Group {
     entries: &'static [(&'static str, &'static str)],
 }
 
-/// A sentence of the index.
+/// A message of the index.
 struct Entry {
     when: String,
     sentence: String,
     means: &'static str,
 }
 
-/// Refusals that this machine or a command line cannot be made to print, by the text in the source.
+/// Refusals that no command line on this machine can provoke, by their text in the source.
 const NOT_PROVOKED: &[(&str, &str)] = &[
     (
         "there is no wgpu device {index}: this machine has {count}",
@@ -77,7 +77,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
 const CALLERS: &str = "callers of a GPU backend's own operations, which plans do not make";
 
 #[test]
-fn the_index_of_errors_is_what_is_printed_and_misses_none() {
+fn the_index_of_errors_is_complete_and_as_printed() {
     let folder = tempfile::tempdir().unwrap();
     files::make(folder.path());
     let mut out = HEAD.to_owned();
@@ -93,13 +93,13 @@ fn the_index_of_errors_is_what_is_printed_and_misses_none() {
     section(
         &mut out,
         "Calls of the library",
-        "`Error::Request`, found before data moves, like all of the above.",
+        "`Error::Request`, before any data is sent, like all refusals above.",
     );
     for entry in library::refusals() {
         line(&mut out, &entry);
         sentences.push(entry.sentence);
     }
-    section(&mut out, "Groups that do not form", "Exit code 1, on every process that is there.");
+    section(&mut out, "Groups that do not form", "Exit code 1, on every process that has started.");
     library::of_groups().iter().for_each(|entry| line(&mut out, entry));
     section(&mut out, "Runs that end", ENDS);
     library::of_runs().iter().for_each(|entry| line(&mut out, entry));
@@ -110,7 +110,7 @@ fn the_index_of_errors_is_what_is_printed_and_misses_none() {
     section(
         &mut out,
         "Not provoked here",
-        "Sentences of the source that no line above prints, with what they wait for.",
+        "Messages in the source that no line above prints, and when they appear.",
     );
     for (text, why) in NOT_PROVOKED {
         assert!(
@@ -189,15 +189,15 @@ fn provoke(when: &str, folder: &Path) -> String {
 
 const HEAD: &str = "# Errors
 
-Every sentence here was printed: a test provokes each and holds this page to it (`KYKLOS_BLESS=1` rewrites the page), and fails
-when a refusal of the source is missing. A refusal is one line on standard error and exit code 2: what does not fit, a
-colon, and what would. It is found before data moves, and under a launcher every rank ends with the same one. Exit code 1 is a
-run that failed, see the end.
+A test provokes every message on this page and compares the page with the output (`KYKLOS_BLESS=1` rewrites the page). It fails if
+a refusal in the source is missing here. A refusal is one line on standard error with exit code 2: the mismatch, a colon,
+and the remedy. The program refuses before it sends data; under a launcher every rank ends with the same message. Exit code 1
+is a run that failed, see the end.
 
-`DIR` is a folder; `@` stands for `attend --shape 1,64,8,2,64`. Words with `=` in front are variables of the
-environment. What clap says of options that do not exist or contradict each other is not listed.
+`DIR` is a folder; `@` stands for `attend --shape 1,64,8,2,64`. Words with `=` at the start are environment variables. Errors
+of the command-line parser about unknown or contradictory options are not listed.
 ";
 
-const ENDS: &str = "Exit code 1. Ends on all ranks with the same error; rank and step say where. Also of this kind, and not \
-                    provoked here: a device that is lost (`DEVICE: OPERATION failed: the driver's words`: update or restart the \
-                    driver, open the device anew).";
+const ENDS: &str = "Exit code 1. Ends on all ranks with the same error; rank and step say where. Not \
+                    provoked here: a device that is lost (`DEVICE: OPERATION failed: the message of the driver`: update or restart the \
+                    driver, open the device again).";

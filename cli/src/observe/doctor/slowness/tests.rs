@@ -1,4 +1,4 @@
-//! Hints from records made by hand; `tests/cli/doctor.rs` has those of real runs.
+//! Hints from hand-made records; `tests/cli/doctor.rs` uses records of real runs.
 
 use std::path::Path;
 
@@ -46,7 +46,7 @@ fn what(records: &[Record]) -> Vec<(&'static str, Vec<u32>)> {
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn a_rank_that_computes_longer_is_what_the_others_wait_for() {
+fn the_others_wait_for_a_rank_that_computes_longer() {
     let times = [[1000, 2000, 0], [3000, 50, 0], [1100, 1900, 0], [1000, 2100, 0]];
     let records = [0, 1, 2, 3].map(|rank| record(rank, times[rank as usize], &[(0, 10 * MIB, 10)], 0));
     assert_eq!(what(&records), [("slow-rank", vec![1])]);
@@ -55,7 +55,7 @@ fn a_rank_that_computes_longer_is_what_the_others_wait_for() {
 }
 
 #[test]
-fn a_rank_that_computes_a_little_longer_is_not_what_others_wait_long_for() {
+fn a_little_more_computation_does_not_explain_long_waits() {
     let times = [[50, 2500, 0], [100, 2500, 0], [50, 2500, 0], [50, 2500, 0]];
     let records = [0, 1, 2, 3].map(|rank| record(rank, times[rank as usize], &[], 0));
     assert_eq!(what(&records), [("slow-network", vec![0, 1, 2, 3])]);
@@ -110,7 +110,7 @@ fn a_rank_that_asks_late_and_waits_for_nobody_is_named() {
     assert_eq!(what(&records), [("late-rank", vec![2])]);
     let text = &hints(&records)[0].text;
     assert!(text.contains("rank 1 waited 0.9 s for it to ask for messages"), "{text}");
-    // One that waited itself was kept by another.
+    // A late rank that waited itself was delayed by another.
     let [zero, one, mut two, three] = records;
     two.rank.spent.receive_wait_ns = 500_000_000;
     assert_eq!(what(&[zero, one, two, three]), []);
@@ -127,7 +127,7 @@ fn a_slow_rank_is_named_once_with_who_waited_for_it() {
 }
 
 #[test]
-fn a_sender_that_waits_for_its_messages_to_arrive_tells_of_a_slow_link() {
+fn a_sender_that_waits_for_arrival_indicates_a_slow_link() {
     let records = [0_u32, 1, 2, 3].map(|rank| {
         let took = if rank == 2 { 1000 } else { 100 };
         let record = record(rank, [1000, 100, 0], &[((rank + 3) % 4, 10 * MIB, took)], 0);
@@ -149,7 +149,7 @@ fn a_good_run_gets_no_hint_and_neither_does_a_short_one() {
 }
 
 #[test]
-fn a_rank_that_copies_is_told_so() {
+fn a_rank_that_mostly_copies_is_named() {
     let records = [0, 1].map(|rank| record(rank, [1000, 250, [0, 900][rank as usize]], &[], 0));
     assert_eq!(what(&records), [("slow-rank", vec![1]), ("copies", vec![1])]);
 }
