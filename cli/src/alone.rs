@@ -21,7 +21,7 @@ pub(crate) struct Alone {
 pub(crate) fn run(
     backend: &AnyBackend,
     world: &World,
-    Tensors { q, k, v, pairs }: Tensors,
+    Tensors { q, k, v, bias: pairs }: Tensors,
     repeat: u64,
     options: &RunOptions,
 ) -> Result<Alone> {
@@ -35,7 +35,7 @@ pub(crate) fn run(
         q,
         k,
         v,
-        pairs,
+        bias: pairs,
         repeat,
         deadline: Duration::from_secs(60),
         options: options.clone(),

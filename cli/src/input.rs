@@ -67,7 +67,7 @@ impl Source {
             q: self.read(problem, Which::Q, q_tokens)?,
             k: self.read(problem, Which::K, kv_tokens)?,
             v: self.read(problem, Which::V, kv_tokens)?,
-            pairs: self.read_pairs(problem, q_tokens)?,
+            bias: self.read_pairs(problem, q_tokens)?,
         })
     }
 

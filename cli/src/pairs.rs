@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::Path;
 
 use bytes::Bytes;
-use kyklos::{AttentionProblem, Dtype, PairKind, PairTensor, TokenRuns};
+use kyklos::{AttentionProblem, BiasKind, BiasTensor, Dtype, TokenRuns};
 use kyklos_oracle::oracle::{Element, Values};
 use safetensors::tensor::{Metadata, TensorInfo};
 
@@ -14,7 +14,7 @@ use crate::positioned::read_exact_at;
 /// Where a file holds `mask` or `bias`, `[batch or 1, query heads or 1, q_len, kv_len]`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FilePairs {
-    pub(crate) tensor: PairTensor,
+    pub(crate) tensor: BiasTensor,
     /// Byte of the file at which it begins.
     start: u64,
 }
@@ -30,8 +30,8 @@ impl FilePairs {
     ) -> Result<Option<Self>, (String, String)> {
         let (name, kind, info) = match (tensors.info("mask"), tensors.info("bias")) {
             (None, None) => return Ok(None),
-            (Some(info), None) => ("mask", PairKind::Visible, info),
-            (None, Some(info)) => ("bias", PairKind::Bias, info),
+            (Some(info), None) => ("mask", BiasKind::Mask, info),
+            (None, Some(info)) => ("bias", BiasKind::Additive, info),
             (Some(_), Some(_)) => {
                 return Err((
                     "holds both `mask` and `bias`".to_owned(),
@@ -40,10 +40,10 @@ impl FilePairs {
             }
         };
         let wanted = match (kind, dtype) {
-            (PairKind::Visible, _) => [safetensors::Dtype::BOOL, safetensors::Dtype::U8],
-            (PairKind::Bias, Dtype::F32) => [safetensors::Dtype::F32; 2],
-            (PairKind::Bias, Dtype::F16) => [safetensors::Dtype::F16; 2],
-            (PairKind::Bias, Dtype::Bf16) => [safetensors::Dtype::BF16; 2],
+            (BiasKind::Mask, _) => [safetensors::Dtype::BOOL, safetensors::Dtype::U8],
+            (BiasKind::Additive, Dtype::F32) => [safetensors::Dtype::F32; 2],
+            (BiasKind::Additive, Dtype::F16) => [safetensors::Dtype::F16; 2],
+            (BiasKind::Additive, Dtype::Bf16) => [safetensors::Dtype::BF16; 2],
         };
         if !wanted.contains(&info.dtype) {
             return Err((
@@ -51,7 +51,7 @@ impl FilePairs {
                 format!(
                     "convert it to {:?}{}",
                     wanted[0],
-                    if kind == PairKind::Bias { ", as q is" } else { "" }
+                    if kind == BiasKind::Additive { ", as q is" } else { "" }
                 ),
             ));
         }
@@ -61,11 +61,11 @@ impl FilePairs {
                 format!("use [{batch} or 1, {q_heads} or 1, {q_len}, {kv_len}], or [{q_len}, {kv_len}]"),
             )
         })?;
-        let tensor = PairTensor { kind, batch: file_batch, heads: file_heads };
+        let tensor = BiasTensor { kind, batch: file_batch, heads: file_heads };
         Ok(Some(Self { tensor, start: data_start + info.data_offsets.0 as u64 }))
     }
 
-    /// The rows of the queries `tokens`, `[its batch, tokens, its heads, row]` as [`PairTensor`] says.
+    /// The rows of the queries `tokens`, `[its batch, tokens, its heads, row]` as [`BiasTensor`] says.
     pub(crate) fn read(
         &self,
         file: &File,
@@ -80,7 +80,7 @@ impl FilePairs {
         out.try_reserve_exact(rows.saturating_mul(row_bytes)).map_err(|_| {
             Failure::run(format!("{rows} rows of the pair tensor do not fit the memory: use fewer tokens"))
         })?;
-        let element = if tensor.kind == PairKind::Visible { 1 } else { problem.dtype.bytes() };
+        let element = if tensor.kind == BiasKind::Mask { 1 } else { problem.dtype.bytes() };
         let mut row = vec![0; kv_len * element];
         for batch in 0..u64::from(tensor.batch) {
             for token in tokens.iter() {
@@ -89,11 +89,11 @@ impl FilePairs {
                     let at = self.start + (index + u64::from(token)) * row.len() as u64;
                     read_exact_at(file, &mut row, at).map_err(|error| Failure::file("read", path, &error))?;
                     match tensor.kind {
-                        PairKind::Visible => {
-                            let words = PairTensor::pack(row.iter().map(|byte| *byte != 0));
+                        BiasKind::Mask => {
+                            let words = BiasTensor::pack(row.iter().map(|byte| *byte != 0));
                             out.extend_from_slice(bytemuck::cast_slice(&words));
                         }
-                        PairKind::Bias => {
+                        BiasKind::Additive => {
                             out.extend_from_slice(&row);
                             out.resize(out.len().next_multiple_of(4), 0);
                         }
@@ -129,14 +129,14 @@ pub(crate) enum OracleRows {
 
 impl OracleRows {
     /// `bytes` holds the rows of one token.
-    pub(crate) fn new(tensor: PairTensor, problem: &AttentionProblem, bytes: &[u8]) -> Self {
+    pub(crate) fn new(tensor: BiasTensor, problem: &AttentionProblem, bytes: &[u8]) -> Self {
         let kv_len = problem.kv_len as usize;
         let rows = bytes.chunks_exact(tensor.row_bytes(problem.dtype, problem.kv_len));
         match tensor.kind {
-            PairKind::Visible => Self::Visible(
+            BiasKind::Mask => Self::Visible(
                 rows.flat_map(|row| (0..kv_len).map(|key| row[key / 8] >> (key % 8) & 1 == 1)).collect(),
             ),
-            PairKind::Bias => {
+            BiasKind::Additive => {
                 let element = problem.dtype.bytes();
                 let number = |bytes: &[u8]| match problem.dtype {
                     Dtype::F32 => bytemuck::pod_read_unaligned::<f32>(bytes).to_f64(),

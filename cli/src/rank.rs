@@ -231,7 +231,7 @@ impl Job {
     }
 
     fn task<'a>(&'a self, transport: &Arc<dyn Transport>, tensors: Tensors) -> RankTask<'a> {
-        let Tensors { q, k, v, pairs } = tensors;
+        let Tensors { q, k, v, bias: pairs } = tensors;
         RankTask {
             world: &self.world,
             transport: transport.clone(),
@@ -240,7 +240,7 @@ impl Job {
             q,
             k,
             v,
-            pairs,
+            bias: pairs,
             repeat: self.repeat,
             deadline: self.deadline,
             options: self.options.clone(),

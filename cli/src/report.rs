@@ -2,7 +2,7 @@
 
 use kyklos::backend::DeviceInfo;
 use kyklos::plan::{bytes, table};
-use kyklos::{PairKind, RankReport, TokenRuns};
+use kyklos::{BiasKind, RankReport, TokenRuns};
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Result};
@@ -227,10 +227,10 @@ pub(crate) fn headline(request: &Request) -> String {
         problem.dtype,
         problem.mask,
         if problem.sinks.is_empty() { "" } else { ", sinks" },
-        match problem.pairs.map(|pairs| pairs.kind) {
+        match problem.bias.map(|pairs| pairs.kind) {
             None => "",
-            Some(PairKind::Visible) => ", mask tensor",
-            Some(PairKind::Bias) => ", bias",
+            Some(BiasKind::Mask) => ", mask tensor",
+            Some(BiasKind::Additive) => ", bias",
         },
         if problem.fixed_order { ", in a fixed order" } else { "" },
         request.strategy,

@@ -121,7 +121,7 @@ impl Request {
             u128::from(problem.batch) * u128::from(tokens) * u128::from(heads) * u128::from(problem.head_dim)
         };
         let elements = 2 * (rows(problem.q_len, problem.q_heads) + rows(problem.kv_len, problem.kv_heads));
-        let pairs = problem.pairs.map_or(0, |pairs| {
+        let pairs = problem.bias.map_or(0, |pairs| {
             u128::from(pairs.batch)
                 * u128::from(pairs.heads)
                 * u128::from(problem.q_len)
@@ -179,7 +179,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
             let problem =
                 AttentionProblem::new(shape, file.dtype, mask)?.with_queries(file.q_len, args.q_offset)?;
             let problem =
-                problem.with_sinks(file.sinks.clone())?.with_pairs(file.pairs.map(|pairs| pairs.tensor))?;
+                problem.with_sinks(file.sinks.clone())?.with_bias(file.pairs.map(|pairs| pairs.tensor))?;
             (problem, Source::File(Arc::new(file)))
         }
         (None, Some(shape)) => {

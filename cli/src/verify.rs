@@ -192,7 +192,7 @@ impl Sample {
         let q = self.source.read(&self.problem, Which::Q, &tokens)?;
         let pairs = self.source.read_pairs(&self.problem, &tokens)?;
         let WholeKv { k, v } = kv.as_on_the_wire(shared);
-        let tensors = Tensors { q, k, v, pairs };
+        let tensors = Tensors { q, k, v, bias: pairs };
         let alone = alone::run(backend, &world, tensors, 1, options)?;
         Ok(self.extract(&tokens, &alone.output.o, &alone.output.lse))
     }
@@ -323,7 +323,7 @@ impl Sample {
         let token = u32::try_from(id.row).map_err(|_| Failure::run("a row beyond all positions"))?;
         let tokens = TokenRuns::contiguous(token..token + 1);
         let q = self.source.read(&self.problem, Which::Q, &tokens)?;
-        let pairs = self.source.read_pairs(&self.problem, &tokens)?.zip(self.problem.pairs);
+        let pairs = self.source.read_pairs(&self.problem, &tokens)?.zip(self.problem.bias);
         let pairs = pairs.map(|(bytes, tensor)| (tensor, OracleRows::new(tensor, &self.problem, &bytes)));
         let problem =
             OracleProblem { q_len: 1, q_offset: self.oracle.q_offset + id.row as u64, ..self.oracle.clone() };
@@ -334,7 +334,7 @@ impl Sample {
         if let Some((tensor, rows)) = &pairs {
             let (batch, heads) = (tensor.batch as usize, tensor.heads as usize);
             oracle =
-                oracle.with_pairs(OraclePairs { values: rows.values(), batch, heads }).map_err(refused)?;
+                oracle.with_bias(OraclePairs { values: rows.values(), batch, heads }).map_err(refused)?;
         }
         Ok(Row { id, ..compute(&oracle, RowId { row: 0, ..id }) })
     }

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use bytemuck::Pod;
 use kyklos::backend::{Attend, Control, Layout, StateShape, yield_now};
-use kyklos::{AttentionProblem, Dtype, Error, PairKind, Result, TileShape};
+use kyklos::{AttentionProblem, BiasKind, Dtype, Error, Result, TileShape};
 
 use crate::arguments::{
     AttendArguments, DecodeArguments, HeadPack, PartsArguments, StateArguments, TensorArgument, logits,
@@ -68,7 +68,7 @@ pub(crate) fn tile_shape(problem: &AttentionProblem, shape: StateShape, wgmma: b
         // A number of rows that is too large is refused by the call.
         rows: u32::try_from(shape.rows).unwrap_or(u32::MAX),
         pack: pack.min(u32::try_from(shape.heads).unwrap_or(u32::MAX)).max(1),
-        pairs: problem.pairs.is_some(),
+        pairs: problem.bias.is_some(),
         fixed_order: problem.fixed_order,
     };
     Way::all(&call, wgmma).first().map(|(_, kernel)| kernel.tile)
@@ -321,8 +321,8 @@ fn prepare(
     let (pairs, pair_kind) = match &args.pairs {
         None => (TensorArgument::default(), 0),
         Some(pairs) => match pairs.kind {
-            PairKind::Visible => (tensor(pairs.buffer, &pairs.layout, 4), 1),
-            PairKind::Bias => (tensor(pairs.buffer, &pairs.layout, args.dtype.bytes()), 2),
+            BiasKind::Mask => (tensor(pairs.buffer, &pairs.layout, 4), 1),
+            BiasKind::Additive => (tensor(pairs.buffer, &pairs.layout, args.dtype.bytes()), 2),
         },
     };
     let arguments = AttendArguments {

@@ -120,5 +120,5 @@ fn tensors(world: &World) -> Tensors {
         let values: Vec<f32> = (0..bytes / 4).map(|_| next()).collect();
         Bytes::copy_from_slice(bytemuck::cast_slice(&values))
     };
-    Tensors { q: make(q.bytes(), 1), k: make(kv.bytes(), 2), v: make(kv.bytes(), 3), pairs: None }
+    Tensors { q: make(q.bytes(), 1), k: make(kv.bytes(), 2), v: make(kv.bytes(), 3), bias: None }
 }

@@ -145,13 +145,13 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     }
 
     /// Brings the rank's own tensors, `[batch, tokens, heads, dim]` in the problem's dtype, to its device, and its rows
-    /// of the problem's pair tensor if there is one, as [`PairTensor`](crate::PairTensor) says.
+    /// of the problem's pair tensor if there is one, as [`BiasTensor`](crate::BiasTensor) says.
     ///
     /// # Errors
     /// [`Error::Request`] when a tensor has not the size of the rank's tokens, [`Error::OutOfMemory`],
     /// [`Error::Device`].
     pub fn load(&self, q: Bytes, k: Bytes, v: Bytes, pairs: Option<Bytes>) -> Result<Inputs<B::Buffer>> {
-        let [own_q, own_kv, own_pairs] = [Some(self.plan.q), Some(self.plan.kv), self.plan.pairs]
+        let [own_q, own_kv, own_pairs] = [Some(self.plan.q), Some(self.plan.kv), self.plan.bias]
             .map(|id| id.map_or_else(Vec::new, |id| self.tensor_bytes(id)));
         let wanted = [own_q, own_kv, own_pairs].concat();
         let none = Bytes::new();
@@ -171,7 +171,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
             q: upload("q", q)?,
             k: upload("k", k)?,
             v: upload("v", v)?,
-            pairs: match pairs.filter(|_| self.plan.pairs.is_some()) {
+            pairs: match pairs.filter(|_| self.plan.bias.is_some()) {
                 Some(pairs) => upload("pairs", pairs)?,
                 None => None,
             },
@@ -229,11 +229,11 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         // The inputs are lent to the run's memory and come back whatever happens.
         run.memory.put(self.plan.q, inputs.q.take().into_iter().collect());
         run.memory.put(self.plan.kv, inputs.k.take().into_iter().chain(inputs.v.take()).collect());
-        if let Some(id) = self.plan.pairs {
+        if let Some(id) = self.plan.bias {
             run.memory.put(id, inputs.pairs.take().into_iter().collect());
         }
         let result = run.execute().await;
-        if let Some(id) = self.plan.pairs {
+        if let Some(id) = self.plan.bias {
             inputs.pairs = run.memory.take(id).and_then(|mut pairs| pairs.pop());
         }
         inputs.q = run.memory.take(self.plan.q).and_then(|mut q| q.pop());

@@ -71,7 +71,7 @@ impl<'a, B: Backend> Lasting<'a, B> {
         );
         let executor = if keeps { executor.keeping() } else { executor };
         let [q, k, v] = [&mut task.q, &mut task.k, &mut task.v].map(std::mem::take);
-        let inputs = match executor.load(q, k, v, task.pairs.take()) {
+        let inputs = match executor.load(q, k, v, task.bias.take()) {
             Ok(inputs) => self.inputs.insert(inputs),
             Err(error) => {
                 // The others are about to agree: they learn from this rank's vote why it cannot.

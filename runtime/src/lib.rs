@@ -20,6 +20,7 @@
 //! - **Shapes** are `[batch, seq, heads, dim]`; scores, softmax and running state are f32 whatever the storage type.
 
 pub mod backend;
+mod bias;
 mod clock;
 pub mod collect;
 pub mod collective;
@@ -34,7 +35,6 @@ mod mask;
 mod mesh;
 mod meter;
 mod named;
-mod pairs;
 mod placement;
 pub mod plan;
 mod problem;
@@ -45,6 +45,7 @@ mod strategy_list;
 mod tokens;
 mod wire;
 
+pub use bias::{BiasKind, BiasTensor};
 pub use clock::{Clock, SystemClock};
 pub use dtype::Dtype;
 pub use error::Error;
@@ -54,7 +55,6 @@ pub use lower::{BlockWork, MaskClass, TileRun, TileShape};
 pub use mask::{Mask, MaskSlice, SlicePart};
 pub use mesh::{MAX_WORLD, Mesh};
 pub use meter::{Lane, Meter, RankReport, Span};
-pub use pairs::{PairKind, PairTensor};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, TILE_KEYS};
 pub use spans::{RowSpan, Spans};

@@ -32,7 +32,7 @@ pub struct RankTask<'a> {
     /// The rank's own values, like `k`.
     pub v: Bytes,
     /// The rank's own rows of the problem's pair tensor, `[its batch, tokens, its heads, row]`.
-    pub pairs: Option<Bytes>,
+    pub bias: Option<Bytes>,
     /// How often to run; operations are numbered from 0.
     pub repeat: u64,
     /// After which time a message or an agreement that is not done is an error.
@@ -70,8 +70,8 @@ pub struct Tensors {
     pub k: Bytes,
     /// Like `k`.
     pub v: Bytes,
-    /// The problem's pair tensor, `[its batch, q_len, its heads, row]`, as [`PairTensor`](crate::PairTensor) says.
-    pub pairs: Option<Bytes>,
+    /// The problem's pair tensor, `[its batch, q_len, its heads, row]`, as [`BiasTensor`](crate::BiasTensor) says.
+    pub bias: Option<Bytes>,
 }
 
 /// Runs all ranks of `world`, each on a thread of its own with one of `transports`; `run` brings a rank's task to a
@@ -159,7 +159,7 @@ fn tasks<'a>(
     let hash = plan_hash(world, &identities);
     let mut tasks = Vec::with_capacity(transports.len());
     for (transport, check) in transports.into_iter().zip(&checks) {
-        let Tensors { q, k, v, pairs } = shard(world, transport.rank(), tensors)?;
+        let Tensors { q, k, v, bias: pairs } = shard(world, transport.rank(), tensors)?;
         tasks.push(RankTask {
             world,
             transport,
@@ -168,7 +168,7 @@ fn tasks<'a>(
             q,
             k,
             v,
-            pairs,
+            bias: pairs,
             repeat,
             deadline,
             options: options.clone(),
@@ -184,30 +184,30 @@ fn tasks<'a>(
 pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
     let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
     let (q, kv) = layouts(world);
-    if world.problem.pairs.is_some() != tensors.pairs.is_some() {
+    if world.problem.bias.is_some() != tensors.bias.is_some() {
         let has = |some| if some { "has" } else { "has not" };
         return Err(Error::request(
             format!(
                 "the problem {} a pair tensor, who calls {} one",
-                has(world.problem.pairs.is_some()),
-                has(tensors.pairs.is_some())
+                has(world.problem.bias.is_some()),
+                has(tensors.bias.is_some())
             ),
-            "say AttentionProblem::with_pairs and give Tensors::pairs, or neither",
+            "say AttentionProblem::with_bias and give Tensors::bias, or neither",
         ));
     }
-    let pairs = pair_layout(world).zip(tensors.pairs.as_ref());
+    let pairs = bias_layout(world).zip(tensors.bias.as_ref());
     Ok(Tensors {
         q: q.gather(&tensors.q, q_tokens)?,
         k: kv.gather(&tensors.k, kv_tokens)?,
         v: kv.gather(&tensors.v, kv_tokens)?,
-        pairs: pairs.map(|(layout, pairs)| layout.gather(pairs, q_tokens)).transpose()?,
+        bias: pairs.map(|(layout, pairs)| layout.gather(pairs, q_tokens)).transpose()?,
     })
 }
 
 /// Layout of the whole pair tensor, if the problem has one.
-pub fn pair_layout(world: &World) -> Option<HostLayout> {
+pub fn bias_layout(world: &World) -> Option<HostLayout> {
     let problem = &world.problem;
-    problem.pairs.map(|pairs| HostLayout {
+    problem.bias.map(|pairs| HostLayout {
         batch: pairs.batch as usize,
         tokens: problem.q_len as usize,
         token_bytes: pairs.heads as usize * pairs.row_bytes(problem.dtype, problem.kv_len),

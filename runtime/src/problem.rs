@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::{Dtype, Error, Mask, PairTensor, Result, WireFormat};
+use crate::{BiasTensor, Dtype, Error, Mask, Result, WireFormat};
 
 /// One attention call: `o = softmax(scale · q kᵀ, masked) v`, and the log-sum-exp of every row.
 ///
@@ -36,7 +36,8 @@ pub struct AttentionProblem {
     /// sees no key; empty: none. The log-sum-exp includes it.
     pub sinks: Vec<f32>,
     /// The attention bias tensor, if there is one: a boolean mask tensor or an additive bias tensor over (query, key).
-    pub pairs: Option<PairTensor>,
+    #[serde(rename = "pairs")]
+    pub bias: Option<BiasTensor>,
     /// Format of keys and values that are sent between shards.
     pub wire: WireFormat,
     /// Whether rows are summed over tiles of [`TILE_KEYS`] keys in one order that does not depend on the mesh: on one type of
@@ -72,7 +73,7 @@ impl AttentionProblem {
             scale,
             softcap: None,
             sinks: Vec::new(),
-            pairs: None,
+            bias: None,
             wire: WireFormat::Same,
             fixed_order: false,
             replicated: 0..0,
@@ -108,8 +109,8 @@ impl AttentionProblem {
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub fn with_pairs(self, pairs: Option<PairTensor>) -> Result<Self> {
-        Self { pairs, ..self }.checked()
+    pub fn with_bias(self, bias: Option<BiasTensor>) -> Result<Self> {
+        Self { bias, ..self }.checked()
     }
 
     /// This problem with keys and values sent in another format; for f16 tensors, f16 is [`WireFormat::Same`].
@@ -230,8 +231,8 @@ impl AttentionProblem {
                 "rounding would depend on the owners of keys: send tensors as they are",
             ));
         }
-        if let Some(pairs) = self.pairs {
-            pairs.fits(batch, q_heads, kv_len)?;
+        if let Some(bias) = self.bias {
+            bias.fits(batch, q_heads, kv_len)?;
         }
         self.mask.fits(batch, kv_len)?;
         Ok(self)

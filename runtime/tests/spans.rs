@@ -121,7 +121,7 @@ fn run(world: &World, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer
     let problem = &world.problem;
     let zeros = |heads: u32| Bytes::from(vec![0; (problem.q_len * heads * problem.head_dim * 4) as usize]);
     let (q, kv) = (zeros(problem.q_heads), zeros(problem.kv_heads));
-    let tensors = Tensors { q, k: kv.clone(), v: kv, pairs: None };
+    let tensors = Tensors { q, k: kv.clone(), v: kv, bias: None };
     let clock = Arc::new(SystemClock::new());
     let options = RunOptions { clock, observer, trace: false, poison: false };
     let spans: Vec<Spans> = group.iter().map(|_| Spans::default()).collect();

@@ -138,7 +138,7 @@ fn an_unexpected_attention_bias_tensor_is_refused_and_so_is_a_missing_one() {
     for name in ["mask tensor", "seven rows"] {
         let prepared = case(name);
         let mut tensors = prepared.tensors.clone();
-        tensors.pairs = match tensors.pairs {
+        tensors.bias = match tensors.bias {
             Some(_) => None,
             None => Some(bytes::Bytes::from(vec![0; 64])),
         };
@@ -195,7 +195,7 @@ fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
         let ranks: Vec<_> = group
             .into_iter()
             .map(|transport| {
-                let Tensors { q, k, v, pairs } =
+                let Tensors { q, k, v, bias: pairs } =
                     kyklos::local::shard(world, transport.rank(), &prepared.tensors).unwrap();
                 scope.spawn(move || {
                     let task = RankTask {
@@ -206,7 +206,7 @@ fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
                         q,
                         k,
                         v,
-                        pairs,
+                        bias: pairs,
                         repeat: 1,
                         deadline: DEADLINE,
                         options: options(),

@@ -235,7 +235,7 @@ fn the_error_that_a_plan_expects_is_the_one_that_is_measured() {
             stored(Dtype::F32, &numbers)
         };
         let [q, k, v] = [TensorId::Q, TensorId::K, TensorId::V].map(tensor);
-        let tensors = Tensors { q, k, v, pairs: None };
+        let tensors = Tensors { q, k, v, bias: None };
         let exact = floats(Dtype::F32, &alone(&problem, &tensors).o);
         let norm =
             |numbers: &mut dyn Iterator<Item = f32>| numbers.map(|x| f64::from(x).powi(2)).sum::<f64>();

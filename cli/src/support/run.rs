@@ -182,7 +182,7 @@ fn run_rank<B: Backend>(
         .request
         .source
         .all(&world.problem, q_tokens, kv_tokens)
-        .and_then(|Tensors { q, k, v, pairs }| Ok(executor.load(q, k, v, pairs)?));
+        .and_then(|Tensors { q, k, v, bias: pairs }| Ok(executor.load(q, k, v, pairs)?));
     match loaded {
         Ok(mut inputs) => Ok(pollster::block_on(executor.run(op, &mut inputs))?),
         Err(failure) => {

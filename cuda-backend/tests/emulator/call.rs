@@ -1,7 +1,7 @@
 //! From a case to launches, and from their results to the oracle: what a backend does, without a device.
 
 use bytemuck::Pod;
-use kyklos::{AttentionProblem, BlockWork, Dtype, Mask, PairTensor, TokenRuns};
+use kyklos::{AttentionProblem, BiasTensor, BlockWork, Dtype, Mask, TokenRuns};
 use kyklos_cuda::{
     AttendArguments, AttendKernel, DecodeArguments, DeviceWork, HopperArguments, PartsArguments, STATE_ROWS,
     StateArguments, TensorArgument, TensorMap, finalize_kernel, head_packs, logits,
@@ -58,7 +58,7 @@ impl Call {
         let (q, k, v) = (E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v));
         let mut truth = Oracle::new(&case.problem, q, k, v).unwrap();
         if let Some(pairs) = inputs.oracle_pairs(&case) {
-            truth = truth.with_pairs(pairs).unwrap();
+            truth = truth.with_bias(pairs).unwrap();
         }
         // What becomes of a row that sees a NaN is not specified.
         let rows: Vec<_> = case.problem.row_ids().into_iter().filter(|id| !case.sees_poison(*id)).collect();
@@ -272,7 +272,7 @@ impl Call {
     }
 
     fn pair_rows(&self, buffer: Buffer) -> TensorArgument {
-        let (pairs, tensor) = (self.case.pairs.unwrap(), self.problem.pairs.unwrap());
+        let (pairs, tensor) = (self.case.pairs.unwrap(), self.problem.bias.unwrap());
         let row = tensor.row_elements(self.dtype, u32::try_from(self.case.problem.kv_len).unwrap());
         let whole = dense(buffer, self.case.problem.q_len, pairs.heads, row);
         TensorArgument {
@@ -314,8 +314,8 @@ fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
     let shape = [oracle.batch, oracle.kv_len, oracle.q_heads, oracle.kv_heads, oracle.head_dim].map(small);
     // Both sides read and write masks in the words of the command line.
     let mask: Mask = oracle.mask.to_string().parse().unwrap();
-    let pairs = case.pairs.map(|pairs| PairTensor {
-        kind: if pairs.bias { kyklos::PairKind::Bias } else { kyklos::PairKind::Visible },
+    let pairs = case.pairs.map(|pairs| BiasTensor {
+        kind: if pairs.bias { kyklos::BiasKind::Additive } else { kyklos::BiasKind::Mask },
         batch: small(pairs.batch),
         heads: small(pairs.heads),
     });
@@ -324,7 +324,7 @@ fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
             problem.with_queries(small(oracle.q_len), u32::try_from(oracle.q_offset).unwrap())
         })
         .and_then(|problem| problem.with_logits(oracle.scale as f32, oracle.softcap.map(|cap| cap as f32)))
-        .and_then(|problem| problem.with_pairs(pairs))
+        .and_then(|problem| problem.with_bias(pairs))
         .and_then(|problem| problem.with_sinks(oracle.sinks.iter().map(|sink| *sink as f32).collect()))
         .unwrap()
 }
@@ -340,7 +340,7 @@ fn stored_pairs<E: Element + Pod>(case: &Case, inputs: &Inputs<E>) -> Option<Vec
                 let row = from..from + problem.kv_len;
                 match inputs.pairs.as_ref()? {
                     PairInputs::Visible(all) => {
-                        let words = PairTensor::pack(all[row].iter().copied());
+                        let words = BiasTensor::pack(all[row].iter().copied());
                         stored.extend_from_slice(bytemuck::cast_slice(&words));
                     }
                     PairInputs::Bias(all) => {

@@ -31,7 +31,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use bytes::Bytes;
 use kyklos_transport::Pulse;
 
-use crate::{AttentionProblem, BlockWork, Dtype, Error, PairKind, Result, TileShape};
+use crate::{AttentionProblem, BiasKind, BlockWork, Dtype, Error, Result, TileShape};
 
 #[cfg(feature = "cpu")]
 pub mod cpu;
@@ -327,15 +327,15 @@ pub struct Attend<'a, Buffer> {
     pub state: StateMut<'a, Buffer>,
 }
 
-/// Rows of a [`PairTensor`](crate::PairTensor): `[batch, q rows, q heads, key positions]`. Columns are positions, not
+/// Rows of a [`BiasTensor`](crate::BiasTensor): `[batch, q rows, q heads, key positions]`. Columns are positions, not
 /// places in a block of keys.
 #[derive(Clone, Copy, Debug)]
 pub struct Pairs<'a, Buffer> {
     /// What it does.
-    pub kind: PairKind,
+    pub kind: BiasKind,
     /// Where it lives.
     pub buffer: &'a Buffer,
-    /// How it lies there, in 32-bit words of [`PairKind::Visible`], in elements of [`PairKind::Bias`]. A stride of 0
+    /// How it lies there, in 32-bit words of [`BiasKind::Mask`], in elements of [`BiasKind::Additive`]. A stride of 0
     /// serves all batch entries, or all heads, alike.
     pub layout: Layout,
 }

@@ -126,7 +126,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 self.wait_for(*id, in_flight).await?;
                 self.meter.end_wait(started, *id, words);
             }
-            Step::Attend { q, kv, state, pairs } => {
+            Step::Attend { q, kv, state, bias: pairs } => {
                 let before = self.copy_of_state(*state)?;
                 let mut tensors = self.state(*state)?;
                 let mut attended = Ok(());
@@ -208,7 +208,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             v: element(kv)(self.memory.view(kv.buffer, 1)),
             kv_head_of: &kv_head_of,
             work,
-            pairs: pairs.zip(problem.pairs).map(|(slice, tensor)| {
+            pairs: pairs.zip(problem.bias).map(|(slice, tensor)| {
                 let layout = self.layout(slice, tensor.row_elements(problem.dtype, problem.kv_len));
                 let shared = |stride, shared| if shared { 0 } else { stride };
                 Pairs {

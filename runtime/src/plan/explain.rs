@@ -6,7 +6,7 @@ use kyklos_transport::Rank;
 
 use super::check::RankCheck;
 use super::step::{Buffer, BufferId, Plan, Slice, Step, World};
-use crate::{AttentionProblem, PairKind, PlacementKind, Strategy, TokenRuns};
+use crate::{AttentionProblem, BiasKind, PlacementKind, Strategy, TokenRuns};
 
 /// The world as a table of ranks, then the steps of `rank` (of all ranks where it is `None`).
 pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> String {
@@ -27,10 +27,10 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
         problem.dtype,
         problem.mask,
         if problem.sinks.is_empty() { "" } else { ", sinks" },
-        match problem.pairs.map(|pairs| pairs.kind) {
+        match problem.bias.map(|pairs| pairs.kind) {
             None => "",
-            Some(PairKind::Visible) => ", mask tensor",
-            Some(PairKind::Bias) => ", bias",
+            Some(BiasKind::Mask) => ", mask tensor",
+            Some(BiasKind::Additive) => ", bias",
         }
     );
     if problem.wire.rounds() {
@@ -159,7 +159,7 @@ pub(crate) fn describe(world: &World, plan: &Plan, step: &Step) -> String {
             format!("exchange  #{id} {}", sends.chain(recvs).collect::<Vec<_>>().join(", "))
         }
         Step::Wait { id } => format!("wait      #{id}"),
-        Step::Attend { q, kv, state, pairs } => format!(
+        Step::Attend { q, kv, state, bias: pairs } => format!(
             "attend    {} ({} tokens, heads {:?}) x {} ({} tokens){} -> {}",
             name(&q.buffer),
             q.tokens.len(),

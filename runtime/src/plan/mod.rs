@@ -10,9 +10,9 @@ mod hash;
 mod reached;
 mod step;
 
-pub use check::{Left, RankCheck, check, check_repair, left};
+pub use check::{RankCheck, RemainingBuffers, check, check_repair, remaining_buffers};
 pub(crate) use explain::describe;
 pub use explain::{Explained, bytes, expected_of_wire, explain, table};
 pub use hash::plan_hash;
 pub use reached::Reached;
-pub use step::{Buffer, BufferId, Content, Kept, Lost, Plan, Recv, Send, Slice, Step, World};
+pub use step::{Buffer, BufferId, Content, Kept, LostTokens, Plan, Recv, Send, Slice, Step, World};

@@ -6,7 +6,7 @@ use super::step::{BufferId, Plan};
 use crate::{Error, Result};
 
 /// The progress of a rank in a plan when its operation was interrupted. Since every rank knows every plan, this says what
-/// the rank has computed and what it holds, see [`left`](super::left()).
+/// the rank has computed and what it holds, see [`remaining_buffers`](super::remaining_buffers()).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Reached {
     /// The operation. A rank that has not begun one has done no steps of operation 0.
@@ -48,7 +48,7 @@ impl Reached {
     /// Decodes the message of a rank with this plan.
     ///
     /// # Errors
-    /// [`Error::Plan`] for bytes that no rank with this plan sends. [`left`](super::left()) finds out whether the plan can be
+    /// [`Error::Plan`] for bytes that no rank with this plan sends. [`remaining_buffers`](super::remaining_buffers()) finds out whether the plan can be
     /// interrupted at that point.
     pub fn decode(bytes: &[u8], plan: &Plan) -> Result<Self> {
         let fault = |fault: String| Err(Error::plan(Rank(plan.rank), None, fault));

@@ -5,7 +5,7 @@ use std::ops::Range;
 use kyklos_transport::Rank;
 
 use crate::{
-    AttentionProblem, Mesh, PairTensor, Placement, Strategy, TOKENS_PER_SCALE, TokenRuns, WireFormat,
+    AttentionProblem, BiasTensor, Mesh, Placement, Strategy, TOKENS_PER_SCALE, TokenRuns, WireFormat,
 };
 
 /// The plans of all ranks, and what they were made from.
@@ -24,12 +24,12 @@ pub struct World {
     /// One plan for each rank, in rank order.
     pub plans: Vec<Plan>,
     /// Tokens without an owner: none, but in a repair.
-    pub lost: Lost,
+    pub lost: LostTokens,
 }
 
 /// The tokens of failed ranks, ascending.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Lost {
+pub struct LostTokens {
     /// Queries whose output rows are missing.
     pub queries: TokenRuns,
     /// Keys whose only copies are the blocks that survivors keep.
@@ -50,7 +50,8 @@ pub struct Plan {
     /// The rank's output rows: written once.
     pub output: BufferId,
     /// The rank's own rows of the problem's attention bias tensor: borrowed, never written.
-    pub pairs: Option<BufferId>,
+    #[serde(rename = "pairs")]
+    pub bias: Option<BufferId>,
     /// In a repair: buffers of the interrupted plan that hold their content before the first step.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub kept: Vec<Kept>,
@@ -82,7 +83,7 @@ pub struct Buffer {
     /// Global tokens, in the order of the rows.
     pub tokens: TokenRuns,
     /// Global heads: KV heads for [`Content::KeyValue`] and [`Content::WireKeyValue`], heads of the attention bias tensor for
-    /// [`Content::Pairs`], query heads otherwise.
+    /// [`Content::Bias`], query heads otherwise.
     pub heads: Range<u32>,
     /// For a running state that is sent, received or kept: the keys that it has met by then. Otherwise none.
     pub met: TokenRuns,
@@ -105,7 +106,8 @@ pub enum Content {
     /// o `[batch, tokens, heads, dim]`, then lse f32 `[batch, tokens, heads]`.
     Output,
     /// The attention bias tensor: `[its batch, query tokens, its heads, keys]`.
-    Pairs,
+    #[serde(rename = "pairs")]
+    Bias,
 }
 
 /// A range of a buffer's tokens (by list position) × a range of its heads (counted from its first).
@@ -172,7 +174,8 @@ pub enum Step {
         /// Running state; the first step that names it finds it empty.
         state: BufferId,
         /// The queries' rows of the attention bias tensor, where the problem has one: of the queries' heads, or of its only one.
-        pairs: Option<Slice>,
+        #[serde(rename = "pairs")]
+        bias: Option<Slice>,
     },
     /// Converts keys and values to their wire format, or back.
     Convert {
@@ -235,7 +238,7 @@ impl Plan {
 
     /// Whether the buffer is the caller's: an input, or the output.
     pub(crate) fn is_own(&self, id: BufferId) -> bool {
-        [self.q, self.kv, self.output].contains(&id) || self.pairs == Some(id)
+        [self.q, self.kv, self.output].contains(&id) || self.bias == Some(id)
     }
 
     /// The global tokens of a slice.
@@ -291,8 +294,8 @@ impl Buffer {
 impl Content {
     /// Batch entries of a buffer's tensors.
     pub(crate) fn batch(self, problem: &AttentionProblem) -> u32 {
-        match (self, problem.pairs) {
-            (Self::Pairs, Some(pairs)) => pairs.batch,
+        match (self, problem.bias) {
+            (Self::Bias, Some(pairs)) => pairs.batch,
             _ => problem.batch,
         }
     }
@@ -313,9 +316,9 @@ impl Content {
             }
             (Self::State, _) => [rows(dim * 4), rows(8), None, None],
             (Self::Output, _) => [stored, rows(4), None, None],
-            (Self::Pairs, _) => {
-                let row_bytes = |pairs: PairTensor| pairs.row_bytes(problem.dtype, problem.kv_len);
-                [rows(problem.pairs.map_or(0, row_bytes)), None, None, None]
+            (Self::Bias, _) => {
+                let row_bytes = |pairs: BiasTensor| pairs.row_bytes(problem.dtype, problem.kv_len);
+                [rows(problem.bias.map_or(0, row_bytes)), None, None, None]
             }
         };
         tensors.into_iter().flatten()

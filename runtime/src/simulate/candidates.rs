@@ -46,7 +46,7 @@ pub enum Verdict {
 /// # Errors
 /// [`crate::Error::Request`] for more ranks than a mesh can have.
 pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Candidate>> {
-    let alike = problem.mask.is_full() && problem.pairs.is_none();
+    let alike = problem.mask.is_full() && problem.bias.is_none();
     let meshes: Vec<Mesh> = match wanted.mesh {
         Some(mesh) => vec![mesh],
         None => (1..=wanted.ranks)

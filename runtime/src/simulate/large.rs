@@ -41,7 +41,7 @@ pub fn predict(
         || mesh.ring() < 4 * SHORTEST
         || !alike
         || !even
-        || problem.pairs.is_some()
+        || problem.bias.is_some()
         || problem.fixed_order
         || !problem.replicated.is_empty()
     {

@@ -136,7 +136,7 @@ impl<'a> Pricer<'a> {
 
     fn run(mut self, messages: &mut Vec<Message>, known: &mut Known) -> Result<RankProgram> {
         let plan = self.plan;
-        for id in [Some(plan.q), Some(plan.kv), plan.pairs].into_iter().flatten() {
+        for id in [Some(plan.q), Some(plan.kv), plan.bias].into_iter().flatten() {
             self.born(id);
         }
         let mut exchanges: HashMap<u32, usize> = HashMap::new();

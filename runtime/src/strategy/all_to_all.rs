@@ -25,7 +25,7 @@ impl Chunk {
         let groups = (0..builder.world.mesh.ulysses()).map(|u| builder.kv_heads(u).len());
         let fewest = u32::try_from(groups.min().unwrap_or(1)).unwrap_or(MOST_CHUNKS);
         // Rows of an attention bias tensor that serve all heads would travel with each chunk.
-        let shared = builder.world.problem.pairs.is_some_and(|pairs| pairs.heads == 1);
+        let shared = builder.world.problem.bias.is_some_and(|pairs| pairs.heads == 1);
         let count = if chunked && !shared { fewest.min(MOST_CHUNKS) } else { 1 };
         (0..count).map(move |index| Self { index, count })
     }
@@ -47,8 +47,8 @@ impl Chunk {
         match content {
             Content::KeyValue | Content::WireKeyValue => self.kv_heads(builder, u),
             Content::Query | Content::State | Content::Output => self.q_heads(builder, u),
-            Content::Pairs if builder.pair_heads(u).len() > 1 => self.q_heads(builder, u),
-            Content::Pairs => builder.pair_heads(u),
+            Content::Bias if builder.bias_heads(u).len() > 1 => self.q_heads(builder, u),
+            Content::Bias => builder.bias_heads(u),
         }
     }
 }
@@ -130,7 +130,7 @@ pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Input
         builder.unpack(buffer, into);
     }
     let [(_, q), (_, kv), ..] = whole[..] else { unreachable!("q and kv are always there") };
-    Inputs { q, kv, pairs: shard_of(Content::Pairs) }
+    Inputs { q, kv, pairs: shard_of(Content::Bias) }
 }
 
 /// Posts the all-to-all of a chunk from the output of the shard's tokens with the rank's heads, `mine`, to the rank's own tokens
@@ -176,7 +176,7 @@ pub(super) fn take_tokens(builder: &mut PlanBuilder<'_>, posted: Posted) {
 fn exchanged(builder: &PlanBuilder<'_>) -> Vec<(BufferId, Content)> {
     let Inputs { q, kv, pairs } = builder.inputs();
     let mut inputs = vec![(q, Content::Query), (kv, Content::KeyValue)];
-    inputs.extend(pairs.map(|pairs| (pairs, Content::Pairs)));
+    inputs.extend(pairs.map(|pairs| (pairs, Content::Bias)));
     inputs
 }
 
@@ -199,7 +199,7 @@ fn piece(builder: &PlanBuilder<'_>, shard: BufferId, content: Content, u: u32) -
 fn placement<'a>(builder: &PlanBuilder<'a>, content: Content) -> &'a crate::Placement {
     match content {
         Content::KeyValue | Content::WireKeyValue => &builder.world.kv_placement,
-        Content::Query | Content::State | Content::Output | Content::Pairs => &builder.world.q_placement,
+        Content::Query | Content::State | Content::Output | Content::Bias => &builder.world.q_placement,
     }
 }
 
@@ -214,7 +214,7 @@ fn name(content: Content) -> &'static str {
         Content::KeyValue | Content::WireKeyValue => "kv",
         Content::State => "state",
         Content::Output => "o",
-        Content::Pairs => "pairs",
+        Content::Bias => "pairs",
     }
 }
 

@@ -40,7 +40,7 @@ impl<'a> PlanBuilder<'a> {
             q: BufferId(0),
             kv: BufferId(1),
             output: BufferId(2),
-            pairs: None,
+            bias: None,
             kept: Vec::new(),
             steps: Vec::with_capacity(8 + 4 * hops + 8 * peers),
         };
@@ -48,14 +48,14 @@ impl<'a> PlanBuilder<'a> {
         builder.declare("q".to_owned(), Content::Query, q_tokens.clone(), 0..problem.q_heads);
         builder.declare("kv".to_owned(), Content::KeyValue, kv_tokens, 0..problem.kv_heads);
         builder.declare("o".to_owned(), Content::Output, q_tokens.clone(), 0..problem.q_heads);
-        builder.plan.pairs = problem
-            .pairs
-            .map(|pairs| builder.declare("pairs".to_owned(), Content::Pairs, q_tokens, 0..pairs.heads));
+        builder.plan.bias = problem
+            .bias
+            .map(|pairs| builder.declare("pairs".to_owned(), Content::Bias, q_tokens, 0..pairs.heads));
         builder
     }
 
     pub(super) fn inputs(&self) -> Inputs {
-        Inputs { q: self.plan.q, kv: self.plan.kv, pairs: self.plan.pairs }
+        Inputs { q: self.plan.q, kv: self.plan.kv, pairs: self.plan.bias }
     }
 
     pub(super) fn output(&self) -> BufferId {
@@ -77,8 +77,8 @@ impl<'a> PlanBuilder<'a> {
     }
 
     /// Heads of the attention bias tensor that the query heads of Ulysses piece `u` need.
-    pub(super) fn pair_heads(&self, u: u32) -> Range<u32> {
-        match self.world.problem.pairs {
+    pub(super) fn bias_heads(&self, u: u32) -> Range<u32> {
+        match self.world.problem.bias {
             Some(pairs) if pairs.heads > 1 => self.q_heads(u),
             _ => 0..1,
         }
@@ -268,7 +268,7 @@ impl<'a> PlanBuilder<'a> {
         let seen = lower::any_visible(&self.world.problem, queries, &keys);
         if seen {
             let (q, pairs) = (self.plan.whole(q), pairs.map(|pairs| self.plan.whole(pairs)));
-            self.plan.steps.push(Step::Attend { q, kv, state, pairs });
+            self.plan.steps.push(Step::Attend { q, kv, state, bias: pairs });
         }
         seen
     }

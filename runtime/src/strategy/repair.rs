@@ -11,7 +11,9 @@ use std::ops::Range;
 use kyklos_transport::Rank;
 
 use super::build::PlanBuilder;
-use crate::plan::{BufferId, Content, Lost, Plan, Reached, Recv, Send, Slice, Step, World, left};
+use crate::plan::{
+    BufferId, Content, LostTokens, Plan, Reached, Recv, Send, Slice, Step, World, remaining_buffers,
+};
 use crate::{AttentionProblem, Error, Mesh, Result, Strategy, TILE_KEYS, TokenRuns, lower};
 
 /// Whether survivors can complete a call of `problem` on `mesh` by `strategy`, if they hold all keys.
@@ -48,7 +50,7 @@ pub fn can_repair(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) ->
 /// [`Error::Plan`] when the plan of a rank cannot have this progress. The same on all ranks.
 pub fn repair(before: &World, ranks: &[Rank], reached: &[Reached]) -> Result<World> {
     can_repair(&before.problem, before.mesh, before.strategy)?;
-    if before.lost != Lost::default() {
+    if before.lost != LostTokens::default() {
         return Err(Error::request(
             "a second rank failed while survivors completed the operation of a first",
             "a second failure during recovery is unsupported: restart the operation",
@@ -60,7 +62,8 @@ pub fn repair(before: &World, ranks: &[Rank], reached: &[Reached]) -> Result<Wor
         have.push(Holdings::of(before, *rank, reached, &blocks)?);
     }
     let rounds = rounds(before, ranks, &blocks, &have)?;
-    let lost = Lost { queries: before.q_placement.without(ranks), keys: before.kv_placement.without(ranks) };
+    let lost =
+        LostTokens { queries: before.q_placement.without(ranks), keys: before.kv_placement.without(ranks) };
     let mut world = World {
         problem: before.problem.clone(),
         mesh: Mesh::new(1, u32::try_from(ranks.len()).expect("ranks are counted in u32"))?,
@@ -146,7 +149,7 @@ struct Holdings {
 
 impl Holdings {
     fn of(before: &World, rank: Rank, reached: &Reached, blocks: &[Block]) -> Result<Self> {
-        let left = left(before, rank, reached)?;
+        let left = remaining_buffers(before, rank, reached)?;
         let plan = before.plan(rank);
         let arrived: Vec<BufferId> = arrivals(plan).filter(|id| left.blocks.contains(id)).collect();
         let here = |block: &Block| arrived.iter().copied().find(|id| plan.buffer(*id).tokens == block.tokens);

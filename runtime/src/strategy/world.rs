@@ -8,7 +8,7 @@ use super::facts::StrategyFacts;
 use super::price::Traffic;
 use super::streams::Routes;
 use super::{balance, deals, order};
-use crate::plan::{Content, Lost, Plan, World};
+use crate::plan::{Content, LostTokens, Plan, World};
 use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Split, Strategy, TokenRuns};
 
 /// The plans of all ranks of `mesh` for `problem`.
@@ -30,7 +30,7 @@ pub fn plan(
         kv_placement,
         strategy,
         plans: Vec::with_capacity(mesh.world() as usize),
-        lost: Lost::default(),
+        lost: LostTokens::default(),
     };
     let routes = Routes::new(strategy.facts().streams, problem, &world.q_placement, &world.kv_placement);
     for rank in 0..mesh.world() {
@@ -104,7 +104,7 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
         kv_placement: Placement::new(PlacementKind::Contiguous, mesh, problem.kv_len, &Split::Even)?,
         strategy: Strategy::Dense,
         plans: Vec::new(),
-        lost: Lost::default(),
+        lost: LostTokens::default(),
     };
     world.plans.push(plan_rank(&world, &Routes::default(), Rank(0)));
     Ok(world)

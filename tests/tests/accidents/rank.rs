@@ -131,7 +131,7 @@ fn run(backend: &CpuBackend, order: &Order, transport: &Arc<dyn Transport>) -> k
         q: tensors.q,
         k: tensors.k,
         v: tensors.v,
-        pairs: None,
+        bias: None,
         repeat: RUNS,
         deadline: Duration::from_secs(60),
         options: RunOptions {

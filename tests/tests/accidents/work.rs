@@ -61,7 +61,7 @@ impl Work {
         };
         let [q, k, v] = [(TensorId::Q, q_heads), (TensorId::K, kv_heads), (TensorId::V, kv_heads)]
             .map(|(t, h)| made_up(t, h));
-        Tensors { q, k, v, pairs: None }
+        Tensors { q, k, v, bias: None }
     }
 
     /// A rank's own part of the tensors.

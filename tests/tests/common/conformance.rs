@@ -77,7 +77,7 @@ pub async fn run_alone<B: Backend>(backend: &B, world: &World, prepared: &Prepar
         q: tensors.q,
         k: tensors.k,
         v: tensors.v,
-        pairs: tensors.pairs,
+        bias: tensors.bias,
         repeat: 1,
         deadline: DEADLINE,
         options: options(),
@@ -176,13 +176,13 @@ async fn nan_in_bias<B: Backend>(backend: &B, who: &str) {
         for case in chosen_cases().filter(biased).take(most) {
             let name = case.name;
             let good = Prepared::new(case, dtype);
-            let (problem, pairs) = (&good.problem, good.problem.pairs.unwrap());
+            let (problem, pairs) = (&good.problem, good.problem.bias.unwrap());
             let row = problem.q_len as usize / 2;
             let Some(key) = (0..problem.kv_len as usize).rev().find(|key| good.oracle.sees(0, row, *key))
             else {
                 continue;
             };
-            let mut stored = good.tensors.pairs.clone().unwrap().to_vec();
+            let mut stored = good.tensors.bias.clone().unwrap().to_vec();
             let at =
                 row * pairs.heads as usize * pairs.row_bytes(dtype, problem.kv_len) + key * dtype.bytes();
             // All bits set are a NaN in every type.
@@ -190,7 +190,7 @@ async fn nan_in_bias<B: Backend>(backend: &B, who: &str) {
             let world = dense_world(problem);
             let without = run_alone(backend, &world, &good).await;
             let mut bad = good;
-            bad.tensors.pairs = Some(stored.into());
+            bad.tensors.bias = Some(stored.into());
             let with = run_alone(backend, &world, &bad).await;
             for id in bad.oracle.row_ids() {
                 let from = bad.oracle.o_index(id) * dtype.bytes();

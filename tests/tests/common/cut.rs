@@ -114,7 +114,7 @@ where
     });
     let rank = |transport: Arc<dyn Transport>| {
         let (rank, backend) = (transport.rank(), make());
-        let Tensors { q, k, v, pairs } = shard(world, rank, tensors).unwrap();
+        let Tensors { q, k, v, bias: pairs } = shard(world, rank, tensors).unwrap();
         let collective = HostStaged::new(transport, DEADLINE);
         let options = RunOptions { observer: Arc::clone(&gate) as Arc<dyn Observer>, ..options() };
         let executor = Executor::new(&backend, &collective, world, rank, [7; 32], 0, options).keeping();

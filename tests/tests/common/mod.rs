@@ -10,7 +10,7 @@ use bytes::Bytes;
 use kyklos::local::{Tensors, layouts};
 use kyklos::plan::World;
 use kyklos::{
-    AttentionProblem, Dtype, Mask, NoObserver, PairKind, PairTensor, RankOutput, RunOptions, SystemClock,
+    AttentionProblem, BiasKind, BiasTensor, Dtype, Mask, NoObserver, RankOutput, RunOptions, SystemClock,
 };
 use kyklos_oracle::inputs::{Case, PairInputs, cases};
 use kyklos_oracle::oracle::{self, Element, Oracle, OracleProblem, Row, RowId, Values};
@@ -52,8 +52,8 @@ pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
         .and_then(|problem| problem.with_queries(small(oracle.q_len), oracle.q_offset as u32))
         .and_then(|problem| problem.with_logits(oracle.scale as f32, oracle.softcap.map(|cap| cap as f32)))
         .and_then(|problem| {
-            problem.with_pairs(case.pairs.map(|pairs| PairTensor {
-                kind: if pairs.bias { PairKind::Bias } else { PairKind::Visible },
+            problem.with_bias(case.pairs.map(|pairs| BiasTensor {
+                kind: if pairs.bias { BiasKind::Additive } else { BiasKind::Mask },
                 batch: small(pairs.batch),
                 heads: small(pairs.heads),
             }))
@@ -94,7 +94,7 @@ impl Prepared {
         let (q, k, v) = (E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v));
         let mut truth = Oracle::new(&oracle, q, k, v).unwrap();
         if let Some(pairs) = inputs.oracle_pairs(&case) {
-            truth = truth.with_pairs(pairs).unwrap();
+            truth = truth.with_bias(pairs).unwrap();
         }
         let rows = rows_to_judge(&case, &oracle);
         let (expected, plain) = (truth.rows(&rows), naive_f32_rows(&truth, &rows));
@@ -102,7 +102,7 @@ impl Prepared {
             kyklos_oracle::tolerance::compare_rows(&oracle, E::DTYPE, &plain, &expected, &Context::default());
         let bytes = |values: &[E]| Bytes::copy_from_slice(bytemuck::cast_slice(values));
         let pairs = inputs.pairs.as_ref().map(|pairs| stored_pairs(&case, pairs));
-        let tensors = Tensors { q: bytes(&inputs.q), k: bytes(&inputs.k), v: bytes(&inputs.v), pairs };
+        let tensors = Tensors { q: bytes(&inputs.q), k: bytes(&inputs.k), v: bytes(&inputs.v), bias: pairs };
         Self { case, oracle, problem, tensors, expected, naive }
     }
 
@@ -137,7 +137,7 @@ fn stored_pairs<E: Element + bytemuck::Pod>(case: &Case, inputs: &PairInputs<E>)
                 let from = ((batch * pairs.heads + head) * problem.q_len + row) * problem.kv_len;
                 match inputs {
                     PairInputs::Visible(all) => {
-                        let words = PairTensor::pack(all[from..from + problem.kv_len].iter().copied());
+                        let words = BiasTensor::pack(all[from..from + problem.kv_len].iter().copied());
                         stored.extend_from_slice(bytemuck::cast_slice(&words));
                     }
                     PairInputs::Bias(all) => {

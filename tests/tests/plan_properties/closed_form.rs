@@ -1,7 +1,7 @@
 //! The bytes and messages of a rank from a second, independent closed form: from counts, and from the mask pair by pair.
 
 use kyklos::plan::World;
-use kyklos::{AttentionProblem, PairKind, Placement, Strategy, WireFormat};
+use kyklos::{AttentionProblem, BiasKind, Placement, Strategy, WireFormat};
 
 /// Bytes and messages that `rank` sends, from counts alone: the independent closed form.
 pub(crate) fn closed_form(world: &World, rank: u32) -> (u64, u64) {
@@ -14,7 +14,7 @@ pub(crate) fn closed_form(world: &World, rank: u32) -> (u64, u64) {
         groups
     };
     let fewest = (0..ulysses).map(|u| groups(u).len()).min().expect("a group");
-    let chunks = match problem.pairs {
+    let chunks = match problem.bias {
         Some(pairs) if pairs.heads == 1 => 1,
         _ if world.strategy == Strategy::Chunked => fewest.min(4),
         _ => 1,
@@ -45,8 +45,8 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
     let row = batch * u64::from(problem.head_dim) * element;
 
     // Of an attention bias tensor: the heads that rank `u` of a group needs, and the bytes of a token of one head.
-    let pair_row = problem.pairs.map_or(0, |pairs| {
-        let bits = pairs.kind == PairKind::Visible;
+    let pair_row = problem.bias.map_or(0, |pairs| {
+        let bits = pairs.kind == BiasKind::Mask;
         let row = if bits {
             4 * problem.kv_len.div_ceil(32)
         } else {
@@ -54,7 +54,7 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
         };
         u64::from(pairs.batch * row)
     });
-    let pair_heads = |u: u32| if problem.pairs.is_some_and(|pairs| pairs.heads > 1) { q_heads(u) } else { 1 };
+    let pair_heads = |u: u32| if problem.bias.is_some_and(|pairs| pairs.heads > 1) { q_heads(u) } else { 1 };
 
     let (mut bytes, mut messages) = (0, 0);
     let mut send = |size: u64| {

@@ -115,16 +115,16 @@ pub(crate) const FAULTS: &[Fault] = &[
         Some("a key left out")
     },
     |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { pairs: Some(_), .. }))?;
-        let Step::Attend { pairs, .. } = &mut world.plans[rank].steps[step] else {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { bias: Some(_), .. }))?;
+        let Step::Attend { bias: pairs, .. } = &mut world.plans[rank].steps[step] else {
             return None;
         };
         *pairs = None;
         Some("an attention bias tensor left out")
     },
     |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { pairs: Some(_), .. }))?;
-        let Step::Attend { pairs: Some(pairs), .. } = &mut world.plans[rank].steps[step] else {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { bias: Some(_), .. }))?;
+        let Step::Attend { bias: Some(pairs), .. } = &mut world.plans[rank].steps[step] else {
             return None;
         };
         pairs.tokens.end -= 1;
@@ -211,7 +211,7 @@ fn uses(step: &Step, buffer: kyklos::plan::BufferId) -> bool {
         Step::Exchange { sends, .. } => {
             sends.iter().flat_map(|send| &send.parts).any(|part| part.buffer == buffer)
         }
-        Step::Attend { q, kv, state, pairs } => {
+        Step::Attend { q, kv, state, bias: pairs } => {
             [q.buffer, kv.buffer, *state].contains(&buffer)
                 || pairs.as_ref().is_some_and(|pairs| pairs.buffer == buffer)
         }

@@ -9,7 +9,7 @@ use closed_form::closed_form;
 use faults::FAULTS;
 use kyklos::plan::{Explained, Recv, Send, Step, World, check, explain, plan_hash};
 use kyklos::{
-    AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PairKind, PairTensor, PlacementKind, SlicePart, Split,
+    AttentionProblem, BiasKind, BiasTensor, Dtype, Mask, MaskSlice, Mesh, PlacementKind, SlicePart, Split,
     Strategy, WireFormat, meshes_by_bytes, plan_world,
 };
 use proptest::prelude::*;
@@ -41,12 +41,12 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
             let problem = AttentionProblem::new([batch, seq, q_heads, kv_heads, dim], dtype, mask)
                 .expect("drawn to fit");
             let problem = problem.with_queries(seq, offset).expect("drawn to fit");
-            let pairs = (seq > 0 && random.below(3) == 0).then(|| PairTensor {
-                kind: [PairKind::Visible, PairKind::Bias][random.below(2) as usize],
+            let pairs = (seq > 0 && random.below(3) == 0).then(|| BiasTensor {
+                kind: [BiasKind::Mask, BiasKind::Additive][random.below(2) as usize],
                 batch: [1, batch][random.below(2) as usize],
                 heads: [1, q_heads][random.below(2) as usize],
             });
-            let problem = problem.with_pairs(pairs).expect("drawn to fit");
+            let problem = problem.with_bias(pairs).expect("drawn to fit");
             let mesh = Mesh::new(ulysses, ring).expect("drawn to fit");
             let split = match random.below(3) {
                 0 => Split::Even,
@@ -303,7 +303,7 @@ fn the_hash_covers_everything_that_makes_a_plan_and_nothing_else() {
     let mut sinking = make(shape, "causal", (2, 2), kind, Split::Even);
     sinking.problem.sinks = vec![0.0; 4];
     let mut paired = make(shape, "causal", (2, 2), kind, Split::Even);
-    paired.problem.pairs = Some(PairTensor { kind: PairKind::Visible, batch: 1, heads: 1 });
+    paired.problem.bias = Some(BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1 });
     let mut coded = make(shape, "causal", (2, 2), kind, Split::Even);
     coded.problem.wire = WireFormat::Int8;
     let others = [

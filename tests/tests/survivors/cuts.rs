@@ -1,6 +1,8 @@
 //! Proofs of repairs at times that are drawn.
 
-use kyklos::plan::{BufferId, Content, Left, Reached, Recv, Step, World, check_repair, left};
+use kyklos::plan::{
+    BufferId, Content, Reached, Recv, RemainingBuffers, Step, World, check_repair, remaining_buffers,
+};
 use kyklos::{Dtype, Error, repair};
 use kyklos_transport::Rank;
 use proptest::prelude::*;
@@ -51,7 +53,7 @@ fn on_the_way(world: &World, rank: u32, steps: usize, at: &[usize]) -> Vec<Vec<B
 }
 
 /// What of a world's keys a rank has in one buffer.
-fn holds(world: &World, rank: Rank, left: &Left, key: u32) -> bool {
+fn holds(world: &World, rank: Rank, left: &RemainingBuffers, key: u32) -> bool {
     let has = |id: &BufferId| world.plan(rank).buffer(*id).tokens.iter().any(|token| token == key);
     left.blocks.iter().any(has)
 }
@@ -82,7 +84,7 @@ fn are_really_lost(loss: &Loss, owner: u32, keys: &kyklos::TokenRuns, seen_by: u
     let world = &loss.world;
     assert!(!loss.ranks.contains(&Rank(owner)), "rank {owner} is left");
     for (rank, reached) in loss.ranks.iter().zip(&loss.reached) {
-        let left = left(world, *rank, reached).unwrap();
+        let left = remaining_buffers(world, *rank, reached).unwrap();
         assert!(!keys.iter().all(|key| holds(world, *rank, &left, key)), "rank {rank} has {keys}");
     }
     let problem = &world.problem;
@@ -227,7 +229,7 @@ proptest! {
             // Whatever was changed is refused, or cannot have been, or is another place that can be reached.
             if let Ok(other) = Reached::decode(&bytes, plan) {
                 prop_assert_ne!(&other, reached);
-                let _ = left(&loss.world, *rank, &other);
+                let _ = remaining_buffers(&loss.world, *rank, &other);
             }
         }
     }

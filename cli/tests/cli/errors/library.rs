@@ -10,9 +10,9 @@ use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::{Backend, Control};
 use kyklos::local::{RankTask, Tensors, run_ranks, shard};
-use kyklos::plan::{Lost, Reached, World, check, plan_hash};
+use kyklos::plan::{LostTokens, Reached, World, check, plan_hash};
 use kyklos::{
-    AttentionProblem, Dtype, Error, Lasting, Mask, Mesh, NoObserver, PairKind, PairTensor, Placement,
+    AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Lasting, Mask, Mesh, NoObserver, Placement,
     PlacementKind, RunOptions, Split, Strategy, Survivors, SystemClock, TokenRuns, plan_rows, plan_world,
     repair,
 };
@@ -48,7 +48,7 @@ fn task<'a>(world: &'a World, transport: Arc<dyn Transport>, q: Bytes) -> RankTa
         q,
         k: Bytes::from(vec![0; 4 * 8 * 4]),
         v: Bytes::from(vec![0; 4 * 8 * 4]),
-        pairs: None,
+        bias: None,
         repeat: 1,
         deadline: Duration::from_secs(20),
         options: options(),
@@ -62,16 +62,16 @@ fn entry(when: &str, sentence: impl ToString, means: &'static str) -> Entry {
 /// Refusals of constructors and of calls with tensors.
 pub(super) fn refusals() -> Vec<Entry> {
     let zeros = |bytes: usize| Bytes::from(vec![0; bytes]);
-    let whole = Tensors { q: zeros(8 * 2 * 8 * 4), k: zeros(8 * 8 * 4), v: zeros(8 * 8 * 4), pairs: None };
+    let whole = Tensors { q: zeros(8 * 2 * 8 * 4), k: zeros(8 * 8 * 4), v: zeros(8 * 8 * 4), bias: None };
     let pairs = |batch, kv_len| {
         let problem = AttentionProblem { kv_len, ..problem() };
-        problem.with_pairs(Some(PairTensor { kind: PairKind::Bias, batch, heads: 1 })).unwrap_err()
+        problem.with_bias(Some(BiasTensor { kind: BiasKind::Additive, batch, heads: 1 })).unwrap_err()
     };
-    let with_pairs =
-        problem().with_pairs(Some(PairTensor { kind: PairKind::Bias, batch: 1, heads: 1 })).unwrap();
+    let with_bias =
+        problem().with_bias(Some(BiasTensor { kind: BiasKind::Additive, batch: 1, heads: 1 })).unwrap();
     let one = Mesh::new(1, 1).unwrap();
     let dense =
-        plan_world(&with_pairs, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
+        plan_world(&with_bias, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
     let short = Tensors { q: zeros(8), ..whole.clone() };
     let world = ring();
     let mut group = in_process_group(2).into_iter();
@@ -86,7 +86,8 @@ pub(super) fn refusals() -> Vec<Entry> {
     let cpu = CpuBackend::new();
     let mut lasting = Lasting::new(&cpu, task(&world, alone, zeros(0)));
     let unrun = pollster::block_on(lasting.finish(&survivors)).unwrap_err();
-    let finishes = World { lost: Lost { keys: TokenRuns::contiguous(0..4), ..Lost::default() }, ..ring() };
+    let finishes =
+        World { lost: LostTokens { keys: TokenRuns::contiguous(0..4), ..LostTokens::default() }, ..ring() };
     vec![
         entry(
             "AttentionProblem::with_sinks with 3 of them for 2 heads",
@@ -94,11 +95,11 @@ pub(super) fn refusals() -> Vec<Entry> {
             "One logit for each query head.",
         ),
         entry(
-            "AttentionProblem::with_pairs, a tensor of 3 batch entries",
+            "AttentionProblem::with_bias, a tensor of 3 batch entries",
             pairs(3, 8),
             "One for each batch entry, or one for all.",
         ),
-        entry("AttentionProblem::with_pairs without keys", pairs(1, 0), "Its rows would be empty."),
+        entry("AttentionProblem::with_bias without keys", pairs(1, 0), "Its rows would be empty."),
         entry(
             "Placement::new with Split::Work",
             Placement::new(PlacementKind::Zigzag, one, 8, &Split::Work(vec![1.0])).unwrap_err(),

@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use super::CpuBuffer;
 use super::pack::{MAX_LANES, transposed};
 use crate::backend::{Layout, Pairs};
-use crate::{Dtype, PairKind};
+use crate::{BiasKind, Dtype};
 
 /// Rows of a pair tensor.
 #[derive(Clone, Copy, Debug)]
@@ -26,10 +26,10 @@ enum Elements<'a> {
 impl<'a> PairRows<'a> {
     pub(super) fn new(dtype: Dtype, pairs: &Pairs<'a, CpuBuffer>) -> Self {
         let elements = match (pairs.kind, dtype) {
-            (PairKind::Visible, _) => Elements::Visible(pairs.buffer.elements()),
-            (PairKind::Bias, Dtype::F32) => Elements::F32(pairs.buffer.elements()),
-            (PairKind::Bias, Dtype::F16) => Elements::F16(pairs.buffer.elements()),
-            (PairKind::Bias, Dtype::Bf16) => Elements::Bf16(pairs.buffer.elements()),
+            (BiasKind::Mask, _) => Elements::Visible(pairs.buffer.elements()),
+            (BiasKind::Additive, Dtype::F32) => Elements::F32(pairs.buffer.elements()),
+            (BiasKind::Additive, Dtype::F16) => Elements::F16(pairs.buffer.elements()),
+            (BiasKind::Additive, Dtype::Bf16) => Elements::Bf16(pairs.buffer.elements()),
         };
         Self { elements, layout: pairs.layout }
     }
@@ -140,5 +140,5 @@ fn base_2(bias: f32) -> f32 {
     least * std::f32::consts::LOG2_E
 }
 
-/// As [`PairKind::Bias`] says.
+/// As [`BiasKind::Additive`] says.
 const LEAST_BIAS: f32 = -1e38;

@@ -180,7 +180,7 @@ impl Backend for WgpuBackend {
     }
 
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
-        let pairs = operands::pairs_of(problem.pairs.map(|pairs| pairs.kind));
+        let pairs = operands::pairs_of(problem.bias.map(|pairs| pairs.kind));
         let shape = (!problem.fixed_order).then_some(shape);
         let tile = self.attend_kernel(problem.dtype, problem.head_dim, shape, false, pairs).tile();
         TileShape { q_rows: tile.q_rows, kv_cols: tile.kv_cols }

@@ -7,7 +7,7 @@ use super::dispatch::{Bound, Window};
 use super::region::Strided;
 use super::{WgpuBuffer, narrow, texture};
 use crate::backend::{Attend, Layout, Operand};
-use crate::{Error, PairKind, Result};
+use crate::{BiasKind, Error, Result};
 
 /// Where the elements of a call's tensors are.
 #[derive(Clone, Copy, Debug)]
@@ -38,8 +38,8 @@ impl Operands {
                 // As far as any key of the block reaches.
                 let keys = args.work.kv_positions.iter().max().map_or(0, |last| *last as usize + 1);
                 let (element_bytes, elements) = match pairs.kind {
-                    PairKind::Visible => (4, keys.div_ceil(32)),
-                    PairKind::Bias => (args.dtype.bytes(), keys),
+                    BiasKind::Mask => (4, keys.div_ceil(32)),
+                    BiasKind::Additive => (args.dtype.bytes(), keys),
                 };
                 let extents = [shape.batch, shape.rows, shape.heads, elements];
                 Strided::new(pairs.layout, element_bytes, extents)
@@ -78,8 +78,8 @@ impl<'a> PairRows<'a> {
     ) -> Result<Option<Self>> {
         let Some((pairs, tensor)) = args.pairs.as_ref().zip(operands.pairs) else { return Ok(None) };
         let element_bytes = match pairs.kind {
-            PairKind::Visible => 4,
-            PairKind::Bias => args.dtype.bytes(),
+            BiasKind::Mask => 4,
+            BiasKind::Additive => args.dtype.bytes(),
         };
         let window = gpu.window("pairs", pairs.buffer, tensor.bytes(batch, rows))?;
         Ok(Some(Self { window, layout: pairs.layout, element_bytes }))
@@ -105,11 +105,11 @@ pub(super) fn pair_kind(args: &Attend<'_, WgpuBuffer>) -> kyklos_shaders::Pairs 
 }
 
 /// What kernels call a kind of pair tensor.
-pub(super) fn pairs_of(kind: Option<PairKind>) -> kyklos_shaders::Pairs {
+pub(super) fn pairs_of(kind: Option<BiasKind>) -> kyklos_shaders::Pairs {
     match kind {
         None => kyklos_shaders::Pairs::None,
-        Some(PairKind::Visible) => kyklos_shaders::Pairs::Visible,
-        Some(PairKind::Bias) => kyklos_shaders::Pairs::Bias,
+        Some(BiasKind::Mask) => kyklos_shaders::Pairs::Visible,
+        Some(BiasKind::Additive) => kyklos_shaders::Pairs::Bias,
     }
 }
 

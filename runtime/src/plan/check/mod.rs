@@ -11,13 +11,13 @@
 //! Since every buffer says which tokens and heads of what it holds and every step preserves that, a rank whose
 //! output is written whole has the right output.
 
-mod left;
 mod met;
 mod proof;
+mod repair;
 mod states;
 mod together;
 mod walk;
 mod world;
 
-pub use left::{Left, check_repair, left};
+pub use repair::{RemainingBuffers, check_repair, remaining_buffers};
 pub use world::{RankCheck, check};

@@ -38,7 +38,7 @@ impl<'a> RankProof<'a> {
             let (tokens, heads) = match buffer.content {
                 Content::KeyValue | Content::WireKeyValue => (problem.kv_len, problem.kv_heads),
                 Content::Query | Content::State | Content::Output => (problem.q_len, problem.q_heads),
-                Content::Pairs => (problem.q_len, problem.pairs.map_or(0, |pairs| pairs.heads)),
+                Content::Bias => (problem.q_len, problem.bias.map_or(0, |pairs| pairs.heads)),
             };
             let heads_fit = buffer.heads.start <= buffer.heads.end && buffer.heads.end <= heads;
             if !heads_fit || buffer.tokens.runs().iter().any(|run| run.last() >= tokens) {
@@ -50,19 +50,19 @@ impl<'a> RankProof<'a> {
         }
         let (q_tokens, kv_tokens) =
             (self.world.q_placement.of_rank(rank), &self.world.kv_placement.held_by(rank));
-        if self.plan.pairs.is_some() != problem.pairs.is_some() {
+        if self.plan.bias.is_some() != problem.bias.is_some() {
             return self.fault(
                 "the plan and the problem do not agree whether there is an attention bias tensor".to_owned(),
             );
         }
-        let pairs = self.plan.pairs.zip(problem.pairs);
+        let pairs = self.plan.bias.zip(problem.bias);
         for (id, content, tokens, heads) in [
             (self.plan.q, Content::Query, q_tokens, problem.q_heads),
             (self.plan.kv, Content::KeyValue, kv_tokens, problem.kv_heads),
             (self.plan.output, Content::Output, q_tokens, problem.q_heads),
         ]
         .into_iter()
-        .chain(pairs.map(|(id, pairs)| (id, Content::Pairs, q_tokens, pairs.heads)))
+        .chain(pairs.map(|(id, pairs)| (id, Content::Bias, q_tokens, pairs.heads)))
         {
             let buffer = self.plan.buffers.get(id.0).filter(|buffer| {
                 buffer.content == content && buffer.tokens == *tokens && buffer.heads == (0..heads)
@@ -161,7 +161,7 @@ impl<'a> RankProof<'a> {
                 }
                 Ok(())
             }
-            Step::Attend { q, kv, state, pairs } => {
+            Step::Attend { q, kv, state, bias: pairs } => {
                 self.attend(q, kv, *state)?;
                 self.pairs(q, pairs.as_ref())
             }
@@ -209,7 +209,7 @@ impl<'a> RankProof<'a> {
 
     /// The rows of the attention bias tensor are written, and are those of the queries.
     fn pairs(&self, q: &Slice, pairs: Option<&Slice>) -> Result<()> {
-        let (tensor, slice) = match (self.world.problem.pairs, pairs) {
+        let (tensor, slice) = match (self.world.problem.bias, pairs) {
             (None, None) => return Ok(()),
             (Some(tensor), Some(slice)) => (tensor, slice),
             (None, Some(_)) => {
@@ -222,7 +222,7 @@ impl<'a> RankProof<'a> {
         self.not_empty(slice)?;
         self.must_be_written(slice)?;
         let heads = if tensor.heads > 1 { self.plan.slice_heads(q) } else { 0..1 };
-        if self.plan.buffer(slice.buffer).content != Content::Pairs
+        if self.plan.buffer(slice.buffer).content != Content::Bias
             || self.tokens(slice) != self.tokens(q)
             || self.plan.slice_heads(slice) != heads
         {

@@ -72,7 +72,7 @@ async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> 
             let rank = transport.rank();
             let collective = HostStaged::new(transport, DEADLINE);
             let executor = Executor::new(backend, &collective, world, rank, [7; 32], 0, options).keeping();
-            let Tensors { q, k, v, pairs } = shard(world, rank, &prepared.tensors).unwrap();
+            let Tensors { q, k, v, bias: pairs } = shard(world, rank, &prepared.tensors).unwrap();
             let mut inputs = executor.load(q, k, v, pairs).unwrap();
             let mut remains = Remains::default();
             executor.run_from(0, &mut inputs, &mut remains).await.unwrap_err();

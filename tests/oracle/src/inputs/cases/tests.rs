@@ -15,7 +15,7 @@ fn oracle<'a, E: Element>(case: &Case, problem: &'a OracleProblem, inputs: &'a I
     let oracle = Oracle::new(problem, E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v))
         .expect("a case fits");
     match inputs.oracle_pairs(case) {
-        Some(pairs) => oracle.with_pairs(pairs).expect("a case fits"),
+        Some(pairs) => oracle.with_bias(pairs).expect("a case fits"),
         None => oracle,
     }
 }

@@ -11,7 +11,7 @@ use crate::{Error, Result, TokenRuns};
 
 /// The buffers of a rank after some of its steps, beside its inputs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Left {
+pub struct RemainingBuffers {
     /// Complete blocks of keys and values, as they arrived or as the rank converted them.
     pub blocks: Vec<BufferId>,
     /// Running states that no step has consumed, and the keys that each has met, ascending.
@@ -24,13 +24,13 @@ pub struct Left {
 ///
 /// # Errors
 /// [`Error::Plan`] when no run of the plan reaches this point, or the plan is wrong before it.
-pub fn left(world: &World, rank: Rank, reached: &Reached) -> Result<Left> {
+pub fn remaining_buffers(world: &World, rank: Rank, reached: &Reached) -> Result<RemainingBuffers> {
     RankProof::new(world, world.plan(rank)).until(reached)
 }
 
 impl RankProof<'_> {
     /// The buffers after the completed steps, each of which is proved on the way.
-    fn until(mut self, reached: &Reached) -> Result<Left> {
+    fn until(mut self, reached: &Reached) -> Result<RemainingBuffers> {
         self.declarations()?;
         let Some(steps) = self.plan.steps.get(..reached.steps) else {
             let steps = self.plan.steps.len();
@@ -67,7 +67,7 @@ impl RankProof<'_> {
             }
         }
         let finished = self.must_be_written(&self.plan.whole(self.plan.output)).is_ok();
-        Ok(Left { blocks, states, finished })
+        Ok(RemainingBuffers { blocks, states, finished })
     }
 }
 
@@ -122,7 +122,7 @@ pub fn check_repair(
 
 /// Checks that rank `at` of the repair keeps only buffers that its interrupted plan left.
 fn kept_was_left(before: &World, (rank, reached): (Rank, &Reached), repair: &World, at: usize) -> Result<()> {
-    let left = left(before, rank, reached)?;
+    let left = remaining_buffers(before, rank, reached)?;
     let (old, plan) = (before.plan(rank), &repair.plans[at]);
     let fault = |fault: String| Err(Error::plan(Rank(plan.rank), None, fault));
     let mut taken = BTreeSet::new();

@@ -1,50 +1,53 @@
-//! Tensors over (query, key) pairs: what no function of positions says.
+//! The attention bias tensor: a boolean mask tensor or an additive bias tensor over (query, key), for what is no function of
+//! positions.
 
 use crate::{Dtype, Error, Result};
 
-/// A tensor `[batch, q_len, heads, kv_len]` that hides keys, or is added to the logits behind a softcap. Its rows lie
-/// with the owners of their queries; columns are key positions.
+/// An attention bias tensor `[batch, q_len, heads, kv_len]`: it hides keys, or it is added to the logits after the softcap. The
+/// owner of a query holds the query's rows; columns are key positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
-pub struct PairTensor {
-    /// What it does.
-    pub kind: PairKind,
-    /// Batch entries: the problem's, or 1 that serves all.
+pub struct BiasTensor {
+    /// Whether it hides keys or is added to logits.
+    pub kind: BiasKind,
+    /// Batch entries: those of the problem, or 1 for all of them.
     pub batch: u32,
-    /// Query heads: the problem's, or 1 that serves all.
+    /// Query heads: those of the problem, or 1 for all of them.
     pub heads: u32,
 }
 
-/// What a [`PairTensor`] does.
+/// The two kinds of [`BiasTensor`], and their elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum PairKind {
-    /// Where it is false the query does not see the key. One bit for each key: bit `k % 32` of word `k / 32` of a
-    /// row of whole 32-bit words.
-    Visible,
-    /// Added to the logit, in the problem's dtype; −∞ hides the key. A row of 2-byte elements is padded to whole 32-bit
-    /// words. Below −1e38 it counts as −1e38, which f32 can still scale.
-    Bias,
+pub enum BiasKind {
+    /// A boolean mask tensor: where it is false the query does not see the key. One bit for each key: bit `k % 32` of word
+    /// `k / 32` of a row of whole 32-bit words.
+    #[serde(rename = "visible")]
+    Mask,
+    /// An additive bias tensor in the problem's dtype: added to the logit; −∞ hides the key. A row of 2-byte elements is padded
+    /// to whole 32-bit words. A value below −1e38 counts as −1e38, which f32 can still scale.
+    #[serde(rename = "bias")]
+    Additive,
 }
 
-impl PairTensor {
-    /// Bytes of one row of one head.
+impl BiasTensor {
+    /// Bytes of one row of one head over `kv_len` keys.
     pub fn row_bytes(self, dtype: Dtype, kv_len: u32) -> usize {
         match self.kind {
-            PairKind::Visible => (kv_len as usize).div_ceil(32) * 4,
-            PairKind::Bias => (kv_len as usize * dtype.bytes()).next_multiple_of(4),
+            BiasKind::Mask => (kv_len as usize).div_ceil(32) * 4,
+            BiasKind::Additive => (kv_len as usize * dtype.bytes()).next_multiple_of(4),
         }
     }
 
-    /// Elements of one row of one head as a kernel counts them: words of [`PairKind::Visible`], numbers of
-    /// [`PairKind::Bias`], padding included.
+    /// Elements of one row of one head as a kernel counts them: words of [`BiasKind::Mask`], numbers of
+    /// [`BiasKind::Additive`], padding included.
     pub fn row_elements(self, dtype: Dtype, kv_len: u32) -> usize {
         match self.kind {
-            PairKind::Visible => self.row_bytes(dtype, kv_len) / 4,
-            PairKind::Bias => self.row_bytes(dtype, kv_len) / dtype.bytes(),
+            BiasKind::Mask => self.row_bytes(dtype, kv_len) / 4,
+            BiasKind::Additive => self.row_bytes(dtype, kv_len) / dtype.bytes(),
         }
     }
 
-    /// A row of [`PairKind::Visible`] from one bool for each key.
+    /// A row of [`BiasKind::Mask`] from one bool for each key.
     pub fn pack(visible: impl IntoIterator<Item = bool>) -> Vec<u32> {
         let mut words = Vec::new();
         for (key, visible) in visible.into_iter().enumerate() {
@@ -85,13 +88,13 @@ mod tests {
 
     #[test]
     fn rows_are_whole_words_and_bits_count_from_the_lowest() {
-        let tensor = |kind| PairTensor { kind, batch: 1, heads: 1 };
-        let visible = tensor(PairKind::Visible);
+        let tensor = |kind| BiasTensor { kind, batch: 1, heads: 1 };
+        let visible = tensor(BiasKind::Mask);
         assert_eq!([1, 32, 33].map(|keys| visible.row_bytes(Dtype::F16, keys)), [4, 4, 8]);
-        let bias = tensor(PairKind::Bias);
+        let bias = tensor(BiasKind::Additive);
         assert_eq!([1, 2, 3].map(|keys| bias.row_bytes(Dtype::Bf16, keys)), [4, 4, 8]);
         assert_eq!(bias.row_elements(Dtype::F16, 3), 4);
         assert_eq!(bias.row_bytes(Dtype::F32, 3), 12);
-        assert_eq!(PairTensor::pack((0..34).map(|key| key == 1 || key >= 31)), [0x8000_0002, 3]);
+        assert_eq!(BiasTensor::pack((0..34).map(|key| key == 1 || key >= 31)), [0x8000_0002, 3]);
     }
 }
