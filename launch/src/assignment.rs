@@ -8,11 +8,12 @@
 use crate::address::HostPort;
 use crate::credentials::Credentials;
 use crate::error::{Error, Remedy, Result};
+use crate::explicit;
 use crate::launchers::{LAUNCHERS, torchrun};
 use crate::options::Options;
 use crate::source::{Precedence, Setting, Source};
-use crate::variables::{LAUNCH, Variables, WORLD};
-use crate::{cluster_file, explicit};
+use crate::sources::{all_sources, first, without_enclosing};
+use crate::variables::{Variables, WORLD};
 
 /// This process's rank in a group, before the group is formed ([`Self::join`]).
 #[derive(Clone, Debug)]
@@ -71,17 +72,7 @@ pub fn rank_variables() -> Option<String> {
 
 /// Whether `kyklos launch` has started this process.
 pub fn is_under_kyklos_launch() -> bool {
-    under_kyklos_launch(&Variables::of_process())
-}
-
-pub(crate) fn under_kyklos_launch(variables: &Variables<'_>) -> bool {
-    variables.text(LAUNCH).is_some()
-}
-
-/// The rank that options, environment and cluster file give this process, if any.
-pub(crate) fn requested_rank(options: &Options, variables: &Variables<'_>) -> Result<Option<u32>> {
-    let sources = without_enclosing(all_sources(options, variables)?);
-    Ok(first(&sources, |source| source.rank.as_ref()).map(|rank| rank.value))
+    Variables::of_process().under_kyklos_launch()
 }
 
 /// [`Assignment::find`] in any environment.
@@ -90,7 +81,7 @@ pub(crate) fn assign(
     variables: &Variables<'_>,
     credentials: Credentials,
 ) -> Result<Option<Assignment>> {
-    let by_kyklos_launch = under_kyklos_launch(variables);
+    let by_kyklos_launch = variables.under_kyklos_launch();
     let sources = if by_kyklos_launch {
         if let Some(option) = options.first_group_option() {
             return Err(Error::request(
@@ -169,43 +160,6 @@ pub(crate) fn assign(
     }))
 }
 
-/// All sources; of two that provide the same setting the first one wins.
-fn all_sources(options: &Options, variables: &Variables<'_>) -> Result<Vec<Source>> {
-    let mut sources = vec![explicit::options(options)?, explicit::variables(variables)?];
-    let environment: Vec<Source> =
-        LAUNCHERS.iter().map(|launcher| launcher.source(variables)).collect::<Result<_>>()?;
-    if let Some(path) = &options.cluster_file {
-        let rank = sources.iter().chain(&environment).find_map(|source| source.rank.as_ref());
-        let file = cluster_file::source(path, options, rank.map(|rank| rank.value))?;
-        sources.push(file);
-    }
-    sources.extend(environment);
-    Ok(sources)
-}
-
-/// Leaves out environments that count something else than ranks, because other sources know better.
-fn without_enclosing(sources: Vec<Source>) -> Vec<Source> {
-    let explicit = |source: &Source| source.precedence == Precedence::Explicit;
-    let explicit_rank = first(&sources, |s| s.rank.as_ref().filter(|_| explicit(s)));
-    let explicit_world = first(&sources, |s| s.world.as_ref().filter(|_| explicit(s)));
-    let explicit_several = explicit_rank.is_some() && explicit_world.is_some_and(|world| world.value > 1);
-    let mut launchers = sources.iter().filter(|source| source.precedence == Precedence::Launcher);
-    let by_launcher =
-        launchers.find_map(|source| Some((source.rank.as_ref()?.value, source.world.as_ref()?.value)));
-    let keep = |source: &Source| match source.precedence {
-        Precedence::Explicit => true,
-        // An interactive shell that is itself the only task; ranks are started in it by hand.
-        _ if explicit_several && source.world.as_ref().is_some_and(|world| world.value == 1) => false,
-        Precedence::Launcher => true,
-        // A task that is itself a launcher: its number is not the rank.
-        Precedence::Scheduler => by_launcher.is_none_or(|(rank, world)| {
-            source.rank.as_ref().is_none_or(|set| set.value == rank)
-                && source.world.as_ref().is_none_or(|set| set.value == world)
-        }),
-    };
-    sources.iter().filter(|source| keep(source)).cloned().collect()
-}
-
 /// Refuses two sources with different values of a setting.
 fn require_equal<T: PartialEq>(
     sources: &[Source],
@@ -222,10 +176,6 @@ fn require_equal<T: PartialEq>(
         )),
         None => Ok(()),
     }
-}
-
-fn first<T>(sources: &[Source], pick: impl Fn(&Source) -> Option<&Setting<T>>) -> Option<&Setting<T>> {
-    sources.iter().find_map(pick)
 }
 
 #[cfg(test)]

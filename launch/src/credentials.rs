@@ -9,11 +9,10 @@ use kyklos_transport::Rank;
 use kyklos_transport::quic::{Date, EnrolConfig, Enrolled, Invitation, Token, enrol};
 
 use crate::address::{HostPort, resolve};
-use crate::assignment::{requested_rank, under_kyklos_launch};
 use crate::error::{Error, Remedy, Result};
-use crate::join::RANK;
-use crate::options::{OptionName, Options};
+use crate::options::{OptionName, Options, RANK};
 use crate::source::Source;
+use crate::sources::requested_rank;
 use crate::token::{of_enrolment, of_invitation};
 use crate::variables::{IDENTITY, JOIN, Variables};
 
@@ -31,7 +30,7 @@ pub(crate) enum Credentials {
 impl Credentials {
     /// Reads the invitation, if there is one. With a token this asks rank 0 for an identity, and blocks until it answers.
     pub(crate) fn obtain(options: &Options, variables: &Variables<'_>) -> Result<Self> {
-        let variable = variables.text(JOIN).filter(|_| !under_kyklos_launch(variables));
+        let variable = variables.text(JOIN).filter(|_| !variables.under_kyklos_launch());
         let token = match (&options.token, variable) {
             (Some(token), _) => Some((token.0.clone(), options.name(OptionName::Token))),
             (None, variable) => variable.map(|token| (token.value, JOIN.to_owned())),

@@ -11,8 +11,23 @@ use crate::address::resolve;
 use crate::assignment::Assignment;
 use crate::credentials::Credentials;
 use crate::error::{Error, Remedy, Result};
-use crate::options::{OptionName, Options};
+use crate::options::{OptionName, Options, RANK};
 use crate::variables::{IDENTITY, Variables};
+
+impl Options {
+    /// Forms the group and returns this rank's end of it; a group of one if neither these options nor the environment
+    /// mention ranks. Blocks until every rank is there.
+    ///
+    /// # Errors
+    ///
+    /// Options, environment or files that do not fit; a group that is not complete by [`Self::join_deadline`].
+    pub fn join(&self) -> Result<Reformed> {
+        match Assignment::find(self)? {
+            Some(assignment) => assignment.join(),
+            None => group_of_one(),
+        }
+    }
+}
 
 impl Assignment {
     /// Forms the group and returns this rank's end of it. Blocks until every rank is there. Notes say where rank, world
@@ -129,7 +144,7 @@ impl Assignment {
 }
 
 /// This process as the only rank; no network is involved.
-pub(crate) fn group_of_one() -> Result<Reformed> {
+fn group_of_one() -> Result<Reformed> {
     let transport = in_process_group(1).pop().ok_or_else(|| {
         Error::Transport(TransportError::Bootstrap {
             text: "a group of one rank has no rank".to_owned(),
@@ -166,8 +181,6 @@ fn epoch(run: &str) -> u32 {
     u32::from_be_bytes([a, b, c, d]) & !0xFFF
 }
 
-/// In the path of an identity file: this rank.
-pub(crate) const RANK: &str = "{rank}";
 /// In the path of an identity file: the host of this rank.
 const HOST: &str = "{host}";
 

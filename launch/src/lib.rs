@@ -33,6 +33,7 @@ mod join;
 mod launchers;
 mod options;
 mod source;
+mod sources;
 #[cfg(test)]
 mod test_support;
 mod token;

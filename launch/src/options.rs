@@ -6,12 +6,9 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kyklos_transport::Reformed;
 use kyklos_transport::quic::LinkSettings;
 
-use crate::assignment::Assignment;
-use crate::error::{Remedy, Result};
-use crate::join::group_of_one;
+use crate::error::Remedy;
 
 /// How this process joins its group. What is not set comes from the environment ([`LAUNCHERS`](crate::LAUNCHERS)), then
 /// from defaults; with [`Options::default`] everything does.
@@ -110,19 +107,6 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Forms the group and returns this rank's end of it; a group of one if neither these options nor the environment
-    /// mention ranks. Blocks until every rank is there.
-    ///
-    /// # Errors
-    ///
-    /// Options, environment or files that do not fit; a group that is not complete by [`Self::join_deadline`].
-    pub fn join(&self) -> Result<Reformed> {
-        match Assignment::find(self)? {
-            Some(assignment) => assignment.join(),
-            None => group_of_one(),
-        }
-    }
-
     /// The first option that only makes sense for one process of several, as [`Self::wording`] names it; `None` if none is
     /// set.
     pub fn first_group_option(&self) -> Option<String> {
@@ -212,3 +196,6 @@ impl Debug for SecretText {
         f.write_str("SecretText(…)")
     }
 }
+
+/// In the path of an identity file: this rank.
+pub(crate) const RANK: &str = "{rank}";

@@ -20,6 +20,11 @@ impl<'a> Variables<'a> {
         Self(look_up)
     }
 
+    /// Whether `kyklos launch` has started this process.
+    pub(crate) fn under_kyklos_launch(&self) -> bool {
+        self.text(LAUNCH).is_some()
+    }
+
     /// Its value; `None` if it is not set or empty.
     pub(crate) fn text(&self, name: &str) -> Option<Setting<String>> {
         let value = (self.0)(name).filter(|value| !value.is_empty())?;
