@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::coordinator::{Coordinator, Lacking};
+use super::coordinator::{Coordinator, MissingVote};
 use super::core::Core;
 use super::state::Deadline;
 use crate::ballot::{Refusal, Verdict};
@@ -57,31 +57,33 @@ impl Core {
                 self.agreed(round, verdict);
             }
             // The others hear of it with the next heartbeat.
-            Ok((round, None)) => self.tell(coordinator.lacking(round).map(|lacking| (rank, lacking))),
+            Ok((round, None)) => {
+                self.send_missing(coordinator.missing_vote(round).map(|missing_vote| (rank, missing_vote)))
+            }
         }
     }
 
     /// Of the coordinator: a rank has left, maybe one whose vote somebody waits for.
     pub(crate) fn check_open_rounds(&self, coordinator: &Coordinator) {
-        self.tell(coordinator.lacking_anywhere());
+        self.send_missing(coordinator.missing_in_any_round());
     }
 
     /// Of the coordinator: tells ranks whose vote they are waiting for.
-    pub(crate) fn tell(&self, lacking: impl IntoIterator<Item = (Rank, Lacking)>) {
-        for (voter, lacking) in lacking {
+    pub(crate) fn send_missing(&self, missing_vote: impl IntoIterator<Item = (Rank, MissingVote)>) {
+        for (voter, missing_vote) in missing_vote {
             if voter == self.me {
-                self.lacks(lacking);
+                self.note_missing(missing_vote);
             } else if let Some(control) = self.control(voter) {
-                let Lacking { round, rank, left } = lacking;
+                let MissingVote { round, rank, left } = missing_vote;
                 control.say(Frame::Missing { round, rank, left });
             }
         }
     }
 
-    /// Of every rank: the coordinator has said whose vote a round lacks.
+    /// Of every rank: the coordinator has said whose vote is missing in a round.
     ///
     /// Only the voter knows whether it is still waiting, so it is the one to end a wait in vain.
-    pub(crate) fn lacks(&self, Lacking { round, rank, left }: Lacking) {
+    pub(crate) fn note_missing(&self, MissingVote { round, rank, left }: MissingVote) {
         let waits = {
             let mut state = self.lock();
             let call = state.calls.agreements.get_mut(&round);

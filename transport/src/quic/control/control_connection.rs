@@ -6,7 +6,7 @@ use std::time::Duration;
 use quinn::{ApplicationClose, ConnectionError};
 use tokio::time::MissedTickBehavior;
 
-use super::coordinator::Lacking;
+use super::coordinator::MissingVote;
 use super::core::Core;
 use super::stalls::{Report, Stall};
 use crate::ballot::Refusal;
@@ -78,7 +78,11 @@ impl Core {
     }
 
     /// Of every other rank: handles the frames of the control connection until it ends.
-    pub(crate) async fn read_coordinator(self: Arc<Self>, heard: Arc<Silence>, mut frames: FrameReader) {
+    pub(crate) async fn read_coordinator(
+        self: Arc<Self>,
+        heard: Arc<CoordinatorSilence>,
+        mut frames: FrameReader,
+    ) {
         loop {
             let frame = frames.next().await;
             heard.reset();
@@ -93,7 +97,7 @@ impl Core {
                     self.agreed(round, verdict);
                 }
                 Ok(Some(Frame::Missing { round, rank, left })) if rank.0 < self.world => {
-                    self.lacks(Lacking { round, rank, left });
+                    self.note_missing(MissingVote { round, rank, left });
                 }
                 Ok(Some(Frame::Abort { abort })) => self.aborted(abort),
                 Ok(Some(Frame::Goodbye)) => {
@@ -150,20 +154,20 @@ impl Core {
                     member.say(Frame::Pong);
                 }
             }
-            self.tell(coordinator.lacking_first());
+            self.send_missing(coordinator.missing_in_first_round());
             if let Some(rank) = coordinator.tick() {
                 self.died(rank, self.silence());
             }
-            self.look_for_the_deaf();
+            self.abort_unresponsive_peers();
             coordinator.report(self.me, self.report());
             if let Some(stall) = coordinator.stalled() {
-                self.speak_of(stall);
+                self.report_stall(stall);
             }
         }
     }
 
     /// Of the coordinator: a rank is in the way of others.
-    fn speak_of(&self, Stall { rank, progress, ticks, waiting, stuck }: Stall) {
+    fn report_stall(&self, Stall { rank, progress, ticks, waiting, stuck }: Stall) {
         let seconds = (self.heartbeat * ticks).as_secs_f64();
         let waiting = ranks_in_words(&waiting);
         if stuck {
@@ -185,7 +189,7 @@ impl Core {
     }
 
     /// Of every other rank: tells the coordinator what this rank is doing, and listens for silence.
-    pub(crate) async fn beat_as_member(self: Arc<Self>, heard: Arc<Silence>) {
+    pub(crate) async fn beat_as_member(self: Arc<Self>, heard: Arc<CoordinatorSilence>) {
         let mut ticks = ticks(self.heartbeat);
         let mut over = self.over.subscribe();
         loop {
@@ -201,7 +205,7 @@ impl Core {
                 let Report { progress, beats, works, waits_for } = self.report();
                 control.say(Frame::Ping { progress, beats, works, waits_for });
             }
-            self.look_for_the_deaf();
+            self.abort_unresponsive_peers();
             if heard.tick() >= SILENT_TICKS {
                 self.coordinator_died(self.silence());
             }
@@ -239,9 +243,9 @@ impl Core {
 
 /// Ticks for which the coordinator has been silent.
 #[derive(Debug, Default)]
-pub(crate) struct Silence(std::sync::atomic::AtomicU32);
+pub(crate) struct CoordinatorSilence(std::sync::atomic::AtomicU32);
 
-impl Silence {
+impl CoordinatorSilence {
     fn reset(&self) {
         self.0.store(0, std::sync::atomic::Ordering::Relaxed);
     }

@@ -65,9 +65,9 @@ impl Coordinator {
     pub(crate) fn stalled(&self) -> Option<Stall> {
         let mut state = self.lock();
         let round = state.ballot.open_rounds().next();
-        let lacks: Vec<Rank> = round.iter().flat_map(|&round| state.ballot.missing(round)).collect();
+        let absent: Vec<Rank> = round.iter().flat_map(|&round| state.ballot.missing(round)).collect();
         let voters: Vec<Rank> = round.iter().flat_map(|&round| state.ballot.voted(round)).collect();
-        state.stalls.tick(&lacks, &voters)
+        state.stalls.tick(&absent, &voters)
     }
 
     pub(crate) fn left(&self, rank: Rank) -> bool {
@@ -79,19 +79,19 @@ impl Coordinator {
         std::mem::replace(&mut self.lock().members[rank.0 as usize].left, true)
     }
 
-    /// Whose vote an open round lacks.
-    pub(crate) fn lacking(&self, round: u64) -> Option<Lacking> {
-        self.lock().lacking(round)
+    /// The vote that is missing in an open round.
+    pub(crate) fn missing_vote(&self, round: u64) -> Option<MissingVote> {
+        self.lock().missing_vote(round)
     }
 
-    /// For those who wait in the first open round: whose vote it lacks.
-    pub(crate) fn lacking_first(&self) -> Vec<(Rank, Lacking)> {
-        self.lock().lacking_in(1)
+    /// For those who wait in the first open round: the vote that is missing.
+    pub(crate) fn missing_in_first_round(&self) -> Vec<(Rank, MissingVote)> {
+        self.lock().missing_in(1)
     }
 
-    /// For those who wait in any open round: whose vote it lacks.
-    pub(crate) fn lacking_anywhere(&self) -> Vec<(Rank, Lacking)> {
-        self.lock().lacking_in(usize::MAX)
+    /// For those who wait in any open round: the vote that is missing.
+    pub(crate) fn missing_in_any_round(&self) -> Vec<(Rank, MissingVote)> {
+        self.lock().missing_in(usize::MAX)
     }
 
     /// Counts a tick of silence for everyone, and returns a rank that has been silent for too long.
@@ -110,23 +110,23 @@ impl Coordinator {
 
 impl CoordinatorState {
     /// A rank that has left is named before one that may still come.
-    fn lacking(&self, round: u64) -> Option<Lacking> {
+    fn missing_vote(&self, round: u64) -> Option<MissingVote> {
         let left = |rank: &Rank| self.members[rank.0 as usize].left;
         let gone = self.ballot.missing(round).find(left);
         let rank = gone.or_else(|| self.ballot.missing(round).next())?;
-        Some(Lacking { round, rank, left: gone.is_some() })
+        Some(MissingVote { round, rank, left: gone.is_some() })
     }
 
-    fn lacking_in(&self, most_rounds: usize) -> Vec<(Rank, Lacking)> {
+    fn missing_in(&self, most_rounds: usize) -> Vec<(Rank, MissingVote)> {
         let rounds = self.ballot.open_rounds().take(most_rounds);
-        let lacking = rounds.filter_map(|round| self.lacking(round));
-        lacking.flat_map(|one| self.ballot.voted(one.round).map(move |voter| (voter, one))).collect()
+        let missing_vote = rounds.filter_map(|round| self.missing_vote(round));
+        missing_vote.flat_map(|one| self.ballot.voted(one.round).map(move |voter| (voter, one))).collect()
     }
 }
 
-/// A vote that an open round lacks.
+/// A vote that is missing in an open round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Lacking {
+pub(crate) struct MissingVote {
     pub(crate) round: u64,
     /// Whose.
     pub(crate) rank: Rank,

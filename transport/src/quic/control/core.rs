@@ -12,12 +12,12 @@ use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use super::coordinator::Coordinator;
-use super::link::{Link, MOST_QUEUED};
+use super::link::{Link, MAX_QUEUED_FRAMES};
 use super::state::RankState;
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::pulse::Pulse;
 use crate::quic::forming::config::QuicConfig;
-use crate::quic::forming::endpoint::Seat;
+use crate::quic::forming::endpoint::RankEndpoint;
 use crate::quic::trust::job::JobId;
 use crate::rank::{Progress, Rank, Tag};
 use crate::recorder::{EventKind, Recorder};
@@ -34,7 +34,7 @@ pub(crate) struct Core {
     pub(crate) warn: fn(&str),
     pub(crate) pulse: Arc<Pulse>,
     pub(crate) stop_flag: Arc<AtomicBool>,
-    pub(crate) seat: Arc<Seat>,
+    pub(crate) endpoint: Arc<RankEndpoint>,
     /// By rank of this group, its rank in the first one.
     pub(crate) members: Vec<Rank>,
     /// Data connections, by rank; none to itself.
@@ -54,8 +54,8 @@ pub(crate) struct Core {
 
 /// What a [`Core`] is made of.
 #[derive(Debug)]
-pub(crate) struct Group {
-    pub(crate) seat: Arc<Seat>,
+pub(crate) struct CoreParts {
+    pub(crate) endpoint: Arc<RankEndpoint>,
     pub(crate) me: Rank,
     pub(crate) epoch: u32,
     pub(crate) members: Vec<Rank>,
@@ -65,9 +65,9 @@ pub(crate) struct Group {
 
 impl Core {
     /// Must be called in a tokio context.
-    pub(crate) fn new(group: Group) -> Self {
-        let Group { seat, me, epoch, members, links, control } = group;
-        let QuicConfig { job, heartbeat, stuck_after, warn, .. } = seat.config;
+    pub(crate) fn new(group: CoreParts) -> Self {
+        let CoreParts { endpoint, me, epoch, members, links, control } = group;
+        let QuicConfig { job, heartbeat, stuck_after, warn, .. } = endpoint.config;
         let world = u32::try_from(members.len()).unwrap_or(u32::MAX);
         let recorder = Arc::new(Recorder::new(me, world, format!("{job} epoch {epoch}")));
         let stuck_ticks = stuck_after.as_nanos().div_ceil(heartbeat.as_nanos().max(1));
@@ -80,7 +80,7 @@ impl Core {
             warn,
             pulse: Arc::default(),
             stop_flag: Arc::new(AtomicBool::new(false)),
-            seat,
+            endpoint,
             members,
             links,
             control,
@@ -195,15 +195,15 @@ impl Core {
     }
 
     /// Looks for peers that read nothing: what is said to them must not wait without end.
-    pub(crate) fn look_for_the_deaf(&self) {
+    pub(crate) fn abort_unresponsive_peers(&self) {
         for links in [&self.links, &self.control] {
             let mut all = (0..).map(Rank).zip(links);
-            let deaf = all.find(|(_, link)| link.as_ref().is_some_and(Link::is_deaf));
+            let deaf = all.find(|(_, link)| link.as_ref().is_some_and(Link::is_unresponsive));
             if let Some((rank, _)) = deaf {
                 self.misbehaved(
                     rank,
                     None,
-                    format!("more than {MOST_QUEUED} frames wait for it, it reads none"),
+                    format!("more than {MAX_QUEUED_FRAMES} frames wait for it, it reads none"),
                 );
             }
         }

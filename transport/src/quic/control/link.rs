@@ -57,8 +57,8 @@ impl Link {
     }
 
     /// More frames wait for it than any plan has: it lives, and does not read.
-    pub(crate) fn is_deaf(&self) -> bool {
-        self.queued.load(Ordering::Relaxed) > MOST_QUEUED
+    pub(crate) fn is_unresponsive(&self) -> bool {
+        self.queued.load(Ordering::Relaxed) > MAX_QUEUED_FRAMES
     }
 
     /// Figures of all lanes together: sums, the longest round trip and the smallest packets.
@@ -80,10 +80,10 @@ impl Link {
     }
 
     /// No frame follows: ends the stream once the peer has all of them.
-    pub(crate) fn hang_up(&self) {
+    pub(crate) fn close_links(&self) {
         self.frames.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 }
 
 /// Frames that may wait for one peer.
-pub(crate) const MOST_QUEUED: usize = 1 << 16;
+pub(crate) const MAX_QUEUED_FRAMES: usize = 1 << 16;

@@ -61,13 +61,13 @@ impl Stalls {
         watched.report = report;
     }
 
-    /// Counts a tick for everybody. `lacks` are the ranks for whose vote `voters` wait.
-    pub(crate) fn tick(&mut self, lacks: &[Rank], voters: &[Rank]) -> Option<Stall> {
+    /// Counts a tick for everybody. `absent` are the ranks for whose vote `voters` wait.
+    pub(crate) fn tick(&mut self, absent: &[Rank], voters: &[Rank]) -> Option<Stall> {
         let mut worst: Option<Stall> = None;
         for index in 0..self.ranks.len() {
             let rank = Rank(u32::try_from(index).unwrap_or(u32::MAX));
             let waiting = if self.ranks[index].report.works {
-                self.waiting_for(rank, lacks, voters)
+                self.waiting_for(rank, absent, voters)
             } else {
                 Vec::new()
             };
@@ -88,9 +88,9 @@ impl Stalls {
         worst
     }
 
-    fn waiting_for(&self, rank: Rank, lacks: &[Rank], voters: &[Rank]) -> Vec<Rank> {
+    fn waiting_for(&self, rank: Rank, absent: &[Rank], voters: &[Rank]) -> Vec<Rank> {
         let others = (0..).map(Rank).zip(&self.ranks).filter(|&(other, _)| other != rank);
-        let voted = |other: &Rank| lacks.contains(&rank) && voters.contains(other);
+        let voted = |other: &Rank| absent.contains(&rank) && voters.contains(other);
         let waits = |other: Rank, it: &Watched| {
             !it.report.works && (it.report.waits_for.contains(&rank) || voted(&other))
         };

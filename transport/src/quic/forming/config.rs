@@ -142,7 +142,7 @@ impl QuicConfig {
         identity.claims().map(|_| ())
     }
 
-    /// Whether the others will take this rank for what it is, as far as it can tell by itself.
+    /// Checks that the identity fits this rank, as far as it can tell without the others.
     pub(crate) fn check_identity(&self) -> Result<(), TransportError> {
         let claims = self.identity.claims()?;
         if claims.job != self.job {
@@ -161,7 +161,7 @@ impl QuicConfig {
             return Err(TransportError::bootstrap(complaint));
         }
         // At which address others see it, they know better.
-        claims.may_be(self.rank, self.known(self.rank), None).map_err(TransportError::bootstrap)
+        claims.check_rank(self.rank, self.known(self.rank), None).map_err(TransportError::bootstrap)
     }
 }
 

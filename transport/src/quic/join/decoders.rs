@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
 use super::applicant::Applicant;
-use super::register::{Register, Visit};
+use super::register::{EnrolRequest, Register};
 use super::{Invitation, InvitationTerms};
 use crate::quic::trust::names::Subject;
 use crate::rank::Rank;
@@ -84,7 +84,7 @@ fn ask(
 ) -> Result<(Rank, Vec<u8>), (RejectCode, String)> {
     let (binding, from) = ([7; 32], IpAddr::from(Ipv4Addr::LOCALHOST));
     let proof = invitation.token().secret.prove(&binding);
-    let visit = Visit { from, binding, now: Instant::now(), date: SystemTime::now() };
+    let visit = EnrolRequest { from, binding, now: Instant::now(), date: SystemTime::now() };
     let given = register.answer(None, request, &proof, &visit)?;
     let Frame::Grant { certificate, .. } = given.frame else { unreachable!("what a register gives") };
     Ok((given.rank, certificate))

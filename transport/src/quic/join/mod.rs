@@ -14,15 +14,15 @@ mod binding;
 pub(super) mod decoders;
 mod enrol;
 mod enrol_server;
-mod guesses;
 mod invitation;
 mod pinned;
 mod register;
 #[cfg(test)]
 mod tests;
 mod token;
+mod wrong_tokens;
 
 pub use self::enrol::{EnrolConfig, Enrolled, enrol};
-pub(super) use self::enrol_server::Desk;
+pub(super) use self::enrol_server::EnrolServer;
 pub use self::invitation::{Invitation, InvitationTerms};
 pub use self::token::Token;

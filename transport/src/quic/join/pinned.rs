@@ -14,12 +14,12 @@ use crate::rank::Rank;
 
 /// Takes rank 0 of the authority with this key, and nobody else: another member must not collect proofs.
 #[derive(Debug)]
-pub(super) struct Pinned {
+pub(super) struct PinnedVerifier {
     pub(super) authority: KeyHash,
     pub(super) provider: Arc<CryptoProvider>,
 }
 
-impl ServerCertVerifier for Pinned {
+impl ServerCertVerifier for PinnedVerifier {
     fn verify_server_cert(
         &self,
         certificate: &CertificateDer<'_>,

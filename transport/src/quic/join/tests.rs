@@ -12,7 +12,7 @@ use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{ClientConfig, Connection, Endpoint, ServerConfig};
 
 use super::binding::binding;
-use super::pinned::Pinned;
+use super::pinned::PinnedVerifier;
 use super::token::Token;
 use super::*;
 use crate::error::TransportError;
@@ -201,7 +201,7 @@ async fn say(connection: &Connection, bytes: &[u8]) -> Option<Frame> {
 /// A client without a certificate.
 fn nobody(authority: KeyHash, protocol: &[u8]) -> ClientConfig {
     let provider = tls::provider();
-    let pinned = Arc::new(Pinned { authority, provider: Arc::clone(&provider) });
+    let pinned = Arc::new(PinnedVerifier { authority, provider: Arc::clone(&provider) });
     let mut config = tls::applicant(pinned, provider).unwrap();
     config.alpn_protocols = vec![protocol.to_vec()];
     ClientConfig::new(Arc::new(QuicClientConfig::try_from(config).unwrap()))

@@ -14,7 +14,7 @@ use crate::recorder::EventKind;
 use crate::wire::Frame;
 
 /// Wishes of one rank for messages that have not been posted here, and messages that it took back before they came.
-const MOST_NOTES: usize = 1 << 16;
+const MAX_PEER_NOTES: usize = 1 << 16;
 
 impl Core {
     /// Handles the frames of a data connection until it ends.
@@ -85,7 +85,7 @@ impl Core {
             if !is_given_up {
                 wants.insert(tag);
             }
-            return if wants.len() > MOST_NOTES { Err(()) } else { Ok(()) };
+            return if wants.len() > MAX_PEER_NOTES { Err(()) } else { Ok(()) };
         };
         call.transfer.asked.get_or_insert_with(Instant::now);
         if let Some(wanted) = call.transfer.wanted.take() {
@@ -109,6 +109,6 @@ impl Core {
         if peer.early.remove(&tag).is_none() && !is_known {
             peer.withdrawn.insert(tag);
         }
-        if peer.withdrawn.len() > MOST_NOTES { Err(()) } else { Ok(()) }
+        if peer.withdrawn.len() > MAX_PEER_NOTES { Err(()) } else { Ok(()) }
     }
 }

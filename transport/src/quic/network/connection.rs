@@ -73,7 +73,7 @@ pub(crate) fn cut(text: &str) -> &str {
 }
 
 /// How long to wait for the other side to have read why it is turned away.
-pub(crate) const GOODBYE_PATIENCE: Duration = Duration::from_secs(1);
+pub(crate) const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long one attempt at a handshake may take before the next one.
-pub(crate) const DIAL_PATIENCE: Duration = Duration::from_secs(4);
+pub(crate) const DIAL_TIMEOUT: Duration = Duration::from_secs(4);

@@ -78,7 +78,7 @@ impl LinkSettings {
 /// What an endpoint does on its network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Path {
-    kind: Kind,
+    kind: PathKind,
     payload: u16,
     congestion: Congestion,
     pub(crate) windows: Windows,
@@ -88,7 +88,7 @@ pub(crate) struct Path {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum PathKind {
     /// Both ends on this host, where one packet may be as large as UDP allows.
     Loopback,
     /// Packets of this size get through, as far as the operator knows.
@@ -115,15 +115,15 @@ impl Path {
                     "links that carry {mtu} bytes, and TCP between ranks: TCP finds that out by itself, leave it away"
                 )));
             }
-            None if streams => (Kind::Streams, LARGE_PAYLOAD),
+            None if streams => (PathKind::Streams, LARGE_PAYLOAD),
             Some(mtu) if mtu < LEAST_MTU => {
                 return Err(TransportError::bootstrap(format!(
                     "links that carry {mtu} bytes: QUIC and IPv6 need {LEAST_MTU}, and Ethernet has 1500"
                 )));
             }
-            Some(mtu) => (Kind::Stated, mtu - HEADER_BYTES),
-            None if loopback => (Kind::Loopback, LARGE_PAYLOAD),
-            None => (Kind::Probed, NETWORK_PAYLOAD),
+            Some(mtu) => (PathKind::Stated, mtu - HEADER_BYTES),
+            None if loopback => (PathKind::Loopback, LARGE_PAYLOAD),
+            None => (PathKind::Probed, NETWORK_PAYLOAD),
         };
         let peers = u64::from(world.max(2) - 1);
         if link.lanes == 0 || link.lanes > MOST_LANES {
@@ -183,7 +183,7 @@ impl Path {
     /// Bytes that each rank costs beside the windows for messages: those of control, and the queue to a stream.
     fn beside_bytes(&self) -> u64 {
         (1 + self.lanes) * CONTROL_BYTES
-            + if self.kind == Kind::Streams { self.lanes * self.fixed_bytes() } else { 0 }
+            + if self.kind == PathKind::Streams { self.lanes * self.fixed_bytes() } else { 0 }
     }
 
     /// Bytes that the connections of this rank hold at most.
@@ -209,18 +209,18 @@ impl Path {
         config.congestion_controller_factory(self.congestion.factory());
         match self.kind {
             // Without a floor, a burst of loss on a busy host would look like a path that carries small packets only.
-            Kind::Loopback | Kind::Streams => config
+            PathKind::Loopback | PathKind::Streams => config
                 .initial_mtu(self.payload)
                 .min_mtu(LARGE_PAYLOAD_FLOOR)
                 .mtu_discovery_config(None)
                 .enable_segmentation_offload(false),
             // If the operator is wrong, the discovery falls back and looks again.
-            Kind::Stated => {
+            PathKind::Stated => {
                 let mut discovery = MtuDiscoveryConfig::default();
                 discovery.upper_bound(self.payload).black_hole_cooldown(BLACK_HOLE_COOLDOWN);
                 config.initial_mtu(self.payload).mtu_discovery_config(Some(discovery))
             }
-            Kind::Probed => config.initial_mtu(1200),
+            PathKind::Probed => config.initial_mtu(1200),
         };
         config
     }
@@ -243,10 +243,10 @@ impl Path {
 impl fmt::Display for Path {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let how = match self.kind {
-            Kind::Loopback => "of loopback",
-            Kind::Stated => "as stated",
-            Kind::Probed => "if they get through",
-            Kind::Streams => "in streams",
+            PathKind::Loopback => "of loopback",
+            PathKind::Stated => "as stated",
+            PathKind::Probed => "if they get through",
+            PathKind::Streams => "in streams",
         };
         let Self { payload, congestion, windows: Windows { receive, send }, peers, lanes, .. } = self;
         let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));

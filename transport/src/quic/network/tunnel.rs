@@ -21,7 +21,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
-use super::handshakes::{Answer, Visitors};
+use super::handshakes::{HandshakeDecision, PendingHandshakes};
 
 /// Packets under way to one address. Not bounded here: QUIC has no more under way than its fixed window.
 type Queue = mpsc::UnboundedSender<Vec<u8>>;
@@ -40,7 +40,7 @@ struct Shared {
     arrived: mpsc::Sender<(SocketAddr, Vec<u8>)>,
     /// What somebody who was dialled said instead of talking.
     refused: watch::Sender<Option<String>>,
-    visitors: Visitors,
+    pending: PendingHandshakes,
 }
 
 impl fmt::Debug for Tunnel {
@@ -60,7 +60,7 @@ impl Tunnel {
             routes: Mutex::default(),
             arrived,
             refused: watch::Sender::new(None),
-            visitors: Visitors::default(),
+            pending: PendingHandshakes::default(),
         });
         tokio::spawn(Arc::clone(&shared).listen(listener, is_open));
         Ok(Self { shared, inbox: Mutex::new(inbox), _open: open })
@@ -100,7 +100,7 @@ impl Shared {
     }
 
     async fn dial(self: Arc<Self>, to: SocketAddr, packets: mpsc::UnboundedReceiver<Vec<u8>>) {
-        match timeout(DIAL_PATIENCE, connect(self.local, to)).await {
+        match timeout(DIAL_TIMEOUT, connect(self.local, to)).await {
             Ok(Ok(stream)) => self.carry(to, stream, packets, true).await,
             // What was queued is lost, and QUIC sends it again. Until then nobody dials.
             _ => tokio::time::sleep(DIAL_PAUSE).await,
@@ -122,7 +122,7 @@ impl Shared {
             let shared = Arc::clone(&self);
             tokio::spawn(async move {
                 // Who has opened a stream has shown its address.
-                let Answer::Enter(_place) = shared.visitors.answer(from.ip(), true) else { return };
+                let HandshakeDecision::Accept(_slot) = shared.pending.decide(from.ip(), true) else { return };
                 let (queue, packets) = mpsc::unbounded_channel();
                 // An earlier stream from the same address and port is dead, or this one would not be.
                 shared.lock().insert(from, queue);
@@ -164,7 +164,7 @@ impl Shared {
             if packet.is_empty() {
                 if dialled {
                     let mut text = String::new();
-                    timeout(DIAL_PATIENCE, reading.take(MOST_TEXT).read_to_string(&mut text)).await??;
+                    timeout(DIAL_TIMEOUT, reading.take(MOST_TEXT).read_to_string(&mut text)).await??;
                     self.refused.send_replace(Some(text));
                 }
                 return Ok(());
@@ -193,7 +193,7 @@ async fn connect(from: SocketAddr, to: SocketAddr) -> io::Result<TcpStream> {
 }
 
 /// Tells everybody who dials the address with TCP that nobody wants streams there. Ends at once if the port is not free.
-pub(crate) async fn turn_away(address: SocketAddr, text: &str) {
+pub(crate) async fn refuse_all(address: SocketAddr, text: &str) {
     let Ok(listener) = TcpListener::bind(address).await else { return };
     loop {
         match listener.accept().await {
@@ -277,7 +277,7 @@ const READ_BYTES: usize = 128 << 10;
 /// Who says nothing for so long can dial again. Members say something all the time.
 const LONGEST_SILENCE: Duration = Duration::from_secs(60);
 
-const DIAL_PATIENCE: Duration = Duration::from_secs(4);
+const DIAL_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Between an attempt that failed and the next one.
 const DIAL_PAUSE: Duration = Duration::from_millis(100);

@@ -24,7 +24,7 @@ pub(crate) fn chunk_count(total_bytes: u64, lanes: usize) -> u32 {
 }
 
 /// What a posted receive lends to whoever reads one of its streams.
-pub(crate) struct Granted {
+pub(crate) struct ChunkLease {
     pub(crate) chunk: Chunk,
     pub(crate) moved: Arc<AtomicU64>,
     /// Ends with an error when the call has ended.
@@ -41,8 +41,8 @@ pub(crate) enum ReadEnd {
     Broken(&'static str),
 }
 
-pub(crate) async fn read_chunk(stream: &mut RecvStream, granted: Granted) -> Result<Filled, ReadEnd> {
-    let Granted { mut chunk, moved, mut cancelled } = granted;
+pub(crate) async fn read_chunk(stream: &mut RecvStream, lease: ChunkLease) -> Result<Filled, ReadEnd> {
+    let ChunkLease { mut chunk, moved, mut cancelled } = lease;
     let mut pieces: [Bytes; 32] = std::array::from_fn(|_| Bytes::new());
     loop {
         // `read_chunks` is cancel-safe.

@@ -123,7 +123,12 @@ impl Claims {
     }
 
     /// Why this may not be `rank`, of which so much is known, and which is seen at `address`.
-    pub(crate) fn may_be(&self, rank: Rank, known: Known<'_>, address: Option<IpAddr>) -> Result<(), String> {
+    pub(crate) fn check_rank(
+        &self,
+        rank: Rank,
+        known: Known<'_>,
+        address: Option<IpAddr>,
+    ) -> Result<(), String> {
         let host = match &self.subject {
             Subject::Rank(named) if *named == rank => return Ok(()),
             Subject::Rank(named) => return Err(format!("rank {rank} has the certificate of rank {named}")),
@@ -297,20 +302,20 @@ mod tests {
         let on = |place| Known { place: Some(place), name: None };
         let found_as = |name| Known { place: None, name: Some(name) };
         for place in ["node1", "NODE1", "10.0.0.1", "10.0.0.2", "::ffff:10.0.0.1"] {
-            assert_eq!(host.may_be(Rank(3), on(place), at("192.0.2.1")), Ok(()), "{place:?}");
-            assert_eq!(host.may_be(Rank(3), found_as(place), at("192.0.2.1")), Ok(()), "{place:?}");
+            assert_eq!(host.check_rank(Rank(3), on(place), at("192.0.2.1")), Ok(()), "{place:?}");
+            assert_eq!(host.check_rank(Rank(3), found_as(place), at("192.0.2.1")), Ok(()), "{place:?}");
         }
         for place in ["node2", "node1.example.org", "10.0.0.3", ""] {
-            let text = host.may_be(Rank(3), on(place), at("10.0.0.1")).unwrap_err();
+            let text = host.check_rank(Rank(3), on(place), at("10.0.0.1")).unwrap_err();
             assert!(text.contains("rank 3") && text.contains("node1"), "{text}");
-            assert_eq!(host.may_be(Rank(3), found_as(place), at("10.0.0.1")), Ok(()), "{place:?}");
-            assert!(host.may_be(Rank(3), found_as(place), at("192.0.2.1")).is_err(), "{place:?}");
+            assert_eq!(host.check_rank(Rank(3), found_as(place), at("10.0.0.1")), Ok(()), "{place:?}");
+            assert!(host.check_rank(Rank(3), found_as(place), at("192.0.2.1")).is_err(), "{place:?}");
         }
         let nothing = Known::default();
-        assert_eq!(host.may_be(Rank(3), nothing, at("10.0.0.2")), Ok(()));
-        assert!(host.may_be(Rank(3), nothing, at("10.0.0.3")).unwrap_err().contains("10.0.0.3"));
-        assert_eq!(rank.may_be(Rank(3), on("anywhere"), at("192.0.2.1")), Ok(()));
-        assert!(rank.may_be(Rank(4), nothing, None).unwrap_err().contains("rank 3"));
+        assert_eq!(host.check_rank(Rank(3), nothing, at("10.0.0.2")), Ok(()));
+        assert!(host.check_rank(Rank(3), nothing, at("10.0.0.3")).unwrap_err().contains("10.0.0.3"));
+        assert_eq!(rank.check_rank(Rank(3), on("anywhere"), at("192.0.2.1")), Ok(()));
+        assert!(rank.check_rank(Rank(4), nothing, None).unwrap_err().contains("rank 3"));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use rustls::pki_types::CertificateDer;
 use super::identity::Identity;
 use super::names::Claims;
 use super::revoked::Revoked;
-use super::verifier::{Dialled, Dialler};
+use super::verifier::{ClientVerifier, ServerVerifier};
 use crate::error::TransportError;
 use crate::wire::Purpose;
 
@@ -93,7 +93,7 @@ fn client_tls(
     purpose: Purpose,
 ) -> Result<rustls::ClientConfig, TransportError> {
     let provider = provider();
-    let verifier = Dialled::new(identity, revoked, Arc::clone(&provider))?;
+    let verifier = ServerVerifier::new(identity, revoked, Arc::clone(&provider))?;
     let mut config = rustls::ClientConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(cannot_set_up)?
@@ -139,8 +139,8 @@ fn server_tls(
     invites: bool,
 ) -> Result<rustls::ServerConfig, TransportError> {
     let provider = provider();
-    let verifier = Dialler::new(identity, revoked, Arc::clone(&provider))?;
-    let verifier = Arc::new(if invites { verifier.or_nobody() } else { verifier });
+    let verifier = ClientVerifier::new(identity, revoked, Arc::clone(&provider))?;
+    let verifier = Arc::new(if invites { verifier.or_without_certificate() } else { verifier });
     let mut chain = vec![identity.certificate.clone()];
     chain.extend(identity.authorities.first().filter(|_| invites).cloned());
     let mut config = rustls::ServerConfig::builder_with_provider(provider)

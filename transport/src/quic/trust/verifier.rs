@@ -23,27 +23,27 @@ use crate::remedy::Remedy;
 
 /// Verifies whom a rank dials.
 #[derive(Debug)]
-pub(crate) struct Dialled {
+pub(crate) struct ServerVerifier {
     inner: Arc<WebPkiServerVerifier>,
-    own: Own,
+    own: OwnIdentity,
 }
 
 /// What a rank's own identity is, for refusals, and whom it refuses.
 #[derive(Debug)]
-struct Own {
+struct OwnIdentity {
     claims: Claims,
     trusted: String,
     revoked: Option<Revoked>,
 }
 
-impl Own {
+impl OwnIdentity {
     fn of(identity: &Identity, revoked: Option<&Revoked>) -> Result<Self, TransportError> {
         let revoked = revoked.cloned();
         Ok(Self { claims: identity.claims()?, trusted: identity.authorities().join(" and "), revoked })
     }
 
     /// Refuses a certificate that is good otherwise. What it says of itself is proven.
-    fn still_takes(&self, certificate: &CertificateDer<'_>) -> Result<(), Error> {
+    fn check_not_revoked(&self, certificate: &CertificateDer<'_>) -> Result<(), Error> {
         if !self.revoked.as_ref().is_some_and(|revoked| revoked.has(certificate)) {
             return Ok(());
         }
@@ -59,13 +59,13 @@ impl Own {
 
 /// Verifies who dials a rank.
 #[derive(Debug)]
-pub(crate) struct Dialler {
+pub(crate) struct ClientVerifier {
     inner: Arc<dyn ClientCertVerifier>,
     mandatory: bool,
-    own: Own,
+    own: OwnIdentity,
 }
 
-impl Dialled {
+impl ServerVerifier {
     pub(crate) fn new(
         identity: &Identity,
         revoked: Option<&Revoked>,
@@ -74,11 +74,11 @@ impl Dialled {
         let inner = WebPkiServerVerifier::builder_with_provider(Arc::new(roots(identity)?), provider)
             .build()
             .map_err(cannot_set_up)?;
-        Ok(Self { inner, own: Own::of(identity, revoked)? })
+        Ok(Self { inner, own: OwnIdentity::of(identity, revoked)? })
     }
 }
 
-impl Dialler {
+impl ClientVerifier {
     pub(crate) fn new(
         identity: &Identity,
         revoked: Option<&Revoked>,
@@ -87,16 +87,16 @@ impl Dialler {
         let inner = WebPkiClientVerifier::builder_with_provider(Arc::new(roots(identity)?), provider)
             .build()
             .map_err(cannot_set_up)?;
-        Ok(Self { inner, mandatory: true, own: Own::of(identity, revoked)? })
+        Ok(Self { inner, mandatory: true, own: OwnIdentity::of(identity, revoked)? })
     }
 
     /// Takes those too who show no certificate. Whoever shows one is held to it.
-    pub(crate) fn or_nobody(self) -> Self {
+    pub(crate) fn or_without_certificate(self) -> Self {
         Self { mandatory: false, ..self }
     }
 }
 
-impl ServerCertVerifier for Dialled {
+impl ServerCertVerifier for ServerVerifier {
     fn verify_server_cert(
         &self,
         certificate: &CertificateDer<'_>,
@@ -108,7 +108,7 @@ impl ServerCertVerifier for Dialled {
         self.inner
             .verify_server_cert(certificate, intermediates, server_name, ocsp_response, now)
             .map_err(|error| in_words(error, certificate, &self.own))
-            .and_then(|verified| self.own.still_takes(certificate).map(|()| verified))
+            .and_then(|verified| self.own.check_not_revoked(certificate).map(|()| verified))
     }
 
     fn verify_tls12_signature(
@@ -134,7 +134,7 @@ impl ServerCertVerifier for Dialled {
     }
 }
 
-impl ClientCertVerifier for Dialler {
+impl ClientCertVerifier for ClientVerifier {
     fn client_auth_mandatory(&self) -> bool {
         self.mandatory
     }
@@ -153,7 +153,7 @@ impl ClientCertVerifier for Dialler {
         self.inner
             .verify_client_cert(certificate, intermediates, now)
             .map_err(|error| in_words(error, certificate, &self.own))
-            .and_then(|verified| self.own.still_takes(certificate).map(|()| verified))
+            .and_then(|verified| self.own.check_not_revoked(certificate).map(|()| verified))
     }
 
     fn verify_tls12_signature(
@@ -180,7 +180,7 @@ impl ClientCertVerifier for Dialler {
 }
 
 /// The refusal of a certificate in words; what it says of itself is not proven, and is said as such.
-fn in_words(error: Error, certificate: &CertificateDer<'_>, own: &Own) -> Error {
+fn in_words(error: Error, certificate: &CertificateDer<'_>, own: &OwnIdentity) -> Error {
     let Error::InvalidCertificate(why) = &error else {
         return error;
     };
