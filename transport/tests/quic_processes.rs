@@ -217,7 +217,7 @@ fn a_rank_whose_compute_thread_blocks_is_named_by_all_who_wait() {
         job.wait_for(rank, "through");
         let said = job.said(rank);
         for word in [
-            "rank 1 is stuck: it has got on with nothing for",
+            "rank 1 is stuck: no progress for",
             "(operation 7, step 5)",
             "while rank 2 waited",
         ] {
@@ -225,7 +225,7 @@ fn a_rank_whose_compute_thread_blocks_is_named_by_all_who_wait() {
         }
     }
     assert!(started.elapsed() < 3 * STUCK, "{:?}", started.elapsed());
-    assert!(job.said(0).contains("warning: rank 1 has got on with nothing for"), "{}", job.said(0));
+    assert!(job.said(0).contains("warning: rank 1 has made no progress for"), "{}", job.said(0));
 }
 
 #[test]

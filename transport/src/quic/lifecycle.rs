@@ -1,4 +1,4 @@
-//! How a rank starts to work, says goodbye, or goes without.
+//! How a rank starts to work in a group, closes, or is dropped.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -33,7 +33,7 @@ pub(crate) fn start(endpoint: Arc<RankEndpoint>, NextGroup { epoch, members, mes
         endpoint.path.open_for_data(&joined.connection);
     }
     let (control, control_frames) = by_rank(members.len(), mesh.control);
-    // Those beside the first come after it.
+    // The other lanes come after the first.
     let (first, beside): (Vec<_>, Vec<_>) = mesh.data.into_iter().partition(|joined| joined.lane == 0);
     let (mut links, data_frames) = by_rank(members.len(), first);
     for (rank, link) in (0..).map(Rank).zip(&mut links) {
@@ -98,7 +98,7 @@ fn link(joined: PeerConnection) -> (Rank, Link, FrameReader) {
 }
 
 impl Core {
-    /// Starts to say goodbye; the completion ends when this rank has gone.
+    /// Starts to close; the completion ends when this rank has left the group.
     pub(crate) fn close(self: &Arc<Self>, patience: Duration, completer: Completer<()>) {
         let mut state = self.lock();
         if state.phase != Phase::Open {
@@ -137,7 +137,7 @@ impl Core {
             Some(Pending { operation: "close", ..call.pending(to, tag) })
         })
         .await?;
-        // Nobody leaves a group that has been aborted in order, and so the others must not take it.
+        // A rank cannot leave an aborted group in order, and the others must not take it for that.
         if let Some(abort) = self.lock().calls.aborted().cloned() {
             return Err(TransportError::Aborted { abort, pending: None });
         }
@@ -183,8 +183,8 @@ impl Core {
     /// Closes all connections, after the peers have read what was said, and ends all tasks.
     async fn close_links(&self, code: VarInt, until: Instant) {
         let flush_until = until.max(Instant::now() + SHORTEST_FLUSH);
-        // Who leaves in order has told others what they wait for, such as that a message has come. After an abort
-        // everybody is told by several.
+        // The last frames of a rank that leaves in order are waited for, such as that a message has come. After an abort
+        // every rank is told by several others.
         let flush_until = match code {
             close_code::LEFT => flush_until,
             _ => flush_until.min(Instant::now() + LONGEST_FLUSH),
@@ -198,7 +198,7 @@ impl Core {
             link.close_links();
         }
         for links in [&self.links, &self.control] {
-            // The dead acknowledge nothing.
+            // A dead rank acknowledges nothing.
             let alive = (0..).map(Rank).zip(links).filter(|(rank, _)| Some(*rank) != dead);
             for link in alive.filter_map(|(_, link)| link.as_ref()) {
                 let mut flushed = link.flushed.clone();
@@ -225,7 +225,7 @@ impl Core {
         self.over.send_replace(true);
     }
 
-    /// This rank goes for good.
+    /// Closes the endpoint: this rank forms no other group.
     async fn close_endpoint(&self) {
         self.endpoint.close(close_code::LEFT, b"", LONGEST_DRAIN).await;
     }
@@ -263,13 +263,13 @@ impl Core {
         let claim = Claim { epoch: self.epoch, started: true, members: self.members.clone() };
         let lost = match abort.cause {
             AbortCause::Died(_) | AbortCause::Stuck(_) => self.members.get(abort.culprit.0 as usize).copied(),
-            // It may come along.
+            // It may take part in the next group.
             AbortCause::Failed(_) => None,
         };
         PriorGroup { claims: vec![claim], addresses, lost }
     }
 
-    /// The owner of this rank is gone without a goodbye: for the others it has died.
+    /// The transport was dropped without a close: for the others this rank has died.
     pub(crate) fn dropped(self: &Arc<Self>) {
         let phase = self.lock().phase;
         if phase != Phase::Open {

@@ -84,7 +84,7 @@ impl QuicTransport {
         Ok(Arc::new(Self::form_on(config, SocketSource::Simulated(sockets, seed), None).await?))
     }
 
-    /// Joins a job that runs already, as a rank that was started anew: with the config of its first start, but for the time
+    /// Joins a running job as a restarted rank: with the config of its first start, except for the time
     /// that it waits, which is the connect deadline. It is let in when the others form the group again, with
     /// [`Regroup::Everyone`], and finds them through rank 0. Blocks until then.
     ///
@@ -158,7 +158,7 @@ impl QuicTransport {
         }
     }
 
-    /// Makes what of a rank outlives its groups, unless its own identity does not fit.
+    /// Makes the network side of a rank, unless its own identity does not fit.
     async fn open_endpoint(
         config: QuicConfig,
         source: SocketSource,
@@ -214,7 +214,7 @@ impl QuicTransport {
         tracing::debug!(rank = %endpoint.config.rank, network);
         let core = lifecycle::start(endpoint, next);
         if let Some(alive) = alive {
-            // The I/O thread runs until this rank has gone, whoever still holds its transport.
+            // The I/O thread runs until this rank has left, even if its transport is still held.
             let mut over = core.over.subscribe();
             tokio::spawn(async move {
                 let _ = over.wait_for(|over| *over).await;

@@ -1,4 +1,4 @@
-//! The star of control connections: heartbeats, and the one abort that counts.
+//! The control connections between rank 0 and every other rank: heartbeats, and the one abort that counts.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +23,7 @@ impl Core {
         self.decide(Abort { culprit: rank, cause: AbortCause::Died(text), progress: Progress::default() });
     }
 
-    /// Of the coordinator: handles the frames of one rank's control connection until it ends.
+    /// On the coordinator: handles the frames of one rank's control connection until it ends.
     pub(crate) async fn read_member(self: Arc<Self>, rank: Rank, mut frames: FrameReader) {
         let Some(coordinator) = &self.coordinator else {
             return;
@@ -42,7 +42,7 @@ impl Core {
                     self.decide(abort);
                 }
                 Ok(Some(Frame::LinkLost { peer, text })) if peer.0 < self.world => {
-                    // A rank that has left in order owes nothing: the other side would have said so otherwise.
+                    // A rank that has left in order owes nothing: the other rank would have aborted otherwise.
                     if peer == self.me || !coordinator.left(peer) {
                         let text = format!("rank {rank} lost its link to it: {text}");
                         self.died(peer, text);
@@ -68,7 +68,7 @@ impl Core {
         let Some(control) = self.control(rank) else { return };
         let reason = control.connection.closed().await;
         if !coordinator.left(rank) {
-            // It may have ended by itself, such as when nothing from here reaches it.
+            // The rank may have given up by itself, such as when no packet from here reaches it.
             let text = match abort_in(&reason) {
                 Some(Abort { culprit, cause, .. }) => format!("it gave up: rank {culprit} {cause}"),
                 None => describe(&reason),
@@ -77,7 +77,7 @@ impl Core {
         }
     }
 
-    /// Of every other rank: handles the frames of the control connection until it ends.
+    /// On every other rank: handles the frames of the control connection until it ends.
     pub(crate) async fn read_coordinator(
         self: Arc<Self>,
         heard: Arc<CoordinatorSilence>,
@@ -134,7 +134,7 @@ impl Core {
         self.aborted(Abort { culprit: Rank::COORDINATOR, cause: AbortCause::Died(text), progress });
     }
 
-    /// Of the coordinator: tells everyone that it lives, and listens for silence.
+    /// On the coordinator: sends heartbeats to every rank, and counts the ticks for which each is silent.
     pub(crate) async fn beat_as_coordinator(self: Arc<Self>) {
         let Some(coordinator) = &self.coordinator else {
             return;
@@ -166,29 +166,29 @@ impl Core {
         }
     }
 
-    /// Of the coordinator: a rank is in the way of others.
+    /// On the coordinator: reports a rank that makes no progress while others wait for it.
     fn report_stall(&self, Stall { rank, progress, ticks, waiting, stuck }: Stall) {
         let seconds = (self.heartbeat * ticks).as_secs_f64();
         let waiting = ranks_in_words(&waiting);
         if stuck {
-            let text = format!("it has got on with nothing for {seconds:.1} s while {waiting} waited for it");
+            let text = format!("no progress for {seconds:.1} s while {waiting} waited for it");
             return self.decide(Abort { culprit: rank, cause: AbortCause::Stuck(text), progress });
         }
         self.recorder.note(EventKind::Slow, rank, Tag { op: progress.op, message: 0 }, 0);
         let Progress { op, step } = progress;
         (self.warn)(&format!(
-            "rank {rank} has got on with nothing for {seconds:.1} s (operation {op}, step {step}) while {waiting} waited for it"
+            "rank {rank} has made no progress for {seconds:.1} s (operation {op}, step {step}) while {waiting} waited for it"
         ));
     }
 
-    /// What this rank says of itself.
+    /// The report of this rank.
     fn report(&self) -> Report {
         let works = self.pulse.works();
         let waits_for = if works { Vec::new() } else { self.lock().calls.waits_for() };
         Report { progress: self.progress(), beats: self.pulse.beats(), works, waits_for }
     }
 
-    /// Of every other rank: tells the coordinator what this rank is doing, and listens for silence.
+    /// On every other rank: sends heartbeats with this rank's report, and counts the ticks for which the coordinator is silent.
     pub(crate) async fn beat_as_member(self: Arc<Self>, heard: Arc<CoordinatorSilence>) {
         let mut ticks = ticks(self.heartbeat);
         let mut over = self.over.subscribe();
@@ -241,7 +241,7 @@ impl Core {
     }
 }
 
-/// Ticks for which the coordinator has been silent.
+/// Number of ticks for which the coordinator has been silent.
 #[derive(Debug, Default)]
 pub(crate) struct CoordinatorSilence(std::sync::atomic::AtomicU32);
 

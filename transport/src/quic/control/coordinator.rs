@@ -1,4 +1,4 @@
-//! What only rank 0 knows: the votes, and the last word of every rank.
+//! The state that only rank 0 has: the votes, and the last report of every rank.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,7 +7,7 @@ use crate::ballot::Ballot;
 use crate::quic::network::path::SILENT_TICKS;
 use crate::rank::{Progress, Rank};
 
-/// What the coordinator knows; empty on other ranks.
+/// The state of the coordinator.
 #[derive(Debug)]
 pub(crate) struct Coordinator {
     state: Mutex<CoordinatorState>,
@@ -45,7 +45,7 @@ impl Coordinator {
         ranks.find(|(_, member)| !member.left).map(|(rank, _)| rank)
     }
 
-    /// What was last heard of a rank's work.
+    /// The last reported progress of a rank.
     pub(crate) fn progress(&self, rank: Rank) -> Progress {
         self.lock().members.get(rank.0 as usize).map(|member| member.progress).unwrap_or_default()
     }
@@ -54,14 +54,14 @@ impl Coordinator {
         self.lock().members[rank.0 as usize].silent_ticks = 0;
     }
 
-    /// A heartbeat has come, or is this rank's own.
+    /// Takes the report of a heartbeat, or of this rank itself.
     pub(crate) fn report(&self, rank: Rank, report: Report) {
         let mut state = self.lock();
         state.members[rank.0 as usize].progress = report.progress;
         state.stalls.report(rank, report);
     }
 
-    /// Counts a tick for those who stand still, and returns one that is in the way.
+    /// Counts a tick for ranks that make no progress, and returns one that others wait for.
     pub(crate) fn stalled(&self) -> Option<Stall> {
         let mut state = self.lock();
         let round = state.ballot.open_rounds().next();
@@ -84,12 +84,12 @@ impl Coordinator {
         self.lock().missing_vote(round)
     }
 
-    /// For those who wait in the first open round: the vote that is missing.
+    /// For each rank that waits in the first open round: the vote that is missing.
     pub(crate) fn missing_in_first_round(&self) -> Vec<(Rank, MissingVote)> {
         self.lock().missing_in(1)
     }
 
-    /// For those who wait in any open round: the vote that is missing.
+    /// For each rank that waits in any open round: the vote that is missing.
     pub(crate) fn missing_in_any_round(&self) -> Vec<(Rank, MissingVote)> {
         self.lock().missing_in(usize::MAX)
     }
@@ -128,8 +128,8 @@ impl CoordinatorState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MissingVote {
     pub(crate) round: u64,
-    /// Whose.
+    /// The rank that has not voted.
     pub(crate) rank: Rank,
-    /// It will never come.
+    /// The rank has left the group: it will not vote.
     pub(crate) left: bool,
 }

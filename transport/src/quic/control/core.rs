@@ -1,4 +1,4 @@
-//! What the tasks and the calls of one rank share, and how a failure becomes everyone's.
+//! The state that the tasks and the calls of one rank share, and how a failure reaches every rank.
 //!
 //! Calls come in from any thread, frames and streams from tasks of the tokio context; both change the state under
 //! one lock that is never held across a wait.
@@ -23,7 +23,7 @@ use crate::rank::{Progress, Rank, Tag};
 use crate::recorder::{EventKind, Recorder};
 use crate::wire::Frame;
 
-/// Everything that the tasks of one rank share.
+/// The state that the tasks of one rank share.
 #[derive(Debug)]
 pub(crate) struct Core {
     pub(crate) me: Rank,
@@ -44,9 +44,9 @@ pub(crate) struct Core {
     /// Of rank 0.
     pub(crate) coordinator: Option<Coordinator>,
     pub(crate) runtime: Handle,
-    /// Wakes who waits for calls to end, or for a deadline that has become earlier.
+    /// Wakes tasks that wait for the end of a call, or for a deadline that has become earlier.
     pub(crate) changed: Notify,
-    /// Becomes true when the rank has gone and all its tasks must end.
+    /// Becomes true when the rank has left the group and all its tasks must end.
     pub(crate) over: watch::Sender<bool>,
     pub(crate) recorder: Arc<Recorder>,
     state: Mutex<RankState>,
@@ -124,7 +124,7 @@ impl Core {
         self.recorder.enter(progress);
     }
 
-    /// The group is aborted, as far as this rank is concerned: everything outstanding ends. The first one counts.
+    /// This rank takes the group as aborted: every outstanding call ends. The first abort counts.
     pub(crate) fn aborted(&self, abort: Abort) {
         let mut state = self.lock();
         if state.calls.aborted().is_some() {
@@ -144,7 +144,7 @@ impl Core {
         self.ask_for_abort(Abort { culprit, cause: AbortCause::Failed(text), progress });
     }
 
-    /// Rank 0 decides; every other rank asks it to.
+    /// Asks rank 0 for an abort; on rank 0, decides it.
     pub(crate) fn ask_for_abort(&self, abort: Abort) {
         self.stop_flag.store(true, Ordering::Release);
         if self.is_coordinator() {
@@ -177,7 +177,7 @@ impl Core {
 
     /// A peer has broken the protocol: ends the receive that it concerns, tells the peer, and aborts the group.
     pub(crate) fn misbehaved(&self, peer: Rank, tag: Option<Tag>, text: String) {
-        // Once is enough: a peer that goes on misbehaving, and reads no answer, must not fill queues.
+        // One answer is enough: a peer that misbehaves again and again, and reads no answer, must not fill queues.
         let is_known = self.lock().calls.aborted().is_some();
         if let Some(tag) = tag {
             self.recorder.note(EventKind::Refused, peer, tag, 0);
@@ -194,7 +194,7 @@ impl Core {
         }
     }
 
-    /// Looks for peers that read nothing: what is said to them must not wait without end.
+    /// Aborts the group if a peer reads no frames: frames for it must not queue without end.
     pub(crate) fn abort_unresponsive_peers(&self) {
         for links in [&self.links, &self.control] {
             let mut all = (0..).map(Rank).zip(links);
@@ -209,7 +209,7 @@ impl Core {
         }
     }
 
-    /// A rank has left in order. Whoever still needs it would wait in vain.
+    /// A rank has left in order. If this rank still needs it, the group is aborted.
     pub(crate) fn peer_left(&self, peer: Rank) {
         let mut state = self.lock();
         if !std::mem::replace(&mut state.peers[peer.0 as usize].left, true) {

@@ -1,4 +1,4 @@
-//! Who comes in: every connection to this rank's endpoint is let in here, or told why not.
+//! Admission: every connection to this rank's endpoint is admitted here, or refused with a reason.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,45 +21,45 @@ use crate::quic::trust::tls::{self, TlsConfigs};
 use crate::rank::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
-/// Where connections come in, for as long as the endpoint lives.
+/// Admission of connections, for as long as the endpoint lives.
 pub(crate) struct Admission {
     config: QuicConfig,
     tls: TlsConfigs,
-    /// Where the lanes beside the first are to be dialled.
+    /// Ports of the lanes after the first.
     lane_ports: Vec<u16>,
-    /// Of rank 0, if others may come with a token.
+    /// On rank 0, if other ranks may enrol with a token.
     enrol_server: Option<EnrolServer>,
     open: Mutex<AdmissionState>,
     pending: PendingHandshakes,
-    /// Whom it has turned away, and why: what a rank says when others did not come.
+    /// The first refusals with their reasons, for the error that says which ranks are missing.
     refusals: Mutex<Vec<String>>,
 }
 
 /// Which group is forming or at work, and the connections admitted to it.
 struct AdmissionState {
     status: GroupStatus,
-    /// Who has been let in, to notice a second one of the same rank.
+    /// The admitted connections, to notice a second one of the same rank.
     admitted: HashMap<(bool, usize, Rank), Connection>,
     arrived: mpsc::Sender<AdmittedConnection>,
 }
 
-/// What a rank is part of.
+/// The group to which a rank belongs, if any.
 #[derive(Clone, Debug)]
 pub(crate) enum GroupStatus {
     /// A group that is forming, or at work.
     Group { epoch: u32, members: Vec<Rank> },
-    /// None: it forms one again, whose epoch is later than this one; of all ranks, or of those who are left.
+    /// Between two groups: the next one has a later epoch than this, and is of all ranks or of survivors.
     Between { epoch: u32, everyone: bool },
 }
 
-/// A connection that has been let in.
+/// A connection that has been admitted.
 #[derive(Debug)]
 pub(crate) struct AdmittedConnection {
     pub(crate) purpose: Purpose,
-    /// What the other side said in its hello.
+    /// The epoch in the hello of the other side.
     pub(crate) epoch: u32,
     pub(crate) joined: PeerConnection,
-    /// Of one that comes to form a group again.
+    /// The claims of a rank that wants to form the next group; otherwise empty.
     pub(crate) claims: Vec<Claim>,
     pub(crate) patience: Duration,
 }
@@ -95,13 +95,13 @@ impl Admission {
         self.enrol_server.iter().for_each(EnrolServer::open);
     }
 
-    /// What is run with whoever comes now.
+    /// The TLS settings for connections that arrive now.
     pub(crate) fn server(&self) -> ServerConfig {
         let inviting = self.enrol_server.as_ref().and_then(EnrolServer::tls);
         inviting.map_or_else(|| self.tls.server(), |tls| self.tls.server_of(tls))
     }
 
-    /// Every rank is there.
+    /// Ends enrolment: every rank is present.
     pub(crate) fn close_enrolment(&self) {
         self.enrol_server.iter().for_each(EnrolServer::close);
     }
@@ -122,14 +122,14 @@ impl Admission {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets in whom the endpoint of a lane hears of.
+    /// Admits or refuses the connections to the endpoint of a lane.
     pub(crate) async fn listen(self: Arc<Self>, endpoint: Endpoint, lane: usize) {
         while let Some(incoming) = endpoint.accept().await {
             let from = incoming.remote_address();
             let slot = match self.pending.decide(from.ip(), incoming.remote_address_validated()) {
                 HandshakeDecision::Accept(slot) => slot,
                 HandshakeDecision::RequireRetry => {
-                    // Nothing is kept: what it must show again is in the answer. It fails for those who have shown it.
+                    // Nothing is kept: the token to show again is in the answer. It fails only for a proven address.
                     let _ = incoming.retry();
                     continue;
                 }
@@ -156,16 +156,16 @@ impl Admission {
         }
     }
 
-    /// Whom it has turned away, as the end of a sentence; empty if nobody.
+    /// The refusals, as the end of a sentence; empty if there are none.
     pub(crate) fn refusals_text(&self) -> String {
         let refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
         let all = refusals.iter().map(|refusal| format!("; turned away: {}", cut(refusal)));
         all.collect()
     }
 
-    /// Lets one visitor in, or tells it why not.
+    /// Admits one connection, or refuses it with a reason.
     async fn receive(&self, incoming: Incoming, lane: usize) -> Result<(), String> {
-        // Who has a token knows the address of the first lane.
+        // A rank with a token knows the address of the first lane only.
         let config = Arc::new(if lane == 0 { self.server() } else { self.tls.server() });
         let connecting = incoming.accept_with(config).map_err(|error| error.to_string())?;
         let connection = timeout(HANDSHAKE_TIMEOUT, connecting).await.map_err(|_| "slow handshake")?;
@@ -177,7 +177,7 @@ impl Admission {
         let refusal = match talk {
             Ok(Ok(arrival)) => {
                 let arrived = self.lock().arrived.clone();
-                // Nobody is waiting once the group is complete; then nobody is missing either.
+                // Nothing waits for connections once the group is complete.
                 return arrived.send(arrival).await.map_err(|_| "the group is complete".into());
             }
             Ok(Err(HelloRefusal { answer, code, text })) => {
@@ -195,7 +195,7 @@ impl Admission {
         Err(refusal)
     }
 
-    /// Gives one who has a token its identity. It comes again, as a rank.
+    /// Gives a rank with a token its identity. It dials again, as a rank.
     async fn enrol(&self, enrol_server: &EnrolServer, connection: &Connection) -> Result<(), String> {
         let served = timeout(HANDSHAKE_TIMEOUT, enrol_server.serve(connection)).await;
         let served = served.unwrap_or_else(|_| Err("no application".into()));
@@ -243,7 +243,7 @@ impl Admission {
         Ok(AdmittedConnection { purpose, epoch, joined, claims, patience })
     }
 
-    /// Which rank a visitor is, or why it may not come in.
+    /// The rank and purpose of a connection, or why it is refused.
     fn judge(
         &self,
         hello: &Frame,
@@ -311,7 +311,7 @@ impl Admission {
                     Err((RejectCode::Busy, format!("rank {me} is in the group of epoch {epoch}")))
                 }
                 GroupStatus::Between { everyone, .. } if everyone != (purpose == Purpose::Rejoin) => {
-                    Err((RejectCode::Busy, format!("rank {me} forms another kind of group")))
+                    Err((RejectCode::Busy, format!("rank {me} is forming a group of other ranks")))
                 }
                 GroupStatus::Between { .. } if rank < *me => {
                     Err((RejectCode::Busy, format!("rank {me} dials lower ranks itself")))
@@ -320,13 +320,13 @@ impl Admission {
             };
         }
         if !self.take(purpose, lane, rank, connection) {
-            let text = format!("rank {rank} is here already: was it started twice?");
+            let text = format!("rank {rank} is connected already: was it started twice?");
             return Err((RejectCode::Duplicate, text));
         }
         Ok((rank, purpose, said_epoch))
     }
 
-    /// Notes that a rank is here. A rank whose connection has died may come again.
+    /// Registers the connection of a rank. A rank whose connection has ended may connect again.
     fn take(&self, purpose: Purpose, lane: usize, rank: Rank, connection: &Connection) -> bool {
         let admitted = &mut self.lock().admitted;
         let key = (purpose == Purpose::Control, lane, rank);
@@ -338,20 +338,20 @@ impl Admission {
     }
 }
 
-/// What a rank is told that is not in the group of `epoch`.
+/// The refusal of a rank that is not in the group of `epoch`.
 pub(crate) fn left_out_text(rank: Rank, epoch: u32) -> String {
-    format!("the group has gone on without rank {rank} (epoch {epoch}): start it anew")
+    format!("the group has continued without rank {rank} (epoch {epoch}): restart the rank")
 }
 
 struct HelloRefusal {
-    /// Where the visitor can be told.
+    /// The stream on which the refusal can be sent.
     answer: Option<SendStream>,
     code: RejectCode,
     text: String,
 }
 
-/// Reasons that are kept: a stranger can give as many as it likes.
+/// Refusals that are kept: a stranger can cause any number of them.
 const MAX_REFUSALS: usize = 4;
 
-/// How long a visitor may take for its handshake, and again for its hello.
+/// How long a handshake may take, and again the hello after it.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);

@@ -1,4 +1,4 @@
-//! How ranks become a group: everyone finds rank 0, rank 0 tells everyone where the others are, and of every two
+//! How ranks form the first group: every rank dials rank 0, rank 0 sends the addresses of all, and of every two
 //! ranks the higher one dials the lower one.
 
 use std::net::SocketAddr;
@@ -39,7 +39,7 @@ pub(crate) async fn form(endpoint: &RankEndpoint) -> Result<Mesh, TransportError
     formed
 }
 
-/// Shows an identity that does not fit to rank 0, which remembers why this rank was turned away. Best effort.
+/// Shows an identity that does not fit to rank 0, so that rank 0 can report why this rank is missing. Best effort.
 pub(crate) async fn report_bad_identity(endpoint: &RankEndpoint) {
     let config = &endpoint.config;
     if config.rank == Rank::COORDINATOR {
@@ -141,7 +141,7 @@ impl Forming<'_> {
             .endpoint
             .dial_until_answered(Rank::COORDINATOR, coordinator, dial_purpose, self.deadline)
             .await?;
-        // Rank 0 says who did not come, and why: that is worth more than to know it a moment earlier.
+        // Rank 0 says which ranks are missing, and why: waiting for that is better than an earlier error.
         self.deadline += MEMBER_EXTRA_WAIT;
         let addresses = match self.next_frame(&mut control).await? {
             Frame::AddressTable { addresses } if addresses.len() == self.members.len() => addresses,
@@ -155,7 +155,7 @@ impl Forming<'_> {
         self.report_meshed(control, data).await
     }
 
-    /// Of every other member: all data connections of this rank. It dials those below it, the coordinator at the
+    /// On every other member: all data connections of this rank. It dials lower ranks, the coordinator at the
     /// address under which it has been reached.
     pub(crate) async fn dial_mesh(
         &mut self,
@@ -212,7 +212,7 @@ impl Forming<'_> {
         self.members.iter().position(|&member| member == rank)
     }
 
-    /// Waits for the data connections of all higher ranks, while nobody hangs up.
+    /// Waits for the data connections of all higher ranks, as long as no control connection ends.
     async fn collect_data(
         &mut self,
         dialled: Vec<PeerConnection>,
@@ -254,7 +254,7 @@ impl Forming<'_> {
                         data[place * lanes + lane] = Some(joined);
                     }
                 }
-                // A rank that comes too late for this group, and finds out by its silence.
+                // A rank that is too late for this group: it gets no answer.
                 Ok(Some(_)) => {}
                 Ok(None) => return Err(TransportError::bootstrap("the endpoint has been closed")),
                 Err(_) => return Err(self.too_late(&missing)),
@@ -328,10 +328,10 @@ async fn first_closed(joined: &[PeerConnection]) -> &PeerConnection {
     .await
 }
 
-/// How much longer than rank 0 a rank waits for a group that does not get complete.
+/// How much longer than rank 0 a rank waits for a group that stays incomplete.
 const MEMBER_EXTRA_WAIT: Duration = Duration::from_secs(2);
 
-/// How long a rank that will not be let in tries to be heard.
+/// How long a rank with a bad identity tries to reach rank 0.
 const BAD_IDENTITY_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// A place in a group as its rank there.

@@ -23,10 +23,10 @@ use crate::quic::trust::tls::{self, TlsConfigs};
 use crate::rank::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
-/// What a rank keeps for as long as it lives. Ranks here are those of the first group.
+/// The network side of a rank, for its whole life. Ranks have their numbers of the first group.
 pub(crate) struct RankEndpoint {
     pub(crate) config: QuicConfig,
-    /// By lane; the first is also for control, and strangers.
+    /// By lane; the first is also for control connections, and for ranks with a token.
     pub(crate) lane_endpoints: Vec<LaneEndpoint>,
     pub(crate) path: Path,
     pub(crate) capabilities: SocketCapabilities,
@@ -69,16 +69,16 @@ impl std::fmt::Debug for RankEndpoint {
 /// Why a rank that was dialled did not take the connection.
 #[derive(Debug)]
 pub(crate) enum DialError {
-    /// Packets did not get through, or nobody is there.
+    /// Packets did not get through, or no process listens there.
     NoAnswer,
-    /// It said why.
+    /// It refused, with a code.
     Rejected(RejectCode, TransportError),
     /// One of both sides refused the other.
     Failed(TransportError),
 }
 
 impl RankEndpoint {
-    /// Dials until somebody answers or the deadline passes: others may start later, and packets may be lost. Returns
+    /// Dials until there is an answer or the deadline passes: others may start later, and packets may be lost. Returns
     /// the connection, and the ports of the other's lanes beside the first.
     pub(crate) async fn dial_until_answered(
         &self,
@@ -142,9 +142,7 @@ impl RankEndpoint {
         };
         let claims = tls::proven_claims(&connection).map_err(DialError::Failed)?;
         if claims.job != self.config.job {
-            return Err(fail(format!(
-                "whoever answers at {address} is {claims}, not rank {rank} of this job"
-            )));
+            return Err(fail(format!("the peer at {address} is {claims}, not rank {rank} of this job")));
         }
         claims
             .check_rank(rank, self.config.known(rank), Some(connection.remote_address().ip()))
@@ -178,7 +176,7 @@ impl RankEndpoint {
             }
             Ok(Ok(Some(Frame::Reject { code, text }))) => Err(DialError::Rejected(code, refused(text))),
             Ok(Ok(Some(other))) => Err(fail(format!("rank {rank} answered {other:?} to a hello"))),
-            Ok(Ok(None)) => Err(DialError::Failed(refused("it ended the conversation".into()))),
+            Ok(Ok(None)) => Err(DialError::Failed(refused("it closed the stream without an answer".into()))),
             Ok(Err(error)) => Err(lost(&joined.connection, error.to_string())),
             Err(_) => Err(DialError::Failed(refused("it does not answer".into()))),
         }
@@ -189,12 +187,12 @@ impl RankEndpoint {
         socket::refusal(self.refused.clone()).await
     }
 
-    /// Leaves the network; who waits for this rank learns why it need not.
+    /// Closes all connections with the reason for which this rank gives up, so that waiting ranks learn it.
     pub(crate) async fn part(&self, why: &TransportError) {
         self.close(close_code::REJECTED, cut(&why.to_string()).as_bytes(), CLOSE_TIMEOUT).await;
     }
 
-    /// Closes all connections, and waits so long for the last packets.
+    /// Closes all connections, and waits up to `patience` for the last packets.
     pub(crate) async fn close(&self, code: VarInt, reason: &[u8], patience: Duration) {
         for end in &self.lane_endpoints {
             end.endpoint.close(code, reason);

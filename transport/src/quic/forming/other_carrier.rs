@@ -1,4 +1,4 @@
-//! What rank 0 says to those who come over the carrier that it does not use: they would wait in vain for an answer.
+//! Refuses ranks that dial rank 0 over the carrier that it does not use: they would wait for an answer until their deadline.
 
 use std::future::pending;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::quic::network::path::Carrier;
 use crate::quic::network::{socket, tunnel};
 use crate::rank::Rank;
 
-/// Turns everybody away until it is dropped. Does nothing if the port of the other carrier is not free.
+/// Refuses every connection until it is dropped. Does nothing if the port of the other carrier is not free.
 pub(crate) async fn refuse_all(endpoint: &RankEndpoint) -> std::convert::Infallible {
     let config = &endpoint.config;
     if config.rank == Rank::COORDINATOR {
@@ -33,7 +33,7 @@ pub(crate) async fn refuse_all(endpoint: &RankEndpoint) -> std::convert::Infalli
     pending().await
 }
 
-/// A refusal needs a handshake, so that it is heard by members and by those with a token only, and cannot be forged.
+/// A refusal needs a handshake: only members and ranks with a token get it, and it cannot be forged.
 async fn refuse_all_udp(config: &QuicConfig, admission: &Admission, text: &str) {
     let Ok(socket) = socket::bind_udp(config.local_address()) else { return };
     let runtime = Arc::new(TokioRuntime);
@@ -42,7 +42,7 @@ async fn refuse_all_udp(config: &QuicConfig, admission: &Admission, text: &str) 
         return;
     };
     while let Some(incoming) = endpoint.accept().await {
-        // One after the other: nobody is in a hurry to be refused.
+        // One after the other: a refusal is not urgent.
         if let Ok(connecting) = incoming.accept_with(Arc::new(admission.server()))
             && let Ok(Ok(connection)) = timeout(CLOSE_TIMEOUT, connecting).await
         {

@@ -1,7 +1,7 @@
-//! How those who are left become a group again (`membership.rs` says who may).
+//! How survivors form the next group (`membership.rs` says which ranks may).
 //!
-//! Everyone dials every lower rank that it knows of, again and again, and follows the lowest one that it reaches. Who
-//! reaches none waits until all have come that should, or for a while; then it says who is in the next group, and the
+//! Every rank dials every lower rank that it knows, again and again, and follows the lowest one that it reaches. A rank that
+//! reaches none waits for the missing ranks for a limited time; then it names the members of the next group, and the
 //! connections on which the others came are their control connections. An attempt that fails anywhere ends on all
 //! ranks, because its connections do, and the next one begins; what a rank was ready for, it remembers.
 
@@ -26,14 +26,14 @@ use crate::rank::Rank;
 use crate::transport::Regroup;
 use crate::wire::{Frame, RejectCode};
 
-/// What a rank knows when it comes to form a group again. Ranks are those of the first group.
+/// What a rank knows of its last group when it forms the next one. Ranks have their numbers of the first group.
 #[derive(Debug)]
 pub(crate) struct PriorGroup {
     /// Empty if it was started anew.
     pub(crate) claims: Vec<Claim>,
-    /// Where the others were.
+    /// The last known addresses of the other ranks.
     pub(crate) addresses: BTreeMap<Rank, SocketAddr>,
-    /// A rank that will not come, as far as is known.
+    /// A rank that is known to be gone.
     pub(crate) lost: Option<Rank>,
 }
 
@@ -76,7 +76,7 @@ pub(crate) async fn regroup(
                     return Err(error);
                 }
                 sleep(PAUSE).await;
-                // Who was there may be gone by now, and is waited for a little.
+                // Ranks that were present may have lost their connection, and are waited for a little.
                 regrouping.settled =
                     regrouping.settled.max(Instant::now() + endpoint.config.heartbeat * AGAIN_TICKS);
             }
@@ -84,7 +84,7 @@ pub(crate) async fn regroup(
     }
 }
 
-/// Why an attempt came to nothing.
+/// Why an attempt has failed.
 enum AttemptError {
     Retry(TransportError),
     Fatal(TransportError),
@@ -101,11 +101,11 @@ struct Regrouping<'a> {
     prior: PriorGroup,
     who: Regroup,
     until: Instant,
-    /// From when on those who have come will do.
+    /// From then on the group is formed of the ranks that are present.
     settled: Instant,
-    /// The highest epoch that was heard of.
+    /// The highest known epoch.
     floor: u32,
-    /// Why a lower rank, or this one, did not take the other for what it is.
+    /// The last refusal between this rank and a lower one.
     refused: Arc<Mutex<Option<String>>>,
 }
 
@@ -216,7 +216,7 @@ impl Regrouping<'_> {
     fn add_claim(&mut self, epoch: u32, members: &[Rank]) -> Result<(), AttemptError> {
         if self.prior.claims.len() >= MOST_CLAIMS {
             let text = format!(
-                "{MOST_CLAIMS} attempts to form a group again failed at their last step: start the job anew"
+                "{MOST_CLAIMS} attempts to form a group again failed at their last step: restart the job"
             );
             return Err(AttemptError::Fatal(TransportError::bootstrap(text)));
         }
@@ -226,7 +226,7 @@ impl Regrouping<'_> {
 }
 
 /// Heartbeats for which survivors are waited for that may have something else to do, or have not noticed yet: more than
-/// those after which one that is silent counts as dead.
+/// the heartbeats after which a silent rank counts as dead.
 const SETTLE_TICKS: u32 = 24;
 
 /// The same for an attempt after the first one.
@@ -235,8 +235,8 @@ const AGAIN_TICKS: u32 = 8;
 /// Between two attempts, and between two dials of one rank.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// From who is in the group to its start.
+/// From the list of members to the start of the group.
 const LONGEST_ATTEMPT: Duration = Duration::from_secs(10);
 
-/// For a rank to read that it is not in the group.
+/// How long to wait until a rank has read that it is not in the group.
 const REJECT_TIMEOUT: Duration = Duration::from_secs(1);

@@ -25,10 +25,10 @@ use crate::rank::Rank;
 use crate::remedy::Remedy;
 use crate::wire::{Frame, RejectCode};
 
-/// How a rank asks to be let in.
+/// How a rank asks for an identity.
 #[derive(Clone, Debug)]
 pub struct EnrolConfig {
-    /// What it knows.
+    /// The token.
     pub token: Token,
     /// Where rank 0 is: the address of the token's [`Token::place`].
     pub coordinator: SocketAddr,
@@ -50,7 +50,7 @@ impl EnrolConfig {
     }
 }
 
-/// What a rank has got.
+/// The identity that a rank has got.
 #[derive(Clone, Debug)]
 pub struct Enrolled {
     /// Its identity, with a key that was made here.
@@ -65,7 +65,7 @@ pub struct Enrolled {
 ///
 /// # Errors
 ///
-/// [`TransportError::Bootstrap`] if nobody answers by the deadline, if who answers is not rank 0 of the token's authority, or if
+/// [`TransportError::Bootstrap`] if there is no answer by the deadline, if the peer is not rank 0 of the token's authority, or if
 /// rank 0 refuses: a token that is wrong, used up or has expired, a rank that is taken.
 pub fn enrol(config: EnrolConfig) -> Result<Enrolled, TransportError> {
     let socket = socket::bind(SocketAddr::new(config.bind, 0), config.link.carrier)?;
@@ -115,9 +115,9 @@ async fn on(config: &EnrolConfig, socket: SystemSocket) -> Result<Enrolled, Tran
     enrolled
 }
 
-/// Why an attempt came to nothing.
+/// Why an attempt has failed.
 enum EnrolError {
-    /// Packets did not get through, or it is not the moment.
+    /// Packets did not get through, or rank 0 is busy.
     Retry,
     Refused(String),
 }
@@ -165,7 +165,7 @@ async fn attempt(
         Ok(Some(Frame::Reject { code: RejectCode::Busy, .. })) => Err(EnrolError::Retry),
         Ok(Some(Frame::Reject { text, .. })) => Err(refused(text)),
         Ok(Some(other)) => Err(refused(format!("it answered {other:?} to an application"))),
-        Ok(None) => Err(refused("it ended the conversation".into())),
+        Ok(None) => Err(refused("it closed the stream without an answer".into())),
         Err(error) => Err(lost(error.to_string())),
     }
 }
@@ -173,7 +173,7 @@ async fn attempt(
 /// TLS' alert for a protocol name that the other side does not have (RFC 7301).
 const NO_SUCH_PROTOCOL: u8 = 120;
 
-/// Asked for in the handshake; who answers to it is seen by its authority.
+/// The server name of the handshake; rank 0 is verified by its authority instead.
 const NAME: &str = "rank-0.kyklos.internal";
 
 /// Of the one connection; keeps a silent one for a few seconds.

@@ -1,4 +1,4 @@
-//! Where rank 0 lets others in who come with a token, while its group is not complete.
+//! The side of rank 0: gives identities to ranks with a token, while its group is not complete.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
@@ -34,7 +34,7 @@ impl std::fmt::Debug for EnrolServer {
 }
 
 impl EnrolServer {
-    /// A closed one.
+    /// A closed server: it gives no identities before [`Self::open`].
     pub(crate) fn new(
         invitation: Arc<Invitation>,
         identity: &Identity,
@@ -61,11 +61,11 @@ impl EnrolServer {
         self.register.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Answers one visitor.
+    /// Answers one applicant.
     ///
     /// # Errors
     ///
-    /// Why it got nothing, which it has been told as far as it could be.
+    /// Why it got no identity; the applicant has been told, if it could be reached.
     pub(crate) async fn serve(&self, connection: &Connection) -> Result<(Rank, KeyHash), String> {
         let (mut send, recv) = connection.accept_bi().await.map_err(|error| describe(&error))?;
         let answer = match FrameReader::new(recv).next().await {
@@ -80,7 +80,7 @@ impl EnrolServer {
             Err((code, text)) => (Frame::Reject { code, text: text.clone() }, Err(text)),
         };
         if send.write_all(&frame.encode()).await.is_ok() && send.finish().is_ok() {
-            // Who has its answer hangs up; a close from here might overtake it.
+            // A rank that has its answer closes the connection; a close from here might overtake the answer.
             let _ = timeout(CLOSE_TIMEOUT, connection.closed()).await;
         }
         result

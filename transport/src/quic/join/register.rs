@@ -1,4 +1,4 @@
-//! Who gets which rank. Knows no network and no clock: what it is told is all that counts.
+//! Which applicant gets which rank. It has no network and no clock: it gets addresses and times as arguments.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -20,7 +20,7 @@ use crate::rank::Rank;
 use crate::remedy::Remedy;
 use crate::wire::{Frame, RejectCode};
 
-/// What rank 0 knows of those whom it has let in.
+/// The ranks that rank 0 has given away.
 #[derive(Debug)]
 pub(super) struct Register {
     invitation: Arc<Invitation>,
@@ -29,18 +29,18 @@ pub(super) struct Register {
     wrong_tokens: WrongTokens,
 }
 
-/// One who asks, and when.
+/// The connection and the time of a request for a rank.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EnrolRequest {
     /// Where it comes from.
     pub(super) from: IpAddr,
-    /// What the two ends of its connection have in common, for these words.
+    /// Keying material of the connection, for this request.
     pub(super) binding: [u8; BINDING_BYTES],
     pub(super) now: Instant,
     pub(super) date: SystemTime,
 }
 
-/// What somebody gets.
+/// A rank that is given away, with the answer to send.
 #[derive(Debug)]
 pub(super) struct Granted {
     pub(super) rank: Rank,
@@ -48,7 +48,7 @@ pub(super) struct Granted {
     pub(super) frame: Frame,
 }
 
-/// Why somebody gets nothing.
+/// Why a request is refused.
 pub(super) type EnrolRefusal = (RejectCode, String);
 
 impl Register {
@@ -56,13 +56,13 @@ impl Register {
         Self { invitation, given: BTreeMap::new(), wrong_tokens: WrongTokens::default() }
     }
 
-    /// The answer to one who asks for a rank, or for any, and wants its key signed.
+    /// The answer to a request for a rank, or for any rank, and for a certificate of the applicant's key.
     ///
-    /// Who asks again with the same key gets the same rank again: the first answer may have been lost.
+    /// A second request with the same key gets the same rank again: the first answer may have been lost.
     ///
     /// # Errors
     ///
-    /// Why it is refused. Who does not know the secret learns no more than that.
+    /// Why it is refused. A peer that does not know the secret learns no more than that.
     pub(super) fn answer(
         &mut self,
         asked: Option<Rank>,
@@ -144,7 +144,7 @@ impl Register {
             ),
             Some(Rank(0)) => refuse(
                 RejectCode::Rank,
-                format!("rank 0 is who invites: ask for a rank from 1 to {}, or for none", world - 1),
+                format!("rank 0 has the invitation itself: ask for a rank from 1 to {}, or for any rank", world - 1),
             ),
             Some(rank) if rank.0 >= world => refuse(
                 RejectCode::Rank,

@@ -1,4 +1,4 @@
-//! How often somebody may be wrong.
+//! Limits the number of wrong tokens.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -16,12 +16,12 @@ pub(super) struct WrongTokens {
 }
 
 impl WrongTokens {
-    /// Whether one from there is looked at now.
+    /// Whether a token from this address is checked now.
     pub(super) fn may(&self, from: IpAddr, now: Instant) -> bool {
         self.by_network.get(&network(from)).is_none_or(|counted| left(*counted, now) < MOST)
     }
 
-    /// One from there was wrong.
+    /// Counts a wrong token from this address.
     pub(super) fn wrong(&mut self, from: IpAddr, now: Instant) {
         self.by_network.retain(|_, counted| left(*counted, now) > 0);
         let network = network(from);

@@ -1,4 +1,4 @@
-//! The receiver's side of messages: each is asked for when it was posted, and read then.
+//! The receiver's side of messages: a posted receive asks for its message and reads it.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -74,7 +74,7 @@ impl Core {
             tokio::spawn(Arc::clone(&self).receive_chunk(peer, lane, stream));
         }
         let reason = connection.closed().await;
-        // Who leaves in order says so on the first lane, after all else that it has to say there.
+        // A peer that leaves in order says so on the first lane, in its last frame.
         if lane == 0 || !is_leave(&reason) {
             self.link_ended(peer, &reason);
         }
@@ -127,7 +127,7 @@ impl Core {
             Err(ReadEnd::Cancelled) => {
                 let _ = stream.stop(REFUSED);
             }
-            // Who withdraws a message has given up or is being aborted; an abort is on its way then, and knows whose
+            // A sender that withdraws a message has given up or is being aborted; then an abort is on its way, and says whose
             // fault it is. If not, the receive has its own deadline.
             Err(ReadEnd::ConnectionLost | ReadEnd::Withdrawn) => {}
             Err(ReadEnd::Broken(text)) => self.misbehaved(from, Some(tag), format!("{tag} has {text}")),
@@ -175,7 +175,7 @@ impl Core {
         let tag = header.tag;
         let mut state = self.lock();
         if state.phase == Phase::Closed {
-            // Nobody will ever post it, and it would wait here for ever.
+            // No receive will be posted, and the stream would wait here for ever.
             return HeaderMatch::TooLate;
         }
         if let Some(call) = state.calls.receives.get_mut(&(from, tag)) {
@@ -228,11 +228,11 @@ impl Core {
     }
 }
 
-/// What a header is entitled to.
+/// The receive that a message header belongs to.
 enum HeaderMatch {
     /// With the span of its message.
     Granted(ChunkLease, Option<tracing::Id>),
-    /// Nothing yet: wait until the receive is posted, and look again.
+    /// No receive yet: wait until it is posted, and look again.
     Early(oneshot::Receiver<()>),
     /// Its receiver or its sender has given it up.
     TooLate,

@@ -1,11 +1,11 @@
-//! How many may be on their way in at once. Strangers can begin as many connections as they like, and each costs memory
-//! until it has said who it is.
+//! Limits on pending handshakes. Anybody can begin as many connections as they like, and each costs memory
+//! until its handshake has proven an identity.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Counts those who are on their way in.
+/// Counts the handshakes that have not ended.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PendingHandshakes(Arc<Mutex<PendingCounts>>);
 
@@ -15,18 +15,18 @@ struct PendingCounts {
     by_network: HashMap<IpAddr, usize>,
 }
 
-/// What becomes of one who has come.
+/// Handshake admission decision.
 #[derive(Debug)]
 pub(crate) enum HandshakeDecision {
-    /// It may try, and holds its place until this is dropped.
+    /// The handshake may go on, and counts until this is dropped.
     Accept(HandshakeSlot),
-    /// It must show first that packets reach the address that it names: a false one costs its sender nothing.
+    /// QUIC Retry is required: the peer must prove its address first, because a forged one costs its sender nothing.
     RequireRetry,
     Refuse,
 }
 
 impl PendingHandshakes {
-    /// Of one who comes from `from`, which is `proven` to be its address or not.
+    /// Decides about a handshake from the address `from`, which has been `proven` or not.
     pub(crate) fn decide(&self, from: IpAddr, proven: bool) -> HandshakeDecision {
         let network = network(from);
         let mut counts = self.lock();
@@ -47,7 +47,7 @@ impl PendingHandshakes {
     }
 }
 
-/// Held by one who is on its way in.
+/// Held for each pending handshake.
 #[derive(Debug)]
 pub(crate) struct HandshakeSlot {
     pending: PendingHandshakes,
@@ -67,7 +67,7 @@ impl Drop for HandshakeSlot {
     }
 }
 
-/// Whoever has one IPv6 address has all of its /64.
+/// The network of an address: an owner of one IPv6 address has all of its /64.
 pub(crate) fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => IpAddr::V6((address.to_bits() & !u128::from(u64::MAX)).into()),
@@ -78,10 +78,10 @@ pub(crate) fn network(address: IpAddr) -> IpAddr {
 /// Beyond this many pending handshakes, QUIC Retry is required. A smaller cluster starts without that round trip.
 const MAX_WITHOUT_RETRY: usize = 128;
 
-/// So that one host cannot keep all others out. Ranks of one host, with two connections to each of the others, stay below.
+/// At most this many per network, so that one host cannot keep the others out. The ranks of one host need fewer.
 const MAX_PER_NETWORK: usize = 512;
 
-/// About 60 KiB each, so 256 MiB at worst, of a few seconds' strangers from eight networks.
+/// At most this many in all: about 60 KiB each, so 256 MiB at worst, from at least eight networks.
 const MAX_PENDING: usize = 4096;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What the operator says of the network between the ranks, and what follows for packets and memory.
+//! Settings of the network between the ranks, and what follows from them for packets and memory.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -11,14 +11,14 @@ use super::windows::{Limits, Windows};
 use crate::error::TransportError;
 use crate::wire::MOST_LANES;
 
-/// What is known of the links between the ranks of a group. Best the same on all ranks.
+/// Settings of the links between the ranks of a group. Best the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkSettings {
     /// Bytes of the largest IP packet that every link carries, 1280 to 65535. A packet has 48 of them for its headers,
     /// so that IPv6 fits too. `None`: packets for 1500 are probed for, and over Linux' loopback they are as large as UDP
     /// allows. A wrong value costs speed, not bytes: packets that do not arrive become smaller ones.
     pub mtu: Option<u16>,
-    /// Who decides how much is under way.
+    /// Congestion control.
     pub congestion: Congestion,
     /// What carries packets; must be the same on all ranks.
     pub carrier: Carrier,
@@ -75,7 +75,7 @@ impl LinkSettings {
     }
 }
 
-/// What an endpoint does on its network.
+/// The packets, windows and timeouts of an endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Path {
     kind: PathKind,
@@ -180,7 +180,7 @@ impl Path {
         self.lanes * u64::from(self.largest_datagram()) * segments * quinn::udp::BATCH_SIZE as u64
     }
 
-    /// Bytes that each rank costs beside the windows for messages: those of control, and the queue to a stream.
+    /// Bytes for each rank besides the windows for messages: windows for control, and the queue to a TCP stream.
     fn beside_bytes(&self) -> u64 {
         (1 + self.lanes) * CONTROL_BYTES
             + if self.kind == PathKind::Streams { self.lanes * self.fixed_bytes() } else { 0 }
@@ -233,7 +233,7 @@ impl Path {
     }
 
     /// Gives a connection that carries messages its windows. Until then it has those of control, so that a rank that is
-    /// not let in holds next to nothing.
+    /// not admitted holds next to nothing.
     pub(crate) fn open_for_data(&self, connection: &Connection) {
         connection.set_receive_window(varint(self.windows.receive));
         connection.set_send_window(self.windows.send);
@@ -323,10 +323,10 @@ const STREAM_BYTES: u64 = 16 << 20;
 /// In each direction of a connection for control: a few of its largest frames.
 const CONTROL_BYTES: u64 = 256 << 10;
 
-/// Of all connections, where nobody says.
+/// Bytes of all connections, if the settings do not say.
 const USUAL_BYTES: u64 = 1 << 30;
 
-/// Bytes handed to TCP and not yet acknowledged, where nobody says: 25 ms of 1 Gb/s, behind which control waits.
+/// Bytes handed to TCP and not yet acknowledged, if the settings do not say: 25 ms of 1 Gb/s. Control frames wait behind them.
 const STREAMS_WINDOW_BYTES: u64 = 3 << 20;
 
 #[cfg(test)]

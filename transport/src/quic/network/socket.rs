@@ -1,4 +1,4 @@
-//! The UDP socket below an endpoint.
+//! The sockets below the endpoints of a rank.
 
 use std::fmt;
 use std::io::{self, IoSliceMut};
@@ -23,7 +23,7 @@ use crate::error::TransportError;
 /// Bytes asked of the system for each direction; with the usual default of 208 KiB even loopback loses packets.
 const BUFFER_BYTES: usize = 16 << 20;
 
-/// Less than this, and bursts of a fast sender will be lost.
+/// With less than this, bursts of a fast sender are lost.
 const LITTLE_BYTES: usize = 4 << 20;
 
 /// A socket of the system that has its address.
@@ -106,7 +106,7 @@ pub(crate) enum SocketCapabilities {
 }
 
 impl SocketCapabilities {
-    /// Of packets as large as those of a path.
+    /// The capabilities for packets as large as those of a path.
     fn at_most(self, path: &Path) -> Self {
         match self {
             Self::Udp { buffers, segments: (send, receive) } => Self::Udp {
@@ -135,7 +135,7 @@ impl fmt::Display for SocketCapabilities {
     }
 }
 
-/// What somebody said who was dialled with TCP and does not talk it.
+/// The text with which a dialled listener has refused TCP; `None` over UDP.
 pub(crate) type RefusalText = Option<watch::Receiver<Option<String>>>;
 
 /// Waits for the refusal of a rank that uses another carrier; for ever if none comes.
@@ -149,7 +149,7 @@ pub(crate) async fn refusal(refused: RefusalText) -> String {
     std::future::pending().await
 }
 
-/// What the endpoints of a rank stand on, by lane.
+/// The sockets from which the endpoints of a rank are made, by lane.
 #[derive(Debug)]
 pub(crate) enum SocketSource {
     /// Sockets of the system.
@@ -158,7 +158,7 @@ pub(crate) enum SocketSource {
     Simulated(Vec<Arc<dyn AsyncUdpSocket>>, [u8; 32]),
 }
 
-/// The endpoints of a rank, and what they have of the system.
+/// The endpoints of a rank, and what the system has granted them.
 pub(crate) struct Endpoints {
     pub(crate) lanes: Vec<LaneEndpoint>,
     pub(crate) capabilities: SocketCapabilities,
@@ -178,7 +178,7 @@ impl SocketSource {
         matches!(self, Self::Simulated(..))
     }
 
-    /// Where the first socket of the system is.
+    /// The address of the first socket.
     pub(crate) fn local_addr(&self) -> Result<SocketAddr, TransportError> {
         match self {
             Self::Real(sockets) => sockets.first().map(SystemSocket::local_addr),
@@ -188,7 +188,7 @@ impl SocketSource {
         .map_err(|error| cannot(&error))
     }
 
-    /// Whoever brings sockets of its own may have brought another number.
+    /// Checks the number of sockets, which a caller with its own sockets chooses.
     pub(crate) fn has_lanes(&self, lanes: u8) -> Result<(), TransportError> {
         match self.lanes() {
             sockets if sockets == usize::from(lanes) => Ok(()),
@@ -250,7 +250,7 @@ impl SocketSource {
     }
 }
 
-/// What one endpoint stands on.
+/// The socket of one endpoint.
 struct BoundSocket {
     socket: Arc<dyn AsyncUdpSocket>,
     capabilities: SocketCapabilities,

@@ -1,6 +1,6 @@
-//! The checks of TLS, with refusals that both sides can read: who, what is wrong, and until when it was right.
+//! Certificate verification with refusals that both sides can read: the certificate, the reason, and its validity.
 //!
-//! All decisions are webpki's but one, of the list of revoked keys; its words are replaced. A refusal travels to the refused side as the reason of the
+//! All decisions but one (the list of revoked keys) are webpki's; its texts are replaced. A refusal travels to the refused side as the reason of the
 //! connection's end.
 
 use std::sync::Arc;
@@ -21,14 +21,14 @@ use super::revoked::Revoked;
 use crate::error::TransportError;
 use crate::remedy::Remedy;
 
-/// Verifies whom a rank dials.
+/// Verifies the certificate of a rank that this rank dials.
 #[derive(Debug)]
 pub(crate) struct ServerVerifier {
     inner: Arc<WebPkiServerVerifier>,
     own: OwnIdentity,
 }
 
-/// What a rank's own identity is, for refusals, and whom it refuses.
+/// The identity of this rank, for the text of refusals, and its list of revoked keys.
 #[derive(Debug)]
 struct OwnIdentity {
     claims: Claims,
@@ -42,7 +42,7 @@ impl OwnIdentity {
         Ok(Self { claims: identity.claims()?, trusted: identity.authorities().join(" and "), revoked })
     }
 
-    /// Refuses a certificate that is good otherwise. What it says of itself is proven.
+    /// Refuses a verified certificate whose key is revoked.
     fn check_not_revoked(&self, certificate: &CertificateDer<'_>) -> Result<(), Error> {
         if !self.revoked.as_ref().is_some_and(|revoked| revoked.has(certificate)) {
             return Ok(());
@@ -57,7 +57,7 @@ impl OwnIdentity {
     }
 }
 
-/// Verifies who dials a rank.
+/// Verifies the certificate of a rank that dials this rank.
 #[derive(Debug)]
 pub(crate) struct ClientVerifier {
     inner: Arc<dyn ClientCertVerifier>,
@@ -90,7 +90,7 @@ impl ClientVerifier {
         Ok(Self { inner, mandatory: true, own: OwnIdentity::of(identity, revoked)? })
     }
 
-    /// Takes those too who show no certificate. Whoever shows one is held to it.
+    /// Accepts peers without a certificate too. A certificate that is shown must still be valid.
     pub(crate) fn or_without_certificate(self) -> Self {
         Self { mandatory: false, ..self }
     }
@@ -140,7 +140,7 @@ impl ClientCertVerifier for ClientVerifier {
     }
 
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        // Who dials has one certificate: a hint could only keep it from showing it, and the refusal from naming it.
+        // A rank has one certificate: with a hint it might not show it, and the refusal could not name it.
         &[]
     }
 
@@ -179,7 +179,7 @@ impl ClientCertVerifier for ClientVerifier {
     }
 }
 
-/// The refusal of a certificate in words; what it says of itself is not proven, and is said as such.
+/// The text of a refusal. The names in the certificate are not proven.
 fn in_words(error: Error, certificate: &CertificateDer<'_>, own: &OwnIdentity) -> Error {
     let Error::InvalidCertificate(why) = &error else {
         return error;

@@ -1,4 +1,4 @@
-//! Who comes when a group is formed again, and until when it is waited for the others.
+//! The ranks that are present when a group is formed again, and how long the others are waited for.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -28,7 +28,7 @@ pub(super) struct Attempt {
     /// Higher ranks that came.
     pub(super) above: BTreeMap<Rank, (PeerConnection, Vec<Claim>, u32)>,
     pub(super) dials: JoinSet<(Rank, Result<PeerConnection, TransportError>)>,
-    /// Higher ranks are asked whether they have gone on.
+    /// Higher ranks have been asked whether they have continued without this rank.
     pub(super) asked_above: bool,
 }
 
@@ -84,7 +84,7 @@ impl Regrouping<'_> {
             if attempt.below.is_empty() && (settled || self.all_are_here(attempt)) {
                 match self.next_members(attempt) {
                     Ok(_) => return Ok(None),
-                    // They may have gone on without this rank, and can say so.
+                    // The others may have continued without this rank, and can say so.
                     Err(_) if settled => self.ask_above(attempt),
                     Err(_) => {}
                 }
@@ -97,7 +97,7 @@ impl Regrouping<'_> {
                         attempt.early_data.push((epoch, joined));
                     }
                     Some(AdmittedConnection { epoch, joined, claims, patience, .. }) => {
-                        // Who was started anew does not know how long it is waited for.
+                        // A restarted rank does not know how long the others wait.
                         if !claims.is_empty() && self.prior.claims.is_empty() {
                             self.settled = self.settled.min(Instant::now() + patience);
                         }
@@ -136,7 +136,7 @@ impl Regrouping<'_> {
         }
     }
 
-    /// Everyone who came, this rank among them.
+    /// The ranks that are present with their claims, this rank among them.
     fn came(&self, attempt: &Attempt) -> BTreeMap<Rank, Vec<Claim>> {
         let above = attempt.above.iter().map(|(&rank, (_, claims, _))| (rank, claims.clone()));
         above.chain([(self.me(), self.prior.claims.clone())]).collect()
@@ -146,7 +146,7 @@ impl Regrouping<'_> {
         next_group(&self.came(attempt), self.everyone())
     }
 
-    /// Nobody else is to be expected.
+    /// Whether no other rank is to be expected.
     fn all_are_here(&self, attempt: &Attempt) -> bool {
         let came = self.came(attempt);
         match self.who {

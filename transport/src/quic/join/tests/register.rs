@@ -46,7 +46,7 @@ fn request() -> Vec<u8> {
 fn every_rank_but_0_is_given_away_once() {
     let mut asking = Asking::new(4);
     for (asked, code, words) in
-        [(0, RejectCode::Rank, "rank 0 is who invites"), (4, RejectCode::Rank, "for 4 ranks")]
+        [(0, RejectCode::Rank, "rank 0 has the invitation itself"), (4, RejectCode::Rank, "for 4 ranks")]
     {
         let (found, text) = asking.ask(Some(asked), &request()).unwrap_err();
         assert!(found == code && text.contains(words), "{text}");
