@@ -1,4 +1,4 @@
-//! Errors of the transport, by whose fault they are.
+//! Errors of the transport, one variant for each party at fault.
 
 use std::fmt;
 use std::time::Duration;
@@ -14,7 +14,7 @@ pub enum TransportError {
     /// The group has been aborted; the same [`Abort`] on every rank unless the coordinator died.
     #[error("{abort}{}", .pending.as_ref().map(|pending| format!("; {pending}")).unwrap_or_default())]
     Aborted {
-        /// Who failed, and why.
+        /// The rank that failed, and why.
         abort: Abort,
         /// The call of this rank that the abort ended, if one was outstanding.
         pending: Option<Pending>,
@@ -40,9 +40,9 @@ pub enum TransportError {
     /// A peer sent something that the protocol does not allow.
     #[error("rank {peer} broke the protocol: {text}")]
     PeerMisbehaved {
-        /// Who.
+        /// The peer at fault.
         peer: Rank,
-        /// What, with both sides of the mismatch.
+        /// The violation, with both sides of the mismatch.
         text: String,
     },
     /// The group could not be formed.
@@ -53,7 +53,7 @@ pub enum TransportError {
         /// What to do about it, as far as the library knows; its words are part of the text.
         remedy: Option<Remedy>,
     },
-    /// A call that this transport's contract does not allow; found by reading the caller's code.
+    /// A call that this transport's contract does not allow: a bug of the caller.
     #[error("{text}")]
     Misuse {
         /// What was called wrongly.
@@ -73,7 +73,7 @@ impl TransportError {
 }
 
 impl AbortCause {
-    /// The reason, without what kind of end it is.
+    /// The reason, without the kind of failure.
     pub fn text(&self) -> &str {
         let (Self::Died(text) | Self::Failed(text) | Self::Stuck(text)) = self;
         text
@@ -120,7 +120,7 @@ impl fmt::Display for Pending {
     }
 }
 
-/// Why a group was aborted, and by whom.
+/// Why a group was aborted, and which rank is the cause.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("rank {culprit} {cause} (operation {}, step {})", .progress.op, .progress.step)]
 pub struct Abort {
@@ -128,7 +128,7 @@ pub struct Abort {
     pub culprit: Rank,
     /// What happened to it.
     pub cause: AbortCause,
-    /// Where the culprit was when it was last heard of.
+    /// The position of the culprit in its operation, as last reported.
     pub progress: Progress,
 }
 
@@ -141,7 +141,7 @@ pub enum AbortCause {
     /// It reported an error of its own.
     #[error("failed: {0}")]
     Failed(String),
-    /// It lives, but gets on with nothing while others wait for it.
+    /// It is alive, but makes no progress while others wait for it.
     #[error("is stuck: {0}")]
     Stuck(String),
 }

@@ -14,14 +14,14 @@
 //! - Failure is collective. The first failure that the coordinator (rank 0) sees becomes everyone's: all
 //!   completions that are outstanding and all later calls end with [`TransportError::Aborted`], and the flag of
 //!   [`Transport::stop_flag`] rises so that long computations can give up between two pieces.
-//! - A deadline ends its own call only; whoever sees it decides whether the operation goes on, and calls
+//! - A deadline ends its own call only; the caller decides whether the operation continues, and calls
 //!   [`Transport::abort`] if not.
-//! - Over QUIC two detectors find a rank that is in the way: silence of its I/O, and a [`Pulse`] that stands still while
+//! - Over QUIC two detectors find a rank that blocks others: silence of its I/O, and a [`Pulse`] without a beat while
 //!   others wait for it. In one process there are deadlines only.
-//! - After an abort, those who call [`Transport::reform`] form the next group in the same processes, renumbered in their old
-//!   order. No two groups go on as the whole: the next one has more than half of the last one.
-//! - A rank that leaves with [`Transport::close`] is not dead: the others go on without it, unless they still
-//!   expected something of it. After an abort, close too: over QUIC that is when the others are sure to have heard.
+//! - After an abort, the ranks that call [`Transport::reform`] form the next group in the same processes, renumbered in their old
+//!   order. Two groups never both continue: the next group has more than half of the ranks of the last one.
+//! - A rank that leaves with [`Transport::close`] is not dead: the others continue without it, unless they still
+//!   need a message or a vote of it. After an abort, close too: over QUIC only then the others are sure to know of the abort.
 //!
 //! # Implementations
 //!

@@ -1,15 +1,15 @@
-//! Who may form the next group: the pure half of [`crate::Transport::reform`].
+//! Which ranks may form the next group: the pure half of [`crate::Transport::reform`].
 //!
-//! No two groups may both take themselves for the whole. Every rank keeps claims: the last group that it saw start, and
-//! every later one that it was ready for and may have started without its knowledge. A rank that comes to form a group has
-//! left its last one for good, and a group starts only when all its ranks were ready for it. So if every new group has
+//! Two groups must never both continue the job. Every rank keeps claims: the last group that it saw start, and
+//! every later group that it was ready for, which may have started without its knowledge. A rank that calls `reform` has
+//! left its last group for good, and a group starts only when all its ranks were ready for it. So if every new group has
 //! more than half of each claimed one, at most one group has all its ranks at any time (ADR 0018 argues it).
 
 use std::collections::BTreeMap;
 
 use crate::rank::Rank;
 
-/// A group that a rank belongs to, as far as it knows. Ranks are those of the first group.
+/// A group to which a rank may belong. Ranks have their numbers of the first group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Claim {
     /// Its epoch.
@@ -20,15 +20,15 @@ pub struct Claim {
     pub members: Vec<Rank>,
 }
 
-/// Claims that a rank can keep, so that they fit a frame: so many attempts in a row may fail at their last step.
+/// Most claims of one rank, so that they fit a frame: this many attempts in a row may fail at their last step.
 pub const MOST_CLAIMS: usize = 7;
 
-/// The ranks of the next group, ascending, of those who came with their claims; a rank that started anew has none.
+/// The ranks of the next group, ascending, chosen from `came`: ranks with their claims. A restarted rank has no claims.
 ///
-/// With `everyone` all who came are in it, otherwise only those of the last group. Fails, saying why, if they are too few.
+/// With `everyone` all of `came` are in it, otherwise only members of the last group. Fails with a text if they are too few.
 pub(crate) fn next_group(came: &BTreeMap<Rank, Vec<Claim>>, everyone: bool) -> Result<Vec<Rank>, String> {
     let Some(last) = last_started(came) else {
-        return Err("none of those who came knows the last group: start the job anew".into());
+        return Err("no rank that is present knows the last group: restart the job".into());
     };
     let knows = |rank: &Rank| came.get(rank).is_some_and(|claims| !claims.is_empty());
     let chosen: Vec<Rank> = came
@@ -40,7 +40,7 @@ pub(crate) fn next_group(came: &BTreeMap<Rank, Vec<Claim>>, everyone: bool) -> R
         let here: Vec<Rank> =
             claim.members.iter().copied().filter(|rank| chosen.contains(rank) && knows(rank)).collect();
         let (half, all) = (2 * here.len(), claim.members.len());
-        // One of two halves may go on, and all know which.
+        // One of two equal halves may continue: the half with the lowest rank.
         let enough = half > all || (half == all && here.first() == claim.members.first());
         if !enough {
             let here = match &here[..] {
@@ -57,7 +57,7 @@ pub(crate) fn next_group(came: &BTreeMap<Rank, Vec<Claim>>, everyone: bool) -> R
     Ok(chosen)
 }
 
-/// The last group that anybody who came saw start.
+/// The last group that any rank of `came` saw start.
 pub(crate) fn last_started(came: &BTreeMap<Rank, Vec<Claim>>) -> Option<&Claim> {
     came.values().flatten().filter(|claim| claim.started).max_by_key(|claim| claim.epoch)
 }

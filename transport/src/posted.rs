@@ -15,7 +15,7 @@ pub struct Posted<T> {
     receiver: oneshot::Receiver<Result<T, TransportError>>,
 }
 
-/// The side of a [`Posted`] that ends it.
+/// The sending side of a [`Posted`].
 #[derive(Debug)]
 pub(crate) struct Completer<T> {
     sender: oneshot::Sender<Result<T, TransportError>>,
@@ -29,7 +29,7 @@ impl<T> Posted<T> {
 }
 
 impl<T> Completer<T> {
-    /// Ends the completion. Nobody waiting for it any more is not an error.
+    /// Ends the completion. It is no error if the caller has dropped the future.
     pub(crate) fn complete(self, value: Result<T, TransportError>) {
         let _ = self.sender.send(value);
     }

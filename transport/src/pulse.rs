@@ -1,18 +1,18 @@
-//! Whether a rank gets on with its own work: what tells a rank that computes for long from one that is stuck.
+//! Signs of progress in a rank's own work: they tell a rank that computes for a long time from one that is stuck.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// Beats while a rank works. Whoever computes holds a [`Work`] and beats at every piece; the transport looks at it.
+/// Beats while a rank works. The code that computes holds a [`Work`] and beats at every piece; the transport watches it.
 ///
-/// A rank that holds no work waits for others, or is its caller's business: it is never taken for stuck.
+/// A rank that holds no work is never taken for stuck: it waits for other ranks, or its caller has not started an operation.
 #[derive(Debug, Default)]
 pub struct Pulse {
     beats: AtomicU64,
     works: AtomicU32,
 }
 
-/// Work that this rank does by itself, whatever others do; it ends when this is dropped.
+/// Work that this rank can do without other ranks; it ends when this is dropped.
 #[derive(Debug)]
 #[must_use = "the work ends when this is dropped"]
 pub struct Work(Arc<Pulse>);
@@ -25,12 +25,12 @@ impl Pulse {
         Work(Arc::clone(self))
     }
 
-    /// Something has been done.
+    /// Notes progress.
     pub fn beat(&self) {
         self.beats.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// How often it has beaten.
+    /// Number of beats so far.
     pub fn beats(&self) -> u64 {
         self.beats.load(Ordering::Relaxed)
     }

@@ -34,18 +34,18 @@ impl fmt::Display for Tag {
     }
 }
 
-/// What a sender knows of a message that its receiver has.
+/// Facts about a message that has been delivered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Taken {
-    /// From when this rank knew that the receiver had posted its receive, but not before the send was posted, until it
-    /// knew that the receiver had all of it. What the send took beyond that, it waited for its receiver to ask.
+    /// Time from the moment at which this rank knew that the receive was posted (or posted its send, if later) until it
+    /// knew that the receiver had the whole message. The rest of the send's time was spent waiting for the receive.
     ///
-    /// A small message may leave before it is asked for; as nobody can take it then, it counts from the ask all the same.
+    /// A small message may leave before its receive is posted; its time counts from the post of the receive as well.
     /// Zero within one process, where a message is handed over at the moment both sides have posted it.
     pub under_way: Duration,
 }
 
-/// A rank's word before an operation starts.
+/// The vote of a rank before an operation starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Vote {
     /// This rank is about to run the plan with this hash.
@@ -93,7 +93,7 @@ impl RefusalReason {
     }
 }
 
-/// Where a rank is in its operation; carried by heartbeats and quoted in errors.
+/// The position of a rank in its operation; carried by heartbeats and quoted in errors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
     /// Operation number, as in [`Tag::op`].

@@ -1,7 +1,7 @@
-//! The flight recorder: what a rank did lately, kept at all times for the moment when somebody asks why it stands still.
+//! The flight recorder: the last events of a rank, kept at all times, to find out later why the rank makes no progress.
 //!
 //! A ring of fixed size and counters for each peer. An event is a few numbers under a lock that is held for the copy of
-//! one event, or, while somebody looks, of the whole ring: no allocation, no formatting, no input or output. Nothing
+//! one event, or of the whole ring while it is read: no allocation, no formatting, no input or output. Nothing
 //! that a peer sends decides how much is kept.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use std::time::Duration;
 use crate::error::{Abort, Pending};
 use crate::rank::{Progress, Rank, Tag};
 
-/// What one rank has done and heard. Every [`crate::Transport`] keeps one.
+/// The last events of one rank, and counters for each peer. Every [`crate::Transport`] keeps one.
 #[derive(Debug)]
 pub struct Recorder {
     rank: Rank,
@@ -29,13 +29,13 @@ pub struct Recorder {
 pub struct Event {
     /// Nanoseconds since the transport was made; 0 where there is no clock (wasm).
     pub at_ns: u64,
-    /// What.
+    /// Kind of the event.
     pub kind: EventKind,
     /// The other side; this rank itself where there is none.
     pub peer: Rank,
     /// The message. Of votes, `op` is the number of the agreement.
     pub tag: Tag,
-    /// The step in which this rank was.
+    /// The plan step of this rank at that time.
     pub step: u32,
     /// Bytes of the message, or those of it that had moved when it ended early.
     pub bytes: u64,
@@ -74,11 +74,11 @@ pub enum EventKind {
     LinkLost,
     /// The peer said goodbye.
     PeerLeft,
-    /// The peer gets on with nothing while others wait for it; noted by rank 0.
+    /// The peer makes no progress while others wait for it; noted by rank 0.
     Slow,
 }
 
-/// What a recorder knows at one moment.
+/// The contents of a recorder at one moment.
 #[derive(Clone, Debug)]
 pub struct Recorded {
     /// The moment, as [`Event::at_ns`].
@@ -97,7 +97,7 @@ pub struct Recorded {
     pub ended_early: Vec<Outstanding>,
 }
 
-/// What is known of a peer.
+/// Counters of one peer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PeerRecord {
     /// Messages that the peer has confirmed.
@@ -233,7 +233,7 @@ impl Recorder {
         }
     }
 
-    /// Everything that is known now.
+    /// Copies everything that is recorded.
     pub fn look(&self) -> Recorded {
         let (events, forgotten) = lock(&self.ring).in_order();
         let last = lock(&self.last);
@@ -323,7 +323,7 @@ impl PeerCounters {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nobody panics between two related changes of what is recorded.
+    // No code panics between two related changes of a record: a poisoned lock is usable.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

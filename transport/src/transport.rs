@@ -1,4 +1,4 @@
-//! The seam: what a transport promises to the executor.
+//! The contract of a transport.
 
 use std::fmt;
 use std::sync::Arc;
@@ -55,7 +55,7 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// Rises when the group has been aborted. Long computations look at it between two pieces.
     fn stop_flag(&self) -> Arc<AtomicBool>;
 
-    /// Of this rank: to be held and beaten by whoever computes, so that a rank that is stuck in its own work is found.
+    /// The pulse of this rank. Code that computes holds work of it and beats, so that a rank that is stuck in its work is found.
     fn pulse(&self) -> Arc<Pulse>;
 
     /// Says goodbye: waits (up to `deadline`) until peers have everything they were sent, then closes. A peer that
@@ -65,30 +65,30 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// Leaves a group that has been aborted, and forms the next one with the others that do the same, by `deadline`.
     ///
     /// Ends with the same group and epoch on all its ranks, or with [`crate::TransportError::Bootstrap`], which says who did not
-    /// come or that the others have gone on without this rank. This transport is closed either way.
+    /// come or that the others have continued without this rank. This transport is closed either way.
     fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Reformed>;
 
-    /// What this rank has done lately: for whoever wants to know why a group stands still, and how much it moves.
+    /// The recorder of this rank: its last events and its counters.
     fn recorder(&self) -> Arc<Recorder>;
 
     /// The calls that have not ended.
     fn outstanding(&self) -> Vec<Outstanding>;
 
-    /// What joins this rank to the others, in one line for people; `None` within one process.
+    /// The network path of this rank in one line for people; `None` within one process.
     fn network(&self) -> Option<String>;
 
     /// Figures of the connections over which messages go, by rank; `None` for this rank, and within one process.
     fn connections(&self) -> Vec<Option<ConnectionFigures>>;
 }
 
-/// Who is to be in the next group.
+/// Which ranks are to be in the next group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Regroup {
-    /// Those of the last group that are left.
+    /// The survivors of the last group.
     Survivors,
-    /// All ranks of the first group, those that were started anew among them; after so long those who have come.
+    /// All ranks of the first group, restarted ranks among them; after `within`, the ranks that are present.
     Everyone {
-        /// How long to wait for all.
+        /// How long to wait for missing ranks.
         within: Duration,
     },
 }

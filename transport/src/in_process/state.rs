@@ -1,4 +1,4 @@
-//! What the hub remembers of its group: the ranks, their outstanding calls, and the votes.
+//! The state of a group in one process: its ranks, their outstanding calls, and the votes.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -157,7 +157,7 @@ impl GroupState {
         }
     }
 
-    /// Aborts the group if a rank still needs one that has left: it would wait in vain.
+    /// Aborts the group if a rank still needs one that has left: its call could end only at its deadline.
     pub(super) fn abort_if_a_leaver_is_needed(&mut self) {
         if let Some(abort) = self.needed_leaver() {
             self.abort(abort);

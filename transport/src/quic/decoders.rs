@@ -1,6 +1,6 @@
-//! What in here reads bytes that it did not write and can be reached by no other name, for the fuzz targets in `fuzz/` and
-//! the bounded run of `tests/decoders.rs`. Each takes any bytes: it must not panic, and what it decodes must come back the
-//! same. Not an interface.
+//! Decoders of this module that have no other public name, for the fuzz targets in `fuzz/` and
+//! the bounded run of `tests/decoders.rs`. Each takes any bytes: it must not panic, and a decoded value must encode to the
+//! same bytes. Not an interface.
 
 use std::path::Path;
 use std::time::SystemTime;
@@ -15,7 +15,7 @@ use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::{Claims, HostNames, Subject, any_rank_name, rank_name};
 use crate::rank::Rank;
 
-/// A certificate in DER, as a peer shows it before anybody has verified it.
+/// A certificate in DER, as a peer shows it, before it is verified.
 pub fn certificate(der: &[u8]) {
     let certificate = CertificateDer::from(der);
     let hash = KeyHash::of(&certificate);
@@ -46,7 +46,7 @@ pub fn revoked(bytes: &[u8]) {
     }
 }
 
-/// What an operator writes: hashes of keys, numbers of jobs, names of hosts.
+/// Texts that an operator writes: hashes of keys, numbers of jobs, names of hosts.
 pub fn names(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     if let Ok(hash) = text.parse::<KeyHash>() {

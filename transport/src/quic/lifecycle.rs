@@ -1,4 +1,4 @@
-//! How a rank starts to work, says goodbye, or goes without.
+//! How a rank starts to work in a group, closes, or is dropped.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -13,27 +13,27 @@ use tokio::time::{Instant, timeout_at};
 use crate::error::{Abort, AbortCause, Pending, TransportError};
 use crate::membership::Claim;
 use crate::posted::Completer;
-use crate::quic::control::control_connection::Silence;
-use crate::quic::control::core::{Core, Group};
+use crate::quic::control::control_connection::CoordinatorSilence;
+use crate::quic::control::core::{Core, CoreParts};
 use crate::quic::control::link::{Lane, Link};
 use crate::quic::control::state::{Deadline, Phase};
-use crate::quic::forming::endpoint::Seat;
-use crate::quic::forming::joined::Joined;
-use crate::quic::forming::regroup::{Next, Past};
+use crate::quic::forming::endpoint::RankEndpoint;
+use crate::quic::forming::peer_connection::PeerConnection;
+use crate::quic::forming::regroup::{NextGroup, PriorGroup};
 use crate::quic::network::connection::close_code;
 use crate::quic::network::frames::{FrameReader, write_frames};
 use crate::rank::{Rank, Tag};
 use crate::wire::Frame;
 
 /// Turns the connections of a rank into a working core. Must be called in a tokio context.
-pub(crate) fn start(seat: Arc<Seat>, Next { epoch, members, mesh }: Next) -> Arc<Core> {
-    let me = members.iter().position(|&member| member == seat.config.rank).unwrap_or_default();
+pub(crate) fn start(endpoint: Arc<RankEndpoint>, NextGroup { epoch, members, mesh }: NextGroup) -> Arc<Core> {
+    let me = members.iter().position(|&member| member == endpoint.config.rank).unwrap_or_default();
     let me = Rank(u32::try_from(me).unwrap_or(u32::MAX));
     for joined in &mesh.data {
-        seat.path.open_for_data(&joined.connection);
+        endpoint.path.open_for_data(&joined.connection);
     }
     let (control, control_frames) = by_rank(members.len(), mesh.control);
-    // Those beside the first come after it.
+    // The other lanes come after the first.
     let (first, beside): (Vec<_>, Vec<_>) = mesh.data.into_iter().partition(|joined| joined.lane == 0);
     let (mut links, data_frames) = by_rank(members.len(), first);
     for (rank, link) in (0..).map(Rank).zip(&mut links) {
@@ -42,10 +42,13 @@ pub(crate) fn start(seat: Arc<Seat>, Next { epoch, members, mesh }: Next) -> Arc
         let beside = beside.map(|joined| (joined.lane, joined.connection.clone()));
         let all = std::iter::once((0, link.connection.clone())).chain(beside);
         link.lanes = all
-            .map(|(lane, connection)| Lane { connection, runtime: seat.ends[lane].runtime.clone() })
+            .map(|(lane, connection)| Lane {
+                connection,
+                runtime: endpoint.lane_endpoints[lane].runtime.clone(),
+            })
             .collect();
     }
-    let core = Arc::new(Core::new(Group { seat, me, epoch, members, links, control }));
+    let core = Arc::new(Core::new(CoreParts { endpoint, me, epoch, members, links, control }));
     tokio::spawn(Arc::clone(&core).watch_deadlines());
     for (rank, frames) in data_frames {
         tokio::spawn(Arc::clone(&core).read_link(rank, frames));
@@ -60,7 +63,7 @@ pub(crate) fn start(seat: Arc<Seat>, Next { epoch, members, mesh }: Next) -> Arc
             tokio::spawn(Arc::clone(&core).read_member(rank, frames));
         }
     } else {
-        let silence = Arc::new(Silence::default());
+        let silence = Arc::new(CoordinatorSilence::default());
         tokio::spawn(Arc::clone(&core).beat_as_member(Arc::clone(&silence)));
         for (_, frames) in control_frames {
             tokio::spawn(Arc::clone(&core).read_coordinator(Arc::clone(&silence), frames));
@@ -70,7 +73,7 @@ pub(crate) fn start(seat: Arc<Seat>, Next { epoch, members, mesh }: Next) -> Arc
 }
 
 /// Links by rank, and what reads their frames.
-fn by_rank(world: usize, joined: Vec<Joined>) -> (Vec<Option<Link>>, Vec<(Rank, FrameReader)>) {
+fn by_rank(world: usize, joined: Vec<PeerConnection>) -> (Vec<Option<Link>>, Vec<(Rank, FrameReader)>) {
     let mut links: Vec<Option<Link>> = (0..world).map(|_| None).collect();
     let mut readers = Vec::new();
     for joined in joined {
@@ -81,8 +84,8 @@ fn by_rank(world: usize, joined: Vec<Joined>) -> (Vec<Option<Link>>, Vec<(Rank, 
     (links, readers)
 }
 
-fn link(joined: Joined) -> (Rank, Link, FrameReader) {
-    let Joined { rank, connection, send, frames, .. } = joined;
+fn link(joined: PeerConnection) -> (Rank, Link, FrameReader) {
+    let PeerConnection { rank, connection, send, frames, .. } = joined;
     let (sender, receiver) = mpsc::unbounded_channel();
     let (flushed, is_flushed) = watch::channel(false);
     let queued = Arc::new(AtomicUsize::new(0));
@@ -95,7 +98,7 @@ fn link(joined: Joined) -> (Rank, Link, FrameReader) {
 }
 
 impl Core {
-    /// Starts to say goodbye; the completion ends when this rank has gone.
+    /// Starts to close; the completion ends when this rank has left the group.
     pub(crate) fn close(self: &Arc<Self>, patience: Duration, completer: Completer<()>) {
         let mut state = self.lock();
         if state.phase != Phase::Open {
@@ -114,8 +117,8 @@ impl Core {
                 if core.lock().calls.aborted().is_some() { close_code::ABORTED } else { close_code::LEFT };
             let hang_up_until = deadline.at() - farewell / 2;
             let mut hanging_up = std::pin::pin!(async {
-                core.hang_up(code, hang_up_until).await;
-                core.leave_seat().await;
+                core.close_links(code, hang_up_until).await;
+                core.close_endpoint().await;
             });
             let late = timeout_at(deadline.at(), &mut hanging_up).await.is_err();
             completer.complete(result);
@@ -134,7 +137,7 @@ impl Core {
             Some(Pending { operation: "close", ..call.pending(to, tag) })
         })
         .await?;
-        // Nobody leaves a group that has been aborted in order, and so the others must not take it.
+        // A rank cannot leave an aborted group in order, and the others must not take it for that.
         if let Some(abort) = self.lock().calls.aborted().cloned() {
             return Err(TransportError::Aborted { abort, pending: None });
         }
@@ -178,10 +181,10 @@ impl Core {
     }
 
     /// Closes all connections, after the peers have read what was said, and ends all tasks.
-    async fn hang_up(&self, code: VarInt, until: Instant) {
+    async fn close_links(&self, code: VarInt, until: Instant) {
         let flush_until = until.max(Instant::now() + SHORTEST_FLUSH);
-        // Who leaves in order has told others what they wait for, such as that a message has come. After an abort
-        // everybody is told by several.
+        // The last frames of a rank that leaves in order are waited for, such as that a message has come. After an abort
+        // every rank is told by several others.
         let flush_until = match code {
             close_code::LEFT => flush_until,
             _ => flush_until.min(Instant::now() + LONGEST_FLUSH),
@@ -192,10 +195,10 @@ impl Core {
             _ => None,
         };
         for link in self.all_links() {
-            link.hang_up();
+            link.close_links();
         }
         for links in [&self.links, &self.control] {
-            // The dead acknowledge nothing.
+            // A dead rank acknowledges nothing.
             let alive = (0..).map(Rank).zip(links).filter(|(rank, _)| Some(*rank) != dead);
             for link in alive.filter_map(|(_, link)| link.as_ref()) {
                 let mut flushed = link.flushed.clone();
@@ -222,9 +225,9 @@ impl Core {
         self.over.send_replace(true);
     }
 
-    /// This rank goes for good.
-    async fn leave_seat(&self) {
-        self.seat.close(close_code::LEFT, b"", LONGEST_DRAIN).await;
+    /// Closes the endpoint: this rank forms no other group.
+    async fn close_endpoint(&self) {
+        self.endpoint.close(close_code::LEFT, b"", LONGEST_DRAIN).await;
     }
 
     /// Begins to leave an aborted group, so that this rank can form the next one; the endpoint is kept.
@@ -243,30 +246,30 @@ impl Core {
         Ok(abort)
     }
 
-    /// Ends what is left of a group that [`Self::leave_aborted`] has left.
-    pub(crate) async fn hang_up_aborted(&self) {
-        self.hang_up(close_code::ABORTED, Instant::now() + LONGEST_FLUSH).await;
+    /// Closes the connections of a group that [`Self::leave_aborted`] has left.
+    pub(crate) async fn close_aborted_links(&self) {
+        self.close_links(close_code::ABORTED, Instant::now() + LONGEST_FLUSH).await;
     }
 
     /// What this rank knows when its group has been aborted.
-    pub(crate) fn past(&self, abort: &Abort) -> Past {
+    pub(crate) fn prior(&self, abort: &Abort) -> PriorGroup {
         let links = self.members.iter().zip(&self.links);
         let addresses =
             links.filter_map(|(&rank, link)| Some((rank, link.as_ref()?.connection.remote_address())));
         let mut addresses: BTreeMap<Rank, SocketAddr> = addresses.collect();
-        if self.seat.config.rank != Rank::COORDINATOR {
-            addresses.insert(Rank::COORDINATOR, self.seat.config.coordinator);
+        if self.endpoint.config.rank != Rank::COORDINATOR {
+            addresses.insert(Rank::COORDINATOR, self.endpoint.config.coordinator);
         }
         let claim = Claim { epoch: self.epoch, started: true, members: self.members.clone() };
         let lost = match abort.cause {
             AbortCause::Died(_) | AbortCause::Stuck(_) => self.members.get(abort.culprit.0 as usize).copied(),
-            // It may come along.
+            // It may take part in the next group.
             AbortCause::Failed(_) => None,
         };
-        Past { claims: vec![claim], addresses, lost }
+        PriorGroup { claims: vec![claim], addresses, lost }
     }
 
-    /// The owner of this rank is gone without a goodbye: for the others it has died.
+    /// The transport was dropped without a close: for the others this rank has died.
     pub(crate) fn dropped(self: &Arc<Self>) {
         let phase = self.lock().phase;
         if phase != Phase::Open {
@@ -285,8 +288,8 @@ impl Core {
             if aborted_before || self.is_coordinator() { close_code::ABORTED } else { close_code::DROPPED };
         let core = Arc::clone(self);
         self.runtime.spawn(async move {
-            core.hang_up(code, Instant::now() + LONGEST_FLUSH).await;
-            core.leave_seat().await;
+            core.close_links(code, Instant::now() + LONGEST_FLUSH).await;
+            core.close_endpoint().await;
         });
     }
 }

@@ -38,20 +38,20 @@ pub fn quic_loopback_group_over(
     for rank in (0..world).map(Rank) {
         let config =
             QuicConfig { link, ..QuicConfig::new(rank, world, job, coordinator, authority.issue(rank)?) };
-        let ground = bind(&config)?;
+        let source = bind(&config)?;
         if rank == Rank::COORDINATOR {
-            coordinator = ground.local_addr()?;
+            coordinator = source.local_addr()?;
         }
-        ranks.push((QuicConfig { coordinator, ..config }, ground));
+        ranks.push((QuicConfig { coordinator, ..config }, source));
     }
     let thread = IoThread::start()?;
     let alive = thread.alive();
     thread.run(async move {
         let forming: Vec<_> = ranks
             .into_iter()
-            .map(|(config, ground)| {
+            .map(|(config, source)| {
                 let alive = alive.clone();
-                tokio::spawn(async { QuicTransport::form_on(config, ground, Some(alive)).await })
+                tokio::spawn(async { QuicTransport::form_on(config, source, Some(alive)).await })
             })
             .collect();
         let mut group: Vec<Arc<dyn Transport>> = Vec::new();

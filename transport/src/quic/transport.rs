@@ -13,16 +13,16 @@ use tokio::time::Instant;
 use super::control::core::Core;
 use super::control::link::Link;
 use super::control::state::Deadline;
-use super::forming::admission::Door;
+use super::forming::admission::Admission;
 use super::forming::config::QuicConfig;
 use super::forming::description::describe_network;
-use super::forming::endpoint::Seat;
-use super::forming::regroup::{self, Next, Past};
+use super::forming::endpoint::RankEndpoint;
+use super::forming::regroup::{self, NextGroup, PriorGroup};
 use super::forming::{bootstrap, other_carrier};
 use super::lifecycle;
 use super::network::io_thread::{Alive, IoThread};
 use super::network::path::Path;
-use super::network::socket::{self, Ends, Ground};
+use super::network::socket::{self, Endpoints, SocketSource};
 use super::trust::tls::TlsConfigs;
 use crate::error::{Abort, TransportError};
 use crate::figures::ConnectionFigures;
@@ -49,11 +49,11 @@ impl QuicTransport {
     /// rank whose own identity does not fit shows it to rank 0 before it gives up, so that others can say why it is not
     /// there.
     pub fn connect(config: QuicConfig) -> Result<Arc<dyn Transport>, TransportError> {
-        let ground = bind(&config)?;
+        let source = bind(&config)?;
         let thread = IoThread::start()?;
         let alive = thread.alive();
         thread.run(async move {
-            let transport: Arc<dyn Transport> = Arc::new(Self::form_on(config, ground, Some(alive)).await?);
+            let transport: Arc<dyn Transport> = Arc::new(Self::form_on(config, source, Some(alive)).await?);
             Ok(transport)
         })?
     }
@@ -64,8 +64,8 @@ impl QuicTransport {
     ///
     /// As [`Self::connect`].
     pub async fn form(config: QuicConfig) -> Result<Arc<dyn Transport>, TransportError> {
-        let ground = bind(&config)?;
-        Ok(Arc::new(Self::form_on(config, ground, None).await?))
+        let source = bind(&config)?;
+        Ok(Arc::new(Self::form_on(config, source, None).await?))
     }
 
     /// The same over sockets that are not the system's, one for each lane, for a simulated network: with tokio's time paused
@@ -81,10 +81,10 @@ impl QuicTransport {
         seed: [u8; 32],
     ) -> Result<Arc<dyn Transport>, TransportError> {
         config.check()?;
-        Ok(Arc::new(Self::form_on(config, Ground::Simulated(sockets, seed), None).await?))
+        Ok(Arc::new(Self::form_on(config, SocketSource::Simulated(sockets, seed), None).await?))
     }
 
-    /// Joins a job that runs already, as a rank that was started anew: with the config of its first start, but for the time
+    /// Joins a running job as a restarted rank: with the config of its first start, except for the time
     /// that it waits, which is the connect deadline. It is let in when the others form the group again, with
     /// [`Regroup::Everyone`], and finds them through rank 0. Blocks until then.
     ///
@@ -92,10 +92,10 @@ impl QuicTransport {
     ///
     /// As [`Self::connect`].
     pub fn rejoin(config: QuicConfig) -> Result<Reformed, TransportError> {
-        let ground = bind(&config)?;
+        let source = bind(&config)?;
         let thread = IoThread::start()?;
         let alive = thread.alive();
-        thread.run(async move { Self::rejoin_on(config, ground, Some(alive)).await })?
+        thread.run(async move { Self::rejoin_on(config, source, Some(alive)).await })?
     }
 
     /// The same over sockets that are not the system's, as [`Self::form_over`].
@@ -109,102 +109,112 @@ impl QuicTransport {
         seed: [u8; 32],
     ) -> Result<Reformed, TransportError> {
         config.check()?;
-        Self::rejoin_on(config, Ground::Simulated(sockets, seed), None).await
+        Self::rejoin_on(config, SocketSource::Simulated(sockets, seed), None).await
     }
 
     pub(crate) async fn form_on(
         config: QuicConfig,
-        ground: Ground,
+        source: SocketSource,
         alive: Option<Alive>,
     ) -> Result<Self, TransportError> {
-        let seat = Self::sit_down(config, ground, alive.as_ref()).await?;
-        seat.door.invite();
-        seat.listen();
-        let is_simulated = seat.is_simulated;
+        let endpoint = Self::open_endpoint(config, source, alive.as_ref()).await?;
+        endpoint.admission.open_enrolment();
+        endpoint.listen();
+        let is_simulated = endpoint.is_simulated;
         let mesh = tokio::select! {
             biased;
-            mesh = bootstrap::form(&seat) => mesh?,
-            text = seat.refusal() => return Err(TransportError::bootstrap(text)),
-            never = other_carrier::turn_away(&seat), if !is_simulated => match never {},
+            mesh = bootstrap::form(&endpoint) => mesh?,
+            text = endpoint.refusal() => return Err(TransportError::bootstrap(text)),
+            never = other_carrier::refuse_all(&endpoint), if !is_simulated => match never {},
         };
-        seat.door.invite_no_more();
-        let (epoch, members) = (seat.config.epoch, (0..seat.config.world).map(Rank).collect());
-        Ok(Self::start(seat, Next { epoch, members, mesh }, alive))
+        endpoint.admission.close_enrolment();
+        let (epoch, members) = (endpoint.config.epoch, (0..endpoint.config.world).map(Rank).collect());
+        Ok(Self::start(endpoint, NextGroup { epoch, members, mesh }, alive))
     }
 
     async fn rejoin_on(
         config: QuicConfig,
-        ground: Ground,
+        source: SocketSource,
         alive: Option<Alive>,
     ) -> Result<Reformed, TransportError> {
         let patience = config.connect_deadline;
         let until = Instant::now() + patience;
-        let seat = Self::sit_down(config, ground, alive.as_ref()).await?;
-        seat.listen();
-        let coordinator = (Rank::COORDINATOR, seat.config.coordinator);
-        let addresses = [coordinator].into_iter().filter(|(rank, _)| *rank != seat.config.rank).collect();
-        let past = Past { claims: Vec::new(), addresses, lost: None };
+        let endpoint = Self::open_endpoint(config, source, alive.as_ref()).await?;
+        endpoint.listen();
+        let coordinator = (Rank::COORDINATOR, endpoint.config.coordinator);
+        let addresses = [coordinator].into_iter().filter(|(rank, _)| *rank != endpoint.config.rank).collect();
+        let prior = PriorGroup { claims: Vec::new(), addresses, lost: None };
         let formed = tokio::select! {
             biased;
-            formed = regroup::regroup(&seat, past, Regroup::Everyone { within: patience }, until) => formed,
-            text = seat.refusal() => Err(TransportError::bootstrap(text)),
+            formed = regroup::regroup(&endpoint, prior, Regroup::Everyone { within: patience }, until) => formed,
+            text = endpoint.refusal() => Err(TransportError::bootstrap(text)),
         };
         match formed {
-            Ok(next) => Ok(Self::of(seat, next, alive)),
+            Ok(next) => Ok(Self::of(endpoint, next, alive)),
             Err(error) => {
-                seat.part(&error).await;
+                endpoint.part(&error).await;
                 Err(error)
             }
         }
     }
 
-    /// Makes what of a rank outlives its groups, unless its own identity does not fit.
-    async fn sit_down(
+    /// Makes the network side of a rank, unless its own identity does not fit.
+    async fn open_endpoint(
         config: QuicConfig,
-        ground: Ground,
+        source: SocketSource,
         alive: Option<&Alive>,
-    ) -> Result<Arc<Seat>, TransportError> {
+    ) -> Result<Arc<RankEndpoint>, TransportError> {
         let fits = config.check_identity();
-        let seat = Self::sit_down_unchecked(config, ground, alive)?;
+        let endpoint = Self::open_endpoint_unchecked(config, source, alive)?;
         if let Err(error) = fits {
-            bootstrap::knock(&seat).await;
+            bootstrap::report_bad_identity(&endpoint).await;
             return Err(error);
         }
-        Ok(seat)
+        Ok(endpoint)
     }
 
-    pub(crate) fn sit_down_unchecked(
+    pub(crate) fn open_endpoint_unchecked(
         config: QuicConfig,
-        ground: Ground,
+        source: SocketSource,
         alive: Option<&Alive>,
-    ) -> Result<Arc<Seat>, TransportError> {
+    ) -> Result<Arc<RankEndpoint>, TransportError> {
         let path = Path::new(&config.link, config.bind, config.world)?;
         let tls = TlsConfigs::new(
             &config.identity,
             config.revoked.as_ref(),
             path.transport_config(config.heartbeat),
         )?;
-        ground.has_lanes(config.link.lanes)?;
-        let is_simulated = ground.is_simulated();
-        let Ends { lanes: ends, granted, refused } =
-            ground.ends(&path, Some(&tls.server()), alive.is_some())?;
-        let beside = ends.iter().skip(1).map(|end| end.endpoint.local_addr());
+        source.has_lanes(config.link.lanes)?;
+        let is_simulated = source.is_simulated();
+        let Endpoints { lanes: lane_endpoints, capabilities, refused } =
+            source.endpoints(&path, Some(&tls.server()), alive.is_some())?;
+        let beside = lane_endpoints.iter().skip(1).map(|end| end.endpoint.local_addr());
         let lane_ports =
             beside.map(|address| address.map(|address| address.port())).collect::<Result<_, _>>();
         let lane_ports = lane_ports
             .map_err(|error| TransportError::bootstrap(format!("a lane without a port: {error}")))?;
-        let door = Arc::new(Door::new(&config, &tls, lane_ports)?);
+        let admission = Arc::new(Admission::new(&config, &tls, lane_ports)?);
         let thread = alive.map(Alive::downgrade);
-        Ok(Arc::new(Seat { config, ends, path, granted, refused, is_simulated, tls, door, thread }))
+        Ok(Arc::new(RankEndpoint {
+            config,
+            lane_endpoints,
+            path,
+            capabilities,
+            refused,
+            is_simulated,
+            tls,
+            admission,
+            thread,
+        }))
     }
 
     /// One rank's end of a group that has been formed. Must be called in a tokio context.
-    fn start(seat: Arc<Seat>, next: Next, alive: Option<Alive>) -> Self {
-        let network = describe_network(&seat, &next.mesh);
-        tracing::debug!(rank = %seat.config.rank, network);
-        let core = lifecycle::start(seat, next);
+    fn start(endpoint: Arc<RankEndpoint>, next: NextGroup, alive: Option<Alive>) -> Self {
+        let network = describe_network(&endpoint, &next.mesh);
+        tracing::debug!(rank = %endpoint.config.rank, network);
+        let core = lifecycle::start(endpoint, next);
         if let Some(alive) = alive {
-            // The I/O thread runs until this rank has gone, whoever still holds its transport.
+            // The I/O thread runs until this rank has left, even if its transport is still held.
             let mut over = core.over.subscribe();
             tokio::spawn(async move {
                 let _ = over.wait_for(|over| *over).await;
@@ -215,9 +225,9 @@ impl QuicTransport {
         Self { core, network }
     }
 
-    fn of(seat: Arc<Seat>, next: Next, alive: Option<Alive>) -> Reformed {
+    fn of(endpoint: Arc<RankEndpoint>, next: NextGroup, alive: Option<Alive>) -> Reformed {
         let (members, epoch) = (next.members.clone(), next.epoch);
-        Reformed { transport: Arc::new(Self::start(seat, next, alive)), members, epoch }
+        Reformed { transport: Arc::new(Self::start(endpoint, next, alive)), members, epoch }
     }
 
     /// Leaves an aborted group to form the next one; the endpoint is kept.
@@ -229,15 +239,15 @@ impl QuicTransport {
         let core = Arc::clone(core);
         let until = Deadline::after(patience).at();
         // Held across the time in which no group holds it.
-        let alive = core.seat.thread.as_ref().and_then(WeakSender::upgrade);
+        let alive = core.endpoint.thread.as_ref().and_then(WeakSender::upgrade);
         core.runtime.clone().spawn(async move {
             let leaving = Arc::clone(&core);
-            tokio::spawn(async move { leaving.hang_up_aborted().await });
-            let formed = regroup::regroup(&core.seat, core.past(&abort), who, until).await;
+            tokio::spawn(async move { leaving.close_aborted_links().await });
+            let formed = regroup::regroup(&core.endpoint, core.prior(&abort), who, until).await;
             if let Err(error) = &formed {
-                core.seat.part(error).await;
+                core.endpoint.part(error).await;
             }
-            completer.complete(formed.map(|next| Self::of(Arc::clone(&core.seat), next, alive)));
+            completer.complete(formed.map(|next| Self::of(Arc::clone(&core.endpoint), next, alive)));
         });
     }
 }
@@ -245,10 +255,10 @@ impl QuicTransport {
 /// How long the I/O thread outlives a rank that has gone, for its last packets.
 const LAST_PACKETS: Duration = Duration::from_millis(400);
 
-pub(crate) fn bind(config: &QuicConfig) -> Result<Ground, TransportError> {
+pub(crate) fn bind(config: &QuicConfig) -> Result<SocketSource, TransportError> {
     config.check()?;
     let sockets = config.lane_addresses().map(|address| socket::bind(address, config.link.carrier));
-    Ok(Ground::Real(sockets.collect::<Result<_, _>>()?))
+    Ok(SocketSource::Real(sockets.collect::<Result<_, _>>()?))
 }
 
 impl fmt::Debug for QuicTransport {

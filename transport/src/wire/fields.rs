@@ -1,4 +1,4 @@
-//! Fields that several frames have.
+//! Fields that several frames share.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -108,7 +108,7 @@ pub(super) fn read_ranks(reader: &mut Reader<'_>) -> Result<Vec<Rank>, WireError
     Ok(ranks)
 }
 
-/// Which rank somebody wants to be: 0, or 1 and the rank.
+/// The rank that an applicant asks for: 0 for any, or 1 and the rank.
 pub(super) fn put_wish(out: &mut Vec<u8>, rank: Option<Rank>) {
     out.push(u8::from(rank.is_some()));
     rank.iter().for_each(|rank| out.extend_from_slice(&rank.0.to_le_bytes()));

@@ -1,4 +1,4 @@
-//! Control frames: everything that is said between ranks except payload.
+//! Control frames: everything that ranks send to each other except payload.
 
 use std::net::SocketAddr;
 
@@ -22,7 +22,7 @@ pub const MOST_LANES: u8 = 16;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Frame {
-    /// First frame of whoever dialled.
+    /// First frame of the side that dialled.
     Hello {
         /// Protocol version that the sender speaks.
         protocol: u16,
@@ -32,7 +32,7 @@ pub enum Frame {
         job: [u8; 16],
         /// Counts re-formations of the group within one job.
         epoch: u32,
-        /// Who dials.
+        /// The rank that dials.
         rank: Rank,
         /// Number of ranks that the sender was told.
         world: u32,
@@ -46,9 +46,9 @@ pub enum Frame {
     },
     /// The dialled side refuses, and closes.
     Reject {
-        /// Why, for programs.
+        /// Machine-readable reason.
         code: RejectCode,
-        /// Why, for people.
+        /// Reason for people.
         text: String,
     },
     /// Where every rank can be reached, by rank.
@@ -60,14 +60,14 @@ pub enum Frame {
     Meshed,
     /// Every rank is meshed: the group exists.
     Start,
-    /// Of a rank that comes to form a group again: the groups that it may belong to.
+    /// From a rank that wants to form the next group: the groups to which it may belong.
     Join {
         /// None of a rank that was started anew.
         claims: Vec<Claim>,
-        /// For how many milliseconds more it would wait for those who are missing.
+        /// Milliseconds for which the sender would still wait for missing ranks.
         patience_ms: u32,
     },
-    /// Who is in the next group, and where: from the lowest of them to the others.
+    /// The members of the next group and their addresses: from its lowest rank to the others.
     Members {
         /// The next group's.
         epoch: u32,
@@ -76,13 +76,13 @@ pub enum Frame {
         /// One address per member.
         addresses: Vec<SocketAddr>,
     },
-    /// First frame of whoever dialled with a token: it wants an identity.
+    /// First frame of a side that dialled with a token: it asks for an identity.
     Apply {
         /// Which rank it wants to be; `None` takes any.
         rank: Option<Rank>,
         /// For the signature of its key: PKCS #10 in DER, at most [`MAX_DER_BYTES`].
         request: Vec<u8>,
-        /// That it knows the secret, made for this connection and these words.
+        /// Proof that it knows the secret, for this connection and this request.
         proof: [u8; 32],
     },
     /// The answer to that.
@@ -115,15 +115,15 @@ pub enum Frame {
         /// That rank has left: the round will never end.
         left: bool,
     },
-    /// The sender is alive, and this is what it is doing.
+    /// The sender is alive; its progress.
     Ping {
-        /// Of the sender.
+        /// Position of the sender in its operation.
         progress: Progress,
-        /// How often the sender's pulse has beaten.
+        /// Number of beats of the sender's pulse.
         beats: u64,
-        /// The sender computes, so it must get on whatever others do.
+        /// The sender computes, so it must make progress whatever others do.
         works: bool,
-        /// Of a sender that does not: the ranks with which it has calls that have not ended.
+        /// If the sender does not compute: the ranks with which it has outstanding calls.
         waits_for: Vec<Rank>,
     },
     /// The coordinator is alive.
@@ -140,7 +140,7 @@ pub enum Frame {
         /// What the connection said.
         text: String,
     },
-    /// The sender has everything it needs and goes.
+    /// The sender needs nothing more and leaves the group.
     Leave,
     /// Answer to a leave.
     Goodbye,
@@ -175,9 +175,9 @@ pub enum Purpose {
     Control,
     /// Messages between two ranks, and what is said of them.
     Data,
-    /// To form a group again of those who are left; the lower rank is dialled.
+    /// To form the next group of the survivors; the lower rank is dialled.
     Reform,
-    /// The same with ranks that were started anew.
+    /// To form the next group with restarted ranks.
     Rejoin,
     /// Chunks of messages between two ranks, beside the data connection.
     Lane,
@@ -197,12 +197,12 @@ pub enum RejectCode {
     World,
     /// This rank is here already.
     Duplicate,
-    /// The frame was not what was due.
+    /// Another frame was expected.
     Protocol,
-    /// It is not the time to form a group again: try later.
+    /// The rank cannot form a group now: try later.
     Busy,
-    /// The group has gone on without this rank.
+    /// The group has continued without this rank.
     Gone,
-    /// Its token does not let it in.
+    /// Its token is wrong, used up or expired.
     Token,
 }

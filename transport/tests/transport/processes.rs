@@ -218,7 +218,7 @@ fn a_rank_whose_compute_thread_blocks_is_named_by_all_waiting_ranks(carrier: Car
         job.wait_for(rank, "through");
         let said = job.said(rank);
         for word in [
-            "rank 1 is stuck: it has got on with nothing for",
+            "rank 1 is stuck: no progress for",
             "(operation 7, step 5)",
             "while rank 2 waited",
         ] {
@@ -226,7 +226,7 @@ fn a_rank_whose_compute_thread_blocks_is_named_by_all_waiting_ranks(carrier: Car
         }
     }
     assert!(started.elapsed() < 3 * STUCK, "{:?}", started.elapsed());
-    assert!(job.said(0).contains("warning: rank 1 has got on with nothing for"), "{}", job.said(0));
+    assert!(job.said(0).contains("warning: rank 1 has made no progress for"), "{}", job.said(0));
 }
 
 fn a_slow_rank_that_makes_progress_is_not_stuck(carrier: Carrier) {

@@ -83,12 +83,12 @@ fn a_second_process_of_the_same_rank_is_refused_and_the_first_one_stays() {
     let coordinator = connect(job.config(0, 3));
     std::thread::sleep(Duration::from_millis(700));
     let text = refused(job.config(1, 3));
-    assert!(text.contains("rank 1 is here already"), "{text}");
+    assert!(text.contains("rank 1 is connected already"), "{text}");
     let last = connect(job.config(2, 3));
     let group: Vec<_> = [coordinator, first, last].map(|rank| rank.join().unwrap().unwrap()).into();
     // And again when the group is complete.
     let text = refused(job.config(1, 3));
-    assert!(text.contains("rank 1 is here already"), "{text}");
+    assert!(text.contains("rank 1 is connected already"), "{text}");
     works(&group);
 }
 

@@ -1,8 +1,8 @@
-//! Agreements: every rank votes, rank 0 counts and tells all of them how it ended.
+//! Agreements: every rank votes, rank 0 counts the votes and sends the verdict to all ranks.
 
 use std::time::Duration;
 
-use super::coordinator::{Coordinator, Lacking};
+use super::coordinator::{Coordinator, MissingVote};
 use super::core::Core;
 use super::state::Deadline;
 use crate::ballot::{Refusal, Verdict};
@@ -14,7 +14,7 @@ use crate::recorder::EventKind;
 use crate::wire::Frame;
 
 impl Core {
-    /// Of every rank: starts this rank's part in the next agreement.
+    /// On every rank: starts this rank's part in the next agreement.
     pub(crate) fn agree(&self, vote: Vote, patience: Duration, completer: Completer<()>) {
         let mut state = self.lock();
         if let Err(error) = state.may_post() {
@@ -43,7 +43,7 @@ impl Core {
         self.changed.notify_waiters();
     }
 
-    /// Of the coordinator: counts a vote, and tells the verdict if it was the last one of its round.
+    /// On the coordinator: counts a vote, and sends the verdict if it was the last one of its round.
     pub(crate) fn count_vote(&self, coordinator: &Coordinator, rank: Rank, vote: Vote) {
         let counted = coordinator.lock().ballot.cast(rank, vote);
         match counted {
@@ -56,32 +56,34 @@ impl Core {
                 }
                 self.agreed(round, verdict);
             }
-            // The others hear of it with the next heartbeat.
-            Ok((round, None)) => self.tell(coordinator.lacking(round).map(|lacking| (rank, lacking))),
+            // The others are told with the next heartbeat.
+            Ok((round, None)) => {
+                self.send_missing(coordinator.missing_vote(round).map(|missing_vote| (rank, missing_vote)))
+            }
         }
     }
 
-    /// Of the coordinator: a rank has left, maybe one whose vote somebody waits for.
+    /// On the coordinator: a rank has left, and another one may wait for its vote.
     pub(crate) fn check_open_rounds(&self, coordinator: &Coordinator) {
-        self.tell(coordinator.lacking_anywhere());
+        self.send_missing(coordinator.missing_in_any_round());
     }
 
-    /// Of the coordinator: tells ranks whose vote they are waiting for.
-    pub(crate) fn tell(&self, lacking: impl IntoIterator<Item = (Rank, Lacking)>) {
-        for (voter, lacking) in lacking {
+    /// On the coordinator: tells waiting ranks which vote is missing.
+    pub(crate) fn send_missing(&self, missing_vote: impl IntoIterator<Item = (Rank, MissingVote)>) {
+        for (voter, missing_vote) in missing_vote {
             if voter == self.me {
-                self.lacks(lacking);
+                self.note_missing(missing_vote);
             } else if let Some(control) = self.control(voter) {
-                let Lacking { round, rank, left } = lacking;
+                let MissingVote { round, rank, left } = missing_vote;
                 control.say(Frame::Missing { round, rank, left });
             }
         }
     }
 
-    /// Of every rank: the coordinator has said whose vote a round lacks.
+    /// On every rank: the coordinator has said which vote is missing in a round.
     ///
-    /// Only the voter knows whether it is still waiting, so it is the one to end a wait in vain.
-    pub(crate) fn lacks(&self, Lacking { round, rank, left }: Lacking) {
+    /// Only the voter knows whether it still waits, so the voter ends a wait for a rank that has left.
+    pub(crate) fn note_missing(&self, MissingVote { round, rank, left }: MissingVote) {
         let waits = {
             let mut state = self.lock();
             let call = state.calls.agreements.get_mut(&round);

@@ -1,4 +1,4 @@
-//! The star of control connections: heartbeats, and the one abort that counts.
+//! The control connections between rank 0 and every other rank: heartbeats, and the one abort that counts.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use quinn::{ApplicationClose, ConnectionError};
 use tokio::time::MissedTickBehavior;
 
-use super::coordinator::Lacking;
+use super::coordinator::MissingVote;
 use super::core::Core;
 use super::stalls::{Report, Stall};
 use crate::ballot::Refusal;
@@ -23,7 +23,7 @@ impl Core {
         self.decide(Abort { culprit: rank, cause: AbortCause::Died(text), progress: Progress::default() });
     }
 
-    /// Of the coordinator: handles the frames of one rank's control connection until it ends.
+    /// On the coordinator: handles the frames of one rank's control connection until it ends.
     pub(crate) async fn read_member(self: Arc<Self>, rank: Rank, mut frames: FrameReader) {
         let Some(coordinator) = &self.coordinator else {
             return;
@@ -42,7 +42,7 @@ impl Core {
                     self.decide(abort);
                 }
                 Ok(Some(Frame::LinkLost { peer, text })) if peer.0 < self.world => {
-                    // A rank that has left in order owes nothing: the other side would have said so otherwise.
+                    // A rank that has left in order owes nothing: the other rank would have aborted otherwise.
                     if peer == self.me || !coordinator.left(peer) {
                         let text = format!("rank {rank} lost its link to it: {text}");
                         self.died(peer, text);
@@ -68,7 +68,7 @@ impl Core {
         let Some(control) = self.control(rank) else { return };
         let reason = control.connection.closed().await;
         if !coordinator.left(rank) {
-            // It may have ended by itself, such as when nothing from here reaches it.
+            // The rank may have given up by itself, such as when no packet from here reaches it.
             let text = match abort_in(&reason) {
                 Some(Abort { culprit, cause, .. }) => format!("it gave up: rank {culprit} {cause}"),
                 None => describe(&reason),
@@ -77,8 +77,12 @@ impl Core {
         }
     }
 
-    /// Of every other rank: handles the frames of the control connection until it ends.
-    pub(crate) async fn read_coordinator(self: Arc<Self>, heard: Arc<Silence>, mut frames: FrameReader) {
+    /// On every other rank: handles the frames of the control connection until it ends.
+    pub(crate) async fn read_coordinator(
+        self: Arc<Self>,
+        heard: Arc<CoordinatorSilence>,
+        mut frames: FrameReader,
+    ) {
         loop {
             let frame = frames.next().await;
             heard.reset();
@@ -93,7 +97,7 @@ impl Core {
                     self.agreed(round, verdict);
                 }
                 Ok(Some(Frame::Missing { round, rank, left })) if rank.0 < self.world => {
-                    self.lacks(Lacking { round, rank, left });
+                    self.note_missing(MissingVote { round, rank, left });
                 }
                 Ok(Some(Frame::Abort { abort })) => self.aborted(abort),
                 Ok(Some(Frame::Goodbye)) => {
@@ -130,7 +134,7 @@ impl Core {
         self.aborted(Abort { culprit: Rank::COORDINATOR, cause: AbortCause::Died(text), progress });
     }
 
-    /// Of the coordinator: tells everyone that it lives, and listens for silence.
+    /// On the coordinator: sends heartbeats to every rank, and counts the ticks for which each is silent.
     pub(crate) async fn beat_as_coordinator(self: Arc<Self>) {
         let Some(coordinator) = &self.coordinator else {
             return;
@@ -150,42 +154,42 @@ impl Core {
                     member.say(Frame::Pong);
                 }
             }
-            self.tell(coordinator.lacking_first());
+            self.send_missing(coordinator.missing_in_first_round());
             if let Some(rank) = coordinator.tick() {
                 self.died(rank, self.silence());
             }
-            self.look_for_the_deaf();
+            self.abort_unresponsive_peers();
             coordinator.report(self.me, self.report());
             if let Some(stall) = coordinator.stalled() {
-                self.speak_of(stall);
+                self.report_stall(stall);
             }
         }
     }
 
-    /// Of the coordinator: a rank is in the way of others.
-    fn speak_of(&self, Stall { rank, progress, ticks, waiting, stuck }: Stall) {
+    /// On the coordinator: reports a rank that makes no progress while others wait for it.
+    fn report_stall(&self, Stall { rank, progress, ticks, waiting, stuck }: Stall) {
         let seconds = (self.heartbeat * ticks).as_secs_f64();
         let waiting = ranks_in_words(&waiting);
         if stuck {
-            let text = format!("it has got on with nothing for {seconds:.1} s while {waiting} waited for it");
+            let text = format!("no progress for {seconds:.1} s while {waiting} waited for it");
             return self.decide(Abort { culprit: rank, cause: AbortCause::Stuck(text), progress });
         }
         self.recorder.note(EventKind::Slow, rank, Tag { op: progress.op, message: 0 }, 0);
         let Progress { op, step } = progress;
         (self.warn)(&format!(
-            "rank {rank} has got on with nothing for {seconds:.1} s (operation {op}, step {step}) while {waiting} waited for it"
+            "rank {rank} has made no progress for {seconds:.1} s (operation {op}, step {step}) while {waiting} waited for it"
         ));
     }
 
-    /// What this rank says of itself.
+    /// The report of this rank.
     fn report(&self) -> Report {
         let works = self.pulse.works();
         let waits_for = if works { Vec::new() } else { self.lock().calls.waits_for() };
         Report { progress: self.progress(), beats: self.pulse.beats(), works, waits_for }
     }
 
-    /// Of every other rank: tells the coordinator what this rank is doing, and listens for silence.
-    pub(crate) async fn beat_as_member(self: Arc<Self>, heard: Arc<Silence>) {
+    /// On every other rank: sends heartbeats with this rank's report, and counts the ticks for which the coordinator is silent.
+    pub(crate) async fn beat_as_member(self: Arc<Self>, heard: Arc<CoordinatorSilence>) {
         let mut ticks = ticks(self.heartbeat);
         let mut over = self.over.subscribe();
         loop {
@@ -201,7 +205,7 @@ impl Core {
                 let Report { progress, beats, works, waits_for } = self.report();
                 control.say(Frame::Ping { progress, beats, works, waits_for });
             }
-            self.look_for_the_deaf();
+            self.abort_unresponsive_peers();
             if heard.tick() >= SILENT_TICKS {
                 self.coordinator_died(self.silence());
             }
@@ -237,11 +241,11 @@ impl Core {
     }
 }
 
-/// Ticks for which the coordinator has been silent.
+/// Number of ticks for which the coordinator has been silent.
 #[derive(Debug, Default)]
-pub(crate) struct Silence(std::sync::atomic::AtomicU32);
+pub(crate) struct CoordinatorSilence(std::sync::atomic::AtomicU32);
 
-impl Silence {
+impl CoordinatorSilence {
     fn reset(&self) {
         self.0.store(0, std::sync::atomic::Ordering::Relaxed);
     }

@@ -1,4 +1,4 @@
-//! What only rank 0 knows: the votes, and the last word of every rank.
+//! The state that only rank 0 has: the votes, and the last report of every rank.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,7 +7,7 @@ use crate::ballot::Ballot;
 use crate::quic::network::path::SILENT_TICKS;
 use crate::rank::{Progress, Rank};
 
-/// What the coordinator knows; empty on other ranks.
+/// The state of the coordinator.
 #[derive(Debug)]
 pub(crate) struct Coordinator {
     state: Mutex<CoordinatorState>,
@@ -45,7 +45,7 @@ impl Coordinator {
         ranks.find(|(_, member)| !member.left).map(|(rank, _)| rank)
     }
 
-    /// What was last heard of a rank's work.
+    /// The last reported progress of a rank.
     pub(crate) fn progress(&self, rank: Rank) -> Progress {
         self.lock().members.get(rank.0 as usize).map(|member| member.progress).unwrap_or_default()
     }
@@ -54,20 +54,20 @@ impl Coordinator {
         self.lock().members[rank.0 as usize].silent_ticks = 0;
     }
 
-    /// A heartbeat has come, or is this rank's own.
+    /// Takes the report of a heartbeat, or of this rank itself.
     pub(crate) fn report(&self, rank: Rank, report: Report) {
         let mut state = self.lock();
         state.members[rank.0 as usize].progress = report.progress;
         state.stalls.report(rank, report);
     }
 
-    /// Counts a tick for those who stand still, and returns one that is in the way.
+    /// Counts a tick for ranks that make no progress, and returns one that others wait for.
     pub(crate) fn stalled(&self) -> Option<Stall> {
         let mut state = self.lock();
         let round = state.ballot.open_rounds().next();
-        let lacks: Vec<Rank> = round.iter().flat_map(|&round| state.ballot.missing(round)).collect();
+        let absent: Vec<Rank> = round.iter().flat_map(|&round| state.ballot.missing(round)).collect();
         let voters: Vec<Rank> = round.iter().flat_map(|&round| state.ballot.voted(round)).collect();
-        state.stalls.tick(&lacks, &voters)
+        state.stalls.tick(&absent, &voters)
     }
 
     pub(crate) fn left(&self, rank: Rank) -> bool {
@@ -79,19 +79,19 @@ impl Coordinator {
         std::mem::replace(&mut self.lock().members[rank.0 as usize].left, true)
     }
 
-    /// Whose vote an open round lacks.
-    pub(crate) fn lacking(&self, round: u64) -> Option<Lacking> {
-        self.lock().lacking(round)
+    /// The vote that is missing in an open round.
+    pub(crate) fn missing_vote(&self, round: u64) -> Option<MissingVote> {
+        self.lock().missing_vote(round)
     }
 
-    /// For those who wait in the first open round: whose vote it lacks.
-    pub(crate) fn lacking_first(&self) -> Vec<(Rank, Lacking)> {
-        self.lock().lacking_in(1)
+    /// For each rank that waits in the first open round: the vote that is missing.
+    pub(crate) fn missing_in_first_round(&self) -> Vec<(Rank, MissingVote)> {
+        self.lock().missing_in(1)
     }
 
-    /// For those who wait in any open round: whose vote it lacks.
-    pub(crate) fn lacking_anywhere(&self) -> Vec<(Rank, Lacking)> {
-        self.lock().lacking_in(usize::MAX)
+    /// For each rank that waits in any open round: the vote that is missing.
+    pub(crate) fn missing_in_any_round(&self) -> Vec<(Rank, MissingVote)> {
+        self.lock().missing_in(usize::MAX)
     }
 
     /// Counts a tick of silence for everyone, and returns a rank that has been silent for too long.
@@ -110,26 +110,26 @@ impl Coordinator {
 
 impl CoordinatorState {
     /// A rank that has left is named before one that may still come.
-    fn lacking(&self, round: u64) -> Option<Lacking> {
+    fn missing_vote(&self, round: u64) -> Option<MissingVote> {
         let left = |rank: &Rank| self.members[rank.0 as usize].left;
         let gone = self.ballot.missing(round).find(left);
         let rank = gone.or_else(|| self.ballot.missing(round).next())?;
-        Some(Lacking { round, rank, left: gone.is_some() })
+        Some(MissingVote { round, rank, left: gone.is_some() })
     }
 
-    fn lacking_in(&self, most_rounds: usize) -> Vec<(Rank, Lacking)> {
+    fn missing_in(&self, most_rounds: usize) -> Vec<(Rank, MissingVote)> {
         let rounds = self.ballot.open_rounds().take(most_rounds);
-        let lacking = rounds.filter_map(|round| self.lacking(round));
-        lacking.flat_map(|one| self.ballot.voted(one.round).map(move |voter| (voter, one))).collect()
+        let missing_vote = rounds.filter_map(|round| self.missing_vote(round));
+        missing_vote.flat_map(|one| self.ballot.voted(one.round).map(move |voter| (voter, one))).collect()
     }
 }
 
-/// A vote that an open round lacks.
+/// A vote that is missing in an open round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Lacking {
+pub(crate) struct MissingVote {
     pub(crate) round: u64,
-    /// Whose.
+    /// The rank that has not voted.
     pub(crate) rank: Rank,
-    /// It will never come.
+    /// The rank has left the group: it will not vote.
     pub(crate) left: bool,
 }

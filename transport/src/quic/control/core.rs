@@ -1,4 +1,4 @@
-//! What the tasks and the calls of one rank share, and how a failure becomes everyone's.
+//! The state that the tasks and the calls of one rank share, and how a failure reaches every rank.
 //!
 //! Calls come in from any thread, frames and streams from tasks of the tokio context; both change the state under
 //! one lock that is never held across a wait.
@@ -12,18 +12,18 @@ use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use super::coordinator::Coordinator;
-use super::link::{Link, MOST_QUEUED};
+use super::link::{Link, MAX_QUEUED_FRAMES};
 use super::state::RankState;
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::pulse::Pulse;
 use crate::quic::forming::config::QuicConfig;
-use crate::quic::forming::endpoint::Seat;
+use crate::quic::forming::endpoint::RankEndpoint;
 use crate::quic::trust::job::JobId;
 use crate::rank::{Progress, Rank, Tag};
 use crate::recorder::{EventKind, Recorder};
 use crate::wire::Frame;
 
-/// Everything that the tasks of one rank share.
+/// The state that the tasks of one rank share.
 #[derive(Debug)]
 pub(crate) struct Core {
     pub(crate) me: Rank,
@@ -34,7 +34,7 @@ pub(crate) struct Core {
     pub(crate) warn: fn(&str),
     pub(crate) pulse: Arc<Pulse>,
     pub(crate) stop_flag: Arc<AtomicBool>,
-    pub(crate) seat: Arc<Seat>,
+    pub(crate) endpoint: Arc<RankEndpoint>,
     /// By rank of this group, its rank in the first one.
     pub(crate) members: Vec<Rank>,
     /// Data connections, by rank; none to itself.
@@ -44,9 +44,9 @@ pub(crate) struct Core {
     /// Of rank 0.
     pub(crate) coordinator: Option<Coordinator>,
     pub(crate) runtime: Handle,
-    /// Wakes who waits for calls to end, or for a deadline that has become earlier.
+    /// Wakes tasks that wait for the end of a call, or for a deadline that has become earlier.
     pub(crate) changed: Notify,
-    /// Becomes true when the rank has gone and all its tasks must end.
+    /// Becomes true when the rank has left the group and all its tasks must end.
     pub(crate) over: watch::Sender<bool>,
     pub(crate) recorder: Arc<Recorder>,
     state: Mutex<RankState>,
@@ -54,8 +54,8 @@ pub(crate) struct Core {
 
 /// What a [`Core`] is made of.
 #[derive(Debug)]
-pub(crate) struct Group {
-    pub(crate) seat: Arc<Seat>,
+pub(crate) struct CoreParts {
+    pub(crate) endpoint: Arc<RankEndpoint>,
     pub(crate) me: Rank,
     pub(crate) epoch: u32,
     pub(crate) members: Vec<Rank>,
@@ -65,9 +65,9 @@ pub(crate) struct Group {
 
 impl Core {
     /// Must be called in a tokio context.
-    pub(crate) fn new(group: Group) -> Self {
-        let Group { seat, me, epoch, members, links, control } = group;
-        let QuicConfig { job, heartbeat, stuck_after, warn, .. } = seat.config;
+    pub(crate) fn new(group: CoreParts) -> Self {
+        let CoreParts { endpoint, me, epoch, members, links, control } = group;
+        let QuicConfig { job, heartbeat, stuck_after, warn, .. } = endpoint.config;
         let world = u32::try_from(members.len()).unwrap_or(u32::MAX);
         let recorder = Arc::new(Recorder::new(me, world, format!("{job} epoch {epoch}")));
         let stuck_ticks = stuck_after.as_nanos().div_ceil(heartbeat.as_nanos().max(1));
@@ -80,7 +80,7 @@ impl Core {
             warn,
             pulse: Arc::default(),
             stop_flag: Arc::new(AtomicBool::new(false)),
-            seat,
+            endpoint,
             members,
             links,
             control,
@@ -124,7 +124,7 @@ impl Core {
         self.recorder.enter(progress);
     }
 
-    /// The group is aborted, as far as this rank is concerned: everything outstanding ends. The first one counts.
+    /// This rank takes the group as aborted: every outstanding call ends. The first abort counts.
     pub(crate) fn aborted(&self, abort: Abort) {
         let mut state = self.lock();
         if state.calls.aborted().is_some() {
@@ -144,7 +144,7 @@ impl Core {
         self.ask_for_abort(Abort { culprit, cause: AbortCause::Failed(text), progress });
     }
 
-    /// Rank 0 decides; every other rank asks it to.
+    /// Asks rank 0 for an abort; on rank 0, decides it.
     pub(crate) fn ask_for_abort(&self, abort: Abort) {
         self.stop_flag.store(true, Ordering::Release);
         if self.is_coordinator() {
@@ -177,7 +177,7 @@ impl Core {
 
     /// A peer has broken the protocol: ends the receive that it concerns, tells the peer, and aborts the group.
     pub(crate) fn misbehaved(&self, peer: Rank, tag: Option<Tag>, text: String) {
-        // Once is enough: a peer that goes on misbehaving, and reads no answer, must not fill queues.
+        // One answer is enough: a peer that misbehaves again and again, and reads no answer, must not fill queues.
         let is_known = self.lock().calls.aborted().is_some();
         if let Some(tag) = tag {
             self.recorder.note(EventKind::Refused, peer, tag, 0);
@@ -194,22 +194,22 @@ impl Core {
         }
     }
 
-    /// Looks for peers that read nothing: what is said to them must not wait without end.
-    pub(crate) fn look_for_the_deaf(&self) {
+    /// Aborts the group if a peer reads no frames: frames for it must not queue without end.
+    pub(crate) fn abort_unresponsive_peers(&self) {
         for links in [&self.links, &self.control] {
             let mut all = (0..).map(Rank).zip(links);
-            let deaf = all.find(|(_, link)| link.as_ref().is_some_and(Link::is_deaf));
+            let deaf = all.find(|(_, link)| link.as_ref().is_some_and(Link::is_unresponsive));
             if let Some((rank, _)) = deaf {
                 self.misbehaved(
                     rank,
                     None,
-                    format!("more than {MOST_QUEUED} frames wait for it, it reads none"),
+                    format!("more than {MAX_QUEUED_FRAMES} frames wait for it, it reads none"),
                 );
             }
         }
     }
 
-    /// A rank has left in order. Whoever still needs it would wait in vain.
+    /// A rank has left in order. If this rank still needs it, the group is aborted.
     pub(crate) fn peer_left(&self, peer: Rank) {
         let mut state = self.lock();
         if !std::mem::replace(&mut state.peers[peer.0 as usize].left, true) {

@@ -22,7 +22,7 @@ pub(crate) struct Lane {
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) connection: Connection,
-    /// Of a data connection: itself and those beside it. None of a control connection.
+    /// All lanes of a data connection, itself the first. Empty for a control connection.
     pub(crate) lanes: Vec<Lane>,
     frames: Mutex<Option<FrameSender>>,
     /// Frames that have not been handed to the connection.
@@ -48,7 +48,7 @@ impl Link {
         }
     }
 
-    /// Queues a frame. A link that is gone drops it: its watcher knows.
+    /// Queues a frame. A link whose connection has ended drops it: the task that watches the connection handles that.
     pub(crate) fn say(&self, frame: Frame) {
         if let Some(frames) = &*self.frames.lock().unwrap_or_else(PoisonError::into_inner) {
             self.queued.fetch_add(1, Ordering::Relaxed);
@@ -56,9 +56,9 @@ impl Link {
         }
     }
 
-    /// More frames wait for it than any plan has: it lives, and does not read.
-    pub(crate) fn is_deaf(&self) -> bool {
-        self.queued.load(Ordering::Relaxed) > MOST_QUEUED
+    /// More frames are queued than any plan needs: the peer is alive, and does not read.
+    pub(crate) fn is_unresponsive(&self) -> bool {
+        self.queued.load(Ordering::Relaxed) > MAX_QUEUED_FRAMES
     }
 
     /// Figures of all lanes together: sums, the longest round trip and the smallest packets.
@@ -79,11 +79,11 @@ impl Link {
         all
     }
 
-    /// No frame follows: ends the stream once the peer has all of them.
-    pub(crate) fn hang_up(&self) {
+    /// No frame follows: the stream ends once the peer has all of them.
+    pub(crate) fn close_links(&self) {
         self.frames.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 }
 
 /// Frames that may wait for one peer.
-pub(crate) const MOST_QUEUED: usize = 1 << 16;
+pub(crate) const MAX_QUEUED_FRAMES: usize = 1 << 16;

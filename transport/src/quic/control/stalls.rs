@@ -1,12 +1,12 @@
-//! The second detector: a rank that lives but gets on with nothing while others wait for it.
+//! The second detector: a rank that is alive but makes no progress while others wait for it.
 //!
-//! Only a rank that works can be stuck. A rank that waits is not to blame, however long it does, and neither is one whose
+//! Only a rank that works can be stuck. A rank that waits is not at fault, however long it waits, and neither is one whose
 //! caller does something between two operations: the callers' own deadlines end that. Time is counted in heartbeats of
-//! the rank itself that came here and said nothing new: a host that stood still as a whole has not been stuck.
+//! the rank itself that arrived and reported nothing new: a host that was suspended as a whole has not been stuck.
 
 use crate::rank::{Progress, Rank};
 
-/// What a rank says of itself with every heartbeat.
+/// The report of a rank in every heartbeat.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Report {
     pub(crate) progress: Progress,
@@ -16,7 +16,7 @@ pub(crate) struct Report {
     pub(crate) waits_for: Vec<Rank>,
 }
 
-/// All reports, and for how long each rank has stood still while others waited for it.
+/// The last report of each rank, and for how many ticks it has made no progress while others waited for it.
 #[derive(Debug)]
 pub(crate) struct Stalls {
     ranks: Vec<Watched>,
@@ -27,22 +27,22 @@ pub(crate) struct Stalls {
 #[derive(Clone, Debug, Default)]
 struct Watched {
     report: Report,
-    /// It has said something since the last tick.
+    /// A report has arrived since the last tick.
     fresh: bool,
-    /// That was something new.
+    /// That report shows progress.
     moved: bool,
     still_ticks: u32,
 }
 
-/// A rank that is in the way.
+/// A rank that makes no progress while others wait for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Stall {
     pub(crate) rank: Rank,
     pub(crate) progress: Progress,
     pub(crate) ticks: u32,
-    /// Who waits for it, lowest first.
+    /// The ranks that wait for it, lowest first.
     pub(crate) waiting: Vec<Rank>,
-    /// Long enough to end the operation; else only to speak of it.
+    /// Long enough to abort the group; otherwise only a warning is due.
     pub(crate) stuck: bool,
 }
 
@@ -61,13 +61,13 @@ impl Stalls {
         watched.report = report;
     }
 
-    /// Counts a tick for everybody. `lacks` are the ranks for whose vote `voters` wait.
-    pub(crate) fn tick(&mut self, lacks: &[Rank], voters: &[Rank]) -> Option<Stall> {
+    /// Counts a tick for every rank. `absent` are the ranks for whose vote `voters` wait.
+    pub(crate) fn tick(&mut self, absent: &[Rank], voters: &[Rank]) -> Option<Stall> {
         let mut worst: Option<Stall> = None;
         for index in 0..self.ranks.len() {
             let rank = Rank(u32::try_from(index).unwrap_or(u32::MAX));
             let waiting = if self.ranks[index].report.works {
-                self.waiting_for(rank, lacks, voters)
+                self.waiting_for(rank, absent, voters)
             } else {
                 Vec::new()
             };
@@ -88,9 +88,9 @@ impl Stalls {
         worst
     }
 
-    fn waiting_for(&self, rank: Rank, lacks: &[Rank], voters: &[Rank]) -> Vec<Rank> {
+    fn waiting_for(&self, rank: Rank, absent: &[Rank], voters: &[Rank]) -> Vec<Rank> {
         let others = (0..).map(Rank).zip(&self.ranks).filter(|&(other, _)| other != rank);
-        let voted = |other: &Rank| lacks.contains(&rank) && voters.contains(other);
+        let voted = |other: &Rank| absent.contains(&rank) && voters.contains(other);
         let waits = |other: Rank, it: &Watched| {
             !it.report.works && (it.report.waits_for.contains(&rank) || voted(&other))
         };
@@ -98,7 +98,7 @@ impl Stalls {
     }
 }
 
-/// A rank is spoken of after this part of the time after which it counts as stuck.
+/// A warning is due after this part of the time after which a rank counts as stuck.
 const SLOW_PART: u32 = 4;
 
 #[cfg(test)]

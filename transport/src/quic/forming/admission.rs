@@ -1,4 +1,4 @@
-//! Who comes in: every connection to this rank's endpoint is let in here, or told why not.
+//! Admission: every connection to this rank's endpoint is admitted here, or refused with a reason.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,182 +9,182 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use super::config::QuicConfig;
-use super::joined::Joined;
+use super::peer_connection::PeerConnection;
 use crate::error::TransportError;
 use crate::membership::Claim;
-use crate::quic::join::Desk;
-use crate::quic::network::connection::{GOODBYE_PATIENCE, close_code, cut, describe};
+use crate::quic::join::EnrolServer;
+use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe};
 use crate::quic::network::frames::FrameReader;
-use crate::quic::network::handshakes::{Answer, Visitors};
+use crate::quic::network::handshakes::{HandshakeDecision, PendingHandshakes};
 use crate::quic::trust::names::Claims;
 use crate::quic::trust::tls::{self, TlsConfigs};
 use crate::rank::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
-/// Where connections come in, for as long as the endpoint lives.
-pub(crate) struct Door {
+/// Admission of connections, for as long as the endpoint lives.
+pub(crate) struct Admission {
     config: QuicConfig,
     tls: TlsConfigs,
-    /// Where the lanes beside the first are to be dialled.
+    /// Ports of the lanes after the first.
     lane_ports: Vec<u16>,
-    /// Of rank 0, if others may come with a token.
-    desk: Option<Desk>,
-    open: Mutex<Open>,
-    visitors: Visitors,
-    /// Whom it has turned away, and why: what a rank says when others did not come.
+    /// On rank 0, if other ranks may enrol with a token.
+    enrol_server: Option<EnrolServer>,
+    open: Mutex<AdmissionState>,
+    pending: PendingHandshakes,
+    /// The first refusals with their reasons, for the error that says which ranks are missing.
     refusals: Mutex<Vec<String>>,
 }
 
-/// For whom the door is open.
-struct Open {
-    era: Era,
-    /// Who has been let in, to notice a second one of the same rank.
-    taken: HashMap<(bool, usize, Rank), Connection>,
-    arrived: mpsc::Sender<Arrival>,
+/// Which group is forming or at work, and the connections admitted to it.
+struct AdmissionState {
+    status: GroupStatus,
+    /// The admitted connections, to notice a second one of the same rank.
+    admitted: HashMap<(bool, usize, Rank), Connection>,
+    arrived: mpsc::Sender<AdmittedConnection>,
 }
 
-/// What a rank is part of.
+/// The group to which a rank belongs, if any.
 #[derive(Clone, Debug)]
-pub(crate) enum Era {
+pub(crate) enum GroupStatus {
     /// A group that is forming, or at work.
     Group { epoch: u32, members: Vec<Rank> },
-    /// None: it forms one again, whose epoch is later than this one; of all ranks, or of those who are left.
+    /// Between two groups: the next one has a later epoch than this, and is of all ranks or of survivors.
     Between { epoch: u32, everyone: bool },
 }
 
-/// A connection that has been let in.
+/// A connection that has been admitted.
 #[derive(Debug)]
-pub(crate) struct Arrival {
+pub(crate) struct AdmittedConnection {
     pub(crate) purpose: Purpose,
-    /// What the other side said in its hello.
+    /// The epoch in the hello of the other side.
     pub(crate) epoch: u32,
-    pub(crate) joined: Joined,
-    /// Of one that comes to form a group again.
+    pub(crate) joined: PeerConnection,
+    /// The claims of a rank that wants to form the next group; otherwise empty.
     pub(crate) claims: Vec<Claim>,
     pub(crate) patience: Duration,
 }
 
-impl Door {
-    /// A door that nobody comes in by before [`Self::open`].
+impl Admission {
+    /// Admits nobody before [`Self::open`].
     pub(crate) fn new(
         config: &QuicConfig,
         tls: &TlsConfigs,
         lane_ports: Vec<u16>,
     ) -> Result<Self, TransportError> {
-        let desk = match &config.invitation {
+        let enrol_server = match &config.invitation {
             Some(invitation) => {
-                Some(Desk::new(Arc::clone(invitation), &config.identity, config.revoked.as_ref())?)
+                Some(EnrolServer::new(Arc::clone(invitation), &config.identity, config.revoked.as_ref())?)
             }
             None => None,
         };
-        let era = Era::Group { epoch: config.epoch, members: Vec::new() };
-        let open = Open { era, taken: HashMap::new(), arrived: mpsc::channel(1).0 };
+        let status = GroupStatus::Group { epoch: config.epoch, members: Vec::new() };
+        let open = AdmissionState { status, admitted: HashMap::new(), arrived: mpsc::channel(1).0 };
         Ok(Self {
             config: config.clone(),
             tls: tls.clone(),
             lane_ports,
-            desk,
+            enrol_server,
             open: Mutex::new(open),
-            visitors: Visitors::default(),
+            pending: PendingHandshakes::default(),
             refusals: Mutex::new(Vec::new()),
         })
     }
 
     /// Lets others in by a token from now on, if this rank has an invitation.
-    pub(crate) fn invite(&self) {
-        self.desk.iter().for_each(Desk::open);
+    pub(crate) fn open_enrolment(&self) {
+        self.enrol_server.iter().for_each(EnrolServer::open);
     }
 
-    /// What is run with whoever comes now.
+    /// The TLS settings for connections that arrive now.
     pub(crate) fn server(&self) -> ServerConfig {
-        let inviting = self.desk.as_ref().and_then(Desk::tls);
+        let inviting = self.enrol_server.as_ref().and_then(EnrolServer::tls);
         inviting.map_or_else(|| self.tls.server(), |tls| self.tls.server_of(tls))
     }
 
-    /// Every rank is there.
-    pub(crate) fn invite_no_more(&self) {
-        self.desk.iter().for_each(Desk::close);
+    /// Ends enrolment: every rank is present.
+    pub(crate) fn close_enrolment(&self) {
+        self.enrol_server.iter().for_each(EnrolServer::close);
     }
 
-    /// Lets in who belongs to `era` from now on.
-    pub(crate) fn open(&self, era: Era) -> mpsc::Receiver<Arrival> {
+    /// Admits the ranks that belong to `status` from now on.
+    pub(crate) fn open(&self, status: GroupStatus) -> mpsc::Receiver<AdmittedConnection> {
         let (arrived, arrivals) = mpsc::channel(64);
-        *self.lock() = Open { era, taken: HashMap::new(), arrived };
+        *self.lock() = AdmissionState { status, admitted: HashMap::new(), arrived };
         arrivals
     }
 
     /// The group that was formed is complete.
     pub(crate) fn close(&self, epoch: u32, members: &[Rank]) {
-        drop(self.open(Era::Group { epoch, members: members.to_vec() }));
+        drop(self.open(GroupStatus::Group { epoch, members: members.to_vec() }));
     }
 
-    fn lock(&self) -> MutexGuard<'_, Open> {
+    fn lock(&self) -> MutexGuard<'_, AdmissionState> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets in whom the endpoint of a lane hears of.
+    /// Admits or refuses the connections to the endpoint of a lane.
     pub(crate) async fn listen(self: Arc<Self>, endpoint: Endpoint, lane: usize) {
         while let Some(incoming) = endpoint.accept().await {
             let from = incoming.remote_address();
-            let place = match self.visitors.answer(from.ip(), incoming.remote_address_validated()) {
-                Answer::Enter(place) => place,
-                Answer::ProveAddress => {
-                    // Nothing is kept: what it must show again is in the answer. It fails for those who have shown it.
+            let slot = match self.pending.decide(from.ip(), incoming.remote_address_validated()) {
+                HandshakeDecision::Accept(slot) => slot,
+                HandshakeDecision::RequireRetry => {
+                    // Nothing is kept: the token to show again is in the answer. It fails only for a proven address.
                     let _ = incoming.retry();
                     continue;
                 }
-                Answer::Refuse => {
+                HandshakeDecision::Refuse => {
                     incoming.refuse();
                     continue;
                 }
             };
-            let door = Arc::clone(&self);
+            let admission = Arc::clone(&self);
             tokio::spawn(async move {
-                let _place = place;
-                if let Err(error) = door.receive(incoming, lane).await {
+                let _slot = slot;
+                if let Err(error) = admission.receive(incoming, lane).await {
                     tracing::info!(error, %from, "turned a connection away");
-                    door.remember(&format!("{}: {error}", from.ip().to_canonical()));
+                    admission.note_refusal(&format!("{}: {error}", from.ip().to_canonical()));
                 }
             });
         }
     }
 
-    pub(crate) fn remember(&self, refusal: &str) {
+    pub(crate) fn note_refusal(&self, refusal: &str) {
         let mut refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
-        if refusals.len() < MOST_REMEMBERED && !refusals.iter().any(|known| known == refusal) {
+        if refusals.len() < MAX_REFUSALS && !refusals.iter().any(|known| known == refusal) {
             refusals.push(refusal.to_owned());
         }
     }
 
-    /// Whom it has turned away, as the end of a sentence; empty if nobody.
-    pub(crate) fn turned_away(&self) -> String {
+    /// The refusals, as the end of a sentence; empty if there are none.
+    pub(crate) fn refusals_text(&self) -> String {
         let refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
         let all = refusals.iter().map(|refusal| format!("; turned away: {}", cut(refusal)));
         all.collect()
     }
 
-    /// Lets one visitor in, or tells it why not.
+    /// Admits one connection, or refuses it with a reason.
     async fn receive(&self, incoming: Incoming, lane: usize) -> Result<(), String> {
-        // Who has a token knows the address of the first lane.
+        // A rank with a token knows the address of the first lane only.
         let config = Arc::new(if lane == 0 { self.server() } else { self.tls.server() });
         let connecting = incoming.accept_with(config).map_err(|error| error.to_string())?;
-        let connection = timeout(VISIT_PATIENCE, connecting).await.map_err(|_| "slow handshake")?;
+        let connection = timeout(HANDSHAKE_TIMEOUT, connecting).await.map_err(|_| "slow handshake")?;
         let connection = connection.map_err(|error| describe(&error))?;
-        if let (Some(desk), true) = (&self.desk, tls::is_application(&connection)) {
-            return self.let_in(desk, &connection).await;
+        if let (Some(enrol_server), true) = (&self.enrol_server, tls::is_application(&connection)) {
+            return self.enrol(enrol_server, &connection).await;
         }
-        let talk = timeout(VISIT_PATIENCE, self.talk(&connection, lane)).await;
+        let talk = timeout(HANDSHAKE_TIMEOUT, self.talk(&connection, lane)).await;
         let refusal = match talk {
             Ok(Ok(arrival)) => {
                 let arrived = self.lock().arrived.clone();
-                // Nobody is waiting once the group is complete; then nobody is missing either.
+                // Nothing waits for connections once the group is complete.
                 return arrived.send(arrival).await.map_err(|_| "the group is complete".into());
             }
-            Ok(Err(Refusal { answer, code, text })) => {
+            Ok(Err(HelloRefusal { answer, code, text })) => {
                 if let Some(mut answer) = answer {
                     let reject = Frame::Reject { code, text: text.clone() };
                     if answer.write_all(&reject.encode()).await.is_ok() && answer.finish().is_ok() {
-                        let _ = timeout(GOODBYE_PATIENCE, answer.stopped()).await;
+                        let _ = timeout(CLOSE_TIMEOUT, answer.stopped()).await;
                     }
                 }
                 text
@@ -195,9 +195,9 @@ impl Door {
         Err(refusal)
     }
 
-    /// Gives one who has a token its identity. It comes again, as a rank.
-    async fn let_in(&self, desk: &Desk, connection: &Connection) -> Result<(), String> {
-        let served = timeout(VISIT_PATIENCE, desk.serve(connection)).await;
+    /// Gives a rank with a token its identity. It dials again, as a rank.
+    async fn enrol(&self, enrol_server: &EnrolServer, connection: &Connection) -> Result<(), String> {
+        let served = timeout(HANDSHAKE_TIMEOUT, enrol_server.serve(connection)).await;
         let served = served.unwrap_or_else(|_| Err("no application".into()));
         let reason = served.as_ref().err().map_or("", |text| cut(text));
         connection.close(close_code::REJECTED, reason.as_bytes());
@@ -207,8 +207,8 @@ impl Door {
         Ok(())
     }
 
-    async fn talk(&self, connection: &Connection, lane: usize) -> Result<Arrival, Refusal> {
-        let silent = |code, text: String| Refusal { answer: None, code, text };
+    async fn talk(&self, connection: &Connection, lane: usize) -> Result<AdmittedConnection, HelloRefusal> {
+        let silent = |code, text: String| HelloRefusal { answer: None, code, text };
         let claims =
             tls::proven_claims(connection).map_err(|error| silent(RejectCode::Rank, error.to_string()))?;
         let purpose = tls::negotiated_purpose(connection);
@@ -223,9 +223,9 @@ impl Door {
         };
         let (rank, purpose, epoch) = match judged {
             Ok(known) => known,
-            Err((code, text)) => return Err(Refusal { answer: Some(send), code, text }),
+            Err((code, text)) => return Err(HelloRefusal { answer: Some(send), code, text }),
         };
-        let mut joined = Joined { rank, lane, connection: connection.clone(), send, frames };
+        let mut joined = PeerConnection { rank, lane, connection: connection.clone(), send, frames };
         let lane_ports = self.lane_ports.clone();
         let welcome = Frame::Welcome { protocol: PROTOCOL_VERSION, lane_ports }.encode();
         if let Err(error) = joined.send.write_all(&welcome).await {
@@ -240,10 +240,10 @@ impl Door {
                 other => return Err(silent(RejectCode::Protocol, format!("not a join: {other:?}"))),
             }
         }
-        Ok(Arrival { purpose, epoch, joined, claims, patience })
+        Ok(AdmittedConnection { purpose, epoch, joined, claims, patience })
     }
 
-    /// Which rank a visitor is, or why it may not come in.
+    /// The rank and purpose of a connection, or why it is refused.
     fn judge(
         &self,
         hello: &Frame,
@@ -262,11 +262,11 @@ impl Door {
                 format!("rank {me} speaks protocol version {PROTOCOL_VERSION}, rank {rank} {protocol}");
             return Err((RejectCode::Version, text));
         }
-        let era = self.lock().era.clone();
+        let status = self.lock().status.clone();
         let again = matches!(purpose, Purpose::Reform | Purpose::Rejoin);
-        let (epoch, fits) = match era {
-            Era::Group { epoch, .. } => (epoch, again || said_epoch == epoch),
-            Era::Between { epoch, .. } => {
+        let (epoch, fits) = match status {
+            GroupStatus::Group { epoch, .. } => (epoch, again || said_epoch == epoch),
+            GroupStatus::Between { epoch, .. } => {
                 let data = matches!(purpose, Purpose::Data | Purpose::Lane);
                 (epoch, again || (data && said_epoch > epoch))
             }
@@ -279,7 +279,7 @@ impl Door {
         }
         let address = connection.remote_address().ip();
         claims
-            .may_be(rank, self.config.known(rank), Some(address))
+            .check_rank(rank, self.config.known(rank), Some(address))
             .map_err(|text| (RejectCode::Rank, text))?;
         if said_world != *world {
             let text = format!("rank {me} was told {world} ranks, rank {rank} was told {said_world}");
@@ -301,57 +301,57 @@ impl Door {
             return Err((RejectCode::Protocol, text));
         }
         if again {
-            return match era {
-                Era::Group { epoch, members }
+            return match status {
+                GroupStatus::Group { epoch, members }
                     if purpose == Purpose::Reform && said_epoch < epoch && !members.contains(&rank) =>
                 {
-                    Err((RejectCode::Gone, gone_on_without(rank, epoch)))
+                    Err((RejectCode::Gone, left_out_text(rank, epoch)))
                 }
-                Era::Group { epoch, .. } => {
+                GroupStatus::Group { epoch, .. } => {
                     Err((RejectCode::Busy, format!("rank {me} is in the group of epoch {epoch}")))
                 }
-                Era::Between { everyone, .. } if everyone != (purpose == Purpose::Rejoin) => {
-                    Err((RejectCode::Busy, format!("rank {me} forms another kind of group")))
+                GroupStatus::Between { everyone, .. } if everyone != (purpose == Purpose::Rejoin) => {
+                    Err((RejectCode::Busy, format!("rank {me} is forming a group of other ranks")))
                 }
-                Era::Between { .. } if rank < *me => {
+                GroupStatus::Between { .. } if rank < *me => {
                     Err((RejectCode::Busy, format!("rank {me} dials lower ranks itself")))
                 }
-                Era::Between { .. } => Ok((rank, purpose, said_epoch)),
+                GroupStatus::Between { .. } => Ok((rank, purpose, said_epoch)),
             };
         }
         if !self.take(purpose, lane, rank, connection) {
-            let text = format!("rank {rank} is here already: was it started twice?");
+            let text = format!("rank {rank} is connected already: was it started twice?");
             return Err((RejectCode::Duplicate, text));
         }
         Ok((rank, purpose, said_epoch))
     }
 
-    /// Notes that a rank is here. A rank whose connection has died may come again.
+    /// Registers the connection of a rank. A rank whose connection has ended may connect again.
     fn take(&self, purpose: Purpose, lane: usize, rank: Rank, connection: &Connection) -> bool {
-        let taken = &mut self.lock().taken;
+        let admitted = &mut self.lock().admitted;
         let key = (purpose == Purpose::Control, lane, rank);
-        if taken.get(&key).is_some_and(|earlier| earlier.close_reason().is_none()) {
+        if admitted.get(&key).is_some_and(|earlier| earlier.close_reason().is_none()) {
             return false;
         }
-        taken.insert(key, connection.clone());
+        admitted.insert(key, connection.clone());
         true
     }
 }
 
-/// What a rank is told that is not in the group of `epoch`.
-pub(crate) fn gone_on_without(rank: Rank, epoch: u32) -> String {
-    format!("the group has gone on without rank {rank} (epoch {epoch}): start it anew")
+/// The refusal of a rank that is not in the group of `epoch`.
+pub(crate) fn left_out_text(rank: Rank, epoch: u32) -> String {
+    format!("the group has continued without rank {rank} (epoch {epoch}): restart the rank")
 }
 
-struct Refusal {
-    /// Where the visitor can be told.
+struct HelloRefusal {
+    /// The stream on which the refusal can be sent.
     answer: Option<SendStream>,
     code: RejectCode,
     text: String,
 }
 
-/// Reasons that are kept: a stranger can give as many as it likes.
-const MOST_REMEMBERED: usize = 4;
+/// Refusals that are kept: a stranger can cause any number of them.
+const MAX_REFUSALS: usize = 4;
 
-/// How long a visitor may take for its handshake, and again for its hello.
-const VISIT_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a handshake may take, and again the hello after it.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);

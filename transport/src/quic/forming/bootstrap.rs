@@ -1,4 +1,4 @@
-//! How ranks become a group: everyone finds rank 0, rank 0 tells everyone where the others are, and of every two
+//! How ranks form the first group: every rank dials rank 0, rank 0 sends the addresses of all, and of every two
 //! ranks the higher one dials the lower one.
 
 use std::net::SocketAddr;
@@ -8,64 +8,65 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 
-use super::admission::{Arrival, Era};
-use super::endpoint::{Errand, Seat};
-use super::joined::{Joined, Mesh};
+use super::admission::{AdmittedConnection, GroupStatus};
+use super::endpoint::{DialPurpose, RankEndpoint};
+use super::peer_connection::{Mesh, PeerConnection};
 use crate::error::TransportError;
 use crate::quic::network::connection::describe;
 use crate::rank::Rank;
 use crate::wire::{Frame, Purpose};
 
 /// Forms the first group: all connections of this rank, once every rank has all of its own.
-pub(crate) async fn form(seat: &Seat) -> Result<Mesh, TransportError> {
-    let config = &seat.config;
+pub(crate) async fn form(endpoint: &RankEndpoint) -> Result<Mesh, TransportError> {
+    let config = &endpoint.config;
     let deadline = Instant::now() + config.connect_deadline;
     let members: Vec<Rank> = (0..config.world).map(Rank).collect();
-    let arrivals = seat.door.open(Era::Group { epoch: config.epoch, members: members.clone() });
+    let arrivals =
+        endpoint.admission.open(GroupStatus::Group { epoch: config.epoch, members: members.clone() });
     if config.world == 1 {
         return Ok(Mesh::default());
     }
     let mut forming =
-        Forming { seat, epoch: config.epoch, members, deadline, arrivals, early_data: Vec::new() };
+        Forming { endpoint, epoch: config.epoch, members, deadline, arrivals, early_data: Vec::new() };
     let formed = if config.rank == Rank::COORDINATOR {
         forming.as_coordinator().await
     } else {
         forming.as_member().await
     };
     if let Err(error) = &formed {
-        seat.part(error).await;
+        endpoint.part(error).await;
     }
     formed
 }
 
-/// Shows an identity that does not fit to rank 0, which remembers why this rank was turned away. Best effort.
-pub(crate) async fn knock(seat: &Seat) {
-    let config = &seat.config;
+/// Shows an identity that does not fit to rank 0, so that rank 0 can report why this rank is missing. Best effort.
+pub(crate) async fn report_bad_identity(endpoint: &RankEndpoint) {
+    let config = &endpoint.config;
     if config.rank == Rank::COORDINATOR {
         return;
     }
-    let deadline = Instant::now() + config.connect_deadline.min(KNOCK_PATIENCE);
-    let errand = Errand::control(config.epoch);
-    let _ = seat.dial_until_answered(Rank::COORDINATOR, config.coordinator, errand, deadline).await;
-    seat.part(&TransportError::bootstrap("its identity does not fit")).await;
+    let deadline = Instant::now() + config.connect_deadline.min(BAD_IDENTITY_TIMEOUT);
+    let dial_purpose = DialPurpose::control(config.epoch);
+    let _ = endpoint.dial_until_answered(Rank::COORDINATOR, config.coordinator, dial_purpose, deadline).await;
+    endpoint.part(&TransportError::bootstrap("its identity does not fit")).await;
 }
 
 /// A group that is being formed.
 pub(crate) struct Forming<'a> {
-    pub(crate) seat: &'a Seat,
+    pub(crate) endpoint: &'a RankEndpoint,
     pub(crate) epoch: u32,
     /// By rank of this group, its rank in the first one; the first is the coordinator.
     pub(crate) members: Vec<Rank>,
     pub(crate) deadline: Instant,
-    pub(crate) arrivals: mpsc::Receiver<Arrival>,
+    pub(crate) arrivals: mpsc::Receiver<AdmittedConnection>,
     /// Data connections, of all lanes, that came while others were awaited.
-    pub(crate) early_data: Vec<(u32, Joined)>,
+    pub(crate) early_data: Vec<(u32, PeerConnection)>,
 }
 
 impl Forming<'_> {
     async fn as_coordinator(&mut self) -> Result<Mesh, TransportError> {
-        let mut control: Vec<Option<Joined>> = self.members.iter().map(|_| None).collect();
-        let missing = |control: &[Option<Joined>]| {
+        let mut control: Vec<Option<PeerConnection>> = self.members.iter().map(|_| None).collect();
+        let missing = |control: &[Option<PeerConnection>]| {
             (1..control.len())
                 .filter(|&rank| control[rank].is_none())
                 .map(|rank| self.members[rank])
@@ -77,10 +78,15 @@ impl Forming<'_> {
                 break;
             }
             match timeout_at(self.deadline, self.arrivals.recv()).await {
-                Ok(Some(Arrival { purpose: Purpose::Data | Purpose::Lane, epoch, joined, .. })) => {
+                Ok(Some(AdmittedConnection {
+                    purpose: Purpose::Data | Purpose::Lane,
+                    epoch,
+                    joined,
+                    ..
+                })) => {
                     self.early_data.push((epoch, joined));
                 }
-                Ok(Some(Arrival { joined, .. })) => {
+                Ok(Some(AdmittedConnection { joined, .. })) => {
                     let rank = joined.rank.0 as usize;
                     control[rank] = Some(joined);
                 }
@@ -88,24 +94,27 @@ impl Forming<'_> {
                 Err(_) => return Err(self.too_late(&missing)),
             }
         }
-        let mut control: Vec<Joined> = control.into_iter().flatten().collect();
+        let mut control: Vec<PeerConnection> = control.into_iter().flatten().collect();
         let table = Frame::AddressTable { addresses: self.addresses(&control) };
         for member in &mut control {
             self.say(member, &table).await?;
         }
-        let data = self.mesh_above(&mut control).await?;
+        let data = self.collect_mesh(&mut control).await?;
         self.start(control, data).await
     }
 
     /// Where all members are. The same socket dials and listens, so where a rank's packets come from is where it can be
     /// reached; the coordinator is where it has been reached, whatever stands here.
-    pub(crate) fn addresses(&self, control: &[Joined]) -> Vec<SocketAddr> {
+    pub(crate) fn addresses(&self, control: &[PeerConnection]) -> Vec<SocketAddr> {
         let others = control.iter().map(|member| member.connection.remote_address());
-        std::iter::once(self.seat.config.coordinator).chain(others).collect()
+        std::iter::once(self.endpoint.config.coordinator).chain(others).collect()
     }
 
     /// Of the coordinator: the data connections, once every member has all of its own.
-    pub(crate) async fn mesh_above(&mut self, control: &mut [Joined]) -> Result<Vec<Joined>, TransportError> {
+    pub(crate) async fn collect_mesh(
+        &mut self,
+        control: &mut [PeerConnection],
+    ) -> Result<Vec<PeerConnection>, TransportError> {
         let data = self.collect_data(Vec::new(), control).await?;
         for member in control {
             self.expect(member, &Frame::Meshed).await?;
@@ -116,8 +125,8 @@ impl Forming<'_> {
     /// Of the coordinator: the group exists.
     pub(crate) async fn start(
         &mut self,
-        mut control: Vec<Joined>,
-        data: Vec<Joined>,
+        mut control: Vec<PeerConnection>,
+        data: Vec<PeerConnection>,
     ) -> Result<Mesh, TransportError> {
         for member in &mut control {
             self.say(member, &Frame::Start).await?;
@@ -126,12 +135,14 @@ impl Forming<'_> {
     }
 
     async fn as_member(&mut self) -> Result<Mesh, TransportError> {
-        let coordinator = self.seat.config.coordinator;
-        let errand = Errand::control(self.epoch);
-        let (mut control, _) =
-            self.seat.dial_until_answered(Rank::COORDINATOR, coordinator, errand, self.deadline).await?;
-        // Rank 0 says who did not come, and why: that is worth more than to know it a moment earlier.
-        self.deadline += LATE_NEWS;
+        let coordinator = self.endpoint.config.coordinator;
+        let dial_purpose = DialPurpose::control(self.epoch);
+        let (mut control, _) = self
+            .endpoint
+            .dial_until_answered(Rank::COORDINATOR, coordinator, dial_purpose, self.deadline)
+            .await?;
+        // Rank 0 says which ranks are missing, and why: waiting for that is better than an earlier error.
+        self.deadline += MEMBER_EXTRA_WAIT;
         let addresses = match self.next_frame(&mut control).await? {
             Frame::AddressTable { addresses } if addresses.len() == self.members.len() => addresses,
             other => {
@@ -140,30 +151,37 @@ impl Forming<'_> {
                 )));
             }
         };
-        let data = self.mesh_below(&control, coordinator, &addresses).await?;
-        self.get_ready(control, data).await
+        let data = self.dial_mesh(&control, coordinator, &addresses).await?;
+        self.report_meshed(control, data).await
     }
 
-    /// Of every other member: all data connections of this rank. It dials those below it, the coordinator at the
+    /// On every other member: all data connections of this rank. It dials lower ranks, the coordinator at the
     /// address under which it has been reached.
-    pub(crate) async fn mesh_below(
+    pub(crate) async fn dial_mesh(
         &mut self,
-        control: &Joined,
+        control: &PeerConnection,
         coordinator: SocketAddr,
         addresses: &[SocketAddr],
-    ) -> Result<Vec<Joined>, TransportError> {
+    ) -> Result<Vec<PeerConnection>, TransportError> {
         let mut data = Vec::new();
         let places = std::iter::once(coordinator).chain(addresses.iter().skip(1).copied());
-        let below =
-            self.members.iter().copied().zip(places).take_while(|&(rank, _)| rank < self.seat.config.rank);
+        let below = self
+            .members
+            .iter()
+            .copied()
+            .zip(places)
+            .take_while(|&(rank, _)| rank < self.endpoint.config.rank);
         for (rank, address) in below {
-            let (joined, lane_ports) =
-                self.seat.dial_until_answered(rank, address, Errand::data(self.epoch), self.deadline).await?;
+            let (joined, lane_ports) = self
+                .endpoint
+                .dial_until_answered(rank, address, DialPurpose::data(self.epoch), self.deadline)
+                .await?;
             data.push(joined);
             for (lane, port) in (1..).zip(lane_ports) {
                 let address = SocketAddr::new(address.ip(), port);
-                let errand = Errand::lane(lane, self.epoch);
-                let (joined, _) = self.seat.dial_until_answered(rank, address, errand, self.deadline).await?;
+                let dial_purpose = DialPurpose::lane(lane, self.epoch);
+                let (joined, _) =
+                    self.endpoint.dial_until_answered(rank, address, dial_purpose, self.deadline).await?;
                 data.push(joined);
             }
         }
@@ -171,10 +189,10 @@ impl Forming<'_> {
     }
 
     /// Of every other member: it is ready, and waits for the start.
-    pub(crate) async fn get_ready(
+    pub(crate) async fn report_meshed(
         &mut self,
-        mut control: Joined,
-        data: Vec<Joined>,
+        mut control: PeerConnection,
+        data: Vec<PeerConnection>,
     ) -> Result<Mesh, TransportError> {
         self.say(&mut control, &Frame::Meshed).await?;
         self.expect(&mut control, &Frame::Start).await?;
@@ -182,10 +200,10 @@ impl Forming<'_> {
     }
 
     /// From here on ranks have the numbers of this group.
-    fn renumbered(&self, control: Vec<Joined>, data: Vec<Joined>) -> Mesh {
-        let renumber = |joined: Vec<Joined>| {
+    fn renumbered(&self, control: Vec<PeerConnection>, data: Vec<PeerConnection>) -> Mesh {
+        let renumber = |joined: Vec<PeerConnection>| {
             let place = |rank: Rank| self.place(rank).unwrap_or_default();
-            joined.into_iter().map(|one| Joined { rank: number(place(one.rank)), ..one }).collect()
+            joined.into_iter().map(|one| PeerConnection { rank: number(place(one.rank)), ..one }).collect()
         };
         Mesh { control: renumber(control), data: renumber(data) }
     }
@@ -194,14 +212,14 @@ impl Forming<'_> {
         self.members.iter().position(|&member| member == rank)
     }
 
-    /// Waits for the data connections of all higher ranks, while nobody hangs up.
+    /// Waits for the data connections of all higher ranks, as long as no control connection ends.
     async fn collect_data(
         &mut self,
-        dialled: Vec<Joined>,
-        control: &[Joined],
-    ) -> Result<Vec<Joined>, TransportError> {
-        let lanes = self.seat.ends.len();
-        let mut data: Vec<Option<Joined>> = (0..self.members.len() * lanes).map(|_| None).collect();
+        dialled: Vec<PeerConnection>,
+        control: &[PeerConnection],
+    ) -> Result<Vec<PeerConnection>, TransportError> {
+        let lanes = self.endpoint.lane_endpoints.len();
+        let mut data: Vec<Option<PeerConnection>> = (0..self.members.len() * lanes).map(|_| None).collect();
         let early = std::mem::take(&mut self.early_data).into_iter();
         let early = early.filter(|(epoch, _)| *epoch == self.epoch).map(|(_, joined)| joined);
         for joined in dialled.into_iter().chain(early) {
@@ -213,7 +231,7 @@ impl Forming<'_> {
         loop {
             let places = self.members.iter().zip(data.chunks(lanes));
             let missing: Vec<Rank> = places
-                .filter(|(rank, all)| **rank != self.seat.config.rank && all.iter().any(Option::is_none))
+                .filter(|(rank, all)| **rank != self.endpoint.config.rank && all.iter().any(Option::is_none))
                 .map(|(rank, _)| *rank)
                 .collect();
             if missing.is_empty() {
@@ -225,15 +243,18 @@ impl Forming<'_> {
                 gone = first_closed(control) => return Err(self.lost(gone)),
             };
             match arrived {
-                Ok(Some(Arrival { purpose: Purpose::Data | Purpose::Lane, epoch, joined, .. }))
-                    if epoch == self.epoch =>
-                {
+                Ok(Some(AdmittedConnection {
+                    purpose: Purpose::Data | Purpose::Lane,
+                    epoch,
+                    joined,
+                    ..
+                })) if epoch == self.epoch => {
                     if let Some(place) = self.place(joined.rank) {
                         let lane = joined.lane;
                         data[place * lanes + lane] = Some(joined);
                     }
                 }
-                // A rank that comes too late for this group, and finds out by its silence.
+                // A rank that is too late for this group: it gets no answer.
                 Ok(Some(_)) => {}
                 Ok(None) => return Err(TransportError::bootstrap("the endpoint has been closed")),
                 Err(_) => return Err(self.too_late(&missing)),
@@ -241,7 +262,7 @@ impl Forming<'_> {
         }
     }
 
-    pub(crate) async fn say(&self, to: &mut Joined, frame: &Frame) -> Result<(), TransportError> {
+    pub(crate) async fn say(&self, to: &mut PeerConnection, frame: &Frame) -> Result<(), TransportError> {
         let written = timeout_at(self.deadline, to.send.write_all(&frame.encode())).await;
         match written {
             Ok(Ok(())) => Ok(()),
@@ -249,21 +270,21 @@ impl Forming<'_> {
         }
     }
 
-    async fn next_frame(&self, from: &mut Joined) -> Result<Frame, TransportError> {
+    async fn next_frame(&self, from: &mut PeerConnection) -> Result<Frame, TransportError> {
         match timeout_at(self.deadline, from.frames.next()).await {
             Ok(Ok(Some(frame))) => Ok(frame),
             Ok(Ok(None) | Err(_)) => Err(self.lost(from)),
             Err(_) => {
                 let text = format!(
                     "the group was not complete within {:?}: this rank still waits for rank {}",
-                    self.seat.config.connect_deadline, from.rank
+                    self.endpoint.config.connect_deadline, from.rank
                 );
                 Err(TransportError::bootstrap(text))
             }
         }
     }
 
-    async fn expect(&self, from: &mut Joined, expected: &Frame) -> Result<(), TransportError> {
+    async fn expect(&self, from: &mut PeerConnection, expected: &Frame) -> Result<(), TransportError> {
         match self.next_frame(from).await? {
             frame if frame == *expected => Ok(()),
             other => Err(TransportError::bootstrap(format!(
@@ -273,7 +294,7 @@ impl Forming<'_> {
         }
     }
 
-    fn lost(&self, joined: &Joined) -> TransportError {
+    fn lost(&self, joined: &PeerConnection) -> TransportError {
         let reason =
             joined.connection.close_reason().map_or_else(|| "no answer".into(), |reason| describe(&reason));
         TransportError::bootstrap(format!(
@@ -289,16 +310,16 @@ impl Forming<'_> {
         TransportError::bootstrap(format!(
             "rank {}{more} did not come within {:?} (this is rank {} of {}){}",
             shown.join(", "),
-            self.seat.config.connect_deadline,
-            self.seat.config.rank,
-            self.seat.config.world,
-            self.seat.door.turned_away()
+            self.endpoint.config.connect_deadline,
+            self.endpoint.config.rank,
+            self.endpoint.config.world,
+            self.endpoint.admission.refusals_text()
         ))
     }
 }
 
-/// Ends with one of the connections that has.
-async fn first_closed(joined: &[Joined]) -> &Joined {
+/// Waits until one of the connections is closed, and returns that one.
+async fn first_closed(joined: &[PeerConnection]) -> &PeerConnection {
     let mut all: Vec<_> = joined.iter().map(|one| Box::pin(one.connection.closed())).collect();
     std::future::poll_fn(|context| {
         let closed = all.iter_mut().position(|closed| closed.as_mut().poll(context).is_ready());
@@ -307,11 +328,11 @@ async fn first_closed(joined: &[Joined]) -> &Joined {
     .await
 }
 
-/// How much longer than rank 0 a rank waits for a group that does not get complete.
-const LATE_NEWS: Duration = Duration::from_secs(2);
+/// How much longer than rank 0 a rank waits for a group that stays incomplete.
+const MEMBER_EXTRA_WAIT: Duration = Duration::from_secs(2);
 
-/// How long a rank that will not be let in tries to be heard.
-const KNOCK_PATIENCE: Duration = Duration::from_secs(4);
+/// How long a rank with a bad identity tries to reach rank 0.
+const BAD_IDENTITY_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// A place in a group as its rank there.
 fn number(place: usize) -> Rank {

@@ -31,7 +31,7 @@ pub struct QuicConfig {
     pub coordinator: SocketAddr,
     /// The name from which that address came: an identity of rank 0's host may hold it instead of the address.
     pub coordinator_name: Option<String>,
-    /// What this rank proves itself with.
+    /// The certificate and key of this rank.
     pub identity: Identity,
     /// Of rank 0: lets others in by its token while the first group forms. The identity must be the invitation's.
     pub invitation: Option<Arc<Invitation>>,
@@ -55,12 +55,12 @@ pub struct QuicConfig {
     /// as stuck, and the group is aborted. Rank 0's setting counts. More than whatever one piece of work can take, such as
     /// the compilation of a kernel.
     pub stuck_after: Duration,
-    /// Told in one line what may become a failure: by rank 0 of a rank that has stood still for a quarter of
+    /// Receives one line for each warning: on rank 0, a rank that has made no progress for a quarter of
     /// [`Self::stuck_after`].
     pub warn: fn(&str),
-    /// Told in one line what is worth knowing: by rank 0 to whom it has given an identity.
+    /// Receives one line for each event worth a note: on rank 0, each identity that it has given away.
     pub note: fn(&str),
-    /// What is known of the network between the ranks.
+    /// Settings of the network between the ranks.
     pub link: LinkSettings,
 }
 
@@ -142,7 +142,7 @@ impl QuicConfig {
         identity.claims().map(|_| ())
     }
 
-    /// Whether the others will take this rank for what it is, as far as it can tell by itself.
+    /// Checks that the identity fits this rank, as far as it can tell without the others.
     pub(crate) fn check_identity(&self) -> Result<(), TransportError> {
         let claims = self.identity.claims()?;
         if claims.job != self.job {
@@ -161,7 +161,7 @@ impl QuicConfig {
             return Err(TransportError::bootstrap(complaint));
         }
         // At which address others see it, they know better.
-        claims.may_be(self.rank, self.known(self.rank), None).map_err(TransportError::bootstrap)
+        claims.check_rank(self.rank, self.known(self.rank), None).map_err(TransportError::bootstrap)
     }
 }
 

@@ -2,15 +2,15 @@
 
 use std::net::SocketAddr;
 
-use super::endpoint::Seat;
-use super::joined::Mesh;
+use super::endpoint::RankEndpoint;
+use super::peer_connection::Mesh;
 use crate::quic::network::interface::interface;
 use crate::quic::trust::tls;
 
 /// Where packets go and how, in one line.
-pub(crate) fn describe_network(seat: &Seat, mesh: &Mesh) -> String {
-    let Seat { ends, path, granted, .. } = seat;
-    let mut ends = ends.iter().map(|end| end.endpoint.local_addr().ok());
+pub(crate) fn describe_network(endpoint: &RankEndpoint, mesh: &Mesh) -> String {
+    let RankEndpoint { lane_endpoints, path, capabilities, .. } = endpoint;
+    let mut ends = lane_endpoints.iter().map(|end| end.endpoint.local_addr().ok());
     let local = ends.next().flatten();
     // A socket that is bound to all addresses knows with its packets through which they come.
     let seen = mesh.data.iter().find_map(|joined| joined.connection.local_ip());
@@ -26,5 +26,5 @@ pub(crate) fn describe_network(seat: &Seat, mesh: &Mesh) -> String {
         0 => String::new(),
         _ => format!(" and ports {}", beside.join(", ")),
     };
-    format!("{at}{beside}, {granted}, {path}, {} offered first", tls::first_cipher())
+    format!("{at}{beside}, {capabilities}, {path}, {} offered first", tls::first_cipher())
 }

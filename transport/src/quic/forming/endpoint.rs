@@ -1,4 +1,4 @@
-//! A rank's place in the network, which outlives its groups: its endpoint, its door, and how it dials the others.
+//! The network side of a rank, which outlives its groups: its endpoints, admission of others, and dialling them.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -8,45 +8,45 @@ use quinn::{Connection, ConnectionError, VarInt};
 use tokio::sync::mpsc::WeakSender;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::admission::Door;
+use super::admission::Admission;
 use super::config::QuicConfig;
-use super::joined::Joined;
+use super::peer_connection::PeerConnection;
 use crate::error::TransportError;
-use crate::quic::network::connection::{DIAL_PATIENCE, is_silence};
-use crate::quic::network::connection::{GOODBYE_PATIENCE, close_code, cut, describe};
+use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe};
+use crate::quic::network::connection::{DIAL_TIMEOUT, is_silence};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::path::Path;
-use crate::quic::network::socket::LaneEnd;
-use crate::quic::network::socket::{self, Granted, Refused};
+use crate::quic::network::socket::LaneEndpoint;
+use crate::quic::network::socket::{self, RefusalText, SocketCapabilities};
 use crate::quic::trust::names::rank_name;
 use crate::quic::trust::tls::{self, TlsConfigs};
 use crate::rank::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
-/// What a rank keeps for as long as it lives. Ranks here are those of the first group.
-pub(crate) struct Seat {
+/// The network side of a rank, for its whole life. Ranks have their numbers of the first group.
+pub(crate) struct RankEndpoint {
     pub(crate) config: QuicConfig,
-    /// By lane; the first is also for control, and strangers.
-    pub(crate) ends: Vec<LaneEnd>,
+    /// By lane; the first is also for control connections, and for ranks with a token.
+    pub(crate) lane_endpoints: Vec<LaneEndpoint>,
     pub(crate) path: Path,
-    pub(crate) granted: Granted,
-    pub(crate) refused: Refused,
+    pub(crate) capabilities: SocketCapabilities,
+    pub(crate) refused: RefusalText,
     pub(crate) is_simulated: bool,
     pub(crate) tls: TlsConfigs,
-    pub(crate) door: Arc<Door>,
+    pub(crate) admission: Arc<Admission>,
     /// What keeps the I/O thread running, if this rank has one.
     pub(crate) thread: Option<WeakSender<std::convert::Infallible>>,
 }
 
 /// What a connection is dialled for.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Errand {
+pub(crate) struct DialPurpose {
     pub(crate) purpose: Purpose,
     pub(crate) lane: usize,
     pub(crate) epoch: u32,
 }
 
-impl Errand {
+impl DialPurpose {
     pub(crate) fn control(epoch: u32) -> Self {
         Self { purpose: Purpose::Control, lane: 0, epoch }
     }
@@ -60,38 +60,38 @@ impl Errand {
     }
 }
 
-impl std::fmt::Debug for Seat {
+impl std::fmt::Debug for RankEndpoint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Seat").field("rank", &self.config.rank).finish_non_exhaustive()
+        f.debug_struct("RankEndpoint").field("rank", &self.config.rank).finish_non_exhaustive()
     }
 }
 
 /// Why a rank that was dialled did not take the connection.
 #[derive(Debug)]
-pub(crate) enum Undialled {
-    /// Packets did not get through, or nobody is there.
+pub(crate) enum DialError {
+    /// Packets did not get through, or no process listens there.
     NoAnswer,
-    /// It said why.
+    /// It refused, with a code.
     Rejected(RejectCode, TransportError),
     /// One of both sides refused the other.
     Failed(TransportError),
 }
 
-impl Seat {
-    /// Dials until somebody answers or the deadline passes: others may start later, and packets may be lost. Returns
+impl RankEndpoint {
+    /// Dials until there is an answer or the deadline passes: others may start later, and packets may be lost. Returns
     /// the connection, and the ports of the other's lanes beside the first.
     pub(crate) async fn dial_until_answered(
         &self,
         rank: Rank,
         address: SocketAddr,
-        errand: Errand,
+        dial_purpose: DialPurpose,
         deadline: Instant,
-    ) -> Result<(Joined, Vec<u16>), TransportError> {
+    ) -> Result<(PeerConnection, Vec<u16>), TransportError> {
         loop {
-            match timeout_at(deadline, self.dial(rank, address, errand, deadline)).await {
+            match timeout_at(deadline, self.dial(rank, address, dial_purpose, deadline)).await {
                 Ok(Ok(joined)) => return Ok(joined),
-                Ok(Err(Undialled::NoAnswer)) => {}
-                Ok(Err(Undialled::Rejected(_, error) | Undialled::Failed(error))) => return Err(error),
+                Ok(Err(DialError::NoAnswer)) => {}
+                Ok(Err(DialError::Rejected(_, error) | DialError::Failed(error))) => return Err(error),
                 Err(_) => {
                     return Err(TransportError::bootstrap(format!(
                         "rank {rank} did not answer at {address} within {:?}: is it running, and does {} get through?",
@@ -106,20 +106,20 @@ impl Seat {
         &self,
         rank: Rank,
         address: SocketAddr,
-        Errand { purpose, lane, epoch }: Errand,
+        DialPurpose { purpose, lane, epoch }: DialPurpose,
         deadline: Instant,
-    ) -> Result<(Joined, Vec<u16>), Undialled> {
+    ) -> Result<(PeerConnection, Vec<u16>), DialError> {
         let config = self.tls.client(purpose);
         let name = rank_name(rank, self.config.job);
-        let fail = |text: String| Undialled::Failed(TransportError::bootstrap(text));
-        let connecting = self.ends[lane]
+        let fail = |text: String| DialError::Failed(TransportError::bootstrap(text));
+        let connecting = self.lane_endpoints[lane]
             .endpoint
             .connect_with(config, address, &name)
             .map_err(|error| fail(format!("cannot dial rank {rank} at {address}: {error}")))?;
-        let connection = match timeout(DIAL_PATIENCE, connecting).await {
+        let connection = match timeout(DIAL_TIMEOUT, connecting).await {
             Ok(Ok(connection)) => connection,
-            Err(_) => return Err(Undialled::NoAnswer),
-            Ok(Err(error)) if is_silence(&error) => return Err(Undialled::NoAnswer),
+            Err(_) => return Err(DialError::NoAnswer),
+            Ok(Err(error)) if is_silence(&error) => return Err(DialError::NoAnswer),
             Ok(Err(error @ ConnectionError::TransportError(_))) => {
                 return Err(fail(format!(
                     "this rank refuses rank {rank} at {address}: {}",
@@ -137,21 +137,19 @@ impl Seat {
             TransportError::bootstrap(format!("rank {rank} at {address} refused this rank: {what}"))
         };
         let lost = |connection: &Connection, error: String| match connection.close_reason() {
-            Some(reason) if is_silence(&reason) => Undialled::NoAnswer,
-            reason => Undialled::Failed(refused(reason.map_or(error, |reason| describe(&reason)))),
+            Some(reason) if is_silence(&reason) => DialError::NoAnswer,
+            reason => DialError::Failed(refused(reason.map_or(error, |reason| describe(&reason)))),
         };
-        let claims = tls::proven_claims(&connection).map_err(Undialled::Failed)?;
+        let claims = tls::proven_claims(&connection).map_err(DialError::Failed)?;
         if claims.job != self.config.job {
-            return Err(fail(format!(
-                "whoever answers at {address} is {claims}, not rank {rank} of this job"
-            )));
+            return Err(fail(format!("the peer at {address} is {claims}, not rank {rank} of this job")));
         }
         claims
-            .may_be(rank, self.config.known(rank), Some(connection.remote_address().ip()))
+            .check_rank(rank, self.config.known(rank), Some(connection.remote_address().ip()))
             .map_err(|text| fail(format!("rank {rank} at {address} is not who it should be: {text}")))?;
         let (send, recv) =
             connection.open_bi().await.map_err(|error| lost(&connection, error.to_string()))?;
-        let mut joined = Joined { rank, lane, connection, send, frames: FrameReader::new(recv) };
+        let mut joined = PeerConnection { rank, lane, connection, send, frames: FrameReader::new(recv) };
         let hello = Frame::Hello {
             protocol: PROTOCOL_VERSION,
             purpose,
@@ -164,7 +162,7 @@ impl Seat {
         written.map_err(|error| lost(&joined.connection, error.to_string()))?;
         match timeout_at(deadline, joined.frames.next()).await {
             Ok(Ok(Some(Frame::Welcome { protocol: PROTOCOL_VERSION, lane_ports }))) => {
-                let (theirs, ours) = (lane_ports.len() + 1, self.ends.len());
+                let (theirs, ours) = (lane_ports.len() + 1, self.lane_endpoints.len());
                 if theirs != ours {
                     let text = format!(
                         "rank {rank} has {theirs} lanes to every other rank, rank {} has {ours}: say the same number on all ranks",
@@ -176,39 +174,39 @@ impl Seat {
                 }
                 Ok((joined, lane_ports))
             }
-            Ok(Ok(Some(Frame::Reject { code, text }))) => Err(Undialled::Rejected(code, refused(text))),
+            Ok(Ok(Some(Frame::Reject { code, text }))) => Err(DialError::Rejected(code, refused(text))),
             Ok(Ok(Some(other))) => Err(fail(format!("rank {rank} answered {other:?} to a hello"))),
-            Ok(Ok(None)) => Err(Undialled::Failed(refused("it ended the conversation".into()))),
+            Ok(Ok(None)) => Err(DialError::Failed(refused("it closed the stream without an answer".into()))),
             Ok(Err(error)) => Err(lost(&joined.connection, error.to_string())),
-            Err(_) => Err(Undialled::Failed(refused("it does not answer".into()))),
+            Err(_) => Err(DialError::Failed(refused("it does not answer".into()))),
         }
     }
 
-    /// Ends with the words of somebody who was dialled and talks over another carrier.
+    /// Waits for the refusal of a rank that uses another carrier; for ever if none comes.
     pub(crate) async fn refusal(&self) -> String {
         socket::refusal(self.refused.clone()).await
     }
 
-    /// Leaves the network; who waits for this rank learns why it need not.
+    /// Closes all connections with the reason for which this rank gives up, so that waiting ranks learn it.
     pub(crate) async fn part(&self, why: &TransportError) {
-        self.close(close_code::REJECTED, cut(&why.to_string()).as_bytes(), GOODBYE_PATIENCE).await;
+        self.close(close_code::REJECTED, cut(&why.to_string()).as_bytes(), CLOSE_TIMEOUT).await;
     }
 
-    /// Closes all connections, and waits so long for the last packets.
+    /// Closes all connections, and waits up to `patience` for the last packets.
     pub(crate) async fn close(&self, code: VarInt, reason: &[u8], patience: Duration) {
-        for end in &self.ends {
+        for end in &self.lane_endpoints {
             end.endpoint.close(code, reason);
         }
         let until = Instant::now() + patience;
-        for end in &self.ends {
+        for end in &self.lane_endpoints {
             let _ = timeout_at(until, end.endpoint.wait_idle()).await;
         }
     }
 
     /// Listens on all lanes, each on its own thread.
     pub(crate) fn listen(&self) {
-        for (lane, end) in self.ends.iter().enumerate() {
-            end.runtime.spawn(Arc::clone(&self.door).listen(end.endpoint.clone(), lane));
+        for (lane, end) in self.lane_endpoints.iter().enumerate() {
+            end.runtime.spawn(Arc::clone(&self.admission).listen(end.endpoint.clone(), lane));
         }
     }
 }

@@ -5,6 +5,6 @@ pub(crate) mod bootstrap;
 pub(crate) mod config;
 pub(crate) mod description;
 pub(crate) mod endpoint;
-pub(crate) mod joined;
 pub(crate) mod other_carrier;
+pub(crate) mod peer_connection;
 pub(crate) mod regroup;

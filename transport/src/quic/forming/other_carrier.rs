@@ -1,4 +1,4 @@
-//! What rank 0 says to those who come over the carrier that it does not use: they would wait in vain for an answer.
+//! Refuses ranks that dial rank 0 over the carrier that it does not use: they would wait for an answer until their deadline.
 
 use std::future::pending;
 use std::sync::Arc;
@@ -6,17 +6,17 @@ use std::sync::Arc;
 use quinn::{Endpoint, EndpointConfig, TokioRuntime};
 use tokio::time::timeout;
 
-use super::admission::Door;
+use super::admission::Admission;
 use super::config::QuicConfig;
-use super::endpoint::Seat;
-use crate::quic::network::connection::{GOODBYE_PATIENCE, close_code};
+use super::endpoint::RankEndpoint;
+use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code};
 use crate::quic::network::path::Carrier;
 use crate::quic::network::{socket, tunnel};
 use crate::rank::Rank;
 
-/// Turns everybody away until it is dropped. Does nothing if the port of the other carrier is not free.
-pub(crate) async fn turn_away(seat: &Seat) -> std::convert::Infallible {
-    let config = &seat.config;
+/// Refuses every connection until it is dropped. Does nothing if the port of the other carrier is not free.
+pub(crate) async fn refuse_all(endpoint: &RankEndpoint) -> std::convert::Infallible {
+    let config = &endpoint.config;
     if config.rank == Rank::COORDINATOR {
         let (mine, other) = match config.link.carrier {
             Carrier::Udp => (Carrier::Udp, Carrier::Tcp),
@@ -26,24 +26,25 @@ pub(crate) async fn turn_away(seat: &Seat) -> std::convert::Infallible {
             "rank 0 is reached over {mine}, and this rank came over {other}: say the same of the network on all ranks"
         );
         match other {
-            Carrier::Tcp => tunnel::turn_away(config.local_address(), &text).await,
-            Carrier::Udp => turn_away_udp(config, &seat.door, &text).await,
+            Carrier::Tcp => tunnel::refuse_all(config.local_address(), &text).await,
+            Carrier::Udp => refuse_all_udp(config, &endpoint.admission, &text).await,
         }
     }
     pending().await
 }
 
-/// A refusal needs a handshake, so that it is heard by members and by those with a token only, and cannot be forged.
-async fn turn_away_udp(config: &QuicConfig, door: &Door, text: &str) {
+/// A refusal needs a handshake: only members and ranks with a token get it, and it cannot be forged.
+async fn refuse_all_udp(config: &QuicConfig, admission: &Admission, text: &str) {
     let Ok(socket) = socket::bind_udp(config.local_address()) else { return };
     let runtime = Arc::new(TokioRuntime);
-    let Ok(endpoint) = Endpoint::new(EndpointConfig::default(), Some(door.server()), socket, runtime) else {
+    let Ok(endpoint) = Endpoint::new(EndpointConfig::default(), Some(admission.server()), socket, runtime)
+    else {
         return;
     };
     while let Some(incoming) = endpoint.accept().await {
-        // One after the other: nobody is in a hurry to be refused.
-        if let Ok(connecting) = incoming.accept_with(Arc::new(door.server()))
-            && let Ok(Ok(connection)) = timeout(GOODBYE_PATIENCE, connecting).await
+        // One after the other: a refusal is not urgent.
+        if let Ok(connecting) = incoming.accept_with(Arc::new(admission.server()))
+            && let Ok(Ok(connection)) = timeout(CLOSE_TIMEOUT, connecting).await
         {
             connection.close(close_code::REJECTED, text.as_bytes());
         }

@@ -1,7 +1,7 @@
-//! How those who are left become a group again (`membership.rs` says who may).
+//! How survivors form the next group (`membership.rs` says which ranks may).
 //!
-//! Everyone dials every lower rank that it knows of, again and again, and follows the lowest one that it reaches. Who
-//! reaches none waits until all have come that should, or for a while; then it says who is in the next group, and the
+//! Every rank dials every lower rank that it knows, again and again, and follows the lowest one that it reaches. A rank that
+//! reaches none waits for the missing ranks for a limited time; then it names the members of the next group, and the
 //! connections on which the others came are their control connections. An attempt that fails anywhere ends on all
 //! ranks, because its connections do, and the next one begins; what a rank was ready for, it remembers.
 
@@ -16,30 +16,30 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use self::gather::Attempt;
-use super::admission::{Era, gone_on_without};
+use super::admission::{GroupStatus, left_out_text};
 use super::bootstrap::Forming;
-use super::endpoint::Seat;
-use super::joined::Mesh;
+use super::endpoint::RankEndpoint;
+use super::peer_connection::Mesh;
 use crate::error::TransportError;
 use crate::membership::{Claim, MOST_CLAIMS};
 use crate::rank::Rank;
 use crate::transport::Regroup;
 use crate::wire::{Frame, RejectCode};
 
-/// What a rank knows when it comes to form a group again. Ranks are those of the first group.
+/// What a rank knows of its last group when it forms the next one. Ranks have their numbers of the first group.
 #[derive(Debug)]
-pub(crate) struct Past {
+pub(crate) struct PriorGroup {
     /// Empty if it was started anew.
     pub(crate) claims: Vec<Claim>,
-    /// Where the others were.
+    /// The last known addresses of the other ranks.
     pub(crate) addresses: BTreeMap<Rank, SocketAddr>,
-    /// A rank that will not come, as far as is known.
+    /// A rank that is known to be gone.
     pub(crate) lost: Option<Rank>,
 }
 
 /// A group that has been formed again.
 #[derive(Debug)]
-pub(crate) struct Next {
+pub(crate) struct NextGroup {
     pub(crate) epoch: u32,
     pub(crate) members: Vec<Rank>,
     pub(crate) mesh: Mesh,
@@ -47,78 +47,82 @@ pub(crate) struct Next {
 
 /// Forms the next group, by `until` at the latest.
 pub(crate) async fn regroup(
-    seat: &Arc<Seat>,
-    past: Past,
+    endpoint: &Arc<RankEndpoint>,
+    prior: PriorGroup,
     who: Regroup,
     until: Instant,
-) -> Result<Next, TransportError> {
-    if let Some(revoked) = &seat.config.revoked {
+) -> Result<NextGroup, TransportError> {
+    if let Some(revoked) = &endpoint.config.revoked {
         revoked.read_again()?;
-        seat.config.check_identity()?;
+        endpoint.config.check_identity()?;
     }
-    let floor = past.claims.iter().map(|claim| claim.epoch).max().unwrap_or(0);
+    let floor = prior.claims.iter().map(|claim| claim.epoch).max().unwrap_or(0);
     let settled = Instant::now()
         + match who {
-            Regroup::Survivors => seat.config.heartbeat * SETTLE_TICKS,
+            Regroup::Survivors => endpoint.config.heartbeat * SETTLE_TICKS,
             Regroup::Everyone { within } => within,
         };
-    let mut party = Party { seat, past, who, until, settled, floor, refused: Arc::default() };
+    let mut regrouping = Regrouping { endpoint, prior, who, until, settled, floor, refused: Arc::default() };
     loop {
-        match party.attempt().await {
+        match regrouping.attempt().await {
             Ok(next) => {
-                seat.door.close(next.epoch, &next.members);
+                endpoint.admission.close(next.epoch, &next.members);
                 return Ok(next);
             }
-            Err(Ended::ForGood(error)) => return Err(error),
-            Err(Ended::Again(error)) => {
-                tracing::debug!(rank = %seat.config.rank, %error, "forming a group again did not succeed yet");
+            Err(AttemptError::Fatal(error)) => return Err(error),
+            Err(AttemptError::Retry(error)) => {
+                tracing::debug!(rank = %endpoint.config.rank, %error, "forming a group again did not succeed yet");
                 if Instant::now() + PAUSE >= until {
                     return Err(error);
                 }
                 sleep(PAUSE).await;
-                // Who was there may be gone by now, and is waited for a little.
-                party.settled = party.settled.max(Instant::now() + seat.config.heartbeat * AGAIN_TICKS);
+                // Ranks that were present may have lost their connection, and are waited for a little.
+                regrouping.settled =
+                    regrouping.settled.max(Instant::now() + endpoint.config.heartbeat * AGAIN_TICKS);
             }
         }
     }
 }
 
-/// Why an attempt came to nothing.
-enum Ended {
-    Again(TransportError),
-    ForGood(TransportError),
+/// Why an attempt has failed.
+enum AttemptError {
+    Retry(TransportError),
+    Fatal(TransportError),
 }
 
-impl From<TransportError> for Ended {
+impl From<TransportError> for AttemptError {
     fn from(error: TransportError) -> Self {
-        Self::Again(error)
+        Self::Retry(error)
     }
 }
 
-struct Party<'a> {
-    seat: &'a Arc<Seat>,
-    past: Past,
+struct Regrouping<'a> {
+    endpoint: &'a Arc<RankEndpoint>,
+    prior: PriorGroup,
     who: Regroup,
     until: Instant,
-    /// From when on those who have come will do.
+    /// From then on the group is formed of the ranks that are present.
     settled: Instant,
-    /// The highest epoch that was heard of.
+    /// The highest known epoch.
     floor: u32,
-    /// Why a lower rank, or this one, did not take the other for what it is.
+    /// The last refusal between this rank and a lower one.
     refused: Arc<Mutex<Option<String>>>,
 }
 
-impl Party<'_> {
+impl Regrouping<'_> {
     fn everyone(&self) -> bool {
         self.who != Regroup::Survivors
     }
 
     fn me(&self) -> Rank {
-        self.seat.config.rank
+        self.endpoint.config.rank
     }
 
-    async fn attempt(&mut self) -> Result<Next, Ended> {
-        let arrivals = self.seat.door.open(Era::Between { epoch: self.floor, everyone: self.everyone() });
+    async fn attempt(&mut self) -> Result<NextGroup, AttemptError> {
+        let arrivals = self
+            .endpoint
+            .admission
+            .open(GroupStatus::Between { epoch: self.floor, everyone: self.everyone() });
         let mut attempt = Attempt {
             arrivals,
             early_data: Vec::new(),
@@ -127,7 +131,7 @@ impl Party<'_> {
             dials: JoinSet::new(),
             asked_above: false,
         };
-        for (&rank, &address) in self.past.addresses.range(..self.me()) {
+        for (&rank, &address) in self.prior.addresses.range(..self.me()) {
             if self.may_lead(rank) {
                 attempt.dials.spawn(self.dial(rank, address));
             }
@@ -139,7 +143,7 @@ impl Party<'_> {
     }
 
     /// Of the lowest rank.
-    async fn lead(&mut self, mut attempt: Attempt) -> Result<Next, Ended> {
+    async fn lead(&mut self, mut attempt: Attempt) -> Result<NextGroup, AttemptError> {
         let members = self.next_members(&attempt).map_err(TransportError::bootstrap)?;
         attempt.dials.abort_all();
         let heard = attempt.above.values().map(|(.., epoch)| *epoch).max().unwrap_or(0).max(self.floor);
@@ -151,19 +155,19 @@ impl Party<'_> {
                 control.push(joined);
             } else {
                 let gone =
-                    Frame::Reject { code: RejectCode::Gone, text: gone_on_without(rank, epoch) }.encode();
+                    Frame::Reject { code: RejectCode::Gone, text: left_out_text(rank, epoch) }.encode();
                 tokio::spawn(async move {
                     if joined.send.write_all(&gone).await.is_ok() && joined.send.finish().is_ok() {
-                        let _ = timeout(FAREWELL, joined.send.stopped()).await;
+                        let _ = timeout(REJECT_TIMEOUT, joined.send.stopped()).await;
                     }
                 });
             }
         }
         if members.first() != Some(&self.me()) {
-            return Err(Ended::ForGood(TransportError::bootstrap(gone_on_without(self.me(), epoch))));
+            return Err(AttemptError::Fatal(TransportError::bootstrap(left_out_text(self.me(), epoch))));
         }
         let mut forming = Forming {
-            seat: self.seat,
+            endpoint: self.endpoint,
             epoch,
             members: members.clone(),
             deadline: self.until.min(Instant::now() + LONGEST_ATTEMPT),
@@ -175,10 +179,10 @@ impl Party<'_> {
             let table = Frame::Members { epoch, members: members.clone(), addresses: addresses.clone() };
             forming.say(member, &table).await?;
         }
-        let data = forming.mesh_above(&mut control).await?;
-        self.be_ready_for(epoch, &members)?;
+        let data = forming.collect_mesh(&mut control).await?;
+        self.add_claim(epoch, &members)?;
         let mesh = forming.start(control, data).await?;
-        Ok(Next { epoch, members, mesh })
+        Ok(NextGroup { epoch, members, mesh })
     }
 
     /// Of every other rank.
@@ -188,13 +192,13 @@ impl Party<'_> {
         epoch: u32,
         members: Vec<Rank>,
         addresses: &[SocketAddr],
-    ) -> Result<Next, Ended> {
+    ) -> Result<NextGroup, AttemptError> {
         self.floor = epoch;
         let Some((_, control)) = attempt.below.into_iter().next() else {
             return Err(TransportError::bootstrap("nobody to follow").into());
         };
         let mut forming = Forming {
-            seat: self.seat,
+            endpoint: self.endpoint,
             epoch,
             members: members.clone(),
             deadline: self.until.min(Instant::now() + LONGEST_ATTEMPT),
@@ -202,37 +206,37 @@ impl Party<'_> {
             early_data: attempt.early_data,
         };
         let leader = control.connection.remote_address();
-        let data = forming.mesh_below(&control, leader, addresses).await?;
-        self.be_ready_for(epoch, &members)?;
-        let mesh = forming.get_ready(control, data).await?;
-        Ok(Next { epoch, members, mesh })
+        let data = forming.dial_mesh(&control, leader, addresses).await?;
+        self.add_claim(epoch, &members)?;
+        let mesh = forming.report_meshed(control, data).await?;
+        Ok(NextGroup { epoch, members, mesh })
     }
 
     /// From now on this rank may belong to the group, whether or not it hears that it has started.
-    fn be_ready_for(&mut self, epoch: u32, members: &[Rank]) -> Result<(), Ended> {
-        if self.past.claims.len() >= MOST_CLAIMS {
+    fn add_claim(&mut self, epoch: u32, members: &[Rank]) -> Result<(), AttemptError> {
+        if self.prior.claims.len() >= MOST_CLAIMS {
             let text = format!(
-                "{MOST_CLAIMS} attempts to form a group again failed at their last step: start the job anew"
+                "{MOST_CLAIMS} attempts to form a group again failed at their last step: restart the job"
             );
-            return Err(Ended::ForGood(TransportError::bootstrap(text)));
+            return Err(AttemptError::Fatal(TransportError::bootstrap(text)));
         }
-        self.past.claims.push(Claim { epoch, started: false, members: members.to_vec() });
+        self.prior.claims.push(Claim { epoch, started: false, members: members.to_vec() });
         Ok(())
     }
 }
 
 /// Heartbeats for which survivors are waited for that may have something else to do, or have not noticed yet: more than
-/// those after which one that is silent counts as dead.
+/// the heartbeats after which a silent rank counts as dead.
 const SETTLE_TICKS: u32 = 24;
 
 /// The same for an attempt after the first one.
 const AGAIN_TICKS: u32 = 8;
 
-/// Between two attempts, and between two calls at a door.
+/// Between two attempts, and between two dials of one rank.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// From who is in the group to its start.
+/// From the list of members to the start of the group.
 const LONGEST_ATTEMPT: Duration = Duration::from_secs(10);
 
-/// For a rank to read that it is not in the group.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// How long to wait until a rank has read that it is not in the group.
+const REJECT_TIMEOUT: Duration = Duration::from_secs(1);

@@ -1,4 +1,4 @@
-//! One who comes with a token. Knows no network: what it says and what it makes of the answer.
+//! A rank that enrols with a token, without the network: its request, and the check of the answer.
 
 use rcgen::{CertificateParams, KeyPair, PKCS_ECDSA_P256_SHA256};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -13,7 +13,7 @@ use crate::quic::trust::names::Subject;
 use crate::rank::Rank;
 use crate::wire::{Frame, MAX_WORLD};
 
-/// Has made a key of its own, which stays here.
+/// An applicant has made its own private key, which stays here.
 #[derive(Debug)]
 pub(super) struct Applicant {
     token: Token,
@@ -23,7 +23,7 @@ pub(super) struct Applicant {
 }
 
 impl Applicant {
-    /// Of one who wants this rank, or any.
+    /// An applicant for this rank, or for any.
     pub(super) fn new(token: Token, asked: Option<Rank>) -> Result<Self, rcgen::Error> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
         // Which names it gets, rank 0 says.
@@ -31,18 +31,18 @@ impl Applicant {
         Ok(Self { token, asked, key, request })
     }
 
-    /// What a proof must be bound to, beside the connection.
+    /// The request to which the proof is bound, besides the connection.
     pub(super) fn words(&self) -> (Option<Rank>, &[u8]) {
         (self.asked, &self.request)
     }
 
-    /// What it says on the connection that `binding` is of.
+    /// The request on the connection with this `binding`.
     pub(super) fn apply(&self, binding: &[u8; BINDING_BYTES]) -> Frame {
         let proof = self.token.secret.prove(binding);
         Frame::Apply { rank: self.asked, request: self.request.clone(), proof }
     }
 
-    /// What it has after it was given a rank, by one who showed these certificates.
+    /// Checks the rank and certificate given by a peer that showed this `chain`.
     pub(super) fn accept(
         &self,
         chain: &[CertificateDer<'_>],

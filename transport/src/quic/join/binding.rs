@@ -4,7 +4,7 @@ use quinn::Connection;
 
 use crate::rank::Rank;
 
-/// What the two ends of a connection have in common with nobody else, for an application of just these words.
+/// Keying material that only the two ends of this connection can compute, for exactly this request.
 pub(super) fn binding(
     connection: &Connection,
     asked: Option<Rank>,

@@ -1,4 +1,4 @@
-//! What a rank with a token and rank 0 say to each other, for the fuzz targets: see `quic/decoders.rs`.
+//! Decoders of requests for an identity and their answers, for the fuzz targets: see `quic/decoders.rs`.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -9,21 +9,21 @@ use tokio::time::Instant;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
 use super::applicant::Applicant;
-use super::register::{Register, Visit};
+use super::register::{EnrolRequest, Register};
 use super::{Invitation, InvitationTerms};
 use crate::quic::trust::names::Subject;
 use crate::rank::Rank;
 use crate::wire::{Frame, RejectCode};
 
-/// Rank 0 and one who comes, for as long as the process runs.
+/// Rank 0 and one applicant, for as long as the process runs.
 struct Pair {
     invitation: Arc<Invitation>,
     applicant: Applicant,
     granted: Vec<u8>,
 }
 
-/// A request for a signature in DER, of one who knows the secret: who gets a rank gets it for the key of the request, and
-/// again for the same one; who gets none leaves nothing behind.
+/// A request for a certificate in DER, with the right secret: a rank is given for the key of the request, and
+/// again for the same key; a refused request changes nothing.
 pub fn application(der: &[u8]) {
     let pair = pair();
     let mut register = Register::new(Arc::clone(&pair.invitation));
@@ -84,7 +84,7 @@ fn ask(
 ) -> Result<(Rank, Vec<u8>), (RejectCode, String)> {
     let (binding, from) = ([7; 32], IpAddr::from(Ipv4Addr::LOCALHOST));
     let proof = invitation.token().secret.prove(&binding);
-    let visit = Visit { from, binding, now: Instant::now(), date: SystemTime::now() };
+    let visit = EnrolRequest { from, binding, now: Instant::now(), date: SystemTime::now() };
     let given = register.answer(None, request, &proof, &visit)?;
     let Frame::Grant { certificate, .. } = given.frame else { unreachable!("what a register gives") };
     Ok((given.rank, certificate))

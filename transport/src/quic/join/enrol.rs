@@ -11,24 +11,24 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::applicant::Applicant;
 use super::binding::binding;
-use super::pinned::Pinned;
+use super::pinned::PinnedVerifier;
 use super::token::Token;
 use crate::error::TransportError;
-use crate::quic::network::connection::{DIAL_PATIENCE, describe, is_silence};
+use crate::quic::network::connection::{DIAL_TIMEOUT, describe, is_silence};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::io_thread::IoThread;
 use crate::quic::network::path::{LinkSettings, Path};
-use crate::quic::network::socket::{self, Bound, Ends, Ground, LaneEnd, usual_bind};
+use crate::quic::network::socket::{self, Endpoints, LaneEndpoint, SocketSource, SystemSocket, usual_bind};
 use crate::quic::trust::identity::Identity;
 use crate::quic::trust::tls;
 use crate::rank::Rank;
 use crate::remedy::Remedy;
 use crate::wire::{Frame, RejectCode};
 
-/// How a rank asks to be let in.
+/// How a rank asks for an identity.
 #[derive(Clone, Debug)]
 pub struct EnrolConfig {
-    /// What it knows.
+    /// The token.
     pub token: Token,
     /// Where rank 0 is: the address of the token's [`Token::place`].
     pub coordinator: SocketAddr,
@@ -50,7 +50,7 @@ impl EnrolConfig {
     }
 }
 
-/// What a rank has got.
+/// The identity that a rank has got.
 #[derive(Clone, Debug)]
 pub struct Enrolled {
     /// Its identity, with a key that was made here.
@@ -65,7 +65,7 @@ pub struct Enrolled {
 ///
 /// # Errors
 ///
-/// [`TransportError::Bootstrap`] if nobody answers by the deadline, if who answers is not rank 0 of the token's authority, or if
+/// [`TransportError::Bootstrap`] if there is no answer by the deadline, if the peer is not rank 0 of the token's authority, or if
 /// rank 0 refuses: a token that is wrong, used up or has expired, a rank that is taken.
 pub fn enrol(config: EnrolConfig) -> Result<Enrolled, TransportError> {
     let socket = socket::bind(SocketAddr::new(config.bind, 0), config.link.carrier)?;
@@ -78,16 +78,16 @@ pub fn enrol(config: EnrolConfig) -> Result<Enrolled, TransportError> {
     })?
 }
 
-async fn on(config: &EnrolConfig, socket: Bound) -> Result<Enrolled, TransportError> {
+async fn on(config: &EnrolConfig, socket: SystemSocket) -> Result<Enrolled, TransportError> {
     let applicant = Applicant::new(config.token.clone(), config.rank)
         .map_err(|error| TransportError::bootstrap(format!("cannot make a key: {error}")))?;
     let path = Path::new(&LinkSettings { lanes: 1, ..config.link }, config.bind, 2)?;
-    let Ends { lanes, refused, .. } = Ground::Real(vec![socket]).ends(&path, None, false)?;
-    let [LaneEnd { endpoint, .. }] = &lanes[..] else {
+    let Endpoints { lanes, refused, .. } = SocketSource::Real(vec![socket]).endpoints(&path, None, false)?;
+    let [LaneEndpoint { endpoint, .. }] = &lanes[..] else {
         return Err(TransportError::bootstrap("one socket is not one endpoint"));
     };
     let provider = tls::provider();
-    let pinned = Pinned { authority: config.token.authority, provider: Arc::clone(&provider) };
+    let pinned = PinnedVerifier { authority: config.token.authority, provider: Arc::clone(&provider) };
     let crypto = QuicClientConfig::try_from(tls::applicant(Arc::new(pinned), provider)?)
         .map_err(tls::cannot_set_up)?;
     let mut client = ClientConfig::new(Arc::new(crypto));
@@ -96,8 +96,8 @@ async fn on(config: &EnrolConfig, socket: Bound) -> Result<Enrolled, TransportEr
     let trying = async {
         loop {
             match attempt(config, &applicant, endpoint, client.clone()).await {
-                Err(Attempt::Again) => sleep(PAUSE).await,
-                Err(Attempt::Refused(text)) => return Err(TransportError::bootstrap(text)),
+                Err(EnrolError::Retry) => sleep(PAUSE).await,
+                Err(EnrolError::Refused(text)) => return Err(TransportError::bootstrap(text)),
                 Ok(enrolled) => return Ok(enrolled),
             }
         }
@@ -115,10 +115,10 @@ async fn on(config: &EnrolConfig, socket: Bound) -> Result<Enrolled, TransportEr
     enrolled
 }
 
-/// Why an attempt came to nothing.
-enum Attempt {
-    /// Packets did not get through, or it is not the moment.
-    Again,
+/// Why an attempt has failed.
+enum EnrolError {
+    /// Packets did not get through, or rank 0 is busy.
+    Retry,
     Refused(String),
 }
 
@@ -127,11 +127,11 @@ async fn attempt(
     applicant: &Applicant,
     endpoint: &Endpoint,
     client: ClientConfig,
-) -> Result<Enrolled, Attempt> {
+) -> Result<Enrolled, EnrolError> {
     let at = config.coordinator;
-    let refused = |what: String| Attempt::Refused(format!("rank 0 at {at} gave no identity: {what}"));
+    let refused = |what: String| EnrolError::Refused(format!("rank 0 at {at} gave no identity: {what}"));
     let ended = |error: ConnectionError| match error {
-        error if is_silence(&error) => Attempt::Again,
+        error if is_silence(&error) => EnrolError::Retry,
         ConnectionError::ConnectionClosed(close)
             if close.error_code == TransportErrorCode::crypto(NO_SUCH_PROTOCOL) =>
         {
@@ -146,7 +146,8 @@ async fn attempt(
     let connecting = endpoint
         .connect_with(client, at, NAME)
         .map_err(|error| refused(format!("cannot dial it: {error}")))?;
-    let connection = timeout(DIAL_PATIENCE, connecting).await.map_err(|_| Attempt::Again)?.map_err(ended)?;
+    let connection =
+        timeout(DIAL_TIMEOUT, connecting).await.map_err(|_| EnrolError::Retry)?.map_err(ended)?;
     let lost = |error: String| connection.close_reason().map_or_else(|| refused(error), ended);
     let (asked, request) = applicant.words();
     let binding =
@@ -161,10 +162,10 @@ async fn attempt(
             let chain = chain.as_deref().map_or(&[][..], Vec::as_slice);
             applicant.accept(chain, (rank, world), certificate).map_err(refused)
         }
-        Ok(Some(Frame::Reject { code: RejectCode::Busy, .. })) => Err(Attempt::Again),
+        Ok(Some(Frame::Reject { code: RejectCode::Busy, .. })) => Err(EnrolError::Retry),
         Ok(Some(Frame::Reject { text, .. })) => Err(refused(text)),
         Ok(Some(other)) => Err(refused(format!("it answered {other:?} to an application"))),
-        Ok(None) => Err(refused("it ended the conversation".into())),
+        Ok(None) => Err(refused("it closed the stream without an answer".into())),
         Err(error) => Err(lost(error.to_string())),
     }
 }
@@ -172,7 +173,7 @@ async fn attempt(
 /// TLS' alert for a protocol name that the other side does not have (RFC 7301).
 const NO_SUCH_PROTOCOL: u8 = 120;
 
-/// Asked for in the handshake; who answers to it is seen by its authority.
+/// The server name of the handshake; rank 0 is verified by its authority instead.
 const NAME: &str = "rank-0.kyklos.internal";
 
 /// Of the one connection; keeps a silent one for a few seconds.

@@ -1,4 +1,4 @@
-//! Where rank 0 lets others in who come with a token, while its group is not complete.
+//! The side of rank 0: gives identities to ranks with a token, while its group is not complete.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
@@ -9,9 +9,9 @@ use tokio::time::{Instant, timeout};
 
 use super::binding::binding;
 use super::invitation::Invitation;
-use super::register::{Given, Refusal, Register, Visit};
+use super::register::{EnrolRefusal, EnrolRequest, Granted, Register};
 use crate::error::TransportError;
-use crate::quic::network::connection::{GOODBYE_PATIENCE, describe};
+use crate::quic::network::connection::{CLOSE_TIMEOUT, describe};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::trust::identity::Identity;
 use crate::quic::trust::key_hash::KeyHash;
@@ -21,20 +21,20 @@ use crate::rank::Rank;
 use crate::wire::{Frame, RejectCode};
 
 /// Open from the start of the group's forming until it is complete.
-pub(crate) struct Desk {
+pub(crate) struct EnrolServer {
     invitation: Arc<Invitation>,
     tls: Arc<QuicServerConfig>,
     register: Mutex<Option<Register>>,
 }
 
-impl std::fmt::Debug for Desk {
+impl std::fmt::Debug for EnrolServer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Desk").field("invitation", &self.invitation).finish_non_exhaustive()
+        f.debug_struct("EnrolServer").field("invitation", &self.invitation).finish_non_exhaustive()
     }
 }
 
-impl Desk {
-    /// A closed one.
+impl EnrolServer {
+    /// A closed server: it gives no identities before [`Self::open`].
     pub(crate) fn new(
         invitation: Arc<Invitation>,
         identity: &Identity,
@@ -52,7 +52,7 @@ impl Desk {
         *self.lock() = None;
     }
 
-    /// What the endpoint runs while the desk is open: a handshake without a certificate, which is enough for nothing else.
+    /// What the endpoint runs while enrolment is open: a handshake without a certificate, which is enough for nothing else.
     pub(crate) fn tls(&self) -> Option<Arc<QuicServerConfig>> {
         self.lock().is_some().then(|| Arc::clone(&self.tls))
     }
@@ -61,11 +61,11 @@ impl Desk {
         self.register.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Answers one visitor.
+    /// Answers one applicant.
     ///
     /// # Errors
     ///
-    /// Why it got nothing, which it has been told as far as it could be.
+    /// Why it got no identity; the applicant has been told, if it could be reached.
     pub(crate) async fn serve(&self, connection: &Connection) -> Result<(Rank, KeyHash), String> {
         let (mut send, recv) = connection.accept_bi().await.map_err(|error| describe(&error))?;
         let answer = match FrameReader::new(recv).next().await {
@@ -76,12 +76,12 @@ impl Desk {
             Err(error) => Err((RejectCode::Protocol, error.to_string())),
         };
         let (frame, result) = match answer {
-            Ok(Given { rank, key, frame }) => (frame, Ok((rank, key))),
+            Ok(Granted { rank, key, frame }) => (frame, Ok((rank, key))),
             Err((code, text)) => (Frame::Reject { code, text: text.clone() }, Err(text)),
         };
         if send.write_all(&frame.encode()).await.is_ok() && send.finish().is_ok() {
-            // Who has its answer hangs up; a close from here might overtake it.
-            let _ = timeout(GOODBYE_PATIENCE, connection.closed()).await;
+            // A rank that has its answer closes the connection; a close from here might overtake the answer.
+            let _ = timeout(CLOSE_TIMEOUT, connection.closed()).await;
         }
         result
     }
@@ -92,11 +92,11 @@ impl Desk {
         asked: Option<Rank>,
         request: &[u8],
         proof: &[u8; 32],
-    ) -> Result<Given, Refusal> {
+    ) -> Result<Granted, EnrolRefusal> {
         let binding = binding(connection, asked, request);
         let binding = binding.ok_or((RejectCode::Protocol, "TLS has no keying material".to_owned()))?;
         let from = connection.remote_address().ip();
-        let visit = Visit { from, binding, now: Instant::now(), date: SystemTime::now() };
+        let visit = EnrolRequest { from, binding, now: Instant::now(), date: SystemTime::now() };
         match &mut *self.lock() {
             Some(register) => register.answer(asked, request, proof, &visit),
             None => Err((RejectCode::Gone, "the group is complete".into())),

@@ -1,4 +1,4 @@
-//! What rank 0 has when others come with a token: an authority for this one group, and rank 0's own identity.
+//! The invitation of rank 0, with which others can enrol by token: an authority for this one group, and rank 0's identity.
 
 use std::fmt;
 use std::path::Path;
@@ -20,7 +20,7 @@ use crate::rank::Rank;
 use crate::remedy::Remedy;
 use crate::wire::MAX_WORLD;
 
-/// Lets the ranks of one group in by a token. Its file holds the keys of all of that: rank 0's alone.
+/// Lets the ranks of one group enrol with a token. Its file holds private keys and belongs to rank 0 alone.
 pub struct Invitation {
     token: Token,
     world: u32,
@@ -29,7 +29,7 @@ pub struct Invitation {
     identity: Identity,
 }
 
-/// What an invitation says.
+/// The terms of an invitation.
 #[derive(Clone, Debug)]
 pub struct InvitationTerms<'a> {
     /// Where the others find rank 0, as `host:port`.
@@ -65,7 +65,7 @@ impl Invitation {
         let until = seconds(SystemTime::now() + valid)?;
         let until = UNIX_EPOCH + Duration::from_secs(until);
         let authority = ClusterAuthority::of_job(job, days + VALID_DAYS + 1)?;
-        // Rank 0 has to last as long as anybody whom it lets in.
+        // Rank 0's certificate must be valid as long as any that it gives away.
         let identity = authority.issue_to(&Subject::Rank(Rank(0)), authority.validity())?;
         let token = Token::new(KeyHash::of(authority.certificate())?, place)?;
         Ok(Self { token, world, until, authority, identity })
@@ -137,7 +137,7 @@ impl Invitation {
         Ok(Self { token, world, until, authority: authority.map_err(in_words)?, identity })
     }
 
-    /// What the others need.
+    /// The token for the other ranks.
     pub fn token(&self) -> &Token {
         &self.token
     }
@@ -147,7 +147,7 @@ impl Invitation {
         self.world
     }
 
-    /// Until when the token lets ranks in.
+    /// Until when the token is valid.
     pub fn until(&self) -> SystemTime {
         self.until
     }
@@ -157,12 +157,12 @@ impl Invitation {
         &self.identity
     }
 
-    /// Of which job all of them are.
+    /// The job of the group.
     pub fn job(&self) -> JobId {
         self.authority.job()
     }
 
-    /// For an identity that is given away now.
+    /// The validity of an identity that is given away now.
     pub(super) fn validity_from_now(&self) -> Validity {
         let all = self.authority.validity();
         Validity { until: Validity::days(VALID_DAYS).until.min(all.until), ..Validity::days(VALID_DAYS) }

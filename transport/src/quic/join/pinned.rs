@@ -12,14 +12,14 @@ use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::{Claims, Subject, rank_name};
 use crate::rank::Rank;
 
-/// Takes rank 0 of the authority with this key, and nobody else: another member must not collect proofs.
+/// Accepts only rank 0 of the authority with this key: another member must not collect proofs.
 #[derive(Debug)]
-pub(super) struct Pinned {
+pub(super) struct PinnedVerifier {
     pub(super) authority: KeyHash,
     pub(super) provider: Arc<CryptoProvider>,
 }
 
-impl ServerCertVerifier for Pinned {
+impl ServerCertVerifier for PinnedVerifier {
     fn verify_server_cert(
         &self,
         certificate: &CertificateDer<'_>,
@@ -34,7 +34,7 @@ impl ServerCertVerifier for Pinned {
         let authority = intermediates.iter().find(is_pinned).ok_or_else(|| refused(OF_ANOTHER))?;
         let claims = Claims::of(certificate).map_err(|error| refused(error.to_string()))?;
         if claims.subject != Subject::Rank(Rank(0)) {
-            return Err(refused(format!("who answers is {claims}, and rank 0 alone lets others in")));
+            return Err(refused(format!("the peer is {claims}, and only rank 0 gives identities")));
         }
         let mut roots = RootCertStore::empty();
         roots.add(authority.clone().into_owned())?;
@@ -91,5 +91,5 @@ fn refused(text: impl Into<String>) -> Error {
     Error::General(text.into())
 }
 
-const OF_ANOTHER: &str = "who answers is not of the authority that the token names: was rank 0 started with the invitation of \
+const OF_ANOTHER: &str = "the peer is not of the authority that the token names: was rank 0 started with the invitation of \
                           this token?";

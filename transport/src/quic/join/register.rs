@@ -1,4 +1,4 @@
-//! Who gets which rank. Knows no network and no clock: what it is told is all that counts.
+//! Which applicant gets which rank. It has no network and no clock: it gets addresses and times as arguments.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -10,8 +10,8 @@ use rustls::pki_types::CertificateSigningRequestDer;
 use tokio::time::Instant;
 
 use super::binding::BINDING_BYTES;
-use super::guesses::Guesses;
 use super::invitation::Invitation;
+use super::wrong_tokens::WrongTokens;
 use crate::error::TransportError;
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::Subject;
@@ -20,57 +20,57 @@ use crate::rank::Rank;
 use crate::remedy::Remedy;
 use crate::wire::{Frame, RejectCode};
 
-/// What rank 0 knows of those whom it has let in.
+/// The ranks that rank 0 has given away.
 #[derive(Debug)]
 pub(super) struct Register {
     invitation: Arc<Invitation>,
     /// By rank, the key to which it was given.
     given: BTreeMap<Rank, Vec<u8>>,
-    guesses: Guesses,
+    wrong_tokens: WrongTokens,
 }
 
-/// One who asks, and when.
+/// The connection and the time of a request for a rank.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Visit {
+pub(super) struct EnrolRequest {
     /// Where it comes from.
     pub(super) from: IpAddr,
-    /// What the two ends of its connection have in common, for these words.
+    /// Keying material of the connection, for this request.
     pub(super) binding: [u8; BINDING_BYTES],
     pub(super) now: Instant,
     pub(super) date: SystemTime,
 }
 
-/// What somebody gets.
+/// A rank that is given away, with the answer to send.
 #[derive(Debug)]
-pub(super) struct Given {
+pub(super) struct Granted {
     pub(super) rank: Rank,
     pub(super) key: KeyHash,
     pub(super) frame: Frame,
 }
 
-/// Why somebody gets nothing.
-pub(super) type Refusal = (RejectCode, String);
+/// Why a request is refused.
+pub(super) type EnrolRefusal = (RejectCode, String);
 
 impl Register {
     pub(super) fn new(invitation: Arc<Invitation>) -> Self {
-        Self { invitation, given: BTreeMap::new(), guesses: Guesses::default() }
+        Self { invitation, given: BTreeMap::new(), wrong_tokens: WrongTokens::default() }
     }
 
-    /// The answer to one who asks for a rank, or for any, and wants its key signed.
+    /// The answer to a request for a rank, or for any rank, and for a certificate of the applicant's key.
     ///
-    /// Who asks again with the same key gets the same rank again: the first answer may have been lost.
+    /// A second request with the same key gets the same rank again: the first answer may have been lost.
     ///
     /// # Errors
     ///
-    /// Why it is refused. Who does not know the secret learns no more than that.
+    /// Why it is refused. A peer that does not know the secret learns no more than that.
     pub(super) fn answer(
         &mut self,
         asked: Option<Rank>,
         request: &[u8],
         proof: &[u8; BINDING_BYTES],
-        visit: &Visit,
-    ) -> Result<Given, Refusal> {
-        if !self.guesses.may(visit.from, visit.now) {
+        visit: &EnrolRequest,
+    ) -> Result<Granted, EnrolRefusal> {
+        if !self.wrong_tokens.may(visit.from, visit.now) {
             let text = format!(
                 "too many wrong tokens came from {}: try again in a second",
                 visit.from.to_canonical()
@@ -79,7 +79,7 @@ impl Register {
         }
         let token = self.invitation.token();
         if !token.secret.is_proven(&visit.binding, proof) {
-            self.guesses.wrong(visit.from, visit.now);
+            self.wrong_tokens.wrong(visit.from, visit.now);
             let text = format!(
                 "its token has another secret than this rank 0's: {}, and use the token of the invitation with which rank 0 \
                  was started",
@@ -114,10 +114,14 @@ impl Register {
         let hash = KeyHash::of(&certificate).map_err(in_words)?;
         self.given.insert(rank, key.der_bytes().to_vec());
         let world = self.invitation.world();
-        Ok(Given { rank, key: hash, frame: Frame::Grant { rank, world, certificate: certificate.to_vec() } })
+        Ok(Granted {
+            rank,
+            key: hash,
+            frame: Frame::Grant { rank, world, certificate: certificate.to_vec() },
+        })
     }
 
-    fn choose(&self, asked: Option<Rank>, key: &[u8]) -> Result<Rank, Refusal> {
+    fn choose(&self, asked: Option<Rank>, key: &[u8]) -> Result<Rank, EnrolRefusal> {
         let world = self.invitation.world();
         let refuse = |code, text: String| Err((code, text));
         if let Some((rank, _)) = self.given.iter().find(|(_, given)| *given == key)
@@ -140,7 +144,7 @@ impl Register {
             ),
             Some(Rank(0)) => refuse(
                 RejectCode::Rank,
-                format!("rank 0 is who invites: ask for a rank from 1 to {}, or for none", world - 1),
+                format!("rank 0 has the invitation itself: ask for a rank from 1 to {}, or for any rank", world - 1),
             ),
             Some(rank) if rank.0 >= world => refuse(
                 RejectCode::Rank,

@@ -12,7 +12,7 @@ use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{ClientConfig, Connection, Endpoint, ServerConfig};
 
 use super::binding::binding;
-use super::pinned::Pinned;
+use super::pinned::PinnedVerifier;
 use super::token::Token;
 use super::*;
 use crate::error::TransportError;
@@ -152,7 +152,7 @@ fn a_token_that_is_not_this_rank_0s_is_refused_with_the_reason() {
     let secret = waiting.with(&changed(&token, IN_SECRET));
     assert!(secret.contains("another secret"), "{secret}");
     let zero = waiting.enrol(Some(0)).unwrap_err();
-    assert!(zero.contains("rank 0 is who invites"), "{zero}");
+    assert!(zero.contains("rank 0 has the invitation itself"), "{zero}");
     let one = waiting.enrol(None).unwrap();
     waiting.works(vec![one]);
 }
@@ -201,7 +201,7 @@ async fn say(connection: &Connection, bytes: &[u8]) -> Option<Frame> {
 /// A client without a certificate.
 fn nobody(authority: KeyHash, protocol: &[u8]) -> ClientConfig {
     let provider = tls::provider();
-    let pinned = Arc::new(Pinned { authority, provider: Arc::clone(&provider) });
+    let pinned = Arc::new(PinnedVerifier { authority, provider: Arc::clone(&provider) });
     let mut config = tls::applicant(pinned, provider).unwrap();
     config.alpn_protocols = vec![protocol.to_vec()];
     ClientConfig::new(Arc::new(QuicClientConfig::try_from(config).unwrap()))
@@ -299,7 +299,7 @@ fn one_in_the_middle_gets_nothing_by_the_proof_of_another() {
     // Another member does not even hear a proof.
     let (error, answered) = relayed(&waiting, 1);
     assert_eq!(answered, None);
-    assert!(error.contains("who answers is rank 1") && error.contains("rank 0 alone"), "{error}");
+    assert!(error.contains("the peer is rank 1") && error.contains("only rank 0"), "{error}");
     let one = waiting.enrol(Some(1)).unwrap();
     waiting.works(vec![one]);
 }

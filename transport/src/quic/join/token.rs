@@ -1,4 +1,4 @@
-//! The line of text that lets a rank in.
+//! The token: one line of text with which a rank can enrol.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,7 +14,7 @@ use crate::remedy::Remedy;
 
 /// `kyklos1.HASH.SECRET@HOST:PORT`: the hash of the authority's key, the secret, and where rank 0 is.
 ///
-/// `Display` prints all of it, the secret too; `Debug` does not. Whoever has it can become a rank until it expires.
+/// `Display` prints all of it, the secret too; `Debug` does not. With it any process can become a rank until it expires.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token {
     pub(super) authority: KeyHash,
@@ -81,7 +81,7 @@ impl FromStr for Token {
     }
 }
 
-/// What only those know who have the token.
+/// The secret in a token.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct Secret([u8; SECRET_BYTES]);
 
@@ -92,7 +92,7 @@ impl Secret {
         Ok(Self(bytes))
     }
 
-    /// Shows who knows the secret, to the other end of the connection that `binding` is of.
+    /// Proves knowledge of the secret to the other end of the connection with this `binding`.
     pub(super) fn prove(&self, binding: &[u8; BINDING_BYTES]) -> [u8; PROOF_BYTES] {
         let mut proof = [0; PROOF_BYTES];
         proof.copy_from_slice(hmac::sign(&self.key(), binding).as_ref());

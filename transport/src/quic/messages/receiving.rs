@@ -1,4 +1,4 @@
-//! The receiver's side of messages: each is asked for when it was posted, and read then.
+//! The receiver's side of messages: a posted receive asks for its message and reads it.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -16,14 +16,14 @@ use crate::quic::control::core::Core;
 use crate::quic::control::state::{Deadline, Incoming, Phase, Reading, ReceiveCall};
 use crate::quic::network::connection::is_leave;
 use crate::quic::payload::assembly::{Assembly, Filled};
-use crate::quic::payload::chunks::{Granted, ReadEnd, chunk_bytes, read_chunk};
+use crate::quic::payload::chunks::{ChunkLease, ReadEnd, chunk_bytes, read_chunk};
 use crate::rank::{Rank, Tag};
 use crate::recorder::EventKind;
 use crate::spans;
 use crate::wire::{Frame, HEADER_BYTES, MessageHeader, part_digest};
 
 /// The receiver does not take the message.
-const TURNED_AWAY: VarInt = VarInt::from_u32(2);
+const REFUSED: VarInt = VarInt::from_u32(2);
 
 impl Core {
     pub(crate) fn recv(
@@ -74,7 +74,7 @@ impl Core {
             tokio::spawn(Arc::clone(&self).receive_chunk(peer, lane, stream));
         }
         let reason = connection.closed().await;
-        // Who leaves in order says so on the first lane, after all else that it has to say there.
+        // A peer that leaves in order says so on the first lane, in its last frame.
         if lane == 0 || !is_leave(&reason) {
             self.link_ended(peer, &reason);
         }
@@ -100,23 +100,23 @@ impl Core {
         let tag = header.tag;
         let (claim, span) = loop {
             match self.claim(from, &header) {
-                Claim::Granted(claim, message) => {
+                HeaderMatch::Granted(claim, message) => {
                     break (
                         claim,
                         tracing::trace_span!(parent: message, "chunk", lane, chunk = header.chunk),
                     );
                 }
-                Claim::Early(posted) => {
+                HeaderMatch::Early(posted) => {
                     if posted.await.is_err() {
                         return;
                     }
                 }
-                Claim::TooLate => {
-                    let _ = stream.stop(TURNED_AWAY);
+                HeaderMatch::TooLate => {
+                    let _ = stream.stop(REFUSED);
                     return;
                 }
-                Claim::Wrong(text) => {
-                    let _ = stream.stop(TURNED_AWAY);
+                HeaderMatch::Wrong(text) => {
+                    let _ = stream.stop(REFUSED);
                     return self.misbehaved(from, Some(tag), text);
                 }
             }
@@ -125,9 +125,9 @@ impl Core {
         match read_chunk(&mut stream, claim).instrument(span).await {
             Ok(filled) => self.received(from, tag, header.chunk, filled),
             Err(ReadEnd::Cancelled) => {
-                let _ = stream.stop(TURNED_AWAY);
+                let _ = stream.stop(REFUSED);
             }
-            // Who withdraws a message has given up or is being aborted; an abort is on its way then, and knows whose
+            // A sender that withdraws a message has given up or is being aborted; then an abort is on its way, and says whose
             // fault it is. If not, the receive has its own deadline.
             Err(ReadEnd::ConnectionLost | ReadEnd::Withdrawn) => {}
             Err(ReadEnd::Broken(text)) => self.misbehaved(from, Some(tag), format!("{tag} has {text}")),
@@ -171,17 +171,17 @@ impl Core {
     }
 
     /// Looks for the receive that a header belongs to.
-    fn claim(&self, from: Rank, header: &MessageHeader) -> Claim {
+    fn claim(&self, from: Rank, header: &MessageHeader) -> HeaderMatch {
         let tag = header.tag;
         let mut state = self.lock();
         if state.phase == Phase::Closed {
-            // Nobody will ever post it, and it would wait here for ever.
-            return Claim::TooLate;
+            // No receive will be posted, and the stream would wait here for ever.
+            return HeaderMatch::TooLate;
         }
         if let Some(call) = state.calls.receives.get_mut(&(from, tag)) {
             let expected = (call.part_bytes.len(), call.total, part_digest(call.part_bytes.iter().copied()));
             if (header.part_count as usize, header.total_bytes, header.part_digest) != expected {
-                return Claim::Wrong(format!(
+                return HeaderMatch::Wrong(format!(
                     "{tag}: rank {from} sends {} parts of {} bytes in all, rank {} expects parts of {:?} bytes",
                     header.part_count, header.total_bytes, self.me, call.part_bytes
                 ));
@@ -196,41 +196,43 @@ impl Core {
             return match reading.assembly.take(header.chunk as usize) {
                 Ok(chunk) => {
                     let (moved, cancelled) = (Arc::clone(&call.transfer.moved), reading.going_on.subscribe());
-                    Claim::Granted(Granted { chunk, moved, cancelled }, call.transfer.span.id())
+                    HeaderMatch::Granted(ChunkLease { chunk, moved, cancelled }, call.transfer.span.id())
                 }
-                Err(text) => Claim::Wrong(format!("{tag} has {text}")),
+                Err(text) => HeaderMatch::Wrong(format!("{tag} has {text}")),
             };
         }
         match state.calls.receive_ended(from, tag) {
-            Some(Ended::Done) => return Claim::Wrong(format!("{tag} was sent twice")),
-            Some(Ended::GivenUp) => return Claim::TooLate,
+            Some(Ended::Done) => return HeaderMatch::Wrong(format!("{tag} was sent twice")),
+            Some(Ended::GivenUp) => return HeaderMatch::TooLate,
             None => {}
         }
         if state.peer(from).withdrawn.remove(&tag) {
-            return Claim::TooLate;
+            return HeaderMatch::TooLate;
         }
         if let Some(latest_op) = state.calls.receive_is_past(from, tag) {
-            return Claim::Wrong(format!("{tag} is of the past: operation {latest_op} is under way"));
+            return HeaderMatch::Wrong(format!(
+                "{tag} is of an operation that has ended: operation {latest_op} is under way"
+            ));
         }
         if header.total_bytes > EARLY_BYTES {
-            return Claim::Wrong(format!(
+            return HeaderMatch::Wrong(format!(
                 "{} bytes of {tag} were sent before they were asked for",
                 header.total_bytes
             ));
         }
         let (sender, posted) = oneshot::channel();
         if state.peer(from).early.insert(tag, sender).is_some() {
-            return Claim::Wrong(format!("{tag} was sent twice"));
+            return HeaderMatch::Wrong(format!("{tag} was sent twice"));
         }
-        Claim::Early(posted)
+        HeaderMatch::Early(posted)
     }
 }
 
-/// What a header is entitled to.
-enum Claim {
+/// The receive that a message header belongs to.
+enum HeaderMatch {
     /// With the span of its message.
-    Granted(Granted, Option<tracing::Id>),
-    /// Nothing yet: wait until the receive is posted, and look again.
+    Granted(ChunkLease, Option<tracing::Id>),
+    /// No receive yet: wait until it is posted, and look again.
     Early(oneshot::Receiver<()>),
     /// Its receiver or its sender has given it up.
     TooLate,

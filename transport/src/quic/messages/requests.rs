@@ -1,4 +1,4 @@
-//! What two ranks say to each other of their messages.
+//! The frames that two ranks exchange about their messages.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,8 +13,8 @@ use crate::rank::{Rank, Tag, Taken};
 use crate::recorder::EventKind;
 use crate::wire::Frame;
 
-/// Wishes of one rank for messages that have not been posted here, and messages that it took back before they came.
-const MOST_NOTES: usize = 1 << 16;
+/// Most notes about one peer: its requests for messages that are not posted here, and messages withdrawn before they came.
+const MAX_PEER_NOTES: usize = 1 << 16;
 
 impl Core {
     /// Handles the frames of a data connection until it ends.
@@ -32,7 +32,7 @@ impl Core {
                     let call = self.lock().take_send(peer, tag, Ended::Done);
                     if let Some(call) = call {
                         self.recorder.note(EventKind::Sent, peer, tag, call.total);
-                        // Who has it has asked for it.
+                        // A peer that has the message has asked for it.
                         let under_way = call.transfer.asked.map_or(Duration::ZERO, |asked| asked.elapsed());
                         call.completer.complete(Ok(Taken { under_way }));
                     }
@@ -85,7 +85,7 @@ impl Core {
             if !is_given_up {
                 wants.insert(tag);
             }
-            return if wants.len() > MOST_NOTES { Err(()) } else { Ok(()) };
+            return if wants.len() > MAX_PEER_NOTES { Err(()) } else { Ok(()) };
         };
         call.transfer.asked.get_or_insert_with(Instant::now);
         if let Some(wanted) = call.transfer.wanted.take() {
@@ -97,7 +97,7 @@ impl Core {
         Ok(())
     }
 
-    /// The sender of a message that came early, or will, has given it up: its stream must not be kept.
+    /// The sender has given up a message that came early or may still come: its stream must not be kept.
     fn withdrawn(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
         let mut state = self.lock();
         let is_known =
@@ -109,6 +109,6 @@ impl Core {
         if peer.early.remove(&tag).is_none() && !is_known {
             peer.withdrawn.insert(tag);
         }
-        if peer.withdrawn.len() > MOST_NOTES { Err(()) } else { Ok(()) }
+        if peer.withdrawn.len() > MAX_PEER_NOTES { Err(()) } else { Ok(()) }
     }
 }

@@ -1,4 +1,4 @@
-//! The sender's side of messages: each goes out when it is wanted, by all lanes at once if it is large.
+//! The sender's side of messages: each is sent when its receiver asks for it, over all lanes at once if it is large.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -119,7 +119,7 @@ impl Core {
             return sending.run(0, &link.lanes[0]).await;
         }
         let sending = Arc::new(sending);
-        // They end with this task if it is given up.
+        // The lanes' tasks end with this task if the message is given up.
         let mut lanes = JoinSet::new();
         for (index, lane) in link.lanes.clone().into_iter().enumerate() {
             let (sending, runtime) = (Arc::clone(&sending), lane.runtime.clone());
@@ -136,7 +136,7 @@ struct Sending {
     header: MessageHeader,
     chunk_bytes: u64,
     chunks: u32,
-    /// The next one that nobody has taken.
+    /// The next chunk that no lane has taken.
     next: AtomicU32,
     parts: Vec<Bytes>,
     moved: Arc<AtomicU64>,

@@ -1,4 +1,4 @@
-//! Who decides how many bytes are under way.
+//! Congestion control: how many bytes are under way.
 
 use std::any::Any;
 use std::fmt;
@@ -7,13 +7,13 @@ use std::time::Instant;
 
 use quinn::congestion::{Controller, ControllerFactory, CubicConfig};
 
-/// Who decides how many bytes are under way to a rank.
+/// Congestion control: how many bytes are under way to a rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Congestion {
-    /// CUBIC (RFC 9438): finds out, and gives way to others.
+    /// CUBIC (RFC 9438): adapts to the path and shares it with other flows.
     #[default]
     Cubic,
-    /// Always so many bytes, whatever is lost: for links that nobody else uses.
+    /// Always this many bytes, whatever is lost: for links without other traffic.
     Fixed {
         /// Bytes; from ten packets up to 4 GiB.
         window_bytes: u64,
@@ -30,7 +30,7 @@ impl fmt::Display for Congestion {
 }
 
 impl Congestion {
-    /// What makes a controller for each connection.
+    /// The factory of the controller of each connection.
     pub(crate) fn factory(self) -> Arc<dyn ControllerFactory + Send + Sync> {
         match self {
             Self::Cubic => {

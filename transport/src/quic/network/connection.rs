@@ -12,18 +12,18 @@ pub(crate) mod close_code {
     pub(crate) const LEFT: VarInt = VarInt::from_u32(1);
     /// The group has been aborted; the reason is the abort's frame.
     pub(crate) const ABORTED: VarInt = VarInt::from_u32(2);
-    /// The rank's endpoint was dropped without a goodbye.
+    /// The rank's transport was dropped without a close.
     pub(crate) const DROPPED: VarInt = VarInt::from_u32(3);
-    /// The rank is not taken into the group; the reason says why.
+    /// The rank is not admitted to the group; the reason says why.
     pub(crate) const REJECTED: VarInt = VarInt::from_u32(4);
 }
 
-/// Whether the other side has left in order.
+/// Whether the peer has left the group in order.
 pub(crate) fn is_leave(reason: &ConnectionError) -> bool {
     matches!(reason, ConnectionError::ApplicationClosed(close) if close.error_code == close_code::LEFT)
 }
 
-/// Whether packets did not get through, rather than that somebody refused something.
+/// Whether packets did not get through; false if a side has refused something.
 ///
 /// A handshake that is complete for this side may lack its last packets on the other, which then gives it up. A
 /// refusal has a code of its own.
@@ -35,7 +35,7 @@ pub(crate) fn is_silence(reason: &ConnectionError) -> bool {
     }
 }
 
-/// What the end of a connection says about its other side.
+/// Why a connection has ended, as a statement about its peer.
 pub(crate) fn describe(reason: &ConnectionError) -> String {
     match reason {
         ConnectionError::ApplicationClosed(close) if close.error_code == close_code::DROPPED => {
@@ -49,7 +49,7 @@ pub(crate) fn describe(reason: &ConnectionError) -> String {
         }
         ConnectionError::TimedOut => "its connection timed out".into(),
         ConnectionError::Reset => "its process does not know the connection any more".into(),
-        // What either side refused in the handshake, in the words of whoever refused it.
+        // A refusal in the handshake, in the words of the side that refused.
         ConnectionError::TransportError(error) if !error.reason.is_empty() => in_words(&error.reason),
         ConnectionError::ConnectionClosed(close) if !close.reason.is_empty() => {
             in_words(&String::from_utf8_lossy(&close.reason))
@@ -58,12 +58,12 @@ pub(crate) fn describe(reason: &ConnectionError) -> String {
     }
 }
 
-/// rustls puts words before a refusal that has its own.
+/// rustls puts a prefix before the text of a refusal.
 fn in_words(reason: &str) -> String {
     reason.strip_prefix("unexpected error: ").unwrap_or(reason).to_owned()
 }
 
-/// What fits the reason of a close, which must fit one small packet.
+/// The part of a text that fits the reason of a close, which must fit one small packet.
 pub(crate) fn cut(text: &str) -> &str {
     let mut end = text.len().min(700);
     while !text.is_char_boundary(end) {
@@ -72,8 +72,8 @@ pub(crate) fn cut(text: &str) -> &str {
     &text[..end]
 }
 
-/// How long to wait for the other side to have read why it is turned away.
-pub(crate) const GOODBYE_PATIENCE: Duration = Duration::from_secs(1);
+/// How long to wait until a refused peer has read the reason.
+pub(crate) const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long one attempt at a handshake may take before the next one.
-pub(crate) const DIAL_PATIENCE: Duration = Duration::from_secs(4);
+pub(crate) const DIAL_TIMEOUT: Duration = Duration::from_secs(4);

@@ -11,7 +11,7 @@ use crate::wire::{Frame, FrameStream, WireError};
 /// Why no more frames come.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum FrameError {
-    /// What came is not a frame.
+    /// The received bytes are not a frame.
     #[error(transparent)]
     Wire(#[from] WireError),
     /// The stream or its connection is gone.
@@ -75,7 +75,7 @@ pub(crate) async fn write_frames(
             taken += 1;
         }
         queued.fetch_sub(taken, Ordering::Relaxed);
-        // A connection that is gone is noticed, with its reason, by whoever watches it.
+        // The task that watches the connection notices its end, with the reason.
         if stream.write_all(&batch).await.is_err() {
             return;
         }

@@ -1,4 +1,4 @@
-//! What the operator says of the network between the ranks, and what follows for packets and memory.
+//! Settings of the network between the ranks, and what follows from them for packets and memory.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -11,14 +11,14 @@ use super::windows::{Limits, Windows};
 use crate::error::TransportError;
 use crate::wire::MOST_LANES;
 
-/// What is known of the links between the ranks of a group. Best the same on all ranks.
+/// Settings of the links between the ranks of a group. Best the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkSettings {
     /// Bytes of the largest IP packet that every link carries, 1280 to 65535. A packet has 48 of them for its headers,
     /// so that IPv6 fits too. `None`: packets for 1500 are probed for, and over Linux' loopback they are as large as UDP
     /// allows. A wrong value costs speed, not bytes: packets that do not arrive become smaller ones.
     pub mtu: Option<u16>,
-    /// Who decides how much is under way.
+    /// Congestion control.
     pub congestion: Congestion,
     /// What carries packets; must be the same on all ranks.
     pub carrier: Carrier,
@@ -75,10 +75,10 @@ impl LinkSettings {
     }
 }
 
-/// What an endpoint does on its network.
+/// The packets, windows and timeouts of an endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Path {
-    kind: Kind,
+    kind: PathKind,
     payload: u16,
     congestion: Congestion,
     pub(crate) windows: Windows,
@@ -88,7 +88,7 @@ pub(crate) struct Path {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum PathKind {
     /// Both ends on this host, where one packet may be as large as UDP allows.
     Loopback,
     /// Packets of this size get through, as far as the operator knows.
@@ -115,15 +115,15 @@ impl Path {
                     "links that carry {mtu} bytes, and TCP between ranks: TCP finds that out by itself, leave it away"
                 )));
             }
-            None if streams => (Kind::Streams, LARGE_PAYLOAD),
+            None if streams => (PathKind::Streams, LARGE_PAYLOAD),
             Some(mtu) if mtu < LEAST_MTU => {
                 return Err(TransportError::bootstrap(format!(
                     "links that carry {mtu} bytes: QUIC and IPv6 need {LEAST_MTU}, and Ethernet has 1500"
                 )));
             }
-            Some(mtu) => (Kind::Stated, mtu - HEADER_BYTES),
-            None if loopback => (Kind::Loopback, LARGE_PAYLOAD),
-            None => (Kind::Probed, NETWORK_PAYLOAD),
+            Some(mtu) => (PathKind::Stated, mtu - HEADER_BYTES),
+            None if loopback => (PathKind::Loopback, LARGE_PAYLOAD),
+            None => (PathKind::Probed, NETWORK_PAYLOAD),
         };
         let peers = u64::from(world.max(2) - 1);
         if link.lanes == 0 || link.lanes > MOST_LANES {
@@ -180,10 +180,10 @@ impl Path {
         self.lanes * u64::from(self.largest_datagram()) * segments * quinn::udp::BATCH_SIZE as u64
     }
 
-    /// Bytes that each rank costs beside the windows for messages: those of control, and the queue to a stream.
+    /// Bytes for each rank besides the windows for messages: windows for control, and the queue to a TCP stream.
     fn beside_bytes(&self) -> u64 {
         (1 + self.lanes) * CONTROL_BYTES
-            + if self.kind == Kind::Streams { self.lanes * self.fixed_bytes() } else { 0 }
+            + if self.kind == PathKind::Streams { self.lanes * self.fixed_bytes() } else { 0 }
     }
 
     /// Bytes that the connections of this rank hold at most.
@@ -209,18 +209,18 @@ impl Path {
         config.congestion_controller_factory(self.congestion.factory());
         match self.kind {
             // Without a floor, a burst of loss on a busy host would look like a path that carries small packets only.
-            Kind::Loopback | Kind::Streams => config
+            PathKind::Loopback | PathKind::Streams => config
                 .initial_mtu(self.payload)
                 .min_mtu(LARGE_PAYLOAD_FLOOR)
                 .mtu_discovery_config(None)
                 .enable_segmentation_offload(false),
             // If the operator is wrong, the discovery falls back and looks again.
-            Kind::Stated => {
+            PathKind::Stated => {
                 let mut discovery = MtuDiscoveryConfig::default();
                 discovery.upper_bound(self.payload).black_hole_cooldown(BLACK_HOLE_COOLDOWN);
                 config.initial_mtu(self.payload).mtu_discovery_config(Some(discovery))
             }
-            Kind::Probed => config.initial_mtu(1200),
+            PathKind::Probed => config.initial_mtu(1200),
         };
         config
     }
@@ -233,7 +233,7 @@ impl Path {
     }
 
     /// Gives a connection that carries messages its windows. Until then it has those of control, so that a rank that is
-    /// not let in holds next to nothing.
+    /// not admitted holds next to nothing.
     pub(crate) fn open_for_data(&self, connection: &Connection) {
         connection.set_receive_window(varint(self.windows.receive));
         connection.set_send_window(self.windows.send);
@@ -243,10 +243,10 @@ impl Path {
 impl fmt::Display for Path {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let how = match self.kind {
-            Kind::Loopback => "of loopback",
-            Kind::Stated => "as stated",
-            Kind::Probed => "if they get through",
-            Kind::Streams => "in streams",
+            PathKind::Loopback => "of loopback",
+            PathKind::Stated => "as stated",
+            PathKind::Probed => "if they get through",
+            PathKind::Streams => "in streams",
         };
         let Self { payload, congestion, windows: Windows { receive, send }, peers, lanes, .. } = self;
         let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
@@ -323,10 +323,10 @@ const STREAM_BYTES: u64 = 16 << 20;
 /// In each direction of a connection for control: a few of its largest frames.
 const CONTROL_BYTES: u64 = 256 << 10;
 
-/// Of all connections, where nobody says.
+/// Bytes of all connections, if the settings do not say.
 const USUAL_BYTES: u64 = 1 << 30;
 
-/// Bytes handed to TCP and not yet acknowledged, where nobody says: 25 ms of 1 Gb/s, behind which control waits.
+/// Bytes handed to TCP and not yet acknowledged, if the settings do not say: 25 ms of 1 Gb/s. Control frames wait behind them.
 const STREAMS_WINDOW_BYTES: u64 = 3 << 20;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The UDP socket below an endpoint.
+//! The sockets below the endpoints of a rank.
 
 use std::fmt;
 use std::io::{self, IoSliceMut};
@@ -23,17 +23,17 @@ use crate::error::TransportError;
 /// Bytes asked of the system for each direction; with the usual default of 208 KiB even loopback loses packets.
 const BUFFER_BYTES: usize = 16 << 20;
 
-/// Less than this, and bursts of a fast sender will be lost.
+/// With less than this, bursts of a fast sender are lost.
 const LITTLE_BYTES: usize = 4 << 20;
 
 /// A socket of the system that has its address.
 #[derive(Debug)]
-pub(crate) enum Bound {
+pub(crate) enum SystemSocket {
     Udp(std::net::UdpSocket),
     Tcp(std::net::TcpListener),
 }
 
-impl Bound {
+impl SystemSocket {
     fn local_addr(&self) -> io::Result<SocketAddr> {
         match self {
             Self::Udp(socket) => socket.local_addr(),
@@ -43,10 +43,10 @@ impl Bound {
 }
 
 /// Binds a socket for packets in `carrier`.
-pub(crate) fn bind(address: SocketAddr, carrier: Carrier) -> Result<Bound, TransportError> {
+pub(crate) fn bind(address: SocketAddr, carrier: Carrier) -> Result<SystemSocket, TransportError> {
     let bound = match carrier {
-        Carrier::Udp => bind_udp(address).map(Bound::Udp),
-        Carrier::Tcp => bind_tcp(address).map(Bound::Tcp),
+        Carrier::Udp => bind_udp(address).map(SystemSocket::Udp),
+        Carrier::Tcp => bind_tcp(address).map(SystemSocket::Tcp),
     };
     bound.map_err(|error| {
         TransportError::bootstrap(format!(
@@ -95,7 +95,7 @@ const LISTEN_BACKLOG: i32 = 1024;
 
 /// What the system has granted a socket.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Granted {
+pub(crate) enum SocketCapabilities {
     Udp {
         /// Bytes of its buffers, of packets that come and that go.
         buffers: Option<(usize, usize)>,
@@ -105,8 +105,8 @@ pub(crate) enum Granted {
     Tcp,
 }
 
-impl Granted {
-    /// Of packets as large as those of a path.
+impl SocketCapabilities {
+    /// The capabilities for packets as large as those of a path.
     fn at_most(self, path: &Path) -> Self {
         match self {
             Self::Udp { buffers, segments: (send, receive) } => Self::Udp {
@@ -118,7 +118,7 @@ impl Granted {
     }
 }
 
-impl fmt::Display for Granted {
+impl fmt::Display for SocketCapabilities {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self::Udp { buffers, segments } = self else { return f.write_str("TCP") };
         let batch = |name, segments| match segments {
@@ -135,11 +135,11 @@ impl fmt::Display for Granted {
     }
 }
 
-/// What somebody said who was dialled with TCP and does not talk it.
-pub(crate) type Refused = Option<watch::Receiver<Option<String>>>;
+/// The text with which a dialled listener has refused TCP; `None` over UDP.
+pub(crate) type RefusalText = Option<watch::Receiver<Option<String>>>;
 
-/// Ends with the words of somebody who was dialled and talks over another carrier.
-pub(crate) async fn refusal(refused: Refused) -> String {
+/// Waits for the refusal of a rank that uses another carrier; for ever if none comes.
+pub(crate) async fn refusal(refused: RefusalText) -> String {
     if let Some(mut refused) = refused
         && let Ok(said) = refused.wait_for(Option::is_some).await
         && let Some(text) = said.clone()
@@ -149,46 +149,46 @@ pub(crate) async fn refusal(refused: Refused) -> String {
     std::future::pending().await
 }
 
-/// What the endpoints of a rank stand on, by lane.
+/// The sockets from which the endpoints of a rank are made, by lane.
 #[derive(Debug)]
-pub(crate) enum Ground {
+pub(crate) enum SocketSource {
     /// Sockets of the system.
-    Real(Vec<Bound>),
+    Real(Vec<SystemSocket>),
     /// Others, with the seed of quinn's random numbers.
     Simulated(Vec<Arc<dyn AsyncUdpSocket>>, [u8; 32]),
 }
 
-/// The endpoints of a rank, and what they have of the system.
-pub(crate) struct Ends {
-    pub(crate) lanes: Vec<LaneEnd>,
-    pub(crate) granted: Granted,
-    pub(crate) refused: Refused,
+/// The endpoints of a rank, and what the system has granted them.
+pub(crate) struct Endpoints {
+    pub(crate) lanes: Vec<LaneEndpoint>,
+    pub(crate) capabilities: SocketCapabilities,
+    pub(crate) refused: RefusalText,
 }
 
 /// The endpoint of a lane, and the runtime on whose thread it lives.
-pub(crate) struct LaneEnd {
+pub(crate) struct LaneEndpoint {
     pub(crate) endpoint: Endpoint,
     pub(crate) runtime: Handle,
     /// Of a thread that is there for this lane alone.
     pub(crate) _thread: Option<Alive>,
 }
 
-impl Ground {
+impl SocketSource {
     pub(crate) fn is_simulated(&self) -> bool {
         matches!(self, Self::Simulated(..))
     }
 
-    /// Where the first socket of the system is.
+    /// The address of the first socket.
     pub(crate) fn local_addr(&self) -> Result<SocketAddr, TransportError> {
         match self {
-            Self::Real(sockets) => sockets.first().map(Bound::local_addr),
+            Self::Real(sockets) => sockets.first().map(SystemSocket::local_addr),
             Self::Simulated(sockets, _) => sockets.first().map(|socket| socket.local_addr()),
         }
         .unwrap_or_else(|| Err(io::ErrorKind::AddrNotAvailable.into()))
         .map_err(|error| cannot(&error))
     }
 
-    /// Whoever brings sockets of its own may have brought another number.
+    /// Checks the number of sockets, which a caller with its own sockets chooses.
     pub(crate) fn has_lanes(&self, lanes: u8) -> Result<(), TransportError> {
         match self.lanes() {
             sockets if sockets == usize::from(lanes) => Ok(()),
@@ -205,12 +205,12 @@ impl Ground {
 
     /// Endpoints that dial, and listen if they have what to answer. Must be called in a tokio context, in which the first lane lives; the others do too
     /// unless they get threads of their own.
-    pub(crate) fn ends(
+    pub(crate) fn endpoints(
         self,
         path: &Path,
         server: Option<&ServerConfig>,
         own_threads: bool,
-    ) -> Result<Ends, TransportError> {
+    ) -> Result<Endpoints, TransportError> {
         let runtimes = (0..self.lanes()).map(|lane| {
             if lane > 0 && own_threads {
                 IoThread::start().map(IoThread::into_parts).map(|(runtime, alive)| (runtime, Some(alive)))
@@ -219,63 +219,69 @@ impl Ground {
             }
         });
         let runtimes = runtimes.collect::<Result<Vec<_>, _>>()?;
-        let footings: Vec<(Footing, _)> = match self {
+        let bound: Vec<(BoundSocket, _)> = match self {
             Self::Real(sockets) => sockets
                 .into_iter()
                 .zip(&runtimes)
-                .map(|(socket, (runtime, _))| Ok((Footing::real(socket, runtime)?, None)))
+                .map(|(socket, (runtime, _))| Ok((BoundSocket::real(socket, runtime)?, None)))
                 .collect::<Result<_, TransportError>>()?,
             Self::Simulated(sockets, seed) => (0..)
                 .zip(sockets)
                 .map(|(lane, socket)| {
                     let mut seed = seed;
                     seed[0] ^= lane;
-                    (Footing { granted: granted(&*socket, None), socket, refused: None }, Some(seed))
+                    (
+                        BoundSocket { capabilities: capabilities(&*socket, None), socket, refused: None },
+                        Some(seed),
+                    )
                 })
                 .collect(),
         };
-        let mut ends = Ends { lanes: Vec::new(), granted: Granted::Tcp, refused: None };
-        for ((runtime, thread), (footing, seed)) in runtimes.into_iter().zip(footings) {
-            let endpoint = endpoint(footing.socket, seed, path, server.cloned(), &runtime)?;
+        let mut ends = Endpoints { lanes: Vec::new(), capabilities: SocketCapabilities::Tcp, refused: None };
+        for ((runtime, thread), (bound, seed)) in runtimes.into_iter().zip(bound) {
+            let endpoint = endpoint(bound.socket, seed, path, server.cloned(), &runtime)?;
             if ends.lanes.is_empty() {
-                ends.granted = footing.granted.at_most(path);
-                ends.refused = footing.refused;
+                ends.capabilities = bound.capabilities.at_most(path);
+                ends.refused = bound.refused;
             }
-            ends.lanes.push(LaneEnd { endpoint, runtime, _thread: thread });
+            ends.lanes.push(LaneEndpoint { endpoint, runtime, _thread: thread });
         }
         Ok(ends)
     }
 }
 
-/// What one endpoint stands on.
-struct Footing {
+/// The socket of one endpoint.
+struct BoundSocket {
     socket: Arc<dyn AsyncUdpSocket>,
-    granted: Granted,
-    refused: Refused,
+    capabilities: SocketCapabilities,
+    refused: RefusalText,
 }
 
-impl Footing {
-    fn real(socket: Bound, runtime: &Handle) -> Result<Self, TransportError> {
+impl BoundSocket {
+    fn real(socket: SystemSocket, runtime: &Handle) -> Result<Self, TransportError> {
         // Sockets belong to the runtime that waits for them.
         let _inside = runtime.enter();
         match socket {
-            Bound::Udp(socket) => {
+            SystemSocket::Udp(socket) => {
                 let open = SockRef::from(&socket);
                 let buffers = open.recv_buffer_size().ok().zip(open.send_buffer_size().ok());
                 let socket = TokioRuntime.wrap_udp_socket(socket).map_err(|error| cannot(&error))?;
-                Ok(Self { granted: granted(&*socket, buffers), socket, refused: None })
+                Ok(Self { capabilities: capabilities(&*socket, buffers), socket, refused: None })
             }
-            Bound::Tcp(listener) => {
+            SystemSocket::Tcp(listener) => {
                 let tunnel = Tunnel::new(listener).map_err(|error| cannot(&error))?;
                 let refused = Some(tunnel.refused());
-                Ok(Self { socket: Arc::new(tunnel), granted: Granted::Tcp, refused })
+                Ok(Self { socket: Arc::new(tunnel), capabilities: SocketCapabilities::Tcp, refused })
             }
         }
     }
 }
 
-fn granted(socket: &dyn AsyncUdpSocket, buffers: Option<(usize, usize)>) -> Granted {
-    Granted::Udp { buffers, segments: (socket.max_transmit_segments(), socket.max_receive_segments()) }
+fn capabilities(socket: &dyn AsyncUdpSocket, buffers: Option<(usize, usize)>) -> SocketCapabilities {
+    SocketCapabilities::Udp {
+        buffers,
+        segments: (socket.max_transmit_segments(), socket.max_receive_segments()),
+    }
 }
 
 /// An endpoint that dials, and listens if it has what to answer, on the thread of `runtime`.

@@ -1,8 +1,8 @@
 //! QUIC's packets in TCP streams, for networks that drop UDP.
 //!
-//! A packet is its length (u16, little-endian) and its bytes. Everything else stays as it is: who somebody is, what is
-//! encrypted, and what a stream is, QUIC says inside. A rank has one address, as over UDP: it dials from the port at which
-//! it listens. A length of 0 comes before a text and the end: whoever listens there does not want streams.
+//! A packet is its length (u16, little-endian) and its bytes. Everything else stays as it is: identity, encryption and
+//! streams are QUIC's, inside. A rank has one address, as over UDP: it dials from the port at which
+//! it listens. A length of 0 is followed by a text and the end of the stream: the listener refuses TCP, and the text says why.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -21,7 +21,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
-use super::handshakes::{Answer, Visitors};
+use super::handshakes::{HandshakeDecision, PendingHandshakes};
 
 /// Packets under way to one address. Not bounded here: QUIC has no more under way than its fixed window.
 type Queue = mpsc::UnboundedSender<Vec<u8>>;
@@ -38,9 +38,9 @@ struct Shared {
     local: SocketAddr,
     routes: Mutex<HashMap<SocketAddr, Queue>>,
     arrived: mpsc::Sender<(SocketAddr, Vec<u8>)>,
-    /// What somebody who was dialled said instead of talking.
+    /// The text with which a dialled listener has refused TCP.
     refused: watch::Sender<Option<String>>,
-    visitors: Visitors,
+    pending: PendingHandshakes,
 }
 
 impl fmt::Debug for Tunnel {
@@ -60,13 +60,13 @@ impl Tunnel {
             routes: Mutex::default(),
             arrived,
             refused: watch::Sender::new(None),
-            visitors: Visitors::default(),
+            pending: PendingHandshakes::default(),
         });
         tokio::spawn(Arc::clone(&shared).listen(listener, is_open));
         Ok(Self { shared, inbox: Mutex::new(inbox), _open: open })
     }
 
-    /// Becomes what somebody said who listens for other than streams.
+    /// Becomes the text with which a dialled listener has refused TCP.
     pub(crate) fn refused(&self) -> watch::Receiver<Option<String>> {
         self.shared.refused.subscribe()
     }
@@ -100,9 +100,9 @@ impl Shared {
     }
 
     async fn dial(self: Arc<Self>, to: SocketAddr, packets: mpsc::UnboundedReceiver<Vec<u8>>) {
-        match timeout(DIAL_PATIENCE, connect(self.local, to)).await {
+        match timeout(DIAL_TIMEOUT, connect(self.local, to)).await {
             Ok(Ok(stream)) => self.carry(to, stream, packets, true).await,
-            // What was queued is lost, and QUIC sends it again. Until then nobody dials.
+            // Queued packets are lost, and QUIC sends them again. Until then there is no other dial.
             _ => tokio::time::sleep(DIAL_PAUSE).await,
         }
     }
@@ -121,8 +121,8 @@ impl Shared {
             };
             let shared = Arc::clone(&self);
             tokio::spawn(async move {
-                // Who has opened a stream has shown its address.
-                let Answer::Enter(_place) = shared.visitors.answer(from.ip(), true) else { return };
+                // A peer that has opened a stream has proven its address.
+                let HandshakeDecision::Accept(_slot) = shared.pending.decide(from.ip(), true) else { return };
                 let (queue, packets) = mpsc::unbounded_channel();
                 // An earlier stream from the same address and port is dead, or this one would not be.
                 shared.lock().insert(from, queue);
@@ -145,7 +145,7 @@ impl Shared {
         let (reading, writing) = stream.into_split();
         tokio::select! {
             biased;
-            // Whatever ends a stream, QUIC only sees that nothing comes.
+            // Whatever ends a stream, QUIC only sees that no packet arrives.
             _ = self.read(peer, reading, dialled) => {}
             _ = write(writing, packets) => {}
         }
@@ -164,7 +164,7 @@ impl Shared {
             if packet.is_empty() {
                 if dialled {
                     let mut text = String::new();
-                    timeout(DIAL_PATIENCE, reading.take(MOST_TEXT).read_to_string(&mut text)).await??;
+                    timeout(DIAL_TIMEOUT, reading.take(MOST_TEXT).read_to_string(&mut text)).await??;
                     self.refused.send_replace(Some(text));
                 }
                 return Ok(());
@@ -192,8 +192,8 @@ async fn connect(from: SocketAddr, to: SocketAddr) -> io::Result<TcpStream> {
     socket.connect(to).await
 }
 
-/// Tells everybody who dials the address with TCP that nobody wants streams there. Ends at once if the port is not free.
-pub(crate) async fn turn_away(address: SocketAddr, text: &str) {
+/// Refuses every TCP stream to the address with a text. Returns at once if the port is not free.
+pub(crate) async fn refuse_all(address: SocketAddr, text: &str) {
     let Ok(listener) = TcpListener::bind(address).await else { return };
     loop {
         match listener.accept().await {
@@ -238,7 +238,7 @@ impl AsyncUdpSocket for Tunnel {
         while count < buffers.len().min(meta.len())
             && let Poll::Ready(Some((from, packet))) = inbox.poll_recv(context)
         {
-            // Larger packets than any that this rank announces are nobody's.
+            // A packet that is larger than this rank has announced is dropped.
             if let Some(space) = buffers[count].get_mut(..packet.len()) {
                 space.copy_from_slice(&packet);
                 meta[count] =
@@ -274,10 +274,10 @@ const INBOX_PACKETS: usize = 16;
 /// Bytes read from a stream at once.
 const READ_BYTES: usize = 128 << 10;
 
-/// Who says nothing for so long can dial again. Members say something all the time.
+/// A peer that is silent for this long can dial again. Members send packets all the time.
 const LONGEST_SILENCE: Duration = Duration::from_secs(60);
 
-const DIAL_PATIENCE: Duration = Duration::from_secs(4);
+const DIAL_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Between an attempt that failed and the next one.
 const DIAL_PAUSE: Duration = Duration::from_millis(100);

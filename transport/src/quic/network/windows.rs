@@ -16,12 +16,12 @@ impl Windows {
     }
 }
 
-/// What windows can be on a network.
+/// The smallest and the largest useful windows on a network.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// With which everything works.
+    /// The smallest windows with which everything works.
     pub(crate) least: Windows,
-    /// Beyond which nothing gets faster.
+    /// Larger windows than these are not faster.
     most: Windows,
 }
 
@@ -65,7 +65,7 @@ impl Limits {
     /// The windows of a connection that has so many bytes for both.
     pub(crate) fn share(&self, bytes: u64) -> Windows {
         let Self { least, most } = self;
-        // Two thirds for what comes: every message is read by somebody else than who writes it.
+        // Two thirds for receiving: received bytes wait for their reader, sent ones for an acknowledgement only.
         let receive = (bytes - bytes / 3).clamp(least.receive, most.receive);
         Windows { receive, send: (bytes - receive).clamp(least.send, most.send) }
     }

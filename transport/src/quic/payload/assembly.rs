@@ -16,16 +16,16 @@ const ALIGNMENT: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Assembly {
     part_count: usize,
-    chunks: Vec<Place>,
+    chunks: Vec<ChunkState>,
     /// Chunks that are not back yet.
     missing: usize,
 }
 
 /// Where a chunk is.
 #[derive(Debug)]
-enum Place {
+enum ChunkState {
     /// Not come yet.
-    Here(Vec<Segment>),
+    Empty(Vec<Segment>),
     /// Its stream is being read.
     Taken,
     Filled(Vec<Segment>),
@@ -58,14 +58,18 @@ impl Assembly {
             }
         }
         let missing = chunks.len();
-        Self { part_count: part_bytes.len(), chunks: chunks.into_iter().map(Place::Here).collect(), missing }
+        Self {
+            part_count: part_bytes.len(),
+            chunks: chunks.into_iter().map(ChunkState::Empty).collect(),
+            missing,
+        }
     }
 
     /// A chunk to be filled, once.
     pub(crate) fn take(&mut self, index: usize) -> Result<Chunk, &'static str> {
         let place = self.chunks.get_mut(index).ok_or("more chunks than its bytes fill")?;
-        match std::mem::replace(place, Place::Taken) {
-            Place::Here(segments) => Ok(Chunk::new(segments)),
+        match std::mem::replace(place, ChunkState::Taken) {
+            ChunkState::Empty(segments) => Ok(Chunk::new(segments)),
             other => {
                 *place = other;
                 Err("a chunk that was sent twice")
@@ -75,8 +79,8 @@ impl Assembly {
 
     /// Takes a filled chunk back; whether all are here now.
     pub(crate) fn put_back(&mut self, index: usize, filled: Filled) -> bool {
-        if let Some(place @ Place::Taken) = self.chunks.get_mut(index) {
-            *place = Place::Filled(filled.0);
+        if let Some(place @ ChunkState::Taken) = self.chunks.get_mut(index) {
+            *place = ChunkState::Filled(filled.0);
             self.missing -= 1;
         }
         self.missing == 0
@@ -86,7 +90,7 @@ impl Assembly {
     pub(crate) fn finish(self) -> Vec<Bytes> {
         let mut parts: Vec<BytesMut> = (0..self.part_count).map(|_| BytesMut::new()).collect();
         for place in self.chunks {
-            if let Place::Filled(segments) = place {
+            if let ChunkState::Filled(segments) = place {
                 for Segment { part, bytes } in segments {
                     // Its neighbour in memory: they become one again.
                     parts[part].unsplit(bytes);

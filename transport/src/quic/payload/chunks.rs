@@ -11,20 +11,20 @@ use xxhash_rust::xxh3::Xxh3;
 use super::assembly::{Chunk, Filled};
 use crate::wire::MessageHeader;
 
-/// Bytes of every chunk but the last of a message of `total_bytes` between ranks with so many lanes: large enough that
-/// few streams are needed, small enough that a lane which has lost packets holds up little. Both sides come to the same.
+/// Bytes of every chunk but the last of a message of `total_bytes` between ranks with this many lanes: large enough that
+/// few streams are needed, small enough that a lane with lost packets delays little. Both sides compute the same number.
 pub(crate) fn chunk_bytes(total_bytes: u64, lanes: usize) -> u64 {
     if lanes > 1 { CHUNK_BYTES } else { total_bytes.max(1) }
 }
 
 /// Chunks of such a message; an empty one has a chunk as well.
 pub(crate) fn chunk_count(total_bytes: u64, lanes: usize) -> u32 {
-    // A message of more than 2^32 chunks exists nowhere.
+    // No message has more than 2^32 chunks.
     u32::try_from(total_bytes.div_ceil(chunk_bytes(total_bytes, lanes)).max(1)).unwrap_or(u32::MAX)
 }
 
-/// What a posted receive lends to whoever reads one of its streams.
-pub(crate) struct Granted {
+/// The memory of a posted receive, lent to the task that reads one of its streams.
+pub(crate) struct ChunkLease {
     pub(crate) chunk: Chunk,
     pub(crate) moved: Arc<AtomicU64>,
     /// Ends with an error when the call has ended.
@@ -41,8 +41,8 @@ pub(crate) enum ReadEnd {
     Broken(&'static str),
 }
 
-pub(crate) async fn read_chunk(stream: &mut RecvStream, granted: Granted) -> Result<Filled, ReadEnd> {
-    let Granted { mut chunk, moved, mut cancelled } = granted;
+pub(crate) async fn read_chunk(stream: &mut RecvStream, lease: ChunkLease) -> Result<Filled, ReadEnd> {
+    let ChunkLease { mut chunk, moved, mut cancelled } = lease;
     let mut pieces: [Bytes; 32] = std::array::from_fn(|_| Bytes::new());
     loop {
         // `read_chunks` is cancel-safe.

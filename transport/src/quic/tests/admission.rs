@@ -1,4 +1,4 @@
-//! A stranger at the door that has a certificate of the same authority.
+//! Admission of a rank whose certificate is of the same authority and of another job.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use quinn::Endpoint;
 
 use crate::error::TransportError;
-use crate::quic::forming::admission::Door;
+use crate::quic::forming::admission::Admission;
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::path::Path;
 use crate::quic::trust::names::rank_name;
@@ -93,10 +93,10 @@ fn a_stranger_that_gives_ever_new_reasons_is_not_remembered_for_ever() {
     let config = QuicConfig::new(Rank(0), 2, job, at, identity);
     let path = Path::new(&config.link, config.bind, 2).unwrap();
     let tls = TlsConfigs::new(&config.identity, None, path.transport_config(config.heartbeat)).unwrap();
-    let door = Door::new(&config, &tls, Vec::new()).unwrap();
+    let admission = Admission::new(&config, &tls, Vec::new()).unwrap();
     for reason in 0..100_000 {
-        door.remember(&format!("reason {reason}"));
+        admission.note_refusal(&format!("reason {reason}"));
     }
-    let said = door.turned_away();
+    let said = admission.refusals_text();
     assert!(said.contains("reason 0") && said.len() < 500, "{} bytes", said.len());
 }

@@ -38,8 +38,8 @@ async fn pair(lanes: [u8; 2]) -> [Result<QuicTransport, TransportError>; 2] {
     let coordinator = free_address();
     let [zero, one] = [0, 1].map(|rank| {
         let config = config(&authority, rank, coordinator, lanes[rank as usize]);
-        let ground = bind(&config).unwrap();
-        QuicTransport::form_on(config, ground, None)
+        let source = bind(&config).unwrap();
+        QuicTransport::form_on(config, source, None)
     });
     let (zero, one) = tokio::join!(zero, one);
     [zero, one]
@@ -99,7 +99,7 @@ fn a_lane_that_is_slow_leaves_the_chunks_to_the_others() {
 }
 
 /// Messages that nobody has asked for fill windows only as far as they reach: a connection that carries messages has
-/// more than one that waits at the door.
+/// larger windows than one that is not admitted yet.
 #[test]
 fn a_lane_that_carries_messages_has_the_windows_for_it() {
     runtime().block_on(async {

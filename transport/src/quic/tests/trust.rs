@@ -119,10 +119,10 @@ fn an_expired_rank_0_that_listens_all_the_same_is_refused_by_name_and_date() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let zero = config(0, coordinator, expired);
     let error = runtime.block_on(async {
-        let ground = bind(&zero).unwrap();
-        let seat = QuicTransport::sit_down_unchecked(zero, ground, None).unwrap();
-        seat.listen();
-        bootstrap::form(&seat).await.unwrap_err()
+        let source = bind(&zero).unwrap();
+        let endpoint = QuicTransport::open_endpoint_unchecked(zero, source, None).unwrap();
+        endpoint.listen();
+        bootstrap::form(&endpoint).await.unwrap_err()
     });
     let one = one.join().unwrap().err().unwrap();
     both_say((error.to_string(), one.to_string()), &["rank 0", "expired on", &Date(now - hour).to_string()]);

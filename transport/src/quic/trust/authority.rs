@@ -55,7 +55,7 @@ impl ClusterAuthority {
         Self::of(certificate, key, JobId::of_text(job), Some(job.to_owned()))
     }
 
-    /// One whose certificate and key are kept somewhere.
+    /// An authority from its certificate and key.
     pub(crate) fn of_keys(
         certificate: CertificateDer<'static>,
         key: &PrivateKeyDer<'_>,
@@ -191,7 +191,7 @@ impl ClusterAuthority {
         self.issue_at(subject, self.job, validity)
     }
 
-    /// An identity of any job: whose, only tests have a use for.
+    /// An identity of any job. Only tests use other jobs than the authority's.
     pub(crate) fn issue_at(
         &self,
         subject: &Subject,
@@ -204,7 +204,7 @@ impl ClusterAuthority {
         Ok(Identity { authorities: self.trusted.clone(), certificate, key })
     }
 
-    /// The certificate of somebody who has made the key.
+    /// A certificate for a key that another rank has made.
     pub(crate) fn certify(
         &self,
         subject: &Subject,

@@ -1,4 +1,4 @@
-//! What a rank proves itself with, in memory and in a file.
+//! The identity of a rank, in memory and in a file: its certificate, its key, and the authorities that it trusts.
 
 use std::fmt;
 use std::path::Path;
@@ -36,7 +36,7 @@ impl fmt::Debug for Identity {
 }
 
 impl Identity {
-    /// Whom it is for, of which job, and when it holds.
+    /// The rank or host, the job and the validity in the certificate.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Which job a rank belongs to.
+//! The number of a job.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,4 +1,4 @@
-//! The SHA-256 of a public key: what a token says of an authority, and a list of revoked identities of each of them.
+//! The SHA-256 of a public key: it names an authority in a token, and an identity in a list of revoked keys.
 
 use std::fmt;
 use std::str::FromStr;

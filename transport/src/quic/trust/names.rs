@@ -1,4 +1,4 @@
-//! The names in a certificate: whom it is for, and what they allow.
+//! The names in a certificate: its rank or host and its job, and which ranks it may be used for.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -13,7 +13,7 @@ use crate::error::TransportError;
 use crate::rank::Rank;
 use crate::remedy::Remedy;
 
-/// Whom a certificate is for.
+/// The rank or the host that a certificate is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Subject {
     /// One rank, wherever it runs.
@@ -85,16 +85,16 @@ impl fmt::Display for Subject {
     }
 }
 
-/// What a certificate says. Believe it only after its chain has been verified.
+/// The contents of a certificate. They are proven only after its chain has been verified.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Claims {
-    /// Whom it is for.
+    /// The rank or the host.
     pub subject: Subject,
-    /// Of which job.
+    /// The job.
     pub job: JobId,
     /// The job's name, where the job has one.
     pub job_name: Option<String>,
-    /// When it holds.
+    /// From when until when it is valid.
     pub validity: Validity,
 }
 
@@ -116,14 +116,19 @@ impl Claims {
         Ok(Self { subject, job, job_name: job_name.map(str::to_owned), validity })
     }
 
-    /// What is wrong with the time it is used at.
+    /// Why the certificate is not valid now; `None` if it is.
     pub(crate) fn out_of_date(&self) -> Option<String> {
         let complaint = self.validity.complaint(SystemTime::now())?;
         Some(format!("the certificate of {self} {complaint}: {}", Remedy::IssueCertificate))
     }
 
-    /// Why this may not be `rank`, of which so much is known, and which is seen at `address`.
-    pub(crate) fn may_be(&self, rank: Rank, known: Known<'_>, address: Option<IpAddr>) -> Result<(), String> {
+    /// Checks that this certificate may be used by `rank`, which is `known` to be on a host or is seen at `address`.
+    pub(crate) fn check_rank(
+        &self,
+        rank: Rank,
+        known: Known<'_>,
+        address: Option<IpAddr>,
+    ) -> Result<(), String> {
         let host = match &self.subject {
             Subject::Rank(named) if *named == rank => return Ok(()),
             Subject::Rank(named) => return Err(format!("rank {rank} has the certificate of rank {named}")),
@@ -145,12 +150,12 @@ impl Claims {
     }
 }
 
-/// What is known of where a rank is before it is met.
+/// The host of a rank, as far as it is known before the rank connects.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Known<'a> {
     /// The host on which the bootstrap places it: then it can be nowhere else.
     pub(crate) place: Option<&'a str>,
-    /// A name under which it can be found: as good as its address.
+    /// A name that resolves to its address: as good as the address.
     pub(crate) name: Option<&'a str>,
 }
 
@@ -297,20 +302,20 @@ mod tests {
         let on = |place| Known { place: Some(place), name: None };
         let found_as = |name| Known { place: None, name: Some(name) };
         for place in ["node1", "NODE1", "10.0.0.1", "10.0.0.2", "::ffff:10.0.0.1"] {
-            assert_eq!(host.may_be(Rank(3), on(place), at("192.0.2.1")), Ok(()), "{place:?}");
-            assert_eq!(host.may_be(Rank(3), found_as(place), at("192.0.2.1")), Ok(()), "{place:?}");
+            assert_eq!(host.check_rank(Rank(3), on(place), at("192.0.2.1")), Ok(()), "{place:?}");
+            assert_eq!(host.check_rank(Rank(3), found_as(place), at("192.0.2.1")), Ok(()), "{place:?}");
         }
         for place in ["node2", "node1.example.org", "10.0.0.3", ""] {
-            let text = host.may_be(Rank(3), on(place), at("10.0.0.1")).unwrap_err();
+            let text = host.check_rank(Rank(3), on(place), at("10.0.0.1")).unwrap_err();
             assert!(text.contains("rank 3") && text.contains("node1"), "{text}");
-            assert_eq!(host.may_be(Rank(3), found_as(place), at("10.0.0.1")), Ok(()), "{place:?}");
-            assert!(host.may_be(Rank(3), found_as(place), at("192.0.2.1")).is_err(), "{place:?}");
+            assert_eq!(host.check_rank(Rank(3), found_as(place), at("10.0.0.1")), Ok(()), "{place:?}");
+            assert!(host.check_rank(Rank(3), found_as(place), at("192.0.2.1")).is_err(), "{place:?}");
         }
         let nothing = Known::default();
-        assert_eq!(host.may_be(Rank(3), nothing, at("10.0.0.2")), Ok(()));
-        assert!(host.may_be(Rank(3), nothing, at("10.0.0.3")).unwrap_err().contains("10.0.0.3"));
-        assert_eq!(rank.may_be(Rank(3), on("anywhere"), at("192.0.2.1")), Ok(()));
-        assert!(rank.may_be(Rank(4), nothing, None).unwrap_err().contains("rank 3"));
+        assert_eq!(host.check_rank(Rank(3), nothing, at("10.0.0.2")), Ok(()));
+        assert!(host.check_rank(Rank(3), nothing, at("10.0.0.3")).unwrap_err().contains("10.0.0.3"));
+        assert_eq!(rank.check_rank(Rank(3), on("anywhere"), at("192.0.2.1")), Ok(()));
+        assert!(rank.check_rank(Rank(4), nothing, None).unwrap_err().contains("rank 3"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Files that hold keys: written for their owner only, and read only where nobody else can.
+//! Files that hold keys: written for their owner only, and read only if no other user can read them.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
@@ -18,7 +18,7 @@ pub(crate) fn write_new(path: &Path, what: &str, text: &str) -> Result<(), Trans
     file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(cannot)
 }
 
-/// Reads a file whose key is nobody else's business.
+/// Reads a file with a key; refuses it if other users can read it.
 pub(crate) fn read(path: &Path, what: &str) -> Result<Vec<u8>, TransportError> {
     let file = open(path, what)?;
     #[cfg(unix)]
@@ -36,12 +36,12 @@ pub(crate) fn read(path: &Path, what: &str) -> Result<Vec<u8>, TransportError> {
     take(file, path, what, LONGEST_BYTES)
 }
 
-/// Reads a file that anybody may see.
+/// Reads a file without secrets.
 pub(crate) fn read_public(path: &Path, what: &str) -> Result<Vec<u8>, TransportError> {
     take(open(path, what)?, path, what, LONGEST_BYTES)
 }
 
-/// Reads a list that anybody may see.
+/// Reads a list without secrets, which may be longer.
 pub(crate) fn read_list(path: &Path, what: &str) -> Result<Vec<u8>, TransportError> {
     take(open(path, what)?, path, what, LONGEST_LIST_BYTES)
 }

@@ -1,4 +1,4 @@
-//! Identities that count no more before their end.
+//! Revoked identities: certificates that are refused before they expire.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::remedy::Remedy;
 
 /// A list of keys, in a file that is read again whenever a group forms again. Clones share what was read.
 ///
-/// A line begins with a [`KeyHash`]; what follows is for people. Lines that are empty or begin with `#` say nothing.
+/// A line begins with a [`KeyHash`]; the rest is a comment. Lines that are empty or begin with `#` are ignored.
 #[derive(Clone, Debug)]
 pub struct Revoked {
     path: PathBuf,
@@ -26,7 +26,7 @@ impl Revoked {
     /// # Errors
     ///
     /// [`TransportError::Bootstrap`] if it cannot be read, or a line begins with something else: a list of which a part is
-    /// passed over would let in whom it is to keep out.
+    /// skipped would admit a revoked identity.
     pub fn read_file(path: &Path) -> Result<Self, TransportError> {
         let keys = Arc::new(RwLock::new(read(path)?));
         Ok(Self { path: path.to_owned(), keys })
@@ -97,7 +97,7 @@ mod tests {
         std::fs::write(&path, hash(&three).to_string()).unwrap();
         clone.read_again().unwrap();
         assert_eq!(held(&revoked), [false, false, true]);
-        // A list that has become unreadable keeps out whom it has kept out.
+        // If the list becomes unreadable, the keys that were read before stay revoked.
         std::fs::write(&path, "rank 2").unwrap();
         assert!(clone.read_again().is_err());
         assert_eq!(held(&revoked), [false, false, true]);
@@ -125,7 +125,7 @@ mod tests {
         std::fs::write(&path, vec![b'\n'; (1 << 20) + 1]).unwrap();
         assert!(Revoked::read_file(&path).unwrap_err().to_string().contains("more than 1048576 bytes"));
         assert!(Revoked::read_file(&folder.path().join("none")).is_err());
-        // Nobody is revoked yet.
+        // An empty list revokes nothing.
         std::fs::write(&path, "").unwrap();
         Revoked::read_file(&path).unwrap();
     }

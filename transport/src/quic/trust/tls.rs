@@ -11,11 +11,11 @@ use rustls::pki_types::CertificateDer;
 use super::identity::Identity;
 use super::names::Claims;
 use super::revoked::Revoked;
-use super::verifier::{Dialled, Dialler};
+use super::verifier::{ClientVerifier, ServerVerifier};
 use crate::error::TransportError;
 use crate::wire::Purpose;
 
-/// What both sides of a connection run, made once per endpoint.
+/// The TLS and QUIC settings of both sides of a connection, made once per endpoint.
 #[derive(Clone)]
 pub(crate) struct TlsConfigs {
     control: Arc<QuicClientConfig>,
@@ -93,7 +93,7 @@ fn client_tls(
     purpose: Purpose,
 ) -> Result<rustls::ClientConfig, TransportError> {
     let provider = provider();
-    let verifier = Dialled::new(identity, revoked, Arc::clone(&provider))?;
+    let verifier = ServerVerifier::new(identity, revoked, Arc::clone(&provider))?;
     let mut config = rustls::ClientConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(cannot_set_up)?
@@ -107,7 +107,7 @@ fn client_tls(
     Ok(config)
 }
 
-/// What one runs who has a token and nothing else.
+/// The settings of a rank that has a token and no certificate.
 pub(crate) fn applicant(
     verifier: Arc<dyn ServerCertVerifier>,
     provider: Arc<CryptoProvider>,
@@ -123,7 +123,7 @@ pub(crate) fn applicant(
     Ok(config)
 }
 
-/// What rank 0 runs while others may come with a token. They have no certificate yet, so it does without; whoever has none gets
+/// The settings of rank 0 while others may enrol with a token. They have no certificate yet, so none is required; a peer without one gets
 /// no further than an application, because a hello counts for nothing without a certificate. The authority's own
 /// is shown too: they know its hash.
 pub(crate) fn inviting_server(
@@ -139,8 +139,8 @@ fn server_tls(
     invites: bool,
 ) -> Result<rustls::ServerConfig, TransportError> {
     let provider = provider();
-    let verifier = Dialler::new(identity, revoked, Arc::clone(&provider))?;
-    let verifier = Arc::new(if invites { verifier.or_nobody() } else { verifier });
+    let verifier = ClientVerifier::new(identity, revoked, Arc::clone(&provider))?;
+    let verifier = Arc::new(if invites { verifier.or_without_certificate() } else { verifier });
     let mut chain = vec![identity.certificate.clone()];
     chain.extend(identity.authorities.first().filter(|_| invites).cloned());
     let mut config = rustls::ServerConfig::builder_with_provider(provider)
@@ -155,7 +155,7 @@ fn server_tls(
     Ok(config)
 }
 
-/// What the peer proved in the handshake.
+/// The contents of the certificate that the peer proved in the handshake.
 pub(crate) fn proven_claims(connection: &Connection) -> Result<Claims, TransportError> {
     let chain =
         connection.peer_identity().and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
@@ -165,13 +165,13 @@ pub(crate) fn proven_claims(connection: &Connection) -> Result<Claims, Transport
     }
 }
 
-/// What the peer said the connection is for, in the handshake.
+/// The purpose of the connection, as negotiated in the handshake.
 pub(crate) fn negotiated_purpose(connection: &Connection) -> Option<Purpose> {
     let protocol = negotiated_protocol(connection)?;
     [Purpose::Control, Purpose::Data].into_iter().find(|purpose| alpn(*purpose) == protocol)
 }
 
-/// Whether the peer comes with a token.
+/// Whether the peer enrols with a token.
 pub(crate) fn is_application(connection: &Connection) -> bool {
     negotiated_protocol(connection).is_some_and(|protocol| protocol == JOIN_PROTOCOL)
 }
@@ -180,7 +180,7 @@ fn negotiated_protocol(connection: &Connection) -> Option<Vec<u8>> {
     connection.handshake_data()?.downcast::<HandshakeData>().ok()?.protocol
 }
 
-/// The protocol of those who have a token and no certificate.
+/// The protocol of ranks that have a token and no certificate.
 const JOIN_PROTOCOL: &[u8] = b"kyklos-join/1";
 
 pub(crate) fn cannot_set_up(error: impl std::fmt::Display) -> TransportError {

@@ -1,11 +1,11 @@
-//! From when until when a certificate holds, in words that people compare with their calendar.
+//! The validity of a certificate, and dates as text.
 
 use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use x509_parser::prelude::ASN1Time;
 
-/// The time in which a certificate holds.
+/// From when until when a certificate is valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Validity {
     /// Not before this time.
@@ -15,7 +15,7 @@ pub struct Validity {
 }
 
 impl Validity {
-    /// From now on, for so many days.
+    /// From now on, for a number of days.
     pub fn days(days: u32) -> Self {
         let now = SystemTime::now();
         // Clocks of a cluster differ; an hour of grace keeps a fast one from refusing.

@@ -1,6 +1,6 @@
-//! The checks of TLS, with refusals that both sides can read: who, what is wrong, and until when it was right.
+//! Certificate verification with refusals that both sides can read: the certificate, the reason, and its validity.
 //!
-//! All decisions are webpki's but one, of the list of revoked keys; its words are replaced. A refusal travels to the refused side as the reason of the
+//! All decisions but one (the list of revoked keys) are webpki's; its texts are replaced. A refusal travels to the refused side as the reason of the
 //! connection's end.
 
 use std::sync::Arc;
@@ -21,29 +21,29 @@ use super::revoked::Revoked;
 use crate::error::TransportError;
 use crate::remedy::Remedy;
 
-/// Verifies whom a rank dials.
+/// Verifies the certificate of a rank that this rank dials.
 #[derive(Debug)]
-pub(crate) struct Dialled {
+pub(crate) struct ServerVerifier {
     inner: Arc<WebPkiServerVerifier>,
-    own: Own,
+    own: OwnIdentity,
 }
 
-/// What a rank's own identity is, for refusals, and whom it refuses.
+/// The identity of this rank, for the text of refusals, and its list of revoked keys.
 #[derive(Debug)]
-struct Own {
+struct OwnIdentity {
     claims: Claims,
     trusted: String,
     revoked: Option<Revoked>,
 }
 
-impl Own {
+impl OwnIdentity {
     fn of(identity: &Identity, revoked: Option<&Revoked>) -> Result<Self, TransportError> {
         let revoked = revoked.cloned();
         Ok(Self { claims: identity.claims()?, trusted: identity.authorities().join(" and "), revoked })
     }
 
-    /// Refuses a certificate that is good otherwise. What it says of itself is proven.
-    fn still_takes(&self, certificate: &CertificateDer<'_>) -> Result<(), Error> {
+    /// Refuses a verified certificate whose key is revoked.
+    fn check_not_revoked(&self, certificate: &CertificateDer<'_>) -> Result<(), Error> {
         if !self.revoked.as_ref().is_some_and(|revoked| revoked.has(certificate)) {
             return Ok(());
         }
@@ -57,15 +57,15 @@ impl Own {
     }
 }
 
-/// Verifies who dials a rank.
+/// Verifies the certificate of a rank that dials this rank.
 #[derive(Debug)]
-pub(crate) struct Dialler {
+pub(crate) struct ClientVerifier {
     inner: Arc<dyn ClientCertVerifier>,
     mandatory: bool,
-    own: Own,
+    own: OwnIdentity,
 }
 
-impl Dialled {
+impl ServerVerifier {
     pub(crate) fn new(
         identity: &Identity,
         revoked: Option<&Revoked>,
@@ -74,11 +74,11 @@ impl Dialled {
         let inner = WebPkiServerVerifier::builder_with_provider(Arc::new(roots(identity)?), provider)
             .build()
             .map_err(cannot_set_up)?;
-        Ok(Self { inner, own: Own::of(identity, revoked)? })
+        Ok(Self { inner, own: OwnIdentity::of(identity, revoked)? })
     }
 }
 
-impl Dialler {
+impl ClientVerifier {
     pub(crate) fn new(
         identity: &Identity,
         revoked: Option<&Revoked>,
@@ -87,16 +87,16 @@ impl Dialler {
         let inner = WebPkiClientVerifier::builder_with_provider(Arc::new(roots(identity)?), provider)
             .build()
             .map_err(cannot_set_up)?;
-        Ok(Self { inner, mandatory: true, own: Own::of(identity, revoked)? })
+        Ok(Self { inner, mandatory: true, own: OwnIdentity::of(identity, revoked)? })
     }
 
-    /// Takes those too who show no certificate. Whoever shows one is held to it.
-    pub(crate) fn or_nobody(self) -> Self {
+    /// Accepts peers without a certificate too. A certificate that is shown must still be valid.
+    pub(crate) fn or_without_certificate(self) -> Self {
         Self { mandatory: false, ..self }
     }
 }
 
-impl ServerCertVerifier for Dialled {
+impl ServerCertVerifier for ServerVerifier {
     fn verify_server_cert(
         &self,
         certificate: &CertificateDer<'_>,
@@ -108,7 +108,7 @@ impl ServerCertVerifier for Dialled {
         self.inner
             .verify_server_cert(certificate, intermediates, server_name, ocsp_response, now)
             .map_err(|error| in_words(error, certificate, &self.own))
-            .and_then(|verified| self.own.still_takes(certificate).map(|()| verified))
+            .and_then(|verified| self.own.check_not_revoked(certificate).map(|()| verified))
     }
 
     fn verify_tls12_signature(
@@ -134,13 +134,13 @@ impl ServerCertVerifier for Dialled {
     }
 }
 
-impl ClientCertVerifier for Dialler {
+impl ClientCertVerifier for ClientVerifier {
     fn client_auth_mandatory(&self) -> bool {
         self.mandatory
     }
 
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        // Who dials has one certificate: a hint could only keep it from showing it, and the refusal from naming it.
+        // A rank has one certificate: with a hint it might not show it, and the refusal could not name it.
         &[]
     }
 
@@ -153,7 +153,7 @@ impl ClientCertVerifier for Dialler {
         self.inner
             .verify_client_cert(certificate, intermediates, now)
             .map_err(|error| in_words(error, certificate, &self.own))
-            .and_then(|verified| self.own.still_takes(certificate).map(|()| verified))
+            .and_then(|verified| self.own.check_not_revoked(certificate).map(|()| verified))
     }
 
     fn verify_tls12_signature(
@@ -179,8 +179,8 @@ impl ClientCertVerifier for Dialler {
     }
 }
 
-/// The refusal of a certificate in words; what it says of itself is not proven, and is said as such.
-fn in_words(error: Error, certificate: &CertificateDer<'_>, own: &Own) -> Error {
+/// The text of a refusal. The names in the certificate are not proven.
+fn in_words(error: Error, certificate: &CertificateDer<'_>, own: &OwnIdentity) -> Error {
     let Error::InvalidCertificate(why) = &error else {
         return error;
     };

@@ -1,4 +1,4 @@
-//! Who comes when a group is formed again, and until when it is waited for the others.
+//! The ranks that are present when a group is formed again, and how long the others are waited for.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -8,12 +8,12 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::{Ended, PAUSE, Party};
+use super::{AttemptError, PAUSE, Regrouping};
 use crate::error::TransportError;
 use crate::membership::{Claim, last_started, next_group};
-use crate::quic::forming::admission::Arrival;
-use crate::quic::forming::endpoint::{Errand, Undialled};
-use crate::quic::forming::joined::Joined;
+use crate::quic::forming::admission::AdmittedConnection;
+use crate::quic::forming::endpoint::{DialError, DialPurpose};
+use crate::quic::forming::peer_connection::PeerConnection;
 use crate::quic::network::frames::FrameError;
 use crate::rank::Rank;
 use crate::transport::Regroup;
@@ -21,21 +21,21 @@ use crate::wire::{Frame, Purpose, RejectCode};
 
 /// Connections of one attempt.
 pub(super) struct Attempt {
-    pub(super) arrivals: mpsc::Receiver<Arrival>,
-    pub(super) early_data: Vec<(u32, Joined)>,
+    pub(super) arrivals: mpsc::Receiver<AdmittedConnection>,
+    pub(super) early_data: Vec<(u32, PeerConnection)>,
     /// Lower ranks that were reached.
-    pub(super) below: BTreeMap<Rank, Joined>,
+    pub(super) below: BTreeMap<Rank, PeerConnection>,
     /// Higher ranks that came.
-    pub(super) above: BTreeMap<Rank, (Joined, Vec<Claim>, u32)>,
-    pub(super) dials: JoinSet<(Rank, Result<Joined, TransportError>)>,
-    /// Higher ranks are asked whether they have gone on.
+    pub(super) above: BTreeMap<Rank, (PeerConnection, Vec<Claim>, u32)>,
+    pub(super) dials: JoinSet<(Rank, Result<PeerConnection, TransportError>)>,
+    /// Higher ranks have been asked whether they have continued without this rank.
     pub(super) asked_above: bool,
 }
 
-impl Party<'_> {
+impl Regrouping<'_> {
     /// Whether to follow a lower rank: among survivors only one that was in the last group that this rank knows.
     pub(super) fn may_lead(&self, rank: Rank) -> bool {
-        let last = self.past.claims.iter().rfind(|claim| claim.started);
+        let last = self.prior.claims.iter().rfind(|claim| claim.started);
         self.everyone() || last.is_none_or(|last| last.members.contains(&rank))
     }
 
@@ -44,13 +44,16 @@ impl Party<'_> {
         &self,
         rank: Rank,
         address: SocketAddr,
-    ) -> impl Future<Output = (Rank, Result<Joined, TransportError>)> + Send + 'static {
-        let (seat, until, floor) = (Arc::clone(self.seat), self.until, self.floor);
-        let (claims, settled, refused) = (self.past.claims.clone(), self.settled, Arc::clone(&self.refused));
+    ) -> impl Future<Output = (Rank, Result<PeerConnection, TransportError>)> + Send + 'static {
+        let (endpoint, until, floor) = (Arc::clone(self.endpoint), self.until, self.floor);
+        let (claims, settled, refused) = (self.prior.claims.clone(), self.settled, Arc::clone(&self.refused));
         let purpose = if self.everyone() { Purpose::Rejoin } else { Purpose::Reform };
         async move {
             loop {
-                match seat.dial(rank, address, Errand { purpose, lane: 0, epoch: floor }, until).await {
+                match endpoint
+                    .dial(rank, address, DialPurpose { purpose, lane: 0, epoch: floor }, until)
+                    .await
+                {
                     Ok((mut joined, _)) => {
                         let patience = settled.saturating_duration_since(Instant::now()).as_millis();
                         let patience_ms = u32::try_from(patience).unwrap_or(u32::MAX);
@@ -59,8 +62,8 @@ impl Party<'_> {
                             return (rank, Ok(joined));
                         }
                     }
-                    Err(Undialled::Rejected(RejectCode::Gone, error)) => return (rank, Err(error)),
-                    Err(Undialled::Failed(error)) => {
+                    Err(DialError::Rejected(RejectCode::Gone, error)) => return (rank, Err(error)),
+                    Err(DialError::Failed(error)) => {
                         *refused.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
                     }
                     Err(_) => {}
@@ -70,18 +73,18 @@ impl Party<'_> {
         }
     }
 
-    /// Waits for the others. Ends with the group that a lower rank says, or with nothing when this rank is to say it.
+    /// Waits for the other ranks. Returns the group that a lower rank has named, or `None` when this rank is to name it.
     pub(super) async fn gather(
         &mut self,
         attempt: &mut Attempt,
-    ) -> Result<Option<(u32, Vec<Rank>, Vec<SocketAddr>)>, Ended> {
+    ) -> Result<Option<(u32, Vec<Rank>, Vec<SocketAddr>)>, AttemptError> {
         let mut settled = Instant::now() >= self.settled;
         loop {
             attempt.above.retain(|_, (joined, ..)| joined.connection.close_reason().is_none());
             if attempt.below.is_empty() && (settled || self.all_are_here(attempt)) {
                 match self.next_members(attempt) {
                     Ok(_) => return Ok(None),
-                    // They may have gone on without this rank, and can say so.
+                    // The others may have continued without this rank, and can say so.
                     Err(_) if settled => self.ask_above(attempt),
                     Err(_) => {}
                 }
@@ -90,23 +93,23 @@ impl Party<'_> {
             tokio::select! {
                 biased;
                 arrived = arrivals.recv() => match arrived {
-                    Some(Arrival { purpose: Purpose::Data | Purpose::Lane, epoch, joined, .. }) => {
+                    Some(AdmittedConnection { purpose: Purpose::Data | Purpose::Lane, epoch, joined, .. }) => {
                         attempt.early_data.push((epoch, joined));
                     }
-                    Some(Arrival { epoch, joined, claims, patience, .. }) => {
-                        // Who was started anew does not know how long it is waited for.
-                        if !claims.is_empty() && self.past.claims.is_empty() {
+                    Some(AdmittedConnection { epoch, joined, claims, patience, .. }) => {
+                        // A restarted rank does not know how long the others wait.
+                        if !claims.is_empty() && self.prior.claims.is_empty() {
                             self.settled = self.settled.min(Instant::now() + patience);
                         }
                         attempt.above.insert(joined.rank, (joined, claims, epoch));
                     }
-                    None => return Err(Ended::ForGood(TransportError::bootstrap("the endpoint has been closed"))),
+                    None => return Err(AttemptError::Fatal(TransportError::bootstrap("the endpoint has been closed"))),
                 },
                 Some(Ok((rank, dialled))) = dials.join_next(), if !dials.is_empty() => match dialled {
                     Ok(joined) => {
                         below.insert(rank, joined);
                     }
-                    Err(error) => return Err(Ended::ForGood(error)),
+                    Err(error) => return Err(AttemptError::Fatal(error)),
                 },
                 (rank, frame) = next_of(below) => match frame {
                     Ok(Some(Frame::Members { epoch, members, addresses }))
@@ -120,7 +123,7 @@ impl Party<'_> {
                         return Ok(Some((epoch, members, addresses)));
                     }
                     Ok(Some(Frame::Reject { code: RejectCode::Gone, text })) => {
-                        return Err(Ended::ForGood(TransportError::bootstrap(text)));
+                        return Err(AttemptError::Fatal(TransportError::bootstrap(text)));
                     }
                     other => {
                         let text = format!("rank {rank} was lost while a group was formed again: {other:?}");
@@ -128,39 +131,39 @@ impl Party<'_> {
                     }
                 },
                 () = sleep_until(self.settled), if !settled => settled = true,
-                () = sleep_until(self.until) => return Err(Ended::ForGood(self.too_late(attempt))),
+                () = sleep_until(self.until) => return Err(AttemptError::Fatal(self.too_late(attempt))),
             }
         }
     }
 
-    /// Everyone who came, this rank among them.
+    /// The ranks that are present with their claims, this rank among them.
     fn came(&self, attempt: &Attempt) -> BTreeMap<Rank, Vec<Claim>> {
         let above = attempt.above.iter().map(|(&rank, (_, claims, _))| (rank, claims.clone()));
-        above.chain([(self.me(), self.past.claims.clone())]).collect()
+        above.chain([(self.me(), self.prior.claims.clone())]).collect()
     }
 
     pub(super) fn next_members(&self, attempt: &Attempt) -> Result<Vec<Rank>, String> {
         next_group(&self.came(attempt), self.everyone())
     }
 
-    /// Nobody else is to be expected.
+    /// Whether no other rank is to be expected.
     fn all_are_here(&self, attempt: &Attempt) -> bool {
         let came = self.came(attempt);
         match self.who {
             Regroup::Everyone { .. } => {
-                (0..self.seat.config.world).all(|rank| came.contains_key(&Rank(rank)))
+                (0..self.endpoint.config.world).all(|rank| came.contains_key(&Rank(rank)))
             }
             Regroup::Survivors => last_started(&came).is_some_and(|last| {
-                last.members.iter().all(|rank| Some(*rank) == self.past.lost || came.contains_key(rank))
+                last.members.iter().all(|rank| Some(*rank) == self.prior.lost || came.contains_key(rank))
             }),
         }
     }
 
     fn ask_above(&self, attempt: &mut Attempt) {
-        if std::mem::replace(&mut attempt.asked_above, true) || self.past.claims.is_empty() {
+        if std::mem::replace(&mut attempt.asked_above, true) || self.prior.claims.is_empty() {
             return;
         }
-        for (&rank, &address) in self.past.addresses.range(self.me()..) {
+        for (&rank, &address) in self.prior.addresses.range(self.me()..) {
             if !attempt.above.contains_key(&rank) {
                 attempt.dials.spawn(self.dial(rank, address));
             }
@@ -184,7 +187,7 @@ impl Party<'_> {
 }
 
 /// The next frame of the lowest rank that was reached, and of none while none was.
-async fn next_of(below: &mut BTreeMap<Rank, Joined>) -> (Rank, Result<Option<Frame>, FrameError>) {
+async fn next_of(below: &mut BTreeMap<Rank, PeerConnection>) -> (Rank, Result<Option<Frame>, FrameError>) {
     match below.first_entry() {
         Some(mut lowest) => (*lowest.key(), lowest.get_mut().frames.next().await),
         None => std::future::pending().await,

@@ -6,7 +6,7 @@ use rcgen::{CertificateParams, KeyPair, PKCS_ECDSA_P256_SHA256, PKCS_ED25519};
 use tokio::time::Instant;
 
 use super::*;
-use crate::quic::join::register::{Refusal, Register, Visit};
+use crate::quic::join::register::{EnrolRefusal, EnrolRequest, Register};
 
 /// One who asks a register without a network.
 struct Asking {
@@ -21,12 +21,12 @@ impl Asking {
         Self { register: Register::new(Arc::clone(&invitation)), invitation, now: Instant::now() }
     }
 
-    fn visit(&self, from: u32) -> Visit {
+    fn visit(&self, from: u32) -> EnrolRequest {
         let from = IpAddr::from(from.to_be_bytes());
-        Visit { from, binding: [7; 32], now: self.now, date: SystemTime::now() }
+        EnrolRequest { from, binding: [7; 32], now: self.now, date: SystemTime::now() }
     }
 
-    fn ask(&mut self, asked: Option<u32>, request: &[u8]) -> Result<(Rank, Frame), Refusal> {
+    fn ask(&mut self, asked: Option<u32>, request: &[u8]) -> Result<(Rank, Frame), EnrolRefusal> {
         let proof = self.invitation.token().secret.prove(&[7; 32]);
         let visit = self.visit(1);
         self.register.answer(asked.map(Rank), request, &proof, &visit).map(|given| (given.rank, given.frame))
@@ -46,7 +46,7 @@ fn request() -> Vec<u8> {
 fn every_rank_but_0_is_given_away_once() {
     let mut asking = Asking::new(4);
     for (asked, code, words) in
-        [(0, RejectCode::Rank, "rank 0 is who invites"), (4, RejectCode::Rank, "for 4 ranks")]
+        [(0, RejectCode::Rank, "rank 0 has the invitation itself"), (4, RejectCode::Rank, "for 4 ranks")]
     {
         let (found, text) = asking.ask(Some(asked), &request()).unwrap_err();
         assert!(found == code && text.contains(words), "{text}");
@@ -67,7 +67,7 @@ fn every_rank_but_0_is_given_away_once() {
 fn a_token_ends_at_its_date_and_says_so_only_to_those_who_have_it() {
     let mut asking = Asking::new(2);
     let (until, token) = (asking.invitation.until(), asking.invitation.token().clone());
-    let visit = |date| Visit { date, ..Asking::new(2).visit(1) };
+    let visit = |date| EnrolRequest { date, ..Asking::new(2).visit(1) };
     let proof = token.secret.prove(&[7; 32]);
     let late = visit(until + Duration::from_secs(1));
     let (code, text) = asking.register.answer(None, &request(), &proof, &late).unwrap_err();
@@ -112,7 +112,7 @@ fn guesses_by_the_hundred_thousand_are_cheap_and_give_nothing() {
         let (code, _) = asking.register.answer(None, &request, &proof, &visit).unwrap_err();
         looked_at += u32::from(code == RejectCode::Token);
     }
-    assert_eq!(looked_at, 16 * 16, "of 100,000 guesses in no time");
+    assert_eq!(looked_at, 16 * 16, "of 100,000 wrong tokens in no time");
     assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
     // From somewhere else one is let in all the while.
     let proof = asking.invitation.token().secret.prove(&[7; 32]);

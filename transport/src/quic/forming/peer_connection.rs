@@ -7,7 +7,7 @@ use crate::rank::Rank;
 
 /// A connection whose other side is known and welcome.
 #[derive(Debug)]
-pub(crate) struct Joined {
+pub(crate) struct PeerConnection {
     pub(crate) rank: Rank,
     /// Which of the data connections between two ranks; 0 of every other one.
     pub(crate) lane: usize,
@@ -19,6 +19,6 @@ pub(crate) struct Joined {
 /// All connections of a rank.
 #[derive(Debug, Default)]
 pub(crate) struct Mesh {
-    pub(crate) control: Vec<Joined>,
-    pub(crate) data: Vec<Joined>,
+    pub(crate) control: Vec<PeerConnection>,
+    pub(crate) data: Vec<PeerConnection>,
 }

@@ -1,4 +1,4 @@
-//! How often somebody may be wrong.
+//! Limits the number of wrong tokens.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -10,18 +10,18 @@ use crate::quic::network::handshakes::network;
 
 /// Wrong tokens by network. A secret of 128 bits is not guessed; this keeps trying from costing anything.
 #[derive(Debug, Default)]
-pub(super) struct Guesses {
+pub(super) struct WrongTokens {
     /// How many are counted, and when the last one was.
     by_network: HashMap<IpAddr, (u32, Instant)>,
 }
 
-impl Guesses {
-    /// Whether one from there is looked at now.
+impl WrongTokens {
+    /// Whether a token from this address is checked now.
     pub(super) fn may(&self, from: IpAddr, now: Instant) -> bool {
         self.by_network.get(&network(from)).is_none_or(|counted| left(*counted, now) < MOST)
     }
 
-    /// One from there was wrong.
+    /// Counts a wrong token from this address.
     pub(super) fn wrong(&mut self, from: IpAddr, now: Instant) {
         self.by_network.retain(|_, counted| left(*counted, now) > 0);
         let network = network(from);
@@ -56,29 +56,29 @@ mod tests {
 
     #[test]
     fn who_is_wrong_too_often_waits_and_others_do_not() {
-        let (mut guesses, now) = (Guesses::default(), Instant::now());
+        let (mut wrong_tokens, now) = (WrongTokens::default(), Instant::now());
         let (bad, good) = (IpAddr::from([192, 0, 2, 1]), IpAddr::from([192, 0, 2, 2]));
         for _ in 0..MOST {
-            assert!(guesses.may(bad, now));
-            guesses.wrong(bad, now);
+            assert!(wrong_tokens.may(bad, now));
+            wrong_tokens.wrong(bad, now);
         }
-        assert!(!guesses.may(bad, now) && guesses.may(good, now));
-        assert!(!guesses.may(bad, now + FORGET - Duration::from_millis(1)));
+        assert!(!wrong_tokens.may(bad, now) && wrong_tokens.may(good, now));
+        assert!(!wrong_tokens.may(bad, now + FORGET - Duration::from_millis(1)));
         // One more a second, and no more than that.
-        assert!(guesses.may(bad, now + FORGET));
-        guesses.wrong(bad, now + FORGET);
-        assert!(!guesses.may(bad, now + FORGET));
-        assert!(guesses.may(bad, now + FORGET * 2));
+        assert!(wrong_tokens.may(bad, now + FORGET));
+        wrong_tokens.wrong(bad, now + FORGET);
+        assert!(!wrong_tokens.may(bad, now + FORGET));
+        assert!(wrong_tokens.may(bad, now + FORGET * 2));
     }
 
     #[test]
     fn the_table_has_an_end_and_forgets() {
-        let (mut guesses, now) = (Guesses::default(), Instant::now());
+        let (mut wrong_tokens, now) = (WrongTokens::default(), Instant::now());
         for host in 0..3 * MOST_NETWORKS as u32 {
-            guesses.wrong(IpAddr::from(host.to_be_bytes()), now);
+            wrong_tokens.wrong(IpAddr::from(host.to_be_bytes()), now);
         }
-        assert_eq!(guesses.by_network.len(), MOST_NETWORKS);
-        guesses.wrong(IpAddr::from([1, 2, 3, 4]), now + FORGET * 2);
-        assert_eq!(guesses.by_network.len(), 1);
+        assert_eq!(wrong_tokens.by_network.len(), MOST_NETWORKS);
+        wrong_tokens.wrong(IpAddr::from([1, 2, 3, 4]), now + FORGET * 2);
+        assert_eq!(wrong_tokens.by_network.len(), 1);
     }
 }
