@@ -8,9 +8,6 @@ use kyklos::local::RankTask;
 use kyklos::{Dtype, Error, RankOutput, Recovery, ResumableRank, Survivors};
 
 use super::backend::{BackendEntry, OnBackend};
-use super::cpu::Cpu;
-use super::cuda::Cuda;
-use super::wgpu::Wgpu;
 use crate::failure::Result;
 
 /// The facts of a backend that need no device.
@@ -39,7 +36,7 @@ impl Facts {
 }
 
 macro_rules! backends {
-    ($($entry:ident),* $(,)?) => {
+    ($($module:ident::$entry:ident),* $(,)?) => {
         /// A backend of this build.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub(crate) enum BackendKind {
@@ -49,13 +46,13 @@ macro_rules! backends {
         /// An opened device. Here a backend is chosen at run time; below, all code is generic.
         #[derive(Debug)]
         pub(crate) enum AnyBackend {
-            $($entry(Box<<$entry as BackendEntry>::Backend>)),*
+            $($entry(Box<<super::$module::$entry as BackendEntry>::Backend>)),*
         }
 
         /// A rank's task on an opened device, which survives the loss of its group.
         #[derive(Debug)]
         pub(crate) enum AnyResumable<'a> {
-            $($entry(Box<ResumableRank<'a, <$entry as BackendEntry>::Backend>>)),*
+            $($entry(Box<ResumableRank<'a, <super::$module::$entry as BackendEntry>::Backend>>)),*
         }
 
         impl BackendKind {
@@ -64,14 +61,14 @@ macro_rules! backends {
 
             fn facts(self) -> &'static Facts {
                 match self {
-                    $(Self::$entry => const { &Facts::of::<$entry>() }),*
+                    $(Self::$entry => const { &Facts::of::<super::$module::$entry>() }),*
                 }
             }
 
             /// Opens the device number `index`, with `kernel` where the backend has several.
             pub(super) fn open(self, index: usize, kernel: KernelChoice) -> Result<AnyBackend> {
                 Ok(match self {
-                    $(Self::$entry => AnyBackend::$entry(Box::new($entry::open(index, kernel)?))),*
+                    $(Self::$entry => AnyBackend::$entry(Box::new(super::$module::$entry::open(index, kernel)?))),*
                 })
             }
         }
@@ -93,7 +90,7 @@ macro_rules! backends {
             /// The kernel of a call with this state.
             pub(crate) fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {
                 let special = match self {
-                    $(Self::$entry(backend) => $entry::special_kernel(backend, dtype, shape)),*
+                    $(Self::$entry(backend) => super::$module::$entry::special_kernel(backend, dtype, shape)),*
                 };
                 special.unwrap_or_else(|| self.info().kernel.clone())
             }
@@ -142,7 +139,7 @@ macro_rules! backends {
 }
 
 // A backend is one entry here. Lists of devices show the last backend first.
-backends![Cpu, Wgpu, Cuda];
+backends![cpu::Cpu, wgpu::Wgpu, cuda::Cuda];
 
 impl BackendKind {
     /// The backend of this name.
