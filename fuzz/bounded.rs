@@ -1,5 +1,5 @@
 //! A bounded run of a fuzz target on stable Rust: its corpus, then mutations of it from a seed, each held to the memory
-//! that so many bytes may take: 1500 of them, or as many as a second has time for. With `KYKLOS_FUZZ_SECONDS` they go on for
+//! that so many bytes may take: 1500 of them, or of a slow target fewer. With `KYKLOS_FUZZ_SECONDS` they go on for
 //! that long; `KYKLOS_FUZZ_SEED` chooses other ones.
 
 use std::path::{Path, PathBuf};
@@ -76,13 +76,11 @@ pub(crate) fn run(name: &str, corpus: &[Vec<u8>], limit: Limit, target: impl Fn(
     let number = |name, usual: u64| std::env::var(name).map_or(usual, |text| text.parse().expect("a number"));
     let (seconds, seed) = (number("KYKLOS_FUZZ_SECONDS", 0), number("KYKLOS_FUZZ_SEED", 1));
     let (until, mut chance, mut times) = (Instant::now() + Duration::from_secs(seconds), Chance(seed), 0);
-    let (usual, usual_until) = (corpus.len() as u64 + MUTATIONS, Instant::now() + Duration::from_secs(1));
+    let [least, usual] = [LEAST_MUTATIONS, MUTATIONS].map(|count| corpus.len() as u64 + count);
+    let usual_until = Instant::now() + Duration::from_secs(2);
     // The first call may set something up that stays.
     target(&corpus[0]);
-    while times < corpus.len() as u64
-        || (times < usual && Instant::now() < usual_until)
-        || Instant::now() < until
-    {
+    while times < least || (times < usual && Instant::now() < usual_until) || Instant::now() < until {
         let input = corpus.get(times as usize).cloned().unwrap_or_else(|| chance.mutation(corpus));
         let told = Tell { name, times, input: &input };
         let held = allocation_counter::measure(|| target(&input)).bytes_max;
@@ -93,6 +91,9 @@ pub(crate) fn run(name: &str, corpus: &[Vec<u8>], limit: Limit, target: impl Fn(
     }
     times
 }
+
+/// Mutations of every run, however slow the target is.
+const LEAST_MUTATIONS: u64 = 110;
 
 /// Mutations of a usual run.
 const MUTATIONS: u64 = 1500;

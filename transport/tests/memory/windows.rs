@@ -54,6 +54,7 @@ fn promised(network: &str) -> usize {
 
 #[test]
 fn a_member_that_fills_all_streams_stays_within_the_stated_memory() {
+    let _alone = alone();
     let job = Job::new();
     let link = LinkSettings { memory_bytes: Some(MEMORY_BYTES as u64), ..LinkSettings::default() };
     let honest = [0, 1].map(|rank| connect(QuicConfig { link, ..job.config(rank, WORLD) }));

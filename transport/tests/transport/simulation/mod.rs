@@ -38,7 +38,7 @@ fn every_seeded_world_keeps_the_contract() {
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
     let mut simulated = Duration::ZERO;
     let mut traces = 0_u64;
-    let seeds = seeds(80, 400);
+    let seeds = seeds(180, 400);
     for seed in seeds.clone() {
         let world = World::draw(seed);
         let played = play(&world, &Secret::default());
