@@ -64,7 +64,7 @@ macro_rules! named_enum {
     };
 }
 
-/// The way from a variant of such a list to the constant `FACTS` in its file.
+/// The way from a variant of such a list to the constant `FACTS` in its file, a sibling of the module that uses this.
 macro_rules! facts_of_each {
     (
         $Name:ident, $Facts:ty:
@@ -74,7 +74,7 @@ macro_rules! facts_of_each {
             /// Everything that other modules ask of it.
             pub(crate) fn facts(self) -> &'static $Facts {
                 match self {
-                    $(Self::$variant => &$file::FACTS,)*
+                    $(Self::$variant => &super::$file::FACTS,)*
                 }
             }
         }

@@ -1,6 +1,5 @@
 //! The closed list of placement kinds, and what other modules ask of one.
 
-use super::{contiguous, per_document, striped, zigzag};
 use crate::named::{facts_of_each, named_enum};
 use crate::{Result, TokenRuns};
 

@@ -1,9 +1,6 @@
 //! From a [`Strategy`] to its facts, and the questions that are answered from them.
 
 use super::facts::{MeshRule, Moves, StrategyFacts};
-use super::{
-    bidirectional, chunked, dense, gather, line, pass_q, relay, ring, tree, two_way, ulysses, unified,
-};
 use crate::named::facts_of_each;
 use crate::strategy_list::strategies;
 use crate::{Error, Mesh, Result, Strategy};
