@@ -28,7 +28,6 @@ compile_error!("tensor files are little-endian, and so must be the machine");
 mod commands;
 #[doc(hidden)]
 pub mod decoders;
-mod demo;
 mod devices;
 mod failure;
 mod group;
@@ -49,6 +48,7 @@ mod verify;
 use std::process::ExitCode;
 
 use clap::Parser;
+use clap::error::ErrorKind;
 use commands::Cli;
 use failure::{Failure, note, print};
 
@@ -60,6 +60,10 @@ pub fn main() -> ExitCode {
         Err(help) if !help.use_stderr() => {
             return end(print(&help.render().to_string()).map(|()| 0));
         }
+        Err(help) if help.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            note(help.render().to_string().trim_end());
+            return ExitCode::from(2);
+        }
         Err(error) => {
             return end(Err(Failure { exit: 2, ..Failure::run(options::one_line(&error)) }));
         }
@@ -68,7 +72,7 @@ pub fn main() -> ExitCode {
     if let Err(failure) = switches::check() {
         return end(Err(failure));
     }
-    end(cli.command.map_or_else(|| demo::demo().map(|()| 0), |command| command.run()))
+    end(cli.command.run())
 }
 
 fn end(result: failure::Result<u8>) -> ExitCode {

@@ -16,12 +16,12 @@ use clap::{Parser, Subcommand};
 pub(crate) use self::bench::against;
 use crate::failure::Result;
 
-/// Exact attention over a sequence that is split across ranks. Without a command, runs a short demonstration.
+/// Exact attention over a sequence that is split across ranks.
 #[derive(Debug, Parser)]
-#[command(name = "kyklos", version, disable_help_subcommand = true)]
+#[command(name = "kyklos", version, disable_help_subcommand = true, arg_required_else_help = true)]
 pub(crate) struct Cli {
     #[command(subcommand)]
-    pub(crate) command: Option<Command>,
+    pub(crate) command: Command,
 }
 
 #[derive(Debug, Subcommand)]

@@ -11,6 +11,6 @@ pub(crate) mod tuned;
 mod wgpu;
 
 pub(crate) use self::backend::OnBackend;
-pub(crate) use self::name::{DeviceId, DeviceRequest, all, choose, hardware_gpus, names};
+pub(crate) use self::name::{DeviceId, DeviceRequest, all, choose, names};
 pub(crate) use self::report::Device;
 pub(crate) use self::table::{AnyBackend, AnyResumable, BackendKind};

@@ -121,11 +121,6 @@ pub(crate) fn choose(requests: &[DeviceRequest], local_rank: usize) -> Result<De
     }
 }
 
-/// Every GPU that `auto` may choose, in the order of the table.
-pub(crate) fn hardware_gpus() -> Vec<DeviceId> {
-    for_auto().into_iter().map(|(id, _)| id).collect()
-}
-
 /// Every device of this machine, GPUs first.
 pub(crate) fn all() -> Vec<DeviceId> {
     let of = |kind: BackendKind| (0..kind.devices().len()).map(move |index| DeviceId { kind, index });

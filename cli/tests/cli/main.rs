@@ -7,7 +7,7 @@ mod certs;
 mod clusters;
 #[cfg(target_os = "linux")]
 mod cuda;
-mod demonstration;
+mod devices;
 mod doctor;
 #[cfg(target_os = "linux")]
 mod errors;
