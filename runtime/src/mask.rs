@@ -120,6 +120,40 @@ impl Mask {
         Self::default()
     }
 
+    /// A query sees the keys at its own position and before.
+    pub fn causal() -> Self {
+        Self::window(None, Some(0))
+    }
+
+    /// A query at `q` sees the keys `q − left ..= q + right`; `None` is unbounded.
+    pub fn window(left: Option<u32>, right: Option<u32>) -> Self {
+        Self { window: Window { left, right }, ..Self::default() }
+    }
+
+    /// Keys at position `valid[batch]` and above are hidden; one value serves all batch entries.
+    pub fn key_padding(valid: Vec<u32>) -> Self {
+        Self { padding: KeyPadding { valid }, ..Self::default() }
+    }
+
+    /// Queries see keys of their own document only. `boundaries` are cumulative: `0, 8, 24` is a document of 8
+    /// tokens and one of 16. Documents without tokens are allowed.
+    ///
+    /// # Errors
+    /// [`Error::Request`] unless the boundaries start at 0 and ascend, beyond 0.
+    pub fn documents(boundaries: Vec<u32>) -> Result<Self> {
+        Ok(Self { documents: Documents::new(boundaries)?, ..Self::default() })
+    }
+
+    /// Ascending positions at which documents begin or end; none where there is one document.
+    pub(crate) fn document_boundaries(&self) -> &[u32] {
+        &self.documents.documents
+    }
+
+    /// A query sees the keys that any of these slices shows it; where slices overlap, once.
+    pub fn slices(slices: Vec<MaskSlice>) -> Self {
+        Self { slices: SliceUnions::of(slices), ..Self::default() }
+    }
+
     /// Whether every query sees every key, whatever the lengths.
     pub fn is_full(&self) -> bool {
         *self == Self::default()
@@ -136,7 +170,7 @@ impl std::str::FromStr for Mask {
 
     fn from_str(text: &str) -> Result<Self> {
         text.split('+')
-            .map(|term| Self::of_term(&Term::new(term)))
+            .map(|term| Self::of_term(&Term::new(term, Self::notation)))
             .try_fold(Self::full(), |mask, term| mask.and(term?))
     }
 }

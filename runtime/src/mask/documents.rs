@@ -1,6 +1,5 @@
 //! Documents: several sequences packed into one, each of which sees only itself.
 
-use super::Mask;
 use super::kind::{MaskKind, Term, list};
 use crate::{Error, Result};
 
@@ -8,27 +7,11 @@ use crate::{Error, Result};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 pub(super) struct Documents {
     /// Ascending cumulative boundaries, `0` first; empty: one document that holds everything.
-    documents: Vec<u32>,
-}
-
-impl Mask {
-    /// Queries see keys of their own document only. `boundaries` are cumulative: `0, 8, 24` is a document of 8
-    /// tokens and one of 16. Documents without tokens are allowed.
-    ///
-    /// # Errors
-    /// [`Error::Request`] unless the boundaries start at 0 and ascend, beyond 0.
-    pub fn documents(boundaries: Vec<u32>) -> Result<Self> {
-        Ok(Self { documents: Documents::new(boundaries)?, ..Self::default() })
-    }
-
-    /// Ascending positions at which documents begin or end; none where there is one document.
-    pub(crate) fn document_boundaries(&self) -> &[u32] {
-        &self.documents.documents
-    }
+    pub(super) documents: Vec<u32>,
 }
 
 impl Documents {
-    fn new(mut boundaries: Vec<u32>) -> Result<Self> {
+    pub(super) fn new(mut boundaries: Vec<u32>) -> Result<Self> {
         if boundaries.first() != Some(&0) || boundaries.len() < 2 || !boundaries.is_sorted() {
             return Err(Error::request(
                 format!("document boundaries {boundaries:?} do not ascend from 0"),

@@ -1,6 +1,6 @@
 //! What every kind of mask says of itself.
 
-use crate::{Error, Mask, Result, Spans};
+use crate::{Error, Result, Spans};
 
 /// One kind of mask. A mask holds one value of each kind, and a query sees the keys that all of them show. The default hides
 /// nothing.
@@ -62,17 +62,19 @@ pub(super) struct Term<'a> {
     pub(super) text: &'a str,
     pub(super) name: &'a str,
     pub(super) arguments: Option<&'a str>,
+    /// How masks are written, for refusals.
+    notation: fn() -> String,
 }
 
 impl<'a> Term<'a> {
-    pub(super) fn new(text: &'a str) -> Self {
+    pub(super) fn new(text: &'a str, notation: fn() -> String) -> Self {
         let (name, arguments) = text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));
-        Self { text, name, arguments }
+        Self { text, name, arguments, notation }
     }
 
     /// The refusal of this term.
     pub(super) fn wrong(&self, why: &str) -> Error {
-        Error::request(format!("mask `{}` {why}", self.text), format!("use {}", Mask::notation()))
+        Error::request(format!("mask `{}` {why}", self.text), format!("use {}", (self.notation)()))
     }
 
     /// The arguments as whole numbers.

@@ -1,6 +1,5 @@
 //! Key padding: the first keys of a batch entry are valid, the others are hidden.
 
-use super::Mask;
 use super::kind::{MaskKind, Term, list};
 use crate::{Error, Result};
 
@@ -8,14 +7,7 @@ use crate::{Error, Result};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 pub(super) struct KeyPadding {
     /// Keys at or above this are hidden; empty: none are. One value for all batch entries, or one for each.
-    valid: Vec<u32>,
-}
-
-impl Mask {
-    /// Keys at position `valid[batch]` and above are hidden; one value serves all batch entries.
-    pub fn key_padding(valid: Vec<u32>) -> Self {
-        Self { padding: KeyPadding { valid }, ..Self::default() }
-    }
+    pub(super) valid: Vec<u32>,
 }
 
 impl MaskKind for KeyPadding {

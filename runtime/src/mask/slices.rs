@@ -3,7 +3,6 @@
 use std::fmt;
 use std::ops::Range;
 
-use super::Mask;
 use super::kind::{MaskKind, Term};
 use crate::{Error, Result, RowSpan, Spans};
 
@@ -14,15 +13,8 @@ pub(super) struct SliceUnions {
     unions: Vec<Vec<MaskSlice>>,
 }
 
-impl Mask {
-    /// A query sees the keys that any of these slices shows it; where slices overlap, once.
-    pub fn slices(slices: Vec<MaskSlice>) -> Self {
-        Self { slices: SliceUnions::of(slices), ..Self::default() }
-    }
-}
-
 impl SliceUnions {
-    fn of(mut slices: Vec<MaskSlice>) -> Self {
+    pub(super) fn of(mut slices: Vec<MaskSlice>) -> Self {
         slices.sort_unstable();
         slices.dedup();
         Self { unions: vec![slices] }

@@ -1,6 +1,5 @@
 //! Causal and window masks: bounds on the distance between a query and a key.
 
-use super::Mask;
 use super::kind::{MaskKind, Term};
 use crate::Result;
 
@@ -8,21 +7,9 @@ use crate::Result;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 pub(super) struct Window {
     /// Keys further left of the query than this are hidden; `None` is unbounded.
-    left: Option<u32>,
+    pub(super) left: Option<u32>,
     /// Keys further right of the query than this are hidden; `None` is unbounded, `Some(0)` is causal.
-    right: Option<u32>,
-}
-
-impl Mask {
-    /// A query sees the keys at its own position and before.
-    pub fn causal() -> Self {
-        Self::window(None, Some(0))
-    }
-
-    /// A query at `q` sees the keys `q − left ..= q + right`; `None` is unbounded.
-    pub fn window(left: Option<u32>, right: Option<u32>) -> Self {
-        Self { window: Window { left, right }, ..Self::default() }
-    }
+    pub(super) right: Option<u32>,
 }
 
 impl MaskKind for Window {

@@ -21,6 +21,7 @@ define_placement_kind! {
     PerDocument, "per-document", per_document, "Every document of the mask is dealt zigzag by itself, so that each shard has its share of each: equal work for equal shards however long the documents are. A sequence without documents is one.";
 }
 
+#[expect(clippy::derivable_impls, reason = "the list cannot mark a variant as the default")]
 impl Default for PlacementKind {
     fn default() -> Self {
         Self::Contiguous
