@@ -1,15 +1,14 @@
-//! The devices of this machine, and how fast each computes attention.
+//! The devices of this machine.
 
 use std::fmt;
 use std::sync::Arc;
 
+use kyklos::RankOutput;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
 use kyklos::backend::{Backend, DeviceClass};
 use kyklos::local::RankTask;
-use kyklos::{Dtype, Mask, RankOutput};
 
-use crate::call::Call;
 use crate::error::Result;
 
 /// One device, which becomes one rank.
@@ -90,23 +89,6 @@ fn divide(cores: usize) -> Vec<usize> {
     let small = (cores / 3).max(1);
     vec![cores.saturating_sub(small).max(1), small]
 }
-
-/// GFLOP/s that `device` reaches on attention: a growing number of tokens, until a run is long enough to time.
-pub(crate) fn measure_gflops(device: &Device) -> Result<f64> {
-    let mut tokens = FIRST_TOKENS;
-    loop {
-        let call = Call::of_one(tokens, Dtype::F32, Mask::full())?;
-        let wall_s = call.run_alone(device)?.wall_s;
-        if wall_s >= LONG_ENOUGH_S || tokens >= LAST_TOKENS {
-            return Ok(call.flops() / wall_s.max(1e-9) / 1e9);
-        }
-        tokens *= 2;
-    }
-}
-
-const FIRST_TOKENS: u32 = 512;
-const LAST_TOKENS: u32 = 8192;
-const LONG_ENOUGH_S: f64 = 0.03;
 
 #[cfg(test)]
 mod tests {

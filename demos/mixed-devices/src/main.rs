@@ -7,14 +7,16 @@
 mod call;
 mod devices;
 mod error;
+mod speed;
 mod verify;
 
 use std::io::Write;
 use std::process::ExitCode;
 
 use call::Call;
-use devices::{Device, choose, measure_gflops};
+use devices::{Device, choose};
 use error::Result;
+use speed::measure_gflops;
 
 fn main() -> ExitCode {
     match demonstrate(&mut std::io::stdout().lock()) {
