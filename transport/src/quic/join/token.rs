@@ -3,12 +3,12 @@
 use std::fmt;
 use std::str::FromStr;
 
+use data_encoding::HEXLOWER;
 use aws_lc_rs::hmac;
 use aws_lc_rs::rand;
 
 use super::binding::BINDING_BYTES;
 use crate::error::TransportError;
-use crate::quic::trust::hex;
 use crate::quic::trust::key_hash::KeyHash;
 use crate::remedy::Remedy;
 
@@ -42,8 +42,7 @@ impl Token {
 impl fmt::Display for Token {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{PREFIX}{}.", self.authority)?;
-        hex::write(f, &self.secret.0)?;
-        write!(f, "@{}", self.place)
+        write!(f, "{}@{}", HEXLOWER.encode(&self.secret.0), self.place)
     }
 }
 
@@ -70,9 +69,9 @@ impl FromStr for Token {
         let (secrets, place) = rest.split_once('@').ok_or_else(|| wrong("it has no @ before an address"))?;
         let (authority, secret) =
             secrets.split_once('.').ok_or_else(|| wrong("it has no two numbers before the @"))?;
-        let authority = hex::read(authority).map(KeyHash);
+        let authority = from_hex(authority).map(KeyHash);
         let authority = authority.ok_or_else(|| wrong("its first number has not 64 hexadecimal digits"))?;
-        let secret = hex::read(secret).map(Secret);
+        let secret = from_hex(secret).map(Secret);
         let secret = secret.ok_or_else(|| wrong("its second number has not 32 hexadecimal digits"))?;
         if !is_place(place) {
             return Err(wrong("it does not end with host:port"));
@@ -113,6 +112,11 @@ impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Secret(…)")
     }
+}
+
+/// Exactly `N` bytes, in small letters.
+fn from_hex<const N: usize>(text: &str) -> Option<[u8; N]> {
+    HEXLOWER.decode(text.as_bytes()).ok()?.try_into().ok()
 }
 
 /// Whether it looks like `host:port`; whether there is such a host, the resolver knows.

@@ -3,11 +3,11 @@
 use std::fmt;
 use std::str::FromStr;
 
+use data_encoding::HEXLOWER;
 use aws_lc_rs::digest::{SHA256, digest};
 use rustls::pki_types::CertificateDer;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-use super::hex;
 use crate::error::TransportError;
 
 /// Names one key for good: a certificate that is issued anew for another key has another one.
@@ -33,7 +33,7 @@ impl KeyHash {
 
 impl fmt::Display for KeyHash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        hex::write(f, &self.0)
+        f.write_str(&HEXLOWER.encode(&self.0))
     }
 }
 
@@ -53,7 +53,8 @@ impl FromStr for KeyHash {
                 2 * KEY_HASH_BYTES
             ))
         };
-        hex::read(text).map(Self).ok_or_else(wrong)
+        let bytes = HEXLOWER.decode(text.as_bytes()).ok().and_then(|bytes| bytes.try_into().ok());
+        bytes.map(Self).ok_or_else(wrong)
     }
 }
 

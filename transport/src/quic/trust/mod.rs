@@ -1,7 +1,6 @@
 //! Who a rank is, and how it proves that: certificates, their authority, the files that hold them, and TLS.
 
 pub(crate) mod authority;
-pub(crate) mod hex;
 pub(crate) mod identity;
 pub(crate) mod job;
 pub(crate) mod key_hash;

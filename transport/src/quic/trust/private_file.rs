@@ -64,23 +64,10 @@ fn take(file: File, path: &Path, what: &str, most: u64) -> Result<Vec<u8>, Trans
     Ok(bytes)
 }
 
-/// One PEM block. rcgen's own writer belongs to its certificates, and an identity that was read has only bytes.
+/// One PEM block with Unix line ends.
 pub(crate) fn pem_block(label: &str, der: &[u8]) -> String {
-    const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut out = format!("-----BEGIN {label}-----\n");
-    for line in der.chunks(48) {
-        for group in line.chunks(3) {
-            let byte = |at: usize| u32::from(group.get(at).copied().unwrap_or(0));
-            let bits = byte(0) << 16 | byte(1) << 8 | byte(2);
-            for digit in 0..4 {
-                let index = (bits >> (18 - 6 * digit) & 63) as usize;
-                out.push(if digit > group.len() { '=' } else { char::from(ALPHABET[index]) });
-            }
-        }
-        out.push('\n');
-    }
-    out.push_str(&format!("-----END {label}-----\n"));
-    out
+    let config = pem::EncodeConfig::new().set_line_ending(pem::LineEnding::LF);
+    pem::encode_config(&pem::Pem::new(label, der), config)
 }
 
 /// Longest file that is read.
