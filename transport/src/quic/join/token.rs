@@ -3,9 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use data_encoding::HEXLOWER;
 use aws_lc_rs::hmac;
 use aws_lc_rs::rand;
+use data_encoding::HEXLOWER;
 
 use super::binding::BINDING_BYTES;
 use crate::error::TransportError;

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use data_encoding::HEXLOWER;
 use aws_lc_rs::digest::{SHA256, digest};
+use data_encoding::HEXLOWER;
 use rustls::pki_types::CertificateDer;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
