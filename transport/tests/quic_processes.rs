@@ -216,11 +216,7 @@ fn a_rank_whose_compute_thread_blocks_is_named_by_all_who_wait() {
     for rank in [0, 2] {
         job.wait_for(rank, "through");
         let said = job.said(rank);
-        for word in [
-            "rank 1 is stuck: no progress for",
-            "(operation 7, step 5)",
-            "while rank 2 waited",
-        ] {
+        for word in ["rank 1 is stuck: no progress for", "(operation 7, step 5)", "while rank 2 waited"] {
             assert!(said.contains(word), "no `{word}` in what rank {rank} said: {said}");
         }
     }
