@@ -40,7 +40,7 @@ impl Identity {
     ///
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`] if the certificate is not one of a [`ClusterAuthority`](super::ClusterAuthority).
+    /// [`TransportError::Bootstrap`] if the certificate is not one of a [`ClusterAuthority`](crate::quic::ClusterAuthority).
     pub fn claims(&self) -> Result<Claims, TransportError> {
         Claims::of(&self.certificate)
     }
