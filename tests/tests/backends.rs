@@ -5,16 +5,27 @@
 #![expect(unreachable_pub, reason = "`common` is shared by several suites")]
 #![expect(clippy::unwrap_used, reason = "a check that cannot go on fails")]
 
+#[path = "../amount.rs"]
+mod amount;
 mod common;
 
-use kyklos::backend::Backend;
+use std::sync::atomic::Ordering;
+
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
+use kyklos::backend::{Backend, DeviceClass};
 use kyklos_cuda::CudaBackend;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 fn main() {
     let arguments = Arguments::from_args();
+    // A software driver compiles kernels for minutes in all: a sample has the cases of one head dim, of all kinds. The
+    // tests of the wgpu backend have every head dim, and the CPU backend has every case.
+    if WgpuBackend::enumerate().iter().all(|adapter| adapter.class == DeviceClass::SoftwareGpu)
+        && kyklos_cuda::availability().is_err()
+    {
+        common::ONLY_HEAD_DIM.store(amount::amount(32, 0), Ordering::Relaxed);
+    }
     let mut trials = suite("cpu", || Ok(CpuBackend::new()));
     trials.extend(wgpu_trials());
     trials.extend(cuda_trials());

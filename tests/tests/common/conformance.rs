@@ -94,7 +94,7 @@ async fn dense_cases<B: Backend>(backend: &B, who: &str, dtype: Dtype) {
     // differ from f32 in how elements are read, which every kernel's own tests try at every head dim.
     let sparse = dtype != Dtype::F32 && backend.info().class == DeviceClass::SoftwareGpu;
     let (offset, step) = if sparse { (dtype as usize % 2, 2) } else { (0, 1) };
-    for case in chosen_cases().skip(offset).step_by(step) {
+    for case in chosen_cases(backend.info()).skip(offset).step_by(step) {
         let prepared = Prepared::new(case, dtype);
         let whole = run_alone(backend, &dense_world(&prepared.problem), &prepared).await;
         prepared.judge(&whole, who).assert_within(&prepared.dense_limit());
@@ -121,7 +121,7 @@ async fn on_mesh<B: Backend>(backend: &B, who: &str, ulysses: u32, ring: u32) {
     for dtype in Dtype::ALL {
         // Every third case, another third for each dtype: the arithmetic is checked on all of them above.
         let offset = dtype as usize;
-        for case in chosen_cases().skip(offset).step_by(3) {
+        for case in chosen_cases(backend.info()).skip(offset).step_by(3) {
             let prepared = Prepared::new(case, dtype);
             let ulysses = ulysses.min(prepared.problem.q_heads);
             let mesh = Mesh::new(ulysses, ring).unwrap();
@@ -139,7 +139,7 @@ async fn on_mesh<B: Backend>(backend: &B, who: &str, ulysses: u32, ring: u32) {
 
 async fn no_leaks<B: Backend>(backend: &B, who: &str) {
     for dtype in Dtype::ALL {
-        for poisoned in chosen_cases().filter(|case| !case.poison.is_empty()) {
+        for poisoned in chosen_cases(backend.info()).filter(|case| !case.poison.is_empty()) {
             let unseen: Vec<_> =
                 poisoned.problem.row_ids().into_iter().filter(|id| !poisoned.sees_poison(*id)).collect();
             let clean = Case {
@@ -170,7 +170,7 @@ async fn nan_in_bias<B: Backend>(backend: &B, who: &str) {
     for dtype in Dtype::ALL {
         let biased = |case: &Case| case.poison.is_empty() && case.pairs.is_some_and(|pairs| pairs.bias);
         let most = if few && dtype != Dtype::F32 { 1 } else { usize::MAX };
-        for case in chosen_cases().filter(biased).take(most) {
+        for case in chosen_cases(backend.info()).filter(biased).take(most) {
             let name = case.name;
             let good = Prepared::new(case, dtype);
             let (problem, pairs) = (&good.problem, good.problem.bias.unwrap());

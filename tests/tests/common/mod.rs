@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
+use kyklos::backend::{DeviceClass, DeviceInfo};
 use kyklos::local::{Tensors, layouts};
 use kyklos::plan::World;
 use kyklos::{
@@ -32,12 +33,12 @@ pub use threads::run_world;
 /// Long enough for a loaded machine, short enough that a hang is a failure.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// The one head dim whose cases run, for drivers that compile a kernel for seconds. 0 runs all.
+/// The one head dim whose cases run on GPUs, where a driver compiles a kernel for seconds. 0 runs all.
 pub static ONLY_HEAD_DIM: AtomicUsize = AtomicUsize::new(0);
 
-/// The cases that run here.
-pub fn chosen_cases() -> impl Iterator<Item = Case> {
-    let only = ONLY_HEAD_DIM.load(Ordering::Relaxed);
+/// The cases that run on a device.
+pub fn chosen_cases(device: &DeviceInfo) -> impl Iterator<Item = Case> + use<> {
+    let only = if device.class == DeviceClass::Cpu { 0 } else { ONLY_HEAD_DIM.load(Ordering::Relaxed) };
     cases().into_iter().filter(move |case| only == 0 || case.problem.head_dim == only)
 }
 
