@@ -127,7 +127,7 @@ pub(crate) fn note(line: &str) {
 
 /// A text in which each remedy of the transport, also one that a peer has sent, names the command or option of this
 /// program.
-fn with_commands(text: &str) -> String {
+pub fn with_commands(text: &str) -> String {
     TransportRemedy::ALL.iter().fold(text.to_owned(), |text, remedy| match command(*remedy) {
         Some(command) => text.replace(remedy.words(), command),
         None => text,

@@ -50,6 +50,8 @@ use std::process::ExitCode;
 use clap::Parser;
 use clap::error::ErrorKind;
 use commands::Cli;
+#[doc(hidden)]
+pub use failure::with_commands;
 use failure::{Failure, note, print};
 
 /// Runs the program with the arguments of this process.

@@ -56,7 +56,8 @@ fn task<'a>(world: &'a World, transport: Arc<dyn Transport>, q: Bytes) -> RankTa
 }
 
 fn entry(when: &str, sentence: impl ToString, means: &'static str) -> Entry {
-    Entry { when: when.to_owned(), sentence: sentence.to_string(), means }
+    // As the program prints it.
+    Entry { when: when.to_owned(), sentence: kyklos_cli::with_commands(&sentence.to_string()), means }
 }
 
 /// Refusals of constructors and of calls with tensors.
