@@ -165,7 +165,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     }
 
     /// Brings the rank's own tensors, `[batch, tokens, heads, dim]` in the problem's dtype, to its device, and its rows
-    /// of the problem's pair tensor if there is one; their layout is in [`BiasTensor`](crate::BiasTensor).
+    /// of the problem's attention bias tensor if there is one; their layout is in [`BiasTensor`](crate::BiasTensor).
     ///
     /// # Errors
     /// [`Error::Request`] when the size of a tensor is not that of the rank's tokens, [`Error::OutOfMemory`],
@@ -175,7 +175,8 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
             .map(|id| id.map_or_else(Vec::new, |id| self.tensor_bytes(id)));
         let wanted = [own_q, own_kv, own_pairs].concat();
         let none = Bytes::new();
-        let given = [("q", &q), ("k", &k), ("v", &v), ("the pair tensor", pairs.as_ref().unwrap_or(&none))];
+        let given =
+            [("q", &q), ("k", &k), ("v", &v), ("the attention bias tensor", pairs.as_ref().unwrap_or(&none))];
         for (index, (name, tensor)) in given.into_iter().enumerate() {
             let wanted = wanted.get(index).copied().unwrap_or(0);
             if tensor.len() != wanted {

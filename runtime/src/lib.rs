@@ -65,5 +65,10 @@ pub use strategy_list::Strategy;
 pub use tokens::{Run, TokenRuns};
 pub use wire::{TOKENS_PER_SCALE, WireFormat};
 
+/// The examples of the README, as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct ReadmeExamples;
+
 /// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

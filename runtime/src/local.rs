@@ -26,7 +26,7 @@ pub struct Tensors {
     pub k: Bytes,
     /// Like `k`.
     pub v: Bytes,
-    /// The problem's pair tensor, `[its batch, q_len, its heads, row]`; the layout of a row is in [`BiasTensor`](crate::BiasTensor) says.
+    /// The problem's attention bias tensor, `[its batch, q_len, its heads, row]`; the layout of a row is in [`BiasTensor`](crate::BiasTensor).
     pub bias: Option<Bytes>,
 }
 
@@ -142,9 +142,9 @@ pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
     let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
     let (q, kv) = layouts(world);
     if world.problem.bias.is_some() != tensors.bias.is_some() {
-        let (has, given) = if world.problem.bias.is_some() { ("has a", "none") } else { ("has no", "one") };
+        let (has, given) = if world.problem.bias.is_some() { ("has an", "none") } else { ("has no", "one") };
         return Err(Error::request(
-            format!("the problem {has} pair tensor, Tensors::bias gives {given}"),
+            format!("the problem {has} attention bias tensor, Tensors::bias gives {given}"),
             "use AttentionProblem::with_bias together with Tensors::bias, or neither",
         ));
     }
@@ -157,7 +157,7 @@ pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
     })
 }
 
-/// Layout in host memory of the whole pair tensor, if the problem has one.
+/// Layout in host memory of the whole attention bias tensor, if the problem has one.
 pub fn bias_layout(world: &World) -> Option<HostLayout> {
     let problem = &world.problem;
     problem.bias.map(|pairs| HostLayout {

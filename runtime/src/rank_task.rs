@@ -30,7 +30,7 @@ pub struct RankTask<'a> {
     pub k: Bytes,
     /// The values of the same tokens, like `k`.
     pub v: Bytes,
-    /// The rank's own rows of the problem's pair tensor, `[its batch, tokens, its heads, row]`.
+    /// The rank's own rows of the problem's attention bias tensor, `[its batch, tokens, its heads, row]`.
     pub bias: Option<Bytes>,
     /// How often to run; operations are numbered from 0.
     pub repeat: u64,

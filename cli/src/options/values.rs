@@ -195,7 +195,10 @@ impl FromStr for StrategyName {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        text.parse().map(Self)
+        text.parse().map(Self).map_err(|_| {
+            let names = Strategy::names();
+            Error::request(format!("strategy `{text}` is not known"), format!("use one of {names} or auto"))
+        })
     }
 }
 

@@ -78,7 +78,9 @@ impl FilePairs {
         let rows = tensor.batch as usize * tokens.len() * tensor.heads as usize;
         let mut out = Vec::new();
         out.try_reserve_exact(rows.saturating_mul(row_bytes)).map_err(|_| {
-            Failure::run(format!("{rows} rows of the pair tensor do not fit the memory: use fewer tokens"))
+            Failure::run(format!(
+                "{rows} rows of the attention bias tensor do not fit the memory: use fewer tokens"
+            ))
         })?;
         let element = if tensor.kind == BiasKind::Mask { 1 } else { problem.dtype.bytes() };
         let mut row = vec![0; kv_len * element];

@@ -51,7 +51,7 @@ fn metrics_of_a_running_job_move_whoever_else_asks() {
         std::thread::sleep(Duration::from_millis(50));
     };
     for metric in [
-        // Mesh 2x2: ranks 0 and 1 trade heads, 0 and 2 are neighbours on the ring.
+        // Mesh 2x2: ranks 0 and 1 exchange heads, 0 and 2 are neighbours on the ring.
         "kyklos_bytes_sent_total{rank=\"0\",peer=\"1\"}",
         "kyklos_messages_received_total{rank=\"0\",peer=\"2\"}",
         "kyklos_seconds_total{rank=\"0\",kind=\"compute\"}",

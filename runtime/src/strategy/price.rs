@@ -48,7 +48,7 @@ impl Traffic<'_> {
         u128::from(Content::WireKeyValue.bytes(self.problem, tokens, heads))
     }
 
-    /// Bytes of so many queries, their rows of a pair tensor, and their running states back, for all heads.
+    /// Bytes of so many queries, their rows of an attention bias tensor, and their running states back, for all heads.
     pub(super) fn query_bytes(&self, tokens: usize) -> u128 {
         let problem = self.problem;
         let state = u128::from(problem.batch) * (u128::from(problem.head_dim) * 4 + 8);

@@ -207,7 +207,7 @@ impl<'a> Oracle<'a> {
         })
     }
 
-    /// This oracle with a pair tensor. Refuses one that does not fit the problem.
+    /// This oracle with an attention bias tensor. Refuses one that does not fit the problem.
     pub fn with_bias(self, pairs: OraclePairs<'a>) -> Result<Self, OracleError> {
         let problem = self.problem;
         let shape = [pairs.batch, pairs.heads, problem.q_len, problem.kv_len];

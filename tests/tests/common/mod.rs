@@ -128,7 +128,7 @@ impl Prepared {
     }
 }
 
-/// A pair tensor `[batch, heads, q_len, kv_len]` as the product takes it: `[batch, q_len, heads, row]`.
+/// An attention bias tensor `[batch, heads, q_len, kv_len]` as the product takes it: `[batch, q_len, heads, row]`.
 fn stored_pairs<E: Element + bytemuck::Pod>(case: &Case, inputs: &PairInputs<E>) -> Bytes {
     let (pairs, problem) = (case.pairs.unwrap(), &case.problem);
     let mut stored = Vec::new();

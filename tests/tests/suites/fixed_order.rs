@@ -78,7 +78,7 @@ fn options_keep_the_same_bytes() {
     });
     check(softcap, &EVEN);
     for bias in [false, true] {
-        let pairs = case("a pair tensor", 1024, OracleMask::causal(), |case| {
+        let pairs = case("an attention bias tensor", 1024, OracleMask::causal(), |case| {
             case.pairs = Some(CasePairs { bias, batch: 1, heads: 1 });
         });
         check(pairs, &EVEN);

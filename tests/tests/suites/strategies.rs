@@ -156,7 +156,7 @@ fn an_unexpected_attention_bias_tensor_is_refused_and_so_is_a_missing_one() {
         };
         let error = kyklos::local::shard(&dense(&prepared.problem), rank, &tensors).unwrap_err();
         assert!(error.is_request(), "{error}");
-        assert!(error.to_string().contains("pair tensor"), "{error}");
+        assert!(error.to_string().contains("attention bias tensor"), "{error}");
     }
 }
 

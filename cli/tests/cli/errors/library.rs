@@ -118,7 +118,7 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Tensors are whole, in the problem's dtype.",
         ),
         entry(
-            "local::shard without the pair tensor that the problem has",
+            "local::shard without the attention bias tensor that the problem has",
             shard(&dense, Rank(0), &whole).unwrap_err(),
             "The problem and the tensors must agree.",
         ),

@@ -1,4 +1,4 @@
-//! Pair tensors as terms of base-2 logits.
+//! Attention bias tensors as terms of base-2 logits.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -8,7 +8,7 @@ use super::pack::{MAX_LANES, transposed};
 use crate::backend::{Layout, Pairs};
 use crate::{BiasKind, Dtype};
 
-/// Rows of a pair tensor.
+/// Rows of an attention bias tensor.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PairRows<'a> {
     elements: Elements<'a>,

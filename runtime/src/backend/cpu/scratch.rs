@@ -21,7 +21,7 @@ pub(super) struct Scratch {
     pub(super) ml: Vec<Line>,
     /// Scores, then weights, of a panel: `[key][lane]`.
     pub(super) scores: Vec<Line>,
-    /// Terms of a panel's logits from a pair tensor: `[key][lane]`.
+    /// Terms of a panel's logits from an attention bias tensor: `[key][lane]`.
     pub(super) terms: Vec<Line>,
     /// Rows of one head while they are converted: as many as are packed side by side.
     pub(super) row: Vec<Line>,

@@ -62,7 +62,7 @@ impl Operands {
     }
 }
 
-/// The rows of a pair tensor that a region reads.
+/// The rows of an attention bias tensor that a region reads.
 #[derive(Clone, Copy)]
 pub(super) struct PairRows<'a> {
     window: Window<'a>,
@@ -106,7 +106,7 @@ pub(super) fn pair_kind(args: &Attend<'_, WgpuBuffer>) -> kyklos_shaders::Pairs 
     pairs_of(args.pairs.as_ref().map(|pairs| pairs.kind))
 }
 
-/// What kernels call a kind of pair tensor.
+/// What kernels call a kind of attention bias tensor.
 pub(super) fn pairs_of(kind: Option<BiasKind>) -> kyklos_shaders::Pairs {
     match kind {
         None => kyklos_shaders::Pairs::None,

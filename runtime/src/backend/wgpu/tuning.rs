@@ -66,7 +66,7 @@ pub struct AdapterKey {
 
 /// Shapes that share a choice: calls with about as many query rows, counted over heads and batch.
 ///
-/// A variant fixes the number of rows of a workgroup. That trades the work for each loaded key against the number of
+/// A variant fixes the number of rows of a workgroup. That balances the work for each loaded key against the number of
 /// workgroups, so the best choice depends on the number of rows, up to the number that fills any device. The number of
 /// keys and the mask change the time of all variants alike, so neither is part of a bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

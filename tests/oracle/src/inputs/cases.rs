@@ -21,11 +21,11 @@ pub struct Case {
     pub problem: OracleProblem,
     /// Elements of k and v that are overwritten after the tensors are made.
     pub poison: Vec<Poison>,
-    /// A pair tensor, made up from the seed.
+    /// An attention bias tensor, made up from the seed.
     pub pairs: Option<CasePairs>,
 }
 
-/// A made-up pair tensor.
+/// A made-up attention bias tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CasePairs {
     /// Added to scores, rather than only hiding keys.
@@ -62,11 +62,11 @@ pub struct Inputs<E> {
     pub k: Vec<E>,
     /// `[batch, kv_len, kv_heads, head_dim]`.
     pub v: Vec<E>,
-    /// The pair tensor `[its batch, its heads, q_len, kv_len]`.
+    /// The attention bias tensor `[its batch, its heads, q_len, kv_len]`.
     pub pairs: Option<PairInputs<E>>,
 }
 
-/// Elements of a pair tensor.
+/// Elements of an attention bias tensor.
 #[derive(Clone, Debug)]
 pub enum PairInputs<E> {
     /// Whether a key is seen.
@@ -76,7 +76,7 @@ pub enum PairInputs<E> {
 }
 
 impl<E: Element> Inputs<E> {
-    /// The pair tensor as the oracle reads it.
+    /// The attention bias tensor as the oracle reads it.
     pub fn oracle_pairs(&self, case: &Case) -> Option<OraclePairs<'_>> {
         let (inputs, pairs) = (self.pairs.as_ref()?, case.pairs?);
         let values = match inputs {
@@ -126,7 +126,7 @@ impl Case {
         }
     }
 
-    /// An element of the pair tensor; `None` hides the key. Single keys are hidden here and there, and stretches of keys
+    /// An element of the attention bias tensor; `None` hides the key. Single keys are hidden here and there, and stretches of keys
     /// from stretches of rows: of many keys one that is longer than any tile.
     fn pair_term(&self, row: usize, key: usize, index: u64) -> Option<f32> {
         let made = normal(self.seed, TensorId::Bias, index);
