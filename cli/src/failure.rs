@@ -77,12 +77,12 @@ fn option_for(remedy: Remedy) -> Remedy {
             format!("add a [[device.{device}.attention]] of that dtype, or use another --dtype")
         }
         Remedy::RecoverOnRing => {
-            "a rank of a Ulysses group has its heads of all tokens, and they are lost with it: use --mesh 1xR, or another \
+            "each rank of a Ulysses group holds some heads of all tokens, and they are lost with it: use --mesh 1xR, or another \
              --on-loss"
                 .to_owned()
         }
         Remedy::RecoverBySendingKeys => {
-            "keys stay with their rank there: use one that sends keys, such as ring, or another --on-loss".to_owned()
+            "this strategy does not copy keys to other ranks: use one that sends keys, such as ring, or another --on-loss".to_owned()
         }
         Remedy::RecoverInAnyOrder => "leave --fixed-order away, or use another --on-loss".to_owned(),
         other => return other,
@@ -147,8 +147,7 @@ fn command(remedy: TransportRemedy) -> Option<&'static str> {
         TransportRemedy::StartWithInvitation => "start rank 0 with --invite",
         TransportRemedy::KeepIdentity => "start that rank again with the identity that it got (--identity)",
         TransportRemedy::WriteKeyHash => {
-            "write the 64 hexadecimal digits that kyklos certs show and the authority's list of what it has issued say of \
-             an identity"
+            "write the hash of a key: the 64 hexadecimal digits that kyklos certs show prints and that the list of the authority has"
         }
         // A remedy that is newer than this program.
         _ => return None,

@@ -53,14 +53,12 @@ impl Wording for Flags {
             Remedy::ObtainIdentity => {
                 "make identities with kyklos certs init and kyklos certs issue, or a token with kyklos certs invite"
             }
-            Remedy::RejoinWithIdentity => {
-                "whoever joins again comes with the identity that it had: --identity FILE"
-            }
+            Remedy::RejoinWithIdentity => "to rejoin, use the identity of the lost rank: --identity FILE",
             Remedy::UnsetIdentityVariable => {
-                "unset the variable; --identity FILE says where the identity that this rank gets is to be kept"
+                "unset the variable; --identity FILE says where to store the new identity"
             }
             Remedy::IdentityFileOrToken => {
-                "to use it leave the token away and say --rank, --world and --coordinator; to get another one name another file"
+                "to use this file, drop the token and give --rank, --world and --coordinator; to get a new identity, name another file"
             }
             Remedy::RenewIdentity => "issue a new one with kyklos certs issue",
             Remedy::Text(text) => text,

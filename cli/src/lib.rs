@@ -17,7 +17,7 @@
 //! | `run` | proved plans, and runs on ranks of this process |
 //! | `verify` | comparison with the f64 oracle |
 //! | `observe` | progress, timelines, metrics, records and their diagnosis |
-//! | `launchers`, `network`, `group`, `entrance` | the rank of this process, and how it joins its group |
+//! | `network`, `group`, `launch_words` | how this process joins its group: options, and the words of its errors |
 //! | `job` | one attention call over all ranks of a group |
 //! | `commands` | one module for each command, with its options |
 #![forbid(unsafe_code)]
