@@ -1,6 +1,6 @@
-//! A bounded run of a fuzz target on stable Rust: its corpus, then mutations of it from a seed, each held to the memory
-//! that so many bytes may take: 1500 of them, or of a slow target fewer. With `KYKLOS_FUZZ_SECONDS` they go on for
-//! that long; `KYKLOS_FUZZ_SEED` chooses other ones.
+//! A bounded run of a fuzz target on stable Rust: its corpus, then 1500 mutations of it from a seed (fewer for a slow
+//! target). The memory that a decoder takes for its input is limited. `KYKLOS_FUZZ_SECONDS` runs mutations for that
+//! long, `KYKLOS_FUZZ_SEED` chooses other ones.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

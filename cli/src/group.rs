@@ -61,7 +61,7 @@ pub(crate) struct GroupArgs {
     /// Local address of this process [default: all, or loopback if rank 0 is there]
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) bind: Option<IpAddr>,
-    /// Port of a rank other than 0, plus its number on its host; with --lanes so many for each rank [default: the system's choice]
+    /// First port of the ranks other than 0 on this host; each rank takes the next one, or as many as --lanes [default: the system's choice]
     #[arg(long, value_name = "N")]
     pub(crate) port: Option<u16>,
 }

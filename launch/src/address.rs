@@ -37,7 +37,8 @@ impl HostPort {
         };
         let port = port.parse().ok().filter(|port| *port != 0);
         let port = port.ok_or_else(|| wrong("the port is not a number from 1 to 65535"))?;
-        Self::new(host, port).ok_or_else(|| wrong("the host is empty or holds what no host name holds"))
+        Self::new(host, port)
+            .ok_or_else(|| wrong("the host is empty or has characters that a host name cannot have"))
     }
 
     /// `None` if `host` is neither a name nor an address.

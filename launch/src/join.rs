@@ -134,7 +134,7 @@ impl Assignment {
             (true, Some(host)) => Ok(PathBuf::from(path.replace(HOST, &host))),
             (true, None) => Err(Error::request(
                 format!(
-                    "the identity {path}, and nothing says on which host rank {} has its place",
+                    "the identity {path} contains {{host}}, but the host of rank {} is not known",
                     self.rank
                 ),
                 "a Slurm step or a cluster file does; else name the file without {host}",

@@ -53,7 +53,8 @@ macro_rules! define_mask {
                 [$(self.$field.batch_classes(),)*].into_iter().fold(1, usize::max)
             }
 
-            /// Whether both ends of what a query sees only grow along the queries, up to a first query that sees nothing.
+            /// Whether both ends of the interval of visible keys never decrease from one query to the next; queries that see no
+            /// key come last.
             pub(crate) fn grows_along_queries(&self) -> bool {
                 $(self.$field.is_one_interval())&&*
             }

@@ -107,7 +107,7 @@ mod tests {
         // Three of five, but only one of those with which rank 2 may be at work.
         assert_eq!(group(&came(&[(2, &new), (3, &old), (4, &old)]), false), None);
         assert_eq!(group(&came(&[(1, &new), (2, &new), (3, &old)]), false), Some(vec![1, 2, 3]));
-        // Rank 1 saw it start: what came before counts no more, nor those who were not in it.
+        // Rank 1 saw this group start, so earlier groups and ranks that were not in it no longer count.
         let started = [claim(1, true, &[0, 1, 2])];
         assert_eq!(group(&came(&[(1, &started), (2, &new), (3, &old)]), false), Some(vec![1, 2]));
     }

@@ -9,7 +9,7 @@ use futures_channel::oneshot;
 use crate::error::TransportError;
 
 /// Completion of a call: a future that any thread may wait for with any executor.
-#[must_use = "the work goes on by itself, but its failure is seen only by whoever waits for this"]
+#[must_use = "the call continues if this is dropped, but then its error is lost"]
 #[derive(Debug)]
 pub struct Posted<T> {
     receiver: oneshot::Receiver<Result<T, TransportError>>,

@@ -100,6 +100,6 @@ pub struct Reformed {
     pub transport: Arc<dyn Transport>,
     /// By rank of this group, its rank in the first one.
     pub members: Vec<Rank>,
-    /// How often the group has been formed again, or more: every group of a job has another one.
+    /// Grows each time the group forms again; unique among the groups of a job.
     pub epoch: u32,
 }

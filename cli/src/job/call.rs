@@ -150,7 +150,7 @@ impl Agreed {
     }
 }
 
-/// What else must be the same on all ranks, or they would wait for messages that nobody sends, or mix their inputs.
+/// Other settings that must be equal on all ranks: else ranks would wait for messages that are never sent, or mix inputs.
 fn inputs(request: &Request, settings: Settings, outputs: &Outputs) -> [String; 2] {
     let input_bytes = request.source.path().map(|path| std::fs::metadata(path).map_or(0, |file| file.len()));
     let seed = match request.source {

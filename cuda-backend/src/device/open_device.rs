@@ -125,7 +125,7 @@ impl OpenDevice {
         if range.start > range.end || range.end > buffer.bytes() {
             return Err(Error::request(
                 format!("bytes {range:?} of a buffer of {}", buffer.bytes()),
-                "download what the buffer has",
+                "stay within the size of the buffer",
             ));
         }
         let (sender, receiver) = oneshot::channel();

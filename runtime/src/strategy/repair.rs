@@ -1,8 +1,8 @@
 //! Survivors complete the current operation after other ranks failed, if they hold the lost keys (ADR 0021).
 //!
 //! Every survivor knows the plan of every rank and the progress of every survivor. So each knows which keys every running state has
-//! met and which rank holds which block, and all make the same plans. A block goes straight from a holder, its owner or a rank
-//! that it had arrived at, to each rank that has not met it and sees any of it. In a round a rank sends at most one block and
+//! met and which rank holds which block, and all make the same plans. A block is sent by its owner, or by a rank that
+//! had received it, to each rank that sees keys of it and has not used it yet. In a round a rank sends at most one block and
 //! receives at most one, the nearest first, as in the ring; it posts the exchange before it computes.
 
 use std::collections::BTreeMap;

@@ -19,7 +19,7 @@ pub(super) struct StreamShape {
     pub(super) part: Part,
     /// To higher shards, from the last one to the first.
     pub(super) forwards: bool,
-    /// The most hops that the part of shard `owner` goes, of `farthest` = R − 1 and `owner`.
+    /// Largest number of hops of the part of a shard. Arguments: the farthest hop R − 1, and the shard.
     pub(super) most_hops: fn(u32, u32) -> u32,
 }
 

@@ -108,7 +108,7 @@ impl Limit {
         }
     }
 
-    /// This limit for a device whose keys had 8 bits: what was measured may reach further before it means nothing.
+    /// This limit for 8-bit keys: a larger measured error is still accepted as a meaningful limit.
     pub fn of_coarse_keys(self) -> Self {
         Self { lse_ceiling: COARSE_LSE_CEILING, ..self }
     }

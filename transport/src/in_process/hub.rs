@@ -206,8 +206,7 @@ impl Hub {
         self.watch(&mut state);
     }
 
-    /// This rank comes to form the next group. That happens when all have come that are left, or when the first of them
-    /// would wait no longer.
+    /// Adds this rank to the next group, which forms when all remaining ranks have arrived, or when the first deadline ends.
     pub(crate) fn reform(&self, me: Rank, who: Regroup, patience: Duration, completer: Completer<Reformed>) {
         let misuse = |text: &str| Err(TransportError::Misuse { text: text.into() });
         let mut state = self.shared.lock();

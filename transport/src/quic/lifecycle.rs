@@ -161,7 +161,7 @@ impl Core {
         }
     }
 
-    /// Waits until nothing is `pending` any more, the group is aborted, or the time ends of which the caller `asked` for so much.
+    /// Waits until nothing is `pending`, the group aborts, or the time ends; `asked` is the caller's timeout, for the error.
     async fn until(
         &self,
         (end, asked): (Instant, Duration),

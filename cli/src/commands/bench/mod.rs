@@ -78,8 +78,9 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     }
     if args.verify && args.dtype.contains(&Dtype::F32) {
         return Err(Failure::request(
-            "--verify with f32, which is what it holds the other types to".to_owned(),
-            "add --dtype f16 or --dtype bf16; rows of f32 are held to the oracle in any case".to_owned(),
+            "--verify with f32: it compares the other types with f32".to_owned(),
+            "add --dtype f16 or --dtype bf16; a sample of f32 rows is always compared with the oracle"
+                .to_owned(),
         ));
     }
     let cases = cases(args)?;

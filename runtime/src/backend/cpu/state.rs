@@ -19,8 +19,8 @@ pub(super) fn reset(state: &mut StateMut<'_, CpuBuffer>) -> Result<()> {
     Ok(())
 }
 
-/// `into` ⊕ `from` (module documentation of [`crate::backend`]). A row of which one side is empty is the other side,
-/// bit for bit.
+/// `into` ⊕ `from` (module documentation of [`crate::backend`]). If one side of a row is empty, the result is the
+/// other side, bit for bit.
 pub(super) fn merge(into: &mut StateMut<'_, CpuBuffer>, from: &State<'_, CpuBuffer>) -> Result<()> {
     let shape = into.shape;
     let (from_a, from_ml) = (from.a.elements::<f32>(), from.ml.elements::<f32>());
@@ -151,7 +151,7 @@ fn ml_at(shape: StateShape, batch_row: usize, head: usize) -> usize {
     ((batch * shape.heads + head) * shape.rows + row) * 2
 }
 
-/// The first `bytes` of a buffer, all of it about to be overwritten: what is behind them is kept.
+/// The first `bytes` of a buffer, which will be overwritten; the bytes after them are kept.
 fn whole(buffer: &mut CpuBuffer, bytes: usize) -> Result<&mut [u8]> {
     let all = if buffer.bytes().len() == bytes { buffer.overwrite() } else { buffer.bytes_mut() };
     all.map(|all| &mut all[..bytes])

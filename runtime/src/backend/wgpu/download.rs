@@ -39,7 +39,7 @@ impl Download {
         if range.start > range.end || range.end > buffer.bytes {
             return Err(Error::request(
                 format!("bytes {range:?} of a buffer of {}", buffer.bytes),
-                "download what the buffer has",
+                "stay within the size of the buffer",
             ));
         }
         if range.is_empty() {

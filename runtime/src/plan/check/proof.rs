@@ -170,7 +170,7 @@ impl<'a> RankProof<'a> {
         }
         if *slice != self.plan.whole(slice.buffer) && buffer.content.shares_rows(&self.world.problem) {
             return self
-                .fault(format!("a part of {} is used, whose tokens share scales", self.name(slice.buffer)));
+                .fault(format!("a slice of {} splits tokens that share a scale", self.name(slice.buffer)));
         }
         Ok(())
     }

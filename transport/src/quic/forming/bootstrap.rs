@@ -103,8 +103,8 @@ impl Forming<'_> {
         self.start(control, data).await
     }
 
-    /// Where all members are. The same socket dials and listens, so where a rank's packets come from is where it can be
-    /// reached; the coordinator is where it has been reached, whatever stands here.
+    /// The address of each member. The same socket dials and listens, so the source address of a rank's packets is its
+    /// address. For the coordinator the dialled address is used, whatever this list has.
     pub(crate) fn addresses(&self, control: &[PeerConnection]) -> Vec<SocketAddr> {
         let others = control.iter().map(|member| member.connection.remote_address());
         std::iter::once(self.endpoint.config.coordinator).chain(others).collect()

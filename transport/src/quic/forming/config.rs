@@ -35,10 +35,9 @@ pub struct QuicConfig {
     pub identity: Identity,
     /// Of rank 0: lets others in by its token while the first group forms. The identity must be the invitation's.
     pub invitation: Option<Arc<Invitation>>,
-    /// Identities that this rank takes no more, on either side of a connection; read again when a group forms again.
+    /// Revoked identities, refused on both sides of a connection; read again when a group forms again.
     pub revoked: Option<Revoked>,
-    /// By rank, the host on which the bootstrap places it, by name or address; `None` and what is missing where it does
-    /// not say. An identity of a host is taken for a rank that has its place there; without a place it must hold the
+    /// By rank, the name or address of its host, as far as the launcher gives it; ranks without one are `None` or missing. An identity of a host is taken for a rank that has its place there; without a place it must hold the
     /// address at which the rank is seen.
     pub places: Vec<Option<String>>,
     /// Local address: of rank 0 to listen on, with the coordinator's port; of others to dial from, with any port.

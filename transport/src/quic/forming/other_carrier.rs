@@ -23,7 +23,7 @@ pub(crate) async fn refuse_all(endpoint: &RankEndpoint) -> std::convert::Infalli
             Carrier::Tcp => (Carrier::Tcp, Carrier::Udp),
         };
         let text = format!(
-            "rank 0 is reached over {mine}, and this rank came over {other}: say the same of the network on all ranks"
+            "rank 0 is reached over {mine}, and this rank came over {other}: use the same carrier on all ranks"
         );
         match other {
             Carrier::Tcp => tunnel::refuse_all(config.local_address(), &text).await,

@@ -44,10 +44,10 @@ fn left((count, last): (u32, Instant), now: Instant) -> u32 {
 /// Mistakes in a row: an operator pastes a wrong token on a few ranks of a host.
 const MOST: u32 = 16;
 
-/// Then one of them is forgotten in so much time.
+/// After that, one mistake is forgotten in each interval of this length.
 const FORGET: Duration = Duration::from_secs(1);
 
-/// Of so many networks mistakes are counted.
+/// Number of networks whose mistakes are counted.
 const MOST_NETWORKS: usize = 1024;
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ pub struct LinkSettings {
     /// What carries packets; must be the same on all ranks.
     pub carrier: Carrier,
     /// Most bytes that all connections of the rank may hold: received and not yet read, sent and not yet acknowledged,
-    /// and the buffer into which packets come. `None`: 1 GiB, or what the fewest bytes for each rank come to. Memory of
+    /// and the buffer into which packets come. `None`: 1 GiB, or more where the minimum for each rank needs it. Memory of
     /// messages themselves is the caller's, that of sockets the system's.
     pub memory_bytes: Option<u64>,
     /// Data connections between two ranks, 1 to [`MOST_LANES`]; must be the same on all ranks. Each lane of a rank has a port

@@ -62,7 +62,7 @@ impl Limits {
         Ok(Self { least: fitting(LEAST), most: fitting(MOST) })
     }
 
-    /// The windows of a connection that has so many bytes for both.
+    /// Splits `bytes` into the receive window and the send window of a connection.
     pub(crate) fn share(&self, bytes: u64) -> Windows {
         let Self { least, most } = self;
         // Two thirds for receiving: received bytes wait for their reader, sent ones for an acknowledgement only.
@@ -71,7 +71,7 @@ impl Limits {
     }
 }
 
-/// Messages that come before they are asked for take 4 MiB of the receive window; what is asked for must pass them.
+/// Messages that were not requested take up to 4 MiB of the receive window; requested ones must still fit.
 const LEAST: Windows = Windows { receive: 6 << 20, send: 3 << 20 };
 
 /// More than a link of 10 Gb/s and 20 ms has under way.

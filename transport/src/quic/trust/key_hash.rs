@@ -10,7 +10,7 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 
 use crate::error::TransportError;
 
-/// Names one key for good: a certificate that is issued anew for another key has another one.
+/// Identifies one key. A certificate for another key has another hash, also where the subject is the same.
 ///
 /// Over the `SubjectPublicKeyInfo` in DER, as in RFC 7469.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
