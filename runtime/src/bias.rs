@@ -1,12 +1,12 @@
-//! Tensors over (query, key) pairs: what no function of positions says.
+//! Tensors over (query, key) pairs, for masks and biases that are not a function of positions.
 
 use crate::{Dtype, Error, Result};
 
-/// A tensor `[batch, q_len, heads, kv_len]` that hides keys, or is added to the logits behind a softcap. Its rows lie
-/// with the owners of their queries; columns are key positions.
+/// A tensor `[batch, q_len, heads, kv_len]` that hides keys, or is added to the logits after a softcap. Each rank holds
+/// the rows of its own queries; columns are key positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 pub struct BiasTensor {
-    /// What it does.
+    /// Whether it hides keys or is added to logits.
     pub kind: BiasKind,
     /// Batch entries: the problem's, or 1 that serves all.
     pub batch: u32,
@@ -14,12 +14,12 @@ pub struct BiasTensor {
     pub heads: u32,
 }
 
-/// What a [`BiasTensor`] does.
+/// The effect of a [`BiasTensor`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BiasKind {
-    /// Where it is false the query does not see the key. One bit for each key: bit `k % 32` of word `k / 32` of a
-    /// row of whole 32-bit words.
+    /// A query does not see a key whose bit is 0. One bit for each key: bit `k % 32` of word `k / 32` of a row of whole
+    /// 32-bit words.
     #[serde(rename = "visible")]
     Mask,
     /// Added to the logit, in the problem's dtype; −∞ hides the key. A row of 2-byte elements is padded to whole 32-bit

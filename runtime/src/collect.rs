@@ -177,7 +177,7 @@ mod tests {
         let world =
             plan_world(&problem, Mesh::new(1, 3).unwrap(), PlacementKind::Striped, &split, Strategy::Ring)
                 .unwrap();
-        // Every byte of a row says whose row it is and which.
+        // Every byte of a row encodes its rank and its row.
         let output = |rank: u32| {
             let rows = 2 * world.q_placement.of_rank(Rank(rank)).len();
             let fill = |bytes: usize| -> Bytes {

@@ -2,9 +2,9 @@
 //!
 //! # Contract
 //!
-//! - [`Collective::post_exchange`] starts at once everything that it can, and never blocks. Work that has to wait, such as a
-//!   send whose copy off the device is not done, continues when the returned future is polled. The executor polls all
-//!   exchanges under way whenever it waits for anything, so messages travel while the device computes.
+//! - [`Collective::post_exchange`] starts as much as possible at once, and never blocks. Some work has to wait, such as
+//!   a send whose copy off the device is not done. It continues when the returned future is polled. The executor polls
+//!   all exchanges under way whenever it waits, so messages travel while the device computes.
 //! - Each part arrives in a new buffer. The plan says what happens to it.
 //! - An exchange that ends early returns the messages that had arrived whole: survivors may need them in a recovery.
 //! - **Panics.** Plans are proved before they run ([`check`](crate::plan::check())), so implementations and [`Memory`] may panic on
@@ -68,7 +68,7 @@ pub type Arrivals<'a, Buffer> = Pin<Box<dyn Future<Output = Result<Vec<Vec<Buffe
 /// An exchange that ended early.
 #[derive(Debug)]
 pub struct Broken<Buffer> {
-    /// What ended it.
+    /// The cause.
     pub error: ExchangeError,
     /// By posted receive: the pieces of the message, or `None` where it had not arrived whole.
     pub arrived: Vec<Option<Vec<Buffer>>>,
@@ -228,8 +228,8 @@ impl<B: Backend> Collective<B> for HostStaged {
     }
 }
 
-/// Ends when all of `futures` have ended or one of them has failed. Puts their values into `done`, after a failure too those
-/// of the futures that were ready by then.
+/// Ends when all of `futures` have ended or one of them has failed. Puts their values into `done`. After a failure,
+/// `done` also gets the values of the futures that are ready at that time.
 async fn all_or_error<T, E>(
     futures: Vec<impl Future<Output = Result<T, E>>>,
     done: &mut [Option<T>],

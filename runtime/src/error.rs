@@ -8,8 +8,8 @@ pub use remedy::Remedy;
 
 /// Why a call failed.
 ///
-/// The texts speak of this library. A program that shows them to its users replaces [`Remedy`] by the names of its own
-/// options, and decides by [`Self::is_request`] with which exit code it ends.
+/// The texts use the names of this library. A program that shows them to its users replaces [`Remedy`] by the names of
+/// its own options, and chooses its exit code by [`Self::is_request`].
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -18,7 +18,7 @@ pub enum Error {
     Request {
         /// Both sides of the mismatch.
         mismatch: String,
-        /// What would be accepted.
+        /// A request that would be accepted.
         remedy: Remedy,
     },
     /// A plan failed its proof: a bug in a strategy, or a plan that was tampered with.
@@ -28,7 +28,7 @@ pub enum Error {
         rank: u32,
         /// Index of the faulty step, if it is one step.
         step: Option<usize>,
-        /// What is wrong.
+        /// The fault.
         fault: String,
     },
     /// The device or its driver failed.
@@ -46,7 +46,7 @@ pub enum Error {
     OutOfMemory {
         /// The device's name.
         device: String,
-        /// What the memory was for.
+        /// The purpose of the memory.
         what: String,
         /// Bytes asked for.
         asked_bytes: u64,
@@ -75,7 +75,7 @@ pub enum Error {
         rank: u32,
         /// Their global tokens.
         keys: crate::TokenRuns,
-        /// A survivor, by its rank in the interrupted world, with queries that see them.
+        /// A survivor, by its rank in the interrupted world; its queries see these keys.
         seen_by: u32,
     },
     /// The transport failed outside a plan's steps: forming the group, agreement, collecting the result.
@@ -87,7 +87,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// A wrong request: both sides of the mismatch, and what would be accepted.
+    /// A wrong request: both sides of the mismatch, and a request that would be accepted.
     pub fn request(mismatch: impl Into<String>, remedy: impl Into<Remedy>) -> Self {
         Self::Request { mismatch: mismatch.into(), remedy: remedy.into() }
     }
@@ -96,9 +96,10 @@ impl Error {
         Self::Plan { rank: rank.0, step, fault: fault.into() }
     }
 
-    /// Whether this rank's own request is at fault. It fails again until the caller changes it, on every rank alike.
+    /// Whether this rank's own request is at fault. The same call fails again, on every rank alike, until the caller
+    /// changes it.
     ///
-    /// A refusal that another rank voted for is [`TransportError::Refused`], which has its own reason.
+    /// A refusal by the vote of another rank is [`TransportError::Refused`], which has its own reason.
     pub fn is_request(&self) -> bool {
         matches!(self, Self::Request { .. })
     }

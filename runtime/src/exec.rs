@@ -49,7 +49,7 @@ pub struct RunOptions {
 }
 
 impl Default for RunOptions {
-    /// The system's clock, no observer, no trace, and memory as the device gives it.
+    /// Default options: the system's clock, no observer, no trace, and memory as the device gives it.
     fn default() -> Self {
         Self {
             clock: Arc::new(SystemClock::new()),
@@ -86,7 +86,8 @@ pub struct Inputs<Buffer> {
     pairs: Option<Buffer>,
 }
 
-/// What an interrupted run left on the device: a recovery plan ([`crate::repair`]) continues from it. Empty by default.
+/// The intermediate results that an interrupted run left on the device: a recovery plan ([`crate::repair`]) continues
+/// from them. Empty by default.
 #[derive(Debug)]
 pub struct Carryover<Buffer> {
     progress: StepProgress,
@@ -100,7 +101,7 @@ impl<Buffer> Default for Carryover<Buffer> {
 }
 
 impl<Buffer> Carryover<Buffer> {
-    /// How far the rank came in its plan.
+    /// The progress of the rank in its plan.
     pub fn progress(&self) -> &StepProgress {
         &self.progress
     }
@@ -122,11 +123,11 @@ pub struct RankOutput {
 impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     /// Prepares the plan of `rank`: lowers the mask of each attend step to the backend's tiles.
     ///
-    /// `world` must have passed [`check`](crate::plan::check()) (or [`check_repair`](crate::plan::check_repair()) for the plans of a
-    /// recovery); `plan_hash` and `peak_bytes` are what [`plan_hash`](crate::plan::plan_hash()) and that proof found. This is a
-    /// precondition that the type does not express: a plan that was not proved makes [`Self::run`] panic, for instance on
-    /// a step that uses a buffer which is not alive. [`RankTask`](crate::local::RankTask) and the functions of
-    /// [`local`](crate::local) prove the plans that they run.
+    /// `world` must have passed [`check`](crate::plan::check()) (or [`check_repair`](crate::plan::check_repair()) for
+    /// the plans of a recovery). `plan_hash` is the result of [`plan_hash`](crate::plan::plan_hash()), `peak_bytes` a
+    /// result of that proof. The type does not express this precondition: a plan that was not proved makes
+    /// [`Self::run`] panic, for instance on a step that uses a buffer which is not alive.
+    /// [`RankTask`](crate::local::RankTask) and the functions of [`local`](crate::local) prove the plans that they run.
     pub fn new(
         backend: &'a B,
         collective: &'a C,
@@ -199,9 +200,9 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         })
     }
 
-    /// Agrees with all ranks that they are about to run the same plan, runs it as operation `op`, and brings the
-    /// output to the host. An error of this rank ends the operation on all ranks. Each operation of a group has a number of
-    /// its own, counted from 0 on every rank alike.
+    /// First agrees with all ranks that they run the same plan. Then runs it as operation `op`, and copies the output
+    /// to the host. An error of this rank ends the operation on all ranks. Each operation of a group has its own
+    /// number, counted from 0 on every rank alike.
     ///
     /// # Errors
     /// Any; [`Error::Group`] when another rank is the cause.
@@ -212,9 +213,9 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         self.run_from(op, inputs, &mut Carryover::default()).await
     }
 
-    /// As [`Self::run`], starting from the buffers of `carryover` that the plan keeps; the other ones are freed. Replaces
-    /// `carryover` by what this run leaves in turn: nothing unless the executor is [`Self::resumable`]. A run that does
-    /// not start, because the ranks do not agree, leaves `carryover` as it is.
+    /// As [`Self::run`], but starts from the buffers of `carryover` that the plan keeps; the other ones are freed. Then
+    /// `carryover` holds the intermediate results of this run: nothing unless the executor is [`Self::resumable`]. If
+    /// the ranks do not agree, the run does not start, and `carryover` does not change.
     ///
     /// # Errors
     /// As [`Self::run`]; [`Error::Plan`] when `carryover` lacks a buffer that the plan keeps.
@@ -252,7 +253,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
             }
         }
         drop(old);
-        // The inputs are lent to the run's memory, and taken back also after an error.
+        // The inputs are moved into the run's memory, and moved back after the run, also after an error.
         run.memory.put(self.plan.q, inputs.q.take().into_iter().collect());
         run.memory.put(self.plan.kv, inputs.k.take().into_iter().chain(inputs.v.take()).collect());
         if let Some(id) = self.plan.bias {
@@ -269,7 +270,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         if let Err(error) = &result {
             self.end_for_all(op, run.step, error);
         }
-        // After an error of its own device nothing on it can be trusted.
+        // After an error of its own device, no memory on the device can be trusted.
         let of_group = |error: &Error| matches!(error, Error::Group { .. } | Error::Cancelled);
         if self.keeps && result.as_ref().err().is_none_or(of_group) {
             let progress = StepProgress { op, steps: run.step, arrived: std::mem::take(&mut run.arrived) };
@@ -286,12 +287,12 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         let me = Rank(self.plan.rank);
         let culprit = match error {
             Error::Group { source, .. } | Error::Transport(source) => match source {
-                // When a peer misbehaves the transport has aborted the group by itself, and named the peer.
+                // When a peer misbehaves, the transport aborts the group by itself, and names the peer.
                 TransportError::Aborted { .. }
                 | TransportError::Refused { .. }
                 | TransportError::PeerMisbehaved { .. }
                 | TransportError::Closed => return,
-                // No rank is known to have died, but every rank would wait for that one next.
+                // No rank is known to have died, but every rank would wait for this peer next.
                 TransportError::Deadline { pending, .. } => pending.peer,
                 _ => me,
             },

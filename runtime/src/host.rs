@@ -24,7 +24,7 @@ impl HostLayout {
     /// The tokens `tokens` of `whole`, in their order. Shares memory where they are contiguous in `whole`.
     ///
     /// # Errors
-    /// [`Error::Request`] when `whole` has not the size of this layout.
+    /// [`Error::Request`] when `whole` does not have the size of this layout.
     pub fn gather(self, whole: &Bytes, tokens: &TokenRuns) -> Result<Bytes> {
         self.fits(whole.len())?;
         let one_piece = match tokens.runs() {

@@ -14,7 +14,7 @@
 //!
 //! - **Validation.** Constructors refuse wrong requests ([`AttentionProblem::new`], [`Mesh::new`], [`Placement::new`]);
 //!   [`plan::check`] proves the plans of a world. Backends and the executor trust both.
-//! - **Errors** are one enum, [`Error`]; its variants say where the fault lies. A refused request has a [`Remedy`].
+//! - **Errors** are one enum, [`Error`]; its variants say where the fault is. A refused request has a [`Remedy`].
 //! - **Blocking.** Nothing here blocks on a future, except functions of [`local`] that say so. The executor is an
 //!   `async fn` without `Send` bounds: native callers give each rank its own thread, and in a browser all ranks
 //!   share one.

@@ -73,7 +73,7 @@ pub fn run_ranks<T: Send>(
     }))
 }
 
-/// As [`run_ranks`], but as one future: wherever a rank waits, other ranks go on. `run` is [`RankTask::run`] on a device,
+/// As [`run_ranks`], but as one future: while a rank waits, other ranks run. `run` is [`RankTask::run`] on a device,
 /// which may be the same for all ranks.
 ///
 /// # Errors

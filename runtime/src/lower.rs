@@ -1,6 +1,6 @@
-//! Lowering of masks and token lists to the arrays that kernels read: an interval of key positions for each query row, a
-//! position for each key, and a list of tiles that are not empty. Where a mask shows a row several intervals, there is one
-//! layer for each, and a block is attended to layer by layer.
+//! Lowering of masks and token lists to the arrays that kernels read: an interval of key positions for each query row,
+//! a position for each key, and a list of tiles that are not empty. If a mask gives a row several intervals, there is
+//! one layer for each interval, and a block is attended layer by layer.
 
 use std::sync::Arc;
 
@@ -116,8 +116,8 @@ pub(crate) fn any_visible(problem: &AttentionProblem, q_tokens: &TokenRuns, kv_t
             spans.iter().any(|span| meets(kv_tokens, *span))
         };
         q_tokens.runs().iter().any(|run| {
-            // Most invisible blocks lie outside of the hull of a whole run, and most visible ones are visible to its last
-            // query: for both, one test is enough.
+            // Most invisible blocks are outside the hull of a whole run. Most visible blocks are visible to the last
+            // query of a run. In both cases one test is enough.
             let [first, last] = [run.start, run.last()].map(|token| problem.q_position(token));
             let hull = problem.mask.hull(batch, first, last, problem.kv_len);
             meets(kv_tokens, hull)
@@ -130,8 +130,8 @@ fn meets(kv_tokens: &TokenRuns, span: RowSpan) -> bool {
     kv_tokens.runs().iter().any(|run| run.meets(span.lo, span.hi))
 }
 
-/// The interval of every query row in each layer. Of several intervals of a row only those that hold keys of the block need a
-/// layer.
+/// The interval of every query row in each layer. If a row has several intervals, only intervals with keys of the block
+/// need a layer.
 fn row_layers(
     problem: &AttentionProblem,
     batch: usize,
@@ -157,14 +157,14 @@ fn row_layers(
 }
 
 impl MaskClass {
-    /// With `each_tested` no tile counts as full: whether a tile is full depends on which rows share it, and kernels have other
-    /// instructions for full tiles, which may round differently.
+    /// With `each_tested` no tile counts as full. The reason: whether a tile is full depends on the rows in it, and
+    /// kernels use other instructions for full tiles, which may round differently.
     fn new(rows: Vec<RowSpan>, kv_bounds: &[(u32, u32)], tile: TileShape, each_tested: bool) -> Self {
         let mut starts = vec![0];
         let mut runs: Vec<TileRun> = Vec::new();
         for tile_rows in rows.chunks(tile.q_rows as usize) {
-            // Over the rows that see anything: the union of what they see, and the intersection. A row that sees
-            // nothing keeps a tile from being full.
+            // Over the rows that see any key: the union of their visible keys, and the intersection. A tile with a row
+            // that sees no key is not full.
             let seeing = || tile_rows.iter().filter(|row| **row != RowSpan::EMPTY);
             let union =
                 (seeing().map(|r| r.lo).min().unwrap_or(0), seeing().map(|r| r.hi).max().unwrap_or(0));
@@ -251,7 +251,7 @@ mod tests {
                 }
             }
         }
-        // A block that holds keys of one interval only has one layer.
+        // A block with keys of only one interval has one layer.
         let one = TokenRuns::contiguous(20..30);
         assert_eq!(BlockWork::layers(&problem, &q, &one, TileShape { q_rows: 7, kv_cols: 5 }).len(), 1);
     }

@@ -2,8 +2,8 @@
 //!
 //! For one batch entry and one query position, a mask is a few *intervals* of key positions: causal and window bound
 //! one on both sides, key padding from above, documents on both sides; a union of slices is several; intersecting
-//! masks intersects the intervals. So everything downstream (tile classes, kernels, proofs) asks for the intervals of a row
-//! and knows no mask kinds. What each kind says of itself is in its own file in `mask/`.
+//! masks intersects the intervals. So all later stages (tile classes, kernels, proofs) ask for the intervals of a row
+//! and do not depend on mask kinds. The definition of each kind is in its own file in `mask/`.
 
 mod documents;
 mod kind;
@@ -28,7 +28,7 @@ macro_rules! define_mask {
         }
 
         impl Mask {
-            /// What both masks show.
+            /// The intersection of both masks.
             ///
             /// # Errors
             /// [`Error::Request`] where both have key padding for different numbers of batch entries.
@@ -42,13 +42,13 @@ macro_rules! define_mask {
                 format!("{}, joined by +", terms.join(", "))
             }
 
-            /// Refuses what does not fit a problem of `batch` entries and `kv_len` keys.
+            /// Refuses a mask that does not fit a problem of `batch` entries and `kv_len` keys.
             pub(crate) fn fits(&self, batch: u32, kv_len: u32) -> Result<()> {
                 $(self.$field.fits(batch, kv_len)?;)*
                 Ok(())
             }
 
-            /// Number of different masks over the batch: 1, or one for each entry where key padding differs.
+            /// Number of different masks over the batch: 1, or one for each entry if their key padding differs.
             pub(crate) fn batch_classes(&self) -> usize {
                 [$(self.$field.batch_classes(),)*].into_iter().fold(1, usize::max)
             }
@@ -78,7 +78,7 @@ macro_rules! define_mask {
                 interval(lo, hi)
             }
 
-            /// The interval that all kinds leave that show one. Neither end moves left as `q` grows.
+            /// The intersection of the intervals of all kinds that have one. Neither end decreases as `q` grows.
             fn ends(&self, batch: usize, q: u32, kv_len: u32) -> (u32, u32) {
                 let (mut lo, mut hi) = (0, kv_len);
                 $(
@@ -145,12 +145,12 @@ impl Mask {
         Ok(Self { documents: Documents::new(boundaries)?, ..Self::default() })
     }
 
-    /// Ascending positions at which documents begin or end; none where there is one document.
+    /// Ascending positions at which documents begin or end; empty if there is only one document.
     pub(crate) fn document_boundaries(&self) -> &[u32] {
         &self.documents.documents
     }
 
-    /// A query sees the keys that any of these slices shows it; where slices overlap, once.
+    /// A query sees the union of the keys of these slices. A key in several slices counts once.
     pub fn slices(slices: Vec<MaskSlice>) -> Self {
         Self { slices: SliceUnions::of(slices), ..Self::default() }
     }
@@ -229,7 +229,7 @@ mod tests {
         assert_eq!([2, 3, 5].map(|q| part("causal", q)), [span(10, 15), span(10, 16), span(10, 18)]);
         assert_eq!([2, 3, 5].map(|q| part("inverse", q)), [span(10, 18), span(11, 18), span(13, 18)]);
         assert_eq!([2, 3, 5].map(|q| part("both", q)), [span(10, 15), span(11, 16), span(13, 18)]);
-        // More queries than keys: the first of them see nothing of the causal part.
+        // With more queries than keys, the first queries see nothing of the causal part.
         assert_eq!([0, 3, 4].map(|q| at("slices:0..6x0..2/causal", q)), [spans(&[]), spans(&[]), span(0, 1)]);
         assert_eq!([1, 2].map(|q| at("slices:0..6x0..2/inverse", q)), [span(1, 2), spans(&[])]);
     }
@@ -261,7 +261,7 @@ mod tests {
                 }
             }
         }
-        // Queries that no slice names see nothing, and no look at each of them is needed to know.
+        // Queries outside of all slices see nothing; this is known without a test of each query.
         assert_eq!(hull("slices:0..4x0..4,8..12x8..12", 4, 7), RowSpan::EMPTY);
         assert_eq!(hull("slices:0..4x0..4,8..12x8..12", 4, 8), RowSpan { lo: 8, hi: 12 });
     }

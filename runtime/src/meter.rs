@@ -1,4 +1,4 @@
-//! Counters and timelines of a rank: how it spends its time, and what it sends.
+//! Counters and timelines of a rank: its time and its traffic.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -17,11 +17,11 @@ pub struct RankReport {
     pub compute_ns: u64,
     /// Waiting for messages.
     pub wait_ns: u64,
-    /// Part of `wait_ns` in which everything that this rank expected had arrived, and it waited for a peer to post the receive
-    /// of its message: the peer was late.
+    /// Part of `wait_ns` in which all messages for this rank had arrived, but a peer had not yet posted the receive of
+    /// this rank's message: the peer was late.
     pub credit_blocked_ns: u64,
-    /// Part of `wait_ns` in which everything that this rank expected had arrived, and it waited for its message to reach a peer
-    /// that had posted the receive: the network was slow.
+    /// Part of `wait_ns` in which all messages for this rank had arrived, and a peer had posted the receive, but this
+    /// rank's message had not reached the peer yet: the network was slow.
     pub send_blocked_ns: u64,
     /// Packing, and copies between host and device.
     pub copy_ns: u64,
@@ -59,9 +59,9 @@ pub enum Timeline {
     Copy,
     /// Waiting for messages.
     Wait,
-    /// A message to a peer, from when it is posted until this rank learns that the peer has it.
+    /// A message to a peer: from its posting until this rank learns that the peer has received it.
     Send,
-    /// A message from a peer, from when its receive is posted until this rank finds that it has arrived.
+    /// A message from a peer: from the posting of its receive until this rank finds that it has arrived.
     Receive,
 }
 
@@ -69,7 +69,7 @@ pub enum Timeline {
 #[derive(Debug)]
 pub struct Meter {
     clock: Arc<dyn Clock>,
-    /// Time of each timeline on which the rank does something itself; copies inside a wait are counted as copies.
+    /// Time on each timeline of the rank's own work; copies inside a wait are counted as copies.
     spent_ns: [Cell<u64>; 3],
     bytes_sent: Cell<u64>,
     messages_sent: Cell<u64>,
@@ -132,8 +132,8 @@ impl Meter {
         self.under_way.borrow_mut().entry(id).or_default().arrived_ns = Some(self.clock.now_ns());
     }
 
-    /// A peer has received a message of the exchange `id` that was posted at `started`; `under_way` is the time since the peer had
-    /// posted its receive. Returns for how many nanoseconds before that the message waited for the peer.
+    /// A peer has received a message of the exchange `id` that was posted at `started`; `under_way` is the time since
+    /// the peer had posted its receive. Returns the time in nanoseconds that the message waited for that receive.
     pub(crate) fn taken(&self, id: u32, started: Started, under_way: Duration) -> u64 {
         let under_way_ns = u64::try_from(under_way.as_nanos()).unwrap_or(u64::MAX);
         let asked_ns = self.clock.now_ns().saturating_sub(under_way_ns).max(started.at_ns);
@@ -181,7 +181,8 @@ impl Meter {
 struct ExchangeTimes {
     /// When all messages that it receives had arrived.
     arrived_ns: Option<u64>,
-    /// In which interval the last message to be received by a peer waited for that peer. A wait ends with this message.
+    /// The interval in which the message that ended last waited for the receive of its peer. A wait ends with this
+    /// message.
     unasked_ns: Range<u64>,
 }
 
@@ -214,13 +215,13 @@ mod tests {
     enum Event {
         /// All messages that it receives have arrived.
         Arrived(u64),
-        /// A message that was posted at the first time; its receive was posted at the second, and it was done at the third.
+        /// A message: the time of its posting, the time of the posting of its receive, and the time of its end.
         Taken(u64, u64, u64),
     }
     use Event::{Arrived, Taken};
 
-    /// Waits from 100 ns to 150 ns for an exchange with these events. Returns for how long it was blocked by peers that had not
-    /// posted their receive, and by messages under way.
+    /// Waits from 100 ns to 150 ns for an exchange with these events. Returns the times that the wait was blocked by
+    /// peers without a posted receive, and by messages under way.
     fn blocked(events: &[Event]) -> [u64; 2] {
         let clock = Arc::new(ManualClock::default());
         let meter = Meter::new(clock.clone(), false);
@@ -257,14 +258,14 @@ mod tests {
 
     #[test]
     fn a_send_waits_for_its_peer_until_the_receive_is_posted_and_then_for_the_network() {
-        // Everything had arrived before the wait.
+        // All messages had arrived before the wait.
         assert_eq!(blocked(&[Arrived(60), Taken(20, 130, 150)]), [30, 20]);
-        // Receive posted before the wait, before everything had arrived, and only at the end.
+        // The receive was posted before the wait, before all messages had arrived, and only at the end.
         assert_eq!(blocked(&[Arrived(60), Taken(20, 90, 150)]), [0, 50]);
         assert_eq!(blocked(&[Arrived(120), Taken(20, 110, 150)]), [0, 30]);
         assert_eq!(blocked(&[Arrived(120), Taken(20, 150, 150)]), [30, 0]);
         assert_eq!(blocked(&[Arrived(120), Taken(20, 140, 150)]), [20, 10]);
-        // Received by the peer before everything had arrived here.
+        // The peer received the message before all messages had arrived here.
         assert_eq!(blocked(&[Taken(20, 110, 115), Arrived(150)]), [0, 0]);
         // This rank itself was late to send.
         assert_eq!(blocked(&[Arrived(60), Taken(125, 140, 150)]), [15, 35]);

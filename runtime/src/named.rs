@@ -1,4 +1,4 @@
-//! Closed lists of named things: what each is called, and in which file its facts are.
+//! Closed lists of named things: the name of each, and the file with its facts.
 
 /// Defines a closed enum from a list of `Variant, "name", file, "One sentence.";` lines: the enum, its list, names, texts.
 macro_rules! named_enum {
@@ -64,14 +64,14 @@ macro_rules! named_enum {
     };
 }
 
-/// The way from a variant of such a list to the constant `FACTS` in its file, a sibling of the module that uses this.
+/// Maps a variant of such a list to the constant `FACTS` in its file, a sibling of the module that uses this macro.
 macro_rules! facts_of_each {
     (
         $Name:ident, $Facts:ty:
         $($variant:ident, $name:literal, $file:ident, $summary:literal;)*
     ) => {
         impl $Name {
-            /// Everything that other modules ask of it.
+            /// All facts that other modules need.
             pub(crate) fn facts(self) -> &'static $Facts {
                 match self {
                     $(Self::$variant => &super::$file::FACTS,)*

@@ -17,7 +17,7 @@ pub use kind::PlacementKind;
 pub(crate) use kind::ShardShape;
 use shares::by_largest_remainder;
 
-/// The tokens that a placement deals.
+/// The tokens that a placement deals to the ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Deal {
     /// Number of tokens: `0..total`.
@@ -38,12 +38,14 @@ pub enum Split {
     Weights(Vec<f64>),
     /// Exactly these.
     Tokens(Vec<u32>),
-    /// So many that the visible (query, key) pairs of each shard are in proportion to these weights of its ranks. They depend on
-    /// the mask, so [`Placement::new`] refuses this and [`plan_world`](crate::plan_world) takes it.
+    /// Token counts for which the visible (query, key) pairs of each shard are in proportion to the weights of its
+    /// ranks. These counts depend on the mask, so [`Placement::new`] refuses this variant and
+    /// [`plan_world`](crate::plan_world) accepts it.
     Work(Vec<f64>),
 }
 
-/// The tokens of every rank of a mesh. Every token has exactly one owner, but for replicated tokens, which all ranks hold.
+/// The tokens of every rank of a mesh. Every token has exactly one owner, except replicated tokens, which all ranks
+/// hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     kind: PlacementKind,
@@ -72,7 +74,7 @@ impl Placement {
         let counts = split.counts(mesh, dealt)?;
         let of_shard = |r: u32| &counts[(r * mesh.ulysses()) as usize..((r + 1) * mesh.ulysses()) as usize];
         let sizes: Vec<u32> = (0..mesh.ring()).map(|r| of_shard(r).iter().sum()).collect();
-        // Where documents begin and end among the tokens that are dealt.
+        // Document boundaries, counted over the dealt tokens.
         let missing = |token: u32| token.clamp(replicated.start, replicated.end) - replicated.start;
         let inside = documents.iter().filter(|token| **token < *total).map(|token| token - missing(*token));
         let dealt = Dealt { total: dealt, documents: inside.collect() };
@@ -88,7 +90,7 @@ impl Placement {
         Ok(Self { kind, mesh, replicated: TokenRuns::contiguous(replicated.clone()), ranks })
     }
 
-    /// One rank that holds these tokens, which need not be all.
+    /// One rank that holds these tokens, possibly not all tokens.
     pub(crate) fn some(tokens: TokenRuns) -> Result<Self> {
         Ok(Self {
             kind: PlacementKind::Contiguous,
@@ -109,7 +111,7 @@ impl Placement {
         })
     }
 
-    /// The tokens whose owner is none of `ranks`, ascending.
+    /// The tokens without an owner in `ranks`, ascending.
     pub(crate) fn without(&self, ranks: &[Rank]) -> TokenRuns {
         let others = (0..).map(Rank).zip(&self.ranks).filter(|(rank, _)| !ranks.contains(rank));
         let mut tokens: Vec<u32> = others.flat_map(|(_, tokens)| tokens.iter()).collect();
@@ -232,7 +234,7 @@ mod tests {
         };
         use PlacementKind::*;
         assert_eq!(held(0..3, Contiguous, Split::Even), [vec![0, 1, 2, 3, 4, 5], vec![0, 1, 2, 6, 7, 8]]);
-        // A shard may lie on both sides of them.
+        // A shard may hold tokens on both sides of the replicated ones.
         let tokens = Split::Tokens(vec![5, 1]);
         assert_eq!(held(3..6, Contiguous, tokens), [vec![3, 4, 5, 0, 1, 2, 6, 7], vec![3, 4, 5, 8]]);
         assert_eq!(held(4..7, Striped, Split::Even), [vec![4, 5, 6, 0, 2, 7], vec![4, 5, 6, 1, 3, 8]]);
@@ -258,7 +260,7 @@ mod tests {
         assert_eq!(two, [vec![0, 3, 4, 5, 6, 13, 14, 15], vec![1, 2, 7, 8, 9, 10, 11, 12]]);
         let uneven = dealt(&[0, 4, 16], 0..0, Split::Tokens(vec![12, 4]));
         assert_eq!(uneven[1], [2, 9, 10, 11]);
-        // Documents that begin or end inside of what every rank holds.
+        // Documents that begin or end inside the replicated tokens.
         let around = dealt(&[0, 4, 8, 16], 2..6, Split::Even);
         assert_eq!(around, [vec![0, 6, 8, 9, 14, 15], vec![1, 7, 10, 11, 12, 13]]);
     }

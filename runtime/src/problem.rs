@@ -32,8 +32,8 @@ pub struct AttentionProblem {
     pub scale: f32,
     /// `Some(c)`: logits become `c · tanh(logit / c)` before the mask.
     pub softcap: Option<f32>,
-    /// For each query head one logit without a value, which takes part in the softmax of every row, also of a row that
-    /// sees no key; empty: none. The log-sum-exp includes it.
+    /// One logit without a value for each query head; empty: none. It takes part in the softmax of every row, also of a
+    /// row that sees no key. The log-sum-exp includes it.
     pub sinks: Vec<f32>,
     /// The attention bias tensor, if there is one: a boolean mask tensor or an additive bias tensor over (query, key).
     #[serde(rename = "pairs")]
@@ -122,7 +122,7 @@ impl AttentionProblem {
         Self { wire: if same { WireFormat::Same } else { wire }, ..self }.checked()
     }
 
-    /// This problem with sums in an order that no mesh changes, or not.
+    /// This problem with or without sums in an order that does not depend on the mesh.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -135,7 +135,7 @@ impl AttentionProblem {
     /// # Errors
     /// As [`Self::new`].
     pub fn with_replicated(self, replicated: Range<u32>) -> Result<Self> {
-        // One way to say that there are none.
+        // An empty range has one form only.
         let replicated = if replicated.is_empty() { 0..0 } else { replicated };
         Self { replicated, ..self }.checked()
     }
@@ -243,14 +243,14 @@ fn dtype_by_name<S: serde::Serializer>(dtype: &Dtype, serializer: S) -> Result<S
     serializer.serialize_str(dtype.name())
 }
 
-/// Keys of a tile of [`AttentionProblem::fixed_order`]. Kernels must give a row the same bytes whatever rows they compute
-/// with it, and divide keys into steps of their own from the first key of a call on.
+/// Keys of a tile of [`AttentionProblem::fixed_order`]. The result of a row must not depend, in any byte, on the other
+/// rows of a kernel call. Kernels must divide keys into their own steps from the first key of a call on.
 pub const TILE_KEYS: u32 = 256;
-/// Positions are handed to kernels as u32 and compared there with one to spare.
+/// Kernels get positions as u32, and compare them with values that are larger by one.
 const MAX_POSITION: u32 = 1 << 31;
 /// So that byte counts of f32 state fit 63 bits with room to add them up.
 const MAX_ELEMENTS: u128 = 1 << 56;
-/// Beyond this no kernel has been tried.
+/// No kernel has been tried beyond this.
 const MAX_HEAD_DIM: u32 = 512;
 
 #[cfg(test)]

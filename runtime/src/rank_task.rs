@@ -1,4 +1,4 @@
-//! What one rank needs to run its plan, apart from a device.
+//! All inputs of one rank's run, apart from a device.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,7 +1,8 @@
 //! A rank that can resume: when its group loses ranks, the survivors complete the current operation (ADR 0021).
 //!
-//! The survivors form a new group ([`Transport::reform`]), exchange how many steps each of them has done, and all compute the
-//! same plans from that ([`repair`]). Inputs, received keys and running states stay on their devices in the meantime.
+//! The survivors form a new group ([`Transport::reform`]), exchange the number of steps that each of them has done, and
+//! all compute the same plans from it ([`repair`]). Inputs, received keys and running states stay on their devices in
+//! the meantime.
 
 use std::sync::Arc;
 
@@ -26,7 +27,7 @@ use crate::{Carryover, Error, Executor, Inputs, RankOutput, Result, repair};
 pub struct ResumableRank<'a, B: Backend> {
     backend: &'a B,
     task: RankTask<'a>,
-    /// `None` until they are on the device.
+    /// `None` until the inputs are on the device.
     inputs: Option<Inputs<B::Buffer>>,
     carryover: Carryover<B::Buffer>,
 }
@@ -34,9 +35,9 @@ pub struct ResumableRank<'a, B: Backend> {
 /// The group that survivors have formed.
 #[derive(Clone, Debug)]
 pub struct Survivors {
-    /// This rank's endpoint in it. No message has been sent in the group yet.
+    /// This rank's endpoint in the new group. No message has been sent in the group yet.
     pub transport: Arc<dyn Transport>,
-    /// By rank of this group: the rank that it had in the interrupted world.
+    /// For each rank of this group: its rank in the interrupted world.
     pub ranks: Vec<Rank>,
 }
 
@@ -45,7 +46,7 @@ pub struct Survivors {
 pub struct Recovery {
     /// The plans of the survivors. [`World::lost`] lists the queries whose output rows are missing.
     pub world: World,
-    /// What the proof of those plans found, by rank.
+    /// The results of the proof of those plans, by rank.
     pub checks: Vec<RankCheck>,
     /// Hash of those plans, on which the survivors agreed.
     pub plan_hash: [u8; 32],
@@ -82,7 +83,7 @@ impl<'a, B: Backend> ResumableRank<'a, B> {
         let inputs = match executor.load(q, k, v, task.bias.take()) {
             Ok(inputs) => self.inputs.insert(inputs),
             Err(error) => {
-                // The other ranks are about to agree: this rank's vote tells them why it cannot run.
+                // The other ranks wait for an agreement: this rank's vote gives them the reason why it cannot run.
                 task.transport.agree(refusal(rank, &error), task.deadline).await?;
                 return Err(error);
             }
@@ -134,8 +135,8 @@ impl RankTask<'_> {
         pollster::block_on(self.run(backend, each))
     }
 
-    /// Runs the rank's plan on `backend`; `each` sees the output of every run. The transport stays open for what the
-    /// caller may want to send afterwards.
+    /// Runs the rank's plan on `backend`; `each` gets the output of every run. The transport stays open, so that the
+    /// caller can send other messages afterwards.
     ///
     /// # Errors
     /// Any; an error of this rank ends the operation on all ranks.
@@ -144,14 +145,14 @@ impl RankTask<'_> {
     }
 }
 
-/// A vote against the operation, for what went wrong on this rank.
+/// A vote against the operation, with the error of this rank.
 fn refusal(rank: Rank, error: &Error) -> Vote {
     let reason = if error.is_request() { RefusalReason::WrongRequest } else { RefusalReason::Failed };
     Vote::Refuse { reason, text: format!("rank {rank}: {error}") }
 }
 
-/// What a recovery starts from, for the hash of its plans. All ranks must compose the same text, also those of other
-/// releases: it does not change with the names of types.
+/// The inputs of a recovery, for the hash of its plans. All ranks must compose the same text, also ranks with another
+/// release: so the text does not depend on the names of types.
 fn origin(plan_hash: [u8; 32], reached: &[StepProgress]) -> String {
     let ranks: Vec<String> = reached
         .iter()
@@ -162,7 +163,7 @@ fn origin(plan_hash: [u8; 32], reached: &[StepProgress]) -> String {
     format!("finishes {plan_hash:?} from [{}]", ranks.join(", "))
 }
 
-/// How far each survivor came in the interrupted plan, by its rank in the new group.
+/// The progress of each survivor in the interrupted plan, by its rank in the new group.
 async fn exchange_progress(
     task: &RankTask<'_>,
     Survivors { transport, ranks }: &Survivors,
@@ -172,7 +173,7 @@ async fn exchange_progress(
     let plan_of = |rank: Rank| task.world.plan(ranks[rank.0 as usize]);
     let bytes = Bytes::from(mine.encode(plan_of(me)));
     let others: Vec<Rank> = (0..transport.world()).map(Rank).filter(|rank| *rank != me).collect();
-    // All messages are posted before any is waited for.
+    // All messages are posted before the first wait.
     let sent: Vec<Posted<Taken>> = others
         .iter()
         .map(|to| transport.post_send(*to, PROGRESS, vec![bytes.clone()], task.deadline))
@@ -189,7 +190,7 @@ async fn exchange_progress(
         let parts = received.await?;
         let bytes = parts.first().map_or(&[][..], |bytes| &bytes[..]);
         all.push(StepProgress::decode(bytes, plan_of(*from)).inspect_err(|error| {
-            // The sender does not know that its message is malformed.
+            // The sender does not know that its message is malformed, so this rank reports it.
             let cause = AbortCause::Failed(error.to_string());
             transport.abort(Abort { culprit: *from, cause, progress: Progress::default() });
         })?);
@@ -201,7 +202,7 @@ async fn exchange_progress(
     Ok(all)
 }
 
-/// Apart from the messages of the recovery, which count from 0.
+/// A number apart from the messages of the recovery, which count from 0.
 const PROGRESS: Tag = Tag { op: 0, message: u32::MAX };
 
 #[cfg(test)]

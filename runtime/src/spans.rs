@@ -25,7 +25,7 @@ impl RowSpan {
 /// The key positions that a row sees: runs that are not empty, ascending, with hidden keys between them.
 #[derive(Clone, Debug)]
 pub enum Spans {
-    /// At most one run; [`RowSpan::EMPTY`] is none.
+    /// At most one run; [`RowSpan::EMPTY`] stands for no run.
     One([RowSpan; 1]),
     /// Any number of them.
     Many(Vec<RowSpan>),

@@ -1,9 +1,9 @@
-//! The closed list of strategies. A plan says which strategy made it, so the list stands below the plans; what each
-//! strategy does, and everything that is known about it, is in its own file in `strategy/`.
+//! The closed list of strategies. A plan names its strategy, so this list is in a layer below the plans. The steps and
+//! all other facts of each strategy are in its own file in `strategy/`.
 
 use crate::named::named_enum;
 
-/// Hands the list to the macro `$then`: here it becomes [`Strategy`], in `strategy/registry.rs` the way to the facts.
+/// Passes the list to the macro `$then`: here it becomes [`Strategy`], in `strategy/registry.rs` the map to the facts.
 ///
 /// **To add a strategy, add a line here**: variant, name, module in `strategy/`, what it does. The order is that of
 /// [`Strategy::ALL`]; a strategy whose plans may equal those of another one comes behind it.

@@ -1,4 +1,4 @@
-//! Which global tokens, in which order: used alike by placement, check and lowering.
+//! Lists of global tokens and their order: used alike by placement, check and lowering.
 
 /// `count` tokens: `start`, `start + stride`, `start + 2·stride`, …
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
@@ -11,8 +11,7 @@ pub struct Run {
     pub stride: u32,
 }
 
-/// An ordered list of global tokens. Lists of the same tokens in the same order are equal, whatever runs they are
-/// made of.
+/// An ordered list of global tokens. Lists of the same tokens in the same order are equal, even if their runs differ.
 #[derive(Clone, Debug, Default, serde::Serialize)]
 #[serde(transparent)]
 pub struct TokenRuns {
@@ -44,7 +43,7 @@ impl TokenRuns {
         tokens
     }
 
-    /// Appends a run, joining it to the last one where the two continue each other.
+    /// Appends a run, and joins it to the last run if it continues that run.
     pub fn push(&mut self, run: Run) {
         if run.count == 0 {
             return;
@@ -73,7 +72,7 @@ impl TokenRuns {
         }
     }
 
-    /// The same list with tokens renumbered around `gap`: those from its start on move behind its end.
+    /// The same list with tokens renumbered around `gap`: the tokens from its start on move behind its end.
     pub(crate) fn around(&self, gap: &std::ops::Range<u32>) -> Self {
         let mut out = Self::default();
         for run in &self.runs {

@@ -7,8 +7,8 @@ use crate::Error;
 
 /// The format of keys and values that are sent between shards.
 ///
-/// Other than [`Self::Same`] it bounds how exact a result can be: keys and values of other shards are rounded, once, by
-/// their owner, and travel as they are from there on.
+/// Every format except [`Self::Same`] limits the accuracy of a result: the owner rounds its keys and values once, and
+/// other shards get the rounded ones, which are not rounded again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WireFormat {
@@ -44,21 +44,22 @@ impl WireFormat {
         self != Self::Same
     }
 
-    /// The error that this format is expected to cost: the L2 norm of the output's error relative to that of the output,
-    /// where heads have `head_dim` elements and `scale` is the factor on q·k.
+    /// The error that this format is expected to cause: the L2 norm of the output's error relative to that of the
+    /// output, for heads of `head_dim` elements and the factor `scale` on q·k.
     ///
-    /// Rounding is independent noise for each element, ε times the rms of the rounded tensor. To first order, noise in the values
-    /// is the same noise in the output, relatively; noise in the keys is multiplied by the spread of the logits, since it weighs
-    /// values that are as random as the output itself: ε·√(1 + spread²).
+    /// Rounding is independent noise for each element, ε times the rms of the rounded tensor. To first order, noise in
+    /// the values is the same relative noise in the output. Noise in the keys is multiplied by the spread of the
+    /// logits, because it changes the weights of values that are as random as the output itself: ε·√(1 + spread²).
     ///
-    /// Assumes that q, k and v are normal, independent, and of variance 1, so that logits spread by scale·√dim; that every
-    /// key came from another shard (a rank's own are not rounded, so a share f from elsewhere has √f of this); that rows
-    /// see many keys; and no softcap, which only makes the error smaller. Data with a few much larger channels of the keys has a
-    /// larger error: channels share no scale, but those channels spread the logits.
+    /// Assumes that q, k and v are normal, independent, and of variance 1, so that logits spread by scale·√dim; that
+    /// every key comes from another shard (a rank's own keys are not rounded, so a share f of foreign keys has √f of
+    /// this error); that rows see many keys; and no softcap, which only makes the error smaller. Data with a few much
+    /// larger channels of the keys has a larger error: channels share no scale, but those channels spread the logits.
     pub fn expected_error(self, head_dim: u32, scale: f32) -> f64 {
         let (keys, values) = match self {
             Self::Same => return 0.0,
-            // Uniform noise over a step of 2^-10 times the power of two below a number; the mean square of the latter is 0.542.
+            // Uniform noise over a step of 2^-10 times the power of two below a number; the mean square of that power
+            // is 0.542.
             Self::F16 => [(0.542_f64 / 12.0).sqrt() / 1024.0; 2].into(),
             Self::Int8 => {
                 // Uniform noise over a step of largest / 127.
@@ -109,7 +110,7 @@ mod tests {
     #[test]
     fn the_largest_square_of_one_normal_number_is_its_variance_and_grows_with_how_many_there_are() {
         assert!((mean_largest_square(1) - 1.0).abs() < 1e-4);
-        // Of two: E max(x², y²) = 1 + 2/π.
+        // For two numbers: E max(x², y²) = 1 + 2/π.
         assert!((mean_largest_square(2) - (1.0 + 2.0 / std::f64::consts::PI)).abs() < 1e-4);
         let growing: Vec<f64> = [8, 64, 128, 512].map(mean_largest_square).to_vec();
         assert!(growing.is_sorted() && growing[1] > 6.0 && growing[1] < 8.0, "{growing:?}");

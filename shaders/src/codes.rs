@@ -1,5 +1,5 @@
-//! Elements to 8-bit codes and back, one thread for each eight channels of the tokens that share their scales, or for each
-//! row that shares one.
+//! Conversion of elements to 8-bit codes and back. There is one thread for each eight channels of the tokens that share
+//! their scales, or one for each row that shares one scale.
 
 use crate::kernel::Kernel;
 use crate::text::Text;
@@ -137,7 +137,7 @@ fn begin(kernel: Kernel) -> Text {
     t
 }
 
-/// The entry point: which chunks of eight elements are the thread's, and then `body`.
+/// The entry point: computes which chunks of eight elements belong to the thread, then runs `body`.
 fn main(t: &mut Text, scales: Scales, body: impl FnOnce(&mut Text)) {
     t.line("@compute @workgroup_size(64)");
     t.block(

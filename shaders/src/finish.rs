@@ -7,7 +7,8 @@ use crate::text::Text;
 /// Threads that share one (batch, row, head) triple, each taking every 8th chunk of it.
 pub(crate) const THREADS_PER_ROW: u32 = 8;
 
-/// Finds `row_head` (its index in `[batch, rows, heads]`), `ml_at` and `lane`; `inside` tells whether there is one.
+/// Computes `row_head` (its index in `[batch, rows, heads]`), `ml_at` and `lane`; `inside` says whether the thread has
+/// one.
 pub(crate) const ROW_HEAD: &str = "
 let group = group_id.x + group_id.y * params.grid_width;
 let row_head = params.first + group * 8u + (thread >> 3u);
@@ -109,7 +110,7 @@ if (lane == 0u) {
         });
         let units = head_dim / storage.unit_elements();
         t.block(format!("for (var u = lane; u < {units}u; u += 8u)"), |t| {
-            // A zero has no sign: which it has depends on what was merged.
+            // Zeros get no sign, because the sign of a zero depends on the order of the merges.
             let load = |c: u32| {
                 let (chunks, unit) = (head_dim / 4, storage.unit_chunks());
                 let a = format!("state_a[row_head * {chunks}u + u * {unit}u + {c}u - params.a_skipped]");
@@ -137,8 +138,8 @@ if (lane == 0u) {
     t.finish()
 }
 
-/// The natural logarithm to about an ulp, after Cephes' logf: WGSL's own promises 2^-21 near 1, and some drivers take
-/// that licence. Infinity and NaN go around.
+/// The natural logarithm to about an ulp, after Cephes' logf. WGSL promises only 2^-21 near 1, and some drivers are not
+/// more exact. Infinity and NaN are handled separately.
 const LN: &str = "fn ln(x: f32) -> f32 {
     let bits = bitcast<u32>(x);
     // x = f · 2^e with f in [sqrt(1/2), sqrt(2))

@@ -243,8 +243,8 @@ impl Kernel {
         )
     }
 
-    /// Whether the device must have matrix units and f16 arithmetic. No browser has the former, and of the compilers
-    /// only naga knows the text, which it translates to SPIR-V and MSL alone.
+    /// Whether the device must have matrix units and f16 arithmetic. No browser has matrix units. Of the compilers only
+    /// naga accepts the text, and it translates the text to SPIR-V and MSL alone.
     pub const fn needs_matrices(&self) -> bool {
         matches!(self, Self::Attend(AttendKernel { variant: AttendVariant::Cooperative { .. }, .. }))
     }

@@ -30,8 +30,8 @@ impl Pairs {
         }
     }
 
-    /// `HIDDEN`, and `pair_term(row, position)`: what the row that starts at `row` of the binding adds to its base-2
-    /// logit of the key at `position`, or `HIDDEN`. Adding `HIDDEN` itself is never meant.
+    /// `HIDDEN`, and `pair_term(row, position)`: the term of the row that starts at `row` of the binding, for its
+    /// base-2 logit of the key at `position`; or `HIDDEN`. `HIDDEN` itself must never be added.
     pub(crate) fn functions(self, storage: Storage) -> String {
         let mut t = Text::default();
         match self {
@@ -76,7 +76,7 @@ let hidden = bits == 0xff800000u;",
     }
 }
 
-/// Below every logit that a bias makes, and finite, because WGSL promises nothing about infinities.
+/// Below every logit with a bias, and finite, because WGSL promises nothing about infinities.
 const HIDDEN: &str = "const HIDDEN: f32 = -3e38f;
 // By bits, so that NaN is shown: SPIR-V from naga has `!=` false for NaN.
 fn shows(term: f32) -> bool { return bitcast<u32>(term) != 0xff61b1e6u; }";

@@ -4,7 +4,7 @@ use crate::kernel::{Kernel, MAX_HEAD_DIM};
 use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile};
 use crate::{Pairs, Storage, attend, codes, convert, decode, finish, repack};
 
-/// Which compiler the text is for: they disagree about how a use of subgroups is announced.
+/// The compiler that reads the text: compilers disagree about how a text announces its use of subgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Dialect {
     /// wgpu's compiler, which rejects `enable subgroups;`.
@@ -131,9 +131,9 @@ impl Kernel {
         }
     }
 
-    /// Threads, or groups of them, that share one (batch, row, head) triple or copy one unit: how many of those a
-    /// workgroup of [`Self::MergeParts`], [`Self::Merge`], [`Self::Finalize`], [`Self::Repack`], [`Self::Convert`],
-    /// [`Self::ToCodes`], [`Self::FromCodes`] or [`Self::ResetState`] handles.
+    /// Rows of a workgroup of [`Self::MergeParts`], [`Self::Merge`], [`Self::Finalize`], [`Self::Repack`],
+    /// [`Self::Convert`], [`Self::ToCodes`], [`Self::FromCodes`] or [`Self::ResetState`]. A row here is the work of one
+    /// thread, or of one group of threads: one (batch, row, head) triple, or one unit to copy.
     pub const fn rows_per_workgroup(&self) -> u32 {
         match self {
             Self::Attend(_) | Self::Decode(_) => 1,
@@ -167,8 +167,8 @@ impl AttendKernel {
 }
 
 impl DecodeVariant {
-    /// Query rows, counted over all heads of a workgroup, that it is made for; 0 where heads are too
-    /// large for it.
+    /// Largest number of query rows, counted over all heads of a workgroup, for which this variant exists; 0 if heads
+    /// are too large for it.
     pub const fn most_slots(self, head_dim: u32) -> u32 {
         match self {
             Self::Portable => decode::portable_slots(head_dim),
@@ -176,7 +176,7 @@ impl DecodeVariant {
         }
     }
 
-    /// Keys that a workgroup takes in one turn: splits are multiples of it.
+    /// Keys that a workgroup takes in one iteration: splits are multiples of it.
     pub const fn keys_at_once(self) -> u32 {
         match self {
             Self::Portable => decode::THREADS,

@@ -104,7 +104,7 @@ fn texel_1(texel: vec4<u32>) -> vec4<f32> { return chunk_1(texel); }"
     }
 
     /// For 16-bit types, `rounded(x)`: the bits of x rounded to nearest, ties to even. `pack2x16float` may truncate,
-    /// and promises nothing for what overflows.
+    /// and promises nothing for values that overflow.
     pub(crate) const fn round_function(self) -> &'static str {
         match self {
             Self::F32 => "",

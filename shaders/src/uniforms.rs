@@ -348,9 +348,10 @@ uniform! {
 }
 
 uniform! {
-    /// What [`Kernel::ToCodes`](crate::Kernel::ToCodes) and [`Kernel::FromCodes`](crate::Kernel::FromCodes) are told. A
-    /// chunk is 8 elements; group g of channels is chunk g % lanes of the tokens of part g / lanes, where a batch entry is
-    /// cut into parts of `together` tokens; group g of a row is the row itself. Offsets may be "negative" by wrapping.
+    /// Parameters of [`Kernel::ToCodes`](crate::Kernel::ToCodes) and [`Kernel::FromCodes`](crate::Kernel::FromCodes). A
+    /// chunk is 8 elements. A batch entry is cut into parts of `together` tokens; group g of channels is chunk g %
+    /// lanes of the tokens of part g / lanes. Group g of a row is the row itself. Offsets may be "negative" by
+    /// wrapping.
     CodesParams {
         /// Where the elements begin, in 16-byte units.
         data_offset: u32,

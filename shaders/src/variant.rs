@@ -38,9 +38,9 @@ impl AttendVariant {
     pub const SUBGROUP_SIZES: [u32; 3] = [4, 8, 16];
     /// Rows in a thread for which the portable variant is made: 8 would not fit WebGPU's default workgroup memory.
     pub const ROWS_PER_THREAD: [u32; 3] = [1, 2, 4];
-    // The built-in choices, which are used without a measured one: the next two functions.
+    // The built-in choices, for calls without a measured choice: the next two functions.
 
-    /// The portable variant with as many rows in a thread as suit heads of `head_dim` elements.
+    /// The portable variant with the number of rows in a thread that suits heads of `head_dim` elements.
     pub const fn portable(head_dim: u32) -> Self {
         // Fewer for large heads, so that the accumulator stays in registers.
         let rows_per_thread = match head_dim {
@@ -51,9 +51,9 @@ impl AttendVariant {
         Self::Portable { rows_per_thread }
     }
 
-    /// The broadcast variant with as many rows in a lane as pay off for heads of `head_dim` elements.
+    /// The broadcast variant with the number of rows in a lane that pays off for heads of `head_dim` elements.
     pub const fn subgroup_broadcast(subgroup_size: u32, head_dim: u32) -> Self {
-        // Unrolled statements grow with rows × dim; beyond some hundred, compile time and spills take over.
+        // Unrolled statements grow with rows × dim; beyond some hundred, compile time and register spills dominate.
         let rows_per_lane = match head_dim {
             0..=64 => 3,
             65..=128 => 2,
@@ -62,7 +62,7 @@ impl AttendVariant {
         Self::SubgroupBroadcast { subgroup_size, rows_per_lane }
     }
 
-    /// The portable variants that there are. With 8 rows in a thread a tile would not fit WebGPU's default workgroup
+    /// The portable variants that exist. With 8 rows in a thread a tile would not fit WebGPU's default workgroup
     /// memory.
     pub fn portable_choices() -> impl Iterator<Item = Self> {
         [1, 2, 4].into_iter().map(|rows_per_thread| Self::Portable { rows_per_thread })

@@ -2,8 +2,8 @@
 //!
 //! # Contract
 //!
-//! - **Validation.** The caller validates: descriptors are in bounds and of the right type when they arrive here. A backend
-//!   reports what only it can know: memory that the device cannot give, a device that is lost.
+//! - **Validation.** The caller validates: descriptors that arrive here are in bounds and of the right type. A backend
+//!   reports only failures that it alone can find: memory that the device cannot give, a device that is lost.
 //! - **Order.** Operations on one backend take effect in the order of the calls. A buffer that is dropped while the
 //!   device still uses it stays alive underneath until the device is done.
 //! - **Blocking.** No method blocks on the device. `attend` works through its block in pieces of at most about
@@ -101,8 +101,8 @@ pub trait Backend {
     /// `o = a / l` rounded to `dtype` and `lse = m + ln l`; a row that saw no key gets `o = 0`, `lse = −∞`.
     ///
     /// `sinks` are finite, one for each head of the state, or none. A sink `s` is a key with this logit and the value 0:
-    /// `l` becomes `l + exp(s − m)`, and a row that saw no key gets `o = 0`, `lse = s`. It enters here and nowhere else,
-    /// so that it counts once however many states were merged.
+    /// `l` becomes `l + exp(s − m)`, and a row that saw no key gets `o = 0`, `lse = s`. Sinks enter only here, so each
+    /// counts once, for any number of merged states.
     ///
     /// `o` is `[batch, rows, heads, dim]`, `lse` is f32 `[batch, rows, heads]`: token-major like `o`, so that a range
     /// of tokens is one piece of both.
@@ -118,8 +118,8 @@ pub trait Backend {
         lse: &mut Self::Buffer,
     ) -> Result<()>;
 
-    /// Copies `extent` rows between two strided layouts (rows of `extent.row_bytes`, a multiple of 4): packing for a
-    /// message, unpacking from one, and the piece that a rank keeps.
+    /// Copies `extent` rows between two strided layouts (rows of `extent.row_bytes`, a multiple of 4). Used to pack a
+    /// message, to unpack a message, and to copy the piece that stays on the rank.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -133,9 +133,9 @@ pub trait Backend {
     /// `into` = `from` in another form: a dense tensor of `shape` = `[batch, tokens, heads, dim]`. Either both are
     /// [`Elements::Stored`] and one of the two types is f32, or just one is [`Elements::Coded`].
     ///
-    /// Rounded to nearest, ties to even; what is beyond a storage type becomes ±∞. Codes may round the other way where a
-    /// division that is off by an ulp puts an element on the other side of a tie: an element comes back within half a scale
-    /// of itself, and an ulp.
+    /// Rounded to nearest, ties to even; values beyond the range of a storage type become ±∞. A code may round the
+    /// other way if a division that is off by an ulp puts the element on the other side of a tie. A converted element
+    /// differs from the original by at most half a scale and an ulp.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -168,7 +168,7 @@ pub struct DeviceInfo {
     pub kernel: String,
 }
 
-/// Kind of device, in the order in which one is preferred.
+/// Kind of device, in the order of preference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceClass {
@@ -176,7 +176,7 @@ pub enum DeviceClass {
     DiscreteGpu,
     /// A GPU that shares the host's memory.
     IntegratedGpu,
-    /// A GPU behind a hypervisor, or one whose kind the driver does not tell.
+    /// A GPU behind a hypervisor, or a GPU whose kind the driver does not report.
     OtherGpu,
     /// The cores of the host.
     Cpu,
@@ -321,8 +321,8 @@ pub struct Attend<'a, Buffer> {
     pub work: &'a BlockWork,
     /// A tensor over (query, key position) pairs, which hides keys or is added to logits.
     pub pairs: Option<Pairs<'a, Buffer>>,
-    /// Whether the bytes of a row must depend neither on the other rows of the call nor on the mesh. If so, the number of rows
-    /// must decide neither which kernel runs nor how keys are divided.
+    /// Whether the bytes of a row must not depend on the other rows of the call or on the mesh. If so, the choice of
+    /// the kernel and the division of the keys must not depend on the number of rows.
     pub fixed_order: bool,
     /// The running state of the rows and heads of `q`.
     pub state: StateMut<'a, Buffer>,

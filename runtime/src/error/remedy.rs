@@ -1,12 +1,12 @@
-//! What a caller can do about a refused request.
+//! The change by which a caller can repair a refused request.
 
 use std::fmt;
 
-/// What would be accepted in place of a refused request.
+/// A request that would be accepted in place of the refused one.
 ///
-/// `Display` says it in terms of this library. A front end whose users choose by options, flags or configuration keys
-/// matches on the variants and names its own option instead; it prints the others, and variants that it does not know, as
-/// they are.
+/// `Display` writes it in terms of this library. A front end whose users choose by options, flags or configuration keys
+/// matches on the variants and names its own option instead. It prints all other variants, also variants that it does
+/// not know, unchanged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Remedy {
@@ -24,7 +24,8 @@ pub enum Remedy {
     UseTokens(Vec<u32>),
     /// Give token counts that add up to the sequence length, or weights ([`Split::Weights`](crate::Split::Weights)).
     CompleteTokensOrUseWeights,
-    /// Give weights ([`Split::Weights`](crate::Split::Weights)) where queries and keys differ in number.
+    /// Give weights ([`Split::Weights`](crate::Split::Weights)) if the number of queries differs from the number of
+    /// keys.
     UseWeights,
     /// Describe how fast this kind of device computes attention in the problem's dtype, or use another dtype.
     DescribeDtypeOrUseAnother {

@@ -1,4 +1,4 @@
-//! The memory of a plan's buffers: allocation, sizes, and where a slice lies in it.
+//! The memory of a plan's buffers: allocation, sizes, and the place of a slice in it.
 
 use bytes::Bytes;
 
@@ -16,7 +16,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         self.executor.world.problem.sinks.get(heads.start as usize..heads.end as usize).unwrap_or_default()
     }
 
-    /// Takes the tensors of a running state out of memory. A state that is not there yet is made, and is empty.
+    /// Takes the tensors of a running state out of memory. If the state does not exist yet, creates an empty one.
     pub(super) fn state(&mut self, id: BufferId) -> Result<Vec<B::Buffer>> {
         if let Some(tensors) = self.memory.take(id) {
             return Ok(tensors);
@@ -70,7 +70,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         pieces.collect()
     }
 
-    /// Offset and strides of a slice in its tensors, in units of which a head of a token has `row`.
+    /// Offset and strides of a slice in its tensors. Unit: one head of one token has `row` units.
     pub(super) fn layout(&self, slice: &Slice, row: usize) -> Layout {
         let buffer = self.executor.plan.buffer(slice.buffer);
         let row_stride = buffer.head_count() as usize * row;

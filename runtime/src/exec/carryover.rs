@@ -1,4 +1,4 @@
-//! What an interrupted run keeps, so that the survivors can complete the operation.
+//! The results that an interrupted run keeps, so that the survivors can complete the operation.
 
 use futures_util::FutureExt;
 
@@ -9,7 +9,7 @@ use crate::collective::Collective;
 use crate::plan::BufferId;
 
 impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
-    /// Keeps the messages that had arrived whole with an exchange for which the interrupted run had not waited.
+    /// Keeps the messages that had arrived whole in an exchange on which the interrupted run had not waited.
     pub(super) fn keep_arrived(&mut self, mut exchange: InFlight<'r, B::Buffer>) {
         let ended = exchange.ended.take().or_else(|| exchange.arrivals.as_mut().now_or_never());
         let arrived = match ended {
@@ -25,8 +25,8 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         }
     }
 
-    /// A copy of a running state from before an attend step, which may be interrupted. `None` where the run is not resumable or
-    /// the state is empty.
+    /// A copy of a running state before an attend step, because the step may be interrupted. `None` if the run is not
+    /// resumable or the state is empty.
     pub(super) fn copy_of_state(&self, id: BufferId) -> Result<Option<Vec<B::Buffer>>> {
         if !self.executor.keeps || !self.memory.is_alive(id) {
             return Ok(None);

@@ -24,7 +24,8 @@ pub(super) struct Run<'r, 'a, B: Backend, C> {
     pub(super) memory: Memory<B::Buffer>,
     /// Index of the current step. The steps before it are done.
     pub(super) step: usize,
-    /// Buffers, ascending, that had arrived whole when the run was interrupted, with exchanges for which it had not waited.
+    /// Buffers, ascending, that had arrived whole when the run was interrupted, in exchanges on which it had not
+    /// waited.
     pub(super) arrived: Vec<BufferId>,
 }
 
@@ -59,7 +60,8 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             options.observer.step(Rank(plan.rank), self.op, index, plan.steps.len(), &words);
             collective
                 .report_progress(Progress { op: self.op, step: u32::try_from(index).unwrap_or(u32::MAX) });
-            // A wait depends on other ranks; every other step is this rank's own work, for which its pulse must beat.
+            // A wait depends on other ranks. Every other step is this rank's own work; during it the pulse of the rank
+            // must beat.
             let work = (!matches!(step, Step::Wait { .. })).then(|| pulse.work());
             let span = tracing::debug_span!("step", index, doing = tracing::field::Empty);
             if !span.is_disabled() {
@@ -139,7 +141,8 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 }
                 self.memory.put(*state, tensors);
                 if let Err(Error::Cancelled) = attended {
-                    // Some rows have met the block and others have not: back to the state before the block.
+                    // Some rows include the block and others do not, so the state goes back to its value before the
+                    // block.
                     self.memory.take(*state);
                     before.into_iter().for_each(|tensors| self.memory.put(*state, tensors));
                     drop(work);
@@ -296,7 +299,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         }
     }
 
-    /// The failure of the group because of which a computation was cancelled.
+    /// The failure of the group that cancelled a computation.
     async fn why_stopped(&self, in_flight: &mut Vec<InFlight<'r, B::Buffer>>) -> Error {
         // An exchange under way gives the most detail: peer and bytes.
         for exchange in in_flight {
@@ -346,8 +349,8 @@ async fn drive<T, Buffer>(in_flight: &mut [InFlight<'_, Buffer>], future: impl F
     .await
 }
 
-/// Keys, then values, of a buffer with these tensors. Stored elements are taken from element `first` on; coded ones from the
-/// beginning, because their tokens share scales.
+/// Keys, then values, of a buffer with these tensors. Stored elements are taken from element `first` on. Coded elements
+/// are taken from the beginning, because their tokens share scales.
 fn key_value<Buffer>(
     problem: &AttentionProblem,
     content: Content,

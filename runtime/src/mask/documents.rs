@@ -1,4 +1,4 @@
-//! Documents: several sequences packed into one, each of which sees only itself.
+//! Documents: several sequences packed into one. A query sees only keys of its own document.
 
 use super::kind::{MaskKind, Term, list};
 use crate::{Error, Result};
@@ -51,8 +51,8 @@ impl MaskKind for Documents {
         let (Some(end), Some(other_end)) = (self.documents.last(), other.documents.last()) else {
             return Ok(if self.documents.is_empty() { other } else { self });
         };
-        // Two tokens share a document of the intersection when no boundary of either lies between them;
-        // past the shorter list's end no query sees anything.
+        // Two tokens share a document of the intersection if no boundary of either list lies between them. A query
+        // behind the end of the shorter list sees nothing.
         let end = *end.min(other_end);
         let mut all: Vec<u32> =
             self.documents.iter().chain(&other.documents).copied().filter(|b| *b <= end).collect();

@@ -1,31 +1,31 @@
-//! What every kind of mask says of itself.
+//! The interface of a kind of mask.
 
 use crate::{Error, Result, Spans};
 
-/// One kind of mask. A mask holds one value of each kind, and a query sees the keys that all of them show. The default hides
-/// nothing.
+/// One kind of mask. A mask holds one value of each kind; a query sees a key only if all of these values show it. The
+/// default value hides nothing.
 ///
-/// A kind says what it shows as an interval of key positions, as several intervals, or as both.
+/// A kind gives the visible keys as one interval of key positions, as several intervals, or as both.
 pub(super) trait MaskKind: Default {
-    /// How its terms are written, for help texts.
+    /// The notation of its terms, for help texts.
     const NOTATION: &'static [&'static str];
 
-    /// The kind that a term means; none where the term names another kind.
+    /// The value of this kind that a term means; none if the term names another kind.
     ///
     /// # Errors
-    /// [`Error::Request`] where the arguments do not fit the name.
+    /// [`Error::Request`] if the arguments do not fit the name.
     fn parse(term: &Term<'_>) -> Result<Option<Self>>;
 
-    /// The terms that mean this value; none where it hides nothing.
+    /// The terms of this value; none if it hides nothing.
     fn terms(&self) -> Vec<String>;
 
-    /// What both values show.
+    /// The intersection of both values.
     ///
     /// # Errors
-    /// [`Error::Request`] where they are for different numbers of batch entries.
+    /// [`Error::Request`] if they are for different numbers of batch entries.
     fn and(self, other: Self) -> Result<Self>;
 
-    /// Refuses what does not fit a problem of `batch` entries and `kv_len` keys.
+    /// Refuses a value that does not fit a problem of `batch` entries and `kv_len` keys.
     fn fits(&self, _batch: u32, _kv_len: u32) -> Result<()> {
         Ok(())
     }
@@ -35,23 +35,23 @@ pub(super) trait MaskKind: Default {
         1
     }
 
-    /// The interval `(lo, hi)` of the key positions `0..kv_len` that the query at `q` of batch entry `batch` sees; empty where
-    /// `lo >= hi`. Neither end moves left as `q` grows.
+    /// The interval `(lo, hi)` of the key positions `0..kv_len` that the query at `q` of batch entry `batch` sees;
+    /// empty if `lo >= hi`. Neither end decreases as `q` grows.
     fn ends(&self, _batch: usize, _q: u32, kv_len: u32) -> (u32, u32) {
         (0, kv_len)
     }
 
-    /// What is visible of `spans` where a query sees several intervals.
+    /// The visible part of `spans`, for kinds with several intervals for one query.
     fn within(&self, _q: u32, spans: Spans) -> Spans {
         spans
     }
 
-    /// An interval that holds every key that [`Self::within`] leaves a query at any of the positions `first..=last`.
+    /// An interval that holds every key that [`Self::within`] shows to a query at any of the positions `first..=last`.
     fn hull(&self, _first: u32, _last: u32, kv_len: u32) -> (u32, u32) {
         (0, kv_len)
     }
 
-    /// Whether [`Self::within`] leaves everything as it is.
+    /// Whether [`Self::within`] never changes its argument.
     fn is_one_interval(&self) -> bool {
         true
     }
@@ -62,7 +62,7 @@ pub(super) struct Term<'a> {
     pub(super) text: &'a str,
     pub(super) name: &'a str,
     pub(super) arguments: Option<&'a str>,
-    /// How masks are written, for refusals.
+    /// The notation of masks, for refusals.
     notation: fn() -> String,
 }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::kind::{MaskKind, Term};
 use crate::{Error, Result, RowSpan, Spans};
 
-/// Unions of slices; a visible key is in every one of them.
+/// An intersection of unions of slices: a visible key is in every union.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 pub(super) struct SliceUnions {
     /// The slices of each union, ascending.
@@ -83,7 +83,7 @@ pub struct MaskSlice {
     pub k_begin: u32,
     /// One past the last key position.
     pub k_end: u32,
-    /// Which part.
+    /// The visible part of the rectangle.
     pub part: SlicePart,
 }
 
@@ -93,7 +93,7 @@ pub struct MaskSlice {
 pub enum SlicePart {
     /// All of it.
     Full,
-    /// `k_end − k >= q_end − q`: causal, with the last query seeing the last key.
+    /// `k_end − k >= q_end − q`: causal; the last query sees the last key.
     Causal,
     /// `k − k_begin >= q − q_begin`: from the diagonal on which the first query sees the first key, to the right.
     Inverse,
@@ -125,7 +125,8 @@ impl MaskSlice {
         if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
     }
 
-    /// The ends of the interval that the query at `q`, one of the slice's, sees; empty where the second is not above the first.
+    /// The ends of the interval that the query at `q` sees, for a query inside the slice; empty if the second end is
+    /// not above the first.
     fn ends(&self, q: u32) -> (u32, u32) {
         let (mut lo, mut hi) = (self.k_begin, self.k_end);
         if matches!(self.part, SlicePart::Causal | SlicePart::Both) {
@@ -138,7 +139,7 @@ impl MaskSlice {
     }
 }
 
-/// The runs of keys that the union of `slices` (ascending) shows the query at `q`, ascending, with hidden keys between
+/// The keys that the query at `q` sees in the union of `slices` (ascending): ascending runs with hidden keys between
 /// them.
 fn shown(slices: &[MaskSlice], q: u32) -> Vec<RowSpan> {
     let mut shown: Vec<RowSpan> = slices
@@ -158,8 +159,8 @@ fn shown(slices: &[MaskSlice], q: u32) -> Vec<RowSpan> {
     shown
 }
 
-/// An interval that holds every key that the union of `slices` (ascending) shows a query at any of the positions
-/// `first..=last`. Neither end of the interval of a slice moves left as the query moves right.
+/// An interval that holds every key that a query at any of the positions `first..=last` sees in the union of `slices`
+/// (ascending). For each slice, neither end of the interval decreases as the query position grows.
 fn hull(slices: &[MaskSlice], first: u32, last: u32) -> RowSpan {
     let meets = |slice: &&MaskSlice| first.max(slice.q_begin) < slice.q_end;
     let shown = slices.iter().take_while(|slice| slice.q_begin <= last).filter(meets);

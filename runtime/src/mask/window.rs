@@ -6,9 +6,9 @@ use crate::Result;
 /// Bounds on both sides of a query.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 pub(super) struct Window {
-    /// Keys further left of the query than this are hidden; `None` is unbounded.
+    /// Keys more than this distance to the left of the query are hidden; `None` is unbounded.
     pub(super) left: Option<u32>,
-    /// Keys further right of the query than this are hidden; `None` is unbounded, `Some(0)` is causal.
+    /// Keys more than this distance to the right of the query are hidden; `None` is unbounded, `Some(0)` is causal.
     pub(super) right: Option<u32>,
 }
 

@@ -1,4 +1,4 @@
-//! The closed list of placement kinds, and what other modules ask of one.
+//! The closed list of placement kinds, and the facts that other modules need.
 
 use crate::named::{facts_of_each, named_enum};
 use crate::{Result, TokenRuns};
@@ -28,15 +28,17 @@ impl Default for PlacementKind {
     }
 }
 
-/// Everything that other modules ask of a placement kind. Each has one constant of this type, `FACTS`, in its own file.
+/// All facts of a placement kind that other modules need. Each kind has one constant of this type, `FACTS`, in its own
+/// file.
 pub(crate) struct KindFacts {
     /// Deals tokens to shards of these sizes: the list of each shard, in order.
     pub(super) deal: fn(&[u32], &Dealt) -> Result<Vec<TokenRuns>>,
-    /// The runs of neighbouring tokens that a shard is made of.
+    /// The runs of neighbouring tokens in a shard.
     pub(crate) shape: ShardShape,
-    /// The kind that deals a sequence of one document in the same way, if another one does.
+    /// Another kind that deals a sequence of one document in the same way, if there is one.
     pub(crate) of_one_document: Option<PlacementKind>,
-    /// Whether under a causal mask the keys of every shard are seen by all others, so that every hop of a ring costs the same.
+    /// Whether, under a causal mask, every shard sees keys of every other shard, so that all hops of a ring cost the
+    /// same.
     pub(crate) equal_causal_hops: bool,
 }
 
@@ -48,12 +50,12 @@ pub(crate) struct Dealt {
     pub(super) documents: Vec<u32>,
 }
 
-/// The runs of neighbouring tokens that a shard is made of.
+/// The runs of neighbouring tokens in a shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ShardShape {
-    /// One. The first few shards hold the tokens from the front on.
+    /// One. The first few shards together hold the tokens from the front on.
     OneRun,
-    /// Two, of ⌈n/2⌉ and ⌊n/2⌋ tokens. The first few shards hold the tokens from both ends on.
+    /// Two, of ⌈n/2⌉ and ⌊n/2⌋ tokens. The first few shards together hold the tokens from both ends on.
     TwoRuns,
     /// Any number.
     ManyRuns,

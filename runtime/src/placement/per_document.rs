@@ -1,4 +1,4 @@
-//! Every document zigzag by itself: equal work for equal shards however long the documents are.
+//! Every document is zigzag by itself: equal shards get equal work, for documents of any length.
 
 use super::kind::{Dealt, KindFacts, ShardShape};
 use super::shares::by_largest_remainder;
@@ -12,7 +12,7 @@ pub(super) const FACTS: KindFacts = KindFacts {
     equal_causal_hops: true,
 };
 
-/// Each document zigzag, in proportion to the tokens that the shards still lack.
+/// Deals each document zigzag, in proportion to the number of tokens that each shard still needs.
 fn deal(sizes: &[u32], dealt: &Dealt) -> Result<Vec<TokenRuns>> {
     let mut shards = vec![TokenRuns::default(); sizes.len()];
     let mut left = sizes.to_vec();
@@ -24,7 +24,7 @@ fn deal(sizes: &[u32], dealt: &Dealt) -> Result<Vec<TokenRuns>> {
             for ((shard, left), (tokens, count)) in
                 shards.iter_mut().zip(&mut left).zip(chunks(&counts).iter().zip(&counts))
             {
-                // Counted from the document's start.
+                // Positions count from the document's start.
                 shard.extend(&tokens.around(&(0..start)));
                 *left -= count;
             }

@@ -22,7 +22,7 @@ pub(super) fn by_largest_remainder(weights: &[f64], total: u32) -> Result<Vec<u3
     // Stable: equal remainders stay in rank order.
     order.sort_by(|a, b| shares[*b].fract().total_cmp(&shares[*a].fract()));
     let mut left = i64::from(total) - counts.iter().map(|n| i64::from(*n)).sum::<i64>();
-    // Rounding in the division may leave one too many as well as some too few.
+    // Rounding in the division may make the sum too small, or too large by one.
     for rank in order.iter().copied().filter(|rank| weights[*rank] > 0.0).cycle() {
         match left {
             0 => break,

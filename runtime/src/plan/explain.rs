@@ -85,8 +85,8 @@ pub fn expected_of_wire(problem: &AttentionProblem) -> String {
     )
 }
 
-/// The world for JSON: the problem, the mesh, and every rank's buffers, steps and proof. It is written as it is walked: as
-/// a tree of values, thousands of steps of hundreds of ranks would take gigabytes.
+/// The world for JSON: the problem, the mesh, and every rank's buffers, steps and proof. It is written while it is
+/// walked: a tree of values for thousands of steps of hundreds of ranks would take gigabytes.
 #[derive(Debug, serde::Serialize)]
 pub struct Explained<'a> {
     problem: &'a AttentionProblem,

@@ -2,9 +2,9 @@
 
 use crate::plan::World;
 
-/// BLAKE3 of everything that makes the plans of all ranks: format version, problem and mask, mesh, every rank's
-/// token list, strategy, wire format, and `identities`: the identity of each rank, and whatever else the caller wants to be
-/// the same on all of them.
+/// BLAKE3 of all inputs from which the plans of all ranks are made: format version, problem and mask, mesh, every
+/// rank's token list, strategy, wire format, and `identities`: the identity of each rank, and other texts that the
+/// caller wants to be the same on all ranks.
 ///
 /// The canonical encoding is JSON with fixed field order; floats are written so that they read back to the same bits.
 pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
@@ -43,5 +43,5 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
     *blake3::hash(&text).as_bytes()
 }
 
-/// Raised whenever the same inputs would make other plans.
+/// Increased whenever the same inputs would make other plans.
 const FORMAT: u32 = 3;

@@ -1,8 +1,8 @@
 //! Plans: the steps of a rank, as data.
 //!
-//! A [`Plan`] is a list of [`Step`]s over declared buffers. Each buffer is written once and freed when its last
-//! reader is done. Its declaration says which tokens and heads of which tensor it holds, so a plan can be proved without
-//! running it ([`check`]), and printed whatever strategy made it ([`explain`]).
+//! A [`Plan`] is a list of [`Step`]s over declared buffers. Each buffer is written once and freed after its last
+//! reader. Its declaration names the tokens and heads of its tensor. So a plan of any strategy can be proved without
+//! running it ([`check`]), and printed ([`explain`]).
 
 mod check;
 mod explain;

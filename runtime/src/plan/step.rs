@@ -8,7 +8,7 @@ use crate::{
     AttentionProblem, BiasTensor, Mesh, Placement, Strategy, TOKENS_PER_SCALE, TokenRuns, WireFormat,
 };
 
-/// The plans of all ranks, and what they were made from.
+/// The plans of all ranks, and the inputs from which they were made.
 #[derive(Clone, Debug)]
 pub struct World {
     /// The attention call.
@@ -23,7 +23,7 @@ pub struct World {
     pub strategy: Strategy,
     /// One plan for each rank, in rank order.
     pub plans: Vec<Plan>,
-    /// Tokens without an owner: none, but in a repair.
+    /// Tokens without an owner: none, except in a repair.
     pub lost: LostTokens,
 }
 
@@ -73,7 +73,7 @@ pub struct Kept {
 #[serde(transparent)]
 pub struct BufferId(pub usize);
 
-/// What a buffer holds, from its first write until it is freed.
+/// The content of a buffer, from its first write until it is freed.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Buffer {
     /// Display name.
@@ -143,8 +143,8 @@ pub struct Recv {
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Step {
-    /// Copies one slice to another that holds the same tokens and heads: packing for a message, unpacking from
-    /// one, and the piece that a rank keeps.
+    /// Copies one slice to another with the same tokens and heads. Used to pack a message, to unpack a message, and to
+    /// copy the piece that stays on the rank.
     Repack {
         /// The source.
         from: Slice,
@@ -160,7 +160,7 @@ pub enum Step {
         /// At most one from each peer.
         recvs: Vec<Recv>,
     },
-    /// Ends an exchange: what was sent may be freed, what was received may be read.
+    /// Ends an exchange: after it, sent buffers may be freed and received buffers may be read.
     Wait {
         /// The number of the exchange.
         id: u32,

@@ -6,7 +6,7 @@ use super::large::predict;
 use super::prediction::Prediction;
 use crate::{AttentionProblem, Error, Mesh, PlacementKind, Result, Split, Strategy};
 
-/// What the user fixes; the planner chooses the rest.
+/// The fixed choices of the user; the planner chooses the rest.
 #[derive(Clone, Debug)]
 pub struct Wanted {
     /// Number of ranks.
@@ -39,8 +39,9 @@ pub enum Verdict {
     Refused(Error),
 }
 
-/// Every strategy on every mesh in every placement, without those that make the same plans as another one: with one shard a
-/// placement deals nothing, without a mask all tokens are alike, a mesh that the problem does not fit is refused in any
+/// Every strategy on every mesh in every placement, without candidates that make the same plans as another one: with
+/// one shard all placements are the same, without a mask all tokens are alike, a mesh that the problem does not fit is
+/// refused in any placement, and some strategies equal another one on some meshes.
 /// placement, and some strategies equal another one on some meshes.
 ///
 /// # Errors
@@ -87,11 +88,11 @@ pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Can
     Ok(found)
 }
 
-/// Prices every candidate, the fastest first and those that are refused last; among equals the order of
+/// Prices every candidate: the fastest first, refused candidates last. Equal candidates keep the order of
 /// [`candidates`].
 ///
 /// # Errors
-/// [`Error::Request`] where the cluster cannot be used at all, such as for fewer devices than ranks.
+/// [`Error::Request`] if the cluster cannot be used at all, for example because it has fewer devices than ranks.
 pub fn choose(problem: &AttentionProblem, wanted: &Wanted, cluster: &Cluster) -> Result<Vec<Priced>> {
     cluster.place(wanted.ranks)?;
     let mut priced: Vec<Priced> = candidates(problem, wanted)?

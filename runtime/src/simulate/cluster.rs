@@ -28,7 +28,7 @@ impl Cluster {
     /// Reads a description in TOML; its fields are in `clusters/README.md`.
     ///
     /// # Errors
-    /// [`Error::Request`] with the wrong key and a right value.
+    /// [`Error::Request`] that names the wrong key and a right value.
     pub fn from_toml(text: &str) -> Result<Self> {
         let description = toml::from_str::<Description>(text).map_err(|error| {
             let line =
@@ -95,7 +95,7 @@ impl Cluster {
     /// The description in TOML, as [`Self::from_toml`] reads it.
     ///
     /// # Errors
-    /// [`Error::Request`] where TOML cannot express it, which is not known to happen.
+    /// [`Error::Request`] if TOML cannot express the description. No such description is known.
     pub fn to_toml(&self) -> Result<String> {
         toml::to_string(&self.description).map_err(|error| {
             Error::request(
@@ -115,7 +115,7 @@ impl Cluster {
         &self.description
     }
 
-    /// The same hosts with `count` of the last kind of host: larger machines of the same kind.
+    /// The same cluster with the `count` of the last kind of host raised for `ranks` ranks, if that kind may grow.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -225,12 +225,12 @@ impl Cluster {
         }
     }
 
-    /// The same cluster with links that carry bytes in no time.
+    /// The same cluster with infinitely fast links: bytes take no time.
     pub(super) fn with_endless_bandwidth(&self) -> Self {
         self.with_links(|link| link.gb_per_s = ENDLESS_GB_PER_S)
     }
 
-    /// The same cluster with messages that cost no time beyond that of their bytes.
+    /// The same cluster with messages that cost only the time of their bytes.
     pub(super) fn without_latency(&self) -> Self {
         self.with_links(|link| (link.latency_us, link.message_us) = (0.0, 0.0))
     }

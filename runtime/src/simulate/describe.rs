@@ -19,7 +19,7 @@ pub struct Description {
     /// Device of each rank, counted host by host; without it rank i is on device i.
     #[serde(default)]
     pub rank_on_device: Option<Vec<usize>>,
-    /// Whether more ranks than devices are allowed; they share devices, dealt round robin.
+    /// Whether more ranks than devices are allowed; then ranks share devices, in round-robin order.
     #[serde(default)]
     pub share_devices: bool,
     /// Kinds of devices by name.
@@ -38,7 +38,7 @@ pub struct Description {
 #[derive(Clone, Debug, PartialEq, serde::Deserialize, serde::Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceDescription {
-    /// Memory for plan buffers in GiB; without it no plan is refused for memory.
+    /// Memory for plan buffers in GiB; without it no plan is refused because of memory.
     #[serde(default)]
     pub memory_gib: Option<f64>,
     /// Sustained speed on visible (query, key) pairs.
@@ -63,8 +63,8 @@ pub struct DeviceDescription {
     /// Speed at which a device that one rank uses alone reads or writes running states; without it, that of copies.
     #[serde(default)]
     pub state_gb_per_s: Option<f64>,
-    /// Speed at which attention on a device that one rank uses alone reads a block of keys and values before it computes: a
-    /// CPU packs a block once, however few queries there are. Without it, this takes no time.
+    /// Speed at which attention reads a block of keys and values before it computes, on a device that one rank uses
+    /// alone: a CPU packs a block once, for any number of queries. Without it, this takes no time.
     #[serde(default)]
     pub key_gb_per_s: Option<f64>,
     /// Fixed cost of a copy.
@@ -81,13 +81,13 @@ pub struct DeviceDescription {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MemoryKind {
-    /// They do: a CPU, a GPU that shares the host's memory, or a GPU with links of its own.
+    /// Links reach it: a CPU, a GPU that shares the host's memory, or a GPU with its own links.
     Unified,
-    /// They do not: messages are copied to the host first.
+    /// Links do not reach it: messages are copied to the host first.
     Discrete,
 }
 
-/// Sustained speed of attention. For another head dim the nearest one counts.
+/// Sustained speed of attention. For a head dim without an entry, the nearest head dim is used.
 #[derive(Clone, Debug, PartialEq, serde::Deserialize, serde::Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttentionRate {
@@ -97,7 +97,7 @@ pub struct AttentionRate {
     pub head_dim: u32,
     /// 10⁹ floating-point operations in a second: 4 · head dim for each visible pair and head.
     pub gflop_per_s: f64,
-    /// Factor on `gflop_per_s`, where that is a peak.
+    /// Factor on `gflop_per_s`, if `gflop_per_s` is a peak.
     #[serde(default = "whole")]
     pub share_of_it: f64,
 }
@@ -108,15 +108,15 @@ pub struct AttentionRate {
 pub struct LinkDescription {
     /// Bytes in a second in each direction; of both directions together where it is half duplex.
     pub gb_per_s: f64,
-    /// Latency from one end to the other; a message takes it twice, since the receiver asks for the message first.
+    /// Latency from one end to the other. A message takes it twice, because the receiver requests the message first.
     pub latency_us: f64,
-    /// Time that posting a message takes the sender.
+    /// Time of the sender to post a message.
     #[serde(default)]
     pub message_us: f64,
     /// full or half.
     #[serde(default)]
     pub duplex: Duplex,
-    /// Compute time of the device at each end for each GB carried: 0 where an adapter carries it.
+    /// Compute time of the device at each end for each GB carried: 0 if an adapter carries the bytes.
     #[serde(default)]
     pub host_s_per_gb: f64,
 }
@@ -149,7 +149,7 @@ pub struct HostDescription {
     /// Link of each device to the others of the host.
     #[serde(default)]
     pub inside: Option<String>,
-    /// Link of each device to the network, where it has one of its own.
+    /// Link of each device to the network, if each device has its own.
     #[serde(default)]
     pub nic: Option<String>,
     /// Link of the host to the network, which its ranks share.

@@ -1,5 +1,5 @@
-//! The events of a run, in order of time: ranks start and end work, messages start and end, and all that use a device or a
-//! link at the same time get equal shares of it. No clock and no randomness: the same input gives the same events.
+//! The events of a run, in order of time: ranks start and end work, and messages start and end. All users of a device
+//! or a link at one time get equal shares of it. No clock and no randomness: the same input gives the same events.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -81,7 +81,7 @@ struct Engine<'a> {
     dirty_channels: Vec<usize>,
     dirty_processors: Vec<usize>,
     dirty_senders: Vec<usize>,
-    /// How often speeds were shared out.
+    /// The number of speed updates.
     shared_out: u64,
 }
 
@@ -89,11 +89,12 @@ struct Engine<'a> {
 enum Event {
     /// A rank issues its next steps.
     Rank(usize),
-    /// A rank's computation has ended, if its speed has not changed since.
+    /// A rank's computation has ended; valid only if its speed has not changed since.
     Computed(usize, u32),
     /// A message starts to move.
     Start(usize),
-    /// The last byte of the device's next message, or of several, has left, if no speed of its messages has changed since.
+    /// The last byte of the device's next message, or of several, has left; valid only if no speed of its messages has
+    /// changed since.
     Sent(usize, u32),
     /// A message has arrived.
     Arrived(usize),
@@ -104,7 +105,7 @@ struct RankState {
     times: RankTimes,
     /// Messages of each exchange that have not arrived.
     open: Vec<usize>,
-    /// The exchange that it waits for, and the start of the wait.
+    /// The exchange on which the rank waits, and the start of the wait.
     waiting: Option<(usize, u64)>,
     job: Share,
     job_version: u32,
@@ -216,7 +217,7 @@ impl Engine<'_> {
         self.after(ns, Event::Rank(rank));
     }
 
-    /// Posts an exchange. Returns how long that keeps the rank: messages leave one after the other.
+    /// Posts an exchange. Returns the time that this takes the rank: messages leave one after the other.
     fn post(&mut self, rank: usize, exchange: usize) -> f64 {
         let posted = &self.program.ranks[rank].exchanges[exchange];
         self.ranks[rank].open[exchange] = posted.sends.len() + posted.recvs.len();
@@ -231,7 +232,8 @@ impl Engine<'_> {
         ns
     }
 
-    /// One end of a message has posted it. The receiver asks first, and its asking takes the link's latency.
+    /// One end of a message has posted it. The receiver sends a request first, and the request takes the link's
+    /// latency.
     fn ready(&mut self, flow: usize, end: usize, time_ns: u64) {
         self.flows[flow].posted[end] = Some(time_ns);
         if let [Some(sender), Some(receiver)] = self.flows[flow].posted {
@@ -300,7 +302,8 @@ impl Engine<'_> {
         }
     }
 
-    /// Sets new speeds for ranks and messages that share a device or a link with one that has started or ended.
+    /// Sets new speeds for ranks and messages that share a device or a link with a rank or a message that has started
+    /// or ended.
     fn share_out(&mut self) {
         self.shared_out += 1;
         let mut processors = std::mem::take(&mut self.dirty_processors);

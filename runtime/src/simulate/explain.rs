@@ -54,7 +54,8 @@ pub fn explain_choice(priced: &[Priced]) -> String {
     out
 }
 
-/// One sentence on why the first of `priced` is first: where its time goes, and where the next one needs more.
+/// One sentence that says why the first of `priced` is first: where it spends its time, and where the next one needs
+/// more.
 pub fn why_first(priced: &[Priced]) -> Option<String> {
     let mut fitting =
         priced.iter().filter_map(|priced| priced.prediction().map(|found| (priced.candidate, found)));
@@ -96,7 +97,7 @@ pub fn why_first(priced: &[Priced]) -> Option<String> {
     Some(out)
 }
 
-/// Where the time of a prediction goes.
+/// The parts of the time of a prediction, in words.
 fn spent(prediction: &Prediction) -> String {
     format!(
         "of {} its ranks compute {}, copy {} and are idle {}",
@@ -123,8 +124,8 @@ pub enum Bound {
     Copies,
 }
 
-/// The bound of `candidate` on `cluster`: computing where that is most of the time, else the cost that would save most if it were
-/// free.
+/// The bound of `candidate` on `cluster`. It is computing if that takes most of the time, else the cost whose removal
+/// would save most time.
 ///
 /// # Errors
 /// As [`predict`].

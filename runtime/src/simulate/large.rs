@@ -12,7 +12,7 @@ use super::walk::simulate;
 use crate::strategy::EqualHops;
 use crate::{AttentionProblem, Error, Mask, Mesh, Result, Split, plan_world};
 
-/// Predicts `candidate` for `problem`: by a walk, or where its ring is long, extrapolated from two shorter ones.
+/// Predicts `candidate` for `problem`: by a walk, or for a long ring by extrapolation from two shorter rings.
 ///
 /// # Errors
 /// As [`simulate`] and [`plan_world`].
@@ -56,7 +56,8 @@ pub fn predict(
     let short_ranks = if at_once(candidate) == 1 { SHORT_RANKS } else { SHORT_RANKS / 4 };
     let short = (short_ranks / mesh.ulysses()).clamp(SHORTEST, mesh.ring() / 4);
     let shrunk = |ring: u32| -> Result<Prediction> {
-        // As many tokens on each rank as the fullest has: small differences would count many times along the line.
+        // Each rank gets as many tokens as the rank with the most tokens: a small difference would count many times
+        // along the line.
         let tokens = problem.q_len.div_ceil(mesh.world()) * mesh.ulysses() * ring;
         let problem = AttentionProblem { kv_len: tokens, ..problem.clone() }.with_queries(tokens, 0)?;
         walk(&problem, Mesh::new(mesh.ulysses(), ring)?)
@@ -65,8 +66,8 @@ pub fn predict(
     Ok(Line { near: short, far: 2 * short, wanted: mesh.ring() }.extend(&near, far))
 }
 
-/// The factor on the time to walk a hop where all hops are in flight at once: each start and end changes the speed of all hops on
-/// the same links.
+/// The factor on the time to walk a hop if all hops are in flight at once: each start and end changes the speed of all
+/// hops on the same links.
 fn at_once(candidate: Candidate) -> u64 {
     if candidate.strategy.facts().posts_all_at_once {
         u64::from(candidate.mesh.ring()).div_ceil(8)
@@ -118,7 +119,7 @@ impl Line {
         }
     }
 
-    /// The distance of the wanted length from the shorter one, in steps from the shorter to the longer.
+    /// The distance of the wanted length from the shorter one; the unit is the step from the shorter to the longer.
     fn steps(&self) -> f64 {
         f64::from(self.wanted - self.near) / f64::from(self.far - self.near)
     }
@@ -134,11 +135,11 @@ impl Line {
     }
 }
 
-/// The most hops and all-to-all messages of plans that are walked as they are: a fraction of a second.
+/// The most hops and all-to-all messages of plans that are walked directly; such a walk takes a fraction of a second.
 const MOST_HOPS: u64 = 1 << 14;
 /// Hops beyond which a walk would take many seconds, for each of many candidates.
 const MOST_WALKED: u64 = 1 << 18;
-/// A ring that is shorter has no hop that is like the others.
+/// In a shorter ring no hop is like the others.
 const SHORTEST: u32 = 4;
-/// Ranks of the shorter of two worlds, where its ring is not the shortest and hops follow each other.
+/// Ranks of the shorter of two worlds if hops follow each other, unless `SHORTEST` makes its ring longer.
 const SHORT_RANKS: u32 = 64;

@@ -1,9 +1,10 @@
 //! The cost of a world's plans on described devices and links, without running them.
 //!
-//! [`simulate`] walks the same plans that the executor runs, step by step, as events in time: an exchange is posted and
-//! goes on while attention is computed, a wait waits, a message moves when both its ends have posted it, and
-//! ranks and messages get equal shares of a device or a link that they share. [`candidates`] lists the ways to run a problem and
-//! [`choose`] prices them. No device, no clock: a [`Cluster`] says how fast devices and links are, from a file or from a probe.
+//! [`simulate`] walks the same plans that the executor runs, step by step, as events in time. An exchange is posted and
+//! continues while attention is computed. A wait step waits. A message moves when both ends have posted it. Ranks and
+//! messages get equal shares of a device or a link that they share. [`candidates`] lists the ways to run a problem and
+//! [`choose`] prices them. No device, no clock: a [`Cluster`] gives the speeds of devices and links, from a file or
+//! from a probe.
 
 mod candidate;
 mod candidates;

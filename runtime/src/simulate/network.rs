@@ -24,7 +24,7 @@ pub(super) struct Route {
     pub(super) host_ns_per_byte: f64,
 }
 
-/// Channels of a cluster, made when a route first needs them.
+/// Channels of a cluster, created when a route needs them for the first time.
 #[derive(Debug)]
 pub(super) struct Network<'a> {
     cluster: &'a Cluster,
@@ -85,7 +85,7 @@ impl<'a> Network<'a> {
         Ok(route(channels, cluster.link(between)))
     }
 
-    /// A half-duplex link is one channel, whichever way.
+    /// A half-duplex link is one channel for both directions.
     fn channel(&mut self, name: &str, way: &str, link: &LinkDescription) -> usize {
         let name = match link.duplex {
             Duplex::Full => format!("{name} {way}"),
@@ -101,7 +101,7 @@ impl<'a> Network<'a> {
 }
 
 fn route(mut channels: Vec<usize>, link: &LinkDescription) -> Route {
-    // Both ports of a half-duplex device that talks to itself are one.
+    // If a half-duplex device sends to itself, both of its ports are the same channel.
     channels.sort_unstable();
     channels.dedup();
     Route {

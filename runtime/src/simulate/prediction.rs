@@ -25,7 +25,7 @@ pub struct RankPrediction {
     pub device: usize,
     /// Nanoseconds from the start until its output is complete.
     pub finish_ns: u64,
-    /// Nanoseconds of attention, merging and finalising; on a shared device, the time of the other ranks' turns too.
+    /// Nanoseconds of attention, merging and finalising; on a shared device this includes the turns of the other ranks.
     pub compute_ns: u64,
     /// Nanoseconds of waiting for messages.
     pub wait_ns: u64,
@@ -64,7 +64,8 @@ impl Prediction {
         self.share(|rank| rank.compute_ns)
     }
 
-    /// Share of the wall time in which ranks neither compute nor copy, on average: waiting, and being done early.
+    /// Share of the wall time in which ranks neither compute nor copy, on average: waiting, and the time after the end
+    /// of a rank.
     pub fn idle(&self) -> f64 {
         (1.0 - self.share(|rank| rank.compute_ns + rank.copy_ns)).max(0.0)
     }
@@ -79,7 +80,7 @@ impl Prediction {
         self.ranks.iter().map(|rank| rank.bytes_sent).max().unwrap_or(0)
     }
 
-    /// Refuses where the ranks of a device need more memory than it has.
+    /// Refuses a run if the ranks of a device need more memory than it has.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] with the bytes asked and allowed.

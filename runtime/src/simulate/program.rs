@@ -88,15 +88,15 @@ struct Pricer<'a> {
 /// A device's prices for this problem, in nanoseconds.
 struct Prices {
     pair: f64,
-    /// Rows and keys that an interval's end costs on average: half a tile each way.
+    /// Pairs that the end of an interval costs on average: half a tile of rows and half a tile of keys.
     edge_pairs: f64,
     attend_step: f64,
     piece: f64,
     piece_every: f64,
     copied_byte: f64,
-    /// Of a running state, read or written.
+    /// For one byte of a running state, read or written.
     state_byte: f64,
-    /// Of keys and values that an attend step takes in.
+    /// For one byte of keys and values that an attend step reads.
     key_byte: f64,
     copy: f64,
     staged_byte: Option<f64>,
@@ -149,7 +149,7 @@ impl<'a> Pricer<'a> {
                 }
                 Step::Convert { from, into } => {
                     self.born(*into);
-                    // Reads one and writes the other: a copy of half of both.
+                    // A conversion reads one buffer and writes the other: it costs a copy of half of both.
                     let both = self.bytes(from) + self.bytes(&plan.whole(*into));
                     let ns = self.prices.copy + both as f64 / 2.0 * self.prices.copied_byte;
                     self.rank.ops.push(Op::Copy(ns));
@@ -200,7 +200,7 @@ impl<'a> Pricer<'a> {
                     self.born(*into);
                     self.touch(*from, 1.0, Some((*into, 2.0)));
                 }
-                // A state without an attend step is first used here.
+                // A state without an attend step is used here for the first time.
                 Step::Finalize { state, into } => {
                     self.born(*state);
                     self.born(*into);

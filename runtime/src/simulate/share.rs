@@ -24,8 +24,8 @@ pub(super) struct Flow {
     pub(super) shared_out: u64,
 }
 
-/// The messages in flight from a device. One event for the next that ends, rather than one for each: every message
-/// that starts or ends changes the speed of all others on its links.
+/// The messages in flight from a device. There is one event for the message that ends next, not one for each message:
+/// every message that starts or ends changes the speed of all others on its links.
 #[derive(Default)]
 pub(super) struct Sender {
     pub(super) flows: Vec<usize>,
@@ -60,7 +60,7 @@ impl Flow {
         Self { bytes, devices, route, posted: [None; 2], share: Share::default(), shared_out: 0 }
     }
 
-    /// Compute nanoseconds of `device` for each byte: twice as many where it is both ends.
+    /// Compute nanoseconds of `device` for each byte: twice as many if the device is both ends.
     pub(super) fn load_on(&self, device: usize) -> f64 {
         let ends = self.devices.iter().filter(|end| **end == device).count();
         self.route.host_ns_per_byte * if ends > 1 { 2.0 } else { 1.0 }
@@ -118,7 +118,7 @@ pub(super) fn whole_ns(ns: f64) -> u64 {
     ns.ceil() as u64
 }
 
-/// The least share of a rank on a device that is busy with messages, so that its computing ends.
+/// The least share of a rank on a device that is busy with messages, so that the rank's computation ends.
 pub(super) const LEAST_SPEED: f64 = 1e-3;
 
 /// Removes `one` from a list without keeping its order.

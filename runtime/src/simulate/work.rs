@@ -1,4 +1,5 @@
-//! The work of an attend step: visible pairs, counted over runs of queries instead of rows where a mask allows it.
+//! The work of an attend step: visible pairs, counted over runs of queries instead of single rows if the mask allows
+//! it.
 
 use std::collections::HashMap;
 
@@ -53,14 +54,15 @@ struct Block<'a> {
 struct Row {
     keys: f64,
     edges: f64,
-    /// Where its intervals begin and end among the keys, as one number.
+    /// The begins and ends of its intervals among the keys, as one number.
     ends: u64,
 }
 
 impl Block<'_> {
     /// Pairs and edges of the queries of one run.
     fn run(&self, run: Run) -> (f64, f64) {
-        // Where the ends of intervals only grow along the rows, all rows between two rows with the same ends have these ends.
+        // If the ends of intervals only grow along the rows, and two rows have the same ends, all rows between them
+        // have these ends too.
         let monotone = self.problem.mask.grows_along_queries();
         let leaf = (run.count / EXACT_ROWS).max(1);
         let (mut pairs, mut edges) = (0.0, 0.0);

@@ -1,8 +1,8 @@
 //! The all-to-all of Ulysses: all tokens of some heads for some tokens of all heads, inside one shard's group of U ranks
 //! (Jacobs et al. 2023, arXiv 2309.14509).
-//!
-//! One message to each peer and direction: q, k, v and the rows of an attention bias tensor together on the way in, o and lse on the way
-//! back. A rank gets every KV head that its query heads need and no other, so KV heads are never repeated within a message.
+//! Each rank sends one message to each peer in each direction: q, k, v and the rows of an attention bias tensor
+//! together in the first all-to-all, o and lse in the second. A rank gets every KV head that its query heads need and
+//! no other, so KV heads are never repeated within a message.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use kyklos_transport::Rank;
 use super::build::{Inputs, PlanBuilder};
 use crate::plan::{BufferId, Content, Recv, Send, Slice};
 
-/// A share of every rank's query heads, which crosses the all-to-all and is attended to by itself.
+/// A share of every rank's query heads. It crosses the all-to-all, and is attended, separately.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chunk {
     index: u32,
@@ -19,25 +19,25 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    /// All heads at once, or at most [`MOST_CHUNKS`] chunks that every rank can fill with whole groups of heads that share
-    /// a KV head, so that no KV head travels twice.
+    /// All heads at once, or at most [`MOST_CHUNKS`] chunks. Every rank fills each chunk with whole groups of heads
+    /// that share a KV head, so that no KV head travels twice.
     pub(super) fn all(builder: &PlanBuilder<'_>, chunked: bool) -> impl Iterator<Item = Self> + use<> {
         let groups = (0..builder.world.mesh.ulysses()).map(|u| builder.kv_heads(u).len());
         let fewest = u32::try_from(groups.min().unwrap_or(1)).unwrap_or(MOST_CHUNKS);
-        // Rows of an attention bias tensor that serve all heads would travel with each chunk.
+        // Rows of an attention bias tensor that all heads share would travel with each chunk.
         let shared = builder.world.problem.bias.is_some_and(|pairs| pairs.heads == 1);
         let count = if chunked && !shared { fewest.min(MOST_CHUNKS) } else { 1 };
         (0..count).map(move |index| Self { index, count })
     }
 
-    /// Its part of the KV heads of Ulysses piece `u`.
+    /// The chunk's part of the KV heads of Ulysses piece `u`.
     fn kv_heads(self, builder: &PlanBuilder<'_>, u: u32) -> Range<u32> {
         let all = builder.kv_heads(u);
         let at = |index: u32| all.start + (all.end - all.start) * index / self.count;
         at(self.index)..at(self.index + 1)
     }
 
-    /// Its part of the query heads of Ulysses piece `u`.
+    /// The chunk's part of the query heads of Ulysses piece `u`.
     pub(super) fn q_heads(self, builder: &PlanBuilder<'_>, u: u32) -> Range<u32> {
         let (all, kv, group) = (builder.q_heads(u), self.kv_heads(builder, u), builder.world.problem.group());
         all.start.max(kv.start * group)..all.end.min(kv.end * group)
@@ -104,7 +104,7 @@ pub(super) fn post_tokens_for_heads(builder: &mut PlanBuilder<'_>, chunk: Chunk)
 pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Inputs {
     let (r, u) = builder.world.mesh.coordinates(builder.rank);
     let Posted { chunk, exchange, packed, arriving } = posted;
-    // The rank's own piece is copied while the others travel.
+    // The rank's own piece is copied while the other pieces travel.
     let mut whole = Vec::new();
     for (own, content) in exchanged(builder) {
         let mine = chunk.heads(builder, content, u);
@@ -203,7 +203,7 @@ fn placement<'a>(builder: &PlanBuilder<'a>, content: Content) -> &'a crate::Plac
     }
 }
 
-/// Tokens at the front of such a buffer that every rank holds, and that are not sent.
+/// Number of tokens at the front of such a buffer that every rank holds. They are not sent.
 fn replicated(builder: &PlanBuilder<'_>, content: Content) -> usize {
     placement(builder, content).replicated().len()
 }
@@ -218,5 +218,5 @@ fn name(content: Content) -> &'static str {
     }
 }
 
-/// More chunks hide no more, and make more messages.
+/// More chunks do not overlap more, and need more messages.
 const MOST_CHUNKS: u32 = 4;

@@ -1,11 +1,11 @@
 //! Attention steps: one for each block of keys, or in a fixed order one for each tile.
 //!
-//! Floating-point sums depend on their order, and in a ring every rank meets keys in another one. In a fixed order
-//! (`AttentionProblem::fixed_order`) each tile of [`TILE_KEYS`](crate::TILE_KEYS) keys, counted from position 0, is attended
-//! to by itself, and the states of tiles are merged along one binary tree over their numbers: a pair of neighbours as soon
-//! as both are there, the lower one first. The order in which blocks arrive does not matter then, and of a stretch of tiles
-//! in a row only about log₂ of them are kept. A tile that no query of a rank sees is left out: merging an empty state changes
-//! no bit.
+//! Floating-point sums depend on their order, and in a ring every rank processes the keys in another order. In a fixed
+//! order (`AttentionProblem::fixed_order`) each tile of [`TILE_KEYS`](crate::TILE_KEYS) keys, counted from position 0,
+//! is attended separately. The states of tiles are merged along one binary tree over their numbers: two neighbours are
+//! merged as soon as both exist, the lower one first. So the order in which blocks arrive does not matter, and for a
+//! stretch of consecutive tiles only about log₂ of their number of states are kept. A tile that no query of a rank sees
+//! is skipped: merging an empty state changes no bit.
 
 use std::ops::Range;
 
@@ -41,7 +41,7 @@ impl PlanBuilder<'_> {
         self.free(back);
     }
 
-    /// The keys in `kv` in two halves, each of which can be attended to by itself.
+    /// The keys in `kv` in two halves, each of which can be attended separately.
     pub(super) fn halves(&self, kv: BufferId) -> [Slice; 2] {
         let (tokens, problem) = (&self.buffer(kv).tokens, &self.world.problem);
         let middle = if problem.fixed_order {
@@ -53,7 +53,7 @@ impl PlanBuilder<'_> {
         [0..middle, middle..tokens.len()].map(|half| self.tokens_of(kv, half))
     }
 
-    /// Turns the running state that was attended into, `state` or the sum over all tiles, into output; frees it.
+    /// Turns a running state into output and frees it: `state`, or in a fixed order the sum over all tiles.
     pub(super) fn finalize(&mut self, state: BufferId, into: BufferId) {
         let state = self.total().unwrap_or(state);
         self.finalize_state(state, into);
@@ -72,7 +72,7 @@ impl PlanBuilder<'_> {
         }
     }
 
-    /// The sum over all tiles, if any was attended to. No query saw the neighbours that are missing now.
+    /// The sum over all tiles, if any was attended. No query sees keys of a missing neighbour.
     fn total(&mut self) -> Option<BufferId> {
         loop {
             let (&(height, _), _) = self.waiting.first_key_value()?;
@@ -87,7 +87,7 @@ impl PlanBuilder<'_> {
         }
     }
 
-    /// Merges `state` with its neighbour if that waits, and so on up the tree; else it waits.
+    /// Merges `state` with its neighbour if the neighbour waits, and continues up the tree. Otherwise `state` waits.
     fn take(&mut self, (mut height, mut number): (u32, u32), mut state: BufferId) {
         while let Some(neighbour) = self.waiting.remove(&(height, number ^ 1)) {
             let (lower, upper) = if number % 2 == 0 { (state, neighbour) } else { (neighbour, state) };

@@ -1,18 +1,19 @@
-//! Token counts by which every rank gets its share of the *work*: of visible (query, key) pairs, not of tokens.
+//! Token counts that give every rank its share of the *work*: of visible (query, key) pairs, not of tokens.
 
 use super::deals::queries;
 use crate::placement::ShardShape;
 use crate::{AttentionProblem, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
 
-/// Counts for every rank of `mesh`, so that the pairs of each shard are in proportion to the weights of its ranks. Inside a
-/// shard every rank has all of the shard's queries for its share of the heads, so there tokens go by weight.
+/// Counts for every rank of `mesh`, so that the pairs of each shard are in proportion to the weights of its ranks.
+/// Inside a shard every rank has all of the shard's queries for its share of the heads, so inside a shard tokens are
+/// split by weight.
 pub(super) fn tokens(
     problem: &AttentionProblem,
     mesh: Mesh,
     kind: PlacementKind,
     weights: &[f64],
 ) -> Result<Vec<u32>> {
-    // Refuses weights that cannot share anything.
+    // Refuses weights from which no shares can be computed.
     let by_tokens = Placement::new(kind, mesh, problem.q_len, &Split::Weights(weights.to_vec()))?;
     let work = Work::new(problem);
     if work.all() == 0.0 {
@@ -38,8 +39,8 @@ pub(super) fn tokens(
     Ok(all)
 }
 
-/// Sizes of shards of one run or two: the tokens of the first few shards grow from the front on, or from both ends on, and their
-/// work grows with them.
+/// Sizes of shards of one run or two. The tokens of the first few shards together grow from the front on, or from both
+/// ends on, and their work grows with them.
 fn cut(work: &Work, shape: ShardShape, total: u32, shards: &[f64]) -> Vec<u32> {
     let of_first = |tokens: u32| match shape {
         ShardShape::TwoRuns => {
@@ -55,7 +56,7 @@ fn cut(work: &Work, shape: ShardShape, total: u32, shards: &[f64]) -> Vec<u32> {
         let end = if *shard == 0.0 {
             start
         } else if Some(place) == last {
-            // With the tokens that have no work.
+            // Includes the tokens without work.
             total
         } else {
             let target = work.all() * weight / all;
@@ -64,7 +65,7 @@ fn cut(work: &Work, shape: ShardShape, total: u32, shards: &[f64]) -> Vec<u32> {
                 let middle = low + (high - low) / 2;
                 if of_first(middle) < target { low = middle + 1 } else { high = middle }
             }
-            // Of two neighbours the nearer one.
+            // The nearer of two neighbours.
             let before = low.saturating_sub(1).max(start);
             if target - of_first(before) < of_first(low) - target { before } else { low }
         };
@@ -73,7 +74,7 @@ fn cut(work: &Work, shape: ShardShape, total: u32, shards: &[f64]) -> Vec<u32> {
     shards.iter().enumerate().map(end_of).collect()
 }
 
-/// Sizes of shards of many runs: by trial, since the tokens of a shard depend on the sizes of all others.
+/// Sizes of shards of many runs, found by trial: the tokens of a shard depend on the sizes of all others.
 fn deal(
     work: &Work,
     problem: &AttentionProblem,
@@ -96,7 +97,7 @@ fn deal(
         if slowest < GOOD_ENOUGH {
             break;
         }
-        // Half of the way on a logarithmic scale, so that it does not swing.
+        // Half of the correction on a logarithmic scale, so that the sizes do not oscillate.
         for ((density, share), weight) in density.iter_mut().zip(shares).zip(shards) {
             if *weight > 0.0 {
                 *density *= (weight / all / share.max(TINY)).sqrt().clamp(0.5, 2.0);
@@ -145,11 +146,11 @@ impl Work {
     }
 }
 
-/// Enough for any mask that was tried; most need a few.
+/// Enough for every mask that was tried; most masks need a few.
 const ROUNDS: usize = 60;
-/// The slowest shard is half a percent behind.
+/// The slowest shard has at most half a percent more than its share.
 const GOOD_ENOUGH: f64 = 1.005;
-/// So that a shard without work is not divided by.
+/// Avoids a division by the zero share of a shard without work.
 const TINY: f64 = 1e-9;
 
 #[cfg(test)]
@@ -157,7 +158,7 @@ mod tests {
     use super::*;
     use crate::Dtype;
 
-    /// The work of the slowest shard over its share.
+    /// The work of the slowest shard, divided by its share.
     fn slowest(mask: &str, mesh: (u32, u32), kind: PlacementKind, weights: &[f64]) -> f64 {
         let problem = AttentionProblem::new([2, 6000, 4, 4, 8], Dtype::F32, mask.parse().unwrap()).unwrap();
         let mesh = Mesh::new(mesh.0, mesh.1).unwrap();

@@ -1,5 +1,5 @@
-//! As unified, with whole shards sent both ways round the ring: half of the way forwards, the rest backwards, so half as
-//! many hops.
+//! As unified, but whole shards travel both ways round the ring: forwards for one half of the distance, backwards for
+//! the other half. This needs half as many hops.
 
 use super::facts::{Extent, MeshRule, StrategyFacts};
 use super::streams::{Part, StreamShape};
@@ -9,7 +9,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     meshes: MeshRule { ulysses: Extent::Any, ring: Extent::AtLeastTwo },
     default_on: None,
     example_mesh: (1, 4),
-    // Between two shards there is one way.
+    // Between two shards there is only one way.
     is_distinct: |_, mesh| mesh.ring() > 2,
     streams: &[
         StreamShape { part: Part::Whole, forwards: true, most_hops: |farthest, _| farthest.div_ceil(2) },

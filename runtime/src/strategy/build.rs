@@ -1,4 +1,4 @@
-//! Builds one rank's plan step by step, with names for the patterns that strategies share.
+//! Builds one rank's plan step by step; has functions for the patterns that strategies share.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use crate::mesh::kv_heads_for;
 use crate::plan::{Buffer, BufferId, Content, Kept, Plan, Recv, Send, Slice, Step, World};
 use crate::{TokenRuns, lower};
 
-/// The buffers that a rank attends with.
+/// The buffers that a rank's attention reads.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Inputs {
     pub(super) q: BufferId,
@@ -32,7 +32,7 @@ impl<'a> PlanBuilder<'a> {
         let problem = &world.problem;
         let q_tokens = world.q_placement.of_rank(rank).clone();
         let kv_tokens = world.kv_placement.held_by(rank);
-        // A hop is one buffer and four steps, a peer of the all-to-alls up to eight of each.
+        // A hop needs one buffer and four steps; a peer of the all-to-alls needs up to eight of each.
         let (hops, peers) = (world.mesh.ring() as usize, world.mesh.ulysses() as usize - 1);
         let plan = Plan {
             rank: rank.0,
@@ -95,13 +95,13 @@ impl<'a> PlanBuilder<'a> {
         BufferId(self.plan.buffers.len() - 1)
     }
 
-    /// A running state of the queries in `q`, which stays here.
+    /// A running state of the queries in `q` that stays on this rank.
     pub(super) fn state(&mut self, q: BufferId) -> BufferId {
         let Buffer { tokens, heads, .. } = self.buffer(q).clone();
         self.declare("state".to_owned(), Content::State, tokens, heads)
     }
 
-    /// A running state of the queries in `q` over the keys `met`, which is sent or received.
+    /// A running state of the queries in `q` over the keys `met`, to be sent or received.
     pub(super) fn travelling_state(&mut self, q: BufferId, met: TokenRuns) -> BufferId {
         let Buffer { name, tokens, heads, .. } = self.buffer(q).clone();
         let name = format!("state of {name} over {met}");
@@ -122,8 +122,8 @@ impl<'a> PlanBuilder<'a> {
         self.plan.kept.push(Kept { was, buffer: self.plan.output });
     }
 
-    /// Queries of shard `shard` (and their rows of the attention bias tensor), of the heads of `own`, to be received and
-    /// attended with this rank's keys.
+    /// Queries of shard `shard` (and their rows of the attention bias tensor), for the heads of `own`. They are to be
+    /// received and attended with this rank's keys.
     pub(super) fn visitor(&mut self, shard: u32, own: Inputs) -> Inputs {
         let tokens = self.world.q_placement.of_shard(shard);
         let mut arriving = |id: BufferId, name: &str| {
@@ -144,12 +144,13 @@ impl<'a> PlanBuilder<'a> {
         self.plan.whole(buffer)
     }
 
-    /// The number of tokens at the front of the rank's keys, before and after an all-to-all, that are on every rank and not sent.
+    /// The number of tokens at the front of the rank's keys, before and after an all-to-all, that every rank holds and
+    /// none sends.
     pub(super) fn replicated(&self) -> usize {
         self.world.kv_placement.replicated().len()
     }
 
-    /// The keys in `kv`, the rank's or its shard's, without those that every rank holds.
+    /// The keys in `kv` (of the rank or of its shard) without the keys that every rank holds.
     pub(super) fn own_keys(&self, kv: BufferId) -> Slice {
         self.tokens_of(kv, self.replicated()..self.buffer(kv).tokens.len())
     }
@@ -171,8 +172,8 @@ impl<'a> PlanBuilder<'a> {
         }
     }
 
-    /// A slice that can be sent: `slice` itself where it is contiguous in memory, else a packed copy of it, which is added to
-    /// `packed`.
+    /// A slice that can be sent: `slice` itself if it is contiguous in memory, otherwise a packed copy, which is added
+    /// to `packed`.
     pub(super) fn sendable(&mut self, slice: Slice, name: &str, packed: &mut Vec<BufferId>) -> Slice {
         if self.is_one_piece(&slice) {
             return slice;
@@ -193,8 +194,7 @@ impl<'a> PlanBuilder<'a> {
         self.free(received);
     }
 
-    /// `slice` of keys and values, contiguous in memory and in wire format. Buffers that are made for that are added to
-    /// `made`.
+    /// `slice` of keys and values, contiguous in memory and in wire format. New buffers for this are added to `made`.
     pub(super) fn for_the_wire(&mut self, slice: Slice, made: &mut Vec<BufferId>) -> Slice {
         let mut packed = Vec::new();
         let piece = self.sendable(slice, "kv for the round", &mut packed);
@@ -216,7 +216,7 @@ impl<'a> PlanBuilder<'a> {
         self.declare(format!("kv of shard {owner}"), content, tokens, heads)
     }
 
-    /// The keys and values in `kv` in the storage type; frees `kv` where that is another buffer.
+    /// The keys and values in `kv` in the storage type; frees `kv` if the result is another buffer.
     pub(super) fn stored(&mut self, kv: BufferId) -> BufferId {
         if !self.converts() {
             return kv;
@@ -239,8 +239,8 @@ impl<'a> PlanBuilder<'a> {
         self.world.problem.wire.rounds()
     }
 
-    /// Posts an exchange and returns its id. Ids count alike on all ranks, also where nothing is sent: an exchange
-    /// without messages takes its id and no step.
+    /// Posts an exchange and returns its id. All ranks count ids alike, also if nothing is sent: an exchange without
+    /// messages uses an id but no step.
     pub(super) fn exchange(&mut self, sends: Vec<Send>, recvs: Vec<Recv>) -> Option<u32> {
         let id = self.exchanges;
         self.exchanges += 1;
@@ -283,7 +283,7 @@ impl<'a> PlanBuilder<'a> {
         self.free(state);
     }
 
-    /// Frees a buffer; the rank's inputs and output are the caller's and stay.
+    /// Frees a buffer. The rank's inputs and output belong to the caller and are not freed.
     pub(super) fn free(&mut self, buffer: BufferId) {
         if !self.plan.is_own(buffer) {
             self.plan.steps.push(Step::Free { buffer });

@@ -1,5 +1,5 @@
-//! As unified, with the heads of a rank in up to four chunks: the next chunk crosses the all-to-all while this one is
-//! attended to.
+//! As unified, but the heads of a rank form up to four chunks: the next chunk crosses the all-to-all while the current
+//! one is attended.
 
 use super::facts::{Extent, MeshRule, StrategyFacts};
 use super::unified;

@@ -1,4 +1,4 @@
-//! One rank does everything: nothing is sent.
+//! One rank computes everything: nothing is sent.
 
 use super::facts::{Extent, MeshRule, StrategyFacts};
 use super::unified;

@@ -1,4 +1,4 @@
-//! What other modules ask of a strategy.
+//! The facts of a strategy that other modules need.
 
 use std::fmt;
 
@@ -8,40 +8,41 @@ use super::streams::{Routes, StreamShape};
 use crate::plan::BufferId;
 use crate::{AttentionProblem, Mesh};
 
-/// Everything that other modules ask of a strategy. Each strategy has one constant of this type, `FACTS`, in its own file.
+/// All facts of a strategy that other modules need. Each strategy has one constant of this type, `FACTS`, in its own
+/// file.
 pub(crate) struct StrategyFacts {
     /// The meshes that it runs on.
     pub(super) meshes: MeshRule,
-    /// The meshes for which it is the strategy where the user names none.
+    /// The meshes for which it is the default strategy.
     pub(super) default_on: Option<MeshRule>,
-    /// A mesh of at most four ranks, as (U, R), that shows what it does: for examples and tables.
+    /// A mesh of at most four ranks, as (U, R), that shows the strategy: for examples and tables.
     pub(super) example_mesh: (u32, u32),
     /// Whether its plans differ from those of every strategy before it in the list. The planner tries only those.
     pub(crate) is_distinct: fn(&AttentionProblem, Mesh) -> bool,
-    /// What travels between shards.
+    /// The data that travel between shards.
     pub(super) moves: Moves,
-    /// How keys and values travel from neighbour to neighbour; empty where they do not.
+    /// How keys and values travel from neighbour to neighbour; empty if they do not.
     pub(super) streams: &'static [StreamShape],
     /// Whether the heads of a rank cross the all-to-all in chunks.
     pub(super) chunks_heads: bool,
     /// The round over the shards: writes its steps for one rank, ends the inputs and returns the running state.
     pub(super) attend_round: fn(&mut PlanBuilder<'_>, &Routes, Inputs) -> BufferId,
-    /// Payload that all ranks together send in that round, in bytes.
+    /// Payload in bytes that all ranks together send in this round.
     pub(super) round_bytes: fn(&Traffic<'_>, &Routes) -> u128,
-    /// Whether a rank posts all messages of the round at once. Simulating them takes longer: each that starts or ends changes
-    /// the speed of all others.
+    /// Whether a rank posts all messages of the round at once. Simulating them takes longer: each message that starts
+    /// or ends changes the speed of all others.
     pub(crate) posts_all_at_once: bool,
     /// Under which masks every hop of a ring costs the same, so that a long ring is extrapolated from two shorter ones.
     pub(crate) equal_hops: EqualHops,
 }
 
-/// What travels between shards.
+/// The data that travel between shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Moves {
-    /// Keys and values. A rank meets keys one block after the other, so the order of sums can be fixed, a wire format
-    /// applies, and survivors can finish a round from blocks that others still have.
+    /// Keys and values. A rank processes keys one block after the other, so the order of sums can be fixed, a wire
+    /// format applies, and survivors can finish a round from blocks that other ranks still hold.
     Keys,
-    /// Queries, and running states back.
+    /// Queries in one direction, and running states back.
     Queries,
 }
 

@@ -1,8 +1,8 @@
-//! All keys and values at once: every rank sends its own straight to each rank that sees any of them.
+//! All keys and values at once: every rank sends its own keys and values directly to each rank that sees any of them.
 //!
-//! As many bytes as in a ring, one hop of latency instead of R − 1, and memory for all of them: for keys and values that
-//! are small beside the queries. Each message is an exchange of its own, so that a rank attends to the blocks that have arrived
-//! while the others travel.
+//! It sends as many bytes as a ring, has one hop of latency instead of R − 1, and needs memory for all blocks. It suits
+//! keys and values that are small compared with the queries. Each message is an exchange of its own, so that a rank
+//! attends to blocks that have arrived while the others travel.
 
 use super::build::{Inputs, PlanBuilder};
 use super::facts::{Extent, MeshRule, StrategyFacts};

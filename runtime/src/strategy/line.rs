@@ -9,7 +9,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     meshes: MeshRule { ulysses: Extent::Any, ring: Extent::AtLeastTwo },
     default_on: None,
     example_mesh: (1, 4),
-    // Between two shards there is one way.
+    // Between two shards there is only one way.
     is_distinct: |_, mesh| mesh.ring() > 2,
     streams: &[
         StreamShape { part: Part::Whole, forwards: true, most_hops: |farthest, owner| farthest - owner },

@@ -6,8 +6,8 @@
 //! pieces [`relay`]) or straight to every shard that sees them ([`gather`]), or queries go to the keys, straight
 //! ([`pass_q`]) or along trees ([`tree`]).
 //!
-//! Each strategy has a file here with everything that is known about it, its [`facts`], beside its steps. The closed list of
-//! strategies is `strategy_list.rs`, below the plans.
+//! Each strategy has a file here with its steps and all other facts about it, its [`facts`]. The closed list of
+//! strategies is `strategy_list.rs`, in a layer below the plans.
 
 mod all_to_all;
 mod attend;

@@ -46,13 +46,13 @@ pub(super) fn fits(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy, k
     Ok(())
 }
 
-/// The parts of a shard that travel, and are attended to, by themselves.
+/// The parts of a shard that travel, and are attended, separately.
 fn parts_that_travel(facts: &StrategyFacts) -> &'static [Part] {
     let in_halves = facts.streams.iter().any(|stream| stream.part != Part::Whole);
     if in_halves { &[Part::Front, Part::Back] } else { &[Part::Whole] }
 }
 
-/// Counts of tokens that would be on the grid, where the placement allows any.
+/// Counts of tokens for which shards consist of whole tiles, if the placement allows any.
 fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, facts: &StrategyFacts) -> Remedy {
     let (ring, ulysses, keys) = (mesh.ring(), mesh.ulysses(), problem.kv_len);
     let shape = kv.kind().facts().shape;
@@ -77,13 +77,13 @@ fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, facts: &Strate
     Remedy::UseTokens(counts.collect())
 }
 
-/// The tiles of tokens that are on the grid, as all are that are attended to.
+/// The tiles of `tokens`. In a fixed order all attended tokens form whole tiles.
 pub(super) fn whole_tiles(tokens: &TokenRuns, kv_len: u32) -> Vec<(u32, Range<usize>)> {
     tiles(tokens, kv_len).expect("a world in fixed order is refused where shards are off the grid")
 }
 
-/// Numbers of the tiles that `tokens` holds, and where in the list they lie; or a key at which a part of a tile begins or
-/// ends. The last tile of the sequence is as long as there are keys.
+/// Numbers of the tiles that `tokens` holds, and their places in the list; or a key at which a part of a tile begins or
+/// ends. The last tile of the sequence may have fewer keys.
 fn tiles(tokens: &TokenRuns, kv_len: u32) -> std::result::Result<Vec<(u32, Range<usize>)>, u32> {
     let mut found = Vec::new();
     let mut at = 0;

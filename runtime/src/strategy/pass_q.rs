@@ -1,9 +1,9 @@
-//! Queries go to the keys: every rank sends its queries straight to each rank whose keys they see, and gets a running state
-//! over those keys back. Keys and values are not sent.
+//! Queries travel to the keys: every rank sends its queries directly to each rank whose keys they see, and gets a
+//! running state over those keys back. Keys and values are not sent.
 //!
-//! For few queries over many keys: decoding over a cache that is split over ranks, cross-attention to a long context.
-//! One way travels q, the other way f32 a, m and l of every query: fewer bytes than keys and values where the queries are
-//! fewer than about Hkv / Hq of the keys in f32, Hkv / (1.5 Hq) in f16 or bf16.
+//! For few queries over many keys: decoding over a cache that is split over ranks, cross-attention to a long context. q
+//! travels in one direction; f32 a, m and l of every query travel back. This is fewer bytes than keys and values if the
+//! number of queries is below about Hkv / Hq of the number of keys in f32, Hkv / (1.5 Hq) in f16 or bf16.
 
 use super::build::{Inputs, PlanBuilder};
 use super::facts::{Extent, MeshRule, Moves, StrategyFacts};
@@ -31,7 +31,7 @@ fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) 
     let at = |distance: u32| (r + distance) % ring;
     let behind = |distance: u32| (r + ring - distance) % ring;
 
-    // Queries out, to the rank `distance` ahead.
+    // Sends the queries to the rank `distance` ahead.
     let mut visitors = Vec::new();
     for distance in 1..ring {
         let parts = [Some(inputs.q), inputs.pairs].into_iter().flatten();
@@ -50,13 +50,13 @@ fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) 
     let state = builder.state(inputs.q);
     builder.attend(inputs, state);
 
-    // The state of one visiting shard travels back while the next one is attended to.
+    // The state of one visiting shard travels back while the queries of the next one are attended.
     let mut returning = Vec::new();
     for (distance, (exchange, guest)) in (1..ring).zip(visitors) {
         builder.wait(exchange);
         let own_keys = builder.own_keys(inputs.kv);
         let state_back = guest.map(|guest| {
-            // A query meets the keys that every rank holds on its own rank.
+            // A query meets the keys that every rank holds only on its own rank.
             let met = builder.world.kv_placement.of_shard(r);
             let state_back = builder.travelling_state(guest.q, met);
             builder.attend_some(guest, own_keys, state_back);

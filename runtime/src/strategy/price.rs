@@ -1,10 +1,10 @@
-//! What a mesh sends, from counts of tokens and heads alone: a mesh is chosen before any plan is made.
+//! The bytes that a mesh sends, from counts of tokens and heads alone: a mesh is chosen before any plan is made.
 
 use crate::mesh::kv_heads_for;
 use crate::plan::Content;
 use crate::{AttentionProblem, Placement, lower};
 
-/// A problem and the owners of its tokens, from which the bytes of messages follow.
+/// A problem and the owners of its tokens: they determine the bytes of messages.
 pub(crate) struct Traffic<'a> {
     pub(super) problem: &'a AttentionProblem,
     pub(super) q: &'a Placement,
@@ -12,8 +12,8 @@ pub(crate) struct Traffic<'a> {
 }
 
 impl Traffic<'_> {
-    /// Payload that all ranks together send in the all-to-alls, there and back: the tokens of each piece, for the heads of all
-    /// other pieces.
+    /// Payload that all ranks together send in both all-to-alls: the tokens of each piece, for the heads of all other
+    /// pieces.
     pub(super) fn all_to_all_bytes(&self) -> u128 {
         let Self { problem, q, kv } = *self;
         let mesh = q.mesh();
@@ -37,7 +37,8 @@ impl Traffic<'_> {
         bytes
     }
 
-    /// Bytes of the keys and values of so many tokens on the wire, for all KV heads that the pieces of a shard need.
+    /// Bytes of the keys and values of this number of tokens on the wire, for all KV heads that the pieces of a shard
+    /// need.
     pub(super) fn key_bytes(&self, tokens: usize) -> u128 {
         self.key_bytes_of(tokens, 1) * self.all_kv_heads()
     }
@@ -48,7 +49,8 @@ impl Traffic<'_> {
         u128::from(Content::WireKeyValue.bytes(self.problem, tokens, heads))
     }
 
-    /// Bytes of so many queries, their rows of an attention bias tensor, and their running states back, for all heads.
+    /// Bytes of this number of queries, their rows of an attention bias tensor, and their running states back, for all
+    /// heads.
     pub(super) fn query_bytes(&self, tokens: usize) -> u128 {
         let problem = self.problem;
         let state = u128::from(problem.batch) * (u128::from(problem.head_dim) * 4 + 8);
@@ -59,7 +61,7 @@ impl Traffic<'_> {
         tokens as u128 * (u128::from(problem.q_heads) * (self.row_bytes() + state) + pair_rows)
     }
 
-    /// Pairs of shards of which the first sees keys of the second.
+    /// Pairs of shards in which the first sees keys of the second.
     pub(super) fn visits(&self) -> impl Iterator<Item = (u32, u32)> {
         let ring = self.q.mesh().ring();
         let pairs = (0..ring).flat_map(move |guest| (0..ring).map(move |owner| (guest, owner)));

@@ -1,4 +1,4 @@
-//! From a [`Strategy`] to its facts, and the questions that are answered from them.
+//! Maps a [`Strategy`] to its facts, and answers questions from them.
 
 use super::facts::{MeshRule, Moves, StrategyFacts};
 use crate::named::facts_of_each;
@@ -13,7 +13,7 @@ macro_rules! strategy_facts {
 strategies!(strategy_facts);
 
 impl Strategy {
-    /// The strategy of a mesh where the user names none: 1x1 dense, 1xR ring, Ux1 ulysses, else unified.
+    /// The default strategy of a mesh: 1x1 dense, 1xR ring, Ux1 ulysses, else unified.
     pub fn of_mesh(mesh: Mesh) -> Self {
         let is_default = |rule: MeshRule| rule.takes(mesh);
         let found =
@@ -24,7 +24,7 @@ impl Strategy {
     /// Refuses a mesh that this strategy does not run on.
     ///
     /// # Errors
-    /// [`Error::Request`] that names the meshes it runs on.
+    /// [`Error::Request`] that names the meshes that it runs on.
     pub fn accepts(self, mesh: Mesh) -> Result<()> {
         let rule = self.facts().meshes;
         if rule.takes(mesh) {
@@ -36,7 +36,7 @@ impl Strategy {
         ))
     }
 
-    /// A mesh of at most four ranks that shows what this strategy does.
+    /// A mesh of at most four ranks that shows this strategy.
     pub fn example_mesh(self) -> Mesh {
         let (ulysses, ring) = self.facts().example_mesh;
         Mesh::new(ulysses, ring).expect("facts name meshes that exist")

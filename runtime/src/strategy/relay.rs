@@ -1,14 +1,15 @@
-//! Keys and values go round the shards, and each KV head crosses between two shards once.
+//! Keys and values travel round the shards, and each KV head crosses between two shards only once.
 //!
-//! After the all-to-all, ranks of a shard whose query heads need the same KV heads, a *group*, hold the same keys and values.
-//! In a plain ring each of them sends all of them on. Here each sends one *piece* of every block, a share of its tokens,
-//! to the rank at the same position of the next shard, and the group exchanges the pieces that have arrived. With
-//! U ranks in a shard and Hkv < U KV heads a slow link between shards carries Hkv/U of the bytes, as evenly as before.
+//! After the all-to-all, ranks of a shard whose query heads need the same KV heads, a *group*, hold the same keys and
+//! values. In a plain ring each rank of a group sends all of them. Here each rank sends one *piece* of every block, a
+//! share of its tokens, to the rank at the same position of the next shard, and the group exchanges the arrived pieces.
+//! With U ranks in a shard and Hkv < U KV heads a slow link between shards carries Hkv/U of the bytes, as evenly as
+//! before.
 //!
-//! Both moves travel under computation: while a block is attended to, the pieces of the next block travel inside the
-//! group, and the piece of the block after it between the shards. A rank attends to its own keys in two halves, so that it
-//! computes while the first block travels too. Pieces are put together before they are attended to:
-//! with few KV heads a copy of a block costs less than reading and writing the running state for each piece.
+//! Both transfers overlap with computation: while a block is attended, the pieces of the next block travel inside the
+//! group, and the piece of the block after it between the shards. A rank attends to its own keys in two halves, so that
+//! it computes while the first block travels too. Pieces are joined before they are attended: with few KV heads a copy
+//! of a block costs less than reading and writing the running state for each piece.
 //!
 //! The ranks of a group need exactly the same KV heads. Where the heads of two ranks overlap only in part, as with 3 KV heads
 //! over 4 ranks, the common heads still cross more than once. A rank that is alone in its group sends whole blocks.
@@ -38,7 +39,7 @@ fn all_alone(problem: &AttentionProblem, mesh: Mesh) -> bool {
     mesh.kv_groups(problem).iter().all(|group| group.len() == 1)
 }
 
-/// The round of a world, from the side of one rank.
+/// The round of a world, for one rank.
 struct Relay<'a, 'b> {
     builder: &'a mut PlanBuilder<'b>,
     routes: &'a Routes,
@@ -50,13 +51,13 @@ struct Relay<'a, 'b> {
 /// This rank's piece of a block.
 #[derive(Default)]
 struct Piece {
-    /// As it is sent; none where the block does not reach this shard, or the piece is empty.
+    /// The piece as it is sent; none if the block does not reach this shard, or the piece is empty.
     slice: Option<Slice>,
-    /// The buffer that it arrived in; none for the rank's own keys.
+    /// The buffer in which the piece arrived; none for the rank's own keys.
     arrived: Option<BufferId>,
 }
 
-/// Attention of the queries against the keys and values of every shard, of which `inputs.kv` is this rank's. Frees all
+/// Attention of the queries against the keys and values of every shard; `inputs.kv` holds those of this rank. Frees all
 /// inputs, returns the running state.
 fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> BufferId {
     let mesh = builder.world.mesh;

@@ -1,9 +1,10 @@
 //! Survivors complete the current operation after other ranks failed, if they hold the lost keys (ADR 0021).
 //!
-//! Every survivor knows the plan of every rank and the progress of every survivor. So each knows which keys every running state has
-//! met and which rank holds which block, and all make the same plans. A block is sent by its owner, or by a rank that
-//! had received it, to each rank that sees keys of it and has not used it yet. In a round a rank sends at most one block and
-//! receives at most one, the nearest first, as in the ring; it posts the exchange before it computes.
+//! Every survivor knows the plan of every rank and the progress of every survivor. So each survivor knows the keys that
+//! every running state has met and the rank that holds each block, and all make the same plans. A block is sent by its
+//! owner, or by a rank that had received it, to each rank that sees keys of it and has not used it yet. In a round a
+//! rank sends at most one block and receives at most one, the nearest first, as in the ring; it posts the exchange
+//! before it computes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -19,7 +20,7 @@ use crate::{AttentionProblem, Error, Mesh, Remedy, Result, Strategy, TILE_KEYS, 
 /// Whether survivors can complete a call of `problem` on `mesh` by `strategy`, if they hold all keys.
 ///
 /// # Errors
-/// [`Error::Request`] with the reason, where they cannot.
+/// [`Error::Request`] with the reason, if they cannot.
 pub fn can_repair(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) -> Result<()> {
     if mesh.ulysses() > 1 {
         return Err(Error::request(
@@ -82,7 +83,7 @@ pub fn repair(before: &World, ranks: &[Rank], reached: &[StepProgress]) -> Resul
 
 /// Keys that travel together.
 struct Block {
-    /// Its number before the failure.
+    /// The rank of its owner before the failure.
     owner: Rank,
     /// List positions in the owner's own tokens.
     part: Range<usize>,
@@ -139,11 +140,11 @@ struct Holdings {
     /// The running state, and the keys that it has met.
     state: Option<(BufferId, TokenRuns)>,
     finished: bool,
-    /// Whether it has not yet attended to its own keys, and to those that every rank holds.
+    /// Whether it still has to attend to its own keys, and to the keys that every rank holds.
     own: bool,
     /// Blocks of other ranks that it holds, by block.
     blocks: BTreeMap<usize, BufferId>,
-    /// Blocks of other ranks that it has not met, and that a row of it sees.
+    /// Blocks of other ranks that its state has not met, and of which a row of it sees keys.
     lacks: Vec<usize>,
 }
 
@@ -246,10 +247,10 @@ fn finish(
         builder.keep_output(old.output);
     }
     let sent_in = |round: &[Move]| round.iter().find(|moved| moved.from == at).map(|m| (m.to, m.block));
-    // In which round each block is sent for the last time.
+    // The last round in which each block is sent.
     let sends = (0..).zip(rounds).filter_map(|(number, round)| Some((sent_in(round)?.1, number)));
     let last_sent: BTreeMap<usize, usize> = sends.collect();
-    // A block stays where this rank or another one still needs it.
+    // A block is kept while this rank or another one still needs it.
     let needed = |block: &usize| has.lacks.contains(block) || last_sent.contains_key(block);
     let here: BTreeMap<usize, BufferId> = has
         .blocks
@@ -257,7 +258,7 @@ fn finish(
         .filter(|(block, _)| needed(block))
         .map(|(block, was)| (*block, builder.keep(*was, old.buffer(*was), TokenRuns::default())))
         .collect();
-    // For each block the slice that is sent, and the buffers that were made for it.
+    // For each block the slice that is sent, and the new buffers for it.
     let mut made: BTreeMap<usize, (Slice, Vec<BufferId>)> = BTreeMap::new();
     let mut arrived: Option<BufferId> = None;
     for number in 0..=rounds.len() {

@@ -1,4 +1,4 @@
-//! Keys and values go round the ring, queries stay (Liu et al. 2023, arXiv 2310.01889): unified without Ulysses.
+//! Keys and values travel round the ring, queries stay (Liu et al. 2023, arXiv 2310.01889): unified without Ulysses.
 
 use super::facts::{Extent, MeshRule, StrategyFacts};
 use super::unified;

@@ -1,9 +1,9 @@
-//! Rounds in which keys and values go from neighbour to neighbour, and queries stay.
+//! Rounds in which keys and values travel from neighbour to neighbour, and queries stay.
 //!
-//! A *stream* is a part of every shard that travels in one direction. It goes as far as a shard sees any of it: keys that a
-//! mask hides from all shards further on are not sent on. A hop is posted before the blocks that are here are attended to,
-//! so that the next blocks travel under the computation: of each stream one block is read and sent on while the next one
-//! arrives.
+//! A *stream* is a part of every shard that travels in one direction. It travels until no further shard sees any of it:
+//! keys that a mask hides from all further shards are not sent to them. A hop is posted before the present blocks are
+//! attended, so that the next blocks travel during the computation: of each stream one block is read and sent while the
+//! next one arrives.
 
 use std::ops::Range;
 
@@ -15,9 +15,9 @@ use crate::{AttentionProblem, Placement, TokenRuns, lower};
 /// A stream as a strategy describes it.
 #[derive(Debug)]
 pub(super) struct StreamShape {
-    /// What of a shard travels.
+    /// The part of a shard that travels.
     pub(super) part: Part,
-    /// To higher shards, from the last one to the first.
+    /// Whether it travels to higher shards, and from the last shard to the first.
     pub(super) forwards: bool,
     /// Largest number of hops of the part of a shard. Arguments: the farthest hop R − 1, and the shard.
     pub(super) most_hops: fn(u32, u32) -> u32,
@@ -43,7 +43,7 @@ pub(super) struct Routes {
 struct Stream {
     part: Part,
     forwards: bool,
-    /// For each shard, how many hops its part goes.
+    /// For each shard, the number of hops of its part.
     reach: Vec<u32>,
 }
 
@@ -58,7 +58,7 @@ impl Part {
 }
 
 impl Routes {
-    /// How far each stream of `shapes` takes each shard.
+    /// Computes the number of hops of each shard in each stream of `shapes`.
     pub(super) fn new(
         shapes: &[StreamShape],
         problem: &AttentionProblem,
@@ -92,7 +92,7 @@ impl Routes {
         })
     }
 
-    /// Hops of the keys of shard `owner`, where whole shards go one way.
+    /// Hops of the keys of shard `owner`, for strategies that send whole shards in one direction.
     pub(super) fn reach(&self, owner: u32) -> u32 {
         self.streams[0].reach[owner as usize]
     }
@@ -108,19 +108,19 @@ fn passed(ring: u32, forwards: bool, owner: u32, hops: u32) -> u32 {
     if forwards { (owner + hops) % ring } else { (owner + ring - hops) % ring }
 }
 
-/// Payload of the round that all ranks together send, in bytes.
+/// Payload in bytes that all ranks together send in the round.
 pub(super) fn round_bytes(traffic: &Traffic<'_>, routes: &Routes) -> u128 {
     routes.parts_sent(traffic.kv).map(|(hops, tokens)| u128::from(hops) * traffic.key_bytes(tokens)).sum()
 }
 
-/// A block of a stream that a rank holds, and may have to send on.
+/// A block of a stream on a rank, which may have to send it on.
 struct Held {
     slice: Slice,
     /// The buffer to attend to and to free; none for the rank's own keys.
     arrived: Option<BufferId>,
 }
 
-/// Attention of the queries against the keys and values of every shard, of which `inputs.kv` is this rank's. Frees all
+/// Attention of the queries against the keys and values of every shard; `inputs.kv` holds those of this rank. Frees all
 /// inputs, returns the running state.
 pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> BufferId {
     let mesh = builder.world.mesh;
@@ -154,7 +154,7 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, input
             let goes_on = hop <= stream.reach[at(hop - 1) as usize];
             if let Some(held) = held.as_ref().filter(|_| goes_on) {
                 let to = neighbour(stream.forwards);
-                // Where both neighbours are one rank, it gets one message.
+                // If both neighbours are the same rank, that rank gets one message.
                 match sends.iter_mut().find(|send| send.to == to) {
                     Some(send) => send.parts.push(held.slice.clone()),
                     None => sends.push(Send { to, parts: vec![held.slice.clone()] }),
@@ -197,7 +197,7 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, input
     state
 }
 
-/// Attends to the blocks that have arrived, and the first time to the rank's own keys.
+/// Attends to the blocks that have arrived, and in the first call to the rank's own keys.
 fn attend_held(
     builder: &mut PlanBuilder<'_>,
     held: &[Option<Held>],

@@ -1,8 +1,9 @@
-//! Queries go to the keys along a tree, and running states come back along it, merged on the way.
+//! Queries travel to the keys along a tree. Running states travel back along it, and are merged on the way.
 //!
-//! As [`pass_q`](super::pass_q), but a shard's queries are handed on from shard to shard, and partial results meet half
-//! way: the owner of the queries sends and receives log₂ R messages instead of R − 1, after log₂ R latencies instead of
-//! one. All ranks together send the same bytes. For queries of one rank, such as a token that is decoded, over the keys of many ranks (Shyam et al. 2024, arXiv 2408.04093).
+//! As [`pass_q`](super::pass_q), but each shard sends a shard's queries on to further shards, and partial results are
+//! merged on the way back. The owner of the queries sends and receives log₂ R messages instead of R − 1, after log₂ R
+//! latencies instead of one. All ranks together send the same bytes. For queries of one rank, such as a token that is
+//! decoded, over the keys of many ranks (Shyam et al. 2024, arXiv 2408.04093).
 //!
 //! Each shard is the root of one tree, at position 0; the shard `p` shards ahead of it is at position p. The parent of a
 //! position is the position without its lowest set bit, so the subtree of p is p and the positions that follow it. An exchange is numbered by
@@ -25,7 +26,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     ..pass_q::FACTS
 };
 
-/// The trees of a world, from the side of one rank.
+/// The trees of a world, for one rank.
 struct Trees<'a, 'b> {
     builder: &'a mut PlanBuilder<'b>,
     inputs: Inputs,
@@ -59,8 +60,8 @@ fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) 
 }
 
 impl Trees<'_, '_> {
-    /// Sends queries down, depth by depth, so that no message waits for one that could travel at the same time. A rank attends
-    /// to queries while they travel on.
+    /// Sends queries down, depth by depth, so that no message waits for another one that could travel at the same time.
+    /// A rank attends to queries while they travel further.
     fn send_queries_down(&mut self) {
         self.builder.attend(self.inputs, self.state(0));
         let deepest = (1..self.ring).map(u32::count_ones).max().unwrap_or(0);
@@ -93,7 +94,7 @@ impl Trees<'_, '_> {
             }
             for (position, _) in arrived {
                 if let Some(visit) = self.visits[position as usize] {
-                    // A query meets the keys that every rank holds on its own rank.
+                    // A query meets the keys that every rank holds only on its own rank.
                     let own = self.builder.own_keys(self.inputs.kv);
                     if self.builder.sees(self.owner(position), self.r) {
                         self.builder.attend_some(visit.inputs, own, visit.state);
@@ -103,7 +104,7 @@ impl Trees<'_, '_> {
         }
     }
 
-    /// Sends states up: from the deepest position on, each after all states from below it have arrived.
+    /// Sends states up, from the deepest position on. Each state is sent after all states from below it have arrived.
     fn send_states_up(&mut self) {
         let deepest = (1..self.ring).map(u32::count_ones).max().unwrap_or(0);
         let mut arriving: Vec<(u32, Option<u32>, Option<BufferId>)> = Vec::new();

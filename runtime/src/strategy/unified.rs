@@ -1,6 +1,6 @@
 //! Ulysses inside a shard, a ring over the shards (Fang & Zhao 2024, arXiv 2405.07719). Runs on any mesh.
 //!
-//! The other strategies of a U×R mesh differ from it in what their facts name.
+//! The facts of the other strategies of a U×R mesh name their differences from it.
 
 use super::facts::{EqualHops, Extent, MeshRule, Moves, StrategyFacts};
 use super::streams::{self, Part, StreamShape};

@@ -41,7 +41,7 @@ pub fn plan(
     Ok(world)
 }
 
-/// The owners of queries, and those of keys, if problem, mesh, placement, split and strategy fit together.
+/// The owners of queries and the owners of keys, if problem, mesh, placement, split and strategy fit together.
 fn placements(
     problem: &AttentionProblem,
     mesh: Mesh,
@@ -70,7 +70,8 @@ fn placements(
     let (q_split, kv_split) = match split {
         Split::Work(weights) => {
             let tokens = Split::Tokens(balance::tokens(problem, mesh, kind, weights)?);
-            // Where keys are not the queries' own tokens, their placement changes no rank's work.
+            // If the keys do not belong to the same tokens as the queries, their placement does not change the work of
+            // any rank.
             (tokens.clone(), if same_tokens { tokens } else { Split::Weights(weights.clone()) })
         }
         // Replicated keys are not dealt; the others are, in the proportions of the queries.
@@ -86,8 +87,8 @@ fn placements(
     Ok((q_placement, kv_placement))
 }
 
-/// One rank that attends from the queries `rows` only, to all keys: the single-device run that a parallel one is
-/// held against. Not for [`crate::plan::check`], which wants every query to have an owner.
+/// One rank that attends from the queries `rows` only, to all keys: the single-device run for comparison with a
+/// parallel one. Not for [`crate::plan::check`], which requires an owner for every query.
 ///
 /// # Errors
 /// [`Error::Request`] when a row does not exist.
@@ -112,8 +113,8 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
     Ok(world)
 }
 
-/// All meshes of `ranks` ranks that `problem` fits, the one that sends fewest bytes first; the more Ulysses the
-/// earlier among equals. Makes no plans.
+/// All meshes of `ranks` ranks that `problem` fits, in order of the bytes that they send, the smallest number first.
+/// Among equals, the larger Ulysses extent first. Makes no plans.
 pub fn meshes_by_bytes(
     problem: &AttentionProblem,
     ranks: u32,
@@ -138,7 +139,7 @@ pub fn meshes_by_bytes(
     }
 }
 
-/// Plan payload that all ranks send together, in bytes: what the plans over these placements add up to.
+/// Plan payload that all ranks send together, in bytes: the sum over the plans for these placements.
 fn bytes_sent(facts: &StrategyFacts, problem: &AttentionProblem, q: &Placement, kv: &Placement) -> u64 {
     let traffic = Traffic { problem, q, kv };
     let routes = Routes::new(facts.streams, problem, q, kv);

@@ -1,22 +1,22 @@
 //! Attention on matrix units: products of f16 matrices that a subgroup holds together, summed in f32.
 //!
-//! Each subgroup owns `size` query rows. Its q and its accumulator stay in matrix registers for the whole call; K and V
-//! tiles are staged for all subgroups of a workgroup. Such registers are opaque: what has to be done element by element
-//! (mask, softmax) passes through workgroup memory, where lane `l` handles row `l % size` and, if there are more lanes
-//! than rows, its part `l / size` of the columns.
+//! Each subgroup owns `size` query rows. Its q and its accumulator stay in matrix registers for the whole call. The K
+//! and V tiles are staged once for all subgroups of a workgroup. Single elements of a matrix register cannot be
+//! addressed, so the operations on single elements (mask, softmax) use workgroup memory. There, lane `l` handles row `l
+//! % size` and, if there are more lanes than rows, its part `l / size` of the columns.
 //!
-//! The accumulator makes that way only when it must: as long as no row's maximum grows by more than 2^8 within a
-//! tile, weights are taken relative to the old maximum, may exceed 1, and nothing is rescaled. (FlashAttention-4 does
-//! the same to save multiplications.)
+//! The accumulator goes through workgroup memory only when a row's maximum grows by more than 2^8 within a tile.
+//! Otherwise the weights stay relative to the old maximum, may exceed 1, and nothing is rescaled. (FlashAttention-4
+//! does the same to save multiplications.)
 //!
-//! 0 · NaN is NaN in a matrix unit too. From the first partial tile on in which some value is not finite, the second
+//! 0 · NaN is NaN in a matrix unit too. So after the first partial tile with a value that is not finite, the second
 //! product of partial tiles is computed element by element.
 
 use crate::text::Text;
 use crate::variant::AttendKernel;
 
-/// Growth of a maximum, as a power of two, up to which nothing is rescaled. 2^8 · 2048 keys is far below what f16
-/// weights and f32 sums hold.
+/// Up to this growth of a maximum, as a power of two, nothing is rescaled. 2^8 · 2048 keys is far below the largest
+/// values of f16 weights and f32 sums.
 const SLACK: &str = "8.0f";
 
 /// Keys of a tile: fewer for large heads, so that both tiles and the scratch fit 32 KiB.
@@ -33,7 +33,7 @@ pub(crate) const fn workgroup_bytes(head_dim: u32, size: u32, subgroups: u32) ->
     2 * halves + 4 * (rows * score_stride(keys) + rows + 2)
 }
 
-/// Elements from one key to the next. 16 bytes more than a row, for neighbouring rows to lie in different banks.
+/// Elements from one key to the next: a row plus 16 bytes, so that neighbouring rows are in different banks.
 const fn kv_stride(head_dim: u32) -> u32 {
     head_dim + 8
 }
@@ -118,7 +118,7 @@ struct Shape {
     parts: u32,
     /// Matrices side by side in q and in the accumulator.
     fragments: u32,
-    /// Matrices side by side in the scores, and hence how many of the accumulator pass through them at a time.
+    /// Matrices side by side in the scores; also the number of accumulator matrices that pass through them at a time.
     at_once: u32,
     threads: u32,
 }
@@ -169,7 +169,7 @@ let weight_at = own_weights + own_row * {}u;",
                 self.load('A', "&weights[own_weights]", weight_stride(self.keys))
             ));
         }
-        // The state, where there is one.
+        // The state, if the rows of this lane have one.
         t.block("if (part == 0u)", |t| {
             t.line(format!(
                 "row_flags[subgroup * {size}u + own_row] = select(0u, 1u, row_exists && ml.x != EMPTY_M);"
@@ -251,7 +251,8 @@ let weight_at = own_weights + own_row * {}u;",
         }
         for f in 0..self.fragments {
             for g in 0..self.at_once {
-                // Column-major: K lies with the head's elements of a key side by side, and is wanted transposed.
+                // Column-major: in memory the head's elements of a key are adjacent, and the product needs K
+                // transposed.
                 let at = format!("&tile_k[{}u]", g * self.size * stride + f * self.size);
                 t.line(format!("let k{f}_{g} = coopLoad<{}>({at}, {stride}u);", self.matrix('B')));
                 t.line(format!("s{g} = coopMultiplyAdd(q{f}, k{f}_{g}, s{g});"));
@@ -317,7 +318,7 @@ let weight_at = own_weights + own_row * {}u;",
         }
     }
 
-    /// The accumulator's element `d` at `scores[at]` of this lane's row, plus what the row sees of the tile.
+    /// Adds to the accumulator's element `d`, at `scores[at]` of this lane's row, the row's visible part of the tile.
     fn add_element(&self, t: &mut Text, at: &str, d: &str) {
         t.block(format!("for (var j = 0u; j < {}u; j++)", self.keys), |t| {
             t.line("let position = positions[params.keys_at + min(key + j, end - 1u)];");
@@ -384,8 +385,8 @@ let weight_at = own_weights + own_row * {}u;",
         }
     }
 
-    /// Between the scores and the state: `copy` is told an index into the scores, the chunk of the state's a that
-    /// belongs there, and whether the row's flag is set. A subgroup's lanes share the chunks of its rows.
+    /// Exchanges data between the scores and the state. `copy` gets an index into the scores, the matching chunk of the
+    /// state's a, and whether the row's flag is set. A subgroup's lanes share the chunks of its rows.
     fn exchange(&self, t: &mut Text, first: u32, copy: impl Fn(&str, &str, &str) -> String) {
         let size = self.size;
         let chunks = size / 4;
@@ -420,7 +421,7 @@ let weight_at = own_weights + own_row * {}u;",
         (first..self.fragments.min(first + self.at_once)).enumerate().map(|(g, f)| (g as u32, f))
     }
 
-    /// Combines a value of the lanes that share a row; `line` is told how to name another lane's.
+    /// Combines a value of the lanes that share a row. `line` gets a function that names the value of another lane.
     fn across_parts(&self, t: &mut Text, line: impl Fn(&dyn Fn(&str) -> String) -> String) {
         let mut distance = self.size;
         while distance < self.lanes {

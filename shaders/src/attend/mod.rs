@@ -27,15 +27,16 @@
 //!
 //! A run is a range of keys `first..end`, `first` a multiple of the KV tile. For Q tile t of class c, with
 //! `s = c·starts_class + 2t`, the runs `starts[s]..starts[s+1]` are full: every row of the tile sees every key, and
-//! nothing is tested. The runs `starts[s+1]..starts[s+2]` are partial: each element tests `lo <= position < hi`.
-//! A kernel that reads pairs tests in full runs as in partial ones.
-//! What is in no run costs nothing. For all but [`subgroup`] a run whose end is not a multiple of the KV tile must be partial.
+//! nothing is tested. The runs `starts[s+1]..starts[s+2]` are partial: each element tests `lo <= position < hi`. A
+//! kernel that reads pairs tests in full runs as in partial ones. Keys outside of all runs cost nothing. For every
+//! kernel except [`subgroup`], a run whose end is not a multiple of the KV tile must be partial.
 //!
 //! # NaN and infinity
 //!
-//! They flow through multiplications, additions and exp2 to the rows that see them. In partial runs an invisible
-//! element is replaced by selection before it meets a number of the row: its logit by [`EMPTY_M`](crate::EMPTY_M), its
-//! weight by 0, its value by 0 (0 · NaN would be NaN). A row that saw no key in the whole call is not written.
+//! NaN and infinity pass through multiplications, additions and exp2 to the rows that see them. In partial runs each
+//! invisible element is replaced by selection before the kernel combines it with a number of the row: its logit by
+//! [`EMPTY_M`](crate::EMPTY_M), its weight by 0, its value by 0 (0 · NaN would be NaN). A row that saw no key in the
+//! whole call is not written.
 
 use crate::kernel::{EMPTY_M, Kernel};
 use crate::text::Text;
@@ -51,7 +52,7 @@ fn kernel_prelude(kernel: AttendKernel) -> String {
     prelude(Kernel::Attend(kernel), kernel.storage, kernel.softcap, kernel.pairs)
 }
 
-/// The same for any kernel that computes logits.
+/// The same for every kernel that computes logits.
 pub(crate) fn prelude(kernel: Kernel, storage: Storage, softcap: bool, pairs: Pairs) -> String {
     let mut text = format!("{}\n{}\n\n", kernel.declarations(), empty_m());
     text.push_str(&format!("{}\n\n{}\n\n", storage.unpack_functions(), units_of_m()));
@@ -81,8 +82,8 @@ fn natural_of(m: f32) -> f32 {{ return select(m * {:?}f, m, m == EMPTY_M); }}",
     )
 }
 
-/// `cap · tanh(t)`, with a relative error of a few ulp where WGSL's own `tanh` promises 1e-5 absolute and overflows on
-/// some drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN, so NaN goes around.
+/// `cap · tanh(t)`, with a relative error of a few ulp. WGSL's own `tanh` promises only 1e-5 absolute, and overflows on
+/// some drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN, so NaN is handled separately.
 const CAPPED: &str = "fn capped(t: f32) -> f32 {
     let size = min(abs(t), 16.0f);
     let large = 1.0f - 2.0f / (exp2(size * 2.8853900f) + 1.0f);
@@ -94,7 +95,7 @@ const CAPPED: &str = "fn capped(t: f32) -> f32 {
 }
 ";
 
-/// The first statements of every workgroup: its Q tile, batch entry, heads and runs. Returns where there is nothing to do.
+/// The first statements of every workgroup: its Q tile, batch entry, heads and runs. Returns if there is nothing to do.
 fn item(t: &mut Text) {
     t.lines(
         "
@@ -116,8 +117,8 @@ let spans = params.spans_at + 2u * class_index * params.rows;",
     );
 }
 
-/// All runs: the full ones, and the partial ones, whose elements are tested. Where the kernel reads pairs, those of the
-/// full runs are tested as well. The argument of `body` says whether it has to test.
+/// All runs: the full ones, then the partial ones. Elements of partial runs are tested; if the kernel reads pairs,
+/// elements of full runs are tested too. The argument of `body` says whether it has to test.
 fn all_runs(t: &mut Text, pairs: Pairs, body: impl Fn(&mut Text, bool)) {
     if pairs.any() {
         runs(t, "full_runs", "runs_end", |t| body(t, true));
@@ -127,12 +128,12 @@ fn all_runs(t: &mut Text, pairs: Pairs, body: impl Fn(&mut Text, bool)) {
     }
 }
 
-/// Whether a row has seen a key once all full runs are done, to begin with.
+/// Initial value of the flag that says whether a row has seen a key after all full runs.
 const fn seen_at_first(pairs: Pairs) -> &'static str {
     if pairs.any() { "false" } else { "full_runs < partial_runs" }
 }
 
-/// Where row `row` of the pairs starts.
+/// Start of row `row` of the pairs.
 fn pair_row(row: &str) -> String {
     format!(
         "params.pairs_offset + batch * params.pairs_batch + {row} * params.pairs_row + head * params.pairs_head"

@@ -3,8 +3,8 @@
 //! 64 threads are a grid of 8 × 8. For a tile of `q_rows` × 32 scores, thread (tr, tc) holds `rows_per_thread` × 4:
 //! rows tr, tr + 8, …, keys tc, tc + 8, …. Of the accumulator it holds the same rows and 4-element chunks tc, tc + 8, ….
 //! The 8 threads of a row agree on its maximum through workgroup memory and keep their own part of l until the end.
-//! Q (where it fits: once, else chunk by chunk) and K lie there chunk-major, so that neighbouring threads read
-//! neighbouring vectors; V takes K's place once the scores are there. In the weights, slot `4·tc + j` is key
+//! Workgroup memory holds Q (whole if it fits, otherwise chunk by chunk) and K chunk-major, so that neighbouring
+//! threads read neighbouring vectors. V replaces K when the scores are complete. In the weights, slot `4·tc + j` is key
 //! `8·j + tc`: one thread's four weights are one vector, and V is stored in the same order.
 //!
 //! Invisible elements carry weight −1 in workgroup memory; weights are never negative otherwise.
@@ -27,7 +27,7 @@ pub(crate) const fn workgroup_bytes(head_dim: u32, rows_per_thread: u32) -> u32 
     bytes_with(q_chunks, rows_per_thread)
 }
 
-/// Bytes with so many chunks of each Q row.
+/// Bytes of workgroup memory with this number of chunks of each Q row.
 const fn bytes_with(q_chunks: u32, rows_per_thread: u32) -> u32 {
     16 * (q_chunks * q_rows(rows_per_thread) + SIDE * KV_COLS + SIDE * q_rows(rows_per_thread))
 }
@@ -36,7 +36,7 @@ const fn chunk_groups(head_dim: u32) -> u32 {
     (head_dim / 4).div_ceil(SIDE)
 }
 
-/// Whether all chunks of a tile's Q rows fit into 16 KiB of workgroup memory; else they come pass by pass.
+/// Whether all chunks of a tile's Q rows fit into 16 KiB of workgroup memory. If not, they are loaded pass by pass.
 const fn q_resident(head_dim: u32, rows_per_thread: u32) -> bool {
     bytes_with(chunk_groups(head_dim) * SIDE, rows_per_thread) <= 16384
 }
@@ -205,7 +205,7 @@ var seen{i} = {};",
         });
     }
 
-    /// What each row sees of the tile, and what pairs add to it.
+    /// The visible keys of the tile for each row, and the values that pairs add to the row's logits.
     fn visible(&self, t: &mut Text) {
         let each = |f: &dyn Fn(u32) -> String| (0..4).map(f).collect::<Vec<_>>().join(", ");
         t.line(format!("let keys = vec4<u32>({});", each(&|j| format!("key + {}u + tc", SIDE * j))));
@@ -225,10 +225,10 @@ var seen{i} = {};",
         }
     }
 
-    /// Where pairs hide the whole tile from all rows, it is the next one's turn.
+    /// If pairs hide the whole tile from all rows, the loop continues with the next tile.
     fn skip_unseen(&self, t: &mut Text) {
         let any = (0..self.rows).map(|i| format!("vis{i}")).collect::<Vec<_>>().join(" | ");
-        // In the place of the weights, for there is no room beside them.
+        // In the memory of the weights, because there is no room beside them.
         t.lines(&format!(
             "workgroupBarrier();
         tile_p[thread >> 2u][thread & 3u] = select(0.0f, 1.0f, any({any}));
@@ -349,7 +349,8 @@ var seen{i} = {};",
                 let term = |j: usize| {
                     let lane = ["x", "y", "z", "w"][j];
                     if partial {
-                        // Twice: neither the weight −1 nor the value of an invisible element may take part.
+                        // Selected twice: neither the weight −1 nor the value of an invisible element may enter the
+                        // sum.
                         format!("select(v{j} * p{i}.{lane}, vec4<f32>(), p{i}.{lane} < 0.0f)")
                     } else {
                         format!("v{j} * p{i}.{lane}")
@@ -397,7 +398,7 @@ var seen{i} = {};",
         }
     }
 
-    /// This thread's place in the weights of its `i`-th row.
+    /// Index of this thread in the weights of its `i`-th row.
     fn p_index(&self, i: u32) -> String {
         format!("tc * {}u + {}u + tr", self.q_rows, SIDE * i)
     }

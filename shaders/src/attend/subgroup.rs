@@ -1,9 +1,10 @@
 //! Attention for drivers that compute on the host's cores: one subgroup is one workgroup, and one SIMD register there.
 //!
-//! Each lane carries whole query rows in named registers, all lanes walk the same keys. A key's row is fetched by the
-//! subgroup together, lane l taking units l, l + size, …, and each element is then broadcast from a constant lane,
-//! which is one shuffle. There is no workgroup memory, no barrier, no private array and no branch in the loop over keys, each
-//! of which costs more on such drivers than the arithmetic it could save; hence also the unconditional rescaling.
+//! Each lane keeps whole query rows in named registers, and all lanes go through the same keys. The subgroup loads a
+//! key's row together: lane l loads units l, l + size, … Then each element is broadcast from a constant lane, which is
+//! one shuffle. There is no workgroup memory, no barrier, no private array and no branch in the loop over keys. On such
+//! drivers each of these costs more than the arithmetic it could save. For the same reason the rescaling is
+//! unconditional.
 //!
 //! K and V are textures of 16-byte texels: x = KV head · units of a head + unit, y = (batch entry − `batch_first`) ·
 //! `k_batch` + key − `key_begin` (`v_batch` for v; their other offsets and strides are not used). These drivers read a
@@ -14,7 +15,7 @@ use crate::Pairs;
 use crate::text::Text;
 use crate::variant::AttendKernel;
 
-/// Keys in which the work list counts; a multiple of the keys that one turn of the loop over full runs takes.
+/// Keys in which the work list counts: a multiple of the keys of one iteration of the loop over full runs.
 pub(crate) const KV_COLS: u32 = 32;
 
 /// Workgroup memory where a mask tensor is read.
@@ -74,7 +75,7 @@ struct Shape {
     chunks: u32,
     /// 16-byte units in a head.
     units: u32,
-    /// Keys in one turn of the loop over full runs.
+    /// Keys in one iteration of the loop over full runs.
     keys_at_once: u32,
 }
 
@@ -82,7 +83,7 @@ impl Shape {
     /// Rows, spans, Q and the state.
     fn begin(&self, t: &mut Text) {
         for load in 0..self.loads() {
-            // Behind the head, lanes fetch its last unit again, and nobody asks them for it.
+            // Lanes beyond the head load its last unit again; no other lane reads it from them.
             t.line(format!(
                 "let unit{load} = kv_head * {}u + min(lane + {}u, {}u);",
                 self.units,
@@ -126,7 +127,7 @@ var seen{r} = {};",
                     t.line(format!("var a{r}_{c}{component} = 0.0f;"));
                 }
             }
-            // Where nothing was seen yet a is 0, and such drivers skip loads that no lane asks for.
+            // If the row has seen no key yet, a is 0. Such drivers skip a load that no lane needs.
             t.block(format!("if (ml{r}.x != EMPTY_M)"), |t| {
                 for c in 0..self.chunks {
                     t.line(format!("let a{r}_{c} = state_a[a_at{r} + {c}u];"));
@@ -138,8 +139,9 @@ var seen{r} = {};",
         }
     }
 
-    /// The keys of one run, 32 at a time: what each row sees of them becomes the bits of a word before any is fetched,
-    /// and where no row sees any, none is. Loads are what counts: of consecutive keys the bits are two words of a row.
+    /// The keys of one run, 32 at a time. First the visible keys of each row become the bits of a word; if no row sees
+    /// any of the 32 keys, none is loaded. Loads dominate the cost: for consecutive keys the bits are two words of a
+    /// row.
     fn seen_groups(&self, t: &mut Text) {
         t.block(format!("for (var group = first; group < end; group += {KV_COLS}u)"), |t| {
             t.lines(&format!(
@@ -184,10 +186,10 @@ let group_first = workgroupUniformLoad(&seen_from);"
         });
     }
 
-    /// The keys of `first..end`, `at_once` of them in a turn of the loop.
+    /// The keys of `first..end`, `at_once` of them in each iteration of the loop.
     ///
-    /// Written component by component, so that few values live at a time: what does not fit the processor's registers
-    /// goes through memory, and costs more than the arithmetic.
+    /// Written component by component, so that few values are alive at a time: values that do not fit the processor's
+    /// registers go through memory, which costs more than the arithmetic.
     fn keys(&self, t: &mut Text, first: &str, end: &str, at_once: u32, partial: bool) {
         t.block(format!("for (var key = {first}; key < {end}; key += {at_once}u)"), |t| {
             for j in 0..at_once {
@@ -316,8 +318,8 @@ let group_first = workgroupUniformLoad(&seen_from);"
         }
     }
 
-    /// Fetches the row of key `key + j`: this lane's units, unpacked before they are broadcast. Coordinates are signed
-    /// because naga, where it has to clamp them itself, makes invalid SPIR-V of unsigned ones.
+    /// Loads the row of key `key + j`: this lane's units, unpacked before they are broadcast. Coordinates are signed:
+    /// where naga has to clamp unsigned coordinates itself, it makes invalid SPIR-V.
     fn fetch(&self, t: &mut Text, tensor: &str, j: u32) {
         for load in 0..self.loads() {
             t.line(format!(
@@ -330,7 +332,7 @@ let group_first = workgroupUniformLoad(&seen_from);"
         }
     }
 
-    /// Chunk `c` of the fetched row, in every lane.
+    /// Chunk `c` of the loaded row, in every lane.
     fn broadcast(&self, tensor: &str, j: u32, c: u32, component: &str) -> String {
         let unit = c / self.unit_chunks();
         format!(
@@ -350,7 +352,7 @@ let group_first = workgroupUniformLoad(&seen_from);"
     }
 }
 
-/// What a row sees of up to 32 keys at consecutive positions, as the low bits of a word.
+/// The visibility of up to 32 keys at consecutive positions for a row, as the low bits of a word.
 const PAIR_BITS: &str = "fn ones(count: u32) -> u32 { return select((1u << (count & 31u)) - 1u, 0xffffffffu, count >= 32u); }
 // Bit i: lo <= base + i < hi.
 fn span_bits(lo: u32, hi: u32, base: u32) -> u32 { return ones(max(hi, base) - base) & ~ones(max(lo, base) - base); }

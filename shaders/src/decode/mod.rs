@@ -1,6 +1,6 @@
-//! Attention of few query rows against many keys: one workgroup takes one KV head, the rows of the query heads that
-//! share it, and one split of the keys, and writes a part: what those rows would have as their state had they seen
-//! only that split. [`merge_parts`] then takes all parts of a row into its running state.
+//! Attention of few query rows against many keys. One workgroup takes one KV head, the rows of all query heads that
+//! share it, and one split of the keys. It writes a part: the state of those rows over this split alone.
+//! [`merge_parts`] then merges all parts of a row into its running state.
 //!
 //! A slot is one (query row, query head) pair of a workgroup: slot `row · group_heads + head − first head`. All slots
 //! read the same keys, so each key is fetched once for all of them.
@@ -13,8 +13,8 @@
 //!
 //! # Masks
 //!
-//! The work list's runs only tell which keys to skip; whether they are full is not used. Every element is tested
-//! against its row's span, which costs little where there is one key for each thread. All rows are in Q tile 0.
+//! The runs of the work list only tell which keys to skip; the kernel does not use whether they are full. Every element
+//! is tested against its row's span, which costs little with one key for each thread. All rows are in Q tile 0.
 
 use crate::kernel::Kernel;
 use crate::text::Text;
@@ -77,7 +77,8 @@ let spans = params.spans_at + 2u * class_index * params.rows;",
     }
 }
 
-/// `term{s}` and `vis{s}`: whether slot `s` sees its key at `position`, which is one of the split where `inside`.
+/// `term{s}` and `vis{s}`: whether slot `s` sees its key at `position`. `inside` says whether the key belongs to the
+/// split.
 fn visible(t: &mut Text, kernel: DecodeKernel, s: u32) {
     let span = format!("inside && lo{s} <= position && position < hi{s}");
     if kernel.pairs.any() {

@@ -1,4 +1,4 @@
-//! All parts of a row into its running state.
+//! Merges all parts of a row into its running state.
 
 use super::UNSEEN;
 use crate::attend;
@@ -6,13 +6,13 @@ use crate::finish::{MAIN, ROW_HEAD, THREADS_PER_ROW};
 use crate::kernel::Kernel;
 use crate::text::Text;
 
-/// With m the largest of all: l = Σ lᵢ e^(mᵢ−m), a likewise, over the state and the parts that saw a key; where none
-/// did, the state is not written. Bindings: state (a, ml), parts (a, ml).
+/// m is the largest of all; l = Σ lᵢ e^(mᵢ−m), a likewise, over the state and the parts that saw a key. If no part saw
+/// a key, the state is not written. Bindings: state (a, ml), parts (a, ml).
 pub(crate) fn merge_parts(head_dim: u32) -> String {
     let chunks = head_dim / 4;
     let own = chunks.div_ceil(THREADS_PER_ROW);
     let ragged = !chunks.is_multiple_of(THREADS_PER_ROW);
-    // Behind the head, threads read its last chunk again, and do not write it.
+    // Threads beyond the head read its last chunk again, and do not write it.
     let chunk = |c: u32| {
         let chunk = format!("lane + {}u", c * THREADS_PER_ROW);
         if ragged && c + 1 == own { format!("min({chunk}, {}u)", chunks - 1) } else { chunk }

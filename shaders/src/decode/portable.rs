@@ -1,8 +1,9 @@
 //! Decoding within WebGPU's default limits: no feature, 64 threads, less than 16 KiB of workgroup memory.
 //!
-//! 64 keys at a time. First each thread is a key, and computes its logits for all slots from the queries in workgroup
-//! memory; then the slots' maxima are found; then each thread is a 16-byte column of v for every `slices`-th of the
-//! keys, with the accumulators of all slots in registers. Slices are added up at the end.
+//! 64 keys at a time, in three phases. First each thread takes one key, and computes its logits for all slots from the
+//! queries in workgroup memory. Then the maximum of each slot is found. Then each thread takes a 16-byte column of v
+//! for every `slices`-th of the keys, with the accumulators of all slots in registers. At the end the slices are added
+//! up.
 //!
 //! Invisible elements carry weight −1 in workgroup memory; weights are never negative otherwise.
 
@@ -12,7 +13,7 @@ use crate::variant::DecodeKernel;
 
 pub(crate) const THREADS: u32 = 64;
 
-/// As many slots as let the queries take 8 KiB.
+/// The largest number of slots whose queries fit 8 KiB.
 pub(crate) const fn most_slots(head_dim: u32) -> u32 {
     let slots = 2048 / head_dim;
     if slots < MAX_SLOTS { slots } else { MAX_SLOTS }
@@ -70,7 +71,7 @@ struct Shape {
     /// Chunks of 4 elements, and 16-byte units, in a head.
     chunks: u32,
     units: u32,
-    /// Threads next to each other that are columns of v, and how many columns each takes.
+    /// Number of threads side by side that take columns of v, and number of columns of each.
     columns: u32,
     passes: u32,
     /// Threads that share a column.
@@ -162,7 +163,7 @@ let k_at = k_base + own * params.k_row;",
             });
         };
         if self.kernel.pairs.any() {
-            // Threads that stand together pass over what a tensor hides from all slots; spans leave little to pass over.
+            // Neighbouring threads together skip keys that a tensor hides from all slots. Spans leave few such keys.
             let any = (0..self.kernel.slots).map(|s| format!("vis{s}")).collect::<Vec<_>>().join(" || ");
             t.block(format!("if ({any})"), dots);
         } else {
@@ -183,7 +184,7 @@ let k_at = k_base + own * params.k_row;",
         t.line("workgroupBarrier();");
     }
 
-    /// Maxima, weights and each thread's part of l.
+    /// Maxima, weights and the part of l of each thread.
     fn weights(&self, t: &mut Text) {
         let (slots, finders) = (self.kernel.slots, self.finders);
         t.block(format!("if (thread < {}u)", slots * finders), |t| {
@@ -224,7 +225,7 @@ weights[{}u + thread] = select(-1.0f, p{s}, vis{s});",
                 t.line(format!("a{s}_{pass}_{half} *= max{s}.y;"));
             }
         }
-        // Threads that are no column of any slice have nothing to do.
+        // Threads without a column have nothing to do.
         t.line(format!("let first_own = select({THREADS}u, slice, slice < {}u);", self.slices));
         t.line(format!("let here = min(end - key, {THREADS}u);"));
         t.block(format!("for (var i = first_own; i < here; i += {}u)", self.slices), |t| {
@@ -243,7 +244,8 @@ weights[{}u + thread] = select(-1.0f, p{s}, vis{s});",
                     for half in 0..self.unit_chunks() {
                         t.line(format!("let v{pass}_{half} = chunk_{half}(unit{pass});"));
                         for s in 0..self.kernel.slots {
-                            // Twice: neither the weight −1 nor the value of an invisible element may take part.
+                            // Selected twice: neither the weight −1 nor the value of an invisible element may enter the
+                            // sum.
                             t.line(format!(
                                 "a{s}_{pass}_{half} += select(v{pass}_{half} * w{s}, vec4<f32>(), w{s} < 0.0f);"
                             ));
@@ -255,7 +257,7 @@ weights[{}u + thread] = select(-1.0f, p{s}, vis{s});",
         });
     }
 
-    /// Adds up what the threads have, and writes the part.
+    /// Adds up the sums of the threads, and writes the part.
     fn end(&self, t: &mut Text) {
         let slots = self.kernel.slots;
         t.line("workgroupBarrier();");
@@ -311,7 +313,7 @@ part_ml[item * {slots}u + thread] = vec2<f32>(maxima[thread].x, select(UNSEEN, l
         }
     }
 
-    /// `body`, where the head has a column for this thread in this pass and this thread is one.
+    /// Runs `body` if this thread has a column of the head in this pass.
     fn where_a_column(&self, t: &mut Text, pass: u32, body: impl FnOnce(&mut Text)) {
         if (pass + 1) * THREADS > self.units && self.passes > 1 {
             t.block(format!("if (column + {}u < {}u)", pass * THREADS, self.units), body);

@@ -37,7 +37,7 @@ impl Rate {
 
     fn measured(&self, cost: u64, start: Instant) {
         let us = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
-        // Short pieces say more about waking threads than about speed.
+        // The time of a short piece depends more on waking threads than on speed.
         if us > 2000 {
             self.0.store((cost / us).max(1) * 1_000_000, Ordering::Relaxed);
         }
@@ -90,7 +90,7 @@ pub(super) async fn attend(
         later = rest;
         for from in (0..tiles).step_by(stretch as usize) {
             let range = from..tiles.min(from + stretch);
-            // Longest first: the short ones at the end let threads finish together.
+            // The longest first: with the short jobs at the end, threads finish together.
             now.sort_by_cached_key(|job| std::cmp::Reverse(job.tiles_in(&range)));
             if now.first().is_none_or(|job| job.tiles_in(&range) == 0) {
                 continue;
@@ -125,7 +125,7 @@ async fn attend_pieces(
         let budget = backend.rate.piece_budget();
         let mut sum = 0;
         let mut count = 0;
-        // As many for each thread, so that equal jobs end together.
+        // The same number for each thread, so that equal jobs end together.
         while count < rest.len() && (sum < budget || !count.is_multiple_of(threads)) {
             sum += cost(&rest[count]);
             count += 1;
@@ -187,7 +187,7 @@ fn jobs<'a>(
     jobs
 }
 
-/// For each mask class, which of the KV tiles `tiles` any row sees.
+/// For each mask class and each of the KV tiles `tiles`: whether any row sees it.
 fn wanted(work: &BlockWork, tiles: &Range<u32>) -> Vec<Vec<bool>> {
     let of_class = |class: &MaskClass| {
         let mut wanted = vec![false; tiles.len()];

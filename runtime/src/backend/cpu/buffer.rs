@@ -4,7 +4,7 @@ use bytes::Bytes;
 
 use crate::{Error, Result};
 
-/// Host memory: owned, or shared with whoever uploaded or downloaded it. Writing to shared memory copies it first.
+/// Host memory: owned, or shared with the caller of an upload or download. Writing to shared memory copies it first.
 #[derive(Debug)]
 pub struct CpuBuffer {
     label: String,
@@ -83,8 +83,9 @@ impl CpuBuffer {
 impl Storage {
     fn zeroed(label: &str, bytes: usize) -> Result<Self> {
         let words = bytes.div_ceil(4);
-        // Asking first turns what would abort the process into an error. The vector itself then comes zeroed from the
-        // allocator, which is free for fresh pages, where growing the first one would touch them all.
+        // A failed `try_reserve_exact` is an error; a failed allocation would abort the process. After it, the
+        // allocator returns the vector zeroed, which is free for fresh pages; growing the reserved vector would touch
+        // all pages.
         Vec::<u32>::new().try_reserve_exact(words).map_err(|_| Error::OutOfMemory {
             device: "cpu".to_owned(),
             what: label.to_owned(),

@@ -86,8 +86,8 @@ fn floats(dtype: Dtype, source: &[u8]) -> Cow<'_, [f32]> {
     Cow::Owned(numbers)
 }
 
-/// A tensor of codes in parts that share no scale and run side by side: [`TOKENS_PER_SCALE`] tokens of a batch entry, or
-/// what is left of it.
+/// A tensor of codes in parts that share no scale and are computed in parallel: [`TOKENS_PER_SCALE`] tokens of a batch
+/// entry, or fewer at its end.
 struct Grid {
     tokens: usize,
     heads: usize,

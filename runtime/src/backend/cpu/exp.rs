@@ -20,8 +20,8 @@ pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     y
 }
 
-/// [`exp2`] of several vectors side by side: one alone is a chain of dependent instructions longer than a core looks
-/// ahead, four keep its multipliers busy.
+/// [`exp2`] of several vectors side by side. One vector alone is a chain of dependent instructions, longer than a core
+/// can look ahead; four vectors keep its multipliers busy.
 ///
 /// Splits `x` into an integer and a rest in ±½ (by adding 1.5·2²³, which rounds), a minimax polynomial for the rest.
 #[inline(always)]
@@ -29,11 +29,11 @@ pub(super) fn exp2_each<S: Simd, const N: usize, const M: usize>(
     simd: S,
     mut x: [[S::f32s; N]; M],
 ) -> [[S::f32s; N]; M] {
-    // 127 more than the rounding constant, so that the low bits of the sum are the biased exponent.
+    // 127 is added to the rounding constant, so that the low bits of the sum are the biased exponent.
     let rounder = simd.splat_f32s(12_582_912.0 + 127.0);
     let mut shifted = x;
     for (x, shifted) in x.as_flattened_mut().iter_mut().zip(shifted.as_flattened_mut()) {
-        // At −127 the biased exponent is 0, and with it the power.
+        // At −127 the biased exponent is 0, so the power is 0 too.
         *x = at_least(simd, simd.splat_f32s(-127.0), *x);
         *shifted = simd.add_f32s(*x, rounder);
         *x = simd.sub_f32s(*x, simd.sub_f32s(*shifted, rounder));
@@ -56,7 +56,8 @@ pub(super) fn exp2_each<S: Simd, const N: usize, const M: usize>(
 /// The larger one; NaN where `x` is NaN.
 #[inline(always)]
 fn at_least<S: Simd>(simd: S, bound: S::f32s, x: S::f32s) -> S::f32s {
-    // One instruction on x86, which returns the second operand when either is NaN; elsewhere a maximum may be the number.
+    // One instruction on x86: it returns the second operand when either one is NaN. On other targets a maximum may
+    // return the number.
     if size_of::<S::f32s>() > 16 && cfg!(any(target_arch = "x86", target_arch = "x86_64")) {
         simd.max_f32s(bound, x)
     } else {
@@ -68,7 +69,7 @@ fn at_least<S: Simd>(simd: S, bound: S::f32s, x: S::f32s) -> S::f32s {
 #[inline(always)]
 pub(super) fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let magnitude = simd.abs_f32s(x);
-    // Small: x + x³·p(x²), for 1 − 2/(e^2x + 1) cancels there.
+    // Small x: x + x³·p(x²), because 1 − 2/(e^2x + 1) cancels there.
     let square = simd.mul_f32s(x, x);
     let mut p = simd.splat_f32s(TANH[0]);
     for c in &TANH[1..] {

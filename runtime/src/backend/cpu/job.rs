@@ -121,7 +121,7 @@ impl<'a> Job<'a> {
     fn begin(&self, call: &Call<'_>, padded: usize, lanes: usize, scratch: &mut Scratch) {
         let (rows, dim) = (self.a.len(), call.dim);
         let first = self.tile * call.work.tile.q_rows as usize;
-        // The base-2 factor goes into q, so that no score needs it; under a softcap it goes behind the tanh.
+        // The base-2 factor is applied to q, so that no score needs it. With a softcap it is applied after the tanh.
         let factor = match call.softcap {
             None => f64::from(call.scale) * std::f64::consts::LOG2_E,
             Some(cap) => f64::from(call.scale) / f64::from(cap),
@@ -154,7 +154,7 @@ impl<'a> Job<'a> {
             for (lane, ml) in ml.as_chunks_mut::<2>().0.iter_mut().enumerate() {
                 weights[lane] = Merge::of(ml, found[lane], found[lanes + lane]);
             }
-            // A few elements of all rows, then the next few: each line of o is read once.
+            // A few elements of all rows, then the next few, so that each line of o is read once.
             for (d, o) in (0..dim).step_by(8).zip(o.chunks_exact(8 * lanes)) {
                 for (lane, a) in (0..).step_by(4).zip(a.chunks_mut(4)) {
                     let columns: [[f32; 4]; 8] = std::array::from_fn(|i| {
@@ -177,7 +177,7 @@ impl<'a> Job<'a> {
     }
 }
 
-/// How a row of the local state enters the caller's accumulator.
+/// How the local state of a row is merged into the caller's accumulator.
 #[derive(Clone, Copy)]
 enum Merge {
     Nothing,
@@ -194,7 +194,7 @@ impl Merge {
         }
         let [old_m, old_l] = *ml;
         let natural = m2 * std::f32::consts::LN_2;
-        // In f64, for m is rounded to natural units and this weight makes up for the rounding.
+        // In f64: m is rounded to natural units, and this weight compensates for the rounding.
         let weight = |m: f32| {
             #[expect(clippy::cast_possible_truncation, reason = "a weight in 0..=1, or NaN")]
             let weight = (f64::from(m2) - f64::from(m) * std::f64::consts::LOG2_E).exp2() as f32;

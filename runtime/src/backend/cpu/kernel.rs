@@ -6,9 +6,10 @@ use super::exp::mul_add;
 
 /// `c[i][lane] += Σ_t a[t][i] · b[t][lane]` for `MR` broadcast values against `NV` vectors.
 ///
-/// `MR · NV` accumulators, `NV` vectors of `b` and one broadcast must fit the register file with one to spare, or the
-/// compiler spills an accumulator in every step (4 × 3 in 16 registers ran at a third of the speed): 6 × 2 in 16
-/// registers, 8 × 3 in 32. A fused multiply-add takes 4 cycles on current cores and two start in each, so 8 accumulators are the least.
+/// `MR · NV` accumulators, `NV` vectors of `b` and one broadcast must fit the register file with one register to spare.
+/// Otherwise the compiler spills an accumulator in every step (4 × 3 in 16 registers ran at a third of the speed). So
+/// the shapes are 6 × 2 in 16 registers and 8 × 3 in 32. A fused multiply-add takes 4 cycles on current cores and two
+/// start in each cycle, so at least 8 accumulators are needed.
 #[inline(always)]
 pub(super) fn add_outer_products<S: Simd, const MR: usize, const NV: usize>(
     simd: S,

@@ -14,7 +14,7 @@ use super::simd::{KernelShape, Level, WithKernel};
 /// Packed KV tiles of some (batch entry, KV head) pairs; f32 for every storage type.
 #[derive(Debug, Default)]
 pub(super) struct PackedKeys {
-    /// Which tiles.
+    /// The range of the tiles.
     pub(super) tiles: Range<u32>,
     /// The first (batch · KV heads + KV head), how many of them, and the number of KV heads.
     first: usize,
@@ -80,7 +80,8 @@ impl PackedKeys {
             .zip(self.finite.par_iter_mut())
             .enumerate()
             .for_each(|(i, ((k, v), finite))| {
-                // Heads of a token are adjacent in memory: packing them one after the other uses what the core prefetched.
+                // Heads of a token are adjacent in memory, so packing them one after the other uses the core's
+                // prefetched data.
                 let head = heads.start + i % heads.len();
                 let tile = tiles.start + (i / heads.len()) as u32;
                 if wanted(head / kv_heads, tile) {

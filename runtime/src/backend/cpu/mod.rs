@@ -4,11 +4,13 @@
 //! them (module `keys`), the scheduler hands Q tiles to rayon's pool longest first (module `attend`), and results depend neither on the number of threads nor on timing.
 //!
 //! The tiles are not multiplied by a GEMM crate. On one AVX2 core with a peak of 102 GFLOP/s and tiles of 96 × 120, in
-//! one process: `gemm` 0.19 reached 75 to 78 GFLOP/s in K·Qᵀ and 90 to 92 in Vᵀ·P, module `kernel` 95 to 101 and 98;
-//! and its operands stay packed, scores get their mask and maximum while in registers, and nothing is unsafe.
+//! one process: `gemm` 0.19 reached 75 to 78 GFLOP/s in K·Qᵀ and 90 to 92 in Vᵀ·P, module `kernel` 95 to 101 and 98.
+//! Also, the operands of `kernel` stay packed, the mask and the maximum are applied to scores in registers, and no code
+//! is unsafe.
 //!
-//! A row whose visible logits are all −∞ counts as a row that saw no key (o = 0, lse = −∞): that follows from the finite
-//! `m` of an empty state, however the keys are cut into blocks. A logit of +∞ or NaN makes its row NaN.
+//! A row whose visible logits are all −∞ counts as a row that saw no key (o = 0, lse = −∞). This follows from the
+//! finite `m` of an empty state, and does not depend on how the keys are cut into blocks. A logit of +∞ or NaN makes
+//! its row NaN.
 
 mod attend;
 mod buffer;
@@ -177,7 +179,7 @@ impl Backend for CpuBackend {
     }
 }
 
-/// Of `pool`, or of the process's.
+/// The number of threads of `pool`, or of the process's pool.
 fn threads(pool: Option<&rayon::ThreadPool>) -> usize {
     pool.map_or_else(rayon::current_num_threads, rayon::ThreadPool::current_num_threads)
 }

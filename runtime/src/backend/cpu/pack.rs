@@ -34,7 +34,7 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// One head of one row: itself, or converted into `space`, which has its length.
+    /// One head of one row: the row itself, or a converted copy in `space`, which has its length.
     fn row<'s>(&self, [batch, row, head]: [usize; 3], space: &'s mut [f32]) -> &'s [f32]
     where
         'a: 's,
@@ -72,7 +72,7 @@ pub(super) fn pack_lanes(
     // A few elements of all rows, then the next few: the rows' cache misses overlap.
     for (d, into) in (0..dim).step_by(8).zip(into.chunks_exact_mut(8 * lanes)) {
         for (lane, sources) in (0..).step_by(4).zip(sources.as_chunks::<4>().0) {
-            // Loops, not array::map, which the compiler leaves out of line.
+            // Loops instead of array::map, because the compiler does not inline array::map.
             let mut block = [[0.0; 8]; 4];
             for (to, row) in block.iter_mut().zip(sources) {
                 if let Some(row) = row.get(d..d + 8) {

@@ -34,8 +34,8 @@ impl<'a> PairRows<'a> {
         Self { elements, layout: pairs.layout }
     }
 
-    /// `into[key · lanes + lane]` = what row `first + lane` adds to its base-2 logit of the key at `positions[key]`; −∞
-    /// hides it. Lanes from `rows` on mean nothing. Returns whether any of the rows sees any of the keys.
+    /// `into[key · lanes + lane]` = the term of row `first + lane` for its base-2 logit of the key at `positions[key]`;
+    /// −∞ hides the key. Lanes from `rows` on have no meaning. Returns whether any of the rows sees any of the keys.
     #[inline(always)]
     pub(super) fn terms(
         &self,
@@ -100,7 +100,7 @@ impl Rows<'_> {
         seen[..self.starts.len()].iter().any(|seen| *seen != 0)
     }
 
-    /// Where eight positions follow each other, eight elements of each row.
+    /// If eight positions are consecutive, eight elements of each row.
     #[inline(always)]
     fn bias<E: Copy>(&self, all: &[E], f32_of: impl Fn(&[E; 8]) -> [f32; 8], into: &mut [f32]) -> bool {
         let lanes = self.lanes;
@@ -114,7 +114,7 @@ impl Rows<'_> {
                     let at = start + first;
                     *row = match all.get(at..at + 8).and_then(<[E]>::first_chunk) {
                         Some(elements) if follow => f32_of(elements),
-                        // Elements one by one; those behind the last position mean nothing.
+                        // Elements one by one; the elements behind the last position have no meaning.
                         _ => f32_of(&std::array::from_fn(|i| {
                             all[start + positions[i.min(positions.len() - 1)] as usize]
                         })),
@@ -133,7 +133,7 @@ impl Rows<'_> {
     }
 }
 
-/// −∞ hides, and stays what it is; other numbers are kept where their product is finite.
+/// −∞ hides a key, and stays −∞. Other numbers are limited so that their product is finite.
 #[inline(always)]
 fn base_2(bias: f32) -> f32 {
     let least = if bias < LEAST_BIAS && bias > f32::NEG_INFINITY { LEAST_BIAS } else { bias };

@@ -61,7 +61,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                 }
                 continue;
             }
-            // In memory, for an index that is not constant would keep the fast path's scores out of registers too.
+            // In memory: an index that is not constant would keep the scores of the fast path out of registers too.
             for (key, (s, position)) in (from..).zip(stored.iter_mut().zip(positions)) {
                 if let Some(cap) = self.softcap {
                     let cap = simd.splat_f32s(cap * std::f32::consts::LOG2_E);
@@ -89,8 +89,8 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             }
         }
 
-        // A maximum that grew by little is not worth a rescaling of o: weights then exceed 1, by a factor that f32 has
-        // room for (the idea of FlashAttention-4).
+        // A small growth of the maximum does not justify a rescaling of o. The weights then exceed 1, by a factor for
+        // which f32 has room (the idea of FlashAttention-4).
         let mut grew = false;
         for (m, old) in m.iter_mut().zip(&self.ml[0]) {
             let far = simd.less_than_f32s(simd.add_f32s(*old, simd.splat_f32s(SLACK)), *m);
@@ -135,7 +135,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         }
     }
 
-    /// The keys of the tile that any row sees, and the test for those that not every row sees.
+    /// The keys of the tile that any row sees, and the test for keys that some rows do not see.
     #[inline(always)]
     fn visible(
         &self,
@@ -156,7 +156,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             lo: spans.iter().map(|span| span.lo).max()?,
             hi: spans.iter().map(|span| span.hi).min()?,
         };
-        // Scores come in groups of MR keys, of which all those before the range's end are looked at.
+        // Scores are computed in groups of MR keys. All groups that begin before the end of the range are computed.
         let looked_at = first / MR * MR..(last + 1).next_multiple_of(MR).min(positions.len());
         if positions[looked_at].iter().all(|p| common.sees(*p)) {
             return Some((range, None));
@@ -203,7 +203,7 @@ fn weigh<S: Simd, const NV: usize, const KEYS: usize>(
     }
 }
 
-/// As [`add_outer_products`], leaving alone what a row does not see: 0 · NaN is NaN.
+/// As [`add_outer_products`], but skips keys that a row does not see: 0 · NaN is NaN.
 #[inline(always)]
 fn add_where_seen<S: Simd, const MR: usize, const NV: usize>(
     simd: S,

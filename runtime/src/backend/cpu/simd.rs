@@ -16,7 +16,7 @@ impl Level {
     /// The best one that this machine has.
     pub(super) fn detect() -> Self {
         Self::of(match Arch::new() {
-            // Not pulp's one lane at a time: four at a time become whatever vectors the target has.
+            // pulp's scalar level has one lane. Groups of four lanes compile to the vectors of the target.
             Arch::Scalar => None,
             arch => Some(arch),
         })

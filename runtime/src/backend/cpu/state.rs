@@ -100,7 +100,7 @@ pub(super) fn finalize(
                         *lse = sink.unwrap_or(f32::NEG_INFINITY);
                         continue;
                     }
-                    // What m, l and a are once the sink has been met; a loses `weight` on the way.
+                    // m, l and a after the sink is merged; a is multiplied by `weight`.
                     let (m, l, weight) = match sink {
                         None => (m, l, 1.0),
                         Some(sink) => {
@@ -111,7 +111,7 @@ pub(super) fn finalize(
                     };
                     *lse = m + l.ln();
                     for (space, a) in space.iter_mut().zip(a) {
-                        // Zero is added, for zeros are to have no sign: which they have depends on what was merged.
+                        // Adding zero removes the sign of zeros: the sign depends on the order of the merges.
                         *space = a * weight / l + 0.0;
                     }
                     match dtype {
@@ -139,7 +139,7 @@ fn weights(ours: [f32; 2], theirs: [f32; 2]) -> Weights {
     } else if empty(ours) {
         Weights::TakeTheirs
     } else {
-        // A row that saw +∞ or NaN has NaN in l already; whatever these weights are, it keeps it.
+        // A row that saw +∞ or NaN has NaN in l already; with any weights l stays NaN.
         let m = ours[0].max(theirs[0]);
         Weights::Both { m, ours: (ours[0] - m).exp(), theirs: (theirs[0] - m).exp() }
     }

@@ -100,10 +100,10 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// Cuts a call that does not fit the device's bindings: by batch entries, then rows, then keys. Keys are also cut where
-    /// the number of Q tiles that keeps the device busy would take longer than a piece may.
+    /// Cuts a call that does not fit the device's bindings: by batch entries, then rows, then keys. Keys are also cut
+    /// if, with all keys, the number of Q tiles that keeps the device busy would take longer than a piece may.
     ///
-    /// The cuts depend on shapes and on the kind of device only, not on measured times: storing a state and loading it
+    /// The cuts depend only on shapes and on the kind of device, not on measured times: storing a state and loading it
     /// again rounds it, and the same call must give the same bytes.
     fn regions(&self) -> Vec<Region> {
         let limit = self.backend.gpu.window_bytes();
@@ -266,8 +266,8 @@ impl Pieces {
         }
     }
 
-    /// The next items, at least one, with about `budget` floating-point operations; and the operations that they have. Skips
-    /// items without work at both ends.
+    /// The next items, at least one, with about `budget` floating-point operations; and their number of operations.
+    /// Skips items without work at both ends.
     fn next(&mut self, budget: f64) -> Option<(Range<u64>, f64)> {
         while self.next < self.items && self.flops(self.next) == 0.0 {
             self.next += 1;

@@ -50,7 +50,8 @@ impl WgpuBackend {
     /// The key in a [`TuningTable`](super::TuningTable) of the choice for a state of this shape.
     ///
     /// # Errors
-    /// [`Error::Request`] for a head dim that no kernel has, and for so few rows that there is nothing to choose.
+    /// [`Error::Request`] for a head dim that no kernel has, and for a number of rows so small that there is nothing to
+    /// choose.
     pub fn tuning_key(&self, dtype: Dtype, shape: StateShape) -> Result<TuningKey> {
         let head_dim = checked_dim(shape.dim)?;
         let bucket = ShapeBucket::of(shape).ok_or_else(|| {

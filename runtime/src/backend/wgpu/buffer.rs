@@ -11,8 +11,8 @@ pub struct WgpuBuffer {
     pub(super) _lease: Lease,
 }
 
-/// Frees the memory at once. A browser otherwise leaves that to its garbage collector, which does not know the size. Work that
-/// was submitted still completes.
+/// Frees the memory at once. Otherwise a browser frees it by its garbage collector, which does not know the size.
+/// Submitted work still completes.
 #[cfg(target_arch = "wasm32")]
 impl Drop for WgpuBuffer {
     fn drop(&mut self) {

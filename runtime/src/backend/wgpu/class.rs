@@ -1,8 +1,8 @@
-//! Which kind of device an adapter is.
+//! The kind of device of an adapter.
 
 use crate::backend::DeviceClass;
 
-/// The kind of a device, from what its driver says.
+/// The kind of a device, from the information of its driver.
 pub(super) fn class(info: &wgpu::AdapterInfo) -> DeviceClass {
     match info.device_type {
         wgpu::DeviceType::Cpu => DeviceClass::SoftwareGpu,

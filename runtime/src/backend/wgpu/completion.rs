@@ -22,7 +22,7 @@ impl Done {
 pub(super) fn done(queue: &wgpu::Queue, loss: Loss) -> Done {
     let (sender, receiver) = oneshot::channel();
     queue.on_submitted_work_done(move || {
-        // The receiver may be gone; then nothing needs the answer.
+        // The receiver may be dropped; then nothing needs the result.
         let _ = sender.send(now_s());
     });
     Done { receiver, loss }
@@ -95,7 +95,7 @@ mod native {
             self.0.changed.notify_one();
         }
 
-        /// Ends the thread once all submissions in flight are done: a download may outlive its backend.
+        /// Ends the thread after all submissions in flight are done: a download may outlive its backend.
         pub(crate) fn close(&self) {
             self.0.lock().closed = true;
             self.0.changed.notify_one();
@@ -124,7 +124,7 @@ mod native {
 
         fn run(&self, device: &wgpu::Device, health: &Health) {
             while let Some(index) = self.next() {
-                // Without a time limit: where one passes, wgpu 30 may panic on a submission that has no commands.
+                // Without a time limit: when a limit expires, wgpu 30 may panic on a submission that has no commands.
                 let wait = wgpu::PollType::Wait { submission_index: Some(index), timeout: None };
                 // wgpu panics here when the device is lost while it waits.
                 match std::panic::catch_unwind(AssertUnwindSafe(|| device.poll(wait))) {

@@ -115,8 +115,8 @@ struct Splits {
     keys: usize,
 }
 
-/// Keys of each split, where `keys` keys are read by `tiles` workgroups on a device that `target` workgroups keep busy. At
-/// most `most` splits, each a multiple of `unit` keys.
+/// Keys of each split, where `tiles` workgroups read `keys` keys and the device needs `target` workgroups to be busy.
+/// At most `most` splits, each a multiple of `unit` keys.
 fn splits(keys: usize, tiles: usize, target: usize, most: usize, unit: usize) -> Splits {
     let wanted = target.div_ceil(tiles).min(keys.div_ceil(SPLIT_KEYS.start));
     let count = wanted.max(keys.div_ceil(SPLIT_KEYS.end)).min(most).max(1);

@@ -95,7 +95,7 @@ impl Gpu {
 
     /// Ends the device. Every future that waits for it ends at once; its memory is freed when the work in flight is done.
     pub(super) fn destroy(&self) {
-        // First, so that no new work begins.
+        // First, so that no new work starts.
         self.health.lost("use the device", "WgpuBackend::destroy ended it".to_owned());
         {
             // Submitting runs callbacks, which read mapped memory; a destroyed device frees it under them.
@@ -199,8 +199,8 @@ impl Gpu {
         }
     }
 
-    /// Most bytes that the driver gives in one buffer, below `refused`, which it did not give. No driver reports the number, so
-    /// it is found by halving.
+    /// Most bytes that the driver gives in one buffer, below `refused`, a size that the driver refused. No driver
+    /// reports the number, so this function finds it by halving.
     pub(super) fn largest_bytes(&self, refused: u64) -> u64 {
         let sizes = std::iter::successors(Some(refused / 32 * 16), |size| Some(size / 32 * 16));
         let mut sizes = sizes.take_while(|size| *size > 0);

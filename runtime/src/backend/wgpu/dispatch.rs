@@ -95,13 +95,13 @@ impl Gpu {
         self.window(what, buffer, 0..buffer.bytes as u64)
     }
 
-    /// Bytes that a window can hold wherever it starts.
+    /// Bytes that fit a window at any start.
     pub(super) fn window_bytes(&self) -> u64 {
         self.limits.max_storage_buffer_binding_size
             - u64::from(self.limits.min_storage_buffer_offset_alignment).max(16)
     }
 
-    /// How `groups` workgroups are laid out: folded where they exceed what one dimension may have.
+    /// The layout of `groups` workgroups: they are folded if they exceed the limit of one dimension.
     pub(super) fn grid(&self, groups: u64) -> Result<Grid> {
         let most = u64::from(self.limits.max_compute_workgroups_per_dimension);
         let width = groups.clamp(1, most);

@@ -4,10 +4,10 @@
 //! bytes; the host copies out of it. The second copy is made in the driver's callback, natively mostly on the thread that
 //! polls the device: the rank's own thread is not blocked, and a dropped download also returns its staging buffer.
 //!
-//! Both copies are needed. Mapping the buffer itself, where memory is shared, would keep the device from using it until the
-//! bytes are no longer needed, and the block that is sent is the block that is being computed on. Handing out the mapped
-//! staging buffer instead of a copy of it is unsound: `wgpu::Device::destroy` frees the memory of mapped buffers under the views
-//! of them (wgpu 30; `release_gpu_resources` in wgpu-core).
+//! Both copies are needed. If memory is shared, the buffer itself could be mapped. But then the device could not use it
+//! until the bytes are no longer needed, and the device computes on the same block that is sent. To hand out the mapped
+//! staging buffer instead of a copy is unsound: `wgpu::Device::destroy` frees the memory of mapped buffers while views
+//! of them exist (wgpu 30; `release_gpu_resources` in wgpu-core).
 
 use std::fmt;
 use std::future::Future;
@@ -79,7 +79,7 @@ impl Download {
                 let _ = sender.send(bytes);
             }
         });
-        // Mapping begins after the copy's submission: have the device polled once more.
+        // Mapping begins after the copy's submission: this makes the poll thread poll the device once more.
         let _ = gpu.submit(None);
         let health = gpu.health.clone();
         Ok(Self(Box::pin(async move {

@@ -36,7 +36,7 @@ impl Budget {
     /// Takes `bytes` bytes out of the budget.
     ///
     /// # Errors
-    /// The bytes that are left, where that is less.
+    /// The number of bytes left, if it is less than `bytes`.
     pub(super) fn take(&self, bytes: u64) -> Result<Lease, u64> {
         let add = |held: u64| held.checked_add(bytes).filter(|sum| *sum <= self.most_bytes);
         match self.held_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add) {

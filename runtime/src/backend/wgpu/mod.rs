@@ -178,7 +178,7 @@ impl Backend for WgpuBackend {
 
     async fn wait(&self) -> Result<()> {
         self.gpu.check()?;
-        // An empty submission flushes writes that nothing was submitted after.
+        // An empty submission flushes writes without a later submission.
         let done = self.gpu.submit(None);
         done.finished().await;
         self.gpu.check()

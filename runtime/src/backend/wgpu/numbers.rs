@@ -25,8 +25,8 @@ pub(super) fn narrow(what: &str, value: usize) -> Result<u32> {
     })
 }
 
-/// A head dim that kernels are made for. [`AttentionProblem`](crate::AttentionProblem) checks it too; this is for callers of the
-/// backend alone.
+/// A head dim for which kernels exist. [`AttentionProblem`](crate::AttentionProblem) checks it too; this function is
+/// for direct callers of the backend.
 pub(super) fn checked_dim(dim: usize) -> Result<u32> {
     match u32::try_from(dim) {
         Ok(dim) if dim > 0 && dim.is_multiple_of(8) && dim <= MAX_HEAD_DIM => Ok(dim),

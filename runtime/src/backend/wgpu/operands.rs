@@ -106,7 +106,7 @@ pub(super) fn pair_kind(args: &Attend<'_, WgpuBuffer>) -> kyklos_shaders::Pairs 
     pairs_of(args.pairs.as_ref().map(|pairs| pairs.kind))
 }
 
-/// What kernels call a kind of attention bias tensor.
+/// The name that kernels use for a kind of attention bias tensor.
 pub(super) fn pairs_of(kind: Option<BiasKind>) -> kyklos_shaders::Pairs {
     match kind {
         None => kyklos_shaders::Pairs::None,
@@ -186,7 +186,7 @@ pub(super) fn units(layout: &Layout, unit: usize, window: Window<'_>) -> Result<
     Ok(units)
 }
 
-/// The factor on q, and with softcap what the tanh is multiplied by: both for logits in base-2 units.
+/// The factor on q, and with a softcap the factor on the tanh: both for logits in base-2 units.
 pub(super) fn factors(args: &Attend<'_, WgpuBuffer>) -> (f32, f32) {
     match args.softcap {
         Some(cap) => (args.scale / cap, cap * std::f32::consts::LOG2_E),

@@ -9,7 +9,8 @@ use kyklos_shaders::{AttendKernel, Kernel};
 use super::completion::Done;
 use crate::backend::DeviceClass;
 
-/// Seconds of one submission: short for a watchdog and for a user, long against the cost of submitting.
+/// Seconds of one submission: short enough for a watchdog and for a user, and long compared with the cost of
+/// submitting.
 const PIECE_S: f64 = 0.08;
 /// Most submissions in flight: one runs, one waits.
 const IN_FLIGHT: usize = 2;
@@ -17,7 +18,7 @@ const IN_FLIGHT: usize = 2;
 /// Fewest keys of a piece: with fewer, loading and storing the state would take a noticeable share of the time.
 const FEWEST_KEYS: usize = 2048;
 
-/// Measured speed, and what is in flight.
+/// Measured speed, and the submissions in flight.
 #[derive(Debug)]
 pub(super) struct Pace {
     /// Assumed speed before the first measurement.
@@ -83,7 +84,7 @@ impl Pace {
         keys.max(FEWEST_KEYS)
     }
 
-    /// Number of workgroups at which the splits of the keys aim. Does not depend on measurements.
+    /// Target number of workgroups for the splits of the keys. Does not depend on measurements.
     pub(super) fn decode_groups(&self) -> usize {
         self.decode_groups
     }

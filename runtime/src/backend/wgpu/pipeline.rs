@@ -20,7 +20,7 @@ pub(super) struct Pipeline {
 }
 
 impl Pipeline {
-    /// Compiles `kernel`. The driver tells of a fault through the device's error callback.
+    /// Compiles `kernel`. The driver reports a fault through the device's error callback.
     pub(super) fn compile(device: &wgpu::Device, kernel: Kernel) -> Self {
         let label = kernel.name();
         let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {

@@ -1,4 +1,4 @@
-//! Which bytes a range of batch entries and rows of a strided tensor covers, and how many fit one binding.
+//! The bytes that a range of batch entries and rows of a strided tensor covers, and how many of them fit one binding.
 
 use std::ops::Range;
 

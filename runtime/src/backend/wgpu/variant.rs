@@ -56,7 +56,7 @@ pub(super) struct Matrices {
 }
 
 impl Variants {
-    /// The variants that suit the device.
+    /// The variants that the backend chooses for the device.
     pub(super) fn auto(adapter: &wgpu::Adapter) -> Self {
         let family = broadcast(adapter).map_or(Family::Portable, Family::Broadcast);
         Self { family, choice: KernelChoice::Auto }
@@ -137,8 +137,8 @@ impl Variants {
         }
     }
 
-    /// Every variant that can be chosen for these tensors: first the built-in one, and in each family first the one that is
-    /// built in there. Those for matrix units only where the caller chose them by name (ADR 0008).
+    /// Every variant that can be chosen for these tensors: first the built-in one; in each family, first its built-in
+    /// variant. Variants for matrix units are included only if the caller chose them by name (ADR 0008).
     pub(super) fn choices(self, storage: Storage, head_dim: u32) -> Vec<AttendVariant> {
         let built_in = self.built_in(storage, head_dim);
         let others: Vec<_> = match (self.choice, self.family) {
@@ -197,8 +197,8 @@ impl Variants {
     /// Permission for the experimental ones among the features.
     pub(super) fn experimental(self) -> wgpu::ExperimentalFeatures {
         match self.family {
-            // SAFETY: the caller of this function only has to know that wgpu's support for these features may have bugs.
-            // They are used only where the caller asked for the cooperative kernel by name.
+            // SAFETY: the only condition is that the caller accepts possible bugs in wgpu's support for these features.
+            // They are used only if the caller asked for the cooperative kernel by name.
             Family::Cooperative(_) => unsafe { wgpu::ExperimentalFeatures::enabled() },
             Family::Portable | Family::Broadcast(_) => wgpu::ExperimentalFeatures::disabled(),
         }
@@ -207,7 +207,7 @@ impl Variants {
     /// Name for reports.
     pub(super) fn name(self) -> String {
         match (self.choice, self.family) {
-            // The tensors of a call decide which of the two it uses.
+            // The tensors of a call decide which of the two kernels the call uses.
             (KernelChoice::Exactly(variant), Family::Cooperative(_)) => {
                 format!("{} (f16), else portable", variant.name())
             }
@@ -255,7 +255,7 @@ fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
     let software = class(&info) == DeviceClass::SoftwareGpu;
     if !adapter.features().contains(MATRIX_FEATURES)
         || subgroup_size != info.subgroup_max_size
-        // Mesa's software driver lists matrices at every vector width, and crashes when one is used at another width than
+        // Mesa's software driver lists matrices at every vector width, and crashes on their use at another width than
         // 256 bits.
         || software && subgroup_size != 8
     {

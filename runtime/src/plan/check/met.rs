@@ -15,11 +15,11 @@ pub(super) struct MetKeys {
     met: Vec<u8>,
 }
 
-/// The keys that were not met, ascending, apart from each other.
+/// The keys outside the set, as ascending ranges that do not touch each other.
 pub(super) struct Gaps(Vec<Range<u32>>);
 
 impl MetKeys {
-    /// None of the keys `0..kv_len`.
+    /// The empty set, for the keys `0..kv_len`.
     pub(super) fn none(kv_len: u32) -> Self {
         Self { kv_len, ..Self::default() }
     }
@@ -46,7 +46,7 @@ impl MetKeys {
         None
     }
 
-    /// From the list to a byte for each key.
+    /// Converts the list to one byte for each key.
     fn write_out(&mut self) {
         if self.met.is_empty() {
             self.met = vec![0; self.kv_len as usize];
@@ -65,7 +65,7 @@ impl MetKeys {
         None
     }
 
-    /// Whether the set is just `keys`, each named once.
+    /// Whether the set is equal to `keys`, and `keys` names each key once.
     pub(super) fn are(&self, keys: &TokenRuns) -> bool {
         if self.met.is_empty() {
             return self.list == *keys;
@@ -98,7 +98,7 @@ impl MetKeys {
         again
     }
 
-    /// What is not in the set.
+    /// The keys outside the set.
     pub(super) fn gaps(&mut self) -> Gaps {
         self.write_out();
         let mut gaps: Vec<Range<u32>> = Vec::new();
@@ -128,7 +128,7 @@ impl Gaps {
     }
 }
 
-/// Without an early return, so that it is compiled to wide instructions; so is [`all`].
+/// Has no early return, so that it is compiled to wide instructions; the same holds for [`all`].
 fn any(met: &[u8]) -> bool {
     met.iter().fold(0, |any, met| any | met) == 1
 }

@@ -1,4 +1,4 @@
-//! What a proof knows of the buffers of one rank: which parts are written, which messages use them, which are freed.
+//! The facts that a proof keeps about the buffers of one rank: written parts, messages that use them, freed buffers.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -34,7 +34,7 @@ pub(super) struct Posted<'a> {
     pub(super) recvs: &'a [Recv],
 }
 
-/// Walks a plan and keeps, for every buffer, what has happened to it.
+/// Walks a plan and keeps the history of every buffer.
 pub(super) struct RankProof<'a> {
     pub(super) world: &'a World,
     pub(super) plan: &'a Plan,
@@ -112,7 +112,7 @@ impl<'a> RankProof<'a> {
         Ok(())
     }
 
-    /// The global tokens of a slice; nearly always all of its buffer's.
+    /// The global tokens of a slice; usually these are all tokens of its buffer.
     pub(super) fn tokens(&self, slice: &Slice) -> Cow<'a, TokenRuns> {
         let tokens = &self.plan.buffer(slice.buffer).tokens;
         match slice.tokens == (0..tokens.len()) {
@@ -194,7 +194,7 @@ impl<'a> RankProof<'a> {
     pub(super) fn peers(&self, peers: impl ExactSizeIterator<Item = u32> + Clone, verb: &str) -> Result<()> {
         let wrong = |peer: &u32| *peer == self.plan.rank || *peer >= self.world.mesh.world();
         let mut known = BTreeSet::new();
-        // A ring has one peer each way, which needs no list.
+        // A ring has one peer in each direction, which needs no list.
         let twice = match peers.len() {
             0 | 1 => None,
             _ => peers.clone().find(|peer| !known.insert(*peer)),

@@ -9,7 +9,7 @@ use super::world::{RankCheck, check};
 use crate::plan::{BufferId, Content, StepProgress, World};
 use crate::{Error, Result, TokenRuns};
 
-/// The buffers of a rank after some of its steps, beside its inputs.
+/// The buffers of a rank after some of its steps, without its inputs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemainingBuffers {
     /// Complete blocks of keys and values, as they arrived or as the rank converted them.
@@ -29,7 +29,7 @@ pub fn remaining_buffers(world: &World, rank: Rank, reached: &StepProgress) -> R
 }
 
 impl RankProof<'_> {
-    /// The buffers after the completed steps, each of which is proved on the way.
+    /// The buffers after the completed steps. Each step is proved on the way.
     fn until(mut self, reached: &StepProgress) -> Result<RemainingBuffers> {
         self.declarations()?;
         let Some(steps) = self.plan.steps.get(..reached.steps) else {
@@ -71,9 +71,10 @@ impl RankProof<'_> {
     }
 }
 
-/// Proves that `repair` completes for `ranks` the operation that they began with the plans of `before`, where `reached` is the
-/// progress of each: it is about the same problem, every rank keeps its tokens, every kept buffer was left, and [`check`]
-/// holds from there on. So every visible pair of a surviving row is met exactly once, before or after.
+/// Proves that `repair` completes for `ranks` the operation that they began with the plans of `before`, where `reached`
+/// is the progress of each rank: the problem is the same, every rank keeps its tokens, every kept buffer exists after
+/// the interrupted run, and [`check`] holds from there on. So the rows of survivors meet every visible pair exactly
+/// once, before or after.
 ///
 /// # Errors
 /// [`Error::Plan`] that says which rank and what is wrong; ranks are those of `repair`.

@@ -21,7 +21,8 @@ impl RankProof<'_> {
         }
     }
 
-    /// Every key that a row of `state` can see has been met once; keys that were not met are invisible to all rows.
+    /// Checks that every key that a row of `state` can see has been met once; keys that were not met are invisible to
+    /// all rows.
     pub(super) fn every_visible_key_once(&mut self, state: BufferId) -> Result<()> {
         let problem = &self.world.problem;
         let gaps = self.lives[state.0].met.gaps();
@@ -40,7 +41,7 @@ impl RankProof<'_> {
         Ok(())
     }
 
-    /// `id` can be used as a running state; its first use declares it empty.
+    /// Checks that `id` can be used as a running state; the first use of a state declares it empty.
     pub(super) fn state(&mut self, id: BufferId) -> Result<()> {
         self.exists(id)?;
         if self.plan.buffer(id).content != Content::State {
@@ -59,7 +60,7 @@ impl RankProof<'_> {
         Ok(())
     }
 
-    /// A state is sent: whole, with the keys that it declares, and it is not used again.
+    /// Checks that a state is sent whole, with the keys that it declares, and is not used again.
     pub(super) fn send_state(&mut self, part: &Slice) -> Result<()> {
         self.in_bounds(part)?;
         let id = part.buffer;
@@ -76,7 +77,7 @@ impl RankProof<'_> {
         Ok(())
     }
 
-    /// A state is received, or kept: it has met the keys that it declares.
+    /// Marks a state as received, or kept: it has met the keys that it declares.
     pub(super) fn receive_state(&mut self, id: BufferId) -> Result<()> {
         if self.lives[id.0].live {
             return self.fault(format!("{} is received into", self.name(id)));

@@ -8,7 +8,7 @@ use kyklos_transport::Rank;
 use crate::plan::{BufferId, Content, Plan, Recv, Send, Slice, Step, World};
 use crate::{Error, Result, TokenRuns};
 
-/// Every message that is sent is received, and holds what the receiver declared.
+/// Checks that every message that is sent is received, and holds the content that the receiver declared.
 pub(super) fn messages_meet(world: &World) -> Result<()> {
     let mut inboxes: Vec<Vec<Message<'_>>> = world.plans.iter().map(|_| Vec::new()).collect();
     for plan in &world.plans {
@@ -20,7 +20,7 @@ pub(super) fn messages_meet(world: &World) -> Result<()> {
     }
     let mut never_received = Vec::new();
     for (plan, inbox) in world.plans.iter().zip(&mut inboxes) {
-        // One exchange has at most one message from each rank, so none is found twice.
+        // One exchange has at most one message from each rank, so no message is found twice.
         inbox.sort_unstable_by_key(Message::key);
         let mut received = 0;
         for (step, id, _, recvs) in exchanges(plan) {
@@ -82,7 +82,7 @@ pub(super) fn messages_meet(world: &World) -> Result<()> {
 struct Message<'a> {
     id: u32,
     from: u32,
-    /// The sender's.
+    /// The step of the sender.
     step: usize,
     parts: &'a [Slice],
 }
@@ -104,7 +104,7 @@ fn exchanges(plan: &Plan) -> impl Iterator<Item = (usize, u32, &[Send], &[Recv])
 /// Runs all plans in step: a wait passes when every message of its exchange has been posted on the other side too.
 pub(super) fn no_rank_waits_for_ever(world: &World) -> Result<()> {
     let schedules: Vec<Schedule<'_>> = world.plans.iter().map(Schedule::new).collect();
-    // What a rank has posted is what lies behind the step it is at.
+    // A rank has posted exactly the exchanges before its current step.
     let mut at = vec![0; world.plans.len()];
     loop {
         let mut moved = false;

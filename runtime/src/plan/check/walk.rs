@@ -31,7 +31,7 @@ impl<'a> RankProof<'a> {
         }
     }
 
-    /// The rank's own buffers are as the placement says, and its inputs are written from the start.
+    /// Checks that the rank's own buffers agree with the placement. Its inputs are written from the start.
     pub(super) fn declarations(&mut self) -> Result<()> {
         let (problem, rank) = (&self.world.problem, Rank(self.plan.rank));
         for (index, buffer) in self.plan.buffers.iter().enumerate() {
@@ -152,7 +152,7 @@ impl<'a> RankProof<'a> {
                         (posted.sends, posted.recvs)
                     }
                 };
-                // Only these buffers; a plan has many buffers and many waits.
+                // Only the buffers of this exchange: a plan has many buffers and many waits.
                 for part in sends.iter().flat_map(|send| &send.parts) {
                     self.lives[part.buffer.0].sending.retain(|sending| sending != id);
                 }
@@ -207,7 +207,7 @@ impl<'a> RankProof<'a> {
         }
     }
 
-    /// The rows of the attention bias tensor are written, and are those of the queries.
+    /// Checks that the rows of the attention bias tensor are written, and belong to the same queries.
     fn pairs(&self, q: &Slice, pairs: Option<&Slice>) -> Result<()> {
         let (tensor, slice) = match (self.world.problem.bias, pairs) {
             (None, None) => return Ok(()),
@@ -232,7 +232,7 @@ impl<'a> RankProof<'a> {
         Ok(())
     }
 
-    /// Keys and values become the same keys and values in the other format.
+    /// Checks that keys and values become the same keys and values in the other format.
     fn convert(&mut self, from: &Slice, into: BufferId) -> Result<()> {
         self.not_empty(from)?;
         self.exists(into)?;

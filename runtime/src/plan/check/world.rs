@@ -45,7 +45,7 @@ pub fn check(world: &World) -> Result<Vec<RankCheck>> {
     Ok(checks)
 }
 
-/// Every token has exactly one owner, but replicated and lost tokens, which have none.
+/// Checks that every token has exactly one owner, except replicated and lost tokens, which have none.
 fn owners(world: &World) -> Result<()> {
     for (what, placement, total, lost) in [
         ("query", &world.q_placement, world.problem.q_len, &world.lost.queries),
