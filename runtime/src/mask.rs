@@ -155,7 +155,7 @@ impl Mask {
         Self { slices: SliceUnions::of(slices), ..Self::default() }
     }
 
-    /// Whether every query sees every key, whatever the lengths.
+    /// Whether every query sees every key, for any lengths.
     pub fn is_full(&self) -> bool {
         *self == Self::default()
     }

@@ -129,7 +129,7 @@ impl Placement {
         self.mesh
     }
 
-    /// The tokens that every rank holds, before those that it owns.
+    /// The tokens that every rank holds. In each rank's list they come before its own tokens.
     pub fn replicated(&self) -> &TokenRuns {
         &self.replicated
     }

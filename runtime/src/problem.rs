@@ -44,8 +44,8 @@ pub struct AttentionProblem {
     /// device the result is then the same, byte for byte, on any mesh. Costs a state for each tile, and shards must begin and end
     /// with tiles.
     pub fixed_order: bool,
-    /// Replicated keys: every rank holds them from the start, such as those of a prompt beside an image that is split. They are
-    /// never sent, and every row meets them once, on its own rank. Empty: each key has one owner.
+    /// Replicated keys: every rank holds them from the start. An example is the keys of a prompt beside an image that
+    /// is split. They are never sent, and every row meets them once, on its own rank. Empty: each key has one owner.
     pub replicated: Range<u32>,
 }
 

@@ -5,8 +5,8 @@ use crate::named::named_enum;
 
 /// Passes the list to the macro `$then`: here it becomes [`Strategy`], in `strategy/registry.rs` the map to the facts.
 ///
-/// **To add a strategy, add a line here**: variant, name, module in `strategy/`, what it does. The order is that of
-/// [`Strategy::ALL`]; a strategy whose plans may equal those of another one comes behind it.
+/// **To add a strategy, add a line here**: variant, name, module in `strategy/`, summary. The order is that of
+/// [`Strategy::ALL`]. If the plans of a strategy may equal the plans of another one, it must come after that one.
 macro_rules! strategies {
     ($then:ident) => {
         $then! {

@@ -140,7 +140,7 @@ impl Run {
         (0..count).map(move |i| start + i * stride)
     }
 
-    /// The last token of the run, of which there is at least one.
+    /// The last token of the run; the run must not be empty.
     pub(crate) fn last(&self) -> u32 {
         self.start + (self.count - 1) * self.stride
     }

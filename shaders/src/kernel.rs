@@ -1,4 +1,4 @@
-//! The catalogue: which kernels there are, what they bind and which features they need.
+//! The catalogue: the kernels, their bindings and the features that they need.
 
 use crate::uniforms::{
     AttendParams, CodesParams, ConvertParams, DecodeParams, FinalizeParams, MergeParams, MergePartsParams,
@@ -38,7 +38,7 @@ pub enum Kernel {
         /// 32-bit words that one thread copies: 1 or 4.
         words: u32,
     },
-    /// Elements from one storage type to another, of which one is f32; 8 elements for each thread.
+    /// Converts elements from one storage type to another; one of the two types is f32. 8 elements for each thread.
     Convert {
         /// Type of the source.
         from: Storage,

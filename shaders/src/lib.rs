@@ -6,8 +6,10 @@
 //! - A [`Kernel`] is a value; [`Kernel::source`] is its text, [`Kernel::bindings`] and [`Kernel::uniform`] are its
 //!   interface, [`Kernel::workgroup_size`] and [`Kernel::workgroup_bytes`] its demands. The same value gives the same
 //!   text.
-//! - All kernels but those that [`Kernel::needs_subgroups`] stay within WebGPU's default limits and need no feature.
-//! - For few query rows there are other kernels: [`Kernel::Decode`] splits the keys over workgroups, each of which takes
+//! - All kernels stay within WebGPU's default limits and need no feature, except if [`Kernel::needs_subgroups`] is
+//! true.
+//! - For few query rows there are other kernels: [`Kernel::Decode`] splits the keys over workgroups. Each workgroup
+//! takes
 //!   all rows that share a KV head, and [`Kernel::MergeParts`] merges their partial states into the running state.
 //! - The kernels for software drivers ([`Kernel::reads_textures`]) read k and v from read-only storage textures: x = KV head · units of a head + unit,
 //!   y = (batch entry − `batch_first`) · `k_batch` (or `v_batch`) + key − `key_begin`.

@@ -13,7 +13,7 @@ use naga::back::{hlsl, msl, spv};
 /// WebGPU's default limits.
 const MAX_STORAGE_BUFFERS: usize = 8;
 const MAX_WORKGROUP_BYTES: u32 = 16384;
-/// What every native platform with matrix units has.
+/// Workgroup memory of every native platform with matrix units, in bytes.
 const NATIVE_WORKGROUP_BYTES: u32 = 32768;
 const MAX_INVOCATIONS: u32 = 256;
 

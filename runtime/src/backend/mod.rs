@@ -76,7 +76,8 @@ pub trait Backend {
     /// [`Error::Device`].
     fn write(&self, buffer: &mut Self::Buffer, offset: usize, data: &[u8]) -> Result<()>;
 
-    /// Starts to copy `range` (bytes) to the host: the present contents, not those of work that is submitted later.
+    /// Starts to copy `range` (bytes) to the host: the present contents, without the effects of work that is submitted
+    /// later.
     /// Takes the buffer mutably so that a host backend can share the memory instead of copying it.
     fn download(&self, buffer: &mut Self::Buffer, range: std::ops::Range<usize>) -> Self::Download;
 

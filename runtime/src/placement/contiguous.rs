@@ -1,4 +1,4 @@
-//! Every shard holds the tokens next to those of the shard before.
+//! Every shard holds the tokens that follow the tokens of the shard before it.
 
 use super::kind::{Dealt, KindFacts, ShardShape};
 use crate::{Result, TokenRuns};

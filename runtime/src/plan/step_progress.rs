@@ -5,20 +5,22 @@ use kyklos_transport::Rank;
 use super::step::{BufferId, Plan};
 use crate::{Error, Result};
 
-/// The progress of a rank in a plan when its operation was interrupted. Since every rank knows every plan, this says what
-/// the rank has computed and what it holds, see [`remaining_buffers`](super::remaining_buffers()).
+/// The progress of a rank in a plan when its operation was interrupted. Since every rank knows every plan, the progress
+/// tells the other ranks which results and buffers the rank holds, see
+/// [`remaining_buffers`](super::remaining_buffers()).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepProgress {
-    /// The operation. A rank that has not begun one has done no steps of operation 0.
+    /// The operation. A rank that has not started any operation has done no steps of operation 0.
     pub op: u64,
     /// Completed steps.
     pub steps: usize,
-    /// Buffers, ascending, that arrived completely in exchanges for which those steps have not waited.
+    /// Buffers, ascending, that arrived completely in exchanges on which the rank has not waited in those steps.
     pub arrived: Vec<BufferId>,
 }
 
 impl StepProgress {
-    /// Sets ranks that have not begun the last operation of any rank to no progress in that operation.
+    /// For ranks that have not started the last operation of any rank: sets their progress to no steps of that
+    /// operation.
     pub fn align_operations(all: &mut [Self]) {
         let last = all.iter().map(|reached| reached.op).max().unwrap_or(0);
         for reached in all {

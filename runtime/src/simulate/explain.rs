@@ -10,7 +10,7 @@ use super::prediction::{Prediction, RankPrediction};
 use crate::plan::{bytes, table};
 use crate::{AttentionProblem, Result, Split};
 
-/// Priced candidates as a table: the prediction of each, or its refusal.
+/// Priced candidates as a table: for each one its prediction or its refusal.
 pub fn explain_choice(priced: &[Priced]) -> String {
     let mut rows = Vec::new();
     for Priced { candidate, verdict } in priced {

@@ -1,9 +1,9 @@
 //! Queries travel to the keys along a tree. Running states travel back along it, and are merged on the way.
 //!
-//! As [`pass_q`](super::pass_q), but each shard sends a shard's queries on to further shards, and partial results are
-//! merged on the way back. The owner of the queries sends and receives log₂ R messages instead of R − 1, after log₂ R
-//! latencies instead of one. All ranks together send the same bytes. For queries of one rank, such as a token that is
-//! decoded, over the keys of many ranks (Shyam et al. 2024, arXiv 2408.04093).
+//! As [`pass_q`](super::pass_q), but the shards on the way forward the queries of a shard to further shards, and merge
+//! partial results on the way back. The owner of the queries sends and receives log₂ R messages instead of R − 1, after
+//! log₂ R latencies instead of one. All ranks together send the same bytes. For queries of one rank, such as a token
+//! that is decoded, over the keys of many ranks (Shyam et al. 2024, arXiv 2408.04093).
 //!
 //! Each shard is the root of one tree, at position 0; the shard `p` shards ahead of it is at position p. The parent of a
 //! position is the position without its lowest set bit, so the subtree of p is p and the positions that follow it. An exchange is numbered by

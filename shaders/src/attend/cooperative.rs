@@ -169,7 +169,7 @@ let weight_at = own_weights + own_row * {}u;",
                 self.load('A', "&weights[own_weights]", weight_stride(self.keys))
             ));
         }
-        // The state, if the rows of this lane have one.
+        // The lanes of part 0 set the flag of each row that has a state.
         t.block("if (part == 0u)", |t| {
             t.line(format!(
                 "row_flags[subgroup * {size}u + own_row] = select(0u, 1u, row_exists && ml.x != EMPTY_M);"

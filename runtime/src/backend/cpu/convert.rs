@@ -185,7 +185,7 @@ fn size(x: f32) -> f32 {
     if x.is_finite() { x.abs() } else { 0.0 }
 }
 
-/// 0 where it would be subnormal: devices may flush those.
+/// 0 if the scale would be subnormal: devices may flush subnormal numbers.
 fn scale_for(largest: f32) -> f32 {
     let scale = largest / 127.0;
     if scale < f32::MIN_POSITIVE { 0.0 } else { scale }

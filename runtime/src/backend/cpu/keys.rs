@@ -51,7 +51,8 @@ impl PackedKeys {
         tile_lines(call, shape).iter().sum::<usize>() * size_of::<Line>()
     }
 
-    /// Packs those of the tiles `tiles` for which `wanted` is true, of the heads `heads` (batch · KV heads + KV head).
+    /// Packs the tiles of the range `tiles` for which `wanted` is true, of the heads `heads` (batch · KV heads + KV
+    /// head).
     pub(super) fn pack(
         &mut self,
         level: Level,

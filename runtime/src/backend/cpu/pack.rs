@@ -130,7 +130,8 @@ pub(super) fn pack_keys<const MR: usize>(
     }
 }
 
-/// `into[d / MR][key][d % MR]`, `stride` keys to a group, the last group padded with 0. Says whether every element is finite.
+/// `into[d / MR][key][d % MR]`, `stride` keys to a group, the last group padded with 0. Returns whether every element
+/// is finite.
 #[inline(always)]
 pub(super) fn pack_values<const MR: usize>(
     tensor: &Tensor<'_>,

@@ -140,5 +140,5 @@ fn base_2(bias: f32) -> f32 {
     least * std::f32::consts::LOG2_E
 }
 
-/// As [`BiasKind::Additive`] says.
+/// The limit that [`BiasKind::Additive`] documents.
 const LEAST_BIAS: f32 = -1e38;

@@ -19,7 +19,7 @@ pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
     pub(super) ml: &'a mut [[S::f32s; NV]],
     /// `[key]`, space.
     pub(super) scores: &'a mut [[S::f32s; NV]],
-    /// `[key]`, what is added to the scores; −∞ hides a key.
+    /// `[key]`, the terms that are added to the scores; −∞ hides a key.
     pub(super) terms: Option<&'a [[S::f32s; NV]]>,
     /// The span of each row; `None` where every row sees every key of the tile.
     pub(super) spans: Option<&'a [RowSpan]>,

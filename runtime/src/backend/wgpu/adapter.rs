@@ -45,7 +45,7 @@ impl WgpuBackend {
         Self::with_options(index, &WgpuOptions::default())
     }
 
-    /// Opens the device of this index as `options` say.
+    /// Opens the device of this index with the settings in `options`.
     ///
     /// # Errors
     /// As [`Self::new`]; [`Error::Request`] when the device cannot run the kernel asked for.

@@ -44,7 +44,7 @@ pub(super) async fn attend(
     Ok(())
 }
 
-/// What all pieces of a call share.
+/// Data that all pieces of a call share.
 struct Call<'a> {
     backend: &'a WgpuBackend,
     args: &'a Attend<'a, WgpuBuffer>,

@@ -86,7 +86,7 @@ fn shared_heads(kv_head_of: &[u32]) -> usize {
     })
 }
 
-/// What all pieces of the call share.
+/// Data that all pieces of the call share.
 pub(super) struct Decode<'a> {
     backend: &'a WgpuBackend,
     args: &'a Attend<'a, WgpuBuffer>,

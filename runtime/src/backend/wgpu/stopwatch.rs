@@ -11,7 +11,7 @@ pub(super) struct Stopwatch {
     set: wgpu::QuerySet,
     /// Nanoseconds of a tick.
     period_ns: f32,
-    /// Passes begun since the last reading; more than [`PASSES`] when some were not kept.
+    /// Passes started since the last reading; more than [`PASSES`] if the times of some passes were not kept.
     passes: Mutex<u32>,
 }
 
@@ -57,7 +57,7 @@ impl Stopwatch {
         encoder.resolve_query_set(&self.set, 0..2 * passes, into, 0);
     }
 
-    /// Seconds from the first begin to the last end. `ticks` are what [`Self::resolve`] wrote.
+    /// Seconds from the first begin to the last end. `ticks` is the output of [`Self::resolve`].
     pub(super) fn seconds(&self, ticks: &[u64]) -> Option<f64> {
         span_ticks(ticks).map(|ticks| {
             #[expect(clippy::cast_precision_loss, reason = "a span of ticks, far below 2^52")]

@@ -81,13 +81,13 @@ impl TuningTable {
         &self.entries
     }
 
-    /// Adds an entry. Replaces entries with the same key, also those of other kernel texts.
+    /// Adds an entry. Replaces entries with the same key, also entries for other kernel texts.
     pub fn set(&mut self, entry: TuningEntry) {
         self.forget(&entry.key);
         self.entries.push(entry);
     }
 
-    /// Removes the entries with this key, also those of other kernel texts.
+    /// Removes the entries with this key, also entries for other kernel texts.
     pub fn forget(&mut self, key: &TuningKey) {
         self.entries.retain(|entry| TuningKey { sources: key.sources.clone(), ..entry.key.clone() } != *key);
     }

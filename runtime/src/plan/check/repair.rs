@@ -77,7 +77,7 @@ impl RankProof<'_> {
 /// once, before or after.
 ///
 /// # Errors
-/// [`Error::Plan`] that says which rank and what is wrong; ranks are those of `repair`.
+/// [`Error::Plan`] that names the rank and the fault; ranks are numbered as in `repair`.
 pub fn check_repair(
     before: &World,
     ranks: &[Rank],

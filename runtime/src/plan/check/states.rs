@@ -77,7 +77,7 @@ impl RankProof<'_> {
         Ok(())
     }
 
-    /// Marks a state as received, or kept: it has met the keys that it declares.
+    /// Takes a state that is received or kept: it has met the keys that it declares.
     pub(super) fn receive_state(&mut self, id: BufferId) -> Result<()> {
         if self.lives[id.0].live {
             return self.fault(format!("{} is received into", self.name(id)));

@@ -21,7 +21,7 @@ pub struct RankCheck {
 /// Proves the plans of `world`.
 ///
 /// # Errors
-/// [`Error::Plan`] that says which rank, which step and what is wrong.
+/// [`Error::Plan`] that names the rank, the step and the fault.
 pub fn check(world: &World) -> Result<Vec<RankCheck>> {
     let ranks = world.mesh.world() as usize;
     let lists = [world.plans.len(), world.q_placement.ranks().len(), world.kv_placement.ranks().len()];
