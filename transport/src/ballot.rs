@@ -55,7 +55,7 @@ impl Ballot {
     }
 }
 
-/// What a rank that counts for the others must tell them.
+/// Lookups for the rank that counts the votes: what it must tell the other ranks.
 #[cfg(feature = "quic")]
 impl Ballot {
     /// The ranks that have voted in `round`, lowest first.

@@ -1,4 +1,4 @@
-//! Ranks, the names of their messages, and what they say of themselves.
+//! Ranks, the names of their messages, and their votes and positions.
 
 use std::fmt;
 use std::time::Duration;

@@ -49,7 +49,8 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// coordinator sees wins.
     fn abort(&self, abort: Abort);
 
-    /// What this rank is doing now, so that an abort caused by this rank's death can say it. Cheap; called at every step.
+    /// Records what this rank is doing now, so that an abort caused by this rank's death can name it. Cheap; called at
+    /// every step.
     fn report_progress(&self, progress: Progress);
 
     /// Rises when the group has been aborted. Long computations look at it between two pieces.

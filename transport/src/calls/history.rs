@@ -1,4 +1,4 @@
-//! Which messages are done with: a tag is used once.
+//! Which messages have ended: a tag is used once.
 
 use std::collections::BTreeMap;
 
@@ -39,7 +39,7 @@ impl History {
         Ok(())
     }
 
-    /// Notes that the call of `tag` has ended, and forgets old ones.
+    /// Notes that the call of `tag` has ended, and forgets old calls.
     pub(crate) fn end(&mut self, tag: Tag, ended: Ended) {
         self.ended.insert(tag, ended);
         let oldest = Tag { op: self.latest_op.saturating_sub(REMEMBERED_OPS), message: 0 };
@@ -49,7 +49,7 @@ impl History {
     }
 }
 
-/// What a peer's message is compared with; a rank compares its own calls only.
+/// Lookups for the messages of peers. A rank checks its own calls when they are posted.
 #[cfg(feature = "quic")]
 impl History {
     /// How the call of `tag` ended, if it did and is remembered.

@@ -1,4 +1,4 @@
-//! What one rank remembers: its outstanding calls, and what its peers have said of messages.
+//! The state of one rank: its outstanding calls, and what its peers have reported about messages.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -68,7 +68,7 @@ pub(crate) struct Outgoing {
     pub(crate) moved: Arc<AtomicU64>,
     /// Since when the receiver has asked for the message, but not before it was posted here.
     pub(crate) asked: Option<Instant>,
-    /// Told when the receiver asks for the message.
+    /// Signalled when the receiver requests the message.
     pub(crate) wanted: Option<oneshot::Sender<()>>,
     /// Counts against the messages that may be under way without having been asked for.
     pub(crate) unwanted: bool,

@@ -59,7 +59,7 @@ pub(crate) struct Forming<'a> {
     pub(crate) members: Vec<Rank>,
     pub(crate) deadline: Instant,
     pub(crate) arrivals: mpsc::Receiver<AdmittedConnection>,
-    /// Data connections, of all lanes, that came while others were awaited.
+    /// Data connections, of all lanes, that arrived while this rank waited for others.
     pub(crate) early_data: Vec<(u32, PeerConnection)>,
 }
 

@@ -38,7 +38,7 @@ pub(crate) struct RankEndpoint {
     pub(crate) thread: Option<WeakSender<std::convert::Infallible>>,
 }
 
-/// What a connection is dialled for.
+/// The purpose of a dialled connection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DialPurpose {
     pub(crate) purpose: Purpose,

@@ -1,4 +1,4 @@
-//! Verifies rank 0 by the hash of its authority's key, which is all that a token says of it.
+//! Verifies rank 0 by the hash of its authority's key. The token contains nothing else about rank 0.
 
 use std::sync::Arc;
 

@@ -74,7 +74,7 @@ impl Core {
             tokio::spawn(Arc::clone(&self).receive_chunk(peer, lane, stream));
         }
         let reason = connection.closed().await;
-        // A peer that leaves in order says so on the first lane, in its last frame.
+        // A peer that leaves in order announces it in its last frame on the first lane.
         if lane == 0 || !is_leave(&reason) {
             self.link_ended(peer, &reason);
         }

@@ -79,7 +79,7 @@ impl Core {
         self.recorder.note(EventKind::Asked, peer, tag, 0);
         let mut state = self.lock();
         let Some(call) = state.calls.sends.get_mut(&(peer, tag)) else {
-            // A request for a message that was given up comes too late, and nothing would ever answer it.
+            // The request is too late: the sender has given up the message, and will never answer the request.
             let is_given_up = state.calls.send_ended(peer, tag).is_some();
             let wants = &mut state.peer(peer).wants;
             if !is_given_up {

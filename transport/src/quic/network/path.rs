@@ -1,4 +1,4 @@
-//! Settings of the network between the ranks, and what follows from them for packets and memory.
+//! Settings of the network between the ranks, and the packet sizes and memory limits that result from them.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -89,11 +89,11 @@ pub(crate) struct Path {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PathKind {
-    /// Both ends on this host, where one packet may be as large as UDP allows.
+    /// Both ends are on this host, where one packet may be as large as UDP allows.
     Loopback,
     /// Packets of this size get through, as far as the operator knows.
     Stated,
-    /// Anything else: packets that every Ethernet carries, once they have been seen to arrive.
+    /// Any other path: packets that every Ethernet carries, after tests have shown that they arrive.
     Probed,
     /// In streams, which carry packets of any size.
     Streams,

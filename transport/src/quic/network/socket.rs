@@ -93,7 +93,7 @@ fn bind_tcp(address: SocketAddr) -> io::Result<std::net::TcpListener> {
 /// Ranks that may dial at once before any of them is answered.
 const LISTEN_BACKLOG: i32 = 1024;
 
-/// What the system has granted a socket.
+/// The capabilities that the system has granted to a socket.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum SocketCapabilities {
     Udp {
@@ -158,7 +158,7 @@ pub(crate) enum SocketSource {
     Simulated(Vec<Arc<dyn AsyncUdpSocket>>, [u8; 32]),
 }
 
-/// The endpoints of a rank, and what the system has granted them.
+/// The endpoints of a rank, and the capabilities that the system has granted to them.
 pub(crate) struct Endpoints {
     pub(crate) lanes: Vec<LaneEndpoint>,
     pub(crate) capabilities: SocketCapabilities,

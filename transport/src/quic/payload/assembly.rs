@@ -1,4 +1,4 @@
-//! Puts a message together from the chunks in which it comes, and each chunk from the pieces of its stream.
+//! Assembles a message from its chunks, and each chunk from the pieces of its stream.
 //!
 //! A message is one allocation for each part, cut into chunks that several streams fill at the same time; put together
 //! again, nothing is copied and nothing moves.
@@ -24,14 +24,14 @@ pub(crate) struct Assembly {
 /// Where a chunk is.
 #[derive(Debug)]
 enum ChunkState {
-    /// Not come yet.
+    /// Not received yet.
     Empty(Vec<Segment>),
     /// Its stream is being read.
     Taken,
     Filled(Vec<Segment>),
 }
 
-/// What a chunk has of one part.
+/// The bytes of a chunk that belong to one part.
 #[derive(Debug)]
 struct Segment {
     part: usize,
@@ -92,7 +92,7 @@ impl Assembly {
         for place in self.chunks {
             if let ChunkState::Filled(segments) = place {
                 for Segment { part, bytes } in segments {
-                    // Its neighbour in memory: they become one again.
+                    // Adjacent in memory: the two become one again.
                     parts[part].unsplit(bytes);
                 }
             }
