@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::rank::{Rank, RefusalReason, Vote};
 
-/// How a round ended: all ready with one plan, or the refusal that becomes everyone's error.
+/// How a round ended: all ranks are ready with one plan, or one refusal becomes the error of all ranks.
 pub(crate) type Verdict = Result<(), Refusal>;
 
 /// The refusal that a round ended with.

@@ -10,7 +10,7 @@ pub struct ConnectionFigures {
     pub round_trip: Duration,
     /// Bytes that may be in flight to the rank at a time.
     pub window_bytes: u64,
-    /// Payload of the largest packet that gets through, in bytes.
+    /// Payload of the largest packet that arrives, in bytes.
     pub packet_bytes: u16,
     /// Packets sent.
     pub packets_sent: u64,

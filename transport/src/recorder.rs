@@ -48,7 +48,7 @@ pub enum EventKind {
     SendPosted,
     /// A receive was posted.
     ReceivePosted,
-    /// The peer asked for a message of this rank.
+    /// The peer requested a message of this rank.
     Asked,
     /// The first bytes of a posted message have arrived.
     FirstByte,

@@ -23,7 +23,7 @@ pub(crate) enum Ended {
 }
 
 impl History {
-    /// Notes that a call is about to be posted, or says why it must not be.
+    /// Notes that a call is about to be posted, or returns the reason why it must not be posted.
     pub(crate) fn post(&mut self, operation: &str, peer: Rank, tag: Tag) -> Result<(), TransportError> {
         if let Some(ended) = self.ended.get(&tag) {
             let how = match ended {
@@ -57,7 +57,7 @@ impl History {
         self.ended.get(&tag).copied()
     }
 
-    /// The operation under way, if `tag` belongs to one so old that its end would be forgotten.
+    /// The current operation, if `tag` belongs to an operation so old that its end would be forgotten.
     pub(crate) fn is_past(&self, tag: Tag) -> Option<u64> {
         (tag.op.saturating_add(REMEMBERED_OPS) < self.latest_op).then_some(self.latest_op)
     }

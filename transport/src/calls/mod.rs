@@ -31,7 +31,7 @@ use crate::recorder::{Outstanding, Recorder};
 #[derive(Debug)]
 pub(crate) struct Calls<C: Clock, S, R> {
     abort: Option<Abort>,
-    // In order, so that what is done to all calls is done in the same order every time.
+    // Ordered maps, so that a change of all calls happens in the same order every time.
     pub(crate) sends: BTreeMap<(Rank, Tag), SendCall<C, S>>,
     pub(crate) receives: BTreeMap<(Rank, Tag), ReceiveCall<C, R>>,
     pub(crate) agreements: BTreeMap<u64, AgreeCall<C>>,
@@ -252,7 +252,7 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
         self.histories.get(&from)?.received.of(tag)
     }
 
-    /// The operation under way, if `tag` belongs to one so old that the end of its receive would be forgotten.
+    /// The current operation, if `tag` belongs to an operation so old that the end of its receive would be forgotten.
     pub(crate) fn receive_is_past(&self, from: Rank, tag: Tag) -> Option<u64> {
         self.histories.get(&from)?.received.is_past(tag)
     }

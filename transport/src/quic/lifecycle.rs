@@ -33,7 +33,7 @@ pub(crate) fn start(endpoint: Arc<RankEndpoint>, NextGroup { epoch, members, mes
         endpoint.path.open_for_data(&joined.connection);
     }
     let (control, control_frames) = by_rank(members.len(), mesh.control);
-    // The other lanes come after the first.
+    // The other lanes follow the first.
     let (first, beside): (Vec<_>, Vec<_>) = mesh.data.into_iter().partition(|joined| joined.lane == 0);
     let (mut links, data_frames) = by_rank(members.len(), first);
     for (rank, link) in (0..).map(Rank).zip(&mut links) {
@@ -72,7 +72,7 @@ pub(crate) fn start(endpoint: Arc<RankEndpoint>, NextGroup { epoch, members, mes
     core
 }
 
-/// Links by rank, and what reads their frames.
+/// Links by rank, and the readers of their frames.
 fn by_rank(world: usize, joined: Vec<PeerConnection>) -> (Vec<Option<Link>>, Vec<(Rank, FrameReader)>) {
     let mut links: Vec<Option<Link>> = (0..world).map(|_| None).collect();
     let mut readers = Vec::new();

@@ -26,7 +26,7 @@ pub enum Frame {
     Hello {
         /// Protocol version that the sender speaks.
         protocol: u16,
-        /// What the connection is for.
+        /// The purpose of the connection.
         purpose: Purpose,
         /// 128-bit number of the job.
         job: [u8; 16],
@@ -34,7 +34,7 @@ pub enum Frame {
         epoch: u32,
         /// The rank that dials.
         rank: Rank,
-        /// Number of ranks that the sender was told.
+        /// Number of ranks in the sender's configuration.
         world: u32,
     },
     /// The dialled side takes the connection.
@@ -173,7 +173,7 @@ pub enum Frame {
 pub enum Purpose {
     /// Control frames between a rank and the coordinator.
     Control,
-    /// Messages between two ranks, and what is said of them.
+    /// Messages between two ranks, and control frames about these messages.
     Data,
     /// To form the next group of the survivors; the lower rank is dialled.
     Reform,

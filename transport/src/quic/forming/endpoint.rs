@@ -182,7 +182,7 @@ impl RankEndpoint {
         }
     }
 
-    /// Waits for the refusal of a rank that uses another carrier; for ever if none comes.
+    /// Waits for the refusal of a rank that uses another carrier; waits forever if no refusal arrives.
     pub(crate) async fn refusal(&self) -> String {
         socket::refusal(self.refused.clone()).await
     }

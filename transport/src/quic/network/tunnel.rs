@@ -219,7 +219,7 @@ impl AsyncUdpSocket for Tunnel {
     }
 
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
-        // quinn is told to send no larger ones.
+        // quinn is configured to send no larger packets.
         let Ok(length) = u16::try_from(transmit.contents.len()) else { return Ok(()) };
         let mut packet = Vec::with_capacity(2 + transmit.contents.len());
         packet.extend_from_slice(&length.to_le_bytes());

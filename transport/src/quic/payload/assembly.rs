@@ -151,7 +151,7 @@ impl Chunk {
         }
     }
 
-    /// The chunk, if all bytes have come and the checksum fits.
+    /// The chunk, if all bytes have arrived and the checksum matches.
     pub(crate) fn finish(self) -> Result<Filled, &'static str> {
         let trailer = <[u8; TRAILER_BYTES]>::try_from(self.trailer.as_slice());
         let trailer = trailer.map_err(|_| "fewer bytes than its header says")?;
@@ -185,7 +185,7 @@ mod tests {
                 if chunks.is_empty() {
                     chunks.push(&[]);
                 }
-                // The last one first, and all of them begun before any is back.
+                // The last chunk first, and all of them are started before any is put back.
                 let mut filled: Vec<_> =
                     (0..chunks.len()).map(|at| (at, assembly.take(at).unwrap())).collect();
                 filled.reverse();

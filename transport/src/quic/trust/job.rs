@@ -37,7 +37,7 @@ impl JobId {
         text.parse().unwrap_or_else(|_| Self::from_name(text))
     }
 
-    /// What message headers carry of it.
+    /// The part of the number that message headers carry.
     pub(crate) fn low(self) -> u64 {
         let [_, _, _, _, _, _, _, _, low @ ..] = self.0;
         u64::from_le_bytes(low)

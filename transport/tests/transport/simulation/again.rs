@@ -281,7 +281,7 @@ async fn live(stage: Arc<Stage>, rank: u32, life: u32) -> Life {
                     cause,
                     progress: Progress { op: 0, step: 0 },
                 });
-                // Its own request comes back from rank 0.
+                // Rank 0 sends this rank's own abort request back.
                 let _ = transport.agree(Vote::Ready { plan_hash: [0; 32] }, PATIENCE).await;
             }
         }

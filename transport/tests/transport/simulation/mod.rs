@@ -69,7 +69,7 @@ fn every_seeded_world_keeps_the_contract() {
     assert!(failures.is_empty(), "{} seeds fail: {failures:?}", failures.len());
 }
 
-/// All that `in_a_word` says.
+/// All results of `in_a_word`.
 const KINDS: [&str; 11] = [
     "no fault",
     "cut",

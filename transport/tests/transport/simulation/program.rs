@@ -369,5 +369,5 @@ impl Program {
     }
 }
 
-/// Larger messages are sent only when they are asked for (`WIRE.md`).
+/// Larger messages are sent only when they are requested (`WIRE.md`).
 const EARLY_BYTES: usize = 64 << 10;

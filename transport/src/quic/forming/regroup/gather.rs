@@ -39,7 +39,7 @@ impl Regrouping<'_> {
         self.everyone() || last.is_none_or(|last| last.members.contains(&rank))
     }
 
-    /// Dials a rank until it answers or says that the group has gone on.
+    /// Dials a rank until it answers or reports that the group has continued.
     pub(super) fn dial(
         &self,
         rank: Rank,
