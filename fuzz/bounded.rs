@@ -8,19 +8,19 @@ use std::time::{Duration, Instant};
 /// Most bytes that a decoder may hold at a time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limit {
-    /// Whatever it is given.
+    /// For any input.
     pub(crate) fixed: u64,
-    /// For each byte that it is given.
+    /// In addition, for each byte of the input.
     pub(crate) per_byte: u64,
 }
 
-/// Where the corpus of a target lies.
+/// The folder of the corpus of a target.
 pub(crate) fn corpus_folder(target: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target)
 }
 
-/// The corpus of a target, in order: what the encoders make, which it must hold byte for byte, then what cargo-fuzz has
-/// found. `KYKLOS_BLESS=1` writes what is made.
+/// The corpus of a target, in order: first the made files, which must equal the output of the encoders byte for byte,
+/// then the inputs that cargo-fuzz has found. `KYKLOS_BLESS=1` writes the made files.
 pub(crate) fn corpus(target: &str, made: &[(String, Vec<u8>)]) -> Vec<Vec<u8>> {
     let folder = corpus_folder(target);
     let found = found(&folder, |name| made.iter().any(|(made, _)| made == name));
@@ -37,8 +37,8 @@ pub(crate) fn corpus(target: &str, made: &[(String, Vec<u8>)]) -> Vec<Vec<u8>> {
     made.iter().map(|(_, bytes)| bytes.clone()).chain(found).collect()
 }
 
-/// The same where what is made is new each time, because of its keys. `KYKLOS_BLESS=1` writes it for cargo-fuzz to begin
-/// with, under a name that git ignores.
+/// The same for a corpus whose made inputs differ in each run, because they contain new keys. `KYKLOS_BLESS=1` writes
+/// them as first inputs for cargo-fuzz, under names that git ignores.
 #[allow(dead_code, reason = "the program's decoders read no keys")]
 pub(crate) fn corpus_with_keys(target: &str, made: &[Vec<u8>]) -> Vec<Vec<u8>> {
     let folder = corpus_folder(target);
@@ -56,7 +56,8 @@ fn bless(folder: &Path, made: &[(String, Vec<u8>)]) {
     }
 }
 
-/// What cargo-fuzz has found, which it names by its SHA-1, in order. Nothing else may lie beside what is made.
+/// The inputs that cargo-fuzz has found, in order. It names each by its SHA-1. The folder may hold no other files
+/// except the made ones.
 fn found(folder: &Path, is_made: impl Fn(&str) -> bool) -> Vec<Vec<u8>> {
     let entries = std::fs::read_dir(folder).into_iter().flatten();
     let mut names: Vec<_> =
@@ -71,14 +72,14 @@ fn found(folder: &Path, is_made: impl Fn(&str) -> bool) -> Vec<Vec<u8>> {
     names.into_iter().map(read).collect()
 }
 
-/// Feeds a target. Returns how often.
+/// Runs a target on many inputs. Returns their number.
 pub(crate) fn run(name: &str, corpus: &[Vec<u8>], limit: Limit, target: impl Fn(&[u8])) -> u64 {
     let number = |name, usual: u64| std::env::var(name).map_or(usual, |text| text.parse().expect("a number"));
     let (seconds, seed) = (number("KYKLOS_FUZZ_SECONDS", 0), number("KYKLOS_FUZZ_SEED", 1));
     let (until, mut chance, mut times) = (Instant::now() + Duration::from_secs(seconds), Chance(seed), 0);
     let [least, usual] = [LEAST_MUTATIONS, MUTATIONS].map(|count| corpus.len() as u64 + count);
     let usual_until = Instant::now() + Duration::from_secs(2);
-    // The first call may set something up that stays.
+    // The first call may allocate memory that stays.
     target(&corpus[0]);
     while times < least || (times < usual && Instant::now() < usual_until) || Instant::now() < until {
         let input = corpus.get(times as usize).cloned().unwrap_or_else(|| chance.mutation(corpus));
@@ -92,13 +93,13 @@ pub(crate) fn run(name: &str, corpus: &[Vec<u8>], limit: Limit, target: impl Fn(
     times
 }
 
-/// Mutations of every run, however slow the target is.
+/// Number of mutations of every run, even for a slow target.
 const LEAST_MUTATIONS: u64 = 110;
 
-/// Mutations of a usual run.
+/// Number of mutations of a usual run.
 const MUTATIONS: u64 = 1500;
 
-/// Says what the target was given, if that was too much for it.
+/// Prints the input of the target if the target panics.
 struct Tell<'a> {
     name: &'a str,
     times: u64,
@@ -126,7 +127,7 @@ impl Chance {
         ((z ^ (z >> 31)) % end.max(1) as u64) as usize
     }
 
-    /// One of the corpus, changed in a few places.
+    /// One input of the corpus, changed in a few places.
     fn mutation(&mut self, corpus: &[Vec<u8>]) -> Vec<u8> {
         let mut bytes = corpus[self.below(corpus.len())].clone();
         for _ in 0..=self.below(4) {
@@ -155,7 +156,7 @@ impl Chance {
                     bytes.splice(at..at, again);
                 }
                 6 => drop(bytes.drain(at.min(end)..end)),
-                // The rest is of another one.
+                // The rest is from another input.
                 _ => {
                     let other = &corpus[self.below(corpus.len())];
                     let from = self.below(other.len());

@@ -1,5 +1,5 @@
-//! Everything of the transport that reads bytes it did not write. Each takes any bytes: it must not panic, what it
-//! decodes must come back the same, and where the layout is canonical so must the bytes.
+//! All functions of the transport that read foreign bytes. Each takes any bytes. It must not panic, and a decoded value
+//! must be the same after encoding and decoding. Where the layout is canonical, the bytes must be the same too.
 
 use std::cell::OnceCell;
 use std::time::Duration;
@@ -9,11 +9,11 @@ pub(crate) use kyklos_transport::quic::decoders::{application, certificate, gran
 use kyklos_transport::quic::{ClusterAuthority, Identity, Invitation, InvitationTerms, JobId, Token};
 use kyklos_transport::wire::{Frame, FrameStream, HEADER_BYTES, MAX_FRAME_BYTES, MessageHeader, WireError};
 
-/// Control frames: the bytes as they are, and as the body of a frame whose length and checksum fit.
+/// Control frames: the bytes as they are, and as the body of a frame with the right length and checksum.
 pub(crate) fn frame(bytes: &[u8]) {
     canonical(bytes);
     canonical(&enveloped(bytes));
-    // A frame that has been changed, with the checksum of what it is now.
+    // A mutated frame, with the checksum corrected.
     if let Some((covered, _)) = bytes.split_last_chunk::<4>() {
         let mut mended = covered.to_vec();
         mended.extend_from_slice(&crc32c::crc32c(covered).to_le_bytes());
@@ -25,14 +25,14 @@ fn canonical(bytes: &[u8]) {
     if let Ok(Some((frame, taken))) = Frame::decode(bytes) {
         assert_eq!(frame.encode(), bytes[..taken], "{frame:?}");
         assert!(taken <= MAX_FRAME_BYTES, "a frame of {taken} bytes");
-        // Nothing is a frame before its last byte has come.
+        // An incomplete frame never decodes.
         for end in [0, 3, 4, taken / 2, taken - 4, taken - 1] {
             assert_eq!(Frame::decode(&bytes[..end.min(taken - 1)]), Ok(None), "{end} bytes of {frame:?}");
         }
     }
 }
 
-/// A body with the length before it and the checksum behind it that fit.
+/// A body with the right length before it and the right checksum after it.
 pub(crate) fn enveloped(body: &[u8]) -> Vec<u8> {
     let mut framed = u32::try_from(body.len()).unwrap_or(u32::MAX).to_le_bytes().to_vec();
     framed.extend_from_slice(body);
@@ -40,8 +40,8 @@ pub(crate) fn enveloped(body: &[u8]) -> Vec<u8> {
     framed
 }
 
-/// A stream of frames: the first byte says how large the pieces are in which it comes, then each body follows its length
-/// in two bytes. What is left at the end comes as it is.
+/// A stream of frames. The first byte of the input is the size of the pieces in which the stream arrives. Then each
+/// body follows its length in two bytes. The rest of the input goes into the stream unchanged.
 pub(crate) fn stream(bytes: &[u8]) {
     let Some((&piece_bytes, mut rest)) = bytes.split_first() else { return };
     let mut stream = Vec::new();
@@ -56,7 +56,8 @@ pub(crate) fn stream(bytes: &[u8]) {
     assert_eq!(said(&stream, usize::from(piece_bytes)), whole);
 }
 
-/// What a stream says that comes in such pieces, encoded again; how it ends, and whether that is the end of a frame.
+/// Reads a stream in pieces of this size. Returns its frames, encoded again; the error that ended it; and whether it
+/// ended at the end of a frame.
 fn said(stream: &[u8], piece_bytes: usize) -> (Vec<u8>, Option<WireError>, bool) {
     let (mut come, mut said) = (FrameStream::default(), Vec::new());
     for piece in stream.chunks(piece_bytes.max(1)) {
@@ -77,7 +78,7 @@ fn said(stream: &[u8], piece_bytes: usize) -> (Vec<u8>, Option<WireError>, bool)
     (said, None, come.is_empty())
 }
 
-/// The header before a message, as it is and with a checksum that fits.
+/// The header before a message, unchanged and with the right checksum.
 pub(crate) fn header(bytes: &[u8]) {
     let same = |bytes: &[u8]| {
         if let Ok(header) = MessageHeader::decode(bytes) {
@@ -113,7 +114,7 @@ pub(crate) fn identity(bytes: &[u8]) {
     });
 }
 
-/// A token, as an operator pastes it.
+/// A token as an operator pastes it.
 pub(crate) fn token(bytes: &[u8]) {
     if let Ok(token) = String::from_utf8_lossy(bytes).parse::<Token>() {
         assert_eq!(token.to_string().as_bytes(), bytes);
@@ -143,14 +144,14 @@ pub(crate) fn invitation_file(bytes: &[u8]) {
     });
 }
 
-/// An invitation to begin with; its keys and its secret are new each time.
+/// An invitation for the first corpus. Its keys and its secret are new each time.
 pub(crate) fn invitation() -> Invitation {
     let valid = Duration::from_secs(3600);
     let terms = InvitationTerms { place: "[fd00::1]:29600", world: 4, job: "fuzz", valid };
     Invitation::new(&terms).expect("an invitation")
 }
 
-/// An identity to begin with; its keys are new each time.
+/// An identity for the first corpus. Its keys are new each time.
 pub(crate) fn seed() -> Identity {
     let authority = ClusterAuthority::new(JobId::from_name("fuzz")).expect("an authority");
     authority.issue(Rank(3)).expect("an identity")

@@ -1,4 +1,4 @@
-//! Where rank 0 is: written, and resolved.
+//! The address of rank 0: its syntax and its resolution.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};

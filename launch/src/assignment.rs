@@ -35,7 +35,7 @@ pub struct Assignment {
     pub hosts: Vec<Option<String>>,
     /// Name of the job that the identities must be of, if one is set.
     pub job: Option<String>,
-    /// What the cluster file says of this rank's device.
+    /// The device of this rank in the cluster file.
     pub device: Option<String>,
     /// Rank, world and coordinator with their origins, in one line to print.
     pub summary: String,

@@ -1,5 +1,5 @@
-//! The cluster file, which an operator writes: the host of every rank, in TOML. Which of these ranks this process is, another
-//! source says.
+//! The cluster file, which an operator writes: the host of every rank, in TOML. Another source gives the rank of this
+//! process.
 
 use std::fs::File;
 use std::io::Read;

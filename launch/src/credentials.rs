@@ -16,14 +16,14 @@ use crate::sources::requested_rank;
 use crate::token::{of_enrolment, of_invitation};
 use crate::variables::{IDENTITY, JOIN, Variables};
 
-/// What proves that this process belongs to its group.
+/// The proof that this process belongs to its group.
 #[derive(Clone, Debug)]
 pub(crate) enum Credentials {
     /// An identity file, which is read when the rank is known; a group of one needs none.
     IdentityFile,
     /// Rank 0's invitation, and its path.
     Invitation(Arc<Invitation>, PathBuf),
-    /// What rank 0 has given for a token, and rank 0's address.
+    /// The grant of rank 0 for a token, and rank 0's address.
     Enrolled(Enrolled, HostPort),
 }
 
@@ -66,7 +66,7 @@ impl Credentials {
         }
     }
 
-    /// `origin` names the option or the variable of the token, which no message repeats.
+    /// `origin` names the option or the variable that holds the token. No message repeats the token.
     fn enrol(text: &str, origin: &str, options: &Options, variables: &Variables<'_>) -> Result<Self> {
         let token: Token =
             text.parse().map_err(|source| Error::Token { origin: origin.to_owned(), source })?;
@@ -98,7 +98,7 @@ impl Credentials {
         Ok(Self::Enrolled(enrolled, coordinator))
     }
 
-    /// What they say about the group.
+    /// The settings of the group in these credentials.
     pub(crate) fn source(&self, options: &Options) -> Result<Option<Source>> {
         match self {
             Self::IdentityFile => Ok(None),

@@ -12,7 +12,7 @@ use crate::variables::Variables;
 /// Takes any bytes.
 pub type Target = fn(&[u8]);
 
-/// The name of each decoder, and what feeds it.
+/// The name of each decoder, and its function.
 pub const ALL: [(&str, Target); 3] =
     [("cluster_file", cluster_file), ("nodelist", nodelist), ("environment", environment)];
 
@@ -30,7 +30,7 @@ pub fn cluster_file(bytes: &[u8]) {
 pub fn nodelist(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     if let Ok(hosts) = lists::hosts(&text, "F") {
-        // A list of its own hosts says the same, unless it is too long.
+        // A list written from the decoded hosts has the same meaning, unless it is too long.
         if let Ok(again) = lists::hosts(&hosts.join(","), "F") {
             assert_eq!(again, hosts);
         }

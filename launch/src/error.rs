@@ -1,4 +1,4 @@
-//! Errors, by whose fault they are, and what to do about them.
+//! Errors, sorted by the party at fault, and their remedies.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -13,9 +13,9 @@ pub enum Error {
     /// Options, environment and cluster file do not describe one rank of one group. Nothing has been sent.
     #[error("{mismatch}: {remedy}")]
     Request {
-        /// What does not fit, with both sides, named as [`Wording::option`](crate::Wording::option) names them.
+        /// The settings that do not match, both sides, named as [`Wording::option`](crate::Wording::option) names them.
         mismatch: String,
-        /// What would fit.
+        /// A setting that is valid instead.
         remedy: Remedy,
     },
     /// A device in the cluster file, refused by [`Options::check_device`](crate::Options::check_device).
@@ -56,12 +56,12 @@ pub enum Error {
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// Options, environment or cluster file are wrong: what does not fit, and what would.
+    /// Options, environment or cluster file are wrong: the setting that does not match, and a valid one.
     pub(crate) fn request(mismatch: impl Into<String>, remedy: impl Into<Remedy>) -> Self {
         Self::Request { mismatch: mismatch.into(), remedy: remedy.into() }
     }
 
-    /// Whether what was asked for is wrong, rather than that the attempt failed: another attempt ends the same way.
+    /// Whether the request itself is wrong, so that another attempt fails the same way.
     pub fn is_request(&self) -> bool {
         match self {
             Self::Request { .. } | Self::Device { .. } | Self::Token { .. } | Self::Link(_) => true,

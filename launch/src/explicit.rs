@@ -1,4 +1,4 @@
-//! What is set for this run: options, and Kyklos' own variables.
+//! Settings for this run: options, and Kyklos' own variables.
 
 use std::fmt::Display;
 

@@ -30,8 +30,8 @@ impl Options {
 }
 
 impl Assignment {
-    /// Forms the group and returns this rank's end of it. Blocks until every rank is there. Notes say where rank, world
-    /// and address come from, and what joins the ranks.
+    /// Forms the group and returns this rank's end of it. Blocks until every rank is there. Notes contain the sources
+    /// of rank, world and address, and the network path between the ranks.
     ///
     /// # Errors
     ///
@@ -66,7 +66,7 @@ impl Assignment {
         Ok(group)
     }
 
-    /// This rank's identity, and where it comes from, for notes.
+    /// This rank's identity, and its source for notes.
     fn identity(&self) -> Result<(Identity, String)> {
         Ok(match &self.credentials {
             Credentials::IdentityFile => {

@@ -1,4 +1,4 @@
-//! What a caller may set about the group and this process's rank in it.
+//! The settings that a caller may make for the group and for this process's rank in it.
 
 use std::fmt::{self, Debug, Display};
 use std::net::IpAddr;
@@ -67,13 +67,14 @@ pub struct Options {
     /// First port of the ranks other than 0 on this host: a rank takes this one plus its local rank times
     /// [`LinkSettings::lanes`]. `None`: the system chooses.
     pub port: Option<u16>,
-    /// What is known of the network between the ranks.
+    /// Known properties of the network between the ranks.
     pub link: LinkSettings,
-    /// Called with each device that the cluster file holds, which is opaque here; refuses one with its own words.
+    /// Called with each device in the cluster file. This crate does not interpret the device; the function refuses a
+    /// wrong one with its own text.
     pub check_device: fn(&str) -> Result<(), String>,
-    /// Told in one line what an operator may want to know. Default: an `info` event of `tracing`.
+    /// Receives one line for each event of interest to an operator. Default: an `info` event of `tracing`.
     pub note: fn(&str),
-    /// Told in one line what may become a failure. Default: a `warn` event of `tracing`.
+    /// Receives one line for each problem that may become a failure. Default: a `warn` event of `tracing`.
     pub warn: fn(&str),
     /// How errors and notes name these options. Default: [`PlainWording`].
     pub wording: &'static dyn Wording,

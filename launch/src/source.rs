@@ -1,4 +1,4 @@
-//! What one launcher, file or set of options says about the group.
+//! The settings of the group from one launcher, file or set of options.
 
 use crate::address::HostPort;
 
@@ -15,7 +15,7 @@ impl<T> Setting<T> {
     }
 }
 
-/// Which source wins over another: the more specific to this process comes first.
+/// The precedence of sources. A source that is more specific to this process comes first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Precedence {
     /// Set for this run: options, Kyklos' own variables, a cluster file, an invitation or a token.

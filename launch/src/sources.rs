@@ -27,7 +27,7 @@ pub(crate) fn all_sources(options: &Options, variables: &Variables<'_>) -> Resul
     Ok(sources)
 }
 
-/// Leaves out environments that count something else than ranks, because other sources know better.
+/// Leaves out environments that count something other than ranks, because other sources are more exact.
 pub(crate) fn without_enclosing(sources: Vec<Source>) -> Vec<Source> {
     let explicit = |source: &Source| source.precedence == Precedence::Explicit;
     let explicit_rank = first(&sources, |s| s.rank.as_ref().filter(|_| explicit(s)));
@@ -38,7 +38,7 @@ pub(crate) fn without_enclosing(sources: Vec<Source>) -> Vec<Source> {
         launchers.find_map(|source| Some((source.rank.as_ref()?.value, source.world.as_ref()?.value)));
     let keep = |source: &Source| match source.precedence {
         Precedence::Explicit => true,
-        // An interactive shell that is itself the only task; ranks are started in it by hand.
+        // An interactive shell that is itself the only task. The user starts ranks in it by hand.
         _ if explicit_several && source.world.as_ref().is_some_and(|world| world.value == 1) => false,
         Precedence::Launcher => true,
         // A task that is itself a launcher: its number is not the rank.

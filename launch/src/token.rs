@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::options::{OptionName, Options};
 use crate::source::{Precedence, Setting, Source};
 
-/// What rank 0's invitation says.
+/// The contents of rank 0's invitation.
 pub(crate) fn of_invitation(invitation: &Invitation, path: &Path, options: &Options) -> Result<Source> {
     let origin = options.named(OptionName::Invitation, path.display());
     let coordinator = HostPort::parse(invitation.token().place(), &origin)?;
@@ -22,7 +22,7 @@ pub(crate) fn of_invitation(invitation: &Invitation, path: &Path, options: &Opti
     })
 }
 
-/// What rank 0 has told a rank that it enrolled.
+/// The settings that rank 0 sends to a rank that it enrolled.
 pub(crate) fn of_enrolment(enrolled: &Enrolled, coordinator: &HostPort) -> Source {
     let Enrolled { rank, world, .. } = enrolled;
     Source {

@@ -1,4 +1,4 @@
-//! Environment variables: those of Kyklos itself, and how all are read.
+//! Environment variables: Kyklos' own variables, and how all variables are read.
 
 use std::env;
 use std::str::FromStr;

@@ -1,4 +1,4 @@
-//! Speed of the CPU backend's attend, beside the multiply-add peak that the same threads reach in the same minute.
+//! Speed of the CPU backend's attend, compared with the multiply-add peak of the same threads in the same minute.
 //!
 //! `cargo bench -p kyklos --no-default-features --features cpu --bench attend_cpu -- [--short] [--csv] [--runs N]
 //! [--threads N,N] [--case B,S,HQ,HKV,D,mask,dtype]...`. Times are reset + attend + finalize, in milliseconds;
@@ -84,7 +84,7 @@ impl Case {
     fn parse(text: &str) -> Self {
         let parts: Vec<&str> = text.split(',').collect();
         let n = |i: usize| parts[i].parse::<u32>().expect("a whole number");
-        // A mask may hold commas itself.
+        // The text of a mask may contain commas.
         let mask: Mask = parts[5..parts.len() - 1].join(",").parse().expect("a mask");
         let dtype: Dtype = parts[parts.len() - 1].parse().expect("f32, f16 or bf16");
         Self {
@@ -105,7 +105,7 @@ impl Case {
         let p = &self.problem;
         let count = p.batch as usize * p.q_len as usize * heads as usize * p.head_dim as usize;
         let mut state = seed;
-        // Sums of four uniform numbers: near enough to normal ones for timing.
+        // Sums of four uniform numbers: close enough to normal ones for timing.
         let mut normal = || {
             (0..4)
                 .map(|_| {
@@ -177,7 +177,8 @@ impl Case {
     }
 }
 
-/// Multiply-adds on registers alone, as operations in a second, all threads together: the floor of the time.
+/// Multiply-adds on registers only, as operations per second of all threads together. This peak sets the lower limit of
+/// the time.
 fn peak_gflops(pool: &rayon::ThreadPool, threads: usize) -> f64 {
     struct Peak;
     impl pulp::WithSimd for Peak {

@@ -125,7 +125,7 @@ fn measure(backend: &WgpuBackend, (shape, dtype, mask, rows): &Shape, repeats: u
     let mut cpu: Vec<f64> = samples.iter().map(|sample| sample.1).collect();
     cpu.sort_by(f64::total_cmp);
     let (min, median, max) = (samples[0].0, samples[repeats / 2].0, samples[repeats - 1].0);
-    // Half of the square is counted for a causal mask; few rows at the end see all.
+    // A causal mask counts half of the square; a few rows at the end see all keys.
     let share = if *mask == "causal" && *rows == seq { 0.5 } else { 1.0 };
     let gflop = 4e-9
         * share
@@ -158,7 +158,7 @@ fn made_up(dtype: Dtype, elements: usize) -> Vec<u8> {
     }
 }
 
-/// Processor seconds of this process so far; 0 where /proc does not tell.
+/// Processor seconds of this process so far; 0 if /proc does not have them.
 fn cpu_s() -> f64 {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else {
         return 0.0;

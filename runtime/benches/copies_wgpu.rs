@@ -1,4 +1,4 @@
-//! Time of copies to and from a wgpu device, as CSV, next to what one copy inside the host's memory takes.
+//! Time of copies to and from a wgpu device, as CSV, compared with one copy inside the host's memory.
 //!
 //! `--device N` picks a device. `download` copies a buffer to the host and drops the bytes; `upload` makes a buffer of
 //! bytes and waits for the device. Wall time in milliseconds and, because a shared machine wobbles, processor time of
@@ -71,7 +71,7 @@ fn measure(what: &str, bytes: usize, mut call: impl FnMut() -> Result<(), Error>
     Ok(())
 }
 
-/// Processor seconds of this process so far; 0 where /proc does not tell.
+/// Processor seconds of this process so far; 0 if /proc does not have them.
 fn cpu_s() -> f64 {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else {
         return 0.0;

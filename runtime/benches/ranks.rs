@@ -1,6 +1,6 @@
-//! What the parallel machinery costs: every strategy, with four ranks of one process, against the dense run of the same
-//! problem on the same cores. The floor is 1.0: the same FLOPs, and only memory between ranks. `computing` is the share of
-//! the wall time in which a rank computed, the least and the most of the ranks.
+//! Cost of the parallel machinery: every strategy, with four ranks of one process, compared with the dense run of the
+//! same problem on the same cores. The lower limit is 1.0: the same FLOPs, and only memory between ranks. `computing`
+//! is the share of the wall time in which a rank computed, as minimum and maximum over the ranks.
 //!
 //! `cargo bench -p kyklos --bench ranks -- [--short]`
 
@@ -63,12 +63,12 @@ fn main() {
         }
     }
 }
-/// Four ranks, on the mesh that shows the strategy.
+/// Four ranks, on a mesh that uses the strategy.
 fn world(problem: &AttentionProblem, strategy: Strategy) -> World {
     let (ulysses, ring) = match strategy {
         Strategy::Dense => (1, 1),
         Strategy::Ulysses | Strategy::Chunked => (4, 1),
-        // Four query heads share a KV head, so two ranks of a shard do.
+        // Four query heads share a KV head, so two ranks of a shard share one.
         Strategy::Relay => (4, 2),
         Strategy::Unified => (2, 2),
         _ => (1, 4),
@@ -80,11 +80,11 @@ fn world(problem: &AttentionProblem, strategy: Strategy) -> World {
 /// One run.
 struct Timed {
     ms: f64,
-    /// Of each rank, the share of that time in which it computed.
+    /// For each rank, the share of that time in which it computed.
     computing: Vec<f64>,
 }
 
-/// Milliseconds of the second run of all ranks, inputs loaded: from the first rank's start to the last one's end.
+/// Milliseconds of the second run of all ranks with inputs loaded, from the last rank's start to the last rank's end.
 fn run(world: &World, transports: Vec<Arc<dyn Transport>>, tensors: &Tensors) -> Timed {
     let options = RunOptions::default();
     let deadline = Duration::from_secs(60);
@@ -95,7 +95,8 @@ fn run(world: &World, transports: Vec<Arc<dyn Transport>>, tensors: &Tensors) ->
     })
     .expect("the plans hold");
     let ends: Vec<Vec<(Instant, u64)>> = ends.into_iter().map(|ends| ends.expect("no rank fails")).collect();
-    // A rank starts the second run when it has ended the first; the run starts with the last of them.
+    // A rank starts the second run when its first run has ended. The measured time starts when the last rank starts the
+    // second run.
     let start = ends.iter().map(|ends| ends[0].0).max().expect("at least one rank");
     let end = ends.iter().map(|ends| ends[1].0).max().expect("at least one rank");
     let ms = (end - start).as_secs_f64() * 1e3;

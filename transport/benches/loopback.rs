@@ -25,7 +25,7 @@ fn main() {
     }
 }
 
-/// Every rank, on a thread of its own, sends to the next one and receives from the one before, again and again.
+/// Every rank has its own thread. It repeatedly sends to the next rank and receives from the previous one.
 fn measure(name: &str, group: &[Arc<dyn Transport>], bytes: usize, repeats: u32) {
     let world = group.len() as u32;
     let slowest = std::thread::scope(|scope| {

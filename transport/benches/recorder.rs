@@ -1,4 +1,4 @@
-//! What an event of the flight recorder costs, as CSV: `threads,events,ns_per_event`.
+//! Cost of an event of the flight recorder, as CSV: `threads,events,ns_per_event`.
 //!
 //! `cargo bench -p kyklos-transport --bench recorder`
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::rank::{Rank, RefusalReason, Vote};
 
-/// How a round ended: all ready with one plan, or the refusal that becomes everyone's error.
+/// How a round ended: all ranks are ready with one plan, or one refusal becomes the error of all ranks.
 pub(crate) type Verdict = Result<(), Refusal>;
 
 /// The refusal that a round ended with.
@@ -55,7 +55,7 @@ impl Ballot {
     }
 }
 
-/// What a rank that counts for the others must tell them.
+/// Lookups for the rank that counts the votes: what it must tell the other ranks.
 #[cfg(feature = "quic")]
 impl Ballot {
     /// The ranks that have voted in `round`, lowest first.

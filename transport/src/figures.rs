@@ -1,4 +1,4 @@
-//! What a connection tells of itself, to tell a slow network from a slow rank.
+//! Figures of a connection. They tell a slow network from a slow rank.
 
 use std::time::Duration;
 
@@ -6,22 +6,22 @@ use std::time::Duration;
 /// totals since they were made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ConnectionFigures {
-    /// Round-trip time, as it was lately.
+    /// Recent round-trip time.
     pub round_trip: Duration,
-    /// Bytes that may be under way to the rank at a time.
+    /// Bytes that may be in flight to the rank at a time.
     pub window_bytes: u64,
-    /// Payload of the largest packet that gets through, in bytes.
+    /// Payload of the largest packet that arrives, in bytes.
     pub packet_bytes: u16,
     /// Packets sent.
     pub packets_sent: u64,
-    /// Packets taken for lost, and sent again.
+    /// Packets that were considered lost and were sent again.
     pub packets_lost: u64,
-    /// How often loss made the rank send less.
+    /// How often loss reduced the sending rate of the rank.
     pub congestion_events: u64,
-    /// How often large packets ceased to arrive, so that smaller ones are sent.
+    /// How often large packets stopped arriving, so that the rank sends smaller ones.
     pub black_holes: u64,
-    /// Bytes sent, headers of QUIC and what was sent again included.
+    /// Bytes sent, including headers of QUIC and repeated bytes.
     pub bytes_sent: u64,
-    /// Bytes that came, likewise.
+    /// Bytes received, including headers of QUIC and repeated bytes.
     pub bytes_received: u64,
 }

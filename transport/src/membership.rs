@@ -104,7 +104,7 @@ mod tests {
         let first = claim(0, true, &[0, 1, 2, 3, 4]);
         let maybe = claim(1, false, &[0, 1, 2]);
         let (old, new) = ([first.clone()], [first.clone(), maybe]);
-        // Three of five, but only one of those with which rank 2 may be at work.
+        // Three of five ranks, but only one member of the group in which rank 2 may still work.
         assert_eq!(group(&came(&[(2, &new), (3, &old), (4, &old)]), false), None);
         assert_eq!(group(&came(&[(1, &new), (2, &new), (3, &old)]), false), Some(vec![1, 2, 3]));
         // Rank 1 saw this group start, so earlier groups and ranks that were not in it no longer count.
@@ -112,8 +112,8 @@ mod tests {
         assert_eq!(group(&came(&[(1, &started), (2, &new), (3, &old)]), false), Some(vec![1, 2]));
     }
 
-    /// Attempts in any order, at which any ranks come and any step may be the last one: at no time do two groups have
-    /// all their ranks.
+    /// Runs attempts in random order. Any ranks take part, and an attempt may stop after any step. At no time do two
+    /// groups have all their ranks.
     #[test]
     fn whatever_fails_no_two_groups_have_all_their_ranks() {
         let (mut formed, mut next) = (0, 1_u64);
@@ -126,10 +126,10 @@ mod tests {
             let first = claim(0, true, &(0..ranks).collect::<Vec<_>>());
             let mut claims: BTreeMap<Rank, Vec<Claim>> =
                 (0..ranks).map(|rank| (Rank(rank), vec![first.clone()])).collect();
-            // In which group each rank is, as far as it is in one; and the groups that have started.
+            // The current group of each rank, if it has one; and the groups that have started.
             let mut is_in: BTreeMap<Rank, u32> = (0..ranks).map(|rank| (Rank(rank), 0)).collect();
             let mut started = vec![first];
-            // Ranks wait in attempts that go on side by side.
+            // Ranks wait in parallel attempts.
             for _ in 0..12 {
                 let everyone = random(2) == 0;
                 let mut attempts: [BTreeMap<Rank, Vec<Claim>>; 2] = Default::default();
@@ -159,7 +159,7 @@ mod tests {
                     started.push(Claim { started: true, ..new.clone() });
                     formed += 1;
                     for rank in &new.members {
-                        // Who does not hear of the start is ready for it all the same.
+                        // A rank that does not learn of the start is still ready for the group.
                         is_in.insert(*rank, epoch);
                         if last_step == 2 || random(2) == 0 {
                             claims.insert(*rank, vec![Claim { started: true, ..new.clone() }]);

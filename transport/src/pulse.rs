@@ -18,7 +18,7 @@ pub struct Pulse {
 pub struct Work(Arc<Pulse>);
 
 impl Pulse {
-    /// Begins work of this rank. Several pieces of work may be under way at once.
+    /// Begins work of this rank. Several pieces of work may run at the same time.
     pub fn work(self: &Arc<Self>) -> Work {
         self.works.fetch_add(1, Ordering::Relaxed);
         self.beat();
@@ -35,7 +35,7 @@ impl Pulse {
         self.beats.load(Ordering::Relaxed)
     }
 
-    /// Whether work is under way.
+    /// Whether this rank does any work now.
     pub fn works(&self) -> bool {
         self.works.load(Ordering::Relaxed) > 0
     }

@@ -1,4 +1,4 @@
-//! Ranks, the names of their messages, and what they say of themselves.
+//! Ranks, the names of their messages, and their votes and positions.
 
 use std::fmt;
 use std::time::Duration;
@@ -55,14 +55,14 @@ pub enum Vote {
     },
     /// This rank cannot run it.
     Refuse {
-        /// What kind of refusal it is.
+        /// The kind of the refusal.
         reason: RefusalReason,
-        /// One line that says why, and what would be right.
+        /// One line with the reason, and with a request that would be right.
         text: String,
     },
 }
 
-/// What kind of refusal a rank gives.
+/// The kind of a rank's refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusalReason {
     /// The request cannot be right, whichever rank runs it: it does not fit itself, or the ranks have different ones.

@@ -33,7 +33,7 @@ pub struct Event {
     pub kind: EventKind,
     /// The other side; this rank itself where there is none.
     pub peer: Rank,
-    /// The message. Of votes, `op` is the number of the agreement.
+    /// The message. For votes, `op` is the number of the agreement.
     pub tag: Tag,
     /// The plan step of this rank at that time.
     pub step: u32,
@@ -48,9 +48,9 @@ pub enum EventKind {
     SendPosted,
     /// A receive was posted.
     ReceivePosted,
-    /// The peer asked for a message of this rank.
+    /// The peer requested a message of this rank.
     Asked,
-    /// The first bytes of a message that was posted have come.
+    /// The first bytes of a posted message have arrived.
     FirstByte,
     /// The peer has the message.
     Sent,
@@ -91,7 +91,7 @@ pub struct Recorded {
     pub forgotten: u64,
     /// By rank.
     pub peers: Vec<PeerRecord>,
-    /// The abort that ended the group, and when it came.
+    /// The abort that ended the group, and its time.
     pub abort: Option<(u64, Abort)>,
     /// Calls that ended early.
     pub ended_early: Vec<Outstanding>,
@@ -104,22 +104,22 @@ pub struct PeerRecord {
     pub messages_sent: u64,
     /// Their payload.
     pub bytes_sent: u64,
-    /// Messages that came from it.
+    /// Messages received from the peer.
     pub messages_received: u64,
     /// Their payload.
     pub bytes_received: u64,
-    /// When anything was last heard of it, as [`Event::at_ns`].
+    /// When this rank last received anything from the peer, as [`Event::at_ns`].
     pub heard_ns: Option<u64>,
-    /// Where its heartbeat said it was, and when that came. Heartbeats go to rank 0.
+    /// The position in the peer's last heartbeat, and when that heartbeat arrived. Heartbeats go to rank 0.
     pub progress: Option<Progress>,
 }
 
 /// A call that has not ended, or did not end well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outstanding {
-    /// Which call, and how far it is.
+    /// The call, and its progress.
     pub pending: Pending,
-    /// For how long its caller has waited.
+    /// How long its caller has waited.
     pub waited: Duration,
 }
 
@@ -144,7 +144,7 @@ struct PeerCounters {
     step: AtomicU32,
 }
 
-/// What is written once or rarely.
+/// Data that is written once or rarely.
 #[derive(Debug, Default)]
 struct Last {
     abort: Option<(u64, Abort)>,
@@ -206,7 +206,7 @@ impl Recorder {
         Progress { op: self.op.load(Ordering::Relaxed), step: self.step.load(Ordering::Relaxed) }
     }
 
-    /// Something came from a peer. No event: heartbeats would push out everything else.
+    /// A frame or bytes from a peer have arrived. This is no event: heartbeats would push out all other events.
     #[cfg(feature = "quic")]
     pub(crate) fn heard(&self, peer: Rank, progress: Option<Progress>) {
         let Some(counters) = self.peers.get(peer.0 as usize) else { return };
@@ -253,7 +253,7 @@ impl Recorder {
         (self.start.elapsed_ns(), self.progress())
     }
 
-    /// What is known of the peers, by rank.
+    /// The counters of the peers, by rank.
     pub fn peers(&self) -> Vec<PeerRecord> {
         self.peers.iter().map(PeerCounters::record).collect()
     }

@@ -1,4 +1,4 @@
-//! Spans of messages from their post to their end, the same on every transport. What posts them is around them.
+//! Spans of messages from their post to their end, the same on every transport. The spans of the callers enclose them.
 
 use tracing::{Span, debug_span};
 

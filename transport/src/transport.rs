@@ -26,8 +26,8 @@ pub trait Transport: Send + Sync + fmt::Debug {
 
     /// Starts sending `parts` to rank `to` as the message `tag`.
     ///
-    /// Completes when the receiver has the message, and says how long it was under way. Empty messages (no bytes at all) must not be sent:
-    /// they are neither sent nor counted, and both sides know that from their plans.
+    /// Completes when the receiver has the message, and returns how long the message was in flight. Empty messages (no
+    /// bytes at all) must not be sent: they are neither sent nor counted, and both sides know that from their plans.
     fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<Taken>;
 
     /// Registers the receive of the message `tag` from rank `from`, whose parts have exactly `part_bytes` bytes.
@@ -49,7 +49,8 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// coordinator sees wins.
     fn abort(&self, abort: Abort);
 
-    /// What this rank is doing now, so that an abort caused by this rank's death can say it. Cheap; called at every step.
+    /// Records what this rank is doing now, so that an abort caused by this rank's death can name it. Cheap; called at
+    /// every step.
     fn report_progress(&self, progress: Progress);
 
     /// Rises when the group has been aborted. Long computations look at it between two pieces.
@@ -58,14 +59,15 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// The pulse of this rank. Code that computes holds work of it and beats, so that a rank that is stuck in its work is found.
     fn pulse(&self) -> Arc<Pulse>;
 
-    /// Says goodbye: waits (up to `deadline`) until peers have everything they were sent, then closes. A peer that
-    /// leaves without this has died, as far as the others are concerned.
+    /// Leaves the group in order: waits (up to `deadline`) until the peers have all messages that were sent to them,
+    /// then closes. For the other ranks, a peer that leaves without this has died.
     fn close(&self, deadline: Duration) -> Posted<()>;
 
     /// Leaves a group that has been aborted, and forms the next one with the others that do the same, by `deadline`.
     ///
-    /// Ends with the same group and epoch on all its ranks, or with [`crate::TransportError::Bootstrap`], which says who did not
-    /// come or that the others have continued without this rank. This transport is closed either way.
+    /// Ends with the same group and epoch on all its ranks, or with [`crate::TransportError::Bootstrap`]. The error
+    /// names the missing ranks, or reports that the other ranks have continued without this rank. This transport is
+    /// closed either way.
     fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Reformed>;
 
     /// The recorder of this rank: its last events and its counters.

@@ -31,7 +31,7 @@ fn a_launcher_wins_over_its_scheduler_and_equal_settings_are_no_contradiction() 
             ),
             "5/8 1/1 a:3",
         ),
-        // Two sources with equal values: each provides what the other one does not.
+        // Two sources with equal values: each adds the settings that the other one lacks.
         ("", slurm("PMI_RANK=1 PMI_SIZE=2"), "1/2 0/1 a:29600"),
         ("", slurm("RANK=1 WORLD_SIZE=2 LOCAL_RANK=0"), "1/2 0/1 a:29600"),
         ("rank=1 world=2", slurm(""), "1/2 0/1 a:29600"),

@@ -10,17 +10,17 @@ use crate::error::Result;
 use crate::source::{Precedence, Source};
 use crate::variables::Variables;
 
-/// A launcher or scheduler that tells its processes by environment variables which rank they are.
+/// A launcher or scheduler that gives its processes their ranks in environment variables.
 #[derive(Clone, Copy, Debug)]
 pub struct Launcher {
-    /// Its name for people.
+    /// Its name for users.
     pub name: &'static str,
     /// Every variable that is read begins with one of these.
     pub variables: &'static [&'static str],
     /// The variables that alone show that a process is one of several, in the order in which notes quote them.
     pub rank_variables: &'static [&'static str],
     pub(crate) precedence: Precedence,
-    /// What the variables say; [`Source::default`] if this launcher did not start the process.
+    /// The settings in the variables; [`Source::default`] if this launcher did not start the process.
     pub(crate) read: fn(&Variables<'_>) -> Result<Source>,
 }
 
@@ -29,7 +29,7 @@ pub const LAUNCHERS: &[Launcher] =
     &[torchrun::LAUNCHER, mpi::OPEN_MPI, mpi::PMI, slurm::LAUNCHER, kubernetes::LAUNCHER];
 
 impl Launcher {
-    /// What the environment of this launcher says.
+    /// The settings in the environment of this launcher.
     pub(crate) fn source(&self, variables: &Variables<'_>) -> Result<Source> {
         Ok(Source { precedence: self.precedence, ..(self.read)(variables)? })
     }

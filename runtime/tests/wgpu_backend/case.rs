@@ -1,4 +1,4 @@
-//! One call of the backend, held to naive f64 attention.
+//! One call of the backend, compared with naive f64 attention.
 
 use bytes::Bytes;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuBuffer};
@@ -81,7 +81,7 @@ impl Case {
         Ok((backend.upload("operand", bytes)?, layout))
     }
 
-    /// Attends to every block, into a state that holds nothing at first.
+    /// Attends to every block, into a state that is empty at first.
     pub(crate) fn state(&self, backend: &WgpuBackend) -> (WgpuBuffer, WgpuBuffer) {
         let shape = self.shape();
         let mut a = poisoned(backend, shape.a_bytes());
@@ -204,7 +204,7 @@ impl Case {
 /// For outputs of size 1 from sums of some hundred keys in f32.
 pub(crate) const TOLERANCE: f64 = 3e-6;
 
-/// Memory full of NaN.
+/// A buffer full of NaN.
 pub(crate) fn poisoned(backend: &WgpuBackend, bytes: usize) -> WgpuBuffer {
     backend.upload("poisoned", Bytes::from(vec![0xff; bytes])).unwrap()
 }

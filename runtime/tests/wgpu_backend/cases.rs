@@ -26,8 +26,8 @@ pub(crate) const ALL: &[(&str, Test)] = &[
     ("a_wrong_request_is_an_error", a_wrong_request_is_an_error),
 ];
 
-/// Those of `dims` that are tested: where a driver compiles large ones for minutes, `KYKLOS_TEST_MOST_HEAD_DIM` says
-/// how large they may be.
+/// The head dims of `dims` that are tested. Some drivers need minutes to compile large ones;
+/// `KYKLOS_TEST_MOST_HEAD_DIM` sets the largest that is tested.
 pub(crate) fn head_dims(dims: &[u32]) -> Vec<u32> {
     let most = std::env::var("KYKLOS_TEST_MOST_HEAD_DIM");
     let most: u32 =
@@ -46,7 +46,7 @@ fn every_dtype_and_head_dim_equals_f64(backend: &WgpuBackend) {
     }
 }
 
-/// A test of its own: matrix units take these.
+/// A separate test, because matrix units take these head dims.
 fn every_f16_head_dim_equals_f64(backend: &WgpuBackend) {
     for dim in head_dims(&[16, 32, 80]) {
         let case = Case::new([2, 67, 6, 2, dim], Dtype::F16, "causal");
@@ -68,7 +68,7 @@ fn large_heads_equal_f64(backend: &WgpuBackend) {
     }
 }
 
-/// On a device whose bindings hold some dozens of rows.
+/// On a device whose bindings hold only some dozens of rows.
 pub(crate) fn tensors_beyond_one_binding_equal_f64(backend: &WgpuBackend) {
     for mask in ["full", "causal", "valid:97,0"] {
         let mut case = Case::new([2, 170, 4, 2, 64], Dtype::F32, mask);
@@ -94,7 +94,8 @@ fn every_mask_equals_f64_over_any_tokens(backend: &WgpuBackend) {
     ] {
         let mut case = Case::new([2, 150, 4, 1, 64], Dtype::F32, mask);
         case.check(backend, &format!("{mask}, one block"));
-        // Queries as zigzag deals them; keys striped over three blocks, one of them of a single key.
+        // Queries as the zigzag placement assigns them. Keys are striped over three blocks, and one block has a single
+        // key.
         case.q_tokens = TokenRuns::from_positions((0..21).chain(101..150));
         case.kv_blocks = vec![
             TokenRuns::from_positions((0..150).step_by(2)),
@@ -111,7 +112,7 @@ fn every_mask_equals_f64_over_any_tokens(backend: &WgpuBackend) {
 }
 
 fn softcap_and_large_logits_equal_f64(backend: &WgpuBackend) {
-    // The last: logits of ±15, which f32 knows to 1e-6 only.
+    // The last case has logits of ±15, which f32 represents only to 1e-6.
     for (scale, softcap, tolerance) in [
         (0.125, Some(2.0), TOLERANCE),
         (0.02, Some(30.0), TOLERANCE),
@@ -127,7 +128,7 @@ fn softcap_and_large_logits_equal_f64(backend: &WgpuBackend) {
     }
 }
 
-/// A non-finite key or value changes the rows that see it, and no bit of any other.
+/// A non-finite key or value changes the rows that see it, and no bit of any other row.
 fn nan_reaches_exactly_the_rows_that_see_it(backend: &WgpuBackend) {
     for (mask, dtype, softcap) in [
         ("causal", Dtype::F32, None),
@@ -164,7 +165,8 @@ fn nan_reaches_exactly_the_rows_that_see_it(backend: &WgpuBackend) {
                             assert!(got.iter().all(|x| x.is_nan()), "{what}");
                         } else {
                             assert!(!got[13].is_finite(), "{what}: o {}", got[13]);
-                            // Matrix units give way to another order of summation where a value is not finite.
+                            // If a value is not finite, a kernel with another order of summation replaces the matrix
+                            // units.
                             let allowed = if case.weight_rounding(backend) > 0.0 {
                                 1e-5 * (1.0 + want[12].abs())
                             } else {

@@ -33,7 +33,7 @@ fn last_rows(rows: u32, [batch, keys, heads, kv_heads, dim]: [u32; 5], dtype: Dt
 }
 
 fn every_group_and_number_of_rows_decodes_as_f64_does(backend: &WgpuBackend) {
-    // The last two: heads that do not fit one workgroup, and rows that are too many to be few.
+    // The last two cases: heads that do not fit one workgroup, and too many rows for these kernels.
     for (rows, heads, kv_heads) in
         [(1, 3, 3), (1, 4, 2), (1, 8, 2), (2, 4, 2), (3, 4, 1), (2, 8, 1), (1, 24, 1), (5, 4, 1)]
     {
@@ -66,7 +66,7 @@ fn masks_and_blocks_decode_as_f64_does(backend: &WgpuBackend) {
     {
         let mut case = last_rows(3, [2, 1000, 4, 2, 32], Dtype::F32, mask);
         case.check(backend, &format!("{mask}, one block"));
-        // Into a state that has seen something; the last block is too short to be split.
+        // Into a state that has seen keys. The last block is too short to be split.
         case.kv_blocks = vec![
             TokenRuns::from_positions((0..1000).step_by(2)),
             TokenRuns::from_positions((3..1000).step_by(2)),
@@ -114,9 +114,9 @@ fn nan_reaches_exactly_the_rows_that_see_it(backend: &WgpuBackend) {
     }
 }
 
-/// Of three rows the first sees none of the block's keys, whatever it has seen before.
+/// The first of three rows sees no key of the block, whatever keys it has seen before.
 fn unseen_rows_keep_their_state(backend: &WgpuBackend) {
-    // Rows are at 897, 898 and 899. Of keys 0..300 none is seen, and key 898 by the last two.
+    // The rows are at 897, 898 and 899. No row sees keys 0..300. The last two rows see key 898.
     let case = last_rows(3, [1, 900, 4, 2, 32], Dtype::F32, "documents:0,300,898,900");
     let tokens = TokenRuns::from_positions((0..300).chain([898]));
     let shape = case.shape();
@@ -146,7 +146,7 @@ fn same_bytes(backend: &WgpuBackend) {
     }
 }
 
-/// On a device whose bindings hold some hundred keys.
+/// On a device whose bindings hold only some hundred keys.
 pub(crate) fn keys_beyond_one_binding_decode_as_f64_does(backend: &WgpuBackend) {
     for mask in ["full", "window:500,0"] {
         last_rows(2, [2, 700, 4, 2, 32], Dtype::F32, mask).check(backend, mask);

@@ -1,4 +1,4 @@
-//! Devices that are lost, memory that is not there, and copies while the device works.
+//! Lost devices, missing memory, and copies while the device works.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -26,7 +26,7 @@ pub(crate) const ALL: &[(&str, Test)] = &[
     ("downloads_share_staging_and_keep_their_bytes", downloads_share_staging_and_keep_their_bytes),
 ];
 
-/// How often [`work`] attends: more often than there may be submissions in flight.
+/// How often [`work`] attends: more often than the limit of submissions in flight.
 const ROUNDS: usize = 8;
 
 fn case() -> Case {
@@ -42,7 +42,7 @@ fn options_of(info: &DeviceInfo) -> WgpuOptions {
     WgpuOptions { kernel, ..WgpuOptions::default() }
 }
 
-/// What `test` returns, on a thread of its own and on a device of its own like `backend`; a failure where it hangs.
+/// The result of `test`, which runs on its own thread and on its own device like `backend`. Fails if the test hangs.
 fn on_its_own<T: Send + 'static>(
     backend: &WgpuBackend,
     test: impl FnOnce(WgpuBackend) -> T + Send + 'static,
@@ -61,7 +61,7 @@ fn on_its_own<T: Send + 'static>(
     }
 }
 
-/// Attends [`ROUNDS`] times into the same state, one piece at least each time.
+/// Attends [`ROUNDS`] times into the same state, with at least one piece each time.
 async fn work(backend: &WgpuBackend, case: &Case, control: &Control) -> Result<()> {
     let shape = case.shape();
     let mut a = backend.alloc("a", shape.a_bytes())?;
@@ -117,7 +117,7 @@ fn a_device_lost_ends_downloads_and_waits(backend: &WgpuBackend) {
             drop(backend.download(&mut buffer, 0..1 << 20));
             late = Some(backend.download(&mut buffer, 0..1 << 20));
             let mut wait = pin!(backend.wait());
-            // It has begun to wait.
+            // The wait has started.
             let began = poll_fn(|context| Poll::Ready(wait.as_mut().poll(context))).await;
             backend.destroy();
             names(&name, download.await);
@@ -125,7 +125,7 @@ fn a_device_lost_ends_downloads_and_waits(backend: &WgpuBackend) {
                 names(&name, wait.await);
             }
         });
-        // One that outlives its backend.
+        // This download outlives its backend.
         drop((buffer, backend));
         names(&name, block_on(late.expect("it was begun")));
     });
@@ -179,7 +179,7 @@ fn memory_beyond_the_limit_is_an_error(backend: &WgpuBackend) {
     let case = case();
     let shape = case.shape();
     let (a_bytes, ml_bytes) = (shape.a_bytes(), shape.ml_bytes());
-    // q, k and v as the case spreads them out, and the state; not what attend itself needs.
+    // q, k and v as the case spreads them out, and the state, without the buffers of attend itself.
     let limit = (4 * (24 + 700 * (4 * 72 + 16) + 40) as u64).next_multiple_of(16) * 3;
     let limit = limit + (a_bytes + ml_bytes) as u64;
     let options = WgpuOptions { max_memory_bytes: Some(limit), ..options_of(backend.info()) };
@@ -199,7 +199,7 @@ fn memory_beyond_the_limit_is_an_error(backend: &WgpuBackend) {
     let got = block_on(case.attend(&small, &case.kv_blocks[0], &mut a, &mut ml, &control));
     assert!(matches!(got, Err(Error::OutOfMemory { allowed_bytes: 0, .. })), "{got:?}");
     assert_eq!(control.pieces_done(), 0);
-    // What was dropped can be had again, and the device is none the worse for it.
+    // The memory of dropped buffers can be allocated again, and the device still works.
     drop((a, ml));
     let data = Bytes::from(vec![7; left as usize / 2]);
     let mut buffer = small.upload("half", data.clone()).unwrap();
@@ -207,7 +207,7 @@ fn memory_beyond_the_limit_is_an_error(backend: &WgpuBackend) {
     block_on(small.wait()).unwrap();
 }
 
-/// In a process that may have only so much memory, see `main`.
+/// Runs in a process with a memory limit, see `main`.
 pub(crate) fn memory_that_the_driver_has_not_is_an_error(backend: &WgpuBackend) -> Completion {
     let asked = 1 << 30;
     let mut held = Vec::new();
@@ -225,7 +225,7 @@ pub(crate) fn memory_that_the_driver_has_not_is_an_error(backend: &WgpuBackend) 
     };
     assert_eq!((device, asked_bytes), (backend.info().name.clone(), asked as u64));
     assert!(0 < allowed_bytes && allowed_bytes < asked as u64, "{allowed_bytes}");
-    // As much is there indeed, and the device lives.
+    // The allowed number of bytes can really be allocated, and the device still works.
     let less = backend.alloc("what is allowed", allowed_bytes as usize).unwrap();
     drop((held, less));
     let mut buffer = backend.upload("data", Bytes::from_static(b"sixteen bytes, !")).unwrap();
@@ -270,7 +270,7 @@ fn downloads_share_staging_and_keep_their_bytes(backend: &WgpuBackend) {
     for round in 0..20 {
         let mut downloads = Vec::new();
         for (buffer, size) in buffers.iter_mut().zip(sizes) {
-            // Given up before it is done, after it has begun, and never asked for.
+            // This download has started. It is dropped before its end, and it is never polled.
             drop(backend.download(buffer, 0..size));
             downloads.push(backend.download(buffer, 0..size));
             if round % 3 == 0 {
@@ -282,6 +282,6 @@ fn downloads_share_staging_and_keep_their_bytes(backend: &WgpuBackend) {
         assert_eq!(got, data, "round {round}");
         kept.push(got);
     }
-    // Nothing that was handed out is overwritten by what came later.
+    // Later copies overwrite no bytes that were returned earlier.
     assert!(kept.iter().all(|got| *got == data));
 }

@@ -29,12 +29,12 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 type Test = fn(&WgpuBackend);
 
-/// Mesa's software driver makes its subgroups as wide as this says, in bits.
+/// The width in bits of the subgroups of Mesa's software driver.
 const WIDTH: &str = "LP_NATIVE_VECTOR_WIDTH";
-/// Kernels that must be there, by the beginnings of their names, with commas between: without one of them, or where
-/// nothing ran, this program fails.
+/// Required kernels: prefixes of their names, separated by commas. If one is missing, or if no kernel ran, this program
+/// fails.
 const REQUIRED: &str = "KYKLOS_REQUIRE_KERNELS";
-/// Set in the processes that this one starts, to what they are for.
+/// Set in the child processes of this program. The value is the purpose of the child.
 const CHILD: &str = "KYKLOS_TEST_CHILD";
 
 fn main() -> ExitCode {
@@ -114,7 +114,7 @@ fn main() -> ExitCode {
     conclusion.exit_code()
 }
 
-/// The kernels that the first device can run, and those that it must and cannot.
+/// The kernels that the first device can run, and the required kernels that it cannot run.
 fn kernels() -> (Vec<(&'static str, KernelChoice)>, Vec<String>) {
     let mut choices = vec![
         ("portable", KernelChoice::Portable),
@@ -140,22 +140,22 @@ fn open(kernel: KernelChoice, max_binding_bytes: Option<u64>) -> Result<WgpuBack
     WgpuBackend::with_options(0, &options).map_err(|error| Failed::from(error.to_string()))
 }
 
-/// Runs the main subgroup tests in a process of their own: the driver reads the width once.
+/// Runs the main subgroup tests in a separate process, because the driver reads the width only once.
 fn passes_with_width(bits: &str, size: u32) -> Result<(), Failed> {
     let mut command = myself(&[])?;
     command.args(["subgroup::every", "--test-threads=1"]).env(WIDTH, bits).env(CHILD, "width");
-    // A sample has the larger head dims at the driver's own width.
+    // A sampled run tests the larger head dims only at the driver's own width.
     if let Some(most) = amount::amount(Some("64"), None) {
         command.env("KYKLOS_TEST_MOST_HEAD_DIM", most);
     }
-    // Also when the driver does not make such subgroups: then nothing would run, and nothing fail.
+    // Required even if the driver does not make such subgroups. Otherwise no kernel would run, and no test would fail.
     passed(&command.env(REQUIRED, format!("subgroup-broadcast-{size}")).output()?)
 }
 
 #[cfg(target_os = "linux")]
 const LAST_DEVICE: &str = "a_driver_stays_loaded_when_its_last_device_is_closed";
 
-/// Runs the test of a closed device in a process of its own, where no other device is open.
+/// Runs the test of a closed device in a separate process, in which no other device is open.
 #[cfg(target_os = "linux")]
 fn passes_with_the_last_device() -> Result<(), Failed> {
     let mut command = myself(&[])?;
@@ -172,9 +172,9 @@ fn passes_with_the_last_device() -> Result<(), Failed> {
 
 const NO_MEMORY: &str = "memory_that_the_driver_has_not_is_an_error";
 
-/// Runs the test of a driver without memory in a process of its own that may have only so much of it.
+/// Runs the test of a driver without memory in a separate process with a memory limit.
 fn passes_with_little_memory() -> Result<Completion, Failed> {
-    // In KiB: what the driver and its compiler map, and two of the buffers that the test makes.
+    // In KiB: the mappings of the driver and its compiler, and two of the buffers that the test makes.
     let limited = ["/bin/sh", "-c", "ulimit -v 6000000 && exec \"$@\"", "sh"];
     let mut command = myself(&limited)?;
     let output =
@@ -192,8 +192,8 @@ fn passes_with_little_memory() -> Result<Completion, Failed> {
 
 /// This program, started by the program and arguments in `before`.
 ///
-/// Under a loader that is called by name, as by the `run` of an unpacked driver, the program of this process is the
-/// loader, and `KYKLOS_RUNNER` names the command that starts programs.
+/// If a loader is called by name, as in the `run` of an unpacked driver, the executable of this process is the loader.
+/// Then `KYKLOS_RUNNER` names the command that starts programs.
 fn myself(before: &[&str]) -> Result<Command, Failed> {
     let mut words: Vec<OsString> = before.iter().map(OsString::from).collect();
     match std::env::var_os("KYKLOS_RUNNER") {

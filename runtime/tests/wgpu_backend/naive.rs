@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 use kyklos::{AttentionProblem, Dtype};
 
-/// A small generator: tests need numbers without structure, not good ones.
+/// A small generator. Tests need numbers without structure; their quality does not matter.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {

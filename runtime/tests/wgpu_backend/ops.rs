@@ -28,7 +28,7 @@ fn read(backend: &WgpuBackend, buffer: &mut WgpuBuffer, elements: usize) -> Vec<
     loaded(Dtype::F32, &bytes)
 }
 
-/// A state in which row 3 of every head has seen nothing if `empty`, and all others something.
+/// A state in which all rows have seen keys, except row 3 of every head if `empty`.
 fn state(seed: u64, empty: bool) -> (Vec<f32>, Vec<f32>) {
     let mut random = Random(seed);
     let mut a = random.tensor(Dtype::F32, SHAPE.a_bytes() / 4);
@@ -47,7 +47,7 @@ fn state(seed: u64, empty: bool) -> (Vec<f32>, Vec<f32>) {
     (a, ml)
 }
 
-/// Where a row's elements are in a and in ml.
+/// The positions of a row's elements in `a` and in `ml`.
 fn at(b: usize, r: usize, h: usize) -> (usize, usize) {
     (((b * SHAPE.rows + r) * SHAPE.heads + h) * SHAPE.dim, 2 * ((b * SHAPE.heads + h) * SHAPE.rows + r))
 }
@@ -89,7 +89,7 @@ fn merge_equals_f64_and_keeps_empty_states(backend: &WgpuBackend) {
 
 fn finalize_divides_and_marks_empty_rows(backend: &WgpuBackend) {
     let (mut a, mut ml) = state(5, true);
-    // Overflow, NaN and a subnormal of f16, in rows that have seen something.
+    // Overflow, NaN and a subnormal of f16, in rows that have seen keys.
     a[0] = 1e9;
     a[1] = f32::NAN;
     a[2] = 3e-7;
@@ -135,7 +135,7 @@ fn finalize_divides_and_marks_empty_rows(backend: &WgpuBackend) {
 }
 
 fn repack_moves_every_byte_and_no_other(backend: &WgpuBackend) {
-    // (row_bytes, gap): rows of whole vectors, of single words, and nothing but one dense piece.
+    // (row_bytes, gap): rows of whole vectors, of single words, and one dense piece.
     for (row_bytes, gap) in [(48, 16), (12, 4), (16, 0)] {
         let extent = Extent { batch: 2, rows: 7, heads: 3, row_bytes };
         let spread = |offset: usize, gap: usize| Layout {

@@ -19,7 +19,7 @@ pub(crate) const ALL: [(&str, Test); 5] = [
     ("the_devices_clock_runs_where_it_has_one", the_devices_clock_runs_where_it_has_one),
 ];
 
-/// Of the case that is computed.
+/// The shape of the computed case.
 const SHAPE: [u32; 5] = [2, 67, 6, 2, 32];
 const STATE: StateShape = StateShape { batch: 2, rows: 67, heads: 6, dim: 32 };
 
@@ -32,7 +32,7 @@ fn open(kernel: KernelChoice, entries: &[TuningEntry]) -> Result<WgpuBackend, Fa
     Ok(WgpuBackend::with_options(0, &options)?)
 }
 
-/// A key, and a variant that the device has and would not use by itself.
+/// A key, and a variant that the device has but does not use by default.
 fn displacing(kernel: KernelChoice) -> Result<(TuningKey, AttendVariant), Failed> {
     let plain = open(kernel, &[])?;
     let choices = plain.attend_choices(Dtype::F32, STATE.dim)?;
@@ -51,7 +51,7 @@ fn every_choice_is_used_and_equals_f64() -> Result<(), Failed> {
         assert!(tuned.info().kernel.ends_with(", tuned for 1 case"), "{}", tuned.info().kernel);
         tiles.insert(tuned.tile_shape(&problem, STATE).q_rows);
         Case::new(SHAPE, Dtype::F32, "causal").check(&tuned, &variant.name());
-        // Of another size, head dim or dtype: not what was measured.
+        // Another size, head dim or dtype: the measurements do not apply.
         let others = [StateShape { rows: 17, ..STATE }, StateShape { dim: 64, ..STATE }];
         assert!(others.iter().all(|other| !tuned.attend_variant(Dtype::F32, *other).unwrap().1));
         assert!(!tuned.attend_variant(Dtype::F16, STATE)?.1);
@@ -123,7 +123,7 @@ fn the_devices_clock_runs_where_it_has_one() -> Result<(), Failed> {
     case.check(&backend, "with timestamps");
     let first = pollster::block_on(backend.device_seconds())?;
     assert!(first.is_none_or(|seconds| seconds > 0.0 && seconds < 600.0), "{first:?}");
-    // Nothing ran since.
+    // No kernel has run since.
     assert_eq!(pollster::block_on(backend.device_seconds())?, None);
     assert_eq!(pollster::block_on(open(KernelChoice::Auto, &[])?.device_seconds())?, None);
     Ok(())

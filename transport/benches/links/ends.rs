@@ -15,10 +15,10 @@ use pollster::block_on;
 use crate::streams;
 use crate::{Kind, Mode};
 
-/// What a transfer took.
+/// The cost of a transfer.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Ended {
-    /// Moved, in all directions.
+    /// Bytes moved, in all directions.
     pub(crate) mib: f64,
     pub(crate) seconds: f64,
     pub(crate) cpu_sending_s: f64,
@@ -36,7 +36,7 @@ impl Ended {
         (self.cpu_sending_s + self.cpu_receiving_s) * 1024.0 / self.mib
     }
 
-    /// The ping that this share of all is faster than.
+    /// The quantile of the pings: this share of all pings is faster.
     pub(crate) fn ping_ms(&self, share: f64) -> Option<f64> {
         let mut pings = self.pings_ms.clone();
         pings.sort_by(f64::total_cmp);
@@ -44,7 +44,7 @@ impl Ended {
     }
 }
 
-/// One message, as large as a hop of keys and values often is.
+/// Bytes of one message: a common size of a hop of keys and values.
 pub(crate) const MESSAGE_BYTES: usize = 16 << 20;
 
 /// User and system time of this process, all threads.
@@ -57,7 +57,7 @@ pub(crate) fn cpu_s() -> f64 {
 
 const LONG: Duration = Duration::from_secs(120);
 
-/// Identities for two ranks of a job of their own; returns that of rank 1.
+/// Identities for two ranks of a new job. Returns the identity of rank 1.
 pub(crate) fn issue(folder: &Path) -> Identity {
     let authority = ClusterAuthority::new(JobId::random().expect("random numbers")).expect("an authority");
     let identity = |rank| authority.issue(Rank(rank)).expect("an identity");
@@ -65,7 +65,7 @@ pub(crate) fn issue(folder: &Path) -> Identity {
     identity(1)
 }
 
-/// The receiving end: says its certificate (of TLS), receives, and says its CPU seconds.
+/// The receiving end: prints its certificate (for TLS), receives, and prints its CPU seconds.
 pub(crate) fn serve(arguments: &[String]) {
     let [mode, address, mib, identity] = arguments else { panic!("{arguments:?}") };
     let (mode, mib) = (Mode::parse(mode), mib.parse().expect("a number"));
@@ -130,8 +130,8 @@ fn agree(me: &dyn Transport) -> Posted<()> {
     me.agree(Vote::Ready { plan_hash: [0; 32] }, LONG)
 }
 
-/// Rank 1 sends to rank 0, and rank 0 as much to rank 1 if the mode is a hop. Returns what this end saw of it, and the
-/// packets that were lost.
+/// Rank 1 sends to rank 0. If the mode is a hop, rank 0 sends as much to rank 1. Returns the measurements of this end,
+/// and the number of lost packets.
 fn transfer(me: &dyn Transport, mode: &Mode, mib: usize) -> (Ended, u64) {
     let (rank, peer) = (me.rank(), Rank(1 - me.rank().0));
     let (sends, receives) = (rank == Rank(1) || mode.hop, rank == Rank(0) || mode.hop);
@@ -168,7 +168,7 @@ fn transfer(me: &dyn Transport, mode: &Mode, mib: usize) -> (Ended, u64) {
     (ended, lost)
 }
 
-/// A send and a receive, as far as this end does both.
+/// A send and a receive, if this end does both.
 type UnderWay = (Option<Posted<Taken>>, Option<Posted<Vec<Bytes>>>);
 
 fn end((sent, received): UnderWay) {
@@ -180,8 +180,9 @@ fn end((sent, received): UnderWay) {
     }
 }
 
-/// Agreements, one after the other: rank 0 always has its vote there already, so that rank 1 waits for its own to go
-/// there and for the verdict to come back. Ends when both are done: the last agreement is a refusal of who is.
+/// Agreements, one after the other. Rank 0 always votes early. So rank 1 waits until its own vote has reached rank 0
+/// and the verdict has come back. Ends when both ranks are done: a rank that is done refuses, and this refusal is the
+/// last agreement.
 fn ping(me: &dyn Transport, done: &AtomicBool) -> Vec<f64> {
     let mut pings = Vec::new();
     let is_first = me.rank() == Rank(0);

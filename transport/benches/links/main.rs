@@ -1,4 +1,4 @@
-//! What a byte costs between two processes: raw TCP, TLS over TCP and this transport, in turns, as CSV.
+//! Cost of a byte between two processes: raw TCP, TLS over TCP and this transport, in turns, as CSV.
 //!
 //! `cargo bench -p kyklos-transport --features quic --bench links -- [--rounds N] [--mib N] [--modes M,M,…]`
 //! `  [--here ADDRESS --there ADDRESS --there-by COMMAND] [--peer COMMAND]`
@@ -20,7 +20,7 @@ use std::time::Duration;
 use ends::Ended;
 use kyklos_transport::quic::{Carrier, Congestion, LinkSettings};
 
-/// What is asked for on the command line.
+/// The arguments of the command line.
 #[derive(Clone, Debug)]
 struct Args {
     rounds: usize,
@@ -37,9 +37,9 @@ struct Args {
 pub(crate) struct Mode {
     name: String,
     kind: Kind,
-    /// As much the other way, at the same time.
+    /// Sends as much the other way at the same time.
     hop: bool,
-    /// Agreements beside it.
+    /// Runs agreements beside the transfer.
     ping: bool,
 }
 
@@ -164,7 +164,8 @@ fn wait(server: &mut Child) {
     panic!("the other end does not end");
 }
 
-/// Rows of another program: mode, seconds, CPU seconds sending, CPU seconds receiving, MiB, whether both ways.
+/// Rows of another program: mode, seconds, CPU seconds of the sender, CPU seconds of the receiver, MiB, whether both
+/// ways.
 fn ask_peer(command: &str, mib: usize) -> Vec<(String, Ended)> {
     let output =
         Command::new("sh").args(["-c", &format!("{command} {mib}")]).stderr(Stdio::inherit()).output();
@@ -203,7 +204,7 @@ fn tell(rows: &mut Vec<(String, Ended)>, round: usize, mode: &str, ended: Ended)
     rows.push((mode.to_owned(), ended));
 }
 
-/// Medians over the rounds, with what they swung between.
+/// Medians over the rounds, with minimum and maximum.
 fn summarise(rows: &[(String, Ended)]) {
     let mut modes: Vec<&str> = Vec::new();
     for (mode, _) in rows {

@@ -9,7 +9,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 
 use crate::ends::{Ended, MESSAGE_BYTES, cpu_s, say};
 
-/// A certificate that the other end is told of.
+/// A certificate. The other end gets a copy of it.
 pub(crate) struct Server {
     certificate: CertificateDer<'static>,
     key: PrivateKeyDer<'static>,
@@ -66,7 +66,7 @@ pub(crate) fn receive(address: SocketAddr, mib: usize, tls: Option<Server>) -> f
     }
 }
 
-/// Reads all messages into memory of their size, as a receive does, and answers with a byte.
+/// Reads all messages into buffers of their size, as a receive does, and answers with one byte.
 fn read(mut stream: impl Read + Write, mib: usize) -> f64 {
     stream.read_exact(&mut [0]).expect("a start");
     let before = cpu_s();

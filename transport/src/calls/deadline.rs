@@ -16,7 +16,7 @@ pub(crate) trait Clock: fmt::Debug {
     /// `time` and `by` later, if the clock can express that.
     fn later(time: Self::Instant, by: Duration) -> Option<Self::Instant>;
 
-    /// How long it is until `time`; zero if that has passed, and without end where no time passes.
+    /// The time until `time`. It is zero if `time` has passed, and infinite if there is no clock.
     fn until(time: Self::Instant) -> Duration;
 }
 
@@ -73,14 +73,14 @@ impl<C: Clock> Clone for Deadline<C> {
 impl<C: Clock> Copy for Deadline<C> {}
 
 impl<C: Clock> Deadline<C> {
-    /// `asked` from now.
+    /// The deadline that is `asked` from now.
     pub(crate) fn after(asked: Duration) -> Self {
         let now = C::now();
         let at = C::later(now, asked).or_else(|| C::later(now, LONGEST)).unwrap_or(now);
         Self { at, asked }
     }
 
-    /// What the caller asked for.
+    /// The wait that the caller asked for.
     pub(crate) fn asked(self) -> Duration {
         self.asked
     }

@@ -1,4 +1,4 @@
-//! Which messages are done with: a tag is used once.
+//! Which messages have ended: a tag is used once.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ pub(crate) enum Ended {
 }
 
 impl History {
-    /// Notes that a call is about to be posted, or says why it must not be.
+    /// Notes that a call is about to be posted, or returns the reason why it must not be posted.
     pub(crate) fn post(&mut self, operation: &str, peer: Rank, tag: Tag) -> Result<(), TransportError> {
         if let Some(ended) = self.ended.get(&tag) {
             let how = match ended {
@@ -39,7 +39,7 @@ impl History {
         Ok(())
     }
 
-    /// Notes that the call of `tag` has ended, and forgets old ones.
+    /// Notes that the call of `tag` has ended, and forgets old calls.
     pub(crate) fn end(&mut self, tag: Tag, ended: Ended) {
         self.ended.insert(tag, ended);
         let oldest = Tag { op: self.latest_op.saturating_sub(REMEMBERED_OPS), message: 0 };
@@ -49,7 +49,7 @@ impl History {
     }
 }
 
-/// What a peer's message is compared with; a rank compares its own calls only.
+/// Lookups for the messages of peers. A rank checks its own calls when they are posted.
 #[cfg(feature = "quic")]
 impl History {
     /// How the call of `tag` ended, if it did and is remembered.
@@ -57,7 +57,7 @@ impl History {
         self.ended.get(&tag).copied()
     }
 
-    /// The operation under way, if `tag` belongs to one so old that its end would be forgotten.
+    /// The current operation, if `tag` belongs to an operation so old that its end would be forgotten.
     pub(crate) fn is_past(&self, tag: Tag) -> Option<u64> {
         (tag.op.saturating_add(REMEMBERED_OPS) < self.latest_op).then_some(self.latest_op)
     }

@@ -31,7 +31,7 @@ use crate::recorder::{Outstanding, Recorder};
 #[derive(Debug)]
 pub(crate) struct Calls<C: Clock, S, R> {
     abort: Option<Abort>,
-    // In order, so that what is done to all calls is done in the same order every time.
+    // Ordered maps, so that a change of all calls happens in the same order every time.
     pub(crate) sends: BTreeMap<(Rank, Tag), SendCall<C, S>>,
     pub(crate) receives: BTreeMap<(Rank, Tag), ReceiveCall<C, R>>,
     pub(crate) agreements: BTreeMap<u64, AgreeCall<C>>,
@@ -73,7 +73,7 @@ pub(crate) struct ReceiveCall<C: Clock, R> {
 pub(crate) struct AgreeCall<C: Clock> {
     pub(crate) completer: Completer<()>,
     pub(crate) deadline: Deadline<C>,
-    /// A rank whose vote is missing, as far as it is known; else the coordinator.
+    /// A rank whose vote is missing, if one is known; otherwise the coordinator.
     pub(crate) missing: Rank,
 }
 
@@ -95,7 +95,7 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
         }
     }
 
-    /// Whether a new call may start, as far as the group is concerned.
+    /// Whether the group still accepts a new call.
     pub(crate) fn check_not_aborted(&self) -> Result<(), TransportError> {
         match &self.abort {
             None => Ok(()),
@@ -103,7 +103,7 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
         }
     }
 
-    /// Whether the send of `tag` to `to` may be posted; if so, the next thing must be to insert its call.
+    /// Whether the send of `tag` to `to` may be posted. If so, the caller must insert the call next.
     pub(crate) fn begin_send(&mut self, to: Rank, tag: Tag) -> Result<(), TransportError> {
         if self.sends.contains_key(&(to, tag)) {
             return Err(outstanding_already("send", to, tag));
@@ -133,7 +133,7 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
         Some(call)
     }
 
-    /// What this rank, `me`, still needs of a peer that has left the group, in words for the abort.
+    /// Describes what this rank, `me`, still needs from a peer that has left the group, as a text for the abort.
     pub(crate) fn still_needs(&self, peer: Rank, me: Rank) -> Option<String> {
         if let Some((_, tag)) = self.receives.keys().find(|(from, _)| *from == peer) {
             return Some(format!("left the group while rank {me} still expected {tag} from it"));
@@ -167,7 +167,7 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
             call.completer.complete(Err(error(pending)));
         }
         for ((from, tag), mut call) in std::mem::take(&mut self.receives) {
-            // The message may be on its way: its sender has been asked for it, and does not know of the abort yet.
+            // The message may be in flight: its sender has received the request, and does not know of the abort yet.
             self.histories.entry(from).or_default().received.end(tag, Ended::GivenUp);
             call.transfer.give_up();
             let pending = call.pending(from, tag);
@@ -181,7 +181,7 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
         }
     }
 
-    /// This rank closes: it waits for no message and no vote any more. Its sends go on.
+    /// This rank closes: it no longer waits for any message or vote. Its sends continue.
     pub(crate) fn end_receives(&mut self) {
         for ((from, tag), mut call) in std::mem::take(&mut self.receives) {
             self.histories.entry(from).or_default().received.end(tag, Ended::GivenUp);
@@ -197,7 +197,7 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
 /// Deadlines, where there is a clock.
 #[cfg(not(target_family = "wasm"))]
 impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
-    /// When the next call ends that does not end before.
+    /// The next deadline of the outstanding calls.
     pub(crate) fn next_deadline(&self) -> Option<C::Instant> {
         (self.sends.values().map(|call| call.deadline.at()))
             .chain(self.receives.values().map(|call| call.deadline.at()))
@@ -234,7 +234,7 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
     }
 }
 
-/// What a transport must know whose messages arrive by themselves.
+/// Lookups for a transport whose messages arrive asynchronously.
 #[cfg(feature = "quic")]
 impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
     /// The abort of the group, if it has been aborted.
@@ -252,7 +252,7 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
         self.histories.get(&from)?.received.of(tag)
     }
 
-    /// The operation under way, if `tag` belongs to one so old that the end of its receive would be forgotten.
+    /// The current operation, if `tag` belongs to an operation so old that the end of its receive would be forgotten.
     pub(crate) fn receive_is_past(&self, from: Rank, tag: Tag) -> Option<u64> {
         self.histories.get(&from)?.received.is_past(tag)
     }
@@ -264,7 +264,7 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
         peers.into_iter().collect()
     }
 
-    /// This rank is gone: nothing of its messages may move any more.
+    /// This rank is gone: no bytes of its messages may move any more.
     pub(crate) fn end_sends(&mut self) {
         for (_, mut call) in std::mem::take(&mut self.sends) {
             call.transfer.give_up();

@@ -1,4 +1,4 @@
-//! The meeting place of the ranks of one process.
+//! The shared hub of the ranks of one process.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
@@ -127,7 +127,7 @@ impl Hub {
         self.settle(state, (from, me, tag), from);
     }
 
-    /// Hands the message over if both sides are there; else sees to it that its deadline is watched.
+    /// Hands the message over if both sides have posted it; otherwise makes sure that its deadline is watched.
     fn settle(&self, mut state: MutexGuard<'_, GroupState>, (from, to, tag): (Rank, Rank, Tag), peer: Rank) {
         if state.is_met(from, to, tag) {
             if let Err(abort) = state.hand_over(from, to, tag) {
@@ -233,7 +233,7 @@ impl Hub {
 
     pub(crate) fn dropped(&self, me: Rank) {
         let mut state = self.shared.lock();
-        // A rank that is leaving has said all it had to say: the hub finishes its goodbye.
+        // A leaving rank sends nothing more. The hub finishes its goodbye.
         if matches!(state.rank(me).phase, Phase::Active) {
             let progress = state.rank(me).recorder.progress();
             let cause = AbortCause::Died("its endpoint was dropped without close".into());
@@ -275,7 +275,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends calls at their deadlines; returns when nothing is left that could pass one.
+    /// Ends calls at their deadlines. Returns when no call with a deadline remains.
     #[cfg(not(target_family = "wasm"))]
     fn watchdog(&self) {
         let mut state = self.lock();
@@ -297,7 +297,7 @@ impl Shared {
     }
 }
 
-/// Forms the next group of the ranks that have called `reform`, if they are enough.
+/// Forms the next group of the ranks that have called `reform`, if there are enough of them.
 fn reform(state: &mut GroupState) {
     let epoch = state.epoch + 1;
     let (calls, next) = state.take_next_group();
@@ -312,5 +312,5 @@ fn reform(state: &mut GroupState) {
     }
 }
 
-/// What dumps call a group that has no name of its own.
+/// The name in dumps for a group without its own name.
 const IN_PROCESS: &str = "in-process";

@@ -51,7 +51,7 @@ pub(super) struct Incoming {
     pub(super) _span: tracing::Span,
 }
 
-// A message moves at once, when both sides have posted it: a call that is outstanding has moved nothing.
+// A message moves at once when both sides have posted it. So an outstanding call has moved no bytes.
 impl Transfer for Outgoing {
     fn bytes_done(&self) -> u64 {
         0
@@ -85,7 +85,7 @@ pub(super) struct RankState {
 #[derive(Debug)]
 pub(super) enum Phase {
     Active,
-    /// Closes as soon as its peers have what it sent.
+    /// Closes as soon as its peers have all messages that it sent.
     Leaving {
         deadline: Deadline,
         completer: Completer<()>,
@@ -93,7 +93,7 @@ pub(super) enum Phase {
     Left,
     /// It has left for the next group.
     Reforming,
-    /// Its endpoint is gone.
+    /// Its endpoint is dropped.
     Gone,
 }
 
@@ -122,7 +122,7 @@ impl GroupState {
             && self.rank(to).calls.receives.contains_key(&(from, tag))
     }
 
-    /// Completes both sides of a message. Fails with the abort that a mismatch calls for.
+    /// Completes both sides of a message. Fails with an abort if the two sides do not match.
     pub(super) fn hand_over(&mut self, from: Rank, to: Rank, tag: Tag) -> Result<(), Abort> {
         let send = self.rank_mut(from).calls.take_send(to, tag, Ended::Done);
         let receive = self.rank_mut(to).calls.take_receive(from, tag, Ended::Done);
@@ -145,7 +145,7 @@ impl GroupState {
         Err(Abort { culprit: from, cause: AbortCause::Failed(text), progress })
     }
 
-    /// Lets ranks go whose messages have all been taken.
+    /// Lets a closing rank leave when its peers have taken all its messages.
     pub(super) fn let_leavers_go(&mut self) {
         for rank in &mut self.ranks {
             if rank.calls.sends.is_empty()
@@ -157,14 +157,14 @@ impl GroupState {
         }
     }
 
-    /// Aborts the group if a rank still needs one that has left: its call could end only at its deadline.
+    /// Aborts the group if a rank still needs a rank that has left: its call could end only at its deadline.
     pub(super) fn abort_if_a_leaver_is_needed(&mut self) {
         if let Some(abort) = self.needed_leaver() {
             self.abort(abort);
         }
     }
 
-    /// Makes an abort everyone's, unless there is one already.
+    /// Aborts the group for all ranks, unless it is already aborted.
     pub(super) fn abort(&mut self, abort: Abort) {
         if self.aborted.is_some() {
             return;
@@ -185,7 +185,7 @@ impl GroupState {
         self.aborted = Some(abort);
     }
 
-    /// The abort that is due if a rank still needs one that has left. Messages are looked at before votes.
+    /// The abort that is due if a rank still needs a rank that has left. Checks messages before votes.
     fn needed_leaver(&self) -> Option<Abort> {
         let ranks = || (0..).map(Rank).zip(&self.ranks);
         let leavers = || ranks().filter(|(_, rank)| matches!(rank.phase, Phase::Left)).map(|(rank, _)| rank);
@@ -207,7 +207,7 @@ impl GroupState {
         Some(Abort { culprit, cause: AbortCause::Failed(text), progress })
     }
 
-    /// Tells the ranks that wait in a round one whose vote is missing.
+    /// In the calls of all ranks that wait in a round, records one rank whose vote is missing.
     pub(super) fn tell_missing(&mut self, round: u64) {
         let missing = self.ballot.missing(round).next().unwrap_or(Rank::COORDINATOR);
         for rank in &mut self.ranks {
@@ -221,13 +221,14 @@ impl GroupState {
         self.rank(me).recorder.note(kind, peer, tag, bytes);
     }
 
-    /// Whether all ranks have called `reform` that have not left and are not gone.
+    /// Whether all ranks have called `reform`, except ranks that have left or are gone.
     pub(super) fn may_reform(&self) -> bool {
         let may_come = |rank: &RankState| matches!(rank.phase, Phase::Active);
         !self.reforming.is_empty() && !self.ranks.iter().any(may_come)
     }
 
-    /// The next group of the ranks that have called `reform`, and their calls; or why they are too few.
+    /// The next group of the ranks that have called `reform`, and their calls; or the reason why too few ranks have
+    /// called.
     pub(super) fn take_next_group(&mut self) -> (Vec<ReformCall>, Result<Vec<Rank>, String>) {
         let calls = std::mem::take(&mut self.reforming);
         let claim = Claim { epoch: self.epoch, started: true, members: self.members.clone() };
@@ -248,7 +249,7 @@ impl GroupState {
         calls.chain(self.reforming.values().map(|call| call.deadline.at())).chain(leaving).min()
     }
 
-    /// Ends late calls. The caller forms the next group if [`Self::reform_is_late`] then.
+    /// Ends late calls. Afterwards the caller forms the next group if [`Self::reform_is_late`].
     pub(super) fn end_calls_past(&mut self, now: std::time::Instant) {
         for rank in &mut self.ranks {
             rank.calls.end_calls_past(now);
@@ -268,7 +269,7 @@ impl GroupState {
         self.abort_if_a_leaver_is_needed();
     }
 
-    /// Whether a rank would wait no longer for the others to form the next group.
+    /// Whether the deadline of a rank that waits for the next group has passed.
     pub(super) fn reform_is_late(&self, now: std::time::Instant) -> bool {
         self.reforming.values().any(|call| call.deadline.at() <= now)
     }

@@ -33,7 +33,7 @@ pub(crate) fn start(endpoint: Arc<RankEndpoint>, NextGroup { epoch, members, mes
         endpoint.path.open_for_data(&joined.connection);
     }
     let (control, control_frames) = by_rank(members.len(), mesh.control);
-    // The other lanes come after the first.
+    // The other lanes follow the first.
     let (first, beside): (Vec<_>, Vec<_>) = mesh.data.into_iter().partition(|joined| joined.lane == 0);
     let (mut links, data_frames) = by_rank(members.len(), first);
     for (rank, link) in (0..).map(Rank).zip(&mut links) {
@@ -72,7 +72,7 @@ pub(crate) fn start(endpoint: Arc<RankEndpoint>, NextGroup { epoch, members, mes
     core
 }
 
-/// Links by rank, and what reads their frames.
+/// Links by rank, and the readers of their frames.
 fn by_rank(world: usize, joined: Vec<PeerConnection>) -> (Vec<Option<Link>>, Vec<(Rank, FrameReader)>) {
     let mut links: Vec<Option<Link>> = (0..world).map(|_| None).collect();
     let mut readers = Vec::new();
@@ -130,7 +130,7 @@ impl Core {
     }
 
     async fn say_goodbye(&self, end: Instant, asked: Duration) -> Result<(), TransportError> {
-        // Peers first get what they were sent.
+        // The peers first get all messages that this rank has sent.
         self.until((end, asked), || {
             let state = self.lock();
             let (&(to, tag), call) = state.calls.sends.iter().next()?;
@@ -180,11 +180,11 @@ impl Core {
         }
     }
 
-    /// Closes all connections, after the peers have read what was said, and ends all tasks.
+    /// Closes all connections after the peers have read the last frames, and ends all tasks.
     async fn close_links(&self, code: VarInt, until: Instant) {
         let flush_until = until.max(Instant::now() + SHORTEST_FLUSH);
-        // The last frames of a rank that leaves in order are waited for, such as that a message has come. After an abort
-        // every rank is told by several others.
+        // When a rank leaves in order, it waits until its last frames have arrived, such as an acknowledgement of a
+        // message. After an abort several other ranks tell each rank of the abort.
         let flush_until = match code {
             close_code::LEFT => flush_until,
             _ => flush_until.min(Instant::now() + LONGEST_FLUSH),
@@ -251,7 +251,7 @@ impl Core {
         self.close_links(close_code::ABORTED, Instant::now() + LONGEST_FLUSH).await;
     }
 
-    /// What this rank knows when its group has been aborted.
+    /// The knowledge of this rank when its group is aborted.
     pub(crate) fn prior(&self, abort: &Abort) -> PriorGroup {
         let links = self.members.iter().zip(&self.links);
         let addresses =

@@ -5,9 +5,10 @@
 //! payload. All I/O of a rank runs on one thread of its own ([`QuicTransport::connect`]), or in the caller's tokio
 //! context ([`QuicTransport::form`]).
 //!
-//! The coordinator's [`Transport::close`](crate::Transport::close) ends when all other ranks have left, because they need it until then. The
-//! last 0.6 s of a close's deadline (half of it, if it is short) are for the last packets rather than for peers. After
-//! an abort, close the transport before the process ends: that is when the others are sure to have heard of it.
+//! The coordinator's [`Transport::close`](crate::Transport::close) ends when all other ranks have left, because they
+//! need it until then. The last 0.6 s of a close's deadline (half of it, if it is short) are for the last packets
+//! rather than for peers. After an abort, close the transport before the process ends. Only then it is certain that the
+//! other ranks know of the abort.
 //!
 //! # Folders
 //!

@@ -1,4 +1,4 @@
-//! What is between the length and the checksum of a frame: its number, its layout, its fields.
+//! The part of a frame between its length and its checksum: its number, its layout, its fields.
 
 use super::codec::{Reader, WireError, put_blob, put_text};
 use super::fields::{

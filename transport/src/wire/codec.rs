@@ -2,7 +2,7 @@
 
 use super::frame::MAX_TEXT_BYTES;
 
-/// Why bytes are not a frame.
+/// Why bytes cannot be decoded as a frame.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
@@ -20,10 +20,10 @@ pub enum WireError {
     Checksum {
         /// As sent.
         found: u32,
-        /// As computed over what came.
+        /// As computed over the received bytes.
         computed: u32,
     },
-    /// The bytes are something else altogether.
+    /// The bytes have no known format.
     #[error("the bytes do not begin like a frame of this protocol")]
     Magic,
     /// A frame number that this version does not know.
@@ -37,12 +37,12 @@ pub enum WireError {
         /// As sent.
         found: u16,
     },
-    /// A field holds what it cannot hold.
+    /// A field holds an invalid value.
     #[error("{field} cannot be {value}")]
     BadValue {
         /// Which field.
         field: &'static str,
-        /// What it held.
+        /// Its value.
         value: u64,
     },
     /// A text is not UTF-8.
@@ -50,7 +50,7 @@ pub enum WireError {
     BadText,
 }
 
-/// A cursor over bytes in hand.
+/// A cursor over received bytes.
 #[derive(Debug)]
 pub(crate) struct Reader<'a> {
     rest: &'a [u8],
@@ -99,7 +99,7 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| WireError::BadText)
     }
 
-    /// Bytes: their number as u16, at most `limit`, then they.
+    /// Bytes: their number as u16, at most `limit`, then the bytes.
     pub(crate) fn blob(&mut self, limit: u16) -> Result<Vec<u8>, WireError> {
         let length = self.u16()?;
         if length > limit {

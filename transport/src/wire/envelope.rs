@@ -7,7 +7,7 @@ use super::frame::Frame;
 pub const MAX_FRAME_BYTES: usize = 64 * 1024;
 
 impl Frame {
-    /// The frame as it goes over the wire: length of the body (u32), body, CRC-32C of both. Cannot fail.
+    /// The frame in its wire format: length of the body (u32), body, CRC-32C of both. Cannot fail.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![0; LENGTH_BYTES];
         self.put_body(&mut out);
@@ -19,11 +19,11 @@ impl Frame {
         out
     }
 
-    /// Decodes the frame at the start of `bytes`: the frame and the bytes it took, or `None` if more must come first.
+    /// Decodes the frame at the start of `bytes`. Returns the frame and its length, or `None` if more bytes are needed.
     ///
     /// # Errors
     ///
-    /// Any [`WireError`]; the stream cannot be read on after one.
+    /// Any [`WireError`]. After an error the stream cannot be read any further.
     pub fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, WireError> {
         let Some(length) = bytes.first_chunk::<LENGTH_BYTES>() else {
             return Ok(None);
@@ -49,23 +49,24 @@ impl Frame {
     }
 }
 
-/// Frames out of bytes that come in any pieces. Holds at most a frame and what came with its end.
+/// Decodes frames from bytes that arrive in pieces of any size. Holds at most one frame, and the bytes that arrived
+/// with its end.
 #[derive(Debug, Default)]
 pub struct FrameStream {
     pending: Vec<u8>,
 }
 
 impl FrameStream {
-    /// Bytes that have come. Take every frame out before more are put in.
+    /// Adds received bytes. Take out every complete frame before the next call.
     pub fn put(&mut self, bytes: &[u8]) {
         self.pending.extend_from_slice(bytes);
     }
 
-    /// The next frame, or `None` if more must come first.
+    /// The next frame, or `None` if more bytes are needed.
     ///
     /// # Errors
     ///
-    /// Any [`WireError`]; from then on it is the same one, whatever else comes.
+    /// Any [`WireError`]. After the first error every call returns the same error.
     pub fn take(&mut self) -> Result<Option<Frame>, WireError> {
         Ok(Frame::decode(&self.pending)?.map(|(frame, taken)| {
             self.pending.drain(..taken);
@@ -73,7 +74,7 @@ impl FrameStream {
         }))
     }
 
-    /// Whether the bytes that have come end with a frame.
+    /// Whether the received bytes end with a complete frame.
     pub fn is_empty(&self) -> bool {
         self.pending.is_empty()
     }

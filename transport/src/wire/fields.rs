@@ -20,7 +20,7 @@ pub(super) fn read_addresses(reader: &mut Reader<'_>) -> Result<Vec<SocketAddr>,
     if count > MAX_WORLD {
         return Err(WireError::BadValue { field: "address count", value: u64::from(count) });
     }
-    // Grows as addresses are really there; the count alone reserves nothing.
+    // Grows with the addresses that are present; the count alone reserves no memory.
     let mut addresses = Vec::new();
     for _ in 0..count {
         addresses.push(read_address(reader)?);
@@ -100,7 +100,7 @@ pub(super) fn read_ranks(reader: &mut Reader<'_>) -> Result<Vec<Rank>, WireError
     if count > MAX_WORLD {
         return Err(WireError::BadValue { field: "rank count", value: u64::from(count) });
     }
-    // Grows as ranks are really there; the count alone reserves nothing.
+    // Grows with the ranks that are present; the count alone reserves no memory.
     let mut ranks = Vec::new();
     for _ in 0..count {
         ranks.push(Rank(reader.u32()?));

@@ -26,7 +26,7 @@ pub enum Frame {
     Hello {
         /// Protocol version that the sender speaks.
         protocol: u16,
-        /// What the connection is for.
+        /// The purpose of the connection.
         purpose: Purpose,
         /// 128-bit number of the job.
         job: [u8; 16],
@@ -34,14 +34,14 @@ pub enum Frame {
         epoch: u32,
         /// The rank that dials.
         rank: Rank,
-        /// Number of ranks that the sender was told.
+        /// Number of ranks in the sender's configuration.
         world: u32,
     },
     /// The dialled side takes the connection.
     Welcome {
         /// Protocol version that the sender speaks.
         protocol: u16,
-        /// Where its lanes beside the first one are to be dialled, at most [`MOST_LANES`] - 1.
+        /// The addresses of its lanes except the first, at most [`MOST_LANES`] - 1.
         lane_ports: Vec<u16>,
     },
     /// The dialled side refuses, and closes.
@@ -112,7 +112,7 @@ pub enum Frame {
         round: u64,
         /// One rank that has not voted.
         rank: Rank,
-        /// That rank has left: the round will never end.
+        /// That rank has left, so the round can never end.
         left: bool,
     },
     /// The sender is alive; its progress.
@@ -130,14 +130,14 @@ pub enum Frame {
     Pong,
     /// The group is aborted; from a rank to the coordinator it is a request.
     Abort {
-        /// Who failed, and why.
+        /// Which rank failed, and why.
         abort: Abort,
     },
     /// The sender has lost its connection to a rank.
     LinkLost {
         /// The other side.
         peer: Rank,
-        /// What the connection said.
+        /// The error of the connection.
         text: String,
     },
     /// The sender needs nothing more and leaves the group.
@@ -154,7 +154,7 @@ pub enum Frame {
         /// Which message, from the receiver of this frame.
         tag: Tag,
     },
-    /// The sender has given up this message, which may have left before it was wanted.
+    /// The sender has given up this message. The message may have left before the receiver requested it.
     Withdraw {
         /// Which message, to the receiver of this frame.
         tag: Tag,
@@ -168,12 +168,12 @@ pub enum Frame {
     },
 }
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// Control frames between a rank and the coordinator.
     Control,
-    /// Messages between two ranks, and what is said of them.
+    /// Messages between two ranks, and control frames about these messages.
     Data,
     /// To form the next group of the survivors; the lower rank is dialled.
     Reform,
@@ -193,7 +193,7 @@ pub enum RejectCode {
     Job,
     /// The rank it names is not the rank of its certificate, or not in the group.
     Rank,
-    /// It was told another number of ranks.
+    /// Its configuration has another number of ranks.
     World,
     /// This rank is here already.
     Duplicate,

@@ -1,4 +1,4 @@
-//! Whatever comes in, decoding ends with a value or an error; whatever goes out comes back the same.
+//! Decoding of any bytes ends with a value or an error. Encoding and decoding a value gives the same value.
 
 use std::net::SocketAddr;
 
@@ -165,12 +165,12 @@ proptest! {
     fn random_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
         let _ = Frame::decode(&bytes);
         let _ = MessageHeader::decode(&bytes);
-        // The same bytes in a valid envelope reach the body's decoder.
+        // The same bytes in a valid envelope reach the decoder of the body.
         let mut framed = (bytes.len() as u32).to_le_bytes().to_vec();
         framed.extend_from_slice(&bytes);
         framed.extend_from_slice(&crc32c::crc32c(&framed).to_le_bytes());
         let _ = Frame::decode(&framed);
-        // And with a valid number and layout they reach the fields.
+        // With a valid number and layout as well, they reach the fields.
         if let [number, layout, ..] = &mut framed[4..] {
             (*number, *layout) = (*number % 20, 1);
             let covered = framed.len() - 4;

@@ -6,7 +6,7 @@ use crate::rank::{Rank, Tag};
 /// Bytes of a [`MessageHeader`] on the wire.
 pub const HEADER_BYTES: usize = 64;
 
-/// What a message says of itself. The receiver compares every field with its own plan; none sizes an allocation.
+/// The description of a message. The receiver compares every field with its own plan; no field sizes an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MessageHeader {
     /// Low 64 bits of the job's number: bytes 8..16 of it, little-endian.
@@ -39,7 +39,7 @@ const LAYOUT: u8 = 2;
 const KIND_PARTS: u8 = 1;
 
 impl MessageHeader {
-    /// The header as it goes over the wire. Cannot fail.
+    /// The header in its wire format. Cannot fail.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut out = Vec::with_capacity(HEADER_BYTES);
         out.extend_from_slice(&MAGIC);

@@ -11,12 +11,12 @@ use crate::common::*;
 use kyklos_transport::quic::QuicConfig;
 use quinn::crypto::rustls::QuicClientConfig;
 
-/// One of two ranks; rank 1 may look for rank 0 somewhere else.
+/// The configuration of one of two ranks. Rank 1 may get another address for rank 0.
 fn rank(job: &Job, rank: u32, coordinator: SocketAddr) -> JoinHandle<Formed> {
     connect(QuicConfig { coordinator, ..job.config(rank, 2) })
 }
 
-/// Begins `count` connections from an address that no rank has, and vanishes before any is complete.
+/// Starts `count` connections from an address that no rank has, and vanishes before any of them is complete.
 fn half_open(to: SocketAddr, count: usize) {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut tls = rustls::ClientConfig::builder_with_provider(provider)
@@ -33,7 +33,7 @@ fn half_open(to: SocketAddr, count: usize) {
             (0..count).map(|_| endpoint.connect_with(config.clone(), to, "rank-0").unwrap()).collect();
         // Long enough for their first packets, and for most to validate their address.
         tokio::time::sleep(Duration::from_millis(50)).await;
-        // No close is sent: the socket goes with the runtime.
+        // No close is sent: the socket is dropped with the runtime.
         drop(begun);
     });
 }
@@ -56,12 +56,12 @@ fn thousands_of_half_open_connections_leave_memory_flat_and_honest_ranks_finish(
     }
     close(&group);
     println!("KiB after every 1000: {resident:?}");
-    // One network gets 512 places, at about 60 KiB; 7000 connections would be 400 MiB.
+    // The addresses of one network get 512 places of about 60 KiB each; 7000 connections would be 400 MiB.
     let (first, last) = (resident[0], resident[7]);
     assert!(last < first + (48 << 10), "7000 more half-open connections took more than 48 MiB: {resident:?}");
 }
 
-/// Forwards packets between a rank and rank 0, records those of the rank, and sends `copies` of each.
+/// Forwards packets between a rank and rank 0, records the packets of the rank, and sends `copies` of each.
 struct Wire {
     address: SocketAddr,
     kept: Arc<Mutex<Vec<Vec<u8>>>>,
@@ -129,10 +129,10 @@ fn replayed_packets_change_nothing() {
     exchange(&group, 4);
     close(&group);
     wire.end();
-    // A rank keeps its port until it is dropped, and for its last packets.
+    // A rank keeps its port until it is dropped, and then until its last packets are sent.
     drop(group);
     std::thread::sleep(Duration::from_secs(1));
-    // And before the same ranks form their next group: no replayed packet passes for a rank.
+    // Again, before the same ranks form their next group: no rank accepts a replayed packet as a packet of a rank.
     let zero = rank(&job, 0, job.coordinator);
     std::thread::sleep(Duration::from_millis(200));
     for packet in &said {

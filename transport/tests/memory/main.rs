@@ -1,5 +1,5 @@
-//! What others can make a rank hold, measured by the memory of this process: its tests take turns, and no other test
-//! runs beside them.
+//! Tests how much memory other hosts can make a rank hold. They measure the memory of this process, so they run one at
+//! a time, and no other test runs beside them.
 #![cfg(all(feature = "quic", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "a test that cannot continue has failed")]
 

@@ -1,5 +1,6 @@
-//! A hostile member: its certificate is valid, it has joined, and then it breaks the protocol. The honest ranks
-//! name it or are not disturbed, and hold no more memory for it. Clients outside the group are tested in `strangers.rs`.
+//! A hostile member: its certificate is valid, it joins, and then it breaks the protocol. The honest ranks name it as
+//! the culprit, or they continue undisturbed. They hold no more memory because of it. Clients outside the group are
+//! tested in `strangers.rs`.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,12 +14,13 @@ use pollster::block_on;
 use quinn::VarInt;
 use tokio::sync::oneshot;
 
-/// Ranks 0 and 1 are honest, rank 2 is not.
+/// Ranks 0 and 1 are honest; rank 2 is hostile.
 const WORLD: u32 = 3;
 const HOSTILE: Rank = Rank(2);
 const TAG: Tag = Tag { op: 1, message: 0 };
 
-/// A group with a hostile member. Its deed is done when the receiver yields; it stays until the test drops the group.
+/// A group with a hostile member. Its attack is done when the receiver yields. The member stays until the test drops
+/// the group.
 struct Group {
     honest: Vec<Arc<dyn Transport>>,
     hostile: std::thread::JoinHandle<()>,
@@ -27,7 +29,7 @@ struct Group {
 }
 
 impl Group {
-    /// The receiver yields what the deed returns.
+    /// The receiver yields the return value of the attack.
     fn with<T: Send + 'static>(
         deed: impl AsyncFnOnce(&mut Member, MessageHeader) -> T + Send + 'static,
     ) -> (Self, std::sync::mpsc::Receiver<T>) {
@@ -47,7 +49,8 @@ impl Group {
         (Self { honest: formed(honest.into()), hostile, over, _alone }, is_done)
     }
 
-    /// Receives of the honest ranks from each other, which end when the group is aborted. All must name the hostile rank.
+    /// Receives that the honest ranks post for each other. They end when the group is aborted. All must name the
+    /// hostile rank.
     #[track_caller]
     fn is_aborted_for_the_hostile_one(&self, words: &str) {
         let waiting: Vec<Posted<Vec<Bytes>>> =
@@ -111,7 +114,7 @@ fn a_rank_that_never_reads_is_named_at_the_deadline_and_costs_its_senders_nothin
     });
     done.recv().unwrap();
     let before = resident_kib();
-    // 512 MiB of the same memory, and two thousand small ones.
+    // One message of 512 MiB in which all parts share memory, and two thousand small messages.
     let patience = Duration::from_secs(6);
     let piece = Bytes::from(vec![7; 4 << 20]);
     let mut sent = Vec::new();
@@ -135,7 +138,7 @@ fn a_rank_that_never_reads_is_named_at_the_deadline_and_costs_its_senders_nothin
     let after = resident_kib().saturating_sub(before);
     println!("KiB while it does not read: {took}, after: {after}");
     assert!(took.max(after) < 160 << 10, "{took} KiB, then {after} KiB for one that does not read");
-    // It does not answer a close either.
+    // The hostile rank does not answer a close either.
     let error = block_on(group.honest[0].close(Duration::from_secs(2))).unwrap_err().to_string();
     assert!(error.contains("rank"), "{error}");
     group.end();
@@ -145,7 +148,7 @@ fn a_rank_that_never_reads_is_named_at_the_deadline_and_costs_its_senders_nothin
 fn frames_to_a_peer_that_does_not_read_do_not_wait_forever() {
     let (group, done) = Group::with(async |_, _| ());
     done.recv().unwrap();
-    // Each of these is a request that it receives and does not read.
+    // The hostile rank receives each of these requests, and never reads it.
     let waiting: Vec<_> = (1..80_000)
         .map(|message| group.honest[0].post_recv(HOSTILE, Tag { op: 1, message }, &[1], LONG))
         .collect();
@@ -215,7 +218,7 @@ fn answers_without_a_question_are_harmless() {
     done.recv().unwrap();
     (2..5).for_each(|op| group.goes_on(op));
     group.end();
-    // More than any plan has is too much.
+    // More frames than any plan needs: the other rank must refuse them.
     for frame in [|tag| Frame::Withdraw { tag }, |tag| Frame::Want { tag }] {
         let (group, _done) = Group::with(async move |member, _| {
             let frames: Vec<Frame> = (0..70_000).map(|message| frame(Tag { op: 1, message })).collect();
@@ -245,7 +248,7 @@ fn a_member_that_sends_a_wrong_frame_while_the_group_forms_is_named() {
     assert!(one.contains("rank 2 sent Leave instead of Meshed"), "{one}");
 }
 
-/// Which bytes on which stream, and what the other ranks report.
+/// Which bytes the hostile rank sends on which stream, and which error the other ranks report.
 #[test]
 fn broken_frames_and_headers_abort_the_group_and_name_the_sender() {
     let ping = Frame::Pong.encode();
@@ -262,7 +265,7 @@ fn broken_frames_and_headers_abort_the_group_and_name_the_sender() {
         group.is_aborted_for_the_hostile_one(words);
         group.end();
     }
-    // The end in the middle of a frame.
+    // The stream ends in the middle of a frame.
     let (group, _done) = Group::with(async move |member, _| {
         member.data[0].say(&ping[..5]).await;
         member.data[0].send.lock().await.finish().unwrap();
@@ -306,7 +309,7 @@ fn a_message_that_is_not_what_its_header_says_is_refused_where_it_is_awaited() {
         let (group, _done) = Group::with(async move |member, header| {
             let mut stream = member.data[0].stream(&header.encode()).await.unwrap();
             let _ = stream.write_all(payload).await;
-            // A wrong checksum where it is due.
+            // A wrong checksum, at the place of the checksum.
             let _ = if payload.len() == 9 { stream.write_all(&[0; 8]).await } else { Ok(()) };
             let _ = stream.finish();
         });
@@ -338,7 +341,7 @@ fn streams_that_are_opened_and_left_empty_stay_few_and_disturb_nobody() {
     let before = resident_kib();
     let (streams, another_conversation) = done.recv().unwrap();
     (2..5).for_each(|op| group.goes_on(op));
-    // A plan's messages under way, as link.rs says, and the one stream of frames.
+    // The messages of a plan that are in flight (`link.rs` has the limit), and the one stream of frames.
     assert_eq!((streams, another_conversation), (256, false));
     let took = resident_kib().saturating_sub(before);
     assert!(took < 64 << 10, "{took} KiB for streams without a byte of a message");
@@ -351,7 +354,7 @@ fn streams_that_are_reset_by_the_thousand_leave_nothing_behind() {
         let line = &member.data[0];
         let mut resets = 0;
         for at in 0..20_000_usize {
-            // Within the header, at every length.
+            // The stream ends within the header, at every length.
             let Some(mut stream) = line.stream(&header.encode()[..at % HEADER_BYTES]).await else { break };
             resets += usize::from(stream.reset(VarInt::from_u32(1)).is_ok());
         }
@@ -374,7 +377,7 @@ fn a_member_that_keeps_misbehaving_is_answered_once() {
         for at in 0..2000 {
             let wrong = MessageHeader { total_bytes: 1 << 20, tag: Tag { op: 1, message: at }, ..header };
             match tokio::time::timeout(SOON, line.stream(&wrong.encode())).await {
-                // It ends there, and makes room for the next one.
+                // The stream ends there. That makes room for the next stream.
                 Ok(Some(_)) => said += 1,
                 _ => break,
             }
@@ -387,7 +390,7 @@ fn a_member_that_keeps_misbehaving_is_answered_once() {
     });
     group.is_aborted_for_the_hostile_one("were sent before they were asked for");
     let (said, answered) = done.recv().unwrap();
-    // The frames that were read before the first of them aborted the group.
+    // The frames that a rank reads before the first of them aborts the group.
     assert!(said == 2000 && answered < 50, "{said} broken messages were answered {answered} times");
     group.end();
 }

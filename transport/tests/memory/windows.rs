@@ -1,4 +1,5 @@
-//! What a member can make the others hold: no more than each rank states in its line about the network.
+//! How much memory a member can make the other ranks hold: no more than each rank states in the line that describes its
+//! network.
 
 use std::time::Duration;
 
@@ -11,14 +12,14 @@ use quinn::{Connection, SendStream};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-/// Ranks 0 and 1 are honest, rank 2 is not.
+/// Ranks 0 and 1 are honest; rank 2 is hostile.
 const WORLD: u32 = 3;
 
 /// The memory limit for the connections of each honest rank.
 const MEMORY_BYTES: usize = 96 << 20;
 
-/// Opens every stream that it may, each with its own first bytes, and writes to all of them until no more is
-/// accepted, or until `wrong` bytes are. Returns the open streams and the number of accepted bytes.
+/// Opens every stream that the peer allows, each with its own first bytes. Writes to all of them until the peer accepts
+/// no more bytes, or until it has accepted `wrong` bytes. Returns the open streams and the number of accepted bytes.
 async fn fill(
     connection: &Connection,
     begin: impl Fn(u32) -> Vec<u8>,
@@ -45,7 +46,7 @@ async fn fill(
     (streams, went)
 }
 
-/// The most bytes that a rank says its connections hold.
+/// The memory limit that a rank states for its connections.
 fn promised(network: &str) -> usize {
     let (before, _) = network.split_once(" MiB in all").unwrap_or_else(|| panic!("{network}"));
     let number = before.rsplit(' ').next().unwrap();
@@ -70,7 +71,7 @@ fn a_member_that_fills_all_streams_stays_within_the_stated_memory() {
             let mut kept = Vec::new();
             let mut went = 0;
             for (to, line) in (0..).zip(&member.data) {
-                // Messages small enough to be sent unrequested, which no rank ever requests.
+                // Messages small enough to leave unrequested. No rank ever requests them.
                 let header = |message| MessageHeader {
                     job_low: u64::from_le_bytes(low),
                     epoch: 0,
@@ -95,14 +96,14 @@ fn a_member_that_fills_all_streams_stays_within_the_stated_memory() {
     });
     let group = formed(honest.into());
     let promised: Vec<usize> = group.iter().map(|rank| promised(&rank.network().unwrap())).collect();
-    // By now the honest ranks have allocated what they need for each other.
+    // By now the honest ranks have allocated all memory that they need for each other.
     exchange(&group, 2);
     let before = resident_kib();
     begin.send(()).unwrap();
     let went = is_done.recv().unwrap();
     let took = resident_kib().saturating_sub(before) as usize * 1024;
     println!("{went} bytes went, {took} are held, {promised:?} were promised");
-    // It is one of two peers of each honest rank, so it can take half of both limits.
+    // The hostile rank is one of two peers of each honest rank, so it can take half of both limits.
     let most = promised.iter().sum::<usize>() / 2;
     assert!(went > most / 4, "{went} bytes: it was not let do its worst");
     assert!(went < most && took < most + (24 << 20), "{went} bytes went, {took} are held, of {most}");

@@ -1,5 +1,5 @@
 //! For any input, the transport's decoders neither panic nor hold more memory than the input's length justifies.
-//! The targets are those of `fuzz/`, the corpus is made by the encoders.
+//! The targets are the targets of `fuzz/`. The encoders make the corpus.
 
 #[path = "../../../fuzz/bounded.rs"]
 mod bounded;
@@ -15,7 +15,7 @@ use kyklos_transport::quic::decoders;
 use kyklos_transport::wire::{Frame, MAX_TEXT_BYTES, MessageHeader, Purpose, RejectCode, part_digest};
 use kyklos_transport::{Abort, AbortCause, Claim, Progress, Rank, RefusalReason, Tag, Vote};
 
-/// A few copies of the input, one of them decoded.
+/// The limit: a few copies of the input, one of them decoded.
 const BY_LENGTH: Limit = Limit { fixed: 2 << 10, per_byte: 8 };
 
 fn frames() -> Vec<(String, Vec<u8>)> {
@@ -88,12 +88,12 @@ fn headers_of_any_bytes() {
     assert!(times > 1000, "{times}");
 }
 
-/// The target builds a frame for each length of two bytes, and holds its input twice.
+/// The target builds a frame for each two-byte length, and holds its input twice.
 const OF_STREAMS: Limit = Limit { fixed: 4 << 10, per_byte: 32 };
 
 #[test]
 fn streams_of_frames_in_any_pieces() {
-    // Every frame once, in pieces of this many bytes; and all frames followed by the start of another one.
+    // Every frame once, in pieces of this many bytes; then all frames, and after them the start of another frame.
     let bodies = frames().into_iter().map(|(_, bytes)| bytes[4..bytes.len() - 4].to_vec());
     let bodies: Vec<Vec<u8>> = bodies.filter(|body| body.len() < 1000).collect();
     let of = |piece: u8, bodies: &[Vec<u8>]| {
@@ -112,7 +112,7 @@ fn streams_of_frames_in_any_pieces() {
     assert!(times > 1000, "{times}");
 }
 
-/// For files and certificates: a few copies, and what the parsers hold.
+/// The limit for files and certificates: a few copies, and the memory of the parsers.
 const OF_FILES: Limit = Limit { fixed: 64 << 10, per_byte: 16 };
 
 #[test]
@@ -201,7 +201,7 @@ fn tables_of_the_system_of_any_bytes() {
     assert!(times > 1000, "{times}");
 }
 
-/// Seeded bugs, each of which a run must find.
+/// Planted bugs. A run must find each of them.
 #[test]
 fn decoders_with_bugs_are_caught() {
     let found = |bug: fn(&[u8])| {
@@ -209,12 +209,12 @@ fn decoders_with_bugs_are_caught() {
         catch_unwind(AssertUnwindSafe(|| run("a bug", &made, BY_LENGTH, bug))).is_err()
     };
     assert!(!found(|bytes| drop(black_box(bytes.to_vec()))), "a decoder without a bug");
-    // Allocates as many bytes as the first four claim.
+    // Allocates the number of bytes that the first four bytes claim.
     assert!(found(|bytes| {
         let length = bytes.first_chunk().map_or(0, |length| u32::from_le_bytes(*length) as usize);
         drop(black_box(Vec::<u8>::with_capacity(length.min(1 << 16))));
     }));
-    // Slices as many bytes as the first four claim.
+    // Takes a slice as long as the first four bytes claim.
     assert!(found(|bytes| {
         let length = bytes.first_chunk().map_or(0, |length| u32::from_le_bytes(*length) as usize);
         black_box(&bytes[..length]);

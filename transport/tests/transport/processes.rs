@@ -12,7 +12,7 @@ use kyklos_transport::quic::{
 use kyklos_transport::{AbortCause, Progress, Rank, Tag, Transport, TransportError, Vote};
 use pollster::block_on;
 
-/// Tells a copy of this test program that it is a rank: rank, world, coordinator, identity, carrier, task.
+/// Tells a copy of this test program that it runs as a rank: rank, world, coordinator, identity, carrier, task.
 const RANK: &str = "KYKLOS_TEST_RANK";
 
 const LONG: Duration = Duration::from_secs(40);
@@ -142,7 +142,7 @@ fn ring(me: &dyn Transport) {
     println!("closed in order");
 }
 
-/// Ring hops until something ends them.
+/// Ring hops until an error ends them.
 fn endless(me: &dyn Transport) {
     let (rank, world) = (me.rank().0, me.world());
     let bytes = 8 << 20;

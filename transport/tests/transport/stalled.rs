@@ -1,4 +1,4 @@
-//! Stalled ranks: their I/O runs only while the test drives it, so messages stay half sent.
+//! Stalled ranks. Their I/O runs only while the test drives it, so messages stay partly sent.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use pollster::block_on;
 
 const LONG: Duration = Duration::from_secs(40);
 
-/// A message of 512 MiB: far more than windows hold, and than a rank reads in a moment.
+/// A message of 512 MiB: far more than the windows hold, and more than a rank reads in a short time.
 const LARGE: [usize; 128] = [4 << 20; 128];
 
 const TAG: Tag = Tag { op: 2, message: 1 };
@@ -30,7 +30,7 @@ over_every_carrier! {
 
 /// A group in which rank 1 is stalled unless the test drives it.
 struct Group {
-    /// Ranks 0, 2, 3, …, each with a thread of its own.
+    /// Ranks 0, 2, 3, …; each has its own thread.
     others: Vec<Option<Arc<dyn Transport>>>,
     still: Arc<dyn Transport>,
     runtime: tokio::runtime::Runtime,
@@ -69,7 +69,7 @@ impl Group {
         self.runtime.block_on(async { tokio::time::sleep(duration).await });
     }
 
-    /// Lets rank 1 run until something has happened.
+    /// Lets rank 1 run until the condition is true.
     fn drive_until<T>(&self, happened: impl Future<Output = T>) -> T {
         let bounded = async { tokio::time::timeout(LONG, happened).await };
         self.runtime.block_on(bounded).expect("it happens long before")
@@ -88,7 +88,7 @@ fn a_rank_that_stalls_for_less_than_the_timeout_is_not_dead(carrier: Carrier) {
 
 fn closing_while_a_peer_is_stalled_ends_at_its_deadline(carrier: Carrier) {
     let patience = Duration::from_secs(1);
-    // The best of three: a busy machine delays one or the other.
+    // The best of three runs: on a busy machine single runs are delayed.
     let overrun = (0..3).map(|_| {
         let group = Group::new(carrier, 2, Duration::from_secs(3));
         let started = Instant::now();
@@ -112,15 +112,15 @@ fn a_stalled_rank_learns_of_a_close_that_timed_out(carrier: Carrier) {
     assert!(abort.to_string().contains("left"), "{abort}");
 }
 
-/// Rank `from` sends to rank 1, which has posted the receive and stalls in the middle of the message.
+/// Rank `from` sends to rank 1. Rank 1 has posted the receive and stalls in the middle of the message.
 fn in_flight(group: &Group, from: usize, patience: Duration) -> (Posted<Vec<Bytes>>, Posted<Taken>) {
     let received = group.still.post_recv(Rank(from as u32), TAG, &LARGE, LONG);
-    // The sender hears that the message is wanted.
+    // The sender learns that rank 1 has requested the message.
     group.drive(Duration::from_millis(300));
-    // All parts share one buffer, and unreceived parts take no memory.
+    // All parts share one buffer, and parts that have not arrived take no memory.
     let payload = vec![Bytes::from(vec![7; LARGE[0]]); LARGE.len()];
     let sent = group.rank(from).post_send(Rank(1), TAG, payload, patience);
-    // It sends as much as the windows allow, and rank 1 reads some of it.
+    // The sender sends as much as the windows allow, and rank 1 reads some of it.
     for _ in 0..3 {
         std::thread::sleep(Duration::from_millis(150));
         group.drive(Duration::from_millis(4));

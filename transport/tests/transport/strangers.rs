@@ -1,4 +1,4 @@
-//! Which clients may join a group over QUIC, and that refused clients do no harm.
+//! Tests which clients may join a group over QUIC, and that refused clients do no harm.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
@@ -86,7 +86,7 @@ fn a_second_process_of_the_same_rank_is_refused_and_the_first_one_stays() {
     assert!(text.contains("rank 1 is connected already"), "{text}");
     let last = connect(job.config(2, 3));
     let group: Vec<_> = [coordinator, first, last].map(|rank| rank.join().unwrap().unwrap()).into();
-    // And again when the group is complete.
+    // Again, after the group is complete.
     let text = refused(job.config(1, 3));
     assert!(text.contains("rank 1 is connected already"), "{text}");
     works(&group);
@@ -136,13 +136,13 @@ fn datagrams_of_garbage_do_not_disturb_a_group() {
     works(&group);
 }
 
-/// Hand-made clients that do what a rank never does.
+/// Hand-made clients that send things a rank never sends.
 mod by_hand {
     use super::*;
     use kyklos_transport::wire::{Frame, PROTOCOL_VERSION, Purpose};
     use quinn::crypto::rustls::QuicClientConfig;
 
-    /// Dials rank 0 of a job as the given rank, or without any certificate, and hands over the connection.
+    /// Dials rank 0 of a job as the given rank, or without a certificate, and returns the connection.
     fn dial<T>(
         job: &Job,
         certificate_of: Option<u32>,
@@ -162,7 +162,7 @@ mod by_hand {
         })
     }
 
-    /// Why the other side closed.
+    /// The reason that the other side gave when it closed the connection.
     async fn verdict(connection: &quinn::Connection) -> String {
         let closed = tokio::time::timeout(Duration::from_secs(8), connection.closed()).await;
         match closed.expect("a stranger is shown out within seconds") {
@@ -188,7 +188,8 @@ mod by_hand {
     fn a_client_without_a_certificate_is_refused() {
         let job = Job::new();
         let (group, reason) = job.form_while(2, || {
-            // The client finishes before the server has checked its empty certificate, so the refusal arrives as a close.
+            // The client finishes its handshake before the server has checked the empty certificate. So the refusal
+            // arrives as a close.
             match dial(&job, None, "kyklos-ctl/1", async |connection| verdict(&connection).await) {
                 Ok(reason) => reason,
                 Err(error) => error.to_string(),
@@ -254,7 +255,7 @@ mod by_hand {
         let ((group, reasons), ()) = (
             job.form_while(2, || {
                 [
-                    // A length above the limit, bytes that are no frame, and a frame that is no hello.
+                    // A length above the limit, bytes that are not a frame, and a frame that is not a hello.
                     dial(&job, Some(1), "kyklos-ctl/1", async |connection| {
                         say(&connection, &[0xff; 3000]).await;
                         verdict(&connection).await
@@ -263,7 +264,7 @@ mod by_hand {
                         say(&connection, &Frame::Leave.encode()).await;
                         verdict(&connection).await
                     }),
-                    // Streams of payload before any hello, and then nothing.
+                    // Payload streams before any hello, then silence.
                     dial(&job, Some(1), "kyklos/1", async |connection| {
                         for _ in 0..100 {
                             let mut stream = connection.open_uni().await.unwrap();

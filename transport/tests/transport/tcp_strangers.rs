@@ -54,7 +54,7 @@ fn ranks_with_another_carrier_are_refused_soon() {
         assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
         let words = format!("rank 0 is reached over {zero}, and this rank came over {one}");
         assert!(error.contains(&words), "{error}");
-        // Rank 0 still waits for a rank 1 with the right carrier.
+        // Rank 0 still waits for a rank 1 that uses the right carrier.
         let group = formed(vec![waiting, connect(short(job.over(zero, 1, 2)))]);
         exchange(&group, 0);
         close(&group);
@@ -67,7 +67,7 @@ fn a_port_that_another_job_has_is_refused_and_is_free_afterwards() {
     let port = free_address().port();
     let one = || QuicConfig { port, ..job.over(Carrier::Tcp, 1, 2) };
     for round in 0..2 {
-        // The streams of the first round linger between the same ports.
+        // The streams of the first round remain for a while between the same ports.
         let group = formed(vec![connect(job.over(Carrier::Tcp, 0, 2)), connect(one())]);
         exchange(&group, 0);
         let other = Job { coordinator: job.coordinator, ..Job::new() };

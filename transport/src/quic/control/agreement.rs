@@ -56,7 +56,7 @@ impl Core {
                 }
                 self.agreed(round, verdict);
             }
-            // The others are told with the next heartbeat.
+            // The other ranks learn it with the next heartbeat.
             Ok((round, None)) => {
                 self.send_missing(coordinator.missing_vote(round).map(|missing_vote| (rank, missing_vote)))
             }
@@ -80,7 +80,7 @@ impl Core {
         }
     }
 
-    /// On every rank: the coordinator has said which vote is missing in a round.
+    /// On every rank: the coordinator has named a missing vote of a round.
     ///
     /// Only the voter knows whether it still waits, so the voter ends a wait for a rank that has left.
     pub(crate) fn note_missing(&self, MissingVote { round, rank, left }: MissingVote) {

@@ -94,7 +94,7 @@ impl Coordinator {
         self.lock().missing_in(usize::MAX)
     }
 
-    /// Counts a tick of silence for everyone, and returns a rank that has been silent for too long.
+    /// Counts a tick of silence for every rank, and returns a rank that has been silent for too long.
     pub(crate) fn tick(&self) -> Option<Rank> {
         let mut state = self.lock();
         let mut dead = None;
@@ -109,7 +109,7 @@ impl Coordinator {
 }
 
 impl CoordinatorState {
-    /// A rank that has left is named before one that may still come.
+    /// Names a rank that has left, if there is one; otherwise a rank that may still vote.
     fn missing_vote(&self, round: u64) -> Option<MissingVote> {
         let left = |rank: &Rank| self.members[rank.0 as usize].left;
         let gone = self.ballot.missing(round).find(left);

@@ -52,7 +52,7 @@ pub(crate) struct Core {
     state: Mutex<RankState>,
 }
 
-/// What a [`Core`] is made of.
+/// The inputs from which a [`Core`] is made.
 #[derive(Debug)]
 pub(crate) struct CoreParts {
     pub(crate) endpoint: Arc<RankEndpoint>,
@@ -138,7 +138,7 @@ impl Core {
         self.changed.notify_waiters();
     }
 
-    /// `culprit` cannot go on; its last known progress is filled in by the coordinator.
+    /// The rank `culprit` has failed. The coordinator fills in its last known progress.
     pub(crate) fn failed(&self, culprit: Rank, text: String) {
         let progress = if culprit == self.me { self.progress() } else { Progress::default() };
         self.ask_for_abort(Abort { culprit, cause: AbortCause::Failed(text), progress });
@@ -154,7 +154,7 @@ impl Core {
         }
     }
 
-    /// Of the coordinator: makes an abort everyone's, unless there is one already.
+    /// On the coordinator: aborts the group for all ranks, unless it is already aborted.
     pub(crate) fn decide(&self, mut abort: Abort) {
         if self.lock().calls.aborted().is_some() {
             return;
@@ -166,7 +166,7 @@ impl Core {
             };
         }
         self.aborted(abort);
-        // Two ranks may have come here at once: what is said is what was kept.
+        // Two ranks may report a failure at the same time. All ranks get the abort that was kept.
         let Some(abort) = self.lock().calls.aborted().cloned() else {
             return;
         };

@@ -52,7 +52,7 @@ impl Stalls {
         Self { ranks: vec![Watched::default(); world as usize], slow_ticks, stuck_ticks: stuck_ticks.max(2) }
     }
 
-    /// A heartbeat of `rank` has come.
+    /// A heartbeat of `rank` has arrived.
     pub(crate) fn report(&mut self, rank: Rank, report: Report) {
         let watched = &mut self.ranks[rank.0 as usize];
         let now = (report.progress, report.beats);
@@ -113,7 +113,7 @@ mod tests {
         Report { waits_for: vec![Rank(for_rank)], ..Report::default() }
     }
 
-    /// Ticks with these reports; what was said, and in which tick.
+    /// Runs ticks with these reports. Returns each reported stall and its tick.
     fn play(stuck_ticks: u32, ticks: u32, report: impl Fn(u32, u32) -> Option<Report>) -> Vec<(u32, Stall)> {
         let mut stalls = Stalls::new(3, stuck_ticks);
         let mut said = Vec::new();
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn a_rank_that_is_not_heard_is_not_counted() {
-        // Every third heartbeat comes: its host, or the network, stands still in between.
+        // Only every third heartbeat arrives: its host, or the network, stands still in between.
         let rare = |tick, rank| match rank {
             1 => (tick % 3 == 0).then(|| works(5)),
             _ => Some(waits(1)),

@@ -1,4 +1,4 @@
-//! What one rank remembers: its outstanding calls, and what its peers have said of messages.
+//! The state of one rank: its outstanding calls, and what its peers have reported about messages.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -66,11 +66,11 @@ impl Clock for TokioClock {
 pub(crate) struct Outgoing {
     /// Payload bytes handed to QUIC.
     pub(crate) moved: Arc<AtomicU64>,
-    /// Since when the receiver has asked for the message, but not before it was posted here.
+    /// When the receiver requested the message, but not earlier than its post on this rank.
     pub(crate) asked: Option<Instant>,
-    /// Told when the receiver asks for the message.
+    /// Signalled when the receiver requests the message.
     pub(crate) wanted: Option<oneshot::Sender<()>>,
-    /// Counts against the messages that may be under way without having been asked for.
+    /// Counts against the limit of unrequested messages in flight.
     pub(crate) unwanted: bool,
     pub(crate) task: AbortHandle,
 }
@@ -86,7 +86,7 @@ pub(crate) struct Incoming {
     pub(crate) span: tracing::Span,
 }
 
-/// A message of which something has come.
+/// A message of which some bytes have arrived.
 #[derive(Debug)]
 pub(crate) struct Reading {
     pub(crate) assembly: Assembly,
@@ -114,18 +114,18 @@ impl Transfer for Incoming {
     }
 }
 
-/// What is known of the messages between this rank and another one, beside those that are posted here.
+/// The known state of the messages between this rank and another one, except messages that are posted here.
 #[derive(Debug, Default)]
 pub(crate) struct Peer {
     /// It has left the group in order.
     pub(crate) left: bool,
-    /// Messages it has asked for that have not been posted here.
+    /// Messages that it has requested and that are not posted here yet.
     pub(crate) wants: HashSet<Tag>,
-    /// Messages from it that came before their receive was posted.
+    /// Messages from it that arrived before their receive was posted.
     pub(crate) early: BTreeMap<Tag, oneshot::Sender<()>>,
-    /// Messages that it withdrew before they came.
+    /// Messages that it withdrew before they arrived.
     pub(crate) withdrawn: HashSet<Tag>,
-    /// Messages under way to it that it has not asked for.
+    /// Messages in flight to it that it has not requested.
     pub(crate) unwanted: usize,
 }
 
@@ -161,8 +161,7 @@ impl RankState {
         Some(call)
     }
 
-    /// Ends late calls. Returns messages that may be under way without having been asked for: their receivers must not
-    /// keep them.
+    /// Ends late calls. Returns unrequested messages that may be in flight: their receivers must not keep them.
     pub(crate) fn end_calls_past(&mut self, now: Instant) -> Vec<(Rank, Tag)> {
         let ended = self.calls.end_calls_past(now).into_iter();
         let unwanted: Vec<_> =

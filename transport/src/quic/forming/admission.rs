@@ -65,7 +65,7 @@ pub(crate) struct AdmittedConnection {
 }
 
 impl Admission {
-    /// Admits nobody before [`Self::open`].
+    /// Admits no rank before [`Self::open`].
     pub(crate) fn new(
         config: &QuicConfig,
         tls: &TlsConfigs,

@@ -59,7 +59,7 @@ pub(crate) struct Forming<'a> {
     pub(crate) members: Vec<Rank>,
     pub(crate) deadline: Instant,
     pub(crate) arrivals: mpsc::Receiver<AdmittedConnection>,
-    /// Data connections, of all lanes, that came while others were awaited.
+    /// Data connections, of all lanes, that arrived while this rank waited for others.
     pub(crate) early_data: Vec<(u32, PeerConnection)>,
 }
 
@@ -141,7 +141,7 @@ impl Forming<'_> {
             .endpoint
             .dial_until_answered(Rank::COORDINATOR, coordinator, dial_purpose, self.deadline)
             .await?;
-        // Rank 0 says which ranks are missing, and why: waiting for that is better than an earlier error.
+        // Rank 0 reports which ranks are missing, and why. So waiting for that report is better than an earlier error.
         self.deadline += MEMBER_EXTRA_WAIT;
         let addresses = match self.next_frame(&mut control).await? {
             Frame::AddressTable { addresses } if addresses.len() == self.members.len() => addresses,

@@ -105,7 +105,7 @@ impl QuicConfig {
         std::iter::once(self.local_address()).chain(beside)
     }
 
-    /// What is known of where a rank is.
+    /// The known place of a rank.
     pub(crate) fn known(&self, rank: Rank) -> Known<'_> {
         let place = self.places.get(rank.0 as usize).and_then(Option::as_deref);
         let name = self.coordinator_name.as_deref().filter(|_| rank == Rank::COORDINATOR);

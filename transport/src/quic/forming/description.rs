@@ -12,7 +12,7 @@ pub(crate) fn describe_network(endpoint: &RankEndpoint, mesh: &Mesh) -> String {
     let RankEndpoint { lane_endpoints, path, capabilities, .. } = endpoint;
     let mut ends = lane_endpoints.iter().map(|end| end.endpoint.local_addr().ok());
     let local = ends.next().flatten();
-    // A socket that is bound to all addresses knows with its packets through which they come.
+    // For a socket that is bound to all addresses, each packet shows the address at which it arrived.
     let seen = mesh.data.iter().find_map(|joined| joined.connection.local_ip());
     let at = local.map(|local| SocketAddr::new(seen.unwrap_or(local.ip()).to_canonical(), local.port()));
     let at = match at {

@@ -38,7 +38,7 @@ pub(crate) struct RankEndpoint {
     pub(crate) thread: Option<WeakSender<std::convert::Infallible>>,
 }
 
-/// What a connection is dialled for.
+/// The purpose of a dialled connection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DialPurpose {
     pub(crate) purpose: Purpose,
@@ -182,7 +182,7 @@ impl RankEndpoint {
         }
     }
 
-    /// Waits for the refusal of a rank that uses another carrier; for ever if none comes.
+    /// Waits for the refusal of a rank that uses another carrier; waits forever if no refusal arrives.
     pub(crate) async fn refusal(&self) -> String {
         socket::refusal(self.refused.clone()).await
     }

@@ -1,9 +1,10 @@
-//! How survivors form the next group (`membership.rs` says which ranks may).
+//! How survivors form the next group (`membership.rs` decides which ranks may belong to it).
 //!
-//! Every rank dials every lower rank that it knows, again and again, and follows the lowest one that it reaches. A rank that
-//! reaches none waits for the missing ranks for a limited time; then it names the members of the next group, and the
-//! connections on which the others came are their control connections. An attempt that fails anywhere ends on all
-//! ranks, because its connections do, and the next one begins; what a rank was ready for, it remembers.
+//! Every rank repeatedly dials every lower rank that it knows, and follows the lowest rank that it reaches. A rank that
+//! reaches none waits for the missing ranks for a limited time. Then it names the members of the next group; the
+//! connections from the other ranks become their control connections. If an attempt fails on one rank, it ends on all
+//! ranks, because its connections end, and the next attempt begins. A rank remembers every group for which it was
+//! ready.
 
 mod gather;
 
@@ -26,7 +27,7 @@ use crate::rank::Rank;
 use crate::transport::Regroup;
 use crate::wire::{Frame, RejectCode};
 
-/// What a rank knows of its last group when it forms the next one. Ranks have their numbers of the first group.
+/// The state of a rank's last group when it forms the next one. Ranks have their numbers of the first group.
 #[derive(Debug)]
 pub(crate) struct PriorGroup {
     /// Empty if it was started anew.
@@ -212,7 +213,7 @@ impl Regrouping<'_> {
         Ok(NextGroup { epoch, members, mesh })
     }
 
-    /// From now on this rank may belong to the group, whether or not it hears that it has started.
+    /// From now on this rank may belong to the group, whether or not it learns that the group has started.
     fn add_claim(&mut self, epoch: u32, members: &[Rank]) -> Result<(), AttemptError> {
         if self.prior.claims.len() >= MOST_CLAIMS {
             let text = format!(

@@ -26,7 +26,7 @@ impl Applicant {
     /// An applicant for this rank, or for any.
     pub(super) fn new(token: Token, asked: Option<Rank>) -> Result<Self, rcgen::Error> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
-        // Which names it gets, rank 0 says.
+        // Rank 0 decides which names it gets.
         let request = CertificateParams::default().serialize_request(&key)?.der().to_vec();
         Ok(Self { token, asked, key, request })
     }

@@ -1,4 +1,4 @@
-//! What a proof of a token's secret is bound to: one connection and one request.
+//! The binding of a proof of a token's secret: to one connection and one request.
 
 use quinn::Connection;
 

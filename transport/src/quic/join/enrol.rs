@@ -36,7 +36,7 @@ pub struct EnrolConfig {
     pub rank: Option<Rank>,
     /// Local address to dial from.
     pub bind: IpAddr,
-    /// What is known of the network; its carrier must be rank 0's.
+    /// Known properties of the network; its carrier must be rank 0's.
     pub link: LinkSettings,
     /// How long to try: rank 0 may start later.
     pub deadline: Duration,

@@ -86,7 +86,7 @@ impl Invitation {
         private_file::write_new(path, "invitation", &text)
     }
 
-    /// Reads what [`Self::write_file`] wrote.
+    /// Reads a file that [`Self::write_file`] has written.
     ///
     /// # Errors
     ///

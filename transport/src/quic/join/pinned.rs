@@ -1,4 +1,4 @@
-//! Verifies rank 0 by the hash of its authority's key, which is all that a token says of it.
+//! Verifies rank 0 by the hash of its authority's key. The token contains nothing else about rank 0.
 
 use std::sync::Arc;
 
@@ -41,7 +41,7 @@ impl ServerCertVerifier for PinnedVerifier {
         let verifier =
             WebPkiServerVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&self.provider));
         let verifier = verifier.build().map_err(|error| refused(error.to_string()))?;
-        // The token does not say of which job it is; the authority has no other one.
+        // The token does not name its job; the authority has only one job.
         let name = ServerName::try_from(rank_name(Rank(0), claims.job))
             .map_err(|error| refused(error.to_string()))?;
         verifier.verify_server_cert(certificate, &[], &name, ocsp_response, now).map_err(

@@ -32,7 +32,7 @@ pub(super) struct Register {
 /// The connection and the time of a request for a rank.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EnrolRequest {
-    /// Where it comes from.
+    /// The address of the applicant.
     pub(super) from: IpAddr,
     /// Keying material of the connection, for this request.
     pub(super) binding: [u8; BINDING_BYTES],

@@ -1,4 +1,5 @@
-//! Those who come with a token: who gets in, who does not, and that nobody is let in by another one's proof.
+//! Applicants with a token: which of them are admitted, which are refused, and that no applicant can use the proof of
+//! another.
 
 mod register;
 
@@ -41,7 +42,7 @@ fn invitation(at: SocketAddr, world: u32) -> Arc<Invitation> {
     Arc::new(Invitation::new(&terms).unwrap())
 }
 
-/// The same token with one digit changed, counted from its start.
+/// The same token with one changed digit, at this position from the start.
 fn changed(token: &Token, at: usize) -> Token {
     let mut text = token.to_string().into_bytes();
     text[at] = if text[at] == b'0' { b'1' } else { b'0' };
@@ -51,7 +52,7 @@ fn changed(token: &Token, at: usize) -> Token {
 const IN_HASH: usize = 20;
 const IN_SECRET: usize = 80;
 
-/// A group of which rank 0 alone is there.
+/// A group in which only rank 0 is present.
 struct Waiting {
     invitation: Arc<Invitation>,
     at: SocketAddr,
@@ -93,7 +94,7 @@ impl Waiting {
         QuicConfig::new(rank, world, self.invitation.job(), self.at, identity)
     }
 
-    /// The ranks that have been let in form the group with rank 0, every one sends to the next, and all leave.
+    /// The enrolled ranks form the group with rank 0. Each rank sends to the next one, and all close.
     fn works(self, others: Vec<Enrolled>) {
         let joining = others.iter().map(|one| self.as_rank(one));
         let joining: Vec<_> =
@@ -135,7 +136,7 @@ fn ranks_come_by_a_token_and_nobody_after_them() {
     assert!(used_up.contains("used up") && used_up.contains("ranks 1 to 3"), "{used_up}");
     let taken = waiting.enrol(Some(2)).unwrap_err();
     assert!(taken.contains("rank 2 has been given to another one"), "{taken}");
-    // From here on as with files: one of them is one.
+    // From here on the identities work as with files. One of them is written to a file and read again.
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("rank-2.pem");
     two.identity.write_file(&path).unwrap();
@@ -191,7 +192,7 @@ fn rank_0_without_an_invitation_takes_no_tokens() {
     assert!(zero.join().unwrap().is_err());
 }
 
-/// What the far end of a hand-made connection says to some bytes.
+/// The answer of the other end of a hand-made connection to some bytes.
 async fn say(connection: &Connection, bytes: &[u8]) -> Option<Frame> {
     let (mut send, recv) = connection.open_bi().await.ok()?;
     send.write_all(bytes).await.ok()?;
@@ -251,7 +252,8 @@ fn who_has_no_certificate_can_apply_and_nothing_else() {
     waiting.works(vec![one]);
 }
 
-/// One who has an identity of the authority, shows it to applicants, and hands on to rank 0 what they say.
+/// An attacker with an identity of the authority. It shows this identity to applicants, and forwards their requests to
+/// rank 0.
 async fn relay(
     identity: Identity,
     authority: KeyHash,
@@ -292,11 +294,12 @@ fn relayed(waiting: &Waiting, as_rank: u32) -> (String, Option<Frame>) {
 #[test]
 fn one_in_the_middle_gets_nothing_by_the_proof_of_another() {
     let waiting = Waiting::new(2);
-    // It even has rank 0's names: the proof is of another connection than the one that it is said on.
+    // The attacker even has rank 0's names. But the proof belongs to another connection than the one on which it
+    // arrives.
     let (error, answered) = relayed(&waiting, 0);
     assert!(matches!(&answered, Some(Frame::Reject { code: RejectCode::Token, .. })), "{answered:?}");
     assert!(error.contains("another secret"), "{error}");
-    // Another member does not even hear a proof.
+    // With the names of another member the attacker does not even receive a proof.
     let (error, answered) = relayed(&waiting, 1);
     assert_eq!(answered, None);
     assert!(error.contains("the peer is rank 1") && error.contains("only rank 0"), "{error}");
@@ -330,7 +333,7 @@ fn hundreds_of_guesses_over_the_network_do_not_keep_an_honest_rank_out() {
         looked_at < 100 && looked_at + busy == 300,
         "{looked_at} of 300 guesses were looked at, {busy} not"
     );
-    // It waits until rank 0 looks at tokens from here again.
+    // The applicant waits until rank 0 checks tokens from this network again.
     let one = waiting.enrol(None).unwrap();
     waiting.works(vec![one]);
 }

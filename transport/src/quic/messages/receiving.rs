@@ -67,14 +67,14 @@ impl Core {
         self.changed.notify_waiters();
     }
 
-    /// Takes the streams of a lane until its connection ends, and then says why it did.
+    /// Accepts the streams of a lane until its connection ends, and then reports the reason of the end.
     pub(crate) async fn accept_chunks(self: Arc<Self>, peer: Rank, lane: usize, connection: Connection) {
         // At most as many at once as the peer may have streams open.
         while let Ok(stream) = connection.accept_uni().await {
             tokio::spawn(Arc::clone(&self).receive_chunk(peer, lane, stream));
         }
         let reason = connection.closed().await;
-        // A peer that leaves in order says so on the first lane, in its last frame.
+        // A peer that leaves in order announces it in its last frame on the first lane.
         if lane == 0 || !is_leave(&reason) {
             self.link_ended(peer, &reason);
         }
@@ -127,8 +127,8 @@ impl Core {
             Err(ReadEnd::Cancelled) => {
                 let _ = stream.stop(REFUSED);
             }
-            // A sender that withdraws a message has given up or is being aborted; then an abort is on its way, and says whose
-            // fault it is. If not, the receive has its own deadline.
+            // A sender withdraws a message if it has given up or is being aborted. In the second case an abort is in
+            // flight and names the culprit. In the first case the receive has its own deadline.
             Err(ReadEnd::ConnectionLost | ReadEnd::Withdrawn) => {}
             Err(ReadEnd::Broken(text)) => self.misbehaved(from, Some(tag), format!("{tag} has {text}")),
         }

@@ -32,7 +32,7 @@ impl Core {
                     let call = self.lock().take_send(peer, tag, Ended::Done);
                     if let Some(call) = call {
                         self.recorder.note(EventKind::Sent, peer, tag, call.total);
-                        // A peer that has the message has asked for it.
+                        // A peer that has the message has requested it.
                         let under_way = call.transfer.asked.map_or(Duration::ZERO, |asked| asked.elapsed());
                         call.completer.complete(Ok(Taken { under_way }));
                     }
@@ -79,7 +79,7 @@ impl Core {
         self.recorder.note(EventKind::Asked, peer, tag, 0);
         let mut state = self.lock();
         let Some(call) = state.calls.sends.get_mut(&(peer, tag)) else {
-            // A request for a message that was given up comes too late, and nothing would ever answer it.
+            // The request is too late: the sender has given up the message, and will never answer the request.
             let is_given_up = state.calls.send_ended(peer, tag).is_some();
             let wants = &mut state.peer(peer).wants;
             if !is_given_up {
@@ -97,15 +97,15 @@ impl Core {
         Ok(())
     }
 
-    /// The sender has given up a message that came early or may still come: its stream must not be kept.
+    /// The sender has given up a message that arrived early or may still arrive. Its stream must not be kept.
     fn withdrawn(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
         let mut state = self.lock();
         let is_known =
             state.calls.receives.contains_key(&(peer, tag)) || state.calls.receive_ended(peer, tag).is_some();
         self.recorder.note(EventKind::Withdrawn, peer, tag, 0);
         let peer = state.peer(peer);
-        // The task that holds the stream then lets go of it. If the stream is not here yet, it is turned away when it
-        // comes; if its receive is posted, it is read or reset.
+        // The task that holds the stream then releases it. If the stream is not here yet, it is refused when it
+        // arrives. If its receive is posted, it is read or reset.
         if peer.early.remove(&tag).is_none() && !is_known {
             peer.withdrawn.insert(tag);
         }

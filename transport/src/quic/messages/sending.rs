@@ -21,11 +21,11 @@ use crate::recorder::EventKind;
 use crate::spans;
 use crate::wire::{MessageHeader, part_digest};
 
-/// Larger messages are sent only when the receiver has asked for them.
+/// Larger messages are sent only after the receiver has requested them.
 pub(crate) const EARLY_BYTES: u64 = 64 << 10;
 
-/// Messages that may be under way to one rank without having been asked for. With [`EARLY_BYTES`] they fill neither
-/// the connection's window nor its streams, so what is wanted always gets through.
+/// Unrequested messages that may be in flight to one rank. With [`EARLY_BYTES`] they fill neither the connection's
+/// window nor its streams, so requested messages can always be sent.
 const EARLY_MESSAGES: usize = 64;
 
 impl Core {
@@ -77,8 +77,8 @@ impl Core {
         self.changed.notify_waiters();
     }
 
-    /// Sends one message. Its call ends when the receiver says that it has it; a lost connection is noticed by the
-    /// watcher of the link.
+    /// Sends one message. Its call ends when the receiver confirms the message. The watcher of the link detects a lost
+    /// connection.
     async fn send_message(
         self: Arc<Self>,
         to: Rank,
@@ -130,8 +130,8 @@ impl Core {
     }
 }
 
-/// A message that is being sent by all lanes at once: each takes the next chunk when it is done with one, so that a lane
-/// which has lost packets does not hold up the others.
+/// A message that all lanes send at the same time. Each lane takes the next chunk when it has sent its last one. So a
+/// lane that has lost packets does not delay the other lanes.
 struct Sending {
     header: MessageHeader,
     chunk_bytes: u64,

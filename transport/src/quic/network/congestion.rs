@@ -1,4 +1,4 @@
-//! Congestion control: how many bytes are under way.
+//! Congestion control: the number of bytes in flight.
 
 use std::any::Any;
 use std::fmt;
@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use quinn::congestion::{Controller, ControllerFactory, CubicConfig};
 
-/// Congestion control: how many bytes are under way to a rank.
+/// Congestion control: the number of bytes in flight to a rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Congestion {
     /// CUBIC (RFC 9438): adapts to the path and shares it with other flows.
@@ -43,7 +43,7 @@ impl Congestion {
     }
 }
 
-/// Bytes under way, always the same.
+/// A constant number of bytes in flight.
 #[derive(Clone, Copy, Debug)]
 struct FixedWindow(u64);
 
@@ -75,5 +75,5 @@ impl Controller for FixedWindow {
     }
 }
 
-/// Under way before anything has been heard: some milliseconds of a fast link.
+/// Bytes in flight before any packet has arrived from the peer: some milliseconds of a fast link.
 const INITIAL_BYTES: u64 = 1 << 20;

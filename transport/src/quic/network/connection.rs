@@ -1,4 +1,4 @@
-//! How a connection ends: the codes and reasons of a close, and what the end of a connection says about the peer.
+//! How a connection ends: the codes and reasons of a close, and what this rank learns about the peer from it.
 
 use std::time::Duration;
 

@@ -8,7 +8,7 @@ use tokio::sync::mpsc;
 
 use crate::wire::{Frame, FrameStream, WireError};
 
-/// Why no more frames come.
+/// Why the stream of frames ended.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum FrameError {
     /// The received bytes are not a frame.
@@ -55,7 +55,7 @@ const READ_BYTES: usize = 4096;
 /// reads none of them is found by their number, with the next heartbeat.
 pub(crate) type FrameSender = mpsc::UnboundedSender<Frame>;
 
-/// Writes frames as they come, and ends the stream once all senders are gone and the peer has it all.
+/// Writes queued frames, and ends the stream after all senders are gone and the peer has every frame.
 pub(crate) async fn write_frames(
     mut stream: SendStream,
     mut frames: mpsc::UnboundedReceiver<Frame>,

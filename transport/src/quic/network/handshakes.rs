@@ -18,7 +18,7 @@ struct PendingCounts {
 /// Handshake admission decision.
 #[derive(Debug)]
 pub(crate) enum HandshakeDecision {
-    /// The handshake may go on, and counts until this is dropped.
+    /// The handshake may continue, and counts until this is dropped.
     Accept(HandshakeSlot),
     /// QUIC Retry is required: the peer must prove its address first, because a forged one costs its sender nothing.
     RequireRetry,

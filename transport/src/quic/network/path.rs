@@ -1,4 +1,4 @@
-//! Settings of the network between the ranks, and what follows from them for packets and memory.
+//! Settings of the network between the ranks, and the packet sizes and memory limits that result from them.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -20,7 +20,7 @@ pub struct LinkSettings {
     pub mtu: Option<u16>,
     /// Congestion control.
     pub congestion: Congestion,
-    /// What carries packets; must be the same on all ranks.
+    /// The carrier of the packets; must be the same on all ranks.
     pub carrier: Carrier,
     /// Most bytes that all connections of the rank may hold: received and not yet read, sent and not yet acknowledged,
     /// and the buffer into which packets come. `None`: 1 GiB, or more where the minimum for each rank needs it. Memory of
@@ -44,7 +44,7 @@ impl Default for LinkSettings {
     }
 }
 
-/// What carries packets.
+/// The carrier of the packets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Carrier {
     /// UDP, as QUIC is meant to be.
@@ -69,7 +69,7 @@ impl LinkSettings {
     ///
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`] with what does not fit, and what would.
+    /// [`TransportError::Bootstrap`] with the setting that does not fit, and a setting that would.
     pub fn check(&self, bind: IpAddr, world: u32) -> Result<(), TransportError> {
         Path::new(self, bind, world).map(|_| ())
     }
@@ -89,11 +89,11 @@ pub(crate) struct Path {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PathKind {
-    /// Both ends on this host, where one packet may be as large as UDP allows.
+    /// Both ends are on this host, where one packet may be as large as UDP allows.
     Loopback,
     /// Packets of this size get through, as far as the operator knows.
     Stated,
-    /// Anything else: packets that every Ethernet carries, once they have been seen to arrive.
+    /// Any other path: packets that every Ethernet carries, after tests have shown that they arrive.
     Probed,
     /// In streams, which carry packets of any size.
     Streams,
@@ -134,7 +134,8 @@ impl Path {
         }
         let lanes = u64::from(link.lanes);
         let congestion = match link.congestion {
-            // TCP controls what is on the way, so that nothing is lost; its queue must not get too long for control.
+            // TCP controls the bytes in flight, so no packet is lost. But its queue must not become too long for
+            // control frames.
             Congestion::Cubic if streams => Congestion::Fixed { window_bytes: STREAMS_WINDOW_BYTES },
             said => said,
         };
@@ -197,7 +198,7 @@ impl Path {
         let mut config = TransportConfig::default();
         config
             .stream_receive_window(varint(STREAM_BYTES.max(self.fixed_bytes()).min(self.windows.receive)))
-            // quinn's default is unlimited; this is what bounds a peer's hold on our memory.
+            // quinn's default is unlimited. This limit bounds the memory that a peer can make this rank hold.
             .receive_window(varint(CONTROL_BYTES))
             .send_window(CONTROL_BYTES)
             .max_concurrent_uni_streams(VarInt::from_u32(STREAMS))
@@ -313,7 +314,7 @@ const LARGEST_DATAGRAM: u16 = 65_507;
 /// After which larger packets are tried again on a path that swallowed them.
 const BLACK_HOLE_COOLDOWN: Duration = Duration::from_secs(10);
 
-/// Streams that a peer may have open towards us: messages that we asked for and small ones that come early.
+/// Streams that a peer may have open to this rank: requested messages, and small messages that arrive early.
 const STREAMS: u32 = 256;
 
 /// Of one message's stream. Larger ones make a lossy path fatal: quinn ends a connection whose stream has a thousand
@@ -323,10 +324,11 @@ const STREAM_BYTES: u64 = 16 << 20;
 /// In each direction of a connection for control: a few of its largest frames.
 const CONTROL_BYTES: u64 = 256 << 10;
 
-/// Bytes of all connections, if the settings do not say.
+/// Bytes of all connections, if the settings do not set them.
 const USUAL_BYTES: u64 = 1 << 30;
 
-/// Bytes handed to TCP and not yet acknowledged, if the settings do not say: 25 ms of 1 Gb/s. Control frames wait behind them.
+/// Bytes handed to TCP and not yet acknowledged, if the settings do not set them: 25 ms of 1 Gb/s. Control frames wait
+/// behind them.
 const STREAMS_WINDOW_BYTES: u64 = 3 << 20;
 
 #[cfg(test)]

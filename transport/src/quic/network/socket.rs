@@ -67,7 +67,7 @@ pub(crate) fn usual_bind(coordinator: SocketAddr) -> IpAddr {
 /// A socket with large buffers.
 pub(crate) fn bind_udp(address: SocketAddr) -> io::Result<std::net::UdpSocket> {
     let socket = Socket::new(Domain::for_address(address), Type::DGRAM, Some(Protocol::UDP))?;
-    // Systems clamp what they do not allow; what was granted is read back later.
+    // Systems clamp values that they do not allow. The granted values are read back later.
     let _ = socket.set_recv_buffer_size(BUFFER_BYTES);
     let _ = socket.set_send_buffer_size(BUFFER_BYTES);
     socket.set_nonblocking(true)?;
@@ -93,11 +93,11 @@ fn bind_tcp(address: SocketAddr) -> io::Result<std::net::TcpListener> {
 /// Ranks that may dial at once before any of them is answered.
 const LISTEN_BACKLOG: i32 = 1024;
 
-/// What the system has granted a socket.
+/// The capabilities that the system has granted to a socket.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum SocketCapabilities {
     Udp {
-        /// Bytes of its buffers, of packets that come and that go.
+        /// Bytes of its buffers, for received packets and for sent packets.
         buffers: Option<(usize, usize)>,
         /// Packets that it sends and hands over as one datagram.
         segments: (usize, usize),
@@ -138,7 +138,7 @@ impl fmt::Display for SocketCapabilities {
 /// The text with which a dialled listener has refused TCP; `None` over UDP.
 pub(crate) type RefusalText = Option<watch::Receiver<Option<String>>>;
 
-/// Waits for the refusal of a rank that uses another carrier; for ever if none comes.
+/// Waits for the refusal of a rank that uses another carrier; waits forever if no refusal arrives.
 pub(crate) async fn refusal(refused: RefusalText) -> String {
     if let Some(mut refused) = refused
         && let Ok(said) = refused.wait_for(Option::is_some).await
@@ -158,7 +158,7 @@ pub(crate) enum SocketSource {
     Simulated(Vec<Arc<dyn AsyncUdpSocket>>, [u8; 32]),
 }
 
-/// The endpoints of a rank, and what the system has granted them.
+/// The endpoints of a rank, and the capabilities that the system has granted to them.
 pub(crate) struct Endpoints {
     pub(crate) lanes: Vec<LaneEndpoint>,
     pub(crate) capabilities: SocketCapabilities,
@@ -301,7 +301,7 @@ fn endpoint(
     Endpoint::new_with_abstract_socket(config, server, socket, runtime).map_err(|error| cannot(&error))
 }
 
-/// quinn's tasks, wherever they are begun, on the thread of one runtime.
+/// Runs quinn's tasks on the thread of one runtime, wherever they are started.
 #[derive(Debug)]
 struct OnThread(Handle);
 

@@ -23,7 +23,7 @@ use tokio::time::timeout;
 
 use super::handshakes::{HandshakeDecision, PendingHandshakes};
 
-/// Packets under way to one address. Not bounded here: QUIC has no more under way than its fixed window.
+/// Packets in flight to one address. Not bounded here: QUIC has at most its fixed window in flight.
 type Queue = mpsc::UnboundedSender<Vec<u8>>;
 
 /// A socket whose datagrams travel in streams.
@@ -74,7 +74,7 @@ impl Tunnel {
 
 impl Drop for Tunnel {
     fn drop(&mut self) {
-        // What is queued still goes out; then the streams end.
+        // Queued packets are still sent; then the streams end.
         self.shared.lock().clear();
     }
 }
@@ -124,10 +124,10 @@ impl Shared {
                 // A peer that has opened a stream has proven its address.
                 let HandshakeDecision::Accept(_slot) = shared.pending.decide(from.ip(), true) else { return };
                 let (queue, packets) = mpsc::unbounded_channel();
-                // An earlier stream from the same address and port is dead, or this one would not be.
+                // An earlier stream from the same address and port is dead; otherwise this stream could not exist.
                 shared.lock().insert(from, queue);
                 shared.carry(from, stream, packets, false).await;
-                // Strangers come from ever new ports.
+                // Strangers connect from new ports again and again.
                 shared.lock().retain(|at, queue| *at != from || !queue.is_closed());
             });
         }
@@ -202,7 +202,8 @@ pub(crate) async fn refuse_all(address: SocketAddr, text: &str) {
                     stream.write_all(&[0, 0]).await?;
                     stream.write_all(text.as_bytes()).await?;
                     stream.shutdown().await?;
-                    // What the other side has sent must be read, or it would not get to read this.
+                    // This side must read the bytes that the other side has sent. Otherwise the other side cannot read
+                    // this refusal.
                     stream.read(&mut [0; 4096]).await
                 };
                 let _ = timeout(ACCEPT_PAUSE, said).await;
@@ -218,7 +219,7 @@ impl AsyncUdpSocket for Tunnel {
     }
 
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
-        // quinn is told to send no larger ones.
+        // quinn is configured to send no larger packets.
         let Ok(length) = u16::try_from(transmit.contents.len()) else { return Ok(()) };
         let mut packet = Vec::with_capacity(2 + transmit.contents.len());
         packet.extend_from_slice(&length.to_le_bytes());
@@ -268,7 +269,7 @@ impl UdpPoller for Ready {
     }
 }
 
-/// Packets that have come and that the endpoint has not looked at; then streams are no longer read.
+/// Received packets that the endpoint has not processed. When this limit is reached, streams are no longer read.
 const INBOX_PACKETS: usize = 16;
 
 /// Bytes read from a stream at once.
@@ -279,7 +280,7 @@ const LONGEST_SILENCE: Duration = Duration::from_secs(60);
 
 const DIAL_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Between an attempt that failed and the next one.
+/// Pause between a failed attempt and the next one.
 const DIAL_PAUSE: Duration = Duration::from_millis(100);
 
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);

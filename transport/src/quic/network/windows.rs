@@ -54,7 +54,7 @@ impl Limits {
                  use rate x round-trip time, such as 3000000 for 1 Gb/s and 20 ms"
             )));
         }
-        // What may be under way must fit both ends.
+        // The bytes in flight must fit both ends.
         let fitting = |windows: Windows| Windows {
             receive: windows.receive.max(2 * window_bytes),
             send: windows.send.max(window_bytes),
@@ -74,10 +74,10 @@ impl Limits {
 /// Messages that were not requested take up to 4 MiB of the receive window; requested ones must still fit.
 const LEAST: Windows = Windows { receive: 6 << 20, send: 3 << 20 };
 
-/// More than a link of 10 Gb/s and 20 ms has under way.
+/// More than the bytes in flight of a link of 10 Gb/s and 20 ms.
 const MOST: Windows = Windows { receive: 64 << 20, send: 32 << 20 };
 
-/// Bytes under way to one rank over loopback, where socket buffers hold 4 to 16 MiB.
+/// Bytes in flight to one rank over loopback, where socket buffers hold 4 to 16 MiB.
 const LOOPBACK_SEND_BYTES: u64 = 4 << 20;
 
 /// quinn does not pace larger windows.

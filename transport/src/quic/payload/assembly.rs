@@ -1,4 +1,4 @@
-//! Puts a message together from the chunks in which it comes, and each chunk from the pieces of its stream.
+//! Assembles a message from its chunks, and each chunk from the pieces of its stream.
 //!
 //! A message is one allocation for each part, cut into chunks that several streams fill at the same time; put together
 //! again, nothing is copied and nothing moves.
@@ -24,14 +24,14 @@ pub(crate) struct Assembly {
 /// Where a chunk is.
 #[derive(Debug)]
 enum ChunkState {
-    /// Not come yet.
+    /// Not received yet.
     Empty(Vec<Segment>),
     /// Its stream is being read.
     Taken,
     Filled(Vec<Segment>),
 }
 
-/// What a chunk has of one part.
+/// The bytes of a chunk that belong to one part.
 #[derive(Debug)]
 struct Segment {
     part: usize,
@@ -92,7 +92,7 @@ impl Assembly {
         for place in self.chunks {
             if let ChunkState::Filled(segments) = place {
                 for Segment { part, bytes } in segments {
-                    // Its neighbour in memory: they become one again.
+                    // Adjacent in memory: the two become one again.
                     parts[part].unsplit(bytes);
                 }
             }
@@ -151,7 +151,7 @@ impl Chunk {
         }
     }
 
-    /// The chunk, if all bytes have come and the checksum fits.
+    /// The chunk, if all bytes have arrived and the checksum matches.
     pub(crate) fn finish(self) -> Result<Filled, &'static str> {
         let trailer = <[u8; TRAILER_BYTES]>::try_from(self.trailer.as_slice());
         let trailer = trailer.map_err(|_| "fewer bytes than its header says")?;
@@ -185,7 +185,7 @@ mod tests {
                 if chunks.is_empty() {
                     chunks.push(&[]);
                 }
-                // The last one first, and all of them begun before any is back.
+                // The last chunk first, and all of them are started before any is put back.
                 let mut filled: Vec<_> =
                     (0..chunks.len()).map(|at| (at, assembly.take(at).unwrap())).collect();
                 filled.reverse();

@@ -139,7 +139,8 @@ async fn write_piece(
 /// Payload is hashed and handed to QUIC in pieces of this size: large enough to be few, small enough to stay in cache.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// Of messages that several lanes share. More than what may be sent before it is asked for, which one stream carries.
+/// Size of a chunk of a message that several lanes share. It is larger than the largest message that may be sent
+/// unrequested, so one stream carries an unrequested message.
 const CHUNK_BYTES: u64 = 256 << 10;
 
 /// The sender's call ended before the message was sent.

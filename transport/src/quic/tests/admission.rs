@@ -1,4 +1,4 @@
-//! Admission of a rank whose certificate is of the same authority and of another job.
+//! Admission of a rank whose certificate comes from the same authority but belongs to another job.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
@@ -15,12 +15,13 @@ use crate::quic::*;
 use crate::rank::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
-/// An identity of rank 1, of any job.
+/// An identity of rank 1 for any job.
 fn rank_one(authority: &ClusterAuthority, job: JobId) -> Identity {
     authority.issue_at(&Subject::Rank(Rank(1)), job, Validity::days(1)).unwrap()
 }
 
-/// What becomes of a stranger at rank 0 of `job`: its certificate is of this authority, but of another job.
+/// Returns rank 0's answer to a stranger. The stranger's certificate comes from this authority, but belongs to another
+/// job.
 async fn visit(
     authority: &ClusterAuthority,
     (job, other): (JobId, JobId),
@@ -61,14 +62,14 @@ fn a_rank_of_another_job_of_the_same_authority_is_refused_whatever_it_says() {
     runtime.block_on(async {
         let zero = tokio::spawn(QuicTransport::form(config(0)));
         tokio::task::yield_now().await;
-        // It says that it is of this job, and knows whom to ask for.
+        // The stranger claims this job, and asks for rank 0 of this job.
         let answer = visit(&authority, (job, other), coordinator, job).await.unwrap();
         let Frame::Reject { code: RejectCode::Job, text } = &answer else { panic!("{answer:?}") };
         assert!(text.contains(&format!("this is job {job}")), "{text}");
-        // It looks for rank 0 of its own job: who answers there has another name.
+        // The stranger asks for rank 0 of its own job. The answering rank has another name.
         let error = visit(&authority, (job, other), coordinator, other).await.unwrap_err().to_string();
         assert!(error.to_lowercase().contains("certificate"), "{error}");
-        // The same with everything that a rank does before it dials.
+        // The same with all checks that a rank makes before it dials.
         let genuine = rank_one(&authority, other);
         let stranger = QuicConfig { job: other, identity: genuine, ..config(1) };
         stranger.check().unwrap();
@@ -77,7 +78,7 @@ fn a_rank_of_another_job_of_the_same_authority_is_refused_whatever_it_says() {
             matches!(&error, TransportError::Bootstrap { text, .. } if text.contains("rank 0")),
             "{error}"
         );
-        // None of this has kept the honest ranks from each other.
+        // The strangers did not stop the honest ranks from forming their group.
         let one = QuicTransport::form(config(1)).await.unwrap();
         let zero = zero.await.unwrap().unwrap();
         let (zero, one) = (zero.close(Duration::from_secs(20)), one.close(Duration::from_secs(20)));

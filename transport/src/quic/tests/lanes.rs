@@ -1,4 +1,5 @@
-//! Several connections between two ranks: all carry, none holds up the others, and both sides have as many.
+//! Several connections between two ranks: all of them carry messages, none delays the others, and both sides have the
+//! same number.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::{Arc, Mutex};
@@ -98,8 +99,8 @@ fn a_lane_that_is_slow_leaves_the_chunks_to_the_others() {
     });
 }
 
-/// Messages that nobody has asked for fill windows only as far as they reach: a connection that carries messages has
-/// larger windows than one that is not admitted yet.
+/// The windows limit the bytes of unrequested messages that can be sent. A connection that carries messages has larger
+/// windows than a connection that is not admitted yet.
 #[test]
 fn a_lane_that_carries_messages_has_the_windows_for_it() {
     runtime().block_on(async {
@@ -116,7 +117,7 @@ fn a_lane_that_carries_messages_has_the_windows_for_it() {
         while handed_over() < 40 * bytes as u64 && Instant::now() < until {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        // All of it is on its way or there, and no receive has been posted.
+        // All bytes are in flight or have arrived, and no receive has been posted.
         assert_eq!(handed_over(), 40 * bytes as u64);
         for (message, sent) in (0..).zip(posted) {
             one.post_recv(Rank(0), Tag { op: 0, message }, &[bytes], LONG).await.unwrap();

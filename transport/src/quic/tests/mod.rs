@@ -1,4 +1,4 @@
-//! Groups in one process: who is admitted, whose identity is refused, and how lanes share messages.
+//! Groups in one process: which ranks are admitted, which identities are refused, and how lanes share messages.
 
 mod admission;
 mod lanes;

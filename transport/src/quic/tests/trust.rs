@@ -1,4 +1,4 @@
-//! Groups whose identities do not fit, or fit in another way than rank by rank: what both sides say.
+//! Groups whose identities do not match, or match by host instead of by rank; and the errors of both sides.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::Path;
@@ -36,7 +36,7 @@ fn connect(config: QuicConfig) -> JoinHandle<Formed> {
     std::thread::spawn(move || QuicTransport::connect(config))
 }
 
-/// Forms a group of two and ends it; the errors of both ranks if it does not come about.
+/// Forms a group of two and ends it. Returns the errors of both ranks if the group does not form.
 fn meet(zero: Identity, one: Identity, places: &[&str]) -> Result<(), (String, String)> {
     meet_with(zero, one, places, [None, None])
 }
@@ -81,7 +81,7 @@ fn both_say((zero, one): (String, String), words: &[&str]) {
 fn an_identity_of_another_authority_is_refused_and_both_sides_say_why() {
     let (ours, theirs) = (authority(), authority());
     let errors = meet(ours.issue(Rank(0)).unwrap(), theirs.issue(Rank(1)).unwrap(), &[]).unwrap_err();
-    // The rank that dials verifies first, so it is rank 0's certificate that is strange, to rank 1.
+    // The dialling rank verifies first. So rank 1 reports that rank 0's certificate is from another authority.
     both_say(errors, &["rank 0", "another authority", Remedy::TrustBothAuthorities.words()]);
 }
 
@@ -99,14 +99,14 @@ fn a_certificate_that_has_expired_or_is_not_valid_yet_is_refused_by_name_and_dat
         let date = Date(at).to_string();
         let errors = meet(authority.issue(Rank(0)).unwrap(), rank(1), &[]).unwrap_err();
         both_say(errors, &["rank 1", word, &date]);
-        // Rank 0 alone knows of its own; the others hear nothing of a rank 0 that does not listen.
+        // Only rank 0 knows of its own certificate. It does not listen, so the other ranks get no answer.
         let (zero, one) = meet(rank(0), authority.issue(Rank(1)).unwrap(), &[]).unwrap_err();
         assert!(zero.contains(word) && zero.contains(&date), "{zero}");
         assert!(one.contains("rank 0 did not answer"), "{one}");
     }
 }
 
-/// A rank 0 whose clock is late enough to take its own expired certificate for good.
+/// A rank 0 whose clock is slow, so that it takes its own expired certificate for valid.
 #[test]
 fn an_expired_rank_0_that_listens_all_the_same_is_refused_by_name_and_date() {
     let authority = authority();
@@ -153,7 +153,7 @@ fn a_host_serves_the_ranks_that_have_their_place_on_it() {
     meet(a.clone(), authority.issue(Rank(1)).unwrap(), &["node-a", "anywhere"]).unwrap();
     let errors = meet(a.clone(), b.clone(), &["node-a", "node-c"]).unwrap_err();
     both_say(errors, &["rank 1 has its place on host node-c, but has the certificate of host node-b"]);
-    // Without places, the address at which a rank is seen must be the host's.
+    // Without a list of hosts, the address at which other ranks see a rank must be the address of its host.
     let here = host(&authority, &["node-a", "127.0.0.1"]);
     meet(here.clone(), here.clone(), &[]).unwrap();
     let errors = meet(here, b, &[]).unwrap_err();
@@ -205,7 +205,7 @@ fn a_cluster_changes_its_authority_while_old_and_new_identities_meet() {
         authority.issue(Rank(rank)).unwrap()
     };
     let (old, new) = (folder("old/authority.pem"), folder("new/authority.pem"));
-    // The states in which a host may be, in their order; neighbours must get on.
+    // The states of a host during the change, in order. Hosts in neighbouring states must form a group.
     let states: [&dyn Fn(u32) -> Identity; 4] = [
         &|rank| issue("old", None, rank),
         &|rank| issue("old", Some(&new), rank),
@@ -219,12 +219,12 @@ fn a_cluster_changes_its_authority_while_old_and_new_identities_meet() {
             meet(next(0), state(1), &[]).unwrap();
         }
     }
-    // Without the states between, they do not.
+    // Hosts in states that are not neighbours do not form a group.
     both_say(meet(states[0](0), states[3](1), &[]).unwrap_err(), &["another authority"]);
     assert!(meet(states[0](0), states[2](1), &[]).is_err());
 }
 
-/// A list of keys in a file of its own.
+/// A list of keys in its own file.
 fn list(path: &Path, identities: &[&Identity]) -> Revoked {
     let lines = identities.iter().map(|identity| format!("{}  lost\n", identity.key_hash().unwrap()));
     std::fs::write(path, lines.collect::<String>()).unwrap();
@@ -241,15 +241,15 @@ fn a_revoked_identity_is_refused_by_whoever_has_the_list_and_both_sides_say_so()
     let lost = list(&path, &[&one]);
     let errors = meet(&zero, &one, [Some(&lost), None]).unwrap_err();
     both_say(errors, &["the certificate of rank 1 of job", "has been revoked, by the list of rank 0"]);
-    // Another one of the same rank is welcome.
+    // Another identity of the same rank is accepted.
     meet(&zero, &again, [Some(&lost), Some(&lost)]).unwrap();
-    // A rank that is revoked itself does not ask others to find out.
+    // A rank with a revoked identity finds it in its own list, without a connection.
     let (_, own) = meet(&zero, &one, [Some(&lost), Some(&lost)]).unwrap_err();
     assert!(own.contains("rank 1") && own.contains("revoked, by its own list"), "{own}");
     let lost = list(&path, &[&zero]);
     let errors = meet(&zero, &one, [None, Some(&lost)]).unwrap_err();
     both_say(errors, &["the certificate of rank 0 of job", "has been revoked, by the list of rank 1"]);
-    // A host's identity is one identity, for whatever rank.
+    // The identity of a host counts as one identity for all ranks of that host.
     let (node, other) = (host(&authority, &["127.0.0.1"]), host(&authority, &["127.0.0.1"]));
     let lost = list(&path, &[&node]);
     both_say(meet(&zero, &node, [Some(&lost), None]).unwrap_err(), &["host 127.0.0.1", "revoked"]);
@@ -272,7 +272,7 @@ fn a_list_that_names_more_when_a_group_forms_again_keeps_them_out() {
         })
         .collect();
     let mut group: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap().unwrap()).collect();
-    // Rank 3 dies, and rank 2 is found to be somebody else's.
+    // Rank 3 dies, and the identity of rank 2 is revoked.
     list(&path, &[&identities[2]]);
     drop(group.pop());
     let next: Vec<_> = group

@@ -71,7 +71,7 @@ impl Identity {
         private_file::write_new(path, "identity", &pem)
     }
 
-    /// Reads what [`Self::write_file`] wrote.
+    /// Reads a file that [`Self::write_file`] has written.
     ///
     /// # Errors
     ///

@@ -32,12 +32,12 @@ impl JobId {
         Self(xxh3_128(name.as_bytes()).to_be_bytes())
     }
 
-    /// What an operator wrote: a number in 32 hexadecimal digits, or a name.
+    /// The job as an operator writes it: a number in 32 hexadecimal digits, or a name.
     pub fn of_text(text: &str) -> Self {
         text.parse().unwrap_or_else(|_| Self::from_name(text))
     }
 
-    /// What message headers carry of it.
+    /// The part of the number that message headers carry.
     pub(crate) fn low(self) -> u64 {
         let [_, _, _, _, _, _, _, _, low @ ..] = self.0;
         u64::from_le_bytes(low)

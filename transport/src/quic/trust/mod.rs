@@ -1,4 +1,4 @@
-//! Who a rank is, and how it proves that: certificates, their authority, the files that hold them, and TLS.
+//! Identities of ranks: certificates, their authority, the files that hold them, and TLS.
 
 pub(crate) mod authority;
 pub(crate) mod identity;

@@ -110,7 +110,7 @@ impl Claims {
         let names = parsed.subject_alternative_name().map_err(|_| unreadable())?.ok_or_else(unreadable)?;
         let (subject, job) = subject_and_job(&names.value.general_names)?;
         let said = parsed.subject().iter_organization().next().and_then(|name| name.as_str().ok());
-        // The number in the verified name counts; the words beside it are shown only where they agree.
+        // The number in the verified name counts. The words beside it are shown only if they match the number.
         let job_name = said.filter(|name| is_job_name(name) && JobId::of_text(name) == job);
         let validity = Validity::of_asn1(parsed.validity());
         Ok(Self { subject, job, job_name: job_name.map(str::to_owned), validity })

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::error::TransportError;
 
-/// Writes a new file that only its owner can read. `what` it is stands in errors.
+/// Writes a new file that only its owner can read. Errors name the file by `what`.
 pub(crate) fn write_new(path: &Path, what: &str, text: &str) -> Result<(), TransportError> {
     let cannot =
         |error| TransportError::bootstrap(format!("cannot write the {what} {}: {error}", path.display()));

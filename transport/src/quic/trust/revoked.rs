@@ -32,7 +32,7 @@ impl Revoked {
         Ok(Self { path: path.to_owned(), keys })
     }
 
-    /// Reads the file again. What was read before stays if that fails.
+    /// Reads the file again. If that fails, the earlier contents stay.
     pub(crate) fn read_again(&self) -> Result<(), TransportError> {
         let keys = read(&self.path)?;
         *self.keys.write().unwrap_or_else(PoisonError::into_inner) = keys;

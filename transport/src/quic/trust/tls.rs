@@ -195,7 +195,7 @@ mod tests {
     use crate::quic::trust::names::rank_name;
     use crate::rank::Rank;
 
-    /// A handshake without a network, because quinn does not say which suite it came to.
+    /// A handshake without a network, because quinn does not report the negotiated suite.
     #[test]
     fn ranks_agree_on_the_first_cipher() {
         let authority = ClusterAuthority::new(JobId([1; 16])).unwrap();

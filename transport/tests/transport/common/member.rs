@@ -1,4 +1,4 @@
-//! A hand-made rank with a valid certificate: it joins as it should, and then sends what a test wants.
+//! A hand-made rank with a valid certificate. It joins correctly; then the test decides what it sends.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use tokio::time::timeout;
 
 use super::{Job, LONG};
 
-/// The highest rank of its group, because that one dials all others and nobody dials it.
+/// The highest rank of its group: it dials all other ranks, and no rank dials it.
 pub(crate) struct Member {
     /// To rank 0.
     pub(crate) control: Line,
@@ -36,7 +36,7 @@ impl Line {
         let _ = self.send.lock().await.write_all(bytes).await;
     }
 
-    /// The next frame, if one comes soon.
+    /// The next frame, if it arrives soon.
     pub(crate) async fn hear(&mut self, patience: Duration) -> Option<Frame> {
         loop {
             if let Some((frame, taken)) = Frame::decode(&self.pending).unwrap() {
@@ -48,7 +48,7 @@ impl Line {
         }
     }
 
-    /// Begins a message's stream with these bytes.
+    /// Opens a stream for a message and writes these bytes first.
     pub(crate) async fn stream(&self, bytes: &[u8]) -> Option<SendStream> {
         let mut stream = self.connection.open_uni().await.ok()?;
         stream.write_all(bytes).await.ok()?;
@@ -57,7 +57,7 @@ impl Line {
 }
 
 impl Member {
-    /// Dials all other ranks and waits for the start of the group, unless the test sends something first.
+    /// Dials all other ranks and waits until the group starts, unless the test sends something first.
     pub(crate) async fn come(job: &Job, world: u32) -> Self {
         let me = Rank(world - 1);
         let endpoint = Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
@@ -67,7 +67,7 @@ impl Member {
             let mut config = quinn::ClientConfig::new(Arc::new(tls));
             let mut transport = quinn::TransportConfig::default();
             transport.keep_alive_interval(Some(Duration::from_millis(500)));
-            // Small windows: little of what it does not read is in flight.
+            // Small windows: only a few unread bytes can be in flight.
             transport.stream_receive_window(quinn::VarInt::from_u32(64 << 10));
             config.transport_config(Arc::new(transport));
             let connection = endpoint.connect_with(config, address, &job.name(to)).unwrap().await.unwrap();
@@ -89,7 +89,7 @@ impl Member {
         Self { control, data, _endpoint: endpoint }
     }
 
-    /// The same, and the group has started. From here on it sends heartbeats until it is dropped.
+    /// Like `come`, and the group has started. From now on the rank sends heartbeats until it is dropped.
     pub(crate) async fn join(job: &Job, world: u32) -> Self {
         let mut member = Self::come(job, world).await;
         member.control.say(&Frame::Meshed.encode()).await;

@@ -17,10 +17,10 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
 pub(crate) type Formed = Result<Arc<dyn Transport>, TransportError>;
 
-/// No test waits longer than this for anything that should happen.
+/// No wait in a test lasts longer than this.
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 
-/// A job on a free port of its own.
+/// A job with its own free port.
 pub(crate) struct Job {
     pub(crate) id: JobId,
     pub(crate) authority: ClusterAuthority,
@@ -43,21 +43,21 @@ impl Job {
         QuicConfig { link, ..self.config(rank, world) }
     }
 
-    /// Runs the honest ranks, each on a thread, while `disturb` runs.
+    /// Runs each honest rank on its own thread while `disturb` runs.
     pub(crate) fn form_while<T>(
         &self,
         world: u32,
         disturb: impl FnOnce() -> T,
     ) -> (Vec<Arc<dyn Transport>>, T) {
         let mut ranks = vec![connect(self.config(0, world))];
-        // Strangers connect while rank 0 is waiting for the others.
+        // The strangers connect while rank 0 waits for the other ranks.
         std::thread::sleep(Duration::from_millis(100));
         let disturbed = disturb();
         ranks.extend((1..world).map(|rank| connect(self.config(rank, world))));
         (formed(ranks), disturbed)
     }
 
-    /// TLS of a client made by hand, as the given rank or without any certificate.
+    /// TLS settings of a hand-made client, as the given rank or without a certificate.
     pub(crate) fn tls(&self, certificate_of: Option<u32>, protocol: &str) -> rustls::ClientConfig {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("identity.pem");
@@ -82,7 +82,7 @@ impl Job {
         tls
     }
 
-    /// The name under which a rank is dialled.
+    /// The server name that a client uses to dial a rank.
     pub(crate) fn name(&self, rank: u32) -> String {
         format!("rank-{rank}.{}.kyklos.internal", self.id)
     }
@@ -115,7 +115,7 @@ pub(crate) fn refused(config: QuicConfig) -> String {
     }
 }
 
-/// Every one of these ranks sends a megabyte to every other one.
+/// Each of these ranks sends a megabyte to every other one of them.
 pub(crate) fn exchange(ranks: &[Arc<dyn Transport>], op: u64) {
     let (tag, bytes) = (Tag { op, message: 0 }, 1 << 20);
     let (mut received, mut sent) = (Vec::new(), Vec::new());
@@ -145,7 +145,7 @@ pub(crate) fn works(group: &[Arc<dyn Transport>]) {
     close(group);
 }
 
-/// A test that measures the memory of the process runs alone in it.
+/// Lock for a test that measures the memory of the process: no other such test runs at the same time.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)

@@ -19,7 +19,7 @@ fn abort(group: &Group, culprit: u32) {
     }
 }
 
-/// All of them form the next group, with the same members and epoch.
+/// All these ranks form the next group, with the same members and epoch.
 fn reform(group: Group) -> (Group, Vec<Rank>, u32) {
     let forming: Vec<Posted<Reformed>> =
         group.iter().map(|rank| rank.reform(Regroup::Survivors, LONG)).collect();
@@ -34,7 +34,7 @@ fn reform(group: Group) -> (Group, Vec<Rank>, u32) {
     (formed.into_iter().map(|one| one.transport).collect(), members, epoch)
 }
 
-/// All ranks agree, and send to each other under tags that were used before.
+/// All ranks agree, and send messages to each other with tags that the last group used.
 fn works(group: &Group) {
     let world = group.len() as u32;
     let votes: Vec<_> = group.iter().map(|rank| rank.agree(ready(3), LONG)).collect();

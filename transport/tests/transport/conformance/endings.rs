@@ -35,7 +35,7 @@ pub(crate) fn an_abort_ends_everything_everywhere_and_names_one_culprit(make: fn
     }
     seen.push(abort_of(block_on(send).unwrap_err()));
     seen.push(abort_of(block_on(vote).unwrap_err()));
-    // Too late: the first one counts. Idempotent, too.
+    // These aborts are too late: the first one counts. An abort is also idempotent.
     group[1].abort(abort(1, "something else"));
     group[2].abort(abort(2, "out of memory"));
     for rank in &group {
@@ -53,8 +53,8 @@ pub(crate) fn an_abort_ends_everything_everywhere_and_names_one_culprit(make: fn
     assert!(flags.iter().all(|flag| flag.load(Ordering::Acquire)));
 }
 
-/// Messages from rank 0 to rank 1, some of them on their way when `end` ends the group, and one that is never sent.
-/// Returns the errors of the unfinished calls, which are all the same abort.
+/// Messages from rank 0 to rank 1. Some are in flight when `end` ends the group, and one is never sent. Returns the
+/// errors of the unfinished calls; all are the same abort.
 fn ends_in_flight(mut group: Group, end: impl FnOnce(&mut Group)) -> Abort {
     const BYTES: usize = 8 << 20;
     let receive = |message| group[1].post_recv(Rank(0), tag(1, message), &[BYTES], LONG);
@@ -159,7 +159,7 @@ pub(crate) fn a_deadline_that_a_rank_reports_as_an_abort_ends_the_group(make: fn
         flags.iter().all(|flag| !flag.load(Ordering::Acquire)),
         "a deadline alone ends its own call only"
     );
-    // As an executor does: it names the rank that it waited for.
+    // As an executor does: the abort names the rank for which this rank waited.
     let cause = AbortCause::Failed(error.to_string());
     let abort = Abort { culprit: pending.peer, cause, progress: Progress { op: 0, step: 4 } };
     group[1].abort(abort.clone());
@@ -175,7 +175,7 @@ pub(crate) fn a_deadline_that_a_rank_reports_as_an_abort_ends_the_group(make: fn
 
 pub(crate) fn ranks_that_finish_early_may_leave(make: fn(u32) -> Group) {
     let mut group = make(3);
-    // Rank 1 goes first and is gone for good; rank 0 goes next; 2 has nothing left to do with either.
+    // Rank 1 leaves first, permanently. Rank 0 leaves next. Rank 2 needs nothing more from either.
     let sent = group[2].post_send(Rank(0), tag(0, 0), vec![payload(1 << 20, 5)], LONG);
     let leaving = group[1].close(LONG);
     block_on(leaving).unwrap();

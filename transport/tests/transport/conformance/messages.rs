@@ -93,8 +93,8 @@ pub(crate) fn bursts_from_everyone_to_everyone_arrive(make: fn(u32) -> Group) {
     }
 }
 
-/// 300 messages are sent in order and received in reverse order, half of them large: whatever the transport delays,
-/// requested messages must arrive.
+/// Rank 0 sends 300 messages in order, and rank 1 receives them in reverse order. Half of them are large. The transport
+/// may delay messages, but requested messages must arrive.
 pub(crate) fn tags_are_matched_in_any_order(make: fn(u32) -> Group) {
     let group = make(2);
     let bytes = |message: u32| if message.is_multiple_of(2) { 50 } else { 600_000 };
@@ -176,7 +176,7 @@ pub(crate) fn parts_of_other_lengths_than_expected_are_a_broken_protocol(make: f
         let TransportError::PeerMisbehaved { peer, text } = &error else { panic!("{error:?}") };
         assert_eq!(*peer, Rank(0));
         assert!(text.contains(&format!("{expects:?}")), "{text}");
-        // The sender hears it from the receiver, or through the coordinator.
+        // The sender learns it from the receiver, or through the coordinator.
         match block_on(sent).unwrap_err() {
             TransportError::PeerMisbehaved { peer, .. } => assert_eq!(peer, Rank(1)),
             other => assert_eq!(abort_of(other).culprit, Rank(0)),
@@ -223,7 +223,7 @@ pub(crate) fn a_tag_is_used_once(make: fn(u32) -> Group) {
     block_on(sent).unwrap();
     misuse(block_on(receive(LONG)).unwrap_err());
     misuse(block_on(send(LONG)).unwrap_err());
-    // Also by a call that has ended without its message. The other direction has tags of its own.
+    // The same holds for a call that ended without its message. The other direction has its own tags.
     let short = Duration::from_millis(50);
     let receive = |patience| group[0].post_recv(Rank(1), tag(3, 4), &[2], patience);
     assert!(matches!(block_on(receive(short)).unwrap_err(), TransportError::Deadline { .. }));
@@ -235,7 +235,8 @@ pub(crate) fn a_tag_is_used_once(make: fn(u32) -> Group) {
     close(group);
 }
 
-/// Small messages leave before they are requested. Abandoned ones must not use up the buffers of requested ones.
+/// Small messages leave before they are requested. Abandoned small messages must not use up the buffers of requested
+/// ones.
 pub(crate) fn abandoned_messages_do_not_block_later_ones(make: fn(u32) -> Group) {
     let group = make(2);
     for op in 0..6 {

@@ -1,4 +1,4 @@
-//! What every transport must do. Each claim is a function of a factory of groups.
+//! The duties of every transport. Each claim is a function of a factory of groups.
 
 mod again;
 mod endings;
@@ -21,7 +21,7 @@ pub(crate) use votes::*;
 
 pub(crate) type Group = Vec<Arc<dyn Transport>>;
 
-/// No test waits longer than this for anything that should happen.
+/// No wait in a test lasts longer than this.
 pub(crate) const LONG: Duration = Duration::from_secs(20);
 
 pub(crate) fn tag(op: u64, message: u32) -> Tag {
@@ -44,7 +44,7 @@ pub(crate) fn ready(byte: u8) -> Vote {
     Vote::Ready { plan_hash: [byte; 32] }
 }
 
-/// Closes all ranks at once, as their programs would.
+/// Closes all ranks at the same time, as their programs do.
 pub(crate) fn close(group: Group) {
     let closing: Vec<Posted<()>> = group.iter().map(|rank| rank.close(LONG)).collect();
     for (rank, closed) in closing.into_iter().enumerate() {

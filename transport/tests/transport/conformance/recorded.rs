@@ -1,4 +1,4 @@
-//! What a rank did can be read afterwards.
+//! A program can read afterwards what a rank did.
 
 use kyklos_transport::{Abort, AbortCause, EventKind, Progress, Rank};
 use pollster::block_on;
@@ -18,7 +18,7 @@ pub(crate) fn a_rank_records_what_it_did_and_what_an_abort_ended(make: fn(u32) -
     assert_eq!((receiver.peers[0].messages_received, receiver.peers[0].bytes_received), (1, 1000));
     assert_eq!((sender.peers[1].bytes_received, receiver.peers[0].bytes_sent), (0, 0));
     assert_eq!(receiver.progress, Progress { op: 0, step: 3 });
-    // In this order, whatever else the transport has to tell.
+    // In this order. The transport may record other events between them.
     let mut kinds = receiver.events.iter().map(|event| event.kind);
     for kind in
         [EventKind::Voted, EventKind::Agreed, EventKind::Step, EventKind::ReceivePosted, EventKind::Received]

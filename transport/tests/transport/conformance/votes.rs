@@ -58,7 +58,7 @@ pub(crate) fn different_plans_are_noticed_by_everyone(make: fn(u32) -> Group) {
 pub(crate) fn an_agreement_that_times_out_names_the_missing_voters(make: fn(u32) -> Group) {
     for silent in 0..3 {
         let group = make(3);
-        // Long enough for every rank, also early voters, to learn which vote is missing.
+        // Long enough for every rank to learn which vote is missing, early voters included.
         let patience = Duration::from_secs(2);
         let voters = group.iter().rev().filter(|rank| rank.rank() != Rank(silent));
         let votes: Vec<_> = voters.map(|rank| (rank.rank(), rank.agree(ready(1), patience))).collect();
@@ -77,7 +77,7 @@ pub(crate) fn a_rank_that_leaves_instead_of_voting_is_an_error(make: fn(u32) -> 
     for (leaver, voter) in [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)] {
         for vote_first in [true, false] {
             let group = make(3);
-            // The third rank does not vote either, but it may still do so.
+            // The third rank has not voted either, but it still may.
             let vote = || group[voter as usize].agree(ready(1), LONG);
             let early = vote_first.then(vote);
             std::thread::sleep(Duration::from_millis(100));

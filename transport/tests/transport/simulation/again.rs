@@ -20,7 +20,7 @@ use crate::simulation::rng::Rng;
 
 pub(crate) use judge::judge;
 
-/// What a seed draws.
+/// The contents of a world that a seed draws.
 #[derive(Clone, Debug)]
 pub(crate) struct World {
     pub(crate) seed: u64,
@@ -28,13 +28,13 @@ pub(crate) struct World {
     pub(crate) conditions: Conditions,
     pub(crate) everyone: bool,
     pub(crate) strikes: Vec<(Duration, Strike)>,
-    /// Connections for messages between two ranks.
+    /// Number of connections for messages between two ranks.
     pub(crate) lanes: u8,
 }
 
 #[derive(Clone, Debug)]
 pub(crate) enum Strike {
-    /// A host vanishes; its rank may start again, without knowing the state of the group.
+    /// A host vanishes. Its rank may restart, and does not know the state of the group then.
     Crash { rank: u32, restarts: Option<Duration> },
     /// Some ranks are cut off from the others.
     Cut { side: Vec<u32>, one_way: bool, heals: Option<Duration> },
@@ -42,7 +42,7 @@ pub(crate) enum Strike {
     Abort { rank: u32 },
 }
 
-/// The groups of one life of a rank.
+/// The groups of a rank between its start and its crash or end.
 #[derive(Clone, Debug)]
 pub(crate) struct Life {
     pub(crate) rank: u32,
@@ -52,7 +52,7 @@ pub(crate) struct Life {
     pub(crate) complaints: Vec<String>,
 }
 
-/// A rank's time in one group.
+/// The time of a rank in one group.
 #[derive(Clone, Debug)]
 pub(crate) struct Stay {
     pub(crate) epoch: u32,
@@ -64,7 +64,7 @@ pub(crate) struct Stay {
 #[derive(Clone, Debug)]
 pub(crate) enum End {
     Finished,
-    /// No group, and why.
+    /// No group formed, and why.
     Alone(#[expect(dead_code, reason = "shown when a seed fails")] TransportError),
     Never(String),
 }
@@ -84,7 +84,7 @@ const AGAIN: Duration = Duration::from_secs(60);
 /// How long a group waits for returning ranks.
 const WITHIN: Duration = Duration::from_secs(20);
 const BYTES: usize = 20_000;
-/// After this no task of any group may remain; connections closed during an outage take long.
+/// After this time no task of any group may remain. Connections that close during an outage need long.
 const AFTERMATH: Duration = Duration::from_secs(300);
 
 impl World {
@@ -103,7 +103,7 @@ impl World {
         let everyone = rng.per_mille(400);
         let mut strikes = Vec::new();
         let mut cut = false;
-        // Early enough to hit the group at work; later ones follow closely.
+        // Early enough that the group still works when the fault happens. Later faults follow soon after.
         let mut at = rng.millis(1200..4500);
         for _ in 0..rng.within(1..4) {
             let rank = rng.within(0..u64::from(ranks)) as u32;
@@ -281,7 +281,7 @@ async fn live(stage: Arc<Stage>, rank: u32, life: u32) -> Life {
                     cause,
                     progress: Progress { op: 0, step: 0 },
                 });
-                // Its own request comes back from rank 0.
+                // Rank 0 sends this rank's own abort request back.
                 let _ = transport.agree(Vote::Ready { plan_hash: [0; 32] }, PATIENCE).await;
             }
         }

@@ -1,4 +1,4 @@
-//! Drawn worlds in which the transport once broke its contract.
+//! Worlds from earlier random runs in which the transport broke its contract.
 
 use std::time::Duration;
 
@@ -13,8 +13,8 @@ fn plays_well(world: &World) -> Played {
     played
 }
 
-/// A rank was aborted while a message that it had requested was in flight, and took it for an unrequested one: its
-/// sender was accused of breaking the protocol.
+/// A rank was aborted while a message that it had requested was in flight. It treated the message as unrequested, and
+/// accused the sender of breaking the protocol.
 #[test]
 fn a_message_that_an_abort_overtakes_is_not_a_broken_protocol() {
     let world = World {
@@ -40,7 +40,7 @@ fn a_message_that_an_abort_overtakes_is_not_a_broken_protocol() {
     assert!(plays_well(&world).struck.is_some());
 }
 
-/// The packets of a handshake were lost and rank 0 gave it up; the rank took that for a refusal.
+/// The packets of a handshake were lost, so rank 0 ended the handshake. The rank treated that as a refusal.
 #[test]
 fn a_handshake_that_rank_0_gave_up_is_tried_again() {
     let world = World {
@@ -63,7 +63,7 @@ fn a_handshake_that_rank_0_gave_up_is_tried_again() {
     plays_well(&world);
 }
 
-/// A rank closed in order, but its last acknowledgement of a message had been lost.
+/// A rank closed in order, but its last acknowledgement of a message was lost.
 #[test]
 fn the_last_messages_of_a_leaving_rank_arrive() {
     let world = World {
@@ -93,7 +93,8 @@ fn the_last_messages_of_a_leaving_rank_arrive() {
     plays_well(&world);
 }
 
-/// Packets of 8952 bytes do not pass links of 1500: smaller ones must be used before any deadline ends.
+/// Links with an MTU of 1500 do not carry packets of 8952 bytes. The ranks must switch to smaller packets before any
+/// deadline ends.
 #[test]
 fn a_stated_mtu_that_is_wrong_costs_time_and_no_bytes() {
     let world = World {

@@ -1,7 +1,7 @@
 //! Identities with Ed25519 keys.
 //!
-//! The product's ECDSA signatures have a random length of 70 to 72 bytes, and so have the packets of a handshake.
-//! Here a seed must give the same packets, to the byte.
+//! The product's ECDSA signatures have a random length of 70 to 72 bytes, so the packets of a handshake have random
+//! lengths too. In the simulation a seed must give exactly the same packets.
 
 use std::sync::OnceLock;
 
@@ -17,7 +17,7 @@ pub(crate) const JOB: JobId = JobId([7; 16]);
 /// Most ranks of a world.
 pub(crate) const MOST_RANKS: u32 = 5;
 
-/// The identity of a rank; made once a process, since keys do not change the lengths of packets.
+/// The identity of a rank. It is made once per process, since keys do not change the lengths of packets.
 pub(crate) fn identity(rank: u32) -> Identity {
     static ALL: OnceLock<Vec<Identity>> = OnceLock::new();
     ALL.get_or_init(make)[rank as usize].clone()

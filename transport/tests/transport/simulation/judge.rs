@@ -1,4 +1,4 @@
-//! What must hold in every world, whatever was drawn.
+//! Checks that must hold in every world.
 
 use std::time::Duration;
 
@@ -8,24 +8,25 @@ use crate::simulation::program::{Call, Log, STUCK, What};
 use crate::simulation::stage::{FAILURE, Played};
 use crate::simulation::world::{FaultKind, World};
 
-/// How much later than its deadline a call may end: tokio's clock ticks in milliseconds.
+/// How long after its deadline a call may still end: tokio's clock ticks in milliseconds.
 const GRACE: Duration = Duration::from_millis(5);
 
 /// The same for forming a group: a rank waits 2 s longer than rank 0 for news, a dial takes up to 4 s, and a goodbye
-/// 1 s.
+/// takes 1 s.
 const FORM_GRACE: Duration = Duration::from_secs(8);
 
-/// How soon after a fault that lasts everybody who waits has heard of it: 2.4 s of silence, or 5 s until a
-/// connection is idle, and then some packets that may be lost.
+/// Time from a lasting fault until every waiting rank knows of it: 2.4 s of silence, or 5 s until a connection is idle,
+/// and then some packets that may be lost.
 const NEWS: Duration = Duration::from_secs(9);
 
-/// How soon everybody has heard of a rank that says that it fails: two ways through the network, and again if lost.
+/// Time until every rank knows of a rank that reports its own failure: two trips through the network, and repeats after
+/// loss.
 const TOLD: Duration = Duration::from_secs(3);
 
-/// An outage that nobody may notice but by waiting.
+/// An outage so short that it may delay the ranks, and must cause no error.
 const SHORT_OUTAGE: Duration = Duration::from_millis(1500);
 
-/// Everything that is wrong with how a world was played, and whether chance alone is the excuse for something.
+/// All violations in the run of a world, and whether packet loss alone excuses something.
 pub(crate) fn judge(world: &World, played: &Played) -> (Vec<String>, bool) {
     let wrong = wrong_with(world, played, true);
     let by_chance = wrong.is_empty() && !wrong_with(world, played, false).is_empty();
@@ -55,13 +56,13 @@ fn wrong_with(world: &World, played: &Played, excuses: bool) -> Vec<String> {
     wrong
 }
 
-/// Packets of 1000, up to which no link falls silent by chance.
+/// Lost packets of 1000. Up to this rate no link becomes silent through random loss.
 const LITTLE_LOSS: u64 = 100;
 
 struct Judge<'a> {
     world: &'a World,
     played: &'a Played,
-    /// Whether chance is one.
+    /// Whether random loss counts as an excuse for a violation.
     excuses: bool,
 }
 
@@ -71,18 +72,18 @@ impl Judge<'_> {
         self.world.fault.as_ref().map(|fault| &fault.kind)
     }
 
-    /// The view of a rank does not count once it is gone, or if it joins too late.
+    /// The view of a rank does not count after the rank is gone, or if it joins too late.
     fn is_judged(&self, log: &Log) -> bool {
         log.life == 0 && self.kind().and_then(FaultKind::gone) != Some(log.rank)
     }
 
-    /// A rank that crashed before there was a group, and became part of it when it started again.
+    /// A rank that crashed before the group existed, restarted, and became part of the group.
     fn is_replaced(&self) -> bool {
         let joined = |call: &Call| call.what == What::Form && call.result.is_ok();
         self.played.logs.iter().any(|log| log.life == 1 && log.calls.iter().any(joined))
     }
 
-    /// No call lasts longer than its deadline, or than detecting the fault takes.
+    /// No call lasts longer than its deadline, or longer than it takes to detect the fault.
     fn bounds(&self, call: &Call) -> Option<String> {
         let grace = if call.what == What::Form { FORM_GRACE } else { GRACE };
         if call.ended > call.posted + call.patience + grace {
@@ -95,7 +96,7 @@ impl Judge<'_> {
             FaultKind::Computes { by, .. } => by.is_none(),
             FaultKind::Refuse { .. } | FaultKind::Slow { .. } => false,
         };
-        // Heartbeats that loss holds up come several at once, and count as one.
+        // When loss delays heartbeats, several arrive at once and count as one.
         let found = match self.kind()? {
             FaultKind::Computes { .. } => {
                 STUCK + STUCK * u32::try_from(self.world.conditions.loss_per_mille).unwrap_or(u32::MAX) / 250
@@ -109,8 +110,8 @@ impl Judge<'_> {
             .then(|| format!("had not heard of the fault by {known:?}"))
     }
 
-    /// How soon a fault is known. A rank that reports its own failure is known at once, or a few
-    /// lost packets later.
+    /// Time until the fault is known. The ranks know at once of a rank that reports its own failure, or a few lost
+    /// packets later.
     fn news(&self) -> Duration {
         match self.kind() {
             Some(FaultKind::Abort { .. }) if self.world.conditions.loss_per_mille <= LITTLE_LOSS => TOLD,
@@ -141,7 +142,7 @@ impl Judge<'_> {
                 (!right).then(|| "a refusal of nobody".into())
             }
             TransportError::Bootstrap { text, .. } => {
-                // A rank that waits for a rank that waits for the dead one can name only the former.
+                // Rank A waits for rank B, and rank B waits for the dead rank. Rank A can name only rank B.
                 if !text.contains("rank ") {
                     return Some("no group, and nobody to blame".into());
                 }
@@ -149,7 +150,7 @@ impl Judge<'_> {
                     FaultKind::Partition { heals, .. } | FaultKind::Link { heals, .. } => {
                         heals.is_none_or(|heals| heals > SHORT_OUTAGE)
                     }
-                    // A rank that received the last message before others did may die before they have.
+                    // A rank may receive the last message earlier than other ranks, and die before they have it.
                     FaultKind::Crash { .. } | FaultKind::Dropped { .. } | FaultKind::Abort { .. } => true,
                     FaultKind::Refuse { .. } | FaultKind::Slow { .. } | FaultKind::Computes { .. } => false,
                 };
@@ -160,7 +161,7 @@ impl Judge<'_> {
         }
     }
 
-    /// Where so much is lost, a link may be silent for 5 s by chance alone: that counts as a death like any other.
+    /// With so much loss, a link may be silent for 5 s without another fault. That counts as a death like any other.
     fn is_chance(&self, call: &Call) -> bool {
         let silence = |text: &str| text.contains("timed out") || text.contains("nothing heard");
         self.world.conditions.loss_per_mille > LITTLE_LOSS
@@ -184,7 +185,7 @@ impl Judge<'_> {
                 let lost = |rank: u32| side.contains(&rank) != side.contains(&0);
                 match heals {
                     Some(heals) if *heals <= SHORT_OUTAGE => false,
-                    // A rank that was cut off may reconnect, and blame a rank on the other side.
+                    // A rank that was cut off may reconnect, and name a rank on the other side as the culprit.
                     Some(_) => true,
                     None if lost(who) => culprit == 0 || lost(culprit),
                     None => lost(culprit),
@@ -223,7 +224,7 @@ impl Judge<'_> {
         wrong
     }
 
-    /// A message that is reported as arrived has arrived.
+    /// A message that the receiver reports as arrived has arrived.
     fn messages(&self) -> Vec<String> {
         let mut wrong = Vec::new();
         for log in &self.played.logs {
@@ -258,7 +259,7 @@ impl Judge<'_> {
         });
         let first = aborts.next()?;
         if self.kind().and_then(FaultKind::gone) == Some(0) {
-            // Every rank notices by itself; the culprits are checked above.
+            // Every rank detects the failure by itself. The culprits are checked above.
             return None;
         }
         let other = aborts.find(|abort| *abort != first)?;

@@ -1,4 +1,4 @@
-//! Groups over a simulated network: everything that chance does to a world comes from one seed (ADR 0017).
+//! Groups over a simulated network. Every random event of a world comes from one seed (ADR 0017).
 //!
 //! `KYKLOS_SEEDS=from..to cargo test -p kyklos-transport --features quic --test transport simulation` runs other seeds.
 
@@ -24,7 +24,7 @@ use program::Sabotage;
 use stage::{Played, Secret, play};
 use world::{FaultKind, World};
 
-/// The seeds that are given, else the first ones: `sample` of them, or `all`.
+/// The seeds of `KYKLOS_SEEDS`; without it the first ones, `sample` or `all` of them.
 fn seeds(sample: u64, all: u64) -> Range<u64> {
     let Ok(text) = std::env::var("KYKLOS_SEEDS") else { return 0..amount(sample, all) };
     let range = text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
@@ -60,7 +60,7 @@ fn every_seeded_world_keeps_the_contract() {
     }
     let took = started.elapsed();
     println!("{seeds:?} in {took:?}, simulated {simulated:?}, traces {traces:016x}: {counts:?}");
-    // A sample that lacks a kind of fault would lose a claim.
+    // If the sample lacked a kind of fault, that kind would not be tested.
     if std::env::var_os("KYKLOS_SEEDS").is_none() {
         for kind in KINDS {
             assert!(counts.contains_key(kind), "no seed has `{kind}`: {counts:?}");
@@ -69,7 +69,7 @@ fn every_seeded_world_keeps_the_contract() {
     assert!(failures.is_empty(), "{} seeds fail: {failures:?}", failures.len());
 }
 
-/// All that `in_a_word` says.
+/// All results of `in_a_word`.
 const KINDS: [&str; 11] = [
     "no fault",
     "cut",
@@ -84,7 +84,7 @@ const KINDS: [&str; 11] = [
     "slow device",
 ];
 
-/// What kind of world it was, for statistics.
+/// The kind of the world, for statistics.
 fn in_a_word(world: &World, played: &Played) -> &'static str {
     match world.fault.as_ref().filter(|_| played.struck.is_some()).map(|fault| &fault.kind) {
         None => "no fault",
@@ -122,7 +122,7 @@ fn survivors_form_one_group_again_or_none() {
     let started = Instant::now();
     let mut failures = Vec::new();
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
-    // Fewer than of the others, which take half as long.
+    // Fewer than of the other worlds, which take half as long.
     let seeds = seeds(50, 300);
     for seed in seeds.clone() {
         let world = again::World::draw(seed);

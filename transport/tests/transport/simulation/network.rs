@@ -1,6 +1,6 @@
 //! A network in memory. The seed decides which packets are late, duplicated, reordered or lost.
 //!
-//! It runs on tokio's paused clock, so that a second of waiting takes no time; its grain is tokio's millisecond.
+//! It runs on tokio's paused clock, so a simulated second takes no real time. Its resolution is tokio's millisecond.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, IoSliceMut};
@@ -17,27 +17,28 @@ use tokio::time::Instant;
 
 use crate::simulation::rng::Rng;
 
-/// What every link of a network does to packets.
+/// The behaviour of every link of a network.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Conditions {
     pub(crate) latency: Duration,
-    /// The largest extra delay, drawn for each packet.
+    /// The largest extra delay. Each packet draws its own.
     pub(crate) jitter: Duration,
     pub(crate) loss_per_mille: u64,
-    /// Whether later packets can overtake a late one.
+    /// Whether later packets can overtake a delayed one.
     pub(crate) reorder_per_mille: u64,
     pub(crate) duplicate_per_mille: u64,
-    /// Of each direction between two hosts; a packet that would wait longer than [`LONGEST_QUEUE`] is dropped.
+    /// Bandwidth of each direction between two hosts. A packet that would wait longer than [`LONGEST_QUEUE`] is
+    /// dropped.
     pub(crate) bytes_per_second: u64,
 }
 
-/// What a router's queue holds, in time.
+/// The capacity of a router's queue, as a time.
 const LONGEST_QUEUE: Duration = Duration::from_millis(250);
 
-/// What a host's socket holds.
+/// The capacity of a host's socket.
 const INBOX_PACKETS: usize = 4096;
 
-/// UDP payload that a link carries.
+/// Largest UDP payload that a link carries.
 const LARGEST_PACKET: usize = 1452;
 
 /// Which directions are dead, as a set of (from, to) ranks.
@@ -45,7 +46,8 @@ const LARGEST_PACKET: usize = 1452;
 pub(crate) struct Cut(Vec<(u32, u32)>);
 
 impl Cut {
-    /// Between the ranks of `side` and all others; only what those of `side` send, if `one_way`.
+    /// Between the ranks of `side` and all other ranks. With `one_way` only packets that the ranks of `side` send are
+    /// lost.
     pub(crate) fn around(side: &[u32], world: u32, one_way: bool) -> Self {
         let mut directions = Vec::new();
         for &inner in side {
@@ -67,7 +69,7 @@ impl Cut {
 #[derive(Debug)]
 pub(crate) struct Network {
     inner: Mutex<Inner>,
-    /// Something is due earlier than before.
+    /// Signals that the next delivery is earlier than before.
     sent: Notify,
 }
 
@@ -78,14 +80,14 @@ struct Inner {
     cut: Cut,
     hosts: Vec<Host>,
     links: BTreeMap<(u32, u32), LinkState>,
-    /// Under way, by arrival; the number keeps those that arrive together apart.
+    /// Packets in flight, by arrival time. The number distinguishes packets that arrive at the same time.
     under_way: BTreeMap<(Instant, u64), Packet>,
     sent: u64,
     started: Instant,
     trace: Trace,
 }
 
-/// A hash over (time, from, to, length) of everything that was delivered, and how much that was.
+/// A hash over (time, from, to, length) of every delivered packet, and totals.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Trace {
     pub(crate) hash: u64,
@@ -94,12 +96,12 @@ pub(crate) struct Trace {
 
 #[derive(Debug, Default)]
 struct Host {
-    /// Counts restarts: sockets of earlier lives neither send nor receive.
+    /// Counts restarts. Sockets from before a restart neither send nor receive.
     life: u32,
-    /// One for each lane.
+    /// One queue for each lane.
     sockets: Vec<Mailbox>,
     crashed: bool,
-    /// Bytes received, in all its lives.
+    /// Bytes received, over all restarts.
     delivered: u64,
 }
 
@@ -125,7 +127,7 @@ struct Packet {
     bytes: Vec<u8>,
 }
 
-/// Where a rank lives.
+/// The socket address of the first lane of a rank.
 pub(crate) fn address(rank: u32) -> SocketAddr {
     lane_address((rank, 0))
 }
@@ -134,11 +136,11 @@ fn lane_address((rank, lane): Place) -> SocketAddr {
     SocketAddr::from((Ipv4Addr::new(10, 0, 0, rank as u8 + 1), FIRST_PORT + lane))
 }
 
-/// Of the first lane; the others follow.
+/// The port of the first lane. The other lanes use the next ports.
 const FIRST_PORT: u16 = 7000;
 
 impl Network {
-    /// Must be called in a tokio context, whose clock it goes by.
+    /// Must be called in a tokio context; the network uses its clock.
     pub(crate) fn new(seed: u64, world: u32, conditions: Conditions) -> Arc<Self> {
         let inner = Inner {
             rng: Rng::new(seed, 2),
@@ -158,7 +160,7 @@ impl Network {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The sockets of a rank that starts, or starts again.
+    /// The sockets of a rank that starts or restarts.
     pub(crate) fn sockets(self: &Arc<Self>, rank: u32, lanes: u8) -> Vec<Arc<dyn AsyncUdpSocket>> {
         let mut inner = self.lock();
         let host = &mut inner.hosts[rank as usize];
@@ -169,7 +171,7 @@ impl Network {
         (0..u16::from(lanes)).map(|lane| -> Arc<dyn AsyncUdpSocket> { Arc::new(socket(lane)) }).collect()
     }
 
-    /// The host of a rank is gone: nothing leaves it and nothing reaches it, until it starts again.
+    /// Removes the host of a rank: no packet leaves it or reaches it until the rank restarts.
     pub(crate) fn crash(&self, rank: u32) {
         let host = &mut self.lock().hosts[rank as usize];
         host.crashed = true;
@@ -193,14 +195,14 @@ impl Network {
         self.lock().hosts[rank as usize].delivered
     }
 
-    /// Delivers what is due, for as long as it is polled.
+    /// Delivers packets at their times, as long as it is polled.
     pub(crate) async fn run(self: Arc<Self>) {
         loop {
             let mut sent = std::pin::pin!(self.sent.notified());
             sent.as_mut().enable();
             let next = self.lock().deliver(Instant::now());
             match next {
-                // Not `select!`, which would ask for its own random numbers.
+                // Not `select!`, because it draws its own random numbers.
                 Some(next) => {
                     let _ = tokio::time::timeout_at(next, sent).await;
                 }
@@ -212,7 +214,7 @@ impl Network {
 
 impl Inner {
     fn send(&mut self, from: Place, to: Place, bytes: &[u8]) {
-        // Every packet draws the same random numbers, delivered or not.
+        // Every packet draws the same number of random numbers, delivered or not.
         let Conditions { latency, jitter, .. } = self.conditions;
         let lost = self.rng.per_mille(self.conditions.loss_per_mille);
         let twice = self.rng.per_mille(self.conditions.duplicate_per_mille);
@@ -248,7 +250,7 @@ impl Inner {
         }
     }
 
-    /// Hands over what is due by `now`, and says when the next packet is.
+    /// Delivers all packets that are due by `now`. Returns the time of the next packet.
     fn deliver(&mut self, now: Instant) -> Option<Instant> {
         loop {
             let entry = self.under_way.first_entry()?;
@@ -276,7 +278,7 @@ impl Inner {
     }
 }
 
-/// One of a rank's sockets, for one of its lives.
+/// One of a rank's sockets, for the time between two restarts.
 #[derive(Debug)]
 struct Socket {
     network: Arc<Network>,

@@ -1,4 +1,4 @@
-//! What every rank does in a world, and its log.
+//! The program of every rank in a world, and its log.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -20,13 +20,13 @@ use crate::simulation::world::{Boundary, FaultKind, Operation, Phase};
 /// How long a group may take to form.
 pub(crate) const CONNECT: Duration = Duration::from_secs(20);
 
-/// Deadline of a call of an operation, and of a close: far more than detecting any fault takes.
+/// Deadline of a call of an operation, and of a close: far longer than the detection of any fault.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(40);
 
-/// When a rank that others wait for counts as stuck; longer than outages that heal without an error.
+/// Time after which a rank counts as stuck if other ranks wait for it; longer than outages that end without an error.
 pub(crate) const STUCK: Duration = Duration::from_secs(12);
 
-/// A call of one rank, in simulated time since the world began.
+/// A call of one rank, with times since the start of the world.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
     pub(crate) what: What,
@@ -45,20 +45,20 @@ pub(crate) enum What {
     Close,
 }
 
-/// One life of a rank.
+/// One run of a rank, from its start or restart.
 #[derive(Clone, Debug)]
 pub(crate) struct Log {
     pub(crate) rank: u32,
     pub(crate) life: u32,
     pub(crate) calls: Vec<Call>,
-    /// Violations that a rank finds by itself.
+    /// Violations that the rank detects itself.
     pub(crate) complaints: Vec<String>,
 }
 
 /// A planted fault, for tests of the judge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sabotage {
-    /// Sends a byte that is not the one it should be.
+    /// Sends one wrong byte.
     WrongByte,
     /// Records the end of a call too late.
     Late,
@@ -66,7 +66,7 @@ pub(crate) enum Sabotage {
     Stays,
 }
 
-/// The bytes of one rank for another in an operation.
+/// The bytes that one rank sends to another in an operation.
 fn payload(seed: u64, op: u64, from: u32, to: u32, bytes: usize) -> Bytes {
     let mut rng =
         crate::simulation::rng::Rng::new(seed, 1000 + op * 100 + u64::from(from) * 10 + u64::from(to));
@@ -78,14 +78,14 @@ fn payload(seed: u64, op: u64, from: u32, to: u32, bytes: usize) -> Bytes {
     out.into()
 }
 
-/// A future of a call, with the bytes that it brought.
+/// The future of a call. It yields the bytes that the call received.
 type Boxed = Pin<Box<dyn Future<Output = Result<Vec<Bytes>, TransportError>> + Send>>;
 
 fn send<T: Send + 'static>(posted: Posted<T>) -> Boxed {
     Box::pin(async { posted.await.map(|_| Vec::new()) })
 }
 
-/// Runs one life of a rank to its end.
+/// Runs a rank from one start to its end.
 pub(crate) async fn run(stage: Arc<Stage>, rank: u32, life: u32, sabotage: Option<Sabotage>) -> Log {
     let log = Log { rank, life, calls: Vec::new(), complaints: Vec::new() };
     let mut program = Program { stage, rank, slot: life as usize * 16 + rank as usize, log, sabotage };
@@ -218,7 +218,7 @@ impl Program {
         }
     }
 
-    /// A late reader: unrequested bytes must not pile up here.
+    /// A receiver that posts late. Unrequested bytes must not accumulate at this rank.
     async fn stand_about(&mut self, op: u64, by: Duration) {
         self.stage.strike();
         let before = self.stage.network.delivered_to(self.rank);
@@ -229,7 +229,7 @@ impl Program {
             Operation::Ring { bytes } | Operation::AllToAll { bytes } if bytes <= EARLY_BYTES => bytes as u64,
             _ => 0,
         };
-        // Some of it comes twice; heartbeats come too.
+        // Some bytes arrive twice, and heartbeats arrive too.
         let most = senders * (3 * unasked + 20_000);
         if came > most {
             self.log.complaints.push(format!("{came} bytes came unasked, at most {most} may"));
@@ -332,7 +332,7 @@ impl Program {
         self.note(What::Close, now, now, PATIENCE, Err(TransportError::Closed));
     }
 
-    /// What an executor does: a deadline of one rank ends the operation of all.
+    /// Acts as an executor does: a deadline of one rank ends the operation on all ranks.
     fn make_everyones(&mut self, op: u64) {
         let Some(transport) = self.transport() else { return };
         for call in &self.log.calls {
@@ -369,5 +369,5 @@ impl Program {
     }
 }
 
-/// Larger messages are sent only when they are asked for (`WIRE.md`).
+/// Larger messages are sent only when they are requested (`WIRE.md`).
 const EARLY_BYTES: usize = 64 << 10;

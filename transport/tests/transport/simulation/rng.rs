@@ -6,7 +6,7 @@ use std::time::Duration;
 pub(crate) struct Rng(u64);
 
 impl Rng {
-    /// Independent streams of one seed, for different purposes.
+    /// Independent streams of numbers from one seed, for different purposes.
     pub(crate) fn new(seed: u64, purpose: u64) -> Self {
         let mut rng = Self(seed ^ purpose.wrapping_mul(0xd134_2543_de82_ef95));
         rng.next();
@@ -21,7 +21,7 @@ impl Rng {
         word ^ (word >> 31)
     }
 
-    /// One of `range`, which is not empty.
+    /// One number of `range`, which is not empty.
     pub(crate) fn within(&mut self, range: std::ops::Range<u64>) -> u64 {
         range.start + self.next() % (range.end - range.start)
     }

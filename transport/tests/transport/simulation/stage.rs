@@ -13,24 +13,24 @@ use crate::simulation::network::{Cut, Network, Trace};
 use crate::simulation::program::{Log, Sabotage, run};
 use crate::simulation::world::{Boundary, Fault, FaultKind, When, World};
 
-/// What happened in a world.
+/// The result of a world.
 #[derive(Clone, Debug)]
 pub(crate) struct Played {
     pub(crate) logs: Vec<Log>,
-    /// When the fault struck, if it did.
+    /// When the fault happened, if it did.
     pub(crate) struck: Option<Duration>,
     pub(crate) ended: Duration,
-    /// Tasks that were left when every rank had gone.
+    /// Number of tasks that still ran after every rank had ended.
     pub(crate) tasks_left: usize,
     pub(crate) panics: u32,
     pub(crate) trace: Trace,
 }
 
-/// What goes wrong without the world saying so: for tests of the judge.
+/// Extra faults that the world does not describe, for tests of the judge.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Secret {
     pub(crate) sabotage: Option<(u32, Sabotage)>,
-    /// A dead direction or two, from so long on.
+    /// One or two dead directions, from this time on.
     pub(crate) cut: Option<(Duration, Cut)>,
 }
 
@@ -44,10 +44,10 @@ pub(crate) struct Stage {
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// By slot: every life of a rank has one.
+    /// By slot. A rank has one slot for its first start and one for each restart.
     transports: BTreeMap<usize, Arc<dyn Transport>>,
     struck: Option<Duration>,
-    /// A rank that starts again.
+    /// A restarted rank.
     restarted: Option<JoinHandle<Log>>,
     healer: Option<JoinHandle<()>>,
 }
@@ -62,7 +62,7 @@ pub(crate) fn play(world: &World, secret: &Secret) -> Played {
     COUNT_PANICS.call_once(|| {
         let print = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
-            // tokio keeps a panic of a task to itself.
+            // tokio catches a panic of a task, so this hook counts it.
             PANICS.set(PANICS.get() + 1);
             print(info);
         }));
@@ -111,7 +111,7 @@ async fn play_here(world: World, secret: Secret) -> Played {
         timer.abort();
     }
     let ended = stage.now();
-    // The last packets, and connections that nobody answers any more.
+    // The last packets, and connections whose peer no longer answers.
     sleep(AFTERMATH).await;
     let tasks_left = tokio::runtime::Handle::current().metrics().num_alive_tasks() - 1;
     pump.abort();
@@ -128,11 +128,11 @@ async fn ended(program: JoinHandle<Log>, rank: u32, life: u32) -> Log {
     }
 }
 
-/// No program has reason to take so long.
+/// Upper limit for the time of a program.
 const FOR_EVER: Duration = Duration::from_secs(1000);
 
-/// After which nothing of a group may be left. quinn drains a connection for three probe timeouts, which an outage
-/// stretches to half a minute.
+/// After this time nothing of a group may remain. quinn drains a connection for three probe timeouts, and an outage
+/// extends that to half a minute.
 const AFTERMATH: Duration = Duration::from_secs(120);
 
 impl Stage {
@@ -157,7 +157,7 @@ impl Stage {
         drop(transport);
     }
 
-    /// A rank has come to a place of its program.
+    /// A rank has reached a place of its program.
     pub(crate) fn reached(self: &Arc<Self>, rank: u32, here: Boundary) {
         if let Some(Fault { kind, when: When::Boundary(there) }) = &self.world.fault
             && kind.rank() == rank
@@ -168,7 +168,7 @@ impl Stage {
         }
     }
 
-    /// The fault, if it is of this kind and of this rank's program in this operation.
+    /// The fault, if it has this kind and belongs to this rank's program in this operation.
     pub(crate) fn fault_here(
         &self,
         rank: u32,
@@ -186,7 +186,7 @@ impl Stage {
         }
     }
 
-    /// The fault strikes, unless it has or there is nobody to strike.
+    /// Applies the fault, unless it has already happened or its rank is gone.
     pub(crate) fn strike(self: &Arc<Self>) {
         let Some(Fault { kind, .. }) = &self.world.fault else { return };
         let transport = self.transport(kind.rank() as usize);
@@ -233,5 +233,5 @@ impl Stage {
     }
 }
 
-/// What a rank says that aborts.
+/// The error text of a rank that aborts.
 pub(crate) const FAILURE: &str = "a failure of its own";

@@ -1,4 +1,4 @@
-//! Whom a sender waited for: a receiver that was late, or the network.
+//! How long a sender waited for a late receiver, and how long for the network.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,7 +24,7 @@ const SLOW: Conditions = Conditions {
 };
 
 const LARGE: usize = 1_000_000;
-/// Leaves before it is asked for.
+/// A message of this size leaves before the receiver requests it.
 const SMALL: usize = 10_000;
 
 const LONG: Duration = Duration::from_secs(60);
@@ -36,8 +36,8 @@ async fn rank(network: Arc<Network>, rank: u32, lanes: u8) -> Arc<dyn Transport>
     QuicTransport::form_over(config, network.sockets(rank, lanes), [rank as u8; 32]).await.unwrap()
 }
 
-/// Sends a message for which rank 1 asks so long after rank 0 has posted it, or before it does. Returns for how long rank 0
-/// waited, and how much of that the message was under way.
+/// Rank 0 sends a message. Rank 1 requests it this long after rank 0 has posted it, or before. Returns how long rank 0
+/// waited, and how much of that time the message was in flight.
 async fn sent(
     [zero, one]: &[Arc<dyn Transport>; 2],
     message: u32,
@@ -92,7 +92,7 @@ fn a_sender_knows_whether_its_receiver_was_late_or_the_network_slow() {
             for (message, bytes) in [(1, LARGE), (2, SMALL)] {
                 let [waited, under_way] = sent(&group, message, bytes, Late::Receiver(by)).await;
                 let unasked = waited - under_way;
-                // The ask itself is on its way for a while.
+                // The request itself needs some time to travel.
                 assert!(unasked >= by + LATENCY && unasked < by + 3 * LATENCY, "{unasked:?} of {waited:?}");
                 let network = Duration::from_secs(if bytes == LARGE { 1 } else { 0 });
                 assert!(under_way >= network, "{under_way:?}");

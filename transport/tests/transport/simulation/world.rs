@@ -1,4 +1,4 @@
-//! What a seed draws: a network, a job, and perhaps a fault.
+//! The contents of a world that a seed draws: a network, a job, and in some worlds a fault.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use crate::simulation::identities::MOST_RANKS;
 use crate::simulation::network::{Conditions, Cut};
 use crate::simulation::rng::Rng;
 
-/// A drawn world; printed when a seed fails.
+/// A drawn world. It is printed when a seed fails.
 #[derive(Clone, Debug)]
 pub(crate) struct World {
     pub(crate) seed: u64,
@@ -18,11 +18,11 @@ pub(crate) struct World {
     pub(crate) fault: Option<Fault>,
     /// The MTU that the ranks are configured with.
     pub(crate) mtu: Option<u16>,
-    /// Connections for messages between two ranks.
+    /// Number of connections for messages between two ranks.
     pub(crate) lanes: u8,
 }
 
-/// What the ranks do between two agreements.
+/// The work of the ranks between two agreements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Operation {
     /// A ring: the bytes of every rank visit all others.
@@ -39,32 +39,32 @@ pub(crate) struct Fault {
 
 #[derive(Clone, Debug)]
 pub(crate) enum FaultKind {
-    /// Between some ranks and all others; only what they send is lost, if one-way.
+    /// Cuts some ranks off from all others. If one-way, only packets from these ranks are lost.
     Partition { side: Vec<u32>, one_way: bool, heals: Option<Duration> },
-    /// Between two ranks.
+    /// Cuts the link between two ranks.
     Link { a: u32, b: u32, one_way: bool, heals: Option<Duration> },
-    /// A rank's host vanishes, and perhaps the rank starts again.
+    /// The host of a rank vanishes. In some worlds the rank restarts.
     Crash { rank: u32, restarts: Option<Duration> },
     /// A rank drops its transport without closing.
     Dropped { rank: u32 },
     /// A rank reports its own failure.
     Abort { rank: u32 },
-    /// A rank votes against an operation.
+    /// A rank votes `Refuse` for an operation.
     Refuse { rank: u32 },
     /// A rank is late with its receives.
     Slow { rank: u32, by: Duration },
-    /// A rank computes before it posts anything: for `by` with beats, or forever without.
+    /// A rank computes before it posts anything: for the time `by` with beats, or forever without beats.
     Computes { rank: u32, by: Option<Duration> },
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum When {
     At(Duration),
-    /// When the faulty rank gets there.
+    /// When the faulty rank reaches the place of the fault.
     Boundary(Boundary),
 }
 
-/// A place in every rank's program.
+/// A place in the program of every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Boundary {
     pub(crate) op: u64,
@@ -75,7 +75,7 @@ pub(crate) struct Boundary {
 pub(crate) enum Phase {
     BeforeVote,
     Agreed,
-    /// Its first messages are posted.
+    /// The first messages of the operation are posted.
     Posted,
 }
 
@@ -85,9 +85,10 @@ impl World {
         let ranks = rng.within(2..u64::from(MOST_RANKS) + 1) as u32;
         let conditions = draw_conditions(&mut rng);
         let starts = (0..ranks).map(|_| rng.millis(0..1500)).collect();
-        // Drawn apart, so that a seed's network and fault do not depend on it.
+        // From a separate stream of random numbers, so that the network and the fault of a seed do not depend on it.
         let lanes = [1, 1, 2, 3][Rng::new(seed, 3).within(0..4) as usize];
-        // Large enough to be cut into chunks, where several lanes share them and so many bytes get through in time.
+        // Larger if several lanes share them, so that they are cut into chunks; and only if loss is low enough to carry
+        // so many bytes in time.
         let scale = if lanes > 1 && conditions.loss_per_mille <= 60 { 4 } else { 1 };
         let operations: Vec<Operation> = (0..rng.within(2..5))
             .map(|_| {
@@ -148,7 +149,7 @@ fn draw_fault(rng: &mut Rng, ranks: u32, operations: u64) -> Fault {
 }
 
 impl FaultKind {
-    /// The rank whose progress decides when a fault at a boundary strikes.
+    /// The rank whose progress triggers a fault at a boundary.
     pub(crate) fn rank(&self) -> u32 {
         match *self {
             Self::Partition { ref side, .. } => side[0],
@@ -162,7 +163,7 @@ impl FaultKind {
         }
     }
 
-    /// What it cuts, and for how long.
+    /// The links that the fault cuts, and for how long.
     pub(crate) fn cut(&self, world: u32) -> Option<(Cut, Option<Duration>)> {
         match *self {
             Self::Partition { ref side, one_way, heals } => Some((Cut::around(side, world, one_way), heals)),
@@ -171,7 +172,7 @@ impl FaultKind {
         }
     }
 
-    /// The rank that is gone for good, whatever its program still does.
+    /// The rank that is permanently gone, whatever its program still does.
     pub(crate) fn gone(&self) -> Option<u32> {
         match *self {
             Self::Crash { rank, .. } | Self::Dropped { rank } => Some(rank),

@@ -25,7 +25,7 @@ pub(super) struct Attempt {
     pub(super) early_data: Vec<(u32, PeerConnection)>,
     /// Lower ranks that were reached.
     pub(super) below: BTreeMap<Rank, PeerConnection>,
-    /// Higher ranks that came.
+    /// Higher ranks that have connected.
     pub(super) above: BTreeMap<Rank, (PeerConnection, Vec<Claim>, u32)>,
     pub(super) dials: JoinSet<(Rank, Result<PeerConnection, TransportError>)>,
     /// Higher ranks have been asked whether they have continued without this rank.
@@ -39,7 +39,7 @@ impl Regrouping<'_> {
         self.everyone() || last.is_none_or(|last| last.members.contains(&rank))
     }
 
-    /// Dials a rank until it answers or says that the group has gone on.
+    /// Dials a rank until it answers or reports that the group has continued.
     pub(super) fn dial(
         &self,
         rank: Rank,
@@ -84,7 +84,7 @@ impl Regrouping<'_> {
             if attempt.below.is_empty() && (settled || self.all_are_here(attempt)) {
                 match self.next_members(attempt) {
                     Ok(_) => return Ok(None),
-                    // The others may have continued without this rank, and can say so.
+                    // The other ranks may have continued without this rank, and can report that.
                     Err(_) if settled => self.ask_above(attempt),
                     Err(_) => {}
                 }
@@ -146,7 +146,7 @@ impl Regrouping<'_> {
         next_group(&self.came(attempt), self.everyone())
     }
 
-    /// Whether no other rank is to be expected.
+    /// Whether all expected ranks have joined.
     fn all_are_here(&self, attempt: &Attempt) -> bool {
         let came = self.came(attempt);
         match self.who {
@@ -186,7 +186,7 @@ impl Regrouping<'_> {
     }
 }
 
-/// The next frame of the lowest rank that was reached, and of none while none was.
+/// The next frame of the lowest rank that was reached; waits forever if no rank was reached.
 async fn next_of(below: &mut BTreeMap<Rank, PeerConnection>) -> (Rank, Result<Option<Frame>, FrameError>) {
     match below.first_entry() {
         Some(mut lowest) => (*lowest.key(), lowest.get_mut().frames.next().await),

@@ -1,4 +1,4 @@
-//! What a register answers, without a network; and what is in the file of an invitation.
+//! The answers of a register, tested without a network, and the contents of an invitation file.
 
 use std::net::IpAddr;
 
@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::*;
 use crate::quic::join::register::{EnrolRefusal, EnrolRequest, Register};
 
-/// One who asks a register without a network.
+/// An applicant that asks a register without a network.
 struct Asking {
     register: Register,
     invitation: Arc<Invitation>,
@@ -53,7 +53,7 @@ fn every_rank_but_0_is_given_away_once() {
     }
     let two = request();
     assert_eq!(asking.ask(Some(2), &two).unwrap().0, Rank(2));
-    // The same key again: its answer was lost.
+    // The same key again: the first answer was lost.
     assert_eq!(asking.ask(Some(2), &two).unwrap().0, Rank(2));
     assert_eq!(asking.ask(None, &two).unwrap().0, Rank(2));
     let (code, text) = asking.ask(Some(2), &request()).unwrap_err();
@@ -87,7 +87,7 @@ fn only_the_key_of_a_request_counts_and_only_one_that_the_asker_has() {
     let Frame::Grant { certificate, world: 3, .. } = grant else { panic!("{grant:?}") };
     let claims = crate::quic::Claims::of(&certificate.into()).unwrap();
     assert_eq!((rank, claims.subject), (Rank(1), Subject::Rank(Rank(1))));
-    // Garbage; a signature that does not fit; a key of another kind.
+    // Garbage; a signature that does not match; a key of another kind.
     let mut forged = request();
     let last = forged.len() - 4;
     forged[last] ^= 1;
@@ -107,14 +107,14 @@ fn guesses_by_the_hundred_thousand_are_cheap_and_give_nothing() {
     for guess in 0..100_000_u32 {
         let mut proof = [0; 32];
         proof[..4].copy_from_slice(&guess.to_le_bytes());
-        // From sixteen networks.
+        // The wrong tokens come from sixteen networks.
         let visit = asking.visit(guess % 16);
         let (code, _) = asking.register.answer(None, &request, &proof, &visit).unwrap_err();
         looked_at += u32::from(code == RejectCode::Token);
     }
     assert_eq!(looked_at, 16 * 16, "of 100,000 wrong tokens in no time");
     assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
-    // From somewhere else one is let in all the while.
+    // An applicant from another network is admitted during this time.
     let proof = asking.invitation.token().secret.prove(&[7; 32]);
     let visit = asking.visit(99);
     assert_eq!(asking.register.answer(None, &request, &proof, &visit).unwrap().rank, Rank(1));
@@ -130,7 +130,7 @@ fn an_invitation_survives_its_file_and_garbage_is_none() {
     assert_eq!((read.token(), read.world(), read.until()), (made.token(), 5, made.until()));
     assert_eq!(read.identity().certificate, made.identity().certificate);
     assert_eq!(read.job(), made.job());
-    // What it issues, its own rank 0 trusts.
+    // Rank 0 trusts the identities that its own invitation issues.
     let issued = read.authority.issue(Rank(1)).unwrap();
     assert_eq!(issued.authorities, made.identity().authorities);
     let whole = std::fs::read_to_string(&path).unwrap();

@@ -1,4 +1,4 @@
-//! What must hold in every world whose survivors form a group again.
+//! Checks for every world in which the survivors form a group again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -7,7 +7,7 @@ use kyklos_transport::Rank;
 
 use super::{End, Life, Played, Strike, World};
 
-/// By epoch: the ranks of a group, and the time each spent in it.
+/// By epoch: the ranks of a group, and how long each rank was in it.
 type Groups = BTreeMap<u32, (Vec<Rank>, Vec<(u32, Duration, Duration)>)>;
 
 /// All violations of the contract in a run.
@@ -45,8 +45,8 @@ pub(crate) fn judge(world: &World, played: &Played) -> Vec<String> {
     // Without cuts, more than half of the ranks are always enough.
     if calm && 2 * (world.ranks - crashes) > world.ranks {
         let first = played.lives.iter().filter(|life| life.life == 0);
-        // Except where some ranks closed their last group in order just as others failed in it, and only if there was
-        // a group.
+        // The exception: some ranks closed their last group in order while other ranks failed in it. The check also
+        // requires that a group has formed.
         let epoch = |life: &Life| life.stays.last().map(|stay| stay.epoch);
         let done =
             played.lives.iter().filter(|life| matches!(life.end, End::Finished)).filter_map(epoch).max();
