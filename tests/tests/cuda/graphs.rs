@@ -348,7 +348,7 @@ impl Token {
         Self { tensors, a: alloc(DECODED.a_bytes()), ml: alloc(DECODED.ml_bytes()) }
     }
 
-    /// Resets the state and attends over made-up tensors of this seed. Does not wait for the device.
+    /// Resets the state and attends over generated tensors of this seed. Does not wait for the device.
     pub fn attend(&mut self, backend: &CudaBackend, seed: u64) -> Result<()> {
         for (index, id) in [TensorId::Q, TensorId::K, TensorId::V].into_iter().enumerate() {
             let mut numbers = vec![bf16::ZERO; Self::ELEMENTS[index]];

@@ -247,7 +247,7 @@ impl fmt::Display for Comparison {
 /// The reason why an answer is not accepted. Its `Display` has all details for an investigation.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// What is wrong: the answer or the limit.
+    /// The cause of the failure: the answer or the limit.
     pub cause: Cause,
     /// The limit of the comparison.
     pub limit: Limit,
@@ -255,7 +255,7 @@ pub struct Failure {
     pub comparison: Comparison,
 }
 
-/// What is wrong: the answer or the limit.
+/// The cause of the failure: the answer or the limit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Cause {

@@ -98,7 +98,7 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
             }
         }
         Strategy::Tree => {
-            // Whether the state of `owner` is needed by the ranks from `place` ahead of it, up to the next place with
+            // Whether the queries of `owner` see keys of the ranks from `place` ahead of it, up to the next place with
             // at least as many factors of two.
             let state = batch * (4 * u64::from(problem.head_dim) + 8);
             let wanted = |owner: u32, place: u32| {
