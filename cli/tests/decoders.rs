@@ -1,5 +1,5 @@
-//! Whatever bytes are in a file or an argument, the program's decoders neither panic nor hold more memory
-//! than the bytes can account for. The targets are those of `fuzz/`.
+//! The program's decoders get a file or an argument with arbitrary bytes. They never panic. They hold no more memory
+//! than the number of bytes justifies. The targets are the targets of `fuzz/`.
 
 #[path = "../../fuzz/bounded.rs"]
 mod bounded;
@@ -8,7 +8,7 @@ use bounded::{Limit, corpus, run};
 use kyklos::plan::{StepProgress, World};
 use kyklos_cli::decoders::{ALL, worlds};
 
-/// What each target begins with: as the program writes it, or as its documents show it.
+/// The initial inputs of each target, as the program writes them, or as its documents show them.
 fn made(target: &str) -> Vec<(String, Vec<u8>)> {
     let texts: &[(&str, &str)] = match target {
         "record" => &[("ring", include_str!("decoders/record.jsonl"))],
@@ -60,7 +60,7 @@ fn tensors() -> Vec<u8> {
     bytes
 }
 
-/// By each plan: nobody has begun, and everybody has done some steps.
+/// For each plan: the progress when no rank has started, and when every rank has done some steps.
 fn reached() -> Vec<(String, Vec<u8>)> {
     let of = |choice: usize, world: &World, steps: usize| {
         let mut bytes = vec![choice as u8, 0];
@@ -73,7 +73,7 @@ fn reached() -> Vec<(String, Vec<u8>)> {
     all.flat_map(|(choice, world)| [0, 3].map(|steps| of(choice, world, steps))).collect()
 }
 
-/// What a target may hold: what it decodes may be larger than its text, and clap's own command line is large.
+/// The memory limit of a target. A decoded value may be larger than its text, and clap's own command line is large.
 fn limit(target: &str) -> Limit {
     match target {
         "arguments" => Limit { fixed: 2 << 20, per_byte: 64 },

@@ -1,5 +1,5 @@
-//! Whatever bytes are in a file or a variable, the decoders of this crate neither panic nor hold more memory than the bytes
-//! can account for. The targets are those of `fuzz/`.
+//! The decoders of this crate get a file or a variable with arbitrary bytes. They never panic. They hold no more memory
+//! than the number of bytes justifies. The targets are the targets of `fuzz/`.
 
 #[path = "../../fuzz/bounded.rs"]
 mod bounded;
@@ -7,7 +7,7 @@ mod bounded;
 use bounded::{Limit, corpus, run};
 use kyklos_launch::decoders::ALL;
 
-/// What each target begins with, as the documents show it.
+/// The initial inputs of each target, as the documents show them.
 fn made(target: &str) -> Vec<(String, Vec<u8>)> {
     let texts: &[(&str, &str)] = match target {
         "cluster_file" => &[
@@ -38,7 +38,7 @@ fn made(target: &str) -> Vec<(String, Vec<u8>)> {
     texts.iter().map(|(name, text)| ((*name).to_owned(), text.as_bytes().to_vec())).collect()
 }
 
-/// What a target may hold.
+/// The memory limit of a target.
 fn limit(target: &str) -> Limit {
     match target {
         // At most 4096 hosts of at most 253 letters each, several times.

@@ -1,4 +1,4 @@
-//! Groups that form by the options of this library, every rank on a thread of its own.
+//! Groups that form by the options of this library. Every rank has its own thread.
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 use std::fmt::Display;

@@ -19,8 +19,8 @@ use libtest_mimic::{Arguments, Failed, Trial};
 
 fn main() {
     let arguments = Arguments::from_args();
-    // A software driver compiles kernels for minutes in all: a sample has the cases of one head dim, of all kinds. The
-    // tests of the wgpu backend have every head dim, and the CPU backend has every case.
+    // A software driver needs several minutes to compile all kernels. So a sample has the cases of one head dim, of all
+    // kinds. The tests of the wgpu backend have every head dim, and the CPU backend has every case.
     if WgpuBackend::enumerate().iter().all(|adapter| adapter.class == DeviceClass::SoftwareGpu)
         && kyklos_cuda::availability().is_err()
     {
@@ -49,8 +49,8 @@ fn suite<B: Backend + 'static>(
     trials.collect()
 }
 
-/// The suite for every kernel variant of every adapter. Without an adapter each claim is ignored, with the reason, or
-/// fails where a GPU was promised.
+/// The suite for every kernel variant of every adapter. Without an adapter, each claim is ignored, with the reason.
+/// Under `KYKLOS_REQUIRE_GPU=1` it fails instead.
 fn wgpu_trials() -> Vec<Trial> {
     let adapters = WgpuBackend::enumerate();
     if adapters.is_empty() {
@@ -94,7 +94,8 @@ fn wgpu_trials() -> Vec<Trial> {
     trials
 }
 
-/// The suite for every CUDA device. Without one each claim is ignored, with the reason, or fails where one was promised.
+/// The suite for every CUDA device. Without a device, each claim is ignored, with the reason. Under
+/// `KYKLOS_REQUIRE_CUDA=1` it fails instead.
 fn cuda_trials() -> Vec<Trial> {
     let devices = kyklos_cuda::availability().and_then(|()| kyklos_cuda::devices());
     match devices {

@@ -108,7 +108,7 @@ fn the_json_object_has_the_fields_that_scripts_use() {
             fields,
             ["bytes_sent", "compute_s", "copy_s", "messages_sent", "peak_bytes", "tokens", "wait_s"]
         );
-        // One hop of 32 keys and values of 2 heads of 8 f32, for 2 batch entries.
+        // One hop of 32 keys and values for 2 batch entries, each with 2 heads of 8 f32.
         assert_eq!(rank["bytes_sent"], 2 * 2 * 32 * 2 * 8 * 4);
         assert_eq!((&rank["messages_sent"], &rank["tokens"]), (&1.into(), &32.into()));
     }
@@ -272,7 +272,7 @@ fn a_trace_of_several_processes_is_on_one_clock() {
         assert_eq!(within.is_some(), rank != 0, "{name}");
         within.map_or(0.0, |text| text.parse().unwrap())
     };
-    // Each message: when it was posted, and when it had come, as two clocks saw it.
+    // For each message: the time of its post and the time of its arrival, by the clocks of the two ranks.
     let ends = |category: &str, phase: &str| -> Vec<(u64, String, f64)> {
         let these = events.iter().filter(|event| event["cat"] == category && event["ph"] == phase);
         let one = |event: &serde_json::Value| {
@@ -323,7 +323,7 @@ fn sixteen_thousand_tokens_stay_far_below_the_memory_of_a_laptop() {
         let mut peak_kib = 0;
         while let Ok(text) = std::fs::read_to_string(&status) {
             let line = text.lines().find(|line| line.starts_with("VmHWM:"));
-            // A process that has ended and was not waited for has no memory any more.
+            // A process has no memory after its end, even if its parent has not waited for it yet.
             let Some(line) = line else { break };
             peak_kib = line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap();
             std::thread::sleep(Duration::from_millis(5));

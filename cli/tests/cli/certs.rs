@@ -45,7 +45,7 @@ fn identities_are_issued_shown_and_never_overwritten() {
     {
         assert!(stdout(&shown).contains(word), "`{word}` is not in: {}", stdout(&shown));
     }
-    // What was issued is listed, in lines of which a list of revoked ones is made.
+    // The authority lists the issued identities. An operator can copy these lines into a list of revoked identities.
     let issued = std::fs::read_to_string(folder.path().join("authority/issued")).unwrap();
     let line = issued.lines().find(|line| line.contains("rank 7 of job train")).unwrap();
     let (key, _) = line.split_once("  ").unwrap();
@@ -54,7 +54,7 @@ fn identities_are_issued_shown_and_never_overwritten() {
     let soon = run("show ids/rank-7.pem --warn-days 40");
     assert_eq!(soon.status.code(), Some(1));
     assert!(stderr(&soon).contains("ids/rank-7.pem expires on"), "{}", stderr(&soon));
-    // One file is there already, so none is written.
+    // One of the files already exists, so the command writes no file.
     refused(&run("issue --ranks 7-8 --output ids"), &["ids/rank-7.pem exists", "--output"]);
     assert!(!folder.path().join("ids/rank-8.pem").exists());
     refused(&run("issue --host a,b --host a,c"), &["written twice"]);

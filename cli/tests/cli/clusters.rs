@@ -1,5 +1,5 @@
-//! Groups of processes that no `kyklos launch` started: by the names of other launchers, by flags and by a file, with
-//! identities of `kyklos certs`.
+//! Groups of processes that are not started by `kyklos launch`. They use the variables of other launchers, flags or a
+//! file, with identities of `kyklos certs`.
 
 use std::net::{Ipv4Addr, UdpSocket};
 use std::path::PathBuf;
@@ -43,7 +43,8 @@ impl Cluster {
         succeeds(&output);
     }
 
-    /// Runs ranks 0 to 2 with flags and variables in which `{rank}`, `{port}` and `{dir}` stand for what they are.
+    /// Runs ranks 0 to 2 with flags and variables. `{rank}`, `{port}`, `{dir}` and `{carrier}` in them are
+    /// placeholders.
     fn run(&self, flags: &str, variables: &str) -> Vec<Output> {
         let fill = |text: &str, rank: u32| {
             let dir = self.folder.path().to_str().unwrap().to_owned();
@@ -70,7 +71,8 @@ impl Cluster {
         outputs
     }
 
-    /// The three compute one result, and each says on standard error who made it what, and over which network.
+    /// Checks that the three ranks compute one result. Each rank prints on standard error the source of its rank, and
+    /// its network.
     #[track_caller]
     fn works(&self, flags: &str, variables: &str, words: &[&str]) {
         let outputs = self.run(flags, variables);
@@ -91,7 +93,7 @@ impl Cluster {
         assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap());
     }
 
-    /// All three end with an error that holds the words, within seconds.
+    /// Checks that all three ranks end within seconds, with an error that contains the words.
     #[track_caller]
     fn fails(&self, flags: &str, variables: &str, words: &[&str]) {
         let started = Instant::now();
@@ -115,7 +117,7 @@ fn by_flags() {
     let cluster = Cluster::new();
     cluster.certs("issue -n 3 --job train");
     cluster.works(BY_FLAGS, "", &["--world 3", "--coordinator 127.0.0.1", "of job train, until"]);
-    // What the flags say an environment may say as well, and an identity that ends soon is said before it does.
+    // The environment may repeat the values of the flags. An identity that expires soon causes a warning.
     let outputs =
         cluster.run(&format!("{BY_FLAGS} --warn-days 60"), "RANK={rank} WORLD_SIZE=3 KYKLOS_JOB_ID=train");
     assert!(stderr(&outputs[1]).contains("warning: the identity"), "{}", stderr(&outputs[1]));
@@ -142,7 +144,7 @@ fn over_tcp_where_udp_does_not_get_through() {
     let cluster = Cluster::new();
     cluster.certs("issue -n 3 --job train");
     cluster.works(&format!("{BY_FLAGS} --network tcp"), "", &["--world 3"]);
-    // Rank 0 says to the others that they came another way.
+    // Rank 0 refuses the other ranks, because they use another network. Its message names both networks.
     let outputs = cluster.run(&format!("{BY_FLAGS} --join-deadline 8 --network {{carrier}}"), "");
     for rank in [1, 2] {
         let text = stderr(&outputs[rank]);
@@ -193,7 +195,7 @@ fn by_slurms_names_and_hosts() {
         &variables,
         &["SLURM_STEP_NUM_TASKS=3", "first of SLURM_STEP_NODELIST=n[0-2].localhost", "host n"],
     );
-    // Every rank with the identity of one host: those whose place is elsewhere are refused.
+    // Every rank uses the identity of the same host. Ranks on other hosts are refused.
     let stolen = variables.replace("{host}", "n0.localhost");
     cluster.fails("", &stolen, &["has its place on host n", "certificate of host n0.localhost"]);
 }
@@ -233,7 +235,7 @@ fn by_a_cluster_file() {
     std::fs::write(cluster.path("cluster.toml"), &file).unwrap();
     let flags = "--cluster {dir}/cluster.toml --rank {rank} --identity {dir}/{rank}.pem";
     cluster.works(flags, "", &["has 3 ranks", "rank 0 at a.localhost", "of job train"]);
-    // The file is of another job than the identities.
+    // The file names another job than the identities.
     std::fs::write(cluster.path("cluster.toml"), file.replace("train", "other")).unwrap();
     cluster.fails(flags, "", &["job train"]);
 }
@@ -300,7 +302,7 @@ fn contradictions_and_accidental_worlds_are_refused_before_anything_is_sent() {
     ] {
         refused(&run(flags, variables), words);
     }
-    // --ranks wins over whatever launcher is there.
+    // --ranks takes precedence over any launcher.
     for variables in
         ["SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_JOB_NODELIST=n[", "JOB_COMPLETION_INDEX=1", "PMI_RANK=3"]
     {

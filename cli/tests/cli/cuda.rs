@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::support::*;
 
-/// Runs the program where the fake driver is the driver of CUDA.
+/// Runs the program with the fake driver as its CUDA driver.
 fn with_driver(fake: &str, arguments: &[&str]) -> Output {
     let cache = tempfile::tempdir().unwrap();
     let child = command(arguments)
@@ -45,7 +45,7 @@ fn keys_go_round_in_another_form_and_the_result_is_as_right_as_that_allows() {
         ("capability=90", &["--mesh", "1x2", "--wire", "f16", "--device", "cuda"][..]),
         ("capability=80", &["--mesh", "1x2", "--wire", "int8", "--device", "cuda", "--dtype", "bf16"]),
         ("capability=90", &["--mesh", "2x2", "--wire", "int8", "--device", "cuda"]),
-        // Codes of one backend are another one's elements.
+        // One backend makes the codes, and another backend decodes them.
         (
             "capability=90",
             &["--mesh", "1x3", "--wire", "int8", "--device", "cuda,cpu,cuda", "--dtype", "f16"],
@@ -58,7 +58,7 @@ fn keys_go_round_in_another_form_and_the_result_is_as_right_as_that_allows() {
         let json = json(&output);
         let error = json["max_abs_error"].as_f64().unwrap();
         assert!(error <= json["tolerance"].as_f64().unwrap(), "{more:?}: {json}");
-        // f32 would be right to 1e-6: something was rounded.
+        // With f32 the error would be at most 1e-6. A larger error shows that the format rounds.
         assert!(error > 1e-5, "{more:?}: {json}");
     }
 }

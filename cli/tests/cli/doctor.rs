@@ -1,4 +1,4 @@
-//! Records of runs that end in different ways, and what the doctor says of them.
+//! Records of runs that end in different ways, and the findings of the doctor.
 
 use std::path::Path;
 use std::process::Output;
@@ -47,7 +47,7 @@ fn in_the_records_of_a_run_that_went_well_nothing_is_found() {
 fn the_rank_that_the_others_waited_for_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().to_str().unwrap();
-    // Rank 1 has most of the queries, so that it computes for much longer.
+    // Rank 1 has most of the queries, so it computes for much longer.
     let attend =
         "attend --shape 1,6144,8,8,64 --device cpu --mesh 1x3 --strategy ring --split 1,8,1 --record"
             .split(' ');
@@ -66,7 +66,8 @@ fn the_rank_that_the_others_waited_for_is_named() {
         text.contains("rank 1 is what the others waited for") && text.contains("no problem found"),
         "{text}"
     );
-    // Rank 0 had its own messages, and one for rank 1 that had not asked yet; loopback is not slow.
+    // Rank 0 has received its own messages. It also has a message for rank 1, but rank 1 has not asked for it yet.
+    // Loopback is not slow.
     assert!(text.contains("rank 0 waited") && text.contains("for it to ask for messages"), "{text}");
     let of_rank_0 = |kind: &str| report["ranks"][0]["spent"][kind].as_u64().unwrap();
     let (credit, send) = (of_rank_0("credit_blocked_ns"), of_rank_0("send_blocked_ns"));
@@ -105,7 +106,7 @@ fn files_that_are_no_records_are_unusable_and_damaged_ones_are_named() {
     assert_eq!((found.len(), &found[0]["what"]), (1, &"damaged".into()), "{found:?}");
 }
 
-/// What is found when `name` was sent to rank 2 of a long job, whose lines and exit code are of no interest here.
+/// Checks the findings after the signal `name` to rank 2 of a long job.
 #[cfg(target_os = "linux")]
 fn after(name: &str) {
     let folder = tempfile::tempdir().unwrap();
@@ -122,7 +123,7 @@ fn after(name: &str) {
     for words in ["rank 2 stopped at step", "before the others noticed"] {
         assert!(text.contains(words), "`{words}` is not in: {text}");
     }
-    // It may have sent all that others expected, and not have taken all that they sent.
+    // Rank 2 may have sent all its messages, and may not have received all messages of its peers.
     assert!(["waited for its", "still had message"].iter().any(|words| text.contains(words)), "{text}");
     let others: Vec<_> = found[1..].iter().map(|finding| finding["what"].as_str().unwrap()).collect();
     assert_eq!(others, ["no-record"]);
@@ -144,12 +145,12 @@ fn a_rank_that_was_stopped_is_named_from_the_records_of_the_others() {
 #[cfg(target_os = "linux")]
 fn records_can_be_asked_for_while_a_job_runs() {
     let folder = tempfile::tempdir().unwrap();
-    // By the environment, and with a folder that is not there yet.
+    // The environment requests the records. Their folder does not exist yet.
     let dumps = folder.path().join("dumps");
     let job = LongJob::start(&[], &[("KYKLOS_RECORD_DIR", dumps.to_str().unwrap())]);
     let wait_for = |count: usize| {
         let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
-        // A record has another name until it is whole.
+        // A record has another name until it is complete.
         let whole = |entry: std::io::Result<std::fs::DirEntry>| {
             entry.is_ok_and(|entry| entry.path().extension() == Some("jsonl".as_ref()))
         };
@@ -166,7 +167,7 @@ fn records_can_be_asked_for_while_a_job_runs() {
     assert!(dumps.join("rank-1.jsonl").exists());
     signal("-USR1", job.launch.id());
     wait_for(4);
-    // The file of rank 1 may still be the first one; all of them are of a job that runs well.
+    // The file of rank 1 may still be the first one. All files are from a job without problems.
     let (code, found) = findings(&dumps);
     assert_eq!((code, found.len()), (Some(0), 0), "{found:?}");
     signal("-INT", job.launch.id());

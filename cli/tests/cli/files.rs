@@ -11,7 +11,7 @@ fn a_file_goes_round_and_comes_back_right() {
     let q = Tensor::made(&[2, 37, 4, 8], 1);
     let (k, v) = (Tensor::made(&[2, 37, 2, 8], 2), Tensor::made(&[2, 37, 2, 8], 3));
     write(&input, &[("q", &q), ("k", &k), ("v", &v), ("extra", &k)]);
-    // Rows 30.. of batch entry 1 see no key at all.
+    // Rows from 30 on of batch entry 1 see no key.
     let (o, lse) = attention(&q, &k, &v, |b, i, j| j <= i && i - j <= 3 && j < [37, 26][b]);
     for (mesh, placement) in [("1x1", "auto"), ("1x3", "zigzag"), ("2x2", "striped"), ("4x1", "contiguous")] {
         let result = kyklos(&[
@@ -48,7 +48,7 @@ fn sinks_of_a_file_are_counted_once_in_every_mesh() {
     let (k, v) = (Tensor::made(&[2, 21, 2, 8], 2), Tensor::made(&[2, 21, 2, 8], 3));
     let sinks = Tensor { shape: vec![4], data: vec![0.5, -3.0, 2.0, 6.0] };
     write(&input, &[("q", &q), ("k", &k), ("v", &v), ("sinks", &sinks)]);
-    // Batch entry 1 has no valid key: nothing but its sinks.
+    // Batch entry 1 has no valid key, only its sinks.
     let (mut o, mut lse) = attention(&q, &k, &v, |b, i, j| j <= i && b == 0);
     // A sink is one more exponential in the denominator.
     for (row, lse) in lse.data.iter_mut().enumerate() {
@@ -203,7 +203,7 @@ fn parts_say_which_positions_they_hold() {
     assert_eq!(seen, (0..21).collect::<Vec<_>>());
 }
 
-/// Scores beyond the largest f32: every device is wrong about them, and the oracle, in f64, is not.
+/// Scores beyond the largest f32. The result of every device is wrong, and the f64 oracle is right.
 const WRONG: [&str; 8] =
     ["--shape", "1,64,4,2,8", "--scale", "3e38", "--verify", "--json", "--device", "cpu"];
 
@@ -220,7 +220,7 @@ fn a_result_that_is_known_to_be_wrong_gets_no_name() {
             let text = stderr(&result);
             assert_eq!(result.status.code(), Some(1), "{text}");
             assert!(text.contains("verification failed"), "{text}");
-            // What was measured is told all the same.
+            // The report still has the measurements.
             let report: serde_json::Value = serde_json::from_str(&stdout(&result)).unwrap();
             assert_eq!(report["ranks"], 3);
             if command[0] == "launch" && name.contains("{rank}") {
@@ -238,7 +238,7 @@ fn a_result_that_is_known_to_be_wrong_gets_no_name() {
 fn parts_get_their_names_together_or_not_at_all() {
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("{rank}/part");
-    // Rank 1 has nowhere to write to.
+    // Rank 1 has no place for its output.
     std::fs::create_dir(folder.path().join("0")).unwrap();
     let result = kyklos(&[
         "attend",

@@ -129,13 +129,14 @@ fn what_is_no_regular_file_is_refused_and_left_alone() {
     let pipe = folder.path().join("pipe");
     assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let folder_name = folder.path().to_str().unwrap();
-    // Opening the pipe would wait for somebody to write to it.
+    // To open the pipe would block until another process writes to it.
     for input in [pipe.to_str().unwrap(), "/dev/zero", folder_name] {
         for command in ["attend", "plan"] {
             refused(&kyklos(&[command, "--input", input]), &[input, "not a regular file"]);
         }
     }
-    // A finished result replaces what has its name: with enough rights also /dev/null itself, hence the link.
+    // A finished result replaces any file of its name. With enough rights this includes /dev/null itself, so the test
+    // uses a link.
     let (null, pipe1) = (folder.path().join("null"), folder.path().join("pipe1"));
     std::os::unix::fs::symlink("/dev/null", &null).unwrap();
     std::fs::rename(&pipe, &pipe1).unwrap();

@@ -66,7 +66,7 @@ fn a_launched_rank_can_write_its_own_part() {
 
 #[test]
 fn when_one_rank_refuses_all_ranks_say_the_same() {
-    // Only rank 1's device does not exist; nobody knows before it looks.
+    // Only the device of rank 1 does not exist. No rank knows this before rank 1 opens its device.
     let output = kyklos(
         &[&["launch", "-n", "2", "--", "attend", "--shape", "1,64,8,2,64"][..], &["--device", "cpu,wgpu:99"]]
             .concat(),
@@ -78,7 +78,7 @@ fn when_one_rank_refuses_all_ranks_say_the_same() {
         .map(|prefix| {
             text.lines()
                 .filter_map(|line| line.strip_prefix(prefix))
-                // Drivers may talk of their own.
+                // Drivers may print their own lines.
                 .find(|line| line.contains("wgpu"))
                 .unwrap_or_else(|| panic!("no line with {prefix}: {text}"))
         })
@@ -87,11 +87,11 @@ fn when_one_rank_refuses_all_ranks_say_the_same() {
     assert!(lines[0].contains("rank 1"), "{text}");
 }
 
-/// A job that runs for long, with its folder for temporary files, once every rank has begun to compute.
+/// A job that runs for a long time, with its folder for temporary files. Every rank has already started to compute.
 pub(crate) struct LongJob {
     pub(crate) launch: Child,
     pub(crate) pids: [u32; 4],
-    /// What was said before every rank computed, and is no progress.
+    /// The printed lines from before every rank computes, without the lines of progress.
     pub(crate) notes: Vec<String>,
     lines: mpsc::Receiver<String>,
     temporary: tempfile::TempDir,
@@ -139,7 +139,7 @@ impl LongJob {
         Self { launch, pids, notes, lines, temporary }
     }
 
-    /// Waits for the end. Returns the exit code, how long it took and the lines that are no progress.
+    /// Waits for the end. Returns the exit code, the duration, and the lines that are not progress.
     pub(crate) fn end(mut self) -> (Option<i32>, Duration, Vec<String>) {
         let started = Instant::now();
         let status = loop {
@@ -166,7 +166,7 @@ impl LongJob {
 
 impl Drop for LongJob {
     fn drop(&mut self) {
-        // Of a test that has failed: its ranks would go on for hours. They do not outlive their launcher.
+        // The test has failed, and its ranks would run for hours. The ranks end with their launcher.
         if let Ok(None) = self.launch.try_wait() {
             let _ = self.launch.kill();
             let _ = self.launch.wait();

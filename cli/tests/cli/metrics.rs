@@ -1,4 +1,4 @@
-//! The metrics of a job that runs, asked for in good and in bad ways.
+//! The metrics of a running job, with valid and invalid requests.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use crate::launch::{LongJob, signal};
 use crate::support::*;
 
-/// Sends `request` and reads what comes until the other side closes.
+/// Sends `request` and reads the answer until the server closes the connection.
 fn ask(address: &str, request: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-    // A server that has heard enough may close before it has read everything.
+    // The server may close the connection before it has read the whole request.
     let _ = stream.write_all(request);
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
@@ -81,7 +81,7 @@ fn metrics_of_a_running_job_move_whoever_else_asks() {
     let endless = [&b"GET /"[..], &vec![b'a'; 1 << 20]].concat();
     assert!(!ask(&first, &endless).contains("200 OK"));
 
-    // More clients than there are threads for, that say nothing or one byte: they hold each other up, and nothing else.
+    // There are more clients than threads, and each client sends nothing or one byte. They delay only each other.
     let idle: Vec<TcpStream> = (0..40)
         .map(|index| {
             let mut stream = TcpStream::connect(&first).unwrap();

@@ -1,4 +1,4 @@
-//! Processes that are killed, and those that go on without them, or with them again.
+//! Killed processes. The survivors continue without them, or with their replacements.
 #![cfg(target_os = "linux")]
 
 use std::io::{BufRead, BufReader};
@@ -14,22 +14,23 @@ use crate::support::*;
 
 const PROBLEM: [&str; 6] = ["--shape", "1,1024,8,2,64", "--mask", "causal", "--device", "cpu"];
 
-/// Long enough to be killed in the middle of it.
+/// Long enough for a kill in the middle of the run.
 const REPEAT: [&str; 2] = ["--repeat", "60"];
 
-/// What a job did from which ranks were killed.
+/// The end of a job with killed ranks.
 struct Ended {
     code: Option<i32>,
     said: String,
     lines: Vec<String>,
 }
 
-/// Runs `ranks` processes and kills `victims`, one `pause` after the other, from when all of them compute.
+/// Runs `ranks` processes. When all ranks compute, kills `victims`, with `pause` between the kills.
 fn killed(ranks: &str, victims: &[usize], pause: Duration, options: &[&str], output: &Path) -> Ended {
     killed_in_block(1, ranks, victims, pause, &[&PROBLEM[..], options].concat(), output)
 }
 
-/// The same from when all of them attend to their `block`-th block of keys; 0 is when the victims do their first step.
+/// The same, but the kills begin when all ranks attend to their `block`-th block of keys. With 0 they begin when the
+/// victims do their first step.
 fn killed_in_block(
     block: usize,
     ranks: &str,
@@ -96,7 +97,7 @@ fn killed_in_block(
     Ended { code: status.code(), said: lines.join("\n"), lines }
 }
 
-/// The output of a run of that many ranks to which nothing happens.
+/// The output of an undisturbed run of `ranks` ranks.
 fn fresh(ranks: &str, options: &[&str], output: &Path) -> Vec<u8> {
     let here = ["attend", "--ranks", ranks, "--output", output.to_str().unwrap()];
     succeeds(&kyklos(&[&here, &PROBLEM[..], options].concat()));
@@ -108,7 +109,7 @@ fn survivors_compute_what_a_fresh_run_of_their_number_computes() {
     let folder = tempfile::tempdir().unwrap();
     let (there, here) = (folder.path().join("there"), folder.path().join("here"));
     let shrink = |strategy| [&REPEAT[..], &["--on-loss", "shrink", "--strategy", strategy]].concat();
-    // A ring that loses rank 0, an all-to-all that loses another one, and a mesh of both that loses two.
+    // A ring that loses rank 0, an all-to-all that loses another rank, and a mesh of both that loses two ranks.
     for (ranks, victims, strategy, left, pause) in [
         ("4", &[0][..], "ring", "3", 230),
         ("4", &[2], "ulysses", "3", 70),
@@ -162,7 +163,7 @@ fn too_few_survivors_or_a_mesh_that_does_not_fit_end_the_run() {
         "{}",
         ended.said
     );
-    // Half without the lowest.
+    // One of two ranks survives, and the lowest rank is lost.
     let ended = killed(
         "2",
         &[0],
@@ -179,7 +180,7 @@ fn too_few_survivors_or_a_mesh_that_does_not_fit_end_the_run() {
     assert!(!there.exists());
 }
 
-/// One call of a ring whose ranks attend to four blocks each, for a while.
+/// One long call of a ring. Each rank attends to four blocks.
 const LONG: [&str; 10] = [
     "--shape",
     "1,6144,8,2,64",
@@ -193,7 +194,7 @@ const LONG: [&str; 10] = [
     "contiguous",
 ];
 
-/// What is wrong with `o` and `lse` of a file in which `lost` queries have no answer, against a run to which nothing happened.
+/// The wrong rows of `o` and `lse` in a file, compared with an undisturbed run. The `lost` queries must have no answer.
 fn wrong_rows(there: &Path, here: &Path, lost: &[i64]) -> Vec<String> {
     let (there, here) = (std::fs::read(there).unwrap(), std::fs::read(here).unwrap());
     let (there, here) = (SafeTensors::deserialize(&there).unwrap(), SafeTensors::deserialize(&here).unwrap());
@@ -229,7 +230,7 @@ fn survivors_complete_the_call_over_all_keys() {
     let alone = ["attend", "--ranks", "4", "--output", here.to_str().unwrap()];
     succeeds(&kyklos(&[&alone[..], &LONG].concat()));
     for (victim, on_loss) in [(2, "finish"), (0, "finish-or-shrink")] {
-        // When all are at their second block, every rank has the keys of its neighbour.
+        // When all ranks are at their second block, every rank has the keys of its neighbour.
         let options = [&LONG[..], &["--verify", "--on-loss", on_loss]].concat();
         let ended = killed_in_block(2, "4", &[victim], Duration::ZERO, &options, &there);
         assert_eq!(ended.code, Some(3), "{}", ended.said);
@@ -247,7 +248,7 @@ fn survivors_complete_the_call_over_all_keys() {
     }
 }
 
-/// A rank that is killed in its first step may or may not have given its keys away: either way the result is right.
+/// A rank is killed in its first step. It may or may not have sent its keys. The result is right in both cases.
 #[test]
 fn if_keys_are_lost_survivors_start_again_without_them() {
     let folder = tempfile::tempdir().unwrap();
@@ -260,7 +261,7 @@ fn if_keys_are_lost_survivors_start_again_without_them() {
         succeeds(&kyklos(&[&alone[..], &problem].concat()));
     }
     let options = [&problem[..], &["--on-loss", "finish-or-shrink"]].concat();
-    // Who has keys to give away first is not always quick enough to be killed before.
+    // The victim sends its keys first. The kill is not always early enough to prevent this.
     for _ in 0..4 {
         let ended = killed_in_block(0, "4", &[1], Duration::ZERO, &options, &there);
         if ended.code == Some(3) {

@@ -1,4 +1,4 @@
-//! Requests that are wrong: exit code 2 and one line that says what would be right.
+//! Wrong requests: exit code 2, and one line that names a right request.
 
 use crate::support::*;
 
@@ -183,7 +183,7 @@ fn a_launchers_environment_is_read_or_refused() {
     let output = run(&[("RANK", "0"), ("WORLD_SIZE", "2")], &[&attend[..], &["--ranks", "2"]].concat());
     assert_eq!(json(&output)["ranks"], 2);
     assert!(stderr(&output).contains("WORLD_SIZE=2"), "{}", stderr(&output));
-    // --ranks wins over whatever is there, whether or not it makes sense.
+    // --ranks takes precedence over all variables, even over invalid ones.
     for (variable, value) in [("RANK", "0"), ("WORLD_SIZE", "2"), ("RANK", "first")] {
         let output = run(&[(variable, value)], &[&attend[..], &["--ranks", "2"]].concat());
         assert_eq!(json(&output)["ranks"], 2);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
-/// Whether a launcher or an operator sets this variable for a run: none of it may leak into a test from outside.
+/// Whether a launcher or an operator sets this variable for a run. No such variable may enter a test from outside.
 fn is_of_a_run(name: &str) -> bool {
     use kyklos_launch::variables::{COORDINATOR, IDENTITY, JOB_ID, JOIN, LAUNCH, WORLD};
     let own = ["KYKLOS_RECORD_DIR", COORDINATOR, IDENTITY, JOB_ID, JOIN, LAUNCH, WORLD];
@@ -27,7 +27,7 @@ pub(crate) fn command(arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs the program to its end, which must come within two minutes.
+/// Runs the program to its end. It must end within two minutes.
 pub(crate) fn kyklos(arguments: &[&str]) -> Output {
     finish(
         command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap(),
@@ -35,7 +35,7 @@ pub(crate) fn kyklos(arguments: &[&str]) -> Output {
     )
 }
 
-/// Waits for a process; one that does not end is ended, and the test fails.
+/// Waits for a process. If the process exceeds the limit, kills it, and the test fails.
 pub(crate) fn finish(mut child: Child, limit: Duration) -> Output {
     let pid = child.id();
     let (mut stdout, mut stderr) = (child.stdout.take(), child.stderr.take());
@@ -78,7 +78,7 @@ pub(crate) fn succeeds(output: &Output) {
     assert_eq!(output.status.code(), Some(0), "{}{}", stdout(output), stderr(output));
 }
 
-/// Exit code 2, nothing on standard output, and one line on standard error that holds all of `words`.
+/// Checks for exit code 2, no standard output, and one line on standard error that contains all of `words`.
 #[track_caller]
 pub(crate) fn refused(output: &Output, words: &[&str]) {
     let text = stderr(output);
@@ -95,7 +95,7 @@ pub(crate) fn json(output: &Output) -> serde_json::Value {
     serde_json::from_str(&stdout(output)).unwrap()
 }
 
-/// A tensor as the tests handle it.
+/// A tensor of the tests.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Tensor {
     pub(crate) shape: Vec<usize>,
@@ -103,7 +103,7 @@ pub(crate) struct Tensor {
 }
 
 impl Tensor {
-    /// Numbers without a pattern that attention could hide in.
+    /// Numbers without a pattern. A pattern could hide errors of attention.
     pub(crate) fn made(shape: &[usize], seed: u32) -> Self {
         let mut state = u64::from(seed) * 0x9E37_79B9_7F4A_7C15 + 1;
         let mut next = || {
@@ -164,7 +164,7 @@ pub(crate) fn attention(
     attention_with(q, k, v, |b, _, i, j| sees(b, i, j).then_some(0.0))
 }
 
-/// The same with what (batch, head, query) adds to the logit of a key; `None` hides it.
+/// The same with a function that returns the term to add to the logit of a key. `None` hides the key.
 pub(crate) fn attention_with(
     q: &Tensor,
     k: &Tensor,
@@ -204,7 +204,7 @@ pub(crate) fn attention_with(
     (Tensor { shape: q.shape.clone(), data: o }, Tensor { shape: vec![batch, q_heads, q_len], data: lse })
 }
 
-/// The same shape, and values within what f32 sums of so few terms can lose.
+/// Checks that the shapes are equal. Values may differ by the rounding error of f32 sums of so few terms.
 #[track_caller]
 pub(crate) fn assert_close(actual: &Tensor, expected: &Tensor) {
     assert_eq!(actual.shape, expected.shape);
@@ -213,7 +213,7 @@ pub(crate) fn assert_close(actual: &Tensor, expected: &Tensor) {
     }
 }
 
-/// Fails unless the repository's file `name` holds `text`; KYKLOS_BLESS=1 writes it instead.
+/// Fails unless the repository's file `name` contains `text`. With KYKLOS_BLESS=1 writes the file instead.
 #[track_caller]
 pub(crate) fn holds(name: &str, text: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name);

@@ -1,4 +1,4 @@
-//! Groups of processes that come together by a token: no file goes from one host to another.
+//! Groups of processes that form by a token. No file is copied from one host to another.
 
 use std::net::{Ipv4Addr, UdpSocket};
 use std::path::PathBuf;
@@ -9,14 +9,14 @@ use crate::support::*;
 
 const ATTEND: &str = "attend --shape 1,256,4,2,64 --mask causal --device cpu --verify --json";
 
-/// A host per rank, each with a folder of its own.
+/// A host per rank. Each host has its own folder.
 struct Hosts {
     root: tempfile::TempDir,
     token: String,
 }
 
 impl Hosts {
-    /// Rank 0 invites two others.
+    /// Rank 0 invites two other ranks.
     fn new() -> Self {
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let address = socket.local_addr().unwrap().to_string();
@@ -65,7 +65,8 @@ fn is_right(outputs: &[Output]) {
 fn three_processes_join_by_a_token_and_compute_one_result() {
     let hosts = Hosts::new();
     let join = format!("--join {} --identity mine.pem --rank 2", hosts.token);
-    // One by a flag that asks for a rank and keeps what it gets, one by the variable that takes any.
+    // One rank joins by a flag that requests a rank and keeps the identity. One rank joins by the variable and accepts
+    // any rank.
     let outputs = hosts.run(["--invite invitation.pem", &join, ""], [None, None, Some(&hosts.token)]);
     is_right(&outputs);
     let [zero, two, one] = [0, 1, 2].map(|host| stderr(&outputs[host]));
@@ -75,12 +76,12 @@ fn three_processes_join_by_a_token_and_compute_one_result() {
     }
     assert!(two.contains("mine.pem: rank 2 of job train, until") && two.contains("rank 2 of 3"), "{two}");
     assert!(one.contains("rank 1 of 3 (by its token rank 1"), "{one}");
-    // The secret is in no line that anybody wrote.
+    // No printed line contains the secret.
     let secret = &hosts.token[73..105];
     assert!(
         outputs.iter().all(|output| !stderr(output).contains(secret) && !stdout(output).contains(secret))
     );
-    // Only what its own rank made is on a host: no key has travelled.
+    // Each host has only the files of its own rank. No key was sent.
     let names = |host| {
         let mut names: Vec<_> =
             hosts.folder(host).read_dir().unwrap().map(|entry| entry.unwrap().file_name()).collect();
@@ -91,7 +92,7 @@ fn three_processes_join_by_a_token_and_compute_one_result() {
         (names(0), names(1), names(2)),
         (vec!["invitation.pem".into()], vec!["mine.pem".into()], vec![])
     );
-    // The next run: one with the identity that it has kept, one anew by the same token.
+    // The next run: one rank uses the identity that it has kept. One rank joins again by the same token.
     let at = hosts.token.split_once('@').unwrap().1;
     let with_file = format!("--rank 2 --world 3 --coordinator {at} --identity mine.pem");
     let outputs = hosts.run(["--invite invitation.pem", &with_file, ""], [None, None, Some(&hosts.token)]);

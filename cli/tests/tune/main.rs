@@ -1,4 +1,4 @@
-//! `kyklos tune` from outside, and what it leaves for other commands.
+//! `kyklos tune` from outside, and its effect on other commands.
 //!
 //! Without a driver the tests that need one are reported as ignored; `KYKLOS_REQUIRE_GPU=1` makes that a failure.
 #![expect(
@@ -115,7 +115,7 @@ fn timed_checked_and_kept() {
             assert!(error <= candidate["tolerance"].as_f64().unwrap(), "{candidate}");
         }
     }
-    // Which one is fastest no test can say; that what was said is kept, it can.
+    // A test cannot know the fastest variant. It can check that the file has the reported winner.
     let file: serde_json::Value = serde_json::from_slice(&fs::read(&kept).unwrap()).unwrap();
     let entries = file["entries"].as_array().unwrap();
     match case["winner"].as_str() {
@@ -153,7 +153,7 @@ fn unusable_file() {
         assert_eq!(kernel, built_in);
         assert_eq!(notes.matches("is ignored").count(), 1, "{notes}");
     }
-    // A folder that cannot be one: nothing is kept, and that is said.
+    // The cache folder is a regular file. The command keeps no result, and reports this.
     fs::write(folder.path().join("file"), "").unwrap();
     let tune = ["tune", "--device", "wgpu:0", "--shape", SHAPE, "--dtype", "f32", "--budget-s", "1"];
     let output = kyklos(&folder.path().join("file"), &tune, &[]);
@@ -202,7 +202,7 @@ fn wrong_requests() {
     assert!(stderr(&output).contains("--dry-run"), "{}", stderr(&output));
 }
 
-/// The loader of Vulkan drivers is told of none.
+/// The variables give the loader of Vulkan drivers no driver.
 fn no_driver() {
     if !cfg!(target_os = "linux") {
         return;

@@ -1,22 +1,22 @@
-//! Made-up tensors that are the same for every number of ranks, and the problems all suites run.
+//! Generated tensors that are the same for every number of ranks, and the problems of all suites.
 //!
 //! # Definition
 //!
-//! Element `index` (linear BSHD order) of tensor `t` under `seed` is a standard normal number made from one block
+//! Element `index` (linear BSHD order) of tensor `t` under `seed` is a standard normal number. It comes from one block
 //! of Philox4x32-10:
 //!
 //! - key = (seed mod 2³², seed / 2³²), counter = (index mod 2³², index / 2³², t, 0), with t the number of the
-//!   [`TensorId`]. The tensor stands in the counter and not in the key because Philox is a bijection of the
-//!   counter under each key: no two elements of any two tensors of a seed share a block, and no other seed
-//!   replays them shifted.
+//!   [`TensorId`]. The tensor is in the counter and not in the key, because Philox is a bijection of the
+//!   counter under each key. So no two elements of any two tensors of a seed share a block, and no other seed
+//!   repeats them with a shift.
 //! - the block's words w0..w3 give two integers of 53 bits, `x = (w1·2³² + w0) >> 11` and
-//!   `y = (w3·2³² + w2) >> 11`, and these `u = (x + 1)·2⁻⁵³` in (0, 1] and `w = y·2⁻⁵³` in [0, 1);
+//!   `y = (w3·2³² + w2) >> 11`. These give `u = (x + 1)·2⁻⁵³` in (0, 1] and `w = y·2⁻⁵³` in [0, 1);
 //! - the number is `√(−2 ln u) · cos(2π w)` in f64 (Box and Muller 1958), rounded to f32 and from there to the
 //!   storage type, each to nearest even. Its magnitude is below 8.6.
 //!
-//! `ln` and `cos` come from the platform's mathematical library and may differ in the last bit of f64 from one
-//! platform to another. After rounding to f32 that changes about one element in 10⁸, by one ulp; within one
-//! platform there is no difference at all. A test must not demand equal bytes from two platforms.
+//! `ln` and `cos` come from the platform's mathematical library. Their last bit in f64 may differ between platforms.
+//! After rounding to f32 this changes about one element in 10⁸, by one ulp. Within one platform there is no
+//! difference. A test must not demand equal bytes from two platforms.
 
 mod cases;
 mod philox;
@@ -28,7 +28,7 @@ pub use philox::philox4x32_10;
 
 use crate::oracle::{Element, OracleProblem, RowId};
 
-/// Which tensor a number belongs to. The numbers are part of the definition and never change.
+/// The tensor of a number. The discriminants are part of the definition and never change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 #[non_exhaustive]
@@ -47,8 +47,8 @@ pub enum TensorId {
     OutputGradient = 5,
 }
 
-/// What every output is filled with before a run. It is finite, so that it cannot pass for an expected NaN, exact
-/// in all storage types, and no weighted mean of made-up values.
+/// Every output is filled with this value before a run. It is finite, so it cannot equal an expected NaN. It is exact
+/// in all storage types, and it cannot be a weighted mean of generated values.
 pub const OUTPUT_POISON: f32 = 57_344.0;
 
 /// The standard normal number at a linear index, rounded to f32.
@@ -70,8 +70,8 @@ pub fn fill<E: Element>(seed: u64, tensor: TensorId, range: Range<u64>, out: &mu
     }
 }
 
-/// Up to `count` different rows of a problem, for a check that cannot afford all of them: in ascending order, the
-/// first and the last row always among them, the same for every number of ranks.
+/// Up to `count` different rows of a problem, for checks where all rows are too expensive. The rows are in ascending
+/// order and include the first and the last row. They are the same for every number of ranks.
 pub fn sample_rows(problem: &OracleProblem, count: usize, seed: u64) -> Vec<RowId> {
     let rows = problem.batch * problem.q_len * problem.q_heads;
     if rows <= count {
@@ -103,7 +103,7 @@ fn join(low: u32, high: u32) -> u64 {
     u64::from(high) << 32 | u64::from(low)
 }
 
-/// The stream of [`sample_rows`], away from those of tensors.
+/// The stream of [`sample_rows`], different from the streams of tensors.
 const SAMPLE_STREAM: u32 = u32::MAX;
 
 #[cfg(test)]
@@ -152,13 +152,13 @@ mod tests {
 
     #[test]
     fn numbers_are_what_the_definition_says() {
-        // Key 0 and counter 0 is the first known answer of Philox: u and w follow from it by hand.
+        // Key 0 and counter 0 is the first known answer of Philox. u and w are calculated from it by hand.
         let unit = 2.0_f64.powi(-53);
         let u = ((0xe169_c58d_6627_e8d5_u64 >> 11) + 1) as f64 * unit;
         let w = (0x9b00_dbd8_bc57_ac4c_u64 >> 11) as f64 * unit;
         let expected = ((-2.0 * u.ln()).sqrt() * (TAU * w).cos()) as f32;
         assert_eq!(normal(0, TensorId::Q, 0), expected);
-        // The rest of the definition, worked out by a separate program.
+        // The rest of the definition, calculated by a separate program.
         let tensors = [(0, TensorId::Q, 0), (0, TensorId::K, 1), (u64::MAX, TensorId::V, 1 << 40)];
         for ((seed, tensor, index), expected) in
             tensors.into_iter().zip([-0.397_667_53, -0.510_419_5, 0.388_884_2])

@@ -1,8 +1,8 @@
-//! Attention in f64, written the way it is defined.
+//! Attention in f64, written directly from its definition.
 //!
 //! For one query row and head: the scores of all visible keys, their maximum, exponentials, their sum, the
-//! weighted mean of the values. Each row is on its own, keys are visited in ascending order, and everything is
-//! f64, whose rounding (2⁻⁵³) is far below any error that is measured with it.
+//! weighted mean of the values. Each row is independent, keys are visited in ascending order, and all numbers are
+//! f64. The rounding of f64 (2⁻⁵³) is far below any measured error.
 
 mod mask;
 mod values;
@@ -12,7 +12,7 @@ use std::{error::Error, fmt};
 pub use mask::{OracleMask, OracleSlice, OracleTerm};
 pub use values::{Dtype, Element, Tensor4, Values};
 
-/// What is computed: sizes, score function and mask. Shapes are `[batch, seq, heads, dim]` throughout.
+/// A problem: sizes, score function and mask. All shapes are `[batch, seq, heads, dim]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OracleProblem {
     /// Independent sequences.
@@ -31,11 +31,11 @@ pub struct OracleProblem {
     pub scale: f64,
     /// A score `x` becomes `c · tanh(x / c)`, after the scale and before the mask.
     pub softcap: Option<f64>,
-    /// Which keys a query sees.
+    /// The keys that each query sees.
     pub mask: OracleMask,
     /// The global position of query 0; key 0 is at position 0.
     pub q_offset: u64,
-    /// One score for each query head that takes part in every row's softmax and has no value; empty: none.
+    /// One score for each query head. It takes part in the softmax of every row and has no value. Empty means no sinks.
     pub sinks: Vec<f64>,
 }
 
@@ -86,7 +86,7 @@ impl OracleProblem {
         (id.batch * self.q_heads + id.head) * self.q_len + id.row
     }
 
-    /// Refuses sizes, numbers and masks that define no attention.
+    /// Refuses sizes, numbers and masks that do not define an attention.
     pub fn check(&self) -> Result<(), OracleError> {
         if self.kv_heads == 0 || !self.q_heads.is_multiple_of(self.kv_heads) {
             return Err(OracleError::Heads { q_heads: self.q_heads, kv_heads: self.kv_heads });
@@ -101,7 +101,7 @@ impl OracleProblem {
     }
 }
 
-/// On one line, as a failing test prints it.
+/// One line, for the message of a failed test.
 impl fmt::Display for OracleProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
@@ -140,25 +140,25 @@ pub struct RowId {
     pub head: usize,
 }
 
-/// One row of output, wherever it comes from: oracle, yardstick or product.
+/// One row of output, from the oracle, from naive f32 or from the product.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
-    /// Which row.
+    /// The row.
     pub id: RowId,
     /// The output vector `[head_dim]`.
     pub o: Vec<f64>,
-    /// Natural logarithm of the sum of the exponentials of the scores, the sink's among them; -∞ if there are none.
+    /// Natural logarithm of the sum of the exponentials of all scores, with the sink. -∞ if there are no scores.
     pub lse: f64,
 }
 
-/// The right answer to one problem on given tensors, computed when asked for, row by row.
+/// The right answer to one problem on given tensors. Rows are computed on request.
 ///
 /// # Corners
 ///
 /// - A row that sees no key has o = 0 and lse = -∞; with a sink, o = 0 and lse is the sink.
-/// - A key that a row cannot see is not read for it: whatever is in its key and value vectors has no effect.
-/// - NaN and ∞ in what a row does see propagate by plain IEEE arithmetic. A NaN or +∞ score makes the row NaN; a
-///   score of -∞ has weight 0 beside finite ones; if *all* visible scores are -∞ the row is 0/0, NaN.
+/// - A row does not read a key that it cannot see. The contents of its key and value vectors have no effect.
+/// - NaN and ∞ in visible keys and values propagate by plain IEEE arithmetic. A NaN or +∞ score makes the row NaN. A
+///   score of -∞ has weight 0 if other scores are finite. If *all* visible scores are -∞, the row is 0/0, NaN.
 #[derive(Clone, Copy, Debug)]
 pub struct Oracle<'a> {
     problem: &'a OracleProblem,
@@ -173,24 +173,24 @@ pub struct Oracle<'a> {
 pub struct OraclePairs<'a> {
     /// Its elements.
     pub values: PairValues<'a>,
-    /// Batch entries: the problem's, or 1 that serves all.
+    /// Batch entries: the number of the problem, or 1 for all entries.
     pub batch: usize,
-    /// Heads: the problem's query heads, or 1 that serves all.
+    /// Heads: the number of query heads of the problem, or 1 for all heads.
     pub heads: usize,
 }
 
 /// Elements of [`OraclePairs`].
 #[derive(Clone, Copy, Debug)]
 pub enum PairValues<'a> {
-    /// Where false the key is hidden.
+    /// The key is hidden if the element is false.
     Visible(&'a [bool]),
-    /// Added to the score behind the softcap; -∞ hides the key.
+    /// Added to the score after the softcap. -∞ hides the key.
     Bias(Values<'a>),
 }
 
 impl<'a> Oracle<'a> {
     /// An oracle over q `[batch, q_len, q_heads, head_dim]` and k, v `[batch, kv_len, kv_heads, head_dim]` in
-    /// linear order, already rounded to their storage type. Refuses what does not fit the problem.
+    /// linear order, already rounded to their storage type. Refuses tensors that do not fit the problem.
     pub fn new(
         problem: &'a OracleProblem,
         q: Values<'a>,
@@ -207,7 +207,7 @@ impl<'a> Oracle<'a> {
         })
     }
 
-    /// This oracle with an attention bias tensor. Refuses one that does not fit the problem.
+    /// This oracle with an attention bias tensor. Refuses a tensor that does not fit the problem.
     pub fn with_bias(self, pairs: OraclePairs<'a>) -> Result<Self, OracleError> {
         let problem = self.problem;
         let shape = [pairs.batch, pairs.heads, problem.q_len, problem.kv_len];
@@ -224,7 +224,7 @@ impl<'a> Oracle<'a> {
         Ok(Self { pairs: Some(pairs), ..self })
     }
 
-    /// What is added to the score of a key that a row sees; `None` where it does not see it.
+    /// The term to add to the score of a key. `None` if the row does not see the key.
     pub fn term(&self, id: RowId, key: usize) -> Option<f64> {
         if !self.problem.sees(id.batch, id.row, key) {
             return None;
@@ -240,7 +240,7 @@ impl<'a> Oracle<'a> {
         }
     }
 
-    /// The problem this answers.
+    /// The problem of this oracle.
     pub fn problem(&self) -> &'a OracleProblem {
         self.problem
     }
@@ -273,7 +273,7 @@ impl<'a> Oracle<'a> {
             return (o, sink.unwrap_or(f64::NEG_INFINITY));
         }
 
-        // `f64::max` passes over NaN; the exponential below brings it back.
+        // `f64::max` ignores NaN. The exponential below is NaN again.
         let max = scores.iter().map(|&(_, score)| score).chain(sink).fold(f64::NEG_INFINITY, f64::max);
         let mut sum = sink.map_or(0.0, |sink| (sink - max).exp());
         for (key, score) in scores {
@@ -306,11 +306,11 @@ impl<'a> Oracle<'a> {
     }
 }
 
-/// What the oracle refuses to compute.
+/// The reasons for which the oracle refuses a problem.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum OracleError {
-    /// A tensor has not as many elements as its shape `[batch, seq, heads, dim]` says.
+    /// The number of elements of a tensor does not match its shape `[batch, seq, heads, dim]`.
     Length {
         /// The shape wanted.
         shape: [usize; 4],
@@ -319,7 +319,7 @@ pub enum OracleError {
         /// The number of elements given.
         actual: usize,
     },
-    /// The query heads cannot be shared out evenly over the key/value heads.
+    /// The number of query heads is not a multiple of the number of key/value heads.
     Heads {
         /// Query heads.
         q_heads: usize,
@@ -333,14 +333,14 @@ pub enum OracleError {
         /// The softcap given.
         softcap: Option<f64>,
     },
-    /// There is neither no sink nor one for each query head.
+    /// The number of sinks is neither 0 nor the number of query heads.
     Sinks {
         /// How many sinks were given.
         sinks: usize,
         /// Query heads of the problem.
         q_heads: usize,
     },
-    /// A text is not a mask.
+    /// A text is not a valid mask.
     Notation {
         /// The text given.
         text: String,
@@ -352,12 +352,12 @@ pub enum OracleError {
         /// The right side given.
         right: i64,
     },
-    /// Document boundaries are fewer than two or descend.
+    /// There are fewer than two document boundaries, or they descend.
     Documents {
         /// The boundaries given.
         boundaries: Vec<u64>,
     },
-    /// There is neither one valid length nor one for each batch entry.
+    /// The number of valid lengths is neither 1 nor the number of batch entries.
     Valid {
         /// How many lengths were given.
         lengths: usize,

@@ -1,5 +1,5 @@
-//! Attention done block by block, as a product would, with the bugs such code has. The limits must accept the
-//! sound version and refuse each bug: a reference that has never refused anything is untested.
+//! Attention block by block, as in a product, with typical bugs of such code. The limits must accept the correct
+//! version and refuse each bug. A reference is untested until it has refused a wrong result.
 
 use half::bf16;
 
@@ -13,19 +13,19 @@ use crate::tolerance::{
 enum Fault {
     /// A query sees one key more than causality allows.
     MaskOffByOne,
-    /// What was summed under an older maximum is not scaled to the new one.
+    /// A sum under an older maximum is not rescaled to the new maximum.
     MissingRescale,
     /// One block of keys never arrives.
     DroppedBlock,
     /// One block of keys is counted twice.
     RepeatedBlock,
-    /// The values of a block are those of its neighbour.
+    /// A block uses the values of its neighbour.
     SwappedValues,
-    /// Each head reads the key head of the next one.
+    /// Each head reads the key head of the next head.
     WrongKeyHead,
     /// lse is exported as a base-2 logarithm.
     BinaryLse,
-    /// o is left as the sum and not divided by the weight.
+    /// o is the sum, not divided by the weight.
     NotNormalised,
 }
 

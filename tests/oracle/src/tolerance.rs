@@ -1,49 +1,49 @@
-//! How wrong an answer may be. No tolerance is computed anywhere else.
+//! The limits of the errors of an answer. No other module computes a tolerance.
 //!
 //! # The rule
 //!
 //! All errors are against the f64 oracle on inputs that are already rounded to the storage type.
 //!
-//! | what is held | to | limit of `max abs error` |
+//! | result | compared with | limit of `max abs error` |
 //! |---|---|---|
 //! | a parallel result | the same problem on one device | `2 · E_dense + a` |
 //! | a single-device kernel | f32 arithmetic without any care | `2 · E_naive + rounding of the output + a` |
-//! | rows that the oracle has no time for | f32 on the same device | the same, plus what that is off elsewhere |
+//! | rows without an oracle (too expensive) | f32 on the same device | the same, plus the error of that f32 elsewhere |
 //!
 //! with `a` = 1e-6 for f32 and 2e-3 for f16 and bf16, at any world size. Errors are measured and not predicted,
-//! because they depend on length, head dimension and size of the scores; the factor 2 is for another order of the
+//! because they depend on length, head dimension and size of the scores. The factor 2 allows for another order of the
 //! same sums.
 //!
-//! **lse** is f32 whatever the storage type, computed from f32 scores, so its `a` is always 1e-6, plus one f32
-//! spacing at the largest |lse|: from 16 on, 1e-6 alone is less than half a spacing, and an unlucky last bit is no
-//! fault.
+//! **lse** is f32 for every storage type, computed from f32 scores. So its `a` is always 1e-6, plus one f32
+//! spacing at the largest |lse|. From 16 on, 1e-6 alone is less than half a spacing, and a difference in the last bit
+//! is not a fault.
 //!
 //! # The relative norm
 //!
-//! The largest error alone is weak where the output is small: the attention of n normal keys and values is about
-//! √(e/n), and at 64k keys `a` = 2e-3 is a third of it. So the Frobenius norm of the error relative to that of the
-//! answer is bounded as well, in the same form: `2 · R_dense + a`, and `2 · R_naive + u + a` for a kernel, where u
-//! is the unit roundoff of the output type.
+//! The largest error alone is a weak bound if the output is small. The attention of n normal keys and values is about
+//! √(e/n), and at 64k keys `a` = 2e-3 is a third of it. So the Frobenius norm of the error relative to the norm of the
+//! answer is also bounded, in the same form: `2 · R_dense + a`, and `2 · R_naive + u + a` for a kernel. u is the unit
+//! roundoff of the output type.
 //!
-//! A flat 1e-6 for f32, as acceptance rules tend to have it, is right for some kernels and wrong as a law. One
-//! accumulator rounds at every one of n steps, which adds up to about half of u·√n relative to the sum, u = 2⁻²⁴;
-//! tiles bring √n down to about √(tile + n/tile). Measured by this module's tests, scores of order one:
+//! Acceptance rules often have a flat 1e-6 for f32. This is right for some kernels, but not as a general rule. One
+//! accumulator rounds at each of n steps. The sum of these errors is about half of u·√n relative to the sum, u = 2⁻²⁴.
+//! Tiles reduce √n to about √(tile + n/tile). Measured by this module's tests, scores of order one:
 //!
 //! | keys | 64 | 1 024 | 16 384 | 131 072 |
 //! |---|---|---|---|---|
 //! | one accumulator | 3.3e-7 | 1.2e-6 | 3.4e-6 | 1.3e-5 |
 //! | tiles of 64 keys | 3.3e-7 | 2.5e-7 | 4.1e-7 | 8.8e-7 |
 //!
-//! Scores of size s are themselves wrong by about u·s, which goes into the weights: at thirty times the usual
-//! scale 64 keys already give 2.3e-6 (head dim 256), and no care in summing repairs that. For bf16 the rounding of
-//! the output alone has a relative norm of 1.7e-3, so that a flat 2e-3 would leave next to nothing for a kernel
-//! that also rounds its weights. Hence 1e-6 and 2e-3 are only the additive part.
+//! Scores of size s have an error of about u·s themselves, and the weights inherit it. At thirty times the usual
+//! scale, 64 keys already give 2.3e-6 (head dim 256). More careful sums do not remove this error. For bf16 the rounding
+//! of the output alone has a relative norm of 1.7e-3. So a flat 2e-3 would allow almost no error for a kernel that also
+//! rounds its weights. For these reasons 1e-6 and 2e-3 are only the additive part.
 //!
-//! # What this cannot see
+//! # Limitations
 //!
-//! A limit above half the rms of the answer is refused as [`Cause::Vacuous`]: garbage of the right size would pass.
-//! f16 and bf16 with normal inputs get there somewhat beyond 10⁵ visible keys. Neither bound sees a fault below it; each
-//! feature therefore needs inputs made to show it, and [`discriminates`] says whether they do.
+//! A limit above half the rms of the answer is refused as [`Cause::Vacuous`], because wrong values of the right size
+//! would pass. For f16 and bf16 with normal inputs this occurs somewhat beyond 10⁵ visible keys. Neither bound finds a
+//! fault that is smaller than the bound. So each feature needs inputs that show it, and [`discriminates`] checks them.
 
 mod comparison;
 mod naive;
@@ -55,7 +55,7 @@ pub use naive::naive_f32_rows;
 
 use crate::oracle::Dtype;
 
-/// `a`: what is allowed on top of a measured error.
+/// `a`: the addition to a measured error.
 const fn additive(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F32 => 1e-6,
@@ -63,7 +63,7 @@ const fn additive(dtype: Dtype) -> f64 {
     }
 }
 
-/// How far beyond the tolerance an answer must be once the feature is taken out.
+/// The minimum error of an answer without the feature, in tolerances.
 const fn control_factor(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F32 => 100.0,
@@ -71,17 +71,17 @@ const fn control_factor(dtype: Dtype) -> f64 {
     }
 }
 
-/// An error as large as this part of the signal is no longer an error but another answer.
+/// The largest limit, as a part of the signal. A larger limit would accept a different answer.
 const SIGNAL_FRACTION: f64 = 0.5;
 
-/// lse is a logarithm: 0.01 is one per cent of the total weight, more than any sum in f32 loses.
+/// lse is a logarithm. 0.01 is one per cent of the total weight. No sum in f32 has an error of this size.
 const LSE_CEILING: f64 = 0.01;
 
-/// Keys of 8 bits make a logit of order one wrong by about 0.006, which is what a row of one key shows: of some thousand such
-/// rows the worst is at four times that, and a limit at twice the worst.
+/// With 8-bit keys a logit of order one has an error of about 0.006. A row of one key shows this error. Of some
+/// thousand such rows, the worst has four times this error, and a limit is twice the worst error.
 const COARSE_LSE_CEILING: f64 = 0.1;
 
-/// The bounds an answer is held to. Made only by the rules of this module.
+/// The bounds for an answer. Only the rules of this module make them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limit {
     o_abs: f64,
@@ -92,8 +92,8 @@ pub struct Limit {
 }
 
 impl Limit {
-    /// The limit of a parallel result whose rows several devices have also computed alone, each compared with
-    /// the same oracle rows: twice the worst of them, plus `a`.
+    /// The limit of a parallel result. Several devices have also computed its rows alone, and each is compared with
+    /// the same oracle rows. The limit is twice the worst of their errors, plus `a`.
     ///
     /// Panics without a dense comparison.
     pub fn parallel(dtype: Dtype, dense: &[&Comparison]) -> Self {
@@ -126,10 +126,10 @@ impl Limit {
         }
     }
 
-    /// The limit of rows for which there is no oracle: `rows` compares them with what the same device computed in f32. Errors
-    /// are those of the rows for which there is one, of plain f32 arithmetic (`naive`) and of the device's (`wide`), which may
-    /// be wrong itself; magnitudes are those of `rows`. Where they fall, as they do along a causal mask, rows are best held in
-    /// bands of similar ones.
+    /// The limit of rows without an oracle. `rows` compares them with the f32 result of the same device. The errors
+    /// come from rows with an oracle: the error of plain f32 arithmetic (`naive`) and the error of the device's f32
+    /// result (`wide`), which may be wrong itself. The magnitudes come from `rows`. If magnitudes decrease over the
+    /// rows, as under a causal mask, compare the rows in bands of similar magnitude.
     pub fn beside(dtype: Dtype, naive: &Comparison, wide: &Comparison, rows: &Comparison) -> Self {
         let u = dtype.unit_roundoff();
         Self {
@@ -141,25 +141,25 @@ impl Limit {
         }
     }
 
-    /// The largest error of o that is accepted.
+    /// The largest accepted error of o.
     pub fn o_abs(&self) -> f64 {
         self.o_abs
     }
 
-    /// The largest Frobenius norm of the error of o that is accepted, relative to that of the answer.
+    /// The largest accepted Frobenius norm of the error of o, relative to the norm of the answer.
     pub fn o_relative(&self) -> f64 {
         self.o_relative
     }
 
-    /// The largest error of a log-sum-exp that is accepted.
+    /// The largest accepted error of a log-sum-exp.
     pub fn lse_abs(&self) -> f64 {
         self.lse_abs
     }
 
-    /// Why passing this limit would mean nothing on the answer compared, if so.
+    /// The reason why this limit proves nothing about the compared answer. `None` if it proves something.
     fn vacuous_for(&self, comparison: &Comparison) -> Option<Vacuous> {
         let signal = comparison.rms_signal;
-        // Rows that see no key, and NaN, are exact in any case; where there is nothing else no limit is used.
+        // Rows without a visible key, and NaN, are always exact. If there are no other values, no limit is used.
         if comparison.finite_values > 0 && self.o_abs > SIGNAL_FRACTION * signal {
             return Some(Vacuous::Output { limit: self.o_abs, rms_signal: signal });
         }
@@ -181,7 +181,7 @@ impl fmt::Display for Limit {
     }
 }
 
-/// A limit too wide to tell right from wrong.
+/// A limit that is too wide to separate right answers from wrong answers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Vacuous {
@@ -224,11 +224,11 @@ impl fmt::Display for Vacuous {
     }
 }
 
-/// The negative-control rule: with the feature taken out, the error must be more than 100 times (f16, bf16: 10
-/// times) the tolerance `2 · with_feature_error + a`, or the inputs cannot show the feature.
+/// The negative-control rule. Without the feature, the error must be more than 100 times (f16, bf16: 10 times)
+/// the tolerance `2 · with_feature_error + a`. Otherwise the inputs cannot show the feature.
 ///
-/// Errors are `max_abs_error` of two comparisons with the same oracle rows. Returns how many times the tolerance
-/// the error is; ∞ where NaN shows it.
+/// Errors are `max_abs_error` of two comparisons with the same oracle rows. Returns the error divided by the
+/// tolerance, or ∞ if NaN shows the feature.
 pub fn discriminates(
     with_feature_error: f64,
     without_feature_error: f64,
@@ -237,7 +237,7 @@ pub fn discriminates(
     let tolerance = 2.0 * with_feature_error + additive(dtype);
     let ratio = without_feature_error / tolerance;
     let required = control_factor(dtype);
-    // Written so that a NaN or an infinite tolerance is not accepted.
+    // This form of the condition does not accept a NaN or an infinite tolerance.
     if tolerance.is_finite() && ratio > required {
         Ok(ratio)
     } else {
@@ -250,7 +250,7 @@ pub fn discriminates(
 pub struct Indistinct {
     /// Error without the feature, in tolerances.
     pub ratio: f64,
-    /// What it must exceed.
+    /// The ratio must exceed this number.
     pub required: f64,
     /// The tolerance.
     pub tolerance: f64,

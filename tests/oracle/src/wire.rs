@@ -1,5 +1,5 @@
-//! What keys and values become on the wire, a second time and in f64: what rounding costs one device, and what a backend
-//! that rounds is held to. Shares no code with the product.
+//! A second implementation of the wire formats, in f64. It gives the error of the rounding on one device, and the
+//! expected result for backends that round. Shares no code with the product.
 
 use half::{bf16, f16};
 
@@ -11,8 +11,8 @@ pub const TOGETHER: usize = 64;
 /// `[batch, tokens, heads, dim]`.
 pub type Shape = [usize; 4];
 
-/// Rounds keys as 8-bit codes do: a scale for each batch entry, head and channel over [`TOGETHER`] tokens of each of `lists`,
-/// which are what travels together. Tokens on no list stay as they are.
+/// Rounds keys in the same way as 8-bit codes: a scale for each batch entry, head and channel over [`TOGETHER`] tokens
+/// of each of `lists`. The tokens of a list are sent together. Tokens that are on no list do not change.
 pub fn int8_keys(keys: &mut [f32], shape: Shape, lists: &[Vec<u32>]) {
     let [batch, tokens, heads, dim] = shape;
     assert_eq!(keys.len(), batch * tokens * heads * dim, "keys of {shape:?}");
@@ -27,7 +27,7 @@ pub fn int8_keys(keys: &mut [f32], shape: Shape, lists: &[Vec<u32>]) {
     }
 }
 
-/// Rounds values as 8-bit codes do: a scale for each batch entry, token and head.
+/// Rounds values in the same way as 8-bit codes: a scale for each batch entry, token and head.
 pub fn int8_values(values: &mut [f32], shape: Shape, lists: &[Vec<u32>]) {
     let [batch, tokens, heads, dim] = shape;
     assert_eq!(values.len(), batch * tokens * heads * dim, "values of {shape:?}");
@@ -65,12 +65,12 @@ pub fn f16_each(numbers: &mut [f32]) {
     numbers.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32());
 }
 
-/// Rounds everything with one scale: what no format here does.
+/// Rounds all numbers with one scale. No format of the product does this.
 pub fn int8_with_one_scale(numbers: &mut [f32]) {
     round_together(numbers, &(0..numbers.len()).collect::<Vec<_>>());
 }
 
-/// The scale of these numbers: the largest finite magnitude over 127, 0 where that is no normal f32.
+/// The scale of these numbers: the largest finite magnitude divided by 127, or 0 if this is not a normal f32.
 pub fn scale_of(numbers: impl Iterator<Item = f32>) -> f64 {
     let largest = numbers.filter(|x| x.is_finite()).map(|x| f64::from(x).abs()).fold(0.0, f64::max);
     if largest / 127.0 < f64::from(f32::MIN_POSITIVE) { 0.0 } else { largest / 127.0 }
@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn by_hand() {
-        // One head of 8 channels, 2 tokens on a list and one that is not.
+        // One head of 8 channels. 2 tokens are on a list, and one token is not.
         let mut keys: Vec<f32> = vec![0.0; 24];
         (keys[0], keys[8], keys[16]) = (127.0, 0.6, 0.6);
         (keys[1], keys[9]) = (0.6, f32::NAN);

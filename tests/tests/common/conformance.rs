@@ -1,4 +1,4 @@
-//! What every backend must do, as claims.
+//! The requirements on every backend, as claims.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -90,8 +90,9 @@ pub fn dense_world(problem: &AttentionProblem) -> World {
 }
 
 async fn dense_cases<B: Backend>(backend: &B, who: &str, dtype: Dtype) {
-    // A software driver compiles a kernel in a second: of the 16-bit types every second case, different ones for each. They
-    // differ from f32 in how elements are read, which every kernel's own tests try at every head dim.
+    // A software driver needs a second to compile a kernel. So each 16-bit type runs every second case, and the two
+    // types run different cases. They differ from f32 only in the reading of elements. The kernels' own tests check
+    // this at every head dim.
     let sparse = dtype != Dtype::F32 && backend.info().class == DeviceClass::SoftwareGpu;
     let (offset, step) = if sparse { (dtype as usize % 2, 2) } else { (0, 1) };
     for case in chosen_cases(backend.info()).skip(offset).step_by(step) {
@@ -101,7 +102,7 @@ async fn dense_cases<B: Backend>(backend: &B, who: &str, dtype: Dtype) {
     }
 }
 
-/// All ranks of a world on one backend: their futures take turns on this thread.
+/// Runs all ranks of a world on one backend. Their futures take turns on this thread.
 pub async fn run_together<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> Whole {
     let group = in_process_group(world.mesh.world());
     let options = options();
@@ -119,7 +120,7 @@ pub async fn run_together<B: Backend>(backend: &B, world: &World, prepared: &Pre
 
 async fn on_mesh<B: Backend>(backend: &B, who: &str, ulysses: u32, ring: u32) {
     for dtype in Dtype::ALL {
-        // Every third case, another third for each dtype: the arithmetic is checked on all of them above.
+        // Every third case, a different third for each dtype. The test above checks the arithmetic on all cases.
         let offset = dtype as usize;
         for case in chosen_cases(backend.info()).skip(offset).step_by(3) {
             let prepared = Prepared::new(case, dtype);
@@ -165,7 +166,7 @@ async fn no_leaks<B: Backend>(backend: &B, who: &str) {
 }
 
 async fn nan_in_bias<B: Backend>(backend: &B, who: &str) {
-    // A software driver compiles a kernel in a second, and dtypes differ only in how a bias is read.
+    // A software driver needs a second to compile a kernel, and dtypes differ only in the reading of a bias.
     let few = backend.info().class == DeviceClass::SoftwareGpu;
     for dtype in Dtype::ALL {
         let biased = |case: &Case| case.poison.is_empty() && case.pairs.is_some_and(|pairs| pairs.bias);
@@ -250,8 +251,8 @@ async fn bytes_come_back<B: Backend>(backend: &B, who: &str) {
     }
 }
 
-/// Every kind of number there is, to 16 bits and back, from the middle of a buffer. What is subnormal in f16 may be
-/// flushed where it is read.
+/// Converts every kind of number to 16 bits and back, from the middle of a buffer. A read may flush numbers that are
+/// subnormal in f16 to zero.
 async fn conversions<B: Backend>(backend: &B, who: &str) {
     let mut numbers: Vec<f32> = vec![
         0.0,
@@ -336,7 +337,7 @@ async fn repack_is_exact<B: Backend>(backend: &B, who: &str) {
 }
 
 async fn absurd_memory<B: Backend>(backend: &B, who: &str) {
-    // Where addresses have 32 bits, a little less.
+    // A smaller size on machines with 32-bit addresses.
     for bytes in [usize::try_from(1_u64 << 46).unwrap_or(3 << 30), usize::MAX & !3] {
         match backend.alloc("absurd", bytes) {
             Err(Error::OutOfMemory { asked_bytes, .. }) => assert_eq!(asked_bytes, bytes as u64, "{who}"),
@@ -344,7 +345,7 @@ async fn absurd_memory<B: Backend>(backend: &B, who: &str) {
             Ok(_) => panic!("{who}: {bytes} bytes were given"),
         }
     }
-    // And it still works.
+    // The backend still works afterwards.
     bytes_come_back(backend, who).await;
 }
 

@@ -1,4 +1,4 @@
-//! Runs that are interrupted at given steps, and finished by the survivors.
+//! Runs that are interrupted at given steps. The survivors finish them.
 
 use std::sync::{Arc, Condvar, Mutex};
 
@@ -11,14 +11,14 @@ use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_
 
 use super::{DEADLINE, Whole, options};
 
-/// What a rank has on its device after the abort of its group.
+/// The contents of a rank's device after the abort of its group.
 pub struct CutOff<B: Backend> {
     pub inputs: Inputs<B::Buffer>,
     pub carryover: Carryover<B::Buffer>,
 }
 
-/// The steps that each rank of `world` has done, when `choose` schedules them: it gets the ranks that can continue,
-/// and returns the index of one of them, or `None` to end.
+/// The number of steps that each rank of `world` has done if `choose` schedules the ranks. `choose` gets the ranks that
+/// can continue, and returns the index of one of them, or `None` to end.
 pub fn reach(world: &World, mut choose: impl FnMut(&[u32]) -> Option<usize>) -> Vec<usize> {
     let mut at = vec![0; world.plans.len()];
     loop {
@@ -34,7 +34,7 @@ pub fn reach(world: &World, mut choose: impl FnMut(&[u32]) -> Option<usize>) -> 
     }
 }
 
-/// Whether a rank's next step can be done: a wait ends when the other side has posted.
+/// Whether a rank can do its next step. A wait ends when the peer has posted its side of the exchange.
 fn can_go_on(world: &World, plan: &kyklos::plan::Plan, at: &[usize]) -> bool {
     match plan.steps.get(at[plan.rank as usize]) {
         None => false,
@@ -91,8 +91,8 @@ impl Observer for Gate {
     }
 }
 
-/// Runs `world` until every rank is before its step of `steps`, and loses `culprit` there. Returns the state of each,
-/// including the lost one.
+/// Runs `world` until every rank is before its step of `steps`, and then loses `culprit`. Returns the state of each
+/// rank, including the lost one.
 pub fn cut_off<B>(
     world: &World,
     tensors: &Tensors,

@@ -20,7 +20,7 @@ pub struct Broken(pub CpuBackend, pub Fault);
 pub enum Fault {
     /// Adds the blocks of a running state as if their maxima were equal.
     WithoutRescale,
-    /// Decodes int8 keys with the scales of other tokens.
+    /// Decodes int8 keys with wrong scales: the scales belong to other tokens.
     ScalesOfOthers,
 }
 

@@ -8,10 +8,10 @@ use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 use super::conformance::{dense_world, run_alone, run_together};
 use super::{Prepared, Whole};
 
-/// A split of a world: mesh, tokens of its ranks (even where none are given), placement, strategy.
+/// A split of a world: mesh, tokens of each rank (an empty list means an even split), placement, strategy.
 pub type Shared = ((u32, u32), &'static [u32], PlacementKind, Strategy);
 
-/// A case of `tokens` tokens that `of` changes.
+/// A case of `tokens` tokens. `of` changes it.
 pub fn case(name: &'static str, tokens: usize, mask: OracleMask, of: impl FnOnce(&mut Case)) -> Case {
     let problem = OracleProblem {
         batch: 1,
@@ -31,7 +31,7 @@ pub fn case(name: &'static str, tokens: usize, mask: OracleMask, of: impl FnOnce
     case
 }
 
-/// Four tiles and a part of one, over ranks with different numbers of tiles.
+/// Four tiles and a partial tile, over ranks with different numbers of tiles.
 pub const UNEVEN: [Shared; 4] = [
     ((1, 2), &[512, 576], PlacementKind::Contiguous, Strategy::Ring),
     ((1, 3), &[256, 768, 64], PlacementKind::Contiguous, Strategy::Bidirectional),

@@ -33,7 +33,7 @@ pub use threads::run_world;
 /// Long enough for a loaded machine, short enough that a hang is a failure.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// The one head dim whose cases run on GPUs, where a driver compiles a kernel for seconds. 0 runs all.
+/// Only cases of this head dim run on GPUs, because a driver needs seconds to compile a kernel. 0 runs all cases.
 pub static ONLY_HEAD_DIM: AtomicUsize = AtomicUsize::new(0);
 
 /// The cases that run on a device.
@@ -46,7 +46,7 @@ pub fn chosen_cases(device: &DeviceInfo) -> impl Iterator<Item = Case> + use<> {
 pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
     let oracle = &case.problem;
     let small = |n: usize| u32::try_from(n).unwrap();
-    // The notation is what both sides share.
+    // The product and the oracle share only the notation.
     let mask: Mask = oracle.mask.to_string().parse().unwrap();
     let shape = [oracle.batch, oracle.kv_len, oracle.q_heads, oracle.kv_heads, oracle.head_dim].map(small);
     AttentionProblem::new(shape, dtype, mask)
@@ -84,7 +84,7 @@ impl Prepared {
 
     fn typed<E: Element + bytemuck::Pod>(case: Case, dtype: Dtype) -> Self {
         let problem = problem_of(&case, dtype);
-        // The oracle takes the numbers that the product gets: its f32 scale and softcap.
+        // The oracle takes the same numbers as the product: the f32 scale and softcap.
         let oracle = OracleProblem {
             scale: f64::from(problem.scale),
             softcap: problem.softcap.map(f64::from),
@@ -152,7 +152,7 @@ fn stored_pairs<E: Element + bytemuck::Pod>(case: &Case, inputs: &PairInputs<E>)
     stored.into()
 }
 
-/// Rows that see a NaN or ∞ have a test of their own: everything else about them is unspecified.
+/// Rows without a visible NaN or ∞. The other rows have their own test, because their values are mostly unspecified.
 fn rows_to_judge(case: &Case, oracle: &OracleProblem) -> Vec<RowId> {
     oracle.row_ids().into_iter().filter(|id| !case.sees_poison(*id)).collect()
 }
@@ -184,7 +184,7 @@ impl Whole {
     pub fn new(world: &World) -> Self {
         let problem = &world.problem;
         let rows = problem.batch as usize * problem.q_heads as usize * problem.q_len as usize;
-        // Poisoned: elements that no rank writes show.
+        // Poison: it makes elements visible that no rank writes.
         Self { o: vec![0xFF; layouts(world).0.bytes()], lse: vec![f32::NAN; rows] }
     }
 

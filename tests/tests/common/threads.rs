@@ -1,4 +1,4 @@
-//! Ranks on threads, which a browser does not have.
+//! Ranks on threads. A browser has no threads.
 
 use std::sync::Arc;
 

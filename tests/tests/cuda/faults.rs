@@ -46,7 +46,7 @@ pub fn scenarios() -> Vec<Scenario> {
     all
 }
 
-/// Planted bugs, which a check or the fake driver must find.
+/// Planted bugs. A check or the fake driver must find each of them.
 fn planted() -> Vec<Scenario> {
     // Stream 0: kernels, 1: copies to the device, 2: copies to the host.
     let without_waits = |seed: u64, kind: u64| {
@@ -71,8 +71,8 @@ fn planted() -> Vec<Scenario> {
     all
 }
 
-/// A context that is destroyed during the work: every call and every future returns the first error, and the other device still
-/// works.
+/// A context that is destroyed during the work. Every call and every future returns the first error, and the other
+/// device still works.
 fn endings() -> Vec<Scenario> {
     let ends = [
         (
@@ -146,7 +146,7 @@ fn memory() -> Vec<Scenario> {
             let held = mib(40).unwrap();
             assert_eq!(allowed(mib(32)), (32, 24));
             drop(held);
-            // The first buffer's memory is freed for one of another size, though the device may still use it.
+            // The memory of the first buffer is freed for a buffer of another size, while the device may still use it.
             let mut some = mib(14).unwrap();
             backend.write(&mut some, 0, &[7; 1 << 20]).unwrap();
             drop(some);
@@ -239,7 +239,8 @@ fn refusals() -> Vec<Scenario> {
                 let mut short = backend.alloc("short", 32).unwrap();
                 let request =
                     |result: Result<()>| assert!(matches!(result, Err(Error::Request { .. })), "{result:?}");
-                // Pairs of types without a kernel, a beginning that is no multiple of 8, and more elements than either buffer has.
+                // Pairs of types without a kernel, a first element that is not a multiple of 8, and more elements than
+                // either buffer has.
                 for (first, dtype, tokens) in [
                     (0, Dtype::Bf16, 1),
                     (0, Dtype::F16, 1),
@@ -277,7 +278,7 @@ fn refusals() -> Vec<Scenario> {
     ]
 }
 
-/// The second launch never ends. A copy of a buffer that was written before is done nevertheless.
+/// The second launch never ends. A copy of a buffer from before the launch still completes.
 fn overlap() {
     let options = CudaOptions { stuck_after: Duration::from_secs(3), ..CudaOptions::default() };
     let backend = CudaBackend::with_options(0, &options).unwrap();
@@ -288,7 +289,7 @@ fn overlap() {
     backend.repack((&keys, rows), (&mut copied, rows), extent).unwrap();
     backend.repack((&keys, rows), (&mut copied, rows), extent).unwrap();
     assert_eq!(block_on(backend.download(&mut keys, 0..4096)).unwrap(), &[9; 4096][..]);
-    // So is a copy to the device.
+    // A copy to the device also completes.
     let mut more = backend.upload("keys", Bytes::from_static(&[5; 4096])).unwrap();
     assert_eq!(block_on(backend.download(&mut more, 4000..4096)).unwrap(), &[5; 96][..]);
     assert!(block_on(backend.wait()).unwrap_err().to_string().contains("hangs"));
@@ -322,7 +323,7 @@ fn orders_overlapping_operations() {
     }
 }
 
-/// Starts itself again: each process gets the cache folder by its environment.
+/// Starts this program again. Each process gets the cache folder through its environment.
 fn kernel_cache() {
     const FOLDER: &str = "KYKLOS_TEST_CODE";
     let open = |folder: &str| {

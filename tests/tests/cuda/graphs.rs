@@ -57,7 +57,7 @@ pub fn scenarios() -> Vec<Scenario> {
         Scenario::new("forgets the least recently used sequence", "delay_us=0", || {
             let backend = open();
             let mut sequences = Distinct::new(&backend);
-            // Each sequence repeats after it was forgotten.
+            // The cache has already dropped each sequence when it repeats.
             (0..2 * 257).for_each(|n| sequences.submit(&backend, n % 257));
         }),
         &["0 graphs made"],
@@ -96,8 +96,8 @@ fn order() -> Vec<Scenario> {
     all
 }
 
-/// If the driver refuses a graph, its error is returned, also by later operations on the buffers that the graph was to write. All
-/// else still works.
+/// If the driver refuses a graph, its error is returned. Later operations on the buffers that the graph should write
+/// return it too. Everything else still works.
 fn faults() -> Vec<Scenario> {
     let refused = [
         (
@@ -133,7 +133,7 @@ fn faults() -> Vec<Scenario> {
                     for word in ["cuda:0", operation, call, "CUDA_ERROR_OUT_OF_MEMORY (2)"] {
                         assert!(text.contains(word), "{text}");
                     }
-                    // The buffer's contents are not taken for a result.
+                    // The buffer's contents must not count as a result.
                     assert_eq!(block_on(backend.download(&mut state.a, 0..4)).unwrap_err(), error);
                     assert_eq!(state.submit(&backend, 1.0).unwrap_err(), error);
                     drop(state);
@@ -169,7 +169,7 @@ fn faults() -> Vec<Scenario> {
     all
 }
 
-/// Launches that are deferred, and launches that must not be.
+/// Launches that are deferred, and launches that must not be deferred.
 fn deferred() -> Vec<Scenario> {
     // The process ends without another call, so a deferred launch is never submitted.
     let mut reset = Scenario::new("defers the reset of a state", "", || {
@@ -262,7 +262,7 @@ impl Accumulator {
         backend.reset_state(&mut state).unwrap();
     }
 
-    /// The other state has seen one key with this value, and afterwards this state has too.
+    /// The other state has seen one key with this value. Afterwards this state has seen it too.
     fn submit(&mut self, backend: &CudaBackend, value: f32) -> Result<()> {
         let floats =
             |values: Vec<f32>| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>();
@@ -348,7 +348,7 @@ impl Token {
         Self { tensors, a: alloc(DECODED.a_bytes()), ml: alloc(DECODED.ml_bytes()) }
     }
 
-    /// Resets the state and attends over made-up tensors of this seed. Does not wait for the device.
+    /// Resets the state and attends over generated tensors of this seed. Does not wait for the device.
     pub fn attend(&mut self, backend: &CudaBackend, seed: u64) -> Result<()> {
         for (index, id) in [TensorId::Q, TensorId::K, TensorId::V].into_iter().enumerate() {
             let mut numbers = vec![bf16::ZERO; Self::ELEMENTS[index]];

@@ -1,4 +1,4 @@
-//! Scenarios: the settings of the fake driver, what runs on it, and how the process must end.
+//! Scenarios: the settings of the fake driver, the work on it, and the expected end of the process.
 
 use std::process::{Command, Output};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub const CHOSEN: &str = "KYKLOS_CUDA_SCENARIO";
 const FAILED_CHECK: i32 = 101;
 /// Exit code of a process in which the fake driver found a misuse of the API.
 const MISUSE: i32 = 86;
-/// Exit code of a process in which objects of the fake driver were left at exit.
+/// Exit code of a process that did not free all objects of the fake driver.
 const LEAK: i32 = 87;
 
 #[derive(Clone)]
@@ -34,14 +34,15 @@ pub struct Scenario {
     pub says_not: &'static [&'static str],
 }
 
-/// How the process of a scenario must end.
+/// The expected end of a scenario's process.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Ends {
-    /// All checks pass, no object is left at exit, the API is not misused, and no copy is from or to pageable memory.
+    /// All checks pass, all objects are freed at exit, the API is not misused, and no copy is from or to pageable
+    /// memory.
     Well,
     /// A check fails, or the fake driver finds a misuse: a bug was planted.
     Failing,
-    /// The fake driver finds objects that are left at exit.
+    /// The fake driver finds objects that are not freed at exit.
     LeavingSomething,
 }
 
@@ -94,8 +95,9 @@ fn words(output: &Output) -> String {
     [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()).concat()
 }
 
-/// The conformance suite of all backends, each claim with a seed of its own for the delays of streams: on Hopper; the claims that
-/// use most kernels on an older device; conversions on both. The fixed order runs in bf16 only: in f32 it takes two minutes.
+/// The conformance suite of all backends. Each claim has its own seed for the delays of streams. All claims run on
+/// Hopper. The claims that use the most kernels also run on an older device. Conversions run on both. The fixed order
+/// runs in bf16 only: in f32 it takes two minutes.
 pub fn suite() -> Vec<Scenario> {
     let claims = checks::<CudaBackend>().into_iter().enumerate();
     let has = |claim: &str, words: &[&str]| words.iter().any(|word| claim.contains(word));

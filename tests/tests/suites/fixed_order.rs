@@ -1,4 +1,4 @@
-//! Sums in a fixed order over every strategy and mask, on the CPU backend; the shared suite runs one case of it on
+//! Sums in a fixed order over every strategy and mask, on the CPU backend. The shared suite runs one of these cases on
 //! every backend.
 
 use crate::common::Prepared;
@@ -19,13 +19,14 @@ const EVEN: [Shared; 7] = [
     ((4, 1), &[], PlacementKind::Contiguous, Strategy::Ulysses),
     ((1, 4), &[], PlacementKind::Contiguous, Strategy::Line),
     ((2, 2), &[], PlacementKind::Contiguous, Strategy::Unified),
-    // Tiles that are apart in the sequence arrive at one rank together.
+    // Tiles that are far apart in the sequence arrive at one rank in the same message.
     ((1, 3), &[0, 512, 512], PlacementKind::Zigzag, Strategy::Bidirectional),
-    // Shards whose halves are a tile.
+    // Shards of two tiles: half a shard is a tile.
     ((4, 2), &[], PlacementKind::Contiguous, Strategy::Relay),
 ];
 
-/// Shards of one tile, which has no halves, and of three and a part, in pieces that do not end at tiles.
+/// A shard of one tile cannot be divided in halves. The other shard has three tiles and a partial one, in pieces that
+/// do not end at tiles.
 const RELAYED: [Shared; 1] =
     [((4, 2), &[256, 0, 0, 0, 300, 300, 132, 100], PlacementKind::Contiguous, Strategy::Relay)];
 
@@ -83,7 +84,7 @@ fn options_keep_the_same_bytes() {
         });
         check(pairs, &EVEN);
     }
-    // Few queries, late in the sequence: kernels for few queries must not be chosen.
+    // Few queries, late in the sequence: the backend must not choose kernels for few queries.
     let few = case("few queries", 1024, OracleMask::causal(), |case| {
         case.problem.q_len = 6;
         case.problem.q_offset = 1018;
@@ -105,7 +106,7 @@ fn without_a_fixed_order_bytes_differ() {
     let together = pollster::block_on(run_together(&backend, &ring(false), &prepared));
     assert!(alone.o != together.o);
 
-    // Two tiles that swap places in the tree show too.
+    // The bytes also change if two tiles swap their places in the tree.
     let in_order = prepared.problem.clone().with_fixed_order(true).unwrap();
     let mut world = dense_world(&in_order);
     let order = pollster::block_on(run_alone(&backend, &world, &prepared));
@@ -144,7 +145,7 @@ fn shards_off_the_grid_are_refused_with_what_would_fit() {
     ] {
         let refused = plan(tokens, mesh, kind, &Split::Even, strategy).unwrap_err();
         assert!(refused.is_request(), "{refused}");
-        // The proposed token counts do fit.
+        // The token counts that the message proposes are valid.
         let text = refused.to_string();
         let Error::Request { remedy: Remedy::UseTokens(counts), .. } = refused else {
             panic!("no counts in: {text}");

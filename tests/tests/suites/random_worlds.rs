@@ -78,7 +78,7 @@ proptest! {
         let mut weights: Vec<f64> = weights[..mesh.world() as usize].iter().map(|weight| f64::from(*weight)).collect();
         weights[0] += 1.0;
         let run = |mesh: Mesh, split: Split| {
-            // Dense, ring and Ulysses are what unified is on their meshes.
+            // Dense, ring and Ulysses equal unified on their meshes.
             let known = &Strategy::ALL[3..];
             let drawn = known[(seed / 11 % known.len() as u64) as usize];
             let round = if drawn.accepts(mesh).is_ok() { drawn } else { Strategy::Unified };
@@ -90,8 +90,8 @@ proptest! {
         };
         let alone = prepared.judge(&run(Mesh::new(1, 1).unwrap(), Split::Even), "cpu alone");
         let together = prepared.judge(&run(mesh, Split::Weights(weights)), "cpu together");
-        // A few rows over many keys have a small output, and a limit that is large beside it judges nothing: those are
-        // left to the curated cases.
+        // A few rows over many keys have a small output. A limit that is large compared with the output proves nothing.
+        // The curated cases check such rows.
         let vacuous = |failure: &Failure| matches!(failure.cause, Cause::Vacuous(_));
         let who = format!("{mesh} {kind} {dtype} {}", prepared.problem.mask);
         if let Err(failure) = alone.within(&prepared.dense_limit()) {

@@ -7,7 +7,7 @@ use kyklos::simulate::{
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_world};
 use proptest::prelude::{any, prop, prop_assert, prop_assert_eq, proptest};
 
-/// Devices of 100 GFLOP/s, one a host, with free copies.
+/// Devices of 100 GFLOP/s, one per host. Copies take no time.
 fn cluster(link: &str, more: &str) -> Cluster {
     let text = format!(
         r#"
@@ -75,7 +75,7 @@ fn compute_of_all_ranks_is_the_work_over_the_rate_whatever_the_mesh_mask_and_pla
 fn a_hop_under_compute_costs_nothing_and_a_slow_one_costs_all() {
     let world = full([1, 8]);
     let free = simulate(&world, &fast()).unwrap();
-    // A block of 512 tokens takes 5.4 ms to attend to, and 2 MiB to send.
+    // For a block of 512 tokens, attention takes 5.4 ms and the message has 2 MiB.
     let hidden = simulate(&world, &cluster("gb_per_s = 0.5\nlatency_us = 10", "")).unwrap();
     assert!(close(free.wall_ns as f64, hidden.wall_ns as f64), "{} {}", free.wall_ns, hidden.wall_ns);
     assert!(hidden.overlap() > 0.999);
@@ -94,12 +94,12 @@ fn int8_codes_send_fewer_bytes_and_cost_copies() {
     let coded = coded.unwrap();
     let slow = cluster("gb_per_s = 0.01\nlatency_us = 10", "");
     let (before, after) = (simulate(&exact, &slow).unwrap(), simulate(&coded, &slow).unwrap());
-    // Of 8 heads and 512 tokens: a byte for each element, a scale for each channel of 64 keys and for each value.
+    // 8 heads and 512 tokens: a byte for each element, a scale for each channel of 64 keys, and a scale for each value.
     let block = 8.0 * (2.0 * 512.0 * 64.0 + 8.0 * 64.0 * 4.0 + 512.0 * 4.0);
     let last_ns = after.ranks[0].compute_ns as f64 / 8.0;
     assert!(close(after.wall_ns as f64, 7.0 * block / 0.01 + last_ns), "{}", after.wall_ns);
     assert!(after.wall_ns * 3 < before.wall_ns);
-    // One conversion there and seven back, each a copy of half of both sides.
+    // One conversion to int8 and seven conversions back. Each counts as a copy of half of both sides.
     let text = slow.to_toml().unwrap();
     let copying = text.replace("copy_gb_per_s = 1000000000.0", "copy_gb_per_s = 1.0");
     assert_ne!(text, copying);
@@ -110,7 +110,8 @@ fn int8_codes_send_fewer_bytes_and_cost_copies() {
 
 #[test]
 fn running_states_have_a_rate_of_their_own() {
-    // One rank: its state is made (written twice and read), then read for an output of about the same size.
+    // One rank: attention writes the state twice and reads it. Then the state is read for an output of about the same
+    // size.
     let alone = world([1, 512, 8, 8, 64], Mask::full(), [1, 1], PlacementKind::Contiguous);
     let text = fast().to_toml().unwrap();
     let slower = text.replace("copy_gb_per_s = 1000000000.0", "copy_gb_per_s = 1e9\nstate_gb_per_s = 1.0");
@@ -204,7 +205,7 @@ fn ranks_that_share_a_device_share_its_speed_and_pay_for_carrying_messages() {
     let (free, paid) = (on_one(0.0), on_one(1.0));
     let dense = simulate(&full([1, 1]), &fast()).unwrap();
     assert!(close(free.wall_ns as f64, dense.wall_ns as f64));
-    // Three hops of four blocks of 4 MiB, and both their ends are here.
+    // Three hops of four blocks of 4 MiB. Sender and receiver are both on this host.
     let carried_ns = 12.0 * 2.0 * 1024.0 * 8.0 * 64.0 * 4.0 * 2.0;
     let more = (paid.wall_ns - free.wall_ns) as f64;
     assert!(close(more, carried_ns), "{more} {carried_ns}");
@@ -317,18 +318,18 @@ fn wall_s(ulysses: u32, ring: u32) -> f64 {
     predict(&wan(), candidate, &Split::Even, &cluster).expect("written to fit").wall_s()
 }
 
-/// maxdiffusion #430, seconds a step of 40 layers: 4 devices U2R2 2.74 and U4 3.06; 8 devices U4R2 1.595 and U8 1.590;
-/// 16 devices U8R2, since it wants U to divide the 40 heads. Only attention is simulated.
+/// maxdiffusion #430, seconds per step of 40 layers: 4 devices U2R2 2.74 and U4 3.06; 8 devices U4R2 1.595 and U8
+/// 1.590; 16 devices U8R2, because maxdiffusion requires that U divides the 40 heads. Only attention is simulated.
 #[test]
 fn orderings_published_for_tpu_v7x_come_out_of_the_description_that_is_like_it() {
     let (two_by_two, four) = (wall_s(2, 2), wall_s(4, 1));
     assert!(two_by_two < 0.95 * four, "U2R2 {two_by_two}, U4 {four}");
-    // What U4 loses in a step, 0.32 s published, in 40 layers.
+    // The loss of U4 in a step of 40 layers. The published loss is 0.32 s.
     let lost_s = 40.0 * (four - two_by_two);
     assert!((0.16..0.64).contains(&lost_s), "{lost_s}");
     let (four_by_two, eight) = (wall_s(4, 2), wall_s(8, 1));
     assert!((four_by_two / eight - 1.0).abs() < 0.05, "U4R2 {four_by_two}, U8 {eight}");
-    // Here U16 runs, with 3 heads on some ranks and 2 on others, and loses by that.
+    // In this library U16 can run, with 3 heads on some ranks and 2 on others. It is slower because of this imbalance.
     let (eight_by_two, sixteen) = (wall_s(8, 2), wall_s(16, 1));
     assert!(eight_by_two < 0.9 * sixteen, "U8R2 {eight_by_two}, U16 {sixteen}");
     let wanted = Wanted { ranks: 16, mesh: None, strategy: None, placement: None, split: Split::Even };
@@ -353,7 +354,7 @@ fn the_first_candidate_is_the_fastest_and_refused_ones_are_last_with_their_reaso
 
 #[test]
 fn a_long_ring_is_extrapolated_from_two_short_ones_within_a_few_percent() {
-    // Longer than what is walked. The walk itself is the judge.
+    // These rings are longer than the rings that the simulator walks. A full walk gives the expected result.
     for (strategy, ring, mask, placement) in [
         (Strategy::Ring, 256, Mask::full(), PlacementKind::Contiguous),
         (Strategy::Ring, 256, Mask::causal(), PlacementKind::Zigzag),
@@ -391,14 +392,15 @@ fn relay_is_faster_where_links_between_hosts_are_slow_and_not_where_all_are_alik
         let candidate = Candidate { strategy, mesh, placement: PlacementKind::Contiguous };
         predict(&problem, candidate, &Split::Even, cluster).unwrap().wall_s()
     };
-    // Hosts of 8, whose devices share one of the adapters.
+    // Hosts of 8 devices. The devices of a host share one adapter.
     let one_adapter = text_of("h100-infiniband.toml").replace("nic = \"adapter\"", "uplink = \"adapter\"");
     let hosts = Cluster::from_toml(&one_adapter).unwrap().grown_for(32).unwrap();
     for (kv_heads, share) in [(1, 0.75), (2, 0.75), (4, 0.85)] {
         let [unified, relay] = [Strategy::Unified, Strategy::Relay].map(|s| wall_s(kv_heads, &hosts, s));
         assert!(relay < share * unified, "{kv_heads} KV heads: relay {relay}, unified {unified}");
     }
-    // One device a host, and one port for all that it sends: much faster than what is computed under it, and slower.
+    // One device per host, with one port for all its messages. At the first rate the messages are much faster than the
+    // overlapped computation, at the second rate they are slower.
     for gb_per_s in [46, 4] {
         let alike = Cluster::from_toml(&format!(
             r#"
@@ -481,7 +483,7 @@ proptest! {
         }
         let carried: u64 = slow.links.iter().map(|link| link.bytes).sum();
         prop_assert_eq!(carried, checks.iter().map(|check| check.bytes_sent).sum::<u64>());
-        // Never slower with more bandwidth, and the same again.
+        // More bandwidth never makes a run slower, and a repeated simulation has the same result.
         let fast = simulate(&world, &cluster(&format!("gb_per_s = {}\nlatency_us = 5", gb_per_s * 4.0), "")).unwrap();
         prop_assert!(fast.wall_ns <= slow.wall_ns, "{} {}", fast.wall_ns, slow.wall_ns);
         prop_assert_eq!(&simulate(&world, &cluster(&format!("gb_per_s = {gb_per_s}\nlatency_us = 5"), "")).unwrap(), &slow);

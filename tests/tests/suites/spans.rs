@@ -36,7 +36,7 @@ struct Span {
     name: &'static str,
     parent: Option<usize>,
     fields: BTreeMap<&'static str, String>,
-    /// How often it is held; closed at none.
+    /// Number of holders. The span is closed when it is 0.
     holders: usize,
 }
 
@@ -114,7 +114,8 @@ fn ring() -> World {
     plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap()
 }
 
-/// Runs `world` on threads, and returns for each rank whether it succeeded and its spans, once all transports are dropped.
+/// Runs `world` on threads. After all transports are dropped, returns for each rank whether it succeeded, and its
+/// spans.
 fn run(world: &World, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer>) -> Vec<(bool, Vec<Span>)> {
     let problem = &world.problem;
     let zeros = |heads: u32| Bytes::from(vec![0; (problem.q_len * heads * problem.head_dim * 4) as usize]);
@@ -210,7 +211,7 @@ fn spans_of_an_operation_that_failed_are_closed() {
     let steps = &world.plan(Rank(1)).steps;
     let exchanges: Vec<usize> =
         (0..steps.len()).filter(|step| matches!(steps[*step], Step::Exchange { .. })).collect();
-    // Before anything is posted; and before the second exchange, when others have messages for it.
+    // The abort is before rank 1 posts anything, or before its second exchange, when other ranks have messages for it.
     for &at in &exchanges {
         let group = in_process_group(RANKS);
         let transport = Arc::clone(&group[1]);
@@ -225,7 +226,7 @@ fn spans_of_an_operation_that_failed_are_closed() {
             assert_eq!(open, [""; 0], "rank {rank} failed at step {at}");
         }
         let last = ranks[1].1.iter().rfind(|span| span.name == "step").unwrap();
-        // It continues until it needs the group.
+        // Rank 1 continues until it needs the group.
         assert!(last.number("index") >= at as u64);
     }
 }

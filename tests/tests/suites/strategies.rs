@@ -1,5 +1,5 @@
 //! Every strategy, placement and split, with every mask, against the oracle: `E_par <= 2·E_dense + a` at any world
-//! size, bytes as planned, and seeded bugs that the same comparison must catch.
+//! size. The bytes are as planned. The same comparison must find planted bugs.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::tolerance::{Comparison, discriminates};
 use kyklos_transport::{Rank, Transport, in_process_group};
 
-/// Strategies that run on `mesh`, but for dense, ring and Ulysses: those are unified by another name.
+/// Strategies that run on `mesh`, without dense, ring and Ulysses, which are special cases of unified.
 fn strategies_on(mesh: Mesh) -> Vec<Strategy> {
     let own = Strategy::ALL
         .into_iter()
@@ -31,13 +31,14 @@ fn run_on_cpu(world: &World, prepared: &Prepared) -> Whole {
     run_world(world, in_process_group(world.mesh.world()), &prepared.tensors, CpuBackend::new).0
 }
 
-/// Uneven weights for a world of `ranks`; from four ranks on, one of them has nothing.
+/// Uneven weights for a world of `ranks`. With four or more ranks, one rank has no tokens.
 fn uneven(ranks: u32) -> Split {
     Split::Weights((0..ranks).map(|rank| if rank == 3 { 0.0 } else { f64::from(1 + rank % 3) }).collect())
 }
 
 fn every_world_agrees(dtype: Dtype) {
-    // Cells are counted over all cases: a sample has every case, mesh, placement, split and strategy, not all together.
+    // Cells are counted over all cases. A sample has every case, mesh, placement, split and strategy, but not every
+    // combination.
     let (mut cell, step) = (dtype as usize, amount(7, 1));
     let mut occurred = BTreeSet::new();
     for case in cases() {
@@ -82,7 +83,7 @@ fn every_world_agrees(dtype: Dtype) {
             }
         }
     }
-    // All strategies but dense, ring and Ulysses; meshes, placements, splits.
+    // All strategies except dense, ring and Ulysses; meshes, placements, splits.
     assert_eq!(occurred.len(), Strategy::ALL.len() - 3 + 8 + PlacementKind::ALL.len() + 2, "{occurred:?}");
 }
 
@@ -123,8 +124,8 @@ fn ranks_send_exactly_what_their_plans_say() {
     }
 }
 
-/// A rank that computes for long differs from a stuck one: it beats at every piece of attention, and its work is open in every
-/// step but a wait.
+/// A rank that computes for a long time differs from a stuck rank. It reports progress at every piece of attention, and
+/// its work is open in every step except a wait.
 #[test]
 fn a_rank_beats_at_every_piece_and_its_work_ends_with_it() {
     let prepared = case("six query heads in groups of two");
@@ -199,7 +200,7 @@ fn sockets_and_channels_give_the_same_bytes() {
     }
 }
 
-/// Runs a world whose plans may be wrong, without the proof that would refuse it.
+/// Runs a world with possibly wrong plans. It skips the proof, because the proof would refuse these plans.
 fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
     let group: Vec<Arc<dyn Transport>> = in_process_group(world.mesh.world());
     let mut whole = Whole::new(world);
@@ -238,7 +239,7 @@ fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
     whole
 }
 
-/// A seeded bug must show by far more than the tolerance, or the suites above prove nothing.
+/// A planted bug must exceed the tolerance by far. Otherwise the suites above prove nothing.
 fn must_be_caught(prepared: &Prepared, right: &Comparison, broken: &Whole, bug: &str) {
     let wrong = prepared.judge(broken, bug);
     let limit = prepared.parallel_limit(right);
@@ -276,8 +277,8 @@ fn a_mask_that_is_off_by_one_is_caught() {
 #[test]
 fn a_block_under_the_wrong_owner_is_caught() {
     let (prepared, mut world, right) = controls(PlacementKind::Striped);
-    // Zigzag and contiguous blocks are visible whole or not at all, whichever rank owns them; striped ones have a diagonal.
-    // Rank 1 takes the block of the shard after it for that of the shard before it.
+    // Zigzag and contiguous blocks are completely visible or completely hidden, for every owner. Striped blocks have a
+    // diagonal. Rank 1 treats the block of the next shard as the block of the previous shard.
     let plan = &mut world.plans[1];
     let block = |name: &str| plan.buffers.iter().position(|buffer| buffer.name == name).unwrap();
     let (theirs, mistaken) = (block("kv of shard 2"), block("kv of shard 0"));

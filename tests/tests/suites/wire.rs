@@ -1,5 +1,5 @@
-//! Wire formats of keys and values: they cost what rounding costs one device and no more, values that
-//! are not finite reach exactly the rows that see them, and wrong scales are caught.
+//! Wire formats of keys and values. Their error is not larger than the error of the same rounding on one device.
+//! Non-finite values reach exactly the rows that see them. The suite finds wrong scales.
 
 use std::collections::BTreeSet;
 
@@ -51,7 +51,7 @@ fn case(name: &str, dtype: Dtype) -> Prepared {
     Prepared::new(case.unwrap_or_else(|| panic!("no case `{name}`")), dtype)
 }
 
-/// Tokens that are sent together in a world.
+/// Lists of tokens that a world sends together.
 fn lists(world: &World) -> Vec<Vec<u32>> {
     let buffers = world.plans.iter().flat_map(|plan| &plan.buffers);
     let sent = buffers.filter(|buffer| buffer.content == Content::WireKeyValue);
@@ -105,7 +105,7 @@ fn keys_on_the_wire_are_rounded_once_and_cost_no_more_than_that() {
                 let who = format!("{dtype} as {format}, {shared:?}");
                 let judged = prepared.judge(&run(&world, &prepared.tensors), &who);
                 judged.assert_within(&limit);
-                // Rounding 16-bit outputs hides much of it.
+                // The rounding of 16-bit outputs hides much of this error.
                 if dtype == Dtype::F32 {
                     let shows = 5.0 * unrounded.max_abs_error;
                     assert!(rounded.max_abs_error > 2.0 * shows, "{name} {who}: rounding shows");
@@ -130,8 +130,8 @@ fn keys_that_go_both_ways_are_converted_once_by_their_owner() {
     }
 }
 
-/// A case in which four channels of the keys are 16 times larger, and those of the queries 16 times smaller: the logits,
-/// and so the right result, are unchanged.
+/// A case with outliers. Four channels of the keys are 16 times larger, and the same channels of the queries are 16
+/// times smaller. So the logits and the right result do not change.
 fn with_outliers() -> Prepared {
     let mut prepared = case("two rows beyond four tiles", Dtype::F32);
     let dim = prepared.problem.head_dim as usize;
@@ -191,7 +191,7 @@ fn non_finite_values_show_in_the_rows_that_see_them_and_in_no_others() {
         };
         for shared in WORLDS {
             let world = world(&problem, shared);
-            // Neither non-finite values nor 0 influence a scale: all other codes are the same.
+            // Non-finite values and 0 do not influence a scale. All other codes are the same.
             let clean = run(&world, &with(0.0, 0.0));
             for (k, v) in [(f32::NAN, f32::INFINITY), (f32::NEG_INFINITY, f32::NAN)] {
                 let poisoned = run(&world, &with(k, v));

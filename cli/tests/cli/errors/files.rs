@@ -1,4 +1,4 @@
-//! Files that provoke refusals.
+//! Input files for the refusals.
 
 use std::collections::HashMap;
 use std::fs;

@@ -1,4 +1,4 @@
-//! Refusals for callers of the library, and errors of runs. Each is provoked.
+//! Refusals for callers of the library, and errors of runs. The tests cause each of them.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::Path;
@@ -56,7 +56,7 @@ fn task<'a>(world: &'a World, transport: Arc<dyn Transport>, q: Bytes) -> RankTa
 }
 
 fn entry(when: &str, sentence: impl ToString, means: &'static str) -> Entry {
-    // As the program prints it.
+    // The sentence as the program prints it.
     Entry { when: when.to_owned(), sentence: kyklos_cli::with_commands(&sentence.to_string()), means }
 }
 
@@ -132,7 +132,7 @@ pub(super) fn refusals() -> Vec<Entry> {
     ]
 }
 
-/// What can end a call that was accepted. Exit code 1.
+/// Errors that can end an accepted call. Exit code 1.
 pub(super) fn of_runs() -> Vec<Entry> {
     let pair = || {
         let mut group = in_process_group(2).into_iter();
@@ -166,7 +166,7 @@ pub(super) fn of_runs() -> Vec<Entry> {
     let in_a_run = std::thread::scope(|scope| {
         let hash = plan_hash(&world, &[]);
         scope.spawn(move || {
-            // Agrees, and is gone before it has sent anything, when the other one waits for that.
+            // This rank agrees. Then it closes before it sends a message, while its peer waits for one.
             let _ = pollster::block_on(goes.agree(Vote::Ready { plan_hash: hash }, Duration::from_secs(20)));
             std::thread::sleep(Duration::from_millis(500));
         });
@@ -186,7 +186,7 @@ pub(super) fn of_runs() -> Vec<Entry> {
         ),
         entry(
             "the same inside a run",
-            // Which of the messages under way is named then depends on who is woken first.
+            // The error names one of the pending messages. The choice depends on timing.
             in_a_run.to_string().split("; ").next().unwrap_or_default(),
             "A pending message follows, with the bytes that were transferred.",
         ),
@@ -232,13 +232,12 @@ pub(super) fn of_runs() -> Vec<Entry> {
     ]
 }
 
-/// What a backend gets between two pieces of a call that is cancelled.
+/// The error that a backend gets between two pieces of a cancelled call.
 fn cancelled() -> Error {
     Control::new(Arc::new(AtomicBool::new(true))).piece_done().unwrap_err()
 }
 
-/// Groups that do not form. Exit code 1.
-/// What a rank says that finds itself in its list.
+/// The error of a rank that finds its own key in the list of revoked keys.
 fn revoked(job: JobId, coordinator: SocketAddr, identity: Identity) -> String {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("revoked");
@@ -257,13 +256,14 @@ fn unreadable_list() -> String {
     error.replace(folder.path().to_str().unwrap(), "DIR")
 }
 
+/// Groups that do not form. Exit code 1.
 pub(super) fn of_groups() -> Vec<Entry> {
     let job = JobId::from_name("train");
     let (ours, theirs) = (ClusterAuthority::new(job).unwrap(), ClusterAuthority::new(job).unwrap());
     let free = || UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
     let busy = free();
     let join = |rank, job, coordinator: SocketAddr, identity| {
-        // Long where somebody answers.
+        // A long deadline if a peer answers.
         let patience = match (coordinator == busy, rank) {
             (true, 0) => 3,
             (true, _) => 20,
@@ -288,7 +288,7 @@ pub(super) fn of_groups() -> Vec<Entry> {
         let [stranger, no_zero, no_one] = all.map(|thread| thread.join().unwrap());
         (stranger, no_zero, no_one)
     });
-    // Authorities are told apart by the print of their keys, which are new each time.
+    // The message names authorities by the hash of their keys. The keys are new in each run.
     let (says, rest) = stranger.split_once(" trusts ").unwrap_or((&stranger, ":"));
     let stranger = format!("{says} trusts …:{}", rest.split_once(':').unwrap_or_default().1);
     vec![

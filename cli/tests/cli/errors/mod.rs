@@ -1,4 +1,5 @@
-//! `docs/errors.md`: every refusal, as it is printed when it is provoked. Linux only: sentences of the system are quoted.
+//! `docs/errors.md`: every refusal, with the message that the program really prints. Linux only, because some messages
+//! quote the operating system.
 
 mod files;
 mod library;
@@ -13,7 +14,7 @@ use crate::support::*;
 struct Group {
     title: &'static str,
     about: &'static str,
-    /// What provokes each, and what it means.
+    /// The cause of each message, and its meaning.
     entries: &'static [(&'static str, &'static str)],
 }
 
@@ -24,7 +25,7 @@ struct Entry {
     means: &'static str,
 }
 
-/// Refusals that no command line on this machine can provoke, by their text in the source.
+/// Refusals that no command line on this machine can cause, by their text in the source.
 const NOT_PROVOKED: &[(&str, &str)] = &[
     (
         "there is no wgpu device {index}: this machine has {count}",
@@ -151,7 +152,7 @@ fn line(out: &mut String, Entry { when, sentence, means }: &Entry) {
     ));
 }
 
-/// Runs a command line and returns the one sentence that it refuses with.
+/// Runs a command line and returns the one sentence of its refusal.
 fn provoke(when: &str, folder: &Path) -> String {
     let path = folder.to_str().unwrap();
     let (mut variables, mut arguments) = (Vec::new(), Vec::new());
@@ -177,7 +178,7 @@ fn provoke(when: &str, folder: &Path) -> String {
     assert_eq!(stdout(&output), "", "{when}");
     let sentence = text.lines().last().unwrap_or_default().strip_prefix("error: ");
     let sentence = sentence.unwrap_or_else(|| panic!("{when}: {text}")).replace(path, "DIR");
-    // How much memory there is differs between machines.
+    // The memory size differs between machines.
     match sentence
         .split_once("this machine has ")
         .and_then(|(all, rest)| Some((all, rest.split_once(':')?.1)))

@@ -1,5 +1,5 @@
-//! What provokes each refusal of the program: a command line, with variables before it, and what the sentence means. `DIR` is
-//! a folder with the files that `files.rs` makes; `@` is `attend --shape 1,64,8,2,64`.
+//! The cause of each refusal of the program: a command line, with variables before it, and the meaning of the sentence.
+//! `DIR` is a folder with the files of `files.rs`. `@` is `attend --shape 1,64,8,2,64`.
 
 use super::Group;
 

@@ -1,4 +1,4 @@
-//! Places in the sources that refuse something, to see that none is missing from the index.
+//! Places in the sources that refuse something. A test checks that the index has all of them.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ pub(super) struct Site {
 }
 
 impl Site {
-    /// Whether `sentence` may come from here: it holds the text's own words, in their order.
+    /// Whether `sentence` may come from this place: it contains the words of the text, in the same order.
     pub(super) fn may_say(&self, sentence: &str) -> bool {
         let mut rest = sentence;
         self.text.split(['{', '}']).step_by(2).all(|words| match rest.find(words) {
@@ -24,7 +24,7 @@ impl Site {
     }
 }
 
-/// All of them in the libraries and the program, tests left out.
+/// All such places in the libraries and the program, without tests.
 pub(super) fn all() -> Vec<Site> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let mut sites = Vec::new();
@@ -64,7 +64,7 @@ fn walk(folder: &Path, files: &mut Vec<PathBuf>) {
     }
 }
 
-/// The first string literal of `source`, with its escapes undone as far as such texts have them.
+/// The first string literal of `source`, with its escapes decoded. Only the escapes in such texts are supported.
 fn literal(source: &str) -> String {
     let mut text = String::new();
     let mut chars = source[source.find('"').map_or(source.len(), |at| at + 1)..].chars().peekable();
@@ -72,7 +72,7 @@ fn literal(source: &str) -> String {
         match c {
             '"' => break,
             '\\' => match chars.next() {
-                // A line that goes on: its indentation is no part of the text.
+                // A continued line: its indentation is not part of the text.
                 Some('\n') => while chars.next_if(|c| c.is_whitespace()).is_some() {},
                 Some(escaped) => text.push(escaped),
                 None => break,

@@ -1,7 +1,7 @@
-//! The problems that every backend, transport and strategy is held to: small, awkward, each for a reason.
+//! The problems for every backend, transport and strategy. They are small and difficult, each for a reason.
 //!
-//! Data only. Sizes avoid multiples of any tile, and every mask matters on its inputs: a test below takes each
-//! feature out and looks for the difference.
+//! Data only. Sizes are not multiples of a tile. Every mask changes the result on its inputs: a test below removes each
+//! feature and checks for a difference.
 
 mod list;
 #[cfg(test)]
@@ -13,7 +13,7 @@ use crate::oracle::{Element, OracleMask, OraclePairs, OracleProblem, PairValues,
 /// One problem with its inputs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Case {
-    /// What it is, in words that make a test name.
+    /// A description that is also a test name.
     pub name: &'static str,
     /// The seed of q, k and v.
     pub seed: u64,
@@ -21,14 +21,14 @@ pub struct Case {
     pub problem: OracleProblem,
     /// Elements of k and v that are overwritten after the tensors are made.
     pub poison: Vec<Poison>,
-    /// An attention bias tensor, made up from the seed.
+    /// An attention bias tensor, generated from the seed.
     pub pairs: Option<CasePairs>,
 }
 
-/// A made-up attention bias tensor.
+/// A generated attention bias tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CasePairs {
-    /// Added to scores, rather than only hiding keys.
+    /// Whether the tensor is added to scores. Otherwise it only hides keys.
     pub bias: bool,
     /// Batch entries: the problem's, or 1.
     pub batch: usize,
@@ -36,7 +36,7 @@ pub struct CasePairs {
     pub heads: usize,
 }
 
-/// One element of k or v that is replaced by something a row must not read unless it sees the key.
+/// One element of k or v with a replaced value. A row must not read it unless the row sees the key.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Poison {
     /// [`TensorId::K`] or [`TensorId::V`].
@@ -49,7 +49,7 @@ pub struct Poison {
     pub kv_head: usize,
     /// Component of the vector.
     pub dim: usize,
-    /// What is there instead: NaN or an infinity.
+    /// The new value: NaN or an infinity.
     pub value: f32,
 }
 
@@ -62,16 +62,16 @@ pub struct Inputs<E> {
     pub k: Vec<E>,
     /// `[batch, kv_len, kv_heads, head_dim]`.
     pub v: Vec<E>,
-    /// The attention bias tensor `[its batch, its heads, q_len, kv_len]`.
+    /// The attention bias tensor `[batch, heads, q_len, kv_len]`, with its own batch and heads.
     pub pairs: Option<PairInputs<E>>,
 }
 
 /// Elements of an attention bias tensor.
 #[derive(Clone, Debug)]
 pub enum PairInputs<E> {
-    /// Whether a key is seen.
+    /// Whether a query sees a key.
     Visible(Vec<bool>),
-    /// What is added to a score.
+    /// The terms to add to scores.
     Bias(Vec<E>),
 }
 
@@ -100,7 +100,7 @@ impl Case {
         inputs
     }
 
-    /// The tensors as they are without poison.
+    /// The tensors without poison.
     pub fn clean_inputs<E: Element>(&self) -> Inputs<E> {
         let make = |tensor, shape: [usize; 4]| {
             let mut values = vec![E::from_f32(0.0); shape.iter().product()];
@@ -126,16 +126,16 @@ impl Case {
         }
     }
 
-    /// An element of the attention bias tensor; `None` hides the key. Single keys are hidden here and there, and stretches of keys
-    /// from stretches of rows: of many keys one that is longer than any tile.
+    /// An element of the attention bias tensor. `None` hides the key. Some single keys are hidden, and ranges of keys
+    /// are hidden from ranges of rows. If there are many keys, one range is longer than any tile.
     fn pair_term(&self, row: usize, key: usize, index: u64) -> Option<f32> {
         let made = normal(self.seed, TensorId::Bias, index);
         let stretch = (row / 40 + key / 32) % 3 == 1 || (row < 40 && (96..260).contains(&key));
         (made < 1.0 && !stretch).then_some(made * 1.5)
     }
 
-    /// Whether a row sees a poisoned key. Only such rows may differ from what the clean inputs give; what they
-    /// become is not specified beyond the oracle's IEEE arithmetic, which WGSL does not promise.
+    /// Whether a row sees a poisoned key. Only such rows may differ from the result of the clean inputs. Their values
+    /// are specified only by the oracle's IEEE arithmetic, and WGSL does not guarantee this arithmetic.
     pub fn sees_poison(&self, id: RowId) -> bool {
         self.poison.iter().any(|poison| {
             poison.batch == id.batch
@@ -154,7 +154,7 @@ impl Case {
     fn new(name: &'static str, lens: [usize; 3], heads: [usize; 3], mask: OracleMask) -> Self {
         let [batch, q_len, kv_len] = lens;
         let [q_heads, kv_heads, head_dim] = heads;
-        // Any fixed number that differs between cases; FNV-1a of the name survives reordering of the list.
+        // Any fixed number that differs between cases. FNV-1a of the name does not depend on the order of the list.
         let seed = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
         });
@@ -190,7 +190,7 @@ impl Case {
         self
     }
 
-    /// Made-up sinks, moved by `shift`.
+    /// Generated sinks plus `shift`.
     fn sinks(mut self, shift: f32) -> Self {
         let sink = |head: usize| f64::from(normal(self.seed, TensorId::Sinks, head as u64) + shift);
         self.problem.sinks = (0..self.problem.q_heads).map(sink).collect();

@@ -1,12 +1,12 @@
-//! Which query sees which key, decided for one pair at a time.
+//! Whether a query sees a key, decided for one pair at a time.
 //!
-//! No ranges, no blocks, no shortcuts: those are what the product does, and what this is here to check.
+//! No ranges, no blocks, no shortcuts. The product uses them, and this module checks the product.
 
 use std::fmt;
 
 use super::OracleError;
 
-/// One condition on a pair of global positions. A key is visible where all conditions of a mask hold.
+/// One condition on a pair of global positions. A key is visible if all conditions of a mask are true.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OracleTerm {
     /// `k <= q`.
@@ -18,8 +18,8 @@ pub enum OracleTerm {
         /// Tokens after the query, or -1.
         right: i64,
     },
-    /// Query and key lie in the same `boundaries[i]..boundaries[i + 1]`. A position outside all of them sees
-    /// nothing and no query sees it.
+    /// Query and key are in the same `boundaries[i]..boundaries[i + 1]`. A query outside all of these ranges sees
+    /// no key, and no query sees a key outside all of them.
     Documents(Vec<u64>),
     /// `k < n`: one `n` for all batch entries, or one for each.
     Valid(Vec<u64>),
@@ -34,15 +34,15 @@ pub struct OracleSlice {
     pub q: std::ops::Range<u64>,
     /// Positions of the keys.
     pub k: std::ops::Range<u64>,
-    /// Hides what lies above the diagonal through the last query and the last key.
+    /// Hides the pairs above the diagonal through the last query and the last key.
     pub causal: bool,
-    /// Hides what lies below the diagonal through the first query and the first key.
+    /// Hides the pairs below the diagonal through the first query and the first key.
     pub inverse: bool,
 }
 
 impl OracleSlice {
     fn shows(&self, q: u64, k: u64) -> bool {
-        // Keys left of the end, queries before the end; keys behind the begin, queries behind the begin.
+        // `causal` compares the distances to the ends of both ranges, `inverse` the distances from their starts.
         self.q.contains(&q)
             && self.k.contains(&k)
             && (!self.causal || self.k.end - k >= self.q.end - q)
@@ -68,7 +68,7 @@ impl OracleTerm {
     }
 }
 
-/// The intersection of its terms; without terms every key is visible.
+/// The intersection of its terms. Without terms every key is visible.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OracleMask {
     /// The conditions, in any order.
@@ -99,7 +99,7 @@ impl OracleMask {
         self.terms.iter().all(|term| term.allows(batch, q_position, k_position))
     }
 
-    /// Refuses a mask that says nothing definite for a problem of `batch` entries.
+    /// Refuses a mask that is not well defined for a problem of `batch` entries.
     pub(super) fn check(&self, batch: usize) -> Result<(), OracleError> {
         for term in &self.terms {
             match term {
@@ -126,7 +126,7 @@ impl OracleMask {
     }
 }
 
-/// In the words of the command line: `0..8x0..24/causal`.
+/// In the notation of the command line: `0..8x0..24/causal`.
 impl fmt::Display for OracleSlice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { q, k, causal, inverse } = self;
@@ -140,7 +140,7 @@ impl fmt::Display for OracleSlice {
     }
 }
 
-/// In the words of the command line: `causal+window:4,-1`.
+/// In the notation of the command line: `causal+window:4,-1`.
 impl fmt::Display for OracleMask {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let list = |numbers: &[u64]| numbers.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
@@ -166,7 +166,7 @@ impl fmt::Display for OracleMask {
     }
 }
 
-/// Reads the words of the command line, by itself: nothing of how the product reads them is shared.
+/// Reads the notation of the command line, with its own code. It shares no code with the parser of the product.
 impl std::str::FromStr for OracleMask {
     type Err = OracleError;
 

@@ -1,10 +1,10 @@
-//! The oracle against answers worked out by hand and against closed forms.
+//! The oracle against answers calculated by hand and against closed forms.
 
 use half::f16;
 
 use super::*;
 
-/// Batch 1, one head, a vector length of `head_dim`, scale 1, nothing hidden.
+/// Batch 1, one head, vectors of length `head_dim`, scale 1, no mask.
 fn plain(q_len: usize, kv_len: usize, head_dim: usize) -> OracleProblem {
     OracleProblem {
         batch: 1,
@@ -93,7 +93,8 @@ fn softcap_bends_the_scaled_score_before_the_mask() {
 
 #[test]
 fn grouped_heads_read_their_own_key_head_and_batches_do_not_mix() {
-    // Values say where they come from: 10 · batch + kv head. All weights are equal, so the mean is the value.
+    // Each value encodes its batch entry and head: 10 · batch + kv head. All weights are equal, so the mean is the
+    // value.
     let problem = OracleProblem { batch: 2, q_heads: 4, kv_heads: 2, ..plain(2, 3, 1) };
     let v = [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 10.0, 11.0, 10.0, 11.0, 10.0, 11.0];
     let rows = oracle(&problem, &[0.0; 16], &[0.0; 12], &v).all_rows();

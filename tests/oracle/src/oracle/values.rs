@@ -1,4 +1,4 @@
-//! Tensors as the oracle reads them: borrowed, of any storage type, widened to f64 one vector at a time.
+//! Tensors for the oracle: borrowed, of any storage type, converted to f64 one vector at a time.
 
 use std::fmt;
 
@@ -6,8 +6,8 @@ use half::{bf16, f16};
 
 use super::OracleError;
 
-/// The storage type of a tensor. Inputs are rounded to it *before* the oracle sees them, so that the error which
-/// is measured is the kernel's and not the file's.
+/// The storage type of a tensor. Inputs are rounded to it *before* the oracle reads them. So the measured error is the
+/// error of the kernel and not of the storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Dtype {
     /// IEEE binary32: 24 significant bits.
@@ -40,7 +40,7 @@ impl Dtype {
         }
     }
 
-    /// How many representable numbers of this type lie between `a` and `b`, both rounded to it first; `None` if
+    /// The distance between `a` and `b` in representable numbers of this type. Both are rounded to it first. `None` if
     /// one of them is NaN. Zero and minus zero are the same number.
     pub fn ulps(self, a: f64, b: f64) -> Option<u64> {
         (!a.is_nan() && !b.is_nan()).then(|| self.ordinal(a).abs_diff(self.ordinal(b)))
@@ -53,7 +53,7 @@ impl Dtype {
             Self::F16 => (u32::from(f16::from_f64(value).to_bits()), 1 << 15),
             Self::Bf16 => (u32::from(bf16::from_f64(value).to_bits()), 1 << 15),
         };
-        // IEEE encodings ascend with the magnitude; the sign bit only mirrors them.
+        // IEEE encodings ascend with the magnitude. The sign bit only mirrors them.
         let magnitude = i64::from(bits & (sign - 1));
         if bits & sign == 0 { magnitude } else { -magnitude }
     }
@@ -69,9 +69,9 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// A number as tensors store it.
+/// A number in the storage type of a tensor.
 pub trait Element: Copy + fmt::Debug {
-    /// The storage type this is.
+    /// The storage type of this number.
     const DTYPE: Dtype;
 
     /// `value` rounded to nearest even.
@@ -80,7 +80,7 @@ pub trait Element: Copy + fmt::Debug {
     /// The same number, exactly.
     fn to_f64(self) -> f64;
 
-    /// A slice of such numbers as the oracle reads it.
+    /// A slice of such numbers for the oracle.
     fn values(slice: &[Self]) -> Values<'_>;
 }
 
@@ -105,7 +105,7 @@ element!(f32, F32, std::convert::identity, f64::from);
 element!(f16, F16, Self::from_f32, Self::to_f64);
 element!(bf16, Bf16, Self::from_f32, Self::to_f64);
 
-/// The elements of one tensor in linear order, borrowed from wherever they are.
+/// The borrowed elements of one tensor in linear order.
 #[derive(Clone, Copy)]
 pub enum Values<'a> {
     /// Numbers in memory.
@@ -114,11 +114,12 @@ pub enum Values<'a> {
     F16(&'a [f16]),
     /// Numbers in memory.
     Bf16(&'a [bf16]),
-    /// Numbers that are computed or fetched when asked for, such as a made-up tensor that no rank holds whole.
+    /// Numbers that are computed or fetched on request, for example a generated tensor of which each rank has only a
+    /// part.
     Read {
-        /// What the numbers were rounded to.
+        /// The storage type to which the numbers are rounded.
         dtype: Dtype,
-        /// How many there are.
+        /// The number of elements.
         len: usize,
         /// The number at a linear index below `len`.
         read: &'a (dyn Fn(usize) -> f64 + Sync),
@@ -126,7 +127,7 @@ pub enum Values<'a> {
 }
 
 impl Values<'_> {
-    /// How many elements there are.
+    /// The number of elements.
     pub fn len(&self) -> usize {
         match self {
             Self::F32(values) => values.len(),
@@ -158,7 +159,7 @@ impl Values<'_> {
         one[0]
     }
 
-    /// The elements from `start` on, as many as `out` is long. Panics if they are not all there.
+    /// Reads elements from `start` on, until `out` is full. Panics if the tensor has too few elements.
     pub fn read_into(&self, start: usize, out: &mut [f64]) {
         let range = start..start + out.len();
         match self {
@@ -195,7 +196,7 @@ pub struct Tensor4<'a> {
 }
 
 impl<'a> Tensor4<'a> {
-    /// A tensor of shape `[batch, seq, heads, dim]`; refused if `values` has another number of elements.
+    /// A tensor of shape `[batch, seq, heads, dim]`. Refused if `values` has another number of elements.
     pub fn new(shape: [usize; 4], values: Values<'a>) -> Result<Self, OracleError> {
         let elements = shape.iter().product();
         if values.len() != elements {

@@ -1,44 +1,46 @@
-//! How far an answer is from the oracle's, and where.
+//! The distance between an answer and the oracle's answer, and the place of the largest error.
 
 use std::fmt;
 
 use super::{Limit, Vacuous};
 use crate::oracle::{Dtype, OracleProblem, Row, RowId, Values};
 
-/// What was computed by which rank and backend, so that the message of a failure is enough to repeat it.
+/// The case, the inputs and the backend of a computation. The message of a failure has them, so that it can be
+/// repeated.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Context {
-    /// The case, or what else the inputs are called.
+    /// The case, or another name of the inputs.
     pub case: String,
     /// The seed of the inputs.
     pub seed: u64,
-    /// Backend and device, with mesh and strategy where there are several ranks.
+    /// Backend and device, with mesh and strategy if there are several ranks.
     pub backend: String,
     /// The command that runs this again.
     pub rerun: String,
 }
 
-/// One output value beside the one it should be.
+/// One output value and its expected value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Worst {
     /// The row.
     pub at: RowId,
     /// The component of the output vector; `None` for a log-sum-exp.
     pub dim: Option<usize>,
-    /// What was computed.
+    /// The computed value.
     pub actual: f64,
-    /// What the oracle says.
+    /// The value of the oracle.
     pub expected: f64,
-    /// `|actual - expected|`, ∞ where one is NaN or infinite and the other is not the same.
+    /// `|actual - expected|`. ∞ if one of them is NaN or infinite and the other is different.
     pub error: f64,
-    /// How many numbers of the output's type lie between them (f32 for a log-sum-exp).
+    /// Their distance in representable numbers of the output's type (f32 for a log-sum-exp).
     pub ulps: Option<u64>,
 }
 
-/// The distance between an answer and the oracle's over a set of rows.
+/// The distance between an answer and the oracle's answer over a set of rows.
 ///
-/// NaN equals NaN and an infinity equals itself; any other pair with a non-finite member has infinite error. A
-/// row that sees no key is exact by definition: anything but o = 0 and lse = -∞ there has infinite error too.
+/// NaN equals NaN, and an infinity equals itself. Any other pair with a non-finite member has infinite error. A
+/// row that sees no key is exact by definition. In such a row, all values except o = 0 and lse = -∞ have infinite
+/// error.
 #[derive(Clone, Debug)]
 #[must_use = "a comparison proves nothing until it is held to a limit"]
 pub struct Comparison {
@@ -46,25 +48,25 @@ pub struct Comparison {
     pub rows: usize,
     /// The largest error of o.
     pub max_abs_error: f64,
-    /// Where it is; `None` if all of o is equal.
+    /// The place of this error. `None` if all of o is equal.
     pub worst: Option<Worst>,
     /// Root mean square of the error of o.
     pub rms_error: f64,
     /// Root mean square of the right o, over the rows that see a key.
     pub rms_signal: f64,
-    /// Frobenius norm of the error of o relative to that of the right o.
+    /// Frobenius norm of the error of o relative to the norm of the right o.
     pub relative_error: f64,
     /// The largest magnitude in the right o.
     pub max_abs_o: f64,
     /// The largest error of the log-sum-exp.
     pub max_lse_error: f64,
-    /// Where it is; `None` if all are equal.
+    /// The place of this error. `None` if all are equal.
     pub worst_lse: Option<Worst>,
     /// The largest finite magnitude among the right log-sum-exps.
     pub max_abs_lse: f64,
-    /// How many values of o and lse have infinite error.
+    /// The number of values of o and lse with infinite error.
     pub mismatched_nonfinite: usize,
-    /// How many values of the right o are finite, in the rows that see a key: those that the norms are over.
+    /// The number of finite values of the right o, in the rows that see a key. The norms are over these values.
     pub finite_values: usize,
     /// The output's storage type.
     pub dtype: Dtype,
@@ -73,9 +75,9 @@ pub struct Comparison {
 }
 
 /// Compares whole outputs with the oracle's rows: `o` `[batch, q_len, q_heads, head_dim]` and `lse`
-/// `[batch, q_heads, q_len]`, both in linear order, of which only the rows in `expected` are looked at.
+/// `[batch, q_heads, q_len]`, both in linear order. Only the rows in `expected` are compared.
 ///
-/// Panics if an output has not the length that the problem says.
+/// Panics if the length of an output does not match the problem.
 pub fn compare(
     problem: &OracleProblem,
     o: Values<'_>,
@@ -96,7 +98,7 @@ pub fn compare(
     compare_rows(problem, o.dtype(), &actual, expected, context)
 }
 
-/// Compares rows with the oracle's, one by one in the same order; `dtype` is what the rows' o is stored in.
+/// Compares rows with the oracle's rows, one by one in the same order. `dtype` is the storage type of the rows' o.
 ///
 /// Panics if the two lists do not name the same rows.
 pub fn compare_rows(
@@ -130,7 +132,8 @@ pub fn compare_rows(
         assert_eq!(actual.o.len(), expected.o.len(), "the same vector length on both sides");
         let sees_a_key = expected.lse != f64::NEG_INFINITY;
         for (dim, (&a, &e)) in actual.o.iter().zip(&expected.o).enumerate() {
-            // 0 is the definition here and not a result: the smallest deviation means that state leaked in.
+            // 0 is the definition here and not a computed result. Any deviation means that state has leaked into the
+            // row.
             let error = if sees_a_key || a == 0.0 { distance(a, e) } else { f64::INFINITY };
             comparison.note(expected.id, Some(dim), a, e, error);
             squared_error += error * error;
@@ -165,7 +168,7 @@ fn distance(actual: f64, expected: f64) -> f64 {
 }
 
 impl Comparison {
-    /// Whether this is within the limit; refuses a limit that could not tell a right answer from a wrong one.
+    /// Whether this comparison is within the limit. Refuses a limit that is too wide to find a wrong answer.
     pub fn within(&self, limit: &Limit) -> Result<(), Box<Failure>> {
         if let Some(vacuous) = limit.vacuous_for(self) {
             return Err(self.failure(Cause::Vacuous(vacuous), limit));
@@ -177,7 +180,7 @@ impl Comparison {
         Err(self.failure(Cause::Exceeded, limit))
     }
 
-    /// Panics with the whole story unless [`Comparison::within`] the limit.
+    /// Panics with all details unless [`Comparison::within`] the limit.
     #[track_caller]
     pub fn assert_within(&self, limit: &Limit) {
         if let Err(failure) = self.within(limit) {
@@ -241,24 +244,24 @@ impl fmt::Display for Comparison {
     }
 }
 
-/// Why an answer is not accepted. Its `Display` has everything that is needed to look into it.
+/// The reason why an answer is not accepted. Its `Display` has all details for an investigation.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// What is wrong: the answer or the limit.
+    /// The cause of the failure: the answer or the limit.
     pub cause: Cause,
-    /// What it was held to.
+    /// The limit of the comparison.
     pub limit: Limit,
-    /// What was measured.
+    /// The measured errors.
     pub comparison: Comparison,
 }
 
-/// What is wrong: the answer or the limit.
+/// The cause of the failure: the answer or the limit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Cause {
-    /// The answer is further from the oracle's than the limit allows.
+    /// The distance from the oracle's answer exceeds the limit.
     Exceeded,
-    /// The limit is so wide that being within it means nothing.
+    /// The limit is so wide that it proves nothing.
     Vacuous(Vacuous),
 }
 

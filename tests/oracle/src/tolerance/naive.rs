@@ -1,12 +1,12 @@
 //! Naive attention in f32: measures the rounding error of f32 on given inputs.
 //!
-//! It is not a reference for the answer, only for the size of the error: a kernel that keeps scores, weights and
-//! sums in f32 has no excuse to be more than twice as far from the oracle as this.
+//! It is not a reference for the answer, only for the size of the error. If a kernel keeps scores, weights and sums in
+//! f32, its error must not be more than twice the error of this module.
 
 use crate::oracle::{Oracle, Row, RowId};
 
-/// The chosen rows with every operation in f32: one accumulator for each sum, keys in ascending order, the
-/// output left unrounded in f32.
+/// The chosen rows with every operation in f32: one accumulator for each sum, keys in ascending order. The output
+/// stays in f32 without further rounding.
 pub fn naive_f32_rows(oracle: &Oracle<'_>, ids: &[RowId]) -> Vec<Row> {
     ids.iter().map(|&id| naive_f32_row(oracle, id)).collect()
 }

@@ -1,4 +1,4 @@
-//! The rule on made-up errors, and what naive f32 really costs.
+//! The rule on artificial errors, and the real error of naive f32.
 
 use super::*;
 use crate::inputs::{TensorId, fill};

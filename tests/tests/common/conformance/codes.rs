@@ -8,14 +8,14 @@ use kyklos_oracle::wire::{TOGETHER, load, scale_of, store};
 
 use crate::common::oracle_dtype;
 
-/// Two batch entries, so that the second begins inside a block; a short last block; several heads.
+/// The shapes cover a second batch entry that begins inside a block, a short last block, and several heads.
 const SHAPES: [[usize; 4]; 3] = [[2, 150, 3, 24], [1, 64, 1, 8], [3, 7, 2, 72]];
 
-/// First element of the tensor in the source buffer, and in the buffer that gets it back.
+/// First element of the tensor in the source buffer, and in the buffer of the converted tensor.
 const FIRST: usize = 40;
 
 pub async fn codes<B: Backend>(backend: &B, who: &str) {
-    // A software driver takes a second for each kernel.
+    // A software driver needs a second to compile a kernel.
     let few = backend.info().class == DeviceClass::SoftwareGpu;
     for dtype in Dtype::ALL {
         for shape in SHAPES.into_iter().take(if few && dtype != Dtype::F32 { 1 } else { SHAPES.len() }) {
@@ -64,11 +64,11 @@ async fn there_and_back<B: Backend>(backend: &B, who: &str, dtype: Dtype, shape:
             assert!(code != i8::MIN, "{who}: {x} as what is not finite");
             let decoded = f64::from(code) * f64::from(scale);
             let off = (f64::from(x) - decoded).abs();
-            // Where scales would be subnormal all codes are 0.
+            // If a scale would be subnormal, all its codes are 0.
             let floor = 127.0 * f64::from(f32::MIN_POSITIVE);
             assert!(off <= f64::from(scale) / 2.0 * 1.00001 || (scale == 0.0 && off <= floor), "{who}: {x}");
             let rounded = load(stored_as, &store(stored_as, &[f32::from(code) * scale]))[0];
-            // What is subnormal in f16 may be flushed.
+            // Numbers that are subnormal in f16 may be flushed to zero.
             assert!(
                 y == rounded || (dtype == Dtype::F16 && rounded.abs() < 6.2e-5 && y == 0.0),
                 "{who}: code {code} of scale {scale} as {y}, not {rounded}"

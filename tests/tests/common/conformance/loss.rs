@@ -1,4 +1,4 @@
-//! The state that a backend keeps after an interrupted block is exact.
+//! After an interrupted block, the backend's running state is exact.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ impl Observer for Cut {
     }
 }
 
-/// The lost rank of the three; the last one gets its keys first.
+/// The lost one of the three ranks. The last rank receives the keys of the lost rank first.
 const LOST: Rank = Rank(1);
 const LEFT: [Rank; 2] = [Rank(0), Rank(2)];
 
@@ -59,7 +59,8 @@ pub async fn finishes_what_was_cut_off<B: Backend>(backend: &B, who: &str) {
     assert!(finished > 1, "{who}: {finished} runs were finished");
 }
 
-/// Interrupts the last rank's second block of keys, which come from the lost rank. `None` where it has none.
+/// Interrupts the last rank in its second block of keys, the block of the lost rank. `None` if the last rank has no
+/// such block, or if keys are lost.
 async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> Option<Whole> {
     let attends = world.plan(Rank(2)).steps.iter().enumerate();
     let (step, _) = attends.filter(|(_, step)| matches!(step, Step::Attend { .. })).nth(1)?;
@@ -88,7 +89,7 @@ async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> 
     };
     check_repair(world, &LEFT, &reached, &repaired).unwrap();
     let survivors = left.into_iter().enumerate().filter(|(rank, _)| *rank != LOST.0 as usize);
-    // Transports outlive the runs: a finished rank must not close while others still run.
+    // Transports outlive the runs: a finished rank must not close its transport while other ranks still run.
     let collectives = in_process_group(2).into_iter().enumerate().map(|(rank, transport)| {
         assert_eq!(transport.rank().0 as usize, rank);
         HostStaged::new(transport, DEADLINE)

@@ -89,7 +89,7 @@ pub(super) async fn attend_with<B: Backend>(
         &keys,
         backend.tile_shape(problem, SHAPE),
     )[0];
-    // The keys are in the middle of the whole tensor: its offset and strides are not those of a dense block.
+    // The keys are in the middle of the whole tensor: offset and strides differ from the ones of a dense block.
     let first = keys.iter().next().unwrap_or(0) as usize;
     let layout = |tokens: usize, heads: usize, first: usize| Layout {
         offset: first * heads * 24,
@@ -155,7 +155,7 @@ pub(super) async fn merge_is_attending_to_both<B: Backend>(backend: &B, who: &st
     backend.merge(&mut last.edit(), &OnDevice::empty(backend).view()).unwrap();
     assert_eq!(last.floats(backend).await, before, "{who}: from an empty state");
 
-    // The sign of a zero in a state depends on the merge, and must not show.
+    // The sign of a zero in a state depends on the merge. It must not affect the output.
     let zeros = vec![-0.0_f32; SHAPE.a_bytes() / 4];
     backend.write(&mut last.a, 0, bytemuck::cast_slice(&zeros)).unwrap();
     let (o, _) = finalized(backend, &last).await;

@@ -1,4 +1,4 @@
-//! Rings of processes in which one is killed and the survivors finish over all keys.
+//! Rings of processes. One process is killed, and the survivors finish over all keys.
 
 use std::sync::Mutex;
 
@@ -34,7 +34,8 @@ fn a_ring_whose_rank_is_killed_at_any_step_is_finished_or_names_the_lost_keys() 
         }
         let finished = ended.contains(&End::Done);
         ends.lock().unwrap()[usize::from(finished)] += 1;
-        // When its second exchange is done, its neighbour has done the first one and holds its keys.
+        // When the victim has done its second exchange, its neighbour has done the first one and holds the
+        // victim's keys.
         assert!(finished || step <= 5, "{who}: {ended:?}");
         group.restart(victim);
     });

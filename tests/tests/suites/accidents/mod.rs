@@ -1,8 +1,8 @@
-//! Ranks that are killed, stopped and restarted at every step of their plans: every other rank names the culprit
-//! within seconds, no rank hangs, and the results are the undisturbed ones, byte for byte.
+//! Ranks that are killed, stopped and restarted at every step of their plans. Every other rank names the culprit
+//! within seconds, no rank hangs, and the results equal the results of undisturbed runs, byte for byte.
 //!
-//! Every rank is a process, over QUIC with the default settings. A rank pauses before a step until it is
-//! told to continue, so the failure happens exactly there. `soak.rs` has random failures, for any duration.
+//! Every rank is a process, over QUIC with the default settings. A rank pauses before a step until the test orders it
+//! to continue, so the failure happens exactly at this step. `soak.rs` has random failures, for any duration.
 
 mod finish;
 mod processes;
@@ -25,14 +25,14 @@ const WORKS: [Work; 3] = [
     Work { ulysses: 2, ring: 2, seed: 3 },
 ];
 
-/// Every survivor knows within this time, with the default settings.
+/// Every survivor reports the failure within this time, with the default settings.
 const KNOWN: Duration = Duration::from_secs(3);
 
 /// Steps at which ranks of one group fail, one after another.
 const STEPS_OF_GROUP: usize = 5;
 
-/// Causes a failure at every step of the plans, of each rank in turn. Groups run side by side: they mostly wait. One test
-/// at a time does this, because each has dozens of processes.
+/// Causes a failure at every step of the plans, of each rank in turn. Groups run in parallel, because they mostly wait.
+/// Only one test at a time does this, because each test has dozens of processes.
 fn at_every_step(works: &[Work], accident: impl Fn(&mut Group, Work, u32, usize) + Sync) {
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -41,7 +41,7 @@ fn at_every_step(works: &[Work], accident: impl Fn(&mut Group, Work, u32, usize)
             let world = work.world();
             let steps = |rank| world.plan(Rank(rank)).steps.len();
             let longest = (0..work.ranks()).map(steps).max().unwrap();
-            // A sample has the last step and every fifth: of 3 and of 4 ranks each has its turn.
+            // A sample has the last step and every fifth step. So each of 3 or 4 ranks has its turn.
             let every = amount(5, 1);
             let all: Vec<(u32, usize)> = (0..longest)
                 .filter(|step| step % every == 0 || step + 1 == longest)
@@ -72,7 +72,8 @@ fn right(work: Work) -> Vec<Vec<u8>> {
     results
 }
 
-/// Every rank but `victim` has ended with an error that names it; returns when they knew, by rank.
+/// Checks that every rank except `victim` ends with an error that names `victim`. Returns the times of these errors,
+/// by rank.
 fn all_name(group: &Group, work: Work, victim: u32) -> Vec<std::time::Instant> {
     let survivors = (0..work.ranks()).filter(|&rank| rank != victim);
     survivors

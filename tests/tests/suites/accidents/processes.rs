@@ -1,4 +1,4 @@
-//! Ranks as processes: how they are started, ordered, stopped and killed.
+//! Ranks as processes: start, orders, stop and kill.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
@@ -12,7 +12,7 @@ use kyklos_transport::quic::{ClusterAuthority, JobId};
 use crate::accidents::rank::{FOLDER, MARK, Order, identity_file, result_file};
 use crate::accidents::work::Work;
 
-/// A process that prints nothing for this long hangs.
+/// A process hangs if it prints nothing for this long.
 const HANG: Duration = Duration::from_secs(30);
 
 /// A rank's process, killed at the latest when it is dropped.
@@ -38,7 +38,7 @@ pub(crate) enum End {
         culprit: Option<u32>,
         text: String,
     },
-    /// It has printed nothing for too long.
+    /// The process has printed nothing for too long.
     Hang,
 }
 
@@ -78,7 +78,7 @@ impl Process {
         let _ = self.orders.write_all(format!("{line}\n").as_bytes());
     }
 
-    /// Waits until it pauses at the ordered step; `None` if the run ended before.
+    /// Waits until the rank pauses at the ordered step. `None` if the run ended before this step.
     pub(crate) fn is_here(&self) -> Option<()> {
         self.next().filter(|(_, line)| line == "here").map(|_| ())
     }
@@ -98,7 +98,7 @@ impl Process {
         at
     }
 
-    /// Waits for the end of what was ordered.
+    /// Waits for the end of the order.
     pub(crate) fn end(&self) -> End {
         let mut end = End::Hang;
         while let Some((at, line)) = self.next() {
@@ -119,11 +119,11 @@ impl Process {
 
 /// Processes that form one group after another, with identities of one job.
 pub(crate) struct Group {
-    /// By rank; any of them may be another process in the next group.
+    /// By rank. In the next group a rank may be another process.
     pub(crate) ranks: Vec<Process>,
     pub(crate) epoch: u32,
     folder: tempfile::TempDir,
-    /// Every rank has its own loopback address, where the system has several.
+    /// Every rank has its own loopback address, if the system has several.
     apart: bool,
 }
 
@@ -148,16 +148,16 @@ impl Group {
         self.ranks[rank as usize] = Process::start(self.folder.path());
     }
 
-    /// Has the first ranks form the next group and work, one of them pausing before a step.
+    /// Orders the first ranks to form the next group and to work. One of them pauses before a step.
     pub(crate) fn order(&mut self, work: Work, pause: Option<(u32, usize)>) {
         self.order_to(work, pause, false);
     }
 
-    /// The same; with `finish` the survivors complete the current operation.
+    /// The same as `order`. With `finish` the survivors complete the current operation.
     pub(crate) fn order_to(&mut self, work: Work, pause: Option<(u32, usize)>, finish: bool) {
         // The survivors may have formed a group in between.
         self.epoch += 2;
-        // A closed rank keeps its port a moment longer, for its last packets.
+        // A closed rank keeps its port for a short time, for its last packets.
         let socket = UdpSocket::bind((self.address(0), 0)).unwrap();
         let coordinator = socket.local_addr().unwrap();
         drop(socket);
@@ -176,12 +176,12 @@ impl Group {
         }
     }
 
-    /// What a rank has computed, byte for byte.
+    /// The bytes of a rank's result.
     pub(crate) fn result(&self, rank: u32) -> Vec<u8> {
         std::fs::read(result_file(self.folder.path(), rank)).unwrap_or_default()
     }
 
-    /// All ranks of `work` have succeeded, with the right bytes.
+    /// Checks that all ranks of `work` succeed, with the right bytes.
     pub(crate) fn must_be_right(&self, work: Work, right: &[Vec<u8>]) {
         for rank in 0..work.ranks() {
             assert_eq!(self.ranks[rank as usize].end(), End::Done, "rank {rank} of {work:?}");

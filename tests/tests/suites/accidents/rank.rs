@@ -1,4 +1,4 @@
-//! A rank process, which reads orders from standard input and takes part in many groups.
+//! A rank process. It reads orders from standard input and takes part in many groups.
 
 use std::io::Write;
 use std::net::{IpAddr, SocketAddr};
@@ -15,20 +15,20 @@ use kyklos_transport::{Rank, Regroup, Transport, TransportError};
 
 use crate::accidents::work::Work;
 
-/// Tells a copy of this test program that it is a rank: the folder of its group.
+/// The variable that makes a copy of this test program a rank. Its value is the folder of the group.
 pub(crate) const FOLDER: &str = "KYKLOS_TEST_FOLDER";
 
 /// Marks the lines for the ordering test: the test harness prints lines too.
 pub(crate) const MARK: &str = "> ";
 
-/// Times a rank runs its plan; the failure is in the first. A rank that has finished its part learns in the
-/// second run's agreement how the others ended.
+/// Number of times that a rank runs its plan. The failure is in the first run. If a rank has already finished its part,
+/// it learns of the failure in the agreement of the second run.
 const RUNS: u64 = 2;
 
 /// How long survivors may take to form a group again.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Where a rank finds its group, and what it does there.
+/// The address of a rank's group, and the rank's work in it.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Order {
     pub(crate) epoch: u32,
@@ -36,9 +36,9 @@ pub(crate) struct Order {
     pub(crate) coordinator: SocketAddr,
     /// The rank's own address.
     pub(crate) bind: IpAddr,
-    /// The step of the first run before which it pauses until it is told to continue.
+    /// The rank pauses before this step of the first run, until the test orders it to continue.
     pub(crate) pause: Option<usize>,
-    /// Whether the survivors finish when ranks are lost.
+    /// Whether the survivors finish the operation after a loss.
     pub(crate) finish: bool,
     pub(crate) work: Work,
 }
@@ -158,7 +158,7 @@ fn run(backend: &CpuBackend, order: &Order, transport: &Arc<dyn Transport>) -> k
     }
 }
 
-/// Pauses before a step, until it is told to continue.
+/// Pauses before a step, until the test orders it to continue.
 #[derive(Debug)]
 struct Pause {
     before: Option<usize>,
@@ -183,7 +183,7 @@ fn culprit(error: &Error) -> String {
 }
 
 fn say(line: &str) {
-    // The harness leaves its own line open.
+    // The harness does not end its own line.
     let text = format!("\n{MARK}{}\n", line.replace('\n', " "));
     std::io::stdout().lock().write_all(text.as_bytes()).unwrap();
 }

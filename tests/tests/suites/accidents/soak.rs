@@ -15,7 +15,7 @@ use crate::accidents::work::Work;
 /// Meshes of three to five ranks.
 const MESHES: [(u32, u32); 6] = [(1, 3), (3, 1), (2, 2), (1, 4), (4, 1), (1, 5)];
 
-/// What happens to one rank of a group.
+/// The accident of one rank of a group.
 #[derive(Clone, Copy, Debug)]
 enum Accident {
     Nothing,
@@ -23,25 +23,25 @@ enum Accident {
     Killed {
         step: usize,
     },
-    /// Killed some time after its order: perhaps before the group has formed, perhaps after its end.
+    /// Killed some time after its order: perhaps before the group forms, perhaps after its end.
     KilledAnyTime {
         after: Duration,
     },
-    /// Stopped before a step, and continued before it counts as dead.
+    /// Stopped before a step. Continues before its peers regard it as dead.
     Stopped {
         step: usize,
         during: Duration,
     },
-    /// Stopped before a step until all others have ended.
+    /// Stopped before a step until all other ranks have ended.
     StoppedForLong {
         step: usize,
     },
-    /// Nothing reaches it for a moment.
+    /// No packet reaches the rank for a short time.
     CutOff {
         step: usize,
         during: Duration,
     },
-    /// Nothing reaches it until all have ended.
+    /// No packet reaches the rank until all ranks have ended.
     CutOffForLong {
         step: usize,
     },
@@ -71,7 +71,7 @@ impl Accident {
         }
     }
 
-    /// No rank may fail because of it.
+    /// Whether no rank may fail because of this accident.
     fn is_harmless(self) -> bool {
         matches!(self, Self::Nothing | Self::Stopped { .. } | Self::CutOff { .. })
     }
@@ -104,7 +104,7 @@ impl Chance {
     }
 }
 
-/// What has been seen so far.
+/// The counts so far.
 #[derive(Default)]
 struct Tally {
     groups: u32,
@@ -114,7 +114,7 @@ struct Tally {
     ended: u32,
     wrong: Vec<String>,
     hangs: Vec<String>,
-    /// From an accident to the error of each other rank.
+    /// Times from an accident to the error of each other rank.
     known: Vec<Duration>,
     rss_kib: Vec<u64>,
     descriptors: Vec<usize>,
@@ -215,7 +215,7 @@ fn one_group(group: &mut Group, chance: &mut Chance, tally: &mut Tally, elder: u
     }
     let right = right(work);
     let killed = matches!(accident, Accident::Killed { .. } | Accident::KilledAnyTime { .. });
-    // The stopped rank is read last: the others must not wait for it.
+    // The stopped rank is read last. The other ranks must not wait for it.
     let others = (0..work.ranks()).filter(|&rank| rank != victim);
     for rank in others.chain((!killed).then_some(victim)) {
         if rank == victim && matches!(accident, Accident::StoppedForLong { .. }) {
@@ -268,7 +268,7 @@ fn resident_kib(pid: u32) -> u64 {
     line.trim().trim_end_matches(" kB").parse().unwrap()
 }
 
-/// Descriptors of an idle process: those of its last group are closed after a moment.
+/// Descriptors of an idle process. The descriptors of its last group are closed after a short time.
 fn settled_descriptors(pid: u32) -> usize {
     let count = || std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count();
     let counts = (0..15).map(|_| {
@@ -306,5 +306,5 @@ fn summary(tally: &mut Tally) {
     assert_eq!(least, most, "descriptors leak");
 }
 
-/// What an allocator may keep in pieces of its own.
+/// Memory that the allocator may keep.
 const FLAT_KIB: u64 = 8 << 10;

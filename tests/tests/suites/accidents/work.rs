@@ -1,4 +1,4 @@
-//! What the ranks compute, and the right result.
+//! The problem of the ranks, and the right result.
 
 use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
@@ -16,7 +16,7 @@ use crate::common::{DEADLINE, options};
 pub(crate) struct Work {
     pub(crate) ulysses: u32,
     pub(crate) ring: u32,
-    /// Of the tensors.
+    /// The seed of the tensors.
     pub(crate) seed: u64,
 }
 

@@ -1,4 +1,4 @@
-//! The bytes and messages of a rank from a second, independent closed form: from counts, and from the mask pair by pair.
+//! The bytes and messages of a rank from a second, independent closed form. It uses counts, and the mask pair by pair.
 
 use kyklos::plan::World;
 use kyklos::{AttentionProblem, BiasKind, Placement, Strategy, WireFormat};
@@ -7,7 +7,8 @@ use kyklos::{AttentionProblem, BiasKind, Placement, Strategy, WireFormat};
 pub(crate) fn closed_form(world: &World, rank: u32) -> (u64, u64) {
     let (problem, ulysses) = (&world.problem, world.mesh.ulysses());
     let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
-    // The query heads of each rank of a group, in chunks: by the KV heads that they share, dealt out evenly.
+    // The query heads of each rank of a group, in chunks. The heads are grouped by their shared KV head, and the groups
+    // are distributed evenly.
     let groups = |u: u32| -> Vec<u32> {
         let mut groups: Vec<u32> = (first(u)..first(u + 1)).map(|head| head / problem.group()).collect();
         groups.dedup();
@@ -32,7 +33,7 @@ pub(crate) fn closed_form(world: &World, rank: u32) -> (u64, u64) {
     sums.fold((0, 0), |all, chunk| (all.0 + chunk.0, all.1 + chunk.1))
 }
 
-/// `heads`: of each rank of a group, its query heads and the KV heads that they need.
+/// `heads`: for each rank of a group, the number of its query heads and of the KV heads that they need.
 fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64, u64) {
     let problem = &world.problem;
     let (ulysses, ring) = (world.mesh.ulysses(), world.mesh.ring());
@@ -44,7 +45,7 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
     let (batch, element) = (u64::from(problem.batch), problem.dtype.bytes() as u64);
     let row = batch * u64::from(problem.head_dim) * element;
 
-    // Of an attention bias tensor: the heads that rank `u` of a group needs, and the bytes of a token of one head.
+    // For an attention bias tensor: the heads that rank `u` of a group needs, and the bytes of a token of one head.
     let pair_row = problem.bias.map_or(0, |pairs| {
         let bits = pairs.kind == BiasKind::Mask;
         let row = if bits {
@@ -97,7 +98,8 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
             }
         }
         Strategy::Tree => {
-            // From `owner`, to the ranks that are `place` and more ahead, up to the next with as many factors of two.
+            // Whether the queries of `owner` see keys of the ranks from `place` ahead of it, up to the next place with
+            // at least as many factors of two.
             let state = batch * (4 * u64::from(problem.head_dim) + 8);
             let wanted = |owner: u32, place: u32| {
                 let stride = place & place.wrapping_neg();
@@ -116,7 +118,8 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
             }
         }
         Strategy::Relay => {
-            // The ranks that need the same first and last KV head as this one: a block's tokens are dealt to them in turn.
+            // The ranks that need the same first and last KV head as this rank. The tokens of a block are distributed
+            // over them in turn.
             let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
             let ends = |u: u32| [first(u), first(u + 1) - 1].map(|head| head / problem.group());
             let mates: Vec<u32> = (0..ulysses).filter(|other| ends(*other) == ends(u)).collect();
@@ -134,7 +137,7 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
             }
         }
         strategy => {
-            // By hop and direction: blocks that a shard further on sees are sent on from here.
+            // By hop and direction: this rank forwards a block if a later shard in this direction sees it.
             for hop in 0..ring {
                 let mut sent = [0; 2];
                 for (direction, sent) in sent.iter_mut().enumerate() {

@@ -1,4 +1,4 @@
-//! Seeded faults in plans. None of them may pass the proof.
+//! Planted faults in plans. No fault may pass the proof.
 
 use kyklos::plan::{Content, Recv, Send, Slice, Step, World};
 
@@ -6,7 +6,7 @@ use crate::plan_properties::Random;
 
 pub(crate) type Fault = fn(&mut World, &mut Random) -> Option<&'static str>;
 
-/// Each breaks a plan in one way, or returns false where the plan has nothing to break in that way.
+/// Each fault breaks a plan in one way. It returns false if the plan has nothing to break in this way.
 pub(crate) const FAULTS: &[Fault] = &[
     |world, random| {
         let (rank, step) = pick(world, random, |step| matches!(step, Step::Attend { .. }))?;
@@ -35,8 +35,8 @@ pub(crate) const FAULTS: &[Fault] = &[
         let Step::Repack { into, .. } = plan.steps.remove(step) else {
             return None;
         };
-        // Not where a mask hides everything and no step reads the copy, nor with replicated keys, nor with keys that are attended
-        // to in halves.
+        // This fault does not apply if the mask hides everything and no step reads the copy, if keys are replicated, or
+        // if attention runs over keys in halves.
         let of_copy = |part: &Slice| {
             let (start, end) = (part.tokens.start, part.tokens.end);
             part.buffer == into.buffer && start < into.tokens.end && into.tokens.start < end
@@ -147,7 +147,7 @@ pub(crate) const FAULTS: &[Fault] = &[
         Some("a merge left out")
     },
     |world, random| {
-        // A state is declared to have met fewer keys than it has: on both sides, so that they agree.
+        // The plan declares fewer keys for a state than it contains. Both sides declare the same, so that they agree.
         let (rank, step) =
             pick(world, random, |step| matches!(step, Step::Exchange { sends, .. } if !sends.is_empty()))?;
         let Step::Exchange { id, sends, .. } = world.plans[rank].steps[step].clone() else { return None };
@@ -168,7 +168,7 @@ pub(crate) const FAULTS: &[Fault] = &[
         Some("a state of other keys")
     },
     |world, random| {
-        // A rank posts its next hop only after it has waited for it.
+        // A rank waits for its next hop before it posts it.
         let rank = random.below(world.plans.len() as u32) as usize;
         let steps = &mut world.plans[rank].steps;
         let wait = steps.iter().position(|step| matches!(step, Step::Wait { .. }))?;

@@ -1,5 +1,5 @@
-//! Plans over random problems, meshes, splits and masks: every one is proved, sends exactly the bytes that a second
-//! closed form says, and no seeded fault slips through the proof.
+//! Plans over random problems, meshes, splits and masks. Every plan is proved. Its bytes are exactly the bytes of a
+//! second, independent closed form. No planted fault passes the proof.
 
 mod closed_form;
 mod faults;
@@ -15,7 +15,7 @@ use kyklos::{
 use proptest::prelude::*;
 use proptest::strategy::Strategy as _;
 
-/// A world that prints its problem, mesh, strategy and placement: its plans would fill screens.
+/// A world that prints its problem, mesh, strategy and placement, but not its plans, because they are too long.
 #[derive(Clone)]
 struct Drawn(World);
 
@@ -55,7 +55,7 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
                 ),
                 _ => Split::Tokens(random.shares(seq, mesh.world())),
             };
-            // Dense, ring and Ulysses are unified by another name.
+            // Dense, ring and Ulysses are special cases of unified.
             let known = &Strategy::ALL[3..];
             let drawn = known[random.below(known.len() as u32) as usize];
             let strategy = if drawn.accepts(mesh).is_ok() { drawn } else { Strategy::Unified };
@@ -175,7 +175,8 @@ fn a_deadlock_between_two_ranks_is_found() {
     let mesh = Mesh::new(1, 2).unwrap();
     let mut world =
         plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
-    // Cut the hop in two exchanges on both ranks: each first waits for what the other only sends afterwards.
+    // Divide the hop into two exchanges on both ranks. Each rank first waits for a message that the other rank sends
+    // only in its second exchange.
     for plan in &mut world.plans {
         let Step::Exchange { sends, recvs, .. } = plan.steps[0].clone() else {
             panic!("the ring posts first")
@@ -353,7 +354,8 @@ fn under_a_causal_mask_each_ring_sends_only_visible_blocks() {
             let sent: u64 = check(&world).unwrap().iter().map(|check| check.bytes_sent).sum();
             sent as f64 / (f64::from(ring - 1) * f64::from(640 * 2 * 2 * 16 * 2))
         };
-        // Only later shards see a contiguous shard; all shards see a zigzag one, but only earlier ones its back half.
+        // Contiguous: only later shards see a shard. Zigzag: all shards see a shard, but only earlier shards see its
+        // back half.
         assert_eq!(share(Strategy::Ring, PlacementKind::Contiguous), 0.5);
         assert_eq!(share(Strategy::Gather, PlacementKind::Contiguous), 0.5);
         assert_eq!(share(Strategy::Ring, PlacementKind::Zigzag), 1.0);
@@ -375,7 +377,7 @@ fn int8_codes_are_sent_with_their_scales() {
     };
     let heads = 2 * 3;
     assert_eq!(sent(WireFormat::Same, Strategy::Ring), heads * 2 * 200 * 40 * 2);
-    // 200 tokens are four blocks, the last of them short; a half of them is two.
+    // 200 tokens are four blocks, and the last block is short. Half of the tokens are two blocks.
     let codes = heads * 2 * 200 * 40;
     let scales = |blocks: u64| heads * (blocks * 40 * 4 + 200 * 4);
     assert_eq!(sent(WireFormat::Int8, Strategy::Ring), codes + scales(4));
@@ -391,7 +393,7 @@ fn a_part_of_a_buffer_whose_tokens_share_scales_is_refused() {
         let problem = problem.clone().with_wire(wire).unwrap();
         let placement = PlacementKind::Contiguous;
         let mut world = plan_world(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap();
-        // The last half of a block that rank 0 sends, for a receiver that expects exactly this half.
+        // Rank 0 sends only the last half of a block, and the receiver expects exactly this half.
         for plan in &mut world.plans {
             for step in &mut plan.steps {
                 let Step::Exchange { sends, .. } = step else { continue };
@@ -442,7 +444,7 @@ fn the_next_chunk_of_heads_travels_while_this_one_is_attended_to() {
     )
     .unwrap();
     for plan in &world.plans {
-        // Every attention but the last of them runs under an exchange that has been posted and not waited for.
+        // Every attention step except the last one runs while an exchange is posted and not yet awaited.
         let mut posted = Vec::new();
         let mut under = Vec::new();
         for step in &plan.steps {
@@ -478,7 +480,7 @@ fn replicated_keys_are_never_sent() {
         assert_eq!(sent(0..96, (1, 4), strategy), 0, "{strategy}: cross-attention to keys that all have");
     }
     let all_to_all = sent(0..0, (2, 2), Strategy::Unified) - sent(0..96, (2, 2), Strategy::Unified);
-    // Half of the heads of each rank's 24 keys goes to its peer, then of all its 48 keys one head goes round.
+    // Each rank sends half of the heads of its 24 keys to its peer. Then one head of its 48 keys goes around the ring.
     assert_eq!(all_to_all, 4 * (24 * key_bytes / 2 + 48 * key_bytes / 2));
 }
 
@@ -501,7 +503,7 @@ fn documents_that_are_dealt_one_by_one_level_the_work() {
 
 #[test]
 fn the_owner_of_a_query_sends_log2_messages_in_a_tree() {
-    // One query, which rank 0 has, over the keys of 13 ranks.
+    // One query, on rank 0, over the keys of 13 ranks.
     let problem = AttentionProblem::new([1, 130, 4, 2, 8], Dtype::F32, Mask::full()).unwrap();
     let problem = problem.with_queries(1, 129).unwrap();
     let received = |strategy| -> Vec<usize> {
@@ -517,6 +519,6 @@ fn the_owner_of_a_query_sends_log2_messages_in_a_tree() {
     assert_eq!(received(Strategy::PassQ)[0], 12);
     let tree = received(Strategy::Tree);
     assert_eq!(tree[0], 4, "from ranks 1, 2, 4 and 8");
-    // One message to each other rank and one from it, as without a tree.
+    // One message to and one message from each other rank, the same as without a tree.
     assert_eq!(tree.iter().sum::<usize>(), 2 * 12);
 }

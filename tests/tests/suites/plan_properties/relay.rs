@@ -1,9 +1,9 @@
-//! Relay: KV heads that several ranks of a shard need cross between shards once, under attention.
+//! Relay: several ranks of a shard need the same KV heads. These heads cross between shards once, during attention.
 
 use kyklos::plan::{Plan, Step, World, check};
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
 
-/// Keys and values that each rank sends to other shards, and inside its own shard.
+/// Bytes of keys and values that each rank sends to other shards, and inside its own shard.
 fn rounds_sent(world: &World) -> Vec<(u64, u64)> {
     let shard = |rank: u32| rank / world.mesh.ulysses();
     let sent = |plan: &Plan| {
@@ -33,13 +33,13 @@ fn relayed_kv_heads_cross_between_shards_once() {
             rounds_sent(&world)
         };
         let (unified, relay) = (sent(Strategy::Unified), sent(Strategy::Relay));
-        // Two KV heads for eight ranks: each of four ranks carries a quarter of what it would.
+        // Two KV heads for eight ranks: four ranks need the same head, so each of them sends a quarter of it.
         for (rank, (unified, relay)) in unified.iter().zip(&relay).enumerate() {
             assert_eq!(relay.0 * 4, unified.0, "rank {rank}");
         }
         // Three blocks of 1024 tokens, k and v, of batch 2 and 8 elements of 2 bytes.
         assert!(relay.iter().all(|(between, _)| *between == 3 * (1024 / 4) * 2 * 2 * 8 * 2));
-        // Inside, each passes its piece of three blocks on to three others.
+        // Inside a shard, each rank forwards its piece of three blocks to three other ranks.
         for ((_, exchanged), (between, inside)) in unified.iter().zip(&relay) {
             assert_eq!(inside - exchanged, 3 * between);
         }
@@ -48,7 +48,7 @@ fn relayed_kv_heads_cross_between_shards_once() {
 
 #[test]
 fn relay_is_unified_where_no_two_ranks_need_the_same_kv_heads() {
-    // Of 3 KV heads over 4 ranks some are needed by two, but no two ranks need the same ones.
+    // With 3 KV heads over 4 ranks, two ranks need the same head, but no two ranks need the same set of heads.
     for (heads, kv_heads) in [(8, 4), (8, 8), (12, 3)] {
         let problem = AttentionProblem::new([1, 64, heads, kv_heads, 8], Dtype::F32, Mask::causal()).unwrap();
         let plans = |strategy| {
@@ -75,8 +75,9 @@ fn both_moves_of_a_relay_travel_under_attention() {
                 _ => {}
             }
         }
-        // Half of its own 32 tokens under the first hop, the other half under the second hop and the exchange of the first
-        // block's pieces, the first block under that of the second one's, and the second block.
+        // Attention over half of the rank's 32 tokens overlaps the first hop. The other half overlaps the second hop
+        // and the exchange of the first block's pieces. The first block overlaps the exchange of the second block's
+        // pieces. The second block overlaps nothing.
         assert_eq!(under, [(16, 1), (16, 2), (32, 1), (32, 0)], "rank {}", plan.rank);
     }
 }

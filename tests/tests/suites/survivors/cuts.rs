@@ -14,7 +14,7 @@ use crate::survivors::drawn::{self, Chance};
 fn some_time(world: &World, chance: &mut Chance) -> Vec<StepProgress> {
     let whole: usize = world.plans.iter().map(|plan| plan.steps.len()).sum();
     let (mut steps, patience) = (0, chance.below(whole + 1));
-    // Some are slow: ranks that wait for no other can be.
+    // One rank may be slow. Only a rank that does not wait for another rank can be slow.
     let slow = chance.below(world.plans.len() * 2) as u32;
     let at = reach(world, |can| {
         steps += 1;
@@ -35,7 +35,7 @@ fn sorted(mut ids: Vec<BufferId>) -> Vec<BufferId> {
     ids
 }
 
-/// The buffers of each message that may have arrived without a finished wait.
+/// The buffers of each message that may have arrived, although the rank has not finished its wait.
 fn on_the_way(world: &World, rank: u32, steps: usize, at: &[usize]) -> Vec<Vec<BufferId>> {
     let done = &world.plans[rank as usize].steps[..steps];
     let waited = |id: &u32| done.iter().any(|step| matches!(step, Step::Wait { id: other } if other == id));
@@ -79,7 +79,7 @@ fn proved(loss: &Loss, repair: &World) -> Result<(), Error> {
     check_repair(&loss.world, &loss.ranks, &loss.reached, repair).map(|_| ())
 }
 
-/// Some visible keys are complete on no survivor.
+/// Checks that no survivor has all of these keys, and that some query sees one of them.
 fn are_really_lost(loss: &Loss, owner: u32, keys: &kyklos::TokenRuns, seen_by: u32) {
     let world = &loss.world;
     assert!(!loss.ranks.contains(&Rank(owner)), "rank {owner} is left");
@@ -97,10 +97,10 @@ fn are_really_lost(loss: &Loss, owner: u32, keys: &kyklos::TokenRuns, seen_by: u
     assert!(world.q_placement.of_rank(Rank(seen_by)).iter().any(sees), "nobody sees {keys}");
 }
 
-/// Faults in reported progress or in plans; each returns `None` where there is nothing to break.
+/// Faults in reported progress or in plans. Each fault returns `None` if there is nothing to break.
 type Fault = fn(&mut Loss, &mut Option<World>, &mut Chance) -> Option<&'static str>;
 
-/// A rank reports wrong progress, and the repair is planned from it.
+/// Plans the repair from wrong progress that a rank reports.
 fn said(loss: &Loss, at: usize, reached: StepProgress) -> Option<World> {
     let mut said = loss.reached.clone();
     said[at] = reached;
@@ -122,7 +122,7 @@ const FAULTS: [Fault; 8] = [
         let plan = loss.world.plan(loss.ranks[at]);
         let done = truth.steps > 0 && matches!(plan.steps[truth.steps - 1], Step::Attend { .. });
         *broken = said(loss, at, StepProgress { steps: truth.steps.saturating_sub(1), ..truth.clone() });
-        // The state is kept, or is the first one and starts again.
+        // The fault applies only if the state is kept. The first state may start again instead.
         broken.as_ref().filter(|_| done)?.plans[at]
             .kept
             .iter()
@@ -226,7 +226,7 @@ proptest! {
             prop_assert!(StepProgress::decode(&bytes[1..], plan).is_err());
             let place = chance.below(bytes.len());
             bytes[place] ^= 1 << chance.below(8);
-            // Every change is refused, or leads to another valid progress.
+            // Every change is refused, or results in another valid progress.
             if let Ok(other) = StepProgress::decode(&bytes, plan) {
                 prop_assert_ne!(&other, reached);
                 let _ = remaining_buffers(&loss.world, *rank, &other);

@@ -18,7 +18,7 @@ const ROUNDS: [Strategy; 6] = [
     Strategy::Gather,
 ];
 
-/// Numbers of a seed (splitmix64), so that a failure shrinks to a seed.
+/// Random numbers from a seed (splitmix64), so that a failure shrinks to a seed.
 pub struct Chance(pub u64);
 
 impl Chance {
@@ -91,7 +91,7 @@ fn mask(chance: &mut Chance, seq: usize) -> OracleMask {
     terms.into_iter().fold(OracleMask::full(), OracleMask::and)
 }
 
-/// A ring of two to six ranks for it, some of them perhaps without tokens.
+/// A ring of two to six ranks for a case. Some ranks may have no tokens.
 pub fn world(chance: &mut Chance, case: &Case, dtype: Dtype, with_wire: bool) -> World {
     let ranks = 2 + chance.below(5) as u32;
     let strategy = chance.of(&ROUNDS);

@@ -12,14 +12,15 @@ use crate::common::cut::{cut_off, go_on, reach, reached_by};
 use crate::common::{Prepared, Whole, oracle_dtype, run_world};
 use crate::survivors::drawn::{self, Chance};
 
-/// How a loss ended.
+/// The result of a loss.
 enum End {
-    /// The survivors' output, with NaN in rows of lost ranks.
+    /// The output of the survivors, with NaN in rows of lost ranks.
     Finished(Whole),
     Refused,
 }
 
-/// Runs `world` to `steps`, loses all but `ranks`, and finishes it. `lie` may change the reported progress.
+/// Runs `world` to `steps`, loses all ranks except `ranks`, and finishes the run. `lie` may change the reported
+/// progress.
 fn lose(
     world: &World,
     prepared: &Prepared,
@@ -97,7 +98,7 @@ proptest! {
             }
             let who = format!("{} {} {dtype} {:?} at {steps:?}, left {ranks:?}", world.strategy, world.q_placement.kind(), world.mesh);
             if let Err(failure) = prepared.judge(&output, &who).within(&limit) {
-                // A few rows over many keys have a small output, and a large limit that proves nothing.
+                // A few rows over many keys have a small output. A large limit proves nothing about them.
                 prop_assert!(matches!(failure.cause, Cause::Vacuous(_)), "{who}: {failure}");
             }
         }
@@ -107,7 +108,7 @@ proptest! {
 proptest! {
     #![proptest_config(crate::cases(20, 80))]
 
-    /// Keys are rounded the same way whichever rank sends them: only the order of sums differs.
+    /// The rounding of keys does not depend on the sending rank. Only the order of sums differs.
     #[test]
     fn survivors_get_the_undisturbed_output_with_any_wire_format(seed in any::<u64>()) {
         let mut chance = Chance(seed);
@@ -155,14 +156,14 @@ fn ring() -> (Prepared, World, Comparison) {
     (prepared, world, right)
 }
 
-/// The others run as far as they can while `victim` pauses before `step`; with `late` they first stay as far behind as
-/// they can.
+/// `victim` pauses before `step`, and the other ranks run as far as possible. With `late` they stay as far behind as
+/// possible.
 fn held_at(world: &World, victim: u32, step: usize, late: bool) -> Vec<usize> {
     let mut at = vec![0; world.plans.len()];
     reach(world, |can| {
         let mine = can.iter().position(|rank| *rank == victim).filter(|_| at[victim as usize] < step);
         let others = can.iter().position(|rank| *rank != victim);
-        // Late ranks stop when the victim is there.
+        // Late ranks stop when the victim reaches its step.
         let there = at[victim as usize] >= step;
         let place = if late && there {
             None
@@ -195,7 +196,8 @@ fn a_ring_that_loses_a_rank_at_any_step_is_finished_if_survivors_hold_its_keys()
                         finished += 1;
                     }
                     End::Refused => {
-                        // Its neighbour got its keys in the first exchange, which begins at step 1.
+                        // The victim's neighbour receives its keys in the first exchange. This exchange begins at step
+                        // 1.
                         assert!(step <= 2, "rank {victim} at step {step} of {steps:?}");
                         refused += 1;
                     }

@@ -1,4 +1,4 @@
-//! The cases of [`super::cases`], by what is awkward in them.
+//! The cases of [`super::cases`], grouped by their difficulty.
 
 use super::Case;
 use crate::oracle::{OracleMask, OracleTerm};
@@ -159,13 +159,13 @@ pub(super) fn scores() -> Vec<Case> {
     ]
 }
 
-/// Slices in the words of the command line.
+/// Slices in the notation of the command line.
 fn slices(texts: &[&str]) -> OracleTerm {
     let mask: OracleMask = format!("slices:{}", texts.join(",")).parse().expect("slices");
     mask.terms.into_iter().next().expect("one term")
 }
 
-/// Poison lies in one key head only: with grouped heads, rows of the other must not change either.
+/// Poison is in one key head only. With grouped heads, rows of the other key head must not change.
 pub(super) fn poison() -> Vec<Case> {
     let valid = |lengths: &[u64]| OracleMask::full().and(OracleTerm::Valid(lengths.to_vec()));
     let documents = OracleMask::full().and(OracleTerm::Documents(vec![0, 20, 33]));

@@ -1,4 +1,4 @@
-//! The list covers what it is for, and its inputs show it.
+//! The list covers all features, and its inputs show each feature.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use super::*;
 use crate::oracle::{Dtype, Oracle, Row, Values};
 use crate::tolerance::{Comparison, Context, Limit, compare_rows, discriminates, naive_f32_rows};
 
-/// The rows of `problem`, which may be the case's with something taken out.
+/// The rows of `problem`. It may be the problem of the case without a feature.
 fn oracle_rows<E: Element>(case: &Case, problem: &OracleProblem, inputs: &Inputs<E>) -> Vec<Row> {
     oracle(case, problem, inputs).all_rows()
 }
@@ -71,7 +71,7 @@ fn naive_f32_passes_every_clean_case() {
     }
 }
 
-/// Every way to take one feature out of a problem.
+/// Every way to remove one feature from a problem.
 fn without_one_feature(problem: &OracleProblem) -> Vec<OracleProblem> {
     let mut changed = Vec::new();
     for index in 0..problem.mask.terms.len() {
@@ -87,7 +87,7 @@ fn without_one_feature(problem: &OracleProblem) -> Vec<OracleProblem> {
     }
     if !problem.sinks.is_empty() {
         changed.push(OracleProblem { sinks: Vec::new(), ..problem.clone() });
-        // As if each of two blocks of keys had brought it.
+        // The fault of a sink that counts once for each of two blocks of keys.
         let twice = problem.sinks.iter().map(|sink| sink + std::f64::consts::LN_2).collect();
         changed.push(OracleProblem { sinks: twice, ..problem.clone() });
     }
@@ -119,7 +119,7 @@ fn every_feature_of_every_case_shows_in_every_dtype() {
         }
     }
     let mut blind = Vec::new();
-    // With one token there is nothing that causality could hide.
+    // With one token, causality hides nothing.
     for case in cases().iter().filter(|case| case.problem.kv_len > 1) {
         check::<f32>(case, &mut blind);
         check::<half::f16>(case, &mut blind);
