@@ -403,7 +403,7 @@ fn a_part_of_a_buffer_whose_tokens_share_scales_is_refused() {
             }
         }
         let error = check(&world).unwrap_err().to_string();
-        assert_eq!(error.contains("share scales"), refused, "{wire}: {error}");
+        assert_eq!(error.contains("share a scale"), refused, "{wire}: {error}");
     }
 }
 
