@@ -2,8 +2,8 @@
 //!
 //! A piece is a range of tokens of one batch entry: its rows of o and of lse travel as the two parts of one message.
 //! Rank 0 takes the pieces in one fixed order, the first of every rank, then the second of every rank and so on, and
-//! has at most `IN_FLIGHT` of them in memory, so no rank waits until all others are done. The bytes are not plan
-//! payload and are counted apart.
+//! has at most `IN_FLIGHT` of them in memory, so no rank waits until all others are done. The bytes are not plan payload
+//! and are counted apart.
 
 use std::collections::VecDeque;
 use std::ops::Range;

@@ -7,8 +7,8 @@
 //!   all exchanges under way whenever it waits, so messages travel while the device computes.
 //! - Each part arrives in a new buffer. The plan says what happens to it.
 //! - An exchange that ends early returns the messages that had arrived whole: survivors may need them in a recovery.
-//! - **Panics.** Plans are proved before they run ([`check`](crate::plan::check())), so implementations and [`Memory`]
-//!   may panic on a buffer that is not alive.
+//! - **Panics.** Plans are proved before they run ([`check`](crate::plan::check())), so implementations and [`Memory`] may panic on
+//!   a buffer that is not alive.
 
 use std::future::Future;
 use std::ops::Range;
@@ -85,8 +85,8 @@ pub enum ExchangeError {
 
 /// Moves buffers of `B` between the ranks of a group.
 pub trait Collective<B: Backend> {
-    /// Posts the messages of one exchange together. `tag` is the same for all of them: at most one message goes from
-    /// one rank to another in an exchange.
+    /// Posts the messages of one exchange together. `tag` is the same for all of them: at most one message goes from one rank to
+    /// another in an exchange.
     fn post_exchange<'a>(
         &'a self,
         backend: &'a B,

@@ -1,7 +1,6 @@
 //! The executor: runs one rank's plan on any backend, through any collective.
 //!
-//! It knows steps, not strategies. While it waits for a device or for the network, it polls every exchange that is
-//! under way.
+//! It knows steps, not strategies. While it waits for a device or for the network, it polls every exchange that is under way.
 
 mod buffers;
 mod carryover;
@@ -63,8 +62,7 @@ impl Default for RunOptions {
 
 /// Observes ranks while they run. Called on the rank's thread; must not block.
 pub trait Observer: std::fmt::Debug + Send + Sync {
-    /// `rank` starts step `step` (counted from 0) of the `steps` steps of operation `op`. `doing` describes the step in
-    /// words.
+    /// `rank` starts step `step` (counted from 0) of the `steps` steps of operation `op`. `doing` describes the step in words.
     fn step(&self, rank: Rank, op: u64, step: usize, steps: usize, doing: &dyn Fn() -> String);
 
     /// The counters of `rank` in operation `op` so far. Called after every step.
@@ -157,8 +155,8 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         Self { backend, collective, world, plan, plan_hash, peak_bytes, works, options, keeps: false }
     }
 
-    /// Makes an interrupted run leave its intermediate results in the [`Carryover`] of [`Self::run_from`]. Costs a copy
-    /// of the running state during each attend step: `batch · tokens · heads · (4 · dim + 8)` bytes.
+    /// Makes an interrupted run leave its intermediate results in the [`Carryover`] of [`Self::run_from`]. Costs a copy of the
+    /// running state during each attend step: `batch · tokens · heads · (4 · dim + 8)` bytes.
     #[must_use]
     pub fn resumable(mut self) -> Self {
         let states = self.plan.buffers.iter().filter(|buffer| buffer.content == Content::State);

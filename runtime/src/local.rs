@@ -1,7 +1,7 @@
 //! All ranks of a world in one process.
 //!
-//! [`run_ranks`] gives each rank a thread. [`join_ranks`] runs all ranks as one future on one thread, for programs
-//! without threads, such as a page in a browser.
+//! [`run_ranks`] gives each rank a thread. [`join_ranks`] runs all ranks as one future on one thread, for programs without
+//! threads, such as a page in a browser.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -26,14 +26,13 @@ pub struct Tensors {
     pub k: Bytes,
     /// Like `k`.
     pub v: Bytes,
-    /// The problem's attention bias tensor, `[its batch, q_len, its heads, row]`; the layout of a row is in
-    /// [`BiasTensor`](crate::BiasTensor).
+    /// The problem's attention bias tensor, `[its batch, q_len, its heads, row]`; the layout of a row is in [`BiasTensor`](crate::BiasTensor).
     pub bias: Option<Bytes>,
 }
 
-/// Proves the plans of `world` and runs all its ranks, each on a thread of its own with one of `transports`. `run` runs
-/// a rank's task on a device (see [`RankTask::run_on`]); it is called `repeat` operations once for each rank. Returns
-/// the results of `run`, by rank.
+/// Proves the plans of `world` and runs all its ranks, each on a thread of its own with one of `transports`. `run` runs a
+/// rank's task on a device (see [`RankTask::run_on`]); it is called `repeat` operations once for each rank. Returns the
+/// results of `run`, by rank.
 ///
 /// # Errors
 /// [`crate::Error::Plan`] when the proof of the plans fails, [`crate::Error::Request`] when the tensors do not have

@@ -21,8 +21,7 @@ use window::Window;
 
 macro_rules! define_mask {
     ($($field:ident: $Kind:ty,)*) => {
-        /// The intersection of any number of causal, window, key-padding, document and slice masks: one value of each
-        /// kind.
+        /// The intersection of any number of causal, window, key-padding, document and slice masks: one value of each kind.
         #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
         pub struct Mask {
             $(#[serde(flatten)] $field: $Kind,)*
@@ -54,14 +53,13 @@ macro_rules! define_mask {
                 [$(self.$field.batch_classes(),)*].into_iter().fold(1, usize::max)
             }
 
-            /// Whether both ends of the interval of visible keys never decrease from one query to the next; queries
-            /// that see no key come last.
+            /// Whether both ends of the interval of visible keys never decrease from one query to the next; queries that see no
+            /// key come last.
             pub(crate) fn grows_along_queries(&self) -> bool {
                 $(self.$field.is_one_interval())&&*
             }
 
-            /// The key positions that the query at global position `q` of batch entry `batch` sees, of keys
-            /// `0..kv_len`.
+            /// The key positions that the query at global position `q` of batch entry `batch` sees, of keys `0..kv_len`.
             pub fn visible(&self, batch: usize, q: u32, kv_len: u32) -> Spans {
                 let (lo, hi) = self.ends(batch, q, kv_len);
                 let spans = Spans::one(interval(lo, hi));
@@ -69,8 +67,7 @@ macro_rules! define_mask {
                 spans
             }
 
-            /// An interval that holds every key that a query at any of the positions `first..=last` sees, and maybe
-            /// others.
+            /// An interval that holds every key that a query at any of the positions `first..=last` sees, and maybe others.
             pub(crate) fn hull(&self, batch: usize, first: u32, last: u32, kv_len: u32) -> RowSpan {
                 let (mut lo, _) = self.ends(batch, first, kv_len);
                 let (_, mut hi) = self.ends(batch, last, kv_len);

@@ -118,8 +118,8 @@ impl Meter {
         }
     }
 
-    /// Records the span of a message that was posted at `started` and is done. Messages overlap each other and the
-    /// rank's own work, so their time enters no counter.
+    /// Records the span of a message that was posted at `started` and is done. Messages overlap each other and the rank's own
+    /// work, so their time enters no counter.
     pub(crate) fn message_done(&self, started: Started, timeline: Timeline, name: impl FnOnce() -> String) {
         if let Some(spans) = &self.spans {
             let (start_ns, end_ns) = (started.at_ns, self.clock.now_ns());

@@ -40,9 +40,9 @@ pub struct AttentionProblem {
     pub bias: Option<BiasTensor>,
     /// Format of keys and values that are sent between shards.
     pub wire: WireFormat,
-    /// Whether rows are summed over tiles of [`TILE_KEYS`] keys in one order that does not depend on the mesh: on one
-    /// type of device the result is then the same, byte for byte, on any mesh. Costs a state for each tile, and shards
-    /// must begin and end with tiles.
+    /// Whether rows are summed over tiles of [`TILE_KEYS`] keys in one order that does not depend on the mesh: on one type of
+    /// device the result is then the same, byte for byte, on any mesh. Costs a state for each tile, and shards must begin and end
+    /// with tiles.
     pub fixed_order: bool,
     /// Replicated keys: every rank holds them from the start. An example is the keys of a prompt beside an image that
     /// is split. They are never sent, and every row meets them once, on its own rank. Empty: each key has one owner.

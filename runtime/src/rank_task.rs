@@ -11,19 +11,18 @@ use crate::plan::World;
 
 /// Everything that one rank needs to run its plan, apart from a device.
 ///
-/// [`Self::run`] runs it. [`run_ranks`](crate::local::run_ranks) and [`join_ranks`](crate::local::join_ranks) make the
-/// tasks of all ranks of a process.
+/// [`Self::run`] runs it. [`run_ranks`](crate::local::run_ranks) and [`join_ranks`](crate::local::join_ranks) make the tasks of
+/// all ranks of a process.
 #[derive(Debug)]
 pub struct RankTask<'a> {
     /// The plans of all ranks. [`check`](crate::plan::check()) has proved them.
     pub world: &'a World,
     /// This rank's endpoint in the group.
     pub transport: Arc<dyn Transport>,
-    /// Hash of the plans that all ranks are about to run ([`plan_hash`](crate::plan::plan_hash())); it is compared
-    /// before each operation.
+    /// Hash of the plans that all ranks are about to run ([`plan_hash`](crate::plan::plan_hash())); it is compared before each
+    /// operation.
     pub plan_hash: [u8; 32],
-    /// Peak bytes of plan buffers that the proof found for this rank; goes into
-    /// [`RankReport::peak_bytes`](crate::RankReport::peak_bytes).
+    /// Peak bytes of plan buffers that the proof found for this rank; goes into [`RankReport::peak_bytes`](crate::RankReport::peak_bytes).
     pub peak_bytes: u64,
     /// The rank's own queries, `[batch, tokens, q_heads, dim]` in the problem's dtype.
     pub q: Bytes,

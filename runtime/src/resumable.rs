@@ -94,13 +94,12 @@ impl<'a, B: Backend> ResumableRank<'a, B> {
         Ok(())
     }
 
-    /// Completes, together with the other survivors, the operation in which ranks were lost. It is operation 0 of the
-    /// new group. Call it once.
+    /// Completes, together with the other survivors, the operation in which ranks were lost. It is operation 0 of the new
+    /// group. Call it once.
     ///
     /// # Errors
-    /// [`Error::KeysLost`] and [`Error::Request`] when the operation cannot be completed. They are the same on all
-    /// survivors, no operation has run in the new group, and it can be used for another call. Other errors as
-    /// [`Executor::run_from`].
+    /// [`Error::KeysLost`] and [`Error::Request`] when the operation cannot be completed. They are the same on all survivors,
+    /// no operation has run in the new group, and it can be used for another call. Other errors as [`Executor::run_from`].
     pub async fn finish(&mut self, survivors: &Survivors) -> Result<Recovery> {
         let Self { backend, task, inputs, carryover } = self;
         let Some(inputs) = inputs else {

@@ -17,10 +17,9 @@ pub enum WireFormat {
     /// f16, for f32 tensors.
     F16,
     /// 8-bit codes, for tensors of any type. Keys have an f32 scale for each (batch entry, KV head, channel) and
-    /// [`TOKENS_PER_SCALE`] tokens of the list that travels together, values one for each (batch entry, token, KV
-    /// head). A scale is the largest finite magnitude over 127, a code the element over its scale, rounded to nearest,
-    /// ties to even; a subnormal scale counts as 0. The code −128 stands for a value that is not finite, and is read as
-    /// NaN.
+    /// [`TOKENS_PER_SCALE`] tokens of the list that travels together, values one for each (batch entry, token, KV head). A
+    /// scale is the largest finite magnitude over 127, a code the element over its scale, rounded to nearest, ties to even;
+    /// a subnormal scale counts as 0. The code −128 stands for a value that is not finite, and is read as NaN.
     Int8,
 }
 

@@ -11,8 +11,8 @@
 //! - For few query rows there are other kernels: [`Kernel::Decode`] splits the keys over workgroups. Each workgroup
 //! takes
 //!   all rows that share a KV head, and [`Kernel::MergeParts`] merges their partial states into the running state.
-//! - The kernels for software drivers ([`Kernel::reads_textures`]) read k and v from read-only storage textures: x = KV
-//!   head · units of a head + unit, y = (batch entry − `batch_first`) · `k_batch` (or `v_batch`) + key − `key_begin`.
+//! - The kernels for software drivers ([`Kernel::reads_textures`]) read k and v from read-only storage textures: x = KV head · units of a head + unit,
+//!   y = (batch entry − `batch_first`) · `k_batch` (or `v_batch`) + key − `key_begin`.
 //! - Storage is f32, f16 or bf16, 16-bit elements packed in u32 words; all arithmetic is f32.
 //! - Kernels know no masks: they read an interval of key positions for each query row, a position for each key, and a
 //!   list of runs of tiles. The layout of both is described in [`AttendParams`] and in the module of the kernels:

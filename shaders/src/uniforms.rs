@@ -1,5 +1,5 @@
-//! Uniform structs: one list of fields makes the Rust struct, its WGSL declaration and the table that a test compares
-//! with naga's offsets.
+//! Uniform structs: one list of fields makes the Rust struct, its WGSL declaration and the table that a test compares with
+//! naga's offsets.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -62,8 +62,8 @@ uniform! {
     /// Parameters of [`Kernel::Attend`](crate::Kernel::Attend).
     ///
     /// Offsets and strides of q, k, v and a count 16-byte units, those of ml 8-byte units. (Where k and v are textures,
-    /// `k_batch` and `v_batch` count texel rows, and the other offsets and strides of both are not used.) An offset may
-    /// be "negative" by wrapping: sums wrap too, so a binding may start behind the first element of its tensor as long
+    /// `k_batch` and `v_batch` count texel rows, and the other offsets and strides of both are not used.) An offset may be
+    /// "negative" by wrapping: sums wrap too, so a binding may start behind the first element of its tensor as long
     /// as the rows in use lie inside.
     AttendParams {
         /// Offset of (batch 0, row 0, head 0) of q.
@@ -221,8 +221,8 @@ uniform! {
 }
 
 uniform! {
-    /// Parameters of [`Kernel::MergeParts`](crate::Kernel::MergeParts). Row-heads are (batch, row, head) triples in
-    /// this order.
+    /// Parameters of [`Kernel::MergeParts`](crate::Kernel::MergeParts). Row-heads are (batch, row, head) triples in this
+    /// order.
     MergePartsParams {
         /// First row-head of this dispatch.
         first: u32,
@@ -274,8 +274,7 @@ uniform! {
 }
 
 uniform! {
-    /// Parameters of [`Kernel::Finalize`](crate::Kernel::Finalize). Row-heads are (batch, row, head) triples in this
-    /// order.
+    /// Parameters of [`Kernel::Finalize`](crate::Kernel::Finalize). Row-heads are (batch, row, head) triples in this order.
     FinalizeParams {
         /// First row-head of this dispatch.
         first: u32,

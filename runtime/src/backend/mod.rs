@@ -18,10 +18,10 @@
 //!
 //! For each query row and head: the largest logit so far `m` (natural-log units), `l = Σ exp(x − m)`, and the
 //! un-normalised `a = Σ exp(x − m)·v`, all f32. `ml` is `[batch, heads, rows, 2]` (m then l), `a` is
-//! `[batch, rows, heads, dim]`. The empty state, of a row that saw no key, is `m = `[`EMPTY_M`], `l = 0`, `a = 0`. Two
-//! states of disjoint key sets merge as `m = max(m₁, m₂)`, `l = l₁e^{m₁−m} + l₂e^{m₂−m}`, `a` likewise (Milakov &
-//! Gimelshein 2018, §3.1). Where one of them is empty the result is the other one, bit for bit except for the sign of
-//! zeros, which `finalize` normalises: [`fixed order`](crate::AttentionProblem::fixed_order) relies on it.
+//! `[batch, rows, heads, dim]`. The empty state, of a row that saw no key, is `m = `[`EMPTY_M`], `l = 0`, `a = 0`. Two states of disjoint key
+//! sets merge as `m = max(m₁, m₂)`, `l = l₁e^{m₁−m} + l₂e^{m₂−m}`, `a` likewise (Milakov & Gimelshein 2018, §3.1).
+//! Where one of them is empty the result is the other one, bit for bit except for the sign of zeros, which `finalize`
+//! normalises: [`fixed order`](crate::AttentionProblem::fixed_order) relies on it.
 
 use std::fmt;
 use std::future::Future;
@@ -101,9 +101,9 @@ pub trait Backend {
 
     /// `o = a / l` rounded to `dtype` and `lse = m + ln l`; a row that saw no key gets `o = 0`, `lse = −∞`.
     ///
-    /// `sinks` are finite, one for each head of the state, or none. A sink `s` is a key with this logit and the value
-    /// 0: `l` becomes `l + exp(s − m)`, and a row that saw no key gets `o = 0`, `lse = s`. Sinks enter only here, so
-    /// each counts once, for any number of merged states.
+    /// `sinks` are finite, one for each head of the state, or none. A sink `s` is a key with this logit and the value 0:
+    /// `l` becomes `l + exp(s − m)`, and a row that saw no key gets `o = 0`, `lse = s`. Sinks enter only here, so each
+    /// counts once, for any number of merged states.
     ///
     /// `o` is `[batch, rows, heads, dim]`, `lse` is f32 `[batch, rows, heads]`: token-major like `o`, so that a range
     /// of tokens is one piece of both.
@@ -194,8 +194,7 @@ pub struct Operand<'a, Buffer> {
     pub layout: Layout,
 }
 
-/// Offset and strides of a `[batch, rows, heads, ·]` tensor, in elements of its storage type; in [`Backend::repack`] in
-/// bytes.
+/// Offset and strides of a `[batch, rows, heads, ·]` tensor, in elements of its storage type; in [`Backend::repack`] in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Where (0, 0, 0) starts.
@@ -220,8 +219,8 @@ pub enum Elements<Buffer> {
         /// Storage type of the elements.
         dtype: Dtype,
     },
-    /// 8-bit codes with scales, see [`WireFormat::Int8`](crate::WireFormat::Int8). The tensor starts at the beginning
-    /// of both buffers.
+    /// 8-bit codes with scales, see [`WireFormat::Int8`](crate::WireFormat::Int8). The tensor starts at the beginning of both
+    /// buffers.
     Coded {
         /// 8-bit codes in two's complement, `[batch, tokens, heads, dim]`.
         codes: Buffer,
@@ -235,8 +234,7 @@ pub enum Elements<Buffer> {
 /// Which elements share a scale in [`Elements::Coded`], and the shape of the scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scales {
-    /// [`TOKENS_PER_SCALE`](crate::TOKENS_PER_SCALE) consecutive tokens of a channel: `[batch, ⌈tokens / 64⌉, heads,
-    /// dim]`.
+    /// [`TOKENS_PER_SCALE`](crate::TOKENS_PER_SCALE) consecutive tokens of a channel: `[batch, ⌈tokens / 64⌉, heads, dim]`.
     Channels,
     /// The elements of one head of one token: `[batch, tokens, heads]`.
     Rows,

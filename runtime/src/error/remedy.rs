@@ -32,11 +32,9 @@ pub enum Remedy {
         /// The key of the device in the cluster description, as in `[device.KEY]`.
         device: String,
     },
-    /// Survivors of a lost rank can complete a call only on a ring (Ulysses extent 1). Use one, or do not complete the
-    /// call.
+    /// Survivors of a lost rank can complete a call only on a ring (Ulysses extent 1). Use one, or do not complete the call.
     RecoverOnRing,
-    /// Survivors of a lost rank can complete a call only by a strategy that sends keys. Use one, or do not complete the
-    /// call.
+    /// Survivors of a lost rank can complete a call only by a strategy that sends keys. Use one, or do not complete the call.
     RecoverBySendingKeys,
     /// Survivors of a lost rank cannot keep a fixed order of sums. Allow any order, or do not complete the call.
     RecoverInAnyOrder,

@@ -75,8 +75,7 @@ impl MaskKind for Documents {
         if self.documents.is_empty() {
             return (0, kv_len);
         }
-        // The document that holds q: boundaries[next - 1] <= q < boundaries[next]. Behind the last one a query sees
-        // nothing.
+        // The document that holds q: boundaries[next - 1] <= q < boundaries[next]. Behind the last one a query sees nothing.
         let next = self.documents.partition_point(|boundary| *boundary <= q);
         self.documents.get(next).map_or((kv_len, kv_len), |end| (self.documents[next - 1], *end))
     }

@@ -82,8 +82,8 @@ pub struct Buffer {
     pub content: Content,
     /// Global tokens, in the order of the rows.
     pub tokens: TokenRuns,
-    /// Global heads: KV heads for [`Content::KeyValue`] and [`Content::WireKeyValue`], heads of the attention bias
-    /// tensor for [`Content::Bias`], query heads otherwise.
+    /// Global heads: KV heads for [`Content::KeyValue`] and [`Content::WireKeyValue`], heads of the attention bias tensor for
+    /// [`Content::Bias`], query heads otherwise.
     pub heads: Range<u32>,
     /// For a running state that is sent, received or kept: the keys that it has met by then. Otherwise none.
     pub met: TokenRuns,
@@ -173,8 +173,7 @@ pub enum Step {
         kv: Slice,
         /// Running state; the first step that names it finds it empty.
         state: BufferId,
-        /// The queries' rows of the attention bias tensor, where the problem has one: of the queries' heads, or of its
-        /// only one.
+        /// The queries' rows of the attention bias tensor, where the problem has one: of the queries' heads, or of its only one.
         #[serde(rename = "pairs")]
         bias: Option<Slice>,
     },

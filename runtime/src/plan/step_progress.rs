@@ -35,8 +35,7 @@ impl StepProgress {
         12 + plan.buffers.len().div_ceil(8)
     }
 
-    /// The progress as one message: the operation in 8 bytes, the steps in 4, then a bit for each buffer,
-    /// little-endian.
+    /// The progress as one message: the operation in 8 bytes, the steps in 4, then a bit for each buffer, little-endian.
     pub fn encode(&self, plan: &Plan) -> Vec<u8> {
         let mut bytes = vec![0; Self::encoded_bytes(plan)];
         bytes[..8].copy_from_slice(&self.op.to_le_bytes());
@@ -51,8 +50,8 @@ impl StepProgress {
     /// Decodes the message of a rank with this plan.
     ///
     /// # Errors
-    /// [`Error::Plan`] for bytes that no rank with this plan sends. [`remaining_buffers`](super::remaining_buffers())
-    /// finds out whether the plan can be interrupted at that point.
+    /// [`Error::Plan`] for bytes that no rank with this plan sends. [`remaining_buffers`](super::remaining_buffers()) finds out whether the plan can be
+    /// interrupted at that point.
     pub fn decode(bytes: &[u8], plan: &Plan) -> Result<Self> {
         let fault = |fault: String| Err(Error::plan(Rank(plan.rank), None, fault));
         let (buffers, steps) = (plan.buffers.len(), plan.steps.len());

@@ -1,9 +1,9 @@
 //! Worlds of thousands of ranks, from smaller ones.
 //!
-//! A ring of R shards has R² hops in all, so the plans of a large ring take too much memory. But with shards of the
-//! same size every further hop costs as much as the one before it, so the times and bytes of a rank grow linearly with
-//! R, and two small rings determine the line. That holds where all hops cost the same: for full and causal masks, even
-//! splits, and hosts of one kind.
+//! A ring of R shards has R² hops in all, so the plans of a large ring take too much memory. But with shards of the same size
+//! every further hop costs as much as the one before it, so the times and bytes of a rank grow linearly with R, and two small
+//! rings determine the line. That holds where all hops cost the same: for full and causal masks, even splits, and hosts of one
+//! kind.
 
 use super::candidate::Candidate;
 use super::cluster::Cluster;

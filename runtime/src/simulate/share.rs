@@ -66,8 +66,8 @@ impl Flow {
         self.route.host_ns_per_byte * if ends > 1 { 2.0 } else { 1.0 }
     }
 
-    /// Bytes in a nanosecond: the least of its shares of the channels that it crosses. A device that carries messages
-    /// itself gives each message at most the share of a rank that computes there.
+    /// Bytes in a nanosecond: the least of its shares of the channels that it crosses. A device that carries messages itself
+    /// gives each message at most the share of a rank that computes there.
     #[expect(clippy::cast_precision_loss, reason = "messages of one moment")]
     pub(super) fn speed(&self, channels: &[SharedChannel], processors: &[Processor]) -> f64 {
         let Self { devices, route, .. } = self;

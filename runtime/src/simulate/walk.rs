@@ -10,8 +10,8 @@ use crate::plan::World;
 /// Walks the plans of `world` on `cluster`, rank i on the i-th device or where the description places it.
 ///
 /// # Errors
-/// [`Error::Request`](crate::Error::Request) where the cluster lacks a device, a rate or a link that the plans need;
-/// [`Error::Plan`](crate::Error::Plan) for plans that [`crate::plan::check`] would refuse too.
+/// [`Error::Request`](crate::Error::Request) where the cluster lacks a device, a rate or a link that the plans need; [`Error::Plan`](crate::Error::Plan) for plans
+/// that [`crate::plan::check`] would refuse too.
 pub fn simulate(world: &World, cluster: &Cluster) -> Result<Prediction> {
     let program = Program::new(world, cluster)?;
     run(&program, cluster)

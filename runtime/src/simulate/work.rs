@@ -110,9 +110,8 @@ fn count(n: usize) -> f64 {
     n as f64
 }
 
-/// Runs of up to twice this many queries are counted row by row where a mask cuts them. Longer runs are cut into this
-/// many stretches and counted at the ends of each: exact where the intervals grow evenly along a stretch, as under
-/// causal masks.
+/// Runs of up to twice this many queries are counted row by row where a mask cuts them. Longer runs are cut into this many
+/// stretches and counted at the ends of each: exact where the intervals grow evenly along a stretch, as under causal masks.
 const EXACT_ROWS: u32 = 128;
 
 #[cfg(test)]

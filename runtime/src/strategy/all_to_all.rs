@@ -1,7 +1,8 @@
-//! The all-to-all of Ulysses: all tokens of some heads for some tokens of all heads, inside one shard's group of U
-//! ranks (Jacobs et al. 2023, arXiv 2309.14509). Each rank sends one message to each peer in each direction: q, k, v
-//! and the rows of an attention bias tensor together in the first all-to-all, o and lse in the second. A rank gets
-//! every KV head that its query heads need and no other, so KV heads are never repeated within a message.
+//! The all-to-all of Ulysses: all tokens of some heads for some tokens of all heads, inside one shard's group of U ranks
+//! (Jacobs et al. 2023, arXiv 2309.14509).
+//! Each rank sends one message to each peer in each direction: q, k, v and the rows of an attention bias tensor
+//! together in the first all-to-all, o and lse in the second. A rank gets every KV head that its query heads need and
+//! no other, so KV heads are never repeated within a message.
 
 use std::ops::Range;
 
@@ -62,8 +63,7 @@ pub(super) struct Posted {
     arriving: Vec<(u32, BufferId)>,
 }
 
-/// Posts the all-to-all of a chunk from the rank's own tokens with all heads to the shard's tokens with the rank's
-/// heads.
+/// Posts the all-to-all of a chunk from the rank's own tokens with all heads to the shard's tokens with the rank's heads.
 pub(super) fn post_tokens_for_heads(builder: &mut PlanBuilder<'_>, chunk: Chunk) -> Posted {
     let (_, u) = builder.world.mesh.coordinates(builder.rank);
     let inputs = exchanged(builder);
@@ -133,8 +133,8 @@ pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Input
     Inputs { q, kv, pairs: shard_of(Content::Bias) }
 }
 
-/// Posts the all-to-all of a chunk from the output of the shard's tokens with the rank's heads, `mine`, to the rank's
-/// own tokens with all heads.
+/// Posts the all-to-all of a chunk from the output of the shard's tokens with the rank's heads, `mine`, to the rank's own tokens
+/// with all heads.
 pub(super) fn post_heads_for_tokens(builder: &mut PlanBuilder<'_>, chunk: Chunk, mine: BufferId) -> Posted {
     let (_, u) = builder.world.mesh.coordinates(builder.rank);
     let (output, own_tokens) = (builder.output(), builder.buffer(builder.output()).tokens.clone());

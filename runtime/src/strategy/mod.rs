@@ -2,8 +2,8 @@
 //!
 //! A plan has up to three phases: an all-to-all that exchanges tokens for heads inside the Ulysses group
 //! ([`all_to_all`]), the round over the shards, and the all-to-all back. A mesh with U = 1 has only the round, one with
-//! R = 1 only the all-to-alls, and one rank has neither. In the round keys go from neighbour to neighbour ([`streams`],
-//! and in pieces [`relay`]) or straight to every shard that sees them ([`gather`]), or queries go to the keys, straight
+//! R = 1 only the all-to-alls, and one rank has neither. In the round keys go from neighbour to neighbour ([`streams`], and in
+//! pieces [`relay`]) or straight to every shard that sees them ([`gather`]), or queries go to the keys, straight
 //! ([`pass_q`]) or along trees ([`tree`]).
 //!
 //! Each strategy has a file here with its steps and all other facts about it, its [`facts`]. The closed list of

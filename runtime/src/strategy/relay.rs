@@ -11,9 +11,8 @@
 //! it computes while the first block travels too. Pieces are joined before they are attended: with few KV heads a copy
 //! of a block costs less than reading and writing the running state for each piece.
 //!
-//! The ranks of a group need exactly the same KV heads. Where the heads of two ranks overlap only in part, as with 3 KV
-//! heads over 4 ranks, the common heads still cross more than once. A rank that is alone in its group sends whole
-//! blocks.
+//! The ranks of a group need exactly the same KV heads. Where the heads of two ranks overlap only in part, as with 3 KV heads
+//! over 4 ranks, the common heads still cross more than once. A rank that is alone in its group sends whole blocks.
 
 use std::ops::Range;
 
@@ -112,8 +111,7 @@ impl Relay<'_, '_> {
         Piece { slice, arrived: None }
     }
 
-    /// Posts the hop of a block that has made `hop` hops from this shard to the next, and the arrival of the block
-    /// after it.
+    /// Posts the hop of a block that has made `hop` hops from this shard to the next, and the arrival of the block after it.
     fn send_on(&mut self, hop: u32, owner: u32, piece: &Piece) -> (Piece, Option<u32>) {
         if hop == self.routes.hops() {
             return (Piece::default(), None);

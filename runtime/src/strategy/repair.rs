@@ -43,8 +43,8 @@ pub fn can_repair(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) ->
     Ok(())
 }
 
-/// Plans by which `ranks`, the survivors of `before`, complete the operation, where `reached` is the progress of each.
-/// The survivors are numbered anew, in their order; the output rows of the lost ranks are missing.
+/// Plans by which `ranks`, the survivors of `before`, complete the operation, where `reached` is the progress of each. The
+/// survivors are numbered anew, in their order; the output rows of the lost ranks are missing.
 ///
 /// # Errors
 /// [`Error::KeysLost`] when no survivor holds a block that is still needed, [`Error::Request`] as [`can_repair`],

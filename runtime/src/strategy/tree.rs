@@ -5,10 +5,9 @@
 //! log₂ R latencies instead of one. All ranks together send the same bytes. For queries of one rank, such as a token
 //! that is decoded, over the keys of many ranks (Shyam et al. 2024, arXiv 2408.04093).
 //!
-//! Each shard is the root of one tree, at position 0; the shard `p` shards ahead of it is at position p. The parent of
-//! a position is the position without its lowest set bit, so the subtree of p is p and the positions that follow it. An
-//! exchange is numbered by the position of the child in it: every rank is that child in one tree, and the parent of
-//! that child in another.
+//! Each shard is the root of one tree, at position 0; the shard `p` shards ahead of it is at position p. The parent of a
+//! position is the position without its lowest set bit, so the subtree of p is p and the positions that follow it. An exchange is numbered by
+//! the position of the child in it: every rank is that child in one tree, and the parent of that child in another.
 
 use super::build::{Inputs, PlanBuilder};
 use super::facts::StrategyFacts;
@@ -35,8 +34,7 @@ struct Trees<'a, 'b> {
     /// The shard of this rank, and its piece of the shard.
     r: u32,
     u: u32,
-    /// By position: the queries of the tree in which this rank has that position, and their state over the keys from
-    /// there on.
+    /// By position: the queries of the tree in which this rank has that position, and their state over the keys from there on.
     visits: Vec<Option<Visit>>,
 }
 

@@ -1,8 +1,8 @@
 //! Attention within WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
 //!
 //! 64 threads are a grid of 8 × 8. For a tile of `q_rows` × 32 scores, thread (tr, tc) holds `rows_per_thread` × 4:
-//! rows tr, tr + 8, …, keys tc, tc + 8, …. Of the accumulator it holds the same rows and 4-element chunks tc, tc + 8,
-//! …. The 8 threads of a row agree on its maximum through workgroup memory and keep their own part of l until the end.
+//! rows tr, tr + 8, …, keys tc, tc + 8, …. Of the accumulator it holds the same rows and 4-element chunks tc, tc + 8, ….
+//! The 8 threads of a row agree on its maximum through workgroup memory and keep their own part of l until the end.
 //! Workgroup memory holds Q (whole if it fits, otherwise chunk by chunk) and K chunk-major, so that neighbouring
 //! threads read neighbouring vectors. V replaces K when the scores are complete. In the weights, slot `4·tc + j` is key
 //! `8·j + tc`: one thread's four weights are one vector, and V is stored in the same order.

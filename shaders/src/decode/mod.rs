@@ -7,9 +7,9 @@
 //!
 //! # Bindings
 //!
-//! As those of [`attend`](crate::attend), the pairs included, but the state is not among them: 4 is `part_a`, f32
-//! `[item, slot, dim]`, and 5 `part_ml`, f32 `[item, slot, 2]`, both dense, m in base-2 units. Where l is [`UNSEEN`]
-//! the slot saw no key of the split, and its m and a mean nothing; no sum of weights is negative.
+//! As those of [`attend`](crate::attend), the pairs included, but the state is not among them: 4 is `part_a`, f32 `[item, slot, dim]`, and 5
+//! `part_ml`, f32 `[item, slot, 2]`, both dense, m in base-2 units. Where l is [`UNSEEN`] the slot saw no key of the
+//! split, and its m and a mean nothing; no sum of weights is negative.
 //!
 //! # Masks
 //!
@@ -47,8 +47,7 @@ fn prelude(kernel: DecodeKernel) -> String {
     text
 }
 
-/// The first statements of every workgroup: its split of the keys, batch entry, heads and runs, and the span of each
-/// slot.
+/// The first statements of every workgroup: its split of the keys, batch entry, heads and runs, and the span of each slot.
 fn item(t: &mut Text, kernel: DecodeKernel) {
     t.lines(
         "

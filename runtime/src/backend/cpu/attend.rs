@@ -72,8 +72,8 @@ pub(super) async fn attend(
     let kv_heads = args.kv_head_of.iter().max().map_or(0, |head| *head as usize + 1);
     let kernel = backend.level.run(AskShape);
 
-    // Keys are taken in stretches, so that no job is long, and KV heads a few at a time, so that the packed keys stay
-    // small. The cuts do not depend on the speed or on the number of threads, so neither do results.
+    // Keys are taken in stretches, so that no job is long, and KV heads a few at a time, so that the packed keys stay small.
+    // The cuts do not depend on the speed or on the number of threads, so neither do results.
     let tiles = u32::try_from(work.kv_positions.len().div_ceil(work.tile.kv_cols as usize))
         .expect("positions are u32, so tiles are");
     let tile_cost = u64::from(work.tile.q_rows * work.tile.kv_cols) * dim as u64 * 2;
@@ -202,8 +202,7 @@ fn wanted(work: &BlockWork, tiles: &Range<u32>) -> Vec<Vec<bool>> {
     work.classes.iter().map(of_class).collect()
 }
 
-/// Assumed multiply-adds per second before the first measurement: low, so that the first piece is short on a slow
-/// machine.
+/// Assumed multiply-adds per second before the first measurement: low, so that the first piece is short on a slow machine.
 const FIRST_RATE: u64 = 5_000_000_000;
 /// Milliseconds at which a piece aims: below the contract's 100 ms, because the measured speed varies.
 const PIECE_MS: u64 = 60;

@@ -56,8 +56,8 @@ pub(super) fn convert(
     Ok(())
 }
 
-/// `into` = `from`, element by element, rounded to nearest, ties to even; of the two types one is f32. Both hold as
-/// many elements.
+/// `into` = `from`, element by element, rounded to nearest, ties to even; of the two types one is f32. Both hold as many
+/// elements.
 fn store((from, source): (Dtype, &[u8]), (into, target): (Dtype, &mut [u8])) {
     use bytemuck::{cast_slice, cast_slice_mut};
     match (from, into) {
@@ -191,8 +191,8 @@ fn scale_for(largest: f32) -> f32 {
     if scale < f32::MIN_POSITIVE { 0.0 } else { scale }
 }
 
-/// Adding 1.5 · 2²³ rounds to a whole number, ties to even, and leaves it in the low bits: a few instructions for a
-/// whole vector of numbers, on any processor.
+/// Adding 1.5 · 2²³ rounds to a whole number, ties to even, and leaves it in the low bits: a few instructions for a whole
+/// vector of numbers, on any processor.
 #[expect(clippy::cast_possible_truncation, reason = "the low byte is the code")]
 fn code_of(x: f32, scale: f32) -> i8 {
     // With a scale of 0 every element rounds to 0 anyway.

@@ -142,8 +142,8 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Merges the local running state into the caller's (Milakov & Gimelshein 2018, §3.1). Rows that saw no key, or
-    /// only logits of −∞, keep the caller's state bit for bit.
+    /// Merges the local running state into the caller's (Milakov & Gimelshein 2018, §3.1). Rows that saw no key, or only
+    /// logits of −∞, keep the caller's state bit for bit.
     #[inline(always)]
     fn end(&mut self, dim: usize, padded: usize, lanes: usize, scratch: &Scratch) {
         let rows = self.a.chunks_mut(lanes).zip(self.ml.chunks_mut(2 * lanes));

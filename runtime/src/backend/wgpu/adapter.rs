@@ -19,14 +19,13 @@ pub struct WgpuOptions {
     pub kernel: KernelChoice,
     /// Largest binding to use, in bytes, where that is less than the device allows. For tests on large devices.
     pub max_binding_bytes: Option<u64>,
-    /// Most bytes of all buffers of the backend together; more is [`Error::OutOfMemory`]. By default the host's memory,
-    /// for devices that compute in it (Linux only), and as much as the driver gives for other devices.
+    /// Most bytes of all buffers of the backend together; more is [`Error::OutOfMemory`]. By default the host's memory, for
+    /// devices that compute in it (Linux only), and as much as the driver gives for other devices.
     pub max_memory_bytes: Option<u64>,
-    /// Kernel variants that were measured to be fast. Entries for other devices, drivers, kernels or kernel texts are
-    /// ignored. Without a table the built-in choices are used.
+    /// Kernel variants that were measured to be fast. Entries for other devices, drivers, kernels or kernel texts are ignored.
+    /// Without a table the built-in choices are used.
     pub tuned: Option<TuningTable>,
-    /// Whether to record times of compute passes by the device's own clock, where it has one; see
-    /// [`WgpuBackend::device_seconds`].
+    /// Whether to record times of compute passes by the device's own clock, where it has one; see [`WgpuBackend::device_seconds`].
     pub timestamps: bool,
 }
 
@@ -160,8 +159,8 @@ fn instance() -> wgpu::Instance {
     new_instance()
 }
 
-/// The only instance of the process. It is never dropped: the Vulkan loader unloads the drivers with the last instance,
-/// and a process that exits while another thread does that jumps into unmapped code.
+/// The only instance of the process. It is never dropped: the Vulkan loader unloads the drivers with the last instance, and
+/// a process that exits while another thread does that jumps into unmapped code.
 #[cfg(not(target_arch = "wasm32"))]
 fn instance() -> &'static wgpu::Instance {
     static INSTANCE: std::sync::OnceLock<wgpu::Instance> = std::sync::OnceLock::new();

@@ -1,5 +1,4 @@
-//! One call of `attend`. It is cut into regions that fit the device's bindings, and each region into pieces of bounded
-//! time.
+//! One call of `attend`. It is cut into regions that fit the device's bindings, and each region into pieces of bounded time.
 
 use std::ops::Range;
 

@@ -30,8 +30,8 @@ impl WgpuBackend {
         self.gpu.destroy();
     }
 
-    /// The attention variant for a state of this shape, and whether a tuning table chose it. Calls with few query rows
-    /// use the decoding kernels instead.
+    /// The attention variant for a state of this shape, and whether a tuning table chose it. Calls with few query rows use
+    /// the decoding kernels instead.
     ///
     /// # Errors
     /// [`Error::Request`] for a head dim that no kernel has.
@@ -70,10 +70,9 @@ impl WgpuBackend {
         })
     }
 
-    /// Seconds by the device's own clock from the start of the first compute pass since the last call of this method to
-    /// the end of the last pass, with everything between them, such as copies. `None` where the device has no such
-    /// clock, was opened without [`WgpuOptions::timestamps`](super::WgpuOptions::timestamps), or ran no pass or more
-    /// than 2048.
+    /// Seconds by the device's own clock from the start of the first compute pass since the last call of this method to the
+    /// end of the last pass, with everything between them, such as copies. `None` where the device has no such clock, was
+    /// opened without [`WgpuOptions::timestamps`](super::WgpuOptions::timestamps), or ran no pass or more than 2048.
     ///
     /// # Errors
     /// [`Error::Device`].

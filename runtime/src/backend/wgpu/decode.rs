@@ -1,5 +1,5 @@
-//! A call of `attend` with few query rows. The keys are split over workgroups, each of which takes all rows that share
-//! a KV head; a second kernel merges their partial states into the running state.
+//! A call of `attend` with few query rows. The keys are split over workgroups, each of which takes all rows that share a KV
+//! head; a second kernel merges their partial states into the running state.
 //!
 //! The number of splits depends on shapes, the mask and the kind of device only: the same call gives the same bytes.
 

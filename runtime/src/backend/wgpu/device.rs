@@ -22,8 +22,8 @@ pub(super) struct Gpu {
     pub(super) health: Arc<Health>,
     pub(super) pipelines: Pipelines,
     pub(super) staging: Arc<StagingPool>,
-    /// Uniform buffers of recorded commands, kept until the commands are submitted: in a browser a dropped buffer is
-    /// freed at once.
+    /// Uniform buffers of recorded commands, kept until the commands are submitted: in a browser a dropped buffer is freed at
+    /// once.
     recorded: Mutex<Vec<WgpuBuffer>>,
     budget: Budget,
     /// Whether host and device share memory, so that buffers are filled in place.
@@ -93,8 +93,7 @@ impl Gpu {
         done
     }
 
-    /// Ends the device. Every future that waits for it ends at once; its memory is freed when the work in flight is
-    /// done.
+    /// Ends the device. Every future that waits for it ends at once; its memory is freed when the work in flight is done.
     pub(super) fn destroy(&self) {
         // First, so that no new work starts.
         self.health.lost("use the device", "WgpuBackend::destroy ended it".to_owned());
@@ -249,6 +248,6 @@ impl Drop for Gpu {
 
 const STORAGE: wgpu::BufferUsages =
     wgpu::BufferUsages::STORAGE.union(wgpu::BufferUsages::COPY_SRC).union(wgpu::BufferUsages::COPY_DST);
-/// Whether new buffers are mapped to be filled. In a browser wgpu keeps one more copy of the bytes that are written to
-/// mapped memory, and panics where the browser has no memory to map.
+/// Whether new buffers are mapped to be filled. In a browser wgpu keeps one more copy of the bytes that are written to mapped
+/// memory, and panics where the browser has no memory to map.
 const FILLED_WHERE_IT_IS: bool = !cfg!(target_arch = "wasm32");

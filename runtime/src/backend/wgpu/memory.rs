@@ -7,9 +7,9 @@ use crate::backend::DeviceClass;
 
 /// Counts the bytes of all buffers of one backend, and refuses more than a limit.
 ///
-/// The driver does not refuse in time: software drivers take memory when it is first written, so every allocation
-/// succeeds and a kernel crashes later. (The budgets that Vulkan drivers report do not count memory that was never
-/// written either, and a query costs 70 µs for each buffer on Mesa 26.2.)
+/// The driver does not refuse in time: software drivers take memory when it is first written, so every allocation succeeds and
+/// a kernel crashes later. (The budgets that Vulkan drivers report do not count memory that was never written either, and
+/// a query costs 70 µs for each buffer on Mesa 26.2.)
 #[derive(Clone, Debug)]
 pub(super) struct Budget {
     most_bytes: u64,

@@ -41,8 +41,7 @@ impl Stopwatch {
         })
     }
 
-    /// The number of passes since the last reading, which is reset. `None` where there was no pass, or more than
-    /// [`PASSES`].
+    /// The number of passes since the last reading, which is reset. `None` where there was no pass, or more than [`PASSES`].
     pub(super) fn take_passes(&self) -> Option<u32> {
         let passes = std::mem::take(&mut *self.lock());
         (1..=PASSES).contains(&passes).then_some(passes)

@@ -1,7 +1,7 @@
 //! Measured choices of kernel variants, and when they apply.
 //!
-//! The library measures nothing and reads no files: the caller passes a [`TuningTable`]. An entry applies only to its
-//! device, driver, kernel choice and kernel texts; without an entry that applies the built-in choice is used.
+//! The library measures nothing and reads no files: the caller passes a [`TuningTable`]. An entry applies only to its device,
+//! driver, kernel choice and kernel texts; without an entry that applies the built-in choice is used.
 
 use std::collections::HashMap;
 
@@ -107,8 +107,7 @@ impl AdapterKey {
 }
 
 impl ShapeBucket {
-    /// The bucket of a running state. `None` for an empty one, and for so few rows that the decoding kernels may be
-    /// used.
+    /// The bucket of a running state. `None` for an empty one, and for so few rows that the decoding kernels may be used.
     pub fn of(shape: StateShape) -> Option<Self> {
         let row_heads = shape.batch.saturating_mul(shape.rows).saturating_mul(shape.heads);
         if shape.rows <= MOST_SLOTS || row_heads == 0 {

@@ -16,12 +16,12 @@ pub enum KernelChoice {
     Portable,
     /// The kernel for software drivers with subgroups; refused on other devices.
     SubgroupBroadcast,
-    /// The kernel for matrix units, where the tensors allow it (f16, a head dim that is a multiple of the matrices'
-    /// size, at most 256), and the portable one for others; refused on devices without f16 matrices that sum in f32.
+    /// The kernel for matrix units, where the tensors allow it (f16, a head dim that is a multiple of the matrices' size, at
+    /// most 256), and the portable one for others; refused on devices without f16 matrices that sum in f32.
     /// [`Self::Auto`] does not choose it: it has run on a software driver only, and uses experimental features of wgpu.
     Cooperative,
-    /// Exactly this variant, for comparisons by a tuner. Refused where the device does not have it; where the tensors
-    /// do not allow a cooperative variant, the portable kernel is used as in [`Self::Cooperative`].
+    /// Exactly this variant, for comparisons by a tuner. Refused where the device does not have it; where the tensors do not allow
+    /// a cooperative variant, the portable kernel is used as in [`Self::Cooperative`].
     Exactly(AttendVariant),
 }
 
@@ -276,8 +276,7 @@ fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
     Some(Matrices {
         size,
         subgroup_size,
-        // Several subgroups share a staged tile. On a software driver the barriers between them cost more than that
-        // saves.
+        // Several subgroups share a staged tile. On a software driver the barriers between them cost more than that saves.
         subgroups: if software { 1 } else { most.clamp(1, 4) },
         most_subgroups: most,
         workgroup_bytes: limits.max_compute_workgroup_storage_size,
