@@ -6,11 +6,10 @@
 //! - A [`Kernel`] is a value; [`Kernel::source`] is its text, [`Kernel::bindings`] and [`Kernel::uniform`] are its
 //!   interface, [`Kernel::workgroup_size`] and [`Kernel::workgroup_bytes`] its demands. The same value gives the same
 //!   text.
-//! - All kernels stay within WebGPU's default limits and need no feature, except if [`Kernel::needs_subgroups`] is
-//! true.
+//! - All kernels stay within WebGPU's default limits and need no feature, except if
+//!   [`Kernel::needs_subgroups`] is true.
 //! - For few query rows there are other kernels: [`Kernel::Decode`] splits the keys over workgroups. Each workgroup
-//! takes
-//!   all rows that share a KV head, and [`Kernel::MergeParts`] merges their partial states into the running state.
+//!   takes all rows that share a KV head, and [`Kernel::MergeParts`] merges their partial states into the running state.
 //! - The kernels for software drivers ([`Kernel::reads_textures`]) read k and v from read-only storage textures: x = KV head · units of a head + unit,
 //!   y = (batch entry − `batch_first`) · `k_batch` (or `v_batch`) + key − `key_begin`.
 //! - Storage is f32, f16 or bf16, 16-bit elements packed in u32 words; all arithmetic is f32.
