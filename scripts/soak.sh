@@ -6,9 +6,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export KYKLOS_SOAK_MINUTES=${1:-10} KYKLOS_SOAK_SEED=${2:-1}
 # As scripts/test.sh builds them: nothing is compiled twice.
-test=(cargo test --release -q --workspace --all-features --test suites)
+test=(cargo test --release -q --workspace --all-features --test accidents)
 "${test[@]}" --no-run
-test+=(-- --ignored --exact accidents::soak::soak --nocapture)
+test+=(-- --ignored --exact soak::soak --nocapture)
 if command -v ip >/dev/null && unshare --user --map-root-user --net ip link set lo up 2>/dev/null; then
     export KYKLOS_SOAK_CUTS=1
     exec unshare --user --map-root-user --net sh -c 'ip link set lo up && exec "$@"' sh "${test[@]}"

@@ -4,8 +4,6 @@
 #![expect(unreachable_pub, reason = "`common` is shared by several programs")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot continue has failed")]
 
-#[cfg(unix)]
-mod accidents;
 #[path = "../../amount.rs"]
 mod amount;
 #[path = "../common/mod.rs"]

@@ -13,7 +13,7 @@ use kyklos::{Error, Observer, RankOutput, ResumableRank, RunOptions, Survivors, 
 use kyklos_transport::quic::{Identity, QuicConfig, QuicTransport};
 use kyklos_transport::{Rank, Regroup, Transport, TransportError};
 
-use crate::accidents::work::Work;
+use crate::work::Work;
 
 /// The variable that makes a copy of this test program a rank. Its value is the folder of the group.
 pub(crate) const FOLDER: &str = "KYKLOS_TEST_FOLDER";

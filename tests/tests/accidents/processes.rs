@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId};
 
-use crate::accidents::rank::{FOLDER, MARK, Order, identity_file, result_file};
-use crate::accidents::work::Work;
+use crate::rank::{FOLDER, MARK, Order, identity_file, result_file};
+use crate::work::Work;
 
 /// A process hangs if it prints nothing for this long.
 const HANG: Duration = Duration::from_secs(30);
@@ -45,7 +45,7 @@ pub(crate) enum End {
 impl Process {
     fn start(folder: &std::path::Path) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "accidents::rank::runs_as_a_rank", "--ignored", "--nocapture"])
+            .args(["--exact", "rank::runs_as_a_rank", "--ignored", "--nocapture"])
             .env(FOLDER, folder)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -78,9 +78,12 @@ impl Process {
         let _ = self.orders.write_all(format!("{line}\n").as_bytes());
     }
 
-    /// Waits until the rank pauses at the ordered step. `None` if the run ended before this step.
-    pub(crate) fn is_here(&self) -> Option<()> {
-        self.next().filter(|(_, line)| line == "here").map(|_| ())
+    /// Waits until the rank pauses at the ordered step. The error is what it printed instead, if anything.
+    pub(crate) fn is_here(&self) -> Result<(), Option<String>> {
+        match self.next().map(|(_, line)| line) {
+            Some(line) if line == "here" => Ok(()),
+            other => Err(other),
+        }
     }
 
     /// `STOP` or `CONT`.

@@ -8,9 +8,9 @@ use std::fmt;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::accidents::processes::{End, Group};
-use crate::accidents::right;
-use crate::accidents::work::Work;
+use crate::processes::{End, Group};
+use crate::right;
+use crate::work::Work;
 
 /// Meshes of three to five ranks.
 const MESHES: [(u32, u32); 6] = [(1, 3), (3, 1), (2, 2), (1, 4), (4, 1), (1, 5)];
@@ -181,7 +181,7 @@ fn one_group(group: &mut Group, chance: &mut Chance, tally: &mut Tally, elder: u
 
     group.order(work, accident.step().map(|step| (victim, step)));
     let process = &mut group.ranks[victim as usize];
-    if accident.step().is_some() && process.is_here().is_none() {
+    if accident.step().is_some() && process.is_here().is_err() {
         tally.hangs.push(format!("{what}: it never got there"));
     }
     let mut happened = Instant::now();

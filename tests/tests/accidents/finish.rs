@@ -6,11 +6,11 @@ use bytes::Bytes;
 use kyklos::{Dtype, RankOutput, RankReport};
 use kyklos_transport::Rank;
 
-use crate::accidents::at_every_step;
-use crate::accidents::processes::{End, Group};
-use crate::accidents::work::Work;
 use crate::amount::amount;
+use crate::at_every_step;
 use crate::common::{Prepared, Whole};
+use crate::processes::{End, Group};
+use crate::work::Work;
 
 const RINGS: [Work; 2] = [Work { ulysses: 1, ring: 3, seed: 4 }, Work { ulysses: 1, ring: 4, seed: 5 }];
 
@@ -19,7 +19,7 @@ fn a_ring_whose_rank_is_killed_at_any_step_is_finished_or_names_the_lost_keys() 
     let ends = Mutex::new([0, 0]);
     at_every_step(&RINGS, |group, work, victim, step| {
         group.order_to(work, Some((victim, step)), true);
-        group.ranks[victim as usize].is_here().expect("it gets there");
+        group.ranks[victim as usize].is_here().expect("the rank pauses at the step");
         group.ranks[victim as usize].kill();
         let survivors: Vec<u32> = (0..work.ranks()).filter(|rank| *rank != victim).collect();
         let ended: Vec<End> = survivors.iter().map(|rank| group.ranks[*rank as usize].end()).collect();

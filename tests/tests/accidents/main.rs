@@ -3,7 +3,17 @@
 //!
 //! Every rank is a process, over QUIC with the default settings. A rank pauses before a step until the test orders it
 //! to continue, so the failure happens exactly at this step. `soak.rs` has random failures, for any duration.
+//!
+//! A program of its own, because these tests depend on time: nothing else computes while they run.
 
+#![cfg(unix)]
+#![expect(unreachable_pub, reason = "`common` is shared by several programs")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot continue has failed")]
+
+#[path = "../../amount.rs"]
+mod amount;
+#[path = "../common/mod.rs"]
+mod common;
 mod finish;
 mod processes;
 mod rank;
@@ -13,7 +23,7 @@ mod work;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::amount::amount;
+use amount::amount;
 use kyklos_transport::Rank;
 use processes::{End, Group};
 use work::Work;
@@ -29,7 +39,7 @@ const WORKS: [Work; 3] = [
 const KNOWN: Duration = Duration::from_secs(3);
 
 /// Steps at which ranks of one group fail, one after another.
-const STEPS_OF_GROUP: usize = 5;
+const STEPS_OF_GROUP: usize = 3;
 
 /// Causes a failure at every step of the plans, of each rank in turn. Groups run in parallel, because they mostly wait.
 /// Only one test at a time does this, because each test has dozens of processes.
@@ -89,7 +99,7 @@ fn a_rank_killed_at_any_step_is_named_by_all_within_3_s_and_the_group_forms_agai
     let took = Mutex::new(Vec::new());
     at_every_step(&WORKS, |group, work, victim, step| {
         group.order(work, Some((victim, step)));
-        group.ranks[victim as usize].is_here().expect("it gets there");
+        group.ranks[victim as usize].is_here().expect("the rank pauses at the step");
         let killed = group.ranks[victim as usize].kill();
         for at in all_name(group, work, victim) {
             took.lock().unwrap().push(at - killed);
@@ -111,7 +121,7 @@ fn a_rank_stopped_for_a_second_at_any_step_loses_nothing() {
     at_every_step(&WORKS, |group, work, victim, step| {
         group.order(work, Some((victim, step)));
         let stopped = &mut group.ranks[victim as usize];
-        stopped.is_here().expect("it gets there");
+        stopped.is_here().expect("the rank pauses at the step");
         stopped.signal("STOP");
         stopped.tell("go on");
         std::thread::sleep(Duration::from_secs(1));
@@ -126,7 +136,7 @@ fn a_rank_that_stays_stopped_is_named_by_all_and_learns_it_when_it_continues() {
         let mut group = Group::new(work.ranks(), false);
         group.order(work, Some((victim, 2)));
         let stopped = &mut group.ranks[victim as usize];
-        stopped.is_here().expect("it gets there");
+        stopped.is_here().expect("the rank pauses at the step");
         stopped.signal("STOP");
         stopped.tell("go on");
         all_name(&group, work, victim);
