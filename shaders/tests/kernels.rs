@@ -17,109 +17,116 @@ const MAX_WORKGROUP_BYTES: u32 = 16384;
 const NATIVE_WORKGROUP_BYTES: u32 = 32768;
 const MAX_INVOCATIONS: u32 = 256;
 
+/// One test for all three claims, because to read a text takes longer than to check it.
 #[test]
-fn every_kernel_is_valid_and_translates_to_spirv_msl_and_hlsl() {
-    for kernel in every_kernel() {
-        let module = parsed(&kernel);
-        let info = validated(&kernel, &module);
-        let name = kernel.name();
-        spv::write_vec(&module, &info, &spv::Options { lang_version: (1, 3), ..Default::default() }, None)
-            .unwrap_or_else(|error| panic!("{name} to SPIR-V: {error}"));
-        msl::write_string(
-            &module,
-            &info,
-            &msl::Options { lang_version: (2, 4), fake_missing_bindings: true, ..Default::default() },
-            &msl::PipelineOptions::default(),
-        )
-        .unwrap_or_else(|error| panic!("{name} to MSL: {error}"));
-        if kernel.needs_matrices() {
+fn every_kernel_is_valid_translates_stays_within_webgpus_limits_and_agrees_with_rust() {
+    let kernels: Vec<Kernel> = every_kernel().into_iter().collect();
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for kernels in kernels.chunks(kernels.len().div_ceil(threads)) {
+            scope.spawn(move || {
+                for kernel in kernels {
+                    let module = parsed(kernel);
+                    is_valid_and_translates_to_spirv_msl_and_hlsl(kernel, &module);
+                    stays_within_webgpus_default_limits(kernel, &module);
+                    has_the_uniforms_and_bindings_of_rust(kernel, &module);
+                }
+            });
+        }
+    });
+}
+
+fn is_valid_and_translates_to_spirv_msl_and_hlsl(kernel: &Kernel, module: &naga::Module) {
+    let info = validated(kernel, module);
+    let name = kernel.name();
+    spv::write_vec(module, &info, &spv::Options { lang_version: (1, 3), ..Default::default() }, None)
+        .unwrap_or_else(|error| panic!("{name} to SPIR-V: {error}"));
+    msl::write_string(
+        module,
+        &info,
+        &msl::Options { lang_version: (2, 4), fake_missing_bindings: true, ..Default::default() },
+        &msl::PipelineOptions::default(),
+    )
+    .unwrap_or_else(|error| panic!("{name} to MSL: {error}"));
+    if kernel.needs_matrices() {
+        return;
+    }
+    let mut text = String::new();
+    let options = hlsl::Options {
+        shader_model: if kernel.needs_subgroups() {
+            hlsl::ShaderModel::V6_0
+        } else {
+            hlsl::ShaderModel::V5_1
+        },
+        fake_missing_bindings: true,
+        ..Default::default()
+    };
+    hlsl::Writer::new(&mut text, &options, &hlsl::PipelineOptions::default())
+        .write(module, &info, None)
+        .unwrap_or_else(|error| panic!("{name} to HLSL: {error}"));
+}
+
+fn stays_within_webgpus_default_limits(kernel: &Kernel, module: &naga::Module) {
+    let name = kernel.name();
+    let storage_buffers = kernel
+        .bindings()
+        .iter()
+        .filter(|binding| matches!(binding.access, Access::Read | Access::ReadWrite))
+        .count();
+    assert!(storage_buffers <= MAX_STORAGE_BUFFERS, "{name}");
+    let [entry] = &module.entry_points[..] else {
+        panic!("{name}: one entry point");
+    };
+    assert_eq!(entry.name, ENTRY_POINT);
+    assert_eq!(entry.workgroup_size, [kernel.workgroup_size(), 1, 1], "{name}");
+    assert!(kernel.workgroup_size() <= MAX_INVOCATIONS, "{name}");
+    let workgroup_bytes: u32 = module
+        .global_variables
+        .iter()
+        .filter(|(_, variable)| variable.space == naga::AddressSpace::WorkGroup)
+        .map(|(_, variable)| module.types[variable.ty].inner.size(module.to_ctx()))
+        .sum();
+    assert_eq!(workgroup_bytes, kernel.workgroup_bytes(), "{name}");
+    let most = if kernel.needs_matrices() { NATIVE_WORKGROUP_BYTES } else { MAX_WORKGROUP_BYTES };
+    assert!(workgroup_bytes <= most, "{name}: {workgroup_bytes} bytes");
+}
+
+fn has_the_uniforms_and_bindings_of_rust(kernel: &Kernel, module: &naga::Module) {
+    let name = kernel.name();
+    let bindings = kernel.bindings();
+    let bound: Vec<_> = module
+        .global_variables
+        .iter()
+        .filter_map(|(_, variable)| variable.binding.as_ref().map(|binding| (binding, variable)))
+        .collect();
+    assert_eq!(bound.len(), bindings.len(), "{name}");
+    for (place, variable) in bound {
+        assert_eq!(place.group, 0);
+        let binding = bindings[place.binding as usize];
+        assert_eq!(variable.name.as_deref(), Some(binding.name), "{name}");
+        let access = match variable.space {
+            naga::AddressSpace::Uniform => Access::Uniform,
+            naga::AddressSpace::Storage { access } if access.contains(naga::StorageAccess::STORE) => {
+                Access::ReadWrite
+            }
+            naga::AddressSpace::Storage { .. } => Access::Read,
+            naga::AddressSpace::Handle => Access::Texture,
+            other => panic!("{name}: {other:?}"),
+        };
+        assert_eq!(access, binding.access, "{name}: {}", binding.name);
+        if access != Access::Uniform {
             continue;
         }
-        let mut text = String::new();
-        let options = hlsl::Options {
-            shader_model: if kernel.needs_subgroups() {
-                hlsl::ShaderModel::V6_0
-            } else {
-                hlsl::ShaderModel::V5_1
-            },
-            fake_missing_bindings: true,
-            ..Default::default()
+        let uniform = kernel.uniform();
+        let naga::TypeInner::Struct { members, span } = &module.types[variable.ty].inner else {
+            panic!("{name}: the uniform is a struct");
         };
-        hlsl::Writer::new(&mut text, &options, &hlsl::PipelineOptions::default())
-            .write(&module, &info, None)
-            .unwrap_or_else(|error| panic!("{name} to HLSL: {error}"));
-    }
-}
-
-#[test]
-fn every_kernel_stays_within_webgpus_default_limits() {
-    for kernel in every_kernel() {
-        let module = parsed(&kernel);
-        let name = kernel.name();
-        let storage_buffers = kernel
-            .bindings()
-            .iter()
-            .filter(|binding| matches!(binding.access, Access::Read | Access::ReadWrite))
-            .count();
-        assert!(storage_buffers <= MAX_STORAGE_BUFFERS, "{name}");
-        let [entry] = &module.entry_points[..] else {
-            panic!("{name}: one entry point");
-        };
-        assert_eq!(entry.name, ENTRY_POINT);
-        assert_eq!(entry.workgroup_size, [kernel.workgroup_size(), 1, 1], "{name}");
-        assert!(kernel.workgroup_size() <= MAX_INVOCATIONS, "{name}");
-        let workgroup_bytes: u32 = module
-            .global_variables
-            .iter()
-            .filter(|(_, variable)| variable.space == naga::AddressSpace::WorkGroup)
-            .map(|(_, variable)| module.types[variable.ty].inner.size(module.to_ctx()))
-            .sum();
-        assert_eq!(workgroup_bytes, kernel.workgroup_bytes(), "{name}");
-        let most = if kernel.needs_matrices() { NATIVE_WORKGROUP_BYTES } else { MAX_WORKGROUP_BYTES };
-        assert!(workgroup_bytes <= most, "{name}: {workgroup_bytes} bytes");
-    }
-}
-
-#[test]
-fn uniforms_and_bindings_are_the_same_in_rust_and_wgsl() {
-    for kernel in every_kernel() {
-        let module = parsed(&kernel);
-        let name = kernel.name();
-        let bindings = kernel.bindings();
-        let bound: Vec<_> = module
-            .global_variables
-            .iter()
-            .filter_map(|(_, variable)| variable.binding.as_ref().map(|binding| (binding, variable)))
-            .collect();
-        assert_eq!(bound.len(), bindings.len(), "{name}");
-        for (place, variable) in bound {
-            assert_eq!(place.group, 0);
-            let binding = bindings[place.binding as usize];
-            assert_eq!(variable.name.as_deref(), Some(binding.name), "{name}");
-            let access = match variable.space {
-                naga::AddressSpace::Uniform => Access::Uniform,
-                naga::AddressSpace::Storage { access } if access.contains(naga::StorageAccess::STORE) => {
-                    Access::ReadWrite
-                }
-                naga::AddressSpace::Storage { .. } => Access::Read,
-                naga::AddressSpace::Handle => Access::Texture,
-                other => panic!("{name}: {other:?}"),
-            };
-            assert_eq!(access, binding.access, "{name}: {}", binding.name);
-            if access != Access::Uniform {
-                continue;
-            }
-            let uniform = kernel.uniform();
-            let naga::TypeInner::Struct { members, span } = &module.types[variable.ty].inner else {
-                panic!("{name}: the uniform is a struct");
-            };
-            assert_eq!(*span as usize, uniform.bytes, "{name}");
-            assert_eq!(uniform.bytes % 16, 0, "{name}: uniform structs end on 16 bytes");
-            assert_eq!(members.len(), uniform.fields.len(), "{name}");
-            for (member, field) in members.iter().zip(uniform.fields) {
-                assert_eq!(member.name.as_deref(), Some(field.name), "{name}");
-                assert_eq!(member.offset as usize, field.offset, "{name}: {}", field.name);
-            }
+        assert_eq!(*span as usize, uniform.bytes, "{name}");
+        assert_eq!(uniform.bytes % 16, 0, "{name}: uniform structs end on 16 bytes");
+        assert_eq!(members.len(), uniform.fields.len(), "{name}");
+        for (member, field) in members.iter().zip(uniform.fields) {
+            assert_eq!(member.name.as_deref(), Some(field.name), "{name}");
+            assert_eq!(member.offset as usize, field.offset, "{name}: {}", field.name);
         }
     }
 }
