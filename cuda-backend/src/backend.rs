@@ -96,6 +96,10 @@ impl Backend for CudaBackend {
         self.device.write("a write", buffer, offset, data)
     }
 
+    fn share(&self, buffer: &mut CudaBuffer) -> CudaBuffer {
+        buffer.share()
+    }
+
     fn download(&self, buffer: &mut CudaBuffer, range: Range<usize>) -> Download {
         self.device.download(buffer, range)
     }

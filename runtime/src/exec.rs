@@ -13,23 +13,22 @@ use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError, Vote};
 
 use crate::backend::{Backend, State, StateMut, StateShape};
 use crate::collective::{Collective, Memory};
+use crate::host::Tensors;
 use crate::meter::{Meter, RankReport, Span};
-use crate::plan::{BufferId, Content, Plan, Step, StepProgress, World, describe};
+use crate::plan::{BufferId, Content, Plan, ProvedPlans, Step, StepProgress, World, describe};
 use crate::{BlockWork, Clock, Error, Result, SystemClock};
 use run::Run;
 
 /// One rank, ready to run its plan any number of times.
 ///
 /// [`Self::load`] brings the rank's tensors to the device, [`Self::run`] runs one operation on them.
-pub struct Executor<'a, B: Backend, C> {
+pub struct Executor<'a, B: Backend, C: ?Sized> {
     backend: &'a B,
     collective: &'a C,
+    lowered: &'a LoweredPlan,
     world: &'a World,
     plan: &'a Plan,
-    plan_hash: [u8; 32],
     peak_bytes: u64,
-    /// For each attend step, its lowered masks and positions, layer by layer; for other steps nothing.
-    works: Vec<Vec<BlockWork>>,
     options: RunOptions,
     /// Whether an interrupted run leaves its intermediate results on the device.
     keeps: bool,
@@ -107,6 +106,21 @@ impl<Buffer> Carryover<Buffer> {
     }
 }
 
+/// The result of one operation on one rank, on its device.
+pub(crate) struct DeviceOutput<Buffer> {
+    pub(crate) o: OutputTensor<Buffer>,
+    pub(crate) lse: OutputTensor<Buffer>,
+    pub(crate) report: RankReport,
+    pub(crate) spans: Vec<Span>,
+}
+
+/// A tensor of an output.
+pub(crate) struct OutputTensor<Buffer> {
+    pub(crate) buffer: Buffer,
+    /// Its bytes, if they were copied to the host.
+    pub(crate) host: Option<Bytes>,
+}
+
 /// The result of one operation on one rank, in host memory.
 #[derive(Clone, Debug)]
 pub struct RankOutput {
@@ -120,23 +134,19 @@ pub struct RankOutput {
     pub spans: Vec<Span>,
 }
 
-impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
-    /// Prepares the plan of `rank`: lowers the mask of each attend step to the backend's tiles.
-    ///
-    /// `world` must have passed [`check`](crate::plan::check()) (or [`check_repair`](crate::plan::check_repair()) for
-    /// the plans of a recovery). `plan_hash` is the result of [`plan_hash`](crate::plan::plan_hash()), `peak_bytes` a
-    /// result of that proof. The type does not express this precondition: a plan that was not proved makes
-    /// [`Self::run`] panic, for instance on a step that uses a buffer which is not alive.
-    /// [`RankTask`](crate::local::RankTask) and the functions of [`local`](crate::local) prove the plans that they run.
-    pub fn new(
-        backend: &'a B,
-        collective: &'a C,
-        world: &'a World,
-        rank: Rank,
-        plan_hash: [u8; 32],
-        peak_bytes: u64,
-        options: RunOptions,
-    ) -> Self {
+/// The plan of one rank, lowered for a device: all that a call needs apart from its data.
+#[derive(Debug)]
+pub struct LoweredPlan {
+    plans: Arc<ProvedPlans>,
+    rank: Rank,
+    /// For each attend step, its lowered masks and positions, layer by layer; for other steps nothing.
+    works: Vec<Vec<BlockWork>>,
+}
+
+impl LoweredPlan {
+    /// Lowers the mask of each attend step of `rank` to the tiles of `backend`.
+    pub fn new<B: Backend>(plans: Arc<ProvedPlans>, rank: Rank, backend: &B) -> Self {
+        let world = plans.world();
         let (plan, problem) = (world.plan(rank), &world.problem);
         let mut works: Vec<Vec<BlockWork>> = Vec::with_capacity(plan.steps.len());
         let mut before: Option<usize> = None;
@@ -152,7 +162,22 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
             }
             works.push(layers);
         }
-        Self { backend, collective, world, plan, plan_hash, peak_bytes, works, options, keeps: false }
+        Self { plans, rank, works }
+    }
+
+    /// The plans of all ranks.
+    pub fn plans(&self) -> &Arc<ProvedPlans> {
+        &self.plans
+    }
+}
+
+impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
+    /// An executor of `lowered`, which was lowered for `backend`.
+    pub fn new(backend: &'a B, collective: &'a C, lowered: &'a LoweredPlan, options: RunOptions) -> Self {
+        let world = lowered.plans.world();
+        let plan = world.plan(lowered.rank);
+        let peak_bytes = lowered.plans.peak_bytes(lowered.rank);
+        Self { backend, collective, lowered, world, plan, peak_bytes, options, keeps: false }
     }
 
     /// Makes an interrupted run leave its intermediate results in the [`Carryover`] of [`Self::run_from`]. Costs a copy of the
@@ -171,7 +196,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     /// # Errors
     /// [`Error::Request`] when the size of a tensor is not that of the rank's tokens, [`Error::OutOfMemory`],
     /// [`Error::Device`].
-    pub fn load(&self, q: Bytes, k: Bytes, v: Bytes, pairs: Option<Bytes>) -> Result<Inputs<B::Buffer>> {
+    pub fn load(&self, Tensors { q, k, v, bias: pairs }: Tensors) -> Result<Inputs<B::Buffer>> {
         let [own_q, own_kv, own_pairs] = [Some(self.plan.q), Some(self.plan.kv), self.plan.bias]
             .map(|id| id.map_or_else(Vec::new, |id| self.tensor_bytes(id)));
         let wanted = [own_q, own_kv, own_pairs].concat();
@@ -206,9 +231,6 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
     ///
     /// # Errors
     /// Any; [`Error::Group`] when another rank is the cause.
-    ///
-    /// # Panics
-    /// On a plan that was not proved, see [`Self::new`].
     pub async fn run(&self, op: u64, inputs: &mut Inputs<B::Buffer>) -> Result<RankOutput> {
         self.run_from(op, inputs, &mut Carryover::default()).await
     }
@@ -225,11 +247,31 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         inputs: &mut Inputs<B::Buffer>,
         carryover: &mut Carryover<B::Buffer>,
     ) -> Result<RankOutput> {
-        if let Err(error) = self.collective.agree(Vote::Ready { plan_hash: self.plan_hash }).await {
-            let error = Error::from(error);
+        if let Err(error) = self.agree().await {
             self.end_for_all(op, 0, &error);
             return Err(error);
         }
+        let DeviceOutput { o, lse, report, spans } = self.run_agreed(op, inputs, carryover, true).await?;
+        let host = |tensor: OutputTensor<B::Buffer>| tensor.host.unwrap_or_default();
+        Ok(RankOutput { o: host(o), lse: host(lse), report, spans })
+    }
+
+    /// Agrees with all ranks that they run the same plans.
+    ///
+    /// # Errors
+    /// [`Error::Transport`], the same on all ranks.
+    pub(crate) async fn agree(&self) -> Result<()> {
+        Ok(self.collective.agree(Vote::Ready { plan_hash: self.lowered.plans.hash() }).await?)
+    }
+
+    /// As [`Self::run_from`] after the agreement. Leaves the output on the device; with `to_host` also copies it to the host.
+    pub(crate) async fn run_agreed(
+        &self,
+        op: u64,
+        inputs: &mut Inputs<B::Buffer>,
+        carryover: &mut Carryover<B::Buffer>,
+        to_host: bool,
+    ) -> Result<DeviceOutput<B::Buffer>> {
         let meter = Meter::new(self.options.clock.clone(), self.options.trace);
         let mut run = Run {
             executor: self,
@@ -259,7 +301,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         if let Some(id) = self.plan.bias {
             run.memory.put(id, inputs.pairs.take().into_iter().collect());
         }
-        let result = run.execute().await;
+        let result = run.execute(to_host).await;
         if let Some(id) = self.plan.bias {
             inputs.pairs = run.memory.take(id).and_then(|mut pairs| pairs.pop());
         }
@@ -279,7 +321,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         let (o, lse, pieces) = result?;
         let tokens = self.plan.buffer(self.plan.q).tokens.len() as u64;
         let report = RankReport { tokens, peak_bytes: self.peak_bytes, pieces, ..meter.report() };
-        Ok(RankOutput { o, lse, report, spans: meter.spans() })
+        Ok(DeviceOutput { o, lse, report, spans: meter.spans() })
     }
 
     /// Ends the operation on every rank, unless another rank's failure has ended it here.
@@ -339,7 +381,7 @@ fn state_ref<Buffer>(tensors: &[Buffer], shape: StateShape) -> State<'_, Buffer>
     State { a: &tensors[0], ml: &tensors[1], shape }
 }
 
-impl<B: Backend, C> std::fmt::Debug for Executor<'_, B, C> {
+impl<B: Backend, C: ?Sized> std::fmt::Debug for Executor<'_, B, C> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Executor").field("rank", &self.plan.rank).finish_non_exhaustive()
     }

@@ -1,7 +1,9 @@
 //! Host tensors: from the whole sequence to a rank's tokens, and back.
 
 use bytes::{Bytes, BytesMut};
+use kyklos_transport::Rank;
 
+use crate::plan::World;
 use crate::{Error, Result, TokenRuns};
 
 /// Extents of a host tensor `[batch, tokens, …]` whose tokens have `token_bytes` adjacent bytes.
@@ -85,6 +87,63 @@ impl HostLayout {
             }
         }
     }
+}
+
+/// Whole tensors of a problem, in host memory and in the problem's dtype; or one rank's part of them, see [`shard`].
+#[derive(Clone, Debug)]
+pub struct Tensors {
+    /// `[batch, q_len, q_heads, dim]`.
+    pub q: Bytes,
+    /// `[batch, kv_len, kv_heads, dim]`.
+    pub k: Bytes,
+    /// Like `k`.
+    pub v: Bytes,
+    /// The problem's attention bias tensor, `[its batch, q_len, its heads, row]`; the layout of a row is in [`BiasTensor`](crate::BiasTensor).
+    pub bias: Option<Bytes>,
+}
+
+/// The part of whole tensors that `rank` holds.
+///
+/// # Errors
+/// [`crate::Error::Request`] when the tensors do not have the problem's shape.
+pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
+    let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
+    let (q, kv) = layouts(world);
+    if world.problem.bias.is_some() != tensors.bias.is_some() {
+        let (has, given) = if world.problem.bias.is_some() { ("has an", "none") } else { ("has no", "one") };
+        return Err(Error::request(
+            format!("the problem {has} attention bias tensor, Tensors::bias gives {given}"),
+            "use AttentionProblem::with_bias together with Tensors::bias, or neither",
+        ));
+    }
+    let pairs = bias_layout(world).zip(tensors.bias.as_ref());
+    Ok(Tensors {
+        q: q.gather(&tensors.q, q_tokens)?,
+        k: kv.gather(&tensors.k, kv_tokens)?,
+        v: kv.gather(&tensors.v, kv_tokens)?,
+        bias: pairs.map(|(layout, pairs)| layout.gather(pairs, q_tokens)).transpose()?,
+    })
+}
+
+/// Layout in host memory of the whole attention bias tensor, if the problem has one.
+pub fn bias_layout(world: &World) -> Option<HostLayout> {
+    let problem = &world.problem;
+    problem.bias.map(|pairs| HostLayout {
+        batch: pairs.batch as usize,
+        tokens: problem.q_len as usize,
+        token_bytes: pairs.heads as usize * pairs.row_bytes(problem.dtype, problem.kv_len),
+    })
+}
+
+/// Layouts in host memory: of the whole q, which is also that of o, and of the whole k, which is also that of v.
+pub fn layouts(world: &World) -> (HostLayout, HostLayout) {
+    let problem = &world.problem;
+    let layout = |tokens: u32, heads: u32| HostLayout {
+        batch: problem.batch as usize,
+        tokens: tokens as usize,
+        token_bytes: heads as usize * problem.head_dim as usize * problem.dtype.bytes(),
+    };
+    (layout(problem.q_len, problem.q_heads), layout(problem.kv_len, problem.kv_heads))
 }
 
 /// Copies a rank's lse `[batch, tokens, heads]` to its positions in the whole `[batch, heads, seq]`.

@@ -13,11 +13,11 @@
 //! # Contract
 //!
 //! - **Validation.** Constructors refuse wrong requests ([`AttentionProblem::new`], [`Mesh::new`], [`Placement::new`]);
-//!   [`plan::check`] proves the plans of a world. Backends and the executor trust both.
+//!   [`plan::ProvedPlans`] exists only after the proof of a world's plans, and executors accept nothing else. Backends and
+//!   the executor trust both.
 //! - **Errors** are one enum, [`Error`]; its variants say where the fault is. A refused request has a [`Remedy`].
-//! - **Blocking.** Nothing here blocks on a future, except functions of [`local`] that say so. The executor is an
-//!   `async fn` without `Send` bounds: native callers give each rank its own thread, and in a browser all ranks
-//!   share one.
+//! - **Blocking.** Nothing here blocks on a future, except functions that say so. The executor is an `async fn` without
+//!   `Send` bounds: native callers give each rank its own thread, and in a browser all ranks share one.
 //! - **Shapes** are `[batch, seq, heads, dim]`; scores, softmax and running state are f32 whatever the storage type.
 
 pub mod backend;
@@ -29,7 +29,6 @@ mod dtype;
 mod error;
 mod exec;
 pub mod host;
-pub mod local;
 mod lower;
 mod mask;
 mod mesh;
@@ -38,8 +37,7 @@ mod named;
 mod placement;
 pub mod plan;
 mod problem;
-mod rank_task;
-mod resumable;
+mod session;
 pub mod simulate;
 mod spans;
 mod strategy;
@@ -51,14 +49,14 @@ pub use bias::{BiasKind, BiasTensor};
 pub use clock::{Clock, SystemClock};
 pub use dtype::Dtype;
 pub use error::{Error, Remedy};
-pub use exec::{Carryover, Executor, Inputs, NoObserver, Observer, RankOutput, RunOptions};
+pub use exec::{Carryover, Executor, Inputs, LoweredPlan, NoObserver, Observer, RankOutput, RunOptions};
 pub use lower::{BlockWork, MaskClass, TileRun, TileShape};
 pub use mask::{Mask, MaskSlice, SlicePart};
 pub use mesh::{MAX_WORLD, Mesh};
 pub use meter::{Meter, RankReport, Span, Timeline};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, TILE_KEYS};
-pub use resumable::{Recovery, ResumableRank, Survivors};
+pub use session::{DeviceCollective, Recovery, Session, SessionOptions, Survivors};
 pub use spans::{RowSpan, Spans};
 pub use strategy::{can_repair, meshes_by_bytes, plan as plan_world, plan_rows, repair};
 pub use strategy_list::Strategy;

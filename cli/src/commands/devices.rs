@@ -1,13 +1,13 @@
 //! `kyklos devices`, and the speed probe.
 
 use clap::Args;
+use kyklos::backend::Device;
 use kyklos::plan::table;
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world};
 use serde::Serialize;
 
-use crate::devices::{self, AnyBackend, Device, DeviceId};
+use crate::devices::{self, DeviceId, DeviceReport};
 use crate::failure::{Failure, Result, print};
-use crate::run::plans::Plans;
 use crate::run::{alone, quiet};
 use crate::tensors::Source;
 
@@ -22,7 +22,7 @@ pub(crate) struct DevicesArgs {
 struct Line {
     id: String,
     #[serde(flatten)]
-    device: Device,
+    device: DeviceReport,
     gflops: Option<f64>,
     error: Option<String>,
 }
@@ -36,7 +36,7 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
                 let probed = probe(&backend);
                 lines.push(Line {
                     id: id.to_string(),
-                    device: Device::new(backend.info()),
+                    device: DeviceReport::new(backend.info()),
                     gflops: probed.as_ref().ok().copied(),
                     error: probed.err().map(|failure| failure.text),
                 });
@@ -76,7 +76,7 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
 }
 
 /// GFLOP/s of a device on attention. The number of tokens grows until a run is long enough to time.
-pub(crate) fn probe(backend: &AnyBackend) -> Result<f64> {
+pub(crate) fn probe(device: &Device) -> Result<f64> {
     let mut tokens = FIRST_TOKENS;
     loop {
         let problem = AttentionProblem::new([1, tokens, HEADS, HEADS, DIM], Dtype::F32, Mask::full())?;
@@ -85,7 +85,7 @@ pub(crate) fn probe(backend: &AnyBackend) -> Result<f64> {
         let (source, all) = (Source::MadeUp { seed: 0 }, TokenRuns::contiguous(0..tokens));
         let tensors = source.all(&problem, &all, &all)?;
         // The first run compiles kernels and wakes the device.
-        let alone = alone::run(backend, &Plans::prove(world)?, tensors, 2, &quiet())?;
+        let alone = alone::run(device, world, tensors, 2, &quiet())?;
         let flops = 4.0 * f64::from(tokens).powi(2) * f64::from(HEADS * DIM);
         if alone.wall_s >= LONG_ENOUGH_S || tokens >= LAST_TOKENS {
             return Ok(flops / alone.wall_s.max(1e-9) / 1e9);

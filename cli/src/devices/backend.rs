@@ -1,15 +1,14 @@
 //! What the program asks of one backend.
 
-use kyklos::Dtype;
 use kyklos::backend::wgpu::KernelChoice;
-use kyklos::backend::{Backend, DeviceClass, DeviceInfo, StateShape};
+use kyklos::backend::{Backend, DeviceClass, DeviceInfo, Threaded};
 
 use crate::failure::{Failure, Result};
 
 /// A backend of this build: how its devices are named, found and opened. One implementation and one line of the table in
 /// `table.rs` add a backend to all commands.
 pub(crate) trait BackendEntry {
-    type Backend: Backend;
+    type Backend: Backend<Buffer: Threaded + 'static> + Threaded + 'static;
 
     /// On the command line: `cpu`, or `wgpu` and `wgpu:1`.
     const NAME: &'static str;
@@ -32,18 +31,6 @@ pub(crate) trait BackendEntry {
     }
 
     fn open(index: usize, kernel: KernelChoice) -> Result<Self::Backend>;
-
-    /// The kernel of one call, where it is not the device's usual one.
-    fn special_kernel(_: &Self::Backend, _: Dtype, _: StateShape) -> Option<String> {
-        None
-    }
-}
-
-/// Code that is generic over the backend of an opened device.
-pub(crate) trait OnBackend {
-    type Output;
-
-    fn on<B: Backend>(self, backend: &B) -> Self::Output;
 }
 
 /// `index` if there is such a device among `found`.

@@ -10,7 +10,6 @@ mod table;
 pub(crate) mod tuned;
 mod wgpu;
 
-pub(crate) use self::backend::OnBackend;
 pub(crate) use self::name::{DeviceId, DeviceRequest, all, choose, names};
-pub(crate) use self::report::Device;
-pub(crate) use self::table::{AnyBackend, AnyResumable, BackendKind};
+pub(crate) use self::report::DeviceReport;
+pub(crate) use self::table::BackendKind;

@@ -4,11 +4,11 @@ use std::fmt;
 use std::str::FromStr;
 
 use kyklos::Error;
-use kyklos::backend::DeviceClass;
 use kyklos::backend::wgpu::KernelChoice;
+use kyklos::backend::{Device, DeviceClass};
 
-use super::report::Device;
-use super::table::{AnyBackend, BackendKind};
+use super::report::DeviceReport;
+use super::table::BackendKind;
 use crate::failure::Result;
 
 /// One entry of `--device`.
@@ -80,18 +80,18 @@ impl DeviceId {
     pub(crate) const CPU: Self = Self { kind: BackendKind::Cpu, index: 0 };
 
     /// Opens the device with its usual kernel.
-    pub(crate) fn open(self) -> Result<AnyBackend> {
+    pub(crate) fn open(self) -> Result<Device> {
         self.open_with(KernelChoice::Auto)
     }
 
     /// Opens the device, with `kernel` where its backend has several.
-    pub(crate) fn open_with(self, kernel: KernelChoice) -> Result<AnyBackend> {
+    pub(crate) fn open_with(self, kernel: KernelChoice) -> Result<Device> {
         self.kind.open(self.index, kernel)
     }
 
     /// What the driver says of the device, which is not opened.
-    pub(crate) fn describe(self) -> Device {
-        self.kind.devices().get(self.index).map(Device::new).unwrap_or_default()
+    pub(crate) fn describe(self) -> DeviceReport {
+        self.kind.devices().get(self.index).map(DeviceReport::new).unwrap_or_default()
     }
 }
 

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 /// What reports say of a device; every text is empty where nothing is known.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Device {
+pub(crate) struct DeviceReport {
     pub(crate) backend: String,
     pub(crate) name: String,
     pub(crate) driver: String,
@@ -13,7 +13,7 @@ pub(crate) struct Device {
     pub(crate) kernel: String,
 }
 
-impl Device {
+impl DeviceReport {
     pub(crate) fn new(info: &DeviceInfo) -> Self {
         let short = |text: &str| text.chars().take(200).collect();
         Self {

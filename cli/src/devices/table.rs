@@ -1,13 +1,11 @@
-//! The table of backends, and the enums that are made of it.
+//! The table of backends.
 
 use std::fmt;
 
 use kyklos::backend::wgpu::KernelChoice;
-use kyklos::backend::{Backend, DeviceClass, DeviceInfo, StateShape};
-use kyklos::local::RankTask;
-use kyklos::{Dtype, Error, RankOutput, Recovery, ResumableRank, Survivors};
+use kyklos::backend::{Device, DeviceClass, DeviceInfo};
 
-use super::backend::{BackendEntry, OnBackend};
+use super::backend::BackendEntry;
 use crate::failure::Result;
 
 /// The facts of a backend that need no device.
@@ -43,18 +41,6 @@ macro_rules! backends {
             $($entry),*
         }
 
-        /// An opened device. Here a backend is chosen at run time; below, all code is generic.
-        #[derive(Debug)]
-        pub(crate) enum AnyBackend {
-            $($entry(Box<<super::$module::$entry as BackendEntry>::Backend>)),*
-        }
-
-        /// A rank's task on an opened device, which survives the loss of its group.
-        #[derive(Debug)]
-        pub(crate) enum AnyResumable<'a> {
-            $($entry(Box<ResumableRank<'a, <super::$module::$entry as BackendEntry>::Backend>>)),*
-        }
-
         impl BackendKind {
             /// All backends; the later ones are listed first.
             pub(crate) const ALL: &'static [Self] = &[$(Self::$entry),*];
@@ -66,73 +52,10 @@ macro_rules! backends {
             }
 
             /// Opens the device number `index`, with `kernel` where the backend has several.
-            pub(super) fn open(self, index: usize, kernel: KernelChoice) -> Result<AnyBackend> {
+            pub(super) fn open(self, index: usize, kernel: KernelChoice) -> Result<Device> {
                 Ok(match self {
-                    $(Self::$entry => AnyBackend::$entry(Box::new(super::$module::$entry::open(index, kernel)?))),*
+                    $(Self::$entry => Device::new(super::$module::$entry::open(index, kernel)?)),*
                 })
-            }
-        }
-
-        impl AnyBackend {
-            /// Runs code that is generic over the backend.
-            pub(crate) fn with<V: OnBackend>(&self, code: V) -> V::Output {
-                match self {
-                    $(Self::$entry(backend) => code.on(&**backend)),*
-                }
-            }
-
-            pub(crate) fn info(&self) -> &DeviceInfo {
-                match self {
-                    $(Self::$entry(backend) => backend.info()),*
-                }
-            }
-
-            /// The kernel of a call with this state.
-            pub(crate) fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {
-                let special = match self {
-                    $(Self::$entry(backend) => super::$module::$entry::special_kernel(backend, dtype, shape)),*
-                };
-                special.unwrap_or_else(|| self.info().kernel.clone())
-            }
-
-            /// A rank's task on this device, which survives the loss of its group.
-            pub(crate) fn resumable<'a>(&'a self, task: RankTask<'a>) -> AnyResumable<'a> {
-                match self {
-                    $(Self::$entry(backend) => {
-                        AnyResumable::$entry(Box::new(ResumableRank::new(&**backend, task)))
-                    }),*
-                }
-            }
-
-            /// Runs a rank's plan on this device, on this thread.
-            pub(crate) fn run(
-                &self,
-                task: RankTask<'_>,
-                each: impl FnMut(u64, RankOutput),
-            ) -> Result<(), Error> {
-                match self {
-                    $(Self::$entry(backend) => task.run_on(&**backend, each)),*
-                }
-            }
-        }
-
-        impl AnyResumable<'_> {
-            /// Runs the rank's plan, on this thread. With `keep`, [`Self::finish`] can continue from there.
-            pub(crate) fn run(
-                &mut self,
-                keep: bool,
-                each: impl FnMut(u64, RankOutput),
-            ) -> Result<(), Error> {
-                match self {
-                    $(Self::$entry(rank) => pollster::block_on(rank.run(keep, each))),*
-                }
-            }
-
-            /// Completes the plan together with the other survivors.
-            pub(crate) fn finish(&mut self, survivors: &Survivors) -> Result<Recovery, Error> {
-                match self {
-                    $(Self::$entry(rank) => pollster::block_on(rank.finish(survivors))),*
-                }
             }
         }
     };

@@ -2,9 +2,8 @@
 
 use std::sync::OnceLock;
 
-use kyklos::Dtype;
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
-use kyklos::backend::{DeviceClass, DeviceInfo, StateShape};
+use kyklos::backend::{DeviceClass, DeviceInfo};
 
 use super::backend::{BackendEntry, existing};
 use super::tuned;
@@ -48,13 +47,6 @@ impl BackendEntry for Wgpu {
         let tuned = if exactly { None } else { tuned::for_runs()? };
         let options = WgpuOptions { kernel, tuned, ..WgpuOptions::default() };
         Ok(WgpuBackend::with_options(index, &options)?)
-    }
-
-    fn special_kernel(backend: &WgpuBackend, dtype: Dtype, shape: StateShape) -> Option<String> {
-        match backend.attend_variant(dtype, shape) {
-            Ok((variant, true)) => Some(format!("{} (tuned)", variant.name())),
-            _ => None,
-        }
     }
 }
 

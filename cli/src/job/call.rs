@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::plan::World;
+use kyklos::plan::{ProvedPlans, World};
 use kyklos::{Recovery, RunOptions, SystemClock};
 use kyklos_transport::{Rank, Transport};
 
@@ -14,7 +14,6 @@ use crate::observe::record::{About, Flight, ListedFlight};
 use crate::observe::trace;
 use crate::options::ProgressKind;
 use crate::request::Request;
-use crate::run::plans::{Plans, Runs};
 use crate::tensors::Source;
 use crate::tensors::output::OutputTarget;
 use crate::verify::Sample;
@@ -36,13 +35,13 @@ pub(crate) struct Job {
 #[derive(Debug)]
 pub(crate) struct Agreed {
     pub(crate) request: Request,
-    pub(crate) plans: Plans,
+    pub(crate) plans: Arc<ProvedPlans>,
     /// Rows to verify, if any.
     pub(crate) sample: Option<Sample>,
     /// By rank, its number in the first group.
     pub(crate) members: Vec<Rank>,
-    /// In a job that completes the call of a group that lost ranks: the world of that group.
-    pub(crate) begun: Option<Arc<World>>,
+    /// In a job that completes the call of a group that lost ranks: the plans of that group.
+    pub(crate) begun: Option<Arc<ProvedPlans>>,
 }
 
 /// Files that a job writes.
@@ -53,6 +52,15 @@ pub(crate) struct Outputs {
     pub(crate) trace: Option<PathBuf>,
     /// The folder of records.
     pub(crate) record: Option<PathBuf>,
+}
+
+/// How often a plan is run, and under which conditions.
+#[derive(Clone, Debug)]
+pub(crate) struct Runs {
+    pub(crate) repeat: u64,
+    /// Longest wait for one message.
+    pub(crate) deadline: Duration,
+    pub(crate) options: RunOptions,
 }
 
 /// What the options say about the runs of a job.
@@ -81,15 +89,15 @@ impl Job {
             true => Some(Sample::of(&request)?),
             false => None,
         };
-        let plans = Plans::proved(request.plan()?, &inputs(&request, settings, &outputs));
-        let ranks = plans.world.mesh.world();
+        let plans = request.plan()?.with_inputs(&inputs(&request, settings, &outputs));
+        let ranks = plans.world().mesh.world();
         let steps_here = plans.steps() * repeat * u64::from(ranks_here.min(ranks)) / u64::from(ranks.max(1));
         let clock = Arc::new(SystemClock::new());
         let watch = Arc::new(Watch::new(progress, clock.clone(), ranks, steps_here));
         let trace = outputs.trace.is_some();
         let options = RunOptions { clock, observer: watch.clone(), trace, poison: false };
         Ok(Self {
-            agreed: Agreed { request, plans, sample, members, begun: None },
+            agreed: Agreed { request, plans: Arc::new(plans), sample, members, begun: None },
             runs: Runs { repeat, deadline, options },
             resumable,
             outputs,
@@ -99,15 +107,15 @@ impl Job {
 
     /// The job in which survivors complete this one; `members` are their numbers in the first group.
     pub(super) fn completion(&self, finished: Recovery, members: &[Rank]) -> (Self, kyklos::RankOutput) {
-        let Recovery { world, checks, plan_hash, output } = finished;
+        let Recovery { plans: repaired, output } = finished;
         let Agreed { request, plans, sample, .. } = &self.agreed;
         let job = Self {
             agreed: Agreed {
-                request: Request { mesh: world.mesh, predicted_s: None, ..request.clone() },
-                sample: sample.as_ref().map(|sample| sample.owned_in(&world)),
-                plans: Plans { world: Arc::new(world), checks, hash: plan_hash },
+                request: Request { mesh: repaired.world().mesh, predicted_s: None, ..request.clone() },
+                sample: sample.as_ref().map(|sample| sample.owned_in(repaired.world())),
+                plans: repaired,
                 members: members.to_vec(),
-                begun: Some(Arc::clone(&plans.world)),
+                begun: Some(Arc::clone(plans)),
             },
             runs: self.runs.clone(),
             resumable: false,
@@ -118,15 +126,14 @@ impl Job {
     }
 
     pub(crate) fn world(&self) -> &World {
-        &self.agreed.plans.world
+        self.agreed.plans.world()
     }
 
     /// Lists a rank that starts, for records and metrics.
     pub(super) fn list(&self, transport: &Arc<dyn Transport>) -> ListedFlight {
         let Agreed { request, plans, .. } = &self.agreed;
         let about = About {
-            world: Arc::clone(&plans.world),
-            plan_hash: plans.hash,
+            plans: Arc::clone(plans),
             strategy: request.strategy.to_string(),
             watch: Arc::clone(&self.watch),
             folder: self.outputs.record.clone(),
@@ -146,7 +153,7 @@ impl Job {
 impl Agreed {
     /// The world that started the call: its wire format decides how keys were rounded.
     pub(super) fn begun(&self) -> &World {
-        self.begun.as_ref().unwrap_or(&self.plans.world)
+        self.begun.as_ref().unwrap_or(&self.plans).world()
     }
 }
 

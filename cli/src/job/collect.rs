@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use kyklos::backend::Device;
 use kyklos::collect::{receive_output, send_output};
 use kyklos::{RankOutput, RunOptions};
 use kyklos_oracle::oracle::Row;
 use kyklos_transport::{Rank, Transport, Vote};
 
-use crate::devices::AnyBackend;
 use crate::failure::{Failure, Result};
 use crate::job::call::Job;
 use crate::job::refusal::{REFUSE, refuse};
@@ -23,7 +23,7 @@ impl Job {
     pub(super) fn collect(
         &self,
         transport: &Arc<dyn Transport>,
-        backend: &AnyBackend,
+        backend: &Device,
         output: &RankOutput,
         wall_ns: u64,
         file: Option<OutputFile>,
@@ -120,7 +120,7 @@ impl Job {
         if let Err(failure) = file.write_part(&output.o, &output.lse) {
             return Some(refuse(transport, self.named(transport.rank(), failure)));
         }
-        let vote = Vote::Ready { plan_hash: self.agreed.plans.hash };
+        let vote = Vote::Ready { plan_hash: self.agreed.plans.hash() };
         // Rank 0 votes after the verification, which may take longer than the deadline of a message.
         match pollster::block_on(transport.agree(vote, self.runs.deadline.max(REFUSE))) {
             Ok(()) => file.commit().map_err(|failure| self.named(transport.rank(), failure)).err(),
@@ -134,7 +134,7 @@ impl Job {
         &self,
         messages: &Messages<'_>,
         sample: &Sample,
-        backend: &AnyBackend,
+        backend: &Device,
         output: &RankOutput,
     ) -> Result<()> {
         let tokens = self.world().q_placement.of_rank(messages.transport.rank());
@@ -158,7 +158,7 @@ impl Job {
         &self,
         messages: &Messages<'_>,
         sample: &Sample,
-        backend: &AnyBackend,
+        backend: &Device,
         output: &RankOutput,
         ranks: &[RankNote],
     ) -> Result<Verdict> {

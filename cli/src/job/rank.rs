@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::local::Tensors;
-use kyklos::{Error, RankOutput, Span, Survivors};
+use kyklos::backend::{Device, DeviceBuffer};
+use kyklos::host::Tensors;
+use kyklos::{Error, Inputs, RankOutput, Session, SessionOptions, Span, Survivors};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
-use crate::devices::{AnyBackend, AnyResumable, DeviceId};
+use crate::devices::DeviceId;
 use crate::failure::{Failure, Result, note};
 use crate::job::call::Job;
 use crate::job::on_loss::Recovery;
@@ -33,7 +34,7 @@ pub(crate) struct RankDone {
 
 /// What a rank prepares before it votes.
 struct Ready {
-    backend: AnyBackend,
+    device: Device,
     tensors: Tensors,
     file: Option<OutputFile>,
 }
@@ -63,7 +64,7 @@ pub(crate) fn work(
     let ready = device
         .and_then(|device| job.prepare(transport.rank(), device))
         .map_err(|failure| refuse(&**transport, job.named(transport.rank(), failure)));
-    let Ready { backend, tensors, file } = match ready {
+    let Ready { device, tensors, file } = match ready {
         Ok(ready) => ready,
         Err(failure) => {
             let result = Err(failure);
@@ -71,14 +72,27 @@ pub(crate) fn work(
             return result;
         }
     };
-    let mut resumable = backend.resumable(job.agreed.plans.task(Arc::clone(transport), tensors, &job.runs));
+    let options = SessionOptions {
+        deadline: job.runs.deadline,
+        resumable: job.resumable,
+        run: job.runs.options.clone(),
+    };
+    let mut session = Session::with_options(Arc::clone(transport), device, options);
+    let mut inputs = match pollster::block_on(session.load(&job.agreed.plans, tensors)) {
+        Ok(inputs) => inputs,
+        Err(error) => {
+            let result = Err(error.into());
+            flight.ended(&result);
+            return result;
+        }
+    };
     let result = job
-        .compute(transport.rank(), &mut resumable)
-        .and_then(|computed| job.deliver(transport, &backend, computed, file));
+        .compute(&mut session, &mut inputs)
+        .and_then(|computed| job.deliver(transport, session.device(), computed, file));
     flight.ended(&result);
     match (result, recovery) {
         (Err(failure), Some(recovery)) => match recovery.survivors(&failure) {
-            Some(survivors) => finish(job, &survivors?, &backend, &mut resumable, recovery),
+            Some(survivors) => finish(job, &survivors?, &mut session, &mut inputs, recovery),
             None => Err(failure),
         },
         (result, _) => result,
@@ -89,12 +103,13 @@ pub(crate) fn work(
 fn finish(
     job: &Job,
     survivors: &Survivors,
-    backend: &AnyBackend,
-    resumable: &mut AnyResumable<'_>,
+    session: &mut Session,
+    inputs: &mut Inputs<DeviceBuffer>,
     recovery: &mut Recovery<'_>,
 ) -> Result<RankDone> {
     let transport = &survivors.transport;
-    let finished = resumable.finish(survivors).map_err(|error| {
+    let finished = session.finish(&job.agreed.plans, inputs, survivors);
+    let finished = pollster::block_on(finished).map_err(|error| {
         if matches!(error, Error::KeysLost { .. } | Error::Request { .. }) {
             recovery.refuse();
         }
@@ -108,7 +123,7 @@ fn finish(
     let result = job
         .open_output(transport.rank())
         .map_err(|failure| job.give_up(&**transport, failure))
-        .and_then(|file| job.deliver(transport, backend, computed, file))
+        .and_then(|file| job.deliver(transport, session.device(), computed, file))
         .map(|done| RankDone { lacks: Some(lacks), ..done });
     flight.ended(&result);
     result
@@ -130,7 +145,7 @@ impl Job {
         let (q_tokens, kv_tokens) =
             (self.world().q_placement.of_rank(rank), &self.world().kv_placement.held_by(rank));
         Ok(Ready {
-            backend: device.open()?,
+            device: device.open()?,
             tensors: source.all(problem, q_tokens, kv_tokens)?,
             file: self.open_output(rank)?,
         })
@@ -156,15 +171,17 @@ impl Job {
         }
     }
 
-    fn compute(&self, rank: Rank, resumable: &mut AnyResumable<'_>) -> Result<Computed> {
+    fn compute(&self, session: &mut Session, inputs: &mut Inputs<DeviceBuffer>) -> Result<Computed> {
+        let rank = session.rank();
         let mut spans = Vec::new();
         let (mut last, mut walls_ns) = (None, Vec::new());
-        resumable.run(self.resumable, |op, mut output| {
+        for op in 0..self.runs.repeat {
+            let mut output = pollster::block_on(session.run(&self.agreed.plans, inputs))?;
             walls_ns.push(self.watch.since_start_ns(rank));
             self.watch.done(rank, op);
             spans.append(&mut output.spans);
             last = Some(output);
-        })?;
+        }
         let output = last.ok_or_else(|| Failure::run("no run took place"))?;
         // The median: the first run also allocates memory and compiles shaders.
         walls_ns.sort_unstable();
@@ -175,7 +192,7 @@ impl Job {
     fn deliver(
         &self,
         transport: &Arc<dyn Transport>,
-        backend: &AnyBackend,
+        device: &Device,
         computed: Computed,
         file: Option<OutputFile>,
     ) -> Result<RankDone> {
@@ -185,14 +202,14 @@ impl Job {
             Messages { transport: &**transport, op: self.runs.repeat, deadline: self.runs.deadline };
         let trace = match &self.outputs.trace {
             Some(path) => {
-                let track = Track { rank, device: backend.info().name.clone(), spans };
+                let track = Track { rank, device: device.info().name.clone(), spans };
                 let told = track.tell(path, &messages, &*self.runs.options.clock);
                 told.map_err(|failure| self.give_up(&**transport, failure))?
             }
             None => None,
         };
         let (summary, rejected) = self
-            .collect(transport, backend, &output, wall_ns, file)
+            .collect(transport, device, &output, wall_ns, file)
             .map_err(|failure| self.give_up(&**transport, failure))?;
         Ok(RankDone { trace, summary, rejected, lacks: None })
     }

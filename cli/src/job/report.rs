@@ -5,7 +5,7 @@ use kyklos::plan::{bytes, table};
 use kyklos::{BiasKind, RankReport, TokenRuns};
 use serde::{Deserialize, Serialize};
 
-use crate::devices::Device;
+use crate::devices::DeviceReport;
 use crate::failure::{Failure, Result};
 use crate::request::Request;
 use crate::verify::Verdict;
@@ -13,7 +13,7 @@ use crate::verify::Verdict;
 /// The report of one rank, which it sends to rank 0.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RankNote {
-    pub(crate) device: Device,
+    pub(crate) device: DeviceReport,
     pub(crate) figures: Figures,
     pub(crate) wall_s: f64,
 }
@@ -57,7 +57,7 @@ struct Json<'a> {
     mesh: String,
     strategy: &'a str,
     placement: &'a str,
-    devices: Vec<&'a Device>,
+    devices: Vec<&'a DeviceReport>,
     wall_s: f64,
     per_rank: Vec<&'a Figures>,
     /// Predicted time, with `--hardware`.
@@ -72,7 +72,7 @@ struct Json<'a> {
 impl RankNote {
     pub(crate) fn new(device: &DeviceInfo, report: &RankReport, wall_ns: u64) -> Self {
         Self {
-            device: Device::new(device),
+            device: DeviceReport::new(device),
             figures: Figures {
                 tokens: report.tokens,
                 compute_s: seconds(report.compute_ns),

@@ -4,6 +4,7 @@ pub(crate) mod description;
 
 use std::sync::Arc;
 
+use kyklos::plan::ProvedPlans;
 use kyklos::simulate::{Candidate, Cluster, Verdict, Wanted, choose};
 use kyklos::{
     AttentionProblem, Dtype, MAX_WORLD, Mesh, PlacementKind, Split, Strategy, meshes_by_bytes, plan,
@@ -110,10 +111,9 @@ impl Request {
     }
 
     /// The plans of all ranks, proved.
-    pub(crate) fn plan(&self) -> Result<(plan::World, Vec<plan::RankCheck>)> {
+    pub(crate) fn plan(&self) -> Result<ProvedPlans> {
         let world = plan_world(&self.problem, self.mesh, self.placement, &self.split, self.strategy)?;
-        let checks = plan::check(&world)?;
-        Ok((world, checks))
+        Ok(ProvedPlans::new(world)?)
     }
 
     /// Refuses inputs and outputs of `ranks` ranks that do not fit the memory of this machine.

@@ -1,7 +1,6 @@
 //! Runs of a plan on the ranks of this process.
 
 pub(crate) mod alone;
-pub(crate) mod plans;
 pub(crate) mod resident;
 pub(crate) mod threads;
 pub(crate) mod timed;

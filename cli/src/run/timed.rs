@@ -3,14 +3,15 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use kyklos::local::{Tensors, run_ranks};
-use kyklos::plan::World;
-use kyklos::{Observer, RankReport, RunOptions};
+use kyklos::backend::Device;
+use kyklos::host::{Tensors, shard};
+use kyklos::plan::{ProvedPlans, World};
+use kyklos::{Observer, RankReport, RunOptions, Session, SessionOptions};
 use kyklos_transport::Rank;
 
-use crate::devices::AnyBackend;
 use crate::failure::{Failure, Result};
 use crate::options::TransportName;
+use crate::run::threads::on_threads;
 use crate::run::{group, quiet};
 
 /// One timed run.
@@ -35,24 +36,35 @@ impl Observer for Starts {
     }
 }
 
-/// Runs `world` `repeat` times after a warm-up run; rank i has `backends[i]`. Returns the run with the median wall time.
+/// Runs `world` `repeat` times after a warm-up run; rank i has `devices[i]`. Returns the run with the median wall time.
 pub(crate) fn run(
     world: &World,
-    backends: &[&AnyBackend],
+    devices: &[&Device],
     transport: TransportName,
     tensors: &Tensors,
     repeat: u64,
 ) -> Result<Timed> {
-    let ranks = world.mesh.world();
-    let transports = group(transport, ranks)?;
+    let plans = Arc::new(ProvedPlans::new(world.clone())?);
+    let transports = group(transport, world.mesh.world())?;
     let starts = Arc::new(Starts::default());
-    let options = RunOptions { observer: starts.clone(), ..quiet() };
-    let ended = run_ranks(world, transports, tensors, repeat + 1, DEADLINE, &options, |task| {
-        let backend = backends[task.transport.rank().0 as usize];
+    let run = RunOptions { observer: starts.clone(), ..quiet() };
+    let options = SessionOptions { deadline: DEADLINE, run, ..SessionOptions::default() };
+    let ended = on_threads(transports, |transport| {
+        let device = devices[transport.rank().0 as usize].clone();
+        let part = shard(world, transport.rank(), tensors)?;
+        let mut session = Session::with_options(transport, device, options.clone());
         let mut ends = Vec::new();
-        backend.run(task, |_, output| ends.push((Instant::now(), output.report))).map(|()| ends)
+        pollster::block_on(async {
+            let mut inputs = session.load(&plans, part).await?;
+            for _ in 0..=repeat {
+                let output = session.run(&plans, &mut inputs).await?;
+                ends.push((Instant::now(), output.report));
+            }
+            // The runs are done: peers that still wait for a message report their own error.
+            let _ = session.close(DEADLINE).await;
+            Ok(ends)
+        })
     })?;
-    let ended = ended.into_iter().collect::<Result<Vec<_>, _>>()?;
     let starts = starts.0.lock().map_err(|_| Failure::run("a rank panicked: this is a bug"))?;
     let mut runs = Vec::new();
     for op in 1..=repeat {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use half::{bf16, f16};
-use kyklos::local::Tensors;
+use kyklos::host::Tensors;
 use kyklos::{AttentionProblem, Dtype, TokenRuns};
 use kyklos_oracle::inputs::{TensorId, normal};
 

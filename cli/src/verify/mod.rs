@@ -9,7 +9,8 @@ use std::collections::{BTreeSet, HashMap};
 
 use bytes::{Bytes, BytesMut};
 use half::{bf16, f16};
-use kyklos::local::Tensors;
+use kyklos::backend::Device;
+use kyklos::host::Tensors;
 use kyklos::plan::{Content, World};
 use kyklos::{AttentionProblem, Dtype, RunOptions, TokenRuns, WireFormat, plan_rows};
 use kyklos_oracle::inputs::sample_rows;
@@ -18,11 +19,9 @@ use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare_rows, naive_f
 use kyklos_oracle::wire;
 use kyklos_transport::Rank;
 
-use crate::devices::AnyBackend;
 use crate::failure::{Failure, Result};
 use crate::request::Request;
 use crate::run::alone;
-use crate::run::plans::Plans;
 use crate::tensors::pairs::OracleRows;
 use crate::tensors::{Source, TensorKind};
 pub(crate) use every_row::Whole;
@@ -180,7 +179,7 @@ impl Sample {
     /// The sampled rows, computed by one device alone from keys and values that are rounded as in `shared`.
     pub(crate) fn dense(
         &self,
-        backend: &AnyBackend,
+        device: &Device,
         shared: &World,
         kv: &WholeKv,
         options: &RunOptions,
@@ -194,7 +193,7 @@ impl Sample {
         let pairs = self.source.read_pairs(&self.problem, &tokens)?;
         let WholeKv { k, v } = kv.as_on_the_wire(shared);
         let tensors = Tensors { q, k, v, bias: pairs };
-        let alone = alone::run(backend, &Plans::of_rows(world), tensors, 1, options)?;
+        let alone = alone::run(device, world, tensors, 1, options)?;
         Ok(self.extract(&tokens, &alone.output.o, &alone.output.lse))
     }
 

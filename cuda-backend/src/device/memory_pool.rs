@@ -60,7 +60,7 @@ impl Allocation {
 #[derive(Debug)]
 pub struct CudaBuffer {
     /// `None` only during drop.
-    allocation: Option<Allocation>,
+    allocation: Option<Arc<Allocation>>,
     /// The requested size. The allocation is up to an eighth larger.
     bytes: usize,
     pool: Arc<MemoryPool>,
@@ -78,11 +78,17 @@ impl CudaBuffer {
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
+
+    /// Another handle of the same memory.
+    pub(crate) fn share(&self) -> Self {
+        Self { allocation: self.allocation.clone(), bytes: self.bytes, pool: self.pool.clone() }
+    }
 }
 
 impl Drop for CudaBuffer {
     fn drop(&mut self) {
-        if let Some(allocation) = self.allocation.take() {
+        // The last handle of the memory returns it.
+        if let Some(allocation) = self.allocation.take().and_then(Arc::into_inner) {
             self.pool.release(allocation);
         }
     }
@@ -141,7 +147,7 @@ impl MemoryPool {
         };
         allocation.accesses().clear_failure();
         state.used_bytes += allocation.bytes();
-        Ok(CudaBuffer { allocation: Some(allocation), bytes, pool: self.clone() })
+        Ok(CudaBuffer { allocation: Some(Arc::new(allocation)), bytes, pool: self.clone() })
     }
 
     /// `size` bytes: newly allocated; or kept, even if the device still uses them; or newly allocated after kept memory of other

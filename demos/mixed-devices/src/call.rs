@@ -1,18 +1,18 @@
 //! The attention call: its size, its tensors, and running it on one or several devices.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kyklos::local::{Tensors, run_ranks};
-use kyklos::plan::World;
+use kyklos::host::{Tensors, shard};
+use kyklos::plan::{ProvedPlans, World};
 use kyklos::{
-    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, RankReport, RunOptions, Split, Strategy, plan_world,
+    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, RankReport, Session, Split, Strategy, plan_world,
 };
 use kyklos_oracle::inputs::{TensorId, fill};
-use kyklos_transport::in_process_group;
+use kyklos_transport::{Transport, in_process_group};
 
-use crate::devices::Device;
+use crate::devices::OneDevice;
 use crate::error::Result;
 
 /// Attention of one sequence over ranks.
@@ -73,32 +73,48 @@ impl Call {
     }
 
     /// Runs it with one rank on each device.
-    pub(crate) fn run(&self, devices: &[Device]) -> Result<Output> {
+    pub(crate) fn run(&self, devices: &[OneDevice]) -> Result<Output> {
         run(&self.world, &self.tensors, devices.iter())
     }
 
     /// Runs the whole call on `device`.
-    pub(crate) fn run_alone(&self, device: &Device) -> Result<Output> {
+    pub(crate) fn run_alone(&self, device: &OneDevice) -> Result<Output> {
         run(&world_of_one(&self.world.problem)?, &self.tensors, [device].into_iter())
     }
 }
 
-fn run<'a>(world: &World, tensors: &Tensors, devices: impl Iterator<Item = &'a Device>) -> Result<Output> {
-    let devices: Vec<&Device> = devices.collect();
+fn run<'a>(world: &World, tensors: &Tensors, devices: impl Iterator<Item = &'a OneDevice>) -> Result<Output> {
+    let devices: Vec<&OneDevice> = devices.collect();
+    let plans = Arc::new(ProvedPlans::new(world.clone())?);
     // When the last rank finished each repetition: the ranks start the next one together, by a vote.
     let finished = Mutex::new(vec![Instant::now(); REPETITIONS]);
+    let rank = |transport: Arc<dyn Transport>, device: &OneDevice| {
+        let part = shard(world, transport.rank(), tensors)?;
+        let mut session = Session::new(transport, device.device.clone());
+        pollster::block_on(async {
+            let mut inputs = session.load(&plans, part).await?;
+            let mut last = None;
+            for repetition in 0..REPETITIONS {
+                last = Some(session.run(&plans, &mut inputs).await?);
+                finished.lock().unwrap_or_else(PoisonError::into_inner)[repetition] = Instant::now();
+            }
+            session.close(DEADLINE).await?;
+            Ok::<_, kyklos::Error>(last)
+        })
+    };
     let transports = in_process_group(u32::try_from(devices.len())?);
-    let options = RunOptions::default();
-    let results = run_ranks(world, transports, tensors, REPETITIONS as u64, DEADLINE, &options, |task| {
-        let device = devices[task.transport.rank().0 as usize];
-        let mut last = None;
-        device.run(task, |repetition, output| {
-            let mut finished = finished.lock().unwrap_or_else(PoisonError::into_inner);
-            finished[usize::try_from(repetition).unwrap_or_default()] = Instant::now();
-            last = Some(output);
-        })?;
-        Ok::<_, kyklos::Error>(last)
-    })?;
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let rank = &rank;
+        let threads: Vec<_> = transports
+            .into_iter()
+            .zip(devices)
+            .map(|(transport, device)| scope.spawn(move || rank(transport, device)))
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    });
     let mut output = Output { o: Vec::new(), lse: Vec::new(), reports: Vec::new(), wall_s: 0.0 };
     for result in results {
         let rank = result?.ok_or("a rank ended without an output")?;

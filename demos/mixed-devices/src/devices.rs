@@ -3,53 +3,41 @@
 use std::fmt;
 use std::sync::Arc;
 
-use kyklos::RankOutput;
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
-use kyklos::backend::{Backend, DeviceClass};
-use kyklos::local::RankTask;
+use kyklos::backend::wgpu::WgpuBackend;
+use kyklos::backend::{Device, DeviceClass};
 
 use crate::error::Result;
 
 /// One device, which becomes one rank.
-pub(crate) enum Device {
-    Cpu { backend: CpuBackend, cores: usize },
-    Gpu(Box<WgpuBackend>),
+pub(crate) struct OneDevice {
+    pub(crate) device: Device,
+    /// Cores of the CPU, or nothing for a GPU.
+    cores: Option<usize>,
 }
 
-impl Device {
-    /// Runs a rank's plan on this device, on this thread. `each` receives the output of every repetition.
-    pub(crate) fn run(&self, task: RankTask<'_>, each: impl FnMut(u64, RankOutput)) -> kyklos::Result<()> {
-        match self {
-            Self::Cpu { backend, .. } => task.run_on(backend, each),
-            Self::Gpu(backend) => task.run_on(&**backend, each),
-        }
-    }
-
+impl OneDevice {
     fn on_cores(cores: usize) -> Result<Self> {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(cores).build()?;
-        Ok(Self::Cpu { backend: CpuBackend::with_pool(Arc::new(pool)), cores })
+        Ok(Self { device: Device::new(CpuBackend::with_pool(Arc::new(pool))), cores: Some(cores) })
     }
 }
 
-impl fmt::Display for Device {
+impl fmt::Display for OneDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Cpu { backend, cores } => {
-                let name: String = backend.info().name.chars().take(24).collect();
-                write!(f, "{cores} CPU core{} ({})", if *cores == 1 { "" } else { "s" }, name.trim())
+        let name = |length| self.device.info().name.chars().take(length).collect::<String>();
+        match self.cores {
+            Some(cores) => {
+                write!(f, "{cores} CPU core{} ({})", if cores == 1 { "" } else { "s" }, name(24).trim())
             }
-            Self::Gpu(backend) => {
-                let name: String = backend.info().name.chars().take(36).collect();
-                f.write_str(name.trim())
-            }
+            None => f.write_str(name(36).trim()),
         }
     }
 }
 
 /// Which devices take part.
 pub(crate) struct Choice {
-    pub(crate) devices: Vec<Device>,
+    pub(crate) devices: Vec<OneDevice>,
     /// Sentences for the user.
     pub(crate) notes: Vec<String>,
 }
@@ -63,8 +51,8 @@ pub(crate) fn choose() -> Choice {
         if info.class >= DeviceClass::Cpu {
             continue;
         }
-        match WgpuBackend::with_options(index, &WgpuOptions::default()) {
-            Ok(backend) => devices.push(Device::Gpu(Box::new(backend))),
+        match Device::wgpu(index) {
+            Ok(device) => devices.push(OneDevice { device, cores: None }),
             Err(error) => notes.push(format!("{} is left out: {error}", info.name)),
         }
     }
@@ -76,7 +64,7 @@ pub(crate) fn choose() -> Choice {
         vec![cores]
     };
     for cores in shares {
-        match Device::on_cores(cores) {
+        match OneDevice::on_cores(cores) {
             Ok(device) => devices.push(device),
             Err(error) => notes.push(format!("{cores} cores are left out: {error}")),
         }

@@ -14,7 +14,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use call::Call;
-use devices::{Device, choose};
+use devices::{OneDevice, choose};
 use error::Result;
 use speed::measure_gflops;
 
@@ -47,7 +47,7 @@ fn demonstrate(out: &mut dyn Write) -> Result<()> {
             Err(error) => writeln!(out, "{device} is left out: {error}")?,
         }
     }
-    let (devices, gflops): (Vec<Device>, Vec<f64>) = ranks.into_iter().unzip();
+    let (devices, gflops): (Vec<OneDevice>, Vec<f64>) = ranks.into_iter().unzip();
     let call = Call::new(&gflops)?;
     writeln!(out, "{}", call.description())?;
     out.flush()?;

@@ -3,11 +3,11 @@
 use kyklos::{Dtype, Mask};
 
 use crate::call::Call;
-use crate::devices::Device;
+use crate::devices::OneDevice;
 use crate::error::Result;
 
 /// GFLOP/s that `device` reaches on attention: a growing number of tokens, until a run is long enough to time.
-pub(crate) fn measure_gflops(device: &Device) -> Result<f64> {
+pub(crate) fn measure_gflops(device: &OneDevice) -> Result<f64> {
     let mut tokens = FIRST_TOKENS;
     loop {
         let call = Call::of_one(tokens, Dtype::F32, Mask::full())?;

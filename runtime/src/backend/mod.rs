@@ -35,8 +35,11 @@ use crate::{AttentionProblem, BiasKind, BlockWork, Dtype, Error, Result, TileSha
 
 #[cfg(feature = "cpu")]
 pub mod cpu;
+mod device;
 #[cfg(feature = "wgpu")]
 pub mod wgpu;
+
+pub use device::{Device, DeviceBuffer, Threaded};
 
 /// `m` of a row that saw no key: finite, because WGSL promises nothing about infinities.
 pub const EMPTY_M: f32 = -0.7 * f32::MAX;
@@ -54,6 +57,11 @@ pub trait Backend {
 
     /// Name, driver and kind of the device.
     fn info(&self) -> &DeviceInfo;
+
+    /// Name of the kernel that attends into a state of this shape, for reports.
+    fn kernel(&self, _dtype: Dtype, _shape: StateShape) -> String {
+        self.info().kernel.clone()
+    }
 
     /// The tiles of the [`BlockWork`] that [`Self::attend`] takes for `problem` and a state of this shape.
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape;
@@ -75,6 +83,10 @@ pub trait Backend {
     /// # Errors
     /// [`Error::Device`].
     fn write(&self, buffer: &mut Self::Buffer, offset: usize, data: &[u8]) -> Result<()>;
+
+    /// Another handle of the same memory, which lives until the last handle is dropped. Neither handle is written from then
+    /// on: the caller only reads, as it does with its inputs.
+    fn share(&self, buffer: &mut Self::Buffer) -> Self::Buffer;
 
     /// Starts to copy `range` (bytes) to the host: the present contents, without the effects of work that is submitted
     /// later.
@@ -229,6 +241,20 @@ pub enum Elements<Buffer> {
         /// Which elements share a scale.
         of: Scales,
     },
+}
+
+impl<Buffer> Elements<Buffer> {
+    /// The same elements in buffers of another type.
+    pub fn map<To>(self, convert: impl Fn(Buffer) -> To) -> Elements<To> {
+        match self {
+            Self::Stored { buffer, first, dtype } => {
+                Elements::Stored { buffer: convert(buffer), first, dtype }
+            }
+            Self::Coded { codes, scales, of } => {
+                Elements::Coded { codes: convert(codes), scales: convert(scales), of }
+            }
+        }
+    }
 }
 
 /// Which elements share a scale in [`Elements::Coded`], and the shape of the scales.

@@ -9,7 +9,7 @@ use crate::backend::{Backend, Layout, StateShape};
 use crate::collective::{Collective, Piece};
 use crate::plan::{BufferId, Content, Slice};
 
-impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
+impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     /// The sinks of a state's heads, one each; empty where the problem has none.
     pub(super) fn sinks(&self, state: BufferId) -> &'r [f32] {
         let heads = &self.executor.plan.buffer(state).heads;

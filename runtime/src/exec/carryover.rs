@@ -8,7 +8,7 @@ use crate::backend::{Backend, Extent, Layout, StateShape};
 use crate::collective::Collective;
 use crate::plan::BufferId;
 
-impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
+impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     /// Keeps the messages that had arrived whole in an exchange on which the interrupted run had not waited.
     pub(super) fn keep_arrived(&mut self, mut exchange: InFlight<'r, B::Buffer>) {
         let ended = exchange.ended.take().or_else(|| exchange.arrivals.as_mut().now_or_never());

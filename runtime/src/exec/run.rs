@@ -5,11 +5,10 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
 
-use bytes::Bytes;
 use kyklos_transport::{Progress, Rank, Tag, TransportError, Vote, Work};
 use tracing::Instrument;
 
-use super::{Executor, state_mut, state_ref};
+use super::{Executor, OutputTensor, state_mut, state_ref};
 use crate::backend::{Attend, Backend, Control, Elements, Extent, Layout, Operand, Pairs, Scales};
 use crate::collective::{Arrivals, Broken, Collective, ExchangeError, Incoming, Memory, Outgoing};
 use crate::meter::{Meter, Timeline};
@@ -17,7 +16,7 @@ use crate::plan::{BufferId, Content, Recv, Slice, Step, describe};
 use crate::{AttentionProblem, BlockWork, Dtype, Error, Result, WireFormat};
 
 /// One operation of one rank.
-pub(super) struct Run<'r, 'a, B: Backend, C> {
+pub(super) struct Run<'r, 'a, B: Backend, C: ?Sized> {
     pub(super) executor: &'r Executor<'a, B, C>,
     pub(super) op: u64,
     pub(super) meter: &'r Meter,
@@ -29,6 +28,9 @@ pub(super) struct Run<'r, 'a, B: Backend, C> {
     pub(super) arrived: Vec<BufferId>,
 }
 
+/// o and lse of an operation, and its number of pieces of work.
+pub(super) type RunEnd<Buffer> = (OutputTensor<Buffer>, OutputTensor<Buffer>, u64);
+
 /// An exchange that was posted and not yet waited for.
 pub(super) struct InFlight<'r, Buffer> {
     id: u32,
@@ -37,12 +39,13 @@ pub(super) struct InFlight<'r, Buffer> {
     pub(super) ended: Option<Result<Vec<Vec<Buffer>>, Broken<Buffer>>>,
 }
 
-impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
-    pub(super) async fn execute(&mut self) -> Result<(Bytes, Bytes, u64)> {
+impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
+    /// The output, o and lse, and the number of pieces of work. With `to_host` the output is also copied to the host.
+    pub(super) async fn execute(&mut self, to_host: bool) -> Result<RunEnd<B::Buffer>> {
         let mut in_flight = Vec::new();
         let plan = self.executor.plan;
         let span = tracing::info_span!("operation", rank = plan.rank, op = self.op, steps = plan.steps.len());
-        let result = self.steps(&mut in_flight).instrument(span).await;
+        let result = self.steps(&mut in_flight, to_host).instrument(span).await;
         if result.is_err() && self.executor.keeps {
             in_flight.into_iter().for_each(|exchange| self.keep_arrived(exchange));
             self.arrived.sort_unstable();
@@ -50,7 +53,11 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         result
     }
 
-    async fn steps(&mut self, in_flight: &mut Vec<InFlight<'r, B::Buffer>>) -> Result<(Bytes, Bytes, u64)> {
+    async fn steps(
+        &mut self,
+        in_flight: &mut Vec<InFlight<'r, B::Buffer>>,
+        to_host: bool,
+    ) -> Result<RunEnd<B::Buffer>> {
         let Executor { backend, collective, plan, options, .. } = self.executor;
         let pulse = collective.pulse();
         let control = Control::new(collective.stop_flag()).beating(Arc::clone(&pulse));
@@ -78,14 +85,24 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             Some(output) => output,
             None => self.allocate(plan.output)?,
         };
-        let sizes = self.tensor_bytes(plan.output);
-        let o = backend.download(&mut output[0], 0..sizes[0]).await?;
-        let lse = backend.download(&mut output[1], 0..sizes[1]).await?;
-        if self.executor.keeps {
-            self.memory.put(plan.output, output);
+        let mut host = [None, None];
+        if to_host {
+            for ((tensor, bytes), host) in
+                output.iter_mut().zip(self.tensor_bytes(plan.output)).zip(&mut host)
+            {
+                *host = Some(backend.download(tensor, 0..bytes).await?);
+            }
+            self.meter.end(started, Timeline::Copy, || "download the output".to_owned());
         }
-        self.meter.end(started, Timeline::Copy, || "download the output".to_owned());
-        Ok((o, lse, control.pieces_done()))
+        if self.executor.keeps {
+            let handles = output.iter_mut().map(|tensor| backend.share(tensor)).collect();
+            self.memory.put(plan.output, handles);
+        }
+        let mut tensors = output.into_iter().zip(host).map(|(buffer, host)| OutputTensor { buffer, host });
+        match (tensors.next(), tensors.next()) {
+            (Some(o), Some(lse)) => Ok((o, lse, control.pieces_done())),
+            _ => unreachable!("an output has two tensors"),
+        }
     }
 
     /// Runs the current step; `work` ends with it.
@@ -96,7 +113,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
         control: &Control,
         in_flight: &mut Vec<InFlight<'r, B::Buffer>>,
     ) -> Result<()> {
-        let Executor { backend, collective, plan, works, .. } = self.executor;
+        let Executor { backend, collective, plan, lowered, .. } = self.executor;
         let words = || describe(self.executor.world, plan, step);
         let started = self.meter.start();
         match step {
@@ -132,7 +149,7 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
                 let before = self.copy_of_state(*state)?;
                 let mut tensors = self.state(*state)?;
                 let mut attended = Ok(());
-                for work in &works[self.step] {
+                for work in &lowered.works[self.step] {
                     let attend = self.attend([q, kv], pairs.as_ref(), work, *state, &mut tensors, control);
                     attended = drive(in_flight, attend).await;
                     if attended.is_err() {
@@ -314,7 +331,12 @@ impl<'r, B: Backend, C: Collective<B>> Run<'r, '_, B, C> {
             }
         }
         // No exchange is under way: any call of the transport returns the failure.
-        match self.executor.collective.agree(Vote::Ready { plan_hash: self.executor.plan_hash }).await {
+        match self
+            .executor
+            .collective
+            .agree(Vote::Ready { plan_hash: self.executor.lowered.plans.hash() })
+            .await
+        {
             Err(error) => self.explain(ExchangeError::Transport(error)),
             Ok(()) => Error::Cancelled,
         }

@@ -7,6 +7,7 @@
 mod check;
 mod explain;
 mod hash;
+mod proved;
 mod step;
 mod step_progress;
 
@@ -14,5 +15,6 @@ pub use check::{RankCheck, RemainingBuffers, check, check_repair, remaining_buff
 pub(crate) use explain::describe;
 pub use explain::{Explained, bytes, expected_of_wire, explain, table};
 pub use hash::plan_hash;
+pub use proved::ProvedPlans;
 pub use step::{Buffer, BufferId, Content, Kept, LostTokens, Plan, Recv, Send, Slice, Step, World};
 pub use step_progress::StepProgress;

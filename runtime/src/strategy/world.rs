@@ -88,7 +88,7 @@ fn placements(
 }
 
 /// One rank that attends from the queries `rows` only, to all keys: the single-device run for comparison with a
-/// parallel one. Not for [`crate::plan::check`], which requires an owner for every query.
+/// parallel one. The other queries count as lost.
 ///
 /// # Errors
 /// [`Error::Request`] when a row does not exist.
@@ -99,6 +99,10 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
             "name rows that exist",
         ));
     }
+    let mut others = vec![true; problem.q_len as usize];
+    rows.iter().for_each(|row| others[row as usize] = false);
+    let others = (0..problem.q_len).filter(|row| others[*row as usize]);
+    let lost = LostTokens { queries: TokenRuns::from_positions(others), keys: TokenRuns::default() };
     let mesh = Mesh::new(1, 1)?;
     let mut world = World {
         problem: problem.clone().with_replicated(0..0)?,
@@ -107,7 +111,7 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
         kv_placement: Placement::new(PlacementKind::Contiguous, mesh, problem.kv_len, &Split::Even)?,
         strategy: Strategy::Dense,
         plans: Vec::new(),
-        lost: LostTokens::default(),
+        lost,
     };
     world.plans.push(plan_rank(&world, &Routes::default(), Rank(0)));
     Ok(world)

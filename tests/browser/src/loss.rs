@@ -1,19 +1,19 @@
 //! Devices that go away: everything that waits must end, with an error that names the device.
 
 use std::future::poll_fn;
-use std::pin::pin;
 use std::task::Poll;
 
 use bytes::Bytes;
+use futures_util::future::join_all;
 use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
-use kyklos::local::join_ranks;
+use kyklos::host::shard;
 use kyklos::{Dtype, Error, Mesh, PlacementKind, Result, Split, Strategy, plan_world};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::in_process_group;
 
 use crate::common::conformance::{dense_world, run_alone};
-use crate::common::{DEADLINE, Prepared, options};
+use crate::common::{DEADLINE, Prepared, proved, run_rank};
 use crate::{Claim, open};
 
 pub(crate) const CLAIMS: &[Claim] = &[
@@ -59,25 +59,26 @@ async fn ends_ranks(backend: &WgpuBackend) -> String {
     let world =
         plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring).unwrap();
     let lost = open(WgpuOptions::default()).await.unwrap();
-    let (lost, options) = (&lost, options());
-    let outputs = join_ranks(&world, in_process_group(2), &prepared.tensors, 1, DEADLINE, &options, |task| {
-        let first = task.transport.rank().0 == 0;
-        async move {
-            if !first {
-                // When it has agreed to run, and sent its first block.
-                let mut running = pin!(task.run(lost, |_, _| {}));
-                for _ in 0..3 {
-                    let now = poll_fn(|context| Poll::Ready(running.as_mut().poll(context))).await;
-                    assert!(now.is_pending());
-                    kyklos::backend::yield_now().await;
-                }
-                lost.destroy();
-                return running.await;
+    let (lost, plans) = (&lost, &proved(&world));
+    let ranks = in_process_group(2).into_iter().map(async |transport| {
+        let first = transport.rank().0 == 0;
+        let part = shard(&world, transport.rank(), &prepared.tensors).unwrap();
+        let device = if first { backend } else { lost };
+        let mut running = Box::pin(run_rank(device, transport.clone(), plans, part));
+        if !first {
+            // When it has agreed to run, and sent its first block.
+            for _ in 0..3 {
+                let now = poll_fn(|context| Poll::Ready(running.as_mut().poll(context))).await;
+                assert!(now.is_pending());
+                kyklos::backend::yield_now().await;
             }
-            task.run(backend, |_, _| {}).await
+            lost.destroy();
         }
+        let output = running.await;
+        let _ = transport.close(DEADLINE).await;
+        output.map(|_| ())
     });
-    let outputs: Vec<Result<()>> = outputs.await.unwrap();
+    let outputs: Vec<Result<()>> = join_all(ranks).await;
     let [first, second] = &outputs[..] else { panic!("two ranks") };
     names(&lost.info().name, second.clone());
     let error = first.clone().unwrap_err().to_string();

@@ -6,10 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::backend::cpu::CpuBackend;
-use kyklos::local::RankTask;
-use kyklos::plan::{check, plan_hash};
-use kyklos::{Error, Observer, RankOutput, ResumableRank, RunOptions, Survivors, SystemClock};
+use kyklos::backend::Device;
+use kyklos::plan::ProvedPlans;
+use kyklos::{Error, Observer, RankOutput, RunOptions, Session, SessionOptions, Survivors};
 use kyklos_transport::quic::{Identity, QuicConfig, QuicTransport};
 use kyklos_transport::{Rank, Regroup, Transport, TransportError};
 
@@ -86,15 +85,15 @@ pub(crate) fn identity_file(folder: &Path, rank: u32) -> PathBuf {
 #[ignore = "a rank of the other tests"]
 fn runs_as_a_rank() {
     let Ok(folder) = std::env::var(FOLDER) else { return };
-    let (folder, backend) = (Path::new(&folder), CpuBackend::new());
+    let (folder, device) = (Path::new(&folder), Device::cpu());
     say("ready");
     while let Some(line) = heard() {
-        obey(folder, &backend, &Order::parse(&line));
+        obey(folder, &device, &Order::parse(&line));
         say("idle");
     }
 }
 
-fn obey(folder: &Path, backend: &CpuBackend, order: &Order) {
+fn obey(folder: &Path, device: &Device, order: &Order) {
     let identity = Identity::read_file(&identity_file(folder, order.rank)).unwrap();
     let job = identity.claims().unwrap().job;
     let (rank, ranks) = (Rank(order.rank), order.work.ranks());
@@ -108,7 +107,7 @@ fn obey(folder: &Path, backend: &CpuBackend, order: &Order) {
         Ok(transport) => transport,
         Err(error) => return say(&format!("failed - {error}")),
     };
-    match run(backend, order, &transport) {
+    match run(device, order, &transport) {
         Ok(result) => {
             std::fs::write(result_file(folder, order.rank), result).unwrap();
             say("done");
@@ -118,44 +117,38 @@ fn obey(folder: &Path, backend: &CpuBackend, order: &Order) {
     let _ = pollster::block_on(transport.close(Duration::from_secs(5)));
 }
 
-fn run(backend: &CpuBackend, order: &Order, transport: &Arc<dyn Transport>) -> kyklos::Result<Vec<u8>> {
-    let world = order.work.world();
-    let rank = Rank(order.rank);
-    let tensors = order.work.tensors_of(&world, rank);
-    let names: Vec<String> = (0..order.work.ranks()).map(|rank| format!("rank-{rank}")).collect();
-    let task = RankTask {
-        world: &world,
-        transport: transport.clone(),
-        plan_hash: plan_hash(&world, &names),
-        peak_bytes: check(&world)?[order.rank as usize].peak_bytes,
-        q: tensors.q,
-        k: tensors.k,
-        v: tensors.v,
-        bias: None,
-        repeat: RUNS,
-        deadline: Duration::from_secs(60),
-        options: RunOptions {
-            clock: Arc::new(SystemClock::new()),
+fn run(device: &Device, order: &Order, transport: &Arc<dyn Transport>) -> kyklos::Result<Vec<u8>> {
+    let plans = Arc::new(ProvedPlans::new(order.work.world())?);
+    let tensors = order.work.tensors_of(plans.world(), Rank(order.rank));
+    let options = SessionOptions {
+        resumable: order.finish,
+        run: RunOptions {
             observer: Arc::new(Pause { before: order.pause }),
-            trace: false,
             poison: true,
+            ..RunOptions::default()
         },
+        ..SessionOptions::default()
     };
-    let mut result = Vec::new();
+    let mut session = Session::with_options(transport.clone(), device.clone(), options);
     let bytes = |output: &RankOutput| [&output.o[..], &output.lse[..]].concat();
-    let mut resumable = ResumableRank::new(backend, task);
-    let run = resumable.run(order.finish, |_, output| result = bytes(&output));
-    match pollster::block_on(run) {
-        Ok(()) => Ok(result),
-        Err(_) if order.finish => {
-            let group = pollster::block_on(transport.reform(Regroup::Survivors, PATIENCE))?;
-            let survivors = Survivors { transport: group.transport, ranks: group.members };
-            let finished = pollster::block_on(resumable.finish(&survivors));
-            let _ = pollster::block_on(survivors.transport.close(Duration::from_secs(5)));
-            Ok(bytes(&finished?.output))
+    pollster::block_on(async {
+        let mut inputs = session.load(&plans, tensors).await?;
+        let mut result = Ok(Vec::new());
+        for _ in 0..RUNS {
+            result = session.run(&plans, &mut inputs).await.map(|output| bytes(&output));
+            if result.is_err() {
+                break;
+            }
         }
-        Err(error) => Err(error),
-    }
+        if result.is_ok() || !order.finish {
+            return result;
+        }
+        let group = transport.reform(Regroup::Survivors, PATIENCE).await?;
+        let survivors = Survivors { transport: group.transport, ranks: group.members };
+        let finished = session.finish(&plans, &mut inputs, &survivors).await;
+        let _ = survivors.transport.close(Duration::from_secs(5)).await;
+        Ok(bytes(&finished?.output))
+    })
 }
 
 /// Pauses before a step, until the test orders it to continue.

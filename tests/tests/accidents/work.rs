@@ -2,14 +2,14 @@
 
 use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::local::{RankTask, Tensors, run_ranks, shard};
+use kyklos::host::{Tensors, shard};
 use kyklos::plan::World;
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
 use kyklos_oracle::inputs::{Case, TensorId, fill};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 use kyklos_transport::{Rank, in_process_group};
 
-use crate::common::{DEADLINE, options};
+use crate::common::run_world;
 
 /// A small causal problem on a mesh: `1xR` is a ring, `Ux1` an all-to-all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -71,13 +71,8 @@ impl Work {
 
     /// Every rank's result without a failure, computed on threads of this process.
     pub(crate) fn undisturbed(self) -> Vec<Vec<u8>> {
-        let run = |task: RankTask<'_>| {
-            let mut result = Vec::new();
-            let each = |_, output: kyklos::RankOutput| result = [&output.o[..], &output.lse[..]].concat();
-            task.run_on(&CpuBackend::new(), each).map(|()| result)
-        };
         let group = in_process_group(self.ranks());
-        let results = run_ranks(&self.world(), group, &self.tensors(), 1, DEADLINE, &options(), run).unwrap();
-        results.into_iter().map(|result| result.unwrap()).collect()
+        let (_, outputs) = run_world(&self.world(), group, &self.tensors(), CpuBackend::new);
+        outputs.iter().map(|output| [&output.o[..], &output.lse[..]].concat()).collect()
     }
 }

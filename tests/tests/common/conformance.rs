@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use bytes::Bytes;
+use futures_util::future::join_all;
 use half::{bf16, f16};
 use kyklos::backend::{Backend, Control, DeviceClass, Elements, Extent, Layout};
-use kyklos::local::{RankTask, join_ranks};
+use kyklos::host::shard;
 use kyklos::plan::World;
 use kyklos::{
     AttentionProblem, Dtype, Error, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world,
@@ -16,7 +17,7 @@ use kyklos_oracle::inputs::{Case, TensorId, cases, normal};
 use kyklos_transport::in_process_group;
 
 use self::states::{KEYS, OnDevice, attend_with, problem, read};
-use super::{DEADLINE, Prepared, Whole, chosen_cases, options};
+use super::{DEADLINE, Prepared, Whole, chosen_cases, options, proved, run_rank};
 
 mod codes;
 mod loss;
@@ -65,22 +66,9 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
 /// Runs a one-rank world.
 pub async fn run_alone<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> Whole {
     let transport = in_process_group(1).remove(0);
-    let tensors = prepared.tensors.clone();
-    let task = RankTask {
-        world,
-        transport,
-        plan_hash: [0; 32],
-        peak_bytes: 0,
-        q: tensors.q,
-        k: tensors.k,
-        v: tensors.v,
-        bias: tensors.bias,
-        repeat: 1,
-        deadline: DEADLINE,
-        options: options(),
-    };
+    let output = run_rank(backend, transport, &proved(world), prepared.tensors.clone()).await.unwrap();
     let mut whole = Whole::new(world);
-    task.run(backend, |_, output| whole.add(world, 0, &output)).await.unwrap();
+    whole.add(world, 0, &output);
     whole
 }
 
@@ -104,13 +92,14 @@ async fn dense_cases<B: Backend>(backend: &B, who: &str, dtype: Dtype) {
 
 /// Runs all ranks of a world on one backend. Their futures take turns on this thread.
 pub async fn run_together<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> Whole {
-    let group = in_process_group(world.mesh.world());
-    let options = options();
-    let outputs = join_ranks(world, group, &prepared.tensors, 1, DEADLINE, &options, |task| async move {
-        let mut last = None;
-        task.run(backend, |_, output| last = Some(output)).await.map(|()| last.expect("one run"))
+    let plans = &proved(world);
+    let ranks = in_process_group(world.mesh.world()).into_iter().map(async |transport| {
+        let part = shard(world, transport.rank(), &prepared.tensors).unwrap();
+        let output = run_rank(backend, transport.clone(), plans, part).await;
+        let _ = transport.close(DEADLINE).await;
+        output
     });
-    let outputs = outputs.await.unwrap();
+    let outputs = join_all(ranks).await;
     let mut whole = Whole::new(world);
     for (rank, output) in outputs.into_iter().enumerate() {
         whole.add(world, rank, &output.unwrap());

@@ -4,12 +4,12 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use kyklos::backend::Backend;
 use kyklos::collective::HostStaged;
-use kyklos::local::{Tensors, shard};
-use kyklos::plan::{Step, StepProgress, World};
-use kyklos::{Carryover, Executor, Inputs, Observer, RankOutput, RunOptions};
+use kyklos::host::{Tensors, shard};
+use kyklos::plan::{ProvedPlans, Step, StepProgress, World};
+use kyklos::{Carryover, Executor, Inputs, LoweredPlan, Observer, RankOutput, RunOptions};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
 
-use super::{DEADLINE, Whole, options};
+use super::{DEADLINE, Whole, options, proved};
 
 /// The contents of a rank's device after the abort of its group.
 pub struct CutOff<B: Backend> {
@@ -112,13 +112,14 @@ where
         transport: Arc::clone(&group[culprit.0 as usize]),
         culprit,
     });
+    let plans = proved(world);
     let rank = |transport: Arc<dyn Transport>| {
         let (rank, backend) = (transport.rank(), make());
-        let Tensors { q, k, v, bias: pairs } = shard(world, rank, tensors).unwrap();
         let collective = HostStaged::new(transport, DEADLINE);
         let options = RunOptions { observer: Arc::clone(&gate) as Arc<dyn Observer>, ..options() };
-        let executor = Executor::new(&backend, &collective, world, rank, [7; 32], 0, options).resumable();
-        let mut inputs = executor.load(q, k, v, pairs).unwrap();
+        let lowered = LoweredPlan::new(plans.clone(), rank, &backend);
+        let executor = Executor::new(&backend, &collective, &lowered, options).resumable();
+        let mut inputs = executor.load(shard(world, rank, tensors).unwrap()).unwrap();
         let mut carryover = Carryover::default();
         let ended = pollster::block_on(executor.run_from(0, &mut inputs, &mut carryover));
         let steps = world.plan(rank).steps.len();
@@ -153,10 +154,13 @@ where
     B::Buffer: Send,
 {
     let group = in_process_group(repair.mesh.world());
+    // The callers prove repairs, or plant bugs in them.
+    let plans = Arc::new(ProvedPlans::unproved(repair.clone()));
     let rank = |transport: Arc<dyn Transport>, (backend, mut cut): (B, CutOff<B>)| {
         let rank = transport.rank();
         let collective = HostStaged::new(transport.clone(), DEADLINE);
-        let executor = Executor::new(&backend, &collective, repair, rank, [8; 32], 0, options()).resumable();
+        let lowered = LoweredPlan::new(plans.clone(), rank, &backend);
+        let executor = Executor::new(&backend, &collective, &lowered, options()).resumable();
         let output = pollster::block_on(executor.run_from(0, &mut cut.inputs, &mut cut.carryover));
         let _ = pollster::block_on(transport.close(DEADLINE));
         output

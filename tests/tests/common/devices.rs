@@ -81,6 +81,10 @@ impl Backend for Broken {
         self.0.write(buffer, offset, data)
     }
 
+    fn share(&self, buffer: &mut Buffer) -> Buffer {
+        self.0.share(buffer)
+    }
+
     fn download(&self, buffer: &mut Buffer, range: Range<usize>) -> Self::Download {
         self.0.download(buffer, range)
     }

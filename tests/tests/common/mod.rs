@@ -7,15 +7,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kyklos::backend::{DeviceClass, DeviceInfo};
-use kyklos::local::{Tensors, layouts};
-use kyklos::plan::World;
+use kyklos::backend::{Backend, DeviceClass, DeviceInfo};
+use kyklos::collective::HostStaged;
+use kyklos::host::{Tensors, layouts};
+use kyklos::plan::{ProvedPlans, World};
 use kyklos::{
-    AttentionProblem, BiasKind, BiasTensor, Dtype, Mask, NoObserver, RankOutput, RunOptions, SystemClock,
+    AttentionProblem, BiasKind, BiasTensor, Dtype, Executor, LoweredPlan, Mask, NoObserver, RankOutput,
+    RunOptions, SystemClock,
 };
 use kyklos_oracle::inputs::{Case, PairInputs, cases};
 use kyklos_oracle::oracle::{self, Element, Oracle, OracleProblem, Row, RowId, Values};
 use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
+use kyklos_transport::Transport;
 
 pub mod conformance;
 #[cfg(not(target_arch = "wasm32"))]
@@ -28,10 +31,29 @@ mod threads;
 
 #[cfg(not(target_arch = "wasm32"))]
 #[allow(unused_imports, reason = "each suite uses its part")]
-pub use threads::run_world;
+pub use threads::{run_plans, run_world};
 
 /// Long enough for a loaded machine, short enough that a hang is a failure.
 pub const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Plans that are proved.
+pub fn proved(world: &World) -> Arc<ProvedPlans> {
+    Arc::new(ProvedPlans::new(world.clone()).unwrap())
+}
+
+/// Runs one operation of a rank, on its own part of the tensors.
+pub async fn run_rank<B: Backend>(
+    backend: &B,
+    transport: Arc<dyn Transport>,
+    plans: &Arc<ProvedPlans>,
+    tensors: Tensors,
+) -> kyklos::Result<RankOutput> {
+    let lowered = LoweredPlan::new(plans.clone(), transport.rank(), backend);
+    let collective = HostStaged::new(transport, DEADLINE);
+    let executor = Executor::new(backend, &collective, &lowered, options());
+    let mut inputs = executor.load(tensors)?;
+    executor.run(0, &mut inputs).await
+}
 
 /// Only cases of this head dim run on GPUs, because a driver needs seconds to compile a kernel. 0 runs all cases.
 pub static ONLY_HEAD_DIM: AtomicUsize = AtomicUsize::new(0);

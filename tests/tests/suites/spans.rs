@@ -6,12 +6,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kyklos::backend::cpu::CpuBackend;
-use kyklos::local::{Tensors, run_ranks};
-use kyklos::plan::{Plan, Slice, Step, World};
+use kyklos::backend::Device;
+use kyklos::host::{Tensors, shard};
+use kyklos::plan::{Plan, ProvedPlans, Slice, Step, World};
 use kyklos::{
-    AttentionProblem, Dtype, Mask, Mesh, NoObserver, Observer, PlacementKind, RunOptions, Split, Strategy,
-    plan_world,
+    AttentionProblem, Dtype, Mask, Mesh, NoObserver, Observer, PlacementKind, RunOptions, Session,
+    SessionOptions, Split, Strategy, plan_world,
 };
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
 use tracing::field::{Field, Visit};
@@ -121,11 +121,34 @@ fn run(world: &World, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer
     let zeros = |heads: u32| Bytes::from(vec![0; (problem.q_len * heads * problem.head_dim * 4) as usize]);
     let (q, kv) = (zeros(problem.q_heads), zeros(problem.kv_heads));
     let tensors = Tensors { q, k: kv.clone(), v: kv, bias: None };
-    let options = RunOptions { observer, ..RunOptions::default() };
+    let plans = Arc::new(ProvedPlans::new(world.clone()).unwrap());
+    let run = RunOptions { observer, ..RunOptions::default() };
+    let options = SessionOptions { deadline: Duration::from_secs(20), run, ..SessionOptions::default() };
     let spans: Vec<Spans> = group.iter().map(|_| Spans::default()).collect();
-    let ended = run_ranks(world, group, &tensors, REPEAT, Duration::from_secs(20), &options, |task| {
-        let spans = spans[task.transport.rank().0 as usize].clone();
-        tracing::subscriber::with_default(spans, || task.run_on(&CpuBackend::new(), |_, _| ()).is_ok())
+    let run = |transport: Arc<dyn Transport>| {
+        let part = shard(world, transport.rank(), &tensors).unwrap();
+        let mut session = Session::with_options(transport, Device::cpu(), options.clone());
+        let runs = async {
+            let mut inputs = session.load(&plans, part).await?;
+            for _ in 0..REPEAT {
+                session.run(&plans, &mut inputs).await?;
+            }
+            Ok::<(), kyklos::Error>(())
+        };
+        let well = pollster::block_on(runs).is_ok();
+        let _ = pollster::block_on(session.close(Duration::from_secs(20)));
+        well
+    };
+    let ended: Vec<bool> = std::thread::scope(|scope| {
+        let run = &run;
+        let threads: Vec<_> = group
+            .into_iter()
+            .map(|transport| {
+                let spans = spans[transport.rank().0 as usize].clone();
+                scope.spawn(move || tracing::subscriber::with_default(spans, || run(transport)))
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     drop(options);
     let seen = |spans: &Spans| {
@@ -133,7 +156,7 @@ fn run(world: &World, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer
         assert!(seen.entered.is_empty());
         seen.all.clone()
     };
-    ended.unwrap().into_iter().zip(spans.iter().map(seen)).collect()
+    ended.into_iter().zip(spans.iter().map(seen)).collect()
 }
 
 /// The child spans of `parent`, with their positions.

@@ -5,14 +5,14 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::amount::amount;
-use crate::common::{DEADLINE, Prepared, Whole, options, run_world};
+use crate::common::devices::{Broken, Fault};
+use crate::common::{Prepared, Whole, run_plans, run_world};
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::local::{RankTask, Tensors, run_ranks};
-use kyklos::plan::{Step, World, check};
+use kyklos::plan::{ProvedPlans, Step, World, check};
 use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
 use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::tolerance::{Comparison, discriminates};
-use kyklos_transport::{Rank, Transport, in_process_group};
+use kyklos_transport::{Rank, in_process_group};
 
 /// Strategies that run on `mesh`, without dense, ring and Ulysses, which are special cases of unified.
 fn strategies_on(mesh: Mesh) -> Vec<Strategy> {
@@ -155,7 +155,7 @@ fn an_unexpected_attention_bias_tensor_is_refused_and_so_is_a_missing_one() {
             Some(_) => None,
             None => Some(bytes::Bytes::from(vec![0; 64])),
         };
-        let error = kyklos::local::shard(&dense(&prepared.problem), rank, &tensors).unwrap_err();
+        let error = kyklos::host::shard(&dense(&prepared.problem), rank, &tensors).unwrap_err();
         assert!(error.is_request(), "{error}");
         assert!(error.to_string().contains("attention bias tensor"), "{error}");
     }
@@ -202,41 +202,8 @@ fn sockets_and_channels_give_the_same_bytes() {
 
 /// Runs a world with possibly wrong plans. It skips the proof, because the proof would refuse these plans.
 fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
-    let group: Vec<Arc<dyn Transport>> = in_process_group(world.mesh.world());
-    let mut whole = Whole::new(world);
-    let outputs: Vec<_> = std::thread::scope(|scope| {
-        let ranks: Vec<_> = group
-            .into_iter()
-            .map(|transport| {
-                let Tensors { q, k, v, bias: pairs } =
-                    kyklos::local::shard(world, transport.rank(), &prepared.tensors).unwrap();
-                scope.spawn(move || {
-                    let task = RankTask {
-                        world,
-                        transport: transport.clone(),
-                        plan_hash: [0; 32],
-                        peak_bytes: 0,
-                        q,
-                        k,
-                        v,
-                        bias: pairs,
-                        repeat: 1,
-                        deadline: DEADLINE,
-                        options: options(),
-                    };
-                    let mut last = None;
-                    task.run_on(&CpuBackend::new(), |_, output| last = Some(output)).unwrap();
-                    pollster::block_on(transport.close(DEADLINE)).unwrap();
-                    last.unwrap()
-                })
-            })
-            .collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    });
-    for (rank, output) in outputs.iter().enumerate() {
-        whole.add(world, rank, output);
-    }
-    whole
+    let plans = Arc::new(ProvedPlans::unproved(world.clone()));
+    run_plans(&plans, in_process_group(world.mesh.world()), &prepared.tensors, CpuBackend::new).0
 }
 
 /// A planted bug must exceed the tolerance by far. Otherwise the suites above prove nothing.
@@ -291,18 +258,8 @@ fn a_block_under_the_wrong_owner_is_caught() {
 fn a_missing_rescale_is_caught() {
     let (prepared, world, right) = controls(PlacementKind::Zigzag);
     let group = in_process_group(world.mesh.world());
-    let run = |task: RankTask<'_>| {
-        let mut last = None;
-        let backend =
-            crate::common::devices::Broken(CpuBackend::new(), crate::common::devices::Fault::WithoutRescale);
-        task.run_on(&backend, |_, output| last = Some(output)).unwrap();
-        last.unwrap()
-    };
-    let outputs = run_ranks(&world, group, &prepared.tensors, 1, DEADLINE, &options(), run).unwrap();
-    let mut whole = Whole::new(&world);
-    for (rank, output) in outputs.iter().enumerate() {
-        whole.add(&world, rank, output);
-    }
+    let broken = || Broken(CpuBackend::new(), Fault::WithoutRescale);
+    let (whole, _) = run_world(&world, group, &prepared.tensors, broken);
     must_be_caught(&prepared, &right, &whole, "a missing rescale");
 }
 

@@ -7,7 +7,7 @@ use crate::common::devices::{Broken, Fault};
 use crate::common::{Prepared, Whole, oracle_dtype, run_world};
 use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::local::Tensors;
+use kyklos::host::Tensors;
 use kyklos::plan::{Content, Step, World, check};
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_world};
 use kyklos_oracle::inputs::{TensorId, cases, fill};

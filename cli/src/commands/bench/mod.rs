@@ -6,14 +6,14 @@ mod args;
 use std::time::Instant;
 
 use kyklos::backend::wgpu::KernelChoice;
-use kyklos::backend::{Backend, Control};
+use kyklos::backend::{Backend, Control, Device};
 use kyklos::plan::table;
 use kyklos::{AttentionProblem, Dtype};
 use serde::Serialize;
 
 use self::against::Times;
 pub(crate) use self::args::BenchArgs;
-use crate::devices::{self, AnyBackend, DeviceId, OnBackend};
+use crate::devices::{self, DeviceId};
 use crate::failure::{Failure, Result, note, print};
 use crate::median::median;
 use crate::options::{KernelName, List, MaskArg, Shape};
@@ -127,7 +127,7 @@ fn bench_against(args: &BenchArgs, devices: &[DeviceId], cases: &[Case]) -> Resu
     for case in cases {
         comparisons.push(against::compare(case.text(), &args.against, rounds, repeat, || {
             note(&format!("kyklos {}", case.text()));
-            let Checked { times, tolerance, .. } = backend.with(Check { case, args })?;
+            let Checked { times, tolerance, .. } = Check { case, args }.on(&backend)?;
             Ok((times, tolerance))
         })?);
     }
@@ -143,7 +143,7 @@ fn bench_against(args: &BenchArgs, devices: &[DeviceId], cases: &[Case]) -> Resu
     ))
 }
 
-fn open(device: DeviceId, KernelName(kernel): KernelName) -> Result<AnyBackend> {
+fn open(device: DeviceId, KernelName(kernel): KernelName) -> Result<Device> {
     if !device.kind.has_kernels() && kernel != KernelChoice::Auto {
         return Err(Failure::run(format!("{device} has one kernel: use --kernel auto")));
     }
@@ -181,7 +181,7 @@ fn cases(args: &BenchArgs) -> Result<Vec<Case>> {
 }
 
 impl Case {
-    fn line(&self, device: DeviceId, backend: &AnyBackend, args: &BenchArgs) -> Line {
+    fn line(&self, device: DeviceId, backend: &Device, args: &BenchArgs) -> Line {
         let info = backend.info();
         note(&format!(
             "{device} {}: {:?} {} {}",
@@ -192,7 +192,7 @@ impl Case {
             info.driver.clone(),
             backend.kernel(self.problem.dtype, state_shape(&self.problem)),
         );
-        match backend.with(Check { case: self, args }) {
+        match (Check { case: self, args }).on(backend) {
             Ok(checked) => Line {
                 measured: Some(self.measured(checked)),
                 error: None,
@@ -264,10 +264,8 @@ struct Check<'a> {
     args: &'a BenchArgs,
 }
 
-impl OnBackend for Check<'_> {
-    type Output = Result<Checked>;
-
-    fn on<B: Backend>(self, backend: &B) -> Result<Checked> {
+impl Check<'_> {
+    fn on(self, backend: &Device) -> Result<Checked> {
         let Self { case, args } = self;
         let mut resident = Resident::new(backend, &case.problem, SEED)?;
         let mut times_ms = Vec::new();

@@ -42,13 +42,13 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
             format!("plans are proved token by token, for at most {MAX_TOKENS}"),
         ));
     }
-    let (plans, checks) = request.plan()?;
+    let plans = request.plan()?;
     if args.json {
-        return print_json(&Explained::new(&plans, &checks, request.predicted_s));
+        return print_json(&Explained::new(plans.world(), plans.checks(), request.predicted_s));
     }
     let shown = args.rank.or((world > FEW).then_some(0)).map(Rank);
     let predicted = request.predicted_s.map(|seconds| format!("predicted  {}\n", duration(seconds)));
-    print(&(predicted.unwrap_or_default() + &explain(&plans, &checks, shown)))
+    print(&(predicted.unwrap_or_default() + &explain(plans.world(), plans.checks(), shown)))
 }
 
 /// Up to this many ranks, the steps of all ranks are shown.

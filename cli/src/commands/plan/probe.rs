@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use kyklos::backend::DeviceClass;
-use kyklos::local::Tensors;
+use kyklos::backend::{Device, DeviceClass};
+use kyklos::host::Tensors;
 use kyklos::plan::{Step, World};
 use kyklos::simulate::{
     AttentionRate, Cluster, Description, DeviceCount, DeviceDescription, Duplex, HostDescription,
@@ -15,7 +15,7 @@ use kyklos::{
     TokenRuns, plan_world,
 };
 
-use crate::devices::{AnyBackend, DeviceId};
+use crate::devices::DeviceId;
 use crate::failure::{Failure, Result};
 use crate::median::median;
 use crate::options::TransportName;
@@ -32,7 +32,7 @@ pub(crate) struct Probe {
     transport: TransportName,
     /// By rank.
     devices: Vec<DeviceId>,
-    backends: BTreeMap<DeviceId, AnyBackend>,
+    backends: BTreeMap<DeviceId, Device>,
     rounds: Vec<Round>,
 }
 
@@ -79,7 +79,7 @@ impl Probe {
     }
 
     /// The device of each rank.
-    pub(crate) fn backends(&self) -> Vec<&AnyBackend> {
+    pub(crate) fn backends(&self) -> Vec<&Device> {
         self.devices.iter().map(|device| &self.backends[device]).collect()
     }
 
@@ -166,7 +166,7 @@ impl Probe {
     }
 
     /// Measures a device with as many ranks as will share it: on a busy machine several ranks get more of it than one.
-    fn device(&self, backend: &AnyBackend, sharing: usize) -> Result<DeviceRound> {
+    fn device(&self, backend: &Device, sharing: usize) -> Result<DeviceRound> {
         let apart = |batch: u32, tokens: u32, mask: Mask| -> Result<f64> {
             let ends = (0..=ranks(sharing)).map(|rank| rank * tokens);
             let mask = Mask::documents(ends.collect())?.and(mask)?;
@@ -204,14 +204,14 @@ impl Probe {
 
     /// Seconds that each of `sharing` ranks would take if it had the device for itself. Each rank sees only its own keys, so
     /// that no message is sent.
-    fn at_once(&self, backend: &AnyBackend, sharing: usize, problem: &AttentionProblem) -> Result<f64> {
+    fn at_once(&self, backend: &Device, sharing: usize, problem: &AttentionProblem) -> Result<f64> {
         let world = ring(sharing, problem)?;
         let wall_s = self.run(&world, &vec![backend; sharing], TransportName::InProcess)?.wall_s;
         Ok(wall_s / count(sharing))
     }
 
     /// Bytes of keys and values that attention reads in a second: two queries see many keys, with little work for each.
-    fn keys(&self, backend: &AnyBackend, sharing: usize) -> Result<f64> {
+    fn keys(&self, backend: &Device, sharing: usize) -> Result<f64> {
         let ranks = ranks(sharing);
         let keys = u32::try_from(BULK_BYTES / self.key_bytes()).unwrap_or(1 << 16) / ranks;
         let own =
@@ -230,7 +230,7 @@ impl Probe {
 
     /// Bytes of running states that are read or written in a second. In a fixed order every tile of keys has its own states,
     /// which are merged; here every row sees one key of each tile.
-    fn states(&self, backend: &AnyBackend, sharing: usize) -> Result<f64> {
+    fn states(&self, backend: &Device, sharing: usize) -> Result<f64> {
         let (tiles, ranks) = (STATE_TILES, ranks(sharing));
         let (tokens, heads) = (tiles * TILE_KEYS, self.heads[0]);
         let own = |tile: u32| {
@@ -248,7 +248,7 @@ impl Probe {
     }
 
     /// Bytes that packing and unpacking write in a second, on two ranks at once.
-    fn copies(&self, backend: &AnyBackend) -> Result<f64> {
+    fn copies(&self, backend: &Device) -> Result<f64> {
         let problem = self.problem([64, 64, 8, 8, self.head_dim], Mask::full())?;
         let mesh = Mesh::new(2, 1)?;
         let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ulysses)?;
@@ -271,7 +271,7 @@ impl Probe {
     fn link(&self) -> Result<LinkRound> {
         let backend = self.backends[&self.devices[0]].info().class;
         let others = self.devices.len().clamp(2, 4);
-        let backends: Vec<&AnyBackend> = self.backends().into_iter().cycle().take(others).collect();
+        let backends: Vec<&Device> = self.backends().into_iter().cycle().take(others).collect();
         let small = self.problem([1, TINY, 1, 1, self.head_dim], Mask::full())?;
         let pinged = self.run(&ring(others, &small)?, &backends, self.transport)?;
         let hops = count(others - 1);
@@ -307,7 +307,7 @@ impl Probe {
         Ok(AttentionProblem::new(shape, self.dtype, mask)?)
     }
 
-    fn run(&self, world: &World, backends: &[&AnyBackend], transport: TransportName) -> Result<timed::Timed> {
+    fn run(&self, world: &World, backends: &[&Device], transport: TransportName) -> Result<timed::Timed> {
         timed::run(world, backends, transport, &tensors(&world.problem)?, REPEAT)
     }
 }

@@ -2,8 +2,10 @@
 
 use std::path::Path;
 
+use kyklos::plan::ProvedPlans;
 use kyklos::{Dtype, Mesh, PlacementKind, Strategy};
 use serde::Serialize;
+use std::sync::Arc;
 
 use super::rows::Row;
 use crate::commands::attend::AttendArgs;
@@ -11,7 +13,6 @@ use crate::devices::DeviceId;
 use crate::failure::{Failure, Result};
 use crate::options::{TransportName, one_line};
 use crate::request::Request;
-use crate::run::plans::Plans;
 use crate::verify::Verdict;
 
 /// One combination.
@@ -73,7 +74,7 @@ impl CellState {
 #[derive(Debug)]
 pub(crate) struct Accepted {
     pub(crate) request: Request,
-    pub(crate) plans: Plans,
+    pub(crate) plans: Arc<ProvedPlans>,
 }
 
 impl Cell {
@@ -112,7 +113,7 @@ impl Cell {
         let words = self.arguments(folder).into_iter().map(Into::into);
         let args = AttendArgs::of_words(words).map_err(|error| Failure::run(one_line(&error)))?;
         let planned = Request::new(&args.problem, args.seed, None)
-            .and_then(|request| Ok(Accepted { plans: Plans::proved(request.plan()?, &[]), request }));
+            .and_then(|request| Ok(Accepted { plans: Arc::new(request.plan()?), request }));
         match planned {
             Ok(accepted) => Ok(Ok(Box::new(accepted))),
             Err(refusal) if refusal.exit == 2 => Ok(Err(refusal.text)),

@@ -1,18 +1,15 @@
 //! Runs cells on groups and devices that are reused, and compares the results with a reference.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::backend::Backend;
-use kyklos::collective::HostStaged;
-use kyklos::local::Tensors;
-use kyklos::{Executor, RankOutput, RunOptions};
+use kyklos::backend::Device;
+use kyklos::{RankOutput, RunOptions, Session, SessionOptions};
 use kyklos_oracle::oracle::Row;
-use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
+use kyklos_transport::{Abort, AbortCause, Progress, Rank};
 
 use super::cell::{Accepted, CellState, Target};
-use crate::devices::{AnyBackend, DeviceId, OnBackend};
+use crate::devices::DeviceId;
 use crate::failure::Result;
 use crate::options::TransportName;
 use crate::run::threads::on_threads;
@@ -45,7 +42,7 @@ impl Reference {
         rows: Vec<Row>,
         accepted: &Accepted,
         device: DeviceId,
-        backend: &AnyBackend,
+        backend: &Device,
     ) -> CellState {
         // The owner of keys decides which keys share a scale on the wire: measured again for each world.
         if accepted.request.problem.wire.rounds() || !self.alone.contains_key(&device) {
@@ -61,10 +58,10 @@ impl Reference {
         }
     }
 
-    fn compute_alone(&self, accepted: &Accepted, backend: &AnyBackend) -> Result<Vec<Row>, CellState> {
+    fn compute_alone(&self, accepted: &Accepted, backend: &Device) -> Result<Vec<Row>, CellState> {
         let bytes = self
             .sample
-            .dense(backend, &accepted.plans.world, &self.kv, &options())
+            .dense(backend, accepted.plans.world(), &self.kv, &options())
             .map_err(|failure| CellState::Failed(format!("the device alone: {}", failure.text)))?;
         let rows = self.sample.decode(self.sample.rows(), &bytes);
         let problem = &accepted.request.problem;
@@ -83,23 +80,20 @@ impl Reference {
 /// Opened devices and groups, created at first use. A group in which a rank failed is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct Runner {
-    backends: HashMap<DeviceId, Arc<AnyBackend>>,
-    groups: HashMap<(TransportName, u32), Group>,
+    backends: HashMap<DeviceId, Device>,
+    groups: HashMap<(Target, u32), Group>,
 }
 
+/// The sessions of all ranks, on one device.
 #[derive(Debug)]
-struct Group {
-    transports: Vec<Arc<dyn Transport>>,
-    /// Operations so far.
-    op: u64,
-}
+struct Group(Vec<Session>);
 
 impl Runner {
-    pub(crate) fn backend(&mut self, device: DeviceId) -> Result<Arc<AnyBackend>> {
+    pub(crate) fn backend(&mut self, device: DeviceId) -> Result<Device> {
         if let Some(backend) = self.backends.get(&device) {
             return Ok(backend.clone());
         }
-        let backend = Arc::new(device.open()?);
+        let backend = device.open()?;
         self.backends.insert(device, backend.clone());
         Ok(backend)
     }
@@ -107,69 +101,49 @@ impl Runner {
     /// The rows of `sample` as the ranks of a world compute them.
     pub(crate) fn run(&mut self, accepted: &Accepted, target: Target, sample: &Sample) -> Result<Vec<Row>> {
         let backend = self.backend(target.device)?;
-        let key = (target.transport, accepted.plans.world.mesh.world());
+        let key = (target, accepted.plans.world().mesh.world());
         let mut group = match self.groups.remove(&key) {
             Some(group) => group,
-            None => Group::new(target.transport, key.1)?,
+            None => Group::new(target.transport, key.1, &backend)?,
         };
-        let outputs = group.run(accepted, &backend)?;
+        let outputs = group.run(accepted)?;
         self.groups.insert(key, group);
         let mut rows = Vec::new();
         for (rank, output) in (0..).map(Rank).zip(outputs) {
-            let tokens = accepted.plans.world.q_placement.of_rank(rank);
+            let tokens = accepted.plans.world().q_placement.of_rank(rank);
             let bytes = sample.extract(tokens, &output.o, &output.lse);
-            rows.extend(sample.decode(&sample.rows_of(&accepted.plans.world, rank), &bytes));
+            rows.extend(sample.decode(&sample.rows_of(accepted.plans.world(), rank), &bytes));
         }
         Ok(rows)
     }
 }
 
 impl Group {
-    fn new(transport: TransportName, world: u32) -> Result<Self> {
-        Ok(Self { transports: group(transport, world)?, op: 0 })
+    fn new(transport: TransportName, world: u32, device: &Device) -> Result<Self> {
+        let options = SessionOptions { deadline: DEADLINE, run: options(), ..SessionOptions::default() };
+        let session = |transport| Session::with_options(transport, device.clone(), options.clone());
+        Ok(Self(group(transport, world)?.into_iter().map(session).collect()))
     }
 
-    /// Runs every rank on its own thread, all on one device.
-    fn run(&mut self, accepted: &Accepted, backend: &AnyBackend) -> Result<Vec<RankOutput>> {
-        let op = self.op;
-        self.op += 1;
-        on_threads(&self.transports, |transport| backend.with(RunRank { transport, accepted, op }))
+    /// Runs every rank on its own thread.
+    fn run(&mut self, accepted: &Accepted) -> Result<Vec<RankOutput>> {
+        on_threads(&mut self.0, |session| run_rank(session, accepted))
     }
 }
 
-/// One operation of one rank in a reused group.
-struct RunRank<'a> {
-    transport: &'a Arc<dyn Transport>,
-    accepted: &'a Accepted,
-    op: u64,
-}
-
-impl OnBackend for RunRank<'_> {
-    type Output = Result<RankOutput>;
-
-    fn on<B: Backend>(self, backend: &B) -> Result<RankOutput> {
-        let Self { transport, accepted, op } = self;
-        let (rank, plans) = (transport.rank(), &accepted.plans);
-        let world = &*plans.world;
-        let collective = HostStaged::new(transport.clone(), DEADLINE);
-        let executor =
-            Executor::new(backend, &collective, world, rank, plans.hash, plans.peak_bytes(rank), options());
-        let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
-        let loaded = accepted
-            .request
-            .source
-            .all(&world.problem, q_tokens, kv_tokens)
-            .and_then(|Tensors { q, k, v, bias: pairs }| Ok(executor.load(q, k, v, pairs)?));
-        match loaded {
-            Ok(mut inputs) => Ok(pollster::block_on(executor.run(op, &mut inputs))?),
-            Err(failure) => {
-                // So that the others do not wait for this rank.
-                let cause = AbortCause::Failed(failure.text.clone());
-                transport.abort(Abort { culprit: rank, cause, progress: Progress { op, step: 0 } });
-                Err(failure)
-            }
-        }
-    }
+/// One operation of one rank.
+fn run_rank(session: &mut Session, Accepted { request, plans }: &Accepted) -> Result<RankOutput> {
+    let (rank, world) = (session.rank(), plans.world());
+    let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
+    let tensors = request.source.all(&world.problem, q_tokens, kv_tokens).inspect_err(|failure| {
+        // So that the others do not wait for this rank.
+        let cause = AbortCause::Failed(failure.text.clone());
+        session.transport().abort(Abort { culprit: rank, cause, progress: Progress::default() });
+    })?;
+    pollster::block_on(async {
+        let mut inputs = session.load(plans, tensors).await?;
+        Ok(session.run(plans, &mut inputs).await?)
+    })
 }
 
 /// Memory that was never written holds NaN.

@@ -35,7 +35,8 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
         step,
         doing: flight
             .about
-            .world
+            .plans
+            .world()
             .step_in_words(rank, step)
             .map(|words| words.split_whitespace().collect::<Vec<_>>().join(" ")),
     };
@@ -48,11 +49,11 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
         format: FORMAT,
         version: env!("CARGO_PKG_VERSION").to_owned(),
         rank: flight.rank.0,
-        world: flight.about.world.mesh.world(),
+        world: flight.about.plans.world().mesh.world(),
         job: flight.recorder.job().to_owned(),
         plan_hash: flight.plan_hash_text(),
         strategy: flight.about.strategy.clone(),
-        mesh: flight.about.world.mesh.to_string(),
+        mesh: flight.about.plans.world().mesh.to_string(),
         pid: std::process::id(),
         started_unix_ms: unix_ms(flight.started),
         written_unix_ms: unix_ms(SystemTime::now()),

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::SystemTime;
 
-use kyklos::plan::World;
+use kyklos::plan::ProvedPlans;
 use kyklos_transport::{ConnectionFigures, Rank, Recorder, Transport};
 
 use crate::observe::progress::Watch;
@@ -24,8 +24,7 @@ pub(crate) struct Flight {
 /// What a rank runs, as far as observers need it.
 #[derive(Debug)]
 pub(crate) struct About {
-    pub(crate) world: Arc<World>,
-    pub(crate) plan_hash: [u8; 32],
+    pub(crate) plans: Arc<ProvedPlans>,
     pub(crate) strategy: String,
     pub(crate) watch: Arc<Watch>,
     /// Where the record goes.
@@ -64,7 +63,7 @@ impl Flight {
     pub(crate) fn labels(&self) -> [(&'static str, String); 6] {
         [
             ("rank", self.rank.to_string()),
-            ("world", self.about.world.mesh.world().to_string()),
+            ("world", self.about.plans.world().mesh.world().to_string()),
             ("job", self.recorder.job().to_owned()),
             ("plan_hash", self.plan_hash_text()),
             ("strategy", self.about.strategy.clone()),
@@ -73,7 +72,7 @@ impl Flight {
     }
 
     pub(super) fn plan_hash_text(&self) -> String {
-        self.about.plan_hash.iter().map(|byte| format!("{byte:02x}")).collect()
+        self.about.plans.hash().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 }
 

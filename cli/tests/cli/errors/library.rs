@@ -8,13 +8,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::backend::{Backend, Control};
-use kyklos::local::{RankTask, Tensors, run_ranks, shard};
-use kyklos::plan::{LostTokens, StepProgress, World, check, plan_hash};
+use kyklos::backend::{Backend, Control, Device};
+use kyklos::host::{Tensors, shard};
+use kyklos::plan::{LostTokens, ProvedPlans, StepProgress, World, check};
 use kyklos::{
-    AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, NoObserver, Placement, PlacementKind,
-    ResumableRank, RunOptions, Split, Strategy, Survivors, SystemClock, TokenRuns, plan_rows, plan_world,
-    repair,
+    AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, Placement, PlacementKind, RankOutput,
+    Session, SessionOptions, Split, Strategy, TokenRuns, plan_rows, plan_world, repair,
 };
 use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport, Revoked};
 use kyklos_transport::{Rank, RefusalReason, Tag, Transport, Vote, in_process_group};
@@ -30,29 +29,17 @@ fn ring() -> World {
         .unwrap()
 }
 
-fn options() -> RunOptions {
-    RunOptions {
-        clock: Arc::new(SystemClock::new()),
-        observer: Arc::new(NoObserver),
-        trace: false,
-        poison: true,
-    }
-}
-
-fn task<'a>(world: &'a World, transport: Arc<dyn Transport>, q: Bytes) -> RankTask<'a> {
-    RankTask {
-        world,
-        transport,
-        plan_hash: plan_hash(world, &[]),
-        peak_bytes: 0,
-        q,
-        k: Bytes::from(vec![0; 4 * 8 * 4]),
-        v: Bytes::from(vec![0; 4 * 8 * 4]),
-        bias: None,
-        repeat: 1,
-        deadline: Duration::from_secs(20),
-        options: options(),
-    }
+/// Runs a rank of `ring` with these queries.
+fn run_rank(transport: Arc<dyn Transport>, q: Bytes) -> Result<RankOutput, Error> {
+    let plans = Arc::new(ProvedPlans::new(ring()).unwrap());
+    let kv = Bytes::from(vec![0; 4 * 8 * 4]);
+    let tensors = Tensors { q, k: kv.clone(), v: kv, bias: None };
+    let options = SessionOptions { deadline: Duration::from_secs(20), ..SessionOptions::default() };
+    let mut session = Session::with_options(transport, Device::cpu(), options);
+    pollster::block_on(async {
+        let mut inputs = session.load(&plans, tensors).await?;
+        session.run(&plans, &mut inputs).await
+    })
 }
 
 fn entry(when: &str, sentence: impl ToString, means: &'static str) -> Entry {
@@ -74,19 +61,12 @@ pub(super) fn refusals() -> Vec<Entry> {
     let dense =
         plan_world(&with_bias, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
     let short = Tensors { q: zeros(8), ..whole.clone() };
-    let world = ring();
     let mut group = in_process_group(2).into_iter();
     let (first, second) = (group.next().unwrap(), group.next().unwrap());
     let loaded = std::thread::scope(|scope| {
-        let right = task(&world, second, zeros(4 * 2 * 8 * 4));
-        scope.spawn(|| right.run_on(&CpuBackend::new(), |_, _| {}));
-        task(&world, first, zeros(4)).run_on(&CpuBackend::new(), |_, _| {}).unwrap_err()
+        scope.spawn(|| run_rank(second, zeros(4 * 2 * 8 * 4)));
+        run_rank(first, zeros(4)).unwrap_err()
     });
-    let alone = in_process_group(1).remove(0);
-    let survivors = Survivors { transport: alone.clone(), ranks: vec![Rank(0)] };
-    let cpu = CpuBackend::new();
-    let mut resumable = ResumableRank::new(&cpu, task(&world, alone, zeros(0)));
-    let unrun = pollster::block_on(resumable.finish(&survivors)).unwrap_err();
     let finishes =
         World { lost: LostTokens { keys: TokenRuns::contiguous(0..4), ..LostTokens::default() }, ..ring() };
     vec![
@@ -112,13 +92,12 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Rows count from 0.",
         ),
         entry(
-            "local::run_ranks with a short q",
-            run_ranks(&ring(), in_process_group(2), &short, 1, Duration::from_secs(5), &options(), |_| ())
-                .unwrap_err(),
+            "host::shard with a short q",
+            shard(&ring(), Rank(0), &short).unwrap_err(),
             "Tensors are whole, in the problem's dtype.",
         ),
         entry(
-            "local::shard without the attention bias tensor that the problem has",
+            "host::shard without the attention bias tensor that the problem has",
             shard(&dense, Rank(0), &whole).unwrap_err(),
             "The problem and the tensors must agree.",
         ),
@@ -127,8 +106,7 @@ pub(super) fn refusals() -> Vec<Entry> {
             repair(&finishes, &[Rank(0)], &[StepProgress::default()]).unwrap_err(),
             "The survivors can form a group and start a new call.",
         ),
-        entry("ResumableRank::finish before ResumableRank::run", unrun, "There is no call to complete."),
-        entry("Executor::load with a short q", loaded, "A rank loads the tensors of its own tokens."),
+        entry("Session::load with a short q", loaded, "A rank loads the tensors of its own tokens."),
     ]
 }
 
@@ -161,18 +139,15 @@ pub(super) fn of_runs() -> Vec<Entry> {
     let died = receive(&*left, 1, Duration::from_secs(20));
     drop(silent);
 
-    let world = ring();
     let (stays, goes) = pair();
     let in_a_run = std::thread::scope(|scope| {
-        let hash = plan_hash(&world, &[]);
+        let hash = ProvedPlans::new(ring()).unwrap().hash();
         scope.spawn(move || {
             // This rank agrees. Then it closes before it sends a message, while its peer waits for one.
             let _ = pollster::block_on(goes.agree(Vote::Ready { plan_hash: hash }, Duration::from_secs(20)));
             std::thread::sleep(Duration::from_millis(500));
         });
-        task(&world, stays, Bytes::from(vec![0; 4 * 2 * 8 * 4]))
-            .run_on(&CpuBackend::new(), |_, _| {})
-            .unwrap_err()
+        run_rank(stays, Bytes::from(vec![0; 4 * 2 * 8 * 4])).unwrap_err()
     });
     let mut tampered = ring();
     tampered.plans[0].steps.pop();

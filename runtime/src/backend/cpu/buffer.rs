@@ -67,6 +67,11 @@ impl CpuBuffer {
         Ok(self.storage.owned_bytes())
     }
 
+    /// Another buffer of the same memory. Writing to one of them copies it first.
+    pub(super) fn handle(&mut self) -> Self {
+        Self { label: self.label.clone(), storage: Storage::Shared(self.share()) }
+    }
+
     /// The contents as shared memory; the buffer keeps them too.
     pub(super) fn share(&mut self) -> Bytes {
         if let Storage::Owned { words, bytes } = &mut self.storage {

@@ -127,6 +127,10 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn share(&self, buffer: &mut CpuBuffer) -> CpuBuffer {
+        buffer.handle()
+    }
+
     fn download(&self, buffer: &mut CpuBuffer, range: Range<usize>) -> Self::Download {
         ready(Ok(buffer.share().slice(range)))
     }

@@ -1,20 +1,30 @@
 //! A buffer on the device.
 
+use std::sync::Arc;
+
 use super::memory::Lease;
 
 /// Linear memory on a wgpu device.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct WgpuBuffer {
     pub(super) raw: wgpu::Buffer,
     /// The requested size. The buffer itself is rounded up and never empty.
     pub(super) bytes: usize,
-    pub(super) _lease: Lease,
+    pub(super) _memory: Arc<HeldMemory>,
 }
 
-/// Frees the memory at once. Otherwise a browser frees it by its garbage collector, which does not know the size.
-/// Submitted work still completes.
+/// The device memory of a buffer and all its handles; freed with the last of them.
+#[derive(Debug)]
+pub(super) struct HeldMemory {
+    pub(super) _lease: Lease,
+    /// Freed at once, though submitted work still completes. Otherwise a browser frees it by its garbage collector, which
+    /// does not know the size.
+    #[cfg(target_arch = "wasm32")]
+    pub(super) raw: wgpu::Buffer,
+}
+
 #[cfg(target_arch = "wasm32")]
-impl Drop for WgpuBuffer {
+impl Drop for HeldMemory {
     fn drop(&mut self) {
         self.raw.destroy();
     }

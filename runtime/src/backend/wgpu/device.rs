@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use super::buffer::WgpuBuffer;
+use super::buffer::{HeldMemory, WgpuBuffer};
 use super::completion::{self, Done, Poller};
 use super::health::Health;
 use super::memory::Budget;
@@ -185,7 +185,12 @@ impl Gpu {
         };
         let raw = raw(size).or_else(|| if self.staging.shrink() { raw(size) } else { None });
         let raw = raw.ok_or_else(|| self.out_of_memory(label, wide(bytes), self.largest_bytes(size)))?;
-        Ok(WgpuBuffer { raw, bytes, _lease: lease })
+        let memory = HeldMemory {
+            _lease: lease,
+            #[cfg(target_arch = "wasm32")]
+            raw: raw.clone(),
+        };
+        Ok(WgpuBuffer { raw, bytes, _memory: Arc::new(memory) })
     }
 
     /// The result of `create`; `None` when the driver has no memory for it.

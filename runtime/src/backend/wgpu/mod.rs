@@ -63,6 +63,13 @@ impl Backend for WgpuBackend {
         &self.info
     }
 
+    fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {
+        match self.attend_variant(dtype, shape) {
+            Ok((variant, true)) => format!("{} (tuned)", variant.name()),
+            _ => self.info.kernel.clone(),
+        }
+    }
+
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
         let pairs = operands::pairs_of(problem.bias.map(|pairs| pairs.kind));
         let shape = (!problem.fixed_order).then_some(shape);
@@ -92,6 +99,10 @@ impl Backend for WgpuBackend {
             self.gpu.queue.write_buffer(&buffer.raw, offset as u64, data);
         }
         Ok(())
+    }
+
+    fn share(&self, buffer: &mut WgpuBuffer) -> WgpuBuffer {
+        buffer.clone()
     }
 
     fn download(&self, buffer: &mut WgpuBuffer, range: Range<usize>) -> Download {

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use futures_util::future::join_all;
 use kyklos::backend::Backend;
 use kyklos::collective::HostStaged;
-use kyklos::local::{Tensors, shard};
-use kyklos::plan::{Step, World, check_repair};
+use kyklos::host::shard;
+use kyklos::plan::{ProvedPlans, Step, World};
 use kyklos::{
-    Carryover, Dtype, Error, Executor, Inputs, Mesh, Observer, PlacementKind, RunOptions, Split, Strategy,
-    plan_world, repair,
+    Carryover, Dtype, Error, Executor, Inputs, LoweredPlan, Mesh, Observer, PlacementKind, RunOptions, Split,
+    Strategy, plan_world, repair,
 };
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
 
-use super::{DEADLINE, Prepared, Whole, chosen_cases, dense_world, options, run_alone};
+use super::{DEADLINE, Prepared, Whole, chosen_cases, dense_world, options, proved, run_alone};
 
 /// Aborts the group when a rank reaches a step.
 #[derive(Debug)]
@@ -67,14 +67,15 @@ async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> 
     let group = in_process_group(3);
     let cut = Arc::new(Cut { rank: Rank(2), step, transport: Arc::clone(&group[1]) });
     let options = RunOptions { observer: cut, ..options() };
+    let plans = &proved(world);
     let left = join_all(group.into_iter().map(|transport| {
         let options = options.clone();
         async move {
             let rank = transport.rank();
             let collective = HostStaged::new(transport, DEADLINE);
-            let executor = Executor::new(backend, &collective, world, rank, [7; 32], 0, options).resumable();
-            let Tensors { q, k, v, bias: pairs } = shard(world, rank, &prepared.tensors).unwrap();
-            let mut inputs = executor.load(q, k, v, pairs).unwrap();
+            let lowered = LoweredPlan::new(plans.clone(), rank, backend);
+            let executor = Executor::new(backend, &collective, &lowered, options).resumable();
+            let mut inputs = executor.load(shard(world, rank, &prepared.tensors).unwrap()).unwrap();
             let mut carryover = Carryover::default();
             executor.run_from(0, &mut inputs, &mut carryover).await.unwrap_err();
             (inputs, carryover)
@@ -87,7 +88,7 @@ async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> 
         Err(Error::KeysLost { .. }) => return None,
         repaired => repaired.unwrap(),
     };
-    check_repair(world, &LEFT, &reached, &repaired).unwrap();
+    let repaired = &Arc::new(ProvedPlans::of_repair(plans, &LEFT, &reached, repaired).unwrap());
     let survivors = left.into_iter().enumerate().filter(|(rank, _)| *rank != LOST.0 as usize);
     // Transports outlive the runs: a finished rank must not close its transport while other ranks still run.
     let collectives = in_process_group(2).into_iter().enumerate().map(|(rank, transport)| {
@@ -97,16 +98,16 @@ async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> 
     let collectives: Vec<_> = collectives.collect();
     let outputs =
         join_all(collectives.iter().zip(survivors).enumerate().map(|(rank, (collective, (_, left)))| {
-            let (repaired, rank) = (&repaired, Rank(rank as u32));
+            let rank = Rank(rank as u32);
             async move {
                 let (mut inputs, mut carryover): (Inputs<B::Buffer>, Carryover<B::Buffer>) = left;
-                let executor =
-                    Executor::new(backend, collective, repaired, rank, [8; 32], 0, super::options());
+                let lowered = LoweredPlan::new(repaired.clone(), rank, backend);
+                let executor = Executor::new(backend, collective, &lowered, super::options());
                 executor.run_from(0, &mut inputs, &mut carryover).await.unwrap()
             }
         }))
         .await;
     let mut whole = Whole::new(world);
-    outputs.iter().enumerate().for_each(|(rank, output)| whole.add(&repaired, rank, output));
+    outputs.iter().enumerate().for_each(|(rank, output)| whole.add(repaired.world(), rank, output));
     Some(whole)
 }

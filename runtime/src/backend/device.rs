@@ -1,0 +1,395 @@
+//! A device whose backend is chosen at run time.
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures_util::future::LocalBoxFuture;
+
+use super::{
+    Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, Operand, Pairs, State, StateMut,
+    StateShape,
+};
+use crate::{AttentionProblem, Dtype, Result, TileShape};
+
+/// A device of any backend. Ranks with unlike devices live in one program without code for each combination; kernels stay
+/// statically dispatched underneath. Cloning gives another handle of the same device.
+///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use kyklos::backend::Device;
+///
+/// let devices = [Device::cpu(), Device::cpu()];
+/// assert_eq!(devices[0].info().backend, "cpu");
+/// assert!(!devices[0].is_same(&devices[1]));
+/// assert!(devices[0].is_same(&devices[0].clone()));
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Device(Arc<dyn AnyBackend>);
+
+/// Linear memory on a [`Device`]. It belongs to the device that made it: other devices refuse it with a panic, because
+/// [`Session`](crate::Session) checks tensors before.
+pub struct DeviceBuffer(Box<dyn AnyBuffer>);
+
+/// What a value needs to be used by several threads: `Send` and `Sync`, and nothing in a browser, which has one thread.
+#[cfg(not(target_arch = "wasm32"))]
+pub trait Threaded: Send + Sync {}
+#[cfg(not(target_arch = "wasm32"))]
+impl<T: Send + Sync + ?Sized> Threaded for T {}
+/// What a value needs to be used by several threads: `Send` and `Sync`, and nothing in a browser, which has one thread.
+#[cfg(target_arch = "wasm32")]
+pub trait Threaded {}
+#[cfg(target_arch = "wasm32")]
+impl<T: ?Sized> Threaded for T {}
+
+impl Device {
+    /// A device of `backend`. Backends outside this crate become devices this way.
+    pub fn new<B: Backend + Threaded + 'static>(backend: B) -> Self
+    where
+        B::Buffer: Threaded + 'static,
+    {
+        Self(Arc::new(backend))
+    }
+
+    /// The cores of this machine, as one device.
+    #[cfg(feature = "cpu")]
+    pub fn cpu() -> Self {
+        Self::new(super::cpu::CpuBackend::new())
+    }
+
+    /// The GPU number `index` of [`WgpuBackend::enumerate`](super::wgpu::WgpuBackend::enumerate).
+    ///
+    /// # Errors
+    /// [`Error::Request`](crate::Error::Request) if there is no such device or it lacks a feature,
+    /// [`Error::Device`](crate::Error::Device) if the driver fails.
+    #[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
+    pub fn wgpu(index: usize) -> Result<Self> {
+        Ok(Self::new(super::wgpu::WgpuBackend::with_options(index, &super::wgpu::WgpuOptions::default())?))
+    }
+
+    /// The best device of this machine that the backends of this crate can use: a GPU, if there is one, else the cores.
+    /// Software drivers of GPUs are never the best.
+    ///
+    /// # Errors
+    /// As [`Self::wgpu`].
+    #[cfg(all(feature = "cpu", feature = "wgpu", not(target_arch = "wasm32")))]
+    pub fn best() -> Result<Self> {
+        let gpus = super::wgpu::WgpuBackend::enumerate();
+        let best = gpus.iter().enumerate().min_by_key(|(_, info)| info.class);
+        match best {
+            Some((index, info)) if info.class < super::DeviceClass::Cpu => Self::wgpu(index),
+            _ => Ok(Self::cpu()),
+        }
+    }
+
+    /// Name, driver and kind of the device.
+    pub fn info(&self) -> &DeviceInfo {
+        self.0.info()
+    }
+
+    /// Whether both are handles of the same device.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// The backend underneath, if it is a `B`.
+    pub fn backend<B: Backend + 'static>(&self) -> Option<&B> {
+        (self.0.as_ref() as &dyn Any).downcast_ref()
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Device").field(&self.0.info().name).finish()
+    }
+}
+
+impl DeviceBuffer {
+    fn new<T: AnyBuffer>(buffer: T) -> Self {
+        Self(Box::new(buffer))
+    }
+
+    /// The buffer underneath, if it is a `T`, which is a [`Backend::Buffer`].
+    pub fn get<T: 'static>(&self) -> Option<&T> {
+        (self.0.as_ref() as &dyn Any).downcast_ref()
+    }
+
+    /// The buffer underneath, if it is a `T`, to be changed.
+    pub fn get_mut<T: 'static>(&mut self) -> Option<&mut T> {
+        (self.0.as_mut() as &mut dyn Any).downcast_mut()
+    }
+
+    fn of<B: Backend>(&self) -> &B::Buffer
+    where
+        B::Buffer: 'static,
+    {
+        self.get().expect(FOREIGN)
+    }
+
+    fn of_mut<B: Backend>(&mut self) -> &mut B::Buffer
+    where
+        B::Buffer: 'static,
+    {
+        self.get_mut().expect(FOREIGN)
+    }
+}
+
+const FOREIGN: &str = "a buffer is used on the device that made it";
+
+impl fmt::Debug for DeviceBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+trait AnyBuffer: Any + fmt::Debug + Threaded {}
+impl<T: Any + fmt::Debug + Threaded> AnyBuffer for T {}
+
+/// [`Backend`] without associated types.
+trait AnyBackend: Any + Threaded {
+    fn info(&self) -> &DeviceInfo;
+    fn kernel(&self, dtype: Dtype, shape: StateShape) -> String;
+    fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape;
+    fn alloc(&self, label: &str, bytes: usize) -> Result<DeviceBuffer>;
+    fn upload(&self, label: &str, data: Bytes) -> Result<DeviceBuffer>;
+    fn write(&self, buffer: &mut DeviceBuffer, offset: usize, data: &[u8]) -> Result<()>;
+    fn share(&self, buffer: &mut DeviceBuffer) -> DeviceBuffer;
+    fn download(
+        &self,
+        buffer: &mut DeviceBuffer,
+        range: Range<usize>,
+    ) -> LocalBoxFuture<'static, Result<Bytes>>;
+    fn reset_state(&self, state: &mut StateMut<'_, DeviceBuffer>) -> Result<()>;
+    fn attend<'a>(
+        &'a self,
+        args: Attend<'a, DeviceBuffer>,
+        control: &'a Control,
+    ) -> LocalBoxFuture<'a, Result<()>>;
+    fn merge(&self, into: &mut StateMut<'_, DeviceBuffer>, from: &State<'_, DeviceBuffer>) -> Result<()>;
+    fn finalize(
+        &self,
+        state: &State<'_, DeviceBuffer>,
+        sinks: &[f32],
+        dtype: Dtype,
+        output: [&mut DeviceBuffer; 2],
+    ) -> Result<()>;
+    fn repack(
+        &self,
+        from: (&DeviceBuffer, Layout),
+        into: (&mut DeviceBuffer, Layout),
+        extent: Extent,
+    ) -> Result<()>;
+    fn convert(
+        &self,
+        from: Elements<&DeviceBuffer>,
+        into: Elements<&mut DeviceBuffer>,
+        shape: [usize; 4],
+    ) -> Result<()>;
+    fn wait(&self) -> LocalBoxFuture<'_, Result<()>>;
+}
+
+impl<B: Backend + Threaded + 'static> AnyBackend for B
+where
+    B::Buffer: Threaded + 'static,
+{
+    fn info(&self) -> &DeviceInfo {
+        Backend::info(self)
+    }
+
+    fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {
+        Backend::kernel(self, dtype, shape)
+    }
+
+    fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
+        Backend::tile_shape(self, problem, shape)
+    }
+
+    fn alloc(&self, label: &str, bytes: usize) -> Result<DeviceBuffer> {
+        Backend::alloc(self, label, bytes).map(DeviceBuffer::new)
+    }
+
+    fn upload(&self, label: &str, data: Bytes) -> Result<DeviceBuffer> {
+        Backend::upload(self, label, data).map(DeviceBuffer::new)
+    }
+
+    fn write(&self, buffer: &mut DeviceBuffer, offset: usize, data: &[u8]) -> Result<()> {
+        Backend::write(self, buffer.of_mut::<B>(), offset, data)
+    }
+
+    fn share(&self, buffer: &mut DeviceBuffer) -> DeviceBuffer {
+        DeviceBuffer::new(Backend::share(self, buffer.of_mut::<B>()))
+    }
+
+    fn download(
+        &self,
+        buffer: &mut DeviceBuffer,
+        range: Range<usize>,
+    ) -> LocalBoxFuture<'static, Result<Bytes>> {
+        Box::pin(Backend::download(self, buffer.of_mut::<B>(), range))
+    }
+
+    fn reset_state(&self, state: &mut StateMut<'_, DeviceBuffer>) -> Result<()> {
+        Backend::reset_state(self, &mut state_mut::<B>(state))
+    }
+
+    fn attend<'a>(
+        &'a self,
+        args: Attend<'a, DeviceBuffer>,
+        control: &'a Control,
+    ) -> LocalBoxFuture<'a, Result<()>> {
+        let operand = |Operand { buffer, layout }: Operand<'a, DeviceBuffer>| Operand {
+            buffer: buffer.of::<B>(),
+            layout,
+        };
+        let StateMut { a, ml, shape } = args.state;
+        let args = Attend {
+            dtype: args.dtype,
+            scale: args.scale,
+            softcap: args.softcap,
+            q: operand(args.q),
+            k: operand(args.k),
+            v: operand(args.v),
+            kv_head_of: args.kv_head_of,
+            work: args.work,
+            pairs: args.pairs.map(|Pairs { kind, buffer, layout }| Pairs {
+                kind,
+                buffer: buffer.of::<B>(),
+                layout,
+            }),
+            fixed_order: args.fixed_order,
+            state: StateMut { a: a.of_mut::<B>(), ml: ml.of_mut::<B>(), shape },
+        };
+        Box::pin(Backend::attend(self, args, control))
+    }
+
+    fn merge(&self, into: &mut StateMut<'_, DeviceBuffer>, from: &State<'_, DeviceBuffer>) -> Result<()> {
+        Backend::merge(self, &mut state_mut::<B>(into), &state_ref::<B>(from))
+    }
+
+    fn finalize(
+        &self,
+        state: &State<'_, DeviceBuffer>,
+        sinks: &[f32],
+        dtype: Dtype,
+        [o, lse]: [&mut DeviceBuffer; 2],
+    ) -> Result<()> {
+        Backend::finalize(self, &state_ref::<B>(state), sinks, dtype, o.of_mut::<B>(), lse.of_mut::<B>())
+    }
+
+    fn repack(
+        &self,
+        from: (&DeviceBuffer, Layout),
+        into: (&mut DeviceBuffer, Layout),
+        extent: Extent,
+    ) -> Result<()> {
+        Backend::repack(self, (from.0.of::<B>(), from.1), (into.0.of_mut::<B>(), into.1), extent)
+    }
+
+    fn convert(
+        &self,
+        from: Elements<&DeviceBuffer>,
+        into: Elements<&mut DeviceBuffer>,
+        shape: [usize; 4],
+    ) -> Result<()> {
+        Backend::convert(self, from.map(DeviceBuffer::of::<B>), into.map(DeviceBuffer::of_mut::<B>), shape)
+    }
+
+    fn wait(&self) -> LocalBoxFuture<'_, Result<()>> {
+        Box::pin(Backend::wait(self))
+    }
+}
+
+fn state_mut<'a, B: Backend<Buffer: 'static>>(
+    state: &'a mut StateMut<'_, DeviceBuffer>,
+) -> StateMut<'a, B::Buffer> {
+    StateMut { a: state.a.of_mut::<B>(), ml: state.ml.of_mut::<B>(), shape: state.shape }
+}
+
+fn state_ref<'a, B: Backend<Buffer: 'static>>(state: &State<'a, DeviceBuffer>) -> State<'a, B::Buffer> {
+    State { a: state.a.of::<B>(), ml: state.ml.of::<B>(), shape: state.shape }
+}
+
+impl Backend for Device {
+    type Buffer = DeviceBuffer;
+    type Download = LocalBoxFuture<'static, Result<Bytes>>;
+
+    fn info(&self) -> &DeviceInfo {
+        self.0.info()
+    }
+
+    fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {
+        self.0.kernel(dtype, shape)
+    }
+
+    fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
+        self.0.tile_shape(problem, shape)
+    }
+
+    fn alloc(&self, label: &str, bytes: usize) -> Result<DeviceBuffer> {
+        self.0.alloc(label, bytes)
+    }
+
+    fn upload(&self, label: &str, data: Bytes) -> Result<DeviceBuffer> {
+        self.0.upload(label, data)
+    }
+
+    fn write(&self, buffer: &mut DeviceBuffer, offset: usize, data: &[u8]) -> Result<()> {
+        self.0.write(buffer, offset, data)
+    }
+
+    fn share(&self, buffer: &mut DeviceBuffer) -> DeviceBuffer {
+        self.0.share(buffer)
+    }
+
+    fn download(&self, buffer: &mut DeviceBuffer, range: Range<usize>) -> Self::Download {
+        self.0.download(buffer, range)
+    }
+
+    fn reset_state(&self, state: &mut StateMut<'_, DeviceBuffer>) -> Result<()> {
+        self.0.reset_state(state)
+    }
+
+    async fn attend(&self, args: Attend<'_, DeviceBuffer>, control: &Control) -> Result<()> {
+        self.0.attend(args, control).await
+    }
+
+    fn merge(&self, into: &mut StateMut<'_, DeviceBuffer>, from: &State<'_, DeviceBuffer>) -> Result<()> {
+        self.0.merge(into, from)
+    }
+
+    fn finalize(
+        &self,
+        state: &State<'_, DeviceBuffer>,
+        sinks: &[f32],
+        dtype: Dtype,
+        o: &mut DeviceBuffer,
+        lse: &mut DeviceBuffer,
+    ) -> Result<()> {
+        self.0.finalize(state, sinks, dtype, [o, lse])
+    }
+
+    fn repack(
+        &self,
+        from: (&DeviceBuffer, Layout),
+        into: (&mut DeviceBuffer, Layout),
+        extent: Extent,
+    ) -> Result<()> {
+        self.0.repack(from, into, extent)
+    }
+
+    fn convert(
+        &self,
+        from: Elements<&DeviceBuffer>,
+        into: Elements<&mut DeviceBuffer>,
+        shape: [usize; 4],
+    ) -> Result<()> {
+        self.0.convert(from, into, shape)
+    }
+
+    async fn wait(&self) -> Result<()> {
+        self.0.wait().await
+    }
+}

@@ -1,0 +1,204 @@
+//! One rank of a group, with its device: any number of attention calls.
+
+mod recovery;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kyklos_transport::{Rank, RefusalReason, Transport, Vote};
+
+use crate::backend::{Device, DeviceBuffer, Threaded};
+use crate::collective::{Collective, HostStaged};
+use crate::host::Tensors;
+use crate::plan::ProvedPlans;
+use crate::{Carryover, Error, Executor, Inputs, LoweredPlan, RankOutput, Result, RunOptions};
+pub use recovery::{Recovery, Survivors};
+
+/// One rank of a group, with its device: any number of calls, one after the other.
+///
+/// The ranks of a group make the same calls in the same order. A call begins with a vote: if ranks disagree about what they
+/// run, all of them get the same error, and the session stays usable. If a rank fails during a call, every call of every rank
+/// ends with an error that names it, and so does every later call on this group.
+///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use std::sync::Arc;
+///
+/// use kyklos::backend::Device;
+/// use kyklos::host::Tensors;
+/// use kyklos::plan::ProvedPlans;
+/// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Session, Split, Strategy, plan_world};
+/// use kyklos_transport::in_process_group;
+///
+/// let problem = AttentionProblem::new([1, 16, 2, 2, 8], Dtype::F32, Mask::causal())?;
+/// let world = plan_world(&problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?;
+/// let plans = Arc::new(ProvedPlans::new(world)?);
+/// let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
+/// let zeros = bytes::Bytes::from(vec![0; 16 * 2 * 8 * 4]);
+/// let tensors = Tensors { q: zeros.clone(), k: zeros.clone(), v: zeros, bias: None };
+/// let output = pollster::block_on(async {
+///     let mut inputs = session.load(&plans, tensors).await?;
+///     session.run(&plans, &mut inputs).await
+/// })?;
+/// assert_eq!(output.o.len(), 16 * 2 * 8 * 4);
+/// # }
+/// # Ok::<(), kyklos::Error>(())
+/// ```
+pub struct Session {
+    transport: Arc<dyn Transport>,
+    device: Device,
+    collective: Arc<dyn DeviceCollective>,
+    options: SessionOptions,
+    /// The number of the next operation.
+    op: u64,
+    /// The plan of the last call.
+    lowered: Option<Arc<LoweredPlan>>,
+    carryover: Carryover<DeviceBuffer>,
+}
+
+/// A [`Collective`] for devices of any backend, which the thread of a rank may own.
+pub trait DeviceCollective: Collective<Device> + Threaded {}
+impl<C: Collective<Device> + Threaded> DeviceCollective for C {}
+
+/// Settings of a session that change no result.
+#[derive(Clone, Debug)]
+pub struct SessionOptions {
+    /// How long a message or an agreement may take before it is an error.
+    pub deadline: Duration,
+    /// Whether an interrupted call keeps its intermediate results, so that [`Session::finish`] can complete it. Costs a copy
+    /// of the running state during each attend step, see [`Executor::resumable`].
+    pub resumable: bool,
+    /// Clock, observer, trace and poisoning.
+    pub run: RunOptions,
+}
+
+impl Default for SessionOptions {
+    /// A deadline of 60 s, not resumable, and default [`RunOptions`].
+    fn default() -> Self {
+        Self { deadline: Duration::from_secs(60), resumable: false, run: RunOptions::default() }
+    }
+}
+
+impl Session {
+    /// A session of this rank of a group, on `device`. Messages are staged in host memory.
+    pub fn new(transport: impl Into<Arc<dyn Transport>>, device: Device) -> Self {
+        Self::with_options(transport, device, SessionOptions::default())
+    }
+
+    /// As [`Self::new`], with options.
+    pub fn with_options(
+        transport: impl Into<Arc<dyn Transport>>,
+        device: Device,
+        options: SessionOptions,
+    ) -> Self {
+        let transport = transport.into();
+        let collective = Arc::new(HostStaged::new(transport.clone(), options.deadline));
+        Self::with_collective(transport, device, collective, options)
+    }
+
+    /// As [`Self::with_options`], with another way to move buffers of the device between the ranks of the group of `transport`.
+    pub fn with_collective(
+        transport: Arc<dyn Transport>,
+        device: Device,
+        collective: Arc<dyn DeviceCollective>,
+        options: SessionOptions,
+    ) -> Self {
+        Self { transport, device, collective, options, op: 0, lowered: None, carryover: Carryover::default() }
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> Rank {
+        self.transport.rank()
+    }
+
+    /// This rank's endpoint in the group.
+    pub fn transport(&self) -> &Arc<dyn Transport> {
+        &self.transport
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Brings this rank's tensors for `plans` to its device: `q` `[batch, tokens, q_heads, dim]`; `k` and `v`
+    /// `[batch, tokens, kv_heads, dim]`, first the replicated keys, then its own; the rows of the attention bias tensor, if
+    /// the problem has one ([`BiasTensor`](crate::BiasTensor)). Several runs may use them.
+    ///
+    /// # Errors
+    /// [`Error::Request`] when the size of a tensor is not that of the rank's tokens, [`Error::OutOfMemory`],
+    /// [`Error::Device`]. The other ranks get the error as the result of their next vote.
+    pub async fn load(&mut self, plans: &Arc<ProvedPlans>, tensors: Tensors) -> Result<Inputs<DeviceBuffer>> {
+        let lowered = self.lower(plans);
+        let loaded = self.executor(&lowered).load(tensors);
+        if let Err(error) = &loaded {
+            self.refuse(error).await?;
+        }
+        loaded
+    }
+
+    /// Runs this rank's plan of `plans`. All ranks run the same plans. The output is copied to the host.
+    ///
+    /// # Errors
+    /// Any; an error of one rank ends the run on all ranks.
+    pub async fn run(
+        &mut self,
+        plans: &Arc<ProvedPlans>,
+        inputs: &mut Inputs<DeviceBuffer>,
+    ) -> Result<RankOutput> {
+        let lowered = self.lower(plans);
+        let mut carryover = std::mem::take(&mut self.carryover);
+        let result = self.executor(&lowered).run_from(self.op, inputs, &mut carryover).await;
+        self.carryover = carryover;
+        self.op += 1;
+        result
+    }
+
+    /// Votes against the next operation: this rank cannot take part, because of `error`.
+    ///
+    /// # Errors
+    /// If the group fails before the vote ends. That all ranks refuse is no error of this function.
+    pub async fn refuse(&mut self, error: &Error) -> Result<()> {
+        let reason = if error.is_request() { RefusalReason::WrongRequest } else { RefusalReason::Failed };
+        let vote = Vote::Refuse { reason, text: format!("rank {}: {error}", self.rank()) };
+        match self.transport.agree(vote, self.options.deadline).await {
+            Ok(_) | Err(kyklos_transport::TransportError::Refused { .. }) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Leaves the group in order: waits, at most `deadline`, until the peers have all messages of this rank.
+    ///
+    /// # Errors
+    /// [`Error::Transport`] if peers do not take their messages in time.
+    pub async fn close(self, deadline: Duration) -> Result<()> {
+        Ok(self.transport.close(deadline).await?)
+    }
+
+    /// The plan of this rank, lowered for its device; the last one is kept.
+    fn lower(&mut self, plans: &Arc<ProvedPlans>) -> Arc<LoweredPlan> {
+        if let Some(lowered) = self.lowered.as_ref().filter(|lowered| Arc::ptr_eq(lowered.plans(), plans)) {
+            return lowered.clone();
+        }
+        let lowered = Arc::new(LoweredPlan::new(plans.clone(), self.rank(), &self.device));
+        self.lowered = Some(lowered.clone());
+        lowered
+    }
+
+    fn executor<'a>(&'a self, lowered: &'a LoweredPlan) -> Executor<'a, Device, dyn DeviceCollective> {
+        let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
+        if self.options.resumable { executor.resumable() } else { executor }
+    }
+}
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { transport, device, op, .. } = self;
+        f.debug_struct("Session")
+            .field("rank", &transport.rank())
+            .field("world", &transport.world())
+            .field("device", device)
+            .field("op", op)
+            .finish_non_exhaustive()
+    }
+}
