@@ -5,11 +5,12 @@
 //! `cargo bench -p kyklos --bench ranks -- [--short]`
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::host::{Tensors, layouts, shard};
+use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World};
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Session, Split, Strategy, plan_world};
 use kyklos_transport::quic::quic_loopback_group;
@@ -85,7 +86,7 @@ struct Timed {
 /// Milliseconds of the second run of all ranks with inputs loaded, from the last rank's start to the last rank's end.
 fn run(world: &World, transports: Vec<Arc<dyn Transport>>, tensors: &Tensors) -> Timed {
     let plans = Arc::new(ProvedPlans::new(world.clone()).expect("the plans hold"));
-    let rank = |transport: Arc<dyn Transport>| {
+    let ends = on_threads(transports, |transport| {
         let part = shard(world, transport.rank(), tensors)?;
         let mut session = Session::new(transport, Device::cpu());
         pollster::block_on(async {
@@ -95,17 +96,10 @@ fn run(world: &World, transports: Vec<Arc<dyn Transport>>, tensors: &Tensors) ->
                 let output = session.run(&plans, &mut inputs).await?;
                 ends.push((Instant::now(), output.report.compute_ns));
             }
-            session.close(Duration::from_secs(60)).await?;
             Ok::<_, kyklos::Error>(ends)
         })
-    };
-    let ends: Vec<Vec<(Instant, u64)>> = std::thread::scope(|scope| {
-        let rank = &rank;
-        let threads: Vec<_> =
-            transports.into_iter().map(|transport| scope.spawn(move || rank(transport))).collect();
-        let ends = threads.into_iter().map(|thread| thread.join().expect("no rank panics"));
-        ends.map(|ends| ends.expect("no rank fails")).collect()
     });
+    let ends: Vec<Vec<(Instant, u64)>> = ends.into_iter().map(|ends| ends.expect("no rank fails")).collect();
     // A rank starts the second run when its first run has ended. The measured time starts when the last rank starts the
     // second run.
     let start = ends.iter().map(|ends| ends[0].0).max().expect("at least one rank");

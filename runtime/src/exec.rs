@@ -85,6 +85,13 @@ pub struct Inputs<Buffer> {
     pairs: Option<Buffer>,
 }
 
+impl<Buffer> Inputs<Buffer> {
+    /// Inputs that are on the device: q, k and v, and the rows of the attention bias tensor if there is one.
+    pub(crate) fn of([q, k, v]: [Buffer; 3], bias: Option<Buffer>) -> Self {
+        Self { q: Some(q), k: Some(k), v: Some(v), pairs: bias }
+    }
+}
+
 /// The intermediate results that an interrupted run left on the device: a recovery plan ([`crate::repair`]) continues
 /// from them. Empty by default.
 #[derive(Debug)]

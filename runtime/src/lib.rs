@@ -22,6 +22,7 @@
 
 pub mod backend;
 mod bias;
+mod call;
 mod clock;
 pub mod collect;
 pub mod collective;
@@ -29,6 +30,8 @@ mod dtype;
 mod error;
 mod exec;
 pub mod host;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod local;
 mod lower;
 mod mask;
 mod mesh;
@@ -42,10 +45,12 @@ pub mod simulate;
 mod spans;
 mod strategy;
 mod strategy_list;
+mod tensor;
 mod tokens;
 mod wire;
 
 pub use bias::{BiasKind, BiasTensor};
+pub use call::{Attention, Execution, MAX_LABEL_BYTES};
 pub use clock::{Clock, SystemClock};
 pub use dtype::Dtype;
 pub use error::{Error, Remedy};
@@ -56,10 +61,11 @@ pub use mesh::{MAX_WORLD, Mesh};
 pub use meter::{Meter, RankReport, Span, Timeline};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, TILE_KEYS};
-pub use session::{DeviceCollective, Recovery, Session, SessionOptions, Survivors};
+pub use session::{DeviceCollective, Output, Recovery, Session, SessionOptions, Survivors};
 pub use spans::{RowSpan, Spans};
 pub use strategy::{can_repair, meshes_by_bytes, plan as plan_world, plan_rows, repair};
 pub use strategy_list::Strategy;
+pub use tensor::{Element, Tensor};
 pub use tokens::{Run, TokenRuns};
 pub use wire::{TOKENS_PER_SCALE, WireFormat};
 

@@ -1,5 +1,7 @@
 //! One rank of a group, with its device: any number of attention calls.
 
+mod agreement;
+mod attend;
 mod recovery;
 
 use std::sync::Arc;
@@ -12,6 +14,8 @@ use crate::collective::{Collective, HostStaged};
 use crate::host::Tensors;
 use crate::plan::ProvedPlans;
 use crate::{Carryover, Error, Executor, Inputs, LoweredPlan, RankOutput, Result, RunOptions};
+use attend::CachedCall;
+pub use attend::Output;
 pub use recovery::{Recovery, Survivors};
 
 /// One rank of a group, with its device: any number of calls, one after the other.
@@ -54,6 +58,9 @@ pub struct Session {
     /// The plan of the last call.
     lowered: Option<Arc<LoweredPlan>>,
     carryover: Carryover<DeviceBuffer>,
+    /// Plans of the last calls, the last one at the end.
+    cache: Vec<CachedCall>,
+    plans_made: u64,
 }
 
 /// A [`Collective`] for devices of any backend, which the thread of a rank may own.
@@ -103,7 +110,17 @@ impl Session {
         collective: Arc<dyn DeviceCollective>,
         options: SessionOptions,
     ) -> Self {
-        Self { transport, device, collective, options, op: 0, lowered: None, carryover: Carryover::default() }
+        Self {
+            transport,
+            device,
+            collective,
+            options,
+            op: 0,
+            lowered: None,
+            carryover: Carryover::default(),
+            cache: Vec::new(),
+            plans_made: 0,
+        }
     }
 
     /// This rank.
@@ -171,8 +188,22 @@ impl Session {
     ///
     /// # Errors
     /// [`Error::Transport`] if peers do not take their messages in time.
-    pub async fn close(self, deadline: Duration) -> Result<()> {
+    pub async fn close_async(self, deadline: Duration) -> Result<()> {
         Ok(self.transport.close(deadline).await?)
+    }
+
+    /// [`Self::close_async`], blocking.
+    ///
+    /// # Errors
+    /// As [`Self::close_async`].
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn close(self, deadline: Duration) -> Result<()> {
+        pollster::block_on(self.close_async(deadline))
+    }
+
+    /// Calls of [`Self::attend`] so far for which the session had to make plans. The others used plans of earlier calls.
+    pub fn plans_made(&self) -> u64 {
+        self.plans_made
     }
 
     /// The plan of this rank, lowered for its device; the last one is kept.

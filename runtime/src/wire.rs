@@ -9,10 +9,11 @@ use crate::Error;
 ///
 /// Every format except [`Self::Same`] limits the accuracy of a result: the owner rounds its keys and values once, and
 /// other shards get the rounded ones, which are not rounded again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[derive(Default, Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WireFormat {
     /// The tensors' own type.
+    #[default]
     Same,
     /// f16, for f32 tensors.
     F16,

@@ -61,7 +61,7 @@ pub(crate) fn run(
                 ends.push((Instant::now(), output.report));
             }
             // The runs are done: peers that still wait for a message report their own error.
-            let _ = session.close(DEADLINE).await;
+            let _ = session.close_async(DEADLINE).await;
             Ok(ends)
         })
     })?;

@@ -1,16 +1,17 @@
 //! The attention call: its size, its tensors, and running it on one or several devices.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::Bytes;
 use kyklos::host::{Tensors, shard};
+use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World};
 use kyklos::{
     AttentionProblem, Dtype, Mask, Mesh, PlacementKind, RankReport, Session, Split, Strategy, plan_world,
 };
 use kyklos_oracle::inputs::{TensorId, fill};
-use kyklos_transport::{Transport, in_process_group};
+use kyklos_transport::in_process_group;
 
 use crate::devices::OneDevice;
 use crate::error::Result;
@@ -88,9 +89,10 @@ fn run<'a>(world: &World, tensors: &Tensors, devices: impl Iterator<Item = &'a O
     let plans = Arc::new(ProvedPlans::new(world.clone())?);
     // When the last rank finished each repetition: the ranks start the next one together, by a vote.
     let finished = Mutex::new(vec![Instant::now(); REPETITIONS]);
-    let rank = |transport: Arc<dyn Transport>, device: &OneDevice| {
-        let part = shard(world, transport.rank(), tensors)?;
-        let mut session = Session::new(transport, device.device.clone());
+    let results = on_threads(in_process_group(u32::try_from(devices.len())?), |transport| {
+        let rank = transport.rank();
+        let part = shard(world, rank, tensors)?;
+        let mut session = Session::new(transport, devices[rank.0 as usize].device.clone());
         pollster::block_on(async {
             let mut inputs = session.load(&plans, part).await?;
             let mut last = None;
@@ -98,22 +100,8 @@ fn run<'a>(world: &World, tensors: &Tensors, devices: impl Iterator<Item = &'a O
                 last = Some(session.run(&plans, &mut inputs).await?);
                 finished.lock().unwrap_or_else(PoisonError::into_inner)[repetition] = Instant::now();
             }
-            session.close(DEADLINE).await?;
             Ok::<_, kyklos::Error>(last)
         })
-    };
-    let transports = in_process_group(u32::try_from(devices.len())?);
-    let results: Vec<_> = std::thread::scope(|scope| {
-        let rank = &rank;
-        let threads: Vec<_> = transports
-            .into_iter()
-            .zip(devices)
-            .map(|(transport, device)| scope.spawn(move || rank(transport, device)))
-            .collect();
-        threads
-            .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
     });
     let mut output = Output { o: Vec::new(), lse: Vec::new(), reports: Vec::new(), wall_s: 0.0 };
     for result in results {
@@ -167,4 +155,3 @@ const SEED: u64 = 0;
 const SECONDS: f64 = 0.5;
 /// The first one is not timed.
 const REPETITIONS: usize = 4;
-const DEADLINE: Duration = Duration::from_secs(120);

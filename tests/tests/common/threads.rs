@@ -5,10 +5,11 @@ use std::sync::Arc;
 use kyklos::RankOutput;
 use kyklos::backend::Backend;
 use kyklos::host::{Tensors, shard};
+use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World};
 use kyklos_transport::Transport;
 
-use super::{DEADLINE, Whole, proved, run_rank};
+use super::{Whole, proved, run_rank};
 
 /// Runs a world with one backend per rank, and assembles the result.
 pub fn run_world<B: Backend>(
@@ -28,18 +29,9 @@ pub fn run_plans<B: Backend>(
     make: impl Fn() -> B + Sync,
 ) -> (Whole, Vec<RankOutput>) {
     let world = plans.world();
-    let run = |transport: Arc<dyn Transport>| {
+    let outputs = on_threads(transports, |transport| {
         let part = shard(world, transport.rank(), tensors).unwrap();
-        let output = pollster::block_on(run_rank(&make(), transport.clone(), plans, part));
-        // Peers that still wait for a message report their own error.
-        let _ = pollster::block_on(transport.close(DEADLINE));
-        output
-    };
-    let outputs: Vec<_> = std::thread::scope(|scope| {
-        let run = &run;
-        let threads: Vec<_> =
-            transports.into_iter().map(|transport| scope.spawn(move || run(transport))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        pollster::block_on(run_rank(&make(), transport, plans, part))
     });
     let mut whole = Whole::new(world);
     let mut all = Vec::new();

@@ -11,6 +11,7 @@ mod common;
 mod fixed_order;
 mod plan_properties;
 mod random_worlds;
+mod session;
 mod simulator;
 mod spans;
 mod strategies;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::host::{Tensors, shard};
+use kyklos::local::on_threads;
 use kyklos::plan::{Plan, ProvedPlans, Slice, Step, World};
 use kyklos::{
     AttentionProblem, Dtype, Mask, Mesh, NoObserver, Observer, PlacementKind, RunOptions, Session,
@@ -125,8 +126,9 @@ fn run(world: &World, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer
     let run = RunOptions { observer, ..RunOptions::default() };
     let options = SessionOptions { deadline: Duration::from_secs(20), run, ..SessionOptions::default() };
     let spans: Vec<Spans> = group.iter().map(|_| Spans::default()).collect();
-    let run = |transport: Arc<dyn Transport>| {
+    let ended = on_threads(group, |transport| {
         let part = shard(world, transport.rank(), &tensors).unwrap();
+        let spans = spans[transport.rank().0 as usize].clone();
         let mut session = Session::with_options(transport, Device::cpu(), options.clone());
         let runs = async {
             let mut inputs = session.load(&plans, part).await?;
@@ -135,20 +137,7 @@ fn run(world: &World, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer
             }
             Ok::<(), kyklos::Error>(())
         };
-        let well = pollster::block_on(runs).is_ok();
-        let _ = pollster::block_on(session.close(Duration::from_secs(20)));
-        well
-    };
-    let ended: Vec<bool> = std::thread::scope(|scope| {
-        let run = &run;
-        let threads: Vec<_> = group
-            .into_iter()
-            .map(|transport| {
-                let spans = spans[transport.rank().0 as usize].clone();
-                scope.spawn(move || tracing::subscriber::with_default(spans, || run(transport)))
-            })
-            .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        tracing::subscriber::with_default(spans, || pollster::block_on(runs).is_ok())
     });
     drop(options);
     let seen = |spans: &Spans| {

@@ -22,12 +22,12 @@ fn strategies_on(mesh: Mesh) -> Vec<Strategy> {
     own.filter(|strategy| strategy.accepts(mesh).is_ok()).collect()
 }
 
-fn dense(problem: &AttentionProblem) -> World {
+pub(crate) fn dense(problem: &AttentionProblem) -> World {
     let mesh = Mesh::new(1, 1).unwrap();
     plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
 }
 
-fn run_on_cpu(world: &World, prepared: &Prepared) -> Whole {
+pub(crate) fn run_on_cpu(world: &World, prepared: &Prepared) -> Whole {
     run_world(world, in_process_group(world.mesh.world()), &prepared.tensors, CpuBackend::new).0
 }
 

@@ -1,0 +1,33 @@
+//! Forty layers on one session: the ranks plan once, and vote before each layer.
+
+use kyklos::backend::Device;
+use kyklos::local::on_threads;
+use kyklos::{Attention, Execution, Mask, Mesh, PlacementKind, Session, Tensor};
+use kyklos_transport::in_process_group;
+
+const LAYERS: usize = 40;
+
+fn main() -> kyklos::Result<()> {
+    let reports = on_threads(in_process_group(2), |transport| {
+        let mut session = Session::new(transport, Device::cpu());
+        // Zigzag: under a causal mask both ranks have the same work.
+        let execution = Execution::new().mesh(Mesh::new(1, 2)?).placement(PlacementKind::Zigzag);
+        let call = Attention::new().mask(Mask::causal()).execution(execution);
+        let mut hidden = Tensor::new([1, 128, 4, 64], vec![0.25_f32; 128 * 4 * 64])?;
+        let mut report = None;
+        for layer in 0..LAYERS {
+            // A rank that is a layer behind gets an error, and not a wrong answer.
+            let call = call.clone().label(format!("layer {layer}"));
+            // A model computes q, k and v from the output of the layer before. The output stays on the device.
+            let output = session.attend(&call, &hidden, &hidden, &hidden)?;
+            hidden = output.o;
+            report = Some(output.report);
+        }
+        Ok::<_, kyklos::Error>(report)
+    });
+    for (rank, report) in reports.into_iter().enumerate() {
+        let Some(report) = report? else { continue };
+        println!("rank {rank}: {LAYERS} layers, the last one sent {} bytes", report.bytes_sent);
+    }
+    Ok(())
+}

@@ -1,0 +1,243 @@
+//! What a caller asks of a session: the attention to compute, and how ranks share it.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+
+use crate::{
+    AttentionProblem, BiasTensor, Dtype, Error, Mask, Mesh, PlacementKind, Result, Strategy, WireFormat,
+};
+
+/// The attention to compute: `softmax(scale · q kᵀ, masked) v`. Lengths, heads and types come from the tensors of the call.
+/// Each option has a default; all ranks use the same ones.
+///
+/// ```
+/// use kyklos::{Attention, Execution, Mask, Strategy};
+///
+/// let call = Attention::new().mask(Mask::causal()).softcap(30.0).label("layer 3");
+/// let call = call.execution(Execution::new().strategy(Strategy::Ring));
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Attention {
+    pub(crate) options: Options,
+    pub(crate) label: String,
+    /// This rank's rows of the attention bias tensor.
+    pub(crate) bias_rows: Option<Bytes>,
+}
+
+/// The options that are the same on all ranks.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Options {
+    pub(crate) mask: Mask,
+    pub(crate) scale: Option<f32>,
+    pub(crate) softcap: Option<f32>,
+    pub(crate) sinks: Vec<f32>,
+    pub(crate) q_offset: u32,
+    pub(crate) bias: Option<BiasTensor>,
+    pub(crate) execution: Execution,
+}
+
+/// How the ranks share a call. It changes the speed and the order of sums, not what is computed.
+///
+/// ```
+/// use kyklos::{Execution, Mesh, PlacementKind, WireFormat};
+///
+/// let execution = Execution::new().mesh(Mesh::new(2, 2)?).placement(PlacementKind::Zigzag).wire(WireFormat::F16);
+/// # Ok::<(), kyklos::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Execution {
+    pub(crate) strategy: Option<Strategy>,
+    pub(crate) mesh: Option<Mesh>,
+    pub(crate) placement: PlacementKind,
+    pub(crate) wire: WireFormat,
+    pub(crate) fixed_order: bool,
+    pub(crate) replicated: Range<u32>,
+}
+
+impl Attention {
+    /// Every query sees every key; `scale = 1/√dim`; no softcap, sinks or bias; query 0 is at position 0.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Which keys a query sees, by global position.
+    #[must_use]
+    pub fn mask(mut self, mask: Mask) -> Self {
+        self.options.mask = mask;
+        self
+    }
+
+    /// Factor on q·k.
+    #[must_use]
+    pub fn scale(mut self, scale: f32) -> Self {
+        self.options.scale = Some(scale);
+        self
+    }
+
+    /// Logits become `softcap · tanh(logit / softcap)` before the mask.
+    #[must_use]
+    pub fn softcap(mut self, softcap: f32) -> Self {
+        self.options.softcap = Some(softcap);
+        self
+    }
+
+    /// One logit without a value for each query head ([`AttentionProblem::sinks`]).
+    #[must_use]
+    pub fn sinks(mut self, sinks: Vec<f32>) -> Self {
+        self.options.sinks = sinks;
+        self
+    }
+
+    /// Global position of the first query of rank 0; key 0 is at position 0.
+    #[must_use]
+    pub fn q_offset(mut self, q_offset: u32) -> Self {
+        self.options.q_offset = q_offset;
+        self
+    }
+
+    /// An attention bias tensor. `rows` are those of this rank's queries, `[its batch, tokens, its heads, row]`; the layout of
+    /// a row is that of [`BiasTensor`].
+    #[must_use]
+    pub fn bias(mut self, bias: BiasTensor, rows: Bytes) -> Self {
+        self.options.bias = Some(bias);
+        self.bias_rows = Some(rows);
+        self
+    }
+
+    /// A text that tells this call apart from other calls of the same shape, such as a layer and a step; at most
+    /// [`MAX_LABEL_BYTES`] bytes. Ranks with different labels get an error.
+    #[must_use]
+    pub fn label(mut self, label: impl Into<String>) -> Self {
+        self.label = label.into();
+        self
+    }
+
+    /// How the ranks share the call.
+    #[must_use]
+    pub fn execution(mut self, execution: Execution) -> Self {
+        self.options.execution = execution;
+        self
+    }
+}
+
+/// Longest label of a call, in bytes.
+pub const MAX_LABEL_BYTES: usize = 128;
+
+impl Execution {
+    /// The mesh that sends fewest bytes, with its default strategy. Tokens in the order of the ranks.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The strategy. By default that of the mesh ([`Strategy::of_mesh`]).
+    #[must_use]
+    pub fn strategy(mut self, strategy: Strategy) -> Self {
+        self.strategy = Some(strategy);
+        self
+    }
+
+    /// The mesh, of all ranks of the group. By default the one that sends fewest bytes.
+    #[must_use]
+    pub fn mesh(mut self, mesh: Mesh) -> Self {
+        self.mesh = Some(mesh);
+        self
+    }
+
+    /// Which tokens the ranks hold, given how many: by default rank 0 holds the first ones, rank 1 the next ones, and so on.
+    /// Other placements need a [`Self::mesh`].
+    #[must_use]
+    pub fn placement(mut self, placement: PlacementKind) -> Self {
+        self.placement = placement;
+        self
+    }
+
+    /// Format of keys and values that are sent between shards.
+    #[must_use]
+    pub fn wire(mut self, wire: WireFormat) -> Self {
+        self.wire = wire;
+        self
+    }
+
+    /// Sums in an order that does not depend on the mesh ([`AttentionProblem::fixed_order`]).
+    #[must_use]
+    pub fn fixed_order(mut self, fixed_order: bool) -> Self {
+        self.fixed_order = fixed_order;
+        self
+    }
+
+    /// Keys that every rank holds from the start ([`AttentionProblem::replicated`]). In the k and v of each rank they come
+    /// first.
+    #[must_use]
+    pub fn replicated(mut self, replicated: Range<u32>) -> Self {
+        self.replicated = replicated;
+        self
+    }
+}
+
+impl Options {
+    /// The problem of this call with these extents.
+    pub(crate) fn problem(&self, extents: &Extents) -> Result<AttentionProblem> {
+        let &Extents { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype } = extents;
+        let Execution { wire, fixed_order, replicated, .. } = &self.execution;
+        let problem =
+            AttentionProblem::new([batch, kv_len, q_heads, kv_heads, head_dim], dtype, self.mask.clone())?
+                .with_queries(q_len, self.q_offset)?;
+        let scale = self.scale.unwrap_or(problem.scale);
+        problem
+            .with_logits(scale, self.softcap)?
+            .with_sinks(self.sinks.clone())?
+            .with_bias(self.bias)?
+            .with_wire(*wire)?
+            .with_fixed_order(*fixed_order)?
+            .with_replicated(replicated.clone())
+    }
+
+    /// Hashes of the parts in which ranks may differ by mistake, each with its name in errors.
+    pub(crate) fn digests(&self) -> [(&'static str, u64); 5] {
+        let Self { mask, scale, softcap, sinks, q_offset, bias, execution } = self;
+        let Execution { strategy, mesh, placement, wire, fixed_order, replicated } = execution;
+        let bits = |value: &Option<f32>| value.map(f32::to_bits);
+        let sinks: Vec<u32> = sinks.iter().map(|sink| sink.to_bits()).collect();
+        [
+            ("mask", digest(&format!("{mask} {q_offset}"))),
+            ("scale, softcap or sinks", digest(&format!("{:?} {:?} {sinks:?}", bits(scale), bits(softcap)))),
+            ("attention bias tensor", digest(&format!("{bias:?}"))),
+            ("mesh or strategy", digest(&format!("{strategy:?} {mesh:?}"))),
+            (
+                "placement, wire format, order of sums or replicated keys",
+                digest(&format!("{placement} {wire:?} {fixed_order} {replicated:?}")),
+            ),
+        ]
+    }
+}
+
+/// The extents of a call over all ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Extents {
+    pub(crate) batch: u32,
+    pub(crate) q_len: u32,
+    pub(crate) kv_len: u32,
+    pub(crate) q_heads: u32,
+    pub(crate) kv_heads: u32,
+    pub(crate) head_dim: u32,
+    pub(crate) dtype: Dtype,
+}
+
+fn digest(text: &str) -> u64 {
+    let hash = blake3::hash(text.as_bytes());
+    let mut first = [0; 8];
+    first.copy_from_slice(&hash.as_bytes()[..8]);
+    u64::from_le_bytes(first)
+}
+
+/// Refuses a label that does not fit a vote.
+pub(crate) fn checked_label(label: &str) -> Result<()> {
+    if label.len() <= MAX_LABEL_BYTES {
+        return Ok(());
+    }
+    Err(Error::request(
+        format!("a label of {} bytes", label.len()),
+        format!("use at most {MAX_LABEL_BYTES} bytes"),
+    ))
+}

@@ -1,0 +1,322 @@
+//! Calls of sessions: lengths by agreement, cached plans, tensors as views and on devices, and ranks that disagree.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kyklos::backend::Device;
+use kyklos::host::{bias_layout, layouts};
+use kyklos::local::on_threads;
+use kyklos::plan::World;
+use kyklos::{
+    Attention, AttentionProblem, Dtype, Error, Execution, Mask, Mesh, Output, Placement, PlacementKind,
+    RankOutput, Result, Session, Split, Strategy, Tensor, plan_placed,
+};
+use kyklos_oracle::inputs::cases;
+use kyklos_transport::quic::quic_loopback_group;
+use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
+
+use crate::amount::amount;
+use crate::common::{Prepared, Whole, run_world};
+
+/// The call of a problem.
+fn call_of(problem: &AttentionProblem, execution: Execution) -> Attention {
+    let call = Attention::new()
+        .mask(problem.mask.clone())
+        .scale(problem.scale)
+        .sinks(problem.sinks.clone())
+        .q_offset(problem.q_offset)
+        .execution(execution);
+    match problem.softcap {
+        Some(softcap) => call.softcap(softcap),
+        None => call,
+    }
+}
+
+/// Token counts that differ from rank to rank; some ranks have none.
+fn uneven(total: u32, ranks: u32, seed: u32) -> Split {
+    let mut left = total;
+    let mut counts: Vec<u32> = (0..ranks - 1)
+        .map(|rank| {
+            let count = (total * ((rank + seed) % 3) / ranks).min(left);
+            left -= count;
+            count
+        })
+        .collect();
+    counts.push(left);
+    Split::Tokens(counts)
+}
+
+/// Runs a case on sessions, with uneven counts of queries and, separately, of keys.
+fn attend(prepared: &Prepared, mesh: Mesh, kind: PlacementKind, strategy: Strategy, seed: u32) -> Whole {
+    let problem = &prepared.problem;
+    let place = |total, seed| Placement::new(kind, mesh, total, &uneven(total, mesh.world(), seed)).unwrap();
+    let (q, kv) = (place(problem.q_len, seed), place(problem.kv_len, seed + 1));
+    let world = plan_placed(problem, mesh, q, kv, strategy).unwrap();
+    let execution = Execution::new().mesh(mesh).placement(kind).strategy(strategy);
+    let outputs = on_threads(in_process_group(mesh.world()), |transport| {
+        let (q, k, v) = parts(prepared, &world, transport.rank());
+        let mut call = call_of(problem, execution.clone());
+        if let (Some(bias), Some(rows)) = (problem.bias, prepared.tensors.bias.as_ref()) {
+            let own = world.q_placement.of_rank(transport.rank());
+            call = call.bias(bias, bias_layout(&world).unwrap().gather(rows, own).unwrap());
+        }
+        let output = Session::new(transport, Device::cpu()).attend(&call, &q, &k, &v).unwrap();
+        pollster::block_on(in_host_memory(&output)).unwrap()
+    });
+    let mut whole = Whole::new(&world);
+    outputs.iter().enumerate().for_each(|(rank, output)| whole.add(&world, rank, output));
+    whole
+}
+
+fn parts(prepared: &Prepared, world: &World, rank: Rank) -> (Tensor, Tensor, Tensor) {
+    let problem = &prepared.problem;
+    let (q_layout, kv_layout) = layouts(world);
+    let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), world.kv_placement.of_rank(rank));
+    let tensor = |bytes: Bytes, tokens: usize, heads: u32| {
+        let shape = [problem.batch as usize, tokens, heads as usize, problem.head_dim as usize];
+        Tensor::from_bytes(shape, problem.dtype, bytes).unwrap()
+    };
+    let kv = |whole: &Bytes| {
+        tensor(kv_layout.gather(whole, kv_tokens).unwrap(), kv_tokens.len(), problem.kv_heads)
+    };
+    let q = q_layout.gather(&prepared.tensors.q, q_tokens).unwrap();
+    (tensor(q, q_tokens.len(), problem.q_heads), kv(&prepared.tensors.k), kv(&prepared.tensors.v))
+}
+
+async fn in_host_memory(output: &Output) -> Result<RankOutput> {
+    Ok(RankOutput {
+        o: output.o.bytes().await?,
+        lse: output.lse.bytes().await?,
+        report: output.report.clone(),
+        spans: Vec::new(),
+    })
+}
+
+#[test]
+fn calls_agree_with_the_oracle_for_any_counts_of_queries_and_keys() {
+    let meshes = [(1, 1), (1, 3), (2, 1), (2, 2)];
+    let step = amount(5, 1);
+    for (index, case) in cases().into_iter().enumerate().filter(|(index, _)| index % step == 0) {
+        let prepared = Prepared::new(case, Dtype::ALL[index % 3]);
+        let alone = crate::strategies::run_on_cpu(&crate::strategies::dense(&prepared.problem), &prepared);
+        let limit = prepared.parallel_limit(&prepared.judge(&alone, "cpu alone"));
+        for (turn, (ulysses, ring)) in meshes.into_iter().enumerate() {
+            let mesh = Mesh::new(ulysses.min(prepared.problem.q_heads), ring).unwrap();
+            let kind = PlacementKind::ALL[(index + turn) % PlacementKind::ALL.len()];
+            let whole = attend(&prepared, mesh, kind, Strategy::of_mesh(mesh), turn as u32);
+            prepared.judge(&whole, &format!("a session on {mesh}, {kind}")).assert_within(&limit);
+        }
+    }
+}
+
+fn made_up(tokens: usize, heads: usize, seed: f32) -> Tensor {
+    let values = (0..tokens * heads * 16).map(|index| (index as f32 * 0.37 + seed).sin()).collect();
+    Tensor::new([1, tokens, heads, 16], values).unwrap()
+}
+
+fn both(transports: Vec<Arc<dyn Transport>>) -> Vec<Arc<dyn Transport>> {
+    assert_eq!(transports.len(), 2);
+    transports
+}
+
+#[test]
+fn the_second_call_of_a_shape_makes_no_plan_and_gives_the_same_bytes() {
+    for group in [in_process_group(2), quic_loopback_group(2).unwrap()] {
+        let made = on_threads(both(group), |transport| {
+            let tokens = 5 + transport.rank().0 as usize;
+            let mut session = Session::new(transport, Device::cpu());
+            let mut attend = |tokens: usize, label: &str| {
+                let (q, kv) = (made_up(tokens, 4, 0.1), made_up(tokens, 2, 0.2));
+                let call = Attention::new().mask(Mask::causal()).label(label);
+                let output = session.attend(&call, &q, &kv, &kv).unwrap();
+                (session.plans_made(), output.o.to_vec::<f32>().unwrap())
+            };
+            let first = attend(tokens, "layer 0");
+            let again = attend(tokens, "layer 1");
+            assert_eq!(first.1, again.1);
+            let other = attend(tokens + 1, "layer 2");
+            let back = attend(tokens, "layer 3");
+            [first.0, again.0, other.0, back.0]
+        });
+        assert_eq!(made, [[1, 1, 2, 2]; 2]);
+    }
+}
+
+#[test]
+fn plans_of_many_shapes_are_dropped_and_made_again() {
+    let made = on_threads(in_process_group(2), |transport| {
+        let mut session = Session::new(transport, Device::cpu());
+        let mut attend = |tokens: usize| {
+            let x = made_up(tokens, 2, 0.3);
+            session.attend(&Attention::new(), &x, &x, &x).unwrap();
+            session.plans_made()
+        };
+        (1..=40).for_each(|tokens| assert_eq!(attend(tokens), tokens as u64));
+        [attend(40), attend(1)]
+    });
+    assert_eq!(made, [[40, 41]; 2], "the oldest plan is gone, the last one is there");
+}
+
+#[test]
+fn views_and_tensors_on_the_device_give_the_bytes_of_dense_host_tensors() {
+    on_threads(in_process_group(2), |transport| {
+        let device = Device::cpu();
+        let mut session = Session::new(transport, device.clone());
+        let tokens = 6;
+        // [batch, heads, tokens, dim] in memory.
+        let heads_first = |heads: usize, seed: f32| {
+            let values: Vec<f32> =
+                (0..tokens * heads * 16).map(|index| (index as f32 * 0.37 + seed).sin()).collect();
+            Tensor::new([1, heads, tokens, 16], values).unwrap().swap_tokens_and_heads()
+        };
+        let (q, k, v) = (heads_first(4, 0.1), heads_first(2, 0.2), heads_first(2, 0.3));
+        let dense = |view: &Tensor| Tensor::new(view.shape(), view.to_vec::<f32>().unwrap()).unwrap();
+        let there = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+        let call = Attention::new().mask(Mask::causal());
+        let mut attend = |q: &Tensor, k: &Tensor, v: &Tensor| {
+            let output = session.attend(&call, q, k, v).unwrap();
+            (output.o.to_vec::<f32>().unwrap(), output.lse.to_vec::<f32>().unwrap())
+        };
+        let right = attend(&dense(&q), &dense(&k), &dense(&v));
+        assert_eq!(attend(&q, &k, &v), right);
+        assert_eq!(attend(&there(&q), &there(&k), &v), right);
+        let on_device = Tensor::new([1, 4, tokens, 16], vec![0.0_f32; 4 * tokens * 16]).unwrap();
+        let on_device = on_device.to_device(&device).unwrap().swap_tokens_and_heads();
+        assert_eq!(attend(&on_device, &k, &v).0.len(), right.0.len());
+    });
+}
+
+/// Both ranks make calls that do not fit, then one that does. Every error is the same on both ranks.
+#[test]
+fn ranks_that_disagree_get_one_error_and_can_go_on() {
+    type Change = fn(Attention, Tensor) -> (Attention, Tensor);
+    let changes: [(&str, Change); 8] = [
+        ("label `step 1`", |call, x| (call.label("step 1"), x)),
+        ("another mask", |call, x| (call.mask(Mask::causal()), x)),
+        ("another scale", |call, x| (call.scale(0.5), x)),
+        ("another attention bias tensor", |call, x| {
+            let bias = kyklos::BiasTensor { kind: kyklos::BiasKind::Additive, batch: 1, heads: 1 };
+            (call.bias(bias, Bytes::from(vec![0; 4 * 8 * 4])), x)
+        }),
+        ("another mesh or strategy", |call, x| {
+            (call.execution(Execution::new().strategy(Strategy::Ring)), x)
+        }),
+        ("another placement", |call, x| (call.execution(Execution::new().fixed_order(true)), x)),
+        ("key/value heads 4", |call, _| (call, made_up(4, 4, 0.2))),
+        ("type `f16`", |call, x| {
+            let zeros = vec![half::f16::ZERO; x.shape().iter().product()];
+            (call, Tensor::new(x.shape(), zeros).unwrap())
+        }),
+    ];
+    for group in [in_process_group(2), quic_loopback_group(2).unwrap()] {
+        let errors = on_threads(both(group), |transport| {
+            let odd = transport.rank().0 == 1;
+            let mut session = Session::new(transport, Device::cpu());
+            let x = || made_up(4, 2, 0.1);
+            let mut errors = Vec::new();
+            for (_, change) in changes {
+                let (call, x) = if odd { change(Attention::new(), x()) } else { (Attention::new(), x()) };
+                let q = if x.shape()[2] == 4 { made_up(4, 4, 0.1) } else { x.clone() };
+                let q = if odd { q } else { self::made_up(4, q.shape()[2], 0.1) };
+                let error = session.attend(&call, &q, &x, &x).unwrap_err();
+                assert!(error.is_request(), "{error}");
+                errors.push(error.to_string());
+            }
+            session.attend(&Attention::new(), &x(), &x(), &x()).unwrap();
+            errors
+        });
+        assert_eq!(errors[0], errors[1]);
+        for ((words, _), error) in changes.iter().zip(&errors[0]) {
+            assert!(error.contains("rank 1 calls with") && error.contains(words), "{words}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_whose_tensors_do_not_fit_refuses_for_all_and_the_session_goes_on() {
+    let errors = on_threads(in_process_group(2), |transport| {
+        let odd = transport.rank().0 == 1;
+        let mut session = Session::new(transport, Device::cpu());
+        let x = made_up(4, 2, 0.1);
+        let elsewhere = x.to_device(&Device::cpu()).unwrap();
+        let long = "x".repeat(kyklos::MAX_LABEL_BYTES + 1);
+        let wrong: [(Attention, Tensor, Tensor); 4] = [
+            (Attention::new(), x.clone(), made_up(5, 2, 0.1)),
+            (Attention::new(), made_up(4, 3, 0.1), x.clone()),
+            (Attention::new(), elsewhere, x.clone()),
+            (Attention::new().label(long), x.clone(), x.clone()),
+        ];
+        let errors: Vec<Error> = wrong
+            .into_iter()
+            .map(|(call, first, v)| {
+                let (call, first, v) =
+                    if odd { (call, first, v) } else { (Attention::new(), x.clone(), x.clone()) };
+                session.attend(&call, &first, &first, &v).unwrap_err()
+            })
+            .collect();
+        session.attend(&Attention::new(), &x, &x, &x).unwrap();
+        errors
+    });
+    for (theirs, own) in errors[0].iter().zip(&errors[1]) {
+        assert!(own.is_request(), "{own}");
+        assert!(theirs.to_string().contains(&format!("rank 1: {own}")), "{theirs} does not tell {own}");
+    }
+}
+
+#[test]
+fn a_mesh_or_placement_that_does_not_fit_the_group_is_refused_on_all_ranks_alike() {
+    let errors = on_threads(in_process_group(2), |transport| {
+        let mut session = Session::new(transport, Device::cpu());
+        let x = made_up(4, 2, 0.1);
+        let executions = [
+            Execution::new().mesh(Mesh::new(1, 3).unwrap()),
+            Execution::new().placement(PlacementKind::Zigzag),
+            Execution::new().strategy(Strategy::Relay),
+        ];
+        executions.map(|execution| {
+            let call = Attention::new().execution(execution);
+            session.attend(&call, &x, &x, &x).unwrap_err().to_string()
+        })
+    });
+    assert_eq!(errors[0], errors[1]);
+    assert!(errors[0][0].contains("mesh 1x3 for 2 ranks"), "{:?}", errors[0]);
+}
+
+#[test]
+fn a_session_after_an_abort_says_who_ended_the_group() {
+    for group in [in_process_group(2), quic_loopback_group(2).unwrap()] {
+        on_threads(both(group), |transport| {
+            let culprit = transport.rank().0 == 1;
+            let mut session = Session::new(transport, Device::cpu());
+            let x = made_up(4, 2, 0.1);
+            session.attend(&Attention::new(), &x, &x, &x).unwrap();
+            if culprit {
+                let cause = AbortCause::Failed("out of coffee".to_owned());
+                session.transport().abort(Abort { culprit: Rank(1), cause, progress: Progress::default() });
+            }
+            for _ in 0..2 {
+                let error = session.attend(&Attention::new(), &x, &x, &x).unwrap_err().to_string();
+                assert!(error.contains("rank 1") && error.contains("out of coffee"), "{error}");
+            }
+            let _ = session.close(Duration::from_secs(5));
+        });
+    }
+}
+
+/// The same plan through the agreement of lengths and given beforehand.
+#[test]
+fn a_call_gives_the_bytes_of_the_plan_that_it_agrees_on() {
+    let case = cases().into_iter().find(|case| case.name == "two rows beyond four tiles").unwrap();
+    let prepared = Prepared::new(case, Dtype::F32);
+    let mesh = Mesh::new(1, 3).unwrap();
+    let whole = attend(&prepared, mesh, PlacementKind::Zigzag, Strategy::Ring, 0);
+    let place =
+        |total, seed| Placement::new(PlacementKind::Zigzag, mesh, total, &uneven(total, 3, seed)).unwrap();
+    let problem = &prepared.problem;
+    let world = plan_placed(problem, mesh, place(problem.q_len, 0), place(problem.kv_len, 1), Strategy::Ring)
+        .unwrap();
+    let given =
+        run_world(&world, in_process_group(3), &prepared.tensors, kyklos::backend::cpu::CpuBackend::new).0;
+    assert_eq!((whole.o, whole.lse), (given.o, given.lse));
+}
