@@ -225,7 +225,7 @@ impl<'a, B: Backend, C: Collective<B>> Executor<'a, B, C> {
         inputs: &mut Inputs<B::Buffer>,
         carryover: &mut Carryover<B::Buffer>,
     ) -> Result<RankOutput> {
-        if let Err(error) = self.collective.agree(Vote::Ready { plan_hash: self.plan_hash }).await {
+        if let Err(error) = self.collective.agree(Vote::ready(self.plan_hash)).await {
             let error = Error::from(error);
             self.end_for_all(op, 0, &error);
             return Err(error);

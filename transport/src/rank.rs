@@ -62,6 +62,13 @@ pub enum Vote {
     },
 }
 
+impl Vote {
+    /// Ready to run the plan with this hash.
+    pub const fn ready(plan_hash: [u8; 32]) -> Self {
+        Self::Ready { plan_hash }
+    }
+}
+
 /// The kind of a rank's refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusalReason {
