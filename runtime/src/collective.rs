@@ -97,8 +97,8 @@ pub trait Collective<B: Backend> {
         recvs: &[Incoming],
     ) -> Arrivals<'a, B::Buffer>;
 
-    /// Casts this rank's vote before an operation; ends when all ranks have voted, see [`Transport::agree`].
-    fn agree(&self, vote: Vote) -> Posted<()>;
+    /// Casts this rank's vote before an operation; ends with the notes of all ranks, see [`Transport::agree`].
+    fn agree(&self, vote: Vote) -> Posted<Vec<Bytes>>;
 
     /// Ends the operation on all ranks, see [`Transport::abort`].
     fn abort(&self, abort: Abort);
@@ -207,7 +207,7 @@ impl<B: Backend> Collective<B> for HostStaged {
         })
     }
 
-    fn agree(&self, vote: Vote) -> Posted<()> {
+    fn agree(&self, vote: Vote) -> Posted<Vec<Bytes>> {
         self.transport.agree(vote, self.deadline)
     }
 

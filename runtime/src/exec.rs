@@ -268,7 +268,8 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
     /// # Errors
     /// [`Error::Transport`], the same on all ranks.
     pub(crate) async fn agree(&self) -> Result<()> {
-        Ok(self.collective.agree(Vote::Ready { plan_hash: self.lowered.plans.hash() }).await?)
+        self.collective.agree(Vote::ready(self.lowered.plans.hash())).await?;
+        Ok(())
     }
 
     /// As [`Self::run_from`] after the agreement. Leaves the output on the device; with `to_host` also copies it to the host.

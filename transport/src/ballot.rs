@@ -2,10 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use bytes::Bytes;
+
 use crate::rank::{Rank, RefusalReason, Vote};
 
-/// How a round ended: all ranks are ready with one plan, or one refusal becomes the error of all ranks.
-pub(crate) type Verdict = Result<(), Refusal>;
+/// How a round ended: all ranks are ready with one plan, and these are their notes by rank; or one refusal becomes the
+/// error of all ranks.
+pub(crate) type Verdict = Result<Vec<Bytes>, Refusal>;
 
 /// The refusal that a round ended with.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,8 +23,8 @@ pub(crate) struct Refusal {
 pub(crate) struct Ballot {
     /// Round that each rank votes in next.
     next_round: Vec<u64>,
-    /// Rounds that lack votes, with the votes they have.
-    open: BTreeMap<u64, Vec<Option<Vote>>>,
+    /// Rounds that lack votes, with the votes they have. Memory grows with the votes that were cast.
+    open: BTreeMap<u64, BTreeMap<Rank, Vote>>,
 }
 
 impl Ballot {
@@ -39,14 +42,13 @@ impl Ballot {
             return Err(format!("voted in {MAX_OPEN_ROUNDS} rounds that other ranks have not voted in"));
         }
         self.next_round[rank.0 as usize] += 1;
-        let world = self.next_round.len();
-        let votes = self.open.entry(round).or_insert_with(|| vec![None; world]);
-        votes[rank.0 as usize] = Some(vote);
-        if votes.iter().any(Option::is_none) {
+        let votes = self.open.entry(round).or_default();
+        votes.insert(rank, vote);
+        if votes.len() < self.next_round.len() {
             return Ok((round, None));
         }
-        let votes: Vec<Vote> = self.open.remove(&round).into_iter().flatten().flatten().collect();
-        Ok((round, Some(count(&votes))))
+        let votes = self.open.remove(&round).unwrap_or_default();
+        Ok((round, Some(count(votes))))
     }
 
     /// The ranks that have not voted in `round`, lowest first.
@@ -70,42 +72,38 @@ impl Ballot {
 }
 
 /// The verdict over one vote per rank.
-fn count(votes: &[Vote]) -> Verdict {
-    let ranks = (0..).map(Rank);
-    for (rank, vote) in ranks.clone().zip(votes) {
-        if let Vote::Refuse { reason, text } = vote {
-            return Err(Refusal { rank, reason: *reason, text: text.clone() });
+fn count(votes: BTreeMap<Rank, Vote>) -> Verdict {
+    let mut ready = Vec::with_capacity(votes.len());
+    for (rank, vote) in votes {
+        match vote {
+            Vote::Ready { plan_hash, note } => ready.push((rank, plan_hash, note)),
+            Vote::Refuse { reason, text } => return Err(Refusal { rank, reason, text }),
         }
     }
-    let hashes = || {
-        votes.iter().filter_map(
-            |vote| {
-                if let Vote::Ready { plan_hash } = vote { Some(plan_hash) } else { None }
-            },
-        )
-    };
-    let Some(first) = hashes().next() else {
-        return Ok(());
-    };
-    for (rank, hash) in ranks.zip(hashes()) {
-        if hash != first {
-            let text = format!(
-                "the ranks are about to run different plans: rank 0 has plan {}, rank {rank} has plan {}; \
-                 start every rank with the same options and the same inputs",
-                short_hex(first),
-                short_hex(hash),
-            );
-            return Err(Refusal { rank, reason: RefusalReason::WrongRequest, text });
-        }
+    if let Some((first_rank, first, _)) = ready.first()
+        && let Some((rank, hash, _)) = ready.iter().find(|(_, hash, _)| hash != first)
+    {
+        let text = format!(
+            "the ranks are about to run different plans: rank {first_rank} has plan {}, rank {rank} has plan {}; \
+             start every rank with the same options and the same inputs",
+            short_hex(first),
+            short_hex(hash),
+        );
+        return Err(Refusal { rank: *rank, reason: RefusalReason::WrongRequest, text });
     }
-    Ok(())
+    Ok(ready.into_iter().map(|(.., note)| note).collect())
+}
+
+/// Bytes of the notes of all ranks, if the round ended well.
+pub(crate) fn note_bytes(verdict: &Verdict) -> u64 {
+    verdict.iter().flatten().map(|note| note.len() as u64).sum()
 }
 
 fn short_hex(hash: &[u8; 32]) -> String {
     hash.iter().take(6).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Most rounds that may be open at once.
+/// Most rounds that may be open at once: at most this many votes of a rank, with their notes, are kept.
 const MAX_OPEN_ROUNDS: usize = 1024;
 
 #[cfg(test)]
@@ -115,28 +113,56 @@ mod tests {
     fn ready(first_byte: u8) -> Vote {
         let mut plan_hash = [0; 32];
         plan_hash[0] = first_byte;
-        Vote::Ready { plan_hash }
+        Vote::ready(plan_hash)
+    }
+
+    fn noted(note: &'static str) -> Vote {
+        Vote::Ready { plan_hash: [0; 32], note: Bytes::from_static(note.as_bytes()) }
+    }
+
+    fn by_rank(votes: impl IntoIterator<Item = Vote>) -> BTreeMap<Rank, Vote> {
+        (0..).map(Rank).zip(votes).collect()
     }
 
     #[test]
     fn a_rank_that_is_rounds_ahead_meets_the_others_in_order() {
-        let mut ballot = Ballot::new(2);
+        let (mut ballot, empty) = (Ballot::new(2), vec![Bytes::new(); 2]);
         assert_eq!(ballot.cast(Rank(1), ready(1)), Ok((0, None)));
         assert_eq!(ballot.cast(Rank(1), ready(2)), Ok((1, None)));
         assert_eq!(ballot.missing(0).collect::<Vec<_>>(), [Rank(0)]);
-        assert_eq!(ballot.cast(Rank(0), ready(1)), Ok((0, Some(Ok(())))));
-        assert_eq!(ballot.cast(Rank(0), ready(2)), Ok((1, Some(Ok(())))));
+        assert_eq!(ballot.cast(Rank(0), ready(1)), Ok((0, Some(Ok(empty.clone())))));
+        assert_eq!(ballot.cast(Rank(0), ready(2)), Ok((1, Some(Ok(empty)))));
         assert!(ballot.open.is_empty());
     }
 
     #[test]
     fn the_lowest_refusal_wins_over_a_hash_mismatch() {
         let refuse = |text: &str| Vote::Refuse { reason: RefusalReason::Failed, text: text.into() };
-        let verdict = count(&[ready(1), refuse("first"), ready(2), refuse("second")]);
+        let verdict = count(by_rank([ready(1), refuse("first"), ready(2), refuse("second")]));
         assert_eq!(
             verdict,
             Err(Refusal { rank: Rank(1), reason: RefusalReason::Failed, text: "first".into() })
         );
+    }
+
+    #[test]
+    fn notes_are_in_rank_order_whatever_the_order_of_the_votes() {
+        let mut ballot = Ballot::new(3);
+        for (rank, note) in [(2, "third"), (0, "first")] {
+            assert_eq!(ballot.cast(Rank(rank), noted(note)), Ok((0, None)));
+        }
+        // A rank that is a round ahead: its second note is not in the first round.
+        assert_eq!(ballot.cast(Rank(2), noted("later")), Ok((1, None)));
+        let notes = vec![Bytes::from("first"), Bytes::new(), Bytes::from("third")];
+        assert_eq!(note_bytes(&Ok(notes.clone())), 10);
+        assert_eq!(ballot.cast(Rank(1), noted("")), Ok((0, Some(Ok(notes)))));
+    }
+
+    #[test]
+    fn the_lowest_rank_whose_plan_differs_is_named() {
+        let refusal = count(by_rank([ready(1), ready(1), ready(2), ready(3)])).unwrap_err();
+        assert_eq!((refusal.rank, refusal.reason), (Rank(2), RefusalReason::WrongRequest));
+        assert!(refusal.text.contains("rank 0 has plan 01") && refusal.text.contains("rank 2 has plan 02"));
     }
 
     #[test]

@@ -69,7 +69,7 @@ pub use in_process::in_process_group;
 pub use membership::{Claim, MOST_CLAIMS};
 pub use posted::Posted;
 pub use pulse::{Pulse, Work};
-pub use rank::{Progress, Rank, RefusalReason, Tag, Taken, Vote};
+pub use rank::{MAX_NOTE_BYTES, Progress, Rank, RefusalReason, Tag, Taken, Vote};
 pub use recorder::{Event, EventKind, Outstanding, PeerRecord, Recorded, Recorder};
 pub use remedy::Remedy;
 pub use transport::{Reformed, Regroup, Transport};

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use bytes::Bytes;
+
 /// Index of a rank in its group, `0..world`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Rank(pub u32);
@@ -52,6 +54,9 @@ pub enum Vote {
     Ready {
         /// BLAKE3 of everything that makes the plans of all ranks.
         plan_hash: [u8; 32],
+        /// What the other ranks must know of this rank, at most [`MAX_NOTE_BYTES`]. All ranks get the notes of all
+        /// ranks when the round ends.
+        note: Bytes,
     },
     /// This rank cannot run it.
     Refuse {
@@ -61,6 +66,16 @@ pub enum Vote {
         text: String,
     },
 }
+
+impl Vote {
+    /// Ready, with an empty note.
+    pub const fn ready(plan_hash: [u8; 32]) -> Self {
+        Self::Ready { plan_hash, note: Bytes::new() }
+    }
+}
+
+/// Longest [note](Vote::Ready::note) of a vote, in bytes.
+pub const MAX_NOTE_BYTES: usize = 1024;
 
 /// The kind of a rank's refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -37,7 +37,8 @@ pub struct Event {
     pub tag: Tag,
     /// The plan step of this rank at that time.
     pub step: u32,
-    /// Bytes of the message, or those of it that had moved when it ended early.
+    /// Bytes of the message, or those of it that had moved when it ended early. For votes: of this rank's note, and of
+    /// the notes of all ranks when they agreed.
     pub bytes: u64,
 }
 

@@ -38,12 +38,29 @@ pub trait Transport: Send + Sync + fmt::Debug {
     -> Posted<Vec<Bytes>>;
 
     /// Exchanges votes before an operation: every rank brings [`Vote::Ready`] with the hash of what it is about to
-    /// run, or refuses. Completes with `Ok(())` on all ranks if all are ready and all hashes are equal, and with
-    /// the same error on all ranks otherwise (the lowest refusing rank's reason and text).
+    /// run and a note, or refuses. If all ranks are ready and all hashes are equal, it completes on all ranks with the
+    /// notes of all ranks, by rank, this rank's included. Otherwise it completes with the same error on all ranks (the
+    /// lowest refusing rank's reason and text).
+    ///
+    /// A note that is longer than [`crate::MAX_NOTE_BYTES`] is [`crate::TransportError::Misuse`]: no vote is cast, and
+    /// the group is as before.
     ///
     /// Votes are counted in call order: the n-th `agree` of one rank meets the n-th of the others. It carries no
     /// tensor bytes, so it is also the barrier between two operations.
-    fn agree(&self, vote: Vote, deadline: Duration) -> Posted<()>;
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use kyklos_transport::{Transport, Vote, in_process_group};
+    ///
+    /// let (group, second) = (in_process_group(2), Duration::from_secs(1));
+    /// let vote = |tokens: &'static str| Vote::Ready { plan_hash: [7; 32], note: tokens.into() };
+    /// let votes = [group[0].agree(vote("40 tokens"), second), group[1].agree(vote("24 tokens"), second)];
+    /// for notes in votes {
+    ///     assert_eq!(pollster::block_on(notes)?, ["40 tokens", "24 tokens"]);
+    /// }
+    /// # Ok::<(), kyklos_transport::TransportError>(())
+    /// ```
+    fn agree(&self, vote: Vote, deadline: Duration) -> Posted<Vec<Bytes>>;
 
     /// Ends the operation on every rank: this rank has failed for `reason`. Idempotent; the first abort that the
     /// coordinator sees wins.

@@ -120,10 +120,10 @@ impl Job {
         if let Err(failure) = file.write_part(&output.o, &output.lse) {
             return Some(refuse(transport, self.named(transport.rank(), failure)));
         }
-        let vote = Vote::Ready { plan_hash: self.agreed.plans.hash() };
+        let vote = Vote::ready(self.agreed.plans.hash());
         // Rank 0 votes after the verification, which may take longer than the deadline of a message.
         match pollster::block_on(transport.agree(vote, self.runs.deadline.max(REFUSE))) {
-            Ok(()) => file.commit().map_err(|failure| self.named(transport.rank(), failure)).err(),
+            Ok(_) => file.commit().map_err(|failure| self.named(transport.rank(), failure)).err(),
             Err(error) => Some(error.into()),
         }
     }

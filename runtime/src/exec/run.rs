@@ -331,14 +331,9 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             }
         }
         // No exchange is under way: any call of the transport returns the failure.
-        match self
-            .executor
-            .collective
-            .agree(Vote::Ready { plan_hash: self.executor.lowered.plans.hash() })
-            .await
-        {
+        match self.executor.collective.agree(Vote::ready(self.executor.lowered.plans.hash())).await {
             Err(error) => self.explain(ExchangeError::Transport(error)),
-            Ok(()) => Error::Cancelled,
+            Ok(_) => Error::Cancelled,
         }
     }
 

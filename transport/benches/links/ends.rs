@@ -126,8 +126,8 @@ fn connect(
     QuicTransport::connect(config).expect("a group of two")
 }
 
-fn agree(me: &dyn Transport) -> Posted<()> {
-    me.agree(Vote::Ready { plan_hash: [0; 32] }, LONG)
+fn agree(me: &dyn Transport) -> Posted<Vec<Bytes>> {
+    me.agree(Vote::ready([0; 32]), LONG)
 }
 
 /// Rank 1 sends to rank 0. If the mode is a hop, rank 0 sends as much to rank 1. Returns the measurements of this end,
@@ -193,7 +193,7 @@ fn ping(me: &dyn Transport, done: &AtomicBool) -> Vec<f64> {
         let over = !is_first && done.load(Ordering::Relaxed);
         let vote = match over {
             true => Vote::Refuse { reason: RefusalReason::Other(0), text: "over".into() },
-            false => Vote::Ready { plan_hash: [0; 32] },
+            false => Vote::ready([0; 32]),
         };
         let started = Instant::now();
         if block_on(me.agree(vote, LONG)).is_err() {

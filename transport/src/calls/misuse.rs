@@ -1,7 +1,7 @@
 //! Checks of a call's arguments that every implementation makes alike.
 
 use crate::error::TransportError;
-use crate::rank::{Rank, Tag};
+use crate::rank::{MAX_NOTE_BYTES, Rank, Tag, Vote};
 
 /// Total bytes of a message from or to `peer`, or why the call is wrong.
 pub(crate) fn check_message(
@@ -28,6 +28,20 @@ pub(crate) fn check_message(
         ));
     }
     Ok(total)
+}
+
+/// Bytes of the note of a vote, or why the vote is wrong.
+pub(crate) fn check_vote(me: Rank, vote: &Vote) -> Result<u64, TransportError> {
+    let note = match vote {
+        Vote::Ready { note, .. } => note.len(),
+        Vote::Refuse { .. } => 0,
+    };
+    if note > MAX_NOTE_BYTES {
+        let text =
+            format!("the note of rank {me}'s vote has {note} bytes, at most {MAX_NOTE_BYTES} are allowed");
+        return Err(TransportError::Misuse { text });
+    }
+    Ok(note as u64)
 }
 
 /// The call reuses a name that is outstanding.

@@ -20,8 +20,8 @@ use bytes::Bytes;
 pub(crate) use self::deadline::{Clock, Deadline, SystemClock};
 pub(crate) use self::history::Ended;
 use self::history::History;
-pub(crate) use self::misuse::check_message;
 use self::misuse::outstanding_already;
+pub(crate) use self::misuse::{check_message, check_vote};
 use crate::error::{Abort, Pending, TransportError};
 use crate::posted::Completer;
 use crate::rank::{Rank, Tag, Taken};
@@ -71,7 +71,7 @@ pub(crate) struct ReceiveCall<C: Clock, R> {
 
 #[derive(Debug)]
 pub(crate) struct AgreeCall<C: Clock> {
-    pub(crate) completer: Completer<()>,
+    pub(crate) completer: Completer<Vec<Bytes>>,
     pub(crate) deadline: Deadline<C>,
     /// A rank whose vote is missing, if one is known; otherwise the coordinator.
     pub(crate) missing: Rank,

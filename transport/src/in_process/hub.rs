@@ -8,8 +8,8 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::state::{Calls, Deadline, GroupState, Incoming, Outgoing, Phase, RankState, ReformCall};
-use crate::ballot::Ballot;
-use crate::calls::{AgreeCall, ReceiveCall, SendCall, check_message};
+use crate::ballot::{Ballot, note_bytes};
+use crate::calls::{AgreeCall, ReceiveCall, SendCall, check_message, check_vote};
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::posted::Completer;
 use crate::pulse::Pulse;
@@ -142,7 +142,11 @@ impl Hub {
         }
     }
 
-    pub(crate) fn agree(&self, me: Rank, vote: Vote, patience: Duration, completer: Completer<()>) {
+    pub(crate) fn agree(&self, me: Rank, vote: Vote, patience: Duration, completer: Completer<Vec<Bytes>>) {
+        let bytes = match check_vote(me, &vote) {
+            Ok(bytes) => bytes,
+            Err(error) => return completer.complete(Err(error)),
+        };
         let mut state = self.shared.lock();
         if let Err(error) = state.may_post(me) {
             return completer.complete(Err(error));
@@ -153,15 +157,16 @@ impl Hub {
                 return completer.complete(Err(TransportError::Misuse { text: format!("rank {me} {text}") }));
             }
         };
-        state.note(me, EventKind::Voted, me, Tag { op: round, message: 0 }, 0);
+        state.note(me, EventKind::Voted, me, Tag { op: round, message: 0 }, bytes);
         let call = AgreeCall { completer, deadline: Deadline::after(patience), missing: Rank::COORDINATOR };
         state.rank_mut(me).calls.agreements.insert(round, call);
         match verdict {
             Some(verdict) => {
+                let bytes = note_bytes(&verdict);
                 let result = verdict.map_err(TransportError::from);
                 for rank in 0..self.world {
                     if let Some(call) = state.rank_mut(Rank(rank)).calls.agreements.remove(&round) {
-                        state.note(Rank(rank), EventKind::Agreed, me, Tag { op: round, message: 0 }, 0);
+                        state.note(Rank(rank), EventKind::Agreed, me, Tag { op: round, message: 0 }, bytes);
                         call.completer.complete(result.clone());
                     }
                 }

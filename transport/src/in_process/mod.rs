@@ -83,7 +83,7 @@ impl Transport for InProcess {
         posted
     }
 
-    fn agree(&self, vote: Vote, deadline: Duration) -> Posted<()> {
+    fn agree(&self, vote: Vote, deadline: Duration) -> Posted<Vec<Bytes>> {
         let (completer, posted) = Posted::pair();
         self.hub.agree(self.rank, vote, deadline, completer);
         posted

@@ -295,7 +295,7 @@ impl Transport for QuicTransport {
         posted
     }
 
-    fn agree(&self, vote: Vote, deadline: Duration) -> Posted<()> {
+    fn agree(&self, vote: Vote, deadline: Duration) -> Posted<Vec<Bytes>> {
         let (completer, posted) = Posted::pair();
         self.core.agree(vote, deadline, completer);
         posted

@@ -6,6 +6,7 @@ use super::fields::{
     read_claims, read_flag, read_lane_ports, read_progress, read_ranks, read_tag, read_wish,
 };
 use super::frame::{Frame, MAX_DER_BYTES, MAX_TEXT_BYTES, Purpose, RejectCode};
+use super::notes::{Notes, put_note, read_note};
 use crate::error::{Abort, AbortCause};
 use crate::rank::{Rank, RefusalReason, Vote};
 
@@ -34,12 +35,13 @@ mod number {
     pub(super) const MEMBERS: u8 = 21;
     pub(super) const APPLY: u8 = 22;
     pub(super) const GRANT: u8 = 23;
+    pub(super) const NOTES: u8 = 24;
 }
 
 /// Layout version of a frame; a frame that changes gets a new one of its own.
 fn layout(number: u8) -> u8 {
     match number {
-        number::WELCOME | number::PING => 2,
+        number::WELCOME | number::VOTE | number::PING => 2,
         _ => 1,
     }
 }
@@ -54,6 +56,7 @@ impl Frame {
             Self::Meshed => number::MESHED,
             Self::Start => number::START,
             Self::Vote { .. } => number::VOTE,
+            Self::Notes { .. } => number::NOTES,
             Self::Verdict { .. } => number::VERDICT,
             Self::Ping { .. } => number::PING,
             Self::Pong => number::PONG,
@@ -121,13 +124,18 @@ impl Frame {
                 put_blob(out, certificate, MAX_DER_BYTES);
             }
             Self::Meshed | Self::Start | Self::Pong | Self::Leave | Self::Goodbye => {}
-            Self::Vote { vote: Vote::Ready { plan_hash } } => {
+            Self::Vote { vote: Vote::Ready { plan_hash, note } } => {
                 out.push(0);
                 out.extend_from_slice(plan_hash);
+                put_note(out, note);
             }
             Self::Vote { vote: Vote::Refuse { reason, text } } => {
                 out.extend_from_slice(&[1, reason.code()]);
                 put_text(out, text, MAX_TEXT_BYTES);
+            }
+            Self::Notes { round, notes } => {
+                out.extend_from_slice(&round.to_le_bytes());
+                notes.put(out);
             }
             Self::Verdict { round, refusal } => {
                 out.extend_from_slice(&round.to_le_bytes());
@@ -225,7 +233,7 @@ impl Frame {
             number::START => Self::Start,
             number::VOTE => Self::Vote {
                 vote: match reader.u8()? {
-                    0 => Vote::Ready { plan_hash: reader.array()? },
+                    0 => Vote::Ready { plan_hash: reader.array()?, note: read_note(&mut reader)? },
                     1 => {
                         Vote::Refuse { reason: RefusalReason::from_code(reader.u8()?), text: reader.text()? }
                     }
@@ -234,6 +242,7 @@ impl Frame {
                     }
                 },
             },
+            number::NOTES => Self::Notes { round: reader.u64()?, notes: Notes::read(&mut reader)? },
             number::VERDICT => Self::Verdict {
                 round: reader.u64()?,
                 refusal: match reader.u8()? {

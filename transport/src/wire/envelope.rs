@@ -11,7 +11,8 @@ impl Frame {
     pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![0; LENGTH_BYTES];
         self.put_body(&mut out);
-        // A body is bounded by MAX_FRAME_BYTES: texts are cut, and a table has at most MAX_WORLD entries.
+        // A body is bounded by MAX_FRAME_BYTES: texts are cut, a table has at most MAX_WORLD
+        // entries, and notes are split.
         let body_bytes = u32::try_from(out.len() - LENGTH_BYTES).unwrap_or(u32::MAX);
         out[..LENGTH_BYTES].copy_from_slice(&body_bytes.to_le_bytes());
         let checksum = crc32c::crc32c(&out);
@@ -30,7 +31,7 @@ impl Frame {
         };
         let length = u32::from_le_bytes(*length);
         let body_bytes = usize::try_from(length).unwrap_or(usize::MAX);
-        if body_bytes > MAX_FRAME_BYTES - LENGTH_BYTES - CHECKSUM_BYTES {
+        if body_bytes > MAX_FRAME_BYTES - ENVELOPE_BYTES {
             return Err(WireError::TooLong(u64::from(length)));
         }
         let covered_bytes = LENGTH_BYTES + body_bytes;
@@ -79,6 +80,9 @@ impl FrameStream {
         self.pending.is_empty()
     }
 }
+
+/// Bytes of a frame around its body.
+pub(super) const ENVELOPE_BYTES: usize = LENGTH_BYTES + CHECKSUM_BYTES;
 
 /// Bytes before the body: its length.
 const LENGTH_BYTES: usize = 4;

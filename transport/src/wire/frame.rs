@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 
+use super::notes::Notes;
 use crate::error::Abort;
 use crate::membership::Claim;
 use crate::rank::{Progress, Rank, RefusalReason, Tag, Vote};
@@ -98,6 +99,13 @@ pub enum Frame {
     Vote {
         /// The vote.
         vote: Vote,
+    },
+    /// The notes of the next ranks in a round that ended well. Such frames come before its verdict if a note is not empty.
+    Notes {
+        /// Rounds are counted from 0.
+        round: u64,
+        /// Those of the ranks after the ranks of the frame before, from rank 0 on.
+        notes: Notes,
     },
     /// How a round of votes ended.
     Verdict {

@@ -2,12 +2,13 @@
 
 use std::net::SocketAddr;
 
+use bytes::Bytes;
 use proptest::prelude::*;
 
 use super::*;
 use crate::error::{Abort, AbortCause};
 use crate::membership::{Claim, MOST_CLAIMS};
-use crate::rank::{Progress, Rank, RefusalReason, Tag, Vote};
+use crate::rank::{MAX_NOTE_BYTES, Progress, Rank, RefusalReason, Tag, Vote};
 
 fn any_tag() -> impl Strategy<Value = Tag> {
     (any::<u64>(), any::<u32>()).prop_map(|(op, message)| Tag { op, message })
@@ -31,6 +32,10 @@ fn any_reason() -> impl Strategy<Value = RefusalReason> {
     any::<u8>().prop_map(RefusalReason::from_code)
 }
 
+fn any_note() -> impl Strategy<Value = Bytes> {
+    proptest::collection::vec(any::<u8>(), 0..40).prop_map(Bytes::from)
+}
+
 fn any_frame() -> impl Strategy<Value = Frame> {
     let purpose = prop_oneof![
         Just(Purpose::Control),
@@ -51,7 +56,7 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         Just(RejectCode::Token),
     ];
     let vote = prop_oneof![
-        any::<[u8; 32]>().prop_map(|plan_hash| Vote::Ready { plan_hash }),
+        (any::<[u8; 32]>(), any_note()).prop_map(|(plan_hash, note)| Vote::Ready { plan_hash, note }),
         (any_reason(), ".{0,40}").prop_map(|(reason, text)| Vote::Refuse { reason, text }),
     ];
     let cause = prop_oneof![
@@ -93,6 +98,9 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         (any::<u32>(), any::<u32>(), proptest::collection::vec(any::<u8>(), 0..40))
             .prop_map(|(rank, world, certificate)| Frame::Grant { rank: Rank(rank), world, certificate }),
         vote.prop_map(|vote| Frame::Vote { vote }),
+        (any::<u64>(), proptest::collection::vec(any_note(), 0..20)).prop_map(|(round, notes)| {
+            Frame::Notes { round, notes: Notes::split(&notes).into_iter().next().unwrap_or_default() }
+        }),
         (any::<u64>(), refusal).prop_map(|(round, refusal)| Frame::Verdict { round, refusal }),
         (any::<u64>(), any::<u32>(), any::<bool>()).prop_map(|(round, rank, left)| Frame::Missing {
             round,
@@ -172,7 +180,7 @@ proptest! {
         let _ = Frame::decode(&framed);
         // With a valid number and layout as well, they reach the fields.
         if let [number, layout, ..] = &mut framed[4..] {
-            (*number, *layout) = (*number % 20, 1);
+            (*number, *layout) = (*number % 25, 1 + *layout % 2);
             let covered = framed.len() - 4;
             let checksum = crc32c::crc32c(&framed[..covered]);
             framed[covered..].copy_from_slice(&checksum.to_le_bytes());
@@ -193,6 +201,61 @@ fn the_largest_table_and_the_longest_text_fit_a_frame() {
     let bytes = Frame::Refuse { tag: Tag { op: 0, message: 0 }, text }.encode();
     let Ok(Some((Frame::Refuse { text, .. }, _))) = Frame::decode(&bytes) else { panic!("not a refusal") };
     assert_eq!(text.len(), usize::from(MAX_TEXT_BYTES));
+}
+
+/// The frames of these notes, decoded again. Each fits the limit of a frame.
+fn split_and_back(notes: &[Bytes]) -> (usize, Vec<Bytes>) {
+    let frames = Notes::split(notes);
+    let decoded = frames.iter().flat_map(|notes| {
+        let bytes = Frame::Notes { round: 3, notes: notes.clone() }.encode();
+        assert!(bytes.len() <= MAX_FRAME_BYTES, "{} bytes", bytes.len());
+        let Ok(Some((Frame::Notes { round: 3, notes }, _))) = Frame::decode(&bytes) else {
+            panic!("no notes")
+        };
+        notes.iter().collect::<Vec<_>>()
+    });
+    (frames.len(), decoded.collect())
+}
+
+#[test]
+fn notes_of_the_largest_group_come_back_from_as_few_frames_as_they_fit() {
+    let note = |rank: u32, bytes: usize| Bytes::from(vec![rank as u8; bytes]);
+    let of = |bytes: fn(u32) -> usize| (0..MAX_WORLD).map(|rank| note(rank, bytes(rank))).collect::<Vec<_>>();
+    for (notes, frames) in [
+        (of(|_| 0), 0),
+        (of(|rank| if rank == 2047 { 1 } else { 0 }), 1),
+        (of(|_| 29), 1),
+        (of(|_| 30), 2),
+        (of(|_| MAX_NOTE_BYTES), 33),
+        (of(|rank| rank as usize % (MAX_NOTE_BYTES + 1)), 17),
+    ] {
+        let (count, back) = split_and_back(&notes);
+        assert_eq!(count, frames);
+        assert_eq!(back, if frames == 0 { Vec::new() } else { notes });
+    }
+}
+
+#[test]
+fn a_note_beyond_the_limit_is_refused_and_never_encoded() {
+    let (longest, longer) = (Bytes::from(vec![7; MAX_NOTE_BYTES]), Bytes::from(vec![7; MAX_NOTE_BYTES + 1]));
+    let vote = |note: &Bytes| Frame::Vote { vote: Vote::Ready { plan_hash: [3; 32], note: note.clone() } };
+    let notes =
+        |note: &Bytes| Frame::Notes { round: 1, notes: Notes::split(std::slice::from_ref(note)).remove(0) };
+    for frame in [vote, notes] {
+        assert_eq!(frame(&longer).encode(), frame(&longest).encode());
+        // One byte more, with the length that goes with it.
+        let mut body = frame(&longest).encode();
+        body.truncate(body.len() - 4);
+        body.push(7);
+        let at = body.len() - (MAX_NOTE_BYTES + 1) - 2;
+        body[at..at + 2].copy_from_slice(&1025_u16.to_le_bytes());
+        let length = body.len() as u32 - 4;
+        body[..4].copy_from_slice(&length.to_le_bytes());
+        let checksum = crc32c::crc32c(&body);
+        body.extend_from_slice(&checksum.to_le_bytes());
+        let error = WireError::BadValue { field: "length of a note", value: 1025 };
+        assert_eq!(Frame::decode(&body), Err(error));
+    }
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! The bytes of the wire, pinned. A change here is a change of the protocol: raise a version and change `WIRE.md`.
 
+use bytes::Bytes;
+
 use super::*;
 use crate::error::{Abort, AbortCause};
 use crate::membership::Claim;
@@ -168,12 +170,31 @@ fn frames_of_a_running_group_are_pinned() {
     let tag = Tag { op: 9, message: 5 };
     let progress = Progress { op: 9, step: 2 };
     pinned(
-        &Frame::Vote { vote: Vote::Ready { plan_hash: [0xcd; 32] } },
-        &["07", "01", "00", &"cd".repeat(32)], // number, layout, ready, hash
+        &Frame::Vote { vote: Vote::ready([0xcd; 32]) },
+        &["07", "02", "00", &"cd".repeat(32), "0000"], // number, layout, ready, hash, bytes of the note
+    );
+    let note = Bytes::from_static(&[0xee, 0xff, 0x00]);
+    pinned(
+        &Frame::Vote { vote: Vote::Ready { plan_hash: [0xcd; 32], note: note.clone() } },
+        &["07", "02", "00", &"cd".repeat(32), "0300", "eeff00"],
     );
     pinned(
         &Frame::Vote { vote: Vote::Refuse { reason: RefusalReason::WrongRequest, text: "é".into() } },
-        &["07", "01", "01", "02", "0200", "c3a9"], // number, layout, refuse, reason, bytes of the text, text
+        &["07", "02", "01", "02", "0200", "c3a9"], // number, layout, refuse, reason, bytes of the text, text
+    );
+    pinned(
+        &Frame::Notes { round: 1, notes: Notes::split(&[note, Bytes::new(), Bytes::from("a")]).remove(0) },
+        &[
+            "18",
+            "01",
+            "0100000000000000", // round
+            "03000000",         // notes
+            "0300",             // bytes of each note
+            "0000",
+            "0100",
+            "eeff00", // notes
+            "61",
+        ],
     );
     pinned(&Frame::Verdict { round: 1, refusal: None }, &["08", "01", "0100000000000000", "00"]);
     pinned(

@@ -10,6 +10,7 @@ mod envelope;
 mod fields;
 mod frame;
 mod header;
+mod notes;
 
 #[cfg(test)]
 mod garbage;
@@ -20,6 +21,7 @@ pub use codec::WireError;
 pub use envelope::{FrameStream, MAX_FRAME_BYTES};
 pub use frame::{Frame, MAX_DER_BYTES, MAX_TEXT_BYTES, MAX_WORLD, MOST_LANES, Purpose, RejectCode};
 pub use header::{HEADER_BYTES, MessageHeader, part_digest};
+pub use notes::Notes;
 
 /// Version of everything on the wire. Peers with another version refuse each other.
-pub const PROTOCOL_VERSION: u16 = 3;
+pub const PROTOCOL_VERSION: u16 = 4;

@@ -7,4 +7,5 @@
 mod common;
 mod hostile;
 mod members;
+mod votes;
 mod windows;

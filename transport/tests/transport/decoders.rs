@@ -11,9 +11,10 @@ use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use bounded::{Limit, corpus, corpus_with_keys, run};
+use bytes::Bytes;
 use kyklos_transport::quic::decoders;
-use kyklos_transport::wire::{Frame, MAX_TEXT_BYTES, MessageHeader, Purpose, RejectCode, part_digest};
-use kyklos_transport::{Abort, AbortCause, Claim, Progress, Rank, RefusalReason, Tag, Vote};
+use kyklos_transport::wire::{Frame, MAX_TEXT_BYTES, MessageHeader, Notes, Purpose, RejectCode, part_digest};
+use kyklos_transport::{Abort, AbortCause, Claim, MAX_NOTE_BYTES, Progress, Rank, RefusalReason, Tag, Vote};
 
 /// The limit: a few copies of the input, one of them decoded.
 const BY_LENGTH: Limit = Limit { fixed: 2 << 10, per_byte: 8 };
@@ -28,6 +29,8 @@ fn frames() -> Vec<(String, Vec<u8>)> {
     let claims = vec![Claim { epoch: 5, started: true, members: vec![Rank(0), Rank(2)] }];
     let purpose = Purpose::Control;
     let cause = AbortCause::Died("gone".into());
+    let note = Bytes::from_static(b"rank 1 has 40 tokens");
+    let notes = |notes: &[Bytes]| Frame::Notes { round: 1, notes: Notes::split(notes).remove(0) };
     let all = [
         ("hello", Frame::Hello { protocol: 1, purpose, job: [7; 16], epoch: 1, rank: Rank(1), world: 4 }),
         ("welcome", Frame::Welcome { protocol: 1, lane_ports: vec![7001, 258] }),
@@ -36,7 +39,10 @@ fn frames() -> Vec<(String, Vec<u8>)> {
         ("apply", Frame::Apply { rank: Some(Rank(3)), request: vec![0x30; 300], proof: [0xcd; 32] }),
         ("grant", Frame::Grant { rank: Rank(3), world: 4, certificate: vec![0x30; 600] }),
         ("start", Frame::Start),
-        ("ready", Frame::Vote { vote: Vote::Ready { plan_hash: [3; 32] } }),
+        ("ready", Frame::Vote { vote: Vote::ready([3; 32]) }),
+        ("ready_with_a_note", Frame::Vote { vote: Vote::Ready { plan_hash: [3; 32], note: note.clone() } }),
+        ("notes", notes(&[Bytes::new(), note.clone(), Bytes::from_static(b"x")])),
+        ("longest_notes", notes(&vec![Bytes::from(vec![b'n'; MAX_NOTE_BYTES]); 3])),
         (
             "refuse_vote",
             Frame::Vote { vote: Vote::Refuse { reason: RefusalReason::WrongRequest, text: "é".into() } },
@@ -61,6 +67,13 @@ fn frames() -> Vec<(String, Vec<u8>)> {
     long.extend_from_slice(&(MAX_TEXT_BYTES + 1).to_le_bytes());
     long.resize(long.len() + usize::from(MAX_TEXT_BYTES) + 1, b'a');
     made.push(("a_text_that_is_too_long".to_owned(), long));
+    // A body whose note is one byte above the limit, and one with more notes than it has bytes for.
+    let too_long = u16::try_from(MAX_NOTE_BYTES + 1).expect("a length");
+    let mut long = [&[7, 2, 0][..], &[3; 32], &too_long.to_le_bytes()].concat();
+    long.resize(long.len() + usize::from(too_long), b'a');
+    made.push(("a_note_that_is_too_long".to_owned(), long));
+    let many = [&[24, 1][..], &[0; 8], &2048_u32.to_le_bytes(), &[0; 100]].concat();
+    made.push(("notes_that_are_cut".to_owned(), many));
     made
 }
 

@@ -127,7 +127,7 @@ fn runs_as_a_rank() {
 /// Twenty ring hops; then each rank closes as soon as it is done.
 fn ring(me: &dyn Transport) {
     let (rank, world) = (me.rank().0, me.world());
-    block_on(me.agree(Vote::Ready { plan_hash: [1; 32] }, LONG)).unwrap();
+    block_on(me.agree(Vote::ready([1; 32]), LONG)).unwrap();
     let bytes = 1 << 20;
     for message in 0..20 {
         let tag = Tag { op: 0, message };
@@ -161,7 +161,7 @@ fn endless(me: &dyn Transport) {
                 assert!(abort.progress.step >= 1 || abort.culprit == Rank(0), "{abort}");
                 println!("culprit {} pending {}", abort.culprit, pending.is_some());
                 println!("{abort}");
-                let later = block_on(me.agree(Vote::Ready { plan_hash: [1; 32] }, LONG)).unwrap_err();
+                let later = block_on(me.agree(Vote::ready([1; 32]), LONG)).unwrap_err();
                 assert!(matches!(later, TransportError::Aborted { .. }), "{later}");
                 let _ = block_on(me.close(Duration::from_secs(2)));
                 println!("survived");

@@ -238,15 +238,19 @@ mod by_hand {
     #[test]
     fn another_protocol_version_is_refused_with_both_numbers() {
         let job = Job::new();
-        let (group, reason) = job.form_while(2, || {
-            dial(&job, Some(1), "kyklos-ctl/1", async |connection| {
-                say(&connection, &hello(job.id, 1, 77)).await;
-                verdict(&connection).await
-            })
-        });
-        let reason = reason.unwrap();
-        assert!(reason.contains(&format!("version {PROTOCOL_VERSION}")) && reason.contains("77"), "{reason}");
-        works(&group);
+        // The version before this one, and one that does not exist yet.
+        for other in [PROTOCOL_VERSION - 1, 77] {
+            let (group, reason) = job.form_while(2, || {
+                dial(&job, Some(1), "kyklos-ctl/1", async |connection| {
+                    say(&connection, &hello(job.id, 1, other)).await;
+                    verdict(&connection).await
+                })
+            });
+            let reason = reason.unwrap();
+            let both = format!("rank 0 speaks protocol version {PROTOCOL_VERSION}, rank 1 {other}");
+            assert!(reason.contains(&both), "{reason}");
+            works(&group);
+        }
     }
 
     #[test]

@@ -128,7 +128,7 @@ pub(super) fn of_runs() -> Vec<Entry> {
         let _ = pollster::block_on(others);
         Error::from(mine)
     };
-    let ready = |byte| Vote::Ready { plan_hash: [byte; 32] };
+    let ready = |byte| Vote::ready([byte; 32]);
 
     let (waits, silent) = pair();
     let late = receive(&*waits, 1, Duration::from_millis(50));
@@ -144,7 +144,7 @@ pub(super) fn of_runs() -> Vec<Entry> {
         let hash = ProvedPlans::new(ring()).unwrap().hash();
         scope.spawn(move || {
             // This rank agrees. Then it closes before it sends a message, while its peer waits for one.
-            let _ = pollster::block_on(goes.agree(Vote::Ready { plan_hash: hash }, Duration::from_secs(20)));
+            let _ = pollster::block_on(goes.agree(Vote::ready(hash), Duration::from_secs(20)));
             std::thread::sleep(Duration::from_millis(500));
         });
         run_rank(stays, Bytes::from(vec![0; 4 * 2 * 8 * 4])).unwrap_err()

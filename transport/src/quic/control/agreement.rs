@@ -2,27 +2,33 @@
 
 use std::time::Duration;
 
+use bytes::Bytes;
+
 use super::coordinator::{Coordinator, MissingVote};
 use super::core::Core;
 use super::state::Deadline;
-use crate::ballot::{Refusal, Verdict};
-use crate::calls::AgreeCall;
+use crate::ballot::{Refusal, Verdict, note_bytes};
+use crate::calls::{AgreeCall, check_vote};
 use crate::error::TransportError;
 use crate::posted::Completer;
 use crate::rank::{Rank, Tag, Vote};
 use crate::recorder::EventKind;
-use crate::wire::Frame;
+use crate::wire::{Frame, Notes};
 
 impl Core {
     /// On every rank: starts this rank's part in the next agreement.
-    pub(crate) fn agree(&self, vote: Vote, patience: Duration, completer: Completer<()>) {
+    pub(crate) fn agree(&self, vote: Vote, patience: Duration, completer: Completer<Vec<Bytes>>) {
+        let bytes = match check_vote(self.me, &vote) {
+            Ok(bytes) => bytes,
+            Err(error) => return completer.complete(Err(error)),
+        };
         let mut state = self.lock();
         if let Err(error) = state.may_post() {
             return completer.complete(Err(error));
         }
         let round = state.next_round;
         state.next_round += 1;
-        self.recorder.note(EventKind::Voted, self.me, Tag { op: round, message: 0 }, 0);
+        self.recorder.note(EventKind::Voted, self.me, Tag { op: round, message: 0 }, bytes);
         let deadline = Deadline::after(patience);
         state.calls.agreements.insert(round, AgreeCall { completer, deadline, missing: Rank::COORDINATOR });
         drop(state);
@@ -37,7 +43,8 @@ impl Core {
     pub(crate) fn agreed(&self, round: u64, verdict: Verdict) {
         let call = self.lock().calls.agreements.remove(&round);
         if let Some(call) = call {
-            self.recorder.note(EventKind::Agreed, Rank::COORDINATOR, Tag { op: round, message: 0 }, 0);
+            let tag = Tag { op: round, message: 0 };
+            self.recorder.note(EventKind::Agreed, Rank::COORDINATOR, tag, note_bytes(&verdict));
             call.completer.complete(verdict.map_err(TransportError::from));
         }
         self.changed.notify_waiters();
@@ -49,10 +56,9 @@ impl Core {
         match counted {
             Err(text) => self.failed(rank, text),
             Ok((round, Some(verdict))) => {
-                let refusal =
-                    verdict.clone().err().map(|Refusal { rank, reason, text }| (rank, reason, text));
+                let frames = verdict_frames(round, &verdict);
                 for member in self.control.iter().flatten() {
-                    member.say(Frame::Verdict { round, refusal: refusal.clone() });
+                    member.say_encoded(frames.clone());
                 }
                 self.agreed(round, verdict);
             }
@@ -93,4 +99,19 @@ impl Core {
             self.failed(rank, format!("left the group while rank {} waited for its vote", self.me));
         }
     }
+}
+
+/// The frames that tell a rank how a round ended, encoded once for all ranks. They stay together on the way.
+fn verdict_frames(round: u64, verdict: &Verdict) -> Bytes {
+    let mut frames = Vec::new();
+    let refusal = match verdict {
+        Ok(notes) => {
+            let notes = Notes::split(notes).into_iter();
+            notes.for_each(|notes| frames.extend(Frame::Notes { round, notes }.encode()));
+            None
+        }
+        Err(Refusal { rank, reason, text }) => Some((*rank, *reason, text.clone())),
+    };
+    frames.extend(Frame::Verdict { round, refusal }.encode());
+    frames.into()
 }

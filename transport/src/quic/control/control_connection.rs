@@ -8,6 +8,7 @@ use tokio::time::MissedTickBehavior;
 
 use super::coordinator::MissingVote;
 use super::core::Core;
+use super::notes::ArrivingNotes;
 use super::stalls::{Report, Stall};
 use crate::ballot::Refusal;
 use crate::error::{Abort, AbortCause};
@@ -83,18 +84,29 @@ impl Core {
         heard: Arc<CoordinatorSilence>,
         mut frames: FrameReader,
     ) {
+        let mut notes = ArrivingNotes::new(self.world);
         loop {
             let frame = frames.next().await;
             heard.reset();
             self.recorder.heard(Rank::COORDINATOR, None);
             match frame {
                 Ok(Some(Frame::Pong)) => {}
+                Ok(Some(Frame::Notes { round, notes: next })) => {
+                    if let Err(text) = notes.add(round, &next) {
+                        return self.coordinator_failed(format!("broke the protocol: {text}"));
+                    }
+                }
                 Ok(Some(Frame::Verdict { round, refusal })) => {
                     let verdict = match refusal {
-                        None => Ok(()),
-                        Some((rank, reason, text)) => Err(Refusal { rank, reason, text }),
+                        None => notes.take(round).map(Ok),
+                        Some((rank, reason, text)) => {
+                            notes.none(round).map(|()| Err(Refusal { rank, reason, text }))
+                        }
                     };
-                    self.agreed(round, verdict);
+                    match verdict {
+                        Ok(verdict) => self.agreed(round, verdict),
+                        Err(text) => return self.coordinator_failed(format!("broke the protocol: {text}")),
+                    }
                 }
                 Ok(Some(Frame::Missing { round, rank, left })) if rank.0 < self.world => {
                     self.note_missing(MissingVote { round, rank, left });

@@ -3,12 +3,13 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use bytes::Bytes;
 use quinn::{Connection, VarInt};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::figures::ConnectionFigures;
-use crate::quic::network::frames::FrameSender;
+use crate::quic::network::frames::{FrameSender, weight};
 use crate::wire::Frame;
 
 /// A connection for messages, and the runtime on whose thread it lives.
@@ -25,7 +26,7 @@ pub(crate) struct Link {
     /// All lanes of a data connection, itself the first. Empty for a control connection.
     pub(crate) lanes: Vec<Lane>,
     frames: Mutex<Option<FrameSender>>,
-    /// Frames that have not been handed to the connection.
+    /// Frames that have not been handed to the connection, by their weight.
     queued: Arc<AtomicUsize>,
     /// Becomes true when every frame has reached the peer, or never will.
     pub(crate) flushed: watch::Receiver<bool>,
@@ -50,9 +51,14 @@ impl Link {
 
     /// Queues a frame. A link whose connection has ended drops it: the task that watches the connection handles that.
     pub(crate) fn say(&self, frame: Frame) {
+        self.say_encoded(frame.encode().into());
+    }
+
+    /// The same of one or more frames that are encoded already. No other frame comes between them.
+    pub(crate) fn say_encoded(&self, bytes: Bytes) {
         if let Some(frames) = &*self.frames.lock().unwrap_or_else(PoisonError::into_inner) {
-            self.queued.fetch_add(1, Ordering::Relaxed);
-            let _ = frames.send(frame);
+            self.queued.fetch_add(weight(&bytes), Ordering::Relaxed);
+            let _ = frames.send(bytes);
         }
     }
 
@@ -85,5 +91,5 @@ impl Link {
     }
 }
 
-/// Frames that may wait for one peer.
+/// Frames that may wait for one peer, by their weight: 64 MiB of long ones.
 pub(crate) const MAX_QUEUED_FRAMES: usize = 1 << 16;

@@ -5,5 +5,6 @@ pub(crate) mod control_connection;
 pub(crate) mod coordinator;
 pub(crate) mod core;
 pub(crate) mod link;
+pub(crate) mod notes;
 pub(crate) mod stalls;
 pub(crate) mod state;

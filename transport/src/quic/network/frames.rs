@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use bytes::Bytes;
 use quinn::{RecvStream, SendStream};
 use tokio::sync::mpsc;
 
@@ -49,34 +50,49 @@ impl FrameReader {
 /// Most bytes taken from the stream at once.
 const READ_BYTES: usize = 4096;
 
-/// The sending end of a link's frames.
+/// The sending end of a link's frames, which are encoded already.
 ///
 /// Unbounded, because only this rank's own calls put frames in: at most a few per outstanding call and heartbeat. A peer that
 /// reads none of them is found by their number, with the next heartbeat.
-pub(crate) type FrameSender = mpsc::UnboundedSender<Frame>;
+pub(crate) type FrameSender = mpsc::UnboundedSender<Bytes>;
+
+/// For how many frames these bytes count while they wait for their peer: one for each KiB, so that memory is bounded too.
+pub(crate) fn weight(frames: &Bytes) -> usize {
+    1 + frames.len() / 1024
+}
 
 /// Writes queued frames, and ends the stream after all senders are gone and the peer has every frame.
 pub(crate) async fn write_frames(
     mut stream: SendStream,
-    mut frames: mpsc::UnboundedReceiver<Frame>,
+    mut frames: mpsc::UnboundedReceiver<Bytes>,
     queued: Arc<AtomicUsize>,
 ) {
     // Small and urgent: ahead of payload on the same connection.
     let _ = stream.set_priority(10);
     let mut batch = Vec::new();
-    while let Some(frame) = frames.recv().await {
+    while let Some(first) = frames.recv().await {
         batch.clear();
-        batch.extend_from_slice(&frame.encode());
-        let mut taken = 1;
-        while batch.len() < READ_BYTES
-            && let Ok(frame) = frames.try_recv()
-        {
-            batch.extend_from_slice(&frame.encode());
-            taken += 1;
+        let (mut next, mut large, mut taken) = (Some(first), None, 0);
+        while let Some(frame) = next.take() {
+            taken += weight(&frame);
+            if frame.len() >= READ_BYTES {
+                // Not copied: other links may send the same bytes.
+                large = Some(frame);
+                break;
+            }
+            batch.extend_from_slice(&frame);
+            if batch.len() < READ_BYTES {
+                next = frames.try_recv().ok();
+            }
         }
         queued.fetch_sub(taken, Ordering::Relaxed);
         // The task that watches the connection notices its end, with the reason.
-        if stream.write_all(&batch).await.is_err() {
+        if !batch.is_empty() && stream.write_all(&batch).await.is_err() {
+            return;
+        }
+        if let Some(large) = large
+            && stream.write_chunk(large).await.is_err()
+        {
             return;
         }
     }

@@ -31,6 +31,10 @@ pub(crate) struct Line {
 }
 
 impl Line {
+    pub(crate) fn new(connection: Connection, send: SendStream, recv: RecvStream) -> Self {
+        Self { connection, send: Arc::new(Mutex::new(send)), recv, pending: Vec::new() }
+    }
+
     pub(crate) async fn say(&self, bytes: &[u8]) {
         // The peer may close the connection before everything is written.
         let _ = self.send.lock().await.write_all(bytes).await;
@@ -75,8 +79,7 @@ impl Member {
             let protocol = PROTOCOL_VERSION;
             let hello = Frame::Hello { protocol, purpose, job: job.id.0, epoch: 0, rank: me, world };
             send.write_all(&hello.encode()).await.unwrap();
-            let send = Arc::new(Mutex::new(send));
-            let mut line = Line { connection, send, recv, pending: Vec::new() };
+            let mut line = Line::new(connection, send, recv);
             assert_eq!(line.hear(LONG).await, Some(Frame::Welcome { protocol, lane_ports: Vec::new() }));
             line
         };

@@ -1,6 +1,7 @@
 //! A job whose ranks are threads of the test, and helpers for clients outside and inside the group.
 #![allow(dead_code, reason = "each test program uses its part")]
 
+pub(crate) mod coordinator;
 pub(crate) mod member;
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
@@ -59,10 +60,7 @@ impl Job {
 
     /// TLS settings of a hand-made client, as the given rank or without a certificate.
     pub(crate) fn tls(&self, certificate_of: Option<u32>, protocol: &str) -> rustls::ClientConfig {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("identity.pem");
-        self.authority.issue(Rank(certificate_of.unwrap_or(9))).unwrap().write_file(&path).unwrap();
-        let pem = std::fs::read(&path).unwrap();
+        let pem = self.identity_pem(certificate_of.unwrap_or(9));
         let mut certificates = CertificateDer::pem_slice_iter(&pem).map(Result::unwrap);
         let (leaf, authority) = (certificates.next().unwrap(), certificates.next().unwrap());
         let mut roots = rustls::RootCertStore::empty();
@@ -80,6 +78,14 @@ impl Job {
         };
         tls.alpn_protocols = vec![protocol.as_bytes().to_vec()];
         tls
+    }
+
+    /// The file of a rank's identity: its certificate, the one of its authority, its key.
+    pub(crate) fn identity_pem(&self, rank: u32) -> Vec<u8> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("identity.pem");
+        self.authority.issue(Rank(rank)).unwrap().write_file(&path).unwrap();
+        std::fs::read(&path).unwrap()
     }
 
     /// The server name that a client uses to dial a rank.

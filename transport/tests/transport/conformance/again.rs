@@ -38,7 +38,7 @@ fn reform(group: Group) -> (Group, Vec<Rank>, u32) {
 fn works(group: &Group) {
     let world = group.len() as u32;
     let votes: Vec<_> = group.iter().map(|rank| rank.agree(ready(3), LONG)).collect();
-    votes.into_iter().for_each(|vote| block_on(vote).unwrap());
+    votes.into_iter().for_each(|vote| assert_eq!(block_on(vote).unwrap().len(), group.len()));
     for from in 0..world {
         for to in (0..world).filter(|&to| to != from) {
             let received = group[to as usize].post_recv(Rank(from), tag(0, from), &[100_000], LONG);

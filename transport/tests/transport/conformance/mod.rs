@@ -41,7 +41,7 @@ pub(crate) fn payload(bytes: usize, seed: u64) -> Bytes {
 }
 
 pub(crate) fn ready(byte: u8) -> Vote {
-    Vote::Ready { plan_hash: [byte; 32] }
+    Vote::ready([byte; 32])
 }
 
 /// Closes all ranks at the same time, as their programs do.
@@ -80,6 +80,11 @@ macro_rules! conformance_tests {
             ranks_agree_when_all_are_ready_with_one_plan
             the_lowest_refusal_is_the_error_of_all_ranks_and_the_group_continues
             different_plans_are_noticed_by_everyone
+            notes_of_all_ranks_arrive_whole_and_in_rank_order
+            notes_of_the_longest_size_arrive_and_one_byte_more_is_refused_at_the_caller
+            a_refusal_wins_over_notes
+            different_plans_are_noticed_whatever_the_notes
+            notes_of_consecutive_rounds_do_not_mix
             an_agreement_that_times_out_names_the_missing_voters
             a_rank_that_leaves_instead_of_voting_is_an_error
             an_abort_ends_everything_everywhere_and_names_one_culprit

@@ -1,14 +1,15 @@
 //! A program can read afterwards what a rank did.
 
-use kyklos_transport::{Abort, AbortCause, EventKind, Progress, Rank};
+use kyklos_transport::{Abort, AbortCause, EventKind, Progress, Rank, Vote};
 use pollster::block_on;
 
-use super::{Group, LONG, payload, ready, tag};
+use super::{Group, LONG, payload, tag};
 
 pub(crate) fn a_rank_records_what_it_did_and_what_an_abort_ended(make: fn(u32) -> Group) {
     let group = make(2);
-    let votes: Vec<_> = group.iter().map(|rank| rank.agree(ready(1), LONG)).collect();
-    votes.into_iter().for_each(|vote| block_on(vote).unwrap());
+    let vote = |bytes| Vote::Ready { plan_hash: [1; 32], note: payload(bytes, 1) };
+    let votes = [group[0].agree(vote(30), LONG), group[1].agree(vote(12), LONG)];
+    votes.into_iter().for_each(|vote| assert_eq!(block_on(vote).unwrap().len(), 2));
     group[1].report_progress(Progress { op: 0, step: 3 });
     let receive = group[1].post_recv(Rank(0), tag(0, 7), &[1000], LONG);
     block_on(group[0].post_send(Rank(1), tag(0, 7), vec![payload(1000, 1)], LONG)).unwrap();
@@ -25,6 +26,9 @@ pub(crate) fn a_rank_records_what_it_did_and_what_an_abort_ended(make: fn(u32) -
     {
         assert!(kinds.any(|other| other == kind), "no {} at its place in {:?}", kind.name(), receiver.events);
     }
+    // Of a vote the bytes of its note, of the agreement those of all notes.
+    let bytes = |kind| receiver.events.iter().find(|event| event.kind == kind).map(|event| event.bytes);
+    assert_eq!((bytes(EventKind::Voted), bytes(EventKind::Agreed)), (Some(12), Some(42)));
     let received = receiver.events.iter().find(|event| event.kind == EventKind::Received).unwrap();
     assert_eq!((received.peer, received.tag, received.step, received.bytes), (Rank(0), tag(0, 7), 3, 1000));
 

@@ -282,7 +282,7 @@ async fn live(stage: Arc<Stage>, rank: u32, life: u32) -> Life {
                     progress: Progress { op: 0, step: 0 },
                 });
                 // Rank 0 sends this rank's own abort request back.
-                let _ = transport.agree(Vote::Ready { plan_hash: [0; 32] }, PATIENCE).await;
+                let _ = transport.agree(Vote::ready([0; 32]), PATIENCE).await;
             }
         }
         let who =
@@ -325,7 +325,11 @@ async fn work(
     for op in 0..OPERATIONS {
         let mut plan_hash = [op as u8; 32];
         plan_hash[0] = epoch as u8;
-        transport.agree(Vote::Ready { plan_hash }, PATIENCE).await?;
+        let note = |rank: u32| of(op, rank, rank).slice(..1 + op as usize);
+        let notes = transport.agree(Vote::Ready { plan_hash, note: note(me) }, PATIENCE).await?;
+        if notes != (0..world).map(note).collect::<Vec<_>>() {
+            complaints.push(format!("op {op} of epoch {epoch}: wrong notes"));
+        }
         let others: Vec<u32> = (1..world).map(|step| (me + step) % world).collect();
         let tag = |from: u32, to: u32| Tag { op, message: from * 16 + to };
         let received: Vec<_> = others

@@ -78,6 +78,12 @@ fn payload(seed: u64, op: u64, from: u32, to: u32, bytes: usize) -> Bytes {
     out.into()
 }
 
+/// The note of a rank's vote: empty in every fourth operation on all ranks, else of up to 1024 bytes.
+fn note(seed: u64, op: u64, rank: u32) -> Bytes {
+    let bytes = [0, 12, 150, 1024][(op % 4) as usize];
+    payload(seed, op, rank, rank, bytes)
+}
+
 /// The future of a call. It yields the bytes that the call received.
 type Boxed = Pin<Box<dyn Future<Output = Result<Vec<Bytes>, TransportError>> + Send>>;
 
@@ -189,13 +195,19 @@ impl Program {
                 self.stage.strike();
                 Vote::Refuse { reason: RefusalReason::Other(9), text: format!("rank {} will not", self.rank) }
             }
-            None => Vote::Ready { plan_hash: [op as u8; 32] },
+            None => {
+                Vote::Ready { plan_hash: [op as u8; 32], note: note(self.stage.world.seed, op, self.rank) }
+            }
         };
         let agreed = transport.agree(vote, PATIENCE);
         drop(transport);
-        self.all(vec![(What::Vote { round: op }, send(agreed))]).await;
+        let notes = self.all(vec![(What::Vote { round: op }, Box::pin(agreed))]).await;
         if self.failed() {
             return;
+        }
+        let (seed, ranks) = (self.stage.world.seed, self.stage.world.ranks);
+        if notes != [(0..ranks).map(|rank| note(seed, op, rank)).collect::<Vec<_>>()] {
+            self.log.complaints.push(format!("the notes of op {op} have come wrong"));
         }
         self.stage.reached(self.rank, boundary(Phase::Agreed));
         let slow = self.stage.fault_here(self.rank, op, |kind| matches!(kind, FaultKind::Slow { .. }));

@@ -1,0 +1,55 @@
+//! A hand-made rank 0 with a valid certificate. It forms a group of two; then the test decides what it sends.
+
+use std::sync::Arc;
+
+use kyklos_transport::wire::{Frame, PROTOCOL_VERSION, Purpose};
+use quinn::Endpoint;
+use quinn::crypto::rustls::QuicServerConfig;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+
+use super::member::Line;
+use super::{Job, LONG};
+
+/// The coordinator of a group of two.
+pub(crate) struct Coordinator {
+    /// From rank 1.
+    pub(crate) control: Line,
+    _data: Line,
+    _endpoint: Endpoint,
+}
+
+impl Coordinator {
+    /// Waits for rank 1 and starts the group. It sends no heartbeats: the test must be over within two seconds.
+    pub(crate) async fn form(job: &Job) -> Self {
+        let pem = job.identity_pem(0);
+        let certificates = CertificateDer::pem_slice_iter(&pem).map(Result::unwrap).collect();
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let mut tls = rustls::ServerConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(certificates, PrivateKeyDer::from_pem_slice(&pem).unwrap())
+            .unwrap();
+        tls.alpn_protocols = vec![b"kyklos-ctl/1".to_vec(), b"kyklos/1".to_vec()];
+        let crypto = Arc::new(QuicServerConfig::try_from(tls).unwrap());
+        let endpoint = Endpoint::server(quinn::ServerConfig::with_crypto(crypto), job.coordinator).unwrap();
+        let admit = async |wanted: Purpose| {
+            let connection = endpoint.accept().await.unwrap().await.unwrap();
+            let (send, recv) = connection.accept_bi().await.unwrap();
+            let mut line = Line::new(connection, send, recv);
+            let hello = line.hear(LONG).await;
+            assert!(matches!(hello, Some(Frame::Hello { purpose, .. }) if purpose == wanted), "{hello:?}");
+            let welcome = Frame::Welcome { protocol: PROTOCOL_VERSION, lane_ports: Vec::new() };
+            line.say(&welcome.encode()).await;
+            line
+        };
+        let mut control = admit(Purpose::Control).await;
+        let addresses = vec![job.coordinator, control.connection.remote_address()];
+        control.say(&Frame::AddressTable { addresses }.encode()).await;
+        let data = admit(Purpose::Data).await;
+        assert_eq!(control.hear(LONG).await, Some(Frame::Meshed));
+        control.say(&Frame::Start.encode()).await;
+        Self { control, _data: data, _endpoint: endpoint }
+    }
+}
