@@ -5,7 +5,8 @@ use std::ops::Range;
 use bytes::Bytes;
 
 use crate::{
-    AttentionProblem, BiasTensor, Dtype, Error, Mask, Mesh, PlacementKind, Result, Strategy, WireFormat,
+    AttentionProblem, BiasTensor, Dtype, Error, Mask, Mesh, Placement, PlacementKind, Result, Strategy,
+    WireFormat,
 };
 
 /// The attention to compute: `softmax(scale · q kᵀ, masked) v`. Lengths, heads and types come from the tensors of the call.
@@ -50,6 +51,8 @@ pub struct Execution {
     pub(crate) strategy: Option<Strategy>,
     pub(crate) mesh: Option<Mesh>,
     pub(crate) placement: PlacementKind,
+    /// Of queries, and of keys and values.
+    pub(crate) owners: Option<(Placement, Placement)>,
     pub(crate) wire: WireFormat,
     pub(crate) fixed_order: bool,
     pub(crate) replicated: Range<u32>,
@@ -152,6 +155,14 @@ impl Execution {
         self
     }
 
+    /// Exactly these tokens on each rank: the owners of queries and, separately, of keys and values. Each rank passes its
+    /// tokens in the order of the lists. Replaces [`Self::placement`].
+    #[must_use]
+    pub fn owners(mut self, queries: Placement, keys: Placement) -> Self {
+        self.owners = Some((queries, keys));
+        self
+    }
+
     /// Format of keys and values that are sent between shards.
     #[must_use]
     pub fn wire(mut self, wire: WireFormat) -> Self {
@@ -196,7 +207,10 @@ impl Options {
     /// Hashes of the parts in which ranks may differ by mistake, each with its name in errors.
     pub(crate) fn digests(&self) -> [(&'static str, u64); 5] {
         let Self { mask, scale, softcap, sinks, q_offset, bias, execution } = self;
-        let Execution { strategy, mesh, placement, wire, fixed_order, replicated } = execution;
+        let Execution { strategy, mesh, placement, owners, wire, fixed_order, replicated } = execution;
+        let lists =
+            |placement: &Placement| placement.ranks().iter().map(ToString::to_string).collect::<Vec<_>>();
+        let owners = owners.as_ref().map(|(queries, keys)| [lists(queries), lists(keys)]);
         let bits = |value: &Option<f32>| value.map(f32::to_bits);
         let sinks: Vec<u32> = sinks.iter().map(|sink| sink.to_bits()).collect();
         [
@@ -206,7 +220,7 @@ impl Options {
             ("mesh or strategy", digest(&format!("{strategy:?} {mesh:?}"))),
             (
                 "placement, wire format, order of sums or replicated keys",
-                digest(&format!("{placement} {wire:?} {fixed_order} {replicated:?}")),
+                digest(&format!("{placement} {owners:?} {wire:?} {fixed_order} {replicated:?}")),
             ),
         ]
     }

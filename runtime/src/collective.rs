@@ -10,6 +10,8 @@
 //! - **Panics.** Plans are proved before they run ([`check`](crate::plan::check())), so implementations and [`Memory`] may panic on
 //!   a buffer that is not alive.
 
+mod one_device;
+
 use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
@@ -27,6 +29,8 @@ use crate::backend::Backend;
 use crate::meter::{Meter, Timeline};
 use crate::plan::BufferId;
 
+pub use one_device::OneDevice;
+
 /// Device memory of a plan's buffers: for each buffer that is alive, its tensors.
 #[derive(Debug)]
 pub struct Memory<Buffer> {
@@ -42,6 +46,8 @@ pub struct Piece {
     pub tensor: usize,
     /// Range of bytes in the tensor.
     pub bytes: Range<usize>,
+    /// Whether these are all bytes of the tensor.
+    pub is_whole: bool,
 }
 
 /// A message to a peer.

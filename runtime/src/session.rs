@@ -10,7 +10,7 @@ use std::time::Duration;
 use kyklos_transport::{Rank, RefusalReason, Transport, Vote};
 
 use crate::backend::{Device, DeviceBuffer, Threaded};
-use crate::collective::{Collective, HostStaged};
+use crate::collective::{Collective, HostStaged, OneDevice};
 use crate::host::Tensors;
 use crate::plan::ProvedPlans;
 use crate::{Carryover, Error, Executor, Inputs, LoweredPlan, RankOutput, Result, RunOptions};
@@ -121,6 +121,22 @@ impl Session {
             cache: Vec::new(),
             plans_made: 0,
         }
+    }
+
+    /// The sessions of ranks of this process that share `device`; `transports` are theirs, of one group. Tensors that travel
+    /// between these ranks stay on the device.
+    pub fn on_one_device(
+        transports: Vec<Arc<dyn Transport>>,
+        device: &Device,
+        options: &SessionOptions,
+    ) -> Vec<Self> {
+        let collectives = OneDevice::of(&transports, options.deadline);
+        let ranks = transports.into_iter().zip(collectives);
+        ranks
+            .map(|(transport, collective)| {
+                Self::with_collective(transport, device.clone(), Arc::new(collective), options.clone())
+            })
+            .collect()
     }
 
     /// This rank.

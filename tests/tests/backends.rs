@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
-use kyklos::backend::{Backend, DeviceClass};
+use kyklos::backend::{Backend, Device, DeviceClass, Threaded};
 use kyklos_cuda::CudaBackend;
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -27,16 +27,25 @@ fn main() {
         common::ONLY_HEAD_DIM.store(amount::amount(32, 0), Ordering::Relaxed);
     }
     let mut trials = suite("cpu", || Ok(CpuBackend::new()));
+    trials.extend(suite("cpu as an erased device", || Ok(Device::cpu())));
     trials.extend(wgpu_trials());
     trials.extend(cuda_trials());
     libtest_mimic::run(&arguments, trials).exit();
 }
 
 /// The suite for one backend; `make` returns the reason when the backend cannot be made.
-fn suite<B: Backend + 'static>(
+fn suite<B: Backend + Threaded + 'static>(
     who: &'static str,
     make: impl Fn() -> Result<B, String> + Clone + Send + 'static,
-) -> Vec<Trial> {
+) -> Vec<Trial>
+where
+    B::Buffer: Threaded + 'static,
+{
+    let layers = make.clone();
+    let resident = Trial::test(format!("{who}: keeps forty layers on the device"), move || {
+        common::resident::layers_stay_on_the_device(layers().map_err(Failed::from)?, 40);
+        Ok(())
+    });
     let checks = common::conformance::checks::<B>();
     let trials = checks.into_iter().map(|(claim, check)| {
         let make = make.clone();
@@ -46,7 +55,7 @@ fn suite<B: Backend + 'static>(
             Ok(())
         })
     });
-    trials.collect()
+    trials.chain([resident]).collect()
 }
 
 /// The suite for every kernel variant of every adapter. Without an adapter, each claim is ignored, with the reason.

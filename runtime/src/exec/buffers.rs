@@ -65,7 +65,14 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             let bytes = |tokens: usize| tensor.bytes(tokens, heads);
             let start = bytes(slice.tokens.start);
             let end = start + batch * bytes(slice.tokens.len());
-            Piece { buffer: slice.buffer, tensor: index, bytes: start..end }
+            let all = self.content(slice.buffer).batch(problem) as usize
+                * tensor.bytes(plan.buffer(slice.buffer).tokens.len(), heads);
+            Piece {
+                buffer: slice.buffer,
+                tensor: index,
+                bytes: start..end,
+                is_whole: (start..end) == (0..all),
+            }
         });
         pieces.collect()
     }

@@ -12,8 +12,8 @@ use crate::call::{Attention, Options};
 use crate::exec::DeviceOutput;
 use crate::plan::ProvedPlans;
 use crate::{
-    Carryover, Dtype, Error, Inputs, LoweredPlan, PlacementKind, RankReport, Result, Span, Split, Strategy,
-    Tensor, meshes_by_bytes, plan_world,
+    Carryover, Deal, Dtype, Error, Inputs, LoweredPlan, Mesh, Placement, PlacementKind, RankReport, Result,
+    Span, Split, Strategy, Tensor, placed_meshes_by_bytes, plan_placed,
 };
 
 /// The result of a call on one rank, on its device.
@@ -129,32 +129,56 @@ fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
     let problem = options.problem(&agreed.extents)?;
     let execution = &options.execution;
     let ranks = u32::try_from(agreed.q_counts.len()).unwrap_or(u32::MAX);
-    let split = Split::Tokens(agreed.q_counts.clone());
-    let mesh = match execution.mesh {
-        Some(mesh) if mesh.world() == ranks => mesh,
-        Some(mesh) => {
+    let place = |total: u32, counts: &[u32], replicated: std::ops::Range<u32>, mesh: Mesh| {
+        let documents = options.mask.document_boundaries().to_vec();
+        let deal = Deal { total, replicated, documents };
+        Placement::deal(&deal, execution.placement, mesh, &Split::Tokens(counts.to_vec()))
+    };
+    let dealt = |mesh| {
+        let q = place(problem.q_len, &agreed.q_counts, 0..0, mesh)?;
+        let kv = place(problem.kv_len, &agreed.kv_counts, execution.replicated.clone(), mesh)?;
+        Ok::<_, Error>((q, kv))
+    };
+    let any_mesh = || match &execution.owners {
+        Some((q, kv)) => Ok((q.clone(), kv.clone())),
+        None if execution.placement == PlacementKind::Contiguous => dealt(Mesh::new(1, ranks)?),
+        None => Err(Error::request(
+            format!(
+                "placement {} without a mesh, which decides the tokens of each rank",
+                execution.placement
+            ),
+            "name the mesh, or use placement contiguous",
+        )),
+    };
+    let (q, kv) = match (execution.mesh, &execution.owners) {
+        (Some(mesh), _) if mesh.world() != ranks => {
             return Err(Error::request(
                 format!("mesh {mesh} for {ranks} ranks"),
                 "use a mesh of all ranks of the group, or none",
             ));
         }
-        None if execution.placement != PlacementKind::Contiguous => {
-            return Err(Error::request(
-                format!(
-                    "placement {} without a mesh, which decides the tokens of each rank",
-                    execution.placement
-                ),
-                "name the mesh, or use placement contiguous",
-            ));
-        }
-        None => {
-            let meshes = meshes_by_bytes(&problem, ranks, execution.placement, &split, execution.strategy)?;
-            meshes
+        (Some(mesh), Some((q, kv))) => (q.on_mesh(mesh)?, kv.on_mesh(mesh)?),
+        (Some(mesh), None) => dealt(mesh)?,
+        (None, _) => {
+            let (q, kv) = any_mesh()?;
+            let meshes = placed_meshes_by_bytes(&problem, &q, &kv, execution.strategy)?;
+            let (mesh, _) = meshes
                 .first()
-                .map(|(mesh, _)| *mesh)
-                .ok_or_else(|| Error::request(format!("no mesh of {ranks} ranks"), "use fewer ranks"))?
+                .ok_or_else(|| Error::request(format!("no mesh of {ranks} ranks"), "use fewer ranks"))?;
+            (q.on_mesh(*mesh)?, kv.on_mesh(*mesh)?)
         }
     };
+    for (what, placement, counts) in [("queries", &q, &agreed.q_counts), ("keys", &kv, &agreed.kv_counts)] {
+        for (rank, (tokens, count)) in placement.ranks().iter().zip(counts).enumerate() {
+            if tokens.len() != *count as usize {
+                return Err(Error::request(
+                    format!("rank {rank} has {count} {what}, the placement gives it {}", tokens.len()),
+                    "let each rank pass the tokens that the placement gives it",
+                ));
+            }
+        }
+    }
+    let mesh = q.mesh();
     let strategy = execution.strategy.unwrap_or_else(|| Strategy::of_mesh(mesh));
-    ProvedPlans::new(plan_world(&problem, mesh, execution.placement, &split, strategy)?)
+    ProvedPlans::new(plan_placed(&problem, mesh, q, kv, strategy)?)
 }

@@ -22,10 +22,14 @@ use kyklos_transport::Transport;
 
 pub mod conformance;
 #[cfg(not(target_arch = "wasm32"))]
+pub mod counting;
+#[cfg(not(target_arch = "wasm32"))]
 pub mod cut;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod devices;
 pub mod fixed_order;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod resident;
 #[cfg(not(target_arch = "wasm32"))]
 mod threads;
 

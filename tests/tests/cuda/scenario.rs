@@ -9,6 +9,7 @@ use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 use libtest_mimic::{Failed, Trial};
 
 use crate::common::Prepared;
+use crate::common;
 use crate::common::conformance::checks;
 use crate::common::fixed_order::{UNEVEN, case, fixed};
 
@@ -101,7 +102,8 @@ fn words(output: &Output) -> String {
 pub fn suite() -> Vec<Scenario> {
     let claims = checks::<CudaBackend>().into_iter().enumerate();
     let has = |claim: &str, words: &[&str]| words.iter().any(|word| claim.contains(word));
-    let mut all = Vec::new();
+    let resident = || common::resident::layers_stay_on_the_device(CudaBackend::new(0).unwrap(), 4);
+    let mut all = vec![Scenario::new("keeps four layers on the device", "seed=71,capability=90", resident)];
     for (index, (claim, check)) in claims.filter(|(_, (claim, _))| !has(claim, &["in a fixed order"])) {
         let capability = if has(claim, &["case in f16", "carries a running state"]) { 80 } else { 90 };
         let run = move || pollster::block_on(check(&CudaBackend::new(0).unwrap(), "fake cuda"));

@@ -9,6 +9,7 @@ mod amount;
 #[path = "../common/mod.rs"]
 mod common;
 mod fixed_order;
+mod open_placement;
 mod plan_properties;
 mod random_worlds;
 mod session;

@@ -3,7 +3,10 @@
 
 mod closed_form;
 mod faults;
+mod placed;
 mod relay;
+
+use std::collections::BTreeSet;
 
 use closed_form::closed_form;
 use faults::FAULTS;
@@ -23,7 +26,7 @@ impl std::fmt::Debug for Drawn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let World { problem, mesh, strategy, q_placement, .. } = &self.0;
         let tokens: Vec<usize> = q_placement.ranks().iter().map(|tokens| tokens.len()).collect();
-        write!(f, "{problem:?} {strategy} on {mesh}, {} {tokens:?}", q_placement.kind())
+        write!(f, "{problem:?} {strategy} on {mesh}, {} {tokens:?}", q_placement.name())
     }
 }
 
@@ -141,15 +144,37 @@ proptest! {
         }
     }
 
+    /// So a message on one device may be a handle of the sender's memory.
+    #[test]
+    fn no_plan_writes_to_a_buffer_that_travels(Drawn(world) in worlds()) {
+        for plan in &world.plans {
+            let mut travelling = BTreeSet::new();
+            for step in &plan.steps {
+                let written = match step {
+                    Step::Exchange { sends, recvs, .. } => {
+                        travelling.extend(sends.iter().flat_map(|send| &send.parts).map(|part| part.buffer));
+                        travelling.extend(recvs.iter().flat_map(|recv| &recv.parts).copied());
+                        continue;
+                    }
+                    Step::Repack { into, .. } => into.buffer,
+                    Step::Attend { state, .. } => *state,
+                    Step::Convert { into, .. } | Step::Merge { into, .. } | Step::Finalize { into, .. } => *into,
+                    Step::Wait { .. } | Step::Free { .. } => continue,
+                };
+                prop_assert!(!travelling.contains(&written), "rank {} writes {written:?}", plan.rank);
+            }
+        }
+    }
+
     #[test]
     fn meshes_are_priced_at_what_their_plans_send(Drawn(world) in worlds()) {
         let World { problem, mesh, q_placement, strategy, .. } = &world;
         let split = Split::Tokens(q_placement.ranks().iter().map(|tokens| tokens.len() as u32).collect());
-        let priced =
-            meshes_by_bytes(problem, mesh.world(), q_placement.kind(), &split, Some(*strategy)).expect("fits");
+        let kind = q_placement.kind().expect("dealt");
+        let priced = meshes_by_bytes(problem, mesh.world(), kind, &split, Some(*strategy)).expect("fits");
         prop_assert!(priced.is_sorted_by_key(|(_, bytes)| *bytes));
         for (mesh, bytes) in priced {
-            let world = plan_world(problem, mesh, q_placement.kind(), &split, *strategy).expect("fits");
+            let world = plan_world(problem, mesh, kind, &split, *strategy).expect("fits");
             let sent: u64 = world.plans.iter().map(|plan| plan.volume(problem).0).sum();
             prop_assert_eq!(sent, bytes, "{} {}", strategy, mesh);
         }

@@ -1,0 +1,181 @@
+//! Ranks of one process on one device: messages between them stay on the device.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::{join, try_join_all};
+use kyklos_transport::{Abort, Posted, Progress, Pulse, Rank, Tag, Transport, Vote};
+
+use super::{
+    Arrivals, Broken, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, all_or_error,
+};
+use crate::backend::{Backend, Device, DeviceBuffer, Extent, Layout};
+use crate::meter::{Meter, Timeline};
+
+/// A collective for ranks of one process that share a device. Between them a message is a handle of device memory, or a copy on
+/// the device where it is a part of a buffer; its arrival is told by one byte through the transport, so deadlines and aborts
+/// are those of the transport. Messages to other ranks are staged in host memory.
+#[derive(Clone, Debug)]
+pub struct OneDevice {
+    transport: Arc<dyn Transport>,
+    deadline: Duration,
+    staged: HostStaged,
+    shared: Arc<Shared>,
+}
+
+/// The messages between the ranks of a device that the receiver has not taken yet.
+#[derive(Debug)]
+struct Shared {
+    ranks: Vec<Rank>,
+    /// By sender, receiver and tag.
+    waiting: Mutex<BTreeMap<(Rank, Rank, Tag), Vec<DeviceBuffer>>>,
+}
+
+impl Shared {
+    fn waiting(&self) -> MutexGuard<'_, BTreeMap<(Rank, Rank, Tag), Vec<DeviceBuffer>>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl OneDevice {
+    /// The collectives of ranks of this process that share a device; `transports` are theirs, of one group, which may have other
+    /// ranks too. A message or an agreement that takes longer than `deadline` is an error.
+    pub fn of(transports: &[Arc<dyn Transport>], deadline: Duration) -> Vec<Self> {
+        let ranks = transports.iter().map(|transport| transport.rank()).collect();
+        let shared = Arc::new(Shared { ranks, waiting: Mutex::default() });
+        let one = |transport: &Arc<dyn Transport>| Self {
+            transport: transport.clone(),
+            deadline,
+            staged: HostStaged::new(transport.clone(), deadline),
+            shared: shared.clone(),
+        };
+        transports.iter().map(one).collect()
+    }
+
+    fn is_here(&self, rank: Rank) -> bool {
+        self.shared.ranks.contains(&rank)
+    }
+
+    /// A piece as a buffer of its own: the memory itself if the piece is all of it, else a copy.
+    fn buffer(
+        device: &Device,
+        memory: &mut Memory<DeviceBuffer>,
+        Piece { buffer, tensor, bytes, is_whole }: &Piece,
+    ) -> crate::Result<DeviceBuffer> {
+        if *is_whole {
+            return Ok(device.share(memory.tensor(*buffer, *tensor)));
+        }
+        let mut copy = device.alloc("sent", bytes.len())?;
+        let layout = |offset| Layout { offset, batch_stride: 0, row_stride: 0, head_stride: 0 };
+        let extent = Extent { batch: 1, rows: 1, heads: 1, row_bytes: bytes.len() };
+        device.repack(
+            (memory.tensor(*buffer, *tensor), layout(bytes.start)),
+            (&mut copy, layout(0)),
+            extent,
+        )?;
+        Ok(copy)
+    }
+}
+
+/// Tells a receiver that the message waits for it.
+const HERE: Bytes = Bytes::from_static(&[1]);
+
+impl Collective<Device> for OneDevice {
+    fn post_exchange<'a>(
+        &'a self,
+        device: &'a Device,
+        meter: &'a Meter,
+        tag: Tag,
+        memory: &mut Memory<DeviceBuffer>,
+        sends: &[Outgoing],
+        recvs: &[Incoming],
+    ) -> Arrivals<'a, DeviceBuffer> {
+        let (sends_here, sends_there): (Vec<Outgoing>, Vec<Outgoing>) =
+            sends.iter().cloned().partition(|send| self.is_here(send.to));
+        let (recvs_here, recvs_there): (Vec<Incoming>, Vec<Incoming>) =
+            recvs.iter().cloned().partition(|recv| self.is_here(recv.from));
+        let is_here: Vec<bool> = recvs.iter().map(|recv| self.is_here(recv.from)).collect();
+        let me = self.transport.rank();
+        let received: Vec<_> = recvs_here
+            .iter()
+            .map(|recv| (recv.from, self.transport.post_recv(recv.from, tag, &[HERE.len()], self.deadline)))
+            .map(|(from, posted)| async move {
+                posted.await.map_err(ExchangeError::Transport)?;
+                let buffers = self.shared.waiting().remove(&(from, me, tag));
+                Ok(buffers.expect("the sender puts a message there before it tells"))
+            })
+            .collect();
+        let sent: Vec<_> = sends_here
+            .iter()
+            .map(|send| {
+                let started = meter.start();
+                let buffers: crate::Result<Vec<_>> =
+                    send.pieces.iter().map(|piece| Self::buffer(device, memory, piece)).collect();
+                meter.end(started, Timeline::Copy, || format!("copy {tag}"));
+                let posted = buffers.map(|buffers| {
+                    self.shared.waiting().insert((me, send.to, tag), buffers);
+                    meter.sent(send.pieces.iter().map(|piece| piece.bytes.len() as u64).sum());
+                    (meter.start(), self.transport.post_send(send.to, tag, vec![HERE], self.deadline))
+                });
+                async move {
+                    let (started, posted) = posted.map_err(ExchangeError::Own)?;
+                    let taken = posted.await.map_err(ExchangeError::Transport)?;
+                    meter.taken(tag.message, started, taken.under_way);
+                    Ok(())
+                }
+            })
+            .collect();
+        let there = self.staged.post_exchange(device, meter, tag, memory, &sends_there, &recvs_there);
+        Box::pin(async move {
+            let mut here: Vec<Option<Vec<DeviceBuffer>>> = Vec::new();
+            here.resize_with(received.len(), || None);
+            let ours = async {
+                let received = async {
+                    all_or_error(received, &mut here).await?;
+                    meter.arrived(tag.message);
+                    Ok(())
+                };
+                let (received, sent) = join(received, try_join_all(sent)).await;
+                received.and(sent.map(|_| ()))
+            };
+            let (ours, theirs) = join(ours, there).await;
+            let (theirs, their_error) = match theirs {
+                Ok(arrived) => (arrived.into_iter().map(Some).collect(), None),
+                Err(Broken { error, arrived }) => (arrived, Some(error)),
+            };
+            let (mut here, mut theirs): (_, std::vec::IntoIter<Option<Vec<DeviceBuffer>>>) =
+                (here.into_iter(), Vec::into_iter(theirs));
+            let arrived: Vec<Option<Vec<DeviceBuffer>>> = is_here
+                .into_iter()
+                .map(|is_here| if is_here { here.next() } else { theirs.next() }.flatten())
+                .collect();
+            match ours.err().or(their_error) {
+                None => Ok(arrived.into_iter().flatten().collect()),
+                Some(error) => Err(Broken { error, arrived }),
+            }
+        })
+    }
+
+    fn agree(&self, vote: Vote) -> Posted<Vec<Bytes>> {
+        self.transport.agree(vote, self.deadline)
+    }
+
+    fn abort(&self, abort: Abort) {
+        self.transport.abort(abort);
+    }
+
+    fn report_progress(&self, progress: Progress) {
+        self.transport.report_progress(progress);
+    }
+
+    fn pulse(&self) -> Arc<Pulse> {
+        self.transport.pulse()
+    }
+
+    fn stop_flag(&self) -> Arc<AtomicBool> {
+        self.transport.stop_flag()
+    }
+}

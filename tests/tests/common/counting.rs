@@ -1,0 +1,105 @@
+//! A backend that counts the bytes between host and device.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+use kyklos::backend::{
+    Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, State, StateMut, StateShape,
+};
+use kyklos::{AttentionProblem, Dtype, Result, TileShape};
+
+/// `backend`, which adds the bytes of every upload, write and download to `bytes`.
+#[derive(Debug)]
+pub struct Counting<B> {
+    pub backend: B,
+    pub bytes: Arc<AtomicU64>,
+}
+
+impl<B> Counting<B> {
+    fn count(&self, bytes: usize) {
+        self.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+}
+
+impl<B: Backend> Backend for Counting<B> {
+    type Buffer = B::Buffer;
+    type Download = B::Download;
+
+    fn info(&self) -> &DeviceInfo {
+        self.backend.info()
+    }
+
+    fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
+        self.backend.tile_shape(problem, shape)
+    }
+
+    fn alloc(&self, label: &str, bytes: usize) -> Result<B::Buffer> {
+        self.backend.alloc(label, bytes)
+    }
+
+    fn upload(&self, label: &str, data: Bytes) -> Result<B::Buffer> {
+        self.count(data.len());
+        self.backend.upload(label, data)
+    }
+
+    fn write(&self, buffer: &mut B::Buffer, offset: usize, data: &[u8]) -> Result<()> {
+        self.count(data.len());
+        self.backend.write(buffer, offset, data)
+    }
+
+    fn share(&self, buffer: &mut B::Buffer) -> B::Buffer {
+        self.backend.share(buffer)
+    }
+
+    fn download(&self, buffer: &mut B::Buffer, range: Range<usize>) -> B::Download {
+        self.count(range.len());
+        self.backend.download(buffer, range)
+    }
+
+    fn reset_state(&self, state: &mut StateMut<'_, B::Buffer>) -> Result<()> {
+        self.backend.reset_state(state)
+    }
+
+    async fn attend(&self, args: Attend<'_, B::Buffer>, control: &Control) -> Result<()> {
+        self.backend.attend(args, control).await
+    }
+
+    fn merge(&self, into: &mut StateMut<'_, B::Buffer>, from: &State<'_, B::Buffer>) -> Result<()> {
+        self.backend.merge(into, from)
+    }
+
+    fn finalize(
+        &self,
+        state: &State<'_, B::Buffer>,
+        sinks: &[f32],
+        dtype: Dtype,
+        o: &mut B::Buffer,
+        lse: &mut B::Buffer,
+    ) -> Result<()> {
+        self.backend.finalize(state, sinks, dtype, o, lse)
+    }
+
+    fn repack(
+        &self,
+        from: (&B::Buffer, Layout),
+        into: (&mut B::Buffer, Layout),
+        extent: Extent,
+    ) -> Result<()> {
+        self.backend.repack(from, into, extent)
+    }
+
+    fn convert(
+        &self,
+        from: Elements<&B::Buffer>,
+        into: Elements<&mut B::Buffer>,
+        shape: [usize; 4],
+    ) -> Result<()> {
+        self.backend.convert(from, into, shape)
+    }
+
+    async fn wait(&self) -> Result<()> {
+        self.backend.wait().await
+    }
+}
