@@ -1,5 +1,9 @@
 //! Hostile votes and verdicts: the honest ranks name their sender, and hold no more memory because of them.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
 use bytes::Bytes;
 use kyklos_transport::wire::{Frame, Notes};
 use kyklos_transport::{AbortCause, MAX_NOTE_BYTES, Rank, RefusalReason, TransportError, Vote};
@@ -50,6 +54,46 @@ fn early_votes_are_limited() {
         assert!(took < 16 << 10, "{took} KiB for early votes with notes of {bytes} bytes");
         group.end();
     }
+}
+
+#[test]
+fn verdicts_with_notes_that_a_member_does_not_read_are_limited() {
+    let vote = || Vote::Ready { plan_hash: [3; 32], note: note(MAX_NOTE_BYTES) };
+    let reached = Arc::new(AtomicU64::new(0));
+    let rounds = Arc::clone(&reached);
+    let (group, _done) = Group::with(async move |member, _| {
+        // It votes with the others, and never reads a verdict.
+        let votes = framed(&vec![Frame::Vote { vote: vote() }; 50]);
+        for round in (0..60_000).step_by(50) {
+            while round > rounds.load(Ordering::Relaxed) + 500 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            member.control.say(&votes).await;
+        }
+    });
+    exchange(&group.honest, 2);
+    let before = resident_kib();
+    let ended_after = std::thread::scope(|scope| {
+        let ranks = group.honest.iter().map(|one| {
+            let reached = Arc::clone(&reached);
+            scope.spawn(move || {
+                (0..60_000).find(|&round| {
+                    reached.fetch_max(round, Ordering::Relaxed);
+                    block_on(one.agree(vote(), LONG)).is_err()
+                })
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+    });
+    // The rest of the hostile votes are no longer waited for.
+    reached.store(60_000, Ordering::Relaxed);
+    let took = resident_kib().saturating_sub(before);
+    println!("{took} KiB for unread verdicts, the group ended after {ended_after:?} agreements");
+    group.is_aborted_for_the_hostile_one("frames wait for it, it reads none");
+    // Of verdicts with three notes of 1 KiB, about 16,000 fit the limit of 64 MiB.
+    assert!(took < 96 << 10, "{took} KiB for unread verdicts");
+    group.end();
 }
 
 #[test]
