@@ -8,8 +8,8 @@ use kyklos_cuda::CudaBackend;
 use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 use libtest_mimic::{Failed, Trial};
 
-use crate::common::Prepared;
 use crate::common;
+use crate::common::Prepared;
 use crate::common::conformance::checks;
 use crate::common::fixed_order::{UNEVEN, case, fixed};
 
