@@ -155,6 +155,36 @@ impl Tensor {
         Ok(Self { dtype, view: View::dense(shape), memory: Memory::Host(data) })
     }
 
+    /// The elements in a caller's wgpu buffer, dense from its beginning, without a copy. `device` is of the same
+    /// `wgpu::Device` ([`Device::from_wgpu`]). The caller does not write to the buffer while a call uses it.
+    ///
+    /// # Errors
+    /// [`Error::Request`] if the buffer does not fit, see [`WgpuBackend::adopt`](crate::backend::wgpu::WgpuBackend::adopt).
+    #[cfg(feature = "wgpu")]
+    pub fn from_wgpu(shape: [usize; 4], dtype: Dtype, device: &Device, buffer: wgpu::Buffer) -> Result<Self> {
+        let Some(backend) = device.backend::<crate::backend::wgpu::WgpuBackend>() else {
+            return Err(Error::request(
+                format!("a wgpu buffer for {}", device.info().name),
+                "use a device that Device::from_wgpu made",
+            ));
+        };
+        let buffer = backend.adopt(buffer, View::dense(shape).len() * dtype.bytes())?;
+        Ok(Self::on_device(shape, dtype, device, DeviceBuffer::new(buffer)))
+    }
+
+    /// The wgpu buffer that holds the elements, dense from its beginning; `None` if they are elsewhere or not dense. Its
+    /// usages are `STORAGE`, `COPY_SRC` and `COPY_DST`, its size is rounded up.
+    #[cfg(feature = "wgpu")]
+    pub fn wgpu_buffer(&self) -> Option<wgpu::Buffer> {
+        match &self.memory {
+            Memory::Device(_, buffer) if self.view.is_dense() && self.view.first == 0 => {
+                let buffer = buffer.lock().unwrap_or_else(PoisonError::into_inner);
+                Some(buffer.get::<crate::backend::wgpu::WgpuBuffer>()?.raw().clone())
+            }
+            _ => None,
+        }
+    }
+
     /// `bytes` bytes of `device`, dense.
     pub(crate) fn on_device(shape: [usize; 4], dtype: Dtype, device: &Device, buffer: DeviceBuffer) -> Self {
         let memory = Memory::Device(device.clone(), Arc::new(Mutex::new(buffer)));

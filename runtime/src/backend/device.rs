@@ -70,6 +70,16 @@ impl Device {
         Ok(Self::new(super::wgpu::WgpuBackend::with_options(index, &super::wgpu::WgpuOptions::default())?))
     }
 
+    /// A wgpu device that the caller has opened, see
+    /// [`WgpuBackend::from_device`](super::wgpu::WgpuBackend::from_device).
+    ///
+    /// # Errors
+    /// As [`WgpuBackend::from_device`](super::wgpu::WgpuBackend::from_device).
+    #[cfg(feature = "wgpu")]
+    pub fn from_wgpu(device: &wgpu::Device, queue: &wgpu::Queue) -> Result<Self> {
+        Ok(Self::new(super::wgpu::WgpuBackend::from_device(device, queue)?))
+    }
+
     /// The best device of this machine that the backends of this crate can use: a GPU, if there is one, else the cores.
     /// Software drivers of GPUs are never the best.
     ///
@@ -108,7 +118,8 @@ impl fmt::Debug for Device {
 }
 
 impl DeviceBuffer {
-    fn new<T: AnyBuffer>(buffer: T) -> Self {
+    /// A buffer of a backend, which is a [`Backend::Buffer`].
+    pub fn new<T: fmt::Debug + Threaded + 'static>(buffer: T) -> Self {
         Self(Box::new(buffer))
     }
 

@@ -18,6 +18,7 @@ mod device;
 mod driver;
 mod naive;
 mod ops;
+mod own_device;
 mod tuning;
 
 use std::ffi::OsString;
@@ -76,6 +77,12 @@ fn main() -> ExitCode {
         }));
     }
     trials.extend(tuning::ALL.map(|(name, test)| Trial::test(format!("tuning::{name}"), test)));
+    trials.extend(own_device::ALL.map(|(name, test)| {
+        Trial::test(format!("own_device::{name}"), move || {
+            test();
+            Ok(())
+        })
+    }));
     let child = std::env::var(CHILD).ok();
     if first.class == DeviceClass::SoftwareGpu && child.is_none() {
         let others = [("128", 4), ("256", 8), ("512", 16)]

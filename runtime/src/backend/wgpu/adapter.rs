@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use super::backend::WgpuBackend;
+use super::buffer::WgpuBuffer;
 use super::class::class;
-use super::device::Gpu;
+use super::device::{Gpu, OpenedBy};
 use super::memory::Budget;
 use super::pieces::Pace;
 use super::tuning::{AdapterKey, Tuned, TuningTable};
@@ -128,6 +129,7 @@ impl WgpuBackend {
                 device,
                 queue,
                 Budget::new(options.max_memory_bytes, class),
+                OpenedBy::Us,
             ),
             pace: Pace::new(class),
             info,
@@ -135,6 +137,75 @@ impl WgpuBackend {
             key,
             tuned,
         })
+    }
+
+    /// A backend on a device that the caller has opened, beside the caller's own work: the two share the queue, in the order of
+    /// submission. The device's callbacks for errors and for its loss stay the caller's. Kernels use subgroups if the device
+    /// has the feature and they suit it.
+    ///
+    /// # Errors
+    /// [`Error::Request`] if the device was opened with limits below those of WebGPU that kernels need.
+    pub fn from_device(device: &wgpu::Device, queue: &wgpu::Queue) -> Result<Self> {
+        let limits = device.limits();
+        let needed = wgpu::Limits::default();
+        for (name, has, needs) in [
+            (
+                "max_storage_buffers_per_shader_stage",
+                limits.max_storage_buffers_per_shader_stage,
+                needed.max_storage_buffers_per_shader_stage,
+            ),
+            (
+                "max_compute_invocations_per_workgroup",
+                limits.max_compute_invocations_per_workgroup,
+                needed.max_compute_invocations_per_workgroup,
+            ),
+            (
+                "max_compute_workgroup_storage_size",
+                limits.max_compute_workgroup_storage_size,
+                needed.max_compute_workgroup_storage_size,
+            ),
+            (
+                "max_compute_workgroup_size_x",
+                limits.max_compute_workgroup_size_x,
+                needed.max_compute_workgroup_size_x,
+            ),
+            (
+                "max_compute_workgroups_per_dimension",
+                limits.max_compute_workgroups_per_dimension,
+                needed.max_compute_workgroups_per_dimension,
+            ),
+        ] {
+            if has < needs {
+                return Err(Error::request(
+                    format!("a wgpu device with {name} = {has}"),
+                    format!("open it with at least {needs}, as in wgpu::Limits::default()"),
+                ));
+            }
+        }
+        let native = device.adapter_info();
+        let class = class(&native);
+        let variants = Variants::of_opened(device);
+        let key = AdapterKey::new(&native);
+        let tuned = Tuned::new(None, &key, variants);
+        let info = describe(native, variants, tuned.len());
+        let gpu = Gpu::new(
+            Arc::from(info.name.as_str()),
+            device.clone(),
+            queue.clone(),
+            Budget::new(None, class),
+            OpenedBy::Caller,
+        );
+        Ok(Self { gpu, pace: Pace::new(class), info, variants, key, tuned })
+    }
+
+    /// A caller's buffer of this device, as the memory of a tensor of `bytes` bytes. The caller does not write to it while a
+    /// call uses it.
+    ///
+    /// # Errors
+    /// [`Error::Request`] unless its size is a multiple of 16 and at least `bytes`, and its usages are `STORAGE` and
+    /// `COPY_SRC` or more.
+    pub fn adopt(&self, buffer: wgpu::Buffer, bytes: usize) -> Result<WgpuBuffer> {
+        self.gpu.adopt(buffer, bytes)
     }
 }
 

@@ -13,19 +13,29 @@ pub struct WgpuBuffer {
     pub(super) _memory: Arc<HeldMemory>,
 }
 
+impl WgpuBuffer {
+    /// The buffer of wgpu.
+    pub fn raw(&self) -> &wgpu::Buffer {
+        &self.raw
+    }
+}
+
 /// The device memory of a buffer and all its handles; freed with the last of them.
 #[derive(Debug)]
 pub(super) struct HeldMemory {
-    pub(super) _lease: Lease,
+    /// `None` for a caller's buffer.
+    pub(super) _lease: Option<Lease>,
     /// Freed at once, though submitted work still completes. Otherwise a browser frees it by its garbage collector, which
     /// does not know the size.
     #[cfg(target_arch = "wasm32")]
-    pub(super) raw: wgpu::Buffer,
+    pub(super) raw: Option<wgpu::Buffer>,
 }
 
 #[cfg(target_arch = "wasm32")]
 impl Drop for HeldMemory {
     fn drop(&mut self) {
-        self.raw.destroy();
+        if let Some(raw) = &self.raw {
+            raw.destroy();
+        }
     }
 }

@@ -12,6 +12,14 @@ use super::staging::{StagingPool, class_bytes};
 use super::stopwatch::Stopwatch;
 use crate::{Error, Result};
 
+/// Who opened a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum OpenedBy {
+    Us,
+    /// The callbacks of the device stay as they are.
+    Caller,
+}
+
 /// A device with its queue.
 #[derive(Debug)]
 pub(super) struct Gpu {
@@ -36,7 +44,13 @@ pub(super) struct Gpu {
 }
 
 impl Gpu {
-    pub(super) fn new(name: Arc<str>, device: wgpu::Device, queue: wgpu::Queue, budget: Budget) -> Self {
+    pub(super) fn new(
+        name: Arc<str>,
+        device: wgpu::Device,
+        queue: wgpu::Queue,
+        budget: Budget,
+        opened_by: OpenedBy,
+    ) -> Self {
         let health = Arc::new(Health::new(name.clone()));
         #[cfg_attr(
             target_arch = "wasm32",
@@ -46,14 +60,16 @@ impl Gpu {
             )
         )]
         let staging = Arc::new(StagingPool::default());
-        device.set_device_lost_callback({
-            let health = health.clone();
-            move |reason, text| health.lost("use the device", format!("{reason:?}: {text}"))
-        });
-        device.on_uncaptured_error(Arc::new({
-            let health = health.clone();
-            move |error: wgpu::Error| health.failed("use the device", error.to_string())
-        }));
+        if opened_by == OpenedBy::Us {
+            device.set_device_lost_callback({
+                let health = health.clone();
+                move |reason, text| health.lost("use the device", format!("{reason:?}: {text}"))
+            });
+            device.on_uncaptured_error(Arc::new({
+                let health = health.clone();
+                move |error: wgpu::Error| health.failed("use the device", error.to_string())
+            }));
+        }
         Self {
             poller: Poller::start(&device, &health),
             limits: device.limits(),
@@ -145,6 +161,36 @@ impl Gpu {
         self.create(label, class_bytes(bytes), usage, false)
     }
 
+    /// A caller's buffer of `bytes` bytes.
+    pub(super) fn adopt(&self, raw: wgpu::Buffer, bytes: usize) -> Result<WgpuBuffer> {
+        let refuse = |why: String, remedy: &str| Err(Error::request(why, remedy));
+        let needed = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
+        if !raw.usage().contains(needed) {
+            return refuse(
+                format!("a buffer with the usages {:?}", raw.usage()),
+                "create it with STORAGE and COPY_SRC",
+            );
+        }
+        if raw.size() < wide(bytes) {
+            return refuse(
+                format!("a buffer of {} bytes for a tensor of {bytes}", raw.size()),
+                "give a buffer that holds all elements",
+            );
+        }
+        if !raw.size().is_multiple_of(16) {
+            return refuse(
+                format!("a buffer of {} bytes", raw.size()),
+                "create it with a multiple of 16 bytes: kernels read 16 bytes at a time",
+            );
+        }
+        let memory = HeldMemory {
+            _lease: None,
+            #[cfg(target_arch = "wasm32")]
+            raw: None,
+        };
+        Ok(WgpuBuffer { raw, bytes, _memory: Arc::new(memory) })
+    }
+
     pub(super) fn out_of_memory(&self, what: &str, asked: u64, allowed: u64) -> Error {
         Error::OutOfMemory {
             device: self.name.to_string(),
@@ -186,9 +232,9 @@ impl Gpu {
         let raw = raw(size).or_else(|| if self.staging.shrink() { raw(size) } else { None });
         let raw = raw.ok_or_else(|| self.out_of_memory(label, wide(bytes), self.largest_bytes(size)))?;
         let memory = HeldMemory {
-            _lease: lease,
+            _lease: Some(lease),
             #[cfg(target_arch = "wasm32")]
-            raw: raw.clone(),
+            raw: Some(raw.clone()),
         };
         Ok(WgpuBuffer { raw, bytes, _memory: Arc::new(memory) })
     }

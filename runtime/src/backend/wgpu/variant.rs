@@ -62,6 +62,12 @@ impl Variants {
         Self { family, choice: KernelChoice::Auto }
     }
 
+    /// The variants that the backend chooses for a device that a caller has opened with its own features.
+    pub(super) fn of_opened(device: &wgpu::Device) -> Self {
+        let subgroups = broadcast_size(&device.adapter_info(), device.features());
+        Self { family: subgroups.map_or(Family::Portable, Family::Broadcast), choice: KernelChoice::Auto }
+    }
+
     /// The variants of `choice`.
     ///
     /// # Errors
@@ -239,10 +245,13 @@ impl Matrices {
 
 /// The subgroup size for the broadcast kernel, on devices where it pays: drivers that compute on the host's cores.
 fn broadcast(adapter: &wgpu::Adapter) -> Option<u32> {
-    let info = adapter.get_info();
+    broadcast_size(&adapter.get_info(), adapter.features())
+}
+
+fn broadcast_size(info: &wgpu::AdapterInfo, features: wgpu::Features) -> Option<u32> {
     let size = info.subgroup_min_size;
-    (class(&info) == DeviceClass::SoftwareGpu
-        && adapter.features().contains(wgpu::Features::SUBGROUP)
+    (class(info) == DeviceClass::SoftwareGpu
+        && features.contains(wgpu::Features::SUBGROUP)
         && size == info.subgroup_max_size
         && AttendVariant::SUBGROUP_SIZES.contains(&size))
     .then_some(size)
