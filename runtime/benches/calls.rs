@@ -1,0 +1,93 @@
+//! Cost of a call on a session beyond the kernels: 64 tokens, 8 query heads, 2 key/value heads of dim 64, f32, on the CPU. The
+//! floor of a call is a vote, an exchange for each hop, and the kernels; `compute` is the time in kernels, `vote` a bare vote.
+//!
+//! `cargo bench -p kyklos --bench calls -- [--short]`
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kyklos::backend::Device;
+use kyklos::local::on_threads;
+use kyklos::{Attention, Session, SessionOptions, Tensor};
+use kyklos_transport::quic::quic_loopback_group;
+use kyklos_transport::{Transport, Vote, in_process_group};
+
+const TOKENS: usize = 64;
+
+/// Medians in microseconds over the calls of rank 0.
+struct Cost {
+    call_us: f64,
+    compute_us: f64,
+    vote_us: f64,
+}
+
+fn main() {
+    let calls = if std::env::args().any(|argument| argument == "--short") { 200 } else { 3000 };
+    println!("transport,ranks,call_us,compute_us,vote_us,beyond_kernels_us");
+    let quic = |ranks| quic_loopback_group(ranks).expect("loopback sockets");
+    let groups: [(&str, Vec<Arc<dyn Transport>>); 6] = [
+        ("in-process", in_process_group(1)),
+        ("in-process", in_process_group(2)),
+        ("in-process", in_process_group(4)),
+        ("one-device", in_process_group(2)),
+        ("quic", quic(2)),
+        ("quic", quic(4)),
+    ];
+    for (name, group) in groups {
+        let ranks = group.len();
+        let Cost { call_us, compute_us, vote_us } = cost(group, name == "one-device", calls);
+        println!("{name},{ranks},{call_us:.1},{compute_us:.1},{vote_us:.1},{:.1}", call_us - compute_us);
+    }
+}
+
+fn cost(group: Vec<Arc<dyn Transport>>, one_device: bool, calls: usize) -> Cost {
+    let device = Device::cpu();
+    let sessions = if one_device {
+        Session::on_one_device(group.clone(), &device, &SessionOptions::default())
+    } else {
+        group.iter().map(|transport| Session::new(transport.clone(), device.clone())).collect()
+    };
+    let sessions: std::sync::Mutex<Vec<Option<Session>>> =
+        std::sync::Mutex::new(sessions.into_iter().map(Some).collect());
+    let ranks = group.len();
+    let costs = on_threads(group, |transport| {
+        let rank = transport.rank().0 as usize;
+        let mut session =
+            sessions.lock().expect("no rank panics")[rank].take().expect("one thread for each rank");
+        let share = TOKENS / ranks;
+        let tensor = |heads: usize| {
+            let values = (0..share * heads * 64).map(|index| (index as f32 * 0.13).sin()).collect();
+            Tensor::new([1, share, heads, 64], values)
+        };
+        let (q, k, v) = (tensor(8)?, tensor(2)?, tensor(2)?);
+        let call = Attention::new();
+        let (mut call_us, mut compute_us) = (Vec::new(), Vec::new());
+        for turn in 0..calls + calls / 10 {
+            let started = Instant::now();
+            let output = session.attend(&call, &q, &k, &v)?;
+            // The first calls plan, start threads and warm caches.
+            if turn >= calls / 10 {
+                call_us.push(micros(started.elapsed()));
+                compute_us.push(output.report.compute_ns as f64 / 1e3);
+            }
+        }
+        let mut vote_us = Vec::new();
+        for _ in 0..calls {
+            let started = Instant::now();
+            pollster::block_on(session.transport().agree(Vote::ready([0; 32]), Duration::from_secs(60)))?;
+            vote_us.push(micros(started.elapsed()));
+        }
+        let [call_us, compute_us, vote_us] = [call_us, compute_us, vote_us].map(median);
+        Ok::<_, kyklos::Error>(Cost { call_us, compute_us, vote_us })
+    });
+    costs.into_iter().next().expect("at least one rank").expect("no rank fails")
+}
+
+fn micros(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
