@@ -71,12 +71,25 @@ impl CudaBackend {
     }
 }
 
+/// The largest head dim of a kernel.
+const MAX_HEAD_DIM: usize = 256;
+
 impl Backend for CudaBackend {
     type Buffer = CudaBuffer;
     type Download = Download;
 
     fn info(&self) -> &DeviceInfo {
         &self.info
+    }
+
+    fn supports(&self, _: Dtype, head_dim: usize) -> Result<()> {
+        if head_dim <= MAX_HEAD_DIM {
+            return Ok(());
+        }
+        Err(Error::request(
+            format!("head dim {head_dim} on {}", self.info.name),
+            format!("CUDA kernels have head dims up to {MAX_HEAD_DIM}: use another backend"),
+        ))
     }
 
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {

@@ -204,6 +204,8 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
     /// [`Error::Request`] when the size of a tensor is not that of the rank's tokens, [`Error::OutOfMemory`],
     /// [`Error::Device`].
     pub fn load(&self, Tensors { q, k, v, bias: pairs }: Tensors) -> Result<Inputs<B::Buffer>> {
+        let problem = &self.world.problem;
+        self.backend.supports(problem.dtype, problem.head_dim as usize)?;
         let [own_q, own_kv, own_pairs] = [Some(self.plan.q), Some(self.plan.kv), self.plan.bias]
             .map(|id| id.map_or_else(Vec::new, |id| self.tensor_bytes(id)));
         let wanted = [own_q, own_kv, own_pairs].concat();

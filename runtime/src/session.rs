@@ -14,6 +14,7 @@ use crate::collective::{Collective, HostStaged, OneDevice};
 use crate::host::Tensors;
 use crate::plan::ProvedPlans;
 use crate::{Carryover, Error, Executor, Inputs, LoweredPlan, RankOutput, Result, RunOptions};
+use agreement::LastFacts;
 use attend::CachedCall;
 pub use attend::Output;
 pub use recovery::{Recovery, Survivors};
@@ -60,6 +61,7 @@ pub struct Session {
     carryover: Carryover<DeviceBuffer>,
     /// Plans of the last calls, the last one at the end.
     cache: Vec<CachedCall>,
+    last_facts: Option<LastFacts>,
     plans_made: u64,
 }
 
@@ -119,6 +121,7 @@ impl Session {
             lowered: None,
             carryover: Carryover::default(),
             cache: Vec::new(),
+            last_facts: None,
             plans_made: 0,
         }
     }

@@ -162,6 +162,7 @@ impl<T: Any + fmt::Debug + Threaded> AnyBuffer for T {}
 /// [`Backend`] without associated types.
 trait AnyBackend: Any + Threaded {
     fn info(&self) -> &DeviceInfo;
+    fn supports(&self, dtype: Dtype, head_dim: usize) -> Result<()>;
     fn kernel(&self, dtype: Dtype, shape: StateShape) -> String;
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape;
     fn alloc(&self, label: &str, bytes: usize) -> Result<DeviceBuffer>;
@@ -208,6 +209,10 @@ where
 {
     fn info(&self) -> &DeviceInfo {
         Backend::info(self)
+    }
+
+    fn supports(&self, dtype: Dtype, head_dim: usize) -> Result<()> {
+        Backend::supports(self, dtype, head_dim)
     }
 
     fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {
@@ -329,6 +334,10 @@ impl Backend for Device {
 
     fn info(&self) -> &DeviceInfo {
         self.0.info()
+    }
+
+    fn supports(&self, dtype: Dtype, head_dim: usize) -> Result<()> {
+        self.0.supports(dtype, head_dim)
     }
 
     fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {

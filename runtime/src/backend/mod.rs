@@ -58,6 +58,14 @@ pub trait Backend {
     /// Name, driver and kind of the device.
     fn info(&self) -> &DeviceInfo;
 
+    /// Refuses a problem for which the device has no kernel. Called before ranks vote, so that no data moves.
+    ///
+    /// # Errors
+    /// [`Error::Request`].
+    fn supports(&self, _dtype: Dtype, _head_dim: usize) -> Result<()> {
+        Ok(())
+    }
+
     /// Name of the kernel that attends into a state of this shape, for reports.
     fn kernel(&self, _dtype: Dtype, _shape: StateShape) -> String {
         self.info().kernel.clone()

@@ -3,26 +3,34 @@
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::call::{Attention, Extents, checked_label};
+use crate::call::{Attention, Extents, Options, checked_label};
 use crate::{Dtype, Error, Result, Tensor};
 
-/// One rank's part of a call, as it travels in its vote.
+/// One rank's facts of a call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct CallNote {
-    /// Version of this note.
+struct Facts {
+    /// Version of these facts.
     #[serde(rename = "v")]
     version: u32,
-    label: String,
     dtype: String,
     batch: u32,
     q_heads: u32,
     kv_heads: u32,
     dim: u32,
     /// Queries of this rank.
-    pub(super) q: u32,
+    q: u32,
     /// Keys that this rank owns.
-    pub(super) kv: u32,
+    kv: u32,
     options: [u64; 5],
+}
+
+/// The facts of this rank's last call: calls of one shape encode them once.
+#[derive(Debug)]
+pub(super) struct LastFacts {
+    options: Options,
+    shapes: [[usize; 4]; 3],
+    dtypes: [Dtype; 3],
+    encoded: Bytes,
 }
 
 /// The facts of a call that all ranks share.
@@ -35,16 +43,76 @@ pub(super) struct Agreed {
     pub(super) kv_counts: Vec<u32>,
 }
 
-/// Increased when the meaning of a note changes.
+/// Increased when the meaning of facts changes.
 const VERSION: u32 = 1;
 
-impl CallNote {
-    /// The note of this rank's tensors.
-    ///
-    /// # Errors
-    /// [`Error::Request`] when the tensors do not fit each other or the call.
-    pub(super) fn new(call: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Self> {
-        checked_label(&call.label)?;
+/// The note of this rank's vote: its label, then its facts.
+///
+/// # Errors
+/// [`Error::Request`] when the tensors do not fit each other or the call.
+pub(super) fn note(last: &mut Option<LastFacts>, call: &Attention, [q, k, v]: [&Tensor; 3]) -> Result<Bytes> {
+    checked_label(&call.label)?;
+    let (shapes, dtypes) = ([q, k, v].map(Tensor::shape), [q, k, v].map(Tensor::dtype));
+    let same =
+        |last: &&LastFacts| (last.shapes, last.dtypes) == (shapes, dtypes) && last.options == call.options;
+    let encoded = match last.as_ref().filter(same) {
+        Some(last) => last.encoded.clone(),
+        None => {
+            let encoded = Bytes::from(Facts::new(&call.options, q, k, v)?.encode());
+            *last =
+                Some(LastFacts { options: call.options.clone(), shapes, dtypes, encoded: encoded.clone() });
+            encoded
+        }
+    };
+    let mut note = Vec::with_capacity(1 + call.label.len() + encoded.len());
+    // A label has at most 128 bytes.
+    note.push(u8::try_from(call.label.len()).unwrap_or(u8::MAX));
+    note.extend_from_slice(call.label.as_bytes());
+    note.extend_from_slice(&encoded);
+    Ok(note.into())
+}
+
+/// The encoded facts of all notes, by rank.
+///
+/// # Errors
+/// [`Error::Request`], the same on all ranks, when ranks have different labels.
+pub(super) fn facts_of(notes: &[Bytes]) -> Result<Vec<Bytes>> {
+    let mut first: Option<&str> = None;
+    let mut facts = Vec::with_capacity(notes.len());
+    for (rank, note) in notes.iter().enumerate() {
+        let (label, own) = split(note).ok_or_else(|| unknown_form(rank))?;
+        let first = *first.get_or_insert(label);
+        if label != first {
+            return Err(disagree(rank, &format!("label `{label}`"), &format!("`{first}`")));
+        }
+        facts.push(own);
+    }
+    Ok(facts)
+}
+
+/// Label and encoded facts of a note.
+fn split(note: &Bytes) -> Option<(&str, Bytes)> {
+    let length = usize::from(*note.first()?);
+    let label = std::str::from_utf8(note.get(1..=length)?).ok()?;
+    Some((label, note.slice(1 + length..)))
+}
+
+fn disagree(rank: usize, theirs: &str, ours: &str) -> Error {
+    Error::request(
+        format!("rank {rank} calls with {theirs}, rank 0 with {ours}"),
+        "make the same call on all ranks",
+    )
+}
+
+fn unknown_form(rank: usize) -> Error {
+    Error::request(
+        format!("rank {rank} describes its call in a form that this release does not know"),
+        "use the same release on all ranks",
+    )
+}
+
+impl Facts {
+    fn new(options: &Options, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Self> {
         let [q_shape, k_shape, v_shape] = [q, k, v].map(Tensor::shape);
         let refuse = |mismatch: String, remedy: &str| Err(Error::request(mismatch, remedy));
         if k_shape != v_shape {
@@ -72,7 +140,7 @@ impl CallNote {
                 Error::request(format!("an extent of {value}"), format!("use at most {}", u32::MAX))
             })
         };
-        let replicated = call.options.execution.replicated.len();
+        let replicated = options.execution.replicated.len();
         let Some(own) = k_shape[1].checked_sub(replicated) else {
             return refuse(
                 format!("{} keys of this rank, {replicated} of them on every rank", k_shape[1]),
@@ -81,7 +149,6 @@ impl CallNote {
         };
         Ok(Self {
             version: VERSION,
-            label: call.label.clone(),
             dtype: q.dtype().name().to_owned(),
             batch: extent(q_shape[0])?,
             q_heads: extent(q_shape[2])?,
@@ -89,78 +156,69 @@ impl CallNote {
             dim: extent(q_shape[3])?,
             q: extent(q_shape[1])?,
             kv: extent(own)?,
-            options: call.options.digests().map(|(_, digest)| digest),
+            options: options.digests().map(|(_, digest)| digest),
         })
     }
 
-    pub(super) fn encode(&self) -> Bytes {
-        serde_json::to_vec(self).expect("plain data without maps always serialises").into()
+    fn encode(&self) -> Vec<u8> {
+        serde_json::to_vec(self).expect("plain data without maps always serialises")
     }
 
-    /// The facts of all notes, by rank.
-    ///
-    /// # Errors
-    /// [`Error::Request`], the same on all ranks, when ranks differ in what must be equal.
-    pub(super) fn agree(call: &Attention, notes: &[Bytes]) -> Result<Agreed> {
-        let mut all: Vec<Self> = Vec::with_capacity(notes.len());
-        for (rank, note) in notes.iter().enumerate() {
-            let note: Option<Self> = serde_json::from_slice(note).ok();
-            all.push(note.filter(|note| note.version == VERSION).ok_or_else(|| {
-                Error::request(
-                    format!("rank {rank} describes its call in a form that this release does not know"),
-                    "use the same release on all ranks",
-                )
-            })?);
-        }
-        let first = &all[0];
-        for (rank, note) in all.iter().enumerate() {
-            if let Some((what, theirs, ours)) = note.difference(call, first) {
-                return Err(Error::request(
-                    format!("rank {rank} calls with {what}{theirs}, rank 0 with {ours}"),
-                    "make the same call on all ranks",
-                ));
-            }
-        }
-        let sum = |of: fn(&Self) -> u32| {
-            let sum: u64 = all.iter().map(|note| u64::from(of(note))).sum();
-            u32::try_from(sum).map_err(|_| {
-                Error::request(format!("{sum} tokens over all ranks"), format!("use at most {}", u32::MAX))
-            })
-        };
-        let kv_len = sum(|note| note.kv)?;
-        let replicated = u32::try_from(call.options.execution.replicated.len()).unwrap_or(u32::MAX);
-        let extents = Extents {
-            batch: first.batch,
-            q_len: sum(|note| note.q)?,
-            kv_len: kv_len.saturating_add(replicated),
-            q_heads: first.q_heads,
-            kv_heads: first.kv_heads,
-            head_dim: first.dim,
-            dtype: first.dtype.parse::<Dtype>()?,
-        };
-        let counts = |of: fn(&Self) -> u32| all.iter().map(of).collect();
-        Ok(Agreed { extents, q_counts: counts(|note| note.q), kv_counts: counts(|note| note.kv) })
-    }
-
-    /// The first thing in which this note must equal `first` and does not: its name, and both values.
-    fn difference(&self, call: &Attention, first: &Self) -> Option<(String, String, String)> {
+    /// The first thing in which these facts must equal `first` and do not: the value of each.
+    fn difference(&self, options: &Options, first: &Self) -> Option<(String, String)> {
         let numbers = [
             ("batch", self.batch, first.batch),
             ("query heads", self.q_heads, first.q_heads),
             ("key/value heads", self.kv_heads, first.kv_heads),
             ("dim", self.dim, first.dim),
         ];
-        let texts = [("label", &self.label, &first.label), ("type", &self.dtype, &first.dtype)];
-        let texts =
-            texts.into_iter().map(|(name, mine, other)| (name, format!("`{mine}`"), format!("`{other}`")));
-        let numbers =
-            numbers.into_iter().map(|(name, mine, other)| (name, mine.to_string(), other.to_string()));
-        let named = texts.chain(numbers).find(|(_, mine, other)| mine != other);
-        if let Some((name, mine, other)) = named {
-            return Some((format!("{name} "), mine, other));
+        if self.dtype != first.dtype {
+            return Some((format!("type `{}`", self.dtype), format!("`{}`", first.dtype)));
         }
-        let options = call.options.digests();
-        let differs = (0..options.len()).find(|index| self.options[*index] != first.options[*index])?;
-        Some((format!("another {}", options[differs].0), String::new(), "its own".to_owned()))
+        if let Some((name, mine, other)) = numbers.into_iter().find(|(_, mine, other)| mine != other) {
+            return Some((format!("{name} {mine}"), other.to_string()));
+        }
+        let names = options.digests().map(|(name, _)| name);
+        let differs = (0..names.len()).find(|index| self.options[*index] != first.options[*index])?;
+        Some((format!("another {}", names[differs]), "its own".to_owned()))
+    }
+}
+
+impl Agreed {
+    /// What the ranks agree on, from the encoded facts of all of them.
+    ///
+    /// # Errors
+    /// [`Error::Request`], the same on all ranks, when ranks differ in what must be equal.
+    pub(super) fn new(options: &Options, facts: &[Bytes]) -> Result<Self> {
+        let mut all: Vec<Facts> = Vec::with_capacity(facts.len());
+        for (rank, facts) in facts.iter().enumerate() {
+            let facts: Option<Facts> = serde_json::from_slice(facts).ok();
+            all.push(facts.filter(|facts| facts.version == VERSION).ok_or_else(|| unknown_form(rank))?);
+        }
+        let first = &all[0];
+        for (rank, facts) in all.iter().enumerate() {
+            if let Some((theirs, ours)) = facts.difference(options, first) {
+                return Err(disagree(rank, &theirs, &ours));
+            }
+        }
+        let sum = |of: fn(&Facts) -> u32| {
+            let sum: u64 = all.iter().map(|facts| u64::from(of(facts))).sum();
+            u32::try_from(sum).map_err(|_| {
+                Error::request(format!("{sum} tokens over all ranks"), format!("use at most {}", u32::MAX))
+            })
+        };
+        let kv_len = sum(|facts| facts.kv)?;
+        let replicated = u32::try_from(options.execution.replicated.len()).unwrap_or(u32::MAX);
+        let extents = Extents {
+            batch: first.batch,
+            q_len: sum(|facts| facts.q)?,
+            kv_len: kv_len.saturating_add(replicated),
+            q_heads: first.q_heads,
+            kv_heads: first.kv_heads,
+            head_dim: first.dim,
+            dtype: first.dtype.parse::<Dtype>()?,
+        };
+        let counts = |of: fn(&Facts) -> u32| all.iter().map(of).collect();
+        Ok(Agreed { extents, q_counts: counts(|facts| facts.q), kv_counts: counts(|facts| facts.kv) })
     }
 }

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use kyklos_transport::Vote;
 
 use super::Session;
-use super::agreement::{Agreed, CallNote};
+use super::agreement::{Agreed, facts_of, note};
 use crate::backend::{Backend, Device, DeviceBuffer};
 use crate::call::{Attention, Options};
 use crate::exec::DeviceOutput;
@@ -32,7 +32,8 @@ pub struct Output {
 /// The plan of a call that this session has made before.
 pub(super) struct CachedCall {
     options: Options,
-    agreed: Agreed,
+    /// Of all ranks, as they travel.
+    facts: Vec<Bytes>,
     lowered: Arc<LoweredPlan>,
 }
 
@@ -66,7 +67,8 @@ impl Session {
         v: &Tensor,
     ) -> Result<Output> {
         // What only this rank can find wrong is found before the vote, which then carries it to the others.
-        let prepared = CallNote::new(call, q, k, v).and_then(|note| Ok((note, self.inputs(call, q, k, v)?)));
+        let prepared = note(&mut self.last_facts, call, [q, k, v])
+            .and_then(|note| Ok((note, self.inputs(call, q, k, v)?)));
         let (note, mut inputs) = match prepared {
             Ok(prepared) => prepared,
             Err(error) => {
@@ -74,7 +76,7 @@ impl Session {
                 return Err(error);
             }
         };
-        let vote = Vote::Ready { plan_hash: CALLS, note: note.encode() };
+        let vote = Vote::Ready { plan_hash: CALLS, note };
         let notes = self.transport.agree(vote, self.options.deadline).await?;
         let lowered = self.plan_of(call, &notes)?;
         let op = self.op;
@@ -96,6 +98,7 @@ impl Session {
 
     fn inputs(&self, call: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Inputs<DeviceBuffer>> {
         let device: &Device = &self.device;
+        device.supports(q.dtype(), q.shape()[3])?;
         let rows = call.bias_rows.clone();
         Ok(Inputs::of(
             [q.buffer("q", device)?, k.buffer("k", device)?, v.buffer("v", device)?],
@@ -105,21 +108,22 @@ impl Session {
 
     /// The plan for these notes, made at the first call and kept.
     fn plan_of(&mut self, call: &Attention, notes: &[Bytes]) -> Result<Arc<LoweredPlan>> {
-        let agreed = CallNote::agree(call, notes)?;
-        let known = |cached: &CachedCall| cached.agreed == agreed && cached.options == call.options;
+        let facts = facts_of(notes)?;
+        let known = |cached: &CachedCall| cached.facts == facts && cached.options == call.options;
         if let Some(index) = self.cache.iter().position(known) {
             let cached = self.cache.remove(index);
             let lowered = cached.lowered.clone();
             self.cache.push(cached);
             return Ok(lowered);
         }
+        let agreed = Agreed::new(&call.options, &facts)?;
         let plans = Arc::new(plans(&call.options, &agreed)?);
         self.plans_made += 1;
         let lowered = Arc::new(LoweredPlan::new(plans, self.rank(), &self.device));
         if self.cache.len() == CACHED_CALLS {
             self.cache.remove(0);
         }
-        self.cache.push(CachedCall { options: call.options.clone(), agreed, lowered: lowered.clone() });
+        self.cache.push(CachedCall { options: call.options.clone(), facts, lowered: lowered.clone() });
         Ok(lowered)
     }
 }

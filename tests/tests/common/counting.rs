@@ -31,6 +31,10 @@ impl<B: Backend> Backend for Counting<B> {
         self.backend.info()
     }
 
+    fn supports(&self, dtype: Dtype, head_dim: usize) -> Result<()> {
+        self.backend.supports(dtype, head_dim)
+    }
+
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
         self.backend.tile_shape(problem, shape)
     }

@@ -311,6 +311,44 @@ fn a_session_after_an_abort_says_who_ended_the_group() {
     }
 }
 
+/// Calls of changing shapes: results stay right, and memory does not grow with the number of calls.
+#[test]
+fn memory_stays_flat_over_calls_of_changing_shapes() {
+    let calls: usize = amount(600, 10_000);
+    on_threads(in_process_group(2), |transport| {
+        let rank = transport.rank().0;
+        let mut session = Session::new(transport, Device::cpu());
+        let mut settled = None;
+        for turn in 0..calls {
+            // Counts that both ranks know, so that each can say what the other one holds.
+            let count = |rank: u32| (turn * 7 + rank as usize * 11) % 50;
+            let x = Tensor::new([1, count(rank), 2, 16], vec![0.5_f32; count(rank) * 32]).unwrap();
+            let output = session.attend(&Attention::new(), &x, &x, &x).unwrap();
+            // All keys are alike: exp(16 · 0.25 / 4) for each.
+            let right = 1.0 + ((count(0) + count(1)) as f32).ln();
+            for lse in output.lse.to_vec::<f32>().unwrap() {
+                assert!((lse - right).abs() < 1e-4, "call {turn}: {lse}, not {right}");
+            }
+            if turn == calls / 3 {
+                settled = resident_kib();
+            }
+        }
+        if let (Some(settled), Some(now), 0) = (settled, resident_kib(), rank) {
+            assert!(
+                now < settled + 48 * 1024,
+                "{settled} KiB after a third of the calls, {now} KiB at the end"
+            );
+        }
+    });
+}
+
+/// Memory of this process; `None` where the system does not say.
+fn resident_kib() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse().ok()
+}
+
 /// The same plan through the agreement of lengths and given beforehand.
 #[test]
 fn a_call_gives_the_bytes_of_the_plan_that_it_agrees_on() {

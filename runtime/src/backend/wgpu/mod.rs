@@ -63,6 +63,10 @@ impl Backend for WgpuBackend {
         &self.info
     }
 
+    fn supports(&self, _: Dtype, head_dim: usize) -> Result<()> {
+        numbers::checked_dim(head_dim).map(|_| ())
+    }
+
     fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {
         match self.attend_variant(dtype, shape) {
             Ok((variant, true)) => format!("{} (tuned)", variant.name()),
