@@ -133,7 +133,8 @@ impl Execution {
         Self::default()
     }
 
-    /// The strategy. By default that of the mesh ([`Strategy::of_mesh`]).
+    /// The strategy. By default that of the mesh ([`Strategy::of_mesh`]); without a mesh, the one that sends the fewest bytes: few
+    /// queries travel to the keys, else keys travel.
     #[must_use]
     pub fn strategy(mut self, strategy: Strategy) -> Self {
         self.strategy = Some(strategy);

@@ -2,6 +2,7 @@
 
 mod agreement;
 mod attend;
+mod choice;
 mod recovery;
 
 use std::sync::Arc;

@@ -7,14 +7,11 @@ use kyklos_transport::Vote;
 
 use super::Session;
 use super::agreement::{Agreed, facts_of, note};
+use super::choice::plans;
 use crate::backend::{Backend, Device, DeviceBuffer};
 use crate::call::{Attention, Options};
 use crate::exec::DeviceOutput;
-use crate::plan::ProvedPlans;
-use crate::{
-    Carryover, Deal, Dtype, Error, Inputs, LoweredPlan, Mesh, Placement, PlacementKind, RankReport, Result,
-    Span, Split, Strategy, Tensor, placed_meshes_by_bytes, plan_placed,
-};
+use crate::{Carryover, Dtype, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
 
 /// The result of a call on one rank, on its device.
 #[derive(Clone, Debug)]
@@ -126,63 +123,4 @@ impl Session {
         self.cache.push(CachedCall { options: call.options.clone(), facts, lowered: lowered.clone() });
         Ok(lowered)
     }
-}
-
-/// The plans of a call, by the same rules on all ranks.
-fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
-    let problem = options.problem(&agreed.extents)?;
-    let execution = &options.execution;
-    let ranks = u32::try_from(agreed.q_counts.len()).unwrap_or(u32::MAX);
-    let place = |total: u32, counts: &[u32], replicated: std::ops::Range<u32>, mesh: Mesh| {
-        let documents = options.mask.document_boundaries().to_vec();
-        let deal = Deal { total, replicated, documents };
-        Placement::deal(&deal, execution.placement, mesh, &Split::Tokens(counts.to_vec()))
-    };
-    let dealt = |mesh| {
-        let q = place(problem.q_len, &agreed.q_counts, 0..0, mesh)?;
-        let kv = place(problem.kv_len, &agreed.kv_counts, execution.replicated.clone(), mesh)?;
-        Ok::<_, Error>((q, kv))
-    };
-    let any_mesh = || match &execution.owners {
-        Some((q, kv)) => Ok((q.clone(), kv.clone())),
-        None if execution.placement == PlacementKind::Contiguous => dealt(Mesh::new(1, ranks)?),
-        None => Err(Error::request(
-            format!(
-                "placement {} without a mesh, which decides the tokens of each rank",
-                execution.placement
-            ),
-            "name the mesh, or use placement contiguous",
-        )),
-    };
-    let (q, kv) = match (execution.mesh, &execution.owners) {
-        (Some(mesh), _) if mesh.world() != ranks => {
-            return Err(Error::request(
-                format!("mesh {mesh} for {ranks} ranks"),
-                "use a mesh of all ranks of the group, or none",
-            ));
-        }
-        (Some(mesh), Some((q, kv))) => (q.on_mesh(mesh)?, kv.on_mesh(mesh)?),
-        (Some(mesh), None) => dealt(mesh)?,
-        (None, _) => {
-            let (q, kv) = any_mesh()?;
-            let meshes = placed_meshes_by_bytes(&problem, &q, &kv, execution.strategy)?;
-            let (mesh, _) = meshes
-                .first()
-                .ok_or_else(|| Error::request(format!("no mesh of {ranks} ranks"), "use fewer ranks"))?;
-            (q.on_mesh(*mesh)?, kv.on_mesh(*mesh)?)
-        }
-    };
-    for (what, placement, counts) in [("queries", &q, &agreed.q_counts), ("keys", &kv, &agreed.kv_counts)] {
-        for (rank, (tokens, count)) in placement.ranks().iter().zip(counts).enumerate() {
-            if tokens.len() != *count as usize {
-                return Err(Error::request(
-                    format!("rank {rank} has {count} {what}, the placement gives it {}", tokens.len()),
-                    "let each rank pass the tokens that the placement gives it",
-                ));
-            }
-        }
-    }
-    let mesh = q.mesh();
-    let strategy = execution.strategy.unwrap_or_else(|| Strategy::of_mesh(mesh));
-    ProvedPlans::new(plan_placed(&problem, mesh, q, kv, strategy)?)
 }

@@ -1,0 +1,159 @@
+//! The plans of a call: by the same rules on all ranks, from the facts on which they agree.
+
+use std::ops::Range;
+
+use super::agreement::Agreed;
+use crate::call::{Execution, Options};
+use crate::plan::ProvedPlans;
+use crate::{
+    AttentionProblem, Deal, Error, Mesh, Placement, PlacementKind, Result, Split, Strategy,
+    placed_meshes_by_bytes, plan_placed,
+};
+
+/// Owners of queries, and of keys and values.
+type Owners = (Placement, Placement);
+
+/// The plans of a call.
+pub(super) fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
+    let problem = options.problem(&agreed.extents)?;
+    let execution = &options.execution;
+    let ranks = u32::try_from(agreed.q_counts.len()).unwrap_or(u32::MAX);
+    let (owners, strategy) = match execution.mesh {
+        Some(mesh) if mesh.world() != ranks => {
+            return Err(Error::request(
+                format!("mesh {mesh} for {ranks} ranks"),
+                "use a mesh of all ranks of the group, or none",
+            ));
+        }
+        Some(mesh) => {
+            let owners = match &execution.owners {
+                Some(owners) => on_mesh(owners, mesh)?,
+                None => deal(options, &problem, agreed, mesh)?,
+            };
+            (owners, execution.strategy.unwrap_or_else(|| Strategy::of_mesh(mesh)))
+        }
+        None => fewest_bytes(execution, &problem, any_mesh(options, &problem, agreed, ranks)?)?,
+    };
+    fits(&owners, agreed)?;
+    let (q, kv) = owners;
+    ProvedPlans::new(plan_placed(&problem, q.mesh(), q, kv, strategy)?)
+}
+
+/// The owners where no mesh is given: they must not depend on it.
+fn any_mesh(options: &Options, problem: &AttentionProblem, agreed: &Agreed, ranks: u32) -> Result<Owners> {
+    let Execution { owners, placement, .. } = &options.execution;
+    match owners {
+        Some(owners) => Ok(owners.clone()),
+        None if *placement == PlacementKind::Contiguous => {
+            deal(options, problem, agreed, Mesh::new(1, ranks)?)
+        }
+        None => Err(Error::request(
+            format!("placement {placement} without a mesh, which decides the tokens of each rank"),
+            "name the mesh, or use placement contiguous",
+        )),
+    }
+}
+
+fn deal(options: &Options, problem: &AttentionProblem, agreed: &Agreed, mesh: Mesh) -> Result<Owners> {
+    let Execution { placement, replicated, .. } = &options.execution;
+    let place = |total: u32, counts: &[u32], replicated: Range<u32>| {
+        let documents = options.mask.document_boundaries().to_vec();
+        let deal = Deal { total, replicated, documents };
+        Placement::deal(&deal, *placement, mesh, &Split::Tokens(counts.to_vec()))
+    };
+    Ok((
+        place(problem.q_len, &agreed.q_counts, 0..0)?,
+        place(problem.kv_len, &agreed.kv_counts, replicated.clone())?,
+    ))
+}
+
+/// The mesh and the strategy that send the fewest bytes: keys and values go to the queries, or, where queries are few, queries to
+/// the keys.
+fn fewest_bytes(
+    execution: &Execution,
+    problem: &AttentionProblem,
+    owners: Owners,
+) -> Result<(Owners, Strategy)> {
+    let (q, kv) = &owners;
+    let best = |strategy| -> Result<(Mesh, u64)> {
+        let meshes = placed_meshes_by_bytes(problem, q, kv, strategy)?;
+        let none = || Error::request(format!("no mesh of {} ranks", q.mesh().world()), "use fewer ranks");
+        meshes.first().copied().ok_or_else(none)
+    };
+    let (mut mesh, mut least) = best(execution.strategy)?;
+    let mut strategy = execution.strategy;
+    if strategy.is_none() {
+        for other in Strategy::ALL.into_iter().filter(|strategy| strategy.moves_queries()) {
+            // A strategy that refuses the problem is no candidate.
+            if let Ok((its_mesh, bytes)) = best(Some(other))
+                && bytes < least
+            {
+                (mesh, least, strategy) = (its_mesh, bytes, Some(other));
+            }
+        }
+    }
+    Ok((on_mesh(&owners, mesh)?, strategy.unwrap_or_else(|| Strategy::of_mesh(mesh))))
+}
+
+fn on_mesh((q, kv): &Owners, mesh: Mesh) -> Result<Owners> {
+    Ok((q.on_mesh(mesh)?, kv.on_mesh(mesh)?))
+}
+
+/// Refuses ranks that pass other numbers of tokens than they own.
+fn fits((q, kv): &Owners, agreed: &Agreed) -> Result<()> {
+    for (what, placement, counts) in [("queries", q, &agreed.q_counts), ("keys", kv, &agreed.kv_counts)] {
+        for (rank, (tokens, count)) in placement.ranks().iter().zip(counts).enumerate() {
+            if tokens.len() != *count as usize {
+                return Err(Error::request(
+                    format!("rank {rank} has {count} {what}, the placement gives it {}", tokens.len()),
+                    "let each rank pass the tokens that the placement gives it",
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::Extents;
+    use crate::{Attention, Dtype};
+
+    fn chosen(q_counts: [u32; 4], kv_counts: [u32; 4], execution: Execution) -> Result<(Strategy, Mesh)> {
+        let extents = Extents {
+            batch: 1,
+            q_len: q_counts.iter().sum(),
+            kv_len: kv_counts.iter().sum(),
+            q_heads: 4,
+            kv_heads: 4,
+            head_dim: 16,
+            dtype: Dtype::F32,
+        };
+        let agreed = Agreed { extents, q_counts: q_counts.to_vec(), kv_counts: kv_counts.to_vec() };
+        let plans = plans(&Attention::new().execution(execution).options, &agreed)?;
+        Ok((plans.world().strategy, plans.world().mesh))
+    }
+
+    #[test]
+    fn queries_travel_where_they_are_few_and_keys_where_they_are_many() {
+        let (strategy, mesh) = chosen([1, 0, 0, 0], [64; 4], Execution::new()).unwrap();
+        assert!(strategy.moves_queries(), "{strategy} on {mesh}");
+        let (strategy, _) = chosen([64; 4], [64; 4], Execution::new()).unwrap();
+        assert!(!strategy.moves_queries(), "{strategy}");
+        let ring = Execution::new().strategy(Strategy::Ring);
+        assert_eq!(chosen([1, 0, 0, 0], [64; 4], ring).unwrap(), (Strategy::Ring, Mesh::new(1, 4).unwrap()));
+    }
+
+    #[test]
+    fn counts_that_are_not_those_of_the_owners_are_refused() {
+        let place = |counts: Vec<u32>| {
+            let mesh = Mesh::new(1, 4).unwrap();
+            Placement::new(PlacementKind::Contiguous, mesh, 16, &Split::Tokens(counts)).unwrap()
+        };
+        let owners = Execution::new().owners(place(vec![4, 4, 4, 4]), place(vec![8, 0, 4, 4]));
+        assert!(chosen([4; 4], [8, 0, 4, 4], owners.clone()).is_ok());
+        let error = chosen([4; 4], [4; 4], owners).unwrap_err().to_string();
+        assert!(error.contains("rank 0 has 4 keys, the placement gives it 8"), "{error}");
+    }
+}
