@@ -2,9 +2,7 @@
 
 use super::codec::WireError;
 use super::frame::Frame;
-
-/// Largest frame on the wire, envelope included.
-pub const MAX_FRAME_BYTES: usize = 64 * 1024;
+use super::limits::{CHECKSUM_BYTES, ENVELOPE_BYTES, LENGTH_BYTES, MAX_FRAME_BYTES};
 
 impl Frame {
     /// The frame in its wire format: length of the body (u32), body, CRC-32C of both. Cannot fail.
@@ -80,12 +78,3 @@ impl FrameStream {
         self.pending.is_empty()
     }
 }
-
-/// Bytes of a frame around its body.
-pub(super) const ENVELOPE_BYTES: usize = LENGTH_BYTES + CHECKSUM_BYTES;
-
-/// Bytes before the body: its length.
-const LENGTH_BYTES: usize = 4;
-
-/// Bytes after the body: CRC-32C of length and body.
-const CHECKSUM_BYTES: usize = 4;
