@@ -7,7 +7,8 @@ use super::limits::{CHECKSUM_BYTES, ENVELOPE_BYTES, LENGTH_BYTES, MAX_FRAME_BYTE
 impl Frame {
     /// The frame in its wire format: length of the body (u32), body, CRC-32C of both. Cannot fail.
     pub fn encode(&self) -> Vec<u8> {
-        let mut out = vec![0; LENGTH_BYTES];
+        let mut out = Vec::with_capacity(USUAL_BYTES);
+        out.extend_from_slice(&[0; LENGTH_BYTES]);
         self.put_body(&mut out);
         // A body is bounded by MAX_FRAME_BYTES: texts are cut, a table has at most MAX_WORLD
         // entries, and notes are split.
@@ -47,6 +48,9 @@ impl Frame {
         Ok(Some((frame, covered_bytes + CHECKSUM_BYTES)))
     }
 }
+
+/// Most frames are not longer: they are encoded in one allocation.
+const USUAL_BYTES: usize = 64;
 
 /// Decodes frames from bytes that arrive in pieces of any size. Holds at most one frame, and the bytes that arrived
 /// with its end.
