@@ -9,6 +9,8 @@
 //!   plan; a length that comes from the wire only confirms them and never sizes an allocation.
 //! - A message is matched by (source, [`Tag`]). A send completes when the payload is no longer needed by the
 //!   transport, which is at the earliest when the receiver has posted the matching receive.
+//! - Before an operation the ranks vote ([`Transport::agree`]). In one round trip they learn whether all of them run the
+//!   same plan, and the note of each rank.
 //! - Every completion ends by the deadline of its call: with its value or with a [`TransportError`] that names the
 //!   peer, the message and the bytes done.
 //! - Failure is collective. The first failure that the coordinator (rank 0) sees becomes everyone's: all

@@ -5,7 +5,8 @@ use super::fields::{
     put_addresses, put_claims, put_lane_ports, put_progress, put_ranks, put_tag, put_wish, read_addresses,
     read_claims, read_flag, read_lane_ports, read_progress, read_ranks, read_tag, read_wish,
 };
-use super::frame::{Frame, MAX_DER_BYTES, MAX_TEXT_BYTES, Purpose, RejectCode};
+use super::frame::{Frame, Purpose, RejectCode};
+use super::limits::{MAX_DER_BYTES, MAX_TEXT_BYTES};
 use super::notes::{Notes, put_note, read_note};
 use crate::error::{Abort, AbortCause};
 use crate::rank::{Rank, RefusalReason, Vote};

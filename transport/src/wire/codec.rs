@@ -1,6 +1,6 @@
 //! Reading and writing of little-endian fields.
 
-use super::frame::MAX_TEXT_BYTES;
+use super::limits::MAX_TEXT_BYTES;
 
 /// Why bytes cannot be decoded as a frame.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

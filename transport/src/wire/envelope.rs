@@ -2,14 +2,13 @@
 
 use super::codec::WireError;
 use super::frame::Frame;
-
-/// Largest frame on the wire, envelope included.
-pub const MAX_FRAME_BYTES: usize = 64 * 1024;
+use super::limits::{CHECKSUM_BYTES, ENVELOPE_BYTES, LENGTH_BYTES, MAX_FRAME_BYTES};
 
 impl Frame {
     /// The frame in its wire format: length of the body (u32), body, CRC-32C of both. Cannot fail.
     pub fn encode(&self) -> Vec<u8> {
-        let mut out = vec![0; LENGTH_BYTES];
+        let mut out = Vec::with_capacity(USUAL_BYTES);
+        out.extend_from_slice(&[0; LENGTH_BYTES]);
         self.put_body(&mut out);
         // A body is bounded by MAX_FRAME_BYTES: texts are cut, a table has at most MAX_WORLD
         // entries, and notes are split.
@@ -50,6 +49,9 @@ impl Frame {
     }
 }
 
+/// Most frames are not longer: they are encoded in one allocation.
+const USUAL_BYTES: usize = 64;
+
 /// Decodes frames from bytes that arrive in pieces of any size. Holds at most one frame, and the bytes that arrived
 /// with its end.
 #[derive(Debug, Default)]
@@ -80,12 +82,3 @@ impl FrameStream {
         self.pending.is_empty()
     }
 }
-
-/// Bytes of a frame around its body.
-pub(super) const ENVELOPE_BYTES: usize = LENGTH_BYTES + CHECKSUM_BYTES;
-
-/// Bytes before the body: its length.
-const LENGTH_BYTES: usize = 4;
-
-/// Bytes after the body: CRC-32C of length and body.
-const CHECKSUM_BYTES: usize = 4;

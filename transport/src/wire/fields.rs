@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use super::codec::{Reader, WireError};
-use super::frame::{MAX_WORLD, MOST_LANES};
+use super::limits::{MAX_WORLD, MOST_LANES};
 use crate::membership::{Claim, MOST_CLAIMS};
 use crate::rank::{Progress, Rank, Tag};
 

@@ -7,18 +7,6 @@ use crate::error::Abort;
 use crate::membership::Claim;
 use crate::rank::{Progress, Rank, RefusalReason, Tag, Vote};
 
-/// Longest text in a frame, in bytes of UTF-8; longer ones are cut.
-pub const MAX_TEXT_BYTES: u16 = 4096;
-
-/// Longest request for a signature, and longest certificate, in bytes of DER.
-pub const MAX_DER_BYTES: u16 = 4096;
-
-/// Largest group: its address table fits one frame.
-pub const MAX_WORLD: u32 = 2048;
-
-/// Most data connections between two ranks.
-pub const MOST_LANES: u8 = 16;
-
 /// A control frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -42,7 +30,7 @@ pub enum Frame {
     Welcome {
         /// Protocol version that the sender speaks.
         protocol: u16,
-        /// The addresses of its lanes except the first, at most [`MOST_LANES`] - 1.
+        /// The addresses of its lanes except the first, at most [`super::MOST_LANES`] - 1.
         lane_ports: Vec<u16>,
     },
     /// The dialled side refuses, and closes.
@@ -81,7 +69,7 @@ pub enum Frame {
     Apply {
         /// Which rank it wants to be; `None` takes any.
         rank: Option<Rank>,
-        /// For the signature of its key: PKCS #10 in DER, at most [`MAX_DER_BYTES`].
+        /// For the signature of its key: PKCS #10 in DER, at most [`super::MAX_DER_BYTES`].
         request: Vec<u8>,
         /// Proof that it knows the secret, for this connection and this request.
         proof: [u8; 32],
@@ -92,7 +80,7 @@ pub enum Frame {
         rank: Rank,
         /// Number of ranks.
         world: u32,
-        /// X.509 in DER, at most [`MAX_DER_BYTES`].
+        /// X.509 in DER, at most [`super::MAX_DER_BYTES`].
         certificate: Vec<u8>,
     },
     /// A rank's vote in its next round.

@@ -10,6 +10,7 @@ mod envelope;
 mod fields;
 mod frame;
 mod header;
+mod limits;
 mod notes;
 
 #[cfg(test)]
@@ -18,9 +19,10 @@ mod garbage;
 mod golden;
 
 pub use codec::WireError;
-pub use envelope::{FrameStream, MAX_FRAME_BYTES};
-pub use frame::{Frame, MAX_DER_BYTES, MAX_TEXT_BYTES, MAX_WORLD, MOST_LANES, Purpose, RejectCode};
+pub use envelope::FrameStream;
+pub use frame::{Frame, Purpose, RejectCode};
 pub use header::{HEADER_BYTES, MessageHeader, part_digest};
+pub use limits::{MAX_DER_BYTES, MAX_FRAME_BYTES, MAX_TEXT_BYTES, MAX_WORLD, MOST_LANES};
 pub use notes::Notes;
 
 /// Version of everything on the wire. Peers with another version refuse each other.

@@ -5,8 +5,7 @@ use std::fmt;
 use bytes::Bytes;
 
 use super::codec::{Reader, WireError};
-use super::envelope::{ENVELOPE_BYTES, MAX_FRAME_BYTES};
-use super::frame::MAX_WORLD;
+use super::limits::{ENVELOPE_BYTES, MAX_FRAME_BYTES, MAX_WORLD};
 use crate::rank::MAX_NOTE_BYTES;
 
 /// The notes of ranks that follow each other: as many as fit one frame.
@@ -29,7 +28,9 @@ impl Notes {
         let (mut lengths, mut bytes) = (Vec::new(), Vec::new());
         for note in notes {
             let note = &note[..note.len().min(MAX_NOTE_BYTES)];
-            if FIXED_BYTES + LENGTH_BYTES * (lengths.len() + 1) + bytes.len() + note.len() > MAX_FRAME_BYTES {
+            if FIXED_BYTES + NOTE_LENGTH_BYTES * (lengths.len() + 1) + bytes.len() + note.len()
+                > MAX_FRAME_BYTES
+            {
                 frames.push(Self {
                     lengths: std::mem::take(&mut lengths),
                     bytes: std::mem::take(&mut bytes).into(),
@@ -112,7 +113,7 @@ fn read_length(reader: &mut Reader<'_>) -> Result<u16, WireError> {
 }
 
 /// Bytes of the length of a note.
-const LENGTH_BYTES: usize = 2;
+const NOTE_LENGTH_BYTES: usize = 2;
 
 /// Bytes of a frame of notes besides the notes: envelope, number and layout of the frame, round, count.
 const FIXED_BYTES: usize = ENVELOPE_BYTES + 2 + 8 + 4;

@@ -175,6 +175,8 @@ fn planted_faults_are_found() {
     let sabotage = |what| found(Secret { sabotage: Some((1, what)), ..Secret::default() });
     let wrong = sabotage(Sabotage::WrongByte);
     assert!(wrong.contains("from rank 1 has come with wrong bytes"), "{wrong}");
+    let wrong = sabotage(Sabotage::WrongNote);
+    assert!(wrong.contains("the notes of op 0 have come wrong"), "{wrong}");
     let wrong = sabotage(Sabotage::Late);
     assert!(wrong.contains("rank 1 (life 0): waited longer than its deadline"), "{wrong}");
     let wrong = sabotage(Sabotage::Stays);

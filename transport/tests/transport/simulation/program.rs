@@ -60,6 +60,8 @@ pub(crate) struct Log {
 pub(crate) enum Sabotage {
     /// Sends one wrong byte.
     WrongByte,
+    /// Votes with the note of another operation.
+    WrongNote,
     /// Records the end of a call too late.
     Late,
     /// Never closes, and never drops its transport.
@@ -190,13 +192,14 @@ impl Program {
         let Some(transport) = self.transport() else { return self.gone() };
         transport.report_progress(Progress { op, step: 1 });
         let refuses = self.stage.fault_here(self.rank, op, |kind| matches!(kind, FaultKind::Refuse { .. }));
+        let noted = if self.sabotage == Some(Sabotage::WrongNote) { op + 1 } else { op };
         let vote = match refuses {
             Some(_) => {
                 self.stage.strike();
                 Vote::Refuse { reason: RefusalReason::Other(9), text: format!("rank {} will not", self.rank) }
             }
             None => {
-                Vote::Ready { plan_hash: [op as u8; 32], note: note(self.stage.world.seed, op, self.rank) }
+                Vote::Ready { plan_hash: [op as u8; 32], note: note(self.stage.world.seed, noted, self.rank) }
             }
         };
         let agreed = transport.agree(vote, PATIENCE);
