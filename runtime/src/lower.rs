@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use crate::tokens::TokenIndex;
 use crate::{AttentionProblem, RowSpan, TokenRuns};
 
 /// Extent of the tiles that a kernel works on.
@@ -110,24 +111,21 @@ impl BlockWork {
 
 /// Whether any of the queries sees any of the keys, for any batch entry.
 pub(crate) fn any_visible(problem: &AttentionProblem, q_tokens: &TokenRuns, kv_tokens: &TokenRuns) -> bool {
+    let keys = TokenIndex::new(kv_tokens);
     (0..problem.mask.batch_classes()).any(|batch| {
         let sees = |token: u32| {
             let spans = problem.mask.visible(batch, problem.q_position(token), problem.kv_len);
-            spans.iter().any(|span| meets(kv_tokens, *span))
+            spans.iter().any(|span| keys.meets(span.lo, span.hi))
         };
         q_tokens.runs().iter().any(|run| {
             // Most invisible blocks are outside the hull of a whole run. Most visible blocks are visible to the last
             // query of a run. In both cases one test is enough.
             let [first, last] = [run.start, run.last()].map(|token| problem.q_position(token));
             let hull = problem.mask.hull(batch, first, last, problem.kv_len);
-            meets(kv_tokens, hull)
+            keys.meets(hull.lo, hull.hi)
                 && (sees(run.last()) || (0..run.count).any(|i| sees(run.start + i * run.stride)))
         })
     })
-}
-
-fn meets(kv_tokens: &TokenRuns, span: RowSpan) -> bool {
-    kv_tokens.runs().iter().any(|run| run.meets(span.lo, span.hi))
 }
 
 /// The interval of every query row in each layer. If a row has several intervals, only intervals with keys of the block
@@ -138,13 +136,14 @@ fn row_layers(
     q_tokens: &TokenRuns,
     kv_tokens: &TokenRuns,
 ) -> Vec<Vec<RowSpan>> {
+    let keys = TokenIndex::new(kv_tokens);
     let mut layers = vec![vec![RowSpan::EMPTY; q_tokens.len()]];
     for (row, token) in q_tokens.iter().enumerate() {
         match &*problem.mask.visible(batch, problem.q_position(token), problem.kv_len) {
             [] => {}
             [span] => layers[0][row] = *span,
             spans => {
-                for (layer, span) in spans.iter().filter(|span| meets(kv_tokens, **span)).enumerate() {
+                for (layer, span) in spans.iter().filter(|span| keys.meets(span.lo, span.hi)).enumerate() {
                     if layer == layers.len() {
                         layers.push(vec![RowSpan::EMPTY; q_tokens.len()]);
                     }

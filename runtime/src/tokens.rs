@@ -126,6 +126,39 @@ impl TokenRuns {
     }
 }
 
+/// Finds the tokens of a list in ranges, many times: in a list of few runs by its runs, else in a sorted copy.
+pub(crate) enum TokenIndex<'a> {
+    Runs(&'a [Run]),
+    Sorted(Vec<u32>),
+}
+
+impl<'a> TokenIndex<'a> {
+    pub(crate) fn new(tokens: &'a TokenRuns) -> Self {
+        if tokens.runs.len() <= FEW_RUNS {
+            return Self::Runs(&tokens.runs);
+        }
+        let mut sorted: Vec<u32> = tokens.iter().collect();
+        sorted.sort_unstable();
+        Self::Sorted(sorted)
+    }
+
+    /// Whether a token of the list lies in `lo..hi`.
+    pub(crate) fn meets(&self, lo: u32, hi: u32) -> bool {
+        match self {
+            Self::Runs(runs) => runs.iter().any(|run| run.meets(lo, hi)),
+            Self::Sorted(sorted) => sorted.get(below(sorted, lo)).is_some_and(|token| *token < hi),
+        }
+    }
+}
+
+/// Number of tokens below `bound` in a sorted list.
+pub(crate) fn below(sorted: &[u32], bound: u32) -> usize {
+    sorted.partition_point(|token| *token < bound)
+}
+
+/// Lists of more runs are searched in a sorted copy.
+pub(crate) const FEW_RUNS: usize = 64;
+
 impl Run {
     /// Whether a token of the run lies in `lo..hi`.
     pub fn meets(&self, lo: u32, hi: u32) -> bool {
@@ -187,6 +220,21 @@ mod tests {
         parts.push(Run { start: 2, count: 1, stride: 1 });
         assert_ne!(parts, TokenRuns::from_positions([0, 5, 6, 7]));
         assert_eq!(TokenRuns::from_positions([0, 4, 8]).runs(), &[Run { start: 0, count: 3, stride: 4 }]);
+    }
+
+    #[test]
+    fn an_index_finds_the_tokens_of_a_list_of_many_runs() {
+        // Each third token, downwards: as many runs as tokens.
+        let many = TokenRuns::from_positions((10..310).step_by(3).rev());
+        let few = TokenRuns::from_positions((10..310).step_by(3));
+        let (many, few) = (TokenIndex::new(&many), TokenIndex::new(&few));
+        assert!(matches!((&many, &few), (TokenIndex::Sorted(_), TokenIndex::Runs(_))));
+        for lo in 0..320 {
+            for hi in lo..320 {
+                let expected = (lo..hi).any(|token| (10..310).contains(&token) && (token - 10) % 3 == 0);
+                assert_eq!([many.meets(lo, hi), few.meets(lo, hi)], [expected; 2], "{lo}..{hi}");
+            }
+        }
     }
 
     #[test]

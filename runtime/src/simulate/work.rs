@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 
+use crate::tokens::{FEW_RUNS, below};
 use crate::{AttentionProblem, Run, TokenRuns};
 
 /// The visible part of a block of queries × keys, for one head and all batch entries.
@@ -30,8 +31,9 @@ impl WorkCounter {
             let each = f64::from(problem.batch) / count(classes);
             let mut work =
                 Work { area: count(q.len()) * count(kv.len()) * f64::from(problem.batch), ..Work::default() };
+            let keys = Keys::new(kv);
             for batch in 0..classes {
-                let block = Block { problem, batch, kv };
+                let block = Block { problem, batch, keys: &keys };
                 for run in q.runs() {
                     let (pairs, edges) = block.run(*run);
                     work.pairs += pairs * each;
@@ -46,7 +48,29 @@ impl WorkCounter {
 struct Block<'a> {
     problem: &'a AttentionProblem,
     batch: usize,
-    kv: &'a TokenRuns,
+    keys: &'a Keys<'a>,
+}
+
+/// The keys of a block.
+enum Keys<'a> {
+    /// A few runs.
+    Runs(&'a [Run]),
+    /// Many: sorted, and of each [`STRETCH`] keys of the list the first and the last one.
+    Scattered { sorted: Vec<u32>, hulls: Vec<(u32, u32)> },
+}
+
+impl<'a> Keys<'a> {
+    fn new(kv: &'a TokenRuns) -> Self {
+        if kv.runs().len() <= FEW_RUNS {
+            return Self::Runs(kv.runs());
+        }
+        let mut sorted: Vec<u32> = kv.iter().collect();
+        let hull =
+            |keys: &[u32]| keys.iter().fold((u32::MAX, 0), |(lo, hi), key| (lo.min(*key), hi.max(*key)));
+        let hulls = sorted.chunks(STRETCH).map(hull).collect();
+        sorted.sort_unstable();
+        Self::Scattered { sorted, hulls }
+    }
 }
 
 /// The visible part of a block for one row.
@@ -56,6 +80,14 @@ struct Row {
     edges: f64,
     /// The begins and ends of its intervals among the keys, as one number.
     ends: u64,
+}
+
+impl Row {
+    fn ends_at(&mut self, ends: [u64; 2]) {
+        for end in ends {
+            self.ends = self.ends.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(end);
+        }
+    }
 }
 
 impl Block<'_> {
@@ -88,16 +120,31 @@ impl Block<'_> {
         let spans = problem.mask.visible(self.batch, problem.q_position(token), problem.kv_len);
         let mut row = Row { keys: 0.0, edges: 0.0, ends: 0 };
         for span in spans.iter() {
-            for run in self.kv.runs() {
-                let below =
-                    |position: u32| position.saturating_sub(run.start).div_ceil(run.stride).min(run.count);
-                let (from, to) = (below(span.lo), below(span.hi));
-                for end in [from, to] {
-                    row.ends = row.ends.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(u64::from(end));
+            match self.keys {
+                Keys::Runs(runs) => {
+                    for run in *runs {
+                        let below = |position: u32| {
+                            position.saturating_sub(run.start).div_ceil(run.stride).min(run.count)
+                        };
+                        let (from, to) = (below(span.lo), below(span.hi));
+                        row.ends_at([from, to].map(u64::from));
+                        if from < to {
+                            row.keys += f64::from(to - from);
+                            row.edges += f64::from(u8::from(from > 0) + u8::from(to < run.count));
+                        }
+                    }
                 }
-                if from < to {
-                    row.keys += f64::from(to - from);
-                    row.edges += f64::from(u8::from(from > 0) + u8::from(to < run.count));
+                Keys::Scattered { sorted, hulls } => {
+                    let (from, to) = (below(sorted, span.lo), below(sorted, span.hi));
+                    row.ends_at([from as u64, to as u64]);
+                    if from < to {
+                        row.keys += count(to - from);
+                        let is_cut = |(first, last): &&(u32, u32)| {
+                            let inside = |key: u32| (span.lo..span.hi).contains(&key);
+                            *first < span.hi && *last >= span.lo && !(inside(*first) && inside(*last))
+                        };
+                        row.edges += count(hulls.iter().filter(is_cut).count());
+                    }
                 }
             }
         }
@@ -113,6 +160,8 @@ fn count(n: usize) -> f64 {
 /// Runs of up to twice this many queries are counted row by row where a mask cuts them. Longer runs are cut into this many
 /// stretches and counted at the ends of each: exact where the intervals grow evenly along a stretch, as under causal masks.
 const EXACT_ROWS: u32 = 128;
+/// Keys of a tile, about: in a list without order an interval cuts most tiles, not only two.
+const STRETCH: usize = 64;
 
 #[cfg(test)]
 mod tests {
@@ -152,6 +201,7 @@ mod tests {
                 TokenRuns::contiguous(0..61),
                 TokenRuns::from_positions((0..20).chain(45..61)),
                 TokenRuns::from_positions((1..61).step_by(3)),
+                TokenRuns::from_positions((0..61).rev()),
             ];
             for q in &lists {
                 for kv in &lists {
@@ -160,6 +210,24 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn keys_without_order_are_counted_and_cut_most_tiles() {
+        let problem = AttentionProblem::new([1, 4096, 1, 1, 8], Dtype::F32, Mask::causal()).unwrap();
+        let queries = TokenRuns::contiguous(0..4096);
+        let scattered = TokenRuns::from_positions((0..4096).map(|i| i * 1021 % 4096));
+        assert!(scattered.runs().len() > FEW_RUNS);
+        let [ordered, without] =
+            [&queries, &scattered].map(|kv| WorkCounter::default().count(&problem, &queries, kv));
+        assert_eq!(ordered.pairs, without.pairs);
+        // Of 64 tiles of keys most are cut for most rows, not one.
+        assert!(
+            ordered.edges <= 4096.0 && without.edges > 40.0 * 4096.0,
+            "{} {}",
+            ordered.edges,
+            without.edges
+        );
     }
 
     #[test]
