@@ -72,7 +72,13 @@ fn option_for(remedy: Remedy) -> Remedy {
         Remedy::CompleteTokensOrUseWeights => {
             "give counts that add up to the sequence length, or weights with --split".to_owned()
         }
-        Remedy::UseWeights => "use weights (--split) where the two lengths differ".to_owned(),
+        Remedy::CountEachSideOrUseWeights => {
+            "use --q-tokens and --kv-tokens, or weights (--split), where the two lengths differ".to_owned()
+        }
+        Remedy::CompleteQueryCounts { total } => format!("give --q-tokens that add up to {total}"),
+        Remedy::CompleteKeyCounts { total } => {
+            format!("give --kv-tokens that add up to {total}; replicated keys are not counted")
+        }
         Remedy::DescribeDtypeOrUseAnother { device } => {
             format!("add a [[device.{device}.attention]] of that dtype, or use another --dtype")
         }
@@ -169,7 +175,9 @@ mod tests {
             (Remedy::UseMesh { ulysses: 2, ring: 3 }, "--mesh 2x3"),
             (Remedy::UseTokens(vec![512, 256]), "--tokens 512,256"),
             (Remedy::CompleteTokensOrUseWeights, "--split"),
-            (Remedy::UseWeights, "--split"),
+            (Remedy::CountEachSideOrUseWeights, "--q-tokens and --kv-tokens, or weights (--split)"),
+            (Remedy::CompleteQueryCounts { total: 9 }, "--q-tokens that add up to 9"),
+            (Remedy::CompleteKeyCounts { total: 9 }, "--kv-tokens that add up to 9"),
             (Remedy::DescribeDtypeOrUseAnother { device: "gpu".to_owned() }, "--dtype"),
             (Remedy::RecoverOnRing, "--mesh 1xR"),
             (Remedy::RecoverBySendingKeys, "--on-loss"),

@@ -52,7 +52,7 @@ fn main() {
                     problem.mask,
                     world.strategy,
                     world.mesh,
-                    world.q_placement.kind(),
+                    world.q_placement.name(),
                     runs[0].ms,
                     runs[rounds - 1].ms,
                     ms / dense_ms,

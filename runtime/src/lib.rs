@@ -60,7 +60,10 @@ pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, TILE_KEYS};
 pub use resumable::{Recovery, ResumableRank, Survivors};
 pub use spans::{RowSpan, Spans};
-pub use strategy::{can_repair, meshes_by_bytes, plan as plan_world, plan_rows, repair};
+pub use strategy::{
+    can_repair, deal as deal_tokens, meshes_by_bytes, placed_meshes_by_bytes, plan as plan_world,
+    plan_placed, plan_rows, repair,
+};
 pub use strategy_list::Strategy;
 pub use tokens::{Run, TokenRuns};
 pub use wire::{TOKENS_PER_SCALE, WireFormat};

@@ -1,6 +1,7 @@
 //! The global tokens that each rank holds, and their order.
 
 mod contiguous;
+mod explicit;
 mod kind;
 mod per_document;
 mod shares;
@@ -15,7 +16,7 @@ use crate::{Error, Mesh, Remedy, Result, TokenRuns};
 use kind::Dealt;
 pub use kind::PlacementKind;
 pub(crate) use kind::ShardShape;
-use shares::by_largest_remainder;
+pub(crate) use shares::by_largest_remainder;
 
 /// The tokens that a placement deals to the ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -42,14 +43,40 @@ pub enum Split {
     /// ranks. These counts depend on the mask, so [`Placement::new`] refuses this variant and
     /// [`plan_world`](crate::plan_world) accepts it.
     Work(Vec<f64>),
+    /// One split for the queries and another one for the keys and values, of which replicated keys are not dealt. A
+    /// placement is of one side, so [`Placement::new`] refuses this variant and [`plan_world`](crate::plan_world)
+    /// accepts it.
+    ///
+    /// ```
+    /// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
+    ///
+    /// // Two new queries, both on rank 0, over a cache of 600 keys on three ranks.
+    /// let problem = AttentionProblem::new([1, 600, 8, 2, 64], Dtype::F32, Mask::causal())?.with_queries(2, 598)?;
+    /// let split = Split::Separate {
+    ///     queries: Box::new(Split::Tokens(vec![2, 0, 0])),
+    ///     keys: Box::new(Split::Tokens(vec![100, 250, 250])),
+    /// };
+    /// let world = plan_world(&problem, Mesh::new(1, 3)?, PlacementKind::Contiguous, &split, Strategy::PassQ)?;
+    /// assert_eq!(world.kv_placement.ranks()[1].to_string(), "100..350");
+    /// # Ok::<(), kyklos::Error>(())
+    /// ```
+    Separate {
+        /// Of the queries.
+        queries: Box<Self>,
+        /// Of the keys and values. [`Split::Work`] is taken as weights: work is counted by query.
+        keys: Box<Self>,
+    },
 }
 
 /// The tokens of every rank of a mesh. Every token has exactly one owner, except replicated tokens, which all ranks
 /// hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    kind: PlacementKind,
+    /// The dealer of the lists; none: the caller gave them.
+    kind: Option<PlacementKind>,
     mesh: Mesh,
+    /// Number of tokens: `0..total`.
+    total: u32,
     /// Tokens that all ranks hold and none owns.
     replicated: TokenRuns,
     ranks: Vec<TokenRuns>,
@@ -69,16 +96,12 @@ impl Placement {
     /// # Errors
     /// As [`Self::new`]; exact token counts must add up to the number of dealt tokens.
     pub fn deal(deal: &Deal, kind: PlacementKind, mesh: Mesh, split: &Split) -> Result<Self> {
-        let Deal { total, replicated, documents } = deal;
-        let dealt = total - replicated.len() as u32;
+        let Deal { total, replicated, .. } = deal;
+        let Deal { total: dealt, documents, .. } = deal.without_replicated();
         let counts = split.counts(mesh, dealt)?;
         let of_shard = |r: u32| &counts[(r * mesh.ulysses()) as usize..((r + 1) * mesh.ulysses()) as usize];
         let sizes: Vec<u32> = (0..mesh.ring()).map(|r| of_shard(r).iter().sum()).collect();
-        // Document boundaries, counted over the dealt tokens.
-        let missing = |token: u32| token.clamp(replicated.start, replicated.end) - replicated.start;
-        let inside = documents.iter().filter(|token| **token < *total).map(|token| token - missing(*token));
-        let dealt = Dealt { total: dealt, documents: inside.collect() };
-        let shards = (kind.facts().deal)(&sizes, &dealt)?;
+        let shards = (kind.facts().deal)(&sizes, &Dealt { total: dealt, documents })?;
         let mut ranks = Vec::with_capacity(counts.len());
         for (r, shard) in (0..).zip(&shards) {
             let mut at = 0;
@@ -87,17 +110,29 @@ impl Placement {
                 at += *count as usize;
             }
         }
-        Ok(Self { kind, mesh, replicated: TokenRuns::contiguous(replicated.clone()), ranks })
+        let replicated = TokenRuns::contiguous(replicated.clone());
+        Ok(Self { kind: Some(kind), mesh, total: *total, replicated, ranks })
     }
 
-    /// One rank that holds these tokens, possibly not all tokens.
-    pub(crate) fn some(tokens: TokenRuns) -> Result<Self> {
+    /// One rank that holds these tokens of `0..total`, possibly not all of them.
+    pub(crate) fn some(total: u32, tokens: TokenRuns) -> Result<Self> {
         Ok(Self {
-            kind: PlacementKind::Contiguous,
+            kind: Some(PlacementKind::Contiguous),
             mesh: Mesh::new(1, 1)?,
+            total,
             replicated: TokenRuns::default(),
             ranks: vec![tokens],
         })
+    }
+
+    /// This placement with other tokens in front of each rank's list. They must be tokens that no rank owns.
+    pub(crate) fn with_more(self, total: u32, more: Vec<TokenRuns>) -> Self {
+        let joined = |(mut front, own): (TokenRuns, &TokenRuns)| {
+            front.extend(own);
+            front
+        };
+        let ranks = more.into_iter().zip(&self.ranks).map(joined).collect();
+        Self { total, replicated: TokenRuns::default(), ranks, ..self }
     }
 
     /// The placement of the survivors `ranks`: each keeps its tokens, on a ring of them.
@@ -106,6 +141,7 @@ impl Placement {
         Ok(Self {
             kind: self.kind,
             mesh: Mesh::new(1, count)?,
+            total: self.total,
             replicated: self.replicated.clone(),
             ranks: ranks.iter().map(|rank| self.of_rank(*rank).clone()).collect(),
         })
@@ -119,14 +155,24 @@ impl Placement {
         TokenRuns::from_positions(tokens)
     }
 
-    /// The kind by which the tokens were dealt.
-    pub fn kind(&self) -> PlacementKind {
+    /// The kind by which the tokens were dealt; none for the lists of [`Self::explicit`].
+    pub fn kind(&self) -> Option<PlacementKind> {
         self.kind
     }
 
-    /// The mesh they were dealt to.
+    /// For reports: the name of the kind, or `explicit`.
+    pub fn name(&self) -> &'static str {
+        self.kind.map_or("explicit", PlacementKind::name)
+    }
+
+    /// The mesh whose ranks hold the tokens.
     pub fn mesh(&self) -> Mesh {
         self.mesh
+    }
+
+    /// Number of tokens, replicated ones included.
+    pub fn total(&self) -> u32 {
+        self.total
     }
 
     /// The tokens that every rank holds. In each rank's list they come before its own tokens.
@@ -161,8 +207,26 @@ impl Placement {
     }
 }
 
+impl Deal {
+    /// The tokens that are dealt, numbered without a gap, with their documents.
+    pub(crate) fn without_replicated(&self) -> Self {
+        let Self { total, replicated, documents } = self;
+        let missing = |token: u32| token.clamp(replicated.start, replicated.end) - replicated.start;
+        let inside = documents.iter().filter(|token| **token < *total).map(|token| token - missing(*token));
+        Self { total: total - missing(*total), replicated: 0..0, documents: inside.collect() }
+    }
+
+    /// The replicated tokens, numbered from 0, with their documents.
+    pub(crate) fn only_replicated(&self) -> Self {
+        let Range { start, end } = self.replicated;
+        let inside = self.documents.iter().map(|token| *token.clamp(&start, &end) - start);
+        Self { total: end - start, replicated: 0..0, documents: inside.collect() }
+    }
+}
+
 impl Split {
-    fn counts(&self, mesh: Mesh, total: u32) -> Result<Vec<u32>> {
+    /// Tokens of each rank of `mesh`, which add up to `total`.
+    pub(crate) fn counts(&self, mesh: Mesh, total: u32) -> Result<Vec<u32>> {
         let world = mesh.world();
         let wrong_length = |what: &str, given: usize| {
             Error::request(
@@ -181,6 +245,10 @@ impl Split {
             Self::Work(_) => Err(Error::request(
                 "a split by work without a mask",
                 "make plans with it (plan_world), or give token counts",
+            )),
+            Self::Separate { .. } => Err(Error::request(
+                "a split of queries and keys for the tokens of one side",
+                "make plans with it (plan_world), or give the split of this side",
             )),
             Self::Tokens(tokens) if tokens.len() != world as usize => {
                 Err(wrong_length("token counts", tokens.len()))

@@ -24,9 +24,19 @@ pub enum Remedy {
     UseTokens(Vec<u32>),
     /// Give token counts that add up to the sequence length, or weights ([`Split::Weights`](crate::Split::Weights)).
     CompleteTokensOrUseWeights,
-    /// Give weights ([`Split::Weights`](crate::Split::Weights)) if the number of queries differs from the number of
-    /// keys.
-    UseWeights,
+    /// Give counts for the queries and counts for the keys ([`Split::Separate`](crate::Split::Separate)), or weights
+    /// ([`Split::Weights`](crate::Split::Weights)), if the number of queries differs from the number of keys.
+    CountEachSideOrUseWeights,
+    /// Give query counts that add up to `total`: all queries of the problem.
+    CompleteQueryCounts {
+        /// Number of queries.
+        total: u32,
+    },
+    /// Give key counts that add up to `total`: all keys of the problem that are not replicated.
+    CompleteKeyCounts {
+        /// Number of keys that have an owner.
+        total: u32,
+    },
     /// Describe how fast this kind of device computes attention in the problem's dtype, or use another dtype.
     DescribeDtypeOrUseAnother {
         /// The key of the device in the cluster description, as in `[device.KEY]`.
@@ -55,7 +65,13 @@ impl fmt::Display for Remedy {
             Self::CompleteTokensOrUseWeights => {
                 f.write_str("give counts that add up to the sequence length, or weights")
             }
-            Self::UseWeights => f.write_str("use weights where the two lengths differ"),
+            Self::CountEachSideOrUseWeights => {
+                f.write_str("give counts for the queries and counts for the keys, or weights, where the two lengths differ")
+            }
+            Self::CompleteQueryCounts { total } => write!(f, "give query counts that add up to {total}"),
+            Self::CompleteKeyCounts { total } => {
+                write!(f, "give key counts that add up to {total}; replicated keys are not counted")
+            }
             Self::DescribeDtypeOrUseAnother { device } => {
                 write!(f, "add a [[device.{device}.attention]] of that dtype, or use another dtype")
             }
@@ -97,7 +113,9 @@ mod tests {
             Remedy::UseMesh { ulysses: 2, ring: 3 },
             Remedy::UseTokens(vec![512, 256]),
             Remedy::CompleteTokensOrUseWeights,
-            Remedy::UseWeights,
+            Remedy::CountEachSideOrUseWeights,
+            Remedy::CompleteQueryCounts { total: 8 },
+            Remedy::CompleteKeyCounts { total: 8 },
             Remedy::DescribeDtypeOrUseAnother { device: "gpu".to_owned() },
             Remedy::RecoverOnRing,
             Remedy::RecoverBySendingKeys,

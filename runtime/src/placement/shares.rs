@@ -8,7 +8,7 @@ use crate::{Error, Result};
     clippy::cast_sign_loss,
     reason = "shares are between 0 and total, which is u32"
 )]
-pub(super) fn by_largest_remainder(weights: &[f64], total: u32) -> Result<Vec<u32>> {
+pub(crate) fn by_largest_remainder(weights: &[f64], total: u32) -> Result<Vec<u32>> {
     let sum: f64 = weights.iter().sum();
     if !(sum.is_finite() && sum > 0.0 && weights.iter().all(|w| *w >= 0.0)) {
         return Err(Error::request(

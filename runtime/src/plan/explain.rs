@@ -6,7 +6,7 @@ use kyklos_transport::Rank;
 
 use super::check::RankCheck;
 use super::step::{Buffer, BufferId, Plan, Slice, Step, World};
-use crate::{AttentionProblem, BiasKind, PlacementKind, Strategy, TokenRuns};
+use crate::{AttentionProblem, BiasKind, Strategy, TokenRuns};
 
 /// The world as a table of ranks, then the steps of `rank` (of all ranks where it is `None`).
 pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> String {
@@ -50,7 +50,7 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
     let ranks = world.mesh.world();
     let plural = if ranks == 1 { "" } else { "s" };
     let _ = writeln!(out, "mesh       {} (ulysses x ring), {ranks} rank{plural}", world.mesh);
-    let _ = writeln!(out, "strategy   {}, {} placement", world.strategy, world.q_placement.kind());
+    let _ = writeln!(out, "strategy   {}, {} placement", world.strategy, world.q_placement.name());
     let _ = writeln!(out);
     let rows = world.plans.iter().zip(checks).map(|(plan, check)| {
         let queries = &world.q_placement.of_rank(Rank(plan.rank));
@@ -93,7 +93,7 @@ pub struct Explained<'a> {
     mesh: String,
     ranks: u32,
     strategy: Strategy,
-    placement: PlacementKind,
+    placement: &'static str,
     wire_expected_error: f64,
     predicted_s: Option<f64>,
     #[serde(serialize_with = "each")]
@@ -109,7 +109,7 @@ impl<'a> Explained<'a> {
             mesh: mesh.to_string(),
             ranks: mesh.world(),
             strategy: *strategy,
-            placement: q_placement.kind(),
+            placement: q_placement.name(),
             wire_expected_error: problem.wire.expected_error(problem.head_dim, problem.scale),
             predicted_s,
             plans: (world, checks),

@@ -33,7 +33,7 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
         problem: &world.problem,
         mesh: world.mesh.to_string(),
         strategy: world.strategy.name(),
-        placement: world.q_placement.kind().name(),
+        placement: world.q_placement.name(),
         q_tokens: lists(&world.q_placement),
         kv_tokens: lists(&world.kv_placement),
         wire: world.problem.wire.name(),

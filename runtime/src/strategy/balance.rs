@@ -1,21 +1,24 @@
 //! Token counts that give every rank its share of the *work*: of visible (query, key) pairs, not of tokens.
 
-use super::deals::queries;
 use crate::placement::ShardShape;
-use crate::{AttentionProblem, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
+use crate::{AttentionProblem, Deal, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
 
 /// Counts for every rank of `mesh`, so that the pairs of each shard are in proportion to the weights of its ranks.
 /// Inside a shard every rank has all of the shard's queries for its share of the heads, so inside a shard tokens are
 /// split by weight.
+///
+/// `deal` has the queries that are dealt, and `query` is the number of each of them in the problem.
 pub(super) fn tokens(
     problem: &AttentionProblem,
+    deal: &Deal,
+    query: impl Fn(u32) -> u32,
     mesh: Mesh,
     kind: PlacementKind,
     weights: &[f64],
 ) -> Result<Vec<u32>> {
     // Refuses weights from which no shares can be computed.
-    let by_tokens = Placement::new(kind, mesh, problem.q_len, &Split::Weights(weights.to_vec()))?;
-    let work = Work::new(problem);
+    let by_tokens = Placement::new(kind, mesh, deal.total, &Split::Weights(weights.to_vec()))?;
+    let work = Work::new(problem, (0..deal.total).map(query));
     if work.all() == 0.0 {
         return Ok(counts(&by_tokens));
     }
@@ -23,8 +26,8 @@ pub(super) fn tokens(
     let one_document = problem.mask.document_boundaries().is_empty();
     let kind = if one_document { kind.facts().of_one_document.unwrap_or(kind) } else { kind };
     let sizes = match kind.facts().shape {
-        shape @ (ShardShape::OneRun | ShardShape::TwoRuns) => cut(&work, shape, problem.q_len, &shards),
-        ShardShape::ManyRuns => deal(&work, problem, kind, mesh, &shards)?,
+        shape @ (ShardShape::OneRun | ShardShape::TwoRuns) => cut(&work, shape, deal.total, &shards),
+        ShardShape::ManyRuns => by_trial(&work, deal, kind, mesh, &shards)?,
     };
     let mut all = Vec::with_capacity(weights.len());
     for (size, weights) in sizes.into_iter().zip(weights.chunks(mesh.ulysses() as usize)) {
@@ -75,19 +78,13 @@ fn cut(work: &Work, shape: ShardShape, total: u32, shards: &[f64]) -> Vec<u32> {
 }
 
 /// Sizes of shards of many runs, found by trial: the tokens of a shard depend on the sizes of all others.
-fn deal(
-    work: &Work,
-    problem: &AttentionProblem,
-    kind: PlacementKind,
-    mesh: Mesh,
-    shards: &[f64],
-) -> Result<Vec<u32>> {
+fn by_trial(work: &Work, deal: &Deal, kind: PlacementKind, mesh: Mesh, shards: &[f64]) -> Result<Vec<u32>> {
     let ring = Mesh::new(1, mesh.ring())?;
     let all: f64 = shards.iter().sum();
     let mut density = shards.to_vec();
     let mut best = (f64::INFINITY, Vec::new());
     for _ in 0..ROUNDS {
-        let placement = Placement::deal(&queries(problem), kind, ring, &Split::Weights(density.clone()))?;
+        let placement = Placement::deal(deal, kind, ring, &Split::Weights(density.clone()))?;
         let shares: Vec<f64> = placement.ranks().iter().map(|tokens| work.of(tokens) / work.all()).collect();
         let late = |(share, weight): (&f64, &f64)| if *weight > 0.0 { share * all / weight } else { 0.0 };
         let slowest = shares.iter().zip(shards).map(late).fold(0.0, f64::max);
@@ -112,17 +109,17 @@ fn counts(placement: &Placement) -> Vec<u32> {
     placement.ranks().iter().map(count).collect()
 }
 
-/// Visible (query, key) pairs of ranges of queries.
+/// Visible (query, key) pairs of ranges of dealt queries.
 struct Work {
-    /// Entry `i`: visible pairs of all queries before query `i`.
+    /// Entry `i`: visible pairs of all queries before the dealt query `i`.
     before: Vec<f64>,
 }
 
 impl Work {
-    fn new(problem: &AttentionProblem) -> Self {
+    fn new(problem: &AttentionProblem, queries: impl Iterator<Item = u32>) -> Self {
         let mut before = vec![0.0];
         let mut sum = 0_u64;
-        for token in 0..problem.q_len {
+        for token in queries {
             let position = problem.q_position(token);
             let keys = |class| problem.mask.visible(class, position, problem.kv_len).keys();
             sum += (0..problem.mask.batch_classes()).map(keys).sum::<u64>();
@@ -155,14 +152,24 @@ const TINY: f64 = 1e-9;
 
 #[cfg(test)]
 mod tests {
+    use super::super::deals::queries;
     use super::*;
     use crate::Dtype;
+
+    fn of_all(
+        problem: &AttentionProblem,
+        mesh: Mesh,
+        kind: PlacementKind,
+        weights: &[f64],
+    ) -> Result<Vec<u32>> {
+        tokens(problem, &queries(problem), |token| token, mesh, kind, weights)
+    }
 
     /// The work of the slowest shard, divided by its share.
     fn slowest(mask: &str, mesh: (u32, u32), kind: PlacementKind, weights: &[f64]) -> f64 {
         let problem = AttentionProblem::new([2, 6000, 4, 4, 8], Dtype::F32, mask.parse().unwrap()).unwrap();
         let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
-        let split = Split::Tokens(tokens(&problem, mesh, kind, weights).unwrap());
+        let split = Split::Tokens(of_all(&problem, mesh, kind, weights).unwrap());
         let placement = Placement::deal(&queries(&problem), kind, mesh, &split).unwrap();
         // Pair by pair, without prefix sums.
         let work = |r: u32| -> f64 {
@@ -203,11 +210,11 @@ mod tests {
         let make =
             |mask: &str| AttentionProblem::new([1, 100, 1, 1, 8], Dtype::F32, mask.parse().unwrap()).unwrap();
         let mesh = Mesh::new(1, 3).unwrap();
-        let counts = tokens(&make("causal"), mesh, PlacementKind::Contiguous, &[1.0, 0.0, 1.0]).unwrap();
+        let counts = of_all(&make("causal"), mesh, PlacementKind::Contiguous, &[1.0, 0.0, 1.0]).unwrap();
         assert_eq!((counts[1], counts.iter().sum::<u32>()), (0, 100));
         assert!((60..80).contains(&counts[0]), "{counts:?}: the first 71 % have half of the pairs");
-        let nothing = tokens(&make("valid:0"), mesh, PlacementKind::Contiguous, &[2.0, 1.0, 1.0]).unwrap();
+        let nothing = of_all(&make("valid:0"), mesh, PlacementKind::Contiguous, &[2.0, 1.0, 1.0]).unwrap();
         assert_eq!(nothing, [50, 25, 25]);
-        assert!(tokens(&make("full"), mesh, PlacementKind::Contiguous, &[0.0; 3]).is_err());
+        assert!(of_all(&make("full"), mesh, PlacementKind::Contiguous, &[0.0; 3]).is_err());
     }
 }

@@ -34,6 +34,8 @@ mod ulysses;
 mod unified;
 mod world;
 
+pub use deals::deal;
 pub(crate) use facts::EqualHops;
 pub use repair::{can_repair, repair};
-pub use world::{meshes_by_bytes, plan, plan_rows};
+pub(crate) use world::{bytes_sent, dealt};
+pub use world::{meshes_by_bytes, placed_meshes_by_bytes, plan, plan_placed, plan_rows};

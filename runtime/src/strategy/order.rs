@@ -55,7 +55,12 @@ fn parts_that_travel(facts: &StrategyFacts) -> &'static [Part] {
 /// Counts of tokens for which shards consist of whole tiles, if the placement allows any.
 fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, facts: &StrategyFacts) -> Remedy {
     let (ring, ulysses, keys) = (mesh.ring(), mesh.ulysses(), problem.kv_len);
-    let shape = kv.kind().facts().shape;
+    let Some(shape) = kv.kind().map(|kind| kind.facts().shape) else {
+        return format!(
+            "let every part of a shard that is sent hold whole tiles of {TILE_KEYS} keys, each ascending"
+        )
+        .into();
+    };
     let halves = if shape == ShardShape::TwoRuns || parts_that_travel(facts).len() > 1 { 2 } else { 1 };
     let unit = TILE_KEYS * halves;
     if shape == ShardShape::ManyRuns || shape == ShardShape::TwoRuns && !keys.is_multiple_of(unit) {

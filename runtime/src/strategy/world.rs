@@ -4,16 +4,15 @@ use kyklos_transport::Rank;
 
 use super::all_to_all::{self, Chunk};
 use super::build::PlanBuilder;
-use super::facts::StrategyFacts;
+use super::deals::deal;
+use super::order;
 use super::price::Traffic;
 use super::streams::Routes;
-use super::{balance, deals, order};
 use crate::plan::{Content, LostTokens, Plan, World};
-use crate::{
-    AttentionProblem, Error, Mesh, Placement, PlacementKind, Remedy, Result, Split, Strategy, TokenRuns,
-};
+use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Split, Strategy, TokenRuns};
 
-/// The plans of all ranks of `mesh` for `problem`.
+/// The plans of all ranks of `mesh` for `problem`, with tokens dealt by `placement` and `split`: [`deal`] and
+/// [`plan_placed`].
 ///
 /// # Errors
 /// [`Error::Request`] when the problem, the mesh, the placement and the strategy do not fit together.
@@ -24,7 +23,24 @@ pub fn plan(
     split: &Split,
     strategy: Strategy,
 ) -> Result<World> {
-    let (q_placement, kv_placement) = placements(problem, mesh, placement, split, strategy)?;
+    runs_on(problem, mesh, strategy)?;
+    let (q_placement, kv_placement) = deal(problem, mesh, placement, split)?;
+    plan_placed(problem, mesh, q_placement, kv_placement, strategy)
+}
+
+/// The plans of all ranks of `mesh` for `problem`, with these owners of its queries and of its keys and values: of a
+/// dealer, or [explicit](Placement::explicit). The two need not be alike.
+///
+/// # Errors
+/// [`Error::Request`] when the problem, the mesh, the placements and the strategy do not fit together.
+pub fn plan_placed(
+    problem: &AttentionProblem,
+    mesh: Mesh,
+    q_placement: Placement,
+    kv_placement: Placement,
+    strategy: Strategy,
+) -> Result<World> {
+    fits(problem, mesh, &q_placement, &kv_placement, strategy)?;
     let mut world = World {
         problem: problem.clone(),
         mesh,
@@ -41,14 +57,8 @@ pub fn plan(
     Ok(world)
 }
 
-/// The owners of queries and the owners of keys, if problem, mesh, placement, split and strategy fit together.
-fn placements(
-    problem: &AttentionProblem,
-    mesh: Mesh,
-    kind: PlacementKind,
-    split: &Split,
-    strategy: Strategy,
-) -> Result<(Placement, Placement)> {
+/// Refuses a mesh or a wire format that the problem or the strategy cannot have, whatever the owners.
+fn runs_on(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) -> Result<()> {
     strategy.accepts(mesh)?;
     mesh.fits(problem)?;
     if problem.wire.rounds() && (mesh.ring() == 1 || strategy.moves_queries()) {
@@ -60,31 +70,65 @@ fn placements(
             ),
         ));
     }
-    let same_tokens = problem.q_len == problem.kv_len && problem.replicated.is_empty();
-    if matches!(split, Split::Tokens(_)) && problem.q_len != problem.kv_len {
-        return Err(Error::request(
-            format!("exact token counts for {} queries and {} keys", problem.q_len, problem.kv_len),
-            Remedy::UseWeights,
-        ));
+    Ok(())
+}
+
+/// Refuses placements that are not of this problem on this mesh, or that the strategy cannot have.
+fn fits(
+    problem: &AttentionProblem,
+    mesh: Mesh,
+    q: &Placement,
+    kv: &Placement,
+    strategy: Strategy,
+) -> Result<()> {
+    runs_on(problem, mesh, strategy)?;
+    for (what, placement, total, replicated) in
+        [("queries", q, problem.q_len, 0..0), ("keys", kv, problem.kv_len, problem.replicated.clone())]
+    {
+        let replicated = &TokenRuns::contiguous(replicated);
+        if placement.mesh() != mesh {
+            return Err(Error::request(
+                format!("{what} placed on the mesh {}, for plans on the mesh {mesh}", placement.mesh()),
+                "place queries and keys on the mesh of the plans (Placement::on_mesh)",
+            ));
+        }
+        if placement.total() != total {
+            return Err(Error::request(
+                format!("a placement of {} {what}, the problem has {total}", placement.total()),
+                "place the tokens of the problem",
+            ));
+        }
+        if placement.replicated() != replicated {
+            return Err(Error::request(
+                format!(
+                    "{what} on every rank: {} in the placement, {replicated} in the problem",
+                    placement.replicated()
+                ),
+                "let both name the same replicated keys, and no queries",
+            ));
+        }
+        if !placement.is_complete() {
+            return Err(Error::request(
+                format!("a placement that lacks the owners of some of {total} {what}"),
+                "use a placement of all tokens, not that of survivors or of a few rows",
+            ));
+        }
     }
-    let (q_split, kv_split) = match split {
-        Split::Work(weights) => {
-            let tokens = Split::Tokens(balance::tokens(problem, mesh, kind, weights)?);
-            // If the keys do not belong to the same tokens as the queries, their placement does not change the work of
-            // any rank.
-            (tokens.clone(), if same_tokens { tokens } else { Split::Weights(weights.clone()) })
-        }
-        // Replicated keys are not dealt; the others are, in the proportions of the queries.
-        Split::Tokens(tokens) if !same_tokens => {
-            let weights = tokens.iter().map(|count| f64::from(*count)).collect();
-            (split.clone(), if problem.q_len == 0 { Split::Even } else { Split::Weights(weights) })
-        }
-        split => (split.clone(), split.clone()),
-    };
-    let q_placement = Placement::deal(&deals::queries(problem), kind, mesh, &q_split)?;
-    let kv_placement = Placement::deal(&deals::keys(problem), kind, mesh, &kv_split)?;
-    order::fits(problem, mesh, strategy, &kv_placement)?;
-    Ok((q_placement, kv_placement))
+    order::fits(problem, mesh, strategy, kv)
+}
+
+/// The owners of queries and keys by a dealer, if plans can be made from them.
+pub(crate) fn dealt(
+    problem: &AttentionProblem,
+    mesh: Mesh,
+    kind: PlacementKind,
+    split: &Split,
+    strategy: Strategy,
+) -> Result<(Placement, Placement)> {
+    runs_on(problem, mesh, strategy)?;
+    let (q, kv) = deal(problem, mesh, kind, split)?;
+    fits(problem, mesh, &q, &kv, strategy)?;
+    Ok((q, kv))
 }
 
 /// One rank that attends from the queries `rows` only, to all keys: the single-device run for comparison with a
@@ -103,7 +147,7 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
     let mut world = World {
         problem: problem.clone().with_replicated(0..0)?,
         mesh,
-        q_placement: Placement::some(rows)?,
+        q_placement: Placement::some(problem.q_len, rows)?,
         kv_placement: Placement::new(PlacementKind::Contiguous, mesh, problem.kv_len, &Split::Even)?,
         strategy: Strategy::Dense,
         plans: Vec::new(),
@@ -115,6 +159,9 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
 
 /// All meshes of `ranks` ranks that `problem` fits, in order of the bytes that they send, the smallest number first.
 /// Among equals, the larger Ulysses extent first. Makes no plans.
+///
+/// # Errors
+/// The refusal of the first mesh, if all are refused.
 pub fn meshes_by_bytes(
     problem: &AttentionProblem,
     ranks: u32,
@@ -122,13 +169,39 @@ pub fn meshes_by_bytes(
     split: &Split,
     strategy: Option<Strategy>,
 ) -> Result<Vec<(Mesh, u64)>> {
+    by_bytes(problem, ranks, strategy, |mesh, strategy| dealt(problem, mesh, placement, split, strategy))
+}
+
+/// As [`meshes_by_bytes`], for the given owners of queries and keys: each rank has the same tokens on every mesh.
+///
+/// # Errors
+/// As [`meshes_by_bytes`].
+pub fn placed_meshes_by_bytes(
+    problem: &AttentionProblem,
+    q_placement: &Placement,
+    kv_placement: &Placement,
+    strategy: Option<Strategy>,
+) -> Result<Vec<(Mesh, u64)>> {
+    by_bytes(problem, q_placement.mesh().world(), strategy, |mesh, strategy| {
+        let (q, kv) = (q_placement.on_mesh(mesh)?, kv_placement.on_mesh(mesh)?);
+        fits(problem, mesh, &q, &kv, strategy)?;
+        Ok((q, kv))
+    })
+}
+
+fn by_bytes(
+    problem: &AttentionProblem,
+    ranks: u32,
+    strategy: Option<Strategy>,
+    place: impl Fn(Mesh, Strategy) -> Result<(Placement, Placement)>,
+) -> Result<Vec<(Mesh, u64)>> {
+    let strategy = strategy.unwrap_or(Strategy::Unified);
     let mut priced = Vec::new();
     let mut refusal = None;
     for ulysses in (1..=ranks).rev().filter(|u| ranks.is_multiple_of(*u)) {
         let mesh = Mesh::new(ulysses, ranks / ulysses)?;
-        let strategy = strategy.unwrap_or(Strategy::Unified);
-        match placements(problem, mesh, placement, split, strategy) {
-            Ok((q, kv)) => priced.push((mesh, bytes_sent(strategy.facts(), problem, &q, &kv))),
+        match place(mesh, strategy) {
+            Ok((q, kv)) => priced.push((mesh, bytes_sent(problem, &q, &kv, strategy))),
             Err(error) => refusal = refusal.or(Some(error)),
         }
     }
@@ -140,7 +213,13 @@ pub fn meshes_by_bytes(
 }
 
 /// Plan payload that all ranks send together, in bytes: the sum over the plans for these placements.
-fn bytes_sent(facts: &StrategyFacts, problem: &AttentionProblem, q: &Placement, kv: &Placement) -> u64 {
+pub(crate) fn bytes_sent(
+    problem: &AttentionProblem,
+    q: &Placement,
+    kv: &Placement,
+    strategy: Strategy,
+) -> u64 {
+    let facts = strategy.facts();
     let traffic = Traffic { problem, q, kv };
     let routes = Routes::new(facts.streams, problem, q, kv);
     let bytes = traffic.all_to_all_bytes() + (facts.round_bytes)(&traffic, &routes);

@@ -96,7 +96,7 @@ proptest! {
             if prepared.expected.is_empty() {
                 return Ok(());
             }
-            let who = format!("{} {} {dtype} {:?} at {steps:?}, left {ranks:?}", world.strategy, world.q_placement.kind(), world.mesh);
+            let who = format!("{} {} {dtype} {:?} at {steps:?}, left {ranks:?}", world.strategy, world.q_placement.name(), world.mesh);
             if let Err(failure) = prepared.judge(&output, &who).within(&limit) {
                 // A few rows over many keys have a small output. A large limit proves nothing about them.
                 prop_assert!(matches!(failure.cause, Cause::Vacuous(_)), "{who}: {failure}");
