@@ -42,22 +42,13 @@ pub enum Verdict {
 /// Every strategy on every mesh in every placement, without candidates that make the same plans as another one: with
 /// one shard all placements are the same, without a mask all tokens are alike, a mesh that the problem does not fit is
 /// refused in any placement, and some strategies equal another one on some meshes.
-/// placement, and some strategies equal another one on some meshes.
 ///
 /// # Errors
 /// [`crate::Error::Request`] for more ranks than a mesh can have.
 pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Candidate>> {
     let alike = problem.mask.is_full() && problem.bias.is_none();
-    let meshes: Vec<Mesh> = match wanted.mesh {
-        Some(mesh) => vec![mesh],
-        None => (1..=wanted.ranks)
-            .rev()
-            .filter(|ulysses| wanted.ranks.is_multiple_of(*ulysses))
-            .map(|ulysses| Mesh::new(ulysses, wanted.ranks / ulysses))
-            .collect::<Result<_>>()?,
-    };
     let mut found = Vec::new();
-    for mesh in meshes {
+    for mesh in meshes(wanted)? {
         let strategies: Vec<Strategy> = match wanted.strategy {
             Some(strategy) => vec![strategy],
             None => Strategy::ALL
@@ -86,6 +77,18 @@ pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Can
         }
     }
     Ok(found)
+}
+
+/// The meshes to choose from, the largest Ulysses extent first.
+pub(super) fn meshes(wanted: &Wanted) -> Result<Vec<Mesh>> {
+    match wanted.mesh {
+        Some(mesh) => Ok(vec![mesh]),
+        None => (1..=wanted.ranks)
+            .rev()
+            .filter(|ulysses| wanted.ranks.is_multiple_of(*ulysses))
+            .map(|ulysses| Mesh::new(ulysses, wanted.ranks / ulysses))
+            .collect(),
+    }
 }
 
 /// Prices every candidate: the fastest first, refused candidates last. Equal candidates keep the order of

@@ -10,7 +10,9 @@ use super::cluster::Cluster;
 use super::prediction::{LinkPrediction, Prediction, RankPrediction};
 use super::walk::simulate;
 use crate::strategy::EqualHops;
-use crate::{AttentionProblem, Error, Mask, Mesh, Result, Split, plan_world};
+use crate::{
+    AttentionProblem, Error, Mask, Mesh, Placement, Result, Split, Strategy, plan_placed, plan_world,
+};
 
 /// Predicts `candidate` for `problem`: by a walk, or for a long ring by extrapolation from two shorter rings.
 ///
@@ -26,18 +28,17 @@ pub fn predict(
         let world = plan_world(problem, mesh, candidate.placement, split, candidate.strategy)?;
         simulate(&world, cluster)
     };
-    let mesh = candidate.mesh;
-    candidate.strategy.accepts(mesh)?;
+    let Candidate { strategy, mesh, .. } = candidate;
+    strategy.accepts(mesh)?;
     mesh.fits(problem)?;
-    let hops = u64::from(mesh.world()) * u64::from(mesh.ring() + mesh.ulysses()) * at_once(candidate);
     let causal = problem.mask == Mask::causal() && candidate.placement.facts().equal_causal_hops;
-    let alike = match candidate.strategy.facts().equal_hops {
+    let alike = match strategy.facts().equal_hops {
         EqualHops::FullAndCausal => problem.mask.is_full() || causal,
         EqualHops::Full => problem.mask.is_full(),
         EqualHops::Never => false,
     };
     let even = *split == Split::Even && problem.q_len == problem.kv_len && problem.q_offset == 0;
-    if hops <= MOST_HOPS
+    if hops(mesh, strategy) <= MOST_HOPS
         || mesh.ring() < 4 * SHORTEST
         || !alike
         || !even
@@ -45,15 +46,10 @@ pub fn predict(
         || problem.fixed_order
         || !problem.replicated.is_empty()
     {
-        if hops > MOST_WALKED {
-            return Err(Error::request(
-                format!("{} on {mesh} has too many unequal hops to simulate", candidate.strategy),
-                "ask for fewer ranks, or for a strategy and placement whose hops all cost the same",
-            ));
-        }
+        few_enough(mesh, strategy)?;
         return walk(problem, mesh);
     }
-    let short_ranks = if at_once(candidate) == 1 { SHORT_RANKS } else { SHORT_RANKS / 4 };
+    let short_ranks = if at_once(mesh, strategy) == 1 { SHORT_RANKS } else { SHORT_RANKS / 4 };
     let short = (short_ranks / mesh.ulysses()).clamp(SHORTEST, mesh.ring() / 4);
     let shrunk = |ring: u32| -> Result<Prediction> {
         // Each rank gets as many tokens as the rank with the most tokens: a small difference would count many times
@@ -66,14 +62,43 @@ pub fn predict(
     Ok(Line { near: short, far: 2 * short, wanted: mesh.ring() }.extend(&near, far))
 }
 
+/// Predicts `strategy` on `mesh` for `problem` with these owners of queries and of keys, by a walk: the hops of given token
+/// lists need not be equal.
+///
+/// # Errors
+/// As [`simulate`] and [`plan_placed`].
+pub fn predict_placed(
+    problem: &AttentionProblem,
+    mesh: Mesh,
+    q_placement: Placement,
+    kv_placement: Placement,
+    strategy: Strategy,
+    cluster: &Cluster,
+) -> Result<Prediction> {
+    few_enough(mesh, strategy)?;
+    simulate(&plan_placed(problem, mesh, q_placement, kv_placement, strategy)?, cluster)
+}
+
+/// The hops and messages of the plans, in units of the time to walk one.
+fn hops(mesh: Mesh, strategy: Strategy) -> u64 {
+    u64::from(mesh.world()) * u64::from(mesh.ring() + mesh.ulysses()) * at_once(mesh, strategy)
+}
+
+/// Refuses a walk that would take too long.
+fn few_enough(mesh: Mesh, strategy: Strategy) -> Result<()> {
+    if hops(mesh, strategy) <= MOST_WALKED {
+        return Ok(());
+    }
+    Err(Error::request(
+        format!("{strategy} on {mesh} has too many unequal hops to simulate"),
+        "ask for fewer ranks, or for a strategy and placement whose hops all cost the same",
+    ))
+}
+
 /// The factor on the time to walk a hop if all hops are in flight at once: each start and end changes the speed of all
 /// hops on the same links.
-fn at_once(candidate: Candidate) -> u64 {
-    if candidate.strategy.facts().posts_all_at_once {
-        u64::from(candidate.mesh.ring()).div_ceil(8)
-    } else {
-        1
-    }
+fn at_once(mesh: Mesh, strategy: Strategy) -> u64 {
+    if strategy.facts().posts_all_at_once { u64::from(mesh.ring()).div_ceil(8) } else { 1 }
 }
 
 /// A line through the predictions for two lengths of the ring.

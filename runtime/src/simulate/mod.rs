@@ -3,9 +3,11 @@
 //! [`simulate`] walks the same plans that the executor runs, step by step, as events in time. An exchange is posted and
 //! continues while attention is computed. A wait step waits. A message moves when both ends have posted it. Ranks and
 //! messages get equal shares of a device or a link that they share. [`candidates`] lists the ways to run a problem and
-//! [`choose`] prices them. No device, no clock: a [`Cluster`] gives the speeds of devices and links, from a file or
+//! [`choose`] prices them. [`predict_placed`] prices token lists that no dealer made. Without a description,
+//! [`fewest_bytes`] chooses. No device, no clock: a [`Cluster`] gives the speeds of devices and links, from a file or
 //! from a probe.
 
+mod by_bytes;
 mod candidate;
 mod candidates;
 mod cluster;
@@ -20,6 +22,7 @@ mod share;
 mod walk;
 mod work;
 
+pub use by_bytes::fewest_bytes;
 pub use candidate::Candidate;
 pub use candidates::{Priced, Verdict, Wanted, candidates, choose};
 pub use cluster::Cluster;
@@ -28,6 +31,6 @@ pub use describe::{
     LinkDescription, MemoryKind,
 };
 pub use explain::{Bound, bound, explain_choice, why_first};
-pub use large::predict;
+pub use large::{predict, predict_placed};
 pub use prediction::{LinkPrediction, Prediction, RankPrediction};
 pub use walk::simulate;
