@@ -31,11 +31,17 @@ pub(crate) struct ProblemArgs {
     #[arg(long, value_name = "KIND", default_value = "auto", help = placement_help(), long_help = placement_long_help())]
     pub(crate) placement: OrAuto<PlacementKind>,
     /// Share the tokens by weight, one weight for each rank. With `work:` the weights share the visible (query, key) pairs
-    #[arg(long, value_name = "[work:]W,W,…", conflicts_with = "tokens")]
+    #[arg(long, value_name = "[work:]W,W,…", conflicts_with_all = ["tokens", "q_tokens"])]
     pub(crate) split: Option<SplitName>,
-    /// Give each rank this exact number of tokens
-    #[arg(long, value_name = "N,N,…")]
+    /// Give each rank this exact number of tokens, where there are as many queries as keys
+    #[arg(long, value_name = "N,N,…", conflicts_with = "q_tokens")]
     pub(crate) tokens: Option<List<u32>>,
+    /// Give each rank this exact number of queries, and with --kv-tokens its number of keys
+    #[arg(long, value_name = "N,N,…", requires = "kv_tokens")]
+    pub(crate) q_tokens: Option<List<u32>>,
+    /// Give each rank this exact number of keys and values; replicated ones are not counted
+    #[arg(long, value_name = "N,N,…", requires = "q_tokens")]
+    pub(crate) kv_tokens: Option<List<u32>>,
     #[arg(long, value_name = "MASK", default_value = "full", help = Mask::notation())]
     pub(crate) mask: MaskArg,
     /// Number format of keys and values between ranks: same, f16 (for f32 tensors) or int8 (with scales).

@@ -4,11 +4,8 @@ pub(crate) mod description;
 
 use std::sync::Arc;
 
-use kyklos::simulate::{Candidate, Cluster, Verdict, Wanted, choose};
-use kyklos::{
-    AttentionProblem, Dtype, MAX_WORLD, Mesh, PlacementKind, Split, Strategy, meshes_by_bytes, plan,
-    plan_world,
-};
+use kyklos::simulate::{Candidate, Cluster, Verdict, Wanted, choose, fewest_bytes};
+use kyklos::{AttentionProblem, Dtype, MAX_WORLD, Mesh, PlacementKind, Split, Strategy, plan, plan_world};
 
 use self::description::nothing_fits;
 use crate::failure::{Failure, Result};
@@ -43,40 +40,14 @@ impl Asked {
     /// started, if one has.
     pub(crate) fn new(args: &ProblemArgs, seed: u64, launched: Option<u32>) -> Result<Self> {
         let (problem, source) = problem(args, seed)?;
-        let split = match (&args.split, &args.tokens) {
-            (Some(SplitName::Tokens(List(weights))), _) => Split::Weights(weights.clone()),
-            (Some(SplitName::Work(List(weights))), _) => Split::Work(weights.clone()),
-            (_, Some(tokens)) => Split::Tokens(tokens.0.clone()),
-            _ => Split::Even,
-        };
         let wanted = Wanted {
             ranks: ranks(args, launched)?,
             mesh: args.mesh.chosen(),
             strategy: args.strategy.chosen().map(|name| name.0),
             placement: args.placement.chosen(),
-            split,
+            split: split(args),
         };
         Ok(Self { problem, source, wanted })
-    }
-
-    /// The candidate that sends the fewest bytes: the only criterion without a description of devices and links.
-    fn by_bytes(&self) -> Result<Candidate> {
-        let Wanted { ranks, mesh, strategy, placement, ref split } = self.wanted;
-        let mesh = match mesh {
-            Some(mesh) => mesh,
-            None => {
-                let kind = placement.unwrap_or_else(|| placement_for(&self.problem));
-                let priced = meshes_by_bytes(&self.problem, ranks, kind, split, strategy)?;
-                priced.first().map_or_else(|| Mesh::new(1, ranks), |(mesh, _)| Ok(*mesh))?
-            }
-        };
-        let strategy = strategy.unwrap_or_else(|| Strategy::of_mesh(mesh));
-        let placement = match placement {
-            Some(kind) => kind,
-            None if mesh.ring() > 1 => placement_for(&self.problem),
-            None => PlacementKind::Contiguous,
-        };
-        Ok(Candidate { strategy, mesh, placement })
     }
 
     /// The candidate with the shortest predicted time on `cluster`, and that time in seconds.
@@ -102,7 +73,7 @@ impl Request {
                 let (fastest, predicted_s) = asked.by_time(&description::read(path)?)?;
                 (fastest, Some(predicted_s))
             }
-            None => (asked.by_bytes()?, None),
+            None => (fewest_bytes(&asked.problem, &asked.wanted)?, None),
         };
         let Asked { problem, source, wanted: Wanted { split, .. } } = asked;
         let mask_text = args.mask.text.clone();
@@ -166,6 +137,20 @@ fn ranks(args: &ProblemArgs, launched: Option<u32>) -> Result<u32> {
     }
 }
 
+/// The shares of the ranks. The parser refuses options that contradict each other.
+fn split(args: &ProblemArgs) -> Split {
+    let counts = |List(counts): &List<u32>| Split::Tokens(counts.clone());
+    match (&args.split, &args.tokens, &args.q_tokens, &args.kv_tokens) {
+        (Some(SplitName::Tokens(List(weights))), ..) => Split::Weights(weights.clone()),
+        (Some(SplitName::Work(List(weights))), ..) => Split::Work(weights.clone()),
+        (_, Some(both), ..) => counts(both),
+        (_, _, Some(queries), Some(keys)) => {
+            Split::Separate { queries: Box::new(counts(queries)), keys: Box::new(counts(keys)) }
+        }
+        _ => Split::Even,
+    }
+}
+
 fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> {
     let mask = args.mask.mask.clone();
     let (problem, source) = match (&args.input, args.shape) {
@@ -203,46 +188,10 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
     Ok((problem, source))
 }
 
-/// Zigzag where later queries have clearly more work than earlier ones, as under a causal mask; else contiguous,
-/// which keeps neighbouring tokens on one rank.
-fn placement_for(problem: &AttentionProblem) -> PlacementKind {
-    const SAMPLES: u64 = 64;
-    let work = |half: u64| -> u64 {
-        (0..SAMPLES)
-            .map(|i| (2 * i + 1 + half * 2 * SAMPLES) * u64::from(problem.q_len) / (4 * SAMPLES))
-            .filter_map(|token| u32::try_from(token).ok())
-            .filter(|token| *token < problem.q_len)
-            .map(|token| problem.mask.visible(0, problem.q_position(token), problem.kv_len).keys())
-            .sum()
-    };
-    let (front, back) = (work(0), work(1));
-    if back * 4 > front * 5 { PlacementKind::Zigzag } else { PlacementKind::Contiguous }
-}
-
 /// Bytes of memory of this machine; only Linux says it in a file.
 fn memory_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
     let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
     kib.checked_mul(1024)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn placement_of(mask: &str) -> PlacementKind {
-        placement_for(&AttentionProblem::new([1, 4096, 8, 2, 64], Dtype::F32, mask.parse().unwrap()).unwrap())
-    }
-
-    #[test]
-    fn zigzag_is_for_masks_whose_work_grows_along_the_sequence() {
-        assert_eq!(placement_of("causal"), PlacementKind::Zigzag);
-        assert_eq!(placement_of("causal+window:3000,-1"), PlacementKind::Zigzag);
-        assert_eq!(placement_of("full"), PlacementKind::Contiguous);
-        assert_eq!(placement_of("window:64,0"), PlacementKind::Contiguous);
-        assert_eq!(placement_of("window:0,-1"), PlacementKind::Contiguous);
-        let empty = AttentionProblem::new([1, 0, 1, 1, 8], Dtype::F32, kyklos::Mask::causal()).unwrap();
-        assert_eq!(placement_for(&empty), PlacementKind::Contiguous);
-    }
 }

@@ -53,6 +53,24 @@ fn wrong_requests_are_refused_on_one_line() {
         ("attend --shape 1,64,8,2,64 --ranks 2 --split 1,nan", &["weights"]),
         ("attend --shape 1,64,8,2,64 --ranks 2 --tokens 30,30", &["60", "64"]),
         ("attend --shape 1,64,8,2,64 --ranks 2 --tokens 32,32 --split 1,1", &["--tokens", "--split"]),
+        ("attend --shape 1,64,8,2,64 --ranks 2 --q-tokens 32,32", &["--kv-tokens"]),
+        ("attend --shape 1,64,8,2,64 --ranks 2 --kv-tokens 32,32", &["--q-tokens"]),
+        (
+            "attend --shape 1,64,8,2,64 --ranks 2 --q-tokens 32,32 --kv-tokens 32,32 --tokens 32,32",
+            &["--q-tokens", "--tokens"],
+        ),
+        (
+            "attend --shape 1,64,8,2,64 --ranks 2 --q-tokens 32,32 --kv-tokens 32,32 --split 1,1",
+            &["--q-tokens", "--split"],
+        ),
+        (
+            "attend --shape 1,64,8,2,64 --ranks 2 --q-tokens 30,30 --kv-tokens 32,32",
+            &["60", "64", "--q-tokens"],
+        ),
+        (
+            "attend --shape 1,64,8,2,64 --ranks 2 --q-tokens 32,32 --kv-tokens 32,33",
+            &["65", "64", "--kv-tokens"],
+        ),
         ("attend --shape 1,64,8,2,64 --mask casual", &["casual", "causal"]),
         ("attend --shape 1,64,8,2,64 --mask window:1", &["two numbers"]),
         ("attend --shape 1,64,8,2,64 --mask documents:0,32", &["32", "64"]),

@@ -46,6 +46,8 @@ enum Share {
     Weights([u32; 4]),
     Work([u32; 4]),
     Tokens([u32; 4]),
+    /// Counts of queries, and counts of keys.
+    EachSide([u32; 4], [u32; 4]),
 }
 
 /// Query heads, KV heads, elements: over four ranks 2, 2, 1 and 1 query heads, in groups of 3.
@@ -86,8 +88,12 @@ pub(crate) const ROWS: &[Row] = &[
         ..row("token counts, an empty rank", SHAPE, "--mask causal")
     },
     Row {
-        share: Share::Tokens([120, 0, 139, 1]),
-        ..row("token counts, cross-attention", file(70, 260, None), "")
+        share: Share::EachSide([0, 21, 1, 48], [120, 0, 139, 1]),
+        ..row("counts of queries and keys", file(70, 260, None), "--mask causal --q-offset 190")
+    },
+    Row {
+        share: Share::EachSide([0, 200, 19, 41], [130, 0, 30, 60]),
+        ..row("queries and keys of unlike owners", SHAPE, "--mask causal --replicated 70..110")
     },
     row("wire f16", SHAPE, "--mask causal --wire f16"),
     row("wire int8", SHAPE, "--mask causal --wire int8"),
@@ -122,8 +128,11 @@ impl Row {
             Share::Work(weights) => {
                 Some(("--split", format!("work:{}", join(&weights[..weights.len().min(ranks as usize)]))))
             }
-            Share::Tokens(tokens) if ranks == 1 => Some(("--tokens", tokens.iter().sum::<u32>().to_string())),
-            Share::Tokens(tokens) => Some(("--tokens", join(&tokens))),
+            Share::Tokens(tokens) => Some(("--tokens", counts(&tokens, ranks))),
+            Share::EachSide(queries, keys) => {
+                options.extend(["--q-tokens".to_owned(), counts(&queries, ranks)]);
+                Some(("--kv-tokens", counts(&keys, ranks)))
+            }
         };
         options.extend(share.into_iter().flat_map(|(name, value)| [name.to_owned(), value]));
         options
@@ -148,6 +157,9 @@ impl Row {
             Share::Weights(weights) => format!("{} --split {}", self.options, join(&weights)),
             Share::Work(weights) => format!("{} --split work:{}", self.options, join(&weights)),
             Share::Tokens(tokens) => format!("{} --tokens {}", self.options, join(&tokens)),
+            Share::EachSide(queries, keys) => {
+                format!("{} --q-tokens {} --kv-tokens {}", self.options, join(&queries), join(&keys))
+            }
         };
         let options = if options.is_empty() { options } else { format!("`{}`", options.trim()) };
         [tensors, options].into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(" ")
@@ -246,6 +258,11 @@ fn term(row: usize, key: usize, index: u64) -> Option<f32> {
     let made = normal(0, TensorId::Bias, index);
     let stretch = (row / 40 + key / 32) % 3 == 1 || (row < 100 && (96..230).contains(&key));
     (made < 1.0 && !stretch).then_some(made * 1.5)
+}
+
+/// Token counts of four ranks, or of one rank that has them all.
+fn counts(tokens: &[u32; 4], ranks: u32) -> String {
+    if ranks == 1 { tokens.iter().sum::<u32>().to_string() } else { join(tokens) }
 }
 
 fn join(numbers: &[u32]) -> String {

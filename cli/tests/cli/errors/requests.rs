@@ -83,6 +83,18 @@ pub(super) const GROUPS: &[Group] = &[
                 "One list of counts cannot describe two lengths.",
             ),
             (
+                "attend --input DIR/cross --ranks 2 --q-tokens 4,4",
+                "Counts of one side need those of the other side.",
+            ),
+            ("@ --ranks 2 --q-tokens 32,32 --kv-tokens 32,32 --tokens 32,32", "The counts are given twice."),
+            ("@ --ranks 2 --q-tokens 32,32 --kv-tokens 32,32 --split 1,1", "The shares are given twice."),
+            ("@ --ranks 2 --q-tokens 64 --kv-tokens 32,32", "One count for each rank."),
+            ("@ --ranks 2 --q-tokens 30,30 --kv-tokens 32,32", "Exact counts add up to all queries."),
+            (
+                "@ --ranks 2 --q-tokens 32,32 --kv-tokens 32,32 --replicated 0..8",
+                "Exact counts add up to all keys that are not replicated.",
+            ),
+            (
                 "@ --mesh 2x1 --wire f16",
                 "This strategy sends no keys or values between shards, so --wire would have no effect.",
             ),
@@ -226,7 +238,7 @@ pub(super) const GROUPS: &[Group] = &[
                 "No other rank has the keys of a lost rank.",
             ),
             (
-                "launch -n 2 -- @ --mesh 1x2 --fixed-order --on-loss finish",
+                "launch -n 2 -- attend --shape 1,512,8,2,64 --mesh 1x2 --fixed-order --on-loss finish",
                 "The survivors would add in another order.",
             ),
             ("@ --ranks 2 --on-loss shrink", "The ranks of one process start and end together."),
