@@ -8,7 +8,9 @@
 mod amount;
 #[path = "../common/mod.rs"]
 mod common;
+mod dealt_sides;
 mod fixed_order;
+mod open_placement;
 mod plan_properties;
 mod random_worlds;
 mod simulator;

@@ -10,11 +10,11 @@ use kyklos_transport::in_process_group;
 use proptest::prelude::*;
 
 /// One or two terms of a mask, whose numbers are drawn as fractions of the sequence.
-fn masks() -> impl proptest::strategy::Strategy<Value = Vec<(u8, f64, f64)>> {
+pub(crate) fn masks() -> impl proptest::strategy::Strategy<Value = Vec<(u8, f64, f64)>> {
     prop::collection::vec((0u8..6, 0.0..1.0, 0.0..1.0), 0..3)
 }
 
-fn mask(terms: &[(u8, f64, f64)], batch: usize, seq: usize) -> OracleMask {
+pub(crate) fn mask(terms: &[(u8, f64, f64)], batch: usize, seq: usize) -> OracleMask {
     let at = |fraction: f64| (fraction * (seq + 1) as f64) as u64;
     terms.iter().fold(OracleMask::full(), |mask, (kind, a, b)| {
         mask.and(match kind {
@@ -39,7 +39,7 @@ fn mask(terms: &[(u8, f64, f64)], batch: usize, seq: usize) -> OracleMask {
     })
 }
 
-fn sink(seed: u64, head: usize) -> f64 {
+pub(crate) fn sink(seed: u64, head: usize) -> f64 {
     f64::from(normal(seed, TensorId::Sinks, head as u64)) + 2.0
 }
 

@@ -3,6 +3,7 @@
 
 mod closed_form;
 mod faults;
+mod placed;
 mod relay;
 
 use closed_form::closed_form;
@@ -23,7 +24,7 @@ impl std::fmt::Debug for Drawn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let World { problem, mesh, strategy, q_placement, .. } = &self.0;
         let tokens: Vec<usize> = q_placement.ranks().iter().map(|tokens| tokens.len()).collect();
-        write!(f, "{problem:?} {strategy} on {mesh}, {} {tokens:?}", q_placement.kind())
+        write!(f, "{problem:?} {strategy} on {mesh}, {} {tokens:?}", q_placement.name())
     }
 }
 
@@ -104,7 +105,7 @@ fn mask_number(kind: usize, batch: u32, seq: u32, random: &mut Random) -> Mask {
 }
 
 /// Deterministic numbers from a seed that proptest shrinks (splitmix64).
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     pub(crate) fn below(&mut self, bound: u32) -> u32 {
@@ -145,11 +146,11 @@ proptest! {
     fn meshes_are_priced_at_what_their_plans_send(Drawn(world) in worlds()) {
         let World { problem, mesh, q_placement, strategy, .. } = &world;
         let split = Split::Tokens(q_placement.ranks().iter().map(|tokens| tokens.len() as u32).collect());
-        let priced =
-            meshes_by_bytes(problem, mesh.world(), q_placement.kind(), &split, Some(*strategy)).expect("fits");
+        let kind = q_placement.kind().expect("dealt");
+        let priced = meshes_by_bytes(problem, mesh.world(), kind, &split, Some(*strategy)).expect("fits");
         prop_assert!(priced.is_sorted_by_key(|(_, bytes)| *bytes));
         for (mesh, bytes) in priced {
-            let world = plan_world(problem, mesh, q_placement.kind(), &split, *strategy).expect("fits");
+            let world = plan_world(problem, mesh, kind, &split, *strategy).expect("fits");
             let sent: u64 = world.plans.iter().map(|plan| plan.volume(problem).0).sum();
             prop_assert_eq!(sent, bytes, "{} {}", strategy, mesh);
         }
