@@ -62,9 +62,9 @@ pub enum Split {
     /// ```
     Separate {
         /// Of the queries.
-        queries: Box<Split>,
+        queries: Box<Self>,
         /// Of the keys and values. [`Split::Work`] is taken as weights: work is counted by query.
-        keys: Box<Split>,
+        keys: Box<Self>,
     },
 }
 

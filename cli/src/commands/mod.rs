@@ -31,7 +31,7 @@ pub(crate) enum Command {
     /// Computes attention over a file or random tensors, on one or many ranks
     Attend(Box<attend::AttendArgs>),
     /// Shows the plan that `attend` would run: its steps, bytes and memory; needs no device
-    Plan(plan::PlanArgs),
+    Plan(Box<plan::PlanArgs>),
     /// Times attention kernels on the devices of this machine, and checks each against the f64 oracle
     ///
     /// Every device runs every kernel on every shape, mask and dtype. The tensors are already on the device. A run is reset,

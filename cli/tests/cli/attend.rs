@@ -162,31 +162,59 @@ fn loopback_quic_gives_the_bytes_that_channels_give() {
 
 #[test]
 fn uneven_splits_give_each_rank_its_tokens() {
-    let tokens = |option: &str, value: &str| -> Vec<u64> {
-        let output = kyklos(&[
-            "attend",
-            "--shape",
-            "1,100,2,2,8",
-            "--ranks",
-            "3",
-            "--strategy",
-            "ring",
-            option,
-            value,
-            "--device",
-            "cpu,cpu",
-            "--json",
-            "--verify",
-        ]);
-        json(&output)["per_rank"]
+    let tokens = |options: &str| -> Vec<u64> {
+        let shape = "attend --shape 1,100,2,2,8 --ranks 3 --strategy ring --device cpu,cpu --json --verify";
+        let arguments: Vec<&str> = shape.split(' ').chain(options.split(' ')).collect();
+        json(&kyklos(&arguments))["per_rank"]
             .as_array()
             .unwrap()
             .iter()
             .map(|rank| rank["tokens"].as_u64().unwrap())
             .collect()
     };
-    assert_eq!(tokens("--split", "2,1,1"), [50, 25, 25]);
-    assert_eq!(tokens("--tokens", "0,99,1"), [0, 99, 1]);
+    assert_eq!(tokens("--split 2,1,1"), [50, 25, 25]);
+    assert_eq!(tokens("--tokens 0,99,1"), [0, 99, 1]);
+    assert_eq!(tokens("--q-tokens 0,99,1 --kv-tokens 50,0,50 --mask causal"), [0, 99, 1]);
+    let replicated = "--q-tokens 1,0,99 --kv-tokens 50,0,30 --replicated 10..30 --placement zigzag";
+    assert_eq!(tokens(replicated), [1, 0, 99]);
+}
+
+#[test]
+fn a_fixed_order_runs_in_the_placement_that_fits_it() {
+    let placement = |options: &str| -> String {
+        let call = "attend --mask causal --fixed-order --device cpu --json --verify";
+        let arguments: Vec<&str> = call.split(' ').chain(options.split(' ')).collect();
+        let report = json(&kyklos(&arguments));
+        format!("{} {}", report["mesh"].as_str().unwrap(), report["placement"].as_str().unwrap())
+    };
+    assert_eq!(placement("--shape 1,768,2,2,16 --ranks 3"), "1x3 contiguous");
+    assert_eq!(placement("--shape 1,768,2,2,16 --mesh 1x3"), "1x3 contiguous");
+    assert_eq!(placement("--shape 1,530,4,2,8 --mesh 1x4 --tokens 256,0,256,18"), "1x4 contiguous");
+    assert_eq!(placement("--shape 1,2048,2,2,16 --mesh 1x2"), "1x2 zigzag");
+}
+
+#[test]
+fn a_token_of_joint_attention_has_one_owner() {
+    let arguments: Vec<&str> =
+        "plan --shape 1,100,4,4,8 --replicated 0..20 --mesh 1x4 --json".split(' ').collect();
+    let plans = json(&kyklos(&arguments))["plans"].clone();
+    for (rank, plan) in plans.as_array().unwrap().iter().enumerate() {
+        let tokens = |name: &str| -> Vec<u64> {
+            let buffers = plan["buffers"].as_array().unwrap();
+            let buffer = buffers.iter().find(|buffer| buffer["name"] == name).unwrap();
+            let number = |run: &serde_json::Value, field: &str| run[field].as_u64().unwrap();
+            let runs = buffer["tokens"].as_array().unwrap().iter();
+            runs.flat_map(|run| {
+                let (start, stride) = (number(run, "start"), number(run, "stride"));
+                (0..number(run, "count")).map(move |i| start + i * stride)
+            })
+            .collect()
+        };
+        let own = 20 + 20 * rank as u64..40 + 20 * rank as u64;
+        let prompt = 5 * rank as u64..5 + 5 * rank as u64;
+        assert_eq!(tokens("q"), prompt.chain(own.clone()).collect::<Vec<_>>());
+        assert_eq!(tokens("kv"), (0..20).chain(own).collect::<Vec<_>>());
+    }
 }
 
 #[test]

@@ -72,10 +72,7 @@ impl Placement {
         }
         if let Some(token) = (0..total).find(|token| !replicated.contains(token) && !seen.has(*token)) {
             return Err(Error::request(
-                format!(
-                    "token {token} of {total} is in the list of no rank, from rank 0 to rank {}",
-                    world - 1
-                ),
+                format!("token {token} of {total} is in none of the {world} token lists"),
                 "give every token that is not replicated one owner",
             ));
         }
@@ -164,7 +161,7 @@ mod tests {
         for (total, replicated, lists, expected) in [
             (3, 0..0, &[&[0, 1][..], &[1, 2]][..], "token 1 is in the lists of rank 0 and rank 1"),
             (3, 0..0, &[&[0, 1], &[2, 2]], "the list of rank 1 has token 2 twice"),
-            (4, 0..0, &[&[0, 1], &[2]], "token 3 of 4 is in the list of no rank, from rank 0 to rank 1"),
+            (4, 0..0, &[&[0, 1], &[2]], "token 3 of 4 is in none of the 2 token lists"),
             (3, 0..0, &[&[0, 1], &[2, 3]], "the list of rank 1 has token 3, there are 3"),
             (4, 1..3, &[&[0, 1], &[3]], "token 1 is replicated, and the list of rank 0 has it too"),
             (4, 3..5, &[&[0, 1], &[2]], "tokens 3..5 of 4 on every rank"),

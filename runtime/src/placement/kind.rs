@@ -1,7 +1,7 @@
 //! The closed list of placement kinds, and the facts that other modules need.
 
 use crate::named::{facts_of_each, named_enum};
-use crate::{Result, TokenRuns};
+use crate::{AttentionProblem, Result, TokenRuns};
 
 macro_rules! define_placement_kind {
     ($($list:tt)*) => {
@@ -25,6 +25,23 @@ define_placement_kind! {
 impl Default for PlacementKind {
     fn default() -> Self {
         Self::Contiguous
+    }
+}
+
+impl PlacementKind {
+    /// Zigzag where later queries have clearly more work than earlier ones, as under a causal mask; else contiguous,
+    /// which keeps neighbouring tokens on one rank.
+    pub fn for_problem(problem: &AttentionProblem) -> Self {
+        let work = |half: u64| -> u64 {
+            (0..SAMPLES)
+                .map(|i| (2 * i + 1 + half * 2 * SAMPLES) * u64::from(problem.q_len) / (4 * SAMPLES))
+                .filter_map(|token| u32::try_from(token).ok())
+                .filter(|token| *token < problem.q_len)
+                .map(|token| problem.mask.visible(0, problem.q_position(token), problem.kv_len).keys())
+                .sum()
+        };
+        let (front, back) = (work(0), work(1));
+        if back * 4 > front * 5 { Self::Zigzag } else { Self::Contiguous }
     }
 }
 
@@ -59,4 +76,29 @@ pub(crate) enum ShardShape {
     TwoRuns,
     /// Any number.
     ManyRuns,
+}
+
+/// Queries of each half of the sequence whose work is counted.
+const SAMPLES: u64 = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Dtype, Mask};
+
+    fn placement_of(mask: &str) -> PlacementKind {
+        let problem = AttentionProblem::new([1, 4096, 8, 2, 64], Dtype::F32, mask.parse().unwrap()).unwrap();
+        PlacementKind::for_problem(&problem)
+    }
+
+    #[test]
+    fn zigzag_is_for_masks_whose_work_grows_along_the_sequence() {
+        assert_eq!(placement_of("causal"), PlacementKind::Zigzag);
+        assert_eq!(placement_of("causal+window:3000,-1"), PlacementKind::Zigzag);
+        assert_eq!(placement_of("full"), PlacementKind::Contiguous);
+        assert_eq!(placement_of("window:64,0"), PlacementKind::Contiguous);
+        assert_eq!(placement_of("window:0,-1"), PlacementKind::Contiguous);
+        let empty = AttentionProblem::new([1, 0, 1, 1, 8], Dtype::F32, Mask::causal()).unwrap();
+        assert_eq!(PlacementKind::for_problem(&empty), PlacementKind::Contiguous);
+    }
 }

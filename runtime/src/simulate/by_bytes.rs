@@ -3,7 +3,7 @@
 use super::candidate::Candidate;
 use super::candidates::{Wanted, meshes};
 use crate::strategy::{bytes_sent, dealt};
-use crate::{AttentionProblem, Error, PlacementKind, Result, Strategy};
+use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Strategy};
 
 /// The candidate that sends the fewest bytes, among equals the one with the larger Ulysses extent. The strategy is the
 /// default one of its mesh and the placement [`PlacementKind::for_problem`], unless `wanted` names others.
@@ -14,42 +14,48 @@ use crate::{AttentionProblem, Error, PlacementKind, Result, Strategy};
 /// [`Error::Request`] if every candidate is refused: the refusal of the last mesh, a ring, in contiguous placement.
 pub fn fewest_bytes(problem: &AttentionProblem, wanted: &Wanted) -> Result<Candidate> {
     let mut best: Option<(u64, Candidate)> = None;
-    let mut refusal = None;
+    let mut refusal = Error::request("there is no plan to choose from", "name at least one rank");
     let meshes = meshes(wanted)?;
     for mesh in &meshes {
-        let strategy = wanted.strategy.unwrap_or_else(|| Strategy::of_mesh(*mesh));
-        let placements = match wanted.placement {
-            Some(placement) => vec![placement],
-            None if mesh.ring() == 1 => vec![PlacementKind::Contiguous],
-            None => in_order(problem),
-        };
-        for placement in placements {
-            let candidate = Candidate { strategy, mesh: *mesh, placement };
-            match dealt(problem, *mesh, placement, &wanted.split, strategy) {
-                Ok((q, kv)) => {
-                    // The only mesh needs no price.
-                    let bytes = if meshes.len() == 1 { 0 } else { bytes_sent(problem, &q, &kv, strategy) };
-                    if best.is_none_or(|(least, _)| bytes < least) {
-                        best = Some((bytes, candidate));
-                    }
-                    break;
-                }
-                Err(error) => {
-                    // Contiguous placement takes most requests, so its refusal says most.
-                    if refusal.as_ref().is_none_or(|(of, _)| of != mesh)
-                        || placement == PlacementKind::Contiguous
-                    {
-                        refusal = Some((*mesh, error));
-                    }
+        match first_fit(problem, *mesh, wanted) {
+            Ok((candidate, q, kv)) => {
+                // The only mesh needs no price.
+                let only = meshes.len() == 1;
+                let bytes = if only { 0 } else { bytes_sent(problem, &q, &kv, candidate.strategy) };
+                if best.is_none_or(|(least, _)| bytes < least) {
+                    best = Some((bytes, candidate));
                 }
             }
+            Err(error) => refusal = error,
         }
     }
-    let refused = || match refusal {
-        Some((_, error)) => error,
-        None => Error::request("there is no plan to choose from", "name at least one rank"),
+    best.map(|(_, candidate)| candidate).ok_or(refusal)
+}
+
+/// The first placement that fits on `mesh`, and the owners of queries and keys; or the refusal.
+fn first_fit(
+    problem: &AttentionProblem,
+    mesh: Mesh,
+    wanted: &Wanted,
+) -> Result<(Candidate, Placement, Placement)> {
+    let strategy = wanted.strategy.unwrap_or_else(|| Strategy::of_mesh(mesh));
+    let placements = match wanted.placement {
+        Some(placement) => vec![placement],
+        None if mesh.ring() == 1 => vec![PlacementKind::Contiguous],
+        None => in_order(problem),
     };
-    best.map(|(_, candidate)| candidate).ok_or_else(refused)
+    let mut refusal = None;
+    for placement in placements {
+        match dealt(problem, mesh, placement, &wanted.split, strategy) {
+            Ok((q, kv)) => return Ok((Candidate { strategy, mesh, placement }, q, kv)),
+            // Contiguous placement takes most requests, so its refusal says most.
+            Err(error) if refusal.is_none() || placement == PlacementKind::Contiguous => {
+                refusal = Some(error)
+            }
+            Err(_) => {}
+        }
+    }
+    Err(refusal.expect("at least one placement is tried"))
 }
 
 /// The placements to try, the best one first.
@@ -59,46 +65,10 @@ fn in_order(problem: &AttentionProblem) -> Vec<PlacementKind> {
     [best].into_iter().chain(others).collect()
 }
 
-impl PlacementKind {
-    /// Zigzag where later queries have clearly more work than earlier ones, as under a causal mask; else contiguous,
-    /// which keeps neighbouring tokens on one rank.
-    pub fn for_problem(problem: &AttentionProblem) -> Self {
-        let work = |half: u64| -> u64 {
-            (0..SAMPLES)
-                .map(|i| (2 * i + 1 + half * 2 * SAMPLES) * u64::from(problem.q_len) / (4 * SAMPLES))
-                .filter_map(|token| u32::try_from(token).ok())
-                .filter(|token| *token < problem.q_len)
-                .map(|token| problem.mask.visible(0, problem.q_position(token), problem.kv_len).keys())
-                .sum()
-        };
-        let (front, back) = (work(0), work(1));
-        if back * 4 > front * 5 { Self::Zigzag } else { Self::Contiguous }
-    }
-}
-
-/// Queries of each half of the sequence whose work is counted.
-const SAMPLES: u64 = 64;
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, Mask, Mesh, Split};
-
-    fn placement_of(mask: &str) -> PlacementKind {
-        let problem = AttentionProblem::new([1, 4096, 8, 2, 64], Dtype::F32, mask.parse().unwrap()).unwrap();
-        PlacementKind::for_problem(&problem)
-    }
-
-    #[test]
-    fn zigzag_is_for_masks_whose_work_grows_along_the_sequence() {
-        assert_eq!(placement_of("causal"), PlacementKind::Zigzag);
-        assert_eq!(placement_of("causal+window:3000,-1"), PlacementKind::Zigzag);
-        assert_eq!(placement_of("full"), PlacementKind::Contiguous);
-        assert_eq!(placement_of("window:64,0"), PlacementKind::Contiguous);
-        assert_eq!(placement_of("window:0,-1"), PlacementKind::Contiguous);
-        let empty = AttentionProblem::new([1, 0, 1, 1, 8], Dtype::F32, Mask::causal()).unwrap();
-        assert_eq!(PlacementKind::for_problem(&empty), PlacementKind::Contiguous);
-    }
+    use crate::{Dtype, Mask, Split};
 
     #[test]
     fn a_fixed_order_takes_the_placement_that_has_whole_tiles() {
@@ -118,11 +88,12 @@ mod tests {
             let candidate = chosen(768, 3, mesh, Split::Even).unwrap();
             assert_eq!(candidate.to_string(), "ring 1x3 contiguous");
         }
-        let tokens = Split::Tokens(vec![256, 0, 256, 18]);
-        assert_eq!(chosen(530, 4, None, tokens).unwrap().to_string(), "ring 1x4 contiguous");
+        let tokens = || Split::Tokens(vec![256, 0, 256, 18]);
+        assert_eq!(chosen(530, 4, None, tokens()).unwrap().to_string(), "unified 2x2 contiguous");
+        assert_eq!(chosen(530, 4, Some((1, 4)), tokens()).unwrap().to_string(), "ring 1x4 contiguous");
         assert_eq!(chosen(2048, 2, Some((1, 2)), Split::Even).unwrap().to_string(), "ring 1x2 zigzag");
         // Nothing fits: the refusal says what would.
-        let refusal = chosen(700, 3, None, Split::Even).unwrap_err().to_string();
-        assert!(refusal.ends_with("use token counts 256, 256, 188"), "{refusal}");
+        let refusal = chosen(900, 3, None, Split::Even).unwrap_err().to_string();
+        assert!(refusal.ends_with("use token counts 256, 256, 388"), "{refusal}");
     }
 }

@@ -8,6 +8,7 @@
 mod amount;
 #[path = "../common/mod.rs"]
 mod common;
+mod dealt_sides;
 mod fixed_order;
 mod open_placement;
 mod plan_properties;

@@ -1,7 +1,6 @@
 //! Refusals for callers of the library, and errors of runs. The tests cause each of them.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
-use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -12,17 +11,16 @@ use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::{Backend, Control, Device};
 use kyklos::host::{Tensors, shard};
 use kyklos::plan::{LostTokens, ProvedPlans, StepProgress, World, check};
-use kyklos::simulate::{Wanted, fewest_bytes};
 use kyklos::{
-    AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, Placement, PlacementKind, RankOutput,
-    Session, SessionOptions, Split, Strategy, TokenRuns, plan_placed, plan_rows, plan_world, repair,
+    AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, PlacementKind, RankOutput, Session,
+    SessionOptions, Split, Strategy, TokenRuns, plan_rows, plan_world, repair,
 };
 use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport, Revoked};
 use kyklos_transport::{Rank, RefusalReason, Tag, Transport, Vote, in_process_group};
 
 use super::Entry;
 
-fn problem() -> AttentionProblem {
+pub(super) fn problem() -> AttentionProblem {
     AttentionProblem::new([1, 8, 2, 1, 8], Dtype::F32, Mask::full()).unwrap()
 }
 
@@ -49,16 +47,6 @@ fn entry(when: &str, sentence: impl ToString, means: &'static str) -> Entry {
     Entry { when: when.to_owned(), sentence: kyklos_cli::with_commands(&sentence.to_string()), means }
 }
 
-/// Lists for one rank.
-fn explicit(total: u32, replicated: Range<u32>, lists: &[Range<u32>]) -> Result<Placement, Error> {
-    let lists = lists.iter().cloned().map(TokenRuns::contiguous).collect();
-    Placement::explicit(Mesh::new(1, 1).unwrap(), total, replicated, lists)
-}
-
-fn separate(queries: Split, keys: Split) -> Split {
-    Split::Separate { queries: Box::new(queries), keys: Box::new(keys) }
-}
-
 /// Refusals of constructors and of calls with tensors.
 pub(super) fn refusals() -> Vec<Entry> {
     let zeros = |bytes: usize| Bytes::from(vec![0; bytes]);
@@ -81,13 +69,6 @@ pub(super) fn refusals() -> Vec<Entry> {
     });
     let finishes =
         World { lost: LostTokens { keys: TokenRuns::contiguous(0..4), ..LostTokens::default() }, ..ring() };
-    let two = Mesh::new(1, 2).unwrap();
-    let whole_keys = explicit(8, 0..0, &[0..8]).unwrap();
-    let rows = plan_rows(&problem(), TokenRuns::contiguous(2..4)).unwrap();
-    let placed = |mesh, q: &Placement, kv: &Placement| {
-        plan_placed(&problem(), mesh, q.clone(), kv.clone(), Strategy::Unified).unwrap_err()
-    };
-    let nobody = Wanted { ranks: 0, mesh: None, strategy: None, placement: None, split: Split::Even };
     vec![
         entry(
             "AttentionProblem::with_sinks with 3 of them for 2 heads",
@@ -100,76 +81,6 @@ pub(super) fn refusals() -> Vec<Entry> {
             "One for each batch entry, or one for all.",
         ),
         entry("AttentionProblem::with_bias without keys", pairs(1, 0), "Its rows would be empty."),
-        entry(
-            "Placement::new with Split::Work",
-            Placement::new(PlacementKind::Zigzag, one, 8, &Split::Work(vec![1.0])).unwrap_err(),
-            "The work of a token depends on the mask.",
-        ),
-        entry(
-            "Placement::new with Split::Separate",
-            Placement::new(PlacementKind::Zigzag, one, 8, &separate(Split::Even, Split::Even)).unwrap_err(),
-            "A placement is of the queries or of the keys.",
-        ),
-        entry(
-            "Placement::explicit with 2 lists for one rank",
-            explicit(8, 0..0, &[0..8, 8..8]).unwrap_err(),
-            "One list for each rank.",
-        ),
-        entry(
-            "Placement::explicit, tokens 0..9 of 8 replicated",
-            explicit(8, 0..9, &[0..0]).unwrap_err(),
-            "Only tokens that exist can be on every rank.",
-        ),
-        entry(
-            "Placement::explicit with token 8 of 8",
-            explicit(8, 0..0, &[0..9]).unwrap_err(),
-            "Tokens count from 0.",
-        ),
-        entry(
-            "Placement::explicit with a replicated token in a list",
-            explicit(8, 0..2, &[1..8]).unwrap_err(),
-            "Replicated tokens have no owner.",
-        ),
-        entry(
-            "Placement::explicit with two owners of token 3",
-            Placement::explicit(two, 8, 0..0, [0..4, 3..8].map(TokenRuns::contiguous).to_vec()).unwrap_err(),
-            "A token has one owner.",
-        ),
-        entry(
-            "Placement::explicit without an owner of token 7",
-            explicit(8, 0..0, &[0..7]).unwrap_err(),
-            "A token has one owner.",
-        ),
-        entry(
-            "Placement::on_mesh with 2 ranks for the list of one",
-            whole_keys.on_mesh(two).unwrap_err(),
-            "A rank keeps its list on another mesh, so there are as many ranks.",
-        ),
-        entry(
-            "plan_placed with placements on another mesh",
-            placed(two, &whole_keys, &whole_keys),
-            "Both placements and the plans are on one mesh.",
-        ),
-        entry(
-            "plan_placed with a placement of 7 queries of 8",
-            placed(one, &explicit(7, 0..0, &[0..7]).unwrap(), &whole_keys),
-            "The placements are of the problem's queries and keys.",
-        ),
-        entry(
-            "plan_placed with keys that only the placement replicates",
-            placed(one, &whole_keys, &explicit(8, 0..2, &[2..8]).unwrap()),
-            "`AttentionProblem::with_replicated` and the placement of the keys name the same ones.",
-        ),
-        entry(
-            "plan_placed with the queries of plan_rows",
-            placed(one, &rows.q_placement, &whole_keys),
-            "Every query has an owner.",
-        ),
-        entry(
-            "simulate::fewest_bytes for 0 ranks",
-            fewest_bytes(&problem(), &nobody).unwrap_err(),
-            "A problem runs on at least one rank.",
-        ),
         entry(
             "plan_rows with row 8",
             plan_rows(&problem(), TokenRuns::contiguous(8..9)).unwrap_err(),

@@ -3,6 +3,7 @@
 
 mod files;
 mod library;
+mod placements;
 mod requests;
 mod sites;
 
@@ -96,7 +97,7 @@ fn the_index_of_errors_is_complete_and_as_printed() {
         "Calls of the library",
         "`Error::Request`, before any data is sent, like all refusals above.",
     );
-    for entry in library::refusals() {
+    for entry in library::refusals().into_iter().chain(placements::refusals()) {
         line(&mut out, &entry);
         sentences.push(entry.sentence);
     }

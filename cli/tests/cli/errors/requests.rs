@@ -238,7 +238,7 @@ pub(super) const GROUPS: &[Group] = &[
                 "No other rank has the keys of a lost rank.",
             ),
             (
-                "launch -n 2 -- @ --mesh 1x2 --fixed-order --on-loss finish",
+                "launch -n 2 -- attend --shape 1,512,8,2,64 --mesh 1x2 --fixed-order --on-loss finish",
                 "The survivors would add in another order.",
             ),
             ("@ --ranks 2 --on-loss shrink", "The ranks of one process start and end together."),

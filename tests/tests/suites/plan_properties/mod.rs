@@ -107,7 +107,7 @@ fn mask_number(kind: usize, batch: u32, seq: u32, random: &mut Random) -> Mask {
 }
 
 /// Deterministic numbers from a seed that proptest shrinks (splitmix64).
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     pub(crate) fn below(&mut self, bound: u32) -> u32 {

@@ -3,7 +3,7 @@
 use super::closed_form::closed_form;
 use super::faults::FAULTS;
 use super::{Drawn, Random, worlds};
-use crate::open_placement::{Chance, any_placement};
+use crate::open_placement::any_placement;
 use kyklos::plan::{World, check, explain};
 use kyklos::{placed_meshes_by_bytes, plan_placed};
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ use proptest::prelude::*;
 /// The problem, mesh and strategy of a drawn world, with other owners and another order.
 fn placed(Drawn(world): &Drawn, seed: u64) -> World {
     let World { problem, mesh, strategy, .. } = world;
-    let mut chance = Chance(seed);
+    let mut chance = Random(seed);
     let q = any_placement(*mesh, problem.q_len, 0..0, &mut chance);
     let kv = any_placement(*mesh, problem.kv_len, problem.replicated.clone(), &mut chance);
     plan_placed(problem, *mesh, q, kv, *strategy).expect("drawn to fit")

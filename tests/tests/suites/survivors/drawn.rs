@@ -1,12 +1,14 @@
 //! Random problems and rings.
 
 use kyklos::plan::World;
-use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_world};
+use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_placed, plan_world};
 use kyklos_oracle::inputs::{Case, CasePairs};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleSlice, OracleTerm};
 use kyklos_transport::Rank;
 
 use crate::common::problem_of;
+use crate::open_placement::any_placement;
+use crate::plan_properties::Random;
 
 /// Strategies that send keys from rank to rank.
 const ROUNDS: [Strategy; 6] = [
@@ -114,5 +116,14 @@ pub fn world(chance: &mut Chance, case: &Case, dtype: Dtype, with_wire: bool) ->
         _ => 0..0,
     };
     let problem = problem_of(case, dtype).with_wire(wire).unwrap().with_replicated(replicated).unwrap();
-    plan_world(&problem, Mesh::new(1, ranks).unwrap(), kind, &split, strategy).unwrap()
+    let mesh = Mesh::new(1, ranks).unwrap();
+    let world = plan_world(&problem, mesh, kind, &split, strategy).unwrap();
+    if !case.seed.is_multiple_of(3) {
+        return world;
+    }
+    // The same ring over token lists that no dealer made.
+    let mut random = Random(case.seed);
+    let q = any_placement(mesh, problem.q_len, 0..0, &mut random);
+    let kv = any_placement(mesh, problem.kv_len, problem.replicated.clone(), &mut random);
+    plan_placed(&problem, mesh, q, kv, strategy).unwrap()
 }
