@@ -25,20 +25,20 @@
 
 use std::fmt;
 use std::future::Future;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bytes::Bytes;
-use kyklos_transport::Pulse;
 
 use crate::{AttentionProblem, BiasKind, BlockWork, Dtype, Error, Result, TileShape};
 
+mod control;
 #[cfg(feature = "cpu")]
 pub mod cpu;
 mod device;
+mod erased;
 #[cfg(feature = "wgpu")]
 pub mod wgpu;
 
+pub use control::{Control, yield_now};
 pub use device::{Device, DeviceBuffer, Threaded};
 
 /// `m` of a row that saw no key: finite, because WGSL promises nothing about infinities.
@@ -53,7 +53,7 @@ pub trait Backend {
     /// Linear memory on the device.
     type Buffer: fmt::Debug;
     /// Ends with the bytes in host memory.
-    type Download: Future<Output = Result<Bytes>> + 'static;
+    type Download: Future<Output = Result<Bytes, Error>> + 'static;
 
     /// Name, driver and kind of the device.
     fn info(&self) -> &DeviceInfo;
@@ -374,55 +374,4 @@ pub struct Pairs<'a, Buffer> {
     /// Offset and strides, in 32-bit words of [`BiasKind::Mask`], in elements of [`BiasKind::Additive`]. A stride of 0
     /// means that all batch entries, or all heads, share the same rows.
     pub layout: Layout,
-}
-
-/// Cancels a long computation, and counts its pieces.
-#[derive(Clone, Debug, Default)]
-pub struct Control {
-    /// Set by the caller: the computation ends between two pieces.
-    cancel: Arc<AtomicBool>,
-    /// Pieces done so far.
-    pieces: Arc<AtomicU64>,
-    /// Beats with every piece.
-    pulse: Arc<Pulse>,
-}
-
-impl Control {
-    /// A control that is cancelled when `cancel` becomes true.
-    pub fn new(cancel: Arc<AtomicBool>) -> Self {
-        Self { cancel, ..Self::default() }
-    }
-
-    /// The same control, which also beats `pulse` with every piece.
-    pub fn beating(self, pulse: Arc<Pulse>) -> Self {
-        Self { pulse, ..self }
-    }
-
-    /// Called by backends between two pieces.
-    ///
-    /// # Errors
-    /// [`Error::Cancelled`] when the cancel flag is set.
-    pub fn piece_done(&self) -> Result<()> {
-        self.pieces.fetch_add(1, Ordering::Relaxed);
-        self.pulse.beat();
-        if self.cancel.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { Ok(()) }
-    }
-
-    /// Pieces done so far, over all calls with this control.
-    pub fn pieces_done(&self) -> u64 {
-        self.pieces.load(Ordering::Relaxed)
-    }
-}
-
-/// Lets other futures of the same task run once; backends call it between pieces.
-pub async fn yield_now() {
-    let mut yielded = false;
-    std::future::poll_fn(|context| {
-        if std::mem::replace(&mut yielded, true) {
-            return std::task::Poll::Ready(());
-        }
-        context.waker().wake_by_ref();
-        std::task::Poll::Pending
-    })
-    .await;
 }

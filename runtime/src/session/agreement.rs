@@ -219,6 +219,6 @@ impl Agreed {
             dtype: first.dtype.parse::<Dtype>()?,
         };
         let counts = |of: fn(&Facts) -> u32| all.iter().map(of).collect();
-        Ok(Agreed { extents, q_counts: counts(|facts| facts.q), kv_counts: counts(|facts| facts.kv) })
+        Ok(Self { extents, q_counts: counts(|facts| facts.q), kv_counts: counts(|facts| facts.kv) })
     }
 }

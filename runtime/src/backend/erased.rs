@@ -1,0 +1,182 @@
+//! [`Backend`] as an object: the trait behind [`Device`](super::Device).
+
+use std::any::Any;
+use std::ops::Range;
+
+use bytes::Bytes;
+use futures_util::future::LocalBoxFuture;
+
+use super::{
+    Attend, Backend, Control, DeviceBuffer, DeviceInfo, Elements, Extent, Layout, Operand, Pairs, State,
+    StateMut, StateShape, Threaded,
+};
+use crate::{AttentionProblem, Dtype, Result, TileShape};
+
+/// [`Backend`] without associated types.
+pub(super) trait AnyBackend: Any + Threaded {
+    fn info(&self) -> &DeviceInfo;
+    fn supports(&self, dtype: Dtype, head_dim: usize) -> Result<()>;
+    fn kernel(&self, dtype: Dtype, shape: StateShape) -> String;
+    fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape;
+    fn alloc(&self, label: &str, bytes: usize) -> Result<DeviceBuffer>;
+    fn upload(&self, label: &str, data: Bytes) -> Result<DeviceBuffer>;
+    fn write(&self, buffer: &mut DeviceBuffer, offset: usize, data: &[u8]) -> Result<()>;
+    fn share(&self, buffer: &mut DeviceBuffer) -> DeviceBuffer;
+    fn download(
+        &self,
+        buffer: &mut DeviceBuffer,
+        range: Range<usize>,
+    ) -> LocalBoxFuture<'static, Result<Bytes>>;
+    fn reset_state(&self, state: &mut StateMut<'_, DeviceBuffer>) -> Result<()>;
+    fn attend<'a>(
+        &'a self,
+        args: Attend<'a, DeviceBuffer>,
+        control: &'a Control,
+    ) -> LocalBoxFuture<'a, Result<()>>;
+    fn merge(&self, into: &mut StateMut<'_, DeviceBuffer>, from: &State<'_, DeviceBuffer>) -> Result<()>;
+    fn finalize(
+        &self,
+        state: &State<'_, DeviceBuffer>,
+        sinks: &[f32],
+        dtype: Dtype,
+        output: [&mut DeviceBuffer; 2],
+    ) -> Result<()>;
+    fn repack(
+        &self,
+        from: (&DeviceBuffer, Layout),
+        into: (&mut DeviceBuffer, Layout),
+        extent: Extent,
+    ) -> Result<()>;
+    fn convert(
+        &self,
+        from: Elements<&DeviceBuffer>,
+        into: Elements<&mut DeviceBuffer>,
+        shape: [usize; 4],
+    ) -> Result<()>;
+    fn wait(&self) -> LocalBoxFuture<'_, Result<()>>;
+}
+
+impl<B: Backend + Threaded + 'static> AnyBackend for B
+where
+    B::Buffer: Threaded + 'static,
+{
+    fn info(&self) -> &DeviceInfo {
+        Backend::info(self)
+    }
+
+    fn supports(&self, dtype: Dtype, head_dim: usize) -> Result<()> {
+        Backend::supports(self, dtype, head_dim)
+    }
+
+    fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {
+        Backend::kernel(self, dtype, shape)
+    }
+
+    fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
+        Backend::tile_shape(self, problem, shape)
+    }
+
+    fn alloc(&self, label: &str, bytes: usize) -> Result<DeviceBuffer> {
+        Backend::alloc(self, label, bytes).map(DeviceBuffer::new)
+    }
+
+    fn upload(&self, label: &str, data: Bytes) -> Result<DeviceBuffer> {
+        Backend::upload(self, label, data).map(DeviceBuffer::new)
+    }
+
+    fn write(&self, buffer: &mut DeviceBuffer, offset: usize, data: &[u8]) -> Result<()> {
+        Backend::write(self, buffer.of_mut::<B>(), offset, data)
+    }
+
+    fn share(&self, buffer: &mut DeviceBuffer) -> DeviceBuffer {
+        DeviceBuffer::new(Backend::share(self, buffer.of_mut::<B>()))
+    }
+
+    fn download(
+        &self,
+        buffer: &mut DeviceBuffer,
+        range: Range<usize>,
+    ) -> LocalBoxFuture<'static, Result<Bytes>> {
+        Box::pin(Backend::download(self, buffer.of_mut::<B>(), range))
+    }
+
+    fn reset_state(&self, state: &mut StateMut<'_, DeviceBuffer>) -> Result<()> {
+        Backend::reset_state(self, &mut state_mut::<B>(state))
+    }
+
+    fn attend<'a>(
+        &'a self,
+        args: Attend<'a, DeviceBuffer>,
+        control: &'a Control,
+    ) -> LocalBoxFuture<'a, Result<()>> {
+        let operand = |Operand { buffer, layout }: Operand<'a, DeviceBuffer>| Operand {
+            buffer: buffer.of::<B>(),
+            layout,
+        };
+        let StateMut { a, ml, shape } = args.state;
+        let args = Attend {
+            dtype: args.dtype,
+            scale: args.scale,
+            softcap: args.softcap,
+            q: operand(args.q),
+            k: operand(args.k),
+            v: operand(args.v),
+            kv_head_of: args.kv_head_of,
+            work: args.work,
+            pairs: args.pairs.map(|Pairs { kind, buffer, layout }| Pairs {
+                kind,
+                buffer: buffer.of::<B>(),
+                layout,
+            }),
+            fixed_order: args.fixed_order,
+            state: StateMut { a: a.of_mut::<B>(), ml: ml.of_mut::<B>(), shape },
+        };
+        Box::pin(Backend::attend(self, args, control))
+    }
+
+    fn merge(&self, into: &mut StateMut<'_, DeviceBuffer>, from: &State<'_, DeviceBuffer>) -> Result<()> {
+        Backend::merge(self, &mut state_mut::<B>(into), &state_ref::<B>(from))
+    }
+
+    fn finalize(
+        &self,
+        state: &State<'_, DeviceBuffer>,
+        sinks: &[f32],
+        dtype: Dtype,
+        [o, lse]: [&mut DeviceBuffer; 2],
+    ) -> Result<()> {
+        Backend::finalize(self, &state_ref::<B>(state), sinks, dtype, o.of_mut::<B>(), lse.of_mut::<B>())
+    }
+
+    fn repack(
+        &self,
+        from: (&DeviceBuffer, Layout),
+        into: (&mut DeviceBuffer, Layout),
+        extent: Extent,
+    ) -> Result<()> {
+        Backend::repack(self, (from.0.of::<B>(), from.1), (into.0.of_mut::<B>(), into.1), extent)
+    }
+
+    fn convert(
+        &self,
+        from: Elements<&DeviceBuffer>,
+        into: Elements<&mut DeviceBuffer>,
+        shape: [usize; 4],
+    ) -> Result<()> {
+        Backend::convert(self, from.map(DeviceBuffer::of::<B>), into.map(DeviceBuffer::of_mut::<B>), shape)
+    }
+
+    fn wait(&self) -> LocalBoxFuture<'_, Result<()>> {
+        Box::pin(Backend::wait(self))
+    }
+}
+
+fn state_mut<'a, B: Backend<Buffer: 'static>>(
+    state: &'a mut StateMut<'_, DeviceBuffer>,
+) -> StateMut<'a, B::Buffer> {
+    StateMut { a: state.a.of_mut::<B>(), ml: state.ml.of_mut::<B>(), shape: state.shape }
+}
+
+fn state_ref<'a, B: Backend<Buffer: 'static>>(state: &State<'a, DeviceBuffer>) -> State<'a, B::Buffer> {
+    State { a: state.a.of::<B>(), ml: state.ml.of::<B>(), shape: state.shape }
+}
