@@ -41,7 +41,7 @@ enum Memory {
     Device(Device, Arc<Mutex<DeviceBuffer>>),
 }
 
-/// A type that tensors store: `f32`, [`f16`] or [`bf16`].
+/// A type that tensors store: `f32`, [`struct@f16`] or [`struct@bf16`].
 pub trait Element: bytemuck::Pod + Send + Sync + sealed::Sealed {
     /// The storage type.
     const DTYPE: Dtype;

@@ -45,7 +45,7 @@ impl Session {
     /// any numbers of tokens, zero included; they learn each other's with the vote. Blocks until the device has the output.
     ///
     /// # Errors
-    /// [`Error::Request`] when the tensors or the ranks' calls do not fit together: the same on all ranks, and the session stays
+    /// [`Error::Request`](crate::Error::Request) when the tensors or the ranks' calls do not fit together: the same on all ranks, and the session stays
     /// usable. Other errors end the call on all ranks, and the group with it.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn attend(&mut self, call: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
