@@ -61,7 +61,7 @@ impl FilePairs {
                 format!("use [{batch} or 1, {q_heads} or 1, {q_len}, {kv_len}], or [{q_len}, {kv_len}]"),
             )
         })?;
-        let tensor = BiasTensor { kind, batch: file_batch, heads: file_heads };
+        let tensor = BiasTensor { kind, batch: file_batch, heads: file_heads, shared_rows: false };
         Ok(Some(Self { tensor, start: data_start + info.data_offsets.0 as u64 }))
     }
 

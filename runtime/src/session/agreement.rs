@@ -22,6 +22,8 @@ pub(super) struct CallNote {
     pub(super) q: u32,
     /// Keys that this rank owns.
     pub(super) kv: u32,
+    /// Bytes of this rank's part of the attention bias tensor.
+    bias: u64,
     options: [u64; 5],
 }
 
@@ -33,6 +35,8 @@ pub(super) struct Agreed {
     pub(super) q_counts: Vec<u32>,
     /// By rank, without the replicated keys.
     pub(super) kv_counts: Vec<u32>,
+    /// Bytes of the attention bias tensor, by rank.
+    pub(super) bias_bytes: Vec<u64>,
 }
 
 /// Increased when the meaning of a note changes.
@@ -89,7 +93,8 @@ impl CallNote {
             dim: extent(q_shape[3])?,
             q: extent(q_shape[1])?,
             kv: extent(own)?,
-            options: call.options.digests().map(|(_, digest)| digest),
+            bias: call.bias_rows.as_ref().map_or(0, |rows| rows.len() as u64),
+            options: call.digests().map(|(_, digest)| digest),
         })
     }
 
@@ -139,7 +144,12 @@ impl CallNote {
             dtype: first.dtype.parse::<Dtype>()?,
         };
         let counts = |of: fn(&Self) -> u32| all.iter().map(of).collect();
-        Ok(Agreed { extents, q_counts: counts(|note| note.q), kv_counts: counts(|note| note.kv) })
+        Ok(Agreed {
+            extents,
+            q_counts: counts(|note| note.q),
+            kv_counts: counts(|note| note.kv),
+            bias_bytes: all.iter().map(|note| note.bias).collect(),
+        })
     }
 
     /// The first thing in which this note must equal `first` and does not: its name, and both values.
@@ -159,7 +169,7 @@ impl CallNote {
         if let Some((name, mine, other)) = named {
             return Some((format!("{name} "), mine, other));
         }
-        let options = call.options.digests();
+        let options = call.digests();
         let differs = (0..options.len()).find(|index| self.options[*index] != first.options[*index])?;
         Some((format!("another {}", options[differs].0), String::new(), "its own".to_owned()))
     }

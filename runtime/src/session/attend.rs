@@ -97,9 +97,11 @@ impl Session {
     fn inputs(&self, call: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Inputs<DeviceBuffer>> {
         let device: &Device = &self.device;
         let rows = call.bias_rows.clone();
+        let shared = call.options.bias.is_some_and(|tensor| tensor.shared_rows);
         Ok(Inputs::of(
             [q.buffer("q", device)?, k.buffer("k", device)?, v.buffer("v", device)?],
             rows.map(|rows| device.upload("attention bias tensor", rows)).transpose()?,
+            shared,
         ))
     }
 
@@ -127,6 +129,15 @@ impl Session {
 /// The plans of a call, by the same rules on all ranks.
 fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
     let problem = options.problem(&agreed.extents)?;
+    for (rank, (queries, bytes)) in agreed.q_counts.iter().zip(&agreed.bias_bytes).enumerate() {
+        let wanted = problem.bias.map_or(0, |tensor| tensor.bytes(problem.dtype, *queries, problem.kv_len));
+        if *bytes != wanted {
+            return Err(Error::request(
+                format!("the attention bias tensor of rank {rank} has {bytes} bytes, its shape needs {wanted}"),
+                "give the rows of the rank's queries, or with shared rows the whole tensor",
+            ));
+        }
+    }
     let execution = &options.execution;
     let ranks = u32::try_from(agreed.q_counts.len()).unwrap_or(u32::MAX);
     let place = |total: u32, counts: &[u32], replicated: std::ops::Range<u32>, mesh: Mesh| {

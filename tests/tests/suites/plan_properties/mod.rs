@@ -329,7 +329,7 @@ fn the_hash_covers_everything_that_makes_a_plan_and_nothing_else() {
     let mut sinking = make(shape, "causal", (2, 2), kind, Split::Even);
     sinking.problem.sinks = vec![0.0; 4];
     let mut paired = make(shape, "causal", (2, 2), kind, Split::Even);
-    paired.problem.bias = Some(BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1 });
+    paired.problem.bias = Some(BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1, shared_rows: false });
     let mut coded = make(shape, "causal", (2, 2), kind, Split::Even);
     coded.problem.wire = WireFormat::Int8;
     let others = [
