@@ -168,7 +168,7 @@ pub struct Oracle<'a> {
     pairs: Option<OraclePairs<'a>>,
 }
 
-/// A tensor over (query, key) pairs, `[batch, heads, q_len, kv_len]` in linear order.
+/// A tensor over (query, key) pairs, `[batch, heads, queries, kv_len]` in linear order.
 #[derive(Clone, Copy, Debug)]
 pub struct OraclePairs<'a> {
     /// Its elements.
@@ -177,6 +177,8 @@ pub struct OraclePairs<'a> {
     pub batch: usize,
     /// Heads: the number of query heads of the problem, or 1 for all heads.
     pub heads: usize,
+    /// Queries: the number of the problem, or 1 for all queries.
+    pub queries: usize,
 }
 
 /// Elements of [`OraclePairs`].
@@ -210,14 +212,15 @@ impl<'a> Oracle<'a> {
     /// This oracle with an attention bias tensor. Refuses a tensor that does not fit the problem.
     pub fn with_bias(self, pairs: OraclePairs<'a>) -> Result<Self, OracleError> {
         let problem = self.problem;
-        let shape = [pairs.batch, pairs.heads, problem.q_len, problem.kv_len];
+        let shape = [pairs.batch, pairs.heads, pairs.queries, problem.kv_len];
         let elements = shape.iter().product();
         let actual = match pairs.values {
             PairValues::Visible(values) => values.len(),
             PairValues::Bias(values) => values.len(),
         };
-        let extents =
-            [1, problem.batch].contains(&pairs.batch) && [1, problem.q_heads].contains(&pairs.heads);
+        let extents = [1, problem.batch].contains(&pairs.batch)
+            && [1, problem.q_heads].contains(&pairs.heads)
+            && [1, problem.q_len].contains(&pairs.queries);
         if !extents || actual != elements {
             return Err(OracleError::Length { shape, elements, actual });
         }
@@ -232,7 +235,8 @@ impl<'a> Oracle<'a> {
         let Some(pairs) = self.pairs else { return Some(0.0) };
         let batch = if pairs.batch == 1 { 0 } else { id.batch };
         let head = if pairs.heads == 1 { 0 } else { id.head };
-        let row = (batch * pairs.heads + head) * self.problem.q_len + id.row;
+        let query = if pairs.queries == 1 { 0 } else { id.row };
+        let row = (batch * pairs.heads + head) * pairs.queries + query;
         let index = row * self.problem.kv_len + key;
         match pairs.values {
             PairValues::Visible(values) => values[index].then_some(0.0),

@@ -63,8 +63,14 @@ fn attend(prepared: &Prepared, mesh: Mesh, kind: PlacementKind, strategy: Strate
         let (q, k, v) = parts(prepared, &world, transport.rank());
         let mut call = call_of(problem, execution.clone());
         if let (Some(bias), Some(rows)) = (problem.bias, prepared.tensors.bias.as_ref()) {
-            let own = world.q_placement.of_rank(transport.rank());
-            call = call.bias(bias, bias_layout(&world).unwrap().gather(rows, own).unwrap());
+            let own = match bias.shared_rows {
+                true => rows.clone(),
+                false => {
+                    let own = world.q_placement.of_rank(transport.rank());
+                    bias_layout(&world).unwrap().gather(rows, own).unwrap()
+                }
+            };
+            call = call.bias(bias, own);
         }
         let output = Session::new(transport, Device::cpu()).attend(&call, &q, &k, &v).unwrap();
         pollster::block_on(in_host_memory(&output)).unwrap()

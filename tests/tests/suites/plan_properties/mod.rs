@@ -48,6 +48,7 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
                 kind: [BiasKind::Mask, BiasKind::Additive][random.below(2) as usize],
                 batch: [1, batch][random.below(2) as usize],
                 heads: [1, q_heads][random.below(2) as usize],
+                shared_rows: random.below(3) == 0,
             });
             let problem = problem.with_bias(pairs).expect("drawn to fit");
             let mesh = Mesh::new(ulysses, ring).expect("drawn to fit");
@@ -330,6 +331,9 @@ fn the_hash_covers_everything_that_makes_a_plan_and_nothing_else() {
     sinking.problem.sinks = vec![0.0; 4];
     let mut paired = make(shape, "causal", (2, 2), kind, Split::Even);
     paired.problem.bias = Some(BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1, shared_rows: false });
+    let mut shared = make(shape, "causal", (2, 2), kind, Split::Even);
+    shared.problem.bias = Some(BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1, shared_rows: true });
+    assert_ne!(plan_hash(&shared, &names(4)), plan_hash(&paired, &names(4)));
     let mut coded = make(shape, "causal", (2, 2), kind, Split::Even);
     coded.problem.wire = WireFormat::Int8;
     let others = [
@@ -343,6 +347,7 @@ fn the_hash_covers_everything_that_makes_a_plan_and_nothing_else() {
         plan_hash(&wider, &names(4)),
         plan_hash(&sinking, &names(4)),
         plan_hash(&paired, &names(4)),
+        plan_hash(&shared, &names(4)),
         plan_hash(&coded, &names(4)),
     ];
     for (index, other) in others.iter().enumerate() {
