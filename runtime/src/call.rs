@@ -241,7 +241,10 @@ impl Options {
         let sinks: Vec<u32> = sinks.iter().map(|sink| sink.to_bits()).collect();
         [
             ("mask", digest(format!("{mask} {q_offset}").as_bytes())),
-            ("scale, softcap or sinks", digest(format!("{:?} {:?} {sinks:?}", bits(scale), bits(softcap)).as_bytes())),
+            (
+                "scale, softcap or sinks",
+                digest(format!("{:?} {:?} {sinks:?}", bits(scale), bits(softcap)).as_bytes()),
+            ),
             ("attention bias tensor", digest(format!("{bias:?}").as_bytes())),
             ("mesh or strategy", digest(format!("{strategy:?} {mesh:?}").as_bytes())),
             (

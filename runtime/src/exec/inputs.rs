@@ -96,7 +96,9 @@ impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
         match notes.iter().position(|note| *note != notes[0]) {
             None => Ok(()),
             Some(rank) => Err(Error::request(
-                format!("rank {rank} has another attention bias tensor than rank 0, for rows that all queries share"),
+                format!(
+                    "rank {rank} has another attention bias tensor than rank 0, for rows that all queries share"
+                ),
                 "give every rank the whole tensor, with the same bytes",
             )),
         }

@@ -133,7 +133,9 @@ fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
         let wanted = problem.bias.map_or(0, |tensor| tensor.bytes(problem.dtype, *queries, problem.kv_len));
         if *bytes != wanted {
             return Err(Error::request(
-                format!("the attention bias tensor of rank {rank} has {bytes} bytes, its shape needs {wanted}"),
+                format!(
+                    "the attention bias tensor of rank {rank} has {bytes} bytes, its shape needs {wanted}"
+                ),
                 "give the rows of the rank's queries, or with shared rows the whole tensor",
             ));
         }

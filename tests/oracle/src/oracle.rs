@@ -5,11 +5,13 @@
 //! f64. The rounding of f64 (2⁻⁵³) is far below any measured error.
 
 mod mask;
+mod pairs;
 mod values;
 
 use std::{error::Error, fmt};
 
 pub use mask::{OracleMask, OracleSlice, OracleTerm};
+pub use pairs::{OraclePairs, PairValues};
 pub use values::{Dtype, Element, Tensor4, Values};
 
 /// A problem: sizes, score function and mask. All shapes are `[batch, seq, heads, dim]`.
@@ -166,28 +168,6 @@ pub struct Oracle<'a> {
     k: Tensor4<'a>,
     v: Tensor4<'a>,
     pairs: Option<OraclePairs<'a>>,
-}
-
-/// A tensor over (query, key) pairs, `[batch, heads, queries, kv_len]` in linear order.
-#[derive(Clone, Copy, Debug)]
-pub struct OraclePairs<'a> {
-    /// Its elements.
-    pub values: PairValues<'a>,
-    /// Batch entries: the number of the problem, or 1 for all entries.
-    pub batch: usize,
-    /// Heads: the number of query heads of the problem, or 1 for all heads.
-    pub heads: usize,
-    /// Queries: the number of the problem, or 1 for all queries.
-    pub queries: usize,
-}
-
-/// Elements of [`OraclePairs`].
-#[derive(Clone, Copy, Debug)]
-pub enum PairValues<'a> {
-    /// The key is hidden if the element is false.
-    Visible(&'a [bool]),
-    /// Added to the score after the softcap. -∞ hides the key.
-    Bias(Values<'a>),
 }
 
 impl<'a> Oracle<'a> {

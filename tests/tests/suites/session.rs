@@ -207,7 +207,12 @@ fn ranks_that_disagree_get_one_error_and_can_go_on() {
         ("another mask", |call, x| (call.mask(Mask::causal()), x)),
         ("another scale", |call, x| (call.scale(0.5), x)),
         ("another attention bias tensor", |call, x| {
-            let bias = kyklos::BiasTensor { kind: kyklos::BiasKind::Additive, batch: 1, heads: 1, shared_rows: false };
+            let bias = kyklos::BiasTensor {
+                kind: kyklos::BiasKind::Additive,
+                batch: 1,
+                heads: 1,
+                shared_rows: false,
+            };
             (call.bias(bias, Bytes::from(vec![0; 4 * 8 * 4])), x)
         }),
         ("another mesh or strategy", |call, x| {

@@ -215,7 +215,8 @@ impl<'a> RankProof<'a> {
             (Some(tensor), Some(slice)) => (tensor, slice),
             (None, Some(_)) => {
                 return self.fault(
-                    "attends with rows of an attention bias tensor, the problem has none for each query".to_owned(),
+                    "attends with rows of an attention bias tensor, the problem has none for each query"
+                        .to_owned(),
                 );
             }
             (Some(_), None) => {

@@ -20,7 +20,7 @@ use proptest::strategy::Strategy as _;
 
 /// A world that prints its problem, mesh, strategy and placement, but not its plans, because they are too long.
 #[derive(Clone)]
-struct Drawn(World);
+pub(crate) struct Drawn(pub(crate) World);
 
 impl std::fmt::Debug for Drawn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -31,7 +31,7 @@ impl std::fmt::Debug for Drawn {
 }
 
 /// A problem, a mesh and a split that fit each other.
-fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
+pub(crate) fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
     let shape = (1u32..4, 0u32..70, 1u32..5, 1u32..5, prop::sample::select(vec![8u32, 16, 24]));
     let mesh = (1u32..5, 1u32..6);
     let kind = prop::sample::select(PlacementKind::ALL.to_vec());
