@@ -1,9 +1,27 @@
-//! Tensors over (query, key) pairs, for masks and biases that are not a function of positions.
+//! Tensors over (query, key) pairs or over keys, for masks and biases that are not a function of positions.
 
 use crate::{Dtype, Error, Result};
 
-/// A tensor `[batch, q_len, heads, kv_len]` that hides keys, or is added to the logits after a softcap. Each rank holds
-/// the rows of its own queries; columns are key positions.
+/// A tensor that hides keys, or is added to the logits after a softcap. Its columns are key positions.
+///
+/// | `shared_rows` | shape in memory | each rank holds |
+/// |---|---|---|
+/// | `false` | `[batch, q_len, heads, kv_len]` | the rows of its own queries |
+/// | `true` | `[batch, 1, heads, kv_len]` | the whole tensor, the same bytes on all ranks; it is never sent |
+///
+/// A key mask of any pattern for each batch entry, `[batch, kv_len]`:
+///
+/// ```
+/// use kyklos::{AttentionProblem, BiasKind, BiasTensor, Dtype, Mask};
+///
+/// let keys = BiasTensor { kind: BiasKind::Mask, batch: 2, heads: 1, shared_rows: true };
+/// let problem = AttentionProblem::new([2, 40, 8, 2, 64], Dtype::F16, Mask::causal())?.with_bias(Some(keys))?;
+/// // Entry 0 hides every third key, entry 1 hides the first seven keys.
+/// let visible = |entry: u32| (0..40).map(move |key| if entry == 0 { key % 3 != 0 } else { key >= 7 });
+/// let rows: Vec<u32> = (0..2).flat_map(|entry| BiasTensor::pack(visible(entry))).collect();
+/// assert_eq!(rows.len() * 4, 2 * keys.row_bytes(Dtype::F16, problem.kv_len));
+/// # Ok::<(), kyklos::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 pub struct BiasTensor {
     /// Whether it hides keys or is added to logits.
@@ -12,6 +30,10 @@ pub struct BiasTensor {
     pub batch: u32,
     /// Query heads: the problem's, or 1 that serves all.
     pub heads: u32,
+    /// Whether all queries share one row of each batch entry and head.
+    // Left out where it is false, so that tensors with a row for each query hash as in releases without it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub shared_rows: bool,
 }
 
 /// The effect of a [`BiasTensor`].
@@ -44,6 +66,12 @@ impl BiasTensor {
             BiasKind::Mask => self.row_bytes(dtype, kv_len) / 4,
             BiasKind::Additive => self.row_bytes(dtype, kv_len) / dtype.bytes(),
         }
+    }
+
+    /// Bytes of the rows of `queries` queries: all batch entries and heads. With shared rows, of the whole tensor.
+    pub fn bytes(self, dtype: Dtype, queries: u32, kv_len: u32) -> u64 {
+        let rows = if self.shared_rows { 1 } else { u64::from(queries) };
+        u64::from(self.batch) * rows * u64::from(self.heads) * self.row_bytes(dtype, kv_len) as u64
     }
 
     /// A row of [`BiasKind::Mask`] from one bool for each key.
@@ -87,13 +115,24 @@ mod tests {
 
     #[test]
     fn rows_are_whole_words_and_bits_count_from_the_lowest() {
-        let tensor = |kind| BiasTensor { kind, batch: 1, heads: 1 };
+        let tensor = |kind| BiasTensor { kind, batch: 1, heads: 1, shared_rows: false };
         let visible = tensor(BiasKind::Mask);
         assert_eq!([1, 32, 33].map(|keys| visible.row_bytes(Dtype::F16, keys)), [4, 4, 8]);
         let bias = tensor(BiasKind::Additive);
         assert_eq!([1, 2, 3].map(|keys| bias.row_bytes(Dtype::Bf16, keys)), [4, 4, 8]);
         assert_eq!(bias.row_elements(Dtype::F16, 3), 4);
         assert_eq!(bias.row_bytes(Dtype::F32, 3), 12);
+        assert_eq!(bias.bytes(Dtype::F32, 5, 3), 5 * 12);
+        assert_eq!(BiasTensor { shared_rows: true, ..bias }.bytes(Dtype::F32, 5, 3), 12);
         assert_eq!(BiasTensor::pack((0..34).map(|key| key == 1 || key >= 31)), [0x8000_0002, 3]);
+    }
+
+    #[test]
+    fn the_hash_of_a_tensor_with_a_row_for_each_query_is_that_of_earlier_releases() {
+        let tensor = BiasTensor { kind: BiasKind::Mask, batch: 2, heads: 1, shared_rows: false };
+        let json = |tensor| serde_json::to_string(&tensor).unwrap();
+        assert_eq!(json(tensor), r#"{"kind":"visible","batch":2,"heads":1}"#);
+        let shared = BiasTensor { shared_rows: true, ..tensor };
+        assert_eq!(json(shared), r#"{"kind":"visible","batch":2,"heads":1,"shared_rows":true}"#);
     }
 }

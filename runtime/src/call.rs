@@ -22,8 +22,10 @@ use crate::{
 pub struct Attention {
     pub(crate) options: Options,
     pub(crate) label: String,
-    /// This rank's rows of the attention bias tensor.
+    /// This rank's rows of the attention bias tensor, or the whole tensor if all queries share its rows.
     pub(crate) bias_rows: Option<Bytes>,
+    /// Hash of a tensor that must be the same on all ranks.
+    pub(crate) shared_bias: Option<u64>,
 }
 
 /// The options that are the same on all ranks.
@@ -99,11 +101,24 @@ impl Attention {
         self
     }
 
-    /// An attention bias tensor. `rows` are those of this rank's queries, `[its batch, tokens, its heads, row]`; the layout of
-    /// a row is that of [`BiasTensor`].
+    /// An attention bias tensor. `rows` are those of this rank's queries, `[its batch, tokens, its heads, row]`. With
+    /// [`BiasTensor::shared_rows`] they are the whole tensor `[its batch, 1, its heads, row]`, the same bytes on all ranks. The
+    /// layout of a row is in [`BiasKind`](crate::BiasKind).
+    ///
+    /// ```
+    /// use kyklos::{Attention, BiasKind, BiasTensor};
+    ///
+    /// // A key mask [2, 40]: entry 0 sees the even keys, entry 1 the first 25.
+    /// let keys = BiasTensor { kind: BiasKind::Mask, batch: 2, heads: 1, shared_rows: true };
+    /// let visible = |entry: u32, key: u32| if entry == 0 { key % 2 == 0 } else { key < 25 };
+    /// let words = (0..2).flat_map(|entry| BiasTensor::pack((0..40).map(move |key| visible(entry, key))));
+    /// let rows: Vec<u8> = words.flat_map(u32::to_ne_bytes).collect();
+    /// let call = Attention::new().bias(keys, rows.into());
+    /// ```
     #[must_use]
     pub fn bias(mut self, bias: BiasTensor, rows: Bytes) -> Self {
         self.options.bias = Some(bias);
+        self.shared_bias = bias.shared_rows.then(|| digest(&rows));
         self.bias_rows = Some(rows);
         self
     }
@@ -205,7 +220,7 @@ impl Options {
             .with_replicated(replicated.clone())
     }
 
-    /// Hashes of the parts in which ranks may differ by mistake, each with its name in errors.
+    /// Hashes of the parts in which ranks may differ by mistake, each with its name in errors. Without tensors.
     pub(crate) fn digests(&self) -> [(&'static str, u64); 5] {
         let Self { mask, scale, softcap, sinks, q_offset, bias, execution } = self;
         let Execution { strategy, mesh, placement, owners, wire, fixed_order, replicated } = execution;
@@ -215,13 +230,16 @@ impl Options {
         let bits = |value: &Option<f32>| value.map(f32::to_bits);
         let sinks: Vec<u32> = sinks.iter().map(|sink| sink.to_bits()).collect();
         [
-            ("mask", digest(&format!("{mask} {q_offset}"))),
-            ("scale, softcap or sinks", digest(&format!("{:?} {:?} {sinks:?}", bits(scale), bits(softcap)))),
-            ("attention bias tensor", digest(&format!("{bias:?}"))),
-            ("mesh or strategy", digest(&format!("{strategy:?} {mesh:?}"))),
+            ("mask", digest(format!("{mask} {q_offset}").as_bytes())),
+            (
+                "scale, softcap or sinks",
+                digest(format!("{:?} {:?} {sinks:?}", bits(scale), bits(softcap)).as_bytes()),
+            ),
+            ("attention bias tensor", digest(format!("{bias:?}").as_bytes())),
+            ("mesh or strategy", digest(format!("{strategy:?} {mesh:?}").as_bytes())),
             (
                 "placement, wire format, order of sums or replicated keys",
-                digest(&format!("{placement} {owners:?} {wire:?} {fixed_order} {replicated:?}")),
+                digest(format!("{placement} {owners:?} {wire:?} {fixed_order} {replicated:?}").as_bytes()),
             ),
         ]
     }
@@ -239,8 +257,8 @@ pub(crate) struct Extents {
     pub(crate) dtype: Dtype,
 }
 
-fn digest(text: &str) -> u64 {
-    let hash = blake3::hash(text.as_bytes());
+fn digest(bytes: &[u8]) -> u64 {
+    let hash = blake3::hash(bytes);
     let mut first = [0; 8];
     first.copy_from_slice(&hash.as_bytes()[..8]);
     u64::from_le_bytes(first)

@@ -4,19 +4,20 @@
 
 mod buffers;
 mod carryover;
+mod inputs;
 mod run;
 
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError, Vote};
+use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError};
 
 use crate::backend::{Backend, State, StateMut, StateShape};
 use crate::collective::{Collective, Memory};
-use crate::host::Tensors;
 use crate::meter::{Meter, RankReport, Span};
 use crate::plan::{BufferId, Content, Plan, ProvedPlans, Step, StepProgress, World, describe};
 use crate::{BlockWork, Clock, Error, Result, SystemClock};
+pub use inputs::Inputs;
 use run::Run;
 
 /// One rank, ready to run its plan any number of times.
@@ -74,22 +75,6 @@ pub struct NoObserver;
 
 impl Observer for NoObserver {
     fn step(&self, _: Rank, _: u64, _: usize, _: usize, _: &dyn Fn() -> String) {}
-}
-
-/// A rank's own queries, keys and values on its device. Made by [`Executor::load`].
-#[derive(Debug)]
-pub struct Inputs<Buffer> {
-    q: Option<Buffer>,
-    k: Option<Buffer>,
-    v: Option<Buffer>,
-    pairs: Option<Buffer>,
-}
-
-impl<Buffer> Inputs<Buffer> {
-    /// Inputs that are on the device: q, k and v, and the rows of the attention bias tensor if there is one.
-    pub(crate) fn of([q, k, v]: [Buffer; 3], bias: Option<Buffer>) -> Self {
-        Self { q: Some(q), k: Some(k), v: Some(v), pairs: bias }
-    }
 }
 
 /// The intermediate results that an interrupted run left on the device: a recovery plan ([`crate::repair`]) continues
@@ -197,43 +182,6 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
         self
     }
 
-    /// Brings the rank's own tensors, `[batch, tokens, heads, dim]` in the problem's dtype, to its device, and its rows
-    /// of the problem's attention bias tensor if there is one; their layout is in [`BiasTensor`](crate::BiasTensor).
-    ///
-    /// # Errors
-    /// [`Error::Request`] when the size of a tensor is not that of the rank's tokens, [`Error::OutOfMemory`],
-    /// [`Error::Device`].
-    pub fn load(&self, Tensors { q, k, v, bias: pairs }: Tensors) -> Result<Inputs<B::Buffer>> {
-        let problem = &self.world.problem;
-        self.backend.supports(problem.dtype, problem.head_dim as usize)?;
-        let [own_q, own_kv, own_pairs] = [Some(self.plan.q), Some(self.plan.kv), self.plan.bias]
-            .map(|id| id.map_or_else(Vec::new, |id| self.tensor_bytes(id)));
-        let wanted = [own_q, own_kv, own_pairs].concat();
-        let none = Bytes::new();
-        let given =
-            [("q", &q), ("k", &k), ("v", &v), ("the attention bias tensor", pairs.as_ref().unwrap_or(&none))];
-        for (index, (name, tensor)) in given.into_iter().enumerate() {
-            let wanted = wanted.get(index).copied().unwrap_or(0);
-            if tensor.len() != wanted {
-                let (rank, given) = (self.plan.rank, tensor.len());
-                return Err(Error::request(
-                    format!("{name} of rank {rank} has {given} bytes, its tokens need {wanted}"),
-                    "give each rank the tensors of its own tokens, in the problem's dtype",
-                ));
-            }
-        }
-        let upload = |name, data| self.backend.upload(name, data).map(Some);
-        Ok(Inputs {
-            q: upload("q", q)?,
-            k: upload("k", k)?,
-            v: upload("v", v)?,
-            pairs: match pairs.filter(|_| self.plan.bias.is_some()) {
-                Some(pairs) => upload("pairs", pairs)?,
-                None => None,
-            },
-        })
-    }
-
     /// First agrees with all ranks that they run the same plan. Then runs it as operation `op`, and copies the output
     /// to the host. An error of this rank ends the operation on all ranks. Each operation of a group has its own
     /// number, counted from 0 on every rank alike.
@@ -256,22 +204,16 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
         inputs: &mut Inputs<B::Buffer>,
         carryover: &mut Carryover<B::Buffer>,
     ) -> Result<RankOutput> {
-        if let Err(error) = self.agree().await {
-            self.end_for_all(op, 0, &error);
+        if let Err(error) = self.agree(inputs).await {
+            // All ranks get a wrong request alike, and the group can be used for another call.
+            if !error.is_request() {
+                self.end_for_all(op, 0, &error);
+            }
             return Err(error);
         }
         let DeviceOutput { o, lse, report, spans } = self.run_agreed(op, inputs, carryover, true).await?;
         let host = |tensor: OutputTensor<B::Buffer>| tensor.host.unwrap_or_default();
         Ok(RankOutput { o: host(o), lse: host(lse), report, spans })
-    }
-
-    /// Agrees with all ranks that they run the same plans.
-    ///
-    /// # Errors
-    /// [`Error::Transport`], the same on all ranks.
-    pub(crate) async fn agree(&self) -> Result<()> {
-        self.collective.agree(Vote::ready(self.lowered.plans.hash())).await?;
-        Ok(())
     }
 
     /// As [`Self::run_from`] after the agreement. Leaves the output on the device; with `to_host` also copies it to the host.
@@ -288,6 +230,7 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             op,
             meter: &meter,
             memory: Memory::new(self.plan.buffers.len()),
+            shared_bias: None,
             step: 0,
             arrived: Vec::new(),
         };
@@ -309,12 +252,14 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
         run.memory.put(self.plan.q, inputs.q.take().into_iter().collect());
         run.memory.put(self.plan.kv, inputs.k.take().into_iter().chain(inputs.v.take()).collect());
         if let Some(id) = self.plan.bias {
-            run.memory.put(id, inputs.pairs.take().into_iter().collect());
+            run.memory.put(id, inputs.bias.take().into_iter().collect());
         }
+        run.shared_bias = inputs.shared_bias.take();
         let result = run.execute(to_host).await;
         if let Some(id) = self.plan.bias {
-            inputs.pairs = run.memory.take(id).and_then(|mut pairs| pairs.pop());
+            inputs.bias = run.memory.take(id).and_then(|mut rows| rows.pop());
         }
+        inputs.shared_bias = run.shared_bias.take();
         inputs.q = run.memory.take(self.plan.q).and_then(|mut q| q.pop());
         let mut kv = run.memory.take(self.plan.kv).unwrap_or_default();
         (inputs.v, inputs.k) = (kv.pop(), kv.pop());

@@ -98,7 +98,8 @@ pub struct Tensors {
     pub k: Bytes,
     /// Like `k`.
     pub v: Bytes,
-    /// The problem's attention bias tensor, `[its batch, q_len, its heads, row]`; the layout of a row is in [`BiasTensor`](crate::BiasTensor).
+    /// The problem's attention bias tensor, `[its batch, q_len, its heads, row]`; with shared rows
+    /// `[its batch, 1, its heads, row]`, whole on every rank. The layout of a row is in [`BiasKind`](crate::BiasKind).
     pub bias: Option<Bytes>,
 }
 
@@ -117,20 +118,24 @@ pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
         ));
     }
     let pairs = bias_layout(world).zip(tensors.bias.as_ref());
+    let bias_tokens = match world.problem.shared_bias() {
+        Some(_) => TokenRuns::contiguous(0..1),
+        None => q_tokens.clone(),
+    };
     Ok(Tensors {
         q: q.gather(&tensors.q, q_tokens)?,
         k: kv.gather(&tensors.k, kv_tokens)?,
         v: kv.gather(&tensors.v, kv_tokens)?,
-        bias: pairs.map(|(layout, pairs)| layout.gather(pairs, q_tokens)).transpose()?,
+        bias: pairs.map(|(layout, pairs)| layout.gather(pairs, &bias_tokens)).transpose()?,
     })
 }
 
-/// Layout in host memory of the whole attention bias tensor, if the problem has one.
+/// Layout in host memory of the whole attention bias tensor, if the problem has one. With shared rows it has one token.
 pub fn bias_layout(world: &World) -> Option<HostLayout> {
     let problem = &world.problem;
     problem.bias.map(|pairs| HostLayout {
         batch: pairs.batch as usize,
-        tokens: problem.q_len as usize,
+        tokens: if pairs.shared_rows { 1 } else { problem.q_len as usize },
         token_bytes: pairs.heads as usize * pairs.row_bytes(problem.dtype, problem.kv_len),
     })
 }

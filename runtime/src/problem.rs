@@ -35,7 +35,8 @@ pub struct AttentionProblem {
     /// One logit without a value for each query head; empty: none. It takes part in the softmax of every row, also of a
     /// row that sees no key. The log-sum-exp includes it.
     pub sinks: Vec<f32>,
-    /// The attention bias tensor, if there is one: a boolean mask tensor or an additive bias tensor over (query, key).
+    /// The attention bias tensor, if there is one: a boolean mask tensor or an additive bias tensor over (query, key), or
+    /// over keys.
     #[serde(rename = "pairs")]
     pub bias: Option<BiasTensor>,
     /// Format of keys and values that are sent between shards.
@@ -105,7 +106,8 @@ impl AttentionProblem {
         Self { sinks, ..self }.checked()
     }
 
-    /// This problem with an attention bias tensor, or without.
+    /// This problem with an attention bias tensor, or without: `[batch or 1, q_len, heads or 1, kv_len]`, or with
+    /// [`BiasTensor::shared_rows`] `[batch or 1, 1, heads or 1, kv_len]`.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -138,6 +140,21 @@ impl AttentionProblem {
         // An empty range has one form only.
         let replicated = if replicated.is_empty() { 0..0 } else { replicated };
         Self { replicated, ..self }.checked()
+    }
+
+    /// The attention bias tensor, if each query has its own rows: they are with their query, and travel with it.
+    pub(crate) fn query_bias(&self) -> Option<BiasTensor> {
+        self.bias.filter(|tensor| !tensor.shared_rows)
+    }
+
+    /// The attention bias tensor, if all queries share its rows: it is whole on every rank, and in no plan.
+    pub(crate) fn shared_bias(&self) -> Option<BiasTensor> {
+        self.bias.filter(|tensor| tensor.shared_rows)
+    }
+
+    /// Bytes of [`Self::shared_bias`], which every rank holds beside the buffers of its plan.
+    pub(crate) fn shared_bias_bytes(&self) -> u64 {
+        self.shared_bias().map_or(0, |tensor| tensor.bytes(self.dtype, self.q_len, self.kv_len))
     }
 
     /// Query heads that share one KV head.

@@ -1,8 +1,8 @@
 //! The report of a run: a table, or a JSON object.
 
 use kyklos::backend::DeviceInfo;
-use kyklos::plan::{bytes, table};
-use kyklos::{BiasKind, RankReport, TokenRuns};
+use kyklos::plan::{bias_in_words, bytes, table};
+use kyklos::{RankReport, TokenRuns};
 use serde::{Deserialize, Serialize};
 
 use crate::devices::DeviceReport;
@@ -187,11 +187,7 @@ pub(crate) fn headline(request: &Request) -> String {
         problem.dtype,
         problem.mask,
         if problem.sinks.is_empty() { "" } else { ", sinks" },
-        match problem.bias.map(|pairs| pairs.kind) {
-            None => "",
-            Some(BiasKind::Mask) => ", mask tensor",
-            Some(BiasKind::Additive) => ", bias",
-        },
+        bias_in_words(problem),
         if problem.fixed_order { ", in a fixed order" } else { "" },
         request.strategy,
         request.mesh,

@@ -94,11 +94,10 @@ impl Request {
             u128::from(problem.batch) * u128::from(tokens) * u128::from(heads) * u128::from(problem.head_dim)
         };
         let elements = 2 * (rows(problem.q_len, problem.q_heads) + rows(problem.kv_len, problem.kv_heads));
-        let pairs = problem.bias.map_or(0, |pairs| {
-            u128::from(pairs.batch)
-                * u128::from(pairs.heads)
-                * u128::from(problem.q_len)
-                * pairs.row_bytes(problem.dtype, problem.kv_len) as u128
+        // Every rank holds a tensor whose row all queries share.
+        let pairs = problem.bias.map_or(0, |tensor| {
+            let copies = if tensor.shared_rows { self.mesh.world() } else { 1 };
+            u128::from(copies) * u128::from(tensor.bytes(problem.dtype, problem.q_len, problem.kv_len))
         });
         let bytes = elements * problem.dtype.bytes() as u128 + pairs;
         let share = bytes * u128::from(ranks) / u128::from(self.mesh.world());

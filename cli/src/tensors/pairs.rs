@@ -11,7 +11,8 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use crate::failure::{Failure, Result};
 use crate::tensors::positioned::read_exact_at;
 
-/// The position of `mask` or `bias` in a file, `[batch or 1, query heads or 1, q_len, kv_len]`.
+/// The position of `mask` or `bias` in a file, `[batch or 1, query heads or 1, q_len or 1, kv_len]`; a key mask may also be
+/// `[batch, kv_len]`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FilePairs {
     pub(crate) tensor: BiasTensor,
@@ -55,17 +56,22 @@ impl FilePairs {
                 ),
             ));
         }
-        let [file_batch, file_heads] = extents(info, [q_len, kv_len]).ok_or_else(|| {
+        let keys_of_entries = (kind == BiasKind::Mask).then_some(batch);
+        let tensor = tensor(info, kind, [q_len, kv_len], keys_of_entries).ok_or_else(|| {
+            let queries = if q_len == 1 { "1".to_owned() } else { format!("{q_len} or 1") };
+            let keys = keys_of_entries.map_or_else(String::new, |batch| format!(", or [{batch}, {kv_len}]"));
             (
                 format!("holds `{name}` with shape {:?}", info.shape),
-                format!("use [{batch} or 1, {q_heads} or 1, {q_len}, {kv_len}], or [{q_len}, {kv_len}]"),
+                format!(
+                    "use [{batch} or 1, {q_heads} or 1, {queries}, {kv_len}], or [{queries}, {kv_len}]{keys}"
+                ),
             )
         })?;
-        let tensor = BiasTensor { kind, batch: file_batch, heads: file_heads };
         Ok(Some(Self { tensor, start: data_start + info.data_offsets.0 as u64 }))
     }
 
-    /// The rows of the queries `tokens`, `[its batch, tokens, its heads, row]` as [`BiasTensor`] says.
+    /// The rows of the queries `tokens`, `[its batch, tokens, its heads, row]` as [`BiasTensor`] says; with shared rows the
+    /// whole tensor.
     pub(crate) fn read(
         &self,
         file: &File,
@@ -75,6 +81,8 @@ impl FilePairs {
     ) -> Result<Bytes> {
         let (tensor, kv_len) = (self.tensor, problem.kv_len as usize);
         let row_bytes = tensor.row_bytes(problem.dtype, problem.kv_len);
+        let shared = TokenRuns::contiguous(0..1);
+        let (tokens, q_len) = if tensor.shared_rows { (&shared, 1) } else { (tokens, problem.q_len) };
         let rows = tensor.batch as usize * tokens.len() * tensor.heads as usize;
         let mut out = Vec::new();
         out.try_reserve_exact(rows.saturating_mul(row_bytes)).map_err(|_| {
@@ -87,7 +95,7 @@ impl FilePairs {
         for batch in 0..u64::from(tensor.batch) {
             for token in tokens.iter() {
                 for head in 0..u64::from(tensor.heads) {
-                    let index = (batch * u64::from(tensor.heads) + head) * u64::from(problem.q_len);
+                    let index = (batch * u64::from(tensor.heads) + head) * u64::from(q_len);
                     let at = self.start + (index + u64::from(token)) * row.len() as u64;
                     read_exact_at(file, &mut row, at).map_err(|error| Failure::file("read", path, &error))?;
                     match tensor.kind {
@@ -108,19 +116,30 @@ impl FilePairs {
     }
 }
 
-/// Batch and heads of a tensor `[…, q_len, kv_len]`; missing leading extents are 1.
-fn extents(info: &TensorInfo, [q_len, kv_len]: [u32; 2]) -> Option<[u32; 2]> {
-    let (leading, rows) = info.shape.split_last_chunk::<2>()?;
-    if *rows != [q_len as usize, kv_len as usize] {
+/// A tensor `[…, q_len or 1, kv_len]`; missing leading extents are 1. With `keys_of_entries`, the batch, it may also be
+/// `[batch, kv_len]`; `[q_len, kv_len]` comes first where both are equal.
+fn tensor(
+    info: &TensorInfo,
+    kind: BiasKind,
+    [q_len, kv_len]: [u32; 2],
+    keys_of_entries: Option<u32>,
+) -> Option<BiasTensor> {
+    let (leading, [rows, keys]) = info.shape.split_last_chunk::<2>()?;
+    let small = |extent: usize| u32::try_from(extent).ok().filter(|extent| *extent > 0);
+    let rows = small(*rows)?;
+    if *keys != kv_len as usize {
         return None;
     }
-    let small = |extent: usize| u32::try_from(extent).ok().filter(|extent| *extent > 0);
-    match leading {
-        [] => Some([1, 1]),
-        [heads] => Some([1, small(*heads)?]),
-        [batch, heads] => Some([small(*batch)?, small(*heads)?]),
-        _ => None,
+    if leading.is_empty() && rows != q_len && rows != 1 && keys_of_entries == Some(rows) {
+        return Some(BiasTensor { kind, batch: rows, heads: 1, shared_rows: true });
     }
+    let [batch, heads] = match leading {
+        [] => [1, 1],
+        [heads] => [1, small(*heads)?],
+        [batch, heads] => [small(*batch)?, small(*heads)?],
+        _ => return None,
+    };
+    (rows == q_len || rows == 1).then_some(BiasTensor { kind, batch, heads, shared_rows: rows != q_len })
 }
 
 /// Rows for the oracle: `[its batch, its heads, kv_len]` of one token.

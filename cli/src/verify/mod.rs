@@ -333,8 +333,9 @@ impl Sample {
             .map_err(refused)?;
         if let Some((tensor, rows)) = &pairs {
             let (batch, heads) = (tensor.batch as usize, tensor.heads as usize);
-            oracle =
-                oracle.with_bias(OraclePairs { values: rows.values(), batch, heads }).map_err(refused)?;
+            // One query, so one row of each head.
+            let pairs = OraclePairs { values: rows.values(), batch, heads, queries: 1 };
+            oracle = oracle.with_bias(pairs).map_err(refused)?;
         }
         Ok(Row { id, ..compute(&oracle, RowId { row: 0, ..id }) })
     }

@@ -80,7 +80,7 @@ fn hostile_files_are_refused_with_a_reason() {
         ),
         (extra("mask"), &["`mask` as F32", "BOOL"]),
         (extra("sinks"), &["`sinks` with shape", "one sink for each query head"]),
-        (extra("bias"), &["`bias` with shape [2]", "[1 or 1, 1 or 1, 2, 2]"]),
+        (extra("bias"), &["`bias` with shape [2]", "[1 or 1, 1 or 1, 2 or 1, 2]"]),
     ];
     for (bytes, words) in cases {
         std::fs::write(&path, &bytes).unwrap();

@@ -274,7 +274,8 @@ impl Call {
     fn pair_rows(&self, buffer: Buffer) -> TensorArgument {
         let (pairs, tensor) = (self.case.pairs.unwrap(), self.problem.bias.unwrap());
         let row = tensor.row_elements(self.dtype, u32::try_from(self.case.problem.kv_len).unwrap());
-        let whole = dense(buffer, self.case.problem.q_len, pairs.heads, row);
+        let queries = if pairs.shared_rows { 1 } else { self.case.problem.q_len };
+        let whole = dense(buffer, queries, pairs.heads, row);
         TensorArgument {
             batch_stride: if pairs.batch == 1 { 0 } else { whole.batch_stride },
             head_stride: if pairs.heads == 1 { 0 } else { whole.head_stride },
@@ -318,6 +319,7 @@ fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
         kind: if pairs.bias { kyklos::BiasKind::Additive } else { kyklos::BiasKind::Mask },
         batch: small(pairs.batch),
         heads: small(pairs.heads),
+        shared_rows: pairs.shared_rows,
     });
     AttentionProblem::new(shape, dtype, mask)
         .and_then(|problem| {
@@ -332,11 +334,12 @@ fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
 /// A mask or bias tensor `[batch, heads, q_len, kv_len]` as the product takes it: `[batch, q_len, heads, row]`.
 fn stored_pairs<E: Element + Pod>(case: &Case, inputs: &Inputs<E>) -> Option<Vec<u8>> {
     let (pairs, problem) = (case.pairs?, &case.problem);
+    let queries = if pairs.shared_rows { 1 } else { problem.q_len };
     let mut stored = Vec::new();
     for batch in 0..pairs.batch {
-        for row in 0..problem.q_len {
+        for row in 0..queries {
             for head in 0..pairs.heads {
-                let from = ((batch * pairs.heads + head) * problem.q_len + row) * problem.kv_len;
+                let from = ((batch * pairs.heads + head) * queries + row) * problem.kv_len;
                 let row = from..from + problem.kv_len;
                 match inputs.pairs.as_ref()? {
                     PairInputs::Visible(all) => {

@@ -372,6 +372,6 @@ pub struct Pairs<'a, Buffer> {
     /// The buffer that holds it.
     pub buffer: &'a Buffer,
     /// Offset and strides, in 32-bit words of [`BiasKind::Mask`], in elements of [`BiasKind::Additive`]. A stride of 0
-    /// means that all batch entries, or all heads, share the same rows.
+    /// means that all batch entries, all heads or all rows share the same elements.
     pub layout: Layout,
 }

@@ -5,7 +5,7 @@ use bytes::Bytes;
 use super::run::Run;
 use super::{state_mut, state_shape};
 use crate::Result;
-use crate::backend::{Backend, Layout, StateShape};
+use crate::backend::{Backend, Layout, Pairs, StateShape};
 use crate::collective::{Collective, Piece};
 use crate::plan::{BufferId, Content, Slice};
 
@@ -75,6 +75,38 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             }
         });
         pieces.collect()
+    }
+
+    /// The attention bias tensor for the queries `q`: `rows` of the plan's buffer, or the rows that all queries share.
+    pub(super) fn bias(&self, q: &Slice, rows: Option<&Slice>) -> Option<Pairs<'_, B::Buffer>> {
+        let problem = &self.executor.world.problem;
+        let tensor = problem.bias?;
+        let row = tensor.row_elements(problem.dtype, problem.kv_len);
+        let (buffer, layout) = match (rows, &self.shared_bias) {
+            (Some(rows), _) => (self.memory.view(rows.buffer, 0), self.layout(rows, row)),
+            (None, Some(whole)) => {
+                // Its heads are all query heads, or one.
+                let first = self.executor.plan.slice_heads(q).start as usize;
+                let layout = Layout {
+                    offset: if tensor.heads == 1 { 0 } else { first * row },
+                    batch_stride: tensor.heads as usize * row,
+                    row_stride: 0,
+                    head_stride: row,
+                };
+                (whole, layout)
+            }
+            (None, None) => return None,
+        };
+        let shared = |stride, shared| if shared { 0 } else { stride };
+        Some(Pairs {
+            kind: tensor.kind,
+            buffer,
+            layout: Layout {
+                batch_stride: shared(layout.batch_stride, tensor.batch == 1),
+                head_stride: shared(layout.head_stride, tensor.heads == 1),
+                ..layout
+            },
+        })
     }
 
     /// Offset and strides of a slice in its tensors. Unit: one head of one token has `row` units.

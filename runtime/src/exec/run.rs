@@ -9,7 +9,7 @@ use kyklos_transport::{Progress, Rank, Tag, TransportError, Vote, Work};
 use tracing::Instrument;
 
 use super::{Executor, OutputTensor, state_mut, state_ref};
-use crate::backend::{Attend, Backend, Control, Elements, Extent, Layout, Operand, Pairs, Scales};
+use crate::backend::{Attend, Backend, Control, Elements, Extent, Operand, Scales};
 use crate::collective::{Arrivals, Broken, Collective, ExchangeError, Incoming, Memory, Outgoing};
 use crate::meter::{Meter, Timeline};
 use crate::plan::{BufferId, Content, Recv, Slice, Step, describe};
@@ -21,6 +21,8 @@ pub(super) struct Run<'r, 'a, B: Backend, C: ?Sized> {
     pub(super) op: u64,
     pub(super) meter: &'r Meter,
     pub(super) memory: Memory<B::Buffer>,
+    /// The attention bias tensor, if all queries share its rows; the plan does not mention it.
+    pub(super) shared_bias: Option<B::Buffer>,
     /// Index of the current step. The steps before it are done.
     pub(super) step: usize,
     /// Buffers, ascending, that had arrived whole when the run was interrupted, in exchanges on which it had not
@@ -228,19 +230,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             v: element(kv)(self.memory.view(kv.buffer, 1)),
             kv_head_of: &kv_head_of,
             work,
-            pairs: pairs.zip(problem.bias).map(|(slice, tensor)| {
-                let layout = self.layout(slice, tensor.row_elements(problem.dtype, problem.kv_len));
-                let shared = |stride, shared| if shared { 0 } else { stride };
-                Pairs {
-                    kind: tensor.kind,
-                    buffer: self.memory.view(slice.buffer, 0),
-                    layout: Layout {
-                        batch_stride: shared(layout.batch_stride, tensor.batch == 1),
-                        head_stride: shared(layout.head_stride, tensor.heads == 1),
-                        ..layout
-                    },
-                }
-            }),
+            pairs: self.bias(q, pairs),
             fixed_order: problem.fixed_order,
             state: state_mut(tensors, self.shape(state)),
         };

@@ -27,11 +27,7 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
         problem.dtype,
         problem.mask,
         if problem.sinks.is_empty() { "" } else { ", sinks" },
-        match problem.bias.map(|pairs| pairs.kind) {
-            None => "",
-            Some(BiasKind::Mask) => ", mask tensor",
-            Some(BiasKind::Additive) => ", bias",
-        }
+        bias_in_words(problem)
     );
     if problem.wire.rounds() {
         let _ = writeln!(out, "wire       {}", expected_of_wire(problem));
@@ -175,6 +171,17 @@ pub(crate) fn describe(world: &World, plan: &Plan, step: &Step) -> String {
         Step::Merge { from, into } => format!("merge     {} -> {}", name(from), name(into)),
         Step::Finalize { state, into } => format!("finalize  {} -> {}", name(state), name(into)),
         Step::Free { buffer } => format!("free      {}", name(buffer)),
+    }
+}
+
+/// The kind of the problem's attention bias tensor, as it follows the mask in a list; empty where there is none.
+pub fn bias_in_words(problem: &AttentionProblem) -> &'static str {
+    match problem.bias.map(|tensor| (tensor.kind, tensor.shared_rows)) {
+        None => "",
+        Some((BiasKind::Mask, false)) => ", mask tensor",
+        Some((BiasKind::Mask, true)) => ", mask tensor over keys",
+        Some((BiasKind::Additive, false)) => ", bias",
+        Some((BiasKind::Additive, true)) => ", bias over keys",
     }
 }
 

@@ -49,7 +49,8 @@ pub struct Plan {
     pub kv: BufferId,
     /// The rank's output rows: written once.
     pub output: BufferId,
-    /// The rank's own rows of the problem's attention bias tensor: borrowed, never written.
+    /// The rank's own rows of the problem's attention bias tensor: borrowed, never written. None where all queries share
+    /// its rows ([`BiasTensor::shared_rows`]): each rank then holds the whole tensor, and no step names it.
     #[serde(rename = "pairs")]
     pub bias: Option<BufferId>,
     /// In a repair: buffers of the interrupted plan that hold their content before the first step.
@@ -105,7 +106,7 @@ pub enum Content {
     State,
     /// o `[batch, tokens, heads, dim]`, then lse f32 `[batch, tokens, heads]`.
     Output,
-    /// The attention bias tensor: `[its batch, query tokens, its heads, keys]`.
+    /// Rows of queries in the attention bias tensor: `[its batch, query tokens, its heads, keys]`.
     #[serde(rename = "pairs")]
     Bias,
 }
@@ -173,7 +174,7 @@ pub enum Step {
         kv: Slice,
         /// Running state; the first step that names it finds it empty.
         state: BufferId,
-        /// The queries' rows of the attention bias tensor, where the problem has one: of the queries' heads, or of its only one.
+        /// The queries' rows of the attention bias tensor, where the plan has one: of the queries' heads, or of its only one.
         #[serde(rename = "pairs")]
         bias: Option<Slice>,
     },
@@ -294,7 +295,7 @@ impl Buffer {
 impl Content {
     /// Batch entries of a buffer's tensors.
     pub(crate) fn batch(self, problem: &AttentionProblem) -> u32 {
-        match (self, problem.bias) {
+        match (self, problem.query_bias()) {
             (Self::Bias, Some(pairs)) => pairs.batch,
             _ => problem.batch,
         }
@@ -318,7 +319,7 @@ impl Content {
             (Self::Output, _) => [stored, rows(4), None, None],
             (Self::Bias, _) => {
                 let row_bytes = |pairs: BiasTensor| pairs.row_bytes(problem.dtype, problem.kv_len);
-                [rows(problem.bias.map_or(0, row_bytes)), None, None, None]
+                [rows(problem.query_bias().map_or(0, row_bytes)), None, None, None]
             }
         };
         tensors.into_iter().flatten()

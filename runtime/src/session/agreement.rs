@@ -21,6 +21,8 @@ struct Facts {
     q: u32,
     /// Keys that this rank owns.
     kv: u32,
+    /// Bytes of this rank's part of the attention bias tensor.
+    bias: u64,
     options: [u64; 5],
 }
 
@@ -30,6 +32,7 @@ pub(super) struct LastFacts {
     options: Options,
     shapes: [[usize; 4]; 3],
     dtypes: [Dtype; 3],
+    bias: u64,
     encoded: Bytes,
 }
 
@@ -41,33 +44,40 @@ pub(super) struct Agreed {
     pub(super) q_counts: Vec<u32>,
     /// By rank, without the replicated keys.
     pub(super) kv_counts: Vec<u32>,
+    /// Bytes of the attention bias tensor, by rank.
+    pub(super) bias_bytes: Vec<u64>,
 }
 
 /// Increased when the meaning of facts changes.
 const VERSION: u32 = 1;
 
-/// The note of this rank's vote: its label, then its facts.
+/// The note of this rank's vote: its label, a hash of the attention bias tensor if that is the same on all ranks, and its
+/// facts.
 ///
 /// # Errors
 /// [`Error::Request`] when the tensors do not fit each other or the call.
 pub(super) fn note(last: &mut Option<LastFacts>, call: &Attention, [q, k, v]: [&Tensor; 3]) -> Result<Bytes> {
     checked_label(&call.label)?;
     let (shapes, dtypes) = ([q, k, v].map(Tensor::shape), [q, k, v].map(Tensor::dtype));
-    let same =
-        |last: &&LastFacts| (last.shapes, last.dtypes) == (shapes, dtypes) && last.options == call.options;
+    let bias = call.bias_rows.as_ref().map_or(0, |rows| rows.len() as u64);
+    let same = |last: &&LastFacts| {
+        (last.shapes, last.dtypes, last.bias) == (shapes, dtypes, bias) && last.options == call.options
+    };
     let encoded = match last.as_ref().filter(same) {
         Some(last) => last.encoded.clone(),
         None => {
-            let encoded = Bytes::from(Facts::new(&call.options, q, k, v)?.encode());
-            *last =
-                Some(LastFacts { options: call.options.clone(), shapes, dtypes, encoded: encoded.clone() });
+            let facts = Facts { bias, ..Facts::new(&call.options, q, k, v)? };
+            let encoded = Bytes::from(facts.encode());
+            let options = call.options.clone();
+            *last = Some(LastFacts { options, shapes, dtypes, bias, encoded: encoded.clone() });
             encoded
         }
     };
-    let mut note = Vec::with_capacity(1 + call.label.len() + encoded.len());
+    let mut note = Vec::with_capacity(1 + call.label.len() + 8 + encoded.len());
     // A label has at most 128 bytes.
     note.push(u8::try_from(call.label.len()).unwrap_or(u8::MAX));
     note.extend_from_slice(call.label.as_bytes());
+    note.extend_from_slice(&call.shared_bias.unwrap_or(0).to_le_bytes());
     note.extend_from_slice(&encoded);
     Ok(note.into())
 }
@@ -75,26 +85,31 @@ pub(super) fn note(last: &mut Option<LastFacts>, call: &Attention, [q, k, v]: [&
 /// The encoded facts of all notes, by rank.
 ///
 /// # Errors
-/// [`Error::Request`], the same on all ranks, when ranks have different labels.
+/// [`Error::Request`], the same on all ranks, when ranks have different labels or different shared tensors.
 pub(super) fn facts_of(notes: &[Bytes]) -> Result<Vec<Bytes>> {
-    let mut first: Option<&str> = None;
+    let mut first: Option<(&str, u64)> = None;
     let mut facts = Vec::with_capacity(notes.len());
     for (rank, note) in notes.iter().enumerate() {
-        let (label, own) = split(note).ok_or_else(|| unknown_form(rank))?;
-        let first = *first.get_or_insert(label);
-        if label != first {
-            return Err(disagree(rank, &format!("label `{label}`"), &format!("`{first}`")));
+        let (label, shared_bias, own) = split(note).ok_or_else(|| unknown_form(rank))?;
+        let (first_label, first_bias) = *first.get_or_insert((label, shared_bias));
+        if label != first_label {
+            return Err(disagree(rank, &format!("label `{label}`"), &format!("`{first_label}`")));
+        }
+        if shared_bias != first_bias {
+            return Err(disagree(rank, "another attention bias tensor", "its own"));
         }
         facts.push(own);
     }
     Ok(facts)
 }
 
-/// Label and encoded facts of a note.
-fn split(note: &Bytes) -> Option<(&str, Bytes)> {
-    let length = usize::from(*note.first()?);
-    let label = std::str::from_utf8(note.get(1..=length)?).ok()?;
-    Some((label, note.slice(1 + length..)))
+/// Label, hash of a shared attention bias tensor, and encoded facts of a note.
+fn split(note: &Bytes) -> Option<(&str, u64, Bytes)> {
+    let label_bytes = usize::from(*note.first()?);
+    let label = std::str::from_utf8(note.get(1..=label_bytes)?).ok()?;
+    let facts = 1 + label_bytes + 8;
+    let shared_bias = u64::from_le_bytes(note.get(1 + label_bytes..facts)?.try_into().ok()?);
+    Some((label, shared_bias, note.slice(facts..)))
 }
 
 fn disagree(rank: usize, theirs: &str, ours: &str) -> Error {
@@ -156,6 +171,7 @@ impl Facts {
             dim: extent(q_shape[3])?,
             q: extent(q_shape[1])?,
             kv: extent(own)?,
+            bias: 0,
             options: options.digests().map(|(_, digest)| digest),
         })
     }
@@ -219,6 +235,11 @@ impl Agreed {
             dtype: first.dtype.parse::<Dtype>()?,
         };
         let counts = |of: fn(&Facts) -> u32| all.iter().map(of).collect();
-        Ok(Self { extents, q_counts: counts(|facts| facts.q), kv_counts: counts(|facts| facts.kv) })
+        Ok(Self {
+            extents,
+            q_counts: counts(|facts| facts.q),
+            kv_counts: counts(|facts| facts.kv),
+            bias_bytes: all.iter().map(|facts| facts.bias).collect(),
+        })
     }
 }

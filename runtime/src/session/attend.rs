@@ -97,9 +97,11 @@ impl Session {
         let device: &Device = &self.device;
         device.supports(q.dtype(), q.shape()[3])?;
         let rows = call.bias_rows.clone();
+        let shared = call.options.bias.is_some_and(|tensor| tensor.shared_rows);
         Ok(Inputs::of(
             [q.buffer("q", device)?, k.buffer("k", device)?, v.buffer("v", device)?],
             rows.map(|rows| device.upload("attention bias tensor", rows)).transpose()?,
+            shared,
         ))
     }
 

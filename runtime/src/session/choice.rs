@@ -16,6 +16,17 @@ type Owners = (Placement, Placement);
 /// The plans of a call.
 pub(super) fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
     let problem = options.problem(&agreed.extents)?;
+    for (rank, (queries, bytes)) in agreed.q_counts.iter().zip(&agreed.bias_bytes).enumerate() {
+        let wanted = problem.bias.map_or(0, |tensor| tensor.bytes(problem.dtype, *queries, problem.kv_len));
+        if *bytes != wanted {
+            return Err(Error::request(
+                format!(
+                    "the attention bias tensor of rank {rank} has {bytes} bytes, its shape needs {wanted}"
+                ),
+                "give the rows of the rank's queries, or with shared rows the whole tensor",
+            ));
+        }
+    }
     let execution = &options.execution;
     let ranks = u32::try_from(agreed.q_counts.len()).unwrap_or(u32::MAX);
     let (owners, strategy) = match execution.mesh {
@@ -130,7 +141,12 @@ mod tests {
             head_dim: 16,
             dtype: Dtype::F32,
         };
-        let agreed = Agreed { extents, q_counts: q_counts.to_vec(), kv_counts: kv_counts.to_vec() };
+        let agreed = Agreed {
+            extents,
+            q_counts: q_counts.to_vec(),
+            kv_counts: kv_counts.to_vec(),
+            bias_bytes: vec![0; 4],
+        };
         let plans = plans(&Attention::new().execution(execution).options, &agreed)?;
         Ok((plans.world().strategy, plans.world().mesh))
     }

@@ -131,7 +131,9 @@ impl<'a> Pricer<'a> {
         };
         let rank = RankProgram { device, ..RankProgram::default() };
         let alive = vec![false; plan.buffers.len()];
-        Ok(Self { world, plan, counter, prices, rank, alive, live_bytes: 0 })
+        // An input that no buffer of the plan holds.
+        let live_bytes = world.problem.shared_bias_bytes();
+        Ok(Self { world, plan, counter, prices, rank, alive, live_bytes })
     }
 
     fn run(mut self, messages: &mut Vec<Message>, known: &mut Known) -> Result<RankProgram> {

@@ -24,8 +24,8 @@ impl Chunk {
     pub(super) fn all(builder: &PlanBuilder<'_>, chunked: bool) -> impl Iterator<Item = Self> + use<> {
         let groups = (0..builder.world.mesh.ulysses()).map(|u| builder.kv_heads(u).len());
         let fewest = u32::try_from(groups.min().unwrap_or(1)).unwrap_or(MOST_CHUNKS);
-        // Rows of an attention bias tensor that all heads share would travel with each chunk.
-        let shared = builder.world.problem.bias.is_some_and(|pairs| pairs.heads == 1);
+        // Rows of queries that all heads share would travel with each chunk.
+        let shared = builder.world.problem.query_bias().is_some_and(|pairs| pairs.heads == 1);
         let count = if chunked && !shared { fewest.min(MOST_CHUNKS) } else { 1 };
         (0..count).map(move |index| Self { index, count })
     }

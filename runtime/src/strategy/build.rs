@@ -49,7 +49,7 @@ impl<'a> PlanBuilder<'a> {
         builder.declare("kv".to_owned(), Content::KeyValue, kv_tokens, 0..problem.kv_heads);
         builder.declare("o".to_owned(), Content::Output, q_tokens.clone(), 0..problem.q_heads);
         builder.plan.bias = problem
-            .bias
+            .query_bias()
             .map(|pairs| builder.declare("pairs".to_owned(), Content::Bias, q_tokens, 0..pairs.heads));
         builder
     }
@@ -78,7 +78,7 @@ impl<'a> PlanBuilder<'a> {
 
     /// Heads of the attention bias tensor that the query heads of Ulysses piece `u` need.
     pub(super) fn bias_heads(&self, u: u32) -> Range<u32> {
-        match self.world.problem.bias {
+        match self.world.problem.query_bias() {
             Some(pairs) if pairs.heads > 1 => self.q_heads(u),
             _ => 0..1,
         }

@@ -5,11 +5,13 @@
 //! f64. The rounding of f64 (2⁻⁵³) is far below any measured error.
 
 mod mask;
+mod pairs;
 mod values;
 
 use std::{error::Error, fmt};
 
 pub use mask::{OracleMask, OracleSlice, OracleTerm};
+pub use pairs::{OraclePairs, PairValues};
 pub use values::{Dtype, Element, Tensor4, Values};
 
 /// A problem: sizes, score function and mask. All shapes are `[batch, seq, heads, dim]`.
@@ -168,26 +170,6 @@ pub struct Oracle<'a> {
     pairs: Option<OraclePairs<'a>>,
 }
 
-/// A tensor over (query, key) pairs, `[batch, heads, q_len, kv_len]` in linear order.
-#[derive(Clone, Copy, Debug)]
-pub struct OraclePairs<'a> {
-    /// Its elements.
-    pub values: PairValues<'a>,
-    /// Batch entries: the number of the problem, or 1 for all entries.
-    pub batch: usize,
-    /// Heads: the number of query heads of the problem, or 1 for all heads.
-    pub heads: usize,
-}
-
-/// Elements of [`OraclePairs`].
-#[derive(Clone, Copy, Debug)]
-pub enum PairValues<'a> {
-    /// The key is hidden if the element is false.
-    Visible(&'a [bool]),
-    /// Added to the score after the softcap. -∞ hides the key.
-    Bias(Values<'a>),
-}
-
 impl<'a> Oracle<'a> {
     /// An oracle over q `[batch, q_len, q_heads, head_dim]` and k, v `[batch, kv_len, kv_heads, head_dim]` in
     /// linear order, already rounded to their storage type. Refuses tensors that do not fit the problem.
@@ -210,14 +192,15 @@ impl<'a> Oracle<'a> {
     /// This oracle with an attention bias tensor. Refuses a tensor that does not fit the problem.
     pub fn with_bias(self, pairs: OraclePairs<'a>) -> Result<Self, OracleError> {
         let problem = self.problem;
-        let shape = [pairs.batch, pairs.heads, problem.q_len, problem.kv_len];
+        let shape = [pairs.batch, pairs.heads, pairs.queries, problem.kv_len];
         let elements = shape.iter().product();
         let actual = match pairs.values {
             PairValues::Visible(values) => values.len(),
             PairValues::Bias(values) => values.len(),
         };
-        let extents =
-            [1, problem.batch].contains(&pairs.batch) && [1, problem.q_heads].contains(&pairs.heads);
+        let extents = [1, problem.batch].contains(&pairs.batch)
+            && [1, problem.q_heads].contains(&pairs.heads)
+            && [1, problem.q_len].contains(&pairs.queries);
         if !extents || actual != elements {
             return Err(OracleError::Length { shape, elements, actual });
         }
@@ -232,7 +215,8 @@ impl<'a> Oracle<'a> {
         let Some(pairs) = self.pairs else { return Some(0.0) };
         let batch = if pairs.batch == 1 { 0 } else { id.batch };
         let head = if pairs.heads == 1 { 0 } else { id.head };
-        let row = (batch * pairs.heads + head) * self.problem.q_len + id.row;
+        let query = if pairs.queries == 1 { 0 } else { id.row };
+        let row = (batch * pairs.heads + head) * pairs.queries + query;
         let index = row * self.problem.kv_len + key;
         match pairs.values {
             PairValues::Visible(values) => values[index].then_some(0.0),

@@ -22,6 +22,12 @@ pub enum Fault {
     WithoutRescale,
     /// Decodes int8 keys with wrong scales: the scales belong to other tokens.
     ScalesOfOthers,
+    /// Attends without the attention bias tensor.
+    NoBias,
+    /// Reads the first batch entry of the attention bias tensor for all entries.
+    BiasOfFirstEntry,
+    /// Reads the attention bias tensor from its first head, for the query heads of any rank.
+    BiasFromFirstHead,
 }
 
 impl Broken {
@@ -36,7 +42,15 @@ impl Backend for Broken {
 
     async fn attend(&self, args: Attend<'_, Buffer>, control: &Control) -> Result<()> {
         if self.1 != Fault::WithoutRescale {
-            return self.0.attend(args, control).await;
+            let pairs = args.pairs.filter(|_| self.1 != Fault::NoBias).map(|mut pairs| {
+                match self.1 {
+                    Fault::BiasOfFirstEntry => pairs.layout.batch_stride = 0,
+                    Fault::BiasFromFirstHead => pairs.layout.offset = 0,
+                    _ => {}
+                }
+                pairs
+            });
+            return self.0.attend(Attend { pairs, ..args }, control).await;
         }
         let shape = args.state.shape;
         let (a_bytes, ml_bytes) = (shape.a_bytes(), shape.ml_bytes());

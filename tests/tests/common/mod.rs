@@ -83,6 +83,7 @@ pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
                 kind: if pairs.bias { BiasKind::Additive } else { BiasKind::Mask },
                 batch: small(pairs.batch),
                 heads: small(pairs.heads),
+                shared_rows: pairs.shared_rows,
             }))
         })
         .and_then(|problem| problem.with_sinks(oracle.sinks.iter().map(|sink| *sink as f32).collect()))
@@ -154,14 +155,15 @@ impl Prepared {
     }
 }
 
-/// An attention bias tensor `[batch, heads, q_len, kv_len]` as the product takes it: `[batch, q_len, heads, row]`.
+/// An attention bias tensor `[batch, heads, queries, kv_len]` as the product takes it: `[batch, queries, heads, row]`.
 fn stored_pairs<E: Element + bytemuck::Pod>(case: &Case, inputs: &PairInputs<E>) -> Bytes {
     let (pairs, problem) = (case.pairs.unwrap(), &case.problem);
+    let queries = if pairs.shared_rows { 1 } else { problem.q_len };
     let mut stored = Vec::new();
     for batch in 0..pairs.batch {
-        for row in 0..problem.q_len {
+        for row in 0..queries {
             for head in 0..pairs.heads {
-                let from = ((batch * pairs.heads + head) * problem.q_len + row) * problem.kv_len;
+                let from = ((batch * pairs.heads + head) * queries + row) * problem.kv_len;
                 match inputs {
                     PairInputs::Visible(all) => {
                         let words = BiasTensor::pack(all[from..from + problem.kv_len].iter().copied());

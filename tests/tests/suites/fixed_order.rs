@@ -78,9 +78,9 @@ fn options_keep_the_same_bytes() {
         case.problem.sinks = vec![0.5, -1.0, 2.0, 30.0];
     });
     check(softcap, &EVEN);
-    for bias in [false, true] {
+    for (bias, shared_rows) in [(false, false), (true, false), (false, true), (true, true)] {
         let pairs = case("an attention bias tensor", 1024, OracleMask::causal(), |case| {
-            case.pairs = Some(CasePairs { bias, batch: 1, heads: 1 });
+            case.pairs = Some(CasePairs { bias, batch: 1, heads: 1, shared_rows });
         });
         check(pairs, &EVEN);
     }

@@ -14,6 +14,7 @@ mod open_placement;
 mod plan_properties;
 mod random_worlds;
 mod session;
+mod shared_rows;
 mod simulator;
 mod spans;
 mod strategies;

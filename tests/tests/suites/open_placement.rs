@@ -106,6 +106,7 @@ fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseError> {
         bias: chance.below(2) == 0,
         batch: [1, batch][chance.below(2) as usize],
         heads: [1, q_heads][chance.below(2) as usize],
+        shared_rows: chance.below(2) == 0,
     });
     let case = Case { name: "drawn owners", seed, problem, poison: Vec::new(), pairs };
     let prepared = Prepared::new(case, dtype);

@@ -72,6 +72,7 @@ proptest! {
             bias: seed % 2 == 0,
             batch: if seed % 5 == 0 { 1 } else { batch },
             heads: if seed % 7 < 4 { 1 } else { q_heads },
+            shared_rows: seed % 4 < 2,
         });
         let prepared = Prepared::new(Case { name: "a random world", seed, problem, poison: Vec::new(), pairs }, dtype);
         let mesh = Mesh::new(ulysses.min(q_heads as u32), ring).unwrap();

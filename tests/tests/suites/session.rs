@@ -63,8 +63,14 @@ fn attend(prepared: &Prepared, mesh: Mesh, kind: PlacementKind, strategy: Strate
         let (q, k, v) = parts(prepared, &world, transport.rank());
         let mut call = call_of(problem, execution.clone());
         if let (Some(bias), Some(rows)) = (problem.bias, prepared.tensors.bias.as_ref()) {
-            let own = world.q_placement.of_rank(transport.rank());
-            call = call.bias(bias, bias_layout(&world).unwrap().gather(rows, own).unwrap());
+            let own = match bias.shared_rows {
+                true => rows.clone(),
+                false => {
+                    let own = world.q_placement.of_rank(transport.rank());
+                    bias_layout(&world).unwrap().gather(rows, own).unwrap()
+                }
+            };
+            call = call.bias(bias, own);
         }
         let output = Session::new(transport, Device::cpu()).attend(&call, &q, &k, &v).unwrap();
         pollster::block_on(in_host_memory(&output)).unwrap()
@@ -201,7 +207,12 @@ fn ranks_that_disagree_get_one_error_and_can_go_on() {
         ("another mask", |call, x| (call.mask(Mask::causal()), x)),
         ("another scale", |call, x| (call.scale(0.5), x)),
         ("another attention bias tensor", |call, x| {
-            let bias = kyklos::BiasTensor { kind: kyklos::BiasKind::Additive, batch: 1, heads: 1 };
+            let bias = kyklos::BiasTensor {
+                kind: kyklos::BiasKind::Additive,
+                batch: 1,
+                heads: 1,
+                shared_rows: false,
+            };
             (call.bias(bias, Bytes::from(vec![0; 4 * 8 * 4])), x)
         }),
         ("another mesh or strategy", |call, x| {

@@ -32,11 +32,14 @@ enum Tensors {
     File { q_len: usize, kv_len: usize, pairs: Option<Pairs> },
 }
 
-/// A mask or bias tensor for all batch entries, with one head or one for each query head.
+/// A mask or bias tensor for all batch entries, with one head or one for each query head, and a row for each query or one
+/// for all.
 #[derive(Clone, Copy, Debug)]
 enum Pairs {
     Mask { heads: usize },
     Bias { heads: usize },
+    KeyMask { heads: usize },
+    KeyBias { heads: usize },
 }
 
 /// How four ranks share the tokens. One rank alone gets all tokens.
@@ -72,6 +75,8 @@ pub(crate) const ROWS: &[Row] = &[
     row("boolean tensor for each head", file(260, 260, Some(Pairs::Mask { heads: 6 })), "--mask causal"),
     row("bias", file(260, 260, Some(Pairs::Bias { heads: 1 })), ""),
     row("bias for each head", file(260, 260, Some(Pairs::Bias { heads: 6 })), "--mask causal"),
+    row("key mask of any pattern", file(260, 260, Some(Pairs::KeyMask { heads: 1 })), "--mask causal"),
+    row("bias over keys for each head", file(260, 260, Some(Pairs::KeyBias { heads: 6 })), ""),
     row("softcap, scale", SHAPE, "--mask causal --softcap 1.5 --scale 0.7"),
     row("sinks", SHAPE, "--mask causal --sinks"),
     row("as many kv heads", Tensors::MadeUp([1, 260, 4, 4, 16]), "--mask causal"),
@@ -148,6 +153,8 @@ impl Row {
                     None => String::new(),
                     Some(Pairs::Mask { heads }) => format!(", `mask` [1, {heads}, {q_len}, {kv_len}]"),
                     Some(Pairs::Bias { heads }) => format!(", `bias` [1, {heads}, {q_len}, {kv_len}]"),
+                    Some(Pairs::KeyMask { heads }) => format!(", `mask` [1, {heads}, 1, {kv_len}]"),
+                    Some(Pairs::KeyBias { heads }) => format!(", `bias` [1, {heads}, 1, {kv_len}]"),
                 };
                 format!("a file of {q_len} queries, {kv_len} keys{pairs}")
             }
@@ -225,20 +232,24 @@ impl InputFile {
             ("k", normal(TensorId::K, kv_shape)),
             ("v", normal(TensorId::V, kv_shape)),
         ]);
-        let shape = |heads: usize| [1, heads, q_len, kv_len];
-        let terms = |heads: usize| {
-            (0..heads * q_len * kv_len).map(move |i| term(i / kv_len % q_len, i % kv_len, i as u64))
+        // Terms of a tensor `[1, heads, queries, kv_len]`. Heads differ where there is one row for all queries.
+        let terms = |heads: usize, queries: usize| {
+            let row = move |i: usize| if queries == 1 { 40 * (i / kv_len) } else { i / kv_len % queries };
+            let terms = (0..heads * queries * kv_len).map(move |i| term(row(i), i % kv_len, i as u64));
+            (vec![1, heads, queries, kv_len], terms)
         };
+        let shared = |pairs| matches!(pairs, Pairs::KeyMask { .. } | Pairs::KeyBias { .. });
         match pairs {
             None => {}
-            Some(Pairs::Mask { heads }) => {
-                let visible = terms(heads).map(|term| u8::from(term.is_some())).collect();
-                tensors.insert("mask", (safetensors::Dtype::BOOL, shape(heads).to_vec(), visible));
+            Some(pairs @ (Pairs::Mask { heads } | Pairs::KeyMask { heads })) => {
+                let (shape, terms) = terms(heads, if shared(pairs) { 1 } else { q_len });
+                let visible = terms.map(|term| u8::from(term.is_some())).collect();
+                tensors.insert("mask", (safetensors::Dtype::BOOL, shape, visible));
             }
-            Some(Pairs::Bias { heads }) => {
-                let bias: Vec<E> =
-                    terms(heads).map(|term| E::from_f32(term.unwrap_or(f32::NEG_INFINITY))).collect();
-                tensors.insert("bias", (dtype, shape(heads).to_vec(), bytemuck::cast_slice(&bias).to_vec()));
+            Some(pairs @ (Pairs::Bias { heads } | Pairs::KeyBias { heads })) => {
+                let (shape, terms) = terms(heads, if shared(pairs) { 1 } else { q_len });
+                let bias: Vec<E> = terms.map(|term| E::from_f32(term.unwrap_or(f32::NEG_INFINITY))).collect();
+                tensors.insert("bias", (dtype, shape, bytemuck::cast_slice(&bias).to_vec()));
             }
         }
         Self(tensors)

@@ -67,6 +67,7 @@ fn tensors(folder: &Path) {
     );
     make("bias-dtype", &[Q, K, V, ("bias", Dtype::F16, &[1, 1, 4, 4])]);
     make("mask-shape", &[Q, K, V, ("mask", Dtype::BOOL, &[1, 1, 4, 5])]);
+    make("bias-shape", &[Q, K, V, ("bias", Dtype::F32, &[2, 4])]);
     make("mask-batch", &[Q, K, V, ("mask", Dtype::BOOL, &[2, 1, 4, 4])]);
     let good = fs::read(folder.join("good")).unwrap();
     let header = u64::from_le_bytes(good[..8].try_into().unwrap()) as usize;

@@ -53,10 +53,13 @@ pub(super) fn refusals() -> Vec<Entry> {
     let whole = Tensors { q: zeros(8 * 2 * 8 * 4), k: zeros(8 * 8 * 4), v: zeros(8 * 8 * 4), bias: None };
     let pairs = |batch, kv_len| {
         let problem = AttentionProblem { kv_len, ..problem() };
-        problem.with_bias(Some(BiasTensor { kind: BiasKind::Additive, batch, heads: 1 })).unwrap_err()
+        problem
+            .with_bias(Some(BiasTensor { kind: BiasKind::Additive, batch, heads: 1, shared_rows: false }))
+            .unwrap_err()
     };
-    let with_bias =
-        problem().with_bias(Some(BiasTensor { kind: BiasKind::Additive, batch: 1, heads: 1 })).unwrap();
+    let with_bias = problem()
+        .with_bias(Some(BiasTensor { kind: BiasKind::Additive, batch: 1, heads: 1, shared_rows: false }))
+        .unwrap();
     let one = Mesh::new(1, 1).unwrap();
     let dense =
         plan_world(&with_bias, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();

@@ -189,7 +189,11 @@ pub(super) const GROUPS: &[Group] = &[
             ("attend --input DIR/sinks-nan", "A sink must be a finite logit."),
             ("attend --input DIR/mask-and-bias", "A bias can also hide keys."),
             ("attend --input DIR/bias-dtype", "A bias is added to logits of q's dtype."),
-            ("attend --input DIR/mask-shape", "Rows are queries, columns are keys."),
+            (
+                "attend --input DIR/mask-shape",
+                "Rows are queries, or one row for all of them; columns are keys.",
+            ),
+            ("attend --input DIR/bias-shape", "Two extents are queries, or 1, and keys."),
             ("attend --input DIR/mask-batch", "One for each batch entry, or one for all."),
         ],
     },

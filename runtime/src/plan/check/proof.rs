@@ -48,7 +48,17 @@ pub(super) struct RankProof<'a> {
 impl<'a> RankProof<'a> {
     pub(super) fn new(world: &'a World, plan: &'a Plan) -> Self {
         let lives = plan.buffers.iter().map(|_| Life::default()).collect();
-        Self { world, plan, step: None, lives, exchanges: BTreeMap::new(), live_bytes: 0, peak_bytes: 0 }
+        // Held from the start to the end, and in no buffer of the plan.
+        let bytes = world.problem.shared_bias_bytes();
+        Self {
+            world,
+            plan,
+            step: None,
+            lives,
+            exchanges: BTreeMap::new(),
+            live_bytes: bytes,
+            peak_bytes: bytes,
+        }
     }
 
     pub(super) fn free(&mut self, id: BufferId) -> Result<()> {

@@ -38,7 +38,7 @@ impl<'a> RankProof<'a> {
             let (tokens, heads) = match buffer.content {
                 Content::KeyValue | Content::WireKeyValue => (problem.kv_len, problem.kv_heads),
                 Content::Query | Content::State | Content::Output => (problem.q_len, problem.q_heads),
-                Content::Bias => (problem.q_len, problem.bias.map_or(0, |pairs| pairs.heads)),
+                Content::Bias => (problem.q_len, problem.query_bias().map_or(0, |pairs| pairs.heads)),
             };
             let heads_fit = buffer.heads.start <= buffer.heads.end && buffer.heads.end <= heads;
             if !heads_fit || buffer.tokens.runs().iter().any(|run| run.last() >= tokens) {
@@ -50,12 +50,13 @@ impl<'a> RankProof<'a> {
         }
         let (q_tokens, kv_tokens) =
             (self.world.q_placement.of_rank(rank), &self.world.kv_placement.held_by(rank));
-        if self.plan.bias.is_some() != problem.bias.is_some() {
+        if self.plan.bias.is_some() != problem.query_bias().is_some() {
             return self.fault(
-                "the plan and the problem do not agree whether there is an attention bias tensor".to_owned(),
+                "the plan and the problem do not agree whether there are rows of an attention bias tensor"
+                    .to_owned(),
             );
         }
-        let pairs = self.plan.bias.zip(problem.bias);
+        let pairs = self.plan.bias.zip(problem.query_bias());
         for (id, content, tokens, heads) in [
             (self.plan.q, Content::Query, q_tokens, problem.q_heads),
             (self.plan.kv, Content::KeyValue, kv_tokens, problem.kv_heads),
@@ -209,11 +210,14 @@ impl<'a> RankProof<'a> {
 
     /// Checks that the rows of the attention bias tensor are written, and belong to the same queries.
     fn pairs(&self, q: &Slice, pairs: Option<&Slice>) -> Result<()> {
-        let (tensor, slice) = match (self.world.problem.bias, pairs) {
+        let (tensor, slice) = match (self.world.problem.query_bias(), pairs) {
             (None, None) => return Ok(()),
             (Some(tensor), Some(slice)) => (tensor, slice),
             (None, Some(_)) => {
-                return self.fault("attends with an attention bias tensor, the problem has none".to_owned());
+                return self.fault(
+                    "attends with rows of an attention bias tensor, the problem has none for each query"
+                        .to_owned(),
+                );
             }
             (Some(_), None) => {
                 return self.fault("attends without the problem's attention bias tensor".to_owned());

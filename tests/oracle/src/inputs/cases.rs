@@ -34,6 +34,8 @@ pub struct CasePairs {
     pub batch: usize,
     /// Heads: the problem's query heads, or 1.
     pub heads: usize,
+    /// Whether all queries share one row.
+    pub shared_rows: bool,
 }
 
 /// One element of k or v with a replaced value. A row must not read it unless the row sees the key.
@@ -62,7 +64,7 @@ pub struct Inputs<E> {
     pub k: Vec<E>,
     /// `[batch, kv_len, kv_heads, head_dim]`.
     pub v: Vec<E>,
-    /// The attention bias tensor `[batch, heads, q_len, kv_len]`, with its own batch and heads.
+    /// The attention bias tensor `[batch, heads, queries, kv_len]`, with its own batch, heads and queries.
     pub pairs: Option<PairInputs<E>>,
 }
 
@@ -83,7 +85,8 @@ impl<E: Element> Inputs<E> {
             PairInputs::Visible(values) => PairValues::Visible(values),
             PairInputs::Bias(values) => PairValues::Bias(E::values(values)),
         };
-        Some(OraclePairs { values, batch: pairs.batch, heads: pairs.heads })
+        let queries = case.pair_queries(pairs);
+        Some(OraclePairs { values, batch: pairs.batch, heads: pairs.heads, queries })
     }
 }
 
@@ -112,10 +115,8 @@ impl Case {
             k: make(TensorId::K, self.problem.kv_shape()),
             v: make(TensorId::V, self.problem.kv_shape()),
             pairs: self.pairs.map(|pairs| {
-                let (q_len, kv_len) = (self.problem.q_len, self.problem.kv_len);
-                let all = 0..pairs.batch * pairs.heads * q_len * kv_len;
-                let term =
-                    |index: usize| self.pair_term(index / kv_len % q_len, index % kv_len, index as u64);
+                let all = 0..pairs.batch * pairs.heads * self.pair_queries(pairs) * self.problem.kv_len;
+                let term = |index: usize| self.pair_term(pairs, index);
                 if pairs.bias {
                     let bias = |index| E::from_f32(term(index).unwrap_or(f32::NEG_INFINITY));
                     PairInputs::Bias(all.map(bias).collect())
@@ -126,10 +127,22 @@ impl Case {
         }
     }
 
+    /// Queries of the attention bias tensor.
+    fn pair_queries(&self, pairs: CasePairs) -> usize {
+        if pairs.shared_rows { 1 } else { self.problem.q_len }
+    }
+
     /// An element of the attention bias tensor. `None` hides the key. Some single keys are hidden, and ranges of keys
     /// are hidden from ranges of rows. If there are many keys, one range is longer than any tile.
-    fn pair_term(&self, row: usize, key: usize, index: u64) -> Option<f32> {
-        let made = normal(self.seed, TensorId::Bias, index);
+    fn pair_term(&self, pairs: CasePairs, index: usize) -> Option<f32> {
+        let made = normal(self.seed, TensorId::Bias, index as u64);
+        let (line, key) = (index / self.problem.kv_len, index % self.problem.kv_len);
+        if pairs.shared_rows {
+            // Two of three keys are hidden, in another pattern for each batch entry and head. One row of four hides all.
+            let stretch = (line + key / 11) % 3 == 1 || (line % 2 == 0 && (96..260).contains(&key));
+            return (made < 0.2 && !stretch && line % 4 != 2).then_some(made * 1.5);
+        }
+        let row = line % self.problem.q_len;
         let stretch = (row / 40 + key / 32) % 3 == 1 || (row < 40 && (96..260).contains(&key));
         (made < 1.0 && !stretch).then_some(made * 1.5)
     }
@@ -144,9 +157,9 @@ impl Case {
                 && self.pairs.is_none_or(|pairs| {
                     let batch = if pairs.batch == 1 { 0 } else { id.batch };
                     let head = if pairs.heads == 1 { 0 } else { id.head };
-                    let row = (batch * pairs.heads + head) * self.problem.q_len + id.row;
-                    let index = row * self.problem.kv_len + poison.token;
-                    self.pair_term(id.row, poison.token, index as u64).is_some()
+                    let query = if pairs.shared_rows { 0 } else { id.row };
+                    let row = (batch * pairs.heads + head) * self.pair_queries(pairs) + query;
+                    self.pair_term(pairs, row * self.problem.kv_len + poison.token).is_some()
                 })
         })
     }
@@ -181,12 +194,22 @@ impl Case {
     }
 
     fn mask_tensor(mut self, batch: usize, heads: usize) -> Self {
-        self.pairs = Some(CasePairs { bias: false, batch, heads });
+        self.pairs = Some(CasePairs { bias: false, batch, heads, shared_rows: false });
         self
     }
 
     fn bias(mut self, batch: usize, heads: usize) -> Self {
-        self.pairs = Some(CasePairs { bias: true, batch, heads });
+        self.pairs = Some(CasePairs { bias: true, batch, heads, shared_rows: false });
+        self
+    }
+
+    fn key_mask(mut self, batch: usize, heads: usize) -> Self {
+        self.pairs = Some(CasePairs { bias: false, batch, heads, shared_rows: true });
+        self
+    }
+
+    fn key_bias(mut self, batch: usize, heads: usize) -> Self {
+        self.pairs = Some(CasePairs { bias: true, batch, heads, shared_rows: true });
         self
     }
 
@@ -219,5 +242,6 @@ impl Case {
 
 /// All cases. `[batch, q_len, kv_len]`, then `[q_heads, kv_heads, head_dim]`.
 pub fn cases() -> Vec<Case> {
-    [list::sizes(), list::masks(), list::scores(), list::poison(), list::pairs()].concat()
+    [list::sizes(), list::masks(), list::scores(), list::poison(), list::pairs(), list::shared_rows()]
+        .concat()
 }

@@ -15,7 +15,7 @@ pub(crate) fn closed_form(world: &World, rank: u32) -> (u64, u64) {
         groups
     };
     let fewest = (0..ulysses).map(|u| groups(u).len()).min().expect("a group");
-    let chunks = match problem.bias {
+    let chunks = match problem.bias.filter(|tensor| !tensor.shared_rows) {
         Some(pairs) if pairs.heads == 1 => 1,
         _ if world.strategy == Strategy::Chunked => fewest.min(4),
         _ => 1,
@@ -46,7 +46,9 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
     let row = batch * u64::from(problem.head_dim) * element;
 
     // For an attention bias tensor: the heads that rank `u` of a group needs, and the bytes of a token of one head.
-    let pair_row = problem.bias.map_or(0, |pairs| {
+    // None where all queries share a row, which every rank has.
+    let tensor = problem.bias.filter(|tensor| !tensor.shared_rows);
+    let pair_row = tensor.map_or(0, |pairs| {
         let bits = pairs.kind == BiasKind::Mask;
         let row = if bits {
             4 * problem.kv_len.div_ceil(32)
@@ -55,7 +57,7 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
         };
         u64::from(pairs.batch * row)
     });
-    let pair_heads = |u: u32| if problem.bias.is_some_and(|pairs| pairs.heads > 1) { q_heads(u) } else { 1 };
+    let pair_heads = |u: u32| if tensor.is_some_and(|pairs| pairs.heads > 1) { q_heads(u) } else { 1 };
 
     let (mut bytes, mut messages) = (0, 0);
     let mut send = |size: u64| {

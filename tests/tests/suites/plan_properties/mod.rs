@@ -20,7 +20,7 @@ use proptest::strategy::Strategy as _;
 
 /// A world that prints its problem, mesh, strategy and placement, but not its plans, because they are too long.
 #[derive(Clone)]
-struct Drawn(World);
+pub(crate) struct Drawn(pub(crate) World);
 
 impl std::fmt::Debug for Drawn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -31,7 +31,7 @@ impl std::fmt::Debug for Drawn {
 }
 
 /// A problem, a mesh and a split that fit each other.
-fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
+pub(crate) fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
     let shape = (1u32..4, 0u32..70, 1u32..5, 1u32..5, prop::sample::select(vec![8u32, 16, 24]));
     let mesh = (1u32..5, 1u32..6);
     let kind = prop::sample::select(PlacementKind::ALL.to_vec());
@@ -48,6 +48,7 @@ fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
                 kind: [BiasKind::Mask, BiasKind::Additive][random.below(2) as usize],
                 batch: [1, batch][random.below(2) as usize],
                 heads: [1, q_heads][random.below(2) as usize],
+                shared_rows: random.below(3) == 0,
             });
             let problem = problem.with_bias(pairs).expect("drawn to fit");
             let mesh = Mesh::new(ulysses, ring).expect("drawn to fit");
@@ -329,7 +330,10 @@ fn the_hash_covers_everything_that_makes_a_plan_and_nothing_else() {
     let mut sinking = make(shape, "causal", (2, 2), kind, Split::Even);
     sinking.problem.sinks = vec![0.0; 4];
     let mut paired = make(shape, "causal", (2, 2), kind, Split::Even);
-    paired.problem.bias = Some(BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1 });
+    paired.problem.bias = Some(BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1, shared_rows: false });
+    let mut shared = make(shape, "causal", (2, 2), kind, Split::Even);
+    shared.problem.bias = Some(BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1, shared_rows: true });
+    assert_ne!(plan_hash(&shared, &names(4)), plan_hash(&paired, &names(4)));
     let mut coded = make(shape, "causal", (2, 2), kind, Split::Even);
     coded.problem.wire = WireFormat::Int8;
     let others = [
@@ -343,6 +347,7 @@ fn the_hash_covers_everything_that_makes_a_plan_and_nothing_else() {
         plan_hash(&wider, &names(4)),
         plan_hash(&sinking, &names(4)),
         plan_hash(&paired, &names(4)),
+        plan_hash(&shared, &names(4)),
         plan_hash(&coded, &names(4)),
     ];
     for (index, other) in others.iter().enumerate() {

@@ -44,6 +44,36 @@ pub(super) fn pairs() -> Vec<Case> {
     ]
 }
 
+/// Attention bias tensors whose row all queries share.
+pub(super) fn shared_rows() -> Vec<Case> {
+    let full = OracleMask::full;
+    let causal = OracleMask::causal;
+    vec![
+        Case::new("key mask for each batch entry", [3, 33, 65], [4, 2, 32], full()).key_mask(3, 1),
+        Case::new("key mask for each head, causal", [2, 33, 33], [6, 2, 16], causal()).key_mask(1, 6),
+        Case::new("key mask for each entry and head, fewer queries", [2, 31, 65], [3, 1, 64], causal())
+            .q_offset(20)
+            .key_mask(2, 3),
+        Case::new("bias over keys for each entry and head", [2, 33, 33], [4, 2, 32], causal()).key_bias(2, 4),
+        Case::new("bias over keys, softcap and sinks", [3, 65, 65], [4, 1, 64], causal())
+            .scaled(3.0)
+            .softcap(2.0)
+            .sinks(2.0)
+            .key_bias(3, 1),
+        Case::new("bias over an odd number of keys", [1, 45, 31], [2, 1, 16], full()).key_bias(1, 2),
+        Case::new("key mask, one query over many keys", [2, 1, 300], [8, 2, 64], full()).key_mask(2, 1),
+        Case::new("bias over keys, two queries over many keys", [3, 2, 270], [4, 2, 32], full())
+            .key_bias(3, 4),
+        Case::new("NaN that a key mask hides", [2, 65, 65], [4, 2, 16], full())
+            .key_mask(2, 1)
+            .poisoned(0, 50, 0, f32::NAN)
+            .poisoned(1, 5, 1, f32::INFINITY),
+        Case::new("NaN that a bias over keys hides", [2, 65, 65], [2, 1, 32], causal())
+            .key_bias(2, 1)
+            .poisoned(0, 50, 0, f32::NAN),
+    ]
+}
+
 pub(super) fn sizes() -> Vec<Case> {
     let full = OracleMask::full;
     let causal = OracleMask::causal;

@@ -94,6 +94,28 @@ fn without_one_feature(problem: &OracleProblem) -> Vec<OracleProblem> {
     changed
 }
 
+/// The inputs with the rows of another batch entry, and with those of another head, in the attention bias tensor.
+fn with_other_rows<E: Element>(case: &Case, inputs: &Inputs<E>) -> Vec<(&'static str, Inputs<E>)> {
+    let Some(pairs) = case.pairs else { return Vec::new() };
+    let head = case.pair_queries(pairs) * case.problem.kv_len;
+    let swapped = |elements: usize, step: usize| {
+        let mut inputs = inputs.clone();
+        match inputs.pairs.as_mut().expect("the case has them") {
+            PairInputs::Visible(all) => all.chunks_mut(elements).for_each(|part| part.rotate_left(step)),
+            PairInputs::Bias(all) => all.chunks_mut(elements).for_each(|part| part.rotate_left(step)),
+        }
+        inputs
+    };
+    let mut found = Vec::new();
+    if pairs.batch > 1 {
+        found.push(("another entry's rows", swapped(pairs.batch * pairs.heads * head, pairs.heads * head)));
+    }
+    if pairs.heads > 1 {
+        found.push(("another head's rows", swapped(pairs.heads * head, head)));
+    }
+    found
+}
+
 #[test]
 fn every_feature_of_every_case_shows_in_every_dtype() {
     fn check<E: Element>(case: &Case, blind: &mut Vec<String>) {
@@ -108,6 +130,13 @@ fn every_feature_of_every_case_shows_in_every_dtype() {
                 discriminates(with, compared(&case.problem, &rows, &right).max_abs_error, E::DTYPE)
             {
                 blind.push(format!("{} without pairs in {}: {indistinct}", case.name, E::DTYPE));
+            }
+        }
+        for (what, inputs) in with_other_rows(case, &inputs) {
+            let rows = oracle_rows(case, &case.problem, &inputs);
+            let without = compared(&case.problem, &rows, &right).max_abs_error;
+            if let Err(indistinct) = discriminates(with, without, E::DTYPE) {
+                blind.push(format!("{} with {what} in {}: {indistinct}", case.name, E::DTYPE));
             }
         }
         for changed in without_one_feature(&case.problem) {
