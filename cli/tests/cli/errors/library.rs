@@ -44,7 +44,7 @@ fn run_rank(transport: Arc<dyn Transport>, q: Bytes) -> Result<RankOutput, Error
     })
 }
 
-fn entry(when: &str, sentence: impl ToString, means: &'static str) -> Entry {
+pub(super) fn entry(when: &str, sentence: impl ToString, means: &'static str) -> Entry {
     // The sentence as the program prints it.
     Entry { when: when.to_owned(), sentence: kyklos_cli::with_commands(&sentence.to_string()), means }
 }

@@ -1,6 +1,7 @@
 //! `docs/errors.md`: every refusal, with the message that the program really prints. Linux only, because some messages
 //! quote the operating system.
 
+mod bias;
 mod files;
 mod library;
 mod requests;
@@ -96,7 +97,7 @@ fn the_index_of_errors_is_complete_and_as_printed() {
         "Calls of the library",
         "`Error::Request`, before any data is sent, like all refusals above.",
     );
-    for entry in library::refusals() {
+    for entry in library::refusals().into_iter().chain(bias::refusals()) {
         line(&mut out, &entry);
         sentences.push(entry.sentence);
     }
