@@ -1,10 +1,12 @@
 //! `docs/errors.md`: every refusal, with the message that the program really prints. Linux only, because some messages
 //! quote the operating system.
 
+mod bias;
 mod files;
 mod library;
 mod placements;
 mod requests;
+mod sessions;
 mod sites;
 
 use std::path::Path;
@@ -28,6 +30,17 @@ struct Entry {
 
 /// Refusals that no command line on this machine can cause, by their text in the source.
 const NOT_PROVOKED: &[(&str, &str)] = &[
+    ("a wgpu device with {name} = {has}", OWN_DEVICE),
+    ("a buffer with the usages {:?}", OWN_DEVICE),
+    ("a wgpu buffer for {}", OWN_DEVICE),
+    (
+        "rank {rank} describes its call in a form that this release does not know",
+        "a group of ranks with different releases",
+    ),
+    ("an extent of {value}", "tensors of more than 2^32 tokens or heads"),
+    ("{sum} tokens over all ranks", "groups of more than 2^32 tokens"),
+    ("no mesh of {} ranks", "nobody: every number of ranks has a mesh"),
+    ("head dim {head_dim} on {}", "an NVIDIA GPU, and a head dim above 256"),
     (
         "there is no wgpu device {index}: this machine has {count}",
         "callers of the library; the program looks first",
@@ -76,6 +89,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("no kernel converts {elements} elements of {} to {}", CALLERS),
     ("no kernel makes codes of heads of {dim}", CALLERS),
 ];
+const OWN_DEVICE: &str = "callers of the library that bring their own wgpu device";
 const CALLERS: &str = "callers of a GPU backend's own operations, which plans do not make";
 
 #[test]
@@ -97,7 +111,12 @@ fn the_index_of_errors_is_complete_and_as_printed() {
         "Calls of the library",
         "`Error::Request`, before any data is sent, like all refusals above.",
     );
-    for entry in library::refusals().into_iter().chain(placements::refusals()) {
+    for entry in library::refusals()
+        .into_iter()
+        .chain(placements::refusals())
+        .chain(bias::refusals())
+        .chain(sessions::refusals())
+    {
         line(&mut out, &entry);
         sentences.push(entry.sentence);
     }

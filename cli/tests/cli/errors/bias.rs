@@ -1,0 +1,58 @@
+//! Refusals of attention bias tensors in calls of several ranks.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use kyklos::backend::Device;
+use kyklos::host::Tensors;
+use kyklos::local::on_threads;
+use kyklos::plan::ProvedPlans;
+use kyklos::{
+    Attention, AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, PlacementKind, Session,
+    Split, Strategy, Tensor, plan_world,
+};
+use kyklos_transport::in_process_group;
+
+use super::Entry;
+use super::library::entry;
+
+/// A mask of 8 keys for all queries: 4 bytes.
+const KEYS: BiasTensor = BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1, shared_rows: true };
+
+pub(super) fn refusals() -> Vec<Entry> {
+    let zeros = Bytes::from(vec![0; 4 * 2 * 8 * 4]);
+    let mut errors: Vec<[Error; 2]> = on_threads(in_process_group(2), |transport| {
+        let rank = transport.rank().0;
+        let mut session = Session::new(transport, Device::cpu());
+        let x = Tensor::from_bytes([1, 4, 2, 8], Dtype::F32, zeros.clone()).unwrap();
+        let call = Attention::new().bias(KEYS, Bytes::from(vec![0; 12]));
+        let size = session.attend(&call, &x, &x, &x).unwrap_err();
+
+        let problem = AttentionProblem::new([1, 8, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
+        let problem = problem.with_bias(Some(KEYS)).unwrap();
+        let (mesh, placement) = (Mesh::new(1, 2).unwrap(), PlacementKind::Contiguous);
+        let world = plan_world(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap();
+        let plans = Arc::new(ProvedPlans::new(world).unwrap());
+        let [q, k, v] = std::array::from_fn(|_| zeros.clone());
+        let own = u8::try_from(rank).unwrap();
+        let tensors = Tensors { q, k, v, bias: Some(Bytes::from(vec![own; 4])) };
+        let unlike = pollster::block_on(async {
+            let mut inputs = session.load(&plans, tensors).await?;
+            session.run(&plans, &mut inputs).await
+        });
+        [size, unlike.unwrap_err()]
+    });
+    let [size, unlike] = errors.swap_remove(0);
+    vec![
+        entry(
+            "Session::attend with an attention bias tensor of another size",
+            size,
+            "The tensor has whole rows, for the keys of all ranks.",
+        ),
+        entry(
+            "Session::run where ranks hold unlike tensors of shared rows",
+            unlike,
+            "All queries share its rows, so every rank holds the same bytes.",
+        ),
+    ]
+}

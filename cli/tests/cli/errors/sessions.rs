@@ -1,0 +1,118 @@
+//! Refusals of tensors and of calls on sessions. The tests cause each of them.
+
+use kyklos::backend::Device;
+use kyklos::local::on_threads;
+use kyklos::{
+    Attention, Error, Execution, MAX_LABEL_BYTES, Mask, Mesh, Placement, PlacementKind, Session, Split,
+    Tensor,
+};
+use kyklos_transport::in_process_group;
+
+use super::Entry;
+use super::library::entry;
+
+fn tensor(tokens: usize, heads: usize) -> Tensor {
+    Tensor::new([1, tokens, heads, 8], vec![0.0_f32; tokens * heads * 8]).unwrap()
+}
+
+/// The error of rank 0 of two, whose ranks make the calls that `call` returns for them.
+fn of_two(call: impl Fn(bool) -> (Attention, [Tensor; 3]) + Sync) -> Error {
+    let errors = on_threads(in_process_group(2), |transport| {
+        let (call, [q, k, v]) = call(transport.rank().0 == 1);
+        Session::new(transport, Device::cpu()).attend(&call, &q, &k, &v).unwrap_err()
+    });
+    errors.into_iter().next().unwrap()
+}
+
+fn of_one(call: &Attention, [q, k, v]: [Tensor; 3]) -> Error {
+    let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
+    session.attend(call, &q, &k, &v).unwrap_err()
+}
+
+fn same(call: Attention) -> (Attention, [Tensor; 3]) {
+    (call, [tensor(4, 2), tensor(4, 2), tensor(4, 2)])
+}
+
+pub(super) fn refusals() -> Vec<Entry> {
+    let x = || [tensor(4, 2), tensor(4, 2), tensor(4, 2)];
+    let halves = Tensor::new([1, 4, 2, 8], vec![half::f16::ZERO; 64]).unwrap();
+    let place = |counts: Vec<u32>| {
+        let mesh = Mesh::new(1, 2).unwrap();
+        Placement::new(PlacementKind::Contiguous, mesh, 8, &Split::Tokens(counts)).unwrap()
+    };
+    let owners = Execution::new().owners(place(vec![4, 4]), place(vec![5, 3]));
+    let whole = tensor(4, 2);
+    let heads_only = whole.view([1, 4, 1, 8], [64, 16, 8, 1], 8).unwrap();
+    let elsewhere = whole.to_device(&Device::cpu()).unwrap();
+    vec![
+        entry(
+            "Session::attend, where rank 1 has another mask",
+            of_two(|odd| same(if odd { Attention::new().mask(Mask::causal()) } else { Attention::new() })),
+            "The error is the same on all ranks, and the session stays usable.",
+        ),
+        entry(
+            "Session::attend with a long label",
+            of_one(&Attention::new().label("x".repeat(MAX_LABEL_BYTES + 1)), x()),
+            "Labels travel in votes.",
+        ),
+        entry(
+            "Session::attend, 4 keys and 3 values",
+            of_one(&Attention::new(), [tensor(4, 2), tensor(4, 2), tensor(3, 2)]),
+            "Each key has one value.",
+        ),
+        entry(
+            "Session::attend with q of 2 batch entries and k of 1",
+            of_one(
+                &Attention::new(),
+                [Tensor::new([2, 4, 2, 8], vec![0.0_f32; 128]).unwrap(), tensor(4, 2), tensor(4, 2)],
+            ),
+            "Shapes are [batch, tokens, heads, dim].",
+        ),
+        entry(
+            "Session::attend with q in f32, k and v in f16",
+            of_one(&Attention::new(), [tensor(4, 2), halves.clone(), halves.clone()]),
+            "Convert them first.",
+        ),
+        entry(
+            "Session::attend with 5 replicated keys and 4 keys",
+            of_one(&Attention::new().execution(Execution::new().replicated(0..5)), x()),
+            "Each rank passes the replicated keys too, before its own.",
+        ),
+        entry(
+            "Session::attend on 2 ranks with a mesh of 3",
+            of_two(|_| same(Attention::new().execution(Execution::new().mesh(Mesh::new(1, 3).unwrap())))),
+            "A mesh has all ranks of the group.",
+        ),
+        entry(
+            "Session::attend with placement zigzag and no mesh",
+            of_two(|_| same(Attention::new().execution(Execution::new().placement(PlacementKind::Zigzag)))),
+            "Or give the owners of tokens as lists.",
+        ),
+        entry(
+            "Session::attend with owners of other counts",
+            of_two(|_| same(Attention::new().execution(owners.clone()))),
+            "The lists say how many tokens a rank passes.",
+        ),
+        entry(
+            "Session::attend with a tensor of another device",
+            of_one(&Attention::new(), [elsewhere, tensor(4, 2), tensor(4, 2)]),
+            "Two handles of one device are the same device; two devices that were opened are not.",
+        ),
+        entry(
+            "Tensor::new with 63 elements for 64",
+            Tensor::new([1, 4, 2, 8], vec![0.0_f32; 63]).unwrap_err(),
+            "Host tensors are dense.",
+        ),
+        entry(
+            "Tensor::view whose elements share memory",
+            whole.view([1, 4, 2, 8], [64, 4, 8, 1], 0).unwrap_err(),
+            "Strides count elements.",
+        ),
+        entry(
+            "Tensor::view of a part",
+            heads_only.view([1, 4, 1, 8], [64, 16, 8, 1], 0).unwrap_err(),
+            "Strides are those of the whole memory.",
+        ),
+        entry("Tensor::to_vec of another type", whole.to_vec::<half::f16>().unwrap_err(), "No conversion."),
+    ]
+}
