@@ -278,6 +278,7 @@ impl Call {
         let whole = dense(buffer, queries, pairs.heads, row);
         TensorArgument {
             batch_stride: if pairs.batch == 1 { 0 } else { whole.batch_stride },
+            row_stride: if pairs.shared_rows { 0 } else { whole.row_stride },
             head_stride: if pairs.heads == 1 { 0 } else { whole.head_stride },
             ..whole
         }
