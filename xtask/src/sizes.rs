@@ -8,10 +8,9 @@ use crate::files::{files, read, relative};
 const MOST_LINES: usize = 400;
 
 /// Files that may have up to 600, each with the reason.
-const LONGER: [(&str, &str); 5] = [
+const LONGER: [(&str, &str); 4] = [
     ("shaders/src/attend/cooperative.rs", "the text of one kernel, which reads from top to bottom"),
     ("shaders/src/attend/portable.rs", "the text of one kernel, which reads from top to bottom"),
-    ("tests/oracle/src/oracle.rs", "the definition of the right result, in one place"),
     ("tests/tests/suites/plan_properties/mod.rs", "properties beside the random plans that they are about"),
     ("tests/tests/suites/simulator.rs", "claims beside the cluster descriptions that they are about"),
 ];
