@@ -6,7 +6,7 @@ use bytes::Bytes;
 
 use crate::{
     AttentionProblem, BiasTensor, Dtype, Error, Mask, Mesh, Placement, PlacementKind, Result, Strategy,
-    WireFormat,
+    TokenRuns, WireFormat,
 };
 
 /// The attention to compute: `softmax(scale · q kᵀ, masked) v`. Lengths, heads and types come from the tensors of the call.
@@ -197,7 +197,8 @@ impl Execution {
     /// first.
     #[must_use]
     pub fn replicated(mut self, replicated: Range<u32>) -> Self {
-        self.replicated = replicated;
+        // An empty range has one form only.
+        self.replicated = if replicated.is_empty() { 0..0 } else { replicated };
         self
     }
 }
@@ -224,8 +225,9 @@ impl Options {
     pub(crate) fn digests(&self) -> [(&'static str, u64); 5] {
         let Self { mask, scale, softcap, sinks, q_offset, bias, execution } = self;
         let Execution { strategy, mesh, placement, owners, wire, fixed_order, replicated } = execution;
-        let lists =
-            |placement: &Placement| placement.ranks().iter().map(ToString::to_string).collect::<Vec<_>>();
+        // Rebuilt token by token, so that equal lists give equal texts.
+        let runs = |tokens: &TokenRuns| TokenRuns::from_positions(tokens.iter()).runs().to_vec();
+        let lists = |placement: &Placement| placement.ranks().iter().map(runs).collect::<Vec<_>>();
         let owners = owners.as_ref().map(|(queries, keys)| [lists(queries), lists(keys)]);
         let bits = |value: &Option<f32>| value.map(f32::to_bits);
         let sinks: Vec<u32> = sinks.iter().map(|sink| sink.to_bits()).collect();

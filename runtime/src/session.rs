@@ -8,7 +8,7 @@ mod recovery;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos_transport::{Rank, RefusalReason, Transport, Vote};
+use kyklos_transport::{Rank, RefusalReason, Transport, TransportError, Vote};
 
 use crate::backend::{Device, DeviceBuffer, Threaded};
 use crate::collective::{Collective, HostStaged, OneDevice};
@@ -187,7 +187,13 @@ impl Session {
         let mut carryover = std::mem::take(&mut self.carryover);
         let result = self.executor(&lowered).run_from(self.op, inputs, &mut carryover).await;
         self.carryover = carryover;
-        self.op += 1;
+        // A run that the vote refused is no operation, on any rank.
+        let refused = match &result {
+            Err(Error::Transport(error)) => matches!(error, TransportError::Refused { .. }),
+            Err(error) => error.is_request(),
+            Ok(_) => false,
+        };
+        self.op += u64::from(!refused);
         result
     }
 
@@ -199,7 +205,7 @@ impl Session {
         let reason = if error.is_request() { RefusalReason::WrongRequest } else { RefusalReason::Failed };
         let vote = Vote::Refuse { reason, text: format!("rank {}: {error}", self.rank()) };
         match self.transport.agree(vote, self.options.deadline).await {
-            Ok(_) | Err(kyklos_transport::TransportError::Refused { .. }) => Ok(()),
+            Ok(_) | Err(TransportError::Refused { .. }) => Ok(()),
             Err(error) => Err(error.into()),
         }
     }

@@ -99,6 +99,9 @@ impl View {
                 "give each element its own place in memory, and the elements of a head one after the other",
             ))
         };
+        if self.shape.iter().try_fold(1, |elements: usize, extent| elements.checked_mul(*extent)).is_none() {
+            return refuse("it has more elements than memory can hold".to_owned());
+        }
         if self.len() == 0 {
             return Ok(());
         }
@@ -168,7 +171,9 @@ impl Tensor {
                 "use a device that Device::from_wgpu made",
             ));
         };
-        let buffer = backend.adopt(buffer, View::dense(shape).len() * dtype.bytes())?;
+        let bytes = shape.iter().try_fold(dtype.bytes(), |bytes, extent| bytes.checked_mul(*extent));
+        // Larger than any buffer.
+        let buffer = backend.adopt(buffer, bytes.unwrap_or(usize::MAX))?;
         Ok(Self::on_device(shape, dtype, device, DeviceBuffer::new(buffer)))
     }
 
@@ -285,6 +290,9 @@ impl Tensor {
                         "use tensors of the session's device, or of host memory",
                     ));
                 }
+                if self.view.len() == 0 {
+                    return device.alloc(label, 0);
+                }
                 let mut buffer = buffer.lock().unwrap_or_else(PoisonError::into_inner);
                 if self.view.is_dense() && self.view.first == 0 {
                     Ok(device.share(&mut buffer))
@@ -313,6 +321,10 @@ impl Tensor {
     fn dense(&self, bytes: &Bytes) -> Bytes {
         let (View { shape: [batch, tokens, heads, dim], strides, first }, element) =
             (self.view, self.dtype.bytes());
+        // A view without elements may begin anywhere.
+        if self.view.len() == 0 {
+            return Bytes::new();
+        }
         if self.view.is_dense() {
             let start = first * element;
             return bytes.slice(start..start + self.view.len() * element);
@@ -368,7 +380,12 @@ mod tests {
         ] {
             assert!(whole.view(shape, strides, first).unwrap_err().is_request(), "{shape:?} {strides:?}");
         }
-        assert!(whole.view([1, 0, 1, 8], [0, 0, 0, 0], 99).is_ok(), "no elements are nowhere");
+        let none = whole.view([1, 0, 1, 8], [0, 0, 0, 0], 99).unwrap();
+        assert_eq!(none.to_vec::<f32>().unwrap(), [0.0; 0], "no elements are nowhere");
+        let device = Device::cpu();
+        let none = whole.to_device(&device).unwrap().view([1, 0, 1, 8], [0, 0, 0, 0], 99).unwrap();
+        assert_eq!(none.to_vec::<f32>().unwrap(), [0.0; 0]);
+        assert!(whole.view([1 << 40, 1 << 40, 1, 8], [8, 8, 8, 1], 0).unwrap_err().is_request());
         let part = whole.view([1, 2, 1, 8], [32, 16, 8, 1], 0).unwrap();
         assert!(part.view([1, 1, 1, 8], [8, 8, 8, 1], 0).is_err());
         assert!(whole.to_vec::<f16>().unwrap_err().is_request());

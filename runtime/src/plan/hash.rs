@@ -29,7 +29,7 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
         placement.ranks().iter().map(runs).collect()
     };
     let canonical = Canonical {
-        format: FORMAT,
+        format: PLAN_FORMAT,
         problem: &world.problem,
         mesh: world.mesh.to_string(),
         strategy: world.strategy.name(),
@@ -44,4 +44,4 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
 }
 
 /// Increased whenever the same inputs would make other plans.
-const FORMAT: u32 = 3;
+pub(crate) const PLAN_FORMAT: u32 = 3;

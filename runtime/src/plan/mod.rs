@@ -14,6 +14,7 @@ mod step_progress;
 pub use check::{RankCheck, RemainingBuffers, check, check_repair, remaining_buffers};
 pub(crate) use explain::describe;
 pub use explain::{Explained, bias_in_words, bytes, expected_of_wire, explain, table};
+pub(crate) use hash::PLAN_FORMAT;
 pub use hash::plan_hash;
 pub use proved::ProvedPlans;
 pub use step::{Buffer, BufferId, Content, Kept, LostTokens, Plan, Recv, Send, Slice, Step, World};

@@ -4,6 +4,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::call::{Attention, Extents, Options, checked_label};
+use crate::plan::PLAN_FORMAT;
 use crate::{Dtype, Error, Result, Tensor};
 
 /// One rank's facts of a call.
@@ -12,6 +13,9 @@ struct Facts {
     /// Version of these facts.
     #[serde(rename = "v")]
     version: u32,
+    /// Version of the rules by which plans are made.
+    #[serde(rename = "p")]
+    plans: u32,
     dtype: String,
     batch: u32,
     q_heads: u32,
@@ -51,12 +55,17 @@ pub(super) struct Agreed {
 /// Increased when the meaning of facts changes.
 const VERSION: u32 = 1;
 
-/// The note of this rank's vote: its label, a hash of the attention bias tensor if that is the same on all ranks, and its
+/// The note of this rank's vote: its label, the number of the operation, a hash of the attention bias tensor if that is the same on all ranks, and its
 /// facts.
 ///
 /// # Errors
 /// [`Error::Request`] when the tensors do not fit each other or the call.
-pub(super) fn note(last: &mut Option<LastFacts>, call: &Attention, [q, k, v]: [&Tensor; 3]) -> Result<Bytes> {
+pub(super) fn note(
+    last: &mut Option<LastFacts>,
+    op: u64,
+    call: &Attention,
+    [q, k, v]: [&Tensor; 3],
+) -> Result<Bytes> {
     checked_label(&call.label)?;
     let (shapes, dtypes) = ([q, k, v].map(Tensor::shape), [q, k, v].map(Tensor::dtype));
     let bias = call.bias_rows.as_ref().map_or(0, |rows| rows.len() as u64);
@@ -73,10 +82,11 @@ pub(super) fn note(last: &mut Option<LastFacts>, call: &Attention, [q, k, v]: [&
             encoded
         }
     };
-    let mut note = Vec::with_capacity(1 + call.label.len() + 8 + encoded.len());
+    let mut note = Vec::with_capacity(1 + call.label.len() + 16 + encoded.len());
     // A label has at most 128 bytes.
     note.push(u8::try_from(call.label.len()).unwrap_or(u8::MAX));
     note.extend_from_slice(call.label.as_bytes());
+    note.extend_from_slice(&op.to_le_bytes());
     note.extend_from_slice(&call.shared_bias.unwrap_or(0).to_le_bytes());
     note.extend_from_slice(&encoded);
     Ok(note.into())
@@ -87,13 +97,16 @@ pub(super) fn note(last: &mut Option<LastFacts>, call: &Attention, [q, k, v]: [&
 /// # Errors
 /// [`Error::Request`], the same on all ranks, when ranks have different labels or different shared tensors.
 pub(super) fn facts_of(notes: &[Bytes]) -> Result<Vec<Bytes>> {
-    let mut first: Option<(&str, u64)> = None;
+    let mut first = None;
     let mut facts = Vec::with_capacity(notes.len());
     for (rank, note) in notes.iter().enumerate() {
-        let (label, shared_bias, own) = split(note).ok_or_else(|| unknown_form(rank))?;
-        let (first_label, first_bias) = *first.get_or_insert((label, shared_bias));
+        let Note { label, op, shared_bias, facts: own } = Note::of(note).ok_or_else(|| unknown_form(rank))?;
+        let (first_label, first_op, first_bias) = *first.get_or_insert((label, op, shared_bias));
         if label != first_label {
             return Err(disagree(rank, &format!("label `{label}`"), &format!("`{first_label}`")));
+        }
+        if op != first_op {
+            return Err(disagree(rank, &format!("operation {op} of its session"), &first_op.to_string()));
         }
         if shared_bias != first_bias {
             return Err(disagree(rank, "another attention bias tensor", "its own"));
@@ -103,13 +116,26 @@ pub(super) fn facts_of(notes: &[Bytes]) -> Result<Vec<Bytes>> {
     Ok(facts)
 }
 
-/// Label, hash of a shared attention bias tensor, and encoded facts of a note.
-fn split(note: &Bytes) -> Option<(&str, u64, Bytes)> {
-    let label_bytes = usize::from(*note.first()?);
-    let label = std::str::from_utf8(note.get(1..=label_bytes)?).ok()?;
-    let facts = 1 + label_bytes + 8;
-    let shared_bias = u64::from_le_bytes(note.get(1 + label_bytes..facts)?.try_into().ok()?);
-    Some((label, shared_bias, note.slice(facts..)))
+/// The parts of a note.
+struct Note<'a> {
+    label: &'a str,
+    op: u64,
+    /// Hash of an attention bias tensor that is the same on all ranks, or 0.
+    shared_bias: u64,
+    facts: Bytes,
+}
+
+impl<'a> Note<'a> {
+    fn of(note: &'a Bytes) -> Option<Self> {
+        let label_bytes = usize::from(*note.first()?);
+        let label = std::str::from_utf8(note.get(1..=label_bytes)?).ok()?;
+        let number = |at: usize| -> Option<u64> {
+            let start = 1 + label_bytes + at;
+            Some(u64::from_le_bytes(note.get(start..start + 8)?.try_into().ok()?))
+        };
+        let (op, shared_bias) = (number(0)?, number(8)?);
+        Some(Self { label, op, shared_bias, facts: note.slice(1 + label_bytes + 16..) })
+    }
 }
 
 fn disagree(rank: usize, theirs: &str, ours: &str) -> Error {
@@ -164,6 +190,7 @@ impl Facts {
         };
         Ok(Self {
             version: VERSION,
+            plans: PLAN_FORMAT,
             dtype: q.dtype().name().to_owned(),
             batch: extent(q_shape[0])?,
             q_heads: extent(q_shape[2])?,
@@ -209,7 +236,11 @@ impl Agreed {
         let mut all: Vec<Facts> = Vec::with_capacity(facts.len());
         for (rank, facts) in facts.iter().enumerate() {
             let facts: Option<Facts> = serde_json::from_slice(facts).ok();
-            all.push(facts.filter(|facts| facts.version == VERSION).ok_or_else(|| unknown_form(rank))?);
+            all.push(
+                facts
+                    .filter(|facts| (facts.version, facts.plans) == (VERSION, PLAN_FORMAT))
+                    .ok_or_else(|| unknown_form(rank))?,
+            );
         }
         let first = &all[0];
         for (rank, facts) in all.iter().enumerate() {

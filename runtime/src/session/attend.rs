@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kyklos_transport::Vote;
+use kyklos_transport::{Abort, AbortCause, Progress, TransportError, Vote};
 
 use super::Session;
 use super::agreement::{Agreed, facts_of, note};
@@ -11,7 +11,7 @@ use super::choice::plans;
 use crate::backend::{Backend, Device, DeviceBuffer};
 use crate::call::{Attention, Options};
 use crate::exec::DeviceOutput;
-use crate::{Carryover, Dtype, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
+use crate::{Carryover, Dtype, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
 
 /// The result of a call on one rank, on its device.
 #[derive(Clone, Debug)]
@@ -45,8 +45,10 @@ impl Session {
     /// any numbers of tokens, zero included; they learn each other's with the vote. Blocks until the device has the output.
     ///
     /// # Errors
-    /// [`Error::Request`](crate::Error::Request) when the tensors or the ranks' calls do not fit together: the same on all ranks, and the session stays
-    /// usable. Other errors end the call on all ranks, and the group with it.
+    /// [`Error::Request`](crate::Error::Request) when the ranks' calls do not fit together: the same on all ranks. Where the
+    /// fault is in the tensors or options of one rank, that rank gets [`Error::Request`](crate::Error::Request) and the others
+    /// [`TransportError::Refused`] with its text. In both cases the session stays usable. Other errors end the call on all
+    /// ranks, and the group with it. A call whose future is dropped leaves the others waiting until their deadline.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn attend(&mut self, call: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
         pollster::block_on(self.attend_async(call, q, k, v))
@@ -64,7 +66,7 @@ impl Session {
         v: &Tensor,
     ) -> Result<Output> {
         // What only this rank can find wrong is found before the vote, which then carries it to the others.
-        let prepared = note(&mut self.last_facts, call, [q, k, v])
+        let prepared = note(&mut self.last_facts, self.op, call, [q, k, v])
             .and_then(|note| Ok((note, self.inputs(call, q, k, v)?)));
         let (note, mut inputs) = match prepared {
             Ok(prepared) => prepared,
@@ -74,12 +76,19 @@ impl Session {
             }
         };
         let vote = Vote::Ready { plan_hash: CALLS, note };
-        let notes = self.transport.agree(vote, self.options.deadline).await?;
+        let notes = match self.transport.agree(vote, self.options.deadline).await {
+            Ok(notes) => notes,
+            Err(error) => {
+                self.end_vote(&error);
+                return Err(error.into());
+            }
+        };
         let lowered = self.plan_of(call, &notes)?;
         let op = self.op;
         self.op += 1;
         let mut carryover = Carryover::default();
-        let executor = self.executor(&lowered);
+        // Only runs of given plans can be finished after a loss, so nothing is kept for that.
+        let executor = Executor::new(&self.device, &*self.collective, &lowered, self.options.run.clone());
         let DeviceOutput { o, lse, report, spans } =
             executor.run_agreed(op, &mut inputs, &mut carryover, false).await?;
         let [batch, tokens, heads, dim] = q.shape();
@@ -91,6 +100,15 @@ impl Session {
             report,
             spans,
         })
+    }
+
+    /// Ends the group if a vote did not come to its end: other ranks may take it for passed, and would wait for this rank.
+    fn end_vote(&self, error: &TransportError) {
+        if let TransportError::Deadline { pending, .. } = error {
+            let cause = AbortCause::Failed(error.to_string());
+            let progress = Progress { op: self.op, step: 0 };
+            self.transport.abort(Abort { culprit: pending.peer, cause, progress });
+        }
     }
 
     fn inputs(&self, call: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Inputs<DeviceBuffer>> {

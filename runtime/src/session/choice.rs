@@ -29,6 +29,18 @@ pub(super) fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
     }
     let execution = &options.execution;
     let ranks = u32::try_from(agreed.q_counts.len()).unwrap_or(u32::MAX);
+    if let Some((q, kv)) = &execution.owners
+        && [q.mesh().world(), kv.mesh().world()] != [ranks; 2]
+    {
+        return Err(Error::request(
+            format!(
+                "owners of queries on mesh {} and of keys on mesh {}, for {ranks} ranks",
+                q.mesh(),
+                kv.mesh()
+            ),
+            "place the tokens of all ranks of the group",
+        ));
+    }
     let (owners, strategy) = match execution.mesh {
         Some(mesh) if mesh.world() != ranks => {
             return Err(Error::request(
@@ -171,5 +183,9 @@ mod tests {
         assert!(chosen([4; 4], [8, 0, 4, 4], owners.clone()).is_ok());
         let error = chosen([4; 4], [4; 4], owners).unwrap_err().to_string();
         assert!(error.contains("rank 0 has 4 keys, the placement gives it 8"), "{error}");
+        let two = Mesh::new(1, 2).unwrap();
+        let two = Placement::new(PlacementKind::Contiguous, two, 16, &Split::Even).unwrap();
+        let error = chosen([8, 8, 0, 0], [8, 8, 0, 0], Execution::new().owners(two.clone(), two));
+        assert!(error.unwrap_err().to_string().contains("for 4 ranks"));
     }
 }

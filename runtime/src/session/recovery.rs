@@ -36,7 +36,7 @@ pub struct Recovery {
 
 impl Session {
     /// Completes, together with the other survivors, the run of `plans` on `inputs` in which ranks were lost. It is operation 0
-    /// of the new group. Call it once, on a session with [`SessionOptions::resumable`](super::SessionOptions::resumable), after a
+    /// of the new group, in which the session then continues. Call it once, on a session with [`SessionOptions::resumable`](super::SessionOptions::resumable), after a
     /// run that ended with [`Error::Group`](crate::Error::Group).
     ///
     /// # Errors
@@ -60,6 +60,10 @@ impl Session {
         let collective = HostStaged::new(transport.clone(), deadline);
         let executor = Executor::new(&self.device, &collective, &lowered, self.options.run.clone());
         let output = executor.run_from(0, inputs, &mut self.carryover).await?;
+        // The session continues in the new group, in which this was operation 0.
+        self.transport = transport.clone();
+        self.collective = Arc::new(collective);
+        (self.op, self.lowered) = (1, None);
         Ok(Recovery { plans, output })
     }
 }

@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kyklos::backend::Device;
-use kyklos::host::{bias_layout, layouts};
+use kyklos::host::{Tensors, bias_layout, layouts, shard};
 use kyklos::local::on_threads;
-use kyklos::plan::World;
+use kyklos::plan::{ProvedPlans, World};
 use kyklos::{
     Attention, AttentionProblem, Dtype, Error, Execution, Mask, Mesh, Output, Placement, PlacementKind,
-    RankOutput, Result, Session, Split, Strategy, Tensor, plan_placed,
+    RankOutput, Result, Session, Split, Strategy, Tensor, TokenRuns, plan_placed, plan_world,
 };
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::quic::quic_loopback_group;
@@ -320,6 +320,74 @@ fn a_session_after_an_abort_says_who_ended_the_group() {
             let _ = session.close(Duration::from_secs(5));
         });
     }
+}
+
+/// Token lists of two ranks that differ only beyond the runs that a message shows.
+#[test]
+fn stale_owners_are_found_however_long_the_lists_are() {
+    let lists = |swapped: bool| {
+        let even = |part: u32| (part % 2 == 0) != (swapped && part >= 14);
+        let of = |rank: u32| (0..20).filter(move |part| even(*part) == (rank == 0));
+        let tokens = |rank| TokenRuns::from_positions(of(rank).flat_map(|part| part * 3..part * 3 + 3));
+        Placement::explicit(Mesh::new(1, 2).unwrap(), 60, 0..0, vec![tokens(0), tokens(1)]).unwrap()
+    };
+    let errors = on_threads(in_process_group(2), |transport| {
+        let stale = transport.rank().0 == 1;
+        let mut session = Session::new(transport, Device::cpu());
+        let x = made_up(30, 2, 0.1);
+        let mut attend = |swapped| {
+            let execution = Execution::new().owners(lists(swapped), lists(swapped));
+            session.attend(&Attention::new().execution(execution), &x, &x, &x)
+        };
+        attend(false).unwrap();
+        attend(stale).unwrap_err().to_string()
+    });
+    assert_eq!(errors[0], errors[1]);
+    assert!(errors[0].contains("another placement"), "{}", errors[0]);
+}
+
+#[test]
+fn a_session_that_one_rank_makes_anew_is_named_on_all_ranks() {
+    let errors = on_threads(in_process_group(2), |transport| {
+        let x = made_up(4, 2, 0.1);
+        let mut session = Session::new(transport.clone(), Device::cpu());
+        session.attend(&Attention::new(), &x, &x, &x).unwrap();
+        if transport.rank().0 == 1 {
+            session = Session::new(transport, Device::cpu());
+        }
+        session.attend(&Attention::new(), &x, &x, &x).unwrap_err().to_string()
+    });
+    assert_eq!(errors[0], errors[1]);
+    assert!(
+        errors[0].contains("rank 1 calls with operation 0 of its session, rank 0 with 1"),
+        "{}",
+        errors[0]
+    );
+}
+
+#[test]
+fn after_inputs_that_one_rank_refuses_all_ranks_can_run() {
+    let case = cases().into_iter().find(|case| case.name == "two rows beyond four tiles").unwrap();
+    let prepared = Prepared::new(case, Dtype::F32);
+    let mesh = Mesh::new(1, 2).unwrap();
+    let world =
+        plan_world(&prepared.problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
+    let plans = Arc::new(ProvedPlans::new(world).unwrap());
+    on_threads(in_process_group(2), |transport| {
+        let part = shard(plans.world(), transport.rank(), &prepared.tensors).unwrap();
+        let wrong = transport.rank().0 == 1;
+        let mut session = Session::new(transport, Device::cpu());
+        pollster::block_on(async {
+            let q = if wrong { Bytes::new() } else { part.q.clone() };
+            let first = match session.load(&plans, Tensors { q, ..part.clone() }).await {
+                Ok(mut inputs) => session.run(&plans, &mut inputs).await.map(|_| ()),
+                Err(error) => Err(error),
+            };
+            assert!(first.unwrap_err().to_string().contains("q of rank 1 has 0 bytes"));
+            let mut inputs = session.load(&plans, part).await.unwrap();
+            session.run(&plans, &mut inputs).await.unwrap();
+        });
+    });
 }
 
 /// Calls of changing shapes: results stay right, and memory does not grow with the number of calls.

@@ -94,6 +94,11 @@ pub(super) fn refusals() -> Vec<Entry> {
             "The lists say how many tokens a rank passes.",
         ),
         entry(
+            "Session::attend on one rank with owners for two",
+            of_one(&Attention::new().execution(owners.clone()), x()),
+            "Every rank of the group has a list.",
+        ),
+        entry(
             "Session::attend with a tensor of another device",
             of_one(&Attention::new(), [elsewhere, tensor(4, 2), tensor(4, 2)]),
             "Two handles of one device are the same device; two devices that were opened are not.",
