@@ -1,7 +1,8 @@
-//! Calls of sessions: lengths by agreement, cached plans, tensors as views and on devices, and ranks that disagree.
+//! Calls of sessions: lengths by agreement, cached plans, tensors as views and on devices.
 
-use std::sync::{Arc, Barrier};
-use std::time::Duration;
+mod refusals;
+
+use std::sync::Arc;
 
 use bytes::Bytes;
 use kyklos::backend::Device;
@@ -9,12 +10,12 @@ use kyklos::host::{Tensors, bias_layout, layouts, shard};
 use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World};
 use kyklos::{
-    Attention, AttentionProblem, Dtype, Error, Execution, Mask, Mesh, Output, Placement, PlacementKind,
-    RankOutput, Result, Session, Split, Strategy, Tensor, TokenRuns, plan_placed, plan_world,
+    Attention, AttentionProblem, Dtype, Execution, Mask, Mesh, Output, Placement, PlacementKind, RankOutput,
+    Result, Session, Split, Strategy, Tensor, plan_placed, plan_world,
 };
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::quic::quic_loopback_group;
-use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
+use kyklos_transport::{Rank, Transport, in_process_group};
 
 use crate::amount::amount;
 use crate::common::{Prepared, Whole, run_world};
@@ -121,12 +122,12 @@ fn calls_agree_with_the_oracle_for_any_counts_of_queries_and_keys() {
     }
 }
 
-fn made_up(tokens: usize, heads: usize, seed: f32) -> Tensor {
+pub(super) fn made_up(tokens: usize, heads: usize, seed: f32) -> Tensor {
     let values = (0..tokens * heads * 16).map(|index| (index as f32 * 0.37 + seed).sin()).collect();
     Tensor::new([1, tokens, heads, 16], values).unwrap()
 }
 
-fn both(transports: Vec<Arc<dyn Transport>>) -> Vec<Arc<dyn Transport>> {
+pub(super) fn both(transports: Vec<Arc<dyn Transport>>) -> Vec<Arc<dyn Transport>> {
     assert_eq!(transports.len(), 2);
     transports
 }
@@ -196,173 +197,6 @@ fn views_and_tensors_on_the_device_give_the_bytes_of_dense_host_tensors() {
         let on_device = on_device.to_device(&device).unwrap().swap_tokens_and_heads();
         assert_eq!(attend(&on_device, &k, &v).0.len(), right.0.len());
     });
-}
-
-/// Both ranks make calls that do not fit, then one that does. Every error is the same on both ranks.
-#[test]
-fn ranks_that_disagree_get_one_error_and_can_go_on() {
-    type Change = fn(Attention, Tensor) -> (Attention, Tensor);
-    let changes: [(&str, Change); 8] = [
-        ("label `step 1`", |call, x| (call.label("step 1"), x)),
-        ("another mask", |call, x| (call.mask(Mask::causal()), x)),
-        ("another scale", |call, x| (call.scale(0.5), x)),
-        ("another attention bias tensor", |call, x| {
-            let bias = kyklos::BiasTensor {
-                kind: kyklos::BiasKind::Additive,
-                batch: 1,
-                heads: 1,
-                shared_rows: false,
-            };
-            (call.bias(bias, Bytes::from(vec![0; 4 * 8 * 4])), x)
-        }),
-        ("another mesh or strategy", |call, x| {
-            (call.execution(Execution::new().strategy(Strategy::Ring)), x)
-        }),
-        ("another placement", |call, x| (call.execution(Execution::new().fixed_order(true)), x)),
-        ("query heads 4", |call, _| (call, made_up(4, 4, 0.2))),
-        ("type `f16`", |call, x| {
-            let zeros = vec![half::f16::ZERO; x.shape().iter().product()];
-            (call, Tensor::new(x.shape(), zeros).unwrap())
-        }),
-    ];
-    for group in [in_process_group(2), quic_loopback_group(2).unwrap()] {
-        let errors = on_threads(both(group), |transport| {
-            let odd = transport.rank().0 == 1;
-            let mut session = Session::new(transport, Device::cpu());
-            let x = || made_up(4, 2, 0.1);
-            let mut errors = Vec::new();
-            for (_, change) in changes {
-                let (call, x) = if odd { change(Attention::new(), x()) } else { (Attention::new(), x()) };
-                let q = made_up(4, x.shape()[2], 0.1);
-                let q = if x.dtype() == Dtype::F16 { x.clone() } else { q };
-                let error = session.attend(&call, &q, &x, &x).unwrap_err();
-                assert!(error.is_request(), "{error}");
-                errors.push(error.to_string());
-            }
-            session.attend(&Attention::new(), &x(), &x(), &x()).unwrap();
-            errors
-        });
-        assert_eq!(errors[0], errors[1]);
-        for ((words, _), error) in changes.iter().zip(&errors[0]) {
-            assert!(error.contains("rank 1 calls with") && error.contains(words), "{words}: {error}");
-        }
-    }
-}
-
-#[test]
-fn a_rank_whose_tensors_do_not_fit_refuses_for_all_and_the_session_goes_on() {
-    let errors = on_threads(in_process_group(2), |transport| {
-        let odd = transport.rank().0 == 1;
-        let mut session = Session::new(transport, Device::cpu());
-        let x = made_up(4, 2, 0.1);
-        let elsewhere = x.to_device(&Device::cpu()).unwrap();
-        let long = "x".repeat(kyklos::MAX_LABEL_BYTES + 1);
-        let wrong: [(Attention, Tensor, Tensor); 4] = [
-            (Attention::new(), x.clone(), made_up(5, 2, 0.1)),
-            (Attention::new(), made_up(4, 3, 0.1), x.clone()),
-            (Attention::new(), elsewhere, x.clone()),
-            (Attention::new().label(long), x.clone(), x.clone()),
-        ];
-        let errors: Vec<Error> = wrong
-            .into_iter()
-            .map(|(call, first, v)| {
-                let (call, first, v) =
-                    if odd { (call, first, v) } else { (Attention::new(), x.clone(), x.clone()) };
-                session.attend(&call, &first, &first, &v).unwrap_err()
-            })
-            .collect();
-        session.attend(&Attention::new(), &x, &x, &x).unwrap();
-        errors
-    });
-    for (theirs, own) in errors[0].iter().zip(&errors[1]) {
-        assert!(own.is_request(), "{own}");
-        assert!(theirs.to_string().contains(&format!("rank 1: {own}")), "{theirs} does not tell {own}");
-    }
-}
-
-#[test]
-fn a_mesh_or_placement_that_does_not_fit_the_group_is_refused_on_all_ranks_alike() {
-    let errors = on_threads(in_process_group(2), |transport| {
-        let mut session = Session::new(transport, Device::cpu());
-        let x = made_up(4, 2, 0.1);
-        let executions = [
-            Execution::new().mesh(Mesh::new(1, 3).unwrap()),
-            Execution::new().placement(PlacementKind::Zigzag),
-            Execution::new().strategy(Strategy::Relay),
-        ];
-        executions.map(|execution| {
-            let call = Attention::new().execution(execution);
-            session.attend(&call, &x, &x, &x).unwrap_err().to_string()
-        })
-    });
-    assert_eq!(errors[0], errors[1]);
-    assert!(errors[0][0].contains("mesh 1x3 for 2 ranks"), "{:?}", errors[0]);
-}
-
-#[test]
-fn a_session_after_an_abort_says_who_ended_the_group() {
-    for group in [in_process_group(2), quic_loopback_group(2).unwrap()] {
-        let first_call = Barrier::new(2);
-        on_threads(both(group), |transport| {
-            let culprit = transport.rank().0 == 1;
-            let mut session = Session::new(transport, Device::cpu());
-            let x = made_up(4, 2, 0.1);
-            session.attend(&Attention::new(), &x, &x, &x).unwrap();
-            first_call.wait();
-            if culprit {
-                let cause = AbortCause::Failed("out of coffee".to_owned());
-                session.transport().abort(Abort { culprit: Rank(1), cause, progress: Progress::default() });
-            }
-            for _ in 0..2 {
-                let error = session.attend(&Attention::new(), &x, &x, &x).unwrap_err().to_string();
-                assert!(error.contains("rank 1") && error.contains("out of coffee"), "{error}");
-            }
-            let _ = session.close(Duration::from_secs(5));
-        });
-    }
-}
-
-/// Token lists of two ranks that differ only beyond the runs that a message shows.
-#[test]
-fn stale_owners_are_found_however_long_the_lists_are() {
-    let lists = |swapped: bool| {
-        let even = |part: u32| (part % 2 == 0) != (swapped && part >= 14);
-        let of = |rank: u32| (0..20).filter(move |part| even(*part) == (rank == 0));
-        let tokens = |rank| TokenRuns::from_positions(of(rank).flat_map(|part| part * 3..part * 3 + 3));
-        Placement::explicit(Mesh::new(1, 2).unwrap(), 60, 0..0, vec![tokens(0), tokens(1)]).unwrap()
-    };
-    let errors = on_threads(in_process_group(2), |transport| {
-        let stale = transport.rank().0 == 1;
-        let mut session = Session::new(transport, Device::cpu());
-        let x = made_up(30, 2, 0.1);
-        let mut attend = |swapped| {
-            let execution = Execution::new().owners(lists(swapped), lists(swapped));
-            session.attend(&Attention::new().execution(execution), &x, &x, &x)
-        };
-        attend(false).unwrap();
-        attend(stale).unwrap_err().to_string()
-    });
-    assert_eq!(errors[0], errors[1]);
-    assert!(errors[0].contains("another placement"), "{}", errors[0]);
-}
-
-#[test]
-fn a_session_that_one_rank_makes_anew_is_named_on_all_ranks() {
-    let errors = on_threads(in_process_group(2), |transport| {
-        let x = made_up(4, 2, 0.1);
-        let mut session = Session::new(transport.clone(), Device::cpu());
-        session.attend(&Attention::new(), &x, &x, &x).unwrap();
-        if transport.rank().0 == 1 {
-            session = Session::new(transport, Device::cpu());
-        }
-        session.attend(&Attention::new(), &x, &x, &x).unwrap_err().to_string()
-    });
-    assert_eq!(errors[0], errors[1]);
-    assert!(
-        errors[0].contains("rank 1 calls with operation 0 of its session, rank 0 with 1"),
-        "{}",
-        errors[0]
-    );
 }
 
 #[test]
