@@ -1,4 +1,7 @@
 //! One panel of query rows against one KV tile: scores, online softmax, weighted sum.
+//!
+//! Vectors are computed in loops, never in closures for `array::map` or `array::from_fn`. The compiler may leave such a
+//! closure out of line; it then lacks the kernel's instruction set, and each vector operation becomes a call.
 
 use pulp::Simd;
 
@@ -182,7 +185,11 @@ impl<S: Simd, const NV: usize> Visible<S, NV> {
     #[inline(always)]
     fn test(&self, simd: S, position: u32) -> [S::m32s; NV] {
         let position = simd.splat_u32s(position);
-        std::array::from_fn(|j| simd.less_than_u32s(simd.sub_u32s(position, self.lo[j]), self.width[j]))
+        let mut sees = [simd.less_than_u32s(position, position); NV];
+        for (sees, (lo, width)) in sees.iter_mut().zip(self.lo.iter().zip(&self.width)) {
+            *sees = simd.less_than_u32s(simd.sub_u32s(position, *lo), *width);
+        }
+        sees
     }
 }
 
@@ -194,7 +201,12 @@ fn weigh<S: Simd, const NV: usize, const KEYS: usize>(
     m: &[S::f32s; NV],
     sum: &mut [S::f32s; NV],
 ) {
-    let shifted = scores.map(|s| std::array::from_fn(|j| simd.sub_f32s(s[j], m[j])));
+    let mut shifted = *scores;
+    for s in &mut shifted {
+        for (s, m) in s.iter_mut().zip(m) {
+            *s = simd.sub_f32s(*s, *m);
+        }
+    }
     *scores = exp2_each(simd, shifted);
     for p in scores {
         for (sum, p) in sum.iter_mut().zip(p) {
