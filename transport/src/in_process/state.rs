@@ -9,7 +9,9 @@ use bytes::Bytes;
 
 use crate::ballot::Ballot;
 use crate::calls::{self, Ended, SystemClock, Transfer};
-use crate::error::{Abort, AbortCause, Pending, TransportError};
+#[cfg(not(target_family = "wasm"))]
+use crate::error::Pending;
+use crate::error::{Abort, AbortCause, TransportError};
 use crate::membership::{Claim, next_group};
 use crate::posted::Completer;
 use crate::pulse::Pulse;
