@@ -58,6 +58,7 @@ pub struct Execution {
     pub(crate) wire: WireFormat,
     pub(crate) fixed_order: bool,
     pub(crate) replicated: Range<u32>,
+    pub(crate) same_queries: bool,
 }
 
 impl Attention {
@@ -201,13 +202,23 @@ impl Execution {
         self.replicated = if replicated.is_empty() { 0..0 } else { replicated };
         self
     }
+
+    /// All ranks pass the same queries, and each gets all output rows ([`AttentionProblem::same_queries`]): as in decoding,
+    /// where every rank computes the same new token. Each rank attends to its own keys, and one exchange of running states
+    /// completes the rows on all ranks. Ranks with devices of one type get the same bytes. That the queries are the same
+    /// is not checked.
+    #[must_use]
+    pub fn same_queries(mut self) -> Self {
+        self.same_queries = true;
+        self
+    }
 }
 
 impl Options {
     /// The problem of this call with these extents.
     pub(crate) fn problem(&self, extents: &Extents) -> Result<AttentionProblem> {
         let &Extents { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype } = extents;
-        let Execution { wire, fixed_order, replicated, .. } = &self.execution;
+        let Execution { wire, fixed_order, replicated, same_queries, .. } = &self.execution;
         let problem =
             AttentionProblem::new([batch, kv_len, q_heads, kv_heads, head_dim], dtype, self.mask.clone())?
                 .with_queries(q_len, self.q_offset)?;
@@ -218,13 +229,15 @@ impl Options {
             .with_bias(self.bias)?
             .with_wire(*wire)?
             .with_fixed_order(*fixed_order)?
-            .with_replicated(replicated.clone())
+            .with_replicated(replicated.clone())?
+            .with_same_queries(*same_queries)
     }
 
     /// Hashes of the parts in which ranks may differ by mistake, each with its name in errors. Without tensors.
     pub(crate) fn digests(&self) -> [(&'static str, u64); 5] {
         let Self { mask, scale, softcap, sinks, q_offset, bias, execution } = self;
-        let Execution { strategy, mesh, placement, owners, wire, fixed_order, replicated } = execution;
+        let Execution { strategy, mesh, placement, owners, wire, fixed_order, replicated, same_queries } =
+            execution;
         // Rebuilt token by token, so that equal lists give equal texts.
         let runs = |tokens: &TokenRuns| TokenRuns::from_positions(tokens.iter()).runs().to_vec();
         let lists = |placement: &Placement| placement.ranks().iter().map(runs).collect::<Vec<_>>();
@@ -240,8 +253,11 @@ impl Options {
             ("attention bias tensor", digest(format!("{bias:?}").as_bytes())),
             ("mesh or strategy", digest(format!("{strategy:?} {mesh:?}").as_bytes())),
             (
-                "placement, wire format, order of sums or replicated keys",
-                digest(format!("{placement} {owners:?} {wire:?} {fixed_order} {replicated:?}").as_bytes()),
+                "placement, wire format, order of sums, replicated keys or same queries",
+                digest(
+                    format!("{placement} {owners:?} {wire:?} {fixed_order} {replicated:?} {same_queries}")
+                        .as_bytes(),
+                ),
             ),
         ]
     }

@@ -303,8 +303,8 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
     fn tensor_bytes(&self, id: BufferId) -> Vec<usize> {
         let (buffer, problem) = (self.plan.buffer(id), &self.world.problem);
         let batch = buffer.content.batch(problem) as usize;
-        let (tokens, heads) = (buffer.tokens.len(), buffer.head_count() as usize);
-        buffer.content.tensors(problem).map(|tensor| batch * tensor.bytes(tokens, heads)).collect()
+        let (rows, heads) = (buffer.rows(), buffer.head_count() as usize);
+        buffer.content.tensors(problem).map(|tensor| batch * tensor.bytes(rows, heads)).collect()
     }
 }
 

@@ -108,7 +108,7 @@ pub struct Tensors {
 /// # Errors
 /// [`crate::Error::Request`] when the tensors do not have the problem's shape.
 pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
-    let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
+    let (q_tokens, kv_tokens) = (&world.q_placement.held_by(rank), &world.kv_placement.held_by(rank));
     let (q, kv) = layouts(world);
     if world.problem.bias.is_some() != tensors.bias.is_some() {
         let (has, given) = if world.problem.bias.is_some() { ("has an", "none") } else { ("has no", "one") };

@@ -155,6 +155,13 @@ impl Mask {
         Self { slices: SliceUnions::of(slices), ..Self::default() }
     }
 
+    /// How many keys to the left and to the right of a query it sees, if nothing else decides: such a mask does not change when
+    /// all positions move by the same distance. `None` is unbounded.
+    pub(crate) fn as_window(&self) -> Option<[Option<u32>; 2]> {
+        let Window { left, right } = self.window;
+        (*self == Self::window(left, right)).then_some([left, right])
+    }
+
     /// Whether every query sees every key, for any lengths.
     pub fn is_full(&self) -> bool {
         *self == Self::default()

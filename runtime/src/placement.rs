@@ -80,6 +80,8 @@ pub struct Placement {
     /// Tokens that all ranks hold and none owns.
     replicated: TokenRuns,
     ranks: Vec<TokenRuns>,
+    /// Rows behind the tokens of each rank's tensors that hold nothing; empty: none.
+    spare: Vec<u32>,
 }
 
 impl Placement {
@@ -111,7 +113,7 @@ impl Placement {
             }
         }
         let replicated = TokenRuns::contiguous(replicated.clone());
-        Ok(Self { kind: Some(kind), mesh, total: *total, replicated, ranks })
+        Ok(Self { kind: Some(kind), mesh, total: *total, replicated, ranks, spare: Vec::new() })
     }
 
     /// One rank that holds these tokens of `0..total`, possibly not all of them.
@@ -122,6 +124,7 @@ impl Placement {
             total,
             replicated: TokenRuns::default(),
             ranks: vec![tokens],
+            spare: Vec::new(),
         })
     }
 
@@ -144,6 +147,7 @@ impl Placement {
             total: self.total,
             replicated: self.replicated.clone(),
             ranks: ranks.iter().map(|rank| self.of_rank(*rank).clone()).collect(),
+            spare: ranks.iter().map(|rank| self.spare(*rank)).collect(),
         })
     }
 
@@ -185,6 +189,11 @@ impl Placement {
         let mut tokens = self.replicated.clone();
         tokens.extend(self.of_rank(rank));
         tokens
+    }
+
+    /// Rows of each batch entry, behind the tokens of `rank`, that hold nothing.
+    pub fn spare(&self, rank: Rank) -> u32 {
+        self.spare.get(rank.0 as usize).copied().unwrap_or(0)
     }
 
     /// The tokens that `rank` owns, in the order in which it holds them.

@@ -48,6 +48,11 @@ pub struct AttentionProblem {
     /// Replicated keys: every rank holds them from the start. An example is the keys of a prompt beside an image that
     /// is split. They are never sent, and every row meets them once, on its own rank. Empty: each key has one owner.
     pub replicated: Range<u32>,
+    /// Whether every rank holds all queries from the start and gets all output rows, as in decoding, where every rank
+    /// computes the same new token. Queries are then never sent, and the placement of queries is
+    /// [`Placement::everywhere`](crate::Placement::everywhere).
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub same_queries: bool,
 }
 
 impl AttentionProblem {
@@ -78,6 +83,7 @@ impl AttentionProblem {
             wire: WireFormat::Same,
             fixed_order: false,
             replicated: 0..0,
+            same_queries: false,
         }
         .checked()
     }
@@ -140,6 +146,14 @@ impl AttentionProblem {
         // An empty range has one form only.
         let replicated = if replicated.is_empty() { 0..0 } else { replicated };
         Self { replicated, ..self }.checked()
+    }
+
+    /// This problem with all queries on every rank, or with one owner for each.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_same_queries(self, same_queries: bool) -> Result<Self> {
+        Self { same_queries, ..self }.checked()
     }
 
     /// The attention bias tensor, if each query has its own rows: they are with their query, and travel with it.

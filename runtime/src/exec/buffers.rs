@@ -58,15 +58,15 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     pub(super) fn pieces(&self, slice: &Slice) -> Vec<Piece> {
         let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
         let heads = plan.buffer(slice.buffer).head_count() as usize;
-        let whole = slice.tokens == (0..plan.buffer(slice.buffer).tokens.len());
+        let rows = plan.buffer(slice.buffer).rows();
+        let whole = slice.tokens == (0..rows);
         let batch = if whole { self.content(slice.buffer).batch(problem) as usize } else { 1 };
         let tensors = plan.buffer(slice.buffer).content.tensors(problem).enumerate();
         let pieces = tensors.map(|(index, tensor)| {
             let bytes = |tokens: usize| tensor.bytes(tokens, heads);
             let start = bytes(slice.tokens.start);
             let end = start + batch * bytes(slice.tokens.len());
-            let all = self.content(slice.buffer).batch(problem) as usize
-                * tensor.bytes(plan.buffer(slice.buffer).tokens.len(), heads);
+            let all = self.content(slice.buffer).batch(problem) as usize * tensor.bytes(rows, heads);
             Piece {
                 buffer: slice.buffer,
                 tensor: index,
@@ -115,7 +115,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         let row_stride = buffer.head_count() as usize * row;
         Layout {
             offset: slice.tokens.start * row_stride + slice.heads.start as usize * row,
-            batch_stride: buffer.tokens.len() * row_stride,
+            batch_stride: buffer.rows() * row_stride,
             row_stride,
             head_stride: row,
         }

@@ -33,6 +33,11 @@ impl<Buffer> Inputs<Buffer> {
         let (bias, shared_bias) = if shared { (None, bias) } else { (bias, None) };
         Self { q: Some(q), k: Some(k), v: Some(v), bias, shared_bias, shared_digest: None }
     }
+
+    /// Takes the keys and values out, if they are here.
+    pub(crate) fn take_keys(&mut self) -> Option<[Buffer; 2]> {
+        Some([self.k.take()?, self.v.take()?])
+    }
 }
 
 impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {

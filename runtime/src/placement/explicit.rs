@@ -76,7 +76,37 @@ impl Placement {
                 "give every token that is not replicated one owner",
             ));
         }
-        Ok(Self { kind: None, mesh, total, replicated: TokenRuns::contiguous(replicated), ranks: lists })
+        Ok(Self {
+            kind: None,
+            mesh,
+            total,
+            replicated: TokenRuns::contiguous(replicated),
+            ranks: lists,
+            spare: Vec::new(),
+        })
+    }
+
+    /// The placement in which every rank of `mesh` holds all of `0..total`, and none owns any: that of the queries of a
+    /// problem with [`same_queries`](crate::AttentionProblem::same_queries).
+    pub fn everywhere(mesh: Mesh, total: u32) -> Self {
+        let replicated = TokenRuns::contiguous(0..total);
+        let ranks = vec![TokenRuns::default(); mesh.world() as usize];
+        Self { kind: None, mesh, total, replicated, ranks, spare: Vec::new() }
+    }
+
+    /// The same tokens, in tensors that have room for more: `rows` for each rank, rows of each batch entry behind its tokens.
+    /// Only the keys and values of a rank may have them.
+    ///
+    /// # Errors
+    /// [`Error::Request`] unless there is a number for each rank.
+    pub fn with_spare(self, rows: Vec<u32>) -> Result<Self> {
+        if rows.len() != self.ranks.len() {
+            return Err(Error::request(
+                format!("{} numbers of spare rows for {} ranks", rows.len(), self.ranks.len()),
+                format!("give one for each rank of the mesh {}", self.mesh),
+            ));
+        }
+        Ok(Self { spare: rows, ..self })
     }
 
     /// The same list for each rank, on another mesh of as many ranks. A shard has the tokens of its ranks, one after the

@@ -49,7 +49,7 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
     let _ = writeln!(out, "strategy   {}, {} placement", world.strategy, world.q_placement.name());
     let _ = writeln!(out);
     let rows = world.plans.iter().zip(checks).map(|(plan, check)| {
-        let queries = &world.q_placement.of_rank(Rank(plan.rank));
+        let queries = &world.q_placement.held_by(Rank(plan.rank));
         vec![
             plan.rank.to_string(),
             queries.len().to_string(),
@@ -120,14 +120,14 @@ fn each<S: serde::Serializer>(
     #[derive(serde::Serialize)]
     struct One<'a> {
         rank: u32,
-        tokens: &'a TokenRuns,
+        tokens: TokenRuns,
         check: &'a RankCheck,
         buffers: &'a [Buffer],
         steps: &'a [Step],
     }
     serializer.collect_seq(world.plans.iter().zip(*checks).map(|(plan, check)| One {
         rank: plan.rank,
-        tokens: world.q_placement.of_rank(Rank(plan.rank)),
+        tokens: world.q_placement.held_by(Rank(plan.rank)),
         check,
         buffers: &plan.buffers,
         steps: &plan.steps,

@@ -1,5 +1,7 @@
 //! The plan hash, which all ranks compare before the first data byte is sent.
 
+use kyklos_transport::Rank;
+
 use crate::plan::World;
 
 /// BLAKE3 of all inputs from which the plans of all ranks are made: format version, problem and mask, mesh, every
@@ -17,6 +19,8 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
         placement: &'a str,
         q_tokens: Vec<Vec<(u32, u32, u32)>>,
         kv_tokens: Vec<Vec<(u32, u32, u32)>>,
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        kv_spare: Vec<u32>,
         wire: &'a str,
         identities: &'a [String],
     }
@@ -28,6 +32,7 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
         };
         placement.ranks().iter().map(runs).collect()
     };
+    let spare: Vec<u32> = (0..world.mesh.world()).map(|rank| world.kv_placement.spare(Rank(rank))).collect();
     let canonical = Canonical {
         format: PLAN_FORMAT,
         problem: &world.problem,
@@ -36,6 +41,7 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
         placement: world.q_placement.name(),
         q_tokens: lists(&world.q_placement),
         kv_tokens: lists(&world.kv_placement),
+        kv_spare: if spare.iter().all(|rows| *rows == 0) { Vec::new() } else { spare },
         wire: world.problem.wire.name(),
         identities,
     };

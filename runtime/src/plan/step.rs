@@ -86,8 +86,17 @@ pub struct Buffer {
     /// Global heads: KV heads for [`Content::KeyValue`] and [`Content::WireKeyValue`], heads of the attention bias tensor for
     /// [`Content::Bias`], query heads otherwise.
     pub heads: Range<u32>,
+    /// Rows of each batch entry, behind the tokens, that hold nothing. Only a rank's own keys and values have them, in a cache
+    /// with room for more tokens.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub spare: u32,
     /// For a running state that is sent, received or kept: the keys that it has met by then. Otherwise none.
     pub met: TokenRuns,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "the serialiser passes a reference")]
+fn is_zero(spare: &u32) -> bool {
+    *spare == 0
 }
 
 /// The kind of tensors in a buffer, and their shapes.
@@ -262,7 +271,7 @@ impl Plan {
     /// Whether each tensor of the slice is contiguous in memory.
     pub(crate) fn is_one_piece(&self, problem: &AttentionProblem, slice: &Slice) -> bool {
         let buffer = self.buffer(slice.buffer);
-        let all_tokens = slice.tokens == (0..buffer.tokens.len());
+        let all_tokens = slice.tokens == (0..buffer.rows());
         let all_heads = slice.heads == (0..buffer.head_count());
         let apart = buffer.content.batch(problem) == 1 && !buffer.content.shares_rows(problem);
         slice.tokens.is_empty() || (all_heads && (all_tokens || apart))
@@ -286,9 +295,14 @@ impl Buffer {
         self.heads.end - self.heads.start
     }
 
+    /// Rows of each batch entry: one for each token, and the spare ones.
+    pub fn rows(&self) -> usize {
+        self.tokens.len() + self.spare as usize
+    }
+
     /// Bytes, all tensors together.
     pub fn bytes(&self, problem: &AttentionProblem) -> u64 {
-        self.content.bytes(problem, self.tokens.len(), self.head_count())
+        self.content.bytes(problem, self.rows(), self.head_count())
     }
 }
 

@@ -28,6 +28,18 @@ struct Facts {
     /// Bytes of this rank's part of the attention bias tensor.
     bias: u64,
     options: [u64; 5],
+    /// Of a call with a cache.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    cache: Option<CacheFacts>,
+}
+
+/// One rank's facts of a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct CacheFacts {
+    /// Of its record of all ranks.
+    pub(super) digest: u64,
+    /// Rows of each batch entry of this rank's keys, the new ones included.
+    pub(super) rows: u32,
 }
 
 /// The facts of this rank's last call: calls of one shape encode them once.
@@ -37,6 +49,7 @@ pub(super) struct LastFacts {
     shapes: [[usize; 4]; 3],
     dtypes: [Dtype; 3],
     bias: u64,
+    cache: Option<CacheFacts>,
     encoded: Bytes,
 }
 
@@ -50,6 +63,8 @@ pub(super) struct Agreed {
     pub(super) kv_counts: Vec<u32>,
     /// Bytes of the attention bias tensor, by rank.
     pub(super) bias_bytes: Vec<u64>,
+    /// With a cache, the rows of the keys of each rank.
+    pub(super) cache_rows: Option<Vec<u32>>,
 }
 
 /// Increased when the meaning of facts changes.
@@ -65,20 +80,22 @@ pub(super) fn note(
     op: u64,
     call: &Attention,
     [q, k, v]: [&Tensor; 3],
+    cache: Option<CacheFacts>,
 ) -> Result<Bytes> {
     checked_label(&call.label)?;
     let (shapes, dtypes) = ([q, k, v].map(Tensor::shape), [q, k, v].map(Tensor::dtype));
     let bias = call.bias_rows.as_ref().map_or(0, |rows| rows.len() as u64);
     let same = |last: &&LastFacts| {
-        (last.shapes, last.dtypes, last.bias) == (shapes, dtypes, bias) && last.options == call.options
+        (last.shapes, last.dtypes, last.bias, last.cache) == (shapes, dtypes, bias, cache)
+            && last.options == call.options
     };
     let encoded = match last.as_ref().filter(same) {
         Some(last) => last.encoded.clone(),
         None => {
-            let facts = Facts { bias, ..Facts::new(&call.options, q, k, v)? };
+            let facts = Facts { bias, cache, ..Facts::new(&call.options, q, k, v)? };
             let encoded = Bytes::from(facts.encode());
             let options = call.options.clone();
-            *last = Some(LastFacts { options, shapes, dtypes, bias, encoded: encoded.clone() });
+            *last = Some(LastFacts { options, shapes, dtypes, bias, cache, encoded: encoded.clone() });
             encoded
         }
     };
@@ -200,6 +217,7 @@ impl Facts {
             kv: extent(own)?,
             bias: 0,
             options: options.digests().map(|(_, digest)| digest),
+            cache: None,
         })
     }
 
@@ -221,9 +239,30 @@ impl Facts {
         if let Some((name, mine, other)) = numbers.into_iter().find(|(_, mine, other)| mine != other) {
             return Some((format!("{name} {mine}"), other.to_string()));
         }
+        match [self.cache, first.cache].map(|cache| cache.map(|cache| cache.digest)) {
+            [mine, other] if mine == other => {}
+            [Some(_), Some(_)] => {
+                return Some(("another record of the tokens in its cache".to_owned(), "its own".to_owned()));
+            }
+            [Some(_), None] => return Some(("a cache".to_owned(), "none".to_owned())),
+            [None, _] => return Some(("no cache".to_owned(), "one".to_owned())),
+        }
         let names = options.digests().map(|(name, _)| name);
         let differs = (0..names.len()).find(|index| self.options[*index] != first.options[*index])?;
         Some((format!("another {}", names[differs]), "its own".to_owned()))
+    }
+}
+
+/// The number of queries where every rank has all of them.
+fn same_queries(all: &[Facts]) -> Result<u32> {
+    let first = all[0].q;
+    match all.iter().position(|facts| facts.q != first) {
+        None => Ok(first),
+        Some(rank) => Err(disagree(
+            rank,
+            &format!("{} queries, the same on all ranks", all[rank].q),
+            &first.to_string(),
+        )),
     }
 }
 
@@ -255,10 +294,11 @@ impl Agreed {
             })
         };
         let kv_len = sum(|facts| facts.kv)?;
+        let q_len = if options.execution.same_queries { same_queries(&all)? } else { sum(|facts| facts.q)? };
         let replicated = u32::try_from(options.execution.replicated.len()).unwrap_or(u32::MAX);
         let extents = Extents {
             batch: first.batch,
-            q_len: sum(|facts| facts.q)?,
+            q_len,
             kv_len: kv_len.saturating_add(replicated),
             q_heads: first.q_heads,
             kv_heads: first.kv_heads,
@@ -271,6 +311,7 @@ impl Agreed {
             q_counts: counts(|facts| facts.q),
             kv_counts: counts(|facts| facts.kv),
             bias_bytes: all.iter().map(|facts| facts.bias).collect(),
+            cache_rows: all.iter().map(|facts| facts.cache.map(|cache| cache.rows)).collect(),
         })
     }
 }

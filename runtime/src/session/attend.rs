@@ -11,7 +11,8 @@ use super::choice::plans;
 use crate::backend::{Backend, Device, DeviceBuffer};
 use crate::call::{Attention, Options};
 use crate::exec::DeviceOutput;
-use crate::{Carryover, Dtype, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
+use crate::plan::ProvedPlans;
+use crate::{Carryover, Dtype, Error, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
 
 /// The result of a call on one rank, on its device.
 #[derive(Clone, Debug)]
@@ -38,7 +39,7 @@ pub(super) struct CachedCall {
 const CACHED_CALLS: usize = 32;
 
 /// The hash under which calls vote, as opposed to runs of given plans, whose hash is that of the plans.
-const CALLS: [u8; 32] = *b"kyklos: attention call, release1";
+pub(super) const CALLS: [u8; 32] = *b"kyklos: attention call, release1";
 
 impl Session {
     /// Attention over the tokens of all ranks: `q`, `k` and `v` are this rank's, `[batch, tokens, heads, dim]`. Ranks may hold
@@ -66,7 +67,7 @@ impl Session {
         v: &Tensor,
     ) -> Result<Output> {
         // What only this rank can find wrong is found before the vote, which then carries it to the others.
-        let prepared = note(&mut self.last_facts, self.op, call, [q, k, v])
+        let prepared = note(&mut self.last_facts, self.op, call, [q, k, v], None)
             .and_then(|note| Ok((note, self.inputs(call, q, k, v)?)));
         let (note, mut inputs) = match prepared {
             Ok(prepared) => prepared,
@@ -75,22 +76,26 @@ impl Session {
                 return Err(error);
             }
         };
-        let vote = Vote::Ready { plan_hash: CALLS, note };
-        let notes = match self.transport.agree(vote, self.options.deadline).await {
-            Ok(notes) => notes,
-            Err(error) => {
-                self.end_vote(&error);
-                return Err(error.into());
-            }
-        };
-        let lowered = self.plan_of(call, &notes)?;
+        let notes = self.vote(Vote::Ready { plan_hash: CALLS, note }).await?;
+        let facts = facts_of(&notes)?;
+        let lowered = self.plan_of(&call.options, facts, plans)?;
+        self.run_call(&lowered, &mut inputs, q).await
+    }
+
+    /// Runs a call on whose plan the ranks agree; its queries are `q`.
+    pub(super) async fn run_call(
+        &mut self,
+        lowered: &LoweredPlan,
+        inputs: &mut Inputs<DeviceBuffer>,
+        q: &Tensor,
+    ) -> Result<Output> {
         let op = self.op;
         self.op += 1;
         let mut carryover = Carryover::default();
         // Only runs of given plans can be finished after a loss, so nothing is kept for that.
-        let executor = Executor::new(&self.device, &*self.collective, &lowered, self.options.run.clone());
+        let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
         let DeviceOutput { o, lse, report, spans } =
-            executor.run_agreed(op, &mut inputs, &mut carryover, false).await?;
+            executor.run_agreed(op, inputs, &mut carryover, false).await?;
         let [batch, tokens, heads, dim] = q.shape();
         let tensor =
             |dim, dtype, buffer| Tensor::on_device([batch, tokens, heads, dim], dtype, &self.device, buffer);
@@ -102,8 +107,16 @@ impl Session {
         })
     }
 
+    /// The notes of all ranks, after a vote of which this is the vote of this rank.
+    pub(super) async fn vote(&mut self, vote: Vote) -> Result<Vec<Bytes>> {
+        self.transport.agree(vote, self.options.deadline).await.map_err(|error: TransportError| {
+            self.end_vote(&error);
+            error.into()
+        })
+    }
+
     /// Ends the group if a vote did not come to its end: other ranks may take it for passed, and would wait for this rank.
-    fn end_vote(&self, error: &TransportError) {
+    pub(super) fn end_vote(&self, error: &TransportError) {
         if let TransportError::Deadline { pending, .. } = error {
             let cause = AbortCause::Failed(error.to_string());
             let progress = Progress { op: self.op, step: 0 };
@@ -111,36 +124,51 @@ impl Session {
         }
     }
 
+    /// Ends the call on all ranks, after the vote and before its plan begins: this rank failed.
+    pub(super) fn end_call(&self, error: &Error) {
+        let cause = AbortCause::Failed(error.to_string());
+        let progress = Progress { op: self.op, step: 0 };
+        self.transport.abort(Abort { culprit: self.rank(), cause, progress });
+    }
+
     fn inputs(&self, call: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Inputs<DeviceBuffer>> {
         let device: &Device = &self.device;
         device.supports(q.dtype(), q.shape()[3])?;
-        let rows = call.bias_rows.clone();
-        let shared = call.options.bias.is_some_and(|tensor| tensor.shared_rows);
         Ok(Inputs::of(
             [q.buffer("q", device)?, k.buffer("k", device)?, v.buffer("v", device)?],
-            rows.map(|rows| device.upload("attention bias tensor", rows)).transpose()?,
-            shared,
+            self.bias(call)?,
+            call.options.bias.is_some_and(|tensor| tensor.shared_rows),
         ))
     }
 
-    /// The plan for these notes, made at the first call and kept.
-    fn plan_of(&mut self, call: &Attention, notes: &[Bytes]) -> Result<Arc<LoweredPlan>> {
-        let facts = facts_of(notes)?;
-        let known = |cached: &CachedCall| cached.facts == facts && cached.options == call.options;
+    /// The attention bias tensor of a call on the device.
+    pub(super) fn bias(&self, call: &Attention) -> Result<Option<DeviceBuffer>> {
+        let rows = call.bias_rows.clone();
+        rows.map(|rows| self.device.upload("attention bias tensor", rows)).transpose()
+    }
+
+    /// The plan for these facts of all ranks, made at the first call and kept.
+    pub(super) fn plan_of(
+        &mut self,
+        options: &Options,
+        facts: Vec<Bytes>,
+        make: impl FnOnce(&Options, &Agreed) -> Result<ProvedPlans>,
+    ) -> Result<Arc<LoweredPlan>> {
+        let known = |cached: &CachedCall| cached.facts == facts && cached.options == *options;
         if let Some(index) = self.cache.iter().position(known) {
             let cached = self.cache.remove(index);
             let lowered = cached.lowered.clone();
             self.cache.push(cached);
             return Ok(lowered);
         }
-        let agreed = Agreed::new(&call.options, &facts)?;
-        let plans = Arc::new(plans(&call.options, &agreed)?);
+        let agreed = Agreed::new(options, &facts)?;
+        let plans = Arc::new(make(options, &agreed)?);
         self.plans_made += 1;
         let lowered = Arc::new(LoweredPlan::new(plans, self.rank(), &self.device));
         if self.cache.len() == CACHED_CALLS {
             self.cache.remove(0);
         }
-        self.cache.push(CachedCall { options: call.options.clone(), facts, lowered: lowered.clone() });
+        self.cache.push(CachedCall { options: options.clone(), facts, lowered: lowered.clone() });
         Ok(lowered)
     }
 }

@@ -41,7 +41,11 @@ pub(super) fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
             "place the tokens of all ranks of the group",
         ));
     }
-    let (owners, strategy) = match execution.mesh {
+    let mesh = match execution.mesh {
+        None if execution.same_queries => Some(Mesh::new(1, ranks)?),
+        mesh => mesh,
+    };
+    let (owners, strategy) = match mesh {
         Some(mesh) if mesh.world() != ranks => {
             return Err(Error::request(
                 format!("mesh {mesh} for {ranks} ranks"),
@@ -53,7 +57,11 @@ pub(super) fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
                 Some(owners) => on_mesh(owners, mesh)?,
                 None => deal(options, &problem, agreed, mesh)?,
             };
-            (owners, execution.strategy.unwrap_or_else(|| Strategy::of_mesh(mesh)))
+            let default = match execution.same_queries && ranks > 1 {
+                true => Strategy::PassQ,
+                false => Strategy::of_mesh(mesh),
+            };
+            (owners, execution.strategy.unwrap_or(default))
         }
         None => fewest_bytes(execution, &problem, any_mesh(options, &problem, agreed, ranks)?)?,
     };
@@ -84,10 +92,11 @@ fn deal(options: &Options, problem: &AttentionProblem, agreed: &Agreed, mesh: Me
         let deal = Deal { total, replicated, documents };
         Placement::deal(&deal, *placement, mesh, &Split::Tokens(counts.to_vec()))
     };
-    Ok((
-        place(problem.q_len, &agreed.q_counts, 0..0)?,
-        place(problem.kv_len, &agreed.kv_counts, replicated.clone())?,
-    ))
+    let queries = match problem.same_queries {
+        true => Placement::everywhere(mesh, problem.q_len),
+        false => place(problem.q_len, &agreed.q_counts, 0..0)?,
+    };
+    Ok((queries, place(problem.kv_len, &agreed.kv_counts, replicated.clone())?))
 }
 
 /// The mesh and the strategy that send the fewest bytes: keys and values go to the queries, or, where queries are few, queries to
@@ -125,10 +134,13 @@ fn on_mesh((q, kv): &Owners, mesh: Mesh) -> Result<Owners> {
 /// Refuses ranks that pass other numbers of tokens than they own.
 fn fits((q, kv): &Owners, agreed: &Agreed) -> Result<()> {
     for (what, placement, counts) in [("queries", q, &agreed.q_counts), ("keys", kv, &agreed.kv_counts)] {
+        // Of keys, each rank passes the replicated ones too, and they are not counted.
+        let everywhere = if what == "queries" { placement.replicated().len() } else { 0 };
         for (rank, (tokens, count)) in placement.ranks().iter().zip(counts).enumerate() {
-            if tokens.len() != *count as usize {
+            let held = everywhere + tokens.len();
+            if held != *count as usize {
                 return Err(Error::request(
-                    format!("rank {rank} has {count} {what}, the placement gives it {}", tokens.len()),
+                    format!("rank {rank} has {count} {what}, the placement gives it {held}"),
                     "let each rank pass the tokens that the placement gives it",
                 ));
             }
@@ -158,6 +170,7 @@ mod tests {
             q_counts: q_counts.to_vec(),
             kv_counts: kv_counts.to_vec(),
             bias_bytes: vec![0; 4],
+            cache_rows: None,
         };
         let plans = plans(&Attention::new().execution(execution).options, &agreed)?;
         Ok((plans.world().strategy, plans.world().mesh))

@@ -30,7 +30,7 @@ impl<'a> PlanBuilder<'a> {
     /// A plan with the rank's inputs and its output declared, and no steps.
     pub(super) fn new(world: &'a World, rank: Rank) -> Self {
         let problem = &world.problem;
-        let q_tokens = world.q_placement.of_rank(rank).clone();
+        let q_tokens = world.q_placement.held_by(rank);
         let kv_tokens = world.kv_placement.held_by(rank);
         // A hop needs one buffer and four steps; a peer of the all-to-alls needs up to eight of each.
         let (hops, peers) = (world.mesh.ring() as usize, world.mesh.ulysses() as usize - 1);
@@ -47,6 +47,7 @@ impl<'a> PlanBuilder<'a> {
         let mut builder = Self { world, rank, plan, exchanges: 0, waiting: BTreeMap::new() };
         builder.declare("q".to_owned(), Content::Query, q_tokens.clone(), 0..problem.q_heads);
         builder.declare("kv".to_owned(), Content::KeyValue, kv_tokens, 0..problem.kv_heads);
+        builder.plan.buffers[builder.plan.kv.0].spare = world.kv_placement.spare(rank);
         builder.declare("o".to_owned(), Content::Output, q_tokens.clone(), 0..problem.q_heads);
         builder.plan.bias = problem
             .query_bias()
@@ -91,7 +92,7 @@ impl<'a> PlanBuilder<'a> {
         tokens: TokenRuns,
         heads: Range<u32>,
     ) -> BufferId {
-        self.plan.buffers.push(Buffer { name, content, tokens, heads, met: TokenRuns::default() });
+        self.plan.buffers.push(Buffer { name, content, tokens, heads, spare: 0, met: TokenRuns::default() });
         BufferId(self.plan.buffers.len() - 1)
     }
 
@@ -105,7 +106,7 @@ impl<'a> PlanBuilder<'a> {
     pub(super) fn travelling_state(&mut self, q: BufferId, met: TokenRuns) -> BufferId {
         let Buffer { name, tokens, heads, .. } = self.buffer(q).clone();
         let name = format!("state of {name} over {met}");
-        self.plan.buffers.push(Buffer { name, content: Content::State, tokens, heads, met });
+        self.plan.buffers.push(Buffer { name, content: Content::State, tokens, heads, spare: 0, met });
         BufferId(self.plan.buffers.len() - 1)
     }
 

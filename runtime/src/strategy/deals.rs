@@ -73,7 +73,8 @@ pub fn deal(
 pub(super) fn queries(problem: &AttentionProblem) -> Deal {
     let boundaries = problem.mask.document_boundaries().iter();
     let documents = boundaries.map(|position| position.saturating_sub(problem.q_offset)).collect();
-    Deal { total: problem.q_len, documents, ..Deal::default() }
+    let replicated = if problem.same_queries { 0..problem.q_len } else { 0..0 };
+    Deal { total: problem.q_len, replicated, documents }
 }
 
 /// The keys.

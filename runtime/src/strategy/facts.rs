@@ -21,6 +21,8 @@ pub(crate) struct StrategyFacts {
     pub(crate) is_distinct: fn(&AttentionProblem, Mesh) -> bool,
     /// The data that travel between shards.
     pub(super) moves: Moves,
+    /// Whether it has a round for queries that every rank holds.
+    pub(super) same_queries: bool,
     /// How keys and values travel from neighbour to neighbour; empty if they do not.
     pub(super) streams: &'static [StreamShape],
     /// Whether the heads of a rank cross the all-to-all in chunks.

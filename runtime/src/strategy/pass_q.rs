@@ -4,19 +4,26 @@
 //! For few queries over many keys: decoding over a cache that is split over ranks, cross-attention to a long context. q
 //! travels in one direction; f32 a, m and l of every query travel back. This is fewer bytes than keys and values if the
 //! number of queries is below about Hkv / Hq of the number of keys in f32, Hkv / (1.5 Hq) in f16 or bf16.
+//!
+//! Where every rank holds all queries ([`same_queries`](crate::AttentionProblem::same_queries)), only running states travel,
+//! in one exchange.
+
+use kyklos_transport::Rank;
 
 use super::build::{Inputs, PlanBuilder};
 use super::facts::{Extent, MeshRule, Moves, StrategyFacts};
 use super::price::Traffic;
 use super::streams::Routes;
 use super::unified;
-use crate::plan::{BufferId, Recv, Send};
+use crate::lower;
+use crate::plan::{BufferId, Content, Recv, Send, World};
 
 pub(super) const FACTS: StrategyFacts = StrategyFacts {
     meshes: MeshRule { ulysses: Extent::Any, ring: Extent::AtLeastTwo },
     default_on: None,
     is_distinct: |_, _| true,
     moves: Moves::Queries,
+    same_queries: true,
     streams: &[],
     attend_round: attend_everywhere,
     round_bytes,
@@ -26,6 +33,9 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
 
 /// Attention of the queries against the keys and values of every shard. Frees all inputs, returns the running state.
 fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> BufferId {
+    if builder.world.problem.same_queries {
+        return attend_same_queries(builder, inputs);
+    }
     let mesh = builder.world.mesh;
     let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
     let at = |distance: u32| (r + distance) % ring;
@@ -91,6 +101,54 @@ fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) 
     state
 }
 
+/// Attention of queries that every rank holds: each rank attends to its own keys, and sends the running state to all
+/// others. Every rank merges the states in rank order, so that ranks with devices of one type get the same bytes. Frees all
+/// inputs, returns the running state.
+fn attend_same_queries(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> BufferId {
+    let World { mesh, problem, kv_placement, .. } = builder.world;
+    let queries = builder.buffer(inputs.q).tokens.clone();
+    let sees = |shard: u32| lower::any_visible(problem, &queries, &kv_placement.of_shard(shard));
+    let (mine, all) = (builder.rank.0, 0..mesh.ring());
+    let seen: Vec<u32> = all.clone().filter(|shard| sees(*shard)).collect();
+    let states: Vec<(u32, BufferId)> = seen
+        .iter()
+        .map(|shard| (*shard, builder.travelling_state(inputs.q, kv_placement.of_shard(*shard))))
+        .collect();
+    let own = states.iter().find(|(shard, _)| *shard == mine).map(|(_, state)| *state);
+    if let Some(own) = own {
+        let keys = builder.own_keys(inputs.kv);
+        builder.attend_some(inputs, keys, own);
+    }
+    let sends = own.map_or_else(Vec::new, |own| {
+        let others = all.filter(|shard| *shard != mine);
+        others.map(|to| Send { to, parts: vec![builder.whole(own)] }).collect()
+    });
+    let others = states.iter().filter(|(shard, _)| *shard != mine);
+    let recvs = others.map(|(from, state)| Recv { from: *from, parts: vec![*state] }).collect();
+    let exchange = builder.exchange(sends, recvs);
+    // While the states travel: the keys that every rank holds, which a query meets on its own rank only.
+    let total = builder.state(inputs.q);
+    let replicated = builder.tokens_of(inputs.kv, 0..builder.replicated());
+    builder.attend_some(inputs, replicated, total);
+    builder.wait(exchange);
+    for (_, state) in states {
+        builder.merge(state, total);
+        builder.free(state);
+    }
+    builder.free(inputs.kv);
+    builder.end_queries(inputs);
+    total
+}
+
 fn round_bytes(traffic: &Traffic<'_>, _: &Routes) -> u128 {
+    let (problem, ring) = (traffic.problem, traffic.q.mesh().ring());
+    if problem.same_queries {
+        let queries = traffic.q.held_by(Rank(0));
+        let senders = (0..ring)
+            .filter(|shard| lower::any_visible(problem, &queries, &traffic.kv.of_shard(*shard)))
+            .count();
+        let state = Content::State.bytes(problem, queries.len(), problem.q_heads);
+        return senders as u128 * u128::from(ring - 1) * u128::from(state);
+    }
     traffic.visits().map(|(guest, _)| traffic.query_bytes(traffic.q.of_shard(guest).len())).sum()
 }

@@ -21,6 +21,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     example_mesh: (1, 4),
     // A tree of three ranks has no branches.
     is_distinct: |_, mesh| mesh.ring() > 3,
+    same_queries: false,
     attend_round: attend_everywhere,
     round_bytes,
     ..pass_q::FACTS

@@ -61,6 +61,7 @@ pub fn plan_placed(
 fn runs_on(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) -> Result<()> {
     strategy.accepts(mesh)?;
     mesh.fits(problem)?;
+    takes_same_queries(problem, mesh, strategy)?;
     if problem.wire.rounds() && (mesh.ring() == 1 || strategy.moves_queries()) {
         let other = if mesh.ring() == 1 { "a mesh with a ring" } else { "a strategy that sends keys" };
         return Err(Error::request(
@@ -73,6 +74,17 @@ fn runs_on(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) -> Result
     Ok(())
 }
 
+/// Refuses a strategy that sends queries or keys although every rank holds all queries.
+fn takes_same_queries(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) -> Result<()> {
+    if !problem.same_queries || mesh.world() == 1 || (strategy.facts().same_queries && mesh.ulysses() == 1) {
+        return Ok(());
+    }
+    Err(Error::request(
+        format!("all queries on every rank, with strategy {strategy} on mesh {mesh}"),
+        "use strategy pass-q on a mesh 1xR, where only running states travel",
+    ))
+}
+
 /// Refuses placements that are not of this problem on this mesh, or that the strategy cannot have.
 fn fits(
     problem: &AttentionProblem,
@@ -82,9 +94,11 @@ fn fits(
     strategy: Strategy,
 ) -> Result<()> {
     runs_on(problem, mesh, strategy)?;
-    for (what, placement, total, replicated) in
-        [("queries", q, problem.q_len, 0..0), ("keys", kv, problem.kv_len, problem.replicated.clone())]
-    {
+    let same_queries = if problem.same_queries { 0..problem.q_len } else { 0..0 };
+    for (what, placement, total, replicated) in [
+        ("queries", q, problem.q_len, same_queries),
+        ("keys", kv, problem.kv_len, problem.replicated.clone()),
+    ] {
         let replicated = &TokenRuns::contiguous(replicated);
         if placement.mesh() != mesh {
             return Err(Error::request(
@@ -104,7 +118,7 @@ fn fits(
                     "{what} on every rank: {} in the placement, {replicated} in the problem",
                     placement.replicated()
                 ),
-                "let both name the same replicated keys, and no queries",
+                "let both name the same replicated keys, and all queries (Placement::everywhere) or none",
             ));
         }
         if !placement.is_complete() {

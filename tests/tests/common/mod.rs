@@ -18,7 +18,7 @@ use kyklos::{
 use kyklos_oracle::inputs::{Case, PairInputs, cases};
 use kyklos_oracle::oracle::{self, Element, Oracle, OracleProblem, Row, RowId, Values};
 use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
-use kyklos_transport::Transport;
+use kyklos_transport::{Rank, Transport};
 
 pub mod conformance;
 #[cfg(not(target_arch = "wasm32"))]
@@ -217,7 +217,7 @@ impl Whole {
     }
 
     pub fn add(&mut self, world: &World, rank: usize, output: &RankOutput) {
-        let (problem, tokens) = (&world.problem, &world.q_placement.ranks()[rank]);
+        let (problem, tokens) = (&world.problem, &world.q_placement.held_by(Rank(rank as u32)));
         layouts(world).0.scatter(&output.o, tokens, &mut self.o).unwrap();
         let lse: Vec<f32> = bytemuck::pod_collect_to_vec(&output.lse);
         kyklos::host::scatter_lse(

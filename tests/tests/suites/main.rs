@@ -6,6 +6,7 @@
 
 #[path = "../../amount.rs"]
 mod amount;
+mod cache;
 #[path = "../common/mod.rs"]
 mod common;
 mod dealt_sides;
@@ -13,6 +14,7 @@ mod fixed_order;
 mod open_placement;
 mod plan_properties;
 mod random_worlds;
+mod same_queries;
 mod session;
 mod shared_rows;
 mod simulator;

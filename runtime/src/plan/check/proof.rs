@@ -24,6 +24,8 @@ pub(super) struct Life {
     pub(super) met: MetKeys,
     pub(super) live: bool,
     freed: bool,
+    /// For a state: it may be read, and no longer changed.
+    pub(super) sent: bool,
     pub(super) consumed: bool,
 }
 

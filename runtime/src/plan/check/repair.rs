@@ -52,7 +52,7 @@ impl RankProof<'_> {
         }
         let there = |id: &BufferId| {
             let life = &self.lives[id.0];
-            life.live && !life.consumed && life.arriving.is_none() && !self.plan.is_own(*id)
+            life.live && !life.consumed && !life.sent && life.arriving.is_none() && !self.plan.is_own(*id)
         };
         let (mut blocks, mut states) = (Vec::new(), Vec::new());
         for id in (0..self.lives.len()).map(BufferId).filter(there) {

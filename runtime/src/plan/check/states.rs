@@ -8,7 +8,7 @@ use crate::plan::{BufferId, Content, Slice};
 impl RankProof<'_> {
     pub(super) fn merge(&mut self, from: BufferId, into: BufferId) -> Result<()> {
         self.state(from)?;
-        self.state(into)?;
+        self.changed(into)?;
         self.same_meaning_but_content(from, into, Content::State, Content::State)?;
         if from == into {
             return self.fault(format!("{} is merged into itself", self.name(from)));
@@ -60,7 +60,16 @@ impl RankProof<'_> {
         Ok(())
     }
 
-    /// Checks that a state is sent whole, with the keys that it declares, and is not used again.
+    /// As [`Self::state`], for a step that changes the state.
+    pub(super) fn changed(&mut self, id: BufferId) -> Result<()> {
+        self.state(id)?;
+        if self.lives[id.0].sent {
+            return self.fault(format!("{} is changed after it was sent", self.name(id)));
+        }
+        Ok(())
+    }
+
+    /// Checks that a state is sent whole, with the keys that it declares. From then on it is only read.
     pub(super) fn send_state(&mut self, part: &Slice) -> Result<()> {
         self.in_bounds(part)?;
         let id = part.buffer;
@@ -73,7 +82,7 @@ impl RankProof<'_> {
             return self
                 .fault(format!("{} has not met exactly the keys {keys} when it is sent", self.name(id)));
         }
-        self.lives[id.0].consumed = true;
+        self.lives[id.0].sent = true;
         Ok(())
     }
 

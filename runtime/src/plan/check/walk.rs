@@ -41,6 +41,12 @@ impl<'a> RankProof<'a> {
                 Content::Bias => (problem.q_len, problem.query_bias().map_or(0, |pairs| pairs.heads)),
             };
             let heads_fit = buffer.heads.start <= buffer.heads.end && buffer.heads.end <= heads;
+            let spare = if BufferId(index) == self.plan.kv { self.world.kv_placement.spare(rank) } else { 0 };
+            if buffer.spare != spare {
+                let fault =
+                    format!("buffer {index} `{}` has {} spare rows, not {spare}", buffer.name, buffer.spare);
+                return self.fault(fault);
+            }
             if !heads_fit || buffer.tokens.runs().iter().any(|run| run.last() >= tokens) {
                 return self.fault(format!(
                     "buffer {index} `{}` holds tokens or heads that do not exist",
@@ -49,7 +55,7 @@ impl<'a> RankProof<'a> {
             }
         }
         let (q_tokens, kv_tokens) =
-            (self.world.q_placement.of_rank(rank), &self.world.kv_placement.held_by(rank));
+            (&self.world.q_placement.held_by(rank), &self.world.kv_placement.held_by(rank));
         if self.plan.bias.is_some() != problem.query_bias().is_some() {
             return self.fault(
                 "the plan and the problem do not agree whether there are rows of an attention bias tensor"
@@ -185,7 +191,7 @@ impl<'a> RankProof<'a> {
             self.not_empty(slice)?;
             self.must_be_written(slice)?;
         }
-        self.state(state)?;
+        self.changed(state)?;
         for (slice, content) in [(q, Content::Query), (kv, Content::KeyValue)] {
             if self.plan.buffer(slice.buffer).content != content {
                 return self.fault(format!("{} is no {content:?}", self.name(slice.buffer)));

@@ -1,0 +1,341 @@
+//! Keys and values of earlier tokens, held by the ranks of a group.
+
+mod attend;
+mod create;
+mod holdings;
+
+use std::ops::Range;
+
+use kyklos_transport::Rank;
+
+use crate::backend::{Backend, Device, DeviceBuffer, Extent, Layout};
+use crate::{Dtype, Error, Result, Tensor, TokenRuns};
+use holdings::Holdings;
+
+/// Keys and values of earlier tokens on the device of this rank, as one part of a cache that is spread over the ranks of a
+/// group. [`Session::kv_cache`](super::Session::kv_cache) makes it, [`Session::attend_cached`](super::Session::attend_cached)
+/// appends to it and attends to it. A model with several layers has one for each layer.
+///
+/// A token has a *position*: the number of tokens that were appended before it. All ranks keep the same record of which rank
+/// holds which position; each call compares the records.
+///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use kyklos::backend::Device;
+/// use kyklos::{Attention, CacheOptions, Dtype, Execution, Mask, Session, Tensor};
+/// use kyklos_transport::in_process_group;
+///
+/// let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
+/// let mut cache = session.kv_cache(CacheOptions::new([1, 2, 8], Dtype::F32))?;
+/// let call = Attention::new().mask(Mask::causal()).execution(Execution::new().same_queries());
+/// // A prompt of 5 tokens, then one new token at a time: 4 query heads, 2 heads of keys and values.
+/// for tokens in [5, 1, 1] {
+///     let q = Tensor::new([1, tokens, 4, 8], vec![0.5_f32; tokens * 4 * 8])?;
+///     let kv = Tensor::new([1, tokens, 2, 8], vec![0.25_f32; tokens * 2 * 8])?;
+///     let output = session.attend_cached(&call, &mut cache, &q, &kv, &kv)?;
+///     assert_eq!(output.o.shape(), [1, tokens, 4, 8]);
+/// }
+/// assert_eq!(cache.len(), 7);
+/// cache.truncate(6)?;
+/// # }
+/// # Ok::<(), kyklos::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct KvCache {
+    options: CacheOptions,
+    device: Device,
+    /// This rank.
+    rank: Rank,
+    holdings: Holdings,
+    /// Keys, then values, `[batch, rows, heads, dim]` each; none while a call uses them, and after a call that was dropped.
+    tensors: Option<[DeviceBuffer; 2]>,
+    /// Rows of each batch entry of the tensors.
+    rows: u32,
+}
+
+/// The settings of a [`KvCache`]. All ranks use the same ones, except for [`Self::max_bytes`] and [`Self::share`].
+///
+/// ```
+/// use kyklos::{CacheOptions, Dtype};
+///
+/// // 8 heads of 128 elements, at most 4 GiB on this rank, for a model with a window of 4096 tokens.
+/// let options = CacheOptions::new([1, 8, 128], Dtype::Bf16).max_bytes(4 << 30).window(4096);
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct CacheOptions {
+    batch: u32,
+    heads: u32,
+    dim: u32,
+    dtype: Dtype,
+    max_bytes: u64,
+    share: f64,
+    window: Option<u32>,
+    rollback: u32,
+    block: u32,
+}
+
+impl CacheOptions {
+    /// A cache for keys and values of `shape` = `[batch, heads, dim]` for each token. No byte limit, no window, the same share
+    /// on all ranks, in blocks of 256 tokens.
+    pub fn new(shape: [u32; 3], dtype: Dtype) -> Self {
+        let [batch, heads, dim] = shape;
+        let max_bytes = u64::MAX;
+        Self { batch, heads, dim, dtype, max_bytes, share: 1.0, window: None, rollback: 0, block: 256 }
+    }
+
+    /// Most bytes of the keys and values that this rank holds. A call for which the ranks have no room is refused, and the
+    /// cache stays as it is. Growing needs the old and the new tensors at the same time.
+    #[must_use]
+    pub fn max_bytes(mut self, max_bytes: u64) -> Self {
+        self.max_bytes = max_bytes;
+        self
+    }
+
+    /// The share of this rank in tokens that all ranks pass, relative to the shares of the others; 1 by default, 0 for none.
+    #[must_use]
+    pub fn share(mut self, share: f64) -> Self {
+        self.share = share;
+        self
+    }
+
+    /// Queries see at most the last `keys` keys, their own included. Older ones are dropped, and their memory is used again.
+    /// The calls need a mask with this window or a smaller one: `Mask::window(Some(keys - 1), Some(0))`.
+    #[must_use]
+    pub fn window(mut self, keys: u32) -> Self {
+        self.window = Some(keys);
+        self
+    }
+
+    /// With a window: how many tokens [`KvCache::truncate`] can take back. The cache keeps so many more.
+    #[must_use]
+    pub fn rollback(mut self, tokens: u32) -> Self {
+        self.rollback = tokens;
+        self
+    }
+
+    /// Of tokens that all ranks pass, so many consecutive ones go to one rank.
+    #[must_use]
+    pub fn block(mut self, tokens: u32) -> Self {
+        self.block = tokens;
+        self
+    }
+
+    /// Bytes of a key and its value, over the batch and all heads.
+    fn token_bytes(&self) -> u64 {
+        let extents = [self.batch, self.heads, self.dim].map(u64::from);
+        extents.into_iter().fold(2 * self.dtype.bytes() as u64, u64::saturating_mul)
+    }
+
+    /// Tokens that a rank with these options can hold.
+    fn most_tokens(&self) -> u32 {
+        u32::try_from(self.max_bytes / self.token_bytes()).unwrap_or(u32::MAX / 2).min(u32::MAX / 2)
+    }
+
+    fn checked(&self) -> Result<()> {
+        let extents = [self.batch, self.heads, self.dim, self.block, self.window.unwrap_or(1)];
+        if extents.contains(&0) {
+            return Err(Error::request(
+                format!("a cache with an extent of 0: {self:?}"),
+                "use at least 1 for batch, heads, dim, block and window",
+            ));
+        }
+        if !(self.share.is_finite() && self.share >= 0.0) {
+            return Err(Error::request(
+                format!("a share of {} in the tokens of a cache", self.share),
+                "use a finite number from 0 on",
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl KvCache {
+    /// Number of tokens that were appended and not truncated: the position of the next token.
+    pub fn len(&self) -> u32 {
+        self.holdings.len()
+    }
+
+    /// Whether no token was appended.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Positions that `rank` holds, in the order of its memory.
+    pub fn tokens(&self, rank: Rank) -> TokenRuns {
+        self.holdings.tokens(rank)
+    }
+
+    /// Bytes of this rank's keys and values on its device, room for more tokens included.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.rows) * self.options.token_bytes()
+    }
+
+    /// Tokens whose keys were lost with the ranks that held them, ascending: see [`Self::after_loss`].
+    pub fn missing(&self) -> &TokenRuns {
+        self.holdings.missing()
+    }
+
+    /// Takes back the tokens from position `len` on, as after a rejected speculation. All ranks do the same; the next call
+    /// finds out if they do not. Frees no memory.
+    ///
+    /// # Errors
+    /// [`Error::Request`] if later queries would see keys that were dropped behind the window:
+    /// [`CacheOptions::rollback`].
+    pub fn truncate(&mut self, len: u32) -> Result<()> {
+        let first = self.holdings.live().start;
+        let needs = len.saturating_sub(self.options.window.map_or(len, |keys| keys - 1));
+        if needs < first {
+            return Err(Error::request(
+                format!(
+                    "a cache truncated to {len} tokens, whose next query sees keys from position {needs} on: they are dropped before position {first}"
+                ),
+                "use a larger rollback (CacheOptions::rollback), or truncate fewer tokens",
+            ));
+        }
+        self.holdings.truncate(len);
+        Ok(())
+    }
+
+    /// The part of the cache that is left on this rank, in a new group of survivors ([`Survivors::ranks`](super::Survivors)):
+    /// `ranks` has the former rank of each of them. The tokens of lost ranks are then [`missing`](Self::missing); calls are
+    /// refused until [`Session::restore`](super::Session::restore) has their keys again, or they are truncated.
+    ///
+    /// # Errors
+    /// [`Error::Request`] if this rank is not one of `ranks`, or a rank does not exist.
+    pub fn after_loss(mut self, ranks: &[Rank]) -> Result<Self> {
+        let known = |rank: &Rank| self.holdings.ranks().any(|other| other == *rank);
+        let mine = ranks.iter().position(|rank| *rank == self.rank);
+        let (Some(mine), true) = (mine, ranks.iter().all(known)) else {
+            return Err(Error::request(
+                format!("survivors {ranks:?} for the cache of rank {}", self.rank),
+                "name the former ranks of all survivors, this rank's among them",
+            ));
+        };
+        self.holdings = self.holdings.of_ranks(ranks);
+        self.rank = Rank(u32::try_from(mine).unwrap_or(u32::MAX));
+        Ok(self)
+    }
+
+    /// Refuses keys that are not of this cache, and brings them and their values to the device.
+    fn upload(&self, [k, v]: [&Tensor; 2]) -> Result<NewKeys> {
+        let CacheOptions { batch, heads, dim, dtype, .. } = self.options;
+        let [k_batch, count, k_heads, k_dim] = k.shape();
+        if [k_batch, k_heads, k_dim] != [batch, heads, dim].map(|extent| extent as usize)
+            || [k.dtype(), v.dtype()] != [dtype; 2]
+            || k.shape() != v.shape()
+        {
+            return Err(Error::request(
+                format!(
+                    "k of shape {:?} in {} and v of shape {:?} in {}, for a cache of [{batch}, tokens, {heads}, {dim}] in {dtype}",
+                    k.shape(),
+                    k.dtype(),
+                    v.shape(),
+                    v.dtype()
+                ),
+                "append keys and values of the shape and type of the cache",
+            ));
+        }
+        if self.tensors.is_none() {
+            return Err(dropped());
+        }
+        let count = u32::try_from(count).ok().filter(|count| self.len().checked_add(*count).is_some());
+        let Some(count) = count else {
+            return Err(Error::request("more tokens than positions", format!("use at most {}", u32::MAX)));
+        };
+        Ok(NewKeys { tensors: [k.buffer("k", &self.device)?, v.buffer("v", &self.device)?], count })
+    }
+
+    /// Copies new keys and values to rows of this rank: the tokens of `tokens`, in this order, to the rows of `rows`.
+    fn write(&mut self, new: &NewKeys, tokens: &[Range<u32>], rows: &[Range<u32>]) -> Result<()> {
+        let Some(tensors) = &mut self.tensors else { return Err(dropped()) };
+        for (tokens, row) in side_by_side(tokens, rows) {
+            for (from, into) in new.tensors.iter().zip(tensors.iter_mut()) {
+                let source = (from, layout(&self.options, new.count, tokens.start));
+                let target = (into, layout(&self.options, self.rows, row));
+                self.device.repack(source, target, extent(&self.options, tokens.len()))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes room for `rows` rows of each batch entry.
+    fn grow(&mut self, rows: u32) -> Result<()> {
+        let Some(tensors) = &mut self.tensors else { return Err(dropped()) };
+        if rows <= self.rows {
+            return Ok(());
+        }
+        let most = self.options.most_tokens();
+        let doubled = rows.max(self.rows.saturating_mul(2)).max(self.options.block).min(most.max(rows));
+        let alloc = |rows: u32| -> Result<[DeviceBuffer; 2]> {
+            let bytes =
+                usize::try_from(u64::from(rows) * self.options.token_bytes() / 2).unwrap_or(usize::MAX);
+            Ok([self.device.alloc("cached keys", bytes)?, self.device.alloc("cached values", bytes)?])
+        };
+        let (mut grown, rows) = match alloc(doubled) {
+            Ok(grown) => (grown, doubled),
+            Err(Error::OutOfMemory { .. }) if doubled > rows => (alloc(rows)?, rows),
+            Err(error) => return Err(error),
+        };
+        if self.rows > 0 {
+            for (old, new) in tensors.iter().zip(&mut grown) {
+                let source = (old, layout(&self.options, self.rows, 0));
+                let target = (new, layout(&self.options, rows, 0));
+                self.device.repack(source, target, extent(&self.options, self.rows as usize))?;
+            }
+        }
+        (self.tensors, self.rows) = (Some(grown), rows);
+        Ok(())
+    }
+}
+
+/// Keys and values that are to be appended, on the device: dense, `count` tokens.
+struct NewKeys {
+    tensors: [DeviceBuffer; 2],
+    count: u32,
+}
+
+/// Ranges of `tokens` and the first of their rows: the n-th token goes to the n-th row.
+fn side_by_side(tokens: &[Range<u32>], rows: &[Range<u32>]) -> Vec<(Range<u32>, u32)> {
+    let (mut rows, mut parts) = (rows.iter().cloned(), Vec::new());
+    let mut space = 0..0;
+    for tokens in tokens {
+        let mut tokens = tokens.clone();
+        while !tokens.is_empty() {
+            if space.is_empty() {
+                space = rows.next().expect("a row for each token");
+            }
+            let count = tokens.end.min(tokens.start + (space.end - space.start)) - tokens.start;
+            parts.push((tokens.start..tokens.start + count, space.start));
+            (tokens.start, space.start) = (tokens.start + count, space.start + count);
+        }
+    }
+    parts
+}
+
+/// The rows from `first` on of a tensor with `rows` rows for each batch entry, in bytes.
+fn layout(options: &CacheOptions, rows: u32, first: u32) -> Layout {
+    let head_stride = options.dim as usize * options.dtype.bytes();
+    let row_stride = options.heads as usize * head_stride;
+    Layout {
+        offset: first as usize * row_stride,
+        batch_stride: rows as usize * row_stride,
+        row_stride,
+        head_stride,
+    }
+}
+
+fn extent(options: &CacheOptions, rows: usize) -> Extent {
+    Extent {
+        batch: options.batch as usize,
+        rows,
+        heads: options.heads as usize,
+        row_bytes: options.dim as usize * options.dtype.bytes(),
+    }
+}
+
+fn dropped() -> Error {
+    Error::request(
+        "a cache whose tensors were lost in a call that was dropped before its end",
+        "make a new cache, and append its tokens again",
+    )
+}

@@ -1,0 +1,111 @@
+//! Making a cache: the ranks agree on its settings, and learn each other's limits.
+
+use bytes::Bytes;
+use kyklos_transport::Vote;
+use serde::{Deserialize, Serialize};
+
+use super::{CacheOptions, Holdings, KvCache};
+use crate::backend::Backend;
+use crate::session::Session;
+use crate::{Dtype, Error, Result};
+
+/// The hash under which ranks vote on a new cache.
+const CACHES: [u8; 32] = *b"kyklos: key/value cache, release";
+
+/// One rank's settings, as they travel.
+#[derive(Debug, Serialize, Deserialize)]
+struct Facts {
+    /// What must be equal on all ranks.
+    shared: Shared,
+    /// Most tokens of this rank.
+    most: u32,
+    share: f64,
+}
+
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Shared {
+    /// Version of these facts.
+    version: u32,
+    op: u64,
+    batch: u32,
+    heads: u32,
+    dim: u32,
+    dtype: String,
+    window: Option<u32>,
+    rollback: u32,
+    block: u32,
+}
+
+impl Session {
+    /// An empty cache over the ranks of the group. All ranks make it at the same place in their calls. Blocks.
+    ///
+    /// # Errors
+    /// [`Error::Request`] when an option is out of range, or ranks use other options: on all ranks. Others as
+    /// [`Self::attend`].
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn kv_cache(&mut self, options: CacheOptions) -> Result<KvCache> {
+        pollster::block_on(self.kv_cache_async(options))
+    }
+
+    /// [`Self::kv_cache`] as a future.
+    ///
+    /// # Errors
+    /// As [`Self::kv_cache`].
+    pub async fn kv_cache_async(&mut self, options: CacheOptions) -> Result<KvCache> {
+        let prepared = options.checked().and_then(|()| {
+            self.device.supports(options.dtype, options.dim as usize)?;
+            Ok([self.device.alloc("cached keys", 0)?, self.device.alloc("cached values", 0)?])
+        });
+        let tensors = match prepared {
+            Ok(tensors) => tensors,
+            Err(error) => {
+                self.refuse(&error).await?;
+                return Err(error);
+            }
+        };
+        let facts = Facts {
+            shared: Shared::of(&options, self.op),
+            most: options.most_tokens(),
+            share: options.share,
+        };
+        let note =
+            Bytes::from(serde_json::to_vec(&facts).expect("plain data without maps always serialises"));
+        let notes = self.vote(Vote::Ready { plan_hash: CACHES, note }).await?;
+        self.op += 1;
+        let mut all: Vec<Facts> = Vec::with_capacity(notes.len());
+        for (rank, note) in notes.iter().enumerate() {
+            let facts: Facts = serde_json::from_slice(note).map_err(|_| {
+                let fault =
+                    format!("rank {rank} describes its cache in a form that this release does not know");
+                Error::request(fault, "use the same release on all ranks")
+            })?;
+            if all.first().is_some_and(|first| first.shared != facts.shared) {
+                return Err(Error::request(
+                    format!(
+                        "rank {rank} makes a cache with {:?}, rank 0 with {:?}",
+                        facts.shared, all[0].shared
+                    ),
+                    "make the same cache on all ranks, at the same place in their calls",
+                ));
+            }
+            all.push(facts);
+        }
+        if all.iter().all(|facts| facts.share == 0.0) {
+            return Err(Error::request(
+                "a cache in which each rank has a share of 0",
+                "give some rank a share",
+            ));
+        }
+        let holdings = Holdings::new(all.iter().map(|facts| (facts.most, facts.share)));
+        let (device, rank) = (self.device.clone(), self.rank());
+        Ok(KvCache { options, device, rank, holdings, tensors: Some(tensors), rows: 0 })
+    }
+}
+
+impl Shared {
+    fn of(options: &CacheOptions, op: u64) -> Self {
+        let &CacheOptions { batch, heads, dim, dtype, window, rollback, block, .. } = options;
+        let dtype: Dtype = dtype;
+        Self { version: 1, op, batch, heads, dim, dtype: dtype.name().to_owned(), window, rollback, block }
+    }
+}
