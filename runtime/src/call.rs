@@ -5,8 +5,8 @@ use std::ops::Range;
 use bytes::Bytes;
 
 use crate::{
-    AttentionProblem, BiasTensor, Dtype, Error, Mask, Mesh, Placement, PlacementKind, Result, Strategy,
-    TokenRuns, WireFormat,
+    AttentionProblem, BiasTensor, Dtype, Error, Mask, Mesh, Placement, PlacementKind, Result, Results,
+    Strategy, TokenRuns, WireFormat,
 };
 
 /// The attention to compute: `softmax(scale · q kᵀ, masked) v`. Lengths, heads and types come from the tensors of the call.
@@ -59,6 +59,7 @@ pub struct Execution {
     pub(crate) fixed_order: bool,
     pub(crate) replicated: Range<u32>,
     pub(crate) same_queries: bool,
+    pub(crate) results: Results,
 }
 
 impl Attention {
@@ -203,6 +204,13 @@ impl Execution {
         self
     }
 
+    /// The ranks that get output rows: by default the owners of the queries.
+    #[must_use]
+    pub fn results(mut self, results: Results) -> Self {
+        self.results = results;
+        self
+    }
+
     /// All ranks pass the same queries, and each gets all output rows ([`AttentionProblem::same_queries`]): as in decoding,
     /// where every rank computes the same new token. Each rank attends to its own keys, and one exchange of running states
     /// completes the rows on all ranks. Ranks with devices of one type get the same bytes. That the queries are the same
@@ -218,7 +226,7 @@ impl Options {
     /// The problem of this call with these extents.
     pub(crate) fn problem(&self, extents: &Extents) -> Result<AttentionProblem> {
         let &Extents { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype } = extents;
-        let Execution { wire, fixed_order, replicated, same_queries, .. } = &self.execution;
+        let Execution { wire, fixed_order, replicated, same_queries, results, .. } = &self.execution;
         let problem =
             AttentionProblem::new([batch, kv_len, q_heads, kv_heads, head_dim], dtype, self.mask.clone())?
                 .with_queries(q_len, self.q_offset)?;
@@ -230,14 +238,24 @@ impl Options {
             .with_wire(*wire)?
             .with_fixed_order(*fixed_order)?
             .with_replicated(replicated.clone())?
-            .with_same_queries(*same_queries)
+            .with_same_queries(*same_queries)?
+            .with_results(*results)
     }
 
     /// Hashes of the parts in which ranks may differ by mistake, each with its name in errors. Without tensors.
     pub(crate) fn digests(&self) -> [(&'static str, u64); 5] {
         let Self { mask, scale, softcap, sinks, q_offset, bias, execution } = self;
-        let Execution { strategy, mesh, placement, owners, wire, fixed_order, replicated, same_queries } =
-            execution;
+        let Execution {
+            strategy,
+            mesh,
+            placement,
+            owners,
+            wire,
+            fixed_order,
+            replicated,
+            same_queries,
+            results,
+        } = execution;
         // Rebuilt token by token, so that equal lists give equal texts.
         let runs = |tokens: &TokenRuns| TokenRuns::from_positions(tokens.iter()).runs().to_vec();
         let lists = |placement: &Placement| placement.ranks().iter().map(runs).collect::<Vec<_>>();
@@ -253,9 +271,9 @@ impl Options {
             ("attention bias tensor", digest(format!("{bias:?}").as_bytes())),
             ("mesh or strategy", digest(format!("{strategy:?} {mesh:?}").as_bytes())),
             (
-                "placement, wire format, order of sums, replicated keys or same queries",
+                "placement, wire format, order of sums, replicated keys, same queries or results",
                 digest(
-                    format!("{placement} {owners:?} {wire:?} {fixed_order} {replicated:?} {same_queries}")
+                    format!("{placement} {owners:?} {wire:?} {fixed_order} {replicated:?} {same_queries} {results:?}")
                         .as_bytes(),
                 ),
             ),

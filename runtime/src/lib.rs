@@ -60,7 +60,7 @@ pub use mask::{Mask, MaskSlice, SlicePart};
 pub use mesh::{MAX_WORLD, Mesh};
 pub use meter::{Meter, RankReport, Span, Timeline};
 pub use placement::{Deal, Placement, PlacementKind, Split};
-pub use problem::{AttentionProblem, TILE_KEYS};
+pub use problem::{AttentionProblem, Results, TILE_KEYS};
 pub use session::{
     CacheOptions, DeviceCollective, KvCache, Output, Recovery, Session, SessionOptions, Survivors,
 };

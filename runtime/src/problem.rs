@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use kyklos_transport::Rank;
+
 use crate::{BiasTensor, Dtype, Error, Mask, Result, WireFormat};
 
 /// One attention call: `o = softmax(scale · q kᵀ, masked) v`, and the log-sum-exp of every row.
@@ -53,6 +55,51 @@ pub struct AttentionProblem {
     /// [`Placement::everywhere`](crate::Placement::everywhere).
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub same_queries: bool,
+    /// The ranks that get output rows.
+    #[serde(skip_serializing_if = "Results::is_owner")]
+    pub results: Results,
+}
+
+/// The ranks that get the output rows of a query, o and lse.
+///
+/// ```
+/// use kyklos::{Execution, Results};
+/// use kyklos_transport::Rank;
+///
+/// // Rank 0 gets all rows, in rank order of their queries; the other ranks get none.
+/// let execution = Execution::new().results(Results::One(Rank(0)));
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Results {
+    /// The rank that owns the query.
+    #[default]
+    Owner,
+    /// Every rank gets all rows, in rank order of their queries.
+    All,
+    /// This rank gets all rows, in rank order of their queries; the other ranks get none.
+    One(#[serde(serialize_with = "rank_number")] Rank),
+}
+
+impl Results {
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "the serialiser passes a reference")]
+    fn is_owner(&self) -> bool {
+        *self == Self::Owner
+    }
+
+    /// Whether `rank` gets the rows of other ranks' queries.
+    pub(crate) fn gathered_on(self, rank: Rank) -> bool {
+        match self {
+            Self::Owner => false,
+            Self::All => true,
+            Self::One(one) => one == rank,
+        }
+    }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "the serialiser passes a reference")]
+fn rank_number<S: serde::Serializer>(rank: &Rank, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    serializer.serialize_u32(rank.0)
 }
 
 impl AttentionProblem {
@@ -84,6 +131,7 @@ impl AttentionProblem {
             fixed_order: false,
             replicated: 0..0,
             same_queries: false,
+            results: Results::Owner,
         }
         .checked()
     }
@@ -156,6 +204,14 @@ impl AttentionProblem {
         Self { same_queries, ..self }.checked()
     }
 
+    /// This problem with output rows on other ranks than the owners of their queries.
+    ///
+    /// # Errors
+    /// As [`Self::new`]; also where every rank gets all rows already ([`Self::same_queries`]).
+    pub fn with_results(self, results: Results) -> Result<Self> {
+        Self { results, ..self }.checked()
+    }
+
     /// The attention bias tensor, if each query has its own rows: they are with their query, and travel with it.
     pub(crate) fn query_bias(&self) -> Option<BiasTensor> {
         self.bias.filter(|tensor| !tensor.shared_rows)
@@ -203,6 +259,12 @@ impl AttentionProblem {
             return Err(Error::request(
                 format!("head dim {head_dim} is not supported"),
                 format!("use a multiple of 8 up to {MAX_HEAD_DIM}"),
+            ));
+        }
+        if self.same_queries && self.results != Results::Owner {
+            return Err(Error::request(
+                "results sent to other ranks, of queries that every rank holds",
+                "leave the results where they are: every rank has all of them",
             ));
         }
         if !self.scale.is_finite() {

@@ -43,3 +43,14 @@ fn unlike_devices() {
 fn from_launcher() {
     assert!(run("from_launcher").contains("rank 0: output of shape [1, 256, 8, 64]"));
 }
+
+#[test]
+fn kv_cache() {
+    // 40 + 24 tokens of the prompt, then 66 in blocks of 16 to the rank with the fewest.
+    let said = run("kv_cache");
+    assert!(
+        said.contains("rank 0: keys and values of 72 of 130")
+            && said.contains("rank 1: keys and values of 58 of 130"),
+        "{said}"
+    );
+}

@@ -5,7 +5,7 @@ use std::ops::Range;
 use kyklos_transport::Rank;
 
 use crate::{
-    AttentionProblem, BiasTensor, Mesh, Placement, Strategy, TOKENS_PER_SCALE, TokenRuns, WireFormat,
+    AttentionProblem, BiasTensor, Mesh, Placement, Results, Strategy, TOKENS_PER_SCALE, TokenRuns, WireFormat,
 };
 
 /// The plans of all ranks, and the inputs from which they were made.
@@ -47,7 +47,7 @@ pub struct Plan {
     pub q: BufferId,
     /// The rank's own keys and values: borrowed, never written.
     pub kv: BufferId,
-    /// The rank's output rows: written once.
+    /// The output rows that the rank gets ([`World::output_tokens`]): written once.
     pub output: BufferId,
     /// The rank's own rows of the problem's attention bias tensor: borrowed, never written. None where all queries share
     /// its rows ([`BiasTensor::shared_rows`]): each rank then holds the whole tensor, and no step names it.
@@ -352,6 +352,20 @@ impl Content {
 }
 
 impl World {
+    /// The queries whose output rows `rank` gets, in the order of the rows ([`Results`](crate::Results)).
+    pub fn output_tokens(&self, rank: Rank) -> TokenRuns {
+        match self.problem.results {
+            Results::Owner => self.q_placement.held_by(rank),
+            results => {
+                let mut tokens = TokenRuns::default();
+                if results.gathered_on(rank) {
+                    self.q_placement.ranks().iter().for_each(|own| tokens.extend(own));
+                }
+                tokens
+            }
+        }
+    }
+
     /// The plan of `rank`.
     pub fn plan(&self, rank: Rank) -> &Plan {
         &self.plans[rank.0 as usize]

@@ -96,7 +96,8 @@ impl Session {
         let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
         let DeviceOutput { o, lse, report, spans } =
             executor.run_agreed(op, inputs, &mut carryover, false).await?;
-        let [batch, tokens, heads, dim] = q.shape();
+        let [batch, _, heads, dim] = q.shape();
+        let tokens = lowered.plans().world().output_tokens(self.rank()).len();
         let tensor =
             |dim, dtype, buffer| Tensor::on_device([batch, tokens, heads, dim], dtype, &self.device, buffer);
         Ok(Output {

@@ -7,7 +7,7 @@ use kyklos_transport::Rank;
 
 use crate::mesh::kv_heads_for;
 use crate::plan::{Buffer, BufferId, Content, Kept, Plan, Recv, Send, Slice, Step, World};
-use crate::{TokenRuns, lower};
+use crate::{Results, TokenRuns, lower};
 
 /// The buffers that a rank's attention reads.
 #[derive(Clone, Copy, Debug)]
@@ -21,6 +21,8 @@ pub(super) struct PlanBuilder<'a> {
     pub(super) world: &'a World,
     pub(super) rank: Rank,
     plan: Plan,
+    /// Output rows of the rank's own queries: the plan's output, unless these rows are for other ranks.
+    output: BufferId,
     exchanges: u32,
     /// In a fixed order: merged states that wait for their neighbour, by height in the tree and number at this height.
     pub(super) waiting: BTreeMap<(u32, u32), BufferId>,
@@ -44,11 +46,16 @@ impl<'a> PlanBuilder<'a> {
             kept: Vec::new(),
             steps: Vec::with_capacity(8 + 4 * hops + 8 * peers),
         };
-        let mut builder = Self { world, rank, plan, exchanges: 0, waiting: BTreeMap::new() };
+        let mut builder =
+            Self { world, rank, plan, output: BufferId(2), exchanges: 0, waiting: BTreeMap::new() };
         builder.declare("q".to_owned(), Content::Query, q_tokens.clone(), 0..problem.q_heads);
         builder.declare("kv".to_owned(), Content::KeyValue, kv_tokens, 0..problem.kv_heads);
         builder.plan.buffers[builder.plan.kv.0].spare = world.kv_placement.spare(rank);
-        builder.declare("o".to_owned(), Content::Output, q_tokens.clone(), 0..problem.q_heads);
+        builder.declare("o".to_owned(), Content::Output, world.output_tokens(rank), 0..problem.q_heads);
+        if problem.results != Results::Owner {
+            let name = "o of own queries".to_owned();
+            builder.output = builder.declare(name, Content::Output, q_tokens.clone(), 0..problem.q_heads);
+        }
         builder.plan.bias = problem
             .query_bias()
             .map(|pairs| builder.declare("pairs".to_owned(), Content::Bias, q_tokens, 0..pairs.heads));
@@ -59,7 +66,13 @@ impl<'a> PlanBuilder<'a> {
         Inputs { q: self.plan.q, kv: self.plan.kv, pairs: self.plan.bias }
     }
 
+    /// Output rows of the rank's own queries.
     pub(super) fn output(&self) -> BufferId {
+        self.output
+    }
+
+    /// All output rows that the rank gets.
+    pub(super) fn all_output(&self) -> BufferId {
         self.plan.output
     }
 

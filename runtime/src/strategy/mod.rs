@@ -26,6 +26,7 @@ mod price;
 mod registry;
 mod relay;
 mod repair;
+mod results;
 mod ring;
 mod streams;
 mod tree;

@@ -15,7 +15,7 @@ use super::build::PlanBuilder;
 use crate::plan::{
     BufferId, Content, LostTokens, Plan, Recv, Send, Slice, Step, StepProgress, World, remaining_buffers,
 };
-use crate::{AttentionProblem, Error, Mesh, Remedy, Result, Strategy, TILE_KEYS, TokenRuns, lower};
+use crate::{AttentionProblem, Error, Mesh, Remedy, Result, Results, Strategy, TILE_KEYS, TokenRuns, lower};
 
 /// Whether survivors can complete a call of `problem` on `mesh` by `strategy`, if they hold all keys.
 ///
@@ -32,6 +32,12 @@ pub fn can_repair(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) ->
         return Err(Error::request(
             format!("strategy {strategy}, to be completed without lost ranks"),
             Remedy::RecoverBySendingKeys,
+        ));
+    }
+    if problem.results != Results::Owner {
+        return Err(Error::request(
+            "results that are sent to other ranks, to be completed without lost ranks",
+            "leave the results on the owners of the queries",
         ));
     }
     if problem.fixed_order {

@@ -7,9 +7,12 @@ use super::build::PlanBuilder;
 use super::deals::deal;
 use super::order;
 use super::price::Traffic;
+use super::results;
 use super::streams::Routes;
 use crate::plan::{Content, LostTokens, Plan, World};
-use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Split, Strategy, TokenRuns};
+use crate::{
+    AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Results, Split, Strategy, TokenRuns,
+};
 
 /// The plans of all ranks of `mesh` for `problem`, with tokens dealt by `placement` and `split`: [`deal`] and
 /// [`plan_placed`].
@@ -62,6 +65,14 @@ fn runs_on(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) -> Result
     strategy.accepts(mesh)?;
     mesh.fits(problem)?;
     takes_same_queries(problem, mesh, strategy)?;
+    if let Results::One(rank) = problem.results
+        && rank.0 >= mesh.world()
+    {
+        return Err(Error::request(
+            format!("results for rank {rank}, on mesh {mesh} of {} ranks", mesh.world()),
+            "name a rank of the mesh",
+        ));
+    }
     if problem.wire.rounds() && (mesh.ring() == 1 || strategy.moves_queries()) {
         let other = if mesh.ring() == 1 { "a mesh with a ring" } else { "a strategy that sends keys" };
         return Err(Error::request(
@@ -240,7 +251,8 @@ pub(crate) fn bytes_sent(
     let facts = strategy.facts();
     let traffic = Traffic { problem, q, kv };
     let routes = Routes::new(facts.streams, problem, q, kv);
-    let bytes = traffic.all_to_all_bytes() + (facts.round_bytes)(&traffic, &routes);
+    let bytes =
+        traffic.all_to_all_bytes() + (facts.round_bytes)(&traffic, &routes) + results::bytes(&traffic);
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
@@ -251,6 +263,7 @@ fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
         let inputs = builder.inputs();
         let state = (facts.attend_round)(&mut builder, routes, inputs);
         builder.finalize(state, builder.output());
+        results::send(&mut builder);
         return builder.finish();
     }
     let (_, u) = world.mesh.coordinates(rank);
@@ -274,5 +287,6 @@ fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
     if let Some(last) = going_home {
         all_to_all::take_tokens(&mut builder, last);
     }
+    results::send(&mut builder);
     builder.finish()
 }

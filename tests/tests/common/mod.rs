@@ -217,7 +217,7 @@ impl Whole {
     }
 
     pub fn add(&mut self, world: &World, rank: usize, output: &RankOutput) {
-        let (problem, tokens) = (&world.problem, &world.q_placement.held_by(Rank(rank as u32)));
+        let (problem, tokens) = (&world.problem, &world.output_tokens(Rank(rank as u32)));
         layouts(world).0.scatter(&output.o, tokens, &mut self.o).unwrap();
         let lse: Vec<f32> = bytemuck::pod_collect_to_vec(&output.lse);
         kyklos::host::scatter_lse(

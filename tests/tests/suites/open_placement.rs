@@ -12,8 +12,8 @@ use kyklos::host::Tensors;
 use kyklos::plan::{World, check, plan_hash};
 use kyklos::simulate::{Cluster, predict_placed, simulate};
 use kyklos::{
-    AttentionProblem, Dtype, Mask, Mesh, Placement, PlacementKind, Split, Strategy, TokenRuns, WireFormat,
-    placed_meshes_by_bytes, plan_placed, plan_world,
+    AttentionProblem, Dtype, Mask, Mesh, Placement, PlacementKind, Results, Split, Strategy, TokenRuns,
+    WireFormat, placed_meshes_by_bytes, plan_placed, plan_world,
 };
 use kyklos_oracle::inputs::{Case, CasePairs};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem};
@@ -119,15 +119,27 @@ fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseError> {
         _ => 0..0,
     };
     let problem = prepared.problem.clone().with_replicated(replicated).unwrap();
+    let results = match chance.below(4) {
+        0 => Results::All,
+        1 => Results::One(Rank(chance.below(mesh.world()))),
+        _ => Results::Owner,
+    };
+    let problem = problem.with_results(results).unwrap();
     let q = any_placement(mesh, problem.q_len, 0..0, &mut chance);
     let kv = any_placement(mesh, problem.kv_len, problem.replicated.clone(), &mut chance);
+    let priced = placed_meshes_by_bytes(&problem, &q, &kv, Some(strategy)).unwrap();
     let who = format!("{strategy} {mesh} {dtype} {}\nq {:?}\nkv {:?}", problem.mask, q.ranks(), kv.ranks());
     let world = plan_placed(&problem, mesh, q, kv, strategy).unwrap();
     let checks = check(&world).map_err(|error| TestCaseError::fail(format!("{who}\n{error}")))?;
+    let sent: u64 = checks.iter().map(|check| check.bytes_sent).sum();
+    prop_assert!(priced.contains(&(mesh, sent)), "{} {:?}: {} bytes, not {:?}", who, results, sent, priced);
     let (whole, outputs) =
         run_world(&world, in_process_group(mesh.world()), &prepared.tensors, CpuBackend::new);
     for (output, planned) in outputs.iter().zip(checks) {
         prop_assert_eq!(output.report.bytes_sent, planned.bytes_sent, "{}", who);
+    }
+    if results == Results::All {
+        prop_assert!(outputs.iter().all(|output| output.o == outputs[0].o && output.lse == outputs[0].lse));
     }
     let dense = {
         let one = Mesh::new(1, 1).unwrap();

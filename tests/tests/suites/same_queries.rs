@@ -78,6 +78,44 @@ proptest! {
     }
 }
 
+/// The same rows on a session: at the owners, on one rank, on all ranks, and from queries that all ranks pass.
+#[test]
+fn a_session_brings_results_to_the_ranks_that_want_them() {
+    let rows = |tokens: std::ops::Range<usize>, heads: usize, factor: f32| {
+        let first = tokens.start * heads * 8;
+        let values = (first..tokens.end * heads * 8).map(|index| (index as f32 * factor).sin()).collect();
+        Tensor::new([1, tokens.len(), heads, 8], values).unwrap()
+    };
+    let own = [0..3, 3..3, 3..10];
+    let outputs = on_threads(in_process_group(3), |transport| {
+        let rank = transport.rank();
+        let mine = own[rank.0 as usize].clone();
+        let mut session = Session::new(transport, Device::cpu());
+        let (k, v) = (rows(mine.clone(), 2, 0.3), rows(mine.clone(), 2, 0.7));
+        let mut attend = |q: &Tensor, execution: Execution| {
+            let call = Attention::new().mask(Mask::causal()).execution(execution);
+            let output = session.attend(&call, q, &k, &v).unwrap();
+            assert_eq!(output.lse.shape()[..3], output.o.shape()[..3]);
+            (output.o.to_vec::<f32>().unwrap(), output.lse.to_vec::<f32>().unwrap())
+        };
+        let q = rows(mine, 4, 0.11);
+        let owner = attend(&q, Execution::new());
+        let one = attend(&q, Execution::new().results(Results::One(Rank(2))));
+        let all = attend(&q, Execution::new().results(Results::All));
+        let same = attend(&rows(0..10, 4, 0.11), Execution::new().same_queries());
+        [owner, one, all, same]
+    });
+    let gathered: Vec<f32> = outputs.iter().flat_map(|[owner, ..]| owner.0.clone()).collect();
+    let lse: Vec<f32> = outputs.iter().flat_map(|[owner, ..]| owner.1.clone()).collect();
+    for (rank, [_, one, all, same]) in outputs.iter().enumerate() {
+        assert_eq!(*all, (gathered.clone(), lse.clone()));
+        assert_eq!(*one, if rank == 2 { all.clone() } else { (vec![], vec![]) });
+        // Other sums, so other roundings.
+        let far = same.0.iter().zip(&gathered).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(far < 1e-5 && same.0.len() == gathered.len(), "{far}");
+    }
+}
+
 fn problem() -> kyklos::AttentionProblem {
     let problem =
         kyklos::AttentionProblem::new([1, 40, 4, 2, 8], Dtype::F32, kyklos::Mask::causal()).unwrap();

@@ -66,7 +66,7 @@ impl<'a> RankProof<'a> {
         for (id, content, tokens, heads) in [
             (self.plan.q, Content::Query, q_tokens, problem.q_heads),
             (self.plan.kv, Content::KeyValue, kv_tokens, problem.kv_heads),
-            (self.plan.output, Content::Output, q_tokens, problem.q_heads),
+            (self.plan.output, Content::Output, &self.world.output_tokens(rank), problem.q_heads),
         ]
         .into_iter()
         .chain(pairs.map(|(id, pairs)| (id, Content::Bias, q_tokens, pairs.heads)))
