@@ -1,10 +1,13 @@
 //! Queries that every rank holds: any owners of the keys, any mask, sinks and bias tensor; every rank gets all rows, and all
 //! ranks the same bytes.
 
+use kyklos::backend::Device;
 use kyklos::backend::cpu::CpuBackend;
+use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, Step, check};
 use kyklos::{
-    Dtype, Mesh, Placement, PlacementKind, Split, Strategy, meshes_by_bytes, plan_placed, plan_world,
+    Attention, Dtype, Execution, Mask, Mesh, Placement, PlacementKind, Results, Session, Split, Strategy,
+    Tensor, meshes_by_bytes, plan_placed, plan_world,
 };
 use kyklos_oracle::inputs::{Case, CasePairs};
 use kyklos_oracle::oracle::OracleProblem;
