@@ -257,7 +257,7 @@ impl Options {
             results,
         } = execution;
         // Rebuilt token by token, so that equal lists give equal texts.
-        let runs = |tokens: &TokenRuns| TokenRuns::from_positions(tokens.iter()).runs().to_vec();
+        let runs = |tokens: &TokenRuns| tokens.canonical().runs().to_vec();
         let lists = |placement: &Placement| placement.ranks().iter().map(runs).collect::<Vec<_>>();
         let owners = owners.as_ref().map(|(queries, keys)| [lists(queries), lists(keys)]);
         let bits = |value: &Option<f32>| value.map(f32::to_bits);

@@ -58,7 +58,7 @@ impl BlockWork {
         kv_tokens: &TokenRuns,
         tile: TileShape,
     ) -> Vec<Self> {
-        let kv_positions: Vec<u32> = kv_tokens.iter().collect();
+        let kv_positions = kv_tokens.to_vec();
         let kv_bounds: Vec<(u32, u32)> = kv_positions
             .chunks(tile.kv_cols as usize)
             .map(|tile| tile.iter().fold((u32::MAX, 0), |(lo, hi), p| (lo.min(*p), hi.max(*p))))

@@ -1,7 +1,7 @@
 //! The global tokens that each rank holds, and their order.
 
 mod contiguous;
-mod explicit;
+pub(crate) mod explicit;
 mod kind;
 mod per_document;
 mod shares;

@@ -102,6 +102,31 @@ impl TokenRuns {
     }
 
     /// The tokens, in order.
+    pub(crate) fn to_vec(&self) -> Vec<u32> {
+        let mut tokens = Vec::with_capacity(self.len());
+        for run in &self.runs {
+            match run.stride {
+                1 => tokens.extend(run.start..=run.last()),
+                _ => tokens.extend(run.tokens()),
+            }
+        }
+        tokens
+    }
+
+    /// The same list in the runs of [`Self::from_positions`]: equal lists have equal runs then.
+    pub(crate) fn canonical(&self) -> Self {
+        // Runs of several adjacent tokens, with gaps between them, are found again token by token.
+        let many = |run: &Run| run.stride == 1 && run.count > 1;
+        let joined = |pair: &[Run]| pair[0].last() + 1 == pair[1].start;
+        let before_last = self.runs.len().saturating_sub(1);
+        let last_is_plain = self.runs.last().is_none_or(|run| run.stride == 1);
+        if self.runs[..before_last].iter().all(many) && last_is_plain && !self.runs.windows(2).any(joined) {
+            return self.clone();
+        }
+        Self::from_positions(self.iter())
+    }
+
+    /// The tokens, in order.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.runs.iter().flat_map(Run::tokens)
     }
@@ -126,9 +151,10 @@ impl TokenRuns {
     }
 }
 
-/// Finds the tokens of a list in ranges, many times: in a list of few runs by its runs, else in a sorted copy.
+/// Finds the tokens of a list in ranges, many times: by its runs if they are few or ascend, else in a sorted copy.
 pub(crate) enum TokenIndex<'a> {
     Runs(&'a [Run]),
+    Ascending(&'a [Run]),
     Sorted(Vec<u32>),
 }
 
@@ -136,6 +162,9 @@ impl<'a> TokenIndex<'a> {
     pub(crate) fn new(tokens: &'a TokenRuns) -> Self {
         if tokens.runs.len() <= FEW_RUNS {
             return Self::Runs(&tokens.runs);
+        }
+        if tokens.runs.windows(2).all(|pair| pair[0].last() < pair[1].start) {
+            return Self::Ascending(&tokens.runs);
         }
         let mut sorted: Vec<u32> = tokens.iter().collect();
         sorted.sort_unstable();
@@ -146,6 +175,10 @@ impl<'a> TokenIndex<'a> {
     pub(crate) fn meets(&self, lo: u32, hi: u32) -> bool {
         match self {
             Self::Runs(runs) => runs.iter().any(|run| run.meets(lo, hi)),
+            Self::Ascending(runs) => {
+                let from = runs.partition_point(|run| run.last() < lo);
+                runs[from..].iter().take_while(|run| run.start < hi).any(|run| run.meets(lo, hi))
+            }
             Self::Sorted(sorted) => sorted.get(below(sorted, lo)).is_some_and(|token| *token < hi),
         }
     }
@@ -246,6 +279,37 @@ mod tests {
             for to in from..=positions.len() {
                 let slice: Vec<u32> = tokens.slice(from..to).iter().collect();
                 assert_eq!(slice, &positions[from..to]);
+            }
+        }
+    }
+
+    /// Lists in runs that were cut anywhere: the canonical runs, the index and the plain list are those of the tokens.
+    #[test]
+    fn runs_that_are_cut_anywhere_mean_the_same_tokens() {
+        let mut state = 7u32;
+        let mut below = |bound: u32| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 16) % bound
+        };
+        for round in 0..300 {
+            let mut tokens = TokenRuns::default();
+            let mut start = 0;
+            for _ in 0..1 + below(150) {
+                start = if round % 3 == 0 { below(500) } else { start + below(3) };
+                let run =
+                    Run { start, count: 1 + below(4), stride: if round % 2 == 0 { 1 } else { 1 + below(3) } };
+                start = run.last() + 1;
+                // Not by `push`, which joins runs.
+                tokens.runs.push(run);
+            }
+            let plain: Vec<u32> = tokens.iter().collect();
+            assert_eq!(tokens.to_vec(), plain);
+            assert_eq!(tokens.canonical().runs, TokenRuns::from_positions(plain.iter().copied()).runs);
+            let index = TokenIndex::new(&tokens);
+            for (lo, hi) in [(0, 3), (below(400), below(400)), (start, start + 9), (start / 2, start / 2 + 2)]
+            {
+                let meets = plain.iter().any(|token| (lo..hi).contains(token));
+                assert_eq!(index.meets(lo, hi), meets, "{lo}..{hi} {plain:?}");
             }
         }
     }

@@ -46,6 +46,12 @@ impl Placement {
                 "name an ascending range of tokens that exist",
             ));
         }
+        let shared = TokenRuns::contiguous(replicated.clone());
+        let placement =
+            |ranks| Self { kind: None, mesh, total, replicated: shared, ranks, spare: Vec::new() };
+        if covers_once(total, &replicated, &lists) {
+            return Ok(placement(lists));
+        }
         let mut seen = Seen::new(total);
         for (rank, list) in (0..).map(Rank).zip(&lists) {
             for run in list.runs() {
@@ -76,14 +82,7 @@ impl Placement {
                 "give every token that is not replicated one owner",
             ));
         }
-        Ok(Self {
-            kind: None,
-            mesh,
-            total,
-            replicated: TokenRuns::contiguous(replicated),
-            ranks: lists,
-            spare: Vec::new(),
-        })
+        Ok(placement(lists))
     }
 
     /// The placement in which every rank of `mesh` holds all of `0..total`, and none owns any: that of the queries of a
@@ -130,6 +129,28 @@ impl Placement {
         let owned: usize = self.ranks.iter().map(TokenRuns::len).sum();
         owned + self.replicated.len() == self.total as usize
     }
+}
+
+/// Whether `lists` and `replicated` together have each token of `0..total` once. Known from the runs alone where all of them are
+/// of adjacent tokens; otherwise false.
+pub(crate) fn covers_once(total: u32, replicated: &Range<u32>, lists: &[TokenRuns]) -> bool {
+    let mut ranges = vec![(u64::from(replicated.start), u64::from(replicated.end))];
+    for run in lists.iter().flat_map(TokenRuns::runs) {
+        if run.stride != 1 {
+            return false;
+        }
+        ranges.push((u64::from(run.start), u64::from(run.start) + u64::from(run.count)));
+    }
+    ranges.retain(|(start, end)| start < end);
+    ranges.sort_unstable();
+    let mut next = 0;
+    for (start, end) in ranges {
+        if start != next {
+            return false;
+        }
+        next = end;
+    }
+    next == u64::from(total)
 }
 
 /// The refusal of `token`, which `rank` owns again.
@@ -207,6 +228,25 @@ mod tests {
         far.push(Run { start: 0, count: 3, stride: u32::MAX });
         let error = Placement::explicit(Mesh::new(1, 1).unwrap(), 8, 0..0, vec![far]).unwrap_err();
         assert!(error.to_string().contains("token 8589934590, there are 8"), "{error}");
+    }
+
+    /// The quick answer is never wrong, and is given for runs of adjacent tokens.
+    #[test]
+    fn what_covers_every_token_once_is_known_from_runs() {
+        let runs = |positions: &[u32]| TokenRuns::from_positions(positions.iter().copied());
+        for (total, replicated, lists, covers) in [
+            (6, 0..0, [runs(&[0, 1, 4, 5]), runs(&[2, 3])], true),
+            (6, 2..4, [runs(&[4, 5]), runs(&[0, 1])], true),
+            (6, 0..0, [runs(&[0, 1, 4]), runs(&[2, 3])], false),
+            (6, 0..0, [runs(&[0, 1, 2, 3, 4, 5]), runs(&[3])], false),
+            (6, 2..4, [runs(&[4, 5, 3]), runs(&[0, 1])], false),
+            (5, 0..0, [runs(&[0, 1, 2, 3, 4, 5]), runs(&[])], false),
+            (0, 0..0, [runs(&[]), runs(&[])], true),
+        ] {
+            assert_eq!(covers_once(total, &replicated, &lists), covers, "{total} {replicated:?} {lists:?}");
+            let mesh = Mesh::new(1, 2).unwrap();
+            assert_eq!(Placement::explicit(mesh, total, replicated, lists.to_vec()).is_ok(), covers);
+        }
     }
 
     #[test]

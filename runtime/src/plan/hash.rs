@@ -27,7 +27,7 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
     // Rebuilt token by token, so that equal lists give equal runs.
     let lists = |placement: &crate::Placement| {
         let runs = |tokens: &crate::TokenRuns| {
-            let tokens = crate::TokenRuns::from_positions(tokens.iter());
+            let tokens = tokens.canonical();
             tokens.runs().iter().map(|run| (run.start, run.count, run.stride)).collect()
         };
         placement.ranks().iter().map(runs).collect()

@@ -120,8 +120,7 @@ fn a_session_brings_results_to_the_ranks_that_want_them() {
 }
 
 fn problem() -> kyklos::AttentionProblem {
-    let problem =
-        kyklos::AttentionProblem::new([1, 40, 4, 2, 8], Dtype::F32, kyklos::Mask::causal()).unwrap();
+    let problem = kyklos::AttentionProblem::new([1, 40, 4, 2, 8], Dtype::F32, Mask::causal()).unwrap();
     problem.with_queries(3, 37).unwrap().with_same_queries(true).unwrap()
 }
 

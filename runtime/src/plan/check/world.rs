@@ -4,6 +4,7 @@ use kyklos_transport::Rank;
 
 use super::proof::RankProof;
 use super::together::{messages_meet, no_rank_waits_for_ever};
+use crate::placement::explicit::covers_once;
 use crate::plan::World;
 use crate::{Error, Result, TokenRuns};
 
@@ -51,6 +52,14 @@ fn owners(world: &World) -> Result<()> {
         ("query", &world.q_placement, world.problem.q_len, &world.lost.queries),
         ("key", &world.kv_placement, world.problem.kv_len, &world.lost.keys),
     ] {
+        let shared = match placement.replicated().runs() {
+            [] => Some(0..0),
+            [run] if run.stride == 1 => Some(run.start..run.start + run.count),
+            _ => None,
+        };
+        if lost.is_empty() && shared.is_some_and(|shared| covers_once(total, &shared, placement.ranks())) {
+            continue;
+        }
         let mut owner: Vec<Option<u32>> = vec![None; total as usize];
         let is_in =
             |tokens: &TokenRuns, token: u32| tokens.runs().iter().any(|run| run.meets(token, token + 1));
