@@ -37,7 +37,10 @@ impl PlacementKind {
                 .map(|i| (2 * i + 1 + half * 2 * SAMPLES) * u64::from(problem.q_len) / (4 * SAMPLES))
                 .filter_map(|token| u32::try_from(token).ok())
                 .filter(|token| *token < problem.q_len)
-                .map(|token| problem.mask.visible(0, problem.q_position(token), problem.kv_len).keys())
+                .flat_map(|token| (0..problem.mask.batch_classes()).map(move |class| (class, token)))
+                .map(|(class, token)| {
+                    problem.mask.visible(class, problem.q_position(token), problem.kv_len).keys()
+                })
                 .sum()
         };
         let (front, back) = (work(0), work(1));
