@@ -245,11 +245,11 @@ pub fn cases() -> Vec<Case> {
     [
         list::sizes(),
         list::masks(),
-        list::entries(),
         list::scores(),
         list::poison(),
         list::pairs(),
         list::shared_rows(),
+        list::entries(),
     ]
     .concat()
 }

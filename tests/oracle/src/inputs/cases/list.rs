@@ -189,7 +189,7 @@ pub(super) fn entries() -> Vec<Case> {
         Case::new(
             "slices of each entry: other numbers of runs for a row",
             [2, 65, 65],
-            [4, 2, 16],
+            [4, 2, 32],
             each("slices:0..65x0..7,0..40x20..33,40..65x30..61/causal//slices:0..65x5..60,9..40x61..64"),
         ),
         Case::new(
@@ -220,7 +220,7 @@ pub(super) fn entries() -> Vec<Case> {
         Case::new(
             "one query over the slices of each entry",
             [2, 1, 300],
-            [8, 2, 64],
+            [8, 2, 32],
             each("slices:0..1x0..20,0..1x70..131,0..1x210..297//slices:0..1x40..90"),
         ),
         Case::new(
