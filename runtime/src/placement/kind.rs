@@ -101,6 +101,13 @@ mod tests {
         assert_eq!(placement_of("full"), PlacementKind::Contiguous);
         assert_eq!(placement_of("window:64,0"), PlacementKind::Contiguous);
         assert_eq!(placement_of("window:0,-1"), PlacementKind::Contiguous);
+        // The work of all batch entries together decides.
+        let of_two = |mask: &str| {
+            let problem = AttentionProblem::new([2, 4096, 8, 2, 64], Dtype::F32, mask.parse().unwrap());
+            PlacementKind::for_problem(&problem.unwrap())
+        };
+        assert_eq!(of_two("valid:0//causal"), PlacementKind::Zigzag);
+        assert_eq!(of_two("causal//window:0,-1"), PlacementKind::Contiguous);
         let empty = AttentionProblem::new([1, 0, 1, 1, 8], Dtype::F32, Mask::causal()).unwrap();
         assert_eq!(PlacementKind::for_problem(&empty), PlacementKind::Contiguous);
     }

@@ -192,6 +192,8 @@ mod tests {
             "causal+valid:0",
             "slices:0..40x0..10,10..61x28..50/causal",
             "window:7,-1+documents:0,33,61",
+            "causal//documents:0,9,30,61",
+            "slices:0..40x0..10,10..61x28..50/causal//valid:17",
         ];
         for mask in masks {
             let mask: Mask = mask.parse().unwrap();

@@ -9,6 +9,7 @@ mod amount;
 #[path = "../common/mod.rs"]
 mod common;
 mod dealt_sides;
+mod entry_masks;
 mod fixed_order;
 mod open_placement;
 mod plan_properties;
