@@ -21,6 +21,7 @@ fn made(target: &str) -> Vec<(String, Vec<u8>)> {
         ],
         "values" => &[
             ("mask", "causal+window:16,-1+documents:0,128,512+valid:3,4"),
+            ("masks_of_entries", "causal+documents:0,128,512//valid:3//slices:0..4x2..9/both"),
             ("slices", "slices:0..32x0..64/causal,32..64x0..16/both"),
             ("slice", "0..32x0..64/causal"),
             ("mesh", "2x3"),

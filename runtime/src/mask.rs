@@ -4,12 +4,18 @@
 //! one on both sides, key padding from above, documents on both sides; a union of slices is several; intersecting
 //! masks intersects the intervals. So all later stages (tile classes, kernels, proofs) ask for the intervals of a row
 //! and do not depend on mask kinds. The definition of each kind is in its own file in `mask/`.
+//!
+//! A mask is one for all batch entries, or a list with one mask for each entry (`mask/per_entry.rs`). All stages ask for the
+//! intervals of (batch entry, row), so they do not depend on that either.
 
 mod documents;
 mod kind;
 mod padding;
+mod per_entry;
 mod slices;
 mod window;
+
+use std::borrow::Cow;
 
 use crate::{Error, Result, RowSpan, Spans};
 use documents::Documents;
@@ -21,58 +27,73 @@ use window::Window;
 
 macro_rules! define_mask {
     ($($field:ident: $Kind:ty,)*) => {
-        /// The intersection of any number of causal, window, key-padding, document and slice masks: one value of each kind.
+        /// The intersection of any number of causal, window, key-padding, document and slice masks: one value of each kind. Or
+        /// one such mask for each batch entry ([`Mask::per_entry`]).
         #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
         pub struct Mask {
             $(#[serde(flatten)] $field: $Kind,)*
+            /// One mask for each batch entry, at least two, each of them for one entry; all other fields then hide nothing.
+            /// Empty: the other fields are the mask of all entries.
+            #[serde(skip_serializing_if = "Vec::is_empty")]
+            entries: Vec<Mask>,
         }
 
         impl Mask {
-            /// The intersection of both masks.
+            /// The intersection of both masks, entry by entry if one of them is a mask for each batch entry.
             ///
             /// # Errors
-            /// [`Error::Request`] where both have key padding for different numbers of batch entries.
+            /// [`Error::Request`] where both are for different numbers of batch entries.
             pub fn and(self, other: Self) -> Result<Self> {
-                Ok(Self { $($field: self.$field.and(other.$field)?,)* })
+                if self.entries.is_empty() && other.entries.is_empty() {
+                    Ok(Self { $($field: self.$field.and(other.$field)?,)* entries: Vec::new() })
+                } else {
+                    self.and_by_entry(&other)
+                }
             }
 
             /// How masks are written, for help texts.
             pub fn notation() -> String {
                 let terms = [&["full"][..], $(<$Kind>::NOTATION,)*].concat();
-                format!("{}, joined by +", terms.join(", "))
+                format!("{}, joined by +; one mask for each batch entry: MASK{SEPARATOR}MASK", terms.join(", "))
             }
 
             /// Refuses a mask that does not fit a problem of `batch` entries and `kv_len` keys.
             pub(crate) fn fits(&self, batch: u32, kv_len: u32) -> Result<()> {
                 $(self.$field.fits(batch, kv_len)?;)*
-                Ok(())
+                self.entries_fit(batch, kv_len)
             }
 
-            /// Number of different masks over the batch: 1, or one for each entry if their key padding differs.
+            /// Number of different masks over the batch: 1, or one for each entry.
             pub(crate) fn batch_classes(&self) -> usize {
-                [$(self.$field.batch_classes(),)*].into_iter().fold(1, usize::max)
+                [$(self.$field.batch_classes(),)*].into_iter().fold(self.entries.len().max(1), usize::max)
             }
 
-            /// Whether both ends of the interval of visible keys never decrease from one query to the next; queries that see no
-            /// key come last.
-            pub(crate) fn grows_along_queries(&self) -> bool {
-                $(self.$field.is_one_interval())&&*
+            /// Whether both ends of the interval of visible keys never decrease from one query of batch entry `batch` to the
+            /// next; queries that see no key come last.
+            pub(crate) fn grows_along_queries(&self, batch: usize) -> bool {
+                let mask = self.of_entry(batch);
+                $(mask.$field.is_one_interval())&&*
             }
 
             /// The key positions that the query at global position `q` of batch entry `batch` sees, of keys `0..kv_len`.
+            ///
+            /// # Panics
+            /// If this is a mask for each batch entry and has none for `batch`.
             pub fn visible(&self, batch: usize, q: u32, kv_len: u32) -> Spans {
-                let (lo, hi) = self.ends(batch, q, kv_len);
+                let mask = self.of_entry(batch);
+                let (lo, hi) = mask.ends(batch, q, kv_len);
                 let spans = Spans::one(interval(lo, hi));
-                $(let spans = self.$field.within(q, spans);)*
+                $(let spans = mask.$field.within(q, spans);)*
                 spans
             }
 
             /// An interval that holds every key that a query at any of the positions `first..=last` sees, and maybe others.
             pub(crate) fn hull(&self, batch: usize, first: u32, last: u32, kv_len: u32) -> RowSpan {
-                let (mut lo, _) = self.ends(batch, first, kv_len);
-                let (_, mut hi) = self.ends(batch, last, kv_len);
+                let mask = self.of_entry(batch);
+                let (mut lo, _) = mask.ends(batch, first, kv_len);
+                let (_, mut hi) = mask.ends(batch, last, kv_len);
                 $(
-                    let (begin, end) = self.$field.hull(first, last, kv_len);
+                    let (begin, end) = mask.$field.hull(first, last, kv_len);
                     (lo, hi) = (lo.max(begin), hi.min(end));
                 )*
                 interval(lo, hi)
@@ -145,9 +166,16 @@ impl Mask {
         Ok(Self { documents: Documents::new(boundaries)?, ..Self::default() })
     }
 
-    /// Ascending positions at which documents begin or end; empty if there is only one document.
-    pub(crate) fn document_boundaries(&self) -> &[u32] {
-        &self.documents.documents
+    /// Ascending positions at which documents of any batch entry begin or end; empty if there is only one document.
+    pub(crate) fn document_boundaries(&self) -> Cow<'_, [u32]> {
+        if self.entries.is_empty() {
+            return Cow::Borrowed(&self.documents.documents);
+        }
+        let mut all: Vec<u32> =
+            self.entries.iter().flat_map(|mask| mask.documents.documents.iter().copied()).collect();
+        all.sort_unstable();
+        all.dedup();
+        Cow::Owned(all)
     }
 
     /// A query sees the union of the keys of these slices. A key in several slices counts once.
@@ -168,6 +196,9 @@ impl Mask {
     }
 }
 
+/// Between the masks of batch entries, in the notation. No shell gives it a meaning.
+const SEPARATOR: &str = "//";
+
 fn interval(lo: u32, hi: u32) -> RowSpan {
     if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
 }
@@ -177,14 +208,21 @@ impl std::str::FromStr for Mask {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        text.split('+')
-            .map(|term| Self::of_term(&Term::new(term, Self::notation)))
-            .try_fold(Self::full(), |mask, term| mask.and(term?))
+        let intersection = |text: &str| {
+            text.split('+')
+                .map(|term| Self::of_term(&Term::new(term, Self::notation)))
+                .try_fold(Self::full(), |mask, term| mask.and(term?))
+        };
+        Self::per_entry(text.split(SEPARATOR).map(intersection).collect::<Result<_>>()?)
     }
 }
 
 impl std::fmt::Display for Mask {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if !self.entries.is_empty() {
+            let masks: Vec<String> = self.entries.iter().map(Self::to_string).collect();
+            return f.write_str(&masks.join(SEPARATOR));
+        }
         let terms = self.terms();
         f.write_str(if terms.is_empty() { "full" } else { "" })?;
         f.write_str(&terms.join("+"))
@@ -282,6 +320,7 @@ mod tests {
             "window:3,0+valid:3,4+documents:0,8,24",
             "valid:0",
             "slices:0..4x2..9,0..4x10..12/both+slices:0..9x0..9/causal",
+            "full//causal+valid:3//slices:0..4x2..9/both//full",
         ] {
             let mask: Mask = text.parse().unwrap();
             assert_eq!(mask.to_string(), text);
@@ -321,6 +360,10 @@ mod tests {
             "slices:0..8x0..9/some",
             "slices:8..0x0..9",
             "slices:0..8x-1..9",
+            "causal//",
+            "//",
+            "causal//casual",
+            "causal//valid:1,2",
         ] {
             let error = text.parse::<Mask>().unwrap_err();
             assert!(error.is_request(), "{text}: {error}");

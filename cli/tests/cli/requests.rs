@@ -76,6 +76,7 @@ fn wrong_requests_are_refused_on_one_line() {
         ("attend --shape 1,64,8,2,64 --mask documents:0,32", &["32", "64"]),
         ("attend --shape 1,64,8,2,64 --mask valid:65", &["65"]),
         ("attend --shape 2,64,8,2,64 --mask valid:1,2,3", &["3 values", "2 entries"]),
+        ("attend --shape 3,64,8,2,64 --mask causal//full", &["2 masks", "3 entries"]),
         ("attend --shape 1,64,8,2,64 --mask bias", &["bias"]),
         ("attend --shape 1,64,8,2,64 --dtype f64", &["f64", "bf16"]),
         ("attend --shape 1,64,8,2,64 --scale inf", &["scale"]),

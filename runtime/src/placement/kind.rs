@@ -37,7 +37,10 @@ impl PlacementKind {
                 .map(|i| (2 * i + 1 + half * 2 * SAMPLES) * u64::from(problem.q_len) / (4 * SAMPLES))
                 .filter_map(|token| u32::try_from(token).ok())
                 .filter(|token| *token < problem.q_len)
-                .map(|token| problem.mask.visible(0, problem.q_position(token), problem.kv_len).keys())
+                .flat_map(|token| (0..problem.mask.batch_classes()).map(move |class| (class, token)))
+                .map(|(class, token)| {
+                    problem.mask.visible(class, problem.q_position(token), problem.kv_len).keys()
+                })
                 .sum()
         };
         let (front, back) = (work(0), work(1));
@@ -98,6 +101,13 @@ mod tests {
         assert_eq!(placement_of("full"), PlacementKind::Contiguous);
         assert_eq!(placement_of("window:64,0"), PlacementKind::Contiguous);
         assert_eq!(placement_of("window:0,-1"), PlacementKind::Contiguous);
+        // The work of all batch entries together decides.
+        let of_two = |mask: &str| {
+            let problem = AttentionProblem::new([2, 4096, 8, 2, 64], Dtype::F32, mask.parse().unwrap());
+            PlacementKind::for_problem(&problem.unwrap())
+        };
+        assert_eq!(of_two("valid:0//causal"), PlacementKind::Zigzag);
+        assert_eq!(of_two("causal//window:0,-1"), PlacementKind::Contiguous);
         let empty = AttentionProblem::new([1, 0, 1, 1, 8], Dtype::F32, Mask::causal()).unwrap();
         assert_eq!(PlacementKind::for_problem(&empty), PlacementKind::Contiguous);
     }

@@ -95,7 +95,7 @@ impl Block<'_> {
     fn run(&self, run: Run) -> (f64, f64) {
         // If the ends of intervals only grow along the rows, and two rows have the same ends, all rows between them
         // have these ends too.
-        let monotone = self.problem.mask.grows_along_queries();
+        let monotone = self.problem.mask.grows_along_queries(self.batch);
         let leaf = (run.count / EXACT_ROWS).max(1);
         let (mut pairs, mut edges) = (0.0, 0.0);
         let mut open = vec![(0, run.count)];
@@ -192,6 +192,8 @@ mod tests {
             "causal+valid:0",
             "slices:0..40x0..10,10..61x28..50/causal",
             "window:7,-1+documents:0,33,61",
+            "causal//documents:0,9,30,61",
+            "slices:0..40x0..10,10..61x28..50/causal//valid:17",
         ];
         for mask in masks {
             let mask: Mask = mask.parse().unwrap();

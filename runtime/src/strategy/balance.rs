@@ -194,6 +194,7 @@ mod tests {
                 documents,
                 "valid:1000,6000",
                 "slices:0..6000x0..100,0..900x0..6000",
+                "causal+documents:0,200,4000,6000//causal+documents:0,2500,6000",
             ] {
                 for (mesh, weights) in
                     [((1, 4), &[1.0; 4][..]), ((1, 3), &[3.0, 1.0, 0.5]), ((2, 2), &[2.0, 1.0, 1.0, 1.0])]

@@ -71,8 +71,8 @@ pub fn deal(
 
 /// The queries, as a placement deals them.
 pub(super) fn queries(problem: &AttentionProblem) -> Deal {
-    let boundaries = problem.mask.document_boundaries().iter();
-    let documents = boundaries.map(|position| position.saturating_sub(problem.q_offset)).collect();
+    let boundaries = problem.mask.document_boundaries();
+    let documents = boundaries.iter().map(|position| position.saturating_sub(problem.q_offset)).collect();
     let replicated = if problem.same_queries { 0..problem.q_len } else { 0..0 };
     Deal { total: problem.q_len, replicated, documents }
 }

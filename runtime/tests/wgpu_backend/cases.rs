@@ -70,7 +70,7 @@ fn large_heads_equal_f64(backend: &WgpuBackend) {
 
 /// On a device whose bindings hold only some dozens of rows.
 pub(crate) fn tensors_beyond_one_binding_equal_f64(backend: &WgpuBackend) {
-    for mask in ["full", "causal", "valid:97,0"] {
+    for mask in ["full", "causal", "valid:97,0", "documents:0,20,170//causal+window:30,0"] {
         let mut case = Case::new([2, 170, 4, 2, 64], Dtype::F32, mask);
         case.check(backend, &format!("{mask}, one block"));
         case.kv_blocks = vec![
@@ -91,6 +91,7 @@ fn every_mask_equals_f64_over_any_tokens(backend: &WgpuBackend) {
         "valid:97,0",
         "valid:0,150",
         "causal+valid:33,150",
+        "documents:0,31,150//causal+documents:0,9,100,150",
     ] {
         let mut case = Case::new([2, 150, 4, 1, 64], Dtype::F32, mask);
         case.check(backend, &format!("{mask}, one block"));

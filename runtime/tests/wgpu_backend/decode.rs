@@ -61,9 +61,15 @@ fn every_dtype_and_head_dim_decodes_as_f64_does(backend: &WgpuBackend) {
 
 fn masks_and_blocks_decode_as_f64_does(backend: &WgpuBackend) {
     // The window of 2 and the valid key leave most splits empty.
-    for mask in
-        ["full", "window:2,0", "window:600,0", "documents:0,300,998,1000", "valid:1,997", "valid:0,1000"]
-    {
+    for mask in [
+        "full",
+        "window:2,0",
+        "window:600,0",
+        "documents:0,300,998,1000",
+        "valid:1,997",
+        "valid:0,1000",
+        "documents:0,300,998,1000//window:2,0",
+    ] {
         let mut case = last_rows(3, [2, 1000, 4, 2, 32], Dtype::F32, mask);
         case.check(backend, &format!("{mask}, one block"));
         // Into a state that has seen keys. The last block is too short to be split.

@@ -341,6 +341,13 @@ pub enum OracleError {
         /// The boundaries given.
         boundaries: Vec<u64>,
     },
+    /// The number of masks for batch entries is not the number of batch entries.
+    Entries {
+        /// How many masks were given.
+        masks: usize,
+        /// Batch entries of the problem.
+        batch: usize,
+    },
     /// The number of valid lengths is neither 1 nor the number of batch entries.
     Valid {
         /// How many lengths were given.
@@ -371,6 +378,9 @@ impl fmt::Display for OracleError {
             }
             Self::Documents { boundaries } => {
                 write!(f, "document boundaries {boundaries:?} must be two or more and never descend")
+            }
+            Self::Entries { masks, batch } => {
+                write!(f, "{masks} masks for a batch of {batch}: give one for each entry")
             }
             Self::Valid { lengths, batch } => {
                 write!(f, "{lengths} valid lengths for a batch of {batch}: give one, or one for each entry")

@@ -7,7 +7,7 @@ use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::{
     Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, Scales, State, StateMut, StateShape,
 };
-use kyklos::{AttentionProblem, Dtype, Result, TOKENS_PER_SCALE, TileShape};
+use kyklos::{AttentionProblem, BlockWork, Dtype, Result, TOKENS_PER_SCALE, TileShape};
 
 type Buffer = <CpuBackend as Backend>::Buffer;
 
@@ -28,6 +28,10 @@ pub enum Fault {
     BiasOfFirstEntry,
     /// Reads the attention bias tensor from its first head, for the query heads of any rank.
     BiasFromFirstHead,
+    /// Attends to each batch entry under the mask of the next one.
+    MaskOfNextEntry,
+    /// Attends to all batch entries under the mask of the first one.
+    MaskOfFirstEntry,
 }
 
 impl Broken {
@@ -50,7 +54,14 @@ impl Backend for Broken {
                 }
                 pairs
             });
-            return self.0.attend(Attend { pairs, ..args }, control).await;
+            let mut classes = args.work.classes.clone();
+            match self.1 {
+                Fault::MaskOfNextEntry => classes.rotate_left(1),
+                Fault::MaskOfFirstEntry => classes.truncate(1),
+                _ => {}
+            }
+            let work = &BlockWork { classes, ..args.work.clone() };
+            return self.0.attend(Attend { pairs, work, ..args }, control).await;
         }
         let shape = args.state.shape;
         let (a_bytes, ml_bytes) = (shape.a_bytes(), shape.ml_bytes());

@@ -39,7 +39,7 @@ fn check(case: Case, worlds: &[Shared]) {
     }
 }
 
-fn masks(tokens: u64) -> [(&'static str, OracleMask); 5] {
+fn masks(tokens: u64) -> [(&'static str, OracleMask); 6] {
     let slice = |q, k, causal| OracleSlice { q, k, causal, inverse: false };
     let slices = OracleTerm::Slices(vec![
         slice(0..500, 0..200, false),
@@ -52,22 +52,33 @@ fn masks(tokens: u64) -> [(&'static str, OracleMask); 5] {
         ("causal", OracleMask::causal()),
         ("a narrow window", OracleMask::full().and(OracleTerm::Window { left: 300, right: 40 })),
         ("documents", OracleMask::causal().and(OracleTerm::Documents(vec![0, 130, 257, tokens]))),
-        ("slices", OracleMask::full().and(slices)),
+        ("slices", OracleMask::full().and(slices.clone())),
+        (MASKS_OF_ENTRIES, {
+            let documents = OracleTerm::Documents(vec![0, 130, 257, tokens]);
+            let entries = [slices, OracleTerm::Causal, documents].map(|term| OracleMask::full().and(term));
+            OracleMask::full().and(OracleTerm::Entries(entries.to_vec()))
+        }),
     ]
+}
+
+const MASKS_OF_ENTRIES: &str = "masks of entries";
+
+fn batch_of(name: &str) -> usize {
+    if name == MASKS_OF_ENTRIES { 3 } else { 1 }
 }
 
 #[test]
 fn uneven_shards_give_the_same_bytes() {
     for (name, mask) in masks(1088) {
         let worlds = [&UNEVEN[..], &RELAYED].concat();
-        check(case(name, 1088, mask, |_| {}), &worlds);
+        check(case(name, 1088, mask, |case| case.problem.batch = batch_of(name)), &worlds);
     }
 }
 
 #[test]
 fn every_strategy_that_moves_keys_gives_the_same_bytes() {
     for (name, mask) in masks(1024) {
-        check(case(name, 1024, mask, |_| {}), &EVEN);
+        check(case(name, 1024, mask, |case| case.problem.batch = batch_of(name)), &EVEN);
     }
 }
 

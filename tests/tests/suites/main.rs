@@ -10,6 +10,7 @@ mod cache;
 #[path = "../common/mod.rs"]
 mod common;
 mod dealt_sides;
+mod entry_masks;
 mod fixed_order;
 mod open_placement;
 mod plan_properties;

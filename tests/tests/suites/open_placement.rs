@@ -16,7 +16,7 @@ use kyklos::{
     WireFormat, placed_meshes_by_bytes, plan_placed, plan_world,
 };
 use kyklos_oracle::inputs::{Case, CasePairs};
-use kyklos_oracle::oracle::{OracleMask, OracleProblem};
+use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 use kyklos_oracle::tolerance::{Cause, Failure, discriminates};
 use kyklos_transport::{Rank, in_process_group};
 use proptest::prelude::*;
@@ -63,28 +63,45 @@ pub(crate) fn any_mesh(strategy: Strategy, heads: u32, chance: &mut Random) -> M
 
 /// A call with drawn owners, run and compared with the oracle.
 #[derive(Clone, Debug)]
-struct Drawn {
+pub(crate) struct Drawn {
     shape: (usize, usize, usize, usize, usize, usize),
     dtype: Dtype,
     terms: Vec<(u8, f64, f64)>,
+    /// The masks of batch entries; empty: none but the terms for all.
+    entries: Vec<Vec<(u8, f64, f64)>>,
     offset: u64,
     /// As many queries as keys: joint attention.
     joint: bool,
     seed: u64,
 }
 
-fn drawn() -> impl proptest::strategy::Strategy<Value = Drawn> {
+/// Calls of `batch` entries. If there is more than one, `by_entry` gives each a mask of its own.
+pub(crate) fn drawn(batch: Range<usize>, by_entry: bool) -> impl proptest::strategy::Strategy<Value = Drawn> {
     let dim = prop::sample::select(vec![8usize, 24, 64]);
-    let shape = (1usize..3, 1usize..150, 1usize..150, 1usize..4, 1usize..4, dim);
+    let entries = prop::collection::vec(masks(), if by_entry { batch.end } else { 0 });
+    let shape = (batch, 1usize..150, 1usize..150, 1usize..4, 1usize..4, dim);
     let dtype = prop::sample::select(Dtype::ALL.to_vec());
-    (shape, dtype, masks(), 0u64..20, any::<bool>(), any::<u64>()).prop_map(
-        |(shape, dtype, terms, offset, joint, seed)| Drawn { shape, dtype, terms, offset, joint, seed },
+    (shape, dtype, masks(), entries, 0u64..20, any::<bool>(), any::<u64>()).prop_map(
+        |(shape, dtype, terms, entries, offset, joint, seed)| Drawn {
+            shape,
+            dtype,
+            terms,
+            entries,
+            offset,
+            joint,
+            seed,
+        },
     )
 }
 
-fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseError> {
-    let Drawn { shape: (batch, q_len, kv_len, kv_heads, group, head_dim), dtype, terms, offset, joint, seed } =
-        drawn;
+pub(crate) fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseError> {
+    let Drawn { shape, dtype, terms, entries, offset, joint, seed } = drawn;
+    let (batch, q_len, kv_len, kv_heads, group, head_dim) = shape;
+    let mut all = mask(&terms, batch, kv_len);
+    if !entries.is_empty() {
+        let own = entries[..batch].iter().map(|terms| mask(terms, 1, kv_len));
+        all = all.and(OracleTerm::Entries(own.collect()));
+    }
     let mut chance = Random(seed);
     let (q_len, offset) = if joint { (kv_len, 0) } else { (q_len, offset) };
     // Two pieces of a shard need two heads.
@@ -98,7 +115,7 @@ fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseError> {
         head_dim,
         scale: 1.0 / (head_dim as f64).sqrt(),
         softcap: None,
-        mask: mask(&terms, batch, kv_len),
+        mask: all,
         q_offset: offset,
         sinks: if seed % 2 == 0 { vec![] } else { (0..q_heads).map(|head| sink(seed, head)).collect() },
     };
@@ -164,7 +181,7 @@ fn any_owners_in_any_order_agree_with_the_oracle_in_every_strategy() {
     for strategy in Strategy::ALL {
         let mut runner = TestRunner::new(cases(6, 60));
         runner
-            .run(&drawn(), |drawn| agrees(strategy, drawn))
+            .run(&drawn(1..3, false), |drawn| agrees(strategy, drawn))
             .unwrap_or_else(|error| panic!("{strategy}: {error}"));
     }
 }

@@ -11,7 +11,7 @@ use proptest::prelude::*;
 
 /// One or two terms of a mask, whose numbers are drawn as fractions of the sequence.
 pub(crate) fn masks() -> impl proptest::strategy::Strategy<Value = Vec<(u8, f64, f64)>> {
-    prop::collection::vec((0u8..6, 0.0..1.0, 0.0..1.0), 0..3)
+    prop::collection::vec((0u8..7, 0.0..1.0, 0.0..1.0), 0..3)
 }
 
 pub(crate) fn mask(terms: &[(u8, f64, f64)], batch: usize, seq: usize) -> OracleMask {
@@ -31,6 +31,12 @@ pub(crate) fn mask(terms: &[(u8, f64, f64)], batch: usize, seq: usize) -> Oracle
                     slice(0..200, a.max(b)..seq, false, a > b),
                     slice(a..a + b, a / 2..(a + b).min(seq).max(a / 2), true, b > a),
                 ])
+            }
+            5 => {
+                // Another kind for each entry, of those above that have no list.
+                let of = |entry: usize| ((*a * 5.0) as u8 + entry as u8) % 5;
+                let terms = |entry| [(of(entry), if entry % 2 == 0 { *a } else { *b }, *b)];
+                OracleTerm::Entries((0..batch).map(|entry| self::mask(&terms(entry), 1, seq)).collect())
             }
             _ => OracleTerm::Valid(
                 (0..batch).map(|entry| if entry % 2 == 0 { at(*a) } else { at(*b) }).collect(),

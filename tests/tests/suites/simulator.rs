@@ -56,8 +56,12 @@ fn sum(prediction: &Prediction, of: fn(&kyklos::simulate::RankPrediction) -> u64
 
 #[test]
 fn compute_of_all_ranks_is_the_work_over_the_rate_whatever_the_mesh_mask_and_placement() {
-    for (mask, share) in [("full", 1.0), ("causal", 4097.0 / 8192.0), ("documents:0,1024,4096", 10.0 / 16.0)]
-    {
+    for (mask, share) in [
+        ("full", 1.0),
+        ("causal", 4097.0 / 8192.0),
+        ("documents:0,1024,4096", 10.0 / 16.0),
+        ("causal//documents:0,1024,4096", (4097.0 / 8192.0 + 10.0 / 16.0) / 2.0),
+    ] {
         for mesh in [[1, 1], [1, 8], [8, 1], [2, 4], [4, 2]] {
             for placement in PlacementKind::ALL {
                 let world = world([2, 4096, 8, 2, 64], mask.parse().unwrap(), mesh, placement);

@@ -71,6 +71,11 @@ pub(crate) const ROWS: &[Row] = &[
     row("documents", SHAPE, "--mask documents:0,31,130,131,260"),
     row("slices", SHAPE, "--mask slices:0..260x0..9,0..150x40..177,150..260x120..251/causal"),
     row("intersection", TWO, "--mask causal+window:60,-1+documents:0,64,130+valid:130,100"),
+    row(
+        "a mask for each batch entry",
+        TWO,
+        "--mask causal+documents:0,31,130//slices:0..130x0..9,0..75x20..88,75..130x60..125/causal",
+    ),
     row("boolean tensor", file(260, 260, Some(Pairs::Mask { heads: 1 })), ""),
     row("boolean tensor for each head", file(260, 260, Some(Pairs::Mask { heads: 6 })), "--mask causal"),
     row("bias", file(260, 260, Some(Pairs::Bias { heads: 1 })), ""),

@@ -83,6 +83,16 @@ pub(super) fn refusals() -> Vec<Entry> {
             pairs(3, 8),
             "One for each batch entry, or one for all.",
         ),
+        entry(
+            "Mask::per_entry with an empty list",
+            Mask::per_entry(Vec::new()).unwrap_err(),
+            "A batch has at least one entry.",
+        ),
+        entry(
+            "Mask::and of masks for 2 and for 3 batch entries",
+            "causal//full".parse::<Mask>().unwrap().and(Mask::key_padding(vec![1, 2, 3])).unwrap_err(),
+            "The intersection is made entry by entry.",
+        ),
         entry("AttentionProblem::with_bias without keys", pairs(1, 0), "Its rows would be empty."),
         entry(
             "plan_rows with row 8",

@@ -48,6 +48,18 @@ pub(super) const GROUPS: &[Group] = &[
                 "attend --shape 2,64,8,2,64 --mask valid:1,2+valid:1,2,3",
                 "Joined terms refer to the same batch.",
             ),
+            (
+                "attend --shape 3,64,8,2,64 --mask causal//full",
+                "Masks of batch entries are for one batch; without // one mask serves all entries.",
+            ),
+            (
+                "attend --shape 2,64,8,2,64 --mask causal//valid:3,4",
+                "Each of these masks is for one batch entry.",
+            ),
+            (
+                "attend --shape 2,64,8,2,64 --mask documents:0,64//documents:0,32",
+                "Each mask fits the keys by itself.",
+            ),
             ("@ --mask slices:0..8x0..65", "A slice names keys that do not exist."),
             ("@ --mask slices:8..0x0..4", "Ranges are half open: first..one past the last."),
             ("@ --mask slices:8x4", "A slice is a range of queries x a range of keys."),

@@ -242,6 +242,14 @@ impl Case {
 
 /// All cases. `[batch, q_len, kv_len]`, then `[q_heads, kv_heads, head_dim]`.
 pub fn cases() -> Vec<Case> {
-    [list::sizes(), list::masks(), list::scores(), list::poison(), list::pairs(), list::shared_rows()]
-        .concat()
+    [
+        list::sizes(),
+        list::masks(),
+        list::scores(),
+        list::poison(),
+        list::pairs(),
+        list::shared_rows(),
+        list::entries(),
+    ]
+    .concat()
 }

@@ -25,6 +25,8 @@ pub enum OracleTerm {
     Valid(Vec<u64>),
     /// One of the slices shows the key.
     Slices(Vec<OracleSlice>),
+    /// The mask of the pair's batch entry shows the key. These masks have no conditions for several entries.
+    Entries(Vec<OracleMask>),
 }
 
 /// A part of a rectangle of queries and keys.
@@ -63,6 +65,7 @@ impl OracleTerm {
                 document.contains(&q_position) && document.contains(&k_position)
             }),
             Self::Slices(slices) => slices.iter().any(|slice| slice.shows(q_position, k_position)),
+            Self::Entries(masks) => masks[batch].visible(0, q_position, k_position),
             Self::Valid(lengths) => k_position < if lengths.len() == 1 { lengths[0] } else { lengths[batch] },
         }
     }
@@ -115,6 +118,12 @@ impl OracleMask {
                     }
                 }
                 OracleTerm::Slices(_) => {}
+                OracleTerm::Entries(masks) => {
+                    if masks.len() != batch {
+                        return Err(OracleError::Entries { masks: masks.len(), batch });
+                    }
+                    masks.iter().try_for_each(|mask| mask.check(1))?;
+                }
                 OracleTerm::Valid(lengths) => {
                     if lengths.len() != 1 && lengths.len() != batch {
                         return Err(OracleError::Valid { lengths: lengths.len(), batch });
@@ -123,6 +132,31 @@ impl OracleMask {
             }
         }
         Ok(())
+    }
+}
+
+impl OracleMask {
+    /// For how many batch entries it has a mask each, if it has.
+    fn entries(&self) -> Option<usize> {
+        self.terms.iter().find_map(|term| match term {
+            OracleTerm::Entries(masks) => Some(masks.len()),
+            _ => None,
+        })
+    }
+
+    /// The conditions on pairs of one batch entry.
+    fn of_entry(&self, batch: usize) -> Self {
+        let mut mask = Self::full();
+        for term in &self.terms {
+            match term {
+                OracleTerm::Entries(masks) => mask.terms.extend(masks[batch].terms.iter().cloned()),
+                OracleTerm::Valid(lengths) if lengths.len() > 1 => {
+                    mask.terms.push(OracleTerm::Valid(vec![lengths[batch]]));
+                }
+                term => mask.terms.push(term.clone()),
+            }
+        }
+        mask
     }
 }
 
@@ -140,10 +174,15 @@ impl fmt::Display for OracleSlice {
     }
 }
 
-/// In the notation of the command line: `causal+window:4,-1`.
+/// In the notation of the command line: `causal+window:4,-1`. Masks of batch entries are written one after the other, each with the
+/// conditions for all entries: `causal+valid:3//causal`.
 impl fmt::Display for OracleMask {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let list = |numbers: &[u64]| numbers.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
+        if let Some(entries) = self.entries() {
+            let masks: Vec<String> = (0..entries).map(|batch| self.of_entry(batch).to_string()).collect();
+            return f.write_str(&masks.join("//"));
+        }
         if self.terms.is_empty() {
             return f.write_str("full");
         }
@@ -160,6 +199,7 @@ impl fmt::Display for OracleMask {
                     let slices: Vec<String> = slices.iter().map(OracleSlice::to_string).collect();
                     write!(f, "slices:{}", slices.join(","))?;
                 }
+                OracleTerm::Entries(_) => unreachable!("written above, entry by entry"),
             }
         }
         Ok(())
@@ -172,6 +212,10 @@ impl std::str::FromStr for OracleMask {
 
     fn from_str(text: &str) -> Result<Self, OracleError> {
         let unreadable = || OracleError::Notation { text: text.to_owned() };
+        if text.contains("//") {
+            let entries: Vec<Self> = text.split("//").map(str::parse).collect::<Result<_, _>>()?;
+            return Ok(Self::full().and(OracleTerm::Entries(entries)));
+        }
         let mut mask = Self::full();
         for term in text.split('+') {
             let (kind, arguments) = term.split_once(':').unwrap_or((term, ""));
@@ -282,6 +326,35 @@ mod tests {
     }
 
     #[test]
+    fn each_batch_entry_has_its_own_mask() {
+        let documents = |ends: &[u64]| OracleMask::full().and(OracleTerm::Documents(ends.to_vec()));
+        let each = OracleTerm::Entries(vec![documents(&[0, 3, 8]), OracleMask::causal()]);
+        let mask = OracleMask::full().and(each.clone());
+        assert_eq!(picture(&mask, 0, 2), "###.....");
+        assert_eq!(picture(&mask, 0, 3), "...#####");
+        assert_eq!(picture(&mask, 1, 2), "###.....");
+        assert_eq!(picture(&mask, 1, 3), "####....");
+        assert_eq!(mask.to_string(), "documents:0,3,8//causal");
+        // Conditions for all entries, and a length for each.
+        let both = OracleMask::full()
+            .and(OracleTerm::Valid(vec![7, 2]))
+            .and(each)
+            .and(OracleTerm::Window { left: 2, right: -1 });
+        assert_eq!(picture(&both, 0, 5), "...####.");
+        assert_eq!(picture(&both, 1, 3), ".#......");
+        assert_eq!(both.to_string(), "valid:7+documents:0,3,8+window:2,-1//valid:2+causal+window:2,-1");
+        let read: OracleMask = both.to_string().parse().unwrap();
+        for (batch, q) in (0..2).flat_map(|batch| (0..9).map(move |q| (batch, q))) {
+            assert_eq!(picture(&read, batch, q), picture(&both, batch, q));
+        }
+        assert_eq!(mask.check(2), Ok(()));
+        assert_eq!(mask.check(3), Err(OracleError::Entries { masks: 2, batch: 3 }));
+        let lengths = OracleMask::full().and(OracleTerm::Valid(vec![7, 2]));
+        let nested = OracleMask::full().and(OracleTerm::Entries(vec![lengths, OracleMask::full()]));
+        assert!(nested.check(2).is_err());
+    }
+
+    #[test]
     fn terms_intersect() {
         let mask = OracleMask::causal()
             .and(OracleTerm::Window { left: 3, right: -1 })
@@ -295,12 +368,17 @@ mod tests {
 
     #[test]
     fn a_mask_reads_back_what_it_prints() {
-        for text in
-            ["full", "causal", "window:3,-1+valid:6,2", "slices:0..3x2..7/both,4..5x0..1+documents:0,4,8"]
-        {
+        for text in [
+            "full",
+            "causal",
+            "window:3,-1+valid:6,2",
+            "slices:0..3x2..7/both,4..5x0..1+documents:0,4,8",
+            "full//causal+valid:3//full",
+        ] {
             assert_eq!(text.parse::<OracleMask>().unwrap().to_string(), text);
         }
-        for text in ["", "casual", "window:1", "valid:-1", "slices:0..3", "slices:0..3x2..7/some"] {
+        for text in ["", "casual", "causal//", "window:1", "valid:-1", "slices:0..3", "slices:0..3x2..7/some"]
+        {
             assert!(text.parse::<OracleMask>().is_err(), "{text}");
         }
     }

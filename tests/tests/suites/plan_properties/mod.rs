@@ -36,7 +36,7 @@ pub(crate) fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
     let mesh = (1u32..5, 1u32..6);
     let kind = prop::sample::select(PlacementKind::ALL.to_vec());
     let dtype = prop::sample::select(Dtype::ALL.to_vec());
-    (shape, mesh, kind, dtype, 0usize..7, 0u32..9, any::<u64>()).prop_map(
+    (shape, mesh, kind, dtype, 0usize..8, 0u32..9, any::<u64>()).prop_map(
         |((batch, seq, kv_heads, group, dim), (ulysses, ring), kind, dtype, mask, offset, seed)| {
             let (q_heads, ulysses) = (kv_heads * group, ulysses.min(kv_heads * group));
             let mut random = Random(seed);
@@ -102,6 +102,13 @@ fn mask_number(kind: usize, batch: u32, seq: u32, random: &mut Random) -> Mask {
                 MaskSlice::new(q, k, parts[random.below(4) as usize]).expect("ascending")
             };
             Mask::slices((0..random.below(6)).map(|_| slice(random)).collect())
+        }
+        6 => {
+            let masks = (0..batch).map(|_| {
+                let kind = random.below(7).min(5) as usize;
+                mask_number(kind, 1, seq, random)
+            });
+            Mask::per_entry(masks.collect()).expect("masks for one entry")
         }
         _ => Mask::causal().and(documents(random)).and_then(|mask| mask.and(padding(random))).expect("fits"),
     }

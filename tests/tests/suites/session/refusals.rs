@@ -19,9 +19,13 @@ use super::{both, made_up};
 #[test]
 fn ranks_that_disagree_get_one_error_and_can_go_on() {
     type Change = fn(Attention, Tensor) -> (Attention, Tensor);
-    let changes: [(&str, Change); 8] = [
+    let changes: [(&str, Change); 9] = [
         ("label `step 1`", |call, x| (call.label("step 1"), x)),
         ("another mask", |call, x| (call.mask(Mask::causal()), x)),
+        ("another mask", |call, x| {
+            // Rank 0 has no such list, so it finds the difference before the length of the list is wrong.
+            (call.mask("causal//full".parse().unwrap()), x)
+        }),
         ("another scale", |call, x| (call.scale(0.5), x)),
         ("another attention bias tensor", |call, x| {
             let bias = kyklos::BiasTensor {

@@ -60,7 +60,7 @@ pub fn case(chance: &mut Chance, longest: usize) -> Case {
         head_dim: dim,
         scale: 1.0 / (dim as f64).sqrt(),
         softcap: None,
-        mask: mask(chance, kv_len),
+        mask: mask(chance, batch, kv_len),
         q_offset: chance.below(9) as u64,
         sinks: if chance.below(3) == 0 { vec![0.5; kv_heads * group] } else { vec![] },
     };
@@ -73,7 +73,15 @@ pub fn case(chance: &mut Chance, longest: usize) -> Case {
     Case { name: "drawn", seed: chance.below(1 << 20) as u64, problem, poison: Vec::new(), pairs }
 }
 
-fn mask(chance: &mut Chance, seq: usize) -> OracleMask {
+/// One mask for all batch entries, or one for each.
+fn mask(chance: &mut Chance, batch: usize, seq: usize) -> OracleMask {
+    if chance.below(3) > 0 {
+        return one_mask(chance, seq);
+    }
+    OracleMask::full().and(OracleTerm::Entries((0..batch).map(|_| one_mask(chance, seq)).collect()))
+}
+
+fn one_mask(chance: &mut Chance, seq: usize) -> OracleMask {
     let mut at = |end: usize| chance.below(end + 1) as u64;
     let seq_end = seq as u64;
     let terms = match at(6) {

@@ -169,6 +169,86 @@ pub(super) fn masks() -> Vec<Case> {
     ]
 }
 
+/// One mask for each batch entry.
+pub(super) fn entries() -> Vec<Case> {
+    let causal = OracleMask::causal;
+    let each = |masks: &str| masks.parse::<OracleMask>().expect("masks of entries");
+    vec![
+        Case::new(
+            "documents of each entry",
+            [2, 65, 65],
+            [4, 2, 32],
+            each("documents:0,7,33,65//documents:0,40,65"),
+        ),
+        Case::new(
+            "causal documents of each entry",
+            [3, 130, 130],
+            [2, 1, 32],
+            each("documents:0,31,64,130//full//documents:0,1,100,130").and(OracleTerm::Causal),
+        ),
+        Case::new(
+            "slices of each entry: other numbers of runs for a row",
+            [2, 65, 65],
+            [4, 2, 32],
+            each("slices:0..65x0..7,0..40x20..33,40..65x30..61/causal//slices:0..65x5..60,9..40x61..64"),
+        ),
+        Case::new(
+            "another kind of mask for each entry, one without a key",
+            [3, 33, 65],
+            [6, 2, 32],
+            each("window:9,3//valid:0//slices:32..65x10..40/inverse,40..65x50..65"),
+        )
+        .q_offset(32),
+        Case::new(
+            "masks of entries, a length for each, softcap and sinks",
+            [2, 33, 33],
+            [2, 1, 16],
+            causal()
+                .and(OracleTerm::Valid(vec![30, 17]))
+                .and(OracleTerm::Entries(vec![each("documents:0,12,33"), each("window:6,-1")])),
+        )
+        .scaled(3.0)
+        .softcap(2.0)
+        .sinks(1.0),
+        Case::new(
+            "one query over many keys, documents of each entry",
+            [2, 1, 300],
+            [8, 2, 64],
+            each("documents:0,70,220,300//documents:0,150,300"),
+        )
+        .q_offset(200),
+        Case::new(
+            "one query over the slices of each entry",
+            [2, 1, 300],
+            [8, 2, 32],
+            each("slices:0..1x0..20,0..1x70..131,0..1x210..297//slices:0..1x40..90"),
+        ),
+        Case::new(
+            "masks of entries and a key mask",
+            [2, 33, 65],
+            [4, 2, 32],
+            each("causal//documents:0,40,65"),
+        )
+        .q_offset(20)
+        .key_mask(2, 1),
+        Case::new(
+            "masks of entries and a bias for each head",
+            [2, 31, 31],
+            [3, 1, 64],
+            each("causal//window:4,9"),
+        )
+        .bias(2, 3),
+        Case::new(
+            "NaN in the document of another entry",
+            [2, 65, 65],
+            [4, 2, 16],
+            each("documents:0,20,65//documents:0,50,65"),
+        )
+        .poisoned(0, 10, 0, f32::NAN)
+        .poisoned(1, 60, 1, f32::INFINITY),
+    ]
+}
+
 pub(super) fn scores() -> Vec<Case> {
     let full = OracleMask::full;
     let causal = OracleMask::causal;

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::*;
-use crate::oracle::{Dtype, Oracle, Row, Values};
+use crate::oracle::{Dtype, Oracle, OracleTerm, Row, Values};
 use crate::tolerance::{Comparison, Context, Limit, compare_rows, discriminates, naive_f32_rows};
 
 /// The rows of `problem`. It may be the problem of the case without a feature.
@@ -78,6 +78,12 @@ fn without_one_feature(problem: &OracleProblem) -> Vec<OracleProblem> {
         let mut without = problem.clone();
         without.mask.terms.remove(index);
         changed.push(without);
+        // The fault of a mask that another batch entry gets.
+        let mut swapped = problem.clone();
+        if let OracleTerm::Entries(masks) = &mut swapped.mask.terms[index] {
+            masks.rotate_left(1);
+            changed.push(swapped);
+        }
     }
     if problem.q_offset != 0 {
         changed.push(OracleProblem { q_offset: 0, ..problem.clone() });
