@@ -8,10 +8,11 @@ mod recovery;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos_transport::{Rank, RefusalReason, Transport, TransportError, Vote};
+use kyklos_transport::{Rank, Transport, TransportError};
 
 use crate::backend::{Device, DeviceBuffer, Threaded};
 use crate::collective::{Collective, HostStaged, OneDevice};
+use crate::exec::refusal;
 use crate::host::Tensors;
 use crate::plan::ProvedPlans;
 use crate::{Carryover, Error, Executor, Inputs, LoweredPlan, RankOutput, Result, RunOptions};
@@ -167,26 +168,38 @@ impl Session {
     /// [`Error::Device`]. The other ranks get the error as the result of their next vote.
     pub async fn load(&mut self, plans: &Arc<ProvedPlans>, tensors: Tensors) -> Result<Inputs<DeviceBuffer>> {
         let lowered = self.lower(plans);
-        let loaded = self.executor(&lowered).load(tensors);
-        if let Err(error) = &loaded {
-            self.refuse(error).await?;
+        match executor(&self.device, &*self.collective, &lowered, &self.options).load(tensors) {
+            Ok(mut inputs) => {
+                inputs.device = Some(self.device.clone());
+                Ok(inputs)
+            }
+            Err(error) => {
+                self.refuse(&error).await?;
+                Err(error)
+            }
         }
-        loaded
     }
 
     /// Runs this rank's plan of `plans`. All ranks run the same plans. The output is copied to the host.
     ///
+    /// If the future is dropped after its first poll and before its end, the group is aborted on all ranks; the inputs stay.
+    ///
     /// # Errors
-    /// Any; an error of one rank ends the run on all ranks.
+    /// [`Error::Request`] for inputs of another device, or of other plans in which this rank has other tokens; the other ranks
+    /// then get [`TransportError::Refused`], and the session stays usable. Any other error of one rank ends the run on all
+    /// ranks.
     pub async fn run(
         &mut self,
         plans: &Arc<ProvedPlans>,
         inputs: &mut Inputs<DeviceBuffer>,
     ) -> Result<RankOutput> {
+        if let Err(error) = self.check_device(inputs) {
+            self.refuse(&error).await?;
+            return Err(error);
+        }
         let lowered = self.lower(plans);
-        let mut carryover = std::mem::take(&mut self.carryover);
-        let result = self.executor(&lowered).run_from(self.op, inputs, &mut carryover).await;
-        self.carryover = carryover;
+        let executor = executor(&self.device, &*self.collective, &lowered, &self.options);
+        let result = executor.run_from(self.op, inputs, &mut self.carryover).await;
         // A run that the vote refused is no operation, on any rank.
         let refused = match &result {
             Err(Error::Transport(error)) => matches!(error, TransportError::Refused { .. }),
@@ -197,13 +210,27 @@ impl Session {
         result
     }
 
+    /// Refuses inputs that are not on the device of this session.
+    fn check_device(&self, inputs: &Inputs<DeviceBuffer>) -> Result<()> {
+        if inputs.device.as_ref().is_some_and(|device| device.is_same(&self.device)) {
+            return Ok(());
+        }
+        let place = match &inputs.device {
+            Some(device) => device.info().name.as_str(),
+            None => "an unknown device",
+        };
+        Err(Error::request(
+            format!("inputs on {place}, which is not the device of the session"),
+            "load the inputs with a session of the same device",
+        ))
+    }
+
     /// Votes against the next operation: this rank cannot take part, because of `error`.
     ///
     /// # Errors
     /// If the group fails before the vote ends. That all ranks refuse is no error of this function.
     pub async fn refuse(&mut self, error: &Error) -> Result<()> {
-        let reason = if error.is_request() { RefusalReason::WrongRequest } else { RefusalReason::Failed };
-        let vote = Vote::Refuse { reason, text: format!("rank {}: {error}", self.rank()) };
+        let vote = refusal(self.rank(), error);
         match self.transport.agree(vote, self.options.deadline).await {
             Ok(_) | Err(TransportError::Refused { .. }) => Ok(()),
             Err(error) => Err(error.into()),
@@ -241,11 +268,17 @@ impl Session {
         self.lowered = Some(lowered.clone());
         lowered
     }
+}
 
-    fn executor<'a>(&'a self, lowered: &'a LoweredPlan) -> Executor<'a, Device, dyn DeviceCollective> {
-        let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
-        if self.options.resumable { executor.resumable() } else { executor }
-    }
+/// An executor as the options of a session want it.
+fn executor<'a>(
+    device: &'a Device,
+    collective: &'a (dyn DeviceCollective + 'static),
+    lowered: &'a LoweredPlan,
+    options: &SessionOptions,
+) -> Executor<'a, Device, dyn DeviceCollective> {
+    let executor = Executor::new(device, collective, lowered, options.run.clone());
+    if options.resumable { executor.resumable() } else { executor }
 }
 
 impl std::fmt::Debug for Session {

@@ -10,7 +10,7 @@ use super::agreement::{Agreed, facts_of, note};
 use super::choice::plans;
 use crate::backend::{Backend, Device, DeviceBuffer};
 use crate::call::{Attention, Options};
-use crate::exec::DeviceOutput;
+use crate::exec::{AbortOnDrop, DeviceOutput};
 use crate::{Carryover, Dtype, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
 
 /// The result of a call on one rank, on its device.
@@ -48,13 +48,14 @@ impl Session {
     /// [`Error::Request`](crate::Error::Request) when the ranks' calls do not fit together: the same on all ranks. Where the
     /// fault is in the tensors or options of one rank, that rank gets [`Error::Request`](crate::Error::Request) and the others
     /// [`TransportError::Refused`] with its text. In both cases the session stays usable. Other errors end the call on all
-    /// ranks, and the group with it. A call whose future is dropped leaves the others waiting until their deadline.
+    /// ranks, and the group with it.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn attend(&mut self, call: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
         pollster::block_on(self.attend_async(call, q, k, v))
     }
 
-    /// [`Self::attend`] as a future.
+    /// [`Self::attend`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
+    /// ranks.
     ///
     /// # Errors
     /// As [`Self::attend`].
@@ -76,7 +77,10 @@ impl Session {
             }
         };
         let vote = Vote::Ready { plan_hash: CALLS, note };
-        let notes = match self.transport.agree(vote, self.options.deadline).await {
+        let guard = AbortOnDrop::new(|abort| self.transport.abort(abort), self.rank(), self.op);
+        let agreed = self.transport.agree(vote, self.options.deadline).await;
+        guard.end();
+        let notes = match agreed {
             Ok(notes) => notes,
             Err(error) => {
                 self.end_vote(&error);

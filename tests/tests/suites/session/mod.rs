@@ -1,5 +1,7 @@
 //! Calls of sessions: lengths by agreement, cached plans, tensors as views and on devices.
 
+mod dropped;
+mod inputs;
 mod refusals;
 
 use std::sync::Arc;
