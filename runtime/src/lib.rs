@@ -61,7 +61,7 @@ pub use mesh::{MAX_WORLD, Mesh};
 pub use meter::{Meter, RankReport, Span, Timeline};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, TILE_KEYS};
-pub use session::{DeviceCollective, Output, Recovery, Session, SessionOptions, Survivors};
+pub use session::{Calls, DeviceCollective, Output, Recovery, Session, SessionOptions, Survivors};
 pub use spans::{RowSpan, Spans};
 pub use strategy::{
     can_repair, deal as deal_tokens, meshes_by_bytes, placed_meshes_by_bytes, plan as plan_world,

@@ -2,6 +2,7 @@
 
 mod agreement;
 mod attend;
+mod calls;
 mod choice;
 mod recovery;
 
@@ -19,6 +20,7 @@ use crate::{Carryover, Error, Executor, Inputs, LoweredPlan, RankOutput, Result,
 use agreement::LastFacts;
 use attend::CachedCall;
 pub use attend::Output;
+pub use calls::Calls;
 pub use recovery::{Recovery, Survivors};
 
 /// One rank of a group, with its device: any number of calls, one after the other.

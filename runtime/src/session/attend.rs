@@ -66,10 +66,23 @@ impl Session {
         k: &Tensor,
         v: &Tensor,
     ) -> Result<Output> {
-        // What only this rank can find wrong is found before the vote, which then carries it to the others.
-        let prepared = note(&mut self.last_facts, self.op, call, [q, k, v])
-            .and_then(|note| Ok((note, self.inputs(call, q, k, v)?)));
-        let (note, mut inputs) = match prepared {
+        let inputs = |session: &Self| session.inputs(call, q, k, v);
+        let (lowered, mut inputs) = self.agree(call, [q, k, v], 1, inputs).await?;
+        self.run_call(&lowered, &mut inputs, q).await
+    }
+
+    /// Agrees with all ranks on `calls` calls with tensors like these; then all make the same plans. Before the vote, `prepare`
+    /// does what may fail on this rank alone, so that the other ranks get its error.
+    pub(super) async fn agree<T>(
+        &mut self,
+        call: &Attention,
+        tensors: [&Tensor; 3],
+        calls: u32,
+        prepare: impl FnOnce(&Self) -> Result<T>,
+    ) -> Result<(Arc<LoweredPlan>, T)> {
+        let prepared = note(&mut self.last_facts, self.op, calls, call, tensors)
+            .and_then(|note| Ok((note, prepare(self)?)));
+        let (note, prepared) = match prepared {
             Ok(prepared) => prepared,
             Err(error) => {
                 self.refuse(&error).await?;
@@ -80,21 +93,29 @@ impl Session {
         let guard = AbortOnDrop::new(|abort| self.transport.abort(abort), self.rank(), self.op);
         let agreed = self.transport.agree(vote, self.options.deadline).await;
         guard.end();
-        let notes = match agreed {
-            Ok(notes) => notes,
+        match agreed {
+            Ok(notes) => Ok((self.plan_of(call, &notes)?, prepared)),
             Err(error) => {
                 self.end_vote(&error);
-                return Err(error.into());
+                Err(error.into())
             }
-        };
-        let lowered = self.plan_of(call, &notes)?;
+        }
+    }
+
+    /// Runs a call on which the ranks agree.
+    pub(super) async fn run_call(
+        &mut self,
+        lowered: &LoweredPlan,
+        inputs: &mut Inputs<DeviceBuffer>,
+        q: &Tensor,
+    ) -> Result<Output> {
         let op = self.op;
         self.op += 1;
         let mut carryover = Carryover::default();
         // Only runs of given plans can be finished after a loss, so nothing is kept for that.
-        let executor = Executor::new(&self.device, &*self.collective, &lowered, self.options.run.clone());
+        let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
         let DeviceOutput { o, lse, report, spans } =
-            executor.run_agreed(op, &mut inputs, &mut carryover, false).await?;
+            executor.run_agreed(op, inputs, &mut carryover, false).await?;
         let [batch, tokens, heads, dim] = q.shape();
         let tensor =
             |dim, dtype, buffer| Tensor::on_device([batch, tokens, heads, dim], dtype, &self.device, buffer);
@@ -116,15 +137,28 @@ impl Session {
     }
 
     fn inputs(&self, call: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Inputs<DeviceBuffer>> {
+        let bias = self.bias_buffer(call)?;
+        self.inputs_with(call, [q, k, v], bias)
+    }
+
+    /// This rank's part of the attention bias tensor of a call, on the device.
+    pub(super) fn bias_buffer(&self, call: &Attention) -> Result<Option<DeviceBuffer>> {
+        let upload = |rows: &Bytes| self.device.upload("attention bias tensor", rows.clone());
+        call.bias_rows.as_ref().map(upload).transpose()
+    }
+
+    /// The inputs of a call whose bias tensor is on the device.
+    pub(super) fn inputs_with(
+        &self,
+        call: &Attention,
+        [q, k, v]: [&Tensor; 3],
+        bias: Option<DeviceBuffer>,
+    ) -> Result<Inputs<DeviceBuffer>> {
         let device: &Device = &self.device;
         device.supports(q.dtype(), q.shape()[3])?;
-        let rows = call.bias_rows.clone();
         let shared = call.options.bias.is_some_and(|tensor| tensor.shared_rows);
-        Ok(Inputs::of(
-            [q.buffer("q", device)?, k.buffer("k", device)?, v.buffer("v", device)?],
-            rows.map(|rows| device.upload("attention bias tensor", rows)).transpose()?,
-            shared,
-        ))
+        let tensors = [q.buffer("q", device)?, k.buffer("k", device)?, v.buffer("v", device)?];
+        Ok(Inputs::of(tensors, bias, shared))
     }
 
     /// The plan for these notes, made at the first call and kept.

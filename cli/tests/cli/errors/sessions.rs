@@ -70,7 +70,22 @@ pub(super) fn refusals() -> Vec<Entry> {
     let heads_only = whole.view([1, 4, 1, 8], [64, 16, 8, 1], 8).unwrap();
     let elsewhere = whole.to_device(&Device::cpu()).unwrap();
     let [other_plans, other_device] = of_inputs();
+    let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
+    let mut calls = session.calls(&Attention::new(), &whole, &whole, &whole, 1).unwrap();
+    let other_shape = calls.attend(&tensor(5, 2), &whole, &whole).unwrap_err();
+    calls.attend(&whole, &whole, &whole).unwrap();
+    let beyond = calls.attend(&whole, &whole, &whole).unwrap_err();
     vec![
+        entry(
+            "Calls::attend with 5 queries, after Session::calls with 4",
+            other_shape,
+            "Calls after one vote have one plan.",
+        ),
+        entry(
+            "Calls::attend for the second time, after Session::calls for 1 call",
+            beyond,
+            "Or vote for each call.",
+        ),
         entry(
             "Session::run with inputs that were loaded for other plans",
             other_plans,

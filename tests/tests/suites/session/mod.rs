@@ -2,6 +2,7 @@
 
 mod dropped;
 mod inputs;
+mod many;
 mod refusals;
 
 use std::sync::Arc;
