@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use kyklos_transport::{Rank, Transport, TransportError};
 
-use crate::backend::{Device, DeviceBuffer, Threaded};
+use crate::backend::{Backend, Device, DeviceBuffer, Threaded};
 use crate::collective::{Collective, HostStaged, OneDevice};
 use crate::exec::refusal;
 use crate::host::Tensors;
@@ -281,6 +281,12 @@ fn executor<'a>(
 ) -> Executor<'a, Device, dyn DeviceCollective> {
     let executor = Executor::new(device, collective, lowered, options.run.clone());
     if options.resumable { executor.resumable() } else { executor }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.device.release_idle();
+    }
 }
 
 impl std::fmt::Debug for Session {
