@@ -16,8 +16,8 @@ use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError};
 use crate::backend::{Backend, State, StateMut, StateShape};
 use crate::collective::{Collective, Memory};
 use crate::meter::{Meter, RankReport, Span};
-use crate::plan::{BufferId, Content, Plan, ProvedPlans, Step, StepProgress, World, describe};
-use crate::{BlockWork, Clock, Error, Result, SystemClock};
+use crate::plan::{Buffer, BufferId, Content, Plan, ProvedPlans, Step, StepProgress, World, describe};
+use crate::{BlockWork, Clock, Error, MaskClass, Result, SystemClock};
 pub(crate) use guard::AbortOnDrop;
 use guard::RunGuard;
 pub use inputs::Inputs;
@@ -159,6 +159,23 @@ impl LoweredPlan {
             works.push(layers);
         }
         Self { plans, rank, works }
+    }
+
+    /// Host memory of this and of the plans of all ranks, in bytes; arrays that steps share count for each of them.
+    pub fn host_bytes(&self) -> usize {
+        let class = |class: &MaskClass| {
+            size_of_val(&class.rows[..]) + size_of_val(&class.starts[..]) + size_of_val(&class.runs[..])
+        };
+        let work = |work: &BlockWork| {
+            size_of_val(&work.kv_positions[..]) + work.classes.iter().map(class).sum::<usize>()
+        };
+        let buffer = |buffer: &Buffer| {
+            size_of::<Buffer>() + size_of_val(buffer.tokens.runs()) + size_of_val(buffer.met.runs())
+        };
+        let plan =
+            |plan: &Plan| size_of_val(&plan.steps[..]) + plan.buffers.iter().map(buffer).sum::<usize>();
+        self.works.iter().flatten().map(work).sum::<usize>()
+            + self.plans.world().plans.iter().map(plan).sum::<usize>()
     }
 
     /// The plans of all ranks.

@@ -31,25 +31,22 @@ pub use recovery::{Recovery, Survivors};
 ///
 /// ```
 /// # #[cfg(feature = "cpu")] {
-/// use std::sync::Arc;
-///
 /// use kyklos::backend::Device;
-/// use kyklos::host::Tensors;
-/// use kyklos::plan::ProvedPlans;
-/// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Session, Split, Strategy, plan_world};
+/// use kyklos::local::on_threads;
+/// use kyklos::{Attention, Mask, Session, Tensor};
 /// use kyklos_transport::in_process_group;
 ///
-/// let problem = AttentionProblem::new([1, 16, 2, 2, 8], Dtype::F32, Mask::causal())?;
-/// let world = plan_world(&problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?;
-/// let plans = Arc::new(ProvedPlans::new(world)?);
-/// let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
-/// let zeros = bytes::Bytes::from(vec![0; 16 * 2 * 8 * 4]);
-/// let tensors = Tensors { q: zeros.clone(), k: zeros.clone(), v: zeros, bias: None };
-/// let output = pollster::block_on(async {
-///     let mut inputs = session.load(&plans, tensors).await?;
-///     session.run(&plans, &mut inputs).await
-/// })?;
-/// assert_eq!(output.o.len(), 16 * 2 * 8 * 4);
+/// // Two ranks with 5 and 6 of 11 tokens, 4 query heads, 2 key/value heads, dim 16.
+/// let outputs = on_threads(in_process_group(2), |transport| {
+///     let tokens = 5 + transport.rank().0 as usize;
+///     let mut session = Session::new(transport, Device::cpu());
+///     let q = Tensor::new([1, tokens, 4, 16], vec![0.1_f32; tokens * 4 * 16])?;
+///     let kv = Tensor::new([1, tokens, 2, 16], vec![0.2_f32; tokens * 2 * 16])?;
+///     session.attend(&Attention::new().mask(Mask::causal()), &q, &kv, &kv)
+/// });
+/// for (output, tokens) in outputs.into_iter().zip([5, 6]) {
+///     assert_eq!(output?.o.shape(), [1, tokens, 4, 16]);
+/// }
 /// # }
 /// # Ok::<(), kyklos::Error>(())
 /// ```
@@ -223,7 +220,7 @@ impl Session {
         };
         Err(Error::request(
             format!("inputs on {place}, which is not the device of the session"),
-            "load the inputs with a session of the same device",
+            "load the inputs with a session on the same `Device` or a clone of it",
         ))
     }
 

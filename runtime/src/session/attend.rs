@@ -32,10 +32,14 @@ pub(super) struct CachedCall {
     /// Of all ranks, as they travel.
     facts: Vec<Bytes>,
     lowered: Arc<LoweredPlan>,
+    /// Of `lowered`, in host memory.
+    bytes: usize,
 }
 
 /// Calls whose plans a session keeps; the one used longest ago is dropped first.
 const CACHED_CALLS: usize = 32;
+/// Most bytes of the plans that a session keeps, apart from those of the last call.
+const CACHED_BYTES: usize = 64 << 20;
 
 /// The hash under which calls vote, as opposed to runs of given plans, whose hash is that of the plans.
 const CALLS: [u8; 32] = *b"kyklos: attention call, release1";
@@ -175,10 +179,15 @@ impl Session {
         let plans = Arc::new(plans(&call.options, &agreed)?);
         self.plans_made += 1;
         let lowered = Arc::new(LoweredPlan::new(plans, self.rank(), &self.device));
-        if self.cache.len() == CACHED_CALLS {
+        let bytes = lowered.host_bytes();
+        let full = |cache: &[CachedCall]| {
+            cache.len() == CACHED_CALLS
+                || cache.iter().map(|cached| cached.bytes).sum::<usize>() + bytes > CACHED_BYTES
+        };
+        while !self.cache.is_empty() && full(&self.cache) {
             self.cache.remove(0);
         }
-        self.cache.push(CachedCall { options: call.options.clone(), facts, lowered: lowered.clone() });
+        self.cache.push(CachedCall { options: call.options.clone(), facts, lowered: lowered.clone(), bytes });
         Ok(lowered)
     }
 }

@@ -7,7 +7,7 @@ use kyklos::host::Tensors;
 use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
-    Attention, AttentionProblem, Dtype, Error, Execution, MAX_LABEL_BYTES, Mask, Mesh, Placement,
+    Attention, AttentionProblem, BiasTensor, Dtype, Error, Execution, MAX_LABEL_BYTES, Mask, Mesh, Placement,
     PlacementKind, Session, Split, Strategy, Tensor, plan_world,
 };
 use kyklos_transport::in_process_group;
@@ -153,6 +153,11 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Session::attend with a tensor of another device",
             of_one(&Attention::new(), [elsewhere, tensor(4, 2), tensor(4, 2)]),
             "Two handles of one device are the same device; two devices that were opened are not.",
+        ),
+        entry(
+            "BiasTensor::key_mask with 15 bools for 2 batch entries",
+            BiasTensor::key_mask(2, &[true; 15]).unwrap_err(),
+            "All batch entries have the same keys.",
         ),
         entry(
             "Tensor::new with 63 elements for 64",
