@@ -1,5 +1,6 @@
 //! Cost of a call on a session beyond the kernels: 64 tokens, 8 query heads, 2 key/value heads of dim 64, f32, on the CPU. The
-//! floor of a call is a vote, an exchange for each hop, and the kernels; `compute` is the time in kernels, `vote` a bare vote.
+//! floor of a call is a vote, an exchange for each hop, and the kernels; `compute` is the time in kernels, `vote` a bare vote,
+//! `call_of_many` a call of many after one vote.
 //!
 //! `cargo bench -p kyklos --bench calls -- [--short]`
 
@@ -19,11 +20,13 @@ struct Cost {
     call_us: f64,
     compute_us: f64,
     vote_us: f64,
+    /// A call of many after one vote.
+    of_many_us: f64,
 }
 
 fn main() {
     let calls = if std::env::args().any(|argument| argument == "--short") { 200 } else { 3000 };
-    println!("transport,ranks,call_us,compute_us,vote_us,beyond_kernels_us");
+    println!("transport,ranks,call_us,compute_us,vote_us,beyond_kernels_us,call_of_many_us");
     let quic = |ranks| quic_loopback_group(ranks).expect("loopback sockets");
     let groups: [(&str, Vec<Arc<dyn Transport>>); 6] = [
         ("in-process", in_process_group(1)),
@@ -35,8 +38,9 @@ fn main() {
     ];
     for (name, group) in groups {
         let ranks = group.len();
-        let Cost { call_us, compute_us, vote_us } = cost(group, name == "one-device", calls);
-        println!("{name},{ranks},{call_us:.1},{compute_us:.1},{vote_us:.1},{:.1}", call_us - compute_us);
+        let Cost { call_us, compute_us, vote_us, of_many_us } = cost(group, name == "one-device", calls);
+        let beyond_us = call_us - compute_us;
+        println!("{name},{ranks},{call_us:.1},{compute_us:.1},{vote_us:.1},{beyond_us:.1},{of_many_us:.1}");
     }
 }
 
@@ -71,14 +75,24 @@ fn cost(group: Vec<Arc<dyn Transport>>, one_device: bool, calls: usize) -> Cost 
                 compute_us.push(output.report.compute_ns as f64 / 1e3);
             }
         }
+        let mut of_many_us = Vec::new();
+        let count = u32::try_from(calls).expect("few calls");
+        let mut many = session.calls(&call, &q, &k, &v, count)?;
+        while many.remaining() > 0 {
+            let started = Instant::now();
+            many.attend(&q, &k, &v)?;
+            of_many_us.push(micros(started.elapsed()));
+        }
+        drop(many);
         let mut vote_us = Vec::new();
         for _ in 0..calls {
             let started = Instant::now();
             pollster::block_on(session.transport().agree(Vote::ready([0; 32]), Duration::from_secs(60)))?;
             vote_us.push(micros(started.elapsed()));
         }
-        let [call_us, compute_us, vote_us] = [call_us, compute_us, vote_us].map(median);
-        Ok::<_, kyklos::Error>(Cost { call_us, compute_us, vote_us })
+        let [call_us, compute_us, vote_us, of_many_us] =
+            [call_us, compute_us, vote_us, of_many_us].map(median);
+        Ok::<_, kyklos::Error>(Cost { call_us, compute_us, vote_us, of_many_us })
     });
     costs.into_iter().next().expect("at least one rank").expect("no rank fails")
 }

@@ -1,11 +1,11 @@
-//! Forty layers on one session: the ranks plan once, and vote before each layer.
+//! Forty layers on one session: the ranks plan once and vote once for all layers.
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
 use kyklos::{Attention, Execution, Mask, Mesh, PlacementKind, Session, Tensor};
 use kyklos_transport::in_process_group;
 
-const LAYERS: usize = 40;
+const LAYERS: u32 = 40;
 
 fn main() -> kyklos::Result<()> {
     let reports = on_threads(in_process_group(2), |transport| {
@@ -15,11 +15,11 @@ fn main() -> kyklos::Result<()> {
         let call = Attention::new().mask(Mask::causal()).execution(execution);
         let mut hidden = Tensor::new([1, 128, 4, 64], vec![0.25_f32; 128 * 4 * 64])?;
         let mut report = None;
-        for layer in 0..LAYERS {
-            // A rank that is a layer behind gets an error, and not a wrong answer.
-            let call = call.clone().label(format!("layer {layer}"));
+        // A rank that makes fewer calls than it announced ends the group, with an error on all ranks.
+        let mut layers = session.calls(&call, &hidden, &hidden, &hidden, LAYERS)?;
+        for _ in 0..LAYERS {
             // A model computes q, k and v from the output of the layer before. The output stays on the device.
-            let output = session.attend(&call, &hidden, &hidden, &hidden)?;
+            let output = layers.attend(&hidden, &hidden, &hidden)?;
             hidden = output.o;
             report = Some(output.report);
         }

@@ -1,5 +1,7 @@
 //! Tensors over (query, key) pairs or over keys, for masks and biases that are not a function of positions.
 
+use bytes::Bytes;
+
 use crate::{Dtype, Error, Result};
 
 /// A tensor that hides keys, or is added to the logits after a softcap. Its columns are key positions.
@@ -88,6 +90,35 @@ impl BiasTensor {
         words
     }
 
+    /// A key mask `[batch, keys]` for all heads and queries: the tensor and its bytes, for
+    /// [`Attention::bias`](crate::Attention::bias). `visible` has one bool for each key of each batch entry; false hides the key.
+    ///
+    /// ```
+    /// use kyklos::{Attention, BiasTensor};
+    ///
+    /// // Entry 0 sees its first 3 keys of 5, entry 1 the even ones.
+    /// let visible = [true, true, true, false, false, true, false, true, false, true];
+    /// let (tensor, rows) = BiasTensor::key_mask(2, &visible)?;
+    /// let call = Attention::new().bias(tensor, rows);
+    /// # Ok::<(), kyklos::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Request`] if `visible` cannot be divided by `batch`.
+    pub fn key_mask(batch: u32, visible: &[bool]) -> Result<(Self, Bytes)> {
+        let keys =
+            visible.len().checked_div(batch as usize).filter(|keys| keys * batch as usize == visible.len());
+        let Some(keys) = keys else {
+            return Err(Error::request(
+                format!("a key mask of {} bools for {batch} batch entries", visible.len()),
+                "give one bool for each key of each batch entry",
+            ));
+        };
+        let rows = visible.chunks(keys.max(1)).flat_map(|row| Self::pack(row.iter().copied()));
+        let bytes: Vec<u8> = rows.flat_map(u32::to_ne_bytes).collect();
+        Ok((Self { kind: BiasKind::Mask, batch, heads: 1, shared_rows: true }, bytes.into()))
+    }
+
     /// Refuses extents that are neither 1 nor the problem's.
     pub(crate) fn fits(self, batch: u32, q_heads: u32, kv_len: u32) -> Result<()> {
         if ![1, batch].contains(&self.batch) || ![1, q_heads].contains(&self.heads) {
@@ -125,6 +156,17 @@ mod tests {
         assert_eq!(bias.bytes(Dtype::F32, 5, 3), 5 * 12);
         assert_eq!(BiasTensor { shared_rows: true, ..bias }.bytes(Dtype::F32, 5, 3), 12);
         assert_eq!(BiasTensor::pack((0..34).map(|key| key == 1 || key >= 31)), [0x8000_0002, 3]);
+    }
+
+    #[test]
+    fn a_key_mask_has_a_row_of_whole_words_for_each_entry() {
+        let visible: Vec<bool> = (0..66).map(|index| index % 33 == 32 || index == 1).collect();
+        let (tensor, rows) = BiasTensor::key_mask(2, &visible).unwrap();
+        assert_eq!(rows.len() as u64, tensor.bytes(Dtype::F32, 7, 33));
+        let words: Vec<u32> = bytemuck::pod_collect_to_vec(&rows);
+        assert_eq!(words, [2, 1, 0, 1]);
+        assert!(BiasTensor::key_mask(2, &[true; 3]).is_err());
+        assert!(BiasTensor::key_mask(0, &[]).is_err());
     }
 
     #[test]

@@ -96,7 +96,9 @@ impl Attention {
         self
     }
 
-    /// Global position of the first query of rank 0; key 0 is at position 0.
+    /// Position of the first query of the call, the first one of rank 0; key 0 of the call is at position 0, and masks compare
+    /// positions. All ranks give the same number. 0 where queries and keys are of the same tokens. Where 8 new tokens follow
+    /// 100 cached ones and the keys are of all 108, it is 100.
     #[must_use]
     pub fn q_offset(mut self, q_offset: u32) -> Self {
         self.options.q_offset = q_offset;

@@ -103,20 +103,36 @@ pub trait Collective<B: Backend> {
         recvs: &[Incoming],
     ) -> Arrivals<'a, B::Buffer>;
 
+    /// This rank's endpoint in the group.
+    fn transport(&self) -> &Arc<dyn Transport>;
+
+    /// How long a message or an agreement may take before it is an error.
+    fn deadline(&self) -> Duration;
+
     /// Casts this rank's vote before an operation; ends with the notes of all ranks, see [`Transport::agree`].
-    fn agree(&self, vote: Vote) -> Posted<Vec<Bytes>>;
+    fn agree(&self, vote: Vote) -> Posted<Vec<Bytes>> {
+        self.transport().agree(vote, self.deadline())
+    }
 
     /// Ends the operation on all ranks, see [`Transport::abort`].
-    fn abort(&self, abort: Abort);
+    fn abort(&self, abort: Abort) {
+        self.transport().abort(abort);
+    }
 
     /// Reports which step this rank has reached, see [`Transport::report_progress`].
-    fn report_progress(&self, progress: Progress);
+    fn report_progress(&self, progress: Progress) {
+        self.transport().report_progress(progress);
+    }
 
     /// Beats while this rank works, see [`Transport::pulse`].
-    fn pulse(&self) -> Arc<Pulse>;
+    fn pulse(&self) -> Arc<Pulse> {
+        self.transport().pulse()
+    }
 
     /// True once the group has been aborted.
-    fn stop_flag(&self) -> Arc<AtomicBool>;
+    fn stop_flag(&self) -> Arc<AtomicBool> {
+        self.transport().stop_flag()
+    }
 }
 
 /// A collective for any backend over any transport. It stages messages in host memory: it copies from the device to the
@@ -213,24 +229,12 @@ impl<B: Backend> Collective<B> for HostStaged {
         })
     }
 
-    fn agree(&self, vote: Vote) -> Posted<Vec<Bytes>> {
-        self.transport.agree(vote, self.deadline)
+    fn transport(&self) -> &Arc<dyn Transport> {
+        &self.transport
     }
 
-    fn abort(&self, abort: Abort) {
-        self.transport.abort(abort);
-    }
-
-    fn report_progress(&self, progress: Progress) {
-        self.transport.report_progress(progress);
-    }
-
-    fn pulse(&self) -> Arc<Pulse> {
-        self.transport.pulse()
-    }
-
-    fn stop_flag(&self) -> Arc<AtomicBool> {
-        self.transport.stop_flag()
+    fn deadline(&self) -> Duration {
+        self.deadline
     }
 }
 

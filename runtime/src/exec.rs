@@ -4,6 +4,7 @@
 
 mod buffers;
 mod carryover;
+mod guard;
 mod inputs;
 mod run;
 
@@ -15,9 +16,12 @@ use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError};
 use crate::backend::{Backend, State, StateMut, StateShape};
 use crate::collective::{Collective, Memory};
 use crate::meter::{Meter, RankReport, Span};
-use crate::plan::{BufferId, Content, Plan, ProvedPlans, Step, StepProgress, World, describe};
-use crate::{BlockWork, Clock, Error, Result, SystemClock};
+use crate::plan::{Buffer, BufferId, Content, Plan, ProvedPlans, Step, StepProgress, World, describe};
+use crate::{BlockWork, Clock, Error, MaskClass, Result, SystemClock};
+pub(crate) use guard::AbortOnDrop;
+use guard::RunGuard;
 pub use inputs::Inputs;
+pub(crate) use inputs::refusal;
 use run::Run;
 
 /// One rank, ready to run its plan any number of times.
@@ -157,6 +161,23 @@ impl LoweredPlan {
         Self { plans, rank, works }
     }
 
+    /// Host memory of this and of the plans of all ranks, in bytes; arrays that steps share count for each of them.
+    pub fn host_bytes(&self) -> usize {
+        let class = |class: &MaskClass| {
+            size_of_val(&class.rows[..]) + size_of_val(&class.starts[..]) + size_of_val(&class.runs[..])
+        };
+        let work = |work: &BlockWork| {
+            size_of_val(&work.kv_positions[..]) + work.classes.iter().map(class).sum::<usize>()
+        };
+        let buffer = |buffer: &Buffer| {
+            size_of::<Buffer>() + size_of_val(buffer.tokens.runs()) + size_of_val(buffer.met.runs())
+        };
+        let plan =
+            |plan: &Plan| size_of_val(&plan.steps[..]) + plan.buffers.iter().map(buffer).sum::<usize>();
+        self.works.iter().flatten().map(work).sum::<usize>()
+            + self.plans.world().plans.iter().map(plan).sum::<usize>()
+    }
+
     /// The plans of all ranks.
     pub fn plans(&self) -> &Arc<ProvedPlans> {
         &self.plans
@@ -184,10 +205,12 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
 
     /// First agrees with all ranks that they run the same plan. Then runs it as operation `op`, and copies the output
     /// to the host. An error of this rank ends the operation on all ranks. Each operation of a group has its own
-    /// number, counted from 0 on every rank alike.
+    /// number, counted from 0 on every rank alike. If the future is dropped after its first poll and before its end, the
+    /// group is aborted on all ranks; the inputs stay.
     ///
     /// # Errors
-    /// Any; [`Error::Group`] when another rank is the cause.
+    /// Any; [`Error::Group`] when another rank is the cause. [`Error::Request`] for inputs that were loaded for other tokens;
+    /// the other ranks get [`TransportError::Refused`].
     pub async fn run(&self, op: u64, inputs: &mut Inputs<B::Buffer>) -> Result<RankOutput> {
         self.run_from(op, inputs, &mut Carryover::default()).await
     }
@@ -204,7 +227,13 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
         inputs: &mut Inputs<B::Buffer>,
         carryover: &mut Carryover<B::Buffer>,
     ) -> Result<RankOutput> {
-        if let Err(error) = self.agree(inputs).await {
+        if let Err(error) = self.check_inputs(inputs) {
+            return Err(self.refuse(error).await);
+        }
+        let vote = AbortOnDrop::new(|abort| self.collective.abort(abort), Rank(self.plan.rank), op);
+        let agreed = self.agree(inputs).await;
+        vote.end();
+        if let Err(error) = agreed {
             // All ranks get a wrong request alike, and the group can be used for another call.
             if !error.is_request() {
                 self.end_for_all(op, 0, &error);
@@ -248,21 +277,10 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             }
         }
         drop(old);
-        // The inputs are moved into the run's memory, and moved back after the run, also after an error.
-        run.memory.put(self.plan.q, inputs.q.take().into_iter().collect());
-        run.memory.put(self.plan.kv, inputs.k.take().into_iter().chain(inputs.v.take()).collect());
-        if let Some(id) = self.plan.bias {
-            run.memory.put(id, inputs.bias.take().into_iter().collect());
-        }
-        run.shared_bias = inputs.shared_bias.take();
-        let result = run.execute(to_host).await;
-        if let Some(id) = self.plan.bias {
-            inputs.bias = run.memory.take(id).and_then(|mut rows| rows.pop());
-        }
-        inputs.shared_bias = run.shared_bias.take();
-        inputs.q = run.memory.take(self.plan.q).and_then(|mut q| q.pop());
-        let mut kv = run.memory.take(self.plan.kv).unwrap_or_default();
-        (inputs.v, inputs.k) = (kv.pop(), kv.pop());
+        // The inputs are moved into the run's memory, and moved back after the run, also after an error or a drop.
+        let mut guard = RunGuard::new(run, inputs, carryover);
+        let result = guard.run().execute(to_host).await;
+        let mut run = guard.end();
 
         if let Err(error) = &result {
             self.end_for_all(op, run.step, error);

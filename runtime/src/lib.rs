@@ -1,5 +1,35 @@
 //! Exact attention over a sequence that is split across ranks.
 //!
+//! Each rank has a [`Session`]: its endpoint in a group and its device. The ranks make the same calls; each passes its own
+//! tokens, and gets the output of its own queries.
+//!
+//! ```
+//! # #[cfg(feature = "cpu")] {
+//! use kyklos::backend::Device;
+//! use kyklos::local::on_threads;
+//! use kyklos::{Attention, Mask, Session, Tensor};
+//! use kyklos_transport::in_process_group;
+//!
+//! // Two ranks in this process, with 64 of 128 tokens each; 4 heads of dim 32.
+//! let outputs = on_threads(in_process_group(2), |transport| {
+//!     let mut session = Session::new(transport, Device::cpu());
+//!     let x = Tensor::new([1, 64, 4, 32], vec![0.5_f32; 64 * 4 * 32])?;
+//!     let output = session.attend(&Attention::new().mask(Mask::causal()), &x, &x, &x)?;
+//!     output.o.to_vec::<f32>()
+//! });
+//! for output in outputs {
+//!     assert_eq!(output?.len(), 64 * 4 * 32);
+//! }
+//! # }
+//! # Ok::<(), kyklos::Error>(())
+//! ```
+//!
+//! Groups over a network are in `kyklos_transport::quic`; `kyklos_launch` joins the group of a launcher. Devices are in
+//! [`backend`]: cores, GPUs, and a caller's own `wgpu::Device`. [`Attention`] has the options of a call, [`Session::calls`]
+//! makes many calls after one vote.
+//!
+//! # Below a session
+//!
 //! A parallel strategy is a pure function from a problem, a mesh and a placement to a [`plan::Plan`] for each rank:
 //! a list of steps over named buffers. The same plan is checked, priced, explained and executed.
 //!
@@ -62,7 +92,7 @@ pub use meter::{Meter, RankReport, Span, Timeline};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, Results, TILE_KEYS};
 pub use session::{
-    CacheOptions, DeviceCollective, KvCache, Output, Recovery, Session, SessionOptions, Survivors,
+    CacheOptions, Calls, DeviceCollective, KvCache, Output, Recovery, Session, SessionOptions, Survivors,
 };
 pub use spans::{RowSpan, Spans};
 pub use strategy::{
@@ -73,6 +103,11 @@ pub use strategy_list::Strategy;
 pub use tensor::{Element, Tensor};
 pub use tokens::{Run, TokenRuns};
 pub use wire::{TOKENS_PER_SCALE, WireFormat};
+
+/// The crates whose types are in this API: buffers of bytes, storage types, and wgpu's devices and buffers.
+#[cfg(feature = "wgpu")]
+pub use ::wgpu;
+pub use {::bytes, ::half};
 
 /// The examples of the README, as tests.
 #[cfg(doctest)]

@@ -3,16 +3,18 @@
 mod agreement;
 mod attend;
 mod cache;
+mod calls;
 mod choice;
 mod recovery;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos_transport::{Rank, RefusalReason, Transport, TransportError, Vote};
+use kyklos_transport::{Rank, Transport, TransportError};
 
-use crate::backend::{Device, DeviceBuffer, Threaded};
+use crate::backend::{Backend, Device, DeviceBuffer, Threaded};
 use crate::collective::{Collective, HostStaged, OneDevice};
+use crate::exec::refusal;
 use crate::host::Tensors;
 use crate::plan::ProvedPlans;
 use crate::{Carryover, Error, Executor, Inputs, LoweredPlan, RankOutput, Result, RunOptions};
@@ -20,6 +22,7 @@ use agreement::LastFacts;
 use attend::CachedCall;
 pub use attend::Output;
 pub use cache::{CacheOptions, KvCache};
+pub use calls::Calls;
 pub use recovery::{Recovery, Survivors};
 
 /// One rank of a group, with its device: any number of calls, one after the other.
@@ -30,25 +33,22 @@ pub use recovery::{Recovery, Survivors};
 ///
 /// ```
 /// # #[cfg(feature = "cpu")] {
-/// use std::sync::Arc;
-///
 /// use kyklos::backend::Device;
-/// use kyklos::host::Tensors;
-/// use kyklos::plan::ProvedPlans;
-/// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Session, Split, Strategy, plan_world};
+/// use kyklos::local::on_threads;
+/// use kyklos::{Attention, Mask, Session, Tensor};
 /// use kyklos_transport::in_process_group;
 ///
-/// let problem = AttentionProblem::new([1, 16, 2, 2, 8], Dtype::F32, Mask::causal())?;
-/// let world = plan_world(&problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?;
-/// let plans = Arc::new(ProvedPlans::new(world)?);
-/// let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
-/// let zeros = bytes::Bytes::from(vec![0; 16 * 2 * 8 * 4]);
-/// let tensors = Tensors { q: zeros.clone(), k: zeros.clone(), v: zeros, bias: None };
-/// let output = pollster::block_on(async {
-///     let mut inputs = session.load(&plans, tensors).await?;
-///     session.run(&plans, &mut inputs).await
-/// })?;
-/// assert_eq!(output.o.len(), 16 * 2 * 8 * 4);
+/// // Two ranks with 5 and 6 of 11 tokens, 4 query heads, 2 key/value heads, dim 16.
+/// let outputs = on_threads(in_process_group(2), |transport| {
+///     let tokens = 5 + transport.rank().0 as usize;
+///     let mut session = Session::new(transport, Device::cpu());
+///     let q = Tensor::new([1, tokens, 4, 16], vec![0.1_f32; tokens * 4 * 16])?;
+///     let kv = Tensor::new([1, tokens, 2, 16], vec![0.2_f32; tokens * 2 * 16])?;
+///     session.attend(&Attention::new().mask(Mask::causal()), &q, &kv, &kv)
+/// });
+/// for (output, tokens) in outputs.into_iter().zip([5, 6]) {
+///     assert_eq!(output?.o.shape(), [1, tokens, 4, 16]);
+/// }
 /// # }
 /// # Ok::<(), kyklos::Error>(())
 /// ```
@@ -169,26 +169,38 @@ impl Session {
     /// [`Error::Device`]. The other ranks get the error as the result of their next vote.
     pub async fn load(&mut self, plans: &Arc<ProvedPlans>, tensors: Tensors) -> Result<Inputs<DeviceBuffer>> {
         let lowered = self.lower(plans);
-        let loaded = self.executor(&lowered).load(tensors);
-        if let Err(error) = &loaded {
-            self.refuse(error).await?;
+        match executor(&self.device, &*self.collective, &lowered, &self.options).load(tensors) {
+            Ok(mut inputs) => {
+                inputs.device = Some(self.device.clone());
+                Ok(inputs)
+            }
+            Err(error) => {
+                self.refuse(&error).await?;
+                Err(error)
+            }
         }
-        loaded
     }
 
     /// Runs this rank's plan of `plans`. All ranks run the same plans. The output is copied to the host.
     ///
+    /// If the future is dropped after its first poll and before its end, the group is aborted on all ranks; the inputs stay.
+    ///
     /// # Errors
-    /// Any; an error of one rank ends the run on all ranks.
+    /// [`Error::Request`] for inputs of another device, or of other plans in which this rank has other tokens; the other ranks
+    /// then get [`TransportError::Refused`], and the session stays usable. Any other error of one rank ends the run on all
+    /// ranks.
     pub async fn run(
         &mut self,
         plans: &Arc<ProvedPlans>,
         inputs: &mut Inputs<DeviceBuffer>,
     ) -> Result<RankOutput> {
+        if let Err(error) = self.check_device(inputs) {
+            self.refuse(&error).await?;
+            return Err(error);
+        }
         let lowered = self.lower(plans);
-        let mut carryover = std::mem::take(&mut self.carryover);
-        let result = self.executor(&lowered).run_from(self.op, inputs, &mut carryover).await;
-        self.carryover = carryover;
+        let executor = executor(&self.device, &*self.collective, &lowered, &self.options);
+        let result = executor.run_from(self.op, inputs, &mut self.carryover).await;
         // A run that the vote refused is no operation, on any rank.
         let refused = match &result {
             Err(Error::Transport(error)) => matches!(error, TransportError::Refused { .. }),
@@ -199,13 +211,27 @@ impl Session {
         result
     }
 
+    /// Refuses inputs that are not on the device of this session.
+    fn check_device(&self, inputs: &Inputs<DeviceBuffer>) -> Result<()> {
+        if inputs.device.as_ref().is_some_and(|device| device.is_same(&self.device)) {
+            return Ok(());
+        }
+        let place = match &inputs.device {
+            Some(device) => device.info().name.as_str(),
+            None => "an unknown device",
+        };
+        Err(Error::request(
+            format!("inputs on {place}, which is not the device of the session"),
+            "load the inputs with a session on the same `Device` or a clone of it",
+        ))
+    }
+
     /// Votes against the next operation: this rank cannot take part, because of `error`.
     ///
     /// # Errors
     /// If the group fails before the vote ends. That all ranks refuse is no error of this function.
     pub async fn refuse(&mut self, error: &Error) -> Result<()> {
-        let reason = if error.is_request() { RefusalReason::WrongRequest } else { RefusalReason::Failed };
-        let vote = Vote::Refuse { reason, text: format!("rank {}: {error}", self.rank()) };
+        let vote = refusal(self.rank(), error);
         match self.transport.agree(vote, self.options.deadline).await {
             Ok(_) | Err(TransportError::Refused { .. }) => Ok(()),
             Err(error) => Err(error.into()),
@@ -243,10 +269,22 @@ impl Session {
         self.lowered = Some(lowered.clone());
         lowered
     }
+}
 
-    fn executor<'a>(&'a self, lowered: &'a LoweredPlan) -> Executor<'a, Device, dyn DeviceCollective> {
-        let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
-        if self.options.resumable { executor.resumable() } else { executor }
+/// An executor as the options of a session want it.
+fn executor<'a>(
+    device: &'a Device,
+    collective: &'a (dyn DeviceCollective + 'static),
+    lowered: &'a LoweredPlan,
+    options: &SessionOptions,
+) -> Executor<'a, Device, dyn DeviceCollective> {
+    let executor = Executor::new(device, collective, lowered, options.run.clone());
+    if options.resumable { executor.resumable() } else { executor }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.device.release_idle();
     }
 }
 

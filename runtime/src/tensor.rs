@@ -287,7 +287,8 @@ impl Tensor {
                             own.info().name,
                             device.info().name
                         ),
-                        "use tensors of the session's device, or of host memory",
+                        "use tensors of host memory, or of the session's device; clones of one `Device` are the same \
+                         device, two that were opened are not, also of one GPU",
                     ));
                 }
                 if self.view.len() == 0 {

@@ -193,6 +193,10 @@ impl Backend for Device {
         self.0.share(buffer)
     }
 
+    fn release_idle(&self) {
+        self.0.release_idle();
+    }
+
     fn download(&self, buffer: &mut DeviceBuffer, range: Range<usize>) -> Self::Download {
         self.0.download(buffer, range)
     }

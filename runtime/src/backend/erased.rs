@@ -22,6 +22,7 @@ pub(super) trait AnyBackend: Any + Threaded {
     fn upload(&self, label: &str, data: Bytes) -> Result<DeviceBuffer>;
     fn write(&self, buffer: &mut DeviceBuffer, offset: usize, data: &[u8]) -> Result<()>;
     fn share(&self, buffer: &mut DeviceBuffer) -> DeviceBuffer;
+    fn release_idle(&self);
     fn download(
         &self,
         buffer: &mut DeviceBuffer,
@@ -90,6 +91,10 @@ where
 
     fn share(&self, buffer: &mut DeviceBuffer) -> DeviceBuffer {
         DeviceBuffer::new(Backend::share(self, buffer.of_mut::<B>()))
+    }
+
+    fn release_idle(&self) {
+        Backend::release_idle(self);
     }
 
     fn download(

@@ -96,6 +96,9 @@ pub trait Backend {
     /// on: the caller only reads, as it does with its inputs.
     fn share(&self, buffer: &mut Self::Buffer) -> Self::Buffer;
 
+    /// Frees memory that the backend keeps for later calls. Called when a session ends.
+    fn release_idle(&self) {}
+
     /// Starts to copy `range` (bytes) to the host: the present contents, without the effects of work that is submitted
     /// later.
     /// Takes the buffer mutably so that a host backend can share the memory instead of copying it.

@@ -1,13 +1,12 @@
 //! Ranks of one process on one device: messages between them stay on the device.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::{join, try_join_all};
-use kyklos_transport::{Abort, Posted, Progress, Pulse, Rank, Tag, Transport, Vote};
+use kyklos_transport::{Rank, Tag, Transport};
 
 use super::{
     Arrivals, Broken, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, all_or_error,
@@ -159,23 +158,11 @@ impl Collective<Device> for OneDevice {
         })
     }
 
-    fn agree(&self, vote: Vote) -> Posted<Vec<Bytes>> {
-        self.transport.agree(vote, self.deadline)
+    fn transport(&self) -> &Arc<dyn Transport> {
+        &self.transport
     }
 
-    fn abort(&self, abort: Abort) {
-        self.transport.abort(abort);
-    }
-
-    fn report_progress(&self, progress: Progress) {
-        self.transport.report_progress(progress);
-    }
-
-    fn pulse(&self) -> Arc<Pulse> {
-        self.transport.pulse()
-    }
-
-    fn stop_flag(&self) -> Arc<AtomicBool> {
-        self.transport.stop_flag()
+    fn deadline(&self) -> Duration {
+        self.deadline
     }
 }

@@ -1,15 +1,19 @@
 //! A rank's inputs: the check of their sizes, and their agreement between ranks.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
-use kyklos_transport::Vote;
+use kyklos_transport::{Rank, RefusalReason, TransportError, Vote};
 
 use super::Executor;
-use crate::backend::Backend;
+use crate::backend::{Backend, Device};
 use crate::collective::Collective;
 use crate::host::Tensors;
-use crate::{Error, Result};
+use crate::plan::{ProvedPlans, World};
+use crate::{AttentionProblem, Error, Result, TokenRuns};
 
-/// A rank's own queries, keys and values on its device. Made by [`Executor::load`].
+/// A rank's own queries, keys and values on its device, for the plans for which they were loaded, and for other plans in which
+/// the rank has the same tokens. Made by [`Executor::load`] and [`Session::load`](crate::Session::load).
 #[derive(Debug)]
 pub struct Inputs<Buffer> {
     pub(super) q: Option<Buffer>,
@@ -21,6 +25,10 @@ pub struct Inputs<Buffer> {
     pub(super) shared_bias: Option<Buffer>,
     /// Hash of the bytes of `shared_bias`, if the ranks have not compared them yet.
     shared_digest: Option<[u8; DIGEST_BYTES]>,
+    /// The plans whose tensors these are, and the rank; `None` for inputs of one call only.
+    plans: Option<(Arc<ProvedPlans>, Rank)>,
+    /// The device of the session that loaded them.
+    pub(crate) device: Option<Device>,
 }
 
 /// Of the hash of a tensor that all ranks hold: enough to find ranks with unlike tensors.
@@ -31,7 +39,8 @@ impl<Buffer> Inputs<Buffer> {
     /// the rank's rows, or `shared` the whole tensor.
     pub(crate) fn of([q, k, v]: [Buffer; 3], bias: Option<Buffer>, shared: bool) -> Self {
         let (bias, shared_bias) = if shared { (None, bias) } else { (bias, None) };
-        Self { q: Some(q), k: Some(k), v: Some(v), bias, shared_bias, shared_digest: None }
+        let (plans, device) = (None, None);
+        Self { q: Some(q), k: Some(k), v: Some(v), bias, shared_bias, shared_digest: None, plans, device }
     }
 
     /// Takes the keys and values out, if they are here.
@@ -88,7 +97,34 @@ impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
             bias,
             shared_bias,
             shared_digest,
+            plans: Some((self.lowered.plans.clone(), Rank(self.plan.rank))),
+            device: None,
         })
+    }
+
+    /// Votes against the next operation because of `error`, an error of this rank; ends with it, unless the group fails before.
+    pub(super) async fn refuse(&self, error: Error) -> Error {
+        let vote = refusal(Rank(self.plan.rank), &error);
+        match self.collective.agree(vote).await {
+            Ok(_) | Err(TransportError::Refused { .. }) => error,
+            Err(of_group) => of_group.into(),
+        }
+    }
+
+    /// Refuses inputs that were loaded for other tokens or other extents than those of this plan.
+    pub(super) fn check_inputs(&self, inputs: &Inputs<B::Buffer>) -> Result<()> {
+        let Some((plans, rank)) = &inputs.plans else { return Ok(()) };
+        if Arc::ptr_eq(plans, &self.lowered.plans) && rank.0 == self.plan.rank {
+            return Ok(());
+        }
+        let (loaded, runs) = (Held::of(plans.world(), *rank), Held::of(self.world, Rank(self.plan.rank)));
+        match runs.difference(&loaded) {
+            None => Ok(()),
+            Some(what) => Err(Error::request(
+                format!("the inputs of rank {} were loaded for other plans: {what}", self.plan.rank),
+                "load the tensors for the plans that are to run",
+            )),
+        }
     }
 
     /// Agrees with all ranks that they run the same plans, and that a tensor that each of them holds whole is the same.
@@ -108,6 +144,54 @@ impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
                 "give every rank the whole tensor, with the same bytes",
             )),
         }
+    }
+}
+
+/// The vote of a rank that cannot take part in an operation because of `error`.
+pub(crate) fn refusal(rank: Rank, error: &Error) -> Vote {
+    let reason = if error.is_request() { RefusalReason::WrongRequest } else { RefusalReason::Failed };
+    Vote::Refuse { reason, text: format!("rank {rank}: {error}") }
+}
+
+/// What the inputs of a rank are: plans with the same can run on them.
+struct Held<'a> {
+    problem: &'a AttentionProblem,
+    q: &'a TokenRuns,
+    /// Keys, the replicated ones included.
+    kv: &'a TokenRuns,
+}
+
+impl<'a> Held<'a> {
+    fn of(world: &'a World, rank: Rank) -> Self {
+        let plan = world.plan(rank);
+        let [q, kv] = [plan.q, plan.kv].map(|id| &plan.buffer(id).tokens);
+        Self { problem: &world.problem, q, kv }
+    }
+
+    /// The first thing in which they differ, in words.
+    fn difference(&self, loaded: &Self) -> Option<String> {
+        let shape = |problem: &AttentionProblem| {
+            let AttentionProblem { batch, q_heads, kv_heads, head_dim, dtype, .. } = problem;
+            format!(
+                "batch {batch}, {q_heads} query heads, {kv_heads} key/value heads, dim {head_dim}, {dtype}"
+            )
+        };
+        let bias = |problem: &AttentionProblem| {
+            problem
+                .bias
+                .map_or_else(|| "none".to_owned(), |bias| format!("{bias:?} over {} keys", problem.kv_len))
+        };
+        let differ = |what: &str, loaded: String, runs: String| {
+            (loaded != runs).then(|| format!("{what} {loaded}, not {runs}"))
+        };
+        let tokens = |what: &str, loaded: &TokenRuns, runs: &TokenRuns| {
+            let same = loaded.len() == runs.len() && loaded.iter().eq(runs.iter());
+            (!same).then(|| format!("{what} {loaded}, not {runs}"))
+        };
+        differ("tensors of", shape(loaded.problem), shape(self.problem))
+            .or_else(|| tokens("queries", loaded.q, self.q))
+            .or_else(|| tokens("keys", loaded.kv, self.kv))
+            .or_else(|| differ("attention bias tensor", bias(loaded.problem), bias(self.problem)))
     }
 }
 

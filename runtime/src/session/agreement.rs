@@ -68,16 +68,17 @@ pub(super) struct Agreed {
 }
 
 /// Increased when the meaning of facts changes.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
-/// The note of this rank's vote: its label, the number of the operation, a hash of the attention bias tensor if that is the same on all ranks, and its
-/// facts.
+/// The note of this rank's vote: its label, the number of the operation, a hash of the attention bias tensor if that is the same
+/// on all ranks, the number of calls, and its facts.
 ///
 /// # Errors
 /// [`Error::Request`] when the tensors do not fit each other or the call.
 pub(super) fn note(
     last: &mut Option<LastFacts>,
     op: u64,
+    calls: u32,
     call: &Attention,
     [q, k, v]: [&Tensor; 3],
     cache: Option<CacheFacts>,
@@ -99,12 +100,13 @@ pub(super) fn note(
             encoded
         }
     };
-    let mut note = Vec::with_capacity(1 + call.label.len() + 16 + encoded.len());
+    let mut note = Vec::with_capacity(1 + call.label.len() + NUMBERS + encoded.len());
     // A label has at most 128 bytes.
     note.push(u8::try_from(call.label.len()).unwrap_or(u8::MAX));
     note.extend_from_slice(call.label.as_bytes());
     note.extend_from_slice(&op.to_le_bytes());
     note.extend_from_slice(&call.shared_bias.unwrap_or(0).to_le_bytes());
+    note.extend_from_slice(&calls.to_le_bytes());
     note.extend_from_slice(&encoded);
     Ok(note.into())
 }
@@ -117,13 +119,18 @@ pub(super) fn facts_of(notes: &[Bytes]) -> Result<Vec<Bytes>> {
     let mut first = None;
     let mut facts = Vec::with_capacity(notes.len());
     for (rank, note) in notes.iter().enumerate() {
-        let Note { label, op, shared_bias, facts: own } = Note::of(note).ok_or_else(|| unknown_form(rank))?;
-        let (first_label, first_op, first_bias) = *first.get_or_insert((label, op, shared_bias));
+        let Note { label, op, shared_bias, calls, facts: own } =
+            Note::of(note).ok_or_else(|| unknown_form(rank))?;
+        let (first_label, first_op, first_bias, first_calls) =
+            *first.get_or_insert((label, op, shared_bias, calls));
         if label != first_label {
             return Err(disagree(rank, &format!("label `{label}`"), &format!("`{first_label}`")));
         }
         if op != first_op {
             return Err(disagree(rank, &format!("operation {op} of its session"), &first_op.to_string()));
+        }
+        if calls != first_calls {
+            return Err(disagree(rank, &format!("a number of calls of {calls}"), &first_calls.to_string()));
         }
         if shared_bias != first_bias {
             return Err(disagree(rank, "another attention bias tensor", "its own"));
@@ -139,19 +146,23 @@ struct Note<'a> {
     op: u64,
     /// Hash of an attention bias tensor that is the same on all ranks, or 0.
     shared_bias: u64,
+    /// Calls for which the vote is.
+    calls: u32,
     facts: Bytes,
 }
+
+/// Bytes of the numbers of a note.
+const NUMBERS: usize = 20;
 
 impl<'a> Note<'a> {
     fn of(note: &'a Bytes) -> Option<Self> {
         let label_bytes = usize::from(*note.first()?);
         let label = std::str::from_utf8(note.get(1..=label_bytes)?).ok()?;
-        let number = |at: usize| -> Option<u64> {
-            let start = 1 + label_bytes + at;
-            Some(u64::from_le_bytes(note.get(start..start + 8)?.try_into().ok()?))
-        };
-        let (op, shared_bias) = (number(0)?, number(8)?);
-        Some(Self { label, op, shared_bias, facts: note.slice(1 + label_bytes + 16..) })
+        let (numbers, facts) = note.get(1 + label_bytes..)?.split_at_checked(NUMBERS)?;
+        let number =
+            |at: usize| -> Option<u64> { Some(u64::from_le_bytes(numbers[at..at + 8].try_into().ok()?)) };
+        let calls = u32::from_le_bytes(numbers[16..].try_into().ok()?);
+        Some(Self { label, op: number(0)?, shared_bias: number(8)?, calls, facts: note.slice_ref(facts) })
     }
 }
 

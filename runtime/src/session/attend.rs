@@ -10,7 +10,7 @@ use super::agreement::{Agreed, facts_of, note};
 use super::choice::plans;
 use crate::backend::{Backend, Device, DeviceBuffer};
 use crate::call::{Attention, Options};
-use crate::exec::DeviceOutput;
+use crate::exec::{AbortOnDrop, DeviceOutput};
 use crate::plan::ProvedPlans;
 use crate::{Carryover, Dtype, Error, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
 
@@ -33,10 +33,14 @@ pub(super) struct CachedCall {
     /// Of all ranks, as they travel.
     facts: Vec<Bytes>,
     lowered: Arc<LoweredPlan>,
+    /// Of `lowered`, in host memory.
+    bytes: usize,
 }
 
 /// Calls whose plans a session keeps; the one used longest ago is dropped first.
 const CACHED_CALLS: usize = 32;
+/// Most bytes of the plans that a session keeps, apart from those of the last call.
+const CACHED_BYTES: usize = 64 << 20;
 
 /// The hash under which calls vote, as opposed to runs of given plans, whose hash is that of the plans.
 pub(super) const CALLS: [u8; 32] = *b"kyklos: attention call, release1";
@@ -49,13 +53,14 @@ impl Session {
     /// [`Error::Request`](crate::Error::Request) when the ranks' calls do not fit together: the same on all ranks. Where the
     /// fault is in the tensors or options of one rank, that rank gets [`Error::Request`](crate::Error::Request) and the others
     /// [`TransportError::Refused`] with its text. In both cases the session stays usable. Other errors end the call on all
-    /// ranks, and the group with it. A call whose future is dropped leaves the others waiting until their deadline.
+    /// ranks, and the group with it.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn attend(&mut self, call: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
         pollster::block_on(self.attend_async(call, q, k, v))
     }
 
-    /// [`Self::attend`] as a future.
+    /// [`Self::attend`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
+    /// ranks.
     ///
     /// # Errors
     /// As [`Self::attend`].
@@ -66,10 +71,23 @@ impl Session {
         k: &Tensor,
         v: &Tensor,
     ) -> Result<Output> {
-        // What only this rank can find wrong is found before the vote, which then carries it to the others.
-        let prepared = note(&mut self.last_facts, self.op, call, [q, k, v], None)
-            .and_then(|note| Ok((note, self.inputs(call, q, k, v)?)));
-        let (note, mut inputs) = match prepared {
+        let inputs = |session: &Self| session.inputs(call, q, k, v);
+        let (lowered, mut inputs) = self.agree(call, [q, k, v], 1, inputs).await?;
+        self.run_call(&lowered, &mut inputs, q).await
+    }
+
+    /// Agrees with all ranks on `calls` calls with tensors like these; then all make the same plans. Before the vote, `prepare`
+    /// does what may fail on this rank alone, so that the other ranks get its error.
+    pub(super) async fn agree<T>(
+        &mut self,
+        call: &Attention,
+        tensors: [&Tensor; 3],
+        calls: u32,
+        prepare: impl FnOnce(&Self) -> Result<T>,
+    ) -> Result<(Arc<LoweredPlan>, T)> {
+        let prepared = note(&mut self.last_facts, self.op, calls, call, tensors, None)
+            .and_then(|note| Ok((note, prepare(self)?)));
+        let (note, prepared) = match prepared {
             Ok(prepared) => prepared,
             Err(error) => {
                 self.refuse(&error).await?;
@@ -78,11 +96,10 @@ impl Session {
         };
         let notes = self.vote(Vote::Ready { plan_hash: CALLS, note }).await?;
         let facts = facts_of(&notes)?;
-        let lowered = self.plan_of(&call.options, facts, plans)?;
-        self.run_call(&lowered, &mut inputs, q).await
+        Ok((self.plan_of(&call.options, facts, plans)?, prepared))
     }
 
-    /// Runs a call on whose plan the ranks agree; its queries are `q`.
+    /// Runs a call on which the ranks agree; its queries are `q`.
     pub(super) async fn run_call(
         &mut self,
         lowered: &LoweredPlan,
@@ -110,7 +127,10 @@ impl Session {
 
     /// The notes of all ranks, after a vote of which this is the vote of this rank.
     pub(super) async fn vote(&mut self, vote: Vote) -> Result<Vec<Bytes>> {
-        self.transport.agree(vote, self.options.deadline).await.map_err(|error: TransportError| {
+        let guard = AbortOnDrop::new(|abort| self.transport.abort(abort), self.rank(), self.op);
+        let agreed = self.transport.agree(vote, self.options.deadline).await;
+        guard.end();
+        agreed.map_err(|error| {
             self.end_vote(&error);
             error.into()
         })
@@ -133,19 +153,28 @@ impl Session {
     }
 
     fn inputs(&self, call: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Inputs<DeviceBuffer>> {
-        let device: &Device = &self.device;
-        device.supports(q.dtype(), q.shape()[3])?;
-        Ok(Inputs::of(
-            [q.buffer("q", device)?, k.buffer("k", device)?, v.buffer("v", device)?],
-            self.bias(call)?,
-            call.options.bias.is_some_and(|tensor| tensor.shared_rows),
-        ))
+        let bias = self.bias_buffer(call)?;
+        self.inputs_with(call, [q, k, v], bias)
     }
 
-    /// The attention bias tensor of a call on the device.
-    pub(super) fn bias(&self, call: &Attention) -> Result<Option<DeviceBuffer>> {
-        let rows = call.bias_rows.clone();
-        rows.map(|rows| self.device.upload("attention bias tensor", rows)).transpose()
+    /// This rank's part of the attention bias tensor of a call, on the device.
+    pub(super) fn bias_buffer(&self, call: &Attention) -> Result<Option<DeviceBuffer>> {
+        let upload = |rows: &Bytes| self.device.upload("attention bias tensor", rows.clone());
+        call.bias_rows.as_ref().map(upload).transpose()
+    }
+
+    /// The inputs of a call whose bias tensor is on the device.
+    pub(super) fn inputs_with(
+        &self,
+        call: &Attention,
+        [q, k, v]: [&Tensor; 3],
+        bias: Option<DeviceBuffer>,
+    ) -> Result<Inputs<DeviceBuffer>> {
+        let device: &Device = &self.device;
+        device.supports(q.dtype(), q.shape()[3])?;
+        let shared = call.options.bias.is_some_and(|tensor| tensor.shared_rows);
+        let tensors = [q.buffer("q", device)?, k.buffer("k", device)?, v.buffer("v", device)?];
+        Ok(Inputs::of(tensors, bias, shared))
     }
 
     /// The plan for these facts of all ranks, made at the first call and kept.
@@ -166,10 +195,15 @@ impl Session {
         let plans = Arc::new(make(options, &agreed)?);
         self.plans_made += 1;
         let lowered = Arc::new(LoweredPlan::new(plans, self.rank(), &self.device));
-        if self.cache.len() == CACHED_CALLS {
+        let bytes = lowered.host_bytes();
+        let full = |cache: &[CachedCall]| {
+            cache.len() == CACHED_CALLS
+                || cache.iter().map(|cached| cached.bytes).sum::<usize>() + bytes > CACHED_BYTES
+        };
+        while !self.cache.is_empty() && full(&self.cache) {
             self.cache.remove(0);
         }
-        self.cache.push(CachedCall { options: options.clone(), facts, lowered: lowered.clone() });
+        self.cache.push(CachedCall { options: options.clone(), facts, lowered: lowered.clone(), bytes });
         Ok(lowered)
     }
 }

@@ -8,11 +8,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Tag, Taken, Transport};
+use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Tag, Taken, Transport, TransportError};
 
 use super::Session;
 use crate::backend::DeviceBuffer;
 use crate::collective::HostStaged;
+use crate::exec::{AbortOnDrop, refusal};
 use crate::plan::{ProvedPlans, StepProgress, World};
 use crate::{Executor, Inputs, LoweredPlan, RankOutput, Result, repair};
 
@@ -37,7 +38,8 @@ pub struct Recovery {
 impl Session {
     /// Completes, together with the other survivors, the run of `plans` on `inputs` in which ranks were lost. It is operation 0
     /// of the new group, in which the session then continues. Call it once, on a session with [`SessionOptions::resumable`](super::SessionOptions::resumable), after a
-    /// run that ended with [`Error::Group`](crate::Error::Group).
+    /// run that ended with [`Error::Group`](crate::Error::Group). If the future is dropped after its first poll and before its
+    /// end, the new group is aborted on all ranks; the inputs stay.
     ///
     /// # Errors
     /// [`Error::KeysLost`](crate::Error::KeysLost) and [`Error::Request`](crate::Error::Request) when the operation cannot be
@@ -52,13 +54,23 @@ impl Session {
         let Survivors { transport, ranks } = survivors;
         let deadline = self.options.deadline;
         let mine = self.carryover.progress();
-        let mut reached = exchange_progress(plans.world(), survivors, deadline, mine).await?;
+        let guard = AbortOnDrop::new(|abort| transport.abort(abort), transport.rank(), 0);
+        let exchanged = exchange_progress(plans.world(), survivors, deadline, mine).await;
+        guard.end();
+        let mut reached = exchanged?;
         StepProgress::align_operations(&mut reached);
         let world = repair(plans.world(), ranks, &reached)?;
         let plans = Arc::new(ProvedPlans::of_repair(plans, ranks, &reached, world)?);
         let lowered = LoweredPlan::new(plans.clone(), transport.rank(), &self.device);
         let collective = HostStaged::new(transport.clone(), deadline);
         let executor = Executor::new(&self.device, &collective, &lowered, self.options.run.clone());
+        if let Err(error) = self.check_device(inputs) {
+            let vote = transport.agree(refusal(transport.rank(), &error), deadline).await;
+            return Err(vote
+                .err()
+                .filter(|of_group| !matches!(of_group, TransportError::Refused { .. }))
+                .map_or(error, Into::into));
+        }
         let output = executor.run_from(0, inputs, &mut self.carryover).await?;
         // The session continues in the new group, in which this was operation 0.
         self.transport = transport.clone();

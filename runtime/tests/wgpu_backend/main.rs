@@ -19,6 +19,7 @@ mod driver;
 mod naive;
 mod ops;
 mod own_device;
+mod pool;
 mod tuning;
 
 use std::ffi::OsString;
@@ -79,6 +80,12 @@ fn main() -> ExitCode {
     trials.extend(tuning::ALL.map(|(name, test)| Trial::test(format!("tuning::{name}"), test)));
     trials.extend(own_device::ALL.map(|(name, test)| {
         Trial::test(format!("own_device::{name}"), move || {
+            test();
+            Ok(())
+        })
+    }));
+    trials.extend(pool::ALL.map(|(name, test)| {
+        Trial::test(format!("pool::{name}"), move || {
             test();
             Ok(())
         })

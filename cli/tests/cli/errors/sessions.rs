@@ -1,10 +1,14 @@
 //! Refusals of tensors and of calls on sessions. The tests cause each of them.
 
+use std::sync::Arc;
+
 use kyklos::backend::Device;
+use kyklos::host::Tensors;
 use kyklos::local::on_threads;
+use kyklos::plan::ProvedPlans;
 use kyklos::{
-    Attention, Error, Execution, MAX_LABEL_BYTES, Mask, Mesh, Placement, PlacementKind, Session, Split,
-    Tensor,
+    Attention, AttentionProblem, BiasTensor, Dtype, Error, Execution, MAX_LABEL_BYTES, Mask, Mesh, Placement,
+    PlacementKind, Session, Split, Strategy, Tensor, plan_world,
 };
 use kyklos_transport::in_process_group;
 
@@ -33,6 +37,27 @@ fn same(call: Attention) -> (Attention, [Tensor; 3]) {
     (call, [tensor(4, 2), tensor(4, 2), tensor(4, 2)])
 }
 
+/// Refusals of inputs that were loaded for other plans, and on another device.
+fn of_inputs() -> [Error; 2] {
+    let plans = |tokens: u32| {
+        let problem = AttentionProblem::new([1, tokens, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
+        let mesh = Mesh::new(1, 1).unwrap();
+        let world =
+            plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
+        Arc::new(ProvedPlans::new(world).unwrap())
+    };
+    let session = || Session::new(in_process_group(1).remove(0), Device::cpu());
+    let zeros = || bytes::Bytes::from(vec![0; 4 * 2 * 8 * 4]);
+    let tensors = || Tensors { q: zeros(), k: zeros(), v: zeros(), bias: None };
+    let (four, eight) = (plans(4), plans(8));
+    let (mut here, mut there) = (session(), session());
+    pollster::block_on(async {
+        let mut inputs = here.load(&four, tensors()).await.unwrap();
+        let plans = here.run(&eight, &mut inputs).await.unwrap_err();
+        [plans, there.run(&four, &mut inputs).await.unwrap_err()]
+    })
+}
+
 pub(super) fn refusals() -> Vec<Entry> {
     let x = || [tensor(4, 2), tensor(4, 2), tensor(4, 2)];
     let halves = Tensor::new([1, 4, 2, 8], vec![half::f16::ZERO; 64]).unwrap();
@@ -44,7 +69,33 @@ pub(super) fn refusals() -> Vec<Entry> {
     let whole = tensor(4, 2);
     let heads_only = whole.view([1, 4, 1, 8], [64, 16, 8, 1], 8).unwrap();
     let elsewhere = whole.to_device(&Device::cpu()).unwrap();
+    let [other_plans, other_device] = of_inputs();
+    let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
+    let mut calls = session.calls(&Attention::new(), &whole, &whole, &whole, 1).unwrap();
+    let other_shape = calls.attend(&tensor(5, 2), &whole, &whole).unwrap_err();
+    calls.attend(&whole, &whole, &whole).unwrap();
+    let beyond = calls.attend(&whole, &whole, &whole).unwrap_err();
     vec![
+        entry(
+            "Calls::attend with 5 queries, after Session::calls with 4",
+            other_shape,
+            "Calls after one vote have one plan.",
+        ),
+        entry(
+            "Calls::attend for the second time, after Session::calls for 1 call",
+            beyond,
+            "Or vote for each call.",
+        ),
+        entry(
+            "Session::run with inputs that were loaded for other plans",
+            other_plans,
+            "Plans with the same tokens on each rank, such as those of another strategy, can run on the same inputs.",
+        ),
+        entry(
+            "Session::run with inputs of another device",
+            other_device,
+            "Inputs stay on the device on which they were loaded.",
+        ),
         entry(
             "Session::attend, where rank 1 has another mask",
             of_two(|odd| same(if odd { Attention::new().mask(Mask::causal()) } else { Attention::new() })),
@@ -102,6 +153,11 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Session::attend with a tensor of another device",
             of_one(&Attention::new(), [elsewhere, tensor(4, 2), tensor(4, 2)]),
             "Two handles of one device are the same device; two devices that were opened are not.",
+        ),
+        entry(
+            "BiasTensor::key_mask with 15 bools for 2 batch entries",
+            BiasTensor::key_mask(2, &[true; 15]).unwrap_err(),
+            "All batch entries have the same keys.",
         ),
         entry(
             "Tensor::new with 63 elements for 64",

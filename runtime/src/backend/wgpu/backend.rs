@@ -30,6 +30,12 @@ impl WgpuBackend {
         self.gpu.destroy();
     }
 
+    /// Buffers for results and intermediate results that this device has made so far. A call does not make one if an earlier call
+    /// has left a buffer of the same size.
+    pub fn buffers_made(&self) -> u64 {
+        self.gpu.storage.made_so_far()
+    }
+
     /// The attention variant for a state of this shape, and whether a tuning table chose it. Calls with few query rows use
     /// the decoding kernels instead.
     ///

@@ -5,9 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use super::buffer::{HeldMemory, WgpuBuffer};
 use super::completion::{self, Done, Poller};
 use super::health::Health;
-use super::memory::Budget;
+use super::memory::{Budget, Lease};
 use super::numbers::wide;
 use super::pipeline::Pipelines;
+use super::pool::{Idle, StoragePool};
 use super::staging::{StagingPool, class_bytes};
 use super::stopwatch::Stopwatch;
 use crate::{Error, Result};
@@ -30,6 +31,7 @@ pub(super) struct Gpu {
     pub(super) health: Arc<Health>,
     pub(super) pipelines: Pipelines,
     pub(super) staging: Arc<StagingPool>,
+    pub(super) storage: Arc<StoragePool>,
     /// Uniform buffers of recorded commands, kept until the commands are submitted: in a browser a dropped buffer is freed at
     /// once.
     recorded: Mutex<Vec<WgpuBuffer>>,
@@ -59,7 +61,7 @@ impl Gpu {
                 reason = "natively it is shared with the poller's thread"
             )
         )]
-        let staging = Arc::new(StagingPool::default());
+        let (staging, storage) = (Arc::new(StagingPool::default()), Arc::new(StoragePool::default()));
         if opened_by == OpenedBy::Us {
             device.set_device_lost_callback({
                 let health = health.clone();
@@ -76,6 +78,7 @@ impl Gpu {
             stopwatch: Stopwatch::new(&device, &queue),
             pipelines: Pipelines::default(),
             staging,
+            storage,
             recorded: Mutex::default(),
             budget,
             shared_memory: device.features().contains(wgpu::Features::MAPPABLE_PRIMARY_BUFFERS),
@@ -92,10 +95,11 @@ impl Gpu {
         self.health.check().inspect_err(|_| self.let_go())
     }
 
-    /// Frees the staging buffers of a lost device, which would keep it alive.
+    /// Frees the idle buffers of a lost device, which would keep it alive.
     fn let_go(&self) {
         if self.health.is_lost() {
             self.staging.close();
+            self.storage.close();
         }
     }
 
@@ -119,12 +123,21 @@ impl Gpu {
             self.device.destroy();
         }
         self.staging.close();
+        self.storage.close();
         self.poller.close();
     }
 
     /// A buffer for storage and copies.
     pub(super) fn buffer(&self, label: &str, bytes: usize) -> Result<WgpuBuffer> {
-        self.create(label, bytes, STORAGE, false)
+        let size = rounded(bytes);
+        if let Some(Idle { raw, lease }) = self.storage.take(size) {
+            let memory = Arc::new(HeldMemory::owned(raw.clone(), lease, Some(self.storage.clone())));
+            return Ok(WgpuBuffer { raw, bytes, memory });
+        }
+        let (raw, lease) = self.create_raw(label, bytes, STORAGE, false)?;
+        self.storage.made(size);
+        let memory = Arc::new(HeldMemory::owned(raw.clone(), lease, Some(self.storage.clone())));
+        Ok(WgpuBuffer { raw, bytes, memory })
     }
 
     /// A buffer for storage and copies that holds `data`.
@@ -183,12 +196,7 @@ impl Gpu {
                 "create it with a multiple of 16 bytes: kernels read 16 bytes at a time",
             );
         }
-        let memory = HeldMemory {
-            _lease: None,
-            #[cfg(target_arch = "wasm32")]
-            raw: None,
-        };
-        Ok(WgpuBuffer { raw, bytes, _memory: Arc::new(memory) })
+        Ok(WgpuBuffer { raw, bytes, memory: Arc::new(HeldMemory::of_caller()) })
     }
 
     pub(super) fn out_of_memory(&self, what: &str, asked: u64, allowed: u64) -> Error {
@@ -211,13 +219,24 @@ impl Gpu {
         usage: wgpu::BufferUsages,
         to_fill: bool,
     ) -> Result<WgpuBuffer> {
-        // Kernels bind whole 16-byte units, and no binding may be empty.
-        let size = wide(bytes).max(1).checked_next_multiple_of(16).unwrap_or(u64::MAX);
+        let (raw, lease) = self.create_raw(label, bytes, usage, to_fill)?;
+        let memory = Arc::new(HeldMemory::owned(raw.clone(), lease, None));
+        Ok(WgpuBuffer { raw, bytes, memory })
+    }
+
+    fn create_raw(
+        &self,
+        label: &str,
+        bytes: usize,
+        usage: wgpu::BufferUsages,
+        to_fill: bool,
+    ) -> Result<(wgpu::Buffer, Lease)> {
+        let size = rounded(bytes);
         if size > self.limits.max_buffer_size {
             return Err(self.out_of_memory(label, wide(bytes), self.limits.max_buffer_size));
         }
         let take = || self.budget.take(size);
-        let lease = take().or_else(|left| if self.staging.shrink() { take() } else { Err(left) });
+        let lease = take().or_else(|left| if self.shrink() { take() } else { Err(left) });
         let lease = lease.map_err(|left| self.out_of_memory(label, wide(bytes), left))?;
         let raw = |size| {
             self.within_memory(|device| {
@@ -229,14 +248,15 @@ impl Gpu {
                 })
             })
         };
-        let raw = raw(size).or_else(|| if self.staging.shrink() { raw(size) } else { None });
+        let raw = raw(size).or_else(|| if self.shrink() { raw(size) } else { None });
         let raw = raw.ok_or_else(|| self.out_of_memory(label, wide(bytes), self.largest_bytes(size)))?;
-        let memory = HeldMemory {
-            _lease: Some(lease),
-            #[cfg(target_arch = "wasm32")]
-            raw: Some(raw.clone()),
-        };
-        Ok(WgpuBuffer { raw, bytes, _memory: Arc::new(memory) })
+        Ok((raw, lease))
+    }
+
+    /// Frees the buffers that nothing uses. Returns whether there were any.
+    pub(super) fn shrink(&self) -> bool {
+        let staging = self.staging.shrink();
+        self.storage.shrink() || staging
     }
 
     /// The result of `create`; `None` when the driver has no memory for it.
@@ -294,7 +314,13 @@ impl Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         self.let_go();
+        self.storage.close();
     }
+}
+
+/// Size of a buffer for `bytes` bytes: kernels bind whole 16-byte units, and no binding may be empty.
+fn rounded(bytes: usize) -> u64 {
+    wide(bytes).max(1).checked_next_multiple_of(16).unwrap_or(u64::MAX)
 }
 
 const STORAGE: wgpu::BufferUsages =

@@ -30,6 +30,7 @@ mod operands;
 mod ops;
 mod pieces;
 mod pipeline;
+mod pool;
 mod region;
 mod staging;
 mod stopwatch;
@@ -111,6 +112,10 @@ impl Backend for WgpuBackend {
 
     fn download(&self, buffer: &mut WgpuBuffer, range: Range<usize>) -> Download {
         Download::start(&self.gpu, buffer, range)
+    }
+
+    fn release_idle(&self) {
+        self.gpu.shrink();
     }
 
     fn reset_state(&self, state: &mut StateMut<'_, WgpuBuffer>) -> Result<()> {

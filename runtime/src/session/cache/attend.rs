@@ -184,10 +184,10 @@ impl Session {
         let rows = kept.next_rows(cache.rank, count);
         cache.grow(kept.used(cache.rank).max(rows.last().map_or(0, |rows| rows.end)))?;
         let facts = CacheFacts { digest: cache.holdings.digest(), rows: cache.rows };
-        let note = note(&mut self.last_facts, self.op, call, [q, k, v], Some(facts))?;
+        let note = note(&mut self.last_facts, self.op, 1, call, [q, k, v], Some(facts))?;
         self.device.supports(q.dtype(), q.shape()[3])?;
         let q = q.buffer("q", &self.device)?;
-        Ok((note, Prepared { q, new, bias: self.bias(call)? }))
+        Ok((note, Prepared { q, new, bias: self.bias_buffer(call)? }))
     }
 }
 

@@ -1,5 +1,8 @@
 //! Calls of sessions: lengths by agreement, cached plans, tensors as views and on devices.
 
+mod dropped;
+mod inputs;
+mod many;
 mod refusals;
 
 use std::sync::Arc;

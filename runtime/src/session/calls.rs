@@ -1,0 +1,182 @@
+//! Many calls of one shape after one vote.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use kyklos_transport::{Abort, AbortCause, Progress, Vote};
+
+use super::Session;
+use super::attend::Output;
+use crate::backend::{Backend, DeviceBuffer};
+use crate::call::Attention;
+use crate::{Dtype, Error, LoweredPlan, Result, Tensor};
+
+/// Calls of one shape for which the ranks have voted together, as the layers of a model are: the n-th call of a rank meets the
+/// n-th calls of its peers. Made by [`Session::calls`].
+///
+/// All ranks make all calls that they announced. If a rank drops this before, the group is aborted on all ranks.
+///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use kyklos::backend::Device;
+/// use kyklos::{Attention, Mask, Session, Tensor};
+/// use kyklos_transport::in_process_group;
+///
+/// let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
+/// let mut hidden = Tensor::new([1, 16, 4, 64], vec![0.25_f32; 16 * 4 * 64])?;
+/// let call = Attention::new().mask(Mask::causal());
+/// let mut layers = session.calls(&call, &hidden, &hidden, &hidden, 40)?;
+/// while layers.remaining() > 0 {
+///     hidden = layers.attend(&hidden, &hidden, &hidden)?.o;
+/// }
+/// # }
+/// # Ok::<(), kyklos::Error>(())
+/// ```
+pub struct Calls<'s> {
+    session: &'s mut Session,
+    call: Attention,
+    lowered: Arc<LoweredPlan>,
+    /// This rank's part of the attention bias tensor, which all calls use.
+    bias: Option<DeviceBuffer>,
+    shapes: [[usize; 4]; 3],
+    dtype: Dtype,
+    announced: u32,
+    made: u32,
+}
+
+impl Session {
+    /// Agrees with all ranks on `count` calls, and on their plan, in one vote. Every call has tensors of the shapes and the type
+    /// of these; their elements are not read. The mask, the attention bias tensor and all other options are those of `call` in
+    /// every call. Blocks until all ranks have voted.
+    ///
+    /// # Errors
+    /// As [`Session::attend`]; also [`Error::Request`] where ranks announce different numbers of calls.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn calls(
+        &mut self,
+        call: &Attention,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        count: u32,
+    ) -> Result<Calls<'_>> {
+        pollster::block_on(self.calls_async(call, q, k, v, count))
+    }
+
+    /// [`Self::calls`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
+    /// ranks.
+    ///
+    /// # Errors
+    /// As [`Self::calls`].
+    pub async fn calls_async(
+        &mut self,
+        call: &Attention,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        count: u32,
+    ) -> Result<Calls<'_>> {
+        let prepare = |session: &Self| {
+            session.device.supports(q.dtype(), q.shape()[3])?;
+            session.bias_buffer(call)
+        };
+        let (lowered, bias) = self.agree(call, [q, k, v], count, prepare).await?;
+        Ok(Calls {
+            session: self,
+            call: call.clone(),
+            lowered,
+            bias,
+            shapes: [q, k, v].map(Tensor::shape),
+            dtype: q.dtype(),
+            announced: count,
+            made: 0,
+        })
+    }
+}
+
+impl Calls<'_> {
+    /// The next call, without a vote. Blocks until the device has the output.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for tensors of other shapes, another type or another device than announced, and for a call beyond the
+    /// announced ones. Nothing has moved then, and the call can be made again with the right tensors. Other errors end the call
+    /// on all ranks, and the group with it.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn attend(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
+        pollster::block_on(self.attend_async(q, k, v))
+    }
+
+    /// [`Self::attend`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
+    /// ranks.
+    ///
+    /// # Errors
+    /// As [`Self::attend`].
+    pub async fn attend_async(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
+        self.check([q, k, v])?;
+        let bias = self.bias.as_mut().map(|bias| self.session.device.share(bias));
+        let mut inputs = self.session.inputs_with(&self.call, [q, k, v], bias)?;
+        self.check_group().await?;
+        self.made += 1;
+        self.session.run_call(&self.lowered, &mut inputs, q).await
+    }
+
+    /// Announced calls that have not been made.
+    pub fn remaining(&self) -> u32 {
+        self.announced - self.made
+    }
+
+    fn check(&self, tensors: [&Tensor; 3]) -> Result<()> {
+        let Self { announced, made, shapes, dtype, .. } = self;
+        if made == announced {
+            return Err(Error::request(
+                format!("call {} of {announced} calls for which the ranks have voted", made + 1),
+                "announce as many calls as you make",
+            ));
+        }
+        for ((tensor, shape), name) in tensors.into_iter().zip(shapes).zip(["q", "k", "v"]) {
+            if (tensor.shape(), tensor.dtype()) != (*shape, *dtype) {
+                return Err(Error::request(
+                    format!(
+                        "{name} of shape {:?} in {}, in calls that were announced with {shape:?} in {dtype}",
+                        tensor.shape(),
+                        tensor.dtype()
+                    ),
+                    "announce calls of another shape apart",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// The error of a group that has been aborted: a rank whose plan has no messages would not notice.
+    async fn check_group(&self) -> Result<()> {
+        let Session { transport, collective, options, .. } = &*self.session;
+        if collective.stop_flag().load(Ordering::Acquire) {
+            transport.agree(Vote::ready([0; 32]), options.deadline).await?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Calls<'_> {
+    fn drop(&mut self) {
+        if self.remaining() > 0 {
+            let cause = format!("it made {} of the {} calls that it announced", self.made, self.announced);
+            let progress = Progress { op: self.session.op, step: 0 };
+            let culprit = self.session.rank();
+            let abort = Abort { culprit, cause: AbortCause::Failed(cause), progress };
+            self.session.transport.abort(abort);
+        }
+    }
+}
+
+impl std::fmt::Debug for Calls<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { session, announced, made, .. } = self;
+        f.debug_struct("Calls")
+            .field("session", session)
+            .field("announced", announced)
+            .field("made", made)
+            .finish_non_exhaustive()
+    }
+}
