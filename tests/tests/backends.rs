@@ -2,12 +2,10 @@
 //!
 //! A backend that cannot run here is reported as ignored with its reason, and fails under `KYKLOS_REQUIRE_GPU=1`.
 
-#![expect(unreachable_pub, reason = "`common` is shared by several suites")]
 #![expect(clippy::unwrap_used, reason = "a check that cannot go on fails")]
 
 #[path = "../amount.rs"]
 mod amount;
-mod common;
 
 use std::sync::atomic::Ordering;
 
@@ -24,7 +22,7 @@ fn main() {
     if WgpuBackend::enumerate().iter().all(|adapter| adapter.class == DeviceClass::SoftwareGpu)
         && kyklos_cuda::availability().is_err()
     {
-        common::ONLY_HEAD_DIM.store(amount::amount(32, 0), Ordering::Relaxed);
+        kyklos_backend_suite::ONLY_HEAD_DIM.store(amount::amount(32, 0), Ordering::Relaxed);
     }
     let mut trials = suite("cpu", || Ok(CpuBackend::new()));
     trials.extend(suite("cpu as an erased device", || Ok(Device::cpu())));
@@ -43,10 +41,10 @@ where
 {
     let layers = make.clone();
     let resident = Trial::test(format!("{who}: keeps forty layers on the device"), move || {
-        common::resident::layers_stay_on_the_device(layers().map_err(Failed::from)?, 40);
+        kyklos_backend_suite::resident::layers_stay_on_the_device(layers().map_err(Failed::from)?, 40);
         Ok(())
     });
-    let checks = common::conformance::checks::<B>();
+    let checks = kyklos_backend_suite::conformance::checks::<B>();
     let trials = checks.into_iter().map(|(claim, check)| {
         let make = make.clone();
         Trial::test(format!("{who}: {claim}"), move || {
@@ -66,7 +64,7 @@ fn wgpu_trials() -> Vec<Trial> {
         let promised = std::env::var_os("KYKLOS_REQUIRE_GPU").is_some_and(|value| value == "1");
         let reason =
             "no Vulkan, Metal or DX12 driver here: scripts/test.sh installs a software one on Debian";
-        let claims = common::conformance::checks::<WgpuBackend>();
+        let claims = kyklos_backend_suite::conformance::checks::<WgpuBackend>();
         let trials = claims.into_iter().map(|(claim, _)| {
             Trial::test(format!("wgpu: {claim} [{reason}]"), move || Err(Failed::from(reason)))
                 .with_ignored_flag(!promised)
@@ -118,7 +116,7 @@ fn cuda_trials() -> Vec<Trial> {
         }
         Err(why) => {
             let promised = std::env::var_os("KYKLOS_REQUIRE_CUDA").is_some_and(|value| value == "1");
-            let claims = common::conformance::checks::<CudaBackend>().into_iter();
+            let claims = kyklos_backend_suite::conformance::checks::<CudaBackend>().into_iter();
             let trial = |(claim, _)| {
                 let why = why.to_string();
                 Trial::test(format!("cuda: {claim} [{why}]"), move || Err(Failed::from(why)))

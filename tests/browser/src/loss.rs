@@ -12,8 +12,8 @@ use kyklos::{Dtype, Error, Mesh, PlacementKind, Result, Split, Strategy, plan_wo
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::in_process_group;
 
-use crate::common::conformance::{dense_world, run_alone};
-use crate::common::{DEADLINE, Prepared, proved, run_rank};
+use kyklos_backend_suite::conformance::{dense_world, run_alone};
+use kyklos_backend_suite::{DEADLINE, Prepared, proved, run_rank};
 use crate::{Claim, open};
 
 pub(crate) const CLAIMS: &[Claim] = &[

@@ -8,9 +8,9 @@ use kyklos_transport::Rank;
 
 use crate::amount::amount;
 use crate::at_every_step;
-use crate::common::{Prepared, Whole};
 use crate::processes::{End, Group};
 use crate::work::Work;
+use kyklos_backend_suite::{Prepared, Whole};
 
 const RINGS: [Work; 2] = [Work { ulysses: 1, ring: 3, seed: 4 }, Work { ulysses: 1, ring: 4, seed: 5 }];
 

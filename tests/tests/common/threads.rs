@@ -1,4 +1,4 @@
-//! Ranks on threads. A browser has no threads.
+//! Ranks on threads.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World};
 use kyklos_transport::Transport;
 
-use super::{Whole, proved, run_rank};
+use kyklos_backend_suite::{Whole, proved, run_rank};
 
 /// Runs a world with one backend per rank, and assembles the result.
 pub fn run_world<B: Backend>(

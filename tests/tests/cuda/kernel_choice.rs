@@ -6,12 +6,12 @@ use kyklos_oracle::inputs::Case;
 use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 use pollster::block_on;
 
-use crate::common::Prepared;
-use crate::common::conformance::{dense_world, run_alone};
-use crate::common::fixed_order::case;
 use crate::scenario::{Ends, Scenario};
+use kyklos_backend_suite::Prepared;
+use kyklos_backend_suite::conformance::{dense_world, run_alone};
+use kyklos_backend_suite::fixed_order::case;
 
-pub fn scenarios() -> Vec<Scenario> {
+pub(crate) fn scenarios() -> Vec<Scenario> {
     let mut cut = Scenario::new("splits the keys of few rows", "seed=61", few_rows);
     cut.says = &[
         "launched decode_bf16_64 ",

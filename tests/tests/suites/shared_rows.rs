@@ -20,8 +20,9 @@ use std::sync::Arc;
 
 use crate::amount::amount;
 use crate::common::devices::{Broken, Fault};
-use crate::common::{Prepared, Whole, oracle_dtype, run_world};
+use crate::common::run_world;
 use crate::plan_properties::{Drawn, worlds};
+use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
 
 fn run(world: &World, tensors: &Tensors) -> Whole {
     run_world(world, in_process_group(world.mesh.world()), tensors, CpuBackend::new).0

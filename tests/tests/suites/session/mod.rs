@@ -18,7 +18,8 @@ use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Rank, Transport, in_process_group};
 
 use crate::amount::amount;
-use crate::common::{Prepared, Whole, run_world};
+use crate::common::run_world;
+use kyklos_backend_suite::{Prepared, Whole};
 
 /// The call of a problem.
 fn call_of(problem: &AttentionProblem, execution: Execution) -> Attention {

@@ -6,9 +6,9 @@ use kyklos_oracle::inputs::{Case, CasePairs};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleSlice, OracleTerm};
 use kyklos_transport::Rank;
 
-use crate::common::problem_of;
 use crate::open_placement::any_placement;
 use crate::plan_properties::Random;
+use kyklos_backend_suite::problem_of;
 
 /// Strategies that send keys from rank to rank.
 const ROUNDS: [Strategy; 6] = [

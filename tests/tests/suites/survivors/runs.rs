@@ -9,8 +9,9 @@ use kyklos_transport::{Rank, in_process_group};
 use proptest::prelude::*;
 
 use crate::common::cut::{cut_off, go_on, reach, reached_by};
-use crate::common::{Prepared, Whole, oracle_dtype, run_world};
+use crate::common::run_world;
 use crate::survivors::drawn::{self, Chance};
+use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
 
 /// The result of a loss.
 enum End {

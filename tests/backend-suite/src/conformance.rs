@@ -17,7 +17,7 @@ use kyklos_oracle::inputs::{Case, TensorId, cases, normal};
 use kyklos_transport::in_process_group;
 
 use self::states::{KEYS, OnDevice, attend_with, problem, read};
-use super::{DEADLINE, Prepared, Whole, chosen_cases, options, proved, run_rank};
+use crate::{DEADLINE, Prepared, Whole, chosen_cases, proved, run_rank};
 
 mod codes;
 mod loss;
@@ -26,6 +26,7 @@ mod states;
 /// A claim and its check. Checks are futures: in a browser nothing may block.
 pub type Check<B> = (&'static str, for<'a> fn(&'a B, &'a str) -> Pin<Box<dyn Future<Output = ()> + 'a>>);
 
+/// All claims, in the order of a report.
 pub fn checks<B: Backend>() -> Vec<Check<B>> {
     vec![
         ("agrees with the oracle on every case in f32", |backend, who| {
@@ -49,7 +50,7 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
             Box::pin(states::unseen_rows_keep_their_state(backend, who))
         }),
         ("sums in a fixed order to the same bytes on any mesh", |backend, who| {
-            Box::pin(super::fixed_order::same_bytes_on_any_mesh(backend, who))
+            Box::pin(crate::fixed_order::same_bytes_on_any_mesh(backend, who))
         }),
         ("downloads the bytes that were uploaded", |backend, who| Box::pin(bytes_come_back(backend, who))),
         ("copies exactly the given rows", |backend, who| Box::pin(repack_is_exact(backend, who))),
@@ -72,6 +73,7 @@ pub async fn run_alone<B: Backend>(backend: &B, world: &World, prepared: &Prepar
     whole
 }
 
+/// A world of one rank that computes `problem` whole.
 pub fn dense_world(problem: &AttentionProblem) -> World {
     let mesh = Mesh::new(1, 1).unwrap();
     plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()

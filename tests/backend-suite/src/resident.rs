@@ -8,7 +8,7 @@ use kyklos::local::on_threads;
 use kyklos::{Attention, Execution, Mask, Mesh, Session, SessionOptions, Strategy, Tensor};
 use kyklos_transport::in_process_group;
 
-use super::counting::Counting;
+use crate::counting::Counting;
 
 /// Runs `layers` layers on three ranks of one process and one device, the output of a layer as the input of the next one. No
 /// byte of a tensor goes through the host; staged in host memory, the same layers give the same bytes, and the counter counts.
