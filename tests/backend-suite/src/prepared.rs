@@ -40,8 +40,14 @@ pub async fn run_rank<B: Backend>(
     executor.run(0, &mut inputs).await
 }
 
-/// Only cases of this head dim run on GPUs, because a driver needs seconds to compile a kernel. 0 runs all cases.
-pub static ONLY_HEAD_DIM: AtomicUsize = AtomicUsize::new(0);
+/// See [`only_head_dim`].
+static ONLY_HEAD_DIM: AtomicUsize = AtomicUsize::new(0);
+
+/// From now on only cases of this head dim run on GPUs; `None` runs all cases, as does the start of the process. For drivers that
+/// need seconds to compile a kernel.
+pub fn only_head_dim(head_dim: Option<usize>) {
+    ONLY_HEAD_DIM.store(head_dim.unwrap_or(0), Ordering::Relaxed);
+}
 
 /// The cases that run on a device.
 pub fn chosen_cases(device: &DeviceInfo) -> impl Iterator<Item = Case> + use<> {
@@ -129,7 +135,7 @@ impl Prepared {
             case: self.case.name.to_owned(),
             seed: self.case.seed,
             backend: backend.to_owned(),
-            rerun: format!("cargo test -p kyklos-tests -- '{backend}'"),
+            rerun: format!("cargo test --release -p {} -- '{backend}'", package()),
         };
         let o = output.o_values(self.problem.dtype);
         compare(&self.oracle, o.values(), Values::F32(&output.lse), &self.expected, &context)
@@ -169,6 +175,11 @@ fn stored_pairs<E: Element + bytemuck::Pod>(case: &Case, inputs: &PairInputs<E>)
         }
     }
     stored.into()
+}
+
+/// The package whose test this is, as cargo tells it.
+fn package() -> String {
+    std::env::var("CARGO_PKG_NAME").unwrap_or_else(|_| "kyklos-tests".to_owned())
 }
 
 /// Rows without a visible NaN or ∞. The other rows have their own test, because their values are mostly unspecified.

@@ -13,7 +13,6 @@ mod speed;
 use std::cell::RefCell;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::atomic::Ordering;
 
 use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
@@ -49,7 +48,7 @@ pub fn claims() -> Vec<String> {
 /// When there is no device.
 #[wasm_bindgen]
 pub async fn check(claim: usize, all: bool) -> Result<String, JsValue> {
-    kyklos_backend_suite::ONLY_HEAD_DIM.store(if all { 0 } else { 32 }, Ordering::Relaxed);
+    kyklos_backend_suite::only_head_dim(if all { None } else { Some(32) });
     let backend = device().await.map_err(|error| JsValue::from(error.to_string()))?;
     let shared = kyklos_backend_suite::conformance::checks::<WgpuBackend>();
     if let Some((_, check)) = shared.get(claim) {
