@@ -5,8 +5,7 @@ use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
 use kyklos_oracle::inputs::Case;
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 
-use crate::conformance::{dense_world, run_alone, run_together};
-use crate::{Prepared, Whole};
+use crate::{Prepared, Whole, dense_world, run_alone, run_together};
 
 /// A split of a world: mesh, tokens of each rank (an empty list means an even split), placement, strategy.
 pub type Shared = ((u32, u32), &'static [u32], PlacementKind, Strategy);

@@ -47,13 +47,12 @@ pub mod fixed_order;
 mod prepared;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod resident;
+mod running;
 #[cfg(not(target_arch = "wasm32"))]
 mod suite;
 
 pub use self::do_nothing::DoNothing;
-pub use self::prepared::{
-    DEADLINE, Prepared, Whole, chosen_cases, only_head_dim, options, oracle_dtype, problem_of, proved,
-    run_rank,
-};
+pub use self::prepared::{Prepared, Whole, chosen_cases, only_head_dim, oracle_dtype, problem_of};
+pub use self::running::{DEADLINE, dense_world, options, proved, run_alone, run_rank, run_together};
 #[cfg(not(target_arch = "wasm32"))]
 pub use self::suite::{Suite, run};

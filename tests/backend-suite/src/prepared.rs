@@ -1,44 +1,15 @@
-//! Runs a case on real backends, and compares its output with the oracle.
+//! A case with its right result, and the comparison of an output with it.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 use bytes::Bytes;
-use kyklos::backend::{Backend, DeviceClass, DeviceInfo};
-use kyklos::collective::HostStaged;
+use kyklos::backend::{DeviceClass, DeviceInfo};
 use kyklos::host::{Tensors, layouts};
-use kyklos::plan::{ProvedPlans, World};
-use kyklos::{
-    AttentionProblem, BiasKind, BiasTensor, Dtype, Executor, LoweredPlan, Mask, NoObserver, RankOutput,
-    RunOptions, SystemClock,
-};
+use kyklos::plan::World;
+use kyklos::{AttentionProblem, BiasKind, BiasTensor, Dtype, Mask, RankOutput};
 use kyklos_oracle::inputs::{Case, PairInputs, cases};
 use kyklos_oracle::oracle::{self, Element, Oracle, OracleProblem, Row, RowId, Values};
 use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
-use kyklos_transport::Transport;
-
-/// Long enough for a loaded machine, short enough that a hang is a failure.
-pub const DEADLINE: Duration = Duration::from_secs(60);
-
-/// Plans that are proved.
-pub fn proved(world: &World) -> Arc<ProvedPlans> {
-    Arc::new(ProvedPlans::new(world.clone()).unwrap())
-}
-
-/// Runs one operation of a rank, on its own part of the tensors.
-pub async fn run_rank<B: Backend>(
-    backend: &B,
-    transport: Arc<dyn Transport>,
-    plans: &Arc<ProvedPlans>,
-    tensors: Tensors,
-) -> kyklos::Result<RankOutput> {
-    let lowered = LoweredPlan::new(plans.clone(), transport.rank(), backend);
-    let collective = HostStaged::new(transport, DEADLINE);
-    let executor = Executor::new(backend, &collective, &lowered, options());
-    let mut inputs = executor.load(tensors)?;
-    executor.run(0, &mut inputs).await
-}
 
 /// See [`only_head_dim`].
 static ONLY_HEAD_DIM: AtomicUsize = AtomicUsize::new(0);
@@ -251,15 +222,5 @@ impl Typed {
             Self::F16(values) => Values::F16(values),
             Self::Bf16(values) => Values::Bf16(values),
         }
-    }
-}
-
-/// Poisoned buffers, no trace, no observer.
-pub fn options() -> RunOptions {
-    RunOptions {
-        clock: Arc::new(SystemClock::new()),
-        observer: Arc::new(NoObserver),
-        trace: false,
-        poison: true,
     }
 }

@@ -12,8 +12,7 @@ use kyklos::{Dtype, Error, Mesh, PlacementKind, Result, Split, Strategy, plan_wo
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::in_process_group;
 
-use kyklos_backend_suite::conformance::{dense_world, run_alone};
-use kyklos_backend_suite::{DEADLINE, Prepared, proved, run_rank};
+use kyklos_backend_suite::{DEADLINE, Prepared, dense_world, run_alone, proved, run_rank};
 use crate::{Claim, open};
 
 pub(crate) const CLAIMS: &[Claim] = &[

@@ -7,8 +7,7 @@ use kyklos::{Dtype, Error};
 use kyklos_oracle::inputs::cases;
 use wasm_bindgen::prelude::wasm_bindgen;
 
-use kyklos_backend_suite::Prepared;
-use kyklos_backend_suite::conformance::{dense_world, run_alone};
+use kyklos_backend_suite::{Prepared, dense_world, run_alone};
 use crate::{Claim, open};
 
 pub(crate) const CLAIMS: &[Claim] = &[

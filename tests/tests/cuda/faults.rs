@@ -12,8 +12,7 @@ use pollster::block_on;
 
 use crate::graphs::Token;
 use crate::scenario::{Ends, Scenario};
-use kyklos_backend_suite::Prepared;
-use kyklos_backend_suite::conformance::{dense_world, run_alone};
+use kyklos_backend_suite::{Prepared, dense_world, run_alone};
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
     let mut all = planted();

@@ -6,9 +6,8 @@ use kyklos::plan::{Slice, Step};
 use kyklos::{
     AttentionProblem, Dtype, Error, Mask, Mesh, PlacementKind, Remedy, Split, Strategy, plan_world,
 };
-use kyklos_backend_suite::Prepared;
-use kyklos_backend_suite::conformance::{dense_world, run_alone, run_together};
 use kyklos_backend_suite::fixed_order::{Shared, UNEVEN, case, fixed};
+use kyklos_backend_suite::{Prepared, dense_world, run_alone, run_together};
 use kyklos_oracle::inputs::{Case, CasePairs};
 use kyklos_oracle::oracle::{OracleMask, OracleSlice, OracleTerm};
 

@@ -13,8 +13,7 @@ use kyklos::{
 };
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
 
-use super::{dense_world, run_alone};
-use crate::{DEADLINE, Prepared, Whole, chosen_cases, options, proved};
+use crate::{DEADLINE, Prepared, Whole, chosen_cases, dense_world, options, proved, run_alone};
 
 /// Aborts the group when a rank reaches a step.
 #[derive(Debug)]
