@@ -1,6 +1,7 @@
 //! Devices that go away: everything that waits must end, with an error that names the device.
 
 use std::future::poll_fn;
+use std::pin::pin;
 use std::task::Poll;
 
 use bytes::Bytes;
