@@ -37,7 +37,8 @@ fn start() {
 /// The claims, in the order of their numbers.
 #[wasm_bindgen]
 pub fn claims() -> Vec<String> {
-    let shared = kyklos_backend_suite::conformance::checks::<WgpuBackend>().into_iter().map(|(claim, _)| claim);
+    let shared =
+        kyklos_backend_suite::conformance::checks::<WgpuBackend>().into_iter().map(|(claim, _)| claim);
     shared.chain(own().into_iter().map(|(claim, _)| claim)).map(str::to_owned).collect()
 }
 

@@ -10,10 +10,10 @@ use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
 use kyklos::host::shard;
 use kyklos::{Dtype, Error, Mesh, PlacementKind, Result, Split, Strategy, plan_world};
+use kyklos_backend_suite::{DEADLINE, Prepared, dense_world, proved, run_alone, run_rank};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::in_process_group;
 
-use kyklos_backend_suite::{DEADLINE, Prepared, dense_world, run_alone, proved, run_rank};
 use crate::{Claim, open};
 
 pub(crate) const CLAIMS: &[Claim] = &[

@@ -4,13 +4,13 @@ use std::sync::Mutex;
 
 use bytes::Bytes;
 use kyklos::{Dtype, RankOutput, RankReport};
+use kyklos_backend_suite::{Prepared, Whole};
 use kyklos_transport::Rank;
 
 use crate::amount::amount;
 use crate::at_every_step;
 use crate::processes::{End, Group};
 use crate::work::Work;
-use kyklos_backend_suite::{Prepared, Whole};
 
 const RINGS: [Work; 2] = [Work { ulysses: 1, ring: 3, seed: 4 }, Work { ulysses: 1, ring: 4, seed: 5 }];
 

@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use kyklos::backend::{Backend, Elements, Extent, Layout, Scales, StateMut, StateShape};
 use kyklos::{Dtype, Error, Result};
+use kyklos_backend_suite::{Prepared, dense_world, run_alone};
 use kyklos_cuda::{CudaBackend, CudaBuffer, CudaOptions, availability, devices};
 use kyklos_oracle::inputs::cases;
 use pollster::block_on;
 
 use crate::graphs::Token;
 use crate::scenario::{Ends, Scenario};
-use kyklos_backend_suite::{Prepared, dense_world, run_alone};
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
     let mut all = planted();

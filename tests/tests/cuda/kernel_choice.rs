@@ -1,14 +1,14 @@
 //! A call runs the kernels that `KernelChoice` names.
 
 use kyklos::Dtype;
+use kyklos_backend_suite::fixed_order::case;
+use kyklos_backend_suite::{Prepared, dense_world, run_alone};
 use kyklos_cuda::CudaBackend;
 use kyklos_oracle::inputs::Case;
 use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 use pollster::block_on;
 
 use crate::scenario::{Ends, Scenario};
-use kyklos_backend_suite::fixed_order::case;
-use kyklos_backend_suite::{Prepared, dense_world, run_alone};
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
     let mut cut = Scenario::new("splits the keys of few rows", "seed=61", few_rows);

@@ -4,13 +4,12 @@ use std::process::{Command, Output};
 use std::sync::Arc;
 
 use kyklos::Dtype;
-use kyklos_cuda::CudaBackend;
-use kyklos_oracle::oracle::{OracleMask, OracleTerm};
-use libtest_mimic::{Failed, Trial};
-
 use kyklos_backend_suite::Prepared;
 use kyklos_backend_suite::conformance::checks;
 use kyklos_backend_suite::fixed_order::{UNEVEN, case, fixed};
+use kyklos_cuda::CudaBackend;
+use kyklos_oracle::oracle::{OracleMask, OracleTerm};
+use libtest_mimic::{Failed, Trial};
 
 /// The environment variable with the name of the scenario that a process runs.
 pub(crate) const CHOSEN: &str = "KYKLOS_CUDA_SCENARIO";

@@ -3,6 +3,7 @@
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::plan::{Step, StepProgress, World, check_repair};
 use kyklos::{Dtype, Error, Mesh, PlacementKind, Split, Strategy, plan_world, repair};
+use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
 use kyklos_oracle::inputs::cases;
 use kyklos_oracle::tolerance::{Cause, Comparison, discriminates};
 use kyklos_transport::{Rank, in_process_group};
@@ -11,7 +12,6 @@ use proptest::prelude::*;
 use crate::common::cut::{cut_off, go_on, reach, reached_by};
 use crate::common::run_world;
 use crate::survivors::drawn::{self, Chance};
-use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
 
 /// The result of a loss.
 enum End {
