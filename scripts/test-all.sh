@@ -16,6 +16,7 @@ part() {
     echo "== $name: $((SECONDS - start)) s"
 }
 part tests scripts/test.sh
+part outside scripts/test-outside.sh
 part support target/release/kyklos support
 part namespaces scripts/test-namespaces.sh --all target/release/kyklos
 part newest-mesa scripts/test-newest-mesa.sh

@@ -1,8 +1,7 @@
 //! Which rank of which group this process is, and how it joins.
 //!
 //! A process that a launcher has started finds everything in its environment: [`from_env`] forms the group. [`Options`] add
-//! or replace any of it. [`LAUNCHERS`] lists the environments that are read: torchrun, MPI (Open MPI and PMI), Slurm and
-//! Kubernetes; [`variables`] lists Kyklos' own. Without all of these a process is a group of one.
+//! or replace any of it. Without a launcher and without options a process is a group of one.
 //!
 //! ```
 //! // No launcher has started this process, so it is the only rank.
@@ -11,8 +10,47 @@
 //! # Ok::<(), kyklos_launch::Error>(())
 //! ```
 //!
-//! Ranks prove themselves to each other with an identity file each ([`variables::IDENTITY`]), or with one token for all
-//! ([`variables::JOIN`]).
+//! # In `Cargo.toml`
+//!
+//! ```toml
+//! [dependencies]
+//! kyklos = { path = "../kyklos/runtime" }                                # where your copy of Kyklos is
+//! kyklos-launch = { path = "../kyklos/launch" }
+//! kyklos-transport = { path = "../kyklos/transport", features = ["quic"] } # only to use its types
+//! ```
+//!
+//! The ranks of a launcher talk over QUIC, which is the feature `quic` of `kyklos-transport`. This crate enables it, so
+//! [`from_env`] needs nothing else. A program that names `kyklos_transport::quic` itself enables the feature too.
+//!
+//! # Variables
+//!
+//! [`LAUNCHERS`] in the order of precedence, with the variables that are read:
+//!
+//! | launcher | rank and ranks | local rank and ranks of the host | where rank 0 listens | which run |
+//! |---|---|---|---|---|
+//! | torchrun, `kyklos launch` | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | `MASTER_ADDR`, `MASTER_PORT` (UDP) | `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` |
+//! | Open MPI (`mpirun`) | `OMPI_COMM_WORLD_RANK`, `OMPI_COMM_WORLD_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `OMPI_COMM_WORLD_LOCAL_SIZE` | no variable: set `KYKLOS_COORDINATOR` | |
+//! | PMI (MPICH, Intel MPI) | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` | no variable: set `KYKLOS_COORDINATOR` | |
+//! | Slurm (`srun`) | `SLURM_PROCID`; `SLURM_STEP_NUM_TASKS`, else `SLURM_NTASKS` | `SLURM_LOCALID`; `SLURM_NODEID` with `SLURM_STEP_TASKS_PER_NODE`, else `SLURM_TASKS_PER_NODE`; else `SLURM_NTASKS_PER_NODE` | first host of `SLURM_STEP_NODELIST`, else `SLURM_JOB_NODELIST`; the port follows from `SLURM_JOB_ID` | `SLURM_JOB_ID`, `SLURM_STEP_ID`, `SLURM_RESTART_COUNT` |
+//! | Kubernetes (indexed Job) | `JOB_COMPLETION_INDEX`; set `KYKLOS_WORLD` | one rank in a pod | pod 0 in the headless service `KYKLOS_SERVICE`, by `HOSTNAME`; else set `KYKLOS_COORDINATOR` | |
+//!
+//! Slurm's `SLURM_DISTRIBUTION` and `SLURMD_NODENAME` say which host has which task.
+//!
+//! Kyklos' own variables, from [`variables`]. Two sources that count ranks must agree:
+//!
+//! | variable | value |
+//! |---|---|
+//! | `KYKLOS_WORLD` | number of ranks |
+//! | `KYKLOS_COORDINATOR` | where rank 0 listens, `HOST:PORT` (UDP); wins over a launcher's address |
+//! | `KYKLOS_IDENTITY` | path of the file that proves this rank to the others, as [`Options::identity`] |
+//! | `KYKLOS_JOIN` | a join token, instead of an identity file |
+//! | `KYKLOS_JOB_ID` | name of the job that the identities must be of |
+//! | `KYKLOS_LAUNCH` | set by `kyklos launch` for its processes; not for users |
+//!
+//! A group of several ranks needs an identity file for each rank (`kyklos certs`), or a token for all. `kyklos launch` makes
+//! identities itself. `docs/deploy.md` of the repository has the steps.
+//!
+//! # More
 //!
 //! [`Assignment::find`] gives rank and world before the group is formed, for programs that refuse a request or choose a
 //! device first.

@@ -1,6 +1,7 @@
-//! Cost of a call on a session beyond the kernels: 64 tokens, 8 query heads, 2 key/value heads of dim 64, f32, on the CPU. The
-//! floor of a call is a vote, an exchange for each hop, and the kernels; `compute` is the time in kernels, `vote` a bare vote,
-//! `call_of_many` a call of many after one vote.
+//! Cost of a call on a session beyond the kernels: 64 tokens, 8 query heads, 2 key/value heads of dim 64, f32. The floor of a
+//! call is a vote, an exchange for each hop, and the kernels; `compute` is the time in kernels, `vote` a bare vote,
+//! `call_of_many` a call of many after one vote. It is measured on the CPU and on the device `nothing`, which computes
+//! nothing: its calls cost what the engine costs.
 //!
 //! `cargo bench -p kyklos --bench calls -- [--short]`
 
@@ -10,6 +11,7 @@ use std::time::{Duration, Instant};
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
 use kyklos::{Attention, Session, SessionOptions, Tensor};
+use kyklos_backend_suite::DoNothing;
 use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Transport, Vote, in_process_group};
 
@@ -26,28 +28,32 @@ struct Cost {
 
 fn main() {
     let calls = if std::env::args().any(|argument| argument == "--short") { 200 } else { 3000 };
-    println!("transport,ranks,call_us,compute_us,vote_us,beyond_kernels_us,call_of_many_us");
-    let quic = |ranks| quic_loopback_group(ranks).expect("loopback sockets");
-    let groups: [(&str, Vec<Arc<dyn Transport>>); 6] = [
-        ("in-process", in_process_group(1)),
-        ("in-process", in_process_group(2)),
-        ("in-process", in_process_group(4)),
-        ("one-device", in_process_group(2)),
-        ("quic", quic(2)),
-        ("quic", quic(4)),
-    ];
-    for (name, group) in groups {
-        let ranks = group.len();
-        let Cost { call_us, compute_us, vote_us, of_many_us } = cost(group, name == "one-device", calls);
-        let beyond_us = call_us - compute_us;
-        println!("{name},{ranks},{call_us:.1},{compute_us:.1},{vote_us:.1},{beyond_us:.1},{of_many_us:.1}");
+    println!("device,transport,ranks,call_us,compute_us,vote_us,beyond_kernels_us,call_of_many_us");
+    for device in [Device::cpu(), Device::new(DoNothing::open().expect("it always opens"))] {
+        let quic = |ranks| quic_loopback_group(ranks).expect("loopback sockets");
+        let groups: [(&str, Vec<Arc<dyn Transport>>); 6] = [
+            ("in-process", in_process_group(1)),
+            ("in-process", in_process_group(2)),
+            ("in-process", in_process_group(4)),
+            ("one-device", in_process_group(2)),
+            ("quic", quic(2)),
+            ("quic", quic(4)),
+        ];
+        for (name, group) in groups {
+            let (ranks, on) = (group.len(), device.info().backend);
+            let Cost { call_us, compute_us, vote_us, of_many_us } =
+                cost(group, &device, name == "one-device", calls);
+            let beyond_us = call_us - compute_us;
+            println!(
+                "{on},{name},{ranks},{call_us:.1},{compute_us:.1},{vote_us:.1},{beyond_us:.1},{of_many_us:.1}"
+            );
+        }
     }
 }
 
-fn cost(group: Vec<Arc<dyn Transport>>, one_device: bool, calls: usize) -> Cost {
-    let device = Device::cpu();
+fn cost(group: Vec<Arc<dyn Transport>>, device: &Device, one_device: bool, calls: usize) -> Cost {
     let sessions = if one_device {
-        Session::on_one_device(group.clone(), &device, &SessionOptions::default())
+        Session::on_one_device(group.clone(), device, &SessionOptions::default())
     } else {
         group.iter().map(|transport| Session::new(transport.clone(), device.clone())).collect()
     };

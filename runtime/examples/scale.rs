@@ -1,28 +1,30 @@
 //! Scale on paper: what the simulator expects of 8 to 4096 ranks, for the shapes of video and image generation and of a
-//! long prefill, on the descriptions in `clusters/`.
+//! long prefill, on two descriptions of `clusters/`, or on the files that the arguments name.
 //!
 //! `cargo run --release -p kyklos --example scale [-- clusters/h100-infiniband.toml …]`
 
-use std::path::PathBuf;
 use std::time::Instant;
 
 use kyklos::plan::{bytes, table};
 use kyklos::simulate::{Cluster, Priced, Wanted, choose};
 use kyklos::{AttentionProblem, Dtype, Mask, PlacementKind, Split};
 
+const H100: &str = include_str!("../../clusters/h100-infiniband.toml");
+const TPU: &str = include_str!("../../clusters/tpu-v7x-like.toml");
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let mut files: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
-    if files.is_empty() {
-        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../clusters");
-        files = ["h100-infiniband.toml", "tpu-v7x-like.toml"].map(|name| folder.join(name)).into();
+    let files = std::env::args_os().skip(1).map(std::fs::read_to_string);
+    let mut descriptions = files.collect::<Result<Vec<_>, _>>()?;
+    if descriptions.is_empty() {
+        descriptions = [H100, TPU].map(str::to_owned).into();
     }
     let cases = [
         ("Wan 720p, one layer", [1, 75_600, 40, 40, 128], Mask::full()),
         ("FLUX, one layer", [1, 4608, 24, 24, 128], Mask::full()),
         ("causal prefill of 1 Mi tokens, one layer", [1, 1 << 20, 64, 8, 128], Mask::causal()),
     ];
-    for file in files {
-        let described = Cluster::from_toml(&std::fs::read_to_string(&file)?)?;
+    for description in descriptions {
+        let described = Cluster::from_toml(&description)?;
         for (name, shape, mask) in &cases {
             let problem = AttentionProblem::new(*shape, Dtype::Bf16, mask.clone())?;
             println!("{name}: {shape:?} bf16 {mask}, on {}\n", described.name());

@@ -40,6 +40,46 @@
 //!                                                   └─> exec      runs it on any Backend and Collective
 //! ```
 //!
+//! # Begin
+//!
+//! In your `Cargo.toml`, with the path of your copy of Kyklos:
+//!
+//! ```toml
+//! [dependencies]
+//! kyklos = { path = "../kyklos/runtime" }
+//! kyklos-transport = { path = "../kyklos/transport" }   # groups of ranks; `features = ["quic"]` for ranks in several processes
+//! kyklos-launch = { path = "../kyklos/launch" }         # only if a launcher starts the ranks; it brings QUIC with it
+//! ```
+//!
+//! The features `cpu` and `wgpu` of `kyklos` are enabled by default; a program needs the devices of one of them. Compile with
+//! `--release`: unoptimised kernels are slow. Rust 1.89 or later.
+//!
+//! ```
+//! use kyklos::{Attention, Mask, Session, Tensor, backend::Device, local::on_threads};
+//!
+//! // Two ranks on threads of this process. Each has its part of the sequence.
+//! let outputs = on_threads(kyklos_transport::in_process_group(2), |transport| {
+//!     let tokens = [5, 3][transport.rank().0 as usize];
+//!     let mut session = Session::new(transport, Device::cpu());
+//!     let values = Tensor::new([1, tokens, 4, 32], vec![0.5_f32; tokens * 4 * 32])?;
+//!     let output = session.attend(&Attention::new().mask(Mask::causal()), &values, &values, &values)?;
+//!     output.o.to_vec::<f32>()
+//! });
+//! assert_eq!(outputs[1].as_ref().unwrap().len(), 3 * 4 * 32);
+//! # Ok::<(), kyklos::Error>(())
+//! ```
+//!
+//! | example in `runtime/examples/` | shows | needs |
+//! |---|---|---|
+//! | `hello` | two ranks of one process | `kyklos-transport` |
+//! | `forty_layers` | many calls on one session | `kyklos-transport` |
+//! | `two_ranks_quic` | ranks over encrypted sockets | `kyklos-transport` with `quic` |
+//! | `unlike_devices` | GPUs and the CPU in one call | `kyklos-transport`, the feature `wgpu` |
+//! | `from_launcher` | one rank in a process, started by torchrun, `mpirun`, `srun`, Kubernetes or `kyklos launch` | `kyklos-launch` |
+//! | `scale` | what thousands of ranks would take | nothing more |
+//!
+//! To write a backend: [`backend`], and the crate `kyklos-backend-suite` with its device that computes nothing.
+//!
 //! # Contract
 //!
 //! - **Validation.** Constructors refuse wrong requests ([`AttentionProblem::new`], [`Mesh::new`], [`Placement::new`]);

@@ -7,7 +7,7 @@ use crate::files::{packages, read};
 
 /// Which of our crates each package may name in `[dependencies]`. What tests need (`[dev-dependencies]`) is free.
 /// A package below `demos/` has the rule of `demos`.
-const CRATES: [(&str, &[&str]); 11] = [
+const CRATES: [(&str, &[&str]); 12] = [
     ("shaders", &[]),
     ("transport", &[]),
     ("runtime", &["kyklos-shaders", "kyklos-transport"]),
@@ -15,6 +15,7 @@ const CRATES: [(&str, &[&str]); 11] = [
     ("cuda-backend/fake", &[]),
     ("launch", &["kyklos-transport"]),
     ("tests/oracle", &[]),
+    ("tests/backend-suite", &["kyklos", "kyklos-oracle", "kyklos-transport"]),
     ("tests", &[]),
     (
         "cli",

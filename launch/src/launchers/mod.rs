@@ -34,3 +34,35 @@ impl Launcher {
         Ok(Source { precedence: self.precedence, ..(self.read)(variables)? })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    #[test]
+    fn the_front_page_of_the_manual_names_every_variable_that_is_read() {
+        let manual = include_str!("../lib.rs");
+        // A launcher reads some variables only if others are set, and some only if others are not.
+        let tables: [&dyn Fn(&str) -> bool; 3] =
+            [&|_| true, &|name| !name.contains("_STEP_"), &|name| name == "SLURM_PROCID"];
+        for launcher in LAUNCHERS {
+            let read = RefCell::new(Vec::new());
+            for is_set in tables {
+                let look_up = |name: &str| {
+                    read.borrow_mut().push(name.to_owned());
+                    is_set(name).then(|| "1".to_owned())
+                };
+                let _ = launcher.source(&Variables::from_lookup(&look_up));
+            }
+            let read = read.into_inner();
+            for name in launcher.rank_variables {
+                assert!(read.iter().any(|read| read == name), "{}: {name} is not read", launcher.name);
+            }
+            for name in read {
+                assert!(manual.contains(&format!("`{name}`")), "{}: {name}", launcher.name);
+            }
+        }
+    }
+}

@@ -14,6 +14,9 @@
 //!   that a row cannot see does not change a bit of that row.
 //!   A row whose visible logits are all −∞ counts as a row that saw no key: `o = 0`, `lse = −∞`.
 //!
+//! The crate `kyklos-backend-suite` (`tests/backend-suite/`) holds a backend in any crate to this contract. Its `DoNothing` is
+//! where a new backend starts.
+//!
 //! # Running state
 //!
 //! For each query row and head: the largest logit so far `m` (natural-log units), `l = Σ exp(x − m)`, and the

@@ -4,12 +4,11 @@ use kyklos::backend::Backend;
 use kyklos::backend::wgpu::WgpuBackend;
 use kyklos::plan::World;
 use kyklos::{Dtype, Mask};
+use kyklos_backend_suite::{Prepared, dense_world, run_alone};
 use kyklos_oracle::inputs::cases;
 use kyklos_oracle::tolerance::discriminates;
 
 use crate::Claim;
-use crate::common::Prepared;
-use crate::common::conformance::{dense_world, run_alone};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     ("shows a causal mask that is shifted by one key", |backend| Box::pin(shifted_mask(backend))),

@@ -3,11 +3,10 @@
 use kyklos::Dtype;
 use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
+use kyklos_backend_suite::{Prepared, dense_world, run_alone};
 use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::OracleProblem;
 
-use crate::common::Prepared;
-use crate::common::conformance::{dense_world, run_alone};
 use crate::{Claim, open};
 
 pub(crate) const CLAIMS: &[Claim] = &[

@@ -2,11 +2,8 @@
 //! kernels a software adapter compiles for seconds each; a claim that fails ends the page, and some end the device.
 
 #![cfg(target_arch = "wasm32")]
-#![expect(unreachable_pub, reason = "`common` is shared with suites that are programs of their own")]
 #![expect(clippy::unwrap_used, reason = "a check that cannot go on fails")]
 
-#[path = "../../tests/common/mod.rs"]
-mod common;
 mod control;
 mod decode;
 mod loss;
@@ -16,7 +13,6 @@ mod speed;
 use std::cell::RefCell;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::atomic::Ordering;
 
 use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
@@ -41,7 +37,8 @@ fn start() {
 /// The claims, in the order of their numbers.
 #[wasm_bindgen]
 pub fn claims() -> Vec<String> {
-    let shared = common::conformance::checks::<WgpuBackend>().into_iter().map(|(claim, _)| claim);
+    let shared =
+        kyklos_backend_suite::conformance::checks::<WgpuBackend>().into_iter().map(|(claim, _)| claim);
     shared.chain(own().into_iter().map(|(claim, _)| claim)).map(str::to_owned).collect()
 }
 
@@ -52,9 +49,9 @@ pub fn claims() -> Vec<String> {
 /// When there is no device.
 #[wasm_bindgen]
 pub async fn check(claim: usize, all: bool) -> Result<String, JsValue> {
-    common::ONLY_HEAD_DIM.store(if all { 0 } else { 32 }, Ordering::Relaxed);
+    kyklos_backend_suite::only_head_dim(if all { None } else { Some(32) });
     let backend = device().await.map_err(|error| JsValue::from(error.to_string()))?;
-    let shared = common::conformance::checks::<WgpuBackend>();
+    let shared = kyklos_backend_suite::conformance::checks::<WgpuBackend>();
     if let Some((_, check)) = shared.get(claim) {
         check(&backend, &backend.info().name).await;
         backend.wait().await.unwrap();

@@ -1,6 +1,7 @@
 //! Devices that go away: everything that waits must end, with an error that names the device.
 
 use std::future::poll_fn;
+use std::pin::pin;
 use std::task::Poll;
 
 use bytes::Bytes;
@@ -9,11 +10,10 @@ use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
 use kyklos::host::shard;
 use kyklos::{Dtype, Error, Mesh, PlacementKind, Result, Split, Strategy, plan_world};
+use kyklos_backend_suite::{DEADLINE, Prepared, dense_world, proved, run_alone, run_rank};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::in_process_group;
 
-use crate::common::conformance::{dense_world, run_alone};
-use crate::common::{DEADLINE, Prepared, proved, run_rank};
 use crate::{Claim, open};
 
 pub(crate) const CLAIMS: &[Claim] = &[

@@ -4,11 +4,10 @@ use bytes::Bytes;
 use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
 use kyklos::{Dtype, Error};
+use kyklos_backend_suite::{Prepared, dense_world, run_alone};
 use kyklos_oracle::inputs::cases;
 use wasm_bindgen::prelude::wasm_bindgen;
 
-use crate::common::Prepared;
-use crate::common::conformance::{dense_world, run_alone};
 use crate::{Claim, open};
 
 pub(crate) const CLAIMS: &[Claim] = &[

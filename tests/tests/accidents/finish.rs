@@ -4,11 +4,11 @@ use std::sync::Mutex;
 
 use bytes::Bytes;
 use kyklos::{Dtype, RankOutput, RankReport};
+use kyklos_backend_suite::{Prepared, Whole};
 use kyklos_transport::Rank;
 
 use crate::amount::amount;
 use crate::at_every_step;
-use crate::common::{Prepared, Whole};
 use crate::processes::{End, Group};
 use crate::work::Work;
 

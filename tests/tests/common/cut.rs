@@ -7,9 +7,8 @@ use kyklos::collective::HostStaged;
 use kyklos::host::{Tensors, shard};
 use kyklos::plan::{ProvedPlans, Step, StepProgress, World};
 use kyklos::{Carryover, Executor, Inputs, LoweredPlan, Observer, RankOutput, RunOptions};
+use kyklos_backend_suite::{DEADLINE, Whole, options, proved};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
-
-use super::{DEADLINE, Whole, options, proved};
 
 /// The contents of a rank's device after the abort of its group.
 pub struct CutOff<B: Backend> {

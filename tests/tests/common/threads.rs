@@ -1,4 +1,4 @@
-//! Ranks on threads. A browser has no threads.
+//! Ranks on threads.
 
 use std::sync::Arc;
 
@@ -7,9 +7,8 @@ use kyklos::backend::Backend;
 use kyklos::host::{Tensors, shard};
 use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World};
+use kyklos_backend_suite::{Whole, proved, run_rank};
 use kyklos_transport::Transport;
-
-use super::{Whole, proved, run_rank};
 
 /// Runs a world with one backend per rank, and assembles the result.
 pub fn run_world<B: Backend>(

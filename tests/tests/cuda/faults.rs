@@ -6,16 +6,15 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use kyklos::backend::{Backend, Elements, Extent, Layout, Scales, StateMut, StateShape};
 use kyklos::{Dtype, Error, Result};
+use kyklos_backend_suite::{Prepared, dense_world, run_alone};
 use kyklos_cuda::{CudaBackend, CudaBuffer, CudaOptions, availability, devices};
 use kyklos_oracle::inputs::cases;
 use pollster::block_on;
 
-use crate::common::Prepared;
-use crate::common::conformance::{dense_world, run_alone};
 use crate::graphs::Token;
 use crate::scenario::{Ends, Scenario};
 
-pub fn scenarios() -> Vec<Scenario> {
+pub(crate) fn scenarios() -> Vec<Scenario> {
     let mut all = planted();
     all.extend(endings());
     all.extend(memory());
@@ -377,7 +376,7 @@ fn open() -> CudaBackend {
 }
 
 /// A few calls that use all kinds of operations.
-pub fn is_right(backend: &CudaBackend) {
+pub(crate) fn is_right(backend: &CudaBackend) {
     for (dtype, case) in [Dtype::Bf16, Dtype::F32].into_iter().zip(cases()) {
         let prepared = Prepared::new(case, dtype);
         let whole = block_on(run_alone(backend, &dense_world(&prepared.problem), &prepared));

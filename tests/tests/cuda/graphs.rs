@@ -13,7 +13,7 @@ use pollster::block_on;
 use crate::faults::is_right;
 use crate::scenario::{Ends, Scenario};
 
-pub fn scenarios() -> Vec<Scenario> {
+pub(crate) fn scenarios() -> Vec<Scenario> {
     let says = |mut scenario: Scenario, words: &'static [&'static str]| {
         scenario.says = words;
         scenario
@@ -333,7 +333,7 @@ const DECODED: StateShape = StateShape { batch: 1, rows: 1, heads: 4, dim: 64 };
 const KEYS: usize = 520;
 
 /// One query token over [`KEYS`] keys.
-pub struct Token {
+pub(crate) struct Token {
     tensors: [CudaBuffer; 3],
     a: CudaBuffer,
     ml: CudaBuffer,
@@ -342,14 +342,14 @@ pub struct Token {
 impl Token {
     const ELEMENTS: [usize; 3] = [4 * 64, KEYS * 64, KEYS * 64];
 
-    pub fn new(backend: &CudaBackend) -> Self {
+    pub(crate) fn new(backend: &CudaBackend) -> Self {
         let tensors = Self::ELEMENTS.map(|elements| backend.alloc("a tensor", elements * 2).unwrap());
         let alloc = |bytes| backend.alloc("a state", bytes).unwrap();
         Self { tensors, a: alloc(DECODED.a_bytes()), ml: alloc(DECODED.ml_bytes()) }
     }
 
     /// Resets the state and attends over generated tensors of this seed. Does not wait for the device.
-    pub fn attend(&mut self, backend: &CudaBackend, seed: u64) -> Result<()> {
+    pub(crate) fn attend(&mut self, backend: &CudaBackend, seed: u64) -> Result<()> {
         for (index, id) in [TensorId::Q, TensorId::K, TensorId::V].into_iter().enumerate() {
             let mut numbers = vec![bf16::ZERO; Self::ELEMENTS[index]];
             fill(seed, id, 0..numbers.len() as u64, &mut numbers);

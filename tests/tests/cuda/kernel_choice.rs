@@ -1,17 +1,16 @@
 //! A call runs the kernels that `KernelChoice` names.
 
 use kyklos::Dtype;
+use kyklos_backend_suite::fixed_order::case;
+use kyklos_backend_suite::{Prepared, dense_world, run_alone};
 use kyklos_cuda::CudaBackend;
 use kyklos_oracle::inputs::Case;
 use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 use pollster::block_on;
 
-use crate::common::Prepared;
-use crate::common::conformance::{dense_world, run_alone};
-use crate::common::fixed_order::case;
 use crate::scenario::{Ends, Scenario};
 
-pub fn scenarios() -> Vec<Scenario> {
+pub(crate) fn scenarios() -> Vec<Scenario> {
     let mut cut = Scenario::new("splits the keys of few rows", "seed=61", few_rows);
     cut.says = &[
         "launched decode_bf16_64 ",

@@ -5,11 +5,8 @@
 //!
 //! Linux only, as the emulator in the fake driver is.
 
-#![expect(unreachable_pub, reason = "`common` is shared by several suites")]
 #![expect(clippy::unwrap_used, reason = "a check that cannot go on fails")]
 
-#[path = "../common/mod.rs"]
-mod common;
 #[cfg(target_os = "linux")]
 mod faults;
 #[cfg(target_os = "linux")]

@@ -4,17 +4,15 @@ use std::process::{Command, Output};
 use std::sync::Arc;
 
 use kyklos::Dtype;
+use kyklos_backend_suite::Prepared;
+use kyklos_backend_suite::conformance::checks;
+use kyklos_backend_suite::fixed_order::{UNEVEN, case, fixed};
 use kyklos_cuda::CudaBackend;
 use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 use libtest_mimic::{Failed, Trial};
 
-use crate::common;
-use crate::common::Prepared;
-use crate::common::conformance::checks;
-use crate::common::fixed_order::{UNEVEN, case, fixed};
-
 /// The environment variable with the name of the scenario that a process runs.
-pub const CHOSEN: &str = "KYKLOS_CUDA_SCENARIO";
+pub(crate) const CHOSEN: &str = "KYKLOS_CUDA_SCENARIO";
 
 /// Exit code of a process in which a check failed.
 const FAILED_CHECK: i32 = 101;
@@ -24,20 +22,20 @@ const MISUSE: i32 = 86;
 const LEAK: i32 = 87;
 
 #[derive(Clone)]
-pub struct Scenario {
-    pub name: String,
+pub(crate) struct Scenario {
+    pub(crate) name: String,
     /// The value of `KYKLOS_FAKE_CUDA`.
-    pub fake: String,
-    pub run: Arc<dyn Fn() + Send + Sync>,
-    pub ends: Ends,
+    pub(crate) fake: String,
+    pub(crate) run: Arc<dyn Fn() + Send + Sync>,
+    pub(crate) ends: Ends,
     /// Words that its output must contain, and words that it must not contain.
-    pub says: &'static [&'static str],
-    pub says_not: &'static [&'static str],
+    pub(crate) says: &'static [&'static str],
+    pub(crate) says_not: &'static [&'static str],
 }
 
 /// The expected end of a scenario's process.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Ends {
+pub(crate) enum Ends {
     /// All checks pass, all objects are freed at exit, the API is not misused, and no copy is from or to pageable
     /// memory.
     Well,
@@ -48,7 +46,7 @@ pub enum Ends {
 }
 
 impl Scenario {
-    pub fn new(name: &str, fake: &str, run: impl Fn() + Send + Sync + 'static) -> Self {
+    pub(crate) fn new(name: &str, fake: &str, run: impl Fn() + Send + Sync + 'static) -> Self {
         Self {
             name: name.to_owned(),
             fake: fake.to_owned(),
@@ -59,12 +57,12 @@ impl Scenario {
         }
     }
 
-    pub fn trial(self) -> Trial {
+    pub(crate) fn trial(self) -> Trial {
         Trial::test(self.name.clone(), move || self.play(&[]).map(|_| ()).map_err(Failed::from))
     }
 
     /// Runs the scenario in a process of its own and returns its output.
-    pub fn play(&self, environment: &[(&str, &str)]) -> Result<String, String> {
+    pub(crate) fn play(&self, environment: &[(&str, &str)]) -> Result<String, String> {
         let output = Command::new(std::env::current_exe().unwrap())
             .env(CHOSEN, &self.name)
             .env("KYKLOS_FAKE_CUDA", format!("report=1,{}", self.fake))
@@ -99,10 +97,11 @@ fn words(output: &Output) -> String {
 /// The conformance suite of all backends. Each claim has its own seed for the delays of streams. All claims run on
 /// Hopper. The claims that use the most kernels also run on an older device. Conversions run on both. The fixed order
 /// runs in bf16 only: in f32 it takes two minutes.
-pub fn suite() -> Vec<Scenario> {
+pub(crate) fn suite() -> Vec<Scenario> {
     let claims = checks::<CudaBackend>().into_iter().enumerate();
     let has = |claim: &str, words: &[&str]| words.iter().any(|word| claim.contains(word));
-    let resident = || common::resident::layers_stay_on_the_device(CudaBackend::new(0).unwrap(), 4);
+    let resident =
+        || kyklos_backend_suite::resident::layers_stay_on_the_device(CudaBackend::new(0).unwrap(), 4);
     let mut all = vec![Scenario::new("keeps four layers on the device", "seed=71,capability=90", resident)];
     for (index, (claim, check)) in claims.filter(|(_, (claim, _))| !has(claim, &["in a fixed order"])) {
         let capability = if has(claim, &["case in f16", "carries a running state"]) { 80 } else { 90 };

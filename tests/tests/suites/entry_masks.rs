@@ -18,8 +18,9 @@ use kyklos_transport::in_process_group;
 use proptest::test_runner::TestRunner;
 
 use crate::common::devices::{Broken, Fault};
-use crate::common::{Prepared, Whole, oracle_dtype, run_world};
+use crate::common::run_world;
 use crate::open_placement::{agrees, drawn};
+use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
 
 #[test]
 fn any_mask_of_each_entry_agrees_with_the_oracle_with_any_owners_in_every_strategy() {

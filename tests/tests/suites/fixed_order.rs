@@ -1,14 +1,13 @@
 //! Sums in a fixed order over every strategy and mask, on the CPU backend. The shared suite runs one of these cases on
 //! every backend.
 
-use crate::common::Prepared;
-use crate::common::conformance::{dense_world, run_alone, run_together};
-use crate::common::fixed_order::{Shared, UNEVEN, case, fixed};
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::plan::{Slice, Step};
 use kyklos::{
     AttentionProblem, Dtype, Error, Mask, Mesh, PlacementKind, Remedy, Split, Strategy, plan_world,
 };
+use kyklos_backend_suite::fixed_order::{Shared, UNEVEN, case, fixed};
+use kyklos_backend_suite::{Prepared, dense_world, run_alone, run_together};
 use kyklos_oracle::inputs::{Case, CasePairs};
 use kyklos_oracle::oracle::{OracleMask, OracleSlice, OracleTerm};
 

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use crate::common::{Prepared, oracle_dtype, run_world};
+use crate::common::run_world;
 use crate::plan_properties::Random;
 use crate::random_worlds::{mask, masks, sink};
 use crate::{amount, cases};
@@ -15,6 +15,7 @@ use kyklos::{
     AttentionProblem, Dtype, Mask, Mesh, Placement, PlacementKind, Results, Split, Strategy, TokenRuns,
     WireFormat, placed_meshes_by_bytes, plan_placed, plan_world,
 };
+use kyklos_backend_suite::{Prepared, oracle_dtype};
 use kyklos_oracle::inputs::{Case, CasePairs};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 use kyklos_oracle::tolerance::{Cause, Failure, discriminates};

@@ -1,8 +1,9 @@
 //! Random problems on random worlds, run on the CPU backend and compared with the oracle.
 
-use crate::common::{Prepared, run_world};
+use crate::common::run_world;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos_backend_suite::Prepared;
 use kyklos_oracle::inputs::{Case, CasePairs, TensorId, normal};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleSlice, OracleTerm};
 use kyklos_oracle::tolerance::{Cause, Failure};

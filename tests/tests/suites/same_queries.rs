@@ -15,10 +15,11 @@ use kyklos_oracle::tolerance::{Cause, Failure};
 use kyklos_transport::{Rank, in_process_group};
 use proptest::prelude::*;
 
-use crate::common::{Prepared, Whole, run_world};
+use crate::common::run_world;
 use crate::open_placement::any_placement;
 use crate::plan_properties::Random;
 use crate::random_worlds::{mask, masks, sink};
+use kyklos_backend_suite::{Prepared, Whole};
 
 proptest! {
     #![proptest_config(crate::cases(40, 400))]

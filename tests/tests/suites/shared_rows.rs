@@ -11,6 +11,7 @@ use kyklos::{
     Attention, AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mesh, PlacementKind, Session, Split,
     Strategy, Tensor, WireFormat, plan_placed, plan_world,
 };
+use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
 use kyklos_oracle::inputs::cases;
 use kyklos_oracle::tolerance::discriminates;
 use kyklos_transport::in_process_group;
@@ -20,7 +21,7 @@ use std::sync::Arc;
 
 use crate::amount::amount;
 use crate::common::devices::{Broken, Fault};
-use crate::common::{Prepared, Whole, oracle_dtype, run_world};
+use crate::common::run_world;
 use crate::plan_properties::{Drawn, worlds};
 
 fn run(world: &World, tensors: &Tensors) -> Whole {

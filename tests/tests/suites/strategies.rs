@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 use crate::amount::amount;
 use crate::common::devices::{Broken, Fault};
-use crate::common::{Prepared, Whole, run_plans, run_world};
+use crate::common::{run_plans, run_world};
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::plan::{ProvedPlans, Step, World, check};
 use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos_backend_suite::{Prepared, Whole};
 use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::tolerance::{Comparison, discriminates};
 use kyklos_transport::{Rank, in_process_group};
@@ -211,8 +212,11 @@ fn must_be_caught(prepared: &Prepared, right: &Comparison, broken: &Whole, bug: 
     let wrong = prepared.judge(broken, bug);
     let limit = prepared.parallel_limit(right);
     assert!(wrong.within(&limit).is_err(), "{bug} passes: {wrong}");
-    let ratio =
-        discriminates(right.max_abs_error, wrong.max_abs_error, crate::common::oracle_dtype(Dtype::F32));
+    let ratio = discriminates(
+        right.max_abs_error,
+        wrong.max_abs_error,
+        kyklos_backend_suite::oracle_dtype(Dtype::F32),
+    );
     ratio.unwrap_or_else(|error| panic!("{bug}: {error}"));
 }
 

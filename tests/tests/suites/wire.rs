@@ -4,12 +4,13 @@
 use std::collections::BTreeSet;
 
 use crate::common::devices::{Broken, Fault};
-use crate::common::{Prepared, Whole, oracle_dtype, run_world};
+use crate::common::run_world;
 use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::host::Tensors;
 use kyklos::plan::{Content, Step, World, check};
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_world};
+use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
 use kyklos_oracle::inputs::{TensorId, cases, fill};
 use kyklos_oracle::wire;
 use kyklos_transport::in_process_group;

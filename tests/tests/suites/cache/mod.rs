@@ -19,8 +19,8 @@ use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Rank, Transport, in_process_group};
 
 use crate::amount::amount;
-use crate::common::{Prepared, Whole, oracle_dtype};
 use crate::plan_properties::Random;
+use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
 
 /// One call of a script.
 #[derive(Clone, Debug)]

@@ -20,7 +20,7 @@ use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Rank, Regroup, Transport, in_process_group};
 
 use super::made_up;
-use crate::common::Prepared;
+use kyklos_backend_suite::Prepared;
 
 /// Far below the deadline of a session, which is 60 s.
 const SOON: Duration = Duration::from_secs(20);

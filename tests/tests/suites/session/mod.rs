@@ -16,12 +16,13 @@ use kyklos::{
     Attention, AttentionProblem, Dtype, Execution, Mask, Mesh, Output, Placement, PlacementKind, RankOutput,
     Result, Session, Split, Strategy, Tensor, plan_placed, plan_world,
 };
+use kyklos_backend_suite::{Prepared, Whole};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Rank, Transport, in_process_group};
 
 use crate::amount::amount;
-use crate::common::{Prepared, Whole, run_world};
+use crate::common::run_world;
 
 /// The call of a problem.
 fn call_of(problem: &AttentionProblem, execution: Execution) -> Attention {

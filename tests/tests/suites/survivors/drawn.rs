@@ -2,11 +2,11 @@
 
 use kyklos::plan::World;
 use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_placed, plan_world};
+use kyklos_backend_suite::problem_of;
 use kyklos_oracle::inputs::{Case, CasePairs};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleSlice, OracleTerm};
 use kyklos_transport::Rank;
 
-use crate::common::problem_of;
 use crate::open_placement::any_placement;
 use crate::plan_properties::Random;
 

@@ -3,13 +3,14 @@
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::plan::{Step, StepProgress, World, check_repair};
 use kyklos::{Dtype, Error, Mesh, PlacementKind, Split, Strategy, plan_world, repair};
+use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
 use kyklos_oracle::inputs::cases;
 use kyklos_oracle::tolerance::{Cause, Comparison, discriminates};
 use kyklos_transport::{Rank, in_process_group};
 use proptest::prelude::*;
 
 use crate::common::cut::{cut_off, go_on, reach, reached_by};
-use crate::common::{Prepared, Whole, oracle_dtype, run_world};
+use crate::common::run_world;
 use crate::survivors::drawn::{self, Chance};
 
 /// The result of a loss.

@@ -12,9 +12,9 @@ use kyklos::{AttentionProblem, Dtype, Result, TileShape};
 
 /// `backend`, which adds the bytes of every upload, write and download to `bytes`.
 #[derive(Debug)]
-pub struct Counting<B> {
-    pub backend: B,
-    pub bytes: Arc<AtomicU64>,
+pub(crate) struct Counting<B> {
+    pub(crate) backend: B,
+    pub(crate) bytes: Arc<AtomicU64>,
 }
 
 impl<B> Counting<B> {

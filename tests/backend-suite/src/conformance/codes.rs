@@ -6,7 +6,7 @@ use kyklos::backend::{Backend, DeviceClass, Elements, Scales};
 use kyklos_oracle::inputs::{TensorId, normal};
 use kyklos_oracle::wire::{TOGETHER, load, scale_of, store};
 
-use crate::common::oracle_dtype;
+use crate::oracle_dtype;
 
 /// The shapes cover a second batch entry that begins inside a block, a short last block, and several heads.
 const SHAPES: [[usize; 4]; 3] = [[2, 150, 3, 24], [1, 64, 1, 8], [3, 7, 2, 72]];
@@ -14,7 +14,7 @@ const SHAPES: [[usize; 4]; 3] = [[2, 150, 3, 24], [1, 64, 1, 8], [3, 7, 2, 72]];
 /// First element of the tensor in the source buffer, and in the buffer of the converted tensor.
 const FIRST: usize = 40;
 
-pub async fn codes<B: Backend>(backend: &B, who: &str) {
+pub(super) async fn codes<B: Backend>(backend: &B, who: &str) {
     // A software driver needs a second to compile a kernel.
     let few = backend.info().class == DeviceClass::SoftwareGpu;
     for dtype in Dtype::ALL {

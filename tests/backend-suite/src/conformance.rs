@@ -5,19 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use bytes::Bytes;
-use futures_util::future::join_all;
 use half::{bf16, f16};
 use kyklos::backend::{Backend, Control, DeviceClass, Elements, Extent, Layout};
-use kyklos::host::shard;
-use kyklos::plan::World;
-use kyklos::{
-    AttentionProblem, Dtype, Error, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world,
-};
+use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world};
 use kyklos_oracle::inputs::{Case, TensorId, cases, normal};
-use kyklos_transport::in_process_group;
 
 use self::states::{KEYS, OnDevice, attend_with, problem, read};
-use super::{DEADLINE, Prepared, Whole, chosen_cases, options, proved, run_rank};
+use crate::{Prepared, chosen_cases, dense_world, run_alone, run_together};
 
 mod codes;
 mod loss;
@@ -26,6 +20,7 @@ mod states;
 /// A claim and its check. Checks are futures: in a browser nothing may block.
 pub type Check<B> = (&'static str, for<'a> fn(&'a B, &'a str) -> Pin<Box<dyn Future<Output = ()> + 'a>>);
 
+/// All claims, in the order of a report.
 pub fn checks<B: Backend>() -> Vec<Check<B>> {
     vec![
         ("agrees with the oracle on every case in f32", |backend, who| {
@@ -49,7 +44,7 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
             Box::pin(states::unseen_rows_keep_their_state(backend, who))
         }),
         ("sums in a fixed order to the same bytes on any mesh", |backend, who| {
-            Box::pin(super::fixed_order::same_bytes_on_any_mesh(backend, who))
+            Box::pin(crate::fixed_order::same_bytes_on_any_mesh(backend, who))
         }),
         ("downloads the bytes that were uploaded", |backend, who| Box::pin(bytes_come_back(backend, who))),
         ("copies exactly the given rows", |backend, who| Box::pin(repack_is_exact(backend, who))),
@@ -63,20 +58,6 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
     ]
 }
 
-/// Runs a one-rank world.
-pub async fn run_alone<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> Whole {
-    let transport = in_process_group(1).remove(0);
-    let output = run_rank(backend, transport, &proved(world), prepared.tensors.clone()).await.unwrap();
-    let mut whole = Whole::new(world);
-    whole.add(world, 0, &output);
-    whole
-}
-
-pub fn dense_world(problem: &AttentionProblem) -> World {
-    let mesh = Mesh::new(1, 1).unwrap();
-    plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
-}
-
 async fn dense_cases<B: Backend>(backend: &B, who: &str, dtype: Dtype) {
     // A software driver needs a second to compile a kernel. So each 16-bit type runs every second case, and the two
     // types run different cases. They differ from f32 only in the reading of elements. The kernels' own tests check
@@ -88,23 +69,6 @@ async fn dense_cases<B: Backend>(backend: &B, who: &str, dtype: Dtype) {
         let whole = run_alone(backend, &dense_world(&prepared.problem), &prepared).await;
         prepared.judge(&whole, who).assert_within(&prepared.dense_limit());
     }
-}
-
-/// Runs all ranks of a world on one backend. Their futures take turns on this thread.
-pub async fn run_together<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> Whole {
-    let plans = &proved(world);
-    let ranks = in_process_group(world.mesh.world()).into_iter().map(async |transport| {
-        let part = shard(world, transport.rank(), &prepared.tensors).unwrap();
-        let output = run_rank(backend, transport.clone(), plans, part).await;
-        let _ = transport.close(DEADLINE).await;
-        output
-    });
-    let outputs = join_all(ranks).await;
-    let mut whole = Whole::new(world);
-    for (rank, output) in outputs.into_iter().enumerate() {
-        whole.add(world, rank, &output.unwrap());
-    }
-    whole
 }
 
 async fn on_mesh<B: Backend>(backend: &B, who: &str, ulysses: u32, ring: u32) {

@@ -13,7 +13,7 @@ use kyklos::{
 };
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
 
-use super::{DEADLINE, Prepared, Whole, chosen_cases, dense_world, options, proved, run_alone};
+use crate::{DEADLINE, Prepared, Whole, chosen_cases, dense_world, options, proved, run_alone};
 
 /// Aborts the group when a rank reaches a step.
 #[derive(Debug)]
@@ -36,7 +36,7 @@ impl Observer for Cut {
 const LOST: Rank = Rank(1);
 const LEFT: [Rank; 2] = [Rank(0), Rank(2)];
 
-pub async fn finishes_what_was_cut_off<B: Backend>(backend: &B, who: &str) {
+pub(super) async fn finishes_what_was_cut_off<B: Backend>(backend: &B, who: &str) {
     let mut finished = 0;
     for dtype in [Dtype::F32, Dtype::F16] {
         for case in chosen_cases(backend.info()).skip(dtype as usize).step_by(4) {
@@ -102,7 +102,7 @@ async fn finish<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> 
             async move {
                 let (mut inputs, mut carryover): (Inputs<B::Buffer>, Carryover<B::Buffer>) = left;
                 let lowered = LoweredPlan::new(repaired.clone(), rank, backend);
-                let executor = Executor::new(backend, collective, &lowered, super::options());
+                let executor = Executor::new(backend, collective, &lowered, crate::options());
                 executor.run_from(0, &mut inputs, &mut carryover).await.unwrap()
             }
         }))

@@ -141,11 +141,13 @@ pub(super) async fn merge_is_attending_to_both<B: Backend>(backend: &B, who: &st
         parts.push(part);
     }
     let (mut last, mut first) = (parts.pop().unwrap(), parts.pop().unwrap());
+    let (_, lse_of_first) = finalized(backend, &first).await;
     backend.merge(&mut first.edit(), &last.view()).unwrap();
     let (o, lse) = finalized(backend, &first).await;
     let (expected_o, expected_lse) = finalized(backend, &both).await;
     close(&o, &expected_o, &format!("{who} o"));
     close(&lse, &expected_lse, &format!("{who} lse"));
+    assert!(lse != lse_of_first, "{who}: a merge that changes nothing");
 
     // An empty state changes nothing, on either side.
     let mut empty = OnDevice::empty(backend);

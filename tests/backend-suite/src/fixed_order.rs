@@ -5,8 +5,7 @@ use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
 use kyklos_oracle::inputs::Case;
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 
-use super::conformance::{dense_world, run_alone, run_together};
-use super::{Prepared, Whole};
+use crate::{Prepared, Whole, dense_world, run_alone, run_together};
 
 /// A split of a world: mesh, tokens of each rank (an empty list means an even split), placement, strategy.
 pub type Shared = ((u32, u32), &'static [u32], PlacementKind, Strategy);
@@ -39,7 +38,7 @@ pub const UNEVEN: [Shared; 4] = [
     ((1, 4), &[0, 256, 512, 320], PlacementKind::Contiguous, Strategy::Gather),
 ];
 
-pub async fn same_bytes_on_any_mesh<B: Backend>(backend: &B, who: &str) {
+pub(crate) async fn same_bytes_on_any_mesh<B: Backend>(backend: &B, who: &str) {
     let mask = OracleMask::causal().and(OracleTerm::Window { left: 600, right: 0 });
     let prepared = Prepared::new(case("1088 tokens in a window", 1088, mask, |_| {}), Dtype::F32);
     fixed(backend, &prepared, &UNEVEN, who).await;
