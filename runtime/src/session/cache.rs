@@ -135,7 +135,7 @@ impl CacheOptions {
         let extents = [self.batch, self.heads, self.dim, self.block, self.window.unwrap_or(1)];
         if extents.contains(&0) {
             return Err(Error::request(
-                format!("a cache with an extent of 0: {self:?}"),
+                format!("{self}, with an extent of 0"),
                 "use at least 1 for batch, heads, dim, block and window",
             ));
         }
@@ -146,6 +146,18 @@ impl CacheOptions {
             ));
         }
         Ok(())
+    }
+}
+
+/// As in `a cache of [1, tokens, 8, 128] in bf16, blocks of 256 tokens, a window of 4096 keys, rollback 0`.
+impl std::fmt::Display for CacheOptions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { batch, heads, dim, dtype, block, window, rollback, .. } = self;
+        write!(f, "a cache of [{batch}, tokens, {heads}, {dim}] in {dtype}, blocks of {block} tokens")?;
+        match window {
+            Some(keys) => write!(f, ", a window of {keys} keys, rollback {rollback}"),
+            None => f.write_str(", no window"),
+        }
     }
 }
 

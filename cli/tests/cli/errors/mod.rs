@@ -2,6 +2,7 @@
 //! quote the operating system.
 
 mod bias;
+mod caches;
 mod files;
 mod library;
 mod placements;
@@ -36,6 +37,16 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     (
         "rank {rank} describes its call in a form that this release does not know",
         "a group of ranks with different releases",
+    ),
+    (
+        "rank {rank} describes its cache in a form that this release does not know",
+        "a group of ranks with different releases",
+    ),
+    ("a rank whose keys have no rows for its tokens", "a group of ranks with different releases"),
+    ("more tokens than positions", "caches of more than 2^32 tokens"),
+    (
+        "a cache whose tensors were lost in a call that was dropped before its end",
+        "a bug: a dropped call gives them back",
     ),
     ("an extent of {value}", "tensors of more than 2^32 tokens or heads"),
     ("{sum} tokens over all ranks", "groups of more than 2^32 tokens"),
@@ -116,6 +127,7 @@ fn the_index_of_errors_is_complete_and_as_printed() {
         .chain(placements::refusals())
         .chain(bias::refusals())
         .chain(sessions::refusals())
+        .chain(caches::refusals())
     {
         line(&mut out, &entry);
         sentences.push(entry.sentence);

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{CacheOptions, Holdings, KvCache};
 use crate::backend::Backend;
 use crate::session::Session;
-use crate::{Dtype, Error, Result};
+use crate::{Error, Result};
 
 /// The hash under which ranks vote on a new cache.
 const CACHES: [u8; 32] = *b"kyklos: key/value cache, release";
@@ -15,25 +15,14 @@ const CACHES: [u8; 32] = *b"kyklos: key/value cache, release";
 /// One rank's settings, as they travel.
 #[derive(Debug, Serialize, Deserialize)]
 struct Facts {
-    /// What must be equal on all ranks.
-    shared: Shared,
-    /// Most tokens of this rank.
-    most: u32,
-    share: f64,
-}
-
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Shared {
     /// Version of these facts.
     version: u32,
     op: u64,
-    batch: u32,
-    heads: u32,
-    dim: u32,
-    dtype: String,
-    window: Option<u32>,
-    rollback: u32,
-    block: u32,
+    /// The options that must be equal on all ranks, in words.
+    options: String,
+    /// Most tokens of this rank.
+    most: u32,
+    share: f64,
 }
 
 impl Session {
@@ -63,11 +52,8 @@ impl Session {
                 return Err(error);
             }
         };
-        let facts = Facts {
-            shared: Shared::of(&options, self.op),
-            most: options.most_tokens(),
-            share: options.share,
-        };
+        let (most, share) = (options.most_tokens(), options.share);
+        let facts = Facts { version: 1, op: self.op, options: options.to_string(), most, share };
         let note =
             Bytes::from(serde_json::to_vec(&facts).expect("plain data without maps always serialises"));
         let notes = self.vote(Vote::Ready { plan_hash: CACHES, note }).await?;
@@ -79,14 +65,17 @@ impl Session {
                     format!("rank {rank} describes its cache in a form that this release does not know");
                 Error::request(fault, "use the same release on all ranks")
             })?;
-            if all.first().is_some_and(|first| first.shared != facts.shared) {
-                return Err(Error::request(
-                    format!(
-                        "rank {rank} makes a cache with {:?}, rank 0 with {:?}",
-                        facts.shared, all[0].shared
-                    ),
-                    "make the same cache on all ranks, at the same place in their calls",
-                ));
+            if let Some(first) = all.first() {
+                let same = (first.version, first.op) == (facts.version, facts.op);
+                if !same || first.options != facts.options {
+                    return Err(Error::request(
+                        format!(
+                            "rank {rank} makes {} as operation {} of its session, rank 0 {} as operation {}",
+                            facts.options, facts.op, first.options, first.op
+                        ),
+                        "make the same cache on all ranks, at the same place in their calls",
+                    ));
+                }
             }
             all.push(facts);
         }
@@ -99,13 +88,5 @@ impl Session {
         let holdings = Holdings::new(all.iter().map(|facts| (facts.most, facts.share)));
         let (device, rank) = (self.device.clone(), self.rank());
         Ok(KvCache { options, device, rank, holdings, tensors: Some(tensors), rows: 0 })
-    }
-}
-
-impl Shared {
-    fn of(options: &CacheOptions, op: u64) -> Self {
-        let &CacheOptions { batch, heads, dim, dtype, window, rollback, block, .. } = options;
-        let dtype: Dtype = dtype;
-        Self { version: 1, op, batch, heads, dim, dtype: dtype.name().to_owned(), window, rollback, block }
     }
 }

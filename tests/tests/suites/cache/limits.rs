@@ -80,7 +80,7 @@ fn ranks_with_unlike_caches_get_one_error() {
         [making, record, without, counts].map(|error| error.to_string())
     });
     for (index, says) in [
-        "makes a cache with",
+        "rank 1 makes a cache of [1, tokens, 2, 8] in f32, blocks of 5 tokens, no window",
         "another record of the tokens in its cache",
         "no cache",
         "2 queries, the same on all ranks",
