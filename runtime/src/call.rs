@@ -68,7 +68,7 @@ impl Attention {
         Self::default()
     }
 
-    /// Which keys a query sees, by global position.
+    /// Which keys a query sees, by global position: in all batch entries, or in each ([`Mask::per_entry`]).
     #[must_use]
     pub fn mask(mut self, mask: Mask) -> Self {
         self.options.mask = mask;
