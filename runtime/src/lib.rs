@@ -73,6 +73,7 @@
 //! |---|---|---|
 //! | `hello` | two ranks of one process | `kyklos-transport` |
 //! | `forty_layers` | many calls on one session | `kyklos-transport` |
+//! | `kv_cache` | a prompt, then decoding, over a cache that the ranks share | `kyklos-transport` |
 //! | `two_ranks_quic` | ranks over encrypted sockets | `kyklos-transport` with `quic` |
 //! | `unlike_devices` | GPUs and the CPU in one call | `kyklos-transport`, the feature `wgpu` |
 //! | `from_launcher` | one rank in a process, started by torchrun, `mpirun`, `srun`, Kubernetes or `kyklos launch` | `kyklos-launch` |

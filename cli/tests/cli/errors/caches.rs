@@ -57,20 +57,19 @@ fn of_two(run: impl Fn(&mut Session, bool) -> Error + Sync) -> Error {
     errors.into_iter().next().unwrap()
 }
 
-/// The cache of rank 0 of two, with 8 tokens, and its device.
-fn of_rank_0_of_2() -> (Device, KvCache) {
-    let caches = on_threads(in_process_group(2), |transport| {
+/// The caches of two ranks, with 4 tokens each, and their devices.
+fn of_two_ranks() -> Vec<(Device, KvCache)> {
+    on_threads(in_process_group(2), |transport| {
         let mut session = Session::new(transport, Device::cpu());
         let mut cache = session.kv_cache(options()).unwrap();
         attend(&mut session, &mut cache, &decoding(), [8, 8]).unwrap();
         (session.device().clone(), cache)
-    });
-    caches.into_iter().next().unwrap()
+    })
 }
 
-/// That cache after the loss of rank 1, and a session of rank 0.
+/// The cache of rank 0 after the loss of rank 1, and a session of rank 0.
 fn lost() -> (Session, KvCache) {
-    let (device, cache) = of_rank_0_of_2();
+    let (device, cache) = of_two_ranks().remove(0);
     (Session::new(in_process_group(1).remove(0), device), cache.after_loss(&[Rank(0)]).unwrap())
 }
 
@@ -85,7 +84,7 @@ pub(super) fn refusals() -> Vec<Entry> {
         let mut session = session();
         let mut cache = session.kv_cache(windowed.clone()).unwrap();
         (0..3).for_each(|_| attend(&mut session, &mut cache, &in_window, [4, 4]).unwrap());
-        cache.truncate(8).unwrap_err()
+        cache.truncate(7).unwrap_err()
     };
     let bias_after_window = {
         let mut session = session();
@@ -181,18 +180,14 @@ pub(super) fn refusals() -> Vec<Entry> {
         entry(
             "Session::attend_cached with a full mask after tokens in the middle of a rank's memory were truncated",
             {
-                let errors = on_threads(in_process_group(2), |transport| {
-                    let mut session = Session::new(transport, Device::cpu());
-                    let mut cache = session.kv_cache(options()).unwrap();
-                    let zigzag = Execution::new().mesh(mesh).placement(PlacementKind::Zigzag);
-                    let call = Attention::new().mask(Mask::causal()).execution(zigzag);
-                    attend(&mut session, &mut cache, &call, [4, 4]).unwrap();
-                    attend(&mut session, &mut cache, &call, [4, 4]).unwrap();
-                    cache.truncate(11).unwrap();
-                    let full = Attention::new().execution(Execution::new().same_queries());
-                    attend(&mut session, &mut cache, &full, [1, 0]).unwrap_err()
-                });
-                errors.into_iter().next().unwrap()
+                // The survivor has tokens 4 to 7 in its first rows, and the restored ones behind them.
+                let (device, cache) = of_two_ranks().remove(1);
+                let mut survivor = Session::new(in_process_group(1).remove(0), device);
+                let mut cache = cache.after_loss(&[Rank(1)]).unwrap();
+                survivor.restore(&mut cache, &tensor(4, 2), &tensor(4, 2)).unwrap();
+                cache.truncate(6).unwrap();
+                let full = Attention::new().execution(Execution::new().same_queries());
+                attend(&mut survivor, &mut cache, &full, [1, 0]).unwrap_err()
             },
             "Rows that hold nothing look like keys behind all queries.",
         ),
@@ -207,7 +202,7 @@ pub(super) fn refusals() -> Vec<Entry> {
         entry(
             "Session::attend_cached with a cache of another group",
             {
-                let (device, mut cache) = of_rank_0_of_2();
+                let (device, mut cache) = of_two_ranks().remove(0);
                 let mut alone = Session::new(in_process_group(1).remove(0), device);
                 attend(&mut alone, &mut cache, &decoding(), [1, 1]).unwrap_err()
             },
