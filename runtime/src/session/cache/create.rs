@@ -61,9 +61,10 @@ impl Session {
         let mut all: Vec<Facts> = Vec::with_capacity(notes.len());
         for (rank, note) in notes.iter().enumerate() {
             let facts: Facts = serde_json::from_slice(note).map_err(|_| {
-                let fault =
-                    format!("rank {rank} describes its cache in a form that this release does not know");
-                Error::request(fault, "use the same release on all ranks")
+                Error::request(
+                    format!("rank {rank} describes its cache in a form that this release does not know"),
+                    "use the same release on all ranks",
+                )
             })?;
             if let Some(first) = all.first() {
                 let same = (first.version, first.op) == (facts.version, facts.op);
