@@ -133,7 +133,8 @@ pub use meter::{Meter, RankReport, Span, Timeline};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, Results, TILE_KEYS};
 pub use session::{
-    CacheOptions, Calls, DeviceCollective, KvCache, Output, Recovery, Session, SessionOptions, Survivors,
+    CacheOptions, CachedCalls, Calls, DeviceCollective, KvCache, Output, Recovery, Session, SessionOptions,
+    Survivors,
 };
 pub use spans::{RowSpan, Spans};
 pub use strategy::{

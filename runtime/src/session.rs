@@ -21,7 +21,7 @@ use crate::{Carryover, Error, Executor, Inputs, LoweredPlan, RankOutput, Result,
 use agreement::LastFacts;
 use attend::CachedCall;
 pub use attend::Output;
-pub use cache::{CacheOptions, KvCache};
+pub use cache::{CacheOptions, CachedCalls, KvCache};
 pub use calls::Calls;
 pub use recovery::{Recovery, Survivors};
 

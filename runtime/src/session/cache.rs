@@ -1,8 +1,11 @@
 //! Keys and values of earlier tokens, held by the ranks of a group.
 
 mod attend;
+mod calls;
 mod create;
 mod holdings;
+mod plans;
+mod restore;
 
 use std::ops::Range;
 
@@ -10,6 +13,7 @@ use kyklos_transport::Rank;
 
 use crate::backend::{Backend, Device, DeviceBuffer, Extent, Layout};
 use crate::{Dtype, Error, Result, Tensor, TokenRuns};
+pub use calls::CachedCalls;
 use holdings::Holdings;
 
 /// Keys and values of earlier tokens on the device of this rank, as one part of a cache that is spread over the ranks of a
@@ -228,8 +232,8 @@ impl KvCache {
         Ok(self)
     }
 
-    /// Refuses keys that are not of this cache, and brings them and their values to the device.
-    fn upload(&self, [k, v]: [&Tensor; 2]) -> Result<NewKeys> {
+    /// The number of new keys; refuses keys that are not of this cache.
+    fn count(&self, [k, v]: [&Tensor; 2]) -> Result<u32> {
         let CacheOptions { batch, heads, dim, dtype, .. } = self.options;
         let [k_batch, count, k_heads, k_dim] = k.shape();
         if [k_batch, k_heads, k_dim] != [batch, heads, dim].map(|extent| extent as usize)
@@ -251,9 +255,12 @@ impl KvCache {
             return Err(dropped());
         }
         let count = u32::try_from(count).ok().filter(|count| self.len().checked_add(*count).is_some());
-        let Some(count) = count else {
-            return Err(Error::request("more tokens than positions", format!("use at most {}", u32::MAX)));
-        };
+        count.ok_or_else(|| Error::request("more tokens than positions", format!("use at most {}", u32::MAX)))
+    }
+
+    /// New keys and values on the device.
+    fn upload(&self, [k, v]: [&Tensor; 2]) -> Result<NewKeys> {
+        let count = self.count([k, v])?;
         Ok(NewKeys { tensors: [k.buffer("k", &self.device)?, v.buffer("v", &self.device)?], count })
     }
 

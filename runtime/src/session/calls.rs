@@ -38,8 +38,7 @@ pub struct Calls<'s> {
     lowered: Arc<LoweredPlan>,
     /// This rank's part of the attention bias tensor, which all calls use.
     bias: Option<DeviceBuffer>,
-    shapes: [[usize; 4]; 3],
-    dtype: Dtype,
+    shapes: Shapes,
     announced: u32,
     made: u32,
 }
@@ -86,8 +85,7 @@ impl Session {
             call: call.clone(),
             lowered,
             bias,
-            shapes: [q, k, v].map(Tensor::shape),
-            dtype: q.dtype(),
+            shapes: Shapes::of([q, k, v]),
             announced: count,
             made: 0,
         })
@@ -115,7 +113,7 @@ impl Calls<'_> {
         self.check([q, k, v])?;
         let bias = self.bias.as_mut().map(|bias| self.session.device.share(bias));
         let mut inputs = self.session.inputs_with(&self.call, [q, k, v], bias)?;
-        self.check_group().await?;
+        self.session.check_group().await?;
         self.made += 1;
         self.session.run_call(&self.lowered, &mut inputs, q).await
     }
@@ -126,13 +124,32 @@ impl Calls<'_> {
     }
 
     fn check(&self, tensors: [&Tensor; 3]) -> Result<()> {
-        let Self { announced, made, shapes, dtype, .. } = self;
+        let Self { announced, made, .. } = self;
         if made == announced {
             return Err(Error::request(
                 format!("call {} of {announced} calls for which the ranks have voted", made + 1),
                 "announce as many calls as you make",
             ));
         }
+        self.shapes.check(tensors)
+    }
+}
+
+/// Shapes and type of the tensors of announced calls.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shapes {
+    shapes: [[usize; 4]; 3],
+    dtype: Dtype,
+}
+
+impl Shapes {
+    pub(super) fn of(tensors: [&Tensor; 3]) -> Self {
+        Self { shapes: tensors.map(Tensor::shape), dtype: tensors[0].dtype() }
+    }
+
+    /// Refuses tensors of another shape or type.
+    pub(super) fn check(&self, tensors: [&Tensor; 3]) -> Result<()> {
+        let Self { shapes, dtype } = self;
         for ((tensor, shape), name) in tensors.into_iter().zip(shapes).zip(["q", "k", "v"]) {
             if (tensor.shape(), tensor.dtype()) != (*shape, *dtype) {
                 return Err(Error::request(
@@ -147,25 +164,29 @@ impl Calls<'_> {
         }
         Ok(())
     }
+}
 
+impl Session {
     /// The error of a group that has been aborted: a rank whose plan has no messages would not notice.
-    async fn check_group(&self) -> Result<()> {
-        let Session { transport, collective, options, .. } = &*self.session;
-        if collective.stop_flag().load(Ordering::Acquire) {
-            transport.agree(Vote::ready([0; 32]), options.deadline).await?;
+    pub(super) async fn check_group(&self) -> Result<()> {
+        if self.collective.stop_flag().load(Ordering::Acquire) {
+            self.transport.agree(Vote::ready([0; 32]), self.options.deadline).await?;
         }
         Ok(())
+    }
+
+    /// Ends the group: this rank made fewer calls than it announced.
+    pub(super) fn end_unfinished(&self, made: usize, announced: usize) {
+        let cause = format!("it made {made} of the {announced} calls that it announced");
+        let (culprit, progress) = (self.rank(), Progress { op: self.op, step: 0 });
+        self.transport.abort(Abort { culprit, cause: AbortCause::Failed(cause), progress });
     }
 }
 
 impl Drop for Calls<'_> {
     fn drop(&mut self) {
         if self.remaining() > 0 {
-            let cause = format!("it made {} of the {} calls that it announced", self.made, self.announced);
-            let progress = Progress { op: self.session.op, step: 0 };
-            let culprit = self.session.rank();
-            let abort = Abort { culprit, cause: AbortCause::Failed(cause), progress };
-            self.session.transport.abort(abort);
+            self.session.end_unfinished(self.made as usize, self.announced as usize);
         }
     }
 }
