@@ -139,7 +139,7 @@ impl CacheOptions {
         let extents = [self.batch, self.heads, self.dim, self.block, self.window.unwrap_or(1)];
         if extents.contains(&0) {
             return Err(Error::request(
-                format!("{self}, with an extent of 0"),
+                format!("{self}: one of these numbers is 0"),
                 "use at least 1 for batch, heads, dim, block and window",
             ));
         }

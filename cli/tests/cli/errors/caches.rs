@@ -217,6 +217,35 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Two devices that were opened are not the same device.",
         ),
         entry(
+            "Session::cached_calls on caches of 8 and of 0 tokens",
+            {
+                let mut session = session();
+                let mut caches = [0, 1].map(|_| session.kv_cache(options()).unwrap());
+                attend(&mut session, &mut caches[0], &decoding(), [8, 8]).unwrap();
+                let one = tensor(1, 2);
+                session.cached_calls(&decoding(), &mut caches, &one, &one, &one).unwrap_err()
+            },
+            "The layers of a model have the same tokens.",
+        ),
+        entry(
+            "Session::cached_calls on no cache",
+            session()
+                .cached_calls(&decoding(), &mut [], &tensor(1, 2), &tensor(1, 2), &tensor(1, 2))
+                .unwrap_err(),
+            "Or make no calls.",
+        ),
+        entry(
+            "CachedCalls::attend for the second time, after Session::cached_calls on one cache",
+            {
+                let (mut session, one) = (session(), tensor(1, 2));
+                let mut caches = [session.kv_cache(options()).unwrap()];
+                let mut calls = session.cached_calls(&decoding(), &mut caches, &one, &one, &one).unwrap();
+                calls.attend(&one, &one, &one).unwrap();
+                calls.attend(&one, &one, &one).unwrap_err()
+            },
+            "Vote again for the next step.",
+        ),
+        entry(
             "Session::attend_cached after the loss of a rank",
             missing,
             "KvCache::missing names the tokens.",

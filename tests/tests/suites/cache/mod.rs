@@ -1,6 +1,7 @@
 //! Caches of keys and values: calls in any order of appending, decoding, truncating and dropping give the rows that one call
 //! over all tokens gives.
 
+mod layers;
 mod limits;
 
 use std::sync::Arc;
