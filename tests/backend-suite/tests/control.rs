@@ -28,6 +28,7 @@ const FAIL: [&str; 15] = [
     "copies exactly the given rows",
     "downloads the bytes that were uploaded",
     "encodes int8 as the definition says",
+    "keeps a cache on the device",
     "keeps exactly what was done when a run is cut off",
     "leaves the state of rows that see nothing alone",
     "merges two states as if it had attended to both",

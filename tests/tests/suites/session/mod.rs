@@ -228,9 +228,19 @@ fn after_inputs_that_one_rank_refuses_all_ranks_can_run() {
     });
 }
 
-/// Calls of changing shapes: results stay right, and memory does not grow with the number of calls.
+/// Calls of changing shapes: results stay right, and memory does not grow with the number of calls. In a process of its own:
+/// other tests use memory too.
 #[test]
 fn memory_stays_flat_over_calls_of_changing_shapes() {
+    const ALONE: &str = "KYKLOS_TEST_ALONE";
+    if std::env::var_os(ALONE).is_none() {
+        let name = "session::memory_stays_flat_over_calls_of_changing_shapes";
+        let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = alone.args(["--exact", name]).env(ALONE, "1").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("1 passed"), "{said}");
+        return;
+    }
     let calls: usize = amount(600, 10_000);
     on_threads(in_process_group(2), |transport| {
         let rank = transport.rank().0;
