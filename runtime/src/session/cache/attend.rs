@@ -20,11 +20,11 @@ impl Session {
     /// The queries are the last tokens: query i of n is at position `cache.len() − n + i`, after the append. Without
     /// queries it only appends, without keys it only attends.
     ///
-    /// With [`Execution::same_queries`], all ranks pass the same q, k and v, as in decoding: the cache keeps each key
+    /// With [`Execution::same_queries`](crate::Execution::same_queries), all ranks pass the same q, k and v, as in decoding: the cache keeps each key
     /// on one rank ([`CacheOptions::block`](super::CacheOptions::block), [`CacheOptions::share`](super::CacheOptions::share)),
     /// and every rank gets the whole output. Without it, each rank passes tokens of its own, as for a prompt that is split:
     /// their keys stay on this rank, and it gets the rows of its queries. They are numbered in rank order, or by
-    /// the [`Execution::placement`] of the call. The calls of one cache may be of both sorts.
+    /// the [`Execution::placement`](crate::Execution::placement) of the call. The calls of one cache may be of both sorts.
     ///
     /// # Errors
     /// As [`Self::attend`]. [`Error::Request`] on all ranks when the cache has no room, the ranks' records differ, or
