@@ -255,7 +255,7 @@ impl KvCache {
             return Err(dropped());
         }
         let count = u32::try_from(count).ok().filter(|count| self.len().checked_add(*count).is_some());
-        count.ok_or_else(|| Error::request("more tokens than positions", format!("use at most {}", u32::MAX)))
+        count.ok_or_else(too_many)
     }
 
     /// New keys and values on the device.
@@ -350,6 +350,10 @@ fn extent(options: &CacheOptions, rows: usize) -> Extent {
         heads: options.heads as usize,
         row_bytes: options.dim as usize * options.dtype.bytes(),
     }
+}
+
+fn too_many() -> Error {
+    Error::request("more tokens in a cache than it has positions", format!("use at most {}", u32::MAX / 2))
 }
 
 fn dropped() -> Error {

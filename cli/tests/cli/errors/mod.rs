@@ -43,7 +43,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
         "a group of ranks with different releases",
     ),
     ("a rank whose keys have no rows for its tokens", "a group of ranks with different releases"),
-    ("more tokens than positions", "caches of more than 2^32 tokens"),
+    ("more tokens in a cache than it has positions", "caches of more than 2^31 tokens"),
     (
         "a cache whose tensors were lost in a call that was dropped before its end",
         "a bug: a dropped call gives them back",

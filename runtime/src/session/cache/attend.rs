@@ -28,7 +28,8 @@ impl Session {
     ///
     /// # Errors
     /// As [`Self::attend`]. [`Error::Request`] on all ranks when the cache has no room, the ranks' records differ, or
-    /// the mask does not fit the window of the cache. After an error the cache has the tokens that it had before.
+    /// the mask does not fit the window of the cache. After an error the cache has the tokens that it had before. After an error
+    /// of the group, a rank that had ended its call has the new ones: the ranks truncate to the fewest before they go on.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn attend_cached(
         &mut self,

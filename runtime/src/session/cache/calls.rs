@@ -12,7 +12,8 @@ use crate::{Error, Result, Tensor};
 /// One call on each of several caches, for which the ranks have voted together: the layers of a model, in one step. The n-th
 /// call is on the n-th cache. Made by [`Session::cached_calls`].
 ///
-/// All ranks make all of these calls. If a rank drops this before, the group is aborted on all ranks.
+/// All ranks make all of these calls. If a rank drops this before, the group is aborted on all ranks; the caches of the calls that
+/// were made have the new tokens then, and the others do not.
 ///
 /// ```
 /// # #[cfg(feature = "cpu")] {

@@ -84,18 +84,21 @@ impl Holder {
 
     /// Records that the next rows hold `tokens`, in this order.
     fn take(&mut self, tokens: &TokenRuns) {
-        let mut tokens = tokens.iter().peekable();
-        let mut rows = Vec::with_capacity(self.rows.len() + 1);
+        let mut tokens = Adjacent::of(tokens);
+        let mut rows = Vec::with_capacity(self.rows.len() + tokens.ranges.len());
         for old in std::mem::take(&mut self.rows) {
             let mut left = old.count;
-            while old.token.is_none() && left > 0 && tokens.peek().is_some() {
-                push(&mut rows, Rows { token: tokens.next(), count: 1 });
-                left -= 1;
+            while old.token.is_none()
+                && left > 0
+                && let Some(next) = tokens.next(left)
+            {
+                left -= next.count;
+                push(&mut rows, next);
             }
             push(&mut rows, Rows { count: left, ..old });
         }
-        for token in tokens {
-            push(&mut rows, Rows { token: Some(token), count: 1 });
+        while let Some(next) = tokens.next(u32::MAX) {
+            push(&mut rows, next);
         }
         self.rows = rows;
     }
@@ -119,6 +122,37 @@ impl Holder {
             rows.pop();
         }
         self.rows = rows;
+    }
+}
+
+/// A list of tokens, taken from its front as ranges of adjacent tokens.
+struct Adjacent {
+    /// The last one is the first to be taken.
+    ranges: Vec<Range<u32>>,
+}
+
+impl Adjacent {
+    fn of(tokens: &TokenRuns) -> Self {
+        let mut ranges: Vec<Range<u32>> = Vec::with_capacity(tokens.runs().len());
+        for run in tokens.runs() {
+            match run.stride {
+                1 => ranges.push(run.start..run.start + run.count),
+                _ => ranges.extend(run.tokens().map(|token| token..token + 1)),
+            }
+        }
+        ranges.reverse();
+        Self { ranges }
+    }
+
+    /// The next tokens, at most `most` of them.
+    fn next(&mut self, most: u32) -> Option<Rows> {
+        let range = self.ranges.last_mut()?;
+        let rows = Rows { token: Some(range.start), count: (range.end - range.start).min(most) };
+        range.start += rows.count;
+        if range.is_empty() {
+            self.ranges.pop();
+        }
+        Some(rows)
     }
 }
 

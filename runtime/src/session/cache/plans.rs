@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Holdings, KvCache};
+use super::{Holdings, KvCache, too_many};
 use crate::call::{Attention, Execution, Options};
 use crate::plan::ProvedPlans;
 use crate::session::agreement::Agreed;
@@ -65,6 +65,13 @@ impl KvCache {
         let Execution { same_queries, placement, mesh, .. } = &call.options.execution;
         let mut holdings = self.kept_for(&self.holdings);
         let counts = &agreed.kv_counts;
+        let total: u64 = match same_queries {
+            true => u64::from(counts[0]),
+            false => counts.iter().map(|count| u64::from(*count)).sum(),
+        };
+        if u64::from(self.len()) + total > u64::from(u32::MAX / 2) {
+            return Err(too_many());
+        }
         let own = if *same_queries {
             if let Some(rank) = counts.iter().position(|count| *count != counts[0]) {
                 return Err(Error::request(
