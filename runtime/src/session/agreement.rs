@@ -68,7 +68,7 @@ pub(super) struct Agreed {
 }
 
 /// Increased when the meaning of facts changes.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// The note of this rank's vote: its label, the number of the operation, a hash of the attention bias tensor if that is the same
 /// on all ranks, the number of calls, and its facts.
@@ -81,8 +81,12 @@ pub(super) fn note(
     calls: u32,
     call: &Attention,
     [q, k, v]: [&Tensor; 3],
-    cache: Option<CacheFacts>,
+    cache: Option<(CacheFacts, &[u64])>,
 ) -> Result<Bytes> {
+    let (cache, identity) = match cache {
+        Some((facts, made)) => (Some(facts), identity(made)),
+        None => (None, 0),
+    };
     checked_label(&call.label)?;
     let (shapes, dtypes) = ([q, k, v].map(Tensor::shape), [q, k, v].map(Tensor::dtype));
     let bias = call.bias_rows.as_ref().map_or(0, |rows| rows.len() as u64);
@@ -107,6 +111,7 @@ pub(super) fn note(
     note.extend_from_slice(&op.to_le_bytes());
     note.extend_from_slice(&call.shared_bias.unwrap_or(0).to_le_bytes());
     note.extend_from_slice(&calls.to_le_bytes());
+    note.extend_from_slice(&identity.to_le_bytes());
     note.extend_from_slice(&encoded);
     Ok(note.into())
 }
@@ -119,10 +124,10 @@ pub(super) fn facts_of(notes: &[Bytes]) -> Result<Vec<Bytes>> {
     let mut first = None;
     let mut facts = Vec::with_capacity(notes.len());
     for (rank, note) in notes.iter().enumerate() {
-        let Note { label, op, shared_bias, calls, facts: own } =
+        let Note { label, op, shared_bias, calls, caches, facts: own } =
             Note::of(note).ok_or_else(|| unknown_form(rank))?;
-        let (first_label, first_op, first_bias, first_calls) =
-            *first.get_or_insert((label, op, shared_bias, calls));
+        let (first_label, first_op, first_bias, first_calls, first_caches) =
+            *first.get_or_insert((label, op, shared_bias, calls, caches));
         if label != first_label {
             return Err(disagree(rank, &format!("label `{label}`"), &format!("`{first_label}`")));
         }
@@ -131,6 +136,9 @@ pub(super) fn facts_of(notes: &[Bytes]) -> Result<Vec<Bytes>> {
         }
         if calls != first_calls {
             return Err(disagree(rank, &format!("a number of calls of {calls}"), &first_calls.to_string()));
+        }
+        if caches != first_caches && caches != 0 && first_caches != 0 {
+            return Err(disagree(rank, "another cache", "its own"));
         }
         if shared_bias != first_bias {
             return Err(disagree(rank, "another attention bias tensor", "its own"));
@@ -148,11 +156,18 @@ struct Note<'a> {
     shared_bias: u64,
     /// Calls for which the vote is.
     calls: u32,
+    /// Which caches, or 0.
+    caches: u64,
     facts: Bytes,
 }
 
 /// Bytes of the numbers of a note.
-const NUMBERS: usize = 20;
+const NUMBERS: usize = 28;
+
+/// A number for caches that were made at these operations. Not 0.
+fn identity(made: &[u64]) -> u64 {
+    made.iter().fold(1, |sum: u64, made| sum.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(made + 1)) | 1
+}
 
 impl<'a> Note<'a> {
     fn of(note: &'a Bytes) -> Option<Self> {
@@ -161,8 +176,9 @@ impl<'a> Note<'a> {
         let (numbers, facts) = note.get(1 + label_bytes..)?.split_at_checked(NUMBERS)?;
         let number =
             |at: usize| -> Option<u64> { Some(u64::from_le_bytes(numbers[at..at + 8].try_into().ok()?)) };
-        let calls = u32::from_le_bytes(numbers[16..].try_into().ok()?);
-        Some(Self { label, op: number(0)?, shared_bias: number(8)?, calls, facts: note.slice_ref(facts) })
+        let calls = u32::from_le_bytes(numbers[16..20].try_into().ok()?);
+        let (op, shared_bias, caches) = (number(0)?, number(8)?, number(20)?);
+        Some(Self { label, op, shared_bias, calls, caches, facts: note.slice_ref(facts) })
     }
 }
 

@@ -43,7 +43,7 @@ const CACHED_CALLS: usize = 32;
 const CACHED_BYTES: usize = 64 << 20;
 
 /// The hash under which calls vote, as opposed to runs of given plans, whose hash is that of the plans.
-pub(super) const CALLS: [u8; 32] = *b"kyklos: attention call, release1";
+pub(super) const CALLS: [u8; 32] = *b"attend: a kyklos call, release 2";
 
 impl Session {
     /// Attention over the tokens of all ranks: `q`, `k` and `v` are this rank's, `[batch, tokens, heads, dim]`. Ranks may hold

@@ -21,7 +21,8 @@ use holdings::Holdings;
 /// appends to it and attends to it. A model with several layers has one for each layer.
 ///
 /// A token has a *position*: the number of tokens that were appended before it. All ranks keep the same record of which rank
-/// holds which position; each call compares the records.
+/// holds which position. Each call compares the records, the settings, and at which operation of the session the cache was made,
+/// so that ranks which pass the caches of different layers get an error.
 ///
 /// ```
 /// # #[cfg(feature = "cpu")] {
@@ -50,6 +51,8 @@ pub struct KvCache {
     device: Device,
     /// This rank.
     rank: Rank,
+    /// The operation of its group in which the cache was made: it tells caches with equal records apart.
+    made: u64,
     holdings: Holdings,
     /// Keys, then values, `[batch, rows, heads, dim]` each; none while a call uses them, and after a call that was dropped.
     tensors: Option<[DeviceBuffer; 2]>,
@@ -117,7 +120,8 @@ impl CacheOptions {
         self
     }
 
-    /// Of tokens that all ranks pass, so many consecutive ones go to one rank.
+    /// Of tokens that all ranks pass, so many consecutive ones go to one rank. Its first memory has room for a block, up to 256
+    /// tokens.
     #[must_use]
     pub fn block(mut self, tokens: u32) -> Self {
         self.block = tokens;
@@ -166,6 +170,15 @@ impl std::fmt::Display for CacheOptions {
 }
 
 impl KvCache {
+    /// Of the settings and the record, for a comparison between ranks; caches with the same one have the same plans.
+    fn digest(&self) -> u64 {
+        let mut hash = blake3::Hasher::new();
+        hash.update(&self.holdings.digest().to_le_bytes()).update(self.options.to_string().as_bytes());
+        let mut first = [0; 8];
+        first.copy_from_slice(&hash.finalize().as_bytes()[..8]);
+        u64::from_le_bytes(first)
+    }
+
     /// Number of tokens that were appended and not truncated: the position of the next token.
     pub fn len(&self) -> u32 {
         self.holdings.len()
@@ -192,15 +205,17 @@ impl KvCache {
     }
 
     /// Takes back the tokens from position `len` on, as after a rejected speculation. All ranks do the same; the next call
-    /// finds out if they do not. Frees no memory.
+    /// finds out if they do not. A `len` that is not below [`Self::len`] changes nothing. Frees no memory.
     ///
     /// # Errors
     /// [`Error::Request`] if later queries would see keys that were dropped behind the window:
     /// [`CacheOptions::rollback`].
     pub fn truncate(&mut self, len: u32) -> Result<()> {
+        // What the next call drops, and a call that failed may have overwritten.
+        self.holdings = self.kept_for(&self.holdings);
         let first = self.holdings.live().start;
         let needs = len.saturating_sub(self.options.window.map_or(len, |keys| keys - 1));
-        if needs < first {
+        if needs < first && needs < len {
             return Err(Error::request(
                 format!(
                     "a cache truncated to {len} tokens, whose next query sees keys from position {needs} on: they are dropped before position {first}"
@@ -214,20 +229,23 @@ impl KvCache {
 
     /// The part of the cache that is left on this rank, in a new group of survivors ([`Survivors::ranks`](super::Survivors)):
     /// `ranks` has the former rank of each of them. The tokens of lost ranks are then [`missing`](Self::missing); calls are
-    /// refused until [`Session::restore`](super::Session::restore) has their keys again, or they are truncated.
+    /// refused until [`Session::restore`](super::Session::restore) has their keys again, or they are truncated. The n-th of `ranks`
+    /// is rank n of the new group; the list is the same on all survivors. The new session uses the same [`Device`] or a clone of
+    /// it; `Device::cpu()` makes another one.
     ///
     /// # Errors
     /// [`Error::Request`] if this rank is not one of `ranks`, or a rank does not exist.
     pub fn after_loss(mut self, ranks: &[Rank]) -> Result<Self> {
         let known = |rank: &Rank| self.holdings.ranks().any(|other| other == *rank);
+        let once = |rank: &Rank| ranks.iter().filter(|other| *other == rank).count() == 1;
         let mine = ranks.iter().position(|rank| *rank == self.rank);
-        let (Some(mine), true) = (mine, ranks.iter().all(known)) else {
+        let (Some(mine), true) = (mine, ranks.iter().all(|rank| known(rank) && once(rank))) else {
             return Err(Error::request(
                 format!("survivors {ranks:?} for the cache of rank {}", self.rank),
-                "name the former ranks of all survivors, this rank's among them",
+                "name the former ranks of all survivors, each once, this rank's among them",
             ));
         };
-        self.holdings = self.holdings.of_ranks(ranks);
+        self.holdings = self.kept_for(&self.holdings).of_ranks(ranks);
         self.rank = Rank(u32::try_from(mine).unwrap_or(u32::MAX));
         Ok(self)
     }
@@ -284,7 +302,10 @@ impl KvCache {
             return Ok(());
         }
         let most = self.options.most_tokens();
-        let doubled = rows.max(self.rows.saturating_mul(2)).max(self.options.block).min(most.max(rows));
+        let doubled = rows
+            .max(self.rows.saturating_mul(2))
+            .max(self.options.block.min(MOST_ROUNDING))
+            .min(most.max(rows));
         let alloc = |rows: u32| -> Result<[DeviceBuffer; 2]> {
             let bytes =
                 usize::try_from(u64::from(rows) * self.options.token_bytes() / 2).unwrap_or(usize::MAX);
@@ -306,6 +327,9 @@ impl KvCache {
         Ok(())
     }
 }
+
+/// The first tokens of a cache get room for a block, but for no more than so many tokens.
+const MOST_ROUNDING: u32 = 256;
 
 /// Keys and values that are to be appended, on the device: dense, `count` tokens.
 struct NewKeys {

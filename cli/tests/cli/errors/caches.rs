@@ -4,7 +4,7 @@ use kyklos::backend::Device;
 use kyklos::local::on_threads;
 use kyklos::{
     Attention, AttentionProblem, BiasTensor, CacheOptions, Dtype, Error, Execution, KvCache, Mask, Mesh,
-    Placement, PlacementKind, Results, Session, Split, Strategy, Tensor, can_repair, plan_world,
+    Placement, PlacementKind, Results, Session, Split, Strategy, Tensor, WireFormat, can_repair, plan_world,
 };
 use kyklos_transport::{Rank, in_process_group};
 
@@ -92,6 +92,14 @@ pub(super) fn refusals() -> Vec<Entry> {
         (0..2).for_each(|_| attend(&mut session, &mut cache, &in_window, [8, 8]).unwrap());
         let (bias, rows) = key_mask(5);
         attend(&mut session, &mut cache, &in_window.clone().bias(bias, rows), [1, 1]).unwrap_err()
+    };
+    let int8_after_window = {
+        let mut session = session();
+        let mut cache = session.kv_cache(windowed.clone()).unwrap();
+        (0..2).for_each(|_| attend(&mut session, &mut cache, &in_window, [8, 8]).unwrap());
+        let own = Attention::new().mask(Mask::window(Some(3), Some(0)));
+        let own = own.execution(Execution::new().wire(WireFormat::Int8));
+        attend(&mut session, &mut cache, &own, [1, 1]).unwrap_err()
     };
     let (mut survivor, mut cache) = lost();
     let missing = attend(&mut survivor, &mut cache, &decoding(), [1, 1]).unwrap_err();
@@ -215,6 +223,11 @@ pub(super) fn refusals() -> Vec<Entry> {
                 attend(&mut session(), &mut cache, &decoding(), [1, 1]).unwrap_err()
             },
             "Two devices that were opened are not the same device.",
+        ),
+        entry(
+            "Session::attend_cached with int8 on the wire after keys were dropped",
+            int8_after_window,
+            "Keys that are gone would share scales with those that are left.",
         ),
         entry(
             "Session::cached_calls on caches of 8 and of 0 tokens",

@@ -131,7 +131,7 @@ impl Session {
         if !cache.device.is_same(&self.device) {
             return Err(Error::request(
                 format!(
-                    "a cache on {}, for a session on {}",
+                    "a cache on {}, for a session on {}, which is another device or was opened apart",
                     cache.device.info().name,
                     self.device.info().name
                 ),
@@ -150,6 +150,7 @@ impl Session {
     ) -> Result<Bytes> {
         let count = u32::try_from(caches.len()).unwrap_or(u32::MAX);
         let mut first: Option<CacheFacts> = None;
+        let mut made = Vec::new();
         for cache in caches {
             self.fits(cache)?;
             cache.takes(&call.options)?;
@@ -165,7 +166,10 @@ impl Session {
             };
             let rows = kept.next_rows(cache.rank, own);
             cache.grow(kept.used(cache.rank).max(rows.last().map_or(0, |rows| rows.end)))?;
-            let facts = CacheFacts { digest: cache.holdings.digest(), rows: cache.rows };
+            // Without what the call drops: a call that failed may have dropped it on some ranks.
+            cache.holdings = cache.kept_for(&cache.holdings);
+            made.push(cache.made);
+            let facts = CacheFacts { digest: cache.digest(), rows: cache.rows };
             if facts != *first.get_or_insert(facts) {
                 return Err(Error::request(
                     "caches with unlike tokens or unlike room, for calls after one vote",
@@ -177,7 +181,7 @@ impl Session {
             return Err(Error::request("calls on no cache", "give a cache for each call"));
         };
         self.device.supports(q.dtype(), q.shape()[3])?;
-        note(&mut self.last_facts, self.op, count, call, [q, k, v], Some(facts))
+        note(&mut self.last_facts, self.op, count, call, [q, k, v], Some((facts, &made)))
     }
 }
 

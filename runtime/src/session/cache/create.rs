@@ -10,7 +10,7 @@ use crate::session::Session;
 use crate::{Error, Result};
 
 /// The hash under which ranks vote on a new cache.
-const CACHES: [u8; 32] = *b"kyklos: key/value cache, release";
+const CACHES: [u8; 32] = *b"cache: a kyklos key/value cache.";
 
 /// One rank's settings, as they travel.
 #[derive(Debug, Serialize, Deserialize)]
@@ -88,6 +88,6 @@ impl Session {
         }
         let holdings = Holdings::new(all.iter().map(|facts| (facts.most, facts.share)));
         let (device, rank) = (self.device.clone(), self.rank());
-        Ok(KvCache { options, device, rank, holdings, tensors: Some(tensors), rows: 0 })
+        Ok(KvCache { options, device, rank, made: self.op - 1, holdings, tensors: Some(tensors), rows: 0 })
     }
 }

@@ -149,7 +149,7 @@ impl Adjacent {
         let range = self.ranges.last_mut()?;
         let rows = Rows { token: Some(range.start), count: (range.end - range.start).min(most) };
         range.start += rows.count;
-        if range.is_empty() {
+        if range.start == range.end {
             self.ranges.pop();
         }
         Some(rows)
@@ -296,7 +296,7 @@ impl Holdings {
     /// Drops the tokens from position `len` on.
     pub(super) fn truncate(&mut self, len: u32) {
         if len < self.len {
-            self.len = len;
+            (self.len, self.first) = (len, self.first.min(len));
             self.keep();
         }
     }
@@ -338,7 +338,9 @@ impl Holdings {
         };
         add(&[self.len, self.first, self.open.0.0, self.open.1]);
         for holder in &self.holders {
-            add(&[holder.most, u32::try_from(holder.rows.len()).unwrap_or(u32::MAX)]);
+            let share = holder.share.to_bits();
+            add(&[holder.most, share as u32, (share >> 32) as u32]);
+            add(&[u32::try_from(holder.rows.len()).unwrap_or(u32::MAX)]);
             for rows in &holder.rows {
                 add(&[rows.token.unwrap_or(u32::MAX), rows.count]);
             }

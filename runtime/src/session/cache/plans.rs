@@ -7,7 +7,7 @@ use crate::call::{Attention, Execution, Options};
 use crate::plan::ProvedPlans;
 use crate::session::agreement::Agreed;
 use crate::session::choice::plans;
-use crate::{Deal, Error, Mesh, Placement, PlacementKind, Result, Split, TokenRuns};
+use crate::{Deal, Error, Mesh, Placement, PlacementKind, Result, Split, TokenRuns, WireFormat};
 
 /// The effect of a call on the record of a cache.
 pub(super) struct Appended {
@@ -127,6 +127,13 @@ impl KvCache {
                         live.start
                     ),
                     "use a larger window for the cache, or fewer queries than new tokens",
+                ));
+            }
+            // Rows that hold nothing would travel, and share scales with keys.
+            if options.execution.wire == WireFormat::Int8 {
+                return Err(Error::request(
+                    "int8 on the wire, for a cache that has dropped or truncated tokens",
+                    "send f16, or the tensors as they are",
                 ));
             }
             if options.bias.is_some() {

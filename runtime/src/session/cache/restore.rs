@@ -9,7 +9,7 @@ use crate::session::Session;
 use crate::{Error, Result, Tensor};
 
 /// The hash under which ranks vote on keys that replace missing ones.
-const RESTORED: [u8; 32] = *b"kyklos: restored keys, release 1";
+const RESTORED: [u8; 32] = *b"restore: kyklos cache, release 1";
 
 impl Session {
     /// Appends the keys and values of the tokens that are [`missing`](KvCache::missing), in this order. All ranks pass the
@@ -50,7 +50,7 @@ impl Session {
                 return Err(error);
             }
         };
-        let note = Bytes::copy_from_slice(&cache.holdings.digest().to_le_bytes());
+        let note = Bytes::from([cache.digest().to_le_bytes(), cache.made.to_le_bytes()].concat());
         let notes = self.vote(Vote::Ready { plan_hash: RESTORED, note }).await?;
         self.op += 1;
         if let Some(rank) = notes.iter().position(|note| *note != notes[0]) {

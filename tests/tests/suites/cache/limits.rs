@@ -126,16 +126,92 @@ fn calls_that_do_not_fit_the_cache_are_refused() {
         for _ in 0..3 {
             attend(&mut cache, good.clone(), [&q, &kv]).unwrap();
         }
-        // It holds the last 4 and 2 more from before the last call: positions 7 to 17.
+        // Of 18 tokens, 2 can be taken back.
+        cache.truncate(20).unwrap();
         cache.truncate(16).unwrap();
-        cache.truncate(10).unwrap();
-        let error = cache.truncate(9).unwrap_err().to_string();
-        assert!(error.contains("dropped before position 7"), "{error}");
+        let error = cache.truncate(15).unwrap_err().to_string();
+        assert!(error.contains("dropped before position 13"), "{error}");
         let again = [&tensor(2, 4, 0.1), &tensor(0, 2, 0.1)];
         let error = attend(&mut cache, good.clone(), again).unwrap_err().to_string();
-        assert!(error.contains("queries that see keys from position 5 on"), "{error}");
+        assert!(error.contains("queries that see keys from position 11 on"), "{error}");
+        attend(&mut cache, good.clone(), [&q, &kv]).unwrap();
+        // No earlier key is needed by the first token.
+        cache.truncate(0).unwrap();
         attend(&mut cache, good, [&q, &kv]).unwrap();
+        assert_eq!(cache.len(), 6);
     });
+}
+
+/// Two caches with the same record but other settings, in one session: each gets its own plans. Ranks that pass different ones,
+/// or those of different layers, get an error.
+#[test]
+fn caches_with_equal_records_are_told_apart() {
+    let results = on_threads(in_process_group(2), |transport| {
+        let odd = transport.rank() == Rank(1);
+        let mut session = Session::new(transport, Device::cpu());
+        let mut caches: Vec<KvCache> =
+            [1, 2, 2].into_iter().map(|block| session.kv_cache(options().block(block)).unwrap()).collect();
+        let own = if odd { 4 } else { 8 };
+        let prompt = Attention::new().mask(Mask::causal());
+        for cache in &mut caches {
+            let (q, k, v) = (tensor(own, 4, 0.1), tensor(own, 2, 0.2), tensor(own, 2, 0.9));
+            session.attend_cached(&prompt, cache, &q, &k, &v).unwrap();
+        }
+        let (q, k, v) = (tensor(3, 4, 0.7), tensor(3, 2, 0.4), tensor(3, 2, 0.5));
+        let mut outputs = Vec::new();
+        for cache in &mut caches {
+            let output = session.attend_cached(&decoding(), cache, &q, &k, &v).unwrap();
+            outputs.push(output.lse.to_vec::<f32>().unwrap());
+        }
+        let mut errors = Vec::new();
+        for [even_rank, odd_rank] in [[0, 1], [1, 2]] {
+            let cache = &mut caches[if odd { odd_rank } else { even_rank }];
+            errors.push(session.attend_cached(&decoding(), cache, &q, &k, &v).unwrap_err().to_string());
+        }
+        session.attend_cached(&decoding(), &mut caches[2], &q, &k, &v).unwrap();
+        (outputs, errors)
+    });
+    for (outputs, errors) in &results {
+        // The same keys on other ranks: other roundings only.
+        for (a, b) in outputs[0].iter().zip(&outputs[1]) {
+            assert!((a - b).abs() < 1e-5, "{a} {b}");
+        }
+        assert!(errors.iter().all(|error| error.contains("another cache")), "{errors:?}");
+    }
+}
+
+/// A call with a window that fails after it wrote its keys over dropped ones: the tokens that are left are those of before it.
+#[test]
+fn what_a_failed_call_overwrote_does_not_count_as_held() {
+    let caches = on_threads(in_process_group(2), |transport| {
+        let odd = transport.rank() == Rank(1);
+        let mut session = Session::new(transport, Device::cpu());
+        let mut cache = session.kv_cache(options().block(1).window(4)).unwrap();
+        let call = decoding().mask(Mask::window(Some(3), Some(0)));
+        let (q, kv) = (tensor(10, 4, 0.1), tensor(10, 2, 0.2));
+        session.attend_cached(&call, &mut cache, &q, &kv, &kv).unwrap();
+        // Rank 1 drops its call after the vote; rank 0 has written its keys by then, or is told before.
+        let (q, kv) = (tensor(7, 4, 0.1), tensor(7, 2, 0.2));
+        if odd {
+            let mut future = Box::pin(session.attend_cached_async(&call, &mut cache, &q, &kv, &kv));
+            let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+            for _ in 0..3 {
+                if Future::poll(future.as_mut(), &mut context).is_ready() {
+                    break;
+                }
+            }
+            drop(future);
+        } else {
+            drop(session.attend_cached(&call, &mut cache, &q, &kv, &kv));
+        }
+        (session.device().clone(), cache)
+    });
+    let (_, cache) = caches.into_iter().next().unwrap();
+    let mut left = cache.after_loss(&[Rank(0)]).unwrap();
+    // The call would have dropped the tokens before 7, so nothing before them can come back.
+    assert!(left.missing().iter().all(|token| token >= 7));
+    assert!(left.tokens(Rank(0)).iter().all(|token| token >= 7));
+    assert!(left.truncate(left.len() - 3).unwrap_err().is_request());
 }
 
 /// A cache belongs to a rank of a group and to a device.
