@@ -166,7 +166,8 @@ const NUMBERS: usize = 28;
 
 /// A number for caches that were made at these operations. Not 0.
 fn identity(made: &[u64]) -> u64 {
-    made.iter().fold(1, |sum: u64, made| sum.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(made + 1)) | 1
+    let add = |sum: u64, made: &u64| sum.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(made + 1);
+    made.iter().fold(1, add).max(1)
 }
 
 impl<'a> Note<'a> {
