@@ -216,7 +216,7 @@ impl Execution {
     /// All ranks pass the same queries, and each gets all output rows ([`AttentionProblem::same_queries`]): as in decoding,
     /// where every rank computes the same new token. Each rank attends to its own keys, and one exchange of running states
     /// completes the rows on all ranks. Ranks with devices of one type get the same bytes. That the queries are the same
-    /// is not checked.
+    /// is not checked. Not together with [`Self::results`], [`Self::fixed_order`], a rounded [`Self::wire`] or a Ulysses mesh.
     #[must_use]
     pub fn same_queries(mut self) -> Self {
         self.same_queries = true;

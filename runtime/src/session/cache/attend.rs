@@ -26,10 +26,14 @@ impl Session {
     /// their keys stay on this rank, and it gets the rows of its queries. They are numbered in rank order, or by
     /// the [`Execution::placement`](crate::Execution::placement) of the call. The calls of one cache may be of both sorts.
     ///
+    /// After tokens were dropped behind a window or truncated, rows may hold nothing until other tokens fill them. Then the call
+    /// takes a causal or window mask only, no bias tensor, and no int8 on the wire.
+    ///
     /// # Errors
     /// As [`Self::attend`]. [`Error::Request`] on all ranks when the cache has no room, the ranks' records differ, or
-    /// the mask does not fit the window of the cache. After an error the cache has the tokens that it had before. After an error
-    /// of the group, a rank that had ended its call has the new ones: the ranks truncate to the fewest before they go on.
+    /// the mask does not fit the window of the cache; where one rank alone has no room for its tokens, the others get
+    /// [`TransportError::Refused`](kyklos_transport::TransportError::Refused). In these cases the cache has the tokens that it had before.
+    /// After an error of the group, a rank that had ended its call has the new ones: the survivors truncate to the fewest.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn attend_cached(
         &mut self,
