@@ -5,6 +5,7 @@ pub(crate) mod coordinator;
 pub(crate) mod member;
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -94,11 +95,15 @@ impl Job {
     }
 }
 
-/// A loopback address that is free now, for UDP and TCP.
+/// A loopback address that is free now, for UDP and TCP, and stays so: it is given once in this process, and lies below the ports
+/// that systems give to sockets without one.
 pub(crate) fn free_address() -> SocketAddr {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
-        let address = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
-        if TcpListener::bind(address).is_ok() {
+        // Another process begins elsewhere.
+        let port = 10_000 + (std::process::id() * 617 + NEXT.fetch_add(1, Ordering::Relaxed)) % 20_000;
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, u16::try_from(port).unwrap()));
+        if UdpSocket::bind(address).is_ok() && TcpListener::bind(address).is_ok() {
             return address;
         }
     }
