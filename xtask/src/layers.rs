@@ -7,7 +7,7 @@ use crate::files::{packages, read};
 
 /// Which of our crates each package may name in `[dependencies]`. What tests need (`[dev-dependencies]`) is free.
 /// A package below `demos/` has the rule of `demos`.
-const CRATES: [(&str, &[&str]); 12] = [
+const CRATES: [(&str, &[&str]); 13] = [
     ("shaders", &[]),
     ("transport", &[]),
     ("runtime", &["kyklos-shaders", "kyklos-transport"]),
@@ -21,6 +21,7 @@ const CRATES: [(&str, &[&str]); 12] = [
         "cli",
         &["kyklos", "kyklos-shaders", "kyklos-transport", "kyklos-cuda", "kyklos-launch", "kyklos-oracle"],
     ),
+    ("python", &["kyklos", "kyklos-transport", "kyklos-cuda", "kyklos-launch"]),
     ("demos", &["kyklos", "kyklos-transport", "kyklos-cuda", "kyklos-launch", "kyklos-oracle"]),
     ("xtask", &[]),
 ];

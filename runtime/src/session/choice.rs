@@ -3,15 +3,76 @@
 use std::ops::Range;
 
 use super::agreement::Agreed;
-use crate::call::{Execution, Options};
+use crate::call::{Attention, Execution, Extents, Options};
 use crate::plan::ProvedPlans;
 use crate::{
-    AttentionProblem, Deal, Error, Mesh, Placement, PlacementKind, Result, Split, Strategy,
+    AttentionProblem, Deal, Dtype, Error, Mesh, Placement, PlacementKind, Result, Split, Strategy,
     placed_meshes_by_bytes, plan_placed,
 };
 
 /// Owners of queries, and of keys and values.
 type Owners = (Placement, Placement);
+
+impl Attention {
+    /// The plans that sessions make for this call: of all ranks, with their bytes and their proof, before any rank is there.
+    /// `shape` = `[batch, q_heads, kv_heads, dim]`; the tokens of each rank, by rank: queries, and keys without the replicated
+    /// ones. The label and the elements of a bias tensor do not matter.
+    ///
+    /// ```
+    /// use kyklos::{Attention, Dtype, Mask, plan};
+    ///
+    /// let call = Attention::new().mask(Mask::causal());
+    /// let plans = call.plans([1, 8, 2, 64], Dtype::F16, &[96, 32], &[96, 32])?;
+    /// println!("{}", plan::explain(plans.world(), plans.checks(), None));
+    /// # Ok::<(), kyklos::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Request`] for a call that sessions refuse, except where the fault is in the tensors.
+    pub fn plans(
+        &self,
+        shape: [u32; 4],
+        dtype: Dtype,
+        q_tokens: &[u32],
+        kv_tokens: &[u32],
+    ) -> Result<ProvedPlans> {
+        let Options { bias, execution, .. } = &self.options;
+        if q_tokens.is_empty() || q_tokens.len() != kv_tokens.len() {
+            return Err(Error::request(
+                format!("queries of {} ranks and keys of {} ranks", q_tokens.len(), kv_tokens.len()),
+                "give the number of both for each rank",
+            ));
+        }
+        let sum = |tokens: &[u32]| {
+            let sum: u64 = tokens.iter().copied().map(u64::from).sum();
+            u32::try_from(sum).map_err(|_| {
+                Error::request(format!("{sum} tokens over all ranks"), format!("use at most {}", u32::MAX))
+            })
+        };
+        let [batch, q_heads, kv_heads, head_dim] = shape;
+        let q_len = match execution.same_queries {
+            true if q_tokens.iter().any(|tokens| *tokens != q_tokens[0]) => {
+                return Err(Error::request(
+                    format!("{q_tokens:?} queries, the same on all ranks"),
+                    "give each rank the same number",
+                ));
+            }
+            true => q_tokens[0],
+            false => sum(q_tokens)?,
+        };
+        let replicated = execution.replicated.end - execution.replicated.start;
+        let kv_len = sum(kv_tokens)?.saturating_add(replicated);
+        let bytes = |queries: &u32| bias.map_or(0, |tensor| tensor.bytes(dtype, *queries, kv_len));
+        let agreed = Agreed {
+            extents: Extents { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype },
+            q_counts: q_tokens.to_vec(),
+            kv_counts: kv_tokens.to_vec(),
+            bias_bytes: q_tokens.iter().map(bytes).collect(),
+            cache_rows: None,
+        };
+        plans(&self.options, &agreed)
+    }
+}
 
 /// The plans of a call.
 pub(super) fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {

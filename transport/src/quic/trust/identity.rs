@@ -65,10 +65,15 @@ impl Identity {
     ///
     /// [`TransportError::Bootstrap`] if the file exists already or cannot be written.
     pub fn write_file(&self, path: &Path) -> Result<(), TransportError> {
+        private_file::write_new(path, "identity", &self.to_pem())
+    }
+
+    /// The identity as PEM: own certificate, authorities, key. It is a secret: it proves the rank to the others.
+    pub fn to_pem(&self) -> String {
         let certificates = std::iter::once(&self.certificate).chain(&self.authorities);
         let mut pem: String = certificates.map(|der| pem_block("CERTIFICATE", der)).collect();
         pem.push_str(&pem_block("PRIVATE KEY", self.key.secret_der()));
-        private_file::write_new(path, "identity", &pem)
+        pem
     }
 
     /// Reads a file that [`Self::write_file`] has written.
@@ -79,9 +84,17 @@ impl Identity {
     /// something else.
     pub fn read_file(path: &Path) -> Result<Self, TransportError> {
         let pem = private_file::read(path, "identity")?;
-        let garbage =
-            |what: &str| TransportError::bootstrap(format!("{} is not an identity: {what}", path.display()));
-        let mut certificates = CertificateDer::pem_slice_iter(&pem)
+        Self::of_pem(&pem, &path.display().to_string())
+    }
+
+    /// Reads what [`Self::to_pem`] has made. `origin` names it in errors.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Bootstrap`] if it is something else.
+    pub fn of_pem(pem: &[u8], origin: &str) -> Result<Self, TransportError> {
+        let garbage = |what: &str| TransportError::bootstrap(format!("{origin} is not an identity: {what}"));
+        let mut certificates = CertificateDer::pem_slice_iter(pem)
             .collect::<Result<Vec<CertificateDer<'static>>, _>>()
             .map_err(|_| garbage("a certificate in it is broken"))?;
         if !(2..=1 + MOST_AUTHORITIES).contains(&certificates.len()) {
@@ -95,7 +108,7 @@ impl Identity {
         }
         let authorities = certificates.split_off(1);
         let certificate = certificates.remove(0);
-        let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|_| garbage("it holds no private key"))?;
+        let key = PrivateKeyDer::from_pem_slice(pem).map_err(|_| garbage("it holds no private key"))?;
         let identity = Self { authorities, certificate, key };
         identity.claims().map_err(|error| garbage(&error.to_string()))?;
         Ok(identity)

@@ -1,0 +1,29 @@
+"""Exact attention over a sequence that is split across ranks, on unlike devices.
+
+::
+
+    import kyklos
+
+    with kyklos.Group.from_env() as group:
+        o, lse = group.attend(q, k, v, mask="causal")  # this rank's tokens in, its rows out
+
+Modules for models, imported when they are used: :mod:`kyklos.torch` has a PyTorch operator,
+:mod:`kyklos.transformers` and :mod:`kyklos.diffusers` split whole models.
+"""
+
+from ._errors import DeviceError, GroupError, RequestError
+from ._group import Group, KvCache, Plan, plan, run_local
+from ._options import CallOptions, TokenRanges
+
+__all__ = [
+    "CallOptions",
+    "DeviceError",
+    "Group",
+    "GroupError",
+    "KvCache",
+    "Plan",
+    "RequestError",
+    "TokenRanges",
+    "plan",
+    "run_local",
+]

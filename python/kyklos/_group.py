@@ -1,0 +1,434 @@
+"""Groups of ranks."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from . import _kyklos
+from ._errors import GroupError, RequestError
+from ._options import CallOptions, Unpack, complete
+
+T = TypeVar("T")
+
+# Groups that the end of the interpreter closes: a rank that just ends looks to the others as if it had died.
+_open: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+class Group:
+    """One rank of a group, with its device.
+
+    All ranks make the same calls in the same order; each passes its own tokens and gets the rows of its own queries. A call
+    begins with a vote: if the ranks disagree, each gets a :class:`RequestError` and the group stays usable. If a rank fails,
+    the calls of all ranks end with a :class:`GroupError` that names it.
+
+    A group is a context manager: leaving the block closes it, and an exception that leaves the block ends it on all ranks.
+
+    ::
+
+        with kyklos.Group.from_env() as group:
+            o, lse = group.attend(q, k, v, mask="causal")
+    """
+
+    def __init__(self, core: _kyklos.Group) -> None:
+        self._core = core
+        self._closed = False
+        _open.add(self)
+
+    @staticmethod
+    def from_env(
+        *,
+        device: str = "auto",
+        rank: int | None = None,
+        world: int | None = None,
+        coordinator: str | None = None,
+        cluster_file: str | None = None,
+        identity: str | None = None,
+        invitation: str | None = None,
+        token: str | None = None,
+        job: str | None = None,
+        bind: str | None = None,
+        port: int | None = None,
+        network: str = "udp",
+        join_deadline_s: float = 60.0,
+        deadline_s: float = 60.0,
+        leave_s: float = 10.0,
+    ) -> Group:
+        """Joins the group of the launcher that started this process: torchrun, ``mpirun``, ``srun``, Kubernetes or
+        ``kyklos launch``. Without a launcher and without options it is a group of one. Blocks until all ranks are there.
+
+        :param device: ``"auto"``, ``"cpu"``, ``"wgpu"``, ``"wgpu:N"``, ``"cuda"`` or ``"cuda:N"``. ``"auto"`` takes a GPU by
+            wgpu if there is one, else the cores.
+        :param rank: this rank, if no launcher says it; likewise ``world`` and ``coordinator`` (``"HOST:PORT"`` of rank 0, UDP).
+        :param cluster_file: TOML file that lists the hosts of the ranks.
+        :param identity: PEM file that proves this rank to the others; ``{rank}`` in it stands for the rank. A group over a
+            network needs identities (``kyklos certs``), or ``invitation`` on rank 0 and ``token`` on the others.
+        :param job: name of the job that the identities must be of.
+        :param bind: local IP address.
+        :param port: first local port of ranks other than 0.
+        :param network: ``"udp"``, or ``"tcp"`` where UDP is dropped; the same on all ranks.
+        :param join_deadline_s: longest time until all ranks are there, in seconds.
+        :param deadline_s: longest time of a message or a vote, in seconds. Let it cover the first compilation of a model.
+        :param leave_s: longest wait in :meth:`close` for ranks that have not taken all messages, in seconds.
+        :raises RequestError: settings that do not fit each other.
+        :raises GroupError: a group that does not form in time.
+        """
+        launch = {
+            "rank": rank,
+            "world": world,
+            "coordinator": coordinator,
+            "cluster_file": cluster_file,
+            "identity": identity,
+            "invitation": invitation,
+            "token": token,
+            "job": job,
+            "bind": bind,
+            "port": port,
+            "network": network,
+            "join_deadline_s": join_deadline_s,
+        }
+        return Group(_kyklos.of_launcher(device, launch, _session(deadline_s, leave_s)))
+
+    @staticmethod
+    def local(
+        world: int, *, device: str | Sequence[str] = "auto", deadline_s: float = 60.0, leave_s: float = 10.0
+    ) -> list[Group]:
+        """All ranks of a group in this process, by rank. Each is used by a thread of its own: see :func:`kyklos.run_local`.
+
+        :param world: number of ranks.
+        :param device: one for all ranks, or a list with one for each. Ranks with the same name share the device.
+        """
+        names = [device] if isinstance(device, str) else list(device)
+        return [Group(core) for core in _kyklos.local(names, world, _session(deadline_s, leave_s))]
+
+    @staticmethod
+    def from_torch(
+        process_group: Any = None,
+        *,
+        device: str = "auto",
+        host: str | None = None,
+        port: int = 0,
+        network: str = "udp",
+        join_deadline_s: float = 60.0,
+        deadline_s: float = 60.0,
+        leave_s: float = 10.0,
+    ) -> Group:
+        """A group of the ranks of a ``torch.distributed`` process group, which carries new identities from rank 0 to the
+        others: whoever reads its traffic could join. All ranks call it together.
+
+        :param process_group: the process group; by default the default one.
+        :param host: name or address of rank 0 for the other ranks. By default ``MASTER_ADDR``, else the loopback address.
+            Only rank 0's value counts.
+        :param port: UDP port of rank 0; 0 for one that is free. Only rank 0's value counts.
+        """
+        from ._torch_group import from_torch
+
+        settings = {"network": network, "join_deadline_s": join_deadline_s}
+        session = _session(deadline_s, leave_s)
+        return Group(from_torch(process_group, device, host, port, settings, session))
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        return self._core.rank
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self._core.world
+
+    @property
+    def device(self) -> str:
+        """Name of this rank's device."""
+        return self._core.device
+
+    @property
+    def network(self) -> str | None:
+        """The network path of this rank in one line; ``None`` within one process."""
+        return self._core.network
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """Figures of the last call on this rank: times in nanoseconds (``…_ns``), traffic in bytes."""
+        return json.loads(self._core.report)
+
+    def attend(self, q: Any, k: Any, v: Any, **options: Unpack[CallOptions]) -> tuple[Any, Any]:
+        """Exact attention over the tokens of all ranks: ``softmax(scale · q kᵀ, masked) v``.
+
+        ``q``, ``k`` and ``v`` are this rank's tokens: NumPy arrays, CPU tensors of PyTorch, or anything else with DLPack, of
+        float32, float16 or bfloat16. Ranks may hold any numbers of tokens, zero included; they tell each other. Arrays are
+        read in place, whatever the strides of batch, tokens and heads. Do not write to them before the call returns.
+
+        Shapes, with ``layout="bshd"``: ``q [batch, tokens, heads, dim]``, ``k`` and ``v [batch, tokens, kv_heads, dim]``, where
+        ``heads`` is a multiple of ``kv_heads``.
+
+        :param mask: which keys a query sees, by global position: ``"full"``, ``"causal"``, ``"window:LEFT,RIGHT"`` (``-1``:
+            unbounded), ``"valid:N,…"`` (keys of each batch entry), ``"documents:END,…"``; joined by ``+``, one mask for each
+            batch entry joined by ``//``. The notation is that of ``kyklos attend --mask``.
+        :param scale: factor on q·k; by default ``1/√dim``.
+        :param softcap: logits become ``softcap · tanh(logit / softcap)``.
+        :param sinks: one logit without a value for each query head.
+        :param bias: a row for each of this rank's queries, with axes of extent 1 where batch entries or heads share it: bool
+            ``[batch, tokens, heads, keys]`` (false hides a key), or of the type of q, added to the logits. ``keys`` are the
+            keys of all ranks, by position. With ``layout="bhsd"``: ``[batch, heads, tokens, keys]``.
+        :param key_bias: the same for all queries: ``[batch, keys]`` or ``[batch, heads, keys]``, equal on all ranks.
+        :param q_offset: position of the first query; key 0 is at position 0.
+        :param layout: ``"bshd"``, or ``"bhsd"`` for ``[batch, heads, tokens, dim]``, also of the output.
+        :param label: a text that must be the same on all ranks, such as ``"layer 3"``.
+        :param strategy: how keys, values or queries travel; by default what sends the fewest bytes.
+        :param mesh: ``"UxR"``: Ulysses groups of U ranks, in a ring of R.
+        :param placement: ``"contiguous"``, ``"zigzag"``, ``"striped"`` or ``"per-document"``; the last three need ``mesh``.
+        :param q_tokens: for each rank the global positions of its queries, in the order of its rows, as half-open ranges; with
+            ``kv_tokens`` for its keys. They replace ``placement``.
+        :param wire: format in which keys and values travel: ``"f16"``, ``"bf16"`` or ``"int8"`` round them.
+        :param fixed_order: sums in an order that does not depend on the mesh.
+        :param replicated: positions of keys that every rank passes, first in its k and v.
+        :param same_queries: all ranks pass the same queries, and each gets all rows: decoding.
+        :param results: the ranks that get rows: ``"owner"``, ``"all"``, or the number of one rank, which gets all.
+        :returns: ``o`` like ``q``, and ``lse``, the natural logarithm of the sum of exponentials, float32 ``[batch, tokens,
+            heads]`` (``"bhsd"``: ``[batch, heads, tokens]``). They are arrays of the library of ``q``.
+        :raises RequestError: ranks that disagree, wrong shapes or options; the same on all ranks.
+        :raises GroupError: the group has ended.
+        :raises DeviceError: the device failed.
+        """
+        call = self._core.call(complete(options))
+        o, lse = self._core.attend(call, q, k, v)
+        return _like(q, o), _like(q, lse)
+
+    def kv_cache(
+        self,
+        heads: int,
+        dim: int,
+        *,
+        batch: int = 1,
+        dtype: str = "float32",
+        max_bytes: int | None = None,
+        share: float = 1.0,
+        window: int | None = None,
+        rollback: int = 0,
+        block: int = 256,
+    ) -> KvCache:
+        """A cache of keys and values that the ranks share. All ranks make it together; a model has one for each layer.
+
+        :param heads: key/value heads.
+        :param dim: elements of a head.
+        :param batch: batch entries.
+        :param dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        :param max_bytes: most bytes on this rank; a call for which there is no room is refused and changes nothing.
+        :param share: this rank's share of tokens that all ranks pass, relative to the others; 0 for none.
+        :param window: queries see at most so many last keys; older ones are dropped.
+        :param rollback: with a window, how many tokens :meth:`KvCache.truncate` can take back.
+        :param block: so many consecutive tokens that all ranks pass go to one rank.
+        """
+        settings = {
+            "batch": batch,
+            "heads": heads,
+            "dim": dim,
+            "dtype": dtype,
+            "max_bytes": max_bytes,
+            "share": share,
+            "window": window,
+            "rollback": rollback,
+            "block": block,
+        }
+        return KvCache(self._core.cache(settings))
+
+    def attend_cached(
+        self, cache: KvCache, q: Any, k: Any, v: Any, **options: Unpack[CallOptions]
+    ) -> tuple[Any, Any]:
+        """Appends ``k`` and ``v`` to the cache and attends from ``q`` to all of it. A query has the position of its token, so
+        ``mask="causal"`` hides later tokens.
+
+        A prompt: each rank passes its own part. Decoding: all ranks pass the same new tokens with ``same_queries=True``; one
+        of them keeps each key, and every rank gets the output. Options and results are those of :meth:`attend`.
+        """
+        call = self._core.call(complete(options))
+        o, lse = self._core.attend_cached(call, cache._core, q, k, v)
+        return _like(q, o), _like(q, lse)
+
+    def plan(
+        self,
+        q_counts: Sequence[int],
+        kv_counts: Sequence[int] | None = None,
+        *,
+        heads: int,
+        dim: int,
+        kv_heads: int | None = None,
+        batch: int = 1,
+        dtype: str = "float32",
+        rank: int | None = None,
+        **options: Unpack[CallOptions],
+    ) -> Plan:
+        """:func:`kyklos.plan` for the ranks of this group. No rank waits for another."""
+        if len(q_counts) != self.world:
+            raise ValueError(f"counts of {len(q_counts)} ranks for a group of {self.world}")
+        return plan(
+            q_counts, kv_counts, heads=heads, dim=dim, kv_heads=kv_heads, batch=batch, dtype=dtype, rank=rank, **options
+        )
+
+    def abort(self, reason: str) -> None:
+        """Ends the group on all ranks: their calls raise a :class:`GroupError` that names this rank and ``reason``. May be
+        called from any thread, also during a call."""
+        self._core.abort(reason)
+
+    def close(self) -> None:
+        """Leaves the group in order. Waits until the other ranks have taken all messages, at most ``leave_s``."""
+        if not self._closed:
+            self._closed = True
+            self._core.close()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, GroupError):
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"kyklos.Group(rank={self.rank}, world={self.world}, device={self.device!r})"
+
+
+class KvCache:
+    """This rank's part of a cache of keys and values, of :meth:`Group.kv_cache`. ``len(cache)`` is the number of tokens that
+    were appended, on all ranks together, less those taken back."""
+
+    def __init__(self, core: _kyklos.Cache) -> None:
+        self._core = core
+
+    def __len__(self) -> int:
+        return len(self._core)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the keys and values on this rank."""
+        return self._core.bytes
+
+    def tokens(self, rank: int) -> list[tuple[int, int]]:
+        """The positions that ``rank`` holds, as half-open ranges."""
+        return self._core.tokens(rank)
+
+    def truncate(self, length: int) -> None:
+        """Takes back the newest tokens, so that ``length`` are left. All ranks do it before the next call."""
+        self._core.truncate(length)
+
+
+class Plan:
+    """What a call would do, before any rank is there. ``str()`` is a table for people."""
+
+    def __init__(self, text: str, json_text: str) -> None:
+        self._text = text
+        self._json = json_text
+
+    @property
+    def steps(self) -> dict[str, Any]:
+        """Problem, mesh, strategy, and for each rank its tokens, buffers, steps and bytes: as ``kyklos plan --json``."""
+        return json.loads(self._json)
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def plan(
+    q_counts: Sequence[int],
+    kv_counts: Sequence[int] | None = None,
+    *,
+    heads: int,
+    dim: int,
+    kv_heads: int | None = None,
+    batch: int = 1,
+    dtype: str = "float32",
+    rank: int | None = None,
+    **options: Unpack[CallOptions],
+) -> Plan:
+    """The plan of :meth:`Group.attend` with these options: what each rank computes, sends and holds.
+
+    :param q_counts: number of queries of each rank; ``kv_counts`` of keys, by default the same.
+    :param rank: show the steps of this rank only.
+    """
+    extents = {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": heads if kv_heads is None else kv_heads,
+        "dim": dim,
+        "dtype": dtype,
+        "q_counts": list(q_counts),
+        "kv_counts": list(q_counts if kv_counts is None else kv_counts),
+        "rank": rank,
+    }
+    return Plan(*_kyklos.plan(complete(options), extents))
+
+
+def run_local(
+    world: int,
+    function: Callable[[Group], T],
+    *,
+    device: str | Sequence[str] = "auto",
+    deadline_s: float = 60.0,
+) -> list[T]:
+    """Runs ``function(group)`` for each rank of a new group in this process, each on a thread, and returns their values by rank.
+
+    If one of them raises, the others end with a :class:`GroupError`, and its exception is raised here.
+    """
+    groups = Group.local(world, device=device, deadline_s=deadline_s)
+    values: list[Any] = [None] * world
+    errors: list[BaseException | None] = [None] * world
+
+    def run(rank: int, group: Group) -> None:
+        try:
+            with group:
+                values[rank] = function(group)
+        except BaseException as error:  # Raised again below.
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(groups)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            # With a timeout, so that this thread sees Ctrl-C.
+            while thread.is_alive():
+                thread.join(0.1)
+    except BaseException as error:
+        groups[0].abort(f"{type(error).__name__}: {error}")
+        raise
+    raised = [error for error in errors if error is not None]
+    if raised:
+        # The exception of the rank at fault, not of those which it took along.
+        raise next((error for error in raised if not _of_another_rank(error)), raised[0])
+    return values
+
+
+def _of_another_rank(error: BaseException) -> bool:
+    return isinstance(error, GroupError) or (isinstance(error, RequestError) and error.rank is not None)
+
+
+def _session(deadline_s: float, leave_s: float) -> dict[str, float]:
+    return {"deadline_s": float(deadline_s), "leave_s": float(leave_s)}
+
+
+def _like(model: Any, array: _kyklos.Array) -> Any:
+    """``array`` as an array of the library of ``model``, without a copy."""
+    library = type(model).__module__.partition(".")[0]
+    if library == "torch":
+        from torch.utils.dlpack import from_dlpack
+
+        return from_dlpack(array)
+    namespace = getattr(model, "__array_namespace__", None)
+    if namespace is not None:
+        return namespace().from_dlpack(array)
+    if library == "numpy":  # Before NumPy 2, which has no namespace.
+        import numpy
+
+        return numpy.from_dlpack(array)
+    return array
+
+
+@atexit.register
+def _close_all() -> None:
+    for group in list(_open):
+        group.close()

@@ -1,0 +1,75 @@
+"""The options of a call, as keyword arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+else:  # Only for annotations, which are not evaluated.
+    Unpack = tuple
+
+#: For each rank, the tokens that it holds, as half-open ranges ``(first, end)``.
+TokenRanges = Sequence[Sequence[tuple[int, int]]]
+
+
+class CallOptions(TypedDict, total=False):
+    """Keyword arguments of :meth:`kyklos.Group.attend`. All ranks give the same ones, except for ``bias``."""
+
+    mask: str
+    scale: float | None
+    softcap: float | None
+    sinks: Sequence[float] | None
+    bias: Any
+    key_bias: Any
+    q_offset: int
+    layout: str
+    label: str
+    strategy: str | None
+    mesh: str | None
+    placement: str | None
+    q_tokens: TokenRanges | None
+    kv_tokens: TokenRanges | None
+    wire: str | None
+    fixed_order: bool
+    replicated: tuple[int, int] | None
+    same_queries: bool
+    results: str | int
+
+
+_DEFAULTS: dict[str, Any] = {
+    "mask": "full",
+    "scale": None,
+    "softcap": None,
+    "sinks": None,
+    "bias": None,
+    "key_bias": None,
+    "q_offset": 0,
+    "layout": "bshd",
+    "label": "",
+    "strategy": None,
+    "mesh": None,
+    "placement": None,
+    "q_tokens": None,
+    "kv_tokens": None,
+    "wire": None,
+    "fixed_order": False,
+    "replicated": None,
+    "same_queries": False,
+    "results": "owner",
+}
+
+
+def complete(options: CallOptions) -> dict[str, Any]:
+    """All options, with defaults for those that are not given."""
+    unknown = sorted(options.keys() - _DEFAULTS.keys())
+    if unknown:
+        raise TypeError(f"unknown options: {', '.join(unknown)}; known are {', '.join(_DEFAULTS)}")
+    whole = {**_DEFAULTS, **options}
+    if isinstance(whole["results"], bool):
+        raise TypeError('results is "owner", "all" or the number of a rank')
+    if whole["sinks"] is not None:
+        whole["sinks"] = [float(sink) for sink in whole["sinks"]]
+    return whole

@@ -1,0 +1,97 @@
+//! Keys and values of earlier tokens, shared by the ranks of a group.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kyklos::{CacheOptions, Dtype, KvCache, Result};
+use kyklos_transport::Rank;
+use pyo3::prelude::*;
+
+use crate::errors;
+
+/// This rank's part of a cache.
+#[pyclass(frozen, module = "kyklos._kyklos")]
+#[derive(Debug)]
+pub(crate) struct Cache(Arc<Mutex<KvCache>>);
+
+/// The settings as Python passes them.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct CacheSettings {
+    batch: u32,
+    heads: u32,
+    dim: u32,
+    dtype: String,
+    max_bytes: Option<u64>,
+    share: f64,
+    window: Option<u32>,
+    rollback: u32,
+    block: u32,
+}
+
+impl CacheSettings {
+    pub(crate) fn options(&self) -> Result<CacheOptions> {
+        let dtype = match self.dtype.as_str() {
+            "float32" => Dtype::F32,
+            "float16" => Dtype::F16,
+            "bfloat16" => Dtype::Bf16,
+            other => other.parse()?,
+        };
+        let mut options = CacheOptions::new([self.batch, self.heads, self.dim], dtype)
+            .share(self.share)
+            .rollback(self.rollback)
+            .block(self.block);
+        if let Some(bytes) = self.max_bytes {
+            options = options.max_bytes(bytes);
+        }
+        if let Some(keys) = self.window {
+            options = options.window(keys);
+        }
+        Ok(options)
+    }
+}
+
+impl Cache {
+    pub(crate) fn new(cache: KvCache) -> Self {
+        Self(Arc::new(Mutex::new(cache)))
+    }
+
+    /// For the thread of the session.
+    pub(crate) fn shared(&self) -> Arc<Mutex<KvCache>> {
+        self.0.clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, KvCache> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl Cache {
+    fn __len__(&self, py: Python<'_>) -> usize {
+        py.detach(|| self.lock().len()) as usize
+    }
+
+    /// Bytes of the keys and values on this rank.
+    #[getter]
+    fn bytes(&self, py: Python<'_>) -> u64 {
+        py.detach(|| self.lock().bytes())
+    }
+
+    /// The tokens that `rank` holds, as half-open ranges of positions.
+    fn tokens(&self, py: Python<'_>, rank: u32) -> Vec<(u32, u32)> {
+        let tokens = py.detach(|| self.lock().tokens(Rank(rank)));
+        let mut ranges: Vec<(u32, u32)> = Vec::new();
+        for token in tokens.iter() {
+            match ranges.last_mut() {
+                Some(last) if last.1 == token => last.1 += 1,
+                _ => ranges.push((token, token + 1)),
+            }
+        }
+        ranges
+    }
+
+    /// Takes back the newest tokens.
+    fn truncate(&self, py: Python<'_>, len: u32) -> PyResult<()> {
+        py.detach(|| self.lock().truncate(len)).map_err(|error| errors::of_call(py, &error))
+    }
+}

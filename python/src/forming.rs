@@ -1,0 +1,245 @@
+//! How groups form: in this process, by a launcher's environment, and with identities that another group has carried.
+
+use std::net::ToSocketAddrs;
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use kyklos::backend::Device;
+use kyklos::{Error, Session, SessionOptions};
+use kyklos_launch::SecretText;
+use kyklos_transport::quic::{Carrier, ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport};
+use kyklos_transport::{Rank, Transport, TransportError, in_process_group};
+use pyo3::prelude::*;
+
+use crate::group::Group;
+use crate::{devices, errors};
+
+/// Settings of a session, as Python passes them.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct SessionSettings {
+    deadline_s: f64,
+    leave_s: f64,
+}
+
+/// What a launcher leaves open, as Python passes it.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct LaunchSettings {
+    rank: Option<u32>,
+    world: Option<u32>,
+    coordinator: Option<String>,
+    cluster_file: Option<PathBuf>,
+    identity: Option<PathBuf>,
+    invitation: Option<PathBuf>,
+    token: Option<String>,
+    job: Option<String>,
+    bind: Option<String>,
+    port: Option<u16>,
+    network: String,
+    join_deadline_s: f64,
+}
+
+/// A rank that has its identity in memory, as Python passes it.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct Member {
+    pem: String,
+    rank: u32,
+    world: u32,
+    host: String,
+    port: u16,
+    network: String,
+    join_deadline_s: f64,
+}
+
+/// All ranks of a group in this process, on the devices of these names: one for all, or one for each rank.
+#[pyfunction]
+pub(crate) fn local(
+    py: Python<'_>,
+    names: Vec<String>,
+    world: u32,
+    settings: SessionSettings,
+) -> PyResult<Vec<Group>> {
+    let options = settings.options(py)?;
+    let refuse = |mismatch: String, remedy: &str| errors::of_call(py, &Error::request(mismatch, remedy));
+    if world == 0 || world > LOCAL_RANKS {
+        return Err(refuse(format!("a group of {world} ranks in one process"), "use 1 to 1024 ranks"));
+    }
+    let open = |name: &str| py.detach(|| devices::open(name)).map_err(|error| errors::of_call(py, &error));
+    let transports = in_process_group(world);
+    let sessions = match &names[..] {
+        [one] => Session::on_one_device(transports, &open(one)?, &options),
+        names if names.len() == world as usize => {
+            let mut opened: Vec<(&str, Device)> = Vec::new();
+            let mut sessions = Vec::new();
+            for (name, transport) in names.iter().zip(transports) {
+                let device = match opened.iter().find(|(known, _)| known == name) {
+                    Some((_, device)) => device.clone(),
+                    None => {
+                        let device = open(name)?;
+                        opened.push((name, device.clone()));
+                        device
+                    }
+                };
+                sessions.push(Session::with_options(transport, device, options.clone()));
+            }
+            sessions
+        }
+        names => {
+            return Err(refuse(
+                format!("{} devices for {world} ranks", names.len()),
+                "name one device for all ranks, or one for each",
+            ));
+        }
+    };
+    let leave = settings.leave(py)?;
+    sessions.into_iter().map(|session| Group::new(session, leave)).collect()
+}
+
+/// The group of a launcher.
+#[pyfunction]
+pub(crate) fn of_launcher(
+    py: Python<'_>,
+    device: String,
+    launch: LaunchSettings,
+    settings: SessionSettings,
+) -> PyResult<Group> {
+    let (options, leave) = (settings.options(py)?, settings.leave(py)?);
+    let LaunchSettings { rank, world, port, bind, network, .. } = &launch;
+    let bind = match bind.as_deref().map(str::parse) {
+        Some(Err(_)) => {
+            let error = Error::request("bind is not an IP address", "write it like 10.0.0.1 or fd00::1");
+            return Err(errors::of_call(py, &error));
+        }
+        Some(Ok(address)) => Some(address),
+        None => None,
+    };
+    let mut join = kyklos_launch::Options {
+        rank: *rank,
+        world: world.and_then(NonZeroU32::new),
+        bind,
+        port: *port,
+        join_deadline: seconds(py, "join_deadline_s", launch.join_deadline_s)?,
+        ..kyklos_launch::Options::default()
+    };
+    join.link.carrier = carrier(py, network)?;
+    join.coordinator = launch.coordinator;
+    join.cluster_file = launch.cluster_file;
+    join.identity = launch.identity;
+    join.invitation = launch.invitation;
+    join.token = launch.token.map(SecretText);
+    join.job = launch.job;
+    // Before the group forms: a device that does not open must not end a group.
+    let device = py.detach(|| devices::open(&device)).map_err(|error| errors::of_call(py, &error))?;
+    let formed = interruptible(py, move || join.join())?;
+    let group = formed.map_err(|error| errors::of_launch(py, &error))?;
+    Group::new(Session::with_options(group.transport, device, options), leave)
+}
+
+/// New identities of `world` ranks, as PEM, by rank. Each is the secret of its rank.
+#[pyfunction]
+pub(crate) fn identities(py: Python<'_>, world: u32) -> PyResult<Vec<String>> {
+    let made = || -> Result<Vec<String>, TransportError> {
+        let authority = ClusterAuthority::new(JobId::random()?)?;
+        (0..world).map(|rank| Ok(authority.issue(Rank(rank))?.to_pem())).collect()
+    };
+    py.detach(made).map_err(|error| errors::of_forming(py, &error))
+}
+
+/// The group of the ranks that have identities of one call of `identities`. Rank 0 listens at `host` and `port`.
+#[pyfunction]
+pub(crate) fn with_identity(
+    py: Python<'_>,
+    device: String,
+    member: Member,
+    settings: SessionSettings,
+) -> PyResult<Group> {
+    let (options, leave) = (settings.options(py)?, settings.leave(py)?);
+    let Member { pem, rank, world, host, port, network, join_deadline_s } = member;
+    let (carrier, deadline) = (carrier(py, &network)?, seconds(py, "join_deadline_s", join_deadline_s)?);
+    let device = py.detach(|| devices::open(&device)).map_err(|error| errors::of_call(py, &error))?;
+    let connect = move || -> Result<Arc<dyn Transport>, TransportError> {
+        let unknown = |why: String| TransportError::Bootstrap {
+            text: format!("the address {host}:{port} of rank 0: {why}"),
+            remedy: None,
+        };
+        let mut addresses =
+            (host.as_str(), port).to_socket_addrs().map_err(|error| unknown(error.to_string()))?;
+        let address = addresses.next().ok_or_else(|| unknown("the name has no address".to_owned()))?;
+        let identity = Identity::of_pem(pem.as_bytes(), "the identity of this rank")?;
+        let job = identity.claims()?.job;
+        let mut config = QuicConfig::new(Rank(rank), world, job, address, identity);
+        config.coordinator_name = Some(host.clone());
+        config.connect_deadline = deadline;
+        config.link.carrier = carrier;
+        QuicTransport::connect(config)
+    };
+    let formed = interruptible(py, connect)?;
+    let transport = formed.map_err(|error| errors::of_forming(py, &error))?;
+    Group::new(Session::with_options(transport, device, options), leave)
+}
+
+/// Runs `blocking` on a thread of its own, while this one looks for signals. After a signal the thread ends by its own deadline.
+fn interruptible<T: Send + 'static>(
+    py: Python<'_>,
+    blocking: impl FnOnce() -> T + Send + 'static,
+) -> PyResult<T> {
+    let (done, mut result) = channel();
+    let started = Instant::now();
+    std::thread::spawn(move || done.send(blocking()));
+    loop {
+        let (answer, receiver) = py.detach(move || (result.recv_timeout(SIGNALS), result));
+        result = receiver;
+        match answer {
+            Ok(value) => return Ok(value),
+            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+            Err(RecvTimeoutError::Disconnected) => {
+                let text = format!("forming the group failed after {:?}", started.elapsed());
+                return Err(errors::unusable(py, &text));
+            }
+        }
+    }
+}
+
+fn carrier(py: Python<'_>, network: &str) -> PyResult<Carrier> {
+    match network {
+        "udp" => Ok(Carrier::Udp),
+        "tcp" => Ok(Carrier::Tcp),
+        other => {
+            let error = Error::request(format!("network {other:?} is not known"), "use \"udp\" or \"tcp\"");
+            Err(errors::of_call(py, &error))
+        }
+    }
+}
+
+fn seconds(py: Python<'_>, name: &str, value: f64) -> PyResult<Duration> {
+    match Duration::try_from_secs_f64(value) {
+        Ok(duration) if !duration.is_zero() => Ok(duration),
+        _ => {
+            let error = Error::request(format!("{name}={value}"), "give a positive number of seconds");
+            Err(errors::of_call(py, &error))
+        }
+    }
+}
+
+impl SessionSettings {
+    fn options(&self, py: Python<'_>) -> PyResult<SessionOptions> {
+        Ok(SessionOptions {
+            deadline: seconds(py, "deadline_s", self.deadline_s)?,
+            ..SessionOptions::default()
+        })
+    }
+
+    fn leave(&self, py: Python<'_>) -> PyResult<Duration> {
+        seconds(py, "leave_s", self.leave_s)
+    }
+}
+
+/// How often a thread that waits looks for signals.
+const SIGNALS: Duration = Duration::from_millis(100);
+/// Most ranks in one process.
+const LOCAL_RANKS: u32 = 1024;

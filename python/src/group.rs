@@ -1,0 +1,189 @@
+//! One rank of a group.
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kyklos::{Dtype, Error, Output, Result, Session, Tensor};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+use crate::arrays::{Array, Elements, Loan};
+use crate::cache::{Cache, CacheSettings};
+use crate::call::{Call, Options};
+use crate::errors;
+use crate::worker::Worker;
+
+/// One rank of a group, with its device.
+#[pyclass(frozen, module = "kyklos._kyklos")]
+pub(crate) struct Group {
+    worker: Worker,
+    device: String,
+    /// Of the last call, as JSON.
+    report: Mutex<String>,
+}
+
+/// An output in host memory.
+struct Fetched {
+    o: (Bytes, [usize; 4], Dtype),
+    lse: (Bytes, [usize; 4]),
+    report: String,
+}
+
+impl Group {
+    /// The group of `session`. When it is closed, it waits at most `leave` for peers.
+    pub(crate) fn new(session: Session, leave: Duration) -> PyResult<Self> {
+        let device = session.device().info().name.clone();
+        let worker = Worker::start(session, leave).map_err(|error| {
+            PyRuntimeError::new_err(format!("the thread of a group does not start: {error}"))
+        })?;
+        Ok(Self { worker, device, report: Mutex::new("{}".to_owned()) })
+    }
+
+    /// Refuses the next call on all ranks because of `error` of this rank, and returns its exception.
+    fn refuse(&self, py: Python<'_>, error: Error) -> PyErr {
+        let reported = error.clone();
+        let vote = move |session: &mut Session| pollster::block_on(session.refuse(&reported));
+        match self.worker.run(py, vote) {
+            Ok(Ok(())) => errors::of_call(py, &error),
+            Ok(Err(of_group)) => errors::of_call(py, &of_group),
+            Err(raised) => raised,
+        }
+    }
+
+    /// Imports q, k and v, and calls `run` with them on the thread of the session.
+    fn with_tensors(
+        &self,
+        py: Python<'_>,
+        call: &Call,
+        arrays: [&Bound<'_, PyAny>; 3],
+        run: impl FnOnce(&mut Session, &Call, [&Tensor; 3]) -> Result<Output> + Send + 'static,
+    ) -> PyResult<(Array, Array)> {
+        let (loan, returned) = Loan::new();
+        let import = |name: &str, array: &Bound<'_, PyAny>| -> Result<Tensor> {
+            Elements::import(name, array, &loan)?.tensor(name, call.heads_first)
+        };
+        let [q, k, v] = arrays;
+        let tensors = || -> Result<[Tensor; 3]> {
+            let tensors = [import("q", q)?, import("k", k)?, import("v", v)?];
+            call.check(&tensors[0])?;
+            Ok(tensors)
+        };
+        let tensors = match tensors() {
+            Ok(tensors) => tensors,
+            Err(error) => return Err(self.refuse(py, error)),
+        };
+        drop(loan);
+        let of_call = call.clone();
+        let fetched = self.worker.run(py, move |session| {
+            let [q, k, v] = &tensors;
+            fetch(run(session, &of_call, [q, k, v])?)
+        })?;
+        // Ranks of this process may still read them, and the caller may write to them from now on.
+        self.worker.wait_for_loan(py, returned)?;
+        let Fetched { o: (o, o_shape, dtype), lse: (lse, lse_shape), report } =
+            fetched.map_err(|error| errors::of_call(py, &error))?;
+        if let Ok(mut last) = self.report.lock() {
+            *last = report;
+        }
+        let [batch, tokens, heads, _] = lse_shape;
+        Ok((
+            Array::new(o, &o_shape, dtype, call.heads_first),
+            Array::new(lse, &[batch, tokens, heads], Dtype::F32, call.heads_first),
+        ))
+    }
+}
+
+/// Brings an output to host memory.
+fn fetch(output: Output) -> Result<Fetched> {
+    let bytes = |tensor: &Tensor| pollster::block_on(tensor.bytes());
+    Ok(Fetched {
+        o: (bytes(&output.o)?, output.o.shape(), output.o.dtype()),
+        lse: (bytes(&output.lse)?, output.lse.shape()),
+        report: serde_json::to_string(&output.report).unwrap_or_default(),
+    })
+}
+
+#[pymethods]
+impl Group {
+    #[getter]
+    fn rank(&self) -> u32 {
+        self.worker.transport().rank().0
+    }
+
+    #[getter]
+    fn world(&self) -> u32 {
+        self.worker.transport().world()
+    }
+
+    #[getter]
+    fn device(&self) -> &str {
+        &self.device
+    }
+
+    /// The figures of the last call, as JSON.
+    #[getter]
+    fn report(&self) -> String {
+        self.report.lock().map(|report| report.clone()).unwrap_or_default()
+    }
+
+    /// The network path in one line; `None` within one process.
+    #[getter]
+    fn network(&self) -> Option<String> {
+        self.worker.transport().network()
+    }
+
+    /// Checks options. If they are wrong, the other ranks get the error too.
+    fn call(&self, py: Python<'_>, options: Options<'_>) -> PyResult<Call> {
+        Call::of(&options, self.world()).map_err(|error| self.refuse(py, error))
+    }
+
+    fn attend(
+        &self,
+        py: Python<'_>,
+        call: &Call,
+        q: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+    ) -> PyResult<(Array, Array)> {
+        self.with_tensors(py, call, [q, k, v], |session, call, [q, k, v]| {
+            session.attend(&call.attention, q, k, v)
+        })
+    }
+
+    fn cache(&self, py: Python<'_>, settings: CacheSettings) -> PyResult<Cache> {
+        let options = match settings.options() {
+            Ok(options) => options,
+            Err(error) => return Err(self.refuse(py, error)),
+        };
+        let made = self.worker.run(py, move |session| session.kv_cache(options))?;
+        made.map(Cache::new).map_err(|error| errors::of_call(py, &error))
+    }
+
+    fn attend_cached(
+        &self,
+        py: Python<'_>,
+        call: &Call,
+        cache: &Cache,
+        q: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+    ) -> PyResult<(Array, Array)> {
+        let cache = cache.shared();
+        self.with_tensors(py, call, [q, k, v], move |session, call, [q, k, v]| {
+            // Held by nobody else: a cache is used by the calls of its group, which follow each other.
+            let mut cache = cache.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            session.attend_cached(&call.attention, &mut cache, q, k, v)
+        })
+    }
+
+    /// Ends the group on all ranks; the others name this rank and `text`.
+    fn abort(&self, text: &str) {
+        self.worker.abort(text);
+    }
+
+    /// Leaves the group in order.
+    fn close(&self, py: Python<'_>) {
+        self.worker.close(py);
+    }
+}

@@ -1,0 +1,30 @@
+//! The extension module of the Python package `kyklos`: groups, calls and caches over DLPack arrays. The Python code of the
+//! package (`python/kyklos/`) has the public API and its documentation; this module is what it is made of.
+
+mod arrays;
+mod cache;
+mod call;
+mod devices;
+mod errors;
+mod forming;
+mod group;
+mod plans;
+mod worker;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _kyklos {
+    #[pymodule_export]
+    use crate::arrays::Array;
+    #[pymodule_export]
+    use crate::cache::Cache;
+    #[pymodule_export]
+    use crate::call::Call;
+    #[pymodule_export]
+    use crate::forming::{identities, local, of_launcher, with_identity};
+    #[pymodule_export]
+    use crate::group::Group;
+    #[pymodule_export]
+    use crate::plans::plan;
+}

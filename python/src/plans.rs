@@ -1,0 +1,49 @@
+//! Plans without ranks.
+
+use kyklos::plan::{Explained, explain};
+use kyklos::{Error, Result};
+use kyklos_transport::Rank;
+use pyo3::prelude::*;
+
+use crate::call::{Call, Options};
+use crate::errors;
+
+/// What a plan is for.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct Extents {
+    batch: u32,
+    heads: u32,
+    kv_heads: u32,
+    dim: u32,
+    dtype: String,
+    q_counts: Vec<u32>,
+    kv_counts: Vec<u32>,
+    rank: Option<u32>,
+}
+
+/// The plans of all ranks for a call: as text for people, and as JSON.
+#[pyfunction]
+pub(crate) fn plan(py: Python<'_>, options: Options<'_>, extents: Extents) -> PyResult<(String, String)> {
+    made(&options, &extents).map_err(|error| errors::of_call(py, &error))
+}
+
+fn made(options: &Options<'_>, extents: &Extents) -> Result<(String, String)> {
+    let Extents { batch, heads, kv_heads, dim, dtype, q_counts, kv_counts, rank } = extents;
+    let world = u32::try_from(q_counts.len()).unwrap_or(u32::MAX);
+    if let Some(rank) = rank.filter(|rank| *rank >= world) {
+        return Err(Error::request(format!("rank {rank} of {world} ranks"), "name a rank of the group"));
+    }
+    let dtype = match dtype.as_str() {
+        "float32" => "f32",
+        "float16" => "f16",
+        "bfloat16" => "bf16",
+        other => other,
+    };
+    let call = Call::of(options, world)?;
+    let plans =
+        call.attention.plans([*batch, *heads, *kv_heads, *dim], dtype.parse()?, q_counts, kv_counts)?;
+    let json = serde_json::to_string(&Explained::new(plans.world(), plans.checks(), None));
+    let json = json.map_err(|error| Error::request(error.to_string(), "report this"))?;
+    Ok((explain(plans.world(), plans.checks(), rank.map(Rank)), json))
+}

@@ -1,0 +1,183 @@
+//! The thread that owns a session. Python threads hand work to it and wait without the interpreter's lock, so that other
+//! Python threads run, and Ctrl-C is noticed.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kyklos::Session;
+use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
+use pyo3::prelude::*;
+
+use crate::errors::unusable;
+
+type Work = Box<dyn FnOnce(&mut Session) + Send>;
+
+/// The session of a group, on its thread.
+pub(crate) struct Worker {
+    transport: Arc<dyn Transport>,
+    /// `None` once the group is closed. Held during a call.
+    sender: Mutex<Option<Sender<Work>>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    /// The process that made the thread; a child after `fork` has no threads.
+    process: u32,
+}
+
+/// How often a waiting thread looks for signals.
+const SIGNALS: Duration = Duration::from_millis(100);
+/// How long an interrupted call may take to end. A computation ends after its current piece, of about 100 ms.
+const INTERRUPTED: Duration = Duration::from_secs(10);
+
+impl Worker {
+    /// Starts the thread of `session`. When the group is closed, the thread waits at most `leave` for peers that have not taken
+    /// all messages.
+    pub(crate) fn start(session: Session, leave: Duration) -> std::io::Result<Self> {
+        let transport = session.transport().clone();
+        let (sender, work) = channel();
+        let name = format!("kyklos-{}", transport.rank());
+        let thread = std::thread::Builder::new().name(name).spawn(move || serve(session, &work, leave))?;
+        Ok(Self {
+            transport,
+            sender: Mutex::new(Some(sender)),
+            thread: Mutex::new(Some(thread)),
+            process: std::process::id(),
+        })
+    }
+
+    /// This rank's endpoint.
+    pub(crate) fn transport(&self) -> &Arc<dyn Transport> {
+        &self.transport
+    }
+
+    /// Does `work` with the session, and returns its value. Ctrl-C ends the group on all ranks.
+    pub(crate) fn run<T: Send + 'static>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Session) -> T + Send + 'static,
+    ) -> PyResult<T> {
+        let sender = self.free(py)?;
+        let Some(open) = sender.as_ref() else {
+            return Err(unusable(py, "the group is closed: form a new one"));
+        };
+        let (done, result) = channel();
+        let work = Box::new(move |session: &mut Session| {
+            // The caller waits, unless it was interrupted.
+            let _ = done.send(work(session));
+        });
+        if open.send(work).is_err() {
+            return Err(ended(py));
+        }
+        self.wait(py, result)
+    }
+
+    /// Waits until no part of `loan` is in use: until all its senders are gone.
+    pub(crate) fn wait_for_loan(&self, py: Python<'_>, loan: Receiver<()>) -> PyResult<()> {
+        let wait = move || {
+            let end = Instant::now() + RETURNED;
+            loan.recv_timeout(end.saturating_duration_since(Instant::now()))
+        };
+        match py.detach(wait) {
+            Err(RecvTimeoutError::Timeout) => Err(unusable(
+                py,
+                "another rank of this process still reads the arrays of a call that has ended here",
+            )),
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(()),
+        }
+    }
+
+    fn wait<T: Send + 'static>(&self, py: Python<'_>, mut result: Receiver<T>) -> PyResult<T> {
+        let mut interrupted: Option<(PyErr, Instant)> = None;
+        loop {
+            let (answer, receiver) = py.detach(move || {
+                let answer = result.recv_timeout(SIGNALS);
+                (answer, result)
+            });
+            result = receiver;
+            match (answer, &interrupted) {
+                (Ok(value), None) => return Ok(value),
+                (Err(RecvTimeoutError::Disconnected), None) => return Err(ended(py)),
+                (Err(RecvTimeoutError::Timeout), None) => {
+                    // Python runs handlers on its main thread only; elsewhere this does nothing.
+                    if let Err(error) = py.check_signals() {
+                        self.abort(&format!("interrupted by a signal: {error}"));
+                        interrupted = Some((error, Instant::now()));
+                    }
+                }
+                (Err(RecvTimeoutError::Timeout), Some((_, since))) if since.elapsed() < INTERRUPTED => {}
+                (_, Some(_)) => break,
+            }
+        }
+        Err(interrupted.map_or_else(|| ended(py), |(error, _)| error))
+    }
+
+    /// Ends the group on all ranks; the others name this rank and `text`.
+    pub(crate) fn abort(&self, text: &str) {
+        if std::process::id() != self.process {
+            return;
+        }
+        let cause = AbortCause::Failed(text.to_owned());
+        let culprit: Rank = self.transport.rank();
+        self.transport.abort(Abort { culprit, cause, progress: Progress::default() });
+    }
+
+    /// Leaves the group in order, after the calls that other threads have begun.
+    pub(crate) fn close(&self, py: Python<'_>) {
+        if std::process::id() != self.process {
+            return;
+        }
+        py.detach(|| {
+            drop(self.sender.lock().unwrap_or_else(PoisonError::into_inner).take());
+            let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+            // A panic of the thread has ended the group; the calls have said so.
+            let _ = thread.map(JoinHandle::join);
+        });
+    }
+
+    /// The sender, if no other thread is in a call.
+    fn free(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<Sender<Work>>>> {
+        if std::process::id() != self.process {
+            return Err(unusable(
+                py,
+                "the group was formed before this process was forked, and its threads are in the parent: start processes with \
+                 the method \"spawn\", or form the group after the fork",
+            ));
+        }
+        match self.sender.try_lock() {
+            Ok(sender) => Ok(sender),
+            Err(std::sync::TryLockError::Poisoned(sender)) => Ok(sender.into_inner()),
+            Err(std::sync::TryLockError::WouldBlock) => Err(unusable(
+                py,
+                "another thread is in a call of this group: the calls of a rank are made one after the other",
+            )),
+        }
+    }
+}
+
+/// How long other ranks of the process may read the arrays of a call after its end on this rank.
+const RETURNED: Duration = Duration::from_secs(60);
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if std::process::id() != self.process {
+            // The thread is in the parent process, which closes the group.
+            std::mem::forget(self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+        }
+    }
+}
+
+fn serve(mut session: Session, work: &Receiver<Work>, leave: Duration) {
+    while let Ok(work) = work.recv() {
+        // The session aborts the group when it unwinds, so that other ranks do not wait; the caller sees a closed channel.
+        if catch_unwind(AssertUnwindSafe(|| work(&mut session))).is_err() {
+            return;
+        }
+    }
+    // Peers that still wait for a message report it themselves.
+    let _ = session.close(leave);
+}
+
+fn ended(py: Python<'_>) -> PyErr {
+    unusable(py, "the thread of the group has ended by a fault of Kyklos; its message is on standard error")
+}
