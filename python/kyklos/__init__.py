@@ -12,7 +12,7 @@ Modules for models, imported when they are used: :mod:`kyklos.torch` has a PyTor
 """
 
 from ._errors import DeviceError, GroupError, RequestError
-from ._group import Group, KvCache, Plan, plan, run_local
+from ._group import Group, KvCache, Plan, identities, plan, run_local
 from ._options import CallOptions, TokenRanges
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Plan",
     "RequestError",
     "TokenRanges",
+    "identities",
     "plan",
     "run_local",
 ]

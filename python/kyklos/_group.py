@@ -125,11 +125,51 @@ class Group:
             Only rank 0's value counts.
         :param port: UDP port of rank 0; 0 for one that is free. Only rank 0's value counts.
         """
-        from ._torch_group import from_torch
+        from ._torch_group import own_identity
 
-        settings = {"network": network, "join_deadline_s": join_deadline_s}
-        session = _session(deadline_s, leave_s)
-        return Group(from_torch(process_group, device, host, port, settings, session))
+        own = own_identity(process_group, host, port)
+        if own["world"] == 1:
+            return Group.local(1, device=device, deadline_s=deadline_s, leave_s=leave_s)[0]
+        return Group.connect(
+            **own,
+            device=device,
+            network=network,
+            join_deadline_s=join_deadline_s,
+            deadline_s=deadline_s,
+            leave_s=leave_s,
+        )
+
+    @staticmethod
+    def connect(
+        identity: str,
+        *,
+        rank: int,
+        world: int,
+        host: str,
+        port: int,
+        device: str = "auto",
+        network: str = "udp",
+        join_deadline_s: float = 60.0,
+        deadline_s: float = 60.0,
+        leave_s: float = 10.0,
+    ) -> Group:
+        """A group of processes that a launcher of your own started, and that carried the identities to them.
+
+        :param identity: this rank's one of :func:`kyklos.identities`. It is a secret.
+        :param rank: this rank; ``world`` is the number of ranks.
+        :param host: name or address of rank 0; rank 0 itself listens there.
+        :param port: port of rank 0 (UDP, or TCP with ``network="tcp"``).
+        """
+        member = {
+            "pem": identity,
+            "rank": rank,
+            "world": world,
+            "host": host,
+            "port": port,
+            "network": network,
+            "join_deadline_s": join_deadline_s,
+        }
+        return Group(_kyklos.with_identity(device, member, _session(deadline_s, leave_s)))
 
     @property
     def rank(self) -> int:
@@ -361,6 +401,12 @@ def plan(
         "rank": rank,
     }
     return Plan(*_kyklos.plan(complete(options), extents))
+
+
+def identities(world: int) -> list[str]:
+    """New identities for the ranks of one group, by rank, as PEM texts for :meth:`Group.connect`. Each is the secret of its rank:
+    carry it to that process only, over a channel that you trust."""
+    return _kyklos.identities(world)
 
 
 def run_local(

@@ -8,29 +8,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import _kyklos
+from ._kyklos import identities
 
 
-def from_torch(
-    process_group: Any, device: str, host: str | None, port: int, settings: dict[str, Any], session: dict[str, float]
-) -> _kyklos.Group:
-    """This rank of the new group. Rank 0 makes an identity for each rank, and each rank receives its own."""
+def own_identity(process_group: Any, host: str | None, port: int) -> dict[str, Any]:
+    """This rank's arguments of ``Group.connect``. Rank 0 makes an identity for each rank, and each rank receives its own."""
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("this process is not in the process group")
-    if world == 1:
-        return _kyklos.local([device], 1, session)[0]
     members: list[Any] | None = None
     if rank == 0:
         host = host or os.environ.get("MASTER_ADDR") or "127.0.0.1"
         port = port or _free_port(host)
-        members = [(pem, host, port) for pem in _kyklos.identities(world)]
+        members = [(pem, host, port) for pem in identities(world)]
     received: list[Any] = [None]
     source = dist.get_global_rank(process_group, 0) if process_group is not None else 0
     dist.scatter_object_list(received, members, src=source, group=process_group)
     pem, host, port = received[0]
-    member = {"pem": pem, "rank": rank, "world": world, "host": host, "port": port, **settings}
-    return _kyklos.with_identity(device, member, session)
+    return {"identity": pem, "rank": rank, "world": world, "host": host, "port": port}
 
 
 def _free_port(host: str) -> int:

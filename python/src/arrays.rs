@@ -157,7 +157,6 @@ impl Elements {
                 "align them to their size: copy the array",
             );
         }
-        drop(tensor);
         let owner = Borrowed { first, bytes, _owner: imported.into_deleter(), _loan: loan.0.clone() };
         Ok(Self { shape, strides, kind, memory: Bytes::from_owner(owner) })
     }

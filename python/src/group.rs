@@ -79,10 +79,12 @@ impl Group {
             let [q, k, v] = &tensors;
             fetch(run(session, &of_call, [q, k, v])?)
         })?;
-        // Ranks of this process may still read them, and the caller may write to them from now on.
-        self.worker.wait_for_loan(py, returned)?;
+        // After an error nothing of value is read any more; messages that were never sent keep their memory until the group
+        // is closed.
         let Fetched { o: (o, o_shape, dtype), lse: (lse, lse_shape), report } =
             fetched.map_err(|error| errors::of_call(py, &error))?;
+        // Other ranks of this process may still read the arrays, and the caller may write to them from now on.
+        self.worker.wait_for_loan(py, returned)?;
         if let Ok(mut last) = self.report.lock() {
             *last = report;
         }

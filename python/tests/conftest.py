@@ -1,0 +1,19 @@
+import numpy as np
+import pytest
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes more than 20 seconds")
+
+
+@pytest.fixture
+def tensors():
+    """``make(tokens, heads, kv_heads, dim)`` gives q, k and v of a batch of 2, the same each time."""
+
+    def make(tokens, heads=4, kv_heads=2, dim=32, batch=2, kv_tokens=None):
+        random = np.random.default_rng(tokens * 1000 + heads)
+        normal = lambda count, of: random.standard_normal((batch, count, of, dim), dtype=np.float32)  # noqa: E731
+        keys = tokens if kv_tokens is None else kv_tokens
+        return normal(tokens, heads), normal(keys, kv_heads), normal(keys, kv_heads)
+
+    return make

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# The Python package: builds it and runs its tests in a virtual environment of its own.
+#   scripts/test-python.sh           the wheel, as pip builds it, with PyTorch, transformers and diffusers (3 GB, half an hour)
+#   scripts/test-python.sh --smoke   the extension module with NumPy alone: what .ci/run does
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export CARGO_PROFILE_RELEASE_DEBUG=${CARGO_PROFILE_RELEASE_DEBUG:-none}
+smoke=false
+[ "${1:-}" = --smoke ] && smoke=true
+
+folder=target/python
+$smoke && folder=target/python-smoke
+[ -x "$folder/bin/pip" ] || scripts/make-venv.sh "$folder"
+python=$PWD/$folder/bin/python
+
+if $smoke; then
+    "$python" -m pip install --quiet --disable-pip-version-check numpy pytest
+    cargo build --release -p kyklos-python
+    # The package as a wheel has it: its Python code beside the extension module.
+    package=$(mktemp -d)
+    trap 'rm -rf "$package"' EXIT
+    cp -r python/kyklos "$package/kyklos"
+    rm -f "$package"/kyklos/_kyklos.*.so
+    cp target/release/lib_kyklos.so "$package/kyklos/_kyklos.abi3.so"
+    PYTHONPATH=$package "$python" -m pytest -q -p no:cacheprovider python/tests/test_attend.py python/tests/test_groups.py
+    exit
+fi
+
+# PyPI's PyTorch is built for CUDA; tests/peers/setup.sh installs it without the NVIDIA packages.
+"$python" -c 'import torch' 2>/dev/null || tests/peers/setup.sh "$folder"
+"$python" -m pip install --quiet --disable-pip-version-check pytest mypy
+"$python" -m pip install --quiet --disable-pip-version-check --no-deps 'transformers>=5.20,<6' 'diffusers>=0.42,<0.43'
+"$python" -m pip install --quiet --disable-pip-version-check 'huggingface_hub>=1' safetensors tokenizers regex pyyaml tqdm \
+    requests packaging pillow importlib_metadata typer
+CARGO_TARGET_DIR=$PWD/target "$python" -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps ./python
+"$python" -m mypy --ignore-missing-imports --follow-imports=silent python/kyklos
+# Threads of PyTorch and of each rank share the cores.
+cd python && OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider --import-mode=append "${@}"
