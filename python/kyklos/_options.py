@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
 else:  # Only for annotations, which are not evaluated.
-    Unpack = tuple
+    Unpack = tuple  # type: ignore
 
 #: For each rank, the tokens that it holds, as half-open ranges ``(first, end)``.
 TokenRanges = Sequence[Sequence[tuple[int, int]]]
@@ -62,7 +62,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def complete(options: CallOptions) -> dict[str, Any]:
+def complete(options: Mapping[str, Any]) -> dict[str, Any]:
     """All options, with defaults for those that are not given."""
     unknown = sorted(options.keys() - _DEFAULTS.keys())
     if unknown:

@@ -25,7 +25,7 @@ from torch._library.effects import EffectType
 
 from ._errors import RequestError
 from ._group import Group
-from ._options import CallOptions, Unpack, complete
+from ._options import complete
 
 # What a call's number stands for: the group and the options. The operator has the number, since graphs take no objects.
 _calls: dict[int, tuple[weakref.ref[Group], dict[str, Any]]] = {}
@@ -46,7 +46,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     layout: str = "bhsd",
-    **options: Unpack[CallOptions],
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over the tokens of all ranks of ``group``.
 

@@ -1,10 +1,9 @@
 """Calls on ranks of this process, against the float64 oracle."""
 
+import kyklos
 import numpy as np
 import pytest
 from oracle import F32, ROUNDED, attention, causal
-
-import kyklos
 
 
 def split(arrays, cuts, rank):

@@ -7,12 +7,11 @@ import sys
 import threading
 import time
 
+import kyklos
 import numpy as np
 import pytest
 from oracle import F32, attention, causal
 from processes import finish, start
-
-import kyklos
 
 
 def test_processes_over_quic_equal_the_oracle(tmp_path):

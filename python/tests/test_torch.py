@@ -3,15 +3,14 @@
 import subprocess
 import sys
 
+import kyklos
+import kyklos.torch
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import attention as oracle
 from oracle import causal
-
-import kyklos
-import kyklos.torch
 
 CUTS = [0, 25, 40]
 
