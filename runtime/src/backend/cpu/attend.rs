@@ -7,6 +7,7 @@ use std::time::Instant;
 use rayon::iter::{ParallelBridge, ParallelIterator};
 
 use super::call::Call;
+use super::few_rows;
 use super::job::{Job, Run};
 use super::keys::PackedKeys;
 use super::pack::Tensor;
@@ -68,6 +69,9 @@ pub(super) async fn attend(
     }
     let a = bytemuck::cast_slice_mut(args.state.a.bytes_mut()?);
     let ml = bytemuck::cast_slice_mut(args.state.ml.bytes_mut()?);
+    if few_rows::takes(&call, shape, args.fixed_order) {
+        return few_rows::attend(backend, &call, args.kv_head_of, shape, a, ml, control).await;
+    }
     let mut jobs = jobs(work, args.kv_head_of, shape, a, ml);
     let kv_heads = args.kv_head_of.iter().max().map_or(0, |head| *head as usize + 1);
     let kernel = backend.level.run(AskShape);

@@ -21,6 +21,17 @@ pub(super) struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
+    /// Factor on q: the base-2 factor is applied to q, so that no score needs it. With a softcap it is applied after the tanh.
+    pub(super) fn query_factor(&self) -> f32 {
+        let factor = match self.softcap {
+            None => f64::from(self.scale) * std::f64::consts::LOG2_E,
+            Some(cap) => f64::from(self.scale) / f64::from(cap),
+        };
+        #[expect(clippy::cast_possible_truncation, reason = "rounded once, on purpose")]
+        let factor = factor as f32;
+        factor
+    }
+
     /// Global positions of the keys of a KV tile. The last tile may have fewer keys than the others.
     pub(super) fn positions(&self, tile: u32) -> &'a [u32] {
         let all = &self.work.kv_positions;

@@ -121,13 +121,7 @@ impl<'a> Job<'a> {
     fn begin(&self, call: &Call<'_>, padded: usize, lanes: usize, scratch: &mut Scratch) {
         let (rows, dim) = (self.a.len(), call.dim);
         let first = self.tile * call.work.tile.q_rows as usize;
-        // The base-2 factor is applied to q, so that no score needs it. With a softcap it is applied after the tanh.
-        let factor = match call.softcap {
-            None => f64::from(call.scale) * std::f64::consts::LOG2_E,
-            Some(cap) => f64::from(call.scale) / f64::from(cap),
-        };
-        #[expect(clippy::cast_possible_truncation, reason = "rounded once, on purpose")]
-        let factor = factor as f32;
+        let factor = call.query_factor();
         let row = &mut lines_mut(&mut scratch.row)[..lanes * dim];
         let q = lines_mut(&mut scratch.q).chunks_exact_mut(lanes * dim);
         for (from, q) in (0..rows).step_by(lanes).zip(q) {
@@ -179,16 +173,25 @@ impl<'a> Job<'a> {
 
 /// How the local state of a row is merged into the caller's accumulator.
 #[derive(Clone, Copy)]
-enum Merge {
+pub(super) enum Merge {
     Nothing,
     Write { found: f32 },
     Add { keep: f32, found: f32 },
 }
 
 impl Merge {
+    /// Merges the accumulator `o` of these weights into `a`.
+    pub(super) fn apply(self, a: &mut [f32], o: &[f32]) {
+        match self {
+            Self::Nothing => {}
+            Self::Write { found } => a.iter_mut().zip(o).for_each(|(a, o)| *a = o * found),
+            Self::Add { keep, found } => a.iter_mut().zip(o).for_each(|(a, o)| *a = *a * keep + o * found),
+        }
+    }
+
     /// Merges (m in base-2 units, l) into `ml`.
     #[inline(always)]
-    fn of(ml: &mut [f32; 2], m2: f32, l: f32) -> Self {
+    pub(super) fn of(ml: &mut [f32; 2], m2: f32, l: f32) -> Self {
         if l == 0.0 && m2 == EMPTY_M {
             return Self::Nothing;
         }

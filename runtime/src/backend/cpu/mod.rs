@@ -17,6 +17,7 @@ mod buffer;
 mod call;
 mod convert;
 mod exp;
+mod few_rows;
 mod job;
 mod kernel;
 mod keys;

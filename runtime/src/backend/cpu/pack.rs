@@ -34,6 +34,31 @@ impl<'a> Tensor<'a> {
         }
     }
 
+    /// `count` rows of `dim` elements from row `first` on: in place if they are f32, else a converted copy in `space`.
+    pub(super) fn rows<'s>(
+        &self,
+        [batch, first, head]: [usize; 3],
+        count: usize,
+        dim: usize,
+        space: &'s mut [f32],
+    ) -> Rows<'s>
+    where
+        'a: 's,
+    {
+        let layout = &self.layout;
+        let at = layout.offset
+            + batch * layout.batch_stride
+            + first * layout.row_stride
+            + head * layout.head_stride;
+        if let Elements::F32(all) = self.elements {
+            return Rows { elements: &all[at..], stride: layout.row_stride, dim };
+        }
+        for (index, space) in space.chunks_exact_mut(dim).take(count).enumerate() {
+            self.row([batch, first + index, head], space);
+        }
+        Rows { elements: space, stride: dim, dim }
+    }
+
     /// One head of one row: the row itself, or a converted copy in `space`, which has its length.
     fn row<'s>(&self, [batch, row, head]: [usize; 3], space: &'s mut [f32]) -> &'s [f32]
     where
@@ -48,6 +73,26 @@ impl<'a> Tensor<'a> {
             Elements::Bf16(all) => all[at..at + space.len()].convert_to_f32_slice(space),
         }
         space
+    }
+}
+
+/// Consecutive rows of a head, as f32.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rows<'a> {
+    elements: &'a [f32],
+    stride: usize,
+    pub(super) dim: usize,
+}
+
+impl Rows<'_> {
+    #[inline(always)]
+    pub(super) fn row(&self, index: usize, dim: usize) -> &[f32] {
+        &self.elements[index * self.stride..][..dim]
+    }
+
+    /// Whether the first `count` rows hold neither NaN nor ∞.
+    pub(super) fn are_finite(&self, count: usize, dim: usize) -> bool {
+        (0..count).all(|index| self.row(index, dim).iter().all(|value| value.is_finite()))
     }
 }
 

@@ -1,6 +1,7 @@
 //! Against a naive f64 reference written here. The wide suite is in the `tests` crate.
 
 mod edges;
+mod few_rows;
 
 use half::{bf16, f16};
 
