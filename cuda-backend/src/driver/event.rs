@@ -18,7 +18,7 @@ pub(crate) struct Event {
 impl Event {
     /// Asks the driver and does not wait.
     pub(crate) fn is_complete(&self) -> Result<bool> {
-        self.context.bind()?;
+        let _current = self.context.push()?;
         // SAFETY: the event's context is current, and the handle is valid until `self` is dropped.
         match check("cuEventQuery", unsafe { sys::cuEventQuery(self.raw.0) }) {
             Ok(()) => Ok(true),
@@ -30,7 +30,7 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        if let Ok(_current) = self.context.push() {
             // SAFETY: `Stream::record` created the event, `self` owns it, and nothing uses the handle after this. The driver
             // allows destroying an event that is not complete.
             let _ = check("cuEventDestroy_v2", unsafe { sys::cuEventDestroy_v2(self.raw.0) });

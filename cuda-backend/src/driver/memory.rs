@@ -21,7 +21,7 @@ pub(crate) struct DeviceMemory {
 impl DeviceMemory {
     /// `bytes` of memory with unspecified contents.
     pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
-        context.bind()?;
+        let _current = context.push()?;
         let mut address = 0;
         // SAFETY: the context is current. The driver writes one device address to `address`, a local.
         check("cuMemAlloc_v2", unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes) })?;
@@ -40,7 +40,7 @@ impl DeviceMemory {
 impl Drop for DeviceMemory {
     /// To be dropped when the device no longer uses the memory.
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        if let Ok(_current) = self.context.push() {
             // SAFETY: the context is current. cuMemAlloc returned the address, `self` owns it, and this frees it once. The
             // host never dereferences a device address.
             let _ = check("cuMemFree_v2", unsafe { sys::cuMemFree_v2(self.address) });
@@ -60,7 +60,7 @@ pub(crate) struct PinnedMemory {
 
 impl PinnedMemory {
     pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
-        context.bind()?;
+        let _current = context.push()?;
         let mut raw = ptr::null_mut();
         // Portable: pinned for every context of the process.
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE;
@@ -99,7 +99,7 @@ impl PinnedMemory {
 
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        if let Ok(_current) = self.context.push() {
             // SAFETY: the context is current. cuMemHostAlloc returned the address, `self` owns it, and this frees it once. No
             // copy is pending: a `PendingCopy` does not drop its memory.
             let _ = check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(self.raw.0) });

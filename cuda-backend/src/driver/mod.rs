@@ -3,7 +3,7 @@
 //!
 //! The bindings are cudarc's. They load the library at run time and panic where the library or a symbol is missing.
 //! Therefore [`load`] looks for all symbols first, and nothing else in this folder is called before it succeeded. Every
-//! call that needs a context makes it current first, so any thread may call.
+//! call that needs a context pushes it and pops it again, so any thread may call and its own context stays current.
 #![expect(unsafe_code, reason = "the driver is a C library")]
 
 mod call;
