@@ -124,13 +124,39 @@ impl Tensor {
     /// usages are `STORAGE`, `COPY_SRC` and `COPY_DST`, its size is rounded up.
     #[cfg(feature = "wgpu")]
     pub fn wgpu_buffer(&self) -> Option<wgpu::Buffer> {
-        match &self.memory {
-            Memory::Device(_, buffer) if self.view.is_dense() && self.view.first == 0 => {
-                let buffer = buffer.lock().unwrap_or_else(PoisonError::into_inner);
-                Some(buffer.get::<crate::backend::wgpu::WgpuBuffer>()?.raw().clone())
-            }
-            _ => None,
-        }
+        let raw = |buffer: &crate::backend::wgpu::WgpuBuffer| buffer.raw().clone();
+        self.is_dense().then(|| self.with_buffer(raw))?
+    }
+
+    /// The elements in a buffer that a backend outside this crate has made of a caller's memory, without a copy: strides in
+    /// elements, from the beginning of the buffer on, which has `elements` elements. `buffer` is of `device`, and it is only
+    /// read. Elements that are not dense cost one copy on the device when they are used.
+    ///
+    /// # Errors
+    /// As [`Self::view`].
+    pub fn from_buffer(
+        shape: [usize; 4],
+        strides: [usize; 4],
+        dtype: Dtype,
+        device: &Device,
+        buffer: DeviceBuffer,
+        elements: usize,
+    ) -> Result<Self> {
+        let view = View { shape, strides, first: 0 };
+        view.fits(elements)?;
+        Ok(Self { view, ..Self::on_device(shape, dtype, device, buffer) })
+    }
+
+    /// What `read` makes of the device buffer that holds the elements; `None` if they are not in a `T`, which is a
+    /// [`Backend::Buffer`]. The buffer may hold more than these elements, see [`Self::is_dense`].
+    pub fn with_buffer<T: 'static, R>(&self, read: impl FnOnce(&T) -> R) -> Option<R> {
+        let Memory::Device(_, buffer) = &self.memory else { return None };
+        buffer.lock().unwrap_or_else(PoisonError::into_inner).get().map(read)
+    }
+
+    /// Whether the elements are dense and begin where their memory begins.
+    pub fn is_dense(&self) -> bool {
+        self.view.is_dense() && self.view.first == 0
     }
 
     /// `bytes` bytes of `device`, dense.
@@ -147,7 +173,7 @@ impl Tensor {
     pub fn view(&self, shape: [usize; 4], strides: [usize; 4], first: usize) -> Result<Self> {
         let view = View { shape, strides, first };
         let old = self.view;
-        if !old.is_dense() || old.first != 0 {
+        if !self.is_dense() {
             return Err(Error::request("a view of a view", "view the tensor that owns the memory"));
         }
         view.fits(old.len())?;
@@ -238,7 +264,7 @@ impl Tensor {
                     return device.alloc(label, 0);
                 }
                 let mut buffer = buffer.lock().unwrap_or_else(PoisonError::into_inner);
-                if self.view.is_dense() && self.view.first == 0 {
+                if self.is_dense() {
                     Ok(device.share(&mut buffer))
                 } else {
                     self.repacked(label, device, &buffer)

@@ -23,8 +23,9 @@ unsafe impl<T> Sync for Handle<T> {}
 /// The primary context of a device. The whole process shares it.
 #[derive(Debug)]
 pub(crate) struct Context {
-    raw: Handle<sys::CUctx_st>,
+    pub(super) raw: Handle<sys::CUctx_st>,
     device: sys::CUdevice,
+    ordinal: usize,
 }
 
 impl Context {
@@ -33,7 +34,12 @@ impl Context {
         let mut raw = ptr::null_mut();
         // SAFETY: `device` comes from cuDeviceGet. The driver writes one handle to `raw`, a local.
         check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut raw, device) })?;
-        Ok(Arc::new(Self { raw: Handle(raw), device }))
+        Ok(Arc::new(Self { raw: Handle(raw), device, ordinal }))
+    }
+
+    /// The device's index.
+    pub(crate) fn ordinal(&self) -> usize {
+        self.ordinal
     }
 
     /// Makes this context current on the calling thread until the guard is dropped. Then the context of before is current

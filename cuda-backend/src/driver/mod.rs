@@ -7,6 +7,7 @@
 #![expect(unsafe_code, reason = "the driver is a C library")]
 
 mod call;
+mod caller;
 mod context;
 mod copy;
 mod error;
@@ -18,6 +19,8 @@ mod module;
 mod properties;
 mod stream;
 
+pub use caller::CallerStream;
+pub(crate) use caller::{PointsTo, StreamState};
 pub(crate) use context::Context;
 pub(crate) use error::DriverError;
 pub use error::Unavailable;

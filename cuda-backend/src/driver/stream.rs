@@ -36,23 +36,12 @@ impl Stream {
 
     /// Operations that are submitted to this stream later begin after `event` is complete.
     pub(crate) fn wait(&self, event: &Event) -> Result<()> {
-        let _current = self.context.push()?;
-        // SAFETY: the context is current. Both handles are valid during the call, and the driver keeps what it needs of the
-        // event, which may be destroyed before the wait is over.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.raw.0, event.raw.0, 0) })
+        event.awaited_by(&self.raw)
     }
 
     /// An event that is complete when everything submitted to this stream so far is done.
     pub(crate) fn record(&self) -> Result<Event> {
-        let _current = self.context.push()?;
-        let mut raw = ptr::null_mut();
-        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: the context is current. The driver writes one handle to `raw`, a local.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut raw, flags) })?;
-        let event = Event { raw: Handle(raw), context: self.context.clone() };
-        // SAFETY: event and stream are of the same, current context, and both handles are valid.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(event.raw.0, self.raw.0) })?;
-        Ok(event)
+        Event::record(&self.context, &self.raw)
     }
 
     /// Submits a launch. The driver has copied its arguments when this returns.
