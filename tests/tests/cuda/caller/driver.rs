@@ -160,8 +160,8 @@ impl Stream {
     /// Copies `from` to the beginning of `into`. Both stay allocated until the stream is synchronised.
     pub(crate) fn upload(&self, from: &Memory, into: &Memory) {
         assert!(from.on_host && !into.on_host && from.bytes <= into.bytes);
-        // SAFETY: a context is current, the stream exists, and both allocations are large enough.
         self.context.with(|| {
+            // SAFETY: a context is current, the stream exists, and both allocations are large enough.
             ok(unsafe {
                 sys::cuMemcpyHtoDAsync_v2(into.address, from.address as *const c_void, from.bytes, self.raw)
             });
@@ -171,8 +171,8 @@ impl Stream {
     /// Copies as many bytes as `into` has from the address `from`. `into` stays allocated until the stream is synchronised.
     pub(crate) fn download(&self, from: u64, into: &Memory) {
         assert!(into.on_host);
-        // SAFETY: a context is current, the stream exists, and `into` is large enough. The driver checks the source.
         self.context.with(|| {
+            // SAFETY: a context is current, the stream exists, and `into` is large enough. The driver checks the source.
             ok(unsafe { sys::cuMemcpyDtoHAsync_v2(into.address as *mut c_void, from, into.bytes, self.raw) });
         });
     }
