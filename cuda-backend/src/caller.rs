@@ -30,7 +30,9 @@ pub enum Written<'a> {
 /// gives tensors to Kyklos and takes its results, without a copy through the host. Implemented for [`Tensor`].
 ///
 /// The device is the primary context of a GPU, which the runtime API, PyTorch and candle use too. No function of this crate changes
-/// the context that is current on the caller's thread. **It has run on a fake driver only, never on a GPU.**
+/// the context that is current on the caller's thread. While a stream captures a CUDA graph in the mode for the whole process
+/// (PyTorch's default), the driver may refuse what this crate does meanwhile, and end the capture: do not capture during calls.
+/// **This has run on a fake driver only, never on a GPU.**
 ///
 /// ```no_run
 /// use std::ffi::c_void;

@@ -157,15 +157,28 @@ static Stream *make_stream(u64 number) {
     stream->number = number;
     stream->random = config().seed * 1000 + number;
     current->streams.insert(stream);
-    state().streams.insert(stream);
     start(stream);
     return stream;
+}
+
+// The backend uses no default stream, and its streams do not synchronise with it.
+Stream *fake::existing(Stream *handle) {
+    if (handle) {
+        alive(state().streams, handle, "stream");
+        return handle;
+    }
+    if (!current->default_stream) {
+        current->default_stream = make_stream(900 + u64(current->ordinal));
+        current->default_stream->by_caller = true;
+    }
+    return current->default_stream;
 }
 
 API cuStreamCreateWithPriority(Stream **stream, unsigned, int) {
     ENTER();
     static u64 count;
     *stream = make_stream(count++);
+    state().streams.insert(*stream);
     return SUCCESS;
 }
 
@@ -174,34 +187,35 @@ API cuStreamCreate(Stream **stream, unsigned) {
     ENTER();
     static u64 count;
     *stream = make_stream(500 + count++);
+    state().streams.insert(*stream);
     (*stream)->by_caller = true;
     return SUCCESS;
 }
 
 API cuStreamSynchronize(Stream *stream) {
     ENTER();
-    alive(state().streams, stream, "stream");
+    stream = existing(stream);
     state().changed.wait(held, [&] { return stream->device->sticky || (!stream->busy && stream->queue.empty()); });
     return stream->device->sticky;
 }
 
 API cuStreamBeginCapture_v2(Stream *stream, int) {
     ENTER();
-    alive(state().streams, stream, "stream");
+    stream = existing(stream);
     stream->capturing = true;
     return SUCCESS;
 }
 
 API cuStreamIsCapturing(Stream *stream, int *status) {
     ENTER();
-    alive(state().streams, stream, "stream");
+    stream = existing(stream);
     *status = stream->capturing;
     return SUCCESS;
 }
 
 API cuStreamGetCtx(Stream *stream, void **context) {
     ENTER();
-    alive(state().streams, stream, "stream");
+    stream = existing(stream);
     *context = stream->device;
     return SUCCESS;
 }
@@ -217,7 +231,7 @@ API cuStreamDestroy_v2(Stream *stream) {
 
 API cuStreamWaitEvent(Stream *stream, Event *event, unsigned) {
     ENTER();
-    alive(state().streams, stream, "stream");
+    stream = existing(stream);
     alive(state().events, event, "event");
     state().waits++;
     const std::shared_ptr<EventRecord> record = event->record;
@@ -242,7 +256,7 @@ API cuEventCreate(Event **event, unsigned) {
 
 API cuEventRecord(Event *event, Stream *stream) {
     ENTER();
-    alive(state().streams, stream, "stream");
+    stream = existing(stream);
     alive(state().events, event, "event");
     const std::shared_ptr<EventRecord> record = std::make_shared<EventRecord>();
     if (stream->device != current) return INVALID_HANDLE;

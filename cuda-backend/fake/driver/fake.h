@@ -125,6 +125,7 @@ struct Device {
     int sticky = 0;  // the error that destroyed the context; every later call returns it
     u64 used = 0, allocations = 0, pinned = 0, launches = 0;
     std::set<Stream *> streams;
+    Stream *default_stream = nullptr;
 };
 
 // All objects of the driver, under one lock.
@@ -156,6 +157,8 @@ extern thread_local Device *current;
 extern thread_local std::vector<Device *> below;
 extern thread_local bool on_worker;
 
+// The stream of a handle; null is the default stream of the current context. The caller holds the lock.
+Stream *existing(Stream *handle);
 // Queues an operation. The caller holds the lock.
 void submit(Stream &stream, std::function<void()> operation);
 void start(Stream *stream);

@@ -43,7 +43,7 @@ API cuMemAlloc_v2(u64 *address, size_t bytes) {
 // From a pool. For callers. The memory may be used at once, not only in the order of the stream.
 API cuMemAllocAsync(u64 *address, size_t bytes, Stream *stream) {
     ENTER();
-    alive(state().streams, stream, "stream");
+    stream = existing(stream);
     return allocate(address, bytes, true);
 }
 
@@ -150,7 +150,7 @@ static void copy(Stream &stream, u64 into, u64 from, u64 bytes, u64 device_side,
 
 API cuMemcpyHtoDAsync_v2(u64 into, const void *from, size_t bytes, Stream *stream) {
     ENTER();
-    alive(state().streams, stream, "stream");
+    stream = existing(stream);
     if (!on_device(into, bytes)) return INVALID_VALUE;
     if (is_pinned(u64(from), bytes)) {
         copy(*stream, into, u64(from), bytes, into, u64(from));
@@ -165,7 +165,7 @@ API cuMemcpyHtoDAsync_v2(u64 into, const void *from, size_t bytes, Stream *strea
 
 API cuMemcpyDtoHAsync_v2(void *into, u64 from, size_t bytes, Stream *stream) {
     ENTER();
-    alive(state().streams, stream, "stream");
+    stream = existing(stream);
     if (!on_device(from, bytes)) return INVALID_VALUE;
     if (is_pinned(u64(into), bytes)) {
         // The destination is undefined until the copy is done.

@@ -102,7 +102,7 @@ pub(crate) enum StreamState {
 
 impl CallerStream {
     /// The stream `handle`: a `CUstream`, which is also a `cudaStream_t`. Null is the default stream of the device's primary
-    /// context.
+    /// context, `CU_STREAM_PER_THREAD` the one of the thread that uses this value.
     ///
     /// # Safety
     /// The stream exists as long as this value.

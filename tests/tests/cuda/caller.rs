@@ -22,14 +22,18 @@ mod driver;
 pub(crate) fn scenarios() -> Vec<Scenario> {
     let mut all = vec![
         Scenario::new("reads a caller's f32 tensors behind its stream", "seed=81,delay_us=3000", || {
-            two_ranks(&SINES, Layout::Dense);
+            two_ranks(&SINES, Layout::Dense, Stream::new);
         }),
         Scenario::new("reads a caller's bf16 tensors behind its stream", "seed=82,delay_us=3000", || {
-            two_ranks(&SINES.map(bf16::from_f32), Layout::Dense);
+            two_ranks(&SINES.map(bf16::from_f32), Layout::Dense, Stream::new);
         }),
-        Scenario::new("reads a caller's tensors with heads before tokens", "seed=83", || {
-            two_ranks(&SINES, Layout::HeadsFirst);
-        }),
+        Scenario::new(
+            "reads a caller's tensors with heads before tokens behind its default stream",
+            "seed=83",
+            || {
+                two_ranks(&SINES, Layout::HeadsFirst, Stream::default_of);
+            },
+        ),
         Scenario::new("drops the owner of memory after the last read", "seed=84,delay_us=3000", owner),
         Scenario::new("drops no owner of memory that a hanging kernel reads", "seed=85,hang_at=1", hanging),
         Scenario::new("keeps the memory of a result for a caller's stream", "seed=86,delay_us=3000", || {
@@ -51,7 +55,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
             let mut scenario = Scenario::new(
                 &format!("{name} fails the check, seed {seed}"),
                 &format!("ignore_caller_waits={bit},delay_us=3000,seed={seed}"),
-                || two_ranks(&SINES, Layout::Dense),
+                || two_ranks(&SINES, Layout::Dense, Stream::new),
             );
             scenario.ends = Ends::Failing;
             all.push(scenario);
@@ -100,7 +104,7 @@ enum Layout {
 
 /// Two ranks of one process on one device, each with tensors in its own memory that its own stream writes late. Its stream reads
 /// the results; the host does not wait in between.
-fn two_ranks<T: Element + PartialEq + std::fmt::Debug>(values: &Sines<T>, layout: Layout) {
+fn two_ranks<T: Element>(values: &Sines<T>, layout: Layout, stream_of: fn(&Arc<Context>) -> Stream) {
     let device = Device::new(CudaBackend::new(0).unwrap());
     let context = Context::primary(0);
     let sessions = || {
@@ -117,7 +121,7 @@ fn two_ranks<T: Element + PartialEq + std::fmt::Debug>(values: &Sines<T>, layout
         let rank = transport.rank().0 as usize;
         let mut session = take(&all, rank);
         context.set_current();
-        let stream = Stream::new(&context);
+        let stream = stream_of(&context);
         let out = layers(rank, values, |layer, inputs| {
             let [q, k, v] = caller_tensors(&device, &context, &stream, layout, rank, inputs);
             assert!(context.is_current());
@@ -222,7 +226,7 @@ struct Busy(#[expect(dead_code, reason = "freed by its drop")] [Memory; 2]);
 impl Busy {
     fn new(context: &Arc<Context>, stream: &Stream) -> Self {
         let (from, into) = (Memory::on_host(context, &[0; 64]), Memory::on_device(context, 64));
-        for _ in 0..20 {
+        for _ in 0..60 {
             stream.upload(&from, &into);
         }
         Self([from, into])

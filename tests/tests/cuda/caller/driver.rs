@@ -153,6 +153,11 @@ impl Stream {
         Self { raw, context: context.clone() }
     }
 
+    /// The default stream of a context.
+    pub(crate) fn default_of(context: &Arc<Context>) -> Self {
+        Self { raw: ptr::null_mut(), context: context.clone() }
+    }
+
     pub(crate) fn handle(&self) -> *mut c_void {
         self.raw.cast()
     }
@@ -192,6 +197,9 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
+        if self.raw.is_null() {
+            return;
+        }
         // SAFETY: a context is current, and nothing uses the stream after this.
         self.context.with(|| ok(unsafe { sys::cuStreamDestroy_v2(self.raw) }));
     }
