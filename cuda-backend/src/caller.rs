@@ -23,6 +23,8 @@ pub enum Written<'a> {
     /// Now: the host has waited for what writes them, or the host wrote them itself.
     Already,
     /// When everything that this stream has been given so far is done. The device waits for it, the host does not.
+    /// If that takes longer than [`CudaOptions::stuck_after`](crate::CudaOptions::stuck_after) after the first use of the tensor, the
+    /// device counts as lost.
     By(&'a CallerStream),
 }
 
