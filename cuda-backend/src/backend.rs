@@ -24,7 +24,7 @@ use crate::{images, ops};
 #[derive(Debug)]
 pub struct CudaBackend {
     info: DeviceInfo,
-    device: OpenDevice,
+    pub(crate) device: OpenDevice,
 }
 
 impl CudaBackend {

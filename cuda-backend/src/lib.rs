@@ -12,7 +12,9 @@
 //! - Kernels, copies to the device and copies to the host have a stream each. Events order operations that access the same
 //!   buffer. Short kernels are submitted together, and as CUDA graphs if the same sequence repeats. Copies go through pinned
 //!   memory, and a download returns that memory without another copy.
-//! - Unsafe code is in `driver/` and in `images/nvrtc.rs`.
+//! - The context is the primary one of the device. It is current on a caller's thread during calls of the driver only.
+//!   [`CudaTensor`] makes tensors of a caller's device memory and orders streams of a caller.
+//! - Unsafe code is in `driver/` and in `images/nvrtc.rs`, and `caller.rs` has an unsafe function.
 //!
 //! # Modules, from the bottom up
 //!
@@ -22,9 +24,11 @@
 //! - `device`: an open device with its memory, streams and completions.
 //! - `ops`: the operations as launches of kernels.
 //! - `devices`, `backend`: the list of devices, and the `Backend`.
+//! - `caller`: tensors in memory of a caller.
 #![deny(unsafe_code)]
 
 mod backend;
+mod caller;
 mod device;
 mod devices;
 mod driver;
@@ -33,9 +37,10 @@ mod kernels;
 mod ops;
 
 pub use backend::CudaBackend;
+pub use caller::{CallerMemory, CudaTensor, Written};
 pub use device::{CudaBuffer, CudaOptions, Download};
 pub use devices::{CudaDevice, availability, devices};
-pub use driver::Unavailable;
+pub use driver::{CallerStream, Unavailable};
 pub use kernels::{
     AttendArguments, AttendKernel, CallShape, CodesArguments, CodesKernel, ConvertArguments, DecodeArguments,
     DeviceWork, Direction, HeadPack, HopperArguments, KernelChoice, PACKED_ROWS, PartsArguments,

@@ -8,6 +8,10 @@ use half::{bf16, f16};
 use crate::backend::{Backend, Device, DeviceBuffer, Extent, Layout};
 use crate::{Dtype, Error, Result};
 
+mod view;
+
+use view::View;
+
 /// `[batch, tokens, heads, dim]` elements in host memory or on a device. Cloning gives another handle of the same elements.
 ///
 /// ```
@@ -25,14 +29,6 @@ pub struct Tensor {
     dtype: Dtype,
     view: View,
     memory: Memory,
-}
-
-/// The elements of a tensor in its memory, in elements.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct View {
-    shape: [usize; 4],
-    strides: [usize; 4],
-    first: usize,
 }
 
 #[derive(Clone, Debug)]
@@ -70,59 +66,6 @@ struct Kept<T>(Vec<T>);
 impl<T: Element> AsRef<[u8]> for Kept<T> {
     fn as_ref(&self) -> &[u8] {
         bytemuck::cast_slice(&self.0)
-    }
-}
-
-impl View {
-    fn dense(shape: [usize; 4]) -> Self {
-        let [_, tokens, heads, dim] = shape;
-        Self { shape, strides: [tokens * heads * dim, heads * dim, dim, 1], first: 0 }
-    }
-
-    fn len(&self) -> usize {
-        self.shape.iter().product()
-    }
-
-    fn is_dense(&self) -> bool {
-        let dense = Self::dense(self.shape);
-        // The stride of an extent of 1 has no meaning.
-        self.len() == 0
-            || (0..4).all(|axis| self.shape[axis] == 1 || self.strides[axis] == dense.strides[axis])
-    }
-
-    /// Refuses elements that are outside of `elements`, share memory, or are apart inside a head.
-    fn fits(&self, elements: usize) -> Result<()> {
-        let refuse = |what: String| {
-            let Self { shape, strides, first } = self;
-            Err(Error::request(
-                format!("a tensor of shape {shape:?} with strides {strides:?} from element {first}: {what}"),
-                "give each element its own place in memory, and the elements of a head one after the other",
-            ))
-        };
-        if self.shape.iter().try_fold(1, |elements: usize, extent| elements.checked_mul(*extent)).is_none() {
-            return refuse("it has more elements than memory can hold".to_owned());
-        }
-        if self.len() == 0 {
-            return Ok(());
-        }
-        if self.shape[3] > 1 && self.strides[3] != 1 {
-            return refuse("the elements of a head are not adjacent".to_owned());
-        }
-        let reach = self.shape.iter().zip(&self.strides).try_fold(self.first, |sum, (extent, stride)| {
-            sum.checked_add((extent - 1).checked_mul(*stride)?)
-        });
-        if reach.is_none_or(|last| last >= elements) {
-            return refuse(format!("it reaches beyond its memory of {elements} elements"));
-        }
-        let mut axes: Vec<(usize, usize)> = self.strides.into_iter().zip(self.shape).collect();
-        axes.retain(|(_, extent)| *extent > 1);
-        axes.sort_unstable();
-        if axes.windows(2).any(|pair| pair[1].0 < pair[0].0 * pair[0].1)
-            || axes.iter().any(|axis| axis.0 == 0)
-        {
-            return refuse("elements share memory".to_owned());
-        }
-        Ok(())
     }
 }
 
@@ -181,13 +124,39 @@ impl Tensor {
     /// usages are `STORAGE`, `COPY_SRC` and `COPY_DST`, its size is rounded up.
     #[cfg(feature = "wgpu")]
     pub fn wgpu_buffer(&self) -> Option<wgpu::Buffer> {
-        match &self.memory {
-            Memory::Device(_, buffer) if self.view.is_dense() && self.view.first == 0 => {
-                let buffer = buffer.lock().unwrap_or_else(PoisonError::into_inner);
-                Some(buffer.get::<crate::backend::wgpu::WgpuBuffer>()?.raw().clone())
-            }
-            _ => None,
-        }
+        let raw = |buffer: &crate::backend::wgpu::WgpuBuffer| buffer.raw().clone();
+        self.is_dense().then(|| self.with_buffer(raw))?
+    }
+
+    /// The elements in a buffer that a backend outside this crate has made of a caller's memory, without a copy: strides in
+    /// elements, from the beginning of the buffer on, which has `elements` elements. `buffer` is of `device`, and it is only
+    /// read. Elements that are not dense cost one copy on the device when they are used.
+    ///
+    /// # Errors
+    /// As [`Self::view`].
+    pub fn from_buffer(
+        shape: [usize; 4],
+        strides: [usize; 4],
+        dtype: Dtype,
+        device: &Device,
+        buffer: DeviceBuffer,
+        elements: usize,
+    ) -> Result<Self> {
+        let view = View { shape, strides, first: 0 };
+        view.fits(elements)?;
+        Ok(Self { view, ..Self::on_device(shape, dtype, device, buffer) })
+    }
+
+    /// What `read` makes of the device buffer that holds the elements; `None` if they are not in a `T`, which is a
+    /// [`Backend::Buffer`]. The buffer may hold more than these elements, see [`Self::is_dense`].
+    pub fn with_buffer<T: 'static, R>(&self, read: impl FnOnce(&T) -> R) -> Option<R> {
+        let Memory::Device(_, buffer) = &self.memory else { return None };
+        buffer.lock().unwrap_or_else(PoisonError::into_inner).get().map(read)
+    }
+
+    /// Whether the elements are dense and begin where their memory begins.
+    pub fn is_dense(&self) -> bool {
+        self.view.is_dense() && self.view.first == 0
     }
 
     /// `bytes` bytes of `device`, dense.
@@ -204,7 +173,7 @@ impl Tensor {
     pub fn view(&self, shape: [usize; 4], strides: [usize; 4], first: usize) -> Result<Self> {
         let view = View { shape, strides, first };
         let old = self.view;
-        if !old.is_dense() || old.first != 0 {
+        if !self.is_dense() {
             return Err(Error::request("a view of a view", "view the tensor that owns the memory"));
         }
         view.fits(old.len())?;
@@ -295,7 +264,7 @@ impl Tensor {
                     return device.alloc(label, 0);
                 }
                 let mut buffer = buffer.lock().unwrap_or_else(PoisonError::into_inner);
-                if self.view.is_dense() && self.view.first == 0 {
+                if self.is_dense() {
                     Ok(device.share(&mut buffer))
                 } else {
                     self.repacked(label, device, &buffer)

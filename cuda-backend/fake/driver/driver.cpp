@@ -1,13 +1,10 @@
-// The functions of `libcuda.so.1` that the CUDA backend uses, except those for kernels (`kernels.cpp`).
+// The functions of `libcuda.so.1` that the CUDA backend uses, except those for memory (`memory.cpp`) and kernels
+// (`kernels.cpp`), and a few that callers use.
 #include "fake.h"
 
 #include <cstdio>
-#include <cstring>
-#include <sys/mman.h>
 
 using namespace fake;
-
-static const u64 PAGE = 4096;
 
 // --- devices ---------------------------------------------------------------------------------------------------------
 
@@ -95,145 +92,131 @@ API cuDevicePrimaryCtxRelease_v2(int ordinal) {
     return SUCCESS;
 }
 
+static Device *usable(void *context) {
+    Device *device = static_cast<Device *>(context);
+    if (device && !device->retained) die("a context was used after its release");
+    return device;
+}
+
+API cuCtxPushCurrent_v2(void *context) {
+    Held held(state().lock);
+    if (!context) return INVALID_CONTEXT;
+    below.push_back(current);
+    current = usable(context);
+    return SUCCESS;
+}
+
+API cuCtxPopCurrent_v2(void **context) {
+    if (below.empty()) die("a context was popped once more than one was pushed");
+    *context = current;
+    current = below.back();
+    below.pop_back();
+    return SUCCESS;
+}
+
+// For callers; the backend pushes and pops.
 API cuCtxSetCurrent(void *context) {
-    current = static_cast<Device *>(context);
-    if (current && !current->retained) die("a context was used after its release");
+    Held held(state().lock);
+    current = usable(context);
     return SUCCESS;
 }
 
-// --- memory -----------------------------------------------------------------------------------------------------------
-
-API cuMemGetInfo_v2(size_t *free, size_t *total) {
-    ENTER();
-    *total = config().memory_mb << 20;
-    *free = *total - current->used;
+API cuCtxGetCurrent(void **context) {
+    *context = current;
     return SUCCESS;
 }
 
-API cuMemAlloc_v2(u64 *address, size_t bytes) {
-    ENTER();
-    if (!bytes) return INVALID_VALUE;
-    current->allocations++;
-    const bool planned = current->ordinal == 0 && config().oom_at && current->allocations >= config().oom_at;
-    if (planned || bytes > (config().memory_mb << 20) - current->used) return OUT_OF_MEMORY;
-    // A page without access before and one behind.
-    const u64 pages = (bytes + PAGE - 1) / PAGE * PAGE;
-    void *all = mmap(nullptr, pages + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (all == MAP_FAILED) return OUT_OF_MEMORY;
-    mprotect(static_cast<char *>(all) + PAGE, pages, PROT_READ | PROT_WRITE);
-    *address = u64(all) + PAGE + (pages - bytes) / 256 * 256;
-    std::memset(reinterpret_cast<void *>(*address), 0xff, bytes);
-    state().memory[*address] = {bytes, current};
-    state().freed.erase(*address);
-    current->used += bytes;
+// A context that is not the primary one. For callers; unlike NVIDIA's driver this does not make it current.
+API cuCtxCreate_v4(void **context, const void *, unsigned, int ordinal) {
+    Held held(state().lock);
+    Device *made = new Device;
+    made->ordinal = ordinal;
+    made->retained = 1;
+    state().contexts.insert(made);
+    *context = made;
     return SUCCESS;
 }
 
-API cuMemFree_v2(u64 address) {
-    ENTER();
-    auto at = state().memory.find(address);
-    if (at == state().memory.end()) die("memory at %llx was freed, but is none", address);
-    drain(held, *current);
-    const u64 bytes = at->second.first, first = address / PAGE * PAGE;
-    at->second.second->used -= bytes;
-    state().memory.erase(at);
-    // The addresses stay reserved without access, so that every later access is a fault.
-    const u64 length = (address + bytes - first + PAGE - 1) / PAGE * PAGE;
-    madvise(reinterpret_cast<void *>(first), length, MADV_DONTNEED);
-    mprotect(reinterpret_cast<void *>(first), length, PROT_NONE);
+API cuCtxDestroy_v2(void *context) {
+    Held held(state().lock);
+    Device *device = static_cast<Device *>(context);
+    alive(state().contexts, device, "context");
+    drain(held, *device);
+    // Its struct stays: threads of its streams may still end.
+    device->retained = 0;
+    state().contexts.erase(device);
+    if (current == device) current = nullptr;
     return SUCCESS;
-}
-
-API cuMemHostAlloc(void **memory, size_t bytes, unsigned) {
-    ENTER();
-    current->pinned++;
-    if (current->ordinal == 0 && config().pinned_oom_at && current->pinned >= config().pinned_oom_at) return OUT_OF_MEMORY;
-    *memory = aligned_alloc(PAGE, (bytes + PAGE - 1) / PAGE * PAGE);
-    if (!*memory) return OUT_OF_MEMORY;
-    std::memset(*memory, 0xff, bytes);
-    state().pinned[u64(*memory)] = bytes;
-    return SUCCESS;
-}
-
-API cuMemFreeHost(void *memory) {
-    ENTER();
-    auto at = state().pinned.find(u64(memory));
-    if (at == state().pinned.end()) die("pinned memory at %p was freed, but is none", memory);
-    std::memset(memory, 0xff, at->second);
-    state().pinned.erase(at);
-    free(memory);
-    return SUCCESS;
-}
-
-template <typename Map, typename Bytes> static bool inside(const Map &map, u64 address, u64 bytes, Bytes bytes_of) {
-    auto after = map.upper_bound(address);
-    if (after == map.begin()) return false;
-    --after;
-    return address + bytes <= after->first + bytes_of(after->second);
-}
-
-static bool on_device(u64 address, u64 bytes) {
-    return inside(state().memory, address, bytes, [](const std::pair<u64, Device *> &entry) { return entry.first; });
-}
-
-static bool is_pinned(u64 address, u64 bytes) {
-    return inside(state().pinned, address, bytes, [](u64 pinned) { return pinned; });
-}
-
-// A copy in stream order, which reads and writes when its turn comes.
-static void copy(Stream &stream, u64 into, u64 from, u64 bytes, u64 device_side, u64 host_side) {
-    submit(stream, [=] {
-        Held held(state().lock);
-        if (!on_device(device_side, bytes)) die("a copy meets device memory that was freed");
-        if (!is_pinned(host_side, bytes)) die("a copy meets pinned memory that was freed");
-        state().copied += bytes;
-        std::memcpy(reinterpret_cast<void *>(into), reinterpret_cast<void *>(from), bytes);
-    });
-}
-
-API cuMemcpyHtoDAsync_v2(u64 into, const void *from, size_t bytes, Stream *stream) {
-    ENTER();
-    alive(state().streams, stream, "stream");
-    if (!on_device(into, bytes)) return INVALID_VALUE;
-    if (is_pinned(u64(from), bytes)) {
-        copy(*stream, into, u64(from), bytes, into, u64(from));
-        return SUCCESS;
-    }
-    // Pageable: the driver reads it before it returns, after earlier operations of the stream.
-    state().pageable++;
-    drain(held, *current);
-    std::memcpy(reinterpret_cast<void *>(into), from, bytes);
-    return current->sticky;
-}
-
-API cuMemcpyDtoHAsync_v2(void *into, u64 from, size_t bytes, Stream *stream) {
-    ENTER();
-    alive(state().streams, stream, "stream");
-    if (!on_device(from, bytes)) return INVALID_VALUE;
-    if (is_pinned(u64(into), bytes)) {
-        // The destination is undefined until the copy is done.
-        std::memset(into, 0xff, bytes);
-        copy(*stream, u64(into), from, bytes, from, u64(into));
-        return SUCCESS;
-    }
-    state().pageable++;
-    drain(held, *current);
-    std::memcpy(into, reinterpret_cast<void *>(from), bytes);
-    return current->sticky;
 }
 
 // --- streams and events -----------------------------------------------------------------------------------------------
 
+static Stream *make_stream(u64 number) {
+    Stream *stream = new Stream;
+    stream->device = current;
+    stream->number = number;
+    stream->random = config().seed * 1000 + number;
+    current->streams.insert(stream);
+    start(stream);
+    return stream;
+}
+
+// The backend uses no default stream, and its streams do not synchronise with it.
+Stream *fake::existing(Stream *handle) {
+    if (handle) {
+        alive(state().streams, handle, "stream");
+        return handle;
+    }
+    if (!current->default_stream) {
+        current->default_stream = make_stream(900 + u64(current->ordinal));
+        current->default_stream->by_caller = true;
+    }
+    return current->default_stream;
+}
+
 API cuStreamCreateWithPriority(Stream **stream, unsigned, int) {
     ENTER();
     static u64 count;
-    *stream = new Stream;
-    (*stream)->device = current;
-    (*stream)->number = count++;
-    (*stream)->random = config().seed * 1000 + (*stream)->number;
-    current->streams.insert(*stream);
+    *stream = make_stream(count++);
     state().streams.insert(*stream);
-    start(*stream);
+    return SUCCESS;
+}
+
+// For callers.
+API cuStreamCreate(Stream **stream, unsigned) {
+    ENTER();
+    static u64 count;
+    *stream = make_stream(500 + count++);
+    state().streams.insert(*stream);
+    (*stream)->by_caller = true;
+    return SUCCESS;
+}
+
+API cuStreamSynchronize(Stream *stream) {
+    ENTER();
+    stream = existing(stream);
+    state().changed.wait(held, [&] { return stream->device->sticky || (!stream->busy && stream->queue.empty()); });
+    return stream->device->sticky;
+}
+
+API cuStreamBeginCapture_v2(Stream *stream, int) {
+    ENTER();
+    stream = existing(stream);
+    stream->capturing = true;
+    return SUCCESS;
+}
+
+API cuStreamIsCapturing(Stream *stream, int *status) {
+    ENTER();
+    stream = existing(stream);
+    *status = stream->capturing;
+    return SUCCESS;
+}
+
+API cuStreamGetCtx(Stream *stream, void **context) {
+    ENTER();
+    stream = existing(stream);
+    *context = stream->device;
     return SUCCESS;
 }
 
@@ -248,11 +231,15 @@ API cuStreamDestroy_v2(Stream *stream) {
 
 API cuStreamWaitEvent(Stream *stream, Event *event, unsigned) {
     ENTER();
-    alive(state().streams, stream, "stream");
+    stream = existing(stream);
     alive(state().events, event, "event");
     state().waits++;
     const std::shared_ptr<EventRecord> record = event->record;
-    if (config().ignore_waits >> stream->number % 3 & 1 || !record) return SUCCESS;
+    if (!record) return SUCCESS;
+    const bool forgets = stream->by_caller ? config().ignore_caller_waits & 2
+                                           : (config().ignore_waits >> stream->number % 3 & 1) ||
+                                                 (record->by_caller && config().ignore_caller_waits & 1);
+    if (forgets) return SUCCESS;
     submit(*stream, [=] {
         Held held(state().lock);
         state().changed.wait(held, [&] { return record->done || record->device->sticky; });
@@ -269,10 +256,13 @@ API cuEventCreate(Event **event, unsigned) {
 
 API cuEventRecord(Event *event, Stream *stream) {
     ENTER();
-    alive(state().streams, stream, "stream");
+    stream = existing(stream);
     alive(state().events, event, "event");
     const std::shared_ptr<EventRecord> record = std::make_shared<EventRecord>();
+    if (stream->device != current) return INVALID_HANDLE;
+    if (stream->capturing) die("an event was recorded on a stream that captures a graph");
     record->device = current;
+    record->by_caller = stream->by_caller;
     event->record = record;
     submit(*stream, [=] {
         Held held(state().lock);

@@ -27,6 +27,7 @@ enum Code : int {
     INVALID_DEVICE = 101,
     INVALID_IMAGE = 200,
     INVALID_CONTEXT = 201,
+    INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     NOT_READY = 600,
     ILLEGAL_ADDRESS = 700,
@@ -38,6 +39,9 @@ struct Config {
     u64 devices = 1, seed = 1, version = 13000, capability = 90, memory_mb = 4096;
     u64 delay_us = 200;     // longest sleep before an operation of a stream
     u64 ignore_waits = 0;   // planted bug: cuStreamWaitEvent does nothing; bit n: for the n-th of every three streams
+    // Planted bug, bit 0: waits of the backend's streams for events of a caller's stream do nothing; bit 1: waits of a caller's
+    // stream do nothing.
+    u64 ignore_caller_waits = 0;
     u64 late_parts = 0;     // planted bug: launches that compute parts run after the next merge_parts
     u64 ignore_edges = 0;   // planted bug: nodes of graphs run in reverse order
     u64 report = 0;         // print counts at exit
@@ -60,7 +64,7 @@ struct Device;
 
 // One cuEventRecord of an event.
 struct EventRecord {
-    bool done = false;
+    bool done = false, by_caller = false;
     Device *device = nullptr;
 };
 
@@ -72,6 +76,8 @@ struct Stream {
     Device *device;
     std::deque<std::function<void()>> queue;
     bool busy = false, closed = false;
+    bool by_caller = false;  // made by cuStreamCreate, which the backend does not call
+    bool capturing = false;
     u64 random, number;
 };
 
@@ -106,11 +112,20 @@ struct GraphExec {
     std::vector<Launch> launches;
 };
 
+// Memory of a device. Memory of a pool belongs to no context.
+struct Allocation {
+    u64 bytes;
+    Device *device;
+    bool pooled = false;
+};
+
+// A context. The primary one of a device is in `State::devices`; `retained` is 1 for a context of cuCtxCreate.
 struct Device {
     int ordinal = 0, retained = 0;
     int sticky = 0;  // the error that destroyed the context; every later call returns it
     u64 used = 0, allocations = 0, pinned = 0, launches = 0;
     std::set<Stream *> streams;
+    Stream *default_stream = nullptr;
 };
 
 // All objects of the driver, under one lock.
@@ -118,7 +133,8 @@ struct State {
     std::mutex lock;
     std::condition_variable changed;
     std::map<int, Device> devices;
-    std::map<u64, std::pair<u64, Device *>> memory;  // address: bytes
+    std::map<u64, Allocation> memory;  // by address
+    std::set<Device *> contexts;       // of cuCtxCreate
     std::map<u64, u64> freed;
     std::map<u64, u64> pinned;
     std::set<Stream *> streams;
@@ -128,7 +144,7 @@ struct State {
     std::set<Graph *> graphs;
     std::set<GraphExec *> graph_execs;
     std::map<std::string, u64> launched;  // of each kernel
-    u64 launches = 0, waits = 0, pageable = 0, copied = 0, graphs_made = 0, graph_launches = 0, graph_kernels = 0;
+    u64 launches = 0, waits = 0, pageable = 0, copied = 0, downloaded = 0, graphs_made = 0, graph_launches = 0, graph_kernels = 0;
 };
 State &state();
 
@@ -136,9 +152,13 @@ State &state();
 void judge_at_exit();
 
 u64 chance(u64 &random, u64 below);
+// The topmost context of the calling thread's stack, and those below it.
 extern thread_local Device *current;
+extern thread_local std::vector<Device *> below;
 extern thread_local bool on_worker;
 
+// The stream of a handle; null is the default stream of the current context. The caller holds the lock.
+Stream *existing(Stream *handle);
 // Queues an operation. The caller holds the lock.
 void submit(Stream &stream, std::function<void()> operation);
 void start(Stream *stream);

@@ -13,6 +13,7 @@
 namespace fake {
 
 thread_local Device *current;
+thread_local std::vector<Device *> below;
 thread_local bool on_worker;
 
 // Never destroyed: threads of streams use it until the process ends.
@@ -33,6 +34,7 @@ const Config &config() {
             {"memory_mb", &config.memory_mb}, {"delay_us", &config.delay_us},
             {"report", &config.report},       {"ignore_waits", &config.ignore_waits},
             {"late_parts", &config.late_parts},
+            {"ignore_caller_waits", &config.ignore_caller_waits},
             {"oom_at", &config.oom_at},       {"pinned_oom_at", &config.pinned_oom_at},
             {"refuse_at", &config.refuse_at}, {"sticky_at", &config.sticky_at},
             {"sticky", &config.sticky},       {"hang_at", &config.hang_at},
@@ -150,7 +152,7 @@ static void end(int status, void *) {
         u64 retained = 0;
         for (const auto &device : all.devices) retained += u64(device.second.retained);
         return all.memory.size() + all.pinned.size() + all.streams.size() + all.events.size() + all.modules.size() +
-               all.graphs.size() + all.graph_execs.size() + retained;
+               all.graphs.size() + all.graph_execs.size() + all.contexts.size() + retained;
     };
     std::unique_lock<std::mutex> held(all.lock);
     bool broken = config().hang_at != 0;

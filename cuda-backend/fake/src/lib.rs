@@ -49,7 +49,7 @@ fn build() -> PathBuf {
     std::fs::create_dir_all(&unfinished).expect("target can be written");
     let mut command = shared(&unfinished.join("libcuda.so.1"));
     command.arg("-I").arg(&emulator).arg("-I").arg(&kernels);
-    command.args(["driver.cpp", "kernels.cpp", "state.cpp"].map(|name| driver.join(name)));
+    command.args(["driver.cpp", "memory.cpp", "kernels.cpp", "state.cpp"].map(|name| driver.join(name)));
     command.args(["machine.cpp", "instructions.cpp", "hopper.cpp"].map(|name| emulator.join(name)));
     cxx::run(command.args(["-x", "c++"]).arg(kernels.join("kernels.cu")));
     cxx::run(shared(&unfinished.join("libnvrtc.so")).arg(driver.join("nvrtc.cpp")));

@@ -73,21 +73,47 @@ impl Completion {
 /// The last write to an allocation and the reads since then.
 #[derive(Debug, Default)]
 pub(crate) struct AccessRecord {
-    last_write: Option<(StreamKind, Arc<Completion>)>,
+    /// `None`: by a stream of a caller.
+    last_write: Option<(Option<StreamKind>, Arc<Completion>)>,
     /// The last read of each stream since that write.
     reads: [Option<Arc<Completion>>; StreamKind::COUNT],
+    /// Reads by streams of a caller since that write.
+    caller_reads: Vec<Arc<Completion>>,
 }
 
 impl AccessRecord {
+    /// Of memory that a caller's stream has written when `event` is complete.
+    pub(crate) fn written_by_caller(event: Option<Arc<Event>>) -> Self {
+        Self { last_write: event.map(|event| (None, Completion::of(event))), ..Self::default() }
+    }
+
+    /// A caller's stream reads the memory until `event` is complete.
+    pub(crate) fn record_caller_read(&mut self, event: Arc<Event>) {
+        // What a query of an event fails with is the error of the next operation.
+        self.caller_reads.retain(|read| !read.is_complete().unwrap_or(false));
+        self.caller_reads.push(Completion::of(event));
+    }
+
+    /// The last write.
+    pub(crate) fn last_write(&self) -> Option<&Arc<Completion>> {
+        self.last_write.as_ref().map(|(_, completion)| completion)
+    }
+
+    /// The last read of each stream of the backend since the last write.
+    pub(crate) fn reads(&self) -> impl Iterator<Item = (StreamKind, &Arc<Completion>)> {
+        let reads = StreamKind::ALL.into_iter().zip(&self.reads);
+        reads.filter_map(|(kind, read)| Some((kind, read.as_ref()?)))
+    }
+
     /// What a read on stream `kind` has to wait for: the last write, if another stream made it.
     pub(crate) fn awaited_by_read(&self, kind: StreamKind) -> impl Iterator<Item = &Arc<Completion>> {
-        self.last_write.iter().filter(move |(by, _)| *by != kind).map(|(_, completion)| completion)
+        self.last_write.iter().filter(move |(by, _)| *by != Some(kind)).map(|(_, completion)| completion)
     }
 
     /// What a write on stream `kind` has to wait for: the last write and the reads since, if other streams made them.
     pub(crate) fn awaited_by_write(&self, kind: StreamKind) -> impl Iterator<Item = &Arc<Completion>> {
-        let readers = StreamKind::ALL.into_iter().zip(&self.reads).filter(move |(by, _)| *by != kind);
-        self.awaited_by_read(kind).chain(readers.filter_map(|(_, completion)| completion.as_ref()))
+        let readers = self.reads().filter(move |(by, _)| *by != kind).map(|(_, completion)| completion);
+        self.awaited_by_read(kind).chain(readers).chain(&self.caller_reads)
     }
 
     pub(crate) fn record_read(&mut self, kind: StreamKind, completion: &Arc<Completion>) {
@@ -95,8 +121,7 @@ impl AccessRecord {
     }
 
     pub(crate) fn record_write(&mut self, kind: StreamKind, completion: &Arc<Completion>) {
-        *self =
-            Self { last_write: Some((kind, completion.clone())), reads: [const { None }; StreamKind::COUNT] };
+        *self = Self { last_write: Some((Some(kind), completion.clone())), ..Self::default() };
     }
 
     /// The error of the last write, if it failed.
@@ -118,7 +143,7 @@ impl AccessRecord {
     /// Whether all recorded operations are complete.
     pub(crate) fn is_idle(&self) -> Result<bool, DriverError> {
         let last_write = self.last_write.iter().map(|(_, completion)| completion);
-        for completion in last_write.chain(self.reads.iter().flatten()) {
+        for completion in last_write.chain(self.reads.iter().flatten()).chain(&self.caller_reads) {
             if !completion.is_complete()? {
                 return Ok(false);
             }

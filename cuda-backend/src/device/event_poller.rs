@@ -21,9 +21,13 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 /// Called with `Ok` when an event is complete, with the error when the device is lost.
 type Callback = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// A handle of the polling thread. Dropping it ends the thread once its queues are empty.
+/// The owner of the polling thread. Dropping it ends the thread once its queues are empty.
 #[derive(Debug)]
-pub(crate) struct EventPoller(Arc<Shared>);
+pub(crate) struct EventPoller(PollerHandle);
+
+/// A handle of the polling thread that does not keep it running.
+#[derive(Clone, Debug)]
+pub(crate) struct PollerHandle(Arc<Shared>);
 
 struct Shared {
     status: Arc<DeviceStatus>,
@@ -37,6 +41,8 @@ struct Shared {
 struct Queue {
     streams: [VecDeque<(Arc<Event>, Callback)>; StreamKind::COUNT],
     closed: bool,
+    /// Whether the thread has ended.
+    ended: bool,
 }
 
 impl fmt::Debug for Shared {
@@ -59,7 +65,11 @@ impl EventPoller {
             move || shared.run()
         };
         thread.spawn(run).map_err(|error| status.device_error("start a thread", &error.to_string()))?;
-        Ok(Self(shared))
+        Ok(Self(PollerHandle(shared)))
+    }
+
+    pub(crate) fn handle(&self) -> PollerHandle {
+        self.0.clone()
     }
 
     /// Calls `callback` on the polling thread when `event` is complete. Events of a stream must be given in stream order.
@@ -69,15 +79,34 @@ impl EventPoller {
         event: Arc<Event>,
         callback: impl FnOnce(Result<()>) + Send + 'static,
     ) {
-        self.0.lock().streams[kind as usize].push_back((event, Box::new(callback)));
+        self.0.on_event(kind, event, callback);
+    }
+}
+
+impl PollerHandle {
+    /// As [`EventPoller::on_event`]. The thread ends after everything that the backend has submitted is done; from then on the
+    /// callback is called at once.
+    pub(crate) fn on_event(
+        &self,
+        kind: StreamKind,
+        event: Arc<Event>,
+        callback: impl FnOnce(Result<()>) + Send + 'static,
+    ) {
+        let mut queue = self.0.lock();
+        if queue.ended {
+            drop(queue);
+            return callback(self.0.status.check());
+        }
+        queue.streams[kind as usize].push_back((event, Box::new(callback)));
         self.0.changed.notify_one();
     }
 }
 
 impl Drop for EventPoller {
     fn drop(&mut self) {
-        self.0.lock().closed = true;
-        self.0.changed.notify_one();
+        let Self(PollerHandle(shared)) = self;
+        shared.lock().closed = true;
+        shared.changed.notify_one();
     }
 }
 
@@ -90,17 +119,16 @@ impl Shared {
         let mut since = [Instant::now(); StreamKind::COUNT];
         let mut idle_since = Instant::now();
         loop {
-            let (heads, closed) = {
-                let queue = self.lock();
-                (
-                    queue.streams.each_ref().map(|kind| kind.front().map(|(event, _)| event.clone())),
-                    queue.closed,
-                )
-            };
-            if heads.iter().all(Option::is_none) {
-                if closed {
+            let heads = {
+                let mut queue = self.lock();
+                let heads = queue.streams.each_ref().map(|kind| kind.front().map(|(event, _)| event.clone()));
+                queue.ended = queue.closed && heads.iter().all(Option::is_none);
+                if queue.ended {
                     return;
                 }
+                heads
+            };
+            if heads.iter().all(Option::is_none) {
                 let sleeping =
                     |queue: &mut Queue| !queue.closed && queue.streams.iter().all(VecDeque::is_empty);
                 drop(self.changed.wait_while(self.lock(), sleeping).unwrap_or_else(PoisonError::into_inner));

@@ -63,10 +63,19 @@ pub struct CudaBuffer {
     allocation: Option<Arc<Allocation>>,
     /// The requested size. The allocation is up to an eighth larger.
     bytes: usize,
-    pool: Arc<MemoryPool>,
+    home: Arc<dyn TakeBack>,
+}
+
+/// Where memory goes when its last handle is dropped. The device may still use it.
+pub(crate) trait TakeBack: std::fmt::Debug + Send + Sync {
+    fn take_back(&self, allocation: Allocation);
 }
 
 impl CudaBuffer {
+    pub(crate) fn new(allocation: Allocation, bytes: usize, home: Arc<dyn TakeBack>) -> Self {
+        Self { allocation: Some(Arc::new(allocation)), bytes, home }
+    }
+
     pub(crate) fn allocation(&self) -> &Allocation {
         self.allocation.as_ref().expect("taken by drop only")
     }
@@ -81,7 +90,7 @@ impl CudaBuffer {
 
     /// Another handle of the same memory.
     pub(crate) fn share(&self) -> Self {
-        Self { allocation: self.allocation.clone(), bytes: self.bytes, pool: self.pool.clone() }
+        Self { allocation: self.allocation.clone(), bytes: self.bytes, home: self.home.clone() }
     }
 }
 
@@ -89,7 +98,7 @@ impl Drop for CudaBuffer {
     fn drop(&mut self) {
         // The last handle of the memory returns it.
         if let Some(allocation) = self.allocation.take().and_then(Arc::into_inner) {
-            self.pool.release(allocation);
+            self.home.take_back(allocation);
         }
     }
 }
@@ -147,7 +156,7 @@ impl MemoryPool {
         };
         allocation.accesses().clear_failure();
         state.used_bytes += allocation.bytes();
-        Ok(CudaBuffer { allocation: Some(Arc::new(allocation)), bytes, pool: self.clone() })
+        Ok(CudaBuffer::new(allocation, bytes, self.clone()))
     }
 
     /// `size` bytes: newly allocated; or kept, even if the device still uses them; or newly allocated after kept memory of other
@@ -194,7 +203,13 @@ impl MemoryPool {
         }
     }
 
-    fn release(&self, allocation: Allocation) {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl TakeBack for MemoryPool {
+    fn take_back(&self, allocation: Allocation) {
         let mut state = self.lock();
         state.used_bytes -= allocation.bytes();
         state.kept.push(allocation);
@@ -204,10 +219,6 @@ impl MemoryPool {
             let Some(index) = state.kept.iter().position(idle) else { break };
             drop(state.kept.remove(index));
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

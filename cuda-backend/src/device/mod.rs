@@ -1,5 +1,6 @@
 //! An open device: its streams, memory, submissions and completions.
 
+mod caller_memory;
 mod dependencies;
 mod download;
 mod event_poller;

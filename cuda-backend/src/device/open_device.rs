@@ -29,17 +29,18 @@ pub(crate) struct OpenDevice {
     /// Whether the image has the kernels for Hopper.
     pub(crate) wgmma: bool,
     pub(crate) pacer: Pacer,
-    resources: Arc<Resources>,
-    poller: EventPoller,
+    pub(super) resources: Arc<Resources>,
+    pub(super) poller: EventPoller,
 }
 
 /// What must live until everything that was submitted is done.
 #[derive(Debug)]
-struct Resources {
-    status: Arc<DeviceStatus>,
+pub(super) struct Resources {
+    pub(super) context: Arc<Context>,
+    pub(super) status: Arc<DeviceStatus>,
     pool: Arc<MemoryPool>,
     staging: Arc<StagingPool>,
-    submitter: Submitter,
+    pub(super) submitter: Submitter,
 }
 
 impl OpenDevice {
@@ -52,6 +53,7 @@ impl OpenDevice {
     ) -> Result<Self> {
         let CudaOptions { max_memory_bytes, stuck_after, graphs, .. } = *options;
         let resources = Arc::new(Resources {
+            context: context.clone(),
             pool: MemoryPool::new(context, &status, properties.memory_bytes, max_memory_bytes, stuck_after),
             staging: StagingPool::new(context, &status),
             submitter: Submitter::new(context, &status, &image.bytes, graphs)?,

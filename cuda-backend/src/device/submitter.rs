@@ -196,6 +196,20 @@ impl Submitter {
         })
     }
 
+    /// The event of the last write to a buffer, which is submitted if it was deferred. `None`: nothing has written it.
+    ///
+    /// # Errors
+    /// The error of that write.
+    pub(super) fn last_write(&self, buffer: &CudaBuffer) -> Result<Option<Arc<Event>>> {
+        let mut state = self.state();
+        let write = buffer.allocation().accesses().last_write().cloned();
+        if write.as_ref().is_some_and(|completion| completion.is_pending()) {
+            self.submit_batch(&mut state)?;
+        }
+        buffer.allocation().accesses().failure().map_or(Ok(()), |error| Err(error.clone()))?;
+        Ok(write.and_then(|completion| completion.event().cloned()))
+    }
+
     /// Submits the deferred launches.
     pub(super) fn flush(&self) -> Result<()> {
         self.submit_batch(&mut self.state()).map(drop)

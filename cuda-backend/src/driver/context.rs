@@ -1,5 +1,6 @@
 //! A device's context.
 
+use std::marker::PhantomData;
 use std::ptr;
 use std::sync::Arc;
 
@@ -22,8 +23,9 @@ unsafe impl<T> Sync for Handle<T> {}
 /// The primary context of a device. The whole process shares it.
 #[derive(Debug)]
 pub(crate) struct Context {
-    raw: Handle<sys::CUctx_st>,
+    pub(super) raw: Handle<sys::CUctx_st>,
     device: sys::CUdevice,
+    ordinal: usize,
 }
 
 impl Context {
@@ -32,22 +34,43 @@ impl Context {
         let mut raw = ptr::null_mut();
         // SAFETY: `device` comes from cuDeviceGet. The driver writes one handle to `raw`, a local.
         check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut raw, device) })?;
-        Ok(Arc::new(Self { raw: Handle(raw), device }))
+        Ok(Arc::new(Self { raw: Handle(raw), device, ordinal }))
     }
 
-    /// Makes this context current on the calling thread.
-    pub(super) fn bind(&self) -> Result<()> {
+    /// The device's index.
+    pub(crate) fn ordinal(&self) -> usize {
+        self.ordinal
+    }
+
+    /// Makes this context current on the calling thread until the guard is dropped. Then the context of before is current
+    /// again: the thread may be of a caller that uses CUDA itself.
+    pub(super) fn push(&self) -> Result<Current<'_>> {
         // SAFETY: the context is retained until `self` is dropped, so the handle is valid.
-        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.raw.0) })
+        check("cuCtxPushCurrent_v2", unsafe { sys::cuCtxPushCurrent_v2(self.raw.0) })?;
+        Ok(Current(PhantomData))
     }
 
     /// Free memory of the device, in bytes, as the driver reports it.
     pub(crate) fn free_bytes(&self) -> Result<usize> {
-        self.bind()?;
+        let _current = self.push()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: this context is current. The driver writes one size to each of two locals.
         check("cuMemGetInfo_v2", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
         Ok(free)
+    }
+}
+
+/// While this lives, a context is current on the thread that made it. Not `Send`: contexts are current for a thread.
+#[derive(Debug)]
+pub(super) struct Current<'a>(PhantomData<(&'a Context, *const ())>);
+
+impl Drop for Current<'_> {
+    fn drop(&mut self) {
+        let mut popped = ptr::null_mut();
+        // An error has no receiver here.
+        // SAFETY: `Context::push` pushed a context on this thread. Guards are dropped in the reverse order of their creation,
+        // so that context is the topmost one. The driver writes one handle to `popped`, a local.
+        let _ = check("cuCtxPopCurrent_v2", unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) });
     }
 }
 

@@ -16,7 +16,7 @@ impl Stream {
     /// Copies the used bytes of `from` to byte `at` of `into`. The copy owns `from` until it is complete.
     pub(crate) fn upload(&self, from: PinnedMemory, into: &DeviceMemory, at: usize) -> Result<PendingCopy> {
         assert!(at + from.used <= into.bytes, "{} bytes at {at} of {}", from.used, into.bytes);
-        self.context.bind()?;
+        let _current = self.context.push()?;
         // SAFETY: the context is current and the stream's handle is valid. The destination lies within `into`, as asserted.
         // The source is pinned and `from.used` bytes long. It stays allocated and unchanged until the copy is complete:
         // `PendingCopy` owns it from here on. After an error nothing was submitted.
@@ -39,7 +39,7 @@ impl Stream {
         into: PinnedMemory,
     ) -> Result<PendingCopy> {
         assert!(range.end <= from.bytes && range.len() == into.used, "{range:?} of {}", from.bytes);
-        self.context.bind()?;
+        let _current = self.context.push()?;
         // SAFETY: the context is current and the stream's handle is valid. The source lies within `from`, as asserted. The
         // destination is pinned and `into.used` bytes long. No one else reads, writes or frees it until the copy is complete:
         // `PendingCopy` owns it from here on. After an error nothing was submitted.

@@ -1,5 +1,6 @@
 //! Events.
 
+use std::ptr;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
@@ -11,14 +12,36 @@ use super::error::Result;
 /// A point in a stream. Complete when everything that was submitted to the stream before it is done.
 #[derive(Debug)]
 pub(crate) struct Event {
-    pub(super) raw: Handle<sys::CUevent_st>,
-    pub(super) context: Arc<Context>,
+    raw: Handle<sys::CUevent_st>,
+    context: Arc<Context>,
 }
 
 impl Event {
+    /// An event that is complete when everything submitted to a stream of `context` so far is done. The stream exists.
+    pub(super) fn record(context: &Arc<Context>, stream: &Handle<sys::CUstream_st>) -> Result<Self> {
+        let _current = context.push()?;
+        let mut raw = ptr::null_mut();
+        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: the context is current. The driver writes one handle to `raw`, a local.
+        check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut raw, flags) })?;
+        let event = Self { raw: Handle(raw), context: context.clone() };
+        // SAFETY: event and stream are of the same, current context, and both handles are valid.
+        check("cuEventRecord", unsafe { sys::cuEventRecord(event.raw.0, stream.0) })?;
+        Ok(event)
+    }
+
+    /// Operations that are submitted to `stream` later begin after this event is complete. The stream is of the event's context
+    /// and exists.
+    pub(super) fn awaited_by(&self, stream: &Handle<sys::CUstream_st>) -> Result<()> {
+        let _current = self.context.push()?;
+        // SAFETY: the context is current. Both handles are valid during the call, and the driver keeps what it needs of the
+        // event, which may be destroyed before the wait is over.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream.0, self.raw.0, 0) })
+    }
+
     /// Asks the driver and does not wait.
     pub(crate) fn is_complete(&self) -> Result<bool> {
-        self.context.bind()?;
+        let _current = self.context.push()?;
         // SAFETY: the event's context is current, and the handle is valid until `self` is dropped.
         match check("cuEventQuery", unsafe { sys::cuEventQuery(self.raw.0) }) {
             Ok(()) => Ok(true),
@@ -30,8 +53,8 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
-            // SAFETY: `Stream::record` created the event, `self` owns it, and nothing uses the handle after this. The driver
+        if let Ok(_current) = self.context.push() {
+            // SAFETY: `record` created the event, `self` owns it, and nothing uses the handle after this. The driver
             // allows destroying an event that is not complete.
             let _ = check("cuEventDestroy_v2", unsafe { sys::cuEventDestroy_v2(self.raw.0) });
         }

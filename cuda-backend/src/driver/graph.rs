@@ -24,7 +24,7 @@ pub(crate) struct Graph {
 
 impl Graph {
     pub(crate) fn new(context: &Arc<Context>, launches: &[Launch]) -> Result<Self> {
-        context.bind()?;
+        let _current = context.push()?;
         let mut description = Description(ptr::null_mut());
         // SAFETY: the driver writes one handle to a field of a local. 0: no flags.
         check("cuGraphCreate", unsafe { sys::cuGraphCreate(&raw mut description.0, 0) })?;
@@ -75,7 +75,7 @@ impl Graph {
 impl Stream {
     /// Submits all launches of a graph. `&mut`: a graph must not be used by several threads at a time.
     pub(crate) fn launch_graph(&self, graph: &mut Graph) -> Result<()> {
-        self.context.bind()?;
+        let _current = self.context.push()?;
         // SAFETY: the context is current, both handles are valid, and `&mut` excludes other users of the graph. The functions
         // that it launches are loaded: `GraphCache` keeps the launches beside the graph.
         check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(graph.raw.0, self.raw.0) })
@@ -84,7 +84,7 @@ impl Stream {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        if let Ok(_current) = self.context.push() {
             // SAFETY: cuGraphInstantiateWithFlags made the graph, `self` owns it, and nothing uses the handle after this. The
             // driver allows destroying a graph that is running.
             let _ = check("cuGraphExecDestroy", unsafe { sys::cuGraphExecDestroy(self.raw.0) });

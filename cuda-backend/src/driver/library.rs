@@ -9,7 +9,7 @@ use super::call::check;
 use super::error::{Result, Unavailable};
 
 /// Every function of the driver that this crate calls. Drivers have all of them since CUDA 12.
-const SYMBOLS: [&str; 38] = [
+const SYMBOLS: [&str; 43] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGetCount",
@@ -21,7 +21,10 @@ const SYMBOLS: [&str; 38] = [
     "cuGetErrorString",
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease_v2",
-    "cuCtxSetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuPointerGetAttribute",
+    "cuMemGetAddressRange_v2",
     "cuMemGetInfo_v2",
     "cuMemAlloc_v2",
     "cuMemFree_v2",
@@ -32,6 +35,8 @@ const SYMBOLS: [&str; 38] = [
     "cuStreamCreateWithPriority",
     "cuStreamDestroy_v2",
     "cuStreamWaitEvent",
+    "cuStreamGetCtx",
+    "cuStreamIsCapturing",
     "cuEventCreate",
     "cuEventRecord",
     "cuEventQuery",
@@ -124,6 +129,6 @@ mod tests {
                 checked += 1;
             }
         }
-        assert_eq!(checked, 36);
+        assert_eq!(checked, 43);
     }
 }

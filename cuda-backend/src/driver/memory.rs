@@ -1,5 +1,6 @@
 //! Device memory, and pinned memory of the host.
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
@@ -16,16 +17,29 @@ pub(crate) struct DeviceMemory {
     pub(super) address: u64,
     pub(super) bytes: usize,
     context: Arc<Context>,
+    /// Of a caller's memory: what keeps it allocated. `None`: the memory is freed on drop.
+    owner: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl DeviceMemory {
     /// `bytes` of memory with unspecified contents.
     pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
-        context.bind()?;
+        let _current = context.push()?;
         let mut address = 0;
         // SAFETY: the context is current. The driver writes one device address to `address`, a local.
         check("cuMemAlloc_v2", unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes) })?;
-        Ok(Self { address, bytes, context: context.clone() })
+        Ok(Self { address, bytes, context: context.clone(), owner: None })
+    }
+
+    /// Memory of a caller, allocated until `owner` is dropped. A wrong address is an error of the device: the host never
+    /// dereferences it.
+    pub(crate) fn of_caller(
+        context: &Arc<Context>,
+        address: u64,
+        bytes: usize,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Self {
+        Self { address, bytes, context: context.clone(), owner: Some(owner) }
     }
 
     pub(crate) fn address(&self) -> u64 {
@@ -40,7 +54,10 @@ impl DeviceMemory {
 impl Drop for DeviceMemory {
     /// To be dropped when the device no longer uses the memory.
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        if self.owner.is_some() {
+            return;
+        }
+        if let Ok(_current) = self.context.push() {
             // SAFETY: the context is current. cuMemAlloc returned the address, `self` owns it, and this frees it once. The
             // host never dereferences a device address.
             let _ = check("cuMemFree_v2", unsafe { sys::cuMemFree_v2(self.address) });
@@ -60,7 +77,7 @@ pub(crate) struct PinnedMemory {
 
 impl PinnedMemory {
     pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
-        context.bind()?;
+        let _current = context.push()?;
         let mut raw = ptr::null_mut();
         // Portable: pinned for every context of the process.
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE;
@@ -99,7 +116,7 @@ impl PinnedMemory {
 
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        if let Ok(_current) = self.context.push() {
             // SAFETY: the context is current. cuMemHostAlloc returned the address, `self` owns it, and this frees it once. No
             // copy is pending: a `PendingCopy` does not drop its memory.
             let _ = check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(self.raw.0) });

@@ -1,12 +1,13 @@
 //! The CUDA driver API as types that free what they own. Together with `images/nvrtc.rs` this is all the unsafe code of the
-//! crate.
+//! crate, apart from the declaration of `CudaTensor::from_cuda`.
 //!
 //! The bindings are cudarc's. They load the library at run time and panic where the library or a symbol is missing.
 //! Therefore [`load`] looks for all symbols first, and nothing else in this folder is called before it succeeded. Every
-//! call that needs a context makes it current first, so any thread may call.
+//! call that needs a context pushes it and pops it again, so any thread may call and its own context stays current.
 #![expect(unsafe_code, reason = "the driver is a C library")]
 
 mod call;
+mod caller;
 mod context;
 mod copy;
 mod error;
@@ -18,6 +19,8 @@ mod module;
 mod properties;
 mod stream;
 
+pub use caller::CallerStream;
+pub(crate) use caller::{PointsTo, StreamState};
 pub(crate) use context::Context;
 pub(crate) use error::DriverError;
 pub use error::Unavailable;

@@ -77,7 +77,7 @@ impl Module {
     /// Loads an image: a cubin, or PTX that ends with a zero byte, which the driver compiles.
     pub(crate) fn load(context: &Arc<Context>, image: &[u8]) -> Result<Arc<Self>> {
         use sys::CUjit_option_enum as Option;
-        context.bind()?;
+        let _current = context.push()?;
         let mut log = vec![0_u8; 4096];
         let mut options = [Option::CU_JIT_ERROR_LOG_BUFFER, Option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
         let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
@@ -104,7 +104,7 @@ impl Module {
 
     /// The kernel `name`, allowed to use `shared_bytes` of dynamic shared memory per block.
     pub(crate) fn function(self: &Arc<Self>, name: &str, shared_bytes: u32) -> Result<Function> {
-        self.context.bind()?;
+        let _current = self.context.push()?;
         let text = CString::new(name).expect("names of kernels have no zero byte");
         let mut raw = ptr::null_mut();
         // SAFETY: the context is current and the module is loaded. `text` ends with a zero byte and lives during the call. The
@@ -140,7 +140,7 @@ impl Hash for Function {
 impl Drop for Module {
     /// To be dropped when the device no longer runs its kernels.
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        if let Ok(_current) = self.context.push() {
             // SAFETY: the context is current. cuModuleLoadDataEx made the module and `self` owns it. No function of it is left:
             // each holds an `Arc` of the module.
             let _ = check("cuModuleUnload", unsafe { sys::cuModuleUnload(self.raw.0) });

@@ -22,7 +22,7 @@ pub(crate) struct Stream {
 impl Stream {
     /// A stream that does not synchronise with the default stream. `urgent`: with the highest priority.
     pub(crate) fn new(context: &Arc<Context>, urgent: bool) -> Result<Self> {
-        context.bind()?;
+        let _current = context.push()?;
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         let mut raw = ptr::null_mut();
         // The driver clamps a priority that is out of range.
@@ -36,28 +36,17 @@ impl Stream {
 
     /// Operations that are submitted to this stream later begin after `event` is complete.
     pub(crate) fn wait(&self, event: &Event) -> Result<()> {
-        self.context.bind()?;
-        // SAFETY: the context is current. Both handles are valid during the call, and the driver keeps what it needs of the
-        // event, which may be destroyed before the wait is over.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.raw.0, event.raw.0, 0) })
+        event.awaited_by(&self.raw)
     }
 
     /// An event that is complete when everything submitted to this stream so far is done.
     pub(crate) fn record(&self) -> Result<Event> {
-        self.context.bind()?;
-        let mut raw = ptr::null_mut();
-        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: the context is current. The driver writes one handle to `raw`, a local.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut raw, flags) })?;
-        let event = Event { raw: Handle(raw), context: self.context.clone() };
-        // SAFETY: event and stream are of the same, current context, and both handles are valid.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(event.raw.0, self.raw.0) })?;
-        Ok(event)
+        Event::record(&self.context, &self.raw)
     }
 
     /// Submits a launch. The driver has copied its arguments when this returns.
     pub(crate) fn launch(&self, launch: &Launch) -> Result<()> {
-        self.context.bind()?;
+        let _current = self.context.push()?;
         let mut arguments = [launch.arguments.as_ptr().cast_mut().cast::<c_void>()];
         let [x, y, z] = launch.grid;
         // SAFETY: stream and function are of the current context, and both handles are valid: the launch keeps the module
@@ -83,7 +72,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        if let Ok(_current) = self.context.push() {
             // SAFETY: `new` created the stream, `self` owns it, and nothing uses the handle after this. Work that is still in
             // the stream is done by the device nonetheless, and the driver frees the stream afterwards.
             let _ = check("cuStreamDestroy_v2", unsafe { sys::cuStreamDestroy_v2(self.raw.0) });

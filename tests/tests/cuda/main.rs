@@ -1,4 +1,5 @@
-//! The CUDA backend on the fake driver: the conformance suite of all backends, driver faults, kernel choice and graphs.
+//! The CUDA backend on the fake driver: the conformance suite of all backends, driver faults, kernel choice,
+//! graphs, and tensors of a caller.
 //!
 //! Each trial is a process of its own that finds the fake driver as its CUDA driver: this program, with the name of the scenario
 //! in the environment. So a destroyed context affects no other trial, and objects that are not freed are found at exit.
@@ -7,6 +8,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a check that cannot go on fails")]
 
+#[cfg(target_os = "linux")]
+mod caller;
 #[cfg(target_os = "linux")]
 mod faults;
 #[cfg(target_os = "linux")]
@@ -18,8 +21,14 @@ mod scenario;
 
 #[cfg(target_os = "linux")]
 fn main() {
-    let scenarios =
-        [scenario::suite(), kernel_choice::scenarios(), faults::scenarios(), graphs::scenarios()].concat();
+    let scenarios = [
+        scenario::suite(),
+        kernel_choice::scenarios(),
+        faults::scenarios(),
+        graphs::scenarios(),
+        caller::scenarios(),
+    ]
+    .concat();
     if let Some(name) = std::env::var_os(scenario::CHOSEN) {
         let chosen = scenarios.iter().find(|scenario| scenario.name.as_str() == name).unwrap();
         return (chosen.run)();

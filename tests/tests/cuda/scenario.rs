@@ -102,7 +102,11 @@ pub(crate) fn suite() -> Vec<Scenario> {
     let has = |claim: &str, words: &[&str]| words.iter().any(|word| claim.contains(word));
     let resident =
         || kyklos_backend_suite::resident::layers_stay_on_the_device(CudaBackend::new(0).unwrap(), 4);
-    let mut all = vec![Scenario::new("keeps four layers on the device", "seed=71,capability=90", resident)];
+    let cache = || kyklos_backend_suite::resident::caches_stay_on_the_device(CudaBackend::new(0).unwrap());
+    let mut all = vec![
+        Scenario::new("keeps four layers on the device", "seed=71,capability=90", resident),
+        Scenario::new("keeps a cache on the device", "seed=75,capability=90", cache),
+    ];
     for (index, (claim, check)) in claims.filter(|(_, (claim, _))| !has(claim, &["in a fixed order"])) {
         let capability = if has(claim, &["case in f16", "carries a running state"]) { 80 } else { 90 };
         let run = move || pollster::block_on(check(&CudaBackend::new(0).unwrap(), "fake cuda"));

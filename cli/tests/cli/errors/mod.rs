@@ -99,7 +99,19 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("a conversion of {bytes} bytes of {what} in a buffer of {}", CALLERS),
     ("no kernel converts {elements} elements of {} to {}", CALLERS),
     ("no kernel makes codes of heads of {dim}", CALLERS),
+    ("memory of a CUDA device for {}", OWN_MEMORY),
+    ("the address {address:#x}, which the driver does not know", OWN_MEMORY),
+    ("the address {address:#x}, which is memory of the host", OWN_MEMORY),
+    ("the address {address:#x} of cuda:{ordinal} for cuda:{}", OWN_MEMORY),
+    ("the address {address:#x}, which belongs to another context", OWN_MEMORY),
+    ("the address {address:#x}, which is no multiple of {ALIGNMENT}", OWN_MEMORY),
+    ("{bytes} bytes at the address {address:#x}, where {} are allocated", OWN_MEMORY),
+    ("a tensor of shape {shape:?} in {dtype} with strides {strides:?}", OWN_MEMORY),
+    ("a stream that is not of the primary context of {}", OWN_MEMORY),
+    ("a stream that captures a CUDA graph", OWN_MEMORY),
+    ("a CUDA stream for a tensor that is not on a CUDA device", OWN_MEMORY),
 ];
+const OWN_MEMORY: &str = "callers of the library that bring their own CUDA memory and streams";
 const OWN_DEVICE: &str = "callers of the library that bring their own wgpu device";
 const CALLERS: &str = "callers of a GPU backend's own operations, which plans do not make";
 
