@@ -69,7 +69,7 @@ pub(super) async fn attend(
     }
     let a = bytemuck::cast_slice_mut(args.state.a.bytes_mut()?);
     let ml = bytemuck::cast_slice_mut(args.state.ml.bytes_mut()?);
-    if few_rows::takes(&call, shape, args.fixed_order) {
+    if few_rows::takes(shape, args.fixed_order) {
         return few_rows::attend(backend, &call, args.kv_head_of, shape, a, ml, control).await;
     }
     let mut jobs = jobs(work, args.kv_head_of, shape, a, ml);

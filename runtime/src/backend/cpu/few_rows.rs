@@ -2,6 +2,8 @@
 //! where they are, once for all query heads that share them. [`super::job`] has rows in lanes instead: with few rows most of its
 //! lanes are empty, and it copies keys that are used once.
 
+mod vectors;
+
 use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
@@ -9,16 +11,16 @@ use rayon::iter::{IntoParallelRefMutIterator, ParallelIterator};
 
 use super::CpuBackend;
 use super::call::Call;
-use super::exp::{exp2_each, mul_add, tanh};
+use super::exp::tanh;
 use super::job::Merge;
-use super::pack::Rows;
 use super::scratch::{Line, Scratch, grow};
 use crate::backend::{Control, EMPTY_M, StateShape, yield_now};
 use crate::{MaskClass, Result};
+use vectors::{add, score, weigh};
 
 /// Whether this path takes the call. In a fixed order no sum may depend on the number of rows, which the mesh decides.
-pub(super) fn takes(call: &Call<'_>, shape: StateShape, fixed_order: bool) -> bool {
-    shape.rows <= MOST_ROWS && call.pairs.is_none() && !fixed_order
+pub(super) fn takes(shape: StateShape, fixed_order: bool) -> bool {
+    shape.rows <= MOST_ROWS && !fixed_order
 }
 
 /// Attends to all keys and merges into the state: `a` is `[batch, rows, heads, dim]`, `ml` `[batch, heads, rows, 2]`.
@@ -136,6 +138,12 @@ impl WithSimd for Run<'_, '_> {
         grow(&mut scratch.q, count_padded * padded);
         grow(&mut scratch.o, count_padded * padded);
         grow(&mut scratch.scores, count_padded * width);
+        // Terms of an attention bias tensor: for each head `[key][lane]`, a lane for each row.
+        let lanes = part.rows.next_multiple_of(4);
+        let head_terms = call.work.tile.kv_cols as usize * lanes;
+        let all_terms = if call.pairs.is_some() { part.heads.len() * head_terms } else { 0 };
+        grow(&mut scratch.terms, all_terms);
+        let terms = &mut floats_mut(&mut scratch.terms)[..all_terms];
         grow(&mut scratch.row, call.work.tile.kv_cols as usize * dim);
         let q = &mut floats_mut(&mut scratch.q)[..count_padded * padded];
         let o = &mut floats_mut(&mut scratch.o)[..count_padded * padded];
@@ -161,6 +169,16 @@ impl WithSimd for Run<'_, '_> {
                         score::<S, GROUP, 2>(simd, q, &keys, positions.len(), scores, width);
                     }
                 }
+                if let Some(pairs) = &call.pairs {
+                    for (head, terms) in part.heads.iter().zip(terms.chunks_exact_mut(head_terms)) {
+                        pairs.terms([part.batch, 0, *head], part.rows, positions, lanes, terms);
+                    }
+                }
+                // The term of a row's logit; −∞ hides the key.
+                let term = |index: usize, key: usize| {
+                    let (head, row) = (index / part.rows, index % part.rows);
+                    terms[head * head_terms + key * lanes + row]
+                };
                 for index in 0..count {
                     let scores = &mut scores[index * width..][..width];
                     if let Some(cap) = call.softcap {
@@ -170,10 +188,16 @@ impl WithSimd for Run<'_, '_> {
                         }
                     }
                     scores[positions.len()..].fill(f32::NEG_INFINITY);
+                    if call.pairs.is_some() {
+                        for (key, s) in scores[..positions.len()].iter_mut().enumerate() {
+                            let term = term(index, key);
+                            // Replaced, not added to: a hidden score may be NaN.
+                            *s = if term == f32::NEG_INFINITY { term } else { *s + term };
+                        }
+                    }
                     if !run.full {
                         let span = part.class.rows[index % part.rows];
                         for (s, position) in scores.iter_mut().zip(positions) {
-                            // Replaced, not added to: a hidden score may be NaN.
                             *s = if span.sees(*position) { *s } else { f32::NEG_INFINITY };
                         }
                     }
@@ -181,12 +205,16 @@ impl WithSimd for Run<'_, '_> {
                     weigh(simd, scores, &mut part.m[index], &mut part.l[index], row);
                 }
                 let values = call.v.rows(at, positions.len(), dim, space);
-                if !run.full && !values.are_finite(positions.len(), dim) {
+                let some_hidden = !run.full || call.pairs.is_some();
+                if some_hidden && !values.are_finite(positions.len(), dim) {
                     // 0 · NaN is NaN, so hidden values are left out.
                     for index in 0..count {
                         let span = part.class.rows[index % part.rows];
-                        let seen = positions.iter().enumerate().filter(|(_, position)| span.sees(**position));
-                        for (key, _) in seen {
+                        let seen = |key: usize| {
+                            let shown = call.pairs.is_none() || term(index, key) != f32::NEG_INFINITY;
+                            shown && (run.full || span.sees(positions[key]))
+                        };
+                        for key in (0..positions.len()).filter(|key| seen(*key)) {
                             let p = scores[index * width + key];
                             for (o, v) in o[index * padded..].iter_mut().zip(values.row(key, dim)) {
                                 *o += p * v;
@@ -222,161 +250,6 @@ impl Part<'_> {
             for (into, q) in into.iter_mut().zip(q.row(0, call.dim)) {
                 *into = q * factor;
             }
-        }
-    }
-}
-
-/// `scores[row · width + key]` = q of the row · key, for `ROWS` rows, `KEYS` keys at a time.
-#[inline(always)]
-fn score<S: Simd, const ROWS: usize, const KEYS: usize>(
-    simd: S,
-    q: &[f32],
-    keys: &Rows<'_>,
-    count: usize,
-    scores: &mut [f32],
-    width: usize,
-) {
-    let padded = q.len() / ROWS;
-    let dim = keys.dim;
-    let chunks = dim / S::F32_LANES;
-    let mut rows = [S::as_simd_f32s(&q[..0]).0; ROWS];
-    for (row, q) in rows.iter_mut().zip(q.chunks_exact(padded)) {
-        *row = S::as_simd_f32s(q).0;
-    }
-    for first in (0..count).step_by(KEYS) {
-        let mut vectors = [S::as_simd_f32s(&q[..0]).0; KEYS];
-        let mut rests = [&q[..0]; KEYS];
-        for (i, (vectors, rest)) in vectors.iter_mut().zip(&mut rests).enumerate() {
-            // Beyond the last key: that key again, whose score is not used.
-            (*vectors, *rest) = S::as_simd_f32s(keys.row((first + i).min(count - 1), dim));
-        }
-        let mut sums = [[simd.splat_f32s(0.0); ROWS]; KEYS];
-        for chunk in 0..chunks {
-            for (sums, key) in sums.iter_mut().zip(&vectors) {
-                for (sum, q) in sums.iter_mut().zip(&rows) {
-                    *sum = mul_add(simd, q[chunk], key[chunk], *sum);
-                }
-            }
-        }
-        if chunks * S::F32_LANES < dim {
-            for (sums, rest) in sums.iter_mut().zip(&rests) {
-                let key = simd.partial_load_f32s(rest);
-                for (sum, q) in sums.iter_mut().zip(&rows) {
-                    *sum = mul_add(simd, q[chunks], key, *sum);
-                }
-            }
-        }
-        for (i, sums) in sums.iter().enumerate().take(count - first) {
-            for (row, sum) in sums.iter().enumerate() {
-                scores[row * width + first + i] = simd.reduce_sum_f32s(*sum);
-            }
-        }
-    }
-}
-
-/// Scores of one row become weights; its m, l and o follow a larger maximum.
-#[inline(always)]
-fn weigh<S: Simd>(simd: S, scores: &mut [f32], m: &mut f32, l: &mut f32, o: &mut [f32]) {
-    let vectors = S::as_mut_simd_f32s(scores).0;
-    let mut most = simd.splat_f32s(*m);
-    for s in vectors.iter() {
-        most = simd.max_f32s(most, *s);
-    }
-    let most = simd.reduce_max_f32s(most);
-    // A NaN does not become the maximum: the weight of its key is NaN anyway.
-    if most > *m {
-        let keep = (*m - most).exp2();
-        *l *= keep;
-        for o in S::as_mut_simd_f32s(o).0 {
-            *o = simd.mul_f32s(*o, simd.splat_f32s(keep));
-        }
-        *m = most;
-    }
-    let shift = simd.splat_f32s(*m);
-    let mut sum = simd.splat_f32s(0.0);
-    // Four side by side, since one exponential is a chain.
-    for group in vectors.as_chunks_mut::<4>().0 {
-        let mut shifted = [*group];
-        for s in shifted.as_flattened_mut() {
-            *s = simd.sub_f32s(*s, shift);
-        }
-        let [weights] = exp2_each(simd, shifted);
-        for p in &weights {
-            sum = simd.add_f32s(sum, *p);
-        }
-        *group = weights;
-    }
-    *l += simd.reduce_sum_f32s(sum);
-}
-
-/// `o[row] += Σ weight · value` for `ROWS` rows, `CHUNKS` vectors of head elements at a time.
-#[inline(always)]
-fn add<S: Simd, const ROWS: usize, const CHUNKS: usize>(
-    simd: S,
-    o: &mut [f32],
-    weights: &[f32],
-    width: usize,
-    values: &Rows<'_>,
-    count: usize,
-    dim: usize,
-) {
-    let lanes = S::F32_LANES;
-    let whole = dim / lanes;
-    let mut chunk = 0;
-    while chunk + CHUNKS <= whole {
-        add_chunks::<S, ROWS, CHUNKS>(simd, o, weights, width, values, count, chunk);
-        chunk += CHUNKS;
-    }
-    while chunk < whole {
-        add_chunks::<S, ROWS, 1>(simd, o, weights, width, values, count, chunk);
-        chunk += 1;
-    }
-    if whole * lanes < dim {
-        let padded = o.len() / ROWS;
-        let mut sums = [simd.splat_f32s(0.0); ROWS];
-        for key in 0..count {
-            let v = simd.partial_load_f32s(&values.row(key, dim)[whole * lanes..]);
-            for (row, sum) in sums.iter_mut().enumerate() {
-                *sum = mul_add(simd, simd.splat_f32s(weights[row * width + key]), v, *sum);
-            }
-        }
-        for (row, sum) in sums.iter().enumerate() {
-            let into = &mut S::as_mut_simd_f32s(&mut o[row * padded..][..padded]).0[whole];
-            *into = simd.add_f32s(*into, *sum);
-        }
-    }
-}
-
-#[inline(always)]
-fn add_chunks<S: Simd, const ROWS: usize, const CHUNKS: usize>(
-    simd: S,
-    o: &mut [f32],
-    weights: &[f32],
-    width: usize,
-    values: &Rows<'_>,
-    count: usize,
-    chunk: usize,
-) {
-    let padded = o.len() / ROWS;
-    let mut by_row = [&weights[..0]; ROWS];
-    for (row, by_row) in by_row.iter_mut().enumerate() {
-        *by_row = &weights[row * width..][..count];
-    }
-    let mut sums = [[simd.splat_f32s(0.0); CHUNKS]; ROWS];
-    for key in 0..count {
-        let row = &values.row(key, values.dim)[chunk * S::F32_LANES..][..CHUNKS * S::F32_LANES];
-        let v = S::as_simd_f32s(row).0;
-        for (sums, weights) in sums.iter_mut().zip(&by_row) {
-            let p = simd.splat_f32s(weights[key]);
-            for (sum, v) in sums.iter_mut().zip(v) {
-                *sum = mul_add(simd, p, *v, *sum);
-            }
-        }
-    }
-    for (row, sums) in sums.iter().enumerate() {
-        let into = S::as_mut_simd_f32s(&mut o[row * padded..][..padded]).0;
-        for (into, sum) in into[chunk..chunk + CHUNKS].iter_mut().zip(sums) {
-            *into = simd.add_f32s(*into, *sum);
         }
     }
 }

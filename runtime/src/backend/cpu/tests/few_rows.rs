@@ -1,7 +1,8 @@
 //! Calls with few query rows, which have a path of their own.
 
 use super::*;
-use crate::backend::EMPTY_M;
+use crate::backend::{EMPTY_M, Pairs};
+use crate::{BiasKind, BiasTensor};
 
 /// The last `rows` queries of `keys` tokens.
 fn last_rows([batch, rows, keys, q_heads, kv_heads, dim]: [u32; 6], dtype: Dtype, mask: &str) -> Case {
@@ -133,6 +134,78 @@ fn results_have_the_same_bytes_for_every_number_of_threads() {
         let backend = CpuBackend::with_pool(Arc::new(pool));
         for _ in 0..3 {
             assert_eq!(run(&backend, &case, &all_keys(&case)).state, expected, "{threads} threads");
+        }
+    }
+}
+
+/// Runs the case with an attention bias tensor, on this path or, in a fixed order, on that of many rows.
+fn run_with_bias(backend: &CpuBackend, case: &Case, kind: BiasKind, bias: Vec<u8>, few: bool) -> Output {
+    let p = &case.problem;
+    let (b, rows, keys) = (p.batch as usize, p.q_len as usize, p.kv_len as usize);
+    let (heads, kv_heads, d) = (p.q_heads as usize, p.kv_heads as usize, p.head_dim as usize);
+    let shape = StateShape { batch: b, rows, heads, dim: d };
+    let [q, k, v] = [&case.q, &case.k, &case.v].map(|x| backend.upload("x", encode(p.dtype, x)).unwrap());
+    let tensor = BiasTensor { kind, batch: p.batch, heads: p.q_heads, shared_rows: false };
+    let row = tensor.row_elements(p.dtype, p.kv_len);
+    let bias = backend.upload("bias", bias.into()).unwrap();
+    let mut a = backend.alloc("a", shape.a_bytes()).unwrap();
+    let mut ml = backend.alloc("ml", shape.ml_bytes()).unwrap();
+    backend.reset_state(&mut StateMut { a: &mut a, ml: &mut ml, shape }).unwrap();
+    let tile = backend.tile_shape(p, shape);
+    let (queries, keys_held) = (TokenRuns::contiguous(0..p.q_len), TokenRuns::contiguous(0..p.kv_len));
+    let work = &BlockWork::layers(p, &queries, &keys_held, tile)[0];
+    let kv_head_of: Vec<u32> = (0..p.q_heads).map(|head| head / p.group()).collect();
+    let args = Attend {
+        dtype: p.dtype,
+        scale: p.scale,
+        softcap: p.softcap,
+        q: Operand { buffer: &q, layout: dense(rows, heads, d) },
+        k: Operand { buffer: &k, layout: dense(keys, kv_heads, d) },
+        v: Operand { buffer: &v, layout: dense(keys, kv_heads, d) },
+        kv_head_of: &kv_head_of,
+        work,
+        pairs: Some(Pairs { buffer: &bias, layout: dense(rows, heads, row), kind }),
+        fixed_order: !few,
+        state: StateMut { a: &mut a, ml: &mut ml, shape },
+    };
+    pollster::block_on(backend.attend(args, &Control::default())).unwrap();
+    finish(backend, p.dtype, a, ml, shape)
+}
+
+#[test]
+fn attention_bias_tensors_agree_with_the_path_of_many_rows() {
+    for backend in backends() {
+        for rows in [1, 3, 6] {
+            for kind in [BiasKind::Mask, BiasKind::Additive] {
+                let mut case = last_rows([2, rows, 250, 4, 2, 24], Dtype::F32, "causal");
+                let hidden = |at: usize| at % 5 == 3 || at % 250 == 7;
+                let bias: Vec<u8> = match kind {
+                    BiasKind::Mask => (0..(2 * rows * 4) as usize)
+                        .flat_map(|row| BiasTensor::pack((0..250).map(move |key| !hidden(row * 250 + key))))
+                        .flat_map(u32::to_ne_bytes)
+                        .collect(),
+                    BiasKind::Additive => (0..(2 * rows * 4) as usize * 250)
+                        .map(|at| if hidden(at) { f32::NEG_INFINITY } else { (at as f32).sin() })
+                        .flat_map(f32::to_ne_bytes)
+                        .collect(),
+                };
+                for poisoned in [false, true] {
+                    if poisoned {
+                        // Key 7 is hidden from all rows: it may hold anything.
+                        for batch in 0..2 {
+                            let key = (batch * 250 + 7) * 2 * 24;
+                            case.k[key..key + 48].fill(f32::NAN);
+                            case.v[key..key + 48].fill(f32::NAN);
+                        }
+                    }
+                    let few = run_with_bias(&backend, &case, kind, bias.clone(), true);
+                    let many = run_with_bias(&backend, &case, kind, bias.clone(), false);
+                    assert!(few.o != many.o, "both took one path");
+                    for (few, many) in few.o.iter().chain(&few.lse).zip(many.o.iter().chain(&many.lse)) {
+                        assert!((few - many).abs() < 6e-6 * (1.0 + many.abs()), "{kind:?}: {few} and {many}");
+                    }
+                }
+            }
         }
     }
 }
