@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import atexit
 import json
-import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from . import _kyklos
-from ._errors import GroupError, RequestError
+from ._cache import KvCache
+from ._errors import GroupError
 from ._options import CallOptions, Unpack, complete
-
-T = TypeVar("T")
+from ._plan import Plan, plan
 
 # Groups that the end of the interpreter closes: a rank that just ends looks to the others as if it had died.
 _open: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -277,9 +276,7 @@ class Group:
         }
         return KvCache(self._core.cache(settings))
 
-    def attend_cached(
-        self, cache: KvCache, q: Any, k: Any, v: Any, **options: Unpack[CallOptions]
-    ) -> tuple[Any, Any]:
+    def attend_cached(self, cache: KvCache, q: Any, k: Any, v: Any, **options: Unpack[CallOptions]) -> tuple[Any, Any]:
         """Appends ``k`` and ``v`` to the cache and attends from ``q`` to all of it. A query has the position of its token, so
         ``mask="causal"`` hides later tokens.
 
@@ -333,124 +330,10 @@ class Group:
         return f"kyklos.Group(rank={self.rank}, world={self.world}, device={self.device!r})"
 
 
-class KvCache:
-    """This rank's part of a cache of keys and values, of :meth:`Group.kv_cache`. ``len(cache)`` is the number of tokens that
-    were appended, on all ranks together, less those taken back."""
-
-    def __init__(self, core: _kyklos.Cache) -> None:
-        self._core = core
-
-    def __len__(self) -> int:
-        return len(self._core)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the keys and values on this rank."""
-        return self._core.bytes
-
-    def tokens(self, rank: int) -> list[tuple[int, int]]:
-        """The positions that ``rank`` holds, as half-open ranges."""
-        return self._core.tokens(rank)
-
-    def truncate(self, length: int) -> None:
-        """Takes back the newest tokens, so that ``length`` are left. All ranks do it before the next call."""
-        self._core.truncate(length)
-
-
-class Plan:
-    """What a call would do, before any rank is there. ``str()`` is a table for people."""
-
-    def __init__(self, text: str, json_text: str) -> None:
-        self._text = text
-        self._json = json_text
-
-    @property
-    def steps(self) -> dict[str, Any]:
-        """Problem, mesh, strategy, and for each rank its tokens, buffers, steps and bytes: as ``kyklos plan --json``."""
-        return json.loads(self._json)
-
-    def __str__(self) -> str:
-        return self._text
-
-
-def plan(
-    q_counts: Sequence[int],
-    kv_counts: Sequence[int] | None = None,
-    *,
-    heads: int,
-    dim: int,
-    kv_heads: int | None = None,
-    batch: int = 1,
-    dtype: str = "float32",
-    rank: int | None = None,
-    **options: Unpack[CallOptions],
-) -> Plan:
-    """The plan of :meth:`Group.attend` with these options: what each rank computes, sends and holds.
-
-    :param q_counts: number of queries of each rank; ``kv_counts`` of keys, by default the same.
-    :param rank: show the steps of this rank only.
-    """
-    extents = {
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": heads if kv_heads is None else kv_heads,
-        "dim": dim,
-        "dtype": dtype,
-        "q_counts": list(q_counts),
-        "kv_counts": list(q_counts if kv_counts is None else kv_counts),
-        "rank": rank,
-    }
-    return Plan(*_kyklos.plan(complete(options), extents))
-
-
 def identities(world: int) -> list[str]:
     """New identities for the ranks of one group, by rank, as PEM texts for :meth:`Group.connect`. Each is the secret of its rank:
     carry it to that process only, over a channel that you trust."""
     return _kyklos.identities(world)
-
-
-def run_local(
-    world: int,
-    function: Callable[[Group], T],
-    *,
-    device: str | Sequence[str] = "auto",
-    deadline_s: float = 60.0,
-) -> list[T]:
-    """Runs ``function(group)`` for each rank of a new group in this process, each on a thread, and returns their values by rank.
-
-    If one of them raises, the others end with a :class:`GroupError`, and its exception is raised here.
-    """
-    groups = Group.local(world, device=device, deadline_s=deadline_s)
-    values: list[Any] = [None] * world
-    errors: list[BaseException | None] = [None] * world
-
-    def run(rank: int, group: Group) -> None:
-        try:
-            with group:
-                values[rank] = function(group)
-        except BaseException as error:  # Raised again below.
-            errors[rank] = error
-
-    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(groups)]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            # With a timeout, so that this thread sees Ctrl-C.
-            while thread.is_alive():
-                thread.join(0.1)
-    except BaseException as error:
-        groups[0].abort(f"{type(error).__name__}: {error}")
-        raise
-    raised = [error for error in errors if error is not None]
-    if raised:
-        # The exception of the rank at fault, not of those which it took along.
-        raise next((error for error in raised if not _of_another_rank(error)), raised[0])
-    return values
-
-
-def _of_another_rank(error: BaseException) -> bool:
-    return isinstance(error, GroupError) or (isinstance(error, RequestError) and error.rank is not None)
 
 
 def _session(deadline_s: float, leave_s: float) -> dict[str, float]:
