@@ -3,7 +3,7 @@
 //! `call_of_many` a call of many after one vote. It is measured on the CPU and on the device `nothing`, which computes
 //! nothing: its calls cost what the engine costs.
 //!
-//! `cargo bench -p kyklos --bench calls -- [--short]`
+//! `cargo bench -p kyklos --bench calls -- [--short] [--only DEVICE,TRANSPORT,RANKS]`
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,7 +27,10 @@ struct Cost {
 }
 
 fn main() {
-    let calls = if std::env::args().any(|argument| argument == "--short") { 200 } else { 3000 };
+    let arguments: Vec<String> = std::env::args().collect();
+    let calls = if arguments.iter().any(|argument| argument == "--short") { 200 } else { 3000 };
+    // One row alone, so that runs of two programs can alternate.
+    let only = arguments.iter().skip_while(|argument| *argument != "--only").nth(1);
     println!("device,transport,ranks,call_us,compute_us,vote_us,beyond_kernels_us,call_of_many_us");
     for device in [Device::cpu(), Device::new(DoNothing::open().expect("it always opens"))] {
         let quic = |ranks| quic_loopback_group(ranks).expect("loopback sockets");
@@ -41,6 +44,9 @@ fn main() {
         ];
         for (name, group) in groups {
             let (ranks, on) = (group.len(), device.info().backend);
+            if only.is_some_and(|only| *only != format!("{on},{name},{ranks}")) {
+                continue;
+            }
             let Cost { call_us, compute_us, vote_us, of_many_us } =
                 cost(group, &device, name == "one-device", calls);
             let beyond_us = call_us - compute_us;

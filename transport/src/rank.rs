@@ -42,7 +42,8 @@ pub struct Taken {
     /// Time from the moment at which this rank knew that the receive was posted (or posted its send, if later) until it
     /// knew that the receiver had the whole message. The rest of the send's time was spent waiting for the receive.
     ///
-    /// A small message may leave before its receive is posted; its time counts from the post of the receive as well.
+    /// A small message may leave before its receive is posted; its time counts from the post of the receive as well,
+    /// and is zero if it had begun to arrive before that post.
     /// Zero within one process, where a message is handed over at the moment both sides have posted it.
     pub under_way: Duration,
 }

@@ -32,7 +32,7 @@ impl Core {
         let deadline = Deadline::after(patience);
         state.calls.agreements.insert(round, AgreeCall { completer, deadline, missing: Rank::COORDINATOR });
         drop(state);
-        self.changed.notify_waiters();
+        self.posted(deadline);
         match (&self.coordinator, self.control(Rank::COORDINATOR)) {
             (Some(coordinator), _) => self.count_vote(coordinator, self.me, vote),
             (None, Some(control)) => control.say(Frame::Vote { vote }),
@@ -47,7 +47,7 @@ impl Core {
             self.recorder.note(EventKind::Agreed, Rank::COORDINATOR, tag, note_bytes(&verdict));
             call.completer.complete(verdict.map_err(TransportError::from));
         }
-        self.changed.notify_waiters();
+        self.call_ended();
     }
 
     /// On the coordinator: counts a vote, and sends the verdict if it was the last one of its round.

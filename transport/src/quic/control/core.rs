@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::coordinator::Coordinator;
 use super::link::{Link, MAX_QUEUED_FRAMES};
-use super::state::RankState;
+use super::state::{Deadline, Phase, RankState};
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::pulse::Pulse;
 use crate::quic::forming::config::QuicConfig;
@@ -44,7 +44,7 @@ pub(crate) struct Core {
     /// Of rank 0.
     pub(crate) coordinator: Option<Coordinator>,
     pub(crate) runtime: Handle,
-    /// Wakes tasks that wait for the end of a call, or for a deadline that has become earlier.
+    /// Wakes the tasks that wait for the end of a call, and the watcher of deadlines if one has become earlier.
     pub(crate) changed: Notify,
     /// Becomes true when the rank has left the group and all its tasks must end.
     pub(crate) over: watch::Sender<bool>,
@@ -122,6 +122,21 @@ impl Core {
 
     pub(crate) fn report_progress(&self, progress: Progress) {
         self.recorder.enter(progress);
+    }
+
+    /// A call was posted with this deadline. The watcher must hear of it only if it would sleep too long: most deadlines
+    /// are later than that of a call before, and to wake another thread costs more than to post a small message.
+    pub(crate) fn posted(&self, deadline: Deadline) {
+        if self.lock().watched.is_none_or(|watched| deadline.at() < watched) {
+            self.changed.notify_waiters();
+        }
+    }
+
+    /// A call has ended. Only a rank that closes waits for that.
+    pub(crate) fn call_ended(&self) {
+        if self.lock().phase != Phase::Open {
+            self.changed.notify_waiters();
+        }
     }
 
     /// This rank takes the group as aborted: every outstanding call ends. The first abort counts.
@@ -231,7 +246,9 @@ impl Core {
             let (withdrawn, next) = {
                 let mut state = self.lock();
                 // A deadline ends the call it belongs to; the other side has its own.
-                (state.end_calls_past(Instant::now()), state.calls.next_deadline())
+                let withdrawn = state.end_calls_past(Instant::now());
+                state.watched = state.calls.next_deadline();
+                (withdrawn, state.watched)
             };
             for (to, tag) in withdrawn {
                 if let Some(link) = self.link(to) {

@@ -25,6 +25,8 @@ pub(crate) type ReceiveCall = calls::ReceiveCall<TokioClock, Incoming>;
 pub(crate) struct RankState {
     pub(crate) phase: Phase,
     pub(crate) calls: Calls,
+    /// The deadline until which its watcher sleeps. It may be that of a call that has ended. `None` is for ever.
+    pub(crate) watched: Option<Instant>,
     /// Round of votes in which this rank votes next.
     pub(crate) next_round: u64,
     pub(crate) peers: Vec<Peer>,
@@ -134,6 +136,7 @@ impl RankState {
         Self {
             phase: Phase::Open,
             calls: Calls::new(recorder),
+            watched: None,
             next_round: 0,
             peers: (0..world).map(|_| Peer::default()).collect(),
             goodbye: false,

@@ -55,16 +55,19 @@ impl Core {
         let call = ReceiveCall { completer, part_bytes, total, deadline, transfer };
         state.calls.receives.insert((from, tag), call);
         drop(state);
-        if let Some(link) = self.link(from) {
-            link.say(Frame::Want { tag });
-        }
-        if let Some(early) = early {
-            let _ = early.send(());
+        match early {
+            // On its way already: the sender hears next that it is done.
+            Some(early) => _ = early.send(()),
+            None => {
+                if let Some(link) = self.link(from) {
+                    link.say(Frame::Want { tag });
+                }
+            }
         }
         if peer_left {
             self.peer_left(from);
         }
-        self.changed.notify_waiters();
+        self.posted(deadline);
     }
 
     /// Accepts the streams of a lane until its connection ends, and then reports the reason of the end.
@@ -153,7 +156,7 @@ impl Core {
             link.say(Frame::Done { tag });
         }
         call.completer.complete(Ok(reading.assembly.finish()));
-        self.changed.notify_waiters();
+        self.call_ended();
     }
 
     fn check_addresses(&self, from: Rank, header: &MessageHeader) -> Result<(), String> {

@@ -36,7 +36,7 @@ impl Core {
                         let under_way = call.transfer.asked.map_or(Duration::ZERO, |asked| asked.elapsed());
                         call.completer.complete(Ok(Taken { under_way }));
                     }
-                    self.changed.notify_waiters();
+                    self.call_ended();
                 }
                 Ok(Some(Frame::Refuse { tag, text })) => {
                     let call = {
@@ -49,7 +49,7 @@ impl Core {
                         call.transfer.task.abort();
                         call.completer.complete(Err(TransportError::PeerMisbehaved { peer, text }));
                     }
-                    self.changed.notify_waiters();
+                    self.call_ended();
                 }
                 Ok(Some(Frame::Withdraw { tag })) => {
                     if self.withdrawn(peer, tag).is_err() {

@@ -68,13 +68,14 @@ impl Core {
         let task = self.runtime.spawn(task).abort_handle();
         let asked = wanted_already.then(Instant::now);
         let transfer = Outgoing { moved, asked, wanted, unwanted, task };
-        let call = SendCall { completer, total, deadline: Deadline::after(patience), transfer };
+        let deadline = Deadline::after(patience);
+        let call = SendCall { completer, total, deadline, transfer };
         state.calls.sends.insert((to, tag), call);
         drop(state);
         if peer_left {
             self.peer_left(to);
         }
-        self.changed.notify_waiters();
+        self.posted(deadline);
     }
 
     /// Sends one message. Its call ends when the receiver confirms the message. The watcher of the link detects a lost
