@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use quinn::{Connection, ConnectionError, VarInt};
 use tokio::sync::mpsc::WeakSender;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::admission::Admission;
 use super::config::QuicConfig;
 use super::peer_connection::PeerConnection;
 use crate::error::TransportError;
 use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe};
-use crate::quic::network::connection::{DIAL_TIMEOUT, is_silence};
+use crate::quic::network::connection::{DIAL_TIMEOUT, is_busy, is_silence};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::path::Path;
 use crate::quic::network::socket::LaneEndpoint;
@@ -71,6 +71,8 @@ impl std::fmt::Debug for RankEndpoint {
 pub(crate) enum DialError {
     /// Packets did not get through, or no process listens there.
     NoAnswer,
+    /// It takes no handshake now.
+    Busy,
     /// It refused, with a code.
     Rejected(RejectCode, TransportError),
     /// One of both sides refused the other.
@@ -87,15 +89,27 @@ impl RankEndpoint {
         dial_purpose: DialPurpose,
         deadline: Instant,
     ) -> Result<(PeerConnection, Vec<u16>), TransportError> {
+        let mut busy = false;
         loop {
             match timeout_at(deadline, self.dial(rank, address, dial_purpose, deadline)).await {
                 Ok(Ok(joined)) => return Ok(joined),
                 Ok(Err(DialError::NoAnswer)) => {}
+                Ok(Err(DialError::Busy)) => {
+                    busy = true;
+                    // Its places become free when strangers' handshakes end.
+                    let _ = timeout_at(deadline, sleep(BUSY_PAUSE)).await;
+                }
                 Ok(Err(DialError::Rejected(_, error) | DialError::Failed(error))) => return Err(error),
                 Err(_) => {
+                    let why = if busy {
+                        "it takes no more handshakes now, because too many others have begun one there"
+                            .to_owned()
+                    } else {
+                        format!("is it running, and does {} get through?", self.config.link.carrier)
+                    };
                     return Err(TransportError::bootstrap(format!(
-                        "rank {rank} did not answer at {address} within {:?}: is it running, and does {} get through?",
-                        self.config.connect_deadline, self.config.link.carrier
+                        "rank {rank} did not answer at {address} within {:?}: {why}",
+                        self.config.connect_deadline
                     )));
                 }
             }
@@ -120,6 +134,7 @@ impl RankEndpoint {
             Ok(Ok(connection)) => connection,
             Err(_) => return Err(DialError::NoAnswer),
             Ok(Err(error)) if is_silence(&error) => return Err(DialError::NoAnswer),
+            Ok(Err(error)) if is_busy(&error) => return Err(DialError::Busy),
             Ok(Err(error @ ConnectionError::TransportError(_))) => {
                 return Err(fail(format!(
                     "this rank refuses rank {rank} at {address}: {}",
@@ -210,3 +225,6 @@ impl RankEndpoint {
         }
     }
 }
+
+/// Between two dials of a rank that takes no handshake now.
+const BUSY_PAUSE: Duration = Duration::from_millis(250);

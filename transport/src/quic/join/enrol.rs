@@ -14,7 +14,7 @@ use super::binding::binding;
 use super::pinned::PinnedVerifier;
 use super::token::Token;
 use crate::error::TransportError;
-use crate::quic::network::connection::{DIAL_TIMEOUT, describe, is_silence};
+use crate::quic::network::connection::{DIAL_TIMEOUT, describe, is_busy, is_silence};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::io_thread::IoThread;
 use crate::quic::network::path::{LinkSettings, Path};
@@ -131,7 +131,7 @@ async fn attempt(
     let at = config.coordinator;
     let refused = |what: String| EnrolError::Refused(format!("rank 0 at {at} gave no identity: {what}"));
     let ended = |error: ConnectionError| match error {
-        error if is_silence(&error) => EnrolError::Retry,
+        error if is_silence(&error) || is_busy(&error) => EnrolError::Retry,
         ConnectionError::ConnectionClosed(close)
             if close.error_code == TransportErrorCode::crypto(NO_SUCH_PROTOCOL) =>
         {

@@ -35,6 +35,12 @@ pub(crate) fn is_silence(reason: &ConnectionError) -> bool {
     }
 }
 
+/// Whether the other side takes no handshake now: it has too many pending ones. Nothing of this is authenticated.
+pub(crate) fn is_busy(reason: &ConnectionError) -> bool {
+    matches!(reason, ConnectionError::ConnectionClosed(close)
+        if close.error_code == TransportErrorCode::CONNECTION_REFUSED)
+}
+
 /// Why a connection has ended, as a statement about its peer.
 pub(crate) fn describe(reason: &ConnectionError) -> String {
     match reason {
