@@ -144,11 +144,11 @@ fn over_tcp_where_udp_does_not_get_through() {
     let cluster = Cluster::new();
     cluster.certs("issue -n 3 --job train");
     cluster.works(&format!("{BY_FLAGS} --network tcp"), "", &["--world 3"]);
-    // Rank 0 refuses the other ranks, because they use another network. Its message names both networks.
+    // Rank 0 refuses the other ranks, because they use another network. They say so at once, and at their deadline.
     let outputs = cluster.run(&format!("{BY_FLAGS} --join-deadline 8 --network {{carrier}}"), "");
     for rank in [1, 2] {
         let text = stderr(&outputs[rank]);
-        assert!(text.contains("rank 0 is reached over UDP, and this rank came over TCP"), "{text}");
+        assert_eq!(text.matches("with the refusal of a rank 0 that uses UDP").count(), 2, "{text}");
     }
 }
 

@@ -16,6 +16,7 @@ use crate::quic::join::EnrolServer;
 use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::handshakes::{HandshakeDecision, PendingHandshakes};
+use crate::quic::network::routes::StreamPeers;
 use crate::quic::trust::names::Claims;
 use crate::quic::trust::tls::{self, TlsConfigs};
 use crate::rank::Rank;
@@ -123,7 +124,12 @@ impl Admission {
     }
 
     /// Admits or refuses the connections to the endpoint of a lane.
-    pub(crate) async fn listen(self: Arc<Self>, endpoint: Endpoint, lane: usize) {
+    pub(crate) async fn listen(
+        self: Arc<Self>,
+        endpoint: Endpoint,
+        lane: usize,
+        streams: Option<StreamPeers>,
+    ) {
         while let Some(incoming) = endpoint.accept().await {
             let from = incoming.remote_address();
             let slot = match self.pending.decide(from.ip(), incoming.remote_address_validated()) {
@@ -138,10 +144,10 @@ impl Admission {
                     continue;
                 }
             };
-            let admission = Arc::clone(&self);
+            let (admission, streams) = (Arc::clone(&self), streams.clone());
             tokio::spawn(async move {
                 let _slot = slot;
-                if let Err(error) = admission.receive(incoming, lane).await {
+                if let Err(error) = admission.receive(incoming, lane, streams.as_ref()).await {
                     tracing::info!(error, %from, "turned a connection away");
                     admission.note_refusal(&format!("{}: {error}", from.ip().to_canonical()));
                 }
@@ -164,7 +170,12 @@ impl Admission {
     }
 
     /// Admits one connection, or refuses it with a reason.
-    async fn receive(&self, incoming: Incoming, lane: usize) -> Result<(), String> {
+    async fn receive(
+        &self,
+        incoming: Incoming,
+        lane: usize,
+        streams: Option<&StreamPeers>,
+    ) -> Result<(), String> {
         // A rank with a token knows the address of the first lane only.
         let config = Arc::new(if lane == 0 { self.server() } else { self.tls.server() });
         let connecting = incoming.accept_with(config).map_err(|error| error.to_string())?;
@@ -172,6 +183,10 @@ impl Admission {
         let connection = connection.map_err(|error| describe(&error))?;
         if let (Some(enrol_server), true) = (&self.enrol_server, tls::is_application(&connection)) {
             return self.enrol(enrol_server, &connection).await;
+        }
+        // Its certificate is of an authority that this rank trusts.
+        if let Some(streams) = streams {
+            streams.prove(connection.remote_address());
         }
         let talk = timeout(HANDSHAKE_TIMEOUT, self.talk(&connection, lane)).await;
         let refusal = match talk {

@@ -1,5 +1,6 @@
 //! The network side of a rank, which outlives its groups: its endpoints, admission of others, and dialling them.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,8 +17,9 @@ use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe}
 use crate::quic::network::connection::{DIAL_TIMEOUT, is_busy, is_silence};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::path::Path;
+use crate::quic::network::refusal::{self, RefusedFlag};
 use crate::quic::network::socket::LaneEndpoint;
-use crate::quic::network::socket::{self, RefusalText, SocketCapabilities};
+use crate::quic::network::socket::SocketCapabilities;
 use crate::quic::trust::names::rank_name;
 use crate::quic::trust::tls::{self, TlsConfigs};
 use crate::rank::Rank;
@@ -30,12 +32,12 @@ pub(crate) struct RankEndpoint {
     pub(crate) lane_endpoints: Vec<LaneEndpoint>,
     pub(crate) path: Path,
     pub(crate) capabilities: SocketCapabilities,
-    pub(crate) refused: RefusalText,
+    pub(crate) refused: RefusedFlag,
     pub(crate) is_simulated: bool,
     pub(crate) tls: TlsConfigs,
     pub(crate) admission: Arc<Admission>,
     /// What keeps the I/O thread running, if this rank has one.
-    pub(crate) thread: Option<WeakSender<std::convert::Infallible>>,
+    pub(crate) thread: Option<WeakSender<Infallible>>,
 }
 
 /// The purpose of a dialled connection.
@@ -108,8 +110,9 @@ impl RankEndpoint {
                         format!("is it running, and does {} get through?", self.config.link.carrier)
                     };
                     return Err(TransportError::bootstrap(format!(
-                        "rank {rank} did not answer at {address} within {:?}: {why}",
-                        self.config.connect_deadline
+                        "rank {rank} did not answer at {address} within {:?}: {why}{}",
+                        self.config.connect_deadline,
+                        self.refusal_hint(address)
                     )));
                 }
             }
@@ -127,8 +130,7 @@ impl RankEndpoint {
         let name = rank_name(rank, self.config.job);
         let fail = |text: String| DialError::Failed(TransportError::bootstrap(text));
         let connecting = self.lane_endpoints[lane]
-            .endpoint
-            .connect_with(config, address, &name)
+            .connect(config, address, &name)
             .map_err(|error| fail(format!("cannot dial rank {rank} at {address}: {error}")))?;
         let connection = match timeout(DIAL_TIMEOUT, connecting).await {
             Ok(Ok(connection)) => connection,
@@ -197,9 +199,17 @@ impl RankEndpoint {
         }
     }
 
-    /// Waits for the refusal of a rank that uses another carrier; waits forever if no refusal arrives.
-    pub(crate) async fn refusal(&self) -> String {
-        socket::refusal(self.refused.clone()).await
+    /// Warns once if a listener that this rank dials refuses TCP. The rank keeps dialling: anybody can send that.
+    pub(crate) async fn warn_of_refusal(&self) -> Infallible {
+        refusal::refusal(self.refused.clone()).await;
+        let hint = self.refusal_hint(self.config.coordinator);
+        (self.config.warn)(&format!("rank {} still dials{hint}", self.config.rank));
+        std::future::pending().await
+    }
+
+    /// The words for a rank that was not reached, if a listener has refused TCP; otherwise empty.
+    pub(crate) fn refusal_hint(&self, address: SocketAddr) -> String {
+        refusal::refusal_hint(&self.refused, address)
     }
 
     /// Closes all connections with the reason for which this rank gives up, so that waiting ranks learn it.
@@ -221,7 +231,9 @@ impl RankEndpoint {
     /// Listens on all lanes, each on its own thread.
     pub(crate) fn listen(&self) {
         for (lane, end) in self.lane_endpoints.iter().enumerate() {
-            end.runtime.spawn(Arc::clone(&self.admission).listen(end.endpoint.clone(), lane));
+            let listening =
+                Arc::clone(&self.admission).listen(end.endpoint.clone(), lane, end.streams.clone());
+            end.runtime.spawn(listening);
         }
     }
 }

@@ -7,6 +7,8 @@ pub(crate) mod handshakes;
 pub(crate) mod interface;
 pub(crate) mod io_thread;
 pub(crate) mod path;
+pub(crate) mod refusal;
+pub(crate) mod routes;
 pub(crate) mod socket;
 pub(crate) mod tunnel;
 pub(crate) mod windows;

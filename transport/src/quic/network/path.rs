@@ -7,6 +7,7 @@ use std::time::Duration;
 use quinn::{Connection, MtuDiscoveryConfig, TransportConfig, VarInt};
 
 use super::congestion::Congestion;
+use super::tunnel::STRANGERS_BYTES;
 use super::windows::{Limits, Windows};
 use crate::error::TransportError;
 use crate::wire::MOST_LANES;
@@ -175,16 +176,24 @@ impl Path {
         usize::from(u16::MAX.div_ceil(self.largest_datagram()))
     }
 
-    /// Bytes into which the endpoints of a rank receive.
+    /// Bytes into which the endpoints of a rank receive, and those that strangers can make it hold in streams.
     fn receive_buffers(&self) -> u64 {
         let segments = self.receive_segments() as u64;
-        self.lanes * u64::from(self.largest_datagram()) * segments * quinn::udp::BATCH_SIZE as u64
+        let datagrams = u64::from(self.largest_datagram()) * segments * quinn::udp::BATCH_SIZE as u64;
+        let strangers = if self.kind == PathKind::Streams { STRANGERS_BYTES } else { 0 };
+        self.lanes * (datagrams + strangers)
+    }
+
+    /// Bytes of packets that may wait for a TCP stream: what QUIC has in flight on a data connection and on a control
+    /// connection, and their acknowledgements.
+    pub(crate) fn stream_queue_bytes(&self) -> usize {
+        usize::try_from(self.fixed_bytes() + 2 * CONTROL_BYTES).unwrap_or(usize::MAX)
     }
 
     /// Bytes for each rank besides the windows for messages: windows for control, and the queue to a TCP stream.
     fn beside_bytes(&self) -> u64 {
         (1 + self.lanes) * CONTROL_BYTES
-            + if self.kind == PathKind::Streams { self.lanes * self.fixed_bytes() } else { 0 }
+            + if self.kind == PathKind::Streams { self.lanes * self.stream_queue_bytes() as u64 } else { 0 }
     }
 
     /// Bytes that the connections of this rank hold at most.
