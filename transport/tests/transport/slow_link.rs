@@ -56,11 +56,13 @@ fn ranks_at_the_ends_of_a_slow_tcp_link_do_not_count_as_dead() {
         .iter()
         .map(|one| one.post_send(other(one.rank()), tag, vec![Bytes::from(vec![7; bytes])], LONG))
         .collect();
+    let started = Instant::now();
     for posted in received {
         assert!(block_on(posted).unwrap()[0].iter().all(|&byte| byte == 7));
     }
     for posted in sent {
         block_on(posted).unwrap();
     }
+    println!("{bytes} bytes in each direction took {:?}", started.elapsed());
     close(&group);
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod congestion;
 pub(crate) mod connection;
+pub(crate) mod delay_window;
 pub(crate) mod frames;
 pub(crate) mod handshakes;
 pub(crate) mod interface;
