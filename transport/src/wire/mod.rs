@@ -9,6 +9,8 @@ mod codec;
 mod envelope;
 mod fields;
 mod frame;
+#[cfg(feature = "quic")]
+pub(crate) mod harmless;
 mod header;
 mod limits;
 mod notes;

@@ -13,7 +13,7 @@ use super::admission::Admission;
 use super::config::QuicConfig;
 use super::peer_connection::PeerConnection;
 use crate::error::TransportError;
-use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe};
+use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe, describe_stranger};
 use crate::quic::network::connection::{DIAL_TIMEOUT, is_busy, is_silence};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::path::Path;
@@ -146,7 +146,7 @@ impl RankEndpoint {
             Ok(Err(error)) => {
                 return Err(fail(format!(
                     "rank {rank} at {address} refused the connection: {}",
-                    describe(&error)
+                    describe_stranger(&error)
                 )));
             }
         };

@@ -7,4 +7,5 @@ pub(crate) mod description;
 pub(crate) mod endpoint;
 pub(crate) mod other_carrier;
 pub(crate) mod peer_connection;
+pub(crate) mod refusals;
 pub(crate) mod regroup;

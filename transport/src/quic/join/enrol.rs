@@ -14,7 +14,7 @@ use super::binding::binding;
 use super::pinned::PinnedVerifier;
 use super::token::Token;
 use crate::error::TransportError;
-use crate::quic::network::connection::{DIAL_TIMEOUT, describe, is_busy, is_silence};
+use crate::quic::network::connection::{DIAL_TIMEOUT, describe, describe_stranger, is_busy, is_silence};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::io_thread::IoThread;
 use crate::quic::network::path::{LinkSettings, Path};
@@ -133,7 +133,7 @@ async fn attempt(
 ) -> Result<Enrolled, EnrolError> {
     let at = config.coordinator;
     let refused = |what: String| EnrolError::Refused(format!("rank 0 at {at} gave no identity: {what}"));
-    let ended = |error: ConnectionError| match error {
+    let ended_with = |error: ConnectionError, describe: fn(&ConnectionError) -> String| match error {
         error if is_silence(&error) || is_busy(&error) => EnrolError::Retry,
         ConnectionError::ConnectionClosed(close)
             if close.error_code == TransportErrorCode::crypto(NO_SUCH_PROTOCOL) =>
@@ -146,10 +146,13 @@ async fn attempt(
         }
         error => refused(describe(&error)),
     };
+    let ended = |error| ended_with(error, describe);
     let connecting =
         lane.connect(client, at, NAME).map_err(|error| refused(format!("cannot dial it: {error}")))?;
-    let connection =
-        timeout(DIAL_TIMEOUT, connecting).await.map_err(|_| EnrolError::Retry)?.map_err(ended)?;
+    let connection = timeout(DIAL_TIMEOUT, connecting)
+        .await
+        .map_err(|_| EnrolError::Retry)?
+        .map_err(|error| ended_with(error, describe_stranger))?;
     let lost = |error: String| connection.close_reason().map_or_else(|| refused(error), ended);
     let (asked, request) = applicant.words();
     let binding =
