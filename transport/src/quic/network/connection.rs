@@ -43,9 +43,19 @@ pub(crate) fn is_busy(reason: &ConnectionError) -> bool {
         if close.error_code == TransportErrorCode::CONNECTION_REFUSED)
 }
 
+/// TLS' alerts (RFC 8446) of a side that refuses a certificate; a rank sends the first, `handshake_failure`.
+const CERTIFICATE_ALERTS: [u8; 8] = [40, 42, 43, 44, 45, 46, 48, 51];
+
+fn is_certificate_alert(code: TransportErrorCode) -> bool {
+    CERTIFICATE_ALERTS.iter().any(|&alert| code == TransportErrorCode::crypto(alert))
+}
+
 /// Why a handshake has ended. What the other side says in it is not repeated: it has not shown who it is.
 pub(crate) fn describe_stranger(reason: &ConnectionError) -> String {
     match reason {
+        ConnectionError::ConnectionClosed(close) if is_certificate_alert(close.error_code) => {
+            "it refuses the certificate of this rank; its own error says why".into()
+        }
         ConnectionError::ConnectionClosed(close) => format!("it ended the handshake ({})", close.error_code),
         ConnectionError::ApplicationClosed(_) => "it ended the handshake".into(),
         other => describe(other),
