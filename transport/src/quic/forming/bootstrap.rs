@@ -95,7 +95,16 @@ impl Forming<'_> {
             }
         }
         let mut control: Vec<PeerConnection> = control.into_iter().flatten().collect();
-        let table = Frame::AddressTable { addresses: self.addresses(&control) };
+        let addresses = self.addresses(&control);
+        if let Some((hidden, far)) = hidden_by_loopback(&addresses) {
+            let (at, far_at) = (addresses[hidden].ip(), addresses[far].ip());
+            let [hidden, far] = [hidden, far].map(|place| self.members[place]);
+            return Err(TransportError::bootstrap(format!(
+                "rank 0 sees rank {hidden} at {at}, an address of its own host that rank {far} at {far_at} cannot reach: on the host of \
+                 rank 0, let the name of rank 0 have an address that other hosts can reach"
+            )));
+        }
+        let table = Frame::AddressTable { addresses };
         for member in &mut control {
             self.say(member, &table).await?;
         }
@@ -328,6 +337,15 @@ async fn first_closed(joined: &[PeerConnection]) -> &PeerConnection {
     .await
 }
 
+/// Of the addresses by rank: a rank on the loopback interface of rank 0's host, and a higher rank on another host, which would
+/// have to dial it.
+fn hidden_by_loopback(addresses: &[SocketAddr]) -> Option<(usize, usize)> {
+    let is_loopback = |place: &usize| addresses[*place].ip().to_canonical().is_loopback();
+    let hidden = (1..addresses.len()).find(is_loopback)?;
+    let far = (hidden + 1..addresses.len()).find(|place| !is_loopback(place))?;
+    Some((hidden, far))
+}
+
 /// How much longer than rank 0 a rank waits for a group that stays incomplete.
 const MEMBER_EXTRA_WAIT: Duration = Duration::from_secs(2);
 
@@ -337,4 +355,24 @@ const BAD_IDENTITY_TIMEOUT: Duration = Duration::from_secs(4);
 /// A place in a group as its rank there.
 fn number(place: usize) -> Rank {
     Rank(u32::try_from(place).unwrap_or(u32::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_another_host_would_dial_on_loopback_is_found() {
+        let hidden = |texts: &[&str]| {
+            let addresses: Vec<SocketAddr> =
+                texts.iter().map(|text| format!("{text}:1").parse().unwrap()).collect();
+            hidden_by_loopback(&addresses)
+        };
+        assert_eq!(hidden(&["127.0.1.1", "127.0.0.1", "10.0.0.2"]), Some((1, 2)));
+        assert_eq!(hidden(&["127.0.1.1", "10.0.0.2", "127.0.0.1", "127.0.0.1", "10.0.0.3"]), Some((2, 4)));
+        // It dials the rank on the other host itself.
+        assert_eq!(hidden(&["127.0.1.1", "10.0.0.2", "127.0.0.1"]), None);
+        assert_eq!(hidden(&["127.0.0.1", "127.0.0.1", "127.0.0.2"]), None);
+        assert_eq!(hidden(&["10.0.0.1", "10.0.0.1", "[fd00::2]"]), None);
+    }
 }
