@@ -119,6 +119,7 @@ impl Assignment {
         let left = deadline.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
         config.connect_deadline = Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1));
         config.bind = options.bind.unwrap_or(config.bind);
+        config.heartbeat = options.heartbeat.unwrap_or(config.heartbeat);
         config.stuck_after = options.stuck_after.unwrap_or(config.stuck_after);
         (config.warn, config.note) = (options.warn, options.note);
         config.epoch = self.run_id.as_deref().map_or(0, epoch);

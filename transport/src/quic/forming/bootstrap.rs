@@ -11,6 +11,7 @@ use tokio::time::{Instant, timeout_at};
 use super::admission::{AdmittedConnection, GroupStatus};
 use super::endpoint::{DialPurpose, RankEndpoint};
 use super::peer_connection::{Mesh, PeerConnection};
+use super::side_by_side::all;
 use crate::error::TransportError;
 use crate::quic::network::connection::describe;
 use crate::rank::Rank;
@@ -172,7 +173,6 @@ impl Forming<'_> {
         coordinator: SocketAddr,
         addresses: &[SocketAddr],
     ) -> Result<Vec<PeerConnection>, TransportError> {
-        let mut data = Vec::new();
         let places = std::iter::once(coordinator).chain(addresses.iter().skip(1).copied());
         let below = self
             .members
@@ -180,21 +180,31 @@ impl Forming<'_> {
             .copied()
             .zip(places)
             .take_while(|&(rank, _)| rank < self.endpoint.config.rank);
-        for (rank, address) in below {
-            let (joined, lane_ports) = self
-                .endpoint
-                .dial_until_answered(rank, address, DialPurpose::data(self.epoch), self.deadline)
-                .await?;
-            data.push(joined);
-            for (lane, port) in (1..).zip(lane_ports) {
-                let address = SocketAddr::new(address.ip(), port);
-                let dial_purpose = DialPurpose::lane(lane, self.epoch);
-                let (joined, _) =
-                    self.endpoint.dial_until_answered(rank, address, dial_purpose, self.deadline).await?;
-                data.push(joined);
-            }
+        let below: Vec<_> = below.collect();
+        let mut data = Vec::new();
+        for some in below.chunks(DIALS_AT_ONCE) {
+            let dials =
+                some.iter().map(|&(rank, address)| Box::pin(self.dial_lanes(rank, address))).collect();
+            data.extend(all(dials).await?.into_iter().flatten());
         }
         self.collect_data(data, std::slice::from_ref(control)).await
+    }
+
+    /// The data connections of all lanes to one rank.
+    async fn dial_lanes(
+        &self,
+        rank: Rank,
+        address: SocketAddr,
+    ) -> Result<Vec<PeerConnection>, TransportError> {
+        let dial =
+            |address, purpose| self.endpoint.dial_until_answered(rank, address, purpose, self.deadline);
+        let (joined, lane_ports) = dial(address, DialPurpose::data(self.epoch)).await?;
+        let mut data = vec![joined];
+        for (lane, port) in (1..).zip(lane_ports) {
+            let address = SocketAddr::new(address.ip(), port);
+            data.push(dial(address, DialPurpose::lane(lane, self.epoch)).await?.0);
+        }
+        Ok(data)
     }
 
     /// Of every other member: it is ready, and waits for the start.
@@ -345,6 +355,9 @@ fn hidden_by_loopback(addresses: &[SocketAddr]) -> Option<(usize, usize)> {
     let far = (hidden + 1..addresses.len()).find(|place| !is_loopback(place))?;
     Some((hidden, far))
 }
+
+/// Ranks that a rank dials side by side: round trips are long between data centres.
+const DIALS_AT_ONCE: usize = 64;
 
 /// How much longer than rank 0 a rank waits for a group that stays incomplete.
 const MEMBER_EXTRA_WAIT: Duration = Duration::from_secs(2);

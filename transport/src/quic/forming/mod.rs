@@ -9,3 +9,4 @@ pub(crate) mod other_carrier;
 pub(crate) mod peer_connection;
 pub(crate) mod refusals;
 pub(crate) mod regroup;
+pub(crate) mod side_by_side;
