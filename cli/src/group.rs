@@ -55,6 +55,10 @@ pub(crate) struct GroupArgs {
     /// a kernel takes to compile. Rank 0's counts, which warns after a quarter [default: 180]
     #[arg(long, value_name = "SECONDS")]
     pub(crate) stuck_after: Option<NonZeroU32>,
+    /// Milliseconds between two signs of life; a rank counts as dead when twelve in a row are missing. Longer where the network
+    /// is away for seconds. The same on all ranks [default: 200]
+    #[arg(long, value_name = "MS")]
+    pub(crate) heartbeat: Option<NonZeroU32>,
     /// This process takes the place of one that died: it joins when the others form the group again (--on-loss rejoin)
     #[arg(long)]
     pub(crate) rejoin: bool,
@@ -83,6 +87,7 @@ impl GroupArgs {
             expiry_warning_days: self.warn_days,
             join_deadline: seconds(self.join_deadline),
             stuck_after: self.stuck_after.map(seconds),
+            heartbeat: self.heartbeat.map(|ms| Duration::from_millis(u64::from(ms.get()))),
             rejoin: self.rejoin,
             bind: self.bind,
             port: self.port,

@@ -1,7 +1,7 @@
 //! The address of rank 0: its syntax and its resolution.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
@@ -64,13 +64,13 @@ pub(crate) fn resolve(
     note: fn(&str),
 ) -> Result<SocketAddr> {
     // Names under localhost are this host (RFC 6761); not every resolver implements that.
-    if host == "localhost" || host.ends_with(".localhost") {
+    if is_localhost(host) {
         return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), *port));
     }
     let mut noted = false;
     loop {
         let why = match (host.as_str(), *port).to_socket_addrs() {
-            Ok(mut addresses) => match addresses.next() {
+            Ok(addresses) => match reachable(addresses) {
                 Some(address) => return Ok(address),
                 None => "the name has no address".to_owned(),
             },
@@ -90,12 +90,58 @@ pub(crate) fn resolve(
     }
 }
 
+/// Names under localhost are this host (RFC 6761).
+fn is_localhost(host: &str) -> bool {
+    host == "localhost" || host.ends_with(".localhost")
+}
+
+/// The first address that other hosts can reach, or else the first one: a hosts file may give a host's own name a loopback
+/// address besides the real one.
+fn reachable(addresses: impl Iterator<Item = SocketAddr>) -> Option<SocketAddr> {
+    let addresses: Vec<_> = addresses.collect();
+    addresses.iter().find(|address| !address.ip().is_loopback()).or(addresses.first()).copied()
+}
+
+/// Where to bind although `host` is at the loopback address `address` here: all addresses, if ranks may be on other hosts. Debian
+/// gives a host's own name the address 127.0.1.1, which no other host can reach. `None`: nothing speaks against loopback.
+pub(crate) fn bind_beyond_loopback(host: &str, address: IpAddr, one_host: bool) -> Option<IpAddr> {
+    let is_meant = is_localhost(host) || host.parse::<IpAddr>().is_ok() || one_host;
+    match address {
+        address if is_meant || !address.is_loopback() => None,
+        IpAddr::V4(_) => Some(IpAddr::V4(Ipv4Addr::UNSPECIFIED)),
+        IpAddr::V6(_) => Some(IpAddr::V6(Ipv6Addr::UNSPECIFIED)),
+    }
+}
+
 /// Rank 0's default port: next to torch's 29500, which its own store uses.
 pub const DEFAULT_PORT: u16 = 29_600;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_with_several_addresses_is_reached_at_one_that_other_hosts_can_reach() {
+        let all = |texts: &[&str]| reachable(texts.iter().map(|text| text.parse().unwrap()));
+        assert_eq!(all(&["127.0.1.1:1", "10.0.0.1:1", "10.0.0.2:1"]), Some("10.0.0.1:1".parse().unwrap()));
+        assert_eq!(all(&["127.0.1.1:1", "[::1]:1"]), Some("127.0.1.1:1".parse().unwrap()));
+        assert_eq!(all(&[]), None);
+    }
+
+    #[test]
+    fn rank_0_is_not_hidden_on_loopback_by_the_name_of_its_host() {
+        let bind = |host, address: &str, one_host| {
+            bind_beyond_loopback(host, address.parse().unwrap(), one_host).map(|address| address.to_string())
+        };
+        assert_eq!(bind("node1", "127.0.1.1", false).as_deref(), Some("0.0.0.0"));
+        assert_eq!(bind("node1", "::1", false).as_deref(), Some("::"));
+        // Loopback is meant, or enough.
+        assert_eq!(bind("node1", "127.0.1.1", true), None);
+        assert_eq!(bind("localhost", "127.0.0.1", false), None);
+        assert_eq!(bind("node1.localhost", "127.0.0.1", false), None);
+        assert_eq!(bind("127.0.1.1", "127.0.1.1", false), None);
+        assert_eq!(bind("node1", "10.0.0.1", false), None);
+    }
 
     #[test]
     fn addresses_are_read_or_refused_with_an_example() {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime};
 use kyklos_transport::quic::{Claims, Date, Identity, JobId, QuicConfig, QuicTransport, Revoked};
 use kyklos_transport::{Rank, Reformed, TransportError, in_process_group};
 
-use crate::address::resolve;
+use crate::address::{bind_beyond_loopback, resolve};
 use crate::assignment::Assignment;
 use crate::credentials::Credentials;
 use crate::error::{Error, Remedy, Result};
@@ -53,6 +53,18 @@ impl Assignment {
         let address = resolve(coordinator, self.coordinator_resolves_late, deadline, options.note)?;
         let mut config = QuicConfig::new(Rank(self.rank), self.world, job, address, identity);
         config.coordinator_name = Some(coordinator.host.clone());
+        if let Some(bind) = bind_beyond_loopback(&coordinator.host, address.ip(), self.is_on_one_host())
+            && options.bind.is_none()
+        {
+            (options.warn)(&format!(
+                "rank {}: {} is {} on this host, an address that no other host can reach; this rank uses all addresses of the \
+                 host",
+                self.rank,
+                coordinator.host,
+                address.ip()
+            ));
+            config.bind = bind;
+        }
         self.configure(&mut config, deadline)?;
         let group = if options.rejoin {
             QuicTransport::rejoin(config)?
@@ -64,6 +76,15 @@ impl Assignment {
             (options.note)(&format!("rank {}: {line}", self.rank));
         }
         Ok(group)
+    }
+
+    /// Whether a source says that all ranks are on this host.
+    fn is_on_one_host(&self) -> bool {
+        let first = self.hosts.first().filter(|host| host.is_some());
+        let one_name = first.is_some_and(|first| {
+            self.hosts.len() == self.world as usize && self.hosts.iter().all(|host| host == first)
+        });
+        self.by_kyklos_launch || one_name || self.local_world >= self.world
     }
 
     /// This rank's identity, and its source for notes.
@@ -87,11 +108,18 @@ impl Assignment {
             config.invitation = Some(Arc::clone(invitation));
         }
         config.revoked = options.revoked.as_deref().map(Revoked::read_file).transpose()?;
+        if config.invitation.is_some() && config.revoked.as_ref().is_some_and(|revoked| !revoked.is_empty()) {
+            (options.warn)(
+                "the list of revoked keys does not keep out a holder of the token, who can get a new identity with another key: \
+                 if a key that a token gave has been revoked, make a new invitation",
+            );
+        }
         config.places.clone_from(&self.hosts);
         // In whole seconds, because errors quote it.
         let left = deadline.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
         config.connect_deadline = Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1));
         config.bind = options.bind.unwrap_or(config.bind);
+        config.heartbeat = options.heartbeat.unwrap_or(config.heartbeat);
         config.stuck_after = options.stuck_after.unwrap_or(config.stuck_after);
         (config.warn, config.note) = (options.warn, options.note);
         config.epoch = self.run_id.as_deref().map_or(0, epoch);

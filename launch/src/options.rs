@@ -60,6 +60,9 @@ pub struct Options {
     /// How long a rank may compute without progress while others wait for it, before the run ends and names it. Rank 0's
     /// value counts. `None`: the transport's 180 s.
     pub stuck_after: Option<Duration>,
+    /// Period of heartbeats; a rank counts as dead after twelve silent ones. Best the same on all ranks. Longer on networks with
+    /// outages of seconds. `None`: the transport's 200 ms.
+    pub heartbeat: Option<Duration>,
     /// This process replaces one that died: it joins when the others form the group again.
     pub rejoin: bool,
     /// Local address. `None`: all, or loopback if rank 0's address is loopback.
@@ -95,6 +98,7 @@ impl Default for Options {
             expiry_warning_days: 3,
             join_deadline: Duration::from_secs(60),
             stuck_after: None,
+            heartbeat: None,
             rejoin: false,
             bind: None,
             port: None,

@@ -92,12 +92,16 @@ fn metrics_of_a_running_job_move_whoever_else_asks() {
         })
         .collect();
     assert!(get(&address(1), "/healthz").ends_with("alive\n"));
+    // A supervisor would end a process that does not say at once that it lives.
+    for path in ["/healthz", "/readyz"] {
+        assert!(get(&first, path).starts_with("HTTP/1.0 200"), "slow clients keep others out of {path}");
+    }
+    drop(idle);
     let until = Instant::now() + Duration::from_secs(30);
-    while !get(&first, "/healthz").ends_with("alive\n") {
+    while !get(&first, "/metrics").starts_with("HTTP/1.0 200") {
         assert!(Instant::now() < until, "slow clients keep others out");
         std::thread::sleep(Duration::from_millis(50));
     }
-    drop(idle);
     let before = value(&get(&first, "/metrics"), "kyklos_operations_total{rank=\"0\"}");
     let until = Instant::now() + Duration::from_secs(60);
     while value(&get(&first, "/metrics"), "kyklos_operations_total{rank=\"0\"}") <= before {

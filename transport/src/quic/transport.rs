@@ -124,7 +124,7 @@ impl QuicTransport {
         let mesh = tokio::select! {
             biased;
             mesh = bootstrap::form(&endpoint) => mesh?,
-            text = endpoint.refusal() => return Err(TransportError::bootstrap(text)),
+            never = endpoint.warn_of_refusal() => match never {},
             never = other_carrier::refuse_all(&endpoint), if !is_simulated => match never {},
         };
         endpoint.admission.close_enrolment();
@@ -147,7 +147,7 @@ impl QuicTransport {
         let formed = tokio::select! {
             biased;
             formed = regroup::regroup(&endpoint, prior, Regroup::Everyone { within: patience }, until) => formed,
-            text = endpoint.refusal() => Err(TransportError::bootstrap(text)),
+            never = endpoint.warn_of_refusal() => match never {},
         };
         match formed {
             Ok(next) => Ok(Self::of(endpoint, next, alive)),

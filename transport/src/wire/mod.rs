@@ -9,6 +9,8 @@ mod codec;
 mod envelope;
 mod fields;
 mod frame;
+#[cfg(feature = "quic")]
+pub(crate) mod harmless;
 mod header;
 mod limits;
 mod notes;
@@ -26,4 +28,4 @@ pub use limits::{MAX_DER_BYTES, MAX_FRAME_BYTES, MAX_TEXT_BYTES, MAX_WORLD, MOST
 pub use notes::Notes;
 
 /// Version of everything on the wire. Peers with another version refuse each other.
-pub const PROTOCOL_VERSION: u16 = 4;
+pub const PROTOCOL_VERSION: u16 = 5;

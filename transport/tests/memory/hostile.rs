@@ -1,14 +1,15 @@
 //! Half-open connections and replayed packets: honest ranks finish, and memory stays
 //! flat. Wrong certificates and wrong frames are tested in `strangers.rs`.
 
-use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::io::Write;
+use std::net::{Ipv4Addr, SocketAddr, TcpStream, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::common::*;
-use kyklos_transport::quic::QuicConfig;
+use kyklos_transport::quic::{Carrier, QuicConfig};
 use quinn::crypto::rustls::QuicClientConfig;
 
 /// The configuration of one of two ranks. Rank 1 may get another address for rank 0.
@@ -59,6 +60,36 @@ fn thousands_of_half_open_connections_leave_memory_flat_and_honest_ranks_finish(
     // The addresses of one network get 512 places of about 60 KiB each; 7000 connections would be 400 MiB.
     let (first, last) = (resident[0], resident[7]);
     assert!(last < first + (48 << 10), "7000 more half-open connections took more than 48 MiB: {resident:?}");
+}
+
+/// Sends packets of an unknown version of QUIC for a while, each of which asks for an answer, and reads no answer.
+fn ask_and_never_read(to: SocketAddr, patience: Duration) -> TcpStream {
+    let mut packet = vec![0; 1200];
+    // A long header, a version, and two numbers of the connection.
+    packet[..15].copy_from_slice(&[0xc0, 0x1a, 0x2a, 0x3a, 0x4a, 8, 1, 2, 3, 4, 5, 6, 7, 8, 0]);
+    let framed = [&1200_u16.to_le_bytes()[..], &packet].concat();
+    let mut stream = TcpStream::connect(to).unwrap();
+    stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+    let until = Instant::now() + patience;
+    let many = framed.repeat(100);
+    while Instant::now() < until && stream.write_all(&many).is_ok() {}
+    stream
+}
+
+#[test]
+fn answers_to_a_stranger_that_never_reads_leave_memory_flat() {
+    let _alone = alone();
+    let job = Job::new();
+    let zero = connect(job.over(Carrier::Tcp, 0, 2));
+    std::thread::sleep(Duration::from_millis(300));
+    let before = resident_kib();
+    let _held: Vec<_> = (0..3).map(|_| ask_and_never_read(job.coordinator, Duration::from_secs(3))).collect();
+    let after = resident_kib();
+    println!("KiB before and after: {before} {after}");
+    assert!(after < before + (24 << 10), "from {before} KiB to {after} KiB");
+    let group = formed(vec![zero, connect(job.over(Carrier::Tcp, 1, 2))]);
+    exchange(&group, 0);
+    close(&group);
 }
 
 /// Forwards packets between a rank and rank 0, records the packets of the rank, and sends `copies` of each.

@@ -41,6 +41,8 @@ mod common;
 #[cfg(feature = "quic")]
 mod decoders;
 #[cfg(feature = "quic")]
+mod forgery;
+#[cfg(feature = "quic")]
 mod lanes;
 #[cfg(feature = "quic")]
 mod links;
@@ -50,6 +52,8 @@ mod loopback;
 mod processes;
 #[cfg(feature = "quic")]
 mod simulation;
+#[cfg(all(feature = "quic", unix))]
+mod slow_link;
 #[cfg(feature = "quic")]
 mod stalled;
 #[cfg(feature = "quic")]

@@ -4,6 +4,7 @@ use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::common::coordinator::Coordinator;
 use crate::common::*;
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId, QuicConfig};
@@ -134,6 +135,36 @@ fn datagrams_of_garbage_do_not_disturb_a_group() {
     let (group, ()) = job.form_while(3, || send_noise(500));
     send_noise(500);
     works(&group);
+}
+
+#[test]
+fn a_rank_whose_handshake_is_refused_dials_again_until_its_deadline() {
+    let job = Job::new();
+    let started = Instant::now();
+    let rank = connect(QuicConfig { connect_deadline: LONG, ..job.config(1, 2) });
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let coordinator =
+            tokio::time::timeout(LONG, Coordinator::form_after_refusals(&job, 4)).await.unwrap();
+        let formed = tokio::task::spawn_blocking(move || rank.join().unwrap()).await.unwrap();
+        assert!(formed.is_ok(), "{formed:?}");
+        // It does not dial as fast as it can.
+        assert!(started.elapsed() > Duration::from_millis(500), "{:?}", started.elapsed());
+        drop(coordinator);
+    });
+}
+
+#[test]
+fn a_rank_whose_handshakes_are_all_refused_says_so_at_its_deadline() {
+    let job = Job::new();
+    let config = QuicConfig { connect_deadline: Duration::from_secs(2), ..job.config(1, 2) };
+    let rank = connect(config);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let refusing = async { Coordinator::form_after_refusals(&job, usize::MAX).await };
+    let refusing = async { tokio::time::timeout(Duration::from_secs(4), refusing).await.is_err() };
+    assert!(runtime.block_on(refusing));
+    let error = rank.join().unwrap().unwrap_err().to_string();
+    assert!(error.contains("within 2s") && error.contains("takes no more handshakes now"), "{error}");
 }
 
 /// Hand-made clients that send things a rank never sends.

@@ -34,6 +34,12 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
             "leave it away: in one process, --deadline ends a run that makes no progress",
         ));
     }
+    if let Some(ms) = args.group.heartbeat {
+        return Err(Failure::request(
+            format!("--heartbeat {ms} with all ranks in one process"),
+            "leave it away: the ranks of one process end together",
+        ));
+    }
     if args.on_loss != OnLoss::Stop || args.group.rejoin {
         return Err(Failure::request(
             "--on-loss or --rejoin with all ranks in one process",

@@ -35,7 +35,7 @@ fn listen(listener: &TcpListener, answer: Answer) {
         };
         let guard = Arc::clone(&open);
         if Arc::strong_count(&open) > MOST_CONNECTIONS + 1 {
-            reply(stream, Instant::now() + PAUSE, "503 Service Unavailable", "too many at once\n");
+            converse_at_once(stream, answer);
             continue;
         }
         // If no thread can start, the connection is dropped.
@@ -55,6 +55,20 @@ fn converse(mut stream: TcpStream, answer: Answer) {
         }
         Request::Wrong(status) => reply(stream, until, status, "GET /metrics\n"),
         Request::Gone => {}
+    }
+}
+
+/// For a client when all threads are taken, on the listener's own thread: the state of the process, which a supervisor asks for
+/// to decide about its life, if the client asks for it at once.
+fn converse_at_once(mut stream: TcpStream, answer: Answer) {
+    let request = read_path(&mut stream, Instant::now() + AT_ONCE);
+    let until = Instant::now() + PAUSE;
+    match request {
+        Request::Path(path) if matches!(&path[..], "/healthz" | "/readyz") => {
+            let (status, text) = answer(&path);
+            reply(stream, until, status, &text);
+        }
+        _ => reply(stream, until, "503 Service Unavailable", "too many at once\n"),
     }
 }
 
@@ -125,6 +139,8 @@ fn reply(mut stream: TcpStream, until: Instant, status: &str, text: &str) {
 
 /// Time limit of a request with its answer.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// Time limit of requests on the listener's own thread.
+const AT_ONCE: Duration = Duration::from_millis(20);
 /// Time limit of answers on the listener's own thread.
 const PAUSE: Duration = Duration::from_millis(50);
 const MOST_CONNECTIONS: usize = 8;

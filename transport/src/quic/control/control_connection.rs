@@ -283,7 +283,10 @@ fn abort_in(reason: &ConnectionError) -> Option<Abort> {
         return None;
     }
     match Frame::decode(&close.reason) {
-        Ok(Some((Frame::Abort { abort }, _))) => Some(abort),
+        Ok(Some((frame, _))) => match frame.with_harmless_texts() {
+            Frame::Abort { abort } => Some(abort),
+            _ => None,
+        },
         _ => None,
     }
 }

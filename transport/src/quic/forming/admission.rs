@@ -1,21 +1,24 @@
 //! Admission: every connection to this rank's endpoint is admitted here, or refused with a reason.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use quinn::{Connection, Endpoint, Incoming, SendStream, ServerConfig};
+use quinn::{Connection, ConnectionError, Endpoint, Incoming, SendStream, ServerConfig};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use super::config::QuicConfig;
 use super::peer_connection::PeerConnection;
+use super::refusals::{AdmissionRefusal, Refusals};
 use crate::error::TransportError;
 use crate::membership::Claim;
 use crate::quic::join::EnrolServer;
-use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe};
+use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe, describe_stranger};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::handshakes::{HandshakeDecision, PendingHandshakes};
+use crate::quic::network::routes::StreamPeers;
 use crate::quic::trust::names::Claims;
 use crate::quic::trust::tls::{self, TlsConfigs};
 use crate::rank::Rank;
@@ -31,8 +34,8 @@ pub(crate) struct Admission {
     enrol_server: Option<EnrolServer>,
     open: Mutex<AdmissionState>,
     pending: PendingHandshakes,
-    /// The first refusals with their reasons, for the error that says which ranks are missing.
-    refusals: Mutex<Vec<String>>,
+    /// For the error that says which ranks are missing.
+    refusals: Mutex<Refusals>,
 }
 
 /// Which group is forming or at work, and the connections admitted to it.
@@ -86,7 +89,7 @@ impl Admission {
             enrol_server,
             open: Mutex::new(open),
             pending: PendingHandshakes::default(),
-            refusals: Mutex::new(Vec::new()),
+            refusals: Mutex::default(),
         })
     }
 
@@ -123,7 +126,12 @@ impl Admission {
     }
 
     /// Admits or refuses the connections to the endpoint of a lane.
-    pub(crate) async fn listen(self: Arc<Self>, endpoint: Endpoint, lane: usize) {
+    pub(crate) async fn listen(
+        self: Arc<Self>,
+        endpoint: Endpoint,
+        lane: usize,
+        streams: Option<StreamPeers>,
+    ) {
         while let Some(incoming) = endpoint.accept().await {
             let from = incoming.remote_address();
             let slot = match self.pending.decide(from.ip(), incoming.remote_address_validated()) {
@@ -138,47 +146,56 @@ impl Admission {
                     continue;
                 }
             };
-            let admission = Arc::clone(&self);
+            let (admission, streams) = (Arc::clone(&self), streams.clone());
             tokio::spawn(async move {
                 let _slot = slot;
-                if let Err(error) = admission.receive(incoming, lane).await {
-                    tracing::info!(error, %from, "turned a connection away");
-                    admission.note_refusal(&format!("{}: {error}", from.ip().to_canonical()));
+                if let Err(refusal) = admission.receive(incoming, lane, streams.as_ref()).await {
+                    tracing::info!(error = refusal.text, %from, "turned a connection away");
+                    admission.note_refusal(from.ip(), &refusal);
                 }
             });
         }
     }
 
-    pub(crate) fn note_refusal(&self, refusal: &str) {
-        let mut refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
-        if refusals.len() < MAX_REFUSALS && !refusals.iter().any(|known| known == refusal) {
-            refusals.push(refusal.to_owned());
-        }
+    pub(crate) fn note_refusal(&self, from: IpAddr, refusal: &AdmissionRefusal) {
+        self.refusals.lock().unwrap_or_else(PoisonError::into_inner).note(from, refusal);
     }
 
     /// The refusals, as the end of a sentence; empty if there are none.
     pub(crate) fn refusals_text(&self) -> String {
-        let refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
-        let all = refusals.iter().map(|refusal| format!("; turned away: {}", cut(refusal)));
-        all.collect()
+        self.refusals.lock().unwrap_or_else(PoisonError::into_inner).to_string()
     }
 
     /// Admits one connection, or refuses it with a reason.
-    async fn receive(&self, incoming: Incoming, lane: usize) -> Result<(), String> {
+    async fn receive(
+        &self,
+        incoming: Incoming,
+        lane: usize,
+        streams: Option<&StreamPeers>,
+    ) -> Result<(), AdmissionRefusal> {
         // A rank with a token knows the address of the first lane only.
         let config = Arc::new(if lane == 0 { self.server() } else { self.tls.server() });
-        let connecting = incoming.accept_with(config).map_err(|error| error.to_string())?;
-        let connection = timeout(HANDSHAKE_TIMEOUT, connecting).await.map_err(|_| "slow handshake")?;
-        let connection = connection.map_err(|error| describe(&error))?;
+        let stranger = |error: &ConnectionError| AdmissionRefusal::of_stranger(describe_stranger(error));
+        let connecting = incoming.accept_with(config).map_err(|error| stranger(&error))?;
+        let connection = timeout(HANDSHAKE_TIMEOUT, connecting).await;
+        let connection = connection.map_err(|_| AdmissionRefusal::of_stranger("slow handshake"))?;
+        let connection = connection.map_err(|error| stranger(&error))?;
         if let (Some(enrol_server), true) = (&self.enrol_server, tls::is_application(&connection)) {
             return self.enrol(enrol_server, &connection).await;
+        }
+        // Its certificate is of an authority that this rank trusts.
+        if let Some(streams) = streams {
+            streams.prove(connection.remote_address());
         }
         let talk = timeout(HANDSHAKE_TIMEOUT, self.talk(&connection, lane)).await;
         let refusal = match talk {
             Ok(Ok(arrival)) => {
                 let arrived = self.lock().arrived.clone();
                 // Nothing waits for connections once the group is complete.
-                return arrived.send(arrival).await.map_err(|_| "the group is complete".into());
+                return arrived
+                    .send(arrival)
+                    .await
+                    .map_err(|_| AdmissionRefusal::of_member("the group is complete"));
             }
             Ok(Err(HelloRefusal { answer, code, text })) => {
                 if let Some(mut answer) = answer {
@@ -192,16 +209,21 @@ impl Admission {
             Err(_) => "no hello".into(),
         };
         connection.close(close_code::REJECTED, cut(&refusal).as_bytes());
-        Err(refusal)
+        Err(AdmissionRefusal::of_member(refusal))
     }
 
     /// Gives a rank with a token its identity. It dials again, as a rank.
-    async fn enrol(&self, enrol_server: &EnrolServer, connection: &Connection) -> Result<(), String> {
+    async fn enrol(
+        &self,
+        enrol_server: &EnrolServer,
+        connection: &Connection,
+    ) -> Result<(), AdmissionRefusal> {
         let served = timeout(HANDSHAKE_TIMEOUT, enrol_server.serve(connection)).await;
         let served = served.unwrap_or_else(|_| Err("no application".into()));
         let reason = served.as_ref().err().map_or("", |text| cut(text));
         connection.close(close_code::REJECTED, reason.as_bytes());
-        let (rank, key) = served?;
+        // It may have had a token or not.
+        let (rank, key) = served.map_err(AdmissionRefusal::of_stranger)?;
         let from = connection.remote_address().ip().to_canonical();
         (self.config.note)(&format!("gave rank {rank} to {from}, key {key}"));
         Ok(())
@@ -349,9 +371,6 @@ struct HelloRefusal {
     code: RejectCode,
     text: String,
 }
-
-/// Refusals that are kept: a stranger can cause any number of them.
-const MAX_REFUSALS: usize = 4;
 
 /// How long a handshake may take, and again the hello after it.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);

@@ -11,6 +11,7 @@ use tokio::time::{Instant, timeout_at};
 use super::admission::{AdmittedConnection, GroupStatus};
 use super::endpoint::{DialPurpose, RankEndpoint};
 use super::peer_connection::{Mesh, PeerConnection};
+use super::side_by_side::all;
 use crate::error::TransportError;
 use crate::quic::network::connection::describe;
 use crate::rank::Rank;
@@ -95,7 +96,16 @@ impl Forming<'_> {
             }
         }
         let mut control: Vec<PeerConnection> = control.into_iter().flatten().collect();
-        let table = Frame::AddressTable { addresses: self.addresses(&control) };
+        let addresses = self.addresses(&control);
+        if let Some((hidden, far)) = hidden_by_loopback(&addresses) {
+            let (at, far_at) = (addresses[hidden].ip(), addresses[far].ip());
+            let [hidden, far] = [hidden, far].map(|place| self.members[place]);
+            return Err(TransportError::bootstrap(format!(
+                "rank 0 sees rank {hidden} at {at}, an address of its own host that rank {far} at {far_at} cannot reach: on the host of \
+                 rank 0, let the name of rank 0 have an address that other hosts can reach"
+            )));
+        }
+        let table = Frame::AddressTable { addresses };
         for member in &mut control {
             self.say(member, &table).await?;
         }
@@ -163,7 +173,6 @@ impl Forming<'_> {
         coordinator: SocketAddr,
         addresses: &[SocketAddr],
     ) -> Result<Vec<PeerConnection>, TransportError> {
-        let mut data = Vec::new();
         let places = std::iter::once(coordinator).chain(addresses.iter().skip(1).copied());
         let below = self
             .members
@@ -171,21 +180,31 @@ impl Forming<'_> {
             .copied()
             .zip(places)
             .take_while(|&(rank, _)| rank < self.endpoint.config.rank);
-        for (rank, address) in below {
-            let (joined, lane_ports) = self
-                .endpoint
-                .dial_until_answered(rank, address, DialPurpose::data(self.epoch), self.deadline)
-                .await?;
-            data.push(joined);
-            for (lane, port) in (1..).zip(lane_ports) {
-                let address = SocketAddr::new(address.ip(), port);
-                let dial_purpose = DialPurpose::lane(lane, self.epoch);
-                let (joined, _) =
-                    self.endpoint.dial_until_answered(rank, address, dial_purpose, self.deadline).await?;
-                data.push(joined);
-            }
+        let below: Vec<_> = below.collect();
+        let mut data = Vec::new();
+        for some in below.chunks(DIALS_AT_ONCE) {
+            let dials =
+                some.iter().map(|&(rank, address)| Box::pin(self.dial_lanes(rank, address))).collect();
+            data.extend(all(dials).await?.into_iter().flatten());
         }
         self.collect_data(data, std::slice::from_ref(control)).await
+    }
+
+    /// The data connections of all lanes to one rank.
+    async fn dial_lanes(
+        &self,
+        rank: Rank,
+        address: SocketAddr,
+    ) -> Result<Vec<PeerConnection>, TransportError> {
+        let dial =
+            |address, purpose| self.endpoint.dial_until_answered(rank, address, purpose, self.deadline);
+        let (joined, lane_ports) = dial(address, DialPurpose::data(self.epoch)).await?;
+        let mut data = vec![joined];
+        for (lane, port) in (1..).zip(lane_ports) {
+            let address = SocketAddr::new(address.ip(), port);
+            data.push(dial(address, DialPurpose::lane(lane, self.epoch)).await?.0);
+        }
+        Ok(data)
     }
 
     /// Of every other member: it is ready, and waits for the start.
@@ -328,6 +347,18 @@ async fn first_closed(joined: &[PeerConnection]) -> &PeerConnection {
     .await
 }
 
+/// Of the addresses by rank: a rank on the loopback interface of rank 0's host, and a higher rank on another host, which would
+/// have to dial it.
+fn hidden_by_loopback(addresses: &[SocketAddr]) -> Option<(usize, usize)> {
+    let is_loopback = |place: &usize| addresses[*place].ip().to_canonical().is_loopback();
+    let hidden = (1..addresses.len()).find(is_loopback)?;
+    let far = (hidden + 1..addresses.len()).find(|place| !is_loopback(place))?;
+    Some((hidden, far))
+}
+
+/// Ranks that a rank dials side by side: round trips are long between data centres.
+const DIALS_AT_ONCE: usize = 64;
+
 /// How much longer than rank 0 a rank waits for a group that stays incomplete.
 const MEMBER_EXTRA_WAIT: Duration = Duration::from_secs(2);
 
@@ -337,4 +368,24 @@ const BAD_IDENTITY_TIMEOUT: Duration = Duration::from_secs(4);
 /// A place in a group as its rank there.
 fn number(place: usize) -> Rank {
     Rank(u32::try_from(place).unwrap_or(u32::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_another_host_would_dial_on_loopback_is_found() {
+        let hidden = |texts: &[&str]| {
+            let addresses: Vec<SocketAddr> =
+                texts.iter().map(|text| format!("{text}:1").parse().unwrap()).collect();
+            hidden_by_loopback(&addresses)
+        };
+        assert_eq!(hidden(&["127.0.1.1", "127.0.0.1", "10.0.0.2"]), Some((1, 2)));
+        assert_eq!(hidden(&["127.0.1.1", "10.0.0.2", "127.0.0.1", "127.0.0.1", "10.0.0.3"]), Some((2, 4)));
+        // It dials the rank on the other host itself.
+        assert_eq!(hidden(&["127.0.1.1", "10.0.0.2", "127.0.0.1"]), None);
+        assert_eq!(hidden(&["127.0.0.1", "127.0.0.1", "127.0.0.2"]), None);
+        assert_eq!(hidden(&["10.0.0.1", "10.0.0.1", "[fd00::2]"]), None);
+    }
 }

@@ -1,23 +1,25 @@
 //! The network side of a rank, which outlives its groups: its endpoints, admission of others, and dialling them.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use quinn::{Connection, ConnectionError, VarInt};
 use tokio::sync::mpsc::WeakSender;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::admission::Admission;
 use super::config::QuicConfig;
 use super::peer_connection::PeerConnection;
 use crate::error::TransportError;
-use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe};
-use crate::quic::network::connection::{DIAL_TIMEOUT, is_silence};
+use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe, describe_stranger};
+use crate::quic::network::connection::{DIAL_TIMEOUT, is_busy, is_silence};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::path::Path;
+use crate::quic::network::refusal::{self, RefusedFlag};
 use crate::quic::network::socket::LaneEndpoint;
-use crate::quic::network::socket::{self, RefusalText, SocketCapabilities};
+use crate::quic::network::socket::SocketCapabilities;
 use crate::quic::trust::names::rank_name;
 use crate::quic::trust::tls::{self, TlsConfigs};
 use crate::rank::Rank;
@@ -30,12 +32,12 @@ pub(crate) struct RankEndpoint {
     pub(crate) lane_endpoints: Vec<LaneEndpoint>,
     pub(crate) path: Path,
     pub(crate) capabilities: SocketCapabilities,
-    pub(crate) refused: RefusalText,
+    pub(crate) refused: RefusedFlag,
     pub(crate) is_simulated: bool,
     pub(crate) tls: TlsConfigs,
     pub(crate) admission: Arc<Admission>,
     /// What keeps the I/O thread running, if this rank has one.
-    pub(crate) thread: Option<WeakSender<std::convert::Infallible>>,
+    pub(crate) thread: Option<WeakSender<Infallible>>,
 }
 
 /// The purpose of a dialled connection.
@@ -71,6 +73,8 @@ impl std::fmt::Debug for RankEndpoint {
 pub(crate) enum DialError {
     /// Packets did not get through, or no process listens there.
     NoAnswer,
+    /// It takes no handshake now.
+    Busy,
     /// It refused, with a code.
     Rejected(RejectCode, TransportError),
     /// One of both sides refused the other.
@@ -87,15 +91,28 @@ impl RankEndpoint {
         dial_purpose: DialPurpose,
         deadline: Instant,
     ) -> Result<(PeerConnection, Vec<u16>), TransportError> {
+        let mut busy = false;
         loop {
             match timeout_at(deadline, self.dial(rank, address, dial_purpose, deadline)).await {
                 Ok(Ok(joined)) => return Ok(joined),
                 Ok(Err(DialError::NoAnswer)) => {}
+                Ok(Err(DialError::Busy)) => {
+                    busy = true;
+                    // Its places become free when strangers' handshakes end.
+                    let _ = timeout_at(deadline, sleep(BUSY_PAUSE)).await;
+                }
                 Ok(Err(DialError::Rejected(_, error) | DialError::Failed(error))) => return Err(error),
                 Err(_) => {
+                    let why = if busy {
+                        "it takes no more handshakes now, because too many others have begun one there"
+                            .to_owned()
+                    } else {
+                        format!("is it running, and does {} get through?", self.config.link.carrier)
+                    };
                     return Err(TransportError::bootstrap(format!(
-                        "rank {rank} did not answer at {address} within {:?}: is it running, and does {} get through?",
-                        self.config.connect_deadline, self.config.link.carrier
+                        "rank {rank} did not answer at {address} within {:?}: {why}{}",
+                        self.config.connect_deadline,
+                        self.refusal_hint(address)
                     )));
                 }
             }
@@ -113,13 +130,13 @@ impl RankEndpoint {
         let name = rank_name(rank, self.config.job);
         let fail = |text: String| DialError::Failed(TransportError::bootstrap(text));
         let connecting = self.lane_endpoints[lane]
-            .endpoint
-            .connect_with(config, address, &name)
+            .connect(config, address, &name)
             .map_err(|error| fail(format!("cannot dial rank {rank} at {address}: {error}")))?;
         let connection = match timeout(DIAL_TIMEOUT, connecting).await {
             Ok(Ok(connection)) => connection,
             Err(_) => return Err(DialError::NoAnswer),
             Ok(Err(error)) if is_silence(&error) => return Err(DialError::NoAnswer),
+            Ok(Err(error)) if is_busy(&error) => return Err(DialError::Busy),
             Ok(Err(error @ ConnectionError::TransportError(_))) => {
                 return Err(fail(format!(
                     "this rank refuses rank {rank} at {address}: {}",
@@ -129,7 +146,7 @@ impl RankEndpoint {
             Ok(Err(error)) => {
                 return Err(fail(format!(
                     "rank {rank} at {address} refused the connection: {}",
-                    describe(&error)
+                    describe_stranger(&error)
                 )));
             }
         };
@@ -182,9 +199,17 @@ impl RankEndpoint {
         }
     }
 
-    /// Waits for the refusal of a rank that uses another carrier; waits forever if no refusal arrives.
-    pub(crate) async fn refusal(&self) -> String {
-        socket::refusal(self.refused.clone()).await
+    /// Warns once if a listener that this rank dials refuses TCP. The rank keeps dialling: anybody can send that.
+    pub(crate) async fn warn_of_refusal(&self) -> Infallible {
+        refusal::refusal(self.refused.clone()).await;
+        let hint = self.refusal_hint(self.config.coordinator);
+        (self.config.warn)(&format!("rank {} still dials{hint}", self.config.rank));
+        std::future::pending().await
+    }
+
+    /// The words for a rank that was not reached, if a listener has refused TCP; otherwise empty.
+    pub(crate) fn refusal_hint(&self, address: SocketAddr) -> String {
+        refusal::refusal_hint(&self.refused, address)
     }
 
     /// Closes all connections with the reason for which this rank gives up, so that waiting ranks learn it.
@@ -206,7 +231,12 @@ impl RankEndpoint {
     /// Listens on all lanes, each on its own thread.
     pub(crate) fn listen(&self) {
         for (lane, end) in self.lane_endpoints.iter().enumerate() {
-            end.runtime.spawn(Arc::clone(&self.admission).listen(end.endpoint.clone(), lane));
+            let listening =
+                Arc::clone(&self.admission).listen(end.endpoint.clone(), lane, end.streams.clone());
+            end.runtime.spawn(listening);
         }
     }
 }
+
+/// Between two dials of a rank that takes no handshake now.
+const BUSY_PAUSE: Duration = Duration::from_millis(250);

@@ -7,4 +7,6 @@ pub(crate) mod description;
 pub(crate) mod endpoint;
 pub(crate) mod other_carrier;
 pub(crate) mod peer_connection;
+pub(crate) mod refusals;
 pub(crate) mod regroup;
+pub(crate) mod side_by_side;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quinn::crypto::rustls::QuicClientConfig;
-use quinn::{ClientConfig, ConnectionError, Endpoint, TransportErrorCode};
+use quinn::{ClientConfig, ConnectionError, TransportErrorCode};
 use rustls::pki_types::CertificateDer;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
@@ -14,10 +14,11 @@ use super::binding::binding;
 use super::pinned::PinnedVerifier;
 use super::token::Token;
 use crate::error::TransportError;
-use crate::quic::network::connection::{DIAL_TIMEOUT, describe, is_silence};
+use crate::quic::network::connection::{DIAL_TIMEOUT, describe, describe_stranger, is_busy, is_silence};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::io_thread::IoThread;
 use crate::quic::network::path::{LinkSettings, Path};
+use crate::quic::network::refusal::refusal_hint;
 use crate::quic::network::socket::{self, Endpoints, LaneEndpoint, SocketSource, SystemSocket, usual_bind};
 use crate::quic::trust::identity::Identity;
 use crate::quic::trust::tls;
@@ -83,7 +84,7 @@ async fn on(config: &EnrolConfig, socket: SystemSocket) -> Result<Enrolled, Tran
         .map_err(|error| TransportError::bootstrap(format!("cannot make a key: {error}")))?;
     let path = Path::new(&LinkSettings { lanes: 1, ..config.link }, config.bind, 2)?;
     let Endpoints { lanes, refused, .. } = SocketSource::Real(vec![socket]).endpoints(&path, None, false)?;
-    let [LaneEndpoint { endpoint, .. }] = &lanes[..] else {
+    let [lane @ LaneEndpoint { endpoint, .. }] = &lanes[..] else {
         return Err(TransportError::bootstrap("one socket is not one endpoint"));
     };
     let provider = tls::provider();
@@ -95,21 +96,23 @@ async fn on(config: &EnrolConfig, socket: SystemSocket) -> Result<Enrolled, Tran
     let deadline = Instant::now() + config.deadline;
     let trying = async {
         loop {
-            match attempt(config, &applicant, endpoint, client.clone()).await {
+            match attempt(config, &applicant, lane, client.clone()).await {
                 Err(EnrolError::Retry) => sleep(PAUSE).await,
                 Err(EnrolError::Refused(text)) => return Err(TransportError::bootstrap(text)),
                 Ok(enrolled) => return Ok(enrolled),
             }
         }
     };
-    let enrolled = tokio::select! {
-        biased;
-        tried = timeout_at(deadline, trying) => tried.unwrap_or_else(|_| Err(TransportError::bootstrap(format!(
-            "rank 0 did not give an identity at {} within {:?}: is it running, and does {} get through?",
-            config.coordinator, config.deadline, config.link.carrier
-        )))),
-        text = socket::refusal(refused) => Err(TransportError::bootstrap(text)),
-    };
+    let tried = timeout_at(deadline, trying).await;
+    let enrolled = tried.unwrap_or_else(|_| {
+        Err(TransportError::bootstrap(format!(
+            "rank 0 did not give an identity at {} within {:?}: is it running, and does {} get through?{}",
+            config.coordinator,
+            config.deadline,
+            config.link.carrier,
+            refusal_hint(&refused, config.coordinator)
+        )))
+    });
     endpoint.close(0_u32.into(), b"");
     let _ = timeout(PAUSE, endpoint.wait_idle()).await;
     enrolled
@@ -125,13 +128,13 @@ enum EnrolError {
 async fn attempt(
     config: &EnrolConfig,
     applicant: &Applicant,
-    endpoint: &Endpoint,
+    lane: &LaneEndpoint,
     client: ClientConfig,
 ) -> Result<Enrolled, EnrolError> {
     let at = config.coordinator;
     let refused = |what: String| EnrolError::Refused(format!("rank 0 at {at} gave no identity: {what}"));
-    let ended = |error: ConnectionError| match error {
-        error if is_silence(&error) => EnrolError::Retry,
+    let ended_with = |error: ConnectionError, describe: fn(&ConnectionError) -> String| match error {
+        error if is_silence(&error) || is_busy(&error) => EnrolError::Retry,
         ConnectionError::ConnectionClosed(close)
             if close.error_code == TransportErrorCode::crypto(NO_SUCH_PROTOCOL) =>
         {
@@ -143,11 +146,13 @@ async fn attempt(
         }
         error => refused(describe(&error)),
     };
-    let connecting = endpoint
-        .connect_with(client, at, NAME)
-        .map_err(|error| refused(format!("cannot dial it: {error}")))?;
-    let connection =
-        timeout(DIAL_TIMEOUT, connecting).await.map_err(|_| EnrolError::Retry)?.map_err(ended)?;
+    let ended = |error| ended_with(error, describe);
+    let connecting =
+        lane.connect(client, at, NAME).map_err(|error| refused(format!("cannot dial it: {error}")))?;
+    let connection = timeout(DIAL_TIMEOUT, connecting)
+        .await
+        .map_err(|_| EnrolError::Retry)?
+        .map_err(|error| ended_with(error, describe_stranger))?;
     let lost = |error: String| connection.close_reason().map_or_else(|| refused(error), ended);
     let (asked, request) = applicant.words();
     let binding =

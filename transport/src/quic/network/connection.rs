@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use quinn::{ConnectionError, TransportErrorCode};
 
+use crate::wire::harmless::harmless;
+
 /// Why a connection is closed, as the code of its close.
 pub(crate) mod close_code {
     use quinn::VarInt;
@@ -35,7 +37,32 @@ pub(crate) fn is_silence(reason: &ConnectionError) -> bool {
     }
 }
 
-/// Why a connection has ended, as a statement about its peer.
+/// Whether the other side takes no handshake now: it has too many pending ones. Nothing of this is authenticated.
+pub(crate) fn is_busy(reason: &ConnectionError) -> bool {
+    matches!(reason, ConnectionError::ConnectionClosed(close)
+        if close.error_code == TransportErrorCode::CONNECTION_REFUSED)
+}
+
+/// TLS' alerts (RFC 8446) of a side that refuses a certificate; a rank sends the first, `handshake_failure`.
+const CERTIFICATE_ALERTS: [u8; 8] = [40, 42, 43, 44, 45, 46, 48, 51];
+
+fn is_certificate_alert(code: TransportErrorCode) -> bool {
+    CERTIFICATE_ALERTS.iter().any(|&alert| code == TransportErrorCode::crypto(alert))
+}
+
+/// Why a handshake has ended. What the other side says in it is not repeated: it has not shown who it is.
+pub(crate) fn describe_stranger(reason: &ConnectionError) -> String {
+    match reason {
+        ConnectionError::ConnectionClosed(close) if is_certificate_alert(close.error_code) => {
+            "it refuses the certificate of this rank; its own error says why".into()
+        }
+        ConnectionError::ConnectionClosed(close) => format!("it ended the handshake ({})", close.error_code),
+        ConnectionError::ApplicationClosed(_) => "it ended the handshake".into(),
+        other => describe(other),
+    }
+}
+
+/// Why a connection has ended, as a statement about its peer, which has shown who it is.
 pub(crate) fn describe(reason: &ConnectionError) -> String {
     match reason {
         ConnectionError::ApplicationClosed(close) if close.error_code == close_code::DROPPED => {
@@ -45,22 +72,24 @@ pub(crate) fn describe(reason: &ConnectionError) -> String {
             "it left before the others had finished".into()
         }
         ConnectionError::ApplicationClosed(close) if close.error_code == close_code::REJECTED => {
-            String::from_utf8_lossy(&close.reason).into_owned()
+            harmless(&String::from_utf8_lossy(&close.reason))
         }
         ConnectionError::TimedOut => "its connection timed out".into(),
         ConnectionError::Reset => "its process does not know the connection any more".into(),
         // A refusal in the handshake, in the words of the side that refused.
-        ConnectionError::TransportError(error) if !error.reason.is_empty() => in_words(&error.reason),
-        ConnectionError::ConnectionClosed(close) if !close.reason.is_empty() => {
-            in_words(&String::from_utf8_lossy(&close.reason))
+        ConnectionError::TransportError(error) if !error.reason.is_empty() => {
+            harmless(in_words(&error.reason))
         }
-        other => other.to_string(),
+        ConnectionError::ConnectionClosed(close) if !close.reason.is_empty() => {
+            harmless(in_words(&String::from_utf8_lossy(&close.reason)))
+        }
+        other => harmless(&other.to_string()),
     }
 }
 
 /// rustls puts a prefix before the text of a refusal.
-fn in_words(reason: &str) -> String {
-    reason.strip_prefix("unexpected error: ").unwrap_or(reason).to_owned()
+fn in_words(reason: &str) -> &str {
+    reason.strip_prefix("unexpected error: ").unwrap_or(reason)
 }
 
 /// The part of a text that fits the reason of a close, which must fit one small packet.

@@ -36,7 +36,7 @@ impl FrameReader {
     pub(crate) async fn next(&mut self) -> Result<Option<Frame>, FrameError> {
         loop {
             if let Some(frame) = self.come.take()? {
-                return Ok(Some(frame));
+                return Ok(Some(frame.with_harmless_texts()));
             }
             match self.stream.read_chunk(READ_BYTES, true).await.map_err(FrameError::Stream)? {
                 Some(chunk) => self.come.put(&chunk.bytes),

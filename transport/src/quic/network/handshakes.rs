@@ -6,8 +6,30 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Counts the handshakes that have not ended.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct PendingHandshakes(Arc<Mutex<PendingCounts>>);
+#[derive(Clone, Debug)]
+pub(crate) struct PendingHandshakes {
+    counts: Arc<Mutex<PendingCounts>>,
+    limits: Limits,
+}
+
+/// How many handshakes may be pending.
+#[derive(Clone, Copy, Debug)]
+struct Limits {
+    /// From this many on, QUIC Retry is required.
+    without_retry: usize,
+    per_network: usize,
+    in_all: usize,
+}
+
+impl Default for PendingHandshakes {
+    fn default() -> Self {
+        Self::within(Limits {
+            without_retry: MAX_WITHOUT_RETRY,
+            per_network: MAX_PER_NETWORK,
+            in_all: MAX_PENDING,
+        })
+    }
+}
 
 #[derive(Debug, Default)]
 struct PendingCounts {
@@ -26,15 +48,28 @@ pub(crate) enum HandshakeDecision {
 }
 
 impl PendingHandshakes {
+    /// Streams of peers that have not proven who they are, at most. Each takes a descriptor of the process.
+    pub(crate) const MAX_STREAMS: usize = 256;
+
+    /// For TCP streams whose peers have not proven who they are.
+    pub(crate) fn of_streams() -> Self {
+        let in_all = Self::MAX_STREAMS;
+        Self::within(Limits { without_retry: usize::MAX, per_network: in_all / 2, in_all })
+    }
+
+    fn within(limits: Limits) -> Self {
+        Self { counts: Arc::default(), limits }
+    }
+
     /// Decides about a handshake from the address `from`, which has been `proven` or not.
     pub(crate) fn decide(&self, from: IpAddr, proven: bool) -> HandshakeDecision {
         let network = network(from);
         let mut counts = self.lock();
         let same_network = counts.by_network.get(&network).copied().unwrap_or(0);
-        if !proven && counts.pending >= MAX_WITHOUT_RETRY {
+        if !proven && counts.pending >= self.limits.without_retry {
             return HandshakeDecision::RequireRetry;
         }
-        if counts.pending >= MAX_PENDING || same_network >= MAX_PER_NETWORK {
+        if counts.pending >= self.limits.in_all || same_network >= self.limits.per_network {
             return HandshakeDecision::Refuse;
         }
         counts.pending += 1;
@@ -43,7 +78,7 @@ impl PendingHandshakes {
     }
 
     fn lock(&self) -> MutexGuard<'_, PendingCounts> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -2,11 +2,14 @@
 
 pub(crate) mod congestion;
 pub(crate) mod connection;
+pub(crate) mod delay_window;
 pub(crate) mod frames;
 pub(crate) mod handshakes;
 pub(crate) mod interface;
 pub(crate) mod io_thread;
 pub(crate) mod path;
+pub(crate) mod refusal;
+pub(crate) mod routes;
 pub(crate) mod socket;
 pub(crate) mod tunnel;
 pub(crate) mod windows;

@@ -2,11 +2,14 @@
 
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use quinn::{Connection, MtuDiscoveryConfig, TransportConfig, VarInt};
 
 use super::congestion::Congestion;
+use super::delay_window::DelayWindows;
+use super::tunnel::STRANGERS_BYTES;
 use super::windows::{Limits, Windows};
 use crate::error::TransportError;
 use crate::wire::MOST_LANES;
@@ -81,6 +84,8 @@ pub(crate) struct Path {
     kind: PathKind,
     payload: u16,
     congestion: Congestion,
+    /// The window of a TCP stream is at most that of `congestion`, and follows the delay.
+    follows_delay: bool,
     pub(crate) windows: Windows,
     /// How many other ranks there are, and connections for messages to each.
     peers: u64,
@@ -133,6 +138,7 @@ impl Path {
             )));
         }
         let lanes = u64::from(link.lanes);
+        let follows_delay = streams && link.congestion == Congestion::Cubic;
         let congestion = match link.congestion {
             // TCP controls the bytes in flight, so no packet is lost. But its queue must not become too long for
             // control frames.
@@ -140,7 +146,7 @@ impl Path {
             said => said,
         };
         let limits = Limits::of(congestion, payload, bind.is_loopback())?;
-        let path = Self { kind, payload, congestion, windows: limits.least, peers, lanes };
+        let path = Self { kind, payload, congestion, follows_delay, windows: limits.least, peers, lanes };
         let windows = match link.memory_bytes {
             None => limits.share((USUAL_BYTES / (peers * lanes)).max(limits.least.both())),
             Some(memory) => {
@@ -175,16 +181,24 @@ impl Path {
         usize::from(u16::MAX.div_ceil(self.largest_datagram()))
     }
 
-    /// Bytes into which the endpoints of a rank receive.
+    /// Bytes into which the endpoints of a rank receive, and those that strangers can make it hold in streams.
     fn receive_buffers(&self) -> u64 {
         let segments = self.receive_segments() as u64;
-        self.lanes * u64::from(self.largest_datagram()) * segments * quinn::udp::BATCH_SIZE as u64
+        let datagrams = u64::from(self.largest_datagram()) * segments * quinn::udp::BATCH_SIZE as u64;
+        let strangers = if self.kind == PathKind::Streams { STRANGERS_BYTES } else { 0 };
+        self.lanes * (datagrams + strangers)
+    }
+
+    /// Bytes of packets that may wait for a TCP stream: what QUIC has in flight on a data connection and on a control
+    /// connection, and their acknowledgements.
+    pub(crate) fn stream_queue_bytes(&self) -> usize {
+        usize::try_from(self.fixed_bytes() + 2 * CONTROL_BYTES).unwrap_or(usize::MAX)
     }
 
     /// Bytes for each rank besides the windows for messages: windows for control, and the queue to a TCP stream.
     fn beside_bytes(&self) -> u64 {
         (1 + self.lanes) * CONTROL_BYTES
-            + if self.kind == PathKind::Streams { self.lanes * self.fixed_bytes() } else { 0 }
+            + if self.kind == PathKind::Streams { self.lanes * self.stream_queue_bytes() as u64 } else { 0 }
     }
 
     /// Bytes that the connections of this rank hold at most.
@@ -207,7 +221,10 @@ impl Path {
             .keep_alive_interval(Some(idle_timeout / 4))
             .max_idle_timeout(quinn::IdleTimeout::try_from(idle_timeout).ok())
             .initial_rtt(Duration::from_millis(50));
-        config.congestion_controller_factory(self.congestion.factory());
+        config.congestion_controller_factory(match self.follows_delay {
+            true => Arc::new(DelayWindows(self.fixed_bytes())),
+            false => self.congestion.factory(),
+        });
         match self.kind {
             // Without a floor, a burst of loss on a busy host would look like a path that carries small packets only.
             PathKind::Loopback | PathKind::Streams => config
@@ -249,11 +266,14 @@ impl fmt::Display for Path {
             PathKind::Probed => "if they get through",
             PathKind::Streams => "in streams",
         };
-        let Self { payload, congestion, windows: Windows { receive, send }, peers, lanes, .. } = self;
+        let Self {
+            payload, congestion, follows_delay, windows: Windows { receive, send }, peers, lanes, ..
+        } = self;
         let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
         write!(
             f,
-            "packets of {payload} bytes {how}, {congestion}, windows of {} in and {} out ",
+            "packets of {payload} bytes {how}, {congestion}{}, windows of {} in and {} out ",
+            if *follows_delay { " at most, less if packets wait" } else { "" },
             mib(*receive),
             mib(*send)
         )?;
@@ -327,8 +347,8 @@ const CONTROL_BYTES: u64 = 256 << 10;
 /// Bytes of all connections, if the settings do not set them.
 const USUAL_BYTES: u64 = 1 << 30;
 
-/// Bytes handed to TCP and not yet acknowledged, if the settings do not set them: 25 ms of 1 Gb/s. Control frames wait
-/// behind them.
+/// Most bytes handed to TCP and not yet acknowledged, if the settings do not set them: 25 ms of 1 Gb/s. Control frames wait
+/// behind them, so on a slow link there are fewer.
 const STREAMS_WINDOW_BYTES: u64 = 3 << 20;
 
 #[cfg(test)]

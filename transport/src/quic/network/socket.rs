@@ -9,14 +9,16 @@ use std::task::{Context, Poll};
 
 use quinn::udp::{RecvMeta, Transmit};
 use quinn::{
-    AsyncTimer, AsyncUdpSocket, Endpoint, EndpointConfig, Runtime, ServerConfig, TokioRuntime, UdpPoller,
+    AsyncTimer, AsyncUdpSocket, ClientConfig, ConnectError, Connecting, Endpoint, EndpointConfig, Runtime,
+    ServerConfig, TokioRuntime, UdpPoller,
 };
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::runtime::Handle;
-use tokio::sync::watch;
 
 use super::io_thread::{Alive, IoThread};
 use super::path::{Carrier, Path};
+use super::refusal::RefusedFlag;
+use super::routes::StreamPeers;
 use super::tunnel::Tunnel;
 use crate::error::TransportError;
 
@@ -135,20 +137,6 @@ impl fmt::Display for SocketCapabilities {
     }
 }
 
-/// The text with which a dialled listener has refused TCP; `None` over UDP.
-pub(crate) type RefusalText = Option<watch::Receiver<Option<String>>>;
-
-/// Waits for the refusal of a rank that uses another carrier; waits forever if no refusal arrives.
-pub(crate) async fn refusal(refused: RefusalText) -> String {
-    if let Some(mut refused) = refused
-        && let Ok(said) = refused.wait_for(Option::is_some).await
-        && let Some(text) = said.clone()
-    {
-        return text;
-    }
-    std::future::pending().await
-}
-
 /// The sockets from which the endpoints of a rank are made, by lane.
 #[derive(Debug)]
 pub(crate) enum SocketSource {
@@ -162,15 +150,32 @@ pub(crate) enum SocketSource {
 pub(crate) struct Endpoints {
     pub(crate) lanes: Vec<LaneEndpoint>,
     pub(crate) capabilities: SocketCapabilities,
-    pub(crate) refused: RefusalText,
+    pub(crate) refused: RefusedFlag,
 }
 
 /// The endpoint of a lane, and the runtime on whose thread it lives.
 pub(crate) struct LaneEndpoint {
     pub(crate) endpoint: Endpoint,
     pub(crate) runtime: Handle,
+    /// Over TCP: which peers belong to the group.
+    pub(crate) streams: Option<StreamPeers>,
     /// Of a thread that is there for this lane alone.
     pub(crate) _thread: Option<Alive>,
+}
+
+impl LaneEndpoint {
+    /// Dials an address.
+    pub(crate) fn connect(
+        &self,
+        config: ClientConfig,
+        address: SocketAddr,
+        name: &str,
+    ) -> Result<Connecting, ConnectError> {
+        if let Some(streams) = &self.streams {
+            streams.will_dial(address);
+        }
+        self.endpoint.connect_with(config, address, name)
+    }
 }
 
 impl SocketSource {
@@ -223,7 +228,7 @@ impl SocketSource {
             Self::Real(sockets) => sockets
                 .into_iter()
                 .zip(&runtimes)
-                .map(|(socket, (runtime, _))| Ok((BoundSocket::real(socket, runtime)?, None)))
+                .map(|(socket, (runtime, _))| Ok((BoundSocket::real(socket, runtime, path)?, None)))
                 .collect::<Result<_, TransportError>>()?,
             Self::Simulated(sockets, seed) => (0..)
                 .zip(sockets)
@@ -231,7 +236,12 @@ impl SocketSource {
                     let mut seed = seed;
                     seed[0] ^= lane;
                     (
-                        BoundSocket { capabilities: capabilities(&*socket, None), socket, refused: None },
+                        BoundSocket {
+                            capabilities: capabilities(&*socket, None),
+                            socket,
+                            refused: None,
+                            streams: None,
+                        },
                         Some(seed),
                     )
                 })
@@ -244,7 +254,7 @@ impl SocketSource {
                 ends.capabilities = bound.capabilities.at_most(path);
                 ends.refused = bound.refused;
             }
-            ends.lanes.push(LaneEndpoint { endpoint, runtime, _thread: thread });
+            ends.lanes.push(LaneEndpoint { endpoint, runtime, streams: bound.streams, _thread: thread });
         }
         Ok(ends)
     }
@@ -254,11 +264,12 @@ impl SocketSource {
 struct BoundSocket {
     socket: Arc<dyn AsyncUdpSocket>,
     capabilities: SocketCapabilities,
-    refused: RefusalText,
+    refused: RefusedFlag,
+    streams: Option<StreamPeers>,
 }
 
 impl BoundSocket {
-    fn real(socket: SystemSocket, runtime: &Handle) -> Result<Self, TransportError> {
+    fn real(socket: SystemSocket, runtime: &Handle, path: &Path) -> Result<Self, TransportError> {
         // Sockets belong to the runtime that waits for them.
         let _inside = runtime.enter();
         match socket {
@@ -266,12 +277,18 @@ impl BoundSocket {
                 let open = SockRef::from(&socket);
                 let buffers = open.recv_buffer_size().ok().zip(open.send_buffer_size().ok());
                 let socket = TokioRuntime.wrap_udp_socket(socket).map_err(|error| cannot(&error))?;
-                Ok(Self { capabilities: capabilities(&*socket, buffers), socket, refused: None })
+                Ok(Self {
+                    capabilities: capabilities(&*socket, buffers),
+                    socket,
+                    refused: None,
+                    streams: None,
+                })
             }
             SystemSocket::Tcp(listener) => {
-                let tunnel = Tunnel::new(listener).map_err(|error| cannot(&error))?;
-                let refused = Some(tunnel.refused());
-                Ok(Self { socket: Arc::new(tunnel), capabilities: SocketCapabilities::Tcp, refused })
+                let tunnel =
+                    Tunnel::new(listener, path.stream_queue_bytes()).map_err(|error| cannot(&error))?;
+                let (refused, streams) = (Some(tunnel.refused()), Some(tunnel.peers()));
+                Ok(Self { socket: Arc::new(tunnel), capabilities: SocketCapabilities::Tcp, refused, streams })
             }
         }
     }

@@ -2,14 +2,17 @@
 //!
 //! A packet is its length (u16, little-endian) and its bytes. Everything else stays as it is: identity, encryption and
 //! streams are QUIC's, inside. A rank has one address, as over UDP: it dials from the port at which
-//! it listens. A length of 0 is followed by a text and the end of the stream: the listener refuses TCP, and the text says why.
+//! it listens. A length of 0 is followed by a text and the end of the stream: the listener refuses TCP. Anybody can send that,
+//! so it is a hint, and the text is not read.
+//!
+//! A peer that opens a stream is a stranger until its QUIC connection has shown an identity of the group. Until then it has
+//! a place among few, little memory, and the time of a handshake.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::io::{self, IoSliceMut};
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -22,9 +25,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
 use super::handshakes::{HandshakeDecision, PendingHandshakes};
-
-/// Packets in flight to one address. Not bounded here: QUIC has at most its fixed window in flight.
-type Queue = mpsc::UnboundedSender<Vec<u8>>;
+use super::routes::{Packets, Routes, STRANGER_BYTES, Sent, StreamPeers};
 
 /// A socket whose datagrams travel in streams.
 pub(crate) struct Tunnel {
@@ -36,10 +37,10 @@ pub(crate) struct Tunnel {
 
 struct Shared {
     local: SocketAddr,
-    routes: Mutex<HashMap<SocketAddr, Queue>>,
+    routes: Arc<Routes>,
     arrived: mpsc::Sender<(SocketAddr, Vec<u8>)>,
-    /// The text with which a dialled listener has refused TCP.
-    refused: watch::Sender<Option<String>>,
+    /// A dialled listener has refused TCP.
+    refused: watch::Sender<bool>,
     pending: PendingHandshakes,
 }
 
@@ -50,58 +51,49 @@ impl fmt::Debug for Tunnel {
 }
 
 impl Tunnel {
-    /// Must be called in a tokio context with I/O.
-    pub(crate) fn new(listener: std::net::TcpListener) -> io::Result<Self> {
+    /// Keeps at most `member_bytes` for each member that reads slowly. Must be called in a tokio context with I/O.
+    pub(crate) fn new(listener: std::net::TcpListener, member_bytes: usize) -> io::Result<Self> {
         let listener = TcpListener::from_std(listener)?;
         let (arrived, inbox) = mpsc::channel(INBOX_PACKETS);
         let (open, is_open) = watch::channel(());
         let shared = Arc::new(Shared {
             local: listener.local_addr()?,
-            routes: Mutex::default(),
+            routes: Arc::new(Routes::new(member_bytes)),
             arrived,
-            refused: watch::Sender::new(None),
-            pending: PendingHandshakes::default(),
+            refused: watch::Sender::new(false),
+            pending: PendingHandshakes::of_streams(),
         });
         tokio::spawn(Arc::clone(&shared).listen(listener, is_open));
         Ok(Self { shared, inbox: Mutex::new(inbox), _open: open })
     }
 
-    /// Becomes the text with which a dialled listener has refused TCP.
-    pub(crate) fn refused(&self) -> watch::Receiver<Option<String>> {
+    /// Becomes true when a dialled listener has refused TCP.
+    pub(crate) fn refused(&self) -> watch::Receiver<bool> {
         self.shared.refused.subscribe()
+    }
+
+    /// Where the tunnel learns which peers belong to the group.
+    pub(crate) fn peers(&self) -> StreamPeers {
+        StreamPeers(Arc::downgrade(&self.shared.routes))
     }
 }
 
 impl Drop for Tunnel {
     fn drop(&mut self) {
-        // Queued packets are still sent; then the streams end.
-        self.shared.lock().clear();
+        self.shared.routes.clear();
     }
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, HashMap<SocketAddr, Queue>> {
-        self.routes.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn send(self: &Arc<Self>, to: SocketAddr, packet: Vec<u8>) {
-        let mut routes = self.lock();
-        let packet = match routes.get(&to) {
-            None => packet,
-            Some(queue) => match queue.send(packet) {
-                Ok(()) => return,
-                Err(mpsc::error::SendError(packet)) => packet,
-            },
-        };
-        let (queue, packets) = mpsc::unbounded_channel();
-        let _ = queue.send(packet);
-        tokio::spawn(Arc::clone(self).dial(to, packets));
-        routes.insert(to, queue);
+        if let Sent::Dial(packets) = self.routes.send(to, packet) {
+            tokio::spawn(Arc::clone(self).dial(to, packets));
+        }
     }
 
-    async fn dial(self: Arc<Self>, to: SocketAddr, packets: mpsc::UnboundedReceiver<Vec<u8>>) {
+    async fn dial(self: Arc<Self>, to: SocketAddr, packets: Packets) {
         match timeout(DIAL_TIMEOUT, connect(self.local, to)).await {
-            Ok(Ok(stream)) => self.carry(to, stream, packets, true).await,
+            Ok(Ok(stream)) => self.carry(to, stream, packets, None).await,
             // Queued packets are lost, and QUIC sends them again. Until then there is no other dial.
             _ => tokio::time::sleep(DIAL_PAUSE).await,
         }
@@ -122,50 +114,68 @@ impl Shared {
             let shared = Arc::clone(&self);
             tokio::spawn(async move {
                 // A peer that has opened a stream has proven its address.
-                let HandshakeDecision::Accept(_slot) = shared.pending.decide(from.ip(), true) else { return };
-                let (queue, packets) = mpsc::unbounded_channel();
-                // An earlier stream from the same address and port is dead; otherwise this stream could not exist.
-                shared.lock().insert(from, queue);
-                shared.carry(from, stream, packets, false).await;
+                let HandshakeDecision::Accept(slot) = shared.pending.decide(from.ip(), true) else { return };
+                let (packets, proven) = shared.routes.accepted(from);
+                let until_stranger_is_late = async {
+                    let mut proven = proven.clone();
+                    let Ok(Ok(_)) = timeout(STRANGER_TIMEOUT, proven.wait_for(|proven| *proven)).await else {
+                        return;
+                    };
+                    // A member takes no place among strangers.
+                    drop(slot);
+                    std::future::pending().await
+                };
+                tokio::select! {
+                    biased;
+                    () = until_stranger_is_late => {}
+                    () = shared.carry(from, stream, packets, Some(proven.clone())) => {}
+                }
                 // Strangers connect from new ports again and again.
-                shared.lock().retain(|at, queue| *at != from || !queue.is_closed());
+                shared.routes.ended(from);
             });
         }
     }
 
-    /// Carries packets both ways until one of them ends.
+    /// Carries packets both ways until one of them ends. An accepted stream has `proven`.
     async fn carry(
         &self,
         peer: SocketAddr,
         stream: TcpStream,
-        packets: mpsc::UnboundedReceiver<Vec<u8>>,
-        dialled: bool,
+        packets: Packets,
+        proven: Option<watch::Receiver<bool>>,
     ) {
         let _ = stream.set_nodelay(true);
         let (reading, writing) = stream.into_split();
         tokio::select! {
             biased;
             // Whatever ends a stream, QUIC only sees that no packet arrives.
-            _ = self.read(peer, reading, dialled) => {}
+            _ = self.read(peer, reading, proven) => {}
             _ = write(writing, packets) => {}
         }
     }
 
-    async fn read(&self, peer: SocketAddr, reading: OwnedReadHalf, dialled: bool) -> io::Result<()> {
+    async fn read(
+        &self,
+        peer: SocketAddr,
+        reading: OwnedReadHalf,
+        proven: Option<watch::Receiver<bool>>,
+    ) -> io::Result<()> {
         let mut reading = BufReader::with_capacity(READ_BYTES, reading);
         loop {
             let packet = timeout(LONGEST_SILENCE, async {
-                let length = reading.read_u16_le().await?;
-                let mut packet = vec![0; usize::from(length)];
+                let length = usize::from(reading.read_u16_le().await?);
+                let is_stranger = proven.as_ref().is_some_and(|proven| !*proven.borrow());
+                if is_stranger && length > STRANGER_PACKET_BYTES {
+                    return Err(io::ErrorKind::InvalidData.into());
+                }
+                let mut packet = vec![0; length];
                 reading.read_exact(&mut packet).await?;
                 io::Result::Ok(packet)
             });
             let packet = packet.await??;
             if packet.is_empty() {
-                if dialled {
-                    let mut text = String::new();
-                    timeout(DIAL_TIMEOUT, reading.take(MOST_TEXT).read_to_string(&mut text)).await??;
-                    self.refused.send_replace(Some(text));
+                if proven.is_none() {
+                    self.refused.send_replace(true);
                 }
                 return Ok(());
             }
@@ -176,12 +186,16 @@ impl Shared {
     }
 }
 
-async fn write(mut writing: OwnedWriteHalf, mut packets: mpsc::UnboundedReceiver<Vec<u8>>) -> io::Result<()> {
+async fn write(mut writing: OwnedWriteHalf, mut packets: Packets) -> io::Result<()> {
     while let Some(packet) = packets.recv().await {
-        writing.write_all(&packet).await?;
+        timeout(WRITE_TIMEOUT, writing.write_all(&packet.bytes)).await??;
     }
     writing.shutdown().await
 }
+
+/// Bytes that the strangers of an endpoint can make it hold: for each the packets that wait for it, and what is read from it.
+pub(crate) const STRANGERS_BYTES: u64 =
+    PendingHandshakes::MAX_STREAMS as u64 * (STRANGER_BYTES + READ_BYTES + STRANGER_PACKET_BYTES) as u64;
 
 async fn connect(from: SocketAddr, to: SocketAddr) -> io::Result<TcpStream> {
     let socket = if to.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
@@ -272,8 +286,17 @@ impl UdpPoller for Ready {
 /// Received packets that the endpoint has not processed. When this limit is reached, streams are no longer read.
 const INBOX_PACKETS: usize = 16;
 
-/// Bytes read from a stream at once.
-const READ_BYTES: usize = 128 << 10;
+/// Bytes read from a stream at once; the rest of a larger packet is read to its place.
+const READ_BYTES: usize = 16 << 10;
+
+/// The largest packet of a peer that has not proven who it is. Packets of a handshake are smaller.
+const STRANGER_PACKET_BYTES: usize = 16 << 10;
+
+/// By then a peer that has opened a stream must have proven who it is.
+const STRANGER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long a packet may take to be written. A peer that reads nothing for so long can dial again.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A peer that is silent for this long can dial again. Members send packets all the time.
 const LONGEST_SILENCE: Duration = Duration::from_secs(60);
@@ -284,6 +307,3 @@ const DIAL_TIMEOUT: Duration = Duration::from_secs(4);
 const DIAL_PAUSE: Duration = Duration::from_millis(100);
 
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-
-/// Of a refusal.
-const MOST_TEXT: u64 = 700;

@@ -7,6 +7,7 @@ use quinn::Endpoint;
 
 use crate::error::TransportError;
 use crate::quic::forming::admission::Admission;
+use crate::quic::forming::refusals::AdmissionRefusal;
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::path::Path;
 use crate::quic::trust::names::rank_name;
@@ -96,8 +97,10 @@ fn a_stranger_that_gives_ever_new_reasons_is_not_remembered_for_ever() {
     let tls = TlsConfigs::new(&config.identity, None, path.transport_config(config.heartbeat)).unwrap();
     let admission = Admission::new(&config, &tls, Vec::new()).unwrap();
     for reason in 0..100_000 {
-        admission.note_refusal(&format!("reason {reason}"));
+        let text = format!("reason {reason}");
+        admission.note_refusal(at.ip(), &AdmissionRefusal { proven: reason % 2 == 1, text });
     }
     let said = admission.refusals_text();
-    assert!(said.contains("reason 0") && said.len() < 500, "{} bytes", said.len());
+    assert!(said.contains("reason 0") && said.contains("reason 1") && said.len() < 500, "{said}");
+    assert!(said.ends_with("(50000 connections without a proven identity)"), "{said}");
 }

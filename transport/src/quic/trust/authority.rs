@@ -52,7 +52,7 @@ impl ClusterAuthority {
     pub(crate) fn of_job(job: &str, days: u32) -> Result<Self, TransportError> {
         check_job_name(job)?;
         let (certificate, key) = make(&format!("kyklos job {job}"), days)?;
-        Self::of(certificate, key, JobId::of_text(job), Some(job.to_owned()))
+        Self::of(certificate, key, JobId::from_name(job), Some(job.to_owned()))
     }
 
     /// An authority from its certificate and key.
@@ -126,7 +126,7 @@ impl ClusterAuthority {
             let text = format!("{} is not the key of {}", key_file.display(), pem.display());
             return Err(TransportError::bootstrap(text));
         }
-        let authority = Self::of(certificate, key, JobId::of_text(job), Some(job.to_owned()))?;
+        let authority = Self::of(certificate, key, JobId::from_name(job), Some(job.to_owned()))?;
         match authority.validity.complaint(SystemTime::now()) {
             Some(complaint) => Err(TransportError::bootstrap(format!(
                 "the authority {} {complaint}: {}",
@@ -277,6 +277,12 @@ fn make(name: &str, days: u32) -> Result<(CertificateDer<'static>, KeyPair), Tra
 }
 
 fn check_job_name(job: &str) -> Result<(), TransportError> {
+    if job.parse::<JobId>().is_ok() {
+        // It would be an identity of the job whose number this is, whatever that job's name.
+        return Err(TransportError::bootstrap(format!(
+            "{job:?} reads like the number of a job: use a name that is not 32 hexadecimal digits"
+        )));
+    }
     if is_job_name(job) {
         return Ok(());
     }
@@ -350,6 +356,12 @@ mod tests {
         assert!(long.contains("the authority ends on"), "{long}");
         for wrong in ["", "a b", "a\n", &"a".repeat(65)] {
             assert!(ClusterAuthority::read(&folder, wrong).is_err(), "{wrong:?}");
+        }
+        // It would be an identity of the job `train` too.
+        let alias = JobId::from_name("train").to_string();
+        for alias in [alias.to_uppercase(), alias] {
+            let error = ClusterAuthority::read(&folder, &alias).unwrap_err().to_string();
+            assert!(error.contains("reads like the number of a job"), "{error}");
         }
     }
 

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use xxhash_rust::xxh3::xxh3_128;
+use aws_lc_rs::digest::{SHA256, digest};
 
 use crate::error::TransportError;
 
@@ -27,12 +27,16 @@ impl JobId {
         Ok(Self(bytes))
     }
 
-    /// The number that stands for a launcher's own name of the job, the same on every rank.
+    /// The number that stands for a launcher's own name of the job, the same on every rank: the first half of its SHA-256, so
+    /// that nobody finds a name with the number of another job.
     pub fn from_name(name: &str) -> Self {
-        Self(xxh3_128(name.as_bytes()).to_be_bytes())
+        let mut number = [0; 16];
+        number.copy_from_slice(&digest(&SHA256, name.as_bytes()).as_ref()[..16]);
+        Self(number)
     }
 
-    /// The job as an operator writes it: a number in 32 hexadecimal digits, or a name.
+    /// The job as a launcher gives it: a number in 32 hexadecimal digits, or a name. No job has a name that reads like a number:
+    /// identities are not issued for one.
     pub fn of_text(text: &str) -> Self {
         text.parse().unwrap_or_else(|_| Self::from_name(text))
     }
@@ -66,5 +70,18 @@ impl FromStr for JobId {
             return Err(wrong());
         }
         u128::from_str_radix(text, 16).map(|number| Self(number.to_be_bytes())).map_err(|_| wrong())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_of_a_name_is_half_of_its_sha_256() {
+        // echo -n train | sha256sum
+        let number = "116f54c41d0405dbb10e7b04ebc31e26";
+        assert_eq!(JobId::from_name("train").to_string(), number);
+        assert_eq!(JobId::of_text("train"), JobId::of_text(number));
     }
 }

@@ -111,7 +111,7 @@ impl Claims {
         let (subject, job) = subject_and_job(&names.value.general_names)?;
         let said = parsed.subject().iter_organization().next().and_then(|name| name.as_str().ok());
         // The number in the verified name counts. The words beside it are shown only if they match the number.
-        let job_name = said.filter(|name| is_job_name(name) && JobId::of_text(name) == job);
+        let job_name = said.filter(|name| is_job_name(name) && JobId::from_name(name) == job);
         let validity = Validity::of_asn1(parsed.validity());
         Ok(Self { subject, job, job_name: job_name.map(str::to_owned), validity })
     }

@@ -32,6 +32,11 @@ impl Revoked {
         Ok(Self { path: path.to_owned(), keys })
     }
 
+    /// Whether no key is in the list.
+    pub fn is_empty(&self) -> bool {
+        self.keys.read().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
     /// Reads the file again. If that fails, the earlier contents stay.
     pub(crate) fn read_again(&self) -> Result<(), TransportError> {
         let keys = read(&self.path)?;
@@ -87,6 +92,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("revoked");
         let hash = |identity: &crate::quic::Identity| identity.key_hash().unwrap();
+        std::fs::write(&path, "# nobody yet\n").unwrap();
+        assert!(Revoked::read_file(&path).unwrap().is_empty());
         let text = format!("# lost laptops\n\n{}  rank 1, since Monday\r\n  {}", hash(&one), hash(&two));
         std::fs::write(&path, &text).unwrap();
         let revoked = Revoked::read_file(&path).unwrap();

@@ -22,6 +22,11 @@ pub(crate) struct Coordinator {
 impl Coordinator {
     /// Waits for rank 1 and starts the group. It sends no heartbeats: the test must be over within two seconds.
     pub(crate) async fn form(job: &Job) -> Self {
+        Self::form_after_refusals(job, 0).await
+    }
+
+    /// The same, but it first refuses so many handshakes, as a rank 0 does that has too many pending ones.
+    pub(crate) async fn form_after_refusals(job: &Job, refusals: usize) -> Self {
         let pem = job.identity_pem(0);
         let certificates = CertificateDer::pem_slice_iter(&pem).map(Result::unwrap).collect();
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
@@ -34,6 +39,9 @@ impl Coordinator {
         tls.alpn_protocols = vec![b"kyklos-ctl/1".to_vec(), b"kyklos/1".to_vec()];
         let crypto = Arc::new(QuicServerConfig::try_from(tls).unwrap());
         let endpoint = Endpoint::server(quinn::ServerConfig::with_crypto(crypto), job.coordinator).unwrap();
+        for _ in 0..refusals {
+            endpoint.accept().await.unwrap().refuse();
+        }
         let admit = async |wanted: Purpose| {
             let connection = endpoint.accept().await.unwrap().await.unwrap();
             let (send, recv) = connection.accept_bi().await.unwrap();

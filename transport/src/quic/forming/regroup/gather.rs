@@ -182,7 +182,11 @@ impl Regrouping<'_> {
         });
         let refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
         let refused = refused.as_ref().map_or(String::new(), |text| format!("; {text}"));
-        TransportError::bootstrap(format!("rank {} could not form a group again: {why}{refused}", self.me()))
+        let hint = self.endpoint.refusal_hint(self.endpoint.config.coordinator);
+        TransportError::bootstrap(format!(
+            "rank {} could not form a group again: {why}{refused}{hint}",
+            self.me()
+        ))
     }
 }
 

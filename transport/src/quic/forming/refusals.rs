@@ -1,0 +1,65 @@
+//! The connections that a rank has turned away, for the error that says which ranks are missing.
+
+use std::fmt;
+use std::net::IpAddr;
+
+use crate::quic::network::connection::cut;
+
+/// Why a connection was turned away.
+#[derive(Debug)]
+pub(crate) struct AdmissionRefusal {
+    /// Whether the other side has shown an identity of the group, or a token of it.
+    pub(crate) proven: bool,
+    pub(crate) text: String,
+}
+
+impl AdmissionRefusal {
+    pub(crate) fn of_stranger(text: impl Into<String>) -> Self {
+        Self { proven: false, text: text.into() }
+    }
+
+    pub(crate) fn of_member(text: impl Into<String>) -> Self {
+        Self { proven: true, text: text.into() }
+    }
+}
+
+/// The first refusals with their reasons. Strangers cannot displace the reasons of members.
+#[derive(Debug, Default)]
+pub(crate) struct Refusals {
+    members: Vec<String>,
+    strangers: Vec<String>,
+    /// Connections of strangers.
+    count: u64,
+}
+
+impl Refusals {
+    pub(crate) fn note(&mut self, from: IpAddr, AdmissionRefusal { proven, text }: &AdmissionRefusal) {
+        self.count += u64::from(!proven);
+        let (refusals, most) =
+            if *proven { (&mut self.members, MAX_MEMBERS) } else { (&mut self.strangers, MAX_STRANGERS) };
+        let refusal = format!("{}: {text}", from.to_canonical());
+        if refusals.len() < most && !refusals.contains(&refusal) {
+            refusals.push(refusal);
+        }
+    }
+}
+
+/// The end of a sentence; empty without refusals.
+impl fmt::Display for Refusals {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for refusal in self.members.iter().chain(&self.strangers) {
+            write!(f, "; turned away: {}", cut(refusal))?;
+        }
+        match self.count {
+            0 => Ok(()),
+            1 => f.write_str(" (1 connection without a proven identity)"),
+            count => write!(f, " ({count} connections without a proven identity)"),
+        }
+    }
+}
+
+/// Reasons of members that are kept.
+const MAX_MEMBERS: usize = 4;
+
+/// The same of strangers.
+const MAX_STRANGERS: usize = 2;
