@@ -71,7 +71,7 @@ class Forward:
             )
         if mask is None and self.padding is not None:
             raise RequestError(f"attention at {name} gets no mask, and the batch has padding: pass texts of one length")
-        layer = None if self.cache is None else self.cache.take(name, key, value)
+        layer = None if self.cache is None else self.cache.take(name, key.shape[2])
         width = value.shape[3]
         query, key, value = _prepared(query, key, value)
         call = self._options(name, rule, options, states[0].shape[3])

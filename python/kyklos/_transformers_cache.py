@@ -24,17 +24,18 @@ class SplitCache(Cache):
         self.length = 0
         #: Keys behind a window are kept, since there is padding, which windows of caches do not go with.
         self.keeps_all = False
-        #: What a layer has handed over for the attention call that follows.
-        self.pending: tuple[SplitLayer, torch.Tensor, torch.Tensor] | None = None
+        #: The layer whose attention call follows, and its number of new tokens.
+        self.pending: tuple[SplitLayer, int] | None = None
         super().__init__(layers=[SplitLayer(self) for _ in range(layers)])
 
-    def take(self, name: str, key: torch.Tensor, value: torch.Tensor) -> SplitLayer:
-        """The layer that handed over ``key`` and ``value``, which attention at ``name`` got."""
+    def take(self, name: str, tokens: int) -> SplitLayer:
+        """The layer that has handed over the keys to which attention at ``name`` attends. Models with a compressed cache make keys
+        from what they put into it, one for each token."""
         pending, self.pending = self.pending, None
-        if pending is None or pending[1] is not key or pending[2] is not value:
+        if pending is None or pending[1] != tokens:
             raise RequestError(
-                f"attention at {name} does not attend to the keys that it put into the cache: a model that changes keys behind its "
-                "cache or shares them between layers cannot be split; use_cache=False computes without a cache"
+                f"attention at {name} has not put its keys into the cache: a model that shares keys between layers cannot be split; "
+                "use_cache=False computes without a cache"
             )
         return pending[0]
 
@@ -79,7 +80,7 @@ class SplitCache(Cache):
 
 
 class SplitLayer(CacheLayerMixin):
-    """A layer of a :class:`SplitCache`. Attention appends the keys; ``update`` hands them over."""
+    """A layer of a :class:`SplitCache`, to which attention appends keys and values."""
 
     is_croppable = True
     is_sliding = False
@@ -109,8 +110,8 @@ class SplitLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hands this rank's new keys and values, ``[batch, kv_heads, tokens, dim]``, to attention."""
-        self.cache.pending = (self, key_states, value_states)
+        """Gives this rank's new keys and values back, ``[batch, kv_heads, tokens, dim]``: attention appends them."""
+        self.cache.pending = (self, key_states.shape[2])
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

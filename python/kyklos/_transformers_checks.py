@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +93,21 @@ def traits_of(base: PreTrainedModel, forward: Any, group: Group, names: dict[int
             "run it on one rank"
         )
     return Traits(plain.attended, packs, getattr(output, "past_key_values", None) is not None)
+
+
+@contextmanager
+def rotary_state_kept(base: PreTrainedModel) -> Iterator[None]:
+    """Restores what rotary embeddings with ``dynamic`` scaling remember of the longest text so far."""
+    parts = [part for part in base.modules() if hasattr(part, "rope_type")]
+    attributes = [dict(part.__dict__) for part in parts]
+    buffers = [{name: (one, one.clone()) for name, one in part.named_buffers(recurse=False)} for part in parts]
+    try:
+        yield
+    finally:
+        for part, own, held in zip(parts, attributes, buffers):
+            part.__dict__.update(own)
+            for name, (tensor, values) in held.items():
+                part._buffers[name] = tensor.copy_(values)
 
 
 def without_cache(base: PreTrainedModel) -> dict[str, bool]:

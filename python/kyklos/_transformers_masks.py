@@ -103,8 +103,8 @@ def padding(attention_mask: torch.Tensor | None, keys: int) -> str | torch.Tenso
 
 
 def documents(position_ids: torch.Tensor) -> list[list[int]] | None:
-    """For each batch entry the ends of its documents: a document begins where positions do not go up by one. ``None`` if each
-    entry is one document.
+    """For each batch entry the boundaries of its documents, from 0 to the number of tokens: a document begins where positions do
+    not go up by one. ``None`` if each entry is one document.
 
     :param position_ids: ``[batch, tokens]``, of all ranks.
     """
@@ -112,17 +112,17 @@ def documents(position_ids: torch.Tensor) -> list[list[int]] | None:
     begins = positions.diff(dim=-1) != 1
     if not begins.any():
         return None
-    return [[*(row.nonzero().flatten() + 1).tolist(), positions.shape[1]] for row in begins]
+    return [[0, *(row.nonzero().flatten() + 1).tolist(), positions.shape[1]] for row in begins]
 
 
-def mask_text(rule: MaskRule, ends: list[list[int]] | None, right_padding: str | None) -> str:
+def mask_text(rule: MaskRule, boundaries: list[list[int]] | None, right_padding: str | None) -> str:
     """The notation of :meth:`kyklos.Group.attend`."""
     parts = [str(rule)]
     if right_padding is not None:
         parts = [right_padding] if parts == ["full"] else [*parts, right_padding]
     text = "+".join(parts)
-    if ends is None:
+    if boundaries is None:
         return text
     base = "" if text == "full" else f"{text}+"
-    entries = [f"{base}documents:{','.join(map(str, row))}" for row in ends]
+    entries = [f"{base}documents:{','.join(map(str, row))}" for row in boundaries]
     return entries[0] if all(entry == entries[0] for entry in entries) else "//".join(entries)

@@ -57,24 +57,29 @@ class SplitModel:
         training = {module: module.training for module in self.base.modules()}
         self.base.eval()
         try:
-            expected = self._expected() if check and self.group.world > 1 else None
-            self.model.set_attn_implementation(NAME)
-            if {self.model.config._attn_implementation, self.base.config._attn_implementation} != {NAME}:
-                raise RequestError(f"{type(self.model).__name__} does not take another attention function: run it on one rank")
-            self.traits = checks.traits_of(self.base, self._run, self.group, self.names)
-            self._hook_rotary_positions()
-            self._hook_pooler()
-            replace(self.base, "forward", self._inner(), self._undo)
-            if self.base is not self.model:
-                replace(self.model, "forward", self._outer(self.model.forward), self._undo)
-            if expected is not None:
-                self._check(expected)
+            with checks.rotary_state_kept(self.base):
+                self._install(check)
         except BaseException:
             self.remove()
             raise
         finally:
             for module, mode in training.items():
                 module.training = mode
+
+    def _install(self, check: bool) -> None:
+        expected = self._expected() if check and self.group.world > 1 else None
+        self.model.set_attn_implementation(NAME)
+        if {self.model.config._attn_implementation, self.base.config._attn_implementation} != {NAME}:
+            raise RequestError(f"{type(self.model).__name__} does not take another attention function: run it on one rank")
+        with checks.rotary_state_kept(self.base):
+            self.traits = checks.traits_of(self.base, self._run, self.group, self.names)
+        self._hook_rotary_positions()
+        self._hook_pooler()
+        replace(self.base, "forward", self._inner(), self._undo)
+        if self.base is not self.model:
+            replace(self.model, "forward", self._outer(self.model.forward), self._undo)
+        if expected is not None:
+            self._check(expected)
 
     def remove(self) -> None:
         """Restores the model."""
@@ -114,7 +119,7 @@ class SplitModel:
         mode, self.gather = self.gather, "auto"
         try:
             with torch.no_grad():
-                split = self.base(**inputs, return_dict=True, **checks.without_cache(self.base)).last_hidden_state
+                split = self._trial(inputs)
         finally:
             self.shares, self.gather = shares, mode
         equal, error = checks.compare(split, whole, inputs["attention_mask"])
@@ -123,6 +128,16 @@ class SplitModel:
                 f"{type(self.model).__name__} does not compute the same when it is split: the largest error of a trial text is {error}, "
                 "so parts of it look at the tokens of one rank only; run it on one rank"
             )
+
+    def _trial(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The hidden states of the split model; the last token with the others in a cache, if the model has one."""
+        if not self.traits.caches:
+            return self.base(**inputs, return_dict=True, **checks.without_cache(self.base)).last_hidden_state
+        cache, mask = self.cache(), inputs["attention_mask"]
+        first = {name: value[:, :-1] for name, value in inputs.items()}
+        last = {**{name: value[:, -1:] for name, value in inputs.items()}, "attention_mask": mask}
+        states = [self.base(**part, past_key_values=cache, return_dict=True).last_hidden_state for part in (first, last)]
+        return torch.cat(states, 1)
 
     def _inner(self) -> Callable[..., Any]:
         """``forward`` of the body, for the inputs of all ranks."""
