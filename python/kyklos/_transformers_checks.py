@@ -63,7 +63,7 @@ def trial_inputs(base: PreTrainedModel, world: int) -> dict[str, torch.Tensor]:
     tokens = _TRIAL_TOKENS * world
     device = base.get_input_embeddings().weight.device
     vocabulary = base.get_input_embeddings().weight.shape[0]
-    padding = base.config.pad_token_id
+    padding = getattr(base.config, "pad_token_id", None)
     ids = (torch.arange(2 * tokens) * 7919 + 13).reshape(2, tokens) % vocabulary
     if padding is not None:
         ids[ids == padding] = (padding + 1) % vocabulary

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from . import _transformers_checks as checks
 from . import _transformers_masks as masks
@@ -32,6 +31,8 @@ class SplitModel:
     def __init__(
         self, model: PreTrainedModel, group: Group, mesh: str | None, shares: Sequence[float] | None, gather: str
     ) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise RequestError(f"a {type(model).__name__} is no model of transformers: pass the PreTrainedModel inside of it")
         self.model = model
         self.base: PreTrainedModel = model.base_model
         self.group, self.mesh, self.gather = group, mesh, gather
@@ -244,8 +245,7 @@ class SplitModel:
                 raise RequestError("a cache of another split model: make one with handle.cache()")
             return cache
         if cache is not None:
-            kind = type(cache).__name__ if isinstance(cache, Cache) else f"a {type(cache).__name__}"
-            raise RequestError(f"{kind} as past_key_values of a split model: make one with handle.cache()")
+            raise RequestError(f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()")
         use = inputs.get("use_cache")
         return self.cache() if (self.traits.caches if use is None else use and self.traits.caches) else None
 
