@@ -43,12 +43,16 @@ class Forward:
     cache: SplitCache | None = None
     padding: str | torch.Tensor | None = None
     documents: list[list[int]] | None = None
+    #: The largest of ``position_ids``, over all ranks.
+    longest: int = 0
     #: Names of the modules that have attended.
     attended: list[str] = field(default_factory=list)
     #: Rules of their masks.
     rules: list[MaskRule] = field(default_factory=list)
-    #: Whether the group attends. A trial only records who attends, and how.
+    #: In a trial the group does not attend: it is only recorded which modules do, and how.
     trial: bool = False
+    #: This rank's rows that the pooler was to get, and those of all ranks.
+    pooled: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def own(self) -> int:
@@ -63,7 +67,8 @@ class Forward:
         self.rules.append(rule)
         query, key, value = states
         if self.trial:
-            return value.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2)
+            batch, heads, tokens, _ = query.shape
+            return value.new_zeros(batch, tokens, heads, value.shape[3])
         if any(state.shape[2] != self.own for state in states):
             raise RequestError(
                 f"attention at {name} has {query.shape[2]} queries and {key.shape[2]} keys, of {self.own} tokens of this rank: "
@@ -86,7 +91,7 @@ class Forward:
                     # All ranks have all keys; those of rank 0 count.
                     host[1:] = [state[:, :0] for state in host[1:]]
                 o, _ = self.group.attend(*host, **call)
-            return o[..., :width].to(query.device)
+            return o[..., :width].contiguous().to(query.device)
 
         return without_backward(run, query, key, value)
 

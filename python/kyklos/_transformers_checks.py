@@ -32,6 +32,13 @@ class Traits:
     caches: bool
 
 
+def body_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a model that ends with hidden states; of OPT, whose head calls it, the decoder inside of the body."""
+    body = model.base_model
+    inner = [part for part in body.children() if isinstance(part, PreTrainedModel)]
+    return inner[0] if len(inner) == 1 and not body.config.sub_configs else body
+
+
 def refuse_unsplittable(model: PreTrainedModel, base: PreTrainedModel) -> None:
     """Refuses models whose layers do not all attend through the attention interface of the library."""
 
@@ -78,15 +85,22 @@ def traits_of(base: PreTrainedModel, forward: Any, group: Group, names: dict[int
     inputs = trial_inputs(base, 1)
     ids = inputs["input_ids"]
     half = torch.arange(ids.shape[1], device=ids.device) % (ids.shape[1] // 2)
-    trial = Forward(group, names, "trial", None, ids.shape[1], trial=True)
-    with entered(trial), torch.no_grad():
-        forward(input_ids=ids, position_ids=half[None].expand(2, -1), return_dict=True, **without_cache(base))
-    packs = any(rule.packed for rule in trial.rules)
-    plain = Forward(group, names, "trial", None, ids.shape[1], trial=True)
-    with entered(plain), torch.no_grad():
-        output = forward(**inputs, position_ids=torch.arange(ids.shape[1], device=ids.device)[None], return_dict=True)
+    packed, plain = (Forward(group, names, "trial", None, ids.shape[1], trial=True) for _ in range(2))
+    try:
+        with entered(packed), torch.no_grad():
+            forward(input_ids=ids, position_ids=half[None].expand(2, -1), return_dict=True, **without_cache(base))
+        with entered(plain), torch.no_grad():
+            output = forward(**inputs, position_ids=torch.arange(ids.shape[1], device=ids.device)[None], return_dict=True)
+    except RequestError:
+        raise
+    except Exception as error:
+        raise RequestError(
+            f"{type(base).__name__} cannot be split over ranks: a trial pass, whose masks are rules instead of tensors, ends with "
+            f"{type(error).__name__}: {error}; run it on one rank"
+        ) from error
+    packs = any(rule.packed for rule in packed.rules)
     expected = base.config.num_hidden_layers
-    if len(set(plain.attended)) != expected or len(plain.attended) != expected:
+    if len(plain.attended) != expected:
         raise RequestError(
             f"{type(base).__name__} has {expected} layers, and {len(plain.attended)} attention calls came through "
             f"AttentionInterface ({', '.join(plain.attended) or 'none'}): the others would attend to the tokens of one rank only; "
@@ -127,6 +141,25 @@ def default_positions(base: PreTrainedModel, input_ids: torch.Tensor | None, pas
         return of_ids(input_ids, embeddings.padding_idx, past)
     first = embeddings.padding_idx + 1 + past
     return torch.arange(first, first + shape[1], device=device)[None]
+
+
+@dataclass(frozen=True)
+class States:
+    """What the body of a model returns: ``[batch, tokens, width]``, and the pooled rows ``[batch, width]`` of some encoders."""
+
+    hidden: torch.Tensor
+    pooled: torch.Tensor | None = None
+
+    @staticmethod
+    def of(output: Any) -> States:
+        return States(output.last_hidden_state, getattr(output, "pooler_output", None))
+
+    def compare(self, whole: States, visible: torch.Tensor) -> tuple[bool, str]:
+        """As :func:`compare`. Of pooled rows the first text counts, which has no padding."""
+        equal, error = compare(self.hidden, whole.hidden, visible)
+        if equal and self.pooled is not None and whole.pooled is not None:
+            return compare(self.pooled[:1, None], whole.pooled[:1, None], visible[:1, :1])
+        return equal, error
 
 
 def compare(split: torch.Tensor, whole: torch.Tensor, visible: torch.Tensor) -> tuple[bool, str]:

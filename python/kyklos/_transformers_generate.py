@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from ._errors import RequestError
 from ._rows import broadcast
 from ._transformers_cache import SplitCache
-from ._transformers_split import SplitModel, replace
+from ._transformers_hooks import Undo, replace
+from ._transformers_split import SplitModel
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # What models name as their default; a cache of ranks takes its place.
@@ -49,7 +49,7 @@ class RankZeroDecides(StoppingCriteriaList):
         return torch.tensor([bool(end) for end in done], device=input_ids.device)
 
 
-def install(split: SplitModel, undo: list[Callable[[], None]]) -> None:
+def install(split: SplitModel, undo: Undo) -> None:
     """Makes ``generate()`` of the model use the ranks, until the functions of ``undo`` are called."""
     model: Any = split.model
     if not getattr(model, "can_generate", lambda: False)():

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import _transformers_checks as checks
+from . import _transformers_hooks as hooks
 from . import _transformers_masks as masks
 from ._errors import DeviceError, GroupError, RequestError
 from ._group import Group
@@ -34,7 +35,7 @@ class SplitModel:
         if not isinstance(model, PreTrainedModel):
             raise RequestError(f"a {type(model).__name__} is no model of transformers: pass the PreTrainedModel inside of it")
         self.model = model
-        self.base: PreTrainedModel = model.base_model
+        self.base = checks.body_of(model)
         self.group, self.mesh, self.gather = group, mesh, gather
         self.shares = _checked_shares(shares, group.world)
         if gather not in ("auto", "none"):
@@ -45,13 +46,13 @@ class SplitModel:
         self.keep = 0
         #: Rows go to all ranks whatever ``gather`` says: every rank chooses the next token.
         self.generating = False
-        self.positions_needed = False
+        #: Whether the model makes other positions than :func:`checks.default_positions`: without padding, and with it.
+        self.own_positions = [False, False]
         self._forwards = 0
         self._implementation = model.config._attn_implementation
         self._base_implementation = self.base.config._attn_implementation
         self._run: Callable[..., Any] = self.base.forward
         self._undo: list[Callable[[], None]] = []
-        self._pooled: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def install(self, check: bool) -> None:
         """Replaces the forward pass; with ``check`` compares it with the one that was there."""
@@ -68,19 +69,19 @@ class SplitModel:
                 module.training = mode
 
     def _install(self, check: bool) -> None:
-        expected = self._expected() if check and self.group.world > 1 else None
+        expected = self._expected() if check else None
         self.model.set_attn_implementation(NAME)
         if {self.model.config._attn_implementation, self.base.config._attn_implementation} != {NAME}:
             raise RequestError(f"{type(self.model).__name__} does not take another attention function: run it on one rank")
         with checks.rotary_state_kept(self.base):
             self.traits = checks.traits_of(self.base, self._run, self.group, self.names)
-        self._hook_rotary_positions()
-        self._hook_pooler()
-        replace(self.base, "forward", self._inner(), self._undo)
+        hooks.longest_position(self.base, self._undo)
+        hooks.whole_pooler_input(self.base, self._undo)
+        hooks.replace(self.base, "forward", self._inner(), self._undo)
         if self.base is not self.model:
-            replace(self.model, "forward", self._outer(self.model.forward), self._undo)
+            hooks.replace(self.model, "forward", self._outer(self.model.forward), self._undo)
         if expected is not None:
-            self._check(expected)
+            self._check(*expected)
 
     def remove(self) -> None:
         """Restores the model."""
@@ -102,20 +103,23 @@ class SplitModel:
         """An empty cache for this model."""
         return SplitCache(self.group, len(self.traits.layers), self.shares[self.group.rank])
 
-    def _expected(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """The trial's inputs, and the hidden states of the model as it is."""
+    def _expected(self) -> tuple[dict[str, torch.Tensor], checks.States]:
+        """The trial's inputs, and what the model as it is makes of them."""
         inputs = checks.trial_inputs(self.base, self.group.world)
         batch, tokens = inputs["input_ids"].shape
         positions = checks.default_positions(self.base, inputs["input_ids"], 0, (batch, tokens))
         alone = {"return_dict": True, **checks.without_cache(self.base)}
         with torch.no_grad():
             default = self._run(**inputs, **alone).last_hidden_state
-            whole = self._run(**inputs, position_ids=positions, **alone).last_hidden_state
-        self.positions_needed = not checks.compare(default, whole, inputs["attention_mask"])[0]
-        return {**inputs, "position_ids": positions}, whole
+            whole = self._run(**inputs, position_ids=positions, **alone)
+        visible = inputs["attention_mask"]
+        self.own_positions = [
+            not checks.compare(default[text], whole.last_hidden_state[text], visible[text])[0] for text in range(batch)
+        ]
+        return {**inputs, "position_ids": positions}, checks.States.of(whole)
 
-    def _check(self, expected: tuple[dict[str, torch.Tensor], torch.Tensor]) -> None:
-        inputs, whole = expected
+    def _check(self, inputs: dict[str, torch.Tensor], whole: checks.States) -> None:
+        """Compares the split model with the model as it was."""
         shares, self.shares = self.shares, [1.0] * self.group.world
         mode, self.gather = self.gather, "auto"
         try:
@@ -123,22 +127,22 @@ class SplitModel:
                 split = self._trial(inputs)
         finally:
             self.shares, self.gather = shares, mode
-        equal, error = checks.compare(split, whole, inputs["attention_mask"])
+        equal, error = split.compare(whole, inputs["attention_mask"])
         if not equal:
             raise RequestError(
                 f"{type(self.model).__name__} does not compute the same when it is split: the largest error of a trial text is {error}, "
                 "so parts of it look at the tokens of one rank only; run it on one rank"
             )
 
-    def _trial(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The hidden states of the split model; the last token with the others in a cache, if the model has one."""
+    def _trial(self, inputs: dict[str, torch.Tensor]) -> checks.States:
+        """What the split model makes of the inputs; of the last token with the others in a cache, if the model has one."""
         if not self.traits.caches:
-            return self.base(**inputs, return_dict=True, **checks.without_cache(self.base)).last_hidden_state
+            return checks.States.of(self.base(**inputs, return_dict=True, **checks.without_cache(self.base)))
         cache, mask = self.cache(), inputs["attention_mask"]
         first = {name: value[:, :-1] for name, value in inputs.items()}
         last = {**{name: value[:, -1:] for name, value in inputs.items()}, "attention_mask": mask}
         states = [self.base(**part, past_key_values=cache, return_dict=True).last_hidden_state for part in (first, last)]
-        return torch.cat(states, 1)
+        return checks.States(torch.cat(states, 1))
 
     def _inner(self) -> Callable[..., Any]:
         """``forward`` of the body, for the inputs of all ranks."""
@@ -170,6 +174,10 @@ class SplitModel:
         past = 0 if cache is None else cache.length
         positions, mask = self._positions(inputs, past, (batch, tokens)), inputs.get("attention_mask")
         padding = masks.padding(mask, past + tokens)
+        if "position_ids" not in inputs and self.own_positions[padding is not None]:
+            raise RequestError(
+                f"{type(self.base).__name__} makes positions of its own, which a rank cannot make from its tokens: pass position_ids"
+            )
         if cache is not None:
             cache.check()
             if past == 0:
@@ -189,6 +197,7 @@ class SplitModel:
             cache,
             padding,
             masks.documents(positions.expand(batch, -1)) if packed else None,
+            int(positions.max()),
         )
         first, end = self.rows(tokens)
         own = {name: inputs[name][:, first:end] for name in _OF_TOKENS if name in inputs}
@@ -204,8 +213,6 @@ class SplitModel:
         else:
             own |= checks.without_cache(self.base)
         others = {name: value for name, value in inputs.items() if name not in _KNOWN}
-        self._global_maximum = int(positions.max())
-        self._pooled = None
         try:
             with entered(forward):
                 output = self._run(**own, **others, return_dict=True)
@@ -231,10 +238,6 @@ class SplitModel:
         for name, value in inputs.items():
             if name not in _KNOWN and (isinstance(value, (torch.Tensor, dict)) or name.startswith("cu_seq_lens")):
                 raise RequestError(f"a split model does not know how to split the input {name}: leave it out, or use one rank")
-        if "position_ids" not in inputs and self.positions_needed:
-            raise RequestError(
-                f"{type(self.base).__name__} makes positions of its own, which a rank cannot make from its tokens: pass position_ids"
-            )
         if self.base.training and any(isinstance(part, torch.nn.Dropout) and part.p for part in self.base.modules()):
             raise RequestError("dropout in a split model would differ between ranks: call model.eval()")
 
@@ -292,8 +295,8 @@ class SplitModel:
         def everywhere(rows: torch.Tensor, what: str) -> torch.Tensor:
             if self.gather == "none" and not self.generating:
                 return rows
-            if self._pooled is not None and self._pooled[0] is rows:
-                return self._pooled[1]
+            if forward.pooled is not None and forward.pooled[0] is rows:
+                return forward.pooled[1]
             return gather(self.group, rows, f"{forward.label} {what}")
 
         for name, value in list(output.items()):
@@ -321,64 +324,6 @@ class SplitModel:
                 self.keep = 0
 
         return forward
-
-    def _hook_pooler(self) -> None:
-        """A pooler looks at chosen tokens, such as the first one: it gets the rows of all ranks."""
-        pooler = getattr(self.base, "pooler", None)
-        if not isinstance(pooler, torch.nn.Module):
-            return
-
-        def whole(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            forward = current()
-            if forward is None or forward.trial or forward.counts is None:
-                return args
-            rows = gather(self.group, args[0], f"{forward.label} pooler")
-            self._pooled = (args[0], rows)
-            return (rows, *args[1:])
-
-        self._undo.append(pooler.register_forward_pre_hook(whole).remove)
-
-    def _hook_rotary_positions(self) -> None:
-        """Rotary embeddings that scale with the longest position get the longest one of all ranks, as one more token."""
-
-        def longer(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            forward = current()
-            if forward is None or forward.trial:
-                return None
-            positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-            longest = positions.new_full((positions.shape[0], 1), self._global_maximum)
-            positions = torch.cat([positions, longest], -1)
-            if "position_ids" in kwargs:
-                return args, {**kwargs, "position_ids": positions}
-            return (args[0], positions, *args[2:]), kwargs
-
-        def shorter(_: Any, args: Any, kwargs: Any, output: Any) -> Any:
-            forward = current()
-            if forward is None or forward.trial:
-                return None
-            return tuple(part[:, :-1] for part in output)
-
-        for module in self.base.modules():
-            kinds = getattr(module, "rope_type", None)
-            kinds = [*kinds.values()] if isinstance(kinds, dict) else [kinds]
-            if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
-                self._undo.append(module.register_forward_pre_hook(longer, with_kwargs=True).remove)
-                self._undo.append(module.register_forward_hook(shorter, with_kwargs=True).remove)
-
-
-def replace(owner: Any, name: str, function: Callable[..., Any], undo: list[Callable[[], None]]) -> None:
-    """Sets an attribute of an instance, and notes how to restore it."""
-    missing = object()
-    before = owner.__dict__.get(name, missing)
-
-    def restore() -> None:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-    setattr(owner, name, function)
-    undo.append(restore)
 
 
 def share_out(tokens: int, shares: Sequence[float]) -> list[int]:

@@ -7,7 +7,7 @@ import kyklos.transformers
 import pytest
 import torch
 import transformers
-from kyklos import _transformers_checks, _transformers_masks, _transformers_split
+from kyklos import _transformers_checks, _transformers_hooks, _transformers_masks, _transformers_split
 from tiny_models import FAMILIES, build, error, in_float64, on_ranks, output, reference, texts
 
 SHARES = [[1, 1], [3, 7], [2, 1, 5], [1, 30]]
@@ -50,7 +50,7 @@ def test_a_split_pass_is_the_unsplit_one(family, shares):
         assert error(got, exact, seen) <= bound
 
 
-@pytest.mark.parametrize("family", DECODERS + ["gpt2", "bert", "xlm-roberta"])
+@pytest.mark.parametrize("family", DECODERS + ["gpt2", "bert", "albert", "modernbert", "xlm-roberta"])
 @pytest.mark.parametrize("make", [left_padded, right_padded])
 def test_padding_on_either_side(family, make):
     model = build(family)
@@ -71,6 +71,25 @@ def test_packed_documents(family):
     exact, bound, seen = reference(model, **inputs)
     for got in on_ranks(model, 3, call(**inputs), shares=[2, 1, 5]):
         assert error(got, exact, seen) <= bound
+
+
+def test_positions_that_a_model_makes_of_its_mask():
+    """OPT counts positions without the padding. generate() passes them; other calls have to."""
+    model = build("opt")
+    inputs = left_padded()
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    want = output(model, **inputs)
+    greedy = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+
+    def work(model, handle, group):
+        with pytest.raises(kyklos.RequestError, match="pass position_ids"):
+            output(model, **inputs)
+        return output(model, **inputs, position_ids=positions), model.generate(**inputs, max_new_tokens=20, do_sample=False)
+
+    for got, tokens in on_ranks(model, 2, work):
+        seen = inputs["attention_mask"].bool()
+        assert torch.allclose(got[seen], want[seen], atol=1e-4)
+        assert torch.equal(tokens, greedy)
 
 
 def test_packed_documents_that_differ_by_batch_entry():
@@ -117,7 +136,7 @@ def test_rope_scales_with_the_longest_position_of_all_ranks(scaling, monkeypatch
     for got in on_ranks(model, 3, call(**inputs), shares=[2, 1, 5]):
         assert error(got, exact, seen) <= bound
     if scaling["rope_type"] != "llama3":
-        monkeypatch.setattr(_transformers_split.SplitModel, "_hook_rotary_positions", lambda self: None)
+        monkeypatch.setattr(_transformers_hooks, "longest_position", lambda base, undo: None)
         wrong = on_ranks(model, 3, call(**inputs), shares=[2, 1, 5], check=False)
         assert max(error(got, exact, seen) for got in wrong) > 100 * bound
 

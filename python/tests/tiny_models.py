@@ -87,7 +87,10 @@ FAMILIES = {
             "rope_parameters": _DEFAULT_ROPE,
         },
     ),
+    "opt": ("OPTForCausalLM", "OPTConfig", {**_COMMON, "ffn_dim": 64, "word_embed_proj_dim": 64, "init_std": 0.2}),
     "bert": ("BertModel", "BertConfig", _ENCODER),
+    "albert": ("AlbertModel", "AlbertConfig", {**_ENCODER, "embedding_size": 32}),
+    "modernbert": ("ModernBertModel", "ModernBertConfig", {**_ENCODER, "local_attention": 8}),
     "xlm-roberta": ("XLMRobertaModel", "XLMRobertaConfig", {**_ENCODER, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}),
 }
 # Those whose attention PyTorch's own function does not compute exactly: softcap and sinks.
