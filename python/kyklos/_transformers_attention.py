@@ -154,8 +154,8 @@ def attention(
     forward = current()
     if forward is None:
         raise RequestError(
-            'a layer with attn_implementation="kyklos" outside of a split model: call kyklos.transformers.parallelize(model, group) '
-            "and then the model, not one of its parts"
+            'a layer with attn_implementation="kyklos" outside of a split model: call kyklos.transformers.parallelize(model, '
+            "group) and then the model, not one of its parts"
         )
     options = {**options, "scaling": scaling, "dropout": dropout}
     return forward.attend(module, [query, key, value], attention_mask, options), None

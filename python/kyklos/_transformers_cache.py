@@ -26,7 +26,8 @@ class SplitCache(Cache):
         self.keeps_all = False
         #: The layer whose attention call follows, and its number of new tokens.
         self.pending: tuple[SplitLayer, int] | None = None
-        super().__init__(layers=[SplitLayer(self) for _ in range(layers)])
+        self.parts = [SplitLayer(self) for _ in range(layers)]
+        super().__init__(layers=list(self.parts))
 
     def take(self, name: str, tokens: int) -> SplitLayer:
         """The layer that has handed over the keys to which attention at ``name`` attends. Models with a compressed cache make keys
@@ -34,14 +35,14 @@ class SplitCache(Cache):
         pending, self.pending = self.pending, None
         if pending is None or pending[1] != tokens:
             raise RequestError(
-                f"attention at {name} has not put its keys into the cache: a model that shares keys between layers cannot be split; "
-                "use_cache=False computes without a cache"
+                f"attention at {name} has not put its keys into the cache: a model that shares keys between layers cannot be "
+                "split; use_cache=False computes without a cache"
             )
         return pending[0]
 
     def check(self) -> None:
         """Refuses a cache whose layers do not have the same tokens."""
-        stores = [layer.store for layer in self.layers]
+        stores = [layer.store for layer in self.parts]
         lengths = sorted({0 if store is None else len(store) for store in stores})
         if lengths != [self.length]:
             raise RequestError(
@@ -51,7 +52,7 @@ class SplitCache(Cache):
     def restore(self) -> None:
         """Takes back what a failed call has appended."""
         self.pending = None
-        for layer in self.layers:
+        for layer in self.parts:
             if layer.store is not None and len(layer.store) > self.length:
                 layer.store.truncate(self.length)
 
@@ -60,7 +61,7 @@ class SplitCache(Cache):
         if tokens_to_remove > 0:
             raise RequestError(f"crop({tokens_to_remove}) of a cache: pass a negative number of tokens to remove")
         self.length = max(0, self.length + tokens_to_remove)
-        for layer in self.layers:
+        for layer in self.parts:
             if layer.store is not None:
                 layer.store.truncate(self.length)
 
@@ -70,13 +71,13 @@ class SplitCache(Cache):
 
     def tokens(self, rank: int, layer: int = 0) -> list[tuple[int, int]]:
         """The positions whose keys ``rank`` holds in a layer, as half-open ranges."""
-        store = self.layers[layer].store
+        store = self.parts[layer].store
         return [] if store is None else store.tokens(rank)
 
     @property
     def bytes(self) -> int:
         """Bytes of the keys and values of all layers on this rank."""
-        return sum(layer.store.bytes for layer in self.layers if layer.store is not None)
+        return sum(layer.store.bytes for layer in self.parts if layer.store is not None)
 
 
 class SplitLayer(CacheLayerMixin):
@@ -145,4 +146,6 @@ class SplitLayer(CacheLayerMixin):
         self._refuse("select batch entries of")
 
     def _refuse(self, what: str) -> None:
-        raise RequestError(f"cannot {what} a cache that is split over ranks: use greedy search or sampling, and crop the whole cache")
+        raise RequestError(
+            f"cannot {what} a cache that is split over ranks: use greedy search or sampling, and crop the whole cache"
+        )

@@ -6,12 +6,11 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from . import _transformers_masks as masks
 from ._errors import RequestError
 from ._group import Group
 from ._transformers_attention import NAME, Forward, entered
@@ -34,7 +33,7 @@ class Traits:
 
 def body_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a model that ends with hidden states; of OPT, whose head calls it, the decoder inside of the body."""
-    body = model.base_model
+    body = cast(PreTrainedModel, model.base_model)
     inner = [part for part in body.children() if isinstance(part, PreTrainedModel)]
     return inner[0] if len(inner) == 1 and not body.config.sub_configs else body
 
@@ -68,8 +67,7 @@ def refuse_unsplittable(model: PreTrainedModel, base: PreTrainedModel) -> None:
 def trial_inputs(base: PreTrainedModel, world: int) -> dict[str, torch.Tensor]:
     """Two texts, one with padding on the left. The same on all ranks."""
     tokens = _TRIAL_TOKENS * world
-    device = base.get_input_embeddings().weight.device
-    vocabulary = base.get_input_embeddings().weight.shape[0]
+    vocabulary, device = _embeddings(base).shape[0], _embeddings(base).device
     padding = getattr(base.config, "pad_token_id", None)
     ids = (torch.arange(2 * tokens) * 7919 + 13).reshape(2, tokens) % vocabulary
     if padding is not None:
@@ -78,6 +76,11 @@ def trial_inputs(base: PreTrainedModel, world: int) -> dict[str, torch.Tensor]:
     mask[1, :2] = 0
     ids[1, :2] = 0 if padding is None else padding
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def _embeddings(base: PreTrainedModel) -> torch.Tensor:
+    """``[vocabulary, width]``."""
+    return cast(torch.Tensor, base.get_input_embeddings().weight)
 
 
 def traits_of(base: PreTrainedModel, forward: Any, group: Group, names: dict[int, str]) -> Traits:
@@ -118,7 +121,7 @@ def rotary_state_kept(base: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        for part, own, held in zip(parts, attributes, buffers):
+        for part, own, held in zip(parts, attributes, buffers, strict=True):
             part.__dict__.update(own)
             for name, (tensor, values) in held.items():
                 part._buffers[name] = tensor.copy_(values)
@@ -131,8 +134,8 @@ def without_cache(base: PreTrainedModel) -> dict[str, bool]:
 
 def default_positions(base: PreTrainedModel, input_ids: torch.Tensor | None, past: int, shape: tuple[int, int]) -> torch.Tensor:
     """The ``position_ids`` that the model itself would use for ``shape`` = (batch, tokens) after ``past`` tokens."""
-    device = base.get_input_embeddings().weight.device
-    embeddings = getattr(base, "embeddings", None)
+    device = _embeddings(base).device
+    embeddings: Any = getattr(base, "embeddings", None)
     of_ids = getattr(embeddings, "create_position_ids_from_input_ids", None)
     if of_ids is None:
         return torch.arange(past, past + shape[1], device=device)[None]

@@ -33,7 +33,7 @@ class RankZeroDecides(StoppingCriteriaList):
         self._split = split
         self._steps = 0
 
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
         group = self._split.group
         batch = input_ids.shape[0]
         numbers = [0] * (3 * batch)
@@ -45,7 +45,9 @@ class RankZeroDecides(StoppingCriteriaList):
         numbers = broadcast(group, numbers, f"token {self._steps}")
         high, low, done = numbers[:batch], numbers[batch : 2 * batch], numbers[2 * batch :]
         # generate() goes on with this tensor.
-        input_ids[:, -1] = torch.tensor([h * _BASE + l for h, l in zip(high, low)], device=input_ids.device)
+        input_ids[:, -1] = torch.tensor(
+            [first * _BASE + rest for first, rest in zip(high, low, strict=True)], device=input_ids.device
+        )
         return torch.tensor([bool(end) for end in done], device=input_ids.device)
 
 
@@ -59,7 +61,9 @@ def install(split: SplitModel, undo: Undo) -> None:
     @functools.wraps(generate)
     def split_generate(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("streamer") is not None and split.group.rank > 0:
-            raise RequestError(f"a streamer on rank {split.group.rank}, which sees tokens before rank 0 has chosen: pass it on rank 0 only")
+            raise RequestError(
+                f"a streamer on rank {split.group.rank}, which sees tokens before rank 0 has chosen: pass it on rank 0 only"
+            )
         split.generating = True
         try:
             return generate(*args, **kwargs)
@@ -75,7 +79,9 @@ def install(split: SplitModel, undo: Undo) -> None:
             raise RequestError(f"{mode} on a split model: use greedy search or sampling, with num_beams=1")
         implementation = generation_config.cache_implementation
         if implementation not in _CACHES:
-            raise RequestError(f"cache_implementation {implementation!r} on a split model, whose cache is over the ranks: leave it out")
+            raise RequestError(
+                f"cache_implementation {implementation!r} on a split model, whose cache is over the ranks: leave it out"
+            )
         cache = model_kwargs.get("past_key_values")
         if cache is not None and not isinstance(cache, SplitCache):
             raise RequestError(f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()")

@@ -130,8 +130,8 @@ class SplitModel:
         equal, error = split.compare(whole, inputs["attention_mask"])
         if not equal:
             raise RequestError(
-                f"{type(self.model).__name__} does not compute the same when it is split: the largest error of a trial text is {error}, "
-                "so parts of it look at the tokens of one rank only; run it on one rank"
+                f"{type(self.model).__name__} does not compute the same when it is split: the largest error of a "
+                f"trial text is {error}, so parts of it look at the tokens of one rank only; run it on one rank"
             )
 
     def _trial(self, inputs: dict[str, torch.Tensor]) -> checks.States:
@@ -153,7 +153,7 @@ class SplitModel:
             if current() is not None:
                 return self._run(*args, **kwargs)
             try:
-                return self._split({**dict(zip(names, args)), **kwargs})
+                return self._split({**dict(zip(names, args, strict=False)), **kwargs})
             except (RequestError, GroupError, DeviceError):
                 # The engine has told the other ranks, or they find the same fault in the same inputs.
                 raise
@@ -167,8 +167,15 @@ class SplitModel:
         inputs = {name: value for name, value in given.items() if value is not None}
         self._refuse(inputs)
         tokens_of = inputs.get("inputs_embeds", inputs.get("input_ids"))
-        if tokens_of is None or tokens_of.dim() < 2 or tokens_of.shape[1] == 0 or len({"input_ids", "inputs_embeds"} & inputs.keys()) == 2:
-            raise RequestError("a split model needs input_ids [batch, tokens] or inputs_embeds [batch, tokens, width], and some tokens")
+        if (
+            tokens_of is None
+            or tokens_of.dim() < 2
+            or tokens_of.shape[1] == 0
+            or len({"input_ids", "inputs_embeds"} & inputs.keys()) == 2
+        ):
+            raise RequestError(
+                "a split model needs input_ids [batch, tokens] or inputs_embeds [batch, tokens, width], and some tokens"
+            )
         batch, tokens = tokens_of.shape[:2]
         cache = self._cache_of(inputs)
         past = 0 if cache is None else cache.length
@@ -176,7 +183,8 @@ class SplitModel:
         padding = masks.padding(mask, past + tokens)
         if "position_ids" not in inputs and self.own_positions[padding is not None]:
             raise RequestError(
-                f"{type(self.base).__name__} makes positions of its own, which a rank cannot make from its tokens: pass position_ids"
+                f"{type(self.base).__name__} makes positions of its own, which a rank cannot make from its tokens: "
+                "pass position_ids"
             )
         if cache is not None:
             cache.check()
@@ -244,7 +252,7 @@ class SplitModel:
     def _cache_of(self, inputs: dict[str, Any]) -> SplitCache | None:
         cache = inputs.get("past_key_values")
         if isinstance(cache, SplitCache):
-            if cache.group is not self.group or len(cache.layers) != len(self.traits.layers):
+            if cache.group is not self.group or len(cache.parts) != len(self.traits.layers):
                 raise RequestError("a cache of another split model: make one with handle.cache()")
             return cache
         if cache is not None:
@@ -263,10 +271,10 @@ class SplitModel:
         return positions
 
     def _refuse_late_padding(self, cache: SplitCache) -> None:
-        if any(layer.store is not None and layer.window is not None for layer in cache.layers):
+        if any(layer.store is not None and layer.window is not None for layer in cache.parts):
             raise RequestError(
-                "padding in a later call, for a cache that has dropped the keys behind its windows: pass the attention_mask with the "
-                "padding from the first call on, or use_cache=False"
+                "padding in a later call, for a cache that has dropped the keys behind its windows: pass the "
+                "attention_mask with the padding from the first call on, or use_cache=False"
             )
 
     def _counts(self, tokens: int) -> list[int] | None:
@@ -313,9 +321,13 @@ class SplitModel:
 
         @functools.wraps(run)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = {**dict(zip(names, args)), **kwargs}
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
             keep = given.get("logits_to_keep", 0)
-            if self.gather == "none" and not self.generating and any("label" in name and given[name] is not None for name in given):
+            if (
+                self.gather == "none"
+                and not self.generating
+                and any("label" in name and given[name] is not None for name in given)
+            ):
                 raise RequestError('labels with gather="none": a rank has the logits of its tokens only; use gather="auto"')
             self.keep = keep if isinstance(keep, int) and keep > 0 else 0
             try:

@@ -39,9 +39,10 @@ def parallelize(
 ) -> Handle:
     """Splits the sequence of ``model`` over the ranks of ``group``, in place. All ranks call it together.
 
-    Afterwards ``model(**inputs)`` and ``model.generate(**inputs)`` take the same inputs on every rank, those of the whole sequence,
-    and return what the model returned before, up to rounding. Rank r computes consecutive tokens, in the order of the ranks; passes of
-    fewer tokens than ranks, such as the steps of ``generate``, are computed by all ranks, with the cached keys where they are.
+    Afterwards ``model(**inputs)`` and ``model.generate(**inputs)`` take the same inputs on every rank, those of the whole
+    sequence, and return what the model returned before, up to rounding. Each rank computes consecutive tokens, in the order of
+    the ranks. All ranks compute passes of fewer tokens than ranks, such as the steps of ``generate``; cached keys stay where they
+    are.
 
     ``generate()`` does greedy search and sampling. Rank 0 chooses each token, with its own random generator, and decides when to
     stop; the others follow it. So a seed on rank 0 gives the text of one process with this seed.
@@ -52,9 +53,10 @@ def parallelize(
     :param shares: the tokens of the ranks in proportion, also of the cache; by default equal. Each rank gets one token at least.
     :param gather: ``"auto"`` gives every rank the outputs of all tokens, or the last ones if ``logits_to_keep`` asks for them.
         ``"none"`` gives a rank the rows of its own tokens, :meth:`Handle.rows`; ``generate()`` works as before.
-    :param check: compare the split model with the model as it is on a text of a few tokens, which costs three short passes.
-    :raises RequestError: a model that cannot be split, by name, or options that do not fit; the same on all ranks. The model is then
-        as it was.
+    :param check: compare the split model with the model as it is, on two texts of a few tokens. Without it, a model that makes
+        positions of its own or mixes tokens outside of attention gives wrong numbers.
+    :raises RequestError: a model that cannot be split, by name, or options that do not fit; the same on all ranks. The model is
+        then as it was.
     :raises GroupError: the group has ended.
     """
     split = SplitModel(model, group, mesh, shares, gather)

@@ -130,9 +130,7 @@ def test_samples_are_the_same_on_all_ranks():
 
 
 def test_without_the_choice_of_rank_0_samples_differ(monkeypatch):
-    monkeypatch.setattr(
-        _transformers_generate.RankZeroDecides, "__call__", transformers.StoppingCriteriaList.__call__
-    )
+    monkeypatch.setattr(_transformers_generate.RankZeroDecides, "__call__", transformers.StoppingCriteriaList.__call__)
     model = build("llama")
     ids = texts(3, 11)
     sample = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.5, "top_k": 0}
@@ -198,9 +196,7 @@ def test_a_window_that_the_cache_forgets_changes_the_text(monkeypatch):
     want = greedy(model, ids)
     make = _transformers_cache.SplitLayer.make
     monkeypatch.setattr(_transformers_cache.SplitLayer, "make", lambda self, key, window: make(self, key, window - 2))
-    monkeypatch.setattr(
-        _transformers_masks, "mask_text", lambda rule, documents, padding: f"window:{rule.left - 2},0"
-    )
+    monkeypatch.setattr(_transformers_masks, "mask_text", lambda rule, documents, padding: f"window:{rule.left - 2},0")
     for got in on_ranks(model, 2, lambda model, *_: greedy(model, ids), check=False):
         assert not torch.equal(got, want)
 
@@ -269,7 +265,7 @@ def test_a_cache_after_a_refused_call_is_as_it_was(monkeypatch):
         group.attend_cached = refusing
         with pytest.raises(kyklos.RequestError, match="q_offset"):
             output(model, input_ids=ids[:, 12:], past_key_values=cache)
-        assert [len(layer.store) for layer in cache.layers] == [12, 12, 12]
+        assert [len(layer.store) for layer in cache.parts] == [12, 12, 12]
         group.attend_cached = attend
         return output(model, input_ids=ids[:, 12:], past_key_values=cache)
 

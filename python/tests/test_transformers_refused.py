@@ -231,7 +231,9 @@ def test_private_names():
     assert model._can_set_attn_implementation() is True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert build_class("GPTJForCausalLM", "GPTJConfig", GPTJ, implementation="eager")._can_set_attn_implementation() is False
+        assert (
+            build_class("GPTJForCausalLM", "GPTJConfig", GPTJ, implementation="eager")._can_set_attn_implementation() is False
+        )
     prepare = list(inspect.signature(model._prepare_cache_for_generation).parameters)
     assert prepare == ["generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"]
     assert "stopping_criteria" in inspect.signature(model._get_stopping_criteria).parameters

@@ -91,7 +91,11 @@ FAMILIES = {
     "bert": ("BertModel", "BertConfig", _ENCODER),
     "albert": ("AlbertModel", "AlbertConfig", {**_ENCODER, "embedding_size": 32}),
     "modernbert": ("ModernBertModel", "ModernBertConfig", {**_ENCODER, "local_attention": 8}),
-    "xlm-roberta": ("XLMRobertaModel", "XLMRobertaConfig", {**_ENCODER, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}),
+    "xlm-roberta": (
+        "XLMRobertaModel",
+        "XLMRobertaConfig",
+        {**_ENCODER, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+    ),
 }
 # Those whose attention PyTorch's own function does not compute exactly: softcap and sinks.
 _EAGER = {"gemma2", "gpt-oss"}
@@ -150,7 +154,7 @@ def _each_alone(model, inputs, seen):
     if seen.all():
         return output(model, **inputs).double()
     outputs = []
-    for ids, visible in zip(inputs["input_ids"], seen):
+    for ids, visible in zip(inputs["input_ids"], seen, strict=True):
         # XLM-RoBERTa counts its positions without the padding; BERT and the decoders with it.
         own = {} if model.config.model_type == "xlm-roberta" else {"position_ids": visible.nonzero().T}
         alone = output(model, input_ids=ids[visible][None], **own)[0].double()
