@@ -43,7 +43,8 @@ def main():
         handle = kyklos.transformers.parallelize(model, group, shares=options.shares)
         cache = handle.cache()
         tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=options.tokens, do_sample=False)
-        print(f"rank {group.rank}: {cache.length} tokens in the cache, {cache.bytes} bytes here", flush=True)
+        # With its end in one piece, so that lines of ranks do not mix.
+        print(f"rank {group.rank}: {cache.length} tokens in the cache, {cache.bytes} bytes here\n", end="", flush=True)
         if group.rank == 0:
             print(text_of(tokens[0]), flush=True)
     dist.destroy_process_group()
