@@ -27,8 +27,9 @@ class Traits:
     layers: list[str]
     #: The model keeps packed documents apart, if it gets no attention_mask and no cache.
     packs: bool
-    #: It makes a cache unless it is told not to.
+    #: It makes a cache if it is told to, or by default.
     caches: bool
+    caches_by_default: bool
 
 
 def body_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -93,7 +94,8 @@ def traits_of(base: PreTrainedModel, forward: Any, group: Group, names: dict[int
         with entered(packed), torch.no_grad():
             forward(input_ids=ids, position_ids=half[None].expand(2, -1), return_dict=True, **without_cache(base))
         with entered(plain), torch.no_grad():
-            output = forward(**inputs, position_ids=torch.arange(ids.shape[1], device=ids.device)[None], return_dict=True)
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+            output = forward(**inputs, position_ids=positions, return_dict=True, **_use_cache(base, True))
     except RequestError:
         raise
     except Exception as error:
@@ -109,7 +111,8 @@ def traits_of(base: PreTrainedModel, forward: Any, group: Group, names: dict[int
             f"AttentionInterface ({', '.join(plain.attended) or 'none'}): the others would attend to the tokens of one rank only; "
             "run it on one rank"
         )
-    return Traits(plain.attended, packs, getattr(output, "past_key_values", None) is not None)
+    caches = getattr(output, "past_key_values", None) is not None
+    return Traits(plain.attended, packs, caches, caches and bool(getattr(base.config, "use_cache", False)))
 
 
 @contextmanager
@@ -129,7 +132,11 @@ def rotary_state_kept(base: PreTrainedModel) -> Iterator[None]:
 
 def without_cache(base: PreTrainedModel) -> dict[str, bool]:
     """The argument that tells a model to make no cache, where it takes one."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(base.forward).parameters else {}
+    return _use_cache(base, False)
+
+
+def _use_cache(base: PreTrainedModel, use: bool) -> dict[str, bool]:
+    return {"use_cache": use} if "use_cache" in inspect.signature(base.forward).parameters else {}
 
 
 def default_positions(base: PreTrainedModel, input_ids: torch.Tensor | None, past: int, shape: tuple[int, int]) -> torch.Tensor:

@@ -85,7 +85,9 @@ def install(split: SplitModel, undo: Undo) -> None:
         cache = model_kwargs.get("past_key_values")
         if cache is not None and not isinstance(cache, SplitCache):
             raise RequestError(f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()")
-        if cache is None and generation_config.use_cache is not False and split.traits.caches:
+        if cache is None and generation_config.use_cache is not False:
+            if not split.traits.caches:
+                raise RequestError(f"{type(model).__name__} makes no cache: call generate() with use_cache=False")
             model_kwargs["past_key_values"] = split.cache()
 
     @functools.wraps(criteria)

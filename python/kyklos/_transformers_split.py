@@ -258,7 +258,7 @@ class SplitModel:
         if cache is not None:
             raise RequestError(f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()")
         use = inputs.get("use_cache")
-        return self.cache() if (self.traits.caches if use is None else use and self.traits.caches) else None
+        return self.cache() if (self.traits.caches_by_default if use is None else use and self.traits.caches) else None
 
     def _positions(self, inputs: dict[str, Any], past: int, shape: tuple[int, int]) -> torch.Tensor:
         positions = inputs.get("position_ids")

@@ -120,6 +120,21 @@ def test_generation_without_a_cache():
         assert torch.equal(got, want)
 
 
+def test_a_model_that_makes_a_cache_only_when_asked():
+    model = build("llama", use_cache=False)
+    ids = texts(2, 9)
+    want = greedy(model, ids, tokens=12, use_cache=True)
+
+    def work(model, handle, group):
+        with torch.no_grad():
+            assert model(ids).past_key_values is None
+            assert model(ids, use_cache=True).past_key_values.length == 9
+        return greedy(model, ids, tokens=12, use_cache=True), greedy(model, ids, tokens=12)
+
+    for texts_of_rank in on_ranks(model, 2, work):
+        assert all(torch.equal(got, want) for got in texts_of_rank)
+
+
 def test_samples_are_the_same_on_all_ranks():
     """The threads of this process share one random generator, so each rank would choose other tokens."""
     model = build("llama")

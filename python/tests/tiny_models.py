@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 VOCABULARY = 97
 # At the default range of 0.02 attention hardly matters: forgotten positions cost 4.6e-3, here 7.8.
-_COMMON = {
+COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -27,8 +27,8 @@ _COMMON = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-_WINDOW = {"head_dim": 16, "sliding_window": 6}
-_ENCODER = {
+WINDOW = {"head_dim": 16, "sliding_window": 6}
+ENCODER = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -41,15 +41,15 @@ _ENCODER = {
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 FAMILIES = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _COMMON),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_COMMON, "head_dim": 16}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {**_COMMON, "sliding_window": 6}),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_COMMON, **_WINDOW, "query_pre_attn_scalar": 16}),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_COMMON, **_WINDOW, "query_pre_attn_scalar": 16}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", COMMON),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**COMMON, "head_dim": 16}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**COMMON, "sliding_window": 6}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**COMMON, **WINDOW, "query_pre_attn_scalar": 16}),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**COMMON, **WINDOW, "query_pre_attn_scalar": 16}),
     "gpt-oss": (
         "GptOssForCausalLM",
         "GptOssConfig",
-        {**_COMMON, **_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _DEFAULT_ROPE},
+        {**COMMON, **WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _DEFAULT_ROPE},
     ),
     "gpt2": (
         "GPT2LMHeadModel",
@@ -70,7 +70,7 @@ FAMILIES = {
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
         {
-            **_COMMON,
+            **COMMON,
             "num_key_value_heads": 8,
             "q_lora_rank": 24,
             "kv_lora_rank": 16,
@@ -87,14 +87,14 @@ FAMILIES = {
             "rope_parameters": _DEFAULT_ROPE,
         },
     ),
-    "opt": ("OPTForCausalLM", "OPTConfig", {**_COMMON, "ffn_dim": 64, "word_embed_proj_dim": 64, "init_std": 0.2}),
-    "bert": ("BertModel", "BertConfig", _ENCODER),
-    "albert": ("AlbertModel", "AlbertConfig", {**_ENCODER, "embedding_size": 32}),
-    "modernbert": ("ModernBertModel", "ModernBertConfig", {**_ENCODER, "local_attention": 8}),
+    "opt": ("OPTForCausalLM", "OPTConfig", {**COMMON, "ffn_dim": 64, "word_embed_proj_dim": 64, "init_std": 0.2}),
+    "bert": ("BertModel", "BertConfig", ENCODER),
+    "albert": ("AlbertModel", "AlbertConfig", {**ENCODER, "embedding_size": 32}),
+    "modernbert": ("ModernBertModel", "ModernBertConfig", {**ENCODER, "local_attention": 8}),
     "xlm-roberta": (
         "XLMRobertaModel",
         "XLMRobertaConfig",
-        {**_ENCODER, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+        {**ENCODER, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
     ),
 }
 # Those whose attention PyTorch's own function does not compute exactly: softcap and sinks.
