@@ -241,6 +241,22 @@ def test_rows_stay_on_their_ranks_with_gather_none():
     assert ends[0] == 0 and ends[-1] == 23 and ends[1:-1:2] == ends[2:-1:2]
 
 
+def test_a_compiled_layer():
+    """The attention function breaks its graph, and is called as often as before."""
+    model = build("llama")
+    ids = texts(2, 23)
+    exact, bound, seen = reference(model, input_ids=ids)
+    greedy = model.generate(ids, max_new_tokens=8, do_sample=False)
+
+    def work(model, handle, group):
+        model.model.layers[1].compile(backend="eager")
+        return output(model, input_ids=ids), model.generate(ids, max_new_tokens=8, do_sample=False)
+
+    for got, tokens in on_ranks(model, 2, work, shares=[3, 7]):
+        assert error(got, exact, seen) <= bound
+        assert torch.equal(tokens, greedy)
+
+
 def test_remove_restores_the_model():
     model = build("gemma2")
     ids = texts(1, 12)
